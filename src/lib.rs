@@ -1,1 +1,24 @@
-pub fn x(){}
+//! stub docs
+#![warn(missing_docs)]
+#![deny(unsafe_op_in_unsafe_fn, clippy::undocumented_unsafe_blocks)]
+
+mod call;
+mod collective;
+mod dtype;
+mod error;
+mod group;
+mod partition;
+mod plan;
+mod reduce;
+mod rendezvous;
+mod transport;
+mod wait;
+
+pub use call::{Call, Operation, Tag};
+pub use dtype::{DType, Element, ReduceOp, ReduceOp as ReduceOperation};
+pub use error::{Error, Site};
+pub use group::{Builder, Group, Work};
+pub use partition::partition;
+pub use plan::Algorithm;
+pub use transport::{Fault, Transport};
+pub use wait::Deadline;

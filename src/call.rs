@@ -1,0 +1,173 @@
+//! What a rank called, as data: compared between ranks, sent before every message, shown in errors.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+use crate::dtype::{DType, ReduceOp};
+
+/// The kind of an operation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[repr(u8)]
+#[allow(missing_docs)]
+pub enum Operation {
+    AllReduce = 0,
+    Reduce,
+    Broadcast,
+    AllGather,
+    ReduceScatter,
+    Barrier,
+    /// Point to point: `send` on one rank, `recv` on the other.
+    Send,
+}
+
+impl Operation {
+    const ALL: [Operation; 7] = [
+        Operation::AllReduce,
+        Operation::Reduce,
+        Operation::Broadcast,
+        Operation::AllGather,
+        Operation::ReduceScatter,
+        Operation::Barrier,
+        Operation::Send,
+    ];
+}
+
+impl fmt::Display for Operation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Operation::AllReduce => "all_reduce",
+            Operation::Reduce => "reduce",
+            Operation::Broadcast => "broadcast",
+            Operation::AllGather => "all_gather",
+            Operation::ReduceScatter => "reduce_scatter",
+            Operation::Barrier => "barrier",
+            Operation::Send => "send",
+        })
+    }
+}
+
+/// What one rank called: everything on which the ranks of an operation must agree.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Call {
+    /// The operation.
+    pub operation: Operation,
+    /// The type of its elements.
+    pub dtype: DType,
+    /// The number of elements of the whole: one rank's vector for reductions, all ranks' parts together for
+    /// `all_gather`.
+    pub count: usize,
+    /// The reduction, where the operation has one.
+    pub reduction: Option<ReduceOp>,
+    /// The root, where the operation has one.
+    pub root: Option<usize>,
+}
+
+impl Call {
+    /// Size of the whole in bytes.
+    pub const fn bytes(&self) -> usize {
+        self.count * self.dtype.size()
+    }
+}
+
+impl fmt::Display for Call {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.operation)?;
+        if self.operation == Operation::Barrier {
+            return Ok(());
+        }
+        write!(f, "({} x {}", self.dtype, self.count)?;
+        if let Some(reduction) = self.reduction {
+            write!(f, ", {reduction}")?;
+        }
+        if let Some(root) = self.root {
+            write!(f, ", root {root}")?;
+        }
+        write!(f, ")")
+    }
+}
+
+/// Names one message: which group, which operation in its sequence, which step of it, and what the sender called.
+/// A receiver compares it with the one it expects, so messages can neither cross nor be taken for another.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Tag {
+    /// The group that the operation belongs to.
+    pub group: u64,
+    /// The operation's number in its group, counted from 0; for point to point, in the order of that pair.
+    pub sequence: u64,
+    /// The step of the operation's plan.
+    pub step: u32,
+    /// What the sender called.
+    pub call: Call,
+}
+
+/// Absent reduction or root on the wire.
+const NONE: u32 = u32::MAX;
+
+impl Tag {
+    /// Length of [`Tag::to_bytes`].
+    pub const BYTES: usize = 40;
+
+    /// The tag as bytes, little endian:
+    /// `group u64 | sequence u64 | count u64 | step u32 | root u32 | reduction u32 | operation u8 | dtype u8 | 0 u16`.
+    pub fn to_bytes(&self) -> [u8; Self::BYTES] {
+        let mut bytes = [0; Self::BYTES];
+        bytes[0..8].copy_from_slice(&self.group.to_le_bytes());
+        bytes[8..16].copy_from_slice(&self.sequence.to_le_bytes());
+        bytes[16..24].copy_from_slice(&(self.call.count as u64).to_le_bytes());
+        bytes[24..28].copy_from_slice(&self.step.to_le_bytes());
+        bytes[28..32].copy_from_slice(&self.call.root.map_or(NONE, |root| root as u32).to_le_bytes());
+        bytes[32..36].copy_from_slice(&self.call.reduction.map_or(NONE, |op| op as u32).to_le_bytes());
+        bytes[36] = self.call.operation as u8;
+        bytes[37] = self.call.dtype as u8;
+        bytes
+    }
+
+    /// The inverse of [`Tag::to_bytes`]; `None` for bytes that no tag gives.
+    pub fn from_bytes(bytes: &[u8; Self::BYTES]) -> Option<Self> {
+        let u64_at = |at: usize| bytes[at..at + 8].iter().rev().fold(0u64, |n, b| n << 8 | u64::from(*b));
+        let u32_at = |at: usize| bytes[at..at + 4].iter().rev().fold(0u32, |n, b| n << 8 | u32::from(*b));
+        let reduction = match u32_at(32) {
+            NONE => None,
+            number => Some(*ReduceOp::ALL.get(number as usize)?),
+        };
+        let root = Some(u32_at(28)).filter(|root| *root != NONE).map(|root| root as usize);
+        let call = Call {
+            operation: *Operation::ALL.get(usize::from(bytes[36]))?,
+            dtype: *DType::ALL.get(usize::from(bytes[37]))?,
+            count: usize::try_from(u64_at(16)).ok()?,
+            reduction,
+            root,
+        };
+        let tag = Tag { group: u64_at(0), sequence: u64_at(8), step: u32_at(24), call };
+        (bytes[38..40] == [0, 0]).then_some(tag)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn tags_survive_the_wire(
+            (group, sequence, step) in any::<(u64, u64, u32)>(),
+            (operation, dtype, count) in (0..Operation::ALL.len(), 0..DType::ALL.len(), any::<usize>()),
+            reduction in proptest::option::of(0..ReduceOp::ALL.len()),
+            root in proptest::option::of(0usize..1 << 20),
+        ) {
+            let reduction = reduction.map(|i| ReduceOp::ALL[i]);
+            let (operation, dtype) = (Operation::ALL[operation], DType::ALL[dtype]);
+            let tag = Tag { group, sequence, step, call: Call { operation, dtype, count, reduction, root } };
+            prop_assert_eq!(Tag::from_bytes(&tag.to_bytes()), Some(tag));
+        }
+
+        #[test]
+        fn any_bytes_are_refused_or_read_back_the_same(bytes in any::<[u8; Tag::BYTES]>()) {
+            if let Some(tag) = Tag::from_bytes(&bytes) {
+                prop_assert_eq!(tag.to_bytes(), bytes);
+            }
+        }
+    }
+}

@@ -1,0 +1,164 @@
+//! The one executor: runs any plan on any transport.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use crate::call::{Operation, Tag};
+use crate::error::Site;
+use crate::group::{Core, Lane, Scratch};
+use crate::partition::{partition, span};
+use crate::plan::{self, Combine, Plan, Step};
+use crate::reduce::{self, Kernel};
+use crate::transport::{Buffers, Fault, Transport};
+use crate::wait::Deadline;
+
+/// Runs the operation at `site` as a plan on the core's transport.
+pub(super) fn plans(
+    core: &Core,
+    lane: &mut Lane,
+    site: &Site,
+    buffers: &mut Buffers<'_>,
+    deadline: &Deadline,
+) -> Result<(), Fault> {
+    let call = &site.call;
+    let transport = core.transport();
+    let (rank, world_size) = (transport.rank(), transport.world_size());
+    let kernel = call.reduction.map(|op| reduce::kernel(call.dtype, op));
+    let wide = kernel.is_some_and(|kernel| kernel.wide);
+    let chosen = plan::choose(call, world_size, wide);
+    let algorithm = core.algorithm().filter(|_| !wide).unwrap_or(chosen);
+    let root = call.root.unwrap_or(0);
+    let plan = lane
+        .plans
+        .entry((call.operation, algorithm, root))
+        .or_insert_with(|| Arc::new(plan::plan(call.operation, algorithm, rank, world_size, root)))
+        .clone();
+
+    let size = call.dtype.size();
+    let own = partition(call.count, world_size, rank);
+    let own = own.start * size..own.end * size;
+    let [work, received, accumulator] = &mut lane.scratch;
+    // The plan works in place on the whole. That is the output where the output may hold the whole.
+    let borrowed = match call.operation {
+        Operation::Reduce => rank != root,
+        Operation::ReduceScatter => buffers.input.is_some(),
+        _ => false,
+    };
+    let whole: &mut [u8] = if borrowed {
+        let whole = work.bytes(call.bytes());
+        whole.copy_from_slice(buffers.input.unwrap_or(buffers.output));
+        whole
+    } else {
+        if let Some(input) = buffers.input {
+            let target = if call.operation == Operation::AllGather { own.clone() } else { 0..input.len() };
+            buffers.output[target].copy_from_slice(input);
+        }
+        &mut *buffers.output
+    };
+    let mut execution = Execution { transport, site, deadline, kernel, world_size, whole, received, step: 0 };
+    execution.run(&plan, accumulator)?;
+    if call.operation == Operation::ReduceScatter && borrowed {
+        buffers.output.copy_from_slice(&work.bytes(call.bytes())[own]);
+    }
+    Ok(())
+}
+
+struct Execution<'a> {
+    transport: &'a dyn Transport,
+    site: &'a Site,
+    deadline: &'a Deadline,
+    kernel: Option<Kernel>,
+    world_size: usize,
+    whole: &'a mut [u8],
+    received: &'a mut Scratch,
+    step: u32,
+}
+
+impl Execution<'_> {
+    fn run(&mut self, plan: &Plan, accumulator: &mut Scratch) -> Result<(), Fault> {
+        for step in &plan.agree {
+            self.step(step, None)?;
+        }
+        let owned = self.bytes(&plan.owned);
+        match self.kernel {
+            Some(kernel) if kernel.wide => {
+                let elements = owned.len() / self.site.call.dtype.size();
+                let accumulator = accumulator.bytes(elements * kernel.accumulator);
+                (kernel.load)(accumulator, &self.whole[owned.clone()]);
+                for step in &plan.reduce {
+                    self.step(step, Some(accumulator))?;
+                }
+                (kernel.store)(&mut self.whole[owned], accumulator, self.world_size);
+            }
+            Some(kernel) => {
+                for step in &plan.reduce {
+                    self.step(step, None)?;
+                }
+                if let Some(divide) = kernel.divide {
+                    divide(&mut self.whole[owned], self.world_size);
+                }
+            }
+            None => {}
+        }
+        plan.distribute.iter().try_for_each(|step| self.step(step, None))
+    }
+
+    /// One message out, one in, or both at once; what comes in is combined or kept.
+    fn step(&mut self, step: &Step, accumulator: Option<&mut [u8]>) -> Result<(), Fault> {
+        let tag = Tag { group: 0, sequence: self.site.sequence, step: self.step, call: self.site.call };
+        self.step += 1;
+        let outgoing = step.send.as_ref().map(|(to, parts)| (*to, self.bytes(parts)));
+        let Some((from, parts, combine)) = &step.receive else {
+            return match outgoing {
+                Some((to, range)) => self.transport.send(&tag, to, &self.whole[range], self.deadline),
+                None => Ok(()),
+            };
+        };
+        let range = self.bytes(parts);
+        if *combine == Combine::Replace {
+            let (sent, kept) = disjoint(self.whole, outgoing.as_ref().map_or(0..0, |(_, range)| range.clone()), range);
+            return transfer(self.transport, &tag, outgoing.map(|(to, _)| (to, sent)), (*from, kept), self.deadline);
+        }
+        let incoming = self.received.bytes(range.len());
+        let sent = outgoing.map(|(to, range)| (to, &self.whole[range]));
+        transfer(self.transport, &tag, sent, (*from, &mut *incoming), self.deadline)?;
+        if let Some(kernel) = self.kernel {
+            let target = accumulator.unwrap_or(&mut self.whole[range]);
+            match combine {
+                Combine::FoldUnder => (kernel.fold_under)(target, incoming),
+                _ => (kernel.fold)(target, incoming),
+            }
+        }
+        Ok(())
+    }
+
+    fn bytes(&self, parts: &Range<usize>) -> Range<usize> {
+        let size = self.site.call.dtype.size();
+        let elements = span(self.site.call.count, self.world_size, parts);
+        elements.start * size..elements.end * size
+    }
+}
+
+fn transfer(
+    transport: &dyn Transport,
+    tag: &Tag,
+    outgoing: Option<(usize, &[u8])>,
+    (from, incoming): (usize, &mut [u8]),
+    deadline: &Deadline,
+) -> Result<(), Fault> {
+    match outgoing {
+        Some(outgoing) => transport.exchange(tag, outgoing, (from, incoming), deadline),
+        None => transport.receive(tag, from, incoming, deadline),
+    }
+}
+
+/// Two ranges of the same bytes, one to read and one to write. Plans never overlap them: their tests see to that.
+fn disjoint(bytes: &mut [u8], read: Range<usize>, write: Range<usize>) -> (&[u8], &mut [u8]) {
+    if read.end <= write.start {
+        let (low, high) = bytes.split_at_mut(write.start);
+        (&low[read], &mut high[..write.end - write.start])
+    } else {
+        let (low, high) = bytes.split_at_mut(write.end);
+        (&high[read.start - write.end..read.end - write.end], &mut low[write])
+    }
+}

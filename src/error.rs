@@ -1,0 +1,177 @@
+//! What can go wrong, in the terms of a caller who has to act on it.
+
+use std::fmt;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use crate::call::Call;
+
+/// Why an operation or the creation of a group failed.
+///
+/// Errors are cheap to clone: the first failure poisons its group, and every later call returns a clone of it.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// An argument that can never work, noticed before anything was sent: buffers are untouched, the group is sound,
+    /// and the call may be made again with a right one.
+    #[error("{operation}: {reason}")]
+    InvalidArgument {
+        /// The call that was refused.
+        operation: String,
+        /// What is wrong with it and what would be right.
+        reason: String,
+    },
+
+    /// Settings, from code or environment, that are missing, malformed or contradict each other.
+    #[error("invalid settings: {0}")]
+    Config(String),
+
+    /// The ranks did not find each other.
+    #[error("rendezvous of rank {rank} at {address} failed after {elapsed:.1?}: {reason}")]
+    Rendezvous {
+        /// The rank that reports.
+        rank: usize,
+        /// Where rank 0 listens or should listen.
+        address: String,
+        /// What happened and what to do.
+        reason: String,
+        /// Time since the rendezvous began.
+        elapsed: Duration,
+    },
+
+    /// Ranks disagree about what to do at one place in the sequence of operations. Every rank gets this same error.
+    #[error(
+        "ranks disagree at operation #{sequence}: {}; every rank must call the same operations in the same order \
+         with the same element type, count, reduction and root",
+        Calls(.calls)
+    )]
+    Mismatch {
+        /// The number of the operation, counted from 0 since the group was made.
+        sequence: u64,
+        /// What each rank called, by rank. A rank that is not listed had not called anything yet.
+        calls: Vec<(usize, Call)>,
+    },
+
+    /// The deadline passed before every rank that is needed had arrived.
+    #[error(
+        "{site} timed out after {elapsed:.1?} while rank {rank} waited for {}; if they are merely slow (evaluating, \
+         saving), raise the deadline (BONFIRE_DEADLINE, or `Group::with_deadline`)",
+        Ranks(.missing)
+    )]
+    Timeout {
+        /// Which operation.
+        site: Site,
+        /// The rank whose deadline passed.
+        rank: usize,
+        /// The ranks it waited for.
+        missing: Vec<usize>,
+        /// Time since the operation began.
+        elapsed: Duration,
+    },
+
+    /// A rank died or its connection broke: it closed without saying farewell.
+    #[error(
+        "{site}: rank {peer}{} was lost after {elapsed:.1?} ({reason}); look at that rank's own output, then restart \
+         the job from its last checkpoint",
+        At(.address)
+    )]
+    PeerLost {
+        /// Which operation.
+        site: Site,
+        /// The rank that was lost.
+        peer: usize,
+        /// Its address, where it has one.
+        address: Option<String>,
+        /// What was seen of it.
+        reason: String,
+        /// Time since the operation began.
+        elapsed: Duration,
+    },
+
+    /// A rank that this operation needs has left the group in order: it dropped its handles or was interrupted.
+    #[error(
+        "{site}: rank {rank} has left the group; all ranks must make the same number of calls before any of them \
+         drops its group"
+    )]
+    Left {
+        /// Which operation.
+        site: Site,
+        /// The rank that left.
+        rank: usize,
+    },
+
+    /// The operating system refused something, such as a thread or a socket.
+    #[error("{operation}: {reason}")]
+    Io {
+        /// What was tried.
+        operation: String,
+        /// The system's answer.
+        reason: String,
+    },
+}
+
+impl Error {
+    /// An [`Error::InvalidArgument`].
+    pub(crate) fn argument(operation: impl fmt::Display, reason: impl Into<String>) -> Self {
+        Error::InvalidArgument { operation: operation.to_string(), reason: reason.into() }
+    }
+
+    /// An [`Error::Io`].
+    pub(crate) fn io(operation: impl Into<String>, reason: impl fmt::Display) -> Self {
+        Error::Io { operation: operation.into(), reason: reason.to_string() }
+    }
+}
+
+/// The place of an operation: what was called, and as which one in the group's sequence.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Site {
+    /// What was called.
+    pub call: Call,
+    /// Its number in the group's sequence, counted from 0.
+    pub sequence: u64,
+}
+
+impl fmt::Display for Site {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} #{}", self.call, self.sequence)
+    }
+}
+
+/// Ranks as text: `rank 3` or `ranks 1, 2`.
+pub(crate) struct Ranks<'a>(pub &'a [usize]);
+
+impl fmt::Display for Ranks<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            [] => write!(f, "its turn"),
+            [one] => write!(f, "rank {one}"),
+            many => {
+                write!(f, "ranks ")?;
+                for (i, rank) in many.iter().enumerate() {
+                    write!(f, "{}{rank}", if i == 0 { "" } else { ", " })?;
+                }
+                Ok(())
+            }
+        }
+    }
+}
+
+struct Calls<'a>(&'a [(usize, Call)]);
+
+impl fmt::Display for Calls<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (i, (rank, call)) in self.0.iter().enumerate() {
+            write!(f, "{}rank {rank} called {call}", if i == 0 { "" } else { ", " })?;
+        }
+        Ok(())
+    }
+}
+
+struct At<'a>(&'a Option<String>);
+
+impl fmt::Display for At<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.as_ref().map_or(Ok(()), |address| write!(f, " at {address}"))
+    }
+}

@@ -1,0 +1,297 @@
+//! Groups: who the ranks are, in which order their operations run, and what happens after a failure.
+
+mod builder;
+#[cfg(unix)]
+mod interrupt;
+mod progress;
+mod turn;
+
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::time::Duration;
+
+pub use self::builder::Builder;
+pub use self::progress::Work;
+pub(crate) use self::progress::Progress;
+use self::turn::{Queue, Turn};
+use crate::call::{Call, Operation, Tag};
+use crate::error::{Error, Site};
+use crate::plan::{Algorithm, Plan};
+use crate::transport::{Buffers, Collectives, Fault, Transport};
+use crate::wait::Deadline;
+
+/// One rank's handle to a group of ranks: threads of a process, or processes.
+///
+/// Handles are cheap to clone, and clones may be used from any thread of the rank; operations of one rank run one after
+/// the other, in the order in which they were called. All ranks must call the same operations in the same order;
+/// where they don't, all get the same [`Error::Mismatch`]. The first failure poisons the group: every later call
+/// returns that first cause.
+///
+/// Dropping the last handle waits for the operations that were started, then says farewell to the other ranks.
+///
+/// ```
+/// use bonfire::{Group, ReduceOp};
+///
+/// let ranks: Vec<_> = Group::threads(4)?
+///     .into_iter()
+///     .map(|group| std::thread::spawn(move || {
+///         let mut gradients = vec![group.rank() as f32; 3];
+///         group.all_reduce(&mut gradients, ReduceOp::Mean).map(|()| gradients)
+///     }))
+///     .collect();
+/// for rank in ranks {
+///     assert_eq!(rank.join().unwrap()?, [1.5; 3]);
+/// }
+/// # Ok::<(), bonfire::Error>(())
+/// ```
+#[derive(Clone)]
+pub struct Group {
+    pub(crate) core: Arc<Core>,
+    deadline: Duration,
+    // Dropped with the last handle, while started operations still hold the core.
+    anchor: Arc<Anchor>,
+}
+
+/// What handles and started operations share.
+pub(crate) struct Core {
+    transport: Arc<dyn Transport>,
+    collectives: Option<Arc<dyn Collectives>>,
+    algorithm: Option<Algorithm>,
+    queue: Queue,
+    lane: Mutex<Lane>,
+    failure: OnceLock<Error>,
+}
+
+/// What belongs to the operation whose turn it is.
+pub(crate) struct Lane {
+    /// Collective operations so far.
+    sequence: u64,
+    /// Messages so far, to and from each rank.
+    sent: Vec<u64>,
+    received: Vec<u64>,
+    /// Plans do not depend on the length, so there are few.
+    pub plans: HashMap<(Operation, Algorithm, usize), Arc<Plan>>,
+    /// Memory that is grown once and kept.
+    pub scratch: [Scratch; 3],
+}
+
+/// Bytes aligned for every accumulator, kept from call to call.
+#[derive(Default)]
+pub(crate) struct Scratch(Vec<[u128; 4]>);
+
+impl Scratch {
+    pub fn bytes(&mut self, len: usize) -> &mut [u8] {
+        let blocks = len.div_ceil(size_of::<[u128; 4]>());
+        if self.0.len() < blocks {
+            self.0.resize(blocks, [0; 4]);
+        }
+        &mut bytemuck::cast_slice_mut(&mut self.0)[..len]
+    }
+}
+
+struct Anchor {
+    core: Arc<Core>,
+    progress: OnceLock<Progress>,
+}
+
+impl Drop for Anchor {
+    fn drop(&mut self) {
+        // What was started completes also where nobody waits for it.
+        if let Some(progress) = self.progress.take() {
+            progress.finish();
+        }
+        self.core.transport.leave();
+    }
+}
+
+impl Group {
+    /// Settings for a group whose ranks are processes.
+    pub fn builder() -> Builder {
+        Builder::default()
+    }
+
+    /// The group that the environment describes, as `bonfire run` and similar launchers set it: `BONFIRE_RANK`,
+    /// `BONFIRE_WORLD_SIZE`, `BONFIRE_ADDRESS` and, if needed, `BONFIRE_HOST` and `BONFIRE_DEADLINE` (seconds).
+    /// Blocks until all ranks are connected. SIGINT and SIGTERM become a farewell to the other ranks, see
+    /// [`Builder::leave_on_interrupt`].
+    ///
+    /// # Errors
+    /// [`Error::Config`] where a variable is missing or malformed, [`Error::Rendezvous`] where the ranks do not find
+    /// each other within 120 s or disagree about who they are.
+    #[cfg(unix)]
+    pub fn from_env() -> Result<Group, Error> {
+        Builder::from_env()?.connect()
+    }
+
+    /// A group of `world_size` ranks in this process, one handle for each, by rank. Give each to a thread of its own.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for an empty group.
+    pub fn threads(world_size: usize) -> Result<Vec<Group>, Error> {
+        Builder::default().threads(world_size)
+    }
+
+    /// A group on a transport from elsewhere: operations run as plans on it.
+    pub fn on(transport: Arc<dyn Transport>) -> Group {
+        Builder::default().on(transport)
+    }
+
+    /// This rank, from 0 to `world_size - 1`.
+    pub fn rank(&self) -> usize {
+        self.core.transport.rank()
+    }
+
+    /// The number of ranks.
+    pub fn world_size(&self) -> usize {
+        self.core.transport.world_size()
+    }
+
+    /// How long an operation of this handle may take.
+    pub fn deadline(&self) -> Duration {
+        self.deadline
+    }
+
+    /// A handle to the same group whose operations may take this long.
+    ///
+    /// ```
+    /// # let group = bonfire::Group::threads(1)?.remove(0);
+    /// group.with_deadline(std::time::Duration::from_secs(5)).barrier()?;
+    /// # Ok::<(), bonfire::Error>(())
+    /// ```
+    pub fn with_deadline(&self, deadline: Duration) -> Group {
+        Group { deadline, ..self.clone() }
+    }
+
+    /// What poisoned the group, if anything did.
+    pub fn failure(&self) -> Option<Error> {
+        self.core.failure.get().cloned()
+    }
+
+    pub(crate) fn turn(&self) -> Turn<'_> {
+        self.core.queue.turn()
+    }
+
+    pub(crate) fn progress(&self) -> Result<&Progress, Error> {
+        if let Some(progress) = self.anchor.progress.get() {
+            return Ok(progress);
+        }
+        let progress = Progress::spawn(self.rank()).map_err(|e| Error::io("starting the progress thread", e))?;
+        Ok(self.anchor.progress.get_or_init(|| progress))
+    }
+}
+
+impl fmt::Debug for Group {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Group").field("rank", &self.rank()).field("world_size", &self.world_size()).finish()
+    }
+}
+
+impl Core {
+    fn group(
+        transport: Arc<dyn Transport>,
+        collectives: Option<Arc<dyn Collectives>>,
+        algorithm: Option<Algorithm>,
+        deadline: Duration,
+    ) -> Group {
+        let lane = Lane {
+            sequence: 0,
+            sent: vec![0; transport.world_size()],
+            received: vec![0; transport.world_size()],
+            plans: HashMap::new(),
+            scratch: Default::default(),
+        };
+        let core = Arc::new(Core {
+            transport,
+            collectives,
+            algorithm,
+            queue: Queue::default(),
+            lane: Mutex::new(lane),
+            failure: OnceLock::new(),
+        });
+        let anchor = Arc::new(Anchor { core: core.clone(), progress: OnceLock::new() });
+        Group { core, deadline, anchor }
+    }
+
+    pub fn transport(&self) -> &dyn Transport {
+        &*self.transport
+    }
+
+    pub fn algorithm(&self) -> Option<Algorithm> {
+        self.algorithm
+    }
+
+    pub fn queue(&self) -> &Queue {
+        &self.queue
+    }
+
+    /// Runs one collective, whose turn it is: on the engine if there is one, else through `plans`.
+    pub fn collective(
+        &self,
+        call: Call,
+        mut buffers: Buffers<'_>,
+        limit: Duration,
+        plans: impl FnOnce(&Core, &mut Lane, &Site, &mut Buffers<'_>, &Deadline) -> Result<(), Fault>,
+    ) -> Result<(), Error> {
+        let mut lane = self.lane()?;
+        let site = Site { call, sequence: lane.sequence };
+        lane.sequence += 1;
+        let deadline = Deadline::after(limit);
+        let run = || {
+            self.transport.begin(&site)?;
+            let engine = self.collectives.as_ref().filter(|_| self.algorithm.is_none());
+            match engine.and_then(|engine| engine.run(&site, &mut buffers, &deadline)) {
+                Some(result) => result,
+                None => plans(self, &mut lane, &site, &mut buffers, &deadline),
+            }
+        };
+        run().map_err(|fault| self.fail(site, fault, &deadline))
+    }
+
+    /// Sends to or receives from `peer`, as `transfer` says; their messages are numbered apart from the collectives.
+    pub fn message(
+        &self,
+        call: Call,
+        peer: usize,
+        sends: bool,
+        limit: Duration,
+        transfer: impl FnOnce(&dyn Transport, &Tag, &Deadline) -> Result<(), Fault>,
+    ) -> Result<(), Error> {
+        let mut lane = self.lane()?;
+        let lane = &mut *lane;
+        let count = if sends { &mut lane.sent[peer] } else { &mut lane.received[peer] };
+        let tag = Tag { group: 0, sequence: *count, step: 0, call };
+        *count += 1;
+        let deadline = Deadline::after(limit);
+        transfer(self.transport(), &tag, &deadline)
+            .map_err(|fault| self.fail(Site { call, sequence: tag.sequence }, fault, &deadline))
+    }
+
+    fn lane(&self) -> Result<std::sync::MutexGuard<'_, Lane>, Error> {
+        match self.failure.get() {
+            Some(error) => Err(error.clone()),
+            None => Ok(self.lane.lock().unwrap_or_else(PoisonError::into_inner)),
+        }
+    }
+
+    /// Turns the fault into the group's failure and tells the peers.
+    fn fail(&self, site: Site, fault: Fault, deadline: &Deadline) -> Error {
+        let (rank, elapsed) = (self.transport.rank(), deadline.elapsed());
+        let error = match fault {
+            Fault::Failed(error) => error,
+            Fault::Timeout { missing } => Error::Timeout { site, rank, missing, elapsed },
+            Fault::Left { peer } => Error::Left { site, rank: peer },
+            Fault::Lost { peer, reason } => {
+                Error::PeerLost { site, peer, address: self.transport.address(peer), reason, elapsed }
+            }
+            Fault::Unexpected { peer, tag } => {
+                let mut calls = vec![(rank, site.call), (peer, tag.call)];
+                calls.sort_by_key(|(rank, _)| *rank);
+                Error::Mismatch { sequence: site.sequence, calls }
+            }
+        };
+        let error = self.failure.get_or_init(|| error).clone();
+        self.transport.fail(&error);
+        error
+    }
+}

@@ -1,0 +1,157 @@
+//! Settings of a group.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::{Core, Group};
+use crate::error::Error;
+use crate::plan::Algorithm;
+use crate::transport::local::Local;
+use crate::transport::{Collectives, Transport};
+
+/// How long an operation may take by default: long enough for a rank that evaluates or saves.
+pub(crate) const DEADLINE: Duration = Duration::from_secs(300);
+
+/// Settings of a group, from code; see [`Group::from_env`] for those from the environment.
+///
+/// ```no_run
+/// # let rank = 0;
+/// let group = bonfire::Group::builder().rank(rank).world_size(4).address("127.0.0.1:29500").connect()?;
+/// # Ok::<(), bonfire::Error>(())
+/// ```
+#[derive(Clone, Debug)]
+pub struct Builder {
+    deadline: Duration,
+    algorithm: Option<Algorithm>,
+    #[cfg(unix)]
+    settings: crate::rendezvous::Settings,
+    #[cfg(unix)]
+    leave_on_interrupt: bool,
+}
+
+impl Default for Builder {
+    fn default() -> Self {
+        Builder {
+            deadline: DEADLINE,
+            algorithm: None,
+            #[cfg(unix)]
+            settings: crate::rendezvous::Settings::default(),
+            #[cfg(unix)]
+            leave_on_interrupt: false,
+        }
+    }
+}
+
+impl Builder {
+    /// How long an operation may take: 300 s unless set here, by `BONFIRE_DEADLINE` or by [`Group::with_deadline`]. At a
+    /// tenth of it a warning in the log names the ranks that are missing.
+    pub fn deadline(mut self, deadline: Duration) -> Self {
+        self.deadline = deadline;
+        self
+    }
+
+    /// Runs operations as plans of this algorithm, whatever their size, instead of the group's own choice. Reductions
+    /// that need a wide accumulator (16-bit floats, integer means) stay with the direct exchange. All ranks must set
+    /// the same.
+    pub fn algorithm(mut self, algorithm: Algorithm) -> Self {
+        self.algorithm = Some(algorithm);
+        self
+    }
+
+    /// A group of `world_size` ranks in this process; see [`Group::threads`].
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for an empty group.
+    pub fn threads(self, world_size: usize) -> Result<Vec<Group>, Error> {
+        if world_size == 0 {
+            return Err(Error::argument("threads", "a group needs at least one rank"));
+        }
+        let ends = Local::group(world_size).into_iter().map(Arc::new);
+        Ok(ends
+            .map(|local| {
+                let collectives: Arc<dyn Collectives> = local.clone();
+                Core::group(local, Some(collectives), self.algorithm, self.deadline)
+            })
+            .collect())
+    }
+
+    /// A group on a transport from elsewhere; see [`Group::on`].
+    pub fn on(self, transport: Arc<dyn Transport>) -> Group {
+        Core::group(transport, None, self.algorithm, self.deadline)
+    }
+}
+
+#[cfg(unix)]
+impl Builder {
+    /// Settings from the environment: see [`Group::from_env`]. What is set afterwards in code wins.
+    ///
+    /// # Errors
+    /// [`Error::Config`] where a variable is missing or malformed.
+    pub fn from_env() -> Result<Builder, Error> {
+        let environment = crate::rendezvous::env::read(|name| std::env::var(name).ok())?;
+        Ok(Builder {
+            deadline: environment.deadline.unwrap_or(DEADLINE),
+            algorithm: None,
+            settings: environment.settings,
+            leave_on_interrupt: true,
+        })
+    }
+
+    /// This process's rank, from 0 to `world_size - 1`.
+    pub fn rank(mut self, rank: usize) -> Self {
+        self.settings.rank = rank;
+        self
+    }
+
+    /// The number of ranks.
+    pub fn world_size(mut self, world_size: usize) -> Self {
+        self.settings.world_size = world_size;
+        self
+    }
+
+    /// Where rank 0 listens, as `host:port` or `[v6]:port`: the same on all ranks.
+    pub fn address(mut self, address: impl Into<String>) -> Self {
+        self.settings.address = address.into();
+        self
+    }
+
+    /// The address of this machine on which this rank listens for its peers. Loopback unless set; a group over several
+    /// machines needs it on every rank but 0, in so many words, because connections are not authenticated yet.
+    pub fn host(mut self, host: impl Into<String>) -> Self {
+        self.settings.host = Some(host.into());
+        self
+    }
+
+    /// How long the ranks may take to find each other: 120 s unless set.
+    pub fn rendezvous_timeout(mut self, timeout: Duration) -> Self {
+        self.settings.timeout = timeout;
+        self
+    }
+
+    /// Whether SIGINT (Ctrl-C) and SIGTERM say farewell to the other ranks before the process ends as it would have.
+    /// On for groups from the environment, off otherwise. Turn it off where the program handles these signals itself
+    /// and drops the group in good order.
+    pub fn leave_on_interrupt(mut self, leave: bool) -> Self {
+        self.leave_on_interrupt = leave;
+        self
+    }
+
+    /// Connects to the other ranks over TCP and blocks until all are there.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] or [`Error::Config`] where settings cannot work, [`Error::Rendezvous`] where the
+    /// ranks do not find each other in time or disagree about who they are: a duplicate rank, another world size.
+    pub fn connect(self) -> Result<Group, Error> {
+        let group = if self.settings.world_size == 1 {
+            self.settings.check()?;
+            self.clone().threads(1)?.remove(0)
+        } else {
+            let transport = Arc::new(crate::rendezvous::connect(&self.settings)?);
+            Core::group(transport, None, self.algorithm, self.deadline)
+        };
+        if self.leave_on_interrupt {
+            super::interrupt::leave_on_interrupt(&group.core)?;
+        }
+        Ok(group)
+    }
+}

@@ -1,0 +1,42 @@
+//! Ctrl-C as a farewell.
+
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
+
+use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
+
+use super::Core;
+use crate::error::Error;
+
+/// Says farewell for `core` when SIGINT or SIGTERM comes, then lets the signal do what it does by default.
+pub(super) fn leave_on_interrupt(core: &Arc<Core>) -> Result<(), Error> {
+    static LIVE: OnceLock<Mutex<Vec<Weak<Core>>>> = OnceLock::new();
+    let mut fresh = false;
+    let live = LIVE.get_or_init(|| {
+        fresh = true;
+        Mutex::default()
+    });
+    {
+        let mut live = live.lock().unwrap_or_else(PoisonError::into_inner);
+        live.retain(|core| core.strong_count() > 0);
+        live.push(Arc::downgrade(core));
+    }
+    if !fresh {
+        return Ok(());
+    }
+    let mut signals = Signals::new([SIGINT, SIGTERM]).map_err(|e| Error::io("watching for SIGINT and SIGTERM", e))?;
+    let watch = move || {
+        for signal in signals.forever() {
+            let groups = std::mem::take(&mut *live.lock().unwrap_or_else(PoisonError::into_inner));
+            groups.iter().filter_map(Weak::upgrade).for_each(|core| core.transport.leave());
+            if let Err(error) = signal_hook::low_level::emulate_default_handler(signal) {
+                log::error!("signal {signal} could not be passed on: {error}");
+            }
+        }
+    };
+    std::thread::Builder::new()
+        .name("bonfire-signals".into())
+        .spawn(watch)
+        .map(drop)
+        .map_err(|e| Error::io("starting the signal thread", e))
+}

@@ -1,0 +1,260 @@
+//! Algorithms as data.
+//!
+//! A [`Plan`] lists what one rank sends and receives, in *parts*: the buffer is split by
+//! [`partition`](crate::partition()) into as many parts as there are ranks, and ranges of parts stand for the elements
+//! between them. So a plan depends on the operation, the algorithm, the rank, the world size and the root, not on the
+//! length; it does no I/O and knows no clock, and everything about it can be tested without a network.
+
+mod direct;
+mod halving;
+mod ring;
+#[cfg(test)]
+mod tests;
+mod tree;
+
+use std::ops::Range;
+
+use crate::call::{Call, Operation};
+
+/// How an operation is carried out where messages carry it.
+///
+/// n ranks, S bytes: messages that one rank sends one after the other, and bytes that one rank sends.
+///
+/// | algorithm | all_reduce: messages | bytes | good for |
+/// |---|---|---|---|
+/// | direct | 2(n-1) | 2S(n-1)/n | 16-bit floats and integer means (one rounding), two ranks |
+/// | ring | 2(n-1) | 2S(n-1)/n | large buffers: every rank talks to two neighbours only |
+/// | halving | 2 log n | 2S(n-1)/n | medium buffers |
+/// | doubling | log n | S log n | small buffers |
+/// | tree | 2 log n | 2S | small rooted operations |
+///
+/// Ring: Patarasuk and Yuan, JPDC 2009. Halving and doubling: Thakur, Rabenseifner and Gropp, IJHPCA 2005.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Algorithm {
+    /// Every rank exchanges parts with every other; the owner of a part combines all ranks' parts.
+    Direct,
+    /// Parts travel around a ring, combined on the way, and then once more to reach everybody.
+    Ring,
+    /// Recursive halving reduces and scatters, recursive doubling gathers.
+    Halving,
+    /// Recursive doubling on whole buffers. Operations other than all_reduce use halving.
+    Doubling,
+    /// A binomial tree.
+    Tree,
+}
+
+impl Algorithm {
+    /// Every algorithm.
+    pub const ALL: [Algorithm; 5] =
+        [Algorithm::Direct, Algorithm::Ring, Algorithm::Halving, Algorithm::Doubling, Algorithm::Tree];
+}
+
+/// What one rank does in one operation.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(crate) struct Plan {
+    /// Empty messages that reach from every rank to every rank. Operations in which some rank depends on nobody begin
+    /// with them, so that no rank returns success where ranks disagree.
+    pub agree: Vec<Step>,
+    /// Combines. With an accumulator wider than the element, all combining goes into `owned`.
+    pub reduce: Vec<Step>,
+    /// The parts that are complete on this rank after `reduce`: where the mean is divided and the wide accumulator
+    /// rounded.
+    pub owned: Range<usize>,
+    /// Moves finished parts.
+    pub distribute: Vec<Step>,
+}
+
+/// One message out, one in, or both at once.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Step {
+    /// The receiver and the parts to send.
+    pub send: Option<(usize, Range<usize>)>,
+    /// The sender, the parts to receive, and what becomes of them.
+    pub receive: Option<(usize, Range<usize>, Combine)>,
+}
+
+/// What becomes of received parts.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum Combine {
+    /// They replace what was there.
+    Replace,
+    /// What was there is the left operand, the received the right one.
+    Fold,
+    /// The received is the left operand.
+    FoldUnder,
+}
+
+impl Step {
+    fn send(to: usize, parts: Range<usize>) -> Step {
+        Step { send: Some((to, parts)), receive: None }
+    }
+
+    fn receive(from: usize, parts: Range<usize>, combine: Combine) -> Step {
+        Step { send: None, receive: Some((from, parts, combine)) }
+    }
+
+    fn exchange(to: usize, outgoing: Range<usize>, from: usize, incoming: Range<usize>, combine: Combine) -> Step {
+        Step { send: Some((to, outgoing)), receive: Some((from, incoming, combine)) }
+    }
+}
+
+/// The algorithm for `call` on `world_size` ranks: the one place where sizes decide. `wide` says that the reduction
+/// needs an accumulator wider than the element, which only the direct exchange can keep until the end.
+pub(crate) fn choose(call: &Call, world_size: usize, wide: bool) -> Algorithm {
+    const SMALL: usize = 16 << 10;
+    const MEDIUM: usize = 256 << 10;
+    let bytes = call.bytes();
+    match call.operation {
+        _ if wide => Algorithm::Direct,
+        Operation::AllReduce if bytes <= SMALL => Algorithm::Doubling,
+        Operation::AllReduce | Operation::AllGather | Operation::ReduceScatter => match world_size {
+            2 => Algorithm::Direct,
+            _ if bytes <= MEDIUM => Algorithm::Halving,
+            _ => Algorithm::Ring,
+        },
+        Operation::Reduce | Operation::Broadcast if bytes > MEDIUM && world_size > 2 => Algorithm::Ring,
+        Operation::Reduce | Operation::Broadcast | Operation::Barrier | Operation::Send => Algorithm::Tree,
+    }
+}
+
+/// The plan of `rank` for `operation`; `root` matters where the operation has one.
+pub(crate) fn plan(
+    operation: Operation,
+    algorithm: Algorithm,
+    rank: usize,
+    world_size: usize,
+    root: usize,
+) -> Plan {
+    let n = world_size;
+    if n == 1 {
+        return Plan { owned: 0..1, ..Plan::default() };
+    }
+    match operation {
+        Operation::AllReduce => match algorithm {
+            Algorithm::Doubling => halving::doubling(rank, n),
+            Algorithm::Tree => {
+                let owned = if rank == 0 { 0..n } else { 0..0 };
+                Plan { reduce: tree::reduce(rank, n, 0), owned, distribute: tree::broadcast(rank, n, 0), ..Plan::default() }
+            }
+            _ => {
+                let distribute = all_gather(algorithm, rank, n);
+                Plan { reduce: reduce_scatter(algorithm, rank, n), owned: owned(algorithm, rank, n), distribute, ..Plan::default() }
+            }
+        },
+        Operation::ReduceScatter => match algorithm {
+            Algorithm::Tree => {
+                let owned = if rank == 0 { 0..n } else { 0..0 };
+                let scatter = scatter_from(0, rank, n, |r| r..r + 1);
+                Plan { reduce: tree::reduce(rank, n, 0), owned, distribute: scatter, ..Plan::default() }
+            }
+            _ => {
+                let mut plan = Plan {
+                    reduce: reduce_scatter(algorithm, rank, n),
+                    owned: owned(algorithm, rank, n),
+                    ..Plan::default()
+                };
+                if matches!(algorithm, Algorithm::Halving | Algorithm::Doubling) {
+                    plan.distribute = halving::hand_out(rank, n, |rank| rank..rank + 1);
+                }
+                plan
+            }
+        },
+        Operation::AllGather => match algorithm {
+            Algorithm::Tree => {
+                let mut distribute = gather_to(0, rank, n, |r| r..r + 1);
+                distribute.extend(tree::broadcast(rank, n, 0));
+                Plan { owned: rank..rank + 1, distribute, ..Plan::default() }
+            }
+            Algorithm::Halving | Algorithm::Doubling => {
+                let mut distribute = halving::hand_in(rank, n, |rank| rank..rank + 1, Combine::Replace);
+                distribute.extend(halving::all_gather(rank, n));
+                Plan { owned: rank..rank + 1, distribute, ..Plan::default() }
+            }
+            _ => Plan { owned: rank..rank + 1, distribute: all_gather(algorithm, rank, n), ..Plan::default() },
+        },
+        Operation::Reduce => {
+            let agree = dissemination(rank, n);
+            match algorithm {
+                Algorithm::Tree => {
+                    let owned = if rank == root { 0..n } else { 0..0 };
+                    Plan { agree, reduce: tree::reduce(rank, n, root), owned, distribute: Vec::new() }
+                }
+                _ => Plan {
+                    agree,
+                    reduce: reduce_scatter(algorithm, rank, n),
+                    owned: owned(algorithm, rank, n),
+                    distribute: gather_to(root, rank, n, |r| owned(algorithm, r, n)),
+                },
+            }
+        }
+        Operation::Broadcast => {
+            let distribute = match algorithm {
+                Algorithm::Tree => tree::broadcast(rank, n, root),
+                Algorithm::Direct => scatter_from(root, rank, n, |_| 0..n),
+                _ => {
+                    let mut steps = scatter_from(root, rank, n, |r| owned(algorithm, r, n));
+                    steps.extend(all_gather(algorithm, rank, n));
+                    steps
+                }
+            };
+            Plan { agree: dissemination(rank, n), distribute, ..Plan::default() }
+        }
+        Operation::Barrier => Plan { agree: dissemination(rank, n), ..Plan::default() },
+        // Point to point needs no plan.
+        Operation::Send => Plan::default(),
+    }
+}
+
+fn reduce_scatter(algorithm: Algorithm, rank: usize, n: usize) -> Vec<Step> {
+    match algorithm {
+        Algorithm::Ring => ring::reduce_scatter(rank, n),
+        Algorithm::Halving | Algorithm::Doubling => halving::reduce_scatter(rank, n),
+        Algorithm::Direct | Algorithm::Tree => direct::reduce_scatter(rank, n),
+    }
+}
+
+/// Gathers what [`owned`] says each rank has.
+fn all_gather(algorithm: Algorithm, rank: usize, n: usize) -> Vec<Step> {
+    match algorithm {
+        Algorithm::Ring => ring::all_gather(rank, n),
+        Algorithm::Halving | Algorithm::Doubling => halving::all_gather(rank, n),
+        Algorithm::Direct | Algorithm::Tree => direct::all_gather(rank, n),
+    }
+}
+
+/// The parts that `rank` holds complete after [`reduce_scatter`].
+fn owned(algorithm: Algorithm, rank: usize, n: usize) -> Range<usize> {
+    match algorithm {
+        Algorithm::Halving | Algorithm::Doubling => halving::owned(rank, n),
+        _ => rank..rank + 1,
+    }
+}
+
+/// Every rank sends its `parts` to `root`. Ranks without parts send nothing: they have agreed already.
+fn gather_to(root: usize, rank: usize, n: usize, parts: impl Fn(usize) -> Range<usize>) -> Vec<Step> {
+    if rank != root {
+        return Some(parts(rank)).filter(|p| !p.is_empty()).map(|p| Step::send(root, p)).into_iter().collect();
+    }
+    (1..n)
+        .map(|i| (root + i) % n)
+        .filter(|from| !parts(*from).is_empty())
+        .map(|from| Step::receive(from, parts(from), Combine::Replace))
+        .collect()
+}
+
+/// `root` sends every other rank its `parts`.
+fn scatter_from(root: usize, rank: usize, n: usize, parts: impl Fn(usize) -> Range<usize>) -> Vec<Step> {
+    if rank != root {
+        let own = Some(parts(rank)).filter(|p| !p.is_empty());
+        return own.map(|p| Step::receive(root, p, Combine::Replace)).into_iter().collect();
+    }
+    let others = (1..n).map(|i| (root + i) % n).filter(|to| !parts(*to).is_empty());
+    others.map(|to| Step::send(to, parts(to))).collect()
+}
+
+/// Empty messages in log n rounds, after which every rank has heard, directly or through others, from every rank.
+/// Hensgen, Finkel and Manber, "Two algorithms for barrier synchronization", IJPP 1988.
+fn dissemination(rank: usize, n: usize) -> Vec<Step> {
+    let distances = std::iter::successors(Some(1), |d| Some(d * 2)).take_while(|d| *d < n);
+    distances.map(|d| Step::exchange((rank + d) % n, 0..0, (rank + n - d) % n, 0..0, Combine::Replace)).collect()
+}

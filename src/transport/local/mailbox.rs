@@ -1,0 +1,171 @@
+//! Messages between two threads: the sender lends its bytes, the receiver copies them, the sender returns.
+
+use std::sync::{Mutex, PoisonError};
+use std::time::Instant;
+
+use super::Local;
+use crate::call::Tag;
+use crate::error::{Error, Site};
+use crate::transport::{Fault, Transport};
+use crate::wait::{Bell, Deadline, spin};
+
+/// From one rank to another.
+#[derive(Default)]
+pub(super) struct Mailbox {
+    letter: Mutex<Letter>,
+    bell: Bell,
+}
+
+#[derive(Default)]
+enum Letter {
+    #[default]
+    None,
+    /// The sender waits with these bytes.
+    Offered(Tag, Lent),
+    /// The receiver has copied them.
+    Taken,
+    /// The receiver expected something else, and said so.
+    Refused(Fault),
+}
+
+/// Bytes of a sender that waits in `send` or `exchange`.
+struct Lent(*const u8, usize);
+
+// SAFETY: the sender does not return before the letter is taken, refused or withdrawn, each under the mutex, so the
+// bytes stay borrowed while any thread can reach them here.
+unsafe impl Send for Lent {}
+
+impl Mailbox {
+    pub(super) fn ring(&self) {
+        self.bell.ring();
+    }
+
+    fn with<T>(&self, f: impl FnOnce(&mut Letter) -> T) -> T {
+        f(&mut self.letter.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+impl Local {
+    fn mailbox(&self, from: usize, to: usize) -> &Mailbox {
+        &self.shared.mailboxes[from * self.shared.slots.len() + to]
+    }
+
+    fn offer_letter(&self, tag: &Tag, to: usize, bytes: &[u8]) {
+        let mailbox = self.mailbox(self.rank, to);
+        mailbox.with(|letter| *letter = Letter::Offered(*tag, Lent(bytes.as_ptr(), bytes.len())));
+        mailbox.ring();
+    }
+
+    /// Waits until the letter to `to` is off the sender's hands; withdraws it if that does not happen in time.
+    fn await_receipt(&self, to: usize, deadline: &Deadline) -> Result<(), Fault> {
+        let mailbox = self.mailbox(self.rank, to);
+        let waited = self.wait(mailbox, to, deadline, |letter| !matches!(letter, Letter::Offered(..)));
+        match (mailbox.with(std::mem::take), waited) {
+            (Letter::Taken, _) => Ok(()),
+            (Letter::Refused(fault), _) => Err(fault),
+            (_, waited) => waited.and(Err(Fault::Timeout { missing: vec![to] })),
+        }
+    }
+
+    fn take_letter(&self, tag: &Tag, from: usize, bytes: &mut [u8], deadline: &Deadline) -> Result<(), Fault> {
+        let mailbox = self.mailbox(from, self.rank);
+        self.wait(mailbox, from, deadline, |letter| matches!(letter, Letter::Offered(..)))?;
+        let result = mailbox.with(|letter| {
+            let Letter::Offered(theirs, Lent(source, len)) = &*letter else {
+                return Err(Fault::Timeout { missing: vec![from] });
+            };
+            if theirs != tag || *len != bytes.len() {
+                let fault = Fault::Unexpected { peer: from, tag: *theirs };
+                *letter = Letter::Refused(Fault::Unexpected { peer: self.rank, tag: *tag });
+                return Err(fault);
+            }
+            // SAFETY: `Send for Lent`: the sender waits and its bytes are borrowed; the lengths are equal, and a
+            // receiver's exclusive buffer cannot overlap what the sender lends.
+            unsafe { std::ptr::copy_nonoverlapping(*source, bytes.as_mut_ptr(), *len) };
+            *letter = Letter::Taken;
+            Ok(())
+        });
+        mailbox.ring();
+        result
+    }
+
+    /// Waits until `done` holds for the letter, the peer is gone, the group has failed, or the deadline has passed.
+    fn wait(
+        &self,
+        mailbox: &Mailbox,
+        peer: usize,
+        deadline: &Deadline,
+        done: impl Fn(&Letter) -> bool,
+    ) -> Result<(), Fault> {
+        let done = || mailbox.with(|letter| done(letter));
+        if spin(self.shared.crowded, done) {
+            return Ok(());
+        }
+        let gone = || self.shared.absence(peer).is_some() || self.shared.failed();
+        let mut until = Instant::now() + deadline.tenth();
+        loop {
+            if mailbox.bell.sleep(until, || done() || gone()) {
+                // A letter that was offered before its sender left still counts.
+                return match (done(), self.shared.absence(peer)) {
+                    (true, _) => Ok(()),
+                    (false, Some(fault)) => Err(fault),
+                    (false, None) => Err(self.shared.cause()),
+                };
+            }
+            if deadline.passed() {
+                return Err(Fault::Timeout { missing: vec![peer] });
+            }
+            log::warn!("rank {} has waited {:.1?} for rank {peer}", self.rank, deadline.elapsed());
+            until = Instant::now() + deadline.remaining();
+        }
+    }
+}
+
+impl Transport for Local {
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
+    fn world_size(&self) -> usize {
+        self.shared.slots.len()
+    }
+
+    fn send(&self, tag: &Tag, to: usize, bytes: &[u8], deadline: &Deadline) -> Result<(), Fault> {
+        self.offer_letter(tag, to, bytes);
+        self.await_receipt(to, deadline)
+    }
+
+    fn receive(&self, tag: &Tag, from: usize, bytes: &mut [u8], deadline: &Deadline) -> Result<(), Fault> {
+        self.take_letter(tag, from, bytes, deadline)
+    }
+
+    fn exchange(
+        &self,
+        tag: &Tag,
+        (to, outgoing): (usize, &[u8]),
+        (from, incoming): (usize, &mut [u8]),
+        deadline: &Deadline,
+    ) -> Result<(), Fault> {
+        self.offer_letter(tag, to, outgoing);
+        let received = self.take_letter(tag, from, incoming, deadline);
+        // The letter is out: it must come back before its bytes are given up, also where receiving failed. The peer
+        // may still want it, but a failed group has no use for it.
+        let sent = match &received {
+            Ok(()) => self.await_receipt(to, deadline),
+            Err(_) => self.await_receipt(to, &Deadline::after(std::time::Duration::ZERO)),
+        };
+        received.and(sent)
+    }
+
+    fn begin(&self, _site: &Site) -> Result<(), Fault> {
+        if self.shared.failed() { Err(self.shared.cause()) } else { Ok(()) }
+    }
+
+    fn fail(&self, error: &Error) {
+        self.shared.fail(error);
+    }
+
+    fn leave(&self) {
+        self.shared.leave(self.rank);
+    }
+}

@@ -1,0 +1,103 @@
+//! How a thread waits: deadlines, and a bell that others ring.
+
+use std::sync::atomic::{AtomicUsize, Ordering, fence};
+use std::sync::{Condvar, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+/// When an operation began and how long it may take.
+#[derive(Clone, Copy, Debug)]
+pub struct Deadline {
+    start: Instant,
+    limit: Duration,
+}
+
+impl Deadline {
+    /// Begins now and ends after `limit`.
+    pub fn after(limit: Duration) -> Self {
+        Deadline { start: Instant::now(), limit }
+    }
+
+    /// Time since it began.
+    pub fn elapsed(&self) -> Duration {
+        self.start.elapsed()
+    }
+
+    /// Time left; zero once it has passed.
+    pub fn remaining(&self) -> Duration {
+        self.limit.saturating_sub(self.elapsed())
+    }
+
+    /// Whether it has passed.
+    pub fn passed(&self) -> bool {
+        self.elapsed() >= self.limit
+    }
+
+    /// A tenth of the limit: when a wait is long enough to say so in the log.
+    pub(crate) fn tenth(&self) -> Duration {
+        self.limit / 10
+    }
+}
+
+/// Wakes threads that wait for a change of some atomic or shared state.
+#[derive(Default)]
+pub(crate) struct Bell {
+    sleepers: AtomicUsize,
+    mutex: Mutex<()>,
+    changed: Condvar,
+}
+
+impl Bell {
+    /// Wakes the sleepers. Call it after the change.
+    pub fn ring(&self) {
+        // The change comes before this fence and the load after it; a sleeper counts itself, passes its own fence, and
+        // looks for the change. So either we see the sleeper or it sees the change (the store-buffer pattern, which
+        // needs SeqCst fences on both sides).
+        fence(Ordering::SeqCst);
+        if self.sleepers.load(Ordering::Relaxed) > 0 {
+            drop(self.mutex.lock().unwrap_or_else(PoisonError::into_inner));
+            self.changed.notify_all();
+        }
+    }
+
+    /// Sleeps until `ready` or until `until`; returns what `ready` last said.
+    pub fn sleep(&self, until: Instant, mut ready: impl FnMut() -> bool) -> bool {
+        self.sleepers.fetch_add(1, Ordering::Relaxed);
+        fence(Ordering::SeqCst);
+        // Holding the mutex from the check to the wait keeps a ring between the two from being lost.
+        let mut guard = self.mutex.lock().unwrap_or_else(PoisonError::into_inner);
+        let answer = loop {
+            if ready() {
+                break true;
+            }
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                break false;
+            }
+            guard = self.changed.wait_timeout(guard, left).unwrap_or_else(PoisonError::into_inner).0;
+        };
+        drop(guard);
+        self.sleepers.fetch_sub(1, Ordering::Relaxed);
+        answer
+    }
+}
+
+/// Looks at `ready` for a moment without sleeping: a hand-off between running threads takes less time than a sleep and
+/// a wake. Spins only where every rank can have a core of its own (`crowded` says that it can't), then yields, which
+/// lets a peer on the same core run.
+pub(crate) fn spin(crowded: bool, mut ready: impl FnMut() -> bool) -> bool {
+    const SPINS: usize = 4000;
+    const YIELDS: usize = 64;
+    for _ in 0..if crowded { 1 } else { SPINS } {
+        if ready() {
+            return true;
+        }
+        std::hint::spin_loop();
+    }
+    for _ in 0..YIELDS {
+        std::thread::yield_now();
+        if ready() {
+            return true;
+        }
+    }
+    false
+}
