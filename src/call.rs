@@ -87,7 +87,9 @@ impl fmt::Display for Call {
     }
 }
 
-/// Names one message: which group, which operation in its sequence, which step of it, and what the sender called.
+/// Names one message: which group, which operation in its sequence, and what the sender called. The messages of one
+/// operation between two ranks need no number: they arrive in order, and plans agree on it.
+///
 /// A receiver compares it with the one it expects, so messages can neither cross nor be taken for another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tag {
@@ -95,8 +97,6 @@ pub struct Tag {
     pub group: u64,
     /// The operation's number in its group, counted from 0; for point to point, in the order of that pair.
     pub sequence: u64,
-    /// The step of the operation's plan.
-    pub step: u32,
     /// What the sender called.
     pub call: Call,
 }
@@ -109,17 +109,16 @@ impl Tag {
     pub const BYTES: usize = 40;
 
     /// The tag as bytes, little endian:
-    /// `group u64 | sequence u64 | count u64 | step u32 | root u32 | reduction u32 | operation u8 | dtype u8 | 0 u16`.
+    /// `group u64 | sequence u64 | count u64 | root u32 | reduction u32 | operation u8 | dtype u8 | 0 u16 | 0 u32`.
     pub fn to_bytes(&self) -> [u8; Self::BYTES] {
         let mut bytes = [0; Self::BYTES];
         bytes[0..8].copy_from_slice(&self.group.to_le_bytes());
         bytes[8..16].copy_from_slice(&self.sequence.to_le_bytes());
         bytes[16..24].copy_from_slice(&(self.call.count as u64).to_le_bytes());
-        bytes[24..28].copy_from_slice(&self.step.to_le_bytes());
-        bytes[28..32].copy_from_slice(&self.call.root.map_or(NONE, |root| root as u32).to_le_bytes());
-        bytes[32..36].copy_from_slice(&self.call.reduction.map_or(NONE, |op| op as u32).to_le_bytes());
-        bytes[36] = self.call.operation as u8;
-        bytes[37] = self.call.dtype as u8;
+        bytes[24..28].copy_from_slice(&self.call.root.map_or(NONE, |root| root as u32).to_le_bytes());
+        bytes[28..32].copy_from_slice(&self.call.reduction.map_or(NONE, |op| op as u32).to_le_bytes());
+        bytes[32] = self.call.operation as u8;
+        bytes[33] = self.call.dtype as u8;
         bytes
     }
 
@@ -127,20 +126,20 @@ impl Tag {
     pub fn from_bytes(bytes: &[u8; Self::BYTES]) -> Option<Self> {
         let u64_at = |at: usize| bytes[at..at + 8].iter().rev().fold(0u64, |n, b| n << 8 | u64::from(*b));
         let u32_at = |at: usize| bytes[at..at + 4].iter().rev().fold(0u32, |n, b| n << 8 | u32::from(*b));
-        let reduction = match u32_at(32) {
+        let reduction = match u32_at(28) {
             NONE => None,
             number => Some(*ReduceOp::ALL.get(number as usize)?),
         };
-        let root = Some(u32_at(28)).filter(|root| *root != NONE).map(|root| root as usize);
+        let root = Some(u32_at(24)).filter(|root| *root != NONE).map(|root| root as usize);
         let call = Call {
-            operation: *Operation::ALL.get(usize::from(bytes[36]))?,
-            dtype: *DType::ALL.get(usize::from(bytes[37]))?,
+            operation: *Operation::ALL.get(usize::from(bytes[32]))?,
+            dtype: *DType::ALL.get(usize::from(bytes[33]))?,
             count: usize::try_from(u64_at(16)).ok()?,
             reduction,
             root,
         };
-        let tag = Tag { group: u64_at(0), sequence: u64_at(8), step: u32_at(24), call };
-        (bytes[38..40] == [0, 0]).then_some(tag)
+        let tag = Tag { group: u64_at(0), sequence: u64_at(8), call };
+        (bytes[34..] == [0; 6]).then_some(tag)
     }
 }
 
@@ -152,14 +151,14 @@ mod tests {
     proptest! {
         #[test]
         fn tags_survive_the_wire(
-            (group, sequence, step) in any::<(u64, u64, u32)>(),
+            (group, sequence) in any::<(u64, u64)>(),
             (operation, dtype, count) in (0..Operation::ALL.len(), 0..DType::ALL.len(), any::<usize>()),
             reduction in proptest::option::of(0..ReduceOp::ALL.len()),
             root in proptest::option::of(0usize..1 << 20),
         ) {
             let reduction = reduction.map(|i| ReduceOp::ALL[i]);
             let (operation, dtype) = (Operation::ALL[operation], DType::ALL[dtype]);
-            let tag = Tag { group, sequence, step, call: Call { operation, dtype, count, reduction, root } };
+            let tag = Tag { group, sequence, call: Call { operation, dtype, count, reduction, root } };
             prop_assert_eq!(Tag::from_bytes(&tag.to_bytes()), Some(tag));
         }
 

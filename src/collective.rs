@@ -84,12 +84,7 @@ impl Group {
     /// # Errors
     /// [`Error::InvalidArgument`] for a root that is no rank, a root without an input or with one of another length
     /// than its output, or an input elsewhere; else as [`all_reduce`](Group::all_reduce).
-    pub fn broadcast_into<T: Element>(
-        &self,
-        input: Option<&[T]>,
-        output: &mut [T],
-        root: usize,
-    ) -> Result<(), Error> {
+    pub fn broadcast_into<T: Element>(&self, input: Option<&[T]>, output: &mut [T], root: usize) -> Result<(), Error> {
         self.check_rank("broadcast", "root", root)?;
         match input {
             Some(input) if self.rank() == root => expect("broadcast", "output", output.len(), input.len())?,
@@ -239,7 +234,11 @@ impl Group {
         }))
     }
 
-    fn start<T: Element, B>(&self, buffer: B, call: impl FnOnce(usize) -> Call + Send + 'static) -> Result<Work<B>, Error>
+    fn start<T: Element, B>(
+        &self,
+        buffer: B,
+        call: impl FnOnce(usize) -> Call + Send + 'static,
+    ) -> Result<Work<B>, Error>
     where
         B: AsMut<[T]> + Send + 'static,
     {

@@ -12,8 +12,8 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
 pub use self::builder::Builder;
-pub use self::progress::Work;
 pub(crate) use self::progress::Progress;
+pub use self::progress::Work;
 use self::turn::{Queue, Turn};
 use crate::call::{Call, Operation, Tag};
 use crate::error::{Error, Site};
@@ -260,7 +260,7 @@ impl Core {
         let mut lane = self.lane()?;
         let lane = &mut *lane;
         let count = if sends { &mut lane.sent[peer] } else { &mut lane.received[peer] };
-        let tag = Tag { group: 0, sequence: *count, step: 0, call };
+        let tag = Tag { group: 0, sequence: *count, call };
         *count += 1;
         let deadline = Deadline::after(limit);
         transfer(self.transport(), &tag, &deadline)

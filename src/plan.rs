@@ -118,13 +118,7 @@ pub(crate) fn choose(call: &Call, world_size: usize, wide: bool) -> Algorithm {
 }
 
 /// The plan of `rank` for `operation`; `root` matters where the operation has one.
-pub(crate) fn plan(
-    operation: Operation,
-    algorithm: Algorithm,
-    rank: usize,
-    world_size: usize,
-    root: usize,
-) -> Plan {
+pub(crate) fn plan(operation: Operation, algorithm: Algorithm, rank: usize, world_size: usize, root: usize) -> Plan {
     let n = world_size;
     if n == 1 {
         return Plan { owned: 0..1, ..Plan::default() };
@@ -134,11 +128,21 @@ pub(crate) fn plan(
             Algorithm::Doubling => halving::doubling(rank, n),
             Algorithm::Tree => {
                 let owned = if rank == 0 { 0..n } else { 0..0 };
-                Plan { reduce: tree::reduce(rank, n, 0), owned, distribute: tree::broadcast(rank, n, 0), ..Plan::default() }
+                Plan {
+                    reduce: tree::reduce(rank, n, 0),
+                    owned,
+                    distribute: tree::broadcast(rank, n, 0),
+                    ..Plan::default()
+                }
             }
             _ => {
                 let distribute = all_gather(algorithm, rank, n);
-                Plan { reduce: reduce_scatter(algorithm, rank, n), owned: owned(algorithm, rank, n), distribute, ..Plan::default() }
+                Plan {
+                    reduce: reduce_scatter(algorithm, rank, n),
+                    owned: owned(algorithm, rank, n),
+                    distribute,
+                    ..Plan::default()
+                }
             }
         },
         Operation::ReduceScatter => match algorithm {

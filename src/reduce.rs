@@ -236,7 +236,11 @@ fn functions<T: Widen<A>, A: Accumulator>(op: ReduceOp) -> Kernel {
             ReduceOp::Max => |a, s| fold::<T, A>(a, s, |x, y| y.max(x)),
             ReduceOp::Min => |a, s| fold::<T, A>(a, s, |x, y| y.min(x)),
         },
-        store: if mean { store_mean::<T, A> } else { |target, source, _| T::narrow(cast_slice(source), cast_slice_mut(target)) },
+        store: if mean {
+            store_mean::<T, A>
+        } else {
+            |target, source, _| T::narrow(cast_slice(source), cast_slice_mut(target))
+        },
         divide: (mean && !wide).then_some(divide::<A>),
     }
 }

@@ -55,7 +55,7 @@ pub(super) fn plans(
         }
         &mut *buffers.output
     };
-    let mut execution = Execution { transport, site, deadline, kernel, world_size, whole, received, step: 0 };
+    let mut execution = Execution { transport, site, deadline, kernel, world_size, whole, received };
     execution.run(&plan, accumulator)?;
     if call.operation == Operation::ReduceScatter && borrowed {
         buffers.output.copy_from_slice(&work.bytes(call.bytes())[own]);
@@ -71,7 +71,6 @@ struct Execution<'a> {
     world_size: usize,
     whole: &'a mut [u8],
     received: &'a mut Scratch,
-    step: u32,
 }
 
 impl Execution<'_> {
@@ -105,8 +104,7 @@ impl Execution<'_> {
 
     /// One message out, one in, or both at once; what comes in is combined or kept.
     fn step(&mut self, step: &Step, accumulator: Option<&mut [u8]>) -> Result<(), Fault> {
-        let tag = Tag { group: 0, sequence: self.site.sequence, step: self.step, call: self.site.call };
-        self.step += 1;
+        let tag = Tag { group: 0, sequence: self.site.sequence, call: self.site.call };
         let outgoing = step.send.as_ref().map(|(to, parts)| (*to, self.bytes(parts)));
         let Some((from, parts, combine)) = &step.receive else {
             return match outgoing {

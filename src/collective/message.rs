@@ -24,7 +24,8 @@ impl Group {
         self.check_peer("send", to)?;
         let _turn = self.turn();
         let call = call::<T>(Operation::Send, data.len(), None, None);
-        self.core.message(call, to, true, self.deadline(), |t, tag, deadline| t.send(tag, to, cast_slice(data), deadline))
+        self.core
+            .message(call, to, true, self.deadline(), |t, tag, deadline| t.send(tag, to, cast_slice(data), deadline))
     }
 
     /// Fills `data` with what rank `from` sends with [`send`](Group::send): the same type and length.

@@ -12,8 +12,11 @@ use super::{Combine, Plan, Step};
 /// Recursive doubling of whole buffers: log n exchanges.
 pub(super) fn doubling(rank: usize, n: usize) -> Plan {
     let whole = |_| 0..n;
-    let mut plan =
-        Plan { reduce: hand_in(rank, n, whole, Combine::Fold), distribute: hand_out(rank, n, whole), ..Plan::default() };
+    let mut plan = Plan {
+        reduce: hand_in(rank, n, whole, Combine::Fold),
+        distribute: hand_out(rank, n, whole),
+        ..Plan::default()
+    };
     if let Some(number) = active(rank, n) {
         for distance in distances(n) {
             let peer = rank_of(number ^ distance, n);
@@ -103,11 +106,7 @@ fn distances(n: usize) -> impl Iterator<Item = usize> {
 
 /// The number of `rank`, unless it is passive.
 fn active(rank: usize, n: usize) -> Option<usize> {
-    if rank >= 2 * extra(n) {
-        Some(rank - extra(n))
-    } else {
-        (rank % 2 == 0).then_some(rank / 2)
-    }
+    if rank >= 2 * extra(n) { Some(rank - extra(n)) } else { (rank % 2 == 0).then_some(rank / 2) }
 }
 
 fn partner(rank: usize, n: usize) -> Option<usize> {

@@ -6,9 +6,8 @@ use super::{Combine, Step};
 /// Combines toward the root; each rank's partial result covers the ranks numbered from its own on, in order.
 pub(super) fn reduce(rank: usize, n: usize, root: usize) -> Vec<Step> {
     let number = (rank + n - root) % n;
-    let mut steps: Vec<_> = children(number, n)
-        .map(|child| Step::receive((child + root) % n, 0..n, Combine::Fold))
-        .collect();
+    let mut steps: Vec<_> =
+        children(number, n).map(|child| Step::receive((child + root) % n, 0..n, Combine::Fold)).collect();
     if number > 0 {
         steps.push(Step::send((parent(number) + root) % n, 0..n));
     }

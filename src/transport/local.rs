@@ -85,14 +85,10 @@ unsafe impl Send for Slot {}
 impl Local {
     /// The ends of a group of `world_size` threads, by rank.
     pub fn group(world_size: usize) -> Vec<Local> {
-        let empty = Call {
-            operation: Operation::Barrier,
-            dtype: crate::DType::U8,
-            count: 0,
-            reduction: None,
-            root: None,
-        };
-        let offer = Offer { call: empty, input: std::ptr::null(), output: std::ptr::null_mut(), inline: [0; INLINE / 8] };
+        let empty =
+            Call { operation: Operation::Barrier, dtype: crate::DType::U8, count: 0, reduction: None, root: None };
+        let offer =
+            Offer { call: empty, input: std::ptr::null(), output: std::ptr::null_mut(), inline: [0; INLINE / 8] };
         let slot = || Slot {
             offers: [Line(UnsafeCell::new(offer)), Line(UnsafeCell::new(offer))],
             entered: AtomicU64::new(0),
@@ -146,14 +142,17 @@ impl Local {
         let mut warned = false;
         while !ready() {
             let missing = || -> Vec<usize> {
-                (0..shared.slots.len()).filter(|r| shared.slots[*r].entered.load(Ordering::Acquire) <= sequence).collect()
+                (0..shared.slots.len())
+                    .filter(|r| shared.slots[*r].entered.load(Ordering::Acquire) <= sequence)
+                    .collect()
             };
             if let Some(fault) = missing().into_iter().find_map(|rank| shared.absence(rank)) {
                 shared.withdraw(complete, fault);
             } else if deadline.passed() {
                 shared.withdraw(complete, Fault::Timeout { missing: missing() });
             } else {
-                let pause = if warned { deadline.remaining() } else { deadline.tenth().saturating_sub(deadline.elapsed()) };
+                let pause =
+                    if warned { deadline.remaining() } else { deadline.tenth().saturating_sub(deadline.elapsed()) };
                 let someone_left = || missing().into_iter().any(|rank| shared.absence(rank).is_some());
                 let woken = shared.bell.sleep(Instant::now() + pause, || ready() || someone_left());
                 if !woken && !warned {
