@@ -10,6 +10,7 @@ mod group;
 mod partition;
 mod plan;
 mod reduce;
+#[cfg(unix)]
 mod rendezvous;
 mod transport;
 mod wait;

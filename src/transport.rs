@@ -4,6 +4,8 @@
 //! operation at once, where ranks reach each other's memory or an engine brings its own. A group asks for the second
 //! first.
 
+#[cfg(unix)]
+pub(crate) mod frame;
 pub(crate) mod local;
 #[cfg(unix)]
 pub(crate) mod tcp;

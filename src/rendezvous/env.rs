@@ -1,10 +1,54 @@
-use super::Settings;
-use crate::Error;
+//! Settings from the environment.
+
 use std::time::Duration;
+
+use super::Settings;
+use crate::error::Error;
+
+/// What the environment says about a group.
+#[derive(Debug)]
 pub(crate) struct Environment {
     pub settings: Settings,
     pub deadline: Option<Duration>,
 }
-pub(crate) fn read(_get: impl Fn(&str) -> Option<String>) -> Result<Environment, Error> {
-    Err(Error::Config("not yet".into()))
+
+/// Reads `BONFIRE_*` through `variable`.
+pub(crate) fn read(variable: impl Fn(&str) -> Option<String>) -> Result<Environment, Error> {
+    let rank = number(&variable, "BONFIRE_RANK")?;
+    let world_size = number(&variable, "BONFIRE_WORLD_SIZE")?;
+    let address = variable("BONFIRE_ADDRESS");
+    if address.is_none() && world_size > 1 {
+        return Err(missing("BONFIRE_ADDRESS"));
+    }
+    let settings = Settings {
+        rank,
+        world_size,
+        address: address.unwrap_or_default(),
+        host: variable("BONFIRE_HOST").filter(|host| !host.is_empty()),
+        ..Settings::default()
+    };
+    Ok(Environment { settings, deadline: deadline(&variable)? })
+}
+
+/// `BONFIRE_DEADLINE`, in seconds.
+pub(crate) fn deadline(variable: &impl Fn(&str) -> Option<String>) -> Result<Option<Duration>, Error> {
+    let Some(text) = variable("BONFIRE_DEADLINE") else { return Ok(None) };
+    let seconds = text.trim().parse::<f64>().ok().filter(|seconds| *seconds > 0.0);
+    match seconds.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok()) {
+        Some(deadline) => Ok(Some(deadline)),
+        None => Err(Error::Config(format!("BONFIRE_DEADLINE is '{text}': give a positive number of seconds"))),
+    }
+}
+
+fn number(variable: &impl Fn(&str) -> Option<String>, name: &str) -> Result<usize, Error> {
+    let text = variable(name).ok_or_else(|| missing(name))?;
+    let wrong = |_| Error::Config(format!("{name} is '{text}': give a whole number"));
+    text.trim().parse().map_err(wrong)
+}
+
+fn missing(name: &str) -> Error {
+    Error::Config(format!(
+        "{name} is not set: start the program with `bonfire run -n RANKS -- PROGRAM`, or describe the group with \
+         Group::builder()"
+    ))
 }

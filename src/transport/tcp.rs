@@ -1,1 +1,156 @@
+//! Ranks as processes, over TCP.
+//!
+//! Two kinds of connections. A *control* connection to every peer, on a thread of its own, carries farewells, failures
+//! and the questions that ranks ask each other when they stall. A *data* connection to a peer is opened when a plan
+//! first needs it and carries one operation's messages at a time, moved by the thread that called the operation: both
+//! directions at once, straight from and into its buffers.
+//!
+//! A message on a data connection is `tag 40 bytes | length of payload u64 little endian | payload`. The receiver knows
+//! the tag and the length that it wants and takes nothing else, so no length from the wire is ever allocated.
 
+mod board;
+mod control;
+mod link;
+mod watch;
+
+use std::net::{SocketAddr, TcpStream};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use tokio::runtime::Runtime;
+use tokio::sync::mpsc::UnboundedSender;
+
+pub(crate) use self::board::Board;
+use self::control::Outgoing;
+pub(crate) use self::control::{Greeting, Mesh, admit};
+use self::link::{Incoming, Link, Outbound};
+use self::watch::Watch;
+use super::{Fault, Transport};
+use crate::call::Tag;
+use crate::error::{Error, Site};
+use crate::wait::Deadline;
+
+/// One rank's end of a group of processes.
+pub(crate) struct Tcp {
+    rank: usize,
+    session: u64,
+    addresses: Vec<SocketAddr>,
+    board: Arc<Board>,
+    control: UnboundedSender<Outgoing>,
+    thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+/// How long a rank that leaves waits for its last bytes to reach the peers.
+const LINGER: Duration = Duration::from_secs(1);
+
+impl Tcp {
+    /// Takes over the connections that the rendezvous made.
+    pub fn start(runtime: Runtime, mesh: Mesh) -> Result<Tcp, Error> {
+        let (control, outgoing) = tokio::sync::mpsc::unbounded_channel();
+        let (rank, session, addresses, board) = (mesh.rank, mesh.session, mesh.addresses.clone(), mesh.board.clone());
+        let thread = std::thread::Builder::new()
+            .name(format!("bonfire-control-{rank}"))
+            .spawn(move || runtime.block_on(control::run(mesh, outgoing)))
+            .map_err(|e| Error::io("starting the control thread", e))?;
+        Ok(Tcp { rank, session, addresses, board, control, thread: Mutex::new(Some(thread)) })
+    }
+
+    /// The data connection to `peer`. The higher rank of a pair dials, the lower one waits for the call: both are at the
+    /// same operation, and its plan has this edge on both sides.
+    fn link(&self, peer: usize, watch: &mut Watch<'_>) -> Result<Arc<Link>, Fault> {
+        if let Some(link) = self.board.link(peer) {
+            return Ok(link);
+        }
+        if peer < self.rank {
+            let lost = |e: std::io::Error| Fault::Lost { peer, reason: format!("connecting for data: {e}") };
+            let limit = watch.remaining().max(Duration::from_millis(1));
+            let mut stream = TcpStream::connect_timeout(&self.addresses[peer], limit).map_err(lost)?;
+            control::greet(&mut stream, &Greeting::Data { session: self.session, rank: self.rank }).map_err(lost)?;
+            self.board.connect(peer, Link::new(stream).map_err(lost)?);
+        }
+        loop {
+            if let Some(link) = self.board.link(peer) {
+                return Ok(link);
+            }
+            self.board.sleep(Instant::now() + watch.pause(), || {
+                self.board.link(peer).is_some() || self.board.absence(peer).is_some()
+            });
+            if self.board.link(peer).is_none()
+                && let Some(fault) = self.board.absence(peer)
+            {
+                return Err(fault);
+            }
+            watch.tick(peer)?;
+        }
+    }
+
+    fn watch<'a>(&'a self, tag: &'a Tag, deadline: &'a Deadline) -> Watch<'a> {
+        Watch::new(self.rank, &self.board, &self.control, tag, deadline)
+    }
+}
+
+impl Transport for Tcp {
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
+    fn world_size(&self) -> usize {
+        self.addresses.len()
+    }
+
+    fn send(&self, tag: &Tag, to: usize, bytes: &[u8], deadline: &Deadline) -> Result<(), Fault> {
+        let mut watch = self.watch(tag, deadline);
+        let link = self.link(to, &mut watch)?;
+        let mut outbound = Outbound::new(tag, bytes);
+        link::drive(Some((to, &link, &mut outbound)), None, &mut watch)
+    }
+
+    fn receive(&self, tag: &Tag, from: usize, bytes: &mut [u8], deadline: &Deadline) -> Result<(), Fault> {
+        let mut watch = self.watch(tag, deadline);
+        let link = self.link(from, &mut watch)?;
+        let mut incoming = Incoming::new(tag, bytes);
+        link::drive(None, Some((from, &link, &mut incoming)), &mut watch)
+    }
+
+    fn exchange(
+        &self,
+        tag: &Tag,
+        (to, outgoing): (usize, &[u8]),
+        (from, incoming): (usize, &mut [u8]),
+        deadline: &Deadline,
+    ) -> Result<(), Fault> {
+        let mut watch = self.watch(tag, deadline);
+        let (sends, receives) = (self.link(to, &mut watch)?, self.link(from, &mut watch)?);
+        let mut outbound = Outbound::new(tag, outgoing);
+        let mut incoming = Incoming::new(tag, incoming);
+        link::drive(Some((to, &sends, &mut outbound)), Some((from, &receives, &mut incoming)), &mut watch)
+    }
+
+    fn begin(&self, site: &Site) -> Result<(), Fault> {
+        for peer in self.board.begin(site)? {
+            let _ = self.control.send(Outgoing::Called(peer, *site));
+        }
+        Ok(())
+    }
+
+    fn fail(&self, error: &Error) {
+        if self.board.fail(Fault::Failed(error.clone())) {
+            let _ = self.control.send(Outgoing::Failed(error.clone()));
+        }
+    }
+
+    fn leave(&self) {
+        let Some(thread) = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take() else { return };
+        let _ = self.control.send(Outgoing::Farewell);
+        // The control thread ends by itself soon after a farewell, whatever the peers do.
+        if thread.join().is_err() {
+            log::error!("rank {}: the control thread panicked", self.rank);
+        }
+        link::close(&self.board.take_links(), LINGER);
+    }
+
+    fn address(&self, peer: usize) -> Option<String> {
+        self.addresses.get(peer).map(ToString::to_string)
+    }
+}

@@ -1,0 +1,189 @@
+//! What the control thread and the threads that run operations tell each other.
+
+use std::io::Write;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+use super::link::Link;
+use crate::call::Call;
+use crate::error::{Error, Site};
+use crate::transport::Fault;
+use crate::wait::Bell;
+
+pub(crate) struct Board {
+    state: Mutex<State>,
+    bell: Bell,
+    /// Set with the first failure, so that looking for one costs a load.
+    failed: AtomicBool,
+    /// Readable from the first failure on: threads that wait on sockets wait on this too.
+    wake: (UnixStream, UnixStream),
+}
+
+struct State {
+    failure: Option<Fault>,
+    peers: Vec<Peer>,
+    /// The operations that this rank began last. Two are enough: a rank that has completed an operation knows that all
+    /// have begun it, so nobody can ask about one further back.
+    recent: [Option<Site>; 2],
+}
+
+#[derive(Default)]
+struct Peer {
+    link: Option<Arc<Link>>,
+    presence: Presence,
+    /// What the peer said last about what it called.
+    heard: Option<Site>,
+    /// The peer asked about an operation that this rank has not begun.
+    asked: bool,
+}
+
+#[derive(Default, Clone)]
+enum Presence {
+    #[default]
+    Present,
+    Left,
+    Lost(String),
+}
+
+impl Board {
+    pub fn new(world_size: usize) -> std::io::Result<Board> {
+        let state =
+            State { failure: None, peers: (0..world_size).map(|_| Peer::default()).collect(), recent: [None; 2] };
+        Ok(Board {
+            state: Mutex::new(state),
+            bell: Bell::default(),
+            failed: AtomicBool::new(false),
+            wake: UnixStream::pair()?,
+        })
+    }
+
+    pub fn world_size(&self) -> usize {
+        self.state().peers.len()
+    }
+
+    /// This rank begins an operation. Gives the peers that asked about it before.
+    pub fn begin(&self, site: &Site) -> Result<impl Iterator<Item = usize> + use<>, Fault> {
+        let mut state = self.state();
+        if let Some(fault) = &state.failure {
+            return Err(fault.clone());
+        }
+        // An operation ends on no rank before all have begun it: a peer that has left will not take part in this one.
+        if let Some(fault) = (0..state.peers.len()).find_map(|peer| state.absence(peer)) {
+            return Err(fault);
+        }
+        state.recent = [Some(*site), state.recent[0]];
+        let mut asked = Vec::new();
+        for (rank, peer) in state.peers.iter_mut().enumerate() {
+            if std::mem::take(&mut peer.asked) {
+                asked.push(rank);
+            }
+        }
+        Ok(asked.into_iter())
+    }
+
+    /// Records the first failure; whether this was it.
+    pub fn fail(&self, fault: Fault) -> bool {
+        let mut state = self.state();
+        let first = state.failure.is_none();
+        if first {
+            state.failure = Some(fault);
+            self.failed.store(true, Ordering::Release);
+            // One byte that nobody reads keeps the other end readable. It cannot fail on a fresh socket pair.
+            let _ = (&self.wake.0).write(&[1]);
+        }
+        drop(state);
+        self.bell.ring();
+        first
+    }
+
+    pub fn failure(&self) -> Option<Fault> {
+        if self.failed.load(Ordering::Acquire) { self.state().failure.clone() } else { None }
+    }
+
+    /// Readable from the first failure on.
+    pub fn wake(&self) -> BorrowedFd<'_> {
+        self.wake.1.as_fd()
+    }
+
+    pub fn left(&self, peer: usize) {
+        self.state().peers[peer].presence = Presence::Left;
+        self.bell.ring();
+    }
+
+    pub fn lost(&self, peer: usize, reason: String) {
+        let mut state = self.state();
+        if matches!(state.peers[peer].presence, Presence::Present) {
+            state.peers[peer].presence = Presence::Lost(reason.clone());
+            drop(state);
+            self.fail(Fault::Lost { peer, reason });
+        }
+    }
+
+    /// Why `peer` will not answer, if it won't.
+    pub fn absence(&self, peer: usize) -> Option<Fault> {
+        let state = self.state();
+        state.failure.clone().or_else(|| state.absence(peer))
+    }
+
+    pub fn link(&self, peer: usize) -> Option<Arc<Link>> {
+        self.state().peers[peer].link.clone()
+    }
+
+    pub fn connect(&self, peer: usize, link: Link) {
+        self.state().peers[peer].link = Some(Arc::new(link));
+        self.bell.ring();
+    }
+
+    pub fn take_links(&self) -> Vec<Arc<Link>> {
+        self.state().peers.iter_mut().filter_map(|peer| peer.link.take()).collect()
+    }
+
+    /// Sleeps until something changes that makes `ready` true.
+    pub fn sleep(&self, until: Instant, ready: impl FnMut() -> bool) -> bool {
+        self.bell.sleep(until, ready)
+    }
+
+    /// `peer` said that it called this. If it `asks`, gives this rank's own call at that place, or remembers to.
+    pub fn hear(&self, peer: usize, site: Site, asks: bool) -> Option<Site> {
+        let mut state = self.state();
+        state.peers[peer].heard = Some(site);
+        let mine = state.recent.iter().flatten().find(|mine| mine.sequence == site.sequence).copied();
+        if asks && mine.is_none() {
+            state.peers[peer].asked = true;
+        }
+        drop(state);
+        self.bell.ring();
+        mine.filter(|_| asks)
+    }
+
+    /// What all ranks called at `sequence`, as far as this one knows.
+    pub fn calls(&self, rank: usize, sequence: u64, own: Call) -> Vec<Option<Call>> {
+        let state = self.state();
+        let heard = |peer: &Peer| peer.heard.filter(|site| site.sequence == sequence).map(|site| site.call);
+        state.peers.iter().enumerate().map(|(r, peer)| if r == rank { Some(own) } else { heard(peer) }).collect()
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl State {
+    fn absence(&self, peer: usize) -> Option<Fault> {
+        match &self.peers[peer].presence {
+            Presence::Present => None,
+            Presence::Left => Some(Fault::Left { peer }),
+            Presence::Lost(reason) => Some(Fault::Lost { peer, reason: reason.clone() }),
+        }
+    }
+}
+
+/// The mismatch among `calls`, once every rank's is known.
+pub(super) fn verdict(sequence: u64, calls: &[Option<Call>]) -> Option<Error> {
+    let calls: Option<Vec<(usize, Call)>> = calls.iter().enumerate().map(|(r, call)| Some((r, (*call)?))).collect();
+    let calls = calls?;
+    calls.iter().any(|(_, call)| *call != calls[0].1).then_some(Error::Mismatch { sequence, calls })
+}

@@ -1,0 +1,179 @@
+//! The control thread: one connection to every peer, and the listener for data connections.
+
+use std::io::{self, Write};
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
+
+use super::board::Board;
+use super::link::Link;
+use crate::error::{Error, Site};
+use crate::transport::{Fault, frame};
+
+/// What the rendezvous hands over.
+pub(crate) struct Mesh {
+    pub rank: usize,
+    /// Random, the same on all ranks: connections of another job, or of an earlier run of this one, are refused.
+    pub session: u64,
+    pub addresses: Vec<SocketAddr>,
+    pub listener: TcpListener,
+    /// By rank; none to oneself.
+    pub connections: Vec<Option<TcpStream>>,
+    pub board: Arc<Board>,
+}
+
+/// The first message on a connection between two ranks that know each other's addresses.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) enum Greeting {
+    Control { session: u64, rank: usize },
+    Data { session: u64, rank: usize },
+}
+
+/// From the threads that run operations to the control thread.
+pub(crate) enum Outgoing {
+    /// This rank stalls at this call and asks all peers for theirs.
+    Calling(Site),
+    /// This rank's call, to a peer that asked before it was made.
+    Called(usize, Site),
+    /// This rank failed.
+    Failed(Error),
+    /// This rank leaves; the control thread ends.
+    Farewell,
+}
+
+/// Between control threads.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+enum Message {
+    Calling(Site),
+    Called(Site),
+    Failed(Error),
+    Farewell,
+}
+
+/// How long a stranger may take to say who it is, and a leaving rank to get its farewell out.
+const PATIENCE: Duration = Duration::from_secs(1);
+
+/// Writes a greeting from outside the control thread.
+pub(super) fn greet(stream: &mut std::net::TcpStream, greeting: &Greeting) -> io::Result<()> {
+    let body = postcard::to_stdvec(greeting).map_err(io::Error::other)?;
+    let mut frame = (body.len() as u32).to_le_bytes().to_vec();
+    frame.extend(body);
+    stream.write_all(&frame)
+}
+
+/// Serves until the farewell.
+pub(super) async fn run(mesh: Mesh, mut outgoing: UnboundedReceiver<Outgoing>) {
+    let board = mesh.board;
+    tokio::spawn(accept(mesh.listener, mesh.session, board.clone()));
+    let mut writers: Vec<Option<UnboundedSender<Message>>> = Vec::new();
+    let mut writing = tokio::task::JoinSet::new();
+    for (peer, stream) in mesh.connections.into_iter().enumerate() {
+        let Some(stream) = stream else {
+            writers.push(None);
+            continue;
+        };
+        let (reader, writer) = stream.into_split();
+        let (messages, queue) = unbounded_channel();
+        tokio::spawn(read(peer, reader, board.clone(), messages.clone()));
+        writing.spawn(write(writer, queue));
+        writers.push(Some(messages));
+    }
+    while let Some(outgoing) = outgoing.recv().await {
+        let (message, only) = match outgoing {
+            Outgoing::Calling(site) => (Message::Calling(site), None),
+            Outgoing::Called(peer, site) => (Message::Called(site), Some(peer)),
+            Outgoing::Failed(error) => (Message::Failed(error), None),
+            Outgoing::Farewell => (Message::Farewell, None),
+        };
+        for (peer, writer) in writers.iter().enumerate() {
+            if let Some(writer) = writer.as_ref().filter(|_| only.is_none_or(|only| only == peer)) {
+                let _ = writer.send(message.clone());
+            }
+        }
+        if matches!(message, Message::Farewell) {
+            break;
+        }
+    }
+    // Writers end with the farewell; one whose peer does not read is given up.
+    let _ = tokio::time::timeout(PATIENCE, async { while writing.join_next().await.is_some() {} }).await;
+}
+
+async fn write(mut stream: OwnedWriteHalf, mut queue: UnboundedReceiver<Message>) {
+    while let Some(message) = queue.recv().await {
+        // A connection that fails is noticed by its reader.
+        if frame::write(&mut stream, &message).await.is_err() || matches!(message, Message::Farewell) {
+            return;
+        }
+    }
+}
+
+async fn read(peer: usize, mut stream: OwnedReadHalf, board: Arc<Board>, answers: UnboundedSender<Message>) {
+    loop {
+        match frame::read::<Message>(&mut stream).await {
+            Ok(Some(Message::Calling(site))) => {
+                if let Some(mine) = board.hear(peer, site, true) {
+                    let _ = answers.send(Message::Called(mine));
+                }
+            }
+            Ok(Some(Message::Called(site))) => {
+                board.hear(peer, site, false);
+            }
+            Ok(Some(Message::Failed(error))) => {
+                board.fail(Fault::Failed(error));
+            }
+            Ok(Some(Message::Farewell)) => return board.left(peer),
+            Ok(None) => return board.lost(peer, "its connection was closed".into()),
+            Err(e) => return board.lost(peer, e.to_string()),
+        }
+    }
+}
+
+/// Takes data connections from ranks of this session; everybody else is turned away.
+async fn accept(listener: TcpListener, session: u64, board: Arc<Board>) {
+    loop {
+        match listener.accept().await {
+            Ok((stream, address)) => {
+                let board = board.clone();
+                tokio::spawn(async move {
+                    if let Err(e) = admit(stream, session, &board, None).await {
+                        log::warn!("turned away a connection from {address}: {e}");
+                    }
+                });
+            }
+            // Out of descriptors, most likely: try again when some may be free.
+            Err(e) => {
+                log::warn!("cannot accept a data connection: {e}");
+                tokio::time::sleep(Duration::from_millis(100)).await;
+            }
+        }
+    }
+}
+
+/// Hands a data connection to the threads that run operations, and a control connection to `controls`.
+pub(crate) async fn admit(
+    mut stream: TcpStream,
+    session: u64,
+    board: &Board,
+    controls: Option<&UnboundedSender<(usize, TcpStream)>>,
+) -> io::Result<()> {
+    let greeting = frame::expect(&mut stream, PATIENCE).await?;
+    match (&greeting, controls) {
+        (Greeting::Data { session: theirs, rank }, _) if *theirs == session && *rank < board.world_size() => {
+            board.connect(*rank, Link::new(stream.into_std()?)?);
+            Ok(())
+        }
+        (Greeting::Control { session: theirs, rank }, Some(controls))
+            if *theirs == session && *rank < board.world_size() =>
+        {
+            // The rendezvous may have ended meanwhile, and then it has its connection from this rank.
+            let _ = controls.send((*rank, stream));
+            Ok(())
+        }
+        _ => Err(io::Error::new(io::ErrorKind::InvalidData, format!("{greeting:?} does not belong here"))),
+    }
+}

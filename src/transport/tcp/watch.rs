@@ -1,0 +1,117 @@
+//! What a thread that waits for a peer looks out for besides the peer.
+
+use std::time::{Duration, Instant};
+
+use tokio::sync::mpsc::UnboundedSender;
+
+use super::board::{Board, verdict};
+use super::control::Outgoing;
+use crate::call::{Operation, Tag};
+use crate::error::{Error, Ranks, Site};
+use crate::transport::Fault;
+use crate::wait::Deadline;
+
+/// Without progress for this long, ranks tell each other what they called: those that disagree may wait for each other.
+const STALL: Duration = Duration::from_millis(200);
+/// Once a mismatch is certain, how long ranks that have not called anything yet are waited for before it is reported.
+const GRACE: Duration = Duration::from_secs(2);
+/// How often answers are looked for after a stall.
+const LOOK: Duration = Duration::from_millis(20);
+
+pub(super) struct Watch<'a> {
+    rank: usize,
+    board: &'a Board,
+    control: &'a UnboundedSender<Outgoing>,
+    tag: &'a Tag,
+    deadline: &'a Deadline,
+    stalled: bool,
+    warned: bool,
+}
+
+impl<'a> Watch<'a> {
+    pub fn new(
+        rank: usize,
+        board: &'a Board,
+        control: &'a UnboundedSender<Outgoing>,
+        tag: &'a Tag,
+        deadline: &'a Deadline,
+    ) -> Self {
+        Watch { rank, board, control, tag, deadline, stalled: false, warned: false }
+    }
+
+    pub fn board(&self) -> &'a Board {
+        self.board
+    }
+
+    pub fn remaining(&self) -> Duration {
+        self.deadline.remaining()
+    }
+
+    /// How long to wait before the next tick.
+    pub fn pause(&self) -> Duration {
+        let next = if self.stalled { LOOK } else { STALL };
+        next.min(self.deadline.remaining()).max(Duration::from_millis(1))
+    }
+
+    /// Called when nothing has moved for a pause, while `peer` is waited for: looks for a failure of the group, asks the
+    /// peers what they called, warns, and gives up at the deadline.
+    pub fn tick(&mut self, peer: usize) -> Result<(), Fault> {
+        if let Some(fault) = self.board.failure() {
+            return Err(fault);
+        }
+        self.ask();
+        let calls = self.board.calls(self.rank, self.tag.sequence, self.tag.call);
+        if self.collective()
+            && let Some(error) = verdict(self.tag.sequence, &calls)
+        {
+            return Err(Fault::Failed(error));
+        }
+        // Ranks that have not begun this operation are what is missing; if all have, it is the peer that is slow.
+        let missing = || {
+            let silent: Vec<usize> = (0..calls.len()).filter(|rank| calls[*rank].is_none()).collect();
+            if silent.is_empty() || !self.collective() { vec![peer] } else { silent }
+        };
+        if self.deadline.passed() {
+            return Err(Fault::Timeout { missing: missing() });
+        }
+        if !self.warned && self.deadline.elapsed() >= self.deadline.tenth() {
+            let site = Site { call: self.tag.call, sequence: self.tag.sequence };
+            let elapsed = self.deadline.elapsed();
+            log::warn!("rank {} has waited {elapsed:.1?} in {site} for {}", self.rank, Ranks(&missing()));
+            self.warned = true;
+        }
+        Ok(())
+    }
+
+    /// `peer` sent a message with another tag. Finds out what all ranks called, so that all report the same.
+    pub fn unexpected(&mut self, peer: usize, tag: Tag) -> Fault {
+        self.ask();
+        let until = Instant::now() + GRACE.min(self.deadline.remaining());
+        let known = || self.board.calls(self.rank, self.tag.sequence, self.tag.call);
+        self.board.sleep(until, || self.board.failure().is_some() || known().iter().all(Option::is_some));
+        if let Some(fault) = self.board.failure() {
+            return fault;
+        }
+        let calls = known();
+        verdict(self.tag.sequence, &calls).map(Fault::Failed).unwrap_or_else(|| {
+            let mut calls: Vec<_> = calls.iter().enumerate().filter_map(|(r, call)| Some((r, (*call)?))).collect();
+            calls.retain(|(rank, _)| *rank != peer);
+            calls.push((peer, tag.call));
+            calls.sort_by_key(|(rank, _)| *rank);
+            Fault::Failed(Error::Mismatch { sequence: self.tag.sequence, calls })
+        })
+    }
+
+    fn ask(&mut self) {
+        if !self.stalled && self.collective() {
+            let site = Site { call: self.tag.call, sequence: self.tag.sequence };
+            let _ = self.control.send(Outgoing::Calling(site));
+        }
+        self.stalled = true;
+    }
+
+    /// Messages from rank to rank are numbered apart, so there is nothing to compare among all ranks.
+    fn collective(&self) -> bool {
+        self.tag.call.operation != Operation::Send
+    }
+}

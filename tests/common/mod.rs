@@ -1,0 +1,76 @@
+//! The harness of all tests with several ranks.
+#![allow(dead_code, reason = "each test target uses a part of it")]
+
+use std::net::TcpListener;
+use std::sync::Once;
+use std::thread;
+use std::time::Duration;
+
+use bonfire::{Builder, Error, Group};
+
+/// How the ranks of a test reach each other.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Kind {
+    Threads,
+    Tcp,
+}
+
+impl Kind {
+    pub const ALL: [Kind; 2] = [Kind::Threads, Kind::Tcp];
+}
+
+/// A test must end: nothing in it may take longer than this.
+pub const DEADLINE: Duration = Duration::from_secs(60);
+
+/// Runs `f` on `n` ranks, each on a thread of its own, and gives the results by rank.
+pub fn run_ranks<T: Send + 'static>(kind: Kind, n: usize, f: impl Fn(Group) -> T + Clone + Send + 'static) -> Vec<T> {
+    run_ranks_with(kind, n, |builder| builder, f)
+}
+
+/// As [`run_ranks`], with settings.
+pub fn run_ranks_with<T: Send + 'static>(
+    kind: Kind,
+    n: usize,
+    settings: impl Fn(Builder) -> Builder,
+    f: impl Fn(Group) -> T + Clone + Send + 'static,
+) -> Vec<T> {
+    static LOG: Once = Once::new();
+    LOG.call_once(env_logger::init);
+    let builder = settings(Group::builder().deadline(DEADLINE));
+    let ranks: Vec<thread::JoinHandle<T>> = match kind {
+        Kind::Threads => {
+            let groups = builder.threads(n).expect("a group of threads");
+            groups.into_iter().map(|group| spawn(group, f.clone())).collect()
+        }
+        Kind::Tcp => {
+            let address = free_address();
+            (0..n)
+                .map(|rank| {
+                    let (builder, address, f) = (builder.clone(), address.clone(), f.clone());
+                    thread::spawn(move || {
+                        let builder = builder.rank(rank).world_size(n).address(address).rendezvous_timeout(DEADLINE);
+                        f(builder.connect().expect("a group over TCP"))
+                    })
+                })
+                .collect()
+        }
+    };
+    // A rank that panicked is more telling than those that then lost it.
+    let results: Vec<_> = ranks.into_iter().map(thread::JoinHandle::join).collect();
+    results.into_iter().map(|result| result.unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
+}
+
+fn spawn<T: Send + 'static>(group: Group, f: impl Fn(Group) -> T + Send + 'static) -> thread::JoinHandle<T> {
+    thread::spawn(move || f(group))
+}
+
+/// An address on loopback that nobody listens at.
+pub fn free_address() -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
+    listener.local_addr().expect("its address").to_string()
+}
+
+/// The error of every rank; panics where one succeeded.
+pub fn errors<T: std::fmt::Debug>(results: Vec<Result<T, Error>>) -> Vec<Error> {
+    results.into_iter().enumerate().map(|(r, result)| result.expect_err(&format!("rank {r} succeeded"))).collect()
+}

@@ -1,0 +1,205 @@
+//! The matrix: transport x world size x algorithm x operation x reduction x element type x length x in or out of place,
+//! against exact arithmetic.
+
+mod common;
+
+use bonfire::{Algorithm, Element, Group, ReduceOp, partition};
+use common::{Kind, run_ranks_with};
+use half::{bf16, f16};
+
+/// Elements made from small whole numbers, so that every sum and product is exact or wraps in a known way.
+trait Sample: Element {
+    fn of(value: i128) -> Self;
+    fn mean(sum: i128, ranks: usize) -> Self;
+}
+
+macro_rules! samples {
+    (integers $($int:ty),*; floats $($float:ty: $from:expr),*) => {
+        $(impl Sample for $int {
+            fn of(value: i128) -> Self { value as $int }
+            fn mean(sum: i128, ranks: usize) -> Self { (sum / ranks as i128) as $int }
+        })*
+        $(impl Sample for $float {
+            fn of(value: i128) -> Self { $from(value as _) }
+            fn mean(sum: i128, ranks: usize) -> Self { $from((sum as f64 / ranks as f64) as _) }
+        })*
+    };
+}
+
+samples!(integers i8, i16, i32, i64, u8, u16, u32, u64;
+         floats f32: |x: f32| x, f64: |x: f64| x, f16: |x: f32| f16::from_f32(x), bf16: |x: f32| bf16::from_f32(x));
+
+/// What rank `rank` brings at `i`: 1 to 3, unlike its neighbours.
+fn value(rank: usize, i: usize) -> i128 {
+    ((rank * 7 + i * 5) % 3 + 1) as i128
+}
+
+fn reduced<T: Sample>(op: ReduceOp, ranks: usize, i: usize) -> T {
+    let values = (0..ranks).map(|rank| value(rank, i));
+    match op {
+        ReduceOp::Sum => T::of(values.sum()),
+        ReduceOp::Mean => T::mean(values.sum(), ranks),
+        ReduceOp::Max => T::of(values.max().unwrap_or(0)),
+        ReduceOp::Min => T::of(values.min().unwrap_or(0)),
+        ReduceOp::Product => T::of(values.product()),
+    }
+}
+
+fn input<T: Sample>(rank: usize, len: usize) -> Vec<T> {
+    (0..len).map(|i| T::of(value(rank, i))).collect()
+}
+
+/// Every operation in every form on one length.
+fn check<T: Sample>(group: &Group, len: usize) {
+    let (rank, n) = (group.rank(), group.world_size());
+    let own = partition(len, n, rank);
+    let mine: Vec<T> = input(rank, len);
+    let label = |what: &str| format!("{what} of {} x {len} on rank {rank} of {n}", T::DTYPE);
+    let root = len % n;
+    for op in ReduceOp::ALL {
+        let want: Vec<T> = (0..len).map(|i| reduced(op, n, i)).collect();
+
+        let mut data = mine.clone();
+        group.all_reduce(&mut data, op).unwrap();
+        assert_eq!(data, want, "{}", label("all_reduce"));
+        let mut output = vec![T::zeroed(); len];
+        group.all_reduce_into(&mine, &mut output, op).unwrap();
+        assert_eq!(output, want, "{}", label("all_reduce_into"));
+
+        let mut data = mine.clone();
+        group.reduce(&mut data, op, root).unwrap();
+        assert_eq!(data, if rank == root { &want[..] } else { &mine[..] }, "{}", label("reduce"));
+        let mut output = vec![T::zeroed(); if rank == root { len } else { 0 }];
+        group.reduce_into(&mine, &mut output, op, root).unwrap();
+        assert_eq!(output, if rank == root { &want[..] } else { &[] }, "{}", label("reduce_into"));
+
+        let mut data = mine.clone();
+        group.reduce_scatter(&mut data, op).unwrap();
+        assert_eq!(data[own.clone()], want[own.clone()], "{}", label("reduce_scatter"));
+        let mut output = vec![T::zeroed(); own.len()];
+        group.reduce_scatter_into(&mine, &mut output, op).unwrap();
+        assert_eq!(output, want[own.clone()], "{}", label("reduce_scatter_into"));
+    }
+
+    let want: Vec<T> = input(root, len);
+    let mut data = mine.clone();
+    group.broadcast(&mut data, root).unwrap();
+    assert_eq!(data, want, "{}", label("broadcast"));
+    let mut output = vec![T::zeroed(); len];
+    group.broadcast_into((rank == root).then_some(&mine[..]), &mut output, root).unwrap();
+    assert_eq!(output, want, "{}", label("broadcast_into"));
+
+    let want: Vec<T> = (0..n).flat_map(|r| input::<T>(r, len)[partition(len, n, r)].to_vec()).collect();
+    let mut data = vec![T::zeroed(); len];
+    data[own.clone()].copy_from_slice(&mine[own.clone()]);
+    group.all_gather(&mut data).unwrap();
+    assert_eq!(data, want, "{}", label("all_gather"));
+    let mut output = vec![T::zeroed(); len];
+    group.all_gather_into(&mine[own], &mut output).unwrap();
+    assert_eq!(output, want, "{}", label("all_gather_into"));
+
+    if n > 1 {
+        let (next, previous) = ((rank + 1) % n, (rank + n - 1) % n);
+        let mut data = vec![T::zeroed(); len];
+        // Even ranks send first, so that nobody waits in a circle; with an odd world the last rank breaks it.
+        if rank % 2 == 0 {
+            group.send(&mine, next).unwrap();
+            group.recv(&mut data, previous).unwrap();
+        } else {
+            group.recv(&mut data, previous).unwrap();
+            group.send(&mine, next).unwrap();
+        }
+        assert_eq!(data, input::<T>(previous, len), "{}", label("send and recv"));
+    }
+    group.barrier().unwrap();
+}
+
+fn lengths(n: usize) -> Vec<usize> {
+    let mut lengths = vec![0, 1, n - 1, n, n + 1, 5, 6, 7, 11, 1000];
+    lengths.sort_unstable();
+    lengths.dedup();
+    lengths
+}
+
+fn check_all_types(group: &Group, lengths: &[usize]) {
+    for len in lengths {
+        check::<f32>(group, *len);
+        check::<f64>(group, *len);
+        check::<f16>(group, *len);
+        check::<bf16>(group, *len);
+        check::<i8>(group, *len);
+        check::<i16>(group, *len);
+        check::<i32>(group, *len);
+        check::<i64>(group, *len);
+        check::<u8>(group, *len);
+        check::<u16>(group, *len);
+        check::<u32>(group, *len);
+        check::<u64>(group, *len);
+    }
+}
+
+/// All types and lengths with the group's own choice of algorithm, and two large lengths.
+fn matrix(kind: Kind, worlds: std::ops::RangeInclusive<usize>) {
+    for n in worlds {
+        run_ranks_with(
+            kind,
+            n,
+            |builder| builder,
+            move |group| {
+                check_all_types(&group, &lengths(n));
+                check::<f32>(&group, 200_003);
+                check::<f16>(&group, 70_001);
+            },
+        );
+    }
+}
+
+/// Every algorithm, whatever the size, on one type of each kind of accumulator.
+fn algorithms(kind: Kind, worlds: std::ops::RangeInclusive<usize>) {
+    for n in worlds {
+        for algorithm in Algorithm::ALL {
+            run_ranks_with(
+                kind,
+                n,
+                |builder| builder.algorithm(algorithm),
+                move |group| {
+                    for len in lengths(n).into_iter().chain([40_001]) {
+                        check::<f32>(&group, len);
+                        check::<bf16>(&group, len);
+                        check::<i32>(&group, len);
+                    }
+                },
+            );
+        }
+    }
+}
+
+#[test]
+fn threads_1_to_9() {
+    matrix(Kind::Threads, 1..=9);
+}
+
+#[test]
+fn tcp_1_to_5() {
+    matrix(Kind::Tcp, 1..=5);
+}
+
+#[test]
+fn tcp_6_to_9() {
+    matrix(Kind::Tcp, 6..=9);
+}
+
+#[test]
+fn algorithms_on_threads_1_to_9() {
+    algorithms(Kind::Threads, 1..=9);
+}
+
+#[test]
+fn algorithms_on_tcp_2_to_5() {
+    algorithms(Kind::Tcp, 2..=5);
+}
+
+#[test]
+fn algorithms_on_tcp_6_to_9() {
+    algorithms(Kind::Tcp, 6..=9);
+}
