@@ -1,13 +1,21 @@
 //! The program `bonfire run`, with shell commands as ranks.
 #![cfg(all(unix, feature = "cli"))]
 
+#[path = "run/harness.rs"]
+mod harness;
+
 use std::fs;
-use std::io::{BufRead, BufReader, Read};
+use std::io::{BufRead, BufReader};
 use std::os::unix::process::ExitStatusExt;
-use std::path::Path;
-use std::process::{Child, ChildStdout, Command, Output, Stdio};
+use std::process::Command;
 
 use rustix::process::{Pid, Signal, kill_process};
+
+use harness::*;
+
+const PRINT_ENVIRONMENT: &str = "env | grep -E '^(BONFIRE_|RANK=|WORLD_|LOCAL_|MASTER_)'";
+
+const IGNORE_SIGNALS: &str = "trap '' TERM INT; echo ready; while :; do sleep 1; done";
 
 #[test]
 fn tells_each_rank_its_place() {
@@ -125,7 +133,7 @@ fn reports_the_first_failure_and_ends_the_others() {
     let note = "bonfire: rank 1 exited with status 3; ending ranks 0, 2\n";
     assert!(stderr.contains(note), "{stderr}");
     let (_, report) = stderr
-        .split_once("bonfire: rank 1 exited with status 3; its last 20 lines:\n")
+        .split_once("bonfire: rank 1 failed: it exited with status 3; its last 20 lines:\n")
         .unwrap();
     let report: Vec<_> = report.lines().collect();
     assert_eq!(report.len(), 20, "{stderr}");
@@ -135,10 +143,23 @@ fn reports_the_first_failure_and_ends_the_others() {
 }
 
 #[test]
+fn a_failure_lets_the_others_end_in_order() {
+    let fifo = Fifo::new();
+    let script = format!(
+        "if [ $RANK = 0 ]; then read x <{0}; exit 3; fi
+        trap 'echo saved; exit 0' TERM; echo >{0}; while :; do sleep 0.05; done",
+        fifo.path()
+    );
+    let output = bonfire(&["-n", "2"], &script);
+    assert_eq!(output.status.code(), Some(3));
+    assert_eq!(text(&output.stdout), "[1] saved\n");
+}
+
+#[test]
 fn names_the_signal_that_killed_a_rank() {
     let output = bonfire(&["-n", "1"], "kill -SEGV $$");
     assert_eq!(output.status.code(), Some(128 + 11));
-    let report = "bonfire: rank 0 was killed by SIGSEGV; it printed nothing\n";
+    let report = "bonfire: rank 0 failed: it was killed by SIGSEGV; it printed nothing\n";
     assert_eq!(text(&output.stderr), report);
 }
 
@@ -195,15 +216,22 @@ fn kills_after_the_grace_period() {
 
 #[test]
 fn kills_ranks_that_outstay_a_failure() {
-    let script =
-        "if [ $RANK = 0 ]; then kill -KILL $$; fi; trap '' TERM; while :; do sleep 1; done";
-    let output = bonfire(&["-n", "2", "--grace", "1"], script);
+    let fifo = Fifo::new();
+    let script = format!(
+        "if [ $RANK = 0 ]; then read x <{0}; kill -KILL $$; fi
+        trap '' TERM; echo >{0}; while :; do sleep 1; done",
+        fifo.path()
+    );
+    let output = bonfire(&["-n", "2", "--grace", "1"], &script);
     assert_eq!(output.status.code(), Some(128 + 9));
+    let stderr = text(&output.stderr);
+    let note = "bonfire: rank 1 did not end in time: killed\n";
+    assert!(stderr.contains(note), "{stderr}");
 }
 
 #[test]
 fn a_second_interrupt_kills_at_once() {
-    let mut run = Running::start(&["-n", "2", "--grace", "100000"], IGNORE_SIGNALS);
+    let mut run = Running::start(&["-n", "2", "--grace", "30"], IGNORE_SIGNALS);
     run.expect("ready", 2);
     run.signal(Signal::INT);
     let mut stderr = BufReader::new(run.child.stderr.take().unwrap());
@@ -212,6 +240,9 @@ fn a_second_interrupt_kills_at_once() {
     stderr.read_line(&mut line).unwrap();
     assert_eq!(line, "bonfire: SIGINT: ending ranks 0, 1\n");
     run.signal(Signal::INT);
+    line.clear();
+    stderr.read_line(&mut line).unwrap();
+    assert_eq!(line, "bonfire: SIGINT again: killing ranks 0, 1\n");
     assert_eq!(run.wait().code(), Some(128 + 2));
 }
 
@@ -294,73 +325,47 @@ fn ranks_die_with_a_killed_launcher() {
 
 #[test]
 fn refuses_bad_arguments() {
-    let cases: [(&[&str], &[&str]); 14] = [
-        (&["-n", "0"], &["-n 0", "at least 1"]),
-        (&["-n", "x"], &["--ranks", "invalid"]),
-        (&["--nodes", "0"], &["--nodes 0", "at least 1"]),
+    // 192.0.2.1 is nobody's address (RFC 5737).
+    let cases: [(&str, &[&str]); 15] = [
+        ("-n 0", &["-n 0", "at least 1"]),
+        ("-n x", &["--ranks", "invalid"]),
+        ("--nodes 0", &["--nodes 0", "at least 1"]),
         (
-            &["-n", "65536", "--nodes", "65536", "--node-rank", "0"],
+            "-n 65536 --nodes 65536 --node-rank 0",
             &["-n", "--nodes", "lower"],
         ),
-        (&["--nodes", "2"], &["--node-rank", "0 to 1"]),
-        (&["--node-rank", "1"], &["--node-rank 1", "at most 0"]),
+        ("--nodes 2", &["--node-rank", "0 to 1"]),
+        ("--node-rank 1", &["--node-rank 1", "at most 0"]),
+        ("--nodes 2 --node-rank 2", &["--node-rank 2", "at most 1"]),
+        ("--nodes 2 --node-rank 0", &["--master", "HOST:PORT"]),
+        ("--master localhost", &["--master", "HOST:PORT"]),
+        ("--master ::1:29400", &["--master", "[fd00::1]:29400"]),
         (
-            &["--nodes", "2", "--node-rank", "2"],
-            &["--node-rank 2", "at most 1"],
-        ),
-        (
-            &["--nodes", "2", "--node-rank", "0"],
-            &["--master", "HOST:PORT"],
-        ),
-        (&["--master", "localhost"], &["--master", "HOST:PORT"]),
-        (&["--master", "::1:29400"], &["--master", "[fd00::1]:29400"]),
-        (
-            &[
-                "--nodes",
-                "2",
-                "--node-rank",
-                "0",
-                "--master",
-                "localhost:0",
-            ],
+            "--nodes 2 --node-rank 0 --master localhost:0",
             &["--master", "port 0"],
         ),
-        (&["--master", "192.0.2.1:29400"], &["--host", "interface"]),
-        (&["--host", "0.0.0.0"], &["--host", "connect to"]),
+        ("--master 192.0.2.1:29400", &["--host", "interface"]),
+        ("--host 0.0.0.0", &["--host", "connect to"]),
         (
-            &[
-                "--nodes",
-                "2",
-                "--node-rank",
-                "0",
-                "--master",
-                "192.0.2.1:1",
-                "--host",
-                "127.0.0.1",
-            ],
+            "--host 192.0.2.1",
+            &["cannot listen on 192.0.2.1", "--host"],
+        ),
+        (
+            "--nodes 2 --node-rank 0 --master 192.0.2.1:1 --host 127.0.0.1",
             &["--master", "--host 127.0.0.1", "loopback"],
         ),
     ];
     for (arguments, named) in cases {
-        let output = bonfire(arguments, "echo started");
+        let split: Vec<_> = arguments.split(' ').collect();
+        let output = bonfire(&split, "echo started");
         let stderr = text(&output.stderr);
-        assert_eq!(output.status.code(), Some(2), "{arguments:?}: {stderr}");
-        assert!(stderr.starts_with("error: "), "{arguments:?}: {stderr}");
+        assert_eq!(output.status.code(), Some(2), "{arguments}: {stderr}");
+        assert!(stderr.starts_with("error: "), "{arguments}: {stderr}");
         for part in named {
-            assert!(stderr.contains(part), "{arguments:?}: {stderr}");
+            assert!(stderr.contains(part), "{arguments}: {stderr}");
         }
-        assert!(output.stdout.is_empty(), "{arguments:?}");
+        assert!(output.stdout.is_empty(), "{arguments}");
     }
-}
-
-#[test]
-fn refuses_an_address_of_another_machine() {
-    // TEST-NET-1 (RFC 5737) is nobody's.
-    let output = bonfire(&["--host", "192.0.2.1"], "echo started");
-    assert_eq!(output.status.code(), Some(2));
-    let stderr = text(&output.stderr);
-    assert!(stderr.contains("cannot listen on 192.0.2.1"), "{stderr}");
-    assert!(output.stdout.is_empty());
 }
 
 #[test]
@@ -380,9 +385,7 @@ fn names_a_command_that_cannot_be_started() {
 
 #[test]
 fn help_tells_what_ranks_are_given() {
-    let output = launcher(&["--help"]).output();
-    // `--help` stands before the `--` that `launcher` adds.
-    let output = output.unwrap();
+    let output = launcher(&["--help"]).output().unwrap();
     assert_eq!(output.status.code(), Some(0));
     for part in [
         "BONFIRE_RANK",
@@ -392,150 +395,5 @@ fn help_tells_what_ranks_are_given() {
         "127",
     ] {
         assert!(text(&output.stdout).contains(part), "{part}");
-    }
-}
-
-const PRINT_ENVIRONMENT: &str = "env | grep -E '^(BONFIRE_|RANK=|WORLD_|LOCAL_|MASTER_)'";
-
-const IGNORE_SIGNALS: &str = "trap '' TERM INT; echo ready; while :; do sleep 1; done";
-
-fn launcher(arguments: &[&str]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_bonfire"));
-    command.arg("run").args(arguments).arg("--");
-    command
-}
-
-/// Runs `script` as every rank.
-fn bonfire(arguments: &[&str], script: &str) -> Output {
-    let mut command = launcher(arguments);
-    command.args(["sh", "-c", script]).output().unwrap()
-}
-
-/// A launcher at work.
-struct Running {
-    child: Child,
-    stdout: Option<BufReader<ChildStdout>>,
-}
-
-impl Running {
-    fn start(arguments: &[&str], script: &str) -> Self {
-        Self::spawn(launcher(arguments).args(["sh", "-c", script]))
-    }
-
-    fn spawn(command: &mut Command) -> Self {
-        let command = command.stdout(Stdio::piped()).stderr(Stdio::piped());
-        let mut child = command.spawn().unwrap();
-        let stdout = child.stdout.take().map(BufReader::new);
-        Self { child, stdout }
-    }
-
-    fn lines(&mut self, count: usize) -> Vec<String> {
-        let lines = self.stdout.as_mut().unwrap().lines();
-        lines.take(count).map(Result::unwrap).collect()
-    }
-
-    /// Waits until `text` was printed by each of `ranks` ranks.
-    fn expect(&mut self, text: &str, ranks: usize) {
-        let mut lines = self.lines(ranks);
-        lines.sort_unstable();
-        let expected: Vec<_> = (0..ranks).map(|rank| format!("[{rank}] {text}")).collect();
-        assert_eq!(lines, expected);
-    }
-
-    fn signal(&self, signal: Signal) {
-        kill_process(Pid::from_child(&self.child), signal).unwrap();
-    }
-
-    fn wait(&mut self) -> std::process::ExitStatus {
-        self.child.wait().unwrap()
-    }
-
-    fn stderr(&mut self) -> String {
-        let mut stderr = String::new();
-        let mut pipe = self.child.stderr.take().unwrap();
-        pipe.read_to_string(&mut stderr).unwrap();
-        stderr
-    }
-}
-
-impl Drop for Running {
-    /// A test that fails leaves nothing running.
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
-
-struct Fifo(tempfile::TempDir);
-
-impl Fifo {
-    fn new() -> Self {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("fifo");
-        assert!(Command::new("mkfifo").arg(path).status().unwrap().success());
-        Self(folder)
-    }
-
-    fn path(&self) -> String {
-        Path::new(self.0.path()).join("fifo").display().to_string()
-    }
-}
-
-type Place = std::collections::HashMap<String, String>;
-
-/// The environment of each rank, from the output of `PRINT_ENVIRONMENT`.
-fn places(output: &Output) -> Vec<Place> {
-    assert_eq!(output.status.code(), Some(0), "{output:?}");
-    let mut places = std::collections::BTreeMap::<&str, Place>::new();
-    for line in text(&output.stdout).lines() {
-        let (prefix, variable) = line.split_once(' ').unwrap();
-        let (name, value) = variable.split_once('=').unwrap();
-        let place = places.entry(prefix).or_default();
-        place.insert(name.to_owned(), value.to_owned());
-    }
-    places.into_values().collect()
-}
-
-fn assert_usual_names(place: &Place) {
-    for name in ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"] {
-        assert_eq!(place[name], place[&format!("BONFIRE_{name}")]);
-    }
-    let address = format!("{}:{}", place["MASTER_ADDR"], place["MASTER_PORT"]);
-    assert_eq!(place["BONFIRE_ADDRESS"], address);
-}
-
-fn text(bytes: &[u8]) -> &str {
-    std::str::from_utf8(bytes).unwrap()
-}
-
-/// The process number that a rank printed.
-fn number(line: &str) -> i32 {
-    line.split_once("] ").unwrap().1.parse().unwrap()
-}
-
-/// The kernel needs a moment to end a killed process, and its new parent one to reap it.
-#[cfg(target_os = "linux")]
-fn wait_until_gone(processes: &[i32]) {
-    use std::time::{Duration, Instant};
-
-    let start = Instant::now();
-    for process in processes {
-        while is_alive(*process) {
-            assert!(
-                start.elapsed() < Duration::from_secs(30),
-                "{process} is left"
-            );
-            std::thread::yield_now();
-        }
-    }
-}
-
-#[cfg(target_os = "linux")]
-fn is_alive(process: i32) -> bool {
-    match fs::read_to_string(format!("/proc/{process}/stat")) {
-        // The state follows the name, which ends in the last parenthesis. A zombie is dead: nobody
-        // may reap it where the tests run without an init process.
-        Ok(stat) => !stat.rsplit(") ").next().unwrap().starts_with('Z'),
-        Err(_) => false,
     }
 }

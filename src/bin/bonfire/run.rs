@@ -37,12 +37,12 @@ pub struct Args {
     #[arg(long, value_name = "K")]
     node_rank: Option<u32>,
 
-    /// Where rank 0 listens, the same on every node; an IPv6 address stands in brackets [default:
-    /// a free port of 127.0.0.1]
+    /// Where rank 0 listens, the same on every node; an IPv6 address stands in brackets [default,
+    /// on a single node: a free port of --host, else of 127.0.0.1]
     #[arg(long, value_name = "HOST:PORT")]
     master: Option<Master>,
 
-    /// Address of this node's own interface on which its ranks listen
+    /// Address of this node's own interface on which its ranks listen [default: loopback]
     ///
     /// Peers are not authenticated, so nothing but loopback is used unless this is given: name an
     /// interface only on a network whose every machine you trust.

@@ -58,10 +58,12 @@ impl Layout {
                 )
             }
         };
+        if nodes > 1 && master.port == 0 {
+            return Err(LayoutError::NoPort { nodes });
+        }
         // Also shows early that the address is this node's own.
         let free = free_port(&host.to_string())?;
         let port = match master.port {
-            0 if nodes > 1 => return Err(LayoutError::NoPort { nodes }),
             0 if master.host == host.to_string() => free,
             0 => free_port(&master.host)?,
             port => port,

@@ -135,8 +135,8 @@ fn end(status: &WaitIdStatus) -> End {
 }
 
 /// Has the kernel kill the rank when the launcher's main thread ends, however it does: a launcher
-/// that is killed by SIGKILL leaves no rank behind. What a rank itself started is then not caught,
-/// unless the rank does the same for it or it ends with its pipes.
+/// that is killed by SIGKILL leaves no rank behind. What a rank itself started cannot be caught then,
+/// as the request is not inherited: it may live on, until it writes to a pipe nobody reads.
 #[cfg(target_os = "linux")]
 fn die_with_launcher(process: &mut Command) {
     use rustix::io::Errno;

@@ -153,7 +153,7 @@ impl Supervisor {
             // The report comes after what was noted on the way to it.
             while notes.join_next().await.is_some() {}
             if let Some(Cause::Failure { local, end }) = cause {
-                let what = format!("rank {} {end}", self.first_rank + local);
+                let what = format!("rank {} failed: it {end}", self.first_rank + local);
                 // Fails only with the printer, which is asked next.
                 let _ = messages.send(Message::Failure { local, what }).await;
             }
