@@ -1,0 +1,29 @@
+//! The `bonfire` program.
+#![deny(unsafe_op_in_unsafe_fn, clippy::undocumented_unsafe_blocks)]
+
+mod run;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+use env_logger::Env;
+
+fn main() -> ExitCode {
+    env_logger::Builder::from_env(Env::default().default_filter_or("warn")).init();
+    match Cli::parse().command {
+        Command::Run(args) => ExitCode::from(run::run(&args)),
+    }
+}
+
+/// Tools for distributed training with burn
+#[derive(Parser)]
+#[command(version, propagate_version = true)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    Run(run::Args),
+}

@@ -1,0 +1,288 @@
+//! The output of the ranks: read in lines, printed behind the rank's number.
+
+use std::collections::VecDeque;
+use std::env;
+use std::io::{self, IsTerminal};
+use std::mem;
+
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWriteExt};
+use tokio::sync::{mpsc, watch};
+use tokio::task::JoinHandle;
+
+use super::layout::Layout;
+
+/// A line this long is printed in pieces, so that memory stays bounded.
+const LONGEST_LINE: usize = 64 * 1024;
+/// How much is read of a pipe that outlived its rank. What the rank itself wrote is in the pipe by
+/// then, and a pipe holds at most this much unless its owner is privileged (pipe(7)).
+const LONGEST_REST: usize = 1024 * 1024;
+/// Messages on their way to the printer. A full queue stops the reading and so, in time, the ranks:
+/// they run no faster than their output is taken.
+const QUEUE: usize = 256;
+const LAST_LINES: usize = 20;
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Stream {
+    Stdout,
+    Stderr,
+}
+
+pub enum Message {
+    Line {
+        /// The rank, counted on this node.
+        local: u32,
+        stream: Stream,
+        text: Vec<u8>,
+    },
+    /// A line of the launcher's own.
+    Note(String),
+    /// How a rank failed, to be followed by its last lines.
+    Failure { local: u32, what: String },
+}
+
+/// Starts the task that prints. It ends when every sender is gone, or when it cannot print.
+pub fn start_printer(layout: &Layout) -> (mpsc::Sender<Message>, JoinHandle<io::Result<()>>) {
+    let (sender, messages) = mpsc::channel(QUEUE);
+    let printer = Printer::new(layout);
+    (sender, tokio::spawn(printer.print(messages)))
+}
+
+/// Sends each line of `pipe` to the printer, until the pipe ends or, once `cut` is true, until it
+/// has nothing to read.
+pub async fn forward(
+    mut pipe: impl AsyncRead + Unpin,
+    local: u32,
+    stream: Stream,
+    printer: mpsc::Sender<Message>,
+    mut cut: watch::Receiver<bool>,
+) {
+    let mut lines = Lines::default();
+    let mut chunk = vec![0; 16 * 1024];
+    let mut rest = LONGEST_REST;
+    while rest > 0 {
+        let read = tokio::select! {
+            biased;
+            read = pipe.read(&mut chunk) => read,
+            _ = cut.wait_for(|cut| *cut) => break,
+        };
+        let length = match read {
+            Ok(0) => break,
+            Ok(length) => length,
+            Err(error) => {
+                log::warn!("cannot read the output of local rank {local}: {error}");
+                break;
+            }
+        };
+        if *cut.borrow() {
+            rest = rest.saturating_sub(length);
+        }
+        for text in lines.split(&chunk[..length]) {
+            // Without a printer the launcher is about to end the ranks. Reading goes on, lest
+            // SIGPIPE keep them from ending in order.
+            let _ = printer
+                .send(Message::Line {
+                    local,
+                    stream,
+                    text,
+                })
+                .await;
+        }
+    }
+    if let Some(text) = lines.last() {
+        let _ = printer
+            .send(Message::Line {
+                local,
+                stream,
+                text,
+            })
+            .await;
+    }
+}
+
+/// Divides a stream into lines, which end in `\n`, `\r\n` or `\r`.
+#[derive(Default)]
+struct Lines {
+    line: Vec<u8>,
+    /// The last byte was `\r`, so that a `\n` would belong to it.
+    returned: bool,
+}
+
+impl Lines {
+    /// The lines that `bytes` completes, without their ends.
+    fn split(&mut self, bytes: &[u8]) -> Vec<Vec<u8>> {
+        let mut done = Vec::new();
+        for &byte in bytes {
+            match byte {
+                b'\n' if self.returned => {}
+                b'\n' => done.push(mem::take(&mut self.line)),
+                // Progress bars write `\r` before and after each state; the empty lines between
+                // are nothing anybody meant to show.
+                b'\r' if self.line.is_empty() => {}
+                b'\r' => done.push(mem::take(&mut self.line)),
+                _ => {
+                    self.line.push(byte);
+                    if self.line.len() == LONGEST_LINE {
+                        done.push(mem::take(&mut self.line));
+                    }
+                }
+            }
+            self.returned = byte == b'\r';
+        }
+        done
+    }
+
+    /// The line that the end of the stream completes.
+    fn last(self) -> Option<Vec<u8>> {
+        (!self.line.is_empty()).then_some(self.line)
+    }
+}
+
+struct Printer {
+    /// By local rank, for standard output and standard error.
+    prefixes: Vec<[Vec<u8>; 2]>,
+    last_lines: Vec<VecDeque<Vec<u8>>>,
+}
+
+impl Printer {
+    fn new(layout: &Layout) -> Self {
+        let allowed = env::var_os("NO_COLOR").is_none_or(|value| value.is_empty());
+        let stdout = allowed && io::stdout().is_terminal();
+        let stderr = stdout && io::stderr().is_terminal();
+        let width = (layout.world_size - 1).to_string().len();
+        let prefixes = |local| {
+            let rank = layout.first_rank + local;
+            [stdout, stderr].map(|colour| prefix(rank, width, colour))
+        };
+        let ranks = 0..layout.local_world_size;
+        Self {
+            last_lines: ranks.clone().map(|_| VecDeque::new()).collect(),
+            prefixes: ranks.map(prefixes).collect(),
+        }
+    }
+
+    async fn print(mut self, mut messages: mpsc::Receiver<Message>) -> io::Result<()> {
+        let mut batch = Vec::new();
+        let mut bytes = Vec::new();
+        while messages.recv_many(&mut batch, QUEUE).await > 0 {
+            let mut current = Stream::Stdout;
+            for message in batch.drain(..) {
+                let stream = message.stream();
+                // The streams may be one terminal or file, so order is kept between them.
+                if stream != current {
+                    write(current, &mut bytes).await?;
+                    current = stream;
+                }
+                self.render(message, &mut bytes);
+            }
+            write(current, &mut bytes).await?;
+        }
+        Ok(())
+    }
+
+    fn render(&mut self, message: Message, bytes: &mut Vec<u8>) {
+        match message {
+            Message::Line {
+                local,
+                stream,
+                text,
+            } => {
+                bytes.extend_from_slice(&self.prefixes[local as usize][stream as usize]);
+                bytes.extend_from_slice(&text);
+                bytes.push(b'\n');
+                let last = &mut self.last_lines[local as usize];
+                if last.len() == LAST_LINES {
+                    last.pop_front();
+                }
+                last.push_back(text);
+            }
+            Message::Note(text) => bytes.extend_from_slice(format!("bonfire: {text}\n").as_bytes()),
+            Message::Failure { local, what } => {
+                let last = &self.last_lines[local as usize];
+                let lines = match last.len() {
+                    0 => "it printed nothing".to_owned(),
+                    1 => "its last line:".to_owned(),
+                    count => format!("its last {count} lines:"),
+                };
+                bytes.extend_from_slice(format!("bonfire: {what}; {lines}\n").as_bytes());
+                for line in last {
+                    bytes.extend_from_slice(b"  | ");
+                    bytes.extend_from_slice(line);
+                    bytes.push(b'\n');
+                }
+            }
+        }
+    }
+}
+
+impl Message {
+    fn stream(&self) -> Stream {
+        match self {
+            Self::Line { stream, .. } => *stream,
+            Self::Note(_) | Self::Failure { .. } => Stream::Stderr,
+        }
+    }
+}
+
+/// Writes whole lines at once, so that nothing comes between the parts of one. tokio writes on
+/// another thread: a reader that does not read does not keep the launcher from its signals.
+async fn write(stream: Stream, bytes: &mut Vec<u8>) -> io::Result<()> {
+    match stream {
+        Stream::Stdout => write_to(tokio::io::stdout(), bytes).await?,
+        Stream::Stderr => write_to(tokio::io::stderr(), bytes).await?,
+    }
+    bytes.clear();
+    Ok(())
+}
+
+async fn write_to(mut stream: impl AsyncWriteExt + Unpin, bytes: &[u8]) -> io::Result<()> {
+    stream.write_all(bytes).await?;
+    stream.flush().await
+}
+
+fn prefix(rank: u32, width: usize, colour: bool) -> Vec<u8> {
+    // Without red, which reads as an error.
+    const COLOURS: [u8; 5] = [36, 32, 33, 35, 34];
+    let text = format!("[{rank:>width$}] ");
+    if colour {
+        let colour = COLOURS[rank as usize % COLOURS.len()];
+        format!("\x1b[{colour}m{text}\x1b[0m").into_bytes()
+    } else {
+        text.into_bytes()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn lines(chunks: &[&[u8]]) -> Vec<Vec<u8>> {
+        let mut lines = Lines::default();
+        let mut done: Vec<_> = chunks.iter().flat_map(|c| lines.split(c)).collect();
+        done.extend(lines.last());
+        done
+    }
+
+    #[test]
+    fn lines_end_in_newlines_and_returns() {
+        assert_eq!(lines(&[b"a\nb\r\nc\rd"]), [b"a", b"b", b"c", b"d"]);
+        assert_eq!(lines(&[b"a\r", b"\nb", b"c\n"]), [&b"a"[..], b"bc"]);
+        assert_eq!(lines(&[b"\r10%\r\r20%\r\n"]), [b"10%", b"20%"]);
+        assert_eq!(lines(&[b"\n\na\n\n"]), [&b""[..], b"", b"a", b""]);
+        assert_eq!(lines(&[b"\xff\xfe\n"]), [b"\xff\xfe"]);
+        assert!(lines(&[b""]).is_empty());
+    }
+
+    #[test]
+    fn a_line_without_end_is_cut() {
+        let pieces = lines(&[&vec![b'x'; LONGEST_LINE + 1]]);
+        let lengths: Vec<_> = pieces.iter().map(Vec::len).collect();
+        assert_eq!(lengths, [LONGEST_LINE, 1]);
+    }
+
+    #[test]
+    fn prefixes_are_aligned() {
+        assert_eq!(prefix(2, 1, false), b"[2] ");
+        assert_eq!(prefix(2, 2, false), b"[ 2] ");
+        assert_eq!(prefix(11, 2, true), b"\x1b[32m[11] \x1b[0m");
+    }
+}

@@ -1,0 +1,158 @@
+//! One rank: a process and whatever it starts in its process group.
+
+use std::ffi::OsString;
+use std::fmt;
+use std::io;
+use std::os::unix::process::CommandExt;
+use std::process::{Child, Command, Stdio};
+
+use rustix::process::{
+    Pid, Signal, WaitId, WaitIdOptions, WaitIdStatus, kill_process_group, waitid,
+};
+use tokio::process::{ChildStderr, ChildStdout};
+use tokio::signal::unix::{self, SignalKind};
+
+use super::layout::Layout;
+use super::signals;
+
+/// A started rank. Dropping it kills its process group and reaps it.
+///
+/// The process is reaped nowhere else, so for as long as this exists the kernel cannot give its
+/// number to another process or group, and a signal reaches nobody else.
+///
+/// A process that left the group (`setsid`) has detached itself on purpose and is left alone.
+pub struct Rank(Child);
+
+impl Rank {
+    /// Starts the `local`th rank of this node, in a process group of its own: a terminal's Ctrl-C
+    /// then reaches it through the launcher only, once, and so do the processes it starts.
+    pub fn start(command: &[OsString], layout: &Layout, local: u32) -> io::Result<(Self, Signs)> {
+        // Listening begins before the process does, lest its exit be missed.
+        let exits = unix::signal(SignalKind::child())?;
+        // clap lets no empty command through.
+        let mut process = Command::new(&command[0]);
+        process
+            .args(&command[1..])
+            .envs(layout.environment(local))
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .process_group(0);
+        #[cfg(target_os = "linux")]
+        die_with_launcher(&mut process);
+        let mut rank = Self(process.spawn()?);
+        let (Some(stdout), Some(stderr)) = (rank.0.stdout.take(), rank.0.stderr.take()) else {
+            return Err(io::Error::other("its output is not piped"));
+        };
+        let signs = Signs {
+            process: rank.process(),
+            exits,
+            stdout: ChildStdout::from_std(stdout)?,
+            stderr: ChildStderr::from_std(stderr)?,
+        };
+        Ok((rank, signs))
+    }
+
+    /// Sends `signal` to the rank and the processes it started.
+    pub fn signal(&self, signal: Signal) {
+        // Fails only if nobody is left to receive it.
+        let _ = kill_process_group(self.process(), signal);
+    }
+
+    fn process(&self) -> Pid {
+        Pid::from_child(&self.0)
+    }
+}
+
+impl Drop for Rank {
+    fn drop(&mut self) {
+        self.signal(Signal::KILL);
+        // Should the rank have moved to another group, it is still killed, and not waited for in
+        // vain.
+        let _ = self.0.kill();
+        if let Err(error) = self.0.wait() {
+            log::warn!("cannot reap process {}: {error}", self.0.id());
+        }
+    }
+}
+
+/// What the launcher sees of a rank.
+pub struct Signs {
+    pub process: Pid,
+    /// One item, at least, for each process that ends.
+    pub exits: unix::Signal,
+    pub stdout: ChildStdout,
+    pub stderr: ChildStderr,
+}
+
+/// How a rank ended.
+#[derive(Clone, Copy, Debug)]
+pub enum End {
+    Exited(u8),
+    Killed(i32),
+}
+
+impl End {
+    pub fn failed(self) -> bool {
+        !matches!(self, Self::Exited(0))
+    }
+
+    /// The status by which a shell, and so the launcher, reports this end.
+    pub fn status(self) -> u8 {
+        match self {
+            Self::Exited(status) => status,
+            Self::Killed(signal) => signals::exit_status(signal),
+        }
+    }
+}
+
+impl fmt::Display for End {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Exited(status) => write!(f, "exited with status {status}"),
+            Self::Killed(signal) => write!(f, "was killed by {}", signals::name(*signal)),
+        }
+    }
+}
+
+/// Waits until `process`, a child, has ended, and leaves it to be reaped.
+pub async fn ended(process: Pid, mut exits: unix::Signal) -> io::Result<End> {
+    let options = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
+    loop {
+        if let Some(status) = waitid(WaitId::Pid(process), options)? {
+            return Ok(end(&status));
+        }
+        exits.recv().await;
+    }
+}
+
+fn end(status: &WaitIdStatus) -> End {
+    match status.terminating_signal() {
+        Some(signal) => End::Killed(signal),
+        // The kernel keeps the low eight bits of a status.
+        None => End::Exited(status.exit_status().unwrap_or(0) as u8),
+    }
+}
+
+/// Has the kernel kill the rank when the launcher's main thread ends, however it does: a launcher
+/// that is killed by SIGKILL leaves no rank behind. What a rank itself started cannot be caught then,
+/// as the request is not inherited: it may live on, until it writes to a pipe nobody reads.
+#[cfg(target_os = "linux")]
+fn die_with_launcher(process: &mut Command) {
+    use rustix::io::Errno;
+    use rustix::process::{getpid, getppid, set_parent_process_death_signal};
+
+    let launcher = getpid();
+    let ask = move || {
+        set_parent_process_death_signal(Some(Signal::KILL))?;
+        // The launcher may have died before the request; then nothing would come of it.
+        if getppid() != Some(launcher) {
+            return Err(io::Error::from(Errno::SRCH));
+        }
+        Ok(())
+    };
+    // SAFETY: between fork and exec only async-signal-safe work is allowed. The closure makes two
+    // system calls, and converts an error number without allocating; it takes no lock and its only
+    // capture is a number.
+    unsafe { process.pre_exec(ask) };
+}

@@ -1,0 +1,399 @@
+//! The program `bonfire run`, with shell commands as ranks.
+#![cfg(all(unix, feature = "cli"))]
+
+#[path = "run/harness.rs"]
+mod harness;
+
+use std::fs;
+use std::io::{BufRead, BufReader};
+use std::os::unix::process::ExitStatusExt;
+use std::process::Command;
+
+use rustix::process::{Pid, Signal, kill_process};
+
+use harness::*;
+
+const PRINT_ENVIRONMENT: &str = "env | grep -E '^(BONFIRE_|RANK=|WORLD_|LOCAL_|MASTER_)'";
+
+const IGNORE_SIGNALS: &str = "trap '' TERM INT; echo ready; while :; do sleep 1; done";
+
+#[test]
+fn tells_each_rank_its_place() {
+    let output = bonfire(&["-n", "2"], PRINT_ENVIRONMENT);
+    let places = places(&output);
+    assert_eq!(places.len(), 2);
+    for (rank, place) in places.iter().enumerate() {
+        assert_eq!(place["BONFIRE_RANK"], rank.to_string());
+        assert_eq!(place["BONFIRE_LOCAL_RANK"], rank.to_string());
+        assert_eq!(place["BONFIRE_WORLD_SIZE"], "2");
+        assert_eq!(place["BONFIRE_LOCAL_WORLD_SIZE"], "2");
+        assert_eq!(place["BONFIRE_HOST"], "127.0.0.1");
+        assert_usual_names(place);
+        // All ranks are told the same address, on a port that somebody chose.
+        assert_eq!(place["BONFIRE_ADDRESS"], places[0]["BONFIRE_ADDRESS"]);
+        assert_eq!(place["MASTER_ADDR"], "127.0.0.1");
+        assert_ne!(place["MASTER_PORT"], "0");
+    }
+}
+
+#[test]
+fn numbers_the_ranks_of_several_nodes() {
+    for (node, ranks) in [("0", ["0", "1", "2"]), ("1", ["3", "4", "5"])] {
+        let nodes = ["-n", "3", "--nodes", "2", "--node-rank", node];
+        let master = ["--master", "localhost:29400", "--host", "127.0.0.2"];
+        let output = bonfire(&[&nodes[..], &master[..]].concat(), PRINT_ENVIRONMENT);
+        let places = places(&output);
+        assert_eq!(places.len(), 3);
+        for (local, place) in places.iter().enumerate() {
+            assert_eq!(place["BONFIRE_RANK"], ranks[local]);
+            assert_eq!(place["BONFIRE_LOCAL_RANK"], local.to_string());
+            assert_eq!(place["BONFIRE_WORLD_SIZE"], "6");
+            assert_eq!(place["BONFIRE_LOCAL_WORLD_SIZE"], "3");
+            assert_eq!(place["BONFIRE_ADDRESS"], "localhost:29400");
+            assert_eq!(place["BONFIRE_HOST"], "127.0.0.2");
+            assert_usual_names(place);
+        }
+    }
+}
+
+#[test]
+fn writes_ipv6_addresses_in_brackets() {
+    // Not every machine has IPv6.
+    if std::net::TcpListener::bind("[::1]:0").is_err() {
+        return;
+    }
+    let output = bonfire(&["-n", "1", "--master", "[::1]:29400"], PRINT_ENVIRONMENT);
+    let place = &places(&output)[0];
+    assert_eq!(place["BONFIRE_ADDRESS"], "[::1]:29400");
+    assert_eq!(place["BONFIRE_HOST"], "::1");
+    assert_eq!(place["MASTER_ADDR"], "::1");
+    assert_eq!(place["MASTER_PORT"], "29400");
+}
+
+#[test]
+fn prefixes_lines_on_their_own_streams() {
+    let script = "printf 'one\\ntwo\\r\\n50%%\\r99%%\\rend'; printf 'error' >&2";
+    let output = bonfire(&["-n", "1"], script);
+    assert_eq!(output.status.code(), Some(0));
+    assert_eq!(
+        text(&output.stdout),
+        "[0] one\n[0] two\n[0] 50%\n[0] 99%\n[0] end\n"
+    );
+    assert_eq!(text(&output.stderr), "[0] error\n");
+}
+
+#[test]
+fn aligns_prefixes() {
+    let output = bonfire(&["-n", "11"], "echo x");
+    let mut lines: Vec<_> = text(&output.stdout).lines().collect();
+    lines.sort_unstable();
+    assert_eq!(lines.len(), 11);
+    assert_eq!(lines[0], "[ 0] x");
+    assert_eq!(lines[10], "[10] x");
+}
+
+#[test]
+fn passes_bytes_through() {
+    let output = bonfire(&["-n", "1"], "printf '\\377\\376 \\000x\\n'");
+    assert_eq!(output.stdout, b"[0] \xff\xfe \0x\n");
+}
+
+#[test]
+fn keeps_lines_whole() {
+    let script = "i=0; while [ $i -lt 500 ]; do echo \"$RANK a long enough line $i\"; \
+                  i=$((i + 1)); done";
+    let output = bonfire(&["-n", "4"], script);
+    for rank in 0..4 {
+        let prefix = format!("[{rank}] ");
+        let of_rank = text(&output.stdout).lines();
+        let of_rank: Vec<_> = of_rank.filter_map(|l| l.strip_prefix(&prefix)).collect();
+        let expected: Vec<_> = (0..500)
+            .map(|line| format!("{rank} a long enough line {line}"))
+            .collect();
+        assert_eq!(of_rank, expected);
+    }
+    assert_eq!(text(&output.stdout).lines().count(), 2000);
+}
+
+#[test]
+fn ranks_read_nothing() {
+    let output = bonfire(&["-n", "1"], "cat; echo end");
+    assert_eq!(text(&output.stdout), "[0] end\n");
+}
+
+#[test]
+fn reports_the_first_failure_and_ends_the_others() {
+    let script = "if [ $RANK = 1 ]; then
+            for i in $(seq 30); do echo line $i; done; echo out of luck >&2; exit 3
+        fi
+        exec sleep 1000";
+    let output = bonfire(&["-n", "3"], script);
+    assert_eq!(output.status.code(), Some(3));
+    let stderr = text(&output.stderr);
+    let note = "bonfire: rank 1 exited with status 3; ending ranks 0, 2\n";
+    assert!(stderr.contains(note), "{stderr}");
+    let (_, report) = stderr
+        .split_once("bonfire: rank 1 failed: it exited with status 3; its last 20 lines:\n")
+        .unwrap();
+    let report: Vec<_> = report.lines().collect();
+    assert_eq!(report.len(), 20, "{stderr}");
+    assert!(report.contains(&"  | out of luck"), "{stderr}");
+    assert!(report.contains(&"  | line 30"), "{stderr}");
+    assert!(!report.contains(&"  | line 1"), "{stderr}");
+}
+
+#[test]
+fn a_failure_lets_the_others_end_in_order() {
+    let fifo = Fifo::new();
+    let script = format!(
+        "if [ $RANK = 0 ]; then read x <{0}; exit 3; fi
+        trap 'echo saved; exit 0' TERM; echo >{0}; while :; do sleep 0.05; done",
+        fifo.path()
+    );
+    let output = bonfire(&["-n", "2"], &script);
+    assert_eq!(output.status.code(), Some(3));
+    assert_eq!(text(&output.stdout), "[1] saved\n");
+}
+
+#[test]
+fn names_the_signal_that_killed_a_rank() {
+    let output = bonfire(&["-n", "1"], "kill -SEGV $$");
+    assert_eq!(output.status.code(), Some(128 + 11));
+    let report = "bonfire: rank 0 failed: it was killed by SIGSEGV; it printed nothing\n";
+    assert_eq!(text(&output.stderr), report);
+}
+
+#[test]
+fn a_rank_that_succeeds_leaves_the_others_running() {
+    let fifo = Fifo::new();
+    // Rank 1 runs until it has seen that rank 0 is gone, and with it the writing end.
+    let script = format!(
+        "if [ $RANK = 0 ]; then exec 3>{0}; exit 0; fi; cat {0}; echo still here",
+        fifo.path()
+    );
+    let output = bonfire(&["-n", "2"], &script);
+    assert_eq!(output.status.code(), Some(0));
+    assert_eq!(text(&output.stdout), "[1] still here\n");
+}
+
+#[test]
+fn passes_signals_on() {
+    for (signal, status) in [
+        (Signal::TERM, 128 + 15),
+        (Signal::INT, 128 + 2),
+        (Signal::HUP, 128 + 1),
+    ] {
+        let script = "trap 'echo caught; exit 0' TERM INT HUP; echo ready; \
+                      while :; do sleep 0.05; done";
+        let mut run = Running::start(&["-n", "2"], script);
+        run.expect("ready", 2);
+        run.signal(signal);
+        run.expect("caught", 2);
+        assert_eq!(run.wait().code(), Some(status));
+    }
+}
+
+#[test]
+fn passes_on_signals_that_do_not_end_the_run() {
+    let script = "trap 'echo caught; exit 0' USR1; echo ready; while :; do sleep 0.05; done";
+    let mut run = Running::start(&["-n", "2"], script);
+    run.expect("ready", 2);
+    run.signal(Signal::USR1);
+    run.expect("caught", 2);
+    assert_eq!(run.wait().code(), Some(0));
+}
+
+#[test]
+fn kills_after_the_grace_period() {
+    let mut run = Running::start(&["-n", "2", "--grace", "1"], IGNORE_SIGNALS);
+    run.expect("ready", 2);
+    run.signal(Signal::TERM);
+    assert_eq!(run.wait().code(), Some(128 + 15));
+    let stderr = run.stderr();
+    let note = "bonfire: ranks 0, 1 did not end in time: killed\n";
+    assert!(stderr.contains(note), "{stderr}");
+}
+
+#[test]
+fn kills_ranks_that_outstay_a_failure() {
+    let fifo = Fifo::new();
+    let script = format!(
+        "if [ $RANK = 0 ]; then read x <{0}; kill -KILL $$; fi
+        trap '' TERM; echo >{0}; while :; do sleep 1; done",
+        fifo.path()
+    );
+    let output = bonfire(&["-n", "2", "--grace", "1"], &script);
+    assert_eq!(output.status.code(), Some(128 + 9));
+    let stderr = text(&output.stderr);
+    let note = "bonfire: rank 1 did not end in time: killed\n";
+    assert!(stderr.contains(note), "{stderr}");
+}
+
+#[test]
+fn a_second_interrupt_kills_at_once() {
+    let mut run = Running::start(&["-n", "2", "--grace", "30"], IGNORE_SIGNALS);
+    run.expect("ready", 2);
+    run.signal(Signal::INT);
+    let mut stderr = BufReader::new(run.child.stderr.take().unwrap());
+    // The first was taken note of, so that the second is one of its own.
+    let mut line = String::new();
+    stderr.read_line(&mut line).unwrap();
+    assert_eq!(line, "bonfire: SIGINT: ending ranks 0, 1\n");
+    run.signal(Signal::INT);
+    line.clear();
+    stderr.read_line(&mut line).unwrap();
+    assert_eq!(line, "bonfire: SIGINT again: killing ranks 0, 1\n");
+    assert_eq!(run.wait().code(), Some(128 + 2));
+}
+
+#[test]
+fn ends_though_nobody_reads_its_output() {
+    let mut run = Running::start(&["-n", "1", "--grace", "0"], "echo ready; exec yes");
+    run.expect("ready", 1);
+    // `yes` now fills the pipe, which nobody empties.
+    run.signal(Signal::TERM);
+    assert_eq!(run.wait().code(), Some(128 + 15));
+}
+
+#[test]
+fn ends_the_ranks_when_its_output_is_closed() {
+    let mut run = Running::start(&["-n", "1", "--grace", "1"], "echo ready; exec yes");
+    run.expect("ready", 1);
+    drop(run.stdout.take());
+    assert_eq!(run.wait().code(), Some(1));
+    let stderr = run.stderr();
+    assert!(
+        stderr.contains("error: cannot print the output of the ranks"),
+        "{stderr}"
+    );
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn respects_a_signal_ignored_from_outside() {
+    let script =
+        "trap '' HUP; exec \"$0\" run -n 1 -- sh -c 'echo ready; read x < $FIFO; echo end'";
+    let fifo = Fifo::new();
+    let mut command = Command::new("sh");
+    command.args(["-c", script, env!("CARGO_BIN_EXE_bonfire")]);
+    command.env("FIFO", fifo.path());
+    let mut run = Running::spawn(&mut command);
+    run.expect("ready", 1);
+    run.signal(Signal::HUP);
+    fs::write(fifo.path(), "\n").unwrap();
+    run.expect("end", 1);
+    assert_eq!(run.wait().code(), Some(0));
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn leaves_no_process_behind() {
+    // The rank, a process it started, and one that holds its pipes open.
+    let start = "sleep 1000 >/dev/null 2>&1 & echo $!; sleep 1000 & echo $!; echo $$; ";
+    for (end, status) in [("exit 0", 0), ("exit 7", 7), ("kill -KILL $$", 128 + 9)] {
+        let output = bonfire(&["-n", "2"], &format!("{start}{end}"));
+        assert_eq!(output.status.code(), Some(status));
+        let processes: Vec<_> = text(&output.stdout).lines().map(number).collect();
+        // A rank that fails may end the other before it has printed everything.
+        assert!(processes.len() >= 3, "{output:?}");
+        wait_until_gone(&processes);
+    }
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn does_not_wait_for_a_detached_process() {
+    let script = "setsid sleep 1000 & echo $!; echo last; exit 0";
+    let output = bonfire(&["-n", "1"], script);
+    assert_eq!(output.status.code(), Some(0));
+    let stdout = text(&output.stdout);
+    let (detached, rest) = stdout.split_once('\n').unwrap();
+    assert_eq!(rest, "[0] last\n");
+    // It left on purpose, so it is this test's to end.
+    let _ = kill_process(Pid::from_raw(number(detached)).unwrap(), Signal::KILL);
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn ranks_die_with_a_killed_launcher() {
+    let mut run = Running::start(&["-n", "2"], "echo $$; exec sleep 1000");
+    let lines = run.lines(2);
+    run.signal(Signal::KILL);
+    assert_eq!(run.wait().signal(), Some(9));
+    wait_until_gone(&lines.iter().map(|line| number(line)).collect::<Vec<_>>());
+}
+
+#[test]
+fn refuses_bad_arguments() {
+    // 192.0.2.1 is nobody's address (RFC 5737).
+    let cases: [(&str, &[&str]); 15] = [
+        ("-n 0", &["-n 0", "at least 1"]),
+        ("-n x", &["--ranks", "invalid"]),
+        ("--nodes 0", &["--nodes 0", "at least 1"]),
+        (
+            "-n 65536 --nodes 65536 --node-rank 0",
+            &["-n", "--nodes", "lower"],
+        ),
+        ("--nodes 2", &["--node-rank", "0 to 1"]),
+        ("--node-rank 1", &["--node-rank 1", "at most 0"]),
+        ("--nodes 2 --node-rank 2", &["--node-rank 2", "at most 1"]),
+        ("--nodes 2 --node-rank 0", &["--master", "HOST:PORT"]),
+        ("--master localhost", &["--master", "HOST:PORT"]),
+        ("--master ::1:29400", &["--master", "[fd00::1]:29400"]),
+        (
+            "--nodes 2 --node-rank 0 --master localhost:0",
+            &["--master", "port 0"],
+        ),
+        ("--master 192.0.2.1:29400", &["--host", "interface"]),
+        ("--host 0.0.0.0", &["--host", "connect to"]),
+        (
+            "--host 192.0.2.1",
+            &["cannot listen on 192.0.2.1", "--host"],
+        ),
+        (
+            "--nodes 2 --node-rank 0 --master 192.0.2.1:1 --host 127.0.0.1",
+            &["--master", "--host 127.0.0.1", "loopback"],
+        ),
+    ];
+    for (arguments, named) in cases {
+        let split: Vec<_> = arguments.split(' ').collect();
+        let output = bonfire(&split, "echo started");
+        let stderr = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{arguments}: {stderr}");
+        assert!(stderr.starts_with("error: "), "{arguments}: {stderr}");
+        for part in named {
+            assert!(stderr.contains(part), "{arguments}: {stderr}");
+        }
+        assert!(output.stdout.is_empty(), "{arguments}");
+    }
+}
+
+#[test]
+fn names_a_command_that_cannot_be_started() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("data");
+    fs::write(&file, "no program").unwrap();
+    let file = file.to_str().unwrap();
+    for (command, status) in [("no-such-command", 127), (file, 126)] {
+        let output = launcher(&["-n", "2"]).arg(command).output().unwrap();
+        assert_eq!(output.status.code(), Some(status));
+        assert!(text(&output.stderr).contains(command), "{output:?}");
+    }
+    let output = launcher(&[]).output().unwrap();
+    assert_eq!(output.status.code(), Some(2));
+}
+
+#[test]
+fn help_tells_what_ranks_are_given() {
+    let output = launcher(&["--help"]).output().unwrap();
+    assert_eq!(output.status.code(), Some(0));
+    for part in [
+        "BONFIRE_RANK",
+        "MASTER_PORT",
+        "Examples:",
+        "Exit status:",
+        "127",
+    ] {
+        assert!(text(&output.stdout).contains(part), "{part}");
+    }
+}

@@ -1,0 +1,148 @@
+//! Starts launchers and looks at what they did.
+
+use std::fs;
+use std::io::{BufRead, BufReader, Read};
+use std::process::{Child, ChildStdout, Command, Output, Stdio};
+
+use rustix::process::{Pid, Signal, kill_process};
+
+pub fn launcher(arguments: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_bonfire"));
+    command.arg("run").args(arguments).arg("--");
+    command
+}
+
+/// Runs `script` as every rank.
+pub fn bonfire(arguments: &[&str], script: &str) -> Output {
+    let mut command = launcher(arguments);
+    command.args(["sh", "-c", script]).output().unwrap()
+}
+
+/// A launcher at work.
+pub struct Running {
+    pub child: Child,
+    pub stdout: Option<BufReader<ChildStdout>>,
+}
+
+impl Running {
+    pub fn start(arguments: &[&str], script: &str) -> Self {
+        Self::spawn(launcher(arguments).args(["sh", "-c", script]))
+    }
+
+    pub fn spawn(command: &mut Command) -> Self {
+        let command = command.stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut child = command.spawn().unwrap();
+        let stdout = child.stdout.take().map(BufReader::new);
+        Self { child, stdout }
+    }
+
+    pub fn lines(&mut self, count: usize) -> Vec<String> {
+        let lines = self.stdout.as_mut().unwrap().lines();
+        lines.take(count).map(Result::unwrap).collect()
+    }
+
+    /// Waits until `text` was printed by each of `ranks` ranks.
+    pub fn expect(&mut self, text: &str, ranks: usize) {
+        let mut lines = self.lines(ranks);
+        lines.sort_unstable();
+        let expected: Vec<_> = (0..ranks).map(|rank| format!("[{rank}] {text}")).collect();
+        assert_eq!(lines, expected);
+    }
+
+    pub fn signal(&self, signal: Signal) {
+        kill_process(Pid::from_child(&self.child), signal).unwrap();
+    }
+
+    pub fn wait(&mut self) -> std::process::ExitStatus {
+        self.child.wait().unwrap()
+    }
+
+    pub fn stderr(&mut self) -> String {
+        let mut stderr = String::new();
+        let mut pipe = self.child.stderr.take().unwrap();
+        pipe.read_to_string(&mut stderr).unwrap();
+        stderr
+    }
+}
+
+impl Drop for Running {
+    /// A test that fails leaves nothing running.
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+pub struct Fifo(tempfile::TempDir);
+
+impl Fifo {
+    pub fn new() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("fifo");
+        assert!(Command::new("mkfifo").arg(path).status().unwrap().success());
+        Self(folder)
+    }
+
+    pub fn path(&self) -> String {
+        self.0.path().join("fifo").display().to_string()
+    }
+}
+
+pub type Place = std::collections::HashMap<String, String>;
+
+/// The environment of each rank, from the output of `PRINT_ENVIRONMENT`.
+pub fn places(output: &Output) -> Vec<Place> {
+    assert_eq!(output.status.code(), Some(0), "{output:?}");
+    let mut places = std::collections::BTreeMap::<&str, Place>::new();
+    for line in text(&output.stdout).lines() {
+        let (prefix, variable) = line.split_once(' ').unwrap();
+        let (name, value) = variable.split_once('=').unwrap();
+        let place = places.entry(prefix).or_default();
+        place.insert(name.to_owned(), value.to_owned());
+    }
+    places.into_values().collect()
+}
+
+pub fn assert_usual_names(place: &Place) {
+    for name in ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"] {
+        assert_eq!(place[name], place[&format!("BONFIRE_{name}")]);
+    }
+    let address = format!("{}:{}", place["MASTER_ADDR"], place["MASTER_PORT"]);
+    assert_eq!(place["BONFIRE_ADDRESS"], address);
+}
+
+pub fn text(bytes: &[u8]) -> &str {
+    std::str::from_utf8(bytes).unwrap()
+}
+
+/// The process number that a rank printed.
+pub fn number(line: &str) -> i32 {
+    line.split_once("] ").unwrap().1.parse().unwrap()
+}
+
+/// The kernel needs a moment to end a killed process, and its new parent one to reap it.
+#[cfg(target_os = "linux")]
+pub fn wait_until_gone(processes: &[i32]) {
+    use std::time::{Duration, Instant};
+
+    let start = Instant::now();
+    for process in processes {
+        while is_alive(*process) {
+            assert!(
+                start.elapsed() < Duration::from_secs(30),
+                "{process} is left"
+            );
+            std::thread::yield_now();
+        }
+    }
+}
+
+#[cfg(target_os = "linux")]
+fn is_alive(process: i32) -> bool {
+    match fs::read_to_string(format!("/proc/{process}/stat")) {
+        // The state follows the name, which ends in the last parenthesis. A zombie is dead: nobody
+        // may reap it where the tests run without an init process.
+        Ok(stat) => !stat.rsplit(") ").next().unwrap().starts_with('Z'),
+        Err(_) => false,
+    }
+}
