@@ -12,6 +12,8 @@ mod plan;
 mod reduce;
 #[cfg(unix)]
 mod rendezvous;
+pub mod tensor;
+pub mod train;
 mod transport;
 mod wait;
 

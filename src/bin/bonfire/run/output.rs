@@ -79,23 +79,11 @@ pub async fn forward(
         for text in lines.split(&chunk[..length]) {
             // Without a printer the launcher is about to end the ranks. Reading goes on, lest
             // SIGPIPE keep them from ending in order.
-            let _ = printer
-                .send(Message::Line {
-                    local,
-                    stream,
-                    text,
-                })
-                .await;
+            let _ = printer.send(Message::Line { local, stream, text }).await;
         }
     }
     if let Some(text) = lines.last() {
-        let _ = printer
-            .send(Message::Line {
-                local,
-                stream,
-                text,
-            })
-            .await;
+        let _ = printer.send(Message::Line { local, stream, text }).await;
     }
 }
 
@@ -154,10 +142,7 @@ impl Printer {
             [stdout, stderr].map(|colour| prefix(rank, width, colour))
         };
         let ranks = 0..layout.local_world_size;
-        Self {
-            last_lines: ranks.clone().map(|_| VecDeque::new()).collect(),
-            prefixes: ranks.map(prefixes).collect(),
-        }
+        Self { last_lines: ranks.clone().map(|_| VecDeque::new()).collect(), prefixes: ranks.map(prefixes).collect() }
     }
 
     async fn print(mut self, mut messages: mpsc::Receiver<Message>) -> io::Result<()> {
@@ -181,11 +166,7 @@ impl Printer {
 
     fn render(&mut self, message: Message, bytes: &mut Vec<u8>) {
         match message {
-            Message::Line {
-                local,
-                stream,
-                text,
-            } => {
+            Message::Line { local, stream, text } => {
                 bytes.extend_from_slice(&self.prefixes[local as usize][stream as usize]);
                 bytes.extend_from_slice(&text);
                 bytes.push(b'\n');

@@ -1,0 +1,3 @@
+//! Tensors of any burn backend.
+
+pub mod autodiff;
