@@ -290,7 +290,8 @@ fn a_backward_pass_that_others_skip_panics_with_the_error() {
             .map_err(|panic| panic.downcast_ref::<String>().cloned().unwrap_or_default())
         });
     assert_eq!(outcomes[1], Ok(()));
-    let expected = |text: &String| text.starts_with("backward pass of rank 0") && text.contains("timed out");
+    // Rank 1 is missing or has left, whichever is seen first.
+    let expected = |text: &String| text.starts_with("backward pass of rank 0") && text.contains("rank 1");
     assert!(outcomes[0].as_ref().is_err_and(expected), "{outcomes:?}");
     // The panic has released the locks of burn-autodiff.
     drop(whole_net().forward(images(0, 0..2)).sum().backward());

@@ -53,9 +53,29 @@ pub struct Args {
     #[arg(long, value_name = "SECONDS", default_value_t = 10)]
     grace: u32,
 
+    /// Print the ranks' lines as they are, without the rank before each
+    #[arg(long)]
+    no_prefix: bool,
+
     /// The command of every rank, with its arguments
     #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true, value_name = "COMMAND")]
     command: Vec<OsString>,
+}
+
+impl Args {
+    /// `ranks` ranks of `command` on this machine, their output as it is.
+    pub fn local(ranks: u32, command: Vec<OsString>) -> Args {
+        Args {
+            ranks: Some(ranks),
+            nodes: 1,
+            node_rank: None,
+            master: None,
+            host: None,
+            grace: 10,
+            no_prefix: true,
+            command,
+        }
+    }
 }
 
 /// Runs the ranks to their end and returns the launcher's exit status.

@@ -27,7 +27,7 @@ const PRINTING: Duration = Duration::from_secs(2);
 pub async fn supervise(layout: &Layout, args: &Args) -> Result<u8, RunError> {
     // Signals are caught before there is a rank that one could orphan.
     let mut signals = signals::listen().map_err(RunError::Runtime)?;
-    let (messages, printer) = start_printer(layout);
+    let (messages, printer) = start_printer(layout, !args.no_prefix);
     let (end_sender, ends) = mpsc::unbounded_channel();
     let mut supervisor = Supervisor {
         first_rank: layout.first_rank,
