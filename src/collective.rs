@@ -219,19 +219,12 @@ impl Group {
         self.start(buffer, move |len| call::<T>(Operation::ReduceScatter, len, Some(op), None))
     }
 
-    /// Starts [`barrier`](Group::barrier).
+    /// Starts [`barrier`](Group::barrier). The buffer that comes back is empty.
     ///
     /// # Errors
     /// Whatever comes later is returned by [`Work::wait`].
-    pub fn start_barrier(&self) -> Result<Work<()>, Error> {
-        let (core, deadline) = (self.core.clone(), self.deadline());
-        let progress = self.progress()?;
-        let ticket = self.core.queue().ticket();
-        Ok(progress.start((), move |()| {
-            let _turn = core.queue().wait(ticket);
-            let buffers = Buffers { input: None, output: &mut [] };
-            core.collective(call::<u8>(Operation::Barrier, 0, None, None), buffers, deadline, execute::plans)
-        }))
+    pub fn start_barrier(&self) -> Result<Work<[u8; 0]>, Error> {
+        self.start([], |_| call::<u8>(Operation::Barrier, 0, None, None))
     }
 
     fn start<T: Element, B>(
@@ -242,11 +235,8 @@ impl Group {
     where
         B: AsMut<[T]> + Send + 'static,
     {
-        let (core, deadline) = (self.core.clone(), self.deadline());
-        let progress = self.progress()?;
-        let ticket = self.core.queue().ticket();
-        Ok(progress.start(buffer, move |buffer| {
-            let _turn = core.queue().wait(ticket);
+        let deadline = self.deadline();
+        Ok(self.progress()?.start(&self.core, buffer, move |core, buffer| {
             let output = buffer.as_mut();
             let call = call(output.len());
             let buffers = Buffers { input: None, output: cast_slice_mut(output) };

@@ -59,6 +59,9 @@ impl Tcp {
     /// The data connection to `peer`. The higher rank of a pair dials, the lower one waits for the call: both are at the
     /// same operation, and its plan has this edge on both sides.
     fn link(&self, peer: usize, watch: &mut Watch<'_>) -> Result<Arc<Link>, Fault> {
+        if let Some(fault) = self.board.failure() {
+            return Err(fault);
+        }
         if let Some(link) = self.board.link(peer) {
             return Ok(link);
         }
