@@ -132,8 +132,8 @@ impl Board {
         self.state().peers[peer].link.clone()
     }
 
-    pub fn connect(&self, peer: usize, link: Link) {
-        self.state().peers[peer].link = Some(Arc::new(link));
+    pub fn connect(&self, peer: usize, link: Arc<Link>) {
+        self.state().peers[peer].link = Some(link);
         self.bell.ring();
     }
 

@@ -49,7 +49,8 @@ impl<'a> Watch<'a> {
 
     /// How long to wait before the next tick.
     pub fn pause(&self) -> Duration {
-        let next = if self.stalled { LOOK } else { STALL };
+        // Well before the deadline, so that the answers are there when it names who is missing.
+        let next = if self.stalled { LOOK } else { STALL.min(self.deadline.tenth()) };
         next.min(self.deadline.remaining()).max(Duration::from_millis(1))
     }
 
@@ -85,6 +86,10 @@ impl<'a> Watch<'a> {
 
     /// `peer` sent a message with another tag. Finds out what all ranks called, so that all report the same.
     pub fn unexpected(&mut self, peer: usize, tag: Tag) -> Fault {
+        if !self.collective() {
+            // The two ends of a message are all there is to compare, and both are known.
+            return Fault::Unexpected { peer, tag };
+        }
         self.ask();
         let until = Instant::now() + GRACE.min(self.deadline.remaining());
         let known = || self.board.calls(self.rank, self.tag.sequence, self.tag.call);
