@@ -226,8 +226,7 @@ impl Group {
     pub fn start_barrier(&self) -> Result<Work<()>, Error> {
         let (core, deadline) = (self.core.clone(), self.deadline());
         let progress = self.progress()?;
-        let ticket = self.core.queue().ticket();
-        Ok(progress.start((), move |()| {
+        Ok(progress.start(self.core.queue(), (), move |ticket, ()| {
             let _turn = core.queue().wait(ticket);
             let buffers = Buffers { input: None, output: &mut [] };
             core.collective(call::<u8>(Operation::Barrier, 0, None, None), buffers, deadline, execute::plans)
@@ -244,8 +243,7 @@ impl Group {
     {
         let (core, deadline) = (self.core.clone(), self.deadline());
         let progress = self.progress()?;
-        let ticket = self.core.queue().ticket();
-        Ok(progress.start(buffer, move |buffer| {
+        Ok(progress.start(self.core.queue(), buffer, move |ticket, buffer| {
             let _turn = core.queue().wait(ticket);
             let output = buffer.as_mut();
             let call = call(output.len());

@@ -76,8 +76,7 @@ impl Group {
         self.check_peer(operation, peer)?;
         let (core, limit) = (self.core.clone(), self.deadline());
         let progress = self.progress()?;
-        let ticket = self.core.queue().ticket();
-        Ok(progress.start(buffer, move |buffer| {
+        Ok(progress.start(self.core.queue(), buffer, move |ticket, buffer| {
             let _turn = core.queue().wait(ticket);
             let data = buffer.as_mut();
             let call = call::<T>(Operation::Send, data.len(), None, None);

@@ -3,15 +3,17 @@
 use std::io;
 use std::panic::resume_unwind;
 use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Mutex, PoisonError};
 use std::thread::JoinHandle;
 
+use super::turn::{Queue, Ticket};
 use crate::error::Error;
 
 type Job = Box<dyn FnOnce() + Send>;
 
 /// The thread that runs started operations, in the order in which they were started.
 pub(crate) struct Progress {
-    jobs: Sender<Job>,
+    jobs: Mutex<Sender<Job>>,
     thread: JoinHandle<()>,
 }
 
@@ -21,23 +23,28 @@ impl Progress {
         let thread = std::thread::Builder::new()
             .name(format!("bonfire-progress-{rank}"))
             .spawn(move || queue.into_iter().for_each(|job| job()))?;
-        Ok(Progress { jobs, thread })
+        Ok(Progress { jobs: Mutex::new(jobs), thread })
     }
 
-    /// Queues `run`, which gets the buffer, and returns at once.
+    /// Queues `run`, which gets its place among the rank's operations and the buffer, and returns at once.
     pub fn start<B: Send + 'static>(
         &self,
+        turns: &Queue,
         mut buffer: B,
-        run: impl FnOnce(&mut B) -> Result<(), Error> + Send + 'static,
+        run: impl FnOnce(Ticket, &mut B) -> Result<(), Error> + Send + 'static,
     ) -> Work<B> {
         let (done, outcome) = channel();
+        // One lock around both keeps jobs in the order of their tickets: a job that came before one with an earlier
+        // ticket would wait for it for ever, since one thread runs them all.
+        let jobs = self.jobs.lock().unwrap_or_else(PoisonError::into_inner);
+        let ticket = turns.ticket();
         let job = move || {
-            let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| run(&mut buffer)));
+            let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| run(ticket, &mut buffer)));
             // Where nobody waits, the outcome is dropped, and the operation has completed all the same.
             let _ = done.send(result.map(|result| (result, buffer)));
         };
         // The thread ends only in `finish`, which no handle outlives.
-        let _ = self.jobs.send(Box::new(job));
+        let _ = jobs.send(Box::new(job));
         Work { outcome }
     }
 
