@@ -58,7 +58,7 @@ impl Tcp {
 
     /// The data connection to `peer`. The higher rank of a pair dials, the lower one waits for the call: both are at the
     /// same operation, and its plan has this edge on both sides.
-    fn link(&self, peer: usize, watch: &mut Watch<'_>) -> Result<Arc<Link>, Fault> {
+    fn link(&self, peer: usize, tag: &Tag, watch: &mut Watch<'_>) -> Result<Arc<Link>, Fault> {
         if let Some(link) = self.board.link(peer) {
             return Ok(link);
         }
@@ -77,10 +77,10 @@ impl Tcp {
                 return Ok(link);
             }
             self.board.sleep(Instant::now() + watch.pause(), || {
-                self.board.link(peer).is_some() || self.board.absence(peer).is_some()
+                self.board.link(peer).is_some() || self.board.absence_in(peer, tag).is_some()
             });
             if self.board.link(peer).is_none()
-                && let Some(fault) = self.board.absence(peer)
+                && let Some(fault) = self.board.absence_in(peer, tag)
             {
                 return Err(fault);
             }
@@ -104,18 +104,18 @@ impl Transport for Tcp {
 
     fn send(&self, tag: &Tag, to: usize, bytes: &[u8], deadline: &Deadline) -> Result<(), Fault> {
         // What the socket would still take, nobody would read.
-        if let Some(fault) = self.board.absence(to) {
+        if let Some(fault) = self.board.absence_in(to, tag) {
             return Err(fault);
         }
         let mut watch = self.watch(tag, deadline);
-        let link = self.link(to, &mut watch)?;
+        let link = self.link(to, tag, &mut watch)?;
         let mut outbound = Outbound::new(tag, bytes);
         link::drive(Some((to, &link, &mut outbound)), None, &mut watch)
     }
 
     fn receive(&self, tag: &Tag, from: usize, bytes: &mut [u8], deadline: &Deadline) -> Result<(), Fault> {
         let mut watch = self.watch(tag, deadline);
-        let link = self.link(from, &mut watch)?;
+        let link = self.link(from, tag, &mut watch)?;
         let mut incoming = Incoming::new(tag, bytes);
         link::drive(None, Some((from, &link, &mut incoming)), &mut watch)
     }
@@ -128,7 +128,7 @@ impl Transport for Tcp {
         deadline: &Deadline,
     ) -> Result<(), Fault> {
         let mut watch = self.watch(tag, deadline);
-        let (sends, receives) = (self.link(to, &mut watch)?, self.link(from, &mut watch)?);
+        let (sends, receives) = (self.link(to, tag, &mut watch)?, self.link(from, tag, &mut watch)?);
         let mut outbound = Outbound::new(tag, outgoing);
         let mut incoming = Incoming::new(tag, incoming);
         link::drive(Some((to, &sends, &mut outbound)), Some((from, &receives, &mut incoming)), &mut watch)

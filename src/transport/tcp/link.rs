@@ -188,7 +188,8 @@ pub(super) fn taken(peer: usize, link: &Arc<Link>, watch: &mut Watch<'_>) -> Res
 
 /// Sleeps until a socket is ready or the group failed; false where neither happened within the watch's pause.
 fn ready<'a>((sending, receiving): (Option<&'a Arc<Link>>, Option<&'a Arc<Link>>), watch: &'a Watch<'_>) -> bool {
-    let wake = PollFd::from_borrowed_fd(watch.board().wake(), PollFlags::IN);
+    let flags = if watch.deaf() { PollFlags::empty() } else { PollFlags::IN };
+    let wake = PollFd::from_borrowed_fd(watch.board().wake(), flags);
     let socket = |link: Option<&'a Arc<Link>>, flags| {
         link.map(|link| PollFd::from_borrowed_fd(link.stream.as_fd(), flags)).unwrap_or_else(|| wake.clone())
     };

@@ -47,6 +47,11 @@ impl<'a> Watch<'a> {
         self.deadline.remaining()
     }
 
+    /// Whether the group failed in a later operation: what wakes sleepers stays on, and is nothing to wake for.
+    pub fn deaf(&self) -> bool {
+        self.board.failure().is_some() && self.board.failure_in(self.tag).is_none()
+    }
+
     /// How long to wait before the next tick.
     pub fn pause(&self) -> Duration {
         // Well before the deadline, so that the answers are there when it names who is missing.
@@ -57,7 +62,7 @@ impl<'a> Watch<'a> {
     /// Called when nothing has moved for a pause, while `peer` is waited for: looks for a failure of the group, asks the
     /// peers what they called, warns, and gives up at the deadline.
     pub fn tick(&mut self, peer: usize) -> Result<(), Fault> {
-        if let Some(fault) = self.board.failure() {
+        if let Some(fault) = self.board.failure_in(self.tag) {
             return Err(fault);
         }
         self.ask();
@@ -93,8 +98,8 @@ impl<'a> Watch<'a> {
         self.ask();
         let until = Instant::now() + GRACE.min(self.deadline.remaining());
         let known = || self.board.calls(self.rank, self.tag.sequence, self.tag.call);
-        self.board.sleep(until, || self.board.failure().is_some() || known().iter().all(Option::is_some));
-        if let Some(fault) = self.board.failure() {
+        self.board.sleep(until, || self.board.failure_in(self.tag).is_some() || known().iter().all(Option::is_some));
+        if let Some(fault) = self.board.failure_in(self.tag) {
             return fault;
         }
         let calls = known();
