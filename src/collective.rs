@@ -219,12 +219,16 @@ impl Group {
         self.start(buffer, move |len| call::<T>(Operation::ReduceScatter, len, Some(op), None))
     }
 
-    /// Starts [`barrier`](Group::barrier). The buffer that comes back is empty.
+    /// Starts [`barrier`](Group::barrier).
     ///
     /// # Errors
     /// Whatever comes later is returned by [`Work::wait`].
-    pub fn start_barrier(&self) -> Result<Work<[u8; 0]>, Error> {
-        self.start([], |_| call::<u8>(Operation::Barrier, 0, None, None))
+    pub fn start_barrier(&self) -> Result<Work<()>, Error> {
+        let deadline = self.deadline();
+        Ok(self.progress()?.start(&self.core, (), move |core, ()| {
+            let buffers = Buffers { input: None, output: &mut [] };
+            core.collective(call::<u8>(Operation::Barrier, 0, None, None), buffers, deadline, execute::plans)
+        }))
     }
 
     fn start<T: Element, B>(

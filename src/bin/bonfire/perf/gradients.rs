@@ -37,9 +37,8 @@ pub fn run(group: &Group, report: &Report) -> Result<u64, Error> {
         if step == 0 {
             for parameter in &model {
                 let gradient = gradients.remove::<Flex, 1>(parameter.id).map(Tensor::into_data);
-                wrong += gradient.map_or(parameter.shape().num_elements(), |data| {
-                    data.iter::<f32>().filter(|x| *x != mean).count()
-                });
+                wrong += gradient
+                    .map_or(parameter.shape().num_elements(), |data| data.iter::<f32>().filter(|x| *x != mean).count());
             }
         }
     }
@@ -54,7 +53,8 @@ pub fn run(group: &Group, report: &Report) -> Result<u64, Error> {
 /// The lengths of ResNet-50's parameters in the order of its layers (He et al., CVPR 2016): 161 tensors, 25,557,032
 /// elements.
 fn resnet50() -> Vec<usize> {
-    let convolution = |inputs: usize, outputs: usize, kernel: usize| [inputs * outputs * kernel * kernel, outputs, outputs];
+    let convolution =
+        |inputs: usize, outputs: usize, kernel: usize| [inputs * outputs * kernel * kernel, outputs, outputs];
     let mut sizes = convolution(3, 64, 7).to_vec();
     let mut inputs = 64;
     for (width, blocks) in [(64, 3), (128, 4), (256, 6), (512, 3)] {
