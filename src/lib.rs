@@ -11,6 +11,7 @@ mod partition;
 mod plan;
 mod reduce;
 mod rendezvous;
+pub mod train;
 mod transport;
 mod wait;
 
@@ -20,5 +21,6 @@ pub use error::{Error, Site};
 pub use group::{Builder, Group, Work};
 pub use partition::partition;
 pub use plan::Algorithm;
+pub use train::{DataParallel, ShardedSampler};
 pub use transport::{Fault, Transport};
 pub use wait::Deadline;
