@@ -47,7 +47,7 @@ struct Args {
     #[arg(long, value_enum, default_value_t = Backend::Flex)]
     backend: Backend,
     /// Learning rate
-    #[arg(long, default_value_t = 0.003, value_parser = learning_rate)]
+    #[arg(long, default_value_t = 0.001, value_parser = learning_rate)]
     lr: f64,
     /// Save a checkpoint here after every epoch
     #[arg(long, value_name = "PATH")]
