@@ -249,7 +249,7 @@ fn strangers_are_turned_away_and_the_ranks_find_each_other() {
 fn a_rank_that_closes_before_all_have_come_fails_the_others() {
     let address = free_address();
     let others = thread::spawn({
-        let builders = vec![rank(0, 4, &address), rank(2, 4, &address)];
+        let builders = vec![rank(0, 4, &address), rank(2, 4, &address).rendezvous_timeout(SOON)];
         move || connect(builders)
     });
     let mut stream = dial(&address);

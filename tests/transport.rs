@@ -178,7 +178,7 @@ fn failing_at(
         // A message that fails at the end of an operation may be the concern of one rank only; the others find out in
         // what comes after. The last call must not be that end.
         let calls = (0..CALLS).try_for_each(|_| act(&group));
-        calls.map_err(|error| (error, group.barrier()))
+        calls.map_err(|error| Box::new((error, group.barrier())))
     });
     if results.iter().all(Result::is_ok) {
         return true;
@@ -187,7 +187,7 @@ fn failing_at(
         panic!("{label}: rank {culprit} failed to send message {k} and says nothing");
     }
     for (rank, result) in results.into_iter().enumerate() {
-        let Err((error, later)) = result else { continue };
+        let Err((error, later)) = result.map_err(|both| *both) else { continue };
         let named = match &error {
             Error::PeerLost { .. } => rank == culprit,
             Error::Left { .. } => rank != culprit,

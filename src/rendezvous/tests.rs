@@ -39,11 +39,11 @@ fn a_rank_that_is_alone_needs_no_address() {
 
 #[test]
 fn missing_variables_are_named() {
-    for missing in 0..COMPLETE.len() {
-        let rest: Vec<_> = COMPLETE.iter().enumerate().filter(|(i, _)| *i != missing).map(|(_, v)| *v).collect();
+    for (missing, _) in COMPLETE {
+        let rest: Vec<_> = COMPLETE.into_iter().filter(|(name, _)| *name != missing).collect();
         let error = from(&rest).unwrap_err();
-        let name = format!("BONFIRE_{} is not set", COMPLETE[missing].0);
-        assert!(matches!(&error, Error::Config(text) if text.contains(&name)), "{error}");
+        let words = format!("BONFIRE_{missing} is not set");
+        assert!(matches!(&error, Error::Config(text) if text.contains(&words)), "{error}");
     }
 }
 
