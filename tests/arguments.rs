@@ -158,7 +158,7 @@ fn all_ranks_keep_the_same_zero_and_extremes_the_same_nan() {
                     |builder| algorithm.map_or(builder.clone(), |algorithm| builder.algorithm(algorithm)),
                     |group| {
                         let rank = group.rank() as u32;
-                        let signed_zero = if rank % 2 == 0 { 0.0 } else { -0.0f32 };
+                        let signed_zero = if rank.is_multiple_of(2) { 0.0 } else { -0.0f32 };
                         let mut bits = Vec::new();
                         for op in ReduceOp::ALL {
                             let extreme = matches!(op, ReduceOp::Max | ReduceOp::Min);

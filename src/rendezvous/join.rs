@@ -44,7 +44,9 @@ enum Answer {
 
 /// Joins the group that `settings` describe.
 pub(super) async fn join(settings: &Settings, start: Instant) -> Result<Mesh, Error> {
-    let late = tokio::time::Instant::from_std(start + settings.timeout);
+    // A limit beyond what the clock can say is none: ten years are as good.
+    const ENDLESS: Duration = Duration::from_secs(10 * 365 * 24 * 3600);
+    let late = tokio::time::Instant::from_std(start + settings.timeout.min(ENDLESS));
     let mut waiting_for = String::new();
     let joined = async {
         match settings.rank {

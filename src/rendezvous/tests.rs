@@ -1,1 +1,88 @@
+use std::time::Duration;
 
+use super::env::{Environment, read};
+use super::{Settings, well_formed};
+use crate::error::Error;
+
+/// Reads an environment that consists of these variables, without their prefix.
+fn from(variables: &[(&str, &str)]) -> Result<Environment, Error> {
+    read(|name| {
+        let name = name.strip_prefix("BONFIRE_").expect("the prefix");
+        variables.iter().find(|(other, _)| *other == name).map(|(_, value)| (*value).to_owned())
+    })
+}
+
+const COMPLETE: [(&str, &str); 3] = [("RANK", "1"), ("WORLD_SIZE", "4"), ("ADDRESS", "10.0.0.1:29500")];
+
+#[test]
+fn a_complete_environment_is_taken_as_it_is() {
+    let environment = from(&COMPLETE).unwrap();
+    let Settings { rank, world_size, address, host, .. } = environment.settings;
+    assert_eq!((rank, world_size, &address[..], host), (1, 4, "10.0.0.1:29500", None));
+    assert_eq!(environment.deadline, None);
+}
+
+#[test]
+fn the_host_and_the_deadline_are_optional() {
+    let with = |more| from(&[&COMPLETE[..], &[more]].concat()).unwrap();
+    assert_eq!(with(("HOST", "10.0.0.2")).settings.host, Some("10.0.0.2".into()));
+    assert_eq!(with(("HOST", "")).settings.host, None);
+    for (text, seconds) in [("30", 30.0), ("0.5", 0.5), (" 7 ", 7.0)] {
+        assert_eq!(with(("DEADLINE", text)).deadline, Some(Duration::from_secs_f64(seconds)));
+    }
+}
+
+#[test]
+fn a_rank_that_is_alone_needs_no_address() {
+    assert_eq!(from(&[("RANK", "0"), ("WORLD_SIZE", "1")]).unwrap().settings.address, "");
+}
+
+#[test]
+fn missing_variables_are_named() {
+    for (missing, _) in COMPLETE {
+        let rest: Vec<_> = COMPLETE.into_iter().filter(|(name, _)| *name != missing).collect();
+        let error = from(&rest).unwrap_err();
+        let words = format!("BONFIRE_{missing} is not set");
+        assert!(matches!(&error, Error::Config(text) if text.contains(&words)), "{error}");
+    }
+}
+
+#[test]
+fn malformed_variables_are_named_with_their_values() {
+    for (name, values) in [
+        ("RANK", &["", "-1", "one", "1.0", "99999999999999999999", "0x1"][..]),
+        ("WORLD_SIZE", &["", "-4", "four", "4,"]),
+        ("DEADLINE", &["", "0", "-1", "nan", "inf", "1e300", "soon", "5s"]),
+    ] {
+        for value in values {
+            let others = COMPLETE.iter().filter(|(other, _)| *other != name).copied();
+            let variables: Vec<_> = others.chain([(name, *value)]).collect();
+            let error = from(&variables).unwrap_err();
+            let text = format!("BONFIRE_{name} is '{value}'");
+            assert!(matches!(&error, Error::Config(words) if words.contains(&text)), "{name}={value}: {error}");
+        }
+    }
+}
+
+#[test]
+fn settings_that_cannot_work_are_refused() {
+    let settings =
+        |rank, world_size, address: &str| Settings { rank, world_size, address: address.into(), ..Settings::default() };
+    assert_eq!(settings(0, 1, "").check(), Ok(()));
+    assert_eq!(settings(3, 4, "[fe80::1]:29500").check(), Ok(()));
+    for (rank, world_size) in [(0, 0), (1, 1), (4, 4), (usize::MAX, 2)] {
+        let result = settings(rank, world_size, "host:29500").check();
+        assert!(matches!(result, Err(Error::InvalidArgument { .. })), "rank {rank} of {world_size}: {result:?}");
+    }
+    assert!(matches!(settings(0, 2, "host").check(), Err(Error::Config(_))));
+}
+
+#[test]
+fn addresses_have_a_host_and_a_port() {
+    for right in ["localhost:1", "10.0.0.1:65535", "[::1]:29500", "node-7.cluster:29500"] {
+        assert!(well_formed(right), "{right}");
+    }
+    for wrong in ["", ":", ":1", "host", "host:", "host:0", "host:65536", "host:x", "::1:29500", "[::1]", "a:b:1"] {
+        assert!(!well_formed(wrong), "{wrong}");
+    }
+}

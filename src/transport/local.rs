@@ -144,19 +144,17 @@ impl Local {
         let shared = &*self.shared;
         let mut warned = false;
         while !ready() {
-            let missing = || -> Vec<usize> {
-                (0..shared.slots.len())
-                    .filter(|r| shared.slots[*r].entered.load(Ordering::Acquire) <= sequence)
-                    .collect()
-            };
-            if let Some(fault) = missing().into_iter().find_map(|rank| shared.absence(rank)) {
+            // An iterator, collected only for reports: a wait allocates nothing.
+            let missing =
+                || (0..shared.slots.len()).filter(|r| shared.slots[*r].entered.load(Ordering::Acquire) <= sequence);
+            if let Some(fault) = missing().find_map(|rank| shared.absence(rank)) {
                 shared.withdraw(complete, fault);
             } else if deadline.passed() {
-                shared.withdraw(complete, Fault::Timeout { missing: missing() });
+                shared.withdraw(complete, Fault::Timeout { missing: missing().collect() });
             } else {
                 let pause =
                     if warned { deadline.remaining() } else { deadline.tenth().saturating_sub(deadline.elapsed()) };
-                let someone_left = || missing().into_iter().any(|rank| shared.absence(rank).is_some());
+                let someone_left = || missing().any(|rank| shared.absence(rank).is_some());
                 let woken = shared.bell.sleep(Instant::now() + pause, || ready() || someone_left());
                 if !woken && !warned {
                     warned = true;
@@ -164,7 +162,7 @@ impl Local {
                         "rank {} has waited {:.1?} at operation #{sequence} for {}",
                         self.rank,
                         deadline.elapsed(),
-                        Ranks(&missing())
+                        Ranks(&missing().collect::<Vec<_>>())
                     );
                 }
             }

@@ -1,0 +1,118 @@
+//! Once warm, operations take no memory from the allocator, on any thread of any rank.
+
+mod common;
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use bonfire::{Element, Group, ReduceOp};
+use common::{Kind, run_ranks};
+use half::{bf16, f16};
+
+/// The system's allocator, with a count of what is asked of it.
+struct Counting;
+
+static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
+
+// SAFETY: everything is passed on to the system's allocator as it came.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
+        // SAFETY: as the caller vouches for.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn realloc(&self, old: *mut u8, layout: Layout, size: usize) -> *mut u8 {
+        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
+        // SAFETY: as the caller vouches for.
+        unsafe { System.realloc(old, layout, size) }
+    }
+
+    unsafe fn dealloc(&self, old: *mut u8, layout: Layout) {
+        // SAFETY: as the caller vouches for.
+        unsafe { System.dealloc(old, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+const CALLS: usize = 1000;
+
+/// Allocations of all threads while every rank calls `act` a thousand times, as rank 0 sees them.
+///
+/// A rank that waits for a fifth of a second over TCP asks the others what they do, which allocates. That may happen on
+/// a busy machine, but not in every round.
+fn allocations(group: &Group, mut act: impl FnMut(&Group)) -> u64 {
+    const ROUNDS: usize = 5;
+    act(group);
+    let mut fewest = u64::MAX;
+    for _ in 0..ROUNDS {
+        group.barrier().unwrap();
+        let before = ALLOCATIONS.load(Ordering::Relaxed);
+        // Nobody begins before rank 0 has looked, and nobody goes on before it has looked again.
+        group.barrier().unwrap();
+        (0..CALLS).for_each(|_| act(group));
+        group.barrier().unwrap();
+        let after = ALLOCATIONS.load(Ordering::Relaxed);
+        group.barrier().unwrap();
+        // All ranks must agree to stop.
+        let mut seen = [if group.rank() == 0 { after - before } else { 0 }];
+        group.broadcast(&mut seen, 0).unwrap();
+        fewest = fewest.min(seen[0]);
+        if fewest == 0 {
+            break;
+        }
+    }
+    fewest
+}
+
+fn none(kind: Kind, what: &str, group: &Group, act: impl FnMut(&Group)) {
+    assert_eq!(allocations(group, act), 0, "{what} of {} ranks, {kind:?}", group.world_size());
+}
+
+fn all_reduce<T: Element>(kind: Kind, group: &Group, len: usize, op: ReduceOp) {
+    let (input, mut data) = (vec![T::zeroed(); len], vec![T::zeroed(); len]);
+    none(kind, &format!("all_reduce of {} x {len}, {op}", T::DTYPE), group, |group| {
+        group.all_reduce(&mut data, op).unwrap();
+    });
+    none(kind, &format!("all_reduce_into of {} x {len}, {op}", T::DTYPE), group, |group| {
+        group.all_reduce_into(&input, &mut data, op).unwrap();
+    });
+}
+
+fn every_operation(kind: Kind, group: &Group) {
+    for len in [1, 60, 3000, 20_000] {
+        all_reduce::<f32>(kind, group, len, ReduceOp::Sum);
+    }
+    all_reduce::<f64>(kind, group, 1000, ReduceOp::Max);
+    all_reduce::<f16>(kind, group, 5000, ReduceOp::Sum);
+    all_reduce::<bf16>(kind, group, 5000, ReduceOp::Mean);
+    all_reduce::<i32>(kind, group, 5000, ReduceOp::Mean);
+    let mut data = vec![0f32; 3000];
+    let own = bonfire::partition(3000, group.world_size(), group.rank());
+    none(kind, "barrier", group, |group| group.barrier().unwrap());
+    none(kind, "broadcast", group, |group| group.broadcast(&mut data, 1).unwrap());
+    none(kind, "reduce", group, |group| group.reduce(&mut data, ReduceOp::Sum, 1).unwrap());
+    none(kind, "all_gather", group, |group| group.all_gather(&mut data).unwrap());
+    none(kind, "reduce_scatter", group, |group| group.reduce_scatter(&mut data, ReduceOp::Sum).unwrap());
+    let mut part = vec![0f32; own.len()];
+    none(kind, "reduce_scatter_into", group, |group| {
+        group.reduce_scatter_into(&data, &mut part, ReduceOp::Sum).unwrap();
+    });
+    none(kind, "send and recv", group, |group| match group.rank() {
+        0 => group.send(&data, 1).unwrap(),
+        1 => group.recv(&mut data, 0).unwrap(),
+        _ => {}
+    });
+}
+
+/// One test: the count is of the whole process.
+#[test]
+fn warm_operations_allocate_nothing() {
+    for kind in Kind::ALL {
+        for n in [2, 3] {
+            run_ranks(kind, n, move |group| every_operation(kind, &group));
+        }
+    }
+}

@@ -1,0 +1,190 @@
+//! Ranks as processes that are killed, interrupted or end without a word.
+
+mod common;
+
+use std::os::unix::process::ExitStatusExt;
+
+use bonfire::{Error, Group, ReduceOp};
+use common::process::{Process, is_child, report, say};
+use rustix::process::Signal;
+
+/// Enough for what these tests do, so that a child whose test is broken ends.
+const DEADLINE: &str = "20";
+
+/// What a child does: joins, says so, and calls until it fails.
+fn call_until_failure(len: usize) {
+    let group = Group::from_env().expect("ranks find each other");
+    let mut data = vec![1f32; len];
+    let mut all_reduce = || group.all_reduce(&mut data, ReduceOp::Mean);
+    all_reduce().expect("all ranks are there");
+    say("going");
+    let error = loop {
+        if let Err(error) = all_reduce() {
+            break error;
+        }
+    };
+    report(&Err(error));
+}
+
+/// Starts `n` ranks that call `name`'s child, sends `signal` to rank `victim` while all are at it, and gives the errors
+/// of the others, with the victim.
+fn strike(name: &str, n: usize, victim: usize, signal: Signal, deadline: &str) -> (Vec<Error>, Process) {
+    let mut ranks = Process::start_ranks(name, n, deadline);
+    for rank in &ranks {
+        assert_eq!(rank.hear(), "going");
+    }
+    ranks[victim].signal(signal);
+    let victim = ranks.remove(victim);
+    let errors = ranks.iter().map(|rank| rank.outcome().expect_err("a rank without its peer goes on")).collect();
+    assert!(ranks.iter_mut().all(|rank| rank.end().success()));
+    (errors, victim)
+}
+
+#[test]
+fn a_process_that_is_killed_is_named_with_its_address() {
+    if is_child() {
+        return call_until_failure(200_000);
+    }
+    for victim in 0..3 {
+        let (errors, mut killed) =
+            strike("a_process_that_is_killed_is_named_with_its_address", 3, victim, Signal::KILL, DEADLINE);
+        assert_eq!(killed.end().signal(), Some(Signal::KILL.as_raw()));
+        for error in errors {
+            let Error::PeerLost { peer, address: Some(address), .. } = &error else {
+                panic!("rank {victim} was killed, and a survivor got {error:?}")
+            };
+            assert_eq!(*peer, victim);
+            assert!(address.starts_with("127.0.0.1:"), "{address}");
+            assert!(error.to_string().contains(&format!("rank {victim} at {address}")), "{error}");
+        }
+    }
+}
+
+#[test]
+fn a_process_that_is_interrupted_leaves_and_ends_by_the_signal() {
+    if is_child() {
+        return call_until_failure(50);
+    }
+    for (victim, signal) in [(0, Signal::INT), (1, Signal::TERM), (2, Signal::INT)] {
+        let (errors, mut interrupted) =
+            strike("a_process_that_is_interrupted_leaves_and_ends_by_the_signal", 3, victim, signal, DEADLINE);
+        assert_eq!(interrupted.end().signal(), Some(signal.as_raw()));
+        for error in errors {
+            assert!(matches!(error, Error::Left { rank, .. } if rank == victim), "rank {victim} left: {error:?}");
+        }
+    }
+}
+
+#[test]
+fn a_process_that_stands_still_is_named_by_the_deadline() {
+    if is_child() {
+        return call_until_failure(50);
+    }
+    let (errors, mut stopped) =
+        strike("a_process_that_stands_still_is_named_by_the_deadline", 3, 1, Signal::STOP, "1.5");
+    for error in errors {
+        assert!(matches!(&error, Error::Timeout { missing, .. } if missing.contains(&1)), "{error:?}");
+    }
+    stopped.signal(Signal::KILL);
+    stopped.end();
+}
+
+#[test]
+fn a_process_that_exits_without_a_farewell_is_lost() {
+    if is_child() {
+        let group = Group::from_env().expect("ranks find each other");
+        group.barrier().expect("all ranks are there");
+        if group.rank() == 1 {
+            std::process::exit(0);
+        }
+        let result = group.all_reduce(&mut [1f32; 10], ReduceOp::Sum);
+        return report(&result.map(|()| String::new()));
+    }
+    let ranks = Process::start_ranks("a_process_that_exits_without_a_farewell_is_lost", 3, DEADLINE);
+    for rank in [0, 2] {
+        let error = ranks[rank].outcome().unwrap_err();
+        assert!(matches!(error, Error::PeerLost { peer: 1, .. }), "rank {rank} got {error:?}");
+    }
+}
+
+#[test]
+fn a_process_that_drops_its_group_has_left() {
+    if is_child() {
+        let group = Group::from_env().expect("ranks find each other");
+        group.barrier().expect("all ranks are there");
+        if group.rank() == 2 {
+            return;
+        }
+        return report(&group.barrier().map(|()| String::new()));
+    }
+    let ranks = Process::start_ranks("a_process_that_drops_its_group_has_left", 3, DEADLINE);
+    for rank in [0, 1] {
+        let error = ranks[rank].outcome().unwrap_err();
+        assert!(matches!(error, Error::Left { rank: 2, .. }), "rank {rank} got {error:?}");
+    }
+}
+
+#[test]
+fn the_environments_deadline_ends_a_wait() {
+    if is_child() {
+        let group = Group::from_env().expect("ranks find each other");
+        if group.rank() == 0 {
+            // Until the parent has heard the others and kills this process.
+            loop {
+                std::thread::park();
+            }
+        }
+        assert_eq!(group.deadline(), std::time::Duration::from_millis(500));
+        return report(&group.barrier().map(|()| String::new()));
+    }
+    let ranks = Process::start_ranks("the_environments_deadline_ends_a_wait", 3, "0.5");
+    for rank in &ranks[1..] {
+        let error = rank.outcome().unwrap_err();
+        assert!(matches!(&error, Error::Timeout { missing, .. } if *missing == [0]), "{error:?}");
+    }
+}
+
+#[test]
+fn four_processes_find_each_other_by_their_environment() {
+    if is_child() {
+        let outcome = Group::from_env().and_then(|group| {
+            let mut data = [group.rank() as i64 + 1; 5];
+            group.all_reduce(&mut data, ReduceOp::Sum)?;
+            group.barrier()?;
+            Ok(format!("{data:?} of {}", group.world_size()))
+        });
+        return report(&outcome);
+    }
+    let mut ranks = Process::start_ranks("four_processes_find_each_other_by_their_environment", 4, DEADLINE);
+    for rank in &mut ranks {
+        assert_eq!(rank.outcome(), Ok("[10, 10, 10, 10, 10] of 4".into()));
+        assert!(rank.end().success());
+    }
+}
+
+#[test]
+fn wrong_variables_are_named() {
+    if is_child() {
+        return report(&Group::from_env().map(|group| format!("rank {}", group.rank())));
+    }
+    const RANK: (&str, &str) = ("BONFIRE_RANK", "0");
+    const SIZE: (&str, &str) = ("BONFIRE_WORLD_SIZE", "2");
+    const ADDRESS: (&str, &str) = ("BONFIRE_ADDRESS", "127.0.0.1:29500");
+    let cases: [(&str, &[(&str, &str)]); 8] = [
+        ("BONFIRE_RANK", &[]),
+        ("BONFIRE_RANK", &[SIZE, ADDRESS]),
+        ("BONFIRE_WORLD_SIZE", &[RANK, ADDRESS]),
+        ("BONFIRE_ADDRESS", &[RANK, SIZE]),
+        ("BONFIRE_RANK", &[("BONFIRE_RANK", "-1"), SIZE, ADDRESS]),
+        ("BONFIRE_WORLD_SIZE", &[RANK, ("BONFIRE_WORLD_SIZE", "two"), ADDRESS]),
+        ("127.0.0.1", &[RANK, SIZE, ("BONFIRE_ADDRESS", "127.0.0.1")]),
+        ("BONFIRE_DEADLINE", &[RANK, SIZE, ADDRESS, ("BONFIRE_DEADLINE", "soon")]),
+    ];
+    for (named, variables) in cases {
+        let variables: Vec<_> = variables.iter().map(|(name, value)| (*name, (*value).to_owned())).collect();
+        let error = Process::start("wrong_variables_are_named", &variables).outcome().unwrap_err();
+        assert!(matches!(&error, Error::Config(text) if text.contains(named)), "{variables:?}: {error:?}");
+    }
+    let alone = [("BONFIRE_RANK", "0".to_owned()), ("BONFIRE_WORLD_SIZE", "1".to_owned())];
+    assert_eq!(Process::start("wrong_variables_are_named", &alone).outcome(), Ok("rank 0".into()));
+}

@@ -1,0 +1,339 @@
+//! How ranks find each other, and what they say where they don't.
+
+mod common;
+
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use bonfire::{Builder, Error, Group, ReduceOp};
+use common::free_address;
+
+/// For ranks that will not find each other.
+const SOON: Duration = Duration::from_secs(1);
+
+fn rank(rank: usize, world_size: usize, address: &str) -> Builder {
+    let builder = Group::builder().rank(rank).world_size(world_size).address(address);
+    builder.rendezvous_timeout(common::DEADLINE).deadline(common::DEADLINE)
+}
+
+/// Connects all at once, each on a thread of its own; a group is kept until all have one or an error.
+fn connect(builders: Vec<Builder>) -> Vec<Result<Group, Error>> {
+    let ranks: Vec<_> = builders.into_iter().map(|builder| thread::spawn(move || builder.connect())).collect();
+    ranks.into_iter().map(|rank| rank.join().expect("connecting does not panic")).collect()
+}
+
+/// All ranks are there and reach each other.
+fn works(groups: Vec<Result<Group, Error>>) {
+    let n = groups.len();
+    let ranks: Vec<_> = groups
+        .into_iter()
+        .map(|group| {
+            let group = group.expect("ranks find each other");
+            thread::spawn(move || {
+                let mut data = [1i32; 100];
+                group.all_reduce(&mut data, ReduceOp::Sum).unwrap();
+                assert_eq!(data, [n as i32; 100]);
+            })
+        })
+        .collect();
+    ranks.into_iter().for_each(|rank| rank.join().unwrap());
+}
+
+/// The reason of a rendezvous that failed.
+fn reason(result: Result<Group, Error>) -> String {
+    match result {
+        Err(Error::Rendezvous { reason, .. }) => reason,
+        other => panic!("{other:?} is no failed rendezvous"),
+    }
+}
+
+/// Dials until rank 0 listens.
+fn dial(address: &str) -> TcpStream {
+    let start = Instant::now();
+    loop {
+        match TcpStream::connect(address) {
+            Ok(stream) => return stream,
+            Err(e) => assert!(start.elapsed() < common::DEADLINE, "nobody listens at {address}: {e}"),
+        }
+        thread::yield_now();
+    }
+}
+
+/// What a rank says to rank 0 first.
+fn hello(magic: u64, rank: usize, world_size: usize) -> Vec<u8> {
+    let own: std::net::SocketAddr = "127.0.0.1:1".parse().expect("an address");
+    let body = postcard::to_stdvec(&(magic, rank, world_size, own)).expect("plain data");
+    [(body.len() as u32).to_le_bytes().to_vec(), body].concat()
+}
+
+/// "BNFR" and the version.
+const MAGIC: u64 = 0x424e_4652_0000_0001;
+
+#[test]
+fn a_rank_that_is_given_twice_fails_all_with_the_same_words() {
+    let address = free_address();
+    for result in connect([0, 1, 1].map(|r| rank(r, 3, &address).rendezvous_timeout(SOON * 10)).into()) {
+        let reason = reason(result);
+        assert!(reason.contains("two processes were started as rank 1"), "{reason}");
+    }
+}
+
+#[test]
+fn two_processes_as_rank_0_are_refused() {
+    let address = free_address();
+    let results = connect([0, 0].map(|r| rank(r, 2, &address).rendezvous_timeout(SOON)).into());
+    let reasons: Vec<String> = results.into_iter().map(reason).collect();
+    assert!(reasons.iter().any(|reason| reason.contains("choose another port")), "{reasons:?}");
+}
+
+#[test]
+fn world_sizes_that_differ_fail_all_with_the_same_words() {
+    for (ours, theirs) in [(2, 3), (3, 2), (2, 1000)] {
+        let address = free_address();
+        let results = connect(vec![
+            rank(0, ours, &address).rendezvous_timeout(SOON * 10),
+            rank(1, theirs, &address).rendezvous_timeout(SOON * 10),
+        ]);
+        for result in results {
+            let reason = reason(result);
+            assert!(reason.contains(&format!("a world size of {theirs}, rank 0 with {ours}")), "{reason}");
+        }
+    }
+}
+
+#[test]
+fn every_rank_of_a_larger_group_gets_an_error_where_one_differs() {
+    for odd in 1..4 {
+        let address = free_address();
+        let ranks = (0..4).map(|r| rank(r, if r == odd { 5 } else { 4 }, &address).rendezvous_timeout(SOON));
+        for result in connect(ranks.collect()) {
+            reason(result);
+        }
+    }
+}
+
+#[test]
+fn settings_that_cannot_work_are_refused_at_once() {
+    for r in [2, 3, usize::MAX] {
+        let result = rank(r, 2, &free_address()).connect();
+        assert!(matches!(result, Err(Error::InvalidArgument { .. })), "rank {r} of 2: {result:?}");
+    }
+    for address in [
+        "",
+        "localhost",
+        "127.0.0.1",
+        ":29500",
+        "127.0.0.1:",
+        "127.0.0.1:0",
+        "127.0.0.1:65536",
+        "127.0.0.1:port",
+        "::1:29500",
+        "[::1]",
+        "[::1]:0",
+        "[::1:29500",
+        "::1]:29500",
+        "http://127.0.0.1:29500",
+        "127.0.0.1:-1",
+    ] {
+        for r in [0, 1] {
+            let result = rank(r, 2, address).connect();
+            assert!(matches!(&result, Err(Error::Config(text)) if text.contains(address)), "'{address}': {result:?}");
+        }
+    }
+}
+
+#[test]
+fn an_address_that_no_name_service_knows_is_an_error_in_time() {
+    for address in ["no such host:29500", "[zz]:29500", "[]:29500", "nobody.invalid:29500"] {
+        for r in [0, 1] {
+            reason(rank(r, 2, address).rendezvous_timeout(SOON / 4).connect());
+        }
+    }
+}
+
+#[test]
+fn an_address_in_use_is_said_to_be() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap().to_string();
+    let reason = reason(rank(0, 2, &address).connect());
+    assert!(reason.contains(&address) && reason.contains("choose another port"), "{reason}");
+}
+
+#[test]
+fn an_address_of_another_machine_is_said_to_be() {
+    // From a block that is reserved for documentation: no machine has it.
+    let reason_of = |r| reason(rank(r, 2, "192.0.2.1:29500").rendezvous_timeout(SOON).connect());
+    let reason = reason_of(0);
+    assert!(reason.contains("give an address that this machine has"), "{reason}");
+    reason_of(1);
+}
+
+#[test]
+fn a_host_of_another_machine_is_an_error_on_that_rank() {
+    let address = free_address();
+    let ranks = [rank(0, 2, &address), rank(1, 2, &address).host("192.0.2.1")];
+    let mut results = connect(ranks.map(|builder| builder.rendezvous_timeout(SOON)).into());
+    let own = reason(results.remove(1));
+    assert!(own.contains("192.0.2.1") && own.contains("give an address that this machine has"), "{own}");
+    reason(results.remove(0));
+}
+
+#[test]
+fn nobody_at_the_address_is_an_error_in_time() {
+    let reason = reason(rank(1, 2, &free_address()).rendezvous_timeout(SOON).connect());
+    assert!(reason.contains("nobody answers"), "{reason}");
+}
+
+#[test]
+fn ranks_that_do_not_come_are_named_in_time() {
+    let address = free_address();
+    // Rank 2 has more patience: it hears of the end from rank 0.
+    let limits = [(0, SOON), (2, common::DEADLINE)];
+    let ranks = limits.map(|(r, limit)| rank(r, 4, &address).rendezvous_timeout(limit));
+    let mut results = connect(ranks.into());
+    let (two, zero) = (reason(results.remove(1)), reason(results.remove(0)));
+    assert!(zero.contains("ranks 1, 3 did not come"), "{zero}");
+    assert!(two.contains("rank 0 went away"), "{two}");
+}
+
+#[test]
+fn a_listener_that_is_no_rank_is_an_error_in_time() {
+    for answer in [&b""[..], b"HTTP/1.1 400 Bad Request\r\n\r\n", &[0xff; 64], &[5, 0, 0, 0, 9, 9, 9, 9, 9]] {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap().to_string();
+        let stranger = thread::spawn(move || {
+            let (mut stream, _) = listener.accept().unwrap();
+            let _ = stream.write_all(answer);
+            // Both what closes at once and what stays silent until the rank has given up.
+            if answer.is_empty() {
+                let _ = stream.read_to_end(&mut Vec::new());
+            }
+        });
+        reason(rank(1, 2, &address).rendezvous_timeout(SOON).connect());
+        stranger.join().unwrap();
+    }
+}
+
+#[test]
+fn strangers_are_turned_away_and_the_ranks_find_each_other() {
+    let address = free_address();
+    let zero = thread::spawn({
+        let builder = rank(0, 3, &address);
+        move || builder.connect()
+    });
+    let mut silent = vec![dial(&address), dial(&address)];
+    drop(dial(&address));
+    let huge = [&u32::MAX.to_le_bytes()[..], &[7; 1000]].concat();
+    let unfinished = [&100u32.to_le_bytes()[..], &[1; 50]].concat();
+    let garbage = [&20u32.to_le_bytes()[..], &[0xee; 20]].concat();
+    let other_protocol = hello(MAGIC + 1, 1, 3);
+    for words in [&b"GET / HTTP/1.1\r\n\r\n"[..], &huge, &unfinished, &garbage, &other_protocol, &[0; 4], &[0]] {
+        let mut stream = dial(&address);
+        // It may have been turned away in the middle of its words.
+        let _ = stream.write_all(words);
+        silent.push(stream);
+    }
+    let mut groups = connect(vec![rank(1, 3, &address), rank(2, 3, &address)]);
+    groups.insert(0, zero.join().unwrap());
+    // Rank 0 listens on, for data connections, and strangers are no more welcome than before.
+    for words in [&huge[..], &garbage, b"hello?"] {
+        let _ = dial(&address).write_all(words);
+    }
+    works(groups);
+    drop(silent);
+}
+
+#[test]
+fn a_rank_that_closes_before_all_have_come_fails_the_others() {
+    let address = free_address();
+    let others = thread::spawn({
+        let builders = vec![rank(0, 4, &address), rank(2, 4, &address).rendezvous_timeout(SOON)];
+        move || connect(builders)
+    });
+    let mut stream = dial(&address);
+    stream.write_all(&hello(MAGIC, 1, 4)).unwrap();
+    drop(stream);
+    let mut results = others.join().unwrap();
+    // Rank 2 may come after the end: then nobody answers any more, or nobody speaks.
+    let reasons: Vec<String> = results.drain(..1).map(reason).collect();
+    assert!(reasons[0].contains("rank 1 closed its connection"), "{reasons:?}");
+    assert!(matches!(results.remove(0), Err(Error::Rendezvous { rank: 2, .. })));
+}
+
+#[test]
+fn a_rank_that_dies_between_the_stages_is_an_error_in_time() {
+    let address = free_address();
+    let others = thread::spawn({
+        let builders = [0, 2].map(|r| rank(r, 3, &address).rendezvous_timeout(SOON));
+        move || connect(builders.into())
+    });
+    // A rank 1 that says where it listens, and listens to nobody.
+    let mut stream = dial(&address);
+    stream.write_all(&hello(MAGIC, 1, 3)).unwrap();
+    let results = others.join().unwrap();
+    let Err(Error::Rendezvous { rank: 2, reason, .. }) = &results[1] else {
+        panic!("rank 2 cannot have reached rank 1: {:?}", results[1])
+    };
+    assert!(reason.contains("nobody answers at 127.0.0.1:1"), "{reason}");
+    drop(stream);
+}
+
+#[test]
+fn late_ranks_are_waited_for() {
+    // Being late is the fault; nothing depends on how late.
+    const LATE: Duration = Duration::from_millis(150);
+    for last in [0, 1, 2] {
+        let address = free_address();
+        let ranks: Vec<_> = (0..3)
+            .map(|r| {
+                let builder = rank(r, 3, &address);
+                thread::spawn(move || {
+                    if r == last {
+                        thread::sleep(LATE);
+                    }
+                    builder.connect()
+                })
+            })
+            .collect();
+        works(ranks.into_iter().map(|rank| rank.join().unwrap()).collect());
+    }
+}
+
+#[test]
+fn ranks_find_each_other_by_ipv6_and_by_name() {
+    let port = |address: &str| address.rsplit_once(':').unwrap().1.to_owned();
+    let mut hosts = vec!["localhost"];
+    // Not every machine has it.
+    if TcpListener::bind("[::1]:0").is_ok() {
+        hosts.push("[::1]");
+    }
+    for host in hosts {
+        let address = format!("{host}:{}", port(&free_address()));
+        works(connect((0..3).map(|r| rank(r, 3, &address)).collect()));
+        works(connect((0..3).map(|r| rank(r, 3, &address).host(if r == 2 { host } else { "localhost" })).collect()));
+    }
+}
+
+#[test]
+fn a_group_of_one_needs_no_address() {
+    let group = Group::builder().rank(0).world_size(1).connect().unwrap();
+    let mut data = [2.0f32; 3];
+    group.all_reduce(&mut data, ReduceOp::Mean).unwrap();
+    assert_eq!(data, [2.0; 3]);
+}
+
+#[test]
+fn an_address_is_free_again_after_its_group() {
+    let address = free_address();
+    for _ in 0..3 {
+        works(connect((0..3).map(|r| rank(r, 3, &address)).collect()));
+    }
+}
+
+#[test]
+fn an_endless_timeout_is_one() {
+    let address = free_address();
+    works(connect((0..2).map(|r| rank(r, 2, &address).rendezvous_timeout(Duration::MAX)).collect()));
+}

@@ -1,0 +1,240 @@
+//! The transport is a seam for others: one from outside the crate runs every operation, and where it fails, no rank hangs.
+
+mod common;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use bonfire::{Algorithm, Builder, Element, Error, Group, ReduceOp, Transport, partition};
+use common::transport::{Channels, Faults, run_on_channels};
+use common::{errors, in_parallel};
+use half::{bf16, f16};
+
+/// Every operation in every form. Values are small whole numbers, which all types hold.
+fn every_operation<T: Element + From<u8>>(group: &Group, len: usize) {
+    let (rank, n) = (group.rank(), group.world_size());
+    let own = partition(len, n, rank);
+    let value = |rank: usize, i: usize| ((rank + i) % 3 + 1) as u8;
+    let mine: Vec<T> = (0..len).map(|i| value(rank, i).into()).collect();
+    let label = format!("{} x {len} on rank {rank} of {n}", T::DTYPE);
+    let root = n - 1;
+    for op in [ReduceOp::Sum, ReduceOp::Max, ReduceOp::Min, ReduceOp::Product] {
+        let want: Vec<T> = (0..len)
+            .map(|i| {
+                let values = (0..n).map(|rank| value(rank, i));
+                let reduced: u8 = match op {
+                    ReduceOp::Max => values.fold(0, u8::max),
+                    ReduceOp::Min => values.fold(u8::MAX, u8::min),
+                    ReduceOp::Product => values.product(),
+                    _ => values.sum(),
+                };
+                reduced.into()
+            })
+            .collect();
+        let mut data = mine.clone();
+        group.all_reduce(&mut data, op).unwrap();
+        assert_eq!(data, want, "all_reduce of {label}");
+        let mut data = vec![T::from(0); len];
+        group.all_reduce_into(&mine, &mut data, op).unwrap();
+        assert_eq!(data, want, "all_reduce_into of {label}");
+        let mut data = mine.clone();
+        group.reduce(&mut data, op, root).unwrap();
+        assert_eq!(data, if rank == root { &want[..] } else { &mine[..] }, "reduce of {label}");
+        let mut data = vec![T::from(0); if rank == root { len } else { 0 }];
+        group.reduce_into(&mine, &mut data, op, root).unwrap();
+        assert_eq!(data, if rank == root { &want[..] } else { &[] }, "reduce_into of {label}");
+        let mut data = mine.clone();
+        group.reduce_scatter(&mut data, op).unwrap();
+        assert_eq!(data[own.clone()], want[own.clone()], "reduce_scatter of {label}");
+        let mut data = vec![T::from(0); own.len()];
+        group.reduce_scatter_into(&mine, &mut data, op).unwrap();
+        assert_eq!(data, want[own.clone()], "reduce_scatter_into of {label}");
+    }
+    // All types hold the mean of equal values.
+    let mut data = vec![T::from(5); len];
+    group.all_reduce(&mut data, ReduceOp::Mean).unwrap();
+    assert_eq!(data, vec![T::from(5); len], "mean of {label}");
+    let cast: Vec<T> = (0..len).map(|i| value(root, i).into()).collect();
+    let mut data = mine.clone();
+    group.broadcast(&mut data, root).unwrap();
+    assert_eq!(data, cast, "broadcast of {label}");
+    let mut data = vec![T::from(0); len];
+    group.broadcast_into((rank == root).then_some(&mine[..]), &mut data, root).unwrap();
+    assert_eq!(data, cast, "broadcast_into of {label}");
+    let gathered: Vec<T> = (0..n).flat_map(|r| partition(len, n, r).map(move |i| value(r, i).into())).collect();
+    let mut data = mine.clone();
+    group.all_gather(&mut data).unwrap();
+    assert_eq!(data, gathered, "all_gather of {label}");
+    let mut data = vec![T::from(0); len];
+    group.all_gather_into(&mine[own], &mut data).unwrap();
+    assert_eq!(data, gathered, "all_gather_into of {label}");
+    group.barrier().unwrap();
+    // These channels take any number of messages, so all may send first.
+    if n > 1 {
+        let mut data = vec![T::from(0); len];
+        group.send(&mine, (rank + 1) % n).unwrap();
+        group.recv(&mut data, (rank + n - 1) % n).unwrap();
+        assert!(data.into_iter().eq((0..len).map(|i| value((rank + n - 1) % n, i).into())), "messages of {label}");
+    }
+}
+
+/// Signed bytes are no `From<u8>`: their own sum, mean and product of negative numbers.
+fn signed_bytes(group: &Group) {
+    let n = group.world_size() as i8;
+    let mut data = [-3i8; 5];
+    group.all_reduce(&mut data, ReduceOp::Mean).unwrap();
+    assert_eq!(data, [-3; 5]);
+    group.all_reduce(&mut data, ReduceOp::Sum).unwrap();
+    assert_eq!(data, [-3 * n; 5]);
+}
+
+fn every_type(group: &Group) {
+    for len in [0, 1, 5, 6, 1000] {
+        every_operation::<f32>(group, len);
+        every_operation::<f64>(group, len);
+        every_operation::<f16>(group, len);
+        every_operation::<bf16>(group, len);
+        every_operation::<i16>(group, len);
+        every_operation::<i32>(group, len);
+        every_operation::<i64>(group, len);
+        every_operation::<u8>(group, len);
+        every_operation::<u16>(group, len);
+        every_operation::<u32>(group, len);
+        every_operation::<u64>(group, len);
+    }
+    every_operation::<f32>(group, 100_000);
+    signed_bytes(group);
+}
+
+#[test]
+fn a_transport_from_outside_runs_every_operation() {
+    for n in 1..=5 {
+        run_on_channels(n, |builder| builder, |_| Faults::default(), |group| every_type(&group));
+    }
+}
+
+#[test]
+fn a_transport_from_outside_runs_every_algorithm() {
+    for algorithm in Algorithm::ALL {
+        for n in 2..=5 {
+            let settings = |builder: Builder| builder.algorithm(algorithm);
+            run_on_channels(n, settings, |_| Faults::default(), |group| every_type(&group));
+        }
+    }
+}
+
+#[test]
+fn a_transport_is_an_object() {
+    let mut ends = Channels::group(1);
+    let object: Arc<dyn Transport> = Arc::new(ends.remove(0));
+    let group = Group::on(object);
+    assert_eq!((group.rank(), group.world_size()), (0, 1));
+    every_type(&group);
+}
+
+#[test]
+fn started_operations_run_on_it_too() {
+    run_on_channels(
+        3,
+        |builder| builder,
+        |_| Faults::default(),
+        |group| {
+            let works: Vec<_> =
+                (0..20).map(|i| group.start_all_reduce(vec![i as u64; 100], ReduceOp::Sum).unwrap()).collect();
+            drop(group);
+            for (i, work) in works.into_iter().enumerate().rev() {
+                assert_eq!(work.wait().map_err(|(error, _)| error).unwrap(), vec![3 * i as u64; 100]);
+            }
+        },
+    );
+}
+
+type Act = fn(&Group) -> Result<(), Error>;
+
+const ACTS: [(&str, Act); 8] = [
+    ("all_reduce", |g| g.all_reduce(&mut [1f32; 50], ReduceOp::Sum)),
+    ("large all_reduce", |g| g.all_reduce(&mut vec![1f32; 100_000], ReduceOp::Sum)),
+    ("wide all_reduce", |g| g.all_reduce(&mut [f16::ONE; 50], ReduceOp::Mean)),
+    ("reduce", |g| g.reduce(&mut [1i32; 50], ReduceOp::Max, 1)),
+    ("broadcast", |g| g.broadcast(&mut [1u8; 50], 1)),
+    ("all_gather", |g| g.all_gather(&mut [1f64; 50])),
+    ("reduce_scatter", |g| g.reduce_scatter(&mut [1f32; 50], ReduceOp::Sum)),
+    ("barrier", |g| g.barrier()),
+];
+
+/// Rank `culprit` cannot send from its message `k` on. Whether all the operations succeeded before it had that many.
+fn failing_at(
+    n: usize,
+    settings: impl Fn(Builder) -> Builder,
+    culprit: usize,
+    k: usize,
+    act: Act,
+    label: &str,
+) -> bool {
+    const CALLS: usize = 3;
+    let faults = |rank| Faults { fail_at: (rank == culprit).then_some(k), ..Faults::default() };
+    let soon = |builder: Builder| settings(builder.deadline(Duration::from_secs(20)));
+    let results = run_on_channels(n, soon, faults, move |group| {
+        // A message that fails at the end of an operation may be the concern of one rank only; the others find out in
+        // what comes after. The last call must not be that end.
+        let calls = (0..CALLS).try_for_each(|_| act(&group));
+        calls.map_err(|error| Box::new((error, group.barrier())))
+    });
+    if results.iter().all(Result::is_ok) {
+        return true;
+    }
+    if results[culprit].is_ok() {
+        panic!("{label}: rank {culprit} failed to send message {k} and says nothing");
+    }
+    for (rank, result) in results.into_iter().enumerate() {
+        let Err((error, later)) = result.map_err(|both| *both) else { continue };
+        let named = match &error {
+            Error::PeerLost { .. } => rank == culprit,
+            Error::Left { .. } => rank != culprit,
+            _ => false,
+        };
+        assert!(named, "{label}: rank {rank} got {error:?} when rank {culprit} failed at message {k}");
+        assert_eq!(later, Err(error), "{label}: later calls return the first cause");
+    }
+    false
+}
+
+/// Every message of every rank fails once, in the first call and in the one after it.
+fn every_message_fails(n: usize, settings: impl Fn(Builder) -> Builder + Sync, label: &str) {
+    let cases: Vec<_> = (0..n).flat_map(|culprit| ACTS.map(|act| (culprit, act))).collect();
+    in_parallel(&cases, 4, |(culprit, (name, act))| {
+        let label = format!("{name} of {n}, {label}");
+        let mut k = 0;
+        while !failing_at(n, &settings, *culprit, k, *act, &label) {
+            k += 1;
+            assert!(k < 1000, "{label}: no operation sends that many messages");
+        }
+        // All three calls sent the same number of messages, none if this rank only receives.
+        assert_eq!(k % 3, 0, "{label}: rank {culprit} sent {k} messages in three equal calls");
+    });
+}
+
+#[test]
+fn a_message_that_fails_is_an_error_and_nobody_hangs() {
+    for n in 2..=5 {
+        every_message_fails(n, |builder| builder, "default");
+    }
+}
+
+#[test]
+fn a_message_that_fails_in_any_algorithm_is_an_error_and_nobody_hangs() {
+    for algorithm in Algorithm::ALL {
+        every_message_fails(4, |builder| builder.algorithm(algorithm), &format!("{algorithm:?}"));
+    }
+}
+
+#[test]
+fn all_ranks_fail_where_a_rank_cannot_send_at_all() {
+    for (name, act) in ACTS {
+        for culprit in 0..3 {
+            let faults = |rank| Faults { fail_at: (rank == culprit).then_some(0), ..Faults::default() };
+            let results = run_on_channels(3, |builder| builder, faults, move |group| act(&group));
+            assert_eq!(errors(results).len(), 3, "{name}");
+        }
+    }
+}
