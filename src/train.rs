@@ -31,8 +31,10 @@
 //! }
 //!
 //! let ranks: Vec<_> = Group::threads(2)?.into_iter().map(|group| std::thread::spawn(|| train(group))).collect();
-//! let weights: Vec<_> =
-//!     ranks.into_iter().map(|rank| Ok(rank.join().unwrap()?.weight.to_data())).collect::<Result<_, bonfire::Error>>()?;
+//! let mut weights = Vec::new();
+//! for rank in ranks {
+//!     weights.push(rank.join().unwrap()?.weight.to_data());
+//! }
 //! assert_eq!(weights[0], weights[1]);
 //! # Ok::<(), bonfire::Error>(())
 //! ```

@@ -4,6 +4,7 @@
 mod data;
 
 use std::thread;
+use std::time::Duration;
 
 use bonfire::{DataParallel, Error, Group, ShardedSampler};
 use burn::backend::{Autodiff, Flex, NdArray};
@@ -20,7 +21,7 @@ type F64 = Autodiff<NdArray<f64>>;
 
 /// Runs `rank` on a thread for each of `n` ranks and gives their results, by rank.
 fn ranks<T: Send>(n: usize, rank: impl Fn(Group) -> T + Sync) -> Vec<T> {
-    let groups = Group::threads(n).unwrap();
+    let groups = Group::builder().deadline(Duration::from_secs(30)).threads(n).unwrap();
     thread::scope(|scope| {
         let threads: Vec<_> = groups.into_iter().map(|group| scope.spawn(|| rank(group))).collect();
         threads.into_iter().map(|thread| thread.join().unwrap()).collect()
@@ -332,7 +333,7 @@ struct Kinds<B: Backend> {
 }
 
 impl<B: Backend> Kinds<B> {
-    fn new(value: f32, outputs: usize, device: &B::Device) -> Self {
+    fn new(value: f64, outputs: usize, device: &B::Device) -> Self {
         let mask = Tensor::<B, 1>::full([3], value, device).equal_elem(0.0);
         Kinds {
             first: LinearConfig::new(4, outputs).with_layout(LinearLayout::Col).init(device),
@@ -348,7 +349,7 @@ impl<B: Backend> Kinds<B> {
 fn ranks_start_with_rank_0s_parameters_of_every_kind_and_their_own_ids() {
     let device = Default::default();
     let models = ranks(3, |group| {
-        let model = Kinds::<F32>::new(group.rank() as f32, 5, &device);
+        let model = Kinds::<F32>::new(group.rank() as f64, 5, &device);
         let ids = burn::module::list_param_ids(&model);
         let (model, _) = DataParallel::new(group, model).unwrap();
         assert_eq!(burn::module::list_param_ids(&model), ids);
@@ -407,17 +408,17 @@ fn states_that_differ_are_averaged_and_the_rest_keeps_its_bits() {
     let models = ranks(3, |group| {
         let rank = group.rank();
         let device = Default::default();
-        // The mean of three times this number is another one in f32.
-        let (model, ddp) = DataParallel::new(group, Kinds::<F32>::new(0.1, 5, &device)).unwrap();
+        // The mean of three times this number is another one in f64.
+        let (model, ddp) = DataParallel::new(group, Kinds::<F64>::new(0.1, 5, &device)).unwrap();
         let before = bits(&model);
         let model = ddp.average_states(model).unwrap();
         assert_eq!(bits(&model), before);
 
         // The second update is pending when it is averaged.
         model.state.update(Tensor::full([2], 100.0, &device));
-        model.state.update(Tensor::full([2], rank as f32 * 2.0, &device));
+        model.state.update(Tensor::full([2], rank as f64 * 2.0, &device));
         let model = ddp.average_states(model).unwrap();
-        assert_eq!(model.state.value_sync().into_data(), TensorData::from([2.0f32; 2]));
+        assert_eq!(model.state.value_sync().into_data(), TensorData::from([2.0f64; 2]));
         assert_eq!(bits(&model).0[..3], before.0[..3]);
         model
     });

@@ -25,8 +25,8 @@ pub struct Network<B: Backend> {
 impl<B: CollectiveBackend> Network<B> {
     /// A network with random weights. Those of rank 0 depend on the seed only.
     pub fn new(group: &Group, seed: u64, device: &B::Device) -> Result<Self, bonfire::Error> {
-        // A backend has one generator for all threads, so rank 0 draws before the others do. Weights are drawn when they
-        // are first used; counting them is such a use.
+        // A backend has one generator for all threads, so rank 0 draws before the others do. Weights are drawn when
+        // they are first used; counting them is such a use.
         if group.rank() == 0 {
             B::seed(device, seed);
             let network = Network::random(group, device);

@@ -31,7 +31,8 @@ pub(crate) struct Parameter<B: AutodiffBackend> {
 }
 
 /// The same model in running states and leaves of its own. Clones of a model share them, and threads that train clones
-/// would disturb each other. The mappings for loading and saving get lost on the way, [`load_from_first`] puts them back.
+/// would disturb each other. The mappings for loading and saving get lost on the way, [`load_from_first`] puts them
+/// back.
 pub(crate) fn renew<B: AutodiffBackend, M: AutodiffModule<B>>(model: M) -> (M, Mappers) {
     let mut mappers = Mappers(Vec::new());
     model.visit(&mut mappers);
@@ -64,8 +65,8 @@ pub(crate) fn check_same(group: &Group, own: &[Described]) -> Result<(), Error> 
     };
     let (first, theirs) = (show(first.get(position)), show(theirs.as_ref()));
     let reason = format!(
-        "the ranks' models differ first at parameter {position}: rank 0 has {first}; rank {rank} has {theirs}; build the \
-         same model on all ranks"
+        "the ranks' models differ first at parameter {position}: rank 0 has {first}; rank {rank} has {theirs}; build \
+         the same model on all ranks"
     );
     Err(Error::argument("data parallel", reason))
 }

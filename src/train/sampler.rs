@@ -20,7 +20,8 @@ use crate::partition::partition;
 /// # use burn::optim::GradientsParams;
 /// # let device = Default::default();
 /// # let group = bonfire::Group::threads(1)?.remove(0);
-/// # let (model, mut ddp) = bonfire::DataParallel::new(group, LinearConfig::new(2, 1).init::<Autodiff<Flex>>(&device))?;
+/// # let linear = LinearConfig::new(2, 1).init::<Autodiff<Flex>>(&device);
+/// # let (model, mut ddp) = bonfire::DataParallel::new(group, linear)?;
 /// # let gradients = |_: &[usize]| GradientsParams::from_grads(model.weight.val().sum().backward(), &model);
 /// let sampler = bonfire::ShardedSampler::new(ddp.group(), 10, 4)?.seed(7);
 /// for shard in sampler.epoch(0) {
