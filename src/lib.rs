@@ -12,6 +12,8 @@ mod plan;
 mod reduce;
 #[cfg(unix)]
 mod rendezvous;
+#[cfg(unix)]
+mod tensor;
 mod transport;
 mod wait;
 
@@ -21,5 +23,11 @@ pub use error::{Error, Site};
 pub use group::{Builder, Group, Work};
 pub use partition::partition;
 pub use plan::Algorithm;
+#[cfg(unix)]
+pub use tensor::{
+    Address, AllReduceStrategy, BroadcastStrategy, CollectiveConfig, CollectiveError, GlobalCollectiveError,
+    GradientsParamsExt, NodeId, PeerId, ReduceStrategy, all_reduce, broadcast, finish_collective, reduce, register,
+    reset_collective, start_global_orchestrator,
+};
 pub use transport::{Fault, Transport};
 pub use wait::Deadline;
