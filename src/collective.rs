@@ -224,11 +224,8 @@ impl Group {
     /// # Errors
     /// Whatever comes later is returned by [`Work::wait`].
     pub fn start_barrier(&self) -> Result<Work<()>, Error> {
-        let (core, deadline) = (self.core.clone(), self.deadline());
-        let progress = self.progress()?;
-        let ticket = self.core.queue().ticket();
-        Ok(progress.start((), move |()| {
-            let _turn = core.queue().wait(ticket);
+        let deadline = self.deadline();
+        Ok(self.progress()?.start(&self.core, (), move |core, ()| {
             let buffers = Buffers { input: None, output: &mut [] };
             core.collective(call::<u8>(Operation::Barrier, 0, None, None), buffers, deadline, execute::plans)
         }))
@@ -242,11 +239,8 @@ impl Group {
     where
         B: AsMut<[T]> + Send + 'static,
     {
-        let (core, deadline) = (self.core.clone(), self.deadline());
-        let progress = self.progress()?;
-        let ticket = self.core.queue().ticket();
-        Ok(progress.start(buffer, move |buffer| {
-            let _turn = core.queue().wait(ticket);
+        let deadline = self.deadline();
+        Ok(self.progress()?.start(&self.core, buffer, move |core, buffer| {
             let output = buffer.as_mut();
             let call = call(output.len());
             let buffers = Buffers { input: None, output: cast_slice_mut(output) };

@@ -12,8 +12,8 @@ mod plan;
 mod reduce;
 #[cfg(unix)]
 mod rendezvous;
-#[cfg(unix)]
-mod tensor;
+pub mod tensor;
+pub mod train;
 mod transport;
 mod wait;
 
@@ -24,7 +24,7 @@ pub use group::{Builder, Group, Work};
 pub use partition::partition;
 pub use plan::Algorithm;
 #[cfg(unix)]
-pub use tensor::{
+pub use tensor::collective::{
     Address, AllReduceStrategy, BroadcastStrategy, CollectiveConfig, CollectiveError, GlobalCollectiveError,
     GradientsParamsExt, NodeId, PeerId, ReduceStrategy, all_reduce, broadcast, finish_collective, reduce, register,
     reset_collective, start_global_orchestrator,

@@ -20,7 +20,9 @@ pub(crate) struct Kernel {
     pub wide: bool,
     /// `accumulator = element`
     pub load: fn(&mut [u8], &[u8]),
-    /// `accumulator = accumulator + element`, where `+` stands for the reduction.
+    /// `accumulator = element + element`, where `+` stands for the reduction: two inputs in one pass.
+    pub join: fn(&mut [u8], &[u8], &[u8]),
+    /// `accumulator = accumulator + element`
     pub fold: fn(&mut [u8], &[u8]),
     /// `accumulator = element + accumulator`. The order shows in which NaN and which zero survives.
     pub fold_under: fn(&mut [u8], &[u8]),
@@ -71,32 +73,78 @@ pub(crate) unsafe fn reduce_to_all(
     let kernel = kernel(dtype, op);
     let ranks = inputs.clone().count();
     let mut block = Block([0; BLOCK]);
+    let mut result = Block([0; BLOCK]);
+    // The first input is in the cache by the time that an output in the same place is written.
+    let streams = elements * dtype.size() >= STREAM;
+    let stream = |output: *mut u8| streams && !inputs.clone().any(|input| input == output.cast_const());
     let step = BLOCK / kernel.accumulator;
     let mut done = 0;
     while done < elements {
         let count = step.min(elements - done);
         let (at, bytes) = (done * dtype.size(), count * dtype.size());
         let accumulator = &mut block.0[..count * kernel.accumulator];
-        for (i, input) in inputs.clone().enumerate() {
+        let mut inputs = inputs.clone().map(|input| {
             // SAFETY: `at + bytes` is within the `elements` that the caller vouches for, and the slice is gone before
             // anything is written to an output.
-            let input = unsafe { std::slice::from_raw_parts(input.add(at), bytes) };
-            if i == 0 { (kernel.load)(accumulator, input) } else { (kernel.fold)(accumulator, input) }
+            unsafe { std::slice::from_raw_parts(input.add(at), bytes) }
+        });
+        match (inputs.next(), inputs.next()) {
+            (Some(first), Some(second)) => (kernel.join)(accumulator, first, second),
+            (Some(only), None) => (kernel.load)(accumulator, only),
+            (None, _) => return,
         }
-        let mut first: Option<*mut u8> = None;
+        inputs.for_each(|input| (kernel.fold)(accumulator, input));
+        let rounded = if kernel.wide || kernel.divide.is_some() {
+            (kernel.store)(&mut result.0[..bytes], accumulator, ranks);
+            &result.0[..bytes]
+        } else {
+            &*accumulator
+        };
         for output in outputs.clone() {
             // SAFETY: as above; outputs are accessed by this call alone, one at a time.
-            let bytes_out = unsafe { std::slice::from_raw_parts_mut(output.add(at), bytes) };
-            match first {
-                None => (kernel.store)(bytes_out, accumulator, ranks),
-                // Rounding and division once, copies for the rest.
-                Some(_) if !kernel.wide && kernel.divide.is_none() => bytes_out.copy_from_slice(accumulator),
-                // SAFETY: the first output was written above; `copy` allows the same memory twice.
-                Some(source) => unsafe { std::ptr::copy(source.add(at), output.add(at), bytes) },
-            }
-            first.get_or_insert(output);
+            let target = unsafe { std::slice::from_raw_parts_mut(output.add(at), bytes) };
+            if stream(output) { copy_past_cache(target, rounded) } else { target.copy_from_slice(rounded) }
         }
         done += count;
+    }
+    if streams {
+        fence_streams();
+    }
+}
+
+/// Outputs of at least this many bytes are written past the cache: they would not fit, and an ordinary store to a line
+/// that is not cached reads it first.
+const STREAM: usize = 1 << 20;
+
+/// Copies without reading the target's lines into the cache. Becomes visible to others after [`fence_streams`].
+#[cfg(target_arch = "x86_64")]
+fn copy_past_cache(target: &mut [u8], source: &[u8]) {
+    use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_stream_si128};
+    // SAFETY: every bit pattern is a valid vector, and a vector's bytes are valid bytes.
+    let (head, vectors, _) = unsafe { target.align_to_mut::<__m128i>() };
+    let (head, vectors) = (head.len(), vectors.len());
+    let tail = head + vectors * size_of::<__m128i>();
+    target[..head].copy_from_slice(&source[..head]);
+    target[tail..].copy_from_slice(&source[tail..]);
+    let (from, to) = (source[head..tail].as_ptr(), target[head..tail].as_mut_ptr());
+    for i in 0..vectors {
+        // SAFETY: `i` is below the number of whole vectors in both ranges, `to` is aligned because `align_to_mut` began
+        // the middle there, and SSE2 is part of every x86-64.
+        unsafe { _mm_stream_si128(to.cast::<__m128i>().add(i), _mm_loadu_si128(from.cast::<__m128i>().add(i))) };
+    }
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn copy_past_cache(target: &mut [u8], source: &[u8]) {
+    target.copy_from_slice(source);
+}
+
+/// Orders this thread's streaming stores before whatever it publishes next: a release store alone does not.
+fn fence_streams() {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: SSE is part of every x86-64.
+    unsafe {
+        std::arch::x86_64::_mm_sfence();
     }
 }
 
@@ -113,6 +161,12 @@ trait Accumulator: Pod {
 trait Widen<A: Accumulator>: Element {
     /// Calls `f` with pieces of `source` as accumulators, in order.
     fn pieces(source: &[Self], f: impl FnMut(&[A]));
+    /// As `pieces`, of two sources side by side.
+    fn pairs(left: &[Self], right: &[Self], mut f: impl FnMut(&[A], &[A])) {
+        for (left, right) in left.chunks(PIECE).zip(right.chunks(PIECE)) {
+            Self::pieces(left, |left| Self::pieces(right, |right| f(left, right)));
+        }
+    }
     fn narrow(source: &[A], target: &mut [Self]);
 }
 
@@ -161,6 +215,8 @@ macro_rules! same {
         impl Widen<$type> for $type {
             #[inline(always)]
             fn pieces(source: &[Self], mut f: impl FnMut(&[$type])) { f(source) }
+            #[inline(always)]
+            fn pairs(left: &[Self], right: &[Self], mut f: impl FnMut(&[$type], &[$type])) { f(left, right) }
             #[inline(always)]
             fn narrow(source: &[$type], target: &mut [Self]) { target.copy_from_slice(source) }
         }
@@ -224,6 +280,12 @@ fn functions<T: Widen<A>, A: Accumulator>(op: ReduceOp) -> Kernel {
         accumulator: size_of::<A>(),
         wide,
         load: load::<T, A>,
+        join: match op {
+            ReduceOp::Sum | ReduceOp::Mean => |a, l, r| join::<T, A>(a, l, r, A::sum),
+            ReduceOp::Product => |a, l, r| join::<T, A>(a, l, r, A::product),
+            ReduceOp::Max => |a, l, r| join::<T, A>(a, l, r, A::max),
+            ReduceOp::Min => |a, l, r| join::<T, A>(a, l, r, A::min),
+        },
         fold: match op {
             ReduceOp::Sum | ReduceOp::Mean => |a, s| fold::<T, A>(a, s, A::sum),
             ReduceOp::Product => |a, s| fold::<T, A>(a, s, A::product),
@@ -250,6 +312,18 @@ fn load<T: Widen<A>, A: Accumulator>(accumulator: &mut [u8], source: &[u8]) {
     T::pieces(cast_slice(source), |piece| {
         let (now, later) = std::mem::take(&mut rest).split_at_mut(piece.len());
         now.copy_from_slice(piece);
+        rest = later;
+    });
+}
+
+#[inline(always)]
+fn join<T: Widen<A>, A: Accumulator>(accumulator: &mut [u8], left: &[u8], right: &[u8], combine: impl Fn(A, A) -> A) {
+    let mut rest: &mut [A] = cast_slice_mut(accumulator);
+    T::pairs(cast_slice(left), cast_slice(right), |left, right| {
+        let (now, later) = std::mem::take(&mut rest).split_at_mut(left.len());
+        for ((a, left), right) in now.iter_mut().zip(left).zip(right) {
+            *a = combine(*left, *right);
+        }
         rest = later;
     });
 }

@@ -85,8 +85,8 @@ impl Bell {
 /// a wake. Spins only where every rank can have a core of its own (`crowded` says that it can't), then yields, which
 /// lets a peer on the same core run.
 pub(crate) fn spin(crowded: bool, mut ready: impl FnMut() -> bool) -> bool {
-    const SPINS: usize = 4000;
-    const YIELDS: usize = 64;
+    const SPINS: usize = 40;
+    const YIELDS: usize = 100;
     for _ in 0..if crowded { 1 } else { SPINS } {
         if ready() {
             return true;

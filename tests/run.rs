@@ -75,10 +75,7 @@ fn prefixes_lines_on_their_own_streams() {
     let script = "printf 'one\\ntwo\\r\\n50%%\\r99%%\\rend'; printf 'error' >&2";
     let output = bonfire(&["-n", "1"], script);
     assert_eq!(output.status.code(), Some(0));
-    assert_eq!(
-        text(&output.stdout),
-        "[0] one\n[0] two\n[0] 50%\n[0] 99%\n[0] end\n"
-    );
+    assert_eq!(text(&output.stdout), "[0] one\n[0] two\n[0] 50%\n[0] 99%\n[0] end\n");
     assert_eq!(text(&output.stderr), "[0] error\n");
 }
 
@@ -107,9 +104,7 @@ fn keeps_lines_whole() {
         let prefix = format!("[{rank}] ");
         let of_rank = text(&output.stdout).lines();
         let of_rank: Vec<_> = of_rank.filter_map(|l| l.strip_prefix(&prefix)).collect();
-        let expected: Vec<_> = (0..500)
-            .map(|line| format!("{rank} a long enough line {line}"))
-            .collect();
+        let expected: Vec<_> = (0..500).map(|line| format!("{rank} a long enough line {line}")).collect();
         assert_eq!(of_rank, expected);
     }
     assert_eq!(text(&output.stdout).lines().count(), 2000);
@@ -132,9 +127,8 @@ fn reports_the_first_failure_and_ends_the_others() {
     let stderr = text(&output.stderr);
     let note = "bonfire: rank 1 exited with status 3; ending ranks 0, 2\n";
     assert!(stderr.contains(note), "{stderr}");
-    let (_, report) = stderr
-        .split_once("bonfire: rank 1 failed: it exited with status 3; its last 20 lines:\n")
-        .unwrap();
+    let (_, report) =
+        stderr.split_once("bonfire: rank 1 failed: it exited with status 3; its last 20 lines:\n").unwrap();
     let report: Vec<_> = report.lines().collect();
     assert_eq!(report.len(), 20, "{stderr}");
     assert!(report.contains(&"  | out of luck"), "{stderr}");
@@ -167,10 +161,7 @@ fn names_the_signal_that_killed_a_rank() {
 fn a_rank_that_succeeds_leaves_the_others_running() {
     let fifo = Fifo::new();
     // Rank 1 runs until it has seen that rank 0 is gone, and with it the writing end.
-    let script = format!(
-        "if [ $RANK = 0 ]; then exec 3>{0}; exit 0; fi; cat {0}; echo still here",
-        fifo.path()
-    );
+    let script = format!("if [ $RANK = 0 ]; then exec 3>{0}; exit 0; fi; cat {0}; echo still here", fifo.path());
     let output = bonfire(&["-n", "2"], &script);
     assert_eq!(output.status.code(), Some(0));
     assert_eq!(text(&output.stdout), "[1] still here\n");
@@ -178,11 +169,7 @@ fn a_rank_that_succeeds_leaves_the_others_running() {
 
 #[test]
 fn passes_signals_on() {
-    for (signal, status) in [
-        (Signal::TERM, 128 + 15),
-        (Signal::INT, 128 + 2),
-        (Signal::HUP, 128 + 1),
-    ] {
+    for (signal, status) in [(Signal::TERM, 128 + 15), (Signal::INT, 128 + 2), (Signal::HUP, 128 + 1)] {
         let script = "trap 'echo caught; exit 0' TERM INT HUP; echo ready; \
                       while :; do sleep 0.05; done";
         let mut run = Running::start(&["-n", "2"], script);
@@ -262,17 +249,13 @@ fn ends_the_ranks_when_its_output_is_closed() {
     drop(run.stdout.take());
     assert_eq!(run.wait().code(), Some(1));
     let stderr = run.stderr();
-    assert!(
-        stderr.contains("error: cannot print the output of the ranks"),
-        "{stderr}"
-    );
+    assert!(stderr.contains("error: cannot print the output of the ranks"), "{stderr}");
 }
 
 #[test]
 #[cfg(target_os = "linux")]
 fn respects_a_signal_ignored_from_outside() {
-    let script =
-        "trap '' HUP; exec \"$0\" run -n 1 -- sh -c 'echo ready; read x < $FIFO; echo end'";
+    let script = "trap '' HUP; exec \"$0\" run -n 1 -- sh -c 'echo ready; read x < $FIFO; echo end'";
     let fifo = Fifo::new();
     let mut command = Command::new("sh");
     command.args(["-c", script, env!("CARGO_BIN_EXE_bonfire")]);
@@ -330,26 +313,17 @@ fn refuses_bad_arguments() {
         ("-n 0", &["-n 0", "at least 1"]),
         ("-n x", &["--ranks", "invalid"]),
         ("--nodes 0", &["--nodes 0", "at least 1"]),
-        (
-            "-n 65536 --nodes 65536 --node-rank 0",
-            &["-n", "--nodes", "lower"],
-        ),
+        ("-n 65536 --nodes 65536 --node-rank 0", &["-n", "--nodes", "lower"]),
         ("--nodes 2", &["--node-rank", "0 to 1"]),
         ("--node-rank 1", &["--node-rank 1", "at most 0"]),
         ("--nodes 2 --node-rank 2", &["--node-rank 2", "at most 1"]),
         ("--nodes 2 --node-rank 0", &["--master", "HOST:PORT"]),
         ("--master localhost", &["--master", "HOST:PORT"]),
         ("--master ::1:29400", &["--master", "[fd00::1]:29400"]),
-        (
-            "--nodes 2 --node-rank 0 --master localhost:0",
-            &["--master", "port 0"],
-        ),
+        ("--nodes 2 --node-rank 0 --master localhost:0", &["--master", "port 0"]),
         ("--master 192.0.2.1:29400", &["--host", "interface"]),
         ("--host 0.0.0.0", &["--host", "connect to"]),
-        (
-            "--host 192.0.2.1",
-            &["cannot listen on 192.0.2.1", "--host"],
-        ),
+        ("--host 192.0.2.1", &["cannot listen on 192.0.2.1", "--host"]),
         (
             "--nodes 2 --node-rank 0 --master 192.0.2.1:1 --host 127.0.0.1",
             &["--master", "--host 127.0.0.1", "loopback"],
@@ -387,13 +361,7 @@ fn names_a_command_that_cannot_be_started() {
 fn help_tells_what_ranks_are_given() {
     let output = launcher(&["--help"]).output().unwrap();
     assert_eq!(output.status.code(), Some(0));
-    for part in [
-        "BONFIRE_RANK",
-        "MASTER_PORT",
-        "Examples:",
-        "Exit status:",
-        "127",
-    ] {
+    for part in ["BONFIRE_RANK", "MASTER_PORT", "Examples:", "Exit status:", "127"] {
         assert!(text(&output.stdout).contains(part), "{part}");
     }
 }

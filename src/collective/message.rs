@@ -74,11 +74,8 @@ impl Group {
         B: AsMut<[T]> + Send + 'static,
     {
         self.check_peer(operation, peer)?;
-        let (core, limit) = (self.core.clone(), self.deadline());
-        let progress = self.progress()?;
-        let ticket = self.core.queue().ticket();
-        Ok(progress.start(buffer, move |buffer| {
-            let _turn = core.queue().wait(ticket);
+        let limit = self.deadline();
+        Ok(self.progress()?.start(&self.core, buffer, move |core, buffer| {
             let data = buffer.as_mut();
             let call = call::<T>(Operation::Send, data.len(), None, None);
             core.message(call, peer, sends, limit, |t, tag, deadline| match sends {

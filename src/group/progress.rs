@@ -1,17 +1,19 @@
 //! Operations that were started and are waited for later: a thread of the group runs them.
 
 use std::io;
-use std::panic::resume_unwind;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
+use super::Core;
 use crate::error::Error;
 
 type Job = Box<dyn FnOnce() + Send>;
 
 /// The thread that runs started operations, in the order in which they were started.
 pub(crate) struct Progress {
-    jobs: Sender<Job>,
+    jobs: Mutex<Sender<Job>>,
     thread: JoinHandle<()>,
 }
 
@@ -21,30 +23,39 @@ impl Progress {
         let thread = std::thread::Builder::new()
             .name(format!("bonfire-progress-{rank}"))
             .spawn(move || queue.into_iter().for_each(|job| job()))?;
-        Ok(Progress { jobs, thread })
+        Ok(Progress { jobs: Mutex::new(jobs), thread })
     }
 
-    /// Queues `run`, which gets the buffer, and returns at once.
+    /// Takes a ticket of `queue` for `run`, which gets the buffer when its turn has come, and returns at once.
     pub fn start<B: Send + 'static>(
         &self,
+        core: &Arc<Core>,
         mut buffer: B,
-        run: impl FnOnce(&mut B) -> Result<(), Error> + Send + 'static,
+        run: impl FnOnce(&Core, &mut B) -> Result<(), Error> + Send + 'static,
     ) -> Work<B> {
         let (done, outcome) = channel();
+        // Tickets must come up in the order of the jobs: this thread waits for the ticket of the first job before it
+        // looks at the second.
+        let jobs = self.jobs.lock().unwrap_or_else(PoisonError::into_inner);
+        let ticket = core.queue().ticket();
+        let core = core.clone();
         let job = move || {
-            let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| run(&mut buffer)));
+            let turn = core.queue().wait(ticket);
+            let result = catch_unwind(AssertUnwindSafe(|| run(&core, &mut buffer)));
+            drop(turn);
             // Where nobody waits, the outcome is dropped, and the operation has completed all the same.
             let _ = done.send(result.map(|result| (result, buffer)));
         };
         // The thread ends only in `finish`, which no handle outlives.
-        let _ = self.jobs.send(Box::new(job));
+        let _ = jobs.send(Box::new(job));
         Work { outcome }
     }
 
     /// Runs what is queued and ends the thread.
     pub fn finish(self) {
         drop(self.jobs);
-        if self.thread.join().is_err() {
+        // A buffer may have held the last handle, and then this is the thread itself.
+        if self.thread.thread().id() != std::thread::current().id() && self.thread.join().is_err() {
             log::error!("the group's progress thread panicked");
         }
     }

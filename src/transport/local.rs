@@ -35,7 +35,8 @@ struct Shared {
     left: Line<AtomicU64>,
     /// Rung when `arrived` or `left` completes an operation, and on failure and farewell.
     bell: Bell,
-    failure: Mutex<Option<Fault>>,
+    /// Why the group failed, and how many had arrived by then.
+    failure: Mutex<Option<(Fault, u64)>>,
     /// From rank `i` to rank `j` at `i * world_size + j`.
     mailboxes: Box<[Mailbox]>,
     /// More ranks than processors.
@@ -131,8 +132,10 @@ impl Local {
         if !spin(shared.crowded, ready) {
             self.wait_for_all(sequence, complete, ready, deadline);
         }
-        // The failure bit makes the number large, so it is asked for first.
-        if shared.arrived.0.load(Ordering::Acquire) & FAILED != 0 { Err(shared.cause()) } else { Ok(sequence) }
+        // The failure bit makes the number large, so it is asked for first. A failure after all ranks were in belongs to
+        // a later operation: a fast rank may be there already.
+        let failed = shared.arrived.0.load(Ordering::Acquire) & FAILED != 0;
+        if failed && shared.arrived_before_failure() < complete { Err(shared.cause()) } else { Ok(sequence) }
     }
 
     /// Sleeps until `ready`, looking for ranks that will never come and for the deadline; either fails the group.
@@ -209,8 +212,8 @@ impl Shared {
         let withdrawn = self.arrived.0.fetch_update(Ordering::AcqRel, Ordering::Acquire, |arrived| {
             (arrived < complete).then_some(arrived | FAILED)
         });
-        if withdrawn.is_ok() {
-            *failure = Some(fault);
+        if let Ok(arrived) = withdrawn {
+            *failure = Some((fault, arrived));
         }
         drop(failure);
         self.bell.ring();
@@ -218,7 +221,13 @@ impl Shared {
 
     fn cause(&self) -> Fault {
         let failure = self.failure.lock().unwrap_or_else(PoisonError::into_inner);
-        failure.clone().unwrap_or(Fault::Timeout { missing: Vec::new() })
+        failure.as_ref().map_or(Fault::Timeout { missing: Vec::new() }, |(fault, _)| fault.clone())
+    }
+
+    /// How many ranks had counted themselves in when the group failed.
+    fn arrived_before_failure(&self) -> u64 {
+        let failure = self.failure.lock().unwrap_or_else(PoisonError::into_inner);
+        failure.as_ref().map_or(0, |(_, arrived)| *arrived)
     }
 
     fn failed(&self) -> bool {

@@ -58,26 +58,29 @@ impl Tcp {
 
     /// The data connection to `peer`. The higher rank of a pair dials, the lower one waits for the call: both are at the
     /// same operation, and its plan has this edge on both sides.
-    fn link(&self, peer: usize, watch: &mut Watch<'_>) -> Result<Arc<Link>, Fault> {
+    fn link(&self, peer: usize, tag: &Tag, watch: &mut Watch<'_>) -> Result<Arc<Link>, Fault> {
         if let Some(link) = self.board.link(peer) {
             return Ok(link);
         }
         if peer < self.rank {
-            let lost = |e: std::io::Error| Fault::Lost { peer, reason: format!("connecting for data: {e}") };
+            // A peer that has left, or failed and closed, listens no more: its control connection says which it was.
+            let lost = |e: std::io::Error| link::departure(peer, &format!("connecting for data: {e}"), &self.board);
             let limit = watch.remaining().max(Duration::from_millis(1));
             let mut stream = TcpStream::connect_timeout(&self.addresses[peer], limit).map_err(lost)?;
             control::greet(&mut stream, &Greeting::Data { session: self.session, rank: self.rank }).map_err(lost)?;
-            self.board.connect(peer, Link::new(stream).map_err(lost)?);
+            let link = Arc::new(Link::new(stream).map_err(lost)?);
+            link::taken(peer, &link, watch)?;
+            self.board.connect(peer, link);
         }
         loop {
             if let Some(link) = self.board.link(peer) {
                 return Ok(link);
             }
             self.board.sleep(Instant::now() + watch.pause(), || {
-                self.board.link(peer).is_some() || self.board.absence(peer).is_some()
+                self.board.link(peer).is_some() || self.board.absence_in(peer, tag).is_some()
             });
             if self.board.link(peer).is_none()
-                && let Some(fault) = self.board.absence(peer)
+                && let Some(fault) = self.board.absence_in(peer, tag)
             {
                 return Err(fault);
             }
@@ -100,15 +103,19 @@ impl Transport for Tcp {
     }
 
     fn send(&self, tag: &Tag, to: usize, bytes: &[u8], deadline: &Deadline) -> Result<(), Fault> {
+        // What the socket would still take, nobody would read.
+        if let Some(fault) = self.board.absence_in(to, tag) {
+            return Err(fault);
+        }
         let mut watch = self.watch(tag, deadline);
-        let link = self.link(to, &mut watch)?;
+        let link = self.link(to, tag, &mut watch)?;
         let mut outbound = Outbound::new(tag, bytes);
         link::drive(Some((to, &link, &mut outbound)), None, &mut watch)
     }
 
     fn receive(&self, tag: &Tag, from: usize, bytes: &mut [u8], deadline: &Deadline) -> Result<(), Fault> {
         let mut watch = self.watch(tag, deadline);
-        let link = self.link(from, &mut watch)?;
+        let link = self.link(from, tag, &mut watch)?;
         let mut incoming = Incoming::new(tag, bytes);
         link::drive(None, Some((from, &link, &mut incoming)), &mut watch)
     }
@@ -121,7 +128,7 @@ impl Transport for Tcp {
         deadline: &Deadline,
     ) -> Result<(), Fault> {
         let mut watch = self.watch(tag, deadline);
-        let (sends, receives) = (self.link(to, &mut watch)?, self.link(from, &mut watch)?);
+        let (sends, receives) = (self.link(to, tag, &mut watch)?, self.link(from, tag, &mut watch)?);
         let mut outbound = Outbound::new(tag, outgoing);
         let mut incoming = Incoming::new(tag, incoming);
         link::drive(Some((to, &sends, &mut outbound)), Some((from, &receives, &mut incoming)), &mut watch)
@@ -135,13 +142,18 @@ impl Transport for Tcp {
     }
 
     fn fail(&self, error: &Error) {
-        if self.board.fail(Fault::Failed(error.clone())) {
-            let _ = self.control.send(Outgoing::Failed(error.clone()));
-        }
+        self.board.fail(Fault::Failed(error.clone()));
+        // Also where the cause came from a peer: this rank may leave before the peer's own word reaches the others, and
+        // they must not take its farewell for the cause.
+        let _ = self.control.send(Outgoing::Failed(error.clone()));
     }
 
     fn leave(&self) {
         let Some(thread) = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take() else { return };
+        // As in `fail`, for a cause that came between two operations.
+        if let Some(Fault::Failed(error)) = self.board.failure() {
+            let _ = self.control.send(Outgoing::Failed(error));
+        }
         let _ = self.control.send(Outgoing::Farewell);
         // The control thread ends by itself soon after a farewell, whatever the peers do.
         if thread.join().is_err() {

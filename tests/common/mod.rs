@@ -1,8 +1,12 @@
 //! The harness of all tests with several ranks.
 #![allow(dead_code, reason = "each test target uses a part of it")]
 
+pub mod process;
+pub mod transport;
+
 use std::net::TcpListener;
 use std::sync::Once;
+use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::thread;
 use std::time::Duration;
 
@@ -64,10 +68,31 @@ fn spawn<T: Send + 'static>(group: Group, f: impl Fn(Group) -> T + Send + 'stati
     thread::spawn(move || f(group))
 }
 
-/// An address on loopback that nobody listens at.
+/// An address on loopback that nobody listens at. Its port is below those that the system hands out by itself, so that
+/// no other socket of these tests takes it before it is used.
 pub fn free_address() -> String {
-    let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
-    listener.local_addr().expect("its address").to_string()
+    static NEXT: AtomicU32 = AtomicU32::new(0);
+    loop {
+        let number = std::process::id().wrapping_mul(101).wrapping_add(NEXT.fetch_add(1, Ordering::Relaxed));
+        let address = format!("127.0.0.1:{}", 20_000 + number % 12_000);
+        if TcpListener::bind(&address).is_ok() {
+            return address;
+        }
+    }
+}
+
+/// Calls `f` with every case, `width` at a time: cases that mostly wait need not wait for each other.
+pub fn in_parallel<C: Sync>(cases: &[C], width: usize, f: impl Fn(&C) + Sync) {
+    let next = AtomicUsize::new(0);
+    thread::scope(|scope| {
+        for _ in 0..width {
+            scope.spawn(|| {
+                while let Some(case) = cases.get(next.fetch_add(1, Ordering::Relaxed)) {
+                    f(case);
+                }
+            });
+        }
+    });
 }
 
 /// The error of every rank; panics where one succeeded.

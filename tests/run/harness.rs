@@ -128,10 +128,7 @@ pub fn wait_until_gone(processes: &[i32]) {
     let start = Instant::now();
     for process in processes {
         while is_alive(*process) {
-            assert!(
-                start.elapsed() < Duration::from_secs(30),
-                "{process} is left"
-            );
+            assert!(start.elapsed() < Duration::from_secs(30), "{process} is left");
             std::thread::yield_now();
         }
     }

@@ -1,6 +1,7 @@
 //! The `bonfire` program.
 #![deny(unsafe_op_in_unsafe_fn, clippy::undocumented_unsafe_blocks)]
 
+mod perf;
 mod run;
 
 use std::process::ExitCode;
@@ -12,6 +13,7 @@ fn main() -> ExitCode {
     env_logger::Builder::from_env(Env::default().default_filter_or("warn")).init();
     match Cli::parse().command {
         Command::Run(args) => ExitCode::from(run::run(&args)),
+        Command::Perf(args) => ExitCode::from(perf::run(&args)),
     }
 }
 
@@ -26,4 +28,5 @@ struct Cli {
 #[derive(Subcommand)]
 enum Command {
     Run(run::Args),
+    Perf(perf::Args),
 }

@@ -53,21 +53,34 @@ pub struct Args {
     #[arg(long, value_name = "SECONDS", default_value_t = 10)]
     grace: u32,
 
+    /// Print the ranks' lines as they are, without the rank before each
+    #[arg(long)]
+    no_prefix: bool,
+
     /// The command of every rank, with its arguments
-    #[arg(
-        required = true,
-        trailing_var_arg = true,
-        allow_hyphen_values = true,
-        value_name = "COMMAND"
-    )]
+    #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true, value_name = "COMMAND")]
     command: Vec<OsString>,
+}
+
+impl Args {
+    /// `ranks` ranks of `command` on this machine, their output as it is.
+    pub fn local(ranks: u32, command: Vec<OsString>) -> Args {
+        Args {
+            ranks: Some(ranks),
+            nodes: 1,
+            node_rank: None,
+            master: None,
+            host: None,
+            grace: 10,
+            no_prefix: true,
+            command,
+        }
+    }
 }
 
 /// Runs the ranks to their end and returns the launcher's exit status.
 pub fn run(args: &Args) -> u8 {
-    let ended = Layout::new(args)
-        .map_err(RunError::from)
-        .and_then(|layout| launch(&layout, args));
+    let ended = Layout::new(args).map_err(RunError::from).and_then(|layout| launch(&layout, args));
     ended.unwrap_or_else(|error| {
         eprintln!("error: {error}");
         error.status()
@@ -78,10 +91,7 @@ pub fn run(args: &Args) -> u8 {
 fn launch(layout: &Layout, args: &Args) -> Result<u8, RunError> {
     // The ranks ask to die with the thread that started them (see `rank`). On this runtime that is
     // the main thread, which lives as long as the process.
-    let runtime = tokio::runtime::Builder::new_current_thread()
-        .enable_all()
-        .build()
-        .map_err(RunError::Runtime)?;
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(RunError::Runtime)?;
     let ended = runtime.block_on(supervise::supervise(layout, args));
     // A write to a pipe nobody reads any more must not hold up the exit.
     runtime.shutdown_background();
@@ -111,19 +121,13 @@ enum RunError {
         "command not found: {command:?} ({source}): check its spelling, PATH, and the interpreter \
          named in its first line"
     )]
-    NotFound {
-        command: OsString,
-        source: io::Error,
-    },
+    NotFound { command: OsString, source: io::Error },
     #[cfg(unix)]
     #[error(
         "command cannot be executed: {command:?} ({source}): check its permissions, and the first \
          line if it is a script"
     )]
-    NotExecutable {
-        command: OsString,
-        source: io::Error,
-    },
+    NotExecutable { command: OsString, source: io::Error },
     #[cfg(unix)]
     #[error("cannot start rank {rank}: {source}; the ranks already started were killed")]
     Start { rank: u32, source: io::Error },

@@ -106,10 +106,11 @@ impl Local {
         loop {
             if mailbox.bell.sleep(until, || done() || gone()) {
                 // A letter that was offered before its sender left still counts.
+                // A rank that fails also leaves, in this order: the failure is the cause.
                 return match (done(), self.shared.absence(peer)) {
                     (true, _) => Ok(()),
-                    (false, Some(fault)) => Err(fault),
-                    (false, None) => Err(self.shared.cause()),
+                    (false, Some(fault)) if !self.shared.failed() => Err(fault),
+                    (false, _) => Err(self.shared.cause()),
                 };
             }
             if deadline.passed() {

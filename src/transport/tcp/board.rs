@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use super::link::Link;
-use crate::call::Call;
+use crate::call::{Call, Operation, Tag};
 use crate::error::{Error, Site};
 use crate::transport::Fault;
 use crate::wait::Bell;
@@ -103,6 +103,18 @@ impl Board {
         if self.failed.load(Ordering::Acquire) { self.state().failure.clone() } else { None }
     }
 
+    /// The failure, if it ends the operation that `tag` names too. One of a later collective does not: the rank that
+    /// reports it has completed this one, so all ranks are in it and will end it, unless one of them died.
+    pub fn failure_in(&self, tag: &Tag) -> Option<Fault> {
+        let failure = self.failure()?;
+        let later = match &failure {
+            Fault::Failed(error) => error.sequence().is_some_and(|failed| failed > tag.sequence),
+            _ => false,
+        };
+        let lost = || self.state().peers.iter().any(|peer| matches!(peer.presence, Presence::Lost(_)));
+        (!later || tag.call.operation == Operation::Send || lost()).then_some(failure)
+    }
+
     /// Readable from the first failure on.
     pub fn wake(&self) -> BorrowedFd<'_> {
         self.wake.1.as_fd()
@@ -128,12 +140,17 @@ impl Board {
         state.failure.clone().or_else(|| state.absence(peer))
     }
 
+    /// Why `peer` will not answer in the operation that `tag` names, if it won't.
+    pub fn absence_in(&self, peer: usize, tag: &Tag) -> Option<Fault> {
+        self.failure_in(tag).or_else(|| self.state().absence(peer))
+    }
+
     pub fn link(&self, peer: usize) -> Option<Arc<Link>> {
         self.state().peers[peer].link.clone()
     }
 
-    pub fn connect(&self, peer: usize, link: Link) {
-        self.state().peers[peer].link = Some(Arc::new(link));
+    pub fn connect(&self, peer: usize, link: Arc<Link>) {
+        self.state().peers[peer].link = Some(link);
         self.bell.ring();
     }
 

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
+use tokio::io::AsyncWriteExt;
 use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
@@ -164,7 +165,9 @@ pub(crate) async fn admit(
     let greeting = frame::expect(&mut stream, PATIENCE).await?;
     match (&greeting, controls) {
         (Greeting::Data { session: theirs, rank }, _) if *theirs == session && *rank < board.world_size() => {
-            board.connect(*rank, Link::new(stream.into_std()?)?);
+            // `taken` waits for this byte. A farewell that follows it is read after the link is on the board.
+            stream.write_all(&[1]).await?;
+            board.connect(*rank, Arc::new(Link::new(stream.into_std()?)?));
             Ok(())
         }
         (Greeting::Control { session: theirs, rank }, Some(controls))

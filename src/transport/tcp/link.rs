@@ -169,15 +169,27 @@ fn advanced(result: std::io::Result<usize>, peer: usize, board: &Board) -> Resul
 
 /// A data connection ended. Whether the peer left or died, or which failure made it close, is known by the control
 /// connection, a moment later.
-fn departure(peer: usize, reason: &str, board: &Board) -> Fault {
+pub(super) fn departure(peer: usize, reason: &str, board: &Board) -> Fault {
     const MOMENT: Duration = Duration::from_secs(2);
     board.sleep(Instant::now() + MOMENT, || board.absence(peer).is_some());
     board.absence(peer).unwrap_or_else(|| Fault::Lost { peer, reason: reason.to_owned() })
 }
 
+/// Waits for the byte by which `peer` says that it has taken over a connection that this rank opened. From then on
+/// nothing that is sent on it can be overtaken by this rank's farewell.
+pub(super) fn taken(peer: usize, link: &Arc<Link>, watch: &mut Watch<'_>) -> Result<(), Fault> {
+    while !advanced((&link.stream).read(&mut [0]), peer, watch.board())? {
+        if !ready((None, Some(link)), watch) {
+            watch.tick(peer)?;
+        }
+    }
+    Ok(())
+}
+
 /// Sleeps until a socket is ready or the group failed; false where neither happened within the watch's pause.
 fn ready<'a>((sending, receiving): (Option<&'a Arc<Link>>, Option<&'a Arc<Link>>), watch: &'a Watch<'_>) -> bool {
-    let wake = PollFd::from_borrowed_fd(watch.board().wake(), PollFlags::IN);
+    let flags = if watch.deaf() { PollFlags::empty() } else { PollFlags::IN };
+    let wake = PollFd::from_borrowed_fd(watch.board().wake(), flags);
     let socket = |link: Option<&'a Arc<Link>>, flags| {
         link.map(|link| PollFd::from_borrowed_fd(link.stream.as_fd(), flags)).unwrap_or_else(|| wake.clone())
     };

@@ -47,16 +47,22 @@ impl<'a> Watch<'a> {
         self.deadline.remaining()
     }
 
+    /// Whether the group failed in a later operation: what wakes sleepers stays on, and is nothing to wake for.
+    pub fn deaf(&self) -> bool {
+        self.board.failure().is_some() && self.board.failure_in(self.tag).is_none()
+    }
+
     /// How long to wait before the next tick.
     pub fn pause(&self) -> Duration {
-        let next = if self.stalled { LOOK } else { STALL };
+        // Well before the deadline, so that the answers are there when it names who is missing.
+        let next = if self.stalled { LOOK } else { STALL.min(self.deadline.tenth()) };
         next.min(self.deadline.remaining()).max(Duration::from_millis(1))
     }
 
     /// Called when nothing has moved for a pause, while `peer` is waited for: looks for a failure of the group, asks the
     /// peers what they called, warns, and gives up at the deadline.
     pub fn tick(&mut self, peer: usize) -> Result<(), Fault> {
-        if let Some(fault) = self.board.failure() {
+        if let Some(fault) = self.board.failure_in(self.tag) {
             return Err(fault);
         }
         self.ask();
@@ -85,11 +91,15 @@ impl<'a> Watch<'a> {
 
     /// `peer` sent a message with another tag. Finds out what all ranks called, so that all report the same.
     pub fn unexpected(&mut self, peer: usize, tag: Tag) -> Fault {
+        if !self.collective() {
+            // The two ends of a message are all there is to compare, and both are known.
+            return Fault::Unexpected { peer, tag };
+        }
         self.ask();
         let until = Instant::now() + GRACE.min(self.deadline.remaining());
         let known = || self.board.calls(self.rank, self.tag.sequence, self.tag.call);
-        self.board.sleep(until, || self.board.failure().is_some() || known().iter().all(Option::is_some));
-        if let Some(fault) = self.board.failure() {
+        self.board.sleep(until, || self.board.failure_in(self.tag).is_some() || known().iter().all(Option::is_some));
+        if let Some(fault) = self.board.failure_in(self.tag) {
             return fault;
         }
         let calls = known();

@@ -39,9 +39,7 @@ impl Layout {
             // A machine that does not tell its number of cores still has one.
             None => available_parallelism().map_or(1, |cores| cores.get() as u32),
         };
-        let world_size = nodes
-            .checked_mul(local_world_size)
-            .ok_or(LayoutError::TooManyRanks)?;
+        let world_size = nodes.checked_mul(local_world_size).ok_or(LayoutError::TooManyRanks)?;
 
         let (master, host) = match &args.master {
             Some(master) => (master.clone(), host_beside(master, args)?),
@@ -49,13 +47,7 @@ impl Layout {
             None => {
                 let host = args.host.unwrap_or(IpAddr::V4(Ipv4Addr::LOCALHOST));
                 let name = host.to_string();
-                (
-                    Master {
-                        host: name,
-                        port: 0,
-                    },
-                    host,
-                )
+                (Master { host: name, port: 0 }, host)
             }
         };
         if nodes > 1 && master.port == 0 {
@@ -149,11 +141,7 @@ impl FromStr for Master {
 impl std::fmt::Display for Master {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let Self { host, port } = self;
-        if host.contains(':') {
-            write!(f, "[{host}]:{port}")
-        } else {
-            write!(f, "{host}:{port}")
-        }
+        if host.contains(':') { write!(f, "[{host}]:{port}") } else { write!(f, "{host}:{port}") }
     }
 }
 
@@ -195,9 +183,7 @@ pub enum LayoutError {
     NodeRank { node_rank: u32, nodes: u32 },
     #[error("--nodes {nodes} needs --master: give the HOST:PORT at which rank 0 is to listen")]
     NoMaster { nodes: u32 },
-    #[error(
-        "--master has port 0, but all {nodes} nodes must know the port: choose a free one of node 0"
-    )]
+    #[error("--master has port 0, but all {nodes} nodes must know the port: choose a free one of node 0")]
     NoPort { nodes: u32 },
     #[error(
         "--master {master} is not loopback, so --host is needed: give the address of this node's \
@@ -217,18 +203,13 @@ pub enum LayoutError {
 fn host_beside(master: &Master, args: &Args) -> Result<IpAddr, LayoutError> {
     let Some(host) = args.host else {
         return match master.address() {
-            _ if !master.is_loopback() => Err(LayoutError::NoHost {
-                master: master.clone(),
-            }),
+            _ if !master.is_loopback() => Err(LayoutError::NoHost { master: master.clone() }),
             Some(IpAddr::V6(_)) => Ok(IpAddr::V6(Ipv6Addr::LOCALHOST)),
             _ => Ok(IpAddr::V4(Ipv4Addr::LOCALHOST)),
         };
     };
     if args.nodes > 1 && host.is_loopback() != master.is_loopback() {
-        return Err(LayoutError::Unreachable {
-            master: master.clone(),
-            host,
-        });
+        return Err(LayoutError::Unreachable { master: master.clone(), host });
     }
     Ok(host)
 }
@@ -239,10 +220,7 @@ fn free_port(host: &str) -> Result<u16, LayoutError> {
     TcpListener::bind((host, 0))
         .and_then(|listener| listener.local_addr())
         .map(|address| address.port())
-        .map_err(|source| LayoutError::Listen {
-            host: host.to_owned(),
-            source,
-        })
+        .map_err(|source| LayoutError::Listen { host: host.to_owned(), source })
 }
 
 fn is_name(text: &str) -> bool {

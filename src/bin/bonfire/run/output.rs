@@ -41,9 +41,9 @@ pub enum Message {
 }
 
 /// Starts the task that prints. It ends when every sender is gone, or when it cannot print.
-pub fn start_printer(layout: &Layout) -> (mpsc::Sender<Message>, JoinHandle<io::Result<()>>) {
+pub fn start_printer(layout: &Layout, prefixed: bool) -> (mpsc::Sender<Message>, JoinHandle<io::Result<()>>) {
     let (sender, messages) = mpsc::channel(QUEUE);
-    let printer = Printer::new(layout);
+    let printer = Printer::new(layout, prefixed);
     (sender, tokio::spawn(printer.print(messages)))
 }
 
@@ -79,23 +79,11 @@ pub async fn forward(
         for text in lines.split(&chunk[..length]) {
             // Without a printer the launcher is about to end the ranks. Reading goes on, lest
             // SIGPIPE keep them from ending in order.
-            let _ = printer
-                .send(Message::Line {
-                    local,
-                    stream,
-                    text,
-                })
-                .await;
+            let _ = printer.send(Message::Line { local, stream, text }).await;
         }
     }
     if let Some(text) = lines.last() {
-        let _ = printer
-            .send(Message::Line {
-                local,
-                stream,
-                text,
-            })
-            .await;
+        let _ = printer.send(Message::Line { local, stream, text }).await;
     }
 }
 
@@ -144,20 +132,17 @@ struct Printer {
 }
 
 impl Printer {
-    fn new(layout: &Layout) -> Self {
+    fn new(layout: &Layout, prefixed: bool) -> Self {
         let allowed = env::var_os("NO_COLOR").is_none_or(|value| value.is_empty());
         let stdout = allowed && io::stdout().is_terminal();
         let stderr = stdout && io::stderr().is_terminal();
         let width = (layout.world_size - 1).to_string().len();
         let prefixes = |local| {
             let rank = layout.first_rank + local;
-            [stdout, stderr].map(|colour| prefix(rank, width, colour))
+            [stdout, stderr].map(|colour| if prefixed { prefix(rank, width, colour) } else { Vec::new() })
         };
         let ranks = 0..layout.local_world_size;
-        Self {
-            last_lines: ranks.clone().map(|_| VecDeque::new()).collect(),
-            prefixes: ranks.map(prefixes).collect(),
-        }
+        Self { last_lines: ranks.clone().map(|_| VecDeque::new()).collect(), prefixes: ranks.map(prefixes).collect() }
     }
 
     async fn print(mut self, mut messages: mpsc::Receiver<Message>) -> io::Result<()> {
@@ -181,11 +166,7 @@ impl Printer {
 
     fn render(&mut self, message: Message, bytes: &mut Vec<u8>) {
         match message {
-            Message::Line {
-                local,
-                stream,
-                text,
-            } => {
+            Message::Line { local, stream, text } => {
                 bytes.extend_from_slice(&self.prefixes[local as usize][stream as usize]);
                 bytes.extend_from_slice(&text);
                 bytes.push(b'\n');

@@ -6,14 +6,7 @@ use rustix::process::Signal;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 
-const FORWARDED: [Signal; 6] = [
-    Signal::INT,
-    Signal::TERM,
-    Signal::HUP,
-    Signal::QUIT,
-    Signal::USR1,
-    Signal::USR2,
-];
+const FORWARDED: [Signal; 6] = [Signal::INT, Signal::TERM, Signal::HUP, Signal::QUIT, Signal::USR1, Signal::USR2];
 
 /// Catches the signals to pass on, from now until the process ends.
 pub fn listen() -> io::Result<UnboundedReceiver<Signal>> {

@@ -27,7 +27,7 @@ const PRINTING: Duration = Duration::from_secs(2);
 pub async fn supervise(layout: &Layout, args: &Args) -> Result<u8, RunError> {
     // Signals are caught before there is a rank that one could orphan.
     let mut signals = signals::listen().map_err(RunError::Runtime)?;
-    let (messages, printer) = start_printer(layout);
+    let (messages, printer) = start_printer(layout, !args.no_prefix);
     let (end_sender, ends) = mpsc::unbounded_channel();
     let mut supervisor = Supervisor {
         first_rank: layout.first_rank,
@@ -49,9 +49,7 @@ pub async fn supervise(layout: &Layout, args: &Args) -> Result<u8, RunError> {
         supervisor.ranks.insert(local, rank);
         supervisor.running.insert(local);
         let messages = supervisor.messages.clone();
-        supervisor
-            .following
-            .spawn(follow(local, signs, messages, end_sender.clone()));
+        supervisor.following.spawn(follow(local, signs, messages, end_sender.clone()));
     }
     supervisor.watch(&mut signals).await?;
     supervisor.finish(&mut signals).await
@@ -127,18 +125,9 @@ impl Supervisor {
     async fn finish(self, signals: &mut UnboundedReceiver<Signal>) -> Result<u8, RunError> {
         let status = match &self.ending {
             None => 0,
-            Some(Ending {
-                cause: Cause::Failure { end, .. },
-                ..
-            }) => end.status(),
-            Some(Ending {
-                cause: Cause::Signal(signal),
-                ..
-            }) => signals::exit_status(signal.as_raw()),
-            Some(Ending {
-                cause: Cause::Output(_),
-                ..
-            }) => 1,
+            Some(Ending { cause: Cause::Failure { end, .. }, .. }) => end.status(),
+            Some(Ending { cause: Cause::Signal(signal), .. }) => signals::exit_status(signal.as_raw()),
+            Some(Ending { cause: Cause::Output(_), .. }) => 1,
         };
         let cause = self.ending.map(|ending| ending.cause);
         let patience = match &cause {
@@ -210,11 +199,7 @@ impl Supervisor {
             return;
         }
         self.signal_running(signal);
-        self.ending = Some(Ending {
-            cause,
-            deadline: Some(Instant::now() + self.grace),
-            killed: false,
-        });
+        self.ending = Some(Ending { cause, deadline: Some(Instant::now() + self.grace), killed: false });
     }
 
     fn kill(&mut self) {
@@ -250,11 +235,7 @@ impl Supervisor {
     }
 
     fn list_running(&self) -> String {
-        let ranks: Vec<_> = self
-            .running
-            .iter()
-            .map(|local| (self.first_rank + local).to_string())
-            .collect();
+        let ranks: Vec<_> = self.running.iter().map(|local| (self.first_rank + local).to_string()).collect();
         match ranks.len() {
             0 => "what the ranks left behind".to_owned(),
             1 => format!("rank {}", ranks[0]),
@@ -272,13 +253,7 @@ async fn follow(
     ends: UnboundedSender<(u32, End)>,
 ) -> io::Result<u32> {
     let (cut, cut_seen) = watch::channel(false);
-    let stdout = forward(
-        signs.stdout,
-        local,
-        Stream::Stdout,
-        messages.clone(),
-        cut_seen.clone(),
-    );
+    let stdout = forward(signs.stdout, local, Stream::Stdout, messages.clone(), cut_seen.clone());
     let stderr = forward(signs.stderr, local, Stream::Stderr, messages, cut_seen);
     // Of what arrives together, standard error counts as the later: it is where the reason of a
     // failure stands, which the last lines should hold.

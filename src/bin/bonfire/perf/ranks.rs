@@ -1,0 +1,86 @@
+//! The ranks of a measurement: threads, or copies of this program.
+
+use std::fmt;
+use std::io;
+use std::thread;
+
+use bonfire::{Error, Group};
+
+use super::Common;
+use super::report::Report;
+use crate::run;
+
+#[derive(Clone, Copy, PartialEq, clap::ValueEnum)]
+pub enum Transport {
+    /// Threads of one process
+    Local,
+    /// Processes that this program starts, over TCP on loopback
+    Tcp,
+}
+
+impl fmt::Display for Transport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Transport::Local => "local",
+            Transport::Tcp => "tcp",
+        })
+    }
+}
+
+#[derive(Debug, thiserror::Error)]
+pub enum RanksError {
+    #[error(transparent)]
+    Group(#[from] Error),
+    #[error("cannot start a rank: {0}")]
+    Start(io::Error),
+    #[error("a rank panicked; its message is above")]
+    Panicked,
+    #[cfg(not(unix))]
+    #[error("TCP needs a unix system")]
+    Platform,
+}
+
+/// Runs `work` on every rank; it gives the number of wrong elements over all of them. Returns the exit status.
+pub fn measure(
+    common: &Common,
+    work: impl Fn(&Group, &Report) -> Result<u64, Error> + Clone + Send + 'static,
+) -> Result<u8, RanksError> {
+    let report = Report::new(common);
+    if !common.as_rank {
+        report.head();
+    }
+    let wrong = match common.transport {
+        Transport::Local => threads(common.ranks, work, &report)?,
+        Transport::Tcp if !common.as_rank => return processes(common.ranks),
+        #[cfg(unix)]
+        Transport::Tcp => work(&Group::from_env()?, &report)?,
+        #[cfg(not(unix))]
+        Transport::Tcp => return Err(RanksError::Platform),
+    };
+    Ok(u8::from(wrong > 0))
+}
+
+fn threads(
+    ranks: u32,
+    work: impl Fn(&Group, &Report) -> Result<u64, Error> + Clone + Send + 'static,
+    report: &Report,
+) -> Result<u64, RanksError> {
+    let spawn = |group: Group| {
+        let (work, report) = (work.clone(), report.clone());
+        thread::spawn(move || work(&group, &report))
+    };
+    let threads: Vec<_> = Group::threads(ranks as usize)?.into_iter().map(spawn).collect();
+    let results: Vec<_> = threads.into_iter().map(thread::JoinHandle::join).collect();
+    let mut wrong = 0;
+    for result in results {
+        wrong = result.map_err(|_| RanksError::Panicked)??;
+    }
+    Ok(wrong)
+}
+
+/// Starts this program once per rank as `bonfire run` does, which ends all if one fails.
+fn processes(ranks: u32) -> Result<u8, RanksError> {
+    let program = std::env::current_exe().map_err(RanksError::Start)?.into_os_string();
+    let arguments = std::env::args_os().skip(1).chain(["--as-rank".into()]);
+    Ok(run::run(&run::Args::local(ranks, [program].into_iter().chain(arguments).collect())))
+}

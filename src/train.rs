@@ -1,0 +1,3 @@
+//! Training on many ranks.
+
+pub mod batch_norm;

@@ -1,0 +1,302 @@
+//! Batch normalisation with the statistics of the whole batch, whichever ranks hold it.
+
+use std::any::Any;
+use std::sync::Arc;
+
+use burn::config::Config;
+use burn::module::{Content, DisplaySettings, Initializer, Module, ModuleDisplay, Param, RunningState};
+use burn::tensor::backend::Backend;
+use burn::tensor::ops::FloatTensor;
+use burn::tensor::{DType, Tensor, TensorPrimitive};
+
+use crate::tensor::autodiff::CollectiveBackend;
+use crate::{Error, Group};
+
+/// Configuration of a [`SyncBatchNorm`], with the fields and defaults of burn's `BatchNormConfig`.
+#[derive(Config, Debug)]
+pub struct SyncBatchNormConfig {
+    /// The number of features.
+    pub num_features: usize,
+    /// A value required for numerical stability. Default: 1e-5
+    #[config(default = 1e-5)]
+    pub epsilon: f64,
+    /// Momentum used to update the running statistics. Default: 0.1
+    #[config(default = 0.1)]
+    pub momentum: f64,
+}
+
+impl SyncBatchNormConfig {
+    /// A layer for training, synchronised over `group`.
+    pub fn init<B: CollectiveBackend>(&self, group: &Group, device: &B::Device) -> SyncBatchNorm<B> {
+        self.layer(Some(Link::new::<B>(group)), device)
+    }
+
+    /// A layer for inference only, on any backend and without a group: to load a record into.
+    pub fn init_inference<B: Backend>(&self, device: &B::Device) -> SyncBatchNorm<B> {
+        self.layer(None, device)
+    }
+
+    fn layer<B: Backend>(&self, link: Option<Link>, device: &B::Device) -> SyncBatchNorm<B> {
+        let features = [self.num_features];
+        SyncBatchNorm {
+            gamma: Initializer::Ones.init(features, device),
+            beta: Initializer::Zeros.init(features, device),
+            running_mean: RunningState::new(Tensor::zeros(features, device)),
+            running_var: RunningState::new(Tensor::ones(features, device)),
+            momentum: self.momentum,
+            fixed: Fixed { epsilon: self.epsilon, link },
+        }
+    }
+}
+
+/// Applies batch normalisation over a batch that is spread over the ranks of a group.
+///
+/// In training, ranks that hold shards of a batch compute what one rank computes with burn's `BatchNorm` and the whole
+/// batch: outputs, gradients of inputs and parameters, and running statistics. The gradients of gamma and beta are, as
+/// those of every parameter, the rank's own share: sum them over ranks if the losses are sums, and average them if the
+/// losses are means over shards of the same size. Shards may have different sizes; losses must then be weighted by them.
+/// Running statistics are the same on all ranks, bit for bit. In inference, on a backend without autodiff, the layer
+/// uses the running statistics and does not communicate.
+///
+/// All ranks must call the forward and backward passes of their layers the same number of times and in the same order.
+/// Ranks that are threads of one process must each build their own model, and keep to the rules of
+/// [`tensor::autodiff`](crate::tensor::autodiff#ranks-as-threads). A clone shares running statistics with its original,
+/// as with burn's layer.
+///
+/// Records have the fields of burn's `BatchNorm` and are interchangeable with those. The running variance is the biased
+/// one, as burn's.
+///
+/// # Example
+/// ```
+/// use bonfire::Group;
+/// use bonfire::tensor::autodiff::CollectiveBackend;
+/// use bonfire::train::batch_norm::{SyncBatchNorm, SyncBatchNormConfig};
+/// use burn::backend::{Autodiff, NdArray};
+/// use burn::module::{AutodiffModule, Module};
+/// use burn::nn::{Linear, LinearConfig};
+/// use burn::tensor::{Distribution, Tensor, backend::Backend};
+///
+/// #[derive(Module, Debug)]
+/// struct Model<B: Backend> {
+///     linear: Linear<B>,
+///     norm: SyncBatchNorm<B>,
+/// }
+///
+/// impl<B: CollectiveBackend> Model<B> {
+///     fn new(group: &Group, device: &B::Device) -> Self {
+///         let linear = LinearConfig::new(4, 8).init(device);
+///         Self { linear, norm: SyncBatchNormConfig::new(8).init(group, device) }
+///     }
+/// }
+///
+/// impl<B: Backend> Model<B> {
+///     fn forward(&self, batch: Tensor<B, 2>) -> Tensor<B, 2> {
+///         self.norm.forward(self.linear.forward(batch))
+///     }
+/// }
+///
+/// let device = Default::default();
+/// let group = Group::threads(1)?.remove(0);
+/// let model = Model::<Autodiff<NdArray>>::new(&group, &device);
+/// let gradients = model.forward(Tensor::random([5, 4], Distribution::Default, &device)).sum().backward();
+/// let outputs = model.valid().forward(Tensor::random([5, 4], Distribution::Default, &device));
+/// # assert!(model.norm.beta.val().grad(&gradients).is_some());
+/// # assert_eq!(outputs.dims(), [5, 8]);
+/// # Ok::<(), bonfire::Error>(())
+/// ```
+#[derive(Module, Debug)]
+#[module(custom_display)]
+pub struct SyncBatchNorm<B: Backend> {
+    /// The learnable weight gamma.
+    pub gamma: Param<Tensor<B, 1>>,
+    /// The learnable weight beta.
+    pub beta: Param<Tensor<B, 1>>,
+    /// The running mean.
+    pub running_mean: RunningState<Tensor<B, 1>>,
+    /// The running variance.
+    pub running_var: RunningState<Tensor<B, 1>>,
+    /// Momentum used to update the running statistics.
+    pub momentum: f64,
+    #[module(skip)]
+    fixed: Fixed,
+}
+
+impl<B: Backend> SyncBatchNorm<B> {
+    /// Applies the layer. In training a collective operation: every rank calls it.
+    ///
+    /// Inputs of f16 and bf16 are normalised in f32.
+    ///
+    /// # Shapes
+    /// - `input`: `[batch_size, channels, ...]`, where `batch_size` and the dimensions after `channels` may differ
+    ///   between ranks, and `batch_size` may be 0 on some
+    /// - output: that of `input`
+    ///
+    /// # Panics
+    /// With the text of the [`Error`] if the collective fails, here or in the backward pass. In training, if the layer
+    /// was made by [`SyncBatchNormConfig::init_inference`]. If `input` has fewer than two dimensions or another number of
+    /// channels than the layer.
+    pub fn forward<const D: usize>(&self, input: Tensor<B, D>) -> Tensor<B, D> {
+        let [features] = self.gamma.lazy_shape().dims();
+        assert!(
+            D >= 2 && input.dims()[1] == features,
+            "batch norm of {features} features cannot take {:?}",
+            input.dims()
+        );
+        let dtype = input.dtype();
+        let input = input.cast(if matches!(dtype, DType::F16 | DType::BF16) { DType::F32 } else { dtype });
+
+        let (mean, var) = if B::ad_enabled(&input.device()) {
+            let (mean, var) = self.batch_statistics(input.clone()).unwrap_or_else(|error| panic!("{error}"));
+            self.update(&self.running_mean, mean.clone());
+            self.update(&self.running_var, var.clone());
+            (mean, var)
+        } else {
+            (self.running_mean.value(), self.running_var.value())
+        };
+
+        let (work, device) = (input.dtype(), input.device());
+        let mut shape = [1; D];
+        shape[1] = features;
+        let spread = |tensor: Tensor<B, 1>| tensor.to_device(&device).cast(work).reshape(shape);
+        let output = input.sub(spread(mean)).div(spread(var).add_scalar(self.fixed.epsilon).sqrt());
+        output.mul(spread(self.gamma.val())).add(spread(self.beta.val())).cast(dtype)
+    }
+
+    /// Mean and biased variance per channel over the batches of all ranks.
+    ///
+    /// One collective: ranks gather their shards' means, variances and sizes, and each merges them as Chan, Golub and
+    /// LeVeque do ("Algorithms for computing the sample variance", 1983). Unlike sums of squares this subtracts no large
+    /// numbers from each other, so that f32 keeps a small variance beside a large mean. The gather is a sum of matrices
+    /// which are zero but for the rank's own row: exact, and differentiable because the sum is.
+    fn batch_statistics<const D: usize>(&self, input: Tensor<B, D>) -> Result<(Tensor<B, 1>, Tensor<B, 1>), Error> {
+        let link = self.fixed.link.as_ref().ok_or_else(|| {
+            Error::argument(
+                "batch norm",
+                "a layer for inference cannot train; make it with `SyncBatchNormConfig::init`",
+            )
+        })?;
+        let [ranks, rank, features] = [link.group.world_size(), link.group.rank(), input.dims()[1]];
+        let count = input.shape().num_elements() / features;
+        // The mean of an empty shard is 0, not NaN, as NaN would survive its weight of 0. It stays part of the graph,
+        // as this rank must take part in the backward pass, too. Means are not sums divided by a scalar: burn-autodiff
+        // 0.21 rounds the gradient of such a division to f32.
+        let mean = |elements: Tensor<B, 2>| if count == 0 { elements.sum_dim(1) } else { elements.mean_dim(1) };
+        let channels = input.swap_dims(0, 1).reshape([features, count]);
+        let own_mean = mean(channels.clone());
+        let own_var = mean(channels.sub(own_mean.clone()).square());
+
+        let options = (&own_mean.device(), own_mean.dtype());
+        let own = Tensor::cat(vec![own_mean, own_var, Tensor::full([1, 1], count as f64, options)], 0).transpose();
+        let width = 2 * features + 1;
+        let rows = Tensor::zeros([ranks, width], options).slice_assign([rank..rank + 1, 0..width], own);
+        let rows = link.sum(rows)?;
+
+        let counts = rows.clone().slice([0..ranks, width - 1..width]).detach();
+        let weights = counts.clone().div(counts.sum().unsqueeze());
+        let means = rows.clone().slice([0..ranks, 0..features]);
+        let vars = rows.slice([0..ranks, features..2 * features]);
+        let mean = means.clone().mul(weights.clone()).sum_dim(0);
+        let var = vars.add(means.sub(mean.clone()).square()).mul(weights).sum_dim(0);
+        Ok((mean.reshape([features]), var.reshape([features])))
+    }
+
+    fn update(&self, running: &RunningState<Tensor<B, 1>>, batch: Tensor<B, 1>) {
+        let old = running.value_sync();
+        let batch = batch.detach().to_device(&old.device()).cast(old.dtype());
+        running.update(old.mul_scalar(1.0 - self.momentum).add(batch.mul_scalar(self.momentum)).detach());
+    }
+}
+
+impl<B: Backend> ModuleDisplay for SyncBatchNorm<B> {
+    fn custom_settings(&self) -> Option<DisplaySettings> {
+        DisplaySettings::new().with_new_line_after_attribute(false).optional()
+    }
+
+    fn custom_content(&self, content: Content) -> Option<Content> {
+        let [features] = self.gamma.lazy_shape().dims();
+        content
+            .add("num_features", &features)
+            .add("momentum", &self.momentum)
+            .add("epsilon", &self.fixed.epsilon)
+            .optional()
+    }
+}
+
+/// What is neither trained nor saved. One field of the layer, as each field takes a place in positional record formats:
+/// burn's layer has as many fields.
+#[derive(Clone, Debug)]
+struct Fixed {
+    epsilon: f64,
+    link: Option<Link>,
+}
+
+/// How the training backend sums over its group.
+///
+/// The layer's type is generic over every backend, but only an autodiff backend can sum, and none can be told apart
+/// where the bound is `Backend`. So the function is stored where the bound is known, without its type, since `valid` and
+/// `train` move the field between a layer of the autodiff backend and one of the backend inside.
+#[derive(Clone, Debug)]
+struct Link {
+    group: Group,
+    sum: Arc<dyn Any + Send + Sync>,
+}
+
+type Sum<B> = fn(FloatTensor<B>, &Group) -> Result<FloatTensor<B>, Error>;
+
+impl Link {
+    fn new<B: CollectiveBackend>(group: &Group) -> Self {
+        let sum: Sum<B> = B::float_all_reduce_sum;
+        Self { group: group.clone(), sum: Arc::new(sum) }
+    }
+
+    fn sum<B: Backend, const D: usize>(&self, tensor: Tensor<B, D>) -> Result<Tensor<B, D>, Error> {
+        let sum = self.sum.downcast_ref::<Sum<B>>().ok_or_else(|| {
+            Error::argument("batch norm", "the layer was made for another autodiff backend than it is called on")
+        })?;
+        Ok(Tensor::from_primitive(TensorPrimitive::Float(sum(tensor.into_primitive().tensor(), &self.group)?)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use burn::backend::{Autodiff, Flex, NdArray};
+
+    use super::*;
+
+    type Training = Autodiff<NdArray<f64>>;
+
+    fn ones<B: Backend>(channels: usize) -> Tensor<B, 3> {
+        Tensor::ones([2, channels, 5], &Default::default())
+    }
+
+    fn layer() -> SyncBatchNorm<Training> {
+        SyncBatchNormConfig::new(3).init(&Group::threads(1).expect("a group")[0], &Default::default())
+    }
+
+    #[test]
+    #[should_panic(expected = "batch norm of 3 features cannot take [2, 4, 5]")]
+    fn another_number_of_channels_is_refused() {
+        layer().forward(ones(4));
+    }
+
+    #[test]
+    fn defaults_are_burns() {
+        let (ours, burns) = (SyncBatchNormConfig::new(3), burn::nn::BatchNormConfig::new(3));
+        assert_eq!((ours.epsilon, ours.momentum), (burns.epsilon, burns.momentum));
+    }
+
+    #[test]
+    fn a_layer_moved_to_a_foreign_backend_does_not_train() {
+        let foreign = SyncBatchNorm::<Autodiff<Flex>> {
+            fixed: layer().fixed,
+            ..SyncBatchNormConfig::new(3).init_inference(&Default::default())
+        };
+        assert!(matches!(foreign.batch_statistics(ones(3)), Err(Error::InvalidArgument { .. })));
+    }
+
+    #[test]
+    fn one_value_per_channel_gives_beta() {
+        let input = Tensor::<Training, 2>::full([1, 3], 5.0, &Default::default());
+        assert_eq!(layer().forward(input).into_data().iter::<f64>().collect::<Vec<_>>(), [0.0; 3]);
+    }
+}

@@ -1,0 +1,177 @@
+//! Arguments that cannot work are refused at once, on the rank that gave them, and the group goes on; values that are no
+//! ordinary numbers pass.
+
+mod common;
+
+use std::time::Duration;
+
+use bonfire::{Algorithm, Builder, Element, Error, Group, ReduceOp};
+use common::{Kind, run_ranks, run_ranks_with};
+use half::{bf16, f16};
+
+type Act = fn(&Group) -> Result<(), Error>;
+
+/// On three ranks, from rank 1.
+const REFUSED: &[(&str, Act)] = &[
+    ("root of reduce", |g| g.reduce(&mut [0f32; 2], ReduceOp::Sum, 3)),
+    ("root of reduce_into", |g| g.reduce_into(&[0f32; 2], &mut [], ReduceOp::Sum, usize::MAX)),
+    ("root of broadcast", |g| g.broadcast(&mut [0f32; 2], 3)),
+    ("root of broadcast_into", |g| g.broadcast_into(None, &mut [0f32; 2], 3)),
+    ("receiver", |g| g.send(&[0f32; 2], 3)),
+    ("sender", |g| g.recv(&mut [0f32; 2], 3)),
+    ("message to oneself", |g| g.send(&[0f32; 2], 1)),
+    ("message from oneself", |g| g.recv(&mut [0f32; 2], 1)),
+    ("output of all_reduce", |g| g.all_reduce_into(&[0f32; 2], &mut [0f32; 3], ReduceOp::Sum)),
+    ("output of reduce", |g| g.reduce_into(&[0f32; 2], &mut [0f32; 1], ReduceOp::Sum, 1)),
+    ("input of all_gather", |g| g.all_gather_into(&[0f32; 2], &mut [0f32; 3])),
+    ("no input of all_gather", |g| g.all_gather_into(&[], &mut [0f32; 3])),
+    ("output of reduce_scatter", |g| g.reduce_scatter_into(&[0f32; 6], &mut [0f32; 1], ReduceOp::Sum)),
+    ("broadcast without the root's input", |g| g.broadcast_into(None, &mut [0f32; 2], 1)),
+    ("broadcast with another's input", |g| g.broadcast_into(Some(&[0f32; 2]), &mut [0f32; 2], 0)),
+    ("length of the root's input", |g| g.broadcast_into(Some(&[0f32; 3]), &mut [0f32; 2], 1)),
+];
+
+#[test]
+fn wrong_arguments_are_refused_and_the_group_goes_on() {
+    for kind in Kind::ALL {
+        run_ranks(kind, 3, move |group| {
+            for (name, act) in REFUSED {
+                // The others are waiting in the next operation meanwhile.
+                if group.rank() == 1 {
+                    let result = act(&group);
+                    assert!(matches!(result, Err(Error::InvalidArgument { .. })), "{kind:?}, {name}: {result:?}");
+                }
+                let mut data = [1i32; 3];
+                group.all_reduce(&mut data, ReduceOp::Sum).unwrap_or_else(|e| panic!("{kind:?}, after {name}: {e}"));
+                assert_eq!(data, [3; 3]);
+            }
+            assert_eq!(group.failure(), None);
+        });
+    }
+}
+
+#[test]
+fn a_group_has_a_rank() {
+    assert!(matches!(Group::threads(0), Err(Error::InvalidArgument { .. })));
+    let nobody = Group::builder().rank(0).world_size(0).address("127.0.0.1:29500").connect();
+    assert!(matches!(nobody, Err(Error::InvalidArgument { .. })));
+}
+
+/// What the ranks of a group of three bring, what each reduction gives by IEEE 754, and where NaN is.
+const NAN: f32 = f32::NAN;
+const INF: f32 = f32::INFINITY;
+const COLUMNS: &[([f32; 3], [f32; 5])] = &[
+    // Sum, mean, max, min, product.
+    ([NAN, 1.0, 2.0], [NAN; 5]),
+    ([1.0, NAN, 2.0], [NAN; 5]),
+    ([1.0, 2.0, NAN], [NAN; 5]),
+    ([NAN, NAN, NAN], [NAN; 5]),
+    ([NAN, INF, -INF], [NAN; 5]),
+    ([INF, 1.0, 2.0], [INF, INF, INF, 1.0, INF]),
+    ([1.0, INF, INF], [INF, INF, INF, 1.0, INF]),
+    ([1.0, 2.0, -INF], [-INF, -INF, 2.0, -INF, -INF]),
+    ([-INF, 1.0, INF], [NAN, NAN, INF, -INF, -INF]),
+    ([INF, 0.0, 1.0], [INF, INF, INF, 0.0, NAN]),
+    ([1.0, 2.0, 3.0], [6.0, 2.0, 3.0, 1.0, 6.0]),
+];
+
+trait Float: Element {
+    fn from(value: f32) -> Self;
+    fn to(self) -> f32;
+    fn bits(self) -> u64;
+}
+
+macro_rules! floats {
+    ($($type:ty: $from:expr, $to:expr;)*) => {
+        $(impl Float for $type {
+            fn from(value: f32) -> Self { $from(value) }
+            fn to(self) -> f32 { $to(self) }
+            fn bits(self) -> u64 { self.to_bits().into() }
+        })*
+    };
+}
+
+floats! {
+    f32: |x| x, |x| x;
+    f64: |x| x as f64, |x| x as f32;
+    f16: f16::from_f32, f16::to_f32;
+    bf16: bf16::from_f32, bf16::to_f32;
+}
+
+/// All columns, `times` over, in every reduction; gives the bits of the results.
+fn reduce_all<T: Float>(group: &Group, times: usize) -> Vec<u64> {
+    let mut bits = Vec::new();
+    for (i, op) in ReduceOp::ALL.into_iter().enumerate() {
+        let mut data: Vec<T> =
+            COLUMNS.iter().cycle().take(COLUMNS.len() * times).map(|(ranks, _)| T::from(ranks[group.rank()])).collect();
+        group.all_reduce(&mut data, op).unwrap();
+        for (got, (ranks, want)) in data.iter().zip(COLUMNS.iter().cycle()) {
+            let (got, want) = (got.to(), want[i]);
+            assert!(got == want || got.is_nan() && want.is_nan(), "{op} of {ranks:?} in {}: {got}", T::DTYPE);
+        }
+        bits.extend(data.into_iter().map(T::bits));
+    }
+    bits
+}
+
+fn unordinary(kind: Kind, settings: impl Fn(Builder) -> Builder) {
+    let results = run_ranks_with(
+        kind,
+        3,
+        |builder| settings(builder.deadline(Duration::from_secs(20))),
+        |group| {
+            let each = |times| {
+                [
+                    reduce_all::<f32>(&group, times),
+                    reduce_all::<f64>(&group, times),
+                    reduce_all::<f16>(&group, times),
+                    reduce_all::<bf16>(&group, times),
+                ]
+                .concat()
+            };
+            [each(1), each(100)].concat()
+        },
+    );
+    assert!(results.iter().all(|bits| *bits == results[0]), "{kind:?}: ranks have other bits");
+}
+
+#[test]
+fn nan_and_infinities_pass_as_in_ieee_754() {
+    for kind in Kind::ALL {
+        unordinary(kind, |builder| builder);
+        for algorithm in Algorithm::ALL {
+            unordinary(kind, |builder| builder.algorithm(algorithm));
+        }
+    }
+}
+
+/// Which of two zeros and of two NaN an extreme keeps follows the order of ranks, so it is the same one everywhere. (Which
+/// payload a sum of several NaN keeps is up to the processor and the compiler: ranks may differ in it.)
+#[test]
+fn all_ranks_keep_the_same_zero_and_extremes_the_same_nan() {
+    for kind in Kind::ALL {
+        for algorithm in [None].into_iter().chain(Algorithm::ALL.map(Some)) {
+            for n in 2..=4 {
+                let results = run_ranks_with(
+                    kind,
+                    n,
+                    |builder| algorithm.map_or(builder.clone(), |algorithm| builder.algorithm(algorithm)),
+                    |group| {
+                        let rank = group.rank() as u32;
+                        let signed_zero = if rank % 2 == 0 { 0.0 } else { -0.0f32 };
+                        let mut bits = Vec::new();
+                        for op in ReduceOp::ALL {
+                            let extreme = matches!(op, ReduceOp::Max | ReduceOp::Min);
+                            let nan = f32::from_bits(0x7fc0_0001 + if extreme { rank } else { 0 });
+                            let mut data = [[nan, signed_zero]; 100];
+                            group.all_reduce(data.as_flattened_mut(), op).unwrap();
+                            bits.extend(data.as_flattened().iter().map(|x| x.to_bits()));
+                        }
+                        bits
+                    },
+                );
+                assert!(results.iter().all(|bits| *bits == results[0]), "{kind:?}, {algorithm:?}, {n} ranks");
+            }
+        }
+    }
+}

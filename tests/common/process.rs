@@ -1,0 +1,110 @@
+//! Ranks as processes: a test starts its own binary again, once for each rank, with only that test in it.
+//!
+//! In the child the test's body finds [`is_child`] and reports to the parent with [`say`].
+
+use std::io::{BufRead, BufReader};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::mpsc::{Receiver, channel};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use bonfire::Error;
+use rustix::process::{Pid, Signal, kill_process};
+
+const CHILD: &str = "BONFIRE_TEST_CHILD";
+/// Before what a child says: the test harness writes to the same stream.
+const MARK: &str = "bonfire-says:";
+/// Longer than any deadline within a child.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Whether this process was started by a test.
+pub fn is_child() -> bool {
+    std::env::var_os(CHILD).is_some()
+}
+
+/// Tells the parent.
+pub fn say(words: impl std::fmt::Display) {
+    println!("\n{MARK}{words}");
+}
+
+/// Tells the parent the outcome.
+pub fn report(outcome: &Result<String, Error>) {
+    say(serde_json::to_string(outcome).expect("outcomes are plain data"));
+}
+
+/// A child that runs the test `name`; it is killed when dropped.
+pub struct Process {
+    child: Child,
+    words: Receiver<String>,
+}
+
+impl Process {
+    /// Starts the child with these variables and no others of Bonfire's.
+    pub fn start(name: &str, variables: &[(&str, String)]) -> Process {
+        let mut command = Command::new(std::env::current_exe().expect("the test's own binary"));
+        command.args([name, "--exact", "--nocapture", "--test-threads=1"]).stdout(Stdio::piped());
+        for variable in ["RANK", "WORLD_SIZE", "ADDRESS", "HOST", "DEADLINE"] {
+            command.env_remove(format!("BONFIRE_{variable}"));
+        }
+        command.env(CHILD, "1").envs(variables.iter().map(|(name, value)| (*name, value)));
+        let mut child = command.spawn().expect("the test's own binary starts");
+        let output = BufReader::new(child.stdout.take().expect("it is piped"));
+        let (sender, words) = channel();
+        thread::spawn(move || {
+            for line in output.lines().map_while(Result::ok) {
+                if let Some(words) = line.strip_prefix(MARK) {
+                    let _ = sender.send(words.to_owned());
+                }
+            }
+        });
+        Process { child, words }
+    }
+
+    /// Starts all ranks of a group as [`bonfire::Group::from_env`] wants them.
+    pub fn start_ranks(name: &str, n: usize, deadline: &str) -> Vec<Process> {
+        let address = super::free_address();
+        let variables = |rank: usize| {
+            [
+                ("BONFIRE_RANK", rank.to_string()),
+                ("BONFIRE_WORLD_SIZE", n.to_string()),
+                ("BONFIRE_ADDRESS", address.clone()),
+                ("BONFIRE_DEADLINE", deadline.to_owned()),
+            ]
+        };
+        (0..n).map(|rank| Process::start(name, &variables(rank))).collect()
+    }
+
+    /// The next thing that the child says.
+    pub fn hear(&self) -> String {
+        self.words.recv_timeout(PATIENCE).expect("the child says something")
+    }
+
+    /// The outcome that the child reports next.
+    pub fn outcome(&self) -> Result<String, Error> {
+        serde_json::from_str(&self.hear()).expect("an outcome")
+    }
+
+    pub fn signal(&self, signal: Signal) {
+        let pid = Pid::from_raw(self.child.id() as i32).expect("a process has a number");
+        kill_process(pid, signal).expect("a signal to one's own child");
+    }
+
+    /// Waits until the child has ended.
+    pub fn end(&mut self) -> ExitStatus {
+        let start = Instant::now();
+        loop {
+            if let Some(status) = self.child.try_wait().expect("one's own child") {
+                return status;
+            }
+            assert!(start.elapsed() < PATIENCE, "the child does not end");
+            thread::sleep(Duration::from_millis(5));
+        }
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}

@@ -1,0 +1,189 @@
+//! A transport from outside the crate, and one that injects delays and failures.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::Duration;
+
+use bonfire::{Builder, Deadline, Fault, Group, Tag, Transport};
+
+type Message = (Tag, Vec<u8>);
+
+/// One rank's end of `n * n` channels of the standard library. A rank that drops its end disconnects its channels.
+pub struct Channels {
+    rank: usize,
+    outgoing: Vec<Sender<Message>>,
+    incoming: Vec<Mutex<Receiver<Message>>>,
+}
+
+impl Channels {
+    /// The ends of all ranks, by rank.
+    pub fn group(n: usize) -> Vec<Channels> {
+        let mut ends: Vec<Channels> =
+            (0..n).map(|rank| Channels { rank, outgoing: Vec::new(), incoming: Vec::new() }).collect();
+        for from in 0..n {
+            for end in &mut ends {
+                let (sender, receiver) = channel();
+                end.incoming.push(Mutex::new(receiver));
+                // For now `end` keeps the sender of the channel that it receives from.
+                end.outgoing.push(sender);
+                assert_eq!(end.incoming.len(), from + 1);
+            }
+        }
+        let mut senders: Vec<Vec<Option<Sender<Message>>>> =
+            ends.iter_mut().map(|end| std::mem::take(&mut end.outgoing).into_iter().map(Some).collect()).collect();
+        for end in &mut ends {
+            let rank = end.rank;
+            end.outgoing = senders.iter_mut().map(|to| to[rank].take().expect("one sender for each pair")).collect();
+        }
+        ends
+    }
+}
+
+impl Transport for Channels {
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
+    fn world_size(&self) -> usize {
+        self.incoming.len()
+    }
+
+    fn send(&self, tag: &Tag, to: usize, bytes: &[u8], _deadline: &Deadline) -> Result<(), Fault> {
+        self.outgoing[to].send((*tag, bytes.to_vec())).map_err(|_| Fault::Left { peer: to })
+    }
+
+    fn receive(&self, tag: &Tag, from: usize, bytes: &mut [u8], deadline: &Deadline) -> Result<(), Fault> {
+        let receiver = self.incoming[from].lock().expect("nobody panics with it");
+        let (theirs, payload) = receiver.recv_timeout(deadline.remaining()).map_err(|e| match e {
+            RecvTimeoutError::Timeout => Fault::Timeout { missing: vec![from] },
+            RecvTimeoutError::Disconnected => Fault::Left { peer: from },
+        })?;
+        if theirs != *tag || payload.len() != bytes.len() {
+            return Err(Fault::Unexpected { peer: from, tag: theirs });
+        }
+        bytes.copy_from_slice(&payload);
+        Ok(())
+    }
+
+    fn exchange(
+        &self,
+        tag: &Tag,
+        (to, outgoing): (usize, &[u8]),
+        (from, incoming): (usize, &mut [u8]),
+        deadline: &Deadline,
+    ) -> Result<(), Fault> {
+        self.send(tag, to, outgoing, deadline)?;
+        self.receive(tag, from, incoming, deadline)
+    }
+}
+
+/// What goes wrong on one rank.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Faults {
+    /// Some sends are delayed by some microseconds, as a generator with this seed says.
+    pub delays: Option<u64>,
+    /// Message number `k`, counted from 0, is not sent, and neither is any after it.
+    pub fail_at: Option<usize>,
+}
+
+/// Injects [`Faults`] before each message that a rank sends.
+pub struct Faulty<T> {
+    inner: T,
+    faults: Faults,
+    random: Mutex<Random>,
+    sent: AtomicUsize,
+}
+
+impl<T: Transport> Faulty<T> {
+    pub fn new(inner: T, faults: Faults) -> Self {
+        // Ranks with the same seed must not have the same delays.
+        let seed = faults.delays.unwrap_or(0) ^ (inner.rank() as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        Faulty { inner, faults, random: Mutex::new(Random(seed | 1)), sent: AtomicUsize::new(0) }
+    }
+
+    fn before_send(&self, to: usize) -> Result<(), Fault> {
+        let number = self.sent.fetch_add(1, Ordering::Relaxed);
+        if self.faults.fail_at.is_some_and(|k| number >= k) {
+            return Err(Fault::Lost { peer: to, reason: format!("message {number} fails on purpose") });
+        }
+        if self.faults.delays.is_some() {
+            delay(self.random.lock().expect("nobody panics with it").next());
+        }
+        Ok(())
+    }
+}
+
+impl<T: Transport> Transport for Faulty<T> {
+    fn rank(&self) -> usize {
+        self.inner.rank()
+    }
+
+    fn world_size(&self) -> usize {
+        self.inner.world_size()
+    }
+
+    fn send(&self, tag: &Tag, to: usize, bytes: &[u8], deadline: &Deadline) -> Result<(), Fault> {
+        self.before_send(to)?;
+        self.inner.send(tag, to, bytes, deadline)
+    }
+
+    fn receive(&self, tag: &Tag, from: usize, bytes: &mut [u8], deadline: &Deadline) -> Result<(), Fault> {
+        self.inner.receive(tag, from, bytes, deadline)
+    }
+
+    fn exchange(
+        &self,
+        tag: &Tag,
+        (to, outgoing): (usize, &[u8]),
+        incoming: (usize, &mut [u8]),
+        deadline: &Deadline,
+    ) -> Result<(), Fault> {
+        self.before_send(to)?;
+        self.inner.exchange(tag, (to, outgoing), incoming, deadline)
+    }
+}
+
+/// Xorshift: the same numbers for the same seed, which is not zero.
+pub struct Random(pub u64);
+
+impl Random {
+    pub fn next(&mut self) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0
+    }
+}
+
+/// Nothing, a yield, a spin or a short sleep. It is the injected fault; nothing waits by it.
+pub fn delay(number: u64) {
+    let size = number >> 8 & 63;
+    match number % 16 {
+        0..=7 => {}
+        8..=11 => thread::yield_now(),
+        12..=14 => (0..size * 32).for_each(|_| std::hint::spin_loop()),
+        _ => thread::sleep(Duration::from_micros(size)),
+    }
+}
+
+/// Runs `f` on `n` ranks over channels, each rank with the faults that `faults` gives it; results by rank.
+pub fn run_on_channels<T: Send + 'static>(
+    n: usize,
+    settings: impl Fn(Builder) -> Builder,
+    faults: impl Fn(usize) -> Faults,
+    f: impl Fn(Group) -> T + Clone + Send + 'static,
+) -> Vec<T> {
+    let ranks: Vec<_> = Channels::group(n)
+        .into_iter()
+        .enumerate()
+        .map(|(rank, end)| {
+            let transport = Arc::new(Faulty::new(end, faults(rank)));
+            let group = settings(Group::builder().deadline(super::DEADLINE)).on(transport);
+            let f = f.clone();
+            thread::spawn(move || f(group))
+        })
+        .collect();
+    ranks.into_iter().map(|rank| rank.join().expect("a rank panicked")).collect()
+}

@@ -1,0 +1,242 @@
+//! Ranks that are missing, leave or die, and arguments that cannot work.
+
+mod common;
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Barrier};
+use std::time::Duration;
+
+use bonfire::{Error, Group, ReduceOp};
+use common::{Kind, errors, in_parallel, run_ranks, run_ranks_with};
+
+type Act = fn(&Group) -> Result<(), Error>;
+
+const ACTS: [Act; 6] = [
+    |g| g.all_reduce(&mut [1f32; 8], ReduceOp::Sum),
+    |g| g.all_reduce(&mut vec![1f32; 300_000], ReduceOp::Sum),
+    |g| g.broadcast(&mut [1u8; 8], 0),
+    |g| g.reduce(&mut [1i32; 8], ReduceOp::Max, 0),
+    |g| g.all_gather(&mut vec![1f64; 10_000]),
+    |g| g.barrier(),
+];
+
+/// Ranks in `absent` never call `act`; the others get a time-out that names all of them.
+fn timeout(kind: Kind, n: usize, absent: &'static [usize], before: bool, act: Act, limit: Duration, per_call: bool) {
+    // The absent ranks keep their groups until the others have their errors.
+    let end = Arc::new(Barrier::new(n));
+    let results = run_ranks_with(
+        kind,
+        n,
+        |builder| if per_call { builder } else { builder.deadline(limit) },
+        move |group| {
+            let patient = group.with_deadline(common::DEADLINE);
+            if before {
+                patient.barrier().unwrap();
+            }
+            let missing = absent.contains(&group.rank());
+            let limited = group.with_deadline(if per_call { limit } else { group.deadline() });
+            let result = if missing { Ok(()) } else { act(&limited) };
+            end.wait();
+            // The absent ones come too late. What the others sent may complete a call before their word comes, but not
+            // for long.
+            let late = (0..10_000).try_for_each(|_| act(&patient));
+            end.wait();
+            (missing, result, late)
+        },
+    );
+    let label = format!("{kind:?}, ranks {absent:?} of {n} missing, {limit:?}");
+    for (missing, result, late) in results {
+        if !missing {
+            match &result {
+                Err(Error::Timeout { missing, .. }) => assert_eq!(missing, absent, "{label}"),
+                other => panic!("{label}: {other:?} is no time-out"),
+            }
+            assert_eq!(late, result, "{label}: later calls return the first cause");
+        }
+        assert!(
+            matches!(&late, Err(Error::Timeout { missing, .. }) if missing == absent),
+            "{label}: the late rank gets {late:?}"
+        );
+    }
+}
+
+#[test]
+fn ranks_that_never_call_are_named_by_all_others() {
+    let mut cases = Vec::new();
+    for kind in Kind::ALL {
+        for (n, absent) in [(2, &[0][..]), (3, &[1]), (4, &[3]), (5, &[0, 2])] {
+            for (i, act) in ACTS.into_iter().enumerate() {
+                cases.push((kind, n, absent, act, i % 2 == 0));
+            }
+        }
+    }
+    in_parallel(&cases, 12, |(kind, n, absent, act, odd)| {
+        timeout(*kind, *n, absent, *odd, *act, Duration::from_millis(500), !*odd);
+    });
+}
+
+#[test]
+fn a_short_deadline_names_the_missing_ranks_too() {
+    for kind in Kind::ALL {
+        timeout(kind, 4, &[2], true, ACTS[1], Duration::from_millis(150), true);
+        timeout(kind, 4, &[2], false, ACTS[5], Duration::from_millis(150), true);
+    }
+}
+
+#[test]
+fn an_endless_deadline_is_one() {
+    for kind in Kind::ALL {
+        run_ranks_with(
+            kind,
+            3,
+            |builder| builder.deadline(Duration::MAX),
+            |group| {
+                group.all_reduce(&mut vec![1f32; 50_000], ReduceOp::Sum).unwrap();
+                if group.rank() == 0 {
+                    // Long enough for the others to fall asleep.
+                    std::thread::sleep(Duration::from_millis(300));
+                }
+                group.barrier().unwrap();
+            },
+        );
+    }
+}
+
+#[test]
+fn a_message_that_never_comes_names_its_sender() {
+    for kind in Kind::ALL {
+        let end = Arc::new(Barrier::new(3));
+        let results = run_ranks(kind, 3, move |group| {
+            let hasty = group.with_deadline(Duration::from_millis(300));
+            let result = if group.rank() == 0 { hasty.recv(&mut [0u8; 4], 2) } else { Ok(()) };
+            end.wait();
+            result
+        });
+        assert!(matches!(&results[0], Err(Error::Timeout { missing, .. }) if *missing == [2]), "{:?}", results[0]);
+    }
+}
+
+#[test]
+fn what_a_leaving_rank_took_part_in_completes_and_the_next_call_says_that_it_left() {
+    let mut cases = Vec::new();
+    for kind in Kind::ALL {
+        for n in 2..=4 {
+            for leaver in 0..n {
+                cases.extend(ACTS.map(|act| (kind, n, leaver, act)));
+            }
+        }
+    }
+    in_parallel(&cases, 4, |(kind, n, leaver, act)| {
+        let (leaver, act) = (*leaver, *act);
+        let results = run_ranks(*kind, *n, move |group| {
+            act(&group).unwrap();
+            act(&group).unwrap();
+            if group.rank() == leaver { Ok(()) } else { act(&group) }
+        });
+        for (rank, result) in results.into_iter().enumerate() {
+            let left = matches!(result, Err(Error::Left { rank: who, .. }) if who == leaver);
+            assert!(rank == leaver || left, "{kind:?}, rank {leaver} of {n} left: rank {rank} got {result:?}");
+        }
+    });
+}
+
+#[test]
+fn an_operation_that_all_threads_entered_succeeds_whatever_comes_next() {
+    for _ in 0..2000 {
+        let results = run_ranks(Kind::Threads, 4, |group| {
+            // Rank 0 leaves at once; a rank that is fast finds that out before a slow one has looked at the barrier.
+            let first = group.barrier();
+            (first, if group.rank() == 0 { Ok(()) } else { group.barrier() })
+        });
+        for (rank, (first, second)) in results.into_iter().enumerate() {
+            assert_eq!(first, Ok(()), "rank {rank}");
+            assert!(rank == 0 || matches!(second, Err(Error::Left { rank: 0, .. })), "rank {rank} got {second:?}");
+        }
+    }
+}
+
+#[test]
+fn the_last_message_of_a_leaving_rank_arrives() {
+    for kind in Kind::ALL {
+        let rounds: Vec<usize> = (0..100).collect();
+        in_parallel(&rounds, 4, |round| {
+            // From the lower to the higher and from the higher to the lower: either may open the connection.
+            let (from, to) = if round % 2 == 0 { (0, 1) } else { (1, 0) };
+            run_ranks(kind, 2, move |group| {
+                let mut data = [group.rank() as u8; 100];
+                if group.rank() == from {
+                    group.send(&data, to).unwrap();
+                } else {
+                    group.recv(&mut data, from).unwrap();
+                    assert_eq!(data, [from as u8; 100]);
+                    let after = group.recv(&mut data, from);
+                    assert!(matches!(after, Err(Error::Left { rank, .. }) if rank == from), "{kind:?}: {after:?}");
+                }
+            });
+        });
+    }
+}
+
+#[test]
+fn a_message_to_a_rank_that_left_is_an_error() {
+    for kind in Kind::ALL {
+        for before in [false, true] {
+            let results = run_ranks(kind, 2, move |group| {
+                if before {
+                    group.barrier().unwrap();
+                }
+                if group.rank() == 0 {
+                    return Ok(());
+                }
+                // Until the farewell is here, messages may still be taken.
+                (0..1_000_000).try_for_each(|_| group.send(&[0u8; 8], 0))
+            });
+            assert!(matches!(results[1], Err(Error::Left { rank: 0, .. })), "{kind:?}: {:?}", results[1]);
+        }
+    }
+}
+
+#[test]
+fn a_thread_that_panics_is_lost() {
+    for n in 2..=4 {
+        for lost in 0..n {
+            let results = run_ranks(Kind::Threads, n, move |group| {
+                group.barrier().unwrap();
+                if group.rank() != lost {
+                    return group.all_reduce(&mut [1f32; 1000], ReduceOp::Sum);
+                }
+                let panicked = catch_unwind(AssertUnwindSafe(|| {
+                    let _group = group;
+                    panic!("on purpose");
+                }));
+                assert!(panicked.is_err());
+                Ok(())
+            });
+            for (rank, result) in results.into_iter().enumerate() {
+                let named = matches!(result, Err(Error::PeerLost { peer, .. }) if peer == lost);
+                assert!(rank == lost || named, "rank {lost} of {n} panicked: rank {rank} got {result:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn every_rank_gets_the_same_cause_and_keeps_it() {
+    for kind in Kind::ALL {
+        let results = run_ranks(kind, 3, |group| {
+            if group.rank() == 0 {
+                return Err(None);
+            }
+            let first = group.all_reduce(&mut [1f32; 8], ReduceOp::Sum).unwrap_err();
+            let later = [group.barrier(), group.broadcast(&mut [0u8; 2], 0), group.send(&[0u8; 2], 0)];
+            for error in errors(later.into()) {
+                assert_eq!(error, first);
+            }
+            assert_eq!(group.failure(), Some(first.clone()));
+            assert_eq!(group.clone().failure(), Some(first.clone()));
+            Err::<(), _>(Some(first))
+        });
+        assert!(matches!(results[1], Err(Some(Error::Left { rank: 0, .. }))), "{:?}", results[1]);
+        assert_eq!(results[1], results[2], "{kind:?}");
+    }
+}

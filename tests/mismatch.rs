@@ -1,0 +1,255 @@
+//! Ranks that disagree: every rank gets the same error, which lists what each of them called, and none succeeds.
+
+mod common;
+
+use std::time::Duration;
+
+use bonfire::{Builder, Call, Error, Group, Operation, ReduceOp};
+use common::{Kind, errors, in_parallel, run_ranks, run_ranks_with};
+
+type Act = fn(&Group) -> Result<(), Error>;
+
+/// Far more than a mismatch takes to be found, far less than the harness allows.
+fn soon(builder: Builder) -> Builder {
+    builder.deadline(Duration::from_secs(20))
+}
+
+/// What most ranks do, and what the offender does instead.
+const PAIRS: &[(&str, Act, Act)] = &[
+    ("lengths", |g| g.all_reduce(&mut [0f32; 8], ReduceOp::Sum), |g| g.all_reduce(&mut [0f32; 9], ReduceOp::Sum)),
+    (
+        "lengths that choose different algorithms",
+        |g| g.all_reduce(&mut [0f32; 8], ReduceOp::Sum),
+        |g| g.all_reduce(&mut vec![0f32; 1_000_000], ReduceOp::Sum),
+    ),
+    (
+        "large lengths",
+        |g| g.all_reduce(&mut vec![0f32; 1_000_000], ReduceOp::Sum),
+        |g| g.all_reduce(&mut vec![0f32; 999_999], ReduceOp::Sum),
+    ),
+    (
+        "nothing and something",
+        |g| g.all_reduce::<f32>(&mut [], ReduceOp::Sum),
+        |g| g.all_reduce(&mut [0f32], ReduceOp::Sum),
+    ),
+    ("nothing and much", |g| g.all_gather::<u8>(&mut []), |g| g.all_gather(&mut vec![0u8; 1_000_000])),
+    ("types", |g| g.all_reduce(&mut [0f32; 8], ReduceOp::Sum), |g| g.all_reduce(&mut [0i32; 8], ReduceOp::Sum)),
+    (
+        "types with and without a wide accumulator",
+        |g| g.all_reduce(&mut [half::f16::ONE; 4000], ReduceOp::Sum),
+        |g| g.all_reduce(&mut [0u16; 4000], ReduceOp::Sum),
+    ),
+    (
+        "types of nothing",
+        |g| g.all_reduce::<f32>(&mut [], ReduceOp::Sum),
+        |g| g.all_reduce::<f64>(&mut [], ReduceOp::Sum),
+    ),
+    ("reductions", |g| g.all_reduce(&mut [0f32; 8], ReduceOp::Sum), |g| g.all_reduce(&mut [0f32; 8], ReduceOp::Mean)),
+    (
+        "large reductions",
+        |g| g.reduce_scatter(&mut vec![0f64; 100_000], ReduceOp::Max),
+        |g| g.reduce_scatter(&mut vec![0f64; 100_000], ReduceOp::Min),
+    ),
+    ("roots of reduce", |g| g.reduce(&mut [0f32; 8], ReduceOp::Sum, 0), |g| g.reduce(&mut [0f32; 8], ReduceOp::Sum, 1)),
+    ("roots of broadcast", |g| g.broadcast(&mut vec![0f32; 200_000], 1), |g| g.broadcast(&mut vec![0f32; 200_000], 0)),
+    ("lengths of broadcast", |g| g.broadcast(&mut [0u8; 5], 0), |g| g.broadcast(&mut [0u8; 6], 0)),
+    ("all_reduce and broadcast", |g| g.all_reduce(&mut [0f32; 8], ReduceOp::Sum), |g| g.broadcast(&mut [0f32; 8], 0)),
+    ("all_reduce and barrier", |g| g.all_reduce(&mut [0f32; 8], ReduceOp::Sum), |g| g.barrier()),
+    ("barrier and all_reduce", |g| g.barrier(), |g| g.all_reduce(&mut vec![0f32; 300_000], ReduceOp::Sum)),
+    ("barrier and broadcast", |g| g.barrier(), |g| g.broadcast::<u8>(&mut [], 0)),
+    ("reduce and broadcast", |g| g.reduce(&mut [0f32; 8], ReduceOp::Sum, 0), |g| g.broadcast(&mut [0f32; 8], 0)),
+    (
+        "all_gather and reduce_scatter",
+        |g| g.all_gather(&mut [0f32; 20]),
+        |g| g.reduce_scatter(&mut [0f32; 20], ReduceOp::Sum),
+    ),
+    (
+        "all_reduce and all_gather",
+        |g| g.all_reduce(&mut vec![0f32; 100_000], ReduceOp::Sum),
+        |g| g.all_gather(&mut vec![0f32; 100_000]),
+    ),
+];
+
+/// The calls that every rank's error lists, all errors being the same.
+fn agreed(label: &str, errors: &[Error], at: u64) -> Vec<(usize, Call)> {
+    for (rank, error) in errors.iter().enumerate() {
+        assert_eq!(*error, errors[0], "{label}: rank {rank} and rank 0 got different errors");
+    }
+    match &errors[0] {
+        Error::Mismatch { sequence, calls } => {
+            assert_eq!(*sequence, at, "{label}");
+            calls.clone()
+        }
+        other => panic!("{label}: {other:?} is no mismatch"),
+    }
+}
+
+/// One case: after `before` barriers rank `offender` of `n` does something else.
+fn check(kind: Kind, n: usize, offender: usize, before: u64, (name, usual, other): (&str, Act, Act)) {
+    let label = format!("{name}: {kind:?}, rank {offender} of {n} after {before} barriers");
+    let results = run_ranks_with(kind, n, soon, move |group| {
+        (0..before).for_each(|_| group.barrier().expect("ranks agree so far"));
+        let result = if group.rank() == offender { other(&group) } else { usual(&group) };
+        let later = [group.barrier(), usual(&group), group.failure().map_or(Ok(()), Err)];
+        (result, later)
+    });
+    let (first, later): (Vec<_>, Vec<_>) = results.into_iter().unzip();
+    let first = errors(first);
+    for error in errors(later.into_iter().flatten().collect()) {
+        assert_eq!(error, first[0], "{label}: a later call must return the first cause");
+    }
+    let calls = agreed(&label, &first, before);
+    assert!(calls.iter().map(|(rank, _)| *rank).eq(0..n), "{label}: {calls:?} do not list every rank");
+    let usual = calls[(offender + 1) % n].1;
+    for (rank, call) in calls {
+        assert_eq!(call != usual, rank == offender, "{label}: rank {rank} did not call {call}");
+    }
+}
+
+fn every_pair(kind: Kind, worlds: std::ops::RangeInclusive<usize>) {
+    let mut cases = Vec::new();
+    for n in worlds {
+        for offender in 0..n {
+            // With and without an operation before: then ranks may have connections already.
+            cases.extend(PAIRS.iter().enumerate().map(|(i, pair)| (n, offender, (i + offender) as u64 % 2, *pair)));
+        }
+    }
+    in_parallel(&cases, 8, |(n, offender, before, pair)| check(kind, *n, *offender, *before, *pair));
+}
+
+#[test]
+fn one_offender_among_threads() {
+    every_pair(Kind::Threads, 2..=5);
+}
+
+#[test]
+fn one_offender_over_tcp_2_to_4() {
+    every_pair(Kind::Tcp, 2..=4);
+}
+
+#[test]
+fn one_offender_over_tcp_5() {
+    every_pair(Kind::Tcp, 5..=5);
+}
+
+#[test]
+fn every_rank_does_something_else() {
+    const ACTS: [Act; 5] = [
+        |g| g.all_reduce(&mut vec![0f32; 500_000], ReduceOp::Sum),
+        |g| g.barrier(),
+        |g| g.broadcast(&mut [0u8; 3], 1),
+        |g| g.all_gather(&mut vec![0i64; 50_000]),
+        |g| g.reduce(&mut [0f64; 3], ReduceOp::Max, 0),
+    ];
+    for kind in Kind::ALL {
+        for n in 2..=5 {
+            let results = run_ranks_with(kind, n, soon, |group| ACTS[group.rank()](&group));
+            let calls = agreed(&format!("{kind:?} of {n}"), &errors(results), 0);
+            let operations: Vec<Operation> = calls.iter().map(|(_, call)| call.operation).collect();
+            let all = [
+                Operation::AllReduce,
+                Operation::Barrier,
+                Operation::Broadcast,
+                Operation::AllGather,
+                Operation::Reduce,
+            ];
+            assert_eq!(operations, all[..n], "{kind:?}");
+        }
+    }
+}
+
+#[test]
+fn two_camps() {
+    for kind in Kind::ALL {
+        for n in 4..=5 {
+            let results = run_ranks_with(kind, n, soon, |group| {
+                let len = if group.rank() % 2 == 0 { 10 } else { 100_000 };
+                group.all_reduce(&mut vec![1f32; len], ReduceOp::Sum)
+            });
+            let calls = agreed(&format!("{kind:?} of {n}"), &errors(results), 0);
+            assert!(calls.iter().all(|(rank, call)| call.count == if rank % 2 == 0 { 10 } else { 100_000 }));
+        }
+    }
+}
+
+#[test]
+fn the_error_says_who_called_what() {
+    for kind in Kind::ALL {
+        let results = run_ranks_with(kind, 2, soon, |group| match group.rank() {
+            0 => group.all_reduce(&mut [0f32; 8], ReduceOp::Sum),
+            _ => group.reduce(&mut [0i8; 9], ReduceOp::Max, 1),
+        });
+        let text = errors(results)[0].to_string();
+        for part in ["#0", "rank 0 called all_reduce(f32 x 8, sum)", "rank 1 called reduce(i8 x 9, max, root 1)"] {
+            assert!(text.contains(part), "{text}");
+        }
+    }
+}
+
+/// Rank 0 sends, rank 1 receives something else; `n - 2` ranks look on from a barrier.
+fn message(kind: Kind, n: usize, before: usize, send: Act, receive: Act) {
+    let results = run_ranks_with(kind, n, soon, move |group| {
+        // Collectives before it must not be taken for the message: they are numbered apart.
+        (0..before).for_each(|_| group.all_reduce(&mut [0f32; 5], ReduceOp::Sum).expect("ranks agree so far"));
+        match group.rank() {
+            0 => send(&group).and_then(|()| group.barrier()),
+            1 => receive(&group),
+            _ => group.barrier(),
+        }
+    });
+    let calls = agreed(&format!("{kind:?} of {n}"), &errors(results), 0);
+    assert!(calls.iter().map(|(rank, _)| *rank).eq([0, 1]), "{calls:?} are not the sender and the receiver");
+    assert_ne!(calls[0].1, calls[1].1);
+}
+
+#[test]
+fn sender_and_receiver_disagree() {
+    let pairs: [(Act, Act); 4] = [
+        (|g| g.send(&[0f32; 8], 1), |g| g.recv(&mut [0f32; 9], 0)),
+        (|g| g.send(&[0f32; 8], 1), |g| g.recv(&mut [0u32; 8], 0)),
+        (|g| g.send::<f32>(&[], 1), |g| g.recv(&mut vec![0f32; 1_000_000], 0)),
+        (|g| g.send(&vec![0f32; 1_000_000], 1), |g| g.recv::<f32>(&mut [], 0)),
+    ];
+    let mut cases = Vec::new();
+    for kind in Kind::ALL {
+        for n in 2..=4 {
+            cases.extend(pairs.iter().flat_map(|pair| [0, 1].map(|before| (kind, n, before, *pair))));
+        }
+    }
+    in_parallel(&cases, 8, |(kind, n, before, (send, receive))| message(*kind, *n, *before, *send, *receive));
+}
+
+#[test]
+fn the_sender_learns_of_it_by_its_next_message() {
+    for kind in Kind::ALL {
+        let (told, known) = std::sync::mpsc::channel();
+        let known = std::sync::Arc::new(std::sync::Mutex::new(known));
+        let results = run_ranks_with(kind, 3, soon, move |group| match group.rank() {
+            0 => {
+                let first = group.send(&[1u8; 4], 1);
+                known.lock().unwrap().recv().expect("rank 1 says when it has failed");
+                // The news travels on a connection of its own: how many messages leave before it comes is open.
+                first.and_then(|()| (0..1_000_000).try_for_each(|_| group.send(&[1u8; 4], 1)))
+            }
+            1 => {
+                let result = group.recv(&mut [0u8; 5], 0);
+                told.send(()).unwrap();
+                result.and_then(|()| group.barrier())
+            }
+            _ => group.recv(&mut [0u8; 5], 1),
+        });
+        agreed(&format!("{kind:?}"), &errors(results), 0);
+    }
+}
+
+#[test]
+fn a_fresh_group_works_after_a_mismatch() {
+    for kind in Kind::ALL {
+        check(kind, 3, 1, 0, PAIRS[0]);
+        let sums = run_ranks(kind, 3, |group| {
+            let mut data = [group.rank() as f32 + 1.0; 4];
+            group.all_reduce(&mut data, ReduceOp::Sum).map(|()| data)
+        });
+        assert!(sums.into_iter().all(|sum| sum == Ok([6.0; 4])));
+    }
+}

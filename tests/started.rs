@@ -1,0 +1,264 @@
+//! Started operations: their order, their buffers, and what happens where nobody waits for them.
+
+mod common;
+
+use std::sync::mpsc::channel;
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::Duration;
+
+use bonfire::{Error, Group, ReduceOp, Work, partition};
+use common::transport::Random;
+use common::{Kind, errors, run_ranks, run_ranks_with};
+
+fn wait<B>(work: Work<B>) -> Result<B, Error> {
+    work.wait().map_err(|(error, _)| error)
+}
+
+#[test]
+fn every_operation_can_be_started() {
+    for kind in Kind::ALL {
+        run_ranks(kind, 3, |group| {
+            let rank = group.rank();
+            let own = partition(7, 3, rank);
+            let mine: Vec<i32> = (0..7).map(|i| (rank * 10 + i) as i32).collect();
+            let sums: Vec<i32> = (0..7).map(|i| 30 + 3 * i).collect();
+
+            let all = group.start_all_reduce(mine.clone(), ReduceOp::Sum).unwrap();
+            let one = group.start_reduce(mine.clone(), ReduceOp::Sum, 2).unwrap();
+            let cast = group.start_broadcast(mine.clone(), 1).unwrap();
+            let gathered = group.start_all_gather(mine.clone()).unwrap();
+            let scattered = group.start_reduce_scatter(mine.clone(), ReduceOp::Sum).unwrap();
+            let barrier = group.start_barrier().unwrap();
+            let sent = (rank == 0).then(|| group.start_send(mine.clone(), 1).unwrap());
+            let received = (rank == 1).then(|| group.start_recv(vec![0i32; 7], 0).unwrap());
+
+            assert_eq!(wait(all).unwrap(), sums);
+            assert_eq!(wait(one).unwrap(), if rank == 2 { sums.clone() } else { mine.clone() });
+            assert_eq!(wait(cast).unwrap(), (10..17).collect::<Vec<i32>>());
+            let parts = (0..3).flat_map(|r| partition(7, 3, r).map(move |i| (r * 10 + i) as i32));
+            assert!(wait(gathered).unwrap().into_iter().eq(parts));
+            assert_eq!(wait(scattered).unwrap()[own.clone()], sums[own]);
+            wait(barrier).unwrap();
+            assert_eq!(sent.map(|work| wait(work).unwrap()), (rank == 0).then(|| mine.clone()));
+            assert_eq!(received.map(|work| wait(work).unwrap()), (rank == 1).then(|| (0..7).collect()));
+        });
+    }
+}
+
+#[test]
+fn blocking_calls_come_after_what_was_started_before_them() {
+    for kind in Kind::ALL {
+        run_ranks(kind, 3, |group| {
+            for round in 0..100 {
+                // Different lengths: an operation out of its order would be a mismatch.
+                let first = group.start_all_reduce(vec![1i64; 1000 + round], ReduceOp::Sum).unwrap();
+                let mut second = vec![2i64; 2000 + round];
+                group.all_reduce(&mut second, ReduceOp::Sum).unwrap();
+                let third = group.start_all_reduce(vec![3i64; round], ReduceOp::Sum).unwrap();
+                group.barrier().unwrap();
+                assert!(second.iter().all(|x| *x == 6));
+                assert_eq!(wait(third).unwrap(), vec![9; round]);
+                assert_eq!(wait(first).unwrap(), vec![3; 1000 + round]);
+            }
+        });
+    }
+}
+
+#[test]
+fn many_in_flight_are_waited_for_in_any_order() {
+    for kind in Kind::ALL {
+        run_ranks(kind, 3, |group| {
+            let mut works: Vec<_> = (0..200)
+                .map(|i| (i, group.start_all_reduce(vec![i as f32; i * 37 % 500], ReduceOp::Sum).unwrap()))
+                .collect();
+            // Another order on each rank.
+            let mut random = Random(group.rank() as u64 + 1);
+            while !works.is_empty() {
+                let (i, work) = works.swap_remove(random.next() as usize % works.len());
+                assert_eq!(wait(work).unwrap(), vec![3.0 * i as f32; i * 37 % 500], "work {i}");
+            }
+        });
+    }
+}
+
+#[test]
+fn dropped_works_complete_all_the_same() {
+    for kind in Kind::ALL {
+        run_ranks(kind, 3, |group| {
+            for _ in 0..50 {
+                let work = group.start_all_reduce(vec![1.0f32; 5000], ReduceOp::Sum).unwrap();
+                if group.rank() == 1 {
+                    drop(work);
+                } else {
+                    assert_eq!(wait(work).unwrap(), [3.0; 5000]);
+                }
+            }
+            group.barrier().unwrap();
+        });
+    }
+}
+
+#[test]
+fn works_outlive_the_group_and_complete() {
+    for kind in Kind::ALL {
+        run_ranks(kind, 3, |group| {
+            let works: Vec<_> =
+                (1..30).map(|i| group.start_all_reduce(vec![i as i32; i * 500], ReduceOp::Sum).unwrap()).collect();
+            let rank = group.rank();
+            drop(group);
+            for (i, work) in (1..).zip(works) {
+                // Rank 2 waits for none of them.
+                if rank != 2 {
+                    assert_eq!(wait(work).unwrap(), vec![3 * i; i as usize * 500]);
+                }
+            }
+        });
+    }
+}
+
+#[test]
+fn errors_come_with_the_buffer_and_later_works_get_the_first_cause() {
+    for kind in Kind::ALL {
+        let results = run_ranks_with(
+            kind,
+            3,
+            |builder| builder.deadline(Duration::from_secs(20)),
+            |group| {
+                let len = if group.rank() == 2 { 11 } else { 10 };
+                let first = group.start_all_reduce(vec![group.rank() as f32; len], ReduceOp::Sum).unwrap();
+                let second = group.start_broadcast(vec![7u8; 3], 0).unwrap();
+                let blocking = group.barrier();
+                let (error, buffer) = first.wait().unwrap_err();
+                assert_eq!(buffer.len(), len);
+                let (later, buffer) = second.wait().unwrap_err();
+                assert_eq!(buffer, [7; 3], "an operation that never ran leaves its buffer alone");
+                assert_eq!(later, error);
+                assert_eq!(blocking, Err(error.clone()));
+                Err::<(), _>(error)
+            },
+        );
+        let errors = errors(results);
+        assert!(matches!(errors[0], Error::Mismatch { sequence: 0, .. }), "{kind:?}: {:?}", errors[0]);
+        assert!(errors.iter().all(|error| *error == errors[0]), "{kind:?}: {errors:?}");
+    }
+}
+
+#[test]
+fn wrong_arguments_are_refused_when_the_operation_is_started() {
+    for kind in Kind::ALL {
+        run_ranks(kind, 2, |group| {
+            let own = group.rank();
+            let refused = |error: Option<Error>| assert!(matches!(error, Some(Error::InvalidArgument { .. })));
+            refused(group.start_broadcast(vec![0f32; 2], 2).err());
+            refused(group.start_reduce(vec![0f32; 2], ReduceOp::Sum, 2).err());
+            refused(group.start_send(vec![0f32; 2], own).err());
+            refused(group.start_recv(vec![0f32; 2], 5).err());
+            group.barrier().unwrap();
+        });
+    }
+}
+
+/// A buffer that cannot be had: its own code panics.
+struct Broken;
+
+impl AsMut<[f32]> for Broken {
+    fn as_mut(&mut self) -> &mut [f32] {
+        panic!("a buffer that panics on purpose");
+    }
+}
+
+#[test]
+fn a_buffer_that_panics_does_so_in_wait_and_the_group_goes_on() {
+    for kind in Kind::ALL {
+        run_ranks(kind, 2, |group| {
+            let work = group.start_all_reduce(Broken, ReduceOp::Sum).unwrap();
+            let panic = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| work.wait()));
+            assert!(panic.is_err());
+            group.barrier().unwrap();
+        });
+    }
+}
+
+/// What threads of one rank call comes in some order, which need not be that of another rank: so all call the same.
+fn from_several_threads(kind: Kind, threads: usize, rounds: usize, act: fn(&Group) -> Result<(), Error>) {
+    let (done, finished) = channel();
+    let test = thread::spawn(move || {
+        run_ranks(kind, 2, move |group| {
+            thread::scope(|scope| {
+                for _ in 0..threads {
+                    let group = group.clone();
+                    scope.spawn(move || (0..rounds).for_each(|_| act(&group).unwrap()));
+                }
+            });
+            group.barrier().unwrap();
+        });
+        done.send(()).unwrap();
+    });
+    // Threads that wait for each other for ever would not end by any deadline of the group.
+    let end = finished.recv_timeout(common::DEADLINE);
+    assert!(end.is_ok() || test.is_finished(), "{kind:?}: the threads of a rank wait for each other");
+    test.join().unwrap();
+}
+
+#[test]
+fn clones_block_from_several_threads() {
+    for kind in Kind::ALL {
+        from_several_threads(kind, 4, 200, |group| {
+            let mut data = [1.0f32; 100];
+            group.all_reduce(&mut data, ReduceOp::Sum)?;
+            assert_eq!(data, [2.0; 100]);
+            Ok(())
+        });
+    }
+}
+
+#[test]
+fn clones_start_from_several_threads() {
+    for kind in Kind::ALL {
+        // Several at a time, so that threads often start at the same moment.
+        from_several_threads(kind, 8, 1000, |group| {
+            let works: Vec<_> = (0..10).map(|_| group.start_barrier()).collect::<Result<_, _>>()?;
+            works.into_iter().try_for_each(wait)
+        });
+    }
+}
+
+#[test]
+fn clones_start_and_block_from_several_threads() {
+    for kind in Kind::ALL {
+        from_several_threads(kind, 4, 500, |group| {
+            let work = group.start_all_reduce(vec![1i32; 10], ReduceOp::Sum)?;
+            let mut data = [1i32; 10];
+            group.all_reduce(&mut data, ReduceOp::Sum)?;
+            assert_eq!((&wait(work)?[..], &data[..]), (&[2; 10][..], &[2; 10][..]));
+            Ok(())
+        });
+    }
+}
+
+#[test]
+fn works_are_waited_for_by_other_threads_than_started_them() {
+    for kind in Kind::ALL {
+        run_ranks(kind, 2, |group| {
+            let (works, queue) = channel();
+            let queue = Arc::new(Mutex::new(queue));
+            let waiters: Vec<_> = (0..3)
+                .map(|_| {
+                    let queue = queue.clone();
+                    thread::spawn(move || {
+                        loop {
+                            let Ok((i, work)) = queue.lock().unwrap().recv() else { return };
+                            assert_eq!(wait(work).unwrap(), [2 * i; 8]);
+                        }
+                    })
+                })
+                .collect();
+            for i in 0..100u64 {
+                works.send((i, group.start_all_reduce(vec![i; 8], ReduceOp::Sum).unwrap())).unwrap();
+            }
+            drop(works);
+            waiters.into_iter().for_each(|waiter| waiter.join().unwrap());
+        });
+    }
+}
