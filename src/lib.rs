@@ -1,4 +1,19 @@
-//! stub docs
+//! Bonfire: collective communication for distributed training with [burn](https://burn.dev).
+//!
+//! Many logs, one fire: many devices, one model. Ranks are threads of one process or processes that talk over TCP.
+//!
+//! | you want to | use |
+//! |---|---|
+//! | train a burn model on many ranks | [`DataParallel`], [`ShardedSampler`], [`SyncBatchNorm`]; see [`train`] |
+//! | run a program written for burn-collective | [`register`], [`all_reduce`], [`broadcast`], [`reduce`]; see [`tensor`] |
+//! | combine slices | [`Group`] |
+//! | carry messages in your own way | [`Transport`] and [`Group::on`] |
+//!
+//! The program `bonfire` starts ranks (`bonfire run`) and measures (`bonfire perf`). Messages go through `log`.
+//!
+//! # Features
+//! * `cli` (default): the program `bonfire`.
+
 #![warn(missing_docs)]
 #![deny(unsafe_op_in_unsafe_fn, clippy::undocumented_unsafe_blocks)]
 
@@ -29,5 +44,6 @@ pub use tensor::collective::{
     GradientsParamsExt, NodeId, PeerId, ReduceStrategy, all_reduce, broadcast, finish_collective, reduce, register,
     reset_collective, start_global_orchestrator,
 };
+pub use train::{DataParallel, ShardedSampler, SyncBatchNorm, SyncBatchNormConfig};
 pub use transport::{Fault, Transport};
 pub use wait::Deadline;

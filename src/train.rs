@@ -1,3 +1,49 @@
-//! Training on many ranks.
+//! Data-parallel training of burn models: every rank holds the same model and works on its part of each batch.
+//!
+//! [`DataParallel`] makes the ranks' models equal at the start and their gradients equal in every step, so the models
+//! stay equal to the last bit. [`ShardedSampler`] deals out the batches: `n` ranks see the global batches that one
+//! rank would see. Together, `n` ranks train as one.
+//!
+//! ```
+//! use bonfire::{DataParallel, Group, ShardedSampler};
+//! use burn::backend::{Autodiff, Flex};
+//! use burn::nn::{Linear, LinearConfig};
+//! use burn::optim::{GradientsParams, Optimizer, SgdConfig};
+//! use burn::tensor::Tensor;
+//!
+//! type B = Autodiff<Flex>;
+//!
+//! fn train(group: Group) -> Result<Linear<B>, bonfire::Error> {
+//!     let device = Default::default();
+//!     let (mut model, mut ddp) = DataParallel::new(group, LinearConfig::new(2, 1).init::<B>(&device))?;
+//!     let mut optimizer = SgdConfig::new().init();
+//!     let sampler = ShardedSampler::new(ddp.group(), 100, 16)?;
+//!     for epoch in 0..2 {
+//!         for shard in sampler.epoch(epoch) {
+//!             let input = Tensor::<B, 2>::ones([shard.len(), 2], &device); // the samples that `shard` lists
+//!             let loss = model.forward(input).mean();
+//!             let grads = GradientsParams::from_grads(loss.backward(), &model);
+//!             let grads = ddp.sync(grads, shard.len())?;
+//!             model = optimizer.step(0.1, model, grads);
+//!         }
+//!     }
+//!     Ok(model)
+//! }
+//!
+//! let ranks: Vec<_> = Group::threads(2)?.into_iter().map(|group| std::thread::spawn(|| train(group))).collect();
+//! let weights: Vec<_> =
+//!     ranks.into_iter().map(|rank| Ok(rank.join().unwrap()?.weight.to_data())).collect::<Result<_, bonfire::Error>>()?;
+//! assert_eq!(weights[0], weights[1]);
+//! # Ok::<(), bonfire::Error>(())
+//! ```
 
-pub mod batch_norm;
+mod agree;
+mod batch_norm;
+mod bucket;
+mod data_parallel;
+mod sampler;
+mod states;
+
+pub use self::batch_norm::{SyncBatchNorm, SyncBatchNormConfig};
+pub use self::data_parallel::DataParallel;
+pub use self::sampler::{Epoch, ShardedSampler};

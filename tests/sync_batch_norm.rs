@@ -7,8 +7,8 @@ use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
 use bonfire::tensor::autodiff::CollectiveBackend;
-use bonfire::train::batch_norm::{SyncBatchNorm, SyncBatchNormConfig};
 use bonfire::{Group, ReduceOp};
+use bonfire::{SyncBatchNorm, SyncBatchNormConfig};
 use burn::backend::autodiff::checkpoint::strategy::BalancedCheckpointing;
 use burn::backend::{Autodiff, Flex, NdArray};
 use burn::module::{AutodiffModule, Module, ModuleDisplay};
@@ -101,15 +101,18 @@ fn step<N: Norm<Training>>(net: &Net<Training, N>, step: usize, samples: Range<u
     let output = net.forward(images.clone());
     let dims = output.dims();
     let weights = pattern(&dims, samples.start * dims[1] * dims[2] * dims[3]);
-    let gradients = (output.clone().powf_scalar(3.0) * weights).sum().backward();
+    // The rank's loss is the mean over its shard. The gradients below are those of the sum, which add up over ranks.
+    let samples = samples.len() as f64;
+    let gradients = (output.clone().powf_scalar(3.0) * weights).sum().mul_scalar(samples.recip()).backward();
+    let scaled = |gradient: Vec<f64>| gradient.into_iter().map(|x| x * samples).collect::<Vec<f64>>();
     let conv = |conv: &Conv2d<Training>| {
         let bias = conv.bias.as_ref().expect("convolutions have a bias by default");
-        [gradient(&conv.weight.val(), &gradients), gradient(&bias.val(), &gradients)]
+        [gradient(&conv.weight.val(), &gradients), gradient(&bias.val(), &gradients)].map(scaled)
     };
-    let norm = |norm: &N| norm.parameters().map(|parameter| gradient(&parameter, &gradients));
+    let norm = |norm: &N| norm.parameters().map(|parameter| scaled(gradient(&parameter, &gradients)));
     Step {
         output: values(output),
-        images: gradient(&images, &gradients),
+        images: scaled(gradient(&images, &gradients)),
         parameters: [conv(&net.conv1), norm(&net.norm1), conv(&net.conv2), norm(&net.norm2)].concat(),
         running: [net.norm1.running(), net.norm2.running()].concat().into_iter().map(values).collect(),
     }

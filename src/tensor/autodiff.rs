@@ -35,11 +35,13 @@ use crate::{Element, Error, Group, ReduceOp};
 /// Every [`Autodiff`] is one. It is the bound for code that builds layers which communicate, in the place where
 /// `AutodiffBackend` would stand otherwise.
 pub trait CollectiveBackend: AutodiffBackend {
-    /// [`all_reduce_sum`] on the backend's own tensors.
+    /// [`all_reduce_sum`] on the backend's own tensors, for ranks whose losses are not simply added: the loss of all is
+    /// the sum of the ranks' losses, each times its rank's `weight`. What flows back on a rank is the gradient of that
+    /// divided by the rank's own weight, as if it came from this rank's loss alone; nothing flows where the weight is 0.
     ///
     /// # Errors
     /// Those of [`all_reduce_sum`].
-    fn float_all_reduce_sum(tensor: FloatTensor<Self>, group: &Group) -> Result<FloatTensor<Self>, Error>;
+    fn float_all_reduce_sum(tensor: FloatTensor<Self>, group: &Group, weight: f64) -> Result<FloatTensor<Self>, Error>;
 }
 
 impl<B: Backend, C: CheckpointStrategy> CollectiveBackend for Autodiff<B, C>
@@ -47,8 +49,8 @@ where
     // Not given for every `B`: burn's feature `distributed` asks more of it.
     Self: AutodiffBackend,
 {
-    fn float_all_reduce_sum(tensor: FloatTensor<Self>, group: &Group) -> Result<FloatTensor<Self>, Error> {
-        tracked_sum::<B, C>(tensor, group)
+    fn float_all_reduce_sum(tensor: FloatTensor<Self>, group: &Group, weight: f64) -> Result<FloatTensor<Self>, Error> {
+        tracked_sum::<B, C>(tensor, group, weight)
     }
 }
 
@@ -98,23 +100,29 @@ pub fn all_reduce_sum<B: CollectiveBackend, const D: usize>(
     tensor: Tensor<B, D>,
     group: &Group,
 ) -> Result<Tensor<B, D>, Error> {
-    let sum = B::float_all_reduce_sum(tensor.into_primitive().tensor(), group)?;
+    let sum = B::float_all_reduce_sum(tensor.into_primitive().tensor(), group, 1.0)?;
     Ok(Tensor::from_primitive(TensorPrimitive::Float(sum)))
 }
 
 const OPERATION: &str = "differentiable all-reduce";
 
-/// The step of a backward pass: its input is the gradient of the sum, its state the group.
+/// The step of a backward pass: its input is the gradient of the sum, its state the group and the rank's weight.
 #[derive(Debug)]
 struct SumOverRanks;
 
 impl<B: Backend> Backward<B, 1> for SumOverRanks {
-    type State = Group;
+    type State = (Group, f64);
 
-    fn backward(self, ops: Ops<Group, 1>, gradients: &mut Gradients, _: &mut Checkpointer) {
+    fn backward(self, ops: Ops<Self::State, 1>, gradients: &mut Gradients, _: &mut Checkpointer) {
         unary::<B, _>(ops.parents, ops.node, gradients, |gradient| {
-            sum::<B>(gradient, &ops.state)
-                .unwrap_or_else(|error| panic!("backward pass of rank {}: {error}", ops.state.rank()))
+            let (group, weight) = ops.state;
+            let scaled = |gradient, factor: f64| match factor {
+                1.0 => gradient,
+                _ => B::float_mul_scalar(gradient, factor.into()),
+            };
+            let sum = sum::<B>(scaled(gradient, weight), &group)
+                .unwrap_or_else(|error| panic!("backward pass of rank {}: {error}", group.rank()));
+            scaled(sum, if weight == 0.0 { 0.0 } else { weight.recip() })
         });
     }
 }
@@ -122,6 +130,7 @@ impl<B: Backend> Backward<B, 1> for SumOverRanks {
 fn tracked_sum<B: Backend, C: CheckpointStrategy>(
     tensor: FloatTensor<Autodiff<B, C>>,
     group: &Group,
+    weight: f64,
 ) -> Result<FloatTensor<Autodiff<B, C>>, Error> {
     if B::ad_enabled(&B::float_device(&tensor.primitive)) {
         return Err(Error::argument(OPERATION, "the backend inside `Autodiff` must not be an autodiff backend itself"));
@@ -129,7 +138,7 @@ fn tracked_sum<B: Backend, C: CheckpointStrategy>(
     let result = sum::<B>(tensor.primitive, group)?;
     // Compute bound, so that no checkpointing strategy repeats the communication.
     Ok(match SumOverRanks.prepare::<C>([tensor.node]).compute_bound().stateful() {
-        OpsKind::Tracked(prepared) => prepared.finish(group.clone(), result),
+        OpsKind::Tracked(prepared) => prepared.finish((group.clone(), weight), result),
         OpsKind::UnTracked(prepared) => prepared.finish(result),
     })
 }

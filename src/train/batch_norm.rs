@@ -52,9 +52,9 @@ impl SyncBatchNormConfig {
 /// Applies batch normalisation over a batch that is spread over the ranks of a group.
 ///
 /// In training, ranks that hold shards of a batch compute what one rank computes with burn's `BatchNorm` and the whole
-/// batch: outputs, gradients of inputs and parameters, and running statistics. The gradients of gamma and beta are, as
-/// those of every parameter, the rank's own share: sum them over ranks if the losses are sums, and average them if the
-/// losses are means over shards of the same size. Shards may have different sizes; losses must then be weighted by them.
+/// batch: outputs, gradients of inputs and parameters, and running statistics. A rank's loss is taken for a mean over its
+/// own shard, and the loss of all for the mean of these weighted by the sizes of shards, which may differ: average the
+/// gradients with the same weights, as [`DataParallel::sync`](crate::DataParallel::sync) does.
 /// Running statistics are the same on all ranks, bit for bit. In inference, on a backend without autodiff, the layer
 /// uses the running statistics and does not communicate.
 ///
@@ -70,7 +70,7 @@ impl SyncBatchNormConfig {
 /// ```
 /// use bonfire::Group;
 /// use bonfire::tensor::autodiff::CollectiveBackend;
-/// use bonfire::train::batch_norm::{SyncBatchNorm, SyncBatchNormConfig};
+/// use bonfire::{SyncBatchNorm, SyncBatchNormConfig};
 /// use burn::backend::{Autodiff, NdArray};
 /// use burn::module::{AutodiffModule, Module};
 /// use burn::nn::{Linear, LinearConfig};
@@ -176,6 +176,7 @@ impl<B: Backend> SyncBatchNorm<B> {
             )
         })?;
         let [ranks, rank, features] = [link.group.world_size(), link.group.rank(), input.dims()[1]];
+        let samples = input.dims()[0];
         let count = input.shape().num_elements() / features;
         // The mean of an empty shard is 0, not NaN, as NaN would survive its weight of 0. It stays part of the graph,
         // as this rank must take part in the backward pass, too. Means are not sums divided by a scalar: burn-autodiff
@@ -189,7 +190,7 @@ impl<B: Backend> SyncBatchNorm<B> {
         let own = Tensor::cat(vec![own_mean, own_var, Tensor::full([1, 1], count as f64, options)], 0).transpose();
         let width = 2 * features + 1;
         let rows = Tensor::zeros([ranks, width], options).slice_assign([rank..rank + 1, 0..width], own);
-        let rows = link.sum(rows)?;
+        let rows = link.sum(rows, samples as f64)?;
 
         let counts = rows.clone().slice([0..ranks, width - 1..width]).detach();
         let weights = counts.clone().div(counts.sum().unsqueeze());
@@ -241,7 +242,7 @@ struct Link {
     sum: Arc<dyn Any + Send + Sync>,
 }
 
-type Sum<B> = fn(FloatTensor<B>, &Group) -> Result<FloatTensor<B>, Error>;
+type Sum<B> = fn(FloatTensor<B>, &Group, f64) -> Result<FloatTensor<B>, Error>;
 
 impl Link {
     fn new<B: CollectiveBackend>(group: &Group) -> Self {
@@ -249,11 +250,11 @@ impl Link {
         Self { group: group.clone(), sum: Arc::new(sum) }
     }
 
-    fn sum<B: Backend, const D: usize>(&self, tensor: Tensor<B, D>) -> Result<Tensor<B, D>, Error> {
+    fn sum<B: Backend, const D: usize>(&self, tensor: Tensor<B, D>, weight: f64) -> Result<Tensor<B, D>, Error> {
         let sum = self.sum.downcast_ref::<Sum<B>>().ok_or_else(|| {
             Error::argument("batch norm", "the layer was made for another autodiff backend than it is called on")
         })?;
-        Ok(Tensor::from_primitive(TensorPrimitive::Float(sum(tensor.into_primitive().tensor(), &self.group)?)))
+        Ok(Tensor::from_primitive(TensorPrimitive::Float(sum(tensor.into_primitive().tensor(), &self.group, weight)?)))
     }
 }
 

@@ -1,0 +1,149 @@
+//! Data-parallel training of a small convolutional network on handwritten digits.
+//!
+//! Ranks are threads of this process, or, where `bonfire run` started it, processes:
+//!
+//! ```sh
+//! cargo run --release --example digits -- --ranks 2
+//! ```
+
+mod checkpoint;
+mod data;
+mod model;
+mod train;
+
+use std::error::Error;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::mpsc;
+use std::thread;
+
+use bonfire::Group;
+use burn::backend::{Autodiff, Flex, NdArray};
+use clap::error::ErrorKind;
+use clap::{CommandFactory, Parser, ValueEnum};
+
+use crate::checkpoint::Settings;
+use crate::data::Digits;
+
+type Failure = Box<dyn Error + Send + Sync>;
+
+/// Trains a small convolutional network on handwritten digits, on several ranks at once.
+#[derive(Parser)]
+#[command(name = "digits")]
+struct Args {
+    /// Ranks, each a thread of this process [default: 2]
+    #[arg(long, value_parser = clap::value_parser!(u16).range(1..))]
+    ranks: Option<u16>,
+    /// Passes over the training images, those of a resumed run included
+    #[arg(long, default_value_t = 15)]
+    epochs: usize,
+    /// Images in a step, of all ranks together
+    #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..))]
+    batch: u32,
+    /// Seed of the initial weights and of the order of the images
+    #[arg(long, default_value_t = 42)]
+    seed: u64,
+    /// What computes: flex and ndarray in f32, ndarray64 in f64
+    #[arg(long, value_enum, default_value_t = Backend::Flex)]
+    backend: Backend,
+    /// Learning rate
+    #[arg(long, default_value_t = 0.003, value_parser = learning_rate)]
+    lr: f64,
+    /// Save a checkpoint here after every epoch
+    #[arg(long, value_name = "PATH")]
+    save: Option<PathBuf>,
+    /// Go on from this checkpoint
+    #[arg(long, value_name = "PATH")]
+    resume: Option<PathBuf>,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum Backend {
+    Flex,
+    Ndarray,
+    Ndarray64,
+}
+
+fn main() -> ExitCode {
+    env_logger::Builder::from_env(env_logger::Env::default().default_filter_or("warn")).init();
+    let args = Args::parse();
+    let threads = args.ranks.unwrap_or(2);
+    let processes = std::env::var_os("BONFIRE_RANK").is_some();
+    if processes && args.ranks.is_some() {
+        wrong("--ranks is for ranks that are threads; here BONFIRE_RANK is set, so they are processes");
+    }
+    let groups = if processes { Group::from_env().map(|group| vec![group]) } else { Group::threads(threads.into()) };
+    let groups = match groups {
+        Ok(groups) => groups,
+        Err(error) => {
+            eprintln!("error: {error}");
+            return ExitCode::FAILURE;
+        }
+    };
+    if (args.batch as usize) < groups[0].world_size() {
+        wrong(&format!("a batch of {} is too small for {} ranks", args.batch, groups[0].world_size()));
+    }
+    match run(groups, &args) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err((rank, error)) => {
+            eprintln!("error: rank {rank}: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Runs this process's ranks, each on a thread. The first failure is the cause of the others.
+fn run(groups: Vec<Group>, args: &Args) -> Result<(), (usize, Failure)> {
+    let (failed, failures) = mpsc::channel();
+    let panicked = thread::scope(|scope| {
+        let ranks: Vec<_> = groups
+            .into_iter()
+            .map(|group| {
+                let (rank, failed) = (group.rank(), failed.clone());
+                let thread = scope.spawn(move || {
+                    // This handle lives until the failure is noted, so the other ranks' failures come after it.
+                    if let Err(error) = train(group.clone(), args) {
+                        let _ = failed.send((rank, error));
+                    }
+                    drop(group);
+                });
+                (rank, thread)
+            })
+            .collect();
+        ranks.into_iter().filter_map(|(rank, thread)| thread.join().is_err().then_some(rank)).min()
+    });
+    match panicked {
+        Some(rank) => Err((rank, "panicked, see above".into())),
+        None => failures.try_recv().map_or(Ok(()), Err),
+    }
+}
+
+fn train(group: Group, args: &Args) -> Result<(), Failure> {
+    let backend = args.backend.to_possible_value().map(|value| value.get_name().to_owned());
+    let settings =
+        Settings { batch: args.batch as usize, seed: args.seed, lr: args.lr, backend: backend.unwrap_or_default() };
+    let job = train::Job {
+        data: Digits::load()?,
+        settings,
+        epochs: args.epochs,
+        save: args.save.as_deref(),
+        resume: args.resume.as_deref(),
+    };
+    match args.backend {
+        Backend::Flex => job.run::<Autodiff<Flex>>(group),
+        Backend::Ndarray => job.run::<Autodiff<NdArray<f32>>>(group),
+        Backend::Ndarray64 => job.run::<Autodiff<NdArray<f64>>>(group),
+    }
+}
+
+fn learning_rate(text: &str) -> Result<f64, String> {
+    match text.parse() {
+        Ok(lr) if lr > 0.0 && f64::is_finite(lr) => Ok(lr),
+        _ => Err("give a number above 0".into()),
+    }
+}
+
+/// Ends the program as clap does for wrong arguments: with a message and status 2.
+fn wrong(message: &str) -> ! {
+    Args::command().error(ErrorKind::ValueValidation, message).exit()
+}

@@ -1,0 +1,68 @@
+//! The network.
+
+use bonfire::tensor::autodiff::CollectiveBackend;
+use bonfire::{Group, SyncBatchNorm, SyncBatchNormConfig};
+use burn::module::Module;
+use burn::nn::conv::{Conv2d, Conv2dConfig};
+use burn::nn::pool::{MaxPool2d, MaxPool2dConfig};
+use burn::nn::{Linear, LinearConfig, PaddingConfig2d, Relu};
+use burn::tensor::Tensor;
+use burn::tensor::backend::Backend;
+
+/// Two convolutions with batch norm, a pooling and a linear layer. The norms see the whole batch, whichever ranks hold it,
+/// so that any number of ranks trains as one.
+#[derive(Module, Debug)]
+pub struct Network<B: Backend> {
+    first: Conv2d<B>,
+    first_norm: SyncBatchNorm<B>,
+    second: Conv2d<B>,
+    second_norm: SyncBatchNorm<B>,
+    pool: MaxPool2d,
+    output: Linear<B>,
+    relu: Relu,
+}
+
+impl<B: CollectiveBackend> Network<B> {
+    /// A network with random weights. Those of rank 0 depend on the seed only.
+    pub fn new(group: &Group, seed: u64, device: &B::Device) -> Result<Self, bonfire::Error> {
+        // A backend has one generator for all threads, so rank 0 draws before the others do. Weights are drawn when they
+        // are first used; counting them is such a use.
+        if group.rank() == 0 {
+            B::seed(device, seed);
+            let network = Network::random(group, device);
+            network.num_params();
+            group.barrier()?;
+            Ok(network)
+        } else {
+            group.barrier()?;
+            Ok(Network::random(group, device))
+        }
+    }
+
+    fn random(group: &Group, device: &B::Device) -> Self {
+        let conv = |inputs, outputs| {
+            Conv2dConfig::new([inputs, outputs], [3, 3])
+                .with_padding(PaddingConfig2d::Same)
+                .with_bias(false)
+                .init(device)
+        };
+        Network {
+            first: conv(1, 16),
+            first_norm: SyncBatchNormConfig::new(16).init(group, device),
+            second: conv(16, 32),
+            second_norm: SyncBatchNormConfig::new(32).init(group, device),
+            pool: MaxPool2dConfig::new([2, 2]).with_strides([2, 2]).init(),
+            output: LinearConfig::new(32 * 4 * 4, 10).init(device),
+            relu: Relu::new(),
+        }
+    }
+}
+
+impl<B: Backend> Network<B> {
+    /// Scores of the ten digits, `[n, 10]`, for images `[n, 1, 8, 8]`.
+    pub fn forward(&self, images: Tensor<B, 4>) -> Tensor<B, 2> {
+        let x = self.relu.forward(self.first_norm.forward(self.first.forward(images)));
+        let x = self.relu.forward(self.second_norm.forward(self.second.forward(x)));
+        self.output.forward(self.pool.forward(x).flatten(1, 3))
+    }
+}

@@ -1,0 +1,213 @@
+//! Agreement on the model: the same parameters on all ranks, with rank 0's values.
+
+use std::any::Any;
+
+use burn::module::{AutodiffModule, ModuleMapper, ModuleVisitor, Param, ParamId, ParamMapper, Parameter as Value};
+use burn::tensor::backend::AutodiffBackend;
+use burn::tensor::{Bool, Int, Shape, Tensor, TensorData};
+use serde::{Deserialize, Serialize};
+
+use super::bucket::float;
+use crate::dtype::DType;
+use crate::error::Error;
+use crate::group::Group;
+
+/// What the ranks must agree on for each parameter.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(crate) struct Described {
+    path: String,
+    /// Kind, element type, shape and need for a gradient, in words.
+    what: String,
+}
+
+/// A float parameter whose gradients can be synchronised.
+pub(crate) struct Parameter<B: AutodiffBackend> {
+    pub id: ParamId,
+    pub path: String,
+    pub shape: Shape,
+    pub dtype: burn::tensor::DType,
+    pub element: DType,
+    pub device: B::Device,
+}
+
+/// The same model in running states and leaves of its own. Clones of a model share them, and threads that train clones
+/// would disturb each other. The mappings for loading and saving get lost on the way, [`load_from_first`] puts them back.
+pub(crate) fn renew<B: AutodiffBackend, M: AutodiffModule<B>>(model: M) -> (M, Mappers) {
+    let mut mappers = Mappers(Vec::new());
+    model.visit(&mut mappers);
+    (M::from_inner(model.valid()), mappers)
+}
+
+/// All parameters as the ranks compare them, and the float ones, both in visiting order.
+pub(crate) fn parameters<B: AutodiffBackend, M: AutodiffModule<B>>(model: &M) -> (Vec<Described>, Vec<Parameter<B>>) {
+    let mut list = List { path: Vec::new(), described: Vec::new(), parameters: Vec::new() };
+    model.visit(&mut list);
+    (list.described, list.parameters)
+}
+
+/// Fails on all ranks, with the same error, where any rank's parameters differ from rank 0's.
+pub(crate) fn check_same(group: &Group, own: &[Described]) -> Result<(), Error> {
+    let first: Vec<Described> = broadcast_value(group, &own, 0)?;
+    // One past the end stands for a parameter that is missing.
+    let differs = (0..own.len().max(first.len())).find(|&i| own.get(i) != first.get(i));
+    let mut positions = vec![u64::MAX; group.world_size()];
+    positions[group.rank()] = differs.map_or(u64::MAX, |i| i as u64);
+    group.all_gather(&mut positions)?;
+    let Some((position, rank)) = positions.iter().zip(0..).filter(|(i, _)| **i < u64::MAX).min() else {
+        return Ok(());
+    };
+    let position = *position as usize;
+    let theirs: Option<Described> = broadcast_value(group, &own.get(position), rank)?;
+    let show = |parameter: Option<&Described>| match parameter {
+        Some(Described { path, what }) => format!("`{path}`: {what}"),
+        None => "nothing, its model ends before".into(),
+    };
+    let (first, theirs) = (show(first.get(position)), show(theirs.as_ref()));
+    let reason = format!(
+        "the ranks' models differ first at parameter {position}: rank 0 has {first}; rank {rank} has {theirs}; build the \
+         same model on all ranks"
+    );
+    Err(Error::argument("data parallel", reason))
+}
+
+/// The model with rank 0's values in all parameters.
+pub(crate) fn load_from_first<B: AutodiffBackend, M: AutodiffModule<B>>(
+    group: &Group,
+    model: M,
+    mappers: Mappers,
+) -> Result<M, Error> {
+    let mut load = Load { group, mappers: mappers.0.into_iter(), failure: None };
+    let model = model.map(&mut load);
+    match load.failure {
+        Some(error) => Err(error),
+        None => Ok(model),
+    }
+}
+
+/// `root`'s value on all ranks.
+fn broadcast_value<T: Serialize, R: for<'de> Deserialize<'de>>(
+    group: &Group,
+    own: &T,
+    root: usize,
+) -> Result<R, Error> {
+    let broken = |e| Error::io("comparing the ranks' models", e);
+    let mut bytes = if group.rank() == root { postcard::to_stdvec(own).map_err(broken)? } else { Vec::new() };
+    let mut len = [bytes.len() as u64];
+    group.broadcast(&mut len, root)?;
+    bytes.resize(len[0] as usize, 0);
+    group.broadcast(&mut bytes, root)?;
+    postcard::from_bytes(&bytes).map_err(broken)
+}
+
+struct List<B: AutodiffBackend> {
+    path: Vec<String>,
+    described: Vec<Described>,
+    parameters: Vec<Parameter<B>>,
+}
+
+impl<B: AutodiffBackend> List<B> {
+    fn describe(&mut self, kind: &str, dtype: burn::tensor::DType, shape: &Shape) -> String {
+        let path = self.path.join(".");
+        let dtype = format!("{dtype:?}").to_lowercase();
+        let what = format!("{kind} {dtype} {:?}", shape.as_slice());
+        self.described.push(Described { path: path.clone(), what });
+        path
+    }
+}
+
+impl<B: AutodiffBackend> ModuleVisitor<B> for List<B> {
+    fn enter_module(&mut self, name: &str, _container: &str) {
+        self.path.push(name.into());
+    }
+
+    fn exit_module(&mut self, _name: &str, _container: &str) {
+        self.path.pop();
+    }
+
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
+        let tensor = param.val();
+        let kind = if tensor.is_require_grad() { "trained float" } else { "untrained float" };
+        let (dtype, shape) = (tensor.dtype(), tensor.shape());
+        let path = self.describe(kind, dtype, &shape);
+        if let Some(element) = float(dtype) {
+            let device = tensor.device();
+            self.parameters.push(Parameter { id: param.id, path, shape, dtype, element, device });
+        }
+    }
+
+    fn visit_int<const D: usize>(&mut self, param: &Param<Tensor<B, D, Int>>) {
+        self.describe("int", param.val().dtype(), &param.val().shape());
+    }
+
+    fn visit_bool<const D: usize>(&mut self, param: &Param<Tensor<B, D, Bool>>) {
+        self.describe("bool", param.val().dtype(), &param.val().shape());
+    }
+}
+
+/// Collects the load and save mapping of every parameter, in visiting order.
+pub(crate) struct Mappers(Vec<Box<dyn Any>>);
+
+impl Mappers {
+    fn push<T: Value + 'static>(&mut self, param: &Param<T>) {
+        let (_, _, mapper) = param.clone().consume();
+        self.0.push(Box::new(mapper));
+    }
+}
+
+impl<B: AutodiffBackend> ModuleVisitor<B> for Mappers {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
+        self.push(param);
+    }
+
+    fn visit_int<const D: usize>(&mut self, param: &Param<Tensor<B, D, Int>>) {
+        self.push(param);
+    }
+
+    fn visit_bool<const D: usize>(&mut self, param: &Param<Tensor<B, D, Bool>>) {
+        self.push(param);
+    }
+}
+
+/// Replaces every parameter's value by rank 0's.
+struct Load<'a> {
+    group: &'a Group,
+    mappers: std::vec::IntoIter<Box<dyn Any>>,
+    failure: Option<Error>,
+}
+
+impl Load<'_> {
+    /// `from_data` gets rank 0's data; after a failure parameters stay as they are.
+    fn load<T: Value + 'static>(
+        &mut self,
+        param: Param<T>,
+        into_data: impl FnOnce(T) -> TensorData,
+        from_data: impl FnOnce(TensorData) -> T,
+    ) -> Param<T> {
+        let (id, value, lost) = param.consume();
+        let mapper = self.mappers.next().and_then(|mapper| mapper.downcast::<ParamMapper<T>>().ok());
+        let mapper = mapper.map_or(lost, |mapper| *mapper);
+        let mut data = into_data(value);
+        if self.failure.is_none() {
+            self.failure = self.group.broadcast(&mut data.bytes[..], 0).err();
+        }
+        Param::from_mapped_value(id, from_data(data), mapper)
+    }
+}
+
+impl<B: AutodiffBackend> ModuleMapper<B> for Load<'_> {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
+        let (device, trained, dtype) = (param.device(), param.is_require_grad(), param.dtype());
+        let from_data = |data| Tensor::from_data(data, (&device, dtype)).set_require_grad(trained);
+        self.load(param, |value| value.inner().into_data(), from_data)
+    }
+
+    fn map_int<const D: usize>(&mut self, param: Param<Tensor<B, D, Int>>) -> Param<Tensor<B, D, Int>> {
+        let (device, dtype) = (param.device(), param.dtype());
+        self.load(param, Tensor::into_data, |data| Tensor::from_data(data, (&device, dtype)))
+    }
+
+    fn map_bool<const D: usize>(&mut self, param: Param<Tensor<B, D, Bool>>) -> Param<Tensor<B, D, Bool>> {
+        let device = param.device();
+        self.load(param, Tensor::into_data, |data| Tensor::from_data(data, &device))
+    }
+}

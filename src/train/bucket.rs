@@ -1,0 +1,180 @@
+//! Buckets: which gradients travel together, and the memory in which they do.
+
+use burn::tensor::Bytes;
+use bytemuck::{Pod, cast_slice_mut};
+use half::{bf16, f16};
+
+use crate::dtype::{DType, Element, ReduceOp};
+use crate::error::Error;
+use crate::group::{Group, Work};
+
+/// The first bucket is small, so that the first reduction starts while the rest is still being packed.
+const FIRST: usize = 1 << 20;
+const NEXT: usize = 25 << 20;
+
+/// A tensor of this size is worth an operation of its own: it is reduced where it is, which saves two copies.
+const ALONE: usize = 1 << 20;
+
+/// One gradient, as far as the choice of buckets goes.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Item {
+    /// The position of its parameter.
+    pub position: usize,
+    pub dtype: DType,
+    pub bytes: usize,
+}
+
+/// Splits gradients into buckets of one element type each, in their order: the same on all ranks, because it depends on
+/// nothing else. Gives the positions in each bucket, and the buckets in the order in which they are full.
+pub(crate) fn buckets(items: impl Iterator<Item = Item>) -> Vec<Vec<usize>> {
+    let mut full: Vec<Vec<usize>> = Vec::new();
+    let mut open: Vec<(DType, usize, Vec<usize>)> = Vec::new();
+    for item in items {
+        if item.bytes >= ALONE {
+            full.push(vec![item.position]);
+            continue;
+        }
+        let limit = if full.is_empty() { FIRST } else { NEXT };
+        let at = open.iter().position(|(dtype, ..)| *dtype == item.dtype).unwrap_or_else(|| {
+            open.push((item.dtype, 0, Vec::new()));
+            open.len() - 1
+        });
+        let (_, bytes, positions) = &mut open[at];
+        if *bytes + item.bytes > limit && !positions.is_empty() {
+            full.push(std::mem::take(positions));
+            *bytes = 0;
+        }
+        *bytes += item.bytes;
+        positions.push(item.position);
+    }
+    full.extend(open.into_iter().map(|(.., positions)| positions).filter(|positions| !positions.is_empty()));
+    full
+}
+
+/// Memory of a bucket while it is reduced.
+pub(crate) enum Bucket {
+    /// A single tensor's own bytes.
+    Own(Bytes),
+    /// Several tensors one after the other, in the first so many bytes of memory that is kept from step to step.
+    Packed(Vec<u64>, usize),
+}
+
+impl Bucket {
+    /// A bucket of this tensor alone, where its memory is aligned for its elements.
+    pub fn own(bytes: Bytes, dtype: DType) -> Result<Bucket, Bytes> {
+        if bytes.as_ptr().addr().is_multiple_of(dtype.size()) { Ok(Bucket::Own(bytes)) } else { Err(bytes) }
+    }
+
+    /// A bucket of so many bytes in `memory`, which grows if it must.
+    pub fn packed(mut memory: Vec<u64>, bytes: usize) -> Bucket {
+        let words = bytes.div_ceil(size_of::<u64>());
+        if memory.len() < words {
+            memory.resize(words, 0);
+        }
+        Bucket::Packed(memory, bytes)
+    }
+
+    pub fn bytes(&mut self) -> &mut [u8] {
+        match self {
+            Bucket::Own(bytes) => bytes,
+            Bucket::Packed(memory, bytes) => &mut cast_slice_mut(memory)[..*bytes],
+        }
+    }
+
+    /// Starts the mean over all ranks.
+    pub fn start_mean(self, group: &Group, dtype: DType) -> Result<Work<Bucket>, Error> {
+        match dtype {
+            DType::F64 => group.start_all_reduce::<f64, _>(self, ReduceOp::Mean),
+            DType::F16 => group.start_all_reduce::<f16, _>(self, ReduceOp::Mean),
+            DType::BF16 => group.start_all_reduce::<bf16, _>(self, ReduceOp::Mean),
+            _ => group.start_all_reduce::<f32, _>(self, ReduceOp::Mean),
+        }
+    }
+}
+
+impl<T: Element> AsMut<[T]> for Bucket {
+    fn as_mut(&mut self) -> &mut [T] {
+        cast_slice_mut(self.bytes())
+    }
+}
+
+/// Multiplies elements by `factor`: 16-bit ones in f32, others in their own type.
+pub(crate) fn scale(bytes: &mut [u8], dtype: DType, factor: f64) {
+    match dtype {
+        DType::F64 => each(bytes, |x: f64| x * factor),
+        DType::F16 => each(bytes, |x: f16| f16::from_f32(x.to_f32() * factor as f32)),
+        DType::BF16 => each(bytes, |x: bf16| bf16::from_f32(x.to_f32() * factor as f32)),
+        _ => each(bytes, |x: f32| x * factor as f32),
+    }
+}
+
+/// The element type of gradients of this type, if they can be synchronised.
+pub(crate) fn float(dtype: burn::tensor::DType) -> Option<DType> {
+    match dtype {
+        burn::tensor::DType::F64 => Some(DType::F64),
+        burn::tensor::DType::F32 | burn::tensor::DType::Flex32 => Some(DType::F32),
+        burn::tensor::DType::F16 => Some(DType::F16),
+        burn::tensor::DType::BF16 => Some(DType::BF16),
+        _ => None,
+    }
+}
+
+fn each<T: Pod>(bytes: &mut [u8], f: impl Fn(T) -> T) {
+    for x in cast_slice_mut::<u8, T>(bytes) {
+        *x = f(*x);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn split(items: &[(DType, usize)]) -> Vec<Vec<usize>> {
+        let items = items.iter().enumerate().rev();
+        buckets(items.map(|(position, &(dtype, bytes))| Item { position, dtype, bytes }))
+    }
+
+    const KIB: usize = 1 << 10;
+    const MIB: usize = 1 << 20;
+
+    #[test]
+    fn the_first_bucket_takes_1_mib_and_the_next_ones_25_mib_in_the_given_order() {
+        let sizes = vec![(DType::F32, 512 * KIB); 2 + 50 + 3];
+        let buckets = split(&sizes);
+        assert_eq!(buckets.iter().map(Vec::len).collect::<Vec<_>>(), [2, 50, 3]);
+        assert_eq!(buckets.concat(), (0..55).rev().collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn a_bucket_has_one_element_type() {
+        let sizes = [(DType::F32, 8), (DType::F16, 8), (DType::F32, 8), (DType::F16, 8)];
+        assert_eq!(split(&sizes), [vec![3, 1], vec![2, 0]]);
+    }
+
+    #[test]
+    fn large_tensors_travel_alone() {
+        let sizes = [(DType::F32, 8), (DType::F32, MIB), (DType::F32, 8), (DType::F64, 30 * MIB)];
+        assert_eq!(split(&sizes), [vec![3], vec![1], vec![2, 0]]);
+        assert!(split(&[]).is_empty());
+    }
+
+    #[test]
+    fn sixteen_bit_elements_are_scaled_in_f32() {
+        // 1.5 * (1 + 2^-9) needs the wide factor: the factor itself rounds to 1 in bf16.
+        let mut data = [bf16::from_f32(1.5)];
+        scale(bytemuck::cast_slice_mut(&mut data), DType::BF16, 1.0 + 2f64.powi(-7));
+        assert_eq!(data[0], bf16::from_f32(1.5 * (1.0 + 2f32.powi(-7))));
+        let mut data = [1.0f64, 3.0];
+        scale(bytemuck::cast_slice_mut(&mut data), DType::F64, 1.0 / 3.0);
+        assert_eq!(data, [1.0 / 3.0, 3.0 * (1.0 / 3.0)]);
+    }
+
+    #[test]
+    fn packed_memory_is_kept_and_grows() {
+        let mut bucket = Bucket::packed(vec![7; 1], 24);
+        assert_eq!(bucket.bytes().len(), 24);
+        assert_eq!(AsMut::<[f64]>::as_mut(&mut bucket).len(), 3);
+        let Bucket::Packed(memory, _) = bucket else { unreachable!() };
+        assert_eq!(Bucket::packed(memory, 8).bytes(), 7u64.to_ne_bytes());
+    }
+}

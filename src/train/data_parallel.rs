@@ -1,0 +1,292 @@
+//! The same model on all ranks, and the same gradients in every step.
+
+use std::collections::{HashSet, VecDeque};
+use std::fmt;
+
+use burn::module::AutodiffModule;
+use burn::optim::GradientsParams;
+use burn::tensor::backend::AutodiffBackend;
+use burn::tensor::ops::FloatTensorOps;
+use burn::tensor::{Bytes, Tensor, TensorData, TensorPrimitive};
+
+use super::agree::{Parameter, check_same, load_from_first, parameters, renew};
+use super::bucket::{Bucket, Item, buckets, scale};
+use super::states;
+use crate::dtype::ReduceOp;
+use crate::error::Error;
+use crate::group::{Group, Work};
+
+/// One rank's part in the data-parallel training of a model: see [`train`](crate::train) for a whole loop.
+pub struct DataParallel<B: AutodiffBackend> {
+    group: Group,
+    /// The model's float parameters in visiting order, which is the order on which all ranks agree: the ids differ.
+    parameters: Vec<Parameter<B>>,
+    /// Memory of packed buckets that is not in use.
+    memory: Vec<Vec<u64>>,
+}
+
+/// A bucket whose reduction was started: its tensors, by the positions of their parameters, and its memory. The tensor
+/// of a bucket that is reduced in its own memory has given that away for now.
+struct Started {
+    tensors: Vec<(usize, TensorData)>,
+    work: Work<Bucket>,
+}
+
+/// Reductions under way at a time: one runs, the next is packed, the previous is unpacked.
+const WINDOW: usize = 3;
+
+impl<B: AutodiffBackend> DataParallel<B> {
+    /// Gives every rank rank 0's parameters: floats, ints, bools and running states such as batch norm's. Each rank
+    /// brings a model of its own (with threads as ranks a clone will do, it is made independent here) and trains the
+    /// one that is returned; its parameters keep their ids.
+    ///
+    /// Create the optimizer afterwards, and load a checkpoint before.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] on all ranks where the models are not the same: it names the first parameter whose
+    /// path, kind, element type, shape or need for a gradient differs, what rank 0 has and what another rank has. Else
+    /// the errors of [`Group::all_reduce`].
+    pub fn new<M: AutodiffModule<B>>(group: Group, model: M) -> Result<(M, Self), Error> {
+        let (model, mappers) = renew(model);
+        let (described, mut parameters) = parameters::<B, M>(&model);
+        check_same(&group, &described)?;
+        // A parameter that is used twice in a model has one id and one gradient.
+        let mut known = HashSet::new();
+        parameters.retain(|parameter| known.insert(parameter.id));
+        let model = load_from_first(&group, model, mappers)?;
+        Ok((model, DataParallel { group, parameters, memory: Vec::new() }))
+    }
+
+    /// The group of ranks.
+    pub fn group(&self) -> &Group {
+        &self.group
+    }
+
+    /// Averages the gradients over all ranks, weighted by the number of samples that each rank's loss was averaged
+    /// over: `sum(samples * gradient) / sum(samples)`. The result is what one rank would have had if it had averaged
+    /// its loss over all these samples, and it has the same bits on all ranks.
+    ///
+    /// All ranks call this in every step, also a rank without samples: it passes 0 and any gradients, such as
+    /// `GradientsParams::new()`, which count for nothing. A gradient that is missing on some ranks counts as zero
+    /// there; one that is missing on all ranks stays missing.
+    ///
+    /// To accumulate gradients over several micro-batches, synchronise once, after the last of them, with the number of
+    /// all their samples. Weight each loss by its part of them, because accumulated gradients are added up:
+    ///
+    /// ```
+    /// # use bonfire::{DataParallel, Group};
+    /// # use burn::backend::{Autodiff, Flex};
+    /// # use burn::nn::LinearConfig;
+    /// # use burn::optim::{GradientsAccumulator, GradientsParams};
+    /// # use burn::tensor::Tensor;
+    /// # let device = Default::default();
+    /// # let group = Group::threads(1)?.remove(0);
+    /// # let linear = LinearConfig::new(2, 1).init::<Autodiff<Flex>>(&device);
+    /// # let (model, mut ddp) = DataParallel::new(group, linear)?;
+    /// # let micro_batches = [Tensor::<_, 2>::ones([3, 2], &device), Tensor::ones([1, 2], &device)];
+    /// let samples: usize = micro_batches.iter().map(|input| input.dims()[0]).sum();
+    /// let mut accumulator = GradientsAccumulator::new();
+    /// for input in micro_batches {
+    ///     let weight = input.dims()[0] as f32 / samples as f32;
+    ///     let loss = model.forward(input).mean() * weight;
+    ///     accumulator.accumulate(&model, GradientsParams::from_grads(loss.backward(), &model));
+    /// }
+    /// let grads = ddp.sync(accumulator.grads(), samples)?;
+    /// # Ok::<(), bonfire::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] on all ranks where no rank has samples, or where a rank has gradients that do not
+    /// belong to the model's parameters; the group stays sound. Else the errors of [`Group::all_reduce`].
+    pub fn sync(&mut self, mut grads: GradientsParams, samples: usize) -> Result<GradientsParams, Error> {
+        if samples == 0 {
+            // The mean over nothing is NaN, and so are its gradients.
+            grads = GradientsParams::new();
+        }
+        let (total, exists) = self.announce(&grads, samples)?;
+        let world_size = self.group.world_size();
+        if world_size == 1 {
+            return Ok(grads);
+        }
+        let factor = samples as f64 * world_size as f64 / total as f64;
+        // The last layers' gradients first, as they come out of the backward pass.
+        let items = self.parameters.iter().enumerate().rev().filter(|(position, _)| exists[*position]);
+        let items = items.map(|(position, parameter)| Item {
+            position,
+            dtype: parameter.element,
+            bytes: parameter.shape.num_elements() * parameter.element.size(),
+        });
+        let mut started = VecDeque::with_capacity(WINDOW);
+        for positions in buckets(items) {
+            if started.len() == WINDOW
+                && let Some(oldest) = started.pop_front()
+            {
+                self.finish(oldest, &mut grads)?;
+            }
+            started.push_back(self.start(&positions, &mut grads, factor)?);
+        }
+        while let Some(oldest) = started.pop_front() {
+            self.finish(oldest, &mut grads)?;
+        }
+        Ok(grads)
+    }
+
+    /// The means of metrics over all ranks, weighted by the number of samples of each rank: all ranks get the same. A
+    /// rank without samples passes 0, and its values count for nothing.
+    ///
+    /// ```
+    /// # let device = Default::default();
+    /// # let group = bonfire::Group::threads(1)?.remove(0);
+    /// # let linear = burn::nn::LinearConfig::new(2, 1).init::<burn::backend::Autodiff<burn::backend::Flex>>(&device);
+    /// # let (_, ddp) = bonfire::DataParallel::new(group, linear)?;
+    /// let [loss, accuracy] = ddp.mean(&[0.3, 0.9], 50)?;
+    /// # Ok::<(), bonfire::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] on all ranks where no rank has samples, else the errors of [`Group::all_reduce`].
+    pub fn mean<const N: usize>(&self, values: &[f64; N], samples: usize) -> Result<[f64; N], Error> {
+        let weighted = values.iter().map(|value| if samples == 0 { 0.0 } else { value * samples as f64 });
+        let mut sums: Vec<f64> = weighted.chain([samples as f64]).collect();
+        self.group.all_reduce(&mut sums, ReduceOp::Sum)?;
+        if sums[N] == 0.0 {
+            return Err(no_samples("mean"));
+        }
+        Ok(std::array::from_fn(|i| sums[i] / sums[N]))
+    }
+
+    /// Averages the states that the ranks' models keep for themselves, such as the running statistics of batch norm:
+    /// each rank's has seen its own samples only. Call it on all ranks before validating and saving.
+    ///
+    /// These are the float parameters that need no gradient. One that has the same bits on all ranks, such as a frozen
+    /// weight, stays as it is.
+    ///
+    /// # Errors
+    /// Those of [`Group::all_reduce`].
+    pub fn average_states<M: AutodiffModule<B>>(&self, model: M) -> Result<M, Error> {
+        states::average(&self.group, model)
+    }
+
+    /// Tells the other ranks about this rank's gradients. Gives the number of all ranks' samples, and for each
+    /// parameter whether any rank has a gradient.
+    fn announce(&self, grads: &GradientsParams, samples: usize) -> Result<(u64, Vec<bool>), Error> {
+        let (count, world_size) = (self.parameters.len(), self.group.world_size());
+        let width = 2 + count.div_ceil(64);
+        let mut words = vec![0u64; width * world_size];
+        let own = &mut words[self.group.rank() * width..][..width];
+        let (mut present, mut problem) = (0, 0);
+        for (position, parameter) in self.parameters.iter().enumerate() {
+            // A gradient is kept without its rank, so any will do.
+            let Some(grad) = grads.get::<B::InnerBackend, 1>(parameter.id) else { continue };
+            present += 1;
+            own[2 + position / 64] |= 1 << (position % 64);
+            if grad.dtype() != parameter.dtype || grad.shape() != parameter.shape {
+                problem = 1 + position as u64;
+            }
+        }
+        if problem == 0 && present < grads.len() {
+            problem = 1 + count as u64;
+        }
+        (own[0], own[1]) = (samples as u64, problem);
+        self.group.all_gather(&mut words)?;
+
+        let mut total = 0u64;
+        let mut exists = vec![false; count];
+        for (rank, words) in words.chunks_exact(width).enumerate() {
+            total = total.saturating_add(words[0]);
+            if words[1] > 0 {
+                return Err(self.unfit(rank, words[1] as usize - 1));
+            }
+            for (position, exists) in exists.iter_mut().enumerate() {
+                *exists |= words[2 + position / 64] >> (position % 64) & 1 == 1;
+            }
+        }
+        if total == 0 { Err(no_samples("sync")) } else { Ok((total, exists)) }
+    }
+
+    /// Takes a bucket's gradients, scaled, and starts their reduction.
+    fn start(&mut self, positions: &[usize], grads: &mut GradientsParams, factor: f64) -> Result<Started, Error> {
+        let mut tensors = Vec::with_capacity(positions.len());
+        for &position in positions {
+            let parameter = &self.parameters[position];
+            let data = match grads.remove::<B::InnerBackend, 1>(parameter.id) {
+                Some(grad) => grad.try_into_data().map_err(|e| Error::io("reading a gradient", e))?,
+                None => TensorData::full_dtype(parameter.shape.clone(), 0, parameter.dtype),
+            };
+            tensors.push((position, data));
+        }
+        let dtype = self.parameters[positions[0]].element;
+        let mut bucket = self.pack(&mut tensors, dtype);
+        if factor != 1.0 {
+            scale(bucket.bytes(), dtype, factor);
+        }
+        Ok(Started { work: bucket.start_mean(&self.group, dtype)?, tensors })
+    }
+
+    fn pack(&mut self, tensors: &mut [(usize, TensorData)], dtype: crate::DType) -> Bucket {
+        if let [(_, data)] = tensors {
+            match Bucket::own(std::mem::replace(&mut data.bytes, Bytes::from_bytes_vec(Vec::new())), dtype) {
+                Ok(bucket) => return bucket,
+                Err(bytes) => data.bytes = bytes,
+            }
+        }
+        let bytes = tensors.iter().map(|(_, data)| data.bytes.len()).sum();
+        let mut bucket = Bucket::packed(self.memory.pop().unwrap_or_default(), bytes);
+        let mut rest = bucket.bytes();
+        for (_, data) in tensors {
+            let (part, after) = rest.split_at_mut(data.bytes.len());
+            part.copy_from_slice(&data.bytes);
+            rest = after;
+        }
+        bucket
+    }
+
+    /// Waits for a reduction and registers its results as gradients.
+    fn finish(&mut self, started: Started, grads: &mut GradientsParams) -> Result<(), Error> {
+        let mut tensors = started.tensors;
+        match started.work.wait().map_err(|(error, _)| error)? {
+            Bucket::Own(bytes) => tensors[0].1.bytes = bytes,
+            Bucket::Packed(memory, bytes) => {
+                let mut rest = &bytemuck::cast_slice(&memory)[..bytes];
+                for (_, data) in &mut tensors {
+                    let (part, after) = rest.split_at(data.bytes.len());
+                    data.bytes.copy_from_slice(part);
+                    rest = after;
+                }
+                self.memory.push(memory);
+            }
+        }
+        for (position, data) in tensors {
+            let parameter = &self.parameters[position];
+            let grad = B::InnerBackend::float_from_data(data, &parameter.device);
+            let grad = Tensor::<B::InnerBackend, 1>::from_primitive(TensorPrimitive::Float(grad));
+            grads.register(parameter.id, grad);
+        }
+        Ok(())
+    }
+
+    fn unfit(&self, rank: usize, position: usize) -> Error {
+        let reason = match self.parameters.get(position) {
+            Some(parameter) => format!(
+                "rank {rank}'s gradient of `{}` has another shape or element type than the parameter had at the start",
+                parameter.path
+            ),
+            None => format!(
+                "rank {rank} has gradients of parameters that its model did not have at the start; pass the model \
+                 that `DataParallel::new` returned through the optimizer, and load checkpoints before it"
+            ),
+        };
+        Error::argument("sync", reason)
+    }
+}
+
+impl<B: AutodiffBackend> fmt::Debug for DataParallel<B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let parameters = self.parameters.len();
+        f.debug_struct("DataParallel").field("group", &self.group).field("parameters", &parameters).finish()
+    }
+}
+
+fn no_samples(operation: &str) -> Error {
+    Error::argument(operation, "no rank has any samples, so there is no mean; leave out such a step on all ranks")
+}

@@ -1,0 +1,225 @@
+//! Which samples a rank works on.
+
+use chacha20::ChaCha8Rng;
+use chacha20::rand_core::{Rng, SeedableRng};
+
+use crate::error::Error;
+use crate::group::Group;
+use crate::partition::partition;
+
+/// Deals the samples of a data set out to the ranks, in shuffled batches.
+///
+/// A batch is global: its size and its samples depend on the seed and the epoch, never on the number of ranks, and each
+/// rank gets its [`partition`](crate::partition()) of it. A batch of 50 on 3 ranks is 17, 17 and 16 samples. All ranks
+/// make the same number of steps. Where a batch has fewer samples than there are ranks, the last ranks get an *empty*
+/// shard; they still take part in the step, with no samples:
+///
+/// ```
+/// # use burn::backend::{Autodiff, Flex};
+/// # use burn::nn::LinearConfig;
+/// # use burn::optim::GradientsParams;
+/// # let device = Default::default();
+/// # let group = bonfire::Group::threads(1)?.remove(0);
+/// # let (model, mut ddp) = bonfire::DataParallel::new(group, LinearConfig::new(2, 1).init::<Autodiff<Flex>>(&device))?;
+/// # let gradients = |_: &[usize]| GradientsParams::from_grads(model.weight.val().sum().backward(), &model);
+/// let sampler = bonfire::ShardedSampler::new(ddp.group(), 10, 4)?.seed(7);
+/// for shard in sampler.epoch(0) {
+///     let grads = if shard.is_empty() { GradientsParams::new() } else { gradients(&shard) };
+///     let grads = ddp.sync(grads, shard.len())?;
+/// }
+/// # Ok::<(), bonfire::Error>(())
+/// ```
+///
+/// The order is the same on every platform and in every version.
+#[derive(Clone, Debug)]
+pub struct ShardedSampler {
+    len: usize,
+    batch: usize,
+    rank: usize,
+    world_size: usize,
+    seed: u64,
+    tail: Tail,
+}
+
+/// What becomes of the samples that do not fill a batch.
+#[derive(Clone, Copy, Debug)]
+enum Tail {
+    Keep,
+    Pad,
+    Drop,
+}
+
+impl ShardedSampler {
+    /// A sampler for this rank of `group`, over a data set of `len` samples in global batches of `batch`. All ranks
+    /// must give the same settings. The last batch is smaller where `batch` does not divide `len`.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for a batch of 0.
+    pub fn new(group: &Group, len: usize, batch: usize) -> Result<ShardedSampler, Error> {
+        if batch == 0 {
+            return Err(Error::argument("sampler", "a batch needs at least one sample"));
+        }
+        let (rank, world_size) = (group.rank(), group.world_size());
+        Ok(ShardedSampler { len, batch, rank, world_size, seed: 0, tail: Tail::Keep })
+    }
+
+    /// The seed of the shuffle: 0 unless set.
+    pub fn seed(mut self, seed: u64) -> Self {
+        self.seed = seed;
+        self
+    }
+
+    /// Fills the last batch of an epoch with samples from the epoch's start.
+    pub fn pad(mut self) -> Self {
+        self.tail = Tail::Pad;
+        self
+    }
+
+    /// Leaves out the samples that do not fill a batch: others in every epoch.
+    pub fn drop_last(mut self) -> Self {
+        self.tail = Tail::Drop;
+        self
+    }
+
+    /// The number of batches, and so of steps, in an epoch.
+    pub fn batches(&self) -> usize {
+        match self.tail {
+            Tail::Keep | Tail::Pad => self.len.div_ceil(self.batch),
+            Tail::Drop => self.len / self.batch,
+        }
+    }
+
+    /// This rank's shard of every batch of the epoch: indices of samples, from 0 to `len - 1`.
+    pub fn epoch(&self, epoch: usize) -> Epoch {
+        let mut order = shuffled(self.len, self.seed, epoch as u64);
+        match self.tail {
+            Tail::Keep => {}
+            Tail::Pad => order = order.iter().copied().cycle().take(self.batches() * self.batch).collect(),
+            Tail::Drop => order.truncate(self.batches() * self.batch),
+        }
+        Epoch { order, next: 0, batch: self.batch, rank: self.rank, world_size: self.world_size }
+    }
+}
+
+/// The shards of an epoch, from [`ShardedSampler::epoch`].
+#[derive(Clone, Debug)]
+pub struct Epoch {
+    order: Vec<usize>,
+    next: usize,
+    batch: usize,
+    rank: usize,
+    world_size: usize,
+}
+
+impl Iterator for Epoch {
+    type Item = Vec<usize>;
+
+    fn next(&mut self) -> Option<Vec<usize>> {
+        let rest = &self.order[self.next..];
+        let batch = &rest[..self.batch.min(rest.len())];
+        if batch.is_empty() {
+            return None;
+        }
+        self.next += batch.len();
+        Some(batch[partition(batch.len(), self.world_size, self.rank)].to_vec())
+    }
+
+    fn size_hint(&self) -> (usize, Option<usize>) {
+        let left = (self.order.len() - self.next).div_ceil(self.batch);
+        (left, Some(left))
+    }
+}
+
+impl ExactSizeIterator for Epoch {}
+
+/// `0..len` in an order that depends on the seed and the epoch. The generator's stream and the steps taken from it are
+/// fixed here, and not left to a library's shuffle, because a run that is resumed must see the same order.
+fn shuffled(len: usize, seed: u64, epoch: u64) -> Vec<usize> {
+    let mut key = [0; 32];
+    key[..8].copy_from_slice(&seed.to_le_bytes());
+    key[8..16].copy_from_slice(&epoch.to_le_bytes());
+    let mut random = ChaCha8Rng::from_seed(key);
+    let mut order: Vec<usize> = (0..len).collect();
+    for last in (1..len).rev() {
+        // Uniform up to one part in 2^64 / len.
+        let chosen = (u128::from(random.next_u64()) * (last as u128 + 1)) >> 64;
+        order.swap(last, chosen as usize);
+    }
+    order
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn samplers(ranks: usize, len: usize, batch: usize, seed: u64) -> Vec<ShardedSampler> {
+        let groups = Group::threads(ranks).unwrap();
+        groups.iter().map(|group| ShardedSampler::new(group, len, batch).unwrap().seed(seed)).collect()
+    }
+
+    /// The global batches of an epoch, put together from all ranks' shards.
+    fn batches(samplers: &[ShardedSampler], epoch: usize) -> Vec<Vec<usize>> {
+        let mut epochs: Vec<_> = samplers.iter().map(|sampler| sampler.epoch(epoch)).collect();
+        let steps: Vec<_> = epochs.iter().map(ExactSizeIterator::len).collect();
+        assert!(steps.iter().all(|&n| n == samplers[0].batches()), "{steps:?}");
+        let batches = (0..steps[0]).map(|_| epochs.iter_mut().flat_map(|epoch| epoch.next().unwrap()).collect());
+        let batches = batches.collect();
+        assert!(epochs.iter_mut().all(|epoch| epoch.next().is_none()));
+        batches
+    }
+
+    proptest! {
+        #[test]
+        fn ranks_together_see_the_batches_of_one_rank(
+            ranks in 1usize..9, len in 0usize..300, batch in 1usize..60, seed: u64, epoch in 0usize..5,
+        ) {
+            for tail in [|s: ShardedSampler| s, ShardedSampler::pad, ShardedSampler::drop_last] {
+                let many: Vec<_> = samplers(ranks, len, batch, seed).into_iter().map(tail).collect();
+                let one: Vec<_> = samplers(1, len, batch, seed).into_iter().map(tail).collect();
+                prop_assert_eq!(batches(&many, epoch), batches(&one, epoch));
+            }
+        }
+
+        #[test]
+        fn every_sample_comes_once_and_the_tail_is_kept_padded_or_dropped(
+            len in 0usize..300, batch in 1usize..60, seed: u64,
+        ) {
+            let sampler = samplers(1, len, batch, seed).remove(0);
+            let kept = sampler.epoch(0).flatten().collect::<Vec<_>>();
+            let mut sorted = kept.clone();
+            sorted.sort_unstable();
+            prop_assert_eq!(sorted, (0..len).collect::<Vec<_>>());
+
+            let dropped = sampler.clone().drop_last().epoch(0).collect::<Vec<_>>();
+            prop_assert!(dropped.iter().all(|shard| shard.len() == batch));
+            prop_assert_eq!(&dropped.concat()[..], &kept[..len - len % batch]);
+
+            let padded = sampler.pad().epoch(0).collect::<Vec<_>>();
+            prop_assert!(padded.iter().all(|shard| shard.len() == batch));
+            prop_assert!(padded.concat().iter().zip(kept.iter().cycle()).all(|(a, b)| a == b));
+            prop_assert_eq!(padded.len(), len.div_ceil(batch));
+        }
+    }
+
+    #[test]
+    fn orders_differ_between_seeds_and_epochs_and_stay_as_they_are() {
+        let sampler = samplers(1, 8, 8, 42).remove(0);
+        let order = |sampler: &ShardedSampler, epoch| sampler.epoch(epoch).next().unwrap();
+        assert_eq!(order(&sampler, 0), order(&sampler, 0));
+        assert_ne!(order(&sampler, 0), order(&sampler, 1));
+        assert_ne!(order(&sampler, 0), order(&sampler.clone().seed(43), 0));
+        // Checkpoints rely on it: this order must never change.
+        assert_eq!(order(&sampler, 0), [4, 5, 0, 3, 6, 7, 1, 2]);
+    }
+
+    #[test]
+    fn a_batch_of_50_on_3_ranks_is_17_17_16_and_small_batches_leave_ranks_empty() {
+        let lens = |ranks, len, batch| -> Vec<usize> {
+            samplers(ranks, len, batch, 0).iter().map(|s| s.epoch(0).next().unwrap().len()).collect()
+        };
+        assert_eq!(lens(3, 100, 50), [17, 17, 16]);
+        assert_eq!(lens(4, 2, 50), [1, 1, 0, 0]);
+        assert!(ShardedSampler::new(&Group::threads(1).unwrap()[0], 10, 0).is_err());
+    }
+}

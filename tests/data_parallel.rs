@@ -1,0 +1,425 @@
+//! Several ranks train as one: gradients, parameters, metrics and states, on the digits and on small models.
+
+#[path = "../examples/digits/data.rs"]
+mod data;
+
+use std::thread;
+
+use bonfire::{DataParallel, Error, Group, ShardedSampler};
+use burn::backend::{Autodiff, Flex, NdArray};
+use burn::module::{Module, ModuleVisitor, Param, RunningState};
+use burn::nn::loss::CrossEntropyLossConfig;
+use burn::nn::{Linear, LinearConfig, LinearLayout};
+use burn::optim::{AdamConfig, GradientsAccumulator, GradientsParams, Optimizer};
+use burn::tensor::backend::{AutodiffBackend, Backend};
+use burn::tensor::{Bool, DType, ElementConversion, Int, Tensor, TensorData};
+use data::{Digits, PIXELS};
+
+type F32 = Autodiff<Flex>;
+type F64 = Autodiff<NdArray<f64>>;
+
+/// Runs `rank` on a thread for each of `n` ranks and gives their results, by rank.
+fn ranks<T: Send>(n: usize, rank: impl Fn(Group) -> T + Sync) -> Vec<T> {
+    let groups = Group::threads(n).unwrap();
+    thread::scope(|scope| {
+        let threads: Vec<_> = groups.into_iter().map(|group| scope.spawn(|| rank(group))).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    })
+}
+
+/// Two layers on the digits.
+#[derive(Module, Debug)]
+struct Mlp<B: Backend> {
+    hidden: Linear<B>,
+    output: Linear<B>,
+}
+
+impl<B: Backend> Mlp<B> {
+    /// Weights without chance; each rank has others at first.
+    fn new(rank: usize, device: &B::Device) -> Self {
+        Mlp { hidden: linear(PIXELS, 32, 0.2 + rank as f64, device), output: linear(32, 10, 0.3, device) }
+    }
+
+    fn forward(&self, images: Tensor<B, 2>) -> Tensor<B, 2> {
+        self.output.forward(self.hidden.forward(images).tanh())
+    }
+}
+
+fn linear<B: Backend>(inputs: usize, outputs: usize, scale: f64, device: &B::Device) -> Linear<B> {
+    let mut linear = LinearConfig::new(inputs, outputs).init(device);
+    linear.weight = Param::from_data(waves(&[inputs, outputs], scale), device);
+    linear.bias = Some(Param::from_data(waves(&[outputs], scale), device));
+    linear
+}
+
+fn waves(shape: &[usize], scale: f64) -> TensorData {
+    let values = (0..shape.iter().product()).map(|i| scale * (i as f64 * 12.9898).sin());
+    TensorData::new(values.collect::<Vec<f64>>(), shape)
+}
+
+/// Every float parameter's bytes, in visiting order.
+#[derive(Default, PartialEq, Debug)]
+struct Bits(Vec<TensorData>);
+
+impl<B: Backend> ModuleVisitor<B> for Bits {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
+        self.0.push(param.val().into_data());
+    }
+}
+
+fn bits<B: Backend, M: Module<B>>(model: &M) -> Bits {
+    let mut bits = Bits::default();
+    model.visit(&mut bits);
+    bits
+}
+
+/// What a rank saw of a training.
+struct Run {
+    /// The mean loss over all ranks of each step.
+    losses: Vec<f64>,
+    /// The parameters after each step.
+    steps: Vec<Bits>,
+    accuracy: f64,
+}
+
+fn train<B: AutodiffBackend>(group: Group, digits: &Digits, test: &Digits, batch: usize, epochs: usize) -> Run {
+    let device = Default::default();
+    let (mut model, mut ddp) = DataParallel::new(group.clone(), Mlp::<B>::new(group.rank(), &device)).unwrap();
+    let mut optimizer = AdamConfig::new().init();
+    let sampler = ShardedSampler::new(&group, digits.len(), batch).unwrap().seed(1);
+    let (mut losses, mut steps) = (Vec::new(), Vec::new());
+    for epoch in 0..epochs {
+        for shard in sampler.epoch(epoch) {
+            let (mut grads, mut loss) = (GradientsParams::new(), f64::NAN);
+            if !shard.is_empty() {
+                let (images, labels) = tensors::<B>(digits, &shard, &device);
+                let forward = CrossEntropyLossConfig::new().init(&device).forward(model.forward(images), labels);
+                loss = forward.clone().into_scalar().elem();
+                grads = GradientsParams::from_grads(forward.backward(), &model);
+            }
+            let grads = ddp.sync(grads, shard.len()).unwrap();
+            model = optimizer.step(0.01, model, grads);
+            losses.push(ddp.mean(&[loss], shard.len()).unwrap()[0]);
+            steps.push(bits(&model));
+        }
+    }
+    let (images, labels) = tensors::<B>(test, &(0..test.len()).collect::<Vec<_>>(), &device);
+    let right = model.forward(images).argmax(1).squeeze_dim::<1>(1).equal(labels).int().sum().into_scalar();
+    Run { losses, steps, accuracy: right.elem::<f64>() / test.len() as f64 }
+}
+
+fn tensors<B: Backend>(digits: &Digits, chosen: &[usize], device: &B::Device) -> (Tensor<B, 2>, Tensor<B, 1, Int>) {
+    let images: Vec<f32> = chosen.iter().flat_map(|&i| digits.images[i]).collect();
+    let labels: Vec<i64> = chosen.iter().map(|&i| i64::from(digits.labels[i])).collect();
+    let images = Tensor::from_data(TensorData::new(images, [chosen.len(), PIXELS]), device);
+    (images, Tensor::from_data(TensorData::new(labels, [chosen.len()]), device))
+}
+
+fn first(digits: Digits, len: usize) -> Digits {
+    Digits { images: digits.images[..len].to_vec(), labels: digits.labels[..len].to_vec() }
+}
+
+fn close(a: &Bits, b: &Bits, tolerance: f64) -> bool {
+    let values =
+        |bits: &Bits| bits.0.iter().flat_map(|data| data.iter::<f64>().collect::<Vec<_>>()).collect::<Vec<_>>();
+    values(a).iter().zip(values(b)).all(|(a, b)| (a - b).abs() <= tolerance)
+}
+
+#[test]
+fn any_number_of_ranks_trains_as_one_in_f64() {
+    let (digits, test) = Digits::load().unwrap();
+    // The last batch of 201 is a single image: most ranks have none.
+    let digits = first(digits, 201);
+    let one = ranks(1, |group| train::<F64>(group, &digits, &test, 50, 10)).remove(0);
+    assert_eq!(one.losses.len(), 50);
+    for n in 2..=4 {
+        for run in ranks(n, |group| train::<F64>(group, &digits, &test, 50, 10)) {
+            for step in 0..one.losses.len() {
+                assert!((run.losses[step] - one.losses[step]).abs() < 1e-9, "{n} ranks, step {step}");
+                assert!(close(&run.steps[step], &one.steps[step], 1e-9), "{n} ranks, step {step}");
+            }
+        }
+    }
+}
+
+#[test]
+fn any_number_of_ranks_trains_as_one_in_f32() {
+    let (digits, test) = Digits::load().unwrap();
+    let one = ranks(1, |group| train::<F32>(group, &digits, &test, 64, 15)).remove(0);
+    assert!(one.accuracy > 0.93, "{}", one.accuracy);
+    let five_epochs = one.losses.len() / 3;
+    for n in 2..=4 {
+        let runs = ranks(n, |group| train::<F32>(group, &digits, &test, 64, 15));
+        for run in &runs {
+            assert!(run.steps == runs[0].steps, "{n} ranks: parameters differ");
+            assert!((run.accuracy - one.accuracy).abs() <= 0.01, "{n} ranks: {} {}", run.accuracy, one.accuracy);
+            for (ours, theirs) in run.losses.iter().zip(&one.losses).take(five_epochs) {
+                assert!((ours - theirs).abs() < 1e-4, "{n} ranks: {ours} {theirs}");
+            }
+        }
+    }
+}
+
+/// Parameters that a step may or may not use.
+#[derive(Module, Debug)]
+struct Parts<B: Backend> {
+    all: Param<Tensor<B, 1>>,
+    some: Param<Tensor<B, 2>>,
+    none: Param<Tensor<B, 3>>,
+}
+
+impl<B: Backend> Parts<B> {
+    fn new(dtype: DType, device: &B::Device) -> Self {
+        fn ones<B: Backend, const D: usize>(
+            shape: [usize; D],
+            dtype: DType,
+            device: &B::Device,
+        ) -> Param<Tensor<B, D>> {
+            Param::from_tensor(Tensor::ones(shape, (device, dtype)))
+        }
+        Parts { all: ones([4], dtype, device), some: ones([2, 3], dtype, device), none: ones([1, 2, 1], dtype, device) }
+    }
+}
+
+#[test]
+fn a_missing_gradient_counts_as_zero_and_one_that_nobody_has_stays_missing() {
+    ranks(3, |group| {
+        let rank = group.rank();
+        let (model, mut ddp) = DataParallel::new(group, Parts::<F32>::new(DType::F32, &Default::default())).unwrap();
+        for _ in 0..2 {
+            // Weighted by 1, 2 and 3 samples: (1*1 + 2*2 + 3*3) / 6 and, from rank 1 alone, 5*2 / 6.
+            let mut loss = model.all.val().sum() * (rank + 1) as f32;
+            if rank == 1 {
+                loss = loss + model.some.val().sum() * 5.0;
+            }
+            let grads = GradientsParams::from_grads(loss.backward(), &model);
+            let grads = ddp.sync(grads, rank + 1).unwrap();
+            assert_eq!(grads.len(), 2);
+            let all = grads.get::<Flex, 1>(model.all.id).unwrap().into_data();
+            all.assert_approx_eq::<f32>(&TensorData::from([14.0f32 / 6.0; 4]), Default::default());
+            let some = grads.get::<Flex, 2>(model.some.id).unwrap().into_data();
+            some.assert_approx_eq::<f32>(&TensorData::from([[10.0f32 / 6.0; 3]; 2]), Default::default());
+            assert!(grads.get::<Flex, 3>(model.none.id).is_none());
+        }
+    });
+}
+
+#[test]
+fn gradients_of_every_float_type_keep_it() {
+    fn check<B: AutodiffBackend>(dtype: DType) {
+        ranks(2, |group| {
+            let rank = group.rank();
+            let (model, mut ddp) = DataParallel::new(group, Parts::<B>::new(dtype, &Default::default())).unwrap();
+            let mut grads = GradientsParams::new();
+            let ones = || Tensor::<B::InnerBackend, 1>::ones([4], (&Default::default(), dtype));
+            // 3/4 and 1/4 of the samples: weights 1.5 and 0.5 before the mean, exact in every type.
+            grads.register(model.all.id, ones() * if rank == 0 { 2.0 } else { 6.0 });
+            let grads = ddp.sync(grads, if rank == 0 { 3 } else { 1 }).unwrap();
+            let all = grads.get::<B::InnerBackend, 1>(model.all.id).unwrap();
+            assert_eq!(all.dtype(), dtype);
+            assert_eq!(all.into_data().iter::<f64>().collect::<Vec<_>>(), [3.0; 4]);
+        });
+    }
+    for dtype in [DType::F32, DType::F64, DType::F16, DType::BF16] {
+        check::<F32>(dtype);
+    }
+    check::<Autodiff<NdArray<f32>>>(DType::F32);
+    check::<F64>(DType::F64);
+}
+
+#[test]
+fn equal_samples_give_the_plain_mean() {
+    ranks(2, |group| {
+        let rank = group.rank();
+        let (model, mut ddp) = DataParallel::new(group, Parts::<F32>::new(DType::F32, &Default::default())).unwrap();
+        let mut grads = GradientsParams::new();
+        grads.register(model.all.id, Tensor::<Flex, 1>::full([4], [0.1f32, 0.7][rank], &Default::default()));
+        let grads = ddp.sync(grads, 7).unwrap();
+        assert_eq!(
+            grads.get::<Flex, 1>(model.all.id).unwrap().into_data(),
+            TensorData::from([(0.1f32 + 0.7) / 2.0; 4])
+        );
+    });
+}
+
+#[test]
+fn micro_batches_add_up_to_the_batch() {
+    let device = Default::default();
+    let gradient = |n| {
+        ranks(n, |group| {
+            let rank = group.rank();
+            let (model, mut ddp) = DataParallel::new(group, linear::<F64>(3, 2, 0.5, &device)).unwrap();
+            let input = Tensor::<F64, 2>::from_data(waves(&[12, 3], 1.0), &device);
+            let own = input.slice(bonfire::partition(12, n, rank));
+            let samples = own.dims()[0];
+            let mut accumulator = GradientsAccumulator::new();
+            for part in own.split(2, 0) {
+                let weight = part.dims()[0] as f64 / samples as f64;
+                let loss = model.forward(part).powi_scalar(2).sum_dim(1).mean() * weight;
+                accumulator.accumulate(&model, GradientsParams::from_grads(loss.backward(), &model));
+            }
+            let grads = ddp.sync(accumulator.grads(), samples).unwrap();
+            grads.get::<NdArray<f64>, 2>(model.weight.id).unwrap().into_data().to_vec::<f64>().unwrap()
+        })
+    };
+    let one = gradient(1).remove(0);
+    for many in gradient(5) {
+        assert!(one.iter().zip(&many).all(|(a, b)| (a - b).abs() < 1e-12), "{one:?} {many:?}");
+    }
+}
+
+#[test]
+fn a_rank_without_samples_counts_for_nothing_and_no_samples_at_all_is_an_error() {
+    ranks(2, |group| {
+        let rank = group.rank();
+        let (model, mut ddp) = DataParallel::new(group, Parts::<F32>::new(DType::F32, &Default::default())).unwrap();
+        let nan = || {
+            let mut grads = GradientsParams::new();
+            grads.register(model.all.id, Tensor::<Flex, 1>::full([4], f32::NAN, &Default::default()));
+            grads
+        };
+        assert!(matches!(ddp.sync(nan(), 0), Err(Error::InvalidArgument { .. })));
+        assert!(matches!(ddp.mean(&[1.0], 0), Err(Error::InvalidArgument { .. })));
+        // The group is sound.
+        let mut grads = nan();
+        if rank == 0 {
+            grads.register(model.all.id, Tensor::<Flex, 1>::full([4], 2.0, &Default::default()));
+        }
+        let samples = [3, 0][rank];
+        let grads = ddp.sync(grads, samples).unwrap();
+        assert_eq!(grads.get::<Flex, 1>(model.all.id).unwrap().into_data(), TensorData::from([2.0f32; 4]));
+        assert_eq!(ddp.mean(&[[0.5, f64::NAN][rank], 1.0], samples).unwrap(), [0.5, 1.0]);
+    });
+}
+
+#[test]
+fn metrics_are_weighted_by_samples() {
+    ranks(3, |group| {
+        let rank = group.rank();
+        let (_, ddp) = DataParallel::new(group, Parts::<F32>::new(DType::F32, &Default::default())).unwrap();
+        let [loss, accuracy] = ddp.mean(&[rank as f64, 1.0], [17, 17, 16][rank]).unwrap();
+        assert_eq!((loss, accuracy), ((17.0 + 32.0) / 50.0, 1.0));
+    });
+}
+
+#[test]
+fn gradients_that_do_not_fit_the_model_are_refused_on_all_ranks() {
+    ranks(2, |group| {
+        let rank = group.rank();
+        let (model, mut ddp) = DataParallel::new(group, Parts::<F32>::new(DType::F32, &Default::default())).unwrap();
+        let mut refused = |id, len| {
+            let mut grads = GradientsParams::new();
+            if rank == 1 {
+                grads.register(id, Tensor::<Flex, 1>::ones([len], &Default::default()));
+            }
+            ddp.sync(grads, 1).unwrap_err().to_string()
+        };
+        let error = refused(model.all.id, 5);
+        assert!(error.contains("rank 1's gradient of `all`"), "{error}");
+        let error = refused(burn::module::ParamId::new(), 4);
+        assert!(error.contains("rank 1 has gradients of parameters"), "{error}");
+    });
+}
+
+/// One of each kind of parameter.
+#[derive(Module, Debug)]
+struct Kinds<B: Backend> {
+    first: Linear<B>,
+    steps: Param<Tensor<B, 1, Int>>,
+    mask: Param<Tensor<B, 1, Bool>>,
+    frozen: Param<Tensor<B, 1>>,
+    state: RunningState<Tensor<B, 1>>,
+}
+
+impl<B: Backend> Kinds<B> {
+    fn new(value: f32, outputs: usize, device: &B::Device) -> Self {
+        let mask = Tensor::<B, 1>::full([3], value, device).equal_elem(0.0);
+        Kinds {
+            first: LinearConfig::new(4, outputs).with_layout(LinearLayout::Col).init(device),
+            steps: Param::initialized(Default::default(), Tensor::full([2], value as i64, device)),
+            mask: Param::initialized(Default::default(), mask),
+            frozen: Param::from_tensor(Tensor::full([2], value, device)).set_require_grad(false),
+            state: RunningState::new(Tensor::full([2], value, device)),
+        }
+    }
+}
+
+#[test]
+fn ranks_start_with_rank_0s_parameters_of_every_kind_and_their_own_ids() {
+    let device = Default::default();
+    let models = ranks(3, |group| {
+        let model = Kinds::<F32>::new(group.rank() as f32, 5, &device);
+        let ids = burn::module::list_param_ids(&model);
+        let (model, _) = DataParallel::new(group, model).unwrap();
+        assert_eq!(burn::module::list_param_ids(&model), ids);
+        assert!(model.first.weight.is_require_grad() && !model.frozen.is_require_grad());
+        model
+    });
+    for model in &models {
+        assert_eq!(bits(model), bits(&models[0]));
+        assert_eq!(model.steps.to_data(), TensorData::from([0i64; 2]).convert_dtype(model.steps.dtype()));
+        assert_eq!(model.mask.to_data(), TensorData::from([true; 3]));
+        assert_eq!(model.state.value().to_data(), TensorData::from([0.0f32; 2]));
+        // The layout's mappings for loading and saving are still there: a record holds the weight as `[4, 5]`.
+        let saved = model.first.clone().into_record().weight;
+        assert_eq!(saved.val().into_data(), models[0].first.clone().into_record().weight.val().into_data());
+        assert_ne!(saved.shape(), model.first.weight.shape());
+    }
+}
+
+#[test]
+fn unequal_models_are_named_on_every_rank() {
+    let device = Default::default();
+    let errors = ranks(3, |group| {
+        let outputs = if group.rank() == 2 { 6 } else { 5 };
+        DataParallel::new(group, Kinds::<F32>::new(0.0, outputs, &device)).unwrap_err().to_string()
+    });
+    for error in &errors {
+        assert_eq!(error, &errors[0]);
+        assert!(error.contains("rank 0 has `first.weight`: trained float f32 [4, 5]"), "{error}");
+        assert!(error.contains("rank 2 has `first.weight`: trained float f32 [4, 6]"), "{error}");
+    }
+    // The error comes before anything else, so the group is sound.
+    let errors = ranks(2, |group| {
+        let layers = |n| (0..n).map(|_| linear::<F32>(2, 2, 1.0, &device)).collect::<Vec<_>>();
+        let error = DataParallel::new(group.clone(), layers(2 - group.rank())).unwrap_err().to_string();
+        assert!(DataParallel::new(group, layers(1)).is_ok());
+        error
+    });
+    assert!(errors[1].contains("rank 0 has `1.weight`: trained float f32 [2, 2]"), "{}", errors[1]);
+    assert!(errors[1].contains("rank 1 has nothing"), "{}", errors[1]);
+}
+
+#[test]
+fn clones_of_one_model_train_apart() {
+    let shared = Kinds::<F32>::new(1.0, 5, &Default::default());
+    ranks(2, |group| {
+        let (rank, barrier) = (group.rank(), group.clone());
+        let (model, _) = DataParallel::new(group, shared.clone()).unwrap();
+        model.state.update(Tensor::full([2], rank as f32, &Default::default()));
+        barrier.barrier().unwrap();
+        assert_eq!(model.state.value_sync().into_data(), TensorData::from([rank as f32; 2]));
+    });
+}
+
+#[test]
+fn states_that_differ_are_averaged_and_the_rest_keeps_its_bits() {
+    let models = ranks(3, |group| {
+        let rank = group.rank();
+        let device = Default::default();
+        // The mean of three times this number is another one in f32.
+        let (model, ddp) = DataParallel::new(group, Kinds::<F32>::new(0.1, 5, &device)).unwrap();
+        let before = bits(&model);
+        let model = ddp.average_states(model).unwrap();
+        assert_eq!(bits(&model), before);
+
+        // The second update is pending when it is averaged.
+        model.state.update(Tensor::full([2], 100.0, &device));
+        model.state.update(Tensor::full([2], rank as f32 * 2.0, &device));
+        let model = ddp.average_states(model).unwrap();
+        assert_eq!(model.state.value_sync().into_data(), TensorData::from([2.0f32; 2]));
+        assert_eq!(bits(&model).0[..3], before.0[..3]);
+        model
+    });
+    assert!(models.iter().all(|model| bits(model) == bits(&models[0])));
+}

@@ -1,0 +1,105 @@
+//! The example's training and checkpoints.
+
+#[path = "../examples/digits/checkpoint.rs"]
+mod checkpoint;
+#[path = "../examples/digits/data.rs"]
+mod data;
+#[path = "../examples/digits/model.rs"]
+mod model;
+#[path = "../examples/digits/train.rs"]
+mod train;
+
+use std::fs;
+use std::path::Path;
+use std::sync::{Mutex, PoisonError};
+use std::thread;
+
+use bonfire::Group;
+use burn::backend::{Autodiff, Flex};
+use burn::module::{Module, ModuleVisitor, Param};
+use burn::optim::AdamConfig;
+use burn::tensor::backend::Backend;
+use burn::tensor::{Tensor, TensorData};
+use checkpoint::{Checkpoint, Settings};
+use data::Digits;
+use model::Network;
+use train::Job;
+
+type Failure = Box<dyn std::error::Error + Send + Sync>;
+type B = Autodiff<Flex>;
+
+/// The backend has one random generator for the whole process, so runs that are compared must not overlap with others.
+static ALONE: Mutex<()> = Mutex::new(());
+
+fn settings() -> Settings {
+    Settings { batch: 50, seed: 3, lr: 0.003, backend: "flex".into() }
+}
+
+/// Trains with two ranks up to `epochs` on a part of the digits, and gives what went wrong on each rank.
+fn train(settings: &Settings, epochs: usize, save: Option<&Path>, resume: Option<&Path>) -> Vec<Option<String>> {
+    let rank = |group: Group| -> Result<(), Failure> {
+        let (mut digits, test) = Digits::load()?;
+        digits.images.truncate(280);
+        digits.labels.truncate(280);
+        Job { data: (digits, test), settings: settings.clone(), epochs, save, resume }.run::<B>(group)
+    };
+    thread::scope(|scope| {
+        let threads: Vec<_> =
+            Group::threads(2).unwrap().into_iter().map(|group| scope.spawn(move || rank(group))).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap().err().map(|e| e.to_string())).collect()
+    })
+}
+
+/// The values of all parameters and running states in a checkpoint.
+fn values(path: &Path) -> Vec<TensorData> {
+    struct Values(Vec<TensorData>);
+    impl<B: Backend> ModuleVisitor<B> for Values {
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
+            self.0.push(param.val().into_data());
+        }
+    }
+    let (group, device) = (Group::threads(1).unwrap().remove(0), Default::default());
+    let network = Network::<B>::new(&group, 0, &device).unwrap();
+    let checkpoint = Checkpoint::read(path, &group).unwrap();
+    let (network, _) = checkpoint.restore(network, AdamConfig::new().init(), &device).unwrap();
+    let mut values = Values(Vec::new());
+    network.visit(&mut values);
+    values.0
+}
+
+#[test]
+fn a_resumed_run_equals_the_uninterrupted_one_bit_for_bit() {
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let folder = tempfile::tempdir().unwrap();
+    let [whole, half, resumed] = ["whole", "half", "resumed"].map(|name| folder.path().join(name));
+    assert_eq!(train(&settings(), 4, Some(&whole), None), [None, None]);
+    assert_eq!(train(&settings(), 2, Some(&half), None), [None, None]);
+    assert_eq!(train(&settings(), 4, Some(&resumed), Some(&half)), [None, None]);
+    assert_ne!(values(&whole), values(&half));
+    assert_eq!(values(&whole), values(&resumed));
+    // Nothing but the checkpoints is left.
+    assert_eq!(fs::read_dir(&folder).unwrap().count(), 3);
+}
+
+#[test]
+fn every_rank_says_what_is_wrong_with_a_checkpoint() {
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("checkpoint");
+    let fails = |settings: &Settings, expected: &str| {
+        for error in train(settings, 2, None, Some(&path)) {
+            let error = error.unwrap();
+            assert!(error.contains(expected), "{error}");
+        }
+    };
+    fails(&settings(), "cannot read the checkpoint");
+    assert_eq!(train(&settings(), 1, Some(&path), None), [None, None]);
+    fails(&Settings { lr: 0.1, ..settings() }, "was made with --lr 0.003, not 0.1");
+    let mut bytes = fs::read(&path).unwrap();
+    let middle = bytes.len() / 2;
+    bytes[middle] ^= 1;
+    fs::write(&path, &bytes).unwrap();
+    fails(&settings(), "cannot read the checkpoint");
+    fs::write(&path, "no checkpoint").unwrap();
+    fails(&settings(), "cannot read the checkpoint");
+}
