@@ -38,6 +38,12 @@ pub use error::{Error, Site};
 pub use group::{Builder, Group, Work};
 pub use partition::partition;
 pub use plan::Algorithm;
+#[cfg(unix)]
+pub use tensor::collective::{
+    Address, AllReduceStrategy, BroadcastStrategy, CollectiveConfig, CollectiveError, GlobalCollectiveError,
+    GradientsParamsExt, NodeId, PeerId, ReduceStrategy, all_reduce, broadcast, finish_collective, reduce, register,
+    reset_collective, start_global_orchestrator,
+};
 pub use train::{DataParallel, ShardedSampler, SyncBatchNorm, SyncBatchNormConfig};
 pub use transport::{Fault, Transport};
 pub use wait::Deadline;

@@ -1,3 +1,8 @@
 //! Tensors of any burn backend.
+//!
+//! The functions and types of burn-collective are at the root of the crate: start at [`register`](crate::register).
+//! [`autodiff`] has sums over ranks that gradients flow through.
 
 pub mod autodiff;
+#[cfg(unix)]
+pub(crate) mod collective;

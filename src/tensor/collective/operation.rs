@@ -1,0 +1,168 @@
+//! Operations: first all peers agree on what they do, then the data moves.
+
+use burn::tensor::TensorData;
+use bytemuck::cast_slice;
+
+use super::claim::{Call, Claim, Claimed, complete};
+use super::data::{all_reduce, divide, empty, narrow, reduce, widen};
+use super::error::CollectiveError;
+use super::names::PeerId;
+use super::nodes::Node;
+use super::session::{Device, Seat, Session, in_words};
+use crate::dtype::ReduceOp;
+use crate::error::Error;
+use crate::group::Group;
+
+/// Runs `call` with the tensor that the peer brings, if it brings one. Returns the result, where the peer gets one, and
+/// the peer's device. A peer that could not read its tensor takes part, so that the others learn of it.
+pub(super) fn run(
+    session: &Session,
+    peer: PeerId,
+    call: Call,
+    brought: Result<Option<TensorData>, CollectiveError>,
+) -> Result<(Option<TensorData>, Device), CollectiveError> {
+    let claim = claim(peer, call, &brought);
+    let mut data = brought.unwrap_or_default();
+    loop {
+        let seat = session.seat(peer)?;
+        let mut turn = seat.table.turn(seat.rank)?;
+        match seat.agree(&mut turn, claim.clone()).map_err(in_words)? {
+            Some(agreement) => {
+                let data = seat.carry_out(agreement?, data.take())?;
+                return Ok((data, seat.device.clone()));
+            }
+            // Peers came or went: the operation takes place among those that are there now.
+            None => session.leave_table(&seat.table)?,
+        }
+    }
+}
+
+fn claim(peer: PeerId, call: Call, brought: &Result<Option<TensorData>, CollectiveError>) -> Claimed {
+    let data = brought.as_ref().map_err(CollectiveError::clone)?;
+    let holds = match call {
+        Call::Broadcast => data.is_some(),
+        Call::Reduce(_, root) => root == peer,
+        Call::AllReduce(_) | Call::Parameters(_) => false,
+    };
+    let tensor = data.as_ref().map(|data| (data.shape.to_vec(), data.dtype));
+    Ok(Claim { call, tensor, devices: 1, holder: holds.then_some(0) })
+}
+
+/// What all peers are about to do.
+struct Agreement {
+    claim: Claim,
+    /// Which peer of this node has the root or the tensor.
+    holder: Option<usize>,
+}
+
+impl Seat {
+    /// `None` if the node's peers did not come together; else whether all peers agree.
+    fn agree(&self, turn: &mut u64, claim: Claimed) -> Result<Option<Result<Agreement, CollectiveError>>, Error> {
+        let Some(ours) = self.table.merge(self.rank, turn, claim, self.group.deadline()) else { return Ok(None) };
+        let holder = ours.as_ref().ok().and_then(|claim| claim.holder);
+        let all = match &self.node {
+            None => ours,
+            Some(node) => {
+                let agreed = self.leads().then(|| node.merge(ours));
+                self.table.share_agreed(&self.patient(), agreed)?
+            }
+        };
+        Ok(Some(all.and_then(complete).map(|claim| Agreement { claim, holder })))
+    }
+
+    fn carry_out(&self, agreement: Agreement, data: Option<TensorData>) -> Result<Option<TensorData>, CollectiveError> {
+        let call = agreement.claim.call;
+        match (call, data, &self.node) {
+            (Call::Parameters(_), ..) => Ok(None),
+            (Call::AllReduce(op), Some(mut data), None) => {
+                all_reduce(&self.group, &mut data, op).map_err(in_words)?;
+                Ok(Some(data))
+            }
+            (Call::Reduce(op, _), Some(mut data), None) => {
+                let root = agreement.holder.ok_or(CollectiveError::RegisterNotFirstOperation)?;
+                reduce(&self.group, &mut data, op, root).map_err(in_words)?;
+                Ok((self.rank == root).then_some(data))
+            }
+            (Call::AllReduce(op) | Call::Reduce(op, _), Some(data), Some(node)) => {
+                self.reduce_over_nodes(node, &agreement, op, data)
+            }
+            (_, data, node) => self.broadcast(node.as_deref(), &agreement, data),
+        }
+    }
+
+    fn broadcast(
+        &self,
+        node: Option<&Node>,
+        agreement: &Agreement,
+        data: Option<TensorData>,
+    ) -> Result<Option<TensorData>, CollectiveError> {
+        let mut data = match (data, &agreement.claim.tensor) {
+            (Some(data), _) => data,
+            (None, Some((shape, dtype))) => empty(shape, *dtype)?,
+            (None, None) => return Err(CollectiveError::BroadcastNoTensor),
+        };
+        if let Some(root) = agreement.holder {
+            self.group.broadcast::<u8>(&mut data.bytes, root).map_err(in_words)?;
+        }
+        if let (Some(node), Some(root)) = (node, agreement.claim.holder) {
+            let outcome = self.leads().then(|| node.broadcast(&mut data, root));
+            self.table.share_outcome(&self.patient(), outcome).map_err(in_words)??;
+            if agreement.holder.is_none() {
+                self.group.broadcast::<u8>(&mut data.bytes, 0).map_err(in_words)?;
+            }
+        }
+        Ok(Some(data))
+    }
+
+    /// Peers to their node's first, which reduces with those of the other nodes. The mean is divided and 16-bit elements
+    /// are rounded once, at the end.
+    fn reduce_over_nodes(
+        &self,
+        node: &Node,
+        agreement: &Agreement,
+        op: ReduceOp,
+        data: TensorData,
+    ) -> Result<Option<TensorData>, CollectiveError> {
+        let dtype = data.dtype;
+        let partial = if op == ReduceOp::Mean { ReduceOp::Sum } else { op };
+        let mut wide = widen(data);
+        reduce(&self.group, &mut wide, partial, 0).map_err(in_words)?;
+        let outcome = self.leads().then(|| match agreement.claim.holder {
+            Some(root) => node.reduce(&mut wide, partial, root),
+            None => node.all_reduce(&mut wide, partial),
+        });
+        let outcome = self.table.share_outcome(&self.patient(), outcome).map_err(in_words)?;
+        outcome?;
+        if op == ReduceOp::Mean && self.leads() {
+            divide(&mut wide, agreement.claim.devices);
+        }
+        let mut data = narrow(wide, dtype);
+        if agreement.claim.holder.is_none() {
+            self.group.broadcast::<u8>(&mut data.bytes, 0).map_err(in_words)?;
+            return Ok(Some(data));
+        }
+        match agreement.holder {
+            Some(root) if root == self.rank => {
+                if !self.leads() {
+                    self.group.recv::<u8>(&mut data.bytes, 0).map_err(in_words)?;
+                }
+                Ok(Some(data))
+            }
+            Some(root) if self.leads() => {
+                self.group.send::<u8>(cast_slice(&data.bytes), root).map_err(in_words)?;
+                Ok(None)
+            }
+            _ => Ok(None),
+        }
+    }
+
+    /// Whether this peer talks to the other nodes.
+    fn leads(&self) -> bool {
+        self.rank == 0
+    }
+
+    /// For waits that end when the first peer, whose own deadline began a little later, has heard from the other nodes.
+    fn patient(&self) -> Group {
+        self.group.with_deadline(self.group.deadline() * 2)
+    }
+}

@@ -1,0 +1,179 @@
+//! Where nodes register: gives each an id, and all of them the addresses of all. No tensor passes through it.
+
+use std::sync::{Arc, Mutex};
+
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::oneshot;
+use tokio::task::JoinSet;
+use tokio::time::timeout;
+
+use super::error::GlobalCollectiveError;
+use super::frame::{Answer, PROTOCOL, Registration, body_length, decode, encode};
+use super::names::NodeId;
+use super::nodes::RENDEZVOUS;
+use super::session::lock;
+
+/// Runs the orchestrator of sessions that span several nodes, on this port, until Ctrl-C.
+///
+/// It listens on loopback. `BONFIRE_HOST` in its environment names another address of this machine; connections are not
+/// authenticated, so choose one that only the nodes reach. It needs a tokio runtime with I/O and time enabled.
+///
+/// Once as many nodes have registered as their configs say, they are numbered by their lowest [`PeerId`], and the
+/// orchestrator is ready for the next session. Nodes that contradict each other are all refused.
+///
+/// # Errors
+/// Where it cannot listen it returns at once, and an error in the log says why.
+///
+/// ```no_run
+/// # async fn example() {
+/// bonfire::start_global_orchestrator(3000).await;
+/// # }
+/// ```
+///
+/// [`PeerId`]: crate::PeerId
+pub async fn start_global_orchestrator(port: u16) {
+    let host = std::env::var("BONFIRE_HOST").ok().filter(|host| !host.is_empty()).unwrap_or("127.0.0.1".into());
+    let listener = match TcpListener::bind((host.as_str(), port)).await {
+        Ok(listener) => listener,
+        Err(error) => {
+            log::error!("the orchestrator cannot listen on {host}:{port}: {error}");
+            return;
+        }
+    };
+    log::info!("orchestrator on {host}:{port}");
+    tokio::select! {
+        () = serve(listener) => {}
+        interrupted = tokio::signal::ctrl_c() => match interrupted {
+            Ok(()) => log::info!("orchestrator interrupted"),
+            Err(error) => log::error!("the orchestrator cannot wait for Ctrl-C: {error}"),
+        },
+    }
+}
+
+async fn serve(listener: TcpListener) {
+    let round = Arc::new(Mutex::new(Round::default()));
+    // Dropped, and the tasks with it, when the orchestrator ends.
+    let mut nodes = JoinSet::new();
+    loop {
+        match listener.accept().await {
+            Ok((stream, address)) => {
+                let round = round.clone();
+                nodes.spawn(async move {
+                    if let Err(error) = attend(stream, &round).await {
+                        log::warn!("orchestrator, {address}: {error}");
+                    }
+                });
+            }
+            Err(error) => {
+                log::error!("orchestrator: {error}");
+                tokio::time::sleep(std::time::Duration::from_millis(100)).await;
+            }
+        }
+        while nodes.try_join_next().is_some() {}
+    }
+}
+
+/// One node: its registration in, its answer out.
+async fn attend(mut stream: TcpStream, round: &Mutex<Round>) -> Result<(), GlobalCollectiveError> {
+    let late = |_| GlobalCollectiveError::Server(format!("no registration within {RENDEZVOUS:?}"));
+    let answer = match timeout(RENDEZVOUS, receive(&mut stream)).await.map_err(late)? {
+        Ok(registration) if registration.protocol == PROTOCOL => {
+            let (ticket, answer) = lock(round).enter(registration);
+            let answer = tokio::select! {
+                answer = answer => answer.ok(),
+                // A node that waits sends nothing: this is its end.
+                _ = stream.read_u8() => None,
+                () = tokio::time::sleep(RENDEZVOUS) => {
+                    let reason = format!("too few nodes registered within {RENDEZVOUS:?}");
+                    Some(Answer::Refused(GlobalCollectiveError::Server(reason)))
+                }
+            };
+            lock(round).leave(ticket);
+            match answer {
+                Some(answer) => answer,
+                None => return Err(GlobalCollectiveError::Server("the node went away".into())),
+            }
+        }
+        Ok(_) => Answer::Refused(GlobalCollectiveError::InvalidMessage),
+        Err(error) => Answer::Refused(error),
+    };
+    let frame = encode(&answer)?;
+    match timeout(RENDEZVOUS, stream.write_all(&frame)).await {
+        Ok(Ok(())) => Ok(()),
+        Ok(Err(error)) => Err(broken(error)),
+        Err(_) => Err(GlobalCollectiveError::Server("the node does not read its answer".into())),
+    }
+}
+
+async fn receive(stream: &mut TcpStream) -> Result<Registration, GlobalCollectiveError> {
+    let mut head = [0; 4];
+    stream.read_exact(&mut head).await.map_err(broken)?;
+    let mut body = vec![0; body_length(head)?];
+    stream.read_exact(&mut body).await.map_err(broken)?;
+    decode(&body)
+}
+
+fn broken(error: std::io::Error) -> GlobalCollectiveError {
+    GlobalCollectiveError::Server(error.to_string())
+}
+
+/// The nodes of the session that is coming together.
+#[derive(Default)]
+struct Round {
+    tickets: u64,
+    waiting: Vec<Waiting>,
+}
+
+struct Waiting {
+    ticket: u64,
+    registration: Registration,
+    answer: oneshot::Sender<Answer>,
+}
+
+impl Round {
+    /// Adds a node, and answers all if that settles the round.
+    fn enter(&mut self, registration: Registration) -> (u64, oneshot::Receiver<Answer>) {
+        let (answer, receiver) = oneshot::channel();
+        self.tickets += 1;
+        self.waiting.push(Waiting { ticket: self.tickets, registration, answer });
+        self.waiting.sort_by(|a, b| place(&a.registration).cmp(&place(&b.registration)));
+        let registrations: Vec<&Registration> = self.waiting.iter().map(|node| &node.registration).collect();
+        if let Some(settled) = settle(&registrations) {
+            let answers = self.waiting.drain(..).enumerate().map(|(id, node)| {
+                let start = |nodes| Answer::Start { node: NodeId::from(id), nodes };
+                (node.answer, settled.clone().map_or_else(Answer::Refused, start))
+            });
+            for (node, answer) in answers {
+                // A node that is gone needs no answer.
+                let _ = node.send(answer);
+            }
+        }
+        (self.tickets, receiver)
+    }
+
+    fn leave(&mut self, ticket: u64) {
+        self.waiting.retain(|node| node.ticket != ticket);
+    }
+}
+
+/// The order of ids: by what a config says, not by arrival.
+fn place(registration: &Registration) -> (u32, &str, u16) {
+    (registration.lowest_peer, &registration.host, registration.port)
+}
+
+/// Where all nodes are, once all have registered; or what speaks against it.
+fn settle(registrations: &[&Registration]) -> Option<Result<Vec<(String, u16)>, GlobalCollectiveError>> {
+    let (first, others) = registrations.split_first()?;
+    if others.iter().any(|other| (other.num_nodes, other.strategies) != (first.num_nodes, first.strategies)) {
+        return Some(Err(GlobalCollectiveError::RegisterParamsMismatch));
+    }
+    let address = |registration: &Registration| (registration.host.clone(), registration.port);
+    let mut addresses: Vec<_> = registrations.iter().map(|registration| address(registration)).collect();
+    addresses.sort();
+    if addresses.windows(2).any(|pair| pair[0] == pair[1]) {
+        return Some(Err(GlobalCollectiveError::DoubleRegister));
+    }
+    let nodes = || registrations.iter().map(|node| (node.host.clone(), node.data_port)).collect();
+    (registrations.len() as u64 == u64::from(first.num_nodes)).then(|| Ok(nodes()))
+}

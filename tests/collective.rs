@@ -1,0 +1,513 @@
+//! The tensor API within one process, on NdArray and Flex. Sessions belong to a backend type and the process, so every
+//! test holds the lock. Deadlines come from the environment: tests that need a short one run in a child process.
+
+use std::process::Command;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::thread::{JoinHandle, spawn};
+
+use bonfire::{
+    AllReduceStrategy, BroadcastStrategy, CollectiveConfig, CollectiveError, GradientsParamsExt, PeerId,
+    ReduceOperation, ReduceStrategy, all_reduce, broadcast, finish_collective, reduce, register, reset_collective,
+};
+use burn::backend::{Autodiff, Flex, NdArray};
+use burn::module::{Module, ParamId};
+use burn::nn::{Linear, LinearConfig};
+use burn::optim::GradientsParams;
+use burn::tensor::backend::Backend;
+use burn::tensor::{DType, Tensor, TensorData, TensorPrimitive};
+
+type Double = NdArray<f64>;
+
+fn fresh<B: Backend>() -> MutexGuard<'static, ()> {
+    static SERIAL: Mutex<()> = Mutex::new(());
+    let guard = SERIAL.lock().unwrap_or_else(PoisonError::into_inner);
+    reset_collective::<B>();
+    guard
+}
+
+fn config(devices: usize) -> CollectiveConfig {
+    CollectiveConfig::default().with_num_devices(devices)
+}
+
+/// Runs `body` as each of `n` registered peers, with ids 10, 11 and so on.
+fn peers<B: Backend, T: Send + 'static>(n: u32, body: impl Fn(u32) -> T + Clone + Send + 'static) -> Vec<T> {
+    let peer = |rank| {
+        let body = body.clone();
+        spawn(move || {
+            register::<B>(id(rank), Default::default(), config(n as usize)).unwrap();
+            body(rank)
+        })
+    };
+    join((0..n).map(peer).collect())
+}
+
+fn join<T>(threads: Vec<JoinHandle<T>>) -> Vec<T> {
+    threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+}
+
+fn id(rank: u32) -> PeerId {
+    PeerId::from(10 + rank)
+}
+
+fn floats<B: Backend>(values: &[f32]) -> B::FloatTensorPrimitive {
+    tensor::<B>(TensorData::new(values.to_vec(), [values.len()]))
+}
+
+fn tensor<B: Backend>(data: TensorData) -> B::FloatTensorPrimitive {
+    B::float_from_data(data, &Default::default())
+}
+
+fn values<B: Backend>(tensor: B::FloatTensorPrimitive) -> Vec<f64> {
+    Tensor::<B, 1>::from_primitive(TensorPrimitive::Float(tensor)).into_data().iter::<f64>().collect()
+}
+
+fn sum<B: Backend>(rank: u32, input: &[f32]) -> Result<Vec<f64>, CollectiveError> {
+    all_reduce::<B>(id(rank), floats::<B>(input), ReduceOperation::Sum).map(values::<B>)
+}
+
+/// Whether the session still works for these ranks.
+fn assert_sound<B: Backend>(rank: u32, ranks: u32) {
+    assert_eq!(sum::<B>(rank, &[1.0, 2.0]).unwrap(), [ranks as f64, 2.0 * ranks as f64]);
+}
+
+fn reduces_with_every_operation_size_and_strategy<B: Backend>() {
+    let _guard = fresh::<B>();
+    let strategies = [AllReduceStrategy::Centralized, AllReduceStrategy::Tree(2), AllReduceStrategy::Ring];
+    for (n, len, strategy) in [(1, 3), (2, 1), (3, 3), (4, 3), (4, 5), (5, 6), (5, 11), (3, 0), (2, 40_000)]
+        .into_iter()
+        .flat_map(|(n, len)| strategies.map(|strategy| (n, len, strategy)))
+    {
+        reset_collective::<B>();
+        let peer = move |rank: u32| {
+            let config = config(n as usize).with_local_all_reduce_strategy(strategy);
+            register::<B>(id(rank), Default::default(), config).unwrap();
+            ReduceOperation::ALL.map(|op| {
+                let input: Vec<f32> = (0..len).map(|i| ((i + rank as usize) % 5) as f32 + 1.0).collect();
+                values::<B>(all_reduce::<B>(id(rank), floats::<B>(&input), op).unwrap())
+            })
+        };
+        for results in join((0..n).map(|rank| spawn(move || peer(rank))).collect()) {
+            for (op, result) in ReduceOperation::ALL.into_iter().zip(results) {
+                let expected: Vec<f64> = (0..len)
+                    .map(|i| {
+                        let all = (0..n as usize).map(|rank| ((i + rank) % 5) as f64 + 1.0);
+                        match op {
+                            ReduceOperation::Sum => all.sum(),
+                            ReduceOperation::Mean => all.sum::<f64>() / f64::from(n),
+                            ReduceOperation::Max => all.fold(f64::MIN, f64::max),
+                            ReduceOperation::Min => all.fold(f64::MAX, f64::min),
+                            ReduceOperation::Product => all.product(),
+                        }
+                    })
+                    .collect();
+                assert_eq!(result.len(), len);
+                let close = result.iter().zip(&expected).all(|(a, b)| (a - b).abs() < 1e-6 * b.abs());
+                assert!(close, "{n} peers, {len} elements, {op}: {result:?} is not {expected:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn all_reduce_on_ndarray_f32() {
+    reduces_with_every_operation_size_and_strategy::<NdArray<f32>>();
+}
+
+#[test]
+fn all_reduce_on_ndarray_f64() {
+    reduces_with_every_operation_size_and_strategy::<Double>();
+}
+
+#[test]
+fn all_reduce_on_flex() {
+    reduces_with_every_operation_size_and_strategy::<Flex>();
+}
+
+#[test]
+fn all_reduce_on_an_autodiff_backend_goes_through_its_inner_one() {
+    let _guard = fresh::<Autodiff<Flex>>();
+    let results = peers::<Autodiff<Flex>, _>(2, |rank| sum::<Autodiff<Flex>>(rank, &[rank as f32]).unwrap());
+    assert_eq!(results, [[1.0], [1.0]]);
+}
+
+#[test]
+fn shape_and_element_type_stay() {
+    let _guard = fresh::<Flex>();
+    peers::<Flex, _>(2, |rank| {
+        for dtype in [DType::F32, DType::F64, DType::F16, DType::BF16] {
+            let data = TensorData::new(vec![1.5f32; 6], [1, 2, 3]).convert_dtype(dtype);
+            let tensor = tensor::<Flex>(data);
+            let result = all_reduce::<Flex>(id(rank), tensor, ReduceOperation::Sum).unwrap();
+            let data = Tensor::<Flex, 3>::from_primitive(TensorPrimitive::Float(result)).into_data();
+            assert_eq!((data.dtype, &data.shape[..]), (dtype, &[1, 2, 3][..]));
+            assert!(data.iter::<f32>().all(|x| x == 3.0));
+        }
+    });
+}
+
+#[test]
+fn a_transposed_or_shared_tensor_is_read_in_its_logical_order_and_left_alone() {
+    let _guard = fresh::<Flex>();
+    peers::<Flex, _>(2, |rank| {
+        let square = Tensor::<Flex, 2>::from_floats([[1.0, 2.0], [3.0, 4.0]], &Default::default());
+        let turned = square.clone().transpose().into_primitive().tensor();
+        let result = all_reduce::<Flex>(id(rank), turned, ReduceOperation::Sum).unwrap();
+        let result = Tensor::<Flex, 2>::from_primitive(TensorPrimitive::Float(result));
+        assert_eq!(result.into_data().to_vec::<f32>().unwrap(), [2.0, 6.0, 4.0, 8.0]);
+        assert_eq!(square.into_data().to_vec::<f32>().unwrap(), [1.0, 2.0, 3.0, 4.0]);
+    });
+}
+
+#[test]
+fn a_mean_of_large_f16_does_not_overflow() {
+    let _guard = fresh::<Flex>();
+    peers::<Flex, _>(4, |rank| {
+        let data = TensorData::new(vec![60_000.0f32], [1]).convert_dtype(DType::F16);
+        let tensor = tensor::<Flex>(data);
+        let mean = all_reduce::<Flex>(id(rank), tensor, ReduceOperation::Mean).unwrap();
+        assert_eq!(values::<Flex>(mean), [60_000.0]);
+    });
+}
+
+#[test]
+fn results_have_the_same_bits_on_all_peers_and_in_all_runs() {
+    let _guard = fresh::<NdArray>();
+    let mut seen: Option<Vec<f64>> = None;
+    for run in 0..20 {
+        reset_collective::<NdArray>();
+        let config = config(3).with_local_all_reduce_strategy(AllReduceStrategy::Tree(2 + run % 3));
+        let peer = |rank: u32| {
+            let config = config.clone();
+            spawn(move || {
+                register::<NdArray>(id(rank), Default::default(), config).unwrap();
+                sum::<NdArray>(rank, &[1e8, 1.0, 0.1].map(|x| if rank == 1 { -x } else { x / 3.0 })).unwrap()
+            })
+        };
+        // Arrival in another order each time.
+        let order = [[0, 1, 2], [2, 1, 0], [1, 2, 0]][run as usize % 3];
+        for result in join(order.map(peer).into_iter().collect()) {
+            assert_eq!(seen.get_or_insert_with(|| result.clone()), &result);
+        }
+    }
+}
+
+#[test]
+fn reduce_gives_the_result_to_the_root_only() {
+    let _guard = fresh::<Double>();
+    for strategy in [ReduceStrategy::Centralized, ReduceStrategy::Tree(2)] {
+        reset_collective::<Double>();
+        let peer = move |rank: u32| {
+            spawn(move || {
+                let config = config(3).with_local_reduce_strategy(strategy);
+                register::<Double>(id(rank), Default::default(), config).unwrap();
+                let input = floats::<Double>(&[rank as f32, 2.0]);
+                reduce::<Double>(id(rank), input, ReduceOperation::Mean, id(2)).unwrap().map(values::<Double>)
+            })
+        };
+        assert_eq!(join((0..3).map(peer).collect()), [None, None, Some(vec![1.0, 2.0])]);
+    }
+}
+
+#[test]
+fn broadcast_reaches_peers_that_come_first_and_do_not_know_the_shape() {
+    let _guard = fresh::<Flex>();
+    for strategy in [BroadcastStrategy::Centralized, BroadcastStrategy::Tree(3)] {
+        for provider in 0..3 {
+            reset_collective::<Flex>();
+            let peer = move |rank: u32| {
+                let config = config(3).with_local_broadcast_strategy(strategy);
+                register::<Flex>(id(rank), Default::default(), config).unwrap();
+                let data = TensorData::new(vec![1.0f32, 2.0, 3.0, 4.0], [2, 2]).convert_dtype(DType::F64);
+                let tensor = (rank == provider).then(|| tensor::<Flex>(data));
+                let result = broadcast::<Flex>(id(rank), tensor).unwrap();
+                Tensor::<Flex, 2>::from_primitive(TensorPrimitive::Float(result)).into_data()
+            };
+            for data in join((0..3).map(|rank| spawn(move || peer(rank))).collect()) {
+                assert_eq!(data.to_vec::<f64>().unwrap(), [1.0, 2.0, 3.0, 4.0]);
+                assert_eq!(&data.shape[..], [2, 2]);
+            }
+        }
+    }
+}
+
+/// All peers must get the same error, the one that differs included, and go on.
+fn all_get(expected: CollectiveError, wrong: impl Fn(u32) -> Result<(), CollectiveError> + Clone + Send + 'static) {
+    let errors = peers::<Flex, _>(3, move |rank| {
+        let error = wrong(rank).unwrap_err();
+        assert_sound::<Flex>(rank, 3);
+        error
+    });
+    assert_eq!(errors, vec![expected; 3]);
+    reset_collective::<Flex>();
+}
+
+#[test]
+fn offenders_and_others_get_the_same_mismatch_and_the_session_goes_on() {
+    use CollectiveError::*;
+    use ReduceOperation::{Mean, Sum};
+    let _guard = fresh::<Flex>();
+    fn gather(rank: u32, len: usize, op: ReduceOperation) -> Result<(), CollectiveError> {
+        all_reduce::<Flex>(id(rank), floats::<Flex>(&vec![1.0; len]), op).map(drop)
+    }
+    fn collect(rank: u32, len: usize, op: ReduceOperation, root: u32) -> Result<(), CollectiveError> {
+        reduce::<Flex>(id(rank), floats::<Flex>(&vec![1.0; len]), op, id(root)).map(drop)
+    }
+    fn spread(rank: u32, brings: bool) -> Result<(), CollectiveError> {
+        broadcast::<Flex>(id(rank), brings.then(|| floats::<Flex>(&[1.0]))).map(drop)
+    }
+    for offender in 0..3 {
+        all_get(AllReduceShapeMismatch, move |r| gather(r, if r == offender { 4 } else { 5 }, Sum));
+        all_get(AllReduceOperationMismatch, move |r| gather(r, 5, if r == offender { Mean } else { Sum }));
+        all_get(ReduceShapeMismatch, move |r| collect(r, if r == offender { 4 } else { 5 }, Sum, 0));
+        all_get(ReduceOperationMismatch, move |r| collect(r, 5, if r == offender { Mean } else { Sum }, 0));
+        all_get(ReduceRootMismatch, move |r| collect(r, 5, Sum, if r == offender { 0 } else { 1 }));
+        all_get(RegisterNotFirstOperation, move |r| collect(r, 5, Sum, 99));
+        all_get(BroadcastMultipleTensors, move |r| spread(r, r != offender));
+        all_get(BroadcastNoTensor, move |r| spread(r, false));
+        all_get(AllReduceOperationMismatch, move |r| if r == offender { spread(r, true) } else { gather(r, 5, Sum) });
+        all_get(ReduceOperationMismatch, move |r| if r == offender { spread(r, true) } else { collect(r, 5, Sum, 0) });
+    }
+}
+
+#[test]
+fn tensors_of_one_size_but_other_shape_or_type_do_not_match() {
+    let _guard = fresh::<Flex>();
+    let with = |shapes: [&'static [usize]; 2], dtypes: [DType; 2]| {
+        all_get(CollectiveError::AllReduceShapeMismatch, move |rank| {
+            let which = usize::from(rank == 1);
+            let data = TensorData::full_dtype(shapes[which].to_vec(), 1.0, dtypes[which]);
+            let tensor = tensor::<Flex>(data);
+            all_reduce::<Flex>(id(rank), tensor, ReduceOperation::Sum).map(drop)
+        });
+    };
+    with([&[2, 3], &[3, 2]], [DType::F32; 2]);
+    with([&[2], &[2]], [DType::F16, DType::BF16]);
+}
+
+#[test]
+fn only_registered_peers_take_part() {
+    let _guard = fresh::<Flex>();
+    let none = Err(CollectiveError::RegisterNotFirstOperation);
+    assert_eq!(sum::<Flex>(0, &[1.0]), none.clone().map(|()| vec![]));
+    assert_eq!(finish_collective::<Flex>(id(0)), none);
+    register::<Flex>(id(0), Default::default(), config(1)).unwrap();
+    assert_eq!(sum::<Flex>(1, &[1.0]), none.clone().map(|()| vec![]));
+    assert_eq!(broadcast::<Flex>(id(1), None).map(drop), none);
+    assert_eq!(finish_collective::<Flex>(id(1)), Err(CollectiveError::MultipleUnregister));
+    assert_sound::<Flex>(0, 1);
+}
+
+#[test]
+fn wrong_registrations_are_refused_at_once() {
+    let _guard = fresh::<Flex>();
+    let again = |rank, config| register::<Flex>(id(rank), Default::default(), config);
+    assert_eq!(again(0, config(0)), Err(CollectiveError::InvalidConfig));
+    assert_eq!(again(0, config(1).with_num_nodes(2)), Err(CollectiveError::InvalidConfig));
+    assert_eq!(again(0, config(1).with_data_service_port(1)), Err(CollectiveError::InvalidConfig));
+    peers::<Flex, _>(2, |_| ());
+    assert_eq!(again(0, config(2)), Err(CollectiveError::MultipleRegister));
+    assert_eq!(again(2, config(3)), Err(CollectiveError::RegisterParamsMismatch));
+    let strategy = config(2).with_local_reduce_strategy(ReduceStrategy::Centralized);
+    assert_eq!(again(2, strategy), Err(CollectiveError::RegisterParamsMismatch));
+}
+
+#[test]
+fn a_surplus_registration_is_refused_and_later_operations_need_only_the_others() {
+    let _guard = fresh::<Flex>();
+    peers::<Flex, _>(2, |_| ());
+    let surplus = register::<Flex>(id(2), Default::default(), config(2));
+    assert_eq!(surplus, Err(CollectiveError::RegisterParamsMismatch));
+    join((0..2).map(|rank| spawn(move || assert_sound::<Flex>(rank, 2))).collect());
+}
+
+#[test]
+fn a_peer_that_calls_twice_at_a_time_gets_an_error_and_no_panic() {
+    let _guard = fresh::<Flex>();
+    peers::<Flex, _>(2, |_| ());
+    let calls: Vec<_> = (0..2).map(|_| spawn(|| sum::<Flex>(0, &[1.0]))).collect();
+    // One of the two is refused; the other waits for the second peer.
+    while !calls.iter().any(JoinHandle::is_finished) {
+        std::thread::yield_now();
+    }
+    assert_eq!(sum::<Flex>(1, &[1.0]), Ok(vec![2.0]));
+    let mut results = join(calls);
+    results.sort_by_key(Result::is_err);
+    assert_eq!(results[0], Ok(vec![2.0]));
+    assert!(matches!(&results[1], Err(CollectiveError::Other(text)) if text.contains("another operation")));
+}
+
+#[test]
+fn finish_shrinks_the_session_also_for_peers_that_wait_and_others_may_join_again() {
+    let _guard = fresh::<Flex>();
+    // Over and over, because the others may be waiting or not when the peer goes.
+    for _ in 0..50 {
+        reset_collective::<Flex>();
+        let results = peers::<Flex, _>(3, |rank| {
+            let all = sum::<Flex>(rank, &[1.0]).unwrap();
+            if rank == 1 {
+                finish_collective::<Flex>(id(1)).unwrap();
+                return (all, None);
+            }
+            (all, Some(sum::<Flex>(rank, &[1.0]).unwrap()))
+        });
+        assert!(results.iter().all(|(all, _)| all == &[3.0]));
+        assert_eq!((&results[0].1, &results[2].1), (&Some(vec![2.0]), &Some(vec![2.0])));
+    }
+    register::<Flex>(id(7), Default::default(), config(3)).unwrap();
+    join([0, 2, 7].map(|rank| spawn(move || assert_sound::<Flex>(rank, 3))).into());
+    for rank in [0, 2, 7] {
+        finish_collective::<Flex>(id(rank)).unwrap();
+        assert_eq!(finish_collective::<Flex>(id(rank)), Err(CollectiveError::MultipleUnregister));
+    }
+    // With the last peer the session ends, and another may have another config.
+    register::<Flex>(id(0), Default::default(), config(1)).unwrap();
+    assert_sound::<Flex>(0, 1);
+}
+
+#[test]
+fn reset_releases_all_who_wait() {
+    let _guard = fresh::<Flex>();
+    peers::<Flex, _>(2, |_| ());
+    let waiting = spawn(|| sum::<Flex>(0, &[1.0]));
+    // Peer 0 may not have begun: then it finds itself unregistered, which is right, too.
+    reset_collective::<Flex>();
+    let released = [CollectiveError::LocalServerMissing, CollectiveError::RegisterNotFirstOperation];
+    assert!(released.contains(&waiting.join().unwrap().unwrap_err()));
+    register::<Flex>(id(0), Default::default(), config(1)).unwrap();
+    finish_collective::<Flex>(id(0)).unwrap();
+    let registering = spawn(|| register::<Flex>(id(0), Default::default(), config(2)));
+    // The peer is unknown until its registration waits.
+    while finish_collective::<Flex>(id(0)) == Err(CollectiveError::MultipleUnregister) {
+        std::thread::yield_now();
+    }
+    reset_collective::<Flex>();
+    assert_eq!(registering.join().unwrap(), Err(CollectiveError::LocalServerMissing));
+    peers::<Flex, _>(2, |rank| assert_sound::<Flex>(rank, 2));
+}
+
+#[test]
+fn sessions_of_backends_are_apart() {
+    let _guard = fresh::<Flex>();
+    reset_collective::<Double>();
+    register::<Flex>(id(0), Default::default(), config(1)).unwrap();
+    register::<Double>(id(0), Default::default(), config(1)).unwrap();
+    reset_collective::<Flex>();
+    assert_sound::<Double>(0, 1);
+    assert!(sum::<Flex>(0, &[1.0]).is_err());
+}
+
+type Trained = Autodiff<Flex>;
+
+fn gradients(model: &Linear<Trained>, scale: f32) -> GradientsParams {
+    let input = Tensor::<Trained, 2>::full([1, 2], scale, &Default::default());
+    GradientsParams::from_grads(model.forward(input).sum().backward(), model)
+}
+
+#[test]
+fn gradients_are_averaged() {
+    let _guard = fresh::<Flex>();
+    let model: Linear<Trained> = LinearConfig::new(2, 3).init(&Default::default());
+    let (weight, bias) = (model.weight.id, model.bias.as_ref().unwrap().id);
+    for result in peers::<Flex, _>(2, move |rank| {
+        let grads = gradients(&model.clone().fork(&Default::default()), rank as f32 + 1.0);
+        let mut grads = grads.all_reduce::<Flex>(id(rank), ReduceOperation::Mean).unwrap();
+        let data = |tensor: TensorData| tensor.to_vec::<f32>().unwrap();
+        let weight = data(grads.remove::<Flex, 2>(weight).unwrap().into_data());
+        let bias = data(grads.remove::<Flex, 1>(bias).unwrap().into_data());
+        (weight, bias, grads.len())
+    }) {
+        assert_eq!(result, (vec![1.5; 6], vec![1.0; 3], 0));
+    }
+}
+
+#[test]
+fn a_gradient_that_one_peer_lacks_is_the_same_error_on_all_peers() {
+    let _guard = fresh::<Flex>();
+    let gradients = |ids: &'static [u64]| {
+        let mut grads = GradientsParams::new();
+        for id in ids {
+            grads.register::<Flex, 1>(ParamId::from(*id), Tensor::zeros([2], &Default::default()));
+        }
+        grads
+    };
+    all_get(CollectiveError::AllReduceShapeMismatch, move |rank| {
+        let grads = gradients(if rank == 1 { &[1] } else { &[1, 2] });
+        grads.all_reduce::<Flex>(id(rank), ReduceOperation::Sum).map(drop)
+    });
+}
+
+#[test]
+fn calls_may_come_from_within_an_async_runtime() {
+    let _guard = fresh::<Flex>();
+    let peer = |rank| {
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        spawn(move || {
+            runtime.block_on(async move {
+                register::<Flex>(id(rank), Default::default(), config(2)).unwrap();
+                assert_sound::<Flex>(rank, 2);
+            })
+        })
+    };
+    join([peer(0), peer(1)].into());
+}
+
+/// Runs this test again in a process of its own, with this deadline. Returns true in that process.
+fn with_deadline(deadline: &str, test: &str) -> bool {
+    if std::env::var_os("COLLECTIVE_TEST_CHILD").is_some() {
+        return true;
+    }
+    let mut child = Command::new(std::env::current_exe().unwrap());
+    child.args([test, "--exact", "--nocapture"]).env("COLLECTIVE_TEST_CHILD", "1").env("BONFIRE_DEADLINE", deadline);
+    let output = child.output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    false
+}
+
+#[test]
+fn a_peer_that_never_comes_is_an_error_after_the_deadline() {
+    if with_deadline("0.3", "a_peer_that_never_comes_is_an_error_after_the_deadline") {
+        let alone = register::<Flex>(id(0), Default::default(), config(2)).unwrap_err();
+        assert!(alone.to_string().contains("only peers [10] had registered, and 2 are expected"), "{alone}");
+        peers::<Flex, _>(3, |rank| {
+            if rank < 2 {
+                let late = sum::<Flex>(rank, &[1.0]).unwrap_err();
+                assert!(late.to_string().contains("timed out"), "{late}");
+            }
+        });
+        // Nothing is broken by it.
+        join((0..3).map(|rank| spawn(move || assert_sound::<Flex>(rank, 3))).collect());
+    }
+}
+
+#[test]
+fn a_malformed_deadline_is_reported() {
+    if with_deadline("soon", "a_malformed_deadline_is_reported") {
+        let refusal = register::<Flex>(id(0), Default::default(), config(1)).unwrap_err();
+        assert!(refusal.to_string().contains("BONFIRE_DEADLINE is 'soon'"), "{refusal}");
+    }
+}
+
+#[test]
+fn configs_and_errors_are_values() {
+    fn is_error<E: std::error::Error + Clone + PartialEq + Send + Sync + 'static>(_: &E) {}
+    is_error(&CollectiveError::InvalidConfig);
+    let address = |text: &str| text.parse::<bonfire::Address>().unwrap();
+    let config = config(4)
+        .with_local_all_reduce_strategy(AllReduceStrategy::Ring)
+        .with_num_nodes(2)
+        .with_global_address(address("ws://localhost:3000"))
+        .with_node_address(address("127.0.0.1:3001"))
+        .with_data_service_port(3001)
+        .with_global_all_reduce_strategy(AllReduceStrategy::Centralized)
+        .with_global_reduce_strategy(ReduceStrategy::Tree(2))
+        .with_global_broadcast_strategy(BroadcastStrategy::Centralized);
+    assert!(config.is_valid() && CollectiveConfig::default().is_valid());
+    let text = serde_json::to_string(&config).unwrap();
+    assert_eq!(serde_json::from_str::<CollectiveConfig>(&text).unwrap(), config);
+    let shown = config.to_string();
+    for part in ["4 devices", "Ring", "2 nodes", "ws://localhost:3000", "127.0.0.1:3001"] {
+        assert!(shown.contains(part), "{shown}");
+    }
+    assert_eq!([PeerId::from(3u32), PeerId::from(3i32), PeerId::from(3usize)], [PeerId(3); 3]);
+    assert_eq!(PeerId(3).to_string(), "PeerId(3)");
+}
