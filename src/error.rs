@@ -13,8 +13,8 @@ use crate::call::{Call, Operation};
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// An argument that can never work, noticed before anything was sent: buffers are untouched, the group is sound,
-    /// and the call may be made again with a right one.
+    /// An argument that cannot work. Nothing was changed: buffers are untouched, the group is sound, and the call may be
+    /// made again with a right one.
     #[error("{operation}: {reason}")]
     InvalidArgument {
         /// The call that was refused.

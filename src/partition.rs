@@ -45,8 +45,8 @@ mod tests {
             let (shortest, longest) = (all[parts - 1].len(), all[0].len());
             prop_assert!(longest - shortest <= 1);
             prop_assert!(all.windows(2).all(|w| w[0].len() >= w[1].len()));
-            for first in 0..parts {
-                prop_assert_eq!(span(len, parts, &(first..parts)), all[first].start..len);
+            for (first, part) in all.iter().enumerate() {
+                prop_assert_eq!(span(len, parts, &(first..parts)), part.start..len);
             }
         }
     }

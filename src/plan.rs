@@ -60,6 +60,8 @@ pub(crate) struct Plan {
     /// The parts that are complete on this rank after `reduce`: where the mean is divided and the wide accumulator
     /// rounded.
     pub owned: Range<usize>,
+    /// Several ranks complete the same parts, each by its own arithmetic.
+    pub replicated: bool,
     /// Moves finished parts.
     pub distribute: Vec<Step>,
 }
@@ -181,13 +183,14 @@ pub(crate) fn plan(operation: Operation, algorithm: Algorithm, rank: usize, worl
             match algorithm {
                 Algorithm::Tree => {
                     let owned = if rank == root { 0..n } else { 0..0 };
-                    Plan { agree, reduce: tree::reduce(rank, n, root), owned, distribute: Vec::new() }
+                    Plan { agree, reduce: tree::reduce(rank, n, root), owned, ..Plan::default() }
                 }
                 _ => Plan {
                     agree,
                     reduce: reduce_scatter(algorithm, rank, n),
                     owned: owned(algorithm, rank, n),
                     distribute: gather_to(root, rank, n, |r| owned(algorithm, r, n)),
+                    ..Plan::default()
                 },
             }
         }

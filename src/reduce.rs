@@ -30,6 +30,8 @@ pub(crate) struct Kernel {
     pub store: fn(&mut [u8], &[u8], usize),
     /// Divides elements by the number of ranks in place; only for the mean and only where the accumulator is not wide.
     pub divide: Option<fn(&mut [u8], usize)>,
+    /// Gives every NaN the same bits; only for floats and only where the accumulator is not wide.
+    pub unify_nan: Option<fn(&mut [u8])>,
 }
 
 /// The kernel for `dtype` and `op`.
@@ -149,7 +151,10 @@ fn fence_streams() {
 }
 
 /// An accumulator's arithmetic.
-trait Accumulator: Pod {
+trait Accumulator: Pod + PartialEq {
+    const FLOAT: bool;
+    /// What every NaN becomes.
+    const NAN: Self;
     fn sum(self, other: Self) -> Self;
     fn product(self, other: Self) -> Self;
     fn max(self, other: Self) -> Self;
@@ -173,6 +178,8 @@ trait Widen<A: Accumulator>: Element {
 macro_rules! float_accumulator {
     ($($type:ty),*) => {$(
         impl Accumulator for $type {
+            const FLOAT: bool = true;
+            const NAN: Self = Self::NAN;
             #[inline(always)]
             fn sum(self, other: Self) -> Self { self + other }
             #[inline(always)]
@@ -190,6 +197,8 @@ macro_rules! float_accumulator {
 macro_rules! integer_accumulator {
     ($($type:ty),*) => {$(
         impl Accumulator for $type {
+            const FLOAT: bool = false;
+            const NAN: Self = 0;
             #[inline(always)]
             fn sum(self, other: Self) -> Self { self.wrapping_add(other) }
             #[inline(always)]
@@ -304,6 +313,7 @@ fn functions<T: Widen<A>, A: Accumulator>(op: ReduceOp) -> Kernel {
             |target, source, _| T::narrow(cast_slice(source), cast_slice_mut(target))
         },
         divide: (mean && !wide).then_some(divide::<A>),
+        unify_nan: (A::FLOAT && !wide).then_some(unify_nan::<A>),
     }
 }
 
@@ -348,6 +358,16 @@ fn store_mean<T: Widen<A>, A: Accumulator>(target: &mut [u8], source: &[u8], ran
             *quotient = sum.over(ranks);
         }
         T::narrow(&piece[..target.len()], target);
+    }
+}
+
+fn unify_nan<A: Accumulator>(elements: &mut [u8]) {
+    for element in cast_slice_mut::<u8, A>(elements) {
+        // Only a NaN differs from itself.
+        #[allow(clippy::eq_op)]
+        if *element != *element {
+            *element = A::NAN;
+        }
     }
 }
 

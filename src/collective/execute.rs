@@ -94,7 +94,11 @@ impl Execution<'_> {
                     self.step(step, None)?;
                 }
                 if let Some(divide) = kernel.divide {
-                    divide(&mut self.whole[owned], self.world_size);
+                    divide(&mut self.whole[owned.clone()], self.world_size);
+                }
+                // Of two NaNs an addition keeps either: which one may depend on how the compiler ordered its operands.
+                if let Some(unify_nan) = kernel.unify_nan.filter(|_| plan.replicated) {
+                    unify_nan(&mut self.whole[owned]);
                 }
             }
             None => {}

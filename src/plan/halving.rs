@@ -25,6 +25,7 @@ pub(super) fn doubling(rank: usize, n: usize) -> Plan {
             plan.reduce.push(Step::exchange(peer, 0..n, peer, 0..n, combine));
         }
         plan.owned = 0..n;
+        plan.replicated = true;
     }
     plan
 }
@@ -106,7 +107,7 @@ fn distances(n: usize) -> impl Iterator<Item = usize> {
 
 /// The number of `rank`, unless it is passive.
 fn active(rank: usize, n: usize) -> Option<usize> {
-    if rank >= 2 * extra(n) { Some(rank - extra(n)) } else { (rank % 2 == 0).then_some(rank / 2) }
+    if rank >= 2 * extra(n) { Some(rank - extra(n)) } else { rank.is_multiple_of(2).then_some(rank / 2) }
 }
 
 fn partner(rank: usize, n: usize) -> Option<usize> {

@@ -25,6 +25,9 @@ const MAGIC: u64 = 0x424e_4652_0000_0001;
 /// How long a connection may take to say who it is.
 const PATIENCE: Duration = Duration::from_secs(5);
 
+/// When to try again where the system could not accept a connection: out of descriptors, most likely.
+const RETRY: Duration = Duration::from_millis(100);
+
 /// From a rank to rank 0.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 struct Hello {
@@ -79,14 +82,16 @@ async fn host(settings: &Settings, start: Instant, waiting_for: &mut String) -> 
         *waiting_for = format!("{} did not come", Ranks(&missing));
         let problem = tokio::select! {
             accepted = listener.accept() => {
-                if let Ok((stream, address)) = accepted {
-                    let hellos = hellos.clone();
-                    tokio::spawn(async move {
-                        if let Some(hello) = introduction(stream, address).await {
-                            let _ = hellos.send(hello);
-                        }
-                    });
-                }
+                let Ok((stream, address)) = accepted else {
+                    sleep(RETRY).await;
+                    continue;
+                };
+                let hellos = hellos.clone();
+                tokio::spawn(async move {
+                    if let Some(hello) = introduction(stream, address).await {
+                        let _ = hellos.send(hello);
+                    }
+                });
                 None
             }
             Some((stream, hello)) = queue.recv() => seat(&mut guests, stream, hello).err(),
@@ -126,8 +131,8 @@ async fn attend(settings: &Settings, start: Instant, waiting_for: &mut String) -
     let (rank, n) = (settings.rank, settings.world_size);
     let board = board(n)?;
     let mut zero = dial(&settings.address, waiting_for).await;
-    let to_zero = zero.peer_addr().map_err(|e| settings.failed(start, e.to_string()))?.ip();
-    let listener = bind(settings, start, &own_host(settings, to_zero)?).await?;
+    let to_zero = zero.peer_addr().map_err(|e| settings.failed(start, e.to_string()))?;
+    let listener = bind(settings, start, &own_host(settings, to_zero.ip())?).await?;
     let mut own = listener.local_addr().map_err(|e| settings.failed(start, e.to_string()))?;
     if own.ip().is_unspecified() {
         // Listening everywhere: the peers are told the address that rank 0 is reached from.
@@ -136,11 +141,13 @@ async fn attend(settings: &Settings, start: Instant, waiting_for: &mut String) -
     let lost = |e: io::Error| settings.failed(start, format!("rank 0 went away ({e}); look at its own output"));
     frame::write(&mut zero, &Hello { magic: MAGIC, rank, world_size: n, address: own }).await.map_err(lost)?;
     *waiting_for = "rank 0 is there, but some other rank did not come".into();
-    let (session, addresses) = match frame::expect(&mut zero, settings.timeout).await.map_err(lost)? {
+    let (session, mut addresses) = match frame::expect(&mut zero, settings.timeout).await.map_err(lost)? {
         Answer::Welcome { session, addresses } if addresses.len() == n => (session, addresses),
         Answer::Welcome { .. } => return Err(settings.failed(start, "rank 0 answered with another world size")),
         Answer::Refused(reason) => return Err(settings.failed(start, reason)),
     };
+    // Rank 0 may listen everywhere, and knows less well than its guests where it is reached.
+    addresses[0] = to_zero;
     let mut connections: Vec<Option<TcpStream>> = (0..n).map(|_| None).collect();
     connections[0] = Some(zero);
     for lower in 1..rank {
@@ -155,14 +162,16 @@ async fn attend(settings: &Settings, start: Instant, waiting_for: &mut String) -
         *waiting_for = format!("{} did not connect to rank {rank} at {own}", Ranks(&missing));
         tokio::select! {
             accepted = listener.accept() => {
-                if let Ok((stream, address)) = accepted {
-                    let (controls, board) = (controls.clone(), board.clone());
-                    tokio::spawn(async move {
-                        if let Err(e) = admit(stream, session, &board, Some(&controls)).await {
-                            log::warn!("turned away a connection from {address}: {e}");
-                        }
-                    });
-                }
+                let Ok((stream, address)) = accepted else {
+                    sleep(RETRY).await;
+                    continue;
+                };
+                let (controls, board) = (controls.clone(), board.clone());
+                tokio::spawn(async move {
+                    if let Err(e) = admit(stream, session, &board, Some(&controls)).await {
+                        log::warn!("turned away a connection from {address}: {e}");
+                    }
+                });
             }
             Some((peer, stream)) = queue.recv() => connections[peer] = Some(stream),
         }

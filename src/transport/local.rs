@@ -288,35 +288,35 @@ impl Local {
         let size = call.dtype.size();
         let own = partition(call.count, world_size, self.rank);
         let at = own.start * size;
-        // SAFETY, for all below: buffers have the lengths that `Buffers` lists, which the group checked, and all calls
-        // are equal; each rank writes only its own part of the outputs, or its own output; `exit` keeps every buffer
-        // borrowed until all ranks are done.
-        match (call.operation, call.reduction, call.root) {
-            (Operation::AllReduce, Some(op), _) => unsafe {
-                let inputs = offers.clone().map(|offer| offer.input.add(at));
-                let outputs = offers.map(|offer| offer.output.add(at));
-                reduce::reduce_to_all(call.dtype, op, own.len(), inputs, outputs);
-            },
-            (Operation::Reduce, Some(op), Some(root)) => unsafe {
-                let target = (*self.offer(root, sequence)).output.add(at);
-                let inputs = offers.map(|offer| offer.input.add(at));
-                reduce::reduce_to_all(call.dtype, op, own.len(), inputs, std::iter::once(target));
-            },
-            (Operation::ReduceScatter, Some(op), _) => unsafe {
-                let target = if buffers.input.is_some() { output } else { output.add(at) };
-                let inputs = offers.map(|offer| offer.input.add(at));
-                reduce::reduce_to_all(call.dtype, op, own.len(), inputs, std::iter::once(target));
-            },
-            (Operation::Broadcast, _, Some(root)) => unsafe {
-                std::ptr::copy((*self.offer(root, sequence)).input, output, call.bytes());
-            },
-            (Operation::AllGather, ..) => unsafe {
-                let source = if buffers.input.is_some() { input } else { input.add(at) };
-                for offer in offers {
-                    std::ptr::copy(source, offer.output.add(at), own.len() * size);
+        // SAFETY: buffers have the lengths that `Buffers` lists, which the group checked, and all calls are equal; each
+        // rank writes only its own part of the outputs, or its own output, and what others read in this operation is
+        // not written; `exit` keeps every buffer borrowed until all ranks are done.
+        unsafe {
+            match (call.operation, call.reduction, call.root) {
+                (Operation::AllReduce, Some(op), _) => {
+                    let inputs = offers.clone().map(|offer| offer.input.add(at));
+                    let outputs = offers.map(|offer| offer.output.add(at));
+                    reduce::reduce_to_all(call.dtype, op, own.len(), inputs, outputs);
                 }
-            },
-            _ => {}
+                (Operation::Reduce, Some(op), Some(root)) => {
+                    let target = (*self.offer(root, sequence)).output.add(at);
+                    let inputs = offers.map(|offer| offer.input.add(at));
+                    reduce::reduce_to_all(call.dtype, op, own.len(), inputs, std::iter::once(target));
+                }
+                (Operation::ReduceScatter, Some(op), _) => {
+                    let target = if buffers.input.is_some() { output } else { output.add(at) };
+                    let inputs = offers.map(|offer| offer.input.add(at));
+                    reduce::reduce_to_all(call.dtype, op, own.len(), inputs, std::iter::once(target));
+                }
+                (Operation::Broadcast, _, Some(root)) => {
+                    std::ptr::copy((*self.offer(root, sequence)).input, output, call.bytes());
+                }
+                (Operation::AllGather, ..) => {
+                    let source = if buffers.input.is_some() { input } else { input.add(at) };
+                    offers.for_each(|offer| std::ptr::copy(source, offer.output.add(at), own.len() * size));
+                }
+                _ => {}
+            }
         }
         self.exit();
         Ok(())

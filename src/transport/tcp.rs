@@ -154,7 +154,7 @@ impl Transport for Tcp {
         if let Some(Fault::Failed(error)) = self.board.failure() {
             let _ = self.control.send(Outgoing::Failed(error));
         }
-        let _ = self.control.send(Outgoing::Farewell);
+        let _ = self.control.send(Outgoing::Farewell { panicked: std::thread::panicking() });
         // The control thread ends by itself soon after a farewell, whatever the peers do.
         if thread.join().is_err() {
             log::error!("rank {}: the control thread panicked", self.rank);

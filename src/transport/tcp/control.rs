@@ -43,8 +43,8 @@ pub(crate) enum Outgoing {
     Called(usize, Site),
     /// This rank failed.
     Failed(Error),
-    /// This rank leaves; the control thread ends.
-    Farewell,
+    /// This rank leaves, in order or because its thread panics; the control thread ends.
+    Farewell { panicked: bool },
 }
 
 /// Between control threads.
@@ -53,7 +53,7 @@ enum Message {
     Calling(Site),
     Called(Site),
     Failed(Error),
-    Farewell,
+    Farewell { panicked: bool },
 }
 
 /// How long a stranger may take to say who it is, and a leaving rank to get its farewell out.
@@ -89,14 +89,14 @@ pub(super) async fn run(mesh: Mesh, mut outgoing: UnboundedReceiver<Outgoing>) {
             Outgoing::Calling(site) => (Message::Calling(site), None),
             Outgoing::Called(peer, site) => (Message::Called(site), Some(peer)),
             Outgoing::Failed(error) => (Message::Failed(error), None),
-            Outgoing::Farewell => (Message::Farewell, None),
+            Outgoing::Farewell { panicked } => (Message::Farewell { panicked }, None),
         };
         for (peer, writer) in writers.iter().enumerate() {
             if let Some(writer) = writer.as_ref().filter(|_| only.is_none_or(|only| only == peer)) {
                 let _ = writer.send(message.clone());
             }
         }
-        if matches!(message, Message::Farewell) {
+        if matches!(message, Message::Farewell { .. }) {
             break;
         }
     }
@@ -107,7 +107,7 @@ pub(super) async fn run(mesh: Mesh, mut outgoing: UnboundedReceiver<Outgoing>) {
 async fn write(mut stream: OwnedWriteHalf, mut queue: UnboundedReceiver<Message>) {
     while let Some(message) = queue.recv().await {
         // A connection that fails is noticed by its reader.
-        if frame::write(&mut stream, &message).await.is_err() || matches!(message, Message::Farewell) {
+        if frame::write(&mut stream, &message).await.is_err() || matches!(message, Message::Farewell { .. }) {
             return;
         }
     }
@@ -127,7 +127,8 @@ async fn read(peer: usize, mut stream: OwnedReadHalf, board: Arc<Board>, answers
             Ok(Some(Message::Failed(error))) => {
                 board.fail(Fault::Failed(error));
             }
-            Ok(Some(Message::Farewell)) => return board.left(peer),
+            Ok(Some(Message::Farewell { panicked: false })) => return board.left(peer),
+            Ok(Some(Message::Farewell { panicked: true })) => return board.lost(peer, "its thread panicked".into()),
             Ok(None) => return board.lost(peer, "its connection was closed".into()),
             Err(e) => return board.lost(peer, e.to_string()),
         }
