@@ -15,7 +15,8 @@ use std::sync::{Mutex, PoisonError};
 use std::thread;
 
 use bonfire::Group;
-use burn::backend::{Autodiff, Flex};
+use bonfire::tensor::autodiff::CollectiveBackend;
+use burn::backend::{Autodiff, Flex, NdArray};
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::optim::AdamConfig;
 use burn::tensor::backend::Backend;
@@ -37,6 +38,16 @@ fn settings() -> Settings {
 
 /// Trains with two ranks up to `epochs` on a part of the digits, and gives what went wrong on each rank.
 fn train(settings: &Settings, epochs: usize, save: Option<&Path>, resume: Option<&Path>) -> Vec<Option<String>> {
+    train_on::<B>(2, settings, epochs, save, resume)
+}
+
+fn train_on<B: CollectiveBackend>(
+    ranks: usize,
+    settings: &Settings,
+    epochs: usize,
+    save: Option<&Path>,
+    resume: Option<&Path>,
+) -> Vec<Option<String>> {
     let rank = |group: Group| -> Result<(), Failure> {
         let (mut digits, test) = Digits::load()?;
         digits.images.truncate(280);
@@ -45,13 +56,13 @@ fn train(settings: &Settings, epochs: usize, save: Option<&Path>, resume: Option
     };
     thread::scope(|scope| {
         let threads: Vec<_> =
-            Group::threads(2).unwrap().into_iter().map(|group| scope.spawn(move || rank(group))).collect();
+            Group::threads(ranks).unwrap().into_iter().map(|group| scope.spawn(move || rank(group))).collect();
         threads.into_iter().map(|thread| thread.join().unwrap().err().map(|e| e.to_string())).collect()
     })
 }
 
 /// The values of all parameters and running states in a checkpoint.
-fn values(path: &Path) -> Vec<TensorData> {
+fn values<B: CollectiveBackend>(path: &Path) -> Vec<TensorData> {
     struct Values(Vec<TensorData>);
     impl<B: Backend> ModuleVisitor<B> for Values {
         fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
@@ -75,10 +86,29 @@ fn a_resumed_run_equals_the_uninterrupted_one_bit_for_bit() {
     assert_eq!(train(&settings(), 4, Some(&whole), None), [None, None]);
     assert_eq!(train(&settings(), 2, Some(&half), None), [None, None]);
     assert_eq!(train(&settings(), 4, Some(&resumed), Some(&half)), [None, None]);
-    assert_ne!(values(&whole), values(&half));
-    assert_eq!(values(&whole), values(&resumed));
+    assert_ne!(values::<B>(&whole), values::<B>(&half));
+    assert_eq!(values::<B>(&whole), values::<B>(&resumed));
     // Nothing but the checkpoints is left.
     assert_eq!(fs::read_dir(&folder).unwrap().count(), 3);
+}
+
+#[test]
+fn the_network_with_batch_norm_trains_as_one_on_any_number_of_ranks() {
+    type Double = Autodiff<NdArray<f64>>;
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let folder = tempfile::tempdir().unwrap();
+    // Batches of 50 and a last one of 30: uneven shards on 3 and on 4 ranks.
+    let trained: Vec<Vec<f64>> = (1..=4)
+        .map(|ranks| {
+            let path = folder.path().join(ranks.to_string());
+            assert_eq!(train_on::<Double>(ranks, &settings(), 10, Some(&path), None), vec![None; ranks]);
+            values::<Double>(&path).iter().flat_map(|data| data.iter::<f64>().collect::<Vec<_>>()).collect()
+        })
+        .collect();
+    for (ranks, values) in (2..).zip(&trained[1..]) {
+        let difference = values.iter().zip(&trained[0]).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
+        assert!(difference < 1e-9, "{ranks} ranks differ from one by {difference:e} after 10 epochs");
+    }
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 use std::fs::{self, File};
 use std::io::{self, Read, Write};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use bonfire::Group;
 use burn::module::AutodiffModule;
@@ -53,10 +53,16 @@ impl Checkpoint {
         Ok(Checkpoint { format: FORMAT.into(), settings, epochs, model, optimizer })
     }
 
+    /// Whether a checkpoint can be written here: better to know before an epoch than after.
+    pub fn try_place(path: &Path) -> Result<(), Failure> {
+        let part = part(path);
+        let tried = File::create(&part).and_then(|_| fs::remove_file(&part));
+        tried.map_err(|e| format!("cannot save {}: {e}", path.display()).into())
+    }
+
     /// Writes the file next to its place and moves it there when it is complete and on disk.
     pub fn write(&self, path: &Path) -> Result<(), Failure> {
-        let mut part = path.as_os_str().to_owned();
-        part.push(".part");
+        let part = part(path);
         let write = || -> io::Result<()> {
             let mut encoder = GzEncoder::new(File::create(&part)?, Compression::fast());
             encoder.write_all(&postcard::to_stdvec(self).map_err(io::Error::other)?)?;
@@ -119,4 +125,11 @@ impl Checkpoint {
         let optimizer = optimizer.load_record(Recorder::<B>::load(&Records::default(), self.optimizer, device)?);
         Ok((model, optimizer))
     }
+}
+
+/// Where a checkpoint is written until it is complete.
+fn part(path: &Path) -> PathBuf {
+    let mut part = path.as_os_str().to_owned();
+    part.push(".part");
+    part.into()
 }

@@ -33,6 +33,7 @@ impl Job<'_> {
     pub fn run<B: CollectiveBackend>(&self, group: Group) -> Result<(), Failure> {
         let device = B::Device::default();
         let (digits, test) = &self.data;
+        self.check(&group)?;
         let mut model = Network::<B>::new(&group, self.settings.seed, &device)?;
         let mut optimizer = AdamConfig::new().init();
         let mut start = 0;
@@ -51,15 +52,12 @@ impl Job<'_> {
             let bar = progress_bar(&group, &sampler);
             let (mut seen, mut losses, mut right) = (0, 0.0, 0.0);
             for shard in sampler.epoch(epoch) {
-                let mut grads = GradientsParams::new();
-                if !shard.is_empty() {
-                    let (images, labels) = tensors::<B>(digits, &shard, &device);
-                    let scores = model.forward(images);
-                    right += count_right(scores.clone().inner(), labels.clone().inner());
-                    let loss = loss.forward(scores, labels);
-                    losses += loss.clone().into_scalar().elem::<f64>() * shard.len() as f64;
-                    grads = GradientsParams::from_grads(loss.backward(), &model);
-                }
+                let (images, labels) = tensors::<B>(digits, &shard, &device);
+                let scores = model.forward(images);
+                right += count_right(scores.clone().inner(), labels.clone().inner());
+                let loss = loss.forward(scores, labels);
+                losses += loss.clone().into_scalar().elem::<f64>() * shard.len() as f64;
+                let grads = GradientsParams::from_grads(loss.backward(), &model);
                 let grads = ddp.sync(grads, shard.len())?;
                 model = optimizer.step(self.settings.lr, model, grads);
                 seen += shard.len();
@@ -85,6 +83,23 @@ impl Job<'_> {
             writeln!(io::stdout(), "test accuracy: {accuracy:.1} %")?;
         }
         Ok(())
+    }
+
+    /// Refuses what would fail only later.
+    fn check(&self, group: &Group) -> Result<(), Failure> {
+        let (batch, ranks) = (self.settings.batch, group.world_size());
+        let tail = self.data.0.len() % batch;
+        // The norms of all ranks take part in every step, and convolutions want at least one image.
+        if (1..ranks).contains(&tail) {
+            return Err(format!(
+                "batches of {batch} leave {tail} images, too few for {ranks} ranks: give another --batch"
+            )
+            .into());
+        }
+        match self.save {
+            Some(path) if group.rank() == 0 => Checkpoint::try_place(path),
+            _ => Ok(()),
+        }
     }
 
     /// The part of the test set that `model` gets right: each rank looks at its share.

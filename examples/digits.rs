@@ -6,9 +6,13 @@
 //! cargo run --release --example digits -- --ranks 2
 //! ```
 
+#[path = "digits/checkpoint.rs"]
 mod checkpoint;
+#[path = "digits/data.rs"]
 mod data;
+#[path = "digits/model.rs"]
 mod model;
+#[path = "digits/train.rs"]
 mod train;
 
 use std::error::Error;
