@@ -47,3 +47,8 @@ pub use tensor::collective::{
 pub use train::{DataParallel, ShardedSampler, SyncBatchNorm, SyncBatchNormConfig};
 pub use transport::{Fault, Transport};
 pub use wait::Deadline;
+
+/// Compiles the code of the front page.
+#[cfg(all(doctest, unix))]
+#[doc = include_str!("../README.md")]
+struct FrontPage;
