@@ -304,6 +304,11 @@ fn wrong_registrations_are_refused_at_once() {
     assert_eq!(again(0, config(0)), Err(CollectiveError::InvalidConfig));
     assert_eq!(again(0, config(1).with_num_nodes(2)), Err(CollectiveError::InvalidConfig));
     assert_eq!(again(0, config(1).with_data_service_port(1)), Err(CollectiveError::InvalidConfig));
+    for (global, node) in [("nowhere:port", "127.0.0.1"), ("ws://127.0.0.1:3000", "http://:1")] {
+        let nodes = config(1).with_num_nodes(2).with_data_service_port(1);
+        let nodes = nodes.with_global_address(global.parse().unwrap()).with_node_address(node.parse().unwrap());
+        assert_eq!(again(0, nodes), Err(CollectiveError::InvalidConfig), "{global} {node}");
+    }
     peers::<Flex, _>(2, |_| ());
     assert_eq!(again(0, config(2)), Err(CollectiveError::MultipleRegister));
     assert_eq!(again(2, config(3)), Err(CollectiveError::RegisterParamsMismatch));

@@ -7,8 +7,8 @@ mod claim;
 mod config;
 mod data;
 mod error;
-mod frame;
 mod gradients;
+mod messages;
 mod names;
 mod nodes;
 mod operation;
@@ -22,11 +22,15 @@ use burn::tensor::TensorData;
 use burn::tensor::backend::Backend;
 
 use self::claim::Call;
+/// Where a node or the orchestrator is: `host:port` or `[v6]:port`, with or without a scheme such as `ws://`. A node's
+/// address may lack the port. It is the type that burn-collective takes.
+pub use burn_communication::Address;
+
 pub use self::config::{AllReduceStrategy, BroadcastStrategy, CollectiveConfig, ReduceStrategy};
 use self::data::to_host;
 pub use self::error::{CollectiveError, GlobalCollectiveError};
 pub use self::gradients::GradientsParamsExt;
-pub use self::names::{Address, NodeId, PeerId};
+pub use self::names::{NodeId, PeerId};
 use self::operation::run;
 pub use self::orchestrator::start_global_orchestrator;
 use self::session::session;

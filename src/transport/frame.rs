@@ -1,4 +1,4 @@
-//! Control messages on a stream: a length, then the message.
+//! Messages of the control plane on a stream: a length, then the message.
 //!
 //! `length u32 little endian | postcard`. Postcard is not self-describing, and the length is bounded before anything is
 //! allocated for it.
@@ -10,34 +10,40 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
-/// The longest control message: a table of addresses or calls of some thousand ranks.
+/// The longest message: a table of addresses or calls of some thousand ranks.
 const LONGEST: usize = 256 << 10;
 
+/// The message as a frame.
+pub(crate) fn encode(message: &impl Serialize) -> io::Result<Vec<u8>> {
+    let body = postcard::to_stdvec(message).map_err(|e| io::Error::new(io::ErrorKind::InvalidInput, e))?;
+    bounded(body.len(), io::ErrorKind::InvalidInput)?;
+    Ok([&(body.len() as u32).to_le_bytes(), &body[..]].concat())
+}
+
+/// The length of the message that follows a frame's first bytes.
+pub(crate) fn body_length(head: [u8; 4]) -> io::Result<usize> {
+    bounded(u32::from_le_bytes(head) as usize, io::ErrorKind::InvalidData)
+}
+
+/// The message in a frame's body.
+pub(crate) fn decode<T: DeserializeOwned>(body: &[u8]) -> io::Result<T> {
+    postcard::from_bytes(body).map_err(|e| io::Error::new(io::ErrorKind::InvalidData, e))
+}
+
 pub(crate) async fn write(stream: &mut (impl AsyncWrite + Unpin), message: &impl Serialize) -> io::Result<()> {
-    let invalid = |e| io::Error::new(io::ErrorKind::InvalidInput, e);
-    let bytes = postcard::to_stdvec(message).map_err(invalid)?;
-    if bytes.len() > LONGEST {
-        return Err(io::Error::new(io::ErrorKind::InvalidInput, format!("a control message of {} bytes", bytes.len())));
-    }
-    let mut frame = (bytes.len() as u32).to_le_bytes().to_vec();
-    frame.extend(bytes);
-    stream.write_all(&frame).await
+    stream.write_all(&encode(message)?).await
 }
 
 /// The next message; `None` where the stream ends between two messages.
 pub(crate) async fn read<T: DeserializeOwned>(stream: &mut (impl AsyncRead + Unpin)) -> io::Result<Option<T>> {
-    let mut length = [0; 4];
-    if stream.read(&mut length[..1]).await? == 0 {
+    let mut head = [0; 4];
+    if stream.read(&mut head[..1]).await? == 0 {
         return Ok(None);
     }
-    stream.read_exact(&mut length[1..]).await?;
-    let length = u32::from_le_bytes(length) as usize;
-    if length > LONGEST {
-        return Err(io::Error::new(io::ErrorKind::InvalidData, format!("a control message of {length} bytes")));
-    }
-    let mut bytes = vec![0; length];
-    stream.read_exact(&mut bytes).await?;
-    postcard::from_bytes(&bytes).map(Some).map_err(|e| io::Error::new(io::ErrorKind::InvalidData, e))
+    stream.read_exact(&mut head[1..]).await?;
+    let mut body = vec![0; body_length(head)?];
+    stream.read_exact(&mut body).await?;
+    decode(&body).map(Some)
 }
 
 /// As [`read`], where a message must come, and within `limit`.
@@ -48,6 +54,13 @@ pub(crate) async fn expect<T: DeserializeOwned>(
     let late = |_| io::Error::new(io::ErrorKind::TimedOut, format!("nothing came within {limit:?}"));
     let closed = || io::Error::new(io::ErrorKind::UnexpectedEof, "the connection was closed");
     tokio::time::timeout(limit, read(stream)).await.map_err(late)??.ok_or_else(closed)
+}
+
+fn bounded(length: usize, kind: io::ErrorKind) -> io::Result<usize> {
+    if length > LONGEST {
+        return Err(io::Error::new(kind, format!("a message of {length} bytes, where {LONGEST} are allowed")));
+    }
+    Ok(length)
 }
 
 #[cfg(test)]
@@ -68,10 +81,11 @@ mod tests {
     }
 
     #[test]
-    fn a_cut_message_and_a_huge_length_are_errors() {
+    fn a_cut_message_a_huge_length_and_too_long_a_message_are_errors() {
         let mut wire = Vec::new();
         block_on(write(&mut wire, &"hello")).unwrap();
         assert!(block_on(read::<String>(&mut &wire[..wire.len() - 1])).is_err());
         assert!(block_on(read::<String>(&mut &[0xff; 8][..])).is_err());
+        assert!(encode(&vec![0u8; LONGEST]).is_err());
     }
 }

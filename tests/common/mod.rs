@@ -39,7 +39,7 @@ pub fn run_ranks_with<T: Send + 'static>(
     f: impl Fn(Group) -> T + Clone + Send + 'static,
 ) -> Vec<T> {
     static LOG: Once = Once::new();
-    LOG.call_once(env_logger::init);
+    LOG.call_once(|| drop(env_logger::try_init()));
     let builder = settings(Group::builder().deadline(DEADLINE));
     let ranks: Vec<thread::JoinHandle<T>> = match kind {
         Kind::Threads => {

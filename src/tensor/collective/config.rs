@@ -4,7 +4,7 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use super::names::Address;
+use burn_communication::Address;
 
 /// Settings of a session, the same for all peers of a node; given to [`register`](crate::register).
 ///

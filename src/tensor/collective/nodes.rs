@@ -10,12 +10,13 @@ use super::claim::{Claimed, merge};
 use super::config::{AllReduceStrategy, Global};
 use super::data;
 use super::error::{CollectiveError, GlobalCollectiveError};
-use super::frame::{Answer, PROTOCOL, Registration, body_length, decode, encode};
-use super::names::{NodeId, PeerId};
+use super::messages::{Answer, PROTOCOL, Registration};
+use super::names::{NodeId, PeerId, parts};
 use crate::dtype::ReduceOp;
 use crate::error::Error;
 use crate::group::Group;
 use crate::plan::Algorithm;
+use crate::transport::frame;
 use crate::wait::Deadline;
 
 /// How long nodes may take to find each other.
@@ -33,9 +34,8 @@ impl Node {
     /// Registers with the orchestrator and connects to the other nodes. Blocks until all are there. Either step takes
     /// at most `limit`, and at most [`RENDEZVOUS`].
     pub fn connect(global: &Global, peers: &[PeerId], limit: Duration) -> Result<Node, CollectiveError> {
-        let (host, port) = global.node_address.parts().map_err(|_| CollectiveError::InvalidConfig)?;
-        let (orchestrator, orchestrator_port) =
-            global.global_address.parts().map_err(|_| CollectiveError::InvalidConfig)?;
+        let (host, port) = parts(&global.node_address)?;
+        let (orchestrator, orchestrator_port) = parts(&global.global_address)?;
         let orchestrator = (orchestrator, orchestrator_port.ok_or(CollectiveError::InvalidConfig)?);
         let registration = Registration {
             protocol: PROTOCOL,
@@ -110,7 +110,7 @@ fn register(
     registration: &Registration,
     deadline: &Deadline,
 ) -> Result<(NodeId, Vec<(String, u16)>), GlobalCollectiveError> {
-    let frame = encode(registration)?;
+    let frame = frame::encode(registration).map_err(|error| GlobalCollectiveError::Server(error.to_string()))?;
     let mut stream = reach(orchestrator, deadline)?;
     let broken = |error: std::io::Error| {
         let (host, port) = orchestrator;
@@ -126,10 +126,10 @@ fn register(
     stream.set_write_timeout(Some(wait(deadline))).and_then(|()| stream.write_all(&frame)).map_err(broken)?;
     let mut head = [0; 4];
     read(&mut stream, &mut head, deadline).map_err(broken)?;
-    let wrong = |_| GlobalCollectiveError::WrongOrchestratorResponse;
-    let mut body = vec![0; body_length(head).map_err(wrong)?];
+    let wrong = |_: std::io::Error| GlobalCollectiveError::WrongOrchestratorResponse;
+    let mut body = vec![0; frame::body_length(head).map_err(wrong)?];
     read(&mut stream, &mut body, deadline).map_err(broken)?;
-    match decode(&body).map_err(wrong)? {
+    match frame::decode(&body).map_err(wrong)? {
         Answer::Start { node, nodes } if node.rank() < nodes.len() => Ok((node, nodes)),
         Answer::Start { .. } => Err(GlobalCollectiveError::WrongOrchestratorResponse),
         Answer::Refused(error) => Err(error),

@@ -1,18 +1,20 @@
 //! Where nodes register: gives each an id, and all of them the addresses of all. No tensor passes through it.
 
+use std::io::{self, ErrorKind};
 use std::sync::{Arc, Mutex};
 
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::io::AsyncReadExt;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::oneshot;
 use tokio::task::JoinSet;
 use tokio::time::timeout;
 
 use super::error::GlobalCollectiveError;
-use super::frame::{Answer, PROTOCOL, Registration, body_length, decode, encode};
+use super::messages::{Answer, PROTOCOL, Registration};
 use super::names::NodeId;
 use super::nodes::RENDEZVOUS;
 use super::session::lock;
+use crate::transport::frame;
 
 /// Runs the orchestrator of sessions that span several nodes, on this port, until Ctrl-C.
 ///
@@ -98,8 +100,7 @@ async fn attend(mut stream: TcpStream, round: &Mutex<Round>) -> Result<(), Globa
         Ok(_) => Answer::Refused(GlobalCollectiveError::InvalidMessage),
         Err(error) => Answer::Refused(error),
     };
-    let frame = encode(&answer)?;
-    match timeout(RENDEZVOUS, stream.write_all(&frame)).await {
+    match timeout(RENDEZVOUS, frame::write(&mut stream, &answer)).await {
         Ok(Ok(())) => Ok(()),
         Ok(Err(error)) => Err(broken(error)),
         Err(_) => Err(GlobalCollectiveError::Server("the node does not read its answer".into())),
@@ -107,15 +108,15 @@ async fn attend(mut stream: TcpStream, round: &Mutex<Round>) -> Result<(), Globa
 }
 
 async fn receive(stream: &mut TcpStream) -> Result<Registration, GlobalCollectiveError> {
-    let mut head = [0; 4];
-    stream.read_exact(&mut head).await.map_err(broken)?;
-    let mut body = vec![0; body_length(head)?];
-    stream.read_exact(&mut body).await.map_err(broken)?;
-    decode(&body)
+    let gone = || GlobalCollectiveError::Server("the node went away".into());
+    frame::read(stream).await.map_err(broken)?.ok_or_else(gone)
 }
 
-fn broken(error: std::io::Error) -> GlobalCollectiveError {
-    GlobalCollectiveError::Server(error.to_string())
+fn broken(error: io::Error) -> GlobalCollectiveError {
+    match error.kind() {
+        ErrorKind::InvalidData => GlobalCollectiveError::InvalidMessage,
+        _ => GlobalCollectiveError::Server(error.to_string()),
+    }
 }
 
 /// The nodes of the session that is coming together.

@@ -9,7 +9,7 @@ use burn::tensor::backend::Backend;
 
 use super::config::CollectiveConfig;
 use super::error::CollectiveError;
-use super::names::PeerId;
+use super::names::{PeerId, parts};
 use super::nodes::Node;
 use super::table::Table;
 use crate::error::Error;
@@ -78,6 +78,10 @@ impl Session {
     pub fn register(&self, id: PeerId, device: Device, config: CollectiveConfig) -> Result<(), CollectiveError> {
         let global = config.global();
         let impossible = config.num_devices == 0 || global.as_ref().is_some_and(|global| global.num_nodes == 0);
+        if let Some(global) = &global {
+            parts(&global.global_address)?;
+            parts(&global.node_address)?;
+        }
         if !config.is_valid() || impossible {
             return Err(CollectiveError::InvalidConfig);
         }

@@ -61,10 +61,7 @@ const PATIENCE: Duration = Duration::from_secs(1);
 
 /// Writes a greeting from outside the control thread.
 pub(super) fn greet(stream: &mut std::net::TcpStream, greeting: &Greeting) -> io::Result<()> {
-    let body = postcard::to_stdvec(greeting).map_err(io::Error::other)?;
-    let mut frame = (body.len() as u32).to_le_bytes().to_vec();
-    frame.extend(body);
-    stream.write_all(&frame)
+    stream.write_all(&frame::encode(greeting)?)
 }
 
 /// Serves until the farewell.

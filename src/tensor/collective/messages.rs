@@ -1,0 +1,36 @@
+//! What nodes and the orchestrator say to each other: one frame there, one back.
+
+use serde::{Deserialize, Serialize};
+
+use super::config::Strategies;
+use super::error::GlobalCollectiveError;
+use super::names::NodeId;
+
+/// Changes with the messages.
+pub(super) const PROTOCOL: u32 = 0xB0F1_0001;
+
+/// A node's wish to take part.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(super) struct Registration {
+    /// First, so that it is understood whatever follows.
+    pub protocol: u32,
+    pub host: String,
+    /// The node address's own port, if it has one: with the host it tells nodes apart.
+    pub port: u16,
+    /// Where the node meets the others if it becomes node 0.
+    pub data_port: u16,
+    pub num_nodes: u32,
+    pub lowest_peer: u32,
+    pub strategies: Strategies,
+}
+
+/// The orchestrator's answer.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(super) enum Answer {
+    /// All nodes are there: who the receiver is, and where all are, by id.
+    Start {
+        node: NodeId,
+        nodes: Vec<(String, u16)>,
+    },
+    Refused(GlobalCollectiveError),
+}
