@@ -81,19 +81,23 @@ impl Bell {
     }
 }
 
-/// Looks at `ready` for a moment without sleeping: a hand-off between running threads takes less time than a sleep and
-/// a wake. Spins only where every rank can have a core of its own (`crowded` says that it can't), then yields, which
-/// lets a peer on the same core run.
+/// How long a thread yields before it sleeps. A peer that is at the same place answers within some microseconds, and a
+/// sleep and a wake cost more than that. Measured in time, not in yields: on a busy machine one yield can take a whole
+/// time slice of somebody else's.
+pub(crate) const YIELDING: Duration = Duration::from_micros(50);
+
+/// Looks at `ready` for a moment without sleeping. Spins only where every rank can have a core of its own (`crowded` says
+/// that it can't), then yields, which lets a peer on the same core run.
 pub(crate) fn spin(crowded: bool, mut ready: impl FnMut() -> bool) -> bool {
     const SPINS: usize = 40;
-    const YIELDS: usize = 100;
     for _ in 0..if crowded { 1 } else { SPINS } {
         if ready() {
             return true;
         }
         std::hint::spin_loop();
     }
-    for _ in 0..YIELDS {
+    let start = Instant::now();
+    while start.elapsed() < YIELDING {
         std::thread::yield_now();
         if ready() {
             return true;

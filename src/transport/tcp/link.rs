@@ -12,6 +12,7 @@ use super::board::Board;
 use super::watch::Watch;
 use crate::call::Tag;
 use crate::transport::Fault;
+use crate::wait::YIELDING;
 
 /// A connection whose both directions are driven by one thread at a time.
 pub(crate) struct Link {
@@ -19,10 +20,6 @@ pub(crate) struct Link {
 }
 
 const HEADER: usize = Tag::BYTES + 8;
-
-/// Attempts before a thread sleeps in the kernel. A peer that is at the same step answers within some microseconds, and
-/// a sleep and a wake cost more than that.
-const ATTEMPTS: u32 = 50;
 
 impl Link {
     pub fn new(stream: TcpStream) -> std::io::Result<Link> {
@@ -118,7 +115,7 @@ pub(super) fn drive(
     mut incoming: Option<In<'_, '_>>,
     watch: &mut Watch<'_>,
 ) -> Result<(), Fault> {
-    let mut idle = 0;
+    let mut idle: Option<Instant> = None;
     loop {
         let mut moved = false;
         if let Some((peer, link, message)) = &mut out
@@ -142,11 +139,10 @@ pub(super) fn drive(
             (None, None) => return Ok(()),
         };
         if moved {
-            idle = 0;
+            idle = None;
             continue;
         }
-        idle += 1;
-        if idle < ATTEMPTS {
+        if idle.get_or_insert_with(Instant::now).elapsed() < YIELDING {
             std::thread::yield_now();
             continue;
         }
