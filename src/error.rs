@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use crate::call::{Call, Operation};
+use crate::call::Call;
 
 /// Why an operation or the creation of a group failed.
 ///
@@ -115,18 +115,6 @@ impl Error {
     /// An [`Error::InvalidArgument`].
     pub(crate) fn argument(operation: impl fmt::Display, reason: impl Into<String>) -> Self {
         Error::InvalidArgument { operation: operation.to_string(), reason: reason.into() }
-    }
-
-    /// The number of the collective that failed; none for messages, which are numbered apart, and outside operations.
-    pub(crate) fn sequence(&self) -> Option<u64> {
-        let (sequence, call) = match self {
-            Error::Mismatch { sequence, calls } => (*sequence, calls.first()?.1),
-            Error::Timeout { site, .. } | Error::PeerLost { site, .. } | Error::Left { site, .. } => {
-                (site.sequence, site.call)
-            }
-            _ => return None,
-        };
-        (call.operation != Operation::Send).then_some(sequence)
     }
 
     /// An [`Error::Io`].

@@ -247,7 +247,7 @@ impl Core {
                 None => plans(self, &mut lane, &site, &mut buffers, &deadline),
             }
         };
-        run().map_err(|fault| self.fail(site, fault, &deadline))
+        run().map_err(|fault| self.fail(site, fault, &deadline, site.sequence))
     }
 
     /// Sends to or receives from `peer`, as `transfer` says; their messages are numbered apart from the collectives.
@@ -266,7 +266,7 @@ impl Core {
         *count += 1;
         let deadline = Deadline::after(limit);
         transfer(self.transport(), &tag, &deadline)
-            .map_err(|fault| self.fail(Site { call, sequence: tag.sequence }, fault, &deadline))
+            .map_err(|fault| self.fail(Site { call, sequence: tag.sequence }, fault, &deadline, lane.sequence))
     }
 
     fn lane(&self) -> Result<std::sync::MutexGuard<'_, Lane>, Error> {
@@ -277,7 +277,7 @@ impl Core {
     }
 
     /// Turns the fault into the group's failure and tells the peers.
-    fn fail(&self, site: Site, fault: Fault, deadline: &Deadline) -> Error {
+    fn fail(&self, site: Site, fault: Fault, deadline: &Deadline, completed: u64) -> Error {
         let (rank, elapsed) = (self.transport.rank(), deadline.elapsed());
         let error = match fault {
             Fault::Failed(error) => error,
@@ -293,7 +293,7 @@ impl Core {
             }
         };
         let error = self.failure.get_or_init(|| error).clone();
-        self.transport.fail(&error);
+        self.transport.fail(&error, completed);
         error
     }
 }

@@ -78,9 +78,10 @@ pub trait Transport: Send + Sync {
         Ok(())
     }
 
-    /// This rank failed with `error`: a transport that can tells the peers, so that they need not run into their
-    /// deadlines.
-    fn fail(&self, _error: &Error) {}
+    /// This rank failed with `error`, having completed so many collectives: a transport that can tells the peers, so that
+    /// they need not run into their deadlines. One that is still in a collective that this rank has completed can finish
+    /// it, since all ranks are in it.
+    fn fail(&self, _error: &Error, _completed: u64) {}
 
     /// This rank leaves in order; nothing is sent or received after it.
     fn leave(&self) {}

@@ -141,18 +141,18 @@ impl Transport for Tcp {
         Ok(())
     }
 
-    fn fail(&self, error: &Error) {
-        self.board.fail(Fault::Failed(error.clone()));
+    fn fail(&self, error: &Error, completed: u64) {
+        self.board.fail(Fault::Failed(error.clone()), completed);
         // Also where the cause came from a peer: this rank may leave before the peer's own word reaches the others, and
         // they must not take its farewell for the cause.
-        let _ = self.control.send(Outgoing::Failed(error.clone()));
+        let _ = self.control.send(Outgoing::Failed(error.clone(), completed));
     }
 
     fn leave(&self) {
         let Some(thread) = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take() else { return };
         // As in `fail`, for a cause that came between two operations.
-        if let Some(Fault::Failed(error)) = self.board.failure() {
-            let _ = self.control.send(Outgoing::Failed(error));
+        if let Some((Fault::Failed(error), completed)) = self.board.failure() {
+            let _ = self.control.send(Outgoing::Failed(error, completed));
         }
         let _ = self.control.send(Outgoing::Farewell { panicked: std::thread::panicking() });
         // The control thread ends by itself soon after a farewell, whatever the peers do.

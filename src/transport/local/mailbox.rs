@@ -162,7 +162,7 @@ impl Transport for Local {
         if self.shared.failed() { Err(self.shared.cause()) } else { Ok(()) }
     }
 
-    fn fail(&self, error: &Error) {
+    fn fail(&self, error: &Error, _completed: u64) {
         self.shared.fail(error);
     }
 

@@ -23,7 +23,8 @@ pub(crate) struct Board {
 }
 
 struct State {
-    failure: Option<Fault>,
+    /// The first failure, and how many collectives the rank that reported it had completed.
+    failure: Option<(Fault, u64)>,
     peers: Vec<Peer>,
     /// The operations that this rank began last. Two are enough: a rank that has completed an operation knows that all
     /// have begun it, so nobody can ask about one further back.
@@ -67,7 +68,7 @@ impl Board {
     /// This rank begins an operation. Gives the peers that asked about it before.
     pub fn begin(&self, site: &Site) -> Result<impl Iterator<Item = usize> + use<>, Fault> {
         let mut state = self.state();
-        if let Some(fault) = &state.failure {
+        if let Some((fault, _)) = &state.failure {
             return Err(fault.clone());
         }
         // An operation ends on no rank before all have begun it: a peer that has left will not take part in this one.
@@ -84,33 +85,28 @@ impl Board {
         Ok(asked.into_iter())
     }
 
-    /// Records the first failure; whether this was it.
-    pub fn fail(&self, fault: Fault) -> bool {
+    /// Records the first failure.
+    pub fn fail(&self, fault: Fault, completed: u64) {
         let mut state = self.state();
-        let first = state.failure.is_none();
-        if first {
-            state.failure = Some(fault);
+        if state.failure.is_none() {
+            state.failure = Some((fault, completed));
             self.failed.store(true, Ordering::Release);
             // One byte that nobody reads keeps the other end readable. It cannot fail on a fresh socket pair.
             let _ = (&self.wake.0).write(&[1]);
         }
         drop(state);
         self.bell.ring();
-        first
     }
 
-    pub fn failure(&self) -> Option<Fault> {
+    pub fn failure(&self) -> Option<(Fault, u64)> {
         if self.failed.load(Ordering::Acquire) { self.state().failure.clone() } else { None }
     }
 
     /// The failure, if it ends the operation that `tag` names too. One of a later collective does not: the rank that
     /// reports it has completed this one, so all ranks are in it and will end it, unless one of them died.
     pub fn failure_in(&self, tag: &Tag) -> Option<Fault> {
-        let failure = self.failure()?;
-        let later = match &failure {
-            Fault::Failed(error) => error.sequence().is_some_and(|failed| failed > tag.sequence),
-            _ => false,
-        };
+        let (failure, completed) = self.failure()?;
+        let later = completed > tag.sequence;
         let lost = || self.state().peers.iter().any(|peer| matches!(peer.presence, Presence::Lost(_)));
         (!later || tag.call.operation == Operation::Send || lost()).then_some(failure)
     }
@@ -130,14 +126,15 @@ impl Board {
         if matches!(state.peers[peer].presence, Presence::Present) {
             state.peers[peer].presence = Presence::Lost(reason.clone());
             drop(state);
-            self.fail(Fault::Lost { peer, reason });
+            self.fail(Fault::Lost { peer, reason }, 0);
         }
     }
 
     /// Why `peer` will not answer, if it won't.
     pub fn absence(&self, peer: usize) -> Option<Fault> {
         let state = self.state();
-        state.failure.clone().or_else(|| state.absence(peer))
+        let failure = state.failure.as_ref().map(|(fault, _)| fault.clone());
+        failure.or_else(|| state.absence(peer))
     }
 
     /// Why `peer` will not answer in the operation that `tag` names, if it won't.

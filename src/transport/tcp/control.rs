@@ -41,8 +41,8 @@ pub(crate) enum Outgoing {
     Calling(Site),
     /// This rank's call, to a peer that asked before it was made.
     Called(usize, Site),
-    /// This rank failed.
-    Failed(Error),
+    /// This rank failed, having completed so many collectives.
+    Failed(Error, u64),
     /// This rank leaves, in order or because its thread panics; the control thread ends.
     Farewell { panicked: bool },
 }
@@ -52,7 +52,7 @@ pub(crate) enum Outgoing {
 enum Message {
     Calling(Site),
     Called(Site),
-    Failed(Error),
+    Failed(Error, u64),
     Farewell { panicked: bool },
 }
 
@@ -85,7 +85,7 @@ pub(super) async fn run(mesh: Mesh, mut outgoing: UnboundedReceiver<Outgoing>) {
         let (message, only) = match outgoing {
             Outgoing::Calling(site) => (Message::Calling(site), None),
             Outgoing::Called(peer, site) => (Message::Called(site), Some(peer)),
-            Outgoing::Failed(error) => (Message::Failed(error), None),
+            Outgoing::Failed(error, completed) => (Message::Failed(error, completed), None),
             Outgoing::Farewell { panicked } => (Message::Farewell { panicked }, None),
         };
         for (peer, writer) in writers.iter().enumerate() {
@@ -121,8 +121,8 @@ async fn read(peer: usize, mut stream: OwnedReadHalf, board: Arc<Board>, answers
             Ok(Some(Message::Called(site))) => {
                 board.hear(peer, site, false);
             }
-            Ok(Some(Message::Failed(error))) => {
-                board.fail(Fault::Failed(error));
+            Ok(Some(Message::Failed(error, completed))) => {
+                board.fail(Fault::Failed(error), completed);
             }
             Ok(Some(Message::Farewell { panicked: false })) => return board.left(peer),
             Ok(Some(Message::Farewell { panicked: true })) => return board.lost(peer, "its thread panicked".into()),
