@@ -37,10 +37,10 @@ pub(crate) struct Kernel {
 /// The kernel for `dtype` and `op`.
 pub(crate) fn kernel(dtype: DType, op: ReduceOp) -> Kernel {
     match dtype {
-        DType::F32 => float::<f32, f32>(op),
-        DType::F64 => float::<f64, f64>(op),
-        DType::F16 => float::<f16, f32>(op),
-        DType::BF16 => float::<bf16, f32>(op),
+        DType::F32 => functions::<f32, f32>(op),
+        DType::F64 => functions::<f64, f64>(op),
+        DType::F16 => functions::<f16, f32>(op),
+        DType::BF16 => functions::<bf16, f32>(op),
         DType::I8 => integer::<i8, i64>(op),
         DType::I16 => integer::<i16, i64>(op),
         DType::I32 => integer::<i32, i64>(op),
@@ -273,10 +273,6 @@ macro_rules! integer {
 same!(f32, f64, i8, i16, i32, i64, u8, u16, u32, u64);
 half!(f16, bf16);
 integer!(i8 => i64, i16 => i64, i32 => i64, i64 => i128, u8 => i64, u16 => i64, u32 => i64, u64 => i128);
-
-fn float<T: Widen<A>, A: Accumulator>(op: ReduceOp) -> Kernel {
-    functions::<T, A>(op)
-}
 
 fn integer<T: Widen<T> + Widen<W> + Accumulator, W: Accumulator>(op: ReduceOp) -> Kernel {
     if op == ReduceOp::Mean { functions::<T, W>(op) } else { functions::<T, T>(op) }

@@ -26,7 +26,7 @@ impl Progress {
         Ok(Progress { jobs: Mutex::new(jobs), thread })
     }
 
-    /// Takes a ticket of `queue` for `run`, which gets the buffer when its turn has come, and returns at once.
+    /// Takes a ticket for `run`, which gets the buffer when its turn has come, and returns at once.
     pub fn start<B: Send + 'static>(
         &self,
         core: &Arc<Core>,
