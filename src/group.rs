@@ -12,7 +12,6 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
 pub use self::builder::Builder;
-#[cfg(unix)]
 pub(crate) use self::builder::DEADLINE;
 pub(crate) use self::progress::Progress;
 pub use self::progress::Work;

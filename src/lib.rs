@@ -27,6 +27,8 @@ mod plan;
 mod reduce;
 #[cfg(unix)]
 mod rendezvous;
+#[cfg(feature = "cubecl")]
+pub mod server;
 pub mod tensor;
 pub mod train;
 mod transport;
@@ -38,6 +40,12 @@ pub use error::{Error, Site};
 pub use group::{Builder, Group, Work};
 pub use partition::partition;
 pub use plan::Algorithm;
+#[cfg(feature = "cubecl")]
+pub use server::{CollectiveDevice, CollectiveRuntime};
+#[cfg(feature = "cuda")]
+pub use server::{Cuda, CudaDevice};
+#[cfg(feature = "wgpu")]
+pub use server::{Wgpu, WgpuDevice};
 #[cfg(unix)]
 pub use tensor::collective::{
     Address, AllReduceStrategy, BroadcastStrategy, CollectiveConfig, CollectiveError, GlobalCollectiveError,

@@ -1,0 +1,91 @@
+//! The compute server: a cubecl runtime becomes a collective one.
+//!
+//! cubecl's own servers have no collectives, apart from CUDA's inside one process. [`CollectiveRuntime<R>`] wraps any
+//! runtime `R` and forwards everything to it; to that its server adds cubecl's `ServerCommunication`: [`all_reduce`]
+//! between devices, and copies from device to device. burn's backends on it are [`Wgpu`] and [`Cuda`], and burn-train's
+//! distributed training runs on them unchanged.
+//!
+//! Devices are *logical*: [`CollectiveDevice`] numbers several on one physical device, each with a server, a memory and
+//! streams of its own. So several ranks share a GPU, and tests need none.
+//!
+//! # When calls wait
+//! `all_reduce` and `send` take a snapshot of what was queued before on the tensor's stream, and return. Only
+//! `sync_collective` and `recv` wait for other devices, at most for the device's deadline. What is queued after
+//! `sync_collective`, on any stream, sees the results; before it, a result's memory must not be touched.
+//!
+//! # Errors
+//! cubecl loses what a collective returns: its client unwraps it on the device's thread. So a failure poisons the logical
+//! devices that took part: from then on their reads, syncs and flushes fail, on every stream, and stale bytes are never
+//! handed out. burn passes the text on. [`CollectiveDevice::failure`] gives the typed [`Error`](crate::Error) and clears it.
+//! In these errors, a rank is a device's position in the sorted list of the devices' ids.
+//!
+//! # A runtime of your own
+//! One empty impl is enough; data then goes through host memory:
+//! ```
+//! # #[cfg(feature = "wgpu")] {
+//! # use bonfire::server::DeviceTransport;
+//! # type MyRuntime = bonfire::CollectiveRuntime<cubecl::wgpu::WgpuRuntime>;
+//! # macro_rules! ignore { ($($x:tt)*) => {} }
+//! # ignore! {
+//! impl DeviceTransport for MyRuntime {}
+//! # }
+//! # }
+//! ```
+//! and `Fusion<CubeBackend<CollectiveRuntime<MyRuntime>, f32, i32, u32>>` is its burn backend.
+//!
+//! [`all_reduce`]: cubecl::client::ComputeClient::all_reduce
+
+mod communication;
+mod compute;
+mod copy;
+mod device;
+mod memory;
+mod post;
+mod reading;
+mod round;
+mod runtime;
+mod status;
+
+use burn_cubecl::CubeBackend;
+use burn_fusion::Fusion;
+use cubecl::Runtime;
+use cubecl::server::ComputeServer;
+
+pub use self::compute::CollectiveServer;
+pub use self::copy::{CopyBetweenDevices, copy};
+pub use self::device::CollectiveDevice;
+pub use self::runtime::{CollectiveRuntime, Info, LayoutPolicy};
+pub use self::status::Counters;
+
+/// A runtime whose devices can work together; how their data travels is what differs between runtimes. The defaults
+/// stage it through host memory, which works for every runtime.
+pub trait DeviceTransport: Runtime {
+    /// The name of the collective runtime on top of this one. It is part of the key of cubecl's autotune cache, so it
+    /// must be different for each runtime.
+    fn collective_name(_info: &<Self::Server as ComputeServer>::Info) -> &'static str {
+        std::any::type_name::<CollectiveRuntime<Self>>()
+    }
+}
+
+#[cfg(feature = "wgpu")]
+impl DeviceTransport for cubecl::wgpu::WgpuRuntime {}
+
+#[cfg(feature = "cuda")]
+impl DeviceTransport for cubecl::cuda::CudaRuntime {}
+
+/// burn's backend on wgpu, with collectives: `burn::backend::Wgpu` on [`CollectiveRuntime`], fusion and autotune on.
+#[cfg(feature = "wgpu")]
+pub type Wgpu<F = f32, I = i32, B = u32> = Fusion<CubeBackend<CollectiveRuntime<cubecl::wgpu::WgpuRuntime>, F, I, B>>;
+
+/// A logical device of [`Wgpu`].
+#[cfg(feature = "wgpu")]
+pub type WgpuDevice = CollectiveDevice<cubecl::wgpu::WgpuRuntime>;
+
+/// burn's backend on CUDA, with collectives: `burn::backend::Cuda` on [`CollectiveRuntime`], fusion and autotune on.
+/// Collectives go through host memory.
+#[cfg(feature = "cuda")]
+pub type Cuda<F = f32, I = i32> = Fusion<CubeBackend<CollectiveRuntime<cubecl::cuda::CudaRuntime>, F, I, u8>>;
+
+/// A logical device of [`Cuda`].
+#[cfg(feature = "cuda")]
+pub type CudaDevice = CollectiveDevice<cubecl::cuda::CudaRuntime>;

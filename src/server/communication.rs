@@ -1,0 +1,298 @@
+//! cubecl's `ServerCommunication`, on any runtime.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use bytes::Bytes as Shared;
+use cubecl::bytes::{AllocationProperty, Bytes};
+use cubecl::device::DeviceId;
+use cubecl::ir::{ElemType, FloatKind, IntKind, UIntKind};
+use cubecl::server::{
+    Binding, ComputeServer, CopyDescriptor, Handle, ReduceOperation, ServerCommunication, ServerError,
+};
+use cubecl::stream_id::StreamId;
+
+use super::DeviceTransport;
+use super::compute::CollectiveServer;
+use super::post::{Message, Post};
+use super::reading::Reading;
+use super::round::{Round, Source};
+use crate::call::{Call, Operation};
+use crate::dtype::{DType, ReduceOp};
+use crate::error::Error;
+use crate::wait::Deadline;
+
+/// An all-reduce whose result has not been written yet.
+pub(super) struct Pending {
+    round: Arc<Round>,
+    rank: usize,
+    number: u64,
+    target: Binding,
+}
+
+/// Nothing here returns an error: cubecl's client would unwrap it on this thread, where it is lost. A failure poisons
+/// the device instead.
+impl<R: DeviceTransport> ServerCommunication for CollectiveServer<R> {
+    const SERVER_COMM_ENABLED: bool = true;
+
+    /// The devices meet at their first all-reduce; there is nothing to prepare.
+    fn comm_init(&mut self, _devices: Vec<DeviceId>) -> Result<(), ServerError> {
+        Ok(())
+    }
+
+    fn all_reduce(
+        &mut self,
+        source: Binding,
+        target: Binding,
+        dtype: ElemType,
+        stream: StreamId,
+        op: ReduceOperation,
+        devices: Vec<DeviceId>,
+    ) -> Result<(), ServerError> {
+        if let Err(error) = self.start_all_reduce(source, target, dtype, stream, op, devices) {
+            self.status.fail(error);
+        }
+        Ok(())
+    }
+
+    fn sync_collective(&mut self, _stream: StreamId) -> Result<(), ServerError> {
+        let pending = std::mem::take(&mut self.pending);
+        if let Err(error) = self.finish(pending) {
+            self.status.fail(error);
+        }
+        Ok(())
+    }
+
+    fn send(
+        &mut self,
+        source: CopyDescriptor,
+        dtype: ElemType,
+        stream: StreamId,
+        destination: DeviceId,
+    ) -> Result<(), ServerError> {
+        // As it is, gaps and all: cubecl keeps the tensor's shape and strides.
+        let size = source.handle.size_in_used();
+        let data = self.snapshot(source.handle, size as usize, stream);
+        Post::between::<R>(self.device, destination).send(Message { stream, dtype, size, data });
+        Ok(())
+    }
+
+    fn recv(&mut self, handle: Handle, dtype: ElemType, stream: StreamId, source: DeviceId) -> Result<(), ServerError> {
+        // Also where nothing comes: later calls name this memory.
+        self.inner.initialize_memory(handle.memory.clone(), handle.size(), stream);
+        let deadline = Deadline::after(self.status.deadline());
+        let received = Post::between::<R>(source, self.device).receive(stream, &deadline);
+        let delivered = received.and_then(|message| {
+            let (expected, actual) = ((dtype, handle.size_in_used()), (message.dtype, message.size));
+            if expected != actual {
+                let reason = format!("expected {} bytes of {dtype:?}, got {} of {:?}", expected.1, actual.1, actual.0);
+                return Err(Error::argument("recv", reason));
+            }
+            self.write_all(vec![(handle.binding(), message.data?.wait("recv")?)])
+        });
+        if let Err(error) = delivered {
+            self.status.fail(error);
+        }
+        Ok(())
+    }
+}
+
+impl<R: DeviceTransport> CollectiveServer<R> {
+    fn start_all_reduce(
+        &mut self,
+        source: Binding,
+        target: Binding,
+        dtype: ElemType,
+        stream: StreamId,
+        op: ReduceOperation,
+        mut devices: Vec<DeviceId>,
+    ) -> Result<(), Error> {
+        devices.sort();
+        let rank = self.check_devices(&devices)?;
+        let round = Round::of::<R>(devices)?;
+        let started = self.describe(&source, &target, dtype, op).and_then(|call| {
+            let source = self.source(source, stream, &round)?;
+            round.call(rank, call, source)
+        });
+        match started {
+            Ok(number) => {
+                self.pending.push(Pending { round, rank, number, target });
+                Ok(())
+            }
+            Err(error) => {
+                // The others would wait for this call.
+                round.fail(error.clone());
+                Err(error)
+            }
+        }
+    }
+
+    /// This device's rank among the devices, which are sorted.
+    fn check_devices(&self, devices: &[DeviceId]) -> Result<usize, Error> {
+        if let Some(pair) = devices.windows(2).find(|pair| pair[0] == pair[1]) {
+            return Err(Error::argument("all_reduce", format!("{} is listed twice", pair[0])));
+        }
+        devices.binary_search(&self.device).map_err(|_| {
+            let list: Vec<_> = devices.iter().map(ToString::to_string).collect();
+            let reason =
+                format!("{} is not among the devices [{}]; list it on all of them", self.device, list.join(", "));
+            Error::argument("all_reduce", reason)
+        })
+    }
+
+    fn describe(
+        &self,
+        source: &Binding,
+        target: &Binding,
+        dtype: ElemType,
+        op: ReduceOperation,
+    ) -> Result<Call, Error> {
+        if let Some(error) = self.status.failure() {
+            return Err(error);
+        }
+        let reduction = match op {
+            ReduceOperation::Sum => ReduceOp::Sum,
+            ReduceOperation::Mean => ReduceOp::Mean,
+        };
+        let dtype = reducible(dtype).ok_or_else(|| {
+            let reason = format!(
+                "{dtype:?} cannot be reduced; cast to f16, bf16, f32, f64, or an integer of 8 (i8, u8), 32 or 64 bits"
+            );
+            Error::argument("all_reduce", reason)
+        })?;
+        let (bytes, written) = (source.size_in_used(), target.size_in_used());
+        if bytes != written {
+            let reason = format!("the source has {bytes} bytes and the target {written}; they must be equal");
+            return Err(Error::argument("all_reduce", reason));
+        }
+        if bytes % dtype.size() as u64 != 0 {
+            return Err(Error::argument("all_reduce", format!("{bytes} bytes are no whole number of {dtype}")));
+        }
+        let count = bytes as usize / dtype.size();
+        Ok(Call { operation: Operation::AllReduce, dtype, count, reduction: Some(reduction), root: None })
+    }
+
+    /// Where a call's data comes from: the memory as it is now, unless an earlier call's result belongs there.
+    fn source(&mut self, source: Binding, stream: StreamId, round: &Arc<Round>) -> Result<Source, Error> {
+        let written = self.pending.iter().rev().find(|pending| same_memory(&pending.target, &source));
+        let Some(pending) = written else {
+            let size = source.size_in_used() as usize;
+            return self.snapshot(source, size, stream).map(Source::Snapshot);
+        };
+        if Arc::ptr_eq(&pending.round, round) && span(&pending.target) == span(&source) {
+            return Ok(Source::Result(pending.number));
+        }
+        let reason = "the source holds a part of an earlier result, or one from another list of devices, that is not \
+                      there yet; call sync_collective between the two";
+        Err(Error::argument("all_reduce", reason))
+    }
+
+    /// Starts to read the first `size` bytes of memory, as the work that was queued so far leaves them.
+    pub(super) fn snapshot(&mut self, source: Binding, size: usize, stream: StreamId) -> Result<Reading, Error> {
+        if let Some(error) = self.status.failure() {
+            return Err(error);
+        }
+        self.status.downloads.fetch_add(1, Ordering::Relaxed);
+        let descriptor = CopyDescriptor::new(source, [size].into(), [1].into(), 1);
+        Ok(Reading::new(self.inner.read(vec![descriptor], stream)))
+    }
+
+    /// Writes on each target's own stream, and hands that to the device: what is queued later, on any stream, sees it.
+    pub(super) fn write_all(&mut self, data: Vec<(Binding, Bytes)>) -> Result<(), Error> {
+        let mut streams: Vec<StreamId> = Vec::new();
+        for (target, bytes) in data {
+            self.status.uploads.fetch_add(1, Ordering::Relaxed);
+            let stream = target.stream;
+            let descriptor = CopyDescriptor::new(target, [bytes.len()].into(), [1].into(), 1);
+            self.inner.write(vec![(descriptor, bytes)], stream);
+            if !streams.contains(&stream) {
+                streams.push(stream);
+            }
+        }
+        // A flush hands over the stream's errors once, so they must not get lost here.
+        streams.into_iter().try_for_each(|stream| self.inner.flush(stream)).map_err(|e| Error::io("writing results", e))
+    }
+
+    /// Waits for the results of these calls, and writes them in the order of the calls.
+    fn finish(&mut self, pending: Vec<Pending>) -> Result<(), Error> {
+        let deadline = Deadline::after(self.status.deadline());
+        let mut rounds: Vec<(Arc<Round>, usize)> = Vec::new();
+        for pending in &pending {
+            if !rounds.iter().any(|(round, _)| Arc::ptr_eq(round, &pending.round)) {
+                // Before any wait: another device may wait for these first.
+                pending.round.announce(pending.rank);
+                rounds.push((pending.round.clone(), pending.rank));
+            }
+        }
+        let mut results = Vec::with_capacity(rounds.len());
+        for (round, rank) in rounds {
+            results.push((round.clone(), round.take(rank, &deadline)?.into_iter()));
+        }
+        let mut writes = Vec::with_capacity(pending.len());
+        for pending in pending {
+            let result = results.iter_mut().find(|(round, _)| Arc::ptr_eq(round, &pending.round));
+            let result = result.and_then(|(_, results)| results.next());
+            let result = result.ok_or_else(|| Error::io("sync_collective", "a result is gone"))?;
+            writes.push((pending.target, shared(result)));
+        }
+        self.write_all(writes)
+    }
+}
+
+/// Host memory that several devices write from.
+fn shared(bytes: Shared) -> Bytes {
+    Bytes::from_shared(bytes, AllocationProperty::Native)
+}
+
+/// The types that can be reduced on every runtime: also where NCCL or kernels do it, which know no others.
+pub(super) fn reducible(dtype: ElemType) -> Option<DType> {
+    match dtype {
+        ElemType::Float(FloatKind::F16) => Some(DType::F16),
+        ElemType::Float(FloatKind::BF16) => Some(DType::BF16),
+        ElemType::Float(FloatKind::F32) => Some(DType::F32),
+        ElemType::Float(FloatKind::F64) => Some(DType::F64),
+        ElemType::Int(IntKind::I8) => Some(DType::I8),
+        ElemType::Int(IntKind::I32) => Some(DType::I32),
+        ElemType::Int(IntKind::I64) => Some(DType::I64),
+        ElemType::UInt(UIntKind::U8) => Some(DType::U8),
+        ElemType::UInt(UIntKind::U32) => Some(DType::U32),
+        ElemType::UInt(UIntKind::U64) => Some(DType::U64),
+        _ => None,
+    }
+}
+
+/// The part of its memory that a binding names, in bytes.
+fn span(binding: &Binding) -> (u64, u64) {
+    let start = binding.offset_start.unwrap_or(0);
+    (start, start + binding.size_in_used())
+}
+
+/// Whether two bindings name overlapping parts of one memory.
+fn same_memory(a: &Binding, b: &Binding) -> bool {
+    let ((start, end), (other_start, other_end)) = (span(a), span(b));
+    start < other_end && other_start < end && memory_id(a).is_some_and(|id| memory_id(b) == Some(id))
+}
+
+/// cubecl shows a memory's id only in its debug text; a test notices if that changes.
+fn memory_id(binding: &Binding) -> Option<u64> {
+    let text = format!("{:?}", binding.memory);
+    let digits = text.split("value: ").nth(1)?;
+    digits.split(|c: char| !c.is_ascii_digit()).next()?.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_same_memory_is_recognised_where_the_parts_overlap() {
+        let handle = Handle::new(StreamId { value: 0 }, 64);
+        let part = |start, end| handle.clone().offset_start(start).offset_end(end).binding();
+        let other = Handle::new(StreamId { value: 0 }, 64).binding();
+        assert!(memory_id(&other).is_some());
+        assert!(!same_memory(&part(0, 0), &other));
+        assert!(same_memory(&part(0, 0), &part(0, 0)));
+        assert!(same_memory(&part(0, 32), &part(16, 0)));
+        assert!(!same_memory(&part(0, 32), &part(32, 0)));
+    }
+}

@@ -1,0 +1,167 @@
+//! The server around a server: everything but communication is the inner one's.
+
+use std::fmt;
+use std::sync::Arc;
+
+use cubecl::bytes::Bytes;
+use cubecl::device::{DeviceId, DeviceService, ServerUtilitiesHandle};
+use cubecl::future::DynFut;
+use cubecl::prelude::{CubeCount, ExecutionMode};
+use cubecl::profile::ProfileDuration;
+use cubecl::server::{
+    Binding, ComputeServer, CopyDescriptor, KernelArguments, ProfileError, ProfilingToken, ServerError, ServerUtilities,
+};
+use cubecl::stream_id::StreamId;
+use cubecl::{MemoryAllocationMode, MemoryUsage};
+use cubecl_common::backtrace::BackTrace;
+use cubecl_runtime::logging::ServerLogger;
+use cubecl_runtime::memory_management::ManagedMemoryHandle;
+use cubecl_runtime::storage::{ComputeStorage, ManagedResource};
+
+use super::DeviceTransport;
+use super::communication::Pending;
+use super::device::physical;
+use super::runtime::{Info, LayoutPolicy};
+use super::status::Status;
+use crate::error::Error;
+
+/// The compute server of one logical device: the inner runtime's server, and what is under way with other devices.
+pub struct CollectiveServer<R: DeviceTransport> {
+    pub(super) inner: R::Server,
+    pub(super) device: DeviceId,
+    pub(super) status: Arc<Status>,
+    /// All-reduces whose results have not been written yet, in the order of the calls.
+    pub(super) pending: Vec<Pending>,
+    utilities: Arc<ServerUtilities<Self>>,
+}
+
+impl<R: DeviceTransport> CollectiveServer<R> {
+    /// Refuses where the device is poisoned: its memory may hold stale bytes.
+    fn sound(&self) -> Result<(), ServerError> {
+        self.status.failure().map_or(Ok(()), |error| Err(server_error(&error)))
+    }
+}
+
+/// What cubecl and burn pass on of an error: its text.
+pub(super) fn server_error(error: &Error) -> ServerError {
+    ServerError::Generic { reason: format!("a collective failed: {error}"), backtrace: BackTrace::capture() }
+}
+
+impl<R: DeviceTransport> DeviceService for CollectiveServer<R> {
+    fn init(device: DeviceId) -> Self {
+        let inner = R::Server::init(physical(device).0);
+        let shared = ComputeServer::utilities(&inner);
+        let utilities = ServerUtilities::new(
+            shared.properties.clone(),
+            shared.logger.clone(),
+            Info { inner: shared.clone(), device },
+            LayoutPolicy { inner: shared },
+        );
+        CollectiveServer {
+            inner,
+            device,
+            status: Status::of::<R>(device),
+            pending: Vec::new(),
+            utilities: Arc::new(utilities),
+        }
+    }
+
+    fn utilities(&self) -> ServerUtilitiesHandle {
+        self.utilities.clone()
+    }
+}
+
+impl<R: DeviceTransport> ComputeServer for CollectiveServer<R> {
+    type Kernel = <R::Server as ComputeServer>::Kernel;
+    type Info = Info<R>;
+    type MemoryLayoutPolicy = LayoutPolicy<R>;
+    type Storage = <R::Server as ComputeServer>::Storage;
+
+    fn initialize_memory(&mut self, memory: ManagedMemoryHandle, size: u64, stream: StreamId) {
+        self.inner.initialize_memory(memory, size, stream);
+    }
+
+    fn staging(&mut self, sizes: &[usize], stream: StreamId) -> Result<Vec<Bytes>, ServerError> {
+        self.inner.staging(sizes, stream)
+    }
+
+    fn logger(&self) -> Arc<ServerLogger> {
+        self.inner.logger()
+    }
+
+    fn utilities(&self) -> Arc<ServerUtilities<Self>> {
+        self.utilities.clone()
+    }
+
+    fn read(&mut self, descriptors: Vec<CopyDescriptor>, stream: StreamId) -> DynFut<Result<Vec<Bytes>, ServerError>> {
+        match self.sound() {
+            Ok(()) => self.inner.read(descriptors, stream),
+            Err(error) => Box::pin(async { Err(error) }),
+        }
+    }
+
+    fn write(&mut self, descriptors: Vec<(CopyDescriptor, Bytes)>, stream: StreamId) {
+        self.inner.write(descriptors, stream);
+    }
+
+    fn sync(&mut self, stream: StreamId) -> DynFut<Result<(), ServerError>> {
+        let sync = self.inner.sync(stream);
+        match self.sound() {
+            Ok(()) => sync,
+            Err(error) => Box::pin(async { Err(error) }),
+        }
+    }
+
+    fn get_resource(
+        &mut self,
+        binding: Binding,
+        stream: StreamId,
+    ) -> Result<ManagedResource<<Self::Storage as ComputeStorage>::Resource>, ServerError> {
+        self.sound()?;
+        self.inner.get_resource(binding, stream)
+    }
+
+    unsafe fn launch(
+        &mut self,
+        kernel: Self::Kernel,
+        count: CubeCount,
+        bindings: KernelArguments,
+        mode: ExecutionMode,
+        stream: StreamId,
+    ) {
+        // SAFETY: the caller vouches for the kernel as the inner server requires.
+        unsafe { self.inner.launch(kernel, count, bindings, mode, stream) }
+    }
+
+    fn flush(&mut self, stream: StreamId) -> Result<(), ServerError> {
+        let flushed = self.inner.flush(stream);
+        self.sound()?;
+        flushed
+    }
+
+    fn memory_usage(&mut self, stream: StreamId) -> Result<MemoryUsage, ServerError> {
+        self.inner.memory_usage(stream)
+    }
+
+    fn memory_cleanup(&mut self, stream: StreamId) {
+        self.inner.memory_cleanup(stream);
+    }
+
+    fn start_profile(&mut self, stream: StreamId) -> Result<ProfilingToken, ServerError> {
+        self.inner.start_profile(stream)
+    }
+
+    fn end_profile(&mut self, stream: StreamId, token: ProfilingToken) -> Result<ProfileDuration, ProfileError> {
+        self.inner.end_profile(stream, token)
+    }
+
+    fn allocation_mode(&mut self, mode: MemoryAllocationMode, stream: StreamId) {
+        self.inner.allocation_mode(mode, stream);
+    }
+}
+
+impl<R: DeviceTransport> fmt::Debug for CollectiveServer<R> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("CollectiveServer").field("device", &self.device).field("inner", &self.inner).finish()
+    }
+}

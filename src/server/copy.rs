@@ -1,0 +1,205 @@
+//! Copies from device to device, for clients: cubecl's servers live on threads of their own.
+
+use std::sync::mpsc::{Receiver, channel};
+
+use cubecl::Runtime;
+use cubecl::bytes::Bytes;
+use cubecl::client::ComputeClient;
+use cubecl::device_handle::DeviceHandle;
+use cubecl::server::{Binding, CopyDescriptor, Handle};
+
+use super::DeviceTransport;
+use super::compute::CollectiveServer;
+use super::reading::Reading;
+use super::runtime::CollectiveRuntime;
+use crate::error::Error;
+use crate::wait::Deadline;
+
+/// Runtimes between whose devices data can be copied, which are the collective ones.
+pub trait CopyBetweenDevices: Runtime {
+    /// Copies a tensor to another device: see [`copy`].
+    #[doc(hidden)]
+    fn copy_between(
+        _source: &ComputeClient<Self>,
+        _tensor: CopyDescriptor,
+        _destination: &ComputeClient<Self>,
+    ) -> Result<Handle, Error> {
+        let runtime = std::any::type_name::<Self>();
+        let reason = format!(
+            "the servers of {runtime} do not communicate; use `bonfire::CollectiveRuntime` around it, as `bonfire::Wgpu` \
+             (feature `wgpu`) and `bonfire::Cuda` (feature `cuda`) do"
+        );
+        Err(Error::argument("copy", reason))
+    }
+}
+
+#[cfg(feature = "wgpu")]
+impl CopyBetweenDevices for cubecl::wgpu::WgpuRuntime {}
+
+#[cfg(feature = "cuda")]
+impl CopyBetweenDevices for cubecl::cuda::CudaRuntime {}
+
+/// Copies a tensor from one device to another, bit for bit; gives new memory there that holds it in row-major order,
+/// without padding. Shape and strides of `tensor` are in elements and count from the start of its handle.
+///
+/// The copy is asynchronous: it takes what was queued before on the source's stream, and what is queued afterwards at
+/// the destination sees it. If it fails on the way, the destination is poisoned: see [the module's
+/// page](crate::server#errors).
+///
+/// # Errors
+/// [`Error::InvalidArgument`] where shape and strides do not fit the memory, and on a runtime that is not a collective
+/// one.
+pub fn copy<R: CopyBetweenDevices>(
+    source: &ComputeClient<R>,
+    tensor: CopyDescriptor,
+    destination: &ComputeClient<R>,
+) -> Result<Handle, Error> {
+    R::copy_between(source, tensor, destination)
+}
+
+impl<R: DeviceTransport> CopyBetweenDevices for CollectiveRuntime<R> {
+    fn copy_between(
+        source: &ComputeClient<Self>,
+        tensor: CopyDescriptor,
+        destination: &ComputeClient<Self>,
+    ) -> Result<Handle, Error> {
+        let layout = Layout::of(&tensor)?;
+        // New memory is the only thing that tells a client's stream. What was queued there for this tensor must be seen
+        // even if its memory belongs to another stream.
+        let stream = source.empty(1).stream;
+        let target = destination.empty(layout.bytes());
+        let binding = target.clone().binding();
+
+        let from = DeviceHandle::<CollectiveServer<R>>::new(source.info().device);
+        let to = DeviceHandle::<CollectiveServer<R>>::new(destination.info().device);
+        let (sender, receiver) = channel();
+        from.submit(move |server| {
+            // A receiver that has given up is poisoned already.
+            let _ = sender.send(server.snapshot(tensor.handle, layout.span, stream));
+        });
+        to.submit(move |server| server.receive_copy(receiver, layout, binding));
+        // Neither waits in a half-filled queue for the other.
+        from.flush_queue();
+        to.flush_queue();
+        Ok(target)
+    }
+}
+
+impl<R: DeviceTransport> CollectiveServer<R> {
+    fn receive_copy(&mut self, data: Receiver<Result<Reading, Error>>, layout: Layout, target: Binding) {
+        let deadline = Deadline::after(self.status.deadline());
+        let sent = data.recv_timeout(deadline.remaining());
+        let sent = sent.map_err(|e| Error::io("copy", format!("the source did not deliver: {e}")));
+        let copied =
+            sent.and_then(|data| data).and_then(|data| self.write_all(vec![(target, layout.pack(data.wait("copy")?))]));
+        if let Err(error) = copied {
+            self.status.fail(error);
+        }
+    }
+}
+
+/// Where a tensor's elements are, in elements from its start.
+struct Layout {
+    shape: Vec<usize>,
+    strides: Vec<usize>,
+    /// Size of one element in bytes.
+    element: usize,
+    /// Bytes from the first element to the end of the last.
+    span: usize,
+}
+
+impl Layout {
+    fn of(tensor: &CopyDescriptor) -> Result<Layout, Error> {
+        let (shape, strides) = (tensor.shape.to_vec(), tensor.strides.to_vec());
+        let unfit = |reason: String| Err(Error::argument("copy", reason));
+        if shape.len() != strides.len() {
+            return unfit(format!("shape {shape:?} and strides {strides:?} have different ranks"));
+        }
+        let last = shape.iter().zip(&strides).try_fold(0usize, |last, (&length, &stride)| {
+            last.checked_add(length.saturating_sub(1).checked_mul(stride)?)
+        });
+        let empty = shape.contains(&0);
+        let span = if empty { Some(0) } else { last.and_then(|last| (last + 1).checked_mul(tensor.elem_size)) };
+        let available = tensor.handle.size_in_used();
+        match span.filter(|&span| span as u64 <= available) {
+            Some(span) => Ok(Layout { shape, strides, element: tensor.elem_size, span }),
+            None => unfit(format!(
+                "shape {shape:?} with strides {strides:?} and elements of {} bytes does not fit the memory's {available} \
+                 bytes",
+                tensor.elem_size
+            )),
+        }
+    }
+
+    /// Size without gaps.
+    fn bytes(&self) -> usize {
+        self.shape.iter().product::<usize>() * self.element
+    }
+
+    /// The elements in row-major order, without gaps.
+    fn pack(&self, data: Bytes) -> Bytes {
+        let mut run = self.element;
+        let mut outer = self.shape.len();
+        // Trailing dimensions without gaps are copied in one go.
+        while outer > 0 && (self.strides[outer - 1] * self.element == run || self.shape[outer - 1] == 1) {
+            run *= self.shape[outer - 1];
+            outer -= 1;
+        }
+        if outer == 0 || self.bytes() == 0 {
+            return data;
+        }
+        let mut packed = Vec::with_capacity(self.bytes());
+        let mut index = vec![0; outer];
+        loop {
+            let at: usize = index.iter().zip(&self.strides).map(|(i, stride)| i * stride).sum::<usize>() * self.element;
+            packed.extend_from_slice(&data[at..at + run]);
+            let Some(dimension) = (0..outer).rev().find(|&dimension| index[dimension] + 1 < self.shape[dimension])
+            else {
+                return Bytes::from_bytes_vec(packed);
+            };
+            index[dimension] += 1;
+            index[dimension + 1..].fill(0);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use cubecl::stream_id::StreamId;
+
+    use super::*;
+
+    fn pack(data: &[u8], offset: u64, shape: &[usize], strides: &[usize], element: usize) -> Result<Vec<u8>, Error> {
+        let handle = Handle::new(StreamId { value: 0 }, data.len() as u64).offset_start(offset);
+        let tensor = handle.copy_descriptor(shape.into(), strides.into(), element);
+        let layout = Layout::of(&tensor)?;
+        let start = offset as usize;
+        let packed = layout.pack(Bytes::from_bytes_vec(data[start..start + layout.span].to_vec()));
+        assert_eq!(packed.len(), layout.bytes());
+        Ok(packed.to_vec())
+    }
+
+    #[test]
+    fn elements_come_out_in_row_major_order() -> Result<(), Error> {
+        let data: Vec<u8> = (0..24).collect();
+        assert_eq!(pack(&data, 0, &[24], &[1], 1)?, data);
+        // A transposed matrix of three rows and two columns, elements of two bytes.
+        assert_eq!(pack(&data, 0, &[2, 3], &[1, 2], 2)?, [0, 1, 4, 5, 8, 9, 2, 3, 6, 7, 10, 11]);
+        // Rows of three, padded to four, from the second row on.
+        assert_eq!(pack(&data, 4, &[2, 3], &[4, 1], 1)?, [4, 5, 6, 8, 9, 10]);
+        // A row that is read twice, a dimension of one with a stride of its own, and nothing at all.
+        assert_eq!(pack(&data, 0, &[2, 3], &[0, 1], 1)?, [0, 1, 2, 0, 1, 2]);
+        assert_eq!(pack(&data, 0, &[2, 1, 2], &[2, 99, 1], 1)?, [0, 1, 2, 3]);
+        assert_eq!(pack(&data, 24, &[2, 0], &[7, 7], 4)?, []);
+        assert_eq!(pack(&data, 3, &[], &[], 1)?, [3]);
+        Ok(())
+    }
+
+    #[test]
+    fn what_does_not_fit_the_memory_is_refused() {
+        let refused = |shape: &[usize], strides: &[usize]| pack(&[0; 8], 0, shape, strides, 4).unwrap_err().to_string();
+        assert!(refused(&[3], &[1]).contains("does not fit the memory's 8 bytes"));
+        assert!(refused(&[2, 2], &[1]).contains("different ranks"));
+        assert!(refused(&[2], &[usize::MAX]).contains("does not fit"));
+    }
+}

@@ -1,0 +1,75 @@
+//! Messages between the devices of one process: `send` leaves a snapshot here, `recv` waits for it.
+//!
+//! Neither call carries a number, and the two devices may run them in different orders where several threads copy at a
+//! time. The stream tells them apart: cubecl's client runs both halves of a copy on the caller's stream.
+
+use std::any::TypeId;
+use std::collections::{HashMap, VecDeque};
+use std::sync::{Arc, Condvar, LazyLock, Mutex, PoisonError};
+
+use cubecl::device::DeviceId;
+use cubecl::ir::ElemType;
+use cubecl::stream_id::StreamId;
+
+use super::reading::Reading;
+use super::status::lock;
+use crate::error::Error;
+use crate::wait::Deadline;
+
+/// What one device sent another.
+pub(super) struct Message {
+    pub stream: StreamId,
+    pub dtype: ElemType,
+    /// In bytes.
+    pub size: u64,
+    pub data: Result<Reading, Error>,
+}
+
+/// The messages from one device to another that have not been received.
+#[derive(Default)]
+pub(super) struct Post {
+    messages: Mutex<VecDeque<Message>>,
+    arrived: Condvar,
+}
+
+/// A runtime, the sender and the receiver.
+type Key = (TypeId, DeviceId, DeviceId);
+
+static POSTS: LazyLock<Mutex<HashMap<Key, Arc<Post>>>> = LazyLock::new(Mutex::default);
+
+impl Post {
+    /// The messages from `source` to `destination`, devices of the runtime `R`.
+    pub fn between<R: 'static>(source: DeviceId, destination: DeviceId) -> Arc<Post> {
+        lock(&POSTS).entry((TypeId::of::<R>(), source, destination)).or_default().clone()
+    }
+
+    pub fn send(&self, message: Message) {
+        lock(&self.messages).push_back(message);
+        self.arrived.notify_all();
+    }
+
+    /// The oldest message of this stream.
+    pub fn receive(&self, stream: StreamId, deadline: &Deadline) -> Result<Message, Error> {
+        let mut messages = lock(&self.messages);
+        loop {
+            let position = messages.iter().position(|message| message.stream == stream);
+            if let Some(message) = position.and_then(|position| messages.remove(position)) {
+                return Ok(message);
+            }
+            if deadline.passed() {
+                let elapsed = deadline.elapsed();
+                let reason = match messages.front() {
+                    Some(other) => format!(
+                        "nothing was sent on {stream} within {elapsed:.1?}, but something on {}; put both clients on \
+                         one stream, or use `copy`",
+                        other.stream
+                    ),
+                    None => format!("nothing was sent within {elapsed:.1?}"),
+                };
+                return Err(Error::io("recv", reason));
+            }
+            let waited = self.arrived.wait_timeout(messages, deadline.remaining());
+            messages = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+}

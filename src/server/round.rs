@@ -1,0 +1,349 @@
+//! All-reduces between the devices of one process.
+//!
+//! Each device leaves its calls here, in their order, and goes on. A call is *matched* once every device has left its
+//! own; a thread takes all matched calls at a time, a *round*, adds up the snapshots in the devices' order, and keeps
+//! the results until each device has taken them. A round begins where a device waits for calls that are all matched, or
+//! where enough bytes are.
+//!
+//! Nobody can wait in vain: of the devices that wait, the one with the fewest calls waits for matched ones only. Where a
+//! round ends depends on time, but no element's sum does: the order of addition is the devices' order everywhere.
+
+use std::any::TypeId;
+use std::collections::{HashMap, VecDeque};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Condvar, LazyLock, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+use bytes::Bytes as Shared;
+use cubecl::bytes::Bytes;
+use cubecl::device::DeviceId;
+
+use super::memory::Pool;
+use super::reading::Reading;
+use super::status::{Status, lock};
+use crate::call::Call;
+use crate::error::{Error, Ranks, Site};
+use crate::reduce::reduce_to_all;
+use crate::wait::Deadline;
+
+/// Where the data of a call comes from.
+pub(super) enum Source {
+    /// A snapshot of the device's memory.
+    Snapshot(Reading),
+    /// The result of an earlier call of this device, which has not been written to its memory yet.
+    Result(u64),
+}
+
+/// The place where the devices of one list meet.
+pub(super) struct Round {
+    key: Key,
+    /// The devices, by rank.
+    members: Vec<Arc<Status>>,
+    state: Mutex<State>,
+    changed: Condvar,
+    pool: Arc<Pool>,
+}
+
+/// A runtime, and devices in order.
+type Key = (TypeId, Vec<DeviceId>);
+
+#[derive(Default)]
+struct State {
+    ranks: Vec<Rank>,
+    /// Calls whose results are known.
+    done: u64,
+    /// The latest results: those that some device has not taken.
+    results: VecDeque<Shared>,
+    failure: Option<Error>,
+}
+
+#[derive(Default)]
+struct Rank {
+    /// The calls that are not done; a running round has taken their sources.
+    queue: VecDeque<(Call, Option<Source>)>,
+    called: u64,
+    /// The number of calls whose results this device waits for.
+    awaited: Option<u64>,
+    taken: u64,
+}
+
+/// Matched calls of this size are a round even if nobody waits, so that it runs beside the devices' computation.
+const ENOUGH: usize = 25 << 20;
+
+static ROUNDS: LazyLock<Mutex<HashMap<Key, Arc<Round>>>> = LazyLock::new(Mutex::default);
+
+impl Round {
+    /// The meeting place of these devices of the runtime `R`, which are sorted and different.
+    pub fn of<R: 'static>(devices: Vec<DeviceId>) -> Result<Arc<Round>, Error> {
+        let key = (TypeId::of::<R>(), devices);
+        let mut rounds = lock(&ROUNDS);
+        if let Some(round) = rounds.get(&key) {
+            return Ok(round.clone());
+        }
+        let members: Vec<_> = key.1.iter().map(|id| Status::of::<R>(*id)).collect();
+        let state = State { ranks: members.iter().map(|_| Rank::default()).collect(), ..State::default() };
+        let round = Arc::new(Round {
+            key: key.clone(),
+            members,
+            state: Mutex::new(state),
+            changed: Condvar::new(),
+            pool: Arc::default(),
+        });
+        let thread = round.clone();
+        std::thread::Builder::new()
+            .name("bonfire-devices".into())
+            .spawn(move || thread.serve())
+            .map_err(|e| Error::io("starting the thread of a group of devices", e))?;
+        rounds.insert(key, round.clone());
+        Ok(round)
+    }
+
+    /// Leaves a call; gives its number.
+    pub fn call(&self, rank: usize, call: Call, source: Source) -> Result<u64, Error> {
+        let mut state = lock(&self.state);
+        if let Some(error) = &state.failure {
+            return Err(error.clone());
+        }
+        let number = state.ranks[rank].called;
+        state.ranks[rank].called += 1;
+        state.ranks[rank].queue.push_back((call, Some(source)));
+        let at = (number - state.done) as usize;
+        let calls = state.ranks.iter().map(|rank| rank.queue.get(at));
+        let calls: Vec<_> = calls.enumerate().filter_map(|(rank, entry)| Some((rank, entry?.0))).collect();
+        if calls.iter().any(|(_, other)| *other != call) {
+            let error = Error::Mismatch { sequence: number, calls };
+            self.fail_locked(state, error.clone());
+            return Err(error);
+        }
+        if state.due() {
+            self.changed.notify_all();
+        }
+        Ok(number)
+    }
+
+    /// Says that this device now waits for the results of all its calls.
+    pub fn announce(&self, rank: usize) {
+        let mut state = lock(&self.state);
+        state.ranks[rank].awaited = Some(state.ranks[rank].called);
+        if state.due() {
+            self.changed.notify_all();
+        }
+    }
+
+    /// Waits for what was announced, and takes those results.
+    pub fn take(&self, rank: usize, deadline: &Deadline) -> Result<Vec<Shared>, Error> {
+        let mut state = lock(&self.state);
+        let mut warned = false;
+        loop {
+            if let Some(error) = &state.failure {
+                return Err(error.clone());
+            }
+            let awaited = state.ranks[rank].awaited.unwrap_or(state.done);
+            let Some((call, _)) = state.ranks[rank].queue.front().filter(|_| awaited > state.done) else {
+                state.ranks[rank].awaited = None;
+                return Ok(state.take(rank, awaited));
+            };
+            let site = Site { call: *call, sequence: state.done };
+            let missing: Vec<_> = (0..state.ranks.len()).filter(|&peer| state.ranks[peer].called < awaited).collect();
+            if deadline.passed() {
+                let elapsed = deadline.elapsed();
+                let error = match missing[..] {
+                    [] => Error::io(site.to_string(), format!("no device's data arrived within {elapsed:.1?}")),
+                    _ => Error::Timeout { site, rank, missing, elapsed },
+                };
+                self.fail_locked(state, error.clone());
+                return Err(error);
+            }
+            if !warned && deadline.elapsed() >= deadline.tenth() && !missing.is_empty() {
+                log::warn!("{site}: device {rank} still waits for {}", Ranks(&missing));
+                warned = true;
+            }
+            let next = if warned { deadline.remaining() } else { deadline.tenth().saturating_sub(deadline.elapsed()) };
+            state = self.wait(state, Some(next));
+        }
+    }
+
+    /// Ends the meeting: every device that takes part is poisoned, and gets this error from every later call.
+    pub fn fail(&self, error: Error) {
+        self.fail_locked(lock(&self.state), error);
+    }
+
+    fn fail_locked(&self, mut state: MutexGuard<'_, State>, error: Error) {
+        let error = state.failure.get_or_insert(error).clone();
+        state.ranks.iter_mut().for_each(|rank| rank.queue.clear());
+        state.results.clear();
+        drop(state);
+        for member in &self.members {
+            member.fail(error.clone());
+        }
+        self.changed.notify_all();
+        // Devices that were cleared meet anew.
+        let mut rounds = lock(&ROUNDS);
+        if rounds.get(&self.key).is_some_and(|round| std::ptr::eq(&**round, self)) {
+            rounds.remove(&self.key);
+        }
+    }
+
+    fn wait<'a>(&self, state: MutexGuard<'a, State>, limit: Option<std::time::Duration>) -> MutexGuard<'a, State> {
+        match limit {
+            Some(limit) => self.changed.wait_timeout(state, limit).unwrap_or_else(PoisonError::into_inner).0,
+            None => self.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
+        }
+    }
+
+    fn serve(&self) {
+        let served = catch_unwind(AssertUnwindSafe(|| {
+            let mut state = lock(&self.state);
+            while state.failure.is_none() {
+                if !state.due() {
+                    state = self.wait(state, None);
+                    continue;
+                }
+                let work = state.matched();
+                let earlier = state.results.clone();
+                let first = state.done;
+                drop(state);
+                let results = self.run(work, first, earlier);
+                state = lock(&self.state);
+                match results {
+                    Ok(results) => {
+                        state.done += results.len() as u64;
+                        for rank in &mut state.ranks {
+                            // A failure meanwhile has emptied the queue.
+                            let calls = results.len().min(rank.queue.len());
+                            rank.queue.drain(..calls);
+                        }
+                        state.results.extend(results);
+                        self.changed.notify_all();
+                    }
+                    Err(error) => {
+                        self.fail_locked(state, error);
+                        return;
+                    }
+                }
+            }
+        }));
+        if served.is_err() {
+            self.fail(Error::io("all_reduce", "the thread of this group of devices panicked; see its message above"));
+        }
+    }
+
+    /// Adds up matched calls, the first of which is number `first`. `earlier` are the results up to there.
+    fn run(
+        &self,
+        work: Vec<Vec<(Call, Option<Source>)>>,
+        first: u64,
+        earlier: VecDeque<Shared>,
+    ) -> Result<Vec<Shared>, Error> {
+        let begin = Instant::now();
+        self.members.iter().for_each(|member| _ = member.rounds.fetch_add(1, Ordering::Relaxed));
+        let calls: Vec<Call> = work[0].iter().map(|(call, _)| *call).collect();
+        let padded = |call: &Call| call.bytes().next_multiple_of(size_of::<u128>());
+        let mut memory = self.pool.lease(calls.iter().map(padded).sum());
+
+        let mut ranks: Vec<_> = work.into_iter().map(Vec::into_iter).collect();
+        let mut rest = memory.bytes();
+        let mut before: Vec<&[u8]> = earlier.iter().map(|result| &result[..]).collect();
+        for call in &calls {
+            let (output, after) = std::mem::take(&mut rest).split_at_mut(padded(call));
+            let inputs = ranks.iter_mut().map(|entries| entries.next()).map(|entry| match entry {
+                Some((_, Some(Source::Snapshot(reading)))) => arrived(reading, call).map(Input::Own),
+                // The results of this round follow those before it, so a call's place is its distance from the end.
+                Some((_, Some(Source::Result(number)))) => {
+                    let oldest = first - earlier.len() as u64;
+                    let place = number.checked_sub(oldest).and_then(|place| before.get(place as usize).copied());
+                    place.map(Input::Result).ok_or_else(|| Error::io("all_reduce", "an earlier result is gone"))
+                }
+                _ => Err(Error::io("all_reduce", "a device's call is gone")),
+            });
+            let inputs = inputs.collect::<Result<Vec<_>, Error>>()?;
+            let (output, _) = output.split_at_mut(call.bytes());
+            reduce(call, &inputs, output);
+            drop(inputs);
+            before.push(output);
+            rest = after;
+        }
+        drop(before);
+
+        let memory = Shared::from_owner(memory);
+        let mut at = 0;
+        let results = calls.iter().map(|call| {
+            let result = memory.slice(at..at + call.bytes());
+            at += padded(call);
+            result
+        });
+        let results = results.collect();
+        log::trace!("{} all-reduces of {} devices in {:.1?}", calls.len(), self.members.len(), begin.elapsed());
+        Ok(results)
+    }
+}
+
+enum Input<'a> {
+    Own(Bytes),
+    Result(&'a [u8]),
+}
+
+impl Input<'_> {
+    fn bytes(&self) -> &[u8] {
+        match self {
+            Input::Own(bytes) => bytes,
+            Input::Result(bytes) => bytes,
+        }
+    }
+}
+
+/// Waits for a snapshot, which is as long as the call says.
+fn arrived(reading: Reading, call: &Call) -> Result<Bytes, Error> {
+    let bytes = reading.wait(&call.to_string())?;
+    if bytes.len() != call.bytes() {
+        return Err(Error::io(call.to_string(), format!("a device gave {} bytes", bytes.len())));
+    }
+    let aligned = bytes.as_ptr().align_offset(call.dtype.size()) == 0;
+    Ok(if aligned { bytes } else { Bytes::from_elems(bytemuck::pod_collect_to_vec::<u8, u64>(&bytes)) })
+}
+
+fn reduce(call: &Call, inputs: &[Input<'_>], output: &mut [u8]) {
+    let Some(op) = call.reduction else { return };
+    let inputs = inputs.iter().map(|input| input.bytes().as_ptr());
+    // SAFETY: every input has at least `call.bytes()` bytes and is aligned for the type (`arrived` sees to both, results
+    // start at multiples of 16 bytes in memory that is aligned so); the output has as many, is aligned alike and is
+    // borrowed mutably.
+    unsafe { reduce_to_all(call.dtype, op, call.count, inputs, std::iter::once(output.as_mut_ptr())) };
+}
+
+impl State {
+    fn matched_calls(&self) -> usize {
+        self.ranks.iter().map(|rank| rank.queue.len()).min().unwrap_or(0)
+    }
+
+    /// Whether a round should begin.
+    fn due(&self) -> bool {
+        let matched = self.matched_calls();
+        if matched == 0 {
+            return false;
+        }
+        let ready = self.done + matched as u64;
+        let awaited = |rank: &Rank| rank.awaited.is_some_and(|awaited| self.done < awaited && awaited <= ready);
+        let bytes = || self.ranks[0].queue.iter().take(matched).map(|(call, _)| call.bytes()).sum::<usize>();
+        self.ranks.iter().any(awaited) || bytes() >= ENOUGH
+    }
+
+    /// Takes the matched calls, by rank.
+    fn matched(&mut self) -> Vec<Vec<(Call, Option<Source>)>> {
+        let matched = self.matched_calls();
+        let take = |(call, source): &mut (Call, Option<Source>)| (*call, source.take());
+        self.ranks.iter_mut().map(|rank| rank.queue.range_mut(..matched).map(take).collect()).collect()
+    }
+
+    /// The results up to number `until` that this device has not taken yet.
+    fn take(&mut self, rank: usize, until: u64) -> Vec<Shared> {
+        let oldest = self.done - self.results.len() as u64;
+        let range = (self.ranks[rank].taken - oldest) as usize..(until - oldest) as usize;
+        let results = self.results.range(range).cloned().collect();
+        self.ranks[rank].taken = until;
+        let taken = self.ranks.iter().map(|rank| rank.taken).min().unwrap_or(until);
+        self.results.drain(..(taken - oldest) as usize);
+        results
+    }
+}

@@ -1,0 +1,107 @@
+//! What is known of each logical device outside its server's thread: whether it failed, and what it has moved.
+
+use std::any::TypeId;
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use cubecl::device::DeviceId;
+
+use crate::error::Error;
+use crate::group::DEADLINE;
+
+/// The state of one logical device that servers, clients and other devices share.
+#[derive(Debug)]
+pub(super) struct Status {
+    /// Whether `failure` is set, to be looked at before every read.
+    failed: AtomicBool,
+    failure: Mutex<Option<Error>>,
+    deadline: Mutex<Duration>,
+    pub rounds: AtomicU64,
+    pub downloads: AtomicU64,
+    pub uploads: AtomicU64,
+}
+
+/// What a device has moved for collectives and copies since the program began.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Counters {
+    /// Exchanges with other devices: pending all-reduces are fused, so there are fewer than calls.
+    pub rounds: u64,
+    /// Buffers that were copied from the device to the host.
+    pub downloads: u64,
+    /// Buffers that were copied from the host to the device.
+    pub uploads: u64,
+}
+
+type Table = HashMap<(TypeId, DeviceId), Arc<Status>>;
+
+static DEVICES: LazyLock<Mutex<Table>> = LazyLock::new(Mutex::default);
+
+impl Status {
+    /// The state of a device of the runtime `R`.
+    pub fn of<R: 'static>(id: DeviceId) -> Arc<Status> {
+        lock(&DEVICES).entry((TypeId::of::<R>(), id)).or_insert_with(|| Arc::new(Status::new())).clone()
+    }
+
+    fn new() -> Status {
+        Status {
+            failed: AtomicBool::new(false),
+            failure: Mutex::new(None),
+            deadline: Mutex::new(default_deadline()),
+            rounds: AtomicU64::new(0),
+            downloads: AtomicU64::new(0),
+            uploads: AtomicU64::new(0),
+        }
+    }
+
+    /// Poisons the device; the first failure stays.
+    pub fn fail(&self, error: Error) {
+        let mut failure = lock(&self.failure);
+        if failure.is_none() {
+            log::error!("a device's collective failed: {error}");
+            *failure = Some(error);
+            // Release: who sees the flag finds the failure.
+            self.failed.store(true, Ordering::Release);
+        }
+    }
+
+    /// What poisoned the device.
+    pub fn failure(&self) -> Option<Error> {
+        if self.failed.load(Ordering::Acquire) { lock(&self.failure).clone() } else { None }
+    }
+
+    /// What poisoned the device, which is sound afterwards.
+    pub fn take_failure(&self) -> Option<Error> {
+        let mut failure = lock(&self.failure);
+        self.failed.store(false, Ordering::Release);
+        failure.take()
+    }
+
+    pub fn deadline(&self) -> Duration {
+        *lock(&self.deadline)
+    }
+
+    pub fn set_deadline(&self, deadline: Duration) {
+        *lock(&self.deadline) = deadline;
+    }
+
+    pub fn counters(&self) -> Counters {
+        Counters {
+            rounds: self.rounds.load(Ordering::Relaxed),
+            downloads: self.downloads.load(Ordering::Relaxed),
+            uploads: self.uploads.load(Ordering::Relaxed),
+        }
+    }
+}
+
+fn default_deadline() -> Duration {
+    let seconds = std::env::var("BONFIRE_DEADLINE").ok().and_then(|text| text.parse().ok());
+    seconds.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok()).unwrap_or(DEADLINE)
+}
+
+/// Locks also what a panicking thread left: the state behind these mutexes is whole after every statement.
+pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
