@@ -19,10 +19,12 @@ pub enum Operation {
     Barrier,
     /// Point to point: `send` on one rank, `recv` on the other.
     Send,
+    AllToAll,
 }
 
 impl Operation {
-    const ALL: [Operation; 7] = [
+    /// In the order of its number on the wire.
+    const ALL: [Operation; 8] = [
         Operation::AllReduce,
         Operation::Reduce,
         Operation::Broadcast,
@@ -30,6 +32,7 @@ impl Operation {
         Operation::ReduceScatter,
         Operation::Barrier,
         Operation::Send,
+        Operation::AllToAll,
     ];
 }
 
@@ -43,6 +46,7 @@ impl fmt::Display for Operation {
             Operation::ReduceScatter => "reduce_scatter",
             Operation::Barrier => "barrier",
             Operation::Send => "send",
+            Operation::AllToAll => "all_to_all",
         })
     }
 }
@@ -54,8 +58,8 @@ pub struct Call {
     pub operation: Operation,
     /// The type of its elements.
     pub dtype: DType,
-    /// The number of elements of the whole: one rank's vector for reductions, all ranks' parts together for
-    /// `all_gather`.
+    /// The number of elements of the whole: one rank's vector for reductions and `all_to_all`, all ranks' parts
+    /// together for `all_gather`.
     pub count: usize,
     /// The reduction, where the operation has one.
     pub reduction: Option<ReduceOp>,

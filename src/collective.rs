@@ -134,6 +134,41 @@ impl Group {
         self.run(call::<T>(Operation::ReduceScatter, input.len(), Some(op), None), Some(input), output)
     }
 
+    /// Swaps parts between all ranks: `data` is `world_size` parts of one length, of which part `r` goes to rank `r`,
+    /// and part `r` is afterwards what rank `r` had for this one.
+    ///
+    /// ```
+    /// let ranks: Vec<_> = bonfire::Group::threads(3)?
+    ///     .into_iter()
+    ///     .map(|group| std::thread::spawn(move || {
+    ///         let mut data = [0, 1, 2].map(|to| 10 * group.rank() as i32 + to);
+    ///         group.all_to_all(&mut data).map(|()| data)
+    ///     }))
+    ///     .collect();
+    /// for (to, rank) in (0..).zip(ranks) {
+    ///     assert_eq!(rank.join().unwrap()?, [to, 10 + to, 20 + to]);
+    /// }
+    /// # Ok::<(), bonfire::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] where the length is no multiple of the number of ranks, else as
+    /// [`all_reduce`](Group::all_reduce).
+    pub fn all_to_all<T: Element>(&self, data: &mut [T]) -> Result<(), Error> {
+        self.check_parts(data.len())?;
+        self.run(call::<T>(Operation::AllToAll, data.len(), None, None), None, data)
+    }
+
+    /// Like [`all_to_all`](Group::all_to_all), from `input` to `output`, which have the same length.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] where the lengths differ, else as [`all_to_all`](Group::all_to_all).
+    pub fn all_to_all_into<T: Element>(&self, input: &[T], output: &mut [T]) -> Result<(), Error> {
+        self.check_parts(input.len())?;
+        expect("all_to_all", "output", output.len(), input.len())?;
+        self.run(call::<T>(Operation::AllToAll, input.len(), None, None), Some(input), output)
+    }
+
     /// Returns once every rank has called it.
     ///
     /// # Errors
@@ -219,6 +254,18 @@ impl Group {
         self.start(buffer, move |len| call::<T>(Operation::ReduceScatter, len, Some(op), None))
     }
 
+    /// Starts [`all_to_all`](Group::all_to_all).
+    ///
+    /// # Errors
+    /// Wrong arguments; whatever comes later is returned by [`Work::wait`].
+    pub fn start_all_to_all<T: Element, B>(&self, mut buffer: B) -> Result<Work<B>, Error>
+    where
+        B: AsMut<[T]> + Send + 'static,
+    {
+        self.check_parts(buffer.as_mut().len())?;
+        self.start(buffer, move |len| call::<T>(Operation::AllToAll, len, None, None))
+    }
+
     /// Starts [`barrier`](Group::barrier).
     ///
     /// # Errors
@@ -256,6 +303,15 @@ impl Group {
         }
         let n = self.world_size();
         Err(Error::argument(operation, format!("{what} {rank} is no rank of this group: give one from 0 to {}", n - 1)))
+    }
+
+    fn check_parts(&self, len: usize) -> Result<(), Error> {
+        let n = self.world_size();
+        if len.is_multiple_of(n) {
+            return Ok(());
+        }
+        let reason = format!("{len} elements are no {n} parts of one length: give a multiple of {n}");
+        Err(Error::argument("all_to_all", reason))
     }
 }
 

@@ -28,6 +28,8 @@ use crate::call::{Call, Operation};
 /// | doubling | log n | S log n | small buffers |
 /// | tree | 2 log n | 2S | small rooted operations |
 ///
+/// all_to_all has one plan, a direct exchange, whichever is chosen: every rank has something else for every other.
+///
 /// Ring: Patarasuk and Yuan, JPDC 2009. Halving and doubling: Thakur, Rabenseifner and Gropp, IJHPCA 2005.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Algorithm {
@@ -84,6 +86,8 @@ pub(crate) enum Combine {
     Fold,
     /// The received is the left operand.
     FoldUnder,
+    /// They replace what was there, which the same step sends: that is read to its end before it is written.
+    Swap,
 }
 
 impl Step {
@@ -116,6 +120,7 @@ pub(crate) fn choose(call: &Call, world_size: usize, wide: bool) -> Algorithm {
         },
         Operation::Reduce | Operation::Broadcast if bytes > MEDIUM && world_size > 2 => Algorithm::Ring,
         Operation::Reduce | Operation::Broadcast | Operation::Barrier | Operation::Send => Algorithm::Tree,
+        Operation::AllToAll => Algorithm::Direct,
     }
 }
 
@@ -207,6 +212,7 @@ pub(crate) fn plan(operation: Operation, algorithm: Algorithm, rank: usize, worl
             Plan { agree: dissemination(rank, n), distribute, ..Plan::default() }
         }
         Operation::Barrier => Plan { agree: dissemination(rank, n), ..Plan::default() },
+        Operation::AllToAll => Plan { distribute: direct::all_to_all(rank, n), ..Plan::default() },
         // Point to point needs no plan.
         Operation::Send => Plan::default(),
     }

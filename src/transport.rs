@@ -101,6 +101,7 @@ pub trait Transport: Send + Sync {
 /// | broadcast | whole, on the root only | whole |
 /// | all_gather | own part | whole |
 /// | reduce_scatter | whole | own part; in place: whole, of which the own part is the result |
+/// | all_to_all | whole | whole |
 pub struct Buffers<'a> {
     /// Where the input is, unless it is in the output (in place).
     pub input: Option<&'a [u8]>,

@@ -96,6 +96,9 @@ fn every_operation(kind: Kind, group: &Group) {
     none(kind, "reduce", group, |group| group.reduce(&mut data, ReduceOp::Sum, 1).unwrap());
     none(kind, "all_gather", group, |group| group.all_gather(&mut data).unwrap());
     none(kind, "reduce_scatter", group, |group| group.reduce_scatter(&mut data, ReduceOp::Sum).unwrap());
+    none(kind, "all_to_all", group, |group| group.all_to_all(&mut data).unwrap());
+    let input = data.clone();
+    none(kind, "all_to_all_into", group, |group| group.all_to_all_into(&input, &mut data).unwrap());
     let mut part = vec![0f32; own.len()];
     none(kind, "reduce_scatter_into", group, |group| {
         group.reduce_scatter_into(&data, &mut part, ReduceOp::Sum).unwrap();

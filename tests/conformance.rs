@@ -49,6 +49,30 @@ fn input<T: Sample>(rank: usize, len: usize) -> Vec<T> {
     (0..len).map(|i| T::of(value(rank, i))).collect()
 }
 
+/// What rank `from` has for rank `to` at `i` in an all_to_all: all pairs of 9 ranks differ, in every type.
+fn parcel<T: Sample>(from: usize, to: usize, i: usize) -> T {
+    T::of(((from * 9 + to + i * 83) % 127) as i128)
+}
+
+/// With parts of `part` elements. The form is each rank's own business: also where some work in place and others not.
+fn check_all_to_all<T: Sample>(group: &Group, part: usize) {
+    let (rank, n) = (group.rank(), group.world_size());
+    let parts = |value: &dyn Fn(usize, usize) -> T| -> Vec<T> {
+        (0..n).flat_map(|other| (0..part).map(move |i| value(other, i))).collect()
+    };
+    let mine = parts(&|to, i| parcel(rank, to, i));
+    let want = parts(&|from, i| parcel(from, rank, i));
+    for (form, in_place) in [("in place", true), ("into", false), ("mixed", rank % 2 == 0), ("mixed", rank % 2 == 1)] {
+        let mut output = if in_place { mine.clone() } else { vec![T::zeroed(); part * n] };
+        if in_place {
+            group.all_to_all(&mut output).unwrap();
+        } else {
+            group.all_to_all_into(&mine, &mut output).unwrap();
+        }
+        assert_eq!(output, want, "all_to_all {form} of {} x {part} * {n} on rank {rank}", T::DTYPE);
+    }
+}
+
 /// Every operation in every form on one length.
 fn check<T: Sample>(group: &Group, len: usize) {
     let (rank, n) = (group.rank(), group.world_size());
@@ -97,6 +121,8 @@ fn check<T: Sample>(group: &Group, len: usize) {
     let mut output = vec![T::zeroed(); len];
     group.all_gather_into(&mine[own], &mut output).unwrap();
     assert_eq!(output, want, "{}", label("all_gather_into"));
+
+    check_all_to_all::<T>(group, len.div_ceil(n));
 
     if n > 1 {
         let (next, previous) = ((rank + 1) % n, (rank + n - 1) % n);

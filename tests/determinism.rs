@@ -70,6 +70,9 @@ fn run<T: Sample>(group: &Group) -> Vec<(&'static str, bool, u64)> {
     let mut data = mine.clone();
     group.all_gather(&mut data).unwrap();
     results.push(("all_gather", true, hash(&data)));
+    let mut data = mine[..LEN / n * n].to_vec();
+    group.all_to_all(&mut data).unwrap();
+    results.push(("all_to_all", false, hash(&data)));
     let mut data = mine.clone();
     let _ = group.start_all_reduce(data.clone(), ReduceOp::Sum).unwrap().wait().map(|sum| data = sum);
     results.push(("started", true, hash(&data)));

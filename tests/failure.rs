@@ -11,13 +11,14 @@ use common::{Kind, errors, in_parallel, run_ranks, run_ranks_with};
 
 type Act = fn(&Group) -> Result<(), Error>;
 
-const ACTS: [Act; 6] = [
+const ACTS: [Act; 7] = [
     |g| g.all_reduce(&mut [1f32; 8], ReduceOp::Sum),
     |g| g.all_reduce(&mut vec![1f32; 300_000], ReduceOp::Sum),
     |g| g.broadcast(&mut [1u8; 8], 0),
     |g| g.reduce(&mut [1i32; 8], ReduceOp::Max, 0),
     |g| g.all_gather(&mut vec![1f64; 10_000]),
     |g| g.barrier(),
+    |g| g.all_to_all(&mut vec![1f64; 12_000]),
 ];
 
 /// Ranks in `absent` never call `act`; the others get a time-out that names all of them.

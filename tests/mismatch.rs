@@ -68,6 +68,10 @@ const PAIRS: &[(&str, Act, Act)] = &[
         |g| g.all_reduce(&mut vec![0f32; 100_000], ReduceOp::Sum),
         |g| g.all_gather(&mut vec![0f32; 100_000]),
     ),
+    ("lengths of all_to_all", |g| g.all_to_all(&mut [0f32; 60]), |g| g.all_to_all(&mut vec![0f32; 600_000])),
+    ("nothing and much of all_to_all", |g| g.all_to_all::<u8>(&mut []), |g| g.all_to_all(&mut vec![0u8; 600_000])),
+    ("types of all_to_all", |g| g.all_to_all(&mut [0f32; 60]), |g| g.all_to_all(&mut [0u32; 60])),
+    ("all_to_all and all_gather", |g| g.all_to_all(&mut [0f64; 60]), |g| g.all_gather(&mut [0f64; 60])),
 ];
 
 /// The calls that every rank's error lists, all errors being the same.

@@ -29,6 +29,7 @@ fn every_operation_can_be_started() {
             let cast = group.start_broadcast(mine.clone(), 1).unwrap();
             let gathered = group.start_all_gather(mine.clone()).unwrap();
             let scattered = group.start_reduce_scatter(mine.clone(), ReduceOp::Sum).unwrap();
+            let swapped = group.start_all_to_all(mine[..6].to_vec()).unwrap();
             let barrier = group.start_barrier().unwrap();
             let sent = (rank == 0).then(|| group.start_send(mine.clone(), 1).unwrap());
             let received = (rank == 1).then(|| group.start_recv(vec![0i32; 7], 0).unwrap());
@@ -39,6 +40,7 @@ fn every_operation_can_be_started() {
             let parts = (0..3).flat_map(|r| partition(7, 3, r).map(move |i| (r * 10 + i) as i32));
             assert!(wait(gathered).unwrap().into_iter().eq(parts));
             assert_eq!(wait(scattered).unwrap()[own.clone()], sums[own]);
+            assert!(wait(swapped).unwrap().into_iter().eq((0..6).map(|i| (i / 2 * 10 + rank * 2 + i % 2) as i32)));
             wait(barrier).unwrap();
             assert_eq!(sent.map(|work| wait(work).unwrap()), (rank == 0).then(|| mine.clone()));
             assert_eq!(received.map(|work| wait(work).unwrap()), (rank == 1).then(|| (0..7).collect()));
@@ -152,6 +154,7 @@ fn wrong_arguments_are_refused_when_the_operation_is_started() {
             let refused = |error: Option<Error>| assert!(matches!(error, Some(Error::InvalidArgument { .. })));
             refused(group.start_broadcast(vec![0f32; 2], 2).err());
             refused(group.start_reduce(vec![0f32; 2], ReduceOp::Sum, 2).err());
+            refused(group.start_all_to_all(vec![0f32; 3]).err());
             refused(group.start_send(vec![0f32; 2], own).err());
             refused(group.start_recv(vec![0f32; 2], 5).err());
             group.barrier().unwrap();
@@ -177,6 +180,31 @@ fn a_buffer_that_panics_does_so_in_wait_and_the_group_goes_on() {
             assert!(panic.is_err());
             group.barrier().unwrap();
         });
+    }
+}
+
+/// One element shorter at every look.
+struct Shrinking(Vec<i32>);
+
+impl AsMut<[i32]> for Shrinking {
+    fn as_mut(&mut self) -> &mut [i32] {
+        self.0.pop();
+        &mut self.0
+    }
+}
+
+#[test]
+fn a_buffer_that_shrinks_after_its_check_is_not_left() {
+    for kind in Kind::ALL {
+        let results = run_ranks(kind, 2, |group| {
+            let buffer = Shrinking((0..5).map(|i| group.rank() as i32 * 10 + i).collect());
+            wait(group.start_all_to_all(buffer).unwrap()).map(|buffer| buffer.0)
+        });
+        // Three elements are no two parts: messages find that out, threads swap what both have.
+        match kind {
+            Kind::Threads => assert_eq!(results, [Ok(vec![0, 10, 2]), Ok(vec![1, 11, 12])]),
+            Kind::Tcp => drop(errors(results)),
+        }
     }
 }
 

@@ -68,6 +68,16 @@ fn every_operation<T: Element + From<u8>>(group: &Group, len: usize) {
     let mut data = vec![T::from(0); len];
     group.all_gather_into(&mine[own], &mut data).unwrap();
     assert_eq!(data, gathered, "all_gather_into of {label}");
+    let part = len / n;
+    let input: Vec<T> = (0..n * part).map(|i| ((rank * 37 + i) as u8).into()).collect();
+    let swapped = (0..n).flat_map(|from| (0..part).map(move |i| T::from((from * 37 + rank * part + i) as u8)));
+    let swapped: Vec<T> = swapped.collect();
+    let mut data = input.clone();
+    group.all_to_all(&mut data).unwrap();
+    assert_eq!(data, swapped, "all_to_all of {label}");
+    let mut data = vec![T::from(0); input.len()];
+    group.all_to_all_into(&input, &mut data).unwrap();
+    assert_eq!(data, swapped, "all_to_all_into of {label}");
     group.barrier().unwrap();
     // These channels take any number of messages, so all may send first.
     if n > 1 {
@@ -151,7 +161,7 @@ fn started_operations_run_on_it_too() {
 
 type Act = fn(&Group) -> Result<(), Error>;
 
-const ACTS: [(&str, Act); 8] = [
+const ACTS: [(&str, Act); 9] = [
     ("all_reduce", |g| g.all_reduce(&mut [1f32; 50], ReduceOp::Sum)),
     ("large all_reduce", |g| g.all_reduce(&mut vec![1f32; 100_000], ReduceOp::Sum)),
     ("wide all_reduce", |g| g.all_reduce(&mut [f16::ONE; 50], ReduceOp::Mean)),
@@ -159,6 +169,7 @@ const ACTS: [(&str, Act); 8] = [
     ("broadcast", |g| g.broadcast(&mut [1u8; 50], 1)),
     ("all_gather", |g| g.all_gather(&mut [1f64; 50])),
     ("reduce_scatter", |g| g.reduce_scatter(&mut [1f32; 50], ReduceOp::Sum)),
+    ("all_to_all", |g| g.all_to_all(&mut [1f32; 60])),
     ("barrier", |g| g.barrier()),
 ];
 

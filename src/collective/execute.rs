@@ -124,12 +124,12 @@ impl Execution<'_> {
         let incoming = self.received.bytes(range.len());
         let sent = outgoing.map(|(to, range)| (to, &self.whole[range]));
         transfer(self.transport, &tag, sent, (*from, &mut *incoming), self.deadline)?;
-        if let Some(kernel) = self.kernel {
-            let target = accumulator.unwrap_or(&mut self.whole[range]);
-            match combine {
-                Combine::FoldUnder => (kernel.fold_under)(target, incoming),
-                _ => (kernel.fold)(target, incoming),
-            }
+        let target = accumulator.unwrap_or(&mut self.whole[range]);
+        match (combine, self.kernel) {
+            (Combine::Swap, _) => target.copy_from_slice(incoming),
+            (Combine::FoldUnder, Some(kernel)) => (kernel.fold_under)(target, incoming),
+            (_, Some(kernel)) => (kernel.fold)(target, incoming),
+            (_, None) => {}
         }
         Ok(())
     }

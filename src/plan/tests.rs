@@ -4,7 +4,8 @@ use std::collections::{BTreeSet, VecDeque};
 
 use super::*;
 
-/// A part's value: which ranks' inputs are in it. Combining a rank's input twice is a mistake that this shows.
+/// A part's value: which ranks' inputs are in it. Combining a rank's input twice is a mistake that this shows. Of
+/// all_to_all, which combines nothing: the input's number among those of all ranks.
 type Value = BTreeSet<usize>;
 
 struct World {
@@ -20,6 +21,7 @@ impl World {
         let start = |rank: usize, part: usize| match operation {
             Operation::AllGather if rank != part => Value::new(),
             Operation::Broadcast if rank != root => Value::new(),
+            Operation::AllToAll => Value::from([rank * n + part]),
             _ => Value::from([rank]),
         };
         let parts = (0..n).map(|rank| (0..n).map(|part| start(rank, part)).collect()).collect();
@@ -49,10 +51,12 @@ impl World {
                 sent_step[rank] = true;
                 if let Some((from, parts, combine)) = &step.receive {
                     let Some((_, theirs, values)) = wires[from * n + rank].pop_front() else { continue };
-                    assert_eq!(theirs, *parts, "rank {rank} expects other parts than rank {from} sends");
+                    // All_to_all has parts of one length; elsewhere a part has its own.
+                    let fits = if *combine == Combine::Swap { theirs.len() == parts.len() } else { theirs == *parts };
+                    assert!(fits, "rank {rank} expects {parts:?}, rank {from} sends {theirs:?}");
                     for (part, value) in parts.clone().zip(values) {
                         let mine = &mut self.parts[rank][part];
-                        if *combine == Combine::Replace {
+                        if matches!(combine, Combine::Replace | Combine::Swap) {
                             *mine = value;
                         } else {
                             assert!(mine.is_disjoint(&value), "rank {rank} combines an input twice");
@@ -75,13 +79,14 @@ impl World {
     }
 }
 
-const OPERATIONS: [Operation; 6] = [
+const OPERATIONS: [Operation; 7] = [
     Operation::AllReduce,
     Operation::Reduce,
     Operation::Broadcast,
     Operation::AllGather,
     Operation::ReduceScatter,
     Operation::Barrier,
+    Operation::AllToAll,
 ];
 
 fn each(mut check: impl FnMut(Operation, Algorithm, usize, usize)) {
@@ -111,6 +116,7 @@ fn every_plan_gives_every_rank_what_the_operation_promises() {
                     Operation::ReduceScatter if rank == part => all.clone(),
                     Operation::Broadcast => Value::from([root]),
                     Operation::AllGather => Value::from([part]),
+                    Operation::AllToAll => Value::from([part * n + rank]),
                     _ => continue,
                 };
                 assert_eq!(world.parts[rank][part], want, "{operation} {algorithm:?} n={n} root={root} rank={rank}");
@@ -172,6 +178,9 @@ fn direct_plans_combine_only_what_they_own_and_steps_never_overlap() {
             for step in plan.reduce.iter().chain(&plan.distribute) {
                 if let (Some((_, out)), Some((_, into, Combine::Replace))) = (&step.send, &step.receive) {
                     assert!(out.end <= into.start || into.end <= out.start, "{operation} {algorithm:?} n={n}");
+                }
+                if let Some((from, into, Combine::Swap)) = &step.receive {
+                    assert_eq!(step.send, Some((*from, into.clone())), "{operation} {algorithm:?} n={n}");
                 }
                 if let (Algorithm::Direct, Some((_, into, Combine::Fold))) = (algorithm, &step.receive) {
                     assert_eq!(*into, plan.owned);
