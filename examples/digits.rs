@@ -47,7 +47,7 @@ struct Args {
     /// Seed of the initial weights and of the order of the images
     #[arg(long, default_value_t = 42)]
     seed: u64,
-    /// What computes: flex and ndarray in f32, ndarray64 in f64
+    /// What computes: flex and ndarray in f32, ndarray64 in f64; wgpu on the GPU, a logical device for each rank
     #[arg(long, value_enum, default_value_t = Backend::Flex)]
     backend: Backend,
     /// Learning rate
@@ -66,6 +66,7 @@ enum Backend {
     Flex,
     Ndarray,
     Ndarray64,
+    Wgpu,
 }
 
 fn main() -> ExitCode {
@@ -102,11 +103,12 @@ fn run(groups: Vec<Group>, args: &Args) -> Result<(), (usize, Failure)> {
     let panicked = thread::scope(|scope| {
         let ranks: Vec<_> = groups
             .into_iter()
-            .map(|group| {
+            .zip((0..=u8::MAX).cycle())
+            .map(|(group, number)| {
                 let (rank, failed) = (group.rank(), failed.clone());
                 let thread = scope.spawn(move || {
                     // This handle lives until the failure is noted, so the other ranks' failures come after it.
-                    if let Err(error) = train(group.clone(), args) {
+                    if let Err(error) = train(group.clone(), number, args) {
                         let _ = failed.send((rank, error));
                     }
                     drop(group);
@@ -122,7 +124,12 @@ fn run(groups: Vec<Group>, args: &Args) -> Result<(), (usize, Failure)> {
     }
 }
 
-fn train(group: Group, args: &Args) -> Result<(), Failure> {
+/// Trains as one rank, which is this process's number so and so.
+fn train(
+    group: Group,
+    #[allow(unused, reason = "only some backends have several devices")] number: u8,
+    args: &Args,
+) -> Result<(), Failure> {
     let backend = args.backend.to_possible_value().map(|value| value.get_name().to_owned());
     let settings =
         Settings { batch: args.batch as usize, seed: args.seed, lr: args.lr, backend: backend.unwrap_or_default() };
@@ -134,9 +141,16 @@ fn train(group: Group, args: &Args) -> Result<(), Failure> {
         resume: args.resume.as_deref(),
     };
     match args.backend {
-        Backend::Flex => job.run::<Autodiff<Flex>>(group),
-        Backend::Ndarray => job.run::<Autodiff<NdArray<f32>>>(group),
-        Backend::Ndarray64 => job.run::<Autodiff<NdArray<f64>>>(group),
+        Backend::Flex => job.run::<Autodiff<Flex>>(group, Default::default()),
+        Backend::Ndarray => job.run::<Autodiff<NdArray<f32>>>(group, Default::default()),
+        Backend::Ndarray64 => job.run::<Autodiff<NdArray<f64>>>(group, Default::default()),
+        #[cfg(feature = "wgpu")]
+        Backend::Wgpu => {
+            let device = bonfire::WgpuDevice::new(Default::default(), number);
+            job.run::<Autodiff<bonfire::Wgpu>>(group, device)
+        }
+        #[cfg(not(feature = "wgpu"))]
+        Backend::Wgpu => Err("this program was built without wgpu: build it with `--features wgpu`".into()),
     }
 }
 

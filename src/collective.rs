@@ -278,6 +278,22 @@ impl Group {
         }))
     }
 
+    /// Starts `call` on the bytes that `fill` gives when its turn has come. They are as many as the call says, and
+    /// aligned for its elements.
+    #[cfg(feature = "cubecl")]
+    pub(crate) fn start_filled<B: Send + 'static>(
+        &self,
+        call: Call,
+        buffer: B,
+        fill: impl for<'a> FnOnce(&'a mut B) -> Result<&'a mut [u8], Error> + Send + 'static,
+    ) -> Result<Work<B>, Error> {
+        let deadline = self.deadline();
+        Ok(self.progress()?.start(&self.core, buffer, move |core, buffer| {
+            let output = fill(buffer).map_err(|error| core.abandon(error))?;
+            core.collective(call, Buffers { input: None, output }, deadline, execute::plans)
+        }))
+    }
+
     fn start<T: Element, B>(
         &self,
         buffer: B,
@@ -297,7 +313,7 @@ impl Group {
 }
 
 impl Group {
-    fn check_rank(&self, operation: &str, what: &str, rank: usize) -> Result<(), Error> {
+    pub(crate) fn check_rank(&self, operation: &str, what: &str, rank: usize) -> Result<(), Error> {
         if rank < self.world_size() {
             return Ok(());
         }
@@ -305,7 +321,7 @@ impl Group {
         Err(Error::argument(operation, format!("{what} {rank} is no rank of this group: give one from 0 to {}", n - 1)))
     }
 
-    fn check_parts(&self, len: usize) -> Result<(), Error> {
+    pub(crate) fn check_parts(&self, len: usize) -> Result<(), Error> {
         let n = self.world_size();
         if len.is_multiple_of(n) {
             return Ok(());

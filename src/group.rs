@@ -268,6 +268,15 @@ impl Core {
             .map_err(|fault| self.fail(Site { call, sequence: tag.sequence }, fault, &deadline, lane.sequence))
     }
 
+    /// Ends the group because this rank cannot take part in the operation whose turn it is.
+    #[cfg(feature = "cubecl")]
+    pub fn abandon(&self, error: Error) -> Error {
+        let completed = self.lane.lock().unwrap_or_else(PoisonError::into_inner).sequence;
+        let error = self.failure.get_or_init(|| error).clone();
+        self.transport.fail(&error, completed);
+        error
+    }
+
     fn lane(&self) -> Result<std::sync::MutexGuard<'_, Lane>, Error> {
         match self.failure.get() {
             Some(error) => Err(error.clone()),

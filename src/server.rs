@@ -13,6 +13,10 @@
 //! `sync_collective` and `recv` wait for other devices, at most for the device's deadline. What is queued after
 //! `sync_collective`, on any stream, sees the results; before it, a result's memory must not be touched.
 //!
+//! [`DeviceCollectives`] has the operations that cubecl's trait lacks, and all of them over a [`Group`](crate::Group):
+//! ranks may then be devices of other processes, because a group compares what each rank called. cubecl's own
+//! `all_reduce` carries nothing that could be compared, so it stays among the devices of one process.
+//!
 //! # Errors
 //! cubecl loses what a collective returns: its client unwraps it on the device's thread. So a failure poisons the logical
 //! devices that took part: from then on their reads, syncs and flushes fail, on every stream, and stale bytes are never
@@ -39,6 +43,7 @@ mod communication;
 mod compute;
 mod copy;
 mod device;
+pub(crate) mod exchange;
 mod memory;
 mod post;
 mod reading;
@@ -54,6 +59,7 @@ use cubecl::server::ComputeServer;
 pub use self::compute::CollectiveServer;
 pub use self::copy::{CopyBetweenDevices, copy};
 pub use self::device::CollectiveDevice;
+pub use self::exchange::{DeviceCollectives, Transfer};
 pub use self::runtime::{CollectiveRuntime, Info, LayoutPolicy};
 pub use self::status::Counters;
 

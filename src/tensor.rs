@@ -6,3 +6,4 @@
 pub mod autodiff;
 #[cfg(unix)]
 pub(crate) mod collective;
+pub(crate) mod device;

@@ -29,9 +29,8 @@ pub struct Job<'a> {
 }
 
 impl Job<'_> {
-    /// Trains and tests as one rank of `group`. Rank 0 reports and saves.
-    pub fn run<B: CollectiveBackend>(&self, group: Group) -> Result<(), Failure> {
-        let device = B::Device::default();
+    /// Trains and tests on `device` as one rank of `group`. Rank 0 reports and saves.
+    pub fn run<B: CollectiveBackend>(&self, group: Group, device: B::Device) -> Result<(), Failure> {
         let (digits, test) = &self.data;
         self.check(&group)?;
         let mut model = Network::<B>::new(&group, self.settings.seed, &device)?;
@@ -78,7 +77,7 @@ impl Job<'_> {
             }
         }
 
-        let accuracy = 100.0 * self.test(&ddp, test, &model.valid())?;
+        let accuracy = 100.0 * self.test(&ddp, test, &model.valid(), &device)?;
         if group.rank() == 0 {
             writeln!(io::stdout(), "test accuracy: {accuracy:.1} %")?;
         }
@@ -108,11 +107,12 @@ impl Job<'_> {
         ddp: &DataParallel<B>,
         test: &Digits,
         model: &Network<B::InnerBackend>,
+        device: &B::Device,
     ) -> Result<f64, Failure> {
         let share: Vec<usize> = partition(test.len(), ddp.group().world_size(), ddp.group().rank()).collect();
         let mut right = 0.0;
         if !share.is_empty() {
-            let (images, labels) = tensors(test, &share, &B::Device::default());
+            let (images, labels) = tensors(test, &share, device);
             right = count_right(model.forward(images), labels) / share.len() as f64;
         }
         let [accuracy] = ddp.mean(&[right], share.len())?;

@@ -72,7 +72,7 @@ impl<R: DeviceTransport> ServerCommunication for CollectiveServer<R> {
     ) -> Result<(), ServerError> {
         // As it is, gaps and all: cubecl keeps the tensor's shape and strides.
         let size = source.handle.size_in_used();
-        let data = self.snapshot(source.handle, size as usize, stream);
+        let data = self.snapshot(vec![(source.handle, size as usize)], stream);
         Post::between::<R>(self.device, destination).send(Message { stream, dtype, size, data });
         Ok(())
     }
@@ -88,7 +88,7 @@ impl<R: DeviceTransport> ServerCommunication for CollectiveServer<R> {
                 let reason = format!("expected {} bytes of {dtype:?}, got {} of {:?}", expected.1, actual.1, actual.0);
                 return Err(Error::argument("recv", reason));
             }
-            self.write_all(vec![(handle.binding(), message.data?.wait("recv")?)])
+            self.write_all(vec![(handle.binding(), message.data?.wait_one("recv")?)])
         });
         if let Err(error) = delivered {
             self.status.fail(error);
@@ -177,7 +177,7 @@ impl<R: DeviceTransport> CollectiveServer<R> {
         let written = self.pending.iter().rev().find(|pending| same_memory(&pending.target, &source));
         let Some(pending) = written else {
             let size = source.size_in_used() as usize;
-            return self.snapshot(source, size, stream).map(Source::Snapshot);
+            return self.snapshot(vec![(source, size)], stream).map(Source::Snapshot);
         };
         if Arc::ptr_eq(&pending.round, round) && span(&pending.target) == span(&source) {
             return Ok(Source::Result(pending.number));
@@ -187,14 +187,14 @@ impl<R: DeviceTransport> CollectiveServer<R> {
         Err(Error::argument("all_reduce", reason))
     }
 
-    /// Starts to read the first `size` bytes of memory, as the work that was queued so far leaves them.
-    pub(super) fn snapshot(&mut self, source: Binding, size: usize, stream: StreamId) -> Result<Reading, Error> {
+    /// Starts to read the first bytes of some memory, as many as it says, as the work that was queued so far leaves them.
+    pub(super) fn snapshot(&mut self, sources: Vec<(Binding, usize)>, stream: StreamId) -> Result<Reading, Error> {
         if let Some(error) = self.status.failure() {
             return Err(error);
         }
-        self.status.downloads.fetch_add(1, Ordering::Relaxed);
-        let descriptor = CopyDescriptor::new(source, [size].into(), [1].into(), 1);
-        Ok(Reading::new(self.inner.read(vec![descriptor], stream)))
+        self.status.downloads.fetch_add(sources.len() as u64, Ordering::Relaxed);
+        let descriptor = |(source, size): (_, usize)| CopyDescriptor::new(source, [size].into(), [1].into(), 1);
+        Ok(Reading::new(self.inner.read(sources.into_iter().map(descriptor).collect(), stream)))
     }
 
     /// Writes on each target's own stream, and hands that to the device: what is queued later, on any stream, sees it.

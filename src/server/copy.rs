@@ -7,6 +7,7 @@ use cubecl::bytes::Bytes;
 use cubecl::client::ComputeClient;
 use cubecl::device_handle::DeviceHandle;
 use cubecl::server::{Binding, CopyDescriptor, Handle};
+use cubecl::stream_id::StreamId;
 
 use super::DeviceTransport;
 use super::compute::CollectiveServer;
@@ -64,9 +65,7 @@ impl<R: DeviceTransport> CopyBetweenDevices for CollectiveRuntime<R> {
         destination: &ComputeClient<Self>,
     ) -> Result<Handle, Error> {
         let layout = Layout::of(&tensor)?;
-        // New memory is the only thing that tells a client's stream. What was queued there for this tensor must be seen
-        // even if its memory belongs to another stream.
-        let stream = source.empty(1).stream;
+        let stream = stream_of(source);
         let target = destination.empty(layout.bytes());
         let binding = target.clone().binding();
 
@@ -75,7 +74,7 @@ impl<R: DeviceTransport> CopyBetweenDevices for CollectiveRuntime<R> {
         let (sender, receiver) = channel();
         from.submit(move |server| {
             // A receiver that has given up is poisoned already.
-            let _ = sender.send(server.snapshot(tensor.handle, layout.span, stream));
+            let _ = sender.send(server.snapshot(vec![(tensor.handle, layout.span)], stream));
         });
         to.submit(move |server| server.receive_copy(receiver, layout, binding));
         // Neither waits in a half-filled queue for the other.
@@ -85,13 +84,20 @@ impl<R: DeviceTransport> CopyBetweenDevices for CollectiveRuntime<R> {
     }
 }
 
+/// A client's stream, which only new memory tells. What was queued there for a tensor must be seen even if the tensor's
+/// memory belongs to another stream.
+pub(super) fn stream_of<R: Runtime>(client: &ComputeClient<R>) -> StreamId {
+    client.empty(1).stream
+}
+
 impl<R: DeviceTransport> CollectiveServer<R> {
     fn receive_copy(&mut self, data: Receiver<Result<Reading, Error>>, layout: Layout, target: Binding) {
         let deadline = Deadline::after(self.status.deadline());
         let sent = data.recv_timeout(deadline.remaining());
         let sent = sent.map_err(|e| Error::io("copy", format!("the source did not deliver: {e}")));
-        let copied =
-            sent.and_then(|data| data).and_then(|data| self.write_all(vec![(target, layout.pack(data.wait("copy")?))]));
+        let copied = sent
+            .and_then(|data| data)
+            .and_then(|data| self.write_all(vec![(target, layout.pack(data.wait_one("copy")?))]));
         if let Err(error) = copied {
             self.status.fail(error);
         }

@@ -6,7 +6,7 @@ use cubecl::server::ServerError;
 
 use crate::error::Error;
 
-/// A device-to-host copy of one buffer that was started.
+/// A device-to-host copy of some buffers that was started.
 pub(super) struct Reading(Option<DynFut<Result<Vec<Bytes>, ServerError>>>);
 
 impl Reading {
@@ -14,11 +14,15 @@ impl Reading {
         Reading(Some(reading))
     }
 
-    /// Waits for the device.
-    pub fn wait(mut self, operation: &str) -> Result<Bytes, Error> {
-        let Some(reading) = self.0.take() else { return Err(Error::io(operation, "it was read before")) };
-        let bytes = block_on(reading).map_err(|e| Error::io(operation, e))?.pop();
-        bytes.ok_or_else(|| Error::io(operation, "the device gave no data"))
+    /// Waits for the device; gives the buffers in their order.
+    pub fn wait(mut self, operation: &str) -> Result<Vec<Bytes>, Error> {
+        let Some(reading) = self.0.take() else { return Ok(Vec::new()) };
+        block_on(reading).map_err(|e| Error::io(operation, e))
+    }
+
+    /// Waits for the device to deliver a single buffer.
+    pub fn wait_one(self, operation: &str) -> Result<Bytes, Error> {
+        self.wait(operation)?.pop().ok_or_else(|| Error::io(operation, "the device gave no data"))
     }
 }
 

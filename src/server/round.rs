@@ -295,7 +295,7 @@ impl Input<'_> {
 
 /// Waits for a snapshot, which is as long as the call says.
 fn arrived(reading: Reading, call: &Call) -> Result<Bytes, Error> {
-    let bytes = reading.wait(&call.to_string())?;
+    let bytes = reading.wait_one(&call.to_string())?;
     if bytes.len() != call.bytes() {
         return Err(Error::io(call.to_string(), format!("a device gave {} bytes", bytes.len())));
     }

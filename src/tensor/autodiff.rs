@@ -26,8 +26,9 @@ use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind, unary};
 use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::ops::FloatTensor;
-use burn::tensor::{DType, Tensor, TensorData, TensorPrimitive, bf16, f16, try_read_sync};
+use burn::tensor::{DType, Tensor, TensorData, TensorMetadata, TensorPrimitive, bf16, f16, try_read_sync};
 
+use super::device::{element, start_all_reduce};
 use crate::{Element, Error, Group, ReduceOp};
 
 /// An autodiff backend whose tensors can be summed over ranks with the gradient flowing through the sum.
@@ -144,6 +145,14 @@ fn tracked_sum<B: Backend, C: CheckpointStrategy>(
 }
 
 fn sum<B: Backend>(tensor: FloatTensor<B>, group: &Group) -> Result<FloatTensor<B>, Error> {
+    let dtype = tensor.dtype();
+    let element = element(dtype)
+        .ok_or_else(|| Error::argument(OPERATION, format!("elements of type {dtype:?} cannot be summed")))?;
+    let mut tensors = match start_all_reduce::<B>(group, vec![tensor], element, ReduceOp::Sum, |_| ()) {
+        Ok(waiting) => return waiting?()?.pop().ok_or_else(|| Error::io(OPERATION, "the device gave no result")),
+        Err(tensors) => tensors,
+    };
+    let Some(tensor) = tensors.pop() else { return Err(Error::io(OPERATION, "the tensor is gone")) };
     let device = B::float_device(&tensor);
     let read = try_read_sync(B::float_into_data(tensor));
     let mut data = read

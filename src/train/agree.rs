@@ -7,10 +7,10 @@ use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::{Bool, Int, Shape, Tensor, TensorData};
 use serde::{Deserialize, Serialize};
 
-use super::bucket::float;
 use crate::dtype::DType;
 use crate::error::Error;
 use crate::group::Group;
+use crate::tensor::device::element;
 
 /// What the ranks must agree on for each parameter.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -130,7 +130,7 @@ impl<B: AutodiffBackend> ModuleVisitor<B> for List<B> {
         let kind = if tensor.is_require_grad() { "trained float" } else { "untrained float" };
         let (dtype, shape) = (tensor.dtype(), tensor.shape());
         let path = self.describe(kind, dtype, &shape);
-        if let Some(element) = float(dtype) {
+        if let Some(element) = element(dtype) {
             let device = tensor.device();
             self.parameters.push(Parameter { id: param.id, path, shape, dtype, element, device });
         }

@@ -108,17 +108,6 @@ pub(crate) fn scale(bytes: &mut [u8], dtype: DType, factor: f64) {
     }
 }
 
-/// The element type of gradients of this type, if they can be synchronised.
-pub(crate) fn float(dtype: burn::tensor::DType) -> Option<DType> {
-    match dtype {
-        burn::tensor::DType::F64 => Some(DType::F64),
-        burn::tensor::DType::F32 | burn::tensor::DType::Flex32 => Some(DType::F32),
-        burn::tensor::DType::F16 => Some(DType::F16),
-        burn::tensor::DType::BF16 => Some(DType::BF16),
-        _ => None,
-    }
-}
-
 fn each<T: Pod>(bytes: &mut [u8], f: impl Fn(T) -> T) {
     for x in cast_slice_mut::<u8, T>(bytes) {
         *x = f(*x);

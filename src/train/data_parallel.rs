@@ -15,6 +15,7 @@ use super::states;
 use crate::dtype::ReduceOp;
 use crate::error::Error;
 use crate::group::{Group, Work};
+use crate::tensor::device::{Waiting, start_all_reduce};
 
 /// One rank's part in the data-parallel training of a model: see [`train`](crate::train) for a whole loop.
 pub struct DataParallel<B: AutodiffBackend> {
@@ -25,11 +26,13 @@ pub struct DataParallel<B: AutodiffBackend> {
     memory: Vec<Vec<u64>>,
 }
 
-/// A bucket whose reduction was started: its tensors, by the positions of their parameters, and its memory. The tensor
-/// of a bucket that is reduced in its own memory has given that away for now.
-struct Started {
-    tensors: Vec<(usize, TensorData)>,
-    work: Work<Bucket>,
+/// A bucket whose reduction was started.
+enum Started<B: AutodiffBackend> {
+    /// On the host: its tensors, by the positions of their parameters, and its memory. The tensor of a bucket that is
+    /// reduced in its own memory has given that away for now.
+    Host { tensors: Vec<(usize, TensorData)>, work: Work<Bucket> },
+    /// On the way from and to the device.
+    Device { positions: Vec<usize>, waiting: Waiting<B::InnerBackend> },
 }
 
 /// Reductions under way at a time: one runs, the next is packed, the previous is unpacked.
@@ -123,7 +126,7 @@ impl<B: AutodiffBackend> DataParallel<B> {
             {
                 self.finish(oldest, &mut grads)?;
             }
-            started.push_back(self.start(&positions, &mut grads, factor)?);
+            started.push_back(self.start(positions, &mut grads, factor)?);
         }
         while let Some(oldest) = started.pop_front() {
             self.finish(oldest, &mut grads)?;
@@ -205,22 +208,37 @@ impl<B: AutodiffBackend> DataParallel<B> {
     }
 
     /// Takes a bucket's gradients, scaled, and starts their reduction.
-    fn start(&mut self, positions: &[usize], grads: &mut GradientsParams, factor: f64) -> Result<Started, Error> {
-        let mut tensors = Vec::with_capacity(positions.len());
-        for &position in positions {
-            let parameter = &self.parameters[position];
-            let data = match grads.remove::<B::InnerBackend, 1>(parameter.id) {
-                Some(grad) => grad.try_into_data().map_err(|e| Error::io("reading a gradient", e))?,
-                None => TensorData::full_dtype(parameter.shape.clone(), 0, parameter.dtype),
-            };
-            tensors.push((position, data));
-        }
+    fn start(&mut self, positions: Vec<usize>, grads: &mut GradientsParams, factor: f64) -> Result<Started<B>, Error> {
         let dtype = self.parameters[positions[0]].element;
-        let mut bucket = self.pack(&mut tensors, dtype);
-        if factor != 1.0 {
-            scale(bucket.bytes(), dtype, factor);
+        let scaling = move |bytes: &mut [u8]| {
+            if factor != 1.0 {
+                scale(bytes, dtype, factor);
+            }
+        };
+        let tensors = positions.iter().map(|&position| {
+            let parameter = &self.parameters[position];
+            match grads.remove::<B::InnerBackend, 1>(parameter.id) {
+                Some(grad) => grad.into_primitive().tensor(),
+                None => {
+                    let zeros = TensorData::full_dtype(parameter.shape.clone(), 0, parameter.dtype);
+                    B::InnerBackend::float_from_data(zeros, &parameter.device)
+                }
+            }
+        });
+        let tensors = tensors.collect();
+        match start_all_reduce::<B::InnerBackend>(&self.group, tensors, dtype, ReduceOp::Mean, scaling) {
+            Ok(waiting) => Ok(Started::Device { positions, waiting: waiting? }),
+            Err(tensors) => {
+                let mut read = Vec::with_capacity(tensors.len());
+                for (position, tensor) in positions.into_iter().zip(tensors) {
+                    let grad = Tensor::<B::InnerBackend, 1>::from_primitive(TensorPrimitive::Float(tensor));
+                    read.push((position, grad.try_into_data().map_err(|e| Error::io("reading a gradient", e))?));
+                }
+                let mut bucket = self.pack(&mut read, dtype);
+                scaling(bucket.bytes());
+                Ok(Started::Host { work: bucket.start_mean(&self.group, dtype)?, tensors: read })
+            }
         }
-        Ok(Started { work: bucket.start_mean(&self.group, dtype)?, tensors })
     }
 
     fn pack(&mut self, tensors: &mut [(usize, TensorData)], dtype: crate::DType) -> Bucket {
@@ -242,9 +260,19 @@ impl<B: AutodiffBackend> DataParallel<B> {
     }
 
     /// Waits for a reduction and registers its results as gradients.
-    fn finish(&mut self, started: Started, grads: &mut GradientsParams) -> Result<(), Error> {
-        let mut tensors = started.tensors;
-        match started.work.wait().map_err(|(error, _)| error)? {
+    fn finish(&mut self, started: Started<B>, grads: &mut GradientsParams) -> Result<(), Error> {
+        let mut register = |position: usize, tensor| {
+            let grad = Tensor::<B::InnerBackend, 1>::from_primitive(TensorPrimitive::Float(tensor));
+            grads.register(self.parameters[position].id, grad);
+        };
+        let (mut tensors, work) = match started {
+            Started::Device { positions, waiting } => {
+                positions.into_iter().zip(waiting()?).for_each(|(position, tensor)| register(position, tensor));
+                return Ok(());
+            }
+            Started::Host { tensors, work } => (tensors, work),
+        };
+        match work.wait().map_err(|(error, _)| error)? {
             Bucket::Own(bytes) => tensors[0].1.bytes = bytes,
             Bucket::Packed(memory, bytes) => {
                 let mut rest = &bytemuck::cast_slice(&memory)[..bytes];
@@ -257,10 +285,7 @@ impl<B: AutodiffBackend> DataParallel<B> {
             }
         }
         for (position, data) in tensors {
-            let parameter = &self.parameters[position];
-            let grad = B::InnerBackend::float_from_data(data, &parameter.device);
-            let grad = Tensor::<B::InnerBackend, 1>::from_primitive(TensorPrimitive::Float(grad));
-            grads.register(parameter.id, grad);
+            register(position, B::InnerBackend::float_from_data(data, &self.parameters[position].device));
         }
         Ok(())
     }

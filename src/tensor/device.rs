@@ -1,0 +1,52 @@
+//! Tensors on collective devices: reduced through their server, without a detour over burn's host tensors.
+
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+mod path;
+
+use burn::tensor::backend::Backend;
+use burn::tensor::ops::FloatTensor;
+
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
+use self::path::Path;
+use crate::dtype::{DType, ReduceOp};
+use crate::error::Error;
+use crate::group::Group;
+
+/// An all-reduce of tensors that was started; called, it waits and gives the results in the tensors' order.
+pub(crate) type Waiting<B> = Box<dyn FnOnce() -> Result<Vec<FloatTensor<B>>, Error> + Send>;
+
+/// Starts one all-reduce of several tensors of one element type, `dtype`, where they are on a collective device; gives
+/// them back where they are not. `prepare` sees the elements on the host, one tensor after the other, before the other
+/// ranks do.
+#[cfg_attr(
+    not(any(feature = "wgpu", feature = "cuda")),
+    expect(unused_variables, reason = "there are no such devices")
+)]
+pub(crate) fn start_all_reduce<B: Backend>(
+    group: &Group,
+    tensors: Vec<FloatTensor<B>>,
+    dtype: DType,
+    op: ReduceOp,
+    prepare: impl FnOnce(&mut [u8]) + Send + 'static,
+) -> Result<Result<Waiting<B>, Error>, Vec<FloatTensor<B>>> {
+    #[cfg(feature = "wgpu")]
+    if Path::<cubecl::wgpu::WgpuRuntime>::leads_to::<B>() {
+        return Ok(Path::<cubecl::wgpu::WgpuRuntime>::start::<B>(group, tensors, dtype, op, prepare));
+    }
+    #[cfg(feature = "cuda")]
+    if Path::<cubecl::cuda::CudaRuntime>::leads_to::<B>() {
+        return Ok(Path::<cubecl::cuda::CudaRuntime>::start::<B>(group, tensors, dtype, op, prepare));
+    }
+    Err(tensors)
+}
+
+/// The element type that carries floats of this type.
+pub(crate) fn element(dtype: burn::tensor::DType) -> Option<DType> {
+    match dtype {
+        burn::tensor::DType::F64 => Some(DType::F64),
+        burn::tensor::DType::F32 | burn::tensor::DType::Flex32 => Some(DType::F32),
+        burn::tensor::DType::F16 => Some(DType::F16),
+        burn::tensor::DType::BF16 => Some(DType::BF16),
+        _ => None,
+    }
+}

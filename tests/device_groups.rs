@@ -1,0 +1,223 @@
+//! The operations of a group on the memory of devices, and level 3 and 4 on top of them.
+
+mod common;
+
+use bonfire::server::DeviceCollectives;
+use bonfire::tensor::autodiff::all_reduce_sum;
+use bonfire::{CollectiveRuntime, DType, DataParallel, Error, Group, ReduceOp, Wgpu, WgpuDevice, partition};
+use burn::backend::Autodiff;
+use burn::module::Param;
+use burn::nn::{Linear, LinearConfig};
+use burn::optim::GradientsParams;
+use burn::tensor::{Tensor, TensorData};
+use common::{Kind, run_ranks};
+use cubecl::Runtime;
+use cubecl::client::ComputeClient;
+use cubecl::server::Handle;
+use cubecl::stream_id::StreamId;
+use cubecl::wgpu::WgpuRuntime;
+
+type Collective = CollectiveRuntime<WgpuRuntime>;
+
+/// The device of one rank of one test: failures poison devices, so tests do not share them.
+fn device(first: u8, rank: usize) -> WgpuDevice {
+    WgpuDevice::new(Default::default(), first + rank as u8)
+}
+
+/// What rank `rank` brings at `i`; sums of these are exact.
+fn value(rank: usize, i: usize) -> i32 {
+    ((rank * 7 + i * 5) % 11) as i32
+}
+
+fn mine(rank: usize, len: usize) -> Vec<i32> {
+    (0..len).map(|i| value(rank, i)).collect()
+}
+
+struct Memory(ComputeClient<Collective>);
+
+impl Memory {
+    fn create(&self, values: &[i32]) -> Handle {
+        // Room on both sides, as in a slice of a larger tensor. Offsets must be multiples of what the device aligns to.
+        let padded: Vec<i32> = [&[-1; 64], values, &[-1; 64]].concat();
+        self.0.create_from_slice(bytemuck::cast_slice(&padded)).offset_start(256).offset_end(256)
+    }
+
+    fn read(&self, handle: &Handle) -> Vec<i32> {
+        bytemuck::pod_collect_to_vec(&self.0.read_one(handle.clone()).unwrap())
+    }
+}
+
+fn check(group: &Group, memory: &Memory, len: usize) -> Result<(), Error> {
+    let (rank, n) = (group.rank(), group.world_size());
+    let client = &memory.0;
+    let own = partition(len, n, rank);
+    let label = |what: &str| format!("{what} of {len} elements on rank {rank} of {n}");
+    let source = memory.create(&mine(rank, len));
+    let sum: Vec<i32> = (0..len).map(|i| (0..n).map(|rank| value(rank, i)).sum()).collect();
+
+    let target = memory.create(&vec![0; len]);
+    client.start_all_reduce(group, &source, &target, DType::I32, ReduceOp::Sum)?.wait()?;
+    assert_eq!(memory.read(&target), sum, "{}", label("all_reduce"));
+    assert_eq!(memory.read(&source), mine(rank, len), "{}", label("all_reduce's source"));
+
+    let target = memory.create(&vec![0; own.len()]);
+    client.start_reduce_scatter(group, &source, &target, DType::I32, ReduceOp::Sum)?.wait()?;
+    assert_eq!(memory.read(&target), sum[own.clone()], "{}", label("reduce_scatter"));
+
+    let whole = memory.create(&vec![0; len]);
+    client.start_all_gather(group, &target, &whole, DType::I32)?.wait()?;
+    assert_eq!(memory.read(&whole), sum, "{}", label("all_gather"));
+
+    for root in 0..n {
+        let same = memory.create(&mine(rank, len));
+        client.start_broadcast(group, &same, DType::I32, root)?.wait()?;
+        assert_eq!(memory.read(&same), mine(root, len), "{}", label("broadcast"));
+    }
+
+    let parts: Vec<i32> = (0..n * len).map(|i| value(rank, i)).collect();
+    let swapped: Vec<i32> = (0..n).flat_map(|from| (0..len).map(move |i| value(from, rank * len + i))).collect();
+    let (source, target) = (memory.create(&parts), memory.create(&vec![0; n * len]));
+    client.start_all_to_all(group, &source, &target, DType::I32)?.wait()?;
+    assert_eq!(memory.read(&target), swapped, "{}", label("all_to_all"));
+
+    // In place, and two at a time: they run in the order in which they were started.
+    let same = memory.create(&mine(rank, len));
+    client.start_all_reduce(group, &same, &same, DType::I32, ReduceOp::Sum)?.wait()?;
+    let first = client.start_all_reduce(group, &same, &same, DType::I32, ReduceOp::Max)?;
+    let second = client.start_broadcast(group, &source, DType::I32, n - 1)?;
+    second.wait()?;
+    first.wait()?;
+    assert_eq!(memory.read(&same), sum, "{}", label("all_reduce in place"));
+    let last: Vec<i32> = (0..n * len).map(|i| value(n - 1, i)).collect();
+    assert_eq!(memory.read(&source), last, "{}", label("broadcast beside all_reduce"));
+    Ok(())
+}
+
+#[test]
+fn every_operation_equals_the_groups_own_with_1_2_3_and_5_devices() {
+    for (kind, first) in [(Kind::Threads, 0), (Kind::Tcp, 5)] {
+        for n in [1, 2, 3, 5] {
+            run_ranks(kind, n, move |group| {
+                let mut client = Collective::client(&device(first, group.rank()));
+                for stream in [1 << 40, 1 << 41] {
+                    // SAFETY: the stream is this thread's alone.
+                    unsafe { client.set_stream(StreamId { value: stream }) };
+                    for len in [0, 1, n, n + 1, 1000, 70_000] {
+                        check(&group, &Memory(client.clone()), len).unwrap();
+                    }
+                }
+            });
+        }
+    }
+}
+
+#[test]
+fn every_buffer_is_copied_once_from_the_device_and_once_to_it() {
+    run_ranks(Kind::Threads, 2, |group| {
+        let device = device(10, group.rank());
+        let client = Collective::client(&device);
+        let memory = Memory(client.clone());
+        let (part, whole) = (memory.create(&[1; 8]), memory.create(&[2; 16]));
+        let before = device.counters();
+        let copies = || (device.counters().downloads - before.downloads, device.counters().uploads - before.uploads);
+        let settle = || cubecl::future::block_on(client.sync()).unwrap();
+
+        client.start_all_reduce(&group, &whole, &whole, DType::I32, ReduceOp::Sum).unwrap().wait().unwrap();
+        settle();
+        assert_eq!(copies(), (1, 1));
+        client.start_all_gather(&group, &part, &whole, DType::I32).unwrap().wait().unwrap();
+        settle();
+        assert_eq!(copies(), (2, 2));
+        client.start_reduce_scatter(&group, &whole, &part, DType::I32, ReduceOp::Sum).unwrap().wait().unwrap();
+        settle();
+        assert_eq!(copies(), (3, 3));
+        client.start_all_to_all(&group, &whole, &whole, DType::I32).unwrap().wait().unwrap();
+        settle();
+        assert_eq!(copies(), (4, 4));
+        client.start_broadcast(&group, &whole, DType::I32, 1).unwrap().wait().unwrap();
+        settle();
+        // The root only reads, the other only writes.
+        assert_eq!(copies(), if group.rank() == 1 { (5, 4) } else { (4, 5) });
+    });
+}
+
+#[test]
+fn sizes_that_do_not_fit_are_refused_and_the_group_stays_sound() {
+    run_ranks(Kind::Threads, 2, |group| {
+        let client = Collective::client(&device(12, group.rank()));
+        let memory = Memory(client.clone());
+        let (three, four) = (memory.create(&[1; 3]), memory.create(&[1; 4]));
+        let refused = |result: Result<_, Error>| result.err().expect("an error").to_string();
+        let all_reduce = refused(client.start_all_reduce(&group, &three, &four, DType::I32, ReduceOp::Sum).map(drop));
+        assert!(all_reduce.contains("the target has 16 bytes and must have 12"), "{all_reduce}");
+        let all_gather = refused(client.start_all_gather(&group, &four, &four, DType::I32).map(drop));
+        assert!(all_gather.contains("the source has 16 bytes and must have 8"), "{all_gather}");
+        let all_to_all = refused(client.start_all_to_all(&group, &three, &three, DType::I32).map(drop));
+        assert!(all_to_all.contains("all_to_all"), "{all_to_all}");
+        let broadcast = refused(client.start_broadcast(&group, &three, DType::I64, 0).map(drop));
+        assert!(broadcast.contains("12 bytes are no whole number of i64"), "{broadcast}");
+        assert!(refused(client.start_broadcast(&group, &three, DType::I32, 2).map(drop)).contains("root 2"));
+        group.barrier().unwrap();
+    });
+}
+
+#[test]
+fn a_peer_with_another_size_is_a_mismatch_on_both_and_the_devices_stay_sound() {
+    run_ranks(Kind::Tcp, 2, |group| {
+        let device = device(14, group.rank());
+        let client = Collective::client(&device);
+        let memory = Memory(client.clone());
+        let own = memory.create(&vec![1; 4 + group.rank()]);
+        let work = client.start_all_reduce(&group, &own, &own, DType::I32, ReduceOp::Sum).unwrap();
+        assert!(matches!(work.wait(), Err(Error::Mismatch { .. })));
+        assert_eq!(memory.read(&own), vec![1; 4 + group.rank()]);
+        assert_eq!(device.failure(), None);
+    });
+}
+
+type B = Autodiff<Wgpu>;
+
+#[test]
+fn data_parallel_on_devices_gives_the_weighted_mean_and_moves_each_bucket_once() {
+    run_ranks(Kind::Threads, 3, |group| {
+        let (rank, device) = (group.rank(), device(16, group.rank()));
+        let mut model: Linear<B> = LinearConfig::new(2, 3).init(&device);
+        model.weight = Param::from_data(TensorData::new(vec![rank as f32; 6], [2, 3]), &device);
+        let (model, mut ddp) = DataParallel::new(group, model).unwrap();
+        assert_eq!(model.weight.val().into_data(), TensorData::new(vec![0f32; 6], [2, 3]));
+
+        // The gradient of the sum is the input, for each output.
+        let input = Tensor::<B, 2>::from_data([[rank as f32, 1.0]], &device);
+        let grads = GradientsParams::from_grads(model.forward(input).sum().backward(), &model);
+        let before = device.counters();
+        let samples = rank + 1;
+        let grads = ddp.sync(grads, samples).unwrap();
+        // (0 * 1 + 1 * 2 + 2 * 3) / 6
+        let mean = 8.0 / 6.0;
+        let weight = grads.get::<Wgpu, 2>(model.weight.id).unwrap().into_data();
+        weight.assert_approx_eq::<f32>(
+            &TensorData::new(vec![mean, mean, mean, 1.0, 1.0, 1.0], [2, 3]),
+            burn::tensor::Tolerance::absolute(1e-6),
+        );
+        let bias = grads.get::<Wgpu, 1>(model.bias.as_ref().unwrap().id).unwrap();
+        bias.into_data()
+            .assert_approx_eq::<f32>(&TensorData::new(vec![1f32; 3], [3]), burn::tensor::Tolerance::absolute(1e-6));
+        let after = device.counters();
+        assert_eq!((after.downloads - before.downloads, after.uploads - before.uploads), (2, 2), "two gradients");
+    });
+}
+
+#[test]
+fn sums_over_ranks_stay_on_devices_and_gradients_flow_through() {
+    run_ranks(Kind::Threads, 2, |group| {
+        let (rank, device) = (group.rank(), device(20, group.rank()));
+        let own = Tensor::<B, 1>::from_floats([1.0 + rank as f32, 2.0], &device).require_grad();
+        let sum = all_reduce_sum(own.clone(), &group).unwrap();
+        assert_eq!(sum.to_data(), TensorData::from([3.0f32, 4.0]));
+        let grads = (sum.clone() * sum).sum().backward();
+        // Both ranks' losses are the sum of squares: twice 2 * sum.
+        assert_eq!(own.grad(&grads).unwrap().into_data(), TensorData::from([12.0f32, 16.0]));
+        // One way forward, one back; the rest are this test's own reads.
+        assert_eq!(device.counters().uploads, 2);
+    });
+}
