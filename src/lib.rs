@@ -5,6 +5,7 @@
 //! | you want to | use |
 //! |---|---|
 //! | train a burn model on many ranks | [`DataParallel`], [`ShardedSampler`], [`SyncBatchNorm`]; see [`train`] |
+//! | have burn's wgpu or CUDA backend with collectives between devices | `Wgpu`, `Cuda`; see `server` |
 //! | run a program written for burn-collective | [`register`], [`all_reduce`], [`broadcast`], [`reduce`]; see [`tensor`] |
 //! | combine slices | [`Group`] |
 //! | carry messages in your own way | [`Transport`] and [`Group::on`] |
@@ -13,6 +14,9 @@
 //!
 //! # Features
 //! * `cli` (default): the program `bonfire`.
+//! * `wgpu`, `cuda`: burn's backends on a compute server with collectives. `cubecl`: the same for a runtime of your own.
+//! * `ddp`: burn-train's distributed training on these backends. It turns on burn's `distributed`, which takes
+//!   `AutodiffBackend` from backends without collectives, such as Flex and NdArray.
 
 #![warn(missing_docs)]
 #![deny(unsafe_op_in_unsafe_fn, clippy::undocumented_unsafe_blocks)]
