@@ -15,8 +15,8 @@ use cubecl::stream_id::StreamId;
 use super::DeviceTransport;
 use super::compute::CollectiveServer;
 use super::post::{Message, Post};
-use super::reading::Reading;
-use super::round::{Round, Source};
+use super::reading::{Reading, caught};
+use super::round::{Results, Round, Source};
 use crate::call::{Call, Operation};
 use crate::dtype::{DType, ReduceOp};
 use crate::error::Error;
@@ -28,6 +28,7 @@ pub(super) struct Pending {
     rank: usize,
     number: u64,
     target: Binding,
+    span: Span,
 }
 
 /// Nothing here returns an error: cubecl's client would unwrap it on this thread, where it is lost. A failure poisons
@@ -56,6 +57,7 @@ impl<R: DeviceTransport> ServerCommunication for CollectiveServer<R> {
     }
 
     fn sync_collective(&mut self, _stream: StreamId) -> Result<(), ServerError> {
+        self.forget_failed();
         let pending = std::mem::take(&mut self.pending);
         if let Err(error) = self.finish(pending) {
             self.status.fail(error);
@@ -109,6 +111,7 @@ impl<R: DeviceTransport> CollectiveServer<R> {
     ) -> Result<(), Error> {
         devices.sort();
         let rank = self.check_devices(&devices)?;
+        self.forget_failed();
         let round = Round::of::<R>(devices)?;
         let started = self.describe(&source, &target, dtype, op).and_then(|call| {
             let source = self.source(source, stream, &round)?;
@@ -116,7 +119,8 @@ impl<R: DeviceTransport> CollectiveServer<R> {
         });
         match started {
             Ok(number) => {
-                self.pending.push(Pending { round, rank, number, target });
+                let span = Span::of(&target);
+                self.pending.push(Pending { round, rank, number, target, span });
                 Ok(())
             }
             Err(error) => {
@@ -174,12 +178,13 @@ impl<R: DeviceTransport> CollectiveServer<R> {
 
     /// Where a call's data comes from: the memory as it is now, unless an earlier call's result belongs there.
     fn source(&mut self, source: Binding, stream: StreamId, round: &Arc<Round>) -> Result<Source, Error> {
-        let written = self.pending.iter().rev().find(|pending| same_memory(&pending.target, &source));
+        let span = Span::of(&source);
+        let written = self.pending.iter().rev().find(|pending| pending.span.overlaps(&span));
         let Some(pending) = written else {
             let size = source.size_in_used() as usize;
             return self.snapshot(vec![(source, size)], stream).map(Source::Snapshot);
         };
-        if Arc::ptr_eq(&pending.round, round) && span(&pending.target) == span(&source) {
+        if Arc::ptr_eq(&pending.round, round) && pending.span == span {
             return Ok(Source::Result(pending.number));
         }
         let reason = "the source holds a part of an earlier result, or one from another list of devices, that is not \
@@ -192,25 +197,57 @@ impl<R: DeviceTransport> CollectiveServer<R> {
         if let Some(error) = self.status.failure() {
             return Err(error);
         }
+        sources.iter().try_for_each(|(source, _)| check_start(source))?;
         self.status.downloads.fetch_add(sources.len() as u64, Ordering::Relaxed);
         let descriptor = |(source, size): (_, usize)| CopyDescriptor::new(source, [size].into(), [1].into(), 1);
-        Ok(Reading::new(self.inner.read(sources.into_iter().map(descriptor).collect(), stream)))
+        let descriptors = sources.into_iter().map(descriptor).collect();
+        let copying = caught("read", || Ok(self.inner.read(descriptors, stream)))?;
+        self.reader.start(copying)
     }
 
     /// Writes on each target's own stream, and hands that to the device: what is queued later, on any stream, sees it.
     pub(super) fn write_all(&mut self, data: Vec<(Binding, Bytes)>) -> Result<(), Error> {
         let mut streams: Vec<StreamId> = Vec::new();
         for (target, bytes) in data {
-            self.status.uploads.fetch_add(1, Ordering::Relaxed);
             let stream = target.stream;
+            let (target, bytes) = self.whole_words(target, bytes)?;
+            self.status.uploads.fetch_add(1, Ordering::Relaxed);
             let descriptor = CopyDescriptor::new(target, [bytes.len()].into(), [1].into(), 1);
-            self.inner.write(vec![(descriptor, bytes)], stream);
+            caught("write", || Ok(self.inner.write(vec![(descriptor, bytes)], stream)))?;
             if !streams.contains(&stream) {
                 streams.push(stream);
             }
         }
         // A flush hands over the stream's errors once, so they must not get lost here.
-        streams.into_iter().try_for_each(|stream| self.inner.flush(stream)).map_err(|e| Error::io("writing results", e))
+        let mut flush = |stream| self.inner.flush(stream).map_err(|e| Error::io("writing results", e));
+        caught("write", || streams.into_iter().try_for_each(&mut flush))
+    }
+
+    /// Where the data ends inside a word of its memory, adds what follows there: wgpu writes whole words, and fills them
+    /// up with zeros.
+    fn whole_words(&mut self, target: Binding, bytes: Bytes) -> Result<(Binding, Bytes), Error> {
+        check_start(&target)?;
+        let end = target.size - target.offset_end.unwrap_or(0);
+        let inside = end % WORD;
+        if inside == 0 || end == target.size || bytes.is_empty() {
+            return Ok((target, bytes));
+        }
+        let word_end = (end - inside + WORD).min(target.size);
+        let mut last = target.clone();
+        (last.offset_start, last.offset_end) = (Some(end - inside), Some(target.size - word_end));
+        let size = (word_end - (end - inside)) as usize;
+        let word = self.snapshot(vec![(last, size)], target.stream)?.wait_one("write")?;
+        let bytes = [&bytes[..], &word[inside as usize..]].concat();
+        Ok((Binding { offset_end: Some(target.size - word_end), ..target }, Bytes::from_bytes_vec(bytes)))
+    }
+
+    /// Once a failure was cleared, what failed with it is no longer waited for.
+    fn forget_failed(&mut self) {
+        let cleared = self.status.cleared();
+        if cleared != self.cleared && self.status.failure().is_none() {
+            self.cleared = cleared;
+            self.pending.retain(|pending| !pending.round.failed());
+        }
     }
 
     /// Waits for the results of these calls, and writes them in the order of the calls.
@@ -224,14 +261,15 @@ impl<R: DeviceTransport> CollectiveServer<R> {
                 rounds.push((pending.round.clone(), pending.rank));
             }
         }
-        let mut results = Vec::with_capacity(rounds.len());
-        for (round, rank) in rounds {
-            results.push((round.clone(), round.take(rank, &deadline)?.into_iter()));
-        }
+        // Also after a failure: another list of devices may be sound, and would keep the results for this device's next
+        // calls there.
+        let taken = rounds.into_iter().map(|(round, rank)| Ok((round.take(rank, &deadline)?, round)));
+        let taken: Vec<Result<(Results, Arc<Round>), Error>> = taken.collect();
+        let results = taken.into_iter().collect::<Result<Vec<_>, _>>()?;
         let mut writes = Vec::with_capacity(pending.len());
         for pending in pending {
-            let result = results.iter_mut().find(|(round, _)| Arc::ptr_eq(round, &pending.round));
-            let result = result.and_then(|(_, results)| results.next());
+            let result = results.iter().find(|(_, round)| Arc::ptr_eq(round, &pending.round));
+            let result = result.and_then(|(results, _)| results.get(pending.number));
             let result = result.ok_or_else(|| Error::io("sync_collective", "a result is gone"))?;
             writes.push((pending.target, shared(result)));
         }
@@ -261,16 +299,37 @@ pub(super) fn reducible(dtype: ElemType) -> Option<DType> {
     }
 }
 
-/// The part of its memory that a binding names, in bytes.
-fn span(binding: &Binding) -> (u64, u64) {
-    let start = binding.offset_start.unwrap_or(0);
-    (start, start + binding.size_in_used())
+/// What the host copies to and from devices is made of words: wgpu refuses other offsets.
+const WORD: u64 = 4;
+
+fn check_start(binding: &Binding) -> Result<(), Error> {
+    match binding.offset_start.unwrap_or(0) {
+        start if start % WORD == 0 => Ok(()),
+        start => {
+            let reason = format!("the data starts at byte {start} of its memory; that must be a multiple of {WORD}");
+            Err(Error::argument("copying between device and host", reason))
+        }
+    }
 }
 
-/// Whether two bindings name overlapping parts of one memory.
-fn same_memory(a: &Binding, b: &Binding) -> bool {
-    let ((start, end), (other_start, other_end)) = (span(a), span(b));
-    start < other_end && other_start < end && memory_id(a).is_some_and(|id| memory_id(b) == Some(id))
+/// The part of its memory that a binding names.
+#[derive(Clone, Copy, PartialEq)]
+struct Span {
+    memory: Option<u64>,
+    /// In bytes.
+    start: u64,
+    end: u64,
+}
+
+impl Span {
+    fn of(binding: &Binding) -> Span {
+        let start = binding.offset_start.unwrap_or(0);
+        Span { memory: memory_id(binding), start, end: start + binding.size_in_used() }
+    }
+
+    fn overlaps(&self, other: &Span) -> bool {
+        self.start < other.end && other.start < self.end && self.memory.is_some() && self.memory == other.memory
+    }
 }
 
 /// cubecl shows a memory's id only in its debug text; a test notices if that changes.
@@ -289,10 +348,11 @@ mod tests {
         let handle = Handle::new(StreamId { value: 0 }, 64);
         let part = |start, end| handle.clone().offset_start(start).offset_end(end).binding();
         let other = Handle::new(StreamId { value: 0 }, 64).binding();
+        let overlap = |a: &Binding, b: &Binding| Span::of(a).overlaps(&Span::of(b));
         assert!(memory_id(&other).is_some());
-        assert!(!same_memory(&part(0, 0), &other));
-        assert!(same_memory(&part(0, 0), &part(0, 0)));
-        assert!(same_memory(&part(0, 32), &part(16, 0)));
-        assert!(!same_memory(&part(0, 32), &part(32, 0)));
+        assert!(!overlap(&part(0, 0), &other));
+        assert!(overlap(&part(0, 0), &part(0, 0)));
+        assert!(overlap(&part(0, 32), &part(16, 0)));
+        assert!(!overlap(&part(0, 32), &part(32, 0)));
     }
 }

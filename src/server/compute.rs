@@ -21,6 +21,7 @@ use cubecl_runtime::storage::{ComputeStorage, ManagedResource};
 use super::DeviceTransport;
 use super::communication::Pending;
 use super::device::physical;
+use super::reading::Reader;
 use super::runtime::{Info, LayoutPolicy};
 use super::status::Status;
 use crate::error::Error;
@@ -32,6 +33,9 @@ pub struct CollectiveServer<R: DeviceTransport> {
     pub(super) status: Arc<Status>,
     /// All-reduces whose results have not been written yet, in the order of the calls.
     pub(super) pending: Vec<Pending>,
+    /// How many failures had been cleared when `pending` was last looked through for what they left.
+    pub(super) cleared: u64,
+    pub(super) reader: Reader,
     utilities: Arc<ServerUtilities<Self>>,
 }
 
@@ -57,11 +61,14 @@ impl<R: DeviceTransport> DeviceService for CollectiveServer<R> {
             Info { inner: shared.clone(), device },
             LayoutPolicy { inner: shared },
         );
+        let status = Status::of::<R>(device);
         CollectiveServer {
             inner,
             device,
-            status: Status::of::<R>(device),
+            cleared: status.cleared(),
+            status,
             pending: Vec::new(),
+            reader: Reader::default(),
             utilities: Arc::new(utilities),
         }
     }

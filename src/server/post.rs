@@ -28,8 +28,16 @@ pub(super) struct Message {
 /// The messages from one device to another that have not been received.
 #[derive(Default)]
 pub(super) struct Post {
-    messages: Mutex<VecDeque<Message>>,
+    state: Mutex<State>,
     arrived: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    messages: VecDeque<Message>,
+    /// The streams of receivers that gave up. The message that each waited for is thrown away when it comes: the next
+    /// receiver must not take it for its own.
+    abandoned: Vec<StreamId>,
 }
 
 /// A runtime, the sender and the receiver.
@@ -44,21 +52,28 @@ impl Post {
     }
 
     pub fn send(&self, message: Message) {
-        lock(&self.messages).push_back(message);
+        let mut state = lock(&self.state);
+        if let Some(position) = state.abandoned.iter().position(|stream| *stream == message.stream) {
+            state.abandoned.swap_remove(position);
+            return;
+        }
+        state.messages.push_back(message);
+        drop(state);
         self.arrived.notify_all();
     }
 
     /// The oldest message of this stream.
     pub fn receive(&self, stream: StreamId, deadline: &Deadline) -> Result<Message, Error> {
-        let mut messages = lock(&self.messages);
+        let mut state = lock(&self.state);
         loop {
-            let position = messages.iter().position(|message| message.stream == stream);
-            if let Some(message) = position.and_then(|position| messages.remove(position)) {
+            let position = state.messages.iter().position(|message| message.stream == stream);
+            if let Some(message) = position.and_then(|position| state.messages.remove(position)) {
                 return Ok(message);
             }
             if deadline.passed() {
                 let elapsed = deadline.elapsed();
-                let reason = match messages.front() {
+                state.abandoned.push(stream);
+                let reason = match state.messages.front() {
                     Some(other) => format!(
                         "nothing was sent on {stream} within {elapsed:.1?}, but something on {}; put both clients on \
                          one stream, or use `copy`",
@@ -68,8 +83,8 @@ impl Post {
                 };
                 return Err(Error::io("recv", reason));
             }
-            let waited = self.arrived.wait_timeout(messages, deadline.remaining());
-            messages = waited.unwrap_or_else(PoisonError::into_inner).0;
+            let waited = self.arrived.wait_timeout(state, deadline.remaining());
+            state = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 }

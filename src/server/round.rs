@@ -58,6 +58,20 @@ struct State {
     failure: Option<Error>,
 }
 
+/// Results of consecutive calls.
+pub(super) struct Results {
+    /// The number of the first call.
+    first: u64,
+    results: Vec<Shared>,
+}
+
+impl Results {
+    /// The result of call number `number`.
+    pub fn get(&self, number: u64) -> Option<Shared> {
+        self.results.get(usize::try_from(number.checked_sub(self.first)?).ok()?).cloned()
+    }
+}
+
 #[derive(Default)]
 struct Rank {
     /// The calls that are not done; a running round has taken their sources.
@@ -132,7 +146,7 @@ impl Round {
     }
 
     /// Waits for what was announced, and takes those results.
-    pub fn take(&self, rank: usize, deadline: &Deadline) -> Result<Vec<Shared>, Error> {
+    pub fn take(&self, rank: usize, deadline: &Deadline) -> Result<Results, Error> {
         let mut state = lock(&self.state);
         let mut warned = false;
         loop {
@@ -173,16 +187,23 @@ impl Round {
         let error = state.failure.get_or_insert(error).clone();
         state.ranks.iter_mut().for_each(|rank| rank.queue.clear());
         state.results.clear();
-        drop(state);
-        for member in &self.members {
-            member.fail(error.clone());
-        }
-        self.changed.notify_all();
-        // Devices that were cleared meet anew.
+        // Devices that were cleared meet anew. Whoever sees this meeting failed, or a new one in its place, sees its own
+        // device poisoned unless it was cleared since: so all three change under both locks.
         let mut rounds = lock(&ROUNDS);
         if rounds.get(&self.key).is_some_and(|round| std::ptr::eq(&**round, self)) {
             rounds.remove(&self.key);
         }
+        for member in &self.members {
+            member.fail(error.clone());
+        }
+        drop(rounds);
+        drop(state);
+        self.changed.notify_all();
+    }
+
+    /// Whether the meeting has ended.
+    pub fn failed(&self) -> bool {
+        lock(&self.state).failure.is_some()
     }
 
     fn wait<'a>(&self, state: MutexGuard<'a, State>, limit: Option<std::time::Duration>) -> MutexGuard<'a, State> {
@@ -337,10 +358,11 @@ impl State {
     }
 
     /// The results up to number `until` that this device has not taken yet.
-    fn take(&mut self, rank: usize, until: u64) -> Vec<Shared> {
+    fn take(&mut self, rank: usize, until: u64) -> Results {
         let oldest = self.done - self.results.len() as u64;
-        let range = (self.ranks[rank].taken - oldest) as usize..(until - oldest) as usize;
-        let results = self.results.range(range).cloned().collect();
+        let first = self.ranks[rank].taken;
+        let range = (first - oldest) as usize..(until - oldest) as usize;
+        let results = Results { first, results: self.results.range(range).cloned().collect() };
         self.ranks[rank].taken = until;
         let taken = self.ranks.iter().map(|rank| rank.taken).min().unwrap_or(until);
         self.results.drain(..(taken - oldest) as usize);

@@ -18,6 +18,8 @@ pub(super) struct Status {
     failed: AtomicBool,
     failure: Mutex<Option<Error>>,
     deadline: Mutex<Duration>,
+    /// How many failures were cleared.
+    cleared: AtomicU64,
     pub rounds: AtomicU64,
     pub downloads: AtomicU64,
     pub uploads: AtomicU64,
@@ -50,6 +52,7 @@ impl Status {
             failed: AtomicBool::new(false),
             failure: Mutex::new(None),
             deadline: Mutex::new(default_deadline()),
+            cleared: AtomicU64::new(0),
             rounds: AtomicU64::new(0),
             downloads: AtomicU64::new(0),
             uploads: AtomicU64::new(0),
@@ -75,8 +78,17 @@ impl Status {
     /// What poisoned the device, which is sound afterwards.
     pub fn take_failure(&self) -> Option<Error> {
         let mut failure = lock(&self.failure);
+        if failure.is_some() {
+            // Release: who sees the device sound also sees that something was cleared.
+            self.cleared.fetch_add(1, Ordering::Release);
+        }
         self.failed.store(false, Ordering::Release);
         failure.take()
+    }
+
+    /// How many failures were cleared so far.
+    pub fn cleared(&self) -> u64 {
+        self.cleared.load(Ordering::Acquire)
     }
 
     pub fn deadline(&self) -> Duration {

@@ -1,0 +1,388 @@
+//! What goes wrong between devices: a typed error on every device that took part, in time, and no stale bytes.
+
+#[path = "common/devices.rs"]
+mod devices;
+
+use std::sync::Barrier;
+use std::time::{Duration, Instant};
+
+use bonfire::server::CollectiveServer;
+use bonfire::{Error, WgpuDevice};
+use cubecl::Runtime;
+use cubecl::device_handle::DeviceHandle;
+use cubecl::future::block_on;
+use cubecl::ir::{ElemType, FloatKind, IntKind, UIntKind};
+use cubecl::server::ReduceOperation::{Mean, Sum};
+use cubecl::server::{CopyDescriptor, Handle, ServerCommunication};
+use cubecl::stream_id::StreamId;
+use cubecl::wgpu::WgpuRuntime;
+
+use devices::{Client, Devices, create, read};
+
+const F32: ElemType = ElemType::Float(FloatKind::F32);
+const DEADLINE: Duration = Duration::from_millis(300);
+/// Far more than a loaded machine needs, and far less than the default deadline.
+const SLACK: Duration = Duration::from_secs(10);
+
+/// Runs `part` on each device, where it must end in time and leave the device poisoned; gives the devices' failures,
+/// clears them, and checks that the devices work.
+fn fails(devices: &Devices, part: impl Fn(usize, &mut Client) + Sync) -> Vec<Error> {
+    devices.all.iter().for_each(|device| device.set_deadline(DEADLINE));
+    let begin = Instant::now();
+    let took = devices.run(|rank, mut client| {
+        let unrelated = create(&client, &[7.0]);
+        part(rank, &mut client);
+        client.sync_collective();
+        assert!(client.read_one(unrelated).is_err());
+        begin.elapsed()
+    });
+    println!("failed after {took:.0?}");
+    assert!(took.iter().all(|took| *took < DEADLINE + SLACK));
+    let failures = devices.all.iter().map(|device| device.failure().unwrap()).collect();
+    works(devices);
+    failures
+}
+
+fn works(devices: &Devices) {
+    devices.all.iter().for_each(|device| device.set_deadline(SLACK));
+    let results = devices.run(|rank, mut client| {
+        let handle = create(&client, &[rank as f32, 1.0]);
+        client.all_reduce(handle.clone(), handle.clone(), F32, devices.ids.clone(), Sum);
+        client.sync_collective();
+        read(&client, &handle)
+    });
+    let count = devices.ids.len();
+    for result in results {
+        assert_eq!(result, [(count * (count - 1) / 2) as f32, count as f32]);
+    }
+}
+
+fn refused(error: &Error, words: &str) {
+    assert!(matches!(error, Error::InvalidArgument { .. }) && error.to_string().contains(words), "{error}");
+}
+
+#[test]
+fn a_device_that_is_not_in_its_own_list_is_refused_and_the_others_time_out() {
+    let devices = Devices::new(0, 3);
+    let failures = fails(&devices, |rank, client| {
+        let handle = create(client, &[1.0]);
+        let ids = if rank == 2 { devices.ids[..2].to_vec() } else { devices.ids.clone() };
+        client.all_reduce(handle.clone(), handle, F32, ids, Sum);
+    });
+    refused(&failures[2], "is not among the devices");
+    assert!(matches!(&failures[0], Error::Timeout { missing, .. } if missing == &[2]), "{}", failures[0]);
+    assert_eq!(failures[0], failures[1]);
+}
+
+#[test]
+fn a_device_that_is_listed_twice_is_refused() {
+    let devices = Devices::new(3, 2);
+    let failures = fails(&devices, |_, client| {
+        let handle = create(client, &[1.0]);
+        let ids = vec![devices.ids[0], devices.ids[1], devices.ids[0]];
+        client.all_reduce(handle.clone(), handle, F32, ids, Sum);
+    });
+    failures.iter().for_each(|error| refused(error, "is listed twice"));
+}
+
+#[test]
+fn who_is_missing_is_named_on_all_devices() {
+    let devices = Devices::new(5, 4);
+    let failed = Barrier::new(4);
+    let failures = fails(&devices, |rank, client| {
+        if rank % 2 == 0 {
+            let handle = create(client, &[1.0]);
+            client.all_reduce(handle.clone(), handle, F32, devices.ids.clone(), Sum);
+            client.sync_collective();
+            assert!(client.flush().is_err());
+        }
+        failed.wait();
+    });
+    for failure in &failures {
+        assert!(matches!(failure, Error::Timeout { missing, .. } if missing == &[1, 3]), "{failure}");
+    }
+}
+
+#[test]
+fn a_peer_that_panics_before_its_call_is_a_missing_one() {
+    let devices = Devices::new(9, 2);
+    devices.all[0].set_deadline(DEADLINE);
+    let mut client = devices.client(0);
+    let handle = create(&client, &[1.0]);
+    client.all_reduce(handle.clone(), handle.clone(), F32, devices.ids.clone(), Sum);
+    let peer = std::thread::spawn(|| panic!("the peer's own mistake"));
+    assert!(peer.join().is_err());
+    client.sync_collective();
+    assert!(client.read_one(handle).is_err());
+    for device in &devices.all {
+        assert!(matches!(device.failure(), Some(Error::Timeout { missing, .. }) if missing == [1]));
+    }
+    works(&devices);
+}
+
+#[test]
+fn devices_that_disagree_get_the_same_error() {
+    let devices = Devices::new(11, 3);
+    let disagree = |lengths: [usize; 2], dtypes: [ElemType; 2], means: [bool; 2], words: [&str; 2]| {
+        let failures = fails(&devices, |rank, client| {
+            let which = usize::from(rank == 1);
+            let handle = create(client, &vec![1.0; lengths[which]]);
+            let op = if means[which] { Mean } else { Sum };
+            client.all_reduce(handle.clone(), handle, dtypes[which], devices.ids.clone(), op);
+        });
+        for failure in &failures {
+            let text = failure.to_string();
+            assert!(matches!(failure, Error::Mismatch { .. }), "{text}");
+            assert!(words.iter().all(|word| text.contains(word)), "{text}");
+            assert_eq!(failure, &failures[0]);
+        }
+    };
+    let i32 = ElemType::Int(IntKind::I32);
+    disagree([4, 5], [F32, F32], [false, false], ["f32 x 4", "f32 x 5"]);
+    disagree([4, 4], [F32, i32], [false, false], ["f32 x 4", "i32 x 4"]);
+    disagree([4, 4], [F32, F32], [false, true], ["sum", "mean"]);
+}
+
+#[test]
+fn what_one_device_cannot_do_fails_all_before_the_deadline() {
+    let devices = Devices::new(14, 2);
+    let refuse = |words: &str, call: &(dyn Fn(&mut Client) + Sync)| {
+        let begin = Instant::now();
+        let failures = fails(&devices, |rank, client| {
+            if rank == 0 {
+                call(client);
+            } else {
+                // A deadline that would be noticed.
+                devices.all[1].set_deadline(SLACK * 10);
+                let handle = create(client, &[1.0; 4]);
+                client.all_reduce(handle.clone(), handle, F32, devices.ids.clone(), Sum);
+            }
+        });
+        assert!(begin.elapsed() < SLACK);
+        failures.iter().for_each(|failure| refused(failure, words));
+    };
+    let reduce = |client: &mut Client, source, target, dtype| {
+        client.all_reduce(source, target, dtype, devices.ids.clone(), Sum);
+    };
+    refuse("16 bytes and the target 12", &|client| {
+        reduce(client, create(client, &[1.0; 4]), create(client, &[1.0; 3]), F32);
+    });
+    let flex32 = ElemType::Float(FloatKind::Flex32);
+    for dtype in [ElemType::Int(IntKind::I16), ElemType::UInt(UIntKind::U16), ElemType::Bool, flex32] {
+        refuse("cannot be reduced; cast to", &|client| {
+            let handle = create(client, &[1.0; 4]);
+            reduce(client, handle.clone(), handle, dtype);
+        });
+    }
+    refuse("10 bytes are no whole number of f32", &|client| {
+        let handle = client.create_from_slice(&[0; 10]);
+        reduce(client, handle.clone(), handle, F32);
+    });
+    // wgpu refuses such copies with a panic.
+    refuse("starts at byte 2", &|client| {
+        let handle = create(client, &[1.0; 5]).offset_start(2).offset_end(2);
+        reduce(client, handle.clone(), handle, F32);
+    });
+}
+
+#[test]
+fn memory_of_another_device_is_refused() {
+    let devices = Devices::new(16, 3);
+    let foreign = create(&devices.client(2), &[1.0; 4]);
+    let failures = fails(&devices, |rank, client| {
+        let own = create(client, &[1.0; 4]);
+        let source = if rank == 1 { foreign.clone() } else { own.clone() };
+        client.all_reduce(source, own, F32, devices.ids.clone(), Sum);
+    });
+    assert!(failures.iter().all(|failure| matches!(failure, Error::Io { .. })), "{failures:?}");
+}
+
+#[test]
+fn a_poisoned_device_hands_nothing_out_on_any_stream() {
+    let devices = Devices::new(19, 2);
+    devices.all[0].set_deadline(DEADLINE);
+    let mut client = devices.client(0);
+    let handle = create(&client, &[1.0]);
+    let mut other_stream = devices.client(0);
+    // SAFETY: the stream is this test's.
+    unsafe { other_stream.set_stream(StreamId { value: u64::MAX }) };
+    let elsewhere = create(&other_stream, &[2.0]);
+    client.all_reduce(handle.clone(), handle.clone(), F32, devices.ids.clone(), Sum);
+    client.sync_collective();
+    for client in [&client, &other_stream, &devices.client(1)] {
+        // More than once: errors of cubecl's own are gone after the first look.
+        for _ in 0..2 {
+            assert!(client.read_one(elsewhere.clone()).unwrap_err().to_string().contains("timed out"));
+            assert!(client.flush().unwrap_err().to_string().contains("timed out"));
+            assert!(block_on(client.sync()).unwrap_err().to_string().contains("timed out"));
+            assert!(client.get_resource(elsewhere.clone()).is_err());
+        }
+    }
+    // A device that was not in the list.
+    let bystander = Devices::new(21, 1).client(0);
+    assert_eq!(read(&bystander, &create(&bystander, &[3.0])), [3.0]);
+
+    assert!(devices.all.iter().all(|device| device.failure().is_some()));
+    assert_eq!(read(&client, &handle), [1.0]);
+    assert_eq!(read(&other_stream, &elsewhere), [2.0]);
+    assert!(client.flush().is_ok() && block_on(other_stream.sync()).is_ok());
+    works(&devices);
+}
+
+#[test]
+fn calls_that_failed_are_forgotten_once_their_device_is_cleared() {
+    let devices = Devices::new(22, 3);
+    devices.all[0].set_deadline(DEADLINE);
+    let (mut first, mut second) = (devices.client(0), devices.client(1));
+    // The second device never comes to wait for this call.
+    for client in [&mut second, &mut first] {
+        let handle = create(client, &[1.0]);
+        client.all_reduce(handle.clone(), handle, F32, devices.ids.clone(), Sum);
+        assert!(client.flush().is_ok());
+    }
+    first.sync_collective();
+    assert!(first.flush().is_err());
+    assert!(devices.all.iter().all(|device| device.failure().is_some()));
+    works(&devices);
+}
+
+#[test]
+fn a_failure_in_one_list_leaves_no_result_behind_in_another() {
+    let devices = Devices::new(25, 3);
+    devices.all.iter().for_each(|device| device.set_deadline(DEADLINE));
+    let (absent, sound) = ([devices.ids[0], devices.ids[1]], [devices.ids[0], devices.ids[2]]);
+    let (mut first, mut third) = (devices.client(0), devices.client(2));
+    let (a, b, c) = (create(&first, &[1.0]), create(&first, &[10.0]), create(&third, &[20.0]));
+    first.all_reduce(a.clone(), a, F32, absent.to_vec(), Sum);
+    first.all_reduce(b.clone(), b, F32, sound.to_vec(), Sum);
+    third.all_reduce(c.clone(), c.clone(), F32, sound.to_vec(), Sum);
+    first.sync_collective();
+    third.sync_collective();
+    assert_eq!(read(&third, &c), [30.0]);
+    assert!(first.flush().is_err());
+    assert!(devices.all[0].failure().is_some() && devices.all[1].failure().is_some());
+    assert_eq!(devices.all[2].failure(), None);
+
+    let results: Vec<_> = [&mut first, &mut third]
+        .map(|client| {
+            let handle = create(client, &[100.0]);
+            client.all_reduce(handle.clone(), handle.clone(), F32, sound.to_vec(), Sum);
+            client.sync_collective();
+            handle
+        })
+        .into();
+    assert_eq!(read(&first, &results[0]), [200.0]);
+    assert_eq!(read(&third, &results[1]), [200.0]);
+}
+
+#[test]
+fn a_message_that_comes_too_late_is_not_taken_for_the_next() {
+    let devices = Devices::new(28, 3);
+    devices.all[1].set_deadline(DEADLINE);
+    let (mut source, target, mut late) = (devices.client(0), devices.client(1), devices.client(2));
+    let busy = [devices.ids[0], devices.ids[2]];
+    // A first transfer leaves more in a device's queue than the second may: it holds one batch behind the one that waits.
+    let warm = source.to_client(create(&source, &[0.0]), &target, F32);
+    assert_eq!(read(&target, &warm), [0.0]);
+    let (old, new) = (create(&source, &[1.0]), create(&source, &[2.0]));
+    let sum = create(&source, &[0.0]);
+    source.all_reduce(sum.clone(), sum, F32, busy.to_vec(), Sum);
+    // The source is in here until `late` calls, so it sends when the target has given up.
+    source.sync_collective();
+    let received = source.to_client(old, &target, F32);
+    let error = target.read_one(received).unwrap_err().to_string();
+    assert!(error.contains("nothing was sent"), "{error}");
+    assert!(matches!(devices.all[1].failure(), Some(Error::Io { .. })));
+
+    let sum = create(&late, &[0.0]);
+    late.all_reduce(sum.clone(), sum, F32, busy.to_vec(), Sum);
+    late.sync_collective();
+    devices.all[1].set_deadline(SLACK);
+    let received = source.to_client(new, &target, F32);
+    assert_eq!(read(&target, &received), [2.0]);
+    assert_eq!(devices.all[0].failure(), None);
+}
+
+/// cubecl's client always calls both halves of a transfer, and with one size. Who calls a server need not.
+mod halves {
+    use super::*;
+
+    type Server = DeviceHandle<CollectiveServer<WgpuRuntime>>;
+
+    const STREAM: StreamId = StreamId { value: 1 << 40 };
+
+    fn receive(devices: &Devices, size: u64, dtype: ElemType) -> Handle {
+        let (handle, source) = (Handle::new(STREAM, size), devices.ids[0]);
+        let target = handle.clone();
+        Server::new(devices.ids[1])
+            .submit_blocking(move |server| server.recv(target, dtype, STREAM, source))
+            .unwrap()
+            .unwrap();
+        handle
+    }
+
+    fn send(devices: &Devices, data: Handle, dtype: ElemType) {
+        let size = data.size_in_used() as usize;
+        let descriptor = CopyDescriptor::new(data.binding(), [size].into(), [1].into(), 1);
+        let target = devices.ids[1];
+        Server::new(devices.ids[0])
+            .submit_blocking(move |server| server.send(descriptor, dtype, STREAM, target))
+            .unwrap()
+            .unwrap();
+    }
+
+    #[test]
+    fn a_receive_without_a_send_ends_with_the_deadline() {
+        let devices = Devices::new(31, 2);
+        devices.all[1].set_deadline(DEADLINE);
+        let begin = Instant::now();
+        let handle = receive(&devices, 4, F32);
+        println!("failed after {:.0?}", begin.elapsed());
+        assert!(begin.elapsed() < DEADLINE + SLACK);
+        assert!(devices.client(1).read_one(handle.clone()).is_err());
+        assert!(matches!(devices.all[1].failure(), Some(Error::Io { operation, .. }) if operation == "recv"));
+        // The memory is there, as later calls may name it.
+        assert_eq!(devices.client(1).read_one(handle).unwrap().len(), 4);
+        works(&devices);
+    }
+
+    #[test]
+    fn a_size_or_type_that_differs_is_refused() {
+        let devices = Devices::new(33, 2);
+        let i32 = ElemType::Int(IntKind::I32);
+        for (size, dtype) in [(8, F32), (4, i32)] {
+            send(&devices, create(&devices.client(0), &[1.0]), F32);
+            let handle = receive(&devices, size, dtype);
+            assert!(devices.client(1).read_one(handle).is_err());
+            refused(&devices.all[1].failure().unwrap(), "got 4 of Float(F32)");
+            works(&devices);
+        }
+    }
+}
+
+#[test]
+fn copy_on_a_runtime_without_collectives_says_what_to_use() {
+    let client = WgpuRuntime::client(&Default::default());
+    let tensor = || client.create_from_slice(&[0; 4]).copy_descriptor([1].into(), [1].into(), 4);
+    let error = bonfire::server::copy(&client, tensor(), &client).unwrap_err();
+    refused(&error, "feature `wgpu`");
+}
+
+#[test]
+fn a_copy_from_a_poisoned_device_poisons_its_target() {
+    let devices = Devices::new(35, 2);
+    devices.all[0].set_deadline(DEADLINE);
+    let mut source = devices.client(0);
+    let absent: WgpuDevice = Devices::new(37, 1).all.remove(0);
+    let handle = create(&source, &[1.0]);
+    let ids = vec![devices.ids[0], cubecl::device::Device::to_id(&absent)];
+    source.all_reduce(handle.clone(), handle.clone(), F32, ids, Sum);
+    source.sync_collective();
+    let target = devices.client(1);
+    let tensor = || handle.clone().copy_descriptor([1].into(), [1].into(), 4);
+    let copied = bonfire::server::copy(&source, tensor(), &target).unwrap();
+    assert!(target.read_one(copied).is_err());
+    assert!(devices.all.iter().all(|device| matches!(device.failure(), Some(Error::Timeout { .. }))));
+    let copied = bonfire::server::copy(&source, tensor(), &target).unwrap();
+    assert_eq!(read(&target, &copied), [1.0]);
+}
