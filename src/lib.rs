@@ -56,6 +56,8 @@ pub use tensor::collective::{
     GradientsParamsExt, NodeId, PeerId, ReduceStrategy, all_reduce, broadcast, finish_collective, reduce, register,
     reset_collective, start_global_orchestrator,
 };
+#[cfg(feature = "ddp")]
+pub use train::DataParallelStrategy;
 pub use train::{DataParallel, ShardedSampler, SyncBatchNorm, SyncBatchNormConfig};
 pub use transport::{Fault, Transport};
 pub use wait::Deadline;

@@ -23,6 +23,11 @@
 //! handed out. burn passes the text on. [`CollectiveDevice::failure`] gives the typed [`Error`](crate::Error) and clears it.
 //! In these errors, a rank is a device's position in the sorted list of the devices' ids.
 //!
+//! # Fusion
+//! The backends have fusion on, except where the feature `ddp` is. burn's distributed training uses a gradient on two
+//! threads, and burn-fusion 0.21 may free such a tensor before its last use, because it takes an operation for executed
+//! once those before it are. Training 84 parameters on two devices then ended in a panic, nearly always.
+//!
 //! # A runtime of your own
 //! One empty impl is enough; data then goes through host memory:
 //! ```
@@ -51,8 +56,8 @@ mod round;
 mod runtime;
 mod status;
 
+#[cfg(any(feature = "wgpu", feature = "cuda"))]
 use burn_cubecl::CubeBackend;
-use burn_fusion::Fusion;
 use cubecl::Runtime;
 use cubecl::server::ComputeServer;
 
@@ -79,18 +84,26 @@ impl DeviceTransport for cubecl::wgpu::WgpuRuntime {}
 #[cfg(feature = "cuda")]
 impl DeviceTransport for cubecl::cuda::CudaRuntime {}
 
-/// burn's backend on wgpu, with collectives: `burn::backend::Wgpu` on [`CollectiveRuntime`], fusion and autotune on.
+/// burn-fusion, which joins operations, around a runtime's backend: see [the module's page](crate::server#fusion).
+#[cfg(all(not(feature = "ddp"), any(feature = "wgpu", feature = "cuda")))]
+pub type Layers<B> = burn_fusion::Fusion<B>;
+
+/// A runtime's backend as it is, without burn-fusion: see [the module's page](crate::server#fusion).
+#[cfg(all(feature = "ddp", any(feature = "wgpu", feature = "cuda")))]
+pub type Layers<B> = B;
+
+/// burn's backend on wgpu, with collectives: `burn::backend::Wgpu` on [`CollectiveRuntime`]. See [`Layers`] for fusion.
 #[cfg(feature = "wgpu")]
-pub type Wgpu<F = f32, I = i32, B = u32> = Fusion<CubeBackend<CollectiveRuntime<cubecl::wgpu::WgpuRuntime>, F, I, B>>;
+pub type Wgpu<F = f32, I = i32, B = u32> = Layers<CubeBackend<CollectiveRuntime<cubecl::wgpu::WgpuRuntime>, F, I, B>>;
 
 /// A logical device of [`Wgpu`].
 #[cfg(feature = "wgpu")]
 pub type WgpuDevice = CollectiveDevice<cubecl::wgpu::WgpuRuntime>;
 
-/// burn's backend on CUDA, with collectives: `burn::backend::Cuda` on [`CollectiveRuntime`], fusion and autotune on.
+/// burn's backend on CUDA, with collectives: `burn::backend::Cuda` on [`CollectiveRuntime`]. See [`Layers`] for fusion.
 /// Collectives go through host memory.
 #[cfg(feature = "cuda")]
-pub type Cuda<F = f32, I = i32> = Fusion<CubeBackend<CollectiveRuntime<cubecl::cuda::CudaRuntime>, F, I, u8>>;
+pub type Cuda<F = f32, I = i32> = Layers<CubeBackend<CollectiveRuntime<cubecl::cuda::CudaRuntime>, F, I, u8>>;
 
 /// A logical device of [`Cuda`].
 #[cfg(feature = "cuda")]

@@ -43,9 +43,13 @@ mod agree;
 mod batch_norm;
 mod bucket;
 mod data_parallel;
+#[cfg(feature = "ddp")]
+mod learner;
 mod sampler;
 mod states;
 
 pub use self::batch_norm::{SyncBatchNorm, SyncBatchNormConfig};
 pub use self::data_parallel::DataParallel;
+#[cfg(feature = "ddp")]
+pub use self::learner::DataParallelStrategy;
 pub use self::sampler::{Epoch, ShardedSampler};

@@ -154,4 +154,40 @@ impl Builder {
         }
         Ok(group)
     }
+
+    /// Connects this process's ranks, one for each of its devices, and gives their handles by rank. Here rank and world
+    /// size count processes, and each process has `count` ranks: process `p` has those from `p * count` on.
+    ///
+    /// ```no_run
+    /// // Two of eight ranks, where `bonfire run -n 4` started the process.
+    /// let groups = bonfire::Builder::from_env()?.connect_ranks(2)?;
+    /// # Ok::<(), bonfire::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// Those of [`connect`](Self::connect). Processes with different counts contradict each other's world size.
+    pub fn connect_ranks(self, count: usize) -> Result<Vec<Group>, Error> {
+        let wrong = |reason| Err(Error::argument("connect_ranks", reason));
+        if count == 0 {
+            return wrong("a process needs at least one rank");
+        }
+        self.settings.check()?;
+        if self.settings.world_size == 1 {
+            return self.threads(count);
+        }
+        let Some(world_size) = self.settings.world_size.checked_mul(count) else {
+            return wrong("so many ranks cannot be counted");
+        };
+        let connect = |rank| {
+            let builder = self.clone().rank(self.settings.rank * count + rank).world_size(world_size);
+            let thread = std::thread::Builder::new().name(format!("bonfire-connect-{rank}"));
+            thread.spawn(|| builder.connect()).map_err(|e| Error::io("starting a thread that connects", e))
+        };
+        let threads: Vec<_> = (0..count).map(connect).collect::<Result<_, _>>()?;
+        let joined = threads.into_iter().map(std::thread::JoinHandle::join);
+        let groups: Vec<_> = joined
+            .map(|group| group.unwrap_or_else(|_| Err(Error::io("connect", "its thread panicked, see above"))))
+            .collect();
+        groups.into_iter().collect()
+    }
 }

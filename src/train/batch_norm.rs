@@ -258,7 +258,8 @@ impl Link {
     }
 }
 
-#[cfg(test)]
+// burn's feature `distributed` takes autodiff from the backends on the host.
+#[cfg(all(test, not(feature = "ddp")))]
 mod tests {
     use burn::backend::{Autodiff, Flex, NdArray};
 

@@ -1,0 +1,191 @@
+//! Bonfire's strategy for burn-train.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use bonfire::{DataParallelStrategy, Error, Group};
+use burn::record::DefaultRecorder;
+use burn_train::metric::store::EventStoreClient;
+use burn_train::{EarlyStoppingStrategy, Interrupter, TrainingStrategy};
+
+use crate::common::process::{Process, is_child, say};
+use crate::model::{B, Log, Net, Shape, Steps, devices};
+use crate::training::{Components, Training, check};
+
+/// A strategy whose ranks are all in this process, on replicas from `first` on.
+fn threads(first: u8, count: usize) -> Arc<DataParallelStrategy<B>> {
+    let ranks = devices(first, count).into_iter().zip(Group::threads(count).unwrap());
+    Arc::new(DataParallelStrategy::new(ranks.collect()).unwrap())
+}
+
+fn custom(strategy: &Arc<DataParallelStrategy<B>>) -> TrainingStrategy<Components> {
+    TrainingStrategy::Custom(strategy.clone())
+}
+
+/// Two processes of two devices each, which start with different parameters.
+fn processes(test: &str, shape: Shape, layers: usize, delay: Duration) {
+    let training = Training::of_steps(50, 4);
+    if is_child() {
+        let log = Log { delay, ..Log::default() };
+        let strategy = Arc::new(DataParallelStrategy::from_env(devices(0, 2)).unwrap());
+        let seed = if std::env::var("BONFIRE_RANK").unwrap() == "0" { 1 } else { 2 };
+        training.run(Net::new(shape, layers, seed, &log, &Default::default()), custom(&strategy));
+        let steps = log.steps.lock().unwrap();
+        let bits = |step: &Vec<f32>| step.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+        for (replica, steps) in steps.iter() {
+            let bits: Vec<_> = steps.iter().map(bits).collect();
+            say(serde_json::to_string(&(replica, bits)).unwrap());
+        }
+        return;
+    }
+    let mut processes = Process::start_ranks(test, 2, "60");
+    let expected = training.reference(Net::new(shape, layers, 1, &Log::default(), &Default::default()), 4);
+    assert_eq!(expected.len(), 50);
+    let mut steps = Steps::new();
+    for (number, process) in (0u8..).zip(&mut processes) {
+        for _ in 0..2 {
+            let (replica, bits): (u8, Vec<Vec<u32>>) = serde_json::from_str(&process.hear()).unwrap();
+            let values = bits.into_iter().map(|step| step.into_iter().map(f32::from_bits).collect());
+            steps.insert(2 * number + replica, values.collect());
+        }
+        assert!(process.end().success());
+    }
+    check(&steps, &[0, 1, 2, 3], &expected);
+}
+
+#[test]
+fn two_processes_of_two_devices_equal_one_device() {
+    let name = "strategy::two_processes_of_two_devices_equal_one_device";
+    processes(name, Shape::Chain, 3, Duration::ZERO);
+}
+
+#[test]
+fn parallel_branches_of_equal_shape_keep_their_gradients_apart() {
+    let name = "strategy::parallel_branches_of_equal_shape_keep_their_gradients_apart";
+    processes(name, Shape::Branches, 4, Duration::from_millis(20));
+}
+
+#[test]
+fn accumulation_and_schedule_are_those_of_burn() {
+    for accumulation in [1, 2] {
+        let log = Log::default();
+        let net = Net::new(Shape::Chain, 2, 1, &log, &Default::default());
+        // Five batches in an epoch: the last one's gradients are left over where two are added up.
+        let training = Training { decay: 0.97, accumulation, ..Training::of_steps(20, 3) };
+        let expected = training.reference(net.clone(), 3);
+        assert_eq!(expected.len(), if accumulation == 1 { 20 } else { 8 });
+        training.run(net, custom(&threads(10, 3)));
+        check(&log.steps.lock().unwrap(), &[10, 11, 12], &expected);
+    }
+}
+
+#[test]
+fn a_strategy_trains_again() {
+    let strategy = threads(13, 2);
+    for _ in 0..2 {
+        let log = Log::default();
+        let net = Net::new(Shape::Chain, 1, 1, &log, &Default::default());
+        let training = Training::of_steps(3, 2);
+        let expected = training.reference(net.clone(), 2);
+        training.run(net, custom(&strategy));
+        check(&log.steps.lock().unwrap(), &[13, 14], &expected);
+    }
+}
+
+#[test]
+fn rank_0_stops_early_for_all_and_saves() {
+    #[derive(Clone)]
+    struct AfterTwo;
+    impl EarlyStoppingStrategy for AfterTwo {
+        fn should_stop(&mut self, epoch: usize, _store: &EventStoreClient) -> bool {
+            epoch == 2
+        }
+    }
+    let log = Log::default();
+    let net = Net::new(Shape::Chain, 1, 1, &log, &Default::default());
+    let (_, folder) = Training::of_steps(50, 2).run_with(net, custom(&threads(20, 2)), |training| {
+        training.early_stopping(AfterTwo).with_file_checkpointer(DefaultRecorder::new())
+    });
+    let saved = |epoch| folder.path().join(format!("checkpoint/model-{epoch}.mpk")).exists();
+    assert_eq!([1, 2, 3].map(saved), [true, true, false]);
+    let steps = log.steps.lock().unwrap();
+    assert_eq!(steps.values().map(Vec::len).collect::<Vec<_>>(), [10, 10]);
+}
+
+#[test]
+fn an_interruption_stops_all_ranks_at_the_same_step() {
+    static INTERRUPTER: Mutex<Option<Interrupter>> = Mutex::new(None);
+    let interrupt = |replica, steps| {
+        if (replica, steps) == (24, 7) {
+            INTERRUPTER.lock().unwrap().as_ref().unwrap().stop(Some("a test"));
+        }
+    };
+    let log = Log { before: Some(interrupt), delay: Duration::from_millis(5), ..Log::default() };
+    let net = Net::new(Shape::Chain, 1, 1, &log, &Default::default());
+    Training::of_steps(50, 3).run_with(net, custom(&threads(22, 3)), |training| {
+        *INTERRUPTER.lock().unwrap() = Some(training.interrupter());
+        training
+    });
+    let steps = log.steps.lock().unwrap();
+    // The others may have been about to decide on the same step, or to make it.
+    let counts: Vec<_> = steps.values().map(Vec::len).collect();
+    assert!(counts == [7; 3] || counts == [8; 3], "{counts:?}");
+}
+
+/// Runs a training that fails, and gives the words with which it ended.
+fn fails(training: &Training, net: Net<B>, strategy: &Arc<DataParallelStrategy<B>>) -> String {
+    let panic = catch_unwind(AssertUnwindSafe(|| training.run(net, custom(strategy)))).unwrap_err();
+    let text = panic.downcast_ref::<String>().cloned();
+    text.or_else(|| panic.downcast_ref::<&str>().map(ToString::to_string)).unwrap()
+}
+
+#[test]
+fn unequal_numbers_of_batches_are_refused() {
+    let strategy = threads(30, 2);
+    let training = Training::of_steps(3, 2);
+    let log = Log::default();
+    let net = || Net::new(Shape::Chain, 1, 1, &log, &Default::default());
+    let uneven = Training { samples: training.samples[..9].to_vec(), ..training.clone() };
+    let text = fails(&uneven, net(), &strategy);
+    assert!(text.contains("rank 0 has 2 batches in an epoch and rank 1 has 3"), "{text}");
+    assert!(log.steps.lock().unwrap().is_empty());
+    let Some(Error::InvalidArgument { reason, .. }) = strategy.failure() else { panic!("{:?}", strategy.failure()) };
+    assert!(text.ends_with(&reason));
+    let text = fails(&training, net(), &strategy);
+    assert!(text.contains("make a new strategy"), "{text}");
+}
+
+#[test]
+fn running_statistics_need_a_process_for_each_device() {
+    let log = Log::default();
+    let net = || Net::new(Shape::Chain, 1, 1, &log, &Default::default()).normed();
+    let text = fails(&Training::of_steps(3, 2), net(), &threads(34, 2));
+    assert!(text.contains("give each device a process of its own"), "{text}");
+    Training::of_steps(3, 1).run(net(), custom(&threads(36, 1)));
+    assert_eq!(log.steps.lock().unwrap()[&36].len(), 3);
+}
+
+#[test]
+fn a_panic_in_the_model_ends_all_ranks_and_goes_on() {
+    let panics = |replica, steps| assert!((replica, steps) != (33, 1), "the model gives up");
+    let log = Log { before: Some(panics), ..Log::default() };
+    let net = Net::new(Shape::Chain, 1, 1, &log, &Default::default());
+    let strategy = threads(32, 2);
+    assert_eq!(fails(&Training::of_steps(3, 2), net, &strategy), "the model gives up");
+    assert!(matches!(strategy.failure(), Some(Error::PeerLost { peer: 1, .. })), "{:?}", strategy.failure());
+}
+
+#[test]
+fn groups_and_devices_that_cannot_work_are_refused() {
+    let refused = |devices: Vec<_>, groups: Vec<Group>, expected: &str| {
+        let strategy = DataParallelStrategy::<B>::new(devices.into_iter().zip(groups).collect());
+        let error = strategy.map(drop).unwrap_err().to_string();
+        assert!(error.contains(expected), "{error}");
+    };
+    let groups = |count| Group::threads(count).unwrap();
+    refused(Vec::new(), Vec::new(), "at least one device");
+    refused([devices(0, 1), devices(0, 1)].concat(), groups(2), "is there twice");
+    refused(devices(0, 2), vec![groups(2).remove(0), groups(2).remove(0)], "rank 0 is there twice");
+    refused(devices(0, 2), vec![groups(2).remove(0), groups(3).remove(1)], "groups of 2 and of 3 ranks");
+}

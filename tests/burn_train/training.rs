@@ -1,0 +1,145 @@
+//! Trainings through burn-train, and the loop that they must equal.
+
+use burn::data::dataloader::batcher::Batcher;
+use burn::lr_scheduler::exponential::{ExponentialLrScheduler, ExponentialLrSchedulerConfig};
+use burn::module::Module;
+use burn::optim::momentum::MomentumConfig;
+use burn::optim::{GradientsAccumulator, GradientsParams, Optimizer, SgdConfig};
+use burn_train::metric::{LossMetric, MetricDefinition};
+use burn_train::renderer::{
+    EvaluationName, EvaluationProgress, MetricState, MetricsRenderer, MetricsRendererEvaluation,
+    MetricsRendererTraining, ProgressType, TrainingProgress,
+};
+use burn_train::{Learner, LearningComponentsMarker, SupervisedTraining, TrainingStrategy};
+
+use tempfile::TempDir;
+
+use crate::model::{B, Net, Rows, Sample, Steps, devices, loader, samples, values};
+
+pub type Sgd = burn::optim::adaptor::OptimizerAdaptor<burn::optim::Sgd<bonfire::Wgpu>, Net<B>, B>;
+pub type Components = LearningComponentsMarker<B, ExponentialLrScheduler, Net<B>, Sgd>;
+
+const RATE: f64 = 0.05;
+
+/// With momentum, and without a normalisation that would hide a wrong factor.
+fn optimizer() -> Sgd {
+    SgdConfig::new().with_momentum(Some(MomentumConfig::new().with_momentum(0.8))).init()
+}
+
+/// A training over `samples`, which the strategy deals out to its devices in batches of `batch` each.
+#[derive(Clone)]
+pub struct Training {
+    pub samples: Vec<Sample>,
+    pub batch: usize,
+    pub epochs: usize,
+    /// What the learning rate is multiplied by in each step of its schedule.
+    pub decay: f64,
+    /// Batches whose gradients are added up for a step of the optimizer.
+    pub accumulation: usize,
+}
+
+impl Training {
+    /// So many steps of the optimizer on each of `ranks` devices.
+    pub fn of_steps(steps: usize, ranks: usize) -> Training {
+        let (batch, epochs) = (2, if steps % 5 == 0 { steps / 5 } else { 1 });
+        let samples = samples(ranks * batch * steps / epochs);
+        Training { samples, batch, epochs, decay: 1.0, accumulation: 1 }
+    }
+
+    /// Trains and gives the parameters of the trained model.
+    pub fn run(&self, model: Net<B>, strategy: TrainingStrategy<Components>) -> Vec<f32> {
+        self.run_with(model, strategy, |training| training).0
+    }
+
+    /// As [`run`](Self::run), with settings; gives the training's folder too.
+    pub fn run_with(
+        &self,
+        model: Net<B>,
+        strategy: TrainingStrategy<Components>,
+        settings: impl FnOnce(SupervisedTraining<Components>) -> SupervisedTraining<Components>,
+    ) -> (Vec<f32>, TempDir) {
+        let folder = tempfile::tempdir().unwrap();
+        let train = loader(self.samples.clone(), self.batch, &Default::default());
+        let valid = loader(self.samples[..1].to_vec(), 1, &Default::default());
+        let mut training = SupervisedTraining::new(folder.path(), train, valid)
+            .metrics((LossMetric::<burn::backend::Flex>::new(),))
+            .num_epochs(self.epochs)
+            .renderer(Silent)
+            .with_application_logger(None)
+            .with_training_strategy(strategy);
+        if self.accumulation > 1 {
+            training = training.grads_accumulation(self.accumulation);
+        }
+        let schedule = ExponentialLrSchedulerConfig::new(RATE, self.decay).init().unwrap();
+        let learner = Learner::new(model, optimizer(), schedule);
+        (values(&settings(training).launch(learner).model).1, folder)
+    }
+
+    /// The parameters after every step of a plain loop on one device that gets the batches of all `ranks` at once.
+    pub fn reference(&self, model: Net<B>, ranks: usize) -> Vec<Vec<f32>> {
+        let device = devices(200, 1).remove(0);
+        let (mut model, mut optimizer) = (model.fork(&device), optimizer());
+        let (mut steps, mut iterations) = (Vec::new(), 0);
+        let share = self.samples.len() / ranks;
+        for _ in 0..self.epochs {
+            let mut sum = GradientsAccumulator::new();
+            for (batches, start) in (1..).zip((0..share).step_by(self.batch)) {
+                let rows = |rank| &self.samples[rank * share..][start..share.min(start + self.batch)];
+                let batch = (0..ranks).flat_map(rows).copied().collect();
+                let loss = model.output(Rows.batch(batch, &device)).loss;
+                sum.accumulate(&model, GradientsParams::from_grads(loss.backward(), &model));
+                // The schedule takes as many steps in an iteration as there are ranks, the first at the full rate.
+                iterations += ranks;
+                if batches % self.accumulation == 0 {
+                    let rate = RATE * self.decay.powi(iterations as i32 - 1);
+                    model = optimizer.step(rate, model, sum.grads());
+                    steps.push(values(&model).1);
+                }
+            }
+        }
+        steps
+    }
+}
+
+/// The greatest difference between any two values.
+fn difference(a: &[Vec<f32>], b: &[Vec<f32>]) -> f32 {
+    assert_eq!(a.len(), b.len(), "the numbers of steps differ");
+    let pairs = a.iter().zip(b).flat_map(|(a, b)| {
+        assert_eq!(a.len(), b.len(), "the numbers of parameters differ");
+        a.iter().zip(b)
+    });
+    pairs.map(|(a, b)| if a.is_nan() || b.is_nan() { f32::INFINITY } else { (a - b).abs() }).fold(0.0, f32::max)
+}
+
+/// All devices have made the same steps, which are those expected.
+pub fn check(steps: &Steps, replicas: &[u8], expected: &[Vec<f32>]) {
+    let replicas_seen: Vec<_> = steps.keys().copied().collect();
+    assert_eq!(replicas_seen, replicas);
+    let first = &steps[&replicas[0]];
+    let difference = difference(first, expected);
+    println!("{} devices: at most {difference:e} from one device in {} steps", replicas.len(), expected.len());
+    assert!(difference < 1e-4, "the devices differ from one device by {difference:e}");
+    for (replica, own) in steps {
+        assert!(own == first, "device {replica} has other parameters than device {}", replicas[0]);
+    }
+}
+
+/// Shows nothing.
+pub struct Silent;
+
+impl MetricsRendererTraining for Silent {
+    fn update_train(&mut self, _state: MetricState) {}
+    fn update_valid(&mut self, _state: MetricState) {}
+    fn render_train(&mut self, _item: TrainingProgress, _progress: Vec<ProgressType>) {}
+    fn render_valid(&mut self, _item: TrainingProgress, _progress: Vec<ProgressType>) {}
+}
+
+impl MetricsRendererEvaluation for Silent {
+    fn update_test(&mut self, _name: EvaluationName, _state: MetricState) {}
+    fn render_test(&mut self, _item: EvaluationProgress, _progress: Vec<ProgressType>) {}
+}
+
+impl MetricsRenderer for Silent {
+    fn manual_close(&mut self) {}
+    fn register_metric(&mut self, _definition: MetricDefinition) {}
+}
