@@ -4,12 +4,15 @@ mod common;
 
 use bonfire::server::DeviceCollectives;
 use bonfire::tensor::autodiff::all_reduce_sum;
-use bonfire::{CollectiveRuntime, DType, DataParallel, Error, Group, ReduceOp, Wgpu, WgpuDevice, partition};
+use bonfire::{
+    CollectiveConfig, CollectiveRuntime, DType, DataParallel, Error, Group, PeerId, ReduceOp, Wgpu, WgpuDevice,
+    all_reduce, broadcast, finish_collective, partition, register,
+};
 use burn::backend::Autodiff;
 use burn::module::Param;
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::GradientsParams;
-use burn::tensor::{Tensor, TensorData};
+use burn::tensor::{Tensor, TensorData, TensorPrimitive};
 use common::{Kind, run_ranks};
 use cubecl::Runtime;
 use cubecl::client::ComputeClient;
@@ -205,6 +208,35 @@ fn data_parallel_on_devices_gives_the_weighted_mean_and_moves_each_bucket_once()
         let after = device.counters();
         assert_eq!((after.downloads - before.downloads, after.uploads - before.uploads), (2, 2), "two gradients");
     });
+}
+
+#[test]
+fn burns_collective_api_reduces_on_devices() {
+    let peers: Vec<_> = (0..3)
+        .map(|rank| {
+            std::thread::spawn(move || {
+                let (peer, device) = (PeerId::from(rank), device(24, rank as usize));
+                register::<Wgpu>(peer, device.clone(), CollectiveConfig::default().with_num_devices(3)).unwrap();
+                let mine = Tensor::<Wgpu, 2>::from_floats([[rank as f32, 1.0], [2.0, 0.5]], &device).transpose();
+                let before = device.counters();
+                let sum = all_reduce::<Wgpu>(peer, mine.into_primitive().tensor(), ReduceOp::Sum).unwrap();
+                let sum = Tensor::<Wgpu, 2>::from_primitive(TensorPrimitive::Float(sum));
+                assert_eq!(sum.device(), device);
+                assert_eq!(sum.into_data(), TensorData::from([[3.0f32, 6.0], [3.0, 1.5]]));
+                let after = device.counters();
+                assert_eq!((after.downloads - before.downloads, after.uploads - before.uploads), (1, 1));
+
+                let brought = (rank == 1).then(|| Tensor::<Wgpu, 1>::from_floats([4.0, 5.0], &device));
+                let brought = brought.map(|tensor| tensor.into_primitive().tensor());
+                let given = broadcast::<Wgpu>(peer, brought).unwrap();
+                let given = Tensor::<Wgpu, 1>::from_primitive(TensorPrimitive::Float(given));
+                assert_eq!(given.device(), device);
+                assert_eq!(given.into_data(), TensorData::from([4.0f32, 5.0]));
+                finish_collective::<Wgpu>(peer).unwrap();
+            })
+        })
+        .collect();
+    peers.into_iter().for_each(|peer| peer.join().unwrap());
 }
 
 #[test]

@@ -3,6 +3,7 @@
 //! Peers, usually one thread for each device, [`register`] and then call the same operations in the same order. There is
 //! one session for each backend type in a process; with a config for several nodes it spans processes.
 
+mod cargo;
 mod claim;
 mod config;
 mod data;
@@ -18,16 +19,15 @@ mod table;
 
 use std::sync::Arc;
 
-use burn::tensor::TensorData;
 use burn::tensor::backend::Backend;
 
+use self::cargo::Cargo;
 use self::claim::Call;
 /// Where a node or the orchestrator is: `host:port` or `[v6]:port`, with or without a scheme such as `ws://`. A node's
 /// address may lack the port. It is the type that burn-collective takes.
 pub use burn_communication::Address;
 
 pub use self::config::{AllReduceStrategy, BroadcastStrategy, CollectiveConfig, ReduceStrategy};
-use self::data::to_host;
 pub use self::error::{CollectiveError, GlobalCollectiveError};
 pub use self::gradients::GradientsParamsExt;
 pub use self::names::{NodeId, PeerId};
@@ -91,8 +91,8 @@ pub fn all_reduce<B: Backend>(
     op: ReduceOp,
 ) -> Result<B::FloatTensorPrimitive, CollectiveError> {
     let device = B::float_device(&tensor);
-    let (data, _) = run(&session::<B>(), id, Call::AllReduce(op), to_host::<B>(tensor).map(Some))?;
-    to_device::<B>(data, &device)
+    let (cargo, _) = run(&session::<B>(), id, Call::AllReduce(op), Cargo::load::<B>(tensor).map(Some))?;
+    unload::<B>(cargo, &device)
 }
 
 /// Gives every peer, on its own device, the tensor that exactly one of them brings.
@@ -105,10 +105,10 @@ pub fn broadcast<B: Backend>(
     tensor: Option<B::FloatTensorPrimitive>,
 ) -> Result<B::FloatTensorPrimitive, CollectiveError> {
     let own = tensor.as_ref().map(|tensor| B::float_device(tensor));
-    let data = tensor.map(to_host::<B>).transpose();
-    let (data, registered) = run(&session::<B>(), id, Call::Broadcast, data)?;
+    let cargo = tensor.map(Cargo::read::<B>).transpose();
+    let (cargo, registered) = run(&session::<B>(), id, Call::Broadcast, cargo)?;
     let device = own.or_else(|| registered.downcast_ref::<B::Device>().cloned()).unwrap_or_default();
-    to_device::<B>(data, &device)
+    unload::<B>(cargo, &device)
 }
 
 /// Reduces the tensors of all peers to the peer `root`, which may be on any node. Returns the result there, on its
@@ -125,8 +125,8 @@ pub fn reduce<B: Backend>(
     root: PeerId,
 ) -> Result<Option<B::FloatTensorPrimitive>, CollectiveError> {
     let device = B::float_device(&tensor);
-    let (data, _) = run(&session::<B>(), id, Call::Reduce(op, root), to_host::<B>(tensor).map(Some))?;
-    Ok(data.map(|data| B::float_from_data(data, &device)))
+    let (cargo, _) = run(&session::<B>(), id, Call::Reduce(op, root), Cargo::read::<B>(tensor).map(Some))?;
+    cargo.map(|cargo| cargo.unload::<B>(&device)).transpose()
 }
 
 /// Unregisters a peer. Later operations take place among the others; the last one to finish leaves the other nodes, and
@@ -146,10 +146,6 @@ pub fn reset_collective<B: Backend>() {
 }
 
 /// A result as a tensor. Operations that give every peer a result have one here.
-fn to_device<B: Backend>(
-    data: Option<TensorData>,
-    device: &B::Device,
-) -> Result<B::FloatTensorPrimitive, CollectiveError> {
-    let data = data.ok_or(CollectiveError::LocalServerMissing)?;
-    Ok(B::float_from_data(data, device))
+fn unload<B: Backend>(cargo: Option<Cargo>, device: &B::Device) -> Result<B::FloatTensorPrimitive, CollectiveError> {
+    cargo.ok_or(CollectiveError::LocalServerMissing)?.unload::<B>(device)
 }

@@ -12,6 +12,19 @@ use crate::dtype::{DType, ReduceOp};
 use crate::error::Error;
 use crate::group::Group;
 
+/// Whether the backend's tensors are on collective devices.
+pub(crate) fn serves<B: Backend>() -> bool {
+    #[cfg(feature = "wgpu")]
+    if Path::<cubecl::wgpu::WgpuRuntime>::leads_to::<B>() {
+        return true;
+    }
+    #[cfg(feature = "cuda")]
+    if Path::<cubecl::cuda::CudaRuntime>::leads_to::<B>() {
+        return true;
+    }
+    false
+}
+
 /// An all-reduce of tensors that was started; called, it waits and gives the results in the tensors' order.
 pub(crate) type Waiting<B> = Box<dyn FnOnce() -> Result<Vec<FloatTensor<B>>, Error> + Send>;
 

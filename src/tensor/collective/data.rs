@@ -69,7 +69,7 @@ pub(super) fn divide(data: &mut TensorData, by: usize) {
     }
 }
 
-fn is_float(dtype: DType) -> bool {
+pub(super) fn is_float(dtype: DType) -> bool {
     matches!(dtype, DType::F64 | DType::F32 | DType::Flex32 | DType::F16 | DType::BF16)
 }
 

@@ -5,13 +5,13 @@ use burn::optim::GradientsParams;
 use burn::tensor::backend::Backend;
 use burn::tensor::{Tensor, TensorPrimitive};
 
+use super::cargo::Cargo;
 use super::claim::Call;
-use super::data::to_host;
 use super::error::CollectiveError;
 use super::names::PeerId;
 use super::operation::run;
 use super::session::session;
-use super::to_device;
+use super::unload;
 use crate::dtype::ReduceOp;
 
 /// All-reduces gradients, as burn-optim does with its `collective` feature. Import it to call `grads.all_reduce(..)`.
@@ -50,15 +50,15 @@ impl GradientsParamsExt for GradientsParams {
         for id in ids? {
             // The number of dimensions is a promise that only shapes in types use: any will do to get at the primitive.
             let gradient = self.remove::<B, 1>(id).map(Tensor::into_primitive);
-            let (data, device) = match gradient {
+            let (cargo, device) = match gradient {
                 Some(TensorPrimitive::Float(gradient)) => {
                     let device = B::float_device(&gradient);
-                    (to_host::<B>(gradient).map(Some), device)
+                    (Cargo::load::<B>(gradient).map(Some), device)
                 }
                 _ => (Err(CollectiveError::Other(format!("the gradient of {id} is quantised"))), B::Device::default()),
             };
-            let (data, _) = run(&session, peer, Call::AllReduce(op), data)?;
-            let reduced = TensorPrimitive::Float(to_device::<B>(data, &device)?);
+            let (cargo, _) = run(&session, peer, Call::AllReduce(op), cargo)?;
+            let reduced = TensorPrimitive::Float(unload::<B>(cargo, &device)?);
             self.register::<B, 1>(id, Tensor::from_primitive(reduced));
         }
         Ok(self)

@@ -3,6 +3,7 @@
 use burn::tensor::TensorData;
 use bytemuck::cast_slice;
 
+use super::cargo::Cargo;
 use super::claim::{Call, Claim, Claimed, complete};
 use super::data::{all_reduce, divide, empty, narrow, reduce, widen};
 use super::error::CollectiveError;
@@ -19,8 +20,12 @@ pub(super) fn run(
     session: &Session,
     peer: PeerId,
     call: Call,
-    brought: Result<Option<TensorData>, CollectiveError>,
-) -> Result<(Option<TensorData>, Device), CollectiveError> {
+    brought: Result<Option<Cargo>, CollectiveError>,
+) -> Result<(Option<Cargo>, Device), CollectiveError> {
+    // Between nodes tensors travel on the host. They are read before the peers agree, so that all learn of a failure.
+    let alone = session.seat(peer).is_ok_and(|seat| seat.node.is_none());
+    let to_host = |cargo: Option<Cargo>| cargo.map(|cargo| cargo.into_host().map(Cargo::Host)).transpose();
+    let brought = if alone { brought } else { brought.and_then(to_host) };
     let claim = claim(peer, call, &brought);
     let mut data = brought.unwrap_or_default();
     loop {
@@ -37,14 +42,14 @@ pub(super) fn run(
     }
 }
 
-fn claim(peer: PeerId, call: Call, brought: &Result<Option<TensorData>, CollectiveError>) -> Claimed {
+fn claim(peer: PeerId, call: Call, brought: &Result<Option<Cargo>, CollectiveError>) -> Claimed {
     let data = brought.as_ref().map_err(CollectiveError::clone)?;
     let holds = match call {
         Call::Broadcast => data.is_some(),
         Call::Reduce(_, root) => root == peer,
         Call::AllReduce(_) | Call::Parameters(_) => false,
     };
-    let tensor = data.as_ref().map(|data| (data.shape.to_vec(), data.dtype));
+    let tensor = data.as_ref().map(Cargo::description);
     Ok(Claim { call, tensor, devices: 1, holder: holds.then_some(0) })
 }
 
@@ -70,9 +75,24 @@ impl Seat {
         Ok(Some(all.and_then(complete).map(|claim| Agreement { claim, holder })))
     }
 
-    fn carry_out(&self, agreement: Agreement, data: Option<TensorData>) -> Result<Option<TensorData>, CollectiveError> {
-        let call = agreement.claim.call;
-        match (call, data, &self.node) {
+    fn carry_out(&self, agreement: Agreement, cargo: Option<Cargo>) -> Result<Option<Cargo>, CollectiveError> {
+        match (agreement.claim.call, cargo, &self.node) {
+            (Call::AllReduce(op), Some(Cargo::Device(tensor)), None) => {
+                tensor.all_reduce(&self.group, op).map(|reduced| Some(Cargo::Device(reduced))).map_err(in_words)
+            }
+            (_, cargo, _) => {
+                let data = cargo.map(Cargo::into_host).transpose()?;
+                Ok(self.carry_out_on_host(agreement, data)?.map(Cargo::Host))
+            }
+        }
+    }
+
+    fn carry_out_on_host(
+        &self,
+        agreement: Agreement,
+        data: Option<TensorData>,
+    ) -> Result<Option<TensorData>, CollectiveError> {
+        match (agreement.claim.call, data, &self.node) {
             (Call::Parameters(_), ..) => Ok(None),
             (Call::AllReduce(op), Some(mut data), None) => {
                 all_reduce(&self.group, &mut data, op).map_err(in_words)?;
