@@ -5,6 +5,7 @@
 //! | you want to | use |
 //! |---|---|
 //! | train a burn model on many ranks | [`DataParallel`], [`ShardedSampler`], [`SyncBatchNorm`]; see [`train`] |
+//! | train with burn-train's `Learner` | `DataParallelStrategy`, with the feature `ddp` |
 //! | run a program written for burn-collective | [`register`], [`all_reduce`], [`broadcast`], [`reduce`]; see [`tensor`] |
 //! | combine slices | [`Group`] |
 //! | carry messages in your own way | [`Transport`] and [`Group::on`] |
