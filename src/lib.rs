@@ -6,6 +6,7 @@
 //! |---|---|
 //! | train a burn model on many ranks | [`DataParallel`], [`ShardedSampler`], [`SyncBatchNorm`]; see [`train`] |
 //! | have burn's wgpu or CUDA backend with collectives between devices | `Wgpu`, `Cuda`; see `server` |
+//! | train with burn-train's `Learner` | `DataParallelStrategy`, with the feature `ddp` |
 //! | run a program written for burn-collective | [`register`], [`all_reduce`], [`broadcast`], [`reduce`]; see [`tensor`] |
 //! | combine slices | [`Group`] |
 //! | carry messages in your own way | [`Transport`] and [`Group::on`] |

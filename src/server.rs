@@ -24,9 +24,8 @@
 //! In these errors, a rank is a device's position in the sorted list of the devices' ids.
 //!
 //! # Fusion
-//! The backends have fusion on, except where the feature `ddp` is. burn's distributed training uses a gradient on two
-//! threads, and burn-fusion 0.21 may free such a tensor before its last use, because it takes an operation for executed
-//! once those before it are. Training 84 parameters on two devices then ended in a panic, nearly always.
+//! The backends have fusion on, except where the feature `ddp` is: burn's distributed training uses a gradient on two
+//! threads, and burn-fusion 0.21 may free such a tensor before its last use, which ends the training in a panic.
 //!
 //! # A runtime of your own
 //! One empty impl is enough; data then goes through host memory:

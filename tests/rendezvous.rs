@@ -316,6 +316,41 @@ fn ranks_find_each_other_by_ipv6_and_by_name() {
     }
 }
 
+/// Connects the ranks of processes that have so many each.
+fn connect_processes(counts: &[usize]) -> Vec<Result<Vec<Group>, Error>> {
+    let address = free_address();
+    let processes: Vec<_> = counts
+        .iter()
+        .enumerate()
+        .map(|(process, &count)| {
+            let builder = rank(process, counts.len(), &address);
+            thread::spawn(move || builder.connect_ranks(count))
+        })
+        .collect();
+    processes.into_iter().map(|process| process.join().unwrap()).collect()
+}
+
+#[test]
+fn processes_have_several_ranks_each() {
+    let processes = connect_processes(&[3, 3]).into_iter().map(Result::unwrap);
+    let groups: Vec<_> = processes.flatten().collect();
+    assert_eq!(groups.iter().map(Group::rank).collect::<Vec<_>>(), [0, 1, 2, 3, 4, 5]);
+    works(groups.into_iter().map(Ok).collect());
+    works(rank(0, 1, "").connect_ranks(3).unwrap().into_iter().map(Ok).collect());
+}
+
+#[test]
+fn processes_with_different_numbers_of_ranks_are_told() {
+    for result in connect_processes(&[1, 2]) {
+        let reason = reason(result.map(|mut groups| groups.remove(0)));
+        assert!(reason.contains("a world size of 4, rank 0 with 2"), "{reason}");
+    }
+    let error = rank(0, 2, "127.0.0.1:1").connect_ranks(0).unwrap_err().to_string();
+    assert!(error.contains("at least one rank"), "{error}");
+    let error = rank(0, usize::MAX, "127.0.0.1:1").connect_ranks(2).unwrap_err().to_string();
+    assert!(error.contains("cannot be counted"), "{error}");
+}
+
 #[test]
 fn a_group_of_one_needs_no_address() {
     let group = Group::builder().rank(0).world_size(1).connect().unwrap();
