@@ -13,6 +13,8 @@
 //! `sync_collective` and `recv` wait for other devices, at most for the device's deadline. What is queued after
 //! `sync_collective`, on any stream, sees the results; before it, a result's memory must not be touched.
 //!
+//! Data must start at a multiple of 4 bytes in its memory.
+//!
 //! # Errors
 //! cubecl loses what a collective returns: its client unwraps it on the device's thread. So a failure poisons the logical
 //! devices that took part: from then on their reads, syncs and flushes fail, on every stream, and stale bytes are never
