@@ -11,7 +11,8 @@
 //! # When calls wait
 //! `all_reduce` and `send` take a snapshot of what was queued before on the tensor's stream, and return. Only
 //! `sync_collective` and `recv` wait for other devices, at most for the device's deadline. What is queued after
-//! `sync_collective`, on any stream, sees the results; before it, a result's memory must not be touched.
+//! `sync_collective`, on any stream, sees the results; before it, a result's memory must not be touched. Data must start
+//! at a multiple of 4 bytes in its memory.
 //!
 //! [`DeviceCollectives`] has the operations that cubecl's trait lacks, and all of them over a [`Group`](crate::Group):
 //! ranks may then be devices of other processes, because a group compares what each rank called. cubecl's own
