@@ -30,15 +30,8 @@
 //!
 //! # A runtime of your own
 //! One empty impl is enough; data then goes through host memory:
-//! ```
-//! # #[cfg(feature = "wgpu")] {
-//! # use bonfire::server::DeviceTransport;
-//! # type MyRuntime = bonfire::CollectiveRuntime<cubecl::wgpu::WgpuRuntime>;
-//! # macro_rules! ignore { ($($x:tt)*) => {} }
-//! # ignore! {
-//! impl DeviceTransport for MyRuntime {}
-//! # }
-//! # }
+//! ```ignore
+//! impl bonfire::server::DeviceTransport for MyRuntime {}
 //! ```
 //! and `Fusion<CubeBackend<CollectiveRuntime<MyRuntime>, f32, i32, u32>>` is its burn backend.
 //!
