@@ -212,7 +212,10 @@ impl<R: DeviceTransport> CollectiveServer<R> {
             let (target, bytes) = self.whole_words(target, bytes)?;
             self.status.uploads.fetch_add(1, Ordering::Relaxed);
             let descriptor = CopyDescriptor::new(target, [bytes.len()].into(), [1].into(), 1);
-            caught("write", || Ok(self.inner.write(vec![(descriptor, bytes)], stream)))?;
+            caught("write", || {
+                self.inner.write(vec![(descriptor, bytes)], stream);
+                Ok(())
+            })?;
             if !streams.contains(&stream) {
                 streams.push(stream);
             }
