@@ -52,7 +52,8 @@ fn train_on<B: CollectiveBackend>(
         let (mut digits, test) = Digits::load()?;
         digits.images.truncate(280);
         digits.labels.truncate(280);
-        Job { data: (digits, test), settings: settings.clone(), epochs, save, resume }.run::<B>(group)
+        Job { data: (digits, test), settings: settings.clone(), epochs, save, resume }
+            .run::<B>(group, Default::default())
     };
     thread::scope(|scope| {
         let threads: Vec<_> =

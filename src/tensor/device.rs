@@ -13,6 +13,10 @@ use crate::error::Error;
 use crate::group::Group;
 
 /// Whether the backend's tensors are on collective devices.
+#[cfg_attr(
+    not(any(feature = "wgpu", feature = "cuda")),
+    expect(clippy::extra_unused_type_parameters, reason = "there are no such devices")
+)]
 pub(crate) fn serves<B: Backend>() -> bool {
     #[cfg(feature = "wgpu")]
     if Path::<cubecl::wgpu::WgpuRuntime>::leads_to::<B>() {
