@@ -119,7 +119,8 @@ impl Layout {
             last.checked_add(length.saturating_sub(1).checked_mul(stride)?)
         });
         let empty = shape.contains(&0);
-        let span = if empty { Some(0) } else { last.and_then(|last| (last + 1).checked_mul(tensor.elem_size)) };
+        let span =
+            if empty { Some(0) } else { last.and_then(|last| last.checked_add(1)?.checked_mul(tensor.elem_size)) };
         let available = tensor.handle.size_in_used();
         match span.filter(|&span| span as u64 <= available) {
             Some(span) => Ok(Layout { shape, strides, element: tensor.elem_size, span }),
