@@ -125,7 +125,8 @@ impl Layout {
             last.checked_add(length.saturating_sub(1).checked_mul(stride)?)
         });
         let empty = shape.contains(&0);
-        let span = if empty { Some(0) } else { last.and_then(|last| (last + 1).checked_mul(tensor.elem_size)) };
+        let span =
+            if empty { Some(0) } else { last.and_then(|last| last.checked_add(1)?.checked_mul(tensor.elem_size)) };
         let available = tensor.handle.size_in_used();
         match span.filter(|&span| span as u64 <= available) {
             Some(span) => Ok(Layout { shape, strides, element: tensor.elem_size, span }),
@@ -196,7 +197,7 @@ mod tests {
         // A row that is read twice, a dimension of one with a stride of its own, and nothing at all.
         assert_eq!(pack(&data, 0, &[2, 3], &[0, 1], 1)?, [0, 1, 2, 0, 1, 2]);
         assert_eq!(pack(&data, 0, &[2, 1, 2], &[2, 99, 1], 1)?, [0, 1, 2, 3]);
-        assert_eq!(pack(&data, 24, &[2, 0], &[7, 7], 4)?, []);
+        assert_eq!(pack(&data, 24, &[2, 0], &[7, 7], 4)?, [0u8; 0]);
         assert_eq!(pack(&data, 3, &[], &[], 1)?, [3]);
         Ok(())
     }
