@@ -109,7 +109,9 @@ impl TrainStep for Net<B> {
     fn step(&self, batch: Batch<B>) -> TrainOutput<RegressionOutput<B>> {
         if let Some(before) = self.log.before {
             let replica = replica(&batch.inputs.device());
-            before(replica, self.log.steps.lock().unwrap().get(&replica).map_or(0, Vec::len));
+            // Not in the call: the guard must be gone when `before` panics.
+            let steps = self.log.steps.lock().unwrap().get(&replica).map_or(0, Vec::len);
+            before(replica, steps);
         }
         std::thread::sleep(self.log.delay.mul_f64(random()));
         let output = self.output(batch);
