@@ -178,16 +178,23 @@ impl Builder {
         let Some(world_size) = self.settings.world_size.checked_mul(count) else {
             return wrong("so many ranks cannot be counted");
         };
-        let connect = |rank| {
+        let (connected, results) = std::sync::mpsc::channel();
+        for rank in 0..count {
             let builder = self.clone().rank(self.settings.rank * count + rank).world_size(world_size);
-            let thread = std::thread::Builder::new().name(format!("bonfire-connect-{rank}"));
-            thread.spawn(|| builder.connect()).map_err(|e| Error::io("starting a thread that connects", e))
-        };
-        let threads: Vec<_> = (0..count).map(connect).collect::<Result<_, _>>()?;
-        let joined = threads.into_iter().map(std::thread::JoinHandle::join);
-        let groups: Vec<_> = joined
-            .map(|group| group.unwrap_or_else(|_| Err(Error::io("connect", "its thread panicked, see above"))))
-            .collect();
-        groups.into_iter().collect()
+            let connected = connected.clone();
+            std::thread::Builder::new()
+                .name(format!("bonfire-connect-{rank}"))
+                .spawn(move || drop(connected.send((rank, builder.connect()))))
+                .map_err(|e| Error::io("starting a thread that connects", e))?;
+        }
+        drop(connected);
+        // After a failure the others may dial for as long as the rendezvous may take: nobody waits for them.
+        let mut groups: Vec<_> =
+            results.iter().map(|(rank, group)| Ok((rank, group?))).collect::<Result<_, Error>>()?;
+        if groups.len() < count {
+            return Err(Error::io("connect", "its thread panicked, see above"));
+        }
+        groups.sort_by_key(|(rank, _)| *rank);
+        Ok(groups.into_iter().map(|(_, group)| group).collect())
     }
 }
