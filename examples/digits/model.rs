@@ -31,6 +31,9 @@ impl<B: CollectiveBackend> Network<B> {
             B::seed(device, seed);
             let network = Network::random(group, device);
             network.num_params();
+            // A device draws when it gets to it, which must be before the other ranks draw too.
+            B::sync(device)
+                .map_err(|e| bonfire::Error::Io { operation: "drawing weights".into(), reason: e.to_string() })?;
             group.barrier()?;
             Ok(network)
         } else {
