@@ -1,8 +1,10 @@
 //! How a thread waits: deadlines, and a bell that others ring.
 
 use std::sync::atomic::{AtomicUsize, Ordering, fence};
-use std::sync::{Condvar, Mutex, PoisonError};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
+
+use crate::error::Error;
 
 /// When an operation began and how long it may take.
 #[derive(Clone, Copy, Debug)]
@@ -36,6 +38,21 @@ impl Deadline {
     pub(crate) fn tenth(&self) -> Duration {
         self.limit / 10
     }
+}
+
+/// `BONFIRE_DEADLINE`, in seconds, read through `variable`.
+pub(crate) fn deadline_from_env(variable: impl Fn(&str) -> Option<String>) -> Result<Option<Duration>, Error> {
+    let Some(text) = variable("BONFIRE_DEADLINE") else { return Ok(None) };
+    let seconds = text.trim().parse::<f64>().ok().filter(|seconds| *seconds > 0.0);
+    match seconds.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok()) {
+        Some(deadline) => Ok(Some(deadline)),
+        None => Err(Error::Config(format!("BONFIRE_DEADLINE is '{text}': give a positive number of seconds"))),
+    }
+}
+
+/// Locks also what a panicking thread left: for mutexes behind which everything is whole after every statement.
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Wakes threads that wait for a change of some atomic or shared state.

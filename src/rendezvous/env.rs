@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use super::Settings;
 use crate::error::Error;
+use crate::wait::deadline_from_env;
 
 /// What the environment says about a group.
 #[derive(Debug)]
@@ -27,17 +28,7 @@ pub(crate) fn read(variable: impl Fn(&str) -> Option<String>) -> Result<Environm
         host: variable("BONFIRE_HOST").filter(|host| !host.is_empty()),
         ..Settings::default()
     };
-    Ok(Environment { settings, deadline: deadline(&variable)? })
-}
-
-/// `BONFIRE_DEADLINE`, in seconds.
-pub(crate) fn deadline(variable: &impl Fn(&str) -> Option<String>) -> Result<Option<Duration>, Error> {
-    let Some(text) = variable("BONFIRE_DEADLINE") else { return Ok(None) };
-    let seconds = text.trim().parse::<f64>().ok().filter(|seconds| *seconds > 0.0);
-    match seconds.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok()) {
-        Some(deadline) => Ok(Some(deadline)),
-        None => Err(Error::Config(format!("BONFIRE_DEADLINE is '{text}': give a positive number of seconds"))),
-    }
+    Ok(Environment { settings, deadline: deadline_from_env(&variable)? })
 }
 
 fn number(variable: &impl Fn(&str) -> Option<String>, name: &str) -> Result<usize, Error> {

@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, Mutex};
 
-use super::status::lock;
+use crate::wait::lock;
 
 /// Memory that is kept for the next results.
 #[derive(Default)]

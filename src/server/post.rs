@@ -12,9 +12,8 @@ use cubecl::ir::ElemType;
 use cubecl::stream_id::StreamId;
 
 use super::reading::Reading;
-use super::status::lock;
 use crate::error::Error;
-use crate::wait::Deadline;
+use crate::wait::{Deadline, lock};
 
 /// What one device sent another.
 pub(super) struct Message {

@@ -21,11 +21,11 @@ use cubecl::device::DeviceId;
 
 use super::memory::Pool;
 use super::reading::Reading;
-use super::status::{Status, lock};
+use super::status::Status;
 use crate::call::Call;
 use crate::error::{Error, Ranks, Site};
 use crate::reduce::reduce_to_all;
-use crate::wait::Deadline;
+use crate::wait::{Deadline, lock};
 
 /// Where the data of a call comes from.
 pub(super) enum Source {

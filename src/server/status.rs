@@ -3,13 +3,14 @@
 use std::any::TypeId;
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, LazyLock, Mutex};
 use std::time::Duration;
 
 use cubecl::device::DeviceId;
 
 use crate::error::Error;
 use crate::group::DEADLINE;
+use crate::wait::{deadline_from_env, lock};
 
 /// The state of one logical device that servers, clients and other devices share.
 #[derive(Debug)]
@@ -108,12 +109,8 @@ impl Status {
     }
 }
 
+/// A device has nobody to return an error to, so a malformed setting is told to the log.
 fn default_deadline() -> Duration {
-    let seconds = std::env::var("BONFIRE_DEADLINE").ok().and_then(|text| text.parse().ok());
-    seconds.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok()).unwrap_or(DEADLINE)
-}
-
-/// Locks also what a panicking thread left: the state behind these mutexes is whole after every statement.
-pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+    let set = deadline_from_env(|name| std::env::var(name).ok());
+    set.inspect_err(|error| log::warn!("{error}; taking {DEADLINE:?}")).ok().flatten().unwrap_or(DEADLINE)
 }

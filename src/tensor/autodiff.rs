@@ -160,10 +160,9 @@ fn sum<B: Backend>(tensor: FloatTensor<B>, group: &Group) -> Result<FloatTensor<
         .map_err(|error| Error::io(OPERATION, error))?;
     match data.dtype {
         DType::F64 => sum_data::<f64>(&mut data, group)?,
-        DType::F32 | DType::Flex32 => sum_data::<f32>(&mut data, group)?,
         DType::F16 => sum_data::<f16>(&mut data, group)?,
         DType::BF16 => sum_data::<bf16>(&mut data, group)?,
-        other => return Err(Error::argument(OPERATION, format!("elements of type {other:?} cannot be summed"))),
+        _ => sum_data::<f32>(&mut data, group)?,
     }
     Ok(B::float_from_data(data, &device))
 }

@@ -3,7 +3,7 @@
 mod rank;
 
 use std::panic::resume_unwind;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::thread;
 
 use burn::data::dataloader::DataLoader;
@@ -16,6 +16,7 @@ use burn_train::{
 use self::rank::{Main, Rank, Settings};
 use crate::error::Error;
 use crate::group::Group;
+use crate::wait::lock;
 
 /// A strategy for burn-train's [`SupervisedTraining`](burn_train::SupervisedTraining): data-parallel training on the
 /// devices of one process or of several.
@@ -209,9 +210,4 @@ fn split<B: Backend, O>(loader: &Arc<dyn DataLoader<B, O>>, ranks: usize) -> Vec
     let samples = loader.num_items();
     let start = |rank| if rank == ranks { samples } else { rank * (samples / ranks) };
     (0..ranks).map(|rank| loader.slice(start(rank), start(rank + 1))).collect()
-}
-
-/// Locks also what a panicking thread left: what is behind these mutexes is whole after every statement.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -6,7 +6,7 @@ use burn::tensor::backend::Backend;
 use burn::tensor::ops::FloatTensor;
 use burn::tensor::{DType, TensorData, TensorMetadata};
 
-use super::data::{is_float, to_host};
+use super::data::to_host;
 use super::error::CollectiveError;
 use crate::dtype::ReduceOp;
 use crate::error::Error;
@@ -22,7 +22,7 @@ pub(super) enum Cargo {
 impl Cargo {
     /// A tensor to be reduced on all peers, which needs no host.
     pub fn load<B: Backend>(tensor: FloatTensor<B>) -> Result<Cargo, CollectiveError> {
-        if serves::<B>() && is_float(tensor.dtype()) {
+        if serves::<B>() && element(tensor.dtype()).is_some() {
             Ok(Cargo::Device(Box::new(Held::<B>(tensor))))
         } else {
             Cargo::read::<B>(tensor)

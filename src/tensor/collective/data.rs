@@ -9,12 +9,13 @@ use super::error::CollectiveError;
 use crate::dtype::{Element, ReduceOp};
 use crate::error::Error;
 use crate::group::Group;
+use crate::tensor::device::element;
 
 /// The tensor's elements, without a copy where the backend can hand them over.
 pub(super) fn to_host<B: Backend>(tensor: B::FloatTensorPrimitive) -> Result<TensorData, CollectiveError> {
     let unreadable = |reason: String| CollectiveError::Other(format!("a tensor cannot be read: {reason}"));
     match try_read_sync(B::float_into_data(tensor)) {
-        Some(Ok(data)) if is_float(data.dtype) => Ok(data),
+        Some(Ok(data)) if element(data.dtype).is_some() => Ok(data),
         Some(Ok(data)) => Err(CollectiveError::Other(format!("tensors of {:?} cannot be reduced", data.dtype))),
         Some(Err(error)) => Err(unreadable(error.to_string())),
         None => Err(unreadable("this platform cannot wait for the device".into())),
@@ -25,7 +26,9 @@ pub(super) fn to_host<B: Backend>(tensor: B::FloatTensorPrimitive) -> Result<Ten
 pub(super) fn empty(shape: &[usize], dtype: DType) -> Result<TensorData, CollectiveError> {
     let bytes = shape.iter().try_fold(dtype.size(), |bytes, dim| bytes.checked_mul(*dim));
     match bytes {
-        Some(_) if is_float(dtype) => Ok(TensorData { dtype, ..TensorData::full_dtype(shape.to_vec(), 0.0, dtype) }),
+        Some(_) if element(dtype).is_some() => {
+            Ok(TensorData { dtype, ..TensorData::full_dtype(shape.to_vec(), 0.0, dtype) })
+        }
         _ => Err(CollectiveError::Other(format!("a tensor of shape {shape:?} and {dtype:?} cannot be received"))),
     }
 }
@@ -67,10 +70,6 @@ pub(super) fn divide(data: &mut TensorData, by: usize) {
         DType::F64 => elements::<f64>(data).iter_mut().for_each(|x| *x /= by as f64),
         _ => elements::<f32>(data).iter_mut().for_each(|x| *x /= by as f32),
     }
-}
-
-pub(super) fn is_float(dtype: DType) -> bool {
-    matches!(dtype, DType::F64 | DType::F32 | DType::Flex32 | DType::F16 | DType::BF16)
 }
 
 fn elements<T: Element>(data: &mut TensorData) -> &mut [T] {

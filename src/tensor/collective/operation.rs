@@ -23,9 +23,12 @@ pub(super) fn run(
     brought: Result<Option<Cargo>, CollectiveError>,
 ) -> Result<(Option<Cargo>, Device), CollectiveError> {
     // Between nodes tensors travel on the host. They are read before the peers agree, so that all learn of a failure.
-    let alone = session.seat(peer).is_ok_and(|seat| seat.node.is_none());
-    let to_host = |cargo: Option<Cargo>| cargo.map(|cargo| cargo.into_host().map(Cargo::Host)).transpose();
-    let brought = if alone { brought } else { brought.and_then(to_host) };
+    let brought = match brought {
+        Ok(Some(Cargo::Device(tensor))) if session.seat(peer).is_ok_and(|seat| seat.node.is_some()) => {
+            tensor.read().map(|data| Some(Cargo::Host(data)))
+        }
+        brought => brought,
+    };
     let claim = claim(peer, call, &brought);
     let mut data = brought.unwrap_or_default();
     loop {

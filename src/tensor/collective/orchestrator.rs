@@ -13,8 +13,8 @@ use super::error::GlobalCollectiveError;
 use super::messages::{Answer, PROTOCOL, Registration};
 use super::names::NodeId;
 use super::nodes::RENDEZVOUS;
-use super::session::lock;
 use crate::transport::frame;
+use crate::wait::lock;
 
 /// Runs the orchestrator of sessions that span several nodes, on this port, until Ctrl-C.
 ///

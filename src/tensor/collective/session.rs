@@ -14,18 +14,12 @@ use super::nodes::Node;
 use super::table::Table;
 use crate::error::Error;
 use crate::group::{DEADLINE, Group};
-use crate::rendezvous::env;
-use crate::wait::Deadline;
+use crate::wait::{Deadline, deadline_from_env, lock};
 
 /// The session of backend `B`.
 pub(super) fn session<B: Backend>() -> Arc<Session> {
     static SESSIONS: Mutex<BTreeMap<TypeId, Arc<Session>>> = Mutex::new(BTreeMap::new());
     lock(&SESSIONS).entry(TypeId::of::<B>()).or_default().clone()
-}
-
-/// Nothing that is guarded here is left half-changed by a panic.
-pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[derive(Default)]
@@ -85,7 +79,7 @@ impl Session {
         if !config.is_valid() || impossible {
             return Err(CollectiveError::InvalidConfig);
         }
-        let deadline = env::deadline(&|name| std::env::var(name).ok()).map_err(in_words)?.unwrap_or(DEADLINE);
+        let deadline = deadline_from_env(|name| std::env::var(name).ok()).map_err(in_words)?.unwrap_or(DEADLINE);
         let mut state = lock(&self.state);
         if state.members.contains_key(&id) {
             return Err(CollectiveError::MultipleRegister);

@@ -10,10 +10,9 @@ use std::time::{Duration, Instant};
 use super::claim::{Claimed, merge};
 use super::error::CollectiveError;
 use super::names::PeerId;
-use super::session::lock;
 use crate::error::Error;
 use crate::group::Group;
-use crate::wait::{Bell, spin};
+use crate::wait::{Bell, lock, spin};
 
 pub(super) struct Table {
     places: Vec<Place>,
