@@ -50,18 +50,16 @@ impl<R: DeviceTransport> ServerCommunication for CollectiveServer<R> {
         op: ReduceOperation,
         devices: Vec<DeviceId>,
     ) -> Result<(), ServerError> {
-        if let Err(error) = self.start_all_reduce(source, target, dtype, stream, op, devices) {
-            self.status.fail(error);
-        }
+        let started = self.start_all_reduce(source, target, dtype, stream, op, devices);
+        self.status.record(started);
         Ok(())
     }
 
     fn sync_collective(&mut self, _stream: StreamId) -> Result<(), ServerError> {
         self.forget_failed();
         let pending = std::mem::take(&mut self.pending);
-        if let Err(error) = self.finish(pending) {
-            self.status.fail(error);
-        }
+        let finished = self.finish(pending);
+        self.status.record(finished);
         Ok(())
     }
 
@@ -92,9 +90,7 @@ impl<R: DeviceTransport> ServerCommunication for CollectiveServer<R> {
             }
             self.write_all(vec![(handle.binding(), message.data?.wait_one("recv")?)])
         });
-        if let Err(error) = delivered {
-            self.status.fail(error);
-        }
+        self.status.record(delivered);
         Ok(())
     }
 }
@@ -169,11 +165,7 @@ impl<R: DeviceTransport> CollectiveServer<R> {
             let reason = format!("the source has {bytes} bytes and the target {written}; they must be equal");
             return Err(Error::argument("all_reduce", reason));
         }
-        if bytes % dtype.size() as u64 != 0 {
-            return Err(Error::argument("all_reduce", format!("{bytes} bytes are no whole number of {dtype}")));
-        }
-        let count = bytes as usize / dtype.size();
-        Ok(Call { operation: Operation::AllReduce, dtype, count, reduction: Some(reduction), root: None })
+        call(Operation::AllReduce, bytes, dtype, Some(reduction), None)
     }
 
     /// Where a call's data comes from: the memory as it is now, unless an earlier call's result belongs there.
@@ -280,13 +272,28 @@ impl<R: DeviceTransport> CollectiveServer<R> {
     }
 }
 
+/// An operation on memory of so many bytes.
+pub(super) fn call(
+    operation: Operation,
+    bytes: u64,
+    dtype: DType,
+    reduction: Option<ReduceOp>,
+    root: Option<usize>,
+) -> Result<Call, Error> {
+    let bytes = bytes as usize;
+    if !bytes.is_multiple_of(dtype.size()) {
+        return Err(Error::argument(operation, format!("{bytes} bytes are no whole number of {dtype}")));
+    }
+    Ok(Call { operation, dtype, count: bytes / dtype.size(), reduction, root })
+}
+
 /// Host memory that several devices write from.
-fn shared(bytes: Shared) -> Bytes {
+pub(super) fn shared(bytes: Shared) -> Bytes {
     Bytes::from_shared(bytes, AllocationProperty::Native)
 }
 
 /// The types that can be reduced on every runtime: also where NCCL or kernels do it, which know no others.
-pub(super) fn reducible(dtype: ElemType) -> Option<DType> {
+fn reducible(dtype: ElemType) -> Option<DType> {
     match dtype {
         ElemType::Float(FloatKind::F16) => Some(DType::F16),
         ElemType::Float(FloatKind::BF16) => Some(DType::BF16),

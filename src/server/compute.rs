@@ -47,7 +47,7 @@ impl<R: DeviceTransport> CollectiveServer<R> {
 }
 
 /// What cubecl and burn pass on of an error: its text.
-pub(super) fn server_error(error: &Error) -> ServerError {
+fn server_error(error: &Error) -> ServerError {
     ServerError::Generic { reason: format!("a collective failed: {error}"), backtrace: BackTrace::capture() }
 }
 

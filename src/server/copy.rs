@@ -98,9 +98,7 @@ impl<R: DeviceTransport> CollectiveServer<R> {
         let copied = sent
             .and_then(|data| data)
             .and_then(|data| self.write_all(vec![(target, layout.pack(data.wait_one("copy")?))]));
-        if let Err(error) = copied {
-            self.status.fail(error);
-        }
+        self.status.record(copied);
     }
 }
 

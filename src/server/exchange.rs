@@ -5,12 +5,12 @@ use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, LazyLock};
 
 use bytes::Bytes as Shared;
-use cubecl::bytes::{AllocationProperty, Bytes};
 use cubecl::client::ComputeClient;
 use cubecl::device_handle::DeviceHandle;
 use cubecl::server::{Binding, Handle};
 
 use super::DeviceTransport;
+use super::communication::{call, shared};
 use super::compute::CollectiveServer;
 use super::copy::stream_of;
 use super::memory::{Lease, Pool};
@@ -91,13 +91,12 @@ impl<R: DeviceTransport> Transfer<R> {
     pub fn wait(self) -> Result<(), Error> {
         let staged = self.work.wait().map_err(|(error, _)| error)?;
         let memory = Shared::from_owner(staged.memory);
-        let part = |range| Bytes::from_shared(memory.slice(range), AllocationProperty::Native);
+        let part = |range| shared(memory.slice(range));
         let writes: Vec<_> = self.targets.into_iter().map(|(target, range)| (target, part(range))).collect();
         if !writes.is_empty() {
             self.device.submit(move |server| {
-                if let Err(error) = server.write_all(writes) {
-                    server.status.fail(error);
-                }
+                let written = server.write_all(writes);
+                server.status.record(written);
             });
             self.device.flush_queue();
         }
@@ -165,13 +164,13 @@ impl<R: DeviceTransport> DeviceCollectives<R> for ComputeClient<CollectiveRuntim
         dtype: DType,
         op: ReduceOp,
     ) -> Result<Transfer<R>, Error> {
-        let call = call(Operation::AllReduce, source, dtype, Some(op), None)?;
+        let call = call(Operation::AllReduce, source.size_in_used(), dtype, Some(op), None)?;
         expect(call.operation, "target", target, call.bytes())?;
         start(self, group, call, whole(source), whole(target), |_| ())
     }
 
     fn start_broadcast(&self, group: &Group, memory: &Handle, dtype: DType, root: usize) -> Result<Transfer<R>, Error> {
-        let call = call(Operation::Broadcast, memory, dtype, None, Some(root))?;
+        let call = call(Operation::Broadcast, memory.size_in_used(), dtype, None, Some(root))?;
         group.check_rank("broadcast", "root", root)?;
         let (read, written) = if group.rank() == root { (whole(memory), vec![]) } else { (vec![], whole(memory)) };
         start(self, group, call, read, written, |_| ())
@@ -184,7 +183,7 @@ impl<R: DeviceTransport> DeviceCollectives<R> for ComputeClient<CollectiveRuntim
         target: &Handle,
         dtype: DType,
     ) -> Result<Transfer<R>, Error> {
-        let call = call(Operation::AllGather, target, dtype, None, None)?;
+        let call = call(Operation::AllGather, target.size_in_used(), dtype, None, None)?;
         let own = own_part(group, &call);
         expect(call.operation, "source", source, own.len())?;
         start(self, group, call, vec![(source.clone(), own)], whole(target), |_| ())
@@ -198,7 +197,7 @@ impl<R: DeviceTransport> DeviceCollectives<R> for ComputeClient<CollectiveRuntim
         dtype: DType,
         op: ReduceOp,
     ) -> Result<Transfer<R>, Error> {
-        let call = call(Operation::ReduceScatter, source, dtype, Some(op), None)?;
+        let call = call(Operation::ReduceScatter, source.size_in_used(), dtype, Some(op), None)?;
         let own = own_part(group, &call);
         expect(call.operation, "target", target, own.len())?;
         start(self, group, call, whole(source), vec![(target.clone(), own)], |_| ())
@@ -211,25 +210,11 @@ impl<R: DeviceTransport> DeviceCollectives<R> for ComputeClient<CollectiveRuntim
         target: &Handle,
         dtype: DType,
     ) -> Result<Transfer<R>, Error> {
-        let call = call(Operation::AllToAll, source, dtype, None, None)?;
+        let call = call(Operation::AllToAll, source.size_in_used(), dtype, None, None)?;
         expect(call.operation, "target", target, call.bytes())?;
         group.check_parts(call.count)?;
         start(self, group, call, whole(source), whole(target), |_| ())
     }
-}
-
-fn call(
-    operation: Operation,
-    memory: &Handle,
-    dtype: DType,
-    reduction: Option<ReduceOp>,
-    root: Option<usize>,
-) -> Result<Call, Error> {
-    let bytes = memory.size_in_used() as usize;
-    if !bytes.is_multiple_of(dtype.size()) {
-        return Err(Error::argument(operation, format!("{bytes} bytes are no whole number of {dtype}")));
-    }
-    Ok(Call { operation, dtype, count: bytes / dtype.size(), reduction, root })
 }
 
 fn expect(operation: Operation, what: &str, memory: &Handle, right: usize) -> Result<(), Error> {

@@ -71,6 +71,13 @@ impl Status {
         }
     }
 
+    /// Poisons the device if this has failed.
+    pub fn record(&self, result: Result<(), Error>) {
+        if let Err(error) = result {
+            self.fail(error);
+        }
+    }
+
     /// What poisoned the device.
     pub fn failure(&self) -> Option<Error> {
         if self.failed.load(Ordering::Acquire) { lock(&self.failure).clone() } else { None }

@@ -192,8 +192,8 @@ pub fn loader<B: Backend>(samples: Vec<Sample>, batch: usize, device: &B::Device
     DataLoaderBuilder::new(Rows).batch_size(batch).set_device(device.clone()).build(InMemDataset::new(samples))
 }
 
-pub fn devices(first: u8, count: usize) -> Vec<WgpuDevice> {
-    (first..).take(count).map(|replica| WgpuDevice::new(Default::default(), replica)).collect()
+pub fn devices(count: usize) -> Vec<WgpuDevice> {
+    (0..).take(count).map(|replica| WgpuDevice::new(Default::default(), replica)).collect()
 }
 
 /// The same numbers from -1 to 1 in every run.

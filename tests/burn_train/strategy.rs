@@ -11,11 +11,11 @@ use burn_train::{EarlyStoppingStrategy, Interrupter, TrainingStrategy};
 
 use crate::common::process::{Process, is_child, say};
 use crate::model::{B, Log, Net, Shape, Steps, devices};
-use crate::training::{Components, Training, check};
+use crate::training::{Components, Training, alone, check};
 
-/// A strategy whose ranks are all in this process, on replicas from `first` on.
-fn threads(first: u8, count: usize) -> Arc<DataParallelStrategy<B>> {
-    let ranks = devices(first, count).into_iter().zip(Group::threads(count).unwrap());
+/// A strategy whose ranks are all in this process, on so many devices.
+fn threads(count: usize) -> Arc<DataParallelStrategy<B>> {
+    let ranks = devices(count).into_iter().zip(Group::threads(count).unwrap());
     Arc::new(DataParallelStrategy::new(ranks.collect()).unwrap())
 }
 
@@ -25,10 +25,11 @@ fn custom(strategy: &Arc<DataParallelStrategy<B>>) -> TrainingStrategy<Component
 
 /// Two processes of two devices each, which start with different parameters.
 fn processes(test: &str, shape: Shape, layers: usize, delay: Duration) {
+    let _alone = alone();
     let training = Training::of_steps(50, 4);
     if is_child() {
         let log = Log { delay, ..Log::default() };
-        let strategy = Arc::new(DataParallelStrategy::from_env(devices(0, 2)).unwrap());
+        let strategy = Arc::new(DataParallelStrategy::from_env(devices(2)).unwrap());
         let seed = if std::env::var("BONFIRE_RANK").unwrap() == "0" { 1 } else { 2 };
         training.run(Net::new(shape, layers, seed, &log, &Default::default()), custom(&strategy));
         let steps = log.steps.lock().unwrap();
@@ -39,7 +40,7 @@ fn processes(test: &str, shape: Shape, layers: usize, delay: Duration) {
         }
         return;
     }
-    let mut processes = Process::start_ranks(test, 2, "60");
+    let mut processes = Process::start_ranks(test, 2, "120");
     let expected = training.reference(Net::new(shape, layers, 1, &Log::default(), &Default::default()), 4);
     assert_eq!(expected.len(), 50);
     let mut steps = Steps::new();
@@ -68,6 +69,7 @@ fn parallel_branches_of_equal_shape_keep_their_gradients_apart() {
 
 #[test]
 fn accumulation_and_schedule_are_those_of_burn() {
+    let _alone = alone();
     for accumulation in [1, 2] {
         let log = Log::default();
         let net = Net::new(Shape::Chain, 2, 1, &log, &Default::default());
@@ -75,26 +77,28 @@ fn accumulation_and_schedule_are_those_of_burn() {
         let training = Training { decay: 0.97, accumulation, ..Training::of_steps(20, 3) };
         let expected = training.reference(net.clone(), 3);
         assert_eq!(expected.len(), if accumulation == 1 { 20 } else { 8 });
-        training.run(net, custom(&threads(10, 3)));
-        check(&log.steps.lock().unwrap(), &[10, 11, 12], &expected);
+        training.run(net, custom(&threads(3)));
+        check(&log.steps.lock().unwrap(), &[0, 1, 2], &expected);
     }
 }
 
 #[test]
 fn a_strategy_trains_again() {
-    let strategy = threads(13, 2);
+    let _alone = alone();
+    let strategy = threads(2);
     for _ in 0..2 {
         let log = Log::default();
         let net = Net::new(Shape::Chain, 1, 1, &log, &Default::default());
         let training = Training::of_steps(3, 2);
         let expected = training.reference(net.clone(), 2);
         training.run(net, custom(&strategy));
-        check(&log.steps.lock().unwrap(), &[13, 14], &expected);
+        check(&log.steps.lock().unwrap(), &[0, 1], &expected);
     }
 }
 
 #[test]
 fn rank_0_stops_early_for_all_and_saves() {
+    let _alone = alone();
     #[derive(Clone)]
     struct AfterTwo;
     impl EarlyStoppingStrategy for AfterTwo {
@@ -104,7 +108,7 @@ fn rank_0_stops_early_for_all_and_saves() {
     }
     let log = Log::default();
     let net = Net::new(Shape::Chain, 1, 1, &log, &Default::default());
-    let (_, folder) = Training::of_steps(50, 2).run_with(net, custom(&threads(20, 2)), |training| {
+    let (_, folder) = Training::of_steps(50, 2).run_with(net, custom(&threads(2)), |training| {
         training.early_stopping(AfterTwo).with_file_checkpointer(DefaultRecorder::new())
     });
     let saved = |epoch| folder.path().join(format!("checkpoint/model-{epoch}.mpk")).exists();
@@ -115,15 +119,16 @@ fn rank_0_stops_early_for_all_and_saves() {
 
 #[test]
 fn an_interruption_stops_all_ranks_at_the_same_step() {
+    let _alone = alone();
     static INTERRUPTER: Mutex<Option<Interrupter>> = Mutex::new(None);
     let interrupt = |replica, steps| {
-        if (replica, steps) == (24, 7) {
+        if (replica, steps) == (2, 7) {
             INTERRUPTER.lock().unwrap().as_ref().unwrap().stop(Some("a test"));
         }
     };
     let log = Log { before: Some(interrupt), delay: Duration::from_millis(5), ..Log::default() };
     let net = Net::new(Shape::Chain, 1, 1, &log, &Default::default());
-    Training::of_steps(50, 3).run_with(net, custom(&threads(22, 3)), |training| {
+    Training::of_steps(50, 3).run_with(net, custom(&threads(3)), |training| {
         *INTERRUPTER.lock().unwrap() = Some(training.interrupter());
         training
     });
@@ -142,7 +147,8 @@ fn fails(training: &Training, net: Net<B>, strategy: &Arc<DataParallelStrategy<B
 
 #[test]
 fn unequal_numbers_of_batches_are_refused() {
-    let strategy = threads(30, 2);
+    let _alone = alone();
+    let strategy = threads(2);
     let training = Training::of_steps(3, 2);
     let log = Log::default();
     let net = || Net::new(Shape::Chain, 1, 1, &log, &Default::default());
@@ -158,20 +164,22 @@ fn unequal_numbers_of_batches_are_refused() {
 
 #[test]
 fn running_statistics_need_a_process_for_each_device() {
+    let _alone = alone();
     let log = Log::default();
     let net = || Net::new(Shape::Chain, 1, 1, &log, &Default::default()).normed();
-    let text = fails(&Training::of_steps(3, 2), net(), &threads(34, 2));
+    let text = fails(&Training::of_steps(3, 2), net(), &threads(2));
     assert!(text.contains("give each device a process of its own"), "{text}");
-    Training::of_steps(3, 1).run(net(), custom(&threads(36, 1)));
-    assert_eq!(log.steps.lock().unwrap()[&36].len(), 3);
+    Training::of_steps(3, 1).run(net(), custom(&threads(1)));
+    assert_eq!(log.steps.lock().unwrap()[&0].len(), 3);
 }
 
 #[test]
 fn a_panic_in_the_model_ends_all_ranks_and_goes_on() {
-    let panics = |replica, steps| assert!((replica, steps) != (33, 1), "the model gives up");
+    let _alone = alone();
+    let panics = |replica, steps| assert!((replica, steps) != (1, 1), "the model gives up");
     let log = Log { before: Some(panics), ..Log::default() };
     let net = Net::new(Shape::Chain, 1, 1, &log, &Default::default());
-    let strategy = threads(32, 2);
+    let strategy = threads(2);
     assert_eq!(fails(&Training::of_steps(3, 2), net, &strategy), "the model gives up");
     assert!(matches!(strategy.failure(), Some(Error::PeerLost { peer: 1, .. })), "{:?}", strategy.failure());
 }
@@ -185,7 +193,7 @@ fn groups_and_devices_that_cannot_work_are_refused() {
     };
     let groups = |count| Group::threads(count).unwrap();
     refused(Vec::new(), Vec::new(), "at least one device");
-    refused([devices(0, 1), devices(0, 1)].concat(), groups(2), "is there twice");
-    refused(devices(0, 2), vec![groups(2).remove(0), groups(2).remove(0)], "rank 0 is there twice");
-    refused(devices(0, 2), vec![groups(2).remove(0), groups(3).remove(1)], "groups of 2 and of 3 ranks");
+    refused([devices(1), devices(1)].concat(), groups(2), "is there twice");
+    refused(devices(2), vec![groups(2).remove(0), groups(2).remove(0)], "rank 0 is there twice");
+    refused(devices(2), vec![groups(2).remove(0), groups(3).remove(1)], "groups of 2 and of 3 ranks");
 }

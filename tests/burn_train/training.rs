@@ -1,5 +1,8 @@
 //! Trainings through burn-train, and the loop that they must equal.
 
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use bonfire::WgpuDevice;
 use burn::data::dataloader::batcher::Batcher;
 use burn::lr_scheduler::exponential::{ExponentialLrScheduler, ExponentialLrSchedulerConfig};
 use burn::module::Module;
@@ -14,7 +17,7 @@ use burn_train::{Learner, LearningComponentsMarker, SupervisedTraining, Training
 
 use tempfile::TempDir;
 
-use crate::model::{B, Net, Rows, Sample, Steps, devices, loader, samples, values};
+use crate::model::{B, Net, Rows, Sample, Steps, loader, samples, values};
 
 pub type Sgd = burn::optim::adaptor::OptimizerAdaptor<burn::optim::Sgd<bonfire::Wgpu>, Net<B>, B>;
 pub type Components = LearningComponentsMarker<B, ExponentialLrScheduler, Net<B>, Sgd>;
@@ -24,6 +27,13 @@ const RATE: f64 = 0.05;
 /// With momentum, and without a normalisation that would hide a wrong factor.
 fn optimizer() -> Sgd {
     SgdConfig::new().with_momentum(Some(MomentumConfig::new().with_momentum(0.8))).init()
+}
+
+/// For one test at a time: burn has one server for gradients in a process, and all tests train on the same devices,
+/// because each new one compiles every kernel.
+pub fn alone() -> MutexGuard<'static, ()> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// A training over `samples`, which the strategy deals out to its devices in batches of `batch` each.
@@ -77,7 +87,7 @@ impl Training {
 
     /// The parameters after every step of a plain loop on one device that gets the batches of all `ranks` at once.
     pub fn reference(&self, model: Net<B>, ranks: usize) -> Vec<Vec<f32>> {
-        let device = devices(200, 1).remove(0);
+        let device = WgpuDevice::default();
         let (mut model, mut optimizer) = (model.fork(&device), optimizer());
         let (mut steps, mut iterations) = (Vec::new(), 0);
         let share = self.samples.len() / ranks;

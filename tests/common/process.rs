@@ -15,7 +15,7 @@ const CHILD: &str = "BONFIRE_TEST_CHILD";
 /// Before what a child says: the test harness writes to the same stream.
 const MARK: &str = "bonfire-says:";
 /// Longer than any deadline within a child.
-const PATIENCE: Duration = Duration::from_secs(60);
+const PATIENCE: Duration = Duration::from_secs(300);
 
 /// Whether this process was started by a test.
 pub fn is_child() -> bool {
