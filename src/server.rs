@@ -2,7 +2,7 @@
 //!
 //! cubecl's own servers have no collectives, apart from CUDA's inside one process. [`CollectiveRuntime<R>`] wraps any
 //! runtime `R` and forwards everything to it; to that its server adds cubecl's `ServerCommunication`: [`all_reduce`]
-//! between devices, and copies from device to device. burn's backends on it are [`Wgpu`] and [`Cuda`], and burn-train's
+//! between devices, and copies from device to device. burn's backends on it are `Wgpu` and `Cuda`, and burn-train's
 //! distributed training runs on them unchanged.
 //!
 //! Devices are *logical*: [`CollectiveDevice`] numbers several on one physical device, each with a server, a memory and
