@@ -1,0 +1,276 @@
+//! What this machine does at best, measured in a moment: what nothing can be faster than.
+
+use std::hint::black_box;
+use std::io::{self, ErrorKind, Read, Write};
+use std::net::{Ipv4Addr, Shutdown, TcpListener, TcpStream};
+use std::sync::Barrier;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// The rates of memory, by how many bytes each thread works on: caches are faster than what is behind them.
+pub struct Memory {
+    pub threads: usize,
+    /// In ascending order, and not empty.
+    pub points: Vec<Point>,
+}
+
+/// Rates in bytes of output per second, of all threads together.
+pub struct Point {
+    /// Bytes of each thread, inputs and output.
+    pub bytes: usize,
+    /// One array to another.
+    pub copy: f64,
+    /// The sums of two arrays of f32 to a third.
+    pub add: f64,
+}
+
+impl Point {
+    /// Bytes read and written per second.
+    pub fn touched(&self) -> f64 {
+        (2.0 * self.copy).max(3.0 * self.add)
+    }
+}
+
+impl Memory {
+    /// Measures with `threads` threads at once, each with so many bytes.
+    pub fn measure(threads: usize, sizes: &[usize]) -> Memory {
+        let point = |bytes: &usize| Point {
+            bytes: *bytes,
+            copy: rate(threads, bytes / 2 / 4, |from, _, to| to.copy_from_slice(from)),
+            add: rate(threads, bytes / 3 / 4, |a, b, to| {
+                to.iter_mut().zip(a).zip(b).for_each(|((to, a), b)| *to = a + b);
+            }),
+        };
+        Memory { threads, points: sizes.iter().map(point).collect() }
+    }
+
+    /// Bytes read and written per second by threads with so many bytes each: between two measured sizes a mixture, as part
+    /// of the data is in the faster cache.
+    pub fn touched(&self, bytes: f64) -> f64 {
+        let above = self.points.iter().position(|point| point.bytes as f64 >= bytes).unwrap_or(self.points.len() - 1);
+        let upper = &self.points[above];
+        let lower = &self.points[above.saturating_sub(1)];
+        let span = (upper.bytes as f64 / lower.bytes as f64).ln();
+        let share = if span > 0.0 { ((bytes / lower.bytes as f64).ln() / span).clamp(0.0, 1.0) } else { 1.0 };
+        lower.touched() * (1.0 - share) + upper.touched() * share
+    }
+}
+
+const ROUNDS: usize = 3;
+const ROUND: Duration = Duration::from_millis(6);
+/// The clock is read after this many bytes at least, lest it be what is measured.
+const BATCH: usize = 1 << 18;
+
+/// Output bytes per second of the best round: others of the machine's users only ever make it slower.
+fn rate(threads: usize, elements: usize, kernel: fn(&[f32], &[f32], &mut [f32])) -> f64 {
+    let bytes = elements * size_of::<f32>();
+    let barrier = Barrier::new(threads);
+    let worker = || {
+        let (a, b, mut to) = (vec![1.0; elements], vec![2.0; elements], vec![0.0; elements]);
+        let passes = (BATCH / bytes.max(1)).max(1);
+        let mut pass = || (0..passes).for_each(|_| kernel(black_box(&a), black_box(&b), black_box(&mut to)));
+        pass();
+        [(); ROUNDS].map(|()| {
+            barrier.wait();
+            let (start, mut done) = (Instant::now(), 0);
+            while start.elapsed() < ROUND {
+                pass();
+                done += passes;
+            }
+            (done * bytes) as f64 / start.elapsed().as_secs_f64()
+        })
+    };
+    let rounds: Vec<[f64; ROUNDS]> = thread::scope(|scope| {
+        let workers: Vec<_> = (0..threads).map(|_| scope.spawn(worker)).collect();
+        workers.into_iter().filter_map(|worker| worker.join().ok()).collect()
+    });
+    (0..ROUNDS).map(|round| rounds.iter().map(|rates| rates[round]).sum()).fold(0.0, f64::max)
+}
+
+/// A cache line of its own, and the next, since processors fetch lines in pairs.
+#[repr(align(128))]
+struct Line(AtomicU64);
+
+/// Seconds until what one thread has written is seen by another: half of the best round trip of a cache line.
+pub fn hand_off() -> f64 {
+    const TRIPS: u64 = 50;
+    const TIME: Duration = Duration::from_millis(20);
+    let (there, back) = (Line(AtomicU64::new(0)), Line(AtomicU64::new(0)));
+    // Release and acquire, as a message would need: it is the price of handing data over that counts.
+    let await_line = |line: &Line, want: u64| {
+        let mut spins = 0u32;
+        loop {
+            match line.0.load(Ordering::Acquire) {
+                value if value == want || value == u64::MAX => return value,
+                // With a single core the other thread must get its turn.
+                _ if spins < 1 << 12 => spins += 1,
+                _ => {
+                    thread::yield_now();
+                    spins = 0;
+                }
+            }
+        }
+    };
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            for trip in 1.. {
+                if await_line(&there, trip) == u64::MAX {
+                    return;
+                }
+                back.0.store(trip, Ordering::Release);
+            }
+        });
+        let (begin, mut best, mut trip) = (Instant::now(), f64::MAX, 0);
+        while begin.elapsed() < TIME {
+            let start = Instant::now();
+            for _ in 0..TRIPS {
+                trip += 1;
+                there.0.store(trip, Ordering::Release);
+                await_line(&back, trip);
+            }
+            best = best.min(start.elapsed().as_secs_f64() / (2 * TRIPS) as f64);
+        }
+        there.0.store(u64::MAX, Ordering::Release);
+        best
+    })
+}
+
+/// TCP between two threads over 127.0.0.1.
+pub struct Loopback {
+    /// Bytes per second of one stream in one direction.
+    pub stream: f64,
+    /// Seconds for a message of 8 bytes, both threads awake.
+    pub one_way: f64,
+}
+
+impl Loopback {
+    pub fn measure() -> io::Result<Loopback> {
+        Ok(Loopback { one_way: one_way()?, stream: stream()? })
+    }
+}
+
+/// Long enough for any answer from this machine: whoever filters loopback must not make the measurement hang.
+const PATIENCE: Duration = Duration::from_secs(1);
+
+fn pair() -> io::Result<(TcpStream, TcpStream)> {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
+    let near = TcpStream::connect_timeout(&listener.local_addr()?, PATIENCE)?;
+    let (far, _) = listener.accept()?;
+    for stream in [&near, &far] {
+        stream.set_nodelay(true)?;
+        stream.set_read_timeout(Some(PATIENCE))?;
+        stream.set_write_timeout(Some(PATIENCE))?;
+    }
+    Ok((near, far))
+}
+
+fn one_way() -> io::Result<f64> {
+    const TRIPS: u32 = 20;
+    const TIME: Duration = Duration::from_millis(20);
+    let (near, far) = pair()?;
+    near.set_nonblocking(true)?;
+    far.set_nonblocking(true)?;
+    thread::scope(|scope| {
+        let echo = scope.spawn(|| {
+            let mut message = [0; 8];
+            // Ends with the other side's closing.
+            while receive(&far, &mut message).is_ok() {
+                (&far).write_all(&message)?;
+            }
+            io::Result::Ok(())
+        });
+        let trips = || {
+            let (begin, mut best, mut message) = (Instant::now(), f64::MAX, [0; 8]);
+            while begin.elapsed() < TIME {
+                let start = Instant::now();
+                for _ in 0..TRIPS {
+                    (&near).write_all(&message)?;
+                    receive(&near, &mut message)?;
+                }
+                best = best.min(start.elapsed().as_secs_f64() / f64::from(2 * TRIPS));
+            }
+            io::Result::Ok(best)
+        };
+        let best = trips();
+        near.shutdown(Shutdown::Both)?;
+        echo.join().map_err(|_| io::Error::other("a thread panicked"))??;
+        best
+    })
+}
+
+/// Reads without sleeping, as a rank does that waits for a short time.
+fn receive(mut stream: &TcpStream, message: &mut [u8]) -> io::Result<()> {
+    let (start, mut filled) = (Instant::now(), 0);
+    while filled < message.len() {
+        match stream.read(&mut message[filled..]) {
+            Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),
+            Ok(read) => filled += read,
+            Err(error) if error.kind() == ErrorKind::WouldBlock && start.elapsed() < PATIENCE => thread::yield_now(),
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
+}
+
+fn stream() -> io::Result<f64> {
+    const CHUNK: usize = 1 << 18;
+    const ROUND: Duration = Duration::from_millis(20);
+    let (near, far) = pair()?;
+    thread::scope(|scope| {
+        let sender = scope.spawn(move || {
+            let (begin, chunk) = (Instant::now(), vec![0; CHUNK]);
+            while begin.elapsed() < (ROUNDS as u32 + 1) * ROUND {
+                (&near).write_all(&chunk)?;
+            }
+            near.shutdown(Shutdown::Write)
+        });
+        let (mut chunk, mut best) = (vec![0; CHUNK], 0f64);
+        let (mut start, mut bytes) = (Instant::now(), 0);
+        loop {
+            match (&far).read(&mut chunk)? {
+                0 => break,
+                read => bytes += read,
+            }
+            if start.elapsed() >= ROUND {
+                best = best.max(bytes as f64 / start.elapsed().as_secs_f64());
+                (start, bytes) = (Instant::now(), 0);
+            }
+        }
+        sender.join().map_err(|_| io::Error::other("a thread panicked"))??;
+        Ok(best)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn memory(rates: &[(usize, f64)]) -> Memory {
+        let point = |&(bytes, copy): &(usize, f64)| Point { bytes, copy, add: 0.0 };
+        Memory { threads: 1, points: rates.iter().map(point).collect() }
+    }
+
+    #[test]
+    fn rates_between_sizes_are_between_rates() {
+        let memory = memory(&[(1 << 10, 16.0), (1 << 20, 4.0)]);
+        assert_eq!([1.0, 1024.0, 1048576.0, 1e12].map(|bytes| memory.touched(bytes)), [32.0, 32.0, 8.0, 8.0]);
+        assert_eq!(memory.touched(32768.0), 20.0);
+        assert_eq!(self::memory(&[(64, 2.0)]).touched(1.0), 4.0);
+    }
+
+    #[test]
+    fn the_better_of_copy_and_add_counts() {
+        assert_eq!(Point { bytes: 1, copy: 10.0, add: 6.0 }.touched(), 20.0);
+        assert_eq!(Point { bytes: 1, copy: 10.0, add: 8.0 }.touched(), 24.0);
+    }
+
+    #[test]
+    fn everything_can_be_measured() {
+        let memory = Memory::measure(2, &[1 << 14, 1 << 20]);
+        assert!(memory.points.iter().all(|point| point.copy > 0.0 && point.add > 0.0));
+        assert!(hand_off() > 0.0);
+        let loopback = Loopback::measure().unwrap();
+        assert!(loopback.stream > 0.0 && loopback.one_way > 0.0);
+    }
+}
