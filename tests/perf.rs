@@ -25,9 +25,8 @@ fn every_operation_is_measured_between_threads_and_between_processes() {
     let operations = ["all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "send_recv"];
     for transport in ["local", "tcp"] {
         for operation in operations {
-            let rows = objects(&format!(
-                "perf {operation} --transport {transport} --ranks 3 -b 24 -e 1K -f 16 -n 3 -w 1 -d f16 -o max -r 2 --json"
-            ));
+            let what = format!("{operation} --transport {transport} --ranks 3 -d f16 -o max -r 2");
+            let rows = objects(&format!("perf {what} -b 24 -e 1K -f 16 -n 3 -w 1 --json"));
             let sizes: Vec<_> = rows.iter().map(|row| row["bytes"].as_u64().unwrap()).collect();
             assert_eq!(sizes, [24, 384], "{operation}");
             for row in &rows {

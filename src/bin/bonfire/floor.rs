@@ -17,11 +17,11 @@ pub struct Memory {
 
 /// Rates in bytes of output per second, of all threads together.
 pub struct Point {
-    /// Bytes of each thread, inputs and output.
+    /// Bytes of each thread, in two arrays.
     pub bytes: usize,
-    /// One array to another.
+    /// One array copied to the other.
     pub copy: f64,
-    /// The sums of two arrays of f32 to a third.
+    /// One array of f32 added to the other.
     pub add: f64,
 }
 
@@ -37,16 +37,14 @@ impl Memory {
     pub fn measure(threads: usize, sizes: &[usize]) -> Memory {
         let point = |bytes: &usize| Point {
             bytes: *bytes,
-            copy: rate(threads, bytes / 2 / 4, |from, _, to| to.copy_from_slice(from)),
-            add: rate(threads, bytes / 3 / 4, |a, b, to| {
-                to.iter_mut().zip(a).zip(b).for_each(|((to, a), b)| *to = a + b);
-            }),
+            copy: rate(threads, *bytes, |from, to| to.copy_from_slice(from)),
+            add: rate(threads, *bytes, |from, to| to.iter_mut().zip(from).for_each(|(to, from)| *to += from)),
         };
         Memory { threads, points: sizes.iter().map(point).collect() }
     }
 
-    /// Bytes read and written per second by threads with so many bytes each: between two measured sizes a mixture, as part
-    /// of the data is in the faster cache.
+    /// Bytes read and written per second by threads with so many bytes each: between two measured sizes a mixture, as
+    /// part of the data is in the faster cache.
     pub fn touched(&self, bytes: f64) -> f64 {
         let above = self.points.iter().position(|point| point.bytes as f64 >= bytes).unwrap_or(self.points.len() - 1);
         let upper = &self.points[above];
@@ -63,13 +61,14 @@ const ROUND: Duration = Duration::from_millis(6);
 const BATCH: usize = 1 << 18;
 
 /// Output bytes per second of the best round: others of the machine's users only ever make it slower.
-fn rate(threads: usize, elements: usize, kernel: fn(&[f32], &[f32], &mut [f32])) -> f64 {
+fn rate(threads: usize, bytes: usize, kernel: fn(&[f32], &mut [f32])) -> f64 {
+    let elements = bytes / 2 / size_of::<f32>();
     let bytes = elements * size_of::<f32>();
     let barrier = Barrier::new(threads);
     let worker = || {
-        let (a, b, mut to) = (vec![1.0; elements], vec![2.0; elements], vec![0.0; elements]);
+        let (from, mut to) = (vec![1.0; elements], vec![2.0; elements]);
         let passes = (BATCH / bytes.max(1)).max(1);
-        let mut pass = || (0..passes).for_each(|_| kernel(black_box(&a), black_box(&b), black_box(&mut to)));
+        let mut pass = || (0..passes).for_each(|_| kernel(black_box(&from), black_box(&mut to)));
         pass();
         [(); ROUNDS].map(|()| {
             barrier.wait();
@@ -95,45 +94,72 @@ struct Line(AtomicU64);
 /// Seconds until what one thread has written is seen by another: half of the best round trip of a cache line.
 pub fn hand_off() -> f64 {
     const TRIPS: u64 = 50;
-    const TIME: Duration = Duration::from_millis(20);
+    const TIME: Duration = Duration::from_millis(30);
     let (there, back) = (Line(AtomicU64::new(0)), Line(AtomicU64::new(0)));
-    // Release and acquire, as a message would need: it is the price of handing data over that counts.
-    let await_line = |line: &Line, want: u64| {
-        let mut spins = 0u32;
-        loop {
-            match line.0.load(Ordering::Acquire) {
-                value if value == want || value == u64::MAX => return value,
-                // With a single core the other thread must get its turn.
-                _ if spins < 1 << 12 => spins += 1,
-                _ => {
-                    thread::yield_now();
-                    spins = 0;
-                }
-            }
-        }
-    };
-    thread::scope(|scope| {
-        scope.spawn(|| {
-            for trip in 1.. {
-                if await_line(&there, trip) == u64::MAX {
-                    return;
-                }
-                back.0.store(trip, Ordering::Release);
-            }
-        });
+    let near = || {
+        stay_on_core(0);
         let (begin, mut best, mut trip) = (Instant::now(), f64::MAX, 0);
         while begin.elapsed() < TIME {
             let start = Instant::now();
             for _ in 0..TRIPS {
                 trip += 1;
                 there.0.store(trip, Ordering::Release);
-                await_line(&back, trip);
+                back.await_value(trip);
             }
             best = best.min(start.elapsed().as_secs_f64() / (2 * TRIPS) as f64);
         }
         there.0.store(u64::MAX, Ordering::Release);
         best
+    };
+    let far = || {
+        stay_on_core(1);
+        let mut trip = 1;
+        while there.await_value(trip) != u64::MAX {
+            back.0.store(trip, Ordering::Release);
+            trip += 1;
+        }
+    };
+    thread::scope(|scope| {
+        scope.spawn(far);
+        scope.spawn(near).join().unwrap_or(f64::MAX)
     })
+}
+
+impl Line {
+    /// Waits for `value`, or for the largest number, which ends the measurement. Acquire, beside the other side's
+    /// release: what counts is the price of handing over data.
+    fn await_value(&self, value: u64) -> u64 {
+        let mut spins = 0;
+        loop {
+            match self.0.load(Ordering::Acquire) {
+                now if now == value || now == u64::MAX => return now,
+                // With a single core the other thread must get its turn.
+                _ if spins == 1 << 12 => {
+                    thread::yield_now();
+                    spins = 0;
+                }
+                _ => spins += 1,
+            }
+        }
+    }
+}
+
+/// Keeps the calling thread on the process's first, second ... core, where the system can and has it: on a busy machine
+/// two threads may share one core for long, and would measure the scheduler.
+fn stay_on_core(number: usize) {
+    #[cfg(target_os = "linux")]
+    {
+        use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
+        let Ok(allowed) = sched_getaffinity(None) else { return };
+        if let Some(core) = (0..CpuSet::MAX_CPU).filter(|core| allowed.is_set(*core)).nth(number) {
+            let mut only = CpuSet::new();
+            only.set(core);
+            // Where it is refused, the thread runs where the system likes.
+            let _ = sched_setaffinity(None, &only);
+        }
+    }
+    #[cfg(not(target_os = "linux"))]
+    let _ = number;
 }
 
 /// TCP between two threads over 127.0.0.1.

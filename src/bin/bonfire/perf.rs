@@ -36,8 +36,8 @@ use timing::{Counts, Measured, measure, measure_steps};
 /// number of ranks (both as nccl-tests define them; 1 GB/s is 1e9 bytes per second); the number of wrong elements over
 /// all ranks; and what percentage of the time this machine would need at least, as measured before.
 #[derive(clap::Args, Clone)]
-#[command(arg_required_else_help = true, after_help = "Try `bonfire perf --help` for examples and what the figures are.",
-          after_long_help = LONG_HELP)]
+#[command(arg_required_else_help = true, after_long_help = LONG_HELP,
+          after_help = "Try `bonfire perf --help` for examples and what the figures are.")]
 pub struct Args {
     /// What to measure
     #[arg(value_enum, value_name = "OPERATION")]
@@ -294,20 +294,23 @@ Examples:
   bonfire perf gradients --transport tcp --json    # a training step of ResNet-50
   bonfire perf reduce_scatter --plot reduce_scatter.svg
 
-Sizes are rounded down to whole elements; for all_gather, reduce_scatter and all_to_all to as many on every rank; but at
-least one. Flags that an operation has no use for, such as a root for all_reduce, change nothing.
+Sizes are rounded down to whole elements, for all_gather, reduce_scatter and all_to_all to as many
+on every rank, but to one at least. Flags that an operation has no use for, such as a root for
+all_reduce, change nothing.
 
 What is timed:
-  Results are checked first, on inputs whose reduction is exact in every order. Then calls run back to back: many together
-  for the mean, and up to 1000 one by one for the JSON keys median_us, p99_us and min_us. Every figure is that of the
-  rank where it is largest. gradients times single steps: its time is their median. send_recv and barrier do not come in
-  place.
+  Results are checked first, on inputs whose reduction is exact in every order. Then calls run back
+  to back: many together for the mean, and up to 1000 one by one for the JSON keys median_us, p99_us
+  and min_us. Every figure is that of the rank where it is largest. gradients times single steps, and
+  its time is their median. send_recv and barrier do not come in place.
 
 Floors:
-  %floor says how much of the time this machine needs at least, as measured before the first size. Between ranks in one
-  memory: the bytes that must be read and written, at the rate at which as many threads copy or add arrays as large; or
-  the hand-over of one cache line. Over TCP: the bytes that each rank must send, at the rate of one stream on loopback; or
-  one message of 8 bytes. 100 is out of reach: nothing in a floor waits for another rank.
+  %floor says how much of the time this machine needs at least, as measured before the first size.
+  Between ranks that reach each other's memory: the bytes that must be read and written, at the rate
+  at which as many threads copy or add arrays as large; or the hand-over of one cache line. Over TCP:
+  the bytes that each rank must send, at the rate of one stream on loopback; or one message of 8
+  bytes. Nothing in a floor waits for another rank, so 100 is out of reach; more means that something
+  else ran while the floor was measured.
 
 Exit status:
   0  every checked element was right

@@ -4,8 +4,9 @@ use std::io;
 use std::thread::available_parallelism;
 
 use super::operation::Facts;
+use super::plot::binary;
 use super::ranks::Transport;
-use crate::floor::{Loopback, Memory, hand_off};
+use crate::floor::{Loopback, Memory, Point, hand_off};
 
 /// Bytes that each thread works on when the rates of memory are measured.
 const SIZES: [usize; 5] = [1 << 14, 1 << 17, 1 << 20, 1 << 23, 1 << 26];
@@ -49,7 +50,9 @@ impl Floors {
         match &self.path {
             Path::Memory { memory, hand_off } => {
                 let touched = (facts.touched)(ranks)[usize::from(in_place)] * size;
-                hand_off.max(touched / memory.touched(touched / cores))
+                // In place what is written is what was read: no other memory than the buffers is needed.
+                let needed = if in_place { ranks * size } else { touched };
+                hand_off.max(touched / memory.touched(needed / cores))
             }
             // Each rank sends at the rate of a stream, as many at once as there are cores.
             Path::Wire(loopback) => {
@@ -64,15 +67,14 @@ impl Floors {
     pub fn describe(&self) -> Vec<String> {
         match &self.path {
             Path::Memory { memory, hand_off } => {
-                let rates = |rate: fn(&crate::floor::Point) -> f64| {
-                    let rates = memory.points.iter().map(|point| format!("{:.1}", rate(point) / 1e9));
-                    rates.collect::<Vec<_>>().join(" ")
-                };
-                let threads = memory.threads;
+                let list = |field: fn(&Point) -> String| memory.points.iter().map(field).collect::<Vec<_>>().join(" ");
+                let sizes = list(|point| binary(point.bytes as f64));
+                let copy = list(|point| format!("{:.1}", point.copy / 1e9));
+                let add = list(|point| format!("{:.1}", point.add / 1e9));
                 vec![
                     format!("floor: a cache line from thread to thread {:.2} us", hand_off * 1e6),
-                    format!("floor: memory, {threads} threads with 16K 128K 1M 8M 64M each, output in GB/s"),
-                    format!("       copy {}; add {}", rates(|point| point.copy), rates(|point| point.add)),
+                    format!("floor: memory, {} threads with {sizes} each, output in GB/s", memory.threads),
+                    format!("       copy {copy}; add {add}"),
                 ]
             }
             Path::Wire(loopback) => {
@@ -86,7 +88,6 @@ impl Floors {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::floor::Point;
     use crate::perf::operation::Name;
 
     fn floors(ranks: f64, cores: usize, path: Path) -> Floors {

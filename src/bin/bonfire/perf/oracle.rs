@@ -1,7 +1,7 @@
 //! Inputs, and what must become of them.
 //!
-//! All inputs are whole numbers so small that every order of summation gives the same exact result in every element type,
-//! 8-bit integers and 16-bit floats included: no result is above 126.
+//! All inputs are whole numbers so small that every order of summation gives the same exact result in every element
+//! type, 8-bit integers and 16-bit floats included: no result is above 126.
 
 use bonfire::{Element, ReduceOp};
 use half::{bf16, f16};

@@ -96,7 +96,8 @@ fn span(values: impl Iterator<Item = f64>) -> std::ops::Range<f64> {
     low.min(high) / 1.5..high * 1.5
 }
 
-fn binary(bytes: f64) -> String {
+/// Bytes with a binary unit: 1K is 1024.
+pub fn binary(bytes: f64) -> String {
     let units = ["", "K", "M", "G", "T"];
     let unit = (bytes.max(1.0).log2() / 10.0).floor().min(4.0);
     let number = format!("{:.1}", bytes / 1024f64.powf(unit));

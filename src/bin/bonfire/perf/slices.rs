@@ -150,6 +150,9 @@ mod tests {
         let group = Group::threads(1).unwrap().remove(0);
         let mut slices = Slices::<u8>::new(&group, Name::AllReduce, ReduceOp::Max, 0, 1000, false).unwrap();
         slices.reset();
+        slices.call().unwrap();
+        // The right result of the call before must not pass for one of this.
+        slices.reset();
         assert_eq!(slices.wrong().unwrap(), 1000);
     }
 }

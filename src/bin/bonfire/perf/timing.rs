@@ -53,8 +53,8 @@ const WARM: Duration = Duration::from_millis(30);
 /// Calls that are timed one by one: enough for a 99th percentile.
 const SAMPLES: u64 = 1000;
 
-/// Checks, warms up, and times back-to-back calls: first all together, for a mean free of the clock's own cost, then one
-/// by one.
+/// Checks, warms up, and times back-to-back calls: first all together, for a mean free of the clock's own cost, then
+/// one by one.
 pub fn measure(group: &Group, counts: &Counts, work: &mut dyn Workload) -> Result<Measured, RanksError> {
     let wrong = check(group, counts.check, work)?;
     let affordable = warm_up(group, counts, work)?;
