@@ -12,8 +12,10 @@ use crate::machine::Machine;
 const AREA: &str = "network";
 
 pub fn interfaces(machine: &Machine, findings: &mut Findings) {
-    let mut interfaces: BTreeMap<String, Vec<IpAddr>> =
-        machine.list("sys/class/net").into_iter().map(|name| (name, Vec::new())).collect();
+    let attribute = |name: &str, file: &str| machine.read(&format!("sys/class/net/{name}/{file}"));
+    // Not all that lies there is an interface.
+    let names = machine.list("sys/class/net").into_iter().filter(|name| attribute(name, "mtu").is_some());
+    let mut interfaces: BTreeMap<String, Vec<IpAddr>> = names.map(|name| (name, Vec::new())).collect();
     match if_addrs::get_if_addrs() {
         Ok(found) => {
             for interface in found {
@@ -27,11 +29,10 @@ pub fn interfaces(machine: &Machine, findings: &mut Findings) {
         ),
     }
     for (name, addresses) in interfaces {
-        let attribute = |file: &str| machine.read(&format!("sys/class/net/{name}/{file}"));
-        let mtu: Option<u64> = attribute("mtu").and_then(|text| text.parse().ok());
+        let mtu: Option<u64> = attribute(&name, "mtu").and_then(|text| text.parse().ok());
         // Virtual interfaces have none, or say -1.
-        let speed: Option<u64> = attribute("speed").and_then(|text| text.parse().ok());
-        let state = attribute("operstate");
+        let speed: Option<u64> = attribute(&name, "speed").and_then(|text| text.parse().ok());
+        let state = attribute(&name, "operstate");
         let list: Vec<String> = addresses.iter().map(IpAddr::to_string).collect();
         let mut text = if list.is_empty() { "no address".into() } else { list.join(", ") };
         text += &mtu.map_or(String::new(), |mtu| format!("; mtu {mtu}"));

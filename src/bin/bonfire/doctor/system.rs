@@ -100,7 +100,9 @@ fn judge_memory(available: u64, limit: Option<u64>, findings: &mut Findings) {
 
 #[cfg(unix)]
 fn shared_memory(findings: &mut Findings) {
-    let space = rustix::fs::statvfs("/dev/shm").ok().map(|fs| (fs.f_blocks * fs.f_frsize, fs.f_bavail * fs.f_frsize));
+    let bytes = |blocks: u64, size: u64| blocks.saturating_mul(size);
+    let space = rustix::fs::statvfs("/dev/shm").ok();
+    let space = space.map(|fs| (bytes(fs.f_blocks, fs.f_frsize), bytes(fs.f_bavail, fs.f_frsize)));
     let text =
         space.map_or("not there".into(), |(all, free)| format!("{}, of which {} are free", size(all), size(free)));
     let value = json!(space.map(|(all, free)| json!({ "total": all, "free": free })));
