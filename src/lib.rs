@@ -11,7 +11,8 @@
 //! | combine slices | [`Group`] |
 //! | carry messages in your own way | [`Transport`] and [`Group::on`] |
 //!
-//! The program `bonfire` starts ranks (`bonfire run`) and measures (`bonfire perf`). Messages go through `log`.
+//! The program `bonfire` starts ranks (`bonfire run`), measures (`bonfire perf`) and looks at the machine
+//! (`bonfire doctor`). Messages go through `log`.
 //!
 //! # Features
 //! * `cli` (default): the program `bonfire`.

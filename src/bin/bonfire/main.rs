@@ -1,6 +1,9 @@
 //! The `bonfire` program.
 #![deny(unsafe_op_in_unsafe_fn, clippy::undocumented_unsafe_blocks)]
 
+mod doctor;
+mod floor;
+mod machine;
 mod perf;
 mod run;
 
@@ -14,6 +17,7 @@ fn main() -> ExitCode {
     match Cli::parse().command {
         Command::Run(args) => ExitCode::from(run::run(&args)),
         Command::Perf(args) => ExitCode::from(perf::run(&args)),
+        Command::Doctor(args) => ExitCode::from(doctor::run(&args)),
     }
 }
 
@@ -29,4 +33,5 @@ struct Cli {
 enum Command {
     Run(run::Args),
     Perf(perf::Args),
+    Doctor(doctor::Args),
 }

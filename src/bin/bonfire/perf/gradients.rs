@@ -1,53 +1,66 @@
 //! One training step's gradient synchronisation.
 
-use std::time::Instant;
-
-use bonfire::{DType, DataParallel, Error, Group};
+use bonfire::{DataParallel, Group};
 use burn::backend::{Autodiff, Flex};
 use burn::module::Param;
 use burn::optim::GradientsParams;
 use burn::tensor::Tensor;
 
-use super::report::{Measurement, Report};
-use super::slowest_and_total;
+use super::ranks::RanksError;
+use super::timing::Workload;
 
 type B = Autodiff<Flex>;
 
-/// Steps; the first warms up, and the median of the rest is reported.
-const STEPS: usize = 8;
+/// Steps that are timed.
+pub const STEPS: usize = 7;
 
-pub fn run(group: &Group, report: &Report) -> Result<u64, Error> {
-    let device = Default::default();
-    let sizes = resnet50();
-    let model: Vec<Param<Tensor<B, 1>>> =
-        sizes.iter().map(|n| Param::from_tensor(Tensor::zeros([*n], &device))).collect();
-    let (model, mut parallel) = DataParallel::new(group.clone(), model)?;
-    // Small whole numbers, of which the mean is a whole or half number: exact.
-    let (own, mean) = ((group.rank() + 1) as f32, (group.world_size() + 1) as f32 / 2.0);
-    let (mut times, mut wrong) = (Vec::new(), 0);
-    for step in 0..STEPS {
-        let mut gradients = GradientsParams::new();
-        for parameter in &model {
-            gradients.register(parameter.id, Tensor::<Flex, 1>::full(parameter.shape(), own, &device));
-        }
-        group.barrier()?;
-        let start = Instant::now();
-        let mut gradients = parallel.sync(gradients, 1)?;
-        times.push(start.elapsed().as_secs_f64());
-        if step == 0 {
-            for parameter in &model {
-                let gradient = gradients.remove::<Flex, 1>(parameter.id).map(Tensor::into_data);
-                wrong += gradient
-                    .map_or(parameter.shape().num_elements(), |data| data.iter::<f32>().filter(|x| *x != mean).count());
-            }
+pub struct Gradients {
+    model: Vec<Param<Tensor<B, 1>>>,
+    parallel: DataParallel<B>,
+    own: f32,
+    mean: f32,
+    gradients: GradientsParams,
+}
+
+impl Gradients {
+    pub fn new(group: &Group) -> Result<Gradients, RanksError> {
+        let device = Default::default();
+        let model: Vec<Param<Tensor<B, 1>>> =
+            resnet50().iter().map(|n| Param::from_tensor(Tensor::zeros([*n], &device))).collect();
+        let (model, parallel) = DataParallel::new(group.clone(), model)?;
+        // Small whole numbers, of which the mean is a whole or half number: exact.
+        let (own, mean) = ((group.rank() + 1) as f32, (group.world_size() + 1) as f32 / 2.0);
+        Ok(Gradients { model, parallel, own, mean, gradients: GradientsParams::new() })
+    }
+
+    pub fn elements() -> usize {
+        resnet50().iter().sum()
+    }
+}
+
+impl Workload for Gradients {
+    fn reset(&mut self) {
+        self.gradients = GradientsParams::new();
+        for parameter in &self.model {
+            let gradient = Tensor::<Flex, 1>::full(parameter.shape(), self.own, &Default::default());
+            self.gradients.register(parameter.id, gradient);
         }
     }
-    times.remove(0);
-    times.sort_by(f64::total_cmp);
-    let (seconds, wrong) = slowest_and_total(group, times[times.len() / 2], wrong as u64)?;
-    let bytes = sizes.iter().sum::<usize>() * DType::F32.size();
-    report.print(group, &Measurement { collective: "gradients", dtype: DType::F32, bytes, seconds, wrong });
-    Ok(wrong)
+
+    fn call(&mut self) -> Result<(), RanksError> {
+        self.gradients = self.parallel.sync(std::mem::take(&mut self.gradients), 1)?;
+        Ok(())
+    }
+
+    fn wrong(&mut self) -> Result<u64, RanksError> {
+        let mut wrong = 0;
+        for parameter in &self.model {
+            let gradient = self.gradients.remove::<Flex, 1>(parameter.id).map(Tensor::into_data);
+            let missing = parameter.shape().num_elements();
+            wrong += gradient.map_or(missing, |data| data.iter::<f32>().filter(|x| *x != self.mean).count());
+        }
+        Ok(wrong as u64)
+    }
 }
 
 /// The lengths of ResNet-50's parameters in the order of its layers (He et al., CVPR 2016): 161 tensors, 25,557,032
@@ -74,9 +87,11 @@ fn resnet50() -> Vec<usize> {
 
 #[cfg(test)]
 mod tests {
+    use super::*;
+
     #[test]
     fn resnet50_has_its_published_size() {
-        let sizes = super::resnet50();
+        let sizes = resnet50();
         assert_eq!((sizes.len(), sizes.iter().sum::<usize>()), (161, 25_557_032));
     }
 }

@@ -2,12 +2,12 @@
 
 use std::fmt;
 use std::io;
+use std::path::PathBuf;
 use std::thread;
 
 use bonfire::{Error, Group};
 
 use super::Common;
-use super::report::Report;
 use crate::run;
 
 #[derive(Clone, Copy, PartialEq, clap::ValueEnum)]
@@ -31,10 +31,17 @@ impl fmt::Display for Transport {
 pub enum RanksError {
     #[error(transparent)]
     Group(#[from] Error),
+    #[cfg(unix)]
+    #[error(transparent)]
+    Collective(#[from] bonfire::CollectiveError),
     #[error("cannot start a rank: {0}")]
     Start(io::Error),
     #[error("a rank panicked; its message is above")]
     Panicked,
+    #[error("cannot print: {0}")]
+    Print(#[from] io::Error),
+    #[error("cannot draw {0}: {1}")]
+    Draw(PathBuf, String),
     #[cfg(not(unix))]
     #[error("TCP needs a unix system")]
     Platform,
@@ -43,17 +50,13 @@ pub enum RanksError {
 /// Runs `work` on every rank; it gives the number of wrong elements over all of them. Returns the exit status.
 pub fn measure(
     common: &Common,
-    work: impl Fn(&Group, &Report) -> Result<u64, Error> + Clone + Send + 'static,
+    work: impl Fn(&Group) -> Result<u64, RanksError> + Clone + Send + 'static,
 ) -> Result<u8, RanksError> {
-    let report = Report::new(common);
-    if !common.as_rank {
-        report.head();
-    }
     let wrong = match common.transport {
-        Transport::Local => threads(common.ranks, work, &report)?,
+        Transport::Local => threads(common.ranks, work)?,
         Transport::Tcp if !common.as_rank => return processes(common.ranks),
         #[cfg(unix)]
-        Transport::Tcp => work(&Group::from_env()?, &report)?,
+        Transport::Tcp => work(&Group::from_env()?)?,
         #[cfg(not(unix))]
         Transport::Tcp => return Err(RanksError::Platform),
     };
@@ -62,12 +65,11 @@ pub fn measure(
 
 fn threads(
     ranks: u32,
-    work: impl Fn(&Group, &Report) -> Result<u64, Error> + Clone + Send + 'static,
-    report: &Report,
+    work: impl Fn(&Group) -> Result<u64, RanksError> + Clone + Send + 'static,
 ) -> Result<u64, RanksError> {
     let spawn = |group: Group| {
-        let (work, report) = (work.clone(), report.clone());
-        thread::spawn(move || work(&group, &report))
+        let work = work.clone();
+        thread::spawn(move || work(&group))
     };
     let threads: Vec<_> = Group::threads(ranks as usize)?.into_iter().map(spawn).collect();
     let results: Vec<_> = threads.into_iter().map(thread::JoinHandle::join).collect();
@@ -83,4 +85,17 @@ fn processes(ranks: u32) -> Result<u8, RanksError> {
     let program = std::env::current_exe().map_err(RanksError::Start)?.into_os_string();
     let arguments = std::env::args_os().skip(1).chain(["--as-rank".into()]);
     Ok(run::run(&run::Args::local(ranks, [program].into_iter().chain(arguments).collect())))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_wrong_element_is_exit_status_1() {
+        let common = Common { transport: Transport::Local, ranks: 2, json: false, as_rank: false };
+        assert_eq!(measure(&common, |_| Ok(0)).unwrap(), 0);
+        assert_eq!(measure(&common, |_| Ok(1)).unwrap(), 1);
+        assert_eq!(measure(&common, |_| Ok(256)).unwrap(), 1);
+    }
 }

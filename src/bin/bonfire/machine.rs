@@ -1,0 +1,155 @@
+//! What the system says of this machine. Linux tells it in files; elsewhere most is unknown.
+
+use std::fs;
+use std::path::Path;
+
+/// The files of `/proc` and `/sys`, below another root in tests.
+pub struct Machine<'a> {
+    pub root: &'a Path,
+}
+
+impl Machine<'static> {
+    pub fn this() -> Self {
+        Machine { root: Path::new("/") }
+    }
+}
+
+impl Machine<'_> {
+    /// A file's text without the line's end.
+    pub fn read(&self, path: &str) -> Option<String> {
+        fs::read_to_string(self.root.join(path)).ok().map(|text| text.trim().to_owned())
+    }
+
+    /// The names in a directory, in order.
+    pub fn list(&self, path: &str) -> Vec<String> {
+        let entries = fs::read_dir(self.root.join(path)).into_iter().flatten().flatten();
+        let mut names: Vec<String> = entries.filter_map(|entry| entry.file_name().into_string().ok()).collect();
+        names.sort_unstable();
+        names
+    }
+
+    /// Bytes of memory: all, and what new programs could have.
+    pub fn memory(&self) -> Option<(u64, u64)> {
+        let info = self.read("proc/meminfo")?;
+        let field = |name: &str| {
+            let value = info.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
+            value.trim().strip_suffix("kB")?.trim().parse::<u64>().ok().map(|kilobytes| kilobytes * 1024)
+        };
+        Some((field("MemTotal")?, field("MemAvailable")?))
+    }
+
+    /// The bytes of memory that the process's cgroup, or one above it, allows.
+    pub fn memory_limit(&self) -> Option<u64> {
+        // Version 1 says "no limit" with a number that no machine has.
+        let bytes = |text: String| text.parse::<u64>().ok().filter(|bytes| *bytes < 1 << 60);
+        let files = self.cgroup_files("memory", "memory.max", "memory.limit_in_bytes");
+        files.into_iter().filter_map(bytes).min()
+    }
+
+    /// The processors' worth of time that the process's cgroup, or one above it, allows.
+    pub fn cpu_limit(&self) -> Option<f64> {
+        let share = |quota: &str, period: &str| Some(quota.parse::<f64>().ok()? / period.parse::<f64>().ok()?);
+        let two = self.cgroup_files("", "cpu.max", "").into_iter();
+        let two = two.filter_map(|text| text.split_once(' ').and_then(|(quota, period)| share(quota, period)));
+        let quotas = self.cgroup_files("cpu", "", "cpu.cfs_quota_us").into_iter();
+        let periods = self.cgroup_files("cpu", "", "cpu.cfs_period_us").into_iter();
+        // Version 1 has a quota of -1 where there is none.
+        let one = quotas.zip(periods).filter_map(|(quota, period)| share(&quota, &period)).filter(|share| *share > 0.0);
+        two.chain(one).min_by(f64::total_cmp)
+    }
+
+    /// What the files say in the process's cgroup and in all above it: `two` in version 2, `one` in version 1's
+    /// hierarchy of `controller`.
+    fn cgroup_files(&self, controller: &str, two: &str, one: &str) -> Vec<String> {
+        let mut texts = Vec::new();
+        for line in self.read("proc/self/cgroup").unwrap_or_default().lines() {
+            let mut fields = line.splitn(3, ':').skip(1);
+            let (Some(controllers), Some(path)) = (fields.next(), fields.next()) else { continue };
+            let (mount, file) = match controllers {
+                "" => ("sys/fs/cgroup".to_owned(), two),
+                _ if controllers.split(',').any(|name| name == controller) => {
+                    (format!("sys/fs/cgroup/{controller}"), one)
+                }
+                _ => continue,
+            };
+            if file.is_empty() {
+                continue;
+            }
+            // In a container the path may be the host's, while the mount shows the container's own group at its top.
+            for group in Path::new(path.trim_start_matches('/')).ancestors() {
+                texts.extend(self.read(&format!("{mount}/{}/{file}", group.display())));
+            }
+        }
+        texts
+    }
+}
+
+/// How many processors a list such as `0-3,8` names.
+pub fn count_list(list: &str) -> Option<usize> {
+    let mut count = 0;
+    for range in list.split(',') {
+        let (first, last) = range.split_once('-').unwrap_or((range, range));
+        let (first, last): (usize, usize) = (first.trim().parse().ok()?, last.trim().parse().ok()?);
+        count += last.checked_sub(first)? + 1;
+    }
+    Some(count)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A root with these files.
+    fn root(files: &[(&str, &str)]) -> tempfile::TempDir {
+        let root = tempfile::tempdir().unwrap();
+        for (path, text) in files {
+            let path = root.path().join(path);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, text).unwrap();
+        }
+        root
+    }
+
+    #[test]
+    fn processor_lists_are_counted() {
+        assert_eq!(["0", "0-3", "0-3,8", "0,2,4-5"].map(count_list), [1, 4, 5, 4].map(Some));
+        assert_eq!(["", "x", "3-1"].map(count_list), [None; 3]);
+    }
+
+    #[test]
+    fn memory_is_read_in_bytes() {
+        let root = root(&[("proc/meminfo", "MemTotal:  2048 kB\nMemFree: 1 kB\nMemAvailable:  1024 kB\n")]);
+        assert_eq!(Machine { root: root.path() }.memory(), Some((2 << 20, 1 << 20)));
+        assert_eq!(Machine { root: &root.path().join("none") }.memory(), None);
+    }
+
+    #[test]
+    fn limits_of_cgroups_version_2_hold_from_above_too() {
+        let root = root(&[
+            ("proc/self/cgroup", "0::/job/step\n"),
+            ("sys/fs/cgroup/job/memory.max", "1073741824\n"),
+            ("sys/fs/cgroup/job/step/memory.max", "max\n"),
+            ("sys/fs/cgroup/job/step/cpu.max", "150000 100000\n"),
+            ("sys/fs/cgroup/job/cpu.max", "max 100000\n"),
+        ]);
+        let machine = Machine { root: root.path() };
+        assert_eq!((machine.memory_limit(), machine.cpu_limit()), (Some(1 << 30), Some(1.5)));
+    }
+
+    #[test]
+    fn limits_of_cgroups_version_1() {
+        let root = root(&[
+            ("proc/self/cgroup", "4:memory:/box\n1:cpu,cpuacct:/box\n0::/\n"),
+            ("sys/fs/cgroup/memory/box/memory.limit_in_bytes", "536870912\n"),
+            ("sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712\n"),
+            ("sys/fs/cgroup/cpu/cpu.cfs_quota_us", "-1\n"),
+            ("sys/fs/cgroup/cpu/cpu.cfs_period_us", "100000\n"),
+            ("sys/fs/cgroup/cpu/box/cpu.cfs_quota_us", "50000\n"),
+            ("sys/fs/cgroup/cpu/box/cpu.cfs_period_us", "100000\n"),
+        ]);
+        let machine = Machine { root: root.path() };
+        assert_eq!((machine.memory_limit(), machine.cpu_limit()), (Some(512 << 20), Some(0.5)));
+        let none = Machine { root: &root.path().join("none") };
+        assert_eq!((none.memory_limit(), none.cpu_limit()), (None, None));
+    }
+}

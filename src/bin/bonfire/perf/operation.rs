@@ -1,0 +1,269 @@
+//! The collectives as rows of one table: what they move, how they are called, and what must come of them.
+
+use bonfire::{Error, Group};
+use clap::ValueEnum;
+
+use super::oracle::{Case, Number};
+use Extent::{Part, Whole};
+
+/// What can be measured.
+#[derive(Clone, Copy, Debug, PartialEq, ValueEnum)]
+#[value(rename_all = "snake_case")]
+pub enum Name {
+    /// Every rank gets the reduction of all buffers
+    AllReduce,
+    /// The root gets the reduction of all buffers
+    Reduce,
+    /// Every rank gets the root's buffer
+    Broadcast,
+    /// Every rank gets the parts of all; the size is that of all parts together
+    AllGather,
+    /// Every rank gets its part of the reduction; the size is that of all parts together
+    ReduceScatter,
+    /// Every rank swaps a part with every other; the size is that of a rank's parts together
+    AllToAll,
+    /// Every rank sends its buffer to the next one
+    SendRecv,
+    /// Every rank waits for all, without any data
+    Barrier,
+    /// One training step's gradients by DataParallel: ResNet-50's 161 tensors, 25,557,032 f32, averaged
+    Gradients,
+}
+
+/// What bandwidths and floors depend on. All functions take the number of ranks, and count in sizes: 1 is the size that
+/// stands in the table.
+#[derive(Clone, Copy)]
+pub struct Facts {
+    pub name: &'static str,
+    pub reduces: bool,
+    pub rooted: bool,
+    /// What the busiest rank must send or receive: busbw is algbw times this, as nccl-tests define both.
+    pub bus: fn(f64) -> f64,
+    /// What all ranks together must send.
+    pub crossing: fn(f64) -> f64,
+    /// What must be read and written at least where all memory is in reach: out of place, and in place.
+    pub touched: fn(f64) -> [f64; 2],
+}
+
+impl Facts {
+    /// Whether it moves anything at all.
+    pub fn moves(&self) -> bool {
+        (self.crossing)(2.0) > 0.0
+    }
+}
+
+/// How much of the size a rank's buffer holds.
+#[derive(Clone, Copy, PartialEq)]
+pub enum Extent {
+    Whole,
+    /// One rank's part.
+    Part,
+}
+
+type Call<T> = fn(&Group, &Case, &[T], &mut [T]) -> Result<(), Error>;
+
+#[derive(Clone, Copy)]
+pub struct Operation<T: 'static> {
+    pub facts: Facts,
+    pub input: Extent,
+    pub output: Extent,
+    pub into: Call<T>,
+    /// Works on the output alone, which is then a whole buffer: parts lie in it where they belong.
+    pub in_place: Option<Call<T>>,
+    /// Element `i` of the output, None where it is unspecified.
+    pub want: fn(&Case, usize) -> Option<f64>,
+}
+
+impl Name {
+    pub fn facts(self) -> Facts {
+        match self {
+            // An all_reduce, as far as bytes go.
+            Name::Gradients => Facts { name: "gradients", ..Name::AllReduce.facts() },
+            name => Operation::<u8>::ALL[name as usize].facts,
+        }
+    }
+
+    /// How many parts a size consists of.
+    pub fn parts(self, ranks: usize) -> usize {
+        match self {
+            Name::AllGather | Name::ReduceScatter | Name::AllToAll => ranks,
+            _ => 1,
+        }
+    }
+}
+
+impl<T: Number> Operation<T> {
+    /// In the order of `Name`.
+    pub const ALL: [Operation<T>; 8] = [
+        Operation {
+            facts: Facts {
+                name: "all_reduce",
+                reduces: true,
+                rooted: false,
+                bus: |n| 2.0 * (n - 1.0) / n,
+                crossing: |n| 2.0 * (n - 1.0),
+                touched: |n| [2.0 * n, 2.0 * n],
+            },
+            input: Whole,
+            output: Whole,
+            into: |group, case, input, output| group.all_reduce_into(input, output, case.op),
+            in_place: Some(|group, case, _, data| group.all_reduce(data, case.op)),
+            want: |case, i| Some(case.reduced(i)),
+        },
+        Operation {
+            facts: Facts {
+                name: "reduce",
+                reduces: true,
+                rooted: true,
+                bus: |_| 1.0,
+                crossing: |n| n - 1.0,
+                touched: |n| [n + 1.0, n + 1.0],
+            },
+            input: Whole,
+            output: Whole,
+            into: |group, case, input, output| group.reduce_into(input, output, case.op, case.root),
+            in_place: Some(|group, case, _, data| group.reduce(data, case.op, case.root)),
+            want: |case, i| (case.rank == case.root).then(|| case.reduced(i)),
+        },
+        Operation {
+            facts: Facts {
+                name: "broadcast",
+                reduces: false,
+                rooted: true,
+                bus: |_| 1.0,
+                crossing: |n| n - 1.0,
+                touched: |n| [n + 1.0, n],
+            },
+            input: Whole,
+            output: Whole,
+            into: |group, case, input, output| {
+                group.broadcast_into((case.rank == case.root).then_some(input), output, case.root)
+            },
+            in_place: Some(|group, case, _, data| group.broadcast(data, case.root)),
+            want: |case, i| Some(case.input(case.root, i)),
+        },
+        Operation {
+            facts: Facts {
+                name: "all_gather",
+                reduces: false,
+                rooted: false,
+                bus: |n| (n - 1.0) / n,
+                crossing: |n| n - 1.0,
+                touched: |n| [n + 1.0, n],
+            },
+            input: Part,
+            output: Whole,
+            into: |group, _, input, output| group.all_gather_into(input, output),
+            in_place: Some(|group, _, _, data| group.all_gather(data)),
+            want: |case, i| Some(case.input(i / case.part(), i % case.part())),
+        },
+        Operation {
+            facts: Facts {
+                name: "reduce_scatter",
+                reduces: true,
+                rooted: false,
+                bus: |n| (n - 1.0) / n,
+                crossing: |n| n - 1.0,
+                touched: |n| [n + 1.0, n + 1.0],
+            },
+            input: Whole,
+            output: Part,
+            into: |group, case, input, output| group.reduce_scatter_into(input, output, case.op),
+            in_place: Some(|group, case, _, data| group.reduce_scatter(data, case.op)),
+            want: |case, i| Some(case.reduced(case.rank * case.part() + i)),
+        },
+        Operation {
+            facts: Facts {
+                name: "all_to_all",
+                reduces: false,
+                rooted: false,
+                bus: |n| (n - 1.0) / n,
+                crossing: |n| n - 1.0,
+                // In place a rank's part for itself stays where it is.
+                touched: |n| [2.0 * n, 2.0 * (n - 1.0)],
+            },
+            input: Whole,
+            output: Whole,
+            into: |group, _, input, output| group.all_to_all_into(input, output),
+            in_place: Some(|group, _, _, data| group.all_to_all(data)),
+            want: |case, i| Some(case.input(i / case.part(), case.rank * case.part() + i % case.part())),
+        },
+        Operation {
+            facts: Facts {
+                name: "send_recv",
+                reduces: false,
+                rooted: false,
+                bus: |_| 1.0,
+                crossing: |n| n,
+                touched: |n| [2.0 * n, 2.0 * n],
+            },
+            input: Whole,
+            output: Whole,
+            // A send may wait for its receiver, so neighbours take turns.
+            into: |group, case, input, output| {
+                let (next, previous) = ((case.rank + 1) % case.ranks, (case.rank + case.ranks - 1) % case.ranks);
+                if case.rank.is_multiple_of(2) {
+                    group.send(input, next)?;
+                    return group.recv(output, previous);
+                }
+                group.recv(output, previous)?;
+                group.send(input, next)
+            },
+            // Who receives first would overwrite what it is to send.
+            in_place: None,
+            want: |case, i| Some(case.input((case.rank + case.ranks - 1) % case.ranks, i)),
+        },
+        Operation {
+            facts: Facts {
+                name: "barrier",
+                reduces: false,
+                rooted: false,
+                bus: |_| 1.0,
+                crossing: |_| 0.0,
+                touched: |_| [0.0, 0.0],
+            },
+            input: Whole,
+            output: Whole,
+            into: |group, _, _, _| group.barrier(),
+            in_place: None,
+            want: |_, _| None,
+        },
+    ];
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_table_is_in_the_order_of_names() {
+        for name in Name::value_variants() {
+            assert_eq!(Some(name.facts().name), name.to_possible_value().as_ref().map(|value| value.get_name()));
+        }
+    }
+
+    #[test]
+    fn bus_factors_are_those_of_nccl_tests() {
+        let factors = |name: Name| [2.0, 4.0].map(name.facts().bus);
+        for name in [Name::AllReduce, Name::Gradients] {
+            assert_eq!(factors(name), [1.0, 1.5]);
+        }
+        for name in [Name::AllGather, Name::ReduceScatter, Name::AllToAll] {
+            assert_eq!(factors(name), [0.5, 0.75]);
+        }
+        for name in [Name::Reduce, Name::Broadcast, Name::SendRecv] {
+            assert_eq!(factors(name), [1.0, 1.0]);
+        }
+    }
+
+    #[test]
+    fn no_rank_sends_more_than_all_together_do() {
+        for name in Name::value_variants().iter().filter(|name| name.facts().moves()) {
+            let Facts { bus, crossing, touched, .. } = name.facts();
+            for n in [2.0, 3.0, 8.0] {
+                assert!(bus(n) <= crossing(n) && crossing(n) <= n * bus(n), "{name:?} of {n}");
+                assert!(touched(n)[1] <= touched(n)[0] && crossing(n) <= touched(n)[0], "{name:?} of {n}");
+            }
+        }
+    }
+}

@@ -1,0 +1,109 @@
+//! Which sizes are measured.
+
+/// The flags are those of nccl-tests.
+#[derive(clap::Args, Clone)]
+pub struct Sizes {
+    /// Smallest size in bytes; K, M and G stand for 1024 and its powers
+    #[arg(short = 'b', long, value_name = "BYTES", default_value = "8", value_parser = parse_bytes)]
+    min_bytes: usize,
+
+    /// Largest size in bytes, with K, M and G as above
+    #[arg(short = 'e', long, value_name = "BYTES", default_value = "32M", value_parser = parse_bytes)]
+    max_bytes: usize,
+
+    /// Factor from one size to the next [default: 4]
+    #[arg(short = 'f', long, value_name = "FACTOR", value_parser = clap::value_parser!(u64).range(2..))]
+    factor: Option<u64>,
+
+    /// Bytes from one size to the next, instead of a factor
+    #[arg(short = 'i', long, value_name = "BYTES", conflicts_with = "factor", value_parser = parse_step)]
+    step_bytes: Option<usize>,
+}
+
+const FACTOR: u64 = 4;
+
+impl Sizes {
+    /// The sizes in bytes, rounded down to multiples of `unit`; none is less than one `unit`, and none comes twice.
+    pub fn list(&self, unit: usize) -> Result<Vec<usize>, String> {
+        let Sizes { min_bytes, max_bytes, .. } = *self;
+        if max_bytes < min_bytes {
+            return Err(format!(
+                "--max-bytes {max_bytes} is below --min-bytes {min_bytes}: swap them or leave one out"
+            ));
+        }
+        if max_bytes < unit {
+            return Err(format!("--max-bytes {max_bytes} holds no element for each rank: give at least {unit}"));
+        }
+        let next = |bytes: &usize| {
+            let next = match self.step_bytes {
+                Some(step) => bytes.checked_add(step),
+                None => usize::try_from(self.factor.unwrap_or(FACTOR)).ok().and_then(|f| bytes.checked_mul(f)),
+            };
+            next.filter(|next| *next <= max_bytes)
+        };
+        let mut sizes: Vec<usize> =
+            std::iter::successors(Some(min_bytes), next).map(|bytes| (bytes / unit).max(1) * unit).collect();
+        sizes.dedup();
+        Ok(sizes)
+    }
+}
+
+/// Reads `4096`, `4K`, `32M` or `1G`.
+fn parse_bytes(text: &str) -> Result<usize, String> {
+    let (digits, shift) = match text.trim_end_matches(['k', 'K', 'm', 'M', 'g', 'G']) {
+        digits if digits.len() == text.len() => (digits, 0),
+        digits => match &text[digits.len()..] {
+            "k" | "K" => (digits, 10),
+            "m" | "M" => (digits, 20),
+            "g" | "G" => (digits, 30),
+            _ => return Err(FORM.into()),
+        },
+    };
+    let number: usize = digits.parse().map_err(|_| FORM)?;
+    match number.checked_mul(1 << shift) {
+        Some(0) => Err("there is nothing to measure at 0 bytes: give 1 or more".into()),
+        // Buffers are vectors, which can be no larger.
+        Some(bytes) if isize::try_from(bytes).is_ok() => Ok(bytes),
+        _ => Err("more bytes than a buffer can have".into()),
+    }
+}
+
+fn parse_step(text: &str) -> Result<usize, String> {
+    parse_bytes(text)
+}
+
+const FORM: &str = "write a whole number of bytes such as 4096, or 4K, 32M, 1G";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sizes(min: &str, max: &str, factor: Option<u64>, step: Option<usize>) -> Sizes {
+        let bytes = |text| parse_bytes(text).unwrap();
+        Sizes { min_bytes: bytes(min), max_bytes: bytes(max), factor, step_bytes: step }
+    }
+
+    #[test]
+    fn suffixes_are_powers_of_1024() {
+        let read: Vec<_> = ["8", "4K", "4k", "32M", "2G"].map(|text| parse_bytes(text).unwrap()).into();
+        assert_eq!(read, [8, 4096, 4096, 32 << 20, 2 << 30]);
+        for text in ["", "K", "4KB", "4KK", "-4", "1.5K", "4 K", "0", "0K", "18446744073709551615", "99999999999999G"] {
+            assert!(parse_bytes(text).is_err(), "{text:?}");
+        }
+    }
+
+    #[test]
+    fn sizes_grow_by_a_factor_or_by_steps_up_to_the_largest() {
+        assert_eq!(sizes("8", "1K", None, None).list(4).unwrap(), [8, 32, 128, 512]);
+        assert_eq!(sizes("8", "1K", Some(16), None).list(4).unwrap(), [8, 128]);
+        assert_eq!(sizes("1K", "4K", None, Some(1024)).list(4).unwrap(), [1024, 2048, 3072, 4096]);
+        assert_eq!(sizes("64", "64", None, None).list(4).unwrap(), [64]);
+    }
+
+    #[test]
+    fn sizes_are_whole_units_and_at_least_one() {
+        assert_eq!(sizes("1", "100", Some(2), None).list(12).unwrap(), [12, 24, 60]);
+        assert!(sizes("1", "11", None, None).list(12).unwrap_err().contains("at least 12"));
+        assert!(sizes("8", "4", None, None).list(4).unwrap_err().contains("--min-bytes 8"));
+    }
+}

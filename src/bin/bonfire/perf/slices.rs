@@ -1,0 +1,158 @@
+//! Operations of a group on slices.
+
+use bonfire::{Group, ReduceOp};
+
+use super::operation::{Extent, Name, Operation};
+use super::oracle::{Case, Number, POISON, wrong};
+use super::ranks::RanksError;
+use super::timing::Workload;
+
+pub struct Slices<'a, T: Number> {
+    group: &'a Group,
+    operation: Operation<T>,
+    case: Case,
+    in_place: bool,
+    /// Empty where the operation works in place.
+    input: Vec<T>,
+    output: Vec<T>,
+}
+
+impl<'a, T: Number> Slices<'a, T> {
+    /// `count` elements of a whole buffer. None where the operation does not come in place.
+    pub fn new(group: &'a Group, name: Name, op: ReduceOp, root: usize, count: usize, in_place: bool) -> Option<Self> {
+        let operation = Operation::<T>::ALL[name as usize];
+        if in_place && operation.in_place.is_none() {
+            return None;
+        }
+        let case = Case::new(operation.facts.reduces, op, [group.world_size(), group.rank(), root], count);
+        let zeros = |extent| vec![T::zeroed(); length(&case, extent)];
+        let (input, output) = match in_place {
+            true => (Vec::new(), zeros(Extent::Whole)),
+            false => (zeros(operation.input), zeros(operation.output)),
+        };
+        Some(Slices { group, operation, case, in_place, input, output })
+    }
+}
+
+fn length(case: &Case, extent: Extent) -> usize {
+    match extent {
+        Extent::Whole => case.count,
+        Extent::Part => case.part(),
+    }
+}
+
+/// Where a rank's part lies in a whole buffer, or all of it.
+fn place(case: &Case, extent: Extent) -> std::ops::Range<usize> {
+    match extent {
+        Extent::Whole => 0..case.count,
+        Extent::Part => case.rank * case.part()..(case.rank + 1) * case.part(),
+    }
+}
+
+impl<T: Number> Workload for Slices<'_, T> {
+    fn reset(&mut self) {
+        let Slices { operation, case, .. } = self;
+        self.output.fill(T::of(POISON));
+        let input = match self.in_place {
+            true => &mut self.output[place(case, operation.input)],
+            false => &mut self.input[..],
+        };
+        for (i, element) in input.iter_mut().enumerate() {
+            *element = T::of(case.input(case.rank, i));
+        }
+    }
+
+    fn call(&mut self) -> Result<(), RanksError> {
+        let call = self.operation.in_place.filter(|_| self.in_place).unwrap_or(self.operation.into);
+        Ok(call(self.group, &self.case, &self.input, &mut self.output)?)
+    }
+
+    fn wrong(&mut self) -> Result<u64, RanksError> {
+        let Slices { operation, case, .. } = self;
+        let output = match self.in_place {
+            true => &self.output[place(case, operation.output)],
+            false => &self.output[..],
+        };
+        Ok(wrong(output, |i| (operation.want)(case, i)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::thread;
+
+    use clap::ValueEnum;
+    use half::{bf16, f16};
+
+    use super::*;
+
+    /// The wrong elements of every rank after `name`, whose results `corrupt` may change.
+    fn check<T: Number>(name: Name, op: ReduceOp, ranks: usize, corrupt: fn(&mut [T])) -> Vec<u64> {
+        let count = 30 * ranks;
+        let rank = move |group: Group| {
+            let mut counts = Vec::new();
+            for in_place in [false, true] {
+                let Some(mut slices) = Slices::<T>::new(&group, name, op, ranks - 1, count, in_place) else { continue };
+                // Twice: what a first call left must not pass for the result of a second.
+                for _ in 0..2 {
+                    slices.reset();
+                    slices.call().unwrap();
+                }
+                let place =
+                    if in_place { place(&slices.case, slices.operation.output) } else { 0..slices.output.len() };
+                corrupt(&mut slices.output[place]);
+                counts.push(slices.wrong().unwrap());
+            }
+            counts
+        };
+        let ranks: Vec<_> =
+            Group::threads(ranks).unwrap().into_iter().map(|g| thread::spawn(move || rank(g))).collect();
+        ranks.into_iter().flat_map(|rank| rank.join().unwrap()).collect()
+    }
+
+    fn every_operation<T: Number>(ranks: usize) {
+        for name in Name::value_variants().iter().filter(|name| **name != Name::Gradients) {
+            for op in ReduceOp::ALL {
+                let wrong = check::<T>(*name, op, ranks, |_| ());
+                assert!(wrong.iter().all(|wrong| *wrong == 0), "{name:?} {op} {} {wrong:?}", T::DTYPE);
+            }
+        }
+    }
+
+    #[test]
+    fn every_operation_is_right_in_every_type() {
+        every_operation::<f32>(2);
+        every_operation::<f64>(3);
+        every_operation::<f16>(3);
+        every_operation::<bf16>(4);
+        every_operation::<i8>(3);
+        every_operation::<i16>(2);
+        every_operation::<i32>(5);
+        every_operation::<i64>(2);
+        every_operation::<u8>(4);
+        every_operation::<u16>(3);
+        every_operation::<u32>(2);
+        every_operation::<u64>(3);
+    }
+
+    #[test]
+    fn a_wrong_element_is_found_in_every_operation() {
+        for name in Name::value_variants().iter().filter(|name| name.facts().moves() && **name != Name::Gradients) {
+            let wrong = check::<f32>(*name, ReduceOp::Sum, 3, |output| *output.last_mut().unwrap() += 1.0);
+            // A reduction to a root says nothing of the other ranks' outputs.
+            let found: Vec<u64> = if *name == Name::Reduce { wrong[4..].to_vec() } else { wrong };
+            assert!(!found.is_empty() && found.iter().all(|wrong| *wrong == 1), "{name:?} {found:?}");
+        }
+    }
+
+    #[test]
+    fn a_call_that_does_nothing_is_wrong_everywhere() {
+        let group = Group::threads(1).unwrap().remove(0);
+        let mut slices = Slices::<u8>::new(&group, Name::AllReduce, ReduceOp::Max, 0, 1000, false).unwrap();
+        slices.reset();
+        slices.call().unwrap();
+        // The right result of the call before must not pass for one of this.
+        slices.reset();
+        assert_eq!(slices.wrong().unwrap(), 1000);
+    }
+}

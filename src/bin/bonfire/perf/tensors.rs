@@ -1,0 +1,131 @@
+//! An all_reduce through burn's collective API, on Flex: what it costs over the same call on slices.
+
+use std::marker::PhantomData;
+
+use bonfire::{CollectiveConfig, DType, Group, PeerId, ReduceOp, all_reduce, finish_collective, register};
+use burn::backend::Flex;
+use burn::tensor::ops::{FloatTensor, FloatTensorOps};
+use burn::tensor::{Bytes, DType as BurnDType, TensorData, try_read_sync};
+
+use super::oracle::{Case, Number, wrong};
+use super::ranks::RanksError;
+use super::timing::Workload;
+
+type Primitive = FloatTensor<Flex>;
+
+/// The element types that burn's floating-point tensors have.
+pub fn element(dtype: DType) -> Option<BurnDType> {
+    match dtype {
+        DType::F32 => Some(BurnDType::F32),
+        DType::F64 => Some(BurnDType::F64),
+        DType::F16 => Some(BurnDType::F16),
+        DType::BF16 => Some(BurnDType::BF16),
+        _ => None,
+    }
+}
+
+/// A rank registered with burn's collective API.
+pub struct Peer(PeerId);
+
+impl Peer {
+    /// Blocks until all ranks of the process have come here.
+    pub fn register(group: &Group) -> Result<Peer, RanksError> {
+        let id = PeerId::from(group.rank() as u32);
+        register::<Flex>(id, Default::default(), CollectiveConfig::default().with_num_devices(group.world_size()))?;
+        Ok(Peer(id))
+    }
+}
+
+impl Drop for Peer {
+    fn drop(&mut self) {
+        if let Err(error) = finish_collective::<Flex>(self.0) {
+            log::warn!("{} is still registered: {error}", self.0);
+        }
+    }
+}
+
+pub struct Tensors<'a, T> {
+    peer: &'a Peer,
+    case: Case,
+    dtype: BurnDType,
+    /// None in place: the peer then gives its only handle away, so that the result may take the input's memory.
+    input: Option<Primitive>,
+    output: Option<Primitive>,
+    in_place: bool,
+    element: PhantomData<T>,
+}
+
+impl<'a, T: Number> Tensors<'a, T> {
+    /// `T` is one of burn's floats.
+    pub fn new(peer: &'a Peer, group: &Group, op: ReduceOp, count: usize, in_place: bool) -> Self {
+        let dtype = element(T::DTYPE).unwrap_or(BurnDType::F32);
+        let case = Case::new(true, op, [group.world_size(), group.rank(), 0], count);
+        Tensors { peer, case, dtype, input: None, output: None, in_place, element: PhantomData }
+    }
+
+    fn fresh(&self) -> Primitive {
+        let Case { count, rank, .. } = self.case;
+        let elements: Vec<T> = (0..count).map(|i| T::of(self.case.input(rank, i))).collect();
+        let data = TensorData::from_bytes(Bytes::from_elems(elements), [count], self.dtype);
+        <Flex>::float_from_data(data, &Default::default())
+    }
+}
+
+impl<T: Number> Workload for Tensors<'_, T> {
+    fn reset(&mut self) {
+        let fresh = Some(self.fresh());
+        (self.input, self.output) = if self.in_place { (None, fresh) } else { (fresh, None) };
+    }
+
+    fn call(&mut self) -> Result<(), RanksError> {
+        let given = self.input.clone().or_else(|| self.output.take()).unwrap_or_else(|| self.fresh());
+        self.output = Some(all_reduce::<Flex>(self.peer.0, given, self.case.op)?);
+        Ok(())
+    }
+
+    fn wrong(&mut self) -> Result<u64, RanksError> {
+        let data = self.output.take().map(|output| try_read_sync(<Flex>::float_into_data(output)));
+        let Some(Some(Ok(data))) = data else { return Ok(self.case.count as u64) };
+        let output: Vec<T> = bytemuck::pod_collect_to_vec(&data.bytes);
+        Ok(wrong(&output, |i| Some(self.case.reduced(i))) + self.case.count.abs_diff(output.len()) as u64)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::thread;
+
+    use half::f16;
+
+    use super::*;
+
+    /// All that use the process's one session of Flex are in this test.
+    #[test]
+    fn all_reduce_of_tensors_is_right_and_a_wrong_element_is_found() {
+        fn check<T: Number>(group: &Group, peer: &Peer, in_place: bool) {
+            let mut tensors = Tensors::<T>::new(peer, group, ReduceOp::Mean, 1000, in_place);
+            for wrong in 0..2 {
+                tensors.reset();
+                tensors.call().unwrap();
+                // The second result gets a wrong element.
+                if wrong == 1 {
+                    let data = try_read_sync(<Flex>::float_into_data(tensors.output.take().unwrap())).unwrap().unwrap();
+                    let mut elements: Vec<T> = bytemuck::pod_collect_to_vec(&data.bytes);
+                    elements[999] = T::of(f64::MAX);
+                    let data = TensorData::from_bytes(Bytes::from_elems(elements), [1000], tensors.dtype);
+                    tensors.output = Some(<Flex>::float_from_data(data, &Default::default()));
+                }
+                assert_eq!(tensors.wrong().unwrap(), wrong, "in place: {in_place}");
+            }
+        }
+        let rank = |group: Group| {
+            let peer = Peer::register(&group).unwrap();
+            for in_place in [false, true] {
+                check::<f32>(&group, &peer, in_place);
+                check::<f16>(&group, &peer, in_place);
+            }
+        };
+        let ranks: Vec<_> = Group::threads(3).unwrap().into_iter().map(|g| thread::spawn(move || rank(g))).collect();
+        ranks.into_iter().for_each(|rank| rank.join().unwrap());
+    }
+}

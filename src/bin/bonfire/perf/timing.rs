@@ -1,0 +1,185 @@
+//! How a call is checked and timed.
+
+use std::time::{Duration, Instant};
+
+use bonfire::{Error, Group, ReduceOp};
+
+use super::ranks::RanksError;
+
+/// Calls of one kind, on one rank.
+pub trait Workload {
+    /// Prepares a call whose result can be checked: fresh input, and an output that is wrong.
+    fn reset(&mut self);
+    fn call(&mut self) -> Result<(), RanksError>;
+    /// The number of wrong elements after a call that was prepared.
+    fn wrong(&mut self) -> Result<u64, RanksError>;
+}
+
+#[derive(clap::Args, Clone)]
+pub struct Counts {
+    /// Calls to time for each size [default: as many as take 0.2 s, 10 to 20,000]
+    #[arg(short = 'n', long, value_name = "CALLS", value_parser = clap::value_parser!(u64).range(1..=100_000_000))]
+    iters: Option<u64>,
+
+    /// Calls before those that are timed [default: as many as take 30 ms]
+    #[arg(short = 'w', long, value_name = "CALLS")]
+    warmup: Option<u64>,
+
+    /// Calls whose result is checked, before any is timed; 0 turns the check off
+    #[arg(short = 'c', long, value_name = "CALLS", default_value_t = 1)]
+    check: u64,
+}
+
+/// Seconds per call. Each figure is that of the rank where it is largest.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Times {
+    /// What the others are compared by: the mean of many calls, or the median where a call is a whole step.
+    pub typical: f64,
+    pub median: f64,
+    pub p99: f64,
+    pub min: f64,
+}
+
+pub struct Measured {
+    pub times: Times,
+    /// Over all ranks; None if nobody looked.
+    pub wrong: Option<u64>,
+}
+
+/// Time to spend on the mean of one size, and bounds on the calls.
+const BUDGET: Duration = Duration::from_millis(200);
+const CALLS: std::ops::RangeInclusive<u64> = 10..=20_000;
+const WARM: Duration = Duration::from_millis(30);
+/// Calls that are timed one by one: enough for a 99th percentile.
+const SAMPLES: u64 = 1000;
+
+/// Checks, warms up, and times back-to-back calls: first all together, for a mean free of the clock's own cost, then
+/// one by one.
+pub fn measure(group: &Group, counts: &Counts, work: &mut dyn Workload) -> Result<Measured, RanksError> {
+    let wrong = check(group, counts.check, work)?;
+    let affordable = warm_up(group, counts, work)?;
+    let calls = counts.iters.unwrap_or(affordable);
+    group.barrier()?;
+    let start = Instant::now();
+    for _ in 0..calls {
+        work.call()?;
+    }
+    let mean = start.elapsed().as_secs_f64() / calls as f64;
+    group.barrier()?;
+    let mut samples = Vec::new();
+    let mut before = Instant::now();
+    for _ in 0..calls.min(SAMPLES) {
+        work.call()?;
+        let now = Instant::now();
+        samples.push((now - before).as_secs_f64());
+        before = now;
+    }
+    Ok(Measured { times: slowest(group, Times::of(samples, Some(mean)))?, wrong })
+}
+
+/// Checks one call, and times `steps` that each need preparation, after a barrier. The typical one is the median.
+pub fn measure_steps(group: &Group, steps: usize, work: &mut dyn Workload) -> Result<Measured, RanksError> {
+    let wrong = check(group, 1, work)?;
+    let mut samples = Vec::new();
+    for _ in 0..steps {
+        work.reset();
+        group.barrier()?;
+        let start = Instant::now();
+        work.call()?;
+        samples.push(start.elapsed().as_secs_f64());
+    }
+    Ok(Measured { times: slowest(group, Times::of(samples, None))?, wrong })
+}
+
+fn check(group: &Group, calls: u64, work: &mut dyn Workload) -> Result<Option<u64>, RanksError> {
+    let mut wrong = [0];
+    for _ in 0..calls {
+        work.reset();
+        work.call()?;
+        wrong[0] += work.wrong()?;
+    }
+    if calls == 0 {
+        // What is timed works on real data, checked or not.
+        work.reset();
+    }
+    group.all_reduce(&mut wrong, ReduceOp::Sum)?;
+    Ok((calls > 0).then_some(wrong[0]))
+}
+
+/// Warms up, and decides together how many calls can be timed.
+fn warm_up(group: &Group, counts: &Counts, work: &mut dyn Workload) -> Result<u64, RanksError> {
+    let (mut warm, start) = (0, Instant::now());
+    // Rank 0 decides after each call whether it was warm enough, for all.
+    loop {
+        let enough = counts.warmup.map_or(warm >= 3 && start.elapsed() >= WARM, |warmup| warm >= warmup);
+        let possible = BUDGET.as_secs_f64() / (start.elapsed().as_secs_f64() / warm as f64);
+        let mut calls = [if enough { (possible as u64).clamp(*CALLS.start(), *CALLS.end()) } else { 0 }];
+        group.broadcast(&mut calls, 0)?;
+        if calls[0] > 0 {
+            return Ok(calls[0]);
+        }
+        work.call()?;
+        warm += 1;
+    }
+}
+
+fn slowest(group: &Group, times: Times) -> Result<Times, Error> {
+    let Times { typical, median, p99, min } = times;
+    let mut all = [typical, median, p99, min];
+    group.all_reduce(&mut all, ReduceOp::Max)?;
+    let [typical, median, p99, min] = all;
+    Ok(Times { typical, median, p99, min })
+}
+
+impl Times {
+    /// `samples` are not empty.
+    fn of(mut samples: Vec<f64>, mean: Option<f64>) -> Times {
+        samples.sort_by(f64::total_cmp);
+        let at = |quantile: f64| samples[((samples.len() as f64 * quantile).ceil() as usize).max(1) - 1];
+        Times { typical: mean.unwrap_or(at(0.5)), median: at(0.5), p99: at(0.99), min: at(0.0) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn quantiles_are_samples() {
+        let samples: Vec<f64> = (1..=200).rev().map(f64::from).collect();
+        let times = Times::of(samples, Some(7.0));
+        assert_eq!(times, Times { typical: 7.0, median: 100.0, p99: 198.0, min: 1.0 });
+        assert_eq!(Times::of(vec![3.0, 1.0, 2.0], None), Times { typical: 2.0, median: 2.0, p99: 3.0, min: 1.0 });
+    }
+
+    struct Counted {
+        resets: u64,
+        calls: u64,
+    }
+
+    impl Workload for Counted {
+        fn reset(&mut self) {
+            self.resets += 1;
+        }
+        fn call(&mut self) -> Result<(), RanksError> {
+            self.calls += 1;
+            Ok(())
+        }
+        fn wrong(&mut self) -> Result<u64, RanksError> {
+            Ok(3)
+        }
+    }
+
+    #[test]
+    fn flags_say_how_many_calls_are_made() {
+        let group = Group::threads(1).unwrap().remove(0);
+        let mut work = Counted { resets: 0, calls: 0 };
+        let counts = Counts { iters: Some(5), warmup: Some(7), check: 2 };
+        let measured = measure(&group, &counts, &mut work).unwrap();
+        // Two checked, seven warm, five together and five one by one.
+        assert_eq!((measured.wrong, work.calls, work.resets), (Some(6), 2 + 7 + 5 + 5, 2));
+        let counts = Counts { iters: Some(1), warmup: Some(0), check: 0 };
+        assert_eq!(measure(&group, &counts, &mut work).unwrap().wrong, None);
+        assert_eq!(work.calls, 19 + 2);
+    }
+}

@@ -1,0 +1,101 @@
+//! `bonfire perf` and `bonfire doctor` as their users see them.
+
+use std::process::{Command, Output, Stdio};
+
+use serde_json::Value;
+
+fn bonfire(arguments: &str) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_bonfire")).args(arguments.split_whitespace()).output().unwrap()
+}
+
+/// The standard output of a run that succeeds.
+fn succeeds(arguments: &str) -> String {
+    let output = bonfire(arguments);
+    let (stdout, stderr) = (String::from_utf8(output.stdout).unwrap(), String::from_utf8_lossy(&output.stderr));
+    assert_eq!(output.status.code(), Some(0), "{arguments}: {stdout}{stderr}");
+    stdout
+}
+
+fn objects(arguments: &str) -> Vec<Value> {
+    succeeds(arguments).lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+#[test]
+fn every_operation_is_measured_between_threads_and_between_processes() {
+    let operations = ["all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "send_recv"];
+    for transport in ["local", "tcp"] {
+        for operation in operations {
+            let what = format!("{operation} --transport {transport} --ranks 3 -d f16 -o max -r 2");
+            let rows = objects(&format!("perf {what} -b 24 -e 1K -f 16 -n 3 -w 1 --json"));
+            let sizes: Vec<_> = rows.iter().map(|row| row["bytes"].as_u64().unwrap()).collect();
+            assert_eq!(sizes, [24, 384], "{operation}");
+            for row in &rows {
+                assert_eq!((row["wrong"].as_u64(), row["dtype"].as_str()), (Some(0), Some("f16")), "{row}");
+                for key in ["time_us", "median_us", "p99_us", "min_us", "floor_percent", "algbw_gbps"] {
+                    assert!(row[key].as_f64().unwrap() > 0.0, "{key} in {row}");
+                }
+                assert_eq!(row["in_place"]["wrong"].as_u64(), (operation != "send_recv").then_some(0), "{row}");
+            }
+        }
+        let rows = objects(&format!("perf barrier --transport {transport} -n 3 --json"));
+        assert_eq!((rows.len(), &rows[0]["bytes"], &rows[0]["op"]), (1, &Value::from(0), &Value::Null));
+    }
+}
+
+#[test]
+fn the_table_ends_with_a_summary() {
+    for arguments in ["perf all_reduce -e 512 -n 2", "perf all_reduce -e 512 -n 2 --level tensor"] {
+        let table = succeeds(arguments);
+        let lines: Vec<&str> = table.lines().collect();
+        let rows = lines.iter().filter(|line| !line.starts_with('#')).count();
+        assert_eq!(rows, 4, "{table}");
+        let [.., wrong, bandwidth] = lines[..] else { panic!("{table}") };
+        assert_eq!(wrong, "# Wrong elements    : 0 OK");
+        assert!(bandwidth.starts_with("# Avg bus bandwidth : "), "{bandwidth}");
+    }
+    assert!(succeeds("perf all_reduce -e 8 -n 2 -c 0").contains("not checked"));
+}
+
+#[test]
+fn a_plot_is_an_svg_also_from_processes() {
+    let directory = tempfile::tempdir().unwrap();
+    for transport in ["local", "tcp"] {
+        let file = directory.path().join(transport).with_extension("svg");
+        succeeds(&format!("perf all_gather --transport {transport} -e 512 -n 2 --plot {}", file.display()));
+        assert!(std::fs::read_to_string(file).unwrap().contains("all_gather, 2 ranks"));
+    }
+}
+
+#[test]
+fn arguments_that_cannot_work_are_exit_status_2() {
+    for arguments in ["perf", "perf sum", "perf all_reduce -b 1X", "perf reduce -r 7", "perf send_recv --ranks 1"] {
+        let output = bonfire(arguments);
+        assert_eq!((output.status.code(), output.stdout.is_empty()), (Some(2), true), "{arguments}");
+        assert!(!output.stderr.is_empty(), "{arguments}");
+    }
+    assert!(String::from_utf8(bonfire("perf").stderr).unwrap().contains("Usage"));
+}
+
+#[test]
+fn output_that_nobody_reads_ends_the_run() {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_bonfire"));
+    let arguments = ["perf", "all_reduce", "-e", "1K", "-n", "2"];
+    let mut child = command.args(arguments).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    drop(child.stdout.take());
+    let output = child.wait_with_output().unwrap();
+    let error = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(1), "{error}");
+    assert!(error.contains("cannot print") && !error.contains("panicked"), "{error}");
+}
+
+#[test]
+fn the_doctor_describes_this_machine() {
+    let text = succeeds("doctor");
+    for word in ["processors", "cores", "hand-off", "memory", "network", "loopback", "open files", "GPUs", "problems"] {
+        assert!(text.contains(word), "{word} in {text}");
+    }
+    let found = &objects("doctor --json")[0];
+    assert_eq!(found["runs"], true);
+    assert!(found["facts"]["processors"]["cores"]["usable"].as_u64().unwrap() > 0);
+    assert!(found["facts"]["network"]["loopback"]["stream_gbps"].as_f64().unwrap() > 0.0);
+}
