@@ -164,7 +164,7 @@ fn check_all_types(group: &Group, lengths: &[usize]) {
     }
 }
 
-/// All types and lengths with the group's own choice of algorithm, and two large lengths.
+/// All types and lengths with the group's own choice of algorithm, and two large lengths, whose messages have several chunks.
 fn matrix(kind: Kind, worlds: std::ops::RangeInclusive<usize>) {
     for n in worlds {
         run_ranks_with(
@@ -174,7 +174,7 @@ fn matrix(kind: Kind, worlds: std::ops::RangeInclusive<usize>) {
             move |group| {
                 check_all_types(&group, &lengths(n));
                 check::<f32>(&group, 200_003);
-                check::<f16>(&group, 70_001);
+                check::<f16>(&group, 300_001);
             },
         );
     }
@@ -189,7 +189,7 @@ fn algorithms(kind: Kind, worlds: std::ops::RangeInclusive<usize>) {
                 n,
                 |builder| builder.algorithm(algorithm),
                 move |group| {
-                    for len in lengths(n).into_iter().chain([40_001]) {
+                    for len in lengths(n).into_iter().chain([140_001]) {
                         check::<f32>(&group, len);
                         check::<bf16>(&group, len);
                         check::<i32>(&group, len);

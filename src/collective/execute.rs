@@ -63,6 +63,10 @@ pub(super) fn plans(
     Ok(())
 }
 
+/// Messages are cut into chunks of this many bytes, each of which is combined while it is in the cache and the next one
+/// is on its way. A power of two, so that no element is cut.
+const CHUNK: usize = 256 << 10;
+
 struct Execution<'a> {
     transport: &'a dyn Transport,
     site: &'a Site,
@@ -106,25 +110,52 @@ impl Execution<'_> {
         plan.distribute.iter().try_for_each(|step| self.step(step, None))
     }
 
-    /// One message out, one in, or both at once; what comes in is combined or kept.
-    fn step(&mut self, step: &Step, accumulator: Option<&mut [u8]>) -> Result<(), Fault> {
-        let tag = Tag { group: 0, sequence: self.site.sequence, call: self.site.call };
+    /// One message out, one in, or both at once, chunk by chunk; what comes in is combined or kept.
+    fn step(&mut self, step: &Step, mut accumulator: Option<&mut [u8]>) -> Result<(), Fault> {
         let outgoing = step.send.as_ref().map(|(to, parts)| (*to, self.bytes(parts)));
-        let Some((from, parts, combine)) = &step.receive else {
+        let incoming = step.receive.as_ref().map(|(from, parts, combine)| (*from, self.bytes(parts), *combine));
+        for i in 0.. {
+            let outgoing = outgoing.as_ref().and_then(|(to, range)| Some((*to, chunk(range, i)?)));
+            let incoming =
+                incoming.as_ref().and_then(|(from, range, combine)| Some((*from, chunk(range, i)?, *combine)));
+            if outgoing.is_none() && incoming.is_none() {
+                break;
+            }
+            self.exchange(outgoing, incoming, accumulator.as_deref_mut().map(|accumulator| (accumulator, i * CHUNK)))?;
+        }
+        Ok(())
+    }
+
+    /// One chunk out, one in, or both. The accumulator comes with where the chunk begins in what it accumulates, in bytes
+    /// of elements.
+    fn exchange(
+        &mut self,
+        outgoing: Option<(usize, Range<usize>)>,
+        incoming: Option<(usize, Range<usize>, Combine)>,
+        accumulator: Option<(&mut [u8], usize)>,
+    ) -> Result<(), Fault> {
+        let tag = Tag { group: 0, sequence: self.site.sequence, call: self.site.call };
+        let Some((from, range, combine)) = incoming else {
             return match outgoing {
                 Some((to, range)) => self.transport.send(&tag, to, &self.whole[range], self.deadline),
                 None => Ok(()),
             };
         };
-        let range = self.bytes(parts);
-        if *combine == Combine::Replace {
+        if combine == Combine::Replace {
             let (sent, kept) = disjoint(self.whole, outgoing.as_ref().map_or(0..0, |(_, range)| range.clone()), range);
-            return transfer(self.transport, &tag, outgoing.map(|(to, _)| (to, sent)), (*from, kept), self.deadline);
+            return transfer(self.transport, &tag, outgoing.map(|(to, _)| (to, sent)), (from, kept), self.deadline);
         }
         let incoming = self.received.bytes(range.len());
         let sent = outgoing.map(|(to, range)| (to, &self.whole[range]));
-        transfer(self.transport, &tag, sent, (*from, &mut *incoming), self.deadline)?;
-        let target = accumulator.unwrap_or(&mut self.whole[range]);
+        transfer(self.transport, &tag, sent, (from, &mut *incoming), self.deadline)?;
+        let size = self.site.call.dtype.size();
+        let target = match (accumulator, self.kernel) {
+            (Some((accumulator, at)), Some(kernel)) => {
+                let wide = |bytes: usize| bytes / size * kernel.accumulator;
+                &mut accumulator[wide(at)..][..wide(range.len())]
+            }
+            _ => &mut self.whole[range],
+        };
         match (combine, self.kernel) {
             (Combine::Swap, _) => target.copy_from_slice(incoming),
             (Combine::FoldUnder, Some(kernel)) => (kernel.fold_under)(target, incoming),
@@ -139,6 +170,12 @@ impl Execution<'_> {
         let elements = span(self.site.call.count, self.world_size, parts);
         elements.start * size..elements.end * size
     }
+}
+
+/// The `i`th chunk of a message. An empty message has one too: it says that a rank has come.
+fn chunk(message: &Range<usize>, i: usize) -> Option<Range<usize>> {
+    let start = message.start + i * CHUNK;
+    (i == 0 || start < message.end).then(|| start..message.end.min(start + CHUNK))
 }
 
 fn transfer(
