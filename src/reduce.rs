@@ -93,10 +93,11 @@ impl Output {
         Output { at, past_cache: apart && bytes >= STREAM }
     }
 
-    /// Copies what `source` has there. [`fence_streams`] makes it visible to others.
+    /// Copies what `source` has there; [`fence_streams`] makes it visible to others.
     ///
     /// # Safety
     /// Both are valid for so many bytes, do not overlap, and nobody else accesses the output meanwhile.
+    #[cfg(all(feature = "shm", target_os = "linux"))]
     pub unsafe fn copy(self, source: *const u8, bytes: usize) {
         // SAFETY: as the caller vouches for.
         let (target, source) =

@@ -231,7 +231,7 @@ fn shm_6_to_9() {
 fn shm_in_many_chunks() {
     for n in [2, 3, 5] {
         run_ranks(Kind::Shm, n, |group| {
-            for len in [2047, 2048, 2049, 8191, 8193, 65_537, 1_000_003, 3000, 400_000] {
+            for len in [4096, 4097, 5461, 5462, 8191, 8192, 8193, 65_537, 1_000_003, 3000, 400_000] {
                 check::<f32>(&group, len);
             }
             check::<f64>(&group, 300_001);

@@ -29,8 +29,8 @@ fn call_until_failure(len: usize) {
     report(&Err(error));
 }
 
-/// Starts three ranks that call `name`'s child, sends `signal` to rank `victim` while all are at it, and gives the errors
-/// of the others, with the victim.
+/// Starts three ranks that call `name`'s child, sends `signal` to rank `victim` while all are at it, and gives the
+/// errors of the others, with the victim.
 fn strike(name: &str, transport: &str, victim: usize, signal: Signal, deadline: &str) -> (Vec<Error>, Process) {
     let mut ranks = Process::start_ranks(name, 3, transport, deadline);
     for rank in &ranks {

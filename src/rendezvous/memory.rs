@@ -269,8 +269,8 @@ mod tests {
         (listener.accept().await.unwrap().0, dialled)
     }
 
-    /// Whether each of three ranks has the memory, or why there is none. Rank 1 takes part under `session`, rank 2 fails
-    /// to attach by `failure`, if any.
+    /// Whether each of three ranks has the memory, or why there is none. Rank 1 takes part under `session`, rank 2
+    /// fails to attach by `failure`, if any.
     fn meet(medium: Medium, memory: bool, session: u64, failure: Option<ErrorKind>) -> [Result<bool, String>; 3] {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         let made = if memory { Segment::create(3) } else { Err(ErrorKind::StorageFull.into()) };

@@ -2,8 +2,8 @@
 //!
 //! Every rank publishes its call in an *offer*, and each compares all offers, so all see the same mismatch. Small data
 //! travel inside the offers and need nothing more (`small`). Large data go through each rank's *window* in chunks that
-//! stay in the cache (`chunks`). Every word has one writer, and nobody ever holds a pointer into a peer's own memory, so
-//! a rank may end at any time and by any means. That it did, the others know from its control connection.
+//! stay in the cache (`chunks`). Every word has one writer, and nobody ever holds a pointer into a peer's own memory,
+//! so a rank may end at any time and by any means. That it did, the others know from its control connection.
 
 mod chunks;
 mod segment;
@@ -130,7 +130,12 @@ impl Shm {
                 return Err(fault);
             }
             if deadline.passed() {
-                return Err(Fault::Timeout { missing: missing().collect() });
+                let missing: Vec<usize> = missing().collect();
+                // The last may have come since the loop looked.
+                if missing.is_empty() {
+                    break;
+                }
+                return Err(Fault::Timeout { missing });
             }
             if !warned && deadline.elapsed() >= deadline.tenth() {
                 warned = true;

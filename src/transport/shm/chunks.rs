@@ -1,19 +1,19 @@
 //! Operations through the ranks' windows, in chunks that stay in the cache.
 //!
 //! The whole is cut into parts as everywhere, and every part into the same number of pieces. Chunk `i` is piece `i` of
-//! every part. A buffer of a window has a block for each part: where the part is another rank's, the piece that this rank
-//! brings for it, and in its own part's block what the others get from it: the reduced piece, or its own.
+//! every part. A buffer of a window has a block for each part: where the part is another rank's, the piece that this
+//! rank brings for it, and in its own part's block what the others get from it: the reduced piece, or its own.
 //!
 //! Each rank goes through the same time-line, three steps for every turn `t`:
 //!
 //! 1. *stage* chunk `t`: copy into a buffer of its window what others need;
-//! 2. *reduce* chunk `t - 1`: combine the own part's piece, straight from its own input and the others' buffers, into its
-//!    output and its window;
+//! 2. *reduce* chunk `t - 1`: combine the own part's piece, straight from its own input and the others' buffers, into
+//!    its output and its window;
 //! 3. *take* chunk `t - 2` (`t - 1` where nothing is reduced): copy from the others' windows what they have for it.
 //!
-//! So what a rank needs from another in a turn, the other did in the turn before, and a rank that is a little late holds
-//! nobody up. How far a rank has come is one number on a line of its own, counted over all operations; a step is done
-//! where the number is at least the step's. There is no barrier and no counting in or out.
+//! So what a rank needs from another in a turn, the other did in the turn before, and a rank that is a little late
+//! holds nobody up. How far a rank has come is one number on a line of its own, counted over all operations; a step is
+//! done where the number is at least the step's. There is no barrier and no counting in or out.
 
 use std::ops::Range;
 use std::sync::atomic::Ordering;
@@ -116,7 +116,8 @@ impl Pass<'_> {
         self.flow.step = self.step(pieces + lag, 0);
         self.flow.chunks += pieces;
         self.done(self.flow.step);
-        // The streaming stores went to this rank's own output. Peers never read that, but the caller's other threads may.
+        // The streaming stores went to this rank's own output. Peers never read that, but the caller's other threads
+        // may.
         reduce::fence_streams();
         Ok(())
     }
@@ -217,9 +218,9 @@ impl Pass<'_> {
         };
         for part in (0..n).filter(|part| self.brings(*part)) {
             let span = self.span(part, chunk);
-            // SAFETY: the span is within the input: the group checked that buffers have the lengths that `Buffers` lists,
-            // and a rank brings its own part only or has the whole. It is at most a block long, and nobody reads the
-            // block before the next step, nor any more since all have made the step that was waited for.
+            // SAFETY: the span is within the input: the group checked that buffers have the lengths that `Buffers`
+            // lists, and a rank brings its own part only or has the whole. It is at most a block long, and nobody reads
+            // the block before the next step, nor any more since all have made the step that was waited for.
             unsafe {
                 let block = self.block(self.shm.rank, chunk, part);
                 std::ptr::copy_nonoverlapping(self.input(span.start), block, span.len() * size);
@@ -252,9 +253,10 @@ impl Pass<'_> {
         };
         let outputs =
             [here.then(|| self.output(span.start)), others.then(|| Output::cached(self.block(rank, chunk, rank)))];
-        // SAFETY: all peers have staged the chunk, so their blocks hold this rank's piece, of as many elements as the span
-        // has, and stay as they are until this rank is further. The span is within the input and, where the result stays
-        // here, within the output. The own block was free when the chunk was staged, and is read after the next step.
+        // SAFETY: all peers have staged the chunk, so their blocks hold this rank's piece, of as many elements as the
+        // span has, and stay as they are until this rank is further. The span is within the input and, where the result
+        // stays here, within the output. The own block was free when the chunk was staged, and is read after the next
+        // step.
         unsafe {
             let outputs = outputs.iter().flatten().copied();
             reduce::reduce_to_all(self.call.dtype, op, span.len(), (0..n).map(input), outputs);
@@ -274,8 +276,8 @@ impl Pass<'_> {
         for part in 0..n {
             let Some((from, block)) = self.source(part) else { continue };
             let span = self.span(part, chunk);
-            // SAFETY: the rank has filled the block and leaves it until this one is further. The span is at most a block
-            // long and within the output, which holds the whole wherever something is taken.
+            // SAFETY: the rank has filled the block and leaves it until this one is further. The span is at most a
+            // block long and within the output, which holds the whole wherever something is taken.
             unsafe { self.output(span.start).copy(self.block(from, chunk, block), span.len() * size) };
         }
         Ok(())

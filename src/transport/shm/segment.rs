@@ -1,7 +1,7 @@
 //! The memory that the ranks of a host share: what is where in it, and how it comes into being.
 //!
-//! It is an anonymous file (memfd), which has no name anywhere: it is gone when the last process that has it is, however
-//! that ends. Its size is sealed, so that no process can take pages away under the others' feet.
+//! It is an anonymous file (memfd), which has no name anywhere: it is gone when the last process that has it is,
+//! however that ends. Its size is sealed, so that no process can take pages away under the others' feet.
 //!
 //! A peer may be broken and write anything. So nothing that is read from the segment becomes an index, a length or a
 //! pointer; calls are compared with what this rank expects, and everything else is elements, which may have any bits.
@@ -18,12 +18,14 @@ use rustix::mm::{MapFlags, ProtFlags};
 use super::sleeper::Sleeper;
 
 /// Bytes of one rank's contribution to a small operation that travel in its offer.
-pub(super) const INLINE: usize = 8 << 10;
+pub(super) const INLINE: usize = 32 << 10;
 
 /// Buffers in each rank's window, used in turn.
 pub(super) const BUFFERS: usize = 4;
 
-/// Bytes of one buffer, about: a window then stays in the second-level cache of the core that fills it.
+/// The largest block, and the largest buffer, which has a block for each rank: a window then stays in the second-level
+/// cache of the core that fills it, also where two ranks share a core.
+const BLOCK: usize = 32 << 10;
 const BUFFER: usize = 256 << 10;
 
 /// Keeps what it holds on cache lines of its own (two, since processors fetch lines in pairs).
@@ -33,8 +35,8 @@ pub(super) struct Line<T>(pub T);
 /// What a rank tells the others. It alone writes it, but for `sleeper`.
 #[repr(C)]
 pub(super) struct Control {
-    /// Used in turn: a fast rank may begin the next operation while a slow one still reads this one's. It cannot get two
-    /// ahead, because the operation between needs the slow one.
+    /// Used in turn: a fast rank may begin the next operation while a slow one still reads this one's. It cannot get
+    /// two ahead, because the operation between needs the slow one.
     pub offers: [Offer; 2],
     /// How far it is in its large operations, see `chunks`.
     pub progress: Line<AtomicU64>,
@@ -42,8 +44,8 @@ pub(super) struct Control {
     pub sleeper: Line<Sleeper>,
 }
 
-/// A call, and its data where they are small. The first bytes are on the line that says that the offer is complete, so a
-/// small operation moves one line from each rank to each.
+/// A call, and its data where they are small. The first bytes are on the line that says that the offer is complete, so
+/// a small operation moves one line from each rank to each.
 #[repr(C, align(128))]
 pub(super) struct Offer {
     /// The number of the operation, counted from 1. Written last, with release.
@@ -82,7 +84,13 @@ unsafe impl Sync for Segment {}
 const fn block(world_size: usize) -> usize {
     // Whole cache lines, so whole elements too.
     let even = BUFFER / world_size / 64 * 64;
-    if even < 64 { 64 } else { even }
+    if even > BLOCK {
+        BLOCK
+    } else if even < 64 {
+        64
+    } else {
+        even
+    }
 }
 
 /// Bytes of one rank's share of the segment.
@@ -136,8 +144,8 @@ impl Segment {
     }
 
     pub(super) fn control(&self, rank: usize) -> &Control {
-        // SAFETY: a share begins with its control part, at a page's beginning. All of it are atomics and cells, for which
-        // the file's zeros and whatever is written to them are valid values, and it lives as long as `self`.
+        // SAFETY: a share begins with its control part, at a page's beginning. All of it are atomics and cells, for
+        // which the file's zeros and whatever is written to them are valid values, and it lives as long as `self`.
         unsafe { &*self.share_of(rank).cast::<Control>() }
     }
 

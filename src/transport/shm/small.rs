@@ -9,9 +9,9 @@ use crate::reduce::{self, Output};
 use crate::transport::{Buffers, Fault};
 use crate::wait::Deadline;
 
-/// Bytes that a rank may read of all ranks' offers for an all_reduce. Beyond it, it is faster to reduce every element
-/// once and hand the result round.
-const READ: usize = 32 << 10;
+/// Bytes that one rank may read of all ranks' offers to reduce everything. Beyond it, it is faster to reduce every
+/// element on one rank and hand the result round.
+const READ: usize = 64 << 10;
 
 /// Whether all that a rank contributes fits its offer. Every rank computes the same from the same call.
 pub(super) fn fits(call: &Call, world_size: usize) -> bool {
@@ -19,7 +19,10 @@ pub(super) fn fits(call: &Call, world_size: usize) -> bool {
         Operation::AllGather => partition(call.count, world_size, 0).len() * call.dtype.size(),
         _ => call.bytes(),
     };
-    let read = if call.operation == Operation::AllReduce { contribution.saturating_mul(world_size) } else { 0 };
+    let read = match call.operation {
+        Operation::AllReduce | Operation::Reduce => contribution.saturating_mul(world_size),
+        _ => 0,
+    };
     contribution <= INLINE && read <= READ
 }
 
