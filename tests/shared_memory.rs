@@ -2,7 +2,6 @@
 
 mod common;
 
-use std::collections::HashSet;
 use std::path::PathBuf;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -25,16 +24,16 @@ fn descriptors() -> Vec<PathBuf> {
     entries.filter_map(|entry| std::fs::read_link(entry.ok()?.path()).ok()).collect()
 }
 
-/// Whether a descriptor may come with a group and stay: the signal thread's, and what the test harness has.
-fn named(all: &[PathBuf]) -> HashSet<&PathBuf> {
-    all.iter().filter(|path| path.to_string_lossy().contains("memfd")).collect()
+/// How many of them are memory that may be shared.
+fn memories(all: &[PathBuf]) -> usize {
+    all.iter().filter(|path| path.to_string_lossy().contains("memfd")).count()
 }
 
 #[test]
 fn nothing_is_left_of_a_group_that_is_dropped() {
     if is_child() {
         let outcome = Group::from_env().and_then(|group| {
-            let while_it_lives = (mappings(), named(&descriptors()).len());
+            let while_it_lives = (mappings(), memories(&descriptors()));
             group.all_reduce(&mut vec![1f32; 1_000_000], ReduceOp::Sum)?;
             let before = descriptors().len();
             drop(group);
@@ -87,8 +86,10 @@ fn a_rank_that_is_killed_amid_large_operations_is_lost_at_once() {
     }
 }
 
+type Set = fn(Builder) -> Builder;
+
 /// Connects ranks with these settings, and gives what each has after one operation.
-fn meet(settings: Vec<fn(Builder) -> Builder>) -> Vec<Result<i32, Error>> {
+fn meet(settings: Vec<Set>) -> Vec<Result<i32, Error>> {
     let (address, n) = (free_address(), settings.len());
     let ranks: Vec<_> = settings
         .into_iter()
@@ -107,8 +108,9 @@ fn meet(settings: Vec<fn(Builder) -> Builder>) -> Vec<Result<i32, Error>> {
 
 #[test]
 fn what_ranks_want_is_agreed() {
-    let (auto, tcp, shm): (fn(Builder) -> Builder, fn(Builder) -> Builder, fn(Builder) -> Builder) =
-        (|b| b, |b| b.transport(Medium::Tcp), |b| b.transport(Medium::Shm));
+    let auto: Set = |b| b;
+    let tcp: Set = |b| b.transport(Medium::Tcp);
+    let shm: Set = |b| b.transport(Medium::Shm);
     for wishes in [[auto, auto, auto], [auto, tcp, auto], [tcp, auto, auto], [auto, auto, shm], [shm, shm, auto]] {
         assert_eq!(meet(wishes.into()), [Ok(3), Ok(3), Ok(3)]);
     }
@@ -122,7 +124,7 @@ fn what_ranks_want_is_agreed() {
 
 #[test]
 fn an_algorithm_of_the_users_choice_runs_over_tcp() {
-    let ring: fn(Builder) -> Builder = |b| b.algorithm(Algorithm::Ring);
+    let ring: Set = |b| b.algorithm(Algorithm::Ring);
     assert_eq!(meet(vec![ring; 3]), [Ok(3), Ok(3), Ok(3)]);
     let both = Group::builder().rank(0).world_size(2).address(free_address()).algorithm(Algorithm::Ring);
     let error = both.transport(Medium::Shm).connect().unwrap_err();
@@ -145,7 +147,7 @@ fn random_operation(group: &Group, number: usize, random: &mut Random) {
     } / n
         * n;
     let root = random.next() as usize % n;
-    let in_place = random.next() % 2 == 0;
+    let in_place = random.next().is_multiple_of(2);
     let mine: Vec<i64> = (0..len).map(|i| value(rank, number, i)).collect();
     let sum = |i: usize| (0..n).map(|rank| value(rank, number, i)).sum::<i64>();
     let mut data = if in_place { mine.clone() } else { vec![-1; len] };

@@ -185,11 +185,11 @@ mod tests {
             let mut end = base;
             for rank in 0..n.min(9) {
                 let control: *const Control = segment.control(rank);
-                assert!(control as usize >= end && control as usize % 128 == 0, "{n} ranks");
+                assert!(control as usize >= end && (control as usize).is_multiple_of(128), "{n} ranks");
                 end = control as usize + size_of::<Control>();
                 for (buffer, part) in (0..BUFFERS).flat_map(|buffer| (0..n).map(move |part| (buffer, part))) {
                     let at = segment.block(rank, buffer, part) as usize;
-                    assert!(at >= end && at % 64 == 0, "{n} ranks");
+                    assert!(at >= end && at.is_multiple_of(64), "{n} ranks");
                     end = at + block(n);
                 }
             }
