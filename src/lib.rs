@@ -1,6 +1,7 @@
 //! Bonfire: collective communication for distributed training with [burn](https://burn.dev).
 //!
-//! Many logs, one fire: many devices, one model. Ranks are threads of one process or processes that talk over TCP.
+//! Many logs, one fire: many devices, one model. Ranks are threads of one process, or processes that share memory on one
+//! host and talk over TCP between hosts.
 //!
 //! | you want to | use |
 //! |---|---|
@@ -16,6 +17,7 @@
 //!
 //! # Features
 //! * `cli` (default): the program `bonfire`.
+//! * `shm` (default): shared memory between the processes of a host, on Linux.
 //! * `wgpu`, `cuda`: burn's backends on a compute server with collectives. `cubecl`: the same for a runtime of your own.
 //! * `ddp`: burn-train's distributed training on these backends. It turns on burn's `distributed`, which takes
 //!   `AutodiffBackend` from backends without collectives, such as Flex and NdArray.
@@ -46,6 +48,8 @@ pub use error::{Error, Site};
 pub use group::{Builder, Group, Work};
 pub use partition::partition;
 pub use plan::Algorithm;
+#[cfg(unix)]
+pub use rendezvous::Medium;
 #[cfg(feature = "cubecl")]
 pub use server::{CollectiveDevice, CollectiveRuntime};
 #[cfg(feature = "cuda")]

@@ -4,6 +4,8 @@
 //! type itself where that is exact enough, and a wider type where promises need it: f32 for f16 and bf16, so that a sum
 //! is rounded once, and i64 or i128 for the mean of integers, so that it is the mean of the exact sum.
 
+use std::mem::MaybeUninit;
+
 use bytemuck::{Pod, cast_slice, cast_slice_mut};
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
@@ -59,6 +61,51 @@ const BLOCK: usize = 8 << 10;
 #[repr(align(64))]
 struct Block([u8; BLOCK]);
 
+impl Block {
+    /// The first bytes of a block, cleared: clearing all of it costs more than a small reduction.
+    fn cleared(block: &mut MaybeUninit<Block>, bytes: usize) -> &mut [u8] {
+        assert!(bytes <= BLOCK);
+        // SAFETY: so many bytes are within the block, which is borrowed for as long as the slice, and they are
+        // initialised before the slice is made.
+        unsafe {
+            let start = (&raw mut (*block.as_mut_ptr()).0).cast::<u8>();
+            start.write_bytes(0, bytes);
+            std::slice::from_raw_parts_mut(start, bytes)
+        }
+    }
+}
+
+/// Where a result goes.
+#[derive(Clone, Copy)]
+pub(crate) struct Output {
+    at: *mut u8,
+    past_cache: bool,
+}
+
+impl Output {
+    pub fn cached(at: *mut u8) -> Output {
+        Output { at, past_cache: false }
+    }
+
+    /// Part of a result of so many bytes, which is written past the cache where it is large and `apart` from the input:
+    /// what has just been read is in the cache.
+    pub fn of(at: *mut u8, bytes: usize, apart: bool) -> Output {
+        Output { at, past_cache: apart && bytes >= STREAM }
+    }
+
+    /// Copies what `source` has there; [`fence_streams`] makes it visible to others.
+    ///
+    /// # Safety
+    /// Both are valid for so many bytes, do not overlap, and nobody else accesses the output meanwhile.
+    #[cfg(all(feature = "shm", target_os = "linux"))]
+    pub unsafe fn copy(self, source: *const u8, bytes: usize) {
+        // SAFETY: as the caller vouches for.
+        let (target, source) =
+            unsafe { (std::slice::from_raw_parts_mut(self.at, bytes), std::slice::from_raw_parts(source, bytes)) };
+        if self.past_cache { copy_past_cache(target, source) } else { target.copy_from_slice(source) }
+    }
+}
+
 /// Reduces `inputs`, in their order, and stores the result to each of the `outputs`. An output may be the same memory
 /// as an input: every element is read from all inputs before it is written to any output.
 ///
@@ -70,21 +117,21 @@ pub(crate) unsafe fn reduce_to_all(
     op: ReduceOp,
     elements: usize,
     inputs: impl Iterator<Item = *const u8> + Clone,
-    outputs: impl Iterator<Item = *mut u8> + Clone,
+    outputs: impl Iterator<Item = Output> + Clone,
 ) {
     let kernel = kernel(dtype, op);
     let ranks = inputs.clone().count();
-    let mut block = Block([0; BLOCK]);
-    let mut result = Block([0; BLOCK]);
-    // The first input is in the cache by the time that an output in the same place is written.
-    let streams = elements * dtype.size() >= STREAM;
-    let stream = |output: *mut u8| streams && !inputs.clone().any(|input| input == output.cast_const());
     let step = BLOCK / kernel.accumulator;
+    let most = step.min(elements);
+    let (mut block, mut result) = (MaybeUninit::uninit(), MaybeUninit::uninit());
+    let block = Block::cleared(&mut block, most * kernel.accumulator);
+    let rounds = kernel.wide || kernel.divide.is_some();
+    let result = Block::cleared(&mut result, if rounds { most * dtype.size() } else { 0 });
     let mut done = 0;
     while done < elements {
         let count = step.min(elements - done);
         let (at, bytes) = (done * dtype.size(), count * dtype.size());
-        let accumulator = &mut block.0[..count * kernel.accumulator];
+        let accumulator = &mut block[..count * kernel.accumulator];
         let mut inputs = inputs.clone().map(|input| {
             // SAFETY: `at + bytes` is within the `elements` that the caller vouches for, and the slice is gone before
             // anything is written to an output.
@@ -96,20 +143,20 @@ pub(crate) unsafe fn reduce_to_all(
             (None, _) => return,
         }
         inputs.for_each(|input| (kernel.fold)(accumulator, input));
-        let rounded = if kernel.wide || kernel.divide.is_some() {
-            (kernel.store)(&mut result.0[..bytes], accumulator, ranks);
-            &result.0[..bytes]
+        let rounded = if rounds {
+            (kernel.store)(&mut result[..bytes], accumulator, ranks);
+            &result[..bytes]
         } else {
             &*accumulator
         };
         for output in outputs.clone() {
             // SAFETY: as above; outputs are accessed by this call alone, one at a time.
-            let target = unsafe { std::slice::from_raw_parts_mut(output.add(at), bytes) };
-            if stream(output) { copy_past_cache(target, rounded) } else { target.copy_from_slice(rounded) }
+            let target = unsafe { std::slice::from_raw_parts_mut(output.at.add(at), bytes) };
+            if output.past_cache { copy_past_cache(target, rounded) } else { target.copy_from_slice(rounded) }
         }
         done += count;
     }
-    if streams {
+    if outputs.clone().any(|output| output.past_cache) {
         fence_streams();
     }
 }
@@ -142,7 +189,7 @@ fn copy_past_cache(target: &mut [u8], source: &[u8]) {
 }
 
 /// Orders this thread's streaming stores before whatever it publishes next: a release store alone does not.
-fn fence_streams() {
+pub(crate) fn fence_streams() {
     #[cfg(target_arch = "x86_64")]
     // SAFETY: SSE is part of every x86-64.
     unsafe {
@@ -380,7 +427,7 @@ mod tests {
     fn reduced<T: Element>(op: ReduceOp, inputs: &[&[T]]) -> Vec<T> {
         let mut output = vec![T::zeroed(); inputs[0].len()];
         let pointers = inputs.iter().map(|input| input.as_ptr().cast());
-        let outputs = std::iter::once(output.as_mut_ptr().cast());
+        let outputs = std::iter::once(Output::cached(output.as_mut_ptr().cast()));
         // SAFETY: all slices have the length of the first, which the tests below see to, and nobody else has them.
         unsafe { reduce_to_all(T::DTYPE, op, inputs[0].len(), pointers, outputs) };
         output

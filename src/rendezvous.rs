@@ -3,16 +3,24 @@
 //! Rank 0 listens at an address that all know. Every other rank listens on a port of its own, dials rank 0 and says who
 //! it is. When all have come, rank 0 sends everybody the table of addresses, and the ranks dial each other: the higher
 //! rank of a pair dials the lower. A rank that does not fit (another world size, a rank that is taken) fails the
-//! rendezvous for all with the same words; a stranger is turned away.
+//! rendezvous for all with the same words; a stranger is turned away. Then they find out whether they are on one host
+//! and can share memory.
 
 pub(crate) mod env;
 mod join;
+#[cfg(all(feature = "shm", target_os = "linux"))]
+mod memory;
 #[cfg(test)]
 mod tests;
 
+use std::fmt;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use serde::{Deserialize, Serialize};
+
 use crate::error::Error;
+use crate::transport::Collectives;
 use crate::transport::tcp::Tcp;
 
 /// How long ranks may take to find each other by default.
@@ -28,13 +36,53 @@ pub(crate) struct Settings {
     /// Where this rank listens, if not on loopback.
     pub host: Option<String>,
     pub timeout: Duration,
+    pub medium: Medium,
+}
+
+/// What carries the operations between processes; see [`Builder::transport`](crate::Builder::transport).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub enum Medium {
+    /// Shared memory where all ranks are on one host and can have it, else TCP.
+    #[default]
+    Auto,
+    /// TCP.
+    Tcp,
+    /// Shared memory, or an error that says why it cannot be.
+    Shm,
+}
+
+impl Medium {
+    /// Every medium.
+    pub const ALL: [Medium; 3] = [Medium::Auto, Medium::Tcp, Medium::Shm];
+}
+
+/// As in `BONFIRE_TRANSPORT`.
+impl fmt::Display for Medium {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Medium::Auto => "auto",
+            Medium::Tcp => "tcp",
+            Medium::Shm => "shm",
+        })
+    }
 }
 
 impl Default for Settings {
     fn default() -> Self {
-        Settings { rank: 0, world_size: 1, address: String::new(), host: None, timeout: TIMEOUT }
+        Settings {
+            rank: 0,
+            world_size: 1,
+            address: String::new(),
+            host: None,
+            timeout: TIMEOUT,
+            medium: Medium::default(),
+        }
     }
 }
+
+/// Whether this program can share memory with other processes at all.
+const SHARES: bool = cfg!(all(feature = "shm", target_os = "linux"));
 
 impl Settings {
     /// Refuses what can never work.
@@ -52,7 +100,17 @@ impl Settings {
             let reason = "give rank 0's address as host:port or [v6]:port, with a port from 1 to 65535";
             return Err(Error::Config(format!("the address '{address}' is malformed: {reason}")));
         }
+        if self.medium == Medium::Shm && !SHARES {
+            let reason = "shared memory between processes needs Linux and Bonfire's feature `shm`: set \
+                          BONFIRE_TRANSPORT or Builder::transport to auto or tcp";
+            return Err(Error::Config(reason.into()));
+        }
         Ok(())
+    }
+
+    /// What this rank can have.
+    fn wanted(&self) -> Medium {
+        if SHARES { self.medium } else { Medium::Tcp }
     }
 
     /// A rendezvous error of this rank.
@@ -72,14 +130,21 @@ fn well_formed(address: &str) -> bool {
     !host.is_empty() && (bracketed || !host.contains(':')) && port.parse::<u16>().is_ok_and(|port| port != 0)
 }
 
-/// Connects to all ranks; blocks until they are there.
-pub(crate) fn connect(settings: &Settings) -> Result<Tcp, Error> {
+/// Connects to all ranks; blocks until they are there. Gives an engine too where the ranks share memory.
+pub(crate) fn connect(settings: &Settings) -> Result<(Tcp, Option<Arc<dyn Collectives>>), Error> {
     settings.check()?;
     let start = Instant::now();
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()
         .map_err(|e| Error::io("starting the control runtime", e))?;
-    let mesh = runtime.block_on(join::join(settings, start))?;
-    Tcp::start(runtime, mesh)
+    #[cfg(all(feature = "shm", target_os = "linux"))]
+    let (mesh, engine) = {
+        let (mut mesh, medium) = runtime.block_on(join::join(settings, start))?;
+        let engine = runtime.block_on(memory::agree(settings, start, &mut mesh, medium))?;
+        (mesh, engine)
+    };
+    #[cfg(not(all(feature = "shm", target_os = "linux")))]
+    let (mesh, engine) = (runtime.block_on(join::join(settings, start))?.0, None);
+    Ok((Tcp::start(runtime, mesh)?, engine))
 }

@@ -7,6 +7,8 @@
 #[cfg(unix)]
 pub(crate) mod frame;
 pub(crate) mod local;
+#[cfg(all(feature = "shm", target_os = "linux"))]
+pub(crate) mod shm;
 #[cfg(unix)]
 pub(crate) mod tcp;
 

@@ -4,7 +4,7 @@
 mod common;
 
 use bonfire::{Algorithm, Element, Group, ReduceOp, partition};
-use common::{Kind, run_ranks_with};
+use common::{Kind, run_ranks, run_ranks_with};
 use half::{bf16, f16};
 
 /// Elements made from small whole numbers, so that every sum and product is exact or wraps in a known way.
@@ -213,6 +213,33 @@ fn tcp_1_to_5() {
 #[test]
 fn tcp_6_to_9() {
     matrix(Kind::Tcp, 6..=9);
+}
+
+#[test]
+fn shm_2_to_5() {
+    matrix(Kind::Shm, 2..=5);
+}
+
+#[test]
+fn shm_6_to_9() {
+    matrix(Kind::Shm, 6..=9);
+}
+
+/// Lengths around the largest that travels at once, and so many chunks that every buffer is used several times, in
+/// operations of all sizes one after the other.
+#[test]
+fn shm_in_many_chunks() {
+    for n in [2, 3, 5] {
+        run_ranks(Kind::Shm, n, |group| {
+            for len in [4096, 4097, 5461, 5462, 8191, 8192, 8193, 65_537, 1_000_003, 3000, 400_000] {
+                check::<f32>(&group, len);
+            }
+            check::<f64>(&group, 300_001);
+            check::<i8>(&group, 1_500_001);
+            check::<i32>(&group, 250_001);
+            check::<bf16>(&group, 600_001);
+        });
+    }
 }
 
 #[test]

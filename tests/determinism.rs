@@ -155,6 +155,23 @@ fn delays_of_calls_over_tcp_change_nothing() {
     over::<f16>(Kind::Tcp, 3, "tcp, f16", |builder| builder);
 }
 
+#[test]
+fn delays_of_calls_in_shared_memory_change_nothing() {
+    for n in [2, 3, 5] {
+        over::<f32>(Kind::Shm, n, &format!("shm, f32, {n} ranks"), |builder| builder);
+        over::<f16>(Kind::Shm, n, &format!("shm, f16, {n} ranks"), |builder| builder);
+    }
+}
+
+/// The threads' engine and shared memory both combine in the order of ranks.
+#[test]
+fn threads_and_shared_memory_give_the_same_bits() {
+    for n in [2, 3, 5] {
+        let bits = |kind| run_ranks_with(kind, n, |builder| builder, |group| (run::<f32>(&group), run::<f16>(&group)));
+        assert_eq!(bits(Kind::Threads), bits(Kind::Shm), "{n} ranks");
+    }
+}
+
 /// Within one engine a result does not depend on whether it was computed in the slot of a small operation, and a rank
 /// that is alone at its processor gets the bits of one that is not.
 #[test]

@@ -199,9 +199,9 @@ fn a_message_to_a_rank_that_left_is_an_error() {
 
 #[test]
 fn a_thread_that_panics_is_lost() {
-    for n in 2..=4 {
+    for (kind, n) in [(Kind::Threads, 2), (Kind::Threads, 3), (Kind::Threads, 4), (Kind::Shm, 2), (Kind::Shm, 3)] {
         for lost in 0..n {
-            let results = run_ranks(Kind::Threads, n, move |group| {
+            let results = run_ranks(kind, n, move |group| {
                 group.barrier().unwrap();
                 if group.rank() != lost {
                     return group.all_reduce(&mut [1f32; 1000], ReduceOp::Sum);
@@ -215,7 +215,7 @@ fn a_thread_that_panics_is_lost() {
             });
             for (rank, result) in results.into_iter().enumerate() {
                 let named = matches!(result, Err(Error::PeerLost { peer, .. }) if peer == lost);
-                assert!(rank == lost || named, "rank {lost} of {n} panicked: rank {rank} got {result:?}");
+                assert!(rank == lost || named, "{kind:?}, rank {lost} of {n} panicked: rank {rank} got {result:?}");
             }
         }
     }

@@ -137,6 +137,11 @@ fn one_offender_over_tcp_5() {
 }
 
 #[test]
+fn one_offender_in_shared_memory() {
+    every_pair(Kind::Shm, 2..=4);
+}
+
+#[test]
 fn every_rank_does_something_else() {
     const ACTS: [Act; 5] = [
         |g| g.all_reduce(&mut vec![0f32; 500_000], ReduceOp::Sum),

@@ -23,7 +23,7 @@ fn objects(arguments: &str) -> Vec<Value> {
 #[test]
 fn every_operation_is_measured_between_threads_and_between_processes() {
     let operations = ["all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "send_recv"];
-    for transport in ["local", "tcp"] {
+    for transport in ["local", "tcp", "shm"] {
         for operation in operations {
             let what = format!("{operation} --transport {transport} --ranks 3 -d f16 -o max -r 2");
             let rows = objects(&format!("perf {what} -b 24 -e 1K -f 16 -n 3 -w 1 --json"));
@@ -59,7 +59,7 @@ fn the_table_ends_with_a_summary() {
 #[test]
 fn a_plot_is_an_svg_also_from_processes() {
     let directory = tempfile::tempdir().unwrap();
-    for transport in ["local", "tcp"] {
+    for transport in ["local", "tcp", "shm"] {
         let file = directory.path().join(transport).with_extension("svg");
         succeeds(&format!("perf all_gather --transport {transport} -e 512 -n 2 --plot {}", file.display()));
         assert!(std::fs::read_to_string(file).unwrap().contains("all_gather, 2 ranks"));

@@ -11,6 +11,9 @@ use rustix::process::Signal;
 /// Enough for what these tests do, so that a child whose test is broken ends.
 const DEADLINE: &str = "20";
 
+/// What can carry operations between processes of one host.
+const BOTH: [&str; 2] = ["tcp", "shm"];
+
 /// What a child does: joins, says so, and calls until it fails.
 fn call_until_failure(len: usize) {
     let group = Group::from_env().expect("ranks find each other");
@@ -26,10 +29,10 @@ fn call_until_failure(len: usize) {
     report(&Err(error));
 }
 
-/// Starts `n` ranks that call `name`'s child, sends `signal` to rank `victim` while all are at it, and gives the errors
-/// of the others, with the victim.
-fn strike(name: &str, n: usize, victim: usize, signal: Signal, deadline: &str) -> (Vec<Error>, Process) {
-    let mut ranks = Process::start_ranks(name, n, deadline);
+/// Starts three ranks that call `name`'s child, sends `signal` to rank `victim` while all are at it, and gives the
+/// errors of the others, with the victim.
+fn strike(name: &str, transport: &str, victim: usize, signal: Signal, deadline: &str) -> (Vec<Error>, Process) {
+    let mut ranks = Process::start_ranks(name, 3, transport, deadline);
     for rank in &ranks {
         assert_eq!(rank.hear(), "going");
     }
@@ -45,13 +48,13 @@ fn a_process_that_is_killed_is_named_with_its_address() {
     if is_child() {
         return call_until_failure(200_000);
     }
-    for victim in 0..3 {
+    for (transport, victim) in BOTH.into_iter().flat_map(|transport| (0..3).map(move |victim| (transport, victim))) {
         let (errors, mut killed) =
-            strike("a_process_that_is_killed_is_named_with_its_address", 3, victim, Signal::KILL, DEADLINE);
+            strike("a_process_that_is_killed_is_named_with_its_address", transport, victim, Signal::KILL, DEADLINE);
         assert_eq!(killed.end().signal(), Some(Signal::KILL.as_raw()));
         for error in errors {
             let Error::PeerLost { peer, address: Some(address), .. } = &error else {
-                panic!("rank {victim} was killed, and a survivor got {error:?}")
+                panic!("{transport}: rank {victim} was killed, and a survivor got {error:?}")
             };
             assert_eq!(*peer, victim);
             assert!(address.starts_with("127.0.0.1:"), "{address}");
@@ -65,12 +68,14 @@ fn a_process_that_is_interrupted_leaves_and_ends_by_the_signal() {
     if is_child() {
         return call_until_failure(50);
     }
-    for (victim, signal) in [(0, Signal::INT), (1, Signal::TERM), (2, Signal::INT)] {
+    let victims = [(0, Signal::INT), (1, Signal::TERM), (2, Signal::INT)];
+    for (transport, (victim, signal)) in BOTH.into_iter().flat_map(|transport| victims.map(|who| (transport, who))) {
         let (errors, mut interrupted) =
-            strike("a_process_that_is_interrupted_leaves_and_ends_by_the_signal", 3, victim, signal, DEADLINE);
+            strike("a_process_that_is_interrupted_leaves_and_ends_by_the_signal", transport, victim, signal, DEADLINE);
         assert_eq!(interrupted.end().signal(), Some(signal.as_raw()));
         for error in errors {
-            assert!(matches!(error, Error::Left { rank, .. } if rank == victim), "rank {victim} left: {error:?}");
+            let left = matches!(error, Error::Left { rank, .. } if rank == victim);
+            assert!(left, "{transport}: rank {victim} left: {error:?}");
         }
     }
 }
@@ -80,13 +85,15 @@ fn a_process_that_stands_still_is_named_by_the_deadline() {
     if is_child() {
         return call_until_failure(50);
     }
-    let (errors, mut stopped) =
-        strike("a_process_that_stands_still_is_named_by_the_deadline", 3, 1, Signal::STOP, "1.5");
-    for error in errors {
-        assert!(matches!(&error, Error::Timeout { missing, .. } if missing.contains(&1)), "{error:?}");
+    for transport in BOTH {
+        let (errors, mut stopped) =
+            strike("a_process_that_stands_still_is_named_by_the_deadline", transport, 1, Signal::STOP, "1.5");
+        for error in errors {
+            assert!(matches!(&error, Error::Timeout { missing, .. } if missing.contains(&1)), "{transport}: {error:?}");
+        }
+        stopped.signal(Signal::KILL);
+        stopped.end();
     }
-    stopped.signal(Signal::KILL);
-    stopped.end();
 }
 
 #[test]
@@ -100,10 +107,12 @@ fn a_process_that_exits_without_a_farewell_is_lost() {
         let result = group.all_reduce(&mut [1f32; 10], ReduceOp::Sum);
         return report(&result.map(|()| String::new()));
     }
-    let ranks = Process::start_ranks("a_process_that_exits_without_a_farewell_is_lost", 3, DEADLINE);
-    for rank in [0, 2] {
-        let error = ranks[rank].outcome().unwrap_err();
-        assert!(matches!(error, Error::PeerLost { peer: 1, .. }), "rank {rank} got {error:?}");
+    for transport in BOTH {
+        let ranks = Process::start_ranks("a_process_that_exits_without_a_farewell_is_lost", 3, transport, DEADLINE);
+        for rank in [0, 2] {
+            let error = ranks[rank].outcome().unwrap_err();
+            assert!(matches!(error, Error::PeerLost { peer: 1, .. }), "{transport}: rank {rank} got {error:?}");
+        }
     }
 }
 
@@ -117,10 +126,12 @@ fn a_process_that_drops_its_group_has_left() {
         }
         return report(&group.barrier().map(|()| String::new()));
     }
-    let ranks = Process::start_ranks("a_process_that_drops_its_group_has_left", 3, DEADLINE);
-    for rank in [0, 1] {
-        let error = ranks[rank].outcome().unwrap_err();
-        assert!(matches!(error, Error::Left { rank: 2, .. }), "rank {rank} got {error:?}");
+    for transport in BOTH {
+        let ranks = Process::start_ranks("a_process_that_drops_its_group_has_left", 3, transport, DEADLINE);
+        for rank in [0, 1] {
+            let error = ranks[rank].outcome().unwrap_err();
+            assert!(matches!(error, Error::Left { rank: 2, .. }), "{transport}: rank {rank} got {error:?}");
+        }
     }
 }
 
@@ -137,10 +148,12 @@ fn the_environments_deadline_ends_a_wait() {
         assert_eq!(group.deadline(), std::time::Duration::from_millis(500));
         return report(&group.barrier().map(|()| String::new()));
     }
-    let ranks = Process::start_ranks("the_environments_deadline_ends_a_wait", 3, "0.5");
-    for rank in &ranks[1..] {
-        let error = rank.outcome().unwrap_err();
-        assert!(matches!(&error, Error::Timeout { missing, .. } if *missing == [0]), "{error:?}");
+    for transport in BOTH {
+        let ranks = Process::start_ranks("the_environments_deadline_ends_a_wait", 3, transport, "0.5");
+        for rank in &ranks[1..] {
+            let error = rank.outcome().unwrap_err();
+            assert!(matches!(&error, Error::Timeout { missing, .. } if *missing == [0]), "{transport}: {error:?}");
+        }
     }
 }
 
@@ -155,10 +168,13 @@ fn four_processes_find_each_other_by_their_environment() {
         });
         return report(&outcome);
     }
-    let mut ranks = Process::start_ranks("four_processes_find_each_other_by_their_environment", 4, DEADLINE);
-    for rank in &mut ranks {
-        assert_eq!(rank.outcome(), Ok("[10, 10, 10, 10, 10] of 4".into()));
-        assert!(rank.end().success());
+    for transport in ["auto", "tcp", "shm"] {
+        let mut ranks =
+            Process::start_ranks("four_processes_find_each_other_by_their_environment", 4, transport, DEADLINE);
+        for rank in &mut ranks {
+            assert_eq!(rank.outcome(), Ok("[10, 10, 10, 10, 10] of 4".into()));
+            assert!(rank.end().success());
+        }
     }
 }
 
@@ -170,7 +186,7 @@ fn wrong_variables_are_named() {
     const RANK: (&str, &str) = ("BONFIRE_RANK", "0");
     const SIZE: (&str, &str) = ("BONFIRE_WORLD_SIZE", "2");
     const ADDRESS: (&str, &str) = ("BONFIRE_ADDRESS", "127.0.0.1:29500");
-    let cases: [(&str, &[(&str, &str)]); 8] = [
+    let cases: [(&str, &[(&str, &str)]); 9] = [
         ("BONFIRE_RANK", &[]),
         ("BONFIRE_RANK", &[SIZE, ADDRESS]),
         ("BONFIRE_WORLD_SIZE", &[RANK, ADDRESS]),
@@ -179,6 +195,7 @@ fn wrong_variables_are_named() {
         ("BONFIRE_WORLD_SIZE", &[RANK, ("BONFIRE_WORLD_SIZE", "two"), ADDRESS]),
         ("127.0.0.1", &[RANK, SIZE, ("BONFIRE_ADDRESS", "127.0.0.1")]),
         ("BONFIRE_DEADLINE", &[RANK, SIZE, ADDRESS, ("BONFIRE_DEADLINE", "soon")]),
+        ("BONFIRE_TRANSPORT", &[RANK, SIZE, ADDRESS, ("BONFIRE_TRANSPORT", "rdma")]),
     ];
     for (named, variables) in cases {
         let variables: Vec<_> = variables.iter().map(|(name, value)| (*name, (*value).to_owned())).collect();

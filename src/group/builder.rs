@@ -6,6 +6,8 @@ use std::time::Duration;
 use super::{Core, Group};
 use crate::error::Error;
 use crate::plan::Algorithm;
+#[cfg(unix)]
+use crate::rendezvous::Medium;
 use crate::transport::local::Local;
 use crate::transport::{Collectives, Transport};
 
@@ -128,6 +130,15 @@ impl Builder {
         self
     }
 
+    /// What carries the operations: shared memory where all ranks are on one host, else TCP, unless set here or by
+    /// `BONFIRE_TRANSPORT` (`auto`, `tcp` or `shm`). Ranks share memory where they can all open the same segment: on one
+    /// host, in one network namespace, as one user. All of them do or none does. Messages between two ranks and
+    /// operations with an [`algorithm`](Self::algorithm) of the user's choice go over TCP.
+    pub fn transport(mut self, medium: Medium) -> Self {
+        self.settings.medium = medium;
+        self
+    }
+
     /// Whether SIGINT (Ctrl-C) and SIGTERM say farewell to the other ranks before the process ends as it would have.
     /// On for groups from the environment, off otherwise. Turn it off where the program handles these signals itself
     /// and drops the group in good order.
@@ -136,18 +147,29 @@ impl Builder {
         self
     }
 
-    /// Connects to the other ranks over TCP and blocks until all are there.
+    /// Connects to the other ranks over TCP, and through shared memory where they can have it; blocks until all are
+    /// there.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] or [`Error::Config`] where settings cannot work, [`Error::Rendezvous`] where the
-    /// ranks do not find each other in time or disagree about who they are: a duplicate rank, another world size.
+    /// ranks do not find each other in time or disagree about who they are (a duplicate rank, another world size), or
+    /// where shared memory was asked for and cannot be had.
     pub fn connect(self) -> Result<Group, Error> {
         let group = if self.settings.world_size == 1 {
             self.settings.check()?;
             self.clone().threads(1)?.remove(0)
         } else {
-            let transport = Arc::new(crate::rendezvous::connect(&self.settings)?);
-            Core::group(transport, None, self.algorithm, self.deadline)
+            let mut settings = self.settings.clone();
+            if self.algorithm.is_some() {
+                if settings.medium == Medium::Shm {
+                    let reason = "an algorithm runs as a plan over TCP, and the transport is to be shared memory: \
+                                  leave one of the two out";
+                    return Err(Error::Config(reason.into()));
+                }
+                settings.medium = Medium::Tcp;
+            }
+            let (transport, engine) = crate::rendezvous::connect(&settings)?;
+            Core::group(Arc::new(transport), engine, self.algorithm, self.deadline)
         };
         if self.leave_on_interrupt {
             super::interrupt::leave_on_interrupt(&group.core)?;

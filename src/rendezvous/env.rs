@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::Settings;
+use super::{Medium, Settings};
 use crate::error::Error;
 use crate::wait::deadline_from_env;
 
@@ -26,9 +26,16 @@ pub(crate) fn read(variable: impl Fn(&str) -> Option<String>) -> Result<Environm
         world_size,
         address: address.unwrap_or_default(),
         host: variable("BONFIRE_HOST").filter(|host| !host.is_empty()),
+        medium: medium(&variable)?,
         ..Settings::default()
     };
     Ok(Environment { settings, deadline: deadline_from_env(&variable)? })
+}
+
+fn medium(variable: &impl Fn(&str) -> Option<String>) -> Result<Medium, Error> {
+    let Some(text) = variable("BONFIRE_TRANSPORT") else { return Ok(Medium::Auto) };
+    let medium = Medium::ALL.into_iter().find(|medium| medium.to_string() == text.trim());
+    medium.ok_or_else(|| Error::Config(format!("BONFIRE_TRANSPORT is '{text}': give auto, tcp or shm")))
 }
 
 fn number(variable: &impl Fn(&str) -> Option<String>, name: &str) -> Result<usize, Error> {

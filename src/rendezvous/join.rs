@@ -14,13 +14,13 @@ use tokio::net::{TcpListener, TcpStream, lookup_host};
 use tokio::sync::mpsc::unbounded_channel;
 use tokio::time::{sleep, timeout_at};
 
-use super::Settings;
+use super::{Medium, Settings};
 use crate::error::{Error, Ranks};
 use crate::transport::frame;
 use crate::transport::tcp::{Board, Greeting, Mesh, admit};
 
 /// "BNFR" and the version of what follows: a stranger does not know it.
-const MAGIC: u64 = 0x424e_4652_0000_0001;
+const MAGIC: u64 = 0x424e_4652_0000_0002;
 
 /// How long a connection may take to say who it is.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -36,17 +36,31 @@ struct Hello {
     world_size: usize,
     /// Where the rank listens.
     address: SocketAddr,
+    /// What it wants to carry the operations.
+    medium: Medium,
 }
 
 /// Rank 0's answer.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 enum Answer {
-    Welcome { session: u64, addresses: Vec<SocketAddr> },
+    Welcome {
+        session: u64,
+        addresses: Vec<SocketAddr>,
+        /// What all ranks together want.
+        medium: Medium,
+    },
     Refused(String),
 }
 
-/// Joins the group that `settings` describe.
-pub(super) async fn join(settings: &Settings, start: Instant) -> Result<Mesh, Error> {
+/// A rank that has come to rank 0.
+struct Guest {
+    stream: TcpStream,
+    address: SocketAddr,
+    medium: Medium,
+}
+
+/// Joins the group that `settings` describe. Gives also what all ranks together want to carry the operations.
+pub(super) async fn join(settings: &Settings, start: Instant) -> Result<(Mesh, Medium), Error> {
     // A limit beyond what the clock can say is none: ten years are as good.
     const ENDLESS: Duration = Duration::from_secs(10 * 365 * 24 * 3600);
     let late = tokio::time::Instant::from_std(start + settings.timeout.min(ENDLESS));
@@ -70,13 +84,13 @@ pub(super) async fn join(settings: &Settings, start: Instant) -> Result<Mesh, Er
 }
 
 /// Rank 0: waits for everybody, then tells everybody who they are.
-async fn host(settings: &Settings, start: Instant, waiting_for: &mut String) -> Result<Mesh, Error> {
+async fn host(settings: &Settings, start: Instant, waiting_for: &mut String) -> Result<(Mesh, Medium), Error> {
     let n = settings.world_size;
     let board = board(n)?;
     let listener = bind(settings, start, &settings.address).await?;
     let own = listener.local_addr().map_err(|e| settings.failed(start, e.to_string()))?;
     let (hellos, mut queue) = unbounded_channel();
-    let mut guests: Vec<Option<(TcpStream, SocketAddr)>> = (0..n).map(|_| None).collect();
+    let mut guests: Vec<Option<Guest>> = (0..n).map(|_| None).collect();
     while guests.iter().skip(1).any(Option::is_none) {
         let missing: Vec<usize> = (1..n).filter(|rank| guests[*rank].is_none()).collect();
         *waiting_for = format!("{} did not come", Ranks(&missing));
@@ -100,34 +114,62 @@ async fn host(settings: &Settings, start: Instant, waiting_for: &mut String) -> 
             }
         };
         if let Some((reason, offender)) = problem {
-            let guests = guests.into_iter().flatten().map(|(stream, _)| stream);
-            for mut stream in guests.chain(offender) {
-                let _ = frame::write(&mut stream, &Answer::Refused(reason.clone())).await;
-            }
+            refuse(guests, offender, &reason).await;
             return Err(settings.failed(start, reason));
         }
     }
+    let mediums = guests.iter().map(|guest| guest.as_ref().map_or(settings.wanted(), |guest| guest.medium));
+    let medium = match together(&mediums.collect::<Vec<_>>()) {
+        Ok(medium) => medium,
+        Err(reason) => {
+            refuse(guests, None, &reason).await;
+            return Err(settings.failed(start, reason));
+        }
+    };
     let mut random = RandomState::new().build_hasher();
     random.write_u128(start.elapsed().as_nanos());
     let session = random.finish();
-    let addresses: Vec<SocketAddr> = guests.iter().map(|guest| guest.as_ref().map_or(own, |(_, a)| *a)).collect();
+    let addresses: Vec<SocketAddr> =
+        guests.iter().map(|guest| guest.as_ref().map_or(own, |guest| guest.address)).collect();
     let mut connections = Vec::new();
     for (rank, guest) in guests.into_iter().enumerate() {
-        let Some((mut stream, _)) = guest else {
+        let Some(Guest { mut stream, .. }) = guest else {
             connections.push(None);
             continue;
         };
-        let welcome = Answer::Welcome { session, addresses: addresses.clone() };
+        let welcome = Answer::Welcome { session, addresses: addresses.clone(), medium };
         frame::write(&mut stream, &welcome)
             .await
             .map_err(|e| settings.failed(start, format!("rank {rank} went away: {e}")))?;
         connections.push(Some(stream));
     }
-    Ok(Mesh { rank: 0, session, addresses, listener, connections, board })
+    Ok((Mesh { rank: 0, session, addresses, listener, connections, board }, medium))
+}
+
+/// Tells everybody who is there why the rendezvous fails.
+async fn refuse(guests: Vec<Option<Guest>>, offender: Option<TcpStream>, reason: &str) {
+    let streams = guests.into_iter().flatten().map(|guest| guest.stream);
+    for mut stream in streams.chain(offender) {
+        let _ = frame::write(&mut stream, &Answer::Refused(reason.to_owned())).await;
+    }
+}
+
+/// What all ranks together want, from what each wants: TCP if any does, shared memory only if some insist.
+fn together(mediums: &[Medium]) -> Result<Medium, String> {
+    let first = |medium| mediums.iter().position(|other| *other == medium);
+    match (first(Medium::Tcp), first(Medium::Shm)) {
+        (Some(tcp), Some(shm)) => Err(format!(
+            "rank {shm} insists on shared memory and rank {tcp} on TCP: give all the same BONFIRE_TRANSPORT or \
+             Builder::transport (a rank with an algorithm of its own, or without the feature `shm`, uses TCP)"
+        )),
+        (Some(_), None) => Ok(Medium::Tcp),
+        (None, Some(_)) => Ok(Medium::Shm),
+        (None, None) => Ok(Medium::Auto),
+    }
 }
 
 /// Any other rank: dials rank 0, then the ranks below, and is dialled by those above.
-async fn attend(settings: &Settings, start: Instant, waiting_for: &mut String) -> Result<Mesh, Error> {
+async fn attend(settings: &Settings, start: Instant, waiting_for: &mut String) -> Result<(Mesh, Medium), Error> {
     let (rank, n) = (settings.rank, settings.world_size);
     let board = board(n)?;
     let mut zero = dial(&settings.address, waiting_for).await;
@@ -139,10 +181,11 @@ async fn attend(settings: &Settings, start: Instant, waiting_for: &mut String) -
         own.set_ip(zero.local_addr().map_err(|e| settings.failed(start, e.to_string()))?.ip());
     }
     let lost = |e: io::Error| settings.failed(start, format!("rank 0 went away ({e}); look at its own output"));
-    frame::write(&mut zero, &Hello { magic: MAGIC, rank, world_size: n, address: own }).await.map_err(lost)?;
+    let hello = Hello { magic: MAGIC, rank, world_size: n, address: own, medium: settings.wanted() };
+    frame::write(&mut zero, &hello).await.map_err(lost)?;
     *waiting_for = "rank 0 is there, but some other rank did not come".into();
-    let (session, mut addresses) = match frame::expect(&mut zero, settings.timeout).await.map_err(lost)? {
-        Answer::Welcome { session, addresses } if addresses.len() == n => (session, addresses),
+    let (session, mut addresses, medium) = match frame::expect(&mut zero, settings.timeout).await.map_err(lost)? {
+        Answer::Welcome { session, addresses, medium } if addresses.len() == n => (session, addresses, medium),
         Answer::Welcome { .. } => return Err(settings.failed(start, "rank 0 answered with another world size")),
         Answer::Refused(reason) => return Err(settings.failed(start, reason)),
     };
@@ -176,7 +219,7 @@ async fn attend(settings: &Settings, start: Instant, waiting_for: &mut String) -
             Some((peer, stream)) = queue.recv() => connections[peer] = Some(stream),
         }
     }
-    Ok(Mesh { rank, session, addresses, listener, connections, board })
+    Ok((Mesh { rank, session, addresses, listener, connections, board }, medium))
 }
 
 fn board(world_size: usize) -> Result<Arc<Board>, Error> {
@@ -199,11 +242,7 @@ async fn introduction(mut stream: TcpStream, address: SocketAddr) -> Option<(Tcp
 }
 
 /// Gives a guest its seat, or says why the whole rendezvous fails, and to whom else that must be told.
-fn seat(
-    guests: &mut [Option<(TcpStream, SocketAddr)>],
-    stream: TcpStream,
-    hello: Hello,
-) -> Result<(), (String, Option<TcpStream>)> {
+fn seat(guests: &mut [Option<Guest>], stream: TcpStream, hello: Hello) -> Result<(), (String, Option<TcpStream>)> {
     let (rank, n) = (hello.rank, guests.len());
     if hello.world_size != n {
         let reason = format!(
@@ -214,7 +253,7 @@ fn seat(
     }
     match guests.get_mut(rank) {
         Some(seat @ None) if rank != 0 => {
-            *seat = Some((stream, hello.address));
+            *seat = Some(Guest { stream, address: hello.address, medium: hello.medium });
             Ok(())
         }
         _ => Err((format!("two processes were started as rank {rank}: give each its own"), Some(stream))),
@@ -222,10 +261,10 @@ fn seat(
 }
 
 /// The first guest that closes its connection.
-async fn departure(guests: &[Option<(TcpStream, SocketAddr)>]) -> usize {
+async fn departure(guests: &[Option<Guest>]) -> usize {
     poll_fn(|context| {
         for (rank, guest) in guests.iter().enumerate() {
-            let Some((stream, _)) = guest else { continue };
+            let Some(Guest { stream, .. }) = guest else { continue };
             // A guest sends nothing after its hello, so anything to read is an end or an error.
             if stream.poll_peek(context, &mut ReadBuf::new(&mut [0])).is_ready() {
                 return Poll::Ready(rank);

@@ -1,7 +1,7 @@
 use std::time::Duration;
 
 use super::env::{Environment, read};
-use super::{Settings, well_formed};
+use super::{Medium, Settings, well_formed};
 use crate::error::Error;
 
 /// Reads an environment that consists of these variables, without their prefix.
@@ -33,6 +33,15 @@ fn the_host_and_the_deadline_are_optional() {
 }
 
 #[test]
+fn the_transport_is_chosen_by_name() {
+    assert_eq!(from(&COMPLETE).unwrap().settings.medium, Medium::Auto);
+    for medium in Medium::ALL {
+        let name = medium.to_string();
+        assert_eq!(from(&[&COMPLETE[..], &[("TRANSPORT", &name)]].concat()).unwrap().settings.medium, medium);
+    }
+}
+
+#[test]
 fn a_rank_that_is_alone_needs_no_address() {
     assert_eq!(from(&[("RANK", "0"), ("WORLD_SIZE", "1")]).unwrap().settings.address, "");
 }
@@ -53,6 +62,7 @@ fn malformed_variables_are_named_with_their_values() {
         ("RANK", &["", "-1", "one", "1.0", "99999999999999999999", "0x1"][..]),
         ("WORLD_SIZE", &["", "-4", "four", "4,"]),
         ("DEADLINE", &["", "0", "-1", "nan", "inf", "1e300", "soon", "5s"]),
+        ("TRANSPORT", &["", "rdma", "SHM", "tcp,shm"]),
     ] {
         for value in values {
             let others = COMPLETE.iter().filter(|(other, _)| *other != name).copied();

@@ -18,7 +18,7 @@ use super::{Buffers, Collectives, Fault};
 use crate::call::{Call, Operation};
 use crate::error::{Error, Ranks, Site};
 use crate::partition::partition;
-use crate::reduce;
+use crate::reduce::{self, Output};
 use crate::wait::{Bell, Deadline, spin};
 
 /// One rank's end of a group of threads.
@@ -279,7 +279,10 @@ impl Local {
             let inputs = offers.map(|offer| offer.inline.as_ptr().cast());
             if let Some(op) = call.reduction {
                 // SAFETY: `count` elements fit the inline data, checked above; the output is this rank's own.
-                unsafe { reduce::reduce_to_all(call.dtype, op, call.count, inputs, std::iter::once(output)) };
+                unsafe {
+                    let result = std::iter::once(Output::cached(output));
+                    reduce::reduce_to_all(call.dtype, op, call.count, inputs, result);
+                }
             }
             return Ok(());
         }
@@ -289,6 +292,7 @@ impl Local {
         let size = call.dtype.size();
         let own = partition(call.count, world_size, self.rank);
         let at = own.start * size;
+        let apart = |offer: &Offer| offer.input != offer.output.cast_const();
         // SAFETY: buffers have the lengths that `Buffers` lists, which the group checked, and all calls are equal; each
         // rank writes only its own part of the outputs, or its own output, and what others read in this operation is
         // not written (`swap_parts` says why for itself); `exit` keeps every buffer borrowed until all ranks are done.
@@ -296,16 +300,19 @@ impl Local {
             match (call.operation, call.reduction, call.root) {
                 (Operation::AllReduce, Some(op), _) => {
                     let inputs = offers.clone().map(|offer| offer.input.add(at));
-                    let outputs = offers.map(|offer| offer.output.add(at));
+                    let bytes = own.len() * size;
+                    let outputs = offers.map(|offer| Output::of(offer.output.add(at), bytes, apart(offer)));
                     reduce::reduce_to_all(call.dtype, op, own.len(), inputs, outputs);
                 }
                 (Operation::Reduce, Some(op), Some(root)) => {
-                    let target = (*self.offer(root, sequence)).output.add(at);
+                    let target = &*self.offer(root, sequence);
+                    let target = Output::of(target.output.add(at), own.len() * size, apart(target));
                     let inputs = offers.map(|offer| offer.input.add(at));
                     reduce::reduce_to_all(call.dtype, op, own.len(), inputs, std::iter::once(target));
                 }
                 (Operation::ReduceScatter, Some(op), _) => {
                     let target = if buffers.input.is_some() { output } else { output.add(at) };
+                    let target = Output::of(target, own.len() * size, buffers.input.is_some());
                     let inputs = offers.map(|offer| offer.input.add(at));
                     reduce::reduce_to_all(call.dtype, op, own.len(), inputs, std::iter::once(target));
                 }

@@ -40,7 +40,7 @@ fn processes(test: &str, shape: Shape, layers: usize, delay: Duration) {
         }
         return;
     }
-    let mut processes = Process::start_ranks(test, 2, "120");
+    let mut processes = Process::start_ranks(test, 2, "auto", "120");
     let expected = training.reference(Net::new(shape, layers, 1, &Log::default(), &Default::default()), 4);
     assert_eq!(expected.len(), 50);
     let mut steps = Steps::new();

@@ -10,17 +10,19 @@ use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::thread;
 use std::time::Duration;
 
-use bonfire::{Builder, Error, Group};
+use bonfire::{Builder, Error, Group, Medium};
 
 /// How the ranks of a test reach each other.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Kind {
     Threads,
     Tcp,
+    /// Ranks that share memory as processes do, here as threads with a mapping each.
+    Shm,
 }
 
 impl Kind {
-    pub const ALL: [Kind; 2] = [Kind::Threads, Kind::Tcp];
+    pub const ALL: [Kind; 3] = [Kind::Threads, Kind::Tcp, Kind::Shm];
 }
 
 /// A test must end: nothing in it may take longer than this.
@@ -46,14 +48,15 @@ pub fn run_ranks_with<T: Send + 'static>(
             let groups = builder.threads(n).expect("a group of threads");
             groups.into_iter().map(|group| spawn(group, f.clone())).collect()
         }
-        Kind::Tcp => {
+        Kind::Tcp | Kind::Shm => {
             let address = free_address();
+            let builder = builder.transport(if kind == Kind::Tcp { Medium::Tcp } else { Medium::Shm });
             (0..n)
                 .map(|rank| {
                     let (builder, address, f) = (builder.clone(), address.clone(), f.clone());
                     thread::spawn(move || {
                         let builder = builder.rank(rank).world_size(n).address(address).rendezvous_timeout(DEADLINE);
-                        f(builder.connect().expect("a group over TCP"))
+                        f(builder.connect().expect("ranks find each other"))
                     })
                 })
                 .collect()

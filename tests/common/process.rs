@@ -43,7 +43,7 @@ impl Process {
     pub fn start(name: &str, variables: &[(&str, String)]) -> Process {
         let mut command = Command::new(std::env::current_exe().expect("the test's own binary"));
         command.args([name, "--exact", "--nocapture", "--test-threads=1"]).stdout(Stdio::piped());
-        for variable in ["RANK", "WORLD_SIZE", "ADDRESS", "HOST", "DEADLINE"] {
+        for variable in ["RANK", "WORLD_SIZE", "ADDRESS", "HOST", "TRANSPORT", "DEADLINE"] {
             command.env_remove(format!("BONFIRE_{variable}"));
         }
         command.env(CHILD, "1").envs(variables.iter().map(|(name, value)| (*name, value)));
@@ -61,13 +61,14 @@ impl Process {
     }
 
     /// Starts all ranks of a group as [`bonfire::Group::from_env`] wants them.
-    pub fn start_ranks(name: &str, n: usize, deadline: &str) -> Vec<Process> {
+    pub fn start_ranks(name: &str, n: usize, transport: &str, deadline: &str) -> Vec<Process> {
         let address = super::free_address();
         let variables = |rank: usize| {
             [
                 ("BONFIRE_RANK", rank.to_string()),
                 ("BONFIRE_WORLD_SIZE", n.to_string()),
                 ("BONFIRE_ADDRESS", address.clone()),
+                ("BONFIRE_TRANSPORT", transport.to_owned()),
                 ("BONFIRE_DEADLINE", deadline.to_owned()),
             ]
         };

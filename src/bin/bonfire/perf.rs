@@ -75,7 +75,7 @@ pub struct Args {
 
 #[derive(clap::Args, Clone)]
 struct Common {
-    /// How the ranks reach each other: threads of one process, or processes over TCP on loopback
+    /// How the ranks reach each other: threads of one process, or processes over TCP or in shared memory
     #[arg(long, value_enum, default_value_t = Transport::Local)]
     transport: Transport,
 

@@ -4,7 +4,7 @@ use std::io::Write;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Instant;
 
 use super::link::Link;
@@ -20,6 +20,8 @@ pub(crate) struct Board {
     failed: AtomicBool,
     /// Readable from the first failure on: threads that wait on sockets wait on this too.
     wake: (UnixStream, UnixStream),
+    /// Wakes a thread that waits elsewhere, when a peer fails or leaves.
+    alarm: OnceLock<Box<dyn Fn() + Send + Sync>>,
 }
 
 struct State {
@@ -58,7 +60,22 @@ impl Board {
             bell: Bell::default(),
             failed: AtomicBool::new(false),
             wake: UnixStream::pair()?,
+            alarm: OnceLock::new(),
         })
+    }
+
+    /// What else to call when a peer fails or leaves; set once.
+    #[cfg(all(feature = "shm", target_os = "linux"))]
+    pub fn alarm(&self, ring: impl Fn() + Send + Sync + 'static) {
+        // Nobody sets it twice.
+        let _ = self.alarm.set(Box::new(ring));
+    }
+
+    fn ring(&self) {
+        self.bell.ring();
+        if let Some(alarm) = self.alarm.get() {
+            alarm();
+        }
     }
 
     pub fn world_size(&self) -> usize {
@@ -95,7 +112,7 @@ impl Board {
             let _ = (&self.wake.0).write(&[1]);
         }
         drop(state);
-        self.bell.ring();
+        self.ring();
     }
 
     pub fn failure(&self) -> Option<(Fault, u64)> {
@@ -118,7 +135,7 @@ impl Board {
 
     pub fn left(&self, peer: usize) {
         self.state().peers[peer].presence = Presence::Left;
-        self.bell.ring();
+        self.ring();
     }
 
     pub fn lost(&self, peer: usize, reason: String) {

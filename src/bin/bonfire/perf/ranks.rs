@@ -5,6 +5,8 @@ use std::io;
 use std::path::PathBuf;
 use std::thread;
 
+#[cfg(unix)]
+use bonfire::{Builder, Medium};
 use bonfire::{Error, Group};
 
 use super::Common;
@@ -16,6 +18,8 @@ pub enum Transport {
     Local,
     /// Processes that this program starts, over TCP on loopback
     Tcp,
+    /// Processes that this program starts, in shared memory
+    Shm,
 }
 
 impl fmt::Display for Transport {
@@ -23,6 +27,7 @@ impl fmt::Display for Transport {
         f.write_str(match self {
             Transport::Local => "local",
             Transport::Tcp => "tcp",
+            Transport::Shm => "shm",
         })
     }
 }
@@ -54,11 +59,13 @@ pub fn measure(
 ) -> Result<u8, RanksError> {
     let wrong = match common.transport {
         Transport::Local => threads(common.ranks, work)?,
-        Transport::Tcp if !common.as_rank => return processes(common.ranks),
+        Transport::Tcp | Transport::Shm if !common.as_rank => return processes(common.ranks),
         #[cfg(unix)]
-        Transport::Tcp => work(&Group::from_env()?)?,
+        Transport::Tcp => work(&Builder::from_env()?.transport(Medium::Tcp).connect()?)?,
+        #[cfg(unix)]
+        Transport::Shm => work(&Builder::from_env()?.transport(Medium::Shm).connect()?)?,
         #[cfg(not(unix))]
-        Transport::Tcp => return Err(RanksError::Platform),
+        Transport::Tcp | Transport::Shm => return Err(RanksError::Platform),
     };
     Ok(u8::from(wrong > 0))
 }

@@ -1,0 +1,290 @@
+//! Operations through the ranks' windows, in chunks that stay in the cache.
+//!
+//! The whole is cut into parts as everywhere, and every part into the same number of pieces. Chunk `i` is piece `i` of
+//! every part. A buffer of a window has a block for each part: where the part is another rank's, the piece that this
+//! rank brings for it, and in its own part's block what the others get from it: the reduced piece, or its own.
+//!
+//! Each rank goes through the same time-line, three steps for every turn `t`:
+//!
+//! 1. *stage* chunk `t`: copy into a buffer of its window what others need;
+//! 2. *reduce* chunk `t - 1`: combine the own part's piece, straight from its own input and the others' buffers, into
+//!    its output and its window;
+//! 3. *take* chunk `t - 2` (`t - 1` where nothing is reduced): copy from the others' windows what they have for it.
+//!
+//! So what a rank needs from another in a turn, the other did in the turn before, and a rank that is a little late
+//! holds nobody up. How far a rank has come is one number on a line of its own, counted over all operations; a step is
+//! done where the number is at least the step's. There is no barrier and no counting in or out.
+
+use std::ops::Range;
+use std::sync::atomic::Ordering;
+
+use super::Shm;
+use super::segment::BUFFERS;
+use crate::call::{Call, Operation};
+use crate::error::Site;
+use crate::partition::partition;
+use crate::reduce::{self, Output};
+use crate::transport::{Buffers, Fault};
+use crate::wait::{Deadline, lock};
+
+/// What a rank remembers from one large operation to the next. It is the same on all ranks: all of it follows from the
+/// calls, on which they agree.
+#[derive(Default)]
+pub(super) struct Flow {
+    /// The last step of the operations so far.
+    step: u64,
+    /// Chunks so far: they use the buffers in turn.
+    chunks: u64,
+    /// When all ranks have made this step, nobody reads the buffer any more.
+    free: [u64; BUFFERS],
+}
+
+/// One operation on one rank.
+struct Pass<'a> {
+    shm: &'a Shm,
+    site: &'a Site,
+    deadline: &'a Deadline,
+    flow: &'a mut Flow,
+    call: &'a Call,
+    input: *const u8,
+    output: *mut u8,
+    /// The element of the whole with which the input and the output begin.
+    origins: (usize, usize),
+    in_place: bool,
+    /// Whether what is written to the output has not been read just before.
+    apart: bool,
+    /// Elements of a piece, and pieces of a part.
+    piece: usize,
+    pieces: u64,
+    /// Steps and chunks before this operation.
+    first: (u64, u64),
+}
+
+impl Shm {
+    /// Runs any operation but a barrier.
+    pub(super) fn chunks(&self, site: &Site, buffers: &mut Buffers<'_>, deadline: &Deadline) -> Result<(), Fault> {
+        let (call, n) = (&site.call, self.world_size());
+        let own = partition(call.count, n, self.rank).start;
+        let output = buffers.output.as_mut_ptr();
+        let origin = |of| if buffers.input.is_some() && call.operation == of { own } else { 0 };
+        let most = self.segment.block_size() / call.dtype.size();
+        let longest = partition(call.count, n, 0).len();
+        // As even as can be, in whole cache lines.
+        let line = 64 / call.dtype.size();
+        let piece = longest.div_ceil(longest.div_ceil(most)).next_multiple_of(line);
+        let mut flow = lock(&self.flow);
+        Pass {
+            shm: self,
+            site,
+            deadline,
+            first: (flow.step, flow.chunks),
+            flow: &mut flow,
+            call,
+            input: buffers.input.map_or(output.cast_const(), <[u8]>::as_ptr),
+            output,
+            origins: (origin(Operation::AllGather), origin(Operation::ReduceScatter)),
+            in_place: buffers.input.is_none(),
+            apart: buffers.input.is_some() || matches!(call.operation, Operation::AllGather | Operation::Broadcast),
+            piece,
+            pieces: longest.div_ceil(piece) as u64,
+        }
+        .run()
+    }
+}
+
+impl Pass<'_> {
+    fn run(&mut self) -> Result<(), Fault> {
+        let (pieces, lag) = (self.pieces, self.lag());
+        self.stage(0)?;
+        // The offer shows the first chunk as well, so no one waits for it apart.
+        self.store(self.step(0, STAGE));
+        self.shm.publish(self.site);
+        self.shm.agree(self.site, self.deadline)?;
+        for turn in 0..pieces + lag {
+            if turn > 0 && turn < pieces {
+                self.stage(turn)?;
+                self.done(self.step(turn, STAGE));
+            }
+            if self.call.reduction.is_some() && turn > 0 && turn <= pieces {
+                self.reduce(turn - 1)?;
+                self.done(self.step(turn, REDUCE));
+            }
+            if turn >= lag {
+                self.take(turn - lag)?;
+            }
+        }
+        self.flow.step = self.step(pieces + lag, 0);
+        self.flow.chunks += pieces;
+        self.done(self.flow.step);
+        // The streaming stores went to this rank's own output. Peers never read that, but the caller's other threads
+        // may.
+        reduce::fence_streams();
+        Ok(())
+    }
+
+    /// How many turns after its staging a chunk is taken.
+    fn lag(&self) -> u64 {
+        if self.call.reduction.is_some() { 2 } else { 1 }
+    }
+
+    /// The number of a step.
+    fn step(&self, turn: u64, kind: u64) -> u64 {
+        self.first.0 + 3 * turn + kind
+    }
+
+    fn store(&self, step: u64) {
+        // Release: who sees the number sees what was written to the window before.
+        self.shm.control(self.shm.rank).progress.0.store(step, Ordering::Release);
+    }
+
+    fn done(&self, step: u64) {
+        self.store(step);
+        self.shm.ring();
+    }
+
+    /// Waits until all ranks that `whom` names have made the step.
+    fn wait(&self, step: u64, whom: impl Fn(usize) -> bool) -> Result<(), Fault> {
+        // Acquire pairs with the release in `store`: what the peer wrote is here, and what it read it needs no more.
+        let reached = |rank| !whom(rank) || self.shm.control(rank).progress.0.load(Ordering::Acquire) >= step;
+        self.shm.wait(self.site, self.deadline, reached)
+    }
+
+    fn buffer(&self, chunk: u64) -> usize {
+        ((self.first.1 + chunk) % BUFFERS as u64) as usize
+    }
+
+    /// The elements of a part.
+    fn part(&self, part: usize) -> Range<usize> {
+        let n = self.shm.world_size();
+        if self.call.operation == Operation::AllToAll {
+            // Rounded down: the length of a started buffer may be no multiple any more.
+            let each = self.call.count / n;
+            return part * each..(part + 1) * each;
+        }
+        partition(self.call.count, n, part)
+    }
+
+    /// The elements of the part in the chunk: at most `piece`, and none where a shorter part has ended.
+    fn span(&self, part: usize, chunk: u64) -> Range<usize> {
+        let part = self.part(part);
+        let start = part.start.saturating_add(chunk as usize * self.piece).min(part.end);
+        start..start.saturating_add(self.piece).min(part.end)
+    }
+
+    /// Where the whole's element `at` is in the input.
+    fn input(&self, at: usize) -> *const u8 {
+        self.input.wrapping_add((at - self.origins.0) * self.call.dtype.size())
+    }
+
+    fn output(&self, at: usize) -> Output {
+        let at = self.output.wrapping_add((at - self.origins.1) * self.call.dtype.size());
+        Output::of(at, self.call.bytes(), self.apart)
+    }
+
+    fn block(&self, rank: usize, chunk: u64, part: usize) -> *mut u8 {
+        self.shm.segment.block(rank, self.buffer(chunk), part)
+    }
+
+    /// Whether this rank brings something for the part.
+    fn brings(&self, part: usize) -> bool {
+        match self.call.operation {
+            Operation::Broadcast => self.call.root == Some(self.shm.rank),
+            Operation::AllGather => part == self.shm.rank,
+            _ => part != self.shm.rank,
+        }
+    }
+
+    /// Whose window has what this rank takes for the part, and in which block.
+    fn source(&self, part: usize) -> Option<(usize, usize)> {
+        let rank = self.shm.rank;
+        match self.call.operation {
+            Operation::Broadcast => self.call.root.map(|root| (root, part)).filter(|(root, _)| *root != rank),
+            Operation::AllToAll => Some((part, rank)).filter(|_| part != rank),
+            Operation::ReduceScatter => None,
+            Operation::Reduce if self.call.root != Some(rank) => None,
+            _ => Some((part, part)).filter(|_| part != rank),
+        }
+    }
+
+    fn stage(&mut self, chunk: u64) -> Result<(), Fault> {
+        let (n, size, buffer) = (self.shm.world_size(), self.call.dtype.size(), self.buffer(chunk));
+        // What was in the buffer before is `BUFFERS` chunks old, or from an operation before.
+        if self.call.operation != Operation::Broadcast || self.brings(0) {
+            self.wait(self.flow.free[buffer], |_| true)?;
+        }
+        self.flow.free[buffer] = match self.call.operation {
+            Operation::ReduceScatter => self.step(chunk + 1, REDUCE),
+            _ => self.step(chunk + self.lag(), TAKE),
+        };
+        for part in (0..n).filter(|part| self.brings(*part)) {
+            let span = self.span(part, chunk);
+            // SAFETY: the span is within the input: the group checked that buffers have the lengths that `Buffers`
+            // lists, and a rank brings its own part only or has the whole. It is at most a block long, and nobody reads
+            // the block before the next step, nor any more since all have made the step that was waited for.
+            unsafe {
+                let block = self.block(self.shm.rank, chunk, part);
+                std::ptr::copy_nonoverlapping(self.input(span.start), block, span.len() * size);
+            }
+        }
+        // What this rank has for itself. Reductions need it where it is.
+        let whole = self.call.operation == Operation::Broadcast && self.brings(0);
+        let own = matches!(self.call.operation, Operation::AllGather | Operation::AllToAll);
+        for part in (0..n).filter(|part| !self.in_place && (whole || own && *part == self.shm.rank)) {
+            let span = self.span(part, chunk);
+            // SAFETY: as above for the input, and the output holds the whole; the two are apart.
+            unsafe { self.output(span.start).copy(self.input(span.start), span.len() * size) };
+        }
+        Ok(())
+    }
+
+    fn reduce(&mut self, chunk: u64) -> Result<(), Fault> {
+        let (rank, n) = (self.shm.rank, self.shm.world_size());
+        let Some(op) = self.call.reduction else { return Ok(()) };
+        if chunk > 0 {
+            self.wait(self.step(chunk, STAGE), |_| true)?;
+        }
+        let span = self.span(rank, chunk);
+        let input =
+            |from| if from == rank { self.input(span.start) } else { self.block(from, chunk, rank).cast_const() };
+        let (here, others) = match self.call.operation {
+            Operation::ReduceScatter => (true, false),
+            Operation::Reduce => (self.call.root == Some(rank), self.call.root != Some(rank)),
+            _ => (true, true),
+        };
+        let outputs =
+            [here.then(|| self.output(span.start)), others.then(|| Output::cached(self.block(rank, chunk, rank)))];
+        // SAFETY: all peers have staged the chunk, so their blocks hold this rank's piece, of as many elements as the
+        // span has, and stay as they are until this rank is further. The span is within the input and, where the result
+        // stays here, within the output. The own block was free when the chunk was staged, and is read after the next
+        // step.
+        unsafe {
+            let outputs = outputs.iter().flatten().copied();
+            reduce::reduce_to_all(self.call.dtype, op, span.len(), (0..n).map(input), outputs);
+        }
+        Ok(())
+    }
+
+    fn take(&mut self, chunk: u64) -> Result<(), Fault> {
+        let (n, size) = (self.shm.world_size(), self.call.dtype.size());
+        if (0..n).all(|part| self.source(part).is_none()) {
+            return Ok(());
+        }
+        let ready = if self.call.reduction.is_some() { self.step(chunk + 1, REDUCE) } else { self.step(chunk, STAGE) };
+        if ready > self.step(0, STAGE) {
+            self.wait(ready, |rank| self.call.operation != Operation::Broadcast || self.call.root == Some(rank))?;
+        }
+        for part in 0..n {
+            let Some((from, block)) = self.source(part) else { continue };
+            let span = self.span(part, chunk);
+            // SAFETY: the rank has filled the block and leaves it until this one is further. The span is at most a
+            // block long and within the output, which holds the whole wherever something is taken.
+            unsafe { self.output(span.start).copy(self.block(from, chunk, block), span.len() * size) };
+        }
+        Ok(())
+    }
+}
+
+/// The steps of a turn.
+const STAGE: u64 = 1;
+const REDUCE: u64 = 2;
+const TAKE: u64 = 3;

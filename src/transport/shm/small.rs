@@ -1,0 +1,87 @@
+//! Operations whose data travel inside the offers: one hand-off, and every rank computes its own result.
+
+use super::Shm;
+use super::segment::INLINE;
+use crate::call::{Call, Operation};
+use crate::error::Site;
+use crate::partition::partition;
+use crate::reduce::{self, Output};
+use crate::transport::{Buffers, Fault};
+use crate::wait::Deadline;
+
+/// Bytes that one rank may read of all ranks' offers to reduce everything. Beyond it, it is faster to reduce every
+/// element on one rank and hand the result round.
+const READ: usize = 64 << 10;
+
+/// Whether all that a rank contributes fits its offer. Every rank computes the same from the same call.
+pub(super) fn fits(call: &Call, world_size: usize) -> bool {
+    let contribution = match call.operation {
+        Operation::AllGather => partition(call.count, world_size, 0).len() * call.dtype.size(),
+        _ => call.bytes(),
+    };
+    let read = match call.operation {
+        Operation::AllReduce | Operation::Reduce => contribution.saturating_mul(world_size),
+        _ => 0,
+    };
+    contribution <= INLINE && read <= READ
+}
+
+impl Shm {
+    /// Runs an operation that [`fits`].
+    pub(super) fn small(&self, site: &Site, buffers: &mut Buffers<'_>, deadline: &Deadline) -> Result<(), Fault> {
+        let (call, rank, n) = (&site.call, self.rank, self.world_size());
+        let size = call.dtype.size();
+        let part = |of: usize| {
+            let part = partition(call.count, n, of);
+            part.start * size..part.end * size
+        };
+        let source: &[u8] = match (call.operation, buffers.input) {
+            (Operation::Barrier, _) => &[],
+            (Operation::Broadcast, _) if call.root != Some(rank) => &[],
+            (Operation::AllGather, None) => &buffers.output[part(rank)],
+            (_, Some(input)) => input,
+            (_, None) => &*buffers.output,
+        };
+        let inline = |of: usize| self.offer(of, site).inline.get().cast::<u8>();
+        assert!(source.len() <= INLINE, "{} bytes for an offer", source.len());
+        // SAFETY: the length fits, as was just checked; nobody else writes this offer, and nobody reads it now: see
+        // `Sync for Offer`.
+        unsafe { std::ptr::copy_nonoverlapping(source.as_ptr(), inline(rank), source.len()) };
+        self.publish(site);
+        self.agree(site, deadline)?;
+
+        let in_place = buffers.input.is_none();
+        let output = &mut *buffers.output;
+        let mut copy = |from: usize, at: usize, range: std::ops::Range<usize>| {
+            let target = &mut output[range];
+            assert!(at + target.len() <= INLINE, "{} bytes from {at} of an offer", target.len());
+            // SAFETY: the range is within the offer, as was just checked; the offer is complete and stays as it is.
+            unsafe { std::ptr::copy_nonoverlapping(inline(from).add(at), target.as_mut_ptr(), target.len()) };
+        };
+        match (call.operation, call.reduction) {
+            (Operation::Broadcast, _) => call.root.into_iter().for_each(|root| copy(root, 0, 0..call.bytes())),
+            (Operation::AllGather, _) => (0..n).for_each(|from| copy(from, 0, part(from))),
+            (Operation::AllToAll, _) => {
+                // Rounded down, as the length of a started buffer may be no multiple any more.
+                let part = call.count / n * size;
+                (0..n).for_each(|from| copy(from, rank * part, from * part..(from + 1) * part));
+            }
+            (Operation::Reduce, Some(_)) if call.root != Some(rank) => {}
+            (Operation::AllReduce | Operation::Reduce | Operation::ReduceScatter, Some(op)) => {
+                let own = if call.operation == Operation::ReduceScatter { part(rank) } else { 0..call.bytes() };
+                let scattered = call.operation == Operation::ReduceScatter && !in_place;
+                let target = if scattered { output } else { &mut output[own.clone()] };
+                assert!(target.len() == own.len() && own.end <= INLINE, "{own:?} of an offer");
+                // SAFETY: the bytes from `own.start` are within every offer and as many as the target has; the offers
+                // are complete and stay as they are.
+                let inputs = (0..n).map(|of| unsafe { inline(of).add(own.start).cast_const() });
+                let result = std::iter::once(Output::cached(target.as_mut_ptr()));
+                // SAFETY: as above; both are aligned for the elements, the offers because their data and every part of
+                // a buffer begin at multiples of the element's size.
+                unsafe { reduce::reduce_to_all(call.dtype, op, own.len() / size, inputs, result) };
+            }
+            _ => {}
+        }
+        Ok(())
+    }
+}
