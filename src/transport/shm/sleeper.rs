@@ -84,6 +84,20 @@ mod tests {
     }
 
     #[test]
+    fn a_ring_between_the_last_look_and_the_sleep_is_heard() {
+        let (sleeper, start) = (Sleeper::default(), Instant::now());
+        sleeper.sleep_for(1, NAP, || {
+            sleeper.ring();
+            false
+        });
+        sleeper.sleep_for(1, NAP, || {
+            sleeper.ring_for(1);
+            false
+        });
+        assert!(start.elapsed() < NAP, "{:?}", start.elapsed());
+    }
+
+    #[test]
     fn an_alarm_wakes_who_waits_for_somebody_else() {
         let (sleeper, failed, start) = (Sleeper::default(), AtomicU64::new(0), Instant::now());
         std::thread::scope(|scope| {
