@@ -178,3 +178,23 @@ fn from_words(words: [u64; 3]) -> Option<Call> {
     }
     Tag::from_bytes(&bytes).map(|tag| tag.call)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::call::Operation;
+    use crate::dtype::{DType, ReduceOp};
+
+    #[test]
+    fn calls_survive_their_words_and_nonsense_is_no_call() {
+        for (reduction, root) in
+            [(None, None), (Some(ReduceOp::Mean), None), (None, Some(7)), (Some(ReduceOp::Max), Some(0))]
+        {
+            let call = Call { operation: Operation::Reduce, dtype: DType::BF16, count: 1 << 40, reduction, root };
+            assert_eq!(from_words(words(&call)), Some(call));
+        }
+        for nonsense in [[0, 0, 255], [0, 0, 255 << 8], [0, 99 << 32, 0], [0, 0, 1 << 16]] {
+            assert_eq!(from_words(nonsense), None, "{nonsense:?}");
+        }
+    }
+}

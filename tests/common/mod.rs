@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::thread;
 use std::time::Duration;
 
-use bonfire::{Builder, Error, Group, Medium};
+use bonfire::{Algorithm, Builder, Error, Group, Medium};
 
 /// How the ranks of a test reach each other.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -23,6 +23,11 @@ pub enum Kind {
 
 impl Kind {
     pub const ALL: [Kind; 3] = [Kind::Threads, Kind::Tcp, Kind::Shm];
+
+    /// The algorithms that a user can choose: they are plans, which shared memory does not run.
+    pub fn algorithms(self) -> &'static [Algorithm] {
+        if self == Kind::Shm { &[] } else { &Algorithm::ALL }
+    }
 }
 
 /// A test must end: nothing in it may take longer than this.

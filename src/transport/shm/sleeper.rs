@@ -6,6 +6,7 @@ use std::time::Duration;
 use rustix::thread::futex::{self, Flags, Timespec};
 
 /// Where one rank sleeps. The rank itself says for whom, and whoever wakes it counts the bell up.
+#[derive(Default)]
 #[repr(C)]
 pub(super) struct Sleeper {
     /// The rank whose next step is waited for, plus one; 0 while awake.
@@ -47,5 +48,68 @@ impl Sleeper {
             let _ = futex::wait(&self.bell, Flags::empty(), heard, Some(&nap));
         }
         self.waits_for.store(0, Ordering::Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::atomic::AtomicU64;
+    use std::time::Instant;
+
+    /// Longer than the test may take: a wake that is lost makes it fail.
+    const NAP: Duration = Duration::from_secs(60);
+
+    #[test]
+    fn no_wake_is_lost() {
+        const TURNS: u64 = 10_000;
+        let (sleepers, step, start) = ([Sleeper::default(), Sleeper::default()], AtomicU64::new(0), Instant::now());
+        std::thread::scope(|scope| {
+            for me in 0..2usize {
+                let (sleepers, step) = (&sleepers, &step);
+                scope.spawn(move || {
+                    for mine in (0..TURNS).map(|turn| 2 * turn + me as u64) {
+                        let ready = || step.load(Ordering::Acquire) >= mine;
+                        while !ready() {
+                            sleepers[me].sleep_for(1 - me, NAP, ready);
+                        }
+                        step.store(mine + 1, Ordering::Release);
+                        fence(Ordering::SeqCst);
+                        sleepers[1 - me].ring_for(me);
+                    }
+                });
+            }
+        });
+        assert!(start.elapsed() < NAP, "{:?}", start.elapsed());
+    }
+
+    #[test]
+    fn a_ring_between_the_last_look_and_the_sleep_is_heard() {
+        let (sleeper, start) = (Sleeper::default(), Instant::now());
+        sleeper.sleep_for(1, NAP, || {
+            sleeper.ring();
+            false
+        });
+        sleeper.sleep_for(1, NAP, || {
+            sleeper.ring_for(1);
+            false
+        });
+        assert!(start.elapsed() < NAP, "{:?}", start.elapsed());
+    }
+
+    #[test]
+    fn an_alarm_wakes_who_waits_for_somebody_else() {
+        let (sleeper, failed, start) = (Sleeper::default(), AtomicU64::new(0), Instant::now());
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while failed.load(Ordering::Acquire) == 0 {
+                    sleeper.sleep_for(1, NAP, || failed.load(Ordering::Acquire) == 1);
+                }
+            });
+            // Whether the other sleeps already or not yet.
+            failed.store(1, Ordering::Release);
+            sleeper.ring();
+        });
+        assert!(start.elapsed() < NAP, "{:?}", start.elapsed());
     }
 }
