@@ -24,7 +24,7 @@ use super::reading::Reading;
 use super::status::Status;
 use crate::call::Call;
 use crate::error::{Error, Ranks, Site};
-use crate::reduce::reduce_to_all;
+use crate::reduce::{Output, reduce_to_all};
 use crate::wait::{Deadline, lock};
 
 /// Where the data of a call comes from.
@@ -330,7 +330,10 @@ fn reduce(call: &Call, inputs: &[Input<'_>], output: &mut [u8]) {
     // SAFETY: every input has at least `call.bytes()` bytes and is aligned for the type (`arrived` sees to both, results
     // start at multiples of 16 bytes in memory that is aligned so); the output has as many, is aligned alike and is
     // borrowed mutably.
-    unsafe { reduce_to_all(call.dtype, op, call.count, inputs, std::iter::once(output.as_mut_ptr())) };
+    unsafe {
+        let output = Output::of(output.as_mut_ptr(), call.bytes(), true);
+        reduce_to_all(call.dtype, op, call.count, inputs, std::iter::once(output));
+    }
 }
 
 impl State {
