@@ -8,7 +8,7 @@ mod turn;
 
 use std::collections::HashMap;
 use std::fmt;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
 pub use self::builder::Builder;
@@ -20,7 +20,7 @@ use crate::call::{Call, Operation, Tag};
 use crate::error::{Error, Site};
 use crate::plan::{Algorithm, Plan};
 use crate::transport::{Buffers, Collectives, Fault, Transport};
-use crate::wait::Deadline;
+use crate::wait::{Deadline, lock};
 
 /// One rank's handle to a group of ranks: threads of a process, or processes.
 ///
@@ -272,7 +272,7 @@ impl Core {
     /// Ends the group because this rank cannot take part in the operation whose turn it is.
     #[cfg(feature = "cubecl")]
     pub fn abandon(&self, error: Error) -> Error {
-        let completed = self.lane.lock().unwrap_or_else(PoisonError::into_inner).sequence;
+        let completed = lock(&self.lane).sequence;
         let error = self.failure.get_or_init(|| error).clone();
         self.transport.fail(&error, completed);
         error
@@ -281,7 +281,7 @@ impl Core {
     fn lane(&self) -> Result<std::sync::MutexGuard<'_, Lane>, Error> {
         match self.failure.get() {
             Some(error) => Err(error.clone()),
-            None => Ok(self.lane.lock().unwrap_or_else(PoisonError::into_inner)),
+            None => Ok(lock(&self.lane)),
         }
     }
 

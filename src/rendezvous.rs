@@ -14,6 +14,7 @@ mod memory;
 mod tests;
 
 use std::fmt;
+use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -122,6 +123,11 @@ impl Settings {
             elapsed: start.elapsed(),
         }
     }
+}
+
+/// What another rank says when its connection to rank 0 has ended.
+fn zero_is_gone(e: io::Error) -> String {
+    format!("rank 0 went away ({e}); look at its own output")
 }
 
 fn well_formed(address: &str) -> bool {

@@ -40,6 +40,36 @@ impl Deadline {
     }
 }
 
+/// Says once in the log that a wait has become long: at a tenth of its deadline.
+pub(crate) struct Patience<'a> {
+    deadline: &'a Deadline,
+    warned: bool,
+}
+
+impl<'a> Patience<'a> {
+    pub fn until(deadline: &'a Deadline) -> Self {
+        Patience { deadline, warned: false }
+    }
+
+    /// Time until there is something to say, or to give up.
+    pub fn pause(&self) -> Duration {
+        if self.warned {
+            self.deadline.remaining()
+        } else {
+            self.deadline.tenth().saturating_sub(self.deadline.elapsed())
+        }
+    }
+
+    /// Says it if it is time and nothing was said yet; `waiting` says where and for whom.
+    pub fn warn(&mut self, rank: usize, waiting: impl FnOnce() -> String) {
+        let elapsed = self.deadline.elapsed();
+        if !self.warned && elapsed >= self.deadline.tenth() {
+            self.warned = true;
+            log::warn!("rank {rank} has waited {elapsed:.1?} {}", waiting());
+        }
+    }
+}
+
 /// `BONFIRE_DEADLINE`, in seconds, read through `variable`.
 pub(crate) fn deadline_from_env(variable: impl Fn(&str) -> Option<String>) -> Result<Option<Duration>, Error> {
     let Some(text) = variable("BONFIRE_DEADLINE") else { return Ok(None) };
@@ -71,7 +101,7 @@ impl Bell {
         // needs SeqCst fences on both sides).
         fence(Ordering::SeqCst);
         if self.sleepers.load(Ordering::Relaxed) > 0 {
-            drop(self.mutex.lock().unwrap_or_else(PoisonError::into_inner));
+            drop(lock(&self.mutex));
             self.changed.notify_all();
         }
     }
@@ -81,7 +111,7 @@ impl Bell {
         self.sleepers.fetch_add(1, Ordering::Relaxed);
         fence(Ordering::SeqCst);
         // Holding the mutex from the check to the wait keeps a ring between the two from being lost.
-        let mut guard = self.mutex.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut guard = lock(&self.mutex);
         let answer = loop {
             if ready() {
                 break true;
@@ -102,6 +132,11 @@ impl Bell {
 /// sleep and a wake cost more than that. Measured in time, not in yields: on a busy machine one yield can take a whole
 /// time slice of somebody else's.
 pub(crate) const YIELDING: Duration = Duration::from_micros(50);
+
+/// Whether so many ranks in one machine have to share processors.
+pub(crate) fn crowded(ranks: usize) -> bool {
+    ranks > std::thread::available_parallelism().map_or(1, usize::from)
+}
 
 /// Looks at `ready` for a moment without sleeping. Spins only where every rank can have a core of its own (`crowded` says
 /// that it can't), then yields, which lets a peer on the same core run.

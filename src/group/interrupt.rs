@@ -1,12 +1,13 @@
 //! Ctrl-C as a farewell.
 
-use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, Mutex, OnceLock, Weak};
 
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
 use super::Core;
 use crate::error::Error;
+use crate::wait::lock;
 
 /// Says farewell for `core` when SIGINT or SIGTERM comes, then lets the signal do what it does by default.
 pub(super) fn leave_on_interrupt(core: &Arc<Core>) -> Result<(), Error> {
@@ -17,7 +18,7 @@ pub(super) fn leave_on_interrupt(core: &Arc<Core>) -> Result<(), Error> {
         Mutex::default()
     });
     {
-        let mut live = live.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut live = lock(live);
         live.retain(|core| core.strong_count() > 0);
         live.push(Arc::downgrade(core));
     }
@@ -27,7 +28,7 @@ pub(super) fn leave_on_interrupt(core: &Arc<Core>) -> Result<(), Error> {
     let mut signals = Signals::new([SIGINT, SIGTERM]).map_err(|e| Error::io("watching for SIGINT and SIGTERM", e))?;
     let watch = move || {
         for signal in signals.forever() {
-            let groups = std::mem::take(&mut *live.lock().unwrap_or_else(PoisonError::into_inner));
+            let groups = std::mem::take(&mut *lock(live));
             groups.iter().filter_map(Weak::upgrade).for_each(|core| core.transport.leave());
             if let Err(error) = signal_hook::low_level::emulate_default_handler(signal) {
                 log::error!("signal {signal} could not be passed on: {error}");

@@ -3,11 +3,12 @@
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 
 use super::Core;
 use crate::error::Error;
+use crate::wait::lock;
 
 type Job = Box<dyn FnOnce() + Send>;
 
@@ -36,7 +37,7 @@ impl Progress {
         let (done, outcome) = channel();
         // Tickets must come up in the order of the jobs: this thread waits for the ticket of the first job before it
         // looks at the second.
-        let jobs = self.jobs.lock().unwrap_or_else(PoisonError::into_inner);
+        let jobs = lock(&self.jobs);
         let ticket = core.queue().ticket();
         let core = core.clone();
         let job = move || {

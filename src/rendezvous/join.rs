@@ -14,7 +14,7 @@ use tokio::net::{TcpListener, TcpStream, lookup_host};
 use tokio::sync::mpsc::unbounded_channel;
 use tokio::time::{sleep, timeout_at};
 
-use super::{Medium, Settings};
+use super::{Medium, Settings, zero_is_gone};
 use crate::error::{Error, Ranks};
 use crate::transport::frame;
 use crate::transport::tcp::{Board, Greeting, Mesh, admit};
@@ -180,7 +180,7 @@ async fn attend(settings: &Settings, start: Instant, waiting_for: &mut String) -
         // Listening everywhere: the peers are told the address that rank 0 is reached from.
         own.set_ip(zero.local_addr().map_err(|e| settings.failed(start, e.to_string()))?.ip());
     }
-    let lost = |e: io::Error| settings.failed(start, format!("rank 0 went away ({e}); look at its own output"));
+    let lost = |e: io::Error| settings.failed(start, zero_is_gone(e));
     let hello = Hello { magic: MAGIC, rank, world_size: n, address: own, medium: settings.wanted() };
     frame::write(&mut zero, &hello).await.map_err(lost)?;
     *waiting_for = "rank 0 is there, but some other rank did not come".into();

@@ -23,7 +23,7 @@ use tokio::net::{TcpStream, UnixListener, UnixStream};
 use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 
-use super::{Medium, Settings};
+use super::{Medium, Settings, zero_is_gone};
 use crate::error::Error;
 use crate::transport::Collectives;
 use crate::transport::frame;
@@ -153,9 +153,8 @@ async fn hear(guests: &mut [&mut TcpStream]) -> Result<Option<(String, bool)>, S
 
 /// Any other rank, with the connection to rank 0.
 async fn attend(zero: &mut TcpStream, session: u64, world_size: usize) -> Result<Option<Segment>, String> {
-    let lost = |e: io::Error| format!("rank 0 went away ({e}); look at its own output");
     // The caller's limit ends these waits.
-    if let Some(name) = frame::expect::<Offer>(zero, Duration::MAX).await.map_err(lost)? {
+    if let Some(name) = frame::expect::<Offer>(zero, Duration::MAX).await.map_err(zero_is_gone)? {
         attend_to(zero, attach(&name, session, world_size).await).await
     } else {
         verdict(zero, None).await
@@ -169,13 +168,12 @@ async fn attend_to(zero: &mut TcpStream, attached: io::Result<Segment>) -> Resul
         Err(e) if e.kind() == ErrorKind::ConnectionRefused => Attached::Elsewhere,
         Err(e) => Attached::Failed(e.to_string()),
     };
-    frame::write(zero, &answer).await.map_err(|e| format!("rank 0 went away ({e}); look at its own output"))?;
+    frame::write(zero, &answer).await.map_err(zero_is_gone)?;
     verdict(zero, attached.ok()).await
 }
 
 async fn verdict(zero: &mut TcpStream, segment: Option<Segment>) -> Result<Option<Segment>, String> {
-    let lost = |e: io::Error| format!("rank 0 went away ({e}); look at its own output");
-    match frame::expect(zero, Duration::MAX).await.map_err(lost)? {
+    match frame::expect(zero, Duration::MAX).await.map_err(zero_is_gone)? {
         Verdict::Shared if segment.is_some() => Ok(segment),
         Verdict::Shared => Err("rank 0 takes this rank's memory for shared, which it is not".into()),
         Verdict::Apart => Ok(None),

@@ -10,7 +10,7 @@ mod mailbox;
 use std::cell::UnsafeCell;
 use std::mem::MaybeUninit;
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use self::mailbox::Mailbox;
@@ -19,7 +19,7 @@ use crate::call::{Call, Operation};
 use crate::error::{Error, Ranks, Site};
 use crate::partition::partition;
 use crate::reduce::{self, Output};
-use crate::wait::{Bell, Deadline, spin};
+use crate::wait::{Bell, Deadline, Patience, crowded, lock, spin};
 
 /// One rank's end of a group of threads.
 pub(crate) struct Local {
@@ -97,7 +97,6 @@ impl Local {
             lent: AtomicU64::new(0),
             presence: AtomicU8::new(PRESENT),
         };
-        let processors = std::thread::available_parallelism().map_or(1, usize::from);
         let shared = Arc::new(Shared {
             slots: (0..world_size).map(|_| slot()).collect(),
             arrived: Line(AtomicU64::new(0)),
@@ -105,7 +104,7 @@ impl Local {
             bell: Bell::default(),
             failure: Mutex::new(None),
             mailboxes: (0..world_size * world_size).map(|_| Mailbox::default()).collect(),
-            crowded: world_size > processors,
+            crowded: crowded(world_size),
         });
         (0..world_size).map(|rank| Local { shared: shared.clone(), rank }).collect()
     }
@@ -143,7 +142,7 @@ impl Local {
     #[cold]
     fn wait_for_all(&self, sequence: u64, complete: u64, ready: impl Fn() -> bool, deadline: &Deadline) {
         let shared = &*self.shared;
-        let mut warned = false;
+        let mut patience = Patience::until(deadline);
         while !ready() {
             // An iterator, collected only for reports: a wait allocates nothing.
             let missing =
@@ -153,18 +152,11 @@ impl Local {
             } else if deadline.passed() {
                 shared.withdraw(complete, Fault::Timeout { missing: missing().collect() });
             } else {
-                let pause =
-                    if warned { deadline.remaining() } else { deadline.tenth().saturating_sub(deadline.elapsed()) };
                 let someone_left = || missing().any(|rank| shared.absence(rank).is_some());
-                let woken = shared.bell.sleep(Instant::now() + pause, || ready() || someone_left());
-                if !woken && !warned {
-                    warned = true;
-                    log::warn!(
-                        "rank {} has waited {:.1?} at operation #{sequence} for {}",
-                        self.rank,
-                        deadline.elapsed(),
-                        Ranks(&missing().collect::<Vec<_>>())
-                    );
+                let woken = shared.bell.sleep(Instant::now() + patience.pause(), || ready() || someone_left());
+                if !woken {
+                    let waiting = || format!("at operation #{sequence} for {}", Ranks(&missing().collect::<Vec<_>>()));
+                    patience.warn(self.rank, waiting);
                 }
             }
         }
@@ -207,7 +199,7 @@ impl Shared {
     /// Fails the group unless operation `complete` has all its ranks by now: then they hold pointers, and it goes on.
     fn withdraw(&self, complete: u64, fault: Fault) {
         // The lock makes the cause visible to everybody who sees the bit.
-        let mut failure = self.failure.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut failure = lock(&self.failure);
         let withdrawn = self.arrived.0.fetch_update(Ordering::AcqRel, Ordering::Acquire, |arrived| {
             (arrived < complete).then_some(arrived | FAILED)
         });
@@ -219,13 +211,13 @@ impl Shared {
     }
 
     fn cause(&self) -> Fault {
-        let failure = self.failure.lock().unwrap_or_else(PoisonError::into_inner);
+        let failure = lock(&self.failure);
         failure.as_ref().map_or(Fault::Timeout { missing: Vec::new() }, |(fault, _)| fault.clone())
     }
 
     /// How many ranks had counted themselves in when the group failed.
     fn arrived_before_failure(&self) -> u64 {
-        let failure = self.failure.lock().unwrap_or_else(PoisonError::into_inner);
+        let failure = lock(&self.failure);
         failure.as_ref().map_or(0, |(_, arrived)| *arrived)
     }
 

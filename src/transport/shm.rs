@@ -21,7 +21,7 @@ use super::tcp::Board;
 use super::{Buffers, Collectives, Fault};
 use crate::call::{Call, Tag};
 use crate::error::{Error, Ranks, Site};
-use crate::wait::{Deadline, spin};
+use crate::wait::{Deadline, Patience, crowded, spin};
 
 /// The longest sleep. All that is waited for rings; this is for a peer that is stopped between its step and its ring.
 const NAP: Duration = Duration::from_millis(100);
@@ -42,8 +42,7 @@ impl Shm {
         let segment = Arc::new(segment);
         let shared = segment.clone();
         board.alarm(move || shared.control(rank).sleeper.0.ring());
-        let processors = std::thread::available_parallelism().map_or(1, usize::from);
-        let crowded = segment.world_size() > processors;
+        let crowded = crowded(segment.world_size());
         Shm { segment, rank, board, crowded, flow: Mutex::default() }
     }
 
@@ -119,7 +118,7 @@ impl Shm {
         // An iterator, collected only for reports: a wait allocates nothing.
         let missing = || (0..self.world_size()).filter(|rank| *rank != self.rank && !reached(*rank));
         let gone = || missing().find_map(|rank| Some((rank, self.board.absence_in(rank, &tag)?)));
-        let mut warned = false;
+        let mut patience = Patience::until(deadline);
         while !reached(peer) {
             if let Some((rank, fault)) = gone() {
                 // Whatever a rank did before it left or failed is in the memory before the news of it is here: what is
@@ -137,18 +136,9 @@ impl Shm {
                 }
                 return Err(Fault::Timeout { missing });
             }
-            if !warned && deadline.elapsed() >= deadline.tenth() {
-                warned = true;
-                log::warn!(
-                    "rank {} has waited {:.1?} in {site} for {}",
-                    self.rank,
-                    deadline.elapsed(),
-                    Ranks(&missing().collect::<Vec<_>>())
-                );
-            }
-            let next = if warned { deadline.remaining() } else { deadline.tenth().saturating_sub(deadline.elapsed()) };
+            patience.warn(self.rank, || format!("in {site} for {}", Ranks(&missing().collect::<Vec<_>>())));
             let sleeper = &self.control(self.rank).sleeper.0;
-            sleeper.sleep_for(peer, next.min(NAP), || reached(peer) || gone().is_some());
+            sleeper.sleep_for(peer, patience.pause().min(NAP), || reached(peer) || gone().is_some());
         }
         Ok(())
     }

@@ -14,7 +14,7 @@ mod link;
 mod watch;
 
 use std::net::{SocketAddr, TcpStream};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -29,7 +29,7 @@ use self::watch::Watch;
 use super::{Fault, Transport};
 use crate::call::Tag;
 use crate::error::{Error, Site};
-use crate::wait::Deadline;
+use crate::wait::{Deadline, lock};
 
 /// One rank's end of a group of processes.
 pub(crate) struct Tcp {
@@ -149,7 +149,7 @@ impl Transport for Tcp {
     }
 
     fn leave(&self) {
-        let Some(thread) = self.thread.lock().unwrap_or_else(PoisonError::into_inner).take() else { return };
+        let Some(thread) = lock(&self.thread).take() else { return };
         // As in `fail`, for a cause that came between two operations.
         if let Some((Fault::Failed(error), completed)) = self.board.failure() {
             let _ = self.control.send(Outgoing::Failed(error, completed));

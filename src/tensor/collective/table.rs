@@ -12,7 +12,7 @@ use super::error::CollectiveError;
 use super::names::PeerId;
 use crate::error::Error;
 use crate::group::Group;
-use crate::wait::{Bell, lock, spin};
+use crate::wait::{Bell, crowded, lock, spin};
 
 pub(super) struct Table {
     places: Vec<Place>,
@@ -52,7 +52,7 @@ impl Table {
             arrived: AtomicU64::new(0),
             reason: OnceLock::new(),
             bell: Bell::default(),
-            crowded: peers.len() > std::thread::available_parallelism().map_or(1, usize::from),
+            crowded: crowded(peers.len()),
             agreed: nothing(),
             outcome: Mutex::new(Ok(())),
             places: peers.into_iter().map(place).collect(),

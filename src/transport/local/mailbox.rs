@@ -1,13 +1,13 @@
 //! Messages between two threads: the sender lends its bytes, the receiver copies them, the sender returns.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::Mutex;
 use std::time::Instant;
 
 use super::Local;
 use crate::call::Tag;
 use crate::error::{Error, Site};
 use crate::transport::{Fault, Transport};
-use crate::wait::{Bell, Deadline, spin};
+use crate::wait::{Bell, Deadline, lock, spin};
 
 /// From one rank to another.
 #[derive(Default)]
@@ -41,7 +41,7 @@ impl Mailbox {
     }
 
     fn with<T>(&self, f: impl FnOnce(&mut Letter) -> T) -> T {
-        f(&mut self.letter.lock().unwrap_or_else(PoisonError::into_inner))
+        f(&mut lock(&self.letter))
     }
 }
 

@@ -4,14 +4,14 @@ use std::io::Write;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::Instant;
 
 use super::link::Link;
 use crate::call::{Call, Operation, Tag};
 use crate::error::{Error, Site};
 use crate::transport::Fault;
-use crate::wait::Bell;
+use crate::wait::{Bell, lock};
 
 pub(crate) struct Board {
     state: Mutex<State>,
@@ -198,7 +198,7 @@ impl Board {
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 }
 

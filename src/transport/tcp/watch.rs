@@ -9,7 +9,7 @@ use super::control::Outgoing;
 use crate::call::{Operation, Tag};
 use crate::error::{Error, Ranks, Site};
 use crate::transport::Fault;
-use crate::wait::Deadline;
+use crate::wait::{Deadline, Patience};
 
 /// Without progress for this long, ranks tell each other what they called: those that disagree may wait for each other.
 const STALL: Duration = Duration::from_millis(200);
@@ -25,7 +25,7 @@ pub(super) struct Watch<'a> {
     tag: &'a Tag,
     deadline: &'a Deadline,
     stalled: bool,
-    warned: bool,
+    patience: Patience<'a>,
 }
 
 impl<'a> Watch<'a> {
@@ -36,7 +36,7 @@ impl<'a> Watch<'a> {
         tag: &'a Tag,
         deadline: &'a Deadline,
     ) -> Self {
-        Watch { rank, board, control, tag, deadline, stalled: false, warned: false }
+        Watch { rank, board, control, tag, deadline, stalled: false, patience: Patience::until(deadline) }
     }
 
     pub fn board(&self) -> &'a Board {
@@ -73,19 +73,17 @@ impl<'a> Watch<'a> {
             return Err(Fault::Failed(error));
         }
         // Ranks that have not begun this operation are what is missing; if all have, it is the peer that is slow.
+        let collective = self.collective();
         let missing = || {
             let silent: Vec<usize> = (0..calls.len()).filter(|rank| calls[*rank].is_none()).collect();
-            if silent.is_empty() || !self.collective() { vec![peer] } else { silent }
+            if silent.is_empty() || !collective { vec![peer] } else { silent }
         };
         if self.deadline.passed() {
             return Err(Fault::Timeout { missing: missing() });
         }
-        if !self.warned && self.deadline.elapsed() >= self.deadline.tenth() {
-            let site = Site { call: self.tag.call, sequence: self.tag.sequence };
-            let elapsed = self.deadline.elapsed();
-            log::warn!("rank {} has waited {elapsed:.1?} in {site} for {}", self.rank, Ranks(&missing()));
-            self.warned = true;
-        }
+        let site = Site { call: self.tag.call, sequence: self.tag.sequence };
+        let waiting = || format!("in {site} for {}", Ranks(&missing()));
+        self.patience.warn(self.rank, waiting);
         Ok(())
     }
 
