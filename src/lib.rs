@@ -37,6 +37,7 @@ mod reduce;
 mod rendezvous;
 #[cfg(feature = "cubecl")]
 pub mod server;
+mod sync;
 pub mod tensor;
 pub mod train;
 mod transport;

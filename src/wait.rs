@@ -1,10 +1,10 @@
 //! How a thread waits: deadlines, and a bell that others ring.
 
-use std::sync::atomic::{AtomicUsize, Ordering, fence};
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::PoisonError;
 use std::time::{Duration, Instant};
 
 use crate::error::Error;
+use crate::sync::{AtomicUsize, Condvar, Mutex, MutexGuard, Ordering, SPINS, YIELDING, fence};
 
 /// When an operation began and how long it may take.
 #[derive(Clone, Copy, Debug)]
@@ -128,11 +128,6 @@ impl Bell {
     }
 }
 
-/// How long a thread yields before it sleeps. A peer that is at the same place answers within some microseconds, and a
-/// sleep and a wake cost more than that. Measured in time, not in yields: on a busy machine one yield can take a whole
-/// time slice of somebody else's.
-pub(crate) const YIELDING: Duration = Duration::from_micros(50);
-
 /// Whether so many ranks in one machine have to share processors.
 pub(crate) fn crowded(ranks: usize) -> bool {
     ranks > std::thread::available_parallelism().map_or(1, usize::from)
@@ -141,7 +136,6 @@ pub(crate) fn crowded(ranks: usize) -> bool {
 /// Looks at `ready` for a moment without sleeping. Spins only where every rank can have a core of its own (`crowded` says
 /// that it can't), then yields, which lets a peer on the same core run.
 pub(crate) fn spin(crowded: bool, mut ready: impl FnMut() -> bool) -> bool {
-    const SPINS: usize = 40;
     for _ in 0..if crowded { 1 } else { SPINS } {
         if ready() {
             return true;

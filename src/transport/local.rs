@@ -7,18 +7,18 @@
 
 mod mailbox;
 
-use std::cell::UnsafeCell;
 use std::mem::MaybeUninit;
-use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Instant;
 
 use self::mailbox::Mailbox;
 use super::{Buffers, Collectives, Fault};
 use crate::call::{Call, Operation};
+use crate::dtype::DType;
 use crate::error::{Error, Ranks, Site};
 use crate::partition::partition;
 use crate::reduce::{self, Output};
+use crate::sync::{AtomicU8, AtomicU64, Cell, Mutex, Ordering};
 use crate::wait::{Bell, Deadline, Patience, crowded, lock, spin};
 
 /// One rank's end of a group of threads.
@@ -53,7 +53,7 @@ struct Line<T>(T);
 /// What a rank shows to the others. Two offers, used in turn: a fast rank may begin the next operation while a slow one
 /// still reads the inline data of this one. It cannot get two ahead, because the operation between needs the slow one.
 struct Slot {
-    offers: [Line<UnsafeCell<Offer>>; 2],
+    offers: [Line<Cell<Offer>>; 2],
     /// Operations that this rank has counted itself into.
     entered: AtomicU64,
     /// Operations that lent memory and that this rank has been through. Only the rank itself uses it.
@@ -87,12 +87,11 @@ unsafe impl Send for Slot {}
 impl Local {
     /// The ends of a group of `world_size` threads, by rank.
     pub fn group(world_size: usize) -> Vec<Local> {
-        let empty =
-            Call { operation: Operation::Barrier, dtype: crate::DType::U8, count: 0, reduction: None, root: None };
+        let empty = Call { operation: Operation::Barrier, dtype: DType::U8, count: 0, reduction: None, root: None };
         let offer =
             Offer { call: empty, input: std::ptr::null(), output: std::ptr::null_mut(), inline: [0; INLINE / 8] };
         let slot = || Slot {
-            offers: [Line(UnsafeCell::new(offer)), Line(UnsafeCell::new(offer))],
+            offers: [Line(Cell::new(offer)), Line(Cell::new(offer))],
             entered: AtomicU64::new(0),
             lent: AtomicU64::new(0),
             presence: AtomicU8::new(PRESENT),
@@ -116,7 +115,7 @@ impl Local {
         let sequence = slot.entered.load(Ordering::Relaxed);
         // SAFETY: only this rank writes its offers, one operation at a time, and nobody reads this one any more: see
         // `Sync for Slot`.
-        offer(unsafe { &mut *slot.offers[sequence as usize % 2].0.get() });
+        offer(unsafe { &mut *slot.offers[sequence as usize % 2].0.writing() });
         slot.entered.store(sequence + 1, Ordering::Release);
         let complete = (sequence + 1) * shared.slots.len() as u64;
         // Release publishes the offer; acquire on the last arrival sees all of them.
@@ -182,7 +181,7 @@ impl Local {
     }
 
     fn offer(&self, rank: usize, sequence: u64) -> *const Offer {
-        self.shared.slots[rank].offers[sequence as usize % 2].0.get()
+        self.shared.slots[rank].offers[sequence as usize % 2].0.reading()
     }
 }
 

@@ -1,11 +1,11 @@
 //! Messages between two threads: the sender lends its bytes, the receiver copies them, the sender returns.
 
-use std::sync::Mutex;
 use std::time::Instant;
 
 use super::Local;
 use crate::call::Tag;
 use crate::error::{Error, Site};
+use crate::sync::Mutex;
 use crate::transport::{Fault, Transport};
 use crate::wait::{Bell, Deadline, lock, spin};
 

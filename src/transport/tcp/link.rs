@@ -11,8 +11,8 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use super::board::Board;
 use super::watch::Watch;
 use crate::call::Tag;
+use crate::sync::YIELDING;
 use crate::transport::Fault;
-use crate::wait::YIELDING;
 
 /// A connection whose both directions are driven by one thread at a time.
 pub(crate) struct Link {

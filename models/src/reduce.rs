@@ -1,0 +1,37 @@
+//! Stands for the crate's kernels: sums of u64, and loom hears what they read and write.
+
+use crate::dtype::{DType, ReduceOp};
+use crate::memory;
+
+#[derive(Clone, Copy)]
+pub(crate) struct Output(*mut u8);
+
+impl Output {
+    pub fn cached(at: *mut u8) -> Output {
+        Output(at)
+    }
+
+    pub fn of(at: *mut u8, _bytes: usize, _apart: bool) -> Output {
+        Output(at)
+    }
+}
+
+/// # Safety
+/// As the crate's own.
+pub(crate) unsafe fn reduce_to_all(
+    dtype: DType,
+    op: ReduceOp,
+    elements: usize,
+    inputs: impl Iterator<Item = *const u8> + Clone,
+    outputs: impl Iterator<Item = Output> + Clone,
+) {
+    assert_eq!((dtype, op), (DType::U64, ReduceOp::Sum));
+    let bytes = elements * size_of::<u64>();
+    inputs.clone().for_each(|input| memory::read(input, bytes));
+    let element = |i| inputs.clone().map(|input| unsafe { input.cast::<u64>().add(i).read() }).sum::<u64>();
+    let sums: Vec<u64> = (0..elements).map(element).collect();
+    for Output(output) in outputs {
+        memory::write(output, bytes);
+        unsafe { std::ptr::copy_nonoverlapping(sums.as_ptr(), output.cast(), elements) };
+    }
+}

@@ -1,0 +1,107 @@
+//! What a transport and an engine are.
+
+use crate::call::Tag;
+use crate::error::{Error, Site};
+use crate::wait::Deadline;
+
+/// Why a message or an engine's operation failed. The group adds operation, rank and elapsed time to make an [`Error`].
+#[derive(Clone, Debug, PartialEq)]
+pub enum Fault {
+    /// The deadline passed while these ranks were waited for.
+    Timeout {
+        /// The ranks that had not come.
+        missing: Vec<usize>,
+    },
+    /// A peer is gone without a farewell.
+    Lost {
+        /// Which.
+        peer: usize,
+        /// What was seen.
+        reason: String,
+    },
+    /// A peer has left in order, and is needed.
+    Left {
+        /// Which.
+        peer: usize,
+    },
+    /// A peer sent something else than what was expected: the message carries another tag.
+    Unexpected {
+        /// Which.
+        peer: usize,
+        /// What it sent instead.
+        tag: Tag,
+    },
+    /// The whole group failed, here or elsewhere, for this reason.
+    Failed(Error),
+}
+
+/// Moves bytes between two ranks. All methods may be called from any thread, one message operation at a time.
+///
+/// Messages between two ranks arrive in the order in which they were sent. `send` may return before the receiver takes
+/// the bytes, or wait for it. Every method that waits returns by its deadline.
+pub trait Transport: Send + Sync {
+    /// The caller's rank, below `world_size`.
+    fn rank(&self) -> usize;
+
+    /// The number of ranks.
+    fn world_size(&self) -> usize;
+
+    /// Sends `bytes` under `tag` to rank `to`.
+    fn send(&self, tag: &Tag, to: usize, bytes: &[u8], deadline: &Deadline) -> Result<(), Fault>;
+
+    /// Receives exactly `bytes.len()` bytes from rank `from` whose tag must equal `tag`; a message with another tag or
+    /// length is [`Fault::Unexpected`].
+    fn receive(&self, tag: &Tag, from: usize, bytes: &mut [u8], deadline: &Deadline) -> Result<(), Fault>;
+
+    /// Sends and receives at once, so that two ranks may exchange with each other, and all ranks around a ring.
+    fn exchange(
+        &self,
+        tag: &Tag,
+        outgoing: (usize, &[u8]),
+        incoming: (usize, &mut [u8]),
+        deadline: &Deadline,
+    ) -> Result<(), Fault>;
+
+    /// An operation begins. A transport that can reach peers beside the data uses it to answer their questions, and
+    /// refuses at once where a rank that the operation needs has left or the group has failed.
+    fn begin(&self, _site: &Site) -> Result<(), Fault> {
+        Ok(())
+    }
+
+    /// This rank failed with `error`, having completed so many collectives: a transport that can tells the peers, so that
+    /// they need not run into their deadlines. One that is still in a collective that this rank has completed can finish
+    /// it, since all ranks are in it.
+    fn fail(&self, _error: &Error, _completed: u64) {}
+
+    /// This rank leaves in order; nothing is sent or received after it.
+    fn leave(&self) {}
+
+    /// Where `peer` is, for error messages.
+    fn address(&self, _peer: usize) -> Option<String> {
+        None
+    }
+}
+
+/// The memory of one operation on one rank, as bytes. `call.count` of the operation is the length of the whole.
+///
+/// | operation | `input` | `output` |
+/// |---|---|---|
+/// | all_reduce | whole | whole |
+/// | reduce | whole | whole on the root, else empty; in place: whole on all, written on the root only |
+/// | broadcast | whole, on the root only | whole |
+/// | all_gather | own part | whole |
+/// | reduce_scatter | whole | own part; in place: whole, of which the own part is the result |
+/// | all_to_all | whole | whole |
+pub struct Buffers<'a> {
+    /// Where the input is, unless it is in the output (in place).
+    pub input: Option<&'a [u8]>,
+    /// Where the result goes.
+    pub output: &'a mut [u8],
+}
+
+/// Runs whole operations.
+pub trait Collectives: Send + Sync {
+    /// Runs the operation; `None` where this engine has none of that kind, and plans on the transport run it instead.
+    /// All ranks get `None` or none does.
+    fn run(&self, site: &Site, buffers: &mut Buffers<'_>, deadline: &Deadline) -> Option<Result<(), Fault>>;
+}
