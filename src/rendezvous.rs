@@ -38,6 +38,8 @@ pub(crate) struct Settings {
     pub host: Option<String>,
     pub timeout: Duration,
     pub medium: Medium,
+    /// Which algorithms the group chooses, as text: the same on all ranks.
+    pub algorithms: String,
 }
 
 /// What carries the operations between processes; see [`Builder::transport`](crate::Builder::transport).
@@ -78,6 +80,7 @@ impl Default for Settings {
             host: None,
             timeout: TIMEOUT,
             medium: Medium::default(),
+            algorithms: String::new(),
         }
     }
 }

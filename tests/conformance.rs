@@ -3,7 +3,7 @@
 
 mod common;
 
-use bonfire::{Algorithm, Element, Group, ReduceOp, partition};
+use bonfire::{Algorithm, Element, Group, ReduceOp, Selection, partition};
 use common::{Kind, run_ranks, run_ranks_with};
 use half::{bf16, f16};
 
@@ -187,7 +187,7 @@ fn algorithms(kind: Kind, worlds: std::ops::RangeInclusive<usize>) {
             run_ranks_with(
                 kind,
                 n,
-                |builder| builder.algorithm(algorithm),
+                |builder| builder.algorithms(algorithm),
                 move |group| {
                     for len in lengths(n).into_iter().chain([140_001]) {
                         check::<f32>(&group, len);
@@ -255,4 +255,27 @@ fn algorithms_on_tcp_2_to_5() {
 #[test]
 fn algorithms_on_tcp_6_to_9() {
     algorithms(Kind::Tcp, 6..=9);
+}
+
+/// Operations that the engine runs and such that are plans, one after the other and the other way round.
+#[test]
+fn engines_and_plans_in_turn() {
+    for kind in [Kind::Threads, Kind::Shm] {
+        for table in ["native:0-39;ring:40-99999;native:100000-", "all_reduce=halving:0-99999;native:100000-"] {
+            let table: Selection = table.parse().unwrap();
+            for n in [2, 3, 5] {
+                run_ranks_with(
+                    kind,
+                    n,
+                    |builder| builder.algorithms(table.clone()),
+                    move |group| {
+                        for len in [0, 1, 9, 10, 11, 1000, 24_999, 25_000, 70_001, 7] {
+                            check::<f32>(&group, len);
+                            check::<f16>(&group, len);
+                        }
+                    },
+                );
+            }
+        }
+    }
 }
