@@ -3,8 +3,8 @@
 
 mod common;
 
-use bonfire::{Algorithm, Element, Group, ReduceOp, Selection, partition};
-use common::{Kind, run_ranks, run_ranks_with};
+use bonfire::{Algorithm, Element, Error, Group, Medium, ReduceOp, Selection, partition};
+use common::{DEADLINE, Kind, free_address, run_ranks, run_ranks_with};
 use half::{bf16, f16};
 
 /// Elements made from small whole numbers, so that every sum and product is exact or wraps in a known way.
@@ -277,5 +277,35 @@ fn engines_and_plans_in_turn() {
                 );
             }
         }
+    }
+}
+
+/// Messages on both sides of the sizes from which they are shared by connections, also where ranks say different numbers
+/// of them.
+#[test]
+fn tcp_over_several_connections() {
+    for connections in [[2, 2, 2], [8, 8, 8], [1, 4, 3]] {
+        let address = free_address();
+        let builder = |rank: usize| {
+            let builder = Group::builder().rank(rank).world_size(3).address(&address).deadline(DEADLINE);
+            builder.transport(Medium::Tcp).tcp_connections(connections[rank])
+        };
+        let ranks: Vec<_> = (0..3)
+            .map(|rank| {
+                let builder = builder(rank);
+                std::thread::spawn(move || {
+                    let group = builder.connect().unwrap();
+                    for len in [0, 7, 131_071 / 4, 131_072 / 4, 3 * 131_072 / 4 + 1, 300_007] {
+                        check::<f32>(&group, len);
+                        check::<i8>(&group, len);
+                    }
+                })
+            })
+            .collect();
+        ranks.into_iter().for_each(|rank| rank.join().unwrap());
+    }
+    for connections in [0, 9] {
+        let builder = Group::builder().rank(1).world_size(2).address(free_address()).tcp_connections(connections);
+        assert!(matches!(builder.connect(), Err(Error::InvalidArgument { .. })));
     }
 }

@@ -152,6 +152,14 @@ impl Builder {
         self
     }
 
+    /// Connections over TCP to each peer, from 1 to 8; unless set here or by `BONFIRE_TCP_CONNECTIONS` it is one. They
+    /// share messages of 128 KiB and more. That pays where a network, or a limit in it, gives one flow less than all
+    /// flows together. Of two ranks that say different numbers the higher rank's counts.
+    pub fn tcp_connections(mut self, connections: usize) -> Self {
+        self.settings.connections = connections;
+        self
+    }
+
     /// Whether SIGINT (Ctrl-C) and SIGTERM say farewell to the other ranks before the process ends as it would have.
     /// On for groups from the environment, off otherwise. Turn it off where the program handles these signals itself
     /// and drops the group in good order.

@@ -9,8 +9,8 @@ use crate::call::Operation;
 type Row = (Operation, &'static [(Algorithm, usize)]);
 
 const TWO_RANKS: [Row; 7] = [
-    (Operation::AllReduce, &[(Doubling, 0), (Direct, 16 << 10)]),
-    (Operation::Reduce, &[(Tree, 0)]),
+    (Operation::AllReduce, &[(Doubling, 0), (Direct, 48 << 10)]),
+    (Operation::Reduce, &[(Tree, 0), (Direct, 64 << 10)]),
     (Operation::Broadcast, &[(Tree, 0)]),
     (Operation::AllGather, &[(Direct, 0)]),
     (Operation::ReduceScatter, &[(Direct, 0)]),
@@ -18,8 +18,19 @@ const TWO_RANKS: [Row; 7] = [
     (Operation::AllToAll, &[(Direct, 0)]),
 ];
 
-const MORE_RANKS: [Row; 7] = [
-    (Operation::AllReduce, &[(Doubling, 0), (Halving, 16 << 10), (Ring, 256 << 10)]),
+/// Halving is at its best: it moves as little as a ring, in fewer messages.
+const POWERS_OF_TWO: [Row; 7] = [
+    (Operation::AllReduce, &[(Doubling, 0), (Halving, 48 << 10)]),
+    (Operation::Reduce, &[(Tree, 0), (Halving, 256 << 10)]),
+    (Operation::Broadcast, &[(Tree, 0), (Halving, 256 << 10)]),
+    (Operation::AllGather, &[(Halving, 0)]),
+    (Operation::ReduceScatter, &[(Halving, 0)]),
+    (Operation::Barrier, &[(Direct, 0)]),
+    (Operation::AllToAll, &[(Direct, 0)]),
+];
+
+const OTHERS: [Row; 7] = [
+    (Operation::AllReduce, &[(Doubling, 0), (Halving, 48 << 10), (Ring, 256 << 10)]),
     (Operation::Reduce, &[(Tree, 0), (Ring, 256 << 10)]),
     (Operation::Broadcast, &[(Tree, 0), (Ring, 256 << 10)]),
     (Operation::AllGather, &[(Halving, 0), (Ring, 256 << 10)]),
@@ -30,7 +41,11 @@ const MORE_RANKS: [Row; 7] = [
 
 /// The plans of `operation` by size.
 pub(super) fn plans(operation: Operation, world_size: usize) -> &'static [(Algorithm, usize)] {
-    let tables = if world_size <= 2 { &TWO_RANKS } else { &MORE_RANKS };
+    let tables = match world_size {
+        0..=2 => &TWO_RANKS,
+        n if n.is_power_of_two() => &POWERS_OF_TWO,
+        _ => &OTHERS,
+    };
     let table = tables.iter().find(|(of, _)| *of == operation);
     // Messages between two ranks need no plan, and nobody asks for one.
     table.map_or(&[(Direct, 0)], |(_, entries)| *entries)
@@ -53,7 +68,7 @@ mod tests {
 
     #[test]
     fn every_table_begins_with_the_smallest_size_and_names_what_the_operation_has() {
-        for (operation, entries) in TWO_RANKS.into_iter().chain(MORE_RANKS) {
+        for (operation, entries) in TWO_RANKS.into_iter().chain(POWERS_OF_TWO).chain(OTHERS) {
             assert_eq!(entries[0].1, 0, "{operation}");
             assert!(entries.is_sorted_by(|(_, from), (_, next)| from < next), "{operation}");
             assert!(entries.iter().all(|(algorithm, _)| algorithm.serves(operation)), "{operation}");

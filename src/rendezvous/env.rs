@@ -31,6 +31,11 @@ pub(crate) fn read(variable: impl Fn(&str) -> Option<String>) -> Result<Environm
         medium: medium(&variable)?,
         ..Settings::default()
     };
+    let connections = match variable("BONFIRE_TCP_CONNECTIONS") {
+        Some(_) => number(&variable, "BONFIRE_TCP_CONNECTIONS")?,
+        None => settings.connections,
+    };
+    let settings = Settings { connections, ..settings };
     let algorithms = variable("BONFIRE_ALGORITHMS");
     Ok(Environment { settings, deadline: deadline_from_env(&variable)?, algorithms })
 }
