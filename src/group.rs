@@ -18,7 +18,7 @@ pub use self::progress::Work;
 use self::turn::{Queue, Turn};
 use crate::call::{Call, Operation, Tag};
 use crate::error::{Error, Site};
-use crate::plan::{Algorithm, Plan};
+use crate::plan::{self, Algorithm, Plan, Selection};
 use crate::transport::{Buffers, Collectives, Fault, Transport};
 use crate::wait::{Deadline, lock};
 
@@ -58,7 +58,7 @@ pub struct Group {
 pub(crate) struct Core {
     transport: Arc<dyn Transport>,
     collectives: Option<Arc<dyn Collectives>>,
-    algorithm: Option<Algorithm>,
+    algorithms: Selection,
     queue: Queue,
     lane: Mutex<Lane>,
     failure: OnceLock<Error>,
@@ -114,7 +114,8 @@ impl Group {
 
     /// The group that the environment describes, as `bonfire run` and similar launchers set it: `BONFIRE_RANK`,
     /// `BONFIRE_WORLD_SIZE`, `BONFIRE_ADDRESS` and, if needed, `BONFIRE_HOST`, `BONFIRE_TRANSPORT` (`auto`, `tcp` or
-    /// `shm`, see [`Builder::transport`]) and `BONFIRE_DEADLINE` (seconds).
+    /// `shm`, see [`Builder::transport`]), `BONFIRE_ALGORITHMS` (see [`Selection`]),
+    /// `BONFIRE_TCP_CONNECTIONS` (see [`Builder::tcp_connections`]) and `BONFIRE_DEADLINE` (seconds).
     /// Blocks until all ranks are connected. SIGINT and SIGTERM become a farewell to the other ranks, see
     /// [`Builder::leave_on_interrupt`].
     ///
@@ -170,6 +171,12 @@ impl Group {
         self.core.failure.get().cloned()
     }
 
+    /// Which algorithms run `operation` in this group, by size: the default, or what [`Builder::algorithms`] or the
+    /// environment said.
+    pub fn algorithms(&self, operation: Operation) -> Selection {
+        self.core.algorithms.in_effect(operation, self.world_size(), self.core.collectives.is_some())
+    }
+
     pub(crate) fn turn(&self) -> Turn<'_> {
         self.core.queue.turn()
     }
@@ -193,7 +200,7 @@ impl Core {
     fn group(
         transport: Arc<dyn Transport>,
         collectives: Option<Arc<dyn Collectives>>,
-        algorithm: Option<Algorithm>,
+        algorithms: Selection,
         deadline: Duration,
     ) -> Group {
         let lane = Lane {
@@ -206,7 +213,7 @@ impl Core {
         let core = Arc::new(Core {
             transport,
             collectives,
-            algorithm,
+            algorithms,
             queue: Queue::default(),
             lane: Mutex::new(lane),
             failure: OnceLock::new(),
@@ -219,21 +226,18 @@ impl Core {
         &*self.transport
     }
 
-    pub fn algorithm(&self) -> Option<Algorithm> {
-        self.algorithm
-    }
-
     pub fn queue(&self) -> &Queue {
         &self.queue
     }
 
-    /// Runs one collective, whose turn it is: on the engine if there is one, else through `plans`.
+    /// Runs one collective, whose turn it is: on the engine if there is one and the table leaves it this size, else
+    /// through `plans`.
     pub fn collective(
         &self,
         call: Call,
         mut buffers: Buffers<'_>,
         limit: Duration,
-        plans: impl FnOnce(&Core, &mut Lane, &Site, &mut Buffers<'_>, &Deadline) -> Result<(), Fault>,
+        plans: impl FnOnce(&Core, &mut Lane, &Site, &mut Buffers<'_>, &Deadline, Algorithm) -> Result<(), Fault>,
     ) -> Result<(), Error> {
         let mut lane = self.lane()?;
         let site = Site { call, sequence: lane.sequence };
@@ -241,11 +245,19 @@ impl Core {
         let deadline = Deadline::after(limit);
         let run = || {
             self.transport.begin(&site)?;
-            let engine = self.collectives.as_ref().filter(|_| self.algorithm.is_none());
-            match engine.and_then(|engine| engine.run(&site, &mut buffers, &deadline)) {
-                Some(result) => result,
-                None => plans(self, &mut lane, &site, &mut buffers, &deadline),
-            }
+            let world_size = self.transport.world_size();
+            let engine = self.collectives.as_ref();
+            let algorithm = match self.algorithms.plan(&call, world_size, engine.is_some()) {
+                Some(algorithm) => {
+                    engine.map_or(Ok(()), |engine| engine.stand_aside(&site, &deadline))?;
+                    algorithm
+                }
+                None => match engine.and_then(|engine| engine.run(&site, &mut buffers, &deadline)) {
+                    Some(result) => return result,
+                    None => plan::by_default(call.operation, call.bytes(), world_size),
+                },
+            };
+            plans(self, &mut lane, &site, &mut buffers, &deadline, algorithm)
         };
         run().map_err(|fault| self.fail(site, fault, &deadline, site.sequence))
     }

@@ -48,7 +48,7 @@ pub use dtype::{DType, Element, ReduceOp, ReduceOp as ReduceOperation};
 pub use error::{Error, Site};
 pub use group::{Builder, Group, Work};
 pub use partition::partition;
-pub use plan::Algorithm;
+pub use plan::{Algorithm, Selection};
 #[cfg(unix)]
 pub use rendezvous::Medium;
 #[cfg(feature = "cubecl")]

@@ -8,13 +8,19 @@
 mod direct;
 mod halving;
 mod ring;
+mod selection;
+mod table;
 #[cfg(test)]
 mod tests;
 mod tree;
 
+use std::fmt;
 use std::ops::Range;
 
-use crate::call::{Call, Operation};
+pub use self::selection::Selection;
+pub(crate) use self::selection::parse;
+pub(crate) use self::table::plan as by_default;
+use crate::call::Operation;
 
 /// How an operation is carried out where messages carry it.
 ///
@@ -28,7 +34,8 @@ use crate::call::{Call, Operation};
 /// | doubling | log n | S log n | small buffers |
 /// | tree | 2 log n | 2S | small rooted operations |
 ///
-/// all_to_all has one plan, a direct exchange, whichever is chosen: every rank has something else for every other.
+/// all_to_all and barrier have one plan each, which goes by the name of direct: in one every rank has something else for
+/// every other, the other has nothing to move. Only all_reduce has doubling.
 ///
 /// Ring: Patarasuk and Yuan, JPDC 2009. Halving and doubling: Thakur, Rabenseifner and Gropp, IJHPCA 2005.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -39,7 +46,7 @@ pub enum Algorithm {
     Ring,
     /// Recursive halving reduces and scatters, recursive doubling gathers.
     Halving,
-    /// Recursive doubling on whole buffers. Operations other than all_reduce use halving.
+    /// Recursive doubling on whole buffers.
     Doubling,
     /// A binomial tree.
     Tree,
@@ -49,6 +56,34 @@ impl Algorithm {
     /// Every algorithm.
     pub const ALL: [Algorithm; 5] =
         [Algorithm::Direct, Algorithm::Ring, Algorithm::Halving, Algorithm::Doubling, Algorithm::Tree];
+
+    /// Whether `operation` has it.
+    fn serves(self, operation: Operation) -> bool {
+        self.nearest(operation) == self && operation != Operation::Send
+    }
+
+    /// This or, where `operation` lacks it, what comes nearest.
+    fn nearest(self, operation: Operation) -> Algorithm {
+        match operation {
+            Operation::AllReduce => self,
+            Operation::Barrier | Operation::AllToAll | Operation::Send => Algorithm::Direct,
+            _ if self == Algorithm::Doubling => Algorithm::Halving,
+            _ => self,
+        }
+    }
+}
+
+/// As in a [`Selection`].
+impl fmt::Display for Algorithm {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Algorithm::Direct => "direct",
+            Algorithm::Ring => "ring",
+            Algorithm::Halving => "halving",
+            Algorithm::Doubling => "doubling",
+            Algorithm::Tree => "tree",
+        })
+    }
 }
 
 /// What one rank does in one operation.
@@ -101,26 +136,6 @@ impl Step {
 
     fn exchange(to: usize, outgoing: Range<usize>, from: usize, incoming: Range<usize>, combine: Combine) -> Step {
         Step { send: Some((to, outgoing)), receive: Some((from, incoming, combine)) }
-    }
-}
-
-/// The algorithm for `call` on `world_size` ranks: the one place where sizes decide. `wide` says that the reduction
-/// needs an accumulator wider than the element, which only the direct exchange can keep until the end.
-pub(crate) fn choose(call: &Call, world_size: usize, wide: bool) -> Algorithm {
-    const SMALL: usize = 16 << 10;
-    const MEDIUM: usize = 256 << 10;
-    let bytes = call.bytes();
-    match call.operation {
-        _ if wide => Algorithm::Direct,
-        Operation::AllReduce if bytes <= SMALL => Algorithm::Doubling,
-        Operation::AllReduce | Operation::AllGather | Operation::ReduceScatter => match world_size {
-            2 => Algorithm::Direct,
-            _ if bytes <= MEDIUM => Algorithm::Halving,
-            _ => Algorithm::Ring,
-        },
-        Operation::Reduce | Operation::Broadcast if bytes > MEDIUM && world_size > 2 => Algorithm::Ring,
-        Operation::Reduce | Operation::Broadcast | Operation::Barrier | Operation::Send => Algorithm::Tree,
-        Operation::AllToAll => Algorithm::Direct,
     }
 }
 

@@ -22,10 +22,13 @@ use serde::{Deserialize, Serialize};
 
 use crate::error::Error;
 use crate::transport::Collectives;
-use crate::transport::tcp::Tcp;
+use crate::transport::tcp::{MOST, Tcp};
 
 /// How long ranks may take to find each other by default.
 const TIMEOUT: Duration = Duration::from_secs(120);
+
+/// Connections for data to a peer by default.
+const CONNECTIONS: usize = 1;
 
 /// Who this rank is and where the others are.
 #[derive(Clone, Debug)]
@@ -38,6 +41,10 @@ pub(crate) struct Settings {
     pub host: Option<String>,
     pub timeout: Duration,
     pub medium: Medium,
+    /// Connections for data to a peer.
+    pub connections: usize,
+    /// Which algorithms the group chooses, as text: the same on all ranks.
+    pub algorithms: String,
 }
 
 /// What carries the operations between processes; see [`Builder::transport`](crate::Builder::transport).
@@ -78,6 +85,8 @@ impl Default for Settings {
             host: None,
             timeout: TIMEOUT,
             medium: Medium::default(),
+            connections: CONNECTIONS,
+            algorithms: String::new(),
         }
     }
 }
@@ -100,6 +109,10 @@ impl Settings {
         if *world_size > 1 && !well_formed(address) {
             let reason = "give rank 0's address as host:port or [v6]:port, with a port from 1 to 65535";
             return Err(Error::Config(format!("the address '{address}' is malformed: {reason}")));
+        }
+        if !(1..=MOST).contains(&self.connections) {
+            let reason = format!("{} connections to a peer: give 1 to {MOST}", self.connections);
+            return Err(Error::argument("connect", reason));
         }
         if self.medium == Medium::Shm && !SHARES {
             let reason = "shared memory between processes needs Linux and Bonfire's feature `shm`: set \
@@ -152,5 +165,5 @@ pub(crate) fn connect(settings: &Settings) -> Result<(Tcp, Option<Arc<dyn Collec
     };
     #[cfg(not(all(feature = "shm", target_os = "linux")))]
     let (mesh, engine) = (runtime.block_on(join::join(settings, start))?.0, None);
-    Ok((Tcp::start(runtime, mesh)?, engine))
+    Ok((Tcp::start(runtime, mesh, settings.connections)?, engine))
 }

@@ -143,7 +143,7 @@ fn nan_and_infinities_pass_as_in_ieee_754() {
     for kind in Kind::ALL {
         unordinary(kind, |builder| builder);
         for algorithm in kind.algorithms() {
-            unordinary(kind, |builder| builder.algorithm(*algorithm));
+            unordinary(kind, |builder| builder.algorithms(*algorithm));
         }
     }
 }
@@ -158,7 +158,7 @@ fn all_ranks_keep_the_same_zero_and_extremes_the_same_nan() {
                 let results = run_ranks_with(
                     kind,
                     n,
-                    |builder| algorithm.map_or(builder.clone(), |algorithm| builder.algorithm(algorithm)),
+                    |builder| algorithm.map_or(builder.clone(), |algorithm| builder.algorithms(algorithm)),
                     |group| {
                         let rank = group.rank() as u32;
                         let signed_zero = if rank.is_multiple_of(2) { 0.0 } else { -0.0f32 };

@@ -3,8 +3,8 @@
 
 mod common;
 
-use bonfire::{Algorithm, Element, Group, ReduceOp, partition};
-use common::{Kind, run_ranks, run_ranks_with};
+use bonfire::{Algorithm, Element, Error, Group, Medium, ReduceOp, Selection, partition};
+use common::{DEADLINE, Kind, free_address, run_ranks, run_ranks_with};
 use half::{bf16, f16};
 
 /// Elements made from small whole numbers, so that every sum and product is exact or wraps in a known way.
@@ -187,7 +187,7 @@ fn algorithms(kind: Kind, worlds: std::ops::RangeInclusive<usize>) {
             run_ranks_with(
                 kind,
                 n,
-                |builder| builder.algorithm(algorithm),
+                |builder| builder.algorithms(algorithm),
                 move |group| {
                     for len in lengths(n).into_iter().chain([140_001]) {
                         check::<f32>(&group, len);
@@ -255,4 +255,57 @@ fn algorithms_on_tcp_2_to_5() {
 #[test]
 fn algorithms_on_tcp_6_to_9() {
     algorithms(Kind::Tcp, 6..=9);
+}
+
+/// Operations that the engine runs and such that are plans, one after the other and the other way round.
+#[test]
+fn engines_and_plans_in_turn() {
+    for kind in [Kind::Threads, Kind::Shm] {
+        for table in ["native:0-39;ring:40-99999;native:100000-", "all_reduce=halving:0-99999;native:100000-"] {
+            let table: Selection = table.parse().unwrap();
+            for n in [2, 3, 5] {
+                run_ranks_with(
+                    kind,
+                    n,
+                    |builder| builder.algorithms(table.clone()),
+                    move |group| {
+                        for len in [0, 1, 9, 10, 11, 1000, 24_999, 25_000, 70_001, 7] {
+                            check::<f32>(&group, len);
+                            check::<f16>(&group, len);
+                        }
+                    },
+                );
+            }
+        }
+    }
+}
+
+/// Messages on both sides of the sizes from which they are shared by connections, also where ranks say different numbers
+/// of them.
+#[test]
+fn tcp_over_several_connections() {
+    for connections in [[2, 2, 2], [8, 8, 8], [1, 4, 3]] {
+        let address = free_address();
+        let builder = |rank: usize| {
+            let builder = Group::builder().rank(rank).world_size(3).address(&address).deadline(DEADLINE);
+            builder.transport(Medium::Tcp).tcp_connections(connections[rank])
+        };
+        let ranks: Vec<_> = (0..3)
+            .map(|rank| {
+                let builder = builder(rank);
+                std::thread::spawn(move || {
+                    let group = builder.connect().unwrap();
+                    for len in [0, 7, 131_071 / 4, 131_072 / 4, 3 * 131_072 / 4 + 1, 300_007] {
+                        check::<f32>(&group, len);
+                        check::<i8>(&group, len);
+                    }
+                })
+            })
+            .collect();
+        ranks.into_iter().for_each(|rank| rank.join().unwrap());
+    }
+    for connections in [0, 9] {
+        let builder = Group::builder().rank(1).world_size(2).address(free_address()).tcp_connections(connections);
+        assert!(matches!(builder.connect(), Err(Error::InvalidArgument { .. })));
+    }
 }

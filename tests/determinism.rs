@@ -132,9 +132,9 @@ fn delays_of_messages_change_nothing() {
 fn delays_of_messages_change_nothing_in_any_algorithm() {
     for algorithm in Algorithm::ALL {
         for n in [4, 5] {
-            over_channels::<f32>(n, &format!("{algorithm:?}, f32, {n} ranks"), |builder| builder.algorithm(algorithm));
+            over_channels::<f32>(n, &format!("{algorithm:?}, f32, {n} ranks"), |builder| builder.algorithms(algorithm));
         }
-        over_channels::<f16>(3, &format!("{algorithm:?}, f16"), |builder| builder.algorithm(algorithm));
+        over_channels::<f16>(3, &format!("{algorithm:?}, f16"), |builder| builder.algorithms(algorithm));
     }
 }
 
@@ -145,7 +145,7 @@ fn delays_of_threads_change_nothing() {
         over::<f16>(Kind::Threads, n, &format!("threads, f16, {n} ranks"), |builder| builder);
     }
     for algorithm in Algorithm::ALL {
-        over::<f32>(Kind::Threads, 3, &format!("threads, {algorithm:?}"), |builder| builder.algorithm(algorithm));
+        over::<f32>(Kind::Threads, 3, &format!("threads, {algorithm:?}"), |builder| builder.algorithms(algorithm));
     }
 }
 

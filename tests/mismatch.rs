@@ -4,7 +4,7 @@ mod common;
 
 use std::time::Duration;
 
-use bonfire::{Builder, Call, Error, Group, Operation, ReduceOp};
+use bonfire::{Builder, Call, Error, Group, Operation, ReduceOp, Selection};
 use common::{Kind, errors, in_parallel, run_ranks, run_ranks_with};
 
 type Act = fn(&Group) -> Result<(), Error>;
@@ -163,6 +163,34 @@ fn every_rank_does_something_else() {
                 Operation::Reduce,
             ];
             assert_eq!(operations, all[..n], "{kind:?}");
+        }
+    }
+}
+
+/// Half of the ranks are in the engine, half in a plan, or in two plans.
+#[test]
+fn two_camps_on_both_sides_of_a_table() {
+    for (kind, table) in Kind::ALL.into_iter().flat_map(|kind| {
+        ["native:0-65535;ring:65536-", "tree:0-65535;native:65536-", "doubling:0-65535;ring:65536-"]
+            .map(|table| (kind, table))
+    }) {
+        let algorithms: Selection = table.parse().expect("a table");
+        if kind == Kind::Shm && !table.contains("native") {
+            continue;
+        }
+        for n in [2, 5] {
+            let results = run_ranks_with(
+                kind,
+                n,
+                |builder| soon(builder).algorithms(algorithms.clone()),
+                |group| {
+                    group.all_reduce(&mut [1f32; 10], ReduceOp::Sum).expect("ranks agree so far");
+                    let len = if group.rank() % 2 == 0 { 10 } else { 100_000 };
+                    group.all_reduce(&mut vec![1f32; len], ReduceOp::Sum)
+                },
+            );
+            let calls = agreed(&format!("{kind:?} of {n}, {table}"), &errors(results), 1);
+            assert_eq!(calls.len(), n, "{kind:?} of {n}, {table}");
         }
     }
 }

@@ -57,6 +57,26 @@ fn the_table_ends_with_a_summary() {
 }
 
 #[test]
+fn the_table_in_effect_is_given_and_shown() {
+    let default = [("local", "native:0-"), ("shm", "native:0-"), ("tcp", "tree:0-262143;ring:262144-")];
+    let table = "native:0-63;ring:64-";
+    for (transport, want) in default {
+        let row = |more: &str| {
+            let what = format!("perf reduce --transport {transport} --ranks 3 --sizes 24,300 -n 2 -w 1 --json {more}");
+            let rows = objects(&what);
+            let figures: Vec<_> = rows.iter().map(|row| (row["bytes"].as_u64(), row["wrong"].as_u64())).collect();
+            assert_eq!(figures, [(Some(24), Some(0)), (Some(300), Some(0))], "{what}");
+            rows[0]["algorithms"].as_str().unwrap().to_owned()
+        };
+        assert_eq!(row(""), format!("reduce={want}"));
+        let want = if transport == "tcp" { "tree:0-63;ring:64-" } else { table };
+        assert_eq!(row(&format!("--algorithms reduce={table}")), format!("reduce={want}"));
+    }
+    assert!(succeeds("perf all_gather -e 64 -n 2").contains("# algorithms: all_gather=native:0-"));
+    assert!(succeeds("perf send_recv -e 64 -n 2").contains("# algorithms: none to choose"));
+}
+
+#[test]
 fn a_plot_is_an_svg_also_from_processes() {
     let directory = tempfile::tempdir().unwrap();
     for transport in ["local", "tcp", "shm"] {

@@ -7,7 +7,7 @@ use std::net::{TcpListener, TcpStream};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use bonfire::{Builder, Error, Group, ReduceOp};
+use bonfire::{Algorithm, Builder, Error, Group, ReduceOp, Selection};
 use common::free_address;
 
 /// For ranks that will not find each other.
@@ -64,13 +64,13 @@ fn dial(address: &str) -> TcpStream {
 /// What a rank says to rank 0 first.
 fn hello(magic: u64, rank: usize, world_size: usize) -> Vec<u8> {
     let own: std::net::SocketAddr = "127.0.0.1:1".parse().expect("an address");
-    // The last is what it wants to carry the operations: anything.
-    let body = postcard::to_stdvec(&(magic, rank, world_size, own, 0u8)).expect("plain data");
+    // The last are what it wants to carry the operations, which is anything, and the algorithms.
+    let body = postcard::to_stdvec(&(magic, rank, world_size, own, 0u8, "default")).expect("plain data");
     [(body.len() as u32).to_le_bytes().to_vec(), body].concat()
 }
 
 /// "BNFR" and the version.
-const MAGIC: u64 = 0x424e_4652_0000_0002;
+const MAGIC: u64 = 0x424e_4652_0000_0003;
 
 #[test]
 fn a_rank_that_is_given_twice_fails_all_with_the_same_words() {
@@ -102,6 +102,24 @@ fn world_sizes_that_differ_fail_all_with_the_same_words() {
             assert!(reason.contains(&format!("a world size of {theirs}, rank 0 with {ours}")), "{reason}");
         }
     }
+}
+
+#[test]
+fn tables_that_differ_fail_all_with_the_same_words() {
+    for odd in 0..3 {
+        let address = free_address();
+        let algorithm = |r| if r == odd { Algorithm::Ring } else { Algorithm::Tree };
+        let ranks = (0..3).map(|r| rank(r, 3, &address).algorithms(algorithm(r)).rendezvous_timeout(SOON * 10));
+        let reasons: Vec<String> = connect(ranks.collect()).into_iter().map(reason).collect();
+        let told = reasons.iter().filter(|reason| {
+            reason.contains("'ring:0-'") && reason.contains("'tree:0-'") && reason.contains("BONFIRE_ALGORITHMS")
+        });
+        // Rank 0 may be gone before the third has come.
+        assert!(told.count() >= 2 && reasons[0].contains("rank 0 '"), "{reasons:?}");
+    }
+    let address = free_address();
+    let table: Selection = "ring:0-99;tree:100-".parse().expect("a table");
+    works(connect((0..3).map(|r| rank(r, 3, &address).algorithms(table.clone())).collect()));
 }
 
 #[test]

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use bonfire::{Algorithm, Builder, Error, Group, Medium, ReduceOp, partition};
+use bonfire::{Algorithm, Builder, Error, Group, Medium, Operation, ReduceOp, partition};
 use common::process::{Process, is_child, report, say};
 use common::transport::{Random, delay};
 use common::{Kind, free_address, run_ranks};
@@ -123,12 +123,50 @@ fn what_ranks_want_is_agreed() {
 }
 
 #[test]
-fn an_algorithm_of_the_users_choice_runs_over_tcp() {
-    let ring: Set = |b| b.algorithm(Algorithm::Ring);
+fn plans_for_all_sizes_run_over_tcp_without_shared_memory() {
+    let ring: Set = |b| b.algorithms(Algorithm::Ring);
     assert_eq!(meet(vec![ring; 3]), [Ok(3), Ok(3), Ok(3)]);
-    let both = Group::builder().rank(0).world_size(2).address(free_address()).algorithm(Algorithm::Ring);
+    let both = Group::builder().rank(0).world_size(2).address(free_address()).algorithms(Algorithm::Ring);
     let error = both.transport(Medium::Shm).connect().unwrap_err();
     assert!(matches!(&error, Error::Config(text) if text.contains("algorithm")), "{error:?}");
+}
+
+#[test]
+fn the_environment_says_which_sizes_shared_memory_has() {
+    const NAME: &str = "the_environment_says_which_sizes_shared_memory_has";
+    if is_child() {
+        let outcome = Group::from_env().and_then(|group| {
+            group.all_reduce(&mut [1f32; 10], ReduceOp::Sum)?;
+            group.all_reduce(&mut vec![1f32; 100_000], ReduceOp::Sum)?;
+            group.broadcast(&mut vec![1f32; 100_000], 1)?;
+            let of = |operation| group.algorithms(operation);
+            Ok(format!("{} {}", of(Operation::AllReduce), of(Operation::Broadcast)))
+        });
+        return report(&outcome);
+    }
+    let start = |table: &str, transport: &str| {
+        let address = free_address();
+        let variables = |rank: usize| {
+            [
+                ("BONFIRE_RANK", rank.to_string()),
+                ("BONFIRE_WORLD_SIZE", "2".into()),
+                ("BONFIRE_ADDRESS", address.clone()),
+                ("BONFIRE_TRANSPORT", transport.into()),
+                ("BONFIRE_ALGORITHMS", table.into()),
+            ]
+        };
+        let ranks: Vec<_> = (0..2).map(|rank| Process::start(NAME, &variables(rank))).collect();
+        ranks.iter().map(Process::outcome).collect::<Vec<_>>()
+    };
+    let table = "all_reduce=native:0-999;ring:1000-";
+    assert_eq!(start(table, "shm"), vec![Ok::<_, Error>(format!("{table} broadcast=native:0-")); 2]);
+    // Over TCP native is what TCP does by default.
+    let over_tcp = "all_reduce=doubling:0-999;ring:1000- broadcast=tree:0-";
+    assert_eq!(start(table, "tcp"), vec![Ok::<_, Error>(over_tcp.into()); 2]);
+    for outcome in start("all_reduce=native:0-999;ring:1001-", "auto") {
+        let gap = "BONFIRE_ALGORITHMS is 'all_reduce=native:0-999;ring:1001-': no path for sizes from 1000 to 1000";
+        assert!(matches!(&outcome, Err(Error::Config(text)) if text.contains(gap)), "{outcome:?}");
+    }
 }
 
 /// What rank `rank` brings in operation `number` at `i`.

@@ -127,7 +127,7 @@ fn a_transport_from_outside_runs_every_operation() {
 fn a_transport_from_outside_runs_every_algorithm() {
     for algorithm in Algorithm::ALL {
         for n in 2..=5 {
-            let settings = |builder: Builder| builder.algorithm(algorithm);
+            let settings = |builder: Builder| builder.algorithms(algorithm);
             run_on_channels(n, settings, |_| Faults::default(), |group| every_type(&group));
         }
     }
@@ -235,7 +235,7 @@ fn a_message_that_fails_is_an_error_and_nobody_hangs() {
 #[test]
 fn a_message_that_fails_in_any_algorithm_is_an_error_and_nobody_hangs() {
     for algorithm in Algorithm::ALL {
-        every_message_fails(4, |builder| builder.algorithm(algorithm), &format!("{algorithm:?}"));
+        every_message_fails(4, |builder| builder.algorithms(algorithm), &format!("{algorithm:?}"));
     }
 }
 

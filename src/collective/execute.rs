@@ -7,26 +7,27 @@ use crate::call::{Operation, Tag};
 use crate::error::Site;
 use crate::group::{Core, Lane, Scratch};
 use crate::partition::{partition, span};
-use crate::plan::{self, Combine, Plan, Step};
+use crate::plan::{self, Algorithm, Combine, Plan, Step};
 use crate::reduce::{self, Kernel};
 use crate::transport::{Buffers, Fault, Transport};
 use crate::wait::Deadline;
 
-/// Runs the operation at `site` as a plan on the core's transport.
+/// Runs the operation at `site` as a plan of `algorithm` on the core's transport.
 pub(super) fn plans(
     core: &Core,
     lane: &mut Lane,
     site: &Site,
     buffers: &mut Buffers<'_>,
     deadline: &Deadline,
+    algorithm: Algorithm,
 ) -> Result<(), Fault> {
     let call = &site.call;
     let transport = core.transport();
     let (rank, world_size) = (transport.rank(), transport.world_size());
     let kernel = call.reduction.map(|op| reduce::kernel(call.dtype, op));
+    // Only the direct exchange can keep a wide accumulator until the end.
     let wide = kernel.is_some_and(|kernel| kernel.wide);
-    let chosen = plan::choose(call, world_size, wide);
-    let algorithm = core.algorithm().filter(|_| !wide).unwrap_or(chosen);
+    let algorithm = if wide { Algorithm::Direct } else { algorithm };
     let root = call.root.unwrap_or(0);
     let plan = lane
         .plans

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use super::{Core, Group};
 use crate::error::Error;
-use crate::plan::Algorithm;
+use crate::plan::{self, Selection};
 #[cfg(unix)]
 use crate::rendezvous::Medium;
 use crate::transport::local::Local;
@@ -24,7 +24,7 @@ pub(crate) const DEADLINE: Duration = Duration::from_secs(300);
 #[derive(Clone, Debug)]
 pub struct Builder {
     deadline: Duration,
-    algorithm: Option<Algorithm>,
+    algorithms: Selection,
     #[cfg(unix)]
     settings: crate::rendezvous::Settings,
     #[cfg(unix)]
@@ -35,7 +35,7 @@ impl Default for Builder {
     fn default() -> Self {
         Builder {
             deadline: DEADLINE,
-            algorithm: None,
+            algorithms: Selection::default(),
             #[cfg(unix)]
             settings: crate::rendezvous::Settings::default(),
             #[cfg(unix)]
@@ -52,11 +52,21 @@ impl Builder {
         self
     }
 
-    /// Runs operations as plans of this algorithm, whatever their size, instead of the group's own choice. Reductions
-    /// that need a wide accumulator (16-bit floats, integer means) stay with the direct exchange. All ranks must set
-    /// the same.
-    pub fn algorithm(mut self, algorithm: Algorithm) -> Self {
-        self.algorithm = Some(algorithm);
+    /// Which algorithms run operations of which size: one for all, or a table as [`Selection`] reads it. Reductions that
+    /// need a wide accumulator (16-bit floats, integer means) run as a direct exchange where they run as a plan.
+    ///
+    /// All ranks must say the same. Processes that do not are refused when they [`connect`](Self::connect); on a
+    /// transport from elsewhere, operations in which ranks wait for each other in different plans run into their
+    /// deadline.
+    ///
+    /// ```
+    /// # use bonfire::{Algorithm, Builder, Selection};
+    /// let ring = Builder::default().algorithms(Algorithm::Ring);
+    /// let by_size = Builder::default().algorithms("native:0-65535;ring:65536-".parse::<Selection>()?);
+    /// # Ok::<(), bonfire::Error>(())
+    /// ```
+    pub fn algorithms(mut self, algorithms: impl Into<Selection>) -> Self {
+        self.algorithms = algorithms.into();
         self
     }
 
@@ -72,14 +82,14 @@ impl Builder {
         Ok(ends
             .map(|local| {
                 let collectives: Arc<dyn Collectives> = local.clone();
-                Core::group(local, Some(collectives), self.algorithm, self.deadline)
+                Core::group(local, Some(collectives), self.algorithms.clone(), self.deadline)
             })
             .collect())
     }
 
     /// A group on a transport from elsewhere; see [`Group::on`].
     pub fn on(self, transport: Arc<dyn Transport>) -> Group {
-        Core::group(transport, None, self.algorithm, self.deadline)
+        Core::group(transport, None, self.algorithms, self.deadline)
     }
 }
 
@@ -91,9 +101,12 @@ impl Builder {
     /// [`Error::Config`] where a variable is missing or malformed.
     pub fn from_env() -> Result<Builder, Error> {
         let environment = crate::rendezvous::env::read(|name| std::env::var(name).ok())?;
+        let algorithms = environment.algorithms.map_or(Ok(Selection::default()), |text| {
+            plan::parse(&text).map_err(|reason| Error::Config(format!("BONFIRE_ALGORITHMS is '{text}': {reason}")))
+        })?;
         Ok(Builder {
             deadline: environment.deadline.unwrap_or(DEADLINE),
-            algorithm: None,
+            algorithms,
             settings: environment.settings,
             leave_on_interrupt: true,
         })
@@ -139,6 +152,14 @@ impl Builder {
         self
     }
 
+    /// Connections over TCP to each peer, from 1 to 8; unless set here or by `BONFIRE_TCP_CONNECTIONS` it is one. They
+    /// share messages of 128 KiB and more. That pays where a network, or a limit in it, gives one flow less than all
+    /// flows together. Of two ranks that say different numbers the higher rank's counts.
+    pub fn tcp_connections(mut self, connections: usize) -> Self {
+        self.settings.connections = connections;
+        self
+    }
+
     /// Whether SIGINT (Ctrl-C) and SIGTERM say farewell to the other ranks before the process ends as it would have.
     /// On for groups from the environment, off otherwise. Turn it off where the program handles these signals itself
     /// and drops the group in good order.
@@ -152,7 +173,7 @@ impl Builder {
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] or [`Error::Config`] where settings cannot work, [`Error::Rendezvous`] where the
-    /// ranks do not find each other in time or disagree about who they are (a duplicate rank, another world size), or
+    /// ranks do not find each other in time or disagree (a duplicate rank, another world size, other algorithms), or
     /// where shared memory was asked for and cannot be had.
     pub fn connect(self) -> Result<Group, Error> {
         let group = if self.settings.world_size == 1 {
@@ -160,16 +181,17 @@ impl Builder {
             self.clone().threads(1)?.remove(0)
         } else {
             let mut settings = self.settings.clone();
-            if self.algorithm.is_some() {
+            if !self.algorithms.is_native_anywhere() {
                 if settings.medium == Medium::Shm {
-                    let reason = "an algorithm runs as a plan over TCP, and the transport is to be shared memory: \
-                                  leave one of the two out";
+                    let reason = "the algorithms are plans, which run over TCP, and the transport is to be shared \
+                                  memory: leave one of the two out, or give some sizes the algorithm native";
                     return Err(Error::Config(reason.into()));
                 }
                 settings.medium = Medium::Tcp;
             }
+            settings.algorithms = self.algorithms.to_string();
             let (transport, engine) = crate::rendezvous::connect(&settings)?;
-            Core::group(Arc::new(transport), engine, self.algorithm, self.deadline)
+            Core::group(Arc::new(transport), engine, self.algorithms, self.deadline)
         };
         if self.leave_on_interrupt {
             super::interrupt::leave_on_interrupt(&group.core)?;

@@ -11,6 +11,8 @@ use crate::wait::deadline_from_env;
 pub(crate) struct Environment {
     pub settings: Settings,
     pub deadline: Option<Duration>,
+    /// As it stands there: this module does not know algorithms.
+    pub algorithms: Option<String>,
 }
 
 /// Reads `BONFIRE_*` through `variable`.
@@ -29,7 +31,13 @@ pub(crate) fn read(variable: impl Fn(&str) -> Option<String>) -> Result<Environm
         medium: medium(&variable)?,
         ..Settings::default()
     };
-    Ok(Environment { settings, deadline: deadline_from_env(&variable)? })
+    let connections = match variable("BONFIRE_TCP_CONNECTIONS") {
+        Some(_) => number(&variable, "BONFIRE_TCP_CONNECTIONS")?,
+        None => settings.connections,
+    };
+    let settings = Settings { connections, ..settings };
+    let algorithms = variable("BONFIRE_ALGORITHMS");
+    Ok(Environment { settings, deadline: deadline_from_env(&variable)?, algorithms })
 }
 
 fn medium(variable: &impl Fn(&str) -> Option<String>) -> Result<Medium, Error> {

@@ -20,7 +20,7 @@ use crate::transport::frame;
 use crate::transport::tcp::{Board, Greeting, Mesh, admit};
 
 /// "BNFR" and the version of what follows: a stranger does not know it.
-const MAGIC: u64 = 0x424e_4652_0000_0002;
+const MAGIC: u64 = 0x424e_4652_0000_0003;
 
 /// How long a connection may take to say who it is.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -38,6 +38,8 @@ struct Hello {
     address: SocketAddr,
     /// What it wants to carry the operations.
     medium: Medium,
+    /// Which algorithms it will choose.
+    algorithms: String,
 }
 
 /// Rank 0's answer.
@@ -108,7 +110,7 @@ async fn host(settings: &Settings, start: Instant, waiting_for: &mut String) -> 
                 });
                 None
             }
-            Some((stream, hello)) = queue.recv() => seat(&mut guests, stream, hello).err(),
+            Some((stream, hello)) = queue.recv() => seat(&mut guests, &settings.algorithms, stream, hello).err(),
             rank = departure(&guests) => {
                 Some((format!("rank {rank} closed its connection before all ranks had come"), None))
             }
@@ -160,7 +162,7 @@ fn together(mediums: &[Medium]) -> Result<Medium, String> {
     match (first(Medium::Tcp), first(Medium::Shm)) {
         (Some(tcp), Some(shm)) => Err(format!(
             "rank {shm} insists on shared memory and rank {tcp} on TCP: give all the same BONFIRE_TRANSPORT or \
-             Builder::transport (a rank with an algorithm of its own, or without the feature `shm`, uses TCP)"
+             Builder::transport (a rank without the feature `shm` uses TCP)"
         )),
         (Some(_), None) => Ok(Medium::Tcp),
         (None, Some(_)) => Ok(Medium::Shm),
@@ -181,7 +183,14 @@ async fn attend(settings: &Settings, start: Instant, waiting_for: &mut String) -
         own.set_ip(zero.local_addr().map_err(|e| settings.failed(start, e.to_string()))?.ip());
     }
     let lost = |e: io::Error| settings.failed(start, zero_is_gone(e));
-    let hello = Hello { magic: MAGIC, rank, world_size: n, address: own, medium: settings.wanted() };
+    let hello = Hello {
+        magic: MAGIC,
+        rank,
+        world_size: n,
+        address: own,
+        medium: settings.wanted(),
+        algorithms: settings.algorithms.clone(),
+    };
     frame::write(&mut zero, &hello).await.map_err(lost)?;
     *waiting_for = "rank 0 is there, but some other rank did not come".into();
     let (session, mut addresses, medium) = match frame::expect(&mut zero, settings.timeout).await.map_err(lost)? {
@@ -242,12 +251,26 @@ async fn introduction(mut stream: TcpStream, address: SocketAddr) -> Option<(Tcp
 }
 
 /// Gives a guest its seat, or says why the whole rendezvous fails, and to whom else that must be told.
-fn seat(guests: &mut [Option<Guest>], stream: TcpStream, hello: Hello) -> Result<(), (String, Option<TcpStream>)> {
+fn seat(
+    guests: &mut [Option<Guest>],
+    algorithms: &str,
+    stream: TcpStream,
+    hello: Hello,
+) -> Result<(), (String, Option<TcpStream>)> {
     let (rank, n) = (hello.rank, guests.len());
     if hello.world_size != n {
         let reason = format!(
             "rank {rank} was started with a world size of {}, rank 0 with {n}: give all the same",
             hello.world_size
+        );
+        return Err((reason, Some(stream)));
+    }
+    // Ranks that run different plans would wait for each other.
+    if hello.algorithms != algorithms {
+        let reason = format!(
+            "rank {rank} has the algorithms '{}', rank 0 '{algorithms}': give all the same BONFIRE_ALGORITHMS or \
+             Builder::algorithms",
+            hello.algorithms
         );
         return Err((reason, Some(stream)));
     }

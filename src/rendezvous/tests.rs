@@ -42,6 +42,15 @@ fn the_transport_is_chosen_by_name() {
 }
 
 #[test]
+fn connections_are_counted() {
+    assert_eq!(from(&COMPLETE).unwrap().settings.connections, super::CONNECTIONS);
+    let several = from(&[&COMPLETE[..], &[("TCP_CONNECTIONS", "4")]].concat()).unwrap();
+    assert_eq!(several.settings.connections, 4);
+    let endless = from(&[&COMPLETE[..], &[("TCP_CONNECTIONS", "9")]].concat()).unwrap();
+    assert!(endless.settings.check().is_err());
+}
+
+#[test]
 fn a_rank_that_is_alone_needs_no_address() {
     assert_eq!(from(&[("RANK", "0"), ("WORLD_SIZE", "1")]).unwrap().settings.address, "");
 }
@@ -63,6 +72,7 @@ fn malformed_variables_are_named_with_their_values() {
         ("WORLD_SIZE", &["", "-4", "four", "4,"]),
         ("DEADLINE", &["", "0", "-1", "nan", "inf", "1e300", "soon", "5s"]),
         ("TRANSPORT", &["", "rdma", "SHM", "tcp,shm"]),
+        ("TCP_CONNECTIONS", &["", "-1", "two"]),
     ] {
         for value in values {
             let others = COMPLETE.iter().filter(|(other, _)| *other != name).copied();

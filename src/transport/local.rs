@@ -241,9 +241,31 @@ impl Collectives for Local {
     fn run(&self, site: &Site, buffers: &mut Buffers<'_>, deadline: &Deadline) -> Option<Result<(), Fault>> {
         Some(self.run_all(site, buffers, deadline))
     }
+
+    /// Ranks whose counts differ may find themselves here and in `run`, so both begin alike.
+    fn stand_aside(&self, site: &Site, deadline: &Deadline) -> Result<(), Fault> {
+        self.agree(site, |offer| offer.call = site.call, deadline).map(drop)
+    }
 }
 
 impl Local {
+    /// The offers of operation `sequence`, by rank, once all ranks are in.
+    fn offers(&self, sequence: u64) -> impl Iterator<Item = &Offer> + Clone {
+        // SAFETY: all ranks are in, so every offer of this sequence is complete and stays as it is until this rank
+        // enters the next but one: see `Sync for Slot`.
+        (0..self.shared.slots.len()).map(move |rank| unsafe { &*self.offer(rank, sequence) })
+    }
+
+    /// Publishes the offer, waits until all ranks have, and compares their calls.
+    fn agree(&self, site: &Site, publish: impl FnOnce(&mut Offer), deadline: &Deadline) -> Result<u64, Fault> {
+        let sequence = self.enter(publish, deadline)?;
+        if self.offers(sequence).all(|offer| offer.call == site.call) {
+            return Ok(sequence);
+        }
+        let calls = self.offers(sequence).enumerate().map(|(rank, offer)| (rank, offer.call)).collect();
+        Err(Fault::Failed(Error::Mismatch { sequence: site.sequence, calls }))
+    }
+
     fn run_all(&self, site: &Site, buffers: &mut Buffers<'_>, deadline: &Deadline) -> Result<(), Fault> {
         let call = &site.call;
         let world_size = self.shared.slots.len();
@@ -258,14 +280,8 @@ impl Local {
                 bytemuck::bytes_of_mut(&mut offer.inline)[..source.len()].copy_from_slice(source);
             }
         };
-        let sequence = self.enter(publish, deadline)?;
-        // SAFETY: all ranks are in, so every offer of this sequence is complete and stays as it is until this rank
-        // enters the next but one: see `Sync for Slot`.
-        let offers = (0..world_size).map(|rank| unsafe { &*self.offer(rank, sequence) });
-        if offers.clone().any(|offer| offer.call != *call) {
-            let calls = offers.enumerate().map(|(rank, offer)| (rank, offer.call)).collect();
-            return Err(Fault::Failed(Error::Mismatch { sequence: site.sequence, calls }));
-        }
+        let sequence = self.agree(site, publish, deadline)?;
+        let offers = self.offers(sequence);
         if inline {
             let inputs = offers.map(|offer| offer.inline.as_ptr().cast());
             if let Some(op) = call.reduction {

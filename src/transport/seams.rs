@@ -104,4 +104,10 @@ pub trait Collectives: Send + Sync {
     /// Runs the operation; `None` where this engine has none of that kind, and plans on the transport run it instead.
     /// All ranks get `None` or none does.
     fn run(&self, site: &Site, buffers: &mut Buffers<'_>, deadline: &Deadline) -> Option<Result<(), Fault>>;
+
+    /// The group's table has a plan for this operation. An engine on which ranks wait for all others compares their
+    /// calls here, unless the transport finds out in its own way: of ranks that disagree, some may be in `run`.
+    fn stand_aside(&self, _site: &Site, _deadline: &Deadline) -> Result<(), Fault> {
+        Ok(())
+    }
 }

@@ -3,7 +3,8 @@
 //! Two kinds of connections. A *control* connection to every peer, on a thread of its own, carries farewells, failures
 //! and the questions that ranks ask each other when they stall. A *data* connection to a peer is opened when a plan
 //! first needs it and carries one operation's messages at a time, moved by the thread that called the operation: both
-//! directions at once, straight from and into its buffers.
+//! directions at once, straight from and into its buffers. There may be several to a peer, which share large messages:
+//! one flow does not always fill a network.
 //!
 //! A message on a data connection is `tag 40 bytes | length of payload u64 little endian | payload`. The receiver knows
 //! the tag and the length that it wants and takes nothing else, so no length from the wire is ever allocated.
@@ -24,7 +25,8 @@ use tokio::sync::mpsc::UnboundedSender;
 pub(crate) use self::board::Board;
 use self::control::Outgoing;
 pub(crate) use self::control::{Greeting, Mesh, admit};
-use self::link::{Incoming, Link, Outbound};
+use self::link::Link;
+pub(crate) use self::link::MOST;
 use self::watch::Watch;
 use super::{Fault, Transport};
 use crate::call::Tag;
@@ -37,6 +39,8 @@ pub(crate) struct Tcp {
     session: u64,
     addresses: Vec<SocketAddr>,
     board: Arc<Board>,
+    /// To each lower rank; higher ranks decide for themselves.
+    connections: usize,
     control: UnboundedSender<Outgoing>,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
@@ -46,14 +50,14 @@ const LINGER: Duration = Duration::from_secs(1);
 
 impl Tcp {
     /// Takes over the connections that the rendezvous made.
-    pub fn start(runtime: Runtime, mesh: Mesh) -> Result<Tcp, Error> {
+    pub fn start(runtime: Runtime, mesh: Mesh, connections: usize) -> Result<Tcp, Error> {
         let (control, outgoing) = tokio::sync::mpsc::unbounded_channel();
         let (rank, session, addresses, board) = (mesh.rank, mesh.session, mesh.addresses.clone(), mesh.board.clone());
         let thread = std::thread::Builder::new()
             .name(format!("bonfire-control-{rank}"))
             .spawn(move || runtime.block_on(control::run(mesh, outgoing)))
             .map_err(|e| Error::io("starting the control thread", e))?;
-        Ok(Tcp { rank, session, addresses, board, control, thread: Mutex::new(Some(thread)) })
+        Ok(Tcp { rank, session, addresses, board, connections, control, thread: Mutex::new(Some(thread)) })
     }
 
     /// The data connection to `peer`. The higher rank of a pair dials, the lower one waits for the call: both are at the
@@ -66,9 +70,14 @@ impl Tcp {
             // A peer that has left, or failed and closed, listens no more: its control connection says which it was.
             let lost = |e: std::io::Error| link::departure(peer, &format!("connecting for data: {e}"), &self.board);
             let limit = watch.remaining().max(Duration::from_millis(1));
-            let mut stream = TcpStream::connect_timeout(&self.addresses[peer], limit).map_err(lost)?;
-            control::greet(&mut stream, &Greeting::Data { session: self.session, rank: self.rank }).map_err(lost)?;
-            let link = Arc::new(Link::new(stream).map_err(lost)?);
+            let mut streams = Vec::new();
+            for number in 0..self.connections {
+                let mut stream = TcpStream::connect_timeout(&self.addresses[peer], limit).map_err(lost)?;
+                let (session, rank, of) = (self.session, self.rank, self.connections);
+                control::greet(&mut stream, &Greeting::Data { session, rank, number, of }).map_err(lost)?;
+                streams.push(stream);
+            }
+            let link = Arc::new(Link::new(streams).map_err(lost)?);
             link::taken(peer, &link, watch)?;
             self.board.connect(peer, link);
         }
@@ -109,15 +118,13 @@ impl Transport for Tcp {
         }
         let mut watch = self.watch(tag, deadline);
         let link = self.link(to, tag, &mut watch)?;
-        let mut outbound = Outbound::new(tag, bytes);
-        link::drive(Some((to, &link, &mut outbound)), None, &mut watch)
+        link::drive(tag, Some((to, &link, bytes)), None, &mut watch)
     }
 
     fn receive(&self, tag: &Tag, from: usize, bytes: &mut [u8], deadline: &Deadline) -> Result<(), Fault> {
         let mut watch = self.watch(tag, deadline);
         let link = self.link(from, tag, &mut watch)?;
-        let mut incoming = Incoming::new(tag, bytes);
-        link::drive(None, Some((from, &link, &mut incoming)), &mut watch)
+        link::drive(tag, None, Some((from, &link, bytes)), &mut watch)
     }
 
     fn exchange(
@@ -129,9 +136,7 @@ impl Transport for Tcp {
     ) -> Result<(), Fault> {
         let mut watch = self.watch(tag, deadline);
         let (sends, receives) = (self.link(to, tag, &mut watch)?, self.link(from, tag, &mut watch)?);
-        let mut outbound = Outbound::new(tag, outgoing);
-        let mut incoming = Incoming::new(tag, incoming);
-        link::drive(Some((to, &sends, &mut outbound)), Some((from, &receives, &mut incoming)), &mut watch)
+        link::drive(tag, Some((to, &sends, outgoing)), Some((from, &receives, incoming)), &mut watch)
     }
 
     fn begin(&self, site: &Site) -> Result<(), Fault> {

@@ -24,7 +24,7 @@ pub enum Kind {
 impl Kind {
     pub const ALL: [Kind; 3] = [Kind::Threads, Kind::Tcp, Kind::Shm];
 
-    /// The algorithms that a user can choose: they are plans, which shared memory does not run.
+    /// The algorithms that a user can choose for all sizes: they are plans, and then memory is not shared.
     pub fn algorithms(self) -> &'static [Algorithm] {
         if self == Kind::Shm { &[] } else { &Algorithm::ALL }
     }

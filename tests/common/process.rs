@@ -43,7 +43,9 @@ impl Process {
     pub fn start(name: &str, variables: &[(&str, String)]) -> Process {
         let mut command = Command::new(std::env::current_exe().expect("the test's own binary"));
         command.args([name, "--exact", "--nocapture", "--test-threads=1"]).stdout(Stdio::piped());
-        for variable in ["RANK", "WORLD_SIZE", "ADDRESS", "HOST", "TRANSPORT", "DEADLINE"] {
+        for variable in
+            ["RANK", "WORLD_SIZE", "ADDRESS", "HOST", "TRANSPORT", "ALGORITHMS", "TCP_CONNECTIONS", "DEADLINE"]
+        {
             command.env_remove(format!("BONFIRE_{variable}"));
         }
         command.env(CHILD, "1").envs(variables.iter().map(|(name, value)| (*name, value)));

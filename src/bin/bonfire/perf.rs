@@ -15,7 +15,7 @@ mod timing;
 
 use std::path::{Path, PathBuf};
 
-use bonfire::{DType, Group, ReduceOp};
+use bonfire::{DType, Group, Operation, ReduceOp, Selection};
 use clap::ValueEnum;
 use half::{bf16, f16};
 
@@ -83,6 +83,11 @@ struct Common {
     #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=1024))]
     ranks: u32,
 
+    /// Which algorithms run which sizes, such as "native:0-65535;ring:65536-", instead of the default or what
+    /// BONFIRE_ALGORITHMS says to processes: bonfire's documentation of Selection has the form
+    #[arg(long, value_name = "TABLE")]
+    algorithms: Option<Selection>,
+
     /// Print one JSON object per line instead of a table
     #[arg(long)]
     json: bool,
@@ -130,6 +135,11 @@ impl Args {
             if (self.operation, self.common.transport) != (Name::AllReduce, Transport::Local) {
                 return Err("--level tensor is for all_reduce between threads: give --transport local".into());
             }
+            if self.common.algorithms.is_some() {
+                return Err(
+                    "--level tensor: burn's collective API chooses its algorithms: leave --algorithms out".into()
+                );
+            }
             if tensors::element(self.dtype).is_none() {
                 return Err(format!("--dtype {}: burn's collectives take f32, f64, f16 and bf16", self.dtype));
             }
@@ -172,6 +182,7 @@ impl Args {
             op: facts.reduces.then(|| if gradients { ReduceOp::Mean } else { self.op }.to_string()),
             root: facts.rooted.then_some(self.root as usize),
             level: self.level.to_possible_value().map_or(String::new(), |value| value.get_name().to_owned()),
+            algorithms: self.called().map(|operation| group.algorithms(operation).to_string()),
         };
         // Floors are measured while the other ranks sleep.
         let report = if group.rank() == 0 { Some(Report::begin(self, subject, sizes.len())?) } else { None };
@@ -191,6 +202,21 @@ impl Args {
             DType::U16 => self.measure_sizes::<u16>(group, sizes, progress),
             DType::U32 => self.measure_sizes::<u32>(group, sizes, progress),
             DType::U64 => self.measure_sizes::<u64>(group, sizes, progress),
+        }
+    }
+
+    /// The group's operation whose table decides, if one does.
+    fn called(&self) -> Option<Operation> {
+        match self.operation {
+            _ if self.level != Level::Slice => None,
+            Name::AllReduce | Name::Gradients => Some(Operation::AllReduce),
+            Name::Reduce => Some(Operation::Reduce),
+            Name::Broadcast => Some(Operation::Broadcast),
+            Name::AllGather => Some(Operation::AllGather),
+            Name::ReduceScatter => Some(Operation::ReduceScatter),
+            Name::AllToAll => Some(Operation::AllToAll),
+            Name::Barrier => Some(Operation::Barrier),
+            Name::SendRecv => None,
         }
     }
 
@@ -290,6 +316,7 @@ const LONG_HELP: &str = "\
 Examples:
   bonfire perf all_reduce --transport tcp --ranks 4
   bonfire perf all_gather -b 1K -e 64M -f 2 -d f16
+  bonfire perf all_reduce --sizes 4K,4100,1M --transport tcp --algorithms 'ring:0-'
   bonfire perf all_reduce --level tensor           # through burn's collective API, on Flex
   bonfire perf gradients --transport tcp --json    # a training step of ResNet-50
   bonfire perf reduce_scatter --plot reduce_scatter.svg
@@ -339,6 +366,7 @@ mod tests {
         assert_eq!(sizes("all_reduce -b 8 -e 1K -f 8 -n 5 -w 1 -c 0 -d float -o prod -r 1").unwrap(), [8, 64, 512]);
         assert_eq!(sizes("all_reduce --min-bytes 1K --max-bytes 3K --step-bytes 1K").unwrap(), [1024, 2048, 3072]);
         assert_eq!(sizes("all_gather --ranks 3 -b 8 -e 100 -d f64").unwrap(), [24]);
+        assert_eq!(sizes("all_reduce --sizes 4100,4K,1K").unwrap(), [4100, 4096, 1024]);
         assert_eq!(sizes("gradients").unwrap(), [102_228_128]);
         assert_eq!(sizes("barrier").unwrap(), [0]);
     }
@@ -362,6 +390,11 @@ mod tests {
             ("broadcast --level tensor", "all_reduce between threads"),
             ("all_reduce --level tensor --transport tcp", "all_reduce between threads"),
             ("all_reduce --level tensor -d i32", "f16 and bf16"),
+            ("all_reduce --level tensor --algorithms ring:0-", "leave --algorithms out"),
+            ("all_reduce --algorithms ring:1-", "no path for sizes from 0 to 0"),
+            ("all_reduce --sizes 1K,", "4K, 32M, 1G"),
+            ("all_reduce --sizes 1K -e 8", "cannot be used with"),
+            ("all_gather --sizes 1K,4", "--sizes"),
             ("barrier --plot x.svg", "leave it out"),
             ("all_reduce --plot none/x.svg", "no directory"),
             ("all_reduce -f 1", "2.."),

@@ -58,7 +58,7 @@ impl Node {
             if first.contains(':') { format!("[{first}]:{first_port}") } else { format!("{first}:{first_port}") };
         let builder = Group::builder().rank(id.rank()).world_size(nodes.len()).address(first).host(host);
         let builder = builder.deadline(limit).rendezvous_timeout(rendezvous);
-        let builder = algorithm.into_iter().fold(builder, |builder, algorithm| builder.algorithm(algorithm));
+        let builder = algorithm.into_iter().fold(builder, |builder, algorithm| builder.algorithms(algorithm));
         let group = builder.connect().map_err(|error| GlobalCollectiveError::Server(error.to_string()))?;
         Ok(Node { group })
     }

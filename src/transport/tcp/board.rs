@@ -1,13 +1,14 @@
 //! What the control thread and the threads that run operations tell each other.
 
 use std::io::Write;
+use std::net::TcpStream;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::time::Instant;
 
-use super::link::Link;
+use super::link::{Link, MOST};
 use crate::call::{Call, Operation, Tag};
 use crate::error::{Error, Site};
 use crate::transport::Fault;
@@ -36,6 +37,8 @@ struct State {
 #[derive(Default)]
 struct Peer {
     link: Option<Arc<Link>>,
+    /// Connections of a link that is not complete yet.
+    coming: [Option<TcpStream>; MOST],
     presence: Presence,
     /// What the peer said last about what it called.
     heard: Option<Site>,
@@ -166,6 +169,20 @@ impl Board {
     pub fn connect(&self, peer: usize, link: Arc<Link>) {
         self.state().peers[peer].link = Some(link);
         self.bell.ring();
+    }
+
+    /// Takes one of `of` connections of `peer`, at most [`MOST`]; the last of them makes the link.
+    pub fn gather(&self, peer: usize, number: usize, of: usize, stream: TcpStream) -> std::io::Result<()> {
+        let mut state = self.state();
+        let coming = &mut state.peers[peer].coming;
+        coming[number] = Some(stream);
+        if coming[..of].iter().any(Option::is_none) {
+            return Ok(());
+        }
+        let streams = coming[..of].iter_mut().filter_map(Option::take).collect();
+        drop(state);
+        self.connect(peer, Arc::new(Link::new(streams)?));
+        Ok(())
     }
 
     pub fn take_links(&self) -> Vec<Arc<Link>> {

@@ -12,7 +12,7 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
 use super::board::Board;
-use super::link::Link;
+use super::link::MOST;
 use crate::error::{Error, Site};
 use crate::transport::{Fault, frame};
 
@@ -31,8 +31,17 @@ pub(crate) struct Mesh {
 /// The first message on a connection between two ranks that know each other's addresses.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) enum Greeting {
-    Control { session: u64, rank: usize },
-    Data { session: u64, rank: usize },
+    Control {
+        session: u64,
+        rank: usize,
+    },
+    /// One of a rank's connections for data: the rank that dials says how many there will be.
+    Data {
+        session: u64,
+        rank: usize,
+        number: usize,
+        of: usize,
+    },
 }
 
 /// From the threads that run operations to the control thread.
@@ -162,11 +171,12 @@ pub(crate) async fn admit(
 ) -> io::Result<()> {
     let greeting = frame::expect(&mut stream, PATIENCE).await?;
     match (&greeting, controls) {
-        (Greeting::Data { session: theirs, rank }, _) if *theirs == session && *rank < board.world_size() => {
-            // `taken` waits for this byte. A farewell that follows it is read after the link is on the board.
+        (Greeting::Data { session: theirs, rank, number, of }, _)
+            if *theirs == session && *rank < board.world_size() && *of <= MOST && number < of =>
+        {
+            // `taken` waits for this byte. A farewell that follows it is read after the connection is on the board.
             stream.write_all(&[1]).await?;
-            board.connect(*rank, Arc::new(Link::new(stream.into_std()?)?));
-            Ok(())
+            board.gather(*rank, *number, *of, stream.into_std()?)
         }
         (Greeting::Control { session: theirs, rank }, Some(controls))
             if *theirs == session && *rank < board.world_size() =>

@@ -11,33 +11,58 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use super::board::Board;
 use super::watch::Watch;
 use crate::call::Tag;
+use crate::partition::partition;
 use crate::sync::YIELDING;
 use crate::transport::Fault;
 
-/// A connection whose both directions are driven by one thread at a time.
+/// The connections to one peer, whose both directions are driven by one thread at a time. Large messages are cut into a
+/// stripe for each; small ones take the first.
 pub(crate) struct Link {
-    stream: TcpStream,
+    streams: Vec<TcpStream>,
 }
+
+/// The most connections to a peer.
+pub(crate) const MOST: usize = 8;
+
+/// Bytes below which a stripe is not worth its system calls.
+const STRIPE: usize = 64 << 10;
 
 const HEADER: usize = Tag::BYTES + 8;
 
 impl Link {
-    pub fn new(stream: TcpStream) -> std::io::Result<Link> {
-        stream.set_nodelay(true)?;
-        stream.set_nonblocking(true)?;
-        Ok(Link { stream })
+    /// Of 1 to [`MOST`] connections, in the order in which both sides count them.
+    pub fn new(streams: Vec<TcpStream>) -> std::io::Result<Link> {
+        for stream in &streams {
+            stream.set_nodelay(true)?;
+            stream.set_nonblocking(true)?;
+        }
+        Ok(Link { streams })
+    }
+
+    /// On how many connections a message of so many bytes goes: both sides compute the same.
+    fn stripes(&self, bytes: usize) -> usize {
+        (bytes / STRIPE).clamp(1, self.streams.len())
     }
 }
 
-/// A message on its way out.
-pub(super) struct Outbound<'a> {
+/// Stripes of one message, each a message of its own on its connection.
+struct Stripes<M>([Option<M>; MOST]);
+
+impl<M> Stripes<M> {
+    fn none() -> Self {
+        Stripes([const { None }; MOST])
+    }
+}
+
+/// A message, or stripe of one, on its way out.
+struct Outbound<'a> {
     header: [u8; HEADER],
     payload: &'a [u8],
     sent: usize,
 }
 
-/// A message that is expected.
-pub(super) struct Incoming<'a> {
+/// A message, or stripe of one, that is expected.
+struct Incoming<'a> {
     expected: [u8; HEADER],
     header: [u8; HEADER],
     payload: &'a mut [u8],
@@ -45,7 +70,7 @@ pub(super) struct Incoming<'a> {
 }
 
 impl<'a> Outbound<'a> {
-    pub fn new(tag: &Tag, payload: &'a [u8]) -> Self {
+    fn new(tag: &Tag, payload: &'a [u8]) -> Self {
         Outbound { header: header(tag, payload.len()), payload, sent: 0 }
     }
 
@@ -53,12 +78,12 @@ impl<'a> Outbound<'a> {
         self.sent == HEADER + self.payload.len()
     }
 
-    fn advance(&mut self, link: &Link) -> std::io::Result<usize> {
+    fn advance(&mut self, mut stream: &TcpStream) -> std::io::Result<usize> {
         let moved = if self.sent < HEADER {
             let slices = [IoSlice::new(&self.header[self.sent..]), IoSlice::new(self.payload)];
-            (&link.stream).write_vectored(&slices)?
+            stream.write_vectored(&slices)?
         } else {
-            (&link.stream).write(&self.payload[self.sent - HEADER..])?
+            stream.write(&self.payload[self.sent - HEADER..])?
         };
         self.sent += moved;
         Ok(moved)
@@ -66,7 +91,7 @@ impl<'a> Outbound<'a> {
 }
 
 impl<'a> Incoming<'a> {
-    pub fn new(tag: &Tag, payload: &'a mut [u8]) -> Self {
+    fn new(tag: &Tag, payload: &'a mut [u8]) -> Self {
         Incoming { expected: header(tag, payload.len()), header: [0; HEADER], payload, received: 0 }
     }
 
@@ -87,12 +112,12 @@ impl<'a> Incoming<'a> {
         })
     }
 
-    fn advance(&mut self, link: &Link) -> std::io::Result<usize> {
+    fn advance(&mut self, mut stream: &TcpStream) -> std::io::Result<usize> {
         let moved = if self.received < HEADER {
             let (header, payload) = (&mut self.header[self.received..], &mut *self.payload);
-            (&link.stream).read_vectored(&mut [IoSliceMut::new(header), IoSliceMut::new(payload)])?
+            stream.read_vectored(&mut [IoSliceMut::new(header), IoSliceMut::new(payload)])?
         } else {
-            (&link.stream).read(&mut self.payload[self.received - HEADER..])?
+            stream.read(&mut self.payload[self.received - HEADER..])?
         };
         self.received += moved;
         Ok(moved)
@@ -106,36 +131,70 @@ fn header(tag: &Tag, length: usize) -> [u8; HEADER] {
     header
 }
 
-type Out<'a, 'b> = (usize, &'a Arc<Link>, &'a mut Outbound<'b>);
-type In<'a, 'b> = (usize, &'a Arc<Link>, &'a mut Incoming<'b>);
+/// A message to a peer, or from one.
+pub(super) type Out<'a> = (usize, &'a Link, &'a [u8]);
+pub(super) type In<'a> = (usize, &'a Link, &'a mut [u8]);
+
+impl<'a> Stripes<Outbound<'a>> {
+    fn of(tag: &Tag, link: &Link, payload: &'a [u8]) -> Self {
+        let (mut stripes, n) = (Self::none(), link.stripes(payload.len()));
+        for (i, stripe) in stripes.0.iter_mut().take(n).enumerate() {
+            *stripe = Some(Outbound::new(tag, &payload[partition(payload.len(), n, i)]));
+        }
+        stripes
+    }
+}
+
+impl<'a> Stripes<Incoming<'a>> {
+    fn of(tag: &Tag, link: &Link, mut payload: &'a mut [u8]) -> Self {
+        let (mut stripes, n, len) = (Self::none(), link.stripes(payload.len()), payload.len());
+        for (i, stripe) in stripes.0.iter_mut().take(n).enumerate() {
+            let (piece, rest) = payload.split_at_mut(partition(len, n, i).len());
+            *stripe = Some(Incoming::new(tag, piece));
+            payload = rest;
+        }
+        stripes
+    }
+}
 
 /// Moves both messages to their ends.
 pub(super) fn drive(
-    mut out: Option<Out<'_, '_>>,
-    mut incoming: Option<In<'_, '_>>,
+    tag: &Tag,
+    outgoing: Option<Out<'_>>,
+    incoming: Option<In<'_>>,
     watch: &mut Watch<'_>,
 ) -> Result<(), Fault> {
+    let mut out = outgoing.map(|(peer, link, payload)| (peer, link, Stripes::<Outbound<'_>>::of(tag, link, payload)));
+    let mut into = incoming.map(|(peer, link, payload)| (peer, link, Stripes::<Incoming<'_>>::of(tag, link, payload)));
     let mut idle: Option<Instant> = None;
     loop {
         let mut moved = false;
-        if let Some((peer, link, message)) = &mut out
-            && !message.done()
-        {
-            moved |= advanced(message.advance(link), *peer, watch.board())?;
-        }
-        if let Some((peer, link, message)) = &mut incoming
-            && !message.done()
-        {
-            moved |= advanced(message.advance(link), *peer, watch.board())?;
-            if let Some(tag) = message.foreign() {
-                return Err(watch.unexpected(*peer, tag));
+        // A stripe that is through is forgotten.
+        if let Some((peer, link, stripes)) = &mut out {
+            for (stream, stripe) in link.streams.iter().zip(&mut stripes.0) {
+                let Some(message) = stripe else { continue };
+                moved |= advanced(message.advance(stream), *peer, watch.board())?;
+                if message.done() {
+                    *stripe = None;
+                }
             }
         }
-        let sending = out.as_ref().filter(|(_, _, message)| !message.done()).map(|(peer, link, _)| (*peer, *link));
-        let receiving =
-            incoming.as_ref().filter(|(_, _, message)| !message.done()).map(|(peer, link, _)| (*peer, *link));
-        let waiting_for = match (&receiving, &sending) {
-            (Some((peer, _)), _) | (None, Some((peer, _))) => *peer,
+        if let Some((peer, link, stripes)) = &mut into {
+            for (stream, stripe) in link.streams.iter().zip(&mut stripes.0) {
+                let Some(message) = stripe else { continue };
+                moved |= advanced(message.advance(stream), *peer, watch.board())?;
+                if let Some(tag) = message.foreign() {
+                    return Err(watch.unexpected(*peer, tag));
+                }
+                if message.done() {
+                    *stripe = None;
+                }
+            }
+        }
+        out.take_if(|(_, _, stripes)| stripes.0.iter().all(Option::is_none));
+        into.take_if(|(_, _, stripes)| stripes.0.iter().all(Option::is_none));
+        let waiting_for = match (&into, &out) {
+            (Some((peer, ..)), _) | (None, Some((peer, ..))) => *peer,
             (None, None) => return Ok(()),
         };
         if moved {
@@ -146,11 +205,22 @@ pub(super) fn drive(
             std::thread::yield_now();
             continue;
         }
-        let sockets = (sending.map(|(_, link)| link), receiving.map(|(_, link)| link));
-        if !ready(sockets, watch) {
+        let sending = out.iter().flat_map(|(_, link, stripes)| pending(link, stripes, PollFlags::OUT));
+        let receiving = into.iter().flat_map(|(_, link, stripes)| pending(link, stripes, PollFlags::IN));
+        if !ready(sending.chain(receiving), watch) {
             watch.tick(waiting_for)?;
         }
     }
+}
+
+/// The connections whose stripes are not through yet.
+fn pending<'a, M>(
+    link: &'a Link,
+    stripes: &'a Stripes<M>,
+    flags: PollFlags,
+) -> impl Iterator<Item = (&'a TcpStream, PollFlags)> {
+    let unfinished = link.streams.iter().zip(&stripes.0).filter(|(_, stripe)| stripe.is_some());
+    unfinished.map(move |(stream, _)| (stream, flags))
 }
 
 /// Whether bytes moved; an end or an error of the connection becomes what the control connection knows of the peer.
@@ -171,27 +241,32 @@ pub(super) fn departure(peer: usize, reason: &str, board: &Board) -> Fault {
     board.absence(peer).unwrap_or_else(|| Fault::Lost { peer, reason: reason.to_owned() })
 }
 
-/// Waits for the byte by which `peer` says that it has taken over a connection that this rank opened. From then on
-/// nothing that is sent on it can be overtaken by this rank's farewell.
-pub(super) fn taken(peer: usize, link: &Arc<Link>, watch: &mut Watch<'_>) -> Result<(), Fault> {
-    while !advanced((&link.stream).read(&mut [0]), peer, watch.board())? {
-        if !ready((None, Some(link)), watch) {
-            watch.tick(peer)?;
+/// Waits for the bytes by which `peer` says that it has taken over the connections that this rank opened. From then on
+/// nothing that is sent on them can be overtaken by this rank's farewell.
+pub(super) fn taken(peer: usize, link: &Link, watch: &mut Watch<'_>) -> Result<(), Fault> {
+    for mut stream in &link.streams {
+        while !advanced(stream.read(&mut [0]), peer, watch.board())? {
+            if !ready([(stream, PollFlags::IN)].into_iter(), watch) {
+                watch.tick(peer)?;
+            }
         }
     }
     Ok(())
 }
 
-/// Sleeps until a socket is ready or the group failed; false where neither happened within the watch's pause.
-fn ready<'a>((sending, receiving): (Option<&'a Arc<Link>>, Option<&'a Arc<Link>>), watch: &'a Watch<'_>) -> bool {
+/// Sleeps until one of at most `2 * MOST` sockets is ready or the group failed; false where neither happened within the
+/// watch's pause.
+fn ready<'a>(sockets: impl Iterator<Item = (&'a TcpStream, PollFlags)>, watch: &'a Watch<'_>) -> bool {
     let flags = if watch.deaf() { PollFlags::empty() } else { PollFlags::IN };
     let wake = PollFd::from_borrowed_fd(watch.board().wake(), flags);
-    let socket = |link: Option<&'a Arc<Link>>, flags| {
-        link.map(|link| PollFd::from_borrowed_fd(link.stream.as_fd(), flags)).unwrap_or_else(|| wake.clone())
-    };
-    let mut fds = [wake.clone(), socket(sending, PollFlags::OUT), socket(receiving, PollFlags::IN)];
+    let mut fds: [PollFd<'_>; 1 + 2 * MOST] = std::array::from_fn(|_| wake.clone());
+    let mut used = 1;
+    for (fd, (stream, flags)) in fds[1..].iter_mut().zip(sockets) {
+        *fd = PollFd::from_borrowed_fd(stream.as_fd(), flags);
+        used += 1;
+    }
     let pause = Timespec { tv_sec: 0, tv_nsec: watch.pause().as_nanos().min(999_999_999) as _ };
-    let woken = poll(&mut fds, Some(&pause)).map(|n| n > 0 && fds[0].revents().is_empty());
+    let woken = poll(&mut fds[..used], Some(&pause)).map(|n| n > 0 && fds[0].revents().is_empty());
     // An interrupted poll counts as nothing ready.
     woken.unwrap_or(false)
 }
@@ -201,16 +276,17 @@ fn ready<'a>((sending, receiving): (Option<&'a Arc<Link>>, Option<&'a Arc<Link>>
 /// peer closes too, for at most `linger` in all.
 pub(super) fn close(links: &[Arc<Link>], linger: Duration) {
     let until = Instant::now() + linger;
-    for link in links {
-        let _ = link.stream.shutdown(Shutdown::Write);
+    let streams = || links.iter().flat_map(|link| &link.streams);
+    for stream in streams() {
+        let _ = stream.shutdown(Shutdown::Write);
     }
     let mut sink = vec![0; 64 << 10];
-    for link in links {
+    for mut stream in streams() {
         let left = until.saturating_duration_since(Instant::now());
-        if left.is_zero() || link.stream.set_nonblocking(false).is_err() {
+        if left.is_zero() || stream.set_nonblocking(false).is_err() {
             return;
         }
-        let _ = link.stream.set_read_timeout(Some(left));
-        while Instant::now() < until && matches!((&link.stream).read(&mut sink), Ok(n) if n > 0) {}
+        let _ = stream.set_read_timeout(Some(left));
+        while Instant::now() < until && matches!(stream.read(&mut sink), Ok(n) if n > 0) {}
     }
 }

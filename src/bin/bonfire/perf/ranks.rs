@@ -6,8 +6,8 @@ use std::path::PathBuf;
 use std::thread;
 
 #[cfg(unix)]
-use bonfire::{Builder, Medium};
-use bonfire::{Error, Group};
+use bonfire::Medium;
+use bonfire::{Builder, Error, Group};
 
 use super::Common;
 use crate::run;
@@ -58,19 +58,24 @@ pub fn measure(
     work: impl Fn(&Group) -> Result<u64, RanksError> + Clone + Send + 'static,
 ) -> Result<u8, RanksError> {
     let wrong = match common.transport {
-        Transport::Local => threads(common.ranks, work)?,
+        Transport::Local => threads(with_algorithms(Builder::default(), common), common.ranks, work)?,
         Transport::Tcp | Transport::Shm if !common.as_rank => return processes(common.ranks),
         #[cfg(unix)]
-        Transport::Tcp => work(&Builder::from_env()?.transport(Medium::Tcp).connect()?)?,
+        Transport::Tcp => work(&with_algorithms(Builder::from_env()?, common).transport(Medium::Tcp).connect()?)?,
         #[cfg(unix)]
-        Transport::Shm => work(&Builder::from_env()?.transport(Medium::Shm).connect()?)?,
+        Transport::Shm => work(&with_algorithms(Builder::from_env()?, common).transport(Medium::Shm).connect()?)?,
         #[cfg(not(unix))]
         Transport::Tcp | Transport::Shm => return Err(RanksError::Platform),
     };
     Ok(u8::from(wrong > 0))
 }
 
+fn with_algorithms(builder: Builder, common: &Common) -> Builder {
+    common.algorithms.iter().cloned().fold(builder, Builder::algorithms)
+}
+
 fn threads(
+    builder: Builder,
     ranks: u32,
     work: impl Fn(&Group) -> Result<u64, RanksError> + Clone + Send + 'static,
 ) -> Result<u64, RanksError> {
@@ -78,7 +83,7 @@ fn threads(
         let work = work.clone();
         thread::spawn(move || work(&group))
     };
-    let threads: Vec<_> = Group::threads(ranks as usize)?.into_iter().map(spawn).collect();
+    let threads: Vec<_> = builder.threads(ranks as usize)?.into_iter().map(spawn).collect();
     let results: Vec<_> = threads.into_iter().map(thread::JoinHandle::join).collect();
     let mut wrong = 0;
     for result in results {
@@ -100,7 +105,7 @@ mod tests {
 
     #[test]
     fn a_wrong_element_is_exit_status_1() {
-        let common = Common { transport: Transport::Local, ranks: 2, json: false, as_rank: false };
+        let common = Common { transport: Transport::Local, ranks: 2, algorithms: None, json: false, as_rank: false };
         assert_eq!(measure(&common, |_| Ok(0)).unwrap(), 0);
         assert_eq!(measure(&common, |_| Ok(1)).unwrap(), 1);
         assert_eq!(measure(&common, |_| Ok(256)).unwrap(), 1);

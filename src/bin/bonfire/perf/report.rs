@@ -19,6 +19,8 @@ pub struct Subject {
     pub op: Option<String>,
     pub root: Option<usize>,
     pub level: String,
+    /// Which algorithms run which sizes, where the group chooses.
+    pub algorithms: Option<String>,
 }
 
 /// One size. Rank 0 has the rows.
@@ -97,7 +99,7 @@ impl Report {
     }
 
     fn head(&self) -> Vec<String> {
-        let Subject { facts, level, .. } = &self.subject;
+        let Subject { facts, level, algorithms, .. } = &self.subject;
         let bus = (facts.bus)(f64::from(self.ranks));
         let mut lines = vec![
             format!(
@@ -107,6 +109,7 @@ impl Report {
                 self.ranks,
                 self.transport
             ),
+            format!("algorithms: {}", algorithms.as_deref().unwrap_or("none to choose")),
             "time: of one call, on the slowest rank; GB: 1e9 bytes; algbw: size / time".into(),
             format!("busbw: algbw x {bus:.3}, to compare with the hardware's bandwidth whatever the number of ranks"),
         ];
@@ -146,7 +149,7 @@ impl Report {
     }
 
     fn object(&self, row: &Row) -> Value {
-        let Subject { facts, dtype, op, root, level } = &self.subject;
+        let Subject { facts, dtype, op, root, level, algorithms } = &self.subject;
         let side = |figures: &Figures| {
             let times = figures.measured.times;
             json!({
@@ -158,7 +161,7 @@ impl Report {
         };
         let mut object = json!({
             "collective": facts.name, "transport": self.transport, "ranks": self.ranks, "level": level,
-            "dtype": dtype.to_string(), "op": op, "root": root, "bytes": row.bytes, "count": row.count,
+            "algorithms": algorithms, "dtype": dtype.to_string(), "op": op, "root": root, "bytes": row.bytes, "count": row.count,
             "in_place": row.in_place.as_ref().map(side),
         });
         if let (Value::Object(object), Value::Object(side)) = (&mut object, side(&row.out_of_place)) {
@@ -202,6 +205,7 @@ mod tests {
             op: Some("sum".into()),
             root: None,
             level: "slice".into(),
+            algorithms: Some("all_reduce=native:0-".into()),
         };
         let mut report = Report {
             transport: "local".into(),

@@ -18,6 +18,11 @@ pub struct Sizes {
     /// Bytes from one size to the next, instead of a factor
     #[arg(short = 'i', long, value_name = "BYTES", conflicts_with = "factor", value_parser = parse_step)]
     step_bytes: Option<usize>,
+
+    /// Sizes in bytes, with commas between them, instead of a range
+    #[arg(long, value_name = "BYTES", value_delimiter = ',', value_parser = parse_bytes,
+          conflicts_with_all = ["min_bytes", "max_bytes", "factor", "step_bytes"])]
+    sizes: Vec<usize>,
 }
 
 const FACTOR: u64 = 4;
@@ -26,6 +31,15 @@ impl Sizes {
     /// The sizes in bytes, rounded down to multiples of `unit`; none is less than one `unit`, and none comes twice.
     pub fn list(&self, unit: usize) -> Result<Vec<usize>, String> {
         let Sizes { min_bytes, max_bytes, .. } = *self;
+        let whole = |bytes: usize| (bytes / unit).max(1) * unit;
+        if let Some(least) = self.sizes.iter().min() {
+            if *least < unit {
+                return Err(format!("--sizes {least} holds no element for each rank: give at least {unit}"));
+            }
+            let mut sizes: Vec<usize> = self.sizes.iter().copied().map(whole).collect();
+            sizes.dedup();
+            return Ok(sizes);
+        }
         if max_bytes < min_bytes {
             return Err(format!(
                 "--max-bytes {max_bytes} is below --min-bytes {min_bytes}: swap them or leave one out"
@@ -41,8 +55,7 @@ impl Sizes {
             };
             next.filter(|next| *next <= max_bytes)
         };
-        let mut sizes: Vec<usize> =
-            std::iter::successors(Some(min_bytes), next).map(|bytes| (bytes / unit).max(1) * unit).collect();
+        let mut sizes: Vec<usize> = std::iter::successors(Some(min_bytes), next).map(whole).collect();
         sizes.dedup();
         Ok(sizes)
     }
@@ -80,7 +93,7 @@ mod tests {
 
     fn sizes(min: &str, max: &str, factor: Option<u64>, step: Option<usize>) -> Sizes {
         let bytes = |text| parse_bytes(text).unwrap();
-        Sizes { min_bytes: bytes(min), max_bytes: bytes(max), factor, step_bytes: step }
+        Sizes { min_bytes: bytes(min), max_bytes: bytes(max), factor, step_bytes: step, sizes: Vec::new() }
     }
 
     #[test]

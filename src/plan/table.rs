@@ -1,0 +1,77 @@
+//! Which plan runs an operation by default, where no engine does: the one place where sizes decide.
+//!
+//! As measured over TCP on loopback; `docs/design.md` says how. A transport with an engine leaves every size to that.
+
+use super::Algorithm::{self, Direct, Doubling, Halving, Ring, Tree};
+use crate::call::Operation;
+
+/// Algorithms in the order of sizes, each with the smallest size in bytes that it is for.
+type Row = (Operation, &'static [(Algorithm, usize)]);
+
+const TWO_RANKS: [Row; 7] = [
+    (Operation::AllReduce, &[(Doubling, 0), (Direct, 48 << 10)]),
+    (Operation::Reduce, &[(Tree, 0), (Direct, 64 << 10)]),
+    (Operation::Broadcast, &[(Tree, 0)]),
+    (Operation::AllGather, &[(Direct, 0)]),
+    (Operation::ReduceScatter, &[(Direct, 0)]),
+    (Operation::Barrier, &[(Direct, 0)]),
+    (Operation::AllToAll, &[(Direct, 0)]),
+];
+
+/// Halving is at its best: it moves as little as a ring, in fewer messages.
+const POWERS_OF_TWO: [Row; 7] = [
+    (Operation::AllReduce, &[(Doubling, 0), (Halving, 48 << 10)]),
+    (Operation::Reduce, &[(Tree, 0), (Halving, 256 << 10)]),
+    (Operation::Broadcast, &[(Tree, 0), (Halving, 256 << 10)]),
+    (Operation::AllGather, &[(Halving, 0)]),
+    (Operation::ReduceScatter, &[(Halving, 0)]),
+    (Operation::Barrier, &[(Direct, 0)]),
+    (Operation::AllToAll, &[(Direct, 0)]),
+];
+
+const OTHERS: [Row; 7] = [
+    (Operation::AllReduce, &[(Doubling, 0), (Halving, 48 << 10), (Ring, 256 << 10)]),
+    (Operation::Reduce, &[(Tree, 0), (Ring, 256 << 10)]),
+    (Operation::Broadcast, &[(Tree, 0), (Ring, 256 << 10)]),
+    (Operation::AllGather, &[(Halving, 0), (Ring, 256 << 10)]),
+    (Operation::ReduceScatter, &[(Halving, 0), (Ring, 256 << 10)]),
+    (Operation::Barrier, &[(Direct, 0)]),
+    (Operation::AllToAll, &[(Direct, 0)]),
+];
+
+/// The plans of `operation` by size.
+pub(super) fn plans(operation: Operation, world_size: usize) -> &'static [(Algorithm, usize)] {
+    let tables = match world_size {
+        0..=2 => &TWO_RANKS,
+        n if n.is_power_of_two() => &POWERS_OF_TWO,
+        _ => &OTHERS,
+    };
+    let table = tables.iter().find(|(of, _)| *of == operation);
+    // Messages between two ranks need no plan, and nobody asks for one.
+    table.map_or(&[(Direct, 0)], |(_, entries)| *entries)
+}
+
+/// The plan for so many bytes.
+pub(crate) fn plan(operation: Operation, bytes: usize, world_size: usize) -> Algorithm {
+    at(plans(operation, world_size), bytes)
+}
+
+/// What a table has for so many bytes. Its entries are in the order of sizes, and the first is for sizes from 0 on.
+pub(super) fn at<P: Copy>(table: &[(P, usize)], bytes: usize) -> P {
+    let after = table.partition_point(|(_, from)| *from <= bytes);
+    table[after.saturating_sub(1)].0
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_table_begins_with_the_smallest_size_and_names_what_the_operation_has() {
+        for (operation, entries) in TWO_RANKS.into_iter().chain(POWERS_OF_TWO).chain(OTHERS) {
+            assert_eq!(entries[0].1, 0, "{operation}");
+            assert!(entries.is_sorted_by(|(_, from), (_, next)| from < next), "{operation}");
+            assert!(entries.iter().all(|(algorithm, _)| algorithm.serves(operation)), "{operation}");
+        }
+    }
+}
