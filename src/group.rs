@@ -19,7 +19,7 @@ use self::turn::{Queue, Turn};
 use crate::call::{Call, Operation, Tag};
 use crate::error::{Error, Site};
 use crate::plan::{Algorithm, Plan};
-use crate::transport::{Buffers, Collectives, Fault, Transport};
+use crate::transport::{Buffers, Fault, Near, Transport};
 use crate::wait::{Deadline, lock};
 
 /// One rank's handle to a group of ranks: threads of a process, or processes.
@@ -57,7 +57,7 @@ pub struct Group {
 /// What handles and started operations share.
 pub(crate) struct Core {
     transport: Arc<dyn Transport>,
-    collectives: Option<Arc<dyn Collectives>>,
+    near: Near,
     algorithm: Option<Algorithm>,
     queue: Queue,
     lane: Mutex<Lane>,
@@ -71,8 +71,8 @@ pub(crate) struct Lane {
     /// Messages so far, to and from each rank.
     sent: Vec<u64>,
     received: Vec<u64>,
-    /// Plans do not depend on the length, so there are few.
-    pub plans: HashMap<(Operation, Algorithm, usize), Arc<Plan>>,
+    /// By operation, algorithm, number of ranks and root. They do not depend on the length, so there are few.
+    pub plans: HashMap<(Operation, Algorithm, usize, usize), Arc<Plan>>,
     /// Memory that is grown once and kept.
     pub scratch: [Scratch; 3],
 }
@@ -190,12 +190,7 @@ impl fmt::Debug for Group {
 }
 
 impl Core {
-    fn group(
-        transport: Arc<dyn Transport>,
-        collectives: Option<Arc<dyn Collectives>>,
-        algorithm: Option<Algorithm>,
-        deadline: Duration,
-    ) -> Group {
+    fn group(transport: Arc<dyn Transport>, near: Near, algorithm: Option<Algorithm>, deadline: Duration) -> Group {
         let lane = Lane {
             sequence: 0,
             sent: vec![0; transport.world_size()],
@@ -205,7 +200,7 @@ impl Core {
         };
         let core = Arc::new(Core {
             transport,
-            collectives,
+            near,
             algorithm,
             queue: Queue::default(),
             lane: Mutex::new(lane),
@@ -217,6 +212,11 @@ impl Core {
 
     pub fn transport(&self) -> &dyn Transport {
         &*self.transport
+    }
+
+    /// What ranks reach each other by besides messages.
+    pub fn near(&self) -> &Near {
+        &self.near
     }
 
     pub fn algorithm(&self) -> Option<Algorithm> {
@@ -241,10 +241,9 @@ impl Core {
         let deadline = Deadline::after(limit);
         let run = || {
             self.transport.begin(&site)?;
-            let engine = self.collectives.as_ref().filter(|_| self.algorithm.is_none());
-            match engine.and_then(|engine| engine.run(&site, &mut buffers, &deadline)) {
-                Some(result) => result,
-                None => plans(self, &mut lane, &site, &mut buffers, &deadline),
+            match &self.near {
+                Near::Everybody(engine) if self.algorithm.is_none() => engine.run(&site, &mut buffers, &deadline),
+                _ => plans(self, &mut lane, &site, &mut buffers, &deadline),
             }
         };
         run().map_err(|fault| self.fail(site, fault, &deadline, site.sequence))

@@ -6,9 +6,13 @@
 
 #[cfg(unix)]
 pub(crate) mod frame;
+#[cfg(all(feature = "shm", target_os = "linux"))]
+pub(crate) mod hosts;
 pub(crate) mod local;
 #[cfg(all(feature = "shm", target_os = "linux"))]
 pub(crate) mod shm;
+#[cfg(all(feature = "shm", target_os = "linux"))]
+pub(crate) mod subset;
 #[cfg(unix)]
 pub(crate) mod tcp;
 
@@ -113,7 +117,18 @@ pub struct Buffers<'a> {
 
 /// Runs whole operations.
 pub trait Collectives: Send + Sync {
-    /// Runs the operation; `None` where this engine has none of that kind, and plans on the transport run it instead.
-    /// All ranks get `None` or none does.
-    fn run(&self, site: &Site, buffers: &mut Buffers<'_>, deadline: &Deadline) -> Option<Result<(), Fault>>;
+    /// Runs the operation.
+    fn run(&self, site: &Site, buffers: &mut Buffers<'_>, deadline: &Deadline) -> Result<(), Fault>;
+}
+
+/// What ranks reach each other by besides messages.
+pub(crate) enum Near {
+    /// Nothing.
+    Nobody,
+    /// All ranks reach each other's memory, or share some: this runs whole operations.
+    #[cfg_attr(not(all(feature = "shm", target_os = "linux")), allow(dead_code))]
+    Everybody(std::sync::Arc<dyn Collectives>),
+    /// The ranks of a host share memory. Plans run operations, in it and between the hosts.
+    #[cfg(all(feature = "shm", target_os = "linux"))]
+    Hosts(hosts::Hosts),
 }

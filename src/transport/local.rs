@@ -239,13 +239,7 @@ impl Shared {
 }
 
 impl Collectives for Local {
-    fn run(&self, site: &Site, buffers: &mut Buffers<'_>, deadline: &Deadline) -> Option<Result<(), Fault>> {
-        Some(self.run_all(site, buffers, deadline))
-    }
-}
-
-impl Local {
-    fn run_all(&self, site: &Site, buffers: &mut Buffers<'_>, deadline: &Deadline) -> Result<(), Fault> {
+    fn run(&self, site: &Site, buffers: &mut Buffers<'_>, deadline: &Deadline) -> Result<(), Fault> {
         let call = &site.call;
         let world_size = self.shared.slots.len();
         let output = buffers.output.as_mut_ptr();
@@ -322,7 +316,9 @@ impl Local {
         self.exit();
         Ok(())
     }
+}
 
+impl Local {
     /// Carries out this rank's share of an all_to_all. What two ranks have for each other is in four places, of which
     /// two are one where a rank works in place, and no third rank touches them. So in place needs no copy of the input
     /// and no second meeting: one of the two ranks swaps. To share the work, each does a half of every pair.
