@@ -1,6 +1,6 @@
 //! Shows that a started all-reduce runs beside the rank's own computation, and by how much.
 //!
-//! Run it as processes, best over a slow link: `scripts/slow-link` makes two hosts out of this machine and does so.
+//! Run it as processes, best over a slow link: `scripts/hosts` makes two hosts out of this machine and does so.
 //! Rank 0 prints how long starting took, the all-reduce alone, a computation of the same length alone, and both at once.
 
 use std::time::{Duration, Instant};

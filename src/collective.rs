@@ -7,6 +7,8 @@
 //! and root. Their results have the same bits on all ranks and in every run.
 
 mod execute;
+#[cfg(all(feature = "shm", target_os = "linux"))]
+mod hosts;
 mod message;
 
 use bytemuck::{cast_slice, cast_slice_mut};

@@ -18,8 +18,8 @@ pub use self::progress::Work;
 use self::turn::{Queue, Turn};
 use crate::call::{Call, Operation, Tag};
 use crate::error::{Error, Site};
-use crate::plan::{self, Algorithm, Plan, Selection};
-use crate::transport::{Buffers, Collectives, Fault, Transport};
+use crate::plan::{Algorithm, Plan, Selection};
+use crate::transport::{Buffers, Fault, Near, Transport};
 use crate::wait::{Deadline, lock};
 
 /// One rank's handle to a group of ranks: threads of a process, or processes.
@@ -57,7 +57,7 @@ pub struct Group {
 /// What handles and started operations share.
 pub(crate) struct Core {
     transport: Arc<dyn Transport>,
-    collectives: Option<Arc<dyn Collectives>>,
+    near: Near,
     algorithms: Selection,
     queue: Queue,
     lane: Mutex<Lane>,
@@ -71,8 +71,8 @@ pub(crate) struct Lane {
     /// Messages so far, to and from each rank.
     sent: Vec<u64>,
     received: Vec<u64>,
-    /// Plans do not depend on the length, so there are few.
-    pub plans: HashMap<(Operation, Algorithm, usize), Arc<Plan>>,
+    /// By operation, algorithm, number of ranks and root. They do not depend on the length, so there are few.
+    pub plans: HashMap<(Operation, Algorithm, usize, usize), Arc<Plan>>,
     /// Memory that is grown once and kept.
     pub scratch: [Scratch; 3],
 }
@@ -174,7 +174,7 @@ impl Group {
     /// Which algorithms run `operation` in this group, by size: the default, or what [`Builder::algorithms`] or the
     /// environment said.
     pub fn algorithms(&self, operation: Operation) -> Selection {
-        self.core.algorithms.in_effect(operation, self.world_size(), self.core.collectives.is_some())
+        self.core.algorithms.in_effect(operation, self.world_size(), self.core.near.is_somebody())
     }
 
     pub(crate) fn turn(&self) -> Turn<'_> {
@@ -197,12 +197,7 @@ impl fmt::Debug for Group {
 }
 
 impl Core {
-    fn group(
-        transport: Arc<dyn Transport>,
-        collectives: Option<Arc<dyn Collectives>>,
-        algorithms: Selection,
-        deadline: Duration,
-    ) -> Group {
+    fn group(transport: Arc<dyn Transport>, near: Near, algorithms: Selection, deadline: Duration) -> Group {
         let lane = Lane {
             sequence: 0,
             sent: vec![0; transport.world_size()],
@@ -212,7 +207,7 @@ impl Core {
         };
         let core = Arc::new(Core {
             transport,
-            collectives,
+            near,
             algorithms,
             queue: Queue::default(),
             lane: Mutex::new(lane),
@@ -226,6 +221,11 @@ impl Core {
         &*self.transport
     }
 
+    /// What ranks reach each other by besides messages.
+    pub fn near(&self) -> &Near {
+        &self.near
+    }
+
     pub fn queue(&self) -> &Queue {
         &self.queue
     }
@@ -237,7 +237,7 @@ impl Core {
         call: Call,
         mut buffers: Buffers<'_>,
         limit: Duration,
-        plans: impl FnOnce(&Core, &mut Lane, &Site, &mut Buffers<'_>, &Deadline, Algorithm) -> Result<(), Fault>,
+        plans: impl FnOnce(&Core, &mut Lane, &Site, &mut Buffers<'_>, &Deadline, Option<Algorithm>) -> Result<(), Fault>,
     ) -> Result<(), Error> {
         let mut lane = self.lane()?;
         let site = Site { call, sequence: lane.sequence };
@@ -245,19 +245,15 @@ impl Core {
         let deadline = Deadline::after(limit);
         let run = || {
             self.transport.begin(&site)?;
-            let world_size = self.transport.world_size();
-            let engine = self.collectives.as_ref();
-            let algorithm = match self.algorithms.plan(&call, world_size, engine.is_some()) {
-                Some(algorithm) => {
-                    engine.map_or(Ok(()), |engine| engine.stand_aside(&site, &deadline))?;
-                    algorithm
+            let chosen = self.algorithms.plan(&call, self.transport.world_size(), self.near.is_somebody());
+            match (&self.near, chosen) {
+                (Near::Everybody(engine), None) => engine.run(&site, &mut buffers, &deadline),
+                (Near::Everybody(engine), Some(_)) => {
+                    engine.stand_aside(&site, &deadline)?;
+                    plans(self, &mut lane, &site, &mut buffers, &deadline, chosen)
                 }
-                None => match engine.and_then(|engine| engine.run(&site, &mut buffers, &deadline)) {
-                    Some(result) => return result,
-                    None => plan::by_default(call.operation, call.bytes(), world_size),
-                },
-            };
-            plans(self, &mut lane, &site, &mut buffers, &deadline, algorithm)
+                _ => plans(self, &mut lane, &site, &mut buffers, &deadline, chosen),
+            }
         };
         run().map_err(|fault| self.fail(site, fault, &deadline, site.sequence))
     }

@@ -14,15 +14,11 @@ use std::ops::Range;
 /// If `index` is not below `parts`.
 pub fn partition(len: usize, parts: usize, index: usize) -> Range<usize> {
     assert!(index < parts, "part {index} of {parts}");
-    span(len, parts, &(index..index + 1))
+    start(len, parts, index)..start(len, parts, index + 1)
 }
 
-/// The elements of the parts in `parts`, which are contiguous because parts are.
-pub(crate) fn span(len: usize, world_size: usize, parts: &Range<usize>) -> Range<usize> {
-    start(len, world_size, parts.start)..start(len, world_size, parts.end)
-}
-
-fn start(len: usize, parts: usize, index: usize) -> usize {
+/// Where part `index` starts; for the number of parts, the end.
+pub(crate) fn start(len: usize, parts: usize, index: usize) -> usize {
     index * (len / parts) + index.min(len % parts)
 }
 
@@ -42,11 +38,12 @@ mod tests {
                 end = part.end;
             }
             prop_assert_eq!(end, len);
+            prop_assert_eq!(start(len, parts, parts), len);
             let (shortest, longest) = (all[parts - 1].len(), all[0].len());
             prop_assert!(longest - shortest <= 1);
             prop_assert!(all.windows(2).all(|w| w[0].len() >= w[1].len()));
             for (first, part) in all.iter().enumerate() {
-                prop_assert_eq!(span(len, parts, &(first..parts)), part.start..len);
+                prop_assert_eq!(start(len, parts, first), part.start);
             }
         }
     }

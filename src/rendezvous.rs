@@ -3,7 +3,7 @@
 //! Rank 0 listens at an address that all know. Every other rank listens on a port of its own, dials rank 0 and says who
 //! it is. When all have come, rank 0 sends everybody the table of addresses, and the ranks dial each other: the higher
 //! rank of a pair dials the lower. A rank that does not fit (another world size, a rank that is taken) fails the
-//! rendezvous for all with the same words; a stranger is turned away. Then they find out whether they are on one host
+//! rendezvous for all with the same words; a stranger is turned away. Then they find out which of them are on one host
 //! and can share memory.
 
 pub(crate) mod env;
@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 
 use crate::error::Error;
-use crate::transport::Collectives;
+use crate::transport::Near;
 use crate::transport::tcp::{MOST, Tcp};
 
 /// How long ranks may take to find each other by default.
@@ -45,18 +45,20 @@ pub(crate) struct Settings {
     pub connections: usize,
     /// Which algorithms the group chooses, as text: the same on all ranks.
     pub algorithms: String,
+    /// A name of this rank's machine, instead of the machine's own.
+    pub machine: Option<String>,
 }
 
 /// What carries the operations between processes; see [`Builder::transport`](crate::Builder::transport).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Medium {
-    /// Shared memory where all ranks are on one host and can have it, else TCP.
+    /// Shared memory among the ranks of a host, where they can have it, and TCP between hosts.
     #[default]
     Auto,
     /// TCP.
     Tcp,
-    /// Shared memory, or an error that says why it cannot be.
+    /// Shared memory among all ranks, or an error that says why it cannot be.
     Shm,
 }
 
@@ -87,6 +89,7 @@ impl Default for Settings {
             medium: Medium::default(),
             connections: CONNECTIONS,
             algorithms: String::new(),
+            machine: None,
         }
     }
 }
@@ -138,9 +141,9 @@ impl Settings {
     }
 }
 
-/// What another rank says when its connection to rank 0 has ended.
-fn zero_is_gone(e: io::Error) -> String {
-    format!("rank 0 went away ({e}); look at its own output")
+/// What a rank says when its connection to `rank` has ended.
+fn gone(rank: usize, e: io::Error) -> String {
+    format!("rank {rank} went away ({e}); look at its own output")
 }
 
 fn well_formed(address: &str) -> bool {
@@ -149,8 +152,8 @@ fn well_formed(address: &str) -> bool {
     !host.is_empty() && (bracketed || !host.contains(':')) && port.parse::<u16>().is_ok_and(|port| port != 0)
 }
 
-/// Connects to all ranks; blocks until they are there. Gives an engine too where the ranks share memory.
-pub(crate) fn connect(settings: &Settings) -> Result<(Tcp, Option<Arc<dyn Collectives>>), Error> {
+/// Connects to all ranks; blocks until they are there. Gives also the memory that ranks share.
+pub(crate) fn connect(settings: &Settings) -> Result<(Arc<Tcp>, Near), Error> {
     settings.check()?;
     let start = Instant::now();
     let runtime = tokio::runtime::Builder::new_current_thread()
@@ -158,12 +161,16 @@ pub(crate) fn connect(settings: &Settings) -> Result<(Tcp, Option<Arc<dyn Collec
         .build()
         .map_err(|e| Error::io("starting the control runtime", e))?;
     #[cfg(all(feature = "shm", target_os = "linux"))]
-    let (mesh, engine) = {
-        let (mut mesh, medium) = runtime.block_on(join::join(settings, start))?;
-        let engine = runtime.block_on(memory::agree(settings, start, &mut mesh, medium))?;
-        (mesh, engine)
-    };
+    {
+        let mut joined = runtime.block_on(join::join(settings, start))?;
+        let shared = runtime.block_on(memory::agree(settings, start, &mut joined))?;
+        let tcp = Arc::new(Tcp::start(runtime, joined.mesh, settings.connections)?);
+        let near = shared.map_or(Near::Nobody, |shared| shared.near(&tcp));
+        Ok((tcp, near))
+    }
     #[cfg(not(all(feature = "shm", target_os = "linux")))]
-    let (mesh, engine) = (runtime.block_on(join::join(settings, start))?.0, None);
-    Ok((Tcp::start(runtime, mesh, settings.connections)?, engine))
+    {
+        let joined = runtime.block_on(join::join(settings, start))?;
+        Ok((Arc::new(Tcp::start(runtime, joined.mesh, settings.connections)?), Near::Nobody))
+    }
 }

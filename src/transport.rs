@@ -6,12 +6,35 @@
 
 #[cfg(unix)]
 pub(crate) mod frame;
+#[cfg(all(feature = "shm", target_os = "linux"))]
+pub(crate) mod hosts;
 pub(crate) mod local;
 mod seams;
 #[cfg(all(feature = "shm", target_os = "linux"))]
 pub(crate) mod shm;
+#[cfg(all(feature = "shm", target_os = "linux"))]
+pub(crate) mod subset;
 #[cfg(unix)]
 pub(crate) mod tcp;
 
 pub(crate) use self::seams::{Buffers, Collectives};
 pub use self::seams::{Fault, Transport};
+
+/// What ranks reach each other by besides messages.
+pub(crate) enum Near {
+    /// Nothing.
+    Nobody,
+    /// All ranks reach each other's memory, or share some: this runs whole operations.
+    #[cfg_attr(not(all(feature = "shm", target_os = "linux")), allow(dead_code))]
+    Everybody(std::sync::Arc<dyn Collectives>),
+    /// The ranks of a host share memory. Plans run operations, in it and between the hosts.
+    #[cfg(all(feature = "shm", target_os = "linux"))]
+    Hosts(hosts::Hosts),
+}
+
+impl Near {
+    /// Whether there is a way of the transport's own.
+    pub fn is_somebody(&self) -> bool {
+        !matches!(self, Near::Nobody)
+    }
+}

@@ -243,6 +243,38 @@ fn shm_in_many_chunks() {
 }
 
 #[test]
+fn hosts_of_equal_size() {
+    matrix(Kind::Hosts(&[0, 0, 1, 1]), 4..=4);
+    matrix(Kind::Hosts(&[0, 0, 1, 1, 2, 2]), 6..=6);
+}
+
+#[test]
+fn hosts_of_different_size() {
+    matrix(Kind::Hosts(&[0, 0, 0, 1]), 4..=4);
+    matrix(Kind::Hosts(&[0, 0, 1, 1, 1, 2, 2]), 7..=7);
+}
+
+#[test]
+fn hosts_whose_ranks_are_scattered() {
+    matrix(Kind::Hosts(&[0, 1]), 3..=5);
+    matrix(Kind::Hosts(&[0, 1, 1, 2, 0, 1]), 6..=6);
+}
+
+/// Several pieces, of which one crosses while the next is worked on.
+#[test]
+fn hosts_in_many_pieces() {
+    for hosts in [&[0, 0, 1, 1][..], &[0, 1, 0]] {
+        run_ranks(Kind::Hosts(hosts), hosts.len(), |group| {
+            for len in [2_097_152, 2_097_153, 3000, 4_500_001] {
+                check::<f32>(&group, len);
+            }
+            check::<bf16>(&group, 4_400_001);
+            check::<i32>(&group, 2_200_001);
+        });
+    }
+}
+
+#[test]
 fn algorithms_on_threads_1_to_9() {
     algorithms(Kind::Threads, 1..=9);
 }

@@ -163,6 +163,14 @@ fn delays_of_calls_in_shared_memory_change_nothing() {
     }
 }
 
+#[test]
+fn delays_of_calls_on_several_hosts_change_nothing() {
+    for (n, hosts) in [(4, &[0, 0, 1, 1][..]), (5, &[0, 1])] {
+        over::<f32>(Kind::Hosts(hosts), n, &format!("hosts, f32, {n} ranks"), |builder| builder);
+        over::<f16>(Kind::Hosts(hosts), n, &format!("hosts, f16, {n} ranks"), |builder| builder);
+    }
+}
+
 /// The threads' engine and shared memory both combine in the order of ranks.
 #[test]
 fn threads_and_shared_memory_give_the_same_bits() {

@@ -199,7 +199,9 @@ fn a_message_to_a_rank_that_left_is_an_error() {
 
 #[test]
 fn a_thread_that_panics_is_lost() {
-    for (kind, n) in [(Kind::Threads, 2), (Kind::Threads, 3), (Kind::Threads, 4), (Kind::Shm, 2), (Kind::Shm, 3)] {
+    let hosts = Kind::Hosts(&[0, 0, 1]);
+    let threads = [2, 3, 4].map(|n| (Kind::Threads, n));
+    for (kind, n) in threads.into_iter().chain([(Kind::Shm, 2), (Kind::Shm, 3), (hosts, 3), (hosts, 4)]) {
         for lost in 0..n {
             let results = run_ranks(kind, n, move |group| {
                 group.barrier().unwrap();

@@ -142,6 +142,16 @@ fn one_offender_in_shared_memory() {
 }
 
 #[test]
+fn one_offender_on_hosts_of_equal_size() {
+    every_pair(Kind::Hosts(&[0, 0, 1, 1]), 4..=4);
+}
+
+#[test]
+fn one_offender_on_hosts_of_different_size() {
+    every_pair(Kind::Hosts(&[0, 1, 0]), 3..=4);
+}
+
+#[test]
 fn every_rank_does_something_else() {
     const ACTS: [Act; 5] = [
         |g| g.all_reduce(&mut vec![0f32; 500_000], ReduceOp::Sum),

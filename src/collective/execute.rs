@@ -3,35 +3,45 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::call::{Operation, Tag};
+use crate::call::{Call, Operation, Tag};
 use crate::error::Site;
 use crate::group::{Core, Lane, Scratch};
-use crate::partition::{partition, span};
+use crate::partition::{partition, start};
 use crate::plan::{self, Algorithm, Combine, Plan, Step};
-use crate::reduce::{self, Kernel};
+use crate::reduce;
 use crate::transport::{Buffers, Fault, Transport};
 use crate::wait::Deadline;
 
-/// Runs the operation at `site` as a plan of `algorithm` on the core's transport.
+#[cfg(all(feature = "shm", target_os = "linux"))]
+use {super::hosts, crate::transport::Near};
+
+/// Runs the operation at `site`: as a plan of `algorithm` on the core's transport; or, if none is given, on the hosts'
+/// memory and between them where there are such, else as the plan that is the default.
 pub(super) fn plans(
     core: &Core,
     lane: &mut Lane,
     site: &Site,
     buffers: &mut Buffers<'_>,
     deadline: &Deadline,
-    algorithm: Algorithm,
+    algorithm: Option<Algorithm>,
 ) -> Result<(), Fault> {
+    #[cfg(all(feature = "shm", target_os = "linux"))]
+    if let (Near::Hosts(hosts), None) = (core.near(), algorithm)
+        && hosts::serves(&site.call)
+    {
+        return hosts::run(core, lane, hosts, site, buffers, deadline);
+    }
     let call = &site.call;
     let transport = core.transport();
     let (rank, world_size) = (transport.rank(), transport.world_size());
-    let kernel = call.reduction.map(|op| reduce::kernel(call.dtype, op));
+    let wide = call.reduction.is_some_and(|op| reduce::kernel(call.dtype, op).wide);
+    let algorithm = algorithm.unwrap_or_else(|| plan::by_default(call.operation, call.bytes(), world_size));
     // Only the direct exchange can keep a wide accumulator until the end.
-    let wide = kernel.is_some_and(|kernel| kernel.wide);
     let algorithm = if wide { Algorithm::Direct } else { algorithm };
     let root = call.root.unwrap_or(0);
     let plan = lane
         .plans
-        .entry((call.operation, algorithm, root))
+        .entry((call.operation, algorithm, world_size, root))
         .or_insert_with(|| Arc::new(plan::plan(call.operation, algorithm, rank, world_size, root)))
         .clone();
 
@@ -56,7 +66,8 @@ pub(super) fn plans(
         }
         &mut *buffers.output
     };
-    let mut execution = Execution { transport, site, deadline, kernel, world_size, whole, received };
+    let parts = |index| start(call.count, world_size, index);
+    let execution = Execution { transport, site, deadline, call, parts: &parts, ranks: world_size, whole, received };
     execution.run(&plan, accumulator)?;
     if call.operation == Operation::ReduceScatter && borrowed {
         buffers.output.copy_from_slice(&work.bytes(call.bytes())[own]);
@@ -68,38 +79,44 @@ pub(super) fn plans(
 /// is on its way. A power of two, so that no element is cut.
 const CHUNK: usize = 256 << 10;
 
-struct Execution<'a> {
-    transport: &'a dyn Transport,
-    site: &'a Site,
-    deadline: &'a Deadline,
-    kernel: Option<Kernel>,
-    world_size: usize,
-    whole: &'a mut [u8],
-    received: &'a mut Scratch,
+/// One plan on one rank.
+pub(super) struct Execution<'a> {
+    pub transport: &'a dyn Transport,
+    /// The group's operation, which the plan carries out or is a part of. Its messages say so.
+    pub site: &'a Site,
+    pub deadline: &'a Deadline,
+    /// What the plan carries out.
+    pub call: &'a Call,
+    /// With which element a part begins; for the number of parts, the end of the whole.
+    pub parts: &'a dyn Fn(usize) -> usize,
+    /// How many ranks' inputs a result is made of.
+    pub ranks: usize,
+    pub whole: &'a mut [u8],
+    pub received: &'a mut Scratch,
 }
 
 impl Execution<'_> {
-    fn run(&mut self, plan: &Plan, accumulator: &mut Scratch) -> Result<(), Fault> {
+    pub fn run(mut self, plan: &Plan, accumulator: &mut Scratch) -> Result<(), Fault> {
         for step in &plan.agree {
             self.step(step, None)?;
         }
         let owned = self.bytes(&plan.owned);
-        match self.kernel {
+        match self.kernel() {
             Some(kernel) if kernel.wide => {
-                let elements = owned.len() / self.site.call.dtype.size();
+                let elements = owned.len() / self.call.dtype.size();
                 let accumulator = accumulator.bytes(elements * kernel.accumulator);
                 (kernel.load)(accumulator, &self.whole[owned.clone()]);
                 for step in &plan.reduce {
                     self.step(step, Some(accumulator))?;
                 }
-                (kernel.store)(&mut self.whole[owned], accumulator, self.world_size);
+                (kernel.store)(&mut self.whole[owned], accumulator, self.ranks);
             }
             Some(kernel) => {
                 for step in &plan.reduce {
                     self.step(step, None)?;
                 }
                 if let Some(divide) = kernel.divide {
-                    divide(&mut self.whole[owned.clone()], self.world_size);
+                    divide(&mut self.whole[owned.clone()], self.ranks);
                 }
                 // Of two NaNs an addition keeps either: which one may depend on how the compiler ordered its operands.
                 if let Some(unify_nan) = kernel.unify_nan.filter(|_| plan.replicated) {
@@ -109,6 +126,10 @@ impl Execution<'_> {
             None => {}
         }
         plan.distribute.iter().try_for_each(|step| self.step(step, None))
+    }
+
+    fn kernel(&self) -> Option<reduce::Kernel> {
+        self.call.reduction.map(|op| reduce::kernel(self.call.dtype, op))
     }
 
     /// One message out, one in, or both at once, chunk by chunk; what comes in is combined or kept.
@@ -146,18 +167,18 @@ impl Execution<'_> {
             let (sent, kept) = disjoint(self.whole, outgoing.as_ref().map_or(0..0, |(_, range)| range.clone()), range);
             return transfer(self.transport, &tag, outgoing.map(|(to, _)| (to, sent)), (from, kept), self.deadline);
         }
+        let (size, kernel) = (self.call.dtype.size(), self.kernel());
         let incoming = self.received.bytes(range.len());
         let sent = outgoing.map(|(to, range)| (to, &self.whole[range]));
         transfer(self.transport, &tag, sent, (from, &mut *incoming), self.deadline)?;
-        let size = self.site.call.dtype.size();
-        let target = match (accumulator, self.kernel) {
+        let target = match (accumulator, kernel) {
             (Some((accumulator, at)), Some(kernel)) => {
                 let wide = |bytes: usize| bytes / size * kernel.accumulator;
                 &mut accumulator[wide(at)..][..wide(range.len())]
             }
             _ => &mut self.whole[range],
         };
-        match (combine, self.kernel) {
+        match (combine, kernel) {
             (Combine::Swap, _) => target.copy_from_slice(incoming),
             (Combine::FoldUnder, Some(kernel)) => (kernel.fold_under)(target, incoming),
             (_, Some(kernel)) => (kernel.fold)(target, incoming),
@@ -167,9 +188,8 @@ impl Execution<'_> {
     }
 
     fn bytes(&self, parts: &Range<usize>) -> Range<usize> {
-        let size = self.site.call.dtype.size();
-        let elements = span(self.site.call.count, self.world_size, parts);
-        elements.start * size..elements.end * size
+        let size = self.call.dtype.size();
+        (self.parts)(parts.start) * size..(self.parts)(parts.end) * size
     }
 }
 

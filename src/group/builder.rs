@@ -9,7 +9,7 @@ use crate::plan::{self, Selection};
 #[cfg(unix)]
 use crate::rendezvous::Medium;
 use crate::transport::local::Local;
-use crate::transport::{Collectives, Transport};
+use crate::transport::{Near, Transport};
 
 /// How long an operation may take by default: long enough for a rank that evaluates or saves.
 pub(crate) const DEADLINE: Duration = Duration::from_secs(300);
@@ -80,16 +80,13 @@ impl Builder {
         }
         let ends = Local::group(world_size).into_iter().map(Arc::new);
         Ok(ends
-            .map(|local| {
-                let collectives: Arc<dyn Collectives> = local.clone();
-                Core::group(local, Some(collectives), self.algorithms.clone(), self.deadline)
-            })
+            .map(|local| Core::group(local.clone(), Near::Everybody(local), self.algorithms.clone(), self.deadline))
             .collect())
     }
 
     /// A group on a transport from elsewhere; see [`Group::on`].
     pub fn on(self, transport: Arc<dyn Transport>) -> Group {
-        Core::group(transport, None, self.algorithms, self.deadline)
+        Core::group(transport, Near::Nobody, self.algorithms, self.deadline)
     }
 }
 
@@ -137,16 +134,25 @@ impl Builder {
         self
     }
 
+    /// For tests: ranks that are given different names here count as being on different machines.
+    #[doc(hidden)]
+    pub fn machine(mut self, name: impl Into<String>) -> Self {
+        self.settings.machine = Some(name.into());
+        self
+    }
+
     /// How long the ranks may take to find each other: 120 s unless set.
     pub fn rendezvous_timeout(mut self, timeout: Duration) -> Self {
         self.settings.timeout = timeout;
         self
     }
 
-    /// What carries the operations: shared memory where all ranks are on one host, else TCP, unless set here or by
-    /// `BONFIRE_TRANSPORT` (`auto`, `tcp` or `shm`). Ranks share memory where they can all open the same segment: on one
-    /// host, in one network namespace, as one user. All of them do or none does. Messages between two ranks and
-    /// operations with an [`algorithm`](Self::algorithm) of the user's choice go over TCP.
+    /// What carries the operations: shared memory among the ranks of a host and TCP between hosts, unless set here or by
+    /// `BONFIRE_TRANSPORT` (`auto`, `tcp` or `shm`). A host is where ranks can all open the same segment: on one
+    /// machine, in one network namespace, as one user. All ranks of it do or none does. What the ranks of a host bring to
+    /// an operation crosses to other hosts as if they were one rank. `shm` means that all ranks are on one host, or an
+    /// error; `tcp` means TCP everywhere. Messages between two ranks, all_to_all, means of integers over several hosts
+    /// and operations with an [`algorithm`](Self::algorithm) of the user's choice go over TCP.
     pub fn transport(mut self, medium: Medium) -> Self {
         self.settings.medium = medium;
         self
@@ -168,8 +174,8 @@ impl Builder {
         self
     }
 
-    /// Connects to the other ranks over TCP, and through shared memory where they can have it; blocks until all are
-    /// there.
+    /// Connects to the other ranks over TCP, and through shared memory to those with whom this one can have it; blocks
+    /// until all are there.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] or [`Error::Config`] where settings cannot work, [`Error::Rendezvous`] where the
@@ -190,8 +196,8 @@ impl Builder {
                 settings.medium = Medium::Tcp;
             }
             settings.algorithms = self.algorithms.to_string();
-            let (transport, engine) = crate::rendezvous::connect(&settings)?;
-            Core::group(Arc::new(transport), engine, self.algorithms, self.deadline)
+            let (transport, near) = crate::rendezvous::connect(&settings)?;
+            Core::group(transport, near, self.algorithms, self.deadline)
         };
         if self.leave_on_interrupt {
             super::interrupt::leave_on_interrupt(&group.core)?;

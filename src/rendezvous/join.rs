@@ -14,7 +14,7 @@ use tokio::net::{TcpListener, TcpStream, lookup_host};
 use tokio::sync::mpsc::unbounded_channel;
 use tokio::time::{sleep, timeout_at};
 
-use super::{Medium, Settings, zero_is_gone};
+use super::{Medium, Settings, gone};
 use crate::error::{Error, Ranks};
 use crate::transport::frame;
 use crate::transport::tcp::{Board, Greeting, Mesh, admit};
@@ -40,6 +40,8 @@ struct Hello {
     medium: Medium,
     /// Which algorithms it will choose.
     algorithms: String,
+    /// Which machine it is on; empty if it does not know.
+    machine: String,
 }
 
 /// Rank 0's answer.
@@ -50,6 +52,8 @@ enum Answer {
         addresses: Vec<SocketAddr>,
         /// What all ranks together want.
         medium: Medium,
+        /// By rank; see [`Joined`].
+        hosts: Vec<usize>,
     },
     Refused(String),
 }
@@ -59,10 +63,20 @@ struct Guest {
     stream: TcpStream,
     address: SocketAddr,
     medium: Medium,
+    machine: String,
 }
 
-/// Joins the group that `settings` describe. Gives also what all ranks together want to carry the operations.
-pub(super) async fn join(settings: &Settings, start: Instant) -> Result<(Mesh, Medium), Error> {
+/// What came of it, the same on all ranks but for the mesh.
+pub(super) struct Joined {
+    pub mesh: Mesh,
+    /// What all ranks together want to carry the operations.
+    pub medium: Medium,
+    /// By rank: ranks with the same number may be on one host, by what they say of their machines.
+    pub hosts: Vec<usize>,
+}
+
+/// Joins the group that `settings` describe.
+pub(super) async fn join(settings: &Settings, start: Instant) -> Result<Joined, Error> {
     // A limit beyond what the clock can say is none: ten years are as good.
     const ENDLESS: Duration = Duration::from_secs(10 * 365 * 24 * 3600);
     let late = tokio::time::Instant::from_std(start + settings.timeout.min(ENDLESS));
@@ -86,7 +100,7 @@ pub(super) async fn join(settings: &Settings, start: Instant) -> Result<(Mesh, M
 }
 
 /// Rank 0: waits for everybody, then tells everybody who they are.
-async fn host(settings: &Settings, start: Instant, waiting_for: &mut String) -> Result<(Mesh, Medium), Error> {
+async fn host(settings: &Settings, start: Instant, waiting_for: &mut String) -> Result<Joined, Error> {
     let n = settings.world_size;
     let board = board(n)?;
     let listener = bind(settings, start, &settings.address).await?;
@@ -128,6 +142,8 @@ async fn host(settings: &Settings, start: Instant, waiting_for: &mut String) -> 
             return Err(settings.failed(start, reason));
         }
     };
+    let machine = machine(settings);
+    let hosts = hosts(&guests.iter().map(|guest| guest.as_ref().map_or(&machine, |g| &g.machine)).collect::<Vec<_>>());
     let mut random = RandomState::new().build_hasher();
     random.write_u128(start.elapsed().as_nanos());
     let session = random.finish();
@@ -139,13 +155,13 @@ async fn host(settings: &Settings, start: Instant, waiting_for: &mut String) -> 
             connections.push(None);
             continue;
         };
-        let welcome = Answer::Welcome { session, addresses: addresses.clone(), medium };
+        let welcome = Answer::Welcome { session, addresses: addresses.clone(), medium, hosts: hosts.clone() };
         frame::write(&mut stream, &welcome)
             .await
             .map_err(|e| settings.failed(start, format!("rank {rank} went away: {e}")))?;
         connections.push(Some(stream));
     }
-    Ok((Mesh { rank: 0, session, addresses, listener, connections, board }, medium))
+    Ok(Joined { mesh: Mesh { rank: 0, session, addresses, listener, connections, board }, medium, hosts })
 }
 
 /// Tells everybody who is there why the rendezvous fails.
@@ -170,8 +186,33 @@ fn together(mediums: &[Medium]) -> Result<Medium, String> {
     }
 }
 
+/// What this rank says of its machine. Only a hint: who is on one host is who can have the same memory.
+fn machine(settings: &Settings) -> String {
+    settings.machine.clone().or_else(this_machine).unwrap_or_default()
+}
+
+/// A name for everything that processes must have in common to hand memory to each other: the running system, the
+/// network namespace, in which unix sockets have their names, and the user.
+#[cfg(target_os = "linux")]
+fn this_machine() -> Option<String> {
+    let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
+    let network = std::fs::read_link("/proc/self/ns/net").ok()?;
+    Some(format!("{} {} {}", boot.trim(), network.display(), rustix::process::geteuid().as_raw()))
+}
+
+#[cfg(not(target_os = "linux"))]
+fn this_machine() -> Option<String> {
+    None
+}
+
+/// Numbers the machines in the order in which they come. One without a name is another than all.
+fn hosts(machines: &[&String]) -> Vec<usize> {
+    let first = |rank: usize| machines.iter().position(|other| *other == machines[rank]).unwrap_or(rank);
+    (0..machines.len()).map(|rank| if machines[rank].is_empty() { rank } else { first(rank) }).collect()
+}
+
 /// Any other rank: dials rank 0, then the ranks below, and is dialled by those above.
-async fn attend(settings: &Settings, start: Instant, waiting_for: &mut String) -> Result<(Mesh, Medium), Error> {
+async fn attend(settings: &Settings, start: Instant, waiting_for: &mut String) -> Result<Joined, Error> {
     let (rank, n) = (settings.rank, settings.world_size);
     let board = board(n)?;
     let mut zero = dial(&settings.address, waiting_for).await;
@@ -182,7 +223,7 @@ async fn attend(settings: &Settings, start: Instant, waiting_for: &mut String) -
         // Listening everywhere: the peers are told the address that rank 0 is reached from.
         own.set_ip(zero.local_addr().map_err(|e| settings.failed(start, e.to_string()))?.ip());
     }
-    let lost = |e: io::Error| settings.failed(start, zero_is_gone(e));
+    let lost = |e: io::Error| settings.failed(start, gone(0, e));
     let hello = Hello {
         magic: MAGIC,
         rank,
@@ -190,14 +231,18 @@ async fn attend(settings: &Settings, start: Instant, waiting_for: &mut String) -
         address: own,
         medium: settings.wanted(),
         algorithms: settings.algorithms.clone(),
+        machine: machine(settings),
     };
     frame::write(&mut zero, &hello).await.map_err(lost)?;
     *waiting_for = "rank 0 is there, but some other rank did not come".into();
-    let (session, mut addresses, medium) = match frame::expect(&mut zero, settings.timeout).await.map_err(lost)? {
-        Answer::Welcome { session, addresses, medium } if addresses.len() == n => (session, addresses, medium),
-        Answer::Welcome { .. } => return Err(settings.failed(start, "rank 0 answered with another world size")),
-        Answer::Refused(reason) => return Err(settings.failed(start, reason)),
-    };
+    let (session, mut addresses, medium, hosts) =
+        match frame::expect(&mut zero, settings.timeout).await.map_err(lost)? {
+            Answer::Welcome { session, addresses, medium, hosts } if addresses.len() == n && hosts.len() == n => {
+                (session, addresses, medium, hosts)
+            }
+            Answer::Welcome { .. } => return Err(settings.failed(start, "rank 0 answered with another world size")),
+            Answer::Refused(reason) => return Err(settings.failed(start, reason)),
+        };
     // Rank 0 may listen everywhere, and knows less well than its guests where it is reached.
     addresses[0] = to_zero;
     let mut connections: Vec<Option<TcpStream>> = (0..n).map(|_| None).collect();
@@ -228,7 +273,7 @@ async fn attend(settings: &Settings, start: Instant, waiting_for: &mut String) -
             Some((peer, stream)) = queue.recv() => connections[peer] = Some(stream),
         }
     }
-    Ok((Mesh { rank, session, addresses, listener, connections, board }, medium))
+    Ok(Joined { mesh: Mesh { rank, session, addresses, listener, connections, board }, medium, hosts })
 }
 
 fn board(world_size: usize) -> Result<Arc<Board>, Error> {
@@ -276,7 +321,7 @@ fn seat(
     }
     match guests.get_mut(rank) {
         Some(seat @ None) if rank != 0 => {
-            *seat = Some(Guest { stream, address: hello.address, medium: hello.medium });
+            *seat = Some(Guest { stream, address: hello.address, medium: hello.medium, machine: hello.machine });
             Ok(())
         }
         _ => Err((format!("two processes were started as rank {rank}: give each its own"), Some(stream))),

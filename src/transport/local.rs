@@ -238,35 +238,7 @@ impl Shared {
 }
 
 impl Collectives for Local {
-    fn run(&self, site: &Site, buffers: &mut Buffers<'_>, deadline: &Deadline) -> Option<Result<(), Fault>> {
-        Some(self.run_all(site, buffers, deadline))
-    }
-
-    /// Ranks whose counts differ may find themselves here and in `run`, so both begin alike.
-    fn stand_aside(&self, site: &Site, deadline: &Deadline) -> Result<(), Fault> {
-        self.agree(site, |offer| offer.call = site.call, deadline).map(drop)
-    }
-}
-
-impl Local {
-    /// The offers of operation `sequence`, by rank, once all ranks are in.
-    fn offers(&self, sequence: u64) -> impl Iterator<Item = &Offer> + Clone {
-        // SAFETY: all ranks are in, so every offer of this sequence is complete and stays as it is until this rank
-        // enters the next but one: see `Sync for Slot`.
-        (0..self.shared.slots.len()).map(move |rank| unsafe { &*self.offer(rank, sequence) })
-    }
-
-    /// Publishes the offer, waits until all ranks have, and compares their calls.
-    fn agree(&self, site: &Site, publish: impl FnOnce(&mut Offer), deadline: &Deadline) -> Result<u64, Fault> {
-        let sequence = self.enter(publish, deadline)?;
-        if self.offers(sequence).all(|offer| offer.call == site.call) {
-            return Ok(sequence);
-        }
-        let calls = self.offers(sequence).enumerate().map(|(rank, offer)| (rank, offer.call)).collect();
-        Err(Fault::Failed(Error::Mismatch { sequence: site.sequence, calls }))
-    }
-
-    fn run_all(&self, site: &Site, buffers: &mut Buffers<'_>, deadline: &Deadline) -> Result<(), Fault> {
+    fn run(&self, site: &Site, buffers: &mut Buffers<'_>, deadline: &Deadline) -> Result<(), Fault> {
         let call = &site.call;
         let world_size = self.shared.slots.len();
         let output = buffers.output.as_mut_ptr();
@@ -338,6 +310,32 @@ impl Local {
         Ok(())
     }
 
+    /// Ranks whose counts differ may find themselves here and in `run`, so both begin alike.
+    fn stand_aside(&self, site: &Site, deadline: &Deadline) -> Result<(), Fault> {
+        self.agree(site, |offer| offer.call = site.call, deadline).map(drop)
+    }
+}
+
+impl Local {
+    /// The offers of operation `sequence`, by rank, once all ranks are in.
+    fn offers(&self, sequence: u64) -> impl Iterator<Item = &Offer> + Clone {
+        // SAFETY: all ranks are in, so every offer of this sequence is complete and stays as it is until this rank
+        // enters the next but one: see `Sync for Slot`.
+        (0..self.shared.slots.len()).map(move |rank| unsafe { &*self.offer(rank, sequence) })
+    }
+
+    /// Publishes the offer, waits until all ranks have, and compares their calls.
+    fn agree(&self, site: &Site, publish: impl FnOnce(&mut Offer), deadline: &Deadline) -> Result<u64, Fault> {
+        let sequence = self.enter(publish, deadline)?;
+        if self.offers(sequence).all(|offer| offer.call == site.call) {
+            return Ok(sequence);
+        }
+        let calls = self.offers(sequence).enumerate().map(|(rank, offer)| (rank, offer.call)).collect();
+        Err(Fault::Failed(Error::Mismatch { sequence: site.sequence, calls }))
+    }
+}
+
+impl Local {
     /// Carries out this rank's share of an all_to_all. What two ranks have for each other is in four places, of which
     /// two are one where a rank works in place, and no third rank touches them. So in place needs no copy of the input
     /// and no second meeting: one of the two ranks swaps. To share the work, each does a half of every pair.

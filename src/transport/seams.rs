@@ -101,9 +101,8 @@ pub struct Buffers<'a> {
 
 /// Runs whole operations.
 pub trait Collectives: Send + Sync {
-    /// Runs the operation; `None` where this engine has none of that kind, and plans on the transport run it instead.
-    /// All ranks get `None` or none does.
-    fn run(&self, site: &Site, buffers: &mut Buffers<'_>, deadline: &Deadline) -> Option<Result<(), Fault>>;
+    /// Runs the operation.
+    fn run(&self, site: &Site, buffers: &mut Buffers<'_>, deadline: &Deadline) -> Result<(), Fault>;
 
     /// The group's table has a plan for this operation. An engine on which ranks wait for all others compares their
     /// calls here, unless the transport finds out in its own way: of ranks that disagree, some may be in `run`.

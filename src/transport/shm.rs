@@ -10,40 +10,71 @@ mod segment;
 mod sleeper;
 mod small;
 
-use std::sync::atomic::{Ordering, fence};
+use std::sync::atomic::{AtomicU64, Ordering, fence};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::Instant;
 
 use self::chunks::Flow;
 pub(crate) use self::segment::Segment;
 use self::segment::{Control, Offer};
-use super::tcp::Board;
-use super::{Buffers, Collectives, Fault};
+use super::tcp::Tcp;
+use super::{Buffers, Collectives, Fault, Transport};
 use crate::call::{Call, Tag};
-use crate::error::{Error, Ranks, Site};
-use crate::wait::{Deadline, Patience, crowded, spin};
+use crate::error::{Error, Site};
+use crate::wait::{Deadline, crowded, spin};
 
-/// The longest sleep. All that is waited for rings; this is for a peer that is stopped between its step and its ring.
-const NAP: Duration = Duration::from_millis(100);
-
-/// One rank's end of a group whose ranks share memory.
+/// One rank's end of the memory that the ranks of a host share: all ranks of a group, or some. Ranks are numbered here
+/// as in the segment, from 0 on.
 pub(crate) struct Shm {
     segment: Arc<Segment>,
     rank: usize,
-    /// What is known of the peers.
-    board: Arc<Board>,
+    /// Who the ranks are in the group.
+    members: Vec<usize>,
+    /// Where news of the group come from, and where its ranks are asked what they called.
+    tcp: Arc<Tcp>,
     /// More ranks than processors.
     crowded: bool,
+    /// Operations so far.
+    number: AtomicU64,
     flow: Mutex<Flow>,
 }
 
+/// One operation in this memory: the group's, or a part of it.
+struct Phase {
+    call: Call,
+    /// Its number among the operations in this memory.
+    sequence: u64,
+    /// The group's operation: what ranks must agree on.
+    whole: Site,
+}
+
+impl Phase {
+    fn tag(&self) -> Tag {
+        Tag { group: 0, sequence: self.whole.sequence, call: self.whole.call }
+    }
+}
+
 impl Shm {
-    pub fn new(segment: Segment, rank: usize, board: Arc<Board>) -> Shm {
+    /// The end of the rank that is `members[rank]` in the group. The segment has a share for each member.
+    pub fn new(segment: Segment, rank: usize, members: Vec<usize>, tcp: Arc<Tcp>) -> Shm {
+        assert!(rank < members.len() && members.len() == segment.world_size(), "a share for each member");
         let segment = Arc::new(segment);
         let shared = segment.clone();
-        board.alarm(move || shared.control(rank).sleeper.0.ring());
+        tcp.board().alarm(move || shared.control(rank).sleeper.0.ring());
         let crowded = crowded(segment.world_size());
-        Shm { segment, rank, board, crowded, flow: Mutex::default() }
+        Shm { segment, rank, members, tcp, crowded, number: AtomicU64::new(0), flow: Mutex::default() }
+    }
+
+    /// Runs `call` as a part of the group's operation at `site`. Every rank of the host hears from every other here, and
+    /// all of them have then called the same operation of the group. All must run the same parts in the same order.
+    pub fn phase(&self, site: &Site, call: Call, buffers: &mut Buffers<'_>, deadline: &Deadline) -> Result<(), Fault> {
+        // One operation of a rank runs at a time.
+        let phase = Phase { call, sequence: self.number.fetch_add(1, Ordering::Relaxed), whole: *site };
+        if small::fits(&call, self.world_size()) {
+            self.small(&phase, buffers, deadline)
+        } else {
+            self.chunks(&phase, buffers, deadline)
+        }
     }
 
     fn world_size(&self) -> usize {
@@ -54,18 +85,18 @@ impl Shm {
         self.segment.control(rank)
     }
 
-    fn offer(&self, rank: usize, site: &Site) -> &Offer {
-        &self.control(rank).offers[site.sequence as usize % 2]
+    fn offer(&self, rank: usize, phase: &Phase) -> &Offer {
+        &self.control(rank).offers[phase.sequence as usize % 2]
     }
 
     /// Shows this rank's call to the others, and all that it wrote before to its offer and its window.
-    fn publish(&self, site: &Site) {
-        let offer = self.offer(self.rank, site);
-        for (word, value) in offer.call.iter().zip(words(&site.call)) {
+    fn publish(&self, phase: &Phase) {
+        let offer = self.offer(self.rank, phase);
+        for (word, value) in offer.call.iter().zip(words(&phase.whole.call)) {
             word.store(value, Ordering::Relaxed);
         }
         // Release: who sees the number sees the call and the data.
-        offer.sequence.store(site.sequence + 1, Ordering::Release);
+        offer.sequence.store(phase.sequence + 1, Ordering::Release);
         self.ring();
     }
 
@@ -79,27 +110,34 @@ impl Shm {
     }
 
     /// Waits for all offers and compares the calls.
-    fn agree(&self, site: &Site, deadline: &Deadline) -> Result<(), Fault> {
+    fn agree(&self, phase: &Phase, deadline: &Deadline) -> Result<(), Fault> {
         // Acquire pairs with the release in `publish`.
-        self.wait(site, deadline, |rank| self.offer(rank, site).sequence.load(Ordering::Acquire) == site.sequence + 1)?;
-        let mine = words(&site.call);
-        let call = |rank| self.offer(rank, site).call.each_ref().map(|word| word.load(Ordering::Relaxed));
+        let come = |rank| self.offer(rank, phase).sequence.load(Ordering::Acquire) == phase.sequence + 1;
+        self.wait(phase, deadline, come)?;
+        let mine = words(&phase.whole.call);
+        let call = |rank| self.offer(rank, phase).call.each_ref().map(|word| word.load(Ordering::Relaxed));
         if (0..self.world_size()).all(|rank| call(rank) == mine) {
             return Ok(());
         }
         let read = |rank| match from_words(call(rank)) {
-            Some(call) => Ok((rank, call)),
-            None => Err(Fault::Lost { peer: rank, reason: "what it wrote to shared memory is no call".into() }),
+            Some(call) => Ok((self.members[rank], call)),
+            None => {
+                let reason = "what it wrote to shared memory is no call".into();
+                Err(Fault::Lost { peer: self.members[rank], reason })
+            }
         };
-        let calls = (0..self.world_size()).map(read).collect::<Result<_, Fault>>()?;
-        Err(Fault::Failed(Error::Mismatch { sequence: site.sequence, calls }))
+        let calls = (0..self.world_size()).map(read).collect::<Result<Vec<_>, Fault>>()?;
+        if calls.len() == self.tcp.world_size() {
+            return Err(Fault::Failed(Error::Mismatch { sequence: phase.whole.sequence, calls }));
+        }
+        Err(self.tcp.watch(&phase.tag(), deadline).disagree(&calls))
     }
 
     /// Waits until every peer has come as far as `reached` says.
-    fn wait(&self, site: &Site, deadline: &Deadline, reached: impl Fn(usize) -> bool) -> Result<(), Fault> {
+    fn wait(&self, phase: &Phase, deadline: &Deadline, reached: impl Fn(usize) -> bool) -> Result<(), Fault> {
         for peer in (0..self.world_size()).filter(|peer| *peer != self.rank) {
             if !spin(self.crowded, || reached(peer)) {
-                self.sleep(site, deadline, peer, &reached)?;
+                self.sleep(phase, deadline, peer, &reached)?;
             }
         }
         Ok(())
@@ -109,16 +147,18 @@ impl Shm {
     #[cold]
     fn sleep(
         &self,
-        site: &Site,
+        phase: &Phase,
         deadline: &Deadline,
         peer: usize,
         reached: &impl Fn(usize) -> bool,
     ) -> Result<(), Fault> {
-        let tag = Tag { group: 0, sequence: site.sequence, call: site.call };
-        // An iterator, collected only for reports: a wait allocates nothing.
+        let tag = phase.tag();
+        let absence = |rank: usize| self.tcp.board().absence_in(self.members[rank], &tag);
+        // An iterator: a wait allocates nothing.
         let missing = || (0..self.world_size()).filter(|rank| *rank != self.rank && !reached(*rank));
-        let gone = || missing().find_map(|rank| Some((rank, self.board.absence_in(rank, &tag)?)));
-        let mut patience = Patience::until(deadline);
+        let gone = || missing().find_map(|rank| Some((rank, absence(rank)?)));
+        let mut watch = self.tcp.watch(&tag, deadline);
+        let mut still = Instant::now();
         while !reached(peer) {
             if let Some((rank, fault)) = gone() {
                 // Whatever a rank did before it left or failed is in the memory before the news of it is here: what is
@@ -128,29 +168,27 @@ impl Shm {
                 }
                 return Err(fault);
             }
-            if deadline.passed() {
-                let missing: Vec<usize> = missing().collect();
-                // The last may have come since the loop looked.
-                if missing.is_empty() {
-                    break;
-                }
-                return Err(Fault::Timeout { missing });
-            }
-            patience.warn(self.rank, || format!("in {site} for {}", Ranks(&missing().collect::<Vec<_>>())));
+            // All that is waited for rings. The end of the pause is for a peer that is stopped between its step and its
+            // ring, and for ranks that wait for each other because they disagree, here or on other hosts.
+            let pause = watch.pause();
             let sleeper = &self.control(self.rank).sleeper.0;
-            sleeper.sleep_for(peer, patience.pause().min(NAP), || reached(peer) || gone().is_some());
+            let nap = pause.saturating_sub(still.elapsed());
+            sleeper.sleep_for(peer, nap, || reached(peer) || gone().is_some());
+            if still.elapsed() >= pause {
+                still = Instant::now();
+                if let Err(fault) = watch.tick(self.members[peer]) {
+                    // As above.
+                    return if reached(peer) { Ok(()) } else { Err(fault) };
+                }
+            }
         }
         Ok(())
     }
 }
 
 impl Collectives for Shm {
-    fn run(&self, site: &Site, buffers: &mut Buffers<'_>, deadline: &Deadline) -> Option<Result<(), Fault>> {
-        Some(if small::fits(&site.call, self.world_size()) {
-            self.small(site, buffers, deadline)
-        } else {
-            self.chunks(site, buffers, deadline)
-        })
+    fn run(&self, site: &Site, buffers: &mut Buffers<'_>, deadline: &Deadline) -> Result<(), Fault> {
+        self.phase(site, site.call, buffers, deadline)
     }
 }
 

@@ -27,7 +27,7 @@ use self::control::Outgoing;
 pub(crate) use self::control::{Greeting, Mesh, admit};
 use self::link::Link;
 pub(crate) use self::link::MOST;
-use self::watch::Watch;
+pub(crate) use self::watch::Watch;
 use super::{Fault, Transport};
 use crate::call::Tag;
 use crate::error::{Error, Site};
@@ -97,7 +97,14 @@ impl Tcp {
         }
     }
 
-    fn watch<'a>(&'a self, tag: &'a Tag, deadline: &'a Deadline) -> Watch<'a> {
+    /// What is known of the peers.
+    #[cfg(all(feature = "shm", target_os = "linux"))]
+    pub fn board(&self) -> &Board {
+        &self.board
+    }
+
+    /// What a thread that waits in this operation looks out for.
+    pub fn watch<'a>(&'a self, tag: &'a Tag, deadline: &'a Deadline) -> Watch<'a> {
         Watch::new(self.rank, &self.board, &self.control, tag, deadline)
     }
 }

@@ -19,14 +19,18 @@ pub enum Kind {
     Tcp,
     /// Ranks that share memory as processes do, here as threads with a mapping each.
     Shm,
+    /// Ranks on several hosts: the host of each rank by its number, over and over. They share memory on a host and use TCP
+    /// between hosts, here as threads that say that they are on different machines.
+    Hosts(&'static [usize]),
 }
 
 impl Kind {
-    pub const ALL: [Kind; 3] = [Kind::Threads, Kind::Tcp, Kind::Shm];
+    pub const ALL: [Kind; 4] = [Kind::Threads, Kind::Tcp, Kind::Shm, Kind::Hosts(&[0, 1])];
 
-    /// The algorithms that a user can choose for all sizes: they are plans, and then memory is not shared.
+    /// The algorithms that a user can choose for all sizes: they are plans on messages, and neither the hosts' nor shared
+    /// memory's.
     pub fn algorithms(self) -> &'static [Algorithm] {
-        if self == Kind::Shm { &[] } else { &Algorithm::ALL }
+        if matches!(self, Kind::Shm | Kind::Hosts(_)) { &[] } else { &Algorithm::ALL }
     }
 }
 
@@ -53,13 +57,19 @@ pub fn run_ranks_with<T: Send + 'static>(
             let groups = builder.threads(n).expect("a group of threads");
             groups.into_iter().map(|group| spawn(group, f.clone())).collect()
         }
-        Kind::Tcp | Kind::Shm => {
+        Kind::Tcp | Kind::Shm | Kind::Hosts(_) => {
             let address = free_address();
-            let builder = builder.transport(if kind == Kind::Tcp { Medium::Tcp } else { Medium::Shm });
+            let builder = builder.transport(match kind {
+                Kind::Tcp => Medium::Tcp,
+                Kind::Hosts(_) => Medium::Auto,
+                _ => Medium::Shm,
+            });
             (0..n)
                 .map(|rank| {
                     let (builder, address, f) = (builder.clone(), address.clone(), f.clone());
+                    let host = if let Kind::Hosts(hosts) = kind { hosts[rank % hosts.len()] } else { 0 };
                     thread::spawn(move || {
+                        let builder = builder.machine(format!("host {host}"));
                         let builder = builder.rank(rank).world_size(n).address(address).rendezvous_timeout(DEADLINE);
                         f(builder.connect().expect("ranks find each other"))
                     })

@@ -75,7 +75,8 @@ pub struct Args {
 
 #[derive(clap::Args, Clone)]
 struct Common {
-    /// How the ranks reach each other: threads of one process, or processes over TCP or in shared memory
+    /// How the ranks reach each other. Processes are those that a launcher started, such as `bonfire run` on several
+    /// hosts, or else as many on this machine as --ranks says
     #[arg(long, value_enum, default_value_t = Transport::Local)]
     transport: Transport,
 
@@ -91,10 +92,6 @@ struct Common {
     /// Print one JSON object per line instead of a table
     #[arg(long)]
     json: bool,
-
-    /// This process is one of the ranks that the measurement started
-    #[arg(long, hide = true)]
-    as_rank: bool,
 }
 
 #[derive(Clone, Copy, PartialEq, ValueEnum)]
@@ -106,6 +103,10 @@ enum Level {
 
 /// Measures and returns the exit status.
 pub fn run(args: &Args) -> u8 {
+    let mut args = args.clone();
+    if let Some(ranks) = ranks::launched().filter(|_| args.common.transport != Transport::Local) {
+        args.common.ranks = ranks;
+    }
     let sizes = match args.sizes() {
         Ok(sizes) => sizes,
         Err(reason) => {
@@ -113,9 +114,9 @@ pub fn run(args: &Args) -> u8 {
             return 2;
         }
     };
-    let all = args.clone();
-    ranks::measure(&args.common, move |group| all.measure(group, &sizes)).unwrap_or_else(|error| {
-        eprintln!("error: {} ranks over {}: {error}", args.common.ranks, args.common.transport);
+    let common = args.common.clone();
+    ranks::measure(&common, move |group| args.measure(group, &sizes)).unwrap_or_else(|error| {
+        eprintln!("error: {} ranks over {}: {error}", common.ranks, common.transport);
         1
     })
 }
@@ -320,6 +321,7 @@ Examples:
   bonfire perf all_reduce --level tensor           # through burn's collective API, on Flex
   bonfire perf gradients --transport tcp --json    # a training step of ResNet-50
   bonfire perf reduce_scatter --plot reduce_scatter.svg
+  bonfire run -n 2 --nodes 4 ... -- bonfire perf all_reduce --transport auto      # on several hosts
 
 Sizes are rounded down to whole elements, for all_gather, reduce_scatter and all_to_all to as many
 on every rank, but to one at least. Flags that an operation has no use for, such as a root for
@@ -336,8 +338,9 @@ Floors:
   Between ranks that reach each other's memory: the bytes that must be read and written, at the rate
   at which as many threads copy or add arrays as large; or the hand-over of one cache line. Over TCP:
   the bytes that each rank must send, at the rate of one stream on loopback; or one message of 8
-  bytes. Nothing in a floor waits for another rank, so 100 is out of reach; more means that something
-  else ran while the floor was measured.
+  bytes. With auto there is none: what is between hosts is not known. Nothing in a floor waits for
+  another rank, so 100 is out of reach; more means that something else ran while the floor was
+  measured.
 
 Exit status:
   0  every checked element was right

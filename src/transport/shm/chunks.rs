@@ -18,10 +18,9 @@
 use std::ops::Range;
 use std::sync::atomic::Ordering;
 
-use super::Shm;
 use super::segment::BUFFERS;
+use super::{Phase, Shm};
 use crate::call::{Call, Operation};
-use crate::error::Site;
 use crate::partition::partition;
 use crate::reduce::{self, Output};
 use crate::transport::{Buffers, Fault};
@@ -42,7 +41,7 @@ pub(super) struct Flow {
 /// One operation on one rank.
 struct Pass<'a> {
     shm: &'a Shm,
-    site: &'a Site,
+    phase: &'a Phase,
     deadline: &'a Deadline,
     flow: &'a mut Flow,
     call: &'a Call,
@@ -62,8 +61,8 @@ struct Pass<'a> {
 
 impl Shm {
     /// Runs any operation but a barrier.
-    pub(super) fn chunks(&self, site: &Site, buffers: &mut Buffers<'_>, deadline: &Deadline) -> Result<(), Fault> {
-        let (call, n) = (&site.call, self.world_size());
+    pub(super) fn chunks(&self, phase: &Phase, buffers: &mut Buffers<'_>, deadline: &Deadline) -> Result<(), Fault> {
+        let (call, n) = (&phase.call, self.world_size());
         let own = partition(call.count, n, self.rank).start;
         let output = buffers.output.as_mut_ptr();
         let origin = |of| if buffers.input.is_some() && call.operation == of { own } else { 0 };
@@ -75,7 +74,7 @@ impl Shm {
         let mut flow = lock(&self.flow);
         Pass {
             shm: self,
-            site,
+            phase,
             deadline,
             first: (flow.step, flow.chunks),
             flow: &mut flow,
@@ -98,8 +97,8 @@ impl Pass<'_> {
         self.stage(0)?;
         // The offer shows the first chunk as well, so no one waits for it apart.
         self.store(self.step(0, STAGE));
-        self.shm.publish(self.site);
-        self.shm.agree(self.site, self.deadline)?;
+        self.shm.publish(self.phase);
+        self.shm.agree(self.phase, self.deadline)?;
         for turn in 0..pieces + lag {
             if turn > 0 && turn < pieces {
                 self.stage(turn)?;
@@ -146,7 +145,7 @@ impl Pass<'_> {
     fn wait(&self, step: u64, whom: impl Fn(usize) -> bool) -> Result<(), Fault> {
         // Acquire pairs with the release in `store`: what the peer wrote is here, and what it read it needs no more.
         let reached = |rank| !whom(rank) || self.shm.control(rank).progress.0.load(Ordering::Acquire) >= step;
-        self.shm.wait(self.site, self.deadline, reached)
+        self.shm.wait(self.phase, self.deadline, reached)
     }
 
     fn buffer(&self, chunk: u64) -> usize {

@@ -1,9 +1,8 @@
 //! Operations whose data travel inside the offers: one hand-off, and every rank computes its own result.
 
-use super::Shm;
 use super::segment::INLINE;
+use super::{Phase, Shm};
 use crate::call::{Call, Operation};
-use crate::error::Site;
 use crate::partition::partition;
 use crate::reduce::{self, Output};
 use crate::transport::{Buffers, Fault};
@@ -28,8 +27,8 @@ pub(super) fn fits(call: &Call, world_size: usize) -> bool {
 
 impl Shm {
     /// Runs an operation that [`fits`].
-    pub(super) fn small(&self, site: &Site, buffers: &mut Buffers<'_>, deadline: &Deadline) -> Result<(), Fault> {
-        let (call, rank, n) = (&site.call, self.rank, self.world_size());
+    pub(super) fn small(&self, phase: &Phase, buffers: &mut Buffers<'_>, deadline: &Deadline) -> Result<(), Fault> {
+        let (call, rank, n) = (&phase.call, self.rank, self.world_size());
         let size = call.dtype.size();
         let part = |of: usize| {
             let part = partition(call.count, n, of);
@@ -42,13 +41,13 @@ impl Shm {
             (_, Some(input)) => input,
             (_, None) => &*buffers.output,
         };
-        let inline = |of: usize| self.offer(of, site).inline.get().cast::<u8>();
+        let inline = |of: usize| self.offer(of, phase).inline.get().cast::<u8>();
         assert!(source.len() <= INLINE, "{} bytes for an offer", source.len());
         // SAFETY: the length fits, as was just checked; nobody else writes this offer, and nobody reads it now: see
         // `Sync for Offer`.
         unsafe { std::ptr::copy_nonoverlapping(source.as_ptr(), inline(rank), source.len()) };
-        self.publish(site);
-        self.agree(site, deadline)?;
+        self.publish(phase);
+        self.agree(phase, deadline)?;
 
         let in_place = buffers.input.is_none();
         let output = &mut *buffers.output;

@@ -6,7 +6,7 @@ use tokio::sync::mpsc::UnboundedSender;
 
 use super::board::{Board, verdict};
 use super::control::Outgoing;
-use crate::call::{Operation, Tag};
+use crate::call::{Call, Operation, Tag};
 use crate::error::{Error, Ranks, Site};
 use crate::transport::Fault;
 use crate::wait::{Deadline, Patience};
@@ -18,7 +18,7 @@ const GRACE: Duration = Duration::from_secs(2);
 /// How often answers are looked for after a stall.
 const LOOK: Duration = Duration::from_millis(20);
 
-pub(super) struct Watch<'a> {
+pub(crate) struct Watch<'a> {
     rank: usize,
     board: &'a Board,
     control: &'a UnboundedSender<Outgoing>,
@@ -93,6 +93,12 @@ impl<'a> Watch<'a> {
             // The two ends of a message are all there is to compare, and both are known.
             return Fault::Unexpected { peer, tag };
         }
+        self.disagree(&[(peer, tag.call)])
+    }
+
+    /// These ranks were seen to call something else in this collective, or the same. Finds out what all called, so that
+    /// all report the same.
+    pub fn disagree(&mut self, seen: &[(usize, Call)]) -> Fault {
         self.ask();
         let until = Instant::now() + GRACE.min(self.deadline.remaining());
         let known = || self.board.calls(self.rank, self.tag.sequence, self.tag.call);
@@ -103,8 +109,8 @@ impl<'a> Watch<'a> {
         let calls = known();
         verdict(self.tag.sequence, &calls).map(Fault::Failed).unwrap_or_else(|| {
             let mut calls: Vec<_> = calls.iter().enumerate().filter_map(|(r, call)| Some((r, (*call)?))).collect();
-            calls.retain(|(rank, _)| *rank != peer);
-            calls.push((peer, tag.call));
+            calls.retain(|(rank, _)| seen.iter().all(|(other, _)| other != rank));
+            calls.extend(seen);
             calls.sort_by_key(|(rank, _)| *rank);
             Fault::Failed(Error::Mismatch { sequence: self.tag.sequence, calls })
         })

@@ -30,9 +30,9 @@ enum Path {
 }
 
 impl Floors {
-    /// None for a rank on its own, which waits for nobody.
+    /// None for a rank on its own, which waits for nobody, and where it is not known what is between the ranks.
     pub fn measure(transport: Transport, ranks: u32) -> io::Result<Option<Floors>> {
-        if ranks < 2 {
+        if ranks < 2 || transport == Transport::Auto {
             return Ok(None);
         }
         // A machine that does not tell its number of cores still has one.

@@ -1,4 +1,4 @@
-//! The ranks of a measurement: threads, or copies of this program.
+//! The ranks of a measurement: threads, or processes that run this program.
 
 use std::fmt;
 use std::io;
@@ -16,10 +16,12 @@ use crate::run;
 pub enum Transport {
     /// Threads of one process
     Local,
-    /// Processes that this program starts, over TCP on loopback
+    /// Processes over TCP; on loopback where this program starts them
     Tcp,
-    /// Processes that this program starts, in shared memory
+    /// Processes of one host in shared memory
     Shm,
+    /// Processes in shared memory on a host and over TCP between hosts
+    Auto,
 }
 
 impl fmt::Display for Transport {
@@ -28,6 +30,7 @@ impl fmt::Display for Transport {
             Transport::Local => "local",
             Transport::Tcp => "tcp",
             Transport::Shm => "shm",
+            Transport::Auto => "auto",
         })
     }
 }
@@ -59,19 +62,28 @@ pub fn measure(
 ) -> Result<u8, RanksError> {
     let wrong = match common.transport {
         Transport::Local => threads(with_algorithms(Builder::default(), common), common.ranks, work)?,
-        Transport::Tcp | Transport::Shm if !common.as_rank => return processes(common.ranks),
+        _ if launched().is_none() => return processes(common.ranks),
         #[cfg(unix)]
         Transport::Tcp => work(&with_algorithms(Builder::from_env()?, common).transport(Medium::Tcp).connect()?)?,
         #[cfg(unix)]
         Transport::Shm => work(&with_algorithms(Builder::from_env()?, common).transport(Medium::Shm).connect()?)?,
+        #[cfg(unix)]
+        Transport::Auto => work(&with_algorithms(Builder::from_env()?, common).transport(Medium::Auto).connect()?)?,
         #[cfg(not(unix))]
-        Transport::Tcp | Transport::Shm => return Err(RanksError::Platform),
+        _ => return Err(RanksError::Platform),
     };
     Ok(u8::from(wrong > 0))
 }
 
 fn with_algorithms(builder: Builder, common: &Common) -> Builder {
     common.algorithms.iter().cloned().fold(builder, Builder::algorithms)
+}
+
+/// The number of ranks where a launcher started this process as one of them. What the group makes of a number that is
+/// malformed, it says itself.
+pub fn launched() -> Option<u32> {
+    std::env::var_os("BONFIRE_RANK")?;
+    Some(std::env::var("BONFIRE_WORLD_SIZE").ok().and_then(|ranks| ranks.trim().parse().ok()).unwrap_or(1))
 }
 
 fn threads(
@@ -95,7 +107,7 @@ fn threads(
 /// Starts this program once per rank as `bonfire run` does, which ends all if one fails.
 fn processes(ranks: u32) -> Result<u8, RanksError> {
     let program = std::env::current_exe().map_err(RanksError::Start)?.into_os_string();
-    let arguments = std::env::args_os().skip(1).chain(["--as-rank".into()]);
+    let arguments = std::env::args_os().skip(1);
     Ok(run::run(&run::Args::local(ranks, [program].into_iter().chain(arguments).collect())))
 }
 
@@ -105,7 +117,7 @@ mod tests {
 
     #[test]
     fn a_wrong_element_is_exit_status_1() {
-        let common = Common { transport: Transport::Local, ranks: 2, algorithms: None, json: false, as_rank: false };
+        let common = Common { transport: Transport::Local, ranks: 2, algorithms: None, json: false };
         assert_eq!(measure(&common, |_| Ok(0)).unwrap(), 0);
         assert_eq!(measure(&common, |_| Ok(1)).unwrap(), 1);
         assert_eq!(measure(&common, |_| Ok(256)).unwrap(), 1);

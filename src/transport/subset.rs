@@ -1,0 +1,44 @@
+//! Some ranks of a transport, as a transport of their own.
+
+use super::{Fault, Transport};
+use crate::call::Tag;
+use crate::wait::Deadline;
+
+/// The ranks that `rank_of` names, numbered from 0 to `world_size - 1`. Faults name ranks as the transport below does:
+/// they are for the group that this is a part of, which also begins and ends operations.
+pub(crate) struct Subset<'a, F> {
+    pub all: &'a dyn Transport,
+    /// This rank's number.
+    pub rank: usize,
+    pub world_size: usize,
+    /// The rank of a number.
+    pub rank_of: F,
+}
+
+impl<F: Fn(usize) -> usize + Send + Sync> Transport for Subset<'_, F> {
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
+    fn world_size(&self) -> usize {
+        self.world_size
+    }
+
+    fn send(&self, tag: &Tag, to: usize, bytes: &[u8], deadline: &Deadline) -> Result<(), Fault> {
+        self.all.send(tag, (self.rank_of)(to), bytes, deadline)
+    }
+
+    fn receive(&self, tag: &Tag, from: usize, bytes: &mut [u8], deadline: &Deadline) -> Result<(), Fault> {
+        self.all.receive(tag, (self.rank_of)(from), bytes, deadline)
+    }
+
+    fn exchange(
+        &self,
+        tag: &Tag,
+        (to, outgoing): (usize, &[u8]),
+        (from, incoming): (usize, &mut [u8]),
+        deadline: &Deadline,
+    ) -> Result<(), Fault> {
+        self.all.exchange(tag, ((self.rank_of)(to), outgoing), ((self.rank_of)(from), incoming), deadline)
+    }
+}
