@@ -157,12 +157,12 @@ fn levels() -> Vec<Level> {
 fn bits(random: &mut u64) -> u64 {
     // The generator of L'Ecuyer's tables, "Tables of linear congruential generators", 1999.
     *random = random.wrapping_mul(2_862_933_555_777_941_757).wrapping_add(3_037_000_493);
-    let word = *random >> 1 ^ *random << 31;
+    let word = (*random >> 1) ^ (*random << 31);
     match *random >> 60 {
         0 => 0,
         1 => 0x8000_8000_8000_8000,
-        2 => 0x7ff0_0000_7f80_7c00 ^ word & 0x8000_0000_8000_8000,
-        3 => 0x7ff8_0000_7fc0_7fc0 | word & 0xf,
+        2 => 0x7ff0_0000_7f80_7c00 ^ (word & 0x8000_0000_8000_8000),
+        3 => 0x7ff8_0000_7fc0_7fc0 | (word & 0xf),
         4 => word & 0x0000_00ff_0000_00ff,
         _ => word,
     }
@@ -247,7 +247,7 @@ fn every_sixteen_bit_float_is_converted_as_half_does() {
         let narrow = bf16::from_bits(bits);
         assert_eq!(widen::from_bf16(narrow).to_bits(), narrow.to_f32().to_bits(), "{bits:04x}");
         // Around every value and every tie between two.
-        for wide in [0u32, 1, 0x7fff, 0x8000, 0x8001, 0xffff].map(|low| f32::from_bits(u32::from(bits) << 16 | low)) {
+        for wide in [0u32, 1, 0x7fff, 0x8000, 0x8001, 0xffff].map(|low| f32::from_bits((u32::from(bits) << 16) | low)) {
             assert_eq!(widen::to_bf16(wide).to_bits(), bf16::from_f32(wide).to_bits(), "{:08x}", wide.to_bits());
         }
     }

@@ -128,6 +128,6 @@ pub(super) fn from_bf16(narrow: bf16) -> f32 {
 pub(super) fn to_bf16(wide: f32) -> bf16 {
     let bits = wide.to_bits() as i32;
     let nan = -i32::from(bits & 0x7fff_ffff > 0x7f80_0000);
-    let rounded = bits.wrapping_add(0x7fff + (bits >> 16 & 1));
-    bf16::from_bits(((bits | 0x40_0000) & nan | rounded & !nan).cast_unsigned().wrapping_shr(16) as u16)
+    let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1));
+    bf16::from_bits((((bits | 0x40_0000) & nan) | (rounded & !nan)).cast_unsigned().wrapping_shr(16) as u16)
 }
