@@ -4,6 +4,7 @@
 //! operation at once, where ranks reach each other's memory or an engine brings its own. A group asks for the second
 //! first.
 
+mod direct;
 #[cfg(unix)]
 pub(crate) mod frame;
 pub(crate) mod local;
@@ -11,6 +12,9 @@ pub(crate) mod local;
 pub(crate) mod shm;
 #[cfg(unix)]
 pub(crate) mod tcp;
+
+use std::io;
+use std::ptr::NonNull;
 
 use crate::call::Tag;
 use crate::error::{Error, Site};
@@ -116,4 +120,20 @@ pub trait Collectives: Send + Sync {
     /// Runs the operation; `None` where this engine has none of that kind, and plans on the transport run it instead.
     /// All ranks get `None` or none does.
     fn run(&self, site: &Site, buffers: &mut Buffers<'_>, deadline: &Deadline) -> Option<Result<(), Fault>>;
+
+    /// Zeroed memory for a buffer of so many bytes, in which this engine's operations are faster than elsewhere; `None`
+    /// where they would not be.
+    fn allocate(&self, _bytes: usize) -> Option<io::Result<Box<dyn Storage>>> {
+        None
+    }
+}
+
+/// Memory of one buffer.
+///
+/// # Safety
+/// What `start` gives is the same in every call, aligned to a page, and valid for reading and writing as many bytes as
+/// were asked for until the storage is dropped. In this process nobody else accesses it but operations that borrow it.
+pub unsafe trait Storage: Send + Sync {
+    /// Where it begins.
+    fn start(&self) -> NonNull<u8>;
 }

@@ -2,23 +2,28 @@
 //!
 //! Every rank publishes its call in an *offer*, and each compares all offers, so all see the same mismatch. Small data
 //! travel inside the offers and need nothing more (`small`). Large data go through each rank's *window* in chunks that
-//! stay in the cache (`chunks`). Every word has one writer, and nobody ever holds a pointer into a peer's own memory,
-//! so a rank may end at any time and by any means. That it did, the others know from its control connection.
+//! stay in the cache (`chunks`), or not at all where all buffers are in memory that the ranks share (`lent`, `arena`).
+//! Every word has one writer, and nobody ever holds a pointer into memory that is only a peer's, so a rank may end at any
+//! time and by any means. That it did, the others know from its control connection.
 
+mod arena;
 mod chunks;
+mod lent;
 mod segment;
 mod sleeper;
 mod small;
 
+use std::io;
 use std::sync::atomic::{Ordering, fence};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use self::arena::Arena;
 use self::chunks::Flow;
 pub(crate) use self::segment::Segment;
-use self::segment::{Control, Offer};
+use self::segment::{Control, INLINE, Offer};
 use super::tcp::Board;
-use super::{Buffers, Collectives, Fault};
+use super::{Buffers, Collectives, Fault, Storage};
 use crate::call::{Call, Tag};
 use crate::error::{Error, Ranks, Site};
 use crate::wait::{Deadline, Patience, crowded, spin};
@@ -35,6 +40,8 @@ pub(crate) struct Shm {
     /// More ranks than processors.
     crowded: bool,
     flow: Mutex<Flow>,
+    /// For this rank's own buffers.
+    arena: Arc<Arena>,
 }
 
 impl Shm {
@@ -43,7 +50,8 @@ impl Shm {
         let shared = segment.clone();
         board.alarm(move || shared.control(rank).sleeper.0.ring());
         let crowded = crowded(segment.world_size());
-        Shm { segment, rank, board, crowded, flow: Mutex::default() }
+        let arena = Arena::new(segment.clone(), rank);
+        Shm { segment, rank, board, crowded, flow: Mutex::default(), arena }
     }
 
     fn world_size(&self) -> usize {
@@ -149,8 +157,13 @@ impl Collectives for Shm {
         Some(if small::fits(&site.call, self.world_size()) {
             self.small(site, buffers, deadline)
         } else {
-            self.chunks(site, buffers, deadline)
+            self.large(site, buffers, deadline)
         })
+    }
+
+    fn allocate(&self, bytes: usize) -> Option<io::Result<Box<dyn Storage>>> {
+        // What is small travels in the offers, wherever it is.
+        if bytes <= INLINE { None } else { self.arena.allocate(bytes) }
     }
 }
 

@@ -19,6 +19,8 @@ pub struct Subject {
     pub op: Option<String>,
     pub root: Option<usize>,
     pub level: String,
+    /// Whether the group allocated the buffers.
+    pub registered: bool,
 }
 
 /// One size. Rank 0 has the rows.
@@ -97,11 +99,12 @@ impl Report {
     }
 
     fn head(&self) -> Vec<String> {
-        let Subject { facts, level, .. } = &self.subject;
+        let Subject { facts, level, registered, .. } = &self.subject;
+        let buffers = if *registered { ", buffers of the group's" } else { "" };
         let bus = (facts.bus)(f64::from(self.ranks));
         let mut lines = vec![
             format!(
-                "bonfire {} {}, {} ranks over {}, {level} level",
+                "bonfire {} {}, {} ranks over {}, {level} level{buffers}",
                 env!("CARGO_PKG_VERSION"),
                 facts.name,
                 self.ranks,
@@ -146,7 +149,7 @@ impl Report {
     }
 
     fn object(&self, row: &Row) -> Value {
-        let Subject { facts, dtype, op, root, level } = &self.subject;
+        let Subject { facts, dtype, op, root, level, registered } = &self.subject;
         let side = |figures: &Figures| {
             let times = figures.measured.times;
             json!({
@@ -158,6 +161,7 @@ impl Report {
         };
         let mut object = json!({
             "collective": facts.name, "transport": self.transport, "ranks": self.ranks, "level": level,
+            "registered": registered,
             "dtype": dtype.to_string(), "op": op, "root": root, "bytes": row.bytes, "count": row.count,
             "in_place": row.in_place.as_ref().map(side),
         });
@@ -202,6 +206,7 @@ mod tests {
             op: Some("sum".into()),
             root: None,
             level: "slice".into(),
+            registered: false,
         };
         let mut report = Report {
             transport: "local".into(),
