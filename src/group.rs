@@ -1,5 +1,6 @@
 //! Groups: who the ranks are, in which order their operations run, and what happens after a failure.
 
+mod buffer;
 mod builder;
 #[cfg(unix)]
 mod interrupt;
@@ -11,12 +12,14 @@ use std::fmt;
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
+pub use self::buffer::Buffer;
 pub use self::builder::Builder;
 pub(crate) use self::builder::DEADLINE;
 pub(crate) use self::progress::Progress;
 pub use self::progress::Work;
 use self::turn::{Queue, Turn};
 use crate::call::{Call, Operation, Tag};
+use crate::dtype::Element;
 use crate::error::{Error, Site};
 use crate::plan::{Algorithm, Plan, Selection};
 use crate::transport::{Buffers, Fault, Near, Transport};
@@ -175,6 +178,24 @@ impl Group {
     /// environment said.
     pub fn algorithms(&self, operation: Operation) -> Selection {
         self.core.algorithms.in_effect(operation, self.world_size(), self.core.near.is_somebody())
+    }
+
+    /// A buffer of zeros in memory that suits this group: shared memory where its ranks share some, ordinary memory
+    /// elsewhere. Large operations between ranks that share memory are faster where every rank's buffers come from here:
+    /// ranks then reach each other's, and nothing is copied on the way. See [`Buffer`].
+    ///
+    /// ```
+    /// # let group = bonfire::Group::threads(1)?.remove(0);
+    /// let mut weights = group.allocate::<f32>(1 << 20)?;
+    /// weights.fill(1.0);
+    /// group.all_reduce(&mut weights, bonfire::ReduceOp::Sum)?;
+    /// # Ok::<(), bonfire::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Io`] where the system has not so much memory; the group stays sound.
+    pub fn allocate<T: Element>(&self, len: usize) -> Result<Buffer<T>, Error> {
+        Buffer::new(len, |bytes| self.core.near.allocate(bytes))
     }
 
     pub(crate) fn turn(&self) -> Turn<'_> {

@@ -4,6 +4,7 @@
 //! operation at once, where ranks reach each other's memory or an engine brings its own. A group asks for the second
 //! first.
 
+mod direct;
 #[cfg(unix)]
 pub(crate) mod frame;
 #[cfg(all(feature = "shm", target_os = "linux"))]
@@ -17,7 +18,7 @@ pub(crate) mod subset;
 #[cfg(unix)]
 pub(crate) mod tcp;
 
-pub(crate) use self::seams::{Buffers, Collectives};
+pub(crate) use self::seams::{Buffers, Collectives, Storage};
 pub use self::seams::{Fault, Transport};
 
 /// What ranks reach each other by besides messages.
@@ -36,5 +37,13 @@ impl Near {
     /// Whether there is a way of the transport's own.
     pub fn is_somebody(&self) -> bool {
         !matches!(self, Near::Nobody)
+    }
+
+    /// As [`Collectives::allocate`].
+    pub fn allocate(&self, bytes: usize) -> Option<std::io::Result<Box<dyn Storage>>> {
+        match self {
+            Near::Everybody(engine) => engine.allocate(bytes),
+            _ => None,
+        }
     }
 }

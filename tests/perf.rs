@@ -43,6 +43,17 @@ fn every_operation_is_measured_between_threads_and_between_processes() {
 }
 
 #[test]
+fn every_operation_is_measured_on_buffers_of_the_groups() {
+    for operation in ["all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all"] {
+        let rows =
+            objects(&format!("perf {operation} --transport shm --ranks 3 -b 600K -e 600K -n 3 -w 1 -R 1 --json"));
+        let (row, zero) = (&rows[0], Value::from(0));
+        assert_eq!((&row["wrong"], &row["in_place"]["wrong"], &row["registered"]), (&zero, &zero, &Value::from(true)));
+    }
+    assert_eq!(bonfire("perf all_reduce -R 2").status.code(), Some(2));
+}
+
+#[test]
 fn the_table_ends_with_a_summary() {
     for arguments in ["perf all_reduce -e 512 -n 2", "perf all_reduce -e 512 -n 2 --level tensor"] {
         let table = succeeds(arguments);

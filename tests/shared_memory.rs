@@ -2,14 +2,17 @@
 
 mod common;
 
-use std::path::PathBuf;
+use std::fmt::Debug;
+use std::ops::DerefMut;
+use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use bonfire::{Algorithm, Builder, Error, Group, Medium, Operation, ReduceOp, partition};
+use bonfire::{Algorithm, Builder, Element, Error, Group, Medium, Operation, ReduceOp, partition};
 use common::process::{Process, is_child, report, say};
 use common::transport::{Random, delay};
 use common::{Kind, free_address, run_ranks};
+use half::{bf16, f16};
 use rustix::process::Signal;
 
 /// How many segments this process has mapped.
@@ -35,16 +38,22 @@ fn nothing_is_left_of_a_group_that_is_dropped() {
         let outcome = Group::from_env().and_then(|group| {
             let while_it_lives = (mappings(), memories(&descriptors()));
             group.all_reduce(&mut vec![1f32; 1_000_000], ReduceOp::Sum)?;
+            let mut buffer = group.allocate::<f32>(1_000_000)?;
+            buffer.fill(1.0);
+            group.all_reduce(&mut buffer, ReduceOp::Sum)?;
             let before = descriptors().len();
             drop(group);
-            Ok(format!("{while_it_lives:?}, {}, {}", mappings(), descriptors().len() < before))
+            let with_the_buffer = (mappings(), memories(&descriptors()), buffer.iter().all(|x| *x == 2.0));
+            drop(buffer);
+            let after = (mappings(), memories(&descriptors()), descriptors().len() < before);
+            Ok(format!("{while_it_lives:?} {with_the_buffer:?} {after:?}"))
         });
         return report(&outcome);
     }
     let mut ranks = Process::start_ranks("nothing_is_left_of_a_group_that_is_dropped", 2, "auto", "60");
     for rank in &mut ranks {
-        // One mapping and no descriptor while it lives, no mapping and fewer descriptors afterwards.
-        assert_eq!(rank.outcome(), Ok("(1, 0), 0, true".into()));
+        // A mapping in two parts and one descriptor while the group or a buffer of it lives, nothing afterwards.
+        assert_eq!(rank.outcome(), Ok("(2, 1) (2, 1, true) (0, 0, true)".into()));
         assert!(rank.end().success());
     }
     assert!(!named_in_dev_shm());
@@ -60,7 +69,8 @@ fn named_in_dev_shm() -> bool {
 fn a_rank_that_is_killed_amid_large_operations_is_lost_at_once() {
     if is_child() {
         let group = Group::from_env().expect("ranks find each other");
-        let mut data = vec![1f32; 4_000_000];
+        // The deadline says which kind of buffer it is this time.
+        let mut data = memory(&group, group.deadline() > Duration::from_secs(60), vec![1f32; 4_000_000]);
         group.all_reduce(&mut data, ReduceOp::Mean).expect("all ranks are there");
         say("going");
         let error = loop {
@@ -70,9 +80,9 @@ fn a_rank_that_is_killed_amid_large_operations_is_lost_at_once() {
         };
         return report(&Err(error));
     }
-    for victim in 0..3 {
+    for (victim, deadline) in [(0, "60"), (1, "61"), (2, "60"), (0, "61")] {
         let name = "a_rank_that_is_killed_amid_large_operations_is_lost_at_once";
-        let ranks = Process::start_ranks(name, 3, "shm", "60");
+        let ranks = Process::start_ranks(name, 3, "shm", deadline);
         ranks.iter().for_each(|rank| assert_eq!(rank.hear(), "going"));
         ranks[victim].signal(Signal::KILL);
         let start = Instant::now();
@@ -84,6 +94,67 @@ fn a_rank_that_is_killed_amid_large_operations_is_lost_at_once() {
         assert!(start.elapsed() < Duration::from_secs(10), "after {:?}", start.elapsed());
         assert!(!named_in_dev_shm());
     }
+}
+
+/// A rank that is stopped amid operations on buffers in shared memory, and goes on when the others have given up, writes
+/// nothing to what the others have got back.
+#[test]
+fn a_rank_that_is_stopped_cannot_write_to_what_the_others_have_back() {
+    const LEN: usize = 4_000_000;
+    if is_child() {
+        let go_on = PathBuf::from(std::env::var_os("BONFIRE_TEST_GO_ON").expect("the parent gives it"));
+        let group = Group::from_env().expect("ranks find each other");
+        let mut data = group.allocate::<f32>(LEN).expect("there is memory");
+        group.all_reduce(&mut data, ReduceOp::Mean).expect("all ranks are there");
+        say("going");
+        let error = loop {
+            if let Err(error) = group.all_reduce(&mut data, ReduceOp::Mean) {
+                break error;
+            }
+        };
+        data.fill(3.0);
+        report(&Err(error));
+        while !go_on.exists() {
+            thread::sleep(Duration::from_millis(5));
+        }
+        // Fresh buffers are not where the stopped rank may still write either.
+        let fresh = group.allocate::<f32>(LEN).expect("there is memory");
+        let as_left = data.iter().all(|x| *x == 3.0) && fresh.iter().all(|x| *x == 0.0);
+        return say(as_left);
+    }
+    for victim in 0..2 {
+        let directory = tempfile::tempdir().unwrap();
+        let go_on = directory.path().join("go_on");
+        let name = "a_rank_that_is_stopped_cannot_write_to_what_the_others_have_back";
+        let mut ranks = start_with(name, 2, "2", &go_on);
+        ranks.iter().for_each(|rank| assert_eq!(rank.hear(), "going"));
+        ranks[victim].signal(Signal::STOP);
+        let error = ranks[1 - victim].outcome().unwrap_err();
+        assert!(matches!(&error, Error::Timeout { missing, .. } if *missing == [victim]), "{error:?}");
+        ranks[victim].signal(Signal::CONT);
+        ranks[victim].outcome().unwrap_err();
+        std::fs::write(go_on, "").unwrap();
+        for rank in &mut ranks {
+            assert_eq!(rank.hear(), "true");
+            assert!(rank.end().success());
+        }
+    }
+}
+
+/// Starts ranks that wait for the file at the end.
+fn start_with(name: &str, n: usize, deadline: &str, go_on: &Path) -> Vec<Process> {
+    let address = free_address();
+    let variables = |rank: usize| {
+        [
+            ("BONFIRE_RANK", rank.to_string()),
+            ("BONFIRE_WORLD_SIZE", n.to_string()),
+            ("BONFIRE_ADDRESS", address.clone()),
+            ("BONFIRE_TRANSPORT", "shm".to_owned()),
+            ("BONFIRE_DEADLINE", deadline.to_owned()),
+            ("BONFIRE_TEST_GO_ON", go_on.to_string_lossy().into_owned()),
+        ]
+    };
+    (0..n).map(|rank| Process::start(name, &variables(rank))).collect()
 }
 
 type Set = fn(Builder) -> Builder;
@@ -169,6 +240,16 @@ fn the_environment_says_which_sizes_shared_memory_has() {
     }
 }
 
+/// These elements in shared memory, or in memory of this process's own.
+fn memory<T: Element>(group: &Group, shared: bool, elements: Vec<T>) -> Box<dyn DerefMut<Target = [T]>> {
+    if !shared {
+        return Box::new(elements);
+    }
+    let mut buffer = group.allocate(elements.len()).expect("there is memory");
+    buffer.copy_from_slice(&elements);
+    Box::new(buffer)
+}
+
 /// What rank `rank` brings in operation `number` at `i`.
 fn value(rank: usize, number: usize, i: usize) -> i64 {
     (rank * 1_000_003 + number * 7919 + i * 31) as i64 % 10_007
@@ -187,8 +268,16 @@ fn random_operation(group: &Group, number: usize, random: &mut Random) {
     let root = random.next() as usize % n;
     let in_place = random.next().is_multiple_of(2);
     let mine: Vec<i64> = (0..len).map(|i| value(rank, number, i)).collect();
+    // The buffers of no rank, of all ranks, or of some are in shared memory.
+    let shared = match random.next() % 4 {
+        0 => 0,
+        1 | 2 => u64::MAX,
+        _ => random.next(),
+    };
+    let [input_is, output_is] = [shared >> (2 * rank) & 1 == 1, shared >> (2 * rank + 1) & 1 == 1];
     let sum = |i: usize| (0..n).map(|rank| value(rank, number, i)).sum::<i64>();
-    let mut data = if in_place { mine.clone() } else { vec![-1; len] };
+    let mut data = memory(group, output_is, if in_place { mine.clone() } else { vec![-1; len] });
+    let mine = memory(group, input_is, mine);
     let own = partition(len, n, rank);
     let kind = random.next() % 7;
     match (kind, in_place) {
@@ -231,6 +320,100 @@ fn operations_of_all_kinds_and_sizes_follow_each_other() {
             }
         });
     }
+}
+
+/// Small whole numbers, and so exact sums, in every type; products of 7 ranks' too.
+fn check_type<T: Element + Debug>(group: &Group, of: fn(u8) -> T) {
+    let (rank, n) = (group.rank(), group.world_size());
+    for len in [70_000, 131_073] {
+        let elements = |rank: usize| -> Vec<T> { (0..len).map(|i| of(((rank * 7 + i * 5) % 2 + 1) as u8)).collect() };
+        let own = partition(len, n, rank);
+        let bits = |elements: &[T]| bytemuck::cast_slice::<T, u8>(elements).to_vec();
+        for op in ReduceOp::ALL {
+            let mut want = elements(rank);
+            group.all_reduce(&mut want, op).unwrap();
+            let mut data = memory(group, true, elements(rank));
+            group.all_reduce(&mut data, op).unwrap();
+            assert!(bits(&data) == bits(&want), "{op} of {} x {len} on rank {rank} of {n}", T::DTYPE);
+            // From one part of a buffer to another, and to memory that peers do not reach.
+            let middle = (len * size_of::<T>()).next_multiple_of(1 << 16) / size_of::<T>();
+            let mut both = group.allocate::<T>(middle + len).unwrap();
+            let (input, output) = both.split_at_mut(middle);
+            input[..len].copy_from_slice(&elements(rank));
+            group.all_reduce_into(&input[..len], output, op).unwrap();
+            assert!(bits(output) == bits(&want), "{op} of {} x {len} on rank {rank} of {n}", T::DTYPE);
+            let mut part = vec![T::zeroed(); own.len()];
+            group.reduce_scatter_into(&input[..len], &mut part, op).unwrap();
+            assert!(bits(&part) == bits(&want[own.clone()]), "{op} of {} x {len} on rank {rank} of {n}", T::DTYPE);
+        }
+    }
+}
+
+#[test]
+fn buffers_in_shared_memory_get_the_same_bits_as_others_in_every_type() {
+    for n in [2, 3] {
+        run_ranks(Kind::Shm, n, |group| {
+            check_type(&group, |x| x);
+            check_type(&group, |x| x as i8);
+            check_type(&group, u16::from);
+            check_type(&group, i16::from);
+            check_type(&group, u32::from);
+            check_type(&group, i32::from);
+            check_type(&group, u64::from);
+            check_type(&group, i64::from);
+            check_type(&group, |x| f16::from_f32(x.into()));
+            check_type(&group, |x| bf16::from_f32(x.into()));
+            check_type(&group, f32::from);
+            check_type(&group, f64::from);
+        });
+    }
+}
+
+#[test]
+fn buffers_work_with_every_group_and_a_huge_one_is_refused() {
+    for kind in Kind::ALL {
+        run_ranks(kind, 2, move |group| {
+            let mut data = group.allocate::<i32>(100_000).unwrap();
+            assert!(data.iter().all(|x| *x == 0));
+            data.fill(1);
+            group.all_reduce(&mut data, ReduceOp::Sum).unwrap();
+            let work = group.start_all_reduce(data, ReduceOp::Sum).unwrap();
+            let data = work.wait().map_err(|(error, _)| error).unwrap();
+            assert!(data.iter().all(|x| *x == 4));
+            assert!(group.allocate::<f64>(0).unwrap().is_empty());
+            for len in [1 << 46, usize::MAX / 8, usize::MAX] {
+                let error = group.allocate::<f64>(len).unwrap_err();
+                assert!(matches!(error, Error::Io { .. }), "{error:?}");
+                assert!(error.to_string().contains("MiB"), "{error}");
+            }
+            group.barrier().unwrap();
+        });
+    }
+    run_ranks(Kind::Shm, 2, |group| {
+        // It would fit the addresses, but no machine has so much memory to spare.
+        let error = group.allocate::<u8>(400 << 30).unwrap_err();
+        assert!(error.to_string().contains("to spare"), "{error}");
+        group.barrier().unwrap();
+    });
+}
+
+#[test]
+fn buffers_come_and_go() {
+    run_ranks(Kind::Shm, 3, |group| {
+        let mut random = Random(5);
+        let mut buffers = Vec::new();
+        for i in 0..60 {
+            let mut buffer = group.allocate::<i32>(10_000 + random.next() as usize % 300_000).unwrap();
+            assert!(buffer.iter().all(|x| *x == 0));
+            buffer.fill(i);
+            group.all_reduce(&mut buffer, ReduceOp::Sum).unwrap();
+            buffers.push((3 * i, buffer));
+            if random.next().is_multiple_of(2) {
+                buffers.swap_remove(random.next() as usize % buffers.len());
+            }
+            assert!(buffers.iter().all(|(sum, buffer)| buffer.iter().all(|x| x == sum)));
+        }
+    });
 }
 
 #[test]

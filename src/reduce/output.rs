@@ -22,7 +22,6 @@ impl Output {
     ///
     /// # Safety
     /// Both are valid for so many bytes, do not overlap, and nobody else accesses the output meanwhile.
-    #[cfg(all(feature = "shm", target_os = "linux"))]
     pub unsafe fn copy(self, source: *const u8, bytes: usize) {
         // SAFETY: as the caller vouches for.
         let (target, source) =

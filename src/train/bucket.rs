@@ -6,7 +6,7 @@ use half::{bf16, f16};
 
 use crate::dtype::{DType, Element, ReduceOp};
 use crate::error::Error;
-use crate::group::{Group, Work};
+use crate::group::{Buffer, Group, Work};
 
 /// The first bucket is small, so that the first reduction starts while the rest is still being packed.
 const FIRST: usize = 1 << 20;
@@ -55,8 +55,9 @@ pub(crate) fn buckets(items: impl Iterator<Item = Item>) -> Vec<Vec<usize>> {
 pub(crate) enum Bucket {
     /// A single tensor's own bytes.
     Own(Bytes),
-    /// Several tensors one after the other, in the first so many bytes of memory that is kept from step to step.
-    Packed(Vec<u64>, usize),
+    /// Several tensors one after the other, in the first so many bytes of memory that is kept from step to step. The
+    /// group allocates it, so that where ranks share memory nothing is copied between this and the result.
+    Packed(Buffer<u64>, usize),
 }
 
 impl Bucket {
@@ -65,13 +66,14 @@ impl Bucket {
         if bytes.as_ptr().addr().is_multiple_of(dtype.size()) { Ok(Bucket::Own(bytes)) } else { Err(bytes) }
     }
 
-    /// A bucket of so many bytes in `memory`, which grows if it must.
-    pub fn packed(mut memory: Vec<u64>, bytes: usize) -> Bucket {
+    /// A bucket of so many bytes in `memory`, or in new memory where that is too small.
+    pub fn packed(group: &Group, memory: Option<Buffer<u64>>, bytes: usize) -> Result<Bucket, Error> {
         let words = bytes.div_ceil(size_of::<u64>());
-        if memory.len() < words {
-            memory.resize(words, 0);
-        }
-        Bucket::Packed(memory, bytes)
+        let memory = match memory.filter(|memory| memory.len() >= words) {
+            Some(memory) => memory,
+            None => group.allocate(words)?,
+        };
+        Ok(Bucket::Packed(memory, bytes))
     }
 
     pub fn bytes(&mut self) -> &mut [u8] {
@@ -160,10 +162,14 @@ mod tests {
 
     #[test]
     fn packed_memory_is_kept_and_grows() {
-        let mut bucket = Bucket::packed(vec![7; 1], 24);
-        assert_eq!(bucket.bytes().len(), 24);
+        let group = Group::threads(1).unwrap().remove(0);
+        let mut small = group.allocate(1).unwrap();
+        small[0] = 7;
+        let mut bucket = Bucket::packed(&group, Some(small), 24).unwrap();
+        assert_eq!(bucket.bytes(), [0; 24]);
         assert_eq!(AsMut::<[f64]>::as_mut(&mut bucket).len(), 3);
+        bucket.bytes().fill(1);
         let Bucket::Packed(memory, _) = bucket else { unreachable!() };
-        assert_eq!(Bucket::packed(memory, 8).bytes(), 7u64.to_ne_bytes());
+        assert_eq!(Bucket::packed(&group, Some(memory), 8).unwrap().bytes(), [1; 8]);
     }
 }

@@ -14,7 +14,7 @@ use super::bucket::{Bucket, Item, buckets, scale};
 use super::states;
 use crate::dtype::ReduceOp;
 use crate::error::Error;
-use crate::group::{Group, Work};
+use crate::group::{Buffer, Group, Work};
 use crate::tensor::device::{Waiting, start_all_reduce};
 
 /// One rank's part in the data-parallel training of a model: see [`train`](crate::train) for a whole loop.
@@ -23,7 +23,7 @@ pub struct DataParallel<B: AutodiffBackend> {
     /// The model's float parameters in visiting order, which is the order on which all ranks agree: the ids differ.
     parameters: Vec<Parameter<B>>,
     /// Memory of packed buckets that is not in use.
-    memory: Vec<Vec<u64>>,
+    memory: Vec<Buffer<u64>>,
 }
 
 /// A bucket whose reduction was started.
@@ -234,29 +234,29 @@ impl<B: AutodiffBackend> DataParallel<B> {
                     let grad = Tensor::<B::InnerBackend, 1>::from_primitive(TensorPrimitive::Float(tensor));
                     read.push((position, grad.try_into_data().map_err(|e| Error::io("reading a gradient", e))?));
                 }
-                let mut bucket = self.pack(&mut read, dtype);
+                let mut bucket = self.pack(&mut read, dtype)?;
                 scaling(bucket.bytes());
                 Ok(Started::Host { work: bucket.start_mean(&self.group, dtype)?, tensors: read })
             }
         }
     }
 
-    fn pack(&mut self, tensors: &mut [(usize, TensorData)], dtype: crate::DType) -> Bucket {
+    fn pack(&mut self, tensors: &mut [(usize, TensorData)], dtype: crate::DType) -> Result<Bucket, Error> {
         if let [(_, data)] = tensors {
             match Bucket::own(std::mem::replace(&mut data.bytes, Bytes::from_bytes_vec(Vec::new())), dtype) {
-                Ok(bucket) => return bucket,
+                Ok(bucket) => return Ok(bucket),
                 Err(bytes) => data.bytes = bytes,
             }
         }
         let bytes = tensors.iter().map(|(_, data)| data.bytes.len()).sum();
-        let mut bucket = Bucket::packed(self.memory.pop().unwrap_or_default(), bytes);
+        let mut bucket = Bucket::packed(&self.group, self.memory.pop(), bytes)?;
         let mut rest = bucket.bytes();
         for (_, data) in tensors {
             let (part, after) = rest.split_at_mut(data.bytes.len());
             part.copy_from_slice(&data.bytes);
             rest = after;
         }
-        bucket
+        Ok(bucket)
     }
 
     /// Waits for a reduction and registers its results as gradients.

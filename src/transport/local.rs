@@ -7,16 +7,15 @@
 
 mod mailbox;
 
-use std::mem::MaybeUninit;
 use std::sync::Arc;
 use std::time::Instant;
 
 use self::mailbox::Mailbox;
+use super::direct::{self, Place};
 use super::{Buffers, Collectives, Fault};
 use crate::call::{Call, Operation};
 use crate::dtype::DType;
 use crate::error::{Error, Ranks, Site};
-use crate::partition::partition;
 use crate::reduce::{self, Output};
 use crate::sync::{AtomicU8, AtomicU64, Cell, Mutex, Ordering};
 use crate::wait::{Bell, Deadline, Patience, crowded, lock, spin};
@@ -268,44 +267,14 @@ impl Collectives for Local {
         if call.operation == Operation::Barrier {
             return Ok(());
         }
-        let size = call.dtype.size();
-        let own = partition(call.count, world_size, self.rank);
-        let at = own.start * size;
-        let apart = |offer: &Offer| offer.input != offer.output.cast_const();
-        // SAFETY: buffers have the lengths that `Buffers` lists, which the group checked, and all calls are equal; each
-        // rank writes only its own part of the outputs, or its own output, and what others read in this operation is
-        // not written (`swap_parts` says why for itself); `exit` keeps every buffer borrowed until all ranks are done.
-        unsafe {
-            match (call.operation, call.reduction, call.root) {
-                (Operation::AllReduce, Some(op), _) => {
-                    let inputs = offers.clone().map(|offer| offer.input.add(at));
-                    let bytes = own.len() * size;
-                    let outputs = offers.map(|offer| Output::of(offer.output.add(at), bytes, apart(offer)));
-                    reduce::reduce_to_all(call.dtype, op, own.len(), inputs, outputs);
-                }
-                (Operation::Reduce, Some(op), Some(root)) => {
-                    let target = &*self.offer(root, sequence);
-                    let target = Output::of(target.output.add(at), own.len() * size, apart(target));
-                    let inputs = offers.map(|offer| offer.input.add(at));
-                    reduce::reduce_to_all(call.dtype, op, own.len(), inputs, std::iter::once(target));
-                }
-                (Operation::ReduceScatter, Some(op), _) => {
-                    let target = if buffers.input.is_some() { output } else { output.add(at) };
-                    let target = Output::of(target, own.len() * size, buffers.input.is_some());
-                    let inputs = offers.map(|offer| offer.input.add(at));
-                    reduce::reduce_to_all(call.dtype, op, own.len(), inputs, std::iter::once(target));
-                }
-                (Operation::Broadcast, _, Some(root)) => {
-                    std::ptr::copy((*self.offer(root, sequence)).input, output, call.bytes());
-                }
-                (Operation::AllGather, ..) => {
-                    let source = if buffers.input.is_some() { input } else { input.add(at) };
-                    offers.for_each(|offer| std::ptr::copy(source, offer.output.add(at), own.len() * size));
-                }
-                (Operation::AllToAll, ..) => self.swap_parts(call, sequence),
-                _ => {}
-            }
-        }
+        let place = |rank| {
+            // SAFETY: all ranks are in: see `offers`.
+            let offer = unsafe { &*self.offer(rank, sequence) };
+            Place { input: offer.input, output: offer.output }
+        };
+        // SAFETY: buffers have the lengths that `Buffers` lists, which the group checked, and all calls are equal; `exit`
+        // keeps every buffer borrowed until all ranks are done.
+        unsafe { direct::share(call, self.rank, world_size, place) };
         self.exit();
         Ok(())
     }
@@ -332,61 +301,5 @@ impl Local {
         }
         let calls = self.offers(sequence).enumerate().map(|(rank, offer)| (rank, offer.call)).collect();
         Err(Fault::Failed(Error::Mismatch { sequence: site.sequence, calls }))
-    }
-}
-
-impl Local {
-    /// Carries out this rank's share of an all_to_all. What two ranks have for each other is in four places, of which
-    /// two are one where a rank works in place, and no third rank touches them. So in place needs no copy of the input
-    /// and no second meeting: one of the two ranks swaps. To share the work, each does a half of every pair.
-    ///
-    /// # Safety
-    /// All ranks are in and have made this call, their buffers hold the whole, and none is out before this returns.
-    unsafe fn swap_parts(&self, call: &Call, sequence: u64) {
-        let world_size = self.shared.slots.len();
-        // Rounded down: a started buffer may have another length by now than the one that was checked.
-        let part = call.count / world_size * call.dtype.size();
-        // SAFETY: as the caller vouches for, every offer is complete.
-        let offer = |rank| unsafe { &*self.offer(rank, sequence) };
-        let mine = offer(self.rank);
-        let own = self.rank * part;
-        // SAFETY: the part is within the whole. The peers leave a rank's own part alone.
-        unsafe { std::ptr::copy(mine.input.add(own), mine.output.add(own), part) };
-        for peer in (1..world_size).map(|distance| (self.rank + distance) % world_size) {
-            let theirs = offer(peer);
-            let half = partition(part, 2, usize::from(self.rank > peer));
-            let (here, there) = (peer * part + half.start, own + half.start);
-            // SAFETY: both places are within the whole. Of the two ranks' parts for each other this half is this rank's
-            // to access: the peer has the other half, third ranks have other parts. An output is borrowed exclusively,
-            // so it overlaps no buffer, unless its rank works in place and has its input at the same address.
-            unsafe {
-                swap(
-                    (mine.input.add(here), mine.output.add(here)),
-                    (theirs.input.add(there), theirs.output.add(there)),
-                    half.len(),
-                );
-            }
-        }
-    }
-}
-
-/// Copies `bytes` bytes from each side's input to the other side's output.
-///
-/// # Safety
-/// Inputs are valid for reading and outputs for writing that many bytes; meanwhile nobody else writes the inputs or
-/// accesses the outputs. Outputs overlap nothing but the input of the same side, which is then at the same address.
-unsafe fn swap((input, output): (*const u8, *mut u8), (other_input, other_output): (*const u8, *mut u8), bytes: usize) {
-    const BLOCK: usize = 4 << 10;
-    let mut block = MaybeUninit::<[u8; BLOCK]>::uninit();
-    let block = block.as_mut_ptr().cast::<u8>();
-    for at in (0..bytes).step_by(BLOCK) {
-        let len = BLOCK.min(bytes - at);
-        // SAFETY: `at + len` is within the bytes that the caller vouches for, and `len` within the block. Either input
-        // is read before the output in its place is written.
-        unsafe {
-            std::ptr::copy_nonoverlapping(other_input.add(at), block, len);
-            std::ptr::copy_nonoverlapping(input.add(at), other_output.add(at), len);
-            std::ptr::copy_nonoverlapping(block, output.add(at), len);
-        }
     }
 }

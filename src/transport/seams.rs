@@ -1,5 +1,8 @@
 //! What a transport and an engine are.
 
+use std::io;
+use std::ptr::NonNull;
+
 use crate::call::Tag;
 use crate::error::{Error, Site};
 use crate::wait::Deadline;
@@ -109,4 +112,20 @@ pub trait Collectives: Send + Sync {
     fn stand_aside(&self, _site: &Site, _deadline: &Deadline) -> Result<(), Fault> {
         Ok(())
     }
+
+    /// Zeroed memory for a buffer of so many bytes, in which this engine's operations are faster than elsewhere; `None`
+    /// where they would not be.
+    fn allocate(&self, _bytes: usize) -> Option<io::Result<Box<dyn Storage>>> {
+        None
+    }
+}
+
+/// Memory of one buffer.
+///
+/// # Safety
+/// What `start` gives is the same in every call, aligned to a page, and valid for reading and writing as many bytes as
+/// were asked for until the storage is dropped. In this process nobody else accesses it but operations that borrow it.
+pub unsafe trait Storage: Send + Sync {
+    /// Where it begins.
+    fn start(&self) -> NonNull<u8>;
 }

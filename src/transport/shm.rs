@@ -2,23 +2,28 @@
 //!
 //! Every rank publishes its call in an *offer*, and each compares all offers, so all see the same mismatch. Small data
 //! travel inside the offers and need nothing more (`small`). Large data go through each rank's *window* in chunks that
-//! stay in the cache (`chunks`). Every word has one writer, and nobody ever holds a pointer into a peer's own memory,
-//! so a rank may end at any time and by any means. That it did, the others know from its control connection.
+//! stay in the cache (`chunks`), or not at all where all buffers are in memory that the ranks share (`lent`, `arena`).
+//! Every word has one writer, and nobody ever holds a pointer into memory that is only a peer's, so a rank may end at any
+//! time and by any means. That it did, the others know from its control connection.
 
+mod arena;
 mod chunks;
+mod lent;
 mod segment;
 mod sleeper;
 mod small;
 
+use std::io;
 use std::sync::atomic::{AtomicU64, Ordering, fence};
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
+use self::arena::Arena;
 use self::chunks::Flow;
 pub(crate) use self::segment::Segment;
-use self::segment::{Control, Offer};
+use self::segment::{Control, INLINE, Offer};
 use super::tcp::Tcp;
-use super::{Buffers, Collectives, Fault, Transport};
+use super::{Buffers, Collectives, Fault, Storage, Transport};
 use crate::call::{Call, Tag};
 use crate::error::{Error, Site};
 use crate::wait::{Deadline, crowded, spin};
@@ -37,6 +42,8 @@ pub(crate) struct Shm {
     /// Operations so far.
     number: AtomicU64,
     flow: Mutex<Flow>,
+    /// For this rank's own buffers.
+    arena: Arc<Arena>,
 }
 
 /// One operation in this memory: the group's, or a part of it.
@@ -62,7 +69,8 @@ impl Shm {
         let shared = segment.clone();
         tcp.board().alarm(move || shared.control(rank).sleeper.0.ring());
         let crowded = crowded(segment.world_size());
-        Shm { segment, rank, members, tcp, crowded, number: AtomicU64::new(0), flow: Mutex::default() }
+        let arena = Arena::new(segment.clone(), rank);
+        Shm { segment, rank, members, tcp, crowded, number: AtomicU64::new(0), flow: Mutex::default(), arena }
     }
 
     /// Runs `call` as a part of the group's operation at `site`. Every rank of the host hears from every other here, and
@@ -73,7 +81,7 @@ impl Shm {
         if small::fits(&call, self.world_size()) {
             self.small(&phase, buffers, deadline)
         } else {
-            self.chunks(&phase, buffers, deadline)
+            self.large(&phase, buffers, deadline)
         }
     }
 
@@ -189,6 +197,11 @@ impl Shm {
 impl Collectives for Shm {
     fn run(&self, site: &Site, buffers: &mut Buffers<'_>, deadline: &Deadline) -> Result<(), Fault> {
         self.phase(site, site.call, buffers, deadline)
+    }
+
+    fn allocate(&self, bytes: usize) -> Option<io::Result<Box<dyn Storage>>> {
+        // What is small travels in the offers, wherever it is.
+        if bytes <= INLINE { None } else { self.arena.allocate(bytes) }
     }
 }
 

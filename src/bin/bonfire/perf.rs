@@ -60,6 +60,11 @@ pub struct Args {
     #[arg(short = 'o', long, value_name = "OP", default_value_t = ReduceOp::Sum, value_parser = parse_op)]
     op: ReduceOp,
 
+    /// Whether the buffers are allocated by the group, which lets ranks that share memory reach them: 0 or 1
+    #[arg(short = 'R', long, value_name = "0|1", default_value = "0", value_parser = parse_switch,
+          action = clap::ArgAction::Set)]
+    register: bool,
+
     /// Root of reduce and broadcast
     #[arg(short = 'r', long, value_name = "RANK", default_value_t = 0)]
     root: u32,
@@ -184,6 +189,7 @@ impl Args {
             root: facts.rooted.then_some(self.root as usize),
             level: self.level.to_possible_value().map_or(String::new(), |value| value.get_name().to_owned()),
             algorithms: self.called().map(|operation| group.algorithms(operation).to_string()),
+            registered: self.register,
         };
         // Floors are measured while the other ranks sleep.
         let report = if group.rank() == 0 { Some(Report::begin(self, subject, sizes.len())?) } else { None };
@@ -244,7 +250,8 @@ impl Args {
                     let mut work = tensors::Tensors::<T>::new(peer, group, self.op, count, in_place);
                     return measure(group, &self.counts, &mut work).map(Some);
                 }
-                let work = Slices::<T>::new(group, self.operation, self.op, self.root as usize, count, in_place);
+                let (root, kind) = (self.root as usize, [self.register, in_place]);
+                let work = Slices::<T>::new(group, self.operation, self.op, root, count, kind)?;
                 work.map(|mut work| measure(group, &self.counts, &mut work)).transpose()
             };
             if let Some(out_of_place) = side(false)? {
@@ -299,6 +306,14 @@ fn parse_dtype(text: &str) -> Result<DType, String> {
     all().find(|dtype| dtype.to_string() == name).ok_or_else(|| format!("give one of {}", list(all())))
 }
 
+fn parse_switch(text: &str) -> Result<bool, String> {
+    match text {
+        "0" => Ok(false),
+        "1" => Ok(true),
+        _ => Err("give 0 or 1".into()),
+    }
+}
+
 fn parse_op(text: &str) -> Result<ReduceOp, String> {
     let name = match text {
         "prod" => "product",
@@ -320,6 +335,7 @@ Examples:
   bonfire perf all_reduce --sizes 4K,4100,1M --transport tcp --algorithms 'ring:0-'
   bonfire perf all_reduce --level tensor           # through burn's collective API, on Flex
   bonfire perf gradients --transport tcp --json    # a training step of ResNet-50
+  bonfire perf all_reduce --transport shm -R 1     # buffers that all ranks reach
   bonfire perf reduce_scatter --plot reduce_scatter.svg
   bonfire run -n 2 --nodes 4 ... -- bonfire perf all_reduce --transport auto      # on several hosts
 
@@ -332,6 +348,11 @@ What is timed:
   to back: many together for the mean, and up to 1000 one by one for the JSON keys median_us, p99_us
   and min_us. Every figure is that of the rank where it is largest. gradients times single steps, and
   its time is their median. send_recv and barrier do not come in place.
+
+Buffers:
+  They are ordinary memory unless --register 1 has the group allocate them, as Group::allocate does.
+  Ordinary is the default, as in nccl-tests: it is what a program has that does nothing about it. It
+  makes a difference over shm, above 32 KiB. gradients uses the group's memory by itself.
 
 Floors:
   %floor says how much of the time this machine needs at least, as measured before the first size.

@@ -18,35 +18,64 @@
 use std::ops::Range;
 use std::sync::atomic::Ordering;
 
+use super::lent::Lent;
 use super::segment::BUFFERS;
 use super::{Phase, Shm};
 use crate::call::{Call, Operation};
 use crate::partition::partition;
 use crate::reduce::{self, Output};
 use crate::transport::{Buffers, Fault};
-use crate::wait::{Deadline, lock};
+use crate::wait::Deadline;
 
 /// What a rank remembers from one large operation to the next. It is the same on all ranks: all of it follows from the
 /// calls, on which they agree.
 #[derive(Default)]
 pub(super) struct Flow {
     /// The last step of the operations so far.
-    step: u64,
+    pub step: u64,
     /// Chunks so far: they use the buffers in turn.
     chunks: u64,
     /// When all ranks have made this step, nobody reads the buffer any more.
     free: [u64; BUFFERS],
+    /// What every rank lends in the operation at hand, kept for its memory only.
+    pub lent: Vec<Lent>,
+}
+
+impl Shm {
+    fn store(&self, step: u64) {
+        // Release: who sees the number sees what was written to the window before.
+        self.control(self.rank).progress.0.store(step, Ordering::Release);
+    }
+
+    /// This rank has made the step.
+    pub(super) fn done(&self, step: u64) {
+        self.store(step);
+        self.ring();
+    }
+
+    /// Waits until all ranks that `whom` names have made the step.
+    pub(super) fn wait_for_step(
+        &self,
+        phase: &Phase,
+        deadline: &Deadline,
+        step: u64,
+        whom: impl Fn(usize) -> bool,
+    ) -> Result<(), Fault> {
+        // Acquire pairs with the release in `store`: what the peer wrote is here, and what it read it needs no more.
+        let reached = |rank| !whom(rank) || self.control(rank).progress.0.load(Ordering::Acquire) >= step;
+        self.wait(phase, deadline, reached)
+    }
 }
 
 /// One operation on one rank.
-struct Pass<'a> {
+pub(super) struct Pass<'a> {
     shm: &'a Shm,
     phase: &'a Phase,
     deadline: &'a Deadline,
-    flow: &'a mut Flow,
+    pub flow: &'a mut Flow,
     call: &'a Call,
-    input: *const u8,
-    output: *mut u8,
+    pub input: *const u8,
+    pub output: *mut u8,
     /// The element of the whole with which the input and the output begin.
     origins: (usize, usize),
     in_place: bool,
@@ -59,25 +88,30 @@ struct Pass<'a> {
     first: (u64, u64),
 }
 
-impl Shm {
-    /// Runs any operation but a barrier.
-    pub(super) fn chunks(&self, phase: &Phase, buffers: &mut Buffers<'_>, deadline: &Deadline) -> Result<(), Fault> {
-        let (call, n) = (&phase.call, self.world_size());
-        let own = partition(call.count, n, self.rank).start;
+impl<'a> Pass<'a> {
+    /// Any operation but a barrier.
+    pub fn new(
+        shm: &'a Shm,
+        phase: &'a Phase,
+        buffers: &mut Buffers<'_>,
+        deadline: &'a Deadline,
+        flow: &'a mut Flow,
+    ) -> Self {
+        let (call, n) = (&phase.call, shm.world_size());
+        let own = partition(call.count, n, shm.rank).start;
         let output = buffers.output.as_mut_ptr();
         let origin = |of| if buffers.input.is_some() && call.operation == of { own } else { 0 };
-        let most = self.segment.block_size() / call.dtype.size();
+        let most = shm.segment.block_size() / call.dtype.size();
         let longest = partition(call.count, n, 0).len();
         // As even as can be, in whole cache lines.
         let line = 64 / call.dtype.size();
         let piece = longest.div_ceil(longest.div_ceil(most)).next_multiple_of(line);
-        let mut flow = lock(&self.flow);
         Pass {
-            shm: self,
+            shm,
             phase,
             deadline,
             first: (flow.step, flow.chunks),
-            flow: &mut flow,
+            flow,
             call,
             input: buffers.input.map_or(output.cast_const(), <[u8]>::as_ptr),
             output,
@@ -87,29 +121,32 @@ impl Shm {
             piece,
             pieces: longest.div_ceil(piece) as u64,
         }
-        .run()
     }
 }
 
 impl Pass<'_> {
-    fn run(&mut self) -> Result<(), Fault> {
-        let (pieces, lag) = (self.pieces, self.lag());
+    /// Stages the first chunk before the offer is published, which shows it as well: no one waits for it apart.
+    pub fn begin(&mut self) -> Result<(), Fault> {
         self.stage(0)?;
-        // The offer shows the first chunk as well, so no one waits for it apart.
         self.store(self.step(0, STAGE));
-        self.shm.publish(self.phase);
-        self.shm.agree(self.phase, self.deadline)?;
+        Ok(())
+    }
+
+    /// Goes through the time-line. `begun` says whether this rank has staged the first chunk, and `late` whether some
+    /// rank had not when it published its offer.
+    pub fn run(mut self, begun: bool, late: bool) -> Result<(), Fault> {
+        let (pieces, lag) = (self.pieces, self.lag());
         for turn in 0..pieces + lag {
-            if turn > 0 && turn < pieces {
+            if turn < pieces && (turn > 0 || !begun) {
                 self.stage(turn)?;
                 self.done(self.step(turn, STAGE));
             }
             if self.call.reduction.is_some() && turn > 0 && turn <= pieces {
-                self.reduce(turn - 1)?;
+                self.reduce(turn - 1, late)?;
                 self.done(self.step(turn, REDUCE));
             }
             if turn >= lag {
-                self.take(turn - lag)?;
+                self.take(turn - lag, late)?;
             }
         }
         self.flow.step = self.step(pieces + lag, 0);
@@ -132,20 +169,15 @@ impl Pass<'_> {
     }
 
     fn store(&self, step: u64) {
-        // Release: who sees the number sees what was written to the window before.
-        self.shm.control(self.shm.rank).progress.0.store(step, Ordering::Release);
+        self.shm.store(step);
     }
 
     fn done(&self, step: u64) {
-        self.store(step);
-        self.shm.ring();
+        self.shm.done(step);
     }
 
-    /// Waits until all ranks that `whom` names have made the step.
     fn wait(&self, step: u64, whom: impl Fn(usize) -> bool) -> Result<(), Fault> {
-        // Acquire pairs with the release in `store`: what the peer wrote is here, and what it read it needs no more.
-        let reached = |rank| !whom(rank) || self.shm.control(rank).progress.0.load(Ordering::Acquire) >= step;
-        self.shm.wait(self.phase, self.deadline, reached)
+        self.shm.wait_for_step(self.phase, self.deadline, step, whom)
     }
 
     fn buffer(&self, chunk: u64) -> usize {
@@ -236,10 +268,10 @@ impl Pass<'_> {
         Ok(())
     }
 
-    fn reduce(&mut self, chunk: u64) -> Result<(), Fault> {
+    fn reduce(&mut self, chunk: u64, late: bool) -> Result<(), Fault> {
         let (rank, n) = (self.shm.rank, self.shm.world_size());
         let Some(op) = self.call.reduction else { return Ok(()) };
-        if chunk > 0 {
+        if chunk > 0 || late {
             self.wait(self.step(chunk, STAGE), |_| true)?;
         }
         let span = self.span(rank, chunk);
@@ -263,13 +295,13 @@ impl Pass<'_> {
         Ok(())
     }
 
-    fn take(&mut self, chunk: u64) -> Result<(), Fault> {
+    fn take(&mut self, chunk: u64, late: bool) -> Result<(), Fault> {
         let (n, size) = (self.shm.world_size(), self.call.dtype.size());
         if (0..n).all(|part| self.source(part).is_none()) {
             return Ok(());
         }
         let ready = if self.call.reduction.is_some() { self.step(chunk + 1, REDUCE) } else { self.step(chunk, STAGE) };
-        if ready > self.step(0, STAGE) {
+        if ready > self.step(0, STAGE) || late {
             self.wait(ready, |rank| self.call.operation != Operation::Broadcast || self.call.root == Some(rank))?;
         }
         for part in 0..n {

@@ -21,6 +21,8 @@ pub struct Subject {
     pub level: String,
     /// Which algorithms run which sizes, where the group chooses.
     pub algorithms: Option<String>,
+    /// Whether the group allocated the buffers.
+    pub registered: bool,
 }
 
 /// One size. Rank 0 has the rows.
@@ -99,11 +101,12 @@ impl Report {
     }
 
     fn head(&self) -> Vec<String> {
-        let Subject { facts, level, algorithms, .. } = &self.subject;
+        let Subject { facts, level, algorithms, registered, .. } = &self.subject;
+        let buffers = if *registered { ", buffers of the group's" } else { "" };
         let bus = (facts.bus)(f64::from(self.ranks));
         let mut lines = vec![
             format!(
-                "bonfire {} {}, {} ranks over {}, {level} level",
+                "bonfire {} {}, {} ranks over {}, {level} level{buffers}",
                 env!("CARGO_PKG_VERSION"),
                 facts.name,
                 self.ranks,
@@ -149,7 +152,7 @@ impl Report {
     }
 
     fn object(&self, row: &Row) -> Value {
-        let Subject { facts, dtype, op, root, level, algorithms } = &self.subject;
+        let Subject { facts, dtype, op, root, level, algorithms, registered } = &self.subject;
         let side = |figures: &Figures| {
             let times = figures.measured.times;
             json!({
@@ -161,7 +164,8 @@ impl Report {
         };
         let mut object = json!({
             "collective": facts.name, "transport": self.transport, "ranks": self.ranks, "level": level,
-            "algorithms": algorithms, "dtype": dtype.to_string(), "op": op, "root": root, "bytes": row.bytes, "count": row.count,
+            "algorithms": algorithms, "registered": registered,
+            "dtype": dtype.to_string(), "op": op, "root": root, "bytes": row.bytes, "count": row.count,
             "in_place": row.in_place.as_ref().map(side),
         });
         if let (Value::Object(object), Value::Object(side)) = (&mut object, side(&row.out_of_place)) {
@@ -206,6 +210,7 @@ mod tests {
             root: None,
             level: "slice".into(),
             algorithms: Some("all_reduce=native:0-".into()),
+            registered: false,
         };
         let mut report = Report {
             transport: "local".into(),

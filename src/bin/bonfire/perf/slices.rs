@@ -1,6 +1,8 @@
 //! Operations of a group on slices.
 
-use bonfire::{Group, ReduceOp};
+use std::ops::{Deref, DerefMut};
+
+use bonfire::{Buffer, Group, ReduceOp};
 
 use super::operation::{Extent, Name, Operation};
 use super::oracle::{Case, Number, POISON, wrong};
@@ -13,24 +15,64 @@ pub struct Slices<'a, T: Number> {
     case: Case,
     in_place: bool,
     /// Empty where the operation works in place.
-    input: Vec<T>,
-    output: Vec<T>,
+    input: Memory<T>,
+    output: Memory<T>,
+}
+
+/// Where the elements are.
+enum Memory<T> {
+    Own(Vec<T>),
+    Registered(Buffer<T>),
+}
+
+impl<T: Number> Deref for Memory<T> {
+    type Target = [T];
+
+    fn deref(&self) -> &[T] {
+        match self {
+            Memory::Own(elements) => elements,
+            Memory::Registered(elements) => elements,
+        }
+    }
+}
+
+impl<T: Number> DerefMut for Memory<T> {
+    fn deref_mut(&mut self) -> &mut [T] {
+        match self {
+            Memory::Own(elements) => elements,
+            Memory::Registered(elements) => elements,
+        }
+    }
 }
 
 impl<'a, T: Number> Slices<'a, T> {
-    /// `count` elements of a whole buffer. None where the operation does not come in place.
-    pub fn new(group: &'a Group, name: Name, op: ReduceOp, root: usize, count: usize, in_place: bool) -> Option<Self> {
+    /// `count` elements of a whole buffer, in memory of the group's where `register` says so. None where the operation
+    /// does not come in place.
+    pub fn new(
+        group: &'a Group,
+        name: Name,
+        op: ReduceOp,
+        root: usize,
+        count: usize,
+        [register, in_place]: [bool; 2],
+    ) -> Result<Option<Self>, RanksError> {
         let operation = Operation::<T>::ALL[name as usize];
         if in_place && operation.in_place.is_none() {
-            return None;
+            return Ok(None);
         }
         let case = Case::new(operation.facts.reduces, op, [group.world_size(), group.rank(), root], count);
-        let zeros = |extent| vec![T::zeroed(); length(&case, extent)];
-        let (input, output) = match in_place {
-            true => (Vec::new(), zeros(Extent::Whole)),
-            false => (zeros(operation.input), zeros(operation.output)),
+        let zeros = |extent| {
+            let length = length(&case, extent);
+            Ok::<_, RanksError>(match register {
+                true => Memory::Registered(group.allocate(length)?),
+                false => Memory::Own(vec![T::zeroed(); length]),
+            })
         };
-        Some(Slices { group, operation, case, in_place, input, output })
+        let (input, output) = match in_place {
+            true => (Memory::Own(Vec::new()), zeros(Extent::Whole)?),
+            false => (zeros(operation.input)?, zeros(operation.output)?),
+        };
+        Ok(Some(Slices { group, operation, case, in_place, input, output }))
     }
 }
 
@@ -92,7 +134,8 @@ mod tests {
         let rank = move |group: Group| {
             let mut counts = Vec::new();
             for in_place in [false, true] {
-                let Some(mut slices) = Slices::<T>::new(&group, name, op, ranks - 1, count, in_place) else { continue };
+                let slices = Slices::<T>::new(&group, name, op, ranks - 1, count, [in_place, in_place]).unwrap();
+                let Some(mut slices) = slices else { continue };
                 // Twice: what a first call left must not pass for the result of a second.
                 for _ in 0..2 {
                     slices.reset();
@@ -148,7 +191,8 @@ mod tests {
     #[test]
     fn a_call_that_does_nothing_is_wrong_everywhere() {
         let group = Group::threads(1).unwrap().remove(0);
-        let mut slices = Slices::<u8>::new(&group, Name::AllReduce, ReduceOp::Max, 0, 1000, false).unwrap();
+        let mut slices =
+            Slices::<u8>::new(&group, Name::AllReduce, ReduceOp::Max, 0, 1000, [false; 2]).unwrap().unwrap();
         slices.reset();
         slices.call().unwrap();
         // The right result of the call before must not pass for one of this.
