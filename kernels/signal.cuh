@@ -2,8 +2,8 @@
 //
 // Parameters of every kernel: `(const void *source, void *target, const __grid_constant__ Call call)`. cubecl passes one
 // pointer for each binding and then its info words as one parameter by value; `Call` is those words, so its fields are
-// all u64 and the host writes them in this order. Source and target may be the same memory, and must otherwise not
-// overlap. A kernel runs in a grid of (blocks, 1, 1) with 1 <= blocks <= MAX_BLOCKS, and blocks of (threads, 1, 1) with
+// all u64 and the host writes them in this order. Source and target may be the same memory (where one is a part of the
+// other: that part of the same memory), and must otherwise not overlap. A kernel runs in a grid of (blocks, 1, 1) with 1 <= blocks <= MAX_BLOCKS, and blocks of (threads, 1, 1) with
 // MAX_RANKS <= threads <= MAX_THREADS; both are the same on all ranks of a call. The kernels of a group's rank run one after
 // another, on one stream or ordered by events.
 //
@@ -101,14 +101,16 @@ struct Call {
     u64 patience;            // nanoseconds that a kernel waits for a peer
     u64 rank, ranks;
     u64 root;   // for operations that have one, else 0
-    u64 count;  // elements; for operations that only move, bytes
+    u64 count;  // elements, of the whole tensor where ranks have parts of it
+    u64 width;  // bytes of an element, for operations that only move, else 0
 };
+static_assert(sizeof(Call) == 15 * sizeof(u64), "the host passes this many words");
 
 // One call as one block lives through it. All its threads call all methods, and all get the same answer: once it is
 // false, the call has failed and the block returns.
 class Meeting {
   public:
-    // `kind` tells apart what runs under the same operation: element type and reduction.
+    // `kind` tells apart what runs under the same operation: element type and reduction, or the width of elements.
     __device__ Meeting(const Call &call, Operation operation, u32 kind)
         : call(call), operation(operation), own(control(u32(call.rank))), epoch(own.epoch + 1), step(0) {
         u64 what = u64(operation) | u64(kind) << 8 | call.root << 24 | u64(gridDim.x) << 32 | u64(blockDim.x) << 48;

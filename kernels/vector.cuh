@@ -17,6 +17,13 @@ struct alignas(N * sizeof(T)) Pack {
 template <class T>
 constexpr u32 UNROLL = sizeof(T) == 1 ? 2 : 4;
 
+// What is only moved.
+struct Byte {
+    u8 bits;
+};
+template <>
+constexpr u32 UNROLL<Byte> = 4;
+
 template <class T, u32 N>
 using Tile = Pack<T, N>[UNROLL<T>];
 
@@ -49,25 +56,33 @@ struct Reach {
     }
 };
 
+// One pack.
+template <class T, u32 N>
+__device__ __forceinline__ Pack<T, N> load(const T *at) {
+    const Pack<T, N> *pack = reinterpret_cast<const Pack<T, N> *>(at);
+    if constexpr (sizeof(Pack<T, N>) == 16) return ptx::load_16(pack);
+    else return *pack;
+}
+
+template <class T, u32 N>
+__device__ __forceinline__ void store(T *at, const Pack<T, N> &value) {
+    Pack<T, N> *pack = reinterpret_cast<Pack<T, N> *>(at);
+    if constexpr (sizeof(Pack<T, N>) == 16) ptx::store_16(pack, value);
+    else *pack = value;
+}
+
+// A tile of the tensor `from`, or to the tensor `to`.
 // Sources are not `const __restrict__`: that would allow loads through a cache that does not see other GPUs' stores.
 template <class T, u32 N>
 __device__ __forceinline__ void load(Tile<T, N> &tile, const T *from, const Reach<T, N> &reach) {
-    reach.each(
-        [&](u32 i, u64 at) {
-            if constexpr (N == 1) tile[i].lane[0] = from[at];
-            else tile[i] = ptx::load_16(reinterpret_cast<const Pack<T, N> *>(from + at));
-        },
-        [&](u32 i, u64 at) { tile[i].lane[0] = from[at]; });
+    reach.each([&](u32 i, u64 at) { tile[i] = load<T, N>(from + at); },
+               [&](u32 i, u64 at) { tile[i].lane[0] = from[at]; });
 }
 
 template <class T, u32 N>
 __device__ __forceinline__ void store(T *to, const Tile<T, N> &tile, const Reach<T, N> &reach) {
-    reach.each(
-        [&](u32 i, u64 at) {
-            if constexpr (N == 1) to[at] = tile[i].lane[0];
-            else ptx::store_16(reinterpret_cast<Pack<T, N> *>(to + at), tile[i]);
-        },
-        [&](u32 i, u64 at) { to[at] = tile[i].lane[0]; });
+    reach.each([&](u32 i, u64 at) { store<T, N>(to + at, tile[i]); },
+               [&](u32 i, u64 at) { to[at] = tile[i].lane[0]; });
 }
 
 // Calls `tile(reach)` for this thread's tiles among the slots from `first` up to `end`, which the whole grid shares.
