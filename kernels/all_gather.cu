@@ -1,9 +1,9 @@
-// all_gather: every rank stores its part, which is its source, to all targets. `count` is that of the whole tensor; parts
-// are those of the host's partition().
+// all_gather: every rank stores its part, which is its source, to all targets. `count` is that of the whole tensor;
+// parts are those of the host's partition().
 #include "move.cuh"
 
 extern "C" __global__ void __launch_bounds__(MAX_THREADS)
-    all_gather(const void *source, void *target, const __grid_constant__ Call call) {
+    all_gather(const void *source, void *target, const void *, const __grid_constant__ Call call) {
     Meeting meeting(call, Operation::ALL_GATHER, u32(call.width));
     if (!meeting.begin(source, target)) return;
     Part part(call.count, call.ranks, call.rank);

@@ -1,5 +1,5 @@
-// all_reduce for small tensors: every rank reads all sources and computes the whole result for itself. It moves more than
-// two-shot does (count elements from each rank to each) and nobody waits for anybody's sums.
+// all_reduce for small tensors: every rank reads all sources and computes the whole result for itself. It moves more
+// than two-shot does (count elements from each rank to each) and nobody waits for anybody's sums.
 //
 // All ranks have the same bits because all combine in the order of ranks.
 #include "combine.cuh"
@@ -12,8 +12,9 @@ __device__ __forceinline__ bool reduce_everything(Meeting &meeting) {
     T *target = meeting.target<T>(u32(meeting.call.rank));
     u64 width = u64(blockDim.x) * UNROLL<T>;
     u64 start = blockIdx.x * width;
-    // All blocks of all ranks take the same number of rounds, each with a meeting: one, where the grid holds the tensor, and one
-    // for an empty tensor too. Without a meeting a peer might write its next mail before this one is read.
+    // All blocks of all ranks take the same number of rounds, each with a meeting: one, where the grid holds the
+    // tensor, and one for an empty tensor too. Without a meeting a peer might write its next mail before this one is
+    // read.
     do {
         Reach<T, N> reach(slots, start + threadIdx.x, slots.all);
         Tile<T, N> result;
@@ -37,9 +38,5 @@ __device__ __forceinline__ void one_shot(const void *source, void *target, const
     if (well) meeting.end(true);
 }
 
-#define ONE_SHOT(reduction, Reduction, type)                                                                  \
-    extern "C" __global__ void __launch_bounds__(MAX_THREADS)                                                 \
-        one_shot_##reduction##_##type(const void *source, void *target, const __grid_constant__ Call call) { \
-        one_shot<Reduction<type>>(source, target, call);                                                      \
-    }
+#define ONE_SHOT(...) KERNEL(one_shot, __VA_ARGS__)
 INSTANCES(ONE_SHOT)

@@ -1,7 +1,7 @@
-// all_reduce for the smallest tensors: every rank pushes its elements to all others, each 8 bytes in one 16-byte store that
-// also says to which call they belong, and computes the whole result from what it received. Nobody asks where anything
-// is, and nobody waits for a signal that something has arrived: the data is the signal. NCCL calls this form of
-// message LL.
+// all_reduce for the smallest tensors: every rank pushes its elements to all others, each 8 bytes in one 16-byte
+// store that also says to which call they belong, and computes the whole result from what it received. Nobody asks
+// where anything is, and nobody waits for a signal that something has arrived: the data is the signal. NCCL calls
+// this form of message LL.
 //
 // All ranks have the same bits because all combine in the order of ranks.
 #include "instances.cuh"
@@ -92,7 +92,8 @@ __device__ __forceinline__ u64 gather(const T *from, u64 present) {
 }
 
 template <class R>
-__device__ __forceinline__ void reduce_packet(typename R::Element *to, const u64 (&data)[MAX_RANKS], u32 ranks, u64 present) {
+__device__ __forceinline__ void reduce_packet(typename R::Element *to, const u64 (&data)[MAX_RANKS], u32 ranks,
+                                              u64 present) {
     typedef typename R::Element T;
     typedef typename R::Accumulator A;
     Pack<T, IN_PACKET<T>> elements;
@@ -125,8 +126,8 @@ __device__ __forceinline__ void push(const void *source, void *target, const Cal
     bool well = meeting.sound() && (call.count <= PUSH_BYTES / sizeof(T) || meeting.refuse());
     Push push(meeting);
     u64 data[MAX_RANKS];
-    // What was called comes first and is compared last, like the mail of other operations. It is there even if the tensor is
-    // empty, so that no block ends before every rank has begun.
+    // What was called comes first and is compared last, like the mail of other operations. It is there even if the
+    // tensor is empty, so that no block ends before every rank has begun.
     auto header = [](Inbox &inbox) { return &inbox.header[blockIdx.x]; };
     if (threadIdx.x == 0 && well) push.send(meeting.digest, header);
     for (u64 i = u64(blockIdx.x) * blockDim.x + threadIdx.x; well; i += u64(gridDim.x) * blockDim.x) {
@@ -150,9 +151,5 @@ __device__ __forceinline__ void push(const void *source, void *target, const Cal
     meeting.end(well);
 }
 
-#define PUSH(reduction, Reduction, type)                                                                  \
-    extern "C" __global__ void __launch_bounds__(MAX_THREADS)                                             \
-        push_##reduction##_##type(const void *source, void *target, const __grid_constant__ Call call) { \
-        push<Reduction<type>>(source, target, call);                                                      \
-    }
+#define PUSH(...) KERNEL(push, __VA_ARGS__)
 INSTANCES(PUSH)

@@ -1,8 +1,8 @@
 // all_reduce for large tensors: every rank reduces one part, straight from all sources, and stores it to all targets.
 // One kernel, two meetings, no memory in between. NCCL calls this shape reduce-scatter by loads, all-gather by stores.
 //
-// A rank reads and writes count elements in all, whatever the number of ranks: nothing moves fewer without a switch that
-// adds. All ranks have the same bits because each element has one owner.
+// A rank reads and writes count elements in all, whatever the number of ranks: nothing moves fewer without a switch
+// that adds. All ranks have the same bits because each element has one owner.
 #include "combine.cuh"
 #include "instances.cuh"
 
@@ -33,9 +33,5 @@ __device__ __forceinline__ void two_shot(const void *source, void *target, const
     meeting.end(meeting.meet());
 }
 
-#define TWO_SHOT(reduction, Reduction, type)                                                                  \
-    extern "C" __global__ void __launch_bounds__(MAX_THREADS)                                                 \
-        two_shot_##reduction##_##type(const void *source, void *target, const __grid_constant__ Call call) { \
-        two_shot<Reduction<type>>(source, target, call);                                                      \
-    }
+#define TWO_SHOT(...) KERNEL(two_shot, __VA_ARGS__)
 INSTANCES(TWO_SHOT)

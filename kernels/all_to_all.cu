@@ -1,6 +1,6 @@
-// all_to_all: a tensor is as many parts of one length as there are ranks; part r of rank s becomes part s of rank r. What
-// two ranks have for each other concerns no third one. Each of the two moves one half of it, in both directions: it reads
-// both elements before it writes either, so source and target may be the same.
+// all_to_all: a tensor is as many parts of one length as there are ranks; part r of rank s becomes part s of rank r.
+// What two ranks have for each other concerns no third one. Each of the two moves one half of it, in both directions:
+// it reads both elements before it writes either, so source and target may be the same.
 #include "move.cuh"
 
 // What this rank and a peer exchange, and where it goes.
@@ -23,7 +23,7 @@ __device__ __forceinline__ void exchange(const Exchange &at, u64 bytes, u32 part
 }
 
 extern "C" __global__ void __launch_bounds__(MAX_THREADS)
-    all_to_all(const void *source, void *target, const __grid_constant__ Call call) {
+    all_to_all(const void *source, void *target, const void *, const __grid_constant__ Call call) {
     Meeting meeting(call, Operation::ALL_TO_ALL, u32(call.width));
     if (!meeting.begin(source, target)) return;
     u32 ranks = u32(call.ranks), rank = u32(call.rank);

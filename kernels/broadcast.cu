@@ -1,9 +1,9 @@
-// broadcast: every rank takes one part of the root's source and stores it to all targets. So no byte leaves the root more
-// than about twice, however many ranks there are. The other ranks' sources are not used.
+// broadcast: every rank takes one part of the root's source and stores it to all targets. So no byte leaves the root
+// more than about twice, however many ranks there are. The other ranks' sources are not used.
 #include "move.cuh"
 
 extern "C" __global__ void __launch_bounds__(MAX_THREADS)
-    broadcast(const void *source, void *target, const __grid_constant__ Call call) {
+    broadcast(const void *source, void *target, const void *, const __grid_constant__ Call call) {
     Meeting meeting(call, Operation::BROADCAST, u32(call.width));
     if (!meeting.begin(source, target)) return;
     spread(meeting, meeting.source<Byte>(u32(call.root)), call.count * call.width, u32(call.ranks), u32(call.rank),

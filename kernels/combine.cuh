@@ -1,7 +1,7 @@
 // The inner loop of the reductions.
 //
-// Every element is read from all sources before it is written to any target, by one thread, and no other thread reads or
-// writes it. So a target may be the same memory as a source.
+// Every element is read from all sources before it is written to any target, by one thread, and no other thread reads
+// or writes it. So a target may be the same memory as a source.
 #ifndef BONFIRE_COMBINE_CUH
 #define BONFIRE_COMBINE_CUH
 

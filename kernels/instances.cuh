@@ -4,21 +4,28 @@
 #ifndef BONFIRE_INSTANCES_CUH
 #define BONFIRE_INSTANCES_CUH
 
-#include "types.cuh"
+#include "signal.cuh"
 
-#define WITH_EVERY_TYPE(NAME, reduction, Reduction)                                       \
-    NAME(reduction, Reduction, f32) NAME(reduction, Reduction, f64)                       \
-    NAME(reduction, Reduction, f16) NAME(reduction, Reduction, bf16)                      \
+// The kernel that a template `form` over reductions is, for one of them.
+#define KERNEL(form, reduction, Reduction, type)                                           \
+    extern "C" __global__ void __launch_bounds__(MAX_THREADS) form##_##reduction##_##type( \
+        const void *source, void *target, const void *, const __grid_constant__ Call call) { \
+        form<Reduction<type>>(source, target, call);                                       \
+    }
+
+#define WITH_EVERY_TYPE(NAME, reduction, Reduction)                                                \
+    NAME(reduction, Reduction, f32) NAME(reduction, Reduction, f64)                                \
+    NAME(reduction, Reduction, f16) NAME(reduction, Reduction, bf16)                               \
     NAME(reduction, Reduction, i8) NAME(reduction, Reduction, i32) NAME(reduction, Reduction, i64) \
     NAME(reduction, Reduction, u8) NAME(reduction, Reduction, u32) NAME(reduction, Reduction, u64)
 
 #ifdef ONLY
 #define INSTANCES(NAME) ONLY(NAME)
 #else
-#define INSTANCES(NAME)              \
-    WITH_EVERY_TYPE(NAME, sum, Sum)  \
+#define INSTANCES(NAME)               \
+    WITH_EVERY_TYPE(NAME, sum, Sum)   \
     WITH_EVERY_TYPE(NAME, mean, Mean) \
-    WITH_EVERY_TYPE(NAME, max, Max)  \
+    WITH_EVERY_TYPE(NAME, max, Max)   \
     WITH_EVERY_TYPE(NAME, min, Min)
 #endif
 

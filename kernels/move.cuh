@@ -11,7 +11,8 @@
 __device__ __forceinline__ u32 widest(u64 addresses) { return addresses % 16 == 0 ? 16 : addresses % 4 == 0 ? 4 : 1; }
 
 template <u32 N, class To>
-__device__ __forceinline__ void spread_packs(const Meeting &meeting, const Byte *from, u64 bytes, u32 parts, u32 index, To to) {
+__device__ __forceinline__ void spread_packs(const Meeting &meeting, const Byte *from, u64 bytes, u32 parts, u32 index,
+                                             To to) {
     u32 ranks = u32(meeting.call.ranks), rank = u32(meeting.call.rank);
     Slots<N> slots(bytes);
     Part part(slots.all, parts, index);
@@ -26,10 +27,11 @@ __device__ __forceinline__ void spread_packs(const Meeting &meeting, const Byte 
     });
 }
 
-// Copies part `index` of `parts` of the bytes at `from` to where `to(rank)` says, for each rank; null is nowhere. Ranks that
-// divide the parts among them must give the same addresses, so that all cut them alike.
+// Copies part `index` of `parts` of the bytes at `from` to where `to(rank)` says, for each rank; null is nowhere.
+// Ranks that divide the parts among them must give the same addresses, so that all cut them alike.
 template <class To>
-__device__ __forceinline__ void spread(const Meeting &meeting, const Byte *from, u64 bytes, u32 parts, u32 index, To to) {
+__device__ __forceinline__ void spread(const Meeting &meeting, const Byte *from, u64 bytes, u32 parts, u32 index,
+                                       To to) {
     u64 addresses = u64(from);
     for (u32 rank = 0; rank < meeting.call.ranks; ++rank) addresses |= u64(to(rank));
     switch (widest(addresses)) {

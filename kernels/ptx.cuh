@@ -3,9 +3,10 @@
 // This is the only file with instructions in it. The host shim (shim/cuda.hpp) has the same functions for a CPU, and
 // defines this file's guard, so everything else is the same source on both.
 //
-// Orders and scopes are those of PTX's memory model. "System" reaches other GPUs and the host, "device" the blocks on this
-// GPU. An acquire that sees what a release stored also sees all that the releasing thread had done or seen before,
-// which includes what other threads of its block did before a __syncthreads(). Nothing is promised by less: no volatile.
+// Orders and scopes are those of PTX's memory model. "System" reaches other GPUs and the host, "device" the blocks on
+// this GPU. An acquire that sees what a release stored also sees all that the releasing thread had done or seen
+// before, which includes what other threads of its block did before a __syncthreads(). Nothing is promised by less:
+// no volatile.
 #ifndef BONFIRE_PTX_CUH
 #define BONFIRE_PTX_CUH
 
@@ -52,7 +53,8 @@ __device__ __forceinline__ Pair load_pair_relaxed_system(const Pair *at) {
     return pair;
 }
 
-// Ordinary accesses to 16 bytes of a tensor at once. Written out, because the compiler splits some of those it is given.
+// Ordinary accesses to 16 bytes of a tensor at once. Written out, because the compiler splits some of those it is
+// given.
 template <class P>
 __device__ __forceinline__ P load_16(const P *at) {
     static_assert(sizeof(P) == 16 && alignof(P) == 16, "16 bytes");

@@ -1,5 +1,6 @@
-// reduce_scatter: every rank reduces its own part of the tensor, straight from all sources, into its target. `count` is that
-// of the whole tensor; parts are those of the host's partition(). It is the first half of a two-shot all_reduce.
+// reduce_scatter: every rank reduces its own part of the tensor, straight from all sources, into its target. `count`
+// is that of the whole tensor; parts are those of the host's partition(). It is the first half of a two-shot
+// all_reduce.
 #include "combine.cuh"
 #include "instances.cuh"
 
@@ -28,9 +29,5 @@ __device__ __forceinline__ void reduce_scatter(const void *source, void *target,
     meeting.end(meeting.meet());
 }
 
-#define REDUCE_SCATTER(reduction, Reduction, type)                                                                  \
-    extern "C" __global__ void __launch_bounds__(MAX_THREADS)                                                       \
-        reduce_scatter_##reduction##_##type(const void *source, void *target, const __grid_constant__ Call call) { \
-        reduce_scatter<Reduction<type>>(source, target, call);                                                      \
-    }
+#define REDUCE_SCATTER(...) KERNEL(reduce_scatter, __VA_ARGS__)
 INSTANCES(REDUCE_SCATTER)

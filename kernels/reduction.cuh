@@ -1,9 +1,9 @@
 // Reductions of one element: exactly what the host does (src/reduce.rs), bit for bit.
 //
-// A reduction of T has an accumulator: f32 for f16 and bf16, so that a sum is rounded once; a wider integer for the mean of
-// integers, so that it is the mean of the exact sum; T itself everywhere else. Elements are combined in the order of
-// ranks. Integers wrap; an integer mean rounds toward zero; Max and Min give NaN where any rank has one, and the
-// earlier rank's zero of two. Every NaN that is stored has the same bits.
+// A reduction of T has an accumulator: f32 for f16 and bf16, so that a sum is rounded once; a wider integer for the
+// mean of integers, so that it is the mean of the exact sum; T itself everywhere else. Elements are combined in the
+// order of ranks. Integers wrap; an integer mean rounds toward zero; Max and Min give NaN where any rank has one, and
+// the earlier rank's zero of two. Every NaN that is stored has the same bits.
 #ifndef BONFIRE_REDUCTION_CUH
 #define BONFIRE_REDUCTION_CUH
 
@@ -66,7 +66,9 @@ struct Narrow {
 };
 template <>
 struct Narrow<f32, f32> {
-    static __device__ __forceinline__ f32 from(f32 value) { return value == value ? value : ptx::from_bits(0x7fc00000u); }
+    static __device__ __forceinline__ f32 from(f32 value) {
+        return value == value ? value : ptx::from_bits(0x7fc00000u);
+    }
 };
 template <>
 struct Narrow<f64, f64> {
@@ -76,12 +78,14 @@ struct Narrow<f64, f64> {
 };
 template <>
 struct Narrow<f16, f32> {
-    static __device__ __forceinline__ f16 from(f32 value) { return value == value ? ptx::narrow_to_f16(value) : f16{0x7e00}; }
+    static __device__ __forceinline__ f16 from(f32 value) {
+        return value == value ? ptx::narrow_to_f16(value) : f16{0x7e00};
+    }
 };
 template <>
 struct Narrow<bf16, f32> {
-    // To the nearest, ties to even: half a unit less one, and one more where the last bit that stays is odd. A carry into the
-    // exponent is right: it gives the next power of two, or infinity. Older GPUs have no instruction for it.
+    // To the nearest, ties to even: half a unit less one, and one more where the last bit that stays is odd. A carry
+    // into the exponent is right: it gives the next power of two, or infinity. Older GPUs have no instruction for it.
     static __device__ __forceinline__ bf16 from(f32 value) {
         u32 bits = ptx::bits(value);
         return value == value ? bf16{u16((bits + 0x7fff + (bits >> 16 & 1)) >> 16)} : bf16{0x7fc0};
@@ -104,8 +108,8 @@ template <class A>
 __device__ __forceinline__ A divide(A sum, u32 ranks) {
     return sum / static_cast<A>(ranks);
 }
-// The quotient of a 67-bit magnitude, digit by digit with digits of 32 bits: a remainder is below 8, so the next dividend
-// is below 2^35.
+// The quotient of a 67-bit magnitude, digit by digit with digits of 32 bits: a remainder is below 8, so the next
+// dividend is below 2^35.
 template <class T>
 __device__ __forceinline__ Long<T> divide(Long<T> sum, u32 ranks) {
     bool negative = sum.high < 0;

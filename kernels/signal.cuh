@@ -1,11 +1,15 @@
 // How ranks meet inside a kernel.
 //
-// Parameters of every kernel: `(const void *source, void *target, const __grid_constant__ Call call)`. cubecl passes one
-// pointer for each binding and then its info words as one parameter by value; `Call` is those words, so its fields are
-// all u64 and the host writes them in this order. Source and target may be the same memory (where one is a part of the
-// other: that part of the same memory), and must otherwise not overlap. A kernel runs in a grid of (blocks, 1, 1) with 1 <= blocks <= MAX_BLOCKS, and blocks of (threads, 1, 1) with
-// MAX_RANKS <= threads <= MAX_THREADS; both are the same on all ranks of a call. The kernels of a group's rank run one after
-// another, on one stream or ordered by events.
+// Parameters of every kernel: `(const void *source, void *target, const void *after, const __grid_constant__ Call
+// call)`. cubecl passes one pointer for each binding and then its info words as one parameter by value. `Call` is
+// those words, so its fields are all u64 and the host writes them in this order. `after` is not used: it is memory
+// that the host has just initialised on the stream of the tensors, so that cubecl orders the kernel after what is on
+// that stream (order.cu is the way back); without cubecl it is null. Source and target may be the same memory (where
+// one is a part of the other: that part of the same memory), and must otherwise not overlap.
+//
+// A kernel runs in a grid of (blocks, 1, 1) with 1 <= blocks <= MAX_BLOCKS, and blocks of (threads, 1, 1) with
+// MAX_RANKS <= threads <= MAX_THREADS; both are the same on all ranks of a call. The kernels of a group's rank run one
+// after another, on one stream or ordered by events.
 //
 // Every rank has a `Control` in its GPU's memory, zero before the first rank learns its address. Ranks tell each other
 // where their tensors are by writing to each other's Control, and then read and write each other's tensors directly.
@@ -16,24 +20,25 @@
 //
 //   Invariant: no rank ends epoch e before every rank has begun epoch e.
 //
-// It holds because every block of every kernel waits for the block of the same index on all ranks, and a rank's kernel of
-// epoch e begins after its kernel of epoch e - 1 has ended. So nobody is in epoch e + 2 while anybody is in epoch e, and
-// what alternates between two places, by the parity of the epoch, is never overwritten while it is wanted.
+// It holds because every block of every kernel waits for the block of the same index on all ranks, and a rank's
+// kernel of epoch e begins after its kernel of epoch e - 1 has ended. So nobody is in epoch e + 2 while anybody is in
+// epoch e, and what alternates between two places, by the parity of the epoch, is never overwritten while it is
+// wanted.
 //
-// What ranks wait for only ever grows: an epoch, or an epoch and a step within it. A signal that is left from an earlier
-// call, by whatever kernel in whatever grid, is smaller than any that is waited for, and never taken for it. With 64 bits
-// nothing wraps.
+// What ranks wait for only ever grows: an epoch, or an epoch and a step within it. A signal that is left from an
+// earlier call, by whatever kernel in whatever grid, is smaller than any that is waited for, and never taken for it.
+// With 64 bits nothing wraps.
 //
-// Only blocks of the same index wait for each other. A grid therefore needs no more of the GPU than one block to be correct,
-// but as long as some rank's blocks wait, those of every other rank must be able to run: where ranks share a GPU, their
-// grids together must fit on it.
+// Only blocks of the same index wait for each other. A grid therefore needs no more of the GPU than one block to be
+// correct, but as long as some rank's blocks wait, those of every other rank must be able to run: where ranks share a
+// GPU, their grids together must fit on it.
 //
-// Failures
-// Every wait ends: when a peer has not come for `patience` nanoseconds, when the host sets its abort word, or when
-// another block, or a peer, reports a failure. The first failure on a rank stays in its Control, goes to the host, and to
-// the peers' Controls. From then on every kernel of that rank returns at once, having touched nothing. So a group that
-// failed needs new Controls. Before that, and before it frees tensors, the host raises the abort words of all ranks and
-// waits for their streams: a rank that was late may still write to tensors that it was told of in time.
+// Failures Every wait ends: when a peer has not come for `patience` nanoseconds, when the host sets its abort word,
+// or when another block, or a peer, reports a failure. The first failure on a rank stays in its Control, goes to the
+// host, and to the peers' Controls. From then on every kernel of that rank returns at once, having touched nothing.
+// So a group that failed needs new Controls. Before that, and before it frees tensors, the host raises the abort
+// words of all ranks and waits for their streams: a rank that was late may still write to tensors that it was told of
+// in time.
 #ifndef BONFIRE_SIGNAL_CUH
 #define BONFIRE_SIGNAL_CUH
 
@@ -79,13 +84,13 @@ struct Inbox {
 };
 
 struct alignas(128) Control {
-    u64 epoch;                             // calls that have ended
-    u64 ended;                             // blocks of the present call that have ended
-    u64 failure;                           // the first failure on this rank
-    u64 news[MAX_RANKS];                   // and on the others, each written by that rank
-    alignas(64) u64 step[MAX_BLOCKS][MAX_RANKS];     // epoch << 20 | step, each written by that rank
-    Mail mail[MAX_BLOCKS][MAX_RANKS];      // each written by that rank
-    Inbox inbox[2][MAX_RANKS];             // by parity of the epoch; each written by that rank, cleared by this one
+    u64 epoch;            // calls that have ended
+    u64 ended;            // blocks of the present call that have ended
+    u64 failure;          // the first failure on this rank
+    u64 news[MAX_RANKS];  // and on the others, each written by that rank
+    alignas(64) u64 step[MAX_BLOCKS][MAX_RANKS];  // epoch << 20 | step, each written by that rank
+    Mail mail[MAX_BLOCKS][MAX_RANKS];             // each written by that rank
+    Inbox inbox[2][MAX_RANKS];  // by parity of the epoch; each written by that rank, cleared by this one
 };
 static_assert(sizeof(Control) == 1122432 && alignof(Control) == 128, "the host allocates this much");
 
@@ -157,8 +162,8 @@ class Meeting {
         __syncthreads();
         if (threadIdx.x < call.ranks) {
             u32 peer = threadIdx.x;
-            // Release: reads of the peer's tensors come first, so it may overwrite them, and so do writes to them, so it may
-            // read them.
+            // Release: reads of the peer's tensors come first, so it may overwrite them, and so do writes to them, so
+            // it may read them.
             ptx::store_release_system(&control(peer).step[blockIdx.x][call.rank], now);
             const u64 &theirs = own.step[blockIdx.x][peer];
             well = await(Failure::STALLED, [&] {

@@ -1,7 +1,8 @@
 // Elements in packs of 16 bytes, for any length and alignment.
 //
-// A thread works on a tile of UNROLL<T> slots at a time: a slot of its own and every blockDim.x-th after it. A slot is a whole
-// pack, or one of the last elements, which fill no pack. Where a tensor is not aligned for packs, a pack is one element.
+// A thread works on a tile of UNROLL<T> slots at a time: a slot of its own and every blockDim.x-th after it. A slot
+// is a whole pack, or one of the last elements, which fill no pack. Where a tensor is not aligned for packs, a pack
+// is one element.
 #ifndef BONFIRE_VECTOR_CUH
 #define BONFIRE_VECTOR_CUH
 
@@ -12,8 +13,8 @@ struct alignas(N * sizeof(T)) Pack {
     T lane[N];
 };
 
-// Packs that a thread works on at a time, so that their loads are on their way together. Single bytes take a register each
-// when they are combined: fewer of those.
+// Packs that a thread works on at a time, so that their loads are on their way together. Single bytes take a register
+// each when they are combined: fewer of those.
 template <class T>
 constexpr u32 UNROLL = sizeof(T) == 1 ? 2 : 4;
 

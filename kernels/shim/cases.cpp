@@ -17,7 +17,7 @@
 
 using oracle::part_first;
 
-typedef void Entry(const void *source, void *target, Call call);
+typedef void Entry(const void *source, void *target, const void *after, Call call);
 extern "C" Entry all_gather, broadcast, all_to_all, copy;
 #define DECLARE(reduction, Reduction, type)               \
     extern "C" Entry two_shot_##reduction##_##type;       \
@@ -160,7 +160,7 @@ shim::Launch Case::launch(World &world, u32 rank, u64 patience) const {
     Call call = this->call(world, rank, patience);
     const void *from = source(world, rank).start;
     void *to = target(world, rank).start;
-    return {blocks, threads, [entry = kernel->entry, from, to, call] { entry(from, to, call); }};
+    return {blocks, threads, [entry = kernel->entry, from, to, call] { entry(from, to, nullptr, call); }};
 }
 
 shim::Launch Case::fill(World &world, u32 rank) const {

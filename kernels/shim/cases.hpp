@@ -14,7 +14,7 @@ struct Kernel {
     Operation operation;
     oracle::Type type;  // of operations that only move: one of the right width
     oracle::Reduction reduction;
-    void (*entry)(const void *source, void *target, Call call);
+    void (*entry)(const void *source, void *target, const void *after, Call call);
 
     bool moves() const { return operation >= Operation::ALL_GATHER; }
     bool runs_on(u32 ranks) const { return operation != Operation::COPY || ranks == 2; }

@@ -12,9 +12,9 @@ namespace {
 
 constexpr u64 LONG = 60'000'000'000;  // nanoseconds
 
-// What nobody but each rank's own stream orders: fill, kernel, compare, and at once the next fill. So a kernel that ends too
-// early, while a peer still reads or writes here, is a race or a wrong result. Calls of all kinds and grids follow each
-// other on the same Controls.
+// What nobody but each rank's own stream orders: fill, kernel, compare, and at once the next fill. So a kernel that
+// ends too early, while a peer still reads or writes here, is a race or a wrong result. Calls of all kinds and grids
+// follow each other on the same Controls.
 void run_cases(World &world, const std::vector<Case> &cases) {
     std::vector<std::vector<shim::Launch>> streams(world.size());
     for (u32 rank = 0; rank < world.size(); ++rank) {

@@ -1,8 +1,8 @@
 // CUDA's C++ for g++, included before a .cu file: its keywords, its built-in variables, __syncthreads, and ptx.cuh.
 //
-// A block is an operating system's thread; the block's threads are fibres of it, which take turns at every barrier and
-// every poll. So __shared__ is thread_local. Sanitizers see fibres as threads of their own, and what orders them is what
-// orders threads on a GPU and nothing else: barriers within a block, releases and acquires between blocks.
+// A block is an operating system's thread; the block's threads are fibres of it, which take turns at every barrier
+// and every poll. So __shared__ is thread_local. Sanitizers see fibres as threads of their own, and what orders them
+// is what orders threads on a GPU and nothing else: barriers within a block, releases and acquires between blocks.
 #pragma once
 
 #include <atomic>

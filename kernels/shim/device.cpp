@@ -82,8 +82,8 @@ u64 next_random(u64 &state) {
     return state;
 }
 
-// Whether a switch orders what came before it on one side before what follows on the other, as the beginning and the end of
-// a kernel do.
+// Whether a switch orders what came before it on one side before what follows on the other, as the beginning and the
+// end of a kernel do.
 void change(Context &from, Context &to, bool orders, bool for_good) {
 #if defined(__SANITIZE_THREAD__)
     (void)for_good;

@@ -2,5 +2,6 @@
 
 #include "../types.cuh"
 
-// What goes wrong: a rank that never comes or stops half-way, ranks that disagree, a host that gives up, tags that repeat.
+// What goes wrong: a rank that never comes or stops half-way, ranks that disagree, a host that gives up, tags that
+// repeat.
 void faults(u32 ranks);
