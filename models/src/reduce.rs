@@ -14,7 +14,18 @@ impl Output {
     pub fn of(at: *mut u8, _bytes: usize, _apart: bool) -> Output {
         Output(at)
     }
+
+    /// # Safety
+    /// As the crate's own.
+    pub unsafe fn copy(self, source: *const u8, bytes: usize) {
+        memory::read(source, bytes);
+        memory::write(self.0, bytes);
+        unsafe { std::ptr::copy_nonoverlapping(source, self.0, bytes) };
+    }
 }
+
+/// Loom knows no streaming stores.
+pub(crate) fn fence_streams() {}
 
 /// # Safety
 /// As the crate's own.

@@ -1,0 +1,42 @@
+// all_reduce for small tensors: every rank reads all sources and computes the whole result for itself. It moves more
+// than two-shot does (count elements from each rank to each) and nobody waits for anybody's sums.
+//
+// All ranks have the same bits because all combine in the order of ranks.
+#include "combine.cuh"
+#include "instances.cuh"
+
+template <class R, u32 N>
+__device__ __forceinline__ bool reduce_everything(Meeting &meeting) {
+    typedef typename R::Element T;
+    Slots<N> slots(meeting.call.count);
+    T *target = meeting.target<T>(u32(meeting.call.rank));
+    u64 width = u64(blockDim.x) * UNROLL<T>;
+    u64 start = blockIdx.x * width;
+    // All blocks of all ranks take the same number of rounds, each with a meeting: one, where the grid holds the
+    // tensor, and one for an empty tensor too. Without a meeting a peer might write its next mail before this one is
+    // read.
+    do {
+        Reach<T, N> reach(slots, start + threadIdx.x, slots.all);
+        Tile<T, N> result;
+        combine<R, N>(result, meeting, 0, reach);
+        // In place, the target is what peers still read: results stay in registers until all have.
+        if (!meeting.meet()) return false;
+        store<T, N>(target, result, reach);
+        start += gridDim.x * width;
+    } while (start - blockIdx.x * width < slots.all);
+    return true;
+}
+
+template <class R>
+__device__ __forceinline__ void one_shot(const void *source, void *target, const Call &call) {
+    typedef typename R::Element T;
+    Meeting meeting(call, Operation::ALL_REDUCE_ONE_SHOT, KIND<R>);
+    if (!meeting.begin(source, target)) return;
+    // All ranks must take the same path, since the number of rounds depends on it: so the targets of all count.
+    bool packs = sources_aligned<T>(meeting, 0) && targets_aligned<T>(meeting);
+    bool well = packs ? reduce_everything<R, LANES<T>>(meeting) : reduce_everything<R, 1>(meeting);
+    if (well) meeting.end(true);
+}
+
+#define ONE_SHOT(...) KERNEL(one_shot, __VA_ARGS__)
+INSTANCES(ONE_SHOT)

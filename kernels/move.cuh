@@ -1,0 +1,44 @@
+// The inner loop of the operations that copy from one place to several: as many bytes at a time as all addresses allow.
+//
+// As in combine.cuh, a place is read by one thread before the same thread writes to it, and nobody else uses it.
+#ifndef BONFIRE_MOVE_CUH
+#define BONFIRE_MOVE_CUH
+
+#include "signal.cuh"
+#include "vector.cuh"
+
+// How many bytes at a time addresses are aligned for, whose bits are or-ed in `addresses`.
+__device__ __forceinline__ u32 widest(u64 addresses) { return addresses % 16 == 0 ? 16 : addresses % 4 == 0 ? 4 : 1; }
+
+template <u32 N, class To>
+__device__ __forceinline__ void spread_packs(const Meeting &meeting, const Byte *from, u64 bytes, u32 parts, u32 index,
+                                             To to) {
+    u32 ranks = u32(meeting.call.ranks), rank = u32(meeting.call.rank);
+    Slots<N> slots(bytes);
+    Part part(slots.all, parts, index);
+    for_tiles<Byte>(slots, part.first, part.first + part.count, [&](const Reach<Byte, N> &reach) {
+        Tile<Byte, N> tile;
+        load<Byte, N>(tile, from, reach);
+        // Not all ranks to the same rank at a time.
+        for (u32 i = 0, peer = rank; i < ranks; ++i, peer = peer + 1 == ranks ? 0 : peer + 1) {
+            Byte *target = to(peer);
+            if (target && target != from) store<Byte, N>(target, tile, reach);
+        }
+    });
+}
+
+// Copies part `index` of `parts` of the bytes at `from` to where `to(rank)` says, for each rank; null is nowhere.
+// Ranks that divide the parts among them must give the same addresses, so that all cut them alike.
+template <class To>
+__device__ __forceinline__ void spread(const Meeting &meeting, const Byte *from, u64 bytes, u32 parts, u32 index,
+                                       To to) {
+    u64 addresses = u64(from);
+    for (u32 rank = 0; rank < meeting.call.ranks; ++rank) addresses |= u64(to(rank));
+    switch (widest(addresses)) {
+        case 16: return spread_packs<16>(meeting, from, bytes, parts, index, to);
+        case 4: return spread_packs<4>(meeting, from, bytes, parts, index, to);
+        default: return spread_packs<1>(meeting, from, bytes, parts, index, to);
+    }
+}
+
+#endif

@@ -1,0 +1,121 @@
+// What C++ cannot say to a GPU: memory accesses with an order and a scope, the clock, conversions of f16.
+//
+// This is the only file with instructions in it. The host shim (shim/cuda.hpp) has the same functions for a CPU, and
+// defines this file's guard, so everything else is the same source on both.
+//
+// Orders and scopes are those of PTX's memory model. "System" reaches other GPUs and the host, "device" the blocks on
+// this GPU. An acquire that sees what a release stored also sees all that the releasing thread had done or seen
+// before, which includes what other threads of its block did before a __syncthreads(). Nothing is promised by less:
+// no volatile.
+#ifndef BONFIRE_PTX_CUH
+#define BONFIRE_PTX_CUH
+
+#include "types.cuh"
+
+namespace ptx {
+
+__device__ __forceinline__ void store_release_system(u64 *at, u64 value) {
+    asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
+}
+
+__device__ __forceinline__ void store_relaxed_system(u64 *at, u64 value) {
+    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
+}
+
+__device__ __forceinline__ u64 load_acquire_system(const u64 *at) {
+    u64 value;
+    asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(at) : "memory");
+    return value;
+}
+
+__device__ __forceinline__ u64 load_relaxed_system(const u64 *at) {
+    u64 value;
+    asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(at) : "memory");
+    return value;
+}
+
+// Two words that travel in one 16-byte access. The model promises that each of them is whole, not that both are of the
+// same store: whoever reads them must be able to tell from each.
+struct alignas(16) Pair {
+    u64 low, high;
+};
+
+__device__ __forceinline__ void store_pair_relaxed_system(Pair *at, Pair pair) {
+    asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(at), "l"(pair.low), "l"(pair.high) : "memory");
+}
+
+__device__ __forceinline__ Pair load_pair_relaxed_system(const Pair *at) {
+    Pair pair;
+    asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];"
+                 : "=l"(pair.low), "=l"(pair.high)
+                 : "l"(at)
+                 : "memory");
+    return pair;
+}
+
+// Ordinary accesses to 16 bytes of a tensor at once. Written out, because the compiler splits some of those it is
+// given.
+template <class P>
+__device__ __forceinline__ P load_16(const P *at) {
+    static_assert(sizeof(P) == 16 && alignof(P) == 16, "16 bytes");
+    uint4 words;
+    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
+                 : "l"(at)
+                 : "memory");
+    P value;
+    memcpy(&value, &words, 16);
+    return value;
+}
+
+template <class P>
+__device__ __forceinline__ void store_16(P *at, const P &value) {
+    static_assert(sizeof(P) == 16 && alignof(P) == 16, "16 bytes");
+    uint4 words;
+    memcpy(&words, &value, 16);
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};"
+                 ::"l"(at), "r"(words.x), "r"(words.y), "r"(words.z), "r"(words.w)
+                 : "memory");
+}
+
+// Adds and returns what was there before.
+__device__ __forceinline__ u64 add_acquire_release_device(u64 *at, u64 value) {
+    u64 before;
+    asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], %2;" : "=l"(before) : "l"(at), "l"(value) : "memory");
+    return before;
+}
+
+// Stores `value` where there is zero and returns what was there before.
+__device__ __forceinline__ u64 claim_relaxed_device(u64 *at, u64 value) {
+    u64 before;
+    asm volatile("atom.relaxed.gpu.global.cas.b64 %0, [%1], 0, %2;" : "=l"(before) : "l"(at), "l"(value) : "memory");
+    return before;
+}
+
+// Time on a clock that all multiprocessors share. It may tick in steps of a microsecond or more.
+__device__ __forceinline__ u64 nanoseconds() {
+    u64 now;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)::"memory");
+    return now;
+}
+
+__device__ __forceinline__ f32 widen(f16 value) {
+    f32 wide;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(value.bits));
+    return wide;
+}
+
+// To the nearest, ties to even.
+__device__ __forceinline__ f16 narrow_to_f16(f32 value) {
+    f16 narrow;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(narrow.bits) : "f"(value));
+    return narrow;
+}
+
+__device__ __forceinline__ u32 bits(f32 value) { return __float_as_uint(value); }
+__device__ __forceinline__ f32 from_bits(u32 bits) { return __uint_as_float(bits); }
+__device__ __forceinline__ f64 from_bits(u64 bits) { return __longlong_as_double(static_cast<i64>(bits)); }
+
+}  // namespace ptx
+
+#endif

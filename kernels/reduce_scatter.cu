@@ -1,0 +1,33 @@
+// reduce_scatter: every rank reduces its own part of the tensor, straight from all sources, into its target. `count`
+// is that of the whole tensor; parts are those of the host's partition(). It is the first half of a two-shot
+// all_reduce.
+#include "combine.cuh"
+#include "instances.cuh"
+
+template <class R, u32 N>
+__device__ __forceinline__ void reduce_part(const Meeting &meeting, Part part) {
+    typedef typename R::Element T;
+    Slots<N> slots(part.count);
+    T *target = meeting.target<T>(u32(meeting.call.rank));
+    for_tiles<T>(slots, 0, slots.all, [&](const Reach<T, N> &reach) {
+        Tile<T, N> result;
+        combine<R, N>(result, meeting, part.first, reach);
+        store<T, N>(target, result, reach);
+    });
+}
+
+template <class R>
+__device__ __forceinline__ void reduce_scatter(const void *source, void *target, const Call &call) {
+    typedef typename R::Element T;
+    Meeting meeting(call, Operation::REDUCE_SCATTER, KIND<R>);
+    if (!meeting.begin(source, target)) return;
+    // In uneven parts only the first ones may be aligned; each rank takes the path that its own part allows.
+    Part part(call.count, call.ranks, call.rank);
+    if (sources_aligned<T>(meeting, part.first) && aligned(target, 16)) reduce_part<R, LANES<T>>(meeting, part);
+    else reduce_part<R, 1>(meeting, part);
+    // Until all are here, peers read this rank's source.
+    meeting.end(meeting.meet());
+}
+
+#define REDUCE_SCATTER(...) KERNEL(reduce_scatter, __VA_ARGS__)
+INSTANCES(REDUCE_SCATTER)

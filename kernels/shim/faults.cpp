@@ -1,0 +1,208 @@
+#include "faults.hpp"
+
+#include <unistd.h>
+
+#include <cstdio>
+
+#include "cases.hpp"
+
+namespace {
+
+// Nanoseconds that nobody needs, and such as only a rank needs that is not there.
+constexpr u64 LONG = 20'000'000'000;
+#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
+constexpr u64 SHORT = 2'000'000'000;
+#else
+constexpr u64 SHORT = 500'000'000;
+#endif
+
+typedef std::vector<std::vector<shim::Launch>> Streams;
+
+struct Word {
+    Failure failure;
+    Operation operation;
+    u32 peer;
+    u64 epoch;
+};
+
+Word failure_of(World &world, u32 rank) {
+    u64 word = world.ranks[rank].host.failure;
+    return {Failure(word & 0xff), Operation(word >> 8 & 0xff), u32(word >> 16 & 0xff), word >> 24};
+}
+
+void expect(const char *what, const Case &c, World &world, u32 rank, Failure failure, u32 peer, u64 epoch) {
+    Word got = failure_of(world, rank);
+    bool same = got.failure == failure && got.peer == peer && got.epoch == epoch;
+    if (same && got.operation == c.kernel->operation) return;
+    complain("%s: %s: rank %u says failure %llu by rank %u at %llu, and not %llu by rank %u at %llu", what,
+             c.describe().c_str(), rank, u64(got.failure), got.peer, got.epoch, u64(failure), peer, epoch);
+}
+
+Case plain_case(const Kernel &kernel, u32 ranks) {
+    Case c = random_case(kernel, ranks);
+    c.count = 120 * ranks;
+    c.in_place = false;
+    for (u32 rank = 0; rank < MAX_RANKS; ++rank) c.source_shift[rank] = c.target_shift[rank] = 0;
+    return c;
+}
+
+// A rank that never makes its third call, and the others' later calls; then it comes after all, when they have given
+// up.
+void absent(const Case &c) {
+    World world(c.ranks);
+    u32 missing = u32(draw(c.ranks));
+    Streams streams(c.ranks), late(c.ranks);
+    for (u32 rank = 0; rank < c.ranks; ++rank) {
+        streams[rank].push_back(c.fill(world, rank));
+        for (u32 call = 1; call <= 5; ++call) {
+            if (rank != missing || call < 3) streams[rank].push_back(c.launch(world, rank, SHORT));
+        }
+    }
+    shim::run(streams);
+    for (u32 rank = 0; rank < c.ranks; ++rank) {
+        if (rank == missing) continue;
+        expect("absent", c, world, rank, Failure::ABSENT, missing, 3);
+        if (world.ranks[rank].control.epoch != 2) complain("absent: rank %u ended a call that failed", rank);
+    }
+    late[missing] = {c.fill(world, missing), c.launch(world, missing, LONG)};
+    shim::run(late);
+    expect("late", c, world, missing, Failure::ABSENT, missing, 3);
+    if (!c.target_untouched(world, missing)) complain("late: %s: a call that failed wrote its target", c.describe().c_str());
+}
+
+// A rank that is slow, and within the bound.
+void slow(const Case &c) {
+    World world(c.ranks);
+    Streams streams(c.ranks);
+    for (u32 rank = 0; rank < c.ranks; ++rank) {
+        streams[rank] = {c.fill(world, rank), c.launch(world, rank, LONG), c.compare(world, rank)};
+    }
+    streams[1].insert(streams[1].begin(), {0, 0, [] { usleep(30'000); }});
+    shim::run(streams);
+}
+
+// A rank that comes to the beginning of a call and not to its end. A push has no middle.
+void stalled(const Case &c) {
+    if (c.kernel->operation == Operation::ALL_REDUCE_PUSH) return;
+    World world(c.ranks);
+    u32 missing = u32(draw(c.ranks));
+    Streams streams(c.ranks);
+    for (u32 rank = 0; rank < c.ranks; ++rank) {
+        streams[rank] = {c.fill(world, rank), c.launch(world, rank, SHORT)};
+    }
+    Call call = c.call(world, missing, LONG);
+    u32 kind = c.kernel->moves() ? c.element() : u32(c.kernel->type) | u32(c.kernel->reduction) << 8;
+    streams[missing].back().run = [&, call] {
+        Meeting meeting(call, c.kernel->operation, kind);
+        meeting.begin(c.source(world, missing).start, c.target(world, missing).start);
+    };
+    shim::run(streams);
+    for (u32 rank = 0; rank < c.ranks; ++rank) {
+        if (rank != missing) expect("stalled", c, world, rank, Failure::STALLED, missing, 1);
+    }
+}
+
+// The last rank calls something else: everybody is told, and nobody waits for long.
+void mismatch(const Case &c, const Case &odd) {
+    World world(c.ranks);
+    Streams streams(c.ranks);
+    for (u32 rank = 0; rank < c.ranks; ++rank) {
+        const Case &mine = rank + 1 == c.ranks ? odd : c;
+        streams[rank] = {c.fill(world, rank), mine.launch(world, rank, LONG)};
+    }
+    shim::run(streams);
+    for (u32 rank = 0; rank < c.ranks; ++rank) {
+        // Who hears from a peer first reports what the peer found: who disagrees with whom is not the same everywhere.
+        Word got = failure_of(world, rank);
+        if (got.failure == Failure::MISMATCH && got.epoch == 1 && got.peer < c.ranks) continue;
+        complain("mismatch: %s and %s: rank %u says failure %llu by rank %u at %llu", c.describe().c_str(),
+                 odd.describe().c_str(), rank, u64(got.failure), got.peer, got.epoch);
+    }
+}
+
+void mismatches(const Case &c) {
+    Case odd = c;
+    odd.count = c.count - c.ranks;  // still a multiple, for all_to_all
+    mismatch(c, odd);
+    odd = c;
+    odd.blocks += 1;
+    mismatch(c, odd);
+    odd = c;
+    odd.threads *= 2;
+    mismatch(c, odd);
+    odd = c;
+    odd.root = (c.root + 1) % c.ranks;
+    mismatch(c, odd);
+    for (const Kernel &other : kernels()) {
+        odd = c;
+        odd.kernel = &other;
+        // What pushes and what does not do not see each other.
+        bool pushes = c.kernel->operation == Operation::ALL_REDUCE_PUSH;
+        if (&other == c.kernel || pushes != (other.operation == Operation::ALL_REDUCE_PUSH)) continue;
+        if (draw(kernels().size()) < 3) mismatch(c, odd);
+    }
+}
+
+// The host of one rank gives up while another rank has not come.
+void aborted(const Case &c) {
+    World world(c.ranks);
+    world.ranks[1].host.abort = 1;
+    Streams streams(c.ranks);
+    for (u32 rank = 1; rank < c.ranks; ++rank) streams[rank] = {c.fill(world, rank), c.launch(world, rank, LONG)};
+    shim::run(streams);
+    for (u32 rank = 1; rank < c.ranks; ++rank) expect("aborted", c, world, rank, Failure::ABORTED, 1, 1);
+}
+
+// Tags of packets repeat, on the same side of the inboxes, after 2 * (2^32 - 1) epochs. Packets from then must not be
+// taken for those of now.
+void worn_tags(Case c) {
+    World world(c.ranks);
+    Streams streams(c.ranks);
+    for (u64 epoch : {0ull, 2 * 0xffffffffull}) {
+        for (u32 rank = 0; rank < c.ranks; ++rank) {
+            streams[rank] = {c.fill(world, rank), c.launch(world, rank, LONG), c.compare(world, rank)};
+            world.ranks[rank].control.epoch = epoch;
+        }
+        shim::run(streams);
+        ++c.seed;
+    }
+}
+
+// More than a push can do.
+void refused(Case c) {
+    World world(c.ranks);
+    c.count = PUSH_BYTES / c.element() + 1;
+    Streams streams(c.ranks);
+    for (u32 rank = 0; rank < c.ranks; ++rank) streams[rank] = {c.fill(world, rank), c.launch(world, rank, LONG)};
+    shim::run(streams);
+    for (u32 rank = 0; rank < c.ranks; ++rank) {
+        if (failure_of(world, rank).failure != Failure::REFUSED) complain("refused: rank %u does it", rank);
+    }
+}
+
+}  // namespace
+
+void faults(u32 ranks) {
+    u32 rounds = 0;
+    // One kernel of each operation.
+    Operation last{};
+    for (u64 number = 1; number <= u64(Operation::COPY) && !wrong(); ++number) {
+        for (const Kernel &kernel : kernels()) {
+            if (u64(kernel.operation) != number || kernel.operation == last || !kernel.runs_on(ranks)) continue;
+            last = kernel.operation;
+            Case c = plain_case(kernel, ranks);
+            absent(c);
+            slow(c);
+            stalled(c);
+            mismatches(c);
+            aborted(c);
+            if (kernel.operation == Operation::ALL_REDUCE_PUSH) {
+                worn_tags(c);
+                refused(c);
+            }
+            ++rounds;
+            if (wrong()) break;
+        }
+    }
+    printf("faults: %u ranks, %u operations, %u wrong\n", ranks, rounds, wrong());
+}

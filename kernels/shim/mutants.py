@@ -1,0 +1,75 @@
+"""One way each to break the kernels: a name, a file, what is there once, and what it becomes."""
+
+
+def unordered(name, where):
+    release = where.startswith("ptx::store")
+    word = "release" if release else "acquire"
+    return (f"{name} is not {word}d", "signal.cuh", where, where.replace(word, "relaxed"))
+
+
+def without_meeting(file):
+    return (f"{file} ends without a meeting", f"{file}.cu", "meeting.end(meeting.meet());", "meeting.end(true);")
+
+
+def swapped(name, file, first, second):
+    return (name, file, first + second, second + first)
+
+
+MUTANTS = [
+    # Orders.
+    unordered("mail", "ptx::store_release_system(&out.epoch"),
+    unordered("mail", "ptx::load_acquire_system(&in.epoch"),
+    unordered("a step", "ptx::store_release_system(&control(peer).step"),
+    unordered("a step", "ptx::load_acquire_system(&theirs"),
+    (
+        "the last block is not ordered",
+        "shim/cuda.hpp",
+        "std::memory_order_acq_rel",
+        "std::memory_order_relaxed",
+    ),
+    # Waits.
+    (
+        "threads do not wait before a step",
+        "signal.cuh",
+        "        __syncthreads();\n        if (threadIdx.x < call.ranks) {",
+        "        if (threadIdx.x < call.ranks) {",
+    ),
+    ("all steps are alike", "signal.cuh", "u64 now = epoch << 20 | ++step;", "u64 now = epoch << 20;"),
+    ("epochs do not advance", "signal.cuh", "            own.epoch = epoch;\n", ""),
+    ("mail of any call is taken", "signal.cuh", "(&in.epoch) == epoch ?", "(&in.epoch) > 0 ?"),
+    without_meeting("all_reduce_two_shot"),
+    without_meeting("reduce_scatter"),
+    without_meeting("all_gather"),
+    without_meeting("broadcast"),
+    without_meeting("all_to_all"),
+    without_meeting("copy"),
+    swapped(
+        "one-shot stores before all have read",
+        "all_reduce_one_shot.cu",
+        "        if (!meeting.meet()) return false;\n",
+        "        store<T, N>(target, result, reach);\n",
+    ),
+    swapped(
+        "all_to_all writes before it has read",
+        "all_to_all.cu",
+        "        load<Byte, N>(in, at.theirs, reach);\n",
+        "        store<Byte, N>(at.to_them, out, reach);\n",
+    ),
+    # Pushes.
+    ("pushes do not alternate", "all_reduce_push.cu", "parity(meeting.epoch % 2)", "parity(0)"),
+    (
+        "what was pushed is not cleared",
+        "all_reduce_push.cu",
+        "                ptx::store_pair_relaxed_system(place(meeting.own.inbox[parity][from]), {0, 0});\n",
+        "",
+    ),
+    ("half a packet is enough", "all_reduce_push.cu", "u32(packet.low >> 32) == tag && ", ""),
+    # Failures.
+    ("what peers called is not compared", "signal.cuh", "return theirs == digest ||", "return true ||"),
+    ("a push does not compare", "all_reduce_push.cu", "well = meeting.agrees(r, data[r]);", "well = true;"),
+    ("news is not looked at", "signal.cuh", "failure = failure ? failure : news;", ""),
+    ("the host's word is not looked at", "signal.cuh", "if (ptx::load_relaxed_system(&host().abort))", "if (false)"),
+    ("no bound", "signal.cuh", "if (ptx::nanoseconds() - began > call.patience)", "if (false)"),
+    # Arithmetic.
+    ("bits of a NaN stay", "reduction.cuh", "value == value ? value : ptx::from_bits(0x7fc00000u)", "value"),
+]

@@ -1,0 +1,267 @@
+// How ranks meet inside a kernel.
+//
+// Parameters of every kernel: `(const void *source, void *target, const void *after, const __grid_constant__ Call
+// call)`. cubecl passes one pointer for each binding and then its info words as one parameter by value. `Call` is
+// those words, so its fields are all u64 and the host writes them in this order. `after` is not used: it is memory
+// that the host has just initialised on the stream of the tensors, so that cubecl orders the kernel after what is on
+// that stream (order.cu is the way back); without cubecl it is null. Source and target may be the same memory (where
+// one is a part of the other: that part of the same memory), and must otherwise not overlap.
+//
+// A kernel runs in a grid of (blocks, 1, 1) with 1 <= blocks <= MAX_BLOCKS, and blocks of (threads, 1, 1) with
+// MAX_RANKS <= threads <= MAX_THREADS; both are the same on all ranks of a call. The kernels of a group's rank run one
+// after another, on one stream or ordered by events.
+//
+// Every rank has a `Control` in its GPU's memory, zero before the first rank learns its address. Ranks tell each other
+// where their tensors are by writing to each other's Control, and then read and write each other's tensors directly.
+//
+// Time
+// Calls are numbered from 1 in the order in which a rank makes them: its epoch. The epoch is kept in the Control and
+// advances when the last block of a call ends, not in a parameter, so a captured graph can be replayed.
+//
+//   Invariant: no rank ends epoch e before every rank has begun epoch e.
+//
+// It holds because every block of every kernel waits for the block of the same index on all ranks, and a rank's
+// kernel of epoch e begins after its kernel of epoch e - 1 has ended. So nobody is in epoch e + 2 while anybody is in
+// epoch e, and what alternates between two places, by the parity of the epoch, is never overwritten while it is
+// wanted.
+//
+// What ranks wait for only ever grows: an epoch, or an epoch and a step within it. A signal that is left from an
+// earlier call, by whatever kernel in whatever grid, is smaller than any that is waited for, and never taken for it.
+// With 64 bits nothing wraps.
+//
+// Only blocks of the same index wait for each other. A grid therefore needs no more of the GPU than one block to be
+// correct, but as long as some rank's blocks wait, those of every other rank must be able to run: where ranks share a
+// GPU, their grids together must fit on it.
+//
+// Failures Every wait ends: when a peer has not come for `patience` nanoseconds, when the host sets its abort word,
+// or when another block, or a peer, reports a failure. The first failure on a rank stays in its Control, goes to the
+// host, and to the peers' Controls. From then on every kernel of that rank returns at once, having touched nothing.
+// So a group that failed needs new Controls. Before that, and before it frees tensors, the host raises the abort
+// words of all ranks and waits for their streams: a rank that was late may still write to tensors that it was told of
+// in time.
+#ifndef BONFIRE_SIGNAL_CUH
+#define BONFIRE_SIGNAL_CUH
+
+#include "ptx.cuh"
+
+constexpr u32 MAX_RANKS = 8;
+constexpr u32 MAX_BLOCKS = 128;
+constexpr u32 MAX_THREADS = 512;
+// What a rank can push to another in one call, see all_reduce_push.cu.
+constexpr u32 PUSH_BYTES = 32 << 10;
+
+enum class Operation : u64 {
+    ALL_REDUCE_TWO_SHOT = 1,
+    ALL_REDUCE_ONE_SHOT = 2,
+    ALL_REDUCE_PUSH = 3,
+    REDUCE_SCATTER = 4,
+    ALL_GATHER = 5,
+    BROADCAST = 6,
+    ALL_TO_ALL = 7,
+    COPY = 8,
+};
+
+// A failure is one word: kind | operation << 8 | peer << 16 | epoch << 24. Zero is none.
+enum class Failure : u64 {
+    ABSENT = 1,    // the peer has not begun this call, or pushes where this rank does not
+    STALLED = 2,   // it has, and has not gone on
+    MISMATCH = 3,  // it called something else, or with another count, root or grid
+    ABORTED = 4,   // the host gave up; the peer is the rank itself
+    REFUSED = 5,   // the host asked for more than the kernel can do; the peer is the rank itself
+};
+
+// Where one rank's tensors are in this call, written by that rank.
+struct alignas(32) Mail {
+    u64 source, target;
+    u64 digest;  // of what was called
+    u64 epoch;   // written last: who sees it sees the rest
+};
+
+// What one rank pushes to another. A packet is 8 bytes of data, each half with a tag beside it.
+struct Inbox {
+    ptx::Pair header[MAX_BLOCKS];
+    ptx::Pair data[PUSH_BYTES / 8];
+};
+
+struct alignas(128) Control {
+    u64 epoch;            // calls that have ended
+    u64 ended;            // blocks of the present call that have ended
+    u64 failure;          // the first failure on this rank
+    u64 news[MAX_RANKS];  // and on the others, each written by that rank
+    alignas(64) u64 step[MAX_BLOCKS][MAX_RANKS];  // epoch << 20 | step, each written by that rank
+    Mail mail[MAX_BLOCKS][MAX_RANKS];             // each written by that rank
+    Inbox inbox[2][MAX_RANKS];  // by parity of the epoch; each written by that rank, cleared by this one
+};
+static_assert(sizeof(Control) == 1122432 && alignof(Control) == 128, "the host allocates this much");
+
+// Words in host memory that the GPU reaches.
+struct Host {
+    u64 abort;    // written by the host: not zero ends all waits
+    u64 failure;  // written by the GPU: the first failure on this rank
+};
+
+struct Call {
+    u64 control[MAX_RANKS];  // addresses of all ranks' Controls, by rank
+    u64 host;                // address of this rank's Host
+    u64 patience;            // nanoseconds that a kernel waits for a peer
+    u64 rank, ranks;
+    u64 root;   // for operations that have one, else 0
+    u64 count;  // elements, of the whole tensor where ranks have parts of it
+    u64 width;  // bytes of an element, for operations that only move, else 0
+};
+static_assert(sizeof(Call) == 15 * sizeof(u64), "the host passes this many words");
+
+// One call as one block lives through it. All its threads call all methods, and all get the same answer: once it is
+// false, the call has failed and the block returns.
+class Meeting {
+  public:
+    // `kind` tells apart what runs under the same operation: element type and reduction, or the width of elements.
+    __device__ Meeting(const Call &call, Operation operation, u32 kind)
+        : call(call), operation(operation), own(control(u32(call.rank))), epoch(own.epoch + 1), step(0) {
+        u64 what = u64(operation) | u64(kind) << 8 | call.root << 24 | u64(gridDim.x) << 32 | u64(blockDim.x) << 48;
+        // An odd factor keeps different counts different; a sum of both words has no accidents that matter.
+        digest = what + call.count * 0x9e3779b97f4a7c15;
+    }
+
+    // Tells all ranks where this rank's tensors are, and learns where theirs are. What earlier kernels of a rank
+    // wrote is visible after this: they ended before this kernel began, and so come before its release.
+    __device__ bool begin(const void *source, const void *target) {
+        bool well = true;
+        if (threadIdx.x < call.ranks) {
+            u32 peer = threadIdx.x;
+            well = sound();
+            if (well) {
+                Mail &out = control(peer).mail[blockIdx.x][call.rank];
+                out.source = u64(source);
+                out.target = u64(target);
+                out.digest = digest;
+                // Release: the mail's other words, and the source's contents, come first. There is no older mail that
+                // the peer could still want: it read that before the step in which this rank ended that call.
+                ptx::store_release_system(&out.epoch, epoch);
+                const Mail &in = own.mail[blockIdx.x][peer];
+                well = await(Failure::ABSENT, [&] {
+                    // Acquire, for that release.
+                    return ptx::load_acquire_system(&in.epoch) == epoch ? NOBODY : peer;
+                });
+                if (well) {
+                    well = agrees(peer, in.digest);
+                    places().source[peer] = in.source;
+                    places().target[peer] = in.target;
+                }
+            }
+        }
+        // What one thread acquired is visible to all after this, and so is where the tensors are.
+        return __syncthreads_and(well);
+    }
+
+    // Waits until all ranks have called this as often. What their blocks did before is visible after.
+    __device__ bool meet() {
+        u64 now = epoch << 20 | ++step;
+        bool well = true;
+        // All threads have done their part; the releases below cover it.
+        __syncthreads();
+        if (threadIdx.x < call.ranks) {
+            u32 peer = threadIdx.x;
+            // Release: reads of the peer's tensors come first, so it may overwrite them, and so do writes to them, so
+            // it may read them.
+            ptx::store_release_system(&control(peer).step[blockIdx.x][call.rank], now);
+            const u64 &theirs = own.step[blockIdx.x][peer];
+            well = await(Failure::STALLED, [&] {
+                // Acquire, for that release. A peer may be a step ahead.
+                return ptx::load_acquire_system(&theirs) >= now ? NOBODY : peer;
+            });
+        }
+        return __syncthreads_and(well);
+    }
+
+    // After the last meeting, or after a block has heard from all ranks in another way: this block is through. `well`
+    // is this thread's own; a call that failed does not advance the epoch.
+    __device__ void end(bool well) {
+        if (!__syncthreads_and(well) || threadIdx.x != 0) return;
+        // Acquire and release: all blocks have read the epoch before the last one advances it.
+        if (ptx::add_acquire_release_device(&own.ended, 1) + 1 == gridDim.x) {
+            own.ended = 0;
+            own.epoch = epoch;
+        }
+    }
+
+    // Whether nothing has failed yet, here or elsewhere. What failed elsewhere is reported as this rank's failure.
+    __device__ bool sound() {
+        u64 failure = ptx::load_relaxed_system(&own.failure);
+        for (u32 peer = 0; peer < call.ranks; ++peer) {
+            u64 news = ptx::load_relaxed_system(&own.news[peer]);
+            failure = failure ? failure : news;
+        }
+        if (failure) fail(failure);
+        return !failure;
+    }
+
+    // Waits until `missing()` is NOBODY. It names the rank that is waited for.
+    template <class Missing>
+    __device__ bool await(Failure failure, Missing missing) {
+        if (missing() == NOBODY) return true;
+        u64 began = ptx::nanoseconds();
+        for (u32 polls = 1;; ++polls) {
+            u32 peer = missing();
+            if (peer == NOBODY) return true;
+            // Now and then only: the host's word is far away.
+            if (polls % POLLS_BETWEEN_LOOKS) continue;
+            if (!sound()) return false;
+            if (ptx::load_relaxed_system(&host().abort)) return fail(word(Failure::ABORTED, u32(call.rank)));
+            if (ptx::nanoseconds() - began > call.patience) return fail(word(failure, peer));
+        }
+    }
+
+    __device__ bool agrees(u32 peer, u64 theirs) {
+        return theirs == digest || fail(word(Failure::MISMATCH, peer));
+    }
+
+    __device__ bool refuse() { return fail(word(Failure::REFUSED, u32(call.rank))); }
+
+    // Where a rank's tensors are, valid after begin().
+    template <class T>
+    __device__ const T *source(u32 rank) const { return reinterpret_cast<const T *>(places().source[rank]); }
+    template <class T>
+    __device__ T *target(u32 rank) const { return reinterpret_cast<T *>(places().target[rank]); }
+
+    __device__ Control &control(u32 rank) const { return *reinterpret_cast<Control *>(call.control[rank]); }
+    __device__ Host &host() const { return *reinterpret_cast<Host *>(call.host); }
+
+    static constexpr u32 NOBODY = ~0u;
+
+    const Call &call;
+    const Operation operation;
+    Control &own;
+    const u64 epoch;
+    u64 digest;
+
+  private:
+    static constexpr u32 POLLS_BETWEEN_LOOKS = 64;
+
+    struct Places {
+        u64 source[MAX_RANKS], target[MAX_RANKS];
+    };
+    static __device__ Places &places() {
+        __shared__ Places places;
+        return places;
+    }
+
+    __device__ u64 word(Failure failure, u32 peer) const {
+        return u64(failure) | u64(operation) << 8 | u64(peer) << 16 | epoch << 24;
+    }
+
+    // Nothing is ordered by a failure: who sees one uses no data.
+    __device__ bool fail(u64 word) {
+        if (ptx::claim_relaxed_device(&own.failure, word) == 0) {
+            ptx::store_relaxed_system(&host().failure, word);
+            for (u32 peer = 0; peer < call.ranks; ++peer) {
+                ptx::store_relaxed_system(&control(peer).news[call.rank], word);
+            }
+        }
+        return false;
+    }
+
+    u32 step;
+};
+
+#endif

@@ -1,0 +1,19 @@
+// Names for types. NVRTC has no <cstdint>, and the kernels are named after these: two_shot_sum_f32.
+#ifndef BONFIRE_TYPES_CUH
+#define BONFIRE_TYPES_CUH
+
+typedef unsigned char u8;
+typedef signed char i8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef int i32;
+typedef unsigned long long u64;
+typedef long long i64;
+typedef float f32;
+typedef double f64;
+
+// 16-bit floats are bits here; arithmetic on them is done in f32.
+struct f16 { u16 bits; };
+struct bf16 { u16 bits; };
+
+#endif
