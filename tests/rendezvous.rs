@@ -64,13 +64,13 @@ fn dial(address: &str) -> TcpStream {
 /// What a rank says to rank 0 first.
 fn hello(magic: u64, rank: usize, world_size: usize) -> Vec<u8> {
     let own: std::net::SocketAddr = "127.0.0.1:1".parse().expect("an address");
-    // The last is what it wants to carry the operations: anything.
-    let body = postcard::to_stdvec(&(magic, rank, world_size, own, 0u8)).expect("plain data");
+    // The last two are what it wants to carry the operations and its machine: anything.
+    let body = postcard::to_stdvec(&(magic, rank, world_size, own, 0u8, "machine")).expect("plain data");
     [(body.len() as u32).to_le_bytes().to_vec(), body].concat()
 }
 
 /// "BNFR" and the version.
-const MAGIC: u64 = 0x424e_4652_0000_0002;
+const MAGIC: u64 = 0x424e_4652_0000_0003;
 
 #[test]
 fn a_rank_that_is_given_twice_fails_all_with_the_same_words() {
