@@ -243,6 +243,7 @@ impl Core {
     }
 
     /// What ranks reach each other by besides messages.
+    #[cfg(all(feature = "shm", target_os = "linux"))]
     pub fn near(&self) -> &Near {
         &self.near
     }

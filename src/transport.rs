@@ -26,7 +26,6 @@ pub(crate) enum Near {
     /// Nothing.
     Nobody,
     /// All ranks reach each other's memory, or share some: this runs whole operations.
-    #[cfg_attr(not(all(feature = "shm", target_os = "linux")), allow(dead_code))]
     Everybody(std::sync::Arc<dyn Collectives>),
     /// The ranks of a host share memory. Plans run operations, in it and between the hosts.
     #[cfg(all(feature = "shm", target_os = "linux"))]

@@ -204,9 +204,11 @@ fn a_thread_that_panics_is_lost() {
     for (kind, n) in threads.into_iter().chain([(Kind::Shm, 2), (Kind::Shm, 3), (hosts, 3), (hosts, 4)]) {
         for lost in 0..n {
             let results = run_ranks(kind, n, move |group| {
-                group.barrier().unwrap();
+                let first = group.barrier();
+                // Between hosts the news may come before the end of what the lost rank had been through.
+                assert!(first.is_ok() || kind == hosts && group.rank() != lost, "{first:?}");
                 if group.rank() != lost {
-                    return group.all_reduce(&mut [1f32; 1000], ReduceOp::Sum);
+                    return first.and_then(|()| group.all_reduce(&mut [1f32; 1000], ReduceOp::Sum));
                 }
                 let panicked = catch_unwind(AssertUnwindSafe(|| {
                     let _group = group;

@@ -130,3 +130,12 @@ fn the_doctor_describes_this_machine() {
     assert!(found["facts"]["processors"]["cores"]["usable"].as_u64().unwrap() > 0);
     assert!(found["facts"]["network"]["loopback"]["stream_gbps"].as_f64().unwrap() > 0.0);
 }
+
+#[test]
+fn ranks_that_a_launcher_started_are_measured() {
+    let program = env!("CARGO_BIN_EXE_bonfire");
+    let what = format!("{program} perf all_gather --transport auto -b 24 -e 24 -n 2 --json");
+    let rows = objects(&format!("run -n 3 --no-prefix -- {what}"));
+    let (ranks, wrong, floor) = (&rows[0]["ranks"], &rows[0]["wrong"], &rows[0]["floor_percent"]);
+    assert_eq!((rows.len(), ranks, wrong, floor), (1, &3.into(), &0.into(), &Value::Null));
+}

@@ -64,8 +64,8 @@ fn dial(address: &str) -> TcpStream {
 /// What a rank says to rank 0 first.
 fn hello(magic: u64, rank: usize, world_size: usize) -> Vec<u8> {
     let own: std::net::SocketAddr = "127.0.0.1:1".parse().expect("an address");
-    // The last are what it wants to carry the operations, which is anything, and the algorithms.
-    let body = postcard::to_stdvec(&(magic, rank, world_size, own, 0u8, "default")).expect("plain data");
+    // The last are what it wants to carry the operations, which is anything, the algorithms, and its machine.
+    let body = postcard::to_stdvec(&(magic, rank, world_size, own, 0u8, "default", "machine")).expect("plain data");
     [(body.len() as u32).to_le_bytes().to_vec(), body].concat()
 }
 

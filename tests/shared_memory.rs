@@ -310,8 +310,9 @@ fn random_operation(group: &Group, number: usize, random: &mut Random) {
 
 #[test]
 fn operations_of_all_kinds_and_sizes_follow_each_other() {
-    for n in [2, 3, 4, 7] {
-        run_ranks(Kind::Shm, n, move |group| {
+    let hosts = [(Kind::Hosts(&[0, 0, 1, 1]), 4), (Kind::Hosts(&[0, 1]), 5)];
+    for (kind, n) in [2, 3, 4, 7].map(|n| (Kind::Shm, n)).into_iter().chain(hosts) {
+        run_ranks(kind, n, move |group| {
             // The operations come from the same numbers on all ranks, the delays from each rank's own.
             let (mut random, mut late) = (Random(n as u64 * 77), Random(group.rank() as u64 + 1));
             for number in 0..400 {

@@ -40,7 +40,7 @@ struct Hello {
     medium: Medium,
     /// Which algorithms it will choose.
     algorithms: String,
-    /// Which machine it is on; empty if it does not know.
+    /// Which machine it is on.
     machine: String,
 }
 
@@ -67,6 +67,10 @@ struct Guest {
 }
 
 /// What came of it, the same on all ranks but for the mesh.
+#[cfg_attr(
+    not(all(feature = "shm", target_os = "linux")),
+    allow(dead_code, reason = "only sharing memory needs it all")
+)]
 pub(super) struct Joined {
     pub mesh: Mesh,
     /// What all ranks together want to carry the operations.
@@ -188,27 +192,23 @@ fn together(mediums: &[Medium]) -> Result<Medium, String> {
 
 /// What this rank says of its machine. Only a hint: who is on one host is who can have the same memory.
 fn machine(settings: &Settings) -> String {
-    settings.machine.clone().or_else(this_machine).unwrap_or_default()
+    settings.machine.clone().unwrap_or_else(this_machine)
 }
 
 /// A name for everything that processes must have in common to hand memory to each other: the running system, the
-/// network namespace, in which unix sockets have their names, and the user.
-#[cfg(target_os = "linux")]
-fn this_machine() -> Option<String> {
-    let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
-    let network = std::fs::read_link("/proc/self/ns/net").ok()?;
-    Some(format!("{} {} {}", boot.trim(), network.display(), rustix::process::geteuid().as_raw()))
+/// network namespace, in which unix sockets have their names, and the user. What the system does not tell is left out;
+/// then ranks on two machines may have the same name, and find out when they try.
+fn this_machine() -> String {
+    let read = |file: &str| std::fs::read_to_string(file).unwrap_or_default();
+    let (boot, name) = (read("/proc/sys/kernel/random/boot_id"), read("/proc/sys/kernel/hostname"));
+    let network = std::fs::read_link("/proc/self/ns/net").unwrap_or_default();
+    format!("{} {} {} {}", boot.trim(), name.trim(), network.display(), rustix::process::geteuid().as_raw())
 }
 
-#[cfg(not(target_os = "linux"))]
-fn this_machine() -> Option<String> {
-    None
-}
-
-/// Numbers the machines in the order in which they come. One without a name is another than all.
+/// Numbers the machines by the first rank on each.
 fn hosts(machines: &[&String]) -> Vec<usize> {
     let first = |rank: usize| machines.iter().position(|other| *other == machines[rank]).unwrap_or(rank);
-    (0..machines.len()).map(|rank| if machines[rank].is_empty() { rank } else { first(rank) }).collect()
+    (0..machines.len()).map(first).collect()
 }
 
 /// Any other rank: dials rank 0, then the ranks below, and is dialled by those above.

@@ -194,7 +194,7 @@ fn divided(
     if segment.is_some() != (hosts[host].len() > 1) {
         return Err("rank 0 does not know who shares memory with this rank".into());
     }
-    log::info!("rank {rank} shares memory as {hosts:?} say");
+    log::debug!("rank {rank} shares memory with ranks {:?}; the hosts have {hosts:?}", hosts[host]);
     Ok(Some(Shared { hosts, segment: segment.map(|segment| (segment, place)), host }))
 }
 
