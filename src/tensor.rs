@@ -7,3 +7,7 @@ pub mod autodiff;
 #[cfg(unix)]
 pub(crate) mod collective;
 pub(crate) mod device;
+#[cfg(all(unix, feature = "flex"))]
+mod flex;
+#[cfg(all(unix, feature = "flex"))]
+mod pool;

@@ -1,4 +1,5 @@
-//! Tensors that take part in an operation: on the host, or on a collective device as long as the operation allows.
+//! Tensors that take part in an operation: as data of the host, or where their backend has them as long as the operation
+//! allows.
 
 use std::any::Any;
 
@@ -12,24 +13,30 @@ use crate::dtype::ReduceOp;
 use crate::error::Error;
 use crate::group::Group;
 use crate::tensor::device::{element, serves, start_all_reduce};
+#[cfg(feature = "flex")]
+use crate::tensor::flex;
 
 /// One peer's tensor.
 pub(super) enum Cargo {
     Host(TensorData),
-    Device(Box<dyn OnDevice>),
+    Kept(Box<dyn Kept>),
 }
 
 impl Cargo {
-    /// A tensor to be reduced on all peers, which needs no host.
+    /// A tensor to be reduced on all peers, which may stay where it is.
     pub fn load<B: Backend>(tensor: FloatTensor<B>) -> Result<Cargo, CollectiveError> {
-        if serves::<B>() && element(tensor.dtype()).is_some() {
-            Ok(Cargo::Device(Box::new(Held::<B>(tensor))))
+        #[cfg(feature = "flex")]
+        let stays = serves::<B>() || flex::shared::<B>(&tensor);
+        #[cfg(not(feature = "flex"))]
+        let stays = serves::<B>();
+        if stays && element(tensor.dtype()).is_some() {
+            Ok(Cargo::Kept(Box::new(Held::<B>(tensor))))
         } else {
             Cargo::read::<B>(tensor)
         }
     }
 
-    /// A tensor on the host.
+    /// A tensor's data.
     pub fn read<B: Backend>(tensor: FloatTensor<B>) -> Result<Cargo, CollectiveError> {
         to_host::<B>(tensor).map(Cargo::Host)
     }
@@ -38,14 +45,14 @@ impl Cargo {
     pub fn description(&self) -> (Vec<usize>, DType) {
         match self {
             Cargo::Host(data) => (data.shape.to_vec(), data.dtype),
-            Cargo::Device(tensor) => tensor.description(),
+            Cargo::Kept(tensor) => tensor.description(),
         }
     }
 
     pub fn into_host(self) -> Result<TensorData, CollectiveError> {
         match self {
             Cargo::Host(data) => Ok(data),
-            Cargo::Device(tensor) => tensor.read(),
+            Cargo::Kept(tensor) => tensor.read(),
         }
     }
 
@@ -53,7 +60,7 @@ impl Cargo {
     pub fn unload<B: Backend>(self, device: &B::Device) -> Result<FloatTensor<B>, CollectiveError> {
         match self {
             Cargo::Host(data) => Ok(B::float_from_data(data, device)),
-            Cargo::Device(tensor) => {
+            Cargo::Kept(tensor) => {
                 let tensor: Box<dyn Any> = tensor;
                 let held = tensor.downcast::<Held<B>>();
                 held.map(|held| held.0).map_err(|_| CollectiveError::Other("the tensor is of another backend".into()))
@@ -62,27 +69,31 @@ impl Cargo {
     }
 }
 
-/// A tensor on a collective device, whatever its backend.
-pub(super) trait OnDevice: Any + Send {
+/// A tensor where its backend has it: on a collective device, or on the host with others who hold it.
+pub(super) trait Kept: Any + Send {
     fn description(&self) -> (Vec<usize>, DType);
-    fn all_reduce(self: Box<Self>, group: &Group, op: ReduceOp) -> Result<Box<dyn OnDevice>, Error>;
+    fn all_reduce(self: Box<Self>, group: &Group, op: ReduceOp) -> Result<Cargo, Error>;
     fn read(self: Box<Self>) -> Result<TensorData, CollectiveError>;
 }
 
 struct Held<B: Backend>(FloatTensor<B>);
 
-impl<B: Backend> OnDevice for Held<B> {
+impl<B: Backend> Kept for Held<B> {
     fn description(&self) -> (Vec<usize>, DType) {
         (self.0.shape().to_vec(), self.0.dtype())
     }
 
-    fn all_reduce(self: Box<Self>, group: &Group, op: ReduceOp) -> Result<Box<dyn OnDevice>, Error> {
+    fn all_reduce(self: Box<Self>, group: &Group, op: ReduceOp) -> Result<Cargo, Error> {
+        #[cfg(feature = "flex")]
+        if let Some(reduced) = flex::all_reduce::<B>(group, &self.0, op) {
+            return Ok(Cargo::Kept(Box::new(Held::<B>(reduced?))));
+        }
         let dtype = self.0.dtype();
         let element = element(dtype).ok_or_else(|| Error::argument("all_reduce", format!("{dtype:?} is no float")))?;
         let started = start_all_reduce::<B>(group, vec![self.0], element, op, |_| ());
         let mut reduced = started.map_err(|_| Error::io("all_reduce", "the tensor is on no collective device"))??()?;
         let reduced = reduced.pop().ok_or_else(|| Error::io("all_reduce", "the device gave no result"))?;
-        Ok(Box::new(Held::<B>(reduced)))
+        Ok(Cargo::Kept(Box::new(Held::<B>(reduced))))
     }
 
     fn read(self: Box<Self>) -> Result<TensorData, CollectiveError> {

@@ -24,7 +24,7 @@ pub(super) fn run(
 ) -> Result<(Option<Cargo>, Device), CollectiveError> {
     // Between nodes tensors travel on the host. They are read before the peers agree, so that all learn of a failure.
     let brought = match brought {
-        Ok(Some(Cargo::Device(tensor))) if session.seat(peer).is_ok_and(|seat| seat.node.is_some()) => {
+        Ok(Some(Cargo::Kept(tensor))) if session.seat(peer).is_ok_and(|seat| seat.node.is_some()) => {
             tensor.read().map(|data| Some(Cargo::Host(data)))
         }
         brought => brought,
@@ -80,8 +80,8 @@ impl Seat {
 
     fn carry_out(&self, agreement: Agreement, cargo: Option<Cargo>) -> Result<Option<Cargo>, CollectiveError> {
         match (agreement.claim.call, cargo, &self.node) {
-            (Call::AllReduce(op), Some(Cargo::Device(tensor)), None) => {
-                tensor.all_reduce(&self.group, op).map(|reduced| Some(Cargo::Device(reduced))).map_err(in_words)
+            (Call::AllReduce(op), Some(Cargo::Kept(tensor)), None) => {
+                tensor.all_reduce(&self.group, op).map(Some).map_err(in_words)
             }
             (_, cargo, _) => {
                 let data = cargo.map(Cargo::into_host).transpose()?;
