@@ -108,7 +108,7 @@ void mismatch(const Case &c, const Case &odd) {
     Streams streams(c.ranks);
     for (u32 rank = 0; rank < c.ranks; ++rank) {
         const Case &mine = rank + 1 == c.ranks ? odd : c;
-        streams[rank] = {c.fill(world, rank), mine.launch(world, rank, LONG)};
+        streams[rank] = {mine.fill(world, rank), mine.launch(world, rank, LONG)};
     }
     shim::run(streams);
     for (u32 rank = 0; rank < c.ranks; ++rank) {
