@@ -11,8 +11,8 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 use tokio::io::ReadBuf;
 use tokio::net::{TcpListener, TcpStream, lookup_host};
-use tokio::sync::mpsc::unbounded_channel;
-use tokio::time::{sleep, timeout_at};
+use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
+use tokio::time::{sleep, timeout, timeout_at};
 
 use super::{Medium, Settings, gone};
 use crate::error::{Error, Ranks};
@@ -24,6 +24,9 @@ const MAGIC: u64 = 0x424e_4652_0000_0003;
 
 /// How long a connection may take to say who it is.
 const PATIENCE: Duration = Duration::from_secs(5);
+
+/// How long rank 0 still answers after the rendezvous has failed.
+const LATE: Duration = Duration::from_millis(500);
 
 /// When to try again where the system could not accept a connection: out of descriptors, most likely.
 const RETRY: Duration = Duration::from_millis(100);
@@ -115,26 +118,24 @@ async fn host(settings: &Settings, start: Instant, waiting_for: &mut String) -> 
         let missing: Vec<usize> = (1..n).filter(|rank| guests[*rank].is_none()).collect();
         *waiting_for = format!("{} did not come", Ranks(&missing));
         let problem = tokio::select! {
-            accepted = listener.accept() => {
-                let Ok((stream, address)) = accepted else {
-                    sleep(RETRY).await;
-                    continue;
-                };
-                let hellos = hellos.clone();
-                tokio::spawn(async move {
-                    if let Some(hello) = introduction(stream, address).await {
-                        let _ = hellos.send(hello);
-                    }
-                });
-                None
-            }
+            () = accept(&listener, &hellos) => None,
             Some((stream, hello)) = queue.recv() => seat(&mut guests, &settings.algorithms, stream, hello).err(),
             rank = departure(&guests) => {
                 Some((format!("rank {rank} closed its connection before all ranks had come"), None))
             }
         };
         if let Some((reason, offender)) = problem {
-            refuse(guests, offender, &reason).await;
+            refuse(guests.into_iter().flatten().map(|guest| guest.stream).chain(offender), &reason).await;
+            // Ranks that are on their way would see a connection that ends, and no reason.
+            let latecomers = async {
+                loop {
+                    tokio::select! {
+                        () = accept(&listener, &hellos) => {}
+                        Some((stream, _)) = queue.recv() => refuse([stream], &reason).await,
+                    }
+                }
+            };
+            let _: Result<(), _> = timeout(LATE, latecomers).await;
             return Err(settings.failed(start, reason));
         }
     }
@@ -142,7 +143,7 @@ async fn host(settings: &Settings, start: Instant, waiting_for: &mut String) -> 
     let medium = match together(&mediums.collect::<Vec<_>>()) {
         Ok(medium) => medium,
         Err(reason) => {
-            refuse(guests, None, &reason).await;
+            refuse(guests.into_iter().flatten().map(|guest| guest.stream), &reason).await;
             return Err(settings.failed(start, reason));
         }
     };
@@ -168,11 +169,23 @@ async fn host(settings: &Settings, start: Instant, waiting_for: &mut String) -> 
     Ok(Joined { mesh: Mesh { rank: 0, session, addresses, listener, connections, board }, medium, hosts })
 }
 
-/// Tells everybody who is there why the rendezvous fails.
-async fn refuse(guests: Vec<Option<Guest>>, offender: Option<TcpStream>, reason: &str) {
-    let streams = guests.into_iter().flatten().map(|guest| guest.stream);
-    for mut stream in streams.chain(offender) {
-        let _ = frame::write(&mut stream, &Answer::Refused(reason.to_owned())).await;
+/// Takes a connection, and lets it say who it is.
+async fn accept(listener: &TcpListener, hellos: &UnboundedSender<(TcpStream, Hello)>) {
+    let Ok((stream, address)) = listener.accept().await else {
+        return sleep(RETRY).await;
+    };
+    let hellos = hellos.clone();
+    tokio::spawn(async move {
+        if let Some(hello) = introduction(stream, address).await {
+            let _ = hellos.send(hello);
+        }
+    });
+}
+
+/// Tells these why the rendezvous fails.
+async fn refuse(guests: impl IntoIterator<Item = TcpStream>, reason: &str) {
+    for mut guest in guests {
+        let _ = frame::write(&mut guest, &Answer::Refused(reason.to_owned())).await;
     }
 }
 
@@ -215,6 +228,7 @@ fn hosts(machines: &[&String]) -> Vec<usize> {
 async fn attend(settings: &Settings, start: Instant, waiting_for: &mut String) -> Result<Joined, Error> {
     let (rank, n) = (settings.rank, settings.world_size);
     let board = board(n)?;
+    let machine = machine(settings);
     let mut zero = dial(&settings.address, waiting_for).await;
     let to_zero = zero.peer_addr().map_err(|e| settings.failed(start, e.to_string()))?;
     let listener = bind(settings, start, &own_host(settings, to_zero.ip())?).await?;
@@ -231,7 +245,7 @@ async fn attend(settings: &Settings, start: Instant, waiting_for: &mut String) -
         address: own,
         medium: settings.wanted(),
         algorithms: settings.algorithms.clone(),
-        machine: machine(settings),
+        machine,
     };
     frame::write(&mut zero, &hello).await.map_err(lost)?;
     *waiting_for = "rank 0 is there, but some other rank did not come".into();
