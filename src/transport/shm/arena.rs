@@ -4,6 +4,7 @@
 //! memory that is not to be had is an error and never a signal. Pages of dropped buffers are kept for the next ones, up to
 //! a limit: fresh ones must be cleared by the system and then found by every rank, which takes longer than an all-reduce
 //! of as many bytes.
+#![expect(clippy::single_range_in_vec_init, reason = "ranges are the elements here")]
 
 use std::collections::BTreeMap;
 use std::io;

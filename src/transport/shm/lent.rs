@@ -198,15 +198,9 @@ mod tests {
     fn a_place_that_is_none_ends_the_operation() {
         let size = |shm: &Shm| shm.segment.arena_size() as u64;
         let last = |shm: &Shm| size(shm) - SITE.call.bytes() as u64;
-        let lies: [fn(&Shm, &dyn Fn(&Shm) -> u64) -> u64; 4] = [
-            |_, _| u64::MAX,
-            |shm, last| last(shm) + 4 + 1,
-            |_, _| 2 + 1,
-            |shm, _| shm.segment.arena_size() as u64 + 1,
-        ];
-        for (lie, word) in lies.into_iter().zip(0..) {
+        for word in 0..4 {
             let [zero, one] = pair();
-            let lie = lie(&one, &last);
+            let lie = [u64::MAX, last(&one) + 4 + 1, 2 + 1, size(&one) + 1][word];
             let mut mine = zero.allocate(SITE.call.bytes()).unwrap().unwrap();
             one.offer(1, &PHASE).lent[0].store(1, Ordering::Relaxed);
             one.offer(1, &PHASE).lent[1].store(1, Ordering::Relaxed);
