@@ -152,7 +152,7 @@ impl Builder {
     /// machine, in one network namespace, as one user. All ranks of it do or none does. What the ranks of a host bring to
     /// an operation crosses to other hosts as if they were one rank. `shm` means that all ranks are on one host, or an
     /// error; `tcp` means TCP everywhere. Messages between two ranks, all_to_all, means of integers over several hosts
-    /// and operations with an [`algorithm`](Self::algorithm) of the user's choice go over TCP.
+    /// and operations with an [`algorithm`](Self::algorithms) of the user's choice go over TCP.
     pub fn transport(mut self, medium: Medium) -> Self {
         self.settings.medium = medium;
         self
