@@ -17,6 +17,7 @@
 //!
 //! # Features
 //! * `cli` (default): the program `bonfire`.
+//! * `flex` (default, part of `cli`): tensors of burn's backend Flex are reduced from where they are.
 //! * `shm` (default): shared memory between the processes of a host, on Linux.
 //! * `wgpu`, `cuda`: burn's backends on a compute server with collectives. `cubecl`: the same for a runtime of your own.
 //! * `ddp`: burn-train's distributed training on these backends. It turns on burn's `distributed`, which takes
