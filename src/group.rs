@@ -21,7 +21,7 @@ use self::turn::{Queue, Turn};
 use crate::call::{Call, Operation, Tag};
 use crate::dtype::Element;
 use crate::error::{Error, Site};
-use crate::plan::{Algorithm, Plan, Selection};
+use crate::plan::{self, Algorithm, Plan, Selection};
 use crate::transport::{Buffers, Fault, Near, Transport};
 use crate::wait::{Deadline, lock};
 
@@ -74,10 +74,29 @@ pub(crate) struct Lane {
     /// Messages so far, to and from each rank.
     sent: Vec<u64>,
     received: Vec<u64>,
-    /// By operation, algorithm, number of ranks and root. They do not depend on the length, so there are few.
-    pub plans: HashMap<(Operation, Algorithm, usize, usize), Arc<Plan>>,
+    pub plans: Plans,
     /// Memory that is grown once and kept.
     pub scratch: [Scratch; 3],
+}
+
+/// This rank's plans so far, by operation, algorithm, number of ranks and root. They do not depend on the length, so there
+/// are few.
+#[derive(Default)]
+pub(crate) struct Plans(HashMap<(Operation, Algorithm, usize, usize), Arc<Plan>>);
+
+impl Plans {
+    /// The plan of `rank`, which is the same in all groups of so many ranks.
+    pub fn plan(
+        &mut self,
+        operation: Operation,
+        algorithm: Algorithm,
+        rank: usize,
+        world_size: usize,
+        root: usize,
+    ) -> Arc<Plan> {
+        let make = || Arc::new(plan::plan(operation, algorithm, rank, world_size, root));
+        self.0.entry((operation, algorithm, world_size, root)).or_insert_with(make).clone()
+    }
 }
 
 /// Bytes aligned for every accumulator, kept from call to call.
@@ -223,7 +242,7 @@ impl Core {
             sequence: 0,
             sent: vec![0; transport.world_size()],
             received: vec![0; transport.world_size()],
-            plans: HashMap::new(),
+            plans: Plans::default(),
             scratch: Default::default(),
         };
         let core = Arc::new(Core {
@@ -269,13 +288,11 @@ impl Core {
             self.transport.begin(&site)?;
             let chosen = self.algorithms.plan(&call, self.transport.world_size(), self.near.is_somebody());
             match (&self.near, chosen) {
-                (Near::Everybody(engine), None) => engine.run(&site, &mut buffers, &deadline),
-                (Near::Everybody(engine), Some(_)) => {
-                    engine.stand_aside(&site, &deadline)?;
-                    plans(self, &mut lane, &site, &mut buffers, &deadline, chosen)
-                }
-                _ => plans(self, &mut lane, &site, &mut buffers, &deadline, chosen),
+                (Near::Everybody(engine), None) => return engine.run(&site, &mut buffers, &deadline),
+                (Near::Everybody(engine), Some(_)) => engine.stand_aside(&site, &deadline)?,
+                _ => {}
             }
+            plans(self, &mut lane, &site, &mut buffers, &deadline, chosen)
         };
         run().map_err(|fault| self.fail(site, fault, &deadline, site.sequence))
     }

@@ -1,7 +1,6 @@
 //! The one executor: runs any plan on any transport.
 
 use std::ops::Range;
-use std::sync::Arc;
 
 use crate::call::{Call, Operation, Tag};
 use crate::error::Site;
@@ -39,11 +38,7 @@ pub(super) fn plans(
     // Only the direct exchange can keep a wide accumulator until the end.
     let algorithm = if wide { Algorithm::Direct } else { algorithm };
     let root = call.root.unwrap_or(0);
-    let plan = lane
-        .plans
-        .entry((call.operation, algorithm, world_size, root))
-        .or_insert_with(|| Arc::new(plan::plan(call.operation, algorithm, rank, world_size, root)))
-        .clone();
+    let plan = lane.plans.plan(call.operation, algorithm, rank, world_size, root);
 
     let size = call.dtype.size();
     let own = partition(call.count, world_size, rank);

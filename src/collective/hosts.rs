@@ -9,18 +9,16 @@
 
 mod pieces;
 
-use std::collections::HashMap;
 use std::ops::Range;
-use std::sync::Arc;
 
 use self::pieces::{Piece, Whole};
 use super::execute::Execution;
 use crate::call::{Call, Operation};
 use crate::dtype::{DType, ReduceOp};
 use crate::error::Site;
-use crate::group::{Core, Lane, Scratch};
+use crate::group::{Core, Lane, Plans, Scratch};
 use crate::partition::{partition, start};
-use crate::plan::{self, Algorithm, Plan};
+use crate::plan;
 use crate::reduce::{self, Kernel};
 use crate::transport::hosts::Hosts;
 use crate::transport::subset::Subset;
@@ -99,7 +97,7 @@ struct Far<'a> {
     transport: &'a dyn Transport,
     site: &'a Site,
     deadline: &'a Deadline,
-    plans: &'a mut HashMap<(Operation, Algorithm, usize, usize), Arc<Plan>>,
+    plans: &'a mut Plans,
     received: &'a mut Scratch,
     /// How many ranks' inputs a result is made of.
     ranks: usize,
@@ -116,11 +114,7 @@ impl Far<'_> {
     fn run_in(&mut self, call: Call, parts: &dyn Fn(usize) -> usize, whole: &mut [u8]) -> Result<(), Fault> {
         let (rank, world_size) = (self.transport.rank(), self.transport.world_size());
         let (algorithm, root) = (plan::by_default(call.operation, call.bytes(), world_size), call.root.unwrap_or(0));
-        let plan = self
-            .plans
-            .entry((call.operation, algorithm, world_size, root))
-            .or_insert_with(|| Arc::new(plan::plan(call.operation, algorithm, rank, world_size, root)))
-            .clone();
+        let plan = self.plans.plan(call.operation, algorithm, rank, world_size, root);
         let Far { transport, site, deadline, ranks, .. } = *self;
         let received = &mut *self.received;
         let execution = Execution { transport, site, deadline, call: &call, parts, ranks, whole, received };

@@ -105,7 +105,7 @@ impl From<Algorithm> for Selection {
 }
 
 /// What a table may be for: messages between two ranks have one path only.
-const SELECTABLE: [Operation; 7] = [
+pub(super) const SELECTABLE: [Operation; 7] = [
     Operation::AllReduce,
     Operation::Reduce,
     Operation::Broadcast,

@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeSet, VecDeque};
 
+use super::selection::SELECTABLE;
 use super::*;
 
 /// A part's value: which ranks' inputs are in it. Combining a rank's input twice is a mistake that this shows. Of
@@ -79,18 +80,8 @@ impl World {
     }
 }
 
-const OPERATIONS: [Operation; 7] = [
-    Operation::AllReduce,
-    Operation::Reduce,
-    Operation::Broadcast,
-    Operation::AllGather,
-    Operation::ReduceScatter,
-    Operation::Barrier,
-    Operation::AllToAll,
-];
-
 fn each(mut check: impl FnMut(Operation, Algorithm, usize, usize)) {
-    for operation in OPERATIONS {
+    for operation in SELECTABLE {
         for algorithm in Algorithm::ALL {
             for n in 1..=17 {
                 let rooted = matches!(operation, Operation::Reduce | Operation::Broadcast);
