@@ -39,6 +39,10 @@ pub(crate) struct Kernel {
     pub fold: fn(&mut [u8], &[u8]),
     /// `accumulator = element + accumulator`. The order shows in which NaN and which zero survives.
     pub fold_under: fn(&mut [u8], &[u8]),
+    /// `outputs = element + element`, rounded, and divided by the number of ranks for the mean.
+    pub join_to: FinalStep,
+    /// `outputs = accumulator + element`, likewise.
+    pub fold_to: FinalStep,
     /// `element = accumulator`, divided by the number of ranks for the mean.
     pub store: fn(&mut [u8], &[u8], usize),
     /// Divides elements by the number of ranks in place; only for the mean and only where the accumulator is not wide.
@@ -46,6 +50,15 @@ pub(crate) struct Kernel {
     /// Gives every NaN the same bits; only for floats and only where the accumulator is not wide.
     pub unify_nan: Option<fn(&mut [u8])>,
 }
+
+/// Combines two sides of so many elements, one after the other, and stores the result to all outputs; the last argument is
+/// the number of ranks.
+///
+/// # Safety
+/// Both sides are valid for that many elements and outputs for as many results, all of them aligned, and an output that is
+/// written past the cache begins with a line of it. Outputs are apart from each other; each is apart from the sides or
+/// begins where one of them does, with elements of one size. Nobody else accesses the outputs meanwhile.
+type FinalStep = unsafe fn(&[Output], [*const u8; 2], usize, usize);
 
 /// The kernel for `dtype` and `op`.
 pub(crate) fn kernel(dtype: DType, op: ReduceOp) -> Kernel {
@@ -98,42 +111,59 @@ pub(crate) unsafe fn reduce_to_all(
     inputs: impl Iterator<Item = *const u8> + Clone,
     outputs: impl Iterator<Item = Output> + Clone,
 ) {
-    let kernel = kernel(dtype, op);
-    let ranks = inputs.clone().count();
+    let (kernel, size, ranks) = (kernel(dtype, op), dtype.size(), inputs.clone().count());
+    // Where the result goes past the cache, it goes there straight from registers. Else it is copied from a block: the
+    // copy of whole lines into the cache need not read them first.
+    let straight = outputs.clone().any(Output::streams) && outputs.clone().count() <= 2;
+    let head = outputs.clone().map(Output::head).max().unwrap_or(0) / size;
     let step = BLOCK / kernel.accumulator;
     let most = step.min(elements);
     let (mut block, mut result) = (MaybeUninit::uninit(), MaybeUninit::uninit());
-    let block = Block::cleared(&mut block, most * kernel.accumulator);
-    let rounds = kernel.wide || kernel.divide.is_some();
-    let result = Block::cleared(&mut result, if rounds { most * dtype.size() } else { 0 });
+    let sums = ranks > 2 || !straight && !kernel.wide;
+    let block = Block::cleared(&mut block, if sums { most * kernel.accumulator } else { 0 }).as_mut_ptr();
+    let result = Block::cleared(&mut result, if straight || !kernel.wide { 0 } else { most * size }).as_mut_ptr();
+    let result = if kernel.wide { result } else { block };
     let mut done = 0;
     while done < elements {
-        let count = step.min(elements - done);
-        let (at, bytes) = (done * dtype.size(), count * dtype.size());
-        let accumulator = &mut block[..count * kernel.accumulator];
-        let mut inputs = inputs.clone().map(|input| {
-            // SAFETY: `at + bytes` is within the `elements` that the caller vouches for, and the slice is gone before
-            // anything is written to an output.
-            unsafe { std::slice::from_raw_parts(input.add(at), bytes) }
-        });
-        match (inputs.next(), inputs.next()) {
-            (Some(first), Some(second)) => (kernel.join)(accumulator, first, second),
-            (Some(only), None) => (kernel.load)(accumulator, only),
-            (None, _) => return,
-        }
-        inputs.for_each(|input| (kernel.fold)(accumulator, input));
-        let rounded = if rounds {
-            (kernel.store)(&mut result[..bytes], accumulator, ranks);
-            &result[..bytes]
-        } else {
-            &*accumulator
-        };
-        for output in outputs.clone() {
-            // SAFETY: as above; outputs are accessed by this call alone, one at a time.
-            let target = unsafe { std::slice::from_raw_parts_mut(output.place(at), bytes) };
-            output.write(target, rounded);
-        }
+        let count = if done < head { head } else { step }.min(elements - done);
+        let (at, bytes) = (done * size, count * size);
         done += count;
+        let mut outputs = outputs.clone().map(|output| output.after(at));
+        // SAFETY: `at + bytes` is within the `elements` that the caller vouches for, and blocks are as long as they are
+        // used for. Slices are gone before anything is written to an output, or to the block in another way.
+        unsafe {
+            let slice = |input| std::slice::from_raw_parts(input, bytes);
+            let accumulators = || std::slice::from_raw_parts_mut(block, count * kernel.accumulator);
+            let mut inputs = inputs.clone().map(|input| input.add(at));
+            let Some(mut left) = inputs.next() else { return };
+            let Some(mut right) = inputs.next() else {
+                // One rank's result is what it brings, and may be there already.
+                outputs
+                    .filter(|output| output.place(0).cast_const() != left)
+                    .for_each(|output| output.copy(left, bytes));
+                continue;
+            };
+            let mut last = kernel.join_to;
+            for (i, next) in inputs.enumerate() {
+                if i == 0 {
+                    (kernel.join)(accumulators(), slice(left), slice(right));
+                    (left, last) = (block.cast_const(), kernel.fold_to);
+                } else {
+                    (kernel.fold)(accumulators(), slice(right));
+                }
+                right = next;
+            }
+            if straight {
+                match (outputs.next(), outputs.next()) {
+                    (Some(one), Some(two)) => last(&[one, two], [left, right], count, ranks),
+                    (Some(one), None) => last(&[one], [left, right], count, ranks),
+                    (None, _) => return,
+                }
+            } else {
+                last(&[Output::cached(result)], [left, right], count, ranks);
+                outputs.for_each(|output| output.copy(result, bytes));
+            }
+        }
     }
     if outputs.clone().any(Output::streams) {
         fence_streams();

@@ -12,6 +12,8 @@ pub(super) trait Accumulator: Pod + PartialEq {
     fn max(self, other: Self) -> Self;
     fn min(self, other: Self) -> Self;
     fn over(self, ranks: usize) -> Self;
+    /// What to multiply with instead of dividing by `ranks`, where that gives the same bits and is faster.
+    fn reciprocal(ranks: usize) -> Option<Self>;
 }
 
 macro_rules! float_accumulator {
@@ -29,6 +31,9 @@ macro_rules! float_accumulator {
             fn min(self, other: Self) -> Self { if self.is_nan() || self <= other { self } else { other } }
             #[inline(always)]
             fn over(self, ranks: usize) -> Self { self / ranks as $type }
+            /// A power of two's is exact, and either way there is one rounding, of the same number.
+            #[inline(always)]
+            fn reciprocal(ranks: usize) -> Option<Self> { ranks.is_power_of_two().then_some(1.0 / ranks as $type) }
         }
     )*};
 }
@@ -48,6 +53,8 @@ macro_rules! integer_accumulator {
             fn min(self, other: Self) -> Self { Ord::min(self, other) }
             #[inline(always)]
             fn over(self, ranks: usize) -> Self { self / ranks as $type }
+            #[inline(always)]
+            fn reciprocal(_ranks: usize) -> Option<Self> { None }
         }
     )*};
 }

@@ -1,12 +1,14 @@
 //! The kernels: every reduction of every element type.
 
-use bytemuck::{cast_slice, cast_slice_mut};
+use std::slice::from_raw_parts;
+
+use bytemuck::{bytes_of, cast_slice, cast_slice_mut};
 use half::{bf16, f16};
 
-use super::Kernel;
 use super::arithmetic::Accumulator;
-use super::level::Level;
-use super::widen::{PIECE, Widen};
+use super::level::{LANES, Level};
+use super::widen::{Widen, line};
+use super::{FinalStep, Kernel, Output};
 use crate::dtype::{DType, ReduceOp};
 
 /// The kernel for `dtype` and `op` in `L`'s instructions.
@@ -33,14 +35,14 @@ pub(super) unsafe fn of<L: Level>(dtype: DType, op: ReduceOp) -> Kernel {
     }
 }
 
-unsafe fn integer<L: Level, T: Widen<T> + Widen<W> + Accumulator, W: Accumulator>(op: ReduceOp) -> Kernel {
+unsafe fn integer<L: Level, T: Widen<T> + Widen<W> + Accumulator, W: Accumulator + Widen<W>>(op: ReduceOp) -> Kernel {
     // SAFETY: as the caller vouches for.
     unsafe { if op == ReduceOp::Mean { functions::<L, T, W>(op) } else { functions::<L, T, T>(op) } }
 }
 
 /// # Safety
 /// The processor has `L`'s instructions: everything below runs in them.
-unsafe fn functions<L: Level, T: Widen<A>, A: Accumulator>(op: ReduceOp) -> Kernel {
+unsafe fn functions<L: Level, T: Widen<A>, A: Accumulator + Widen<A>>(op: ReduceOp) -> Kernel {
     let wide = size_of::<A>() != size_of::<T>();
     let mean = op == ReduceOp::Mean;
     Kernel {
@@ -65,9 +67,24 @@ unsafe fn functions<L: Level, T: Widen<A>, A: Accumulator>(op: ReduceOp) -> Kern
             ReduceOp::Max => |a, s| fold::<L, T, A>(a, s, |x, y| y.max(x)),
             ReduceOp::Min => |a, s| fold::<L, T, A>(a, s, |x, y| y.min(x)),
         },
-        store: if mean { store_mean::<L, T, A> } else { store::<L, T, A> },
+        join_to: to::<L, T, T, A>(op),
+        fold_to: to::<L, A, T, A>(op),
+        store: if mean { store_mean::<L, T, A> } else { |target, sums, _| store::<L, T, A>(target, sums, |sum| sum) },
         divide: (mean && !wide).then_some(divide::<L, A>),
         unify_nan: (A::FLOAT && !wide).then_some(unify_nan::<L, A>),
+    }
+}
+
+fn to<L: Level, U: Widen<A>, T: Widen<A>, A: Accumulator>(op: ReduceOp) -> FinalStep {
+    // SAFETY: who calls these functions vouches for what they ask.
+    unsafe {
+        match op {
+            ReduceOp::Sum => |o, s, n, _| combine_to::<L, U, T, A>(o, s, n, A::sum, |sum| sum),
+            ReduceOp::Mean => mean_to::<L, U, T, A>,
+            ReduceOp::Product => |o, s, n, _| combine_to::<L, U, T, A>(o, s, n, A::product, |product| product),
+            ReduceOp::Max => |o, s, n, _| combine_to::<L, U, T, A>(o, s, n, A::max, |max| max),
+            ReduceOp::Min => |o, s, n, _| combine_to::<L, U, T, A>(o, s, n, A::min, |min| min),
+        }
     }
 }
 
@@ -127,26 +144,116 @@ fn fold<L: Level, T: Widen<A>, A: Accumulator>(accumulator: &mut [u8], source: &
     }
 }
 
-fn store<L: Level, T: Widen<A>, A: Accumulator>(target: &mut [u8], source: &[u8], _ranks: usize) {
-    let (source, target) = (cast_slice(source), cast_slice_mut(target));
-    // SAFETY: as in `load`.
-    unsafe { L::run(|| T::narrow::<L>(source, target)) };
+/// The last step of a reduction, from both sides to where the result goes, all of it in registers.
+///
+/// # Safety
+/// As [`Kernel::join_to`] says of a `U` on the left.
+#[inline(always)]
+unsafe fn combine_to<L: Level, U: Widen<A>, T: Widen<A>, A: Accumulator>(
+    outputs: &[Output],
+    [left, right]: [*const u8; 2],
+    elements: usize,
+    combine: impl Fn(A, A) -> A,
+    after: impl Fn(A) -> A,
+) {
+    let (left, right) = (left.cast::<[U; LANES]>(), right.cast::<[T; LANES]>());
+    let (size, lines) = (size_of::<[T; LANES]>(), elements / LANES);
+    let rest = elements % LANES;
+    // SAFETY: as in `load`. All is within the elements that the caller vouches for, every line is read before it is
+    // written, and outputs are aligned for streaming stores where these are used.
+    unsafe {
+        L::run(|| {
+            match outputs {
+                // On its own because it is a third faster than the loop for all.
+                [output] if !output.streams() => {
+                    let target = output.place(0).cast::<[T; LANES]>();
+                    for i in 0..lines {
+                        let sides = (left.add(i).read(), right.add(i).read());
+                        target.add(i).write(combine_lines::<L, U, T, A>(sides, &combine, &after));
+                    }
+                }
+                _ => {
+                    for i in 0..lines {
+                        let sides = (left.add(i).read(), right.add(i).read());
+                        let result = combine_lines::<L, U, T, A>(sides, &combine, &after);
+                        for output in outputs {
+                            let target = output.place(i * size);
+                            if output.streams() {
+                                L::stream(bytes_of(&result), target);
+                            } else {
+                                target.cast::<[T; LANES]>().write(result);
+                            }
+                        }
+                    }
+                }
+            }
+            if rest > 0 {
+                let sides = (
+                    line(from_raw_parts(left.add(lines).cast::<U>(), rest)),
+                    line(from_raw_parts(right.add(lines).cast::<T>(), rest)),
+                );
+                let result = combine_lines::<L, U, T, A>(sides, &combine, &after);
+                for output in outputs {
+                    output.place(lines * size).cast::<T>().copy_from_nonoverlapping(result.as_ptr(), rest);
+                }
+            }
+        });
+    }
 }
 
-fn store_mean<L: Level, T: Widen<A>, A: Accumulator>(target: &mut [u8], source: &[u8], ranks: usize) {
-    let target: &mut [T] = cast_slice_mut(target);
-    let source: &[A] = cast_slice(source);
-    let mut piece = [A::zeroed(); PIECE];
+// Not a closure: those are inlined, and so compiled for `L`, as the compiler likes.
+#[inline(always)]
+unsafe fn combine_lines<L: Level, U: Widen<A>, T: Widen<A>, A: Accumulator>(
+    (left, right): ([U; LANES], [T; LANES]),
+    combine: impl Fn(A, A) -> A,
+    after: impl Fn(A) -> A,
+) -> [T; LANES] {
+    // SAFETY: as the caller vouches for.
+    unsafe {
+        let (left, right) = (U::widen::<L>(left), T::widen::<L>(right));
+        let mut result = [A::zeroed(); LANES];
+        for ((result, left), right) in result.iter_mut().zip(left).zip(right) {
+            *result = after(combine(left, right));
+        }
+        T::narrow::<L>(result)
+    }
+}
+
+/// # Safety
+/// As for [`combine_to`].
+unsafe fn mean_to<L: Level, U: Widen<A>, T: Widen<A>, A: Accumulator>(
+    outputs: &[Output],
+    sides: [*const u8; 2],
+    elements: usize,
+    ranks: usize,
+) {
+    // SAFETY: as the caller vouches for.
+    unsafe {
+        match A::reciprocal(ranks) {
+            Some(part) => combine_to::<L, U, T, A>(outputs, sides, elements, A::sum, |sum| sum.product(part)),
+            None => combine_to::<L, U, T, A>(outputs, sides, elements, A::sum, |sum| sum.over(ranks)),
+        }
+    }
+}
+
+#[inline(always)]
+fn store<L: Level, T: Widen<A>, A: Accumulator>(target: &mut [u8], source: &[u8], after: impl Fn(A) -> A) {
+    let (source, target): (&[A], &mut [T]) = (cast_slice(source), cast_slice_mut(target));
     // SAFETY: as in `load`.
     unsafe {
         L::run(|| {
-            for (target, source) in target.chunks_mut(PIECE).zip(source.chunks(PIECE)) {
-                for (quotient, sum) in piece.iter_mut().zip(source) {
-                    *quotient = sum.over(ranks);
-                }
-                T::narrow::<L>(&piece[..target.len()], target);
+            for (target, source) in target.chunks_mut(LANES).zip(source.chunks(LANES)) {
+                let narrow = T::narrow::<L>(line(source).map(&after));
+                target.copy_from_slice(&narrow[..target.len()]);
             }
         });
+    }
+}
+
+fn store_mean<L: Level, T: Widen<A>, A: Accumulator>(target: &mut [u8], source: &[u8], ranks: usize) {
+    match A::reciprocal(ranks) {
+        Some(part) => store::<L, T, A>(target, source, |sum| sum.product(part)),
+        None => store::<L, T, A>(target, source, |sum| sum.over(ranks)),
     }
 }
 
@@ -169,5 +276,10 @@ fn unify_nan<L: Level, A: Accumulator>(elements: &mut [u8]) {
 fn divide<L: Level, A: Accumulator>(elements: &mut [u8], ranks: usize) {
     let elements: &mut [A] = cast_slice_mut(elements);
     // SAFETY: as in `load`.
-    unsafe { L::run(|| elements.iter_mut().for_each(|element| *element = element.over(ranks))) };
+    unsafe {
+        L::run(|| match A::reciprocal(ranks) {
+            Some(part) => elements.iter_mut().for_each(|element| *element = element.product(part)),
+            None => elements.iter_mut().for_each(|element| *element = element.over(ranks)),
+        });
+    }
 }

@@ -3,6 +3,9 @@
 use half::f16;
 use half::slice::HalfFloatSliceExt;
 
+/// Elements that a kernel has in registers at a time: a vector of f32 at the widest.
+pub(super) const LANES: usize = 16;
+
 /// A set of instructions.
 pub(super) trait Level {
     /// Runs `work`, compiled with these instructions as far as it is inlined.
@@ -11,17 +14,22 @@ pub(super) trait Level {
     /// The processor has them.
     unsafe fn run<R>(work: impl FnOnce() -> R) -> R;
 
-    /// Converts as many elements as both have.
-    ///
     /// # Safety
     /// As [`run`](Self::run).
-    unsafe fn widen(source: &[f16], target: &mut [f32]);
+    unsafe fn widen(line: [f16; LANES]) -> [f32; LANES];
 
-    /// Converts as many elements as both have, rounding to nearest, ties to even.
+    /// Rounds to nearest, ties to even.
     ///
     /// # Safety
     /// As [`run`](Self::run).
-    unsafe fn narrow(source: &[f32], target: &mut [f16]);
+    unsafe fn narrow(line: [f32; LANES]) -> [f16; LANES];
+
+    /// Stores `bytes`, of which there are a multiple of 16, past the cache where the processor can.
+    ///
+    /// # Safety
+    /// As [`run`](Self::run); and `target` is valid for as many bytes, and aligned for the largest power of two of bytes
+    /// up to 64 that divides their number.
+    unsafe fn stream(bytes: &[u8], target: *mut u8);
 }
 
 /// What the whole program is compiled for.
@@ -34,12 +42,33 @@ impl Level for Portable {
     }
 
     // `half` asks at run time whether the processor converts.
-    unsafe fn widen(source: &[f16], target: &mut [f32]) {
-        source.convert_to_f32_slice(&mut target[..source.len()]);
+    unsafe fn widen(line: [f16; LANES]) -> [f32; LANES] {
+        let mut wide = [0.0; LANES];
+        line.convert_to_f32_slice(&mut wide);
+        wide
     }
 
-    unsafe fn narrow(source: &[f32], target: &mut [f16]) {
-        target[..source.len()].convert_from_f32_slice(source);
+    unsafe fn narrow(line: [f32; LANES]) -> [f16; LANES] {
+        let mut narrow = [f16::ZERO; LANES];
+        narrow.convert_from_f32_slice(&line);
+        narrow
+    }
+
+    #[cfg(target_arch = "x86_64")]
+    #[inline(always)]
+    unsafe fn stream(bytes: &[u8], target: *mut u8) {
+        use std::arch::x86_64::{_mm_loadu_si128, _mm_stream_si128};
+        for (i, vector) in bytes.as_chunks::<16>().0.iter().enumerate() {
+            // SAFETY: as the caller vouches for, and SSE2 is part of every x86-64.
+            unsafe { _mm_stream_si128(target.add(16 * i).cast(), _mm_loadu_si128(vector.as_ptr().cast())) };
+        }
+    }
+
+    #[cfg(not(target_arch = "x86_64"))]
+    #[inline(always)]
+    unsafe fn stream(bytes: &[u8], target: *mut u8) {
+        // SAFETY: as the caller vouches for.
+        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), target, bytes.len()) };
     }
 }
 
@@ -50,11 +79,13 @@ pub(super) use self::x86::{Avx2, Avx512};
 mod x86 {
     use std::arch::x86_64::{
         _MM_FROUND_TO_NEAREST_INT, _mm_loadu_si128, _mm_storeu_si128, _mm256_cvtph_ps, _mm256_cvtps_ph,
-        _mm256_loadu_ps, _mm256_storeu_ps,
+        _mm256_loadu_ps, _mm256_loadu_si256, _mm256_storeu_ps, _mm256_stream_si256, _mm512_loadu_si512,
+        _mm512_stream_si512,
     };
 
-    use super::Level;
     use half::f16;
+
+    use super::{LANES, Level, Portable};
 
     /// 32-byte vectors, and instructions that convert f16: Haswell and Zen, and all that came after.
     pub struct Avx2;
@@ -76,14 +107,41 @@ mod x86 {
             unsafe { run(work) }
         }
 
-        unsafe fn widen(source: &[f16], target: &mut [f32]) {
-            // SAFETY: as the caller vouches for.
-            unsafe { widen(source, target) }
+        #[inline(always)]
+        unsafe fn widen(line: [f16; LANES]) -> [f32; LANES] {
+            let mut wide = [0.0; LANES];
+            for (eight, wide) in line.as_chunks::<8>().0.iter().zip(wide.as_chunks_mut::<8>().0) {
+                // SAFETY: both are eight elements long, neither instruction asks for alignment, and the processor has
+                // them, as the caller vouches for.
+                unsafe { _mm256_storeu_ps(wide.as_mut_ptr(), _mm256_cvtph_ps(_mm_loadu_si128(eight.as_ptr().cast()))) };
+            }
+            wide
         }
 
-        unsafe fn narrow(source: &[f32], target: &mut [f16]) {
+        #[inline(always)]
+        unsafe fn narrow(line: [f32; LANES]) -> [f16; LANES] {
+            let mut narrow = [f16::ZERO; LANES];
+            for (eight, narrow) in line.as_chunks::<8>().0.iter().zip(narrow.as_chunks_mut::<8>().0) {
+                // SAFETY: as above.
+                unsafe {
+                    let halves = _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(_mm256_loadu_ps(eight.as_ptr()));
+                    _mm_storeu_si128(narrow.as_mut_ptr().cast(), halves);
+                }
+            }
+            narrow
+        }
+
+        #[inline(always)]
+        unsafe fn stream(bytes: &[u8], target: *mut u8) {
+            let (vectors, rest) = bytes.as_chunks::<32>();
+            for (i, vector) in vectors.iter().enumerate() {
+                // SAFETY: as the caller vouches for.
+                unsafe {
+                    _mm256_stream_si256(target.add(32 * i).cast(), _mm256_loadu_si256(vector.as_ptr().cast()));
+                }
+            }
             // SAFETY: as the caller vouches for.
-            unsafe { narrow(source, target) }
+            unsafe { Portable::stream(rest, target.add(32 * vectors.len())) };
         }
     }
 
@@ -112,43 +170,29 @@ mod x86 {
             unsafe { run(work) }
         }
 
-        unsafe fn widen(source: &[f16], target: &mut [f32]) {
-            // SAFETY: as the caller vouches for, and `is_here` asks for this too.
-            unsafe { widen(source, target) }
+        #[inline(always)]
+        unsafe fn widen(line: [f16; LANES]) -> [f32; LANES] {
+            // SAFETY: as the caller vouches for, and `is_here` asks for these too.
+            unsafe { Avx2::widen(line) }
         }
 
-        unsafe fn narrow(source: &[f32], target: &mut [f16]) {
+        #[inline(always)]
+        unsafe fn narrow(line: [f32; LANES]) -> [f16; LANES] {
             // SAFETY: as above.
-            unsafe { narrow(source, target) }
+            unsafe { Avx2::narrow(line) }
         }
-    }
 
-    #[target_feature(enable = "avx,f16c")]
-    fn widen(source: &[f16], target: &mut [f32]) {
-        let ((eights, rest), (targets, _)) = (source.as_chunks::<8>(), target.as_chunks_mut::<8>());
-        for (eight, target) in eights.iter().zip(targets) {
-            // SAFETY: both are eight elements long, and neither instruction asks for alignment.
-            unsafe { _mm256_storeu_ps(target.as_mut_ptr(), _mm256_cvtph_ps(_mm_loadu_si128(eight.as_ptr().cast()))) };
-        }
-        let at = source.len() - rest.len();
-        for (narrow, wide) in rest.iter().zip(&mut target[at..]) {
-            *wide = narrow.to_f32();
-        }
-    }
-
-    #[target_feature(enable = "avx,f16c")]
-    fn narrow(source: &[f32], target: &mut [f16]) {
-        let ((eights, rest), (targets, _)) = (source.as_chunks::<8>(), target.as_chunks_mut::<8>());
-        for (eight, target) in eights.iter().zip(targets) {
-            // SAFETY: both are eight elements long, and neither instruction asks for alignment.
-            unsafe {
-                let halves = _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(_mm256_loadu_ps(eight.as_ptr()));
-                _mm_storeu_si128(target.as_mut_ptr().cast(), halves);
+        #[inline(always)]
+        unsafe fn stream(bytes: &[u8], target: *mut u8) {
+            let (vectors, rest) = bytes.as_chunks::<64>();
+            for (i, vector) in vectors.iter().enumerate() {
+                // SAFETY: as the caller vouches for.
+                unsafe {
+                    _mm512_stream_si512(target.add(64 * i).cast(), _mm512_loadu_si512(vector.as_ptr().cast()));
+                }
             }
-        }
-        let at = source.len() - rest.len();
-        for (wide, narrow) in rest.iter().zip(&mut target[at..]) {
-            *narrow = f16::from_f32(*wide);
+            // SAFETY: as above.
+            unsafe { Avx2::stream(rest, target.add(64 * vectors.len())) };
         }
     }
 }

@@ -1,5 +1,9 @@
 //! Where results go: through the cache, or past it where they would not fit.
 
+#[cfg(target_arch = "x86_64")]
+use super::level::{Avx2, Avx512};
+use super::level::{Level, Portable};
+
 /// Where a result goes.
 #[derive(Clone, Copy)]
 pub(crate) struct Output {
@@ -24,24 +28,35 @@ impl Output {
     /// Both are valid for so many bytes, do not overlap, and nobody else accesses the output meanwhile.
     pub unsafe fn copy(self, source: *const u8, bytes: usize) {
         // SAFETY: as the caller vouches for.
-        let (target, source) =
-            unsafe { (std::slice::from_raw_parts_mut(self.at, bytes), std::slice::from_raw_parts(source, bytes)) };
-        self.write(target, source);
+        unsafe {
+            if self.past_cache {
+                copy_past_cache(std::slice::from_raw_parts(source, bytes), self.at);
+            } else {
+                std::ptr::copy_nonoverlapping(source, self.at, bytes);
+            }
+        }
     }
 
-    /// The place `at` so many bytes further on.
+    /// The output without its first so many bytes. What does not begin with a whole line of the cache is not written past
+    /// it.
+    pub(super) fn after(self, bytes: usize) -> Output {
+        let at = self.place(bytes);
+        Output { at, past_cache: self.past_cache && at.addr().is_multiple_of(LINE) }
+    }
+
+    /// The place so many bytes behind the beginning.
     pub(super) fn place(self, bytes: usize) -> *mut u8 {
         self.at.wrapping_add(bytes)
+    }
+
+    /// Bytes before the first whole line that is written past the cache.
+    pub(super) fn head(self) -> usize {
+        if self.past_cache { self.at.align_offset(LINE) } else { 0 }
     }
 
     /// Whether [`fence_streams`] must follow what is written.
     pub(super) fn streams(self) -> bool {
         self.past_cache
-    }
-
-    /// Copies to `target`, which is a part of this output.
-    pub(super) fn write(self, target: &mut [u8], source: &[u8]) {
-        if self.past_cache { copy_past_cache(target, source) } else { target.copy_from_slice(source) }
     }
 }
 
@@ -49,27 +64,32 @@ impl Output {
 /// that is not cached reads it first.
 const STREAM: usize = 1 << 20;
 
-/// Copies without reading the target's lines into the cache. Becomes visible to others after [`fence_streams`].
-#[cfg(target_arch = "x86_64")]
-fn copy_past_cache(target: &mut [u8], source: &[u8]) {
-    use std::arch::x86_64::{__m128i, _mm_loadu_si128, _mm_stream_si128};
-    // SAFETY: every bit pattern is a valid vector, and a vector's bytes are valid bytes.
-    let (head, vectors, _) = unsafe { target.align_to_mut::<__m128i>() };
-    let (head, vectors) = (head.len(), vectors.len());
-    let tail = head + vectors * size_of::<__m128i>();
-    target[..head].copy_from_slice(&source[..head]);
-    target[tail..].copy_from_slice(&source[tail..]);
-    let (from, to) = (source[head..tail].as_ptr(), target[head..tail].as_mut_ptr());
-    for i in 0..vectors {
-        // SAFETY: `i` is below the number of whole vectors in both ranges, `to` is aligned because `align_to_mut` began
-        // the middle there, and SSE2 is part of every x86-64.
-        unsafe { _mm_stream_si128(to.cast::<__m128i>().add(i), _mm_loadu_si128(from.cast::<__m128i>().add(i))) };
-    }
-}
+const LINE: usize = 64;
 
-#[cfg(not(target_arch = "x86_64"))]
-fn copy_past_cache(target: &mut [u8], source: &[u8]) {
-    target.copy_from_slice(source);
+/// Copies without reading the target's lines into the cache. Becomes visible to others after [`fence_streams`].
+///
+/// # Safety
+/// The target is valid for as many bytes, overlaps nothing of the source, and nobody else accesses it meanwhile.
+unsafe fn copy_past_cache(source: &[u8], target: *mut u8) {
+    let (head, rest) = source.split_at(target.align_offset(LINE).min(source.len()));
+    let (lines, tail) = rest.split_at(rest.len() / LINE * LINE);
+    // SAFETY: as the caller vouches for, and each level is used where the processor has it; the lines begin where the
+    // target has one.
+    unsafe {
+        let middle = target.add(head.len());
+        std::ptr::copy_nonoverlapping(head.as_ptr(), target, head.len());
+        std::ptr::copy_nonoverlapping(tail.as_ptr(), middle.add(lines.len()), tail.len());
+        #[cfg(target_arch = "x86_64")]
+        {
+            if Avx512::is_here() {
+                return Avx512::run(|| Avx512::stream(lines, middle));
+            }
+            if Avx2::is_here() {
+                return Avx2::run(|| Avx2::stream(lines, middle));
+            }
+        }
+        Portable::stream(lines, middle);
+    }
 }
 
 /// Orders this thread's streaming stores before whatever it publishes next: a release store alone does not.

@@ -6,12 +6,29 @@ use super::*;
 use crate::dtype::Element;
 
 fn reduced<T: Element>(op: ReduceOp, inputs: &[&[T]]) -> Vec<T> {
-    let mut output = vec![T::zeroed(); inputs[0].len()];
-    let pointers = inputs.iter().map(|input| input.as_ptr().cast());
-    let outputs = std::iter::once(Output::cached(output.as_mut_ptr().cast()));
-    // SAFETY: all slices have the length of the first, which the tests below see to, and nobody else has them.
-    unsafe { reduce_to_all(T::DTYPE, op, inputs[0].len(), pointers, outputs) };
-    output
+    let len = inputs[0].len();
+    let result = |skip: usize, past_cache: &[bool]| {
+        let mut outputs = vec![vec![T::zeroed(); skip + len + 1]; past_cache.len()];
+        let to = outputs.iter_mut().zip(past_cache).map(|(output, past_cache)| {
+            let bytes = if *past_cache { 1 << 30 } else { 0 };
+            Output::of(output[skip..].as_mut_ptr().cast(), bytes, true)
+        });
+        let (to, from) = (to.collect::<Vec<_>>().into_iter(), inputs.iter().map(|input| input.as_ptr().cast()));
+        // SAFETY: all slices have the length of the first, which the tests below see to, and nobody else has them.
+        unsafe { reduce_to_all(T::DTYPE, op, len, from, to) };
+        for output in &outputs {
+            assert_eq!(cast_slice::<T, u8>(&output[skip..][..len]), cast_slice::<T, u8>(&outputs[0][skip..][..len]));
+            assert_eq!(bytes_of(&output[skip + len]), bytes_of(&T::zeroed()));
+        }
+        outputs.swap_remove(0)[skip..][..len].to_vec()
+    };
+    let plain = result(0, &[false]);
+    for past_cache in [&[true][..], &[true, false], &[true, true], &[true, false, true]] {
+        for skip in [0, 1, 5] {
+            assert_eq!(cast_slice::<T, u8>(&result(skip, past_cache)), cast_slice::<T, u8>(&plain));
+        }
+    }
+    plain
 }
 
 #[test]
@@ -55,19 +72,22 @@ fn extremes_propagate_nan_from_every_side() {
 fn every_type_and_reduction_agrees_with_plain_arithmetic_over_several_blocks() {
     fn check<T: Element>(from: fn(f64) -> T, to: fn(T) -> f64) {
         // Small whole numbers: exact in every type, also their products.
-        let ranks: Vec<Vec<T>> = (0..3).map(|r| (0..9001).map(|i| from(((i + r) % 4 + 1) as f64)).collect()).collect();
-        let inputs: Vec<&[T]> = ranks.iter().map(Vec::as_slice).collect();
-        for op in ReduceOp::ALL {
-            for (i, got) in reduced(op, &inputs).into_iter().enumerate() {
-                let values = inputs.iter().map(|input| to(input[i]));
-                let want = match op {
-                    ReduceOp::Sum => values.sum(),
-                    ReduceOp::Mean => to(from(values.sum::<f64>() / 3.0)),
-                    ReduceOp::Max => values.fold(f64::MIN, f64::max),
-                    ReduceOp::Min => values.fold(f64::MAX, f64::min),
-                    ReduceOp::Product => values.product(),
-                };
-                assert_eq!(to(got), want, "{op} of {} at {i}", T::DTYPE);
+        for world_size in 1..=4 {
+            let rank = |r| (0..9001).map(|i| from(((i + r) % 4 + 1) as f64)).collect();
+            let ranks: Vec<Vec<T>> = (0..world_size).map(rank).collect();
+            let inputs: Vec<&[T]> = ranks.iter().map(Vec::as_slice).collect();
+            for op in ReduceOp::ALL {
+                for (i, got) in reduced(op, &inputs).into_iter().enumerate() {
+                    let values = inputs.iter().map(|input| to(input[i]));
+                    let want = match op {
+                        ReduceOp::Sum => values.sum(),
+                        ReduceOp::Mean => to(from(values.sum::<f64>() / world_size as f64)),
+                        ReduceOp::Max => values.fold(f64::MIN, f64::max),
+                        ReduceOp::Min => values.fold(f64::MAX, f64::min),
+                        ReduceOp::Product => values.product(),
+                    };
+                    assert_eq!(to(got), want, "{op} of {} at {i} of {world_size} ranks", T::DTYPE);
+                }
             }
         }
     }
@@ -92,6 +112,7 @@ trait Plain: Element {
     fn narrow(wide: Self::Wide) -> Self;
     /// `self op other`, in the accumulator.
     fn combine(op: ReduceOp, left: Self::Wide, right: Self::Wide) -> Self::Wide;
+    fn over(wide: Self::Wide, ranks: usize) -> Self::Wide;
     fn is_nan(self) -> bool;
 }
 
@@ -109,6 +130,7 @@ macro_rules! plain {
                     ReduceOp::Min => left.min(right),
                 }
             }
+            fn over(wide: $int, ranks: usize) -> $int { wide / ranks as $int }
             fn is_nan(self) -> bool { false }
         })*
         $(impl Plain for $float {
@@ -125,6 +147,7 @@ macro_rules! plain {
                     ReduceOp::Min => if left <= right { left } else { right },
                 }
             }
+            fn over(wide: $wide, ranks: usize) -> $wide { wide / ranks as $wide }
             fn is_nan(self) -> bool { Plain::widen(self).is_nan() }
         })*
     };
@@ -133,6 +156,54 @@ macro_rules! plain {
 plain!(integers i8, i16, i32, i64, u8, u16, u32, u64;
        floats f32 as f32: |x| x, |x| x, f64 as f64: |x| x, |x| x,
               f16 as f32: f16::to_f32, f16::from_f32, bf16 as f32: bf16::to_f32, bf16::from_f32);
+
+/// Memory that begins with a line of the cache.
+#[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(C, align(64))]
+struct Line([u8; 64]);
+
+/// The last step of a reduction, to one output and to two of which one is written past the cache.
+fn check_last_step<T: Plain>(level: &Level, op: ReduceOp, left: &[T], right: &[T], ranks: usize) {
+    let kernel = level.1(T::DTYPE, op);
+    let mut sum = vec![<T::Wide as bytemuck::Zeroable>::zeroed(); left.len()];
+    (kernel.load)(cast_slice_mut(&mut sum), cast_slice(left));
+    let lines = || vec![Line([0; 64]); (left.len() * size_of::<T>()).div_ceil(64) + 1];
+    for (step, left_side) in [(kernel.join_to, left.as_ptr().cast()), (kernel.fold_to, sum.as_ptr().cast())] {
+        let (mut alone, mut cached, mut streamed, mut place) = (lines(), lines(), lines(), lines());
+        cast_slice_mut::<Line, u8>(&mut place)[..size_of_val(right)].copy_from_slice(cast_slice(right));
+        let streams = Output::of(streamed.as_mut_ptr().cast(), 1 << 30, true);
+        assert!(streams.streams());
+        // SAFETY: both sides and all outputs have room for so many elements, apart from each other, and the one that is
+        // written past the cache is aligned.
+        unsafe {
+            let sides = [left_side, right.as_ptr().cast()];
+            step(&[Output::cached(alone.as_mut_ptr().cast())], sides, left.len(), ranks);
+            step(&[streams, Output::cached(cached.as_mut_ptr().cast())], sides, left.len(), ranks);
+            // In the place of the right side.
+            let sides = [left_side, place.as_ptr().cast()];
+            step(&[Output::cached(place.as_mut_ptr().cast())], sides, left.len(), ranks);
+        }
+        fence_streams();
+        for output in [&alone, &cached, &streamed, &place] {
+            let (output, after) = cast_slice::<Line, u8>(output).split_at(size_of_val(left));
+            assert!(after.iter().all(|byte| *byte == 0), "{} wrote too far", level.0);
+            for (i, got) in cast_slice::<u8, T>(output).iter().enumerate() {
+                let wide = T::combine(op, left[i].widen(), right[i].widen());
+                let want = T::narrow(if op == ReduceOp::Mean { T::over(wide, ranks) } else { wide });
+                let either = !matches!(op, ReduceOp::Max | ReduceOp::Min) && got.is_nan() && want.is_nan();
+                assert!(
+                    either || bytes_of(got) == bytes_of(&want),
+                    "{} last step of {op} of {} x {} at {i}: {:02x?} is not {:02x?}",
+                    level.0,
+                    T::DTYPE,
+                    left.len(),
+                    bytes_of(got),
+                    bytes_of(&want),
+                );
+            }
+        }
+    }
+}
 
 type Level = (&'static str, fn(DType, ReduceOp) -> Kernel);
 
@@ -200,6 +271,9 @@ fn check_levels<T: Plain>(len: usize, skip: usize, random: &mut u64) {
                 );
             }
         };
+        for ranks in [2, 3, 4] {
+            check_last_step(&level, op, left, right, ranks);
+        }
         (kernel.load)(cast_slice_mut(&mut room[skip..]), cast_slice(left));
         same(&room, "load", &|i| left[i].widen());
         (kernel.fold)(cast_slice_mut(&mut room[skip..]), cast_slice(right));

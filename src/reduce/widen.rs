@@ -1,26 +1,44 @@
 //! Elements as accumulators and back.
 
+use bytemuck::Pod;
 use half::{bf16, f16};
 
 use super::arithmetic::Accumulator;
-use super::level::Level;
-use crate::dtype::Element;
+use super::level::{LANES, Level};
 
-/// Elements converted at a time where the accumulator is wider.
+/// Elements converted at a time where the accumulator is wider and is kept in memory.
 pub(super) const PIECE: usize = 256;
 
-/// An element that can be accumulated as `A`. Everything here runs within [`Level::run`].
-pub(super) trait Widen<A: Accumulator>: Element {
+/// An element, or an accumulator, that can be accumulated as `A`. Everything here runs within [`Level::run`].
+pub(super) trait Widen<A: Accumulator>: Pod {
+    /// # Safety
+    /// The processor has `L`'s instructions.
+    unsafe fn widen<L: Level>(line: [Self; LANES]) -> [A; LANES];
+
+    /// # Safety
+    /// As `widen`.
+    unsafe fn narrow<L: Level>(line: [A; LANES]) -> [Self; LANES];
+
     /// Calls `f` with pieces of `source` as accumulators, in order.
     ///
     /// # Safety
-    /// The processor has `L`'s instructions.
-    unsafe fn pieces<L: Level>(source: &[Self], f: impl FnMut(&[A]));
+    /// As `widen`.
+    #[inline(always)]
+    unsafe fn pieces<L: Level>(source: &[Self], mut f: impl FnMut(&[A])) {
+        let mut piece = [A::zeroed(); PIECE];
+        for source in source.chunks(PIECE) {
+            for (wide, narrow) in piece.chunks_exact_mut(LANES).zip(source.chunks(LANES)) {
+                // SAFETY: as the caller vouches for.
+                wide.copy_from_slice(&unsafe { Self::widen::<L>(line(narrow)) });
+            }
+            f(&piece[..source.len()]);
+        }
+    }
 
     /// As `pieces`, of two sources side by side.
     ///
     /// # Safety
-    /// As `pieces`.
+    /// As `widen`.
     #[inline(always)]
     unsafe fn pairs<L: Level>(left: &[Self], right: &[Self], mut f: impl FnMut(&[A], &[A])) {
         for (left, right) in left.chunks(PIECE).zip(right.chunks(PIECE)) {
@@ -28,23 +46,44 @@ pub(super) trait Widen<A: Accumulator>: Element {
             unsafe { Self::pieces::<L>(left, |left| Self::pieces::<L>(right, |right| f(left, right))) };
         }
     }
+}
 
-    /// # Safety
-    /// As `pieces`.
-    unsafe fn narrow<L: Level>(source: &[A], target: &mut [Self]);
+/// The elements, and zeros where there are not enough for a line.
+#[inline(always)]
+pub(super) fn line<T: Pod>(elements: &[T]) -> [T; LANES] {
+    match elements.try_into() {
+        Ok(line) => line,
+        Err(_) => {
+            let mut line = [T::zeroed(); LANES];
+            line[..elements.len()].copy_from_slice(elements);
+            line
+        }
+    }
+}
+
+/// As the array's own `map`, which the compiler does not turn into vectors.
+#[inline(always)]
+fn each<T: Copy, U: Pod>(line: [T; LANES], f: impl Fn(T) -> U) -> [U; LANES] {
+    let mut result = [U::zeroed(); LANES];
+    for (result, element) in result.iter_mut().zip(line) {
+        *result = f(element);
+    }
+    result
 }
 
 macro_rules! same {
     ($($type:ty),*) => {$(
         impl Widen<$type> for $type {
             #[inline(always)]
+            unsafe fn widen<L: Level>(line: [Self; LANES]) -> [$type; LANES] { line }
+            #[inline(always)]
+            unsafe fn narrow<L: Level>(line: [$type; LANES]) -> [Self; LANES] { line }
+            #[inline(always)]
             unsafe fn pieces<L: Level>(source: &[Self], mut f: impl FnMut(&[$type])) { f(source) }
             #[inline(always)]
             unsafe fn pairs<L: Level>(left: &[Self], right: &[Self], mut f: impl FnMut(&[$type], &[$type])) {
                 f(left, right)
             }
-            #[inline(always)]
-            unsafe fn narrow<L: Level>(source: &[$type], target: &mut [Self]) { target.copy_from_slice(source) }
         }
     )*};
 }
@@ -53,64 +92,40 @@ macro_rules! integer {
     ($($type:ty => $wide:ty),*) => {$(
         impl Widen<$wide> for $type {
             #[inline(always)]
-            unsafe fn pieces<L: Level>(source: &[Self], mut f: impl FnMut(&[$wide])) {
-                let mut piece = [0; PIECE];
-                for source in source.chunks(PIECE) {
-                    for (wide, narrow) in piece.iter_mut().zip(source) {
-                        *wide = <$wide>::from(*narrow);
-                    }
-                    f(&piece[..source.len()]);
-                }
-            }
+            unsafe fn widen<L: Level>(line: [Self; LANES]) -> [$wide; LANES] { each(line, <$wide>::from) }
+            // Only the mean is accumulated wide, and a mean lies between the elements that it came from.
             #[inline(always)]
-            unsafe fn narrow<L: Level>(source: &[$wide], target: &mut [Self]) {
-                for (narrow, wide) in target.iter_mut().zip(source) {
-                    // Only the mean is accumulated wide, and a mean lies between the elements that it came from.
-                    *narrow = *wide as $type;
-                }
-            }
+            unsafe fn narrow<L: Level>(line: [$wide; LANES]) -> [Self; LANES] { each(line, |wide| wide as $type) }
         }
     )*};
 }
 
-same!(f32, f64, i8, i16, i32, i64, u8, u16, u32, u64);
+same!(f32, f64, i8, i16, i32, i64, i128, u8, u16, u32, u64);
 integer!(i8 => i64, i16 => i64, i32 => i64, i64 => i128, u8 => i64, u16 => i64, u32 => i64, u64 => i128);
 
 impl Widen<f32> for f16 {
     #[inline(always)]
-    unsafe fn pieces<L: Level>(source: &[Self], mut f: impl FnMut(&[f32])) {
-        let mut piece = [0f32; PIECE];
-        for source in source.chunks(PIECE) {
-            // SAFETY: as the caller vouches for.
-            unsafe { L::widen(source, &mut piece) };
-            f(&piece[..source.len()]);
-        }
+    unsafe fn widen<L: Level>(line: [Self; LANES]) -> [f32; LANES] {
+        // SAFETY: as the caller vouches for.
+        unsafe { L::widen(line) }
     }
 
     #[inline(always)]
-    unsafe fn narrow<L: Level>(source: &[f32], target: &mut [Self]) {
+    unsafe fn narrow<L: Level>(line: [f32; LANES]) -> [Self; LANES] {
         // SAFETY: as the caller vouches for.
-        unsafe { L::narrow(source, target) }
+        unsafe { L::narrow(line) }
     }
 }
 
 impl Widen<f32> for bf16 {
     #[inline(always)]
-    unsafe fn pieces<L: Level>(source: &[Self], mut f: impl FnMut(&[f32])) {
-        let mut piece = [0f32; PIECE];
-        for source in source.chunks(PIECE) {
-            for (wide, narrow) in piece.iter_mut().zip(source) {
-                *wide = from_bf16(*narrow);
-            }
-            f(&piece[..source.len()]);
-        }
+    unsafe fn widen<L: Level>(line: [Self; LANES]) -> [f32; LANES] {
+        each(line, from_bf16)
     }
 
     #[inline(always)]
-    unsafe fn narrow<L: Level>(source: &[f32], target: &mut [Self]) {
-        for (narrow, wide) in target.iter_mut().zip(source) {
-            *narrow = to_bf16(*wide);
-        }
+    unsafe fn narrow<L: Level>(line: [f32; LANES]) -> [Self; LANES] {
+        each(line, to_bf16)
     }
 }
 
