@@ -43,12 +43,15 @@ fn every_operation_is_measured_between_threads_and_between_processes() {
 }
 
 #[test]
-fn every_operation_is_measured_on_buffers_of_the_groups() {
+fn every_operation_is_measured_on_buffers_of_the_groups_and_on_others() {
     for operation in ["all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all"] {
-        let rows =
-            objects(&format!("perf {operation} --transport shm --ranks 3 -b 600K -e 600K -n 3 -w 1 -R 1 --json"));
-        let (row, zero) = (&rows[0], Value::from(0));
-        assert_eq!((&row["wrong"], &row["in_place"]["wrong"], &row["registered"]), (&zero, &zero, &Value::from(true)));
+        for (flag, registered) in [("", true), ("-R 0", false)] {
+            let rows =
+                objects(&format!("perf {operation} --transport shm --ranks 3 --sizes 600K -n 3 -w 1 {flag} --json"));
+            let (row, zero) = (&rows[0], Value::from(0));
+            assert_eq!((&row["wrong"], &row["in_place"]["wrong"]), (&zero, &zero));
+            assert_eq!(row["registered"], Value::from(registered));
+        }
     }
     assert_eq!(bonfire("perf all_reduce -R 2").status.code(), Some(2));
 }

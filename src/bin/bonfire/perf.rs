@@ -60,8 +60,8 @@ pub struct Args {
     #[arg(short = 'o', long, value_name = "OP", default_value_t = ReduceOp::Sum, value_parser = parse_op)]
     op: ReduceOp,
 
-    /// Whether the buffers are allocated by the group, which lets ranks that share memory reach them: 0 or 1
-    #[arg(short = 'R', long, value_name = "0|1", default_value = "0", value_parser = parse_switch,
+    /// Whether the group allocates the buffers, which lets ranks that share memory reach them: 0 or 1
+    #[arg(short = 'R', long, value_name = "0|1", default_value = "1", value_parser = parse_switch,
           action = clap::ArgAction::Set)]
     register: bool,
 
@@ -335,7 +335,7 @@ Examples:
   bonfire perf all_reduce --sizes 4K,4100,1M --transport tcp --algorithms 'ring:0-'
   bonfire perf all_reduce --level tensor           # through burn's collective API, on Flex
   bonfire perf gradients --transport tcp --json    # a training step of ResNet-50
-  bonfire perf all_reduce --transport shm -R 1     # buffers that all ranks reach
+  bonfire perf all_reduce --transport shm -R 0     # buffers from anywhere
   bonfire perf reduce_scatter --plot reduce_scatter.svg
   bonfire run -n 2 --nodes 4 ... -- bonfire perf all_reduce --transport auto      # on several hosts
 
@@ -350,9 +350,10 @@ What is timed:
   its time is their median. send_recv and barrier do not come in place.
 
 Buffers:
-  They are ordinary memory unless --register 1 has the group allocate them, as Group::allocate does.
-  Ordinary is the default, as in nccl-tests: it is what a program has that does nothing about it. It
-  makes a difference over shm, above 32 KiB. gradients uses the group's memory by itself.
+  The group allocates them, as Group::allocate does for a program; --register 0 takes memory from
+  anywhere instead. It makes a difference over shm, above 32 KiB: there ranks reach each other's
+  buffers if they are the group's, and copy through shared memory if not. On other transports they
+  are ordinary memory either way. gradients has those that DataParallel makes.
 
 Floors:
   %floor says how much of the time this machine needs at least, as measured before the first size.
