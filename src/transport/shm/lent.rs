@@ -12,12 +12,12 @@
 
 use std::ops::Range;
 use std::ptr::null_mut;
-use std::sync::atomic::Ordering;
 
 use super::chunks::Pass;
 use super::segment::GRAIN;
 use super::{Phase, Shm};
 use crate::call::Call;
+use crate::sync::Ordering;
 use crate::transport::direct::{self, Place};
 use crate::transport::{Buffers, Fault};
 use crate::wait::{Deadline, lock};
