@@ -16,6 +16,9 @@ pub(super) struct Control {
     pub offers: [Offer; 2],
     /// How far it is in its large operations, see `chunks`.
     pub progress: Line<AtomicU64>,
+    /// Not 0 once it has given up an operation for which it had lent buffers, see `lent`. On a line of its own, which
+    /// stays in everybody's cache.
+    pub gave_up: Line<AtomicU64>,
     /// Where it sleeps and is woken.
     pub sleeper: Line<Sleeper>,
 }
