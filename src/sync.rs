@@ -4,7 +4,7 @@
 use std::cell::UnsafeCell;
 use std::time::Duration;
 
-pub(crate) use std::sync::atomic::{AtomicU8, AtomicU64, AtomicUsize, Ordering, fence};
+pub(crate) use std::sync::atomic::*;
 pub(crate) use std::sync::{Condvar, Mutex, MutexGuard};
 
 /// Data that threads access in turns of their own making.

@@ -1,12 +1,15 @@
 //! Tells loom of accesses to plain memory, so that one that is not ordered after an earlier one of another thread fails
-//! the model.
+//! the model. Or, of memory that may be overwritten while others read it, whether they may have read too late.
 //!
 //! Loom runs all threads of a model in turns on one thread of the system, so what is known here is thread-local.
 
 use std::cell::RefCell;
 use std::ops::Range;
 
+use std::rc::Rc;
+
 use loom::cell::UnsafeCell;
+use loom::sync::atomic::{AtomicBool, Ordering};
 
 thread_local! {
     static PIECES: RefCell<Vec<Piece>> = const { RefCell::new(Vec::new()) };
@@ -15,7 +18,14 @@ thread_local! {
 /// Memory that is accessed as a whole.
 struct Piece {
     addresses: Range<usize>,
-    cell: std::rc::Rc<UnsafeCell<()>>,
+    access: Access,
+}
+
+#[derive(Clone)]
+enum Access {
+    InTurns(Rc<UnsafeCell<()>>),
+    /// Set where it is overwritten. What is read meanwhile is as good as this says.
+    Spoilt(Rc<AtomicBool>),
 }
 
 /// Watches memory, cut into pieces of `bytes` bytes, until the model's next run.
@@ -27,9 +37,31 @@ pub fn watch<T>(memory: *const [T], bytes: usize) {
             let addresses = at..end.min(at + bytes);
             // Memory that was freed in this run may be had again.
             pieces.retain(|piece| !overlap(&piece.addresses, &addresses));
-            pieces.push(Piece { addresses, cell: Default::default() });
+            pieces.push(Piece { addresses, access: Access::InTurns(Default::default()) });
         }
     });
+}
+
+/// Memory that its owner may come to overwrite while others read it.
+pub fn lend<T>(memory: &[T]) {
+    leave(memory.as_ptr().cast(), size_of_val(memory));
+    let addresses = memory.as_ptr().addr()..memory.as_ptr().addr() + size_of_val(memory);
+    PIECES.with_borrow_mut(|pieces| pieces.push(Piece { addresses, access: Access::Spoilt(Default::default()) }));
+}
+
+/// Its owner overwrites it.
+pub fn spoil<T>(memory: &[T]) {
+    for access in touched(memory.as_ptr().cast(), size_of_val(memory)) {
+        if let Access::Spoilt(flag) = access {
+            flag.store(true, Ordering::Relaxed);
+        }
+    }
+}
+
+/// Watches this memory no more.
+pub fn leave(at: *const u8, bytes: usize) {
+    let left = at.addr()..at.addr() + bytes;
+    PIECES.with_borrow_mut(|pieces| pieces.retain(|piece| !overlap(&piece.addresses, &left)));
 }
 
 /// Forgets all: cells live for one run.
@@ -37,18 +69,30 @@ pub fn forget() {
     PIECES.with_borrow_mut(Vec::clear);
 }
 
-pub fn read(at: *const u8, bytes: usize) {
-    touched(at, bytes).iter().for_each(|cell| cell.with(|_| ()));
+/// Gives whether what was read may have been overwritten before.
+pub fn read(at: *const u8, bytes: usize) -> bool {
+    let mut spoilt = false;
+    for access in touched(at, bytes) {
+        match access {
+            Access::InTurns(cell) => cell.with(|_| ()),
+            Access::Spoilt(flag) => spoilt |= flag.load(Ordering::Relaxed),
+        }
+    }
+    spoilt
 }
 
 pub fn write(at: *const u8, bytes: usize) {
-    touched(at, bytes).iter().for_each(|cell| cell.with_mut(|_| ()));
+    for access in touched(at, bytes) {
+        if let Access::InTurns(cell) = access {
+            cell.with_mut(|_| ());
+        }
+    }
 }
 
-fn touched(at: *const u8, bytes: usize) -> Vec<std::rc::Rc<UnsafeCell<()>>> {
+fn touched(at: *const u8, bytes: usize) -> Vec<Access> {
     let accessed = at.addr()..at.addr() + bytes;
     PIECES.with_borrow(|pieces| {
-        pieces.iter().filter(|piece| overlap(&piece.addresses, &accessed)).map(|piece| piece.cell.clone()).collect()
+        pieces.iter().filter(|piece| overlap(&piece.addresses, &accessed)).map(|piece| piece.access.clone()).collect()
     })
 }
 

@@ -1,6 +1,7 @@
 //! The models, by what they are of.
 
 mod bell;
+mod processes;
 mod threads;
 
 use std::time::Duration;
@@ -10,16 +11,36 @@ use crate::dtype::{DType, ReduceOp};
 use crate::error::Site;
 use crate::wait::Deadline;
 
-/// Every model with its name.
-pub const ALL: &[(&str, fn())] = &[
-    ("bell: no ring is lost", bell::no_ring_is_lost),
-    ("threads: small all_reduces in a row", threads::small),
-    ("threads: large all_reduces in a row", threads::large),
-    ("threads: a rank gives up while the other arrives", threads::gives_up),
-    ("threads: a rank leaves", threads::leaves),
-    ("threads: a group fails between two operations", threads::fails),
-    ("threads: a message", threads::message),
-    ("threads: a message is withdrawn while it is taken", threads::withdrawn),
+/// Every model with its name and the bound on its preemptions: how often a thread is stopped that could go on, in one run.
+/// Most mistakes show with one or two. Each more takes ten to a hundred times as long, and all models together are to take
+/// no more than a minute and a half; one has a bound that it never reaches.
+pub const ALL: &[(&str, usize, fn())] = &[
+    ("bell: no ring is lost", 3, bell::no_ring_is_lost),
+    ("threads: small all_reduces in a row", 3, threads::small),
+    ("threads: large all_reduces in a row", 3, threads::large),
+    ("threads: a rank gives up while the other arrives", 3, threads::gives_up),
+    ("threads: a rank leaves", 3, threads::leaves),
+    ("threads: a group fails between two operations", 3, threads::fails),
+    ("threads: a message", 3, threads::message),
+    ("threads: a message is withdrawn while it is taken", 3, threads::withdrawn),
+    ("processes: nobody sleeps for ever", 20, processes::barrier),
+    ("processes: small all_reduces in a row", 3, processes::small),
+    ("processes: small all_reduces of three", 2, processes::small_of_three),
+    ("processes: large all_reduces in a row", 2, processes::large),
+    ("processes: large operations of three", 1, processes::large_of_three),
+    ("processes: an all_reduce in chunks", 1, processes::all_reduce_in_chunks),
+    ("processes: a reduce_scatter in chunks", 1, processes::reduce_scatter_in_chunks),
+    ("processes: an all_gather in chunks", 1, processes::all_gather_in_chunks),
+    ("processes: a broadcast in chunks", 2, processes::broadcast_in_chunks),
+    ("processes: chunks of different operations", 1, processes::one_after_another),
+    ("processes: lent buffers", 2, processes::lent),
+    ("processes: lent buffers of three", 1, processes::lent_by_three),
+    ("processes: one rank lends, the other does not", 2, processes::mixed),
+    ("processes: windows, lent buffers, windows", 1, processes::in_turn),
+    ("processes: a rank leaves after a small operation", 3, processes::endings::leaves_after_small),
+    ("processes: a rank leaves after a large operation", 2, processes::endings::leaves_after_large),
+    ("processes: a group fails between two operations", 3, processes::endings::fails),
+    ("processes: a rank gives up while the other arrives", 3, processes::endings::gives_up),
 ];
 
 /// One that never comes: loom's clock stands still.

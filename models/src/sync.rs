@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-pub(crate) use loom::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, AtomicUsize, Ordering, fence};
+pub(crate) use loom::sync::atomic::*;
 pub(crate) use loom::sync::{Condvar, Mutex, MutexGuard};
 
 /// A loom cell: an access that is not ordered after an earlier one of another thread fails the model. What is told to loom

@@ -8,24 +8,27 @@
 
 mod arena;
 mod chunks;
+mod control;
+mod futex;
 mod lent;
 mod segment;
 mod sleeper;
 mod small;
 
 use std::io;
-use std::sync::atomic::{AtomicU64, Ordering, fence};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Instant;
 
 use self::arena::Arena;
 use self::chunks::Flow;
+use self::control::{Control, Offer};
+use self::segment::INLINE;
 pub(crate) use self::segment::Segment;
-use self::segment::{Control, INLINE, Offer};
 use super::tcp::Tcp;
 use super::{Buffers, Collectives, Fault, Storage, Transport};
 use crate::call::{Call, Tag};
 use crate::error::{Error, Site};
+use crate::sync::{AtomicU64, Mutex, Ordering, fence};
 use crate::wait::{Deadline, crowded, spin};
 
 /// One rank's end of the memory that the ranks of a host share: all ranks of a group, or some. Ranks are numbered here

@@ -10,9 +10,10 @@ use std::collections::BTreeMap;
 use std::io;
 use std::ops::Range;
 use std::ptr::NonNull;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
 use super::segment::{GRAIN, Segment};
+use crate::sync::Mutex;
 use crate::transport::Storage;
 use crate::wait::lock;
 

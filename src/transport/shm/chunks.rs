@@ -16,7 +16,6 @@
 //! done where the number is at least the step's. There is no barrier and no counting in or out.
 
 use std::ops::Range;
-use std::sync::atomic::Ordering;
 
 use super::lent::Lent;
 use super::segment::BUFFERS;
@@ -24,6 +23,7 @@ use super::{Phase, Shm};
 use crate::call::{Call, Operation};
 use crate::partition::partition;
 use crate::reduce::{self, Output};
+use crate::sync::Ordering;
 use crate::transport::{Buffers, Fault};
 use crate::wait::Deadline;
 
@@ -253,8 +253,8 @@ impl Pass<'_> {
             // lists, and a rank brings its own part only or has the whole. It is at most a block long, and nobody reads
             // the block before the next step, nor any more since all have made the step that was waited for.
             unsafe {
-                let block = self.block(self.shm.rank, chunk, part);
-                std::ptr::copy_nonoverlapping(self.input(span.start), block, span.len() * size);
+                let block = Output::cached(self.block(self.shm.rank, chunk, part));
+                block.copy(self.input(span.start), span.len() * size);
             }
         }
         // What this rank has for itself. Reductions need it where it is.

@@ -5,19 +5,19 @@
 //! before all are.
 //!
 //! That a rank lends its memory must not bind it to its peers. If one is stopped, or killed, in the middle, the others give
-//! up in time; but the stopped one may go on, and still reads inputs and stores to outputs. What it reads is of no
-//! consequence: it waits for the others at the end, in vain, and so has no result. What it stores goes to the file. So a
-//! rank that gives up after its offer was out puts pages of its own in the place of its output, with the same contents, and
-//! never uses that part of the file again: what its caller gets back is out of every peer's reach.
+//! up in time; but the stopped one may go on, and still reads inputs and stores to outputs. What it reads, the owner's caller
+//! may have overwritten. So a rank that gives up after its offer was out says so before it returns, and a rank says that it
+//! has done its share only after it has found that nobody had given up: whatever it read was in time. What it stores goes to
+//! the file. So a rank that gives up puts pages of its own in the place of its output, with the same contents, and never
+//! uses that part of the file again: what its caller gets back is out of every peer's reach.
 
-use std::ops::Range;
 use std::ptr::null_mut;
-use std::sync::atomic::Ordering;
 
 use super::chunks::Pass;
 use super::segment::GRAIN;
 use super::{Phase, Shm};
 use crate::call::Call;
+use crate::sync::{Ordering, fence};
 use crate::transport::direct::{self, Place};
 use crate::transport::{Buffers, Fault};
 use crate::wait::{Deadline, lock};
@@ -30,19 +30,28 @@ fn whole(call: &Call, rank: usize, lent: Lent) -> bool {
     direct::lends(call, rank).iter().zip(lent).all(|(lends, lent)| !lends || lent.is_some())
 }
 
-/// Takes the output back from the peers when dropped: after a failure, or a panic.
+/// Takes what was lent back from the peers when dropped: after a failure, or a panic.
 struct Recall<'a> {
     shm: &'a Shm,
-    output: Option<Range<usize>>,
+    lent: Lent,
+    bytes: usize,
 }
 
 impl Drop for Recall<'_> {
     fn drop(&mut self) {
-        let Some(Range { start, end }) = self.output.clone() else { return };
+        if self.lent == [None; 2] {
+            return;
+        }
         self.shm.arena.close();
+        self.shm.control(self.shm.rank).gave_up.0.store(1, Ordering::Relaxed);
+        // What the caller writes to the input comes after this fence. A peer that reads any of it has its own fence after
+        // that, and then sees that this rank gave up.
+        fence(Ordering::Release);
+        let Some(start) = self.lent[1] else { return };
+        let end = (start + self.bytes).next_multiple_of(GRAIN);
         // SAFETY: the range is this operation's output, which is borrowed exclusively, and nothing else is on its pages:
         // `find_alone` has seen to it.
-        unsafe { self.shm.segment.detach(self.shm.rank, &(start..end.next_multiple_of(GRAIN))) };
+        unsafe { self.shm.segment.detach(self.shm.rank, &(start..end)) };
     }
 }
 
@@ -63,7 +72,7 @@ impl Shm {
         for (word, value) in self.offer(rank, phase).lent.iter().zip(words) {
             word.store(value, Ordering::Relaxed);
         }
-        let mut recall = Recall { shm: self, output: mine[1].map(|at| at..at + call.bytes()) };
+        let mut recall = Recall { shm: self, lent: mine, bytes: call.bytes() };
         self.publish(phase);
         self.agree(phase, deadline)?;
         let (mut all, mut late) = (true, false);
@@ -79,12 +88,15 @@ impl Shm {
             let Pass { flow, input, output, .. } = pass;
             flow.step += 1;
             self.direct(call, Place { input, output }, &flow.lent);
+            // Between what was read and the look for those who gave up, see `Recall`.
+            fence(Ordering::Acquire);
+            self.wait(phase, deadline, |peer| self.control(peer).gave_up.0.load(Ordering::Relaxed) == 0)?;
             self.done(flow.step);
             self.wait_for_step(phase, deadline, flow.step, |_| true)?;
         } else {
             pass.run(begun, late)?;
         }
-        recall.output = None;
+        recall.lent = [None; 2];
         Ok(())
     }
 
@@ -230,6 +242,20 @@ mod tests {
         assert!(zero.allocate(SITE.call.bytes()).is_none());
         drop(mine);
         assert!(zero.allocate(SITE.call.bytes()).is_none());
+    }
+
+    #[test]
+    fn what_a_late_peer_reads_after_a_failure_is_no_result() {
+        let [zero, one] = pair();
+        let [mut mine, mut theirs] = [&zero, &one].map(|rank| rank.allocate(SITE.call.bytes()).unwrap().unwrap());
+        // Rank 1 stops after its offer, whose buffer is the first in its arena.
+        one.offer(1, &PHASE).lent.iter().for_each(|word| word.store(1, Ordering::Relaxed));
+        one.publish(&PHASE);
+        let fault = run(&zero, bytes(&mut mine), Duration::from_millis(1)).unwrap_err();
+        assert_eq!(fault, Fault::Timeout { missing: vec![1] });
+        // It goes on when rank 0, which had done its share, has given up.
+        let fault = run(&one, bytes(&mut theirs), Duration::from_millis(1)).unwrap_err();
+        assert_eq!(fault, Fault::Timeout { missing: vec![0] });
     }
 
     #[test]

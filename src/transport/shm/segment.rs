@@ -1,4 +1,4 @@
-//! The memory that the ranks of a host share: what is where in it, and how it comes into being.
+//! The memory that the ranks of a host share: how it comes into being, and what is where in it.
 //!
 //! It is an anonymous file (memfd), which has no name anywhere: it is gone when the last process that has it is,
 //! however that ends. Its size is sealed, so that no process can take pages away under the others' feet.
@@ -9,18 +9,16 @@
 //! A peer may be broken and write anything. So nothing that is read from the segment becomes an index, a length or a
 //! pointer; calls are compared with what this rank expects, and everything else is elements, which may have any bits.
 
-use std::cell::UnsafeCell;
 use std::io;
 use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::ptr::NonNull;
-use std::sync::atomic::AtomicU64;
 
 use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
 use rustix::mm::{Advice, MapFlags, MremapFlags, ProtFlags};
 use rustix::process::{Resource, getrlimit};
 
-use super::sleeper::Sleeper;
+use super::control::Control;
 
 /// Bytes of one rank's contribution to a small operation that travel in its offer.
 pub(super) const INLINE: usize = 32 << 10;
@@ -32,41 +30,6 @@ pub(super) const BUFFERS: usize = 4;
 /// cache of the core that fills it, also where two ranks share a core.
 const BLOCK: usize = 32 << 10;
 const BUFFER: usize = 256 << 10;
-
-/// Keeps what it holds on cache lines of its own (two, since processors fetch lines in pairs).
-#[repr(C, align(128))]
-pub(super) struct Line<T>(pub T);
-
-/// What a rank tells the others. It alone writes it, but for `sleeper`.
-#[repr(C)]
-pub(super) struct Control {
-    /// Used in turn: a fast rank may begin the next operation while a slow one still reads this one's. It cannot get
-    /// two ahead, because the operation between needs the slow one.
-    pub offers: [Offer; 2],
-    /// How far it is in its large operations, see `chunks`.
-    pub progress: Line<AtomicU64>,
-    /// Where it sleeps and is woken.
-    pub sleeper: Line<Sleeper>,
-}
-
-/// A call, and its data where they are small. The first bytes are on the line that says that the offer is complete, so
-/// a small operation moves one line from each rank to each.
-#[repr(C, align(128))]
-pub(super) struct Offer {
-    /// The number of the operation, counted from 1. Written last, with release.
-    pub sequence: AtomicU64,
-    /// What is called, as in a [`Tag`](crate::call::Tag).
-    pub call: [AtomicU64; 3],
-    pub inline: UnsafeCell<[u8; INLINE]>,
-    /// Where the input and the output of a large operation are in this rank's arena, plus one; 0 if they are not.
-    pub lent: [AtomicU64; 2],
-}
-
-// SAFETY: only the offer's own rank writes the inline data, before it publishes the offer (release on `sequence`), and
-// others read them after they have seen that (acquire), by raw pointers, whose reads give some bytes whatever a broken
-// peer does meanwhile. The rank writes the same offer two operations later, which it can begin only after all have
-// entered the one between and so have finished reading.
-unsafe impl Sync for Offer {}
 
 const PAGE: usize = 4096;
 

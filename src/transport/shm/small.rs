@@ -41,14 +41,15 @@ impl Shm {
             (_, Some(input)) => input,
             (_, None) => &*buffers.output,
         };
-        let inline = |of: usize| self.offer(of, phase).inline.get().cast::<u8>();
         assert!(source.len() <= INLINE, "{} bytes for an offer", source.len());
+        let mine = self.offer(rank, phase).inline.writing().cast::<u8>();
         // SAFETY: the length fits, as was just checked; nobody else writes this offer, and nobody reads it now: see
         // `Sync for Offer`.
-        unsafe { std::ptr::copy_nonoverlapping(source.as_ptr(), inline(rank), source.len()) };
+        unsafe { std::ptr::copy_nonoverlapping(source.as_ptr(), mine, source.len()) };
         self.publish(phase);
         self.agree(phase, deadline)?;
 
+        let inline = |of: usize| self.offer(of, phase).inline.reading().cast::<u8>();
         let in_place = buffers.input.is_none();
         let output = &mut *buffers.output;
         let mut copy = |from: usize, at: usize, range: std::ops::Range<usize>| {
@@ -73,7 +74,7 @@ impl Shm {
                 assert!(target.len() == own.len() && own.end <= INLINE, "{own:?} of an offer");
                 // SAFETY: the bytes from `own.start` are within every offer and as many as the target has; the offers
                 // are complete and stay as they are.
-                let inputs = (0..n).map(|of| unsafe { inline(of).add(own.start).cast_const() });
+                let inputs = (0..n).map(|of| unsafe { inline(of).add(own.start) });
                 let result = std::iter::once(Output::cached(target.as_mut_ptr()));
                 // SAFETY: as above; both are aligned for the elements, the offers because their data and every part of
                 // a buffer begin at multiples of the element's size.

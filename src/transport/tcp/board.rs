@@ -4,13 +4,13 @@ use std::io::Write;
 use std::net::TcpStream;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
+use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 use super::link::{Link, MOST};
 use crate::call::{Call, Operation, Tag};
 use crate::error::{Error, Site};
+use crate::sync::{AtomicBool, Mutex, MutexGuard, Ordering};
 use crate::transport::Fault;
 use crate::wait::{Bell, lock};
 

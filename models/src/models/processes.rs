@@ -1,0 +1,195 @@
+//! `transport::shm`: ranks as processes of one host.
+
+pub mod endings;
+
+use std::sync::Arc;
+
+use loom::thread;
+
+use super::never;
+use crate::call::{Call, Operation};
+use crate::dtype::{DType, ReduceOp};
+use crate::error::Site;
+use crate::memory;
+use crate::partition::partition;
+use crate::transport::shm::{Segment, Shm};
+use crate::transport::tcp::{Board, Tcp};
+use crate::transport::{Buffers, Collectives, Fault, Storage};
+use crate::wait::Deadline;
+
+/// One process.
+struct Rank {
+    shm: Shm,
+    rank: usize,
+    /// Every rank's.
+    boards: Vec<Arc<Board>>,
+}
+
+impl Rank {
+    fn group(world_size: usize) -> Vec<Rank> {
+        let segment = Segment::new(world_size);
+        let boards: Vec<_> = (0..world_size).map(|_| Arc::new(Board::new(world_size).unwrap())).collect();
+        let rank = |rank: usize| {
+            let tcp = Arc::new(Tcp::new(boards[rank].clone()));
+            let shm = Shm::new(segment.clone(), rank, (0..world_size).collect(), tcp);
+            Rank { shm, rank, boards: boards.clone() }
+        };
+        (0..world_size).map(rank).collect()
+    }
+
+    fn world_size(&self) -> usize {
+        self.boards.len()
+    }
+
+    fn run(
+        &self,
+        (sequence, operation): (u64, Operation),
+        input: Option<&[u64]>,
+        output: &mut [u64],
+        deadline: &Deadline,
+    ) -> Result<(), Fault> {
+        let reduces = matches!(operation, Operation::AllReduce | Operation::ReduceScatter);
+        let reduction = reduces.then_some(ReduceOp::Sum);
+        let root = (operation == Operation::Broadcast).then_some(0);
+        let call = Call { operation, dtype: DType::U64, count: output.len(), reduction, root };
+        let mut buffers = Buffers { input: input.map(bytemuck::cast_slice), output: bytemuck::cast_slice_mut(output) };
+        self.shm.run(&Site { sequence, call }, &mut buffers, deadline)
+    }
+
+    /// Has loom hear of a buffer, by an operation's parts.
+    fn watch(&self, data: &[u64]) {
+        memory::watch(data, data.len().div_ceil(self.world_size()).max(1) * size_of::<u64>());
+    }
+
+    /// Runs an operation in place. The caller fills the buffer before and looks at the result: loom hears of that too.
+    fn check(&self, (sequence, operation): (u64, Operation), data: &mut [u64]) {
+        let n = self.world_size() as u64;
+        let brought = |rank: usize| (rank as u64 + 1) << (8 * sequence);
+        let sum = (n * (n + 1) / 2) << (8 * sequence);
+        memory::write(data.as_ptr().cast(), size_of_val(data));
+        data.fill(brought(self.rank));
+        self.run((sequence, operation), None, data, &never()).unwrap();
+        memory::read(data.as_ptr().cast(), size_of_val(data));
+        for part in 0..self.world_size() {
+            let expected = match operation {
+                Operation::AllReduce => sum,
+                Operation::ReduceScatter if part == self.rank => sum,
+                Operation::AllGather => brought(part),
+                Operation::Broadcast => brought(0),
+                _ => continue,
+            };
+            let part = &data[partition(data.len(), self.world_size(), part)];
+            assert!(part.iter().all(|element| *element == expected), "{operation}: {part:x?}, not {expected:x}");
+        }
+    }
+
+    /// Runs operations one after the other, all in the same memory.
+    fn check_all(&self, operations: &[Operation], data: &mut [u64]) {
+        self.watch(data);
+        (0..).zip(operations).for_each(|(sequence, operation)| self.check((sequence, *operation), data));
+    }
+}
+
+/// Runs the same on each of so many ranks.
+fn all(world_size: usize, run: impl Fn(&Rank) + Copy + 'static) {
+    let mut ranks = Rank::group(world_size);
+    let first = ranks.remove(0);
+    let others: Vec<_> = ranks.into_iter().map(|rank| thread::spawn(move || run(&rank))).collect();
+    run(&first);
+    others.into_iter().for_each(|other| other.join().unwrap());
+}
+
+/// A hand-off and nothing else.
+pub fn barrier() {
+    all(2, |rank| rank.check_all(&[Operation::Barrier], &mut []));
+}
+
+/// Three, so that the first one's offer is used again.
+pub fn small() {
+    all(2, |rank| rank.check_all(&[Operation::AllReduce; 3], &mut [0]));
+}
+
+pub fn small_of_three() {
+    all(3, |rank| rank.check_all(&[Operation::AllReduce], &mut [0]));
+}
+
+/// Elements of a piece, of which each part of a chunk has one.
+const PIECE: usize = 8;
+
+/// A chunk each: what ends one and begins the other.
+pub fn large() {
+    all(2, |rank| rank.check_all(&[Operation::AllReduce; 2], &mut [0; 2 * PIECE]));
+}
+
+/// One chunk more than there are buffers, so that one is used again.
+const CHUNKS: usize = 5;
+
+pub fn all_reduce_in_chunks() {
+    all(2, |rank| rank.check_all(&[Operation::AllReduce], &mut [0; CHUNKS * 2 * PIECE]));
+}
+
+pub fn reduce_scatter_in_chunks() {
+    all(2, |rank| rank.check_all(&[Operation::ReduceScatter], &mut [0; CHUNKS * 2 * PIECE]));
+}
+
+pub fn all_gather_in_chunks() {
+    all(2, |rank| rank.check_all(&[Operation::AllGather], &mut [0; CHUNKS * 2 * PIECE]));
+}
+
+pub fn broadcast_in_chunks() {
+    all(2, |rank| rank.check_all(&[Operation::Broadcast], &mut [0; CHUNKS * 2 * PIECE]));
+}
+
+/// Operations of three chunks, whose buffers are free after different steps.
+pub fn one_after_another() {
+    all(2, |rank| rank.check_all(&[Operation::Broadcast, Operation::AllReduce], &mut [0; 3 * 2 * PIECE]));
+}
+
+/// A rank that waits for two, and two that wait for one.
+pub fn large_of_three() {
+    all(3, |rank| rank.check_all(&[Operation::AllGather, Operation::Broadcast], &mut [0; 3 * PIECE]));
+}
+
+/// A buffer of the rank's arena.
+struct Buffer(Box<dyn Storage>, usize);
+
+impl Buffer {
+    fn new(rank: &Rank, elements: usize) -> Buffer {
+        let storage = rank.shm.allocate(elements * size_of::<u64>()).unwrap().unwrap();
+        Buffer(storage, elements)
+    }
+
+    fn elements(&mut self) -> &mut [u64] {
+        // SAFETY: so many elements were asked for, and the borrow is of what alone has them.
+        unsafe { std::slice::from_raw_parts_mut(self.0.start().cast().as_ptr(), self.1) }
+    }
+}
+
+/// Straight between buffers.
+pub fn lent() {
+    all(2, |rank| rank.check_all(&[Operation::AllReduce; 2], Buffer::new(rank, 4).elements()));
+}
+
+pub fn lent_by_three() {
+    all(3, |rank| rank.check_all(&[Operation::AllReduce], Buffer::new(rank, 6).elements()));
+}
+
+/// One rank lends its buffer and finds after its offer that the other does not.
+pub fn mixed() {
+    all(2, |rank| match rank.rank {
+        0 => rank.check_all(&[Operation::AllReduce; 2], Buffer::new(rank, 4).elements()),
+        _ => rank.check_all(&[Operation::AllReduce; 2], &mut [0; 4]),
+    });
+}
+
+/// Through windows, straight, and through windows.
+pub fn in_turn() {
+    all(2, |rank| {
+        let (mut ordinary, mut lent) = ([0; 4], Buffer::new(rank, 4));
+        rank.watch(&ordinary);
+        rank.watch(lent.elements());
+        rank.check((0, Operation::AllReduce), &mut ordinary);
+        rank.check((1, Operation::AllReduce), lent.elements());
+        rank.check((2, Operation::AllReduce), &mut ordinary);
+    });
+}

@@ -1,0 +1,103 @@
+//! Ranks that end: in order, by a failure, by a deadline.
+
+use std::time::Duration;
+
+use loom::thread;
+
+use super::{Buffer, Rank};
+use crate::call::Operation::AllReduce;
+use crate::error::Error;
+use crate::memory;
+use crate::models::never;
+use crate::transport::Fault;
+use crate::wait::Deadline;
+
+impl Rank {
+    /// What the control connections carry when this rank has left.
+    fn leave(&self) {
+        self.peers().for_each(|peer| self.boards[peer].left(self.rank));
+    }
+
+    /// What they carry when it has failed.
+    fn fail(&self, error: &Error, completed: u64) {
+        self.peers().for_each(|peer| self.boards[peer].fail(Fault::Failed(error.clone()), completed));
+    }
+
+    fn peers(&self) -> impl Iterator<Item = usize> {
+        (0..self.world_size()).filter(|peer| *peer != self.rank)
+    }
+}
+
+/// Runs one closure on each of two ranks.
+fn two<A, B: 'static>(zero: impl FnOnce(&Rank) -> A, one: impl FnOnce(&Rank) -> B + 'static) -> (A, B) {
+    let [first, second]: [Rank; 2] = Rank::group(2).try_into().unwrap_or_else(|_| unreachable!());
+    let other = thread::spawn(move || one(&second));
+    let result = zero(&first);
+    (result, other.join().unwrap())
+}
+
+fn sum(rank: &Rank, sequence: u64, data: &mut [u64]) -> Result<(), Fault> {
+    rank.run((sequence, AllReduce), None, data, &never())
+}
+
+/// The rank that leaves has completed the first operation, so the other completes it too.
+fn leaves_after<const COUNT: usize>() {
+    let (second, ()) = two(
+        |rank| {
+            rank.check((0, AllReduce), &mut [0; COUNT]);
+            sum(rank, 1, &mut [0; COUNT])
+        },
+        |rank| {
+            rank.check((0, AllReduce), &mut [0; COUNT]);
+            rank.leave();
+        },
+    );
+    assert_eq!(second, Err(Fault::Left { peer: 1 }));
+}
+
+pub fn leaves_after_small() {
+    leaves_after::<1>();
+}
+
+pub fn leaves_after_large() {
+    leaves_after::<4>();
+}
+
+/// As for one that leaves.
+pub fn fails() {
+    let error = || Error::InvalidArgument { operation: "second".into(), reason: "none".into() };
+    let (second, ()) = two(
+        |rank| {
+            rank.check((0, AllReduce), &mut [0]);
+            sum(rank, 1, &mut [0])
+        },
+        move |rank| {
+            rank.check((0, AllReduce), &mut [0]);
+            rank.fail(&error(), 1);
+        },
+    );
+    assert_eq!(second, Err(Fault::Failed(error())));
+}
+
+/// A rank gives up, and its caller overwrites what it had lent. The other one, if it completes, has completed before.
+pub fn gives_up() {
+    const BROUGHT: [u64; 4] = [1, 2, 3, 4];
+    let run = |deadline: Deadline| {
+        move |rank: &Rank| {
+            let (mut input, mut output) = (Buffer::new(rank, 4), Buffer::new(rank, 4));
+            input.elements().copy_from_slice(&BROUGHT);
+            memory::lend(input.elements());
+            let given = rank.run((0, AllReduce), Some(input.elements()), output.elements(), &deadline);
+            match &given {
+                Ok(()) => assert_eq!(output.elements(), BROUGHT.map(|element| 2 * element)),
+                Err(_) => {
+                    memory::spoil(input.elements());
+                    rank.fail(&Error::Config("the deadline".into()), 0);
+                }
+            }
+            // Both keep their memory until the end: what loom hears of is addresses.
+            (input, output)
+        }
+    };
+    two(run(Deadline::after(Duration::ZERO)), run(never()));
+}

@@ -1,0 +1,1 @@
+../../../../src/transport/shm/chunks.rs
