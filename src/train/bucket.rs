@@ -13,7 +13,7 @@ const FIRST: usize = 1 << 20;
 const NEXT: usize = 25 << 20;
 
 /// A tensor of this size is worth an operation of its own: it is reduced where it is, which saves two copies.
-const ALONE: usize = 1 << 20;
+const ALONE: usize = 256 << 10;
 
 /// One gradient, as far as the choice of buckets goes.
 #[derive(Clone, Copy, Debug)]
@@ -130,10 +130,10 @@ mod tests {
 
     #[test]
     fn the_first_bucket_takes_1_mib_and_the_next_ones_25_mib_in_the_given_order() {
-        let sizes = vec![(DType::F32, 512 * KIB); 2 + 50 + 3];
+        let sizes = vec![(DType::F32, 128 * KIB); 8 + 200 + 3];
         let buckets = split(&sizes);
-        assert_eq!(buckets.iter().map(Vec::len).collect::<Vec<_>>(), [2, 50, 3]);
-        assert_eq!(buckets.concat(), (0..55).rev().collect::<Vec<_>>());
+        assert_eq!(buckets.iter().map(Vec::len).collect::<Vec<_>>(), [8, 200, 3]);
+        assert_eq!(buckets.concat(), (0..211).rev().collect::<Vec<_>>());
     }
 
     #[test]
@@ -144,7 +144,7 @@ mod tests {
 
     #[test]
     fn large_tensors_travel_alone() {
-        let sizes = [(DType::F32, 8), (DType::F32, MIB), (DType::F32, 8), (DType::F64, 30 * MIB)];
+        let sizes = [(DType::F32, 8), (DType::F32, 256 * KIB), (DType::F32, 8), (DType::F64, 30 * MIB)];
         assert_eq!(split(&sizes), [vec![3], vec![1], vec![2, 0]]);
         assert!(split(&[]).is_empty());
     }

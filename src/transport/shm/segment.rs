@@ -26,8 +26,9 @@ pub(super) const INLINE: usize = 32 << 10;
 /// Buffers in each rank's window, used in turn.
 pub(super) const BUFFERS: usize = 4;
 
-/// The largest block, and the largest buffer, which has a block for each rank: a window then stays in the second-level
-/// cache of the core that fills it, also where two ranks share a core.
+/// The largest block between two ranks and between more, and the largest buffer, which has a block for each rank: a window
+/// then stays in the second-level cache of the core that fills it, also where two ranks share a core.
+const PAIR_BLOCK: usize = 64 << 10;
 const BLOCK: usize = 32 << 10;
 const BUFFER: usize = 256 << 10;
 
@@ -65,8 +66,9 @@ unsafe impl Sync for Segment {}
 const fn block(world_size: usize) -> usize {
     // Whole cache lines, so whole elements too.
     let even = BUFFER / world_size / 64 * 64;
-    if even > BLOCK {
-        BLOCK
+    let most = if world_size == 2 { PAIR_BLOCK } else { BLOCK };
+    if even > most {
+        most
     } else if even < 64 {
         64
     } else {
