@@ -3,6 +3,7 @@
 
 pub mod process;
 pub mod transport;
+pub mod wire;
 
 use std::net::TcpListener;
 use std::sync::Once;
