@@ -12,9 +12,9 @@ use super::secret::Secret;
 /// How long a connection may take to prove who it is.
 pub(super) const PATIENCE: Duration = Duration::from_secs(5);
 
-/// How much of what a refused end still sends is read: a socket that is closed with unread bytes in it throws away what it
-/// has not delivered.
-const DREGS: usize = 4096;
+/// How much of what a refused end still sends is read, and for how long: a socket that is closed with unread bytes in it
+/// throws away what it has not delivered.
+const DREGS: (u64, Duration) = (4096, Duration::from_millis(200));
 
 /// From the end that dials: says what the connection is for, proves the secret, and has it proved. Gives the number of the
 /// job. `write` and `read` move all bytes they are given.
@@ -94,7 +94,8 @@ pub(crate) async fn answer(
             if refusal.is_ours() {
                 stream.write_all(&Refusal::answer(Some(&refusal))).await?;
                 stream.shutdown().await?;
-                let _ = tokio::io::copy(&mut stream.take(DREGS as u64), &mut tokio::io::sink()).await;
+                let (mut dregs, mut sink) = (stream.take(DREGS.0), tokio::io::sink());
+                let _ = tokio::time::timeout(DREGS.1, tokio::io::copy(&mut dregs, &mut sink)).await;
             }
             Err(refusal)
         }

@@ -7,6 +7,7 @@ pub const VERSION: u16 = 4;
 pub const RENDEZVOUS: u8 = 1;
 pub const CONTROL: u8 = 2;
 pub const DATA: u8 = 3;
+pub const REGISTRATION: u8 = 5;
 
 /// How long the answer to an opening without a secret is.
 pub const ANSWER: usize = 16;
