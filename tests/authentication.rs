@@ -3,12 +3,13 @@
 mod common;
 
 use std::io::{ErrorKind, Read, Write};
-use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
-use std::sync::{Arc, Mutex};
+use std::net::{TcpListener, TcpStream};
+use std::sync::Arc;
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use bonfire::{Builder, Error, Group, Medium, ReduceOp, Secret};
+use common::relay::{Recording, dial, relay};
 use common::{free_address, wire};
 
 /// For ranks that will not find each other.
@@ -63,18 +64,6 @@ fn reason(result: Result<Group, Error>) -> String {
     }
 }
 
-/// Dials until rank 0 listens.
-fn dial(address: &str) -> TcpStream {
-    let start = Instant::now();
-    loop {
-        match TcpStream::connect(address) {
-            Ok(stream) => return stream,
-            Err(e) => assert!(start.elapsed() < common::DEADLINE, "nobody listens at {address}: {e}"),
-        }
-        thread::yield_now();
-    }
-}
-
 /// All that comes until the other end closes.
 fn rest(mut stream: &TcpStream) -> Vec<u8> {
     let mut bytes = Vec::new();
@@ -82,44 +71,6 @@ fn rest(mut stream: &TcpStream) -> Vec<u8> {
         Err(e) if e.kind() != ErrorKind::ConnectionReset => panic!("{e}"),
         _ => bytes,
     }
-}
-
-/// One of a relay's connections: what went to the listener, and what came back.
-#[derive(Clone, Default)]
-struct Recording {
-    there: Arc<Mutex<Vec<u8>>>,
-    back: Arc<Mutex<Vec<u8>>>,
-}
-
-/// A rank that dials here reaches `to`; everything is recorded.
-fn relay(to: String) -> (SocketAddr, Arc<Mutex<Vec<Recording>>>) {
-    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    let (address, recordings) = (listener.local_addr().unwrap(), Arc::new(Mutex::new(Vec::new())));
-    let kept = recordings.clone();
-    // It ends with the process: no rank dials it after its own test.
-    thread::spawn(move || {
-        for dialled in listener.incoming() {
-            let (dialled, target) = (dialled.unwrap(), dial(&to));
-            let recording = Recording::default();
-            kept.lock().unwrap().push(recording.clone());
-            copy(dialled.try_clone().unwrap(), target.try_clone().unwrap(), recording.there);
-            copy(target, dialled, recording.back);
-        }
-    });
-    (address, recordings)
-}
-
-fn copy(mut from: TcpStream, mut to: TcpStream, record: Arc<Mutex<Vec<u8>>>) {
-    thread::spawn(move || {
-        let mut buffer = [0; 4096];
-        while let Ok(count @ 1..) = from.read(&mut buffer) {
-            record.lock().unwrap().extend(&buffer[..count]);
-            if to.write_all(&buffer[..count]).is_err() {
-                break;
-            }
-        }
-        let _ = to.shutdown(Shutdown::Write);
-    });
 }
 
 /// What a recorded rank said to rank 0, for every purpose, and what it heard.

@@ -5,9 +5,10 @@ mod common;
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use bonfire::{Algorithm, Builder, Error, Group, ReduceOp, Secret, Selection};
+use common::relay::dial;
 use common::{free_address, wire};
 
 /// For ranks that will not find each other.
@@ -46,18 +47,6 @@ fn reason(result: Result<Group, Error>) -> String {
     match result {
         Err(Error::Rendezvous { reason, .. }) => reason,
         other => panic!("{other:?} is no failed rendezvous"),
-    }
-}
-
-/// Dials until rank 0 listens.
-fn dial(address: &str) -> TcpStream {
-    let start = Instant::now();
-    loop {
-        match TcpStream::connect(address) {
-            Ok(stream) => return stream,
-            Err(e) => assert!(start.elapsed() < common::DEADLINE, "nobody listens at {address}: {e}"),
-        }
-        thread::yield_now();
     }
 }
 

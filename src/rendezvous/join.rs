@@ -206,9 +206,9 @@ async fn attend(
     // At the same time, since a rank that dials waits until it is heard.
     let below = async {
         let mut below = vec![zero];
-        for lower in 1..rank {
+        for (lower, address) in addresses.iter().enumerate().take(rank).skip(1) {
             let opening = member.opening(Purpose::Control, lower, (0, 1));
-            below.push(dial((settings, start), &addresses[lower].to_string(), opening, waiting_for).await?.0);
+            below.push(dial((settings, start), &address.to_string(), opening, waiting_for).await?.0);
         }
         Ok::<_, Error>(below)
     };

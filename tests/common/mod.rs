@@ -2,6 +2,7 @@
 #![allow(dead_code, reason = "each test target uses a part of it")]
 
 pub mod process;
+pub mod relay;
 pub mod transport;
 pub mod wire;
 
