@@ -12,8 +12,9 @@
 //! | the end that listens | 8 | whether it goes on, and why not |
 //! | | 8 or 56 | the job's number; with a secret as the payload of `e, ee` |
 //! | the end that dials | 16 | with a secret only: an empty message under the keys that came out |
+//! | the end that listens | 1 | it has taken the connection |
 //!
-//! The last message is what a recorded connection cannot have: its key comes from both ends' fresh random numbers.
+//! The last message of the end that dials is what a recorded connection cannot have: its key comes from both ends' fresh random numbers.
 
 mod connect;
 mod handshake;
@@ -23,7 +24,7 @@ mod secret;
 
 use std::net::IpAddr;
 
-pub(crate) use self::connect::{answer, dial, prove};
+pub(crate) use self::connect::{answer, confirm, dial, prove};
 pub(crate) use self::lobby::{Lobby, RETRY};
 pub(crate) use self::opening::{Opening, Purpose, Refusal};
 pub use self::secret::Secret;

@@ -32,12 +32,14 @@ pub(crate) fn prove<E: From<Refusal>>(
     let Some(proof) = proof else {
         let mut session = [0; SESSION];
         read(&mut session)?;
+        read(&mut [0])?;
         return Ok(u64::from_le_bytes(session));
     };
     let mut second = [0; SECOND];
     read(&mut second)?;
     let (session, third) = proof.end(&second)?;
     write(&third)?;
+    read(&mut [0])?;
     Ok(session)
 }
 
@@ -52,10 +54,13 @@ pub(crate) async fn dial(
         stream.write_all(&words).await?;
         Refusal::told(&array::<HEAD>(stream).await?)?;
         let Some(proof) = proof else {
-            return Ok(u64::from_le_bytes(array::<SESSION>(stream).await?));
+            let session = u64::from_le_bytes(array::<SESSION>(stream).await?);
+            stream.read_u8().await?;
+            return Ok(session);
         };
         let (session, third) = proof.end(&array::<SECOND>(stream).await?)?;
         stream.write_all(&third).await?;
+        stream.read_u8().await?;
         Ok(session)
     };
     tokio::time::timeout(PATIENCE, proving).await.unwrap_or_else(|_| Err(late()))
@@ -100,6 +105,12 @@ pub(crate) async fn answer(
             Err(refusal)
         }
     }
+}
+
+/// From the end that listens, once it has [`answer`]ed and will not turn the connection away any more: the other end waits
+/// for this byte, and dials again where it does not come.
+pub(crate) async fn confirm(stream: &mut (impl AsyncWrite + Unpin)) -> io::Result<()> {
+    stream.write_all(&[1]).await
 }
 
 /// What the end that dials says unasked, checked.
@@ -160,7 +171,12 @@ mod tests {
                 drop(one);
                 result
             };
-            tokio::join!(dialled, answer(&mut two, listens.as_ref(), 99, fits))
+            let answered = async {
+                let opening = answer(&mut two, listens.as_ref(), 99, fits).await?;
+                confirm(&mut two).await?;
+                Ok(opening)
+            };
+            tokio::join!(dialled, answered)
         })
     }
 
@@ -199,7 +215,9 @@ mod tests {
             let opening = runtime.block_on(async {
                 two.set_nonblocking(true).unwrap();
                 let mut two = tokio::net::UnixStream::from_std(two).unwrap();
-                answer(&mut two, secret(seed).as_ref(), 99, |_| Ok(())).await
+                let opening = answer(&mut two, secret(seed).as_ref(), 99, |_| Ok(())).await;
+                confirm(&mut two).await.unwrap();
+                opening
             });
             assert_eq!((dialling.join().unwrap().unwrap(), opening.unwrap()), (99, OPENING));
         }

@@ -3,6 +3,7 @@
 use std::collections::VecDeque;
 use std::fmt::Display;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use tokio::task::AbortHandle;
@@ -32,7 +33,8 @@ pub(crate) struct Lobby {
 
 #[derive(Default)]
 struct State {
-    waiting: VecDeque<AbortHandle>,
+    /// Each with whether it has proved itself meanwhile.
+    waiting: VecDeque<(AbortHandle, Arc<AtomicBool>)>,
     refused: u64,
     /// The last that was Bonfire, and why it was turned away.
     last: Option<String>,
@@ -45,26 +47,37 @@ impl Lobby {
     }
 
     /// Lets a connection from `address` prove who it is.
-    pub fn receive(
+    ///
+    /// One that has is `taken`: it must not go for others, because it will believe that it is in.
+    pub fn receive<T: Send + 'static, F: Future<Output = Result<(), Refusal>> + Send>(
         self: &Arc<Self>,
         address: impl Display + Send + 'static,
-        proof: impl Future<Output = Result<(), Refusal>> + Send + 'static,
+        proof: impl Future<Output = Result<T, Refusal>> + Send + 'static,
+        taken: impl FnOnce(T) -> F + Send + 'static,
     ) {
         let lobby = self.clone();
+        let proved = Arc::new(AtomicBool::new(false));
+        let mark = proved.clone();
         let waiting = tokio::spawn(async move {
             let late = |_| Err(Refusal::Io(std::io::ErrorKind::TimedOut.into()));
-            if let Err(refusal) = timeout(lobby.patience, proof).await.unwrap_or_else(late) {
+            let both = async move {
+                let proof = proof.await?;
+                // All is on one thread, so nothing comes between this and what follows it.
+                mark.store(true, Ordering::Relaxed);
+                taken(proof).await
+            };
+            if let Err(refusal) = timeout(lobby.patience, both).await.unwrap_or_else(late) {
                 lobby.refused(&address, &refusal);
             }
         });
         let mut state = lock(&self.state);
-        state.waiting.retain(|other| !other.is_finished());
+        state.waiting.retain(|(other, proved)| !other.is_finished() && !proved.load(Ordering::Relaxed));
         if state.waiting.len() >= self.most
-            && let Some(oldest) = state.waiting.pop_front()
+            && let Some((oldest, _)) = state.waiting.pop_front()
         {
             oldest.abort();
         }
-        state.waiting.push_back(waiting.abort_handle());
+        state.waiting.push_back((waiting.abort_handle(), proved));
     }
 
     /// What to add to an error of a rank that waits in vain: who was turned away.
@@ -102,10 +115,14 @@ mod tests {
     /// A connection that proves nothing; what it gives ends with it.
     fn silent(lobby: &Arc<Lobby>, number: usize) -> oneshot::Receiver<()> {
         let (held, hears) = oneshot::channel();
-        lobby.receive(number, async move {
-            let _held = held;
-            std::future::pending().await
-        });
+        lobby.receive(
+            number,
+            async move {
+                let _held = held;
+                std::future::pending::<Result<(), Refusal>>().await
+            },
+            |()| async { Ok(()) },
+        );
         hears
     }
 
@@ -138,7 +155,7 @@ mod tests {
             let lobby = Lobby::new(2);
             assert_eq!(lobby.turned_away(), "");
             for (address, refusal) in [("one", Refusal::OtherSecret), ("two", Refusal::Stranger)] {
-                lobby.receive(address, async { Err(refusal) });
+                lobby.receive(address, async { Err::<(), _>(refusal) }, |()| async { Ok(()) });
             }
             while lock(&lobby.state).refused < 2 {
                 tokio::task::yield_now().await;

@@ -43,23 +43,26 @@ pub(super) async fn serve(listener: &UnixListener, file: Arc<OwnedFd>, member: &
         match listener.accept().await {
             Ok((stream, _)) => {
                 let (file, member) = (file.clone(), member.clone());
-                lobby.receive(
-                    "a process that asks for shared memory",
-                    async move { give(stream, &file, &member).await },
-                );
+                let taken = |stream| async move { give(stream, &file).await };
+                lobby.receive("a process that asks for shared memory", proof(stream, member), taken);
             }
             Err(_) => sleep(RETRY).await,
         }
     }
 }
 
-async fn give(mut stream: UnixStream, file: &OwnedFd, member: &Member) -> Result<(), Refusal> {
+async fn proof(mut stream: UnixStream, member: Member) -> Result<UnixStream, Refusal> {
     same_user(&stream)?;
     let fits = |opening: &Opening| match opening.purpose {
         Purpose::Memory => member.expects(opening),
         purpose => Err(format!("a connection for {purpose:?} does not belong here")),
     };
     auth::answer(&mut stream, member.secret.as_ref(), member.session, fits).await?;
+    Ok(stream)
+}
+
+async fn give(mut stream: UnixStream, file: &OwnedFd) -> Result<(), Refusal> {
+    auth::confirm(&mut stream).await?;
     let send = || {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
         let mut control = SendAncillaryBuffer::new(&mut space);

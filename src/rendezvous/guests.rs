@@ -9,7 +9,7 @@ use tokio::io::ReadBuf;
 use tokio::net::TcpStream;
 
 use super::Medium;
-use crate::auth::{Opening, Purpose, Refusal, Secret, answer};
+use crate::auth::{Member, Opening, Purpose, Refusal, answer, confirm};
 use crate::transport::frame;
 
 /// From a rank to rank 0, which knows its number and world size from the connection's opening.
@@ -49,12 +49,8 @@ pub(super) struct Guest {
     pub machine: String,
 }
 
-/// Lets a connection prove who it is and say what it wants.
-pub(super) async fn introduction(
-    mut stream: TcpStream,
-    secret: Option<Secret>,
-    session: u64,
-) -> Result<Arrival, Refusal> {
+/// Lets a connection prove who it is.
+pub(super) async fn proof(mut stream: TcpStream, member: Member) -> Result<(TcpStream, Opening), Refusal> {
     // Who says another number of ranks is told so, and the others too: that is no stranger.
     let fits = |opening: &Opening| match (opening.purpose, opening.to) {
         (Purpose::Rendezvous, 0) => Ok(()),
@@ -62,8 +58,13 @@ pub(super) async fn introduction(
             Err(format!("it is a connection for {purpose:?} to rank {to}, and this is rank 0's rendezvous"))
         }
     };
-    let opening = answer(&mut stream, secret.as_ref(), session, fits).await?;
-    // The caller's limit ends this.
+    let opening = answer(&mut stream, member.secret.as_ref(), member.session, fits).await?;
+    Ok((stream, opening))
+}
+
+/// Lets a rank say what it wants. The caller limits the time.
+pub(super) async fn introduction(mut stream: TcpStream, opening: Opening) -> Result<Arrival, Refusal> {
+    confirm(&mut stream).await?;
     let hello = frame::expect(&mut stream, std::time::Duration::MAX).await?;
     Ok((stream, opening, hello))
 }

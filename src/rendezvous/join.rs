@@ -12,7 +12,7 @@ use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
 use tokio::task::yield_now;
 use tokio::time::{sleep, timeout, timeout_at};
 
-use super::guests::{Answer, Arrival, Guest, Hello, departure, hosts, introduction, refuse, seat, together};
+use super::guests::{Answer, Arrival, Guest, Hello, departure, hosts, introduction, proof, refuse, seat, together};
 use super::reach::{bind, dial, own_host};
 use super::{Medium, Settings, gone};
 use crate::auth::{Lobby, Member, Purpose, RETRY};
@@ -144,10 +144,10 @@ async fn accept(listener: &TcpListener, lobby: &Arc<Lobby>, member: &Member, arr
     let Ok((stream, address)) = listener.accept().await else {
         return sleep(RETRY).await;
     };
-    let (arrivals, secret, session) = (arrivals.clone(), member.secret.clone(), member.session);
-    lobby.receive(address, async move {
+    let (arrivals, member) = (arrivals.clone(), member.clone());
+    lobby.receive(address, proof(stream, member), |(stream, opening)| async move {
         // Nobody hears it where the rendezvous has ended meanwhile.
-        let _ = arrivals.send(introduction(stream, secret, session).await?);
+        let _ = arrivals.send(introduction(stream, opening).await?);
         Ok(())
     });
     // Its first bytes are there already, most likely: they are looked at before the next connection is.
@@ -240,8 +240,7 @@ async fn above(
                     sleep(RETRY).await;
                     continue;
                 };
-                let (controls, board, member) = (controls.clone(), board.clone(), member.clone());
-                lobby.receive(address, async move { admit(stream, &member, &board, Some(&controls)).await });
+                admit(lobby, (stream, address), member, board, Some(&controls));
                 yield_now().await;
             }
             Some((peer, stream)) = queue.recv() => {

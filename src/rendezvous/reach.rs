@@ -6,11 +6,14 @@ use std::net::{IpAddr, SocketAddr};
 use std::time::{Duration, Instant};
 
 use tokio::net::{TcpListener, TcpStream, lookup_host};
-use tokio::time::sleep;
+use tokio::time::{sleep, timeout};
 
 use super::Settings;
 use crate::auth::{self, Opening, Refusal, permit};
 use crate::error::Error;
+
+/// How long one attempt may take: the system itself would try again ever more rarely.
+const SYN: Duration = Duration::from_secs(5);
 
 /// Dials until the other end has proved who it is, which gives also the number of its job; the caller's time-out ends it.
 /// Names may not resolve and ports may not listen yet, and a listener that strangers crowd closes connections.
@@ -48,7 +51,9 @@ async fn connect(settings: &Settings, address: &str) -> Result<io::Result<TcpStr
     for address in &addresses {
         permit(settings.secret.as_ref(), address.ip())?;
     }
-    Ok(TcpStream::connect(&addresses[..]).await.inspect(|stream| drop(stream.set_nodelay(true))))
+    let connected = timeout(SYN, TcpStream::connect(&addresses[..])).await;
+    let connected = connected.unwrap_or_else(|_| Err(io::Error::new(io::ErrorKind::TimedOut, "no answer so far")));
+    Ok(connected.inspect(|stream| drop(stream.set_nodelay(true))))
 }
 
 /// Where a rank other than 0 listens: on loopback if rank 0 is there, else only where it was told to.

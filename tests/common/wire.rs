@@ -9,8 +9,8 @@ pub const CONTROL: u8 = 2;
 pub const DATA: u8 = 3;
 pub const REGISTRATION: u8 = 5;
 
-/// How long the answer to an opening without a secret is.
-pub const ANSWER: usize = 16;
+/// How long the answer to an opening without a secret is, with the byte by which the connection is taken.
+pub const ANSWER: usize = 17;
 
 /// What a connection says first: whether it has a secret, for what it is, from which rank to which of how many, in which
 /// job.

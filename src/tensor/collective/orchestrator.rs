@@ -14,7 +14,7 @@ use super::error::GlobalCollectiveError;
 use super::messages::{Answer, PROTOCOL, Registration};
 use super::names::NodeId;
 use super::nodes::RENDEZVOUS;
-use crate::auth::{Lobby, Opening, Purpose, RETRY, Secret, answer, permit};
+use crate::auth::{Lobby, Opening, Purpose, RETRY, Secret, answer, confirm, permit};
 use crate::error::Error;
 use crate::transport::frame;
 use crate::wait::lock;
@@ -82,12 +82,16 @@ async fn serve(listener: TcpListener, secret: Option<Secret>) {
             accepted = listener.accept() => match accepted {
                 Ok((mut stream, address)) => {
                     let (known, secret) = (known.clone(), secret.clone());
-                    lobby.receive(address, async move {
+                    let proof = async move {
                         let fits = |opening: &Opening| match opening.purpose {
                             Purpose::Registration => Ok(()),
                             purpose => Err(format!("it is a connection for {purpose:?}, and this is an orchestrator")),
                         };
                         answer(&mut stream, secret.as_ref(), 0, fits).await?;
+                        Ok(stream)
+                    };
+                    lobby.receive(address, proof, move |mut stream| async move {
+                        confirm(&mut stream).await?;
                         // Nobody hears it where the orchestrator has ended meanwhile.
                         let _ = known.send((stream, address));
                         Ok(())

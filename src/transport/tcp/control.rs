@@ -5,14 +5,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
-use tokio::io::AsyncWriteExt;
 use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
 use super::board::Board;
 use super::link::MOST;
-use crate::auth::{self, Lobby, Member, Opening, Purpose, RETRY, Refusal};
+use crate::auth::{self, Lobby, Member, Opening, Purpose, RETRY};
 use crate::error::{Error, Site};
 use crate::transport::{Fault, frame};
 
@@ -125,8 +124,7 @@ async fn accept(listener: TcpListener, lobby: Arc<Lobby>, member: Member, board:
     loop {
         match listener.accept().await {
             Ok((stream, address)) => {
-                let (board, member) = (board.clone(), member.clone());
-                lobby.receive(address, async move { admit(stream, &member, &board, None).await });
+                admit(&lobby, (stream, address), &member, &board, None);
                 // Its first bytes are there already, most likely: they are looked at before the next connection is.
                 tokio::task::yield_now().await;
             }
@@ -139,31 +137,40 @@ async fn accept(listener: TcpListener, lobby: Arc<Lobby>, member: Member, board:
     }
 }
 
-/// Hands a data connection to the threads that run operations, and a control connection to `controls`.
-pub(crate) async fn admit(
-    mut stream: TcpStream,
+/// Lets a connection prove who it is; then hands one for data to the threads that run operations, and a control connection
+/// to `controls`.
+pub(crate) fn admit(
+    lobby: &Arc<Lobby>,
+    (mut stream, address): (TcpStream, SocketAddr),
     member: &Member,
-    board: &Board,
+    board: &Arc<Board>,
     controls: Option<&UnboundedSender<(usize, TcpStream)>>,
-) -> Result<(), Refusal> {
-    let fits = |opening: &Opening| {
-        member.expects(opening)?;
-        match opening.purpose {
-            Purpose::Control if controls.is_some() => Ok(()),
-            Purpose::Data if opening.number < opening.of && usize::from(opening.of) <= MOST => Ok(()),
-            purpose => Err(format!("a connection for {purpose:?} does not belong here")),
-        }
+) {
+    let (member, board, controls) = (member.clone(), board.clone(), controls.cloned());
+    let wanted = controls.is_some();
+    let proof = async move {
+        let fits = |opening: &Opening| {
+            member.expects(opening)?;
+            match opening.purpose {
+                Purpose::Control if wanted => Ok(()),
+                Purpose::Data if opening.number < opening.of && usize::from(opening.of) <= MOST => Ok(()),
+                purpose => Err(format!("a connection for {purpose:?} does not belong here")),
+            }
+        };
+        let opening = auth::answer(&mut stream, member.secret.as_ref(), member.session, fits).await?;
+        Ok((stream, opening))
     };
-    let opening = auth::answer(&mut stream, member.secret.as_ref(), member.session, fits).await?;
-    let rank = opening.from as usize;
-    if opening.purpose == Purpose::Data {
-        // `taken` waits for this byte. A farewell that follows it is read after the connection is on the board.
-        stream.write_all(&[1]).await?;
-        return Ok(board.gather(rank, opening.number.into(), opening.of.into(), stream.into_std()?)?);
-    }
-    if let Some(controls) = controls {
-        // The rendezvous may have ended meanwhile, and then it has its connection from this rank.
-        let _ = controls.send((rank, stream));
-    }
-    Ok(())
+    lobby.receive(address, proof, move |(mut stream, opening)| async move {
+        // Who dialled waits for this. A farewell that follows it is read after the connection is on the board.
+        auth::confirm(&mut stream).await?;
+        let rank = opening.from as usize;
+        if opening.purpose == Purpose::Data {
+            return Ok(board.gather(rank, opening.number.into(), opening.of.into(), stream.into_std()?)?);
+        }
+        if let Some(controls) = controls {
+            // The rendezvous may have ended meanwhile, and then it has its connection from this rank.
+            let _ = controls.send((rank, stream));
+        }
+        Ok(())
+    });
 }

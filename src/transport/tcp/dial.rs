@@ -14,6 +14,9 @@ use crate::transport::Fault;
 /// When to dial again after a connection that ended before both had proved who they are.
 const RETRY: Duration = Duration::from_millis(20);
 
+/// How long one attempt may take: the system itself would try again ever more rarely.
+const SYN: Duration = Duration::from_secs(2);
+
 /// Connects to `peer`, so many times, and waits for the bytes by which it says that it has taken the connections over. From
 /// then on nothing that is sent on them can be overtaken by this rank's farewell.
 pub(super) fn dial(
@@ -26,12 +29,6 @@ pub(super) fn dial(
     for number in 0..connections {
         let opening = member.opening(Purpose::Data, peer, (number, connections));
         streams.push(connect(member, (peer, address), opening, watch)?);
-    }
-    for stream in &streams {
-        read(stream, &mut [0], peer, watch).map_err(|problem| match problem {
-            Problem::Fault(fault) => fault,
-            Problem::Refused(refusal) => departure(peer, &refusal.to_string(), watch.board()),
-        })?;
     }
     Link::new(streams).map_err(|e| departure(peer, &e.to_string(), watch.board()))
 }
@@ -47,7 +44,14 @@ fn connect(
         // A peer that has left, or failed and closed, listens no more: its control connection says which it was.
         let lost = |e: &dyn std::fmt::Display| departure(peer, &format!("connecting for data: {e}"), watch.board());
         let limit = watch.remaining().max(Duration::from_millis(1));
-        let stream = TcpStream::connect_timeout(address, limit).map_err(|e| lost(&e))?;
+        let stream = match TcpStream::connect_timeout(address, limit.min(SYN)) {
+            Ok(stream) => stream,
+            Err(e) if e.kind() == ErrorKind::TimedOut => {
+                watch.tick(peer)?;
+                continue;
+            }
+            Err(e) => return Err(lost(&e)),
+        };
         stream.set_nonblocking(true).and_then(|()| stream.set_nodelay(true)).map_err(|e| lost(&e))?;
         let write = |bytes: &[u8]| {
             // Nothing of it waits: these are the first bytes in an empty buffer.
