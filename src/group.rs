@@ -135,7 +135,8 @@ impl Group {
     }
 
     /// The group that the environment describes, as `bonfire run` and similar launchers set it: `BONFIRE_RANK`,
-    /// `BONFIRE_WORLD_SIZE`, `BONFIRE_ADDRESS` and, if needed, `BONFIRE_HOST`, `BONFIRE_TRANSPORT` (`auto`, `tcp` or
+    /// `BONFIRE_WORLD_SIZE`, `BONFIRE_ADDRESS` and, if needed, `BONFIRE_HOST`, `BONFIRE_SECRET_FILE` or `BONFIRE_SECRET`
+    /// (see [`Builder::secret`]), `BONFIRE_TRANSPORT` (`auto`, `tcp` or
     /// `shm`, see [`Builder::transport`]), `BONFIRE_ALGORITHMS` (see [`Selection`]),
     /// `BONFIRE_TCP_CONNECTIONS` (see [`Builder::tcp_connections`]) and `BONFIRE_DEADLINE` (seconds).
     /// Blocks until all ranks are connected. SIGINT and SIGTERM become a farewell to the other ranks, see

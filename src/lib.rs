@@ -26,6 +26,8 @@
 #![warn(missing_docs)]
 #![deny(unsafe_op_in_unsafe_fn, clippy::undocumented_unsafe_blocks)]
 
+#[cfg(unix)]
+mod auth;
 mod call;
 mod collective;
 mod dtype;
@@ -44,6 +46,8 @@ pub mod train;
 mod transport;
 mod wait;
 
+#[cfg(unix)]
+pub use auth::Secret;
 pub use call::{Call, Operation, Tag};
 pub use dtype::{DType, Element, ReduceOp, ReduceOp as ReduceOperation};
 pub use error::{Error, Site};

@@ -3,13 +3,17 @@
 //! Rank 0 listens at an address that all know. Every other rank listens on a port of its own, dials rank 0 and says who
 //! it is. When all have come, rank 0 sends everybody the table of addresses, and the ranks dial each other: the higher
 //! rank of a pair dials the lower. A rank that does not fit (another world size, a rank that is taken) fails the
-//! rendezvous for all with the same words; a stranger is turned away. Then they find out which of them are on one host
-//! and can share memory.
+//! rendezvous for all with the same words; a stranger is turned away. Every connection begins with the handshake of
+//! `auth`. Then they find out which of them are on one host and can share memory.
 
+#[cfg(all(feature = "shm", target_os = "linux"))]
+mod descriptor;
 pub(crate) mod env;
+mod guests;
 mod join;
 #[cfg(all(feature = "shm", target_os = "linux"))]
 mod memory;
+mod reach;
 #[cfg(test)]
 mod tests;
 
@@ -20,6 +24,7 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
+use crate::auth::Secret;
 use crate::error::Error;
 use crate::transport::Near;
 use crate::transport::tcp::{MOST, Tcp};
@@ -47,6 +52,8 @@ pub(crate) struct Settings {
     pub algorithms: String,
     /// A name of this rank's machine, instead of the machine's own.
     pub machine: Option<String>,
+    /// What all ranks share. None is for loopback only.
+    pub secret: Option<Secret>,
 }
 
 /// What carries the operations between processes; see [`Builder::transport`](crate::Builder::transport).
@@ -90,6 +97,7 @@ impl Default for Settings {
             connections: CONNECTIONS,
             algorithms: String::new(),
             machine: None,
+            secret: None,
         }
     }
 }
@@ -108,6 +116,9 @@ impl Settings {
             let reason =
                 format!("rank {rank} is outside a world of {world_size}: ranks go from 0 to {}", world_size - 1);
             return Err(Error::argument("connect", reason));
+        }
+        if u32::try_from(*world_size).is_err() {
+            return Err(Error::argument("connect", "so many ranks cannot be counted in 32 bits"));
         }
         if *world_size > 1 && !well_formed(address) {
             let reason = "give rank 0's address as host:port or [v6]:port, with a port from 1 to 65535";

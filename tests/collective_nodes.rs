@@ -1,6 +1,8 @@
 //! The tensor API over several nodes. A session belongs to a process and a backend type, so nodes are processes that run
 //! this binary again, or, where only the registration matters, threads with a backend of their own each.
 
+mod common;
+
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::process::{Child, Command, Stdio};
@@ -16,6 +18,7 @@ use burn::module::ParamId;
 use burn::optim::GradientsParams;
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Tensor, TensorData, TensorPrimitive};
+use common::wire;
 use rustix::process::{Pid, Signal, kill_process};
 
 /// A port below those that the system gives to outgoing connections, so that none of them takes it meanwhile.
@@ -83,10 +86,15 @@ fn gate(survivors: u16) -> u16 {
 }
 
 fn child(test: &str, node: u16, ports: &str) -> Child {
+    command(test, node, ports).spawn().unwrap()
+}
+
+fn command(test: &str, node: u16, ports: &str) -> Command {
     let mut child = Command::new(std::env::current_exe().unwrap());
     child.args([test, "--exact", "--nocapture"]).env("BONFIRE_DEADLINE", "20").env("RUST_BACKTRACE", "0");
     child.env("COLLECTIVE_TEST_NODE", node.to_string()).env("COLLECTIVE_TEST_PORTS", ports);
-    child.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap()
+    child.stdout(Stdio::null()).stderr(Stdio::piped());
+    child
 }
 
 fn join<T>(threads: Vec<JoinHandle<T>>) -> Vec<T> {
@@ -290,6 +298,46 @@ fn registration_without_orchestrator_or_nodes_ends_by_the_deadline() {
 }
 
 #[test]
+fn nodes_and_their_orchestrator_prove_a_secret_to_each_other() {
+    const TEST: &str = "nodes_and_their_orchestrator_prove_a_secret_to_each_other";
+    const ORCHESTRATOR: u16 = 9;
+    const STRANGER: u16 = 8;
+    if std::env::var_os("COLLECTIVE_TEST_NODE").is_some() {
+        let Some((node, ports)) = as_nodes(TEST, 0) else { return };
+        if node == ORCHESTRATOR {
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+            return runtime.block_on(start_global_orchestrator(ports[0]));
+        }
+        let peer = PeerId(node.into());
+        let own = ports[1 + usize::from(node % 2)];
+        let registered = register::<Flex>(peer, Default::default(), config(node, 2, 1, ports[0], own));
+        if node == STRANGER {
+            let error = registered.unwrap_err().to_string();
+            return assert!(error.contains("it has a secret, and this rank none"), "{error}");
+        }
+        registered.unwrap();
+        assert_eq!(sum::<Flex>(peer, vec![f32::from(node) + 1.0]).unwrap(), [3.0]);
+        return finish_collective::<Flex>(peer).unwrap();
+    }
+    let ports = (0..3).map(|_| free_port().to_string()).collect::<Vec<_>>().join(",");
+    let secret = "of nodes that find each other by it";
+    let start = |node: u16| command(TEST, node, &ports).env("BONFIRE_SECRET", secret).spawn().unwrap();
+    let succeeds = |child: Child| {
+        let output = child.wait_with_output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    };
+    let orchestrator = start(ORCHESTRATOR);
+    succeeds(child(TEST, STRANGER, &ports));
+    for node in [start(0), start(1)] {
+        succeeds(node);
+    }
+    kill_process(Pid::from_child(&orchestrator), Signal::INT).unwrap();
+    succeeds(orchestrator);
+    // It does not even begin to listen where strangers reach it.
+    succeeds(command(TEST, ORCHESTRATOR, &ports).env("BONFIRE_HOST", "0.0.0.0").spawn().unwrap());
+}
+
+#[test]
 fn the_orchestrator_ends_on_ctrl_c() {
     const TEST: &str = "the_orchestrator_ends_on_ctrl_c";
     if let Some((_, ports)) = std::env::var_os("COLLECTIVE_TEST_NODE").and_then(|_| as_nodes(TEST, 0)) {
@@ -304,8 +352,8 @@ fn the_orchestrator_ends_on_ctrl_c() {
     }
     // It listens before it waits for the signal, but an answer comes from the loop that does both.
     let mut stream = TcpStream::connect(("127.0.0.1", port)).unwrap();
-    stream.write_all(&u32::MAX.to_le_bytes()).unwrap();
-    stream.read_exact(&mut [0; 4]).unwrap();
+    stream.write_all(&wire::opening(wire::VERSION, false, wire::REGISTRATION, [0, 0, 2], 0)).unwrap();
+    stream.read_exact(&mut [0; wire::ANSWER]).unwrap();
     kill_process(Pid::from_child(&child), Signal::INT).unwrap();
     let output = child.wait_with_output().unwrap();
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));

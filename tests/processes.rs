@@ -2,6 +2,8 @@
 
 mod common;
 
+use std::io::Write;
+use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::ExitStatusExt;
 
 use bonfire::{Error, Group, ReduceOp};
@@ -174,6 +176,68 @@ fn four_processes_find_each_other_by_their_environment() {
         for rank in &mut ranks {
             assert_eq!(rank.outcome(), Ok("[10, 10, 10, 10, 10] of 4".into()));
             assert!(rank.end().success());
+        }
+    }
+}
+
+/// A file with a secret, of this mode.
+fn secret(text: &str, mode: u32) -> tempfile::NamedTempFile {
+    let mut file = tempfile::NamedTempFile::new().unwrap();
+    file.write_all(text.as_bytes()).unwrap();
+    file.as_file().set_permissions(std::fs::Permissions::from_mode(mode)).unwrap();
+    file
+}
+
+const SECRET: &str = "of a job whose ranks know this";
+
+#[test]
+fn processes_with_a_secret_find_each_other_and_share_memory() {
+    if is_child() {
+        let outcome = Group::from_env().and_then(|group| {
+            let mut data = vec![group.rank() as i64 + 1; 100_000];
+            group.all_reduce(&mut data, ReduceOp::Sum)?;
+            Ok(format!("{}", data.iter().all(|element| *element == 6)))
+        });
+        return report(&outcome);
+    }
+    let name = "processes_with_a_secret_find_each_other_and_share_memory";
+    let file = secret(&format!("{SECRET}\n{SECRET}\n"), 0o600);
+    let by_file = ("BONFIRE_SECRET_FILE", file.path().display().to_string());
+    // The same without the file's last line end.
+    let by_text = ("BONFIRE_SECRET", format!("{SECRET}\n{SECRET}"));
+    for transport in ["auto", "tcp", "shm"] {
+        for given in [&by_file, &by_text] {
+            let mut ranks = Process::start_ranks_with(name, 3, transport, DEADLINE, std::slice::from_ref(given));
+            for rank in &mut ranks {
+                assert_eq!(rank.outcome(), Ok("true".into()), "{transport}");
+                assert!(rank.end().success());
+            }
+        }
+    }
+}
+
+#[test]
+fn processes_with_wrong_secrets_are_told_at_once() {
+    if is_child() {
+        return report(&Group::from_env().map(|group| format!("rank {}", group.rank())));
+    }
+    let (open, short) = (secret(&SECRET.repeat(2), 0o640), secret(SECRET, 0o600));
+    let file = |file: &tempfile::NamedTempFile| ("BONFIRE_SECRET_FILE", file.path().display().to_string());
+    let cases = [
+        (vec![("BONFIRE_SECRET", SECRET.to_owned())], "BONFIRE_SECRET has 30 bytes"),
+        (vec![("BONFIRE_SECRET", String::new())], "BONFIRE_SECRET has 0 bytes"),
+        (vec![file(&short)], "has 30 bytes"),
+        (vec![file(&open)], "mode 0640"),
+        (vec![("BONFIRE_SECRET_FILE", "no such file".to_owned())], "cannot be opened"),
+        (vec![("BONFIRE_SECRET", SECRET.repeat(2)), file(&short)], "both BONFIRE_SECRET and BONFIRE_SECRET_FILE"),
+    ];
+    for (given, named) in cases {
+        let ranks =
+            Process::start_ranks_with("processes_with_wrong_secrets_are_told_at_once", 2, "tcp", DEADLINE, &given);
+        for rank in &ranks {
+            let error = rank.outcome().unwrap_err();
+            let told = matches!(&error, Error::Config(text) if text.contains(named) && !text.contains(SECRET));
+            assert!(told, "{named}: {error:?}");
         }
     }
 }

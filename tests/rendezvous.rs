@@ -5,10 +5,11 @@ mod common;
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use bonfire::{Algorithm, Builder, Error, Group, ReduceOp, Selection};
-use common::free_address;
+use bonfire::{Algorithm, Builder, Error, Group, ReduceOp, Secret, Selection};
+use common::relay::dial;
+use common::{free_address, wire};
 
 /// For ranks that will not find each other.
 const SOON: Duration = Duration::from_secs(1);
@@ -49,28 +50,19 @@ fn reason(result: Result<Group, Error>) -> String {
     }
 }
 
-/// Dials until rank 0 listens.
-fn dial(address: &str) -> TcpStream {
-    let start = Instant::now();
-    loop {
-        match TcpStream::connect(address) {
-            Ok(stream) => return stream,
-            Err(e) => assert!(start.elapsed() < common::DEADLINE, "nobody listens at {address}: {e}"),
-        }
-        thread::yield_now();
-    }
+/// Plays rank 1 until it has said all that rank 0 wants to know.
+fn pretend(address: &str, world_size: u32) -> TcpStream {
+    let mut stream = dial(address);
+    stream.write_all(&wire::opening(wire::VERSION, false, wire::RENDEZVOUS, [1, 0, world_size], 0)).unwrap();
+    stream.read_exact(&mut [0; wire::ANSWER]).unwrap();
+    stream.write_all(&wire::hello()).unwrap();
+    stream
 }
 
-/// What a rank says to rank 0 first.
-fn hello(magic: u64, rank: usize, world_size: usize) -> Vec<u8> {
-    let own: std::net::SocketAddr = "127.0.0.1:1".parse().expect("an address");
-    // The last are what it wants to carry the operations, which is anything, the algorithms, and its machine.
-    let body = postcard::to_stdvec(&(magic, rank, world_size, own, 0u8, "default", "machine")).expect("plain data");
-    [(body.len() as u32).to_le_bytes().to_vec(), body].concat()
+/// For addresses that are not loopback.
+fn secret() -> Secret {
+    Secret::new([7; 32]).expect("long enough")
 }
-
-/// "BNFR" and the version.
-const MAGIC: u64 = 0x424e_4652_0000_0003;
 
 #[test]
 fn a_rank_that_is_given_twice_fails_all_with_the_same_words() {
@@ -183,7 +175,7 @@ fn an_address_in_use_is_said_to_be() {
 #[test]
 fn an_address_of_another_machine_is_said_to_be() {
     // From a block that is reserved for documentation: no machine has it.
-    let reason_of = |r| reason(rank(r, 2, "192.0.2.1:29500").rendezvous_timeout(SOON).connect());
+    let reason_of = |r| reason(rank(r, 2, "192.0.2.1:29500").secret(secret()).rendezvous_timeout(SOON).connect());
     let reason = reason_of(0);
     assert!(reason.contains("give an address that this machine has"), "{reason}");
     reason_of(1);
@@ -193,7 +185,7 @@ fn an_address_of_another_machine_is_said_to_be() {
 fn a_host_of_another_machine_is_an_error_on_that_rank() {
     let address = free_address();
     let ranks = [rank(0, 2, &address), rank(1, 2, &address).host("192.0.2.1")];
-    let mut results = connect(ranks.map(|builder| builder.rendezvous_timeout(SOON)).into());
+    let mut results = connect(ranks.map(|builder| builder.secret(secret()).rendezvous_timeout(SOON)).into());
     let own = reason(results.remove(1));
     assert!(own.contains("192.0.2.1") && own.contains("give an address that this machine has"), "{own}");
     reason(results.remove(0));
@@ -247,7 +239,7 @@ fn strangers_are_turned_away_and_the_ranks_find_each_other() {
     let huge = [&u32::MAX.to_le_bytes()[..], &[7; 1000]].concat();
     let unfinished = [&100u32.to_le_bytes()[..], &[1; 50]].concat();
     let garbage = [&20u32.to_le_bytes()[..], &[0xee; 20]].concat();
-    let other_protocol = hello(MAGIC + 1, 1, 3);
+    let other_protocol = wire::opening(wire::VERSION + 1, false, wire::RENDEZVOUS, [1, 0, 3], 0);
     for words in [&b"GET / HTTP/1.1\r\n\r\n"[..], &huge, &unfinished, &garbage, &other_protocol, &[0; 4], &[0]] {
         let mut stream = dial(&address);
         // It may have been turned away in the middle of its words.
@@ -271,9 +263,7 @@ fn a_rank_that_closes_before_all_have_come_fails_the_others() {
         let builders = vec![rank(0, 4, &address), rank(2, 4, &address).rendezvous_timeout(SOON)];
         move || connect(builders)
     });
-    let mut stream = dial(&address);
-    stream.write_all(&hello(MAGIC, 1, 4)).unwrap();
-    drop(stream);
+    drop(pretend(&address, 4));
     let mut results = others.join().unwrap();
     // Rank 2 may come after the end: then nobody answers any more, or nobody speaks.
     let reasons: Vec<String> = results.drain(..1).map(reason).collect();
@@ -289,8 +279,7 @@ fn a_rank_that_dies_between_the_stages_is_an_error_in_time() {
         move || connect(builders.into())
     });
     // A rank 1 that says where it listens, and listens to nobody.
-    let mut stream = dial(&address);
-    stream.write_all(&hello(MAGIC, 1, 3)).unwrap();
+    let stream = pretend(&address, 3);
     let results = others.join().unwrap();
     let Err(Error::Rendezvous { rank: 2, reason, .. }) = &results[1] else {
         panic!("rank 2 cannot have reached rank 1: {:?}", results[1])

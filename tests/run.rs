@@ -3,6 +3,8 @@
 
 #[path = "run/harness.rs"]
 mod harness;
+#[path = "run/secret.rs"]
+mod secret;
 
 use std::fs;
 use std::io::{BufRead, BufReader};
@@ -309,7 +311,7 @@ fn ranks_die_with_a_killed_launcher() {
 #[test]
 fn refuses_bad_arguments() {
     // 192.0.2.1 is nobody's address (RFC 5737).
-    let cases: [(&str, &[&str]); 15] = [
+    let cases: [(&str, &[&str]); 16] = [
         ("-n 0", &["-n 0", "at least 1"]),
         ("-n x", &["--ranks", "invalid"]),
         ("--nodes 0", &["--nodes 0", "at least 1"]),
@@ -323,6 +325,10 @@ fn refuses_bad_arguments() {
         ("--nodes 2 --node-rank 0 --master localhost:0", &["--master", "port 0"]),
         ("--master 192.0.2.1:29400", &["--host", "interface"]),
         ("--host 0.0.0.0", &["--host", "connect to"]),
+        (
+            "--nodes 2 --node-rank 0 --master 192.0.2.1:1 --host 192.0.2.2",
+            &["BONFIRE_SECRET_FILE", "32 random", "chmod 600"],
+        ),
         ("--host 192.0.2.1", &["cannot listen on 192.0.2.1", "--host"]),
         (
             "--nodes 2 --node-rank 0 --master 192.0.2.1:1 --host 127.0.0.1",

@@ -4,6 +4,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::{Core, Group};
+#[cfg(unix)]
+use crate::auth::Secret;
 use crate::error::Error;
 use crate::plan::{self, Selection};
 #[cfg(unix)]
@@ -97,7 +99,8 @@ impl Builder {
     /// # Errors
     /// [`Error::Config`] where a variable is missing or malformed.
     pub fn from_env() -> Result<Builder, Error> {
-        let environment = crate::rendezvous::env::read(|name| std::env::var(name).ok())?;
+        let mut environment = crate::rendezvous::env::read(|name| std::env::var(name).ok())?;
+        environment.settings.secret = Secret::from_env()?;
         let algorithms = environment.algorithms.map_or(Ok(Selection::default()), |text| {
             plan::parse(&text).map_err(|reason| Error::Config(format!("BONFIRE_ALGORITHMS is '{text}': {reason}")))
         })?;
@@ -128,9 +131,17 @@ impl Builder {
     }
 
     /// The address of this machine on which this rank listens for its peers. Loopback unless set; a group over several
-    /// machines needs it on every rank but 0, in so many words, because connections are not authenticated yet.
+    /// machines needs it on every rank but 0, and a [`secret`](Self::secret) on all.
     pub fn host(mut self, host: impl Into<String>) -> Self {
         self.settings.host = Some(host.into());
+        self
+    }
+
+    /// The secret that all ranks share, and prove to each other on every connection; see [`Secret::from_file`]. Set here or
+    /// by `BONFIRE_SECRET_FILE` or `BONFIRE_SECRET`. Without one, ranks listen and dial on loopback only, where every
+    /// process of the machine can reach them. Data are not encrypted, with or without it.
+    pub fn secret(mut self, secret: Secret) -> Self {
+        self.settings.secret = Some(secret);
         self
     }
 
@@ -178,9 +189,10 @@ impl Builder {
     /// until all are there.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] or [`Error::Config`] where settings cannot work, [`Error::Rendezvous`] where the
-    /// ranks do not find each other in time or disagree (a duplicate rank, another world size, other algorithms), or
-    /// where shared memory was asked for and cannot be had.
+    /// [`Error::InvalidArgument`] or [`Error::Config`] where settings cannot work, or an address wants a secret and there
+    /// is none, [`Error::Rendezvous`] where the ranks do not find each other in time or disagree (a duplicate rank,
+    /// another world size, other algorithms, another secret or release), or where shared memory was asked for and cannot
+    /// be had.
     pub fn connect(self) -> Result<Group, Error> {
         let group = if self.settings.world_size == 1 {
             self.settings.check()?;

@@ -7,37 +7,24 @@
 //! host, or in another network namespace, finds nobody under that name. Nothing that would outlive the ranks has a name
 //! anywhere.
 
-use std::hash::{BuildHasher, Hasher, RandomState};
-use std::io::{self, ErrorKind, IoSlice, IoSliceMut};
-use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, OwnedFd};
-use std::os::linux::net::SocketAddrExt;
-use std::os::unix::net::SocketAddr;
+use std::io::{self, ErrorKind};
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
-};
 use serde::{Deserialize, Serialize};
-use tokio::io::{AsyncReadExt, AsyncWriteExt, Interest};
-use tokio::net::{TcpStream, UnixListener, UnixStream};
-use tokio::task::JoinSet;
-use tokio::time::{sleep, timeout};
+use tokio::net::TcpStream;
+use tokio::time::timeout;
 
+use super::descriptor::{attach, listen, serve};
 use super::join::Joined;
 use super::{Medium, Settings, gone};
+use crate::auth::Member;
 use crate::error::{Error, Ranks};
 use crate::transport::hosts::Hosts;
 use crate::transport::shm::{Segment, Shm};
 use crate::transport::tcp::{Mesh, Tcp};
 use crate::transport::{Near, frame};
-
-/// How long a process that asks for the segment may take to say who it is.
-const PATIENCE: Duration = Duration::from_secs(5);
-
-/// When to try again where the system could not accept a connection.
-const RETRY: Duration = Duration::from_millis(100);
 
 /// From the lowest rank of a host: under which name the segment is to be had, if there is one.
 type Offer = Option<String>;
@@ -121,17 +108,17 @@ async fn share(
     candidates: &[Vec<usize>],
 ) -> Result<Option<Segment>, String> {
     let Some(members) = candidates.iter().find(|members| members.contains(&rank)) else { return Ok(None) };
-    let (session, n) = (mesh.session, members.len());
+    let (member, n) = (&mesh.member, members.len());
     if n == 1 {
         return Ok(None);
     }
     let connections = mesh.connections.iter_mut().enumerate();
     let mut others = connections.filter(|(peer, _)| members.contains(peer)).filter_map(|(p, c)| Some((p, c.as_mut()?)));
     if members[0] == rank {
-        return host(rank, &mut others.collect::<Vec<_>>(), session, medium, Segment::create(n)).await;
+        return host(rank, &mut others.collect::<Vec<_>>(), member, medium, Segment::create(n)).await;
     }
     match others.next() {
-        Some(maker) => attend(maker, session, n).await,
+        Some(maker) => attend(maker, member, n).await,
         None => Ok(None),
     }
 }
@@ -202,7 +189,7 @@ fn divided(
 async fn host(
     maker: usize,
     guests: &mut [(usize, &mut TcpStream)],
-    session: u64,
+    member: &Member,
     medium: Medium,
     made: io::Result<(Segment, OwnedFd)>,
 ) -> Result<Option<Segment>, String> {
@@ -213,7 +200,7 @@ async fn host(
         Ok((segment, file, (_, listener))) => {
             let problem = tokio::select! {
                 answers = hear(maker, guests) => answers?,
-                never = serve(&listener, Arc::new(file), session) => match never {},
+                never = serve(&listener, Arc::new(file), member) => match never {},
             };
             (Some(segment), problem)
         }
@@ -267,13 +254,13 @@ async fn hear(maker: usize, guests: &mut [(usize, &mut TcpStream)]) -> Result<Op
 /// Any other rank of a host, with the connection to its lowest.
 async fn attend(
     (maker, stream): (usize, &mut TcpStream),
-    session: u64,
-    world_size: usize,
+    member: &Member,
+    ranks: usize,
 ) -> Result<Option<Segment>, String> {
     // The caller's limit ends these waits.
     let name = frame::expect::<Offer>(stream, Duration::MAX).await.map_err(|e| gone(maker, e))?;
     if let Some(name) = name {
-        attend_to((maker, stream), attach(&name, session, world_size).await).await
+        attend_to((maker, stream), attach(&name, maker, member, ranks).await).await
     } else {
         verdict((maker, stream), None).await
     }
@@ -305,85 +292,16 @@ async fn verdict(
     }
 }
 
-/// A socket in the abstract namespace, which has names but no files.
-fn listen() -> io::Result<(String, UnixListener)> {
-    // The standard library seeds these hashers from the system's random numbers.
-    let random = || RandomState::new().build_hasher().finish();
-    let name = format!("bonfire-{:016x}{:016x}", random(), random());
-    let listener = std::os::unix::net::UnixListener::bind_addr(&SocketAddr::from_abstract_name(&name)?)?;
-    listener.set_nonblocking(true)?;
-    Ok((name, UnixListener::from_std(listener)?))
-}
-
-/// Gives the descriptor to everybody who may have it, until dropped.
-async fn serve(listener: &UnixListener, file: Arc<OwnedFd>, session: u64) -> std::convert::Infallible {
-    let mut asking = JoinSet::new();
-    loop {
-        match listener.accept().await {
-            Ok((stream, _)) => {
-                let file = file.clone();
-                asking.spawn(async move {
-                    let given = timeout(PATIENCE, give(stream, &file, session)).await;
-                    if let Err(e) = given.unwrap_or_else(|_| Err(ErrorKind::TimedOut.into())) {
-                        log::warn!("turned away a process that asked for shared memory: {e}");
-                    }
-                });
-            }
-            Err(_) => sleep(RETRY).await,
-        }
-    }
-}
-
-async fn give(mut stream: UnixStream, file: &OwnedFd, session: u64) -> io::Result<()> {
-    same_user(&stream)?;
-    if stream.read_u64_le().await? != session {
-        return Err(io::Error::new(ErrorKind::PermissionDenied, "it belongs to another job"));
-    }
-    let send = || {
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-        let mut control = SendAncillaryBuffer::new(&mut space);
-        let descriptors = [file.as_fd()];
-        control.push(SendAncillaryMessage::ScmRights(&descriptors));
-        Ok(rustix::net::sendmsg(&stream, &[IoSlice::new(&[1])], &mut control, SendFlags::NOSIGNAL)?)
-    };
-    stream.async_io(Interest::WRITABLE, send).await.map(drop)
-}
-
-/// Takes part in the memory that is to be had under `name`.
-async fn attach(name: &str, session: u64, world_size: usize) -> io::Result<Segment> {
-    let stream = std::os::unix::net::UnixStream::connect_addr(&SocketAddr::from_abstract_name(name)?)?;
-    stream.set_nonblocking(true)?;
-    let mut stream = UnixStream::from_std(stream)?;
-    same_user(&stream)?;
-    stream.write_u64_le(session).await?;
-    let receive = || {
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-        let mut control = RecvAncillaryBuffer::new(&mut space);
-        rustix::net::recvmsg(&stream, &mut [IoSliceMut::new(&mut [0])], &mut control, RecvFlags::CMSG_CLOEXEC)?;
-        let descriptor = control.drain().find_map(|message| match message {
-            RecvAncillaryMessage::ScmRights(mut files) => files.next(),
-            _ => None,
-        });
-        descriptor.ok_or_else(|| io::Error::new(ErrorKind::PermissionDenied, "it is not given"))
-    };
-    let file = timeout(PATIENCE, stream.async_io(Interest::READABLE, receive)).await??;
-    Segment::open(&file, world_size)
-}
-
-/// Refuses a peer that runs as another user.
-fn same_user(stream: &UnixStream) -> io::Result<()> {
-    let (theirs, mine) = (stream.peer_cred()?.uid(), rustix::process::geteuid().as_raw());
-    if theirs == mine {
-        return Ok(());
-    }
-    let reason = format!("its other end runs as user {theirs}, this rank as user {mine}");
-    Err(io::Error::new(ErrorKind::PermissionDenied, reason))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use tokio::net::TcpListener;
+
+    const PATIENCE: Duration = Duration::from_secs(5);
+
+    fn member(rank: usize, session: u64) -> Member {
+        Member { secret: None, session, rank, world_size: 3 }
+    }
 
     async fn pair() -> (TcpStream, TcpStream) {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -399,12 +317,13 @@ mod tests {
         let all = runtime.block_on(async {
             let ((mut one, mut zero_of_one), (mut two, mut zero_of_two)) = (pair().await, pair().await);
             let second = async {
-                let Some(failure) = failure else { return attend((0, &mut zero_of_two), 7, 3).await };
+                let Some(failure) = failure else { return attend((0, &mut zero_of_two), &member(2, 7), 3).await };
                 frame::expect::<Offer>(&mut zero_of_two, PATIENCE).await.unwrap();
                 attend_to((0, &mut zero_of_two), Err(failure.into())).await
             };
             let mut guests = [(1, &mut one), (2, &mut two)];
-            let (host, first) = (host(0, &mut guests, 7, medium, made), attend((0, &mut zero_of_one), session, 3));
+            let (zero, one) = (member(0, 7), member(1, session));
+            let (host, first) = (host(0, &mut guests, &zero, medium, made), attend((0, &mut zero_of_one), &one, 3));
             tokio::join!(host, first, second)
         });
         [all.0, all.1, all.2].map(|result| result.map(|segment| segment.is_some()))

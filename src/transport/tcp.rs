@@ -11,10 +11,11 @@
 
 mod board;
 mod control;
+mod dial;
 mod link;
 mod watch;
 
-use std::net::{SocketAddr, TcpStream};
+use std::net::SocketAddr;
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -24,19 +25,19 @@ use tokio::sync::mpsc::UnboundedSender;
 
 pub(crate) use self::board::Board;
 use self::control::Outgoing;
-pub(crate) use self::control::{Greeting, Mesh, admit};
+pub(crate) use self::control::{Mesh, admit};
 use self::link::Link;
 pub(crate) use self::link::MOST;
 pub(crate) use self::watch::Watch;
 use super::{Fault, Transport};
+use crate::auth::Member;
 use crate::call::Tag;
 use crate::error::{Error, Site};
 use crate::wait::{Deadline, lock};
 
 /// One rank's end of a group of processes.
 pub(crate) struct Tcp {
-    rank: usize,
-    session: u64,
+    member: Member,
     addresses: Vec<SocketAddr>,
     board: Arc<Board>,
     /// To each lower rank; higher ranks decide for themselves.
@@ -52,12 +53,12 @@ impl Tcp {
     /// Takes over the connections that the rendezvous made.
     pub fn start(runtime: Runtime, mesh: Mesh, connections: usize) -> Result<Tcp, Error> {
         let (control, outgoing) = tokio::sync::mpsc::unbounded_channel();
-        let (rank, session, addresses, board) = (mesh.rank, mesh.session, mesh.addresses.clone(), mesh.board.clone());
+        let (member, addresses, board) = (mesh.member.clone(), mesh.addresses.clone(), mesh.board.clone());
         let thread = std::thread::Builder::new()
-            .name(format!("bonfire-control-{rank}"))
+            .name(format!("bonfire-control-{}", member.rank))
             .spawn(move || runtime.block_on(control::run(mesh, outgoing)))
             .map_err(|e| Error::io("starting the control thread", e))?;
-        Ok(Tcp { rank, session, addresses, board, connections, control, thread: Mutex::new(Some(thread)) })
+        Ok(Tcp { member, addresses, board, connections, control, thread: Mutex::new(Some(thread)) })
     }
 
     /// The data connection to `peer`. The higher rank of a pair dials, the lower one waits for the call: both are at the
@@ -66,19 +67,8 @@ impl Tcp {
         if let Some(link) = self.board.link(peer) {
             return Ok(link);
         }
-        if peer < self.rank {
-            // A peer that has left, or failed and closed, listens no more: its control connection says which it was.
-            let lost = |e: std::io::Error| link::departure(peer, &format!("connecting for data: {e}"), &self.board);
-            let limit = watch.remaining().max(Duration::from_millis(1));
-            let mut streams = Vec::new();
-            for number in 0..self.connections {
-                let mut stream = TcpStream::connect_timeout(&self.addresses[peer], limit).map_err(lost)?;
-                let (session, rank, of) = (self.session, self.rank, self.connections);
-                control::greet(&mut stream, &Greeting::Data { session, rank, number, of }).map_err(lost)?;
-                streams.push(stream);
-            }
-            let link = Arc::new(Link::new(streams).map_err(lost)?);
-            link::taken(peer, &link, watch)?;
+        if peer < self.member.rank {
+            let link = Arc::new(dial::dial(&self.member, (peer, &self.addresses[peer]), self.connections, watch)?);
             self.board.connect(peer, link);
         }
         loop {
@@ -105,13 +95,13 @@ impl Tcp {
 
     /// What a thread that waits in this operation looks out for.
     pub fn watch<'a>(&'a self, tag: &'a Tag, deadline: &'a Deadline) -> Watch<'a> {
-        Watch::new(self.rank, &self.board, &self.control, tag, deadline)
+        Watch::new(self.member.rank, &self.board, &self.control, tag, deadline)
     }
 }
 
 impl Transport for Tcp {
     fn rank(&self) -> usize {
-        self.rank
+        self.member.rank
     }
 
     fn world_size(&self) -> usize {
@@ -169,7 +159,7 @@ impl Transport for Tcp {
         let _ = self.control.send(Outgoing::Farewell { panicked: std::thread::panicking() });
         // The control thread ends by itself soon after a farewell, whatever the peers do.
         if thread.join().is_err() {
-            log::error!("rank {}: the control thread panicked", self.rank);
+            log::error!("rank {}: the control thread panicked", self.member.rank);
         }
         link::close(&self.board.take_links(), LINGER);
     }

@@ -2,7 +2,9 @@
 #![allow(dead_code, reason = "each test target uses a part of it")]
 
 pub mod process;
+pub mod relay;
 pub mod transport;
+pub mod wire;
 
 use std::net::TcpListener;
 use std::sync::Once;

@@ -43,9 +43,10 @@ impl Process {
     pub fn start(name: &str, variables: &[(&str, String)]) -> Process {
         let mut command = Command::new(std::env::current_exe().expect("the test's own binary"));
         command.args([name, "--exact", "--nocapture", "--test-threads=1"]).stdout(Stdio::piped());
-        for variable in
-            ["RANK", "WORLD_SIZE", "ADDRESS", "HOST", "TRANSPORT", "ALGORITHMS", "TCP_CONNECTIONS", "DEADLINE"]
-        {
+        for variable in ["RANK", "WORLD_SIZE", "ADDRESS", "HOST", "SECRET", "SECRET_FILE"] {
+            command.env_remove(format!("BONFIRE_{variable}"));
+        }
+        for variable in ["TRANSPORT", "ALGORITHMS", "TCP_CONNECTIONS", "DEADLINE"] {
             command.env_remove(format!("BONFIRE_{variable}"));
         }
         command.env(CHILD, "1").envs(variables.iter().map(|(name, value)| (*name, value)));
@@ -64,15 +65,27 @@ impl Process {
 
     /// Starts all ranks of a group as [`bonfire::Group::from_env`] wants them.
     pub fn start_ranks(name: &str, n: usize, transport: &str, deadline: &str) -> Vec<Process> {
+        Process::start_ranks_with(name, n, transport, deadline, &[])
+    }
+
+    /// As [`start_ranks`](Process::start_ranks), with these variables besides.
+    pub fn start_ranks_with(
+        name: &str,
+        n: usize,
+        transport: &str,
+        deadline: &str,
+        more: &[(&str, String)],
+    ) -> Vec<Process> {
         let address = super::free_address();
         let variables = |rank: usize| {
-            [
+            let own = [
                 ("BONFIRE_RANK", rank.to_string()),
                 ("BONFIRE_WORLD_SIZE", n.to_string()),
                 ("BONFIRE_ADDRESS", address.clone()),
                 ("BONFIRE_TRANSPORT", transport.to_owned()),
                 ("BONFIRE_DEADLINE", deadline.to_owned()),
-            ]
+            ];
+            [&own[..], more].concat()
         };
         (0..n).map(|rank| Process::start(name, &variables(rank))).collect()
     }

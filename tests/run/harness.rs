@@ -9,6 +9,7 @@ use rustix::process::{Pid, Signal, kill_process};
 pub fn launcher(arguments: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_bonfire"));
     command.arg("run").args(arguments).arg("--");
+    command.env_remove("BONFIRE_SECRET").env_remove("BONFIRE_SECRET_FILE");
     command
 }
 

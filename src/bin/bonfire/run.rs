@@ -44,8 +44,9 @@ pub struct Args {
 
     /// Address of this node's own interface on which its ranks listen [default: loopback]
     ///
-    /// Peers are not authenticated, so nothing but loopback is used unless this is given: name an
-    /// interface only on a network whose every machine you trust.
+    /// Nothing but loopback is used unless this is given. Several nodes then need a secret that
+    /// all of them share, in BONFIRE_SECRET_FILE or BONFIRE_SECRET: see --help. Ranks prove it to
+    /// each other; what they send afterwards is not encrypted.
     #[arg(long, value_name = "ADDR", value_parser = layout::parse_host)]
     host: Option<IpAddr>,
 
@@ -162,11 +163,23 @@ Each rank finds in its environment:
   BONFIRE_ADDRESS                             host:port at which rank 0 listens
   MASTER_ADDR, MASTER_PORT                    the same, in two parts
   BONFIRE_HOST                                address this node's ranks listen on
+  BONFIRE_SECRET_FILE or BONFIRE_SECRET       what you set; else, with one node, BONFIRE_SECRET with
+                                              fresh random digits
+
+Secret:
+  Ranks prove to each other that they know the job's secret before anything else. On one node
+  there is nothing to do. Several nodes need the same one on each, unless all are loopback: a file
+  with at least 32 random bytes, owned by you or root, with mode 0600, named by
+  BONFIRE_SECRET_FILE. BONFIRE_SECRET holds the secret itself; setting both is an error. There is
+  no flag for it, since every user of a machine can read the arguments of all processes.
+    (umask 077; openssl rand -hex 32 > job.secret)          then copy it to every node
+  It authenticates; data are not encrypted.
 
 Examples:
   Four ranks on this machine:
     bonfire run -n 4 -- ./train --epochs 3
   Two machines with eight ranks each; on the first (10.0.0.1), then on the second (10.0.0.2):
+    export BONFIRE_SECRET_FILE=job.secret
     bonfire run -n 8 --nodes 2 --node-rank 0 --master 10.0.0.1:29400 --host 10.0.0.1 -- ./train
     bonfire run -n 8 --nodes 2 --node-rank 1 --master 10.0.0.1:29400 --host 10.0.0.2 -- ./train
 

@@ -12,6 +12,7 @@ use super::data;
 use super::error::{CollectiveError, GlobalCollectiveError};
 use super::messages::{Answer, PROTOCOL, Registration};
 use super::names::{NodeId, PeerId, parts};
+use crate::auth::{Opening, Purpose, Refusal, Secret, permit, prove};
 use crate::dtype::ReduceOp;
 use crate::error::Error;
 use crate::group::Group;
@@ -47,7 +48,9 @@ impl Node {
             strategies: global.strategies,
         };
         let rendezvous = limit.min(RENDEZVOUS);
-        let (id, nodes) = register(&orchestrator, &registration, &Deadline::after(rendezvous))?;
+        let refused = |error: Error| GlobalCollectiveError::Server(error.to_string());
+        let secret = Secret::from_env().map_err(refused)?;
+        let (id, nodes) = register(&orchestrator, &registration, secret.as_ref(), &Deadline::after(rendezvous))?;
         let algorithm = match global.strategies.all_reduce {
             Some(AllReduceStrategy::Centralized) => Some(Algorithm::Direct),
             Some(AllReduceStrategy::Tree(_)) => Some(Algorithm::Tree),
@@ -59,7 +62,8 @@ impl Node {
         let builder = Group::builder().rank(id.rank()).world_size(nodes.len()).address(first).host(host);
         let builder = builder.deadline(limit).rendezvous_timeout(rendezvous);
         let builder = algorithm.into_iter().fold(builder, |builder, algorithm| builder.algorithms(algorithm));
-        let group = builder.connect().map_err(|error| GlobalCollectiveError::Server(error.to_string()))?;
+        let builder = secret.into_iter().fold(builder, |builder, secret| builder.secret(secret));
+        let group = builder.connect().map_err(refused)?;
         Ok(Node { group })
     }
 
@@ -108,10 +112,11 @@ impl Node {
 fn register(
     orchestrator: &(String, u16),
     registration: &Registration,
+    secret: Option<&Secret>,
     deadline: &Deadline,
 ) -> Result<(NodeId, Vec<(String, u16)>), GlobalCollectiveError> {
     let frame = frame::encode(registration).map_err(|error| GlobalCollectiveError::Server(error.to_string()))?;
-    let mut stream = reach(orchestrator, deadline)?;
+    let mut stream = reach(orchestrator, secret, deadline)?;
     let broken = |error: std::io::Error| {
         let (host, port) = orchestrator;
         GlobalCollectiveError::Server(match error.kind() {
@@ -123,12 +128,28 @@ fn register(
             _ => format!("the connection to the orchestrator at {host}:{port} broke: {error}"),
         })
     };
-    stream.set_write_timeout(Some(wait(deadline))).and_then(|()| stream.write_all(&frame)).map_err(broken)?;
+    stream.set_write_timeout(Some(wait(deadline))).map_err(broken)?;
+    // Nodes have no number yet.
+    let (session, from, to, number, of) = (0, 0, 0, 0, 1);
+    let world_size = registration.num_nodes;
+    let opening = Opening { purpose: Purpose::Registration, session, from, to, world_size, number, of };
+    let proved = prove::<Refusal>(
+        secret,
+        opening,
+        |bytes| Ok((&stream).write_all(bytes)?),
+        |bytes| Ok(read(&mut &stream, bytes, deadline)?),
+    );
+    proved.map_err(|refusal| match refusal {
+        Refusal::Io(error) => broken(error),
+        Refusal::Stranger => GlobalCollectiveError::WrongOrchestratorResponse,
+        refusal => broken(std::io::Error::other(refusal.to_string())),
+    })?;
+    stream.write_all(&frame).map_err(broken)?;
     let mut head = [0; 4];
-    read(&mut stream, &mut head, deadline).map_err(broken)?;
+    read(&mut &stream, &mut head, deadline).map_err(broken)?;
     let wrong = |_: std::io::Error| GlobalCollectiveError::WrongOrchestratorResponse;
     let mut body = vec![0; frame::body_length(head).map_err(wrong)?];
-    read(&mut stream, &mut body, deadline).map_err(broken)?;
+    read(&mut &stream, &mut body, deadline).map_err(broken)?;
     match frame::decode(&body).map_err(wrong)? {
         Answer::Start { node, nodes } if node.rank() < nodes.len() => Ok((node, nodes)),
         Answer::Start { .. } => Err(GlobalCollectiveError::WrongOrchestratorResponse),
@@ -137,11 +158,20 @@ fn register(
 }
 
 /// Connects to the orchestrator, which may start later than the nodes.
-fn reach(orchestrator: &(String, u16), deadline: &Deadline) -> Result<TcpStream, GlobalCollectiveError> {
+fn reach(
+    orchestrator: &(String, u16),
+    secret: Option<&Secret>,
+    deadline: &Deadline,
+) -> Result<TcpStream, GlobalCollectiveError> {
     const RETRY: Duration = Duration::from_millis(100);
     let (host, port) = orchestrator;
     loop {
-        let attempt = (host.as_str(), *port).to_socket_addrs().and_then(|mut addresses| {
+        let addresses = (host.as_str(), *port).to_socket_addrs().map(|addresses| addresses.collect::<Vec<_>>());
+        for address in addresses.iter().flatten() {
+            permit(secret, address.ip()).map_err(|error| GlobalCollectiveError::Server(error.to_string()))?;
+        }
+        let attempt = addresses.and_then(|addresses| {
+            let mut addresses = addresses.into_iter();
             let connected = addresses.find_map(|address| TcpStream::connect_timeout(&address, wait(deadline)).ok());
             connected.ok_or(ErrorKind::ConnectionRefused.into())
         });
@@ -157,7 +187,7 @@ fn reach(orchestrator: &(String, u16), deadline: &Deadline) -> Result<TcpStream,
 }
 
 /// Reads all of `bytes` by the deadline, however slowly they drip.
-fn read(stream: &mut TcpStream, bytes: &mut [u8], deadline: &Deadline) -> std::io::Result<()> {
+fn read(stream: &mut &TcpStream, bytes: &mut [u8], deadline: &Deadline) -> std::io::Result<()> {
     let mut filled = 0;
     while filled < bytes.len() {
         stream.set_read_timeout(Some(wait(deadline)))?;

@@ -4,7 +4,8 @@ use std::io::{self, ErrorKind};
 use std::sync::{Arc, Mutex};
 
 use tokio::io::AsyncReadExt;
-use tokio::net::{TcpListener, TcpStream};
+use tokio::net::{TcpListener, TcpStream, lookup_host};
+use tokio::sync::mpsc::unbounded_channel;
 use tokio::sync::oneshot;
 use tokio::task::JoinSet;
 use tokio::time::timeout;
@@ -13,13 +14,19 @@ use super::error::GlobalCollectiveError;
 use super::messages::{Answer, PROTOCOL, Registration};
 use super::names::NodeId;
 use super::nodes::RENDEZVOUS;
+use crate::auth::{Lobby, Opening, Purpose, RETRY, Secret, answer, confirm, permit};
+use crate::error::Error;
 use crate::transport::frame;
 use crate::wait::lock;
 
+/// Nodes that may register at once.
+const NODES: usize = 1024;
+
 /// Runs the orchestrator of sessions that span several nodes, on this port, until Ctrl-C.
 ///
-/// It listens on loopback. `BONFIRE_HOST` in its environment names another address of this machine; connections are not
-/// authenticated, so choose one that only the nodes reach. It needs a tokio runtime with I/O and time enabled.
+/// It listens on loopback. `BONFIRE_HOST` in its environment names another address of this machine, for which it needs the
+/// secret that all nodes have, in `BONFIRE_SECRET_FILE` or `BONFIRE_SECRET` (see [`Secret::from_env`]). It needs a tokio
+/// runtime with I/O and time enabled.
 ///
 /// Once as many nodes have registered as their configs say, they are numbered by their lowest [`PeerId`], and the
 /// orchestrator is ready for the next session. Nodes that contradict each other are all refused.
@@ -36,8 +43,8 @@ use crate::wait::lock;
 /// [`PeerId`]: crate::PeerId
 pub async fn start_global_orchestrator(port: u16) {
     let host = std::env::var("BONFIRE_HOST").ok().filter(|host| !host.is_empty()).unwrap_or("127.0.0.1".into());
-    let listener = match TcpListener::bind((host.as_str(), port)).await {
-        Ok(listener) => listener,
+    let (listener, secret) = match listen(&host, port).await {
+        Ok(listening) => listening,
         Err(error) => {
             log::error!("the orchestrator cannot listen on {host}:{port}: {error}");
             return;
@@ -45,7 +52,7 @@ pub async fn start_global_orchestrator(port: u16) {
     };
     log::info!("orchestrator on {host}:{port}");
     tokio::select! {
-        () = serve(listener) => {}
+        () = serve(listener, secret) => {}
         interrupted = tokio::signal::ctrl_c() => match interrupted {
             Ok(()) => log::info!("orchestrator interrupted"),
             Err(error) => log::error!("the orchestrator cannot wait for Ctrl-C: {error}"),
@@ -53,23 +60,55 @@ pub async fn start_global_orchestrator(port: u16) {
     }
 }
 
-async fn serve(listener: TcpListener) {
+/// Listens, where that is allowed with the secret that the environment gives.
+async fn listen(host: &str, port: u16) -> Result<(TcpListener, Option<Secret>), Error> {
+    let failed = |e: io::Error| Error::io("listening", e);
+    let secret = Secret::from_env()?;
+    let addresses: Vec<_> = lookup_host((host, port)).await.map_err(failed)?.collect();
+    for address in &addresses {
+        permit(secret.as_ref(), address.ip())?;
+    }
+    Ok((TcpListener::bind(&addresses[..]).await.map_err(failed)?, secret))
+}
+
+async fn serve(listener: TcpListener, secret: Option<Secret>) {
     let round = Arc::new(Mutex::new(Round::default()));
+    let lobby = Lobby::new(NODES);
+    let (known, mut queue) = unbounded_channel();
     // Dropped, and the tasks with it, when the orchestrator ends.
     let mut nodes = JoinSet::new();
     loop {
-        match listener.accept().await {
-            Ok((stream, address)) => {
+        tokio::select! {
+            accepted = listener.accept() => match accepted {
+                Ok((mut stream, address)) => {
+                    let (known, secret) = (known.clone(), secret.clone());
+                    let proof = async move {
+                        let fits = |opening: &Opening| match opening.purpose {
+                            Purpose::Registration => Ok(()),
+                            purpose => Err(format!("it is a connection for {purpose:?}, and this is an orchestrator")),
+                        };
+                        answer(&mut stream, secret.as_ref(), 0, fits).await?;
+                        Ok(stream)
+                    };
+                    lobby.receive(address, proof, move |mut stream| async move {
+                        confirm(&mut stream).await?;
+                        // Nobody hears it where the orchestrator has ended meanwhile.
+                        let _ = known.send((stream, address));
+                        Ok(())
+                    });
+                }
+                Err(error) => {
+                    log::error!("orchestrator: {error}");
+                    tokio::time::sleep(RETRY).await;
+                }
+            },
+            Some((stream, address)) = queue.recv() => {
                 let round = round.clone();
                 nodes.spawn(async move {
                     if let Err(error) = attend(stream, &round).await {
                         log::warn!("orchestrator, {address}: {error}");
                     }
                 });
-            }
-            Err(error) => {
-                log::error!("orchestrator: {error}");
-                tokio::time::sleep(std::time::Duration::from_millis(100)).await;
             }
         }
         while nodes.try_join_next().is_some() {}

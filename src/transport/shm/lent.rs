@@ -156,6 +156,7 @@ mod tests {
 
     use super::super::Segment;
     use super::*;
+    use crate::auth::{Lobby, Member};
     use crate::call::Operation;
     use crate::dtype::{DType, ReduceOp};
     use crate::error::Site;
@@ -191,7 +192,9 @@ mod tests {
         let listener = runtime.block_on(tokio::net::TcpListener::bind("127.0.0.1:0")).unwrap();
         let addresses = vec![listener.local_addr().unwrap(); 2];
         let board = Arc::new(Board::new(2).unwrap());
-        let mesh = Mesh { rank, session: 0, addresses, listener, connections: vec![None, None], board };
+        let member = Member { secret: None, session: 0, rank, world_size: 2 };
+        let (lobby, connections) = (Lobby::new(2), vec![None, None]);
+        let mesh = Mesh { member, addresses, listener, lobby, connections, board };
         Tcp::start(runtime, mesh, 1).unwrap()
     }
 

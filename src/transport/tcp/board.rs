@@ -81,10 +81,6 @@ impl Board {
         }
     }
 
-    pub fn world_size(&self) -> usize {
-        self.state().peers.len()
-    }
-
     /// This rank begins an operation. Gives the peers that asked about it before.
     pub fn begin(&self, site: &Site) -> Result<impl Iterator<Item = usize> + use<>, Fault> {
         let mut state = self.state();

@@ -1,47 +1,30 @@
 //! The control thread: one connection to every peer, and the listener for data connections.
 
-use std::io::{self, Write};
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
-use tokio::io::AsyncWriteExt;
 use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
 use super::board::Board;
 use super::link::MOST;
+use crate::auth::{self, Lobby, Member, Opening, Purpose, RETRY};
 use crate::error::{Error, Site};
 use crate::transport::{Fault, frame};
 
 /// What the rendezvous hands over.
 pub(crate) struct Mesh {
-    pub rank: usize,
-    /// Random, the same on all ranks: connections of another job, or of an earlier run of this one, are refused.
-    pub session: u64,
+    pub member: Member,
     pub addresses: Vec<SocketAddr>,
     pub listener: TcpListener,
+    /// Who has not proved yet who it is.
+    pub lobby: Arc<Lobby>,
     /// By rank; none to oneself.
     pub connections: Vec<Option<TcpStream>>,
     pub board: Arc<Board>,
-}
-
-/// The first message on a connection between two ranks that know each other's addresses.
-#[derive(Clone, Debug, Serialize, Deserialize)]
-pub(crate) enum Greeting {
-    Control {
-        session: u64,
-        rank: usize,
-    },
-    /// One of a rank's connections for data: the rank that dials says how many there will be.
-    Data {
-        session: u64,
-        rank: usize,
-        number: usize,
-        of: usize,
-    },
 }
 
 /// From the threads that run operations to the control thread.
@@ -65,18 +48,13 @@ enum Message {
     Farewell { panicked: bool },
 }
 
-/// How long a stranger may take to say who it is, and a leaving rank to get its farewell out.
+/// How long a leaving rank may take to get its farewell out.
 const PATIENCE: Duration = Duration::from_secs(1);
-
-/// Writes a greeting from outside the control thread.
-pub(super) fn greet(stream: &mut std::net::TcpStream, greeting: &Greeting) -> io::Result<()> {
-    stream.write_all(&frame::encode(greeting)?)
-}
 
 /// Serves until the farewell.
 pub(super) async fn run(mesh: Mesh, mut outgoing: UnboundedReceiver<Outgoing>) {
     let board = mesh.board;
-    tokio::spawn(accept(mesh.listener, mesh.session, board.clone()));
+    tokio::spawn(accept(mesh.listener, mesh.lobby, mesh.member, board.clone()));
     let mut writers: Vec<Option<UnboundedSender<Message>>> = Vec::new();
     let mut writing = tokio::task::JoinSet::new();
     for (peer, stream) in mesh.connections.into_iter().enumerate() {
@@ -142,49 +120,57 @@ async fn read(peer: usize, mut stream: OwnedReadHalf, board: Arc<Board>, answers
 }
 
 /// Takes data connections from ranks of this session; everybody else is turned away.
-async fn accept(listener: TcpListener, session: u64, board: Arc<Board>) {
+async fn accept(listener: TcpListener, lobby: Arc<Lobby>, member: Member, board: Arc<Board>) {
     loop {
         match listener.accept().await {
             Ok((stream, address)) => {
-                let board = board.clone();
-                tokio::spawn(async move {
-                    if let Err(e) = admit(stream, session, &board, None).await {
-                        log::warn!("turned away a connection from {address}: {e}");
-                    }
-                });
+                admit(&lobby, (stream, address), &member, &board, None);
+                // Its first bytes are there already, most likely: they are looked at before the next connection is.
+                tokio::task::yield_now().await;
             }
             // Out of descriptors, most likely: try again when some may be free.
             Err(e) => {
                 log::warn!("cannot accept a data connection: {e}");
-                tokio::time::sleep(Duration::from_millis(100)).await;
+                tokio::time::sleep(RETRY).await;
             }
         }
     }
 }
 
-/// Hands a data connection to the threads that run operations, and a control connection to `controls`.
-pub(crate) async fn admit(
-    mut stream: TcpStream,
-    session: u64,
-    board: &Board,
+/// Lets a connection prove who it is; then hands one for data to the threads that run operations, and a control connection
+/// to `controls`.
+pub(crate) fn admit(
+    lobby: &Arc<Lobby>,
+    (mut stream, address): (TcpStream, SocketAddr),
+    member: &Member,
+    board: &Arc<Board>,
     controls: Option<&UnboundedSender<(usize, TcpStream)>>,
-) -> io::Result<()> {
-    let greeting = frame::expect(&mut stream, PATIENCE).await?;
-    match (&greeting, controls) {
-        (Greeting::Data { session: theirs, rank, number, of }, _)
-            if *theirs == session && *rank < board.world_size() && *of <= MOST && number < of =>
-        {
-            // `taken` waits for this byte. A farewell that follows it is read after the connection is on the board.
-            stream.write_all(&[1]).await?;
-            board.gather(*rank, *number, *of, stream.into_std()?)
+) {
+    let (member, board, controls) = (member.clone(), board.clone(), controls.cloned());
+    let wanted = controls.is_some();
+    let proof = async move {
+        let fits = |opening: &Opening| {
+            member.expects(opening)?;
+            match opening.purpose {
+                Purpose::Control if wanted => Ok(()),
+                Purpose::Data if opening.number < opening.of && usize::from(opening.of) <= MOST => Ok(()),
+                purpose => Err(format!("a connection for {purpose:?} does not belong here")),
+            }
+        };
+        let opening = auth::answer(&mut stream, member.secret.as_ref(), member.session, fits).await?;
+        Ok((stream, opening))
+    };
+    lobby.receive(address, proof, move |(mut stream, opening)| async move {
+        // Who dialled waits for this. A farewell that follows it is read after the connection is on the board.
+        auth::confirm(&mut stream).await?;
+        let rank = opening.from as usize;
+        if opening.purpose == Purpose::Data {
+            return Ok(board.gather(rank, opening.number.into(), opening.of.into(), stream.into_std()?)?);
         }
-        (Greeting::Control { session: theirs, rank }, Some(controls))
-            if *theirs == session && *rank < board.world_size() =>
-        {
+        if let Some(controls) = controls {
             // The rendezvous may have ended meanwhile, and then it has its connection from this rank.
-            let _ = controls.send((*rank, stream));
-            Ok(())
+            let _ = controls.send((rank, stream));
         }
-        _ => Err(io::Error::new(io::ErrorKind::InvalidData, format!("{greeting:?} does not belong here"))),
-    }
+        Ok(())
+    });
 }

@@ -241,22 +241,9 @@ pub(super) fn departure(peer: usize, reason: &str, board: &Board) -> Fault {
     board.absence(peer).unwrap_or_else(|| Fault::Lost { peer, reason: reason.to_owned() })
 }
 
-/// Waits for the bytes by which `peer` says that it has taken over the connections that this rank opened. From then on
-/// nothing that is sent on them can be overtaken by this rank's farewell.
-pub(super) fn taken(peer: usize, link: &Link, watch: &mut Watch<'_>) -> Result<(), Fault> {
-    for mut stream in &link.streams {
-        while !advanced(stream.read(&mut [0]), peer, watch.board())? {
-            if !ready([(stream, PollFlags::IN)].into_iter(), watch) {
-                watch.tick(peer)?;
-            }
-        }
-    }
-    Ok(())
-}
-
 /// Sleeps until one of at most `2 * MOST` sockets is ready or the group failed; false where neither happened within the
 /// watch's pause.
-fn ready<'a>(sockets: impl Iterator<Item = (&'a TcpStream, PollFlags)>, watch: &'a Watch<'_>) -> bool {
+pub(super) fn ready<'a>(sockets: impl Iterator<Item = (&'a TcpStream, PollFlags)>, watch: &'a Watch<'_>) -> bool {
     let flags = if watch.deaf() { PollFlags::empty() } else { PollFlags::IN };
     let wake = PollFd::from_borrowed_fd(watch.board().wake(), flags);
     let mut fds: [PollFd<'_>; 1 + 2 * MOST] = std::array::from_fn(|_| wake.clone());

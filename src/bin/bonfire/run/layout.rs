@@ -1,14 +1,17 @@
 //! Which ranks this node starts and what each is told in its environment.
 
 use std::io;
+#[cfg(unix)]
+use std::io::Read;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, TcpListener};
 use std::str::FromStr;
 use std::thread::available_parallelism;
 
+use zeroize::Zeroizing;
+
 use super::Args;
 
 /// The ranks of this node, checked to be consistent.
-#[derive(Debug)]
 #[cfg_attr(not(unix), allow(dead_code))]
 pub struct Layout {
     pub local_world_size: u32,
@@ -17,6 +20,8 @@ pub struct Layout {
     pub first_rank: u32,
     master: Master,
     host: IpAddr,
+    /// What the ranks are given besides the launcher's own environment.
+    secret: Option<Zeroizing<String>>,
 }
 
 impl Layout {
@@ -53,6 +58,7 @@ impl Layout {
         if nodes > 1 && master.port == 0 {
             return Err(LayoutError::NoPort { nodes });
         }
+        let secret = secret(nodes, host.is_loopback() && master.is_loopback())?;
         // Also shows early that the address is this node's own.
         let free = free_port(&host.to_string())?;
         let port = match master.port {
@@ -61,12 +67,19 @@ impl Layout {
             port => port,
         };
         Ok(Self {
+            secret,
             local_world_size,
             world_size,
             first_rank: node_rank * local_world_size,
             master: Master { port, ..master },
             host,
         })
+    }
+
+    /// The fresh secret of a run that is on this node only.
+    #[cfg(unix)]
+    pub fn secret(&self) -> Option<(&'static str, &str)> {
+        self.secret.as_ref().map(|secret| ("BONFIRE_SECRET", secret.as_str()))
     }
 
     /// What the `local`th rank of this node finds in its environment.
@@ -187,7 +200,7 @@ pub enum LayoutError {
     NoPort { nodes: u32 },
     #[error(
         "--master {master} is not loopback, so --host is needed: give the address of this node's \
-         interface on which its ranks may listen (peers are not authenticated: trust the network)"
+         interface on which its ranks may listen"
     )]
     NoHost { master: Master },
     #[error(
@@ -197,6 +210,41 @@ pub enum LayoutError {
     Unreachable { master: Master, host: IpAddr },
     #[error("cannot listen on {host}: {source}; give --host an address of this node")]
     Listen { host: String, source: io::Error },
+    #[cfg(unix)]
+    #[error(transparent)]
+    Secret(#[from] bonfire::Error),
+    #[error(
+        "{nodes} nodes beyond loopback need a secret that all of them share: put at least 32 random \
+         bytes into a file (openssl rand -hex 32, chmod 600), copy it to every node, and give each \
+         its path in BONFIRE_SECRET_FILE"
+    )]
+    NoSecret { nodes: u32 },
+    #[error("no random numbers for the secret of this run: {0}")]
+    Random(io::Error),
+}
+
+/// A fresh secret where the run is on one node and the user gave none. Ranks inherit the user's.
+#[cfg(unix)]
+fn secret(nodes: u32, loopback: bool) -> Result<Option<Zeroizing<String>>, LayoutError> {
+    match (bonfire::Secret::from_env()?, nodes) {
+        (Some(_), _) => Ok(None),
+        (None, 1) => {
+            let mut bytes = Zeroizing::new([0; bonfire::Secret::LEAST]);
+            let random = std::fs::File::open("/dev/urandom").and_then(|mut file| file.read_exact(&mut bytes[..]));
+            random.map_err(LayoutError::Random)?;
+            let digits =
+                |byte: &u8| [byte >> 4, byte & 15].map(|digit| char::from(b"0123456789abcdef"[digit as usize]));
+            Ok(Some(Zeroizing::new(bytes.iter().flat_map(digits).collect())))
+        }
+        (None, _) if loopback => Ok(None),
+        (None, _) => Err(LayoutError::NoSecret { nodes }),
+    }
+}
+
+/// Elsewhere nothing is started.
+#[cfg(not(unix))]
+fn secret(nodes: u32, loopback: bool) -> Result<Option<Zeroizing<String>>, LayoutError> {
+    if nodes > 1 && !loopback { Err(LayoutError::NoSecret { nodes }) } else { Ok(None) }
 }
 
 /// The address this node's ranks listen on, given where rank 0 does.

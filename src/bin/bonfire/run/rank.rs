@@ -32,6 +32,7 @@ impl Rank {
         process
             .args(&command[1..])
             .envs(layout.environment(local))
+            .envs(layout.secret())
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())

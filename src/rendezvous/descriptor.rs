@@ -1,0 +1,106 @@
+//! The handing over of shared memory: a descriptor on a unix socket.
+//!
+//! The socket's name is random, but everybody in the network namespace can look it up, also processes of other containers
+//! that share it. So the other end must run as the same user, and prove as on every connection that it is a rank of this
+//! job.
+
+use std::hash::{BuildHasher, Hasher, RandomState};
+use std::io::{self, ErrorKind, IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
+};
+use tokio::io::Interest;
+use tokio::net::{UnixListener, UnixStream};
+use tokio::time::{sleep, timeout};
+
+use crate::auth::{self, Lobby, Member, Opening, Purpose, RETRY, Refusal};
+use crate::transport::shm::Segment;
+
+/// How long the descriptor may take once both ends have proved who they are.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// A socket in the abstract namespace, which has names but no files.
+pub(super) fn listen() -> io::Result<(String, UnixListener)> {
+    // The standard library seeds these hashers from the system's random numbers.
+    let random = || RandomState::new().build_hasher().finish();
+    let name = format!("bonfire-{:016x}{:016x}", random(), random());
+    let listener = std::os::unix::net::UnixListener::bind_addr(&SocketAddr::from_abstract_name(&name)?)?;
+    listener.set_nonblocking(true)?;
+    Ok((name, UnixListener::from_std(listener)?))
+}
+
+/// Gives the descriptor to everybody who may have it, until dropped.
+pub(super) async fn serve(listener: &UnixListener, file: Arc<OwnedFd>, member: &Member) -> std::convert::Infallible {
+    let lobby = Lobby::new(member.world_size);
+    loop {
+        match listener.accept().await {
+            Ok((stream, _)) => {
+                let (file, member) = (file.clone(), member.clone());
+                let taken = |stream| async move { give(stream, &file).await };
+                lobby.receive("a process that asks for shared memory", proof(stream, member), taken);
+            }
+            Err(_) => sleep(RETRY).await,
+        }
+    }
+}
+
+async fn proof(mut stream: UnixStream, member: Member) -> Result<UnixStream, Refusal> {
+    same_user(&stream)?;
+    let fits = |opening: &Opening| match opening.purpose {
+        Purpose::Memory => member.expects(opening),
+        purpose => Err(format!("a connection for {purpose:?} does not belong here")),
+    };
+    auth::answer(&mut stream, member.secret.as_ref(), member.session, fits).await?;
+    Ok(stream)
+}
+
+async fn give(mut stream: UnixStream, file: &OwnedFd) -> Result<(), Refusal> {
+    auth::confirm(&mut stream).await?;
+    let send = || {
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        let descriptors = [file.as_fd()];
+        control.push(SendAncillaryMessage::ScmRights(&descriptors));
+        Ok(rustix::net::sendmsg(&stream, &[IoSlice::new(&[1])], &mut control, SendFlags::NOSIGNAL)?)
+    };
+    Ok(stream.async_io(Interest::WRITABLE, send).await.map(drop)?)
+}
+
+/// Takes part in the memory of so many ranks that rank `maker` gives under `name`.
+pub(super) async fn attach(name: &str, maker: usize, member: &Member, ranks: usize) -> io::Result<Segment> {
+    let stream = std::os::unix::net::UnixStream::connect_addr(&SocketAddr::from_abstract_name(name)?)?;
+    stream.set_nonblocking(true)?;
+    let mut stream = UnixStream::from_std(stream)?;
+    same_user(&stream)?;
+    let opening = member.opening(Purpose::Memory, maker, (0, 1));
+    auth::dial(&mut stream, member.secret.as_ref(), opening).await.map_err(io::Error::other)?;
+    let receive = || {
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+        let mut control = RecvAncillaryBuffer::new(&mut space);
+        rustix::net::recvmsg(&stream, &mut [IoSliceMut::new(&mut [0])], &mut control, RecvFlags::CMSG_CLOEXEC)?;
+        let descriptor = control.drain().find_map(|message| match message {
+            RecvAncillaryMessage::ScmRights(mut files) => files.next(),
+            _ => None,
+        });
+        descriptor.ok_or_else(|| io::Error::new(ErrorKind::PermissionDenied, "it is not given"))
+    };
+    let file = timeout(PATIENCE, stream.async_io(Interest::READABLE, receive)).await??;
+    Segment::open(&file, ranks)
+}
+
+/// Refuses a peer that runs as another user.
+fn same_user(stream: &UnixStream) -> io::Result<()> {
+    let (theirs, mine) = (stream.peer_cred()?.uid(), rustix::process::geteuid().as_raw());
+    if theirs == mine {
+        return Ok(());
+    }
+    let reason = format!("its other end runs as user {theirs}, this rank as user {mine}");
+    Err(io::Error::new(ErrorKind::PermissionDenied, reason))
+}

@@ -1,0 +1,57 @@
+//! A relay between a rank and a listener, which records what both say.
+
+use std::io::{Read, Write};
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::Instant;
+
+/// Dials until rank 0 listens.
+pub fn dial(address: &str) -> TcpStream {
+    let start = Instant::now();
+    loop {
+        match TcpStream::connect(address) {
+            Ok(stream) => return stream,
+            Err(e) => assert!(start.elapsed() < super::DEADLINE, "nobody listens at {address}: {e}"),
+        }
+        thread::yield_now();
+    }
+}
+
+/// One of a relay's connections: what went to the listener, and what came back.
+#[derive(Clone, Default)]
+pub struct Recording {
+    pub there: Arc<Mutex<Vec<u8>>>,
+    pub back: Arc<Mutex<Vec<u8>>>,
+}
+
+/// A rank that dials here reaches `to`; everything is recorded.
+pub fn relay(to: String) -> (SocketAddr, Arc<Mutex<Vec<Recording>>>) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let (address, recordings) = (listener.local_addr().unwrap(), Arc::new(Mutex::new(Vec::new())));
+    let kept = recordings.clone();
+    // It ends with the process: no rank dials it after its own test.
+    thread::spawn(move || {
+        for dialled in listener.incoming() {
+            let (dialled, target) = (dialled.unwrap(), dial(&to));
+            let recording = Recording::default();
+            kept.lock().unwrap().push(recording.clone());
+            copy(dialled.try_clone().unwrap(), target.try_clone().unwrap(), recording.there);
+            copy(target, dialled, recording.back);
+        }
+    });
+    (address, recordings)
+}
+
+fn copy(mut from: TcpStream, mut to: TcpStream, record: Arc<Mutex<Vec<u8>>>) {
+    thread::spawn(move || {
+        let mut buffer = [0; 4096];
+        while let Ok(count @ 1..) = from.read(&mut buffer) {
+            record.lock().unwrap().extend(&buffer[..count]);
+            if to.write_all(&buffer[..count]).is_err() {
+                break;
+            }
+        }
+        let _ = to.shutdown(Shutdown::Write);
+    });
+}
