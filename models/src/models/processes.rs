@@ -30,7 +30,7 @@ impl Rank {
         let segment = Segment::new(world_size);
         let boards: Vec<_> = (0..world_size).map(|_| Arc::new(Board::new(world_size).unwrap())).collect();
         let rank = |rank: usize| {
-            let tcp = Arc::new(Tcp::new(boards[rank].clone()));
+            let tcp = Arc::new(Tcp::new(boards[rank].clone(), world_size));
             let shm = Shm::new(segment.clone(), rank, (0..world_size).collect(), tcp);
             Rank { shm, rank, boards: boards.clone() }
         };

@@ -26,15 +26,16 @@ mod link {
 
 pub(crate) struct Tcp {
     board: Arc<Board>,
+    world_size: usize,
 }
 
 impl Tcp {
-    pub fn new(board: Arc<Board>) -> Tcp {
-        Tcp { board }
+    pub fn new(board: Arc<Board>, world_size: usize) -> Tcp {
+        Tcp { board, world_size }
     }
 
     pub fn world_size(&self) -> usize {
-        self.board.world_size()
+        self.world_size
     }
 
     pub fn board(&self) -> &Board {

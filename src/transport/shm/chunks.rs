@@ -1,15 +1,17 @@
 //! Operations through the ranks' windows, in chunks that stay in the cache.
 //!
 //! The whole is cut into parts as everywhere, and every part into the same number of pieces. Chunk `i` is piece `i` of
-//! every part. A buffer of a window has a block for each part: where the part is another rank's, the piece that this
-//! rank brings for it, and in its own part's block what the others get from it: the reduced piece, or its own.
+//! every part. A buffer of a window has a block for each part, with the piece that this rank brings for it. Where the
+//! pieces are reduced, the result comes back in the same place: the core that reduces has these lines in its cache just
+//! then, and to fill others that its peer has read last takes a quarter longer.
 //!
 //! Each rank goes through the same time-line, three steps for every turn `t`:
 //!
 //! 1. *stage* chunk `t`: copy into a buffer of its window what others need;
-//! 2. *reduce* chunk `t - 1`: combine the own part's piece, straight from its own input and the others' buffers, into
-//!    its output and its window;
-//! 3. *take* chunk `t - 2` (`t - 1` where nothing is reduced): copy from the others' windows what they have for it.
+//! 2. *reduce* chunk `t - 1`: combine the own part's piece, straight from its own input and the others' blocks, into its
+//!    output and into these blocks;
+//! 3. *take* chunk `t - 2`: copy from its own window what the others have put there. Where nothing is reduced it takes
+//!    chunk `t - 1` from the others' windows.
 //!
 //! So what a rank needs from another in a turn, the other did in the turn before, and a rank that is a little late
 //! holds nobody up. How far a rank has come is one number on a line of its own, counted over all operations; a step is
@@ -225,15 +227,22 @@ impl Pass<'_> {
         }
     }
 
+    /// Whether the rank gets the other ranks' parts of a result.
+    fn gets(&self, rank: usize) -> bool {
+        match self.call.operation {
+            Operation::Reduce => self.call.root == Some(rank),
+            operation => operation == Operation::AllReduce,
+        }
+    }
+
     /// Whose window has what this rank takes for the part, and in which block.
     fn source(&self, part: usize) -> Option<(usize, usize)> {
         let rank = self.shm.rank;
         match self.call.operation {
             Operation::Broadcast => self.call.root.map(|root| (root, part)).filter(|(root, _)| *root != rank),
             Operation::AllToAll => Some((part, rank)).filter(|_| part != rank),
-            Operation::ReduceScatter => None,
-            Operation::Reduce if self.call.root != Some(rank) => None,
-            _ => Some((part, part)).filter(|_| part != rank),
+            Operation::AllGather => Some((part, part)).filter(|_| part != rank),
+            _ => Some((rank, part)).filter(|_| part != rank && self.gets(rank)),
         }
     }
 
@@ -243,9 +252,10 @@ impl Pass<'_> {
         if self.call.operation != Operation::Broadcast || self.brings(0) {
             self.wait(self.flow.free[buffer], |_| true)?;
         }
-        self.flow.free[buffer] = match self.call.operation {
-            Operation::ReduceScatter => self.step(chunk + 1, REDUCE),
-            _ => self.step(chunk + self.lag(), TAKE),
+        // Peers are done with what they reduce when they have reduced it; what comes back only this rank reads.
+        self.flow.free[buffer] = match self.call.reduction {
+            Some(_) => self.step(chunk + 1, REDUCE),
+            None => self.step(chunk + self.lag(), TAKE),
         };
         for part in (0..n).filter(|part| self.brings(*part)) {
             let span = self.span(part, chunk);
@@ -277,21 +287,14 @@ impl Pass<'_> {
         let span = self.span(rank, chunk);
         let input =
             |from| if from == rank { self.input(span.start) } else { self.block(from, chunk, rank).cast_const() };
-        let (here, others) = match self.call.operation {
-            Operation::ReduceScatter => (true, false),
-            Operation::Reduce => (self.call.root == Some(rank), self.call.root != Some(rank)),
-            _ => (true, true),
-        };
-        let outputs =
-            [here.then(|| self.output(span.start)), others.then(|| Output::cached(self.block(rank, chunk, rank)))];
+        let here = self.call.operation == Operation::ReduceScatter || self.gets(rank);
+        let back = (0..n).filter(|to| *to != rank && self.gets(*to));
+        let back = back.map(|to| Output::cached(self.block(to, chunk, rank)));
+        let outputs = here.then(|| self.output(span.start)).into_iter().chain(back);
         // SAFETY: all peers have staged the chunk, so their blocks hold this rank's piece, of as many elements as the
-        // span has, and stay as they are until this rank is further. The span is within the input and, where the result
-        // stays here, within the output. The own block was free when the chunk was staged, and is read after the next
-        // step.
-        unsafe {
-            let outputs = outputs.iter().flatten().copied();
-            reduce::reduce_to_all(self.call.dtype, op, span.len(), (0..n).map(input), outputs);
-        }
+        // span has, and they leave these to this rank until it is further. The span is within the input and, where the
+        // result stays here, within the output.
+        unsafe { reduce::reduce_to_all(self.call.dtype, op, span.len(), (0..n).map(input), outputs) };
         Ok(())
     }
 
@@ -307,8 +310,8 @@ impl Pass<'_> {
         for part in 0..n {
             let Some((from, block)) = self.source(part) else { continue };
             let span = self.span(part, chunk);
-            // SAFETY: the rank has filled the block and leaves it until this one is further. The span is at most a
-            // block long and within the output, which holds the whole wherever something is taken.
+            // SAFETY: the block is filled, and whoever writes it next waits until this rank is further. The span is at
+            // most a block long and within the output, which holds the whole wherever something is taken.
             unsafe { self.output(span.start).copy(self.block(from, chunk, block), span.len() * size) };
         }
         Ok(())

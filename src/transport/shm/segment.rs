@@ -28,7 +28,7 @@ pub(super) const BUFFERS: usize = 4;
 
 /// The largest block between two ranks and between more, and the largest buffer, which has a block for each rank: a window
 /// then stays in the second-level cache of the core that fills it, also where two ranks share a core.
-const PAIR_BLOCK: usize = 64 << 10;
+const PAIR_BLOCK: usize = 128 << 10;
 const BLOCK: usize = 32 << 10;
 const BUFFER: usize = 256 << 10;
 

@@ -102,7 +102,7 @@ impl Report {
 
     fn head(&self) -> Vec<String> {
         let Subject { facts, level, algorithms, registered, .. } = &self.subject;
-        let buffers = if *registered { "" } else { ", buffers from anywhere" };
+        let buffers = if *registered { ", the group's buffers" } else { ", buffers from anywhere" };
         let bus = (facts.bus)(f64::from(self.ranks));
         let mut lines = vec![
             format!(
