@@ -167,7 +167,7 @@ fn check_last_step<T: Plain>(level: &Level, op: ReduceOp, left: &[T], right: &[T
     let kernel = level.1(T::DTYPE, op);
     let mut sum = vec![<T::Wide as bytemuck::Zeroable>::zeroed(); left.len()];
     (kernel.load)(cast_slice_mut(&mut sum), cast_slice(left));
-    let lines = || vec![Line([0; 64]); (left.len() * size_of::<T>()).div_ceil(64) + 1];
+    let lines = || vec![Line([0; 64]); size_of_val(left).div_ceil(64) + 1];
     for (step, left_side) in [(kernel.join_to, left.as_ptr().cast()), (kernel.fold_to, sum.as_ptr().cast())] {
         let (mut alone, mut cached, mut streamed, mut place) = (lines(), lines(), lines(), lines());
         cast_slice_mut::<Line, u8>(&mut place)[..size_of_val(right)].copy_from_slice(cast_slice(right));
