@@ -44,7 +44,7 @@ impl Process {
         let mut command = Command::new(std::env::current_exe().expect("the test's own binary"));
         command.args([name, "--exact", "--nocapture", "--test-threads=1"]).stdout(Stdio::piped());
         for variable in
-            ["RANK", "WORLD_SIZE", "ADDRESS", "HOST", "TRANSPORT", "ALGORITHMS", "TCP_CONNECTIONS", "DEADLINE"]
+            ["RANK", "WORLD_SIZE", "ADDRESS", "HOST", "TRANSPORT", "ALGORITHMS", "TCP_CONNECTIONS", "DEADLINE", "TRACE"]
         {
             command.env_remove(format!("BONFIRE_{variable}"));
         }
@@ -64,6 +64,17 @@ impl Process {
 
     /// Starts all ranks of a group as [`bonfire::Group::from_env`] wants them.
     pub fn start_ranks(name: &str, n: usize, transport: &str, deadline: &str) -> Vec<Process> {
+        Process::start_ranks_with(name, n, transport, deadline, &[])
+    }
+
+    /// As [`Process::start_ranks`], with more variables.
+    pub fn start_ranks_with(
+        name: &str,
+        n: usize,
+        transport: &str,
+        deadline: &str,
+        more: &[(&str, String)],
+    ) -> Vec<Process> {
         let address = super::free_address();
         let variables = |rank: usize| {
             [
@@ -74,7 +85,7 @@ impl Process {
                 ("BONFIRE_DEADLINE", deadline.to_owned()),
             ]
         };
-        (0..n).map(|rank| Process::start(name, &variables(rank))).collect()
+        (0..n).map(|rank| Process::start(name, &[&variables(rank)[..], more].concat())).collect()
     }
 
     /// The next thing that the child says.
