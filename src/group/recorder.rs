@@ -215,7 +215,7 @@ mod tests {
     }
 
     fn begin(recorder: &Recorder, number: u64) -> Entry {
-        let message = (number % 3 == 1).then_some((number as usize % 5, number % 2 == 0));
+        let message = (number % 3 == 1).then_some((number as usize % 5, number.is_multiple_of(2)));
         recorder.begin(&call(number as usize), number, message, Location::caller(), Instant::now())
     }
 
@@ -223,7 +223,7 @@ mod tests {
     fn check(record: &Record) {
         let number = record.number;
         assert_eq!((record.sequence, record.call), (number, call(number as usize)));
-        let message = Message { peer: number as usize % 5, sends: number % 2 == 0 };
+        let message = Message { peer: number as usize % 5, sends: number.is_multiple_of(2) };
         assert_eq!(record.message, (number % 3 == 1).then_some(message));
         assert!(record.at.contains("recorder.rs:"), "{}", record.at);
         assert_eq!(record.ended_ns.is_some(), record.state != State::Begun);
