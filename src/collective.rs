@@ -11,6 +11,8 @@ mod execute;
 mod hosts;
 mod message;
 
+use std::panic::Location;
+
 use bytemuck::{cast_slice, cast_slice_mut};
 
 use crate::call::{Call, Operation};
@@ -28,6 +30,7 @@ impl Group {
     ///
     /// # Errors
     /// [`Error::Mismatch`], [`Error::Timeout`], [`Error::PeerLost`] or [`Error::Left`]; each poisons the group.
+    #[track_caller]
     pub fn all_reduce<T: Element>(&self, data: &mut [T], op: ReduceOp) -> Result<(), Error> {
         self.run(call::<T>(Operation::AllReduce, data.len(), Some(op), None), None, data)
     }
@@ -36,6 +39,7 @@ impl Group {
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] where the lengths differ, else as [`all_reduce`](Group::all_reduce).
+    #[track_caller]
     pub fn all_reduce_into<T: Element>(&self, input: &[T], output: &mut [T], op: ReduceOp) -> Result<(), Error> {
         expect("all_reduce", "output", output.len(), input.len())?;
         self.run(call::<T>(Operation::AllReduce, input.len(), Some(op), None), Some(input), output)
@@ -45,6 +49,7 @@ impl Group {
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] for a root that is no rank, else as [`all_reduce`](Group::all_reduce).
+    #[track_caller]
     pub fn reduce<T: Element>(&self, data: &mut [T], op: ReduceOp, root: usize) -> Result<(), Error> {
         self.check_rank("reduce", "root", root)?;
         self.run(call::<T>(Operation::Reduce, data.len(), Some(op), Some(root)), None, data)
@@ -56,6 +61,7 @@ impl Group {
     /// # Errors
     /// [`Error::InvalidArgument`] for a root that is no rank or an output of another length on it, else as
     /// [`all_reduce`](Group::all_reduce).
+    #[track_caller]
     pub fn reduce_into<T: Element>(
         &self,
         input: &[T],
@@ -75,6 +81,7 @@ impl Group {
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] for a root that is no rank, else as [`all_reduce`](Group::all_reduce).
+    #[track_caller]
     pub fn broadcast<T: Element>(&self, data: &mut [T], root: usize) -> Result<(), Error> {
         self.check_rank("broadcast", "root", root)?;
         self.run(call::<T>(Operation::Broadcast, data.len(), None, Some(root)), None, data)
@@ -86,6 +93,7 @@ impl Group {
     /// # Errors
     /// [`Error::InvalidArgument`] for a root that is no rank, a root without an input or with one of another length
     /// than its output, or an input elsewhere; else as [`all_reduce`](Group::all_reduce).
+    #[track_caller]
     pub fn broadcast_into<T: Element>(&self, input: Option<&[T]>, output: &mut [T], root: usize) -> Result<(), Error> {
         self.check_rank("broadcast", "root", root)?;
         match input {
@@ -101,6 +109,7 @@ impl Group {
     ///
     /// # Errors
     /// As [`all_reduce`](Group::all_reduce).
+    #[track_caller]
     pub fn all_gather<T: Element>(&self, data: &mut [T]) -> Result<(), Error> {
         self.run(call::<T>(Operation::AllGather, data.len(), None, None), None, data)
     }
@@ -110,6 +119,7 @@ impl Group {
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] where the input has another length, else as [`all_reduce`](Group::all_reduce).
+    #[track_caller]
     pub fn all_gather_into<T: Element>(&self, input: &[T], output: &mut [T]) -> Result<(), Error> {
         let own = partition(output.len(), self.world_size(), self.rank()).len();
         expect("all_gather", "input", input.len(), own)?;
@@ -121,6 +131,7 @@ impl Group {
     ///
     /// # Errors
     /// As [`all_reduce`](Group::all_reduce).
+    #[track_caller]
     pub fn reduce_scatter<T: Element>(&self, data: &mut [T], op: ReduceOp) -> Result<(), Error> {
         self.run(call::<T>(Operation::ReduceScatter, data.len(), Some(op), None), None, data)
     }
@@ -130,6 +141,7 @@ impl Group {
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] where the output has another length, else as [`all_reduce`](Group::all_reduce).
+    #[track_caller]
     pub fn reduce_scatter_into<T: Element>(&self, input: &[T], output: &mut [T], op: ReduceOp) -> Result<(), Error> {
         let own = partition(input.len(), self.world_size(), self.rank()).len();
         expect("reduce_scatter", "output", output.len(), own)?;
@@ -156,6 +168,7 @@ impl Group {
     /// # Errors
     /// [`Error::InvalidArgument`] where the length is no multiple of the number of ranks, else as
     /// [`all_reduce`](Group::all_reduce).
+    #[track_caller]
     pub fn all_to_all<T: Element>(&self, data: &mut [T]) -> Result<(), Error> {
         self.check_parts(data.len())?;
         self.run(call::<T>(Operation::AllToAll, data.len(), None, None), None, data)
@@ -165,6 +178,7 @@ impl Group {
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] where the lengths differ, else as [`all_to_all`](Group::all_to_all).
+    #[track_caller]
     pub fn all_to_all_into<T: Element>(&self, input: &[T], output: &mut [T]) -> Result<(), Error> {
         self.check_parts(input.len())?;
         expect("all_to_all", "output", output.len(), input.len())?;
@@ -175,14 +189,17 @@ impl Group {
     ///
     /// # Errors
     /// As [`all_reduce`](Group::all_reduce).
+    #[track_caller]
     pub fn barrier(&self) -> Result<(), Error> {
         self.run::<u8>(call::<u8>(Operation::Barrier, 0, None, None), None, &mut [])
     }
 
+    #[track_caller]
     fn run<T: Element>(&self, call: Call, input: Option<&[T]>, output: &mut [T]) -> Result<(), Error> {
         let buffers = Buffers { input: input.map(cast_slice), output: cast_slice_mut(output) };
+        let at = Location::caller();
         let _turn = self.turn();
-        self.core.collective(call, buffers, self.deadline(), execute::plans)
+        self.core.collective(call, buffers, self.deadline(), at, execute::plans)
     }
 }
 
@@ -203,6 +220,7 @@ impl Group {
     ///
     /// # Errors
     /// Wrong arguments; whatever comes later is returned by [`Work::wait`].
+    #[track_caller]
     pub fn start_all_reduce<T: Element, B>(&self, buffer: B, op: ReduceOp) -> Result<Work<B>, Error>
     where
         B: AsMut<[T]> + Send + 'static,
@@ -214,6 +232,7 @@ impl Group {
     ///
     /// # Errors
     /// Wrong arguments; whatever comes later is returned by [`Work::wait`].
+    #[track_caller]
     pub fn start_reduce<T: Element, B>(&self, buffer: B, op: ReduceOp, root: usize) -> Result<Work<B>, Error>
     where
         B: AsMut<[T]> + Send + 'static,
@@ -226,6 +245,7 @@ impl Group {
     ///
     /// # Errors
     /// Wrong arguments; whatever comes later is returned by [`Work::wait`].
+    #[track_caller]
     pub fn start_broadcast<T: Element, B>(&self, buffer: B, root: usize) -> Result<Work<B>, Error>
     where
         B: AsMut<[T]> + Send + 'static,
@@ -238,6 +258,7 @@ impl Group {
     ///
     /// # Errors
     /// Whatever comes later is returned by [`Work::wait`].
+    #[track_caller]
     pub fn start_all_gather<T: Element, B>(&self, buffer: B) -> Result<Work<B>, Error>
     where
         B: AsMut<[T]> + Send + 'static,
@@ -249,6 +270,7 @@ impl Group {
     ///
     /// # Errors
     /// Whatever comes later is returned by [`Work::wait`].
+    #[track_caller]
     pub fn start_reduce_scatter<T: Element, B>(&self, buffer: B, op: ReduceOp) -> Result<Work<B>, Error>
     where
         B: AsMut<[T]> + Send + 'static,
@@ -260,6 +282,7 @@ impl Group {
     ///
     /// # Errors
     /// Wrong arguments; whatever comes later is returned by [`Work::wait`].
+    #[track_caller]
     pub fn start_all_to_all<T: Element, B>(&self, mut buffer: B) -> Result<Work<B>, Error>
     where
         B: AsMut<[T]> + Send + 'static,
@@ -272,30 +295,33 @@ impl Group {
     ///
     /// # Errors
     /// Whatever comes later is returned by [`Work::wait`].
+    #[track_caller]
     pub fn start_barrier(&self) -> Result<Work<()>, Error> {
-        let deadline = self.deadline();
+        let (deadline, at) = (self.deadline(), Location::caller());
         Ok(self.progress()?.start(&self.core, (), move |core, ()| {
             let buffers = Buffers { input: None, output: &mut [] };
-            core.collective(call::<u8>(Operation::Barrier, 0, None, None), buffers, deadline, execute::plans)
+            core.collective(call::<u8>(Operation::Barrier, 0, None, None), buffers, deadline, at, execute::plans)
         }))
     }
 
     /// Starts `call` on the bytes that `fill` gives when its turn has come. They are as many as the call says, and
     /// aligned for its elements.
     #[cfg(feature = "cubecl")]
+    #[track_caller]
     pub(crate) fn start_filled<B: Send + 'static>(
         &self,
         call: Call,
         buffer: B,
         fill: impl for<'a> FnOnce(&'a mut B) -> Result<&'a mut [u8], Error> + Send + 'static,
     ) -> Result<Work<B>, Error> {
-        let deadline = self.deadline();
+        let (deadline, at) = (self.deadline(), Location::caller());
         Ok(self.progress()?.start(&self.core, buffer, move |core, buffer| {
             let output = fill(buffer).map_err(|error| core.abandon(error))?;
-            core.collective(call, Buffers { input: None, output }, deadline, execute::plans)
+            core.collective(call, Buffers { input: None, output }, deadline, at, execute::plans)
         }))
     }
 
+    #[track_caller]
     fn start<T: Element, B>(
         &self,
         buffer: B,
@@ -304,12 +330,12 @@ impl Group {
     where
         B: AsMut<[T]> + Send + 'static,
     {
-        let deadline = self.deadline();
+        let (deadline, at) = (self.deadline(), Location::caller());
         Ok(self.progress()?.start(&self.core, buffer, move |core, buffer| {
             let output = buffer.as_mut();
             let call = call(output.len());
             let buffers = Buffers { input: None, output: cast_slice_mut(output) };
-            core.collective(call, buffers, deadline, execute::plans)
+            core.collective(call, buffers, deadline, at, execute::plans)
         }))
     }
 }

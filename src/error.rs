@@ -56,7 +56,8 @@ pub enum Error {
     /// The deadline passed before every rank that is needed had arrived.
     #[error(
         "{site} timed out after {elapsed:.1?} while rank {rank} waited for {}; if they are merely slow (evaluating, \
-         saving), raise the deadline (BONFIRE_DEADLINE, or `Group::with_deadline`)",
+         saving), raise the deadline (BONFIRE_DEADLINE, or `Group::with_deadline`); else set BONFIRE_TRACE to a folder, \
+         and `bonfire trace` says what each rank did",
         Ranks(.missing)
     )]
     Timeout {

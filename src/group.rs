@@ -5,10 +5,13 @@ mod builder;
 #[cfg(unix)]
 mod interrupt;
 mod progress;
+mod recorder;
+mod trace;
 mod turn;
 
 use std::collections::HashMap;
 use std::fmt;
+use std::path::Path;
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
@@ -17,6 +20,9 @@ pub use self::builder::Builder;
 pub(crate) use self::builder::DEADLINE;
 pub(crate) use self::progress::Progress;
 pub use self::progress::Work;
+pub(crate) use self::recorder::CallSite;
+use self::recorder::{Entry, Recorder};
+pub use self::trace::{Message, Record, State, Trace};
 use self::turn::{Queue, Turn};
 use crate::call::{Call, Operation, Tag};
 use crate::dtype::Element;
@@ -65,6 +71,11 @@ pub(crate) struct Core {
     queue: Queue,
     lane: Mutex<Lane>,
     failure: OnceLock<Error>,
+    /// A number that all ranks of the group have, and no other group, where there is one.
+    session: Option<u64>,
+    recorder: Recorder,
+    /// Whether this rank's trace was left where `BONFIRE_TRACE` says.
+    traced: Mutex<bool>,
 }
 
 /// What belongs to the operation whose turn it is.
@@ -194,6 +205,31 @@ impl Group {
         self.core.failure.get().cloned()
     }
 
+    /// This rank's last operations, up to 1024, as they are now: also while one of them hangs on another thread.
+    pub fn trace(&self) -> Trace {
+        self.core.trace()
+    }
+
+    /// Writes [`trace`](Self::trace) to a file for `bonfire trace`, which reads those of all ranks together. The file is
+    /// there as a whole or not at all; an earlier one of that name is replaced.
+    ///
+    /// Where the variable `BONFIRE_TRACE` names a folder, each rank writes by itself when the group fails, and in groups
+    /// [from the environment](Self::from_env) also when the process is interrupted.
+    ///
+    /// ```
+    /// # let group = bonfire::Group::threads(1)?.remove(0);
+    /// # let folder = tempfile::tempdir().unwrap();
+    /// group.barrier()?;
+    /// group.write_trace(folder.path().join(format!("trace-{}.json", group.rank())))?;
+    /// # Ok::<(), bonfire::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Io`] where the file cannot be written; the group stays sound.
+    pub fn write_trace(&self, path: impl AsRef<Path>) -> Result<(), Error> {
+        self.core.trace().write(path.as_ref())
+    }
+
     /// Which algorithms run `operation` in this group, by size: the default, or what [`Builder::algorithms`] or the
     /// environment said.
     pub fn algorithms(&self, operation: Operation) -> Selection {
@@ -238,7 +274,13 @@ impl fmt::Debug for Group {
 }
 
 impl Core {
-    fn group(transport: Arc<dyn Transport>, near: Near, algorithms: Selection, deadline: Duration) -> Group {
+    fn group(
+        transport: Arc<dyn Transport>,
+        near: Near,
+        session: Option<u64>,
+        algorithms: Selection,
+        deadline: Duration,
+    ) -> Group {
         let lane = Lane {
             sequence: 0,
             sent: vec![0; transport.world_size()],
@@ -253,6 +295,9 @@ impl Core {
             queue: Queue::default(),
             lane: Mutex::new(lane),
             failure: OnceLock::new(),
+            session,
+            recorder: Recorder::new(),
+            traced: Mutex::new(false),
         });
         let anchor = Arc::new(Anchor { core: core.clone(), progress: OnceLock::new() });
         Group { core, deadline, anchor }
@@ -279,12 +324,14 @@ impl Core {
         call: Call,
         mut buffers: Buffers<'_>,
         limit: Duration,
+        at: CallSite,
         plans: impl FnOnce(&Core, &mut Lane, &Site, &mut Buffers<'_>, &Deadline, Option<Algorithm>) -> Result<(), Fault>,
     ) -> Result<(), Error> {
         let mut lane = self.lane()?;
         let site = Site { call, sequence: lane.sequence };
         lane.sequence += 1;
         let deadline = Deadline::after(limit);
+        let entry = self.recorder.begin(&call, site.sequence, None, at, deadline.start());
         let run = || {
             self.transport.begin(&site)?;
             let chosen = self.algorithms.plan(&call, self.transport.world_size(), self.near.is_somebody());
@@ -295,7 +342,11 @@ impl Core {
             }
             plans(self, &mut lane, &site, &mut buffers, &deadline, chosen)
         };
-        run().map_err(|fault| self.fail(site, fault, &deadline, site.sequence))
+        let result = run().map_err(|fault| self.fail(site, entry, fault, &deadline, site.sequence));
+        if result.is_ok() {
+            self.recorder.done(entry);
+        }
+        result
     }
 
     /// Sends to or receives from `peer`, as `transfer` says; their messages are numbered apart from the collectives.
@@ -305,6 +356,7 @@ impl Core {
         peer: usize,
         sends: bool,
         limit: Duration,
+        at: CallSite,
         transfer: impl FnOnce(&dyn Transport, &Tag, &Deadline) -> Result<(), Fault>,
     ) -> Result<(), Error> {
         let mut lane = self.lane()?;
@@ -313,17 +365,21 @@ impl Core {
         let tag = Tag { group: 0, sequence: *count, call };
         *count += 1;
         let deadline = Deadline::after(limit);
-        transfer(self.transport(), &tag, &deadline)
-            .map_err(|fault| self.fail(Site { call, sequence: tag.sequence }, fault, &deadline, lane.sequence))
+        let site = Site { call, sequence: tag.sequence };
+        let entry = self.recorder.begin(&call, site.sequence, Some((peer, sends)), at, deadline.start());
+        let result = transfer(self.transport(), &tag, &deadline)
+            .map_err(|fault| self.fail(site, entry, fault, &deadline, lane.sequence));
+        if result.is_ok() {
+            self.recorder.done(entry);
+        }
+        result
     }
 
     /// Ends the group because this rank cannot take part in the operation whose turn it is.
     #[cfg(feature = "cubecl")]
     pub fn abandon(&self, error: Error) -> Error {
         let completed = lock(&self.lane).sequence;
-        let error = self.failure.get_or_init(|| error).clone();
-        self.transport.fail(&error, completed);
-        error
+        self.poison(error, completed)
     }
 
     fn lane(&self) -> Result<std::sync::MutexGuard<'_, Lane>, Error> {
@@ -334,7 +390,8 @@ impl Core {
     }
 
     /// Turns the fault into the group's failure and tells the peers.
-    fn fail(&self, site: Site, fault: Fault, deadline: &Deadline, completed: u64) -> Error {
+    fn fail(&self, site: Site, entry: Entry, fault: Fault, deadline: &Deadline, completed: u64) -> Error {
+        self.recorder.failed(entry);
         let (rank, elapsed) = (self.transport.rank(), deadline.elapsed());
         let error = match fault {
             Fault::Failed(error) => error,
@@ -349,8 +406,15 @@ impl Core {
                 Error::Mismatch { sequence: site.sequence, calls }
             }
         };
+        self.poison(error, completed)
+    }
+
+    /// The group ends with `error`, unless it has ended already.
+    fn poison(&self, error: Error, completed: u64) -> Error {
         let error = self.failure.get_or_init(|| error).clone();
         self.transport.fail(&error, completed);
+        // The peers know by now, and need not wait for a disk.
+        self.leave_trace();
         error
     }
 }

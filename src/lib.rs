@@ -51,7 +51,7 @@ pub use auth::Secret;
 pub use call::{Call, Operation, Tag};
 pub use dtype::{DType, Element, ReduceOp, ReduceOp as ReduceOperation};
 pub use error::{Error, Site};
-pub use group::{Buffer, Builder, Group, Work};
+pub use group::{Buffer, Builder, Group, Message, Record, State, Trace, Work};
 pub use partition::partition;
 pub use plan::{Algorithm, Selection};
 #[cfg(unix)]

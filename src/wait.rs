@@ -19,6 +19,11 @@ impl Deadline {
         Deadline { start: Instant::now(), limit }
     }
 
+    /// When it began.
+    pub(crate) fn start(&self) -> Instant {
+        self.start
+    }
+
     /// Time since it began.
     pub fn elapsed(&self) -> Duration {
         self.start.elapsed()

@@ -1,5 +1,7 @@
 //! Point to point.
 
+use std::panic::Location;
+
 use bytemuck::{cast_slice, cast_slice_mut};
 
 use super::call;
@@ -20,23 +22,28 @@ impl Group {
     /// [`Error::InvalidArgument`] where `to` is no other rank; [`Error::Mismatch`] where the receiver expects another
     /// type or length (found by the receiver, and reported here by this or a later call); else as
     /// [`all_reduce`](Group::all_reduce).
+    #[track_caller]
     pub fn send<T: Element>(&self, data: &[T], to: usize) -> Result<(), Error> {
         self.check_peer("send", to)?;
+        let at = Location::caller();
         let _turn = self.turn();
         let call = call::<T>(Operation::Send, data.len(), None, None);
-        self.core
-            .message(call, to, true, self.deadline(), |t, tag, deadline| t.send(tag, to, cast_slice(data), deadline))
+        self.core.message(call, to, true, self.deadline(), at, |t, tag, deadline| {
+            t.send(tag, to, cast_slice(data), deadline)
+        })
     }
 
     /// Fills `data` with what rank `from` sends with [`send`](Group::send): the same type and length.
     ///
     /// # Errors
     /// As [`send`](Group::send).
+    #[track_caller]
     pub fn recv<T: Element>(&self, data: &mut [T], from: usize) -> Result<(), Error> {
         self.check_peer("recv", from)?;
+        let at = Location::caller();
         let _turn = self.turn();
         let call = call::<T>(Operation::Send, data.len(), None, None);
-        self.core.message(call, from, false, self.deadline(), |t, tag, deadline| {
+        self.core.message(call, from, false, self.deadline(), at, |t, tag, deadline| {
             t.receive(tag, from, cast_slice_mut(data), deadline)
         })
     }
@@ -45,6 +52,7 @@ impl Group {
     ///
     /// # Errors
     /// Wrong arguments; whatever comes later is returned by [`Work::wait`].
+    #[track_caller]
     pub fn start_send<T: Element, B>(&self, buffer: B, to: usize) -> Result<Work<B>, Error>
     where
         B: AsMut<[T]> + Send + 'static,
@@ -56,6 +64,7 @@ impl Group {
     ///
     /// # Errors
     /// Wrong arguments; whatever comes later is returned by [`Work::wait`].
+    #[track_caller]
     pub fn start_recv<T: Element, B>(&self, buffer: B, from: usize) -> Result<Work<B>, Error>
     where
         B: AsMut<[T]> + Send + 'static,
@@ -63,6 +72,7 @@ impl Group {
         self.start_message("recv", buffer, from, false)
     }
 
+    #[track_caller]
     fn start_message<T: Element, B>(
         &self,
         operation: &str,
@@ -74,11 +84,11 @@ impl Group {
         B: AsMut<[T]> + Send + 'static,
     {
         self.check_peer(operation, peer)?;
-        let limit = self.deadline();
+        let (limit, at) = (self.deadline(), Location::caller());
         Ok(self.progress()?.start(&self.core, buffer, move |core, buffer| {
             let data = buffer.as_mut();
             let call = call::<T>(Operation::Send, data.len(), None, None);
-            core.message(call, peer, sends, limit, |t, tag, deadline| match sends {
+            core.message(call, peer, sends, limit, at, |t, tag, deadline| match sends {
                 true => t.send(tag, peer, cast_slice(data), deadline),
                 false => t.receive(tag, peer, cast_slice_mut(data), deadline),
             })

@@ -1,5 +1,6 @@
 //! Settings of a group.
 
+use std::hash::{BuildHasher, Hasher, RandomState};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -80,15 +81,16 @@ impl Builder {
         if world_size == 0 {
             return Err(Error::argument("threads", "a group needs at least one rank"));
         }
-        let ends = Local::group(world_size).into_iter().map(Arc::new);
-        Ok(ends
-            .map(|local| Core::group(local.clone(), Near::Everybody(local), self.algorithms.clone(), self.deadline))
-            .collect())
+        let session = Some(RandomState::new().build_hasher().finish());
+        let group = |local: Arc<Local>| {
+            Core::group(local.clone(), Near::Everybody(local), session, self.algorithms.clone(), self.deadline)
+        };
+        Ok(Local::group(world_size).into_iter().map(|local| group(Arc::new(local))).collect())
     }
 
     /// A group on a transport from elsewhere; see [`Group::on`].
     pub fn on(self, transport: Arc<dyn Transport>) -> Group {
-        Core::group(transport, Near::Nobody, self.algorithms, self.deadline)
+        Core::group(transport, Near::Nobody, None, self.algorithms, self.deadline)
     }
 }
 
@@ -209,7 +211,8 @@ impl Builder {
             }
             settings.algorithms = self.algorithms.to_string();
             let (transport, near) = crate::rendezvous::connect(&settings)?;
-            Core::group(transport, near, self.algorithms, self.deadline)
+            let session = Some(transport.session());
+            Core::group(transport, near, session, self.algorithms, self.deadline)
         };
         if self.leave_on_interrupt {
             super::interrupt::leave_on_interrupt(&group.core)?;

@@ -29,7 +29,10 @@ pub(super) fn leave_on_interrupt(core: &Arc<Core>) -> Result<(), Error> {
     let watch = move || {
         for signal in signals.forever() {
             let groups = std::mem::take(&mut *lock(live));
-            groups.iter().filter_map(Weak::upgrade).for_each(|core| core.transport.leave());
+            let groups: Vec<_> = groups.iter().filter_map(Weak::upgrade).collect();
+            groups.iter().for_each(|core| core.transport.leave());
+            // A job that hangs may be ended this way.
+            groups.iter().for_each(|core| core.leave_trace());
             if let Err(error) = signal_hook::low_level::emulate_default_handler(signal) {
                 log::error!("signal {signal} could not be passed on: {error}");
             }

@@ -84,6 +84,7 @@ impl Bucket {
     }
 
     /// Starts the mean over all ranks.
+    #[track_caller]
     pub fn start_mean(self, group: &Group, dtype: DType) -> Result<Work<Bucket>, Error> {
         match dtype {
             DType::F64 => group.start_all_reduce::<f64, _>(self, ReduceOp::Mean),

@@ -101,6 +101,7 @@ impl<B: AutodiffBackend> DataParallel<B> {
     /// # Errors
     /// [`Error::InvalidArgument`] on all ranks where no rank has samples, or where a rank has gradients that do not
     /// belong to the model's parameters; the group stays sound. Else the errors of [`Group::all_reduce`].
+    #[track_caller]
     pub fn sync(&mut self, mut grads: GradientsParams, samples: usize) -> Result<GradientsParams, Error> {
         if samples == 0 {
             // The mean over nothing is NaN, and so are its gradients.
@@ -148,6 +149,7 @@ impl<B: AutodiffBackend> DataParallel<B> {
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] on all ranks where no rank has samples, else the errors of [`Group::all_reduce`].
+    #[track_caller]
     pub fn mean<const N: usize>(&self, values: &[f64; N], samples: usize) -> Result<[f64; N], Error> {
         let weighted = values.iter().map(|value| if samples == 0 { 0.0 } else { value * samples as f64 });
         let mut sums: Vec<f64> = weighted.chain([samples as f64]).collect();
@@ -172,6 +174,7 @@ impl<B: AutodiffBackend> DataParallel<B> {
 
     /// Tells the other ranks about this rank's gradients. Gives the number of all ranks' samples, and for each
     /// parameter whether any rank has a gradient.
+    #[track_caller]
     fn announce(&self, grads: &GradientsParams, samples: usize) -> Result<(u64, Vec<bool>), Error> {
         let (count, world_size) = (self.parameters.len(), self.group.world_size());
         let width = 2 + count.div_ceil(64);
@@ -208,6 +211,7 @@ impl<B: AutodiffBackend> DataParallel<B> {
     }
 
     /// Takes a bucket's gradients, scaled, and starts their reduction.
+    #[track_caller]
     fn start(&mut self, positions: Vec<usize>, grads: &mut GradientsParams, factor: f64) -> Result<Started<B>, Error> {
         let dtype = self.parameters[positions[0]].element;
         let scaling = move |bytes: &mut [u8]| {

@@ -61,6 +61,11 @@ impl Tcp {
         Ok(Tcp { member, addresses, board, connections, control, thread: Mutex::new(Some(thread)) })
     }
 
+    /// The number that all ranks of this group have, and no other group.
+    pub fn session(&self) -> u64 {
+        self.member.session
+    }
+
     /// The data connection to `peer`. The higher rank of a pair dials, the lower one waits for the call: both are at the
     /// same operation, and its plan has this edge on both sides.
     fn link(&self, peer: usize, tag: &Tag, watch: &mut Watch<'_>) -> Result<Arc<Link>, Fault> {

@@ -6,6 +6,7 @@ mod floor;
 mod machine;
 mod perf;
 mod run;
+mod trace;
 
 use std::process::ExitCode;
 
@@ -18,6 +19,7 @@ fn main() -> ExitCode {
         Command::Run(args) => ExitCode::from(run::run(&args)),
         Command::Perf(args) => ExitCode::from(perf::run(&args)),
         Command::Doctor(args) => ExitCode::from(doctor::run(&args)),
+        Command::Trace(args) => ExitCode::from(trace::run(&args)),
     }
 }
 
@@ -34,4 +36,5 @@ enum Command {
     Run(run::Args),
     Perf(perf::Args),
     Doctor(doctor::Args),
+    Trace(trace::Args),
 }

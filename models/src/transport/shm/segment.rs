@@ -14,7 +14,7 @@ use crate::sync::{AtomicU64, Cell};
 /// Two elements.
 pub(super) const INLINE: usize = 16;
 
-/// As in the crate: with fewer, ranks would wait for each other in a circle.
+/// As in the crate.
 pub(super) const BUFFERS: usize = 4;
 
 /// The least that pieces have.

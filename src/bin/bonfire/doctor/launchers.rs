@@ -16,6 +16,7 @@ const LAUNCHERS: [(&str, &[&str]); 5] = [
             "BONFIRE_ADDRESS",
             "BONFIRE_HOST",
             "BONFIRE_DEADLINE",
+            "BONFIRE_TRACE",
         ],
     ),
     ("torchrun", &["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]),

@@ -1,0 +1,172 @@
+//! The traces of one group: where it stands, and who disagrees.
+
+use std::collections::BTreeMap;
+
+use bonfire::{Call, Message, Record, State, Trace};
+
+use super::pace::{self, Pace};
+
+/// What the traces of a group say together.
+pub struct Group {
+    /// By rank, ascending, and not empty.
+    pub traces: Vec<Trace>,
+    /// Ranks without a trace.
+    pub absent: Vec<usize>,
+    pub stand: Option<Stand>,
+    pub messages: Vec<Lonely>,
+    pub disagreements: Vec<Disagreement>,
+    pub paces: Vec<Pace>,
+}
+
+/// The first collective that some rank has not done.
+pub struct Stand {
+    pub sequence: u64,
+    /// What was called there, by those who are in it.
+    pub inside: Vec<(Call, Vec<usize>)>,
+    /// Who has a trace and has not called it: with what it called last.
+    pub behind: Vec<(usize, Option<Record>)>,
+    /// Who called it after others had given up, and how long after, in nanoseconds.
+    pub late: Vec<(usize, u64)>,
+}
+
+/// A message that is not done, and whose other side has not been called.
+pub struct Lonely {
+    pub rank: usize,
+    pub record: Record,
+    pub peer: usize,
+}
+
+/// Different calls where all should be the same.
+pub struct Disagreement {
+    pub sequence: u64,
+    /// Ranks of a message, the sender first.
+    pub between: Option<(usize, usize)>,
+    pub calls: Vec<(Call, Vec<usize>)>,
+}
+
+impl Group {
+    /// Of traces of one group by rank, of which there is one at least.
+    pub fn new(traces: Vec<Trace>) -> Group {
+        let mut present = traces.iter().map(|trace| trace.rank).peekable();
+        let world_size = traces.first().map_or(0, |trace| trace.world_size);
+        let absent = (0..world_size).filter(|rank| present.next_if_eq(rank).is_none()).collect();
+        let collectives = collectives(&traces);
+        Group {
+            absent,
+            stand: stand(&traces, &collectives),
+            messages: lonely(&traces),
+            disagreements: disagreements(&traces, &collectives),
+            paces: pace::paces(&traces, &collectives),
+            traces,
+        }
+    }
+
+    /// Whether there is nothing to complain of.
+    pub fn is_well(&self) -> bool {
+        let failed = self.traces.iter().any(|trace| trace.failure.is_some());
+        !failed && self.absent.is_empty() && self.stand.is_none() && self.disagreements.is_empty() && !self.is_waiting()
+    }
+
+    fn is_waiting(&self) -> bool {
+        let open = |trace: &Trace| trace.operations.iter().any(|record| record.state != State::Done);
+        self.traces.iter().any(open)
+    }
+
+    /// The different failures, with who has them.
+    pub fn failures(&self) -> Vec<(&str, Vec<usize>)> {
+        let failed = self.traces.iter().filter_map(|trace| Some((trace.failure.as_deref()?, trace.rank)));
+        gather(failed)
+    }
+}
+
+/// The collectives of all traces by number in the sequence: the traces' indices with their records.
+pub type Collectives<'a> = BTreeMap<u64, Vec<(usize, &'a Record)>>;
+
+fn collectives(traces: &[Trace]) -> Collectives<'_> {
+    let mut collectives = Collectives::new();
+    for (i, trace) in traces.iter().enumerate() {
+        for record in trace.operations.iter().filter(|record| record.message.is_none()) {
+            collectives.entry(record.sequence).or_default().push((i, record));
+        }
+    }
+    collectives
+}
+
+/// Puts equal things together, in the order in which they first come.
+pub fn gather<T: PartialEq>(things: impl Iterator<Item = (T, usize)>) -> Vec<(T, Vec<usize>)> {
+    let mut gathered: Vec<(T, Vec<usize>)> = Vec::new();
+    for (thing, rank) in things {
+        match gathered.iter_mut().find(|(other, _)| *other == thing) {
+            Some((_, ranks)) => ranks.push(rank),
+            None => gathered.push((thing, vec![rank])),
+        }
+    }
+    gathered
+}
+
+fn stand(traces: &[Trace], collectives: &Collectives<'_>) -> Option<Stand> {
+    let open = |records: &Vec<(usize, &Record)>| records.iter().any(|(_, record)| record.state != State::Done);
+    let (&sequence, records) = collectives.iter().find(|(_, records)| open(records))?;
+    let inside = gather(records.iter().map(|(i, record)| (record.call, traces[*i].rank)));
+    let last = |trace: &Trace| trace.operations.iter().rfind(|record| record.message.is_none()).cloned();
+    let behind = traces.iter().filter(|trace| trace.collectives <= sequence);
+    let behind = behind.map(|trace| (trace.rank, last(trace))).collect();
+    // Where clocks can be compared: when the first to give up did so.
+    let gave_up = |clock: &str| {
+        let failed = records.iter().filter(|(i, record)| traces[*i].clock == clock && record.state == State::Failed);
+        failed.filter_map(|(_, record)| record.ended_ns).min()
+    };
+    let late = records.iter().filter_map(|(i, record)| {
+        let after = record.begun_ns.checked_sub(gave_up(&traces[*i].clock)?)?;
+        (after > 0).then_some((traces[*i].rank, after))
+    });
+    Some(Stand { sequence, inside, behind, late: late.collect() })
+}
+
+/// The peer's messages with `rank`, in the direction of `message`; none without the peer's trace.
+fn counterpart(traces: &[Trace], rank: usize, message: Message) -> Option<impl Iterator<Item = &Record>> {
+    let trace = traces.iter().find(|trace| trace.rank == message.peer)?;
+    let other = Message { peer: rank, sends: !message.sends };
+    Some(trace.operations.iter().filter(move |record| record.message == Some(other)))
+}
+
+fn lonely(traces: &[Trace]) -> Vec<Lonely> {
+    let mut lonely = Vec::new();
+    for trace in traces {
+        for record in trace.operations.iter().filter(|record| record.state != State::Done) {
+            let Some(message) = record.message else { continue };
+            let Some(others) = counterpart(traces, trace.rank, message) else { continue };
+            let last = others.last().map(|other| other.sequence);
+            // Without one, whether there has been any is known only where nothing was forgotten.
+            let whole = |trace: &Trace| trace.operations.first().is_none_or(|first| first.number == 0);
+            let known = last.is_some() || traces.iter().any(|other| other.rank == message.peer && whole(other));
+            if known && last.is_none_or(|last| last < record.sequence) {
+                lonely.push(Lonely { rank: trace.rank, record: record.clone(), peer: message.peer });
+            }
+        }
+    }
+    lonely
+}
+
+fn disagreements(traces: &[Trace], collectives: &Collectives<'_>) -> Vec<Disagreement> {
+    let mut found = Vec::new();
+    for (&sequence, records) in collectives {
+        let calls = gather(records.iter().map(|(i, record)| (record.call, traces[*i].rank)));
+        if calls.len() > 1 {
+            found.push(Disagreement { sequence, between: None, calls });
+        }
+    }
+    for trace in traces {
+        let sends = trace.operations.iter().filter_map(|r| Some((r, r.message.filter(|message| message.sends)?)));
+        for (record, message) in sends {
+            let received = counterpart(traces, trace.rank, message);
+            let other = received.and_then(|mut others| others.find(|other| other.sequence == record.sequence));
+            if let Some(other) = other.filter(|other| other.call != record.call) {
+                let calls = vec![(record.call, vec![trace.rank]), (other.call, vec![message.peer])];
+                let between = Some((trace.rank, message.peer));
+                found.push(Disagreement { sequence: record.sequence, between, calls });
+            }
+        }
+    }
+    found
+}

@@ -1,0 +1,293 @@
+//! What was found, as text and as JSON.
+
+use bonfire::{Record, State, Trace};
+use serde_json::{Value, json};
+
+use super::group::{Disagreement, Group, Stand, gather};
+use super::pace::Pace;
+use super::ranks::{named, numbers};
+
+/// A text of several lines, the findings first.
+pub fn text(group: &Group, last: usize) -> String {
+    let size = group.traces.len() + group.absent.len();
+    let name = group.traces.first().and_then(|trace| trace.group.as_deref()).unwrap_or("without a name");
+    let mut lines = vec![format!("group {name}: traces of {} of {size} ranks", group.traces.len()), String::new()];
+    lines.extend(findings(group).into_iter().map(|(kind, what)| format!("{kind:<10}{what}")));
+    lines.push(String::new());
+    lines.extend(columns(ranks(group)));
+    lines.push(String::new());
+    lines.extend(columns(operations(group, last)));
+    let coarse = group.traces.iter().map(|trace| trace.resolution_ns).max().unwrap_or(0);
+    lines.push(String::new());
+    lines.push(format!(
+        "waited: in all operations of the trace; when one was done is known to {}; apart: from the first rank to begin \
+         to the last, on one host",
+        time(coarse)
+    ));
+    lines.join("\n") + "\n"
+}
+
+/// What kind of thing, and what.
+fn findings(group: &Group) -> Vec<(&'static str, String)> {
+    let mut found = Vec::new();
+    found.extend(group.failures().into_iter().map(|(text, ranks)| ("failed", format!("{}: {text}", named(&ranks)))));
+    let at = group.stand.as_ref().map_or(String::new(), at);
+    if !group.absent.is_empty() {
+        let verb = if group.absent.len() == 1 { "has" } else { "have" };
+        found.push(("missing", format!("{} {verb} no trace{at}", named(&group.absent))));
+    }
+    if let Some(stand) = &group.stand {
+        let newest = group.traces.iter().map(|trace| trace.taken_unix).max().unwrap_or(0);
+        for (rank, last) in &stand.behind {
+            let last = match last {
+                Some(last) => format!("called {last} #{} last ({}), from {}", last.sequence, last.state, last.at),
+                None => "has called no collective".into(),
+            };
+            let trace = group.traces.iter().find(|trace| trace.rank == *rank);
+            let older = match trace.map_or(0, |trace| newest.saturating_sub(trace.taken_unix)) {
+                0..2 => String::new(),
+                older => format!("; its trace is {older} s older than the newest, so it may have come since"),
+            };
+            found.push(("missing", format!("rank {rank} {last}{at}{older}")));
+        }
+        for (rank, after) in &stand.late {
+            let what = format!("rank {rank} came {} after others had given up{at}", time(*after));
+            found.push(("missing", what));
+        }
+        if group.absent.is_empty() && stand.behind.is_empty() && stand.late.is_empty() {
+            found.push(("missing", format!("nobody{at}")));
+        }
+    }
+    for lonely in &group.messages {
+        let (rank, peer, record) = (lonely.rank, lonely.peer, &lonely.record);
+        let what = format!("rank {peer} has not called the other side of rank {rank}'s {record} #{}", record.sequence);
+        found.push(("missing", what));
+    }
+    found.extend(group.disagreements.iter().map(|disagreement| ("disagree", differ(disagreement))));
+    if group.disagreements.is_empty() {
+        found.push(("disagree", "nobody: the calls that several traces hold are the same".into()));
+    }
+    if group.paces.is_empty() {
+        found.push(("slow", "not to be said: no two traces are of one host, and clocks of hosts differ".into()));
+    }
+    found.extend(group.paces.iter().flat_map(slow).map(|what| ("slow", what)));
+    found
+}
+
+fn at(stand: &Stand) -> String {
+    let calls = stand.inside.iter().map(|(call, ranks)| format!("{} called {call}", named(ranks)));
+    format!("; at #{} {}", stand.sequence, calls.collect::<Vec<_>>().join(", "))
+}
+
+fn differ(disagreement: &Disagreement) -> String {
+    let calls = disagreement.calls.iter().map(|(call, ranks)| format!("{} called {call}", named(ranks)));
+    let calls = calls.collect::<Vec<_>>().join(", ");
+    match disagreement.between {
+        None => format!("at #{}: {calls}", disagreement.sequence),
+        Some((from, to)) => format!("message #{} from rank {from} to rank {to}: {calls}", disagreement.sequence),
+    }
+}
+
+fn slow(pace: &Pace) -> Vec<String> {
+    let (ranks, host, compared) = (named(&pace.ranks), &pace.host, pace.compared);
+    if compared == 0 {
+        return vec![format!("not to be said of {ranks} on {host}: their traces hold no operation of all of them")];
+    }
+    let slow = pace.slow();
+    if slow.is_empty() {
+        return vec![format!("nobody of {ranks} on {host}, in {compared} operations")];
+    }
+    let describe = |ranked: &super::pace::Ranked| {
+        format!(
+            "rank {}: the others of {ranks} on {host} waited {} for it, {:.0} % of the time, at most {} at once; it came \
+             last in {} of {compared} operations",
+            ranked.rank,
+            time(ranked.cost),
+            100.0 * pace.share(ranked),
+            time(ranked.worst),
+            ranked.last
+        )
+    };
+    slow.iter().map(describe).collect()
+}
+
+/// Time in operations, in nanoseconds; one that is not done lasts until the trace was taken.
+fn waited(trace: &Trace) -> u64 {
+    let durations = trace.operations.iter().map(|r| r.ended_ns.unwrap_or(trace.taken_ns).saturating_sub(r.begun_ns));
+    durations.fold(0, u64::saturating_add)
+}
+
+fn ranks(group: &Group) -> Vec<Vec<String>> {
+    let mut rows =
+        vec![["rank", "host", "process", "collectives", "waited", "last operation"].map(String::from).to_vec()];
+    for trace in &group.traces {
+        let last = trace.operations.last().map_or("none".into(), |r| format!("{r} #{}, {}", r.sequence, r.state));
+        let (rank, process) = (trace.rank.to_string(), trace.process.to_string());
+        rows.push(vec![rank, trace.host.clone(), process, trace.collectives.to_string(), time(waited(trace)), last]);
+    }
+    rows
+}
+
+/// One kind of call at one place: the same on these ranks.
+struct Row<'a> {
+    record: &'a Record,
+    ranks: Vec<(&'a Trace, &'a Record)>,
+}
+
+impl Row<'_> {
+    fn with(&self, state: State) -> Vec<usize> {
+        let with = self.ranks.iter().filter(|(_, record)| record.state == state);
+        with.map(|(trace, _)| trace.rank).collect()
+    }
+
+    /// From the first to begin to the last, and which that was, where times can be compared.
+    fn apart(&self) -> Option<(u64, usize)> {
+        let [(first, _), .., _] = self.ranks[..] else { return None };
+        if self.ranks.iter().any(|(trace, _)| trace.clock != first.clock) {
+            return None;
+        }
+        let earliest = self.ranks.iter().map(|(_, record)| record.begun_ns).min()?;
+        let (last, rank) = self.ranks.iter().map(|(trace, record)| (record.begun_ns, trace.rank)).max()?;
+        Some((last - earliest, rank))
+    }
+}
+
+/// The last operations: collectives in their order, each message with the collective that its rank had begun before it.
+fn rows(group: &Group, last: usize) -> Vec<Row<'_>> {
+    let mut keyed = Vec::new();
+    for trace in &group.traces {
+        // The collectives that the trace has forgotten came before.
+        let kept = trace.operations.iter().filter(|record| record.message.is_none()).count() as u64;
+        let mut before = trace.collectives.saturating_sub(kept);
+        for record in &trace.operations {
+            let key = match record.message {
+                None => (record.sequence, 0),
+                Some(_) => (before, record.number.saturating_add(1)),
+            };
+            before = before.max(key.0);
+            keyed.push((key, trace, record));
+        }
+    }
+    keyed.sort_by_key(|(key, trace, _)| (*key, trace.rank));
+    let places = keyed.chunk_by(|(a, one, _), (b, other, _)| a == b && (a.1 == 0 || one.rank == other.rank));
+    let mut rows = Vec::new();
+    for place in places {
+        let same = gather(place.iter().enumerate().map(|(i, (_, _, record))| (record.call, i)));
+        rows.extend(same.into_iter().map(|(_, indices)| {
+            let ranks: Vec<_> = indices.into_iter().map(|i| (place[i].1, place[i].2)).collect();
+            Row { record: ranks[0].1, ranks }
+        }));
+    }
+    rows.split_off(rows.len().saturating_sub(last))
+}
+
+fn operations(group: &Group, last: usize) -> Vec<Vec<String>> {
+    let mut table = vec![["#", "called", "done", "begun", "failed", "apart", "from"].map(String::from).to_vec()];
+    for row in rows(group, last) {
+        let list = |state| match row.with(state) {
+            ranks if ranks.is_empty() => "-".into(),
+            ranks => numbers(&ranks),
+        };
+        let apart = row.apart().map_or("-".into(), |(apart, rank)| format!("{} (rank {rank})", time(apart)));
+        let sites = gather(row.ranks.iter().map(|(trace, record)| (record.at.as_str(), trace.rank)));
+        let sites = match &sites[..] {
+            [(site, _)] => (*site).to_owned(),
+            several => {
+                several.iter().map(|(site, ranks)| format!("{site} ({})", numbers(ranks))).collect::<Vec<_>>().join(" ")
+            }
+        };
+        let (number, called) = (row.record.sequence.to_string(), row.record.to_string());
+        table.push(vec![number, called, list(State::Done), list(State::Begun), list(State::Failed), apart, sites]);
+    }
+    table
+}
+
+/// Left-aligned columns.
+fn columns(rows: Vec<Vec<String>>) -> Vec<String> {
+    let width = |i: usize| rows.iter().filter_map(|row| row.get(i)).map(|cell| cell.chars().count()).max().unwrap_or(0);
+    let widths: Vec<usize> = (0..rows.first().map_or(0, Vec::len)).map(width).collect();
+    let line = |row: &Vec<String>| {
+        let cells = row.iter().zip(&widths).map(|(cell, width)| format!("{cell:<width$}"));
+        cells.collect::<Vec<_>>().join("  ").trim_end().to_owned()
+    };
+    rows.iter().map(line).collect()
+}
+
+/// Nanoseconds in a unit that suits.
+fn time(nanoseconds: u64) -> String {
+    let t = nanoseconds as f64;
+    match nanoseconds {
+        0 => "0 s".into(),
+        1..1_000 => format!("{nanoseconds} ns"),
+        1_000..1_000_000 => format!("{:.1} us", t / 1e3),
+        1_000_000..1_000_000_000 => format!("{:.1} ms", t / 1e6),
+        _ => format!("{:.2} s", t / 1e9),
+    }
+}
+
+/// The same for programs.
+pub fn object(group: &Group, last: usize) -> Value {
+    let calls = |calls: &[(bonfire::Call, Vec<usize>)]| -> Vec<Value> {
+        calls.iter().map(|(call, ranks)| json!({ "call": call.to_string(), "ranks": ranks })).collect()
+    };
+    let ranks = group.traces.iter().map(|trace| {
+        json!({
+            "rank": trace.rank, "host": trace.host, "process": trace.process, "clock": trace.clock,
+            "taken_unix": trace.taken_unix, "collectives": trace.collectives, "waited_ns": waited(trace),
+        })
+    });
+    let stand = group.stand.as_ref().map(|stand| {
+        let behind = stand.behind.iter().map(|(rank, last)| {
+            let (call, sequence) = (last.as_ref().map(ToString::to_string), last.as_ref().map(|last| last.sequence));
+            json!({ "rank": rank, "last_call": call, "last_sequence": sequence })
+        });
+        let late = stand.late.iter().map(|(rank, after)| json!({ "rank": rank, "after_ns": after }));
+        json!({
+            "sequence": stand.sequence, "calls": calls(&stand.inside),
+            "behind": behind.collect::<Vec<_>>(), "late": late.collect::<Vec<_>>(),
+        })
+    });
+    let messages = group.messages.iter().map(|lonely| {
+        json!({
+            "rank": lonely.rank, "call": lonely.record.to_string(), "sequence": lonely.record.sequence,
+            "missing": lonely.peer,
+        })
+    });
+    let disagreements = group.disagreements.iter().map(|disagreement| {
+        let between = disagreement.between.map(|(from, to)| [from, to]);
+        json!({ "sequence": disagreement.sequence, "from_to": between, "calls": calls(&disagreement.calls) })
+    });
+    let paces = group.paces.iter().map(|pace| {
+        let ranked = pace.ranked.iter().map(|ranked| {
+            json!({
+                "rank": ranked.rank, "last": ranked.last, "cost_ns": ranked.cost, "worst_ns": ranked.worst,
+                "share": pace.share(ranked),
+            })
+        });
+        let slow: Vec<_> = pace.slow().iter().map(|ranked| ranked.rank).collect();
+        json!({
+            "host": pace.host, "compared": pace.compared, "span_ns": pace.span, "slow": slow,
+            "ranks": ranked.collect::<Vec<_>>(),
+        })
+    });
+    let operations = rows(group, last).into_iter().map(|row| {
+        json!({
+            "sequence": row.record.sequence, "call": row.record.to_string(), "at": row.record.at,
+            "done": row.with(State::Done), "begun": row.with(State::Begun), "failed": row.with(State::Failed),
+            "apart_ns": row.apart().map(|(apart, _)| apart), "last": row.apart().map(|(_, rank)| rank),
+        })
+    });
+    let failures = group.failures().into_iter().map(|(text, ranks)| json!({ "failure": text, "ranks": ranks }));
+    json!({
+        "group": group.traces.first().and_then(|trace| trace.group.as_deref()),
+        "world_size": group.traces.len() + group.absent.len(),
+        "failures": failures.collect::<Vec<_>>(),
+        "absent": group.absent,
+        "unfinished": stand,
+        "messages": messages.collect::<Vec<_>>(),
+        "disagreements": disagreements.collect::<Vec<_>>(),
+        "paces": paces.collect::<Vec<_>>(),
+        "ranks": ranks.collect::<Vec<_>>(),
+        "operations": operations.collect::<Vec<_>>(),
+    })
+}
