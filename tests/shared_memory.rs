@@ -326,7 +326,7 @@ fn operations_of_all_kinds_and_sizes_follow_each_other() {
 /// Small whole numbers, and so exact sums, in every type; products of 7 ranks' too.
 fn check_type<T: Element + Debug>(group: &Group, of: fn(u8) -> T) {
     let (rank, n) = (group.rank(), group.world_size());
-    for len in [70_000, 131_073] {
+    for len in [700, 70_000, 131_073] {
         let elements = |rank: usize| -> Vec<T> { (0..len).map(|i| of(((rank * 7 + i * 5) % 2 + 1) as u8)).collect() };
         let own = partition(len, n, rank);
         let bits = |elements: &[T]| bytemuck::cast_slice::<T, u8>(elements).to_vec();

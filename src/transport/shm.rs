@@ -22,8 +22,8 @@ use std::time::Instant;
 use self::arena::Arena;
 use self::chunks::Flow;
 use self::control::{Control, Offer};
-use self::segment::INLINE;
 pub(crate) use self::segment::Segment;
+use self::segment::TINY;
 use super::tcp::Tcp;
 use super::{Buffers, Collectives, Fault, Storage, Transport};
 use crate::call::{Call, Tag};
@@ -81,7 +81,7 @@ impl Shm {
     pub fn phase(&self, site: &Site, call: Call, buffers: &mut Buffers<'_>, deadline: &Deadline) -> Result<(), Fault> {
         // One operation of a rank runs at a time.
         let phase = Phase { call, sequence: self.number.fetch_add(1, Ordering::Relaxed), whole: *site };
-        if small::fits(&call, self.world_size()) {
+        if small::fits(&call, self.world_size()) && call.bytes() <= TINY {
             self.small(&phase, buffers, deadline)
         } else {
             self.large(&phase, buffers, deadline)
@@ -204,7 +204,7 @@ impl Collectives for Shm {
 
     fn allocate(&self, bytes: usize) -> Option<io::Result<Box<dyn Storage>>> {
         // What is small travels in the offers, wherever it is.
-        if bytes <= INLINE { None } else { self.arena.allocate(bytes) }
+        if bytes <= TINY { None } else { self.arena.allocate(bytes) }
     }
 }
 

@@ -1,4 +1,5 @@
-//! Large operations: straight between the ranks' buffers where these are in shared memory, else through the windows.
+//! All but the smallest operations: straight between the ranks' buffers where these are in shared memory, else in the
+//! offers where everything fits there, else through the windows.
 //!
 //! Every offer says where the rank's buffers are in its arena. Where all are that peers have to reach, each rank does its
 //! share as between threads: it reduces its part straight from all inputs and stores it to all outputs. Nobody is done
@@ -15,7 +16,7 @@ use std::ptr::null_mut;
 
 use super::chunks::Pass;
 use super::segment::GRAIN;
-use super::{Phase, Shm};
+use super::{Phase, Shm, small};
 use crate::call::Call;
 use crate::sync::{Ordering, fence};
 use crate::transport::direct::{self, Place};
@@ -56,7 +57,7 @@ impl Drop for Recall<'_> {
 }
 
 impl Shm {
-    /// Runs any operation but a barrier.
+    /// Runs any operation but a barrier, of any size.
     pub(super) fn large(&self, phase: &Phase, buffers: &mut Buffers<'_>, deadline: &Deadline) -> Result<(), Fault> {
         let (call, rank) = (&phase.call, self.rank);
         let mine = self.lend(call, buffers);
@@ -65,8 +66,11 @@ impl Shm {
         let mut pass = Pass::new(self, phase, buffers, deadline, &mut flow);
         // A rank that lends all may need no window; one that has nothing to lend has nothing to stage.
         let begun = lends && !whole(call, rank, mine);
-        if begun {
-            pass.begin()?;
+        let fits = small::fits(call, self.world_size());
+        match begun {
+            true if fits => self.bring(phase, buffers),
+            true => pass.begin()?,
+            false => {}
         }
         let words = mine.map(|at| at.map_or(0, |at| at as u64 + 1));
         for (word, value) in self.offer(rank, phase).lent.iter().zip(words) {
@@ -93,8 +97,11 @@ impl Shm {
             self.wait(phase, deadline, |peer| self.control(peer).gave_up.0.load(Ordering::Relaxed) == 0)?;
             self.done(flow.step);
             self.wait_for_step(phase, deadline, flow.step, |_| true)?;
+        } else if fits && !late {
+            // Nobody lends, and the offers have all there is.
+            self.result(phase, buffers);
         } else {
-            pass.run(begun, late)?;
+            pass.run(begun && !fits, late)?;
         }
         recall.lent = [None; 2];
         Ok(())

@@ -1,5 +1,7 @@
 //! Operations whose data travel inside the offers: one hand-off, and every rank computes its own result.
 
+use std::ops::Range;
+
 use super::segment::INLINE;
 use super::{Phase, Shm};
 use crate::call::{Call, Operation};
@@ -28,16 +30,20 @@ pub(super) fn fits(call: &Call, world_size: usize) -> bool {
 impl Shm {
     /// Runs an operation that [`fits`].
     pub(super) fn small(&self, phase: &Phase, buffers: &mut Buffers<'_>, deadline: &Deadline) -> Result<(), Fault> {
-        let (call, rank, n) = (&phase.call, self.rank, self.world_size());
-        let size = call.dtype.size();
-        let part = |of: usize| {
-            let part = partition(call.count, n, of);
-            part.start * size..part.end * size
-        };
+        self.bring(phase, buffers);
+        self.publish(phase);
+        self.agree(phase, deadline)?;
+        self.result(phase, buffers);
+        Ok(())
+    }
+
+    /// Copies what this rank contributes to its offer, before that is published.
+    pub(super) fn bring(&self, phase: &Phase, buffers: &Buffers<'_>) {
+        let (call, rank) = (&phase.call, self.rank);
         let source: &[u8] = match (call.operation, buffers.input) {
             (Operation::Barrier, _) => &[],
             (Operation::Broadcast, _) if call.root != Some(rank) => &[],
-            (Operation::AllGather, None) => &buffers.output[part(rank)],
+            (Operation::AllGather, None) => &buffers.output[self.part(call, rank)],
             (_, Some(input)) => input,
             (_, None) => &*buffers.output,
         };
@@ -46,13 +52,23 @@ impl Shm {
         // SAFETY: the length fits, as was just checked; nobody else writes this offer, and nobody reads it now: see
         // `Sync for Offer`.
         unsafe { std::ptr::copy_nonoverlapping(source.as_ptr(), mine, source.len()) };
-        self.publish(phase);
-        self.agree(phase, deadline)?;
+    }
 
+    /// Where a rank's part is in the whole.
+    fn part(&self, call: &Call, of: usize) -> Range<usize> {
+        let (part, size) = (partition(call.count, self.world_size(), of), call.dtype.size());
+        part.start * size..part.end * size
+    }
+
+    /// Computes this rank's result from all offers, on which all ranks have agreed.
+    pub(super) fn result(&self, phase: &Phase, buffers: &mut Buffers<'_>) {
+        let (call, rank, n) = (&phase.call, self.rank, self.world_size());
+        let size = call.dtype.size();
+        let part = |of: usize| self.part(call, of);
         let inline = |of: usize| self.offer(of, phase).inline.reading().cast::<u8>();
         let in_place = buffers.input.is_none();
         let output = &mut *buffers.output;
-        let mut copy = |from: usize, at: usize, range: std::ops::Range<usize>| {
+        let mut copy = |from: usize, at: usize, range: Range<usize>| {
             let target = &mut output[range];
             assert!(at + target.len() <= INLINE, "{} bytes from {at} of an offer", target.len());
             // SAFETY: the range is within the offer, as was just checked; the offer is complete and stays as it is.
@@ -82,6 +98,5 @@ impl Shm {
             }
             _ => {}
         }
-        Ok(())
     }
 }

@@ -15,6 +15,9 @@ use crate::sync::{AtomicU64, Cell};
 pub(super) const INLINE: usize = 16;
 
 /// As in the crate.
+pub(super) const TINY: usize = 8;
+
+/// As in the crate.
 pub(super) const BUFFERS: usize = 4;
 
 /// The least that pieces have.
