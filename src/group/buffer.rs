@@ -11,7 +11,7 @@ use crate::transport::Storage;
 
 /// Elements in memory that suits a group; [`Group::allocate`](crate::Group::allocate) makes it.
 ///
-/// Where ranks are processes of one host, it is memory that they share. An operation on more than 32 KiB then runs
+/// Where ranks are processes of one host, it is memory that they share. An operation on more than 1 KiB then runs
 /// straight between the buffers if every rank's buffers are of this kind, those that the other ranks have to reach. Else
 /// it runs as on any other memory. An output may be a part of a buffer, if it begins at a multiple of 64 KiB and ends at
 /// one or with the buffer: after a failure its pages are taken back from the others, with nothing else on them.

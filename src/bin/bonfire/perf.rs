@@ -351,7 +351,7 @@ What is timed:
 
 Buffers:
   The group allocates them, as Group::allocate does for a program; --register 0 takes memory from
-  anywhere instead. It makes a difference over shm, above 32 KiB: there ranks reach each other's
+  anywhere instead. It makes a difference over shm, above 1 KiB: there ranks reach each other's
   buffers if they are the group's, and copy through shared memory if not. On other transports they
   are ordinary memory either way. gradients has those that DataParallel makes.
 
