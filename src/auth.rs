@@ -14,7 +14,8 @@
 //! | the end that dials | 16 | with a secret only: an empty message under the keys that came out |
 //! | the end that listens | 1 | it has taken the connection |
 //!
-//! The last message of the end that dials is what a recorded connection cannot have: its key comes from both ends' fresh random numbers.
+//! The last message of the end that dials is what a recorded connection cannot have: its key comes from both ends' fresh
+//! random numbers.
 
 mod connect;
 mod handshake;
@@ -22,7 +23,7 @@ mod lobby;
 mod opening;
 mod secret;
 
-use std::net::IpAddr;
+use std::net::SocketAddr;
 
 pub(crate) use self::connect::{answer, confirm, dial, prove};
 pub(crate) use self::lobby::{Lobby, RETRY};
@@ -66,11 +67,10 @@ impl Member {
     }
 }
 
-/// Refuses to listen at an address that strangers reach, or to dial there, without a secret.
-pub(crate) fn permit(secret: Option<&Secret>, address: IpAddr) -> Result<(), Error> {
-    if secret.is_some() || address.to_canonical().is_loopback() {
-        return Ok(());
-    }
+/// Refuses to listen at addresses that strangers reach, or to dial there, without a secret.
+pub(crate) fn permit(secret: Option<&Secret>, addresses: &[SocketAddr]) -> Result<(), Error> {
+    let open = addresses.iter().map(SocketAddr::ip).find(|address| !address.to_canonical().is_loopback());
+    let Some(address) = open.filter(|_| secret.is_none()) else { return Ok(()) };
     Err(Error::Config(format!(
         "{address} is not loopback, and without a secret anybody who reaches it could join: put at least {} random bytes \
          into a file that only you may read (openssl rand -hex 32, chmod 600), copy it to every host, and {REMEDY}, or \

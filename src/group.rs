@@ -342,11 +342,7 @@ impl Core {
             }
             plans(self, &mut lane, &site, &mut buffers, &deadline, chosen)
         };
-        let result = run().map_err(|fault| self.fail(site, entry, fault, &deadline, site.sequence));
-        if result.is_ok() {
-            self.recorder.done(entry);
-        }
-        result
+        self.end(entry, run(), |fault| self.fail(site, fault, &deadline, site.sequence))
     }
 
     /// Sends to or receives from `peer`, as `transfer` says; their messages are numbered apart from the collectives.
@@ -367,12 +363,22 @@ impl Core {
         let deadline = Deadline::after(limit);
         let site = Site { call, sequence: tag.sequence };
         let entry = self.recorder.begin(&call, site.sequence, Some((peer, sends)), at, deadline.start());
-        let result = transfer(self.transport(), &tag, &deadline)
-            .map_err(|fault| self.fail(site, entry, fault, &deadline, lane.sequence));
-        if result.is_ok() {
-            self.recorder.done(entry);
+        let result = transfer(self.transport(), &tag, &deadline);
+        self.end(entry, result, |fault| self.fail(site, fault, &deadline, lane.sequence))
+    }
+
+    /// Records how an operation ended, before the group's trace may be written.
+    fn end(&self, entry: Entry, result: Result<(), Fault>, fail: impl FnOnce(Fault) -> Error) -> Result<(), Error> {
+        match result {
+            Ok(()) => {
+                self.recorder.done(entry);
+                Ok(())
+            }
+            Err(fault) => {
+                self.recorder.failed(entry);
+                Err(fail(fault))
+            }
         }
-        result
     }
 
     /// Ends the group because this rank cannot take part in the operation whose turn it is.
@@ -390,8 +396,7 @@ impl Core {
     }
 
     /// Turns the fault into the group's failure and tells the peers.
-    fn fail(&self, site: Site, entry: Entry, fault: Fault, deadline: &Deadline, completed: u64) -> Error {
-        self.recorder.failed(entry);
+    fn fail(&self, site: Site, fault: Fault, deadline: &Deadline, completed: u64) -> Error {
         let (rank, elapsed) = (self.transport.rank(), deadline.elapsed());
         let error = match fault {
             Fault::Failed(error) => error,

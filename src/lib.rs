@@ -35,6 +35,7 @@ mod error;
 mod group;
 mod partition;
 mod plan;
+mod random;
 mod reduce;
 #[cfg(unix)]
 mod rendezvous;

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use bonfire::{Builder, Error, Group, Medium, ReduceOp, Secret};
 use common::relay::{Recording, dial, relay};
-use common::{free_address, wire};
+use common::{free_address, reason, wire};
 
 /// For ranks that will not find each other.
 const SOON: Duration = Duration::from_secs(1);
@@ -38,30 +38,9 @@ fn connecting(builder: Builder) -> Connecting {
     thread::spawn(move || builder.connect())
 }
 
-/// What the ranks compute once they are there, which uses a connection between any two.
+/// The ranks find each other, and what they compute then is right.
 fn works(ranks: Vec<Connecting>) {
-    let n = ranks.len();
-    let groups: Vec<Group> =
-        ranks.into_iter().map(|rank| rank.join().unwrap().expect("ranks find each other")).collect();
-    let ranks: Vec<_> = groups
-        .into_iter()
-        .map(|group| {
-            thread::spawn(move || {
-                let mut data = vec![group.rank() as i64 + 1; 100_000];
-                group.all_reduce(&mut data, ReduceOp::Sum).unwrap();
-                assert_eq!(data, vec![(n * (n + 1) / 2) as i64; 100_000]);
-                group.barrier().unwrap();
-            })
-        })
-        .collect();
-    ranks.into_iter().for_each(|rank| rank.join().unwrap());
-}
-
-fn reason(result: Result<Group, Error>) -> String {
-    match result {
-        Err(Error::Rendezvous { reason, .. }) => reason,
-        other => panic!("{other:?} is no failed rendezvous"),
-    }
+    common::works(ranks.into_iter().map(|rank| rank.join().unwrap()).collect());
 }
 
 /// All that comes until the other end closes.
@@ -99,7 +78,7 @@ fn ranks_with_the_secret_find_each_other_and_compute() {
     }
     // Threads have none, and need none.
     let groups = rank(0, 1, "").connect_ranks(2).unwrap();
-    works(groups.into_iter().map(|group| thread::spawn(|| Ok(group))).collect());
+    common::works(groups.into_iter().map(Ok).collect());
 }
 
 #[test]

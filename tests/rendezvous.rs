@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use bonfire::{Algorithm, Builder, Error, Group, ReduceOp, Secret, Selection};
 use common::relay::dial;
-use common::{free_address, wire};
+use common::{free_address, reason, wire, works};
 
 /// For ranks that will not find each other.
 const SOON: Duration = Duration::from_secs(1);
@@ -23,31 +23,6 @@ fn rank(rank: usize, world_size: usize, address: &str) -> Builder {
 fn connect(builders: Vec<Builder>) -> Vec<Result<Group, Error>> {
     let ranks: Vec<_> = builders.into_iter().map(|builder| thread::spawn(move || builder.connect())).collect();
     ranks.into_iter().map(|rank| rank.join().expect("connecting does not panic")).collect()
-}
-
-/// All ranks are there and reach each other.
-fn works(groups: Vec<Result<Group, Error>>) {
-    let n = groups.len();
-    let ranks: Vec<_> = groups
-        .into_iter()
-        .map(|group| {
-            let group = group.expect("ranks find each other");
-            thread::spawn(move || {
-                let mut data = [1i32; 100];
-                group.all_reduce(&mut data, ReduceOp::Sum).unwrap();
-                assert_eq!(data, [n as i32; 100]);
-            })
-        })
-        .collect();
-    ranks.into_iter().for_each(|rank| rank.join().unwrap());
-}
-
-/// The reason of a rendezvous that failed.
-fn reason(result: Result<Group, Error>) -> String {
-    match result {
-        Err(Error::Rendezvous { reason, .. }) => reason,
-        other => panic!("{other:?} is no failed rendezvous"),
-    }
 }
 
 /// Plays rank 1 until it has said all that rank 0 wants to know.

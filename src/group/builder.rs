@@ -1,6 +1,5 @@
 //! Settings of a group.
 
-use std::hash::{BuildHasher, Hasher, RandomState};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -9,6 +8,7 @@ use super::{Core, Group};
 use crate::auth::Secret;
 use crate::error::Error;
 use crate::plan::{self, Selection};
+use crate::random;
 #[cfg(unix)]
 use crate::rendezvous::Medium;
 use crate::transport::local::Local;
@@ -81,7 +81,7 @@ impl Builder {
         if world_size == 0 {
             return Err(Error::argument("threads", "a group needs at least one rank"));
         }
-        let session = Some(RandomState::new().build_hasher().finish());
+        let session = Some(random::number());
         let group = |local: Arc<Local>| {
             Core::group(local.clone(), Near::Everybody(local), session, self.algorithms.clone(), self.deadline)
         };

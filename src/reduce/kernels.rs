@@ -7,7 +7,7 @@ use half::{bf16, f16};
 
 use super::arithmetic::Accumulator;
 use super::level::{LANES, Level};
-use super::widen::{Widen, line};
+use super::widen::{Widen, each, line};
 use super::{FinalStep, Kernel, Output};
 use crate::dtype::{DType, ReduceOp};
 
@@ -147,7 +147,7 @@ fn fold<L: Level, T: Widen<A>, A: Accumulator>(accumulator: &mut [u8], source: &
 /// The last step of a reduction, from both sides to where the result goes, all of it in registers.
 ///
 /// # Safety
-/// As [`Kernel::join_to`] says of a `U` on the left.
+/// As [`FinalStep`] says, with a `U` on the left; and the processor has `L`'s instructions.
 #[inline(always)]
 unsafe fn combine_to<L: Level, U: Widen<A>, T: Widen<A>, A: Accumulator>(
     outputs: &[Output],
@@ -243,7 +243,7 @@ fn store<L: Level, T: Widen<A>, A: Accumulator>(target: &mut [u8], source: &[u8]
     unsafe {
         L::run(|| {
             for (target, source) in target.chunks_mut(LANES).zip(source.chunks(LANES)) {
-                let narrow = T::narrow::<L>(line(source).map(&after));
+                let narrow = T::narrow::<L>(each(line(source), &after));
                 target.copy_from_slice(&narrow[..target.len()]);
             }
         });

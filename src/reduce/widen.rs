@@ -63,7 +63,7 @@ pub(super) fn line<T: Pod>(elements: &[T]) -> [T; LANES] {
 
 /// As the array's own `map`, which the compiler does not turn into vectors.
 #[inline(always)]
-fn each<T: Copy, U: Pod>(line: [T; LANES], f: impl Fn(T) -> U) -> [U; LANES] {
+pub(super) fn each<T: Copy, U: Pod>(line: [T; LANES], f: impl Fn(T) -> U) -> [U; LANES] {
     let mut result = [U::zeroed(); LANES];
     for (result, element) in result.iter_mut().zip(line) {
         *result = f(element);

@@ -4,7 +4,6 @@
 //! that share it. So the other end must run as the same user, and prove as on every connection that it is a rank of this
 //! job.
 
-use std::hash::{BuildHasher, Hasher, RandomState};
 use std::io::{self, ErrorKind, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, OwnedFd};
@@ -21,6 +20,7 @@ use tokio::net::{UnixListener, UnixStream};
 use tokio::time::{sleep, timeout};
 
 use crate::auth::{self, Lobby, Member, Opening, Purpose, RETRY, Refusal};
+use crate::random;
 use crate::transport::shm::Segment;
 
 /// How long the descriptor may take once both ends have proved who they are.
@@ -28,9 +28,7 @@ const PATIENCE: Duration = Duration::from_secs(5);
 
 /// A socket in the abstract namespace, which has names but no files.
 pub(super) fn listen() -> io::Result<(String, UnixListener)> {
-    // The standard library seeds these hashers from the system's random numbers.
-    let random = || RandomState::new().build_hasher().finish();
-    let name = format!("bonfire-{:016x}{:016x}", random(), random());
+    let name = format!("bonfire-{:016x}{:016x}", random::number(), random::number());
     let listener = std::os::unix::net::UnixListener::bind_addr(&SocketAddr::from_abstract_name(&name)?)?;
     listener.set_nonblocking(true)?;
     Ok((name, UnixListener::from_std(listener)?))

@@ -1,7 +1,6 @@
 //! The exchange by which ranks find each other.
 
 use std::cell::RefCell;
-use std::hash::{BuildHasher, Hasher, RandomState};
 use std::io;
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -17,6 +16,7 @@ use super::reach::{bind, dial, own_host};
 use super::{Medium, Settings, gone};
 use crate::auth::{Lobby, Member, Purpose, RETRY};
 use crate::error::{Error, Ranks};
+use crate::random;
 use crate::transport::frame;
 use crate::transport::tcp::{Board, MOST, Mesh, admit};
 
@@ -75,7 +75,7 @@ async fn host(
     let board = board(n)?;
     let listener = bind(settings, start, &settings.address).await?;
     let own = listener.local_addr().map_err(|e| settings.failed(start, e.to_string()))?;
-    let member = Member { secret: settings.secret.clone(), session: session(start), rank: 0, world_size: n };
+    let member = Member { secret: settings.secret.clone(), session: random::number(), rank: 0, world_size: n };
     let (arrivals, mut queue) = unbounded_channel();
     let mut guests: Vec<Option<Guest>> = (0..n).map(|_| None).collect();
     while guests.iter().skip(1).any(Option::is_none) {
@@ -129,14 +129,6 @@ async fn host(
     }
     let mesh = Mesh { member, addresses, listener, lobby: lobby.clone(), connections, board };
     Ok(Joined { mesh, medium, hosts })
-}
-
-/// A number for the job.
-fn session(start: Instant) -> u64 {
-    // The standard library seeds these hashers from the system's random numbers.
-    let mut random = RandomState::new().build_hasher();
-    random.write_u128(start.elapsed().as_nanos());
-    random.finish()
 }
 
 /// Takes a connection, and lets it say who it is.

@@ -48,9 +48,7 @@ async fn connect(settings: &Settings, address: &str) -> Result<io::Result<TcpStr
         Ok(addresses) => addresses.collect(),
         Err(e) => return Ok(Err(e)),
     };
-    for address in &addresses {
-        permit(settings.secret.as_ref(), address.ip())?;
-    }
+    permit(settings.secret.as_ref(), &addresses)?;
     let connected = timeout(SYN, TcpStream::connect(&addresses[..])).await;
     let connected = connected.unwrap_or_else(|_| Err(io::Error::new(io::ErrorKind::TimedOut, "no answer so far")));
     Ok(connected.inspect(|stream| drop(stream.set_nodelay(true))))
@@ -76,9 +74,7 @@ pub(super) async fn bind(settings: &Settings, start: Instant, address: &str) -> 
         .await
         .map_err(|e| settings.failed(start, format!("{address} is no address of this machine: {e}")))?
         .collect();
-    for address in &addresses {
-        permit(settings.secret.as_ref(), address.ip())?;
-    }
+    permit(settings.secret.as_ref(), &addresses)?;
     TcpListener::bind(&addresses[..]).await.map_err(|e| {
         let remedy = match e.kind() {
             io::ErrorKind::AddrInUse => "; end the job that still listens there or choose another port",

@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::thread;
 use std::time::Duration;
 
-use bonfire::{Algorithm, Builder, Error, Group, Medium};
+use bonfire::{Algorithm, Builder, Error, Group, Medium, ReduceOp};
 
 /// How the ranks of a test reach each other.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -118,4 +118,28 @@ pub fn in_parallel<C: Sync>(cases: &[C], width: usize, f: impl Fn(&C) + Sync) {
 /// The error of every rank; panics where one succeeded.
 pub fn errors<T: std::fmt::Debug>(results: Vec<Result<T, Error>>) -> Vec<Error> {
     results.into_iter().enumerate().map(|(r, result)| result.expect_err(&format!("rank {r} succeeded"))).collect()
+}
+
+/// All ranks are there and reach each other: what they compute uses a connection between any two.
+pub fn works(groups: Vec<Result<Group, Error>>) {
+    let n = groups.len();
+    let groups: Vec<_> = groups.into_iter().map(|group| group.expect("ranks find each other")).collect();
+    let rank = |group: Group| {
+        thread::spawn(move || {
+            let mut data = vec![group.rank() as i64 + 1; 100_000];
+            group.all_reduce(&mut data, ReduceOp::Sum).unwrap();
+            assert_eq!(data, vec![(n * (n + 1) / 2) as i64; 100_000]);
+            group.barrier().unwrap();
+        })
+    };
+    let ranks: Vec<_> = groups.into_iter().map(rank).collect();
+    ranks.into_iter().for_each(|rank| rank.join().unwrap());
+}
+
+/// The reason of a rendezvous that failed.
+pub fn reason(result: Result<Group, Error>) -> String {
+    match result {
+        Err(Error::Rendezvous { reason, .. }) => reason,
+        other => panic!("{other:?} is no failed rendezvous"),
+    }
 }

@@ -167,9 +167,8 @@ fn reach(
     let (host, port) = orchestrator;
     loop {
         let addresses = (host.as_str(), *port).to_socket_addrs().map(|addresses| addresses.collect::<Vec<_>>());
-        for address in addresses.iter().flatten() {
-            permit(secret, address.ip()).map_err(|error| GlobalCollectiveError::Server(error.to_string()))?;
-        }
+        permit(secret, addresses.as_deref().unwrap_or_default())
+            .map_err(|error| GlobalCollectiveError::Server(error.to_string()))?;
         let attempt = addresses.and_then(|addresses| {
             let mut addresses = addresses.into_iter();
             let connected = addresses.find_map(|address| TcpStream::connect_timeout(&address, wait(deadline)).ok());

@@ -65,9 +65,7 @@ async fn listen(host: &str, port: u16) -> Result<(TcpListener, Option<Secret>), 
     let failed = |e: io::Error| Error::io("listening", e);
     let secret = Secret::from_env()?;
     let addresses: Vec<_> = lookup_host((host, port)).await.map_err(failed)?.collect();
-    for address in &addresses {
-        permit(secret.as_ref(), address.ip())?;
-    }
+    permit(secret.as_ref(), &addresses)?;
     Ok((TcpListener::bind(&addresses[..]).await.map_err(failed)?, secret))
 }
 

@@ -67,10 +67,10 @@ impl Shm {
         // A rank that lends all may need no window; one that has nothing to lend has nothing to stage.
         let begun = lends && !whole(call, rank, mine);
         let fits = small::fits(call, self.world_size());
-        match begun {
-            true if fits => self.bring(phase, buffers),
-            true => pass.begin()?,
-            false => {}
+        if begun && fits {
+            self.bring(phase, buffers);
+        } else if begun {
+            pass.begin()?;
         }
         let words = mine.map(|at| at.map_or(0, |at| at as u64 + 1));
         for (word, value) in self.offer(rank, phase).lent.iter().zip(words) {
