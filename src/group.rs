@@ -149,7 +149,8 @@ impl Group {
     /// `BONFIRE_WORLD_SIZE`, `BONFIRE_ADDRESS` and, if needed, `BONFIRE_HOST`, `BONFIRE_SECRET_FILE` or `BONFIRE_SECRET`
     /// (see [`Builder::secret`]), `BONFIRE_TRANSPORT` (`auto`, `tcp` or
     /// `shm`, see [`Builder::transport`]), `BONFIRE_ALGORITHMS` (see [`Selection`]),
-    /// `BONFIRE_TCP_CONNECTIONS` (see [`Builder::tcp_connections`]) and `BONFIRE_DEADLINE` (seconds).
+    /// `BONFIRE_TCP_CONNECTIONS` (see [`Builder::tcp_connections`]), `BONFIRE_SILENCE` (seconds, see
+    /// [`Builder::silence`]) and `BONFIRE_DEADLINE` (seconds).
     /// Blocks until all ranks are connected. SIGINT and SIGTERM become a farewell to the other ranks, see
     /// [`Builder::leave_on_interrupt`].
     ///

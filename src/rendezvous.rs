@@ -27,10 +27,13 @@ use serde::{Deserialize, Serialize};
 use crate::auth::Secret;
 use crate::error::Error;
 use crate::transport::Near;
-use crate::transport::tcp::{MOST, Tcp};
+use crate::transport::tcp::{MOST, Silence, Tcp};
 
 /// How long ranks may take to find each other by default.
 const TIMEOUT: Duration = Duration::from_secs(120);
+
+/// How long a peer may be silent by default.
+const SILENCE: Duration = Duration::from_secs(5);
 
 /// Connections for data to a peer by default.
 const CONNECTIONS: usize = 1;
@@ -45,6 +48,8 @@ pub(crate) struct Settings {
     /// Where this rank listens, if not on loopback.
     pub host: Option<String>,
     pub timeout: Duration,
+    /// How long a peer may be silent before it counts as lost.
+    pub silence: Duration,
     pub medium: Medium,
     /// Connections for data to a peer.
     pub connections: usize,
@@ -93,6 +98,7 @@ impl Default for Settings {
             address: String::new(),
             host: None,
             timeout: TIMEOUT,
+            silence: SILENCE,
             medium: Medium::default(),
             connections: CONNECTIONS,
             algorithms: String::new(),
@@ -126,6 +132,11 @@ impl Settings {
         }
         if !(1..=MOST).contains(&self.connections) {
             let reason = format!("{} connections to a peer: give 1 to {MOST}", self.connections);
+            return Err(Error::argument("connect", reason));
+        }
+        if self.silence < Silence::LEAST {
+            let (given, least) = (self.silence, Silence::LEAST);
+            let reason = format!("{given:?} of silence: give {least:?} or more, since ranks speak once a second");
             return Err(Error::argument("connect", reason));
         }
         if self.medium == Medium::Shm && !SHARES {
@@ -171,17 +182,18 @@ pub(crate) fn connect(settings: &Settings) -> Result<(Arc<Tcp>, Near), Error> {
         .enable_all()
         .build()
         .map_err(|e| Error::io("starting the control runtime", e))?;
+    let silence = Silence { first: settings.timeout, later: settings.silence };
     #[cfg(all(feature = "shm", target_os = "linux"))]
     {
         let mut joined = runtime.block_on(join::join(settings, start))?;
         let shared = runtime.block_on(memory::agree(settings, start, &mut joined))?;
-        let tcp = Arc::new(Tcp::start(runtime, joined.mesh, settings.connections)?);
+        let tcp = Arc::new(Tcp::start(runtime, joined.mesh, settings.connections, silence)?);
         let near = shared.map_or(Near::Nobody, |shared| shared.near(&tcp));
         Ok((tcp, near))
     }
     #[cfg(not(all(feature = "shm", target_os = "linux")))]
     {
         let joined = runtime.block_on(join::join(settings, start))?;
-        Ok((Arc::new(Tcp::start(runtime, joined.mesh, settings.connections)?), Near::Nobody))
+        Ok((Arc::new(Tcp::start(runtime, joined.mesh, settings.connections, silence)?), Near::Nobody))
     }
 }

@@ -77,11 +77,19 @@ impl<'a> Patience<'a> {
 
 /// `BONFIRE_DEADLINE`, in seconds, read through `variable`.
 pub(crate) fn deadline_from_env(variable: impl Fn(&str) -> Option<String>) -> Result<Option<Duration>, Error> {
-    let Some(text) = variable("BONFIRE_DEADLINE") else { return Ok(None) };
+    seconds_from_env(variable, "BONFIRE_DEADLINE")
+}
+
+/// A length of time in seconds, read through `variable`.
+pub(crate) fn seconds_from_env(
+    variable: impl Fn(&str) -> Option<String>,
+    name: &str,
+) -> Result<Option<Duration>, Error> {
+    let Some(text) = variable(name) else { return Ok(None) };
     let seconds = text.trim().parse::<f64>().ok().filter(|seconds| *seconds > 0.0);
     match seconds.and_then(|seconds| Duration::try_from_secs_f64(seconds).ok()) {
-        Some(deadline) => Ok(Some(deadline)),
-        None => Err(Error::Config(format!("BONFIRE_DEADLINE is '{text}': give a positive number of seconds"))),
+        Some(seconds) => Ok(Some(seconds)),
+        None => Err(Error::Config(format!("{name} is '{text}': give a positive number of seconds"))),
     }
 }
 

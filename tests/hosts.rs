@@ -74,8 +74,11 @@ fn a_rank_that_is_killed_or_stands_still_is_named_by_all() {
         assert!(start.elapsed() < Duration::from_secs(30), "after {:?}", start.elapsed());
     }
     for victim in [0, 3] {
-        let errors = strike(Signal::STOP, "5", victim);
-        assert!(errors.iter().all(|error| matches!(error, Error::Timeout { .. })), "{victim}: {errors:?}");
+        let errors = strike(Signal::STOP, "250", victim);
+        assert!(
+            errors.iter().all(|error| matches!(error, Error::PeerLost { peer, .. } if *peer == victim)),
+            "{victim}: {errors:?}"
+        );
     }
 }
 

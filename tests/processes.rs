@@ -5,6 +5,7 @@ mod common;
 use std::io::Write;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::ExitStatusExt;
+use std::time::Duration;
 
 use bonfire::{Error, Group, ReduceOp};
 use common::process::{Process, is_child, report, say};
@@ -95,6 +96,42 @@ fn a_process_that_stands_still_is_named_by_the_deadline() {
         }
         stopped.signal(Signal::KILL);
         stopped.end();
+    }
+}
+
+#[test]
+fn a_process_that_stands_still_is_noticed_long_before_the_deadline() {
+    if is_child() {
+        let group = Group::from_env().expect("ranks find each other");
+        group.barrier().expect("all ranks are there");
+        say("going");
+        let error = if group.rank() == 0 {
+            // It has nothing to do with the rank that is stopped.
+            group.recv(&mut [0u8; 8], 2).expect_err("nobody sends")
+        } else {
+            std::iter::repeat_with(|| {
+                group.send(&[0u8; 8], 3 - group.rank()).and_then(|()| group.recv(&mut [0u8; 8], 3 - group.rank()))
+            })
+            .find_map(Result::err)
+            .expect("the loop ends with an error")
+        };
+        return report(&Err(error));
+    }
+    for transport in BOTH {
+        let name = "a_process_that_stands_still_is_noticed_long_before_the_deadline";
+        let mut ranks = Process::start_ranks(name, 3, transport, "250");
+        ranks.iter().for_each(|rank| assert_eq!(rank.hear(), "going"));
+        ranks[1].signal(Signal::STOP);
+        for rank in [0, 2] {
+            let error = ranks[rank].outcome().unwrap_err();
+            let named =
+                matches!(&error, Error::PeerLost { peer: 1, elapsed, .. } if *elapsed < Duration::from_secs(60));
+            assert!(named, "{transport}: rank {rank} got {error:?}");
+        }
+        // What it missed meanwhile it hears when it goes on.
+        ranks[1].signal(Signal::CONT);
+        ranks[1].outcome().unwrap_err();
+        assert!(ranks.iter_mut().all(|rank| rank.end().success()));
     }
 }
 
@@ -250,7 +287,7 @@ fn wrong_variables_are_named() {
     const RANK: (&str, &str) = ("BONFIRE_RANK", "0");
     const SIZE: (&str, &str) = ("BONFIRE_WORLD_SIZE", "2");
     const ADDRESS: (&str, &str) = ("BONFIRE_ADDRESS", "127.0.0.1:29500");
-    let cases: [(&str, &[(&str, &str)]); 9] = [
+    let cases: [(&str, &[(&str, &str)]); 10] = [
         ("BONFIRE_RANK", &[]),
         ("BONFIRE_RANK", &[SIZE, ADDRESS]),
         ("BONFIRE_WORLD_SIZE", &[RANK, ADDRESS]),
@@ -259,6 +296,7 @@ fn wrong_variables_are_named() {
         ("BONFIRE_WORLD_SIZE", &[RANK, ("BONFIRE_WORLD_SIZE", "two"), ADDRESS]),
         ("127.0.0.1", &[RANK, SIZE, ("BONFIRE_ADDRESS", "127.0.0.1")]),
         ("BONFIRE_DEADLINE", &[RANK, SIZE, ADDRESS, ("BONFIRE_DEADLINE", "soon")]),
+        ("BONFIRE_SILENCE", &[RANK, SIZE, ADDRESS, ("BONFIRE_SILENCE", "-5")]),
         ("BONFIRE_TRANSPORT", &[RANK, SIZE, ADDRESS, ("BONFIRE_TRANSPORT", "rdma")]),
     ];
     for (named, variables) in cases {

@@ -160,6 +160,15 @@ impl Builder {
         self
     }
 
+    /// How long a peer may be silent before it counts as lost: 5 s unless set here or by `BONFIRE_SILENCE` (seconds), and no
+    /// less than 3 s. Every rank speaks to every other once a second, on a thread of its own, so a rank that computes is
+    /// not silent: one is that was stopped, or that an unplugged cable keeps away. Give more where
+    /// ranks are halted in a debugger.
+    pub fn silence(mut self, silence: Duration) -> Self {
+        self.settings.silence = silence;
+        self
+    }
+
     /// What carries the operations: shared memory among the ranks of a host and TCP between hosts, unless set here or by
     /// `BONFIRE_TRANSPORT` (`auto`, `tcp` or `shm`). A host is where ranks can all open the same segment: on one
     /// machine, in one network namespace, as one user. All ranks of it do or none does. What the ranks of a host bring to

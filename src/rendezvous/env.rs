@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use super::{Medium, Settings};
 use crate::error::Error;
-use crate::wait::deadline_from_env;
+use crate::wait::{deadline_from_env, seconds_from_env};
 
 /// What the environment says about a group.
 #[derive(Debug)]
@@ -35,7 +35,8 @@ pub(crate) fn read(variable: impl Fn(&str) -> Option<String>) -> Result<Environm
         Some(_) => number(&variable, "BONFIRE_TCP_CONNECTIONS")?,
         None => settings.connections,
     };
-    let settings = Settings { connections, ..settings };
+    let silence = seconds_from_env(&variable, "BONFIRE_SILENCE")?.unwrap_or(settings.silence);
+    let settings = Settings { connections, silence, ..settings };
     let algorithms = variable("BONFIRE_ALGORITHMS");
     Ok(Environment { settings, deadline: deadline_from_env(&variable)?, algorithms })
 }

@@ -9,6 +9,7 @@
 //! A message on a data connection is `tag 40 bytes | length of payload u64 little endian | payload`. The receiver knows
 //! the tag and the length that it wants and takes nothing else, so no length from the wire is ever allocated.
 
+mod beat;
 mod board;
 mod control;
 mod dial;
@@ -23,6 +24,7 @@ use std::time::{Duration, Instant};
 use tokio::runtime::Runtime;
 use tokio::sync::mpsc::UnboundedSender;
 
+pub(crate) use self::beat::Silence;
 pub(crate) use self::board::Board;
 use self::control::Outgoing;
 pub(crate) use self::control::{Mesh, admit};
@@ -51,12 +53,14 @@ const LINGER: Duration = Duration::from_secs(1);
 
 impl Tcp {
     /// Takes over the connections that the rendezvous made.
-    pub fn start(runtime: Runtime, mesh: Mesh, connections: usize) -> Result<Tcp, Error> {
+    pub fn start(runtime: Runtime, mut mesh: Mesh, connections: usize, silence: Silence) -> Result<Tcp, Error> {
+        // Before this rank can be in any operation: who has met it in one has a word of it.
+        runtime.block_on(beat::greet(&mut mesh.connections));
         let (control, outgoing) = tokio::sync::mpsc::unbounded_channel();
         let (member, addresses, board) = (mesh.member.clone(), mesh.addresses.clone(), mesh.board.clone());
         let thread = std::thread::Builder::new()
             .name(format!("bonfire-control-{}", member.rank))
-            .spawn(move || runtime.block_on(control::run(mesh, outgoing)))
+            .spawn(move || runtime.block_on(control::run(mesh, silence, outgoing)))
             .map_err(|e| Error::io("starting the control thread", e))?;
         Ok(Tcp { member, addresses, board, connections, control, thread: Mutex::new(Some(thread)) })
     }

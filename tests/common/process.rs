@@ -46,7 +46,7 @@ impl Process {
         for variable in ["RANK", "WORLD_SIZE", "ADDRESS", "HOST", "SECRET", "SECRET_FILE"] {
             command.env_remove(format!("BONFIRE_{variable}"));
         }
-        for variable in ["TRANSPORT", "ALGORITHMS", "TCP_CONNECTIONS", "DEADLINE", "TRACE"] {
+        for variable in ["TRANSPORT", "ALGORITHMS", "TCP_CONNECTIONS", "DEADLINE", "SILENCE", "TRACE"] {
             command.env_remove(format!("BONFIRE_{variable}"));
         }
         command.env(CHILD, "1").envs(variables.iter().map(|(name, value)| (*name, value)));

@@ -167,7 +167,7 @@ mod tests {
     use crate::call::Operation;
     use crate::dtype::{DType, ReduceOp};
     use crate::error::Site;
-    use crate::transport::tcp::{Board, Mesh, Tcp};
+    use crate::transport::tcp::{Board, Mesh, Silence, Tcp};
     use crate::transport::{Collectives, Storage};
 
     const COUNT: usize = 50_000;
@@ -193,7 +193,7 @@ mod tests {
         })
     }
 
-    /// One that nobody has connected to.
+    /// One that nobody has connected to, so that nobody's silence is noticed.
     fn tcp(rank: usize) -> Tcp {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         let listener = runtime.block_on(tokio::net::TcpListener::bind("127.0.0.1:0")).unwrap();
@@ -202,7 +202,7 @@ mod tests {
         let member = Member { secret: None, session: 0, rank, world_size: 2 };
         let (lobby, connections) = (Lobby::new(2), vec![None, None]);
         let mesh = Mesh { member, addresses, listener, lobby, connections, board };
-        Tcp::start(runtime, mesh, 1).unwrap()
+        Tcp::start(runtime, mesh, 1, Silence { first: Duration::MAX, later: Duration::MAX }).unwrap()
     }
 
     const PHASE: Phase = Phase { call: SITE.call, sequence: 0, whole: SITE };

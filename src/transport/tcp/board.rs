@@ -21,6 +21,8 @@ pub(crate) struct Board {
     failed: AtomicBool,
     /// Readable from the first failure on: threads that wait on sockets wait on this too.
     wake: (UnixStream, UnixStream),
+    /// Whether each peer has said anything since it was last asked for.
+    spoke: Box<[AtomicBool]>,
     /// Wakes a thread that waits elsewhere, when a peer fails or leaves.
     alarm: OnceLock<Box<dyn Fn() + Send + Sync>>,
 }
@@ -62,6 +64,7 @@ impl Board {
             state: Mutex::new(state),
             bell: Bell::default(),
             failed: AtomicBool::new(false),
+            spoke: (0..world_size).map(|_| AtomicBool::new(false)).collect(),
             wake: UnixStream::pair()?,
             alarm: OnceLock::new(),
         })
@@ -144,6 +147,17 @@ impl Board {
             drop(state);
             self.fail(Fault::Lost { peer, reason }, 0);
         }
+    }
+
+    /// Something came from `peer`.
+    pub fn speaks(&self, peer: usize) {
+        // Nothing else is read because of it.
+        self.spoke[peer].store(true, Ordering::Relaxed);
+    }
+
+    /// Whether something has come from `peer` since this was last asked.
+    pub fn spoke(&self, peer: usize) -> bool {
+        self.spoke[peer].swap(false, Ordering::Relaxed)
     }
 
     /// Why `peer` will not answer, if it won't.

@@ -9,6 +9,7 @@ use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
+use super::beat::{self, Silence};
 use super::board::Board;
 use super::link::MOST;
 use crate::auth::{self, Lobby, Member, Opening, Purpose, RETRY};
@@ -41,18 +42,22 @@ pub(crate) enum Outgoing {
 
 /// Between control threads.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-enum Message {
+pub(super) enum Message {
+    /// Nothing but a word: this rank is there.
+    Here,
     Calling(Site),
     Called(Site),
     Failed(Error, u64),
-    Farewell { panicked: bool },
+    Farewell {
+        panicked: bool,
+    },
 }
 
 /// How long a leaving rank may take to get its farewell out.
 const PATIENCE: Duration = Duration::from_secs(1);
 
 /// Serves until the farewell.
-pub(super) async fn run(mesh: Mesh, mut outgoing: UnboundedReceiver<Outgoing>) {
+pub(super) async fn run(mesh: Mesh, silence: Silence, mut outgoing: UnboundedReceiver<Outgoing>) {
     let board = mesh.board;
     tokio::spawn(accept(mesh.listener, mesh.lobby, mesh.member, board.clone()));
     let mut writers: Vec<Option<UnboundedSender<Message>>> = Vec::new();
@@ -68,6 +73,7 @@ pub(super) async fn run(mesh: Mesh, mut outgoing: UnboundedReceiver<Outgoing>) {
         writing.spawn(write(writer, queue));
         writers.push(Some(messages));
     }
+    tokio::spawn(beat::run(board, writers.clone(), silence));
     while let Some(outgoing) = outgoing.recv().await {
         let (message, only) = match outgoing {
             Outgoing::Calling(site) => (Message::Calling(site), None),
@@ -99,7 +105,10 @@ async fn write(mut stream: OwnedWriteHalf, mut queue: UnboundedReceiver<Message>
 
 async fn read(peer: usize, mut stream: OwnedReadHalf, board: Arc<Board>, answers: UnboundedSender<Message>) {
     loop {
-        match frame::read::<Message>(&mut stream).await {
+        let message = frame::read::<Message>(&mut stream).await;
+        board.speaks(peer);
+        match message {
+            Ok(Some(Message::Here)) => {}
             Ok(Some(Message::Calling(site))) => {
                 if let Some(mine) = board.hear(peer, site, true) {
                     let _ = answers.send(Message::Called(mine));

@@ -182,7 +182,11 @@ pub(super) fn drive(
         if let Some((peer, link, stripes)) = &mut into {
             for (stream, stripe) in link.streams.iter().zip(&mut stripes.0) {
                 let Some(message) = stripe else { continue };
-                moved |= advanced(message.advance(stream), *peer, watch.board())?;
+                if advanced(message.advance(stream), *peer, watch.board())? {
+                    // What fills the network may hold up the words of the control connection.
+                    watch.board().speaks(*peer);
+                    moved = true;
+                }
                 if let Some(tag) = message.foreign() {
                     return Err(watch.unexpected(*peer, tag));
                 }

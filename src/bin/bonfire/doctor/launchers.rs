@@ -16,6 +16,7 @@ const LAUNCHERS: [(&str, &[&str]); 5] = [
             "BONFIRE_ADDRESS",
             "BONFIRE_HOST",
             "BONFIRE_DEADLINE",
+            "BONFIRE_SILENCE",
             "BONFIRE_TRACE",
         ],
     ),
