@@ -59,6 +59,10 @@ struct Args {
     /// Go on from this checkpoint
     #[arg(long, value_name = "PATH")]
     resume: Option<PathBuf>,
+    /// Kill this rank in the middle of an epoch, 0 if none is named; the others go on. With `bonfire run`, add
+    /// `--tolerate 1`
+    #[arg(long, value_name = "RANK", num_args = 0..=1, default_missing_value = "0")]
+    chaos: Option<usize>,
 }
 
 #[derive(Clone, Copy, ValueEnum)]
@@ -87,6 +91,9 @@ fn main() -> ExitCode {
     };
     if (args.batch as usize) < groups[0].world_size() {
         wrong(&format!("a batch of {} is too small for {} ranks", args.batch, groups[0].world_size()));
+    }
+    if let Some(rank) = args.chaos.filter(|rank| *rank >= groups[0].world_size() || groups[0].world_size() == 1) {
+        wrong(&format!("--chaos kills rank {rank}, and there are {} ranks", groups[0].world_size()));
     }
     match run(groups, &args) {
         Ok(()) => ExitCode::SUCCESS,
@@ -139,6 +146,7 @@ fn train(
         epochs: args.epochs,
         save: args.save.as_deref(),
         resume: args.resume.as_deref(),
+        chaos: args.chaos,
     };
     match args.backend {
         Backend::Flex => job.run::<Autodiff<Flex>>(group, Default::default()),

@@ -3,6 +3,7 @@
 //! The functions and types of burn-collective are at the root of the crate: start at [`register`](crate::register).
 //! [`autodiff`] has sums over ranks that gradients flow through.
 
+pub(crate) mod attempt;
 pub mod autodiff;
 #[cfg(unix)]
 pub(crate) mod collective;

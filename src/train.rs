@@ -47,6 +47,7 @@ mod data_parallel;
 mod learner;
 mod sampler;
 mod states;
+mod survivors;
 
 pub use self::batch_norm::{SyncBatchNorm, SyncBatchNormConfig};
 pub use self::data_parallel::DataParallel;

@@ -38,21 +38,21 @@ fn settings() -> Settings {
 
 /// Trains with two ranks up to `epochs` on a part of the digits, and gives what went wrong on each rank.
 fn train(settings: &Settings, epochs: usize, save: Option<&Path>, resume: Option<&Path>) -> Vec<Option<String>> {
-    train_on::<B>(2, settings, epochs, save, resume)
+    train_on::<B>(2, settings, epochs, (save, resume), None)
 }
 
 fn train_on<B: CollectiveBackend>(
     ranks: usize,
     settings: &Settings,
     epochs: usize,
-    save: Option<&Path>,
-    resume: Option<&Path>,
+    (save, resume): (Option<&Path>, Option<&Path>),
+    chaos: Option<usize>,
 ) -> Vec<Option<String>> {
     let rank = |group: Group| -> Result<(), Failure> {
         let (mut digits, test) = Digits::load()?;
         digits.images.truncate(280);
         digits.labels.truncate(280);
-        Job { data: (digits, test), settings: settings.clone(), epochs, save, resume }
+        Job { data: (digits, test), settings: settings.clone(), epochs, save, resume, chaos }
             .run::<B>(group, Default::default())
     };
     thread::scope(|scope| {
@@ -102,13 +102,32 @@ fn the_network_with_batch_norm_trains_as_one_on_any_number_of_ranks() {
     let trained: Vec<Vec<f64>> = (1..=4)
         .map(|ranks| {
             let path = folder.path().join(ranks.to_string());
-            assert_eq!(train_on::<Double>(ranks, &settings(), 10, Some(&path), None), vec![None; ranks]);
+            assert_eq!(train_on::<Double>(ranks, &settings(), 10, (Some(&path), None), None), vec![None; ranks]);
             values::<Double>(&path).iter().flat_map(|data| data.iter::<f64>().collect::<Vec<_>>()).collect()
         })
         .collect();
     for (ranks, values) in (2..).zip(&trained[1..]) {
         let difference = values.iter().zip(&trained[0]).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
         assert!(difference < 1e-9, "{ranks} ranks differ from one by {difference:e} after 10 epochs");
+    }
+}
+
+#[test]
+fn ranks_that_are_left_train_on_as_one() {
+    type Double = Autodiff<NdArray<f64>>;
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let folder = tempfile::tempdir().unwrap();
+    let trained: Vec<Vec<f64>> = [None, Some(0), Some(2)]
+        .into_iter()
+        .map(|dies| {
+            let path = folder.path().join(format!("{dies:?}"));
+            assert_eq!(train_on::<Double>(3, &settings(), 4, (Some(&path), None), dies), vec![None; 3]);
+            values::<Double>(&path).iter().flat_map(|data| data.iter::<f64>().collect::<Vec<_>>()).collect()
+        })
+        .collect();
+    for values in &trained[1..] {
+        let difference = values.iter().zip(&trained[0]).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
+        assert!(difference < 1e-9, "the survivors differ by {difference:e} from ranks of which none was lost");
     }
 }
 

@@ -67,7 +67,8 @@ fn threads_and_others_go_on_without_who_left_or_panicked() {
             [(2, 0b10, false), (2, 0b01, true), (3, 0b010, true), (4, 0b1001, false), (5, 0b11011, true)]
         {
             let results = run_ranks(kind, n, move |group| {
-                group.barrier().unwrap();
+                // Who panics after it may end it on others.
+                let _ = group.barrier();
                 if gone >> group.rank() & 1 == 0 {
                     return go_on(group, 3).map(|(_, mask)| mask);
                 }

@@ -42,7 +42,8 @@ impl<B: CollectiveBackend> Network<B> {
         }
     }
 
-    fn random(group: &Group, device: &B::Device) -> Self {
+    /// A network with any weights.
+    pub fn random(group: &Group, device: &B::Device) -> Self {
         let conv = |inputs, outputs| {
             Conv2dConfig::new([inputs, outputs], [3, 3])
                 .with_padding(PaddingConfig2d::Same)

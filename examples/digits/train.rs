@@ -4,9 +4,9 @@ use std::io::{self, Write};
 use std::path::Path;
 use std::time::Instant;
 
-use bonfire::tensor::autodiff::CollectiveBackend;
-use bonfire::{DataParallel, Group, ShardedSampler, partition};
-use burn::module::AutodiffModule;
+use bonfire::tensor::autodiff::{CollectiveBackend, attempt};
+use bonfire::{DataParallel, Group, ReduceOp, ShardedSampler, partition};
+use burn::module::{AutodiffModule, Module};
 use burn::nn::loss::CrossEntropyLossConfig;
 use burn::optim::{AdamConfig, GradientsParams, Optimizer};
 use burn::tensor::backend::{AutodiffBackend, Backend};
@@ -26,60 +26,178 @@ pub struct Job<'a> {
     pub epochs: usize,
     pub save: Option<&'a Path>,
     pub resume: Option<&'a Path>,
+    /// Which rank dies in the middle of the second epoch.
+    pub chaos: Option<usize>,
+}
+
+/// A training under way on one rank.
+struct Training<B: CollectiveBackend, O> {
+    model: Network<B>,
+    optimizer: O,
+    ddp: DataParallel<B>,
+    sampler: ShardedSampler,
+    /// Epochs that were reported, and how many were trained before this run.
+    epochs: usize,
+    resumed: usize,
+    /// Of this epoch so far, on this rank.
+    clock: Instant,
+    bar: ProgressBar,
+    seen: usize,
+    losses: f64,
+    right: f64,
+}
+
+impl<B: CollectiveBackend, O: Optimizer<Network<B>, B>> Training<B, O> {
+    /// Steps of this epoch so far: the same on all ranks, whoever of them was lost.
+    fn steps(&self) -> usize {
+        self.ddp.steps() as usize - (self.epochs - self.resumed) * self.sampler.batches()
+    }
+
+    fn begin_epoch(&mut self) {
+        (self.clock, self.seen, self.losses, self.right) = (Instant::now(), 0, 0.0, 0.0);
+        self.bar = progress_bar(self.ddp.group(), &self.sampler);
+    }
 }
 
 impl Job<'_> {
-    /// Trains and tests on `device` as one rank of `group`. Rank 0 reports and saves.
+    /// Trains and tests on `device` as one rank of `group`. Rank 0 reports and saves. Where ranks are lost, the others go on.
     pub fn run<B: CollectiveBackend>(&self, group: Group, device: B::Device) -> Result<(), Failure> {
-        let (digits, test) = &self.data;
         self.check(&group)?;
         let mut model = Network::<B>::new(&group, self.settings.seed, &device)?;
         let mut optimizer = AdamConfig::new().init();
-        let mut start = 0;
+        let mut resumed = 0;
         if let Some(path) = self.resume {
             let checkpoint = Checkpoint::read(path, &group)?;
             checkpoint.check(path, &self.settings)?;
-            start = checkpoint.epochs;
+            resumed = checkpoint.epochs;
             (model, optimizer) = checkpoint.restore(model, optimizer, &device)?;
         }
-        let (mut model, mut ddp) = DataParallel::new(group.clone(), model)?;
-
-        let sampler = ShardedSampler::new(&group, digits.len(), self.settings.batch)?.seed(self.settings.seed);
-        let loss = CrossEntropyLossConfig::new().init(&device);
-        for epoch in start..self.epochs {
-            let clock = Instant::now();
-            let bar = progress_bar(&group, &sampler);
-            let (mut seen, mut losses, mut right) = (0, 0.0, 0.0);
-            for shard in sampler.epoch(epoch) {
-                let (images, labels) = tensors::<B>(digits, &shard, &device);
-                let scores = model.forward(images);
-                right += count_right(scores.clone().inner(), labels.clone().inner());
-                let loss = loss.forward(scores, labels);
-                losses += loss.clone().into_scalar().elem::<f64>() * shard.len() as f64;
-                let grads = GradientsParams::from_grads(loss.backward(), &model);
-                let grads = ddp.sync(grads, shard.len())?;
-                model = optimizer.step(self.settings.lr, model, grads);
-                seen += shard.len();
-                bar.inc(1);
+        let identity = group.rank();
+        let (sampler, bar) = (self.sampler(&group)?, ProgressBar::hidden());
+        let (model, ddp) = DataParallel::new(group, model)?;
+        let (clock, epochs) = (Instant::now(), resumed);
+        let (seen, losses, right) = (0, 0.0, 0.0);
+        let mut training =
+            Training { model, optimizer, ddp, sampler, epochs, resumed, clock, bar, seen, losses, right };
+        training.begin_epoch();
+        loop {
+            let middle = training.epochs == resumed + 1 && training.steps() == training.sampler.batches() / 2;
+            if middle && self.chaos == Some(identity) {
+                return self.die(identity);
             }
-            model = ddp.average_states(model)?;
-            let [loss, accuracy] = ddp.mean(&[losses / seen as f64, right / seen as f64], seen)?;
-            bar.finish_and_clear();
-            if group.rank() == 0 {
-                let rate = digits.len() as f64 / clock.elapsed().as_secs_f64();
-                let (epoch, accuracy) = (epoch + 1, 100.0 * accuracy);
-                let epochs = self.epochs;
-                let mut out = io::stdout();
-                writeln!(out, "epoch {epoch}/{epochs}: loss {loss:.4}, accuracy {accuracy:.1} %, {rate:.0} images/s")?;
-                if let Some(path) = self.save {
-                    Checkpoint::new(epoch, self.settings.clone(), &model, &optimizer)?.write(path)?;
-                }
+            match self.advance(&mut training, &device) {
+                Ok(true) => return Ok(()),
+                Ok(false) => {}
+                Err(failure) => match failure.downcast_ref() {
+                    Some(bonfire::Error::PeerLost { .. } | bonfire::Error::Left { .. }) => {
+                        self.go_on(&mut training, &failure, &device)?;
+                    }
+                    _ => return Err(failure),
+                },
             }
         }
+    }
 
-        let accuracy = 100.0 * self.test(&ddp, test, &model.valid(), &device)?;
+    fn sampler(&self, group: &Group) -> Result<ShardedSampler, Failure> {
+        Ok(ShardedSampler::new(group, self.data.0.len(), self.settings.batch)?.seed(self.settings.seed))
+    }
+
+    /// A step, or what ends an epoch, or, after all of them, the test: true when that is done.
+    fn advance<B, O>(&self, training: &mut Training<B, O>, device: &B::Device) -> Result<bool, Failure>
+    where
+        B: CollectiveBackend,
+        O: Optimizer<Network<B>, B>,
+    {
+        let (digits, test) = &self.data;
+        if training.epochs >= self.epochs {
+            let accuracy = 100.0 * self.test(&training.ddp, test, &training.model.valid(), device)?;
+            if training.ddp.group().rank() == 0 {
+                writeln!(io::stdout(), "test accuracy: {accuracy:.1} %")?;
+            }
+            return Ok(true);
+        }
+        let Some(shard) = training.sampler.epoch(training.epochs).nth(training.steps()) else {
+            return self.end_epoch(training).map(|()| false);
+        };
+        let (images, labels) = tensors::<B>(digits, &shard, device);
+        let (model, loss) = (&training.model, CrossEntropyLossConfig::new().init(device));
+        // The norms call collectives.
+        let (scores, loss, grads) = attempt(|| {
+            let scores = model.forward(images);
+            let loss = loss.forward(scores.clone(), labels.clone());
+            let grads = GradientsParams::from_grads(loss.backward(), model);
+            (scores, loss, grads)
+        })?;
+        let grads = training.ddp.sync(grads, shard.len())?;
+        training.model = training.optimizer.step(self.settings.lr, training.model.clone(), grads);
+        training.seen += shard.len();
+        training.right += count_right(scores.inner(), labels.inner());
+        training.losses += loss.into_scalar().elem::<f64>() * shard.len() as f64;
+        training.bar.inc(1);
+        Ok(false)
+    }
+
+    fn end_epoch<B, O>(&self, training: &mut Training<B, O>) -> Result<(), Failure>
+    where
+        B: CollectiveBackend,
+        O: Optimizer<Network<B>, B>,
+    {
+        let Training { ddp, seen, losses, right, .. } = training;
+        training.model = ddp.average_states(training.model.clone())?;
+        let count = (*seen).max(1) as f64;
+        let [loss, accuracy] = ddp.mean(&[*losses / count, *right / count], *seen)?;
+        training.bar.finish_and_clear();
+        training.epochs += 1;
+        if ddp.group().rank() == 0 {
+            let rate = self.data.0.len() as f64 / training.clock.elapsed().as_secs_f64();
+            let (epoch, epochs, accuracy) = (training.epochs, self.epochs, 100.0 * accuracy);
+            let mut out = io::stdout();
+            writeln!(out, "epoch {epoch}/{epochs}: loss {loss:.4}, accuracy {accuracy:.1} %, {rate:.0} images/s")?;
+            if let Some(path) = self.save {
+                let Training { model, optimizer, .. } = training;
+                Checkpoint::new(epoch, self.settings.clone(), model, optimizer)?.write(path)?;
+            }
+        }
+        training.begin_epoch();
+        Ok(())
+    }
+
+    /// Goes on without ranks that were lost, from where all others are.
+    fn go_on<B, O>(&self, training: &mut Training<B, O>, cause: &Failure, device: &B::Device) -> Result<(), Failure>
+    where
+        B: CollectiveBackend,
+        O: Optimizer<Network<B>, B>,
+    {
+        training.bar.abandon();
+        let Training { model, optimizer, ddp, .. } = training;
+        ddp.shrink(model, optimizer)?;
+        let group = ddp.group().clone();
+        // Some may have been told the epoch's result, and others not.
+        let mut reported = [training.epochs as u64];
+        group.all_reduce(&mut reported, ReduceOp::Min)?;
+        training.epochs = reported[0] as usize;
+        // The norms hold the old group.
+        training.model = Network::random(&group, device).load_record(training.model.clone().into_record());
+        training.sampler = self.sampler(&group)?;
+        training.bar = progress_bar(&group, &training.sampler);
+        training.bar.set_position(training.steps() as u64);
         if group.rank() == 0 {
-            writeln!(io::stdout(), "test accuracy: {accuracy:.1} %")?;
+            eprintln!(
+                "{cause}\n{} of the ranks go on from step {} of epoch {}",
+                group.world_size(),
+                training.steps(),
+                training.epochs + 1
+            );
+        }
+        Ok(())
+    }
+
+    /// Ends this rank as a failing machine would. A thread can only leave.
+    fn die(&self, rank: usize) -> Result<(), Failure> {
+        eprintln!("rank {rank} dies now, as --chaos says");
+        #[cfg(unix)]
+        if std::env::var_os("BONFIRE_RANK").is_some() {
+            signal_hook::low_level::raise(signal_hook::consts::SIGKILL)?;
         }
         Ok(())
     }

@@ -28,6 +28,8 @@ use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::ops::FloatTensor;
 use burn::tensor::{DType, Tensor, TensorData, TensorMetadata, TensorPrimitive, bf16, f16, try_read_sync};
 
+pub use super::attempt::attempt;
+use super::attempt::fail;
 use super::device::{element, start_all_reduce};
 use crate::{Element, Error, Group, ReduceOp};
 
@@ -72,7 +74,8 @@ where
 ///
 /// # Panics
 /// The backward pass panics with the text of the error if its collective fails: burn's backward passes return no
-/// `Result`. The panic is raised in the thread that called `backward` and releases burn's locks.
+/// `Result`. The panic is raised in the thread that called `backward` and releases burn's locks; [`attempt`] makes it an
+/// error.
 ///
 /// # Example
 /// ```
@@ -121,8 +124,7 @@ impl<B: Backend> Backward<B, 1> for SumOverRanks {
                 1.0 => gradient,
                 _ => B::float_mul_scalar(gradient, factor.into()),
             };
-            let sum = sum::<B>(scaled(gradient, weight), &group)
-                .unwrap_or_else(|error| panic!("backward pass of rank {}: {error}", group.rank()));
+            let sum = sum::<B>(scaled(gradient, weight), &group).unwrap_or_else(|error| fail(error));
             scaled(sum, if weight == 0.0 { 0.0 } else { weight.recip() })
         });
     }

@@ -86,7 +86,7 @@ pub(crate) fn load_from_first<B: AutodiffBackend, M: AutodiffModule<B>>(
 }
 
 /// `root`'s value on all ranks.
-fn broadcast_value<T: Serialize, R: for<'de> Deserialize<'de>>(
+pub(crate) fn broadcast_value<T: Serialize, R: for<'de> Deserialize<'de>>(
     group: &Group,
     own: &T,
     root: usize,

@@ -9,6 +9,7 @@ use burn::tensor::backend::Backend;
 use burn::tensor::ops::FloatTensor;
 use burn::tensor::{DType, Tensor, TensorPrimitive};
 
+use crate::tensor::attempt::fail;
 use crate::tensor::autodiff::CollectiveBackend;
 use crate::{Error, Group};
 
@@ -132,7 +133,8 @@ impl<B: Backend> SyncBatchNorm<B> {
     /// - output: that of `input`
     ///
     /// # Panics
-    /// With the text of the [`Error`] if the collective fails, here or in the backward pass. In training, if the layer
+    /// With the text of the [`Error`] if the collective fails, here or in the backward pass
+    /// ([`attempt`](crate::tensor::autodiff::attempt) makes that an error). In training, if the layer
     /// was made by [`SyncBatchNormConfig::init_inference`]. If `input` has fewer than two dimensions or another number of
     /// channels than the layer.
     pub fn forward<const D: usize>(&self, input: Tensor<B, D>) -> Tensor<B, D> {
@@ -146,7 +148,7 @@ impl<B: Backend> SyncBatchNorm<B> {
         let input = input.cast(if matches!(dtype, DType::F16 | DType::BF16) { DType::F32 } else { dtype });
 
         let (mean, var) = if B::ad_enabled(&input.device()) {
-            let (mean, var) = self.batch_statistics(input.clone()).unwrap_or_else(|error| panic!("{error}"));
+            let (mean, var) = self.batch_statistics(input.clone()).unwrap_or_else(|error| fail(error));
             self.update(&self.running_mean, mean.clone());
             self.update(&self.running_var, var.clone());
             (mean, var)

@@ -9,7 +9,7 @@ use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::ops::FloatTensorOps;
 use burn::tensor::{Bytes, Tensor, TensorData, TensorPrimitive};
 
-use super::agree::{Parameter, check_same, load_from_first, parameters, renew};
+use super::agree::{Described, Parameter, check_same, load_from_first, parameters, renew};
 use super::bucket::{Bucket, Item, buckets, scale};
 use super::states;
 use crate::dtype::ReduceOp;
@@ -19,11 +19,13 @@ use crate::tensor::device::{Waiting, start_all_reduce};
 
 /// One rank's part in the data-parallel training of a model: see [`train`](crate::train) for a whole loop.
 pub struct DataParallel<B: AutodiffBackend> {
-    group: Group,
+    pub(super) group: Group,
     /// The model's float parameters in visiting order, which is the order on which all ranks agree: the ids differ.
-    parameters: Vec<Parameter<B>>,
+    pub(super) parameters: Vec<Parameter<B>>,
     /// Memory of packed buckets that is not in use.
-    memory: Vec<Buffer<u64>>,
+    pub(super) memory: Vec<Buffer<u64>>,
+    /// Synchronised so far.
+    pub(super) steps: u64,
 }
 
 /// A bucket whose reduction was started.
@@ -51,13 +53,15 @@ impl<B: AutodiffBackend> DataParallel<B> {
     /// the errors of [`Group::all_reduce`].
     pub fn new<M: AutodiffModule<B>>(group: Group, model: M) -> Result<(M, Self), Error> {
         let (model, mappers) = renew(model);
-        let (described, mut parameters) = parameters::<B, M>(&model);
+        let (described, parameters) = trained(&model);
         check_same(&group, &described)?;
-        // A parameter that is used twice in a model has one id and one gradient.
-        let mut known = HashSet::new();
-        parameters.retain(|parameter| known.insert(parameter.id));
         let model = load_from_first(&group, model, mappers)?;
-        Ok((model, DataParallel { group, parameters, memory: Vec::new() }))
+        Ok((model, DataParallel { group, parameters, memory: Vec::new(), steps: 0 }))
+    }
+
+    /// How often gradients were synchronised: steps, if each was followed by one of the optimizer's.
+    pub fn steps(&self) -> u64 {
+        self.steps
     }
 
     /// The group of ranks.
@@ -110,6 +114,7 @@ impl<B: AutodiffBackend> DataParallel<B> {
         let (total, exists) = self.announce(&grads, samples)?;
         let world_size = self.group.world_size();
         if world_size == 1 {
+            self.steps += 1;
             return Ok(grads);
         }
         let factor = samples as f64 * world_size as f64 / total as f64;
@@ -132,6 +137,7 @@ impl<B: AutodiffBackend> DataParallel<B> {
         while let Some(oldest) = started.pop_front() {
             self.finish(oldest, &mut grads)?;
         }
+        self.steps += 1;
         Ok(grads)
     }
 
@@ -307,6 +313,15 @@ impl<B: AutodiffBackend> DataParallel<B> {
         };
         Error::argument("sync", reason)
     }
+}
+
+/// All parameters as the ranks compare them, and those whose gradients are synchronised.
+pub(super) fn trained<B: AutodiffBackend, M: AutodiffModule<B>>(model: &M) -> (Vec<Described>, Vec<Parameter<B>>) {
+    let (described, mut parameters) = parameters::<B, M>(model);
+    // A parameter that is used twice in a model has one id and one gradient.
+    let mut known = HashSet::new();
+    parameters.retain(|parameter| known.insert(parameter.id));
+    (described, parameters)
 }
 
 impl<B: AutodiffBackend> fmt::Debug for DataParallel<B> {

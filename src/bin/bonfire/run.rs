@@ -54,6 +54,10 @@ pub struct Args {
     #[arg(long, value_name = "SECONDS", default_value_t = 10)]
     grace: u32,
 
+    /// Ranks that may fail before the others are ended: for programs that go on without them
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    tolerate: u32,
+
     /// Print the ranks' lines as they are, without the rank before each
     #[arg(long)]
     no_prefix: bool,
@@ -73,6 +77,7 @@ impl Args {
             master: None,
             host: None,
             grace: 10,
+            tolerate: 0,
             no_prefix: true,
             command,
         }
@@ -194,8 +199,8 @@ then SIGKILL after the grace period. A rank that ends with status 0 leaves the o
 When a rank has ended, whatever it left in its process group is killed.
 
 Exit status:
-  0      every rank ended with status 0
-  S      the first rank that failed ended with status S
+  0      every rank ended with status 0, but for as many as --tolerate says
+  S      the first rank that failed, or that was one too many, ended with status S
   128+N  the first rank that failed was killed by signal N, or the launcher was told to end by it
   1      the launcher failed, for instance because its output was closed
   2      bad arguments; nothing was started

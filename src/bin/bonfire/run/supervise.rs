@@ -32,6 +32,8 @@ pub async fn supervise(layout: &Layout, args: &Args) -> Result<u8, RunError> {
     let mut supervisor = Supervisor {
         first_rank: layout.first_rank,
         grace: Duration::from_secs(args.grace.into()),
+        tolerates: args.tolerate,
+        succeeded: false,
         ranks: BTreeMap::new(),
         running: BTreeSet::new(),
         following: JoinSet::new(),
@@ -59,6 +61,10 @@ pub async fn supervise(layout: &Layout, args: &Args) -> Result<u8, RunError> {
 struct Supervisor {
     first_rank: u32,
     grace: Duration,
+    /// How many more ranks may fail.
+    tolerates: u32,
+    /// Whether any rank has ended as it should.
+    succeeded: bool,
     /// Started and not reaped. Whichever way the launcher ends, dropping this kills them.
     ranks: BTreeMap<u32, Rank>,
     /// Those of `ranks` whose end was not seen yet.
@@ -183,7 +189,16 @@ impl Supervisor {
     fn on_end(&mut self, local: u32, end: End) {
         self.running.remove(&local);
         log::debug!("rank {} {end}", self.first_rank + local);
+        self.succeeded |= !end.failed();
         if !end.failed() || self.ending.is_some() {
+            return;
+        }
+        // Where nobody is left who could still succeed, the run has failed.
+        if self.tolerates > 0 && (self.succeeded || !self.running.is_empty()) {
+            self.tolerates -= 1;
+            let others =
+                if self.running.is_empty() { String::new() } else { format!("; {} may go on", self.list_running()) };
+            self.note(format!("rank {} {end}{others}", self.first_rank + local));
             return;
         }
         if !self.running.is_empty() {
