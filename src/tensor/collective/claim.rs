@@ -3,7 +3,7 @@
 use burn::tensor::DType;
 use serde::{Deserialize, Serialize};
 
-use super::error::CollectiveError;
+use super::error::{CollectiveError, GlobalCollectiveError};
 use super::names::PeerId;
 use crate::dtype::ReduceOp;
 
@@ -32,6 +32,14 @@ pub(super) struct Claim {
 /// A claim, or why its peers cannot go on: then nobody does.
 pub(super) type Claimed = Result<Claim, CollectiveError>;
 
+/// The claim at the beginning of what a node sent.
+pub(super) fn read(bytes: &[u8]) -> Claimed {
+    match postcard::take_from_bytes::<Claimed>(bytes) {
+        Ok((claim, _padding)) => claim,
+        Err(_) => Err(GlobalCollectiveError::PeerSentIncoherentTensor.into()),
+    }
+}
+
 /// The claims of all, in their order, as one; or the same error wherever the same claims are merged.
 pub(super) fn merge(claims: impl IntoIterator<Item = Claimed>) -> Claimed {
     let claims: Vec<Claim> = claims.into_iter().collect::<Result<_, _>>()?;
@@ -56,7 +64,9 @@ pub(super) fn merge(claims: impl IntoIterator<Item = Claimed>) -> Claimed {
     if let (Call::Broadcast, Some(holder)) = (merged.call, merged.holder) {
         merged.tensor = claims[holder].tensor.clone();
     }
-    merged.devices = claims.iter().map(|claim| claim.devices).sum();
+    // Other nodes' words.
+    let devices = claims.iter().try_fold(0usize, |sum, claim| sum.checked_add(claim.devices));
+    merged.devices = devices.ok_or(GlobalCollectiveError::PeerSentIncoherentTensor)?;
     Ok(merged)
 }
 
