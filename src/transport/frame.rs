@@ -25,9 +25,16 @@ pub(crate) fn body_length(head: [u8; 4]) -> io::Result<usize> {
     bounded(u32::from_le_bytes(head) as usize, io::ErrorKind::InvalidData)
 }
 
-/// The message in a frame's body.
+/// The message that a frame's body is, to its last byte.
 pub(crate) fn decode<T: DeserializeOwned>(body: &[u8]) -> io::Result<T> {
-    postcard::from_bytes(body).map_err(|e| io::Error::new(io::ErrorKind::InvalidData, e))
+    match postcard::take_from_bytes(body) {
+        Ok((message, [])) => Ok(message),
+        Ok((_, rest)) => {
+            let reason = format!("a message of {} bytes with {} more after it", body.len() - rest.len(), rest.len());
+            Err(io::Error::new(io::ErrorKind::InvalidData, reason))
+        }
+        Err(e) => Err(io::Error::new(io::ErrorKind::InvalidData, e)),
+    }
 }
 
 pub(crate) async fn write(stream: &mut (impl AsyncWrite + Unpin), message: &impl Serialize) -> io::Result<()> {
