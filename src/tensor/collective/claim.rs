@@ -120,6 +120,31 @@ mod tests {
     }
 
     #[test]
+    fn fuzz_claims() {
+        let calls = [Call::AllReduce(ReduceOp::Mean), Call::Reduce(ReduceOp::Sum, PeerId(300)), Call::Broadcast];
+        let mut claims: Vec<_> =
+            calls.into_iter().flat_map(|call| [None, Some(0)].map(|h| claim(call, Some(7), h))).collect();
+        claims.extend([claim(Call::Parameters(u64::MAX), None, None), Err(CollectiveError::Other("no".into()))]);
+        let seeds = claims.iter().map(|claim| postcard::to_stdvec(claim).unwrap());
+        crate::fuzz::fuzz("claim", seeds, |bytes| {
+            let read = read(bytes);
+            for ours in &claims {
+                let merged = merge([ours.clone(), read.clone()]);
+                // Nodes merge the same claims in the same order, and what comes out is what some of them hold.
+                let Ok(merged) = merged else { continue };
+                let (Ok(ours), Ok(theirs)) = (ours, &read) else { panic!("a failure is everybody's") };
+                assert!(ours.call == merged.call && theirs.call == merged.call);
+                assert!(merged.devices >= theirs.devices && merged.holder.is_none_or(|holder| holder < 2));
+                assert!([&ours.tensor, &theirs.tensor].contains(&&merged.tensor));
+            }
+            read.is_ok_and(|claim| {
+                assert_eq!(super::read(&postcard::to_stdvec::<Claimed>(&Ok(claim.clone())).unwrap()), Ok(claim));
+                true
+            })
+        });
+    }
+
+    #[test]
     fn one_failure_is_everybodys() {
         let failed = Err(CollectiveError::Other("no".into()));
         assert_eq!(merge([claim(Call::Broadcast, None, None), failed.clone()]), failed);
