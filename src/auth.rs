@@ -18,6 +18,8 @@
 //! random numbers.
 
 mod connect;
+#[cfg(test)]
+mod fuzz;
 mod handshake;
 mod lobby;
 mod opening;

@@ -32,6 +32,8 @@ mod call;
 mod collective;
 mod dtype;
 mod error;
+#[cfg(test)]
+mod fuzz;
 mod group;
 mod partition;
 mod plan;

@@ -30,6 +30,9 @@ impl<T> Cell<T> {
 /// How often a thread looks before it yields.
 pub(crate) const SPINS: usize = 40;
 
+/// How often a reader whom a writer overtakes begins again before it gives up.
+pub(crate) const TRIES: usize = 1000;
+
 /// How long a thread yields before it sleeps. A peer that is at the same place answers within some microseconds, and a
 /// sleep and a wake cost more than that. Measured in time, not in yields: on a busy machine one yield can take a whole
 /// time slice of somebody else's.

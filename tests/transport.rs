@@ -1,13 +1,13 @@
 //! The transport is a seam for others: one from outside the crate runs every operation, and where it fails, no rank hangs.
 
 mod common;
+#[path = "transport/faults.rs"]
+mod faults;
 
 use std::sync::Arc;
-use std::time::Duration;
 
-use bonfire::{Algorithm, Builder, Element, Error, Group, ReduceOp, Transport, partition};
+use bonfire::{Algorithm, Builder, Element, Group, ReduceOp, Transport, partition};
 use common::transport::{Channels, Faults, run_on_channels};
-use common::{errors, in_parallel};
 use half::{bf16, f16};
 
 /// Every operation in every form. Values are small whole numbers, which all types hold.
@@ -157,95 +157,4 @@ fn started_operations_run_on_it_too() {
             }
         },
     );
-}
-
-type Act = fn(&Group) -> Result<(), Error>;
-
-const ACTS: [(&str, Act); 9] = [
-    ("all_reduce", |g| g.all_reduce(&mut [1f32; 50], ReduceOp::Sum)),
-    ("large all_reduce", |g| g.all_reduce(&mut vec![1f32; 100_000], ReduceOp::Sum)),
-    ("wide all_reduce", |g| g.all_reduce(&mut [f16::ONE; 50], ReduceOp::Mean)),
-    ("reduce", |g| g.reduce(&mut [1i32; 50], ReduceOp::Max, 1)),
-    ("broadcast", |g| g.broadcast(&mut [1u8; 50], 1)),
-    ("all_gather", |g| g.all_gather(&mut [1f64; 50])),
-    ("reduce_scatter", |g| g.reduce_scatter(&mut [1f32; 50], ReduceOp::Sum)),
-    ("all_to_all", |g| g.all_to_all(&mut [1f32; 60])),
-    ("barrier", |g| g.barrier()),
-];
-
-/// Rank `culprit` cannot send from its message `k` on. Whether all the operations succeeded before it had that many.
-fn failing_at(
-    n: usize,
-    settings: impl Fn(Builder) -> Builder,
-    culprit: usize,
-    k: usize,
-    act: Act,
-    label: &str,
-) -> bool {
-    const CALLS: usize = 3;
-    let faults = |rank| Faults { fail_at: (rank == culprit).then_some(k), ..Faults::default() };
-    let soon = |builder: Builder| settings(builder.deadline(Duration::from_secs(20)));
-    let results = run_on_channels(n, soon, faults, move |group| {
-        // A message that fails at the end of an operation may be the concern of one rank only; the others find out in
-        // what comes after. The last call must not be that end.
-        let calls = (0..CALLS).try_for_each(|_| act(&group));
-        calls.map_err(|error| Box::new((error, group.barrier())))
-    });
-    if results.iter().all(Result::is_ok) {
-        return true;
-    }
-    if results[culprit].is_ok() {
-        panic!("{label}: rank {culprit} failed to send message {k} and says nothing");
-    }
-    for (rank, result) in results.into_iter().enumerate() {
-        let Err((error, later)) = result.map_err(|both| *both) else { continue };
-        let named = match &error {
-            Error::PeerLost { .. } => rank == culprit,
-            Error::Left { .. } => rank != culprit,
-            _ => false,
-        };
-        assert!(named, "{label}: rank {rank} got {error:?} when rank {culprit} failed at message {k}");
-        assert_eq!(later, Err(error), "{label}: later calls return the first cause");
-    }
-    false
-}
-
-/// Every message of every rank fails once, in the first call and in the one after it.
-fn every_message_fails(n: usize, settings: impl Fn(Builder) -> Builder + Sync, label: &str) {
-    let cases: Vec<_> = (0..n).flat_map(|culprit| ACTS.map(|act| (culprit, act))).collect();
-    in_parallel(&cases, 4, |(culprit, (name, act))| {
-        let label = format!("{name} of {n}, {label}");
-        let mut k = 0;
-        while !failing_at(n, &settings, *culprit, k, *act, &label) {
-            k += 1;
-            assert!(k < 1000, "{label}: no operation sends that many messages");
-        }
-        // All three calls sent the same number of messages, none if this rank only receives.
-        assert_eq!(k % 3, 0, "{label}: rank {culprit} sent {k} messages in three equal calls");
-    });
-}
-
-#[test]
-fn a_message_that_fails_is_an_error_and_nobody_hangs() {
-    for n in 2..=5 {
-        every_message_fails(n, |builder| builder, "default");
-    }
-}
-
-#[test]
-fn a_message_that_fails_in_any_algorithm_is_an_error_and_nobody_hangs() {
-    for algorithm in Algorithm::ALL {
-        every_message_fails(4, |builder| builder.algorithms(algorithm), &format!("{algorithm:?}"));
-    }
-}
-
-#[test]
-fn all_ranks_fail_where_a_rank_cannot_send_at_all() {
-    for (name, act) in ACTS {
-        for culprit in 0..3 {
-            let faults = |rank| Faults { fail_at: (rank == culprit).then_some(0), ..Faults::default() };
-            let results = run_on_channels(3, |builder| builder, faults, move |group| act(&group));
-            assert_eq!(errors(results).len(), 3, "{name}");
-        }
-    }
 }

@@ -12,6 +12,7 @@
 mod call;
 mod dtype;
 mod error;
+mod group;
 mod memory;
 mod models;
 mod partition;

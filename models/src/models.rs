@@ -2,6 +2,7 @@
 
 mod bell;
 mod processes;
+mod recorder;
 mod threads;
 
 use std::time::Duration;
@@ -16,6 +17,10 @@ use crate::wait::Deadline;
 /// no more than a minute and a half; one has a bound that it never reaches.
 pub const ALL: &[(&str, usize, fn())] = &[
     ("bell: no ring is lost", 3, bell::no_ring_is_lost),
+    ("recorder: an operation is recorded while others read", 3, recorder::first),
+    ("recorder: an operation takes the place of one that is read", 3, recorder::second),
+    ("recorder: two operations overtake a reader", 1, recorder::third),
+    ("recorder: a ring is written over while it is read", 3, recorder::ring),
     ("threads: small all_reduces in a row", 3, threads::small),
     ("threads: large all_reduces in a row", 3, threads::large),
     ("threads: a rank gives up while the other arrives", 3, threads::gives_up),

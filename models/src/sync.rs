@@ -26,4 +26,5 @@ impl<T> Cell<T> {
 
 /// A thread that looks again learns nothing that loom does not try anyway.
 pub(crate) const SPINS: usize = 1;
+pub(crate) const TRIES: usize = 1;
 pub(crate) const YIELDING: Duration = Duration::ZERO;

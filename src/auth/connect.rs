@@ -12,6 +12,9 @@ use super::secret::Secret;
 /// How long a connection may take to prove who it is.
 pub(super) const PATIENCE: Duration = Duration::from_secs(5);
 
+/// That the end that listens has taken the connection.
+const TAKEN: [u8; 1] = [1];
+
 /// How much of what a refused end still sends is read, and for how long: a socket that is closed with unread bytes in it
 /// throws away what it has not delivered.
 const DREGS: (u64, Duration) = (4096, Duration::from_millis(200));
@@ -26,20 +29,22 @@ pub(crate) fn prove<E: From<Refusal>>(
 ) -> Result<u64, E> {
     let (words, proof) = first(secret, opening)?;
     write(&words)?;
-    let mut head = [0; HEAD];
+    let (mut head, mut taken) = ([0; HEAD], [0]);
     read(&mut head)?;
     Refusal::told(&head)?;
     let Some(proof) = proof else {
         let mut session = [0; SESSION];
         read(&mut session)?;
-        read(&mut [0])?;
+        read(&mut taken)?;
+        confirmed(taken)?;
         return Ok(u64::from_le_bytes(session));
     };
     let mut second = [0; SECOND];
     read(&mut second)?;
     let (session, third) = proof.end(&second)?;
     write(&third)?;
-    read(&mut [0])?;
+    read(&mut taken)?;
+    confirmed(taken)?;
     Ok(session)
 }
 
@@ -55,12 +60,12 @@ pub(crate) async fn dial(
         Refusal::told(&array::<HEAD>(stream).await?)?;
         let Some(proof) = proof else {
             let session = u64::from_le_bytes(array::<SESSION>(stream).await?);
-            stream.read_u8().await?;
+            confirmed(array(stream).await?)?;
             return Ok(session);
         };
         let (session, third) = proof.end(&array::<SECOND>(stream).await?)?;
         stream.write_all(&third).await?;
-        stream.read_u8().await?;
+        confirmed(array(stream).await?)?;
         Ok(session)
     };
     tokio::time::timeout(PATIENCE, proving).await.unwrap_or_else(|_| Err(late()))
@@ -110,7 +115,12 @@ pub(crate) async fn answer(
 /// From the end that listens, once it has [`answer`]ed and will not turn the connection away any more: the other end waits
 /// for this byte, and dials again where it does not come.
 pub(crate) async fn confirm(stream: &mut (impl AsyncWrite + Unpin)) -> io::Result<()> {
-    stream.write_all(&[1]).await
+    stream.write_all(&TAKEN).await
+}
+
+/// What the end that listens says last, checked.
+fn confirmed(taken: [u8; TAKEN.len()]) -> Result<(), Refusal> {
+    if taken == TAKEN { Ok(()) } else { Err(Refusal::Stranger) }
 }
 
 /// What the end that dials says unasked, checked.

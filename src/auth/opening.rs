@@ -139,12 +139,12 @@ impl Refusal {
     /// What the listener's answer means to the end that dialled.
     pub(super) fn told(head: &[u8; HEAD]) -> Result<(), Refusal> {
         checked(head, ANSWER)?;
-        match head[6] {
-            0 => Ok(()),
-            1 => Err(Refusal::OnlyOurs),
-            2 => Err(Refusal::OnlyTheirs),
-            3 => Err(Refusal::OtherSecret),
-            4 => Err(Refusal::Misplaced("it expects another job, rank or world size; look at its log".into())),
+        match (head[6], head[7]) {
+            (0, 0) => Ok(()),
+            (1, 0) => Err(Refusal::OnlyOurs),
+            (2, 0) => Err(Refusal::OnlyTheirs),
+            (3, 0) => Err(Refusal::OtherSecret),
+            (4, 0) => Err(Refusal::Misplaced("it expects another job, rank or world size; look at its log".into())),
             _ => Err(Refusal::Stranger),
         }
     }

@@ -9,12 +9,12 @@ mod clock;
 
 use std::panic::Location;
 use std::ptr;
-use std::sync::atomic::{AtomicPtr, AtomicU64, Ordering, fence};
 use std::time::Instant;
 
 use self::clock::Clock;
 use super::trace::{Message, Record, State};
 use crate::call::{Call, Tag};
+use crate::sync::{AtomicPtr, AtomicU64, Ordering, TRIES, fence};
 
 /// How many operations are remembered: 64 KiB for each rank of a group. A power of two, so that finding a slot is cheap.
 pub(crate) const KEPT: usize = 1024;
@@ -64,8 +64,13 @@ const SENDS: u64 = 1 << 63;
 
 impl Recorder {
     pub fn new() -> Recorder {
+        Recorder::of(KEPT)
+    }
+
+    /// Remembers so many operations, a power of two.
+    pub fn of(kept: usize) -> Recorder {
         Recorder {
-            slots: (0..KEPT).map(|_| Slot::default()).collect(),
+            slots: (0..kept).map(|_| Slot::default()).collect(),
             begun: AtomicU64::new(0),
             collectives: AtomicU64::new(0),
             clock: Clock::new(),
@@ -134,7 +139,7 @@ impl Recorder {
     }
 
     fn slot(&self, number: u64) -> &Slot {
-        &self.slots[number as usize % KEPT]
+        &self.slots[number as usize & (self.slots.len() - 1)]
     }
 }
 
@@ -142,7 +147,7 @@ impl Slot {
     /// The operation in this slot, if there is one. Operations that overtake the reader again and again would make it
     /// give up: it is then left out.
     fn read(&self) -> Option<Record> {
-        (0..1000).find_map(|_| self.try_read())?
+        (0..TRIES).find_map(|_| self.try_read())?
     }
 
     /// `None` for a mixture, `Some(None)` for nothing.

@@ -360,6 +360,35 @@ mod tests {
         }
     }
 
+    #[test]
+    fn fuzz_tables() {
+        let texts = [
+            "default",
+            "native:0-",
+            "direct:0-65536;ring:65537-",
+            "all_reduce=doubling:0-16384;ring:16385-,broadcast=tree:0-",
+            "ring:0-,all_reduce=doubling:0-0;halving:1-1;ring:2-,barrier=native:0-,all_to_all=direct:0-",
+        ];
+        crate::fuzz::fuzz("table", texts.map(|text| text.as_bytes().to_vec()), |bytes| {
+            let Ok(text) = str::from_utf8(bytes) else { return false };
+            let Ok(selection) = text.parse::<Selection>() else { return false };
+            assert_eq!(selection.to_string().parse(), Ok(selection.clone()));
+            for piece in text.split(',').filter(|_| text != DEFAULT) {
+                let sizes = piece.split(';').map(|range| range.rsplit_once(':').unwrap().1.split_once('-').unwrap());
+                let end = sizes.fold("0".to_owned(), |next, (from, to)| {
+                    assert_eq!(from.parse(), next.parse::<u128>(), "a gap or an overlap in {text}");
+                    to.parse::<u128>().map_or(String::new(), |to| (to + 1).to_string())
+                });
+                assert_eq!(end, "", "{text} says nothing of large sizes");
+            }
+            for operation in SELECTABLE {
+                let effect = selection.in_effect(operation, 4, true);
+                assert_eq!(effect.to_string().parse(), Ok(effect));
+            }
+            true
+        });
+    }
+
     proptest! {
         #[test]
         fn no_text_makes_a_table_that_does_not_come_back(text in "[a-z_=:;,0-9-]{0,40}") {

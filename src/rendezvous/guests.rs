@@ -142,3 +142,24 @@ pub(super) fn hosts(machines: &[&String]) -> Vec<usize> {
     let first = |rank: usize| machines.iter().position(|other| *other == machines[rank]).unwrap_or(rank);
     (0..machines.len()).map(first).collect()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn fuzz_hellos() {
+        let (address, machine) = ("10.0.0.1:29500".parse().unwrap(), "boot name net:[1] 0".to_owned());
+        let hello = Hello { address, medium: Medium::Auto, algorithms: "ring:0-".into(), machine };
+        let other = Hello { address: "[::1]:1".parse().unwrap(), medium: Medium::Tcp, ..hello.clone() };
+        frame::fuzz("hello", &[hello, other]);
+    }
+
+    #[test]
+    fn fuzz_directories() {
+        let addresses =
+            ["10.0.0.1:29500", "[fe80::1]:7", "10.0.0.2:80"].map(|address| address.parse().unwrap()).to_vec();
+        let welcome = Answer::Welcome { addresses, medium: Medium::Auto, hosts: vec![0, 0, 2] };
+        frame::fuzz("directory", &[welcome, Answer::Refused("two processes were started as rank 1".into())]);
+    }
+}

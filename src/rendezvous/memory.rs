@@ -330,6 +330,14 @@ mod tests {
     }
 
     #[test]
+    fn fuzz_messages() {
+        frame::fuzz::<Offer>("memory-offer", &[None, Some("bonfire-0123456789abcdef0123456789abcdef".into())]);
+        frame::fuzz("memory-attached", &[Attached::Yes, Attached::Elsewhere, Attached::Failed("out of memory".into())]);
+        frame::fuzz("memory-verdict", &[Verdict::Shared, Verdict::Apart, Verdict::Failed("no".into())]);
+        frame::fuzz("memory-division", &[vec![true, false, true], vec![]]);
+    }
+
+    #[test]
     fn ranks_are_divided_by_their_machines_and_by_who_has_memory() {
         assert_eq!(together(&[0, 1, 0, 3, 1]), [vec![0, 2], vec![1, 4], vec![3]]);
         let candidates = [vec![0, 2], vec![1, 4], vec![3]];

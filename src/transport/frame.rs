@@ -25,9 +25,16 @@ pub(crate) fn body_length(head: [u8; 4]) -> io::Result<usize> {
     bounded(u32::from_le_bytes(head) as usize, io::ErrorKind::InvalidData)
 }
 
-/// The message in a frame's body.
+/// The message that a frame's body is, to its last byte.
 pub(crate) fn decode<T: DeserializeOwned>(body: &[u8]) -> io::Result<T> {
-    postcard::from_bytes(body).map_err(|e| io::Error::new(io::ErrorKind::InvalidData, e))
+    match postcard::take_from_bytes(body) {
+        Ok((message, [])) => Ok(message),
+        Ok((_, rest)) => {
+            let reason = format!("a message of {} bytes with {} more after it", body.len() - rest.len(), rest.len());
+            Err(io::Error::new(io::ErrorKind::InvalidData, reason))
+        }
+        Err(e) => Err(io::Error::new(io::ErrorKind::InvalidData, e)),
+    }
 }
 
 pub(crate) async fn write(stream: &mut (impl AsyncWrite + Unpin), message: &impl Serialize) -> io::Result<()> {
@@ -61,6 +68,36 @@ fn bounded(length: usize, kind: io::ErrorKind) -> io::Result<usize> {
         return Err(io::Error::new(kind, format!("a message of {length} bytes, where {LONGEST} are allowed")));
     }
     Ok(length)
+}
+
+/// Tests that frames of any bytes are read as one of this kind, of which these are some, or refused.
+#[cfg(test)]
+pub(crate) fn fuzz<T: Serialize + DeserializeOwned>(name: &str, messages: &[T]) {
+    let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+    let block_on = |stream: &mut &[u8]| runtime.block_on(read::<T>(stream));
+    crate::fuzz::fuzz(name, messages.iter().map(|message| encode(message).unwrap()), |bytes| {
+        let mut rest = bytes;
+        let message = block_on(&mut rest);
+        let length = bytes.first_chunk().map_or(0, |head| u32::from_le_bytes(*head) as usize);
+        let read = bytes.len() - rest.len();
+        assert!(read <= 4 + length.min(LONGEST));
+        if length > LONGEST {
+            assert!(matches!(&message, Err(e) if e.kind() == io::ErrorKind::InvalidData) && read == 4);
+        }
+        if let Ok(message) = message {
+            assert_eq!(read, if message.is_some() { 4 + length } else { 0 });
+        }
+        // Changed bytes are seldom as many as the first of them say.
+        let Some((_, body)) = bytes.split_first_chunk::<4>() else { return false };
+        let Ok(message) = decode::<T>(body) else { return false };
+        let frame = encode(&message).unwrap();
+        // Numbers may have come in more bytes than they need. Apart from that, what was read is what was said.
+        assert!(frame.len() <= bytes.len());
+        let again = block_on(&mut &frame[..]).unwrap().expect("a message");
+        assert_eq!(encode(&again).unwrap(), frame);
+        assert!(decode::<T>(&[body, &[0]].concat()).is_err(), "what follows a message is not ignored");
+        true
+    });
 }
 
 #[cfg(test)]

@@ -6,9 +6,13 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 
-use bonfire::{Builder, Deadline, Fault, Group, Tag, Transport};
+use bonfire::{Builder, Deadline, Error, Fault, Group, Tag, Transport};
 
-type Message = (Tag, Vec<u8>);
+enum Message {
+    Data(Tag, Vec<u8>),
+    /// The sender has failed; nothing follows.
+    Failed(Error),
+}
 
 /// One rank's end of `n * n` channels of the standard library. A rank that drops its end disconnects its channels.
 pub struct Channels {
@@ -51,15 +55,28 @@ impl Transport for Channels {
     }
 
     fn send(&self, tag: &Tag, to: usize, bytes: &[u8], _deadline: &Deadline) -> Result<(), Fault> {
-        self.outgoing[to].send((*tag, bytes.to_vec())).map_err(|_| Fault::Left { peer: to })
+        let sent = self.outgoing[to].send(Message::Data(*tag, bytes.to_vec()));
+        sent.map_err(|_| {
+            // It may have left because it failed, and then it has said so.
+            let said = self.incoming[to].lock().expect("nobody panics with it");
+            let failed = said.try_iter().find_map(|message| match message {
+                Message::Data(..) => None,
+                Message::Failed(error) => Some(error),
+            });
+            failed.map_or(Fault::Left { peer: to }, Fault::Failed)
+        })
     }
 
     fn receive(&self, tag: &Tag, from: usize, bytes: &mut [u8], deadline: &Deadline) -> Result<(), Fault> {
         let receiver = self.incoming[from].lock().expect("nobody panics with it");
-        let (theirs, payload) = receiver.recv_timeout(deadline.remaining()).map_err(|e| match e {
+        let message = receiver.recv_timeout(deadline.remaining()).map_err(|e| match e {
             RecvTimeoutError::Timeout => Fault::Timeout { missing: vec![from] },
             RecvTimeoutError::Disconnected => Fault::Left { peer: from },
         })?;
+        let (theirs, payload) = match message {
+            Message::Data(tag, payload) => (tag, payload),
+            Message::Failed(error) => return Err(Fault::Failed(error)),
+        };
         if theirs != *tag || payload.len() != bytes.len() {
             return Err(Fault::Unexpected { peer: from, tag: theirs });
         }
@@ -77,36 +94,65 @@ impl Transport for Channels {
         self.send(tag, to, outgoing, deadline)?;
         self.receive(tag, from, incoming, deadline)
     }
+
+    /// After all that was sent before it: who gets it has what this rank had for it in the operations that it completed.
+    fn fail(&self, error: &Error, _completed: u64) {
+        for (to, peer) in self.outgoing.iter().enumerate() {
+            // One that has left needs no news.
+            if to != self.rank {
+                let _ = peer.send(Message::Failed(error.clone()));
+            }
+        }
+    }
+}
+
+/// How many messages a rank has begun to send and to receive.
+#[derive(Debug, Default)]
+pub struct Seen {
+    pub sent: AtomicUsize,
+    pub received: AtomicUsize,
 }
 
 /// What goes wrong on one rank.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub struct Faults {
+    pub seen: Arc<Seen>,
     /// Some sends are delayed by some microseconds, as a generator with this seed says.
     pub delays: Option<u64>,
     /// Message number `k`, counted from 0, is not sent, and neither is any after it.
     pub fail_at: Option<usize>,
+    /// The same of those that it receives.
+    pub fail_to_receive_at: Option<usize>,
+    /// Whether the transport tells the others where this rank fails.
+    pub told: bool,
 }
 
-/// Injects [`Faults`] before each message that a rank sends.
+/// Injects [`Faults`] before each message that a rank sends or receives.
 pub struct Faulty<T> {
     inner: T,
     faults: Faults,
     random: Mutex<Random>,
-    sent: AtomicUsize,
 }
 
 impl<T: Transport> Faulty<T> {
     pub fn new(inner: T, faults: Faults) -> Self {
         // Ranks with the same seed must not have the same delays.
         let seed = faults.delays.unwrap_or(0) ^ (inner.rank() as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-        Faulty { inner, faults, random: Mutex::new(Random(seed | 1)), sent: AtomicUsize::new(0) }
+        Faulty { inner, faults, random: Mutex::new(Random(seed | 1)) }
     }
 
     fn before_send(&self, to: usize) -> Result<(), Fault> {
-        let number = self.sent.fetch_add(1, Ordering::Relaxed);
-        if self.faults.fail_at.is_some_and(|k| number >= k) {
-            return Err(Fault::Lost { peer: to, reason: format!("message {number} fails on purpose") });
+        self.before(to, &self.faults.seen.sent, self.faults.fail_at)
+    }
+
+    fn before_receive(&self, from: usize) -> Result<(), Fault> {
+        self.before(from, &self.faults.seen.received, self.faults.fail_to_receive_at)
+    }
+
+    fn before(&self, peer: usize, count: &AtomicUsize, fail_at: Option<usize>) -> Result<(), Fault> {
+        let number = count.fetch_add(1, Ordering::Relaxed);
+        if fail_at.is_some_and(|k| number >= k) {
+            return Err(Fault::Lost { peer, reason: format!("message {number} fails on purpose") });
         }
         if self.faults.delays.is_some() {
             delay(self.random.lock().expect("nobody panics with it").next());
@@ -130,6 +176,7 @@ impl<T: Transport> Transport for Faulty<T> {
     }
 
     fn receive(&self, tag: &Tag, from: usize, bytes: &mut [u8], deadline: &Deadline) -> Result<(), Fault> {
+        self.before_receive(from)?;
         self.inner.receive(tag, from, bytes, deadline)
     }
 
@@ -141,7 +188,18 @@ impl<T: Transport> Transport for Faulty<T> {
         deadline: &Deadline,
     ) -> Result<(), Fault> {
         self.before_send(to)?;
+        if let Err(fault) = self.before_receive(incoming.0) {
+            // What was to be sent at the same time is sent.
+            self.inner.send(tag, to, outgoing, deadline)?;
+            return Err(fault);
+        }
         self.inner.exchange(tag, (to, outgoing), incoming, deadline)
+    }
+
+    fn fail(&self, error: &Error, completed: u64) {
+        if self.faults.told {
+            self.inner.fail(error, completed);
+        }
     }
 }
 

@@ -3,6 +3,9 @@
 
 mod doctor;
 mod floor;
+#[cfg(test)]
+#[path = "../../fuzz.rs"]
+mod fuzz;
 mod machine;
 mod perf;
 mod run;

@@ -1,5 +1,7 @@
 //! `bonfire trace`: the traces of a job's ranks, read together.
 
+#[cfg(test)]
+mod fuzz;
 mod group;
 mod pace;
 mod ranks;

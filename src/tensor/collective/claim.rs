@@ -3,7 +3,7 @@
 use burn::tensor::DType;
 use serde::{Deserialize, Serialize};
 
-use super::error::CollectiveError;
+use super::error::{CollectiveError, GlobalCollectiveError};
 use super::names::PeerId;
 use crate::dtype::ReduceOp;
 
@@ -32,6 +32,14 @@ pub(super) struct Claim {
 /// A claim, or why its peers cannot go on: then nobody does.
 pub(super) type Claimed = Result<Claim, CollectiveError>;
 
+/// The claim at the beginning of what a node sent.
+pub(super) fn read(bytes: &[u8]) -> Claimed {
+    match postcard::take_from_bytes::<Claimed>(bytes) {
+        Ok((claim, _padding)) => claim,
+        Err(_) => Err(GlobalCollectiveError::PeerSentIncoherentTensor.into()),
+    }
+}
+
 /// The claims of all, in their order, as one; or the same error wherever the same claims are merged.
 pub(super) fn merge(claims: impl IntoIterator<Item = Claimed>) -> Claimed {
     let claims: Vec<Claim> = claims.into_iter().collect::<Result<_, _>>()?;
@@ -56,7 +64,9 @@ pub(super) fn merge(claims: impl IntoIterator<Item = Claimed>) -> Claimed {
     if let (Call::Broadcast, Some(holder)) = (merged.call, merged.holder) {
         merged.tensor = claims[holder].tensor.clone();
     }
-    merged.devices = claims.iter().map(|claim| claim.devices).sum();
+    // Other nodes' words.
+    let devices = claims.iter().try_fold(0usize, |sum, claim| sum.checked_add(claim.devices));
+    merged.devices = devices.ok_or(GlobalCollectiveError::PeerSentIncoherentTensor)?;
     Ok(merged)
 }
 
@@ -107,6 +117,31 @@ mod tests {
         assert_eq!((merged.holder, merged.tensor), (Some(1), Some((vec![3], DType::F32))));
         assert_eq!(merge([with(3), without(), with(3)]), Err(CollectiveError::BroadcastMultipleTensors));
         assert_eq!(merge([without(), without()]).and_then(complete), Err(CollectiveError::BroadcastNoTensor));
+    }
+
+    #[test]
+    fn fuzz_claims() {
+        let calls = [Call::AllReduce(ReduceOp::Mean), Call::Reduce(ReduceOp::Sum, PeerId(300)), Call::Broadcast];
+        let mut claims: Vec<_> =
+            calls.into_iter().flat_map(|call| [None, Some(0)].map(|h| claim(call, Some(7), h))).collect();
+        claims.extend([claim(Call::Parameters(u64::MAX), None, None), Err(CollectiveError::Other("no".into()))]);
+        let seeds = claims.iter().map(|claim| postcard::to_stdvec(claim).unwrap());
+        crate::fuzz::fuzz("claim", seeds, |bytes| {
+            let read = read(bytes);
+            for ours in &claims {
+                let merged = merge([ours.clone(), read.clone()]);
+                // Nodes merge the same claims in the same order, and what comes out is what some of them hold.
+                let Ok(merged) = merged else { continue };
+                let (Ok(ours), Ok(theirs)) = (ours, &read) else { panic!("a failure is everybody's") };
+                assert!(ours.call == merged.call && theirs.call == merged.call);
+                assert!(merged.devices >= theirs.devices && merged.holder.is_none_or(|holder| holder < 2));
+                assert!([&ours.tensor, &theirs.tensor].contains(&&merged.tensor));
+            }
+            read.is_ok_and(|claim| {
+                assert_eq!(super::read(&postcard::to_stdvec::<Claimed>(&Ok(claim.clone())).unwrap()), Ok(claim));
+                true
+            })
+        });
     }
 
     #[test]

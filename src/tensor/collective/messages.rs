@@ -34,3 +34,32 @@ pub(super) enum Answer {
     },
     Refused(GlobalCollectiveError),
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::config::{AllReduceStrategy, BroadcastStrategy, ReduceStrategy};
+    use super::*;
+    use crate::transport::frame;
+
+    #[test]
+    fn fuzz_registrations() {
+        let strategies = Strategies {
+            all_reduce: Some(AllReduceStrategy::Tree(2)),
+            reduce: Some(ReduceStrategy::Centralized),
+            broadcast: Some(BroadcastStrategy::Tree(3)),
+        };
+        let (host, port, data_port) = ("node-7".to_owned(), 3000, 3001);
+        let registration =
+            Registration { protocol: PROTOCOL, host, port, data_port, num_nodes: 2, lowest_peer: 4, strategies };
+        frame::fuzz("registration", &[registration]);
+    }
+
+    #[test]
+    fn fuzz_answers() {
+        let nodes = vec![("node-7".to_owned(), 3001), ("::1".to_owned(), 3002)];
+        let refusals = [GlobalCollectiveError::DoubleRegister, GlobalCollectiveError::Server("late".into())];
+        let mut answers = refusals.map(Answer::Refused).to_vec();
+        answers.push(Answer::Start { node: NodeId::from(1usize), nodes });
+        frame::fuzz("orchestrator", &answers);
+    }
+}

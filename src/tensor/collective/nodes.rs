@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use burn::tensor::TensorData;
 
-use super::claim::{Claimed, merge};
+use super::claim::{self, Claimed, merge};
 use super::config::{AllReduceStrategy, Global};
 use super::data;
 use super::error::{CollectiveError, GlobalCollectiveError};
@@ -79,10 +79,7 @@ impl Node {
             postcard::to_slice::<Claimed>(&Err(too_long()), own).map_err(|_| too_long())?;
         }
         self.group.all_gather(&mut all).map_err(|error| self.lost(error))?;
-        merge(all.chunks(CLAIM).map(|bytes| match postcard::take_from_bytes::<Claimed>(bytes) {
-            Ok((claim, _padding)) => claim,
-            Err(_) => Err(GlobalCollectiveError::PeerSentIncoherentTensor.into()),
-        }))
+        merge(all.chunks(CLAIM).map(claim::read))
     }
 
     pub fn all_reduce(&self, data: &mut TensorData, op: ReduceOp) -> Result<(), CollectiveError> {

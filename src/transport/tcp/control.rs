@@ -231,3 +231,32 @@ pub(crate) fn admit(
         Ok(())
     });
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::call::{Call, Operation};
+    use crate::dtype::{DType, ReduceOp};
+
+    #[test]
+    fn fuzz_messages() {
+        let (operation, reduction, root) = (Operation::Reduce, Some(ReduceOp::Sum), Some(1));
+        let call = Call { operation, dtype: DType::F32, count: 1000, reduction, root };
+        let site = Site { call, sequence: 300 };
+        let elapsed = Duration::from_millis(1500);
+        let errors = [
+            Error::argument("broadcast", "no"),
+            Error::Config("no".into()),
+            Error::Rendezvous { rank: 1, address: "10.0.0.1:29500".into(), reason: "late".into(), elapsed },
+            Error::Mismatch { sequence: 300, calls: vec![(0, call), (1, Call { count: 1001, ..call })] },
+            Error::Timeout { site, rank: 1, missing: vec![0, 2], elapsed },
+            Error::PeerLost { site, peer: 2, address: Some("10.0.0.1:1".into()), reason: "gone".into(), elapsed },
+            Error::Left { site, rank: 3 },
+            Error::io("listening", "no"),
+        ];
+        let mut messages = errors.map(|error| Message::Failed(error, 7)).to_vec();
+        messages.extend([Message::Here, Message::Calling(site), Message::Called(site)]);
+        messages.extend([false, true].map(|panicked| Message::Farewell { panicked }));
+        frame::fuzz("control", &messages);
+    }
+}

@@ -281,3 +281,35 @@ pub(super) fn close(links: &[Arc<Link>], linger: Duration) {
         while Instant::now() < until && matches!(stream.read(&mut sink), Ok(n) if n > 0) {}
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::call::{Call, Operation};
+    use crate::dtype::{DType, ReduceOp};
+
+    #[test]
+    fn fuzz_headers() {
+        let (operation, reduction, root) = (Operation::Reduce, Some(ReduceOp::Max), Some(1));
+        let call = Call { operation, dtype: DType::F16, count: 1000, reduction, root };
+        let tag = Tag { group: 1, sequence: 300, call };
+        let plain = Call { operation: Operation::AllToAll, reduction: None, root: None, ..call };
+        let seeds = [tag, Tag { call: plain, ..tag }].map(|tag| header(&tag, 2000).to_vec());
+        crate::fuzz::fuzz("header", seeds, |bytes| {
+            let header: [u8; HEADER] = std::array::from_fn(|i| bytes.get(i).copied().unwrap_or(0));
+            let mut payload = [0; 2000];
+            let mut incoming = Incoming::new(&tag, &mut payload);
+            (incoming.header, incoming.received) = (header, HEADER);
+            let theirs = Tag::from_bytes(header[..Tag::BYTES].try_into().unwrap());
+            match incoming.foreign() {
+                None => assert!(theirs == Some(tag) && header[Tag::BYTES..] == 2000u64.to_le_bytes()),
+                // What nobody can have called is shown as what was expected.
+                foreign => assert_eq!(foreign, theirs.or(Some(tag))),
+            }
+            theirs.is_some_and(|theirs| {
+                assert_eq!(theirs.to_bytes(), header[..Tag::BYTES]);
+                true
+            })
+        });
+    }
+}

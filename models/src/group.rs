@@ -1,0 +1,4 @@
+//! Of groups, the recorder.
+
+pub(crate) mod recorder;
+pub(crate) mod trace;

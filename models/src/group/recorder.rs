@@ -1,0 +1,1 @@
+../../../src/group/recorder.rs

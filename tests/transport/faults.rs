@@ -1,0 +1,185 @@
+//! What comes of a message that fails: each message of each operation, on the way out and on the way in.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use bonfire::{Algorithm, Builder, Error, Group, ReduceOp};
+use half::f16;
+
+use super::common::transport::{Faults, Seen, run_on_channels};
+use super::common::{errors, in_parallel};
+
+type Act = fn(&Group) -> Result<(), Error>;
+
+/// All can run on 2 to 5 ranks.
+const ACTS: [(&str, Act); 17] = [
+    ("all_reduce", |g| g.all_reduce(&mut [1f32; 50], ReduceOp::Sum)),
+    ("large all_reduce", |g| g.all_reduce(&mut vec![1f32; 100_000], ReduceOp::Sum)),
+    ("wide all_reduce", |g| g.all_reduce(&mut [f16::ONE; 50], ReduceOp::Mean)),
+    ("started all_reduce", |g| {
+        g.start_all_reduce(vec![1f32; 50], ReduceOp::Sum)?.wait().map(drop).map_err(|(error, _)| error)
+    }),
+    ("all_reduce_into", |g| from(60, |input| g.all_reduce_into(input, &mut [0; 60], ReduceOp::Sum))),
+    ("reduce", |g| g.reduce(&mut [1i32; 50], ReduceOp::Max, 1)),
+    ("reduce_into", |g| from(60, |input| g.reduce_into(input, &mut [0; 60], ReduceOp::Sum, 1))),
+    ("broadcast", |g| g.broadcast(&mut [1u8; 50], 1)),
+    ("broadcast_into", |g| from(60, |input| g.broadcast_into((g.rank() == 1).then_some(input), &mut [0; 60], 1))),
+    ("all_gather", |g| g.all_gather(&mut [1f64; 50])),
+    ("all_gather_into", |g| from(12, |input| g.all_gather_into(input, &mut vec![0; 12 * g.world_size()]))),
+    ("reduce_scatter", |g| g.reduce_scatter(&mut [1f32; 50], ReduceOp::Sum)),
+    ("reduce_scatter_into", |g| {
+        from(12 * g.world_size(), |input| g.reduce_scatter_into(input, &mut [0; 12], ReduceOp::Sum))
+    }),
+    ("all_to_all", |g| g.all_to_all(&mut [1f32; 60])),
+    ("all_to_all_into", |g| from(60, |input| g.all_to_all_into(input, &mut [0; 60]))),
+    ("barrier", |g| g.barrier()),
+    ("messages around a ring", |g| {
+        let (rank, n) = (g.rank(), g.world_size());
+        from(20, |input| g.send(input, (rank + 1) % n))?;
+        g.recv(&mut [0i64; 20], (rank + n - 1) % n)
+    }),
+];
+
+/// An operation from an input, which it must leave as it is, also where it fails.
+fn from(len: usize, operation: impl FnOnce(&[i64]) -> Result<(), Error>) -> Result<(), Error> {
+    let given: Vec<i64> = (0..len as i64).collect();
+    let input = given.clone();
+    let result = operation(&input);
+    assert_eq!(input, given, "an operation wrote to its input");
+    result
+}
+
+/// On which side of a message it fails.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Side {
+    Sends,
+    Receives,
+}
+
+/// One operation in one setting.
+#[derive(Clone, Copy)]
+struct Case {
+    n: usize,
+    algorithm: Option<Algorithm>,
+    /// Whether a rank that fails tells the others.
+    told: bool,
+    delays: Option<u64>,
+    name: &'static str,
+    act: Act,
+}
+
+/// How often it is called, so that messages fail in the first call and in one after it.
+const CALLS: usize = 2;
+
+impl Case {
+    fn run<T: Send + 'static>(
+        &self,
+        faults: impl Fn(usize) -> Faults,
+        f: impl Fn(&Group, Result<(), Error>) -> T + Clone + Send + 'static,
+    ) -> Vec<T> {
+        let settings = |builder: Builder| {
+            let builder = builder.deadline(Duration::from_secs(20));
+            self.algorithm.into_iter().fold(builder, Builder::algorithms)
+        };
+        let act = self.act;
+        let faults = |rank| Faults { delays: self.delays, told: self.told, ..faults(rank) };
+        run_on_channels(self.n, settings, faults, move |group| f(&group, (0..CALLS).try_for_each(|_| act(&group))))
+    }
+
+    /// What each rank sends and receives if nothing fails.
+    fn messages(&self) -> Vec<[(Side, usize); 2]> {
+        let seen: Vec<Arc<Seen>> = (0..self.n).map(|_| Arc::default()).collect();
+        let results = self.run(|rank| Faults { seen: seen[rank].clone(), ..Faults::default() }, |_, calls| calls);
+        assert!(results.iter().all(Result::is_ok), "{}: {results:?}", self.name);
+        let count = |number: &AtomicUsize| number.load(Ordering::Relaxed);
+        seen.iter().map(|seen| [(Side::Sends, count(&seen.sent)), (Side::Receives, count(&seen.received))]).collect()
+    }
+
+    /// The culprit's message `k` fails on this side, and all after it.
+    fn fails_at(&self, culprit: usize, side: Side, k: usize) {
+        let faults = |rank| {
+            let fail = |on| (rank == culprit && side == on).then_some(k);
+            Faults { fail_at: fail(Side::Sends), fail_to_receive_at: fail(Side::Receives), ..Faults::default() }
+        };
+        // What fails at the end of an operation may concern one rank only. A barrier needs all.
+        let results = self.run(faults, |group, calls| (calls, group.barrier()));
+        let Case { n, algorithm, told, name, .. } = self;
+        let label = format!("{name} of {n} by {algorithm:?}, told: {told}, rank {culprit} {side:?} message {k}");
+        let cause = results[culprit].0.clone().expect_err(&label);
+        let lost = matches!(&cause, Error::PeerLost { peer, reason, .. } if *peer != culprit && reason.ends_with("on purpose"));
+        assert!(lost, "{label}: it got {cause:?}");
+        for (rank, (calls, barrier)) in results.into_iter().enumerate() {
+            let error = calls.clone().and_then(|()| barrier.clone()).expect_err(&label);
+            if *told || rank == culprit {
+                assert_eq!(error, cause, "{label}: rank {rank} has another cause");
+            } else {
+                // It learns no more than that one is gone who has failed.
+                let left = matches!(&error, Error::Left { rank: left, .. } if *left != rank);
+                assert!(left, "{label}: rank {rank} got {error:?}");
+            }
+            assert!(calls.is_ok() || barrier == Err(error), "{label}: later calls return the first cause");
+        }
+    }
+}
+
+/// The same in every algorithm.
+const ALIKE: [&str; 5] = ["wide all_reduce", "all_to_all", "all_to_all_into", "barrier", "messages around a ring"];
+
+/// Every message of every rank fails once.
+fn every_message_fails(told: bool, algorithms: &[Option<Algorithm>], delays: Option<u64>) {
+    let mut cases = Vec::new();
+    for (n, algorithm) in (2..=5).flat_map(|n| algorithms.iter().map(move |algorithm| (n, *algorithm))) {
+        let acts = ACTS.into_iter().filter(|(name, _)| algorithm.is_none() || !ALIKE.contains(name));
+        cases.extend(acts.map(|(name, act)| Case { n, algorithm, told, delays, name, act }));
+    }
+    in_parallel(&cases, 4, |case| {
+        for (culprit, sides) in case.messages().into_iter().enumerate() {
+            for (side, messages) in sides {
+                assert_eq!(messages % CALLS, 0, "{}: {messages} messages in {CALLS} equal calls", case.name);
+                (0..messages).for_each(|k| case.fails_at(culprit, side, k));
+            }
+        }
+    });
+}
+
+fn algorithms() -> Vec<Option<Algorithm>> {
+    Algorithm::ALL.into_iter().map(Some).collect()
+}
+
+#[test]
+fn all_ranks_have_one_cause_where_the_transport_tells_them() {
+    every_message_fails(true, &[None], None);
+}
+
+#[test]
+fn all_ranks_have_one_cause_in_every_algorithm() {
+    every_message_fails(true, &algorithms(), None);
+}
+
+#[test]
+fn nobody_hangs_where_the_transport_tells_nobody() {
+    every_message_fails(false, &[None], None);
+}
+
+#[test]
+fn nobody_hangs_in_any_algorithm() {
+    every_message_fails(false, &algorithms(), None);
+}
+
+#[test]
+fn delays_change_nothing() {
+    every_message_fails(true, &[None], Some(7));
+}
+
+#[test]
+fn all_ranks_fail_where_a_rank_cannot_send_at_all() {
+    for (name, act) in ACTS {
+        for culprit in 0..3 {
+            let faults = |rank| Faults { fail_at: (rank == culprit).then_some(0), ..Faults::default() };
+            let results =
+                run_on_channels(3, |builder| builder, faults, move |group| act(&group).and_then(|()| group.barrier()));
+            assert_eq!(errors(results).len(), 3, "{name}");
+        }
+    }
+}
