@@ -10,14 +10,20 @@ mod common;
 mod case;
 #[path = "chaos/child.rs"]
 mod child;
+#[path = "chaos/hosts.rs"]
+mod hosts;
 #[path = "chaos/links.rs"]
 mod links;
+#[path = "chaos/machine.rs"]
+mod machine;
 #[path = "chaos/meeting.rs"]
 mod meeting;
 #[path = "chaos/orders.rs"]
 mod orders;
 #[path = "chaos/ranks.rs"]
 mod ranks;
+#[path = "chaos/shortage.rs"]
+mod shortage;
 #[path = "chaos/stream.rs"]
 mod stream;
 
@@ -64,6 +70,16 @@ const SCENARIOS: &[Scenario] = &[
     Scenario { name: "world size", carriers: PROCESSES, each: false, weight: 2, run: meeting::world_size },
     Scenario { name: "port in use", carriers: PROCESSES, each: false, weight: 1, run: meeting::port_in_use },
     Scenario { name: "killed early", carriers: PROCESSES, each: true, weight: 3, run: meeting::killed },
+    Scenario { name: "few files", carriers: PROCESSES, each: false, weight: 4, run: shortage::files_before },
+    Scenario { name: "no files", carriers: PROCESSES, each: false, weight: 4, run: shortage::files_during },
+    Scenario { name: "little memory", carriers: PROCESSES, each: false, weight: 2, run: shortage::memory },
+    Scenario { name: "/dev/shm full", carriers: PROCESSES, each: false, weight: 1, run: shortage::shared_full },
+    Scenario { name: "clocks differ", carriers: PROCESSES, each: false, weight: 1, run: shortage::clocks_differ },
+    Scenario { name: "clock jumps", carriers: ALL, each: false, weight: 1, run: shortage::clock_jumps },
+    Scenario { name: "packets dropped", carriers: hosts::CARRIERS, each: false, weight: 1, run: hosts::drops },
+    Scenario { name: "bandwidth cut", carriers: hosts::CARRIERS, each: false, weight: 1, run: hosts::narrows },
+    Scenario { name: "link flaps", carriers: hosts::CARRIERS, each: false, weight: 1, run: hosts::link_flaps },
+    Scenario { name: "partition", carriers: hosts::CARRIERS, each: false, weight: 2, run: hosts::partition },
 ];
 
 /// Groups at a time: most of their time they wait.

@@ -25,7 +25,7 @@ pub const SILENCE: Duration = Duration::from_secs(3);
 pub const SOON: Duration = Duration::from_secs(10);
 
 /// A child that has said nothing for so long never will: deadline, rendezvous and farewell are shorter together.
-const HANGS: Duration = Duration::from_secs(60);
+const HANGS: Duration = Duration::from_secs(120);
 
 /// Which errors are right, by rank; nothing where that rank must have none.
 pub type Right<'a> = &'a dyn Fn(usize, Option<&Error>) -> bool;
@@ -177,6 +177,16 @@ impl Case {
         causes.dedup();
         if same && causes.len() > 1 {
             self.wrong.push(format!("the ranks have different errors: {causes:?}"));
+        }
+    }
+
+    /// Ranks of one group complete the stream together, or have an error together.
+    pub fn all_or_none(&mut self, reports: &[Report]) {
+        let completed: Vec<_> =
+            reports.iter().filter(|report| report.error.is_none()).map(|report| report.rank).collect();
+        if !completed.is_empty() && completed.len() < reports.len() {
+            let errors = reports.iter().filter_map(|report| report.error.as_ref()).map(cause).collect::<Vec<_>>();
+            self.wrong.push(format!("ranks {completed:?} completed the stream, and others had {errors:?}"));
         }
     }
 

@@ -1,13 +1,14 @@
 //! What a child does: its ranks join, run the stream, do to themselves what they are told, and report.
 
 use std::panic::{catch_unwind, resume_unwind};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, UNIX_EPOCH};
 use std::{fs, thread};
 
 use bonfire::{Builder, Error, Group, Medium, ReduceOp, Secret};
 use rustix::process::{Resource, Rlimit, Signal, getpid, getrlimit, kill_process, setrlimit};
 
 use crate::common::process::say;
+use crate::machine;
 use crate::orders::{Act, Carrier, ORDERS, Orders, Report, Words};
 use crate::stream::{Flaw, Step};
 
@@ -166,6 +167,13 @@ fn begin(act: &Act) {
     match *act {
         Act::Sleep(long) => thread::sleep(long),
         Act::Files(more) => limit(Resource::Nofile, count("/proc/self/fd") as u64 + more),
+        Act::Clock(wrong_by) => {
+            let seconds = || UNIX_EPOCH.elapsed().map_or(0, |since| since.as_secs() as i64);
+            machine::set_clock(0);
+            let right = seconds();
+            machine::set_clock(wrong_by);
+            assert!((seconds() - right - wrong_by).abs() < 60, "the clock jumps");
+        }
         Act::Signal { number, micros } => {
             thread::spawn(move || {
                 thread::sleep(Duration::from_micros(micros));

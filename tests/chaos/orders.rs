@@ -41,6 +41,8 @@ pub enum Act {
     Other,
     /// From here on it may have only so many more descriptors than it has.
     Files(u64),
+    /// Its wall clock is wrong by so many seconds.
+    Clock(i64),
 }
 
 #[derive(Clone, Debug, Serialize, Deserialize)]
