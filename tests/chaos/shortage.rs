@@ -4,11 +4,12 @@ use std::time::Duration;
 
 use bonfire::Error;
 
-use crate::case::{Case, Child, SOON};
+use crate::case::{Case, Child, SOON, is_lost};
 use crate::machine;
 use crate::orders::{Act, Deed, Orders};
 
-/// How long ranks wait for one that could not get as far.
+/// How long ranks wait for one that could not get as far, in the rendezvous and in an operation: a rank that cannot take
+/// a connection does not say so.
 const PATIENCE: Duration = Duration::from_secs(5);
 
 /// Starts a group of which one rank has less than it wants.
@@ -17,35 +18,35 @@ fn start(case: &mut Case, orders: &Orders, short: &Orders) -> Vec<Child> {
     (0..orders(0).world_size).map(|rank| case.child(&[], &orders(rank))).collect()
 }
 
-/// The rank that lacks something says what, or is given up by others; or it has enough, and all complete the stream.
-fn any(error: Option<&Error>) -> bool {
-    matches!(
-        error,
-        None | Some(Error::Io { .. } | Error::Rendezvous { .. } | Error::PeerLost { .. } | Error::Left { .. })
-    )
+/// The rank that lacks something says what, or others wait for it in vain; or it has enough, and all complete the stream.
+/// Nobody but that rank is lost.
+fn any(error: Option<&Error>, short: usize) -> bool {
+    let known = matches!(error, None | Some(Error::Io { .. } | Error::Rendezvous { .. } | Error::Timeout { .. }));
+    known || is_lost(error, &[short])
 }
 
 pub fn files_before(case: &mut Case) {
     let n = case.world_size();
-    let (orders, rank) = (Orders { patience: PATIENCE, steps: 30, ..case.orders(n) }, case.below(n));
+    let (orders, rank) =
+        (Orders { patience: PATIENCE, deadline: PATIENCE, steps: 30, ..case.orders(n) }, case.below(n));
     let files = case.below(20) as u64;
     let children = start(case, &orders, &Orders { rank, files: Some(files), ..orders.clone() });
     case.what = format!("{files} descriptors for rank {rank} of {n} before it connects");
     case.faults = 1;
-    let reports = case.end(children, &[], PATIENCE + SOON, false, &|_, error| any(error));
+    let reports = case.end(children, &[], PATIENCE + SOON, false, &|_, error| any(error, rank));
     case.all_or_none(&reports);
     case.port_is_free(&orders.address);
 }
 
 pub fn files_during(case: &mut Case) {
     let n = case.world_size();
-    let (orders, rank) = (Orders { steps: 60, ..case.orders(n) }, case.below(n));
+    let (orders, rank) = (Orders { deadline: PATIENCE, steps: 60, ..case.orders(n) }, case.below(n));
     let act = Act::Files(case.below(3) as u64);
     let deeds = vec![Deed { rank, at: case.below(3) as u64, act }];
     case.what = format!("{deeds:?} of {n}");
     let children = case.start(&Orders { deeds, ..orders.clone() });
     case.faults = 1;
-    let reports = case.end(children, &[], SOON, false, &|_, error| any(error));
+    let reports = case.end(children, &[], SOON, false, &|_, error| any(error, rank));
     case.all_or_none(&reports);
     case.port_is_free(&orders.address);
 }
@@ -53,12 +54,13 @@ pub fn files_during(case: &mut Case) {
 /// Addresses for memory: what a segment and threads need, and not much more.
 pub fn memory(case: &mut Case) {
     let n = case.world_size();
-    let (orders, rank) = (Orders { patience: PATIENCE, steps: 30, ..case.orders(n) }, case.below(n));
+    let (orders, rank) =
+        (Orders { patience: PATIENCE, deadline: PATIENCE, steps: 30, ..case.orders(n) }, case.below(n));
     let memory = (16 + case.below(64) as u64) << 20;
     let children = start(case, &orders, &Orders { rank, memory: Some(memory), ..orders.clone() });
     case.what = format!("{} MiB of addresses for rank {rank} of {n}", memory >> 20);
     case.faults = 1;
-    let reports = case.end(children, &[], PATIENCE + SOON, false, &|_, error| any(error));
+    let reports = case.end(children, &[], PATIENCE + SOON, false, &|_, error| any(error, rank));
     case.all_or_none(&reports);
     case.port_is_free(&orders.address);
 }
