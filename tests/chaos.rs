@@ -27,6 +27,7 @@ mod shortage;
 #[path = "chaos/stream.rs"]
 mod stream;
 
+use std::collections::BTreeMap;
 use std::process::ExitCode;
 use std::sync::Mutex;
 use std::time::{Duration, Instant, SystemTime};
@@ -94,6 +95,8 @@ struct Sum {
     leaks: usize,
     /// The scenarios that this machine does not allow.
     skipped: Vec<&'static str>,
+    /// By scenario and carrier: faults, and the longest time from a call to its error.
+    table: BTreeMap<(&'static str, String), (usize, Duration)>,
 }
 
 fn number(variable: &str) -> Option<u64> {
@@ -125,6 +128,10 @@ fn main() -> ExitCode {
     if !left.is_empty() {
         println!("left in /dev/shm: {left:?}");
         sum.leaks += left.len();
+    }
+    for ((name, carrier), (faults, slowest)) in &sum.table {
+        let known = if slowest.is_zero() { "no errors".into() } else { format!("known after {slowest:.1?} at most") };
+        println!("{name:<16} {carrier:<7} {faults:>3} faults, {known}");
     }
     println!("faults {} hangs {} wrong {} leaks {}", sum.faults, sum.hangs, sum.wrong, sum.leaks);
     if sum.hangs + sum.wrong + sum.leaks == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
@@ -192,12 +199,14 @@ fn one(scenario: &Scenario, carrier: Carrier, number: usize, seed: u64, sum: &Mu
     sum.hangs += case.hangs.len();
     sum.wrong += case.wrong.len();
     sum.leaks += case.leaks.len();
+    let carrier = format!("{carrier:?}").to_lowercase();
+    let (faults, slowest) = sum.table.entry((scenario.name, carrier.clone())).or_default();
+    (*faults, *slowest) = (*faults + case.faults, case.slowest.max(*slowest));
     let took =
         if case.slowest == Duration::ZERO { String::new() } else { format!(", known after {:.1?}", case.slowest) };
     println!(
-        "{number:>3} {:<16} {:<7} {} {}{took} ({:.1?} in all) {}",
+        "{number:>3} {:<16} {carrier:<7} {} {}{took} ({:.1?} in all) {}",
         scenario.name,
-        format!("{carrier:?}").to_lowercase(),
         if case.faults == 1 { "1 fault:".into() } else { format!("{} faults:", case.faults) },
         case.what,
         start.elapsed(),

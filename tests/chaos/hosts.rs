@@ -6,14 +6,11 @@ use std::time::Duration;
 
 use bonfire::Error;
 
-use crate::case::{Case, Child, SILENCE, SOON};
+use crate::case::{Case, Child, PATIENT, SILENCE, SOON};
 use crate::machine::Network;
 use crate::orders::{Carrier, Orders};
 
 pub const CARRIERS: &[Carrier] = &[Carrier::Tcp, Carrier::Mixed];
-
-/// Longer than a link is down, with the time by which TCP then sends again.
-const PATIENT: Duration = Duration::from_secs(20);
 
 /// A group over several hosts: one rank on each of three, or two on each of two.
 struct Group {

@@ -40,7 +40,7 @@ pub fn several_killed(case: &mut Case) {
 /// A rank that is stopped, and goes on when the others have given it up, or never.
 pub fn stopped(case: &mut Case) {
     let n = case.world_size();
-    let (orders, victim) = (case.orders(n), case.below(n));
+    let (orders, victim) = (Orders { silence: SILENCE, ..case.orders(n) }, case.below(n));
     let act = Act::Signal { number: Signal::STOP.as_raw(), micros: case.below(3000) as u64 };
     let goes_on = case.below(2) == 0;
     let mut children = case.start_with(&orders, victim, act);
@@ -136,7 +136,7 @@ pub fn all_stopped(case: &mut Case) {
     let n = case.world_size();
     let folder = tempfile::tempdir().expect("a folder for a file");
     let until = folder.path().join("over");
-    let orders = Orders { until: Some(until.clone()), ..case.orders(n) };
+    let orders = Orders { silence: SILENCE, until: Some(until.clone()), ..case.orders(n) };
     let mut children = case.start(&orders);
     case.what = format!("all {n} ranks stop for longer than they may be silent");
     if case.going(&mut children) {

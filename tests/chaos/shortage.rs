@@ -18,11 +18,14 @@ fn start(case: &mut Case, orders: &Orders, short: &Orders) -> Vec<Child> {
     (0..orders(0).world_size).map(|rank| case.child(&[], &orders(rank))).collect()
 }
 
-/// The rank that lacks something says what, or others wait for it in vain; or it has enough, and all complete the stream.
-/// Nobody but that rank is lost.
+/// The rank that lacks something says what and leaves, or others wait for it in vain; or it has enough, and all complete
+/// the stream. Nobody but that rank is lost or has left.
 fn any(error: Option<&Error>, short: usize) -> bool {
-    let known = matches!(error, None | Some(Error::Io { .. } | Error::Rendezvous { .. } | Error::Timeout { .. }));
-    known || is_lost(error, &[short])
+    match error {
+        None | Some(Error::Io { .. } | Error::Rendezvous { .. } | Error::Timeout { .. }) => true,
+        Some(Error::Left { rank, .. }) => *rank == short,
+        error => is_lost(error, &[short]),
+    }
 }
 
 pub fn files_before(case: &mut Case) {
@@ -51,15 +54,16 @@ pub fn files_during(case: &mut Case) {
     case.port_is_free(&orders.address);
 }
 
-/// Addresses for memory: what a segment and threads need, and not much more.
+/// Addresses for memory: for a few of the threads and mappings that a group needs, or all.
 pub fn memory(case: &mut Case) {
     let n = case.world_size();
     let (orders, rank) =
         (Orders { patience: PATIENCE, deadline: PATIENCE, steps: 30, ..case.orders(n) }, case.below(n));
-    let memory = (16 + case.below(64) as u64) << 20;
+    let memory = (case.below(64) as u64) << 19;
     let children = start(case, &orders, &Orders { rank, memory: Some(memory), ..orders.clone() });
-    case.what = format!("{} MiB of addresses for rank {rank} of {n}", memory >> 20);
+    case.what = format!("{} KiB of addresses for rank {rank} of {n}", memory >> 10);
     case.faults = 1;
+    case.may_abort = Some(rank);
     let reports = case.end(children, &[], PATIENCE + SOON, false, &|_, error| any(error, rank));
     case.all_or_none(&reports);
     case.port_is_free(&orders.address);
@@ -106,6 +110,10 @@ pub fn clocks_differ(case: &mut Case) {
 
 /// The wall clock of one rank jumps while the stream runs, there and back.
 pub fn clock_jumps(case: &mut Case) {
+    if let Err(why) = machine::has_own_clock() {
+        case.skipped = Some(why);
+        return;
+    }
     let n = case.world_size();
     let (orders, rank) = (Orders { steps: 60, ..case.orders(n) }, case.below(n));
     let days = 1 + case.below(1000) as i64;
