@@ -127,7 +127,7 @@ fn live(group: Group, orders: &Orders, report: &mut Report) {
         };
         if outcome.is_ok() {
             report.steps += 1;
-            if orders.until.is_some() && report.steps % LOOK == 0 {
+            if orders.until.is_some() && report.steps.is_multiple_of(LOOK) {
                 outcome = match is_over(&group, orders) {
                     Ok(true) => break,
                     Ok(false) => Ok(()),
