@@ -102,6 +102,17 @@ pub enum Error {
         rank: usize,
     },
 
+    /// The ranks that are left of a group did not come together: see [`Group::shrink`](crate::Group::shrink).
+    #[error("shrink failed on rank {rank} after {elapsed:.1?}: {why}")]
+    Shrink {
+        /// The rank that reports, in the old group.
+        rank: usize,
+        /// What keeps it from going on.
+        why: Apart,
+        /// Time since the call.
+        elapsed: Duration,
+    },
+
     /// The operating system refused something, such as a thread or a socket.
     #[error("{operation}: {reason}")]
     Io {
@@ -122,6 +133,37 @@ impl Error {
     pub(crate) fn io(operation: impl Into<String>, reason: impl fmt::Display) -> Self {
         Error::Io { operation: operation.into(), reason: reason.to_string() }
     }
+}
+
+/// Why a rank does not go on. Ranks are those of the old group.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
+#[non_exhaustive]
+pub enum Apart {
+    /// Too few can be reached: the others may go on without this rank, so it must not.
+    #[error(
+        "{} cannot be reached and may go on without this rank, which is not in the majority; end it, look at the network          between, and restart the job from its last checkpoint if nobody goes on",
+        Ranks(.silent)
+    )]
+    Minority {
+        /// Who may still be there.
+        silent: Vec<usize>,
+    },
+    /// The others go on without this rank.
+    #[error(
+        "the others go on without this rank, as rank {by} says: nothing was heard of it for too long; end it, and look at          what held it up"
+    )]
+    Excluded {
+        /// Who said so.
+        by: usize,
+    },
+    /// The deadline passed, and these had not called `shrink`, or could not be connected to.
+    #[error("{} did not come{problem}; every rank that is left must call shrink, or end", Ranks(.ranks))]
+    Missing {
+        /// Who.
+        ranks: Vec<usize>,
+        /// What went wrong in the attempt to connect, if anything did, in brackets.
+        problem: String,
+    },
 }
 
 /// The place of an operation: what was called, and as which one in the group's sequence.

@@ -6,12 +6,14 @@ mod builder;
 mod interrupt;
 mod progress;
 mod recorder;
+mod shrink;
 mod trace;
 mod turn;
 
 use std::collections::HashMap;
 use std::fmt;
 use std::path::Path;
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
@@ -28,7 +30,7 @@ use crate::call::{Call, Operation, Tag};
 use crate::dtype::Element;
 use crate::error::{Error, Site};
 use crate::plan::{self, Algorithm, Plan, Selection};
-use crate::transport::{Buffers, Fault, Near, Transport};
+use crate::transport::{Base, Buffers, Fault, Near, Regroup, Transport};
 use crate::wait::{Deadline, lock};
 
 /// One rank's handle to a group of ranks: threads of a process, or processes.
@@ -73,6 +75,9 @@ pub(crate) struct Core {
     failure: OnceLock<Error>,
     /// A number that all ranks of the group have, and no other group, where there is one.
     session: Option<u64>,
+    regroup: Option<Arc<dyn Regroup>>,
+    /// Whether another group was made of this one's ranks, or was to be.
+    shrunk: AtomicBool,
     recorder: Recorder,
     /// Whether this rank's trace was left where `BONFIRE_TRACE` says.
     traced: Mutex<bool>,
@@ -275,13 +280,8 @@ impl fmt::Debug for Group {
 }
 
 impl Core {
-    fn group(
-        transport: Arc<dyn Transport>,
-        near: Near,
-        session: Option<u64>,
-        algorithms: Selection,
-        deadline: Duration,
-    ) -> Group {
+    fn group(base: Base, algorithms: Selection, deadline: Duration) -> Group {
+        let Base { transport, near, session, regroup } = base;
         let lane = Lane {
             sequence: 0,
             sent: vec![0; transport.world_size()],
@@ -297,6 +297,8 @@ impl Core {
             lane: Mutex::new(lane),
             failure: OnceLock::new(),
             session,
+            regroup,
+            shrunk: AtomicBool::new(false),
             recorder: Recorder::new(),
             traced: Mutex::new(false),
         });

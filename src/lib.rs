@@ -51,7 +51,7 @@ mod wait;
 pub use auth::Secret;
 pub use call::{Call, Operation, Tag};
 pub use dtype::{DType, Element, ReduceOp, ReduceOp as ReduceOperation};
-pub use error::{Error, Site};
+pub use error::{Apart, Error, Site};
 pub use group::{Buffer, Builder, Group, Message, Record, State, Trace, Work};
 pub use partition::partition;
 pub use plan::{Algorithm, Selection};

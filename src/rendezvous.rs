@@ -14,6 +14,7 @@ mod join;
 #[cfg(all(feature = "shm", target_os = "linux"))]
 mod memory;
 mod reach;
+mod regroup;
 #[cfg(test)]
 mod tests;
 
@@ -23,11 +24,14 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
+use tokio::runtime::Runtime;
 
+use self::join::Joined;
+use self::regroup::Processes;
 use crate::auth::Secret;
 use crate::error::Error;
-use crate::transport::Near;
 use crate::transport::tcp::{MOST, Silence, Tcp};
+use crate::transport::{Base, Near};
 
 /// How long ranks may take to find each other by default.
 const TIMEOUT: Duration = Duration::from_secs(120);
@@ -174,26 +178,58 @@ fn well_formed(address: &str) -> bool {
     !host.is_empty() && (bracketed || !host.contains(':')) && port.parse::<u16>().is_ok_and(|port| port != 0)
 }
 
-/// Connects to all ranks; blocks until they are there. Gives also the memory that ranks share.
-pub(crate) fn connect(settings: &Settings) -> Result<(Arc<Tcp>, Near), Error> {
+/// Connects to all ranks; blocks until they are there.
+pub(crate) fn connect(settings: &Settings) -> Result<Base, Error> {
     settings.check()?;
     let start = Instant::now();
-    let runtime = tokio::runtime::Builder::new_current_thread()
+    let runtime = control_runtime()?;
+    let ends = runtime.block_on(async {
+        let joined = join::join(settings, start).await?;
+        Ends::share(settings.clone(), start, joined).await
+    })?;
+    let silence = Silence { first: settings.timeout, later: settings.silence };
+    assemble(runtime, ends, silence, Vec::new())
+}
+
+/// What moves the words between ranks.
+fn control_runtime() -> Result<Runtime, Error> {
+    tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()
-        .map_err(|e| Error::io("starting the control runtime", e))?;
-    let silence = Silence { first: settings.timeout, later: settings.silence };
+        .map_err(|e| Error::io("starting the control runtime", e))
+}
+
+/// A rank's end of a group before anything moves on it.
+struct Ends {
+    settings: Settings,
+    joined: Joined,
     #[cfg(all(feature = "shm", target_os = "linux"))]
-    {
-        let mut joined = runtime.block_on(join::join(settings, start))?;
-        let shared = runtime.block_on(memory::agree(settings, start, &mut joined))?;
-        let tcp = Arc::new(Tcp::start(runtime, joined.mesh, settings.connections, silence)?);
-        let near = shared.map_or(Near::Nobody, |shared| shared.near(&tcp));
-        Ok((tcp, near))
+    shared: Option<memory::Shared>,
+}
+
+impl Ends {
+    /// Finds out who shares memory.
+    #[cfg(all(feature = "shm", target_os = "linux"))]
+    async fn share(settings: Settings, start: Instant, mut joined: Joined) -> Result<Ends, Error> {
+        let shared = memory::agree(&settings, start, &mut joined).await?;
+        Ok(Ends { settings, joined, shared })
     }
+
     #[cfg(not(all(feature = "shm", target_os = "linux")))]
-    {
-        let joined = runtime.block_on(join::join(settings, start))?;
-        Ok((Arc::new(Tcp::start(runtime, joined.mesh, settings.connections, silence)?), Near::Nobody))
+    async fn share(settings: Settings, _start: Instant, joined: Joined) -> Result<Ends, Error> {
+        Ok(Ends { settings, joined })
     }
+}
+
+/// Begins to serve the connections; see [`Processes`](regroup::Processes) for what was `abandoned`.
+fn assemble(runtime: Runtime, ends: Ends, silence: Silence, abandoned: Vec<Ends>) -> Result<Base, Error> {
+    let Ends { settings, joined: Joined { mesh, medium, hosts }, .. } = ends;
+    let tcp = Arc::new(Tcp::start(runtime, mesh, settings.connections, silence)?);
+    #[cfg(all(feature = "shm", target_os = "linux"))]
+    let near = ends.shared.map_or(Near::Nobody, |shared| shared.near(&tcp));
+    #[cfg(not(all(feature = "shm", target_os = "linux")))]
+    let near = Near::Nobody;
+    let session = Some(tcp.session());
+    let regroup = Processes { settings, medium, hosts, tcp: tcp.clone(), abandoned };
+    Ok(Base { transport: tcp, near, session, regroup: Some(Arc::new(regroup)) })
 }

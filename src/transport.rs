@@ -10,6 +10,7 @@ pub(crate) mod frame;
 #[cfg(all(feature = "shm", target_os = "linux"))]
 pub(crate) mod hosts;
 pub(crate) mod local;
+mod regroup;
 mod seams;
 #[cfg(all(feature = "shm", target_os = "linux"))]
 pub(crate) mod shm;
@@ -18,6 +19,7 @@ pub(crate) mod subset;
 #[cfg(unix)]
 pub(crate) mod tcp;
 
+pub(crate) use self::regroup::{Base, Regroup};
 pub(crate) use self::seams::{Buffers, Collectives, Storage};
 pub use self::seams::{Fault, Transport};
 

@@ -12,7 +12,7 @@ use crate::random;
 #[cfg(unix)]
 use crate::rendezvous::Medium;
 use crate::transport::local::Local;
-use crate::transport::{Near, Transport};
+use crate::transport::{Base, Near, Transport};
 
 /// How long an operation may take by default: long enough for a rank that evaluates or saves.
 pub(crate) const DEADLINE: Duration = Duration::from_secs(300);
@@ -81,16 +81,15 @@ impl Builder {
         if world_size == 0 {
             return Err(Error::argument("threads", "a group needs at least one rank"));
         }
-        let session = Some(random::number());
-        let group = |local: Arc<Local>| {
-            Core::group(local.clone(), Near::Everybody(local), session, self.algorithms.clone(), self.deadline)
-        };
-        Ok(Local::group(world_size).into_iter().map(|local| group(Arc::new(local))).collect())
+        let session = random::number();
+        let group = |local| Core::group(Base::threads(local, session), self.algorithms.clone(), self.deadline);
+        Ok(Local::group(world_size).into_iter().map(group).collect())
     }
 
     /// A group on a transport from elsewhere; see [`Group::on`].
     pub fn on(self, transport: Arc<dyn Transport>) -> Group {
-        Core::group(transport, Near::Nobody, None, self.algorithms, self.deadline)
+        let base = Base { transport, near: Near::Nobody, session: None, regroup: None };
+        Core::group(base, self.algorithms, self.deadline)
     }
 }
 
@@ -219,9 +218,7 @@ impl Builder {
                 settings.medium = Medium::Tcp;
             }
             settings.algorithms = self.algorithms.to_string();
-            let (transport, near) = crate::rendezvous::connect(&settings)?;
-            let session = Some(transport.session());
-            Core::group(transport, near, session, self.algorithms, self.deadline)
+            Core::group(crate::rendezvous::connect(&settings)?, self.algorithms, self.deadline)
         };
         if self.leave_on_interrupt {
             super::interrupt::leave_on_interrupt(&group.core)?;

@@ -9,9 +9,20 @@ use super::Core;
 use crate::error::Error;
 use crate::wait::lock;
 
+/// The groups that say farewell.
+static LIVE: OnceLock<Mutex<Vec<Weak<Core>>>> = OnceLock::new();
+
+/// Says farewell for `new` too if it does for `old`.
+pub(super) fn leave_as(old: &Arc<Core>, new: &Arc<Core>) {
+    let Some(live) = LIVE.get() else { return };
+    let mut live = lock(live);
+    if live.iter().any(|core| std::ptr::eq(core.as_ptr(), Arc::as_ptr(old))) {
+        live.push(Arc::downgrade(new));
+    }
+}
+
 /// Says farewell for `core` when SIGINT or SIGTERM comes, then lets the signal do what it does by default.
 pub(super) fn leave_on_interrupt(core: &Arc<Core>) -> Result<(), Error> {
-    static LIVE: OnceLock<Mutex<Vec<Weak<Core>>>> = OnceLock::new();
     let mut fresh = false;
     let live = LIVE.get_or_init(|| {
         fresh = true;

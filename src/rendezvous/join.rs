@@ -169,7 +169,6 @@ async fn attend(
     waiting_for: &RefCell<String>,
 ) -> Result<Joined, Error> {
     let (rank, n) = (settings.rank, settings.world_size);
-    let board = board(n)?;
     let machine = machine(settings);
     let mut member = Member { secret: settings.secret.clone(), session: 0, rank, world_size: n };
     let opening = member.opening(Purpose::Rendezvous, 0, (0, 1));
@@ -195,10 +194,24 @@ async fn attend(
     };
     // Rank 0 may listen everywhere, and knows less well than its guests where it is reached.
     addresses[0] = to_zero;
+    let mesh = connect((settings, start), (member, listener, lobby), addresses, Some(zero), waiting_for).await?;
+    Ok(Joined { mesh, medium, hosts })
+}
+
+/// Connects a rank to all others, whose addresses are known: it dials those below it, but for rank 0 where there is a
+/// connection already, and is dialled by those above. Does not end by itself where they do not come.
+pub(super) async fn connect(
+    (settings, start): (&Settings, Instant),
+    (member, listener, lobby): (Member, TcpListener, &Arc<Lobby>),
+    addresses: Vec<SocketAddr>,
+    zero: Option<TcpStream>,
+    waiting_for: &RefCell<String>,
+) -> Result<Mesh, Error> {
+    let board = board(member.world_size)?;
     // At the same time, since a rank that dials waits until it is heard.
     let below = async {
-        let mut below = vec![zero];
-        for (lower, address) in addresses.iter().enumerate().take(rank).skip(1) {
+        let mut below: Vec<TcpStream> = zero.into_iter().collect();
+        for (lower, address) in addresses.iter().enumerate().take(member.rank).skip(below.len()) {
             let opening = member.opening(Purpose::Control, lower, (0, 1));
             below.push(dial((settings, start), &address.to_string(), opening, waiting_for).await?.0);
         }
@@ -207,8 +220,7 @@ async fn attend(
     let above = async { Ok(above(&listener, lobby, &member, &board, waiting_for).await) };
     let (below, above) = tokio::try_join!(below, above)?;
     let connections = below.into_iter().map(Some).chain([None]).chain(above).collect();
-    let mesh = Mesh { member, addresses, listener, lobby: lobby.clone(), connections, board };
-    Ok(Joined { mesh, medium, hosts })
+    Ok(Mesh { member, addresses, listener, lobby: lobby.clone(), connections, board })
 }
 
 /// The connections of the ranks above this one, once all have dialled.

@@ -6,11 +6,13 @@
 //! others to be done.
 
 mod mailbox;
+mod meeting;
 
 use std::sync::Arc;
 use std::time::Instant;
 
 use self::mailbox::Mailbox;
+use self::meeting::Meeting;
 use super::direct::{self, Place};
 use super::{Buffers, Collectives, Fault};
 use crate::call::{Call, Operation};
@@ -39,6 +41,7 @@ struct Shared {
     failure: Mutex<Option<(Fault, u64)>>,
     /// From rank `i` to rank `j` at `i * world_size + j`.
     mailboxes: Box<[Mailbox]>,
+    meeting: Meeting,
     /// More ranks than processors.
     crowded: bool,
 }
@@ -102,6 +105,7 @@ impl Local {
             bell: Bell::default(),
             failure: Mutex::new(None),
             mailboxes: (0..world_size * world_size).map(|_| Mailbox::default()).collect(),
+            meeting: Meeting::new(world_size),
             crowded: crowded(world_size),
         });
         (0..world_size).map(|rank| Local { shared: shared.clone(), rank }).collect()

@@ -15,6 +15,7 @@ mod control;
 mod dial;
 mod link;
 mod watch;
+mod word;
 
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex};
@@ -22,15 +23,16 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use tokio::runtime::Runtime;
-use tokio::sync::mpsc::UnboundedSender;
+use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
 pub(crate) use self::beat::Silence;
 pub(crate) use self::board::Board;
 use self::control::Outgoing;
-pub(crate) use self::control::{Mesh, admit};
+pub(crate) use self::control::{Heard, Mesh, admit};
 use self::link::Link;
 pub(crate) use self::link::MOST;
 pub(crate) use self::watch::Watch;
+pub(crate) use self::word::{Door, News, Standing, Word};
 use super::{Fault, Transport};
 use crate::auth::Member;
 use crate::call::Tag;
@@ -46,6 +48,8 @@ pub(crate) struct Tcp {
     connections: usize,
     control: UnboundedSender<Outgoing>,
     thread: Mutex<Option<JoinHandle<()>>>,
+    /// What peers say of going on, and which of them are gone, since the group was made.
+    news: Mutex<Option<UnboundedReceiver<Heard>>>,
 }
 
 /// How long a rank that leaves waits for its last bytes to reach the peers.
@@ -56,18 +60,35 @@ impl Tcp {
     pub fn start(runtime: Runtime, mut mesh: Mesh, connections: usize, silence: Silence) -> Result<Tcp, Error> {
         // Before this rank can be in any operation: who has met it in one has a word of it.
         runtime.block_on(beat::greet(&mut mesh.connections));
-        let (control, outgoing) = tokio::sync::mpsc::unbounded_channel();
+        let (control, outgoing) = unbounded_channel();
+        let (told, news) = unbounded_channel();
         let (member, addresses, board) = (mesh.member.clone(), mesh.addresses.clone(), mesh.board.clone());
         let thread = std::thread::Builder::new()
             .name(format!("bonfire-control-{}", member.rank))
-            .spawn(move || runtime.block_on(control::run(mesh, silence, outgoing)))
+            .spawn(move || runtime.block_on(control::run(mesh, silence, outgoing, told)))
             .map_err(|e| Error::io("starting the control thread", e))?;
-        Ok(Tcp { member, addresses, board, connections, control, thread: Mutex::new(Some(thread)) })
+        let (thread, news) = (Mutex::new(Some(thread)), Mutex::new(Some(news)));
+        Ok(Tcp { member, addresses, board, connections, control, thread, news })
     }
 
     /// The number that all ranks of this group have, and no other group.
     pub fn session(&self) -> u64 {
         self.member.session
+    }
+
+    /// Where a rank of this group listens, by rank.
+    pub fn addresses(&self) -> &[SocketAddr] {
+        &self.addresses
+    }
+
+    /// What peers say of going on without the lost: taken once.
+    pub fn news(&self) -> Option<UnboundedReceiver<Heard>> {
+        lock(&self.news).take()
+    }
+
+    /// Says `word` to those that it [is for](Word::is_for).
+    pub fn say(&self, word: Word) {
+        let _ = self.control.send(Outgoing::Word(word));
     }
 
     /// The data connection to `peer`. The higher rank of a pair dials, the lower one waits for the call: both are at the

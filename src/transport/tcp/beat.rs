@@ -8,7 +8,8 @@ use tokio::sync::mpsc::UnboundedSender;
 use tokio::time::{MissedTickBehavior, interval};
 
 use super::board::Board;
-use super::control::Message;
+use super::control::{Heard, Message};
+use super::word::News;
 use crate::transport::frame;
 
 /// Between a rank's words. All ranks say them as often, however long each of them waits for the others'.
@@ -46,7 +47,12 @@ pub(super) async fn greet(connections: &mut [Option<TcpStream>]) {
 ///
 /// It counts beats of this rank's own and not time: a rank that was stopped itself, or whose machine slept, finds the
 /// others' words when it goes on, and takes nobody for lost.
-pub(super) async fn run(board: Arc<Board>, writers: Vec<Option<UnboundedSender<Message>>>, silence: Silence) {
+pub(super) async fn run(
+    board: Arc<Board>,
+    writers: Vec<Option<UnboundedSender<Message>>>,
+    silence: Silence,
+    news: UnboundedSender<Heard>,
+) {
     let mut left = vec![Silence::beats(silence.first.max(silence.later)); writers.len()];
     let mut beats = interval(BEAT);
     beats.set_missed_tick_behavior(MissedTickBehavior::Delay);
@@ -65,6 +71,7 @@ pub(super) async fn run(board: Arc<Board>, writers: Vec<Option<UnboundedSender<M
                 let reason = "nothing was heard of it for too long, though its connection is open: it is stopped, or the \
                               network between is down; BONFIRE_SILENCE sets how long";
                 board.lost(peer, reason.into());
+                let _ = news.send((peer, News::Silent));
             }
         }
     }
@@ -87,7 +94,7 @@ mod tests {
                 let board = Arc::new(Board::new(3).unwrap());
                 let ((one, mut to_one), (two, _to_two)) = (unbounded_channel(), unbounded_channel());
                 let silence = Silence { first: Duration::from_secs(10), later: Duration::from_secs(5) };
-                let beating = run(board.clone(), vec![None, Some(one), Some(two)], silence);
+                let beating = run(board.clone(), vec![None, Some(one), Some(two)], silence, unbounded_channel().0);
                 let peers = async {
                     for second in 0.. {
                         board.speaks(1);
@@ -121,7 +128,7 @@ mod tests {
             let board = Arc::new(Board::new(2).unwrap());
             let (one, _to_one) = unbounded_channel();
             let silence = Silence { first: Duration::from_secs(10), later: Duration::from_secs(5) };
-            let beating = run(board.clone(), vec![None, Some(one)], silence);
+            let beating = run(board.clone(), vec![None, Some(one)], silence, unbounded_channel().0);
             let peer = async {
                 board.speaks(1);
                 tokio::time::sleep(BEAT * 3 / 2).await;

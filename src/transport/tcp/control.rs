@@ -12,6 +12,7 @@ use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use super::beat::{self, Silence};
 use super::board::Board;
 use super::link::MOST;
+use super::word::{News, Word};
 use crate::auth::{self, Lobby, Member, Opening, Purpose, RETRY};
 use crate::error::{Error, Site};
 use crate::transport::{Fault, frame};
@@ -36,6 +37,8 @@ pub(crate) enum Outgoing {
     Called(usize, Site),
     /// This rank failed, having completed so many collectives.
     Failed(Error, u64),
+    /// To those that it [is for](Word::is_for).
+    Word(Word),
     /// This rank leaves, in order or because its thread panics; the control thread ends.
     Farewell { panicked: bool },
 }
@@ -48,16 +51,25 @@ pub(super) enum Message {
     Calling(Site),
     Called(Site),
     Failed(Error, u64),
+    Word(Word),
     Farewell {
         panicked: bool,
     },
 }
 
+/// Who a word of going on is from, or of whom the news are.
+pub(crate) type Heard = (usize, News);
+
 /// How long a leaving rank may take to get its farewell out.
 const PATIENCE: Duration = Duration::from_secs(1);
 
 /// Serves until the farewell.
-pub(super) async fn run(mesh: Mesh, silence: Silence, mut outgoing: UnboundedReceiver<Outgoing>) {
+pub(super) async fn run(
+    mesh: Mesh,
+    silence: Silence,
+    mut outgoing: UnboundedReceiver<Outgoing>,
+    news: UnboundedSender<Heard>,
+) {
     let board = mesh.board;
     tokio::spawn(accept(mesh.listener, mesh.lobby, mesh.member, board.clone()));
     let mut writers: Vec<Option<UnboundedSender<Message>>> = Vec::new();
@@ -69,20 +81,30 @@ pub(super) async fn run(mesh: Mesh, silence: Silence, mut outgoing: UnboundedRec
         };
         let (reader, writer) = stream.into_split();
         let (messages, queue) = unbounded_channel();
-        tokio::spawn(read(peer, reader, board.clone(), messages.clone()));
+        let (board, answers, news) = (board.clone(), messages.clone(), news.clone());
+        tokio::spawn(async move {
+            let last = read(peer, reader, &board, &answers, &news).await;
+            // Nobody hears it any more where the rank is about to leave.
+            let _ = news.send((peer, last));
+        });
         writing.spawn(write(writer, queue));
         writers.push(Some(messages));
     }
-    tokio::spawn(beat::run(board, writers.clone(), silence));
+    tokio::spawn(beat::run(board, writers.clone(), silence, news));
     while let Some(outgoing) = outgoing.recv().await {
         let (message, only) = match outgoing {
             Outgoing::Calling(site) => (Message::Calling(site), None),
             Outgoing::Called(peer, site) => (Message::Called(site), Some(peer)),
             Outgoing::Failed(error, completed) => (Message::Failed(error, completed), None),
+            Outgoing::Word(word) => (Message::Word(word), None),
             Outgoing::Farewell { panicked } => (Message::Farewell { panicked }, None),
         };
         for (peer, writer) in writers.iter().enumerate() {
-            if let Some(writer) = writer.as_ref().filter(|_| only.is_none_or(|only| only == peer)) {
+            let told = match &message {
+                Message::Word(word) => word.is_for(peer),
+                _ => only.is_none_or(|only| only == peer),
+            };
+            if let Some(writer) = writer.as_ref().filter(|_| told) {
                 let _ = writer.send(message.clone());
             }
         }
@@ -103,7 +125,17 @@ async fn write(mut stream: OwnedWriteHalf, mut queue: UnboundedReceiver<Message>
     }
 }
 
-async fn read(peer: usize, mut stream: OwnedReadHalf, board: Arc<Board>, answers: UnboundedSender<Message>) {
+/// Reads until the peer is gone; gives how it went.
+async fn read(
+    peer: usize,
+    mut stream: OwnedReadHalf,
+    board: &Board,
+    answers: &UnboundedSender<Message>,
+    news: &UnboundedSender<Heard>,
+) -> News {
+    let mut spoke = false;
+    // A rank that has not begun this group may have gone on in another, and ended there.
+    let closed = |spoke| if spoke { News::Closed } else { News::Silent };
     loop {
         let message = frame::read::<Message>(&mut stream).await;
         board.speaks(peer);
@@ -120,11 +152,27 @@ async fn read(peer: usize, mut stream: OwnedReadHalf, board: Arc<Board>, answers
             Ok(Some(Message::Failed(error, completed))) => {
                 board.fail(Fault::Failed(error), completed);
             }
-            Ok(Some(Message::Farewell { panicked: false })) => return board.left(peer),
-            Ok(Some(Message::Farewell { panicked: true })) => return board.lost(peer, "its thread panicked".into()),
-            Ok(None) => return board.lost(peer, "its connection was closed".into()),
-            Err(e) => return board.lost(peer, e.to_string()),
+            Ok(Some(Message::Word(word))) => {
+                let _ = news.send((peer, News::Said(word)));
+            }
+            Ok(Some(Message::Farewell { panicked })) => {
+                if panicked {
+                    board.lost(peer, "its thread panicked".into());
+                } else {
+                    board.left(peer);
+                }
+                return News::Left;
+            }
+            Ok(None) => {
+                board.lost(peer, "its connection was closed".into());
+                return closed(spoke);
+            }
+            Err(e) => {
+                board.lost(peer, e.to_string());
+                return closed(spoke);
+            }
         }
+        spoke = true;
     }
 }
 

@@ -1,0 +1,246 @@
+//! How processes that are left of a group come together again.
+//!
+//! They talk over the old group's control connections, which go on after a failure, and agree on who goes on (`agreement`).
+//! Those connect to each other as in a first rendezvous, each on a port that it told the others.
+
+mod agreement;
+
+use std::cell::RefCell;
+use std::io::{self, ErrorKind};
+use std::net::SocketAddr;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use tokio::io::AsyncReadExt;
+use tokio::net::{TcpListener, TcpStream};
+use tokio::runtime::Runtime;
+use tokio::sync::mpsc::UnboundedReceiver;
+use tokio::task::JoinSet;
+use tokio::time::timeout;
+
+use self::agreement::{Agreement, Next};
+use super::join::{self, Joined};
+use super::reach::bind;
+use super::{Ends, Medium, Settings, assemble, control_runtime};
+use crate::auth::{Lobby, Member};
+use crate::error::{Apart, Error, Ranks};
+use crate::random;
+use crate::transport::tcp::{Door, Heard, MOST, News, Silence, Standing, Tcp, Word};
+use crate::transport::{Base, Regroup};
+use crate::wait::Deadline;
+
+/// How long a look for a rank whose connection ended may take.
+const LOOK: Duration = Duration::from_secs(1);
+
+/// A group of processes, from which another can be made.
+pub(super) struct Processes {
+    pub settings: Settings,
+    /// What carries the operations: as all ranks agreed when they met.
+    pub medium: Medium,
+    /// By rank, as in [`Joined`].
+    pub hosts: Vec<usize>,
+    pub tcp: Arc<Tcp>,
+    /// Ends of groups that were not agreed on, as far as this rank knows. Where the network fell apart meanwhile, others may
+    /// have agreed on one of them; were these connections closed, this rank would count as gone there, and it goes on here.
+    #[expect(dead_code, reason = "held until this group ends, and not used")]
+    pub abandoned: Vec<Ends>,
+}
+
+impl Regroup for Processes {
+    fn shrink(&self, deadline: &Deadline) -> Result<Base, Error> {
+        let mut agreement = Agreement::new(self.settings.rank, self.settings.world_size);
+        // The group sees to it that this is called once.
+        let Some(news) = self.tcp.news() else { return Err(Error::io("shrink", "it was called before")) };
+        let runtime = control_runtime()?;
+        let problem = RefCell::new(String::new());
+        let mut ends = Vec::new();
+        let agreed = runtime.block_on(async {
+            timeout(deadline.remaining(), self.agree(&mut agreement, news, &mut ends, &problem)).await
+        });
+        let standing = agreed.unwrap_or_else(|_| {
+            let problem = Some(problem.take()).filter(|problem| !problem.is_empty());
+            let problem = problem.map_or(String::new(), |problem| format!(" ({problem})"));
+            Err(Halt::Apart(Apart::Missing { ranks: agreement.waits_for(), problem }))
+        });
+        let standing = standing.map_err(|halt| match halt {
+            Halt::Apart(why) => Error::Shrink { rank: self.settings.rank, why, elapsed: deadline.elapsed() },
+            Halt::Error(error) => error,
+        })?;
+        self.go_on(runtime, &standing, ends)
+    }
+}
+
+/// Why this rank does not go on.
+enum Halt {
+    Apart(Apart),
+    Error(Error),
+}
+
+impl From<Error> for Halt {
+    fn from(error: Error) -> Self {
+        Halt::Error(error)
+    }
+}
+
+impl Processes {
+    /// Comes to a group whose ends are ready on all its ranks; this rank's end is among `ends` then.
+    async fn agree(
+        &self,
+        agreement: &mut Agreement,
+        news: UnboundedReceiver<Heard>,
+        ends: &mut Vec<(Standing, Ends)>,
+        problem: &RefCell<String>,
+    ) -> Result<Standing, Halt> {
+        let mut ears = Ears { news, looks: JoinSet::new(), addresses: self.tcp.addresses(), silent: Vec::new() };
+        let mut own: Option<(TcpListener, Door)> = None;
+        let mut forming: Option<Pin<Box<_>>> = None;
+        loop {
+            match agreement.next() {
+                Next::Propose(standing) => {
+                    forming = None;
+                    let (listener, door) = self.open().await?;
+                    self.tcp.say(Word::Proposes(standing, door));
+                    own = Some((listener, door));
+                }
+                Next::Form(doors) => {
+                    if let Some(own) = own.take() {
+                        forming = Some(Box::pin(self.form(agreement.standing().clone(), own, doors, problem)));
+                    }
+                }
+                Next::Agree(standing) => {
+                    self.tcp.say(Word::Agreed(standing.clone()));
+                    return Ok(standing);
+                }
+                Next::Excluded { by } => return Err(Halt::Apart(Apart::Excluded { by })),
+                Next::Minority { silent } => return Err(Halt::Apart(Apart::Minority { silent })),
+                Next::Wait => {
+                    let formed = async {
+                        match &mut forming {
+                            Some(forming) => forming.await,
+                            None => std::future::pending().await,
+                        }
+                    };
+                    tokio::select! {
+                        () = ears.listen(agreement) => {}
+                        formed = formed => {
+                            forming = None;
+                            match formed {
+                                Ok(formed) => {
+                                    ends.push((agreement.standing().clone(), formed));
+                                    agreement.formed();
+                                    self.tcp.say(Word::Formed(agreement.standing().clone()));
+                                }
+                                // A member is gone, or has been told that one is; this rank will hear of it.
+                                Err(error) => drop(problem.replace(error.to_string())),
+                            }
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    /// Listens where the members of one proposal will find this rank.
+    async fn open(&self) -> Result<(TcpListener, Door), Error> {
+        let mut address = self.tcp.addresses()[self.settings.rank];
+        address.set_port(0);
+        let listener = bind(&self.settings, Instant::now(), &address.to_string()).await?;
+        let port = listener.local_addr().map_err(|e| Error::io("shrink", e))?.port();
+        Ok((listener, Door { port, key: random::number() }))
+    }
+
+    /// Connects to the members behind these doors.
+    async fn form(
+        &self,
+        standing: Standing,
+        (listener, own): (TcpListener, Door),
+        doors: Vec<(usize, Door)>,
+        waiting_for: &RefCell<String>,
+    ) -> Result<Ends, Error> {
+        let start = Instant::now();
+        let members: Vec<usize> = standing.members.into_iter().collect();
+        let place = |rank| members.iter().position(|member| *member == rank).unwrap_or(0);
+        let (rank, n) = (place(self.settings.rank), members.len());
+        let mut addresses: Vec<SocketAddr> = members.iter().map(|member| self.tcp.addresses()[*member]).collect();
+        addresses[rank].set_port(own.port);
+        let mut session = own.key;
+        for (member, door) in doors {
+            addresses[place(member)].set_port(door.port);
+            session ^= door.key;
+        }
+        let address = addresses[0].to_string();
+        let settings = Settings { rank, world_size: n, address, ..self.settings.clone() };
+        let member = Member { secret: settings.secret.clone(), session, rank, world_size: n };
+        let lobby = Lobby::new(n.saturating_mul(MOST));
+        let mesh = join::connect((&settings, start), (member, listener, &lobby), addresses, None, waiting_for).await?;
+        let hosts = members.iter().map(|member| {
+            let here = |other: &&usize| self.hosts[**other] == self.hosts[*member];
+            place(*members.iter().find(here).unwrap_or(member))
+        });
+        let joined = Joined { mesh, medium: self.medium, hosts: hosts.collect() };
+        Ends::share(settings, start, joined).await
+    }
+
+    /// The group that was agreed on.
+    fn go_on(&self, runtime: Runtime, standing: &Standing, ends: Vec<(Standing, Ends)>) -> Result<Base, Error> {
+        let members: Vec<usize> = standing.members.iter().copied().collect();
+        log::info!("rank {} goes on with those that were {}", self.settings.rank, Ranks(&members));
+        let (mut agreed, abandoned): (Vec<_>, Vec<_>) = ends.into_iter().partition(|(formed, _)| formed == standing);
+        let Some((_, agreed)) = agreed.pop() else {
+            return Err(Error::io("shrink", "no end of the group that was agreed on"));
+        };
+        // All were there a moment ago, and none is to connect to others still.
+        let silence = Silence { first: self.settings.silence, later: self.settings.silence };
+        assemble(runtime, agreed, silence, abandoned.into_iter().map(|(_, ends)| ends).collect())
+    }
+}
+
+/// What this rank hears of the others.
+struct Ears<'a> {
+    news: UnboundedReceiver<Heard>,
+    /// Who is being looked for, and then whether it is gone.
+    looks: JoinSet<(usize, bool)>,
+    addresses: &'a [SocketAddr],
+    silent: Vec<usize>,
+}
+
+impl Ears<'_> {
+    /// Waits for news. May be dropped while it waits.
+    async fn listen(&mut self, agreement: &mut Agreement) {
+        let (peer, news) = tokio::select! {
+            Some(news) = self.news.recv() => news,
+            Some(Ok((peer, gone))) = self.looks.join_next() => return agreement.exclude(peer, gone),
+            else => std::future::pending().await,
+        };
+        match news {
+            News::Said(word) => agreement.hear(peer, word),
+            News::Left => agreement.exclude(peer, true),
+            News::Silent => {
+                self.silent.push(peer);
+                agreement.exclude(peer, false);
+            }
+            // Where the network was cut, others may have gone on and closed: who was silent first is not known to be gone.
+            News::Closed if self.silent.contains(&peer) => {}
+            News::Closed => {
+                let address = self.addresses[peer];
+                self.looks.spawn(async move { (peer, is_gone(address).await) });
+            }
+        }
+    }
+}
+
+/// Whether the process that listened here has ended, for certain: its machine says that nobody listens. One that is just
+/// ending may still take a connection, and then drops it.
+async fn is_gone(address: SocketAddr) -> bool {
+    let look = async {
+        loop {
+            match TcpStream::connect(address).await {
+                Err(e) if e.kind() == ErrorKind::ConnectionRefused => return true,
+                Err(_) => return false,
+                Ok(mut stream) => drop::<io::Result<u8>>(stream.read_u8().await),
+            }
+        }
+    };
+    timeout(LOOK, look).await.unwrap_or(false)
+}

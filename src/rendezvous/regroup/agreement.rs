@@ -1,0 +1,202 @@
+//! How survivors agree on who goes on: the rules, without clocks and connections.
+//!
+//! Every rank proposes a standing: all ranks but those it knows to be gone or lost, or that a member's proposal leaves out.
+//! So members only become fewer, and those who hear each other come to the same standing. Once all members have proposed
+//! the same one, they connect (*form*), and each says when its end is ready (*formed*). Who has heard that from all members
+//! of its standing has *agreed*, and says so to everybody.
+//!
+//! Who has narrowed its standing meanwhile, and hears from a member that a wider one was agreed on, follows: it has said
+//! itself that its end of that one is ready, and keeps such ends.
+//!
+//! Two groups never go on. Let `S` be the widest standing that is agreed on, by the ranks `J`, and `T` a narrower one. Who
+//! agrees on `S` says nothing about narrower ones after it, and the first member of `T` to agree on `S` has not said that
+//! its end of `T` is ready: it has not come as far, or hears this of a member of `T` that is in `J` before it. So `T` has no
+//! members in `J`; those of `T` and of `J` have lost each other, and in the group of `S` those of `J` find the others
+//! missing. Of the ranks that may still be there both sides count all of `J` and `T` that live: one is `gone` for others
+//! only if it ended before it said that it agreed, or, in the group of `S`, after it has said its first word there. So only
+//! one side has more than half, or half and the lowest.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use crate::transport::tcp::{Door, Standing, Word};
+
+/// One rank's part in it.
+pub(super) struct Agreement {
+    rank: usize,
+    world_size: usize,
+    standing: Standing,
+    stage: Stage,
+    /// What each rank proposed last, and where it awaits the others.
+    proposals: BTreeMap<usize, (Standing, Door)>,
+    /// By rank: the last group that its end is ready of.
+    formed: BTreeMap<usize, Standing>,
+    /// The groups that this rank's end was ready of.
+    ready: Vec<Standing>,
+    /// Who goes on in some group. It is never known to be gone, though it may end its part in this one.
+    elsewhere: BTreeSet<usize>,
+    end: Option<End>,
+}
+
+/// How far this rank is with its standing.
+#[derive(Clone, Copy, PartialEq)]
+enum Stage {
+    New,
+    Proposed,
+    Forming,
+    Formed,
+}
+
+#[derive(Clone, Debug, PartialEq)]
+enum End {
+    Agreed(Standing),
+    Excluded { by: usize },
+}
+
+/// What a rank does next.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) enum Next {
+    /// Propose this; any attempt to form another group ends.
+    Propose(Standing),
+    /// Connect to these.
+    Form(Vec<(usize, Door)>),
+    Wait,
+    /// The group of this standing is what comes of the old one.
+    Agree(Standing),
+    /// The others go on without this rank.
+    Excluded {
+        by: usize,
+    },
+    /// So few must not go on: these are silent, and may be more.
+    Minority {
+        silent: Vec<usize>,
+    },
+}
+
+impl Agreement {
+    pub fn new(rank: usize, world_size: usize) -> Agreement {
+        Agreement {
+            rank,
+            world_size,
+            standing: Standing { members: (0..world_size).collect(), gone: BTreeSet::new() },
+            stage: Stage::New,
+            proposals: BTreeMap::new(),
+            formed: BTreeMap::new(),
+            ready: Vec::new(),
+            elsewhere: BTreeSet::new(),
+            end: None,
+        }
+    }
+
+    pub fn standing(&self) -> &Standing {
+        &self.standing
+    }
+
+    /// `peer` will not answer; `gone` says that it has ended.
+    pub fn exclude(&mut self, peer: usize, gone: bool) {
+        let gone = gone && !self.elsewhere.contains(&peer);
+        self.narrow(|standing| {
+            standing.members.remove(&peer);
+            if gone {
+                standing.gone.insert(peer);
+            }
+        });
+    }
+
+    /// `from` has said this.
+    pub fn hear(&mut self, from: usize, word: Word) {
+        if matches!(word, Word::Agreed(_)) {
+            self.elsewhere.insert(from);
+        }
+        if self.end.is_some() || !self.standing.members.contains(&from) {
+            return;
+        }
+        let (Word::Proposes(standing, _) | Word::Formed(standing) | Word::Agreed(standing)) = &word;
+        if !standing.members.contains(&self.rank) {
+            self.end = Some(End::Excluded { by: from });
+            return;
+        }
+        match word {
+            Word::Proposes(theirs, door) => {
+                self.narrow(|standing| {
+                    standing.members.retain(|rank| theirs.members.contains(rank));
+                    standing.gone.extend(&theirs.gone);
+                });
+                self.proposals.insert(from, (theirs, door));
+            }
+            Word::Formed(theirs) => {
+                self.formed.insert(from, theirs);
+            }
+            // Who agrees has heard from this rank that its end is ready.
+            Word::Agreed(theirs) if self.ready.contains(&theirs) => self.end = Some(End::Agreed(theirs)),
+            Word::Agreed(_) => {}
+        }
+    }
+
+    /// What there is to do now. Each step is given once.
+    pub fn next(&mut self) -> Next {
+        match &self.end {
+            Some(End::Agreed(standing)) => return Next::Agree(standing.clone()),
+            Some(End::Excluded { by }) => return Next::Excluded { by: *by },
+            None => {}
+        }
+        match self.stage {
+            Stage::New => {
+                self.stage = Stage::Proposed;
+                Next::Propose(self.standing.clone())
+            }
+            Stage::Proposed if self.waits_for().is_empty() => {
+                if !self.is_majority() {
+                    let counted = (0..self.world_size).filter(|rank| !self.standing.gone.contains(rank));
+                    let silent = counted.filter(|rank| !self.standing.members.contains(rank)).collect();
+                    return Next::Minority { silent };
+                }
+                self.stage = Stage::Forming;
+                let door = |rank: &usize| self.proposals.get(rank).map(|(_, door)| (*rank, *door));
+                Next::Form(self.standing.members.iter().filter_map(door).collect())
+            }
+            Stage::Formed if self.waits_for().is_empty() => {
+                self.end = Some(End::Agreed(self.standing.clone()));
+                Next::Agree(self.standing.clone())
+            }
+            Stage::Proposed | Stage::Forming | Stage::Formed => Next::Wait,
+        }
+    }
+
+    /// This rank's end of the group of its standing is ready.
+    pub fn formed(&mut self) {
+        self.stage = Stage::Formed;
+        self.ready.push(self.standing.clone());
+    }
+
+    /// The members that have not come as far as this rank.
+    pub fn waits_for(&self) -> Vec<usize> {
+        let there = |rank: &usize| match self.stage {
+            Stage::Formed => self.formed.get(rank) == Some(&self.standing),
+            _ => self.proposals.get(rank).is_some_and(|(standing, _)| *standing == self.standing),
+        };
+        self.standing.members.iter().copied().filter(|rank| *rank != self.rank && !there(rank)).collect()
+    }
+
+    /// Whether no other members can go on, were all silent ranks in one place: of two halves, the one with the lowest rank
+    /// does.
+    fn is_majority(&self) -> bool {
+        let Standing { members, gone } = &self.standing;
+        let mut counted = (0..self.world_size).filter(|rank| !gone.contains(rank));
+        let (lowest, count) = (counted.next(), 1 + counted.count());
+        2 * members.len() > count || (2 * members.len() == count && lowest.is_some_and(|rank| members.contains(&rank)))
+    }
+
+    fn narrow(&mut self, change: impl FnOnce(&mut Standing)) {
+        let before = self.standing.clone();
+        change(&mut self.standing);
+        self.standing.gone.retain(|rank| *rank < self.world_size);
+        let Standing { members, gone } = &mut self.standing;
+        members.retain(|rank| !gone.contains(rank));
+        if self.standing != before {
+            self.stage = Stage::New;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

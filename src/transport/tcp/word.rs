@@ -1,0 +1,54 @@
+//! What ranks of a group tell each other to go on without those that are lost.
+
+use std::collections::BTreeSet;
+
+use serde::{Deserialize, Serialize};
+
+/// Who goes on, as one rank sees it. Ranks are those of the old group.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Standing {
+    pub members: BTreeSet<usize>,
+    /// Who has certainly ended, so that it does not count where a majority is asked for.
+    pub gone: BTreeSet<usize>,
+}
+
+/// Where a rank awaits the others of one proposal.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Door {
+    /// At the rank's address in the old group.
+    pub port: u16,
+    /// Random: what all members bring is the new group's number.
+    pub key: u64,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum Word {
+    /// These should go on; this is where I await them.
+    Proposes(Standing, Door),
+    /// My end of the group of these is ready.
+    Formed(Standing),
+    /// All ends of the group of these are ready: it is what comes of the old group.
+    Agreed(Standing),
+}
+
+impl Word {
+    /// Whether `peer` is told. Who is left out learns of it when others go on: they may not.
+    pub fn is_for(&self, peer: usize) -> bool {
+        match self {
+            Word::Proposes(standing, _) | Word::Formed(standing) => standing.members.contains(&peer),
+            Word::Agreed(_) => true,
+        }
+    }
+}
+
+/// What a rank that goes on hears of another.
+#[derive(Debug)]
+pub(crate) enum News {
+    Said(Word),
+    /// It said farewell.
+    Left,
+    /// Its connection ended.
+    Closed,
+    /// Nothing was heard of it for too long.
+    Silent,
+}

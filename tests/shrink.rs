@@ -1,0 +1,261 @@
+//! Ranks that go on without those that are lost.
+
+mod common;
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::time::Duration;
+
+use bonfire::{Algorithm, Apart, Builder, Error, Group, ReduceOp};
+use common::process::{Process, is_child, report, say};
+use common::transport::Channels;
+use common::{Kind, run_ranks, run_ranks_with};
+use rustix::process::Signal;
+
+/// Calls operations of all kinds, and gives who is in the group, as a mask of the ranks in the group that was first.
+/// Small, large and rooted ones, so that every path is taken.
+fn roll_call(group: &Group, identity: usize) -> Result<u32, Error> {
+    let n = group.world_size();
+    let mut mask = [1u32 << identity];
+    group.all_reduce(&mut mask, ReduceOp::Sum)?;
+    let mut places = vec![0u32; n];
+    places[group.rank()] = 1 << identity;
+    group.all_gather(&mut places)?;
+    assert_eq!(places.iter().sum::<u32>(), mask[0]);
+    assert!(places.is_sorted(), "ranks keep their order: {places:?}");
+    let mut large = vec![1f32; 300_001];
+    group.all_reduce(&mut large, ReduceOp::Sum)?;
+    assert!(large.iter().all(|x| *x == n as f32));
+    let mut root = [mask[0] * u32::from(group.rank() + 1 == n)];
+    group.broadcast(&mut root, n - 1)?;
+    assert_eq!(root, mask);
+    let (to, from) = ((group.rank() + 1) % n, (group.rank() + n - 1) % n);
+    if n > 1 {
+        let mut got = [0u32];
+        let send = || group.send(&places[group.rank()..][..1], to);
+        if group.rank() == 0 {
+            send()?;
+        }
+        group.recv(&mut got, from)?;
+        if group.rank() > 0 {
+            send()?;
+        }
+        assert_eq!(got[0], places[from]);
+    }
+    group.barrier()?;
+    assert_eq!(mask[0].count_ones() as usize, n);
+    Ok(mask[0])
+}
+
+/// Calls until `group` fails, then goes on in smaller ones until `calls` roll calls in a row have worked.
+fn go_on(mut group: Group, calls: usize) -> Result<(Group, u32), Error> {
+    let identity = group.rank();
+    let mut data = vec![1f32; 50_000];
+    while group.all_reduce(&mut data, ReduceOp::Mean).is_ok() {}
+    loop {
+        group = group.shrink()?;
+        let masks: Result<Vec<u32>, Error> = (0..calls).map(|_| roll_call(&group, identity)).collect();
+        if let Ok(masks) = masks {
+            return Ok((group, masks[0]));
+        }
+    }
+}
+
+#[test]
+fn threads_and_others_go_on_without_who_left_or_panicked() {
+    for kind in Kind::ALL {
+        for (n, gone, panics) in
+            [(2, 0b10, false), (2, 0b01, true), (3, 0b010, true), (4, 0b1001, false), (5, 0b11011, true)]
+        {
+            let results = run_ranks(kind, n, move |group| {
+                group.barrier().unwrap();
+                if gone >> group.rank() & 1 == 0 {
+                    return go_on(group, 3).map(|(_, mask)| mask);
+                }
+                if panics {
+                    catch_unwind(AssertUnwindSafe(move || {
+                        let _group = group;
+                        panic!("on purpose")
+                    }))
+                    .unwrap_err();
+                }
+                Ok(0)
+            });
+            let left = (1 << n) - 1 - gone;
+            for (rank, result) in results.into_iter().enumerate() {
+                assert_eq!(
+                    result,
+                    Ok(if gone >> rank & 1 == 0 { left } else { 0 }),
+                    "{kind:?}, {n} ranks, rank {rank}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn a_group_without_a_failure_gives_one_of_the_same_ranks_once() {
+    for kind in Kind::ALL {
+        let settings = |builder: Builder| match kind {
+            Kind::Threads | Kind::Tcp => builder.algorithms(Algorithm::Ring),
+            _ => builder,
+        };
+        let results = run_ranks_with(kind, 3, settings, |group| {
+            let group = group.with_deadline(Duration::from_secs(45));
+            let other = group.shrink()?;
+            assert_eq!((other.rank(), other.world_size(), other.deadline()), (group.rank(), 3, group.deadline()));
+            let operation = bonfire::Operation::AllReduce;
+            assert_eq!(other.algorithms(operation).to_string(), group.algorithms(operation).to_string());
+            assert!(matches!(group.shrink(), Err(Error::InvalidArgument { .. })));
+            // Both are whole, and do not mix.
+            let both = (roll_call(&other, group.rank())?, roll_call(&group, group.rank())?);
+            drop(group);
+            Ok::<_, Error>((both, roll_call(&other.shrink()?, other.rank())?))
+        });
+        assert_eq!(results, vec![Ok(((7, 7), 7)); 3], "{kind:?}");
+    }
+}
+
+#[test]
+fn a_rank_that_is_there_and_does_not_come_is_named() {
+    for kind in Kind::ALL {
+        let done = std::sync::Arc::new(std::sync::Barrier::new(3));
+        let results = run_ranks(kind, 3, move |group| {
+            group.barrier().unwrap();
+            let result = match group.rank() {
+                1 => Ok(()),
+                _ => group.with_deadline(Duration::from_millis(300)).shrink().map(drop),
+            };
+            done.wait();
+            result
+        });
+        for rank in [0, 2] {
+            let Err(Error::Shrink { why: Apart::Missing { ranks, .. }, rank: reports, .. }) = &results[rank] else {
+                panic!("{kind:?}: {:?}", results[rank])
+            };
+            assert_eq!((ranks.as_slice(), *reports), (&[1][..], rank), "{kind:?}");
+        }
+    }
+}
+
+#[test]
+fn a_transport_from_elsewhere_is_its_owners_to_shrink() {
+    let group = Group::on(std::sync::Arc::new(Channels::group(1).remove(0)));
+    assert!(matches!(group.shrink(), Err(Error::InvalidArgument { .. })));
+    assert_eq!(group.barrier(), Ok(()));
+}
+
+/// A child of the tests below.
+fn child() {
+    let builder = Builder::from_env().expect("settings");
+    let rank: usize = std::env::var("BONFIRE_RANK").expect("a rank").parse().expect("a number");
+    let group = builder.machine(format!("machine {}", rank % 2)).connect().expect("ranks find each other");
+    group.barrier().expect("all ranks are there");
+    say("going");
+    report(&go_on(group, 5).map(|(_, mask)| mask.to_string()));
+}
+
+/// In `auto`, ranks with even numbers are on one machine and the others on another.
+const TRANSPORTS: [&str; 3] = ["tcp", "shm", "auto"];
+
+fn start(name: &str, n: usize, transport: &str) -> Vec<Process> {
+    let ranks = Process::start_ranks_with(name, n, transport, "60", &[("BONFIRE_SILENCE", "3".to_owned())]);
+    ranks.iter().for_each(|rank| assert_eq!(rank.hear(), "going"));
+    ranks
+}
+
+#[test]
+fn processes_go_on_whoever_is_killed() {
+    if is_child() {
+        return child();
+    }
+    for transport in TRANSPORTS {
+        for (n, gone) in [(2, 0b01), (2, 0b10), (3, 0b001), (3, 0b100), (4, 0b0011), (4, 0b1110)] {
+            let mut ranks = start("processes_go_on_whoever_is_killed", n, transport);
+            let survives = |rank: &usize| gone >> rank & 1 == 0;
+            (0..n).filter(|rank| !survives(rank)).for_each(|rank| ranks[rank].signal(Signal::KILL));
+            let left = (1 << n) - 1 - gone;
+            for rank in (0..n).filter(survives) {
+                assert_eq!(ranks[rank].outcome(), Ok(left.to_string()), "{transport}, {gone:b} of {n} killed");
+                assert!(ranks[rank].end().success());
+            }
+        }
+    }
+}
+
+#[test]
+fn processes_go_on_though_another_is_killed_while_they_shrink() {
+    if is_child() {
+        return child();
+    }
+    for transport in TRANSPORTS {
+        for pause in 0..12 {
+            let mut ranks = start("processes_go_on_though_another_is_killed_while_they_shrink", 4, transport);
+            ranks[pause % 4].signal(Signal::KILL);
+            // At many moments of what follows; which one it was makes no difference to what must come of it.
+            std::thread::sleep(Duration::from_micros(300) * pause as u32);
+            ranks[(pause + 1) % 4].signal(Signal::KILL);
+            let left = (1 << 4) - 1 - (1 << (pause % 4)) - (1 << ((pause + 1) % 4));
+            for rank in [(pause + 2) % 4, (pause + 3) % 4] {
+                assert_eq!(ranks[rank].outcome(), Ok(left.to_string()), "{transport}, {pause}");
+                assert!(ranks[rank].end().success());
+            }
+        }
+    }
+}
+
+#[test]
+fn who_is_silent_is_left_out_and_told_so_and_a_minority_does_not_go_on() {
+    if is_child() {
+        return child();
+    }
+    let name = "who_is_silent_is_left_out_and_told_so_and_a_minority_does_not_go_on";
+    let mut all: Vec<_> = ["tcp", "shm"]
+        .into_iter()
+        .flat_map(|transport| [(transport, 3, 1), (transport, 3, 0), (transport, 2, 1), (transport, 2, 0)])
+        .map(|(transport, n, victim)| (transport, n, victim, start(name, n, transport)))
+        .collect();
+    all.iter().for_each(|(_, _, victim, ranks)| ranks[*victim].signal(Signal::STOP));
+    for (transport, n, victim, ranks) in &mut all {
+        let label = format!("{transport}, rank {victim} of {n}");
+        for rank in (0..*n).filter(|rank| rank != victim) {
+            let outcome = ranks[rank].outcome();
+            if (*n, *victim) == (2, 0) {
+                let why = Apart::Minority { silent: vec![0] };
+                assert!(
+                    matches!(&outcome, Err(Error::Shrink { why: w, rank: 1, .. }) if *w == why),
+                    "{label}: {outcome:?}"
+                );
+            } else {
+                assert_eq!(outcome, Ok(((1 << *n) - 1 - (1 << *victim)).to_string()), "{label}");
+            }
+        }
+        ranks[*victim].signal(Signal::CONT);
+        let outcome = ranks[*victim].outcome();
+        if (*n, *victim) == (2, 0) {
+            // Nobody else goes on.
+            assert_eq!(outcome, Ok("1".into()), "{label}");
+        } else {
+            let excluded = matches!(&outcome, Err(Error::Shrink { why: Apart::Excluded { .. }, .. }));
+            assert!(excluded, "{label}: {outcome:?}");
+        }
+    }
+}
+
+#[test]
+fn an_interrupted_process_leaves_the_new_group_too() {
+    if is_child() {
+        let group = Group::from_env().expect("ranks find each other").shrink().expect("all are there");
+        group.barrier().expect("all are there");
+        say("going");
+        let mut data = [1f32; 10];
+        let error = std::iter::repeat_with(|| group.all_reduce(&mut data, ReduceOp::Sum)).find_map(Result::err);
+        return report(&Err(error.expect("the loop ends with an error")));
+    }
+    for transport in ["tcp", "shm"] {
+        let mut ranks = start("an_interrupted_process_leaves_the_new_group_too", 2, transport);
+        ranks[1].signal(Signal::INT);
+        let error = ranks[0].outcome().unwrap_err();
+        assert!(matches!(error, Error::Left { rank: 1, .. }), "{transport}: {error:?}");
+        assert!(!ranks[1].end().success());
+    }
+}
