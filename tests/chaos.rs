@@ -1,5 +1,5 @@
 //! Faults, many of them, in groups that run mixed operations: every surviving rank returns the same typed error in time,
-//! what is computed is right, and nothing is left.
+//! what is computed is right, those who are left go on without the others, and nothing stays behind.
 //!
 //! `BONFIRE_CHAOS` is how many faults are injected at least (60), `BONFIRE_CHAOS_SEED` repeats a run, and a word as an
 //! argument chooses the scenarios with it in their names.

@@ -93,6 +93,7 @@ impl Case {
             largest: 20,
             until: None,
             deeds: Vec::new(),
+            goes_on: false,
             files: None,
             memory: None,
         }
@@ -169,7 +170,7 @@ impl Case {
     }
 
     fn judge(&mut self, reports: &[Report], within: Duration, same: bool, right: Right) {
-        for Report { rank, error, took, wrong, steps } in reports {
+        for Report { rank, error, took, wrong, steps, .. } in reports {
             self.wrong.extend(wrong.iter().map(|wrong| format!("rank {rank}: {wrong}")));
             if !right(*rank, error.as_ref()) {
                 self.wrong.push(format!("rank {rank} must not end with {error:?} after {steps} steps and {took:.1?}"));
@@ -185,6 +186,16 @@ impl Case {
         causes.dedup();
         if same && causes.len() > 1 {
             self.wrong.push(format!("the ranks have different errors: {causes:?}"));
+        }
+    }
+
+    /// All but these of so many ranks went on together.
+    pub fn went_on(&mut self, reports: &[Report], world_size: usize, without: &[usize]) {
+        let left = (0..world_size).filter(|rank| !without.contains(rank)).fold(0, |mask, rank| mask | 1 << rank);
+        for report in reports.iter().filter(|report| !without.contains(&report.rank)) {
+            if report.went_on != Some(Ok(left)) {
+                self.wrong.push(format!("rank {} went on as {:?}", report.rank, report.went_on));
+            }
         }
     }
 

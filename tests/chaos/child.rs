@@ -70,7 +70,8 @@ fn builder(orders: &Orders) -> Builder {
 
 /// Joins a group by `join` and lives in it to its end.
 fn report(orders: &Orders, join: impl FnOnce(Builder) -> Result<Group, Error> + Send) -> Report {
-    let mut report = Report { rank: orders.rank, error: None, took: Duration::ZERO, steps: 0, wrong: Vec::new() };
+    let mut report =
+        Report { rank: orders.rank, error: None, took: Duration::ZERO, steps: 0, went_on: None, wrong: Vec::new() };
     // A thread of its own, since a rank may be told to panic.
     let end = thread::scope(|scope| {
         let rank = || {
@@ -146,8 +147,39 @@ fn live(group: Group, orders: &Orders, report: &mut Report) {
                 report.wrong.push(format!("{error:?} is not what the group says it ended with"));
             }
             report.error = Some(error);
+            if orders.goes_on {
+                report.went_on = Some(goes_on(&group, orders, &mut report.wrong));
+            }
         }
     }
+}
+
+/// Goes on with those who are left, until a group of theirs has done all that it should. Gives who they are.
+fn goes_on(group: &Group, orders: &Orders, wrong: &mut Vec<String>) -> Result<u32, Error> {
+    let mut left = group.shrink()?;
+    loop {
+        match go_on(&left, group.rank(), orders) {
+            Ok(who) => return Ok(who),
+            // Another one was lost meanwhile.
+            Err(Flaw::Failed(_)) => left = left.shrink()?,
+            Err(Flaw::Wrong(what)) => {
+                wrong.push(format!("in the group of those who are left: {what}"));
+                return Ok(0);
+            }
+        }
+    }
+}
+
+/// A stream in the group of those who are left, and who they are.
+fn go_on(left: &Group, first_rank: usize, orders: &Orders) -> Result<u32, Flaw> {
+    const STEPS: u64 = 12;
+    let mut who = [1u32 << first_rank];
+    left.all_reduce(&mut who, ReduceOp::Sum)?;
+    for number in 0..STEPS {
+        Step::draw((!orders.seed, number), orders.largest, left, left.world_size() == 1).run(left)?;
+    }
+    left.barrier()?;
+    Ok(who[0])
 }
 
 /// Step `number`. Where a rank is slow or does something else, and just after, it is a collective operation: messages do

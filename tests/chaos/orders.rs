@@ -76,6 +76,8 @@ pub struct Orders {
     /// Once this file is there the stream ends early.
     pub until: Option<PathBuf>,
     pub deeds: Vec<Deed>,
+    /// Whether those who are left go on without the others after a failure.
+    pub goes_on: bool,
     /// How many more descriptors, and bytes of addresses, than it has before it connects.
     pub files: Option<u64>,
     pub memory: Option<u64>,
@@ -90,6 +92,8 @@ pub struct Report {
     pub took: Duration,
     /// Steps that were completed.
     pub steps: u64,
+    /// Who went on together where that was ordered, as a mask of the group's ranks.
+    pub went_on: Option<Result<u32, Error>>,
     /// What should not be.
     pub wrong: Vec<String>,
 }

@@ -6,18 +6,19 @@ use bonfire::Error;
 use rustix::process::Signal;
 
 use crate::case::{Case, DEADLINE, SILENCE, SOON, is_lost};
-use crate::orders::{Act, Carrier, Deed, Orders};
+use crate::orders::{Act, Carrier, Deed, Orders, Report};
 
 /// A deadline that is missed, and by how much.
 const SHORT: Duration = Duration::from_secs(3);
 
 pub fn killed(case: &mut Case) {
     let n = case.world_size();
-    let (orders, victim) = (case.orders(n), case.below(n));
+    let (orders, victim) = (Orders { goes_on: true, ..case.orders(n) }, case.below(n));
     let act = Act::Signal { number: Signal::KILL.as_raw(), micros: case.below(3000) as u64 };
     let children = case.start_with(&orders, victim, act);
     case.faults = 1;
-    case.end(children, &[victim], SOON, true, &|_, error| is_lost(error, &[victim]));
+    let reports = case.end(children, &[victim], SOON, true, &|_, error| is_lost(error, &[victim]));
+    case.went_on(&reports, n, &[victim]);
     case.port_is_free(&orders.address);
 }
 
@@ -32,21 +33,29 @@ pub fn several_killed(case: &mut Case) {
     });
     case.what = format!("{deeds:?} of 4");
     case.faults = 2;
-    let children = case.start(&Orders { deeds: deeds.into(), ..orders.clone() });
-    case.end(children, &victims, SOON, false, &|_, error| is_lost(error, &victims));
+    let children = case.start(&Orders { deeds: deeds.into(), goes_on: true, ..orders.clone() });
+    let reports = case.end(children, &victims, SOON, false, &|_, error| is_lost(error, &victims));
+    case.went_on(&reports, 4, &victims);
     case.port_is_free(&orders.address);
 }
 
 /// A rank that is stopped, and goes on when the others have given it up, or never.
 pub fn stopped(case: &mut Case) {
     let n = case.world_size();
-    let (orders, victim) = (Orders { silence: SILENCE, ..case.orders(n) }, case.below(n));
+    let (orders, victim) = (Orders { silence: SILENCE, goes_on: true, ..case.orders(n) }, case.below(n));
     let act = Act::Signal { number: Signal::STOP.as_raw(), micros: case.below(3000) as u64 };
     let goes_on = case.below(2) == 0;
     let mut children = case.start_with(&orders, victim, act);
     case.faults = 1;
     let stopped = children.remove(victim);
-    case.end(children, &[], SILENCE + SOON, true, &|_, error| is_lost(error, &[victim]));
+    let reports = case.end(children, &[], SILENCE + SOON, true, &|_, error| is_lost(error, &[victim]));
+    if n == 2 && victim == 0 {
+        // It may be there still, and then it goes on.
+        let apart = |report: &Report| matches!(report.went_on, Some(Err(Error::Shrink { .. })));
+        case.wrong.extend(reports.iter().filter(|report| !apart(report)).map(|report| format!("{report:?} went on")));
+    } else {
+        case.went_on(&reports, n, &[victim]);
+    }
     if goes_on {
         stopped.process.signal(Signal::CONT);
         let slowest = case.slowest;
@@ -62,34 +71,37 @@ pub fn stopped(case: &mut Case) {
 
 pub fn exits(case: &mut Case) {
     let n = case.world_size();
-    let (orders, victim) = (case.orders(n), case.below(n));
+    let (orders, victim) = (Orders { goes_on: true, ..case.orders(n) }, case.below(n));
     let children = case.start_with(&orders, victim, Act::Exit);
     case.faults = 1;
-    case.end(children, &[victim], SOON, true, &|_, error| is_lost(error, &[victim]));
+    let reports = case.end(children, &[victim], SOON, true, &|_, error| is_lost(error, &[victim]));
+    case.went_on(&reports, n, &[victim]);
     case.port_is_free(&orders.address);
 }
 
 pub fn leaves(case: &mut Case) {
     let n = case.world_size();
-    let (orders, victim) = (case.orders(n), case.below(n));
+    let (orders, victim) = (Orders { goes_on: true, ..case.orders(n) }, case.below(n));
     let children = case.start_with(&orders, victim, Act::Leave);
     case.faults = 1;
-    case.end(children, &[], SOON, true, &|rank, error| match error {
+    let reports = case.end(children, &[], SOON, true, &|rank, error| match error {
         Some(Error::Left { rank: left, .. }) => *left == victim,
         error => error.is_none() && rank == victim,
     });
+    case.went_on(&reports, n, &[victim]);
     case.port_is_free(&orders.address);
 }
 
 pub fn panics(case: &mut Case) {
     let n = case.world_size();
-    let (orders, victim) = (case.orders(n), case.below(n));
+    let (orders, victim) = (Orders { goes_on: true, ..case.orders(n) }, case.below(n));
     let act = if case.below(2) == 0 { Act::Panic } else { Act::PanicInside };
     let children = case.start_with(&orders, victim, act);
     case.faults = 1;
-    case.end(children, &[], SOON, true, &|rank, error| {
+    let reports = case.end(children, &[], SOON, true, &|rank, error| {
         if rank == victim { error.is_none() } else { is_lost(error, &[victim]) }
     });
+    case.went_on(&reports, n, &[victim]);
     case.port_is_free(&orders.address);
 }
 
