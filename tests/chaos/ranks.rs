@@ -135,11 +135,12 @@ pub fn slow(case: &mut Case) {
 /// A rank leaves an operation out, or calls another one.
 pub fn disagrees(case: &mut Case) {
     let n = case.world_size();
-    let (orders, victim) = (case.orders(n), case.below(n));
+    let (orders, victim) = (Orders { goes_on: true, ..case.orders(n) }, case.below(n));
     let act = if case.below(2) == 0 { Act::Skip } else { Act::Other };
     let children = case.start_with(&orders, victim, act);
     case.faults = 1;
-    case.end(children, &[], SOON, true, &|_, error| matches!(error, Some(Error::Mismatch { .. })));
+    let reports = case.end(children, &[], SOON, true, &|_, error| matches!(error, Some(Error::Mismatch { .. })));
+    case.went_on(&reports, n, &[]);
     case.port_is_free(&orders.address);
 }
 
