@@ -122,14 +122,12 @@ impl Board {
     }
 
     /// The failure, if it ends the operation that `tag` names too. One of a later collective does not: the rank that
-    /// reports it has completed this one, so all ranks are in it and will end it, unless one of them died, or a connection
-    /// between two of them did with what was on its way.
+    /// reports it has completed this one, so all ranks are in it and will end it, unless one of them died.
     pub fn failure_in(&self, tag: &Tag) -> Option<Fault> {
         let (failure, completed) = self.failure()?;
         let later = completed > tag.sequence;
-        let told = matches!(failure, Fault::Lost { .. } | Fault::Failed(Error::PeerLost { .. }));
         let lost = || self.state().peers.iter().any(|peer| matches!(peer.presence, Presence::Lost(_)));
-        (!later || tag.call.operation == Operation::Send || told || lost()).then_some(failure)
+        (!later || tag.call.operation == Operation::Send || lost()).then_some(failure)
     }
 
     /// Readable from the first failure on.
