@@ -1,6 +1,7 @@
 //! The harness of all tests with several ranks.
 #![allow(dead_code, reason = "each test target uses a part of it")]
 
+pub mod oracle;
 pub mod process;
 pub mod relay;
 pub mod transport;
