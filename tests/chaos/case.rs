@@ -199,6 +199,18 @@ impl Case {
         }
     }
 
+    /// Whoever goes on is in the same group as all others that do, and the rest is told not to.
+    pub fn went_on_as_one(&mut self, reports: &[Report]) {
+        let who = |report: &Report| report.went_on.as_ref().and_then(|went_on| went_on.as_ref().ok()).copied();
+        let all = reports.iter().filter(|report| who(report).is_some()).fold(0, |mask, report| mask | 1 << report.rank);
+        for report in reports {
+            let told = matches!(report.went_on, Some(Err(Error::Shrink { .. })));
+            if !told && who(report) != Some(all) {
+                self.wrong.push(format!("rank {} went on as {:?}, all are {all:b}", report.rank, report.went_on));
+            }
+        }
+    }
+
     /// Ranks of one group complete the stream together, or have an error together.
     pub fn all_or_none(&mut self, reports: &[Report]) {
         let completed: Vec<_> =

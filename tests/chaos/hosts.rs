@@ -43,7 +43,8 @@ impl Group {
         let folder = tempfile::tempdir().expect("a folder for a file");
         let until = folder.path().join("over");
         let address = format!("{}:29400", Network::address(0));
-        let orders = Orders { address, secret: true, silence, until: Some(until.clone()), ..case.orders(n) };
+        let orders =
+            Orders { address, secret: true, silence, until: Some(until.clone()), goes_on: true, ..case.orders(n) };
         let child = |rank: usize| {
             let host = Some(Network::address(rank % hosts));
             case.child(&network.on(rank % hosts), &Orders { rank, host, ..orders.clone() })

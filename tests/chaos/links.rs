@@ -105,7 +105,8 @@ fn soon(case: &mut Case) {
 /// Two ranks that lose each other while both live: each names the other one, and a third whom it hears of first.
 fn cut(case: &mut Case, does: u8, within: Duration) {
     let n = case.world_size();
-    let (orders, rank) = (Orders { silence: SILENCE, ..case.orders(n) }, 1 + case.below(n - 1));
+    let (orders, rank) =
+        (Orders { silence: SILENCE, deadline: SOON, goes_on: true, ..case.orders(n) }, 1 + case.below(n - 1));
     let (mut children, relay) = start(case, &orders, rank, 0);
     case.what = format!("between ranks 0 and {rank} of {n}");
     if case.going(&mut children) {
@@ -113,7 +114,8 @@ fn cut(case: &mut Case, does: u8, within: Duration) {
         case.faults = 1;
         relay.does(does);
     }
-    case.end(children, &[], within, false, &|_, error| is_lost(error, &[0, rank]));
+    let reports = case.end(children, &[], within, false, &|_, error| is_lost(error, &[0, rank]));
+    case.went_on_as_one(&reports);
     case.port_is_free(&orders.address);
 }
 

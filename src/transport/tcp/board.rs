@@ -46,6 +46,8 @@ struct Peer {
     heard: Option<Site>,
     /// The peer asked about an operation that this rank has not begun.
     asked: bool,
+    /// The peer takes part in no operation any more: it goes on in another group.
+    moved: bool,
 }
 
 #[derive(Default, Clone)]
@@ -122,12 +124,14 @@ impl Board {
     }
 
     /// The failure, if it ends the operation that `tag` names too. One of a later collective does not: the rank that
-    /// reports it has completed this one, so all ranks are in it and will end it, unless one of them died.
+    /// reports it has completed this one, so all ranks are in it and will end it, unless one of them died or goes on without
+    /// others.
     pub fn failure_in(&self, tag: &Tag) -> Option<Fault> {
         let (failure, completed) = self.failure()?;
         let later = completed > tag.sequence;
-        let lost = || self.state().peers.iter().any(|peer| matches!(peer.presence, Presence::Lost(_)));
-        (!later || tag.call.operation == Operation::Send || lost()).then_some(failure)
+        let missing = |peer: &Peer| peer.moved || matches!(peer.presence, Presence::Lost(_));
+        let missed = || self.state().peers.iter().any(missing);
+        (!later || tag.call.operation == Operation::Send || missed()).then_some(failure)
     }
 
     /// Readable from the first failure on.
@@ -137,6 +141,12 @@ impl Board {
 
     pub fn left(&self, peer: usize) {
         self.state().peers[peer].presence = Presence::Left;
+        self.ring();
+    }
+
+    /// `peer` goes on in another group. What it sent before may have been on a connection that broke.
+    pub fn moves(&self, peer: usize) {
+        self.state().peers[peer].moved = true;
         self.ring();
     }
 

@@ -149,6 +149,7 @@ async fn read(
                 board.fail(Fault::Failed(error), completed);
             }
             Ok(Some(Message::Word(word))) => {
+                board.moves(peer);
                 let _ = news.send((peer, News::Said(word)));
             }
             Ok(Some(Message::Farewell { panicked })) => {
