@@ -3,31 +3,10 @@
 
 mod common;
 
-use bonfire::{Algorithm, Element, Error, Group, Medium, ReduceOp, Selection, partition};
+use bonfire::{Algorithm, Error, Group, Medium, ReduceOp, Selection, partition};
+use common::sample::Sample;
 use common::{DEADLINE, Kind, free_address, run_ranks, run_ranks_with};
 use half::{bf16, f16};
-
-/// Elements made from small whole numbers, so that every sum and product is exact or wraps in a known way.
-trait Sample: Element {
-    fn of(value: i128) -> Self;
-    fn mean(sum: i128, ranks: usize) -> Self;
-}
-
-macro_rules! samples {
-    (integers $($int:ty),*; floats $($float:ty: $from:expr),*) => {
-        $(impl Sample for $int {
-            fn of(value: i128) -> Self { value as $int }
-            fn mean(sum: i128, ranks: usize) -> Self { (sum / ranks as i128) as $int }
-        })*
-        $(impl Sample for $float {
-            fn of(value: i128) -> Self { $from(value as _) }
-            fn mean(sum: i128, ranks: usize) -> Self { $from((sum as f64 / ranks as f64) as _) }
-        })*
-    };
-}
-
-samples!(integers i8, i16, i32, i64, u8, u16, u32, u64;
-         floats f32: |x: f32| x, f64: |x: f64| x, f16: |x: f32| f16::from_f32(x), bf16: |x: f32| bf16::from_f32(x));
 
 /// What rank `rank` brings at `i`: 1 to 3, unlike its neighbours.
 fn value(rank: usize, i: usize) -> i128 {
