@@ -64,7 +64,9 @@ fn soak(
     let mut pending: Vec<(Case, Form, Check)> = Vec::new();
     let end = |(case, form, check): (Case, Form, Check)| {
         let group = GROUPS[case.group];
-        check().map_err(|e| format!("step {} on rank {rank}, {form:?} in {group:?}: {e}: {case:?}", case.step))
+        check().map_err(|e| {
+            format!("step {} on rank {rank}, {form:?} in the group of {group:?}: {e}: {case:?}", case.step)
+        })
     };
     while tally.operations < operations {
         let mut cases = tally.step(&mut shared, step);
@@ -138,7 +140,7 @@ fn run(kind: Kind, seed: u64, operations: usize) {
     let results: Vec<_> = ranks.into_iter().map(|rank| rank.join().expect("a rank does not panic")).collect();
     let errors: Vec<_> = results.iter().filter_map(|result| result.as_ref().err().cloned()).collect();
     let again = format!("BONFIRE_SOAK_SEED={seed} BONFIRE_SOAK={} repeats it", operations * KINDS.len());
-    // The first cause is one of them: other ranks then lose that one.
+    // One of them is the cause; other ranks then lose that one, by its number in their group.
     assert!(errors.is_empty(), "{kind:?}, {again}:\n{}", errors.join("\n"));
     let Tally { operations, reduced, moved, memory, .. } = results[0].clone().expect("there are no errors");
     println!(
