@@ -73,8 +73,8 @@ pub enum Error {
 
     /// A rank died or its connection broke: it closed without saying farewell.
     #[error(
-        "{site}: rank {peer}{} was lost after {elapsed:.1?} ({reason}); look at that rank's own output, then restart \
-         the job from its last checkpoint",
+        "{site}: rank {peer}{} was lost after {elapsed:.1?} ({reason}); look at that rank's own output, then go \
+         on without it (`Group::shrink`) or restart the job from its last checkpoint",
         At(.address)
     )]
     PeerLost {
@@ -141,7 +141,8 @@ impl Error {
 pub enum Apart {
     /// Too few can be reached: the others may go on without this rank, so it must not.
     #[error(
-        "{} cannot be reached and may go on without this rank, which is not in the majority; end it, look at the network          between, and restart the job from its last checkpoint if nobody goes on",
+        "{} cannot be reached and may go on without this rank, which is not in the majority; end it, look at the network \
+         between, and restart the job from its last checkpoint if nobody goes on",
         Ranks(.silent)
     )]
     Minority {
@@ -150,7 +151,8 @@ pub enum Apart {
     },
     /// The others go on without this rank.
     #[error(
-        "the others go on without this rank, as rank {by} says: nothing was heard of it for too long; end it, and look at          what held it up"
+        "the others go on without this rank, as rank {by} says: nothing was heard of it for too long; end it, and look at \
+         what held it up"
     )]
     Excluded {
         /// Who said so.

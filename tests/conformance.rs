@@ -4,34 +4,9 @@
 mod common;
 
 use bonfire::{Algorithm, Error, Group, Medium, ReduceOp, Selection, partition};
-use common::sample::Sample;
+use common::oracle::{Sample, input, parcel, reduced};
 use common::{DEADLINE, Kind, free_address, run_ranks, run_ranks_with};
 use half::{bf16, f16};
-
-/// What rank `rank` brings at `i`: 1 to 3, unlike its neighbours.
-fn value(rank: usize, i: usize) -> i128 {
-    ((rank * 7 + i * 5) % 3 + 1) as i128
-}
-
-fn reduced<T: Sample>(op: ReduceOp, ranks: usize, i: usize) -> T {
-    let values = (0..ranks).map(|rank| value(rank, i));
-    match op {
-        ReduceOp::Sum => T::of(values.sum()),
-        ReduceOp::Mean => T::mean(values.sum(), ranks),
-        ReduceOp::Max => T::of(values.max().unwrap_or(0)),
-        ReduceOp::Min => T::of(values.min().unwrap_or(0)),
-        ReduceOp::Product => T::of(values.product()),
-    }
-}
-
-fn input<T: Sample>(rank: usize, len: usize) -> Vec<T> {
-    (0..len).map(|i| T::of(value(rank, i))).collect()
-}
-
-/// What rank `from` has for rank `to` at `i` in an all_to_all: all pairs of 9 ranks differ, in every type.
-fn parcel<T: Sample>(from: usize, to: usize, i: usize) -> T {
-    T::of(((from * 9 + to + i * 83) % 127) as i128)
-}
 
 /// With parts of `part` elements. The form is each rank's own business: also where some work in place and others not.
 fn check_all_to_all<T: Sample>(group: &Group, part: usize) {

@@ -14,10 +14,11 @@ impl Group {
     ///
     /// Whoever was lost, rank 0 too, and whoever is lost meanwhile: all that go on are in the same group. A rank that is
     /// lost after they have agreed is lost to the new group, as at any other time: shrink that. What the survivors hold is
-    /// theirs to compare; an operation that failed may have completed on some of them. Where the network falls
-    /// apart only a majority goes on, or the half with the lowest rank, not counting ranks that have certainly ended: those
-    /// that said farewell, and those whose connection closed and whose machine says that nobody listens there any more. So
-    /// of two processes the one that is left goes on where the other was killed, and only rank 0 does where it is silent.
+    /// theirs to compare; an operation that failed may have completed on some of them. Where all
+    /// others have certainly ended (they said farewell, or their connections closed and their machines say that nobody
+    /// listens there any more) any ranks go on, even one. Where some are only silent, as in a network that fell apart, more than
+    /// half of the old group's ranks do, or half of them with rank 0. So of two processes the one that is left goes on where
+    /// the other was killed, and only rank 0 does where the other is silent.
     ///
     /// The old group stays what it was. Keep its handle until all of its ranks are through with this call, which they are
     /// once any operation of the new group has completed, or just drop it.

@@ -208,11 +208,19 @@ struct Ears<'a> {
 impl Ears<'_> {
     /// Waits for news. May be dropped while it waits.
     async fn listen(&mut self, agreement: &mut Agreement) {
-        let (peer, news) = tokio::select! {
+        let news = tokio::select! {
             Some(news) = self.news.recv() => news,
             Some(Ok((peer, gone))) = self.looks.join_next() => return agreement.exclude(peer, gone),
             else => std::future::pending().await,
         };
+        self.heard(news, agreement);
+        // What has come is heard before anything is done: a rank that was stopped finds that the others have gone on.
+        while let Ok(news) = self.news.try_recv() {
+            self.heard(news, agreement);
+        }
+    }
+
+    fn heard(&mut self, (peer, news): Heard, agreement: &mut Agreement) {
         match news {
             News::Said(word) => agreement.hear(peer, word),
             News::Left => agreement.exclude(peer, true),

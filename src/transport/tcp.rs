@@ -86,7 +86,7 @@ impl Tcp {
         lock(&self.news).take()
     }
 
-    /// Says `word` to those that it [is for](Word::is_for).
+    /// Says `word` to all peers.
     pub fn say(&self, word: Word) {
         let _ = self.control.send(Outgoing::Word(word));
     }

@@ -1,9 +1,9 @@
 //! The harness of all tests with several ranks.
 #![allow(dead_code, reason = "each test target uses a part of it")]
 
+pub mod oracle;
 pub mod process;
 pub mod relay;
-pub mod sample;
 pub mod transport;
 pub mod wire;
 

@@ -4,7 +4,7 @@
 
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, ExitStatus, Stdio};
-use std::sync::mpsc::{Receiver, channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -41,8 +41,15 @@ pub struct Process {
 impl Process {
     /// Starts the child with these variables and no others of Bonfire's.
     pub fn start(name: &str, variables: &[(&str, String)]) -> Process {
-        let mut command = Command::new(std::env::current_exe().expect("the test's own binary"));
-        command.args([name, "--exact", "--nocapture", "--test-threads=1"]).stdout(Stdio::piped());
+        Process::start_by(&[], name, variables)
+    }
+
+    /// As [`start`](Process::start), by a command that becomes the child: such as one that enters a namespace.
+    pub fn start_by(command: &[String], name: &str, variables: &[(&str, String)]) -> Process {
+        let own = std::env::current_exe().expect("the test's own binary");
+        let mut words = command.iter().map(Into::into).chain([own.into_os_string()]);
+        let mut command = Command::new(words.next().expect("there is at least the binary"));
+        command.args(words).args([name, "--exact", "--nocapture", "--test-threads=1"]).stdout(Stdio::piped());
         for variable in ["RANK", "WORLD_SIZE", "ADDRESS", "HOST", "SECRET", "SECRET_FILE"] {
             command.env_remove(format!("BONFIRE_{variable}"));
         }
@@ -95,6 +102,11 @@ impl Process {
         self.words.recv_timeout(PATIENCE).expect("the child says something")
     }
 
+    /// The next thing that the child says within `limit`, unless it ends or says nothing.
+    pub fn hear_within(&self, limit: Duration) -> Result<String, RecvTimeoutError> {
+        self.words.recv_timeout(limit)
+    }
+
     /// The outcome that the child reports next.
     pub fn outcome(&self) -> Result<String, Error> {
         serde_json::from_str(&self.hear()).expect("an outcome")
@@ -107,12 +119,17 @@ impl Process {
 
     /// Waits until the child has ended.
     pub fn end(&mut self) -> ExitStatus {
+        self.end_within(PATIENCE).expect("the child ends")
+    }
+
+    /// As [`end`](Process::end), if it ends in time.
+    pub fn end_within(&mut self, limit: Duration) -> Option<ExitStatus> {
         let start = Instant::now();
         loop {
-            if let Some(status) = self.child.try_wait().expect("one's own child") {
+            let status = self.child.try_wait().expect("one's own child");
+            if status.is_some() || start.elapsed() > limit {
                 return status;
             }
-            assert!(start.elapsed() < PATIENCE, "the child does not end");
             thread::sleep(Duration::from_millis(5));
         }
     }

@@ -1,4 +1,4 @@
-//! A relay between a rank and a listener, which records what both say.
+//! Relays between a rank and a listener: one that records what both say, and the means for others.
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -27,20 +27,28 @@ pub struct Recording {
 
 /// A rank that dials here reaches `to`; everything is recorded.
 pub fn relay(to: String) -> (SocketAddr, Arc<Mutex<Vec<Recording>>>) {
-    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    let (address, recordings) = (listener.local_addr().unwrap(), Arc::new(Mutex::new(Vec::new())));
+    let recordings = Arc::new(Mutex::new(Vec::new()));
     let kept = recordings.clone();
+    let address = between(to, move |dialled, target| {
+        let recording = Recording::default();
+        kept.lock().unwrap().push(recording.clone());
+        copy(dialled.try_clone().unwrap(), target.try_clone().unwrap(), recording.there);
+        copy(target, dialled, recording.back);
+    });
+    (address, recordings)
+}
+
+/// A rank that dials here is given to `carry`, with a connection to `to`.
+pub fn between(to: String, carry: impl Fn(TcpStream, TcpStream) + Send + 'static) -> SocketAddr {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
     // It ends with the process: no rank dials it after its own test.
     thread::spawn(move || {
         for dialled in listener.incoming() {
-            let (dialled, target) = (dialled.unwrap(), dial(&to));
-            let recording = Recording::default();
-            kept.lock().unwrap().push(recording.clone());
-            copy(dialled.try_clone().unwrap(), target.try_clone().unwrap(), recording.there);
-            copy(target, dialled, recording.back);
+            carry(dialled.unwrap(), dial(&to));
         }
     });
-    (address, recordings)
+    address
 }
 
 fn copy(mut from: TcpStream, mut to: TcpStream, record: Arc<Mutex<Vec<u8>>>) {

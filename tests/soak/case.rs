@@ -5,7 +5,7 @@ use std::ops::Range;
 use bonfire::{Call, DType, Operation, ReduceOp, partition};
 use bytemuck::{bytes_of, pod_read_unaligned};
 
-use crate::common::sample::Sample;
+use crate::common::oracle::Sample;
 use crate::common::transport::Random;
 
 /// The ranks of each group. Two of them are in all three.

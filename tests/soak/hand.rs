@@ -8,7 +8,7 @@ use bonfire::{Buffer, Error, Group, Operation, Work};
 use bytemuck::{bytes_of, cast_slice, pod_read_unaligned};
 
 use crate::case::{Case, GROUPS, below};
-use crate::common::sample::Sample;
+use crate::common::oracle::Sample;
 use crate::common::transport::Random;
 
 /// Where a part of a buffer from `Group::allocate` may begin, so that the other ranks reach it.

@@ -1,20 +1,21 @@
 //! How survivors agree on who goes on: the rules, without clocks and connections.
 //!
-//! Every rank proposes a standing: all ranks but those it knows to be gone or lost, or that a member's proposal leaves out.
-//! So members only become fewer, and those who hear each other come to the same standing. Once all members have proposed
+//! Every rank proposes a standing: all ranks but those it knows to be gone or lost, that a member's proposal leaves out, or
+//! whose proposals leave it out. So members only become fewer, and those who hear each other come to the same standing. Once all members have proposed
 //! the same one, they connect (*form*), and each says when its end is ready (*formed*). Who has heard that from all members
 //! of its standing has *agreed*, and says so to everybody.
 //!
 //! Who has narrowed its standing meanwhile, and hears from a member that a wider one was agreed on, follows: it has said
 //! itself that its end of that one is ready, and keeps such ends.
 //!
-//! Two groups never go on. Let `S` be the widest standing that is agreed on, by the ranks `J`, and `T` a narrower one. Who
-//! agrees on `S` says nothing about narrower ones after it, and the first member of `T` to agree on `S` has not said that
-//! its end of `T` is ready: it has not come as far, or hears this of a member of `T` that is in `J` before it. So `T` has no
-//! members in `J`; those of `T` and of `J` have lost each other, and in the group of `S` those of `J` find the others
-//! missing. Of the ranks that may still be there both sides count all of `J` and `T` that live: one is `gone` for others
-//! only if it ended before it said that it agreed, or, in the group of `S`, after it has said its first word there. So only
-//! one side has more than half, or half and the lowest.
+//! Two groups never go on. They may where all that are left out are gone for certain; else, where some are silent, more than
+//! half of all ranks may, or half of them with the lowest. Take two standings `S` and `T` that are agreed on, both with ranks
+//! that live. Where they have no rank in common, each side counts the other as silent, and one of them has more. Else what
+//! ranks in common propose makes one part of the other: let `T` be the narrower, and `J` the ranks that agree on `S`. Who
+//! agrees on `S` says nothing about narrower ones after it, and the first member of `T` to agree on `S` has not said that its
+//! end of `T` is ready: it has not come as far, or hears this of a member of `T` that is in `J` before it. So `T` has no
+//! members in `J`, and is silent in the group of `S`, where it never says a word; there `J` would need half of `S` or more to
+//! go on, and then `T` has less than half of all, or just not the lowest.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -104,18 +105,18 @@ impl Agreement {
 
     /// `from` has said this.
     pub fn hear(&mut self, from: usize, word: Word) {
-        if matches!(word, Word::Agreed(_)) {
+        if let Word::Agreed(standing) = &word {
             self.elsewhere.insert(from);
+            if !standing.members.contains(&self.rank) && self.end.is_none() {
+                self.end = Some(End::Excluded { by: from });
+            }
         }
         if self.end.is_some() || !self.standing.members.contains(&from) {
             return;
         }
-        let (Word::Proposes(standing, _) | Word::Formed(standing) | Word::Agreed(standing)) = &word;
-        if !standing.members.contains(&self.rank) {
-            self.end = Some(End::Excluded { by: from });
-            return;
-        }
         match word {
+            // Nobody waits for who does not wait for it. It may yet be the other who must not go on.
+            Word::Proposes(theirs, _) if !theirs.members.contains(&self.rank) => self.exclude(from, false),
             Word::Proposes(theirs, door) => {
                 self.narrow(|standing| {
                     standing.members.retain(|rank| theirs.members.contains(rank));
@@ -145,10 +146,8 @@ impl Agreement {
                 Next::Propose(self.standing.clone())
             }
             Stage::Proposed if self.waits_for().is_empty() => {
-                if !self.is_majority() {
-                    let counted = (0..self.world_size).filter(|rank| !self.standing.gone.contains(rank));
-                    let silent = counted.filter(|rank| !self.standing.members.contains(rank)).collect();
-                    return Next::Minority { silent };
+                if !self.may_go_on() {
+                    return Next::Minority { silent: self.silent() };
                 }
                 self.stage = Stage::Forming;
                 let door = |rank: &usize| self.proposals.get(rank).map(|(_, door)| (*rank, *door));
@@ -177,13 +176,17 @@ impl Agreement {
         self.standing.members.iter().copied().filter(|rank| *rank != self.rank && !there(rank)).collect()
     }
 
-    /// Whether no other members can go on, were all silent ranks in one place: of two halves, the one with the lowest rank
-    /// does.
-    fn is_majority(&self) -> bool {
+    /// Whether no other ranks go on, whoever of the silent hears whom.
+    fn may_go_on(&self) -> bool {
+        let Standing { members, .. } = &self.standing;
+        let half = 2 * members.len() == self.world_size && members.contains(&0);
+        self.silent().is_empty() || 2 * members.len() > self.world_size || half
+    }
+
+    /// Who is left out and may be there.
+    fn silent(&self) -> Vec<usize> {
         let Standing { members, gone } = &self.standing;
-        let mut counted = (0..self.world_size).filter(|rank| !gone.contains(rank));
-        let (lowest, count) = (counted.next(), 1 + counted.count());
-        2 * members.len() > count || (2 * members.len() == count && lowest.is_some_and(|rank| members.contains(&rank)))
+        (0..self.world_size).filter(|rank| !members.contains(rank) && !gone.contains(rank)).collect()
     }
 
     fn narrow(&mut self, change: impl FnOnce(&mut Standing)) {

@@ -127,11 +127,12 @@ impl Segment {
 
     fn map(file: &OwnedFd, world_size: usize, arena: usize) -> io::Result<Segment> {
         let bytes = shares(world_size) + world_size * arena;
+        // What can fail for want of descriptors comes before what would then be left.
+        let file = file.try_clone()?;
         let (access, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED | MapFlags::NORESERVE);
         // SAFETY: a mapping at an address that the system chooses changes no memory of this process.
-        let base = unsafe { rustix::mm::mmap(std::ptr::null_mut(), bytes, access, flags, file, 0)? };
+        let base = unsafe { rustix::mm::mmap(std::ptr::null_mut(), bytes, access, flags, &file, 0)? };
         let base = NonNull::new(base.cast()).ok_or(io::ErrorKind::OutOfMemory)?;
-        let file = file.try_clone()?;
         let segment = Segment { base, world_size, block: block(world_size), share: share(world_size), arena, file };
         // The shares' pages at once, so that no operation pays for page faults.
         let flags = flags | MapFlags::POPULATE | MapFlags::FIXED;

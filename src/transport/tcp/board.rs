@@ -167,9 +167,14 @@ impl Board {
         failure.or_else(|| state.absence(peer))
     }
 
-    /// Why `peer` will not answer in the operation that `tag` names, if it won't.
+    /// Why `peer` will not answer in the operation that `tag` names, if it won't. After a failure, also one of a later
+    /// operation, that is the failure: a rank that was told of it, or told this one, leaves because of it.
     pub fn absence_in(&self, peer: usize, tag: &Tag) -> Option<Fault> {
-        self.failure_in(tag).or_else(|| self.state().absence(peer))
+        self.failure_in(tag).or_else(|| {
+            let state = self.state();
+            let absence = state.absence(peer)?;
+            Some(state.failure.as_ref().map_or(absence, |(fault, _)| fault.clone()))
+        })
     }
 
     pub fn link(&self, peer: usize) -> Option<Arc<Link>> {

@@ -37,7 +37,7 @@ pub(crate) enum Outgoing {
     Called(usize, Site),
     /// This rank failed, having completed so many collectives.
     Failed(Error, u64),
-    /// To those that it [is for](Word::is_for).
+    /// To all peers, of going on without those that are lost.
     Word(Word),
     /// This rank leaves, in order or because its thread panics; the control thread ends.
     Farewell { panicked: bool },
@@ -100,11 +100,7 @@ pub(super) async fn run(
             Outgoing::Farewell { panicked } => (Message::Farewell { panicked }, None),
         };
         for (peer, writer) in writers.iter().enumerate() {
-            let told = match &message {
-                Message::Word(word) => word.is_for(peer),
-                _ => only.is_none_or(|only| only == peer),
-            };
-            if let Some(writer) = writer.as_ref().filter(|_| told) {
+            if let Some(writer) = writer.as_ref().filter(|_| only.is_none_or(|only| only == peer)) {
                 let _ = writer.send(message.clone());
             }
         }
@@ -237,6 +233,7 @@ mod tests {
     use super::*;
     use crate::call::{Call, Operation};
     use crate::dtype::{DType, ReduceOp};
+    use crate::transport::tcp::word::{Door, Standing};
 
     #[test]
     fn fuzz_messages() {
@@ -255,6 +252,9 @@ mod tests {
             Error::io("listening", "no"),
         ];
         let mut messages = errors.map(|error| Message::Failed(error, 7)).to_vec();
+        let standing = Standing { members: [0, 2, 300].into(), gone: [1].into() };
+        let proposes = Word::Proposes(standing.clone(), Door { port: 29500, key: u64::MAX });
+        messages.extend([proposes, Word::Formed(standing.clone()), Word::Agreed(standing)].map(Message::Word));
         messages.extend([Message::Here, Message::Calling(site), Message::Called(site)]);
         messages.extend([false, true].map(|panicked| Message::Farewell { panicked }));
         frame::fuzz("control", &messages);

@@ -5,10 +5,12 @@ use std::net::{SocketAddr, TcpStream};
 use std::time::{Duration, Instant};
 
 use rustix::event::PollFlags;
+use rustix::io::Errno;
 
 use super::link::{Link, departure, ready};
 use super::watch::Watch;
 use crate::auth::{Member, Opening, Purpose, Refusal, prove};
+use crate::error::Error;
 use crate::transport::Fault;
 
 /// When to dial again after a connection that ended before both had proved who they are.
@@ -50,6 +52,11 @@ fn connect(
                 watch.tick(peer)?;
                 continue;
             }
+            // The peer is as well as before, and so must not be named as lost.
+            Err(e) if is_own(&e) => {
+                let operation = format!("rank {} connecting to rank {peer} for data", member.rank);
+                return Err(Fault::Failed(Error::io(operation, e)));
+            }
             Err(e) => return Err(lost(&e)),
         };
         stream.set_nonblocking(true).and_then(|()| stream.set_nodelay(true)).map_err(|e| lost(&e))?;
@@ -75,6 +82,12 @@ fn connect(
             }
         }
     }
+}
+
+/// Whether this process, or its machine, lacks something: descriptors or memory.
+fn is_own(error: &io::Error) -> bool {
+    let own = [Errno::MFILE, Errno::NFILE, Errno::NOBUFS, Errno::NOMEM];
+    Errno::from_io_error(error).is_some_and(|error| own.contains(&error))
 }
 
 /// Why a connection is not proved.

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Standing {
     pub members: BTreeSet<usize>,
-    /// Who has certainly ended, so that it does not count where a majority is asked for.
+    /// Who has certainly ended, and goes on nowhere else.
     pub gone: BTreeSet<usize>,
 }
 
@@ -29,16 +29,6 @@ pub(crate) enum Word {
     Formed(Standing),
     /// All ends of the group of these are ready: it is what comes of the old group.
     Agreed(Standing),
-}
-
-impl Word {
-    /// Whether `peer` is told. Who is left out learns of it when others go on: they may not.
-    pub fn is_for(&self, peer: usize) -> bool {
-        match self {
-            Word::Proposes(standing, _) | Word::Formed(standing) => standing.members.contains(&peer),
-            Word::Agreed(_) => true,
-        }
-    }
 }
 
 /// What a rank that goes on hears of another.

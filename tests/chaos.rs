@@ -1,0 +1,217 @@
+//! Faults, many of them, in groups that run mixed operations: every surviving rank returns the same typed error in time,
+//! what is computed is right, those who are left go on without the others, and nothing stays behind.
+//!
+//! `BONFIRE_CHAOS` is how many faults are injected at least (60), `BONFIRE_CHAOS_SEED` repeats a run, and a word as an
+//! argument chooses the scenarios with it in their names.
+
+mod common;
+
+#[path = "chaos/case.rs"]
+mod case;
+#[path = "chaos/child.rs"]
+mod child;
+#[path = "chaos/hosts.rs"]
+mod hosts;
+#[path = "chaos/links.rs"]
+mod links;
+#[path = "chaos/machine.rs"]
+mod machine;
+#[path = "chaos/meeting.rs"]
+mod meeting;
+#[path = "chaos/orders.rs"]
+mod orders;
+#[path = "chaos/ranks.rs"]
+mod ranks;
+#[path = "chaos/shortage.rs"]
+mod shortage;
+#[path = "chaos/stream.rs"]
+mod stream;
+
+use std::collections::BTreeMap;
+use std::process::ExitCode;
+use std::sync::Mutex;
+use std::time::{Duration, Instant, SystemTime};
+use std::{env, thread};
+
+use case::{Case, shared_files};
+use orders::Carrier;
+use ranks::{ALL, PROCESSES};
+use stream::random;
+
+/// A kind of fault.
+struct Scenario {
+    name: &'static str,
+    carriers: &'static [Carrier],
+    /// Whether each of these is tried in every run, or one of them.
+    each: bool,
+    /// How often it is drawn once every kind was there.
+    weight: usize,
+    run: fn(&mut Case),
+}
+
+const SCENARIOS: &[Scenario] = &[
+    Scenario { name: "killed", carriers: PROCESSES, each: true, weight: 12, run: ranks::killed },
+    Scenario { name: "stopped", carriers: PROCESSES, each: true, weight: 6, run: ranks::stopped },
+    Scenario { name: "several killed", carriers: PROCESSES, each: true, weight: 4, run: ranks::several_killed },
+    Scenario { name: "exits", carriers: PROCESSES, each: false, weight: 3, run: ranks::exits },
+    Scenario { name: "leaves", carriers: ALL, each: false, weight: 3, run: ranks::leaves },
+    Scenario { name: "panics", carriers: ALL, each: true, weight: 3, run: ranks::panics },
+    Scenario { name: "too slow", carriers: ALL, each: false, weight: 2, run: ranks::too_slow },
+    Scenario { name: "slow", carriers: ALL, each: false, weight: 2, run: ranks::slow },
+    Scenario { name: "disagrees", carriers: ALL, each: true, weight: 3, run: ranks::disagrees },
+    Scenario { name: "all stopped", carriers: PROCESSES, each: false, weight: 1, run: ranks::all_stopped },
+    Scenario { name: "reset", carriers: PROCESSES, each: true, weight: 4, run: links::reset },
+    Scenario { name: "half open", carriers: PROCESSES, each: false, weight: 3, run: links::half_open },
+    Scenario { name: "one way", carriers: PROCESSES, each: false, weight: 2, run: links::one_way },
+    Scenario { name: "stalls", carriers: PROCESSES, each: false, weight: 2, run: links::stalls },
+    Scenario { name: "pieces", carriers: PROCESSES, each: false, weight: 2, run: links::pieces },
+    Scenario { name: "duplicate rank", carriers: PROCESSES, each: false, weight: 2, run: meeting::duplicate },
+    Scenario { name: "late rank", carriers: PROCESSES, each: false, weight: 2, run: meeting::late },
+    Scenario { name: "too late", carriers: PROCESSES, each: false, weight: 1, run: meeting::too_late },
+    Scenario { name: "world size", carriers: PROCESSES, each: false, weight: 2, run: meeting::world_size },
+    Scenario { name: "port in use", carriers: PROCESSES, each: false, weight: 1, run: meeting::port_in_use },
+    Scenario { name: "killed early", carriers: PROCESSES, each: true, weight: 3, run: meeting::killed },
+    Scenario { name: "few files", carriers: PROCESSES, each: false, weight: 4, run: shortage::files_before },
+    Scenario { name: "no files", carriers: PROCESSES, each: false, weight: 4, run: shortage::files_during },
+    Scenario { name: "little memory", carriers: PROCESSES, each: false, weight: 2, run: shortage::memory },
+    Scenario { name: "/dev/shm full", carriers: PROCESSES, each: false, weight: 1, run: shortage::shared_full },
+    Scenario { name: "clocks differ", carriers: PROCESSES, each: false, weight: 1, run: shortage::clocks_differ },
+    Scenario { name: "clock jumps", carriers: ALL, each: false, weight: 1, run: shortage::clock_jumps },
+    Scenario { name: "packets dropped", carriers: hosts::CARRIERS, each: false, weight: 1, run: hosts::drops },
+    Scenario { name: "bandwidth cut", carriers: hosts::CARRIERS, each: false, weight: 1, run: hosts::narrows },
+    Scenario { name: "link flaps", carriers: hosts::CARRIERS, each: false, weight: 1, run: hosts::link_flaps },
+    Scenario { name: "partition", carriers: hosts::CARRIERS, each: false, weight: 2, run: hosts::partition },
+];
+
+/// Groups at a time: most of their time they wait.
+const WIDTH: usize = 6;
+
+/// What all cases came to.
+#[derive(Default)]
+struct Sum {
+    faults: usize,
+    hangs: usize,
+    wrong: usize,
+    leaks: usize,
+    /// The scenarios that this machine does not allow.
+    skipped: Vec<&'static str>,
+    /// By scenario and carrier: faults, and the longest time from a call to its error.
+    table: BTreeMap<(&'static str, String), (usize, Duration)>,
+}
+
+fn number(variable: &str) -> Option<u64> {
+    let text = env::var(variable).ok()?;
+    Some(text.parse().unwrap_or_else(|_| panic!("{variable} is '{text}': give a whole number")))
+}
+
+fn main() -> ExitCode {
+    if common::process::is_child() {
+        child::main();
+        return ExitCode::SUCCESS;
+    }
+    let filter = env::args().skip(1).find(|word| !word.starts_with('-')).unwrap_or_default();
+    let scenarios: Vec<_> = SCENARIOS.iter().filter(|scenario| scenario.name.contains(&filter)).collect();
+    if env::args().any(|word| word == "--list") {
+        scenarios.iter().for_each(|scenario| println!("{}: test", scenario.name));
+        return ExitCode::SUCCESS;
+    }
+    if scenarios.is_empty() {
+        return ExitCode::SUCCESS;
+    }
+    let asked = number("BONFIRE_CHAOS").unwrap_or(60) as usize;
+    let now = || SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(1, |now| now.as_micros() as u64);
+    let seed = number("BONFIRE_CHAOS_SEED").unwrap_or_else(now);
+    println!("BONFIRE_CHAOS={asked} BONFIRE_CHAOS_SEED={seed}");
+    let shared = shared_files();
+    let mut sum = run(&scenarios, asked, seed);
+    let left: Vec<_> = shared_files().into_iter().filter(|file| !shared.contains(file)).collect();
+    if !left.is_empty() {
+        println!("left in /dev/shm: {left:?}");
+        sum.leaks += left.len();
+    }
+    for ((name, carrier), (faults, slowest)) in &sum.table {
+        let known = if slowest.is_zero() { "no errors".into() } else { format!("known after {slowest:.1?} at most") };
+        println!("{name:<16} {carrier:<7} {faults:>3} faults, {known}");
+    }
+    println!("faults {} hangs {} wrong {} leaks {}", sum.faults, sum.hangs, sum.wrong, sum.leaks);
+    if sum.hangs + sum.wrong + sum.leaks == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+/// Every kind once, then any of them by their weights, until there were so many faults.
+fn run(scenarios: &[&Scenario], asked: usize, seed: u64) -> Sum {
+    let first: Vec<_> = scenarios
+        .iter()
+        .enumerate()
+        .flat_map(|(i, scenario)| {
+            let one = random(&[seed, 1, i as u64]).next() as usize % scenario.carriers.len();
+            let carriers = if scenario.each { scenario.carriers } else { &scenario.carriers[one..=one] };
+            carriers.iter().map(|carrier| (*scenario, *carrier))
+        })
+        .collect();
+    let weighed: Vec<_> = scenarios.iter().flat_map(|scenario| vec![*scenario; scenario.weight]).collect();
+    let any = |number: usize| {
+        let mut random = random(&[seed, 2, number as u64]);
+        let scenario = weighed[(random.next() >> 16) as usize % weighed.len()];
+        (scenario, scenario.carriers[(random.next() >> 16) as usize % scenario.carriers.len()])
+    };
+    let (next, sum) = (Mutex::new(0), Mutex::new(Sum::default()));
+    // What cannot be had here is not waited for without end.
+    let most = first.len() + 4 * asked;
+    thread::scope(|scope| {
+        for _ in 0..WIDTH {
+            scope.spawn(|| {
+                loop {
+                    let number = {
+                        let mut next = next.lock().expect("nobody panics with it");
+                        *next += 1;
+                        *next - 1
+                    };
+                    let (scenario, carrier) = first.get(number).copied().unwrap_or_else(|| any(number));
+                    let sum_so_far = sum.lock().expect("nobody panics with it");
+                    if number >= first.len() && (sum_so_far.faults >= asked || number >= most) {
+                        break;
+                    }
+                    if sum_so_far.skipped.contains(&scenario.name) {
+                        continue;
+                    }
+                    drop(sum_so_far);
+                    one(scenario, carrier, number, seed, &sum);
+                }
+            });
+        }
+    });
+    sum.into_inner().expect("nobody panics with it")
+}
+
+fn one(scenario: &Scenario, carrier: Carrier, number: usize, seed: u64, sum: &Mutex<Sum>) {
+    let start = Instant::now();
+    let mut case = Case::new(carrier, random(&[seed, 3, number as u64]).next());
+    (scenario.run)(&mut case);
+    let mut sum = sum.lock().expect("nobody panics with it");
+    if let Some(why) = case.skipped {
+        if !sum.skipped.contains(&scenario.name) {
+            println!("SKIPPED: {} because {why}", scenario.name);
+            sum.skipped.push(scenario.name);
+        }
+        return;
+    }
+    sum.faults += case.faults;
+    sum.hangs += case.hangs.len();
+    sum.wrong += case.wrong.len();
+    sum.leaks += case.leaks.len();
+    let carrier = format!("{carrier:?}").to_lowercase();
+    let (faults, slowest) = sum.table.entry((scenario.name, carrier.clone())).or_default();
+    (*faults, *slowest) = (*faults + case.faults, case.slowest.max(*slowest));
+    let took =
+        if case.slowest == Duration::ZERO { String::new() } else { format!(", known after {:.1?}", case.slowest) };
+    println!(
+        "{number:>3} {:<16} {carrier:<7} {} {}{took} ({:.1?} in all) {}",
+        scenario.name,
+        if case.faults == 1 { "1 fault:".into() } else { format!("{} faults:", case.faults) },
+        case.what,
+        start.elapsed(),
+        if case.is_well() { "ok" } else { "FAILED" },
+    );
+    let failures = [("hang", &case.hangs), ("wrong", &case.wrong), ("leak", &case.leaks)];
+    failures.iter().for_each(|(kind, what)| what.iter().for_each(|what| println!("      {kind}: {what}")));
+}

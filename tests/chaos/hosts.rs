@@ -1,0 +1,118 @@
+//! Faults of networks, between hosts that are network namespaces of this machine.
+
+use std::path::PathBuf;
+use std::thread;
+use std::time::Duration;
+
+use bonfire::Error;
+
+use crate::case::{Case, Child, PATIENT, SILENCE, SOON};
+use crate::machine::Network;
+use crate::orders::{Carrier, Orders};
+
+pub const CARRIERS: &[Carrier] = &[Carrier::Tcp, Carrier::Mixed];
+
+/// A group over several hosts: one rank on each of three, or two on each of two.
+struct Group {
+    network: Network,
+    hosts: usize,
+    children: Vec<Child>,
+    until: PathBuf,
+    _folder: tempfile::TempDir,
+}
+
+impl Group {
+    /// Prepares the network by `prepare` and starts the ranks; nothing where this machine does not allow it.
+    fn start(
+        case: &mut Case,
+        silence: Duration,
+        prepare: impl Fn(&Network, usize) -> Result<(), String>,
+    ) -> Option<Group> {
+        let (hosts, n) = if case.carrier == Carrier::Mixed { (2, 4) } else { (3, 3) };
+        let made = Network::new(hosts).and_then(|network| {
+            (0..hosts).try_for_each(|host| prepare(&network, host))?;
+            Ok(network)
+        });
+        let network = match made {
+            Ok(network) => network,
+            Err(why) => {
+                case.skipped = Some(why);
+                return None;
+            }
+        };
+        let folder = tempfile::tempdir().expect("a folder for a file");
+        let until = folder.path().join("over");
+        let address = format!("{}:29400", Network::address(0));
+        let orders = Orders { address, secret: true, silence, until: Some(until.clone()), ..case.orders(n) };
+        let child = |rank: usize| {
+            let host = Some(Network::address(rank % hosts));
+            case.child(&network.on(rank % hosts), &Orders { rank, host, ..orders.clone() })
+        };
+        let children = (0..n).map(child).collect();
+        Some(Group { network, hosts, children, until, _folder: folder })
+    }
+
+    /// Does something to the network once all are going, lets the stream go on for `long`, and ends it.
+    fn during(mut self, case: &mut Case, long: Duration, act: impl FnOnce(&Network)) {
+        if case.going(&mut self.children) {
+            case.faults = 1;
+            act(&self.network);
+            thread::sleep(long);
+        }
+        std::fs::write(&self.until, "").expect("a file");
+        case.end(self.children, &[], PATIENT + SOON, true, &|_, error| error.is_none());
+    }
+}
+
+/// One packet of twenty is lost, from the first one on.
+pub fn drops(case: &mut Case) {
+    let Some(group) = Group::start(case, PATIENT, |network, host| network.lose(host, 20)) else { return };
+    case.what = format!("5 % of the packets on {} hosts", group.hosts);
+    group.during(case, Duration::from_secs(2), |_| {});
+}
+
+/// Links become slow while the stream runs.
+pub fn narrows(case: &mut Case) {
+    let Some(group) = Group::start(case, PATIENT, |network, host| network.narrow(host, "1gbit")) else { return };
+    let (hosts, rate) = (group.hosts, format!("{}mbit", 10 + case.below(90)));
+    case.what = format!("to {rate} on {hosts} hosts");
+    group.during(case, Duration::from_secs(2), |network| {
+        (0..hosts).for_each(|host| network.narrow(host, &rate).expect("what could be done before"));
+    });
+}
+
+/// A link is down for less than a rank may be silent.
+pub fn link_flaps(case: &mut Case) {
+    let Some(group) = Group::start(case, PATIENT, |_, _| Ok(())) else { return };
+    let (host, long) = (case.below(group.hosts), Duration::from_millis(300 + case.below(1700) as u64));
+    case.what = format!("that of host {host} of {}, for {long:?}", group.hosts);
+    group.during(case, Duration::from_millis(500), |network| {
+        network.link(host, "down").expect("one's own link");
+        thread::sleep(long);
+        network.link(host, "up").expect("one's own link");
+    });
+}
+
+/// A link is down for longer, and up again before or after the groups are dropped: either side has lost the other.
+pub fn partition(case: &mut Case) {
+    let Some(mut group) = Group::start(case, SILENCE, |_, _| Ok(())) else { return };
+    let (host, hosts, heals) = (case.below(group.hosts), group.hosts, case.below(2) == 0);
+    case.what = format!("of host {host} from {}{}", hosts - 1, if heals { ", which heals" } else { "" });
+    if case.going(&mut group.children) {
+        thread::sleep(Duration::from_micros(case.below(50_000) as u64));
+        case.faults = 1;
+        group.network.link(host, "down").expect("one's own link");
+        if heals {
+            thread::sleep(SILENCE + Duration::from_secs(2));
+            group.network.link(host, "up").expect("one's own link");
+        }
+    }
+    let away = |rank: usize| rank % hosts == host;
+    case.end(
+        group.children,
+        &[],
+        SILENCE + SOON,
+        false,
+        &|rank, error| matches!(error, Some(Error::PeerLost { peer, .. }) if away(*peer) != away(rank)),
+    );
+}

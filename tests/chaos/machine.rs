@@ -1,0 +1,144 @@
+//! What a test needs of the machine: commands that it may not allow, a clock that can be set, hosts and links.
+
+use std::process::Command;
+use std::sync::atomic::{AtomicI64, AtomicU32, Ordering};
+
+use rustix::time::ClockId;
+
+/// By how many seconds this process's wall clock is wrong.
+static WRONG_BY: AtomicI64 = AtomicI64::new(0);
+
+pub fn set_clock(seconds: i64) {
+    WRONG_BY.store(seconds, Ordering::SeqCst);
+}
+
+/// Whether [`set_clock`] does anything here.
+pub fn has_own_clock() -> Result<(), String> {
+    let has = cfg!(all(target_os = "linux", target_pointer_width = "64"));
+    if has { Ok(()) } else { Err("this test knows the C library's clock on 64-bit Linux only".into()) }
+}
+
+/// The system's structure on 64-bit Linux.
+#[repr(C)]
+pub struct Time {
+    seconds: i64,
+    nanoseconds: i64,
+}
+
+/// Takes the place of the C library's function of this name in the whole process, so that everything in it that reads
+/// the wall clock reads the wrong time, and nobody else on the machine does.
+///
+/// # Safety
+/// `time` can be written to, as that function asks of its callers.
+#[cfg(all(target_os = "linux", target_pointer_width = "64"))]
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn clock_gettime(clock: i32, time: *mut Time) -> i32 {
+    let (clock, wrong_by) = match clock {
+        0 => (ClockId::Realtime, WRONG_BY.load(Ordering::SeqCst)),
+        1 => (ClockId::Monotonic, 0),
+        5 => (ClockId::RealtimeCoarse, WRONG_BY.load(Ordering::SeqCst)),
+        6 => (ClockId::MonotonicCoarse, 0),
+        7 => (ClockId::Boottime, 0),
+        // Nothing here asks for others.
+        _ => return -1,
+    };
+    let now = rustix::time::clock_gettime(clock);
+    // SAFETY: the caller vouches for it.
+    unsafe { time.write(Time { seconds: now.tv_sec + wrong_by, nanoseconds: now.tv_nsec }) };
+    0
+}
+
+/// Whether a command that runs others can be had here, and why not.
+pub fn try_out(command: &[String]) -> Result<(), String> {
+    run(&[command, &["true".into()]].concat())
+}
+
+fn run(words: &[String]) -> Result<(), String> {
+    let output = Command::new(&words[0]).args(&words[1..]).output();
+    let output = output.map_err(|e| format!("{} cannot be started: {e}", words[0]))?;
+    if output.status.success() {
+        return Ok(());
+    }
+    Err(format!("`{}` says: {}", words.join(" "), String::from_utf8_lossy(&output.stderr).trim()))
+}
+
+/// As one line.
+fn command(line: &str) -> Result<(), String> {
+    run(&line.split_whitespace().map(String::from).collect::<Vec<_>>())
+}
+
+/// Hosts: network namespaces, each with a link to a switch. They are gone when it is dropped.
+pub struct Network {
+    name: String,
+    hosts: usize,
+}
+
+impl Network {
+    /// Makes as many hosts, or says why this machine allows none.
+    pub fn new(hosts: usize) -> Result<Network, String> {
+        static NUMBER: AtomicU32 = AtomicU32::new(0);
+        if !rustix::process::geteuid().is_root() {
+            return Err("network namespaces need root".into());
+        }
+        let name = format!("bonfire-chaos-{}-{}", std::process::id(), NUMBER.fetch_add(1, Ordering::Relaxed));
+        let network = Network { name, hosts };
+        let switch = network.switch();
+        command(&format!("ip netns add {switch}"))?;
+        command(&format!("ip -n {switch} link add switch type bridge"))?;
+        command(&format!("ip -n {switch} link set switch up"))?;
+        for i in 0..hosts {
+            let host = network.host(i);
+            command(&format!("ip netns add {host}"))?;
+            command(&format!("ip link add bf0 netns {host} type veth peer name port{i} netns {switch}"))?;
+            command(&format!("ip -n {host} addr add {}/24 dev bf0", Network::address(i)))?;
+            command(&format!("ip -n {host} link set lo up"))?;
+            command(&format!("ip -n {host} link set bf0 up"))?;
+            command(&format!("ip -n {switch} link set port{i} master switch"))?;
+            command(&format!("ip -n {switch} link set port{i} up"))?;
+        }
+        Ok(network)
+    }
+
+    fn host(&self, i: usize) -> String {
+        format!("{}-{i}", self.name)
+    }
+
+    fn switch(&self) -> String {
+        format!("{}-s", self.name)
+    }
+
+    pub fn address(i: usize) -> String {
+        format!("10.77.0.{}", i + 1)
+    }
+
+    /// What a command begins with that is to run on a host.
+    pub fn on(&self, i: usize) -> Vec<String> {
+        ["ip", "netns", "exec", &self.host(i)].map(String::from).into()
+    }
+
+    /// Takes the link of a host down, or up again.
+    pub fn link(&self, i: usize, state: &str) -> Result<(), String> {
+        command(&format!("ip -n {} link set port{i} {state}", self.switch()))
+    }
+
+    /// Loses one of this many packets that reach a host.
+    pub fn lose(&self, i: usize, one_of: usize) -> Result<(), String> {
+        let rule = format!("-A INPUT -i bf0 -m statistic --mode random --probability {:.4}", 1.0 / one_of as f64);
+        command(&format!("{} iptables {rule} -j DROP", self.on(i).join(" ")))
+    }
+
+    /// Limits what a host sends.
+    pub fn narrow(&self, i: usize, rate: &str) -> Result<(), String> {
+        let shape = format!("qdisc replace dev bf0 root tbf rate {rate} burst 128kb latency 50ms");
+        command(&format!("{} tc {shape}", self.on(i).join(" ")))
+    }
+}
+
+impl Drop for Network {
+    fn drop(&mut self) {
+        for name in (0..self.hosts).map(|i| self.host(i)).chain([self.switch()]) {
+            // Those that were not made, where making them failed, cannot be deleted.
+            let _ = command(&format!("ip netns del {name}"));
+        }
+    }
+}

@@ -1,0 +1,167 @@
+//! Faults of the ranks themselves.
+
+use std::time::Duration;
+
+use bonfire::Error;
+use rustix::process::Signal;
+
+use crate::case::{Case, DEADLINE, SILENCE, SOON, is_lost};
+use crate::orders::{Act, Carrier, Deed, Orders, Report};
+
+/// A deadline that is missed, and by how much.
+const SHORT: Duration = Duration::from_secs(3);
+
+pub fn killed(case: &mut Case) {
+    let n = case.world_size();
+    let (orders, victim) = (Orders { goes_on: true, ..case.orders(n) }, case.below(n));
+    let act = Act::Signal { number: Signal::KILL.as_raw(), micros: case.below(3000) as u64 };
+    let children = case.start_with(&orders, victim, act);
+    case.faults = 1;
+    let reports = case.end(children, &[victim], SOON, true, &|_, error| is_lost(error, &[victim]));
+    case.went_on(&reports, n, &[victim]);
+    case.port_is_free(&orders.address);
+}
+
+/// Several at one moment: who is noticed first may differ from rank to rank.
+pub fn several_killed(case: &mut Case) {
+    let orders = case.orders(4);
+    let (first, at) = (case.below(4), case.early());
+    let victims = [first, (first + 1 + case.below(3)) % 4];
+    let deeds = victims.map(|rank| {
+        let act = Act::Signal { number: Signal::KILL.as_raw(), micros: case.below(1000) as u64 };
+        Deed { rank, at, act }
+    });
+    case.what = format!("{deeds:?} of 4");
+    case.faults = 2;
+    let children = case.start(&Orders { deeds: deeds.into(), goes_on: true, ..orders.clone() });
+    let reports = case.end(children, &victims, SOON, false, &|_, error| is_lost(error, &victims));
+    case.went_on(&reports, 4, &victims);
+    case.port_is_free(&orders.address);
+}
+
+/// A rank that is stopped, and goes on when the others have given it up, or never.
+pub fn stopped(case: &mut Case) {
+    let n = case.world_size();
+    let (orders, victim) = (Orders { silence: SILENCE, goes_on: true, ..case.orders(n) }, case.below(n));
+    let act = Act::Signal { number: Signal::STOP.as_raw(), micros: case.below(3000) as u64 };
+    let goes_on = case.below(2) == 0;
+    let mut children = case.start_with(&orders, victim, act);
+    case.faults = 1;
+    let stopped = children.remove(victim);
+    let reports = case.end(children, &[], SILENCE + SOON, true, &|_, error| is_lost(error, &[victim]));
+    if n == 2 && victim == 0 {
+        // It may be there still, and then it goes on.
+        let apart = |report: &Report| matches!(report.went_on, Some(Err(Error::Shrink { .. })));
+        case.wrong.extend(reports.iter().filter(|report| !apart(report)).map(|report| format!("{report:?} went on")));
+    } else {
+        case.went_on(&reports, n, &[victim]);
+    }
+    if goes_on {
+        stopped.process.signal(Signal::CONT);
+        let slowest = case.slowest;
+        // It hears what it missed: that it was given up, or that all have left.
+        case.end(vec![stopped], &[], DEADLINE * 2, false, &|_, error| error.is_some());
+        case.slowest = slowest;
+    } else {
+        // It is killed, and its port is free.
+        drop(stopped);
+    }
+    case.port_is_free(&orders.address);
+}
+
+pub fn exits(case: &mut Case) {
+    let n = case.world_size();
+    let (orders, victim) = (Orders { goes_on: true, ..case.orders(n) }, case.below(n));
+    let children = case.start_with(&orders, victim, Act::Exit);
+    case.faults = 1;
+    let reports = case.end(children, &[victim], SOON, true, &|_, error| is_lost(error, &[victim]));
+    case.went_on(&reports, n, &[victim]);
+    case.port_is_free(&orders.address);
+}
+
+pub fn leaves(case: &mut Case) {
+    let n = case.world_size();
+    let (orders, victim) = (Orders { goes_on: true, ..case.orders(n) }, case.below(n));
+    let children = case.start_with(&orders, victim, Act::Leave);
+    case.faults = 1;
+    let reports = case.end(children, &[], SOON, true, &|rank, error| match error {
+        Some(Error::Left { rank: left, .. }) => *left == victim,
+        error => error.is_none() && rank == victim,
+    });
+    case.went_on(&reports, n, &[victim]);
+    case.port_is_free(&orders.address);
+}
+
+pub fn panics(case: &mut Case) {
+    let n = case.world_size();
+    let (orders, victim) = (Orders { goes_on: true, ..case.orders(n) }, case.below(n));
+    let act = if case.below(2) == 0 { Act::Panic } else { Act::PanicInside };
+    let children = case.start_with(&orders, victim, act);
+    case.faults = 1;
+    let reports = case.end(children, &[], SOON, true, &|rank, error| {
+        if rank == victim { error.is_none() } else { is_lost(error, &[victim]) }
+    });
+    case.went_on(&reports, n, &[victim]);
+    case.port_is_free(&orders.address);
+}
+
+/// The deadline passes while a rank is elsewhere; it hears of that when it comes.
+pub fn too_slow(case: &mut Case) {
+    let n = case.world_size();
+    let (orders, victim) = (Orders { deadline: SHORT, ..case.orders(n) }, case.below(n));
+    let children = case.start_with(&orders, victim, Act::Sleep(SHORT * 2));
+    case.faults = 1;
+    case.end(
+        children,
+        &[],
+        SHORT + SOON,
+        true,
+        &|_, error| matches!(error, Some(Error::Timeout { missing, .. }) if *missing == [victim]),
+    );
+    case.port_is_free(&orders.address);
+}
+
+/// A rank that is slow for less than the deadline does no harm.
+pub fn slow(case: &mut Case) {
+    let n = case.world_size();
+    let (orders, victim) = (Orders { steps: 50, ..case.orders(n) }, case.below(n));
+    let long = Duration::from_millis(500 + case.below(1000) as u64);
+    let children = case.start_with(&orders, victim, Act::Sleep(long));
+    case.faults = 1;
+    case.end(children, &[], SOON, true, &|_, error| error.is_none());
+    case.port_is_free(&orders.address);
+}
+
+/// A rank leaves an operation out, or calls another one.
+pub fn disagrees(case: &mut Case) {
+    let n = case.world_size();
+    let (orders, victim) = (Orders { goes_on: true, ..case.orders(n) }, case.below(n));
+    let act = if case.below(2) == 0 { Act::Skip } else { Act::Other };
+    let children = case.start_with(&orders, victim, act);
+    case.faults = 1;
+    let reports = case.end(children, &[], SOON, true, &|_, error| matches!(error, Some(Error::Mismatch { .. })));
+    case.went_on(&reports, n, &[]);
+    case.port_is_free(&orders.address);
+}
+
+/// The machine sleeps for longer than a rank may be silent: when it goes on nobody has lost anybody.
+pub fn all_stopped(case: &mut Case) {
+    let n = case.world_size();
+    let folder = tempfile::tempdir().expect("a folder for a file");
+    let until = folder.path().join("over");
+    let orders = Orders { silence: SILENCE, until: Some(until.clone()), ..case.orders(n) };
+    let mut children = case.start(&orders);
+    case.what = format!("all {n} ranks stop for longer than they may be silent");
+    if case.going(&mut children) {
+        case.faults = 1;
+        children.iter().for_each(|child| child.process.signal(Signal::STOP));
+        std::thread::sleep(SILENCE + Duration::from_secs(1));
+        children.iter().rev().for_each(|child| child.process.signal(Signal::CONT));
+        std::fs::write(until, "").expect("a file");
+    }
+    case.end(children, &[], SOON, true, &|_, error| error.is_none());
+    case.port_is_free(&orders.address);
+}
+
+pub const PROCESSES: &[Carrier] = &[Carrier::Tcp, Carrier::Shm, Carrier::Mixed];
+pub const ALL: &[Carrier] = &[Carrier::Tcp, Carrier::Shm, Carrier::Mixed, Carrier::Threads];
