@@ -52,41 +52,44 @@ pub fn run_ranks_with<T: Send + 'static>(
     settings: impl Fn(Builder) -> Builder,
     f: impl Fn(Group) -> T + Clone + Send + 'static,
 ) -> Vec<T> {
-    static LOG: Once = Once::new();
-    LOG.call_once(|| drop(env_logger::try_init()));
-    let builder = settings(Group::builder().deadline(DEADLINE));
-    let ranks: Vec<thread::JoinHandle<T>> = match kind {
-        Kind::Threads => {
-            let groups = builder.threads(n).expect("a group of threads");
-            groups.into_iter().map(|group| spawn(group, f.clone())).collect()
-        }
-        Kind::Tcp | Kind::Shm | Kind::Hosts(_) => {
-            let address = free_address();
-            let builder = builder.transport(match kind {
-                Kind::Tcp => Medium::Tcp,
-                Kind::Hosts(_) => Medium::Auto,
-                _ => Medium::Shm,
-            });
-            (0..n)
-                .map(|rank| {
-                    let (builder, address, f) = (builder.clone(), address.clone(), f.clone());
-                    let host = if let Kind::Hosts(hosts) = kind { hosts[rank % hosts.len()] } else { 0 };
-                    thread::spawn(move || {
-                        let builder = builder.machine(format!("host {host}"));
-                        let builder = builder.rank(rank).world_size(n).address(address).rendezvous_timeout(DEADLINE);
-                        f(builder.connect().expect("ranks find each other"))
-                    })
-                })
-                .collect()
-        }
-    };
+    let members: Vec<usize> = (0..n).collect();
+    let ranks: Vec<_> = doors(kind, &members, settings)
+        .into_iter()
+        .map(|door| {
+            let f = f.clone();
+            thread::spawn(move || f(door()))
+        })
+        .collect();
     // A rank that panicked is more telling than those that then lost it.
     let results: Vec<_> = ranks.into_iter().map(thread::JoinHandle::join).collect();
     results.into_iter().map(|result| result.unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
 }
 
-fn spawn<T: Send + 'static>(group: Group, f: impl Fn(Group) -> T + Send + 'static) -> thread::JoinHandle<T> {
-    thread::spawn(move || f(group))
+/// What a rank calls on a thread of its own to come into its group.
+pub type Door = Box<dyn FnOnce() -> Group + Send>;
+
+/// The doors of a group, by rank. `members` says which of the test's ranks they are, which is what hosts go by.
+pub fn doors(kind: Kind, members: &[usize], settings: impl Fn(Builder) -> Builder) -> Vec<Door> {
+    static LOG: Once = Once::new();
+    LOG.call_once(|| drop(env_logger::try_init()));
+    let n = members.len();
+    let builder = settings(Group::builder().deadline(DEADLINE));
+    let medium = match kind {
+        Kind::Threads => {
+            let groups = builder.threads(n).expect("a group of threads");
+            return groups.into_iter().map(|group| Box::new(move || group) as Door).collect();
+        }
+        Kind::Tcp => Medium::Tcp,
+        Kind::Shm => Medium::Shm,
+        Kind::Hosts(_) => Medium::Auto,
+    };
+    let builder = builder.transport(medium).address(free_address()).world_size(n).rendezvous_timeout(DEADLINE);
+    let door = |(rank, member): (usize, &usize)| {
+        let host = if let Kind::Hosts(hosts) = kind { hosts[member % hosts.len()] } else { 0 };
+        let builder = builder.clone().machine(format!("host {host}")).rank(rank);
+        Box::new(move || builder.connect().expect("ranks find each other")) as Door
+    };
+    members.iter().enumerate().map(door).collect()
 }
 
 /// An address on loopback that nobody listens at. Its port is below those that the system hands out by itself, so that

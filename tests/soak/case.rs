@@ -1,0 +1,166 @@
+//! What is drawn: one operation, what its ranks bring and what they must have afterwards.
+
+use std::ops::Range;
+
+use bonfire::{Call, DType, Operation, ReduceOp, partition};
+use bytemuck::{bytes_of, pod_read_unaligned};
+
+use crate::common::oracle::Sample;
+use crate::common::transport::Random;
+
+/// The ranks of each group. Two of them are in all three.
+pub const GROUPS: [&[usize]; 3] = [&[0, 1, 2, 3], &[0, 1, 2], &[1, 2, 3]];
+const OPERATIONS: [Operation; 8] = [
+    Operation::AllReduce,
+    Operation::Reduce,
+    Operation::Broadcast,
+    Operation::AllGather,
+    Operation::ReduceScatter,
+    Operation::AllToAll,
+    Operation::Barrier,
+    Operation::Send,
+];
+/// After so many elements a rank's input repeats. A prime: no part and no chunk is as long as some repetitions.
+const PERIOD: usize = 251;
+
+/// One operation of one group, the same on all its ranks.
+#[derive(Clone, Copy, Debug)]
+pub struct Case {
+    pub step: usize,
+    pub group: usize,
+    pub call: Call,
+    /// The buffers are from `Group::allocate`.
+    pub suited: bool,
+    /// Which elements the ranks bring.
+    pub salt: u64,
+    /// How many barriers the group has had, this one included.
+    pub barriers: usize,
+}
+
+pub fn hash(a: u64, b: u64) -> u64 {
+    let mut x = a.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ b.wrapping_add(0x2545_f491_4f6c_dd1d);
+    x = (x ^ x >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    x = (x ^ x >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+    (x ^ x >> 31).max(1)
+}
+
+pub fn below(random: &mut Random, end: usize) -> usize {
+    (random.next() >> 8) as usize % end
+}
+
+impl Case {
+    /// Mostly small, now and then up to 4 MiB; around powers of two, where the ways of an operation part, and between.
+    pub fn draw(random: &mut Random, step: usize, group: usize) -> Case {
+        let operation = OPERATIONS[below(random, OPERATIONS.len())];
+        let dtype = DType::ALL[below(random, DType::ALL.len())];
+        let power = match below(random, 100) {
+            0..75 => below(random, 15),
+            75..93 => 14 + below(random, 5),
+            _ => 18 + below(random, 5),
+        };
+        let bytes = match below(random, 4) {
+            0 => (1 << power) + below(random, 3) * dtype.size() - dtype.size().min(1 << power),
+            _ => below(random, 1 << power),
+        };
+        let n = GROUPS[group].len();
+        let count = match operation {
+            Operation::Barrier => 0,
+            Operation::AllToAll => bytes / dtype.size() / n * n,
+            _ => bytes / dtype.size(),
+        };
+        let (op, rank) = (ReduceOp::ALL[below(random, ReduceOp::ALL.len())], below(random, n));
+        let reduces = matches!(operation, Operation::AllReduce | Operation::Reduce | Operation::ReduceScatter);
+        let rooted = matches!(operation, Operation::Reduce | Operation::Broadcast);
+        let call = Call { operation, dtype, count, reduction: reduces.then_some(op), root: rooted.then_some(rank) };
+        Case { step, group, call, suited: below(random, 4) == 0, salt: random.next(), barriers: 0 }
+    }
+
+    pub fn ranks(&self) -> usize {
+        GROUPS[self.group].len()
+    }
+
+    pub fn op(&self) -> ReduceOp {
+        self.call.reduction.unwrap_or(ReduceOp::Sum)
+    }
+
+    pub fn root(&self) -> usize {
+        self.call.root.unwrap_or(0)
+    }
+
+    pub fn part(&self, rank: usize) -> Range<usize> {
+        partition(self.call.count, self.ranks(), rank)
+    }
+
+    /// The numbers that `rank` has for a reduction: any for integers, which wrap; for floats such that all that comes of
+    /// them is exact or rounded once. No zeros, since a product of them would have a sign.
+    fn numbers(&self, rank: usize) -> impl Iterator<Item = i128> {
+        let (dtype, salt) = (self.call.dtype, hash(self.salt, rank as u64));
+        (0..PERIOD.min(self.call.count)).map(move |i| {
+            let bits = hash(salt, i as u64);
+            match dtype {
+                DType::F32 | DType::F64 | DType::F16 | DType::BF16 => {
+                    (bits % 12 + 1) as i128 * if bits >> 32 & 1 == 0 { 1 } else { -1 }
+                }
+                DType::I8 => (bits as i8).into(),
+                DType::I16 => (bits as i16).into(),
+                DType::I32 => (bits as i32).into(),
+                DType::I64 => (bits as i64).into(),
+                DType::U8 => (bits as u8).into(),
+                DType::U16 => (bits as u16).into(),
+                DType::U32 => (bits as u32).into(),
+                DType::U64 => bits.into(),
+            }
+        })
+    }
+
+    fn repeated<T: Sample>(&self, period: &[T]) -> Vec<T> {
+        period.iter().copied().cycle().take(self.call.count).collect()
+    }
+
+    /// What `rank` brings: any bits at all, where nothing computes with them.
+    pub fn input<T: Sample>(&self, rank: usize) -> Vec<T> {
+        let period: Vec<T> = match self.call.reduction {
+            Some(_) => self.numbers(rank).map(T::of).collect(),
+            None => {
+                let salt = hash(self.salt, rank as u64);
+                let bits = (0..PERIOD.min(self.call.count)).map(|i| hash(salt, i as u64));
+                bits.map(|bits| pod_read_unaligned(&bytes_of(&bits)[..size_of::<T>()])).collect()
+            }
+        };
+        self.repeated(&period)
+    }
+
+    fn reduced<T: Sample>(&self) -> Vec<T> {
+        let (op, n) = (self.op(), self.ranks());
+        let mut numbers: Vec<i128> = self.numbers(0).collect();
+        for rank in 1..n {
+            for (all, number) in numbers.iter_mut().zip(self.numbers(rank)) {
+                *all = match op {
+                    ReduceOp::Sum | ReduceOp::Mean => *all + number,
+                    ReduceOp::Max => number.max(*all),
+                    ReduceOp::Min => number.min(*all),
+                    // The lower bits, which are an integer's, are right.
+                    ReduceOp::Product => all.wrapping_mul(number),
+                };
+            }
+        }
+        let period = numbers.into_iter().map(|x| if op == ReduceOp::Mean { T::mean(x, n) } else { T::of(x) });
+        self.repeated(&period.collect::<Vec<T>>())
+    }
+
+    /// What `rank` must have afterwards, and where in a buffer that was used in place.
+    pub fn want<T: Sample>(&self, rank: usize) -> (Range<usize>, Vec<T>) {
+        let (n, whole) = (self.ranks(), 0..self.call.count);
+        match self.call.operation {
+            Operation::AllReduce => (whole, self.reduced()),
+            Operation::Reduce if self.call.root == Some(rank) => (whole, self.reduced()),
+            Operation::Reduce => (whole, self.input(rank)),
+            Operation::Broadcast => (whole, self.input(self.root())),
+            Operation::AllGather => (whole, (0..n).flat_map(|r| self.input(r)[self.part(r)].to_vec()).collect()),
+            Operation::ReduceScatter => (self.part(rank), self.reduced()[self.part(rank)].to_vec()),
+            Operation::AllToAll => (whole, (0..n).flat_map(|r| self.input(r)[self.part(rank)].to_vec()).collect()),
+            Operation::Barrier => (0..0, Vec::new()),
+            Operation::Send => (whole, self.input((rank + n - 1) % n)),
+        }
+    }
+}

@@ -1,0 +1,271 @@
+//! A rank calls one operation in one of its forms, on buffers with guards around them.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use bonfire::{Buffer, Error, Group, Operation, Work};
+use bytemuck::{bytes_of, cast_slice, pod_read_unaligned};
+
+use crate::case::{Case, GROUPS, below};
+use crate::common::oracle::Sample;
+use crate::common::transport::Random;
+
+/// Where a part of a buffer from `Group::allocate` may begin, so that the other ranks reach it.
+const REACHED: usize = 64 << 10;
+
+/// How a rank calls an operation: its own business.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Form {
+    InPlace,
+    Into,
+    Started,
+}
+
+/// How often each group's ranks have come to a barrier.
+pub type Arrivals = [AtomicUsize; GROUPS.len()];
+
+/// Waits for what was started, and compares what it gave.
+pub type Check = Box<dyn FnOnce() -> Result<(), String>>;
+
+/// A buffer between guards, which nothing may write to.
+enum Memory<T> {
+    Ordinary(Vec<T>, Range<usize>),
+    Suited(Buffer<T>, Range<usize>),
+}
+
+impl<T: Sample> Memory<T> {
+    fn new(case: &Case, group: &Group, random: &mut Random, contents: &[T]) -> Result<Self, Error> {
+        // A few ranks of an operation have the other kind.
+        let suited = case.suited != (below(random, 16) == 0);
+        let (before, after) = match below(random, 8) {
+            0..5 => (0, 0),
+            5 if suited => (REACHED / size_of::<T>(), 0),
+            _ => (below(random, 9), below(random, 9)),
+        };
+        let (range, len) = (before..before + contents.len(), before + contents.len() + after);
+        let guard = Self::guard();
+        let mut memory = if suited {
+            Memory::Suited(group.allocate(len)?, range.clone())
+        } else {
+            Memory::Ordinary(vec![guard; len], range.clone())
+        };
+        let elements = memory.elements();
+        elements.fill(guard);
+        elements[range].copy_from_slice(contents);
+        Ok(memory)
+    }
+
+    fn guard() -> T {
+        pod_read_unaligned(&[0xa5; 8][..size_of::<T>()])
+    }
+
+    fn elements(&mut self) -> &mut [T] {
+        match self {
+            Memory::Ordinary(elements, _) => elements,
+            Memory::Suited(elements, _) => elements,
+        }
+    }
+
+    /// Looks at `part` of the buffer, and at the guards.
+    fn compare(&mut self, part: Range<usize>, want: &[T]) -> Result<(), String> {
+        let range = self.range();
+        let elements = self.elements();
+        same(&elements[range.clone()][part], want)?;
+        let guard = Self::guard();
+        let whole = |elements: &[T]| elements.iter().all(|x| bytes_of(x) == bytes_of(&guard));
+        match whole(&elements[..range.start]) && whole(&elements[range.end..]) {
+            true => Ok(()),
+            false => Err("something was written beside the buffer".to_owned()),
+        }
+    }
+
+    fn range(&self) -> Range<usize> {
+        match self {
+            Memory::Ordinary(_, range) | Memory::Suited(_, range) => range.clone(),
+        }
+    }
+}
+
+impl<T: Sample> AsMut<[T]> for Memory<T> {
+    fn as_mut(&mut self) -> &mut [T] {
+        let range = self.range();
+        &mut self.elements()[range]
+    }
+}
+
+/// Compares bit for bit.
+fn same<T: Sample>(found: &[T], want: &[T]) -> Result<(), String> {
+    if cast_slice::<T, u8>(found) == cast_slice::<T, u8>(want) {
+        return Ok(());
+    }
+    let wrong: Vec<usize> = (0..want.len()).filter(|i| bytes_of(&found[*i]) != bytes_of(&want[*i])).collect();
+    let first = wrong[0];
+    let (found, expected) = (bytes_of(&found[first]), bytes_of(&want[first]));
+    Err(format!(
+        "{} of {} elements are wrong, element {first} first: bytes {found:x?} instead of {expected:x?}",
+        wrong.len(),
+        want.len()
+    ))
+}
+
+fn said(error: Error) -> String {
+    error.to_string()
+}
+
+fn wait<B>(work: Work<B>) -> Result<B, String> {
+    work.wait().map_err(|(error, _)| said(error))
+}
+
+/// One rank's call of an operation.
+pub struct Hand<'a> {
+    pub case: Case,
+    pub group: Group,
+    /// Whose memory the buffers are from.
+    pub lender: Group,
+    pub random: &'a mut Random,
+}
+
+impl Hand<'_> {
+    fn memory<T: Sample>(&mut self, contents: &[T]) -> Result<Memory<T>, String> {
+        Memory::new(&self.case, &self.lender, self.random, contents).map_err(said)
+    }
+
+    fn blank<T: Sample>(&mut self, len: usize) -> Result<Memory<T>, String> {
+        self.memory(&vec![Memory::guard(); len])
+    }
+
+    pub fn call<T: Sample>(mut self, form: Form, arrived: &Arc<Arrivals>) -> Result<Check, String> {
+        match (self.case.call.operation, form) {
+            (Operation::Barrier, _) => self.barrier(form, arrived.clone()),
+            (Operation::Send, Form::Started) => self.started_message::<T>(),
+            (Operation::Send, _) => self.message::<T>(),
+            (_, Form::InPlace) => self.in_place::<T>(),
+            (_, Form::Into) => self.out_of_place::<T>(),
+            (_, Form::Started) => self.started::<T>(),
+        }
+    }
+
+    fn barrier(&mut self, form: Form, arrived: Arc<Arrivals>) -> Result<Check, String> {
+        let Case { group, barriers, .. } = self.case;
+        arrived[group].fetch_add(1, Ordering::Relaxed);
+        let work = if form == Form::Started {
+            Some(self.group.start_barrier().map_err(said)?)
+        } else {
+            self.group.barrier().map_err(said)?;
+            None
+        };
+        Ok(Box::new(move || {
+            work.map_or(Ok(()), wait)?;
+            match (barriers * GROUPS[group].len()).saturating_sub(arrived[group].load(Ordering::Relaxed)) {
+                0 => Ok(()),
+                missing => Err(format!("{missing} ranks had not come to the barrier")),
+            }
+        }))
+    }
+
+    /// The next rank in the ring, and the previous one.
+    fn neighbours(&self) -> (usize, usize) {
+        let (rank, n) = (self.group.rank(), self.case.ranks());
+        ((rank + 1) % n, (rank + n - 1) % n)
+    }
+
+    fn message<T: Sample>(&mut self) -> Result<Check, String> {
+        let (case, rank, (next, previous)) = (self.case, self.group.rank(), self.neighbours());
+        let mine = case.input::<T>(rank);
+        let (mut sent, mut received) = (self.memory(&mine)?, self.blank::<T>(mine.len())?);
+        // Even ranks send first, so that nobody waits in a circle; with an odd world the last rank breaks it.
+        if rank % 2 == 0 {
+            self.group.send(sent.as_mut(), next).map_err(said)?;
+            self.group.recv(received.as_mut(), previous).map_err(said)?;
+        } else {
+            self.group.recv(received.as_mut(), previous).map_err(said)?;
+            self.group.send(sent.as_mut(), next).map_err(said)?;
+        }
+        Ok(Box::new(move || {
+            sent.compare(0..mine.len(), &mine)?;
+            received.compare(0..mine.len(), &case.want(rank).1)
+        }))
+    }
+
+    fn started_message<T: Sample>(&mut self) -> Result<Check, String> {
+        let (case, rank, (next, previous)) = (self.case, self.group.rank(), self.neighbours());
+        let mine = case.input::<T>(rank);
+        let (sent, received) = (self.memory(&mine)?, self.blank::<T>(mine.len())?);
+        let (sent, received) = if rank % 2 == 0 {
+            let sent = self.group.start_send(sent, next);
+            (sent, self.group.start_recv(received, previous))
+        } else {
+            let received = self.group.start_recv(received, previous);
+            (self.group.start_send(sent, next), received)
+        };
+        let (sent, received) = (sent.map_err(said)?, received.map_err(said)?);
+        Ok(Box::new(move || {
+            wait(received)?.compare(0..mine.len(), &case.want(rank).1)?;
+            wait(sent)?.compare(0..mine.len(), &mine)
+        }))
+    }
+
+    fn in_place<T: Sample>(&mut self) -> Result<Check, String> {
+        let (case, rank) = (self.case, self.group.rank());
+        let mut memory = self.memory(&case.input::<T>(rank))?;
+        let (group, data) = (&self.group, memory.as_mut());
+        match case.call.operation {
+            Operation::AllReduce => group.all_reduce(data, case.op()),
+            Operation::Reduce => group.reduce(data, case.op(), case.root()),
+            Operation::Broadcast => group.broadcast(data, case.root()),
+            Operation::AllGather => group.all_gather(data),
+            Operation::ReduceScatter => group.reduce_scatter(data, case.op()),
+            _ => group.all_to_all(data),
+        }
+        .map_err(said)?;
+        Ok(Box::new(move || {
+            let (part, want) = case.want(rank);
+            memory.compare(part, &want)
+        }))
+    }
+
+    fn started<T: Sample>(&mut self) -> Result<Check, String> {
+        let (case, rank) = (self.case, self.group.rank());
+        let data = self.memory(&case.input::<T>(rank))?;
+        let group = &self.group;
+        let work = match case.call.operation {
+            Operation::AllReduce => group.start_all_reduce(data, case.op()),
+            Operation::Reduce => group.start_reduce(data, case.op(), case.root()),
+            Operation::Broadcast => group.start_broadcast(data, case.root()),
+            Operation::AllGather => group.start_all_gather(data),
+            Operation::ReduceScatter => group.start_reduce_scatter(data, case.op()),
+            _ => group.start_all_to_all(data),
+        }
+        .map_err(said)?;
+        Ok(Box::new(move || {
+            let (part, want) = case.want(rank);
+            wait(work)?.compare(part, &want)
+        }))
+    }
+
+    fn out_of_place<T: Sample>(&mut self) -> Result<Check, String> {
+        let (case, rank) = (self.case, self.group.rank());
+        let (mut mine, mut want) = (case.input::<T>(rank), case.want::<T>(rank).1);
+        match case.call.operation {
+            Operation::AllGather => mine = mine[case.part(rank)].to_vec(),
+            Operation::Reduce if rank != case.root() => want.clear(),
+            _ => {}
+        }
+        let (mut input, mut output) = (self.memory(&mine)?, self.blank::<T>(want.len())?);
+        let (group, from, to) = (&self.group, input.as_mut(), output.as_mut());
+        match case.call.operation {
+            Operation::AllReduce => group.all_reduce_into(from, to, case.op()),
+            Operation::Reduce => group.reduce_into(from, to, case.op(), case.root()),
+            Operation::Broadcast => group.broadcast_into((rank == case.root()).then_some(from), to, case.root()),
+            Operation::AllGather => group.all_gather_into(from, to),
+            Operation::ReduceScatter => group.reduce_scatter_into(from, to, case.op()),
+            _ => group.all_to_all_into(from, to),
+        }
+        .map_err(said)?;
+        Ok(Box::new(move || {
+            input.compare(0..mine.len(), &mine).map_err(|e| format!("in the input: {e}"))?;
+            output.compare(0..want.len(), &want)
+        }))
+    }
+}
