@@ -151,8 +151,8 @@ pub enum Apart {
     },
     /// The others go on without this rank.
     #[error(
-        "the others go on without this rank, as rank {by} says: nothing was heard of it for too long; end it, and look at \
-         what held it up"
+        "the others go on without this rank, as rank {by} says: one of them lost its connection to this one, or heard \
+         nothing of it for too long; end it, and look at what held it up"
     )]
     Excluded {
         /// Who said so.

@@ -27,7 +27,7 @@ use serde::{Deserialize, Serialize};
 use tokio::runtime::Runtime;
 
 use self::join::Joined;
-use self::regroup::Processes;
+use self::regroup::{Kept, Processes};
 use crate::auth::Secret;
 use crate::error::Error;
 use crate::transport::tcp::{MOST, Silence, Tcp};
@@ -221,8 +221,8 @@ impl Ends {
     }
 }
 
-/// Begins to serve the connections; see [`Processes`](regroup::Processes) for what was `abandoned`.
-fn assemble(runtime: Runtime, ends: Ends, silence: Silence, abandoned: Vec<Ends>) -> Result<Base, Error> {
+/// Begins to serve the connections; see [`Processes`] for what is `kept`.
+fn assemble(runtime: Runtime, ends: Ends, silence: Silence, kept: Vec<Kept>) -> Result<Base, Error> {
     let Ends { settings, joined: Joined { mesh, medium, hosts }, .. } = ends;
     let tcp = Arc::new(Tcp::start(runtime, mesh, settings.connections, silence)?);
     #[cfg(all(feature = "shm", target_os = "linux"))]
@@ -230,6 +230,6 @@ fn assemble(runtime: Runtime, ends: Ends, silence: Silence, abandoned: Vec<Ends>
     #[cfg(not(all(feature = "shm", target_os = "linux")))]
     let near = Near::Nobody;
     let session = Some(tcp.session());
-    let regroup = Processes { settings, medium, hosts, tcp: tcp.clone(), abandoned };
+    let regroup = Processes { settings, medium, hosts, tcp: tcp.clone(), kept };
     Ok(Base { transport: tcp, near, session, regroup: Some(Arc::new(regroup)) })
 }

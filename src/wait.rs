@@ -6,6 +6,9 @@ use std::time::{Duration, Instant};
 use crate::error::Error;
 use crate::sync::{AtomicUsize, Condvar, Mutex, MutexGuard, Ordering, SPINS, YIELDING, fence};
 
+/// A limit beyond what the clock can say is none: ten years are as good.
+pub(crate) const ENDLESS: Duration = Duration::from_secs(10 * 365 * 24 * 3600);
+
 /// When an operation began and how long it may take.
 #[derive(Clone, Copy, Debug)]
 pub struct Deadline {
@@ -16,7 +19,7 @@ pub struct Deadline {
 impl Deadline {
     /// Begins now and ends after `limit`.
     pub fn after(limit: Duration) -> Self {
-        Deadline { start: Instant::now(), limit }
+        Deadline { start: Instant::now(), limit: limit.min(ENDLESS) }
     }
 
     /// When it began.

@@ -262,3 +262,27 @@ fn an_interrupted_process_leaves_the_new_group_too() {
         assert!(!ranks[1].end().success());
     }
 }
+
+#[test]
+fn a_rank_that_computes_for_long_still_knows_who_was_killed() {
+    if is_child() {
+        let group = Group::from_env().expect("ranks find each other");
+        let identity = group.rank();
+        group.barrier().expect("all ranks are there");
+        say("going");
+        // A long step: longer than a silence.
+        std::thread::sleep(Duration::from_secs(5));
+        return report(&group.shrink().and_then(|group| roll_call(&group, identity)).map(|mask| mask.to_string()));
+    }
+    let ranks = start("a_rank_that_computes_for_long_still_knows_who_was_killed", 2, "tcp");
+    ranks[0].signal(Signal::KILL);
+    assert_eq!(ranks[1].outcome(), Ok("2".into()));
+}
+
+#[test]
+fn a_limit_without_end_is_none() {
+    let results = run_ranks(Kind::Threads, 2, |group| {
+        roll_call(&group.with_deadline(Duration::MAX).shrink().unwrap(), group.rank()).unwrap()
+    });
+    assert_eq!(results, [3, 3]);
+}

@@ -88,11 +88,19 @@ impl Job<'_> {
             match self.advance(&mut training, &device) {
                 Ok(true) => return Ok(()),
                 Ok(false) => {}
-                Err(failure) => match failure.downcast_ref() {
-                    Some(bonfire::Error::PeerLost { .. } | bonfire::Error::Left { .. }) => {
-                        self.go_on(&mut training, &failure, &device)?;
+                Err(mut failure) => loop {
+                    let lost = matches!(
+                        failure.downcast_ref(),
+                        Some(bonfire::Error::PeerLost { .. } | bonfire::Error::Left { .. })
+                    );
+                    if !lost {
+                        return Err(failure);
                     }
-                    _ => return Err(failure),
+                    // Another may be lost on the way.
+                    match self.go_on(&mut training, &failure, &device) {
+                        Ok(()) => break,
+                        Err(next) => failure = next,
+                    }
                 },
             }
         }

@@ -19,6 +19,7 @@ use crate::error::{Error, Ranks};
 use crate::random;
 use crate::transport::frame;
 use crate::transport::tcp::{Board, MOST, Mesh, admit};
+use crate::wait::ENDLESS;
 
 /// How long rank 0 still answers after the rendezvous has failed.
 const LATE: Duration = Duration::from_millis(500);
@@ -38,8 +39,6 @@ pub(super) struct Joined {
 
 /// Joins the group that `settings` describe.
 pub(super) async fn join(settings: &Settings, start: Instant) -> Result<Joined, Error> {
-    // A limit beyond what the clock can say is none: ten years are as good.
-    const ENDLESS: Duration = Duration::from_secs(10 * 365 * 24 * 3600);
     let late = tokio::time::Instant::from_std(start + settings.timeout.min(ENDLESS));
     let n = settings.world_size;
     // As many connections of ranks as there can be at once.

@@ -8,6 +8,7 @@ mod agreement;
 use std::cell::RefCell;
 use std::io::{self, ErrorKind};
 use std::net::SocketAddr;
+use std::os::fd::OwnedFd;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -41,10 +42,11 @@ pub(super) struct Processes {
     /// By rank, as in [`Joined`].
     pub hosts: Vec<usize>,
     pub tcp: Arc<Tcp>,
-    /// Ends of groups that were not agreed on, as far as this rank knows. Where the network fell apart meanwhile, others may
-    /// have agreed on one of them; were these connections closed, this rank would count as gone there, and it goes on here.
+    /// What would look like this rank's end to others were it closed: the ports at which it listened in the groups that this
+    /// one came from, and its ends of groups that were not agreed on, as far as it knows. Where the network fell apart
+    /// meanwhile, others may have agreed on one of those.
     #[expect(dead_code, reason = "held until this group ends, and not used")]
-    pub abandoned: Vec<Ends>,
+    pub kept: Vec<Kept>,
 }
 
 impl Regroup for Processes {
@@ -60,7 +62,7 @@ impl Regroup for Processes {
         });
         let standing = agreed.unwrap_or_else(|_| {
             let problem = Some(problem.take()).filter(|problem| !problem.is_empty());
-            let problem = problem.map_or(String::new(), |problem| format!(" ({problem})"));
+            let problem = problem.map_or(String::new(), |problem| format!(" (in the new group: {problem})"));
             Err(Halt::Apart(Apart::Missing { ranks: agreement.waits_for(), problem }))
         });
         let standing = standing.map_err(|halt| match halt {
@@ -69,6 +71,12 @@ impl Regroup for Processes {
         })?;
         self.go_on(runtime, &standing, ends)
     }
+}
+
+/// What is held and not used.
+pub(super) enum Kept {
+    Port(#[expect(dead_code, reason = "held only")] OwnedFd),
+    Ends(#[expect(dead_code, reason = "held only")] Box<Ends>),
 }
 
 /// Why this rank does not go on.
@@ -95,10 +103,13 @@ impl Processes {
         let mut ears = Ears { news, looks: JoinSet::new(), addresses: self.tcp.addresses(), silent: Vec::new() };
         let mut own: Option<(TcpListener, Door)> = None;
         let mut forming: Option<Pin<Box<_>>> = None;
+        // Why this rank could not connect, and when it gives up.
+        let mut failed: Option<(Error, tokio::time::Instant)> = None;
         loop {
             match agreement.next() {
                 Next::Propose(standing) => {
-                    forming = None;
+                    (forming, failed) = (None, None);
+                    problem.take();
                     let (listener, door) = self.open().await?;
                     self.tcp.say(Word::Proposes(standing, door));
                     own = Some((listener, door));
@@ -131,10 +142,11 @@ impl Processes {
                                     agreement.formed();
                                     self.tcp.say(Word::Formed(agreement.standing().clone()));
                                 }
-                                // A member is gone, or has been told that one is; this rank will hear of it.
-                                Err(error) => drop(problem.replace(error.to_string())),
+                                // Most likely a member is gone, or has been told that one is; this rank will hear of it.
+                                Err(error) => failed = Some((plain(error), tokio::time::Instant::now() + 2 * LOOK)),
                             }
                         }
+                        error = given_up(&failed) => return Err(Halt::Error(error)),
                     }
                 }
             }
@@ -145,7 +157,7 @@ impl Processes {
     async fn open(&self) -> Result<(TcpListener, Door), Error> {
         let mut address = self.tcp.addresses()[self.settings.rank];
         address.set_port(0);
-        let listener = bind(&self.settings, Instant::now(), &address.to_string()).await?;
+        let listener = bind(&self.settings, Instant::now(), &address.to_string()).await.map_err(plain)?;
         let port = listener.local_addr().map_err(|e| Error::io("shrink", e))?.port();
         Ok((listener, Door { port, key: random::number() }))
     }
@@ -192,7 +204,28 @@ impl Processes {
         };
         // All were there a moment ago, and none is to connect to others still.
         let silence = Silence { first: self.settings.silence, later: self.settings.silence };
-        assemble(runtime, agreed, silence, abandoned.into_iter().map(|(_, ends)| ends).collect())
+        let port = self.tcp.port().map_err(|e| Error::io("shrink", e))?;
+        let abandoned = abandoned.into_iter().map(|(_, ends)| Kept::Ends(Box::new(ends)));
+        assemble(runtime, agreed, silence, abandoned.chain([Kept::Port(port)]).collect())
+    }
+}
+
+/// What went wrong is no rendezvous, to the caller.
+fn plain(error: Error) -> Error {
+    match error {
+        Error::Rendezvous { reason, .. } => Error::io("shrink", reason),
+        error => error,
+    }
+}
+
+/// The error of an attempt, once nobody is known to have ended it.
+async fn given_up(failed: &Option<(Error, tokio::time::Instant)>) -> Error {
+    match failed {
+        Some((error, at)) => {
+            tokio::time::sleep_until(*at).await;
+            error.clone()
+        }
+        None => std::future::pending().await,
     }
 }
 

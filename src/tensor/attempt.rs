@@ -7,7 +7,7 @@ use crate::error::Error;
 
 thread_local! {
     /// Whether this thread is in an [`attempt`].
-    static ATTEMPTS: Cell<bool> = const { Cell::new(false) };
+    static ATTEMPTING: Cell<bool> = const { Cell::new(false) };
 }
 
 /// Runs a forward and backward pass whose layers call collectives: [`all_reduce_sum`](super::autodiff::all_reduce_sum), or
@@ -29,9 +29,9 @@ thread_local! {
 /// # Errors
 /// That of the collective that failed.
 pub fn attempt<T>(pass: impl FnOnce() -> T) -> Result<T, Error> {
-    let before = ATTEMPTS.replace(true);
+    let before = ATTEMPTING.replace(true);
     let result = catch_unwind(AssertUnwindSafe(pass));
-    ATTEMPTS.set(before);
+    ATTEMPTING.set(before);
     result.or_else(|panic| match panic.downcast::<Error>() {
         Ok(error) => Err(*error),
         Err(panic) => resume_unwind(panic),
@@ -41,7 +41,7 @@ pub fn attempt<T>(pass: impl FnOnce() -> T) -> Result<T, Error> {
 /// Ends a pass: in an [`attempt`] without a word, as that gives the error.
 #[track_caller]
 pub(crate) fn fail(error: Error) -> ! {
-    if ATTEMPTS.get() {
+    if ATTEMPTING.get() {
         resume_unwind(Box::new(error));
     }
     panic!("{error}")

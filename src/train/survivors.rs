@@ -19,8 +19,8 @@ impl<B: AutodiffBackend> DataParallel<B> {
     /// Goes on without ranks that were lost: makes the group of those that are left ([`Group::shrink`](crate::Group::shrink)),
     /// and gives all of them the same model and optimizer. Ranks may have failed in the same call of [`sync`](Self::sync)
     /// or in two that follow each other, so some may be one step ahead. The others then take over the model, the optimizer
-    /// and the ids of parameters of the lowest of those; else nothing is sent. Ranks that are lost meanwhile are left behind
-    /// too.
+    /// and the ids of parameters of the lowest of those. States that ranks keep for themselves are
+    /// averaged ([`average_states`](Self::average_states)). Ranks that are lost meanwhile are left behind too.
     ///
     /// Call it on every rank that is left, with the model and the optimizer to which the gradients of each `sync` were
     /// applied before anything else was done. [`steps`](Self::steps) says where in the data all of them are then. What
@@ -72,7 +72,12 @@ impl<B: AutodiffBackend> DataParallel<B> {
             self.group = self.group.shrink()?;
             // It is of the old group's segment.
             self.memory.clear();
-            match self.catch_up(model, optimizer) {
+            let whole = self.catch_up(model, optimizer).and_then(|()| {
+                // A pass that failed may have moved some ranks' running states and not others'.
+                *model = self.average_states(model.clone())?;
+                Ok(())
+            });
+            match whole {
                 Err(Error::PeerLost { .. } | Error::Left { .. }) => {}
                 result => return result,
             }

@@ -1,7 +1,7 @@
 //! Ranks as processes, over TCP.
 //!
-//! Two kinds of connections. A *control* connection to every peer, on a thread of its own, carries farewells, failures
-//! and the questions that ranks ask each other when they stall. A *data* connection to a peer is opened when a plan
+//! Two kinds of connections. A *control* connection to every peer, on a thread of its own, carries heartbeats, farewells,
+//! failures, words of going on without the lost, and the questions that ranks ask each other when they stall. A *data* connection to a peer is opened when a plan
 //! first needs it and carries one operation's messages at a time, moved by the thread that called the operation: both
 //! directions at once, straight from and into its buffers. There may be several to a peer, which share large messages:
 //! one flow does not always fill a network.
@@ -18,6 +18,7 @@ mod watch;
 mod word;
 
 use std::net::SocketAddr;
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -48,6 +49,8 @@ pub(crate) struct Tcp {
     connections: usize,
     control: UnboundedSender<Outgoing>,
     thread: Mutex<Option<JoinHandle<()>>>,
+    /// What keeps the port: see [`port`](Tcp::port).
+    listener: OwnedFd,
     /// What peers say of going on, and which of them are gone, since the group was made.
     news: Mutex<Option<UnboundedReceiver<Heard>>>,
 }
@@ -60,6 +63,8 @@ impl Tcp {
     pub fn start(runtime: Runtime, mut mesh: Mesh, connections: usize, silence: Silence) -> Result<Tcp, Error> {
         // Before this rank can be in any operation: who has met it in one has a word of it.
         runtime.block_on(beat::greet(&mut mesh.connections));
+        let listener = mesh.listener.as_fd().try_clone_to_owned();
+        let listener = listener.map_err(|e| Error::io("keeping the listener", e))?;
         let (control, outgoing) = unbounded_channel();
         let (told, news) = unbounded_channel();
         let (member, addresses, board) = (mesh.member.clone(), mesh.addresses.clone(), mesh.board.clone());
@@ -68,7 +73,7 @@ impl Tcp {
             .spawn(move || runtime.block_on(control::run(mesh, silence, outgoing, told)))
             .map_err(|e| Error::io("starting the control thread", e))?;
         let (thread, news) = (Mutex::new(Some(thread)), Mutex::new(Some(news)));
-        Ok(Tcp { member, addresses, board, connections, control, thread, news })
+        Ok(Tcp { member, addresses, board, connections, control, thread, listener, news })
     }
 
     /// The number that all ranks of this group have, and no other group.
@@ -79,6 +84,11 @@ impl Tcp {
     /// Where a rank of this group listens, by rank.
     pub fn addresses(&self) -> &[SocketAddr] {
         &self.addresses
+    }
+
+    /// As long as this is held, this rank's machine does not say that nobody listens there: the sign of a rank that ended.
+    pub fn port(&self) -> std::io::Result<OwnedFd> {
+        self.listener.try_clone()
     }
 
     /// What peers say of going on without the lost: taken once.

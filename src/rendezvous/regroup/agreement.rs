@@ -8,14 +8,14 @@
 //! Who has narrowed its standing meanwhile, and hears from a member that a wider one was agreed on, follows: it has said
 //! itself that its end of that one is ready, and keeps such ends.
 //!
-//! Two groups never go on. They may where all that are left out are gone for certain; else, where some are silent, more than
-//! half of all ranks may, or half of them with the lowest. Take two standings `S` and `T` that are agreed on, both with ranks
-//! that live. Where they have no rank in common, each side counts the other as silent, and one of them has more. Else what
-//! ranks in common propose makes one part of the other: let `T` be the narrower, and `J` the ranks that agree on `S`. Who
-//! agrees on `S` says nothing about narrower ones after it, and the first member of `T` to agree on `S` has not said that its
-//! end of `T` is ready: it has not come as far, or hears this of a member of `T` that is in `J` before it. So `T` has no
-//! members in `J`, and is silent in the group of `S`, where it never says a word; there `J` would need half of `S` or more to
-//! go on, and then `T` has less than half of all, or just not the lowest.
+//! A standing may go on where all that it leaves out are gone for certain; else, where some are silent, if it has more than
+//! half of all ranks, or half of them with the lowest. So two groups never go on. Take two standings `S` and `T` that are
+//! agreed on, both with ranks that live. Where they have no rank in common, each side counts the other as silent, and one of
+//! them has more. Else what ranks in common propose makes one part of the other: let `T` be the narrower, and `J` the ranks
+//! that agree on `S`. Who agrees on `S` says nothing about narrower ones after it, and the first member of `T` to agree on `S`
+//! has not said that its end of `T` is ready: it has not come as far, or hears this of a member of `T` that is in `J` before
+//! it. So `T` has no members in `J`, and is silent in the group of `S`, where it never says a word; there `J` would need half
+//! of `S` or more to go on, and then `T` has less than half of all, or just not the lowest.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -171,6 +171,8 @@ impl Agreement {
     pub fn waits_for(&self) -> Vec<usize> {
         let there = |rank: &usize| match self.stage {
             Stage::Formed => self.formed.get(rank) == Some(&self.standing),
+            // It does not know which of them it cannot connect to.
+            Stage::Forming => false,
             _ => self.proposals.get(rank).is_some_and(|(standing, _)| *standing == self.standing),
         };
         self.standing.members.iter().copied().filter(|rank| *rank != self.rank && !there(rank)).collect()

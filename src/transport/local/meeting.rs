@@ -38,9 +38,13 @@ impl Local {
         self.shared.bell.sleep(Instant::now() + deadline.remaining(), || self.seated(number));
         let mut seats = self.seats();
         seats[self.rank].end.take().ok_or_else(|| {
+            let mut missing: Vec<_> = self.present(|rank| !seats[rank].came).collect();
+            if missing.is_empty() {
+                missing = self.present(|rank| !seats[rank].waits()).collect();
+            }
             // The others must not go on without a rank that gives up, unless it leaves.
             seats[self.rank].gave_up = true;
-            self.present(|rank| !seats[rank].came).collect()
+            missing
         })
     }
 

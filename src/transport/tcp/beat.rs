@@ -70,8 +70,10 @@ pub(super) async fn run(
             if left[peer] == 0 {
                 let reason = "nothing was heard of it for too long, though its connection is open: it is stopped, or the \
                               network between is down; BONFIRE_SILENCE sets how long";
-                board.lost(peer, reason.into());
-                let _ = news.send((peer, News::Silent));
+                // Who is known to have gone is not silent.
+                if board.lost(peer, reason.into()) {
+                    let _ = news.send((peer, News::Silent));
+                }
             }
         }
     }

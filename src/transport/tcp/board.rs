@@ -46,7 +46,7 @@ struct Peer {
     heard: Option<Site>,
     /// The peer asked about an operation that this rank has not begun.
     asked: bool,
-    /// The peer takes part in no operation any more: it goes on in another group.
+    /// The peer takes part in no operation any more: it has called `shrink`.
     moved: bool,
 }
 
@@ -144,19 +144,22 @@ impl Board {
         self.ring();
     }
 
-    /// `peer` goes on in another group. What it sent before may have been on a connection that broke.
+    /// `peer` has called `shrink`. What it sent before may have been on a connection that broke.
     pub fn moves(&self, peer: usize) {
         self.state().peers[peer].moved = true;
         self.ring();
     }
 
-    pub fn lost(&self, peer: usize, reason: String) {
+    /// Whether that is news.
+    pub fn lost(&self, peer: usize, reason: String) -> bool {
         let mut state = self.state();
-        if matches!(state.peers[peer].presence, Presence::Present) {
+        let present = matches!(state.peers[peer].presence, Presence::Present);
+        if present {
             state.peers[peer].presence = Presence::Lost(reason.clone());
             drop(state);
             self.fail(Fault::Lost { peer, reason }, 0);
         }
+        present
     }
 
     /// Something came from `peer`.
