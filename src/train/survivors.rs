@@ -134,7 +134,8 @@ where
     Ok((model, Recorder::<B>::record(&Records::default(), optimizer.to_record(), ())?))
 }
 
-#[cfg(test)]
+// burn's feature `distributed` takes autodiff from the backends on the host.
+#[cfg(all(test, not(feature = "ddp")))]
 mod tests {
     use burn::backend::{Autodiff, Flex};
     use burn::module::Param;
