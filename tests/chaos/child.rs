@@ -105,6 +105,7 @@ fn live(group: Group, orders: &Orders, report: &mut Report) {
         say(GOING);
     }
     report.took = began.elapsed();
+    let mut begun = false;
     while outcome.is_ok() && report.steps < orders.steps {
         let deed = orders.deeds.iter().find(|deed| deed.rank == orders.rank && deed.at == report.steps);
         let began = Instant::now();
@@ -117,6 +118,7 @@ fn live(group: Group, orders: &Orders, report: &mut Report) {
             Some(Act::PanicInside) => panic_inside(&group),
             Some(act) => {
                 begin(act);
+                begun = true;
                 step(&group, orders, report.steps)
             }
             None => step(&group, orders, report.steps),
@@ -140,6 +142,13 @@ fn live(group: Group, orders: &Orders, report: &mut Report) {
     match outcome.and_then(|()| Ok(group.barrier()?)) {
         Ok(()) => {}
         Err(Flaw::Wrong(what)) => report.wrong.push(what),
+        // Another victim was faster, and this one ends all the same: while the others come together again.
+        Err(Flaw::Failed(_)) if !begun && orders.signal().is_some() => {
+            orders.signal().into_iter().for_each(begin);
+            loop {
+                thread::park();
+            }
+        }
         Err(Flaw::Failed(error)) => {
             // A call that could not begin ends nothing. This rank gives up all the same.
             let sound = matches!(error, Error::Io { .. }) && group.failure().is_none();

@@ -83,6 +83,14 @@ pub struct Orders {
     pub memory: Option<u64>,
 }
 
+impl Orders {
+    /// The signal that this rank is to have, if any.
+    pub fn signal(&self) -> Option<&Act> {
+        let own = self.deeds.iter().find(|deed| deed.rank == self.rank)?;
+        matches!(own.act, Act::Signal { .. }).then_some(&own.act)
+    }
+}
+
 /// What became of a rank.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Report {
