@@ -1,10 +1,12 @@
 //! The training loop.
 
 use std::io::{self, Write};
+use std::iter::Skip;
 use std::path::Path;
 use std::time::Instant;
 
 use bonfire::tensor::autodiff::{CollectiveBackend, attempt};
+use bonfire::train::Epoch;
 use bonfire::{DataParallel, Group, ReduceOp, ShardedSampler, partition};
 use burn::module::{AutodiffModule, Module};
 use burn::nn::loss::CrossEntropyLossConfig;
@@ -36,6 +38,8 @@ struct Training<B: CollectiveBackend, O> {
     optimizer: O,
     ddp: DataParallel<B>,
     sampler: ShardedSampler,
+    /// What is left of this epoch.
+    shards: Skip<Epoch>,
     /// Epochs that were reported, and how many were trained before this run.
     epochs: usize,
     resumed: usize,
@@ -55,7 +59,14 @@ impl<B: CollectiveBackend, O: Optimizer<Network<B>, B>> Training<B, O> {
 
     fn begin_epoch(&mut self) {
         (self.clock, self.seen, self.losses, self.right) = (Instant::now(), 0, 0.0, 0.0);
+        self.deal();
+    }
+
+    /// The shards and the progress from where all ranks are.
+    fn deal(&mut self) {
+        self.shards = self.sampler.epoch(self.epochs).skip(self.steps());
         self.bar = progress_bar(self.ddp.group(), &self.sampler);
+        self.bar.set_position(self.steps() as u64);
     }
 }
 
@@ -75,10 +86,11 @@ impl Job<'_> {
         let identity = group.rank();
         let (sampler, bar) = (self.sampler(&group)?, ProgressBar::hidden());
         let (model, ddp) = DataParallel::new(group, model)?;
+        let shards = sampler.epoch(resumed).skip(ddp.steps() as usize);
         let (clock, epochs) = (Instant::now(), resumed);
         let (seen, losses, right) = (0, 0.0, 0.0);
         let mut training =
-            Training { model, optimizer, ddp, sampler, epochs, resumed, clock, bar, seen, losses, right };
+            Training { model, optimizer, ddp, sampler, shards, epochs, resumed, clock, bar, seen, losses, right };
         training.begin_epoch();
         loop {
             let middle = training.epochs == resumed + 1 && training.steps() == training.sampler.batches() / 2;
@@ -124,7 +136,7 @@ impl Job<'_> {
             }
             return Ok(true);
         }
-        let Some(shard) = training.sampler.epoch(training.epochs).nth(training.steps()) else {
+        let Some(shard) = training.shards.next() else {
             return self.end_epoch(training).map(|()| false);
         };
         let (images, labels) = tensors::<B>(digits, &shard, device);
@@ -187,8 +199,7 @@ impl Job<'_> {
         // The norms hold the old group.
         training.model = Network::random(&group, device).load_record(training.model.clone().into_record());
         training.sampler = self.sampler(&group)?;
-        training.bar = progress_bar(&group, &training.sampler);
-        training.bar.set_position(training.steps() as u64);
+        training.deal();
         if group.rank() == 0 {
             eprintln!(
                 "{cause}\n{} of the ranks go on from step {} of epoch {}",

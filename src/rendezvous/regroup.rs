@@ -42,7 +42,7 @@ pub(super) struct Processes {
     /// By rank, as in [`Joined`].
     pub hosts: Vec<usize>,
     pub tcp: Arc<Tcp>,
-    /// What would look like this rank's end to others were it closed: the ports at which it listened in the groups that this
+    /// What would look like this rank's end to others were it closed: the port at which it listened in the group that this
     /// one came from, and its ends of groups that were not agreed on, as far as it knows. Where the network fell apart
     /// meanwhile, others may have agreed on one of those.
     #[expect(dead_code, reason = "held until this group ends, and not used")]

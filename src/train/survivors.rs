@@ -93,12 +93,8 @@ impl<B: AutodiffBackend> DataParallel<B> {
         let mut steps = vec![0; self.group.world_size()];
         steps[self.group.rank()] = self.steps;
         self.group.all_gather(&mut steps)?;
-        let (most, leader) = steps.iter().zip(0..).fold(
-            (0, 0),
-            |ahead, (steps, rank)| {
-                if *steps > ahead.0 { (*steps, rank) } else { ahead }
-            },
-        );
+        let most = steps.iter().copied().max().unwrap_or(self.steps);
+        let leader = steps.iter().position(|steps| *steps == most).unwrap_or(0);
         if steps.iter().all(|steps| *steps == most) {
             return Ok(());
         }

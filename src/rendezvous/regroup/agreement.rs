@@ -1,9 +1,9 @@
 //! How survivors agree on who goes on: the rules, without clocks and connections.
 //!
 //! Every rank proposes a standing: all ranks but those it knows to be gone or lost, that a member's proposal leaves out, or
-//! whose proposals leave it out. So members only become fewer, and those who hear each other come to the same standing. Once all members have proposed
-//! the same one, they connect (*form*), and each says when its end is ready (*formed*). Who has heard that from all members
-//! of its standing has *agreed*, and says so to everybody.
+//! whose proposals leave it out. So members only become fewer, and those who hear each other come to the same standing.
+//! Once all members have proposed the same one, they connect (*form*), and each says when its end is ready (*formed*). Who
+//! has heard that from all members of its standing has *agreed*, and says so to everybody.
 //!
 //! Who has narrowed its standing meanwhile, and hears from a member that a wider one was agreed on, follows: it has said
 //! itself that its end of that one is ready, and keeps such ends.
