@@ -1,14 +1,16 @@
 //! Tensors of any burn backend.
 //!
 //! The functions and types of burn-collective are at the root of the crate: start at [`register`](crate::register).
-//! [`autodiff`] has sums over ranks that gradients flow through.
+//! [`operation`] has every operation of a group on tensors of any kind, [`autodiff`] those that gradients flow through.
 
 pub(crate) mod attempt;
 pub mod autodiff;
 #[cfg(unix)]
 pub(crate) mod collective;
 pub(crate) mod device;
-#[cfg(all(unix, feature = "flex"))]
+#[cfg(feature = "flex")]
 mod flex;
-#[cfg(all(unix, feature = "flex"))]
+pub(crate) mod host;
+pub mod operation;
+#[cfg(feature = "flex")]
 mod pool;

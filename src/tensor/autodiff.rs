@@ -26,12 +26,12 @@ use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind, unary};
 use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::ops::FloatTensor;
-use burn::tensor::{DType, Tensor, TensorData, TensorMetadata, TensorPrimitive, bf16, f16, try_read_sync};
+use burn::tensor::{Float, Tensor, TensorPrimitive};
 
 pub use super::attempt::attempt;
 use super::attempt::fail;
-use super::device::{element, start_all_reduce};
-use crate::{Element, Error, Group, ReduceOp};
+use super::operation::carry;
+use crate::{Error, Group, ReduceOp};
 
 /// An autodiff backend whose tensors can be summed over ranks with the gradient flowing through the sum.
 ///
@@ -147,31 +147,8 @@ fn tracked_sum<B: Backend, C: CheckpointStrategy>(
 }
 
 fn sum<B: Backend>(tensor: FloatTensor<B>, group: &Group) -> Result<FloatTensor<B>, Error> {
-    let dtype = tensor.dtype();
-    let element = element(dtype)
-        .ok_or_else(|| Error::argument(OPERATION, format!("elements of type {dtype:?} cannot be summed")))?;
-    let mut tensors = match start_all_reduce::<B>(group, vec![tensor], element, ReduceOp::Sum, |_| ()) {
-        Ok(waiting) => return waiting?()?.pop().ok_or_else(|| Error::io(OPERATION, "the device gave no result")),
-        Err(tensors) => tensors,
-    };
-    let Some(tensor) = tensors.pop() else { return Err(Error::io(OPERATION, "the tensor is gone")) };
-    let device = B::float_device(&tensor);
-    let read = try_read_sync(B::float_into_data(tensor));
-    let mut data = read
-        .ok_or_else(|| Error::io(OPERATION, "the backend reads tensors only asynchronously"))?
-        .map_err(|error| Error::io(OPERATION, error))?;
-    match data.dtype {
-        DType::F64 => sum_data::<f64>(&mut data, group)?,
-        DType::F16 => sum_data::<f16>(&mut data, group)?,
-        DType::BF16 => sum_data::<bf16>(&mut data, group)?,
-        _ => sum_data::<f32>(&mut data, group)?,
-    }
-    Ok(B::float_from_data(data, &device))
-}
-
-fn sum_data<T: Element + burn::tensor::Element>(data: &mut TensorData, group: &Group) -> Result<(), Error> {
-    let elements = data.as_mut_slice::<T>().map_err(|error| Error::io(OPERATION, format!("{error:?}")))?;
-    group.all_reduce(elements, ReduceOp::Sum)
+    let sum = carry::all_reduce::<B, Float>(group.into(), TensorPrimitive::Float(tensor), ReduceOp::Sum)?;
+    Ok(sum.tensor())
 }
 
 // burn's feature `distributed` takes autodiff from the backends on the host.
@@ -179,6 +156,7 @@ fn sum_data<T: Element + burn::tensor::Element>(data: &mut TensorData, group: &G
 mod tests {
     use burn::backend::autodiff::checkpoint::strategy::BalancedCheckpointing;
     use burn::backend::{Flex, NdArray};
+    use burn::tensor::DType;
 
     use super::*;
 

@@ -56,14 +56,3 @@ pub(crate) fn start_all_reduce<B: Backend>(
     }
     Err(tensors)
 }
-
-/// The element type that carries floats of this type.
-pub(crate) fn element(dtype: burn::tensor::DType) -> Option<DType> {
-    match dtype {
-        burn::tensor::DType::F64 => Some(DType::F64),
-        burn::tensor::DType::F32 | burn::tensor::DType::Flex32 => Some(DType::F32),
-        burn::tensor::DType::F16 => Some(DType::F16),
-        burn::tensor::DType::BF16 => Some(DType::BF16),
-        _ => None,
-    }
-}

@@ -5,55 +5,118 @@
 //! own by then.
 
 use std::mem::MaybeUninit;
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex, Weak};
 
 use burn::tensor::Bytes;
+use bytemuck::{cast_slice, cast_slice_mut};
 use cubecl_common::bytes::{AllocationController, AllocationProperty};
 
+use crate::error::Error;
+use crate::group::{Buffer, Group};
 use crate::wait::lock;
 
 /// Shorter ones the allocator has at hand.
 const SHORTEST: usize = 1 << 20;
 
-/// Bytes that a process keeps at most.
+/// Bytes that a pool keeps at most.
 const MOST: usize = 256 << 20;
 
-static KEPT: Mutex<Vec<Vec<u128>>> = Mutex::new(Vec::new());
+static PROCESS: Kept = Kept(Mutex::new(Vec::new()));
 
 /// So many initialised bytes, whatever they are.
 pub(crate) fn bytes(len: usize) -> Bytes {
-    let block = take(len.div_ceil(size_of::<u128>()));
-    // SAFETY: the block has as many, and all of it is initialised.
-    unsafe { Bytes::from_controller(Box::new(Lent(block)), len) }
+    let units = len.div_ceil(size_of::<u128>());
+    let block = PROCESS.take(len).unwrap_or_else(|| Block::Ordinary(vec![0; units]));
+    Home::Process.lend(block, len)
 }
 
-/// A block of at least so many units, and not of many more.
-fn take(units: usize) -> Vec<u128> {
-    let mut kept = lock(&KEPT);
-    let fits = |block: &Vec<u128>| block.len() >= units && block.len() / 2 <= units;
-    let best = (0..kept.len()).filter(|i| fits(&kept[*i])).min_by_key(|i| kept[*i].len());
-    best.map(|i| kept.remove(i)).unwrap_or_else(|| {
-        drop(kept);
-        vec![0; units]
-    })
-}
+/// Memory that the ranks of a group reach where they share some: results in it need not be brought to them.
+#[derive(Clone, Default)]
+pub(crate) struct Suited(Arc<Kept>);
 
-fn give(block: Vec<u128>) {
-    let mut kept = lock(&KEPT);
-    kept.push(block);
-    let mut bytes: usize = kept.iter().map(|block| size_of_val(&**block)).sum();
-    // The oldest go first: nothing has wanted them for longest.
-    while bytes > MOST {
-        bytes -= size_of_val(&*kept.remove(0));
+impl Suited {
+    /// So many initialised bytes, whatever they are, in memory of the group.
+    pub fn bytes(&self, group: &Group, len: usize) -> Result<Bytes, Error> {
+        let block = match self.0.take(len) {
+            Some(block) => block,
+            None => Block::Suited(group.allocate(len.div_ceil(size_of::<u64>()))?),
+        };
+        Ok(Home::Suited(Arc::downgrade(&self.0)).lend(block, len))
     }
 }
 
-/// A block that a tensor has.
-struct Lent(Vec<u128>);
+/// Memory of one tensor, all of it initialised.
+enum Block {
+    Ordinary(Vec<u128>),
+    Suited(Buffer<u64>),
+}
+
+impl Block {
+    fn bytes(&self) -> &[u8] {
+        match self {
+            Block::Ordinary(units) => cast_slice(units),
+            Block::Suited(words) => cast_slice(words),
+        }
+    }
+
+    fn bytes_mut(&mut self) -> &mut [u8] {
+        match self {
+            Block::Ordinary(units) => cast_slice_mut(units),
+            Block::Suited(words) => cast_slice_mut(words),
+        }
+    }
+}
+
+/// Blocks that nobody has.
+#[derive(Default)]
+struct Kept(Mutex<Vec<Block>>);
+
+impl Kept {
+    /// A block of at least so many bytes, and not of many more.
+    fn take(&self, len: usize) -> Option<Block> {
+        let mut kept = lock(&self.0);
+        let fits = |block: &Block| block.bytes().len() >= len && block.bytes().len() / 2 <= len;
+        let best = (0..kept.len()).filter(|i| fits(&kept[*i])).min_by_key(|i| kept[*i].bytes().len());
+        best.map(|i| kept.remove(i))
+    }
+
+    fn give(&self, block: Block) {
+        let mut kept = lock(&self.0);
+        kept.push(block);
+        let mut bytes: usize = kept.iter().map(|block| block.bytes().len()).sum();
+        // The oldest go first: nothing has wanted them for longest.
+        while bytes > MOST {
+            bytes -= kept.remove(0).bytes().len();
+        }
+    }
+}
+
+/// Where a block goes when its tensor is gone.
+enum Home {
+    Process,
+    /// To a pool, for as long as that is there: a tensor may outlive it.
+    Suited(Weak<Kept>),
+}
+
+impl Home {
+    fn lend(self, block: Block, len: usize) -> Bytes {
+        // SAFETY: the block has as many, and all of it is initialised.
+        unsafe { Bytes::from_controller(Box::new(Lent { block: Some(block), home: self }), len) }
+    }
+}
+
+/// A block that a tensor has: there until this is dropped.
+struct Lent {
+    block: Option<Block>,
+    home: Home,
+}
 
 impl AllocationController for Lent {
     fn alloc_align(&self) -> usize {
-        align_of::<u128>()
+        match self.block {
+            Some(Block::Ordinary(_)) => align_of::<u128>(),
+            _ => align_of::<u64>(),
+        }
     }
 
     fn property(&self) -> AllocationProperty {
@@ -61,13 +124,15 @@ impl AllocationController for Lent {
     }
 
     unsafe fn memory_mut(&mut self) -> &mut [MaybeUninit<u8>] {
-        let memory: *mut [u8] = bytemuck::cast_slice_mut(&mut self.0);
+        let memory: &mut [u8] = self.block.as_mut().map_or(&mut [], Block::bytes_mut);
+        let memory: *mut [u8] = memory;
         // SAFETY: the layout is the same, and the caller writes initialised bytes only.
         unsafe { &mut *(memory as *mut [MaybeUninit<u8>]) }
     }
 
     fn memory(&self) -> &[MaybeUninit<u8>] {
-        let memory: *const [u8] = bytemuck::cast_slice(&self.0);
+        let memory: &[u8] = self.block.as_ref().map_or(&[], Block::bytes);
+        let memory: *const [u8] = memory;
         // SAFETY: the layout is the same, and initialised bytes may be looked at as bytes that may not be.
         unsafe { &*(memory as *const [MaybeUninit<u8>]) }
     }
@@ -75,9 +140,14 @@ impl AllocationController for Lent {
 
 impl Drop for Lent {
     fn drop(&mut self) {
-        let block = std::mem::take(&mut self.0);
-        if size_of_val(&*block) >= SHORTEST {
-            give(block);
+        let Some(block) = self.block.take().filter(|block| block.bytes().len() >= SHORTEST) else { return };
+        match &self.home {
+            Home::Process => PROCESS.give(block),
+            Home::Suited(pool) => {
+                if let Some(pool) = pool.upgrade() {
+                    pool.give(block);
+                }
+            }
         }
     }
 }
@@ -101,10 +171,24 @@ mod tests {
 
         let many: Vec<_> = (0..5).map(|_| bytes(MOST / 4)).collect();
         drop(many);
-        assert!(lock(&KEPT).iter().map(|block| size_of_val(&**block)).sum::<usize>() <= MOST);
+        assert!(lock(&PROCESS.0).iter().map(|block| block.bytes().len()).sum::<usize>() <= MOST);
         drop(bytes(2 * MOST));
-        assert!(lock(&KEPT).is_empty(), "one that is too long for the pool");
+        assert!(lock(&PROCESS.0).is_empty(), "one that is too long for the pool");
         drop(bytes(10));
-        assert!(lock(&KEPT).is_empty(), "a short one");
+        assert!(lock(&PROCESS.0).is_empty(), "a short one");
+    }
+
+    #[test]
+    fn a_tensor_outlives_the_pool_that_its_memory_is_from() {
+        let group = Group::threads(1).unwrap().remove(0);
+        let pool = Suited::default();
+        let first = pool.bytes(&group, SHORTEST).unwrap();
+        let place = first.as_ptr();
+        drop(first);
+        let mut again = pool.bytes(&group, SHORTEST).unwrap();
+        assert_eq!(again.as_ptr(), place);
+        drop((pool, group));
+        again.fill(7);
+        assert!(again.iter().all(|byte| *byte == 7));
     }
 }

@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use crate::dtype::DType;
 use crate::error::Error;
 use crate::group::Group;
-use crate::tensor::device::element;
+use crate::tensor::host::float;
 
 /// What the ranks must agree on for each parameter.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -130,7 +130,7 @@ impl<B: AutodiffBackend> ModuleVisitor<B> for List<B> {
         let kind = if tensor.is_require_grad() { "trained float" } else { "untrained float" };
         let (dtype, shape) = (tensor.dtype(), tensor.shape());
         let path = self.describe(kind, dtype, &shape);
-        if let Some(element) = element(dtype) {
+        if let Some(element) = float(dtype) {
             let device = tensor.device();
             self.parameters.push(Parameter { id: param.id, path, shape, dtype, element, device });
         }

@@ -5,16 +5,18 @@ use std::any::Any;
 
 use burn::tensor::backend::Backend;
 use burn::tensor::ops::FloatTensor;
-use burn::tensor::{DType, TensorData, TensorMetadata};
+use burn::tensor::{DType, Float, TensorData, TensorMetadata, TensorPrimitive};
 
 use super::data::to_host;
 use super::error::CollectiveError;
 use crate::dtype::ReduceOp;
 use crate::error::Error;
 use crate::group::Group;
-use crate::tensor::device::{element, serves, start_all_reduce};
+use crate::tensor::device::serves;
 #[cfg(feature = "flex")]
 use crate::tensor::flex;
+use crate::tensor::host::float;
+use crate::tensor::operation::carry;
 
 /// One peer's tensor.
 pub(super) enum Cargo {
@@ -29,7 +31,7 @@ impl Cargo {
         let stays = serves::<B>() || flex::shared::<B>(&tensor);
         #[cfg(not(feature = "flex"))]
         let stays = serves::<B>();
-        if stays && element(tensor.dtype()).is_some() {
+        if stays && float(tensor.dtype()).is_some() {
             Ok(Cargo::Kept(Box::new(Held::<B>(tensor))))
         } else {
             Cargo::read::<B>(tensor)
@@ -84,16 +86,8 @@ impl<B: Backend> Kept for Held<B> {
     }
 
     fn all_reduce(self: Box<Self>, group: &Group, op: ReduceOp) -> Result<Cargo, Error> {
-        #[cfg(feature = "flex")]
-        if let Some(reduced) = flex::all_reduce::<B>(group, &self.0, op) {
-            return Ok(Cargo::Kept(Box::new(Held::<B>(reduced?))));
-        }
-        let dtype = self.0.dtype();
-        let element = element(dtype).ok_or_else(|| Error::argument("all_reduce", format!("{dtype:?} is no float")))?;
-        let started = start_all_reduce::<B>(group, vec![self.0], element, op, |_| ());
-        let mut reduced = started.map_err(|_| Error::io("all_reduce", "the tensor is on no collective device"))??()?;
-        let reduced = reduced.pop().ok_or_else(|| Error::io("all_reduce", "the device gave no result"))?;
-        Ok(Cargo::Kept(Box::new(Held::<B>(reduced))))
+        let reduced = carry::all_reduce::<B, Float>(group.into(), TensorPrimitive::Float(self.0), op)?;
+        Ok(Cargo::Kept(Box::new(Held::<B>(reduced.tensor()))))
     }
 
     fn read(self: Box<Self>) -> Result<TensorData, CollectiveError> {

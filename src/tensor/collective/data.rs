@@ -1,24 +1,22 @@
 //! Tensors on the host: where level 1 reduces them.
 
 use burn::tensor::backend::Backend;
-use burn::tensor::{Bytes, DType, TensorData, try_read_sync};
-use bytemuck::{cast_slice_mut, pod_collect_to_vec, try_cast_slice_mut};
-use half::{bf16, f16};
+use burn::tensor::{Bytes, DType, Float, TensorData, TensorPrimitive};
+use bytemuck::cast_slice_mut;
 
 use super::error::CollectiveError;
 use crate::dtype::{Element, ReduceOp};
 use crate::error::Error;
 use crate::group::Group;
-use crate::tensor::device::element;
+use crate::tensor::host::{self, align, float, typed};
 
 /// The tensor's elements, without a copy where the backend can hand them over.
 pub(super) fn to_host<B: Backend>(tensor: B::FloatTensorPrimitive) -> Result<TensorData, CollectiveError> {
-    let unreadable = |reason: String| CollectiveError::Other(format!("a tensor cannot be read: {reason}"));
-    match try_read_sync(B::float_into_data(tensor)) {
-        Some(Ok(data)) if element(data.dtype).is_some() => Ok(data),
-        Some(Ok(data)) => Err(CollectiveError::Other(format!("tensors of {:?} cannot be reduced", data.dtype))),
-        Some(Err(error)) => Err(unreadable(error.to_string())),
-        None => Err(unreadable("this platform cannot wait for the device".into())),
+    let data = host::data::<B, Float>("reading a tensor", TensorPrimitive::Float(tensor));
+    match data {
+        Ok(data) if float(data.dtype).is_some() => Ok(data),
+        Ok(data) => Err(CollectiveError::Other(format!("tensors of {:?} cannot be reduced", data.dtype))),
+        Err(error) => Err(CollectiveError::Other(error.to_string())),
     }
 }
 
@@ -26,7 +24,7 @@ pub(super) fn to_host<B: Backend>(tensor: B::FloatTensorPrimitive) -> Result<Ten
 pub(super) fn empty(shape: &[usize], dtype: DType) -> Result<TensorData, CollectiveError> {
     let bytes = shape.iter().try_fold(dtype.size(), |bytes, dim| bytes.checked_mul(*dim));
     match bytes {
-        Some(_) if element(dtype).is_some() => {
+        Some(_) if float(dtype).is_some() => {
             Ok(TensorData { dtype, ..TensorData::full_dtype(shape.to_vec(), 0.0, dtype) })
         }
         _ => Err(CollectiveError::Other(format!("a tensor of shape {shape:?} and {dtype:?} cannot be received"))),
@@ -34,21 +32,17 @@ pub(super) fn empty(shape: &[usize], dtype: DType) -> Result<TensorData, Collect
 }
 
 pub(super) fn all_reduce(group: &Group, data: &mut TensorData, op: ReduceOp) -> Result<(), Error> {
-    match data.dtype {
-        DType::F64 => group.all_reduce(elements::<f64>(data), op),
-        DType::F16 => group.all_reduce(elements::<f16>(data), op),
-        DType::BF16 => group.all_reduce(elements::<bf16>(data), op),
-        _ => group.all_reduce(elements::<f32>(data), op),
-    }
+    let dtype = float(data.dtype).ok_or_else(|| no_float("all_reduce", data.dtype))?;
+    typed!(dtype, T => group.all_reduce(elements::<T>(data), op))
 }
 
 pub(super) fn reduce(group: &Group, data: &mut TensorData, op: ReduceOp, root: usize) -> Result<(), Error> {
-    match data.dtype {
-        DType::F64 => group.reduce(elements::<f64>(data), op, root),
-        DType::F16 => group.reduce(elements::<f16>(data), op, root),
-        DType::BF16 => group.reduce(elements::<bf16>(data), op, root),
-        _ => group.reduce(elements::<f32>(data), op, root),
-    }
+    let dtype = float(data.dtype).ok_or_else(|| no_float("reduce", data.dtype))?;
+    typed!(dtype, T => group.reduce(elements::<T>(data), op, root))
+}
+
+fn no_float(operation: &str, dtype: DType) -> Error {
+    Error::argument(operation, format!("{dtype:?} is no float"))
 }
 
 /// The same elements with room for sums over nodes: 16-bit ones as f32.
@@ -73,10 +67,7 @@ pub(super) fn divide(data: &mut TensorData, by: usize) {
 }
 
 fn elements<T: Element>(data: &mut TensorData) -> &mut [T] {
-    // Backends may hand over bytes from anywhere. Those that do not fit the element's alignment are copied once.
-    if try_cast_slice_mut::<u8, T>(&mut data.bytes).is_err() {
-        data.bytes = Bytes::from_elems(pod_collect_to_vec::<u8, T>(&data.bytes));
-    }
+    data.bytes = align(std::mem::replace(&mut data.bytes, Bytes::from_elems(Vec::<u8>::new())), T::DTYPE);
     cast_slice_mut(&mut data.bytes)
 }
 

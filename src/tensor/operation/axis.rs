@@ -1,0 +1,130 @@
+//! The dimension along which a tensor is cut into parts, and how parts lie in a whole.
+
+use burn::tensor::Shape;
+
+use crate::error::Error;
+
+/// A dimension of a shape.
+#[derive(Clone, Debug)]
+pub(crate) struct Axis {
+    shape: Shape,
+    dim: usize,
+}
+
+impl Axis {
+    /// Dimension `dim` of the shape; a negative one counts from the end.
+    pub fn new(operation: &str, shape: Shape, dim: isize) -> Result<Axis, Error> {
+        let rank = shape.num_dims();
+        let counted = if dim < 0 { dim.checked_add_unsigned(rank) } else { Some(dim) };
+        match counted.and_then(|dim| usize::try_from(dim).ok()).filter(|dim| *dim < rank) {
+            Some(dim) => Ok(Axis { shape, dim }),
+            None => {
+                let reason =
+                    format!("dimension {dim} is none of {:?}: give one from -{rank} to {}", shape.as_slice(), rank - 1);
+                Err(Error::argument(operation, reason))
+            }
+        }
+    }
+
+    /// How long the tensor is along the dimension.
+    pub fn len(&self) -> usize {
+        self.shape[self.dim]
+    }
+
+    /// The shape of a tensor that is `len` long along the dimension, else like this one.
+    pub fn shape(&self, len: usize) -> Shape {
+        let mut shape = self.shape.clone();
+        shape[self.dim] = len;
+        shape
+    }
+
+    /// What ranks must agree on: the dimension, and the shape but for the length along it.
+    pub fn agreed(&self) -> Vec<usize> {
+        let others = self.shape.iter().enumerate().filter(|(dim, _)| *dim != self.dim).map(|(_, len)| *len);
+        [self.shape.num_dims(), self.dim].into_iter().chain(others).collect()
+    }
+
+    /// Rows before the dimension, and elements of one index along it in each.
+    fn around(&self) -> (usize, usize) {
+        (self.shape[..self.dim].iter().product(), self.shape[self.dim + 1..].iter().product())
+    }
+
+    /// The elements of parts of these sizes, and of all together.
+    pub fn counts(&self, operation: &str, sizes: &[usize]) -> Result<(Vec<usize>, usize), Error> {
+        let (outer, inner) = self.around();
+        let unit = outer * inner;
+        let absurd = || Error::argument(operation, format!("no tensor is so long: sizes {sizes:?}"));
+        let total = sizes.iter().try_fold(0usize, |sum, size| sum.checked_add(*size)).ok_or_else(absurd)?;
+        let total = total.checked_mul(unit).ok_or_else(absurd)?;
+        Ok((sizes.iter().map(|size| size * unit).collect(), total))
+    }
+
+    /// Whether parts one after the other are the whole.
+    pub fn is_outermost(&self) -> bool {
+        self.shape[..self.dim].iter().all(|len| *len == 1)
+    }
+
+    /// Copies a whole's parts, of these sizes along the dimension, to one place after the other.
+    pub fn split(&self, sizes: &[usize], element: usize, whole: &[u8], parts: &mut [u8]) {
+        self.runs(sizes, element, |whole_at, part_at, len| {
+            parts[part_at..part_at + len].copy_from_slice(&whole[whole_at..whole_at + len]);
+        });
+    }
+
+    /// The inverse of [`split`](Self::split).
+    pub fn join(&self, sizes: &[usize], element: usize, parts: &[u8], whole: &mut [u8]) {
+        self.runs(sizes, element, |whole_at, part_at, len| {
+            whole[whole_at..whole_at + len].copy_from_slice(&parts[part_at..part_at + len]);
+        });
+    }
+
+    /// Calls `each` with where a run of bytes is in the whole, where it is in the parts, and its length.
+    fn runs(&self, sizes: &[usize], element: usize, mut each: impl FnMut(usize, usize, usize)) {
+        let (outer, inner) = self.around();
+        let bytes = inner * element;
+        let row = sizes.iter().sum::<usize>() * bytes;
+        let mut before = 0;
+        for size in sizes {
+            let run = size * bytes;
+            for index in 0..outer {
+                each(index * row + before, outer * before + index * run, run);
+            }
+            before += run;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn negative_dimensions_count_from_the_end_once() {
+        let dim = |dim| Axis::new("test", Shape::new([2, 3, 4]), dim).map(|axis| axis.dim);
+        assert_eq!([-3, -2, -1, 0, 1, 2].map(|d| dim(d).unwrap()), [0, 1, 2, 0, 1, 2]);
+        for wrong in [-4, 3, isize::MIN, isize::MAX] {
+            let error = dim(wrong).unwrap_err().to_string();
+            assert!(error.contains("from -3 to 2"), "{error}");
+        }
+    }
+
+    /// Two rows of 1 + 0 + 2 columns.
+    #[test]
+    fn parts_are_cut_from_every_row_and_put_back() {
+        let axis = Axis::new("test", Shape::new([2, 3]), 1).unwrap();
+        assert!(!axis.is_outermost());
+        let (whole, mut parts, mut again) = ([1, 2, 3, 4, 5, 6], [0; 6], [0; 6]);
+        axis.split(&[1, 0, 2], 1, &whole, &mut parts);
+        assert_eq!(parts, [1, 4, 2, 3, 5, 6]);
+        axis.join(&[1, 0, 2], 1, &parts, &mut again);
+        assert_eq!(again, whole);
+    }
+
+    #[test]
+    fn absurd_sizes_are_refused() {
+        let axis = Axis::new("test", Shape::new([3, 2]), 0).unwrap();
+        assert_eq!(axis.counts("test", &[2, 0, 1]).unwrap(), (vec![4, 0, 2], 6));
+        assert!(axis.counts("test", &[usize::MAX, 1]).is_err());
+        assert!(axis.counts("test", &[usize::MAX / 2, 1]).is_err());
+    }
+}

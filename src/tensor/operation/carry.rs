@@ -1,0 +1,398 @@
+//! Operations on tensors of any kind: read, checked, carried by a group, made into tensors again.
+
+use burn::tensor::backend::Backend;
+use burn::tensor::{Bytes, DType as BurnDType, Shape, TensorMetadata};
+use bytemuck::{cast_slice, cast_slice_mut};
+
+use super::axis::Axis;
+use crate::dtype::{DType, ReduceOp};
+use crate::error::Error;
+use crate::tensor::host::{Form, Kind, Source, Via, typed};
+
+/// How long each rank's part is along the dimension.
+#[derive(Clone, Copy)]
+pub(crate) enum Sizes<'a> {
+    /// All alike.
+    Even,
+    /// As the caller says.
+    Given(&'a [usize]),
+    /// As the ranks tell each other.
+    Exchanged,
+}
+
+impl Sizes<'_> {
+    /// The sizes of all ranks' parts, of which this rank's is the axis's.
+    fn resolve(self, via: Via<'_>, operation: &str, axis: &Axis) -> Result<Vec<usize>, Error> {
+        let group = via.group;
+        match self {
+            Sizes::Even => Ok(vec![axis.len(); group.world_size()]),
+            Sizes::Given(sizes) => {
+                check_sizes(via, operation, sizes)?;
+                let own = sizes[group.rank()];
+                if own == axis.len() {
+                    return Ok(sizes.to_vec());
+                }
+                let reason = format!(
+                    "sizes {sizes:?} give this rank, {}, {own}, and its tensor has {}",
+                    group.rank(),
+                    axis.len()
+                );
+                Err(Error::argument(operation, reason))
+            }
+            Sizes::Exchanged => {
+                let mut sizes = vec![0u64; group.world_size()];
+                sizes[group.rank()] = axis.len() as u64;
+                group.shaped(&axis.agreed()).all_gather(&mut sizes)?;
+                Ok(sizes.into_iter().map(|size| size as usize).collect())
+            }
+        }
+    }
+}
+
+fn check_sizes(via: Via<'_>, operation: &str, sizes: &[usize]) -> Result<(), Error> {
+    let n = via.group.world_size();
+    if sizes.len() == n {
+        return Ok(());
+    }
+    Err(Error::argument(operation, format!("{} sizes for {n} ranks: give one for each", sizes.len())))
+}
+
+/// The sizes into which a whole is cut: those given, which must add up to it, or equal ones.
+fn cut(via: Via<'_>, operation: &str, axis: &Axis, sizes: Option<&[usize]>) -> Result<Vec<usize>, Error> {
+    let (n, len) = (via.group.world_size(), axis.len());
+    let Some(sizes) = sizes else {
+        if len.is_multiple_of(n) {
+            return Ok(vec![len / n; n]);
+        }
+        let reason =
+            format!("{len} along the dimension are no {n} parts of one length: give a multiple of {n}, or sizes");
+        return Err(Error::argument(operation, reason));
+    };
+    check_sizes(via, operation, sizes)?;
+    if sizes.iter().try_fold(0usize, |sum, size| sum.checked_add(*size)) == Some(len) {
+        return Ok(sizes.to_vec());
+    }
+    Err(Error::argument(operation, format!("sizes {sizes:?} do not add up to the tensor's {len}")))
+}
+
+fn equal(sizes: &[usize]) -> bool {
+    sizes.windows(2).all(|pair| pair[0] == pair[1])
+}
+
+/// The whole of these parts, which is what they are already where nothing lies between.
+fn join<B: Backend>(
+    via: Via<'_>,
+    operation: &str,
+    axis: &Axis,
+    sizes: &[usize],
+    carrier: DType,
+    parts: Bytes,
+) -> Result<Bytes, Error> {
+    if axis.is_outermost() {
+        return Ok(parts);
+    }
+    let mut whole = via.room::<B>(operation, carrier, parts.len() / carrier.size())?;
+    axis.join(sizes, carrier.size(), &parts, &mut whole);
+    Ok(whole)
+}
+
+/// The parts of a whole one after the other: a copy, or the whole itself where they lie so.
+struct Parts<'a>(&'a [u8], Option<Bytes>);
+
+impl<'a> Parts<'a> {
+    fn of<B: Backend>(
+        via: Via<'_>,
+        operation: &str,
+        axis: &Axis,
+        sizes: &[usize],
+        carrier: DType,
+        whole: &'a [u8],
+    ) -> Result<Self, Error> {
+        if axis.is_outermost() {
+            return Ok(Parts(whole, None));
+        }
+        let mut parts = via.room::<B>(operation, carrier, whole.len() / carrier.size())?;
+        axis.split(sizes, carrier.size(), whole, &mut parts);
+        Ok(Parts(whole, Some(parts)))
+    }
+
+    fn bytes(&self) -> &[u8] {
+        self.1.as_deref().unwrap_or(self.0)
+    }
+}
+
+pub(crate) fn all_reduce<B: Backend, K: Kind<B>>(
+    via: Via<'_>,
+    tensor: K::Primitive,
+    op: ReduceOp,
+) -> Result<K::Primitive, Error> {
+    const OPERATION: &str = "all_reduce";
+    let shape = tensor.shape();
+    let tensor = match K::all_reduce_on_device(via.group, tensor, op) {
+        Ok(reduced) => return reduced,
+        Err(tensor) => tensor,
+    };
+    let (source, form) = Source::read::<B, K>(OPERATION, tensor)?;
+    let group = via.group.shaped(&shape);
+    let reduced = match source.into_own() {
+        Ok(mut own) => {
+            typed!(form.carrier, T => group.all_reduce::<T>(cast_slice_mut(&mut own), op))?;
+            own
+        }
+        Err(source) => {
+            let mut output = via.room::<B>(OPERATION, form.carrier, shape.num_elements())?;
+            let input = source.bytes();
+            typed!(form.carrier, T => group.all_reduce_into::<T>(cast_slice(input), cast_slice_mut(&mut output), op))?;
+            output
+        }
+    };
+    Ok(form.tensor::<B, K>(reduced, shape))
+}
+
+pub(crate) fn broadcast<B: Backend, K: Kind<B>>(
+    via: Via<'_>,
+    tensor: K::Primitive,
+    root: usize,
+) -> Result<K::Primitive, Error> {
+    const OPERATION: &str = "broadcast";
+    let shape = tensor.shape();
+    via.group.check_rank(OPERATION, "root", root)?;
+    let (source, form) = if via.group.rank() == root {
+        let (source, form) = Source::read::<B, K>(OPERATION, tensor)?;
+        (Some(source), form)
+    } else {
+        (None, Form::new::<B, K>(OPERATION, tensor.dtype(), K::device(&tensor))?)
+    };
+    let mut output = via.room::<B>(OPERATION, form.carrier, shape.num_elements())?;
+    let (input, group) = (source.as_ref().map(Source::bytes), via.group.shaped(&shape));
+    typed!(form.carrier, T => {
+        group.broadcast_into::<T>(input.map(cast_slice), cast_slice_mut(&mut output), root)
+    })?;
+    Ok(form.tensor::<B, K>(output, shape))
+}
+
+pub(crate) fn all_gather<B: Backend, K: Kind<B>>(
+    via: Via<'_>,
+    tensor: K::Primitive,
+    dim: isize,
+    sizes: Sizes<'_>,
+) -> Result<K::Primitive, Error> {
+    const OPERATION: &str = "all_gather";
+    let axis = Axis::new(OPERATION, tensor.shape(), dim)?;
+    let sizes = sizes.resolve(via, OPERATION, &axis)?;
+    let (counts, total) = axis.counts(OPERATION, &sizes)?;
+    let (source, form) = Source::read::<B, K>(OPERATION, tensor)?;
+    let mut parts = via.room::<B>(OPERATION, form.carrier, total)?;
+    let (input, group) = (source.bytes(), via.group.shaped(&axis.agreed()));
+    typed!(form.carrier, T => match equal(&sizes) {
+        true => group.all_gather_into::<T>(cast_slice(input), cast_slice_mut(&mut parts)),
+        false => group.all_gather_v_into::<T>(cast_slice(input), &counts, cast_slice_mut(&mut parts)),
+    })?;
+    let whole = join::<B>(via, OPERATION, &axis, &sizes, form.carrier, parts)?;
+    Ok(form.tensor::<B, K>(whole, axis.shape(sizes.iter().sum())))
+}
+
+pub(crate) fn reduce_scatter<B: Backend, K: Kind<B>>(
+    via: Via<'_>,
+    tensor: K::Primitive,
+    op: ReduceOp,
+    dim: isize,
+    sizes: Option<&[usize]>,
+) -> Result<K::Primitive, Error> {
+    const OPERATION: &str = "reduce_scatter";
+    let axis = Axis::new(OPERATION, tensor.shape(), dim)?;
+    let sizes = cut(via, OPERATION, &axis, sizes)?;
+    let (counts, _) = axis.counts(OPERATION, &sizes)?;
+    let (source, form) = Source::read::<B, K>(OPERATION, tensor)?;
+    let parts = Parts::of::<B>(via, OPERATION, &axis, &sizes, form.carrier, source.bytes())?;
+    let rank = via.group.rank();
+    let mut output = via.room::<B>(OPERATION, form.carrier, counts[rank])?;
+    let (input, group) = (parts.bytes(), via.group.shaped(&axis.agreed()));
+    typed!(form.carrier, T => match equal(&sizes) {
+        true => group.reduce_scatter_into::<T>(cast_slice(input), cast_slice_mut(&mut output), op),
+        false => group.reduce_scatter_v_into::<T>(cast_slice(input), &counts, cast_slice_mut(&mut output), op),
+    })?;
+    Ok(form.tensor::<B, K>(output, axis.shape(sizes[rank])))
+}
+
+pub(crate) fn gather<B: Backend, K: Kind<B>>(
+    via: Via<'_>,
+    tensor: K::Primitive,
+    root: usize,
+    dim: isize,
+    sizes: Sizes<'_>,
+) -> Result<Option<K::Primitive>, Error> {
+    const OPERATION: &str = "gather";
+    via.group.check_rank(OPERATION, "root", root)?;
+    let axis = Axis::new(OPERATION, tensor.shape(), dim)?;
+    let sizes = sizes.resolve(via, OPERATION, &axis)?;
+    let (counts, total) = axis.counts(OPERATION, &sizes)?;
+    let (source, form) = Source::read::<B, K>(OPERATION, tensor)?;
+    let here = via.group.rank() == root;
+    let mut parts = via.room::<B>(OPERATION, form.carrier, if here { total } else { 0 })?;
+    let (input, group) = (source.bytes(), via.group.shaped(&axis.agreed()));
+    typed!(form.carrier, T => match equal(&sizes) {
+        true => group.gather_into::<T>(cast_slice(input), cast_slice_mut(&mut parts), root),
+        false => group.gather_v_into::<T>(cast_slice(input), &counts, cast_slice_mut(&mut parts), root),
+    })?;
+    if !here {
+        return Ok(None);
+    }
+    let whole = join::<B>(via, OPERATION, &axis, &sizes, form.carrier, parts)?;
+    Ok(Some(form.tensor::<B, K>(whole, axis.shape(sizes.iter().sum()))))
+}
+
+/// What the root scatters, as it tells the others: its axis and the sizes of the parts.
+fn scattered(
+    via: Via<'_>,
+    operation: &str,
+    own: Option<(&Axis, &[usize])>,
+    (rank, dim): (usize, isize),
+    root: usize,
+) -> Result<(Axis, Vec<usize>), Error> {
+    let mut words = vec![0u64; rank + via.group.world_size()];
+    if let Some((axis, sizes)) = own {
+        let known = axis.shape(axis.len());
+        let known = known.iter().chain(sizes);
+        words.iter_mut().zip(known).for_each(|(word, known)| *word = *known as u64);
+    }
+    via.group.shaped(&[rank]).broadcast(&mut words, root)?;
+    let numbers: Vec<usize> = words.iter().map(|word| usize::try_from(*word).unwrap_or(usize::MAX)).collect();
+    let (shape, sizes) = numbers.split_at(rank);
+    let axis = Axis::new(operation, Shape::from(shape.to_vec()), dim)?;
+    let possible = shape.iter().try_fold(1usize, |product, len| product.checked_mul(*len)).is_some();
+    if possible && sizes.iter().try_fold(0usize, |sum, size| sum.checked_add(*size)) == Some(axis.len()) {
+        return Ok((axis, sizes.to_vec()));
+    }
+    Err(Error::io(operation, format!("what rank {root} said of its tensor describes none")))
+}
+
+/// Scatters the root's tensor of `rank` dimensions, which it cuts as its sizes say, or equally.
+pub(crate) fn scatter<B: Backend, K: Kind<B>>(
+    via: Via<'_>,
+    tensor: Option<K::Primitive>,
+    sizes: Option<&[usize]>,
+    (root, rank, dim): (usize, usize, isize),
+    (dtype, device): (BurnDType, &B::Device),
+) -> Result<K::Primitive, Error> {
+    const OPERATION: &str = "scatter";
+    let group = via.group;
+    group.check_rank(OPERATION, "root", root)?;
+    if tensor.is_some() != (group.rank() == root) {
+        return Err(Error::argument(OPERATION, format!("rank {root}, the root, gives the only tensor")));
+    }
+    let own = tensor.map(|tensor| {
+        let axis = Axis::new(OPERATION, tensor.shape(), dim)?;
+        let sizes = cut(via, OPERATION, &axis, sizes)?;
+        let (source, form) = Source::read::<B, K>(OPERATION, tensor)?;
+        Ok::<_, Error>((source, form, axis, sizes))
+    });
+    let own = own.transpose()?;
+    let form = match &own {
+        Some((_, form, ..)) => form.clone(),
+        None => Form::new::<B, K>(OPERATION, dtype, device.clone())?,
+    };
+    let known = own.as_ref().map(|(_, _, axis, sizes)| (axis, &sizes[..]));
+    let (axis, sizes) = scattered(via, OPERATION, known, (rank, dim), root)?;
+    let (counts, _) = axis.counts(OPERATION, &sizes)?;
+    let mut output = via.room::<B>(OPERATION, form.carrier, counts[group.rank()])?;
+    let parts = match &own {
+        Some((source, ..)) => Parts::of::<B>(via, OPERATION, &axis, &sizes, form.carrier, source.bytes())?,
+        None => Parts(&[], None),
+    };
+    let (input, group) = (parts.bytes(), group.shaped(&axis.agreed()));
+    typed!(form.carrier, T => match equal(&sizes) {
+        true => group.scatter_into::<T>(cast_slice(input), cast_slice_mut(&mut output), root),
+        false => group.scatter_v_into::<T>(cast_slice(input), &counts, cast_slice_mut(&mut output), root),
+    })?;
+    Ok(form.tensor::<B, K>(output, axis.shape(sizes[group.rank()])))
+}
+
+/// How an all_to_all cuts a tensor and what it puts together.
+pub(crate) struct Swap<'a> {
+    /// How much goes to each rank; equal parts if nothing is said.
+    pub send: Option<&'a [usize]>,
+    /// How much comes from each rank; what the ranks tell each other if nothing is said, where the parts are not equal.
+    pub receive: Option<&'a [usize]>,
+}
+
+pub(crate) fn all_to_all<B: Backend, K: Kind<B>>(
+    via: Via<'_>,
+    tensor: K::Primitive,
+    dim: isize,
+    swap: Swap<'_>,
+) -> Result<K::Primitive, Error> {
+    const OPERATION: &str = "all_to_all";
+    let axis = Axis::new(OPERATION, tensor.shape(), dim)?;
+    let send = cut(via, OPERATION, &axis, swap.send)?;
+    let group = via.group.shaped(&axis.agreed());
+    let receive = match (swap.receive, swap.send) {
+        (Some(receive), _) => {
+            check_sizes(via, OPERATION, receive)?;
+            receive.to_vec()
+        }
+        (None, None) => send.clone(),
+        (None, Some(_)) => receive_sizes(via, &axis, &send)?,
+    };
+    let ((outgoing, _), (incoming, total)) = (axis.counts(OPERATION, &send)?, axis.counts(OPERATION, &receive)?);
+    let (source, form) = Source::read::<B, K>(OPERATION, tensor)?;
+    let parts = Parts::of::<B>(via, OPERATION, &axis, &send, form.carrier, source.bytes())?;
+    let mut output = via.room::<B>(OPERATION, form.carrier, total)?;
+    let input = parts.bytes();
+    typed!(form.carrier, T => match swap.send {
+        None => group.all_to_all_into::<T>(cast_slice(input), cast_slice_mut(&mut output)),
+        Some(_) => {
+            group.all_to_all_v_into::<T>(cast_slice(input), &outgoing, cast_slice_mut(&mut output), &incoming)
+        }
+    })?;
+    let whole = join::<B>(via, OPERATION, &axis, &receive, form.carrier, output)?;
+    Ok(form.tensor::<B, K>(whole, axis.shape(receive.iter().sum())))
+}
+
+/// How much comes from each rank, if it sends as it says.
+pub(crate) fn receive_sizes(via: Via<'_>, axis: &Axis, send: &[usize]) -> Result<Vec<usize>, Error> {
+    let mut sizes: Vec<u64> = send.iter().map(|size| *size as u64).collect();
+    via.group.shaped(&axis.agreed()).all_to_all(&mut sizes)?;
+    Ok(sizes.into_iter().map(|size| size as usize).collect())
+}
+
+pub(crate) fn send<B: Backend, K: Kind<B>>(via: Via<'_>, tensor: K::Primitive, to: usize) -> Result<(), Error> {
+    let shape = tensor.shape();
+    let (source, form) = Source::read::<B, K>("send", tensor)?;
+    let (bytes, group) = (source.bytes(), via.group.shaped(&shape));
+    typed!(form.carrier, T => group.send::<T>(cast_slice(bytes), to))
+}
+
+pub(crate) fn recv<B: Backend, K: Kind<B>>(
+    via: Via<'_>,
+    shape: Shape,
+    (dtype, device): (BurnDType, &B::Device),
+    from: usize,
+) -> Result<K::Primitive, Error> {
+    const OPERATION: &str = "recv";
+    let form = Form::new::<B, K>(OPERATION, dtype, device.clone())?;
+    let mut output = via.room::<B>(OPERATION, form.carrier, elements(OPERATION, &shape)?)?;
+    let group = via.group.shaped(&shape);
+    typed!(form.carrier, T => group.recv::<T>(cast_slice_mut(&mut output), from))?;
+    Ok(form.tensor::<B, K>(output, shape))
+}
+
+pub(crate) fn exchange<B: Backend, K: Kind<B>>(
+    via: Via<'_>,
+    tensor: K::Primitive,
+    to: usize,
+    shape: Shape,
+    from: usize,
+) -> Result<K::Primitive, Error> {
+    const OPERATION: &str = "exchange";
+    let (source, form) = Source::read::<B, K>(OPERATION, tensor)?;
+    let mut output = via.room::<B>(OPERATION, form.carrier, elements(OPERATION, &shape)?)?;
+    let input = source.bytes();
+    typed!(form.carrier, T => via.group.exchange::<T>(cast_slice(input), to, cast_slice_mut(&mut output), from))?;
+    Ok(form.tensor::<B, K>(output, shape))
+}
+
+fn elements(operation: &str, shape: &Shape) -> Result<usize, Error> {
+    let elements = shape.iter().try_fold(1usize, |product, len| product.checked_mul(*len));
+    elements.ok_or_else(|| Error::argument(operation, format!("no tensor has the shape {:?}", shape.as_slice())))
+}

@@ -1,0 +1,268 @@
+//! Operations on burn's tensors, against what burn computes on one rank.
+
+mod common;
+
+use std::ops::Range;
+
+use bonfire::tensor::operation::*;
+use bonfire::{Error, Group, ReduceOp};
+use burn::backend::{Flex, NdArray};
+use burn::tensor::backend::Backend;
+use burn::tensor::{Bool, DType, Float, Int, Numeric, Tensor, TensorData};
+use common::{Kind as Medium, errors, run_ranks};
+
+/// Each rank's tensor: small whole numbers, other ones on each rank, so that sums are exact in every type.
+fn of_rank<B: Backend, const D: usize, K: Kind<B>>(rank: usize, shape: [usize; D], dtype: DType) -> Tensor<B, D, K> {
+    let values: Vec<i64> = (0..shape.iter().product()).map(|i: usize| ((i * 7 + rank * 5) % 11) as i64 % 7).collect();
+    Tensor::from_data(TensorData::new(values, shape), (&Default::default(), dtype))
+}
+
+fn along<const D: usize>(shape: [usize; D], dim: usize, len: usize) -> [usize; D] {
+    std::array::from_fn(|at| if at == dim { len } else { shape[at] })
+}
+
+fn part<B: Backend, const D: usize, K: Kind<B>>(
+    tensor: &Tensor<B, D, K>,
+    dim: usize,
+    range: Range<usize>,
+) -> Tensor<B, D, K> {
+    tensor.clone().narrow(dim, range.start, range.len())
+}
+
+/// Where parts of these sizes are.
+fn ranges(sizes: &[usize]) -> Vec<Range<usize>> {
+    (0..sizes.len()).map(|i| sizes[..i].iter().sum()..sizes[..=i].iter().sum()).collect()
+}
+
+#[track_caller]
+fn same<B: Backend, const D: usize, K: Kind<B>>(result: Result<Tensor<B, D, K>, Error>, expected: &Tensor<B, D, K>) {
+    assert_eq!(result.unwrap().into_data(), expected.to_data());
+}
+
+const SHAPE: [usize; 4] = [2, 3, 1, 2];
+const SIZES: [usize; 5] = [2, 0, 3, 1, 0];
+
+/// What moves elements, along every dimension of a tensor of `D` dimensions.
+fn moves<B: Backend, const D: usize, K: Kind<B>>(group: &Group, dtype: DType) {
+    let (n, rank, device) = (group.world_size(), group.rank(), Default::default());
+    let shape: [usize; D] = std::array::from_fn(|at| SHAPE[at]);
+    let make = |rank, shape| of_rank::<B, D, K>(rank, shape, dtype);
+    let cat = |tensors: Vec<Tensor<B, D, K>>, dim| {
+        Tensor::cat(tensors.into_iter().filter(|tensor| tensor.shape().num_elements() > 0).collect(), dim)
+    };
+    let root = n - 1;
+    same(broadcast(make(rank, shape), root, group), &make(root, shape));
+    let (next, before) = ((rank + 1) % n, (rank + n - 1) % n);
+    let theirs = along(shape, 0, before + 1);
+    same(exchange(make(rank, along(shape, 0, rank + 1)), next, theirs, before, group), &make(before, theirs));
+    for dim in -(D as isize)..D as isize {
+        let at = dim.rem_euclid(D as isize) as usize;
+
+        let all = cat((0..n).map(|rank| make(rank, shape)).collect(), at);
+        let own = make(rank, shape);
+        same(all_gather(own.clone(), dim, group), &all);
+        same(all_gather(make(rank, shape), dim, group), &all);
+        assert_eq!(own.into_data(), make(rank, shape).into_data(), "the input is as it was");
+        match gather(make(rank, shape), root, dim, group).unwrap() {
+            Some(whole) if rank == root => assert_eq!(whole.into_data(), all.to_data()),
+            whole => assert!(rank != root && whole.is_none()),
+        }
+
+        let sizes = &SIZES[..n];
+        let all = cat((0..n).map(|rank| make(rank, along(shape, at, sizes[rank]))).collect(), at);
+        let own = || make(rank, along(shape, at, sizes[rank]));
+        same(all_gather_v(own(), dim, Some(sizes), group), &all);
+        same(all_gather_v(own(), dim, None, group), &all);
+        for sizes in [Some(sizes), None] {
+            match gather_v(own(), 0, dim, sizes, group).unwrap() {
+                Some(whole) if rank == 0 => assert_eq!(whole.into_data(), all.to_data()),
+                whole => assert!(rank != 0 && whole.is_none()),
+            }
+        }
+        let whole = (rank == 0).then(|| (all.clone(), sizes));
+        same(scatter_v(whole, 0, dim, (&device, dtype), group), &own());
+
+        let even = along(shape, at, 2 * n);
+        let whole = (rank == root).then(|| make(root, even));
+        let mine = part(&make(root, even), at, 2 * rank..2 * rank + 2);
+        same(scatter(whole, root, dim, (&device, dtype), group), &mine);
+
+        let swapped = cat((0..n).map(|from| part(&make(from, even), at, 2 * rank..2 * rank + 2)).collect(), at);
+        same(all_to_all(make(rank, even), dim, group), &swapped);
+
+        // Nobody sends nothing at all, since burn has no tensor without a part.
+        let sizes = |from: usize| (0..n).map(|to| (2 * from + to + 1) % 3).collect::<Vec<_>>();
+        let whole = |from: usize| make(from, along(shape, at, sizes(from).iter().sum()));
+        let receive: Vec<_> = (0..n).map(|from| sizes(from)[rank]).collect();
+        let parts = (0..n).filter(|from| receive[*from] > 0);
+        let swapped: Vec<_> = parts.map(|from| part(&whole(from), at, ranges(&sizes(from))[rank].clone())).collect();
+        for receive in [Some(&receive[..]), None] {
+            let result = all_to_all_v(whole(rank), dim, &sizes(rank), receive, group).unwrap();
+            if swapped.is_empty() {
+                assert_eq!(result.shape().num_elements(), 0);
+            } else {
+                assert_eq!(result.into_data(), Tensor::cat(swapped.clone(), at).into_data());
+            }
+        }
+    }
+}
+
+/// What reduces elements.
+fn reduces<B: Backend, const D: usize, K: Kind<B> + Numeric<B>>(group: &Group, dtype: DType) {
+    let (n, rank) = (group.world_size(), group.rank());
+    let shape: [usize; D] = std::array::from_fn(|at| SHAPE[at]);
+    let make = |rank, shape| of_rank::<B, D, K>(rank, shape, dtype);
+    let sum = |shape: [usize; D]| (1..n).fold(make(0, shape), |sum, rank| sum + make(rank, shape));
+    let own = make(rank, shape);
+    same(all_reduce(own.clone(), ReduceOp::Sum, group), &sum(shape));
+    assert_eq!(own.into_data(), make(rank, shape).into_data(), "the input is as it was");
+    same(all_reduce(make(rank, shape), ReduceOp::Sum, group), &sum(shape));
+    for dim in -(D as isize)..D as isize {
+        let at = dim.rem_euclid(D as isize) as usize;
+        let even = along(shape, at, 2 * n);
+        let mine = part(&sum(even), at, 2 * rank..2 * rank + 2);
+        let own = make(rank, even);
+        same(reduce_scatter(own.clone(), ReduceOp::Sum, dim, group), &mine);
+        assert_eq!(own.into_data(), make(rank, even).into_data(), "the input is as it was");
+
+        let sizes = &SIZES[..n];
+        let uneven = along(shape, at, sizes.iter().sum());
+        let result = reduce_scatter_v(make(rank, uneven), ReduceOp::Sum, dim, sizes, group).unwrap();
+        assert_eq!(result.dims(), along(shape, at, sizes[rank]));
+        if sizes[rank] > 0 {
+            assert_eq!(result.into_data(), part(&sum(uneven), at, ranges(sizes)[rank].clone()).into_data());
+        }
+    }
+}
+
+fn every_rank_of_tensor<B: Backend, K: Kind<B>>(group: &Group, dtype: DType) {
+    moves::<B, 1, K>(group, dtype);
+    moves::<B, 2, K>(group, dtype);
+    moves::<B, 3, K>(group, dtype);
+    moves::<B, 4, K>(group, dtype);
+}
+
+fn every_rank_of_numbers<B: Backend, K: Kind<B> + Numeric<B>>(group: &Group, dtype: DType) {
+    every_rank_of_tensor::<B, K>(group, dtype);
+    reduces::<B, 1, K>(group, dtype);
+    reduces::<B, 2, K>(group, dtype);
+    reduces::<B, 3, K>(group, dtype);
+    reduces::<B, 4, K>(group, dtype);
+}
+
+#[test]
+fn one_to_five_ranks_compute_what_burn_computes_on_one() {
+    for n in 1..=5 {
+        run_ranks(Medium::Threads, n, |group| {
+            every_rank_of_numbers::<Flex, Float>(&group, DType::F32);
+            every_rank_of_numbers::<Flex, Float>(&group, DType::F64);
+            every_rank_of_numbers::<Flex, Int>(&group, DType::I32);
+            every_rank_of_numbers::<Flex, Int>(&group, DType::I64);
+            every_rank_of_tensor::<Flex, Bool>(&group, DType::Bool(burn::tensor::BoolStore::Native));
+            every_rank_of_numbers::<NdArray<f64>, Float>(&group, DType::F64);
+            every_rank_of_numbers::<NdArray, Int>(&group, DType::I64);
+            every_rank_of_tensor::<NdArray, Bool>(&group, DType::Bool(burn::tensor::BoolStore::Native));
+        });
+    }
+}
+
+#[test]
+fn processes_compute_the_same() {
+    for medium in [Medium::Tcp, Medium::Shm] {
+        run_ranks(medium, 3, |group| {
+            moves::<Flex, 3, Int>(&group, DType::I16);
+            moves::<Flex, 2, Bool>(&group, DType::Bool(burn::tensor::BoolStore::Native));
+            reduces::<Flex, 3, Float>(&group, DType::F16);
+            reduces::<Flex, 2, Int>(&group, DType::U8);
+        });
+    }
+}
+
+#[test]
+fn views_are_read_as_they_look() {
+    run_ranks(Medium::Threads, 2, |group| {
+        let device = Default::default();
+        let table = Tensor::<Flex, 1, Int>::arange(0..6, &device).reshape([2, 3]) + group.rank() as i32 * 10;
+        let turned = all_gather(table.clone().transpose(), 1, &group).unwrap();
+        assert_eq!(turned.to_data().iter::<i64>().collect::<Vec<_>>(), [0, 3, 10, 13, 1, 4, 11, 14, 2, 5, 12, 15]);
+        let row = all_reduce(table.clone().slice([1..2]), ReduceOp::Max, &group).unwrap();
+        assert_eq!(row.to_data().iter::<i64>().collect::<Vec<_>>(), [13, 14, 15]);
+        let expanded = Tensor::<Flex, 1>::ones([1], &device).expand([3]);
+        assert_eq!(all_reduce(expanded, ReduceOp::Sum, &group).unwrap().to_data(), TensorData::from([2f32; 3]));
+    });
+}
+
+#[test]
+fn messages_keep_shape_and_type() {
+    run_ranks(Medium::Threads, 2, |group| {
+        let device = Default::default();
+        let table = || of_rank::<Flex, 3, Int>(0, [2, 3, 2], DType::I16);
+        if group.rank() == 0 {
+            send(table(), 1, &group).unwrap();
+            send(table().equal_elem(3), 1, &group).unwrap();
+        } else {
+            same(recv([2, 3, 2], 0, (&device, DType::I16), &group), &table());
+            same(recv::<Flex, 3, Bool>([2, 3, 2], 0, &device, &group), &table().equal_elem(3));
+        }
+    });
+}
+
+#[test]
+fn arguments_that_cannot_work_are_refused_and_the_group_is_sound() {
+    run_ranks(Medium::Threads, 2, |group| {
+        let device = Default::default();
+        let table = || Tensor::<Flex, 2>::ones([3, 2], &device);
+        let refused = |result: Result<Tensor<Flex, 2>, Error>, words: &str| match result {
+            Err(Error::InvalidArgument { reason, .. }) if reason.contains(words) => {}
+            other => panic!("{other:?} says nothing of {words}"),
+        };
+        for dim in [2, -3, isize::MIN] {
+            refused(all_gather(table(), dim, &group), "give one from -2 to 1");
+            refused(reduce_scatter(table(), ReduceOp::Sum, dim, &group), "give one from -2 to 1");
+            refused(all_to_all(table(), dim, &group), "give one from -2 to 1");
+        }
+        refused(reduce_scatter(table(), ReduceOp::Sum, 0, &group), "multiple of 2");
+        refused(all_to_all(table(), 0, &group), "multiple of 2");
+        refused(all_gather_v(table(), 0, Some(&[3]), &group), "1 sizes for 2 ranks");
+        refused(all_gather_v(table(), 0, Some(&[4, 4]), &group), "its tensor has 3");
+        refused(reduce_scatter_v(table(), ReduceOp::Sum, 0, &[2, 2], &group), "do not add up");
+        refused(reduce_scatter_v(table(), ReduceOp::Sum, 0, &[usize::MAX, 4], &group), "do not add up");
+        refused(all_to_all_v(table(), 0, &[3, 1], None, &group), "do not add up");
+        refused(all_to_all_v(table(), 0, &[3, 0], Some(&[0]), &group), "1 sizes for 2 ranks");
+        refused(all_to_all_v(table(), 0, &[3, 0], Some(&[usize::MAX, 3]), &group), "no tensor is so long");
+        refused(broadcast(table(), 2, &group), "root 2");
+        refused(scatter(None, group.rank(), 0, &device, &group), "gives the only tensor");
+        refused(recv([usize::MAX, 2], 1 - group.rank(), &device, &group), "no tensor");
+        assert!(gather(table(), 5, 0, &group).is_err());
+        same(all_reduce(table(), ReduceOp::Sum, &group), &(table() * 2));
+    });
+}
+
+/// Two ranks whose tensors have as many elements and another shape.
+#[test]
+fn shapes_that_differ_are_found_out_by_all() {
+    type Call = fn(&Group, Tensor<Flex, 2>) -> Result<(), Error>;
+    let calls: [Call; 8] = [
+        |group, tensor| all_reduce(tensor, ReduceOp::Sum, group).map(drop),
+        |group, tensor| broadcast(tensor, 0, group).map(drop),
+        |group, tensor| all_gather(tensor, 0, group).map(drop),
+        |group, tensor| all_gather_v(tensor, 0, None, group).map(drop),
+        |group, tensor| gather(tensor, 0, 1, group).map(drop),
+        |group, tensor| reduce_scatter(tensor, ReduceOp::Sum, 0, group).map(drop),
+        |group, tensor| all_to_all(tensor, 1, group).map(drop),
+        |group, tensor| all_to_all_v(tensor, 0, &[1, 1], None, group).map(drop),
+    ];
+    for (index, call) in calls.into_iter().enumerate() {
+        let results = run_ranks(Medium::Threads, 2, move |group| {
+            let shape = match (index, group.rank()) {
+                (7, rank) => [2, 3 + rank],
+                (_, 0) => [2, 4],
+                _ => [4, 2],
+            };
+            call(&group, Tensor::ones(shape, &Default::default()))
+        });
+        for error in errors(results) {
+            assert!(matches!(error, Error::Mismatch { .. }), "{index}: {error}");
+        }
+    }
+}
