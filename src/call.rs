@@ -20,11 +20,19 @@ pub enum Operation {
     /// Point to point: `send` on one rank, `recv` on the other.
     Send,
     AllToAll,
+    Gather,
+    Scatter,
+    /// `all_to_all` with sizes of their own for every pair of ranks.
+    AllToAllV,
+    /// Point to point: send to one rank and receive from one at once.
+    Exchange,
+    /// Point to point: what the members of a subgroup tell each other to make it.
+    Subgroup,
 }
 
 impl Operation {
     /// In the order of its number on the wire.
-    const ALL: [Operation; 8] = [
+    pub(crate) const ALL: [Operation; 13] = [
         Operation::AllReduce,
         Operation::Reduce,
         Operation::Broadcast,
@@ -33,7 +41,17 @@ impl Operation {
         Operation::Barrier,
         Operation::Send,
         Operation::AllToAll,
+        Operation::Gather,
+        Operation::Scatter,
+        Operation::AllToAllV,
+        Operation::Exchange,
+        Operation::Subgroup,
     ];
+
+    /// Whether all ranks of the group take part, so that it has a number in the group's sequence.
+    pub const fn is_collective(self) -> bool {
+        !matches!(self, Operation::Send | Operation::Exchange | Operation::Subgroup)
+    }
 }
 
 impl fmt::Display for Operation {
@@ -47,6 +65,11 @@ impl fmt::Display for Operation {
             Operation::Barrier => "barrier",
             Operation::Send => "send",
             Operation::AllToAll => "all_to_all",
+            Operation::Gather => "gather",
+            Operation::Scatter => "scatter",
+            Operation::AllToAllV => "all_to_all_v",
+            Operation::Exchange => "exchange",
+            Operation::Subgroup => "subgroup",
         })
     }
 }
@@ -59,12 +82,22 @@ pub struct Call {
     /// The type of its elements.
     pub dtype: DType,
     /// The number of elements of the whole: one rank's vector for reductions and `all_to_all`, all ranks' parts
-    /// together for `all_gather`.
+    /// together for `all_gather`, `gather` and `scatter`. 0 where each rank has its own numbers.
     pub count: usize,
     /// The reduction, where the operation has one.
     pub reduction: Option<ReduceOp>,
     /// The root, where the operation has one.
     pub root: Option<usize>,
+    /// Where the caller said how many elements each rank has, a fingerprint of these numbers.
+    pub sizes: Option<u16>,
+}
+
+/// A fingerprint of what several ranks must agree on, never 0. FNV-1a: Fowler, Noll and Vo.
+pub(crate) fn fingerprint(numbers: impl IntoIterator<Item = usize>) -> u16 {
+    let bytes = numbers.into_iter().flat_map(|number| (number as u64).to_le_bytes());
+    let hash =
+        bytes.fold(0xcbf2_9ce4_8422_2325u64, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3));
+    (hash % 0xffff) as u16 + 1
 }
 
 impl Call {
@@ -76,16 +109,24 @@ impl Call {
 
 impl fmt::Display for Call {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}", self.operation)?;
-        if self.operation == Operation::Barrier {
-            return Ok(());
+        let parts = matches!(
+            self.operation,
+            Operation::AllGather | Operation::ReduceScatter | Operation::Gather | Operation::Scatter
+        );
+        write!(f, "{}{}", self.operation, if parts && self.sizes.is_some() { "_v" } else { "" })?;
+        match self.operation {
+            Operation::Barrier => return Ok(()),
+            Operation::AllToAllV | Operation::Exchange => write!(f, "({}", self.dtype)?,
+            _ => write!(f, "({} x {}", self.dtype, self.count)?,
         }
-        write!(f, "({} x {}", self.dtype, self.count)?;
         if let Some(reduction) = self.reduction {
             write!(f, ", {reduction}")?;
         }
         if let Some(root) = self.root {
             write!(f, ", root {root}")?;
+        }
+        if let Some(sizes) = self.sizes {
+            write!(f, ", sizes #{sizes:04x}")?;
         }
         write!(f, ")")
     }
@@ -113,7 +154,7 @@ impl Tag {
     pub const BYTES: usize = 40;
 
     /// The tag as bytes, little endian:
-    /// `group u64 | sequence u64 | count u64 | root u32 | reduction u32 | operation u8 | dtype u8 | 0 u16 | 0 u32`.
+    /// `group u64 | sequence u64 | count u64 | root u32 | reduction u32 | operation u8 | dtype u8 | sizes u16 | 0 u32`.
     pub fn to_bytes(&self) -> [u8; Self::BYTES] {
         let mut bytes = [0; Self::BYTES];
         bytes[0..8].copy_from_slice(&self.group.to_le_bytes());
@@ -123,6 +164,7 @@ impl Tag {
         bytes[28..32].copy_from_slice(&self.call.reduction.map_or(NONE, |op| op as u32).to_le_bytes());
         bytes[32] = self.call.operation as u8;
         bytes[33] = self.call.dtype as u8;
+        bytes[34..36].copy_from_slice(&self.call.sizes.unwrap_or(0).to_le_bytes());
         bytes
     }
 
@@ -141,9 +183,10 @@ impl Tag {
             count: usize::try_from(u64_at(16)).ok()?,
             reduction,
             root,
+            sizes: Some(u16::from_le_bytes([bytes[34], bytes[35]])).filter(|sizes| *sizes != 0),
         };
         let tag = Tag { group: u64_at(0), sequence: u64_at(8), call };
-        (bytes[34..] == [0; 6]).then_some(tag)
+        (bytes[36..] == [0; 4]).then_some(tag)
     }
 }
 
@@ -159,10 +202,11 @@ mod tests {
             (operation, dtype, count) in (0..Operation::ALL.len(), 0..DType::ALL.len(), any::<usize>()),
             reduction in proptest::option::of(0..ReduceOp::ALL.len()),
             root in proptest::option::of(0usize..1 << 20),
+            sizes in proptest::option::of(1u16..),
         ) {
             let reduction = reduction.map(|i| ReduceOp::ALL[i]);
             let (operation, dtype) = (Operation::ALL[operation], DType::ALL[dtype]);
-            let tag = Tag { group, sequence, call: Call { operation, dtype, count, reduction, root } };
+            let tag = Tag { group, sequence, call: Call { operation, dtype, count, reduction, root, sizes } };
             prop_assert_eq!(Tag::from_bytes(&tag.to_bytes()), Some(tag));
         }
 

@@ -10,6 +10,9 @@ mod execute;
 #[cfg(all(feature = "shm", target_os = "linux"))]
 mod hosts;
 mod message;
+mod pairs;
+mod rooted;
+mod varied;
 
 use std::panic::Location;
 
@@ -19,7 +22,7 @@ use crate::call::{Call, Operation};
 use crate::dtype::{Element, ReduceOp};
 use crate::error::Error;
 use crate::group::{Group, Work};
-use crate::partition::partition;
+use crate::partition::{Parts, partition};
 use crate::transport::Buffers;
 
 /// # Operations
@@ -196,7 +199,18 @@ impl Group {
 
     #[track_caller]
     fn run<T: Element>(&self, call: Call, input: Option<&[T]>, output: &mut [T]) -> Result<(), Error> {
-        let buffers = Buffers { input: input.map(cast_slice), output: cast_slice_mut(output) };
+        self.run_in(call, Parts::Even, input, output)
+    }
+
+    #[track_caller]
+    fn run_in<T: Element>(
+        &self,
+        call: Call,
+        parts: Parts<'_>,
+        input: Option<&[T]>,
+        output: &mut [T],
+    ) -> Result<(), Error> {
+        let buffers = Buffers { input: input.map(cast_slice), output: cast_slice_mut(output), parts };
         let at = Location::caller();
         let _turn = self.turn();
         self.core.collective(call, buffers, self.deadline(), at, execute::plans)
@@ -299,7 +313,7 @@ impl Group {
     pub fn start_barrier(&self) -> Result<Work<()>, Error> {
         let (deadline, at) = (self.deadline(), Location::caller());
         Ok(self.progress()?.start(&self.core, (), move |core, ()| {
-            let buffers = Buffers { input: None, output: &mut [] };
+            let buffers = Buffers { input: None, output: &mut [], parts: Parts::Even };
             core.collective(call::<u8>(Operation::Barrier, 0, None, None), buffers, deadline, at, execute::plans)
         }))
     }
@@ -317,7 +331,7 @@ impl Group {
         let (deadline, at) = (self.deadline(), Location::caller());
         Ok(self.progress()?.start(&self.core, buffer, move |core, buffer| {
             let output = fill(buffer).map_err(|error| core.abandon(error))?;
-            core.collective(call, Buffers { input: None, output }, deadline, at, execute::plans)
+            core.collective(call, Buffers { input: None, output, parts: Parts::Even }, deadline, at, execute::plans)
         }))
     }
 
@@ -334,7 +348,7 @@ impl Group {
         Ok(self.progress()?.start(&self.core, buffer, move |core, buffer| {
             let output = buffer.as_mut();
             let call = call(output.len());
-            let buffers = Buffers { input: None, output: cast_slice_mut(output) };
+            let buffers = Buffers { input: None, output: cast_slice_mut(output), parts: Parts::Even };
             core.collective(call, buffers, deadline, at, execute::plans)
         }))
     }
@@ -360,7 +374,7 @@ impl Group {
 }
 
 fn call<T: Element>(operation: Operation, count: usize, reduction: Option<ReduceOp>, root: Option<usize>) -> Call {
-    Call { operation, dtype: T::DTYPE, count, reduction, root }
+    Call { operation, dtype: T::DTYPE, count, reduction, root, sizes: None }
 }
 
 fn expect(operation: &str, what: &str, len: usize, right: usize) -> Result<(), Error> {

@@ -209,6 +209,12 @@ impl fmt::Display for Calls<'_> {
         for (i, (rank, call)) in self.0.iter().enumerate() {
             write!(f, "{}rank {rank} called {call}", if i == 0 { "" } else { ", " })?;
         }
+        if let [(_, first), rest @ ..] = self.0
+            && !rest.is_empty()
+            && rest.iter().all(|(_, call)| call == first)
+        {
+            write!(f, ", but what one has for the other is not as long as that one expects, or their sizes differ")?;
+        }
         Ok(())
     }
 }

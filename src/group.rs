@@ -363,11 +363,36 @@ impl Core {
         let count = if sends { &mut lane.sent[peer] } else { &mut lane.received[peer] };
         let tag = Tag { group: 0, sequence: *count, call };
         *count += 1;
-        let deadline = Deadline::after(limit);
-        let site = Site { call, sequence: tag.sequence };
-        let entry = self.recorder.begin(&call, site.sequence, Some((peer, sends)), at, deadline.start());
-        let result = transfer(self.transport(), &tag, &deadline);
-        self.end(entry, result, |fault| self.fail(site, fault, &deadline, lane.sequence))
+        self.transfer(lane, &tag, (peer, sends), (&Deadline::after(limit), at), transfer)
+    }
+
+    /// Sends to a rank and receives from one at once. Such messages have no number: between two ranks they come in order.
+    pub fn exchange(
+        &self,
+        call: Call,
+        (outgoing, incoming): ((usize, &[u8]), (usize, &mut [u8])),
+        deadline: &Deadline,
+        at: CallSite,
+    ) -> Result<(), Error> {
+        let lane = self.lane()?;
+        let tag = Tag { group: 0, sequence: 0, call };
+        self.transfer(&lane, &tag, (outgoing.0, true), (deadline, at), |transport, tag, deadline| {
+            transport.exchange(tag, outgoing, incoming, deadline)
+        })
+    }
+
+    fn transfer(
+        &self,
+        lane: &Lane,
+        tag: &Tag,
+        message: (usize, bool),
+        (deadline, at): (&Deadline, CallSite),
+        transfer: impl FnOnce(&dyn Transport, &Tag, &Deadline) -> Result<(), Fault>,
+    ) -> Result<(), Error> {
+        let site = Site { call: tag.call, sequence: tag.sequence };
+        let entry = self.recorder.begin(&tag.call, site.sequence, Some(message), at, deadline.start());
+        let result = transfer(self.transport(), tag, deadline);
+        self.end(entry, result, |fault| self.fail(site, fault, deadline, lane.sequence))
     }
 
     /// Records how an operation ended, before the group's trace may be written.

@@ -22,6 +22,38 @@ pub(crate) fn start(len: usize, parts: usize, index: usize) -> usize {
     index * (len / parts) + index.min(len % parts)
 }
 
+/// How the elements of a whole belong to ranks, in their order.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Parts<'a> {
+    /// As [`partition`] says.
+    Even,
+    /// So many for each rank. They add up to the whole.
+    Sizes(&'a [usize]),
+}
+
+impl Parts<'_> {
+    /// Where the part of rank `index` starts in a whole of `len` elements; for the number of ranks, the end.
+    pub fn start(self, len: usize, ranks: usize, index: usize) -> usize {
+        match self {
+            Parts::Even => start(len, ranks, index),
+            Parts::Sizes(sizes) => sizes[..index].iter().sum(),
+        }
+    }
+
+    /// The part of rank `index`.
+    pub fn part(self, len: usize, ranks: usize, index: usize) -> Range<usize> {
+        self.start(len, ranks, index)..self.start(len, ranks, index + 1)
+    }
+
+    /// The length of the longest part.
+    pub fn longest(self, len: usize, ranks: usize) -> usize {
+        match self {
+            Parts::Even => len.div_ceil(ranks),
+            Parts::Sizes(sizes) => sizes.iter().copied().max().unwrap_or(0),
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -45,6 +77,19 @@ mod tests {
             for (first, part) in all.iter().enumerate() {
                 prop_assert_eq!(start(len, parts, first), part.start);
             }
+            prop_assert_eq!(Parts::Even.longest(len, parts), longest);
+        }
+
+        #[test]
+        fn parts_of_given_sizes_follow_each_other(sizes in proptest::collection::vec(0usize..50, 1..20)) {
+            let (parts, n, mut end) = (Parts::Sizes(&sizes), sizes.len(), 0);
+            let len = sizes.iter().sum();
+            for (index, size) in sizes.iter().enumerate() {
+                prop_assert_eq!(parts.part(len, n, index), end..end + size);
+                end += size;
+            }
+            prop_assert_eq!(parts.start(len, n, n), len);
+            prop_assert_eq!(Some(parts.longest(len, n)), sizes.iter().copied().max());
         }
     }
 }

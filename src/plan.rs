@@ -34,8 +34,8 @@ use crate::call::Operation;
 /// | doubling | log n | S log n | small buffers |
 /// | tree | 2 log n | 2S | small rooted operations |
 ///
-/// all_to_all and barrier have one plan each, which goes by the name of direct: in one every rank has something else for
-/// every other, the other has nothing to move. Only all_reduce has doubling.
+/// all_to_all, gather, scatter and barrier have one plan each, which goes by the name of direct: in most every rank has
+/// something else for another, the last has nothing to move. Only all_reduce has doubling.
 ///
 /// Ring: Patarasuk and Yuan, JPDC 2009. Halving and doubling: Thakur, Rabenseifner and Gropp, IJHPCA 2005.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -59,16 +59,18 @@ impl Algorithm {
 
     /// Whether `operation` has it.
     fn serves(self, operation: Operation) -> bool {
-        self.nearest(operation) == self && operation != Operation::Send
+        self.nearest(operation) == self && selection::SELECTABLE.contains(&operation)
     }
 
     /// This or, where `operation` lacks it, what comes nearest.
     fn nearest(self, operation: Operation) -> Algorithm {
         match operation {
             Operation::AllReduce => self,
-            Operation::Barrier | Operation::AllToAll | Operation::Send => Algorithm::Direct,
-            _ if self == Algorithm::Doubling => Algorithm::Halving,
-            _ => self,
+            Operation::Reduce | Operation::Broadcast | Operation::AllGather | Operation::ReduceScatter => match self {
+                Algorithm::Doubling => Algorithm::Halving,
+                _ => self,
+            },
+            _ => Algorithm::Direct,
         }
     }
 }
@@ -228,8 +230,17 @@ pub(crate) fn plan(operation: Operation, algorithm: Algorithm, rank: usize, worl
         }
         Operation::Barrier => Plan { agree: dissemination(rank, n), ..Plan::default() },
         Operation::AllToAll => Plan { distribute: direct::all_to_all(rank, n), ..Plan::default() },
-        // Point to point needs no plan.
-        Operation::Send => Plan::default(),
+        Operation::Gather => Plan {
+            agree: dissemination(rank, n),
+            distribute: gather_to(root, rank, n, |r| r..r + 1),
+            ..Plan::default()
+        },
+        Operation::Scatter => {
+            let distribute = scatter_from(root, rank, n, |r| r..r + 1);
+            Plan { agree: dissemination(rank, n), distribute, ..Plan::default() }
+        }
+        // What every pair of ranks does for itself needs no plan.
+        Operation::Send | Operation::Exchange | Operation::AllToAllV | Operation::Subgroup => Plan::default(),
     }
 }
 

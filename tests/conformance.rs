@@ -2,6 +2,8 @@
 //! against exact arithmetic.
 
 mod common;
+#[path = "conformance/varied.rs"]
+mod varied;
 
 use bonfire::{Algorithm, Error, Group, Medium, ReduceOp, Selection, partition};
 use common::oracle::{Sample, input, parcel, reduced};
@@ -115,6 +117,10 @@ fn check_all_types(group: &Group, lengths: &[usize]) {
         check::<u16>(group, *len);
         check::<u32>(group, *len);
         check::<u64>(group, *len);
+        varied::check::<f32>(group, *len);
+        varied::check::<bf16>(group, *len);
+        varied::check::<i64>(group, *len);
+        varied::check::<u8>(group, *len);
     }
 }
 
@@ -128,6 +134,7 @@ fn matrix(kind: Kind, worlds: std::ops::RangeInclusive<usize>) {
             move |group| {
                 check_all_types(&group, &lengths(n));
                 check::<f32>(&group, 200_003);
+                varied::check::<f32>(&group, 100_003);
                 check::<f16>(&group, 300_001);
             },
         );
@@ -147,6 +154,7 @@ fn algorithms(kind: Kind, worlds: std::ops::RangeInclusive<usize>) {
                         check::<f32>(&group, len);
                         check::<bf16>(&group, len);
                         check::<i32>(&group, len);
+                        varied::check_sizes::<f32>(&group, len);
                     }
                 },
             );
@@ -187,6 +195,7 @@ fn shm_in_many_chunks() {
         run_ranks(Kind::Shm, n, |group| {
             for len in [4096, 4097, 5461, 5462, 8191, 8192, 8193, 65_537, 1_000_003, 3000, 400_000] {
                 check::<f32>(&group, len);
+                varied::check::<f32>(&group, len);
             }
             check::<f64>(&group, 300_001);
             check::<i8>(&group, 1_500_001);
@@ -258,6 +267,7 @@ fn engines_and_plans_in_turn() {
                         for len in [0, 1, 9, 10, 11, 1000, 24_999, 25_000, 70_001, 7] {
                             check::<f32>(&group, len);
                             check::<f16>(&group, len);
+                            varied::check::<f16>(&group, len);
                         }
                     },
                 );

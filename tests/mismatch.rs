@@ -71,6 +71,35 @@ const PAIRS: &[(&str, Act, Act)] = &[
     ("lengths of all_to_all", |g| g.all_to_all(&mut [0f32; 60]), |g| g.all_to_all(&mut vec![0f32; 600_000])),
     ("nothing and much of all_to_all", |g| g.all_to_all::<u8>(&mut []), |g| g.all_to_all(&mut vec![0u8; 600_000])),
     ("types of all_to_all", |g| g.all_to_all(&mut [0f32; 60]), |g| g.all_to_all(&mut [0u32; 60])),
+    (
+        "sizes of one sum",
+        |g| g.all_gather_v_into(&[0f32; 2], &vec![2; g.world_size()], &mut vec![0f32; 2 * g.world_size()]),
+        |g| {
+            let mut sizes = vec![2; g.world_size()];
+            (sizes[0], sizes[1]) = if g.rank() == 0 { (1, 3) } else { (3, 1) };
+            let mine = vec![0f32; sizes[g.rank()]];
+            g.all_gather_v_into(&mine, &sizes, &mut vec![0f32; 2 * g.world_size()])
+        },
+    ),
+    (
+        "even and given sizes",
+        |g| g.all_gather_into(&[0f32; 2], &mut vec![0f32; 2 * g.world_size()]),
+        |g| {
+            let n = g.world_size();
+            g.all_gather_v_into(&[0f32; 2], &vec![2; n], &mut vec![0f32; 2 * n])
+        },
+    ),
+    ("roots of gather", |g| g.gather(&mut [0f32; 20], 0), |g| g.gather(&mut [0f32; 20], 1)),
+    ("roots of much of gather", |g| g.gather(&mut vec![0f32; 90_000], 0), |g| g.gather(&mut vec![0f32; 90_000], 1)),
+    ("gather and scatter", |g| g.gather(&mut [0u8; 4], 0), |g| g.scatter(&mut [0u8; 4], 0)),
+    (
+        "all_to_all and all_to_all_v",
+        |g| g.all_to_all(&mut vec![0u8; g.world_size()]),
+        |g| {
+            let ones = vec![1; g.world_size()];
+            g.all_to_all_v_into(&vec![0u8; g.world_size()], &ones, &mut vec![0u8; g.world_size()], &ones)
+        },
+    ),
     ("all_to_all and all_gather", |g| g.all_to_all(&mut [0f64; 60]), |g| g.all_gather(&mut [0f64; 60])),
 ];
 

@@ -5,7 +5,6 @@ use std::ops::Range;
 use crate::call::{Call, Operation, Tag};
 use crate::error::Site;
 use crate::group::{Core, Lane, Scratch};
-use crate::partition::{partition, start};
 use crate::plan::{self, Algorithm, Combine, Plan, Step};
 use crate::reduce;
 use crate::transport::{Buffers, Fault, Transport};
@@ -41,30 +40,39 @@ pub(super) fn plans(
     let plan = lane.plans.plan(call.operation, algorithm, rank, world_size, root);
 
     let size = call.dtype.size();
-    let own = partition(call.count, world_size, rank);
-    let own = own.start * size..own.end * size;
+    let parts = buffers.parts;
+    let element = |index| parts.start(call.count, world_size, index);
+    let elements = element(rank)..element(rank + 1);
+    let own = elements.start * size..elements.end * size;
     let [work, received, accumulator] = &mut lane.scratch;
     // The plan works in place on the whole. That is the output where the output may hold the whole.
+    let apart = buffers.input.is_some();
     let borrowed = match call.operation {
         Operation::Reduce => rank != root,
-        Operation::ReduceScatter => buffers.input.is_some(),
+        Operation::ReduceScatter => apart,
+        Operation::Gather => apart && rank != root,
+        Operation::Scatter => apart && rank == root,
         _ => false,
     };
     let whole: &mut [u8] = if borrowed {
-        let whole = work.bytes(call.bytes());
-        whole.copy_from_slice(buffers.input.unwrap_or(buffers.output));
+        let source = buffers.input.unwrap_or(buffers.output);
+        let whole = work.bytes(source.len());
+        whole.copy_from_slice(source);
         whole
     } else {
         if let Some(input) = buffers.input {
-            let target = if call.operation == Operation::AllGather { own.clone() } else { 0..input.len() };
-            buffers.output[target].copy_from_slice(input);
+            let gathers = matches!(call.operation, Operation::AllGather | Operation::Gather);
+            buffers.output[if gathers { own.clone() } else { 0..input.len() }].copy_from_slice(input);
         }
         &mut *buffers.output
     };
-    let parts = |index| start(call.count, world_size, index);
-    let execution = Execution { transport, site, deadline, call, parts: &parts, ranks: world_size, whole, received };
+    // A rank that is not the root has its own part only.
+    let part_only = apart && rank != root && matches!(call.operation, Operation::Gather | Operation::Scatter);
+    let within = |index| element(index).clamp(elements.start, elements.end) - elements.start;
+    let begins: &dyn Fn(usize) -> usize = if part_only { &within } else { &element };
+    let execution = Execution { transport, site, deadline, call, parts: begins, ranks: world_size, whole, received };
     execution.run(&plan, accumulator)?;
-    if call.operation == Operation::ReduceScatter && borrowed {
+    if borrowed && matches!(call.operation, Operation::ReduceScatter | Operation::Scatter) {
         buffers.output.copy_from_slice(&work.bytes(call.bytes())[own]);
     }
     Ok(())

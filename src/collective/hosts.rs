@@ -17,7 +17,7 @@ use crate::call::{Call, Operation};
 use crate::dtype::{DType, ReduceOp};
 use crate::error::Site;
 use crate::group::{Core, Lane, Plans, Scratch};
-use crate::partition::{partition, start};
+use crate::partition::{Parts, partition, start};
 use crate::plan;
 use crate::reduce::{self, Kernel};
 use crate::transport::hosts::Hosts;
@@ -28,10 +28,13 @@ use crate::wait::Deadline;
 /// From how many bytes on all ranks of a host speak in an all_reduce. Below it, fewer and larger messages are faster.
 const RAILS: usize = 64 << 10;
 
-/// Whether the operation runs here. Between all ranks over TCP remain all_to_all, in which every rank has something else
-/// for every other, and means of integers, whose accumulators are up to eight times as wide as what crosses then.
+/// Whether the operation runs here. Between all ranks over TCP remain all_to_all, gather and scatter, in which every rank has
+/// something else for another, parts of sizes that callers give, and means of integers, whose accumulators are up to eight
+/// times as wide as what crosses then.
 pub(super) fn serves(call: &Call) -> bool {
-    call.operation != Operation::AllToAll && call.reduction.is_none_or(|op| carrier(call.dtype, op).is_some())
+    let shared =
+        !matches!(call.operation, Operation::AllToAll | Operation::AllToAllV | Operation::Gather | Operation::Scatter);
+    shared && call.sizes.is_none() && call.reduction.is_none_or(|op| carrier(call.dtype, op).is_some())
 }
 
 /// The type of partial results, where there is one that is exact enough.
@@ -74,7 +77,7 @@ pub(super) fn run(
         Operation::ReduceScatter => run.reduce_scatter(far, work, narrow, buffers),
         Operation::Barrier => run.barrier(far),
         // Neither is served here.
-        Operation::AllToAll | Operation::Send => Ok(()),
+        _ => Ok(()),
     }
 }
 
@@ -127,7 +130,7 @@ impl<'r> Run<'r> {
     /// Runs `call` among the ranks of this host.
     fn near(&self, call: Call, input: Option<&[u8]>, output: &mut [u8]) -> Result<(), Fault> {
         if let Some(shm) = self.hosts.shm() {
-            return shm.phase(self.site, call, &mut Buffers { input, output }, self.deadline);
+            return shm.phase(self.site, call, &mut Buffers { input, output, parts: Parts::Even }, self.deadline);
         }
         // What a rank that is alone gets from all is what it has.
         if let Some(input) = input {

@@ -193,8 +193,9 @@ impl Slot {
 fn pack(call: &Call) -> u64 {
     let reduction = call.reduction.map_or(0, |op| op as u64 + 1);
     // A root that does not fit is no rank of any group that could be made.
-    let root = call.root.map_or(0, |root| root as u64 + 1);
-    call.operation as u64 | (call.dtype as u64) << 8 | reduction << 16 | root << 24
+    let root = call.root.map_or(0, |root| u64::from(root as u32) + 1);
+    let sizes = u64::from(call.sizes.unwrap_or(0));
+    call.operation as u64 | (call.dtype as u64) << 5 | reduction << 10 | root << 13 | sizes << 48
 }
 
 /// The inverse of [`pack`], by way of a tag, which knows the numbers.
@@ -202,9 +203,10 @@ fn unpack(what: u64, count: u64) -> Option<Call> {
     let mut bytes = [0; Tag::BYTES];
     let absent = |number: u64| number.checked_sub(1).map_or(u32::MAX, |number| number as u32);
     bytes[16..24].copy_from_slice(&count.to_le_bytes());
-    bytes[24..28].copy_from_slice(&absent(what >> 24).to_le_bytes());
-    bytes[28..32].copy_from_slice(&absent(what >> 16 & 0xff).to_le_bytes());
-    (bytes[32], bytes[33]) = (what as u8, (what >> 8) as u8);
+    bytes[24..28].copy_from_slice(&absent(what >> 13 & 0x7_ffff_ffff).to_le_bytes());
+    bytes[28..32].copy_from_slice(&absent(what >> 10 & 7).to_le_bytes());
+    (bytes[32], bytes[33]) = (what as u8 & 0x1f, (what >> 5) as u8 & 0x1f);
+    bytes[34..36].copy_from_slice(&((what >> 48) as u16).to_le_bytes());
     Tag::from_bytes(&bytes).map(|tag| tag.call)
 }
 
@@ -216,7 +218,7 @@ mod tests {
 
     fn call(count: usize) -> Call {
         let (reduction, root) = (Some(ReduceOp::Max), Some(count % 7));
-        Call { operation: Operation::Reduce, dtype: DType::BF16, count, reduction, root }
+        Call { operation: Operation::Reduce, dtype: DType::BF16, count, reduction, root, sizes: None }
     }
 
     fn begin(recorder: &Recorder, number: u64) -> Entry {
@@ -242,11 +244,14 @@ mod tests {
     #[test]
     fn calls_survive_packing() {
         let mut all = vec![call(0), call(usize::MAX)];
-        for operation in [Operation::AllReduce, Operation::Barrier, Operation::Send, Operation::AllToAll] {
-            all.push(Call { operation, dtype: DType::F32, count: 1, reduction: None, root: None });
+        for operation in Operation::ALL {
+            for sizes in [None, Some(1), Some(u16::MAX)] {
+                all.push(Call { operation, dtype: DType::F32, count: 1, reduction: None, root: None, sizes });
+            }
         }
+        all.extend(DType::ALL.map(|dtype| Call { dtype, ..call(3) }));
         for reduction in ReduceOp::ALL {
-            all.push(Call { reduction: Some(reduction), root: Some(1 << 20), ..call(5) });
+            all.push(Call { reduction: Some(reduction), root: Some(1 << 31), sizes: Some(0xabcd), ..call(5) });
         }
         for call in all {
             assert_eq!(unpack(pack(&call), call.count as u64), Some(call));

@@ -48,6 +48,10 @@ struct Table(Vec<(Path, usize)>);
 impl Selection {
     /// The algorithm for `call`, or none where it is left to the engine, if there is one.
     pub(crate) fn plan(&self, call: &Call, world_size: usize, engine: bool) -> Option<Algorithm> {
+        if call.operation == Operation::AllToAllV {
+            // No engine has it: only each pair of ranks knows what is between them.
+            return Some(Algorithm::Direct);
+        }
         match self.path(call.operation, call.bytes(), world_size, engine) {
             Path::Native => None,
             Path::Plan(algorithm) => Some(algorithm),
@@ -104,8 +108,8 @@ impl From<Algorithm> for Selection {
     }
 }
 
-/// What a table may be for: messages between two ranks have one path only.
-pub(super) const SELECTABLE: [Operation; 7] = [
+/// What a table may be for: messages between two ranks have one path only, and so has what every pair does for itself.
+pub(super) const SELECTABLE: [Operation; 9] = [
     Operation::AllReduce,
     Operation::Reduce,
     Operation::Broadcast,
@@ -113,6 +117,8 @@ pub(super) const SELECTABLE: [Operation; 7] = [
     Operation::ReduceScatter,
     Operation::Barrier,
     Operation::AllToAll,
+    Operation::Gather,
+    Operation::Scatter,
 ];
 
 impl fmt::Display for Path {

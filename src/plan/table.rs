@@ -8,35 +8,29 @@ use crate::call::Operation;
 /// Algorithms in the order of sizes, each with the smallest size in bytes that it is for.
 type Row = (Operation, &'static [(Algorithm, usize)]);
 
-const TWO_RANKS: [Row; 7] = [
+const TWO_RANKS: [Row; 5] = [
     (Operation::AllReduce, &[(Doubling, 0), (Direct, 48 << 10)]),
     (Operation::Reduce, &[(Tree, 0), (Direct, 64 << 10)]),
     (Operation::Broadcast, &[(Tree, 0)]),
     (Operation::AllGather, &[(Direct, 0)]),
     (Operation::ReduceScatter, &[(Direct, 0)]),
-    (Operation::Barrier, &[(Direct, 0)]),
-    (Operation::AllToAll, &[(Direct, 0)]),
 ];
 
 /// Halving is at its best: it moves as little as a ring, in fewer messages.
-const POWERS_OF_TWO: [Row; 7] = [
+const POWERS_OF_TWO: [Row; 5] = [
     (Operation::AllReduce, &[(Doubling, 0), (Halving, 48 << 10)]),
     (Operation::Reduce, &[(Tree, 0), (Halving, 256 << 10)]),
     (Operation::Broadcast, &[(Tree, 0), (Halving, 256 << 10)]),
     (Operation::AllGather, &[(Halving, 0)]),
     (Operation::ReduceScatter, &[(Halving, 0)]),
-    (Operation::Barrier, &[(Direct, 0)]),
-    (Operation::AllToAll, &[(Direct, 0)]),
 ];
 
-const OTHERS: [Row; 7] = [
+const OTHERS: [Row; 5] = [
     (Operation::AllReduce, &[(Doubling, 0), (Halving, 48 << 10), (Ring, 256 << 10)]),
     (Operation::Reduce, &[(Tree, 0), (Ring, 256 << 10)]),
     (Operation::Broadcast, &[(Tree, 0), (Ring, 256 << 10)]),
     (Operation::AllGather, &[(Halving, 0), (Ring, 256 << 10)]),
     (Operation::ReduceScatter, &[(Halving, 0), (Ring, 256 << 10)]),
-    (Operation::Barrier, &[(Direct, 0)]),
-    (Operation::AllToAll, &[(Direct, 0)]),
 ];
 
 /// The plans of `operation` by size.
@@ -47,7 +41,7 @@ pub(super) fn plans(operation: Operation, world_size: usize) -> &'static [(Algor
         _ => &OTHERS,
     };
     let table = tables.iter().find(|(of, _)| *of == operation);
-    // Messages between two ranks need no plan, and nobody asks for one.
+    // The others have one plan, or need none.
     table.map_or(&[(Direct, 0)], |(_, entries)| *entries)
 }
 

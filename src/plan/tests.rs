@@ -20,8 +20,8 @@ impl World {
     fn new(operation: Operation, algorithm: Algorithm, n: usize, root: usize) -> World {
         let plans = (0..n).map(|rank| plan(operation, algorithm, rank, n, root)).collect();
         let start = |rank: usize, part: usize| match operation {
-            Operation::AllGather if rank != part => Value::new(),
-            Operation::Broadcast if rank != root => Value::new(),
+            Operation::AllGather | Operation::Gather if rank != part => Value::new(),
+            Operation::Broadcast | Operation::Scatter if rank != root => Value::new(),
             Operation::AllToAll => Value::from([rank * n + part]),
             _ => Value::from([rank]),
         };
@@ -84,7 +84,10 @@ fn each(mut check: impl FnMut(Operation, Algorithm, usize, usize)) {
     for operation in SELECTABLE {
         for algorithm in Algorithm::ALL {
             for n in 1..=17 {
-                let rooted = matches!(operation, Operation::Reduce | Operation::Broadcast);
+                let rooted = matches!(
+                    operation,
+                    Operation::Reduce | Operation::Broadcast | Operation::Gather | Operation::Scatter
+                );
                 for root in 0..if rooted { n } else { 1 } {
                     check(operation, algorithm, n, root);
                 }
@@ -107,6 +110,8 @@ fn every_plan_gives_every_rank_what_the_operation_promises() {
                     Operation::ReduceScatter if rank == part => all.clone(),
                     Operation::Broadcast => Value::from([root]),
                     Operation::AllGather => Value::from([part]),
+                    Operation::Gather if rank == root => Value::from([part]),
+                    Operation::Scatter if rank == part => Value::from([root]),
                     Operation::AllToAll => Value::from([part * n + rank]),
                     _ => continue,
                 };

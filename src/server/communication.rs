@@ -284,7 +284,7 @@ pub(super) fn call(
     if !bytes.is_multiple_of(dtype.size()) {
         return Err(Error::argument(operation, format!("{bytes} bytes are no whole number of {dtype}")));
     }
-    Ok(Call { operation, dtype, count: bytes / dtype.size(), reduction, root })
+    Ok(Call { operation, dtype, count: bytes / dtype.size(), reduction, root, sizes: None })
 }
 
 /// Host memory that several devices write from.

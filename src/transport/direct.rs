@@ -6,7 +6,7 @@
 use std::mem::MaybeUninit;
 
 use crate::call::{Call, Operation};
-use crate::partition::partition;
+use crate::partition::{Parts, partition};
 use crate::reduce::{self, Output};
 
 /// Where one rank's buffers are.
@@ -31,9 +31,20 @@ pub(super) fn lends(call: &Call, rank: usize) -> [bool; 2] {
         Operation::AllReduce | Operation::AllToAll => [true, true],
         Operation::Reduce => [true, root],
         Operation::ReduceScatter => [true, false],
-        Operation::Broadcast => [root, false],
+        Operation::Broadcast | Operation::Scatter => [root, false],
         Operation::AllGather => [false, true],
+        Operation::Gather => [false, root],
         _ => [false, false],
+    }
+}
+
+/// Whether the rank has something in the operation that its peers want.
+#[cfg(all(feature = "shm", target_os = "linux"))]
+pub(super) fn brings(call: &Call, rank: usize) -> bool {
+    match call.operation {
+        Operation::Broadcast | Operation::Scatter => call.root == Some(rank),
+        Operation::Gather => call.root != Some(rank),
+        operation => operation != Operation::Barrier,
     }
 }
 
@@ -41,12 +52,18 @@ pub(super) fn lends(call: &Call, rank: usize) -> [bool; 2] {
 /// that they have.
 ///
 /// # Safety
-/// All ranks have made this call. Of `rank` itself, `place` gives buffers of the lengths that `Buffers` lists, and of the
+/// All ranks have made this call, with the same parts. Of `rank` itself, `place` gives buffers of the lengths that `Buffers` lists, and of the
 /// others those among them that [`lends`] names; they stay valid until all ranks are done, and meanwhile nobody but these
 /// ranks' shares accesses the outputs or writes the inputs.
-pub(super) unsafe fn share(call: &Call, rank: usize, world_size: usize, place: impl Fn(usize) -> Place + Copy) {
+pub(super) unsafe fn share(
+    call: &Call,
+    parts: Parts<'_>,
+    rank: usize,
+    world_size: usize,
+    place: impl Fn(usize) -> Place + Copy,
+) {
     let size = call.dtype.size();
-    let own = partition(call.count, world_size, rank);
+    let own = parts.part(call.count, world_size, rank);
     let (at, bytes) = (own.start * size, own.len() * size);
     let mine = place(rank);
     let places = (0..world_size).map(place);
@@ -76,6 +93,16 @@ pub(super) unsafe fn share(call: &Call, rank: usize, world_size: usize, place: i
             (Operation::AllGather, ..) => {
                 let source = if mine.in_place() { mine.input.add(at) } else { mine.input };
                 places.for_each(|place| copy(source, place.output.add(at), bytes));
+            }
+            // Empty buffers of two ranks, or of one, may all begin at one place.
+            (Operation::Gather | Operation::Scatter, ..) if bytes == 0 => {}
+            (Operation::Gather, _, Some(root)) => {
+                let source = if mine.in_place() { mine.input.add(at) } else { mine.input };
+                copy(source, place(root).output.add(at), bytes);
+            }
+            (Operation::Scatter, _, Some(root)) => {
+                let target = if mine.in_place() { mine.output.add(at) } else { mine.output };
+                copy(place(root).input.add(at), target, bytes);
             }
             (Operation::AllToAll, ..) => swap_parts(call, rank, world_size, place),
             _ => {}

@@ -18,6 +18,7 @@ use super::{Buffers, Collectives, Fault};
 use crate::call::{Call, Operation};
 use crate::dtype::DType;
 use crate::error::{Error, Ranks, Site};
+use crate::partition::Parts;
 use crate::reduce::{self, Output};
 use crate::sync::{AtomicU8, AtomicU64, Cell, Mutex, Ordering};
 use crate::wait::{Bell, Deadline, Patience, crowded, lock, spin};
@@ -75,6 +76,8 @@ struct Offer {
     call: Call,
     input: *const u8,
     output: *mut u8,
+    /// Of every rank's part, where the call has such.
+    sizes: *const usize,
     inline: [u64; INLINE / 8],
 }
 
@@ -89,9 +92,21 @@ unsafe impl Send for Slot {}
 impl Local {
     /// The ends of a group of `world_size` threads, by rank.
     pub fn group(world_size: usize) -> Vec<Local> {
-        let empty = Call { operation: Operation::Barrier, dtype: DType::U8, count: 0, reduction: None, root: None };
-        let offer =
-            Offer { call: empty, input: std::ptr::null(), output: std::ptr::null_mut(), inline: [0; INLINE / 8] };
+        let empty = Call {
+            operation: Operation::Barrier,
+            dtype: DType::U8,
+            count: 0,
+            reduction: None,
+            root: None,
+            sizes: None,
+        };
+        let offer = Offer {
+            call: empty,
+            input: std::ptr::null(),
+            output: std::ptr::null_mut(),
+            sizes: std::ptr::null(),
+            inline: [0; INLINE / 8],
+        };
         let slot = || Slot {
             offers: [Line(Cell::new(offer)), Line(Cell::new(offer))],
             entered: AtomicU64::new(0),
@@ -246,10 +261,11 @@ impl Collectives for Local {
         let world_size = self.shared.slots.len();
         let output = buffers.output.as_mut_ptr();
         let input = buffers.input.map_or(output.cast_const(), <[u8]>::as_ptr);
+        let sizes = if let Parts::Sizes(sizes) = buffers.parts { sizes.as_ptr() } else { std::ptr::null() };
         let inline = call.operation == Operation::AllReduce && call.bytes() <= INLINE;
         let publish = |offer: &mut Offer| {
             offer.call = *call;
-            (offer.input, offer.output) = (input, output);
+            (offer.input, offer.output, offer.sizes) = (input, output, sizes);
             if inline {
                 let source = buffers.input.unwrap_or(buffers.output);
                 bytemuck::bytes_of_mut(&mut offer.inline)[..source.len()].copy_from_slice(source);
@@ -271,6 +287,14 @@ impl Collectives for Local {
         if call.operation == Operation::Barrier {
             return Ok(());
         }
+        if let Parts::Sizes(sizes) = buffers.parts
+            // SAFETY: all ranks are in and called the same, so each has as many sizes, which stay borrowed until `exit`.
+            && !self.offers(sequence).all(|offer| unsafe { std::slice::from_raw_parts(offer.sizes, world_size) } == sizes)
+        {
+            // Different ones with one fingerprint. All ranks see it, and nobody has used them.
+            self.exit();
+            return Err(Fault::Failed(Error::Mismatch { sequence: site.sequence, calls: self.calls(sequence) }));
+        }
         let place = |rank| {
             // SAFETY: all ranks are in: see `offers`.
             let offer = unsafe { &*self.offer(rank, sequence) };
@@ -278,7 +302,7 @@ impl Collectives for Local {
         };
         // SAFETY: buffers have the lengths that `Buffers` lists, which the group checked, and all calls are equal; `exit`
         // keeps every buffer borrowed until all ranks are done.
-        unsafe { direct::share(call, self.rank, world_size, place) };
+        unsafe { direct::share(call, buffers.parts, self.rank, world_size, place) };
         self.exit();
         Ok(())
     }
@@ -303,7 +327,11 @@ impl Local {
         if self.offers(sequence).all(|offer| offer.call == site.call) {
             return Ok(sequence);
         }
-        let calls = self.offers(sequence).enumerate().map(|(rank, offer)| (rank, offer.call)).collect();
-        Err(Fault::Failed(Error::Mismatch { sequence: site.sequence, calls }))
+        Err(Fault::Failed(Error::Mismatch { sequence: site.sequence, calls: self.calls(sequence) }))
+    }
+
+    /// What all ranks called, once all are in.
+    fn calls(&self, sequence: u64) -> Vec<(usize, Call)> {
+        self.offers(sequence).enumerate().map(|(rank, offer)| (rank, offer.call)).collect()
     }
 }

@@ -5,6 +5,7 @@ use std::ptr::NonNull;
 
 use crate::call::Tag;
 use crate::error::{Error, Site};
+use crate::partition::Parts;
 use crate::wait::Deadline;
 
 /// Why a message or an engine's operation failed. The group adds operation, rank and elapsed time to make an [`Error`].
@@ -95,11 +96,15 @@ pub trait Transport: Send + Sync {
 /// | all_gather | own part | whole |
 /// | reduce_scatter | whole | own part; in place: whole, of which the own part is the result |
 /// | all_to_all | whole | whole |
+/// | gather | own part | whole on the root, else empty; in place: whole on all |
+/// | scatter | whole on the root, else empty | own part; in place: whole on all |
 pub struct Buffers<'a> {
     /// Where the input is, unless it is in the output (in place).
     pub input: Option<&'a [u8]>,
     /// Where the result goes.
     pub output: &'a mut [u8],
+    /// What a part is: `call.count` elements are split so.
+    pub parts: Parts<'a>,
 }
 
 /// Runs whole operations.

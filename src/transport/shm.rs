@@ -81,7 +81,7 @@ impl Shm {
     pub fn phase(&self, site: &Site, call: Call, buffers: &mut Buffers<'_>, deadline: &Deadline) -> Result<(), Fault> {
         // One operation of a rank runs at a time.
         let phase = Phase { call, sequence: self.number.fetch_add(1, Ordering::Relaxed), whole: *site };
-        if small::fits(&call, self.world_size()) && call.bytes() <= TINY {
+        if small::fits(&call, buffers.parts, self.world_size()) && call.bytes() <= TINY {
             self.small(&phase, buffers, deadline)
         } else {
             self.large(&phase, buffers, deadline)
@@ -234,10 +234,11 @@ mod tests {
         for (reduction, root) in
             [(None, None), (Some(ReduceOp::Mean), None), (None, Some(7)), (Some(ReduceOp::Max), Some(0))]
         {
-            let call = Call { operation: Operation::Reduce, dtype: DType::BF16, count: 1 << 40, reduction, root };
+            let call =
+                Call { operation: Operation::Reduce, dtype: DType::BF16, count: 1 << 40, reduction, root, sizes: Some(9) };
             assert_eq!(from_words(words(&call)), Some(call));
         }
-        for nonsense in [[0, 0, 255], [0, 0, 255 << 8], [0, 99 << 32, 0], [0, 0, 1 << 16]] {
+        for nonsense in [[0, 0, 255], [0, 0, 255 << 8], [0, 99 << 32, 0], [0, 0, 1 << 32]] {
             assert_eq!(from_words(nonsense), None, "{nonsense:?}");
         }
     }

@@ -10,7 +10,7 @@ use crate::common::transport::Random;
 
 /// The ranks of each group. Two of them are in all three.
 pub const GROUPS: [&[usize]; 3] = [&[0, 1, 2, 3], &[0, 1, 2], &[1, 2, 3]];
-const OPERATIONS: [Operation; 8] = [
+const OPERATIONS: [Operation; 10] = [
     Operation::AllReduce,
     Operation::Reduce,
     Operation::Broadcast,
@@ -19,6 +19,8 @@ const OPERATIONS: [Operation; 8] = [
     Operation::AllToAll,
     Operation::Barrier,
     Operation::Send,
+    Operation::Gather,
+    Operation::Scatter,
 ];
 /// After so many elements a rank's input repeats. A prime: no part and no chunk is as long as some repetitions.
 const PERIOD: usize = 251;
@@ -65,13 +67,21 @@ impl Case {
         let n = GROUPS[group].len();
         let count = match operation {
             Operation::Barrier => 0,
-            Operation::AllToAll => bytes / dtype.size() / n * n,
+            Operation::AllToAll | Operation::Gather | Operation::Scatter => bytes / dtype.size() / n * n,
             _ => bytes / dtype.size(),
         };
         let (op, rank) = (ReduceOp::ALL[below(random, ReduceOp::ALL.len())], below(random, n));
         let reduces = matches!(operation, Operation::AllReduce | Operation::Reduce | Operation::ReduceScatter);
-        let rooted = matches!(operation, Operation::Reduce | Operation::Broadcast);
-        let call = Call { operation, dtype, count, reduction: reduces.then_some(op), root: rooted.then_some(rank) };
+        let rooted =
+            matches!(operation, Operation::Reduce | Operation::Broadcast | Operation::Gather | Operation::Scatter);
+        let call = Call {
+            operation,
+            dtype,
+            count,
+            reduction: reduces.then_some(op),
+            root: rooted.then_some(rank),
+            sizes: None,
+        };
         Case { step, group, call, suited: below(random, 4) == 0, salt: random.next(), barriers: 0 }
     }
 
@@ -159,8 +169,12 @@ impl Case {
             Operation::AllGather => (whole, (0..n).flat_map(|r| self.input(r)[self.part(r)].to_vec()).collect()),
             Operation::ReduceScatter => (self.part(rank), self.reduced()[self.part(rank)].to_vec()),
             Operation::AllToAll => (whole, (0..n).flat_map(|r| self.input(r)[self.part(rank)].to_vec()).collect()),
+            Operation::Gather if self.call.root != Some(rank) => (whole, self.input(rank)),
+            Operation::Gather => (whole, (0..n).flat_map(|r| self.input(r)[self.part(r)].to_vec()).collect()),
+            Operation::Scatter => (self.part(rank), self.input(self.root())[self.part(rank)].to_vec()),
             Operation::Barrier => (0..0, Vec::new()),
-            Operation::Send => (whole, self.input((rank + n - 1) % n)),
+            // Of those that are drawn.
+            _ => (whole, self.input((rank + n - 1) % n)),
         }
     }
 }

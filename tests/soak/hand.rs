@@ -216,6 +216,8 @@ impl Hand<'_> {
             Operation::Broadcast => group.broadcast(data, case.root()),
             Operation::AllGather => group.all_gather(data),
             Operation::ReduceScatter => group.reduce_scatter(data, case.op()),
+            Operation::Gather => group.gather(data, case.root()),
+            Operation::Scatter => group.scatter(data, case.root()),
             _ => group.all_to_all(data),
         }
         .map_err(said)?;
@@ -235,6 +237,8 @@ impl Hand<'_> {
             Operation::Broadcast => group.start_broadcast(data, case.root()),
             Operation::AllGather => group.start_all_gather(data),
             Operation::ReduceScatter => group.start_reduce_scatter(data, case.op()),
+            Operation::Gather => group.start_gather(data, case.root()),
+            Operation::Scatter => group.start_scatter(data, case.root()),
             _ => group.start_all_to_all(data),
         }
         .map_err(said)?;
@@ -248,9 +252,12 @@ impl Hand<'_> {
         let (case, rank) = (self.case, self.group.rank());
         let (mut mine, mut want) = (case.input::<T>(rank), case.want::<T>(rank).1);
         match case.call.operation {
-            Operation::AllGather => mine = mine[case.part(rank)].to_vec(),
-            Operation::Reduce if rank != case.root() => want.clear(),
+            Operation::AllGather | Operation::Gather => mine = mine[case.part(rank)].to_vec(),
+            Operation::Scatter if rank != case.root() => mine.clear(),
             _ => {}
+        }
+        if matches!(case.call.operation, Operation::Reduce | Operation::Gather) && rank != case.root() {
+            want.clear();
         }
         let (mut input, mut output) = (self.memory(&mine)?, self.blank::<T>(want.len())?);
         let (group, from, to) = (&self.group, input.as_mut(), output.as_mut());
@@ -260,6 +267,8 @@ impl Hand<'_> {
             Operation::Broadcast => group.broadcast_into((rank == case.root()).then_some(from), to, case.root()),
             Operation::AllGather => group.all_gather_into(from, to),
             Operation::ReduceScatter => group.reduce_scatter_into(from, to, case.op()),
+            Operation::Gather => group.gather_into(from, to, case.root()),
+            Operation::Scatter => group.scatter_into(from, to, case.root()),
             _ => group.all_to_all_into(from, to),
         }
         .map_err(said)?;

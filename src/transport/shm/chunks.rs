@@ -23,7 +23,7 @@ use super::lent::Lent;
 use super::segment::BUFFERS;
 use super::{Phase, Shm};
 use crate::call::{Call, Operation};
-use crate::partition::partition;
+use crate::partition::Parts;
 use crate::reduce::{self, Output};
 use crate::sync::Ordering;
 use crate::transport::{Buffers, Fault};
@@ -76,6 +76,7 @@ pub(super) struct Pass<'a> {
     deadline: &'a Deadline,
     pub flow: &'a mut Flow,
     call: &'a Call,
+    parts: Parts<'a>,
     pub input: *const u8,
     pub output: *mut u8,
     /// The element of the whole with which the input and the output begin.
@@ -92,19 +93,20 @@ pub(super) struct Pass<'a> {
 
 impl<'a> Pass<'a> {
     /// Any operation but a barrier.
-    pub fn new(
+    pub fn new<'b: 'a>(
         shm: &'a Shm,
         phase: &'a Phase,
-        buffers: &mut Buffers<'_>,
+        buffers: &mut Buffers<'b>,
         deadline: &'a Deadline,
         flow: &'a mut Flow,
     ) -> Self {
-        let (call, n) = (&phase.call, shm.world_size());
-        let own = partition(call.count, n, shm.rank).start;
+        let (call, parts, n) = (&phase.call, buffers.parts, shm.world_size());
+        let own = parts.start(call.count, n, shm.rank);
         let output = buffers.output.as_mut_ptr();
-        let origin = |of| if buffers.input.is_some() && call.operation == of { own } else { 0 };
+        let apart = buffers.input.is_some();
+        let origin = |of: [Operation; 2]| if apart && of.contains(&call.operation) { own } else { 0 };
         let most = shm.segment.block_size() / call.dtype.size();
-        let longest = partition(call.count, n, 0).len();
+        let longest = parts.longest(call.count, n);
         // As even as can be, in whole cache lines.
         let line = 64 / call.dtype.size();
         let piece = longest.div_ceil(longest.div_ceil(most)).next_multiple_of(line);
@@ -115,11 +117,15 @@ impl<'a> Pass<'a> {
             first: (flow.step, flow.chunks),
             flow,
             call,
+            parts,
             input: buffers.input.map_or(output.cast_const(), <[u8]>::as_ptr),
             output,
-            origins: (origin(Operation::AllGather), origin(Operation::ReduceScatter)),
-            in_place: buffers.input.is_none(),
-            apart: buffers.input.is_some() || matches!(call.operation, Operation::AllGather | Operation::Broadcast),
+            origins: (
+                origin([Operation::AllGather, Operation::Gather]),
+                origin([Operation::ReduceScatter, Operation::Scatter]),
+            ),
+            in_place: !apart,
+            apart: apart || call.reduction.is_none() && call.operation != Operation::AllToAll,
             piece,
             pieces: longest.div_ceil(piece) as u64,
         }
@@ -194,7 +200,7 @@ impl Pass<'_> {
             let each = self.call.count / n;
             return part * each..(part + 1) * each;
         }
-        partition(self.call.count, n, part)
+        self.parts.part(self.call.count, n, part)
     }
 
     /// The elements of the part in the chunk: at most `piece`, and none where a shorter part has ended.
@@ -223,6 +229,8 @@ impl Pass<'_> {
         match self.call.operation {
             Operation::Broadcast => self.call.root == Some(self.shm.rank),
             Operation::AllGather => part == self.shm.rank,
+            Operation::Gather => part == self.shm.rank && self.call.root != Some(part),
+            Operation::Scatter => part != self.shm.rank && self.call.root == Some(self.shm.rank),
             _ => part != self.shm.rank,
         }
     }
@@ -242,6 +250,10 @@ impl Pass<'_> {
             Operation::Broadcast => self.call.root.map(|root| (root, part)).filter(|(root, _)| *root != rank),
             Operation::AllToAll => Some((part, rank)).filter(|_| part != rank),
             Operation::AllGather => Some((part, part)).filter(|_| part != rank),
+            Operation::Gather => Some((part, part)).filter(|_| part != rank && self.call.root == Some(rank)),
+            Operation::Scatter => {
+                self.call.root.map(|root| (root, rank)).filter(|(root, _)| part == rank && *root != rank)
+            }
             _ => Some((rank, part)).filter(|_| part != rank && self.gets(rank)),
         }
     }
@@ -249,7 +261,7 @@ impl Pass<'_> {
     fn stage(&mut self, chunk: u64) -> Result<(), Fault> {
         let (n, size, buffer) = (self.shm.world_size(), self.call.dtype.size(), self.buffer(chunk));
         // What was in the buffer before is `BUFFERS` chunks old, or from an operation before.
-        if self.call.operation != Operation::Broadcast || self.brings(0) {
+        if (0..n).any(|part| self.brings(part)) {
             self.wait(self.flow.free[buffer], |_| true)?;
         }
         // Peers are done with what they reduce when they have reduced it; what comes back only this rank reads.
@@ -269,7 +281,11 @@ impl Pass<'_> {
         }
         // What this rank has for itself. Reductions need it where it is.
         let whole = self.call.operation == Operation::Broadcast && self.brings(0);
-        let own = matches!(self.call.operation, Operation::AllGather | Operation::AllToAll);
+        let own = match self.call.operation {
+            Operation::AllGather | Operation::AllToAll => true,
+            Operation::Gather | Operation::Scatter => self.call.root == Some(self.shm.rank),
+            _ => false,
+        };
         for part in (0..n).filter(|part| !self.in_place && (whole || own && *part == self.shm.rank)) {
             let span = self.span(part, chunk);
             // SAFETY: as above for the input, and the output holds the whole; the two are apart.
@@ -305,7 +321,8 @@ impl Pass<'_> {
         }
         let ready = if self.call.reduction.is_some() { self.step(chunk + 1, REDUCE) } else { self.step(chunk, STAGE) };
         if ready > self.step(0, STAGE) || late {
-            self.wait(ready, |rank| self.call.operation != Operation::Broadcast || self.call.root == Some(rank))?;
+            let rooted = matches!(self.call.operation, Operation::Broadcast | Operation::Scatter);
+            self.wait(ready, |rank| !rooted || self.call.root == Some(rank))?;
         }
         for part in 0..n {
             let Some((from, block)) = self.source(part) else { continue };

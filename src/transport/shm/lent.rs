@@ -18,6 +18,7 @@ use super::chunks::Pass;
 use super::segment::GRAIN;
 use super::{Phase, Shm, small};
 use crate::call::Call;
+use crate::partition::Parts;
 use crate::sync::{Ordering, fence};
 use crate::transport::direct::{self, Place};
 use crate::transport::{Buffers, Fault};
@@ -61,12 +62,12 @@ impl Shm {
     pub(super) fn large(&self, phase: &Phase, buffers: &mut Buffers<'_>, deadline: &Deadline) -> Result<(), Fault> {
         let (call, rank) = (&phase.call, self.rank);
         let mine = self.lend(call, buffers);
-        let lends = direct::lends(call, rank).contains(&true);
+        let parts = buffers.parts;
         let mut flow = lock(&self.flow);
         let mut pass = Pass::new(self, phase, buffers, deadline, &mut flow);
-        // A rank that lends all may need no window; one that has nothing to lend has nothing to stage.
-        let begun = lends && !whole(call, rank, mine);
-        let fits = small::fits(call, self.world_size());
+        // A rank that lends all may need no window.
+        let begun = direct::brings(call, rank) && !whole(call, rank, mine);
+        let fits = small::fits(call, parts, self.world_size());
         if begun && fits {
             self.bring(phase, buffers);
         } else if begun {
@@ -85,13 +86,13 @@ impl Shm {
             let lent = self.lent(phase, peer)?;
             let whole = whole(call, peer, lent);
             all &= whole;
-            late |= whole && direct::lends(call, peer).contains(&true);
+            late |= whole && direct::brings(call, peer);
             pass.flow.lent.push(lent);
         }
         if all {
             let Pass { flow, input, output, .. } = pass;
             flow.step += 1;
-            self.direct(call, Place { input, output }, &flow.lent);
+            self.direct(call, parts, Place { input, output }, &flow.lent);
             // Between what was read and the look for those who gave up, see `Recall`.
             fence(Ordering::Acquire);
             self.wait(phase, deadline, |peer| self.control(peer).gave_up.0.load(Ordering::Relaxed) == 0)?;
@@ -108,7 +109,7 @@ impl Shm {
     }
 
     /// Does this rank's share straight between the buffers.
-    fn direct(&self, call: &Call, own: Place, lent: &[Lent]) {
+    fn direct(&self, call: &Call, parts: Parts<'_>, own: Place, lent: &[Lent]) {
         let place = |rank: usize| {
             let at = |lent: Option<usize>| lent.map_or(null_mut(), |at| self.segment.arena(rank, at).as_ptr());
             if rank == self.rank {
@@ -121,7 +122,7 @@ impl Shm {
         // this rank they are the caller's buffers. Of the others they are within their arenas, which stay mapped, and
         // whatever is there are elements. A sound peer leaves its buffers alone until all are done; what a broken one
         // does to them, it does to the elements only.
-        unsafe { direct::share(call, self.rank, self.world_size(), place) };
+        unsafe { direct::share(call, parts, self.rank, self.world_size(), place) };
     }
 
     /// What this rank can lend of what its peers have to reach.
@@ -178,6 +179,7 @@ mod tests {
             count: COUNT,
             reduction: Some(ReduceOp::Sum),
             root: None,
+            sizes: None,
         },
         sequence: 0,
     };
@@ -213,7 +215,7 @@ mod tests {
     }
 
     fn run(shm: &Shm, output: &mut [u8], limit: Duration) -> Result<(), Fault> {
-        shm.run(&SITE, &mut Buffers { input: None, output }, &Deadline::after(limit))
+        shm.run(&SITE, &mut Buffers { input: None, output, parts: Parts::Even }, &Deadline::after(limit))
     }
 
     #[test]

@@ -5,7 +5,7 @@ use std::ops::Range;
 use super::segment::INLINE;
 use super::{Phase, Shm};
 use crate::call::{Call, Operation};
-use crate::partition::partition;
+use crate::partition::Parts;
 use crate::reduce::{self, Output};
 use crate::transport::{Buffers, Fault};
 use crate::wait::Deadline;
@@ -15,9 +15,9 @@ use crate::wait::Deadline;
 const READ: usize = 64 << 10;
 
 /// Whether all that a rank contributes fits its offer. Every rank computes the same from the same call.
-pub(super) fn fits(call: &Call, world_size: usize) -> bool {
+pub(super) fn fits(call: &Call, parts: Parts<'_>, world_size: usize) -> bool {
     let contribution = match call.operation {
-        Operation::AllGather => partition(call.count, world_size, 0).len() * call.dtype.size(),
+        Operation::AllGather | Operation::Gather => parts.longest(call.count, world_size) * call.dtype.size(),
         _ => call.bytes(),
     };
     let read = match call.operation {
@@ -42,8 +42,8 @@ impl Shm {
         let (call, rank) = (&phase.call, self.rank);
         let source: &[u8] = match (call.operation, buffers.input) {
             (Operation::Barrier, _) => &[],
-            (Operation::Broadcast, _) if call.root != Some(rank) => &[],
-            (Operation::AllGather, None) => &buffers.output[self.part(call, rank)],
+            (Operation::Broadcast | Operation::Scatter, _) if call.root != Some(rank) => &[],
+            (Operation::AllGather | Operation::Gather, None) => &buffers.output[self.part(call, buffers.parts, rank)],
             (_, Some(input)) => input,
             (_, None) => &*buffers.output,
         };
@@ -55,8 +55,8 @@ impl Shm {
     }
 
     /// Where a rank's part is in the whole.
-    fn part(&self, call: &Call, of: usize) -> Range<usize> {
-        let (part, size) = (partition(call.count, self.world_size(), of), call.dtype.size());
+    fn part(&self, call: &Call, parts: Parts<'_>, of: usize) -> Range<usize> {
+        let (part, size) = (parts.part(call.count, self.world_size(), of), call.dtype.size());
         part.start * size..part.end * size
     }
 
@@ -64,7 +64,8 @@ impl Shm {
     pub(super) fn result(&self, phase: &Phase, buffers: &mut Buffers<'_>) {
         let (call, rank, n) = (&phase.call, self.rank, self.world_size());
         let size = call.dtype.size();
-        let part = |of: usize| self.part(call, of);
+        let parts = buffers.parts;
+        let part = |of: usize| self.part(call, parts, of);
         let inline = |of: usize| self.offer(of, phase).inline.reading().cast::<u8>();
         let in_place = buffers.input.is_none();
         let output = &mut *buffers.output;
@@ -76,7 +77,13 @@ impl Shm {
         };
         match (call.operation, call.reduction) {
             (Operation::Broadcast, _) => call.root.into_iter().for_each(|root| copy(root, 0, 0..call.bytes())),
-            (Operation::AllGather, _) => (0..n).for_each(|from| copy(from, 0, part(from))),
+            (Operation::Gather, _) if call.root != Some(rank) => {}
+            (Operation::AllGather | Operation::Gather, _) => (0..n).for_each(|from| copy(from, 0, part(from))),
+            (Operation::Scatter, _) => {
+                let own = part(rank);
+                let target = if in_place { own.clone() } else { 0..own.len() };
+                call.root.into_iter().for_each(|root| copy(root, own.start, target.clone()));
+            }
             (Operation::AllToAll, _) => {
                 // Rounded down, as the length of a started buffer may be no multiple any more.
                 let part = call.count / n * size;

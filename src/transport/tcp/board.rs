@@ -8,7 +8,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 use super::link::{Link, MOST};
-use crate::call::{Call, Operation, Tag};
+use crate::call::{Call, Tag};
 use crate::error::{Error, Site};
 use crate::sync::{AtomicBool, Mutex, MutexGuard, Ordering};
 use crate::transport::Fault;
@@ -131,7 +131,7 @@ impl Board {
         let later = completed > tag.sequence;
         let missing = |peer: &Peer| peer.moved || matches!(peer.presence, Presence::Lost(_));
         let missed = || self.state().peers.iter().any(missing);
-        (!later || tag.call.operation == Operation::Send || missed()).then_some(failure)
+        (!later || !tag.call.operation.is_collective() || missed()).then_some(failure)
     }
 
     /// Readable from the first failure on.

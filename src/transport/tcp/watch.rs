@@ -6,7 +6,7 @@ use tokio::sync::mpsc::UnboundedSender;
 
 use super::board::{Board, verdict};
 use super::control::Outgoing;
-use crate::call::{Call, Operation, Tag};
+use crate::call::{Call, Tag};
 use crate::error::{Error, Ranks, Site};
 use crate::transport::Fault;
 use crate::wait::{Deadline, Patience};
@@ -126,6 +126,6 @@ impl<'a> Watch<'a> {
 
     /// Messages from rank to rank are numbered apart, so there is nothing to compare among all ranks.
     fn collective(&self) -> bool {
-        self.tag.call.operation != Operation::Send
+        self.tag.call.operation.is_collective()
     }
 }

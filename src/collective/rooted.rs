@@ -1,0 +1,107 @@
+//! One rank has the whole, every rank a part.
+
+use super::{call, expect};
+use crate::call::Operation;
+use crate::dtype::Element;
+use crate::error::Error;
+use crate::group::{Group, Work};
+
+/// # Parts of a whole on one rank
+impl Group {
+    /// Collects every rank's part in `data` on `root`. Rank `r` brings its own part where
+    /// [`partition`](crate::partition())`(data.len(), world_size, r)` says. Elsewhere than on the root `data` stays as it
+    /// is.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for a root that is no rank, else as [`all_reduce`](Group::all_reduce).
+    #[track_caller]
+    pub fn gather<T: Element>(&self, data: &mut [T], root: usize) -> Result<(), Error> {
+        self.check_rank("gather", "root", root)?;
+        self.run(call::<T>(Operation::Gather, data.len(), None, Some(root)), None, data)
+    }
+
+    /// Collects every rank's `input`, all of one length, in `output` on `root`, in the order of ranks. The output is not
+    /// used elsewhere (pass `&mut []`).
+    ///
+    /// ```
+    /// let ranks: Vec<_> = bonfire::Group::threads(3)?
+    ///     .into_iter()
+    ///     .map(|group| std::thread::spawn(move || {
+    ///         let mut all = vec![0; if group.rank() == 1 { 6 } else { 0 }];
+    ///         group.gather_into(&[group.rank() as i32; 2], &mut all, 1).map(|()| all)
+    ///     }))
+    ///     .collect();
+    /// let all: Result<Vec<_>, _> = ranks.into_iter().map(|rank| rank.join().unwrap()).collect();
+    /// assert_eq!(all?, [vec![], vec![0, 0, 1, 1, 2, 2], vec![]]);
+    /// # Ok::<(), bonfire::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for a root that is no rank or an output of another length on it, else as
+    /// [`all_reduce`](Group::all_reduce). Where the ranks bring different lengths: see [`gather_v`](Group::gather_v).
+    #[track_caller]
+    pub fn gather_into<T: Element>(&self, input: &[T], output: &mut [T], root: usize) -> Result<(), Error> {
+        self.check_rank("gather", "root", root)?;
+        let count = input.len() * self.world_size();
+        let output = if self.rank() == root { output } else { &mut [] };
+        if self.rank() == root {
+            expect("gather", "output", output.len(), count)?;
+        }
+        self.run(call::<T>(Operation::Gather, count, None, Some(root)), Some(input), output)
+    }
+
+    /// Gives every rank its part of `root`'s `data`, where
+    /// [`partition`](crate::partition())`(data.len(), world_size, rank)` says. Elsewhere than on the root the rest of `data`
+    /// stays as it is.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for a root that is no rank, else as [`all_reduce`](Group::all_reduce).
+    #[track_caller]
+    pub fn scatter<T: Element>(&self, data: &mut [T], root: usize) -> Result<(), Error> {
+        self.check_rank("scatter", "root", root)?;
+        self.run(call::<T>(Operation::Scatter, data.len(), None, Some(root)), None, data)
+    }
+
+    /// Fills `output`, of one length on all ranks, with this rank's part of `root`'s `input`. The input is not used
+    /// elsewhere (pass `&[]`).
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for a root that is no rank or an input of another length on it, else as
+    /// [`all_reduce`](Group::all_reduce). Where ranks get different lengths: see [`scatter_v`](Group::scatter_v).
+    #[track_caller]
+    pub fn scatter_into<T: Element>(&self, input: &[T], output: &mut [T], root: usize) -> Result<(), Error> {
+        self.check_rank("scatter", "root", root)?;
+        let count = output.len() * self.world_size();
+        let input = if self.rank() == root { input } else { &[] };
+        if self.rank() == root {
+            expect("scatter", "input", input.len(), count)?;
+        }
+        self.run(call::<T>(Operation::Scatter, count, None, Some(root)), Some(input), output)
+    }
+
+    /// Starts [`gather`](Group::gather).
+    ///
+    /// # Errors
+    /// Wrong arguments; whatever comes later is returned by [`Work::wait`].
+    #[track_caller]
+    pub fn start_gather<T: Element, B>(&self, buffer: B, root: usize) -> Result<Work<B>, Error>
+    where
+        B: AsMut<[T]> + Send + 'static,
+    {
+        self.check_rank("gather", "root", root)?;
+        self.start(buffer, move |len| call::<T>(Operation::Gather, len, None, Some(root)))
+    }
+
+    /// Starts [`scatter`](Group::scatter).
+    ///
+    /// # Errors
+    /// Wrong arguments; whatever comes later is returned by [`Work::wait`].
+    #[track_caller]
+    pub fn start_scatter<T: Element, B>(&self, buffer: B, root: usize) -> Result<Work<B>, Error>
+    where
+        B: AsMut<[T]> + Send + 'static,
+    {
+        self.check_rank("scatter", "root", root)?;
+        self.start(buffer, move |len| call::<T>(Operation::Scatter, len, None, Some(root)))
+    }
+}

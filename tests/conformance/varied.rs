@@ -1,0 +1,118 @@
+//! Gather and scatter, parts of uneven sizes, and what is between pairs of ranks.
+
+use std::ops::Range;
+
+use bonfire::{Group, ReduceOp, partition};
+
+use crate::common::oracle::{Sample, input, reduced};
+
+/// Sizes of all ranks' parts: some empty, all in one, more and more, less and less.
+fn sizes(n: usize, len: usize) -> Vec<usize> {
+    let size = |rank: usize| match len % 4 {
+        0 => len * usize::from(rank == len / 4 % n),
+        1 => (len / n + 1) * usize::from(rank.is_multiple_of(2)),
+        2 => rank * len / (n * n),
+        _ => len / (rank + 1),
+    };
+    (0..n).map(size).collect()
+}
+
+fn part(sizes: &[usize], rank: usize) -> Range<usize> {
+    let start = sizes[..rank].iter().sum();
+    start..start + sizes[rank]
+}
+
+/// How many elements rank `from` has for rank `to`.
+fn between(from: usize, to: usize, len: usize) -> usize {
+    (from * 5 + to * 3 + len) % 4 * (len / 7 + 1)
+}
+
+pub fn check<T: Sample>(group: &Group, len: usize) {
+    let (rank, n) = (group.rank(), group.world_size());
+    let label = |what: &str| format!("{what} of {} x {len} on rank {rank} of {n}", T::DTYPE);
+    check_even::<T>(group, len, (len + 1) % n, &label);
+    check_sizes::<T>(group, len);
+    check_pairs::<T>(group, len, &label);
+}
+
+fn check_even<T: Sample>(group: &Group, len: usize, root: usize, label: &impl Fn(&str) -> String) {
+    let (rank, n) = (group.rank(), group.world_size());
+    let own = partition(len, n, rank);
+    let mine: Vec<T> = input(rank, len);
+    let all: Vec<T> = (0..n).flat_map(|r| input::<T>(r, len)[partition(len, n, r)].to_vec()).collect();
+
+    let mut data = mine.clone();
+    group.gather(&mut data, root).unwrap();
+    assert_eq!(data, if rank == root { &all[..] } else { &mine[..] }, "{}", label("gather"));
+    let whole: Vec<T> = (0..n).flat_map(|r| input::<T>(r, len)).collect();
+    let mut output = vec![T::zeroed(); if rank == root { n * len } else { 0 }];
+    group.gather_into(&mine, &mut output, root).unwrap();
+    assert_eq!(output, if rank == root { &whole[..] } else { &[] }, "{}", label("gather_into"));
+
+    let mut data = mine.clone();
+    group.scatter(&mut data, root).unwrap();
+    let mut want = mine.clone();
+    want[own.clone()].copy_from_slice(&input::<T>(root, len)[own]);
+    assert_eq!(data, want, "{}", label("scatter"));
+    let mut output = vec![T::zeroed(); len];
+    group.scatter_into(if rank == root { &whole } else { &[] }, &mut output, root).unwrap();
+    assert_eq!(output, mine, "{}", label("scatter_into"));
+}
+
+/// What has parts of uneven sizes.
+pub fn check_sizes<T: Sample>(group: &Group, len: usize) {
+    let (rank, n) = (group.rank(), group.world_size());
+    let label = |what: &str| format!("{what} of {} x {len} on rank {rank} of {n}", T::DTYPE);
+    let (sizes, root) = (&sizes(n, len)[..], (len + 1) % n);
+    let (len, own) = (sizes.iter().sum(), part(sizes, rank));
+    let mine: Vec<T> = input(rank, own.len());
+    let all: Vec<T> = (0..n).flat_map(|r| input::<T>(r, sizes[r])).collect();
+
+    let mut output = vec![T::zeroed(); len];
+    group.all_gather_v_into(&mine, sizes, &mut output).unwrap();
+    assert_eq!(output, all, "{}", label("all_gather_v_into"));
+    assert_eq!(group.all_gather_v(&mine).unwrap(), (all.clone(), sizes.to_vec()), "{}", label("all_gather_v"));
+
+    for op in [ReduceOp::Sum, ReduceOp::Mean, ReduceOp::Max] {
+        let want: Vec<T> = own.clone().map(|i| reduced(op, n, i)).collect();
+        let (whole, mut output) = (input::<T>(rank, len), vec![T::zeroed(); own.len()]);
+        group.reduce_scatter_v_into(&whole, sizes, &mut output, op).unwrap();
+        assert_eq!(output, want, "{}", label("reduce_scatter_v_into"));
+        assert_eq!(group.reduce_scatter_v(&whole, own.len(), op).unwrap(), want, "{}", label("reduce_scatter_v"));
+    }
+
+    let here = rank == root;
+    let mut output = vec![T::zeroed(); if here { len } else { 0 }];
+    group.gather_v_into(&mine, sizes, &mut output, root).unwrap();
+    assert_eq!(output, if here { &all[..] } else { &[] }, "{}", label("gather_v_into"));
+    let gathered = group.gather_v(&mine, root).unwrap();
+    assert_eq!(gathered, here.then(|| (all.clone(), sizes.to_vec())), "{}", label("gather_v"));
+
+    let mut output = vec![T::zeroed(); own.len()];
+    group.scatter_v_into(if here { &all } else { &[] }, sizes, &mut output, root).unwrap();
+    assert_eq!(output, mine, "{}", label("scatter_v_into"));
+    let scattered = group.scatter_v(here.then_some((&all[..], sizes)), root).unwrap();
+    assert_eq!(scattered, mine, "{}", label("scatter_v"));
+}
+
+fn check_pairs<T: Sample>(group: &Group, len: usize, label: &impl Fn(&str) -> String) {
+    let (rank, n) = (group.rank(), group.world_size());
+    // What rank `from` has for rank `to` begins with that rank's number.
+    let parcel =
+        |from: usize, to: usize| (0..between(from, to, len)).map(move |i| T::of(((from * 9 + to + i) % 120) as i128));
+    let send: Vec<usize> = (0..n).map(|to| between(rank, to, len)).collect();
+    let receive: Vec<usize> = (0..n).map(|from| between(from, rank, len)).collect();
+    let mine: Vec<T> = (0..n).flat_map(|to| parcel(rank, to)).collect();
+    let want: Vec<T> = (0..n).flat_map(|from| parcel(from, rank)).collect();
+    let mut output = vec![T::zeroed(); want.len()];
+    group.all_to_all_v_into(&mine, &send, &mut output, &receive).unwrap();
+    assert_eq!(output, want, "{}", label("all_to_all_v_into"));
+    assert_eq!(group.all_to_all_v(&mine, &send).unwrap(), (want, receive), "{}", label("all_to_all_v"));
+
+    // Around the ring, with another length for each.
+    let (next, previous) = ((rank + 1) % n, (rank + n - 1) % n);
+    let mine: Vec<T> = input(rank, len + rank);
+    let mut data = vec![T::zeroed(); len + previous];
+    group.exchange(&mine, next, &mut data, previous).unwrap();
+    assert_eq!(data, input::<T>(previous, len + previous), "{}", label("exchange"));
+}
