@@ -88,7 +88,8 @@ pub struct Call {
     pub reduction: Option<ReduceOp>,
     /// The root, where the operation has one.
     pub root: Option<usize>,
-    /// Where the caller said how many elements each rank has, a fingerprint of these numbers.
+    /// Where the caller said how many elements each rank has, a fingerprint of these numbers, which is odd. Where it said
+    /// of what shape a tensor is, of that too; of that alone it is even.
     pub sizes: Option<u16>,
 }
 
@@ -105,6 +106,25 @@ impl Call {
     pub const fn bytes(&self) -> usize {
         self.count * self.dtype.size()
     }
+
+    /// The call with these sizes of the ranks' parts.
+    pub(crate) fn sized(self, sizes: &[usize]) -> Call {
+        Call { sizes: Some(fingerprint(sizes.iter().copied()) | 1), ..self }
+    }
+
+    /// Whether the ranks' parts have sizes of their own.
+    pub(crate) const fn is_sized(&self) -> bool {
+        matches!(self.sizes, Some(sizes) if sizes & 1 == 1)
+    }
+
+    /// The call on tensors whose shape has this fingerprint.
+    pub(crate) fn shaped(self, shape: u16) -> Call {
+        let sizes = match self.sizes {
+            Some(sizes) if self.is_sized() => sizes ^ shape | 1,
+            _ => (shape & !1).max(2),
+        };
+        Call { sizes: Some(sizes), ..self }
+    }
 }
 
 impl fmt::Display for Call {
@@ -113,7 +133,7 @@ impl fmt::Display for Call {
             self.operation,
             Operation::AllGather | Operation::ReduceScatter | Operation::Gather | Operation::Scatter
         );
-        write!(f, "{}{}", self.operation, if parts && self.sizes.is_some() { "_v" } else { "" })?;
+        write!(f, "{}{}", self.operation, if parts && self.is_sized() { "_v" } else { "" })?;
         match self.operation {
             Operation::Barrier => return Ok(()),
             Operation::AllToAllV | Operation::Exchange => write!(f, "({}", self.dtype)?,
@@ -126,7 +146,7 @@ impl fmt::Display for Call {
             write!(f, ", root {root}")?;
         }
         if let Some(sizes) = self.sizes {
-            write!(f, ", sizes #{sizes:04x}")?;
+            write!(f, ", {} #{sizes:04x}", if self.is_sized() { "sizes" } else { "shape" })?;
         }
         write!(f, ")")
     }
@@ -208,6 +228,19 @@ mod tests {
             let (operation, dtype) = (Operation::ALL[operation], DType::ALL[dtype]);
             let tag = Tag { group, sequence, call: Call { operation, dtype, count, reduction, root, sizes } };
             prop_assert_eq!(Tag::from_bytes(&tag.to_bytes()), Some(tag));
+        }
+
+        #[test]
+        fn a_shape_changes_no_call_with_sizes_into_one_without(
+            sizes in proptest::collection::vec(any::<usize>(), 0..5),
+            shape in 1u16..,
+        ) {
+            let call = Call {
+                operation: Operation::AllGather, dtype: DType::F32, count: 0, reduction: None, root: None, sizes: None,
+            };
+            prop_assert!(call.sized(&sizes).is_sized() && call.sized(&sizes).shaped(shape).is_sized());
+            let shaped = call.shaped(shape);
+            prop_assert!(!call.is_sized() && !shaped.is_sized() && shaped.sizes.is_some_and(|sizes| sizes > 0));
         }
 
         #[test]

@@ -213,7 +213,7 @@ impl Group {
         let buffers = Buffers { input: input.map(cast_slice), output: cast_slice_mut(output), parts };
         let at = Location::caller();
         let _turn = self.turn();
-        self.core.collective(call, buffers, self.deadline(), at, execute::plans)
+        self.core.collective(self.stamp(call), buffers, self.deadline(), at, execute::plans)
     }
 }
 

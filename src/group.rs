@@ -26,7 +26,7 @@ pub(crate) use self::recorder::CallSite;
 use self::recorder::{Entry, Recorder};
 pub use self::trace::{Message, Record, State, Trace};
 use self::turn::{Queue, Turn};
-use crate::call::{Call, Operation, Tag};
+use crate::call::{Call, Operation, Tag, fingerprint};
 use crate::dtype::Element;
 use crate::error::{Error, Site};
 use crate::plan::{self, Algorithm, Plan, Selection};
@@ -61,6 +61,8 @@ use crate::wait::{Deadline, lock};
 pub struct Group {
     pub(crate) core: Arc<Core>,
     deadline: Duration,
+    /// A fingerprint of the shape of the tensors that this handle's operations are on.
+    shape: Option<u16>,
     // Dropped with the last handle, while started operations still hold the core.
     anchor: Arc<Anchor>,
 }
@@ -260,6 +262,16 @@ impl Group {
         Buffer::new(len, |bytes| self.core.near.allocate(bytes))
     }
 
+    /// A handle whose blocking operations fail on all ranks where another rank's are on tensors of another shape.
+    pub(crate) fn shaped(&self, shape: &[usize]) -> Group {
+        Group { shape: Some(fingerprint(shape.iter().copied())), ..self.clone() }
+    }
+
+    /// The call as this handle makes it.
+    pub(crate) fn stamp(&self, call: Call) -> Call {
+        self.shape.map_or(call, |shape| call.shaped(shape))
+    }
+
     pub(crate) fn turn(&self) -> Turn<'_> {
         self.core.queue.turn()
     }
@@ -303,7 +315,7 @@ impl Core {
             traced: Mutex::new(false),
         });
         let anchor = Arc::new(Anchor { core: core.clone(), progress: OnceLock::new() });
-        Group { core, deadline, anchor }
+        Group { core, deadline, shape: None, anchor }
     }
 
     pub fn transport(&self) -> &dyn Transport {

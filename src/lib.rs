@@ -9,6 +9,8 @@
 //! | have burn's wgpu or CUDA backend with collectives between devices | `Wgpu`, `Cuda`; see `server` |
 //! | train with burn-train's `Learner` | `DataParallelStrategy`, with the feature `ddp` |
 //! | run a program written for burn-collective | [`register`], [`all_reduce`], [`broadcast`], [`reduce`]; see [`tensor`] |
+//! | move and combine tensors of any kind, with gradients if you like | [`tensor::operation`], [`tensor::autodiff`] |
+//! | place experts on different ranks, or move a program from vLLM's device communicator | [`DeviceCommunicator`] |
 //! | combine slices | [`Group`] |
 //! | carry messages in your own way | [`Transport`] and [`Group::on`] |
 //!
@@ -71,6 +73,7 @@ pub use tensor::collective::{
     GradientsParamsExt, NodeId, PeerId, ReduceStrategy, all_reduce, broadcast, finish_collective, reduce, register,
     reset_collective, start_global_orchestrator,
 };
+pub use tensor::communicator::{DeviceCommunicator, Routing};
 #[cfg(feature = "ddp")]
 pub use train::DataParallelStrategy;
 pub use train::{DataParallel, ShardedSampler, SyncBatchNorm, SyncBatchNormConfig};

@@ -7,6 +7,7 @@ pub(crate) mod attempt;
 pub mod autodiff;
 #[cfg(unix)]
 pub(crate) mod collective;
+pub(crate) mod communicator;
 pub(crate) mod device;
 #[cfg(feature = "flex")]
 mod flex;

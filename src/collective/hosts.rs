@@ -34,7 +34,7 @@ const RAILS: usize = 64 << 10;
 pub(super) fn serves(call: &Call) -> bool {
     let shared =
         !matches!(call.operation, Operation::AllToAll | Operation::AllToAllV | Operation::Gather | Operation::Scatter);
-    shared && call.sizes.is_none() && call.reduction.is_none_or(|op| carrier(call.dtype, op).is_some())
+    shared && !call.is_sized() && call.reduction.is_none_or(|op| carrier(call.dtype, op).is_some())
 }
 
 /// The type of partial results, where there is one that is exact enough.

@@ -27,7 +27,7 @@ impl Group {
         self.check_peer("send", to)?;
         let at = Location::caller();
         let _turn = self.turn();
-        let call = call::<T>(Operation::Send, data.len(), None, None);
+        let call = self.stamp(call::<T>(Operation::Send, data.len(), None, None));
         self.core.message(call, to, true, self.deadline(), at, |t, tag, deadline| {
             t.send(tag, to, cast_slice(data), deadline)
         })
@@ -42,7 +42,7 @@ impl Group {
         self.check_peer("recv", from)?;
         let at = Location::caller();
         let _turn = self.turn();
-        let call = call::<T>(Operation::Send, data.len(), None, None);
+        let call = self.stamp(call::<T>(Operation::Send, data.len(), None, None));
         self.core.message(call, from, false, self.deadline(), at, |t, tag, deadline| {
             t.receive(tag, from, cast_slice_mut(data), deadline)
         })

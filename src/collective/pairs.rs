@@ -49,7 +49,7 @@ impl Group {
         let at = Location::caller();
         let _turn = self.turn();
         let nothing = Buffers { input: None, output: &mut [], parts: Parts::Even };
-        let call = call::<T>(Operation::AllToAllV, 0, None, None);
+        let call = self.stamp(call::<T>(Operation::AllToAllV, 0, None, None));
         self.core.collective(call, nothing, self.deadline(), at, |core, _, site, _, deadline, _| {
             let tag = Tag { group: 0, sequence: site.sequence, call: site.call };
             output[part(receive, rank)].copy_from_slice(&input[part(send, rank)]);

@@ -4,7 +4,7 @@
 //! of rank `r`'s part, 0 too. The short forms exchange the sizes first, which is an operation more, and give new vectors.
 
 use super::{call, expect};
-use crate::call::{Call, Operation, fingerprint};
+use crate::call::{Call, Operation};
 use crate::dtype::{Element, ReduceOp};
 use crate::error::Error;
 use crate::group::Group;
@@ -218,5 +218,5 @@ fn varied<T: Element>(
     reduction: Option<ReduceOp>,
     root: Option<usize>,
 ) -> Call {
-    Call { sizes: Some(fingerprint(sizes.iter().copied())), ..call::<T>(operation, count, reduction, root) }
+    call::<T>(operation, count, reduction, root).sized(sizes)
 }

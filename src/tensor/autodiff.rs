@@ -1,4 +1,18 @@
-//! Sums over the ranks of a group that gradients flow through.
+//! Collectives that gradients flow through.
+//!
+//! | forward | backward |
+//! |---|---|
+//! | [`all_reduce_sum`] | the sum of the ranks' gradients |
+//! | [`broadcast`] | their sum on the root, zeros elsewhere |
+//! | [`all_gather`] | the sum, of which each rank gets its part |
+//! | [`reduce_scatter`] | all parts on every rank |
+//! | [`all_to_all`] | each part back to where it came from |
+//!
+//! A gradient is that of the sum of all ranks' losses. The backward pass of each is a collective too: every rank must go
+//! backward through its result, also one whose part is empty, and tensors must be tracked on all ranks or on none. Several
+//! collectives go backward in the same order on all ranks if these build their graphs alike. Sizes along the dimension may
+//! differ from rank to rank in the forms with `_v`, as in [`operation`](super::operation), which has the same operations
+//! for all kinds of tensors and without gradients.
 //!
 //! # Ranks as threads
 //!
@@ -19,6 +33,8 @@
 //!
 //! A breach shows as a timeout of the collective, not as a wrong number.
 
+mod linear;
+
 use burn::backend::Autodiff;
 use burn::backend::autodiff::checkpoint::base::Checkpointer;
 use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
@@ -28,9 +44,11 @@ use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::ops::FloatTensor;
 use burn::tensor::{Float, Tensor, TensorPrimitive};
 
+use self::linear::Linear;
 pub use super::attempt::attempt;
 use super::attempt::fail;
-use super::operation::carry;
+use super::operation::axis::Axis;
+use super::operation::carry::{self, Sizes, cut, receive_sizes};
 use crate::{Error, Group, ReduceOp};
 
 /// An autodiff backend whose tensors can be summed over ranks with the gradient flowing through the sum.
@@ -45,6 +63,10 @@ pub trait CollectiveBackend: AutodiffBackend {
     /// # Errors
     /// Those of [`all_reduce_sum`].
     fn float_all_reduce_sum(tensor: FloatTensor<Self>, group: &Group, weight: f64) -> Result<FloatTensor<Self>, Error>;
+
+    /// The other collectives on the backend's own tensors.
+    #[doc(hidden)]
+    fn float_linear(tensor: FloatTensor<Self>, group: &Group, linear: Linear) -> Result<FloatTensor<Self>, Error>;
 }
 
 impl<B: Backend, C: CheckpointStrategy> CollectiveBackend for Autodiff<B, C>
@@ -54,6 +76,10 @@ where
 {
     fn float_all_reduce_sum(tensor: FloatTensor<Self>, group: &Group, weight: f64) -> Result<FloatTensor<Self>, Error> {
         tracked_sum::<B, C>(tensor, group, weight)
+    }
+
+    fn float_linear(tensor: FloatTensor<Self>, group: &Group, linear: Linear) -> Result<FloatTensor<Self>, Error> {
+        linear::tracked::<B, C>(tensor, group, linear)
     }
 }
 
@@ -108,7 +134,138 @@ pub fn all_reduce_sum<B: CollectiveBackend, const D: usize>(
     Ok(Tensor::from_primitive(TensorPrimitive::Float(sum)))
 }
 
-const OPERATION: &str = "differentiable all-reduce";
+/// `root`'s tensor, on every rank. Of the other ranks' tensors shape and element type count only; their gradients are zeros.
+///
+/// # Errors
+/// Those of [`operation::broadcast`](super::operation::broadcast), and as [`all_reduce_sum`] for an `Autodiff` of an
+/// `Autodiff`.
+///
+/// # Panics
+/// As [`all_reduce_sum`].
+pub fn broadcast<B: CollectiveBackend, const D: usize>(
+    tensor: Tensor<B, D>,
+    root: usize,
+    group: &Group,
+) -> Result<Tensor<B, D>, Error> {
+    linear(tensor, group, Linear::Broadcast { root })
+}
+
+/// The ranks' tensors along `dim`, in the order of ranks, on every rank. They have one shape.
+///
+/// # Errors
+/// Those of [`operation::all_gather`](super::operation::all_gather), else as [`broadcast`].
+///
+/// # Panics
+/// As [`all_reduce_sum`].
+pub fn all_gather<B: CollectiveBackend, const D: usize>(
+    tensor: Tensor<B, D>,
+    dim: isize,
+    group: &Group,
+) -> Result<Tensor<B, D>, Error> {
+    let sizes = Sizes::Even.resolve(group.into(), OPERATION, &Axis::new(OPERATION, tensor.shape(), dim)?)?;
+    linear(tensor, group, Linear::AllGather { dim, sizes })
+}
+
+/// As [`all_gather`], of tensors as long along `dim` as `sizes` says, by rank; where it says nothing, the ranks tell each
+/// other first.
+///
+/// # Errors
+/// Those of [`operation::all_gather_v`](super::operation::all_gather_v), else as [`broadcast`].
+///
+/// # Panics
+/// As [`all_reduce_sum`].
+pub fn all_gather_v<B: CollectiveBackend, const D: usize>(
+    tensor: Tensor<B, D>,
+    dim: isize,
+    sizes: Option<&[usize]>,
+    group: &Group,
+) -> Result<Tensor<B, D>, Error> {
+    let axis = Axis::new(OPERATION, tensor.shape(), dim)?;
+    let sizes = sizes.map_or(Sizes::Exchanged, Sizes::Given).resolve(group.into(), OPERATION, &axis)?;
+    linear(tensor, group, Linear::AllGather { dim, sizes })
+}
+
+/// The element-wise sum of the ranks' tensors, cut along `dim` into equal parts, of which rank `r` gets the `r`-th.
+///
+/// # Errors
+/// Those of [`operation::reduce_scatter`](super::operation::reduce_scatter), else as [`broadcast`].
+///
+/// # Panics
+/// As [`all_reduce_sum`].
+pub fn reduce_scatter<B: CollectiveBackend, const D: usize>(
+    tensor: Tensor<B, D>,
+    dim: isize,
+    group: &Group,
+) -> Result<Tensor<B, D>, Error> {
+    let sizes = cut(group.into(), OPERATION, &Axis::new(OPERATION, tensor.shape(), dim)?, None)?;
+    linear(tensor, group, Linear::ReduceScatter { dim, sizes })
+}
+
+/// As [`reduce_scatter`], with parts as long as `sizes` says, by rank.
+///
+/// # Errors
+/// Those of [`operation::reduce_scatter_v`](super::operation::reduce_scatter_v), else as [`broadcast`].
+///
+/// # Panics
+/// As [`all_reduce_sum`].
+pub fn reduce_scatter_v<B: CollectiveBackend, const D: usize>(
+    tensor: Tensor<B, D>,
+    dim: isize,
+    sizes: &[usize],
+    group: &Group,
+) -> Result<Tensor<B, D>, Error> {
+    linear(tensor, group, Linear::ReduceScatter { dim, sizes: sizes.to_vec() })
+}
+
+/// The ranks' parts for this one: each cuts its tensor along `dim` into equal parts and sends part `r` to rank `r`.
+///
+/// # Errors
+/// Those of [`operation::all_to_all`](super::operation::all_to_all), else as [`broadcast`].
+///
+/// # Panics
+/// As [`all_reduce_sum`].
+pub fn all_to_all<B: CollectiveBackend, const D: usize>(
+    tensor: Tensor<B, D>,
+    dim: isize,
+    group: &Group,
+) -> Result<Tensor<B, D>, Error> {
+    linear(tensor, group, Linear::AllToAll { dim, sizes: None })
+}
+
+/// As [`all_to_all`], with `send[r]` of the tensor for rank `r`, and `receive[r]` from it; where that is not said, the
+/// ranks tell each other first.
+///
+/// # Errors
+/// Those of [`operation::all_to_all_v`](super::operation::all_to_all_v), else as [`broadcast`].
+///
+/// # Panics
+/// As [`all_reduce_sum`].
+pub fn all_to_all_v<B: CollectiveBackend, const D: usize>(
+    tensor: Tensor<B, D>,
+    dim: isize,
+    send: &[usize],
+    receive: Option<&[usize]>,
+    group: &Group,
+) -> Result<Tensor<B, D>, Error> {
+    let axis = Axis::new(OPERATION, tensor.shape(), dim)?;
+    let send = cut(group.into(), OPERATION, &axis, Some(send))?;
+    let receive = match receive {
+        Some(receive) => receive.to_vec(),
+        None => receive_sizes(group.into(), &axis, &send)?,
+    };
+    linear(tensor, group, Linear::AllToAll { dim, sizes: Some([send, receive]) })
+}
+
+fn linear<B: CollectiveBackend, const D: usize>(
+    tensor: Tensor<B, D>,
+    group: &Group,
+    linear: Linear,
+) -> Result<Tensor<B, D>, Error> {
+    let result = B::float_linear(tensor.into_primitive().tensor(), group, linear)?;
+    Ok(Tensor::from_primitive(TensorPrimitive::Float(result)))
+}
+
+const OPERATION: &str = "differentiable collective";
 
 /// The step of a backward pass: its input is the gradient of the sum, its state the group and the rank's weight.
 #[derive(Debug)]
@@ -135,15 +292,20 @@ fn tracked_sum<B: Backend, C: CheckpointStrategy>(
     group: &Group,
     weight: f64,
 ) -> Result<FloatTensor<Autodiff<B, C>>, Error> {
-    if B::ad_enabled(&B::float_device(&tensor.primitive)) {
-        return Err(Error::argument(OPERATION, "the backend inside `Autodiff` must not be an autodiff backend itself"));
-    }
+    refuse_nested::<B>(&tensor.primitive)?;
     let result = sum::<B>(tensor.primitive, group)?;
     // Compute bound, so that no checkpointing strategy repeats the communication.
     Ok(match SumOverRanks.prepare::<C>([tensor.node]).compute_bound().stateful() {
         OpsKind::Tracked(prepared) => prepared.finish((group.clone(), weight), result),
         OpsKind::UnTracked(prepared) => prepared.finish(result),
     })
+}
+
+fn refuse_nested<B: Backend>(tensor: &FloatTensor<B>) -> Result<(), Error> {
+    if B::ad_enabled(&B::float_device(tensor)) {
+        return Err(Error::argument(OPERATION, "the backend inside `Autodiff` must not be an autodiff backend itself"));
+    }
+    Ok(())
 }
 
 fn sum<B: Backend>(tensor: FloatTensor<B>, group: &Group) -> Result<FloatTensor<B>, Error> {

@@ -8,6 +8,7 @@ use std::any::Any;
 use burn::tensor::backend::Backend;
 use burn::tensor::{BasicOps, Bool, BoolStore, Bytes, DType as BurnDType, Float, Int, Shape, TensorData};
 use burn::tensor::{TensorMetadata, TensorPrimitive, try_read_sync};
+use bytemuck::{cast_slice, cast_slice_mut};
 
 use super::device::start_all_reduce;
 #[cfg(feature = "flex")]
@@ -288,6 +289,16 @@ pub(crate) fn align(bytes: Bytes, dtype: DType) -> Bytes {
     typed!(dtype, T => Bytes::from_elems(bytemuck::pod_collect_to_vec::<u8, T>(&bytes)))
 }
 
+/// Bytes as elements. They are aligned for them, but where there are none they may be anywhere.
+pub(crate) fn elements<T: Element>(bytes: &[u8]) -> &[T] {
+    if bytes.is_empty() { &[] } else { cast_slice(bytes) }
+}
+
+/// As [`elements`], to be written.
+pub(crate) fn elements_mut<T: Element>(bytes: &mut [u8]) -> &mut [T] {
+    if bytes.is_empty() { &mut [] } else { cast_slice_mut(bytes) }
+}
+
 /// The group that carries an operation on tensors, and where its results go.
 #[derive(Clone, Copy)]
 pub(crate) struct Via<'a> {
@@ -308,6 +319,15 @@ impl<'a> From<&'a Group> for Via<'a> {
 }
 
 impl Via<'_> {
+    /// Whether results of the backend go to memory that the ranks reach.
+    pub fn has_memory<B: Backend>(&self) -> bool {
+        #[cfg(feature = "flex")]
+        let has = self.memory.is_some() && flex::is::<B>();
+        #[cfg(not(feature = "flex"))]
+        let has = false;
+        has
+    }
+
     /// Initialised memory for so many elements of a tensor of `B`, aligned for them.
     pub fn room<B: Backend>(&self, operation: &str, dtype: DType, count: usize) -> Result<Bytes, Error> {
         let bytes = count.checked_mul(dtype.size()).filter(|bytes| isize::try_from(*bytes).is_ok());

@@ -40,7 +40,7 @@
 //! # Ok::<(), bonfire::Error>(())
 //! ```
 
-mod axis;
+pub(crate) mod axis;
 pub(crate) mod carry;
 
 use burn::tensor::backend::Backend;
@@ -62,6 +62,20 @@ pub fn all_reduce<B: Backend, const D: usize, K: Kind<B> + Numeric<B>>(
     group: &Group,
 ) -> Result<Tensor<B, D, K>, Error> {
     carry::all_reduce::<B, K>(group.into(), tensor.into_primitive(), op).map(Tensor::from_primitive)
+}
+
+/// The element-wise reduction of the ranks' tensors on `root`; `None` on the others.
+///
+/// # Errors
+/// As [`all_reduce`]; [`Error::InvalidArgument`] also for a root that is no rank.
+pub fn reduce<B: Backend, const D: usize, K: Kind<B> + Numeric<B>>(
+    tensor: Tensor<B, D, K>,
+    op: ReduceOp,
+    root: usize,
+    group: &Group,
+) -> Result<Option<Tensor<B, D, K>>, Error> {
+    let reduced = carry::reduce::<B, K>(group.into(), tensor.into_primitive(), op, root)?;
+    Ok(reduced.map(Tensor::from_primitive))
 }
 
 /// `root`'s tensor, on every rank. Of the other ranks' tensors shape, element type and device count only.

@@ -2,7 +2,6 @@
 
 use burn::tensor::backend::Backend;
 use burn::tensor::{Bytes, DType, Float, TensorData, TensorPrimitive};
-use bytemuck::cast_slice_mut;
 
 use super::error::CollectiveError;
 use crate::dtype::{Element, ReduceOp};
@@ -68,7 +67,7 @@ pub(super) fn divide(data: &mut TensorData, by: usize) {
 
 fn elements<T: Element>(data: &mut TensorData) -> &mut [T] {
     data.bytes = align(std::mem::replace(&mut data.bytes, Bytes::from_elems(Vec::<u8>::new())), T::DTYPE);
-    cast_slice_mut(&mut data.bytes)
+    host::elements_mut(&mut data.bytes)
 }
 
 #[cfg(test)]

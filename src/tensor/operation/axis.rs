@@ -65,32 +65,42 @@ impl Axis {
     }
 
     /// Copies a whole's parts, of these sizes along the dimension, to one place after the other.
-    pub fn split(&self, sizes: &[usize], element: usize, whole: &[u8], parts: &mut [u8]) {
-        self.runs(sizes, element, |whole_at, part_at, len| {
-            parts[part_at..part_at + len].copy_from_slice(&whole[whole_at..whole_at + len]);
-        });
+    pub fn split(&self, sizes: &[usize], element: usize, whole: &[u8], mut parts: &mut [u8]) {
+        for index in 0..sizes.len() {
+            let mut at = 0;
+            self.runs(sizes, index, element, |begin, len| {
+                parts[at..at + len].copy_from_slice(&whole[begin..begin + len]);
+                at += len;
+            });
+            parts = &mut parts[at..];
+        }
     }
 
     /// The inverse of [`split`](Self::split).
-    pub fn join(&self, sizes: &[usize], element: usize, parts: &[u8], whole: &mut [u8]) {
-        self.runs(sizes, element, |whole_at, part_at, len| {
-            whole[whole_at..whole_at + len].copy_from_slice(&parts[part_at..part_at + len]);
-        });
+    pub fn join(&self, sizes: &[usize], element: usize, mut parts: &[u8], whole: &mut [u8]) {
+        for index in 0..sizes.len() {
+            let used = self.put(sizes, index, element, parts, whole);
+            parts = &parts[used..];
+        }
     }
 
-    /// Calls `each` with where a run of bytes is in the whole, where it is in the parts, and its length.
-    fn runs(&self, sizes: &[usize], element: usize, mut each: impl FnMut(usize, usize, usize)) {
+    /// Copies part `index`, which `part` begins with, to its places in the whole; gives its length in bytes.
+    pub fn put(&self, sizes: &[usize], index: usize, element: usize, part: &[u8], whole: &mut [u8]) -> usize {
+        let mut at = 0;
+        self.runs(sizes, index, element, |begin, len| {
+            whole[begin..begin + len].copy_from_slice(&part[at..at + len]);
+            at += len;
+        });
+        at
+    }
+
+    /// Calls `each` with where a run of bytes of part `index` begins in the whole, and its length.
+    fn runs(&self, sizes: &[usize], index: usize, element: usize, mut each: impl FnMut(usize, usize)) {
         let (outer, inner) = self.around();
         let bytes = inner * element;
         let row = sizes.iter().sum::<usize>() * bytes;
-        let mut before = 0;
-        for size in sizes {
-            let run = size * bytes;
-            for index in 0..outer {
-                each(index * row + before, outer * before + index * run, run);
-            }
-            before += run;
-        }
+        let before = sizes[..index].iter().sum::<usize>() * bytes;
+        (0..outer).for_each(|at| each(at * row + before, sizes[index] * bytes));
     }
 }
 

@@ -2,12 +2,11 @@
 
 use burn::tensor::backend::Backend;
 use burn::tensor::{Bytes, DType as BurnDType, Shape, TensorMetadata};
-use bytemuck::{cast_slice, cast_slice_mut};
 
 use super::axis::Axis;
 use crate::dtype::{DType, ReduceOp};
 use crate::error::Error;
-use crate::tensor::host::{Form, Kind, Source, Via, typed};
+use crate::tensor::host::{Form, Kind, Source, Via, elements, elements_mut, typed};
 
 /// How long each rank's part is along the dimension.
 #[derive(Clone, Copy)]
@@ -22,7 +21,7 @@ pub(crate) enum Sizes<'a> {
 
 impl Sizes<'_> {
     /// The sizes of all ranks' parts, of which this rank's is the axis's.
-    fn resolve(self, via: Via<'_>, operation: &str, axis: &Axis) -> Result<Vec<usize>, Error> {
+    pub(crate) fn resolve(self, via: Via<'_>, operation: &str, axis: &Axis) -> Result<Vec<usize>, Error> {
         let group = via.group;
         match self {
             Sizes::Even => Ok(vec![axis.len(); group.world_size()]),
@@ -58,7 +57,7 @@ fn check_sizes(via: Via<'_>, operation: &str, sizes: &[usize]) -> Result<(), Err
 }
 
 /// The sizes into which a whole is cut: those given, which must add up to it, or equal ones.
-fn cut(via: Via<'_>, operation: &str, axis: &Axis, sizes: Option<&[usize]>) -> Result<Vec<usize>, Error> {
+pub(crate) fn cut(via: Via<'_>, operation: &str, axis: &Axis, sizes: Option<&[usize]>) -> Result<Vec<usize>, Error> {
     let (n, len) = (via.group.world_size(), axis.len());
     let Some(sizes) = sizes else {
         if len.is_multiple_of(n) {
@@ -136,17 +135,33 @@ pub(crate) fn all_reduce<B: Backend, K: Kind<B>>(
     let group = via.group.shaped(&shape);
     let reduced = match source.into_own() {
         Ok(mut own) => {
-            typed!(form.carrier, T => group.all_reduce::<T>(cast_slice_mut(&mut own), op))?;
+            typed!(form.carrier, T => group.all_reduce::<T>(elements_mut(&mut own), op))?;
             own
         }
         Err(source) => {
             let mut output = via.room::<B>(OPERATION, form.carrier, shape.num_elements())?;
             let input = source.bytes();
-            typed!(form.carrier, T => group.all_reduce_into::<T>(cast_slice(input), cast_slice_mut(&mut output), op))?;
+            typed!(form.carrier, T => group.all_reduce_into::<T>(elements(input), elements_mut(&mut output), op))?;
             output
         }
     };
     Ok(form.tensor::<B, K>(reduced, shape))
+}
+
+pub(crate) fn reduce<B: Backend, K: Kind<B>>(
+    via: Via<'_>,
+    tensor: K::Primitive,
+    op: ReduceOp,
+    root: usize,
+) -> Result<Option<K::Primitive>, Error> {
+    const OPERATION: &str = "reduce";
+    via.group.check_rank(OPERATION, "root", root)?;
+    let (shape, here) = (tensor.shape(), via.group.rank() == root);
+    let (source, form) = Source::read::<B, K>(OPERATION, tensor)?;
+    let mut output = via.room::<B>(OPERATION, form.carrier, if here { shape.num_elements() } else { 0 })?;
+    let (input, group) = (source.bytes(), via.group.shaped(&shape));
+    typed!(form.carrier, T => group.reduce_into::<T>(elements(input), elements_mut(&mut output), op, root))?;
+    Ok(here.then(|| form.tensor::<B, K>(output, shape)))
 }
 
 pub(crate) fn broadcast<B: Backend, K: Kind<B>>(
@@ -166,7 +181,7 @@ pub(crate) fn broadcast<B: Backend, K: Kind<B>>(
     let mut output = via.room::<B>(OPERATION, form.carrier, shape.num_elements())?;
     let (input, group) = (source.as_ref().map(Source::bytes), via.group.shaped(&shape));
     typed!(form.carrier, T => {
-        group.broadcast_into::<T>(input.map(cast_slice), cast_slice_mut(&mut output), root)
+        group.broadcast_into::<T>(input.map(elements), elements_mut(&mut output), root)
     })?;
     Ok(form.tensor::<B, K>(output, shape))
 }
@@ -185,11 +200,83 @@ pub(crate) fn all_gather<B: Backend, K: Kind<B>>(
     let mut parts = via.room::<B>(OPERATION, form.carrier, total)?;
     let (input, group) = (source.bytes(), via.group.shaped(&axis.agreed()));
     typed!(form.carrier, T => match equal(&sizes) {
-        true => group.all_gather_into::<T>(cast_slice(input), cast_slice_mut(&mut parts)),
-        false => group.all_gather_v_into::<T>(cast_slice(input), &counts, cast_slice_mut(&mut parts)),
+        true => group.all_gather_into::<T>(elements(input), elements_mut(&mut parts)),
+        false => group.all_gather_v_into::<T>(elements(input), &counts, elements_mut(&mut parts)),
     })?;
     let whole = join::<B>(via, OPERATION, &axis, &sizes, form.carrier, parts)?;
     Ok(form.tensor::<B, K>(whole, axis.shape(sizes.iter().sum())))
+}
+
+/// A tensor that is gathered with others.
+pub(crate) struct Piece<D> {
+    source: Source,
+    axis: Axis,
+    form: Form<D>,
+}
+
+impl<D> Piece<D> {
+    pub fn read<B: Backend<Device = D>, K: Kind<B>>(tensor: K::Primitive, dim: isize) -> Result<Self, Error> {
+        let axis = Axis::new("all_gather", tensor.shape(), dim)?;
+        let (source, form) = Source::read::<B, K>("all_gather", tensor)?;
+        Ok(Piece { source, axis, form })
+    }
+}
+
+/// Gathers several tensors, of any shapes and element types, in one operation of the group: all are as long along their
+/// dimension as `sizes` says. What comes of each is for [`Gathered::tensor`] to say.
+pub(crate) fn all_gather_fused<B: Backend>(
+    via: Via<'_>,
+    pieces: Vec<Piece<B::Device>>,
+    sizes: &[usize],
+) -> Result<Vec<Gathered<B::Device>>, Error> {
+    const OPERATION: &str = "all_gather";
+    let (mut agreed, mut bytes, mut offsets) = (Vec::new(), vec![0usize; sizes.len()], Vec::new());
+    let absurd = || Error::argument(OPERATION, "no memory holds all of these tensors");
+    for Piece { axis, form, .. } in &pieces {
+        Sizes::Given(sizes).resolve(via, OPERATION, axis)?;
+        let (counts, _) = axis.counts(OPERATION, sizes)?;
+        agreed.extend(axis.agreed().into_iter().chain([form.carrier as usize]));
+        offsets.push(bytes.clone());
+        for (sum, count) in bytes.iter_mut().zip(&counts) {
+            let more = count.checked_mul(form.carrier.size()).and_then(|more| sum.checked_add(more));
+            *sum = more.ok_or_else(absurd)?;
+        }
+    }
+    let total = bytes.iter().try_fold(0usize, |sum, bytes| sum.checked_add(*bytes)).ok_or_else(absurd)?;
+    let mut own = via.room::<B>(OPERATION, DType::U8, bytes[via.group.rank()])?;
+    let mut at = 0;
+    for piece in &pieces {
+        let source = piece.source.bytes();
+        own[at..at + source.len()].copy_from_slice(source);
+        at += source.len();
+    }
+    let mut all = via.room::<B>(OPERATION, DType::U8, total)?;
+    via.group.shaped(&agreed).all_gather_v_into::<u8>(&own, &bytes, &mut all)?;
+    let begins: Vec<usize> = (0..bytes.len()).map(|rank| bytes[..rank].iter().sum()).collect();
+    let gathered = pieces.into_iter().zip(offsets).map(|(Piece { axis, form, .. }, offsets)| {
+        let (counts, total) = axis.counts(OPERATION, sizes)?;
+        let mut whole = via.room::<B>(OPERATION, form.carrier, total)?;
+        for (rank, count) in counts.iter().enumerate() {
+            let begin = begins[rank] + offsets[rank];
+            let part = &all[begin..begin + count * form.carrier.size()];
+            axis.put(sizes, rank, form.carrier.size(), part, &mut whole);
+        }
+        Ok(Gathered { whole, shape: axis.shape(sizes.iter().sum()), form })
+    });
+    gathered.collect()
+}
+
+/// What was gathered of one tensor.
+pub(crate) struct Gathered<D> {
+    whole: Bytes,
+    shape: Shape,
+    form: Form<D>,
+}
+
+impl<D> Gathered<D> {
+    pub fn tensor<B: Backend<Device = D>, K: Kind<B>>(self) -> K::Primitive {
+        self.form.tensor::<B, K>(self.whole, self.shape)
+    }
 }
 
 pub(crate) fn reduce_scatter<B: Backend, K: Kind<B>>(
@@ -209,8 +296,8 @@ pub(crate) fn reduce_scatter<B: Backend, K: Kind<B>>(
     let mut output = via.room::<B>(OPERATION, form.carrier, counts[rank])?;
     let (input, group) = (parts.bytes(), via.group.shaped(&axis.agreed()));
     typed!(form.carrier, T => match equal(&sizes) {
-        true => group.reduce_scatter_into::<T>(cast_slice(input), cast_slice_mut(&mut output), op),
-        false => group.reduce_scatter_v_into::<T>(cast_slice(input), &counts, cast_slice_mut(&mut output), op),
+        true => group.reduce_scatter_into::<T>(elements(input), elements_mut(&mut output), op),
+        false => group.reduce_scatter_v_into::<T>(elements(input), &counts, elements_mut(&mut output), op),
     })?;
     Ok(form.tensor::<B, K>(output, axis.shape(sizes[rank])))
 }
@@ -232,8 +319,8 @@ pub(crate) fn gather<B: Backend, K: Kind<B>>(
     let mut parts = via.room::<B>(OPERATION, form.carrier, if here { total } else { 0 })?;
     let (input, group) = (source.bytes(), via.group.shaped(&axis.agreed()));
     typed!(form.carrier, T => match equal(&sizes) {
-        true => group.gather_into::<T>(cast_slice(input), cast_slice_mut(&mut parts), root),
-        false => group.gather_v_into::<T>(cast_slice(input), &counts, cast_slice_mut(&mut parts), root),
+        true => group.gather_into::<T>(elements(input), elements_mut(&mut parts), root),
+        false => group.gather_v_into::<T>(elements(input), &counts, elements_mut(&mut parts), root),
     })?;
     if !here {
         return Ok(None);
@@ -302,8 +389,8 @@ pub(crate) fn scatter<B: Backend, K: Kind<B>>(
     };
     let (input, group) = (parts.bytes(), group.shaped(&axis.agreed()));
     typed!(form.carrier, T => match equal(&sizes) {
-        true => group.scatter_into::<T>(cast_slice(input), cast_slice_mut(&mut output), root),
-        false => group.scatter_v_into::<T>(cast_slice(input), &counts, cast_slice_mut(&mut output), root),
+        true => group.scatter_into::<T>(elements(input), elements_mut(&mut output), root),
+        false => group.scatter_v_into::<T>(elements(input), &counts, elements_mut(&mut output), root),
     })?;
     Ok(form.tensor::<B, K>(output, axis.shape(sizes[group.rank()])))
 }
@@ -340,9 +427,9 @@ pub(crate) fn all_to_all<B: Backend, K: Kind<B>>(
     let mut output = via.room::<B>(OPERATION, form.carrier, total)?;
     let input = parts.bytes();
     typed!(form.carrier, T => match swap.send {
-        None => group.all_to_all_into::<T>(cast_slice(input), cast_slice_mut(&mut output)),
+        None => group.all_to_all_into::<T>(elements(input), elements_mut(&mut output)),
         Some(_) => {
-            group.all_to_all_v_into::<T>(cast_slice(input), &outgoing, cast_slice_mut(&mut output), &incoming)
+            group.all_to_all_v_into::<T>(elements(input), &outgoing, elements_mut(&mut output), &incoming)
         }
     })?;
     let whole = join::<B>(via, OPERATION, &axis, &receive, form.carrier, output)?;
@@ -360,7 +447,7 @@ pub(crate) fn send<B: Backend, K: Kind<B>>(via: Via<'_>, tensor: K::Primitive, t
     let shape = tensor.shape();
     let (source, form) = Source::read::<B, K>("send", tensor)?;
     let (bytes, group) = (source.bytes(), via.group.shaped(&shape));
-    typed!(form.carrier, T => group.send::<T>(cast_slice(bytes), to))
+    typed!(form.carrier, T => group.send::<T>(elements(bytes), to))
 }
 
 pub(crate) fn recv<B: Backend, K: Kind<B>>(
@@ -371,9 +458,9 @@ pub(crate) fn recv<B: Backend, K: Kind<B>>(
 ) -> Result<K::Primitive, Error> {
     const OPERATION: &str = "recv";
     let form = Form::new::<B, K>(OPERATION, dtype, device.clone())?;
-    let mut output = via.room::<B>(OPERATION, form.carrier, elements(OPERATION, &shape)?)?;
+    let mut output = via.room::<B>(OPERATION, form.carrier, volume(OPERATION, &shape)?)?;
     let group = via.group.shaped(&shape);
-    typed!(form.carrier, T => group.recv::<T>(cast_slice_mut(&mut output), from))?;
+    typed!(form.carrier, T => group.recv::<T>(elements_mut(&mut output), from))?;
     Ok(form.tensor::<B, K>(output, shape))
 }
 
@@ -386,13 +473,13 @@ pub(crate) fn exchange<B: Backend, K: Kind<B>>(
 ) -> Result<K::Primitive, Error> {
     const OPERATION: &str = "exchange";
     let (source, form) = Source::read::<B, K>(OPERATION, tensor)?;
-    let mut output = via.room::<B>(OPERATION, form.carrier, elements(OPERATION, &shape)?)?;
+    let mut output = via.room::<B>(OPERATION, form.carrier, volume(OPERATION, &shape)?)?;
     let input = source.bytes();
-    typed!(form.carrier, T => via.group.exchange::<T>(cast_slice(input), to, cast_slice_mut(&mut output), from))?;
+    typed!(form.carrier, T => via.group.exchange::<T>(elements(input), to, elements_mut(&mut output), from))?;
     Ok(form.tensor::<B, K>(output, shape))
 }
 
-fn elements(operation: &str, shape: &Shape) -> Result<usize, Error> {
-    let elements = shape.iter().try_fold(1usize, |product, len| product.checked_mul(*len));
-    elements.ok_or_else(|| Error::argument(operation, format!("no tensor has the shape {:?}", shape.as_slice())))
+fn volume(operation: &str, shape: &Shape) -> Result<usize, Error> {
+    let volume = shape.iter().try_fold(1usize, |product, len| product.checked_mul(*len));
+    volume.ok_or_else(|| Error::argument(operation, format!("no tensor has the shape {:?}", shape.as_slice())))
 }

@@ -1,0 +1,100 @@
+//! A layer of experts on several ranks.
+
+use bonfire::tensor::autodiff::CollectiveBackend;
+use bonfire::tensor::operation::all_reduce;
+use bonfire::{DeviceCommunicator, Error, Group, ReduceOp, partition};
+use burn::tensor::activation::{softmax, tanh};
+use burn::tensor::backend::AutodiffBackend;
+use burn::tensor::{Tensor, TensorData};
+
+/// The width of a token.
+pub const WIDTH: usize = 8;
+
+/// Each token goes to the expert that the router finds best. All ranks have the router, each has some of the experts.
+pub struct Experts<B: AutodiffBackend> {
+    router: Tensor<B, 2>,
+    own: Vec<Tensor<B, 2>>,
+    count: usize,
+}
+
+impl<B: CollectiveBackend> Experts<B> {
+    /// The layer on this rank; `router` has a column for each expert.
+    pub fn new(router: Vec<f64>, count: usize, group: &Group) -> Self {
+        let own = partition(count, group.world_size(), group.rank());
+        let expert = |expert| tensor(numbers(100 + expert, WIDTH * WIDTH, 0.4), [WIDTH, WIDTH]).require_grad();
+        Experts { router: tensor(router, [WIDTH, count]).require_grad(), own: own.map(expert).collect(), count }
+    }
+
+    /// What the experts make of this rank's tokens. They must be tracked, so that all ranks' backward passes meet.
+    pub fn forward(&self, tokens: Tensor<B, 2>, communicator: &DeviceCommunicator<B>) -> Result<Tensor<B, 2>, Error> {
+        // Some backends cannot compute with no rows at all.
+        let empty = tokens.dims()[0] == 0;
+        let scores = if empty { tokens.clone() } else { softmax(tokens.clone().matmul(self.router.clone()), 1) };
+        let (gate, chosen) = match empty {
+            true => (tokens.clone().slice([0..0, 0..1]), Tensor::empty([0, 1], &tokens.device())),
+            false => scores.max_dim_with_indices(1),
+        };
+        let routing = communicator.route(chosen, self.count, true)?;
+        let arrived = routing.dispatch_tracked(tokens)?;
+
+        let (mut results, mut row) = (Vec::new(), 0);
+        for (expert, rows) in self.own.iter().zip(routing.rows()).filter(|(_, rows)| **rows > 0) {
+            results.push(tanh(arrived.clone().narrow(0, row, *rows).matmul(expert.clone())));
+            row += rows;
+        }
+        let results = if results.is_empty() { arrived } else { Tensor::cat(results, 0) };
+        let back = routing.combine_tracked(results)?;
+        Ok(if empty { back } else { back * gate })
+    }
+
+    /// The gradients of this rank's tokens; of the router, from all ranks' tokens; and of this rank's experts, which have
+    /// seen all of theirs.
+    pub fn gradients(
+        &self,
+        loss: Tensor<B, 1>,
+        tokens: &Tensor<B, 2>,
+        group: &Group,
+    ) -> Result<Vec<Tensor<B::InnerBackend, 2>>, Error> {
+        let gradients = loss.backward();
+        let of = |x: &Tensor<B, 2>| x.grad(&gradients).unwrap_or_else(|| x.clone().inner().zeros_like());
+        let router = all_reduce(of(&self.router), ReduceOp::Sum, group)?;
+        Ok([of(tokens), router].into_iter().chain(self.own.iter().map(of)).collect())
+    }
+
+    /// One step against the gradients of router and experts.
+    pub fn update(&mut self, gradients: Vec<Tensor<B::InnerBackend, 2>>, rate: f64) {
+        let weights = [&mut self.router].into_iter().chain(&mut self.own);
+        for (weights, gradient) in weights.zip(gradients.into_iter().skip(1)) {
+            *weights = Tensor::from_inner(weights.clone().inner() - gradient * rate).require_grad();
+        }
+    }
+}
+
+/// Some ranks' tokens and what is to come of them: a half of the token, or of its opposite, so that two experts are better
+/// than one.
+pub fn tokens<B: CollectiveBackend>(ranks: impl Iterator<Item = usize>) -> [Tensor<B, 2>; 2] {
+    let (mut inputs, mut targets) = (Vec::new(), Vec::new());
+    for rank in ranks {
+        for token in 0..count(rank) {
+            let input = numbers(1000 * rank + token, WIDTH, 1.0);
+            targets.extend(input.iter().map(|x| if input[1] > 0.0 { 0.5 * x } else { -0.5 * x }));
+            inputs.extend(input);
+        }
+    }
+    let rows = inputs.len() / WIDTH;
+    [tensor(inputs, [rows, WIDTH]), tensor(targets, [rows, WIDTH])]
+}
+
+/// How many tokens a rank has: rank 1 has none.
+pub fn count(rank: usize) -> usize {
+    if rank == 1 { 0 } else { 24 + 8 * rank }
+}
+
+/// Numbers between `-scale` and `scale` that look as if drawn.
+pub fn numbers(seed: usize, len: usize, scale: f64) -> Vec<f64> {
+    (0..len).map(|i| scale * ((seed * 7919 + i * 104_729) as f64).sin()).collect()
+}
+
+fn tensor<B: CollectiveBackend>(numbers: Vec<f64>, shape: [usize; 2]) -> Tensor<B, 2> {
+    Tensor::from_data(TensorData::new(numbers, shape), &Default::default())
+}

@@ -1,0 +1,196 @@
+//! Gradients through collectives: against one rank that computes everything, and against differences.
+//!
+//! A test stands for all of one operation: every rank's tensor, of a number of its own, goes through it, and the rank's
+//! loss is the sum of the result's squares times the rank's weights.
+#![cfg(not(feature = "ddp"))]
+
+mod common;
+
+use bonfire::Group;
+use bonfire::tensor::autodiff::*;
+use burn::backend::{Autodiff, Flex, NdArray};
+use burn::tensor::{DType, Tensor, TensorData};
+use common::{Kind as Medium, run_ranks};
+
+type Inner = NdArray<f64>;
+type Training = Autodiff<Inner>;
+
+/// A collective on one rank's tensor, and on all ranks' tensors at once, by burn alone.
+type Collective = fn(Tensor<Training, 3>, &Group) -> Tensor<Training, 3>;
+type AtOnce = fn(Vec<Tensor<Training, 3>>) -> Vec<Tensor<Training, 3>>;
+
+fn values(rank: usize, shape: [usize; 3]) -> Vec<f64> {
+    (0..shape.iter().product()).map(|i: usize| ((i * 7 + rank * 3 + 1) % 13) as f64 / 4.0 - 1.5).collect()
+}
+
+fn tensor(values: &[f64], shape: [usize; 3]) -> Tensor<Training, 3> {
+    Tensor::from_data(TensorData::new(values.to_vec(), shape), (&Default::default(), DType::F64))
+}
+
+/// Other weights on each rank and for each element.
+fn loss(result: Tensor<Training, 3>, rank: usize) -> Tensor<Training, 1> {
+    let shape = result.dims();
+    let weights = (0..shape.iter().product()).map(|i: usize| (i % 5 + rank) as f64 / 2.0 + 0.25).collect::<Vec<_>>();
+    // Twice the same result, so that what flows back is a sum.
+    (result.clone().powi_scalar(2) * tensor(&weights, shape) + result).sum()
+}
+
+fn read(tensor: Tensor<Inner, 3>) -> Vec<f64> {
+    tensor.into_data().to_vec().unwrap()
+}
+
+/// Compares every rank's gradient.
+fn check(ranks: usize, shape: fn(usize) -> [usize; 3], collective: Collective, at_once: AtOnce) {
+    let gradients = run_ranks(Medium::Threads, ranks, move |group| {
+        let (rank, own) = (group.rank(), shape(group.rank()));
+        let input = tensor(&values(rank, own), own).require_grad();
+        let result = collective(input.clone(), &group);
+        let gradients = loss(result.clone(), rank).backward();
+        (read(result.inner()), read(input.grad(&gradients).expect("tracked")))
+    });
+
+    let inputs: Vec<_> =
+        (0..ranks).map(|rank| tensor(&values(rank, shape(rank)), shape(rank)).require_grad()).collect();
+    let results = at_once(inputs.clone());
+    let total = |results: Vec<Tensor<Training, 3>>| {
+        results.into_iter().enumerate().map(|(rank, result)| loss(result, rank)).reduce(|a, b| a + b).unwrap()
+    };
+    for (rank, result) in results.iter().enumerate() {
+        assert_eq!(gradients[rank].0, read(result.clone().inner()), "the result of rank {rank}");
+    }
+    let expected = total(results).backward();
+    for (rank, input) in inputs.iter().enumerate() {
+        let expected = read(input.grad(&expected).expect("tracked"));
+        assert!(
+            close(&gradients[rank].1, &expected, 1e-12),
+            "rank {rank}: {:?} is not {expected:?}",
+            gradients[rank].1
+        );
+    }
+
+    // Central differences, through the ranks.
+    let (h, moved) = (1e-5, 0);
+    let total = |by: f64| {
+        let losses = run_ranks(Medium::Threads, ranks, move |group| {
+            let (rank, own) = (group.rank(), shape(group.rank()));
+            let mut values = values(rank, own);
+            if rank == moved {
+                // All elements of one rank at once, each by another step.
+                values.iter_mut().enumerate().for_each(|(i, value)| *value += by * (i % 3 + 1) as f64);
+            }
+            loss(collective(tensor(&values, own), &group), rank).into_scalar()
+        });
+        losses.into_iter().sum::<f64>()
+    };
+    let difference = (total(h) - total(-h)) / (2.0 * h);
+    let slope: f64 = gradients[moved].1.iter().enumerate().map(|(i, gradient)| gradient * (i % 3 + 1) as f64).sum();
+    assert!((difference - slope).abs() <= 1e-6 * slope.abs().max(1.0), "{difference} is not {slope}");
+}
+
+fn close(a: &[f64], b: &[f64], tolerance: f64) -> bool {
+    a.len() == b.len() && a.iter().zip(b).all(|(a, b)| (a - b).abs() <= tolerance * b.abs().max(1.0))
+}
+
+fn cat(tensors: Vec<Tensor<Training, 3>>, dim: usize) -> Tensor<Training, 3> {
+    Tensor::cat(tensors.into_iter().filter(|tensor| tensor.dims()[dim] > 0).collect(), dim)
+}
+
+fn sum(tensors: Vec<Tensor<Training, 3>>) -> Tensor<Training, 3> {
+    tensors.into_iter().reduce(|a, b| a + b).unwrap()
+}
+
+fn same<T: Clone>(value: T, ranks: usize) -> Vec<T> {
+    vec![value; ranks]
+}
+
+#[test]
+fn all_reduce_sends_the_sum_of_the_gradients_back() {
+    check(3, |_| [2, 1, 3], |x, group| all_reduce_sum(x, group).unwrap(), |all| same(sum(all), 3));
+}
+
+#[test]
+fn broadcast_sends_the_sum_to_the_root_and_zeros_elsewhere() {
+    check(
+        3,
+        |_| [2, 1, 3],
+        |x, group| broadcast(x, 1, group).unwrap(),
+        |all| {
+            // Every input is in the graph, so that each has a gradient.
+            let zeros = (all[0].clone() + all[2].clone()) * 0.0;
+            same(all[1].clone() + zeros, 3)
+        },
+    );
+}
+
+#[test]
+fn all_gather_sends_each_rank_its_part_of_the_sum() {
+    check(3, |_| [2, 2, 1], |x, group| all_gather(x, 0, group).unwrap(), |all| same(cat(all, 0), 3));
+    check(2, |_| [2, 2, 1], |x, group| all_gather(x, -1, group).unwrap(), |all| same(cat(all, 2), 2));
+    let uneven = |rank| [2, [3, 0, 1][rank], 2];
+    check(3, uneven, |x, group| all_gather_v(x, 1, None, group).unwrap(), |all| same(cat(all, 1), 3));
+    check(3, uneven, |x, group| all_gather_v(x, -2, Some(&[3, 0, 1]), group).unwrap(), |all| same(cat(all, 1), 3));
+}
+
+#[test]
+fn reduce_scatter_sends_all_parts_to_every_rank() {
+    check(3, |_| [2, 3, 2], |x, group| reduce_scatter(x, 1, group).unwrap(), |all| sum(all).chunk(3, 1));
+    check(2, |_| [2, 1, 4], |x, group| reduce_scatter(x, -1, group).unwrap(), |all| sum(all).chunk(2, 2));
+    check(
+        3,
+        |_| [2, 2, 4],
+        |x, group| reduce_scatter_v(x, 2, &[1, 2, 1], group).unwrap(),
+        |all| sum(all).split_with_sizes(vec![1, 2, 1], 2),
+    );
+}
+
+#[test]
+fn all_to_all_sends_each_part_back() {
+    check(
+        3,
+        |_| [3, 2, 1],
+        |x, group| all_to_all(x, 0, group).unwrap(),
+        |all| {
+            let parts: Vec<_> = all.into_iter().map(|x| x.chunk(3, 0)).collect();
+            (0..3).map(|to| cat(parts.iter().map(|part| part[to].clone()).collect(), 0)).collect()
+        },
+    );
+    // Rank 0 has 1 for itself and 2 for rank 1, which has 3 for rank 0 and 1 for itself.
+    const SEND: [[usize; 2]; 2] = [[1, 2], [3, 1]];
+    let uneven = |rank: usize| [2, SEND[rank].iter().sum(), 1];
+    let at_once: AtOnce = |all| {
+        let parts: Vec<_> = all.into_iter().zip(SEND).map(|(x, sizes)| x.split_with_sizes(sizes.to_vec(), 1)).collect();
+        (0..2).map(|to| cat(parts.iter().map(|part| part[to].clone()).collect(), 1)).collect()
+    };
+    check(2, uneven, |x, group| all_to_all_v(x, 1, &SEND[group.rank()], None, group).unwrap(), at_once);
+    let told = |x, group: &Group| {
+        let receive = SEND.map(|sizes| sizes[group.rank()]);
+        all_to_all_v(x, -2, &SEND[group.rank()], Some(&receive), group).unwrap()
+    };
+    check(2, uneven, told, at_once);
+}
+
+#[test]
+fn a_rank_without_elements_takes_part_in_the_backward_pass() {
+    let gradients = run_ranks(Medium::Threads, 2, |group| {
+        let own = if group.rank() == 0 { 2.0 } else { 5.0 };
+        let x = Tensor::<Autodiff<Flex>, 2>::full([2, 3], own, &Default::default()).require_grad();
+        let send = [[2, 0], [2, 0]][group.rank()];
+        let here = all_to_all_v(x.clone(), 0, &send, None, &group).unwrap();
+        assert_eq!(here.dims(), [[4, 3], [0, 3]][group.rank()]);
+        let back = all_to_all_v(here * 3.0, 0, &[[2, 2], [0, 0]][group.rank()], None, &group).unwrap();
+        let gradients = back.powi_scalar(2).sum().backward();
+        x.grad(&gradients).unwrap().into_data()
+    });
+    // The gradient of (3 x)^2.
+    assert_eq!(gradients, [TensorData::from([[36f32; 3]; 2]), TensorData::from([[90f32; 3]; 2])]);
+}
+
+#[test]
+fn tensors_that_are_not_tracked_need_no_backward_pass_of_others() {
+    run_ranks(Medium::Threads, 2, |group| {
+        let gathered = all_gather(tensor(&[1.0, 2.0], [1, 2, 1]), 0, &group).unwrap();
+        if group.rank() == 0 {
+            (gathered * tensor(&[1.0; 4], [2, 2, 1]).require_grad()).sum().backward();
+        }
+    });
+}
