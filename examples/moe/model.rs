@@ -5,7 +5,7 @@ use bonfire::tensor::operation::all_reduce;
 use bonfire::{DeviceCommunicator, Error, Group, ReduceOp, partition};
 use burn::tensor::activation::{softmax, tanh};
 use burn::tensor::backend::AutodiffBackend;
-use burn::tensor::{Tensor, TensorData};
+use burn::tensor::{Tensor, TensorCreationOptions, TensorData};
 
 /// The width of a token.
 pub const WIDTH: usize = 8;
@@ -28,11 +28,11 @@ impl<B: CollectiveBackend> Experts<B> {
     /// What the experts make of this rank's tokens. They must be tracked, so that all ranks' backward passes meet.
     pub fn forward(&self, tokens: Tensor<B, 2>, communicator: &DeviceCommunicator<B>) -> Result<Tensor<B, 2>, Error> {
         // Some backends cannot compute with no rows at all.
-        let empty = tokens.dims()[0] == 0;
-        let scores = if empty { tokens.clone() } else { softmax(tokens.clone().matmul(self.router.clone()), 1) };
-        let (gate, chosen) = match empty {
-            true => (tokens.clone().slice([0..0, 0..1]), Tensor::empty([0, 1], &tokens.device())),
-            false => scores.max_dim_with_indices(1),
+        let (gate, chosen) = if tokens.dims()[0] == 0 {
+            (None, Tensor::empty([0, 1], &tokens.device()))
+        } else {
+            let (gate, chosen) = softmax(tokens.clone().matmul(self.router.clone()), 1).max_dim_with_indices(1);
+            (Some(gate), chosen)
         };
         let routing = communicator.route(chosen, self.count, true)?;
         let arrived = routing.dispatch_tracked(tokens)?;
@@ -44,7 +44,7 @@ impl<B: CollectiveBackend> Experts<B> {
         }
         let results = if results.is_empty() { arrived } else { Tensor::cat(results, 0) };
         let back = routing.combine_tracked(results)?;
-        Ok(if empty { back } else { back * gate })
+        Ok(gate.map_or(back.clone(), |gate| back * gate))
     }
 
     /// The gradients of this rank's tokens; of the router, from all ranks' tokens; and of this rank's experts, which have
@@ -96,5 +96,5 @@ pub fn numbers(seed: usize, len: usize, scale: f64) -> Vec<f64> {
 }
 
 fn tensor<B: CollectiveBackend>(numbers: Vec<f64>, shape: [usize; 2]) -> Tensor<B, 2> {
-    Tensor::from_data(TensorData::new(numbers, shape), &Default::default())
+    Tensor::from_data(TensorData::new(numbers, shape), TensorCreationOptions::float())
 }

@@ -48,7 +48,8 @@ use self::linear::Linear;
 pub use super::attempt::attempt;
 use super::attempt::fail;
 use super::operation::axis::Axis;
-use super::operation::carry::{self, Sizes, cut, receive_sizes};
+use super::operation::carry;
+use super::operation::sizes::{self, Sizes, cut};
 use crate::{Error, Group, ReduceOp};
 
 /// An autodiff backend whose tensors can be summed over ranks with the gradient flowing through the sum.
@@ -251,7 +252,7 @@ pub fn all_to_all_v<B: CollectiveBackend, const D: usize>(
     let send = cut(group.into(), OPERATION, &axis, Some(send))?;
     let receive = match receive {
         Some(receive) => receive.to_vec(),
-        None => receive_sizes(group.into(), &axis, &send)?,
+        None => sizes::receive(group.into(), &axis, &send)?,
     };
     linear(tensor, group, Linear::AllToAll { dim, sizes: Some([send, receive]) })
 }

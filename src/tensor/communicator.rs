@@ -1,6 +1,7 @@
 //! A communicator on tensors, as vLLM's workers have one for each of their groups.
 
 mod buffers;
+mod experts;
 mod routing;
 
 use std::fmt;
@@ -8,19 +9,20 @@ use std::sync::Mutex;
 
 use burn::module::Module;
 use burn::tensor::backend::Backend;
-use burn::tensor::{Int, Numeric, Shape, Tensor, TensorCreationOptions};
+use burn::tensor::{Numeric, Shape, Tensor, TensorCreationOptions};
 
 pub use self::routing::Routing;
 use super::host::{Kind, Via};
 use super::operation::axis::Axis;
-use super::operation::carry::{self, Piece, Sizes};
+use super::operation::carry;
+use super::operation::fused::{self, Piece};
 use super::operation::place;
+use super::operation::sizes::Sizes;
 #[cfg(feature = "flex")]
 use super::pool::Suited;
 use crate::dtype::ReduceOp;
 use crate::error::Error;
 use crate::group::Group;
-use crate::wait::lock;
 
 /// Collectives on a model's tensors: vLLM's device communicator, on burn.
 ///
@@ -96,18 +98,6 @@ impl<B: Backend> DeviceCommunicator<B> {
         })
     }
 
-    /// Gives the group that [`dispatch`](Self::dispatch) and [`combine`](Self::combine) use for what is not sequence
-    /// parallel: the ranks with this one's place in tensor parallelism. Without it, all ranks of the communicator.
-    ///
-    /// # Errors
-    /// [`Error::InvalidArgument`] after [`destroy`](Self::destroy).
-    pub fn set_data_parallel_group(&mut self, group: Group) -> Result<(), Error> {
-        let name = &self.name;
-        let groups = self.groups.as_mut().ok_or_else(|| destroyed(name))?;
-        groups.data_parallel = Some(group);
-        Ok(())
-    }
-
     /// Lets go of the groups; every later call gives an error. Tensors that it made stay.
     pub fn destroy(&mut self) {
         self.groups = None;
@@ -137,9 +127,9 @@ impl<B: Backend> DeviceCommunicator<B> {
     pub fn all_gather<const D: usize, K: Kind<B>>(
         &self,
         tensor: Tensor<B, D, K>,
-        dim: impl Into<Option<isize>>,
+        dim: Option<isize>,
     ) -> Result<Tensor<B, D, K>, Error> {
-        let dim = dim.into().unwrap_or(-1);
+        let dim = dim.unwrap_or(-1);
         carry::all_gather::<B, K>(self.via()?, tensor.into_primitive(), dim, Sizes::Even).map(Tensor::from_primitive)
     }
 
@@ -152,10 +142,10 @@ impl<B: Backend> DeviceCommunicator<B> {
     pub fn all_gather_v<const D: usize, K: Kind<B>>(
         &self,
         tensor: Tensor<B, D, K>,
-        dim: impl Into<Option<isize>>,
+        dim: Option<isize>,
         sizes: Option<&[usize]>,
     ) -> Result<Tensor<B, D, K>, Error> {
-        let (via, dim) = (self.via()?, dim.into().unwrap_or(0));
+        let (via, dim) = (self.via()?, dim.unwrap_or(0));
         let sizes = self.sizes(&Axis::new("all_gather", tensor.shape(), dim)?, sizes)?;
         let whole = carry::all_gather::<B, K>(via, tensor.into_primitive(), dim, Sizes::Given(&sizes))?;
         Ok(Tensor::from_primitive(whole))
@@ -169,14 +159,14 @@ impl<B: Backend> DeviceCommunicator<B> {
     pub fn all_gather_v_list<const D: usize, K: Kind<B>>(
         &self,
         tensors: Vec<Tensor<B, D, K>>,
-        dim: impl Into<Option<isize>>,
+        dim: Option<isize>,
         sizes: Option<&[usize]>,
     ) -> Result<Vec<Tensor<B, D, K>>, Error> {
-        let (via, dim) = (self.via()?, dim.into().unwrap_or(0));
+        let (via, dim) = (self.via()?, dim.unwrap_or(0));
         let Some(first) = tensors.first() else { return Ok(Vec::new()) };
         let sizes = self.sizes(&Axis::new("all_gather", first.shape(), dim)?, sizes)?;
         let pieces = tensors.into_iter().map(|tensor| Piece::read::<B, K>(tensor.into_primitive(), dim));
-        let gathered = carry::all_gather_fused::<B>(via, pieces.collect::<Result<_, _>>()?, &sizes)?;
+        let gathered = fused::all_gather::<B>(via, pieces.collect::<Result<_, _>>()?, &sizes)?;
         Ok(gathered.into_iter().map(|whole| Tensor::from_primitive(whole.tensor::<B, K>())).collect())
     }
 
@@ -189,7 +179,7 @@ impl<B: Backend> DeviceCommunicator<B> {
     pub fn reduce_scatter<const D: usize, K: Kind<B> + Numeric<B>>(
         &self,
         tensor: Tensor<B, D, K>,
-        dim: impl Into<Option<isize>>,
+        dim: Option<isize>,
     ) -> Result<Tensor<B, D, K>, Error> {
         self.reduce_scatter_v(tensor, dim, None)
     }
@@ -202,10 +192,10 @@ impl<B: Backend> DeviceCommunicator<B> {
     pub fn reduce_scatter_v<const D: usize, K: Kind<B> + Numeric<B>>(
         &self,
         tensor: Tensor<B, D, K>,
-        dim: impl Into<Option<isize>>,
+        dim: Option<isize>,
         sizes: Option<&[usize]>,
     ) -> Result<Tensor<B, D, K>, Error> {
-        let dim = dim.into().unwrap_or(-1);
+        let dim = dim.unwrap_or(-1);
         let part = carry::reduce_scatter::<B, K>(self.via()?, tensor.into_primitive(), ReduceOp::Sum, dim, sizes)?;
         Ok(Tensor::from_primitive(part))
     }
@@ -219,10 +209,10 @@ impl<B: Backend> DeviceCommunicator<B> {
     pub fn gather<const D: usize, K: Kind<B>>(
         &self,
         tensor: Tensor<B, D, K>,
-        dst: impl Into<Option<usize>>,
-        dim: impl Into<Option<isize>>,
+        dst: Option<usize>,
+        dim: Option<isize>,
     ) -> Result<Option<Tensor<B, D, K>>, Error> {
-        let (dst, dim) = (dst.into().unwrap_or(0), dim.into().unwrap_or(-1));
+        let (dst, dim) = (dst.unwrap_or(0), dim.unwrap_or(-1));
         let whole = carry::gather::<B, K>(self.via()?, tensor.into_primitive(), dst, dim, Sizes::Even)?;
         Ok(whole.map(Tensor::from_primitive))
     }
@@ -232,14 +222,10 @@ impl<B: Backend> DeviceCommunicator<B> {
     /// # Errors
     /// Those of [`operation::send`](super::operation::send); after [`destroy`](Self::destroy),
     /// [`Error::InvalidArgument`].
-    pub fn send<const D: usize, K: Kind<B>>(
-        &self,
-        tensor: Tensor<B, D, K>,
-        dst: impl Into<Option<usize>>,
-    ) -> Result<(), Error> {
+    pub fn send<const D: usize, K: Kind<B>>(&self, tensor: Tensor<B, D, K>, dst: Option<usize>) -> Result<(), Error> {
         let via = self.via()?;
         let next = (via.group.rank() + 1) % via.group.world_size();
-        carry::send::<B, K>(via, tensor.into_primitive(), dst.into().unwrap_or(next))
+        carry::send::<B, K>(via, tensor.into_primitive(), dst.unwrap_or(next))
     }
 
     /// The tensor of this shape that rank `src` sends, the one before this, around the ring, if it is `None`. It is on the
@@ -251,98 +237,16 @@ impl<B: Backend> DeviceCommunicator<B> {
     pub fn recv<const D: usize, K: Kind<B>>(
         &self,
         size: [usize; D],
-        dtype: impl Into<Option<burn::tensor::DType>>,
-        src: impl Into<Option<usize>>,
+        dtype: Option<burn::tensor::DType>,
+        src: Option<usize>,
     ) -> Result<Tensor<B, D, K>, Error> {
         let via = self.via()?;
         let n = via.group.world_size();
         let before = (via.group.rank() + n - 1) % n;
-        let options = TensorCreationOptions { device: self.device.clone(), dtype: dtype.into() };
+        let options = TensorCreationOptions { device: self.device.clone(), dtype };
         let (dtype, device) = place::<B, D, K>(options);
-        let (size, src) = (Shape::from(size), src.into().unwrap_or(before));
+        let (size, src) = (Shape::from(size), src.unwrap_or(before));
         carry::recv::<B, K>(via, size, (dtype, &device), src).map(Tensor::from_primitive)
-    }
-
-    /// Brings all ranks' tokens, their router logits and `extra_tensors`, which have a row for each token, to every rank, in
-    /// the order of ranks and in one operation: every rank then runs its experts on the tokens that are for them, and
-    /// [`combine`](Self::combine) adds up the results. Ranks may have any number of tokens. The ranks are those of the
-    /// communicator if the tokens are split among them (`is_sequence_parallel`), else those of the
-    /// [data parallel group](Self::set_data_parallel_group). In a group of one, everything stays as it is.
-    ///
-    /// To send each token only to the ranks that have its experts, see [`route`](Self::route).
-    ///
-    /// # Errors
-    /// As [`all_gather_v_list`](Self::all_gather_v_list).
-    #[expect(clippy::type_complexity, reason = "vLLM's three results")]
-    pub fn dispatch<const D: usize, K: Kind<B>>(
-        &self,
-        hidden_states: Tensor<B, D>,
-        router_logits: Tensor<B, D>,
-        is_sequence_parallel: bool,
-        extra_tensors: Vec<Tensor<B, D, K>>,
-    ) -> Result<(Tensor<B, D>, Tensor<B, D>, Vec<Tensor<B, D, K>>), Error> {
-        let (via, metadata) = self.experts(is_sequence_parallel)?;
-        if via.group.world_size() == 1 {
-            return Ok((hidden_states, router_logits, extra_tensors));
-        }
-        let axis = Axis::new("dispatch", hidden_states.shape(), 0)?;
-        let sizes = Sizes::Exchanged.resolve(metadata.into(), "dispatch", &axis)?;
-        let mut pieces = Vec::new();
-        for tensor in [hidden_states, router_logits] {
-            pieces.push(Piece::read::<B, burn::tensor::Float>(tensor.into_primitive(), 0)?);
-        }
-        for tensor in extra_tensors {
-            pieces.push(Piece::read::<B, K>(tensor.into_primitive(), 0)?);
-        }
-        let mut gathered = carry::all_gather_fused::<B>(via, pieces, &sizes)?.into_iter();
-        let (Some(hidden_states), Some(router_logits)) = (gathered.next(), gathered.next()) else {
-            return Err(Error::io("dispatch", "the group gave less than was sent"));
-        };
-        lock(&self.dispatched)[usize::from(is_sequence_parallel)] = Some(sizes);
-        Ok((
-            Tensor::from_primitive(hidden_states.tensor::<B, burn::tensor::Float>()),
-            Tensor::from_primitive(router_logits.tensor::<B, burn::tensor::Float>()),
-            gathered.map(|extra| Tensor::from_primitive(extra.tensor::<B, K>())).collect(),
-        ))
-    }
-
-    /// The sum, over the ranks, of what their experts made of the tokens of the last [`dispatch`](Self::dispatch): of that
-    /// the rows of this rank's own tokens. In a group of one it is the input.
-    ///
-    /// # Errors
-    /// Those of [`operation::reduce_scatter_v`](super::operation::reduce_scatter_v); [`Error::InvalidArgument`] also without
-    /// a dispatch before, or after [`destroy`](Self::destroy).
-    pub fn combine<const D: usize>(
-        &self,
-        hidden_states: Tensor<B, D>,
-        is_sequence_parallel: bool,
-    ) -> Result<Tensor<B, D>, Error> {
-        let (via, _) = self.experts(is_sequence_parallel)?;
-        if via.group.world_size() == 1 {
-            return Ok(hidden_states);
-        }
-        let sizes = lock(&self.dispatched)[usize::from(is_sequence_parallel)].clone();
-        let sizes = sizes.ok_or_else(|| Error::argument("combine", "nothing was dispatched: call dispatch before"))?;
-        let (tensor, sizes) = (hidden_states.into_primitive(), Some(&sizes[..]));
-        let own = carry::reduce_scatter::<B, burn::tensor::Float>(via, tensor, ReduceOp::Sum, 0, sizes)?;
-        Ok(Tensor::from_primitive(own))
-    }
-
-    /// Finds out which rank gets which tokens: `experts` says, in each token's row, which experts it goes to, of `count` that
-    /// the ranks have in their order, as equally as possible (see [`partition`](crate::partition())). Each rank may have any
-    /// number of tokens.
-    ///
-    /// # Errors
-    /// [`Error::InvalidArgument`] for an expert that there is not, else those of
-    /// [`Group::all_to_all_v`].
-    pub fn route(
-        &self,
-        experts: Tensor<B, 2, Int>,
-        count: usize,
-        is_sequence_parallel: bool,
-    ) -> Result<Routing, Error> {
-        let (via, metadata) = self.experts(is_sequence_parallel)?;
-        Routing::new::<B>(experts, count, metadata, via.group)
     }
 
     /// Moves a model's parameters to memory that the ranks of the communicator reach, where they share some, and gives the
@@ -374,15 +278,6 @@ impl<B: Backend> DeviceCommunicator<B> {
             #[cfg(feature = "flex")]
             memory: self.memory.as_ref(),
         }
-    }
-
-    /// The groups that carry tokens to experts, and what there is to know of them.
-    fn experts(&self, is_sequence_parallel: bool) -> Result<(Via<'_>, &Group), Error> {
-        let groups = self.groups()?;
-        Ok(match &groups.data_parallel {
-            Some(group) if !is_sequence_parallel => (self.on(group), group),
-            _ => (self.on(&groups.tensors), &groups.metadata),
-        })
     }
 
     fn sizes(&self, axis: &Axis, sizes: Option<&[usize]>) -> Result<Vec<usize>, Error> {

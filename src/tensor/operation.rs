@@ -42,11 +42,14 @@
 
 pub(crate) mod axis;
 pub(crate) mod carry;
+pub(crate) mod fused;
+pub(crate) mod sizes;
 
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Numeric, Shape, Tensor, TensorCreationOptions};
 
-use self::carry::{Sizes, Swap};
+use self::carry::Swap;
+use self::sizes::Sizes;
 pub use super::host::Kind;
 use crate::dtype::ReduceOp;
 use crate::error::Error;

@@ -14,7 +14,8 @@ use crate::dtype::ReduceOp;
 use crate::error::Error;
 use crate::group::Group;
 use crate::tensor::attempt::fail;
-use crate::tensor::operation::carry::{self, Sizes, Swap};
+use crate::tensor::operation::carry::{self, Swap};
+use crate::tensor::operation::sizes::Sizes;
 
 /// One of them, with all that the ranks know of it. Sizes are those of all ranks.
 #[doc(hidden)]

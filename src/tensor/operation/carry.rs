@@ -4,79 +4,10 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{Bytes, DType as BurnDType, Shape, TensorMetadata};
 
 use super::axis::Axis;
+use super::sizes::{Sizes, check, cut, equal, receive};
 use crate::dtype::{DType, ReduceOp};
 use crate::error::Error;
 use crate::tensor::host::{Form, Kind, Source, Via, elements, elements_mut, typed};
-
-/// How long each rank's part is along the dimension.
-#[derive(Clone, Copy)]
-pub(crate) enum Sizes<'a> {
-    /// All alike.
-    Even,
-    /// As the caller says.
-    Given(&'a [usize]),
-    /// As the ranks tell each other.
-    Exchanged,
-}
-
-impl Sizes<'_> {
-    /// The sizes of all ranks' parts, of which this rank's is the axis's.
-    pub(crate) fn resolve(self, via: Via<'_>, operation: &str, axis: &Axis) -> Result<Vec<usize>, Error> {
-        let group = via.group;
-        match self {
-            Sizes::Even => Ok(vec![axis.len(); group.world_size()]),
-            Sizes::Given(sizes) => {
-                check_sizes(via, operation, sizes)?;
-                let own = sizes[group.rank()];
-                if own == axis.len() {
-                    return Ok(sizes.to_vec());
-                }
-                let reason = format!(
-                    "sizes {sizes:?} give this rank, {}, {own}, and its tensor has {}",
-                    group.rank(),
-                    axis.len()
-                );
-                Err(Error::argument(operation, reason))
-            }
-            Sizes::Exchanged => {
-                let mut sizes = vec![0u64; group.world_size()];
-                sizes[group.rank()] = axis.len() as u64;
-                group.shaped(&axis.agreed()).all_gather(&mut sizes)?;
-                Ok(sizes.into_iter().map(|size| size as usize).collect())
-            }
-        }
-    }
-}
-
-fn check_sizes(via: Via<'_>, operation: &str, sizes: &[usize]) -> Result<(), Error> {
-    let n = via.group.world_size();
-    if sizes.len() == n {
-        return Ok(());
-    }
-    Err(Error::argument(operation, format!("{} sizes for {n} ranks: give one for each", sizes.len())))
-}
-
-/// The sizes into which a whole is cut: those given, which must add up to it, or equal ones.
-pub(crate) fn cut(via: Via<'_>, operation: &str, axis: &Axis, sizes: Option<&[usize]>) -> Result<Vec<usize>, Error> {
-    let (n, len) = (via.group.world_size(), axis.len());
-    let Some(sizes) = sizes else {
-        if len.is_multiple_of(n) {
-            return Ok(vec![len / n; n]);
-        }
-        let reason =
-            format!("{len} along the dimension are no {n} parts of one length: give a multiple of {n}, or sizes");
-        return Err(Error::argument(operation, reason));
-    };
-    check_sizes(via, operation, sizes)?;
-    if sizes.iter().try_fold(0usize, |sum, size| sum.checked_add(*size)) == Some(len) {
-        return Ok(sizes.to_vec());
-    }
-    Err(Error::argument(operation, format!("sizes {sizes:?} do not add up to the tensor's {len}")))
-}
-
-fn equal(sizes: &[usize]) -> bool {
-    sizes.windows(2).all(|pair| pair[0] == pair[1])
-}
 
 /// The whole of these parts, which is what they are already where nothing lies between.
 fn join<B: Backend>(
@@ -205,78 +136,6 @@ pub(crate) fn all_gather<B: Backend, K: Kind<B>>(
     })?;
     let whole = join::<B>(via, OPERATION, &axis, &sizes, form.carrier, parts)?;
     Ok(form.tensor::<B, K>(whole, axis.shape(sizes.iter().sum())))
-}
-
-/// A tensor that is gathered with others.
-pub(crate) struct Piece<D> {
-    source: Source,
-    axis: Axis,
-    form: Form<D>,
-}
-
-impl<D> Piece<D> {
-    pub fn read<B: Backend<Device = D>, K: Kind<B>>(tensor: K::Primitive, dim: isize) -> Result<Self, Error> {
-        let axis = Axis::new("all_gather", tensor.shape(), dim)?;
-        let (source, form) = Source::read::<B, K>("all_gather", tensor)?;
-        Ok(Piece { source, axis, form })
-    }
-}
-
-/// Gathers several tensors, of any shapes and element types, in one operation of the group: all are as long along their
-/// dimension as `sizes` says. What comes of each is for [`Gathered::tensor`] to say.
-pub(crate) fn all_gather_fused<B: Backend>(
-    via: Via<'_>,
-    pieces: Vec<Piece<B::Device>>,
-    sizes: &[usize],
-) -> Result<Vec<Gathered<B::Device>>, Error> {
-    const OPERATION: &str = "all_gather";
-    let (mut agreed, mut bytes, mut offsets) = (Vec::new(), vec![0usize; sizes.len()], Vec::new());
-    let absurd = || Error::argument(OPERATION, "no memory holds all of these tensors");
-    for Piece { axis, form, .. } in &pieces {
-        Sizes::Given(sizes).resolve(via, OPERATION, axis)?;
-        let (counts, _) = axis.counts(OPERATION, sizes)?;
-        agreed.extend(axis.agreed().into_iter().chain([form.carrier as usize]));
-        offsets.push(bytes.clone());
-        for (sum, count) in bytes.iter_mut().zip(&counts) {
-            let more = count.checked_mul(form.carrier.size()).and_then(|more| sum.checked_add(more));
-            *sum = more.ok_or_else(absurd)?;
-        }
-    }
-    let total = bytes.iter().try_fold(0usize, |sum, bytes| sum.checked_add(*bytes)).ok_or_else(absurd)?;
-    let mut own = via.room::<B>(OPERATION, DType::U8, bytes[via.group.rank()])?;
-    let mut at = 0;
-    for piece in &pieces {
-        let source = piece.source.bytes();
-        own[at..at + source.len()].copy_from_slice(source);
-        at += source.len();
-    }
-    let mut all = via.room::<B>(OPERATION, DType::U8, total)?;
-    via.group.shaped(&agreed).all_gather_v_into::<u8>(&own, &bytes, &mut all)?;
-    let begins: Vec<usize> = (0..bytes.len()).map(|rank| bytes[..rank].iter().sum()).collect();
-    let gathered = pieces.into_iter().zip(offsets).map(|(Piece { axis, form, .. }, offsets)| {
-        let (counts, total) = axis.counts(OPERATION, sizes)?;
-        let mut whole = via.room::<B>(OPERATION, form.carrier, total)?;
-        for (rank, count) in counts.iter().enumerate() {
-            let begin = begins[rank] + offsets[rank];
-            let part = &all[begin..begin + count * form.carrier.size()];
-            axis.put(sizes, rank, form.carrier.size(), part, &mut whole);
-        }
-        Ok(Gathered { whole, shape: axis.shape(sizes.iter().sum()), form })
-    });
-    gathered.collect()
-}
-
-/// What was gathered of one tensor.
-pub(crate) struct Gathered<D> {
-    whole: Bytes,
-    shape: Shape,
-    form: Form<D>,
-}
-
-impl<D> Gathered<D> {
-    pub fn tensor<B: Backend<Device = D>, K: Kind<B>>(self) -> K::Primitive {
-        self.form.tensor::<B, K>(self.whole, self.shape)
-    }
 }
 
 pub(crate) fn reduce_scatter<B: Backend, K: Kind<B>>(
@@ -415,11 +274,11 @@ pub(crate) fn all_to_all<B: Backend, K: Kind<B>>(
     let group = via.group.shaped(&axis.agreed());
     let receive = match (swap.receive, swap.send) {
         (Some(receive), _) => {
-            check_sizes(via, OPERATION, receive)?;
+            check(via, OPERATION, receive)?;
             receive.to_vec()
         }
         (None, None) => send.clone(),
-        (None, Some(_)) => receive_sizes(via, &axis, &send)?,
+        (None, Some(_)) => receive(via, &axis, &send)?,
     };
     let ((outgoing, _), (incoming, total)) = (axis.counts(OPERATION, &send)?, axis.counts(OPERATION, &receive)?);
     let (source, form) = Source::read::<B, K>(OPERATION, tensor)?;
@@ -434,13 +293,6 @@ pub(crate) fn all_to_all<B: Backend, K: Kind<B>>(
     })?;
     let whole = join::<B>(via, OPERATION, &axis, &receive, form.carrier, output)?;
     Ok(form.tensor::<B, K>(whole, axis.shape(receive.iter().sum())))
-}
-
-/// How much comes from each rank, if it sends as it says.
-pub(crate) fn receive_sizes(via: Via<'_>, axis: &Axis, send: &[usize]) -> Result<Vec<usize>, Error> {
-    let mut sizes: Vec<u64> = send.iter().map(|size| *size as u64).collect();
-    via.group.shaped(&axis.agreed()).all_to_all(&mut sizes)?;
-    Ok(sizes.into_iter().map(|size| size as usize).collect())
 }
 
 pub(crate) fn send<B: Backend, K: Kind<B>>(via: Via<'_>, tensor: K::Primitive, to: usize) -> Result<(), Error> {
