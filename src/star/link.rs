@@ -87,8 +87,7 @@ impl Link {
 
     /// Closes the connection because of `error`, unless that was done before: the error that was first comes back.
     ///
-    /// The peer hears of it even where it is blocked in sending to this end, as soon as this end's threads have let go of
-    /// the stream: a socket that is only shut down would keep such a peer waiting, one that is closed refuses its bytes.
+    /// The peer hears of it at once, and its bytes are refused when this end's threads have let go of the stream.
     pub fn close(&self, error: Error) -> Error {
         let mut state = lock(&self.stream);
         match std::mem::replace(&mut *state, Err(error.clone())) {
