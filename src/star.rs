@@ -311,7 +311,7 @@ impl TcpTransport {
     fn mismatch(&self, sequence: u64, ours: usize, (peer, theirs): (usize, usize)) -> Error {
         let call = |count| {
             let (operation, reduction) = (Operation::AllReduce, Some(ReduceOp::Sum));
-            Call { operation, dtype: DType::F32, count, reduction, root: None }
+            Call { operation, dtype: DType::F32, count, reduction, root: None, sizes: None }
         };
         let peer = if self.rank == 0 { peer + 1 } else { 0 };
         let mut calls = vec![(self.rank, call(ours)), (peer, call(theirs))];

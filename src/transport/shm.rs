@@ -234,8 +234,14 @@ mod tests {
         for (reduction, root) in
             [(None, None), (Some(ReduceOp::Mean), None), (None, Some(7)), (Some(ReduceOp::Max), Some(0))]
         {
-            let call =
-                Call { operation: Operation::Reduce, dtype: DType::BF16, count: 1 << 40, reduction, root, sizes: Some(9) };
+            let call = Call {
+                operation: Operation::Reduce,
+                dtype: DType::BF16,
+                count: 1 << 40,
+                reduction,
+                root,
+                sizes: Some(9),
+            };
             assert_eq!(from_words(words(&call)), Some(call));
         }
         for nonsense in [[0, 0, 255], [0, 0, 255 << 8], [0, 99 << 32, 0], [0, 0, 1 << 32]] {
