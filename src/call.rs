@@ -135,7 +135,7 @@ impl fmt::Display for Call {
         );
         write!(f, "{}{}", self.operation, if parts && self.is_sized() { "_v" } else { "" })?;
         match self.operation {
-            Operation::Barrier => return Ok(()),
+            Operation::Barrier | Operation::Subgroup => return Ok(()),
             Operation::AllToAllV | Operation::Exchange => write!(f, "({}", self.dtype)?,
             _ => write!(f, "({} x {}", self.dtype, self.count)?,
         }

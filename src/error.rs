@@ -102,6 +102,22 @@ pub enum Error {
         rank: usize,
     },
 
+    /// Two ranks name different members of the subgroup that they make: see [`Group::subgroup`](crate::Group::subgroup).
+    #[error(
+        "subgroup: rank {rank} makes one of {}, and rank {peer} one of {}; all members must name the same",
+        Ranks(.members), Ranks(.theirs)
+    )]
+    Members {
+        /// The lower of the two.
+        rank: usize,
+        /// The members that it names.
+        members: Vec<usize>,
+        /// The higher.
+        peer: usize,
+        /// The members that this one names.
+        theirs: Vec<usize>,
+    },
+
     /// The ranks that are left of a group did not come together: see [`Group::shrink`](crate::Group::shrink).
     #[error("shrink failed on rank {rank} after {elapsed:.1?}: {why}")]
     Shrink {

@@ -7,6 +7,7 @@ mod interrupt;
 mod progress;
 mod recorder;
 mod shrink;
+mod subgroup;
 mod trace;
 mod turn;
 
@@ -24,6 +25,7 @@ pub(crate) use self::progress::Progress;
 pub use self::progress::Work;
 pub(crate) use self::recorder::CallSite;
 use self::recorder::{Entry, Recorder};
+use self::subgroup::Lineage;
 pub use self::trace::{Message, Record, State, Trace};
 use self::turn::{Queue, Turn};
 use crate::call::{Call, Operation, Tag, fingerprint};
@@ -65,6 +67,8 @@ pub struct Group {
     shape: Option<u16>,
     // Dropped with the last handle, while started operations still hold the core.
     anchor: Arc<Anchor>,
+    // After the anchor: a subgroup says farewell before its parent does.
+    lineage: Option<Arc<Lineage>>,
 }
 
 /// What handles and started operations share.
@@ -315,7 +319,7 @@ impl Core {
             traced: Mutex::new(false),
         });
         let anchor = Arc::new(Anchor { core: core.clone(), progress: OnceLock::new() });
-        Group { core, deadline, shape: None, anchor }
+        Group { core, deadline, shape: None, anchor, lineage: None }
     }
 
     pub fn transport(&self) -> &dyn Transport {
@@ -408,11 +412,11 @@ impl Core {
     }
 
     /// Records how an operation ended, before the group's trace may be written.
-    fn end(&self, entry: Entry, result: Result<(), Fault>, fail: impl FnOnce(Fault) -> Error) -> Result<(), Error> {
+    fn end<T>(&self, entry: Entry, result: Result<T, Fault>, fail: impl FnOnce(Fault) -> Error) -> Result<T, Error> {
         match result {
-            Ok(()) => {
+            Ok(result) => {
                 self.recorder.done(entry);
-                Ok(())
+                Ok(result)
             }
             Err(fault) => {
                 self.recorder.failed(entry);

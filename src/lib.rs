@@ -13,6 +13,7 @@
 //! | place experts on different ranks, or move a program from vLLM's device communicator | [`DeviceCommunicator`] |
 //! | combine slices | [`Group`] |
 //! | carry messages in your own way | [`Transport`] and [`Group::on`] |
+//! | speak with programs that use yscv's `TcpTransport`, or its wire | `TcpTransport` |
 //!
 //! The program `bonfire` starts ranks (`bonfire run`), measures (`bonfire perf`) and looks at the machine
 //! (`bonfire doctor`). Messages go through `log`.
@@ -45,6 +46,8 @@ mod reduce;
 mod rendezvous;
 #[cfg(feature = "cubecl")]
 pub mod server;
+#[cfg(unix)]
+mod star;
 mod sync;
 pub mod tensor;
 pub mod train;
@@ -67,6 +70,8 @@ pub use server::{CollectiveDevice, CollectiveRuntime};
 pub use server::{Cuda, CudaDevice};
 #[cfg(feature = "wgpu")]
 pub use server::{Wgpu, WgpuDevice};
+#[cfg(unix)]
+pub use star::{TcpTransport, TcpTransportBuilder, loopback_pair};
 #[cfg(unix)]
 pub use tensor::collective::{
     Address, AllReduceStrategy, BroadcastStrategy, CollectiveConfig, CollectiveError, GlobalCollectiveError,

@@ -9,6 +9,7 @@ mod direct;
 pub(crate) mod frame;
 #[cfg(all(feature = "shm", target_os = "linux"))]
 pub(crate) mod hosts;
+pub(crate) mod invitation;
 pub(crate) mod local;
 mod regroup;
 mod seams;

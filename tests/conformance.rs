@@ -223,6 +223,22 @@ fn hosts_whose_ranks_are_scattered() {
     matrix(Kind::Hosts(&[0, 1, 1, 2, 0, 1]), 6..=6);
 }
 
+/// A subgroup does all that a group does.
+#[test]
+fn subgroups() {
+    for kind in Kind::ALL {
+        run_ranks(kind, 5, |group| {
+            if group.rank() != 1 {
+                let part = group.subgroup(&[0, 2, 3, 4]).unwrap();
+                check_all_types(&part, &[0, 3, 5, 1000]);
+                check::<f32>(&part, 100_003);
+                check::<f32>(&part.subgroup(&[part.rank()]).unwrap(), 7);
+            }
+            group.barrier().unwrap();
+        });
+    }
+}
+
 /// Several pieces, of which one crosses while the next is worked on.
 #[test]
 fn hosts_in_many_pieces() {

@@ -1,5 +1,5 @@
-//! A soak: operations of random kind, type, size and form on three groups that share ranks and are all in use at once,
-//! every result compared bit for bit.
+//! A soak: operations of random kind, type, size and form on a group and two subgroups that share ranks and are all in use at
+//! once, every result compared bit for bit.
 //!
 //! `BONFIRE_SOAK` says how many operations, over all kinds of groups together, and `BONFIRE_SOAK_SEED` which ones.
 
@@ -16,11 +16,10 @@ use std::time::{Duration, Instant};
 use bonfire::{DType, Group, Operation};
 use case::{Case, GROUPS, below, hash};
 use common::transport::Random;
-use common::{Door, Kind, doors, run_ranks};
+use common::{Kind, doors, run_ranks};
 use half::{bf16, f16};
 use hand::{Arrivals, Check, Form, Hand};
 
-const RANKS: usize = 4;
 const KINDS: [Kind; 4] = [Kind::Threads, Kind::Tcp, Kind::Shm, Kind::Hosts(&[0, 0, 1, 1])];
 
 /// What ranks have done so far, counted by the draws that all of them make.
@@ -125,16 +124,17 @@ fn holdings() -> [usize; 3] {
 /// A kind of groups, from before they are made until nothing is left of them.
 fn run(kind: Kind, seed: u64, operations: usize) {
     let before = holdings();
-    let mut ranks: [[Option<Door>; GROUPS.len()]; RANKS] = Default::default();
-    for (group, members) in GROUPS.iter().enumerate() {
-        for (rank, door) in members.iter().zip(doors(kind, members, |builder| builder)) {
-            ranks[*rank][group] = Some(door);
-        }
-    }
     let (arrived, start) = (Arc::new(Arrivals::default()), Instant::now());
-    let ranks = ranks.into_iter().enumerate().map(|(rank, doors)| {
+    let ranks = doors(kind, GROUPS[0], |builder| builder).into_iter().enumerate().map(|(rank, door)| {
         let arrived = arrived.clone();
-        thread::spawn(move || soak(seed, operations, rank, &doors.map(|door| door.map(|door| door())), &arrived))
+        thread::spawn(move || {
+            let all = door();
+            let part =
+                |members: &[usize]| members.contains(&rank).then(|| all.subgroup(members).expect("members come"));
+            let groups = [Some(all.clone()), part(GROUPS[1]), part(GROUPS[2])];
+            drop(all);
+            soak(seed, operations, rank, &groups, &arrived)
+        })
     });
     let ranks: Vec<_> = ranks.collect();
     let results: Vec<_> = ranks.into_iter().map(|rank| rank.join().expect("a rank does not panic")).collect();

@@ -1,6 +1,7 @@
 //! As the crate's own, with as little of TCP as shared memory needs.
 
 mod direct;
+pub(crate) mod invitation;
 pub(crate) mod local;
 mod seams;
 pub(crate) mod shm;

@@ -43,10 +43,7 @@ impl Group {
     /// [from elsewhere](Self::on), and on one that was shrunk before. [`Error::Io`] where the system refuses a socket.
     pub fn shrink(&self) -> Result<Group, Error> {
         let _turn = self.turn();
-        let Some(regroup) = &self.core.regroup else {
-            let reason = "the group is on a transport from elsewhere: make a transport of the ranks that are left";
-            return Err(Error::argument("shrink", reason));
-        };
+        let regroup = self.regroup("shrink")?;
         if self.core.shrunk.swap(true, Ordering::Relaxed) {
             let reason = "this group was shrunk before: shrink the group that came of it";
             return Err(Error::argument("shrink", reason));

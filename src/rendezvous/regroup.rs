@@ -1,7 +1,8 @@
-//! How processes that are left of a group come together again.
+//! How processes of a group come together to another: some of them, or those that are left.
 //!
-//! They talk over the old group's control connections, which go on after a failure, and agree on who goes on (`agreement`).
-//! Those connect to each other as in a first rendezvous, each on a port that it told the others.
+//! They talk over the old group's control connections. Members of a subgroup invite each other; those that are left after a
+//! failure agree on who goes on (`agreement`). Then they connect as in a first rendezvous, each on a port that it told
+//! the others.
 
 mod agreement;
 
@@ -27,8 +28,9 @@ use super::{Ends, Medium, Settings, assemble, control_runtime};
 use crate::auth::{Lobby, Member};
 use crate::error::{Apart, Error, Ranks};
 use crate::random;
-use crate::transport::tcp::{Door, Heard, MOST, News, Silence, Standing, Tcp, Word};
-use crate::transport::{Base, Regroup};
+use crate::transport::invitation::{Door, Invitation, session};
+use crate::transport::tcp::{Heard, MOST, News, Silence, Standing, Tcp, Word};
+use crate::transport::{Base, Fault, Regroup};
 use crate::wait::Deadline;
 
 /// How long a look for a rank whose connection ended may take.
@@ -71,6 +73,34 @@ impl Regroup for Processes {
         })?;
         self.go_on(runtime, &standing, ends)
     }
+
+    fn subgroup(&self, members: &[usize], deadline: &Deadline) -> Result<Base, Fault> {
+        let runtime = control_runtime().map_err(Fault::Failed)?;
+        let (listener, door) = runtime.block_on(self.open("subgroup")).map_err(Fault::Failed)?;
+        let doors = self.tcp.invite(&Invitation { members: members.to_vec(), door }, deadline)?;
+        let doors = members.iter().copied().zip(doors).collect();
+        let waiting_for = RefCell::new(String::new());
+        let late = || {
+            let waiting = format!("{}, by their ranks in it, within {:.1?}", waiting_for.borrow(), deadline.elapsed());
+            Fault::Failed(Error::io("connecting the members of a subgroup", waiting))
+        };
+        let formed = runtime.block_on(async {
+            tokio::select! {
+                formed = self.form(members, (listener, door), doors, &waiting_for) => {
+                    formed.map_err(|error| Fault::Failed(plain("subgroup", error)))
+                }
+                failed = self.tcp.failed() => {
+                    Err(failed.unwrap_or_else(|e| Fault::Failed(Error::io("watching for failures", e))))
+                }
+                () = tokio::time::sleep(deadline.remaining()) => Err(late()),
+            }
+        })?;
+        assemble(runtime, formed, self.silence(), Vec::new()).map_err(Fault::Failed)
+    }
+
+    fn hosts(&self) -> Vec<usize> {
+        self.hosts.clone()
+    }
 }
 
 /// What is held and not used.
@@ -110,13 +140,14 @@ impl Processes {
                 Next::Propose(standing) => {
                     (forming, failed) = (None, None);
                     problem.take();
-                    let (listener, door) = self.open().await?;
+                    let (listener, door) = self.open("shrink").await?;
                     self.tcp.say(Word::Proposes(standing, door));
                     own = Some((listener, door));
                 }
                 Next::Form(doors) => {
                     if let Some(own) = own.take() {
-                        forming = Some(Box::pin(self.form(agreement.standing().clone(), own, doors, problem)));
+                        let members: Vec<usize> = agreement.standing().members.iter().copied().collect();
+                        forming = Some(Box::pin(async move { self.form(&members, own, doors, problem).await }));
                     }
                 }
                 Next::Agree(standing) => {
@@ -143,7 +174,7 @@ impl Processes {
                                     self.tcp.say(Word::Formed(agreement.standing().clone()));
                                 }
                                 // Most likely a member is gone, or has been told that one is; this rank will hear of it.
-                                Err(error) => failed = Some((plain(error), tokio::time::Instant::now() + 2 * LOOK)),
+                                Err(error) => failed = Some((plain("shrink", error), tokio::time::Instant::now() + 2 * LOOK)),
                             }
                         }
                         error = given_up(&failed) => return Err(Halt::Error(error)),
@@ -153,34 +184,34 @@ impl Processes {
         }
     }
 
-    /// Listens where the members of one proposal will find this rank.
-    async fn open(&self) -> Result<(TcpListener, Door), Error> {
+    /// Listens where the members of a group to be will find this rank.
+    async fn open(&self, operation: &str) -> Result<(TcpListener, Door), Error> {
         let mut address = self.tcp.addresses()[self.settings.rank];
         address.set_port(0);
-        let listener = bind(&self.settings, Instant::now(), &address.to_string()).await.map_err(plain)?;
-        let port = listener.local_addr().map_err(|e| Error::io("shrink", e))?.port();
+        let listener = bind(&self.settings, Instant::now(), &address.to_string()).await;
+        let listener = listener.map_err(|error| plain(operation, error))?;
+        let port = listener.local_addr().map_err(|e| Error::io(operation, e))?.port();
         Ok((listener, Door { port, key: random::number() }))
     }
 
-    /// Connects to the members behind these doors.
+    /// Connects to the members of a group to be, in whose order they have ranks there, behind these doors.
     async fn form(
         &self,
-        standing: Standing,
+        members: &[usize],
         (listener, own): (TcpListener, Door),
         doors: Vec<(usize, Door)>,
         waiting_for: &RefCell<String>,
     ) -> Result<Ends, Error> {
         let start = Instant::now();
-        let members: Vec<usize> = standing.members.into_iter().collect();
         let place = |rank| members.iter().position(|member| *member == rank).unwrap_or(0);
         let (rank, n) = (place(self.settings.rank), members.len());
         let mut addresses: Vec<SocketAddr> = members.iter().map(|member| self.tcp.addresses()[*member]).collect();
         addresses[rank].set_port(own.port);
-        let mut session = own.key;
-        for (member, door) in doors {
-            addresses[place(member)].set_port(door.port);
-            session ^= door.key;
+        let others = || doors.iter().filter(|(member, _)| *member != self.settings.rank);
+        for (member, door) in others() {
+            addresses[place(*member)].set_port(door.port);
         }
+        let session = session(others().map(|(_, door)| *door).chain([own]));
         let address = addresses[0].to_string();
         let settings = Settings { rank, world_size: n, address, ..self.settings.clone() };
         let member = Member { secret: settings.secret.clone(), session, rank, world_size: n };
@@ -194,6 +225,11 @@ impl Processes {
         Ends::share(settings, start, joined).await
     }
 
+    /// In a group that is made of this one: all were there a moment ago, and none is to connect to others still.
+    fn silence(&self) -> Silence {
+        Silence { first: self.settings.silence, later: self.settings.silence }
+    }
+
     /// The group that was agreed on.
     fn go_on(&self, runtime: Runtime, standing: &Standing, ends: Vec<(Standing, Ends)>) -> Result<Base, Error> {
         let members: Vec<usize> = standing.members.iter().copied().collect();
@@ -202,18 +238,16 @@ impl Processes {
         let Some((_, agreed)) = agreed.pop() else {
             return Err(Error::io("shrink", "no end of the group that was agreed on"));
         };
-        // All were there a moment ago, and none is to connect to others still.
-        let silence = Silence { first: self.settings.silence, later: self.settings.silence };
         let port = self.tcp.port().map_err(|e| Error::io("shrink", e))?;
         let abandoned = abandoned.into_iter().map(|(_, ends)| Kept::Ends(Box::new(ends)));
-        assemble(runtime, agreed, silence, abandoned.chain([Kept::Port(port)]).collect())
+        assemble(runtime, agreed, self.silence(), abandoned.chain([Kept::Port(port)]).collect())
     }
 }
 
 /// What went wrong is no rendezvous, to the caller.
-fn plain(error: Error) -> Error {
+fn plain(operation: &str, error: Error) -> Error {
     match error {
-        Error::Rendezvous { reason, .. } => Error::io("shrink", reason),
+        Error::Rendezvous { reason, .. } => Error::io(operation, reason),
         error => error,
     }
 }

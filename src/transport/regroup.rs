@@ -2,8 +2,9 @@
 
 use std::sync::Arc;
 
+use super::invitation::{Door, Invitation, session};
 use super::local::Local;
-use super::{Near, Transport};
+use super::{Fault, Near, Transport};
 use crate::error::{Apart, Error};
 use crate::random;
 use crate::wait::Deadline;
@@ -21,6 +22,12 @@ pub(crate) struct Base {
 pub(crate) trait Regroup: Send + Sync {
     /// This rank's end of a group of those ranks that are left, by their order in this one; all of them call this.
     fn shrink(&self, deadline: &Deadline) -> Result<Base, Error>;
+
+    /// This rank's end of a group of `members`, in their order; all of them call this, and this rank is one of them.
+    fn subgroup(&self, members: &[usize], deadline: &Deadline) -> Result<Base, Fault>;
+
+    /// By rank: ranks with the same number are on one host. The same on all ranks.
+    fn hosts(&self) -> Vec<usize>;
 }
 
 impl Base {
@@ -45,5 +52,18 @@ impl Regroup for Local {
         };
         let (local, session) = self.meet(random::number(), deadline).map_err(apart)?;
         Ok(Base::threads(local, session))
+    }
+
+    fn subgroup(&self, members: &[usize], deadline: &Deadline) -> Result<Base, Fault> {
+        let own = Invitation { members: members.to_vec(), door: Door { port: 0, key: random::number() } };
+        let session = session(self.invite(&own, deadline)?);
+        let place = members.iter().position(|member| *member == self.rank());
+        let local = place.and_then(|place| self.end(session, members.len(), place));
+        let local = local.ok_or_else(|| Error::io("subgroup", "this rank has its end of the group already"));
+        Ok(Base::threads(local.map_err(Fault::Failed)?, session))
+    }
+
+    fn hosts(&self) -> Vec<usize> {
+        vec![0; self.world_size()]
     }
 }

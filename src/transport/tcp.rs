@@ -19,6 +19,7 @@ mod word;
 
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -33,7 +34,8 @@ pub(crate) use self::control::{Heard, Mesh, admit};
 use self::link::Link;
 pub(crate) use self::link::MOST;
 pub(crate) use self::watch::Watch;
-pub(crate) use self::word::{Door, News, Standing, Word};
+pub(crate) use self::word::{News, Standing, Word};
+use super::invitation::{Door, Invitation};
 use super::{Fault, Transport};
 use crate::auth::Member;
 use crate::call::Tag;
@@ -124,6 +126,28 @@ impl Tcp {
                 return Err(fault);
             }
             watch.tick(peer)?;
+        }
+    }
+
+    /// Tells the other members of a subgroup to be of it, and gives where all await each other, in their order.
+    pub fn invite(&self, own: &Invitation, deadline: &Deadline) -> Result<Vec<Door>, Fault> {
+        for member in own.members.iter().filter(|member| **member != self.member.rank) {
+            let _ = self.control.send(Outgoing::Invites(*member, own.clone()));
+        }
+        self.board.assemble(self.member.rank, own, deadline)
+    }
+
+    /// Waits until the group fails; gives the cause.
+    pub async fn failed(&self) -> std::io::Result<Fault> {
+        let wake = UnixStream::from(self.board.wake().try_clone_to_owned()?);
+        wake.set_nonblocking(true)?;
+        let wake = tokio::net::UnixStream::from_std(wake)?;
+        loop {
+            // Nobody reads what is there, so it stays readable.
+            wake.readable().await?;
+            if let Some((fault, _)) = self.board.failure() {
+                return Ok(fault);
+            }
         }
     }
 

@@ -8,7 +8,7 @@ use bytemuck::{bytes_of, pod_read_unaligned};
 use crate::common::oracle::Sample;
 use crate::common::transport::Random;
 
-/// The ranks of each group. Two of them are in all three.
+/// The ranks of each group: the second and the third are made of the first. Two ranks are in all three.
 pub const GROUPS: [&[usize]; 3] = [&[0, 1, 2, 3], &[0, 1, 2], &[1, 2, 3]];
 const OPERATIONS: [Operation; 10] = [
     Operation::AllReduce,

@@ -19,7 +19,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use crate::transport::tcp::{Door, Standing, Word};
+use crate::transport::invitation::Door;
+use crate::transport::tcp::{Standing, Word};
 
 /// One rank's part in it.
 pub(super) struct Agreement {

@@ -1,13 +1,22 @@
-//! How the threads that are left of a group come to another.
+//! How threads of a group come to another.
 
+use std::collections::HashMap;
 use std::time::Instant;
 
 use super::Local;
 use crate::sync::{Mutex, MutexGuard};
+use crate::transport::Fault;
+use crate::transport::invitation::{Door, Invitation, Invitations};
 use crate::wait::{Deadline, lock};
 
-/// By rank of the old group.
-pub(super) struct Meeting(Mutex<Vec<Seat>>);
+pub(super) struct Meeting {
+    /// By rank of the old group.
+    seats: Mutex<Vec<Seat>>,
+    /// To subgroups, by rank that gets them.
+    invitations: Mutex<Vec<Invitations>>,
+    /// Ends of subgroups that were not taken yet, by the numbers of the groups and then by rank.
+    ends: Mutex<HashMap<u64, Vec<Option<Local>>>>,
+}
 
 #[derive(Default)]
 struct Seat {
@@ -25,7 +34,11 @@ impl Seat {
 
 impl Meeting {
     pub fn new(ranks: usize) -> Meeting {
-        Meeting(Mutex::new((0..ranks).map(|_| Seat::default()).collect()))
+        Meeting {
+            seats: Mutex::new((0..ranks).map(|_| Seat::default()).collect()),
+            invitations: Mutex::new((0..ranks).map(|_| Invitations::new(ranks)).collect()),
+            ends: Mutex::default(),
+        }
     }
 }
 
@@ -66,6 +79,37 @@ impl Local {
     }
 
     fn seats(&self) -> MutexGuard<'_, Vec<Seat>> {
-        lock(&self.shared.meeting.0)
+        lock(&self.shared.meeting.seats)
+    }
+
+    /// Tells the other members of a subgroup to be of it, and gives the doors of all in their order.
+    pub fn invite(&self, own: &Invitation, deadline: &Deadline) -> Result<Vec<Door>, Fault> {
+        let (rank, shared) = (self.rank, &self.shared);
+        let all = || lock(&shared.meeting.invitations);
+        own.members.iter().filter(|member| **member != rank).for_each(|to| all()[*to].put(rank, own.clone()));
+        shared.bell.ring();
+        let mut outcome = Ok(None);
+        shared.bell.sleep(Instant::now() + deadline.remaining(), || {
+            let invitations = &mut all()[rank];
+            let absence = invitations.missing(rank, &own.members).find_map(|peer| shared.absence(peer));
+            outcome = match absence {
+                _ if shared.failed() => Err(shared.cause()),
+                Some(fault) => Err(fault),
+                None => invitations.take(rank, own),
+            };
+            !matches!(outcome, Ok(None))
+        });
+        outcome?.ok_or_else(|| Fault::Timeout { missing: all()[rank].missing(rank, &own.members).collect() })
+    }
+
+    /// The end of rank `place` of the group with this number. The first of its ranks to ask makes the ends of all.
+    pub fn end(&self, number: u64, ranks: usize, place: usize) -> Option<Local> {
+        let mut groups = lock(&self.shared.meeting.ends);
+        let ends = groups.entry(number).or_insert_with(|| Local::group(ranks).into_iter().map(Some).collect());
+        let end = ends.get_mut(place).and_then(Option::take);
+        if ends.iter().all(Option::is_none) {
+            groups.remove(&number);
+        }
+        end
     }
 }

@@ -12,7 +12,8 @@ use crate::call::{Call, Tag};
 use crate::error::{Error, Site};
 use crate::sync::{AtomicBool, Mutex, MutexGuard, Ordering};
 use crate::transport::Fault;
-use crate::wait::{Bell, lock};
+use crate::transport::invitation::{Door, Invitation, Invitations};
+use crate::wait::{Bell, Deadline, lock};
 
 pub(crate) struct Board {
     state: Mutex<State>,
@@ -34,6 +35,8 @@ struct State {
     /// The operations that this rank began last. Two are enough: a rank that has completed an operation knows that all
     /// have begun it, so nobody can ask about one further back.
     recent: [Option<Site>; 2],
+    /// To subgroups, from peers.
+    invitations: Invitations,
 }
 
 #[derive(Default)]
@@ -60,8 +63,12 @@ enum Presence {
 
 impl Board {
     pub fn new(world_size: usize) -> std::io::Result<Board> {
-        let state =
-            State { failure: None, peers: (0..world_size).map(|_| Peer::default()).collect(), recent: [None; 2] };
+        let state = State {
+            failure: None,
+            peers: (0..world_size).map(|_| Peer::default()).collect(),
+            recent: [None; 2],
+            invitations: Invitations::new(world_size),
+        };
         Ok(Board {
             state: Mutex::new(state),
             bell: Bell::default(),
@@ -242,12 +249,37 @@ impl Board {
         state.peers.iter().enumerate().map(|(r, peer)| if r == rank { Some(own) } else { heard(peer) }).collect()
     }
 
+    /// `peer` makes a subgroup with this rank.
+    pub fn invited(&self, peer: usize, invitation: Invitation) {
+        self.state().invitations.put(peer, invitation);
+        self.bell.ring();
+    }
+
+    /// Waits until all members that this rank's invitation names have sent theirs; gives their doors.
+    pub fn assemble(&self, rank: usize, own: &Invitation, deadline: &Deadline) -> Result<Vec<Door>, Fault> {
+        let mut outcome = Ok(None);
+        self.bell.sleep(Instant::now() + deadline.remaining(), || {
+            outcome = self.state().assemble(rank, own);
+            !matches!(outcome, Ok(None))
+        });
+        let missing = || self.state().invitations.missing(rank, &own.members).collect();
+        outcome?.ok_or_else(|| Fault::Timeout { missing: missing() })
+    }
+
     fn state(&self) -> MutexGuard<'_, State> {
         lock(&self.state)
     }
 }
 
 impl State {
+    fn assemble(&mut self, rank: usize, own: &Invitation) -> Result<Option<Vec<Door>>, Fault> {
+        if let Some((fault, _)) = &self.failure {
+            return Err(fault.clone());
+        }
+        let absence = self.invitations.missing(rank, &own.members).find_map(|peer| self.absence(peer));
+        absence.map_or_else(|| self.invitations.take(rank, own), Err)
+    }
+
     fn absence(&self, peer: usize) -> Option<Fault> {
         match &self.peers[peer].presence {
             Presence::Present => None,

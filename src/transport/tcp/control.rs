@@ -15,6 +15,7 @@ use super::link::MOST;
 use super::word::{News, Word};
 use crate::auth::{self, Lobby, Member, Opening, Purpose, RETRY};
 use crate::error::{Error, Site};
+use crate::transport::invitation::Invitation;
 use crate::transport::{Fault, frame};
 
 /// What the rendezvous hands over.
@@ -37,6 +38,8 @@ pub(crate) enum Outgoing {
     Called(usize, Site),
     /// This rank failed, having completed so many collectives.
     Failed(Error, u64),
+    /// To a member of a subgroup to be.
+    Invites(usize, Invitation),
     /// To all peers, of going on without those that are lost.
     Word(Word),
     /// This rank leaves, in order or because its thread panics; the control thread ends.
@@ -52,6 +55,7 @@ pub(super) enum Message {
     Called(Site),
     Failed(Error, u64),
     Word(Word),
+    Invites(Invitation),
     Farewell {
         panicked: bool,
     },
@@ -96,6 +100,7 @@ pub(super) async fn run(
             Outgoing::Calling(site) => (Message::Calling(site), None),
             Outgoing::Called(peer, site) => (Message::Called(site), Some(peer)),
             Outgoing::Failed(error, completed) => (Message::Failed(error, completed), None),
+            Outgoing::Invites(peer, invitation) => (Message::Invites(invitation), Some(peer)),
             Outgoing::Word(word) => (Message::Word(word), None),
             Outgoing::Farewell { panicked } => (Message::Farewell { panicked }, None),
         };
@@ -152,6 +157,7 @@ async fn read(
                 board.moves(peer);
                 let _ = news.send((peer, News::Said(word)));
             }
+            Ok(Some(Message::Invites(invitation))) => board.invited(peer, invitation),
             Ok(Some(Message::Farewell { panicked })) => {
                 if panicked {
                     board.lost(peer, "its thread panicked".into());
@@ -234,7 +240,8 @@ mod tests {
     use super::*;
     use crate::call::{Call, Operation};
     use crate::dtype::{DType, ReduceOp};
-    use crate::transport::tcp::word::{Door, Standing};
+    use crate::transport::invitation::Door;
+    use crate::transport::tcp::word::Standing;
 
     #[test]
     fn fuzz_messages() {
@@ -256,6 +263,8 @@ mod tests {
         let standing = Standing { members: [0, 2, 300].into(), gone: [1].into() };
         let proposes = Word::Proposes(standing.clone(), Door { port: 29500, key: u64::MAX });
         messages.extend([proposes, Word::Formed(standing.clone()), Word::Agreed(standing)].map(Message::Word));
+        let door = Door { port: 1, key: 7 };
+        messages.push(Message::Invites(Invitation { members: vec![300, 0, 2], door }));
         messages.extend([Message::Here, Message::Calling(site), Message::Called(site)]);
         messages.extend([false, true].map(|panicked| Message::Farewell { panicked }));
         frame::fuzz("control", &messages);

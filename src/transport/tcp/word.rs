@@ -4,21 +4,14 @@ use std::collections::BTreeSet;
 
 use serde::{Deserialize, Serialize};
 
+use crate::transport::invitation::Door;
+
 /// Who goes on, as one rank sees it. Ranks are those of the old group.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Standing {
     pub members: BTreeSet<usize>,
     /// Who has certainly ended, and goes on nowhere else.
     pub gone: BTreeSet<usize>,
-}
-
-/// Where a rank awaits the others of one proposal.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Door {
-    /// At the rank's address in the old group.
-    pub port: u16,
-    /// Random: what all members bring is the new group's number.
-    pub key: u64,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -4,7 +4,7 @@ use std::fs::{self, File};
 use std::io::Write;
 use std::path::PathBuf;
 
-use bonfire::{Group, Operation, ReduceOp, State, Trace};
+use bonfire::{Group, ReduceOp, State, Trace};
 
 use super::{Group as Traces, read, report};
 use crate::fuzz::fuzz;

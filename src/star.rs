@@ -1,0 +1,358 @@
+//! A star of ranks on the wire of yscv's `TcpTransport`, with which peers in other languages can speak.
+//!
+//! Rank 0, the coordinator, listens; every other rank, a worker, has one connection, to it. It is for programs that know
+//! this wire. Between ranks that are all Bonfire a [`Group`](crate::Group) is faster, proves who takes part, knows more
+//! operations and types, and tells everybody of a failure.
+//!
+//! # On the wire
+//! All numbers are little endian.
+//!
+//! | who | when | bytes |
+//! |---|---|---|
+//! | a worker | once, as soon as it is connected | its rank as u32, from 1 on |
+//! | both | each message | the number of values as u32, then the values as f32 |
+//!
+//! In an `allreduce_sum` a worker sends its values and then reads as many: the sums. The coordinator reads those of all
+//! workers, adds them up in the order of ranks, beginning with its own, and then sends the sums to each.
+//!
+//! # Who can take part
+//! **Anybody who reaches the coordinator's port**: nothing on this wire proves who a peer is, encrypts, or protects from
+//! change. So a coordinator listens on loopback only, where every user of the machine can reach it, unless its caller gives
+//! another address in figures (`10.0.0.1:29500`, `0.0.0.0:29500`) or a listener.
+//!
+//! # Failures
+//! Every call ends by its deadline, 300 s unless set, and the rendezvous by its time-out, 120 s unless set. A
+//! message that broke makes its connection useless: it is closed, and every later call on it gives the error that was the
+//! first. An `allreduce_sum` that fails closes all connections of its rank, and so fails on the others, because the
+//! wire has no word for it.
+
+mod link;
+mod message;
+mod rendezvous;
+
+use std::fmt;
+use std::net::TcpListener;
+use std::time::Duration;
+
+use self::link::{Failure, Link, Turn, late};
+use self::rendezvous::{Place, Rendezvous, split};
+use crate::call::{Call, Operation};
+use crate::dtype::{DType, ReduceOp};
+use crate::error::Error;
+use crate::sync::{AtomicU64, Ordering};
+use crate::wait::Deadline;
+
+/// How many ranks a star can have: more than a process has connections, and few enough to name those that are missing.
+const MOST_RANKS: usize = 1 << 16;
+
+/// One rank of a star on the wire of yscv's `TcpTransport`: a u32 of rank after connecting, then messages of a u32 count and
+/// so many f32, all little endian.
+///
+/// **Anybody who reaches the coordinator's port can take part**, since the wire has no authentication: so it is on loopback
+/// unless another address is given in figures. Between ranks that are all Bonfire use a [`Group`](crate::Group).
+///
+/// Peers are counted from 0: on the coordinator peer `i` is rank `i + 1`, and a worker's only peer is 0, the coordinator. All
+/// methods may be called from several threads at once; a send and a receive do not wait for each other. An error of a
+/// message, other than a refused argument and a time-out before its first byte, ends its connection, and later calls on it
+/// repeat that error; an error of [`allreduce_sum`](Self::allreduce_sum) ends all of this rank's connections.
+///
+/// ```
+/// let (coordinator, worker) = bonfire::loopback_pair()?;
+/// let other = std::thread::spawn(move || worker.allreduce_sum(&mut [1.0, 2.0]));
+/// let mut data = [10.0, 20.0];
+/// coordinator.allreduce_sum(&mut data)?;
+/// assert_eq!(data, [11.0, 22.0]);
+/// # other.join().unwrap()?;
+/// # Ok::<(), bonfire::Error>(())
+/// ```
+pub struct TcpTransport {
+    rank: usize,
+    world_size: usize,
+    /// To the workers, in the order of ranks, or to the coordinator.
+    links: Vec<Link>,
+    settings: TcpTransportBuilder,
+    /// Sums of two threads must not mix.
+    summing: Turn,
+    /// How many sums there were.
+    sums: AtomicU64,
+}
+
+/// Settings of a [`TcpTransport`].
+#[derive(Clone, Debug)]
+pub struct TcpTransportBuilder {
+    rendezvous_timeout: Duration,
+    deadline: Duration,
+    largest: usize,
+}
+
+impl Default for TcpTransportBuilder {
+    fn default() -> Self {
+        TcpTransportBuilder {
+            rendezvous_timeout: Duration::from_secs(120),
+            deadline: Duration::from_secs(300),
+            largest: 1 << 28,
+        }
+    }
+}
+
+impl TcpTransportBuilder {
+    /// How long the ranks may take to find each other: 120 s unless set.
+    pub fn rendezvous_timeout(mut self, timeout: Duration) -> Self {
+        self.rendezvous_timeout = timeout;
+        self
+    }
+
+    /// How long a call may take, from its first byte to its last: 300 s unless set.
+    pub fn deadline(mut self, deadline: Duration) -> Self {
+        self.deadline = deadline;
+        self
+    }
+
+    /// How many values [`TcpTransport::recv`] takes in a message: 2^28, which are 1 GiB, unless set. The peer says how many
+    /// they are; memory is only taken as they arrive.
+    pub fn largest_message(mut self, values: usize) -> Self {
+        self.largest = values;
+        self
+    }
+
+    /// As [`TcpTransport::coordinator`].
+    ///
+    /// # Errors
+    /// As [`TcpTransport::coordinator`].
+    pub fn coordinator(self, bind_addr: &str, world_size: usize) -> Result<TcpTransport, Error> {
+        let (host, port) = split("coordinator", bind_addr)?;
+        self.gather(Place::At(host, port), bind_addr.into(), world_size)
+    }
+
+    /// As [`TcpTransport::coordinator`], on a listener of the caller's, who so knows its port before the workers come.
+    ///
+    /// # Errors
+    /// As [`TcpTransport::coordinator`].
+    pub fn coordinator_on(self, listener: TcpListener, world_size: usize) -> Result<TcpTransport, Error> {
+        let address = listener.local_addr().map_err(|e| Error::io("coordinator", e))?.to_string();
+        self.gather(Place::Open(listener), address, world_size)
+    }
+
+    fn gather(self, place: Place, address: String, world_size: usize) -> Result<TcpTransport, Error> {
+        if !(1..=MOST_RANKS).contains(&world_size) {
+            let reason = format!("a world of {world_size} ranks: give 1 to {MOST_RANKS}, the coordinator included");
+            return Err(Error::argument("coordinator", reason));
+        }
+        let rendezvous = Rendezvous { rank: 0, address, deadline: Deadline::after(self.rendezvous_timeout) };
+        let workers = rendezvous.gather(place, world_size)?;
+        let links = (1..).zip(workers).map(|(rank, stream)| Link::new(rank, stream)).collect();
+        Ok(TcpTransport::new(0, world_size, links, self))
+    }
+
+    /// As [`TcpTransport::worker`].
+    ///
+    /// # Errors
+    /// As [`TcpTransport::worker`].
+    pub fn worker(self, coordinator_addr: &str, rank: usize) -> Result<TcpTransport, Error> {
+        // The least that there can be.
+        self.dial(coordinator_addr, rank, rank.saturating_add(1))
+    }
+
+    /// As [`TcpTransport::worker`], for one who knows how many ranks there are, the coordinator included.
+    ///
+    /// # Errors
+    /// As [`TcpTransport::worker`], also where there is no such rank among so many.
+    pub fn worker_of(self, coordinator_addr: &str, rank: usize, world_size: usize) -> Result<TcpTransport, Error> {
+        self.dial(coordinator_addr, rank, world_size)
+    }
+
+    fn dial(self, address: &str, rank: usize, world_size: usize) -> Result<TcpTransport, Error> {
+        if rank == 0 || rank >= world_size.min(MOST_RANKS) {
+            let most = world_size.clamp(2, MOST_RANKS) - 1;
+            let reason = format!("rank {rank} is no worker's: they are 1 to {most}, and 0 is the coordinator");
+            return Err(Error::argument("worker", reason));
+        }
+        let (host, port) = split("worker", address)?;
+        if port == 0 {
+            return Err(Error::argument("worker", "port 0 is nobody's: give the one at which the coordinator listens"));
+        }
+        let deadline = Deadline::after(self.rendezvous_timeout);
+        let stream = Rendezvous { rank, address: address.into(), deadline }.dial(&host, port)?;
+        Ok(TcpTransport::new(rank, world_size, vec![Link::new(0, stream)], self))
+    }
+}
+
+impl TcpTransport {
+    /// Settings, where those by default will not do.
+    pub fn builder() -> TcpTransportBuilder {
+        TcpTransportBuilder::default()
+    }
+
+    /// Rank 0: listens at `bind_addr`, and blocks until `world_size - 1` workers have come.
+    ///
+    /// `bind_addr` is `host:port` or `[v6]:port`; a port alone is one of `127.0.0.1`, and a name must lead to loopback.
+    /// Connections that do not say the rank of a worker that is still missing are closed and logged; they neither end
+    /// the rendezvous nor hold up others.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for a malformed address, a name that is not loopback, or a world that cannot be;
+    /// [`Error::Rendezvous`] where the address cannot be listened at, or workers did not come in time: it names them, and
+    /// says how many connections were turned away.
+    pub fn coordinator(bind_addr: &str, world_size: usize) -> Result<TcpTransport, Error> {
+        Self::builder().coordinator(bind_addr, world_size)
+    }
+
+    /// Any other rank: dials the coordinator until it answers, and says its `rank`.
+    ///
+    /// Nothing on the wire answers that: a rank that is turned away, because another one has it or there are not so many,
+    /// learns it from its first message, which fails.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for rank 0 or a malformed address, [`Error::Rendezvous`] where nobody answered in time.
+    pub fn worker(coordinator_addr: &str, rank: usize) -> Result<TcpTransport, Error> {
+        Self::builder().worker(coordinator_addr, rank)
+    }
+
+    fn new(rank: usize, world_size: usize, links: Vec<Link>, settings: TcpTransportBuilder) -> TcpTransport {
+        TcpTransport { rank, world_size, links, settings, summing: Turn::default(), sums: AtomicU64::new(0) }
+    }
+
+    /// This rank; 0 is the coordinator.
+    pub fn rank(&self) -> usize {
+        self.rank
+    }
+
+    /// The number of ranks, on the coordinator and on a worker that [was told](TcpTransportBuilder::worker_of). The wire
+    /// does not say it, so another worker gives the least that there can be: its rank and one. An
+    /// [`allreduce_sum`](Self::allreduce_sum) of a single 1 on every rank gives the number itself.
+    pub fn world_size(&self) -> usize {
+        self.world_size
+    }
+
+    /// Sends a message to a peer. It returns when the system has the bytes, which does not mean that the peer has them.
+    /// Two ends that send each other more than the system keeps must receive on another thread meanwhile.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for a peer that is none or more values than 32 bits can count, [`Error::Io`] where the
+    /// deadline passed or the connection broke, now or before.
+    pub fn send(&self, peer: usize, data: &[f32]) -> Result<(), Error> {
+        let (count, link) = (counted("send", data)?, self.peer("send", peer)?);
+        link.send(&format!("send of rank {}", self.rank), &Deadline::after(self.settings.deadline), |stream| {
+            Ok(message::write(stream, count, data)?)
+        })
+    }
+
+    /// Receives a peer's next message. Where the deadline passes before its first byte, it may still be received later.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for a peer that is none, [`Error::Io`] where the deadline passed, the message is
+    /// [too long](TcpTransportBuilder::largest_message), or the connection broke, now or before.
+    pub fn recv(&self, peer: usize) -> Result<Vec<f32>, Error> {
+        let link = self.peer("recv", peer)?;
+        link.receive(&format!("recv of rank {}", self.rank), &Deadline::after(self.settings.deadline), |stream| {
+            Ok(message::read(stream, self.settings.largest)?)
+        })
+    }
+
+    /// Replaces `data` on every rank by the sums over all ranks, which have the same bits everywhere: the coordinator adds
+    /// in the order of ranks. All must call it, with the same length. A rank alone keeps what it has.
+    ///
+    /// After an error `data` is as it was, and this rank's connections are closed, unless it was an argument that was
+    /// refused or another thread's sum that took too long. A rank may have its sums before another one fails: then its
+    /// next call does.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for more values than 32 bits can count, [`Error::Mismatch`] where this rank has seen
+    /// that another one has another length, [`Error::Io`] where the deadline passed or a connection broke, now or before.
+    pub fn allreduce_sum(&self, data: &mut [f32]) -> Result<(), Error> {
+        let count = counted("allreduce_sum", data)?;
+        if self.links.is_empty() {
+            return Ok(());
+        }
+        let operation = format!("allreduce_sum(f32 x {count}) of rank {}", self.rank);
+        let deadline = Deadline::after(self.settings.deadline);
+        let _turn = self.summing.take(&deadline).ok_or_else(|| late(&operation, &deadline))?;
+        let sequence = self.sums.fetch_add(1, Ordering::Relaxed);
+        let sums = self.sum(data, (&operation, count, sequence), &deadline).inspect_err(|error| {
+            // What the others would still wait for does not come.
+            self.links.iter().for_each(|link| drop(link.close(error.clone())));
+        })?;
+        data.copy_from_slice(&sums);
+        Ok(())
+    }
+
+    fn sum(
+        &self,
+        data: &[f32],
+        (operation, count, sequence): (&str, u32, u64),
+        deadline: &Deadline,
+    ) -> Result<Vec<f32>, Error> {
+        let mut sums = data.to_vec();
+        // Nobody may wait for the turn of one that is known to be lost.
+        self.links.iter().try_for_each(|link| link.sound().map(drop))?;
+        let send = |link: &Link, data: &[f32]| {
+            link.send(operation, deadline, |stream| Ok(message::write(stream, count, data)?))
+        };
+        if self.rank != 0 {
+            send(&self.links[0], data)?;
+        }
+        for (peer, link) in self.links.iter().enumerate() {
+            link.receive(operation, deadline, |stream| {
+                let theirs = message::read_count(stream)?;
+                if theirs != data.len() {
+                    return Err(Failure::Known(self.mismatch(sequence, data.len(), (peer, theirs))));
+                }
+                // A worker is sent what all have together.
+                let take = if self.rank == 0 { message::add } else { message::fill };
+                Ok(take(stream, &mut sums)?)
+            })?;
+        }
+        if self.rank == 0 {
+            self.links.iter().try_for_each(|link| send(link, &sums))?;
+        }
+        Ok(sums)
+    }
+
+    fn mismatch(&self, sequence: u64, ours: usize, (peer, theirs): (usize, usize)) -> Error {
+        let call = |count| {
+            let (operation, reduction) = (Operation::AllReduce, Some(ReduceOp::Sum));
+            Call { operation, dtype: DType::F32, count, reduction, root: None, sizes: None }
+        };
+        let peer = if self.rank == 0 { peer + 1 } else { 0 };
+        let mut calls = vec![(self.rank, call(ours)), (peer, call(theirs))];
+        calls.sort_by_key(|(rank, _)| *rank);
+        Error::Mismatch { sequence, calls }
+    }
+
+    fn peer(&self, operation: &str, peer: usize) -> Result<&Link, Error> {
+        self.links.get(peer).ok_or_else(|| {
+            let (rank, peers) = (self.rank, self.links.len());
+            let reason = format!("rank {rank} has {peers} peers, counted from 0, and {peer} is none of them");
+            Error::argument(operation, reason)
+        })
+    }
+}
+
+impl fmt::Debug for TcpTransport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("TcpTransport")
+            .field("rank", &self.rank)
+            .field("world_size", &self.world_size)
+            .finish_non_exhaustive()
+    }
+}
+
+/// A coordinator and its worker in one process, on a port of loopback that was free: for tests.
+///
+/// # Errors
+/// As [`TcpTransport::coordinator`] and [`TcpTransport::worker`].
+pub fn loopback_pair() -> Result<(TcpTransport, TcpTransport), Error> {
+    let wrong = |e| Error::io("loopback_pair", e);
+    let listener = TcpListener::bind("127.0.0.1:0").map_err(wrong)?;
+    let address = listener.local_addr().map_err(wrong)?.to_string();
+    // A worker is connected as soon as somebody listens.
+    let worker = TcpTransport::builder().worker_of(&address, 1, 2)?;
+    Ok((TcpTransport::builder().coordinator_on(listener, 2)?, worker))
+}
+
+fn counted(operation: &str, data: &[f32]) -> Result<u32, Error> {
+    message::counted(data.len()).ok_or_else(|| {
+        let reason = format!("{} values, and a message can count {} at most: send parts", data.len(), u32::MAX);
+        Error::argument(operation, reason)
+    })
+}
