@@ -56,7 +56,14 @@ impl<R: DeviceTransport> Path<R> {
         }
         let Some((_, first)) = results.first() else { return Ok(Box::new(|| Ok(Vec::new()))) };
         let count = bytes / dtype.size();
-        let call = Call { operation: Operation::AllReduce, dtype, count, reduction: Some(op), root: None, sizes: None };
+        let call = group.stamp(Call {
+            operation: Operation::AllReduce,
+            dtype,
+            count,
+            reduction: Some(op),
+            root: None,
+            sizes: None,
+        });
         let transfer = exchange::start(&first.client, group, call, sources, targets, prepare)?;
         Ok(Box::new(move || {
             transfer.wait()?;

@@ -58,12 +58,12 @@ pub(crate) fn all_reduce<B: Backend, K: Kind<B>>(
 ) -> Result<K::Primitive, Error> {
     const OPERATION: &str = "all_reduce";
     let shape = tensor.shape();
-    let tensor = match K::all_reduce_on_device(via.group, tensor, op) {
+    let group = via.group.shaped(&shape);
+    let tensor = match K::all_reduce_on_device(&group, tensor, op) {
         Ok(reduced) => return reduced,
         Err(tensor) => tensor,
     };
     let (source, form) = Source::read::<B, K>(OPERATION, tensor)?;
-    let group = via.group.shaped(&shape);
     let reduced = match source.into_own() {
         Ok(mut own) => {
             typed!(form.carrier, T => group.all_reduce::<T>(elements_mut(&mut own), op))?;
