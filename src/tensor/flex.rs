@@ -54,7 +54,7 @@ mod tests {
         let turned = primitive(whole_one.clone().transpose());
         assert!(!shared::<Flex>(&turned) && piece(&turned).is_none());
         drop(turned);
-        let part = primitive(whole_one.clone().slice([1..3]));
+        let part = primitive(whole_one.clone().slice([1..3, 0..4]));
         assert_eq!(piece(&part).expect("it is in one piece").1.len(), 32);
         let part = whole(part).expect_err("others hold it");
         drop(whole_one);
