@@ -133,6 +133,9 @@ impl Scratch {
     }
 }
 
+/// A message to be received: from which rank, and where to.
+type Incoming<'a> = (usize, &'a mut [u8]);
+
 struct Anchor {
     core: Arc<Core>,
     progress: OnceLock<Progress>,
@@ -375,18 +378,18 @@ impl Core {
     pub fn exchange(
         &self,
         call: Call,
-        messages: (Option<(usize, &[u8])>, Option<(usize, &mut [u8])>),
+        (outgoing, incoming): (Option<(usize, &[u8])>, Option<Incoming<'_>>),
         deadline: &Deadline,
         at: CallSite,
     ) -> Result<(), Error> {
         let lane = self.lane()?;
         let tag = Tag { group: 0, sequence: 0, call };
-        let with = match &messages {
+        let with = match (&outgoing, &incoming) {
             (Some((to, _)), _) => (*to, true),
             (None, Some((from, _))) => (*from, false),
             (None, None) => return Ok(()),
         };
-        self.transfer(&lane, &tag, with, (deadline, at), |transport, tag, deadline| match messages {
+        self.transfer(&lane, &tag, with, (deadline, at), |transport, tag, deadline| match (outgoing, incoming) {
             (Some(outgoing), Some(incoming)) => transport.exchange(tag, outgoing, incoming, deadline),
             (Some((to, bytes)), None) => transport.send(tag, to, bytes, deadline),
             (None, Some((from, bytes))) => transport.receive(tag, from, bytes, deadline),
