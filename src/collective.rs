@@ -6,6 +6,7 @@
 //! Collective operations must be called by all ranks, in the same order, with the same element type, count, reduction
 //! and root. Their results have the same bits on all ranks and in every run.
 
+mod batch;
 mod execute;
 #[cfg(all(feature = "shm", target_os = "linux"))]
 mod hosts;
@@ -18,6 +19,7 @@ use std::panic::Location;
 
 use bytemuck::{cast_slice, cast_slice_mut};
 
+pub use self::batch::Batch;
 use crate::call::{Call, Operation};
 use crate::dtype::{Element, ReduceOp};
 use crate::error::Error;

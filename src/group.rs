@@ -135,6 +135,9 @@ impl Scratch {
     }
 }
 
+/// A message to be received: from which rank, and where to.
+type Incoming<'a> = (usize, &'a mut [u8]);
+
 struct Anchor {
     core: Arc<Core>,
     progress: OnceLock<Progress>,
@@ -382,18 +385,27 @@ impl Core {
         self.transfer(lane, &tag, (peer, sends), (&Deadline::after(limit), at), transfer)
     }
 
-    /// Sends to a rank and receives from one at once. Such messages have no number: between two ranks they come in order.
+    /// Sends to a rank, receives from one, or both at once. Such messages have no number: between two ranks they come in
+    /// order.
     pub fn exchange(
         &self,
         call: Call,
-        (outgoing, incoming): ((usize, &[u8]), (usize, &mut [u8])),
+        (outgoing, incoming): (Option<(usize, &[u8])>, Option<Incoming<'_>>),
         deadline: &Deadline,
         at: CallSite,
     ) -> Result<(), Error> {
         let lane = self.lane()?;
         let tag = Tag { group: 0, sequence: 0, call };
-        self.transfer(&lane, &tag, (outgoing.0, true), (deadline, at), |transport, tag, deadline| {
-            transport.exchange(tag, outgoing, incoming, deadline)
+        let with = match (&outgoing, &incoming) {
+            (Some((to, _)), _) => (*to, true),
+            (None, Some((from, _))) => (*from, false),
+            (None, None) => return Ok(()),
+        };
+        self.transfer(&lane, &tag, with, (deadline, at), |transport, tag, deadline| match (outgoing, incoming) {
+            (Some(outgoing), Some(incoming)) => transport.exchange(tag, outgoing, incoming, deadline),
+            (Some((to, bytes)), None) => transport.send(tag, to, bytes, deadline),
+            (None, Some((from, bytes))) => transport.receive(tag, from, bytes, deadline),
+            (None, None) => Ok(()),
         })
     }
 

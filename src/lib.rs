@@ -57,6 +57,7 @@ mod wait;
 #[cfg(unix)]
 pub use auth::Secret;
 pub use call::{Call, Operation, Tag};
+pub use collective::Batch;
 pub use dtype::{DType, Element, ReduceOp, ReduceOp as ReduceOperation};
 pub use error::{Apart, Error, Site};
 pub use group::{Buffer, Builder, Group, Message, Record, State, Trace, Work};

@@ -223,6 +223,20 @@ fn hosts_whose_ranks_are_scattered() {
     matrix(Kind::Hosts(&[0, 1, 1, 2, 0, 1]), 6..=6);
 }
 
+/// Operations of many kinds and types as one, and messages in an order that would make ranks wait for each other one by one.
+#[test]
+fn batches() {
+    for kind in Kind::ALL {
+        for n in [1, 2, 5] {
+            run_ranks(kind, n, move |group| {
+                for len in [0, 3, 1000] {
+                    varied::check_batch(&group, len);
+                }
+            });
+        }
+    }
+}
+
 /// A subgroup does all that a group does.
 #[test]
 fn subgroups() {

@@ -95,6 +95,16 @@ fn a_resumed_run_equals_the_uninterrupted_one_bit_for_bit() {
 
 #[test]
 fn the_network_with_batch_norm_trains_as_one_on_any_number_of_ranks() {
+    trains_as_one(2);
+}
+
+#[test]
+#[ignore = "needs minutes without link-time optimisation"]
+fn the_network_trains_as_one_for_ten_epochs() {
+    trains_as_one(10);
+}
+
+fn trains_as_one(epochs: usize) {
     type Double = Autodiff<NdArray<f64>>;
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     let folder = tempfile::tempdir().unwrap();
@@ -102,13 +112,13 @@ fn the_network_with_batch_norm_trains_as_one_on_any_number_of_ranks() {
     let trained: Vec<Vec<f64>> = (1..=4)
         .map(|ranks| {
             let path = folder.path().join(ranks.to_string());
-            assert_eq!(train_on::<Double>(ranks, &settings(), 10, (Some(&path), None), None), vec![None; ranks]);
+            assert_eq!(train_on::<Double>(ranks, &settings(), epochs, (Some(&path), None), None), vec![None; ranks]);
             values::<Double>(&path).iter().flat_map(|data| data.iter::<f64>().collect::<Vec<_>>()).collect()
         })
         .collect();
     for (ranks, values) in (2..).zip(&trained[1..]) {
         let difference = values.iter().zip(&trained[0]).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
-        assert!(difference < 1e-9, "{ranks} ranks differ from one by {difference:e} after 10 epochs");
+        assert!(difference < 1e-9, "{ranks} ranks differ from one by {difference:e} after {epochs} epochs");
     }
 }
 

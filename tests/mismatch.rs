@@ -100,6 +100,11 @@ const PAIRS: &[(&str, Act, Act)] = &[
             g.all_to_all_v_into(&vec![0u8; g.world_size()], &ones, &mut vec![0u8; g.world_size()], &ones)
         },
     ),
+    (
+        "lengths within a batch",
+        |g| g.batch().all_reduce(&mut [0f32; 3], ReduceOp::Sum).all_reduce(&mut [0f32; 4], ReduceOp::Sum).run(),
+        |g| g.batch().all_reduce(&mut [0f32; 4], ReduceOp::Sum).all_reduce(&mut [0f32; 3], ReduceOp::Sum).run(),
+    ),
     ("all_to_all and all_gather", |g| g.all_to_all(&mut [0f64; 60]), |g| g.all_gather(&mut [0f64; 60])),
 ];
 

@@ -22,7 +22,17 @@ fn objects(arguments: &str) -> Vec<Value> {
 
 #[test]
 fn every_operation_is_measured_between_threads_and_between_processes() {
-    let operations = ["all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "send_recv"];
+    let operations = [
+        "all_reduce",
+        "reduce",
+        "broadcast",
+        "all_gather",
+        "reduce_scatter",
+        "all_to_all",
+        "gather",
+        "scatter",
+        "send_recv",
+    ];
     for transport in ["local", "tcp", "shm"] {
         for operation in operations {
             let what = format!("{operation} --transport {transport} --ranks 3 -d f16 -o max -r 2");
@@ -44,7 +54,9 @@ fn every_operation_is_measured_between_threads_and_between_processes() {
 
 #[test]
 fn every_operation_is_measured_on_buffers_of_the_groups_and_on_others() {
-    for operation in ["all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all"] {
+    for operation in
+        ["all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "gather", "scatter"]
+    {
         for (flag, registered) in [("", true), ("-R 0", false)] {
             let rows =
                 objects(&format!("perf {operation} --transport shm --ranks 3 --sizes 600K -n 3 -w 1 {flag} --json"));

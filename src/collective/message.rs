@@ -95,7 +95,7 @@ impl Group {
         }))
     }
 
-    fn check_peer(&self, operation: &str, peer: usize) -> Result<(), Error> {
+    pub(super) fn check_peer(&self, operation: &str, peer: usize) -> Result<(), Error> {
         self.check_rank(operation, "peer", peer)?;
         if peer == self.rank() {
             return Err(Error::argument(operation, format!("rank {peer} is the caller itself: give another rank")));

@@ -122,7 +122,7 @@ impl Group {
         let at = Location::caller();
         let _turn = self.turn();
         let call = call::<T>(Operation::Exchange, 0, None, None);
-        let buffers = ((to, cast_slice(outgoing)), (from, cast_slice_mut(incoming)));
+        let buffers = (Some((to, cast_slice(outgoing))), Some((from, cast_slice_mut(incoming))));
         self.core.exchange(call, buffers, &Deadline::after(self.deadline()), at)
     }
 }

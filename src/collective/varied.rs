@@ -126,6 +126,7 @@ impl Group {
     /// # Errors
     /// As [`gather`](Group::gather).
     #[track_caller]
+    #[expect(clippy::type_complexity, reason = "what `all_gather_v` gives, on one rank")]
     pub fn gather_v<T: Element>(&self, input: &[T], root: usize) -> Result<Option<(Vec<T>, Vec<usize>)>, Error> {
         self.check_rank("gather_v", "root", root)?;
         let sizes = self.gather_sizes("gather_v", input.len())?;

@@ -154,7 +154,7 @@ impl Trace {
         let whole = |record: &Record| {
             record.ended_ns.is_some() == (record.state != State::Begun)
                 && record.ended_ns.is_none_or(|ended| ended >= record.begun_ns)
-                && record.message.is_some() == !record.call.operation.is_collective()
+                && record.message.is_none() == record.call.operation.is_collective()
         };
         if operations.len() > KEPT || !in_order || !operations.iter().all(whole) {
             return Err("it is damaged: its operations contradict each other".into());

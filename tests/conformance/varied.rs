@@ -116,3 +116,39 @@ fn check_pairs<T: Sample>(group: &Group, len: usize, label: &impl Fn(&str) -> St
     group.exchange(&mine, next, &mut data, previous).unwrap();
     assert_eq!(data, input::<T>(previous, len + previous), "{}", label("exchange"));
 }
+
+pub fn check_batch(group: &Group, len: usize) {
+    let (rank, n) = (group.rank(), group.world_size());
+    let root = len % n;
+    let (mut sums, mut more): (Vec<f32>, Vec<f32>) = (input(rank, len), input(rank, len + 5));
+    let (mut most, mut whole): (Vec<i16>, Vec<i16>) = (input(rank, 2 * len), input(rank, 7));
+    let (mut reduced_here, mut told): (Vec<f64>, Vec<u8>) = (input(rank, len), input(rank, len + 1));
+    // To every rank two messages, of lengths of their own; every rank sends and receives in another order.
+    let others = || (1..n).map(move |distance| (rank + distance) % n);
+    let lengths = |from: usize, to: usize| [between(from, to, len), (from + 2 * to) % 5];
+    let outgoing: Vec<_> = others().map(|to| (to, lengths(rank, to).map(|len| input::<u32>(rank, len)))).collect();
+    let mut incoming: Vec<_> =
+        others().rev().map(|from| (from, lengths(from, rank).map(|len| vec![0u32; len]))).collect();
+    let mut batch = group.batch();
+    for (from, data) in &mut incoming {
+        batch = data.iter_mut().fold(batch, |batch, data| batch.recv(data, *from));
+    }
+    batch = batch.all_reduce(&mut sums, ReduceOp::Sum).all_reduce(&mut most, ReduceOp::Max);
+    batch = batch.all_reduce(&mut more, ReduceOp::Sum).all_reduce(&mut whole, ReduceOp::Sum);
+    batch = batch.reduce(&mut reduced_here, ReduceOp::Mean, root).broadcast(&mut told, root);
+    for (to, data) in &outgoing {
+        batch = data.iter().fold(batch, |batch, data| batch.send(data, *to));
+    }
+    batch.run().unwrap();
+    let want = |len: usize, op| (0..len).map(move |i| (op, i));
+    assert!(sums.iter().copied().eq(want(len, ReduceOp::Sum).map(|(op, i)| reduced::<f32>(op, n, i))));
+    assert!(more.iter().copied().eq(want(len + 5, ReduceOp::Sum).map(|(op, i)| reduced::<f32>(op, n, i))));
+    assert!(most.iter().copied().eq(want(2 * len, ReduceOp::Max).map(|(op, i)| reduced::<i16>(op, n, i))));
+    assert!(whole.iter().copied().eq(want(7, ReduceOp::Sum).map(|(op, i)| reduced::<i16>(op, n, i))));
+    let mean = want(len, ReduceOp::Mean).map(|(op, i)| reduced::<f64>(op, n, i)).collect::<Vec<_>>();
+    assert_eq!(reduced_here, if rank == root { mean } else { input(rank, len) });
+    assert_eq!(told, input::<u8>(root, len + 1));
+    for (from, data) in incoming {
+        assert_eq!(data, lengths(from, rank).map(|len| input::<u32>(from, len)), "from {from} to {rank}");
+    }
+}

@@ -65,7 +65,7 @@ pub struct Args {
           action = clap::ArgAction::Set)]
     register: bool,
 
-    /// Root of reduce and broadcast
+    /// Root of reduce, broadcast, gather and scatter
     #[arg(short = 'r', long, value_name = "RANK", default_value_t = 0)]
     root: u32,
 
@@ -222,6 +222,8 @@ impl Args {
             Name::AllGather => Some(Operation::AllGather),
             Name::ReduceScatter => Some(Operation::ReduceScatter),
             Name::AllToAll => Some(Operation::AllToAll),
+            Name::Gather => Some(Operation::Gather),
+            Name::Scatter => Some(Operation::Scatter),
             Name::Barrier => Some(Operation::Barrier),
             Name::SendRecv => None,
         }
@@ -339,7 +341,7 @@ Examples:
   bonfire perf reduce_scatter --plot reduce_scatter.svg
   bonfire run -n 2 --nodes 4 ... -- bonfire perf all_reduce --transport auto      # on several hosts
 
-Sizes are rounded down to whole elements, for all_gather, reduce_scatter and all_to_all to as many
+Sizes are rounded down to whole elements, for all_gather, reduce_scatter, all_to_all, gather and scatter to as many
 on every rank, but to one at least. Flags that an operation has no use for, such as a root for
 all_reduce, change nothing.
 

@@ -22,6 +22,10 @@ pub enum Name {
     ReduceScatter,
     /// Every rank swaps a part with every other; the size is that of a rank's parts together
     AllToAll,
+    /// The root gets the parts of all; the size is that of all parts together
+    Gather,
+    /// Every rank gets its part of the root's buffer; the size is that of all parts together
+    Scatter,
     /// Every rank sends its buffer to the next one
     SendRecv,
     /// Every rank waits for all, without any data
@@ -86,7 +90,7 @@ impl Name {
     /// How many parts a size consists of.
     pub fn parts(self, ranks: usize) -> usize {
         match self {
-            Name::AllGather | Name::ReduceScatter | Name::AllToAll => ranks,
+            Name::AllGather | Name::ReduceScatter | Name::AllToAll | Name::Gather | Name::Scatter => ranks,
             _ => 1,
         }
     }
@@ -94,7 +98,7 @@ impl Name {
 
 impl<T: Number> Operation<T> {
     /// In the order of `Name`.
-    pub const ALL: [Operation<T>; 8] = [
+    pub const ALL: [Operation<T>; 10] = [
         Operation {
             facts: Facts {
                 name: "all_reduce",
@@ -190,6 +194,36 @@ impl<T: Number> Operation<T> {
         },
         Operation {
             facts: Facts {
+                name: "gather",
+                reduces: false,
+                rooted: true,
+                bus: |n| (n - 1.0) / n,
+                crossing: |n| (n - 1.0) / n,
+                touched: |n| [2.0, 2.0 * (n - 1.0) / n],
+            },
+            input: Part,
+            output: Whole,
+            into: |group, case, input, output| group.gather_into(input, output, case.root),
+            in_place: Some(|group, case, _, data| group.gather(data, case.root)),
+            want: |case, i| (case.rank == case.root).then(|| case.input(i / case.part(), i % case.part())),
+        },
+        Operation {
+            facts: Facts {
+                name: "scatter",
+                reduces: false,
+                rooted: true,
+                bus: |n| (n - 1.0) / n,
+                crossing: |n| (n - 1.0) / n,
+                touched: |n| [2.0, 2.0 * (n - 1.0) / n],
+            },
+            input: Whole,
+            output: Part,
+            into: |group, case, input, output| group.scatter_into(input, output, case.root),
+            in_place: Some(|group, case, _, data| group.scatter(data, case.root)),
+            want: |case, i| Some(case.input(case.root, case.rank * case.part() + i)),
+        },
+        Operation {
+            facts: Facts {
                 name: "send_recv",
                 reduces: false,
                 rooted: false,
@@ -248,7 +282,7 @@ mod tests {
         for name in [Name::AllReduce, Name::Gradients] {
             assert_eq!(factors(name), [1.0, 1.5]);
         }
-        for name in [Name::AllGather, Name::ReduceScatter, Name::AllToAll] {
+        for name in [Name::AllGather, Name::ReduceScatter, Name::AllToAll, Name::Gather, Name::Scatter] {
             assert_eq!(factors(name), [0.5, 0.75]);
         }
         for name in [Name::Reduce, Name::Broadcast, Name::SendRecv] {

@@ -43,7 +43,7 @@ fn check(trace: &Trace) {
     for record in &trace.operations {
         assert_eq!(record.ended_ns.is_none(), record.state == State::Begun);
         assert!(record.ended_ns.is_none_or(|ended| ended >= record.begun_ns));
-        assert_eq!(record.message.is_some(), !record.call.operation.is_collective());
+        assert_eq!(record.message.is_none(), record.call.operation.is_collective());
     }
 }
 

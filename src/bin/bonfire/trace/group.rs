@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use bonfire::{Call, Message, Record, State, Trace};
+use bonfire::{Call, Message, Operation, Record, State, Trace};
 
 use super::pace::{self, Pace};
 
@@ -127,13 +127,18 @@ fn stand(traces: &[Trace], collectives: &Collectives<'_>) -> Option<Stand> {
 fn counterpart(traces: &[Trace], rank: usize, message: Message) -> Option<impl Iterator<Item = &Record>> {
     let trace = traces.iter().find(|trace| trace.rank == message.peer)?;
     let other = Message { peer: rank, sends: !message.sends };
-    Some(trace.operations.iter().filter(move |record| record.message == Some(other)))
+    Some(trace.operations.iter().filter(move |record| record.message == Some(other) && is_numbered(record)))
+}
+
+/// Whether the messages of a pair of ranks can be told apart.
+fn is_numbered(record: &Record) -> bool {
+    record.call.operation == Operation::Send
 }
 
 fn lonely(traces: &[Trace]) -> Vec<Lonely> {
     let mut lonely = Vec::new();
     for trace in traces {
-        for record in trace.operations.iter().filter(|record| record.state != State::Done) {
+        for record in trace.operations.iter().filter(|record| record.state != State::Done && is_numbered(record)) {
             let Some(message) = record.message else { continue };
             let Some(others) = counterpart(traces, trace.rank, message) else { continue };
             let last = others.last().map(|other| other.sequence);
@@ -157,7 +162,8 @@ fn disagreements(traces: &[Trace], collectives: &Collectives<'_>) -> Vec<Disagre
         }
     }
     for trace in traces {
-        let sends = trace.operations.iter().filter_map(|r| Some((r, r.message.filter(|message| message.sends)?)));
+        let sends = trace.operations.iter().filter(|record| is_numbered(record));
+        let sends = sends.filter_map(|r| Some((r, r.message.filter(|message| message.sends)?)));
         for (record, message) in sends {
             let received = counterpart(traces, trace.rank, message);
             let other = received.and_then(|mut others| others.find(|other| other.sequence == record.sequence));

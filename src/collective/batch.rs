@@ -1,0 +1,173 @@
+//! Several operations as one.
+
+use std::panic::Location;
+
+use bytemuck::{cast_slice, cast_slice_mut};
+
+use super::{call, execute};
+use crate::call::{Call, Operation, fingerprint};
+use crate::dtype::{Element, ReduceOp};
+use crate::error::Error;
+use crate::group::{CallSite, Group, Scratch};
+use crate::partition::Parts;
+use crate::transport::Buffers;
+use crate::wait::Deadline;
+
+/// Operations that run together, see [`Group::batch`].
+#[must_use = "nothing moves before `run`"]
+pub struct Batch<'a> {
+    group: &'a Group,
+    collectives: Vec<(Call, &'a mut [u8])>,
+    /// With the rank that each is for.
+    sends: Vec<(usize, &'a [u8])>,
+    receives: Vec<(usize, &'a mut [u8])>,
+    refused: Option<Error>,
+}
+
+impl Group {
+    /// Collects operations to run as one: what would be many small messages is few. Collectives of one kind, element type,
+    /// reduction and root become one operation on all their elements; what one rank sends to another becomes one message;
+    /// and messages are sent and received all at once, so that their order on different ranks cannot make these wait for
+    /// each other. All ranks add the same collectives in the same order, and run their batches at the same place; a rank
+    /// that adds none runs it only if messages concern it.
+    ///
+    /// ```
+    /// # use bonfire::{Group, ReduceOp};
+    /// let ranks: Vec<_> = Group::threads(2)?
+    ///     .into_iter()
+    ///     .map(|group| std::thread::spawn(move || {
+    ///         let (mut loss, mut correct) = ([0.5f32], [7i64, 9]);
+    ///         let (mine, mut theirs) = ([group.rank() as u8], [9u8]);
+    ///         let other = 1 - group.rank();
+    ///         let batch = group.batch().all_reduce(&mut loss, ReduceOp::Mean).all_reduce(&mut correct, ReduceOp::Sum);
+    ///         batch.send(&mine, other).recv(&mut theirs, other).run()?;
+    ///         Ok::<_, bonfire::Error>((loss, correct, theirs))
+    ///     }))
+    ///     .collect();
+    /// let results: Result<Vec<_>, _> = ranks.into_iter().map(|rank| rank.join().unwrap()).collect();
+    /// assert_eq!(results?, [([0.5], [14, 18], [1]), ([0.5], [14, 18], [0])]);
+    /// # Ok::<(), bonfire::Error>(())
+    /// ```
+    pub fn batch(&self) -> Batch<'_> {
+        Batch { group: self, collectives: Vec::new(), sends: Vec::new(), receives: Vec::new(), refused: None }
+    }
+}
+
+impl<'a> Batch<'a> {
+    /// Adds an [`all_reduce`](Group::all_reduce).
+    pub fn all_reduce<T: Element>(self, data: &'a mut [T], op: ReduceOp) -> Self {
+        self.add(Operation::AllReduce, data, Some(op), None)
+    }
+
+    /// Adds a [`reduce`](Group::reduce).
+    pub fn reduce<T: Element>(self, data: &'a mut [T], op: ReduceOp, root: usize) -> Self {
+        self.add(Operation::Reduce, data, Some(op), Some(root))
+    }
+
+    /// Adds a [`broadcast`](Group::broadcast).
+    pub fn broadcast<T: Element>(self, data: &'a mut [T], root: usize) -> Self {
+        self.add(Operation::Broadcast, data, None, Some(root))
+    }
+
+    /// Adds a message to rank `to`, which adds a [`recv`](Self::recv) of the same length. Of several between two ranks the
+    /// first sent is the first received.
+    pub fn send<T: Element>(mut self, data: &'a [T], to: usize) -> Self {
+        self.refused = self.refused.or_else(|| self.group.check_peer("batch", to).err());
+        self.sends.push((to, cast_slice(data)));
+        self
+    }
+
+    /// Adds a message from rank `from`.
+    pub fn recv<T: Element>(mut self, data: &'a mut [T], from: usize) -> Self {
+        self.refused = self.refused.or_else(|| self.group.check_peer("batch", from).err());
+        self.receives.push((from, cast_slice_mut(data)));
+        self
+    }
+
+    fn add<T: Element>(
+        mut self,
+        operation: Operation,
+        data: &'a mut [T],
+        reduction: Option<ReduceOp>,
+        root: Option<usize>,
+    ) -> Self {
+        let refused = || self.group.check_rank("batch", "root", root?).err();
+        self.refused = self.refused.take().or_else(refused);
+        self.collectives.push((call::<T>(operation, data.len(), reduction, root), cast_slice_mut(data)));
+        self
+    }
+
+    /// Runs all of it. After an error the contents of the buffers are unspecified.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`], before anything moves, for roots and peers that are no other ranks of the group; else as
+    /// the operations.
+    #[track_caller]
+    pub fn run(self) -> Result<(), Error> {
+        let Batch { group, mut collectives, mut sends, mut receives, refused } = self;
+        if let Some(error) = refused {
+            return Err(error);
+        }
+        let at = Location::caller();
+        let _turn = group.turn();
+        let mut packed = Scratch::default();
+        while let Some((first, _)) = collectives.first() {
+            let like = Call { count: 0, ..*first };
+            let (mut some, others) = collectives.into_iter().partition(|(call, _)| Call { count: 0, ..*call } == like);
+            collectives = others;
+            together(group, like, &mut some, &mut packed, at)?;
+        }
+        let deadline = Deadline::after(group.deadline());
+        let (rank, n) = (group.rank(), group.world_size());
+        // Ranks that wait for each other are at the same distance, and of those at the least distance all can go on.
+        for distance in 1..n {
+            let (to, from) = ((rank + distance) % n, (rank + n - distance) % n);
+            let outgoing: Vec<_> = sends.extract_if(.., |(peer, _)| *peer == to).map(|(_, data)| data).collect();
+            let mut incoming: Vec<_> =
+                receives.extract_if(.., |(peer, _)| *peer == from).map(|(_, data)| data).collect();
+            if outgoing.is_empty() && incoming.is_empty() {
+                continue;
+            }
+            let sent = outgoing.concat();
+            let received = packed.bytes(incoming.iter().map(|data| data.len()).sum());
+            let call = call::<u8>(Operation::Exchange, 0, None, None);
+            let out = (!outgoing.is_empty()).then_some((to, &sent[..]));
+            let into = (!incoming.is_empty()).then_some((from, &mut *received));
+            group.core.exchange(call, (out, into), &deadline, at)?;
+            let mut rest = &*received;
+            for data in &mut incoming {
+                let (piece, after) = rest.split_at(data.len());
+                data.copy_from_slice(piece);
+                rest = after;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Collectives that differ in their lengths only.
+fn together(
+    group: &Group,
+    like: Call,
+    some: &mut [(Call, &mut [u8])],
+    packed: &mut Scratch,
+    at: CallSite,
+) -> Result<(), Error> {
+    let counts = some.iter().map(|(call, _)| call.count);
+    let call = Call { count: counts.clone().sum(), sizes: Some(fingerprint(counts)), ..like };
+    let output = packed.bytes(call.bytes());
+    let mut start = 0;
+    for (_, data) in some.iter() {
+        output[start..start + data.len()].copy_from_slice(data);
+        start += data.len();
+    }
+    let buffers = Buffers { input: None, output: &mut *output, parts: Parts::Even };
+    group.core.collective(call, buffers, group.deadline(), at, execute::plans)?;
+    let mut rest = &*output;
+    for (_, data) in some {
+        let (piece, after) = rest.split_at(data.len());
+        data.copy_from_slice(piece);
+        rest = after;
+    }
+    Ok(())
+}
