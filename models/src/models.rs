@@ -54,7 +54,13 @@ fn never() -> Deadline {
 }
 
 fn all_reduce(sequence: u64, count: usize) -> Site {
-    let call =
-        Call { operation: Operation::AllReduce, dtype: DType::U64, count, reduction: Some(ReduceOp::Sum), root: None };
+    let call = Call {
+        operation: Operation::AllReduce,
+        dtype: DType::U64,
+        count,
+        reduction: Some(ReduceOp::Sum),
+        root: None,
+        sizes: None,
+    };
     Site { sequence, call }
 }

@@ -11,6 +11,7 @@ use crate::call::{Call, Operation};
 use crate::dtype::{DType, ReduceOp};
 use crate::error::Site;
 use crate::memory;
+use crate::partition::Parts;
 use crate::partition::partition;
 use crate::transport::shm::{Segment, Shm};
 use crate::transport::tcp::{Board, Tcp};
@@ -51,8 +52,12 @@ impl Rank {
         let reduces = matches!(operation, Operation::AllReduce | Operation::ReduceScatter);
         let reduction = reduces.then_some(ReduceOp::Sum);
         let root = (operation == Operation::Broadcast).then_some(0);
-        let call = Call { operation, dtype: DType::U64, count: output.len(), reduction, root };
-        let mut buffers = Buffers { input: input.map(bytemuck::cast_slice), output: bytemuck::cast_slice_mut(output) };
+        let call = Call { operation, dtype: DType::U64, count: output.len(), reduction, root, sizes: None };
+        let mut buffers = Buffers {
+            input: input.map(bytemuck::cast_slice),
+            output: bytemuck::cast_slice_mut(output),
+            parts: Parts::Even,
+        };
         self.shm.run(&Site { sequence, call }, &mut buffers, deadline)
     }
 
