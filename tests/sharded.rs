@@ -118,8 +118,8 @@ fn gradients<B: AutodiffBackend, M: Module<B>>(
     grads
 }
 
-/// A rank's gradient in a step: a multiple of 12, so that the mean over 2, 3, 4 or 6 ranks is a whole number. Some ranks
-/// have none for a parameter, and in some steps nobody has.
+/// A rank's gradient in a step: a multiple of 12, so that the mean over 2, 3, 4 or 6 ranks is a whole number. Some
+/// ranks have none for a parameter, and in some steps nobody has.
 fn gradient(rank: usize, step: usize, position: usize, i: usize) -> Option<f64> {
     let missing = (rank + position + step).is_multiple_of(3) || (position + step).is_multiple_of(5);
     (!missing).then(|| 12.0 * ((i * 7 + step * 3 + rank * 5 + position) % 9) as f64 - 48.0)

@@ -84,7 +84,8 @@ impl<B: CollectiveBackend> Training<B> {
 }
 
 impl Job<'_> {
-    /// Trains and tests on `device` as one rank of `group`. Rank 0 reports and saves. Where ranks are lost, the others go on.
+    /// Trains and tests on `device` as one rank of `group`. Rank 0 reports and saves. Where ranks are lost, the others
+    /// go on.
     pub fn run<B: CollectiveBackend>(&self, group: Group, device: B::Device) -> Result<Outcome, Failure> {
         self.check(&group)?;
         let mut model = Network::<B>::new(&group, self.settings.seed, &device)?;

@@ -30,9 +30,10 @@ use crate::group::Group;
 pub enum Sharding {
     /// Among all ranks: each keeps one part of as many as there are ranks.
     All,
-    /// Among the ranks of a block of so many consecutive ones, and every block keeps all of it (hybrid sharding). What is
-    /// large then stays within a block: with the number of ranks on a host, gradients and parameters go between the
-    /// ranks of a host, and only a part of the gradients goes from host to host. The number divides the number of ranks.
+    /// Among the ranks of a block of so many consecutive ones, and every block keeps all of it (hybrid sharding). What
+    /// is large then stays within a block: with the number of ranks on a host, gradients and parameters go between the
+    /// ranks of a host, and only a part of the gradients goes from host to host. The number divides the number of
+    /// ranks.
     Blocks(usize),
     /// Not at all: each rank keeps all of it.
     None,
@@ -40,11 +41,11 @@ pub enum Sharding {
 
 /// An optimizer of whose state every rank keeps a part, beside a [`DataParallel`].
 ///
-/// It takes the place of [`DataParallel::sync`] and of the optimizer's own step: gradients are averaged and handed out in
-/// parts (a reduce-scatter within each block of ranks, and an all-reduce of the parts across the blocks), each rank
+/// It takes the place of [`DataParallel::sync`] and of the optimizer's own step: gradients are averaged and handed out
+/// in parts (a reduce-scatter within each block of ranks, and an all-reduce of the parts across the blocks), each rank
 /// updates its part of the parameters, and collects the other parts (an all-gather within each block). What moves
-/// between the ranks of a block is as much as an all-reduce moves. Parameters and gradients stay whole on every rank; the
-/// optimizer's state shrinks by the number of ranks in a block.
+/// between the ranks of a block is as much as an all-reduce moves. Parameters and gradients stay whole on every rank;
+/// the optimizer's state shrinks by the number of ranks in a block.
 ///
 /// ```
 /// use bonfire::{DataParallel, Group, ShardedOptimizer, ShardedSampler, Sharding};
@@ -78,15 +79,16 @@ pub enum Sharding {
 ///
 /// # Which optimizers
 /// Those that treat each element of a parameter by itself, since a rank sees slices of parameters, flat: burn's `Sgd`,
-/// `Adam`, `AdamW`, `Adan`, `AdaGrad` and `RmsProp`, with weight decay and with clipping by value. The result is that of
-/// the optimizer on one rank, up to the order in which gradients are added up. `Muon`, which needs whole matrices, and
-/// clipping by norm in the optimizer itself, which would take the norm of a slice, are refused;
+/// `Adam`, `AdamW`, `Adan`, `AdaGrad` and `RmsProp`, with weight decay and with clipping by value. The result is that
+/// of the optimizer on one rank, up to the order in which gradients are added up. `Muon`, which needs whole matrices,
+/// and clipping by norm in the optimizer itself, which would take the norm of a slice, are refused;
 /// [`clip_norm`](Self::clip_norm) clips by the norm over all parameters. Of other optimizers nobody can tell: give none
 /// that mixes the elements of a parameter.
 ///
 /// # Without ranks that were lost
-/// A lost rank takes its part of the state along. [`Group::shrink`] makes the group of those that are left; go on there with a
-/// new [`DataParallel`] and a new optimizer, from the last checkpoint, which any number of ranks can [`load`](Self::load).
+/// A lost rank takes its part of the state along. [`Group::shrink`] makes the group of those that are left; go on there
+/// with a new [`DataParallel`] and a new optimizer, from the last checkpoint, which any number of ranks can
+/// [`load`](Self::load).
 pub struct ShardedOptimizer<O, M, B>
 where
     O: SimpleOptimizer<B::InnerBackend> + 'static,
@@ -114,8 +116,8 @@ where
     /// Deals out the state of a new optimizer for the model of `ddp`. All ranks call this alike.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for blocks whose length does not divide the number of ranks, and for an optimizer that
-    /// needs whole parameters or has state of them: before anything is sent. Else the errors of [`Group::split`].
+    /// [`Error::InvalidArgument`] for blocks whose length does not divide the number of ranks, and for an optimizer
+    /// that needs whole parameters or has state of them: before anything is sent. Else the errors of [`Group::split`].
     pub fn new(ddp: &DataParallel<B>, optimizer: OptimizerAdaptor<O, M, B>, sharding: Sharding) -> Result<Self, Error> {
         let group = ddp.group.clone();
         let ranks = match sharding {
@@ -171,11 +173,11 @@ where
     /// call this in every step, and a parameter for which no rank has a gradient stays as it is.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] on all ranks where no rank has samples, or where a rank has gradients or a model that do
-    /// not belong to the parameters at the start; nothing was changed. Else the errors of [`Group::all_reduce`], whose
-    /// ranks may be those of a subgroup: of a block, or of the ranks that keep the same part. The model stays as it was, but
-    /// the optimizer's state may be a step further on some ranks. It leaves its subgroups, so that nobody there waits for this
-    /// rank, and gives the same error from then on. Go on from a checkpoint.
+    /// [`Error::InvalidArgument`] on all ranks where no rank has samples, or where a rank has gradients or a model that
+    /// do not belong to the parameters at the start; nothing was changed. Else the errors of [`Group::all_reduce`],
+    /// whose ranks may be those of a subgroup: of a block, or of the ranks that keep the same part. The model stays as
+    /// it was, but the optimizer's state may be a step further on some ranks. It leaves its subgroups, so that nobody
+    /// there waits for this rank, and gives the same error from then on. Go on from a checkpoint.
     #[track_caller]
     pub fn step(
         &mut self,

@@ -43,7 +43,8 @@ where
     B: AutodiffBackend,
 {
     /// This rank's part of the state, for [`load`](Self::load). The ranks of one block together have all of it: with
-    /// [`Sharding::Blocks`](super::Sharding::Blocks)`(m)` these are ranks 0 to `m - 1`, or as many from a multiple of `m` on.
+    /// [`Sharding::Blocks`](super::Sharding::Blocks)`(m)` these are ranks 0 to `m - 1`, or as many from a multiple of
+    /// `m` on.
     ///
     /// # Errors
     /// [`Error::Io`] where the state cannot be recorded.
@@ -58,14 +59,14 @@ where
         postcard::to_stdvec(&part).map_err(|e| Error::io("saving an optimizer", e))
     }
 
-    /// Goes on from parts that were [saved](Self::save), in any order: with as many ranks and the same sharding, a rank's
-    /// own is enough; with others, give the parts of all ranks of a block. It talks to nobody, so it is for the caller
-    /// to see that all ranks load parts of the same step.
+    /// Goes on from parts that were [saved](Self::save), in any order: with as many ranks and the same sharding, a
+    /// rank's own is enough; with others, give the parts of all ranks of a block. It talks to nobody, so it is for the
+    /// caller to see that all ranks load parts of the same step.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] where something is no saved part, the parts are of different steps or of a model with
-    /// other parameters, or what this rank needs is in none of them; the optimizer stays as it was. Burn's records come back in
-    /// the backend's own float type, so parameters of another one are refused too.
+    /// other parameters, or what this rank needs is in none of them; the optimizer stays as it was. Burn's records come
+    /// back in the backend's own float type, so parameters of another one are refused too.
     pub fn load<P: AsRef<[u8]>>(&mut self, parts: &[P]) -> Result<(), Error> {
         let parts = parts.iter().map(|part| match postcard::take_from_bytes::<Part>(part.as_ref()) {
             Ok((part, [])) if part.format == FORMAT => Ok(part),

@@ -1,9 +1,9 @@
 //! The recorded state of a slice, cut and joined.
 //!
 //! What an optimizer keeps for a parameter is a record whose fields only burn knows. But burn writes records as
-//! MessagePack with names, in which a tensor is always a map of `bytes`, `shape` and `dtype`. So the state of a slice can
-//! be made of those of others: tensors are cut and joined, and everything else, such as a count of steps, must be the
-//! same in all of them.
+//! MessagePack with names, in which a tensor is always a map of `bytes`, `shape` and `dtype`. So the state of a slice
+//! can be made of those of others: tensors are cut and joined, and everything else, such as a count of steps, must be
+//! the same in all of them.
 //!
 //! Records may be from files. Serde would take a tensor in many forms, and burn believes what it says of its length. So
 //! what passes here is a map of maps with strings as keys, in which a tensor is written as burn writes it, and checked.
