@@ -12,6 +12,8 @@ mod checkpoint;
 mod data;
 #[path = "digits/model.rs"]
 mod model;
+#[path = "digits/optimizer.rs"]
+mod optimizer;
 #[path = "digits/train.rs"]
 mod train;
 
@@ -21,7 +23,7 @@ use std::process::ExitCode;
 use std::sync::mpsc;
 use std::thread;
 
-use bonfire::Group;
+use bonfire::{Group, Sharding};
 use burn::backend::{Autodiff, Flex, NdArray};
 use clap::error::ErrorKind;
 use clap::{CommandFactory, Parser, ValueEnum};
@@ -59,6 +61,9 @@ struct Args {
     /// Go on from this checkpoint
     #[arg(long, value_name = "PATH")]
     resume: Option<PathBuf>,
+    /// Keep a part of the optimizer's state on each rank: dealt out over blocks of so many ranks, or over all of them
+    #[arg(long, value_name = "RANKS", conflicts_with = "chaos")]
+    shard: Option<Option<usize>>,
     /// Kill this rank in the middle of an epoch, 0 if none is named; the others go on. With `bonfire run`, add
     /// `--tolerate 1`
     #[arg(long, value_name = "RANK", num_args = 0..=1, default_missing_value = "0")]
@@ -138,17 +143,23 @@ fn train(
     args: &Args,
 ) -> Result<(), Failure> {
     let backend = args.backend.to_possible_value().map(|value| value.get_name().to_owned());
-    let settings =
-        Settings { batch: args.batch as usize, seed: args.seed, lr: args.lr, backend: backend.unwrap_or_default() };
+    let settings = Settings {
+        batch: args.batch as usize,
+        seed: args.seed,
+        lr: args.lr,
+        backend: backend.unwrap_or_default(),
+        shard: args.shard.is_some(),
+    };
     let job = train::Job {
         data: Digits::load()?,
         settings,
         epochs: args.epochs,
         save: args.save.as_deref(),
         resume: args.resume.as_deref(),
+        shard: args.shard.map(|ranks| ranks.map_or(Sharding::All, Sharding::Blocks)),
         chaos: args.chaos,
     };
-    match args.backend {
+    let outcome = match args.backend {
         Backend::Flex => job.run::<Autodiff<Flex>>(group, Default::default()),
         Backend::Ndarray => job.run::<Autodiff<NdArray<f32>>>(group, Default::default()),
         Backend::Ndarray64 => job.run::<Autodiff<NdArray<f64>>>(group, Default::default()),
@@ -159,7 +170,8 @@ fn train(
         }
         #[cfg(not(feature = "wgpu"))]
         Backend::Wgpu => Err("this program was built without wgpu: build it with `--features wgpu`".into()),
-    }
+    };
+    outcome.map(drop)
 }
 
 fn learning_rate(text: &str) -> Result<f64, String> {

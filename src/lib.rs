@@ -6,6 +6,7 @@
 //! | you want to | use |
 //! |---|---|
 //! | train a burn model on many ranks | [`DataParallel`], [`ShardedSampler`], [`SyncBatchNorm`]; see [`train`] |
+//! | keep a part of the optimizer's state on each rank | [`ShardedOptimizer`] |
 //! | have burn's wgpu or CUDA backend with collectives between devices | `Wgpu`, `Cuda`; see `server` |
 //! | train with burn-train's `Learner` | `DataParallelStrategy`, with the feature `ddp` |
 //! | run a program written for burn-collective | [`register`], [`all_reduce`], [`broadcast`], [`reduce`]; see [`tensor`] |
@@ -82,7 +83,7 @@ pub use tensor::collective::{
 pub use tensor::communicator::{DeviceCommunicator, Routing};
 #[cfg(feature = "ddp")]
 pub use train::DataParallelStrategy;
-pub use train::{DataParallel, ShardedSampler, SyncBatchNorm, SyncBatchNormConfig};
+pub use train::{DataParallel, ShardedOptimizer, ShardedSampler, Sharding, SyncBatchNorm, SyncBatchNormConfig};
 pub use transport::{Fault, Transport};
 pub use wait::Deadline;
 

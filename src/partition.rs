@@ -46,6 +46,7 @@ impl Parts<'_> {
     }
 
     /// The length of the longest part.
+    #[cfg(any(test, all(feature = "shm", target_os = "linux")))]
     pub fn longest(self, len: usize, ranks: usize) -> usize {
         match self {
             Parts::Even => len.div_ceil(ranks),

@@ -2,7 +2,8 @@
 //!
 //! [`DataParallel`] makes the ranks' models equal at the start and their gradients equal in every step, so the models
 //! stay equal to the last bit. [`ShardedSampler`] deals out the batches: `n` ranks see the global batches that one
-//! rank would see. Together, `n` ranks train as one.
+//! rank would see. Together, `n` ranks train as one. [`ShardedOptimizer`] keeps a part of the optimizer's state on each
+//! rank.
 //!
 //! ```
 //! use bonfire::{DataParallel, Group, ShardedSampler};
@@ -40,12 +41,14 @@
 //! ```
 
 mod agree;
+mod announce;
 mod batch_norm;
 mod bucket;
 mod data_parallel;
 #[cfg(feature = "ddp")]
 mod learner;
 mod sampler;
+mod sharded;
 mod states;
 mod survivors;
 
@@ -54,3 +57,4 @@ pub use self::data_parallel::DataParallel;
 #[cfg(feature = "ddp")]
 pub use self::learner::DataParallelStrategy;
 pub use self::sampler::{Epoch, ShardedSampler};
+pub use self::sharded::{ShardedOptimizer, Sharding};

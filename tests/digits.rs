@@ -6,6 +6,8 @@ mod checkpoint;
 mod data;
 #[path = "../examples/digits/model.rs"]
 mod model;
+#[path = "../examples/digits/optimizer.rs"]
+mod optimizer;
 #[path = "../examples/digits/train.rs"]
 mod train;
 
@@ -14,17 +16,16 @@ use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 use std::thread;
 
-use bonfire::Group;
 use bonfire::tensor::autodiff::CollectiveBackend;
+use bonfire::{Group, Sharding};
 use burn::backend::{Autodiff, Flex, NdArray};
 use burn::module::{Module, ModuleVisitor, Param};
-use burn::optim::AdamConfig;
 use burn::tensor::backend::Backend;
 use burn::tensor::{Tensor, TensorData};
 use checkpoint::{Checkpoint, Settings};
 use data::Digits;
 use model::Network;
-use train::Job;
+use train::{Job, Outcome};
 
 type Failure = Box<dyn std::error::Error + Send + Sync>;
 type B = Autodiff<Flex>;
@@ -33,12 +34,16 @@ type B = Autodiff<Flex>;
 static ALONE: Mutex<()> = Mutex::new(());
 
 fn settings() -> Settings {
-    Settings { batch: 50, seed: 3, lr: 0.003, backend: "flex".into() }
+    Settings { batch: 50, seed: 3, lr: 0.003, backend: "flex".into(), shard: false }
 }
 
 /// Trains with two ranks up to `epochs` on a part of the digits, and gives what went wrong on each rank.
 fn train(settings: &Settings, epochs: usize, save: Option<&Path>, resume: Option<&Path>) -> Vec<Option<String>> {
-    train_on::<B>(2, settings, epochs, (save, resume), None)
+    errors(train_on::<B>(2, settings, epochs, (save, resume), None, None))
+}
+
+fn errors(outcomes: Vec<Result<Outcome, String>>) -> Vec<Option<String>> {
+    outcomes.into_iter().map(Result::err).collect()
 }
 
 fn train_on<B: CollectiveBackend>(
@@ -46,19 +51,20 @@ fn train_on<B: CollectiveBackend>(
     settings: &Settings,
     epochs: usize,
     (save, resume): (Option<&Path>, Option<&Path>),
+    shard: Option<Sharding>,
     chaos: Option<usize>,
-) -> Vec<Option<String>> {
-    let rank = |group: Group| -> Result<(), Failure> {
+) -> Vec<Result<Outcome, String>> {
+    let rank = |group: Group| -> Result<Outcome, Failure> {
         let (mut digits, test) = Digits::load()?;
         digits.images.truncate(280);
         digits.labels.truncate(280);
-        Job { data: (digits, test), settings: settings.clone(), epochs, save, resume, chaos }
+        Job { data: (digits, test), settings: settings.clone(), epochs, save, resume, shard, chaos }
             .run::<B>(group, Default::default())
     };
     thread::scope(|scope| {
         let threads: Vec<_> =
             Group::threads(ranks).unwrap().into_iter().map(|group| scope.spawn(move || rank(group))).collect();
-        threads.into_iter().map(|thread| thread.join().unwrap().err().map(|e| e.to_string())).collect()
+        threads.into_iter().map(|thread| thread.join().unwrap().map_err(|e| e.to_string())).collect()
     })
 }
 
@@ -73,7 +79,7 @@ fn values<B: CollectiveBackend>(path: &Path) -> Vec<TensorData> {
     let (group, device) = (Group::threads(1).unwrap().remove(0), Default::default());
     let network = Network::<B>::new(&group, 0, &device).unwrap();
     let checkpoint = Checkpoint::read(path, &group).unwrap();
-    let (network, _) = checkpoint.restore(network, AdamConfig::new().init(), &device).unwrap();
+    let network = checkpoint.model(network, &device).unwrap();
     let mut values = Values(Vec::new());
     network.visit(&mut values);
     values.0
@@ -112,7 +118,8 @@ fn trains_as_one(epochs: usize) {
     let trained: Vec<Vec<f64>> = (1..=4)
         .map(|ranks| {
             let path = folder.path().join(ranks.to_string());
-            assert_eq!(train_on::<Double>(ranks, &settings(), epochs, (Some(&path), None), None), vec![None; ranks]);
+            let outcomes = train_on::<Double>(ranks, &settings(), epochs, (Some(&path), None), None, None);
+            assert_eq!(errors(outcomes), vec![None; ranks]);
             values::<Double>(&path).iter().flat_map(|data| data.iter::<f64>().collect::<Vec<_>>()).collect()
         })
         .collect();
@@ -131,13 +138,43 @@ fn ranks_that_are_left_train_on_as_one() {
         .into_iter()
         .map(|dies| {
             let path = folder.path().join(format!("{dies:?}"));
-            assert_eq!(train_on::<Double>(3, &settings(), 4, (Some(&path), None), dies), vec![None; 3]);
+            let outcomes = train_on::<Double>(3, &settings(), 4, (Some(&path), None), None, dies);
+            assert_eq!(errors(outcomes), vec![None; 3]);
             values::<Double>(&path).iter().flat_map(|data| data.iter::<f64>().collect::<Vec<_>>()).collect()
         })
         .collect();
     for values in &trained[1..] {
         let difference = values.iter().zip(&trained[0]).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
         assert!(difference < 1e-9, "the survivors differ by {difference:e} from ranks of which none was lost");
+    }
+}
+
+#[test]
+fn with_a_part_of_the_optimizer_on_each_rank_the_loss_is_the_same() {
+    type Double = Autodiff<NdArray<f64>>;
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("checkpoint");
+    let (whole, sharded) = (settings(), Settings { shard: true, ..settings() });
+    let train = |ranks, settings, epochs, paths, shard| {
+        let outcomes = train_on::<Double>(ranks, settings, epochs, paths, shard, None);
+        outcomes.into_iter().map(Result::unwrap).collect::<Vec<_>>()
+    };
+    let plain = train(4, &whole, 2, (None, None), None).remove(0).losses;
+    // All of the state on each rank, as without sharding.
+    let whole = train(1, &sharded, 1, (None, None), Some(Sharding::None))[0].part_bytes.unwrap();
+    let save = (Some(path.as_path()), None);
+    for (shard, most) in [(Sharding::All, 0.3), (Sharding::Blocks(2), 0.55)] {
+        for (rank, outcome) in train(4, &sharded, 1, save, Some(shard)).iter().enumerate() {
+            let (bytes, difference) = (outcome.part_bytes.unwrap(), (outcome.losses[0] - plain[0]).abs());
+            println!("{shard:?}, rank {rank}: {bytes} of {whole} bytes, loss {} ({difference:e})", outcome.losses[0]);
+            assert!(bytes as f64 <= most * whole as f64);
+            assert!(difference < 1e-12);
+        }
+    }
+    // Three ranks go on from where two by two were.
+    for outcome in train(3, &sharded, 2, (None, Some(path.as_path())), Some(Sharding::All)) {
+        assert!((outcome.losses[0] - plain[1]).abs() < 1e-9);
     }
 }
 

@@ -6,7 +6,6 @@ use std::path::{Path, PathBuf};
 
 use bonfire::Group;
 use burn::module::AutodiffModule;
-use burn::optim::Optimizer;
 use burn::record::{DoublePrecisionSettings, NamedMpkBytesRecorder, Recorder};
 use burn::tensor::backend::AutodiffBackend;
 use flate2::Compression;
@@ -17,7 +16,7 @@ use serde::{Deserialize, Serialize};
 use crate::Failure;
 
 /// Says what the file is, and of which version.
-const FORMAT: &str = "bonfire digits 1";
+const FORMAT: &str = "bonfire digits 2";
 
 /// What a resumed run must have in common with the one that was saved.
 #[derive(Clone, Serialize, Deserialize)]
@@ -26,6 +25,8 @@ pub struct Settings {
     pub seed: u64,
     pub lr: f64,
     pub backend: String,
+    /// Whether ranks keep parts of the optimizer's state. How many ranks there are may change.
+    pub shard: bool,
 }
 
 /// A training after so many epochs.
@@ -35,21 +36,21 @@ pub struct Checkpoint {
     settings: Settings,
     pub epochs: usize,
     model: Vec<u8>,
-    optimizer: Vec<u8>,
+    /// The optimizer's state, in parts.
+    pub optimizer: Vec<Vec<u8>>,
 }
 
 /// Floats are recorded as f64, so f32 and f64 come back as they were.
-type Records = NamedMpkBytesRecorder<DoublePrecisionSettings>;
+pub type Records = NamedMpkBytesRecorder<DoublePrecisionSettings>;
 
 impl Checkpoint {
-    pub fn new<B, M, O>(epochs: usize, settings: Settings, model: &M, optimizer: &O) -> Result<Self, Failure>
-    where
-        B: AutodiffBackend,
-        M: AutodiffModule<B>,
-        O: Optimizer<M, B>,
-    {
+    pub fn new<B: AutodiffBackend, M: AutodiffModule<B>>(
+        epochs: usize,
+        settings: Settings,
+        model: &M,
+        optimizer: Vec<Vec<u8>>,
+    ) -> Result<Self, Failure> {
         let model = Recorder::<B>::record(&Records::default(), model.clone().into_record(), ())?;
-        let optimizer = Recorder::<B>::record(&Records::default(), optimizer.to_record(), ())?;
         Ok(Checkpoint { format: FORMAT.into(), settings, epochs, model, optimizer })
     }
 
@@ -106,6 +107,7 @@ impl Checkpoint {
             ("seed", saved.seed.to_string(), settings.seed.to_string()),
             ("lr", saved.lr.to_string(), settings.lr.to_string()),
             ("backend", saved.backend.clone(), settings.backend.clone()),
+            ("shard", saved.shard.to_string(), settings.shard.to_string()),
         ];
         match pairs.into_iter().find(|(_, saved, given)| saved != given) {
             Some((name, saved, given)) => {
@@ -115,15 +117,8 @@ impl Checkpoint {
         }
     }
 
-    pub fn restore<B, M, O>(self, model: M, optimizer: O, device: &B::Device) -> Result<(M, O), Failure>
-    where
-        B: AutodiffBackend,
-        M: AutodiffModule<B>,
-        O: Optimizer<M, B>,
-    {
-        let model = model.load_record(Recorder::<B>::load(&Records::default(), self.model, device)?);
-        let optimizer = optimizer.load_record(Recorder::<B>::load(&Records::default(), self.optimizer, device)?);
-        Ok((model, optimizer))
+    pub fn model<B: AutodiffBackend, M: AutodiffModule<B>>(&self, model: M, device: &B::Device) -> Result<M, Failure> {
+        Ok(model.load_record(Recorder::<B>::load(&Records::default(), self.model.clone(), device)?))
     }
 }
 

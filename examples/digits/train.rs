@@ -7,10 +7,10 @@ use std::time::Instant;
 
 use bonfire::tensor::autodiff::{CollectiveBackend, attempt};
 use bonfire::train::Epoch;
-use bonfire::{DataParallel, Group, ReduceOp, ShardedSampler, partition};
+use bonfire::{DataParallel, Group, ReduceOp, ShardedSampler, Sharding, partition};
 use burn::module::{AutodiffModule, Module};
 use burn::nn::loss::CrossEntropyLossConfig;
-use burn::optim::{AdamConfig, GradientsParams, Optimizer};
+use burn::optim::GradientsParams;
 use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::{ElementConversion, Int, Tensor, TensorData};
 use indicatif::{ProgressBar, ProgressStyle};
@@ -19,6 +19,7 @@ use crate::Failure;
 use crate::checkpoint::{Checkpoint, Settings};
 use crate::data::{Digits, PIXELS};
 use crate::model::Network;
+use crate::optimizer::Updates;
 
 /// What to train, the same on all ranks.
 pub struct Job<'a> {
@@ -28,14 +29,25 @@ pub struct Job<'a> {
     pub epochs: usize,
     pub save: Option<&'a Path>,
     pub resume: Option<&'a Path>,
+    /// Among which ranks the optimizer's state is dealt out, if at all.
+    pub shard: Option<Sharding>,
     /// Which rank dies in the middle of the second epoch.
     pub chaos: Option<usize>,
 }
 
+/// What came of it.
+#[derive(Default)]
+pub struct Outcome {
+    /// The mean loss of every epoch.
+    pub losses: Vec<f64>,
+    /// Bytes of this rank's part of the optimizer's state, where it was dealt out.
+    pub part_bytes: Option<usize>,
+}
+
 /// A training under way on one rank.
-struct Training<B: CollectiveBackend, O> {
+struct Training<B: CollectiveBackend> {
     model: Network<B>,
-    optimizer: O,
+    optimizer: Updates<B>,
     ddp: DataParallel<B>,
     sampler: ShardedSampler,
     /// What is left of this epoch.
@@ -49,12 +61,13 @@ struct Training<B: CollectiveBackend, O> {
     seen: usize,
     losses: f64,
     right: f64,
+    outcome: Outcome,
 }
 
-impl<B: CollectiveBackend, O: Optimizer<Network<B>, B>> Training<B, O> {
+impl<B: CollectiveBackend> Training<B> {
     /// Steps of this epoch so far: the same on all ranks, whoever of them was lost.
     fn steps(&self) -> usize {
-        self.ddp.steps() as usize - (self.epochs - self.resumed) * self.sampler.batches()
+        self.optimizer.steps(&self.ddp) as usize - (self.epochs - self.resumed) * self.sampler.batches()
     }
 
     fn begin_epoch(&mut self) {
@@ -71,34 +84,53 @@ impl<B: CollectiveBackend, O: Optimizer<Network<B>, B>> Training<B, O> {
 }
 
 impl Job<'_> {
-    /// Trains and tests on `device` as one rank of `group`. Rank 0 reports and saves. Where ranks are lost, the others go on.
-    pub fn run<B: CollectiveBackend>(&self, group: Group, device: B::Device) -> Result<(), Failure> {
+    /// Trains and tests on `device` as one rank of `group`. Rank 0 reports and saves. Where ranks are lost, the others
+    /// go on.
+    pub fn run<B: CollectiveBackend>(&self, group: Group, device: B::Device) -> Result<Outcome, Failure> {
         self.check(&group)?;
         let mut model = Network::<B>::new(&group, self.settings.seed, &device)?;
-        let mut optimizer = AdamConfig::new().init();
-        let mut resumed = 0;
+        let mut saved = None;
         if let Some(path) = self.resume {
             let checkpoint = Checkpoint::read(path, &group)?;
             checkpoint.check(path, &self.settings)?;
-            resumed = checkpoint.epochs;
-            (model, optimizer) = checkpoint.restore(model, optimizer, &device)?;
+            model = checkpoint.model(model, &device)?;
+            saved = Some(checkpoint);
         }
+        let resumed = saved.as_ref().map_or(0, |checkpoint| checkpoint.epochs);
         let identity = group.rank();
         let (sampler, bar) = (self.sampler(&group)?, ProgressBar::hidden());
         let (model, ddp) = DataParallel::new(group, model)?;
-        let shards = sampler.epoch(resumed).skip(ddp.steps() as usize);
+        let mut optimizer = Updates::new(&ddp, self.shard)?;
+        if let Some(checkpoint) = saved {
+            optimizer.load(&checkpoint.optimizer, &device)?;
+        }
+        let shards = sampler.epoch(resumed).skip(0);
         let (clock, epochs) = (Instant::now(), resumed);
-        let (seen, losses, right) = (0, 0.0, 0.0);
-        let mut training =
-            Training { model, optimizer, ddp, sampler, shards, epochs, resumed, clock, bar, seen, losses, right };
+        let (seen, losses, right, outcome) = (0, 0.0, 0.0, Outcome::default());
+        let mut training = Training {
+            model,
+            optimizer,
+            ddp,
+            sampler,
+            shards,
+            epochs,
+            resumed,
+            clock,
+            bar,
+            seen,
+            losses,
+            right,
+            outcome,
+        };
         training.begin_epoch();
         loop {
             let middle = training.epochs == resumed + 1 && training.steps() == training.sampler.batches() / 2;
             if middle && self.chaos == Some(identity) {
-                return self.die(identity);
+                self.die(identity)?;
+                return Ok(training.outcome);
             }
             match self.advance(&mut training, &device) {
-                Ok(true) => return Ok(()),
+                Ok(true) => return Ok(training.outcome),
                 Ok(false) => {}
                 Err(mut failure) => loop {
                     let lost = matches!(
@@ -123,15 +155,15 @@ impl Job<'_> {
     }
 
     /// A step, or what ends an epoch, or, after all of them, the test: true when that is done.
-    fn advance<B, O>(&self, training: &mut Training<B, O>, device: &B::Device) -> Result<bool, Failure>
-    where
-        B: CollectiveBackend,
-        O: Optimizer<Network<B>, B>,
-    {
+    fn advance<B: CollectiveBackend>(&self, training: &mut Training<B>, device: &B::Device) -> Result<bool, Failure> {
         let (digits, test) = &self.data;
         if training.epochs >= self.epochs {
             let accuracy = 100.0 * self.test(&training.ddp, test, &training.model.valid(), device)?;
+            training.outcome.part_bytes = training.optimizer.part_bytes()?;
             if training.ddp.group().rank() == 0 {
+                if let Some(bytes) = training.outcome.part_bytes {
+                    writeln!(io::stdout(), "the optimizer's state on this rank: {:.1} KiB", bytes as f64 / 1024.0)?;
+                }
                 writeln!(io::stdout(), "test accuracy: {accuracy:.1} %")?;
             }
             return Ok(true);
@@ -148,8 +180,8 @@ impl Job<'_> {
             let grads = GradientsParams::from_grads(loss.backward(), model);
             (scores, loss, grads)
         })?;
-        let grads = training.ddp.sync(grads, shard.len())?;
-        training.model = training.optimizer.step(self.settings.lr, training.model.clone(), grads);
+        let Training { model, optimizer, ddp, .. } = training;
+        optimizer.step(self.settings.lr, model, ddp, grads, shard.len())?;
         training.seen += shard.len();
         training.right += count_right(scores.inner(), labels.inner());
         training.losses += loss.into_scalar().elem::<f64>() * shard.len() as f64;
@@ -157,25 +189,22 @@ impl Job<'_> {
         Ok(false)
     }
 
-    fn end_epoch<B, O>(&self, training: &mut Training<B, O>) -> Result<(), Failure>
-    where
-        B: CollectiveBackend,
-        O: Optimizer<Network<B>, B>,
-    {
+    fn end_epoch<B: CollectiveBackend>(&self, training: &mut Training<B>) -> Result<(), Failure> {
         let Training { ddp, seen, losses, right, .. } = training;
         training.model = ddp.average_states(training.model.clone())?;
         let count = (*seen).max(1) as f64;
         let [loss, accuracy] = ddp.mean(&[*losses / count, *right / count], *seen)?;
+        let state = self.save.map(|_| training.optimizer.save(ddp.group())).transpose()?;
         training.bar.finish_and_clear();
         training.epochs += 1;
+        training.outcome.losses.push(loss);
         if ddp.group().rank() == 0 {
             let rate = self.data.0.len() as f64 / training.clock.elapsed().as_secs_f64();
             let (epoch, epochs, accuracy) = (training.epochs, self.epochs, 100.0 * accuracy);
             let mut out = io::stdout();
             writeln!(out, "epoch {epoch}/{epochs}: loss {loss:.4}, accuracy {accuracy:.1} %, {rate:.0} images/s")?;
-            if let Some(path) = self.save {
-                let Training { model, optimizer, .. } = training;
-                Checkpoint::new(epoch, self.settings.clone(), model, optimizer)?.write(path)?;
+            if let Some((path, state)) = self.save.zip(state) {
+                Checkpoint::new(epoch, self.settings.clone(), &training.model, state)?.write(path)?;
             }
         }
         training.begin_epoch();
@@ -183,13 +212,19 @@ impl Job<'_> {
     }
 
     /// Goes on without ranks that were lost, from where all others are.
-    fn go_on<B, O>(&self, training: &mut Training<B, O>, cause: &Failure, device: &B::Device) -> Result<(), Failure>
-    where
-        B: CollectiveBackend,
-        O: Optimizer<Network<B>, B>,
-    {
+    fn go_on<B: CollectiveBackend>(
+        &self,
+        training: &mut Training<B>,
+        cause: &Failure,
+        device: &B::Device,
+    ) -> Result<(), Failure> {
         training.bar.abandon();
         let Training { model, optimizer, ddp, .. } = training;
+        let Updates::Whole(optimizer) = optimizer else {
+            return Err(
+                format!("{cause}; a part of the optimizer's state is lost: start from the last checkpoint").into()
+            );
+        };
         ddp.shrink(model, optimizer)?;
         let group = ddp.group().clone();
         // Some may have been told the epoch's result, and others not.

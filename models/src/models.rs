@@ -37,6 +37,9 @@ pub const ALL: &[(&str, usize, fn())] = &[
     ("processes: a reduce_scatter in chunks", 1, processes::reduce_scatter_in_chunks),
     ("processes: an all_gather in chunks", 1, processes::all_gather_in_chunks),
     ("processes: a broadcast in chunks", 2, processes::broadcast_in_chunks),
+    ("processes: a gather in chunks", 1, processes::gather_in_chunks),
+    ("processes: a scatter in chunks", 1, processes::scatter_in_chunks),
+    ("processes: a scatter and a gather in chunks", 1, processes::gather_after_scatter),
     ("processes: chunks of different operations", 1, processes::one_after_another),
     ("processes: lent buffers", 2, processes::lent),
     ("processes: lent buffers of three", 1, processes::lent_by_three),
@@ -54,7 +57,13 @@ fn never() -> Deadline {
 }
 
 fn all_reduce(sequence: u64, count: usize) -> Site {
-    let call =
-        Call { operation: Operation::AllReduce, dtype: DType::U64, count, reduction: Some(ReduceOp::Sum), root: None };
+    let call = Call {
+        operation: Operation::AllReduce,
+        dtype: DType::U64,
+        count,
+        reduction: Some(ReduceOp::Sum),
+        root: None,
+        sizes: None,
+    };
     Site { sequence, call }
 }

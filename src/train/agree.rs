@@ -21,6 +21,7 @@ pub(crate) struct Described {
 }
 
 /// A float parameter whose gradients can be synchronised.
+#[derive(Clone)]
 pub(crate) struct Parameter<B: AutodiffBackend> {
     pub id: ParamId,
     pub path: String,
@@ -28,6 +29,8 @@ pub(crate) struct Parameter<B: AutodiffBackend> {
     pub dtype: burn::tensor::DType,
     pub element: DType,
     pub device: B::Device,
+    /// Whether it needs a gradient.
+    pub trained: bool,
 }
 
 /// The same model in running states and leaves of its own. Clones of a model share them, and threads that train clones
@@ -127,12 +130,13 @@ impl<B: AutodiffBackend> ModuleVisitor<B> for List<B> {
 
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
         let tensor = param.val();
-        let kind = if tensor.is_require_grad() { "trained float" } else { "untrained float" };
+        let trained = tensor.is_require_grad();
+        let kind = if trained { "trained float" } else { "untrained float" };
         let (dtype, shape) = (tensor.dtype(), tensor.shape());
         let path = self.describe(kind, dtype, &shape);
         if let Some(element) = float(dtype) {
             let device = tensor.device();
-            self.parameters.push(Parameter { id: param.id, path, shape, dtype, element, device });
+            self.parameters.push(Parameter { id: param.id, path, shape, dtype, element, device, trained });
         }
     }
 

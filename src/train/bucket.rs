@@ -15,6 +15,9 @@ const NEXT: usize = 25 << 20;
 /// A tensor of this size is worth an operation of its own: it is reduced where it is, which saves two copies.
 const ALONE: usize = 256 << 10;
 
+/// Buckets under way at a time: one is exchanged, the next is packed, the previous is unpacked.
+pub(crate) const WINDOW: usize = 3;
+
 /// One gradient, as far as the choice of buckets goes.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Item {
@@ -83,16 +86,44 @@ impl Bucket {
         }
     }
 
-    /// Starts the mean over all ranks.
-    #[track_caller]
-    pub fn start_mean(self, group: &Group, dtype: DType) -> Result<Work<Bucket>, Error> {
-        match dtype {
-            DType::F64 => group.start_all_reduce::<f64, _>(self, ReduceOp::Mean),
-            DType::F16 => group.start_all_reduce::<f16, _>(self, ReduceOp::Mean),
-            DType::BF16 => group.start_all_reduce::<bf16, _>(self, ReduceOp::Mean),
-            _ => group.start_all_reduce::<f32, _>(self, ReduceOp::Mean),
+    /// The memory of a packed bucket, to be used again.
+    pub fn into_memory(self) -> Option<Buffer<u64>> {
+        match self {
+            Bucket::Own(_) => None,
+            Bucket::Packed(memory, _) => Some(memory),
         }
     }
+
+    /// Starts an operation on the elements.
+    #[track_caller]
+    pub fn start(self, group: &Group, dtype: DType, exchange: Exchange) -> Result<Work<Bucket>, Error> {
+        match dtype {
+            DType::F64 => self.start_as::<f64>(group, exchange),
+            DType::F16 => self.start_as::<f16>(group, exchange),
+            DType::BF16 => self.start_as::<bf16>(group, exchange),
+            _ => self.start_as::<f32>(group, exchange),
+        }
+    }
+
+    #[track_caller]
+    fn start_as<T: Element>(self, group: &Group, exchange: Exchange) -> Result<Work<Bucket>, Error> {
+        match exchange {
+            Exchange::AllReduce => group.start_all_reduce::<T, _>(self, ReduceOp::Mean),
+            Exchange::ReduceScatter => group.start_reduce_scatter::<T, _>(self, ReduceOp::Mean),
+            Exchange::AllGather => group.start_all_gather::<T, _>(self),
+        }
+    }
+}
+
+/// What is done with a bucket.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Exchange {
+    /// The mean over all ranks, everywhere.
+    AllReduce,
+    /// Each rank's part of the mean, on that rank.
+    ReduceScatter,
+    /// Each rank's part, everywhere.
+    AllGather,
 }
 
 impl<T: Element> AsMut<[T]> for Bucket {

@@ -10,7 +10,8 @@ use burn::tensor::ops::FloatTensorOps;
 use burn::tensor::{Bytes, Tensor, TensorData, TensorPrimitive};
 
 use super::agree::{Described, Parameter, check_same, load_from_first, parameters, renew};
-use super::bucket::{Bucket, Item, buckets, scale};
+use super::announce::{Announcement, no_samples};
+use super::bucket::{Bucket, Exchange, Item, WINDOW, buckets, scale};
 use super::states;
 use crate::dtype::ReduceOp;
 use crate::error::Error;
@@ -36,9 +37,6 @@ enum Started<B: AutodiffBackend> {
     /// On the way from and to the device.
     Device { positions: Vec<usize>, waiting: Waiting<B::InnerBackend> },
 }
-
-/// Reductions under way at a time: one runs, the next is packed, the previous is unpacked.
-const WINDOW: usize = 3;
 
 impl<B: AutodiffBackend> DataParallel<B> {
     /// Gives every rank rank 0's parameters: floats, ints, bools and running states such as batch norm's. Each rank
@@ -111,7 +109,9 @@ impl<B: AutodiffBackend> DataParallel<B> {
             // The mean over nothing is NaN, and so are its gradients.
             grads = GradientsParams::new();
         }
-        let (total, exists) = self.announce(&grads, samples)?;
+        let announcement =
+            Announcement { operation: "sync", parameters: &self.parameters, grads: &grads, samples, lost: None };
+        let (total, exists) = announcement.make(&self.group)?;
         let world_size = self.group.world_size();
         if world_size == 1 {
             self.steps += 1;
@@ -178,44 +178,6 @@ impl<B: AutodiffBackend> DataParallel<B> {
         states::average(&self.group, model)
     }
 
-    /// Tells the other ranks about this rank's gradients. Gives the number of all ranks' samples, and for each
-    /// parameter whether any rank has a gradient.
-    #[track_caller]
-    fn announce(&self, grads: &GradientsParams, samples: usize) -> Result<(u64, Vec<bool>), Error> {
-        let (count, world_size) = (self.parameters.len(), self.group.world_size());
-        let width = 2 + count.div_ceil(64);
-        let mut words = vec![0u64; width * world_size];
-        let own = &mut words[self.group.rank() * width..][..width];
-        let (mut present, mut problem) = (0, 0);
-        for (position, parameter) in self.parameters.iter().enumerate() {
-            // A gradient is kept without its rank, so any will do.
-            let Some(grad) = grads.get::<B::InnerBackend, 1>(parameter.id) else { continue };
-            present += 1;
-            own[2 + position / 64] |= 1 << (position % 64);
-            if grad.dtype() != parameter.dtype || grad.shape() != parameter.shape {
-                problem = 1 + position as u64;
-            }
-        }
-        if problem == 0 && present < grads.len() {
-            problem = 1 + count as u64;
-        }
-        (own[0], own[1]) = (samples as u64, problem);
-        self.group.all_gather(&mut words)?;
-
-        let mut total = 0u64;
-        let mut exists = vec![false; count];
-        for (rank, words) in words.chunks_exact(width).enumerate() {
-            total = total.saturating_add(words[0]);
-            if words[1] > 0 {
-                return Err(self.unfit(rank, words[1] as usize - 1));
-            }
-            for (position, exists) in exists.iter_mut().enumerate() {
-                *exists |= words[2 + position / 64] >> (position % 64) & 1 == 1;
-            }
-        }
-        if total == 0 { Err(no_samples("sync")) } else { Ok((total, exists)) }
-    }
-
     /// Takes a bucket's gradients, scaled, and starts their reduction.
     #[track_caller]
     fn start(&mut self, positions: Vec<usize>, grads: &mut GradientsParams, factor: f64) -> Result<Started<B>, Error> {
@@ -246,7 +208,7 @@ impl<B: AutodiffBackend> DataParallel<B> {
                 }
                 let mut bucket = self.pack(&mut read, dtype)?;
                 scaling(bucket.bytes());
-                Ok(Started::Host { work: bucket.start_mean(&self.group, dtype)?, tensors: read })
+                Ok(Started::Host { work: bucket.start(&self.group, dtype, Exchange::AllReduce)?, tensors: read })
             }
         }
     }
@@ -299,20 +261,6 @@ impl<B: AutodiffBackend> DataParallel<B> {
         }
         Ok(())
     }
-
-    fn unfit(&self, rank: usize, position: usize) -> Error {
-        let reason = match self.parameters.get(position) {
-            Some(parameter) => format!(
-                "rank {rank}'s gradient of `{}` has another shape or element type than the parameter had at the start",
-                parameter.path
-            ),
-            None => format!(
-                "rank {rank} has gradients of parameters that its model did not have at the start; pass the model \
-                 that `DataParallel::new` returned through the optimizer, and load checkpoints before it"
-            ),
-        };
-        Error::argument("sync", reason)
-    }
 }
 
 /// All parameters as the ranks compare them, and those whose gradients are synchronised.
@@ -329,8 +277,4 @@ impl<B: AutodiffBackend> fmt::Debug for DataParallel<B> {
         let parameters = self.parameters.len();
         f.debug_struct("DataParallel").field("group", &self.group).field("parameters", &parameters).finish()
     }
-}
-
-fn no_samples(operation: &str) -> Error {
-    Error::argument(operation, "no rank has any samples, so there is no mean; leave out such a step on all ranks")
 }

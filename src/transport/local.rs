@@ -287,24 +287,26 @@ impl Collectives for Local {
         if call.operation == Operation::Barrier {
             return Ok(());
         }
-        if let Parts::Sizes(sizes) = buffers.parts
-            // SAFETY: all ranks are in and called the same, so each has as many sizes, which stay borrowed until `exit`.
-            && !self.offers(sequence).all(|offer| unsafe { std::slice::from_raw_parts(offer.sizes, world_size) } == sizes)
-        {
-            // Different ones with one fingerprint. All ranks see it, and nobody has used them.
-            self.exit();
-            return Err(Fault::Failed(Error::Mismatch { sequence: site.sequence, calls: self.calls(sequence) }));
-        }
+        // Different sizes may have one fingerprint. All ranks see it, and nobody uses them.
+        let agreed = match buffers.parts {
+            Parts::Even => true,
+            // SAFETY: all ranks are in, and those with sizes have one for each, which stay borrowed until `exit`.
+            Parts::Sizes(sizes) => self.offers(sequence).all(|offer| unsafe {
+                !offer.sizes.is_null() && std::slice::from_raw_parts(offer.sizes, world_size) == sizes
+            }),
+        };
         let place = |rank| {
             // SAFETY: all ranks are in: see `offers`.
             let offer = unsafe { &*self.offer(rank, sequence) };
             Place { input: offer.input, output: offer.output }
         };
-        // SAFETY: buffers have the lengths that `Buffers` lists, which the group checked, and all calls are equal; `exit`
-        // keeps every buffer borrowed until all ranks are done.
-        unsafe { direct::share(call, buffers.parts, self.rank, world_size, place) };
+        if agreed {
+            // SAFETY: buffers have the lengths that `Buffers` lists, which the group checked, and all calls and sizes are
+            // equal; `exit` keeps every buffer borrowed until all ranks are done.
+            unsafe { direct::share(call, buffers.parts, self.rank, world_size, place) };
+        }
         self.exit();
-        Ok(())
+        if agreed { Ok(()) } else { Err(self.mismatch(site, sequence)) }
     }
 
     /// Ranks whose counts differ may find themselves here and in `run`, so both begin alike.
@@ -327,11 +329,12 @@ impl Local {
         if self.offers(sequence).all(|offer| offer.call == site.call) {
             return Ok(sequence);
         }
-        Err(Fault::Failed(Error::Mismatch { sequence: site.sequence, calls: self.calls(sequence) }))
+        Err(self.mismatch(site, sequence))
     }
 
-    /// What all ranks called, once all are in.
-    fn calls(&self, sequence: u64) -> Vec<(usize, Call)> {
-        self.offers(sequence).enumerate().map(|(rank, offer)| (rank, offer.call)).collect()
+    /// What all ranks called in operation `sequence`, once all are in.
+    fn mismatch(&self, site: &Site, sequence: u64) -> Fault {
+        let calls = self.offers(sequence).enumerate().map(|(rank, offer)| (rank, offer.call)).collect();
+        Fault::Failed(Error::Mismatch { sequence: site.sequence, calls })
     }
 }

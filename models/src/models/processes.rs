@@ -11,6 +11,7 @@ use crate::call::{Call, Operation};
 use crate::dtype::{DType, ReduceOp};
 use crate::error::Site;
 use crate::memory;
+use crate::partition::Parts;
 use crate::partition::partition;
 use crate::transport::shm::{Segment, Shm};
 use crate::transport::tcp::{Board, Tcp};
@@ -50,9 +51,14 @@ impl Rank {
     ) -> Result<(), Fault> {
         let reduces = matches!(operation, Operation::AllReduce | Operation::ReduceScatter);
         let reduction = reduces.then_some(ReduceOp::Sum);
-        let root = (operation == Operation::Broadcast).then_some(0);
-        let call = Call { operation, dtype: DType::U64, count: output.len(), reduction, root };
-        let mut buffers = Buffers { input: input.map(bytemuck::cast_slice), output: bytemuck::cast_slice_mut(output) };
+        let rooted = matches!(operation, Operation::Broadcast | Operation::Gather | Operation::Scatter);
+        let root = rooted.then_some(0);
+        let call = Call { operation, dtype: DType::U64, count: output.len(), reduction, root, sizes: None };
+        let mut buffers = Buffers {
+            input: input.map(bytemuck::cast_slice),
+            output: bytemuck::cast_slice_mut(output),
+            parts: Parts::Even,
+        };
         self.shm.run(&Site { sequence, call }, &mut buffers, deadline)
     }
 
@@ -76,6 +82,9 @@ impl Rank {
                 Operation::ReduceScatter if part == self.rank => sum,
                 Operation::AllGather => brought(part),
                 Operation::Broadcast => brought(0),
+                Operation::Gather if self.rank == 0 => brought(part),
+                Operation::Scatter if part == self.rank => brought(0),
+                Operation::Gather | Operation::Scatter => brought(self.rank),
                 _ => continue,
             };
             let part = &data[partition(data.len(), self.world_size(), part)];
@@ -140,9 +149,22 @@ pub fn broadcast_in_chunks() {
     all(2, |rank| rank.check_all(&[Operation::Broadcast], &mut [0; CHUNKS * 2 * PIECE]));
 }
 
+pub fn gather_in_chunks() {
+    all(2, |rank| rank.check_all(&[Operation::Gather], &mut [0; CHUNKS * 2 * PIECE]));
+}
+
+pub fn scatter_in_chunks() {
+    all(2, |rank| rank.check_all(&[Operation::Scatter], &mut [0; CHUNKS * 2 * PIECE]));
+}
+
 /// Operations of three chunks, whose buffers are free after different steps.
 pub fn one_after_another() {
     all(2, |rank| rank.check_all(&[Operation::Broadcast, Operation::AllReduce], &mut [0; 3 * 2 * PIECE]));
+}
+
+/// Operations in which one rank only brings, and another one only takes.
+pub fn gather_after_scatter() {
+    all(2, |rank| rank.check_all(&[Operation::Scatter, Operation::Gather], &mut [0; 3 * 2 * PIECE]));
 }
 
 /// A rank that waits for two, and two that wait for one.

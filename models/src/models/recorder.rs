@@ -16,9 +16,9 @@ use crate::group::trace::{Message, Record, State};
 fn call(number: u64) -> Call {
     let (count, root) = (number as usize + 7, Some(number as usize));
     if number.is_multiple_of(2) {
-        Call { operation: Operation::Reduce, dtype: DType::F16, count, reduction: Some(ReduceOp::Max), root }
+        Call { operation: Operation::Reduce, dtype: DType::F16, count, reduction: Some(ReduceOp::Max), root, sizes: None }
     } else {
-        Call { operation: Operation::AllToAll, dtype: DType::I64, count, reduction: None, root: None }
+        Call { operation: Operation::AllToAll, dtype: DType::I64, count, reduction: None, root: None, sizes: None }
     }
 }
 

@@ -8,6 +8,7 @@ use super::{all_reduce, never};
 use crate::call::Tag;
 use crate::error::Error;
 use crate::memory;
+use crate::partition::Parts;
 use crate::transport::local::Local;
 use crate::transport::{Buffers, Collectives, Fault, Transport};
 use crate::wait::Deadline;
@@ -23,7 +24,7 @@ fn two<A, B: Send + 'static>(zero: impl FnOnce(&Local) -> A, one: impl FnOnce(&L
 /// In place.
 fn sum(rank: &Local, sequence: u64, data: &mut [u64], deadline: &Deadline) -> Result<(), Fault> {
     let site = all_reduce(sequence, data.len());
-    let mut buffers = Buffers { input: None, output: bytemuck::cast_slice_mut(data) };
+    let mut buffers = Buffers { input: None, output: bytemuck::cast_slice_mut(data), parts: Parts::Even };
     rank.run(&site, &mut buffers, deadline)
 }
 

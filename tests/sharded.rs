@@ -1,0 +1,551 @@
+//! An optimizer whose state is dealt out gives what the optimizer on one rank gives, in less memory.
+
+use std::collections::HashSet;
+use std::thread;
+use std::time::Duration;
+
+use bonfire::{DataParallel, Error, Group, ShardedOptimizer, Sharding};
+use burn::backend::{Autodiff, Flex, NdArray};
+use burn::grad_clipping::GradientClippingConfig;
+use burn::module::{Module, ModuleVisitor, Param, ParamId};
+use burn::optim::adaptor::OptimizerAdaptor;
+use burn::optim::decay::WeightDecayConfig;
+use burn::optim::momentum::MomentumConfig;
+use burn::optim::{
+    AdaGradConfig, Adam, AdamConfig, AdamWConfig, AdanConfig, GradientsParams, MuonConfig, Optimizer, RmsPropConfig,
+    Sgd, SgdConfig, SimpleOptimizer,
+};
+use burn::tensor::backend::{AutodiffBackend, Backend};
+use burn::tensor::{DType, Tensor, TensorData};
+
+type F32 = Autodiff<Flex>;
+type F64 = Autodiff<NdArray<f64>>;
+
+/// Ranks and how they share: over all, over blocks with several replicas, and not at all.
+const FORMS: [(usize, Sharding); 10] = [
+    (1, Sharding::All),
+    (2, Sharding::All),
+    (3, Sharding::All),
+    (4, Sharding::All),
+    (4, Sharding::Blocks(2)),
+    (6, Sharding::Blocks(2)),
+    (6, Sharding::Blocks(3)),
+    (2, Sharding::Blocks(2)),
+    (2, Sharding::Blocks(1)),
+    (3, Sharding::None),
+];
+
+fn ranks<T: Send>(n: usize, rank: impl Fn(Group) -> T + Sync) -> Vec<T> {
+    let groups = Group::builder().deadline(Duration::from_secs(30)).threads(n).unwrap();
+    thread::scope(|scope| {
+        let threads: Vec<_> = groups.into_iter().map(|group| scope.spawn(|| rank(group))).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    })
+}
+
+/// Parameters of sizes that no number of ranks divides, one of which travels alone, and one without gradients.
+#[derive(Module, Debug)]
+struct Odd<B: Backend> {
+    one: Param<Tensor<B, 1>>,
+    few: Param<Tensor<B, 1>>,
+    matrix: Param<Tensor<B, 2>>,
+    large: Param<Tensor<B, 2>>,
+    cube: Param<Tensor<B, 3>>,
+    frozen: Param<Tensor<B, 1>>,
+}
+
+/// Elements of the parameters that are trained.
+const ELEMENTS: usize = 1 + 3 + 35 + 257 * 257 + 66;
+
+impl<B: Backend> Odd<B> {
+    fn new(device: &B::Device) -> Self {
+        Odd {
+            one: whole(&[1], device),
+            few: whole(&[3], device),
+            matrix: whole(&[7, 5], device),
+            large: whole(&[257, 257], device),
+            cube: whole(&[2, 3, 11], device),
+            frozen: whole(&[5], device).set_require_grad(false),
+        }
+    }
+}
+
+/// Small whole numbers.
+fn whole<B: Backend, const D: usize>(shape: &[usize], device: &B::Device) -> Param<Tensor<B, D>> {
+    let values = (0..shape.iter().product()).map(|i| (i * 5 % 13) as f64 - 6.0);
+    Param::from_data(TensorData::new(values.collect::<Vec<_>>(), shape), device)
+}
+
+/// The float parameters: ids, values, and which of them are trained.
+#[derive(Default)]
+struct Floats(Vec<(ParamId, TensorData, bool)>);
+
+impl<B: Backend> ModuleVisitor<B> for Floats {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
+        self.0.push((param.id, param.val().into_data(), param.is_require_grad()));
+    }
+}
+
+fn floats<B: Backend, M: Module<B>>(model: &M) -> Vec<(ParamId, TensorData, bool)> {
+    let mut floats = Floats::default();
+    model.visit(&mut floats);
+    floats.0
+}
+
+fn bits<B: Backend, M: Module<B>>(model: &M) -> Vec<TensorData> {
+    floats(model).into_iter().map(|(_, data, _)| data).collect()
+}
+
+/// The gradients of a model's parameters, each element as `value` says: by parameter and element, or none.
+fn gradients<B: AutodiffBackend, M: Module<B>>(
+    model: &M,
+    value: impl Fn(usize, usize) -> Option<f64>,
+) -> GradientsParams {
+    let mut grads = GradientsParams::new();
+    for (position, (id, data, trained)) in floats(model).into_iter().enumerate() {
+        let values: Option<Vec<f64>> = (0..data.num_elements()).map(|i| value(position, i)).collect();
+        if let Some(values) = values.filter(|_| trained) {
+            let (dtype, rank) = (data.dtype, data.shape.num_dims());
+            let data = TensorData::new(values, data.shape.clone()).convert_dtype(dtype);
+            let options = (&Default::default(), dtype);
+            match rank {
+                1 => grads.register(id, Tensor::<B::InnerBackend, 1>::from_data(data, options)),
+                2 => grads.register(id, Tensor::<B::InnerBackend, 2>::from_data(data, options)),
+                _ => grads.register(id, Tensor::<B::InnerBackend, 3>::from_data(data, options)),
+            }
+        }
+    }
+    grads
+}
+
+/// A rank's gradient in a step: a multiple of 12, so that the mean over 2, 3, 4 or 6 ranks is a whole number. Some
+/// ranks have none for a parameter, and in some steps nobody has.
+fn gradient(rank: usize, step: usize, position: usize, i: usize) -> Option<f64> {
+    let missing = (rank + position + step).is_multiple_of(3) || (position + step).is_multiple_of(5);
+    (!missing).then(|| 12.0 * ((i * 7 + step * 3 + rank * 5 + position) % 9) as f64 - 48.0)
+}
+
+/// What one optimizer does with the mean of all ranks' gradients.
+fn whole_training<B, O>(
+    mut model: Odd<B>,
+    mut optimizer: OptimizerAdaptor<O, Odd<B>, B>,
+    ranks: usize,
+) -> Vec<TensorData>
+where
+    B: AutodiffBackend,
+    O: SimpleOptimizer<B::InnerBackend>,
+{
+    for step in 0..STEPS {
+        let grads = gradients(&model, |position, i| {
+            let all: Vec<f64> = (0..ranks).filter_map(|rank| gradient(rank, step, position, i)).collect();
+            (!all.is_empty()).then(|| all.iter().sum::<f64>() / ranks as f64)
+        });
+        model = optimizer.step(LR, model, grads);
+    }
+    bits(&model)
+}
+
+const STEPS: usize = 7;
+const LR: f64 = 0.125;
+
+fn check_all_forms<B, O>(new: impl Fn() -> OptimizerAdaptor<O, Odd<B>, B> + Sync)
+where
+    B: AutodiffBackend,
+    O: SimpleOptimizer<B::InnerBackend> + 'static,
+{
+    for (n, sharding) in FORMS {
+        let expected = whole_training(Odd::<B>::new(&Default::default()), new(), n);
+        let trained = ranks(n, |group| {
+            let rank = group.rank();
+            let (mut model, ddp) = DataParallel::new(group, Odd::<B>::new(&Default::default())).unwrap();
+            let mut optimizer = ShardedOptimizer::new(&ddp, new(), sharding).unwrap();
+            for step in 0..STEPS {
+                let grads = gradients(&model, |position, i| gradient(rank, step, position, i));
+                optimizer.step(LR, &mut model, grads, 3).unwrap();
+            }
+            assert!(!model.frozen.is_require_grad() && model.few.is_require_grad());
+            bits(&model)
+        });
+        for trained in trained {
+            assert!(trained == expected, "{n} ranks, {sharding:?}: another result than on one rank");
+        }
+    }
+}
+
+#[test]
+fn sgd_gives_the_bits_of_one_rank_in_every_form() {
+    check_all_forms::<F32, _>(|| SgdConfig::new().init());
+    check_all_forms::<F64, _>(|| SgdConfig::new().init());
+    check_all_forms::<F32, _>(|| {
+        let momentum = MomentumConfig { momentum: 0.9, dampening: 0.1, nesterov: true };
+        let decay = WeightDecayConfig::new(0.01);
+        SgdConfig::new().with_momentum(Some(momentum)).with_weight_decay(Some(decay)).init()
+    });
+}
+
+#[test]
+fn adam_gives_the_bits_of_one_rank_in_every_form() {
+    check_all_forms::<F64, _>(|| AdamConfig::new().init());
+    check_all_forms::<F32, _>(|| AdamConfig::new().with_amsgrad(true).init());
+    // Values are clipped element by element, so that may stay in the optimizer.
+    check_all_forms::<F64, _>(|| AdamConfig::new().with_grad_clipping(Some(GradientClippingConfig::Value(7.0))).init());
+}
+
+#[test]
+fn so_does_every_other_optimizer_that_goes_element_by_element() {
+    check_all_forms::<F64, _>(|| AdamWConfig::new().with_cautious_weight_decay(true).init());
+    check_all_forms::<F64, _>(|| AdanConfig::new().init());
+    check_all_forms::<F64, _>(|| AdaGradConfig::new().init());
+    check_all_forms::<F64, _>(|| RmsPropConfig::new().with_centered(true).init());
+}
+
+/// A gradient that no float type has exactly.
+fn wave(rank: usize, step: usize, position: usize, i: usize) -> f64 {
+    ((rank * 31 + step * 17 + position * 7 + i) as f64 * 12.9898).sin()
+}
+
+#[test]
+fn adam_in_f64_is_that_of_one_rank_for_any_gradients_samples_and_norm() {
+    for max in [None, Some(3.0), Some(1e9)] {
+        for (n, sharding) in FORMS {
+            let samples = |rank: usize| [5, 0, 3, 1, 4, 2][rank];
+            let total: usize = (0..n).map(samples).sum();
+            let mut model = Odd::<F64>::new(&Default::default());
+            let mut optimizer: OptimizerAdaptor<Adam, _, F64> = AdamConfig::new().init();
+            for step in 0..3 {
+                let mean = |position, i| {
+                    let sum: f64 = (0..n).map(|rank| samples(rank) as f64 * wave(rank, step, position, i)).sum();
+                    sum / total as f64
+                };
+                let squares = |(position, (_, data, trained)): (usize, (ParamId, TensorData, bool))| -> f64 {
+                    let elements = if trained { data.num_elements() } else { 0 };
+                    (0..elements).map(|i| mean(position, i) * mean(position, i)).sum()
+                };
+                let norm = floats(&model).into_iter().enumerate().map(squares).sum::<f64>().sqrt();
+                let factor = max.map_or(1.0, |max: f64| (max / norm).min(1.0));
+                let grads = gradients(&model, |position, i| Some(mean(position, i) * factor));
+                model = optimizer.step(0.01, model, grads);
+            }
+            let trained = ranks(n, |group| {
+                let rank = group.rank();
+                let (mut model, ddp) = DataParallel::new(group, Odd::<F64>::new(&Default::default())).unwrap();
+                let mut optimizer = ShardedOptimizer::new(&ddp, AdamConfig::new().init(), sharding).unwrap();
+                if let Some(max) = max {
+                    optimizer = optimizer.clip_norm(max).unwrap();
+                }
+                for step in 0..3 {
+                    // The gradients of a rank without samples count for nothing.
+                    let nan = if samples(rank) == 0 { f64::NAN } else { 1.0 };
+                    let grads = gradients(&model, |position, i| Some(nan * wave(rank, step, position, i)));
+                    optimizer.step(0.01, &mut model, grads, samples(rank)).unwrap();
+                }
+                bits(&model)
+            });
+            assert!(trained.iter().all(|bits| *bits == trained[0]), "{n} ranks, {sharding:?}: the ranks differ");
+            let values = |bits: &[TensorData]| {
+                bits.iter().flat_map(|data| data.iter::<f64>().collect::<Vec<_>>()).collect::<Vec<_>>()
+            };
+            let (ours, theirs) = (values(&trained[0]), values(&bits(&model)));
+            let difference = ours.iter().zip(&theirs).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
+            assert!(difference <= 1e-12, "{n} ranks, {sharding:?}, norm {max:?}: differs by {difference:e}");
+        }
+    }
+}
+
+/// Parameters of three types.
+#[derive(Module, Debug)]
+struct Mixed<B: Backend> {
+    half: Param<Tensor<B, 1>>,
+    single: Param<Tensor<B, 2>>,
+    double: Param<Tensor<B, 1>>,
+}
+
+impl<B: Backend> Mixed<B> {
+    fn new(device: &B::Device) -> Self {
+        Mixed {
+            half: Param::from_tensor(Tensor::ones([5], (device, DType::BF16))),
+            single: Param::from_tensor(Tensor::ones([3, 3], (device, DType::F32))),
+            double: Param::from_tensor(Tensor::ones([2], (device, DType::F64))),
+        }
+    }
+}
+
+#[test]
+fn parameters_of_several_types_keep_theirs() {
+    for sharding in [Sharding::All, Sharding::Blocks(2), Sharding::None] {
+        ranks(4, |group| {
+            let rank = group.rank();
+            let (mut model, ddp) = DataParallel::new(group, Mixed::<F32>::new(&Default::default())).unwrap();
+            let mut optimizer = ShardedOptimizer::new(&ddp, SgdConfig::new().init(), sharding).unwrap();
+            for _ in 0..2 {
+                let grads = gradients(&model, |position, i| Some((4 * rank + position + i) as f64));
+                optimizer.step(0.5, &mut model, grads, 1).unwrap();
+            }
+            // The mean of 4 * rank is 6, and what else there is is the same on all ranks.
+            for ((position, data), dtype) in bits(&model).iter().enumerate().zip([DType::BF16, DType::F32, DType::F64])
+            {
+                assert_eq!(data.dtype, dtype);
+                let expected = (0..data.num_elements()).map(|i| 1.0 - (6 + position + i) as f64);
+                assert_eq!(data.iter::<f64>().collect::<Vec<_>>(), expected.collect::<Vec<_>>());
+            }
+        });
+    }
+}
+
+#[test]
+fn state_shrinks_by_the_number_of_ranks_in_a_block() {
+    let state = |n, sharding| {
+        ranks(n, |group| {
+            let (mut model, ddp) = DataParallel::new(group, Odd::<F32>::new(&Default::default())).unwrap();
+            let mut optimizer = ShardedOptimizer::new(&ddp, AdamConfig::new().init(), sharding).unwrap();
+            assert_eq!(optimizer.state_bytes().unwrap(), 0);
+            let grads = gradients(&model, |_, _| Some(1.0));
+            optimizer.step(0.1, &mut model, grads, 1).unwrap();
+            optimizer.state_bytes().unwrap()
+        })
+    };
+    // Two moments in f32.
+    let whole = 2 * 4 * ELEMENTS;
+    assert_eq!(state(2, Sharding::None), [whole; 2]);
+    for (n, sharding, parts, most) in [
+        (4, Sharding::All, 4, 0.3),
+        (4, Sharding::Blocks(2), 2, 0.55),
+        (6, Sharding::Blocks(3), 3, 0.34),
+        (3, Sharding::All, 3, 0.34),
+    ] {
+        let bytes = state(n, sharding);
+        for block in bytes.chunks(parts) {
+            assert_eq!(block.iter().sum::<usize>(), whole, "{n} ranks, {sharding:?}");
+        }
+        let largest = *bytes.iter().max().unwrap();
+        assert!(largest as f64 <= most * whole as f64, "{n} ranks, {sharding:?}: {largest} bytes of {whole}");
+        // Even to one element of each moment and bucket.
+        assert!(largest - bytes.iter().min().unwrap() <= 2 * 4 * 2, "{n} ranks, {sharding:?}: {bytes:?}");
+    }
+}
+
+/// The same gradients on all ranks, with so few bits that the mean over any number of them is exact.
+fn advance<O: SimpleOptimizer<NdArray<f64>> + 'static>(
+    model: &mut Odd<F64>,
+    optimizer: &mut ShardedOptimizer<O, Odd<F64>, F64>,
+    steps: std::ops::Range<usize>,
+) {
+    for step in steps {
+        // The smallest parameter has its first gradient in the last step.
+        let grads = gradients(model, |position, i| (position > 0 || step == 5).then(|| few_bits(position, i, step)));
+        optimizer.step(0.01, model, grads, 1).unwrap();
+    }
+}
+
+fn few_bits(position: usize, i: usize, step: usize) -> f64 {
+    (wave(0, step, position, i) * 1e6).round() / f64::from(1 << 20)
+}
+
+type Saved = (Vec<TensorData>, Vec<u8>, Vec<TensorData>);
+
+/// A model after three steps, a rank's part of the state, and the model after six.
+fn saved(n: usize, sharding: Sharding) -> Vec<Saved> {
+    ranks(n, |group| {
+        let (mut model, ddp) = DataParallel::new(group, Odd::<F64>::new(&Default::default())).unwrap();
+        let mut optimizer = ShardedOptimizer::new(&ddp, AdamConfig::new().init(), sharding).unwrap();
+        advance(&mut model, &mut optimizer, 0..3);
+        let (middle, part) = (bits(&model), optimizer.save().unwrap());
+        advance(&mut model, &mut optimizer, 3..6);
+        (middle, part, bits(&model))
+    })
+}
+
+/// The model after six steps, from that after three and the parts that each rank is given.
+fn resumed(n: usize, sharding: Sharding, middle: &[TensorData], parts: impl Fn(usize) -> Vec<Vec<u8>> + Sync) {
+    let resumed = ranks(n, |group| {
+        let (rank, device) = (group.rank(), Default::default());
+        let mut model = Odd::<F64>::new(&device);
+        model.one = Param::from_data(middle[0].clone(), &device);
+        model.few = Param::from_data(middle[1].clone(), &device);
+        model.matrix = Param::from_data(middle[2].clone(), &device);
+        model.large = Param::from_data(middle[3].clone(), &device);
+        model.cube = Param::from_data(middle[4].clone(), &device);
+        let (mut model, ddp) = DataParallel::new(group, model).unwrap();
+        let mut optimizer = ShardedOptimizer::new(&ddp, AdamConfig::new().init(), sharding).unwrap();
+        optimizer.load(&parts(rank)).unwrap();
+        advance(&mut model, &mut optimizer, 3..6);
+        bits(&model)
+    });
+    let whole = saved(1, Sharding::None).remove(0).2;
+    for bits in resumed {
+        assert!(bits == whole, "{n} ranks, {sharding:?}: resumed, the training has another result");
+    }
+}
+
+#[test]
+fn a_resumed_training_has_the_bits_of_the_uninterrupted_one() {
+    for (n, sharding) in [(4, Sharding::Blocks(2)), (3, Sharding::All), (2, Sharding::None)] {
+        let saved = saved(n, sharding);
+        assert!(saved.iter().all(|(.., last)| *last == saved[0].2));
+        resumed(n, sharding, &saved[0].0, |rank| vec![saved[rank].1.clone()]);
+    }
+}
+
+#[test]
+fn a_training_is_resumed_on_any_number_of_ranks() {
+    for (before, parts) in [((4, Sharding::Blocks(2)), 2), ((3, Sharding::All), 3), ((1, Sharding::None), 1)] {
+        let saved = saved(before.0, before.1);
+        // The parts of the last block, in an order that is not that of the ranks.
+        let parts: Vec<_> = saved.iter().rev().take(parts).map(|(_, part, _)| part.clone()).collect();
+        for (n, sharding) in [(1, Sharding::None), (4, Sharding::All), (6, Sharding::Blocks(3)), (2, Sharding::None)] {
+            resumed(n, sharding, &saved[0].0, |_| parts.clone());
+        }
+    }
+}
+
+#[test]
+fn what_cannot_be_loaded_is_refused_and_changes_nothing() {
+    let saved = saved(2, Sharding::All);
+    let parts: Vec<_> = saved.iter().map(|(_, part, _)| part.clone()).collect();
+    ranks(1, |group| {
+        let device = Default::default();
+        let (mut model, ddp) = DataParallel::new(group.clone(), Odd::<F64>::new(&device)).unwrap();
+        let new = || ShardedOptimizer::new(&ddp, AdamConfig::new().init(), Sharding::All).unwrap();
+        let mut optimizer = new();
+        advance(&mut model, &mut optimizer, 0..1);
+        let before = optimizer.save().unwrap();
+        let mut refused = |parts: &[&[u8]], expected: &str| {
+            let error = optimizer.load(parts).unwrap_err();
+            assert!(matches!(error, Error::InvalidArgument { .. }), "{error}");
+            assert!(error.to_string().contains(expected), "{error}");
+            assert_eq!(optimizer.save().unwrap(), before);
+        };
+        refused(&[], "at least one part");
+        refused(&[&parts[0], &[]], "are not what");
+        refused(&[&parts[0]], "give the parts of all ranks of a block");
+        refused(&[&parts[0], &parts[1], &before], "one part is of step 3, another one of step 1");
+        // A damaged part is an error and not a panic, or was damaged in a number that anything can be.
+        for at in (0..parts[0].len()).step_by(parts[0].len() / 300) {
+            let mut damaged = parts[0].clone();
+            damaged[at] ^= 0x55;
+            let _ = new().load(&[&damaged, &parts[1]]);
+            let _ = new().load(&[&damaged[..at], &parts[1]]);
+        }
+
+        let mut sgd: ShardedOptimizer<Sgd<NdArray<f64>>, Odd<F64>, F64> =
+            ShardedOptimizer::new(&ddp, SgdConfig::new().init(), Sharding::All).unwrap();
+        let momentum = Some(MomentumConfig::new());
+        let mut other =
+            ShardedOptimizer::new(&ddp, SgdConfig::new().with_momentum(momentum).init(), Sharding::All).unwrap();
+        advance(&mut model, &mut other, 0..3);
+        assert!(new().load(&[other.save().unwrap()]).is_err());
+        sgd.load(&[sgd.save().unwrap()]).unwrap();
+
+        let mut model = Odd::<F64>::new(&device);
+        model.few = whole(&[4], &device);
+        let (_, ddp) = DataParallel::new(group, model).unwrap();
+        let mut other: ShardedOptimizer<Adam, Odd<F64>, F64> =
+            ShardedOptimizer::new(&ddp, AdamConfig::new().init(), Sharding::All).unwrap();
+        let error = other.load(&parts).unwrap_err().to_string();
+        assert!(error.contains("differs first at parameter 1: `few`: f64 [3] then, `few`: f64 [4] now"), "{error}");
+    });
+}
+
+#[test]
+fn what_cannot_be_sharded_is_refused() {
+    ranks(4, |group| {
+        let (_, ddp) = DataParallel::new(group.clone(), Odd::<F32>::new(&Default::default())).unwrap();
+        for blocks in [0, 3, 8] {
+            let new =
+                ShardedOptimizer::<Adam, Odd<F32>, _>::new(&ddp, AdamConfig::new().init(), Sharding::Blocks(blocks));
+            let error = new.unwrap_err();
+            assert!(matches!(error, Error::InvalidArgument { .. }), "{error}");
+            assert!(error.to_string().contains(&format!("4 ranks are not blocks of {blocks}")), "{error}");
+        }
+        let muon = ShardedOptimizer::<_, Odd<F32>, _>::new(&ddp, MuonConfig::new().init(), Sharding::All).unwrap_err();
+        assert!(muon.to_string().contains("Muon needs whole matrices"), "{muon}");
+        let norm = AdamConfig::new().with_grad_clipping(Some(GradientClippingConfig::Norm(1.0)));
+        let norm = ShardedOptimizer::<Adam, Odd<F32>, _>::new(&ddp, norm.init(), Sharding::All).unwrap_err();
+        assert!(norm.to_string().contains("`ShardedOptimizer::clip_norm`"), "{norm}");
+        let (mut used, model) = (AdamConfig::new().init(), Odd::<F32>::new(&Default::default()));
+        let grads = gradients(&model, |_, _| Some(1.0));
+        used.step(0.1, model, grads);
+        let used = ShardedOptimizer::<Adam, Odd<F32>, _>::new(&ddp, used, Sharding::All).unwrap_err();
+        assert!(used.to_string().contains("has state of whole parameters already"), "{used}");
+        for max in [0.0, -1.0, f64::NAN, f64::INFINITY] {
+            let new = ShardedOptimizer::<Adam, Odd<F32>, _>::new(&ddp, AdamConfig::new().init(), Sharding::All);
+            assert!(matches!(new.unwrap().clip_norm(max), Err(Error::InvalidArgument { .. })));
+        }
+        // Nothing of that was sent by some ranks only.
+        group.barrier().unwrap();
+    });
+}
+
+#[test]
+fn a_step_that_cannot_be_is_refused_on_all_ranks_and_changes_nothing() {
+    ranks(4, |group| {
+        let (rank, device) = (group.rank(), Default::default());
+        let (mut model, ddp) = DataParallel::new(group.clone(), Odd::<F32>::new(&device)).unwrap();
+        let mut optimizer: ShardedOptimizer<Sgd<Flex>, _, _> =
+            ShardedOptimizer::new(&ddp, SgdConfig::new().init(), Sharding::Blocks(2)).unwrap();
+        let before = bits(&model);
+        let mut refused = |model: &mut Odd<F32>, grads, samples, expected: &str| {
+            let before = bits(model);
+            let error = optimizer.step(0.1, model, grads, samples).unwrap_err();
+            assert!(matches!(error, Error::InvalidArgument { .. }), "{error}");
+            assert!(error.to_string().contains(expected), "{error}");
+            assert_eq!(bits(model), before);
+        };
+        refused(&mut model, GradientsParams::new(), 0, "no rank has any samples");
+        let mut grads = GradientsParams::new();
+        if rank == 2 {
+            grads.register(model.few.id, Tensor::<Flex, 1>::ones([4], &device));
+        }
+        refused(&mut model, grads, 1, "rank 2's gradient of `few`");
+        let mut grads = GradientsParams::new();
+        if rank == 1 {
+            grads.register(model.frozen.id, Tensor::<Flex, 1>::ones([5], &device));
+        }
+        refused(&mut model, grads, 1, "rank 1 has gradients of parameters");
+        let mut other = model.clone();
+        if rank == 3 {
+            other.cube = whole(&[2, 3, 12], &device);
+        }
+        refused(&mut other, GradientsParams::new(), 1, "rank 3's model does not have `cube`");
+        // The groups are sound.
+        assert_eq!(bits(&model), before);
+        let grads = gradients(&model, |_, _| Some(1.0));
+        optimizer.step(0.5, &mut model, grads, 1).unwrap();
+        assert_ne!(bits(&model), before);
+    });
+}
+
+#[test]
+fn a_rank_that_leaves_is_an_error_on_all_others() {
+    for leaver in 0..4 {
+        let results = ranks(4, |group| {
+            let rank = group.rank();
+            let (mut model, ddp) = DataParallel::new(group, Odd::<F32>::new(&Default::default())).unwrap();
+            let mut optimizer = ShardedOptimizer::new(&ddp, AdamConfig::new().init(), Sharding::Blocks(2)).unwrap();
+            let grads = gradients(&model, |_, _| Some(1.0));
+            optimizer.step(0.5, &mut model, grads, 1).unwrap();
+            if rank == leaver {
+                return None;
+            }
+            let before = bits(&model);
+            let error = optimizer.step(0.5, &mut model, GradientsParams::new(), 1).unwrap_err();
+            assert_eq!(bits(&model), before);
+            Some(error)
+        });
+        let errors: Vec<_> = results.into_iter().flatten().collect();
+        assert_eq!(errors.len(), 3);
+        assert!(errors.iter().all(|error| matches!(error, Error::Left { rank, .. } if *rank == leaver)), "{errors:?}");
+    }
+}
+
+#[test]
+fn a_model_keeps_its_ids() {
+    ranks(2, |group| {
+        let (mut model, ddp) = DataParallel::new(group, Odd::<F32>::new(&Default::default())).unwrap();
+        let ids: HashSet<_> = burn::module::list_param_ids(&model).into_iter().collect();
+        let mut optimizer = ShardedOptimizer::new(&ddp, AdamConfig::new().init(), Sharding::All).unwrap();
+        let grads = gradients(&model, |_, _| Some(1.0));
+        optimizer.step(0.5, &mut model, grads, 1).unwrap();
+        assert_eq!(burn::module::list_param_ids(&model).into_iter().collect::<HashSet<_>>(), ids);
+    });
+}
