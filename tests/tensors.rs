@@ -185,7 +185,7 @@ fn views_are_read_as_they_look() {
         let table = Tensor::<Flex, 1, Int>::arange(0..6, &device).reshape([2, 3]) + group.rank() as i32 * 10;
         let turned = all_gather(table.clone().transpose(), 1, &group).unwrap();
         assert_eq!(turned.to_data().iter::<i64>().collect::<Vec<_>>(), [0, 3, 10, 13, 1, 4, 11, 14, 2, 5, 12, 15]);
-        let row = all_reduce(table.clone().slice([1..2]), ReduceOp::Max, &group).unwrap();
+        let row = all_reduce(table.clone().slice([1..2, 0..3]), ReduceOp::Max, &group).unwrap();
         assert_eq!(row.to_data().iter::<i64>().collect::<Vec<_>>(), [13, 14, 15]);
         let expanded = Tensor::<Flex, 1>::ones([1], &device).expand([3]);
         assert_eq!(all_reduce(expanded, ReduceOp::Sum, &group).unwrap().to_data(), TensorData::from([2f32; 3]));
