@@ -104,9 +104,9 @@ impl Job<'_> {
         if let Some(checkpoint) = saved {
             optimizer.load(&checkpoint.optimizer, &device)?;
         }
-        let shards = sampler.epoch(resumed).skip(0);
         let (clock, epochs) = (Instant::now(), resumed);
         let (seen, losses, right, outcome) = (0, 0.0, 0.0, Outcome::default());
+        let shards = sampler.epoch(resumed).skip(seen);
         let mut training = Training {
             model,
             optimizer,

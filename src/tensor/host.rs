@@ -320,6 +320,10 @@ impl<'a> From<&'a Group> for Via<'a> {
 
 impl Via<'_> {
     /// Whether results of the backend go to memory that the ranks reach.
+    #[cfg_attr(
+        not(feature = "flex"),
+        expect(clippy::extra_unused_type_parameters, reason = "only Flex has such memory")
+    )]
     pub fn has_memory<B: Backend>(&self) -> bool {
         #[cfg(feature = "flex")]
         let has = self.memory.is_some() && flex::is::<B>();
@@ -329,6 +333,10 @@ impl Via<'_> {
     }
 
     /// Initialised memory for so many elements of a tensor of `B`, aligned for them.
+    #[cfg_attr(
+        not(feature = "flex"),
+        expect(clippy::extra_unused_type_parameters, reason = "only Flex has such memory")
+    )]
     pub fn room<B: Backend>(&self, operation: &str, dtype: DType, count: usize) -> Result<Bytes, Error> {
         let bytes = count.checked_mul(dtype.size()).filter(|bytes| isize::try_from(*bytes).is_ok());
         let bytes = bytes.ok_or_else(|| Error::argument(operation, format!("no tensor has {count} elements")))?;

@@ -75,7 +75,7 @@ impl<B: Backend> DeviceCommunicator<B> {
     /// the rows of this rank's own tokens. In a group of one it is the input.
     ///
     /// # Errors
-    /// Those of [`operation::reduce_scatter_v`](super::operation::reduce_scatter_v); [`Error::InvalidArgument`] also without
+    /// Those of [`operation::reduce_scatter_v`](crate::tensor::operation::reduce_scatter_v); [`Error::InvalidArgument`] also without
     /// a dispatch before, or after [`destroy`](Self::destroy).
     pub fn combine<const D: usize>(
         &self,
