@@ -219,13 +219,13 @@ impl Args {
             Name::AllReduce | Name::Gradients => Some(Operation::AllReduce),
             Name::Reduce => Some(Operation::Reduce),
             Name::Broadcast => Some(Operation::Broadcast),
-            Name::AllGather => Some(Operation::AllGather),
-            Name::ReduceScatter => Some(Operation::ReduceScatter),
+            Name::AllGather | Name::AllGatherV => Some(Operation::AllGather),
+            Name::ReduceScatter | Name::ReduceScatterV => Some(Operation::ReduceScatter),
             Name::AllToAll => Some(Operation::AllToAll),
             Name::Gather => Some(Operation::Gather),
             Name::Scatter => Some(Operation::Scatter),
             Name::Barrier => Some(Operation::Barrier),
-            Name::SendRecv => None,
+            Name::SendRecv | Name::AllToAllV => None,
         }
     }
 
@@ -341,7 +341,7 @@ Examples:
   bonfire perf reduce_scatter --plot reduce_scatter.svg
   bonfire run -n 2 --nodes 4 ... -- bonfire perf all_reduce --transport auto      # on several hosts
 
-Sizes are rounded down to whole elements, for all_gather, reduce_scatter, all_to_all, gather and scatter to as many
+Sizes are rounded down to whole elements, where every rank has a part of them to as many
 on every rank, but to one at least. Flags that an operation has no use for, such as a root for
 all_reduce, change nothing.
 

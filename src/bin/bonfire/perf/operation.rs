@@ -26,6 +26,12 @@ pub enum Name {
     Gather,
     /// Every rank gets its part of the root's buffer; the size is that of all parts together
     Scatter,
+    /// As all_gather, with the sizes of the parts given
+    AllGatherV,
+    /// As reduce_scatter, with the sizes of the parts given
+    ReduceScatterV,
+    /// As all_to_all, with the sizes of the parts given
+    AllToAllV,
     /// Every rank sends its buffer to the next one
     SendRecv,
     /// Every rank waits for all, without any data
@@ -90,15 +96,64 @@ impl Name {
     /// How many parts a size consists of.
     pub fn parts(self, ranks: usize) -> usize {
         match self {
-            Name::AllGather | Name::ReduceScatter | Name::AllToAll | Name::Gather | Name::Scatter => ranks,
-            _ => 1,
+            Name::AllReduce | Name::Reduce | Name::Broadcast | Name::SendRecv | Name::Barrier | Name::Gradients => 1,
+            _ => ranks,
         }
     }
 }
 
 impl<T: Number> Operation<T> {
+    const ALL_GATHER: Operation<T> = Operation {
+        facts: Facts {
+            name: "all_gather",
+            reduces: false,
+            rooted: false,
+            bus: |n| (n - 1.0) / n,
+            crossing: |n| n - 1.0,
+            touched: |n| [n + 1.0, n],
+        },
+        input: Part,
+        output: Whole,
+        into: |group, _, input, output| group.all_gather_into(input, output),
+        in_place: Some(|group, _, _, data| group.all_gather(data)),
+        want: |case, i| Some(case.input(i / case.part(), i % case.part())),
+    };
+
+    const REDUCE_SCATTER: Operation<T> = Operation {
+        facts: Facts {
+            name: "reduce_scatter",
+            reduces: true,
+            rooted: false,
+            bus: |n| (n - 1.0) / n,
+            crossing: |n| n - 1.0,
+            touched: |n| [n + 1.0, n + 1.0],
+        },
+        input: Whole,
+        output: Part,
+        into: |group, case, input, output| group.reduce_scatter_into(input, output, case.op),
+        in_place: Some(|group, case, _, data| group.reduce_scatter(data, case.op)),
+        want: |case, i| Some(case.reduced(case.rank * case.part() + i)),
+    };
+
+    const ALL_TO_ALL: Operation<T> = Operation {
+        facts: Facts {
+            name: "all_to_all",
+            reduces: false,
+            rooted: false,
+            bus: |n| (n - 1.0) / n,
+            crossing: |n| n - 1.0,
+            // In place a rank's part for itself stays where it is.
+            touched: |n| [2.0 * n, 2.0 * (n - 1.0)],
+        },
+        input: Whole,
+        output: Whole,
+        into: |group, _, input, output| group.all_to_all_into(input, output),
+        in_place: Some(|group, _, _, data| group.all_to_all(data)),
+        want: |case, i| Some(case.input(i / case.part(), case.rank * case.part() + i % case.part())),
+    };
+
     /// In the order of `Name`.
-    pub const ALL: [Operation<T>; 10] = [
+    pub const ALL: [Operation<T>; 13] = [
         Operation {
             facts: Facts {
                 name: "all_reduce",
@@ -146,52 +201,9 @@ impl<T: Number> Operation<T> {
             in_place: Some(|group, case, _, data| group.broadcast(data, case.root)),
             want: |case, i| Some(case.input(case.root, i)),
         },
-        Operation {
-            facts: Facts {
-                name: "all_gather",
-                reduces: false,
-                rooted: false,
-                bus: |n| (n - 1.0) / n,
-                crossing: |n| n - 1.0,
-                touched: |n| [n + 1.0, n],
-            },
-            input: Part,
-            output: Whole,
-            into: |group, _, input, output| group.all_gather_into(input, output),
-            in_place: Some(|group, _, _, data| group.all_gather(data)),
-            want: |case, i| Some(case.input(i / case.part(), i % case.part())),
-        },
-        Operation {
-            facts: Facts {
-                name: "reduce_scatter",
-                reduces: true,
-                rooted: false,
-                bus: |n| (n - 1.0) / n,
-                crossing: |n| n - 1.0,
-                touched: |n| [n + 1.0, n + 1.0],
-            },
-            input: Whole,
-            output: Part,
-            into: |group, case, input, output| group.reduce_scatter_into(input, output, case.op),
-            in_place: Some(|group, case, _, data| group.reduce_scatter(data, case.op)),
-            want: |case, i| Some(case.reduced(case.rank * case.part() + i)),
-        },
-        Operation {
-            facts: Facts {
-                name: "all_to_all",
-                reduces: false,
-                rooted: false,
-                bus: |n| (n - 1.0) / n,
-                crossing: |n| n - 1.0,
-                // In place a rank's part for itself stays where it is.
-                touched: |n| [2.0 * n, 2.0 * (n - 1.0)],
-            },
-            input: Whole,
-            output: Whole,
-            into: |group, _, input, output| group.all_to_all_into(input, output),
-            in_place: Some(|group, _, _, data| group.all_to_all(data)),
-            want: |case, i| Some(case.input(i / case.part(), case.rank * case.part() + i % case.part())),
-        },
+        Self::ALL_GATHER,
+        Self::REDUCE_SCATTER,
+        Self::ALL_TO_ALL,
         Operation {
             facts: Facts {
                 name: "gather",
@@ -221,6 +233,24 @@ impl<T: Number> Operation<T> {
             into: |group, case, input, output| group.scatter_into(input, output, case.root),
             in_place: Some(|group, case, _, data| group.scatter(data, case.root)),
             want: |case, i| Some(case.input(case.root, case.rank * case.part() + i)),
+        },
+        Operation {
+            facts: Facts { name: "all_gather_v", ..Self::ALL_GATHER.facts },
+            into: |group, case, input, output| group.all_gather_v_into(input, &case.sizes, output),
+            in_place: None,
+            ..Self::ALL_GATHER
+        },
+        Operation {
+            facts: Facts { name: "reduce_scatter_v", ..Self::REDUCE_SCATTER.facts },
+            into: |group, case, input, output| group.reduce_scatter_v_into(input, &case.sizes, output, case.op),
+            in_place: None,
+            ..Self::REDUCE_SCATTER
+        },
+        Operation {
+            facts: Facts { name: "all_to_all_v", ..Self::ALL_TO_ALL.facts },
+            into: |group, case, input, output| group.all_to_all_v_into(input, &case.sizes, output, &case.sizes),
+            in_place: None,
+            ..Self::ALL_TO_ALL
         },
         Operation {
             facts: Facts {

@@ -46,13 +46,16 @@ pub struct Case {
     pub root: usize,
     /// Elements of a whole buffer.
     pub count: usize,
+    /// One rank's part as many times as there are ranks: what the operations on parts of any sizes are given.
+    pub sizes: Vec<usize>,
     /// The reduction of the first elements of all inputs, one period long.
     reduced: Vec<f64>,
 }
 
 impl Case {
     pub fn new(reduces: bool, op: ReduceOp, [ranks, rank, root]: [usize; 3], count: usize) -> Case {
-        let mut case = Case { reduces, op, ranks, rank, root, count, reduced: Vec::new() };
+        let sizes = vec![count / ranks; ranks];
+        let mut case = Case { reduces, op, ranks, rank, root, count, sizes, reduced: Vec::new() };
         case.reduced = (0..PERIOD.min(count)).map(|i| case.reduce(i)).collect();
         case
     }
