@@ -4,6 +4,7 @@ mod buffer;
 mod builder;
 #[cfg(unix)]
 mod interrupt;
+mod operation;
 mod progress;
 mod recorder;
 mod shrink;
@@ -19,21 +20,21 @@ use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
 pub use self::buffer::Buffer;
+pub(crate) use self::buffer::zeroed;
 pub use self::builder::Builder;
 pub(crate) use self::builder::DEADLINE;
 pub(crate) use self::progress::Progress;
 pub use self::progress::Work;
 pub(crate) use self::recorder::CallSite;
-use self::recorder::{Entry, Recorder};
+use self::recorder::Recorder;
 use self::subgroup::Lineage;
 pub use self::trace::{Message, Record, State, Trace};
 use self::turn::{Queue, Turn};
-use crate::call::{Call, Operation, Tag, fingerprint};
+use crate::call::{Call, Operation, fingerprint};
 use crate::dtype::Element;
-use crate::error::{Error, Site};
+use crate::error::Error;
 use crate::plan::{self, Algorithm, Plan, Selection};
-use crate::transport::{Base, Buffers, Fault, Near, Regroup, Transport};
-use crate::wait::{Deadline, lock};
+use crate::transport::{Near, Regroup, Transport};
 
 /// One rank's handle to a group of ranks: threads of a process, or processes.
 ///
@@ -134,9 +135,6 @@ impl Scratch {
         &mut bytemuck::cast_slice_mut(&mut self.0)[..len]
     }
 }
-
-/// A message to be received: from which rank, and where to.
-type Incoming<'a> = (usize, &'a mut [u8]);
 
 struct Anchor {
     core: Arc<Core>,
@@ -283,6 +281,12 @@ impl Group {
         self.core.queue.turn()
     }
 
+    /// Ends the group because this rank cannot go on in it, so that nobody waits for it.
+    pub(crate) fn abandon(&self, error: Error) {
+        let _turn = self.turn();
+        self.core.abandon(error);
+    }
+
     pub(crate) fn progress(&self) -> Result<&Progress, Error> {
         if let Some(progress) = self.anchor.progress.get() {
             return Ok(progress);
@@ -295,187 +299,5 @@ impl Group {
 impl fmt::Debug for Group {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Group").field("rank", &self.rank()).field("world_size", &self.world_size()).finish()
-    }
-}
-
-impl Core {
-    fn group(base: Base, algorithms: Selection, deadline: Duration) -> Group {
-        let Base { transport, near, session, regroup } = base;
-        let lane = Lane {
-            sequence: 0,
-            sent: vec![0; transport.world_size()],
-            received: vec![0; transport.world_size()],
-            plans: Plans::default(),
-            scratch: Default::default(),
-        };
-        let core = Arc::new(Core {
-            transport,
-            near,
-            algorithms,
-            queue: Queue::default(),
-            lane: Mutex::new(lane),
-            failure: OnceLock::new(),
-            session,
-            regroup,
-            shrunk: AtomicBool::new(false),
-            recorder: Recorder::new(),
-            traced: Mutex::new(false),
-        });
-        let anchor = Arc::new(Anchor { core: core.clone(), progress: OnceLock::new() });
-        Group { core, deadline, shape: None, anchor, lineage: None }
-    }
-
-    pub fn transport(&self) -> &dyn Transport {
-        &*self.transport
-    }
-
-    /// What ranks reach each other by besides messages.
-    #[cfg(all(feature = "shm", target_os = "linux"))]
-    pub fn near(&self) -> &Near {
-        &self.near
-    }
-
-    pub fn queue(&self) -> &Queue {
-        &self.queue
-    }
-
-    /// Runs one collective, whose turn it is: on the engine if there is one and the table leaves it this size, else
-    /// through `plans`.
-    pub fn collective(
-        &self,
-        call: Call,
-        mut buffers: Buffers<'_>,
-        limit: Duration,
-        at: CallSite,
-        plans: impl FnOnce(&Core, &mut Lane, &Site, &mut Buffers<'_>, &Deadline, Option<Algorithm>) -> Result<(), Fault>,
-    ) -> Result<(), Error> {
-        let mut lane = self.lane()?;
-        let site = Site { call, sequence: lane.sequence };
-        lane.sequence += 1;
-        let deadline = Deadline::after(limit);
-        let entry = self.recorder.begin(&call, site.sequence, None, at, deadline.start());
-        let run = || {
-            self.transport.begin(&site)?;
-            let chosen = self.algorithms.plan(&call, self.transport.world_size(), self.near.is_somebody());
-            match (&self.near, chosen) {
-                (Near::Everybody(engine), None) => return engine.run(&site, &mut buffers, &deadline),
-                (Near::Everybody(engine), Some(_)) => engine.stand_aside(&site, &deadline)?,
-                _ => {}
-            }
-            plans(self, &mut lane, &site, &mut buffers, &deadline, chosen)
-        };
-        self.end(entry, run(), |fault| self.fail(site, fault, &deadline, site.sequence))
-    }
-
-    /// Sends to or receives from `peer`, as `transfer` says; their messages are numbered apart from the collectives.
-    pub fn message(
-        &self,
-        call: Call,
-        peer: usize,
-        sends: bool,
-        limit: Duration,
-        at: CallSite,
-        transfer: impl FnOnce(&dyn Transport, &Tag, &Deadline) -> Result<(), Fault>,
-    ) -> Result<(), Error> {
-        let mut lane = self.lane()?;
-        let lane = &mut *lane;
-        let count = if sends { &mut lane.sent[peer] } else { &mut lane.received[peer] };
-        let tag = Tag { group: 0, sequence: *count, call };
-        *count += 1;
-        self.transfer(lane, &tag, (peer, sends), (&Deadline::after(limit), at), transfer)
-    }
-
-    /// Sends to a rank, receives from one, or both at once. Such messages have no number: between two ranks they come in
-    /// order.
-    pub fn exchange(
-        &self,
-        call: Call,
-        (outgoing, incoming): (Option<(usize, &[u8])>, Option<Incoming<'_>>),
-        deadline: &Deadline,
-        at: CallSite,
-    ) -> Result<(), Error> {
-        let lane = self.lane()?;
-        let tag = Tag { group: 0, sequence: 0, call };
-        let with = match (&outgoing, &incoming) {
-            (Some((to, _)), _) => (*to, true),
-            (None, Some((from, _))) => (*from, false),
-            (None, None) => return Ok(()),
-        };
-        self.transfer(&lane, &tag, with, (deadline, at), |transport, tag, deadline| match (outgoing, incoming) {
-            (Some(outgoing), Some(incoming)) => transport.exchange(tag, outgoing, incoming, deadline),
-            (Some((to, bytes)), None) => transport.send(tag, to, bytes, deadline),
-            (None, Some((from, bytes))) => transport.receive(tag, from, bytes, deadline),
-            (None, None) => Ok(()),
-        })
-    }
-
-    fn transfer(
-        &self,
-        lane: &Lane,
-        tag: &Tag,
-        message: (usize, bool),
-        (deadline, at): (&Deadline, CallSite),
-        transfer: impl FnOnce(&dyn Transport, &Tag, &Deadline) -> Result<(), Fault>,
-    ) -> Result<(), Error> {
-        let site = Site { call: tag.call, sequence: tag.sequence };
-        let entry = self.recorder.begin(&tag.call, site.sequence, Some(message), at, deadline.start());
-        let result = transfer(self.transport(), tag, deadline);
-        self.end(entry, result, |fault| self.fail(site, fault, deadline, lane.sequence))
-    }
-
-    /// Records how an operation ended, before the group's trace may be written.
-    fn end<T>(&self, entry: Entry, result: Result<T, Fault>, fail: impl FnOnce(Fault) -> Error) -> Result<T, Error> {
-        match result {
-            Ok(result) => {
-                self.recorder.done(entry);
-                Ok(result)
-            }
-            Err(fault) => {
-                self.recorder.failed(entry);
-                Err(fail(fault))
-            }
-        }
-    }
-
-    /// Ends the group because this rank cannot take part in the operation whose turn it is.
-    #[cfg(feature = "cubecl")]
-    pub fn abandon(&self, error: Error) -> Error {
-        let completed = lock(&self.lane).sequence;
-        self.poison(error, completed)
-    }
-
-    fn lane(&self) -> Result<std::sync::MutexGuard<'_, Lane>, Error> {
-        match self.failure.get() {
-            Some(error) => Err(error.clone()),
-            None => Ok(lock(&self.lane)),
-        }
-    }
-
-    /// Turns the fault into the group's failure and tells the peers.
-    fn fail(&self, site: Site, fault: Fault, deadline: &Deadline, completed: u64) -> Error {
-        let (rank, elapsed) = (self.transport.rank(), deadline.elapsed());
-        let error = match fault {
-            Fault::Failed(error) => error,
-            Fault::Timeout { missing } => Error::Timeout { site, rank, missing, elapsed },
-            Fault::Left { peer } => Error::Left { site, rank: peer },
-            Fault::Lost { peer, reason } => {
-                Error::PeerLost { site, peer, address: self.transport.address(peer), reason, elapsed }
-            }
-            Fault::Unexpected { peer, tag } => {
-                let mut calls = vec![(rank, site.call), (peer, tag.call)];
-                calls.sort_by_key(|(rank, _)| *rank);
-                Error::Mismatch { sequence: site.sequence, calls }
-            }
-        };
-        self.poison(error, completed)
-    }
-
-    /// The group ends with `error`, unless it has ended already.
-    fn poison(&self, error: Error, completed: u64) -> Error {
-        let error = self.failure.get_or_init(|| error).clone();
-        self.transport.fail(&error, completed);
-        // The peers know by now, and need not wait for a disk.
-        self.leave_trace();
-        error
     }
 }

@@ -154,7 +154,7 @@ fn together(
     at: CallSite,
 ) -> Result<(), Error> {
     let counts = some.iter().map(|(call, _)| call.count);
-    let call = Call { count: counts.clone().sum(), sizes: Some(fingerprint(counts)), ..like };
+    let call = Call { count: counts.clone().sum(), ..like }.shaped(fingerprint(counts));
     let output = packed.bytes(call.bytes());
     let mut start = 0;
     for (_, data) in some.iter() {

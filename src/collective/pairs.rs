@@ -9,7 +9,7 @@ use super::{call, expect};
 use crate::call::{Operation, Tag};
 use crate::dtype::Element;
 use crate::error::Error;
-use crate::group::Group;
+use crate::group::{Group, zeroed};
 use crate::partition::Parts;
 use crate::transport::Buffers;
 use crate::wait::Deadline;
@@ -88,7 +88,7 @@ impl Group {
         let mut sizes: Vec<u64> = send.iter().map(|size| *size as u64).collect();
         self.all_to_all(&mut sizes)?;
         let receive = lengths("all_to_all_v", sizes)?;
-        let mut output = vec![T::zeroed(); self.check_sizes("all_to_all_v", &receive)?];
+        let mut output = zeroed("all_to_all_v", self.check_sizes("all_to_all_v", &receive)?)?;
         self.all_to_all_v_into(input, send, &mut output, &receive)?;
         Ok((output, receive))
     }

@@ -7,7 +7,7 @@ use super::{call, expect};
 use crate::call::{Call, Operation};
 use crate::dtype::{Element, ReduceOp};
 use crate::error::Error;
-use crate::group::Group;
+use crate::group::{Group, zeroed};
 use crate::partition::Parts;
 
 /// # Parts of any sizes
@@ -51,7 +51,7 @@ impl Group {
     #[track_caller]
     pub fn all_gather_v<T: Element>(&self, input: &[T]) -> Result<(Vec<T>, Vec<usize>), Error> {
         let sizes = self.gather_sizes("all_gather_v", input.len())?;
-        let mut output = vec![T::zeroed(); sizes.iter().sum()];
+        let mut output = zeroed("all_gather_v", sizes.iter().sum())?;
         self.all_gather_v_into(input, &sizes, &mut output)?;
         Ok((output, sizes))
     }
@@ -93,7 +93,7 @@ impl Group {
             let reason = format!("rank {rank} has an input of {len} elements, and all parts together have {count}");
             return Err(Error::argument(operation, reason));
         }
-        let mut output = vec![T::zeroed(); own];
+        let mut output = zeroed("reduce_scatter_v", own)?;
         self.reduce_scatter_v_into(input, &sizes, &mut output, op)?;
         Ok(output)
     }
@@ -131,7 +131,7 @@ impl Group {
         self.check_rank("gather_v", "root", root)?;
         let sizes = self.gather_sizes("gather_v", input.len())?;
         let here = self.rank() == root;
-        let mut output = vec![T::zeroed(); if here { sizes.iter().sum() } else { 0 }];
+        let mut output = zeroed("gather_v", if here { sizes.iter().sum() } else { 0 })?;
         self.gather_v_into(input, &sizes, &mut output, root)?;
         Ok(here.then_some((output, sizes)))
     }
@@ -178,7 +178,7 @@ impl Group {
         }
         self.broadcast(&mut sizes, root)?;
         let sizes = lengths("scatter_v", sizes)?;
-        let mut output = vec![T::zeroed(); sizes[self.rank()]];
+        let mut output = zeroed("scatter_v", sizes[self.rank()])?;
         self.scatter_v_into(input.map_or(&[], |(input, _)| input), &sizes, &mut output, root)?;
         Ok(output)
     }

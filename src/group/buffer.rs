@@ -92,3 +92,9 @@ impl<T> fmt::Debug for Buffer<T> {
         f.debug_struct("Buffer").field("len", &self.len).finish_non_exhaustive()
     }
 }
+
+/// Zeros in ordinary memory, of a length that other ranks may have named.
+pub(crate) fn zeroed<T: Element>(operation: &str, len: usize) -> Result<Vec<T>, Error> {
+    let short = |()| Error::io(operation, format!("there is no memory for {len} elements of {}", T::DTYPE));
+    bytemuck::allocation::try_zeroed_vec(len).map_err(short)
+}

@@ -98,7 +98,8 @@ impl<B: Backend> DeviceCommunicator<B> {
         })
     }
 
-    /// Lets go of the groups; every later call gives an error. Tensors that it made stay.
+    /// Lets go of the groups; every later call gives an error. Tensors that it made stay, and so does a [`Routing`], with its
+    /// group.
     pub fn destroy(&mut self) {
         self.groups = None;
         #[cfg(feature = "flex")]
@@ -163,10 +164,10 @@ impl<B: Backend> DeviceCommunicator<B> {
         sizes: Option<&[usize]>,
     ) -> Result<Vec<Tensor<B, D, K>>, Error> {
         let (via, dim) = (self.via()?, dim.unwrap_or(0));
-        let Some(first) = tensors.first() else { return Ok(Vec::new()) };
-        let sizes = self.sizes(&Axis::new("all_gather", first.shape(), dim)?, sizes)?;
         let pieces = tensors.into_iter().map(|tensor| Piece::read::<B, K>(tensor.into_primitive(), dim));
-        let gathered = fused::all_gather::<B>(via, pieces.collect::<Result<_, _>>()?, &sizes)?;
+        let pieces = pieces.collect::<Result<Vec<_>, _>>()?;
+        let Some(axis) = fused::axis(&pieces)? else { return Ok(Vec::new()) };
+        let gathered = fused::all_gather::<B>(via, pieces, &self.sizes(&axis, sizes)?)?;
         Ok(gathered.into_iter().map(|whole| Tensor::from_primitive(whole.tensor::<B, K>())).collect())
     }
 
@@ -269,15 +270,11 @@ impl<B: Backend> DeviceCommunicator<B> {
     }
 
     fn via(&self) -> Result<Via<'_>, Error> {
-        Ok(self.on(&self.groups()?.tensors))
-    }
-
-    fn on<'a>(&'a self, group: &'a Group) -> Via<'a> {
-        Via {
-            group,
+        Ok(Via {
+            group: &self.groups()?.tensors,
             #[cfg(feature = "flex")]
             memory: self.memory.as_ref(),
-        }
+        })
     }
 
     fn sizes(&self, axis: &Axis, sizes: Option<&[usize]>) -> Result<Vec<usize>, Error> {

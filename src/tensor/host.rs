@@ -17,7 +17,7 @@ use super::flex;
 use super::pool::{self, Suited};
 use crate::dtype::{DType, Element, ReduceOp};
 use crate::error::Error;
-use crate::group::Group;
+use crate::group::{Group, zeroed};
 
 /// Evaluates an expression with `$T` as the Rust type of elements of type `$dtype`.
 macro_rules! typed {
@@ -343,18 +343,14 @@ impl Via<'_> {
         #[cfg(feature = "flex")]
         if flex::is::<B>() {
             return match self.memory {
-                Some(memory) => memory.bytes(self.group, bytes),
-                None => Ok(pool::bytes(bytes)),
+                Some(memory) => memory.bytes(operation, self.group, bytes),
+                None => pool::bytes(operation, bytes),
             };
         }
         let _ = bytes;
         // Other backends take only what the allocator gave for such elements without a copy.
-        Ok(typed!(dtype, T => zeros::<T>(count)))
+        typed!(dtype, T => zeroed::<T>(operation, count).map(Bytes::from_elems))
     }
-}
-
-fn zeros<T: Element>(count: usize) -> Bytes {
-    Bytes::from_elems(vec![T::zeroed(); count])
 }
 
 #[cfg(test)]

@@ -24,10 +24,9 @@ const MOST: usize = 256 << 20;
 static PROCESS: Kept = Kept(Mutex::new(Vec::new()));
 
 /// So many initialised bytes, whatever they are.
-pub(crate) fn bytes(len: usize) -> Bytes {
-    let units = len.div_ceil(size_of::<u128>());
-    let block = PROCESS.take(len).unwrap_or_else(|| Block::Ordinary(vec![0; units]));
-    Home::Process.lend(block, len)
+pub(crate) fn bytes(operation: &str, len: usize) -> Result<Bytes, Error> {
+    let block = PROCESS.take(len).map_or_else(|| Block::ordinary(operation, len), Ok)?;
+    Ok(Home::Process.lend(block, len))
 }
 
 /// Memory that the ranks of a group reach where they share some: results in it need not be brought to them.
@@ -35,11 +34,14 @@ pub(crate) fn bytes(len: usize) -> Bytes {
 pub(crate) struct Suited(Arc<Kept>);
 
 impl Suited {
-    /// So many initialised bytes, whatever they are, in memory of the group.
-    pub fn bytes(&self, group: &Group, len: usize) -> Result<Bytes, Error> {
-        let block = match self.0.take(len) {
-            Some(block) => block,
-            None => Block::Suited(group.allocate(len.div_ceil(size_of::<u64>()))?),
+    /// So many initialised bytes, whatever they are, in memory of the group, or where that is used up in ordinary memory:
+    /// other ranks may be in the operation already.
+    pub fn bytes(&self, operation: &str, group: &Group, len: usize) -> Result<Bytes, Error> {
+        let Some(block) = self.0.take(len) else {
+            return match group.allocate(len.div_ceil(size_of::<u64>())) {
+                Ok(words) => Ok(Home::Suited(Arc::downgrade(&self.0)).lend(Block::Suited(words), len)),
+                Err(_) => bytes(operation, len),
+            };
         };
         Ok(Home::Suited(Arc::downgrade(&self.0)).lend(block, len))
     }
@@ -52,6 +54,11 @@ enum Block {
 }
 
 impl Block {
+    fn ordinary(operation: &str, len: usize) -> Result<Block, Error> {
+        let units = bytemuck::allocation::try_zeroed_vec(len.div_ceil(size_of::<u128>()));
+        units.map(Block::Ordinary).map_err(|()| Error::io(operation, format!("there is no memory for {len} bytes")))
+    }
+
     fn bytes(&self) -> &[u8] {
         match self {
             Block::Ordinary(units) => cast_slice(units),
@@ -156,6 +163,10 @@ impl Drop for Lent {
 mod tests {
     use super::*;
 
+    fn bytes(len: usize) -> Bytes {
+        super::bytes("test", len).unwrap()
+    }
+
     /// One test, since the pool is one.
     #[test]
     fn blocks_are_used_again_where_they_fit_and_kept_within_bounds() {
@@ -182,10 +193,10 @@ mod tests {
     fn a_tensor_outlives_the_pool_that_its_memory_is_from() {
         let group = Group::threads(1).unwrap().remove(0);
         let pool = Suited::default();
-        let first = pool.bytes(&group, SHORTEST).unwrap();
+        let first = pool.bytes("test", &group, SHORTEST).unwrap();
         let place = first.as_ptr();
         drop(first);
-        let mut again = pool.bytes(&group, SHORTEST).unwrap();
+        let mut again = pool.bytes("test", &group, SHORTEST).unwrap();
         assert_eq!(again.as_ptr(), place);
         drop((pool, group));
         again.fill(7);

@@ -102,9 +102,8 @@ where
     states: Vec<Option<O::State<1>>>,
     max_norm: Option<f64>,
     steps: u64,
-    /// Why a step failed on the way, and a group of this rank alone, to be in then.
+    /// Why a step failed on the way.
     failure: Option<Error>,
-    alone: Group,
 }
 
 impl<O, M, B> ShardedOptimizer<O, M, B>
@@ -152,7 +151,7 @@ where
         let states = parameters.iter().map(|_| None).collect();
         let shards = Shards { inside, across, parameters, layout, wholes: Vec::new(), parts: Vec::new() };
         let (max_norm, steps, failure) = (None, 0, None);
-        Ok(ShardedOptimizer { group, shards, optimizer, states, max_norm, steps, failure, alone })
+        Ok(ShardedOptimizer { group, shards, optimizer, states, max_norm, steps, failure })
     }
 
     /// Scales the gradients of a step down where their norm, over all parameters, is above `max`: to that norm. It is
@@ -176,8 +175,8 @@ where
     /// [`Error::InvalidArgument`] on all ranks where no rank has samples, or where a rank has gradients or a model that
     /// do not belong to the parameters at the start; nothing was changed. Else the errors of [`Group::all_reduce`],
     /// whose ranks may be those of a subgroup: of a block, or of the ranks that keep the same part. The model stays as
-    /// it was, but the optimizer's state may be a step further on some ranks. It leaves its subgroups, so that nobody
-    /// there waits for this rank, and gives the same error from then on. Go on from a checkpoint.
+    /// it was, but the optimizer's state may be a step further on some ranks. The groups that carried the step end with
+    /// it, so that nobody waits for this rank, and it gives the same error from then on. Go on from a checkpoint.
     #[track_caller]
     pub fn step(
         &mut self,
@@ -210,7 +209,9 @@ where
                 Ok(())
             }
             Err(error) => {
-                (self.shards.inside, self.shards.across) = (self.alone.clone(), self.alone.clone());
+                // So that nobody there waits for this rank.
+                self.shards.inside.abandon(error.clone());
+                self.shards.across.abandon(error.clone());
                 self.failure = Some(error.clone());
                 Err(error)
             }

@@ -29,6 +29,9 @@ pub(crate) struct Invitation {
     pub door: Door,
 }
 
+/// Invitations of one rank that wait.
+const MOST: usize = 1024;
+
 /// What one rank was told, by rank, in the order of coming.
 pub(crate) struct Invitations(Box<[VecDeque<Invitation>]>);
 
@@ -37,8 +40,13 @@ impl Invitations {
         Invitations((0..ranks).map(|_| VecDeque::new()).collect())
     }
 
-    pub fn put(&mut self, from: usize, invitation: Invitation) {
-        self.0[from].push_back(invitation);
+    /// Whether there is room for it: a rank that is ahead of this one is ahead by a few.
+    pub fn put(&mut self, from: usize, invitation: Invitation) -> bool {
+        let room = self.0[from].len() < MOST && invitation.members.len() <= self.0.len();
+        if room {
+            self.0[from].push_back(invitation);
+        }
+        room
     }
 
     /// The members that have told nothing, but for `rank` itself.
@@ -74,6 +82,14 @@ impl Invitations {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_rank_does_not_fill_anothers_memory() {
+        let mut invitations = Invitations::new(2);
+        assert!(!invitations.put(1, invitation(&[0, 1, 1], 1)));
+        assert!((0..MOST).all(|_| invitations.put(1, invitation(&[0, 1], 1))));
+        assert!(!invitations.put(1, invitation(&[0, 1], 1)));
+    }
 
     fn invitation(members: &[usize], port: u16) -> Invitation {
         Invitation { members: members.to_vec(), door: Door { port, key: 1 << port } }

@@ -8,7 +8,6 @@ use crate::dtype::ReduceOp;
 use crate::error::Error;
 use crate::group::Group;
 use crate::tensor::host::{Kind, Via};
-use crate::tensor::operation::axis::Axis;
 use crate::tensor::operation::carry;
 use crate::tensor::operation::fused::{self, Piece};
 use crate::tensor::operation::sizes::Sizes;
@@ -50,8 +49,6 @@ impl<B: Backend> DeviceCommunicator<B> {
         if via.group.world_size() == 1 {
             return Ok((hidden_states, router_logits, extra_tensors));
         }
-        let axis = Axis::new("dispatch", hidden_states.shape(), 0)?;
-        let sizes = Sizes::Exchanged.resolve(metadata.into(), "dispatch", &axis)?;
         let mut pieces = Vec::new();
         for tensor in [hidden_states, router_logits] {
             pieces.push(Piece::read::<B, Float>(tensor.into_primitive(), 0)?);
@@ -59,6 +56,8 @@ impl<B: Backend> DeviceCommunicator<B> {
         for tensor in extra_tensors {
             pieces.push(Piece::read::<B, K>(tensor.into_primitive(), 0)?);
         }
+        let Some(axis) = fused::axis(&pieces)? else { return Err(Error::argument("dispatch", "nothing to dispatch")) };
+        let sizes = Sizes::Exchanged.resolve(metadata.into(), "dispatch", &axis)?;
         let mut gathered = fused::all_gather::<B>(via, pieces, &sizes)?.into_iter();
         let (Some(hidden_states), Some(router_logits)) = (gathered.next(), gathered.next()) else {
             return Err(Error::io("dispatch", "the group gave less than was sent"));
@@ -114,8 +113,9 @@ impl<B: Backend> DeviceCommunicator<B> {
     fn experts(&self, is_sequence_parallel: bool) -> Result<(Via<'_>, &Group), Error> {
         let groups = self.groups()?;
         Ok(match &groups.data_parallel {
-            Some(group) if !is_sequence_parallel => (self.on(group), group),
-            _ => (self.on(&groups.tensors), &groups.metadata),
+            // Without the memory for results, which is the other group's.
+            Some(group) if !is_sequence_parallel => (group.into(), group),
+            _ => (self.via()?, &groups.metadata),
         })
     }
 }

@@ -206,7 +206,8 @@ fn scattered(
     let numbers: Vec<usize> = words.iter().map(|word| usize::try_from(*word).unwrap_or(usize::MAX)).collect();
     let (shape, sizes) = numbers.split_at(rank);
     let axis = Axis::new(operation, Shape::from(shape.to_vec()), dim)?;
-    let possible = shape.iter().try_fold(1usize, |product, len| product.checked_mul(*len)).is_some();
+    // Without the zeros, so that no part of the product is too large either.
+    let possible = shape.iter().try_fold(1usize, |product, len| product.checked_mul((*len).max(1))).is_some();
     if possible && sizes.iter().try_fold(0usize, |sum, size| sum.checked_add(*size)) == Some(axis.len()) {
         return Ok((axis, sizes.to_vec()));
     }

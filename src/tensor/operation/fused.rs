@@ -26,6 +26,20 @@ impl<D> Piece<D> {
     }
 }
 
+/// The axis of the first, once all are known to be as long along theirs. Before the ranks exchange anything, so that a rank
+/// that is refused keeps nobody waiting.
+pub(crate) fn axis<D>(pieces: &[Piece<D>]) -> Result<Option<Axis>, Error> {
+    let Some(first) = pieces.first() else { return Ok(None) };
+    match pieces.iter().position(|piece| piece.axis.len() != first.axis.len()) {
+        None => Ok(Some(first.axis.clone())),
+        Some(at) => {
+            let (len, right) = (pieces[at].axis.len(), first.axis.len());
+            let reason = format!("tensor {at} is {len} long along the dimension and the first one {right}");
+            Err(Error::argument(OPERATION, reason))
+        }
+    }
+}
+
 /// Gathers several tensors, of any shapes and element types, in one operation of the group: all are as long along their
 /// dimension as `sizes` says. What comes of each is for [`Gathered::tensor`] to say.
 pub(crate) fn all_gather<B: Backend>(

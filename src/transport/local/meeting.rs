@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::time::Instant;
 
 use super::Local;
+use crate::error::Error;
 use crate::sync::{Mutex, MutexGuard};
 use crate::transport::Fault;
 use crate::transport::invitation::{Door, Invitation, Invitations};
@@ -86,7 +87,12 @@ impl Local {
     pub fn invite(&self, own: &Invitation, deadline: &Deadline) -> Result<Vec<Door>, Fault> {
         let (rank, shared) = (self.rank, &self.shared);
         let all = || lock(&shared.meeting.invitations);
-        own.members.iter().filter(|member| **member != rank).for_each(|to| all()[*to].put(rank, own.clone()));
+        for to in own.members.iter().filter(|member| **member != rank) {
+            if !all()[*to].put(rank, own.clone()) {
+                let reason = format!("rank {to} has not answered so many before: have it call subgroup too");
+                return Err(Fault::Failed(Error::argument("subgroup", reason)));
+            }
+        }
         shared.bell.ring();
         let mut outcome = Ok(None);
         shared.bell.sleep(Instant::now() + deadline.remaining(), || {

@@ -251,8 +251,11 @@ impl Board {
 
     /// `peer` makes a subgroup with this rank.
     pub fn invited(&self, peer: usize, invitation: Invitation) {
-        self.state().invitations.put(peer, invitation);
-        self.bell.ring();
+        if self.state().invitations.put(peer, invitation) {
+            self.bell.ring();
+        } else {
+            self.lost(peer, "it sent invitations to subgroups without end".into());
+        }
     }
 
     /// Waits until all members that this rank's invitation names have sent theirs; gives their doors.
