@@ -1,10 +1,8 @@
 //! Several ranks train as one: gradients, parameters, metrics and states, on the digits and on small models.
 
+mod common;
 #[path = "../examples/digits/data.rs"]
 mod data;
-
-use std::thread;
-use std::time::Duration;
 
 use bonfire::{DataParallel, Error, Group, ShardedSampler};
 use burn::backend::{Autodiff, Flex, NdArray};
@@ -14,19 +12,11 @@ use burn::nn::{Linear, LinearConfig, LinearLayout};
 use burn::optim::{AdamConfig, GradientsAccumulator, GradientsParams, Optimizer};
 use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::{Bool, DType, ElementConversion, Int, Tensor, TensorData};
+use common::ranks;
 use data::{Digits, PIXELS};
 
 type F32 = Autodiff<Flex>;
 type F64 = Autodiff<NdArray<f64>>;
-
-/// Runs `rank` on a thread for each of `n` ranks and gives their results, by rank.
-fn ranks<T: Send>(n: usize, rank: impl Fn(Group) -> T + Sync) -> Vec<T> {
-    let groups = Group::builder().deadline(Duration::from_secs(30)).threads(n).unwrap();
-    thread::scope(|scope| {
-        let threads: Vec<_> = groups.into_iter().map(|group| scope.spawn(|| rank(group))).collect();
-        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
-    })
-}
 
 /// Two layers on the digits.
 #[derive(Module, Debug)]

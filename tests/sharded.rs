@@ -1,10 +1,10 @@
 //! An optimizer whose state is dealt out gives what the optimizer on one rank gives, in less memory.
 
-use std::collections::HashSet;
-use std::thread;
-use std::time::Duration;
+mod common;
 
-use bonfire::{DataParallel, Error, Group, ShardedOptimizer, Sharding};
+use std::collections::HashSet;
+
+use bonfire::{DataParallel, Error, ShardedOptimizer, Sharding};
 use burn::backend::{Autodiff, Flex, NdArray};
 use burn::grad_clipping::GradientClippingConfig;
 use burn::module::{Module, ModuleVisitor, Param, ParamId};
@@ -17,6 +17,7 @@ use burn::optim::{
 };
 use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::{DType, Tensor, TensorData};
+use common::ranks;
 
 type F32 = Autodiff<Flex>;
 type F64 = Autodiff<NdArray<f64>>;
@@ -34,14 +35,6 @@ const FORMS: [(usize, Sharding); 10] = [
     (2, Sharding::Blocks(1)),
     (3, Sharding::None),
 ];
-
-fn ranks<T: Send>(n: usize, rank: impl Fn(Group) -> T + Sync) -> Vec<T> {
-    let groups = Group::builder().deadline(Duration::from_secs(30)).threads(n).unwrap();
-    thread::scope(|scope| {
-        let threads: Vec<_> = groups.into_iter().map(|group| scope.spawn(|| rank(group))).collect();
-        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
-    })
-}
 
 /// Parameters of sizes that no number of ranks divides, one of which travels alone, and one without gradients.
 #[derive(Module, Debug)]

@@ -123,8 +123,7 @@ impl<'a> Batch<'a> {
         for distance in 1..n {
             let (to, from) = ((rank + distance) % n, (rank + n - distance) % n);
             let outgoing: Vec<_> = sends.extract_if(.., |(peer, _)| *peer == to).map(|(_, data)| data).collect();
-            let mut incoming: Vec<_> =
-                receives.extract_if(.., |(peer, _)| *peer == from).map(|(_, data)| data).collect();
+            let incoming: Vec<_> = receives.extract_if(.., |(peer, _)| *peer == from).map(|(_, data)| data).collect();
             if outgoing.is_empty() && incoming.is_empty() {
                 continue;
             }
@@ -134,14 +133,18 @@ impl<'a> Batch<'a> {
             let out = (!outgoing.is_empty()).then_some((to, &sent[..]));
             let into = (!incoming.is_empty()).then_some((from, &mut *received));
             group.core.exchange(call, (out, into), &deadline, at)?;
-            let mut rest = &*received;
-            for data in &mut incoming {
-                let (piece, after) = rest.split_at(data.len());
-                data.copy_from_slice(piece);
-                rest = after;
-            }
+            unpack(received, incoming);
         }
         Ok(())
+    }
+}
+
+/// Copies what lies one after the other to its places.
+fn unpack<'a>(mut packed: &[u8], places: impl IntoIterator<Item = &'a mut [u8]>) {
+    for place in places {
+        let (piece, rest) = packed.split_at(place.len());
+        place.copy_from_slice(piece);
+        packed = rest;
     }
 }
 
@@ -163,11 +166,6 @@ fn together(
     }
     let buffers = Buffers { input: None, output: &mut *output, parts: Parts::Even };
     group.core.collective(call, buffers, group.deadline(), at, execute::plans)?;
-    let mut rest = &*output;
-    for (_, data) in some {
-        let (piece, after) = rest.split_at(data.len());
-        data.copy_from_slice(piece);
-        rest = after;
-    }
+    unpack(output, some.iter_mut().map(|(_, data)| &mut **data));
     Ok(())
 }

@@ -65,6 +65,16 @@ pub fn run_ranks_with<T: Send + 'static>(
     results.into_iter().map(|result| result.unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
 }
 
+/// As [`run_ranks`], between threads that may borrow: runs `rank` on a thread for each of `n` ranks and gives their
+/// results, by rank.
+pub fn ranks<T: Send>(n: usize, rank: impl Fn(Group) -> T + Sync) -> Vec<T> {
+    let groups = Group::builder().deadline(Duration::from_secs(30)).threads(n).unwrap();
+    thread::scope(|scope| {
+        let threads: Vec<_> = groups.into_iter().map(|group| scope.spawn(|| rank(group))).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    })
+}
+
 /// What a rank calls on a thread of its own to come into its group.
 pub type Door = Box<dyn FnOnce() -> Group + Send>;
 
