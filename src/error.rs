@@ -137,6 +137,17 @@ pub enum Error {
         /// The system's answer.
         reason: String,
     },
+
+    /// MPI refused something.
+    #[error("{function} of MPI failed with code {code}: {reason}")]
+    Mpi {
+        /// The function that was called.
+        function: String,
+        /// What it returned.
+        code: i32,
+        /// What MPI says of it.
+        reason: String,
+    },
 }
 
 impl Error {

@@ -34,6 +34,7 @@ use crate::call::{Call, Operation, fingerprint};
 use crate::dtype::Element;
 use crate::error::Error;
 use crate::plan::{self, Algorithm, Plan, Selection};
+use crate::scratch::Scratch;
 use crate::transport::{Near, Regroup, Transport};
 
 /// One rank's handle to a group of ranks: threads of a process, or processes.
@@ -119,20 +120,6 @@ impl Plans {
     ) -> Arc<Plan> {
         let make = || Arc::new(plan::plan(operation, algorithm, rank, world_size, root));
         self.0.entry((operation, algorithm, world_size, root)).or_insert_with(make).clone()
-    }
-}
-
-/// Bytes aligned for every accumulator, kept from call to call.
-#[derive(Default)]
-pub(crate) struct Scratch(Vec<[u128; 4]>);
-
-impl Scratch {
-    pub fn bytes(&mut self, len: usize) -> &mut [u8] {
-        let blocks = len.div_ceil(size_of::<[u128; 4]>());
-        if self.0.len() < blocks {
-            self.0.resize(blocks, [0; 4]);
-        }
-        &mut bytemuck::cast_slice_mut(&mut self.0)[..len]
     }
 }
 

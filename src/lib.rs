@@ -45,6 +45,7 @@ mod random;
 mod reduce;
 #[cfg(unix)]
 mod rendezvous;
+mod scratch;
 #[cfg(feature = "cubecl")]
 pub mod server;
 #[cfg(unix)]

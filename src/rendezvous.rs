@@ -76,11 +76,21 @@ pub enum Medium {
     Tcp,
     /// Shared memory among all ranks, or an error that says why it cannot be.
     Shm,
+    /// MPI's own operations, in a job that MPI's launcher started; MPI says who the ranks are. Needs the feature `mpi`.
+    Mpi,
+    /// As [`Mpi`](Medium::Mpi), by calls that block in MPI: as fast as MPI itself. A rank that waits longer than its deadline
+    /// ends the whole job, and ranks that disagree are not told so.
+    MpiBlocking,
 }
 
 impl Medium {
     /// Every medium.
-    pub const ALL: [Medium; 3] = [Medium::Auto, Medium::Tcp, Medium::Shm];
+    pub const ALL: [Medium; 5] = [Medium::Auto, Medium::Tcp, Medium::Shm, Medium::Mpi, Medium::MpiBlocking];
+
+    /// Whether MPI carries the operations, and says who the ranks are.
+    pub(crate) fn is_mpi(self) -> bool {
+        matches!(self, Medium::Mpi | Medium::MpiBlocking)
+    }
 }
 
 /// As in `BONFIRE_TRANSPORT`.
@@ -90,6 +100,8 @@ impl fmt::Display for Medium {
             Medium::Auto => "auto",
             Medium::Tcp => "tcp",
             Medium::Shm => "shm",
+            Medium::Mpi => "mpi",
+            Medium::MpiBlocking => "mpi-blocking",
         })
     }
 }
@@ -180,6 +192,9 @@ fn well_formed(address: &str) -> bool {
 
 /// Connects to all ranks; blocks until they are there.
 pub(crate) fn connect(settings: &Settings) -> Result<Base, Error> {
+    if settings.medium.is_mpi() {
+        return by_mpi(settings);
+    }
     settings.check()?;
     let start = Instant::now();
     let runtime = control_runtime()?;
@@ -189,6 +204,26 @@ pub(crate) fn connect(settings: &Settings) -> Result<Base, Error> {
     })?;
     let silence = Silence { first: settings.timeout, later: settings.silence };
     assemble(runtime, ends, silence, Vec::new())
+}
+
+/// A group of all processes of the MPI job.
+#[cfg(feature = "mpi")]
+fn by_mpi(settings: &Settings) -> Result<Base, Error> {
+    crate::transport::mpi::connect(&crate::transport::mpi::Terms {
+        blocking: settings.medium == Medium::MpiBlocking,
+        algorithms: &settings.algorithms,
+        limit: settings.timeout,
+    })
+}
+
+#[cfg(not(feature = "mpi"))]
+fn by_mpi(settings: &Settings) -> Result<Base, Error> {
+    let reason = format!(
+        "the transport '{}' needs Bonfire's feature `mpi`, which this program was built without: build it with the \
+         feature, or set BONFIRE_TRANSPORT or Builder::transport to auto",
+        settings.medium
+    );
+    Err(Error::Config(reason))
 }
 
 /// What moves the words between ranks.

@@ -11,6 +11,8 @@ pub(crate) mod frame;
 pub(crate) mod hosts;
 pub(crate) mod invitation;
 pub(crate) mod local;
+#[cfg(all(feature = "mpi", unix))]
+pub(crate) mod mpi;
 mod regroup;
 mod seams;
 #[cfg(all(feature = "shm", target_os = "linux"))]

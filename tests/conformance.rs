@@ -2,130 +2,18 @@
 //! against exact arithmetic.
 
 mod common;
+#[path = "conformance/matrix.rs"]
+mod matrix;
 #[path = "conformance/varied.rs"]
 mod varied;
 
-use bonfire::{Algorithm, Error, Group, Medium, ReduceOp, Selection, partition};
-use common::oracle::{Sample, input, parcel, reduced};
+use bonfire::{Algorithm, Error, Group, Medium, Selection};
 use common::{DEADLINE, Kind, free_address, run_ranks, run_ranks_with};
 use half::{bf16, f16};
-
-/// With parts of `part` elements. The form is each rank's own business: also where some work in place and others not.
-fn check_all_to_all<T: Sample>(group: &Group, part: usize) {
-    let (rank, n) = (group.rank(), group.world_size());
-    let parts = |value: &dyn Fn(usize, usize) -> T| -> Vec<T> {
-        (0..n).flat_map(|other| (0..part).map(move |i| value(other, i))).collect()
-    };
-    let mine = parts(&|to, i| parcel(rank, to, i));
-    let want = parts(&|from, i| parcel(from, rank, i));
-    for (form, in_place) in [("in place", true), ("into", false), ("mixed", rank % 2 == 0), ("mixed", rank % 2 == 1)] {
-        let mut output = if in_place { mine.clone() } else { vec![T::zeroed(); part * n] };
-        if in_place {
-            group.all_to_all(&mut output).unwrap();
-        } else {
-            group.all_to_all_into(&mine, &mut output).unwrap();
-        }
-        assert_eq!(output, want, "all_to_all {form} of {} x {part} * {n} on rank {rank}", T::DTYPE);
-    }
-}
-
-/// Every operation in every form on one length.
-fn check<T: Sample>(group: &Group, len: usize) {
-    let (rank, n) = (group.rank(), group.world_size());
-    let own = partition(len, n, rank);
-    let mine: Vec<T> = input(rank, len);
-    let label = |what: &str| format!("{what} of {} x {len} on rank {rank} of {n}", T::DTYPE);
-    let root = len % n;
-    for op in ReduceOp::ALL {
-        let want: Vec<T> = (0..len).map(|i| reduced(op, n, i)).collect();
-
-        let mut data = mine.clone();
-        group.all_reduce(&mut data, op).unwrap();
-        assert_eq!(data, want, "{}", label("all_reduce"));
-        let mut output = vec![T::zeroed(); len];
-        group.all_reduce_into(&mine, &mut output, op).unwrap();
-        assert_eq!(output, want, "{}", label("all_reduce_into"));
-
-        let mut data = mine.clone();
-        group.reduce(&mut data, op, root).unwrap();
-        assert_eq!(data, if rank == root { &want[..] } else { &mine[..] }, "{}", label("reduce"));
-        let mut output = vec![T::zeroed(); if rank == root { len } else { 0 }];
-        group.reduce_into(&mine, &mut output, op, root).unwrap();
-        assert_eq!(output, if rank == root { &want[..] } else { &[] }, "{}", label("reduce_into"));
-
-        let mut data = mine.clone();
-        group.reduce_scatter(&mut data, op).unwrap();
-        assert_eq!(data[own.clone()], want[own.clone()], "{}", label("reduce_scatter"));
-        let mut output = vec![T::zeroed(); own.len()];
-        group.reduce_scatter_into(&mine, &mut output, op).unwrap();
-        assert_eq!(output, want[own.clone()], "{}", label("reduce_scatter_into"));
-    }
-
-    let want: Vec<T> = input(root, len);
-    let mut data = mine.clone();
-    group.broadcast(&mut data, root).unwrap();
-    assert_eq!(data, want, "{}", label("broadcast"));
-    let mut output = vec![T::zeroed(); len];
-    group.broadcast_into((rank == root).then_some(&mine[..]), &mut output, root).unwrap();
-    assert_eq!(output, want, "{}", label("broadcast_into"));
-
-    let want: Vec<T> = (0..n).flat_map(|r| input::<T>(r, len)[partition(len, n, r)].to_vec()).collect();
-    let mut data = vec![T::zeroed(); len];
-    data[own.clone()].copy_from_slice(&mine[own.clone()]);
-    group.all_gather(&mut data).unwrap();
-    assert_eq!(data, want, "{}", label("all_gather"));
-    let mut output = vec![T::zeroed(); len];
-    group.all_gather_into(&mine[own], &mut output).unwrap();
-    assert_eq!(output, want, "{}", label("all_gather_into"));
-
-    check_all_to_all::<T>(group, len.div_ceil(n));
-
-    if n > 1 {
-        let (next, previous) = ((rank + 1) % n, (rank + n - 1) % n);
-        let mut data = vec![T::zeroed(); len];
-        // Even ranks send first, so that nobody waits in a circle; with an odd world the last rank breaks it.
-        if rank % 2 == 0 {
-            group.send(&mine, next).unwrap();
-            group.recv(&mut data, previous).unwrap();
-        } else {
-            group.recv(&mut data, previous).unwrap();
-            group.send(&mine, next).unwrap();
-        }
-        assert_eq!(data, input::<T>(previous, len), "{}", label("send and recv"));
-    }
-    group.barrier().unwrap();
-}
-
-fn lengths(n: usize) -> Vec<usize> {
-    let mut lengths = vec![0, 1, n - 1, n, n + 1, 5, 6, 7, 11, 1000];
-    lengths.sort_unstable();
-    lengths.dedup();
-    lengths
-}
-
-fn check_all_types(group: &Group, lengths: &[usize]) {
-    for len in lengths {
-        check::<f32>(group, *len);
-        check::<f64>(group, *len);
-        check::<f16>(group, *len);
-        check::<bf16>(group, *len);
-        check::<i8>(group, *len);
-        check::<i16>(group, *len);
-        check::<i32>(group, *len);
-        check::<i64>(group, *len);
-        check::<u8>(group, *len);
-        check::<u16>(group, *len);
-        check::<u32>(group, *len);
-        check::<u64>(group, *len);
-        varied::check::<f32>(group, *len);
-        varied::check::<bf16>(group, *len);
-        varied::check::<i64>(group, *len);
-        varied::check::<u8>(group, *len);
-    }
-}
+use matrix::{check, check_all_types, lengths};
 
 /// All types and lengths with the group's own choice of algorithm, and two large lengths, whose messages have several chunks.
-fn matrix(kind: Kind, worlds: std::ops::RangeInclusive<usize>) {
+fn matrix_of(kind: Kind, worlds: std::ops::RangeInclusive<usize>) {
     for n in worlds {
         run_ranks_with(
             kind,
@@ -164,27 +52,27 @@ fn algorithms(kind: Kind, worlds: std::ops::RangeInclusive<usize>) {
 
 #[test]
 fn threads_1_to_9() {
-    matrix(Kind::Threads, 1..=9);
+    matrix_of(Kind::Threads, 1..=9);
 }
 
 #[test]
 fn tcp_1_to_5() {
-    matrix(Kind::Tcp, 1..=5);
+    matrix_of(Kind::Tcp, 1..=5);
 }
 
 #[test]
 fn tcp_6_to_9() {
-    matrix(Kind::Tcp, 6..=9);
+    matrix_of(Kind::Tcp, 6..=9);
 }
 
 #[test]
 fn shm_2_to_5() {
-    matrix(Kind::Shm, 2..=5);
+    matrix_of(Kind::Shm, 2..=5);
 }
 
 #[test]
 fn shm_6_to_9() {
-    matrix(Kind::Shm, 6..=9);
+    matrix_of(Kind::Shm, 6..=9);
 }
 
 /// Lengths around the largest that travels at once, and so many chunks that every buffer is used several times, in
@@ -207,20 +95,20 @@ fn shm_in_many_chunks() {
 
 #[test]
 fn hosts_of_equal_size() {
-    matrix(Kind::Hosts(&[0, 0, 1, 1]), 4..=4);
-    matrix(Kind::Hosts(&[0, 0, 1, 1, 2, 2]), 6..=6);
+    matrix_of(Kind::Hosts(&[0, 0, 1, 1]), 4..=4);
+    matrix_of(Kind::Hosts(&[0, 0, 1, 1, 2, 2]), 6..=6);
 }
 
 #[test]
 fn hosts_of_different_size() {
-    matrix(Kind::Hosts(&[0, 0, 0, 1]), 4..=4);
-    matrix(Kind::Hosts(&[0, 0, 1, 1, 1, 2, 2]), 7..=7);
+    matrix_of(Kind::Hosts(&[0, 0, 0, 1]), 4..=4);
+    matrix_of(Kind::Hosts(&[0, 0, 1, 1, 1, 2, 2]), 7..=7);
 }
 
 #[test]
 fn hosts_whose_ranks_are_scattered() {
-    matrix(Kind::Hosts(&[0, 1]), 3..=5);
-    matrix(Kind::Hosts(&[0, 1, 1, 2, 0, 1]), 6..=6);
+    matrix_of(Kind::Hosts(&[0, 1]), 3..=5);
+    matrix_of(Kind::Hosts(&[0, 1, 1, 2, 0, 1]), 6..=6);
 }
 
 /// Operations of many kinds and types as one, and messages in an order that would make ranks wait for each other one by one.

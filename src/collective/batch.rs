@@ -8,8 +8,9 @@ use super::{call, execute};
 use crate::call::{Call, Operation, fingerprint};
 use crate::dtype::{Element, ReduceOp};
 use crate::error::Error;
-use crate::group::{CallSite, Group, Scratch};
+use crate::group::{CallSite, Group};
 use crate::partition::Parts;
+use crate::scratch::Scratch;
 use crate::transport::Buffers;
 use crate::wait::Deadline;
 

@@ -4,9 +4,10 @@ use std::ops::Range;
 
 use crate::call::{Call, Operation, Tag};
 use crate::error::Site;
-use crate::group::{Core, Lane, Scratch};
+use crate::group::{Core, Lane};
 use crate::plan::{self, Algorithm, Combine, Plan, Step};
 use crate::reduce;
+use crate::scratch::Scratch;
 use crate::transport::{Buffers, Fault, Transport};
 use crate::wait::Deadline;
 

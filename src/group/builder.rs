@@ -204,12 +204,12 @@ impl Builder {
     /// another world size, other algorithms, another secret or release), or where shared memory was asked for and cannot
     /// be had.
     pub fn connect(self) -> Result<Group, Error> {
-        let group = if self.settings.world_size == 1 {
+        let group = if self.settings.world_size == 1 && !self.settings.medium.is_mpi() {
             self.settings.check()?;
             self.clone().threads(1)?.remove(0)
         } else {
             let mut settings = self.settings.clone();
-            if !self.algorithms.is_native_anywhere() {
+            if !self.algorithms.is_native_anywhere() && !settings.medium.is_mpi() {
                 if settings.medium == Medium::Shm {
                     let reason = "the algorithms are plans, which run over TCP, and the transport is to be shared \
                                   memory: leave one of the two out, or give some sizes the algorithm native";
@@ -241,6 +241,12 @@ impl Builder {
         let wrong = |reason| Err(Error::argument("connect_ranks", reason));
         if count == 0 {
             return wrong("a process needs at least one rank");
+        }
+        if self.settings.medium.is_mpi() {
+            return match count {
+                1 => self.connect().map(|group| vec![group]),
+                _ => wrong("MPI's ranks are processes: start one for each device, and give 1"),
+            };
         }
         self.settings.check()?;
         if self.settings.world_size == 1 {

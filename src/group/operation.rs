@@ -76,8 +76,10 @@ impl Core {
             self.transport.begin(&site)?;
             let chosen = self.algorithms.plan(&call, self.transport.world_size(), self.near.is_somebody());
             match (&self.near, chosen) {
-                (Near::Everybody(engine), None) => return engine.run(&site, &mut buffers, &deadline),
-                (Near::Everybody(engine), Some(_)) => engine.stand_aside(&site, &deadline)?,
+                (Near::Everybody(engine), None) if engine.serves(&call) => {
+                    return engine.run(&site, &mut buffers, &deadline);
+                }
+                (Near::Everybody(engine), _) => engine.stand_aside(&site, &deadline)?,
                 _ => {}
             }
             plans(self, &mut lane, &site, &mut buffers, &deadline, chosen)

@@ -17,8 +17,12 @@ pub(crate) struct Environment {
 
 /// Reads `BONFIRE_*` through `variable`.
 pub(crate) fn read(variable: impl Fn(&str) -> Option<String>) -> Result<Environment, Error> {
-    let rank = number(&variable, "BONFIRE_RANK")?;
-    let world_size = number(&variable, "BONFIRE_WORLD_SIZE")?;
+    let medium = medium(&variable)?;
+    let (rank, world_size) = match medium.is_mpi() {
+        // MPI says it.
+        true => (0, 1),
+        false => (number(&variable, "BONFIRE_RANK")?, number(&variable, "BONFIRE_WORLD_SIZE")?),
+    };
     let address = variable("BONFIRE_ADDRESS");
     if address.is_none() && world_size > 1 {
         return Err(missing("BONFIRE_ADDRESS"));
@@ -28,7 +32,7 @@ pub(crate) fn read(variable: impl Fn(&str) -> Option<String>) -> Result<Environm
         world_size,
         address: address.unwrap_or_default(),
         host: variable("BONFIRE_HOST").filter(|host| !host.is_empty()),
-        medium: medium(&variable)?,
+        medium,
         ..Settings::default()
     };
     let connections = match variable("BONFIRE_TCP_CONNECTIONS") {
@@ -44,7 +48,9 @@ pub(crate) fn read(variable: impl Fn(&str) -> Option<String>) -> Result<Environm
 fn medium(variable: &impl Fn(&str) -> Option<String>) -> Result<Medium, Error> {
     let Some(text) = variable("BONFIRE_TRANSPORT") else { return Ok(Medium::Auto) };
     let medium = Medium::ALL.into_iter().find(|medium| medium.to_string() == text.trim());
-    medium.ok_or_else(|| Error::Config(format!("BONFIRE_TRANSPORT is '{text}': give auto, tcp or shm")))
+    medium.ok_or_else(|| {
+        Error::Config(format!("BONFIRE_TRANSPORT is '{text}': give auto, tcp, shm, mpi or mpi-blocking"))
+    })
 }
 
 fn number(variable: &impl Fn(&str) -> Option<String>, name: &str) -> Result<usize, Error> {

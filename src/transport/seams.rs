@@ -3,7 +3,7 @@
 use std::io;
 use std::ptr::NonNull;
 
-use crate::call::Tag;
+use crate::call::{Call, Tag};
 use crate::error::{Error, Site};
 use crate::partition::Parts;
 use crate::wait::Deadline;
@@ -112,7 +112,12 @@ pub trait Collectives: Send + Sync {
     /// Runs the operation.
     fn run(&self, site: &Site, buffers: &mut Buffers<'_>, deadline: &Deadline) -> Result<(), Fault>;
 
-    /// The group's table has a plan for this operation. An engine on which ranks wait for all others compares their
+    /// Whether this engine runs such an operation. Where it does not, a plan does. The same on all ranks.
+    fn serves(&self, _call: &Call) -> bool {
+        true
+    }
+
+    /// A plan runs this operation: the group's table says so, or this engine does not serve it. An engine on which ranks wait for all others compares their
     /// calls here, unless the transport finds out in its own way: of ranks that disagree, some may be in `run`.
     fn stand_aside(&self, _site: &Site, _deadline: &Deadline) -> Result<(), Fault> {
         Ok(())

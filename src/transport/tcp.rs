@@ -29,12 +29,16 @@ use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
 pub(crate) use self::beat::Silence;
 pub(crate) use self::board::Board;
-use self::control::Outgoing;
-pub(crate) use self::control::{Heard, Mesh, admit};
+pub(crate) use self::control::{Heard, Mesh, Outgoing, admit};
 use self::link::Link;
 pub(crate) use self::link::MOST;
 pub(crate) use self::watch::Watch;
 pub(crate) use self::word::{News, Standing, Word};
+#[cfg(feature = "mpi")]
+pub(crate) use self::{
+    board::verdict,
+    control::{Message, hear},
+};
 use super::invitation::{Door, Invitation};
 use super::{Fault, Transport};
 use crate::auth::Member;

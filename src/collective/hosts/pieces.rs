@@ -4,7 +4,7 @@
 use std::sync::mpsc::channel;
 
 use crate::error::Error;
-use crate::group::Scratch;
+use crate::scratch::Scratch;
 use crate::transport::Fault;
 
 /// Bytes of a piece. Each waits for the slowest host at every step of its plan, and before the first crosses and after

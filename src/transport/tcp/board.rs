@@ -293,7 +293,7 @@ impl State {
 }
 
 /// The mismatch among `calls`, once every rank's is known.
-pub(super) fn verdict(sequence: u64, calls: &[Option<Call>]) -> Option<Error> {
+pub(crate) fn verdict(sequence: u64, calls: &[Option<Call>]) -> Option<Error> {
     let calls: Option<Vec<(usize, Call)>> = calls.iter().enumerate().map(|(r, call)| Some((r, (*call)?))).collect();
     let calls = calls?;
     calls.iter().any(|(_, call)| *call != calls[0].1).then_some(Error::Mismatch { sequence, calls })

@@ -46,9 +46,23 @@ pub(crate) enum Outgoing {
     Farewell { panicked: bool },
 }
 
+impl Outgoing {
+    /// What is said, and to whom if not to all peers.
+    pub fn message(self) -> (Message, Option<usize>) {
+        match self {
+            Outgoing::Calling(site) => (Message::Calling(site), None),
+            Outgoing::Called(peer, site) => (Message::Called(site), Some(peer)),
+            Outgoing::Failed(error, completed) => (Message::Failed(error, completed), None),
+            Outgoing::Invites(peer, invitation) => (Message::Invites(invitation), Some(peer)),
+            Outgoing::Word(word) => (Message::Word(word), None),
+            Outgoing::Farewell { panicked } => (Message::Farewell { panicked }, None),
+        }
+    }
+}
+
 /// Between control threads.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(super) enum Message {
+pub(crate) enum Message {
     /// Nothing but a word: this rank is there.
     Here,
     Calling(Site),
@@ -96,14 +110,7 @@ pub(super) async fn run(
     }
     tokio::spawn(beat::run(board, writers.clone(), silence, news));
     while let Some(outgoing) = outgoing.recv().await {
-        let (message, only) = match outgoing {
-            Outgoing::Calling(site) => (Message::Calling(site), None),
-            Outgoing::Called(peer, site) => (Message::Called(site), Some(peer)),
-            Outgoing::Failed(error, completed) => (Message::Failed(error, completed), None),
-            Outgoing::Invites(peer, invitation) => (Message::Invites(invitation), Some(peer)),
-            Outgoing::Word(word) => (Message::Word(word), None),
-            Outgoing::Farewell { panicked } => (Message::Farewell { panicked }, None),
-        };
+        let (message, only) = outgoing.message();
         for (peer, writer) in writers.iter().enumerate() {
             if let Some(writer) = writer.as_ref().filter(|_| only.is_none_or(|only| only == peer)) {
                 let _ = writer.send(message.clone());
@@ -141,30 +148,18 @@ async fn read(
         let message = frame::read::<Message>(&mut stream).await;
         board.speaks(peer);
         match message {
-            Ok(Some(Message::Here)) => {}
-            Ok(Some(Message::Calling(site))) => {
-                if let Some(mine) = board.hear(peer, site, true) {
-                    let _ = answers.send(Message::Called(mine));
-                }
-            }
-            Ok(Some(Message::Called(site))) => {
-                board.hear(peer, site, false);
-            }
-            Ok(Some(Message::Failed(error, completed))) => {
-                board.fail(Fault::Failed(error), completed);
-            }
             Ok(Some(Message::Word(word))) => {
                 board.moves(peer);
                 let _ = news.send((peer, News::Said(word)));
             }
-            Ok(Some(Message::Invites(invitation))) => board.invited(peer, invitation),
-            Ok(Some(Message::Farewell { panicked })) => {
-                if panicked {
-                    board.lost(peer, "its thread panicked".into());
-                } else {
-                    board.left(peer);
+            Ok(Some(message)) => {
+                let farewell = matches!(message, Message::Farewell { .. });
+                if let Some(answer) = hear(board, peer, message) {
+                    let _ = answers.send(answer);
                 }
-                return News::Left;
+                if farewell {
+                    return News::Left;
+                }
             }
             Ok(None) => {
                 board.lost(peer, "its connection was closed".into());
@@ -177,6 +172,20 @@ async fn read(
         }
         spoke = true;
     }
+}
+
+/// Puts on the board what `peer` says, but for words of going on; gives the answer, if there is one.
+pub(crate) fn hear(board: &Board, peer: usize, message: Message) -> Option<Message> {
+    match message {
+        Message::Calling(site) => return board.hear(peer, site, true).map(Message::Called),
+        Message::Called(site) => drop(board.hear(peer, site, false)),
+        Message::Failed(error, completed) => board.fail(Fault::Failed(error), completed),
+        Message::Invites(invitation) => board.invited(peer, invitation),
+        Message::Farewell { panicked: true } => drop(board.lost(peer, "its thread panicked".into())),
+        Message::Farewell { panicked: false } => board.left(peer),
+        Message::Here | Message::Word(_) => {}
+    }
+    None
 }
 
 /// Takes data connections from ranks of this session; everybody else is turned away.

@@ -22,6 +22,12 @@ pub enum Transport {
     Shm,
     /// Processes in shared memory on a host and over TCP between hosts
     Auto,
+    /// Processes that MPI's launcher started, on MPI
+    #[cfg(feature = "mpi")]
+    Mpi,
+    /// The same, by calls that block in MPI
+    #[cfg(feature = "mpi")]
+    MpiBlocking,
 }
 
 impl fmt::Display for Transport {
@@ -31,6 +37,10 @@ impl fmt::Display for Transport {
             Transport::Tcp => "tcp",
             Transport::Shm => "shm",
             Transport::Auto => "auto",
+            #[cfg(feature = "mpi")]
+            Transport::Mpi => "mpi",
+            #[cfg(feature = "mpi")]
+            Transport::MpiBlocking => "mpi-blocking",
         })
     }
 }
@@ -50,6 +60,9 @@ pub enum RanksError {
     Print(#[from] io::Error),
     #[error("cannot draw {0}: {1}")]
     Draw(PathBuf, String),
+    #[cfg(feature = "mpi")]
+    #[error("MPI's launcher starts the ranks: mpirun -n {0} bonfire perf ... --transport mpi")]
+    NotByMpi(u32),
     #[cfg(not(unix))]
     #[error("TCP needs a unix system")]
     Platform,
@@ -62,7 +75,17 @@ pub fn measure(
 ) -> Result<u8, RanksError> {
     let wrong = match common.transport {
         Transport::Local => threads(with_algorithms(Builder::default(), common), common.ranks, work)?,
+        #[cfg(feature = "mpi")]
+        Transport::Mpi | Transport::MpiBlocking if launched().is_none() => {
+            return Err(RanksError::NotByMpi(common.ranks));
+        }
         _ if launched().is_none() => return processes(common.ranks),
+        #[cfg(feature = "mpi")]
+        Transport::Mpi => work(&with_algorithms(Builder::from_env()?, common).transport(Medium::Mpi).connect()?)?,
+        #[cfg(feature = "mpi")]
+        Transport::MpiBlocking => {
+            work(&with_algorithms(Builder::from_env()?, common).transport(Medium::MpiBlocking).connect()?)?
+        }
         #[cfg(unix)]
         Transport::Tcp => work(&with_algorithms(Builder::from_env()?, common).transport(Medium::Tcp).connect()?)?,
         #[cfg(unix)]
@@ -82,6 +105,9 @@ fn with_algorithms(builder: Builder, common: &Common) -> Builder {
 /// The number of ranks where a launcher started this process as one of them. What the group makes of a number that is
 /// malformed, it says itself.
 pub fn launched() -> Option<u32> {
+    if let Ok(ranks) = std::env::var("OMPI_COMM_WORLD_SIZE") {
+        return ranks.parse().ok();
+    }
     std::env::var_os("BONFIRE_RANK")?;
     Some(std::env::var("BONFIRE_WORLD_SIZE").ok().and_then(|ranks| ranks.trim().parse().ok()).unwrap_or(1))
 }

@@ -1,0 +1,106 @@
+//! What ranks tell each other besides data: failures, farewells, and what they called.
+//!
+//! The words are those of the control connections between processes. Here they are messages of MPI, which a rank reads when it is in
+//! an operation, or begins one.
+
+use std::ffi::c_int;
+use std::sync::Mutex;
+
+use tokio::sync::mpsc::UnboundedReceiver;
+
+use super::comm::{Comm, Request};
+use super::library::Held;
+use crate::error::Error;
+use crate::transport::frame;
+use crate::transport::tcp::{Message, Outgoing};
+use crate::wait::lock;
+
+/// MPI's tag of these messages.
+const TAG: c_int = 4;
+
+/// One group's.
+pub(super) struct Plane {
+    comm: Comm,
+    /// What this rank's operations have to say.
+    outgoing: UnboundedReceiver<Outgoing>,
+    /// On their way, with what MPI reads.
+    sending: Vec<(Request, Vec<u8>)>,
+    /// Who has said farewell: nothing more comes from there.
+    farewells: Vec<bool>,
+}
+
+impl Plane {
+    pub fn new(comm: Comm, outgoing: UnboundedReceiver<Outgoing>) -> Plane {
+        let farewells = (0..comm.size).map(|rank| rank == comm.rank).collect();
+        Plane { comm, outgoing, sending: Vec::new(), farewells }
+    }
+
+    /// Says what there is to say, and hears what has come: `hear` gives an answer, if there is one.
+    pub fn pump(&mut self, held: &Held, hear: impl Fn(usize, Message) -> Option<Message>) -> Result<(), Error> {
+        while let Ok(outgoing) = self.outgoing.try_recv() {
+            let (message, only) = outgoing.message();
+            let Comm { rank, size, .. } = self.comm;
+            for peer in (0..size).filter(|peer| *peer != rank && only.is_none_or(|only| only == *peer)) {
+                self.say(peer, &message, held)?;
+            }
+        }
+        while let Some((peer, bytes)) = self.comm.next(TAG, held)? {
+            let message = frame::decode(bytes.get(4..).unwrap_or_default());
+            let message = message.map_err(|e| Error::io(format!("reading a word of rank {peer}"), e))?;
+            self.farewells[peer] |= matches!(message, Message::Farewell { .. });
+            if let Some(answer) = hear(peer, message) {
+                self.say(peer, &answer, held)?;
+            }
+        }
+        self.sent(held)?;
+        Ok(())
+    }
+
+    /// Whether all that was said is on its way.
+    pub fn sent(&mut self, held: &Held) -> Result<bool, Error> {
+        for place in (0..self.sending.len()).rev() {
+            if self.sending[place].0.done(held)?.is_some() {
+                self.sending.swap_remove(place);
+            }
+        }
+        Ok(self.sending.is_empty())
+    }
+
+    fn say(&mut self, peer: usize, message: &Message, held: &Held) -> Result<(), Error> {
+        let bytes = frame::encode(message).map_err(|e| Error::io("writing a word", e))?;
+        // SAFETY: the bytes are kept, where they are, until the request is done: see `sending` and `drop`.
+        let request = unsafe { self.comm.send(&bytes, peer, TAG, held)? };
+        self.sending.push((request, bytes));
+        Ok(())
+    }
+}
+
+impl Drop for Plane {
+    fn drop(&mut self) {
+        self.sending.drain(..).for_each(|(request, bytes)| request.abandon(bytes));
+    }
+}
+
+/// Communicators of groups that this rank has left, where other ranks have not.
+static RETIRED: Mutex<Vec<Plane>> = Mutex::new(Vec::new());
+
+/// Keeps the communicator until nothing can come on it any more: the next one may get its number.
+pub(super) fn retire(plane: Plane) {
+    lock(&RETIRED).push(plane);
+}
+
+/// Frees what all ranks have left; whether there is nothing else. What still comes there is dropped.
+pub(super) fn sweep(held: &Held) -> bool {
+    let mut retired = lock(&RETIRED);
+    retired.retain_mut(|plane| {
+        if let Err(error) = plane.pump(held, |_, _| None) {
+            log::warn!("on a communicator that this rank has left: {error}");
+        }
+        let over = plane.farewells.iter().all(|left| *left) && plane.sending.is_empty();
+        if over {
+            plane.comm.free(held);
+        }
+        !over
+    });
+    retired.is_empty()
+}

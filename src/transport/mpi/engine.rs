@@ -1,0 +1,365 @@
+//! Operations as MPI's own.
+
+use std::ffi::{c_int, c_void};
+use std::ops::Range;
+use std::ptr;
+
+use mpi_sys as mpi;
+
+use super::Mpi;
+use super::comm::count;
+use super::library::hold;
+use super::types::{self, Sum};
+use crate::call::{Call, Operation};
+use crate::dtype::{DType, ReduceOp};
+use crate::error::{Error, Site};
+use crate::partition::Parts;
+use crate::reduce::{self, Kernel};
+use crate::scratch::Scratch;
+use crate::transport::{Buffers, Fault};
+use crate::wait::Deadline;
+
+/// What operations need besides the caller's memory.
+#[derive(Default)]
+pub(super) struct Memory {
+    /// A whole, as MPI gets it.
+    whole: Scratch,
+    /// What comes out, where it is not what the caller wants yet.
+    result: Scratch,
+    /// How many elements each rank has, and where they begin.
+    counts: Vec<c_int>,
+    starts: Vec<c_int>,
+}
+
+/// Whether MPI can run it: its counts are numbers of 31 bits, and it needs an element that is exact enough.
+pub(super) fn serves(call: &Call) -> bool {
+    count(call.count).is_ok() && call.reduction.is_none_or(|op| types::sum(call.dtype, op).is_some())
+}
+
+/// One operation on one rank.
+#[derive(Clone, Copy)]
+pub(super) struct Run<'a> {
+    pub mpi: &'a Mpi,
+    pub site: &'a Site,
+    pub deadline: &'a Deadline,
+}
+
+/// Calls a function of MPI, or the one that begins the same and gives a request.
+macro_rules! run {
+    ($run:ident, $blocks:ident or $begins:ident, $($argument:expr),* $(,)?) => {
+        $run.mpi.call(stringify!($blocks), $run.site, $run.deadline, |request| match request {
+            // SAFETY: the addresses are of as many elements as the counts say: `fits` has compared the caller's memory with
+            // the call, and the rest is made for it. All of it is borrowed until the operation is done, and what is
+            // written exclusively.
+            None => unsafe { mpi::$blocks($($argument),*) },
+            // SAFETY: as above.
+            Some(request) => unsafe { mpi::$begins($($argument),*, request) },
+        })
+    };
+}
+
+impl Run<'_> {
+    /// Runs it, and returns when MPI is done with the caller's memory.
+    pub fn run(self, memory: &mut Memory, buffers: &mut Buffers<'_>) -> Result<(), Fault> {
+        let call = &self.site.call;
+        fits(call, buffers, self.rank(), self.ranks()).map_err(Fault::Failed)?;
+        let comm = self.mpi.comm.raw();
+        match (call.operation, call.reduction) {
+            (Operation::Barrier, _) => run!(self, MPI_Barrier or MPI_Ibarrier, comm),
+            (Operation::Broadcast, _) => {
+                if let Some(input) = buffers.input.filter(|_| self.is_root()) {
+                    buffers.output.copy_from_slice(input);
+                }
+                let (data, elements) = (target(buffers.output), number(call.count)?);
+                let (element, root) = (types::moved(call.dtype.size()), self.root());
+                run!(self, MPI_Bcast or MPI_Ibcast, data, elements, element, root, comm)
+            }
+            (_, Some(op)) => {
+                let kernel = reduce::kernel(call.dtype, op);
+                self.divide(memory, buffers.parts)?;
+                match types::sum(call.dtype, op) {
+                    Some(Sum::Same) => self.reduce(op, &kernel, memory, buffers),
+                    Some(Sum::Wide(wide)) => self.reduce_wide((wide, op), &kernel, memory, buffers),
+                    None => Err(self.foreign()),
+                }
+            }
+            (_, None) => {
+                self.divide(memory, buffers.parts)?;
+                self.gather(memory, buffers)
+            }
+        }
+    }
+
+    /// From the caller's memory to the caller's memory.
+    fn reduce(
+        self,
+        op: ReduceOp,
+        kernel: &Kernel,
+        memory: &mut Memory,
+        buffers: &mut Buffers<'_>,
+    ) -> Result<(), Fault> {
+        let scatters = self.site.call.operation == Operation::ReduceScatter;
+        let in_place = self.mpi.library.in_place();
+        let input = match (buffers.input, in_place) {
+            (Some(input), _) => source(input),
+            (None, _) if !self.gets_result() => source(buffers.output),
+            // In place, MPI would leave a part of the result where the whole begins.
+            (None, Some(in_place)) if !scatters => in_place,
+            (None, _) => source(copy(&mut memory.whole, buffers.output)),
+        };
+        let own = self.own(buffers.parts);
+        let output = match buffers.input {
+            None if scatters => &mut buffers.output[own],
+            _ => &mut *buffers.output,
+        };
+        self.reduction((self.site.call.dtype, op), input, target(output), &memory.counts)?;
+        if let Some(divide) = kernel.divide.filter(|_| self.gets_result()) {
+            divide(output, self.ranks());
+        }
+        Ok(())
+    }
+
+    /// Through wider elements, and rounded once.
+    fn reduce_wide(
+        self,
+        (wide, op): (DType, ReduceOp),
+        kernel: &Kernel,
+        memory: &mut Memory,
+        buffers: &mut Buffers<'_>,
+    ) -> Result<(), Fault> {
+        let call = &self.site.call;
+        let own = self.own(buffers.parts);
+        let scatters = call.operation == Operation::ReduceScatter;
+        let Memory { whole, result, counts, .. } = memory;
+        let widened = whole.bytes(call.count * kernel.accumulator);
+        (kernel.load)(widened, buffers.input.unwrap_or(buffers.output));
+        let elements = if scatters { own.len() / call.dtype.size() } else { call.count };
+        let sums = result.bytes(elements * kernel.accumulator);
+        self.reduction((wide, op), source(widened), target(sums), counts)?;
+        if self.gets_result() {
+            let output = match buffers.input {
+                None if scatters => &mut buffers.output[own],
+                _ => &mut *buffers.output,
+            };
+            (kernel.store)(output, sums, self.ranks());
+        }
+        Ok(())
+    }
+
+    /// The reduction of elements of `dtype`.
+    fn reduction(
+        self,
+        (dtype, op): (DType, ReduceOp),
+        input: *const c_void,
+        output: *mut c_void,
+        counts: &[c_int],
+    ) -> Result<(), Fault> {
+        let call = &self.site.call;
+        let (comm, root, elements) = (self.mpi.comm.raw(), self.root(), number(call.count)?);
+        let (element, op) = (types::reduced(dtype, op), types::operation(&hold(), dtype, op).map_err(Fault::Failed)?);
+        match call.operation {
+            Operation::AllReduce => {
+                run!(self, MPI_Allreduce or MPI_Iallreduce, input, output, elements, element, op, comm)
+            }
+            Operation::Reduce => {
+                run!(self, MPI_Reduce or MPI_Ireduce, input, output, elements, element, op, root, comm)
+            }
+            Operation::ReduceScatter => match even(counts) {
+                Some(each) => run!(
+                    self,
+                    MPI_Reduce_scatter_block or MPI_Ireduce_scatter_block,
+                    input,
+                    output,
+                    each,
+                    element,
+                    op,
+                    comm
+                ),
+                None => {
+                    let counts = counts.as_ptr();
+                    run!(self, MPI_Reduce_scatter or MPI_Ireduce_scatter, input, output, counts, element, op, comm)
+                }
+            },
+            _ => Err(self.foreign()),
+        }
+    }
+
+    /// The operations that move parts. Some ranks may work in place and others not, which MPI does not allow: an input
+    /// that is in the output is copied.
+    fn gather(self, memory: &mut Memory, buffers: &mut Buffers<'_>) -> Result<(), Fault> {
+        let call = &self.site.call;
+        let Memory { whole, counts, starts, .. } = memory;
+        let even = even(counts);
+        let (counts, starts) = (counts.as_ptr(), starts.as_ptr());
+        let (comm, root, element) = (self.mpi.comm.raw(), self.root(), types::moved(call.dtype.size()));
+        let own = self.own(buffers.parts);
+        let elements = number(own.len() / call.dtype.size())?;
+        let input = match (buffers.input, call.operation) {
+            (Some(input), _) => source(input),
+            (None, Operation::AllGather | Operation::Gather) => source(copy(whole, &buffers.output[own.clone()])),
+            (None, Operation::Scatter) if !self.is_root() => ptr::null(),
+            (None, _) => source(copy(whole, buffers.output)),
+        };
+        let output = match (buffers.input, call.operation) {
+            (None, Operation::Scatter) => target(&mut buffers.output[own]),
+            _ => target(buffers.output),
+        };
+        match (call.operation, even) {
+            (Operation::AllGather, Some(each)) => {
+                run!(self, MPI_Allgather or MPI_Iallgather, input, each, element, output, each, element, comm)
+            }
+            (Operation::AllGather, None) => run!(
+                self,
+                MPI_Allgatherv or MPI_Iallgatherv,
+                input,
+                elements,
+                element,
+                output,
+                counts,
+                starts,
+                element,
+                comm
+            ),
+            (Operation::Gather, _) => run!(
+                self,
+                MPI_Gatherv or MPI_Igatherv,
+                input,
+                elements,
+                element,
+                output,
+                counts,
+                starts,
+                element,
+                root,
+                comm
+            ),
+            (Operation::Scatter, _) => run!(
+                self,
+                MPI_Scatterv or MPI_Iscatterv,
+                input,
+                counts,
+                starts,
+                element,
+                output,
+                elements,
+                element,
+                root,
+                comm
+            ),
+            (Operation::AllToAll, Some(each)) => {
+                run!(self, MPI_Alltoall or MPI_Ialltoall, input, each, element, output, each, element, comm)
+            }
+            _ => Err(self.foreign()),
+        }
+    }
+
+    fn rank(self) -> usize {
+        self.mpi.comm.rank
+    }
+
+    fn ranks(self) -> usize {
+        self.mpi.comm.size
+    }
+
+    fn root(self) -> c_int {
+        self.site.call.root.unwrap_or(0) as c_int
+    }
+
+    fn is_root(self) -> bool {
+        self.site.call.root == Some(self.rank())
+    }
+
+    /// Whether this rank gets the result, or a part of it.
+    fn gets_result(self) -> bool {
+        self.site.call.root.is_none_or(|root| root == self.rank())
+    }
+
+    /// This rank's part of the whole, in bytes.
+    fn own(self, parts: Parts<'_>) -> Range<usize> {
+        own(&self.site.call, parts, self.rank(), self.ranks())
+    }
+
+    /// Fills in how many elements each rank has, and where they begin.
+    fn divide(self, memory: &mut Memory, parts: Parts<'_>) -> Result<(), Fault> {
+        let Memory { counts, starts, .. } = memory;
+        counts.clear();
+        starts.clear();
+        for rank in 0..self.ranks() {
+            let part = parts.part(self.site.call.count, self.ranks(), rank);
+            counts.push(number(part.len())?);
+            starts.push(number(part.start)?);
+        }
+        Ok(())
+    }
+
+    fn foreign(self) -> Fault {
+        Fault::Failed(Error::argument(self.site.call.operation, "it is no operation of MPI's"))
+    }
+}
+
+/// Where no bytes are. MPI wants addresses of its own even there: those of Rust's empty slices are the same for input and
+/// output, and for single bytes what stands for "in place" in some libraries.
+static NOTHING: [u64; 2] = [0; 2];
+
+/// Where bytes are, that MPI reads.
+fn source(bytes: &[u8]) -> *const c_void {
+    if bytes.is_empty() { (&raw const NOTHING[0]).cast() } else { bytes.as_ptr().cast() }
+}
+
+/// Where bytes are, that MPI writes: none, where there are none.
+fn target(bytes: &mut [u8]) -> *mut c_void {
+    if bytes.is_empty() { (&raw const NOTHING[1]).cast_mut().cast() } else { bytes.as_mut_ptr().cast() }
+}
+
+fn copy<'a>(to: &'a mut Scratch, bytes: &[u8]) -> &'a [u8] {
+    let to = to.bytes(bytes.len());
+    to.copy_from_slice(bytes);
+    to
+}
+
+fn number(len: usize) -> Result<c_int, Fault> {
+    count(len).map_err(Fault::Failed)
+}
+
+/// The length of every part, where they have one.
+fn even(counts: &[c_int]) -> Option<c_int> {
+    let first = *counts.first()?;
+    counts.iter().all(|count| *count == first).then_some(first)
+}
+
+/// The part of `rank`, in bytes.
+fn own(call: &Call, parts: Parts<'_>, rank: usize, ranks: usize) -> Range<usize> {
+    let part = parts.part(call.count, ranks, rank);
+    part.start * call.dtype.size()..part.end * call.dtype.size()
+}
+
+/// Refuses buffers that are not as long as [`Buffers`] says: MPI would go past their ends.
+fn fits(call: &Call, buffers: &Buffers<'_>, rank: usize, ranks: usize) -> Result<(), Error> {
+    let whole = call.bytes();
+    let part = own(call, buffers.parts, rank, ranks).len();
+    let root = call.root.is_none_or(|root| root == rank);
+    let at_root = |bytes: usize| if root { bytes } else { 0 };
+    let parts = buffers.parts.start(call.count, ranks, ranks) == call.count;
+    let (input, output) = match (call.operation, buffers.input.is_some()) {
+        (Operation::Barrier, _) => (0, 0),
+        (Operation::AllReduce | Operation::AllToAll, _) | (_, false) => (whole, whole),
+        (Operation::Broadcast, _) => (at_root(whole), whole),
+        (Operation::Reduce, _) => (whole, at_root(whole)),
+        (Operation::AllGather, _) => (part, whole),
+        (Operation::Gather, _) => (part, at_root(whole)),
+        (Operation::ReduceScatter, _) => (whole, part),
+        (Operation::Scatter, _) => (at_root(whole), part),
+        _ => return Err(Error::argument(call.operation, "it is no operation of MPI's")),
+    };
+    let given = buffers.input.map(<[u8]>::len);
+    // What a rank that is not the root has besides is not looked at.
+    let right = given.is_none_or(|given| given == input || !root && input == 0)
+        && (buffers.output.len() == output || !root && output == 0);
+    if parts && right {
+        return Ok(());
+    }
+    let given =
+        given.map_or(String::new(), |given| format!("an input of {given} bytes, where {input} are needed, and "));
+    let reason = format!("{given}an output of {} bytes, where {output} are needed", buffers.output.len());
+    Err(Error::argument(call.operation, reason))
+}

@@ -1,0 +1,153 @@
+//! Elements and reductions in MPI's terms.
+
+use std::ffi::{c_int, c_void};
+use std::sync::OnceLock;
+
+use mpi_sys as mpi;
+
+use super::library::{Held, check};
+use crate::dtype::{DType, ReduceOp};
+use crate::error::Error;
+use crate::reduce;
+
+/// What MPI adds up in the place of an element, which the kernel converts to and from.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub(super) enum Sum {
+    /// The element itself.
+    Same,
+    /// f16 and bf16 as f32, means of short integers as 64 bits: rounded once.
+    Wide(DType),
+}
+
+/// What carries the reduction; none where MPI has no element that is exact enough (the mean of 64-bit integers).
+pub(super) fn sum(dtype: DType, op: ReduceOp) -> Option<Sum> {
+    let kernel = reduce::kernel(dtype, op);
+    match (kernel.wide, kernel.accumulator) {
+        (false, _) => Some(Sum::Same),
+        (true, 4) => Some(Sum::Wide(DType::F32)),
+        (true, 8) => Some(Sum::Wide(DType::I64)),
+        (true, _) => None,
+    }
+}
+
+/// MPI's type for elements that are reduced by `op`.
+pub(super) fn reduced(dtype: DType, op: ReduceOp) -> mpi::MPI_Datatype {
+    let ordered = matches!(op, ReduceOp::Max | ReduceOp::Min);
+    // SAFETY: constants of the library, which are there as long as it is.
+    unsafe {
+        match dtype {
+            DType::F32 => mpi::RSMPI_FLOAT,
+            DType::F64 => mpi::RSMPI_DOUBLE,
+            DType::I8 if ordered => mpi::RSMPI_INT8_T,
+            DType::I16 if ordered => mpi::RSMPI_INT16_T,
+            DType::I32 if ordered => mpi::RSMPI_INT32_T,
+            DType::I64 if ordered => mpi::RSMPI_INT64_T,
+            // Sums and products have the same bits with and without a sign, and only without one may they overflow in C.
+            _ => moved(dtype.size()),
+        }
+    }
+}
+
+/// MPI's type for elements of so many bytes that are only moved.
+pub(super) fn moved(size: usize) -> mpi::MPI_Datatype {
+    // SAFETY: as in `reduced`.
+    unsafe {
+        match size {
+            1 => mpi::RSMPI_UINT8_T,
+            2 => mpi::RSMPI_UINT16_T,
+            4 => mpi::RSMPI_UINT32_T,
+            _ => mpi::RSMPI_UINT64_T,
+        }
+    }
+}
+
+/// MPI's reduction of elements of `dtype`.
+pub(super) fn operation(held: &Held, dtype: DType, op: ReduceOp) -> Result<mpi::MPI_Op, Error> {
+    let float = matches!(dtype, DType::F32 | DType::F64);
+    // SAFETY: as in `reduced`.
+    unsafe {
+        Ok(match op {
+            ReduceOp::Sum | ReduceOp::Mean => mpi::RSMPI_SUM,
+            ReduceOp::Product => mpi::RSMPI_PROD,
+            ReduceOp::Max | ReduceOp::Min if float => Extremes::get(held)?.of(dtype, op),
+            ReduceOp::Max => mpi::RSMPI_MAX,
+            ReduceOp::Min => mpi::RSMPI_MIN,
+        })
+    }
+}
+
+/// The largest and smallest of floats, where a NaN on any rank gives NaN. MPI's own compare, and lose it.
+struct Extremes([[mpi::MPI_Op; 2]; 2]);
+
+// SAFETY: names of what MPI keeps, used by whoever is in its turn.
+unsafe impl Send for Extremes {}
+// SAFETY: as above.
+unsafe impl Sync for Extremes {}
+
+impl Extremes {
+    fn get(_held: &Held) -> Result<&'static Extremes, Error> {
+        static EXTREMES: OnceLock<Extremes> = OnceLock::new();
+        if let Some(extremes) = EXTREMES.get() {
+            return Ok(extremes);
+        }
+        let make = |function: Fold| {
+            let mut op = std::mem::MaybeUninit::uninit();
+            // SAFETY: the function is one that MPI may call for as long as the process lives; the order of ranks does not
+            // matter to it. Where MPI says that it has succeeded, the operation is there.
+            unsafe {
+                check("MPI_Op_create", mpi::MPI_Op_create(Some(function), 1, op.as_mut_ptr()))?;
+                Ok::<_, Error>(op.assume_init())
+            }
+        };
+        let of = |max: Fold, min: Fold| Ok::<_, Error>([make(max)?, make(min)?]);
+        let f32s = of(fold::<{ DType::F32 as u8 }, true>, fold::<{ DType::F32 as u8 }, false>)?;
+        let f64s = of(fold::<{ DType::F64 as u8 }, true>, fold::<{ DType::F64 as u8 }, false>)?;
+        Ok(EXTREMES.get_or_init(|| Extremes([f32s, f64s])))
+    }
+
+    fn of(&self, dtype: DType, op: ReduceOp) -> mpi::MPI_Op {
+        self.0[usize::from(dtype == DType::F64)][usize::from(op == ReduceOp::Min)]
+    }
+}
+
+type Fold = unsafe extern "C" fn(*mut c_void, *mut c_void, *mut c_int, *mut mpi::MPI_Datatype);
+
+/// `both = input + both`, where `+` stands for the reduction. MPI calls it with vectors of so many elements.
+unsafe extern "C" fn fold<const DTYPE: u8, const MAX: bool>(
+    input: *mut c_void,
+    both: *mut c_void,
+    len: *mut c_int,
+    _dtype: *mut mpi::MPI_Datatype,
+) {
+    let dtype = DType::ALL[usize::from(DTYPE)];
+    let kernel = reduce::kernel(dtype, if MAX { ReduceOp::Max } else { ReduceOp::Min });
+    // SAFETY: MPI gives two vectors of so many elements of the type that the operation is called with, which it has
+    // aligned for them, and of which only the second is written.
+    unsafe {
+        let bytes = usize::try_from(*len).unwrap_or(0) * dtype.size();
+        let input = std::slice::from_raw_parts(input.cast::<u8>(), bytes);
+        let both = std::slice::from_raw_parts_mut(both.cast::<u8>(), bytes);
+        (kernel.fold)(both, input);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_reduction_has_an_element_that_is_exact_enough_or_none() {
+        for dtype in DType::ALL {
+            for op in ReduceOp::ALL {
+                let want = match dtype {
+                    DType::F16 | DType::BF16 => Some(Sum::Wide(DType::F32)),
+                    DType::I64 | DType::U64 if op == ReduceOp::Mean => None,
+                    DType::F32 | DType::F64 => Some(Sum::Same),
+                    _ if op == ReduceOp::Mean => Some(Sum::Wide(DType::I64)),
+                    _ => Some(Sum::Same),
+                };
+                assert_eq!(sum(dtype, op), want, "{dtype} {op}");
+            }
+        }
+    }
+}

@@ -1,0 +1,343 @@
+//! Groups on MPI: a test starts its own binary again under `mpirun`, as so many ranks, with only that test in it.
+//!
+//! `BONFIRE_TEST_MPIRUN` names another launcher than `mpirun`.
+
+mod common;
+#[path = "conformance/matrix.rs"]
+mod matrix;
+#[path = "conformance/varied.rs"]
+mod varied;
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+use std::sync::{Mutex, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use bonfire::{Algorithm, Builder, Error, Group, Medium, Operation, ReduceOp};
+use half::{bf16, f16};
+use matrix::{check, check_all_types, lengths};
+
+/// The folder in which the ranks of a test leave signs for each other.
+const FOLDER: &str = "BONFIRE_TEST_FOLDER";
+/// How many ranks a test has.
+const RANKS: &str = "BONFIRE_TEST_RANKS";
+
+/// Runs the test `name` on `n` ranks, with these variables besides, and gives what came of it, and on how many ranks it
+/// passed.
+fn launch(name: &str, n: usize, variables: &[(&str, &str)]) -> (Output, usize) {
+    // Ranks of one test have to share the processors as it is.
+    static TURN: Mutex<()> = Mutex::new(());
+    let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+    let folder = tempfile::tempdir().unwrap();
+    let launcher = std::env::var("BONFIRE_TEST_MPIRUN").unwrap_or("mpirun".into());
+    let mut command = Command::new(launcher);
+    command.args(["-n", &n.to_string()]).arg(std::env::current_exe().unwrap());
+    command.args([name, "--exact", "--nocapture", "--test-threads=1"]);
+    command.env(FOLDER, folder.path()).env(RANKS, n.to_string()).env_remove("BONFIRE_TRANSPORT");
+    // Open MPI 4 and 5 otherwise refuse more ranks than there are cores, and root, which containers run as.
+    command.env("OMPI_MCA_rmaps_base_oversubscribe", "1");
+    command.env("PRTE_MCA_rmaps_default_mapping_policy", ":oversubscribe");
+    command.envs([("OMPI_ALLOW_RUN_AS_ROOT", "1"), ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")]);
+    command.envs(variables.iter().copied());
+    let output = command.output().expect("MPI's launcher starts");
+    let passed = signs(folder.path(), "passed");
+    (output, passed)
+}
+
+/// Where ranks have left signs, if this is one.
+fn folder() -> Option<PathBuf> {
+    std::env::var_os(FOLDER).map(PathBuf::from)
+}
+
+/// How many ranks have left this sign.
+fn signs(folder: &Path, name: &str) -> usize {
+    let files = std::fs::read_dir(folder).unwrap().map(|file| file.unwrap().file_name().into_string().unwrap());
+    files.filter(|file| file.starts_with(name)).count()
+}
+
+fn sign(name: &str) {
+    std::fs::write(folder().unwrap().join(format!("{name}-{}", std::process::id())), "").unwrap();
+}
+
+/// Waits until so many ranks have left this sign, which takes them through no operation.
+fn await_signs(name: &str, count: usize) {
+    let start = Instant::now();
+    while signs(&folder().unwrap(), name) < count {
+        assert!(start.elapsed() < Duration::from_secs(60), "{count} ranks do not come to '{name}'");
+        thread::sleep(Duration::from_millis(2));
+    }
+}
+
+/// Whether the launcher is content with how the ranks end: it is not where they gave up what MPI still works on.
+#[derive(PartialEq)]
+enum Ends {
+    Well,
+    Anyhow,
+}
+
+/// Runs `rank` as every rank of `n`, on both of MPI's transports, or in a rank on its own.
+fn on_ranks(name: &str, worlds: &[usize], mediums: &[Medium], ends: Ends, rank: impl FnOnce(Builder)) {
+    if folder().is_some() {
+        let _ = env_logger::try_init();
+        rank(Builder::from_env().unwrap().deadline(Duration::from_secs(60)));
+        sign("passed");
+        // The launcher may end the others with the first that ends.
+        return await_signs("passed", std::env::var(RANKS).unwrap().parse().unwrap());
+    }
+    for medium in mediums {
+        for n in worlds {
+            let (output, passed) = launch(name, *n, &[("BONFIRE_TRANSPORT", &medium.to_string())]);
+            let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+            assert_eq!(passed, *n, "{medium}: not every rank has passed\n{out}\n{err}");
+            let well = output.status.success() || ends == Ends::Anyhow;
+            assert!(well, "{medium}, {n} ranks: {}\n{out}\n{err}", output.status);
+        }
+    }
+}
+
+const BOTH: [Medium; 2] = [Medium::Mpi, Medium::MpiBlocking];
+
+#[test]
+fn all_operations_types_and_lengths() {
+    on_ranks("all_operations_types_and_lengths", &[1, 2, 3, 4], &BOTH, Ends::Well, |builder| {
+        let group = builder.connect().unwrap();
+        check_all_types(&group, &lengths(group.world_size()));
+        check::<f32>(&group, 200_003);
+        varied::check::<f32>(&group, 100_003);
+        check::<f16>(&group, 300_001);
+        for len in [0, 3, 1000] {
+            varied::check_batch(&group, len);
+        }
+    });
+}
+
+#[test]
+fn plans_on_messages() {
+    on_ranks("plans_on_messages", &[3], &BOTH, Ends::Well, |builder| {
+        for algorithm in Algorithm::ALL {
+            let group = builder.clone().algorithms(algorithm).connect().unwrap();
+            for len in [0, 2, 7, 1000, 140_001] {
+                check::<f32>(&group, len);
+                check::<bf16>(&group, len);
+            }
+        }
+    });
+}
+
+#[test]
+fn a_nan_on_any_rank_is_the_largest_and_the_smallest() {
+    fn extremes<T: bonfire::Element>(group: &Group, nan: T, one: T, is_nan: impl Fn(T) -> bool) {
+        for op in [ReduceOp::Max, ReduceOp::Min] {
+            for place in 0..group.world_size() {
+                let mut data = vec![one; 3];
+                if group.rank() == place {
+                    data[1] = nan;
+                }
+                group.all_reduce(&mut data, op).unwrap();
+                assert!(data[0] == one && is_nan(data[1]) && data[2] == one, "{op} of {} at {place}", T::DTYPE);
+            }
+        }
+    }
+    on_ranks("a_nan_on_any_rank_is_the_largest_and_the_smallest", &[3], &BOTH, Ends::Well, |builder| {
+        let group = builder.connect().unwrap();
+        extremes(&group, f32::NAN, 1.0, f32::is_nan);
+        extremes(&group, f64::NAN, 1.0, f64::is_nan);
+        extremes(&group, f16::NAN, f16::ONE, f16::is_nan);
+        extremes(&group, bf16::NAN, bf16::ONE, bf16::is_nan);
+    });
+}
+
+#[test]
+fn ranks_that_disagree_are_told_so() {
+    on_ranks("ranks_that_disagree_are_told_so", &[3], &[Medium::Mpi], Ends::Well, |builder| {
+        let group = builder.connect().unwrap();
+        group.barrier().unwrap();
+        let outcome = match group.rank() {
+            1 => group.all_reduce(&mut [1.0f32; 8], ReduceOp::Sum),
+            _ => group.all_reduce(&mut [1.0f32; 7], ReduceOp::Sum),
+        };
+        let Err(Error::Mismatch { sequence: 1, calls }) = &outcome else { panic!("{outcome:?}") };
+        let counts: Vec<_> = calls.iter().map(|(rank, call)| (*rank, call.operation, call.count)).collect();
+        let all_reduce = Operation::AllReduce;
+        assert_eq!(counts, [(0, all_reduce, 7), (1, all_reduce, 8), (2, all_reduce, 7)]);
+        assert_eq!(group.barrier(), outcome);
+    });
+}
+
+#[test]
+fn a_rank_that_does_not_come_is_named_on_all() {
+    on_ranks("a_rank_that_does_not_come_is_named_on_all", &[4], &[Medium::Mpi], Ends::Anyhow, |builder| {
+        let group = builder.connect().unwrap();
+        if group.rank() == 2 {
+            await_signs("failed", 3);
+        }
+        // Who comes late finds that the others have failed.
+        let outcome = group.with_deadline(Duration::from_secs(1)).all_reduce(&mut [1.0f32; 7], ReduceOp::Sum);
+        let Err(Error::Timeout { missing, .. }) = outcome else { panic!("{outcome:?}") };
+        assert_eq!(missing, [2]);
+        sign("failed");
+    });
+}
+
+#[test]
+fn who_leaves_too_early_is_named() {
+    on_ranks("who_leaves_too_early_is_named", &[3], &[Medium::Mpi], Ends::Anyhow, |builder| {
+        let group = builder.connect().unwrap();
+        group.barrier().unwrap();
+        if group.rank() == 1 {
+            return;
+        }
+        let outcome = group.barrier();
+        assert!(matches!(outcome, Err(Error::Left { rank: 1, .. })), "{outcome:?}");
+    });
+}
+
+#[test]
+fn a_thread_that_panics_is_lost() {
+    on_ranks("a_thread_that_panics_is_lost", &[3], &[Medium::Mpi], Ends::Anyhow, |builder| {
+        let group = builder.connect().unwrap();
+        group.barrier().unwrap();
+        if group.rank() == 2 {
+            let panics = thread::spawn(move || {
+                let _group = group;
+                panic!("on purpose");
+            });
+            return assert!(panics.join().is_err());
+        }
+        let outcome = group.all_reduce(&mut [1.0f32; 7], ReduceOp::Sum);
+        assert!(matches!(outcome, Err(Error::PeerLost { peer: 2, .. })), "{outcome:?}");
+    });
+}
+
+#[test]
+fn messages_of_another_length_or_without_a_receiver_fail() {
+    on_ranks("messages_of_another_length_or_without_a_receiver_fail", &[2], &BOTH, Ends::Anyhow, |builder| {
+        for (sent, received) in [(10, 11), (10, 2000), (2000, 10), (2000, 2001)] {
+            let group = builder.clone().connect().unwrap();
+            let outcome = match group.rank() {
+                0 => group.send(&vec![1.0f32; sent], 1).and_then(|()| group.recv(&mut [0.0f32], 1)),
+                _ => group.recv(&mut vec![0.0f32; received], 0),
+            };
+            let Err(Error::Mismatch { calls, .. }) = &outcome else { panic!("{outcome:?}") };
+            assert_eq!(calls.iter().map(|(_, call)| call.count).collect::<Vec<_>>(), [sent, received]);
+        }
+        let group = builder.connect().unwrap();
+        if group.rank() == 0 {
+            let outcome = group.with_deadline(Duration::from_secs(1)).send(&vec![0u8; 1 << 20], 1);
+            assert!(matches!(&outcome, Err(Error::Timeout { missing, .. }) if *missing == [1]), "{outcome:?}");
+            sign("failed");
+        } else {
+            await_signs("failed", 1);
+            let outcome = group.recv(&mut vec![0u8; 1 << 20], 0);
+            assert!(matches!(outcome, Err(Error::Timeout { .. })), "{outcome:?}");
+        }
+    });
+}
+
+#[test]
+fn subgroups_are_communicators_of_their_own() {
+    on_ranks("subgroups_are_communicators_of_their_own", &[4], &BOTH, Ends::Well, |builder| {
+        let group = builder.connect().unwrap();
+        assert_eq!(group.by_host().unwrap().members(), [0, 1, 2, 3]);
+        let rank = group.rank();
+        // So often that communicators must be given back: some libraries of MPI have about 2,000.
+        for _ in 0..300 {
+            let half = group.split(Some(rank as u64 % 2), -(rank as i64)).unwrap().unwrap();
+            assert_eq!(half.members(), [rank % 2 + 2, rank % 2]);
+            let mut sum = [rank as u64];
+            half.all_reduce(&mut sum, ReduceOp::Sum).unwrap();
+            assert_eq!(sum, [2 * (rank % 2) as u64 + 2]);
+        }
+        if rank != 1 {
+            let part = group.subgroup(&[3, 0, 2]).unwrap();
+            check_all_types(&part, &[0, 5, 1000]);
+            check::<f32>(&part.subgroup(&[part.rank()]).unwrap(), 7);
+        }
+        group.barrier().unwrap();
+    });
+}
+
+#[test]
+fn members_that_name_others_are_told_so() {
+    on_ranks("members_that_name_others_are_told_so", &[3], &[Medium::Mpi], Ends::Anyhow, |builder| {
+        let group = builder.connect().unwrap();
+        let outcome = match group.rank() {
+            0 => group.subgroup(&[0, 1]),
+            1 => group.subgroup(&[0, 1, 2]),
+            // Told by the others.
+            _ => group.subgroup(&[1, 2]),
+        };
+        let error = outcome.expect_err("they name different members");
+        assert!(matches!(error, Error::Members { .. }), "{error:?}");
+    });
+}
+
+#[test]
+fn started_operations_and_two_groups_at_once() {
+    on_ranks("started_operations_and_two_groups_at_once", &[3], &[Medium::Mpi], Ends::Well, |builder| {
+        let group = builder.connect().unwrap();
+        let (rank, n) = (group.rank(), group.world_size());
+        let other = group.subgroup(&[2, 1, 0]).unwrap();
+        let sums = |group: &Group, base: usize| {
+            for i in 0..200 {
+                let works: Vec<_> = (0..4)
+                    .map(|j| {
+                        group.start_all_reduce(vec![(rank + base + i) as i64; 1 + 700 * j], ReduceOp::Sum).unwrap()
+                    })
+                    .collect();
+                let want = (n * (n - 1) / 2 + n * (base + i)) as i64;
+                for work in works {
+                    assert!(work.wait().unwrap().iter().all(|sum| *sum == want));
+                }
+            }
+        };
+        thread::scope(|scope| {
+            // The two threads are not in step with those of other ranks.
+            scope.spawn(|| sums(&group, 0));
+            scope.spawn(|| sums(&other, 1000));
+        });
+    });
+}
+
+#[test]
+fn groups_can_be_made_again_and_again() {
+    on_ranks("groups_can_be_made_again_and_again", &[2], &BOTH, Ends::Well, |builder| {
+        for i in 0..20 {
+            let group = builder.clone().connect().unwrap();
+            let mut sum = [i + group.rank() as i32];
+            group.all_reduce(&mut sum, ReduceOp::Sum).unwrap();
+            assert_eq!(sum, [2 * i + 1]);
+        }
+    });
+}
+
+#[test]
+fn what_mpi_cannot_do_is_said() {
+    on_ranks("what_mpi_cannot_do_is_said", &[2], &[Medium::Mpi], Ends::Well, |builder| {
+        let Err(Error::InvalidArgument { reason, .. }) = builder.clone().connect_ranks(2) else { panic!() };
+        assert!(reason.contains("start one for each device"), "{reason}");
+        let group = builder.connect().unwrap();
+        let Err(Error::InvalidArgument { reason, .. }) = group.shrink() else { panic!() };
+        assert!(reason.contains("checkpoint"), "{reason}");
+    });
+}
+
+/// In a group that blocks, who waits longer than its deadline ends the job, and says where it waited.
+#[test]
+fn a_watchdog_ends_a_job_that_blocks() {
+    const NAME: &str = "a_watchdog_ends_a_job_that_blocks";
+    if folder().is_some() {
+        let group = Builder::from_env().unwrap().connect().unwrap();
+        if group.rank() == 1 {
+            // Until the job is ended.
+            return await_signs("never", 1);
+        }
+        let _ = group.with_deadline(Duration::from_secs(1)).all_reduce(&mut [1.0f32; 7], ReduceOp::Sum);
+        unreachable!("the job has ended");
+    }
+    let (output, _) = launch(NAME, 2, &[("BONFIRE_TRANSPORT", "mpi-blocking")]);
+    let text = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success());
+    assert!(text.contains("bonfire: rank 0: all_reduce(f32 x 7, sum) #0 has blocked for"), "{text}");
+}
