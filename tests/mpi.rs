@@ -167,7 +167,7 @@ fn ranks_that_disagree_are_told_so() {
 
 #[test]
 fn a_rank_that_does_not_come_is_named_on_all() {
-    on_ranks("a_rank_that_does_not_come_is_named_on_all", &[4], &[Medium::Mpi], Ends::Anyhow, |builder| {
+    on_ranks("a_rank_that_does_not_come_is_named_on_all", &[4], &[Medium::Mpi], Ends::Well, |builder| {
         let group = builder.connect().unwrap();
         if group.rank() == 2 {
             await_signs("failed", 3);
@@ -182,7 +182,7 @@ fn a_rank_that_does_not_come_is_named_on_all() {
 
 #[test]
 fn who_leaves_too_early_is_named() {
-    on_ranks("who_leaves_too_early_is_named", &[3], &[Medium::Mpi], Ends::Anyhow, |builder| {
+    on_ranks("who_leaves_too_early_is_named", &[3], &[Medium::Mpi], Ends::Well, |builder| {
         let group = builder.connect().unwrap();
         group.barrier().unwrap();
         if group.rank() == 1 {
@@ -195,7 +195,7 @@ fn who_leaves_too_early_is_named() {
 
 #[test]
 fn a_thread_that_panics_is_lost() {
-    on_ranks("a_thread_that_panics_is_lost", &[3], &[Medium::Mpi], Ends::Anyhow, |builder| {
+    on_ranks("a_thread_that_panics_is_lost", &[3], &[Medium::Mpi], Ends::Well, |builder| {
         let group = builder.connect().unwrap();
         group.barrier().unwrap();
         if group.rank() == 2 {
@@ -212,7 +212,7 @@ fn a_thread_that_panics_is_lost() {
 
 #[test]
 fn messages_of_another_length_or_without_a_receiver_fail() {
-    on_ranks("messages_of_another_length_or_without_a_receiver_fail", &[2], &BOTH, Ends::Anyhow, |builder| {
+    on_ranks("messages_of_another_length_or_without_a_receiver_fail", &[2], &BOTH, Ends::Well, |builder| {
         for (sent, received) in [(10, 11), (10, 2000), (2000, 10), (2000, 2001)] {
             let group = builder.clone().connect().unwrap();
             let outcome = match group.rank() {
@@ -260,7 +260,7 @@ fn subgroups_are_communicators_of_their_own() {
 
 #[test]
 fn members_that_name_others_are_told_so() {
-    on_ranks("members_that_name_others_are_told_so", &[3], &[Medium::Mpi], Ends::Anyhow, |builder| {
+    on_ranks("members_that_name_others_are_told_so", &[3], &[Medium::Mpi], Ends::Well, |builder| {
         let group = builder.connect().unwrap();
         let outcome = match group.rank() {
             0 => group.subgroup(&[0, 1]),

@@ -68,6 +68,8 @@ pub(crate) struct Mpi {
     post: Mutex<Post>,
     /// Only in groups that block.
     watchdog: Option<Arc<Watchdog>>,
+    /// The collective that this rank began last.
+    last: Mutex<Option<Site>>,
     /// Ranks have to share processors.
     crowded: bool,
     left: AtomicBool,
@@ -177,6 +179,7 @@ impl Mpi {
             memory: Mutex::default(),
             post: Mutex::default(),
             watchdog: blocking.then(|| Watchdog::start(comm.rank)).transpose()?,
+            last: Mutex::new(None),
             crowded: crowded(here),
             hosts,
             left: AtomicBool::new(false),
@@ -243,8 +246,10 @@ impl Mpi {
         let mut watch = self.watch(&tag, deadline);
         let mut early = true;
         let mut idle = |_: &Arrival| {
-            let gone = (0..self.comm.size).find_map(|peer| self.board.absence_in(peer, &tag));
-            gone.map_or(Ok(()), Err)?;
+            // Who has gone may have come to this operation before.
+            let calls = self.board.calls(self.comm.rank, tag.sequence, tag.call);
+            let mut silent = (0..self.comm.size).filter(|peer| calls[*peer].is_none());
+            silent.find_map(|peer| self.board.absence_in(peer, &tag)).map_or(Ok(()), Err)?;
             if !std::mem::take(&mut early) {
                 watch.tick(self.comm.rank)?;
             }
@@ -309,9 +314,10 @@ impl Mpi {
                 if exchange.lends() {
                     return Ok(self.lent(&site, deadline));
                 }
-                let peer = exchange.peer();
-                self.board.absence_in(peer, tag).map_or(Ok(()), Err)?;
+                // What a peer has sent before it left is on its way.
                 if !std::mem::take(&mut early) {
+                    let peer = exchange.peer();
+                    self.board.absence_in(peer, tag).map_or(Ok(()), Err)?;
                     watch.tick(peer)?;
                 }
                 Ok(watch.pause())
@@ -361,6 +367,7 @@ impl Transport for Mpi {
             return Ok(());
         }
         self.pump(&hold());
+        *lock(&self.last) = Some(*site);
         for peer in self.board.begin(site)? {
             let _ = self.control.send(Outgoing::Called(peer, *site));
         }
@@ -382,6 +389,11 @@ impl Transport for Mpi {
         // As in `fail`, for a cause that came between two operations.
         if let Some((Fault::Failed(error), completed)) = self.board.failure() {
             let _ = self.control.send(Outgoing::Failed(error, completed));
+        }
+        // So that who is still in it does not take this rank for missing there.
+        if let Some(site) = *lock(&self.last) {
+            let others = (0..self.comm.size).filter(|peer| *peer != self.comm.rank);
+            others.for_each(|peer| drop(self.control.send(Outgoing::Called(peer, site))));
         }
         let _ = self.control.send(Outgoing::Farewell { panicked: std::thread::panicking() });
         let until = Instant::now() + LINGER;

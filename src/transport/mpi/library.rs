@@ -14,7 +14,7 @@ use crate::wait::lock;
 /// Every call into MPI is made under this lock: that is what `MPI_THREAD_SERIALIZED` asks for.
 static TURN: Mutex<()> = Mutex::new(());
 
-/// Whether requests were given up that MPI still works on. It cannot be ended in good order then.
+/// Whether requests were given up that MPI still works on.
 static ABANDONED: AtomicBool = AtomicBool::new(false);
 
 /// This thread is the one that may call MPI.
@@ -149,18 +149,32 @@ impl Library {
     }
 }
 
-/// Ends MPI, unless requests were given up: it would wait for them.
+/// How long the end of MPI may take where requests were given up.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// Ends MPI, which waits for all ranks to do so. Where this rank gave up waiting for one, that one may never come, and
+/// the launcher has to end it.
 pub(super) fn end(_held: &Held) {
-    if ABANDONED.load(Ordering::Relaxed) {
-        return;
-    }
     let mut down = 0;
     // SAFETY: MPI is up, since this is called at the end of a process that started it; the program may have ended it.
     unsafe {
-        if mpi::MPI_Finalized(&mut down) == mpi::MPI_SUCCESS as c_int && down == 0 {
-            mpi::MPI_Finalize();
+        if mpi::MPI_Finalized(&mut down) != mpi::MPI_SUCCESS as c_int || down != 0 {
+            return;
         }
     }
+    if ABANDONED.load(Ordering::Relaxed) {
+        let late = || {
+            std::thread::sleep(PATIENCE);
+            eprintln!("bonfire: not all ranks end after a failure; ending the job with MPI_Abort");
+            // SAFETY: as in `abort`.
+            unsafe { mpi::MPI_Abort(mpi::RSMPI_COMM_WORLD, 1) };
+        };
+        if std::thread::Builder::new().spawn(late).is_err() {
+            return;
+        }
+    }
+    // SAFETY: MPI is up, and no thread of this process uses it any more, but the one above.
+    unsafe { mpi::MPI_Finalize() };
 }
 
 #[cfg(test)]
