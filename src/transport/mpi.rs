@@ -20,7 +20,7 @@ mod watchdog;
 
 use std::mem::MaybeUninit;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
 use mpi_sys as mpi;
@@ -44,6 +44,9 @@ use crate::wait::{Deadline, crowded, lock, spin};
 /// How long a rank that leaves waits until its last words are on their way.
 const LINGER: Duration = Duration::from_secs(1);
 
+/// How long a process that ends waits for the others to leave their groups, too.
+const PATIENCE: Duration = Duration::from_secs(5);
+
 /// When a rank that waits first looks whether those that it waits for are gone.
 const SOON: Duration = Duration::from_millis(1);
 
@@ -61,7 +64,9 @@ pub(crate) struct Mpi {
     hosts: Vec<usize>,
     board: Board,
     control: UnboundedSender<Outgoing>,
-    plane: Mutex<Option<Plane>>,
+    plane: Mutex<Plane>,
+    /// What keeps the group until the others have left it, too.
+    own: Weak<Mpi>,
     /// Only in groups that do not block.
     arrival: Mutex<Arrival>,
     memory: Mutex<Memory>,
@@ -88,7 +93,7 @@ pub(crate) struct Terms<'a> {
 pub(crate) fn connect(terms: &Terms<'_>) -> Result<Base, Error> {
     let held = hold();
     let library = library::start(&held, finalize)?;
-    control::sweep(&held);
+    sweep(&held);
     let world = Comm::world(&held)?;
     drop(held);
     let comm = duplicate(&world, terms.limit)?;
@@ -168,17 +173,19 @@ impl Mpi {
     fn base(library: Library, comm: Comm, session: u64, hosts: Vec<usize>, blocking: bool) -> Result<Base, Error> {
         let (control, outgoing) = unbounded_channel();
         let here = hosts.iter().filter(|host| **host == hosts[comm.rank]).count();
-        let mpi = Arc::new(Mpi {
+        let board = Board::new(comm.size).map_err(|e| Error::io("creating a socket pair", e))?;
+        let watchdog = blocking.then(|| Watchdog::start(comm.rank)).transpose()?;
+        let mpi = Arc::new_cyclic(|own: &Weak<Mpi>| Mpi {
             comm,
             library,
-
-            board: Board::new(comm.size).map_err(|e| Error::io("creating a socket pair", e))?,
+            board,
             control,
-            plane: Mutex::new(Some(Plane::new(comm, outgoing))),
+            plane: Mutex::new(Plane::new(comm, outgoing)),
+            own: own.clone(),
             arrival: Mutex::new(Arrival::new(comm)),
             memory: Mutex::default(),
             post: Mutex::default(),
-            watchdog: blocking.then(|| Watchdog::start(comm.rank)).transpose()?,
+            watchdog,
             last: Mutex::new(None),
             crowded: crowded(here),
             hosts,
@@ -194,7 +201,7 @@ impl Mpi {
 
     /// Says what this rank has to say, and hears what the others do.
     fn pump(&self, held: &Held) {
-        let Some(plane) = &mut *lock(&self.plane) else { return };
+        let plane = &mut *lock(&self.plane);
         // Who is in an operation may not be able to return, and looks at the board where it can.
         if let Err(error) = plane.pump(held, |peer, message| hear(&self.board, peer, message)) {
             self.board.fail(Fault::Failed(error), 0);
@@ -367,8 +374,9 @@ impl Transport for Mpi {
             return Ok(());
         }
         self.pump(&hold());
+        let asked = self.board.begin(site)?;
         *lock(&self.last) = Some(*site);
-        for peer in self.board.begin(site)? {
+        for peer in asked {
             let _ = self.control.send(Outgoing::Called(peer, *site));
         }
         Ok(())
@@ -401,13 +409,13 @@ impl Transport for Mpi {
             // Without a turn, another thread of this rank is in a call that does not return.
             let Some(held) = try_hold(until.saturating_duration_since(Instant::now())) else { return };
             self.pump(&held);
-            let sent = lock(&self.plane).as_mut().is_none_or(|plane| plane.sent(&held).unwrap_or(true));
-            if sent || Instant::now() >= until {
-                return;
+            if lock(&self.plane).sent(&held).unwrap_or(true) || Instant::now() >= until {
+                break;
             }
             drop(held);
             std::thread::sleep(NAP);
         }
+        lock(&LEFT).extend(self.own.upgrade());
     }
 }
 
@@ -456,7 +464,7 @@ impl Regroup for Mpi {
             members.iter().position(here).unwrap_or(0)
         });
         let held = hold();
-        control::sweep(&held);
+        sweep(&held);
         let comm = self.comm.of_members(members, session, &held).map_err(Fault::Failed)?;
         drop(held);
         Mpi::base(self.library, comm, session, hosts.collect(), self.watchdog.is_some()).map_err(Fault::Failed)
@@ -467,20 +475,47 @@ impl Regroup for Mpi {
     }
 }
 
-impl Drop for Mpi {
-    fn drop(&mut self) {
-        if let Some(plane) = lock(&self.plane).take() {
-            control::retire(plane);
+/// Groups that this rank has left, where other ranks may not have: their communicators are kept until nothing can come there any
+/// more, since the next one may get the same number.
+static LEFT: Mutex<Vec<Arc<Mpi>>> = Mutex::new(Vec::new());
+
+/// Ends the groups that all ranks have left; whether there are no others.
+fn sweep(held: &Held) -> bool {
+    let mut left = lock(&LEFT);
+    left.retain(|group| match group.over(held) {
+        Ok(over) => !over,
+        Err(error) => {
+            log::warn!("in a group that this rank has left: {error}");
+            false
         }
+    });
+    left.is_empty()
+}
+
+impl Mpi {
+    /// Whether all ranks have left and nothing is on its way; then the communicator is gone.
+    fn over(&self, held: &Held) -> Result<bool, Error> {
+        self.pump(held);
+        let plane = &mut *lock(&self.plane);
+        let Some(begun) = plane.over() else { return Ok(false) };
+        let arrival = &mut *lock(&self.arrival);
+        arrival.join(begun, held)?;
+        let over = arrival.done(held)? && plane.sent(held)?;
+        if over {
+            self.comm.free(held);
+        }
+        Ok(over)
     }
 }
 
 /// Ends MPI with the process, as it wants to be, once nothing is on its way any more; unless that cannot be done.
 extern "C" fn finalize() {
     let Some(held) = try_hold(LINGER) else { return };
-    let until = Instant::now() + LINGER;
-    while !control::sweep(&held) && Instant::now() < until {
+    let until = Instant::now() + PATIENCE;
+    while !sweep(&held) && Instant::now() < until {
         std::thread::sleep(NAP);
     }
+    // What is still pending is given up here.
+    lock(&LEFT).clear();
     library::end(&held);
 }

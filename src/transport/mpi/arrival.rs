@@ -25,6 +25,8 @@ pub(super) struct Arrival {
     /// Every rank's words, where they disagree.
     all: Vec<[u64; WORDS]>,
     request: Option<Request>,
+    /// Meetings that this rank has come to.
+    begun: u64,
 }
 
 // SAFETY: the memory is this value's own, and so is the right to ask for the request.
@@ -33,7 +35,7 @@ unsafe impl Send for Arrival {}
 impl Arrival {
     pub fn new(comm: Comm) -> Arrival {
         let place = || NonNull::from(Box::leak(Box::new([0; 2 * WORDS])));
-        Arrival { comm, mine: place(), most: place(), all: vec![[0; WORDS]; comm.size], request: None }
+        Arrival { comm, mine: place(), most: place(), all: vec![[0; WORDS]; comm.size], request: None, begun: 0 }
     }
 
     /// Begins to meet the others at this operation. The request of the meeting before is done.
@@ -49,7 +51,14 @@ impl Arrival {
         self.start(held)
     }
 
+    /// At the end of the group: comes to a meeting that this rank was missing at, which others gave up. Open MPI 4.1 crashes at
+    /// its end where a collective is not done.
+    pub fn join(&mut self, begun: u64, held: &Held) -> Result<(), Error> {
+        if self.begun < begun { self.start(held) } else { Ok(()) }
+    }
+
     fn start(&mut self, _held: &Held) -> Result<(), Error> {
+        self.begun += 1;
         let (mine, most) = (self.mine.as_ptr().cast::<c_void>(), self.most.as_ptr().cast::<c_void>());
         // SAFETY: both places have so many words, which nobody else accesses until the request is done: they are leaked
         // where it never is.
@@ -98,7 +107,8 @@ impl Arrival {
         Ok(Some(self.all.iter().map(tag).collect()))
     }
 
-    fn done(&mut self, held: &Held) -> Result<bool, Error> {
+    /// Whether nothing is pending.
+    pub fn done(&mut self, held: &Held) -> Result<bool, Error> {
         let Some(request) = &mut self.request else { return Ok(true) };
         let done = request.done(held)?.is_some();
         if done {

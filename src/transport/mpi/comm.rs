@@ -177,6 +177,17 @@ impl Request {
         Ok(Some(usize::try_from(length).unwrap_or(0)))
     }
 
+    /// Takes a receive back, unless it is done meanwhile.
+    pub fn cancel(mut self, _held: &Held) {
+        // SAFETY: the request is one that MPI gave. A receive that is cancelled is done whatever the other rank does.
+        let codes = unsafe { [mpi::MPI_Cancel(&mut self.0), mpi::MPI_Wait(&mut self.0, mpi::RSMPI_STATUS_IGNORE)] };
+        codes.into_iter().for_each(|code| {
+            if let Err(error) = check("MPI_Cancel", code) {
+                log::warn!("{error}");
+            }
+        });
+    }
+
     /// Gives up waiting for it. `memory` is what MPI still works on, and is never freed.
     pub fn abandon<T>(self, memory: T) {
         abandon();

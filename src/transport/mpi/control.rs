@@ -4,7 +4,6 @@
 //! an operation, or begins one.
 
 use std::ffi::c_int;
-use std::sync::Mutex;
 
 use tokio::sync::mpsc::UnboundedReceiver;
 
@@ -13,7 +12,6 @@ use super::library::Held;
 use crate::error::Error;
 use crate::transport::frame;
 use crate::transport::tcp::{Message, Outgoing};
-use crate::wait::lock;
 
 /// MPI's tag of these messages.
 const TAG: c_int = 4;
@@ -27,12 +25,14 @@ pub(super) struct Plane {
     sending: Vec<(Request, Vec<u8>)>,
     /// Who has said farewell: nothing more comes from there.
     farewells: Vec<bool>,
+    /// The most collectives that a rank has begun, by what they say.
+    begun: u64,
 }
 
 impl Plane {
     pub fn new(comm: Comm, outgoing: UnboundedReceiver<Outgoing>) -> Plane {
         let farewells = (0..comm.size).map(|rank| rank == comm.rank).collect();
-        Plane { comm, outgoing, sending: Vec::new(), farewells }
+        Plane { comm, outgoing, sending: Vec::new(), farewells, begun: 0 }
     }
 
     /// Says what there is to say, and hears what has come: `hear` gives an answer, if there is one.
@@ -47,7 +47,11 @@ impl Plane {
         while let Some((peer, bytes)) = self.comm.next(TAG, held)? {
             let message = frame::decode(bytes.get(4..).unwrap_or_default());
             let message = message.map_err(|e| Error::io(format!("reading a word of rank {peer}"), e))?;
-            self.farewells[peer] |= matches!(message, Message::Farewell { .. });
+            match &message {
+                Message::Farewell { .. } => self.farewells[peer] = true,
+                Message::Called(site) => self.begun = self.begun.max(site.sequence + 1),
+                _ => {}
+            }
             if let Some(answer) = hear(peer, message) {
                 self.say(peer, &answer, held)?;
             }
@@ -66,6 +70,11 @@ impl Plane {
         Ok(self.sending.is_empty())
     }
 
+    /// Once all ranks have said farewell, the most collectives that any of them has begun.
+    pub fn over(&self) -> Option<u64> {
+        self.farewells.iter().all(|left| *left).then_some(self.begun)
+    }
+
     fn say(&mut self, peer: usize, message: &Message, held: &Held) -> Result<(), Error> {
         let bytes = frame::encode(message).map_err(|e| Error::io("writing a word", e))?;
         // SAFETY: the bytes are kept, where they are, until the request is done: see `sending` and `drop`.
@@ -79,28 +88,4 @@ impl Drop for Plane {
     fn drop(&mut self) {
         self.sending.drain(..).for_each(|(request, bytes)| request.abandon(bytes));
     }
-}
-
-/// Communicators of groups that this rank has left, where other ranks have not.
-static RETIRED: Mutex<Vec<Plane>> = Mutex::new(Vec::new());
-
-/// Keeps the communicator until nothing can come on it any more: the next one may get its number.
-pub(super) fn retire(plane: Plane) {
-    lock(&RETIRED).push(plane);
-}
-
-/// Frees what all ranks have left; whether there is nothing else. What still comes there is dropped.
-pub(super) fn sweep(held: &Held) -> bool {
-    let mut retired = lock(&RETIRED);
-    retired.retain_mut(|plane| {
-        if let Err(error) = plane.pump(held, |_, _| None) {
-            log::warn!("on a communicator that this rank has left: {error}");
-        }
-        let over = plane.farewells.iter().all(|left| *left) && plane.sending.is_empty();
-        if over {
-            plane.comm.free(held);
-        }
-        !over
-    });
-    retired.is_empty()
 }

@@ -149,11 +149,8 @@ impl Library {
     }
 }
 
-/// How long the end of MPI may take where requests were given up.
-const PATIENCE: Duration = Duration::from_secs(5);
-
-/// Ends MPI, which waits for all ranks to do so. Where this rank gave up waiting for one, that one may never come, and
-/// the launcher has to end it.
+/// Ends MPI, which waits for all ranks to do so. Where requests were given up, a rank may never come: Open MPI 4.1 crashes
+/// at its end with a collective that is not done, and its launcher may hang when a process ends without.
 pub(super) fn end(_held: &Held) {
     let mut down = 0;
     // SAFETY: MPI is up, since this is called at the end of a process that started it; the program may have ended it.
@@ -161,20 +158,13 @@ pub(super) fn end(_held: &Held) {
         if mpi::MPI_Finalized(&mut down) != mpi::MPI_SUCCESS as c_int || down != 0 {
             return;
         }
-    }
-    if ABANDONED.load(Ordering::Relaxed) {
-        let late = || {
-            std::thread::sleep(PATIENCE);
-            eprintln!("bonfire: not all ranks end after a failure; ending the job with MPI_Abort");
-            // SAFETY: as in `abort`.
-            unsafe { mpi::MPI_Abort(mpi::RSMPI_COMM_WORLD, 1) };
-        };
-        if std::thread::Builder::new().spawn(late).is_err() {
-            return;
+        if ABANDONED.load(Ordering::Relaxed) {
+            eprintln!("bonfire: after a failure MPI cannot be ended in good order; ending the job with MPI_Abort");
+            mpi::MPI_Abort(mpi::RSMPI_COMM_WORLD, 1);
+        } else {
+            mpi::MPI_Finalize();
         }
     }
-    // SAFETY: MPI is up, and no thread of this process uses it any more, but the one above.
-    unsafe { mpi::MPI_Finalize() };
 }
 
 #[cfg(test)]

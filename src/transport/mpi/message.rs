@@ -21,8 +21,8 @@ const PAYLOAD: c_int = 3;
 /// Bytes before the payload.
 const PREFIX: usize = Tag::BYTES + 8;
 
-/// The longest message that goes at once: libraries of MPI keep so much of what nobody receives yet.
-const SHORT: usize = 4 << 10;
+/// The longest message that goes at once. Every library of MPI takes so much that nobody receives yet.
+const SHORT: usize = 2 << 10;
 
 /// A payload goes in pieces of so many bytes, since MPI counts in 31 bits.
 const PIECE: usize = 1 << 30;
@@ -221,27 +221,25 @@ impl Incoming<'_> {
 }
 
 impl Drop for Exchange<'_> {
-    /// Gives up what is not done: heads and words to go on, which are in memory that MPI may keep.
+    /// Gives up what is not done.
     fn drop(&mut self) {
-        let fresh = || Box::new([0; SHORT]);
+        let held = hold();
         if let Some(outgoing) = &mut self.outgoing {
             if let Some(head) = outgoing.head.take() {
-                head.abandon(std::mem::replace(&mut self.post.outgoing, fresh()));
+                head.abandon(std::mem::replace(&mut self.post.outgoing, Box::new([0; SHORT])));
             }
             if let Some(go) = outgoing.go.take() {
-                go.abandon(());
-                let held = hold();
+                go.cancel(&held);
                 for _ in outgoing.bytes.chunks(PIECE) {
                     // SAFETY: there are no bytes.
                     let nothing = unsafe { self.comm.send(&[], outgoing.to, PAYLOAD, &held) };
-                    nothing.into_iter().for_each(|nothing| nothing.abandon(()));
+                    let sent = |mut nothing: Request| matches!(nothing.done(&held), Ok(None)).then_some(nothing);
+                    nothing.ok().and_then(sent).into_iter().for_each(|nothing| nothing.abandon(()));
                 }
             }
         }
         if let Some(incoming) = &mut self.incoming {
-            if let Some(head) = incoming.head.take() {
-                head.abandon(std::mem::replace(&mut self.post.incoming, fresh()));
-            }
+            incoming.head.take().into_iter().for_each(|head| head.cancel(&held));
             incoming.go.take().into_iter().for_each(|go| go.abandon(()));
         }
     }
