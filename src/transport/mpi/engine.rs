@@ -8,7 +8,6 @@ use mpi_sys as mpi;
 
 use super::Mpi;
 use super::comm::count;
-use super::library::hold;
 use super::types::{self, Sum};
 use crate::call::{Call, Operation};
 use crate::dtype::{DType, ReduceOp};
@@ -76,7 +75,9 @@ impl Run<'_> {
             }
             (_, Some(op)) => {
                 let kernel = reduce::kernel(call.dtype, op);
-                self.divide(memory, buffers.parts)?;
+                if call.operation == Operation::ReduceScatter {
+                    self.divide(memory, buffers.parts)?;
+                }
                 match types::sum(call.dtype, op) {
                     Some(Sum::Same) => self.reduce(op, &kernel, memory, buffers),
                     Some(Sum::Wide(wide)) => self.reduce_wide((wide, op), &kernel, memory, buffers),
@@ -156,7 +157,7 @@ impl Run<'_> {
     ) -> Result<(), Fault> {
         let call = &self.site.call;
         let (comm, root, elements) = (self.mpi.comm.raw(), self.root(), number(call.count)?);
-        let (element, op) = (types::reduced(dtype, op), types::operation(&hold(), dtype, op).map_err(Fault::Failed)?);
+        let (element, op) = (types::reduced(dtype, op), types::operation(dtype, op).map_err(Fault::Failed)?);
         match call.operation {
             Operation::AllReduce => {
                 run!(self, MPI_Allreduce or MPI_Iallreduce, input, output, elements, element, op, comm)

@@ -5,7 +5,7 @@ use std::sync::OnceLock;
 
 use mpi_sys as mpi;
 
-use super::library::{Held, check};
+use super::library::{check, hold};
 use crate::dtype::{DType, ReduceOp};
 use crate::error::Error;
 use crate::reduce;
@@ -62,14 +62,14 @@ pub(super) fn moved(size: usize) -> mpi::MPI_Datatype {
 }
 
 /// MPI's reduction of elements of `dtype`.
-pub(super) fn operation(held: &Held, dtype: DType, op: ReduceOp) -> Result<mpi::MPI_Op, Error> {
+pub(super) fn operation(dtype: DType, op: ReduceOp) -> Result<mpi::MPI_Op, Error> {
     let float = matches!(dtype, DType::F32 | DType::F64);
     // SAFETY: as in `reduced`.
     unsafe {
         Ok(match op {
             ReduceOp::Sum | ReduceOp::Mean => mpi::RSMPI_SUM,
             ReduceOp::Product => mpi::RSMPI_PROD,
-            ReduceOp::Max | ReduceOp::Min if float => Extremes::get(held)?.of(dtype, op),
+            ReduceOp::Max | ReduceOp::Min if float => Extremes::get()?.of(dtype, op),
             ReduceOp::Max => mpi::RSMPI_MAX,
             ReduceOp::Min => mpi::RSMPI_MIN,
         })
@@ -85,11 +85,12 @@ unsafe impl Send for Extremes {}
 unsafe impl Sync for Extremes {}
 
 impl Extremes {
-    fn get(_held: &Held) -> Result<&'static Extremes, Error> {
+    fn get() -> Result<&'static Extremes, Error> {
         static EXTREMES: OnceLock<Extremes> = OnceLock::new();
         if let Some(extremes) = EXTREMES.get() {
             return Ok(extremes);
         }
+        let _held = hold();
         let make = |function: Fold| {
             let mut op = std::mem::MaybeUninit::uninit();
             // SAFETY: the function is one that MPI may call for as long as the process lives; the order of ranks does not
