@@ -498,7 +498,8 @@ impl Mpi {
         self.pump(held);
         let plane = &mut *lock(&self.plane);
         let Some(begun) = plane.over() else { return Ok(false) };
-        let arrival = &mut *lock(&self.arrival);
+        // Who left for a signal may be in an operation still, and waits for the turn that this thread has.
+        let Ok(mut arrival) = self.arrival.try_lock() else { return Ok(false) };
         arrival.join(begun, held)?;
         let over = arrival.done(held)? && plane.sent(held)?;
         if over {
