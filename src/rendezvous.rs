@@ -145,8 +145,11 @@ impl Settings {
             let reason = "give rank 0's address as host:port or [v6]:port, with a port from 1 to 65535";
             return Err(Error::Config(format!("the address '{address}' is malformed: {reason}")));
         }
-        if *world_size > 1 && self.spans_hosts() && self.secret.is_none() {
-            return Err(auth::wanted("the ranks are on several hosts"));
+        if *world_size > 1 && self.spans_hosts() {
+            if self.secret.is_none() {
+                return Err(auth::wanted("the ranks are on several hosts"));
+            }
+            interface::chosen(self)?;
         }
         if !(1..=MOST).contains(&self.connections) {
             let reason = format!("{} connections to a peer: give 1 to {MOST}", self.connections);

@@ -30,7 +30,7 @@ pub(crate) struct Environment {
 }
 
 impl Launched {
-    /// The variables that say who a rank is and where the others are, by launcher: all that is read, but for secrets.
+    /// The variables that say who a rank is and where the others are, by launcher: all that is read but secrets.
     pub const VARIABLES: [(&str, &[&str]); 7] = [
         (
             "bonfire",
@@ -46,6 +46,7 @@ impl Launched {
                 "BONFIRE_ALGORITHMS",
                 "BONFIRE_DEADLINE",
                 "BONFIRE_SILENCE",
+                "BONFIRE_TRACE",
             ],
         ),
         (

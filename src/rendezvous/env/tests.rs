@@ -158,6 +158,13 @@ const ALL: [Environ; 12] = [
     PYTORCH_JOB,
 ];
 
+/// Those in which variables are read that others stand before.
+const OTHERS: [Environ; 3] = [
+    &[("SLURM_STEPID", "0"), ("SLURM_PROCID", "0"), ("SLURM_NTASKS", "1")],
+    &[("OMPI_COMM_WORLD_RANK", "0"), ("OMPI_COMM_WORLD_SIZE", "1")],
+    &[("BONFIRE_RANK", "0"), ("BONFIRE_WORLD_SIZE", "1")],
+];
+
 /// Reads these, of which the first with a name counts.
 fn from(environs: &[Environ]) -> Result<Settings, Error> {
     let all = environs.concat();
@@ -201,7 +208,13 @@ fn every_launcher_is_recognised() {
         (PYTORCH_JOB, 1, 3, "train-master-0:23456", None),
         (&[("RANK", "0"), ("WORLD_SIZE", "1")], 0, 1, "", None),
         (
-            &[("RANK", "1"), ("WORLD_SIZE", "4"), ("LOCAL_WORLD_SIZE", "4"), ("MASTER_ADDR", "a"), ("MASTER_PORT", "7")],
+            &[
+                ("RANK", "1"),
+                ("WORLD_SIZE", "4"),
+                ("LOCAL_WORLD_SIZE", "4"),
+                ("MASTER_ADDR", "a"),
+                ("MASTER_PORT", "7"),
+            ],
             1,
             4,
             "127.0.0.1:7",
@@ -224,9 +237,15 @@ fn one_line_says_what_was_recognised_and_what_is_missing() {
     assert_eq!(line(&[SRUN]), "rank 3 of 8 by Slurm (job 1234, step 0): rank 0 at node002:62674");
     let line_of_five = line(&[OPEN_MPI_5]);
     assert!(line_of_five.starts_with("rank 1 of 4 by Open MPI; BONFIRE_ADDRESS is not set"), "{line_of_five}");
-    assert_eq!(line(&[&[("BONFIRE_RANK", "0"), ("BONFIRE_WORLD_SIZE", "1")]]), "rank 0 of 1 by BONFIRE_RANK, BONFIRE_WORLD_SIZE");
+    assert_eq!(
+        line(&[&[("BONFIRE_RANK", "0"), ("BONFIRE_WORLD_SIZE", "1")]]),
+        "rank 0 of 1 by BONFIRE_RANK, BONFIRE_WORLD_SIZE"
+    );
     let half = line(&[&[("SLURM_PROCID", "3"), ("SLURM_STEP_ID", "0"), ("SLURM_JOB_ID", "7")]]);
-    assert!(half.starts_with("rank 3 of ? by Slurm (job 7, step 0); SLURM_NTASKS is not set, though SLURM_PROCID is"), "{half}");
+    assert!(
+        half.starts_with("rank 3 of ? by Slurm (job 7, step 0); SLURM_NTASKS is not set, though SLURM_PROCID is"),
+        "{half}"
+    );
     assert!(from(&[SBATCH]).unwrap().launched().is_none());
     assert!(missing(&[SBATCH]).contains("Slurm's job 1234, but no task of it: start the ranks with srun"));
     let interactive: Environ = &[("SLURM_STEP_ID", "4294967290"), ("SLURM_STEP_NUM_TASKS", "1")];
@@ -240,7 +259,9 @@ fn ports_differ_from_job_to_job_and_from_step_to_step() {
     assert_eq!(of("1235", "0"), 62675);
     assert_ne!(of("1234", "0"), of("1234", "1"));
     assert!((61440..=65535).contains(&of("18446744073709551615", "4294967000")));
-    for (name, environ) in [("TORCHELASTIC_RUN_ID", TORCHRUN), ("MASTER_PORT", TORCHRUN), ("PMIX_NAMESPACE", OPEN_MPI_4)] {
+    for (name, environ) in
+        [("TORCHELASTIC_RUN_ID", TORCHRUN), ("MASTER_PORT", TORCHRUN), ("PMIX_NAMESPACE", OPEN_MPI_4)]
+    {
         let of = |value| port(&whole(&[&[(name, value)], environ]).2);
         assert_ne!(of("7"), of("8"), "{name}");
     }
@@ -372,7 +393,10 @@ fn ranks_on_several_hosts_want_a_secret_and_those_on_one_do_not() {
     for environ in [SRUN, TRAINER, TORCHRUN_ON_TWO] {
         let settings = from(&[environ]).unwrap();
         let error = settings.check().unwrap_err().to_string();
-        assert!(settings.spans_hosts() && error.contains("BONFIRE_SECRET_FILE") && error.contains("several hosts"), "{error}");
+        assert!(
+            settings.spans_hosts() && error.contains("BONFIRE_SECRET_FILE") && error.contains("several hosts"),
+            "{error}"
+        );
     }
     for environ in [TORCHRUN, SRUN_ON_ONE, OPEN_MPI_4, HYDRA, MVAPICH2] {
         assert_eq!(from(&[environ]).unwrap().check(), Ok(()));
@@ -392,7 +416,7 @@ fn ranks_on_several_hosts_want_a_secret_and_those_on_one_do_not() {
 #[test]
 fn all_that_is_read_is_known_by_launcher() {
     let asked = RefCell::new(BTreeSet::new());
-    for environ in ALL {
+    for environ in ALL.into_iter().chain(OTHERS) {
         let value = |name: &str| environ.iter().find(|(other, _)| *other == name).map(|(_, value)| (*value).to_owned());
         let ask = |name: &str| {
             asked.borrow_mut().insert(name.to_owned());
@@ -404,7 +428,6 @@ fn all_that_is_read_is_known_by_launcher() {
         Launched::VARIABLES.iter().flat_map(|(_, names)| names.iter().map(|name| (*name).to_owned())).collect();
     let asked = asked.into_inner();
     assert_eq!(asked.difference(&known).collect::<Vec<_>>(), Vec::<&String>::new());
-    // Those that stand in for others are read only without these.
-    let rest: Vec<_> = known.difference(&asked).map(String::as_str).collect();
-    assert_eq!(rest, ["OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_ess_jobid", "BONFIRE_LOCAL_WORLD_SIZE"]);
+    // It is read when a group fails.
+    assert_eq!(known.difference(&asked).collect::<Vec<_>>(), ["BONFIRE_TRACE"]);
 }
