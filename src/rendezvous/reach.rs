@@ -118,6 +118,7 @@ pub(super) async fn listen(
 
 /// Listens at every address of this machine, of both families where it has both.
 fn everywhere(settings: &Settings, start: Instant, port: u16) -> Result<TcpListener, Error> {
+    permit(settings.secret.as_ref(), &[(Ipv6Addr::UNSPECIFIED, port).into()])?;
     let listen = |socket: TcpSocket, address: SocketAddr| {
         socket.set_reuseaddr(true)?;
         socket.bind(address)?;
@@ -144,13 +145,18 @@ pub(super) fn own_host(settings: &Settings, zero: &TcpStream) -> Result<String, 
         return Ok(bracketed(host.trim_matches(['[', ']'])));
     }
     let own = zero.local_addr().map_err(|e| Error::io("connect", e))?.ip().to_canonical();
-    let own = match settings.spans_hosts() {
+    if !settings.spans_hosts() {
+        return Ok(bracketed(&own.to_string()));
+    }
+    let own = match interface::chosen(settings)? {
+        Some(chosen) => chosen,
         // Rank 0 is on this host, and was reached by a name that means loopback here.
-        true => match interface::chosen(settings)? {
-            None if own.is_loopback() => interface::any(settings)?,
-            chosen => chosen.unwrap_or(own),
+        None if own.is_loopback() => match interface::any(settings) {
+            // Then nobody else can be on another, unless somebody knows better.
+            Err(_) if settings.source.several.is_none() => own,
+            found => found?,
         },
-        false => own,
+        None => own,
     };
     Ok(bracketed(&own.to_string()))
 }

@@ -36,10 +36,11 @@ impl Settings {
         rank.as_ref().or(world_size.as_ref()).or(address.as_ref().filter(|_| self.world_size > 1))
     }
 
-    /// Whether ranks on other hosts have to be reached, as far as anybody said so. An address that is loopback for everybody
-    /// means that they are all here, whatever a launcher counts.
+    /// Whether ranks on other hosts have to be reached. Where nobody says so, who has a secret or names an interface means
+    /// that. An address that is loopback for everybody means that they are all here, whatever a launcher counts.
     pub(super) fn spans_hosts(&self) -> bool {
-        !is_loopback(&self.address) && self.source.several.unwrap_or(self.interface.is_some())
+        let meant = || self.interface.is_some() || self.secret.is_some();
+        !is_loopback(&self.address) && self.source.several.unwrap_or_else(meant)
     }
 
     /// Tells the log what is about to be connected.
