@@ -48,10 +48,7 @@ impl Settings {
         let Some(launched) = self.launched() else { return };
         log::info!("{launched}");
         if self.world_size > 1 && self.source.several == Some(true) && is_loopback(&self.address) {
-            let address = &self.address;
-            log::warn!(
-                "{launched}: its ranks are on several hosts, as that counts them, and nobody else reaches {address}"
-            );
+            log::warn!("{launched}; some are on other hosts, by its count, and would not reach loopback");
         }
     }
 
