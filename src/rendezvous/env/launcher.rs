@@ -23,7 +23,10 @@ pub(super) struct Address {
 }
 
 /// A part of an address, and the variables that it is from.
-pub(super) type From<T> = (T, &'static str);
+pub(super) type Named<T> = (T, &'static str);
+
+/// Rank 0's host and port, as far as they are said.
+type Master = (Option<Named<String>>, Option<Named<u16>>);
 
 /// The ports that jobs without one of their own get: above those that Linux gives to connections by itself.
 const PORTS: u16 = 61440;
@@ -42,12 +45,7 @@ pub(super) fn number_of(name: &str) -> u64 {
 impl Address {
     /// An address of these parts. Where all ranks are on one host it is loopback, whatever the host's name is: no other host
     /// needs to reach it, and no secret is needed. `or` is another remedy than the address.
-    pub fn of(
-        (by, several): (&str, Option<bool>),
-        host: Option<From<String>>,
-        port: Option<From<u16>>,
-        or: &str,
-    ) -> Result<Address, String> {
+    pub fn of((by, several): (&str, Option<bool>), (host, port): Master, or: &str) -> Result<Address, String> {
         let host = if several == Some(false) { Some(("127.0.0.1".into(), "all ranks being on it")) } else { host };
         match (host, port) {
             (Some((host, named)), Some((port, numbered))) => {
@@ -101,7 +99,7 @@ fn torchrun(variables: &Variables, run: &str) -> Result<Found, Error> {
         port => port,
     };
     let by = format!("torchrun (run {run})");
-    let address = Address::of((&by, several), host, port, "");
+    let address = Address::of((&by, several), (host, port), "");
     Ok(Found { by, place, several, address })
 }
 
@@ -131,7 +129,7 @@ fn pod(variables: &Variables) -> Result<Option<Found>, Error> {
     let host = variables.host("PET_MASTER_ADDR").or(host);
     let port = variables.port("PET_MASTER_PORT")?.or(port);
     let by = "Kubeflow (PET_*)".to_owned();
-    let address = Address::of((&by, several), host, port, "");
+    let address = Address::of((&by, several), (host, port), "");
     Ok(Some(Found { by, place, several, address }))
 }
 
@@ -145,11 +143,11 @@ fn plain(variables: &Variables) -> Result<Option<Found>, Error> {
     let several = place.several(variables, "LOCAL_WORLD_SIZE")?;
     let (host, port) = master(variables)?;
     let by = "RANK and WORLD_SIZE".to_owned();
-    let address = Address::of((&by, several), host, port, " (or MASTER_ADDR and MASTER_PORT)");
+    let address = Address::of((&by, several), (host, port), " (or MASTER_ADDR and MASTER_PORT)");
     Ok(Some(Found { by, place, several, address }))
 }
 
 /// The address that PyTorch's programs go by, which many a script sets besides its launcher.
-pub(super) fn master(variables: &Variables) -> Result<(Option<From<String>>, Option<From<u16>>), Error> {
+pub(super) fn master(variables: &Variables) -> Result<Master, Error> {
     Ok((variables.host("MASTER_ADDR"), variables.port("MASTER_PORT")?))
 }

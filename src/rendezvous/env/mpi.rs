@@ -66,7 +66,7 @@ impl Launcher {
         let several = place.several(variables, self.local_size)?;
         let (host, port) = master(variables)?;
         let port = port.or_else(|| self.port(variables, several));
-        let address = Address::of((self.name, several), host, port, OR_MPI);
+        let address = Address::of((self.name, several), (host, port), OR_MPI);
         Ok(Found { by: self.name.into(), place, several, address })
     }
 

@@ -1,7 +1,7 @@
 //! Tasks of Slurm.
 
 use super::hostlist::HostList;
-use super::launcher::{Address, Found, From, master, port_of};
+use super::launcher::{Address, Found, Named, master, port_of};
 use super::variables::{Place, Variables};
 use crate::error::Error;
 
@@ -28,7 +28,7 @@ pub(super) fn task(variables: &Variables) -> Result<Option<Found>, Error> {
     let job_port = |job| port_of((job as u64).wrapping_add((step as u64).wrapping_mul(STRIDE)));
     let port = port.or(job.map(|job| (job_port(job), "SLURM_JOB_ID and SLURM_STEP_ID")));
     let by = format!("Slurm (job {}, step {step})", job.map_or("?".into(), |job| job.to_string()));
-    let address = Address::of((&by, several), host.or(first), port, "");
+    let address = Address::of((&by, several), (host.or(first), port), "");
     Ok(Some(Found { by, place, several, address }))
 }
 
@@ -51,7 +51,7 @@ fn number(variables: &Variables, names: [&str; 2]) -> Result<Option<usize>, Erro
 }
 
 /// The first host, which has task 0, and whether it is the only one.
-fn first_host(variables: &Variables) -> Result<Option<(From<String>, bool)>, Error> {
+fn first_host(variables: &Variables) -> Result<Option<(Named<String>, bool)>, Error> {
     for name in ["SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"] {
         let Some(text) = variables.text(name) else { continue };
         let list = HostList::parse(&text).map_err(|reason| Error::Config(format!("{name} is '{text}': {reason}")))?;
