@@ -46,7 +46,8 @@ impl Address {
     /// An address of these parts. Where all ranks are on one host it is loopback, whatever the host's name is: no other host
     /// needs to reach it, and no secret is needed. `or` is another remedy than the address.
     pub fn of((by, several): (&str, Option<bool>), (host, port): Master, or: &str) -> Result<Address, String> {
-        let host = if several == Some(false) { Some(("127.0.0.1".into(), "all ranks being on it")) } else { host };
+        let host =
+            if several == Some(false) { Some(("127.0.0.1".into(), "the ranks being on one host")) } else { host };
         match (host, port) {
             (Some((host, named)), Some((port, numbered))) => {
                 let text = if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") };
