@@ -120,12 +120,13 @@ fn run(args: &Args) -> Result<(), Failure> {
 
 /// How these devices train, this process's first rank, and the number of all ranks.
 fn strategy(devices: Vec<WgpuDevice>) -> Result<(TrainingStrategy<Components>, usize, usize), Failure> {
-    if std::env::var_os("BONFIRE_RANK").is_none() {
+    let builder = Builder::from_env()?;
+    if builder.launched().is_none() {
         let ranks = devices.len();
         let config = DistributedConfig { all_reduce_op: ReduceOperation::Mean };
         return Ok((ExecutionStrategy::ddp(devices, config).into(), 0, ranks));
     }
-    let groups = Builder::from_env()?.connect_ranks(devices.len())?;
+    let groups = builder.connect_ranks(devices.len())?;
     let (rank, ranks) = (groups[0].rank(), groups[0].world_size());
     let strategy = DataParallelStrategy::new(devices.into_iter().zip(groups).collect())?;
     Ok((TrainingStrategy::Custom(Arc::new(strategy)), rank, ranks))

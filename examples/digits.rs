@@ -1,6 +1,6 @@
 //! Data-parallel training of a small convolutional network on handwritten digits.
 //!
-//! Ranks are threads of this process, or, where `bonfire run` started it, processes:
+//! Ranks are threads of this process, or, where `bonfire run` or another launcher started it, processes:
 //!
 //! ```sh
 //! cargo run --release --example digits -- --ranks 2
@@ -23,7 +23,7 @@ use std::process::ExitCode;
 use std::sync::mpsc;
 use std::thread;
 
-use bonfire::{Group, Sharding};
+use bonfire::{Builder, Group, Sharding};
 use burn::backend::{Autodiff, Flex, NdArray};
 use clap::error::ErrorKind;
 use clap::{CommandFactory, Parser, ValueEnum};
@@ -82,11 +82,13 @@ fn main() -> ExitCode {
     env_logger::Builder::from_env(env_logger::Env::default().default_filter_or("warn")).init();
     let args = Args::parse();
     let threads = args.ranks.unwrap_or(2);
-    let processes = std::env::var_os("BONFIRE_RANK").is_some();
-    if processes && args.ranks.is_some() {
-        wrong("--ranks is for ranks that are threads; here BONFIRE_RANK is set, so they are processes");
-    }
-    let groups = if processes { Group::from_env().map(|group| vec![group]) } else { Group::threads(threads.into()) };
+    let groups = Builder::from_env().and_then(|builder| match (builder.launched(), args.ranks) {
+        (Some(launched), Some(_)) => {
+            wrong(&format!("--ranks is for ranks that are threads; here they are processes, by {}", launched.by))
+        }
+        (Some(_), None) => builder.connect().map(|group| vec![group]),
+        (None, _) => Group::threads(threads.into()),
+    });
     let groups = match groups {
         Ok(groups) => groups,
         Err(error) => {

@@ -25,6 +25,7 @@ mod lobby;
 mod opening;
 mod secret;
 
+use std::fmt::Display;
 use std::net::SocketAddr;
 
 pub(crate) use self::connect::{answer, confirm, dial, prove};
@@ -72,11 +73,17 @@ impl Member {
 /// Refuses to listen at addresses that strangers reach, or to dial there, without a secret.
 pub(crate) fn permit(secret: Option<&Secret>, addresses: &[SocketAddr]) -> Result<(), Error> {
     let open = addresses.iter().map(SocketAddr::ip).find(|address| !address.to_canonical().is_loopback());
-    let Some(address) = open.filter(|_| secret.is_none()) else { return Ok(()) };
-    Err(Error::Config(format!(
-        "{address} is not loopback, and without a secret anybody who reaches it could join: put at least {} random bytes \
-         into a file that only you may read (openssl rand -hex 32, chmod 600), copy it to every host, and {REMEDY}, or \
-         Builder::secret",
+    match open.filter(|_| secret.is_none()) {
+        Some(address) => Err(wanted(format!("{address} is not loopback"))),
+        None => Ok(()),
+    }
+}
+
+/// The error of a rank that has no secret and, for this reason, needs one.
+pub(crate) fn wanted(reason: impl Display) -> Error {
+    Error::Config(format!(
+        "{reason}, and without a secret anybody on their network could join: put at least {} random bytes into a file that \
+         only you may read (openssl rand -hex 32, chmod 600), copy it to every host, and {REMEDY}, or Builder::secret",
         Secret::LEAST
-    )))
+    ))
 }

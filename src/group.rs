@@ -144,18 +144,22 @@ impl Group {
         Builder::default()
     }
 
-    /// The group that the environment describes, as `bonfire run` and similar launchers set it: `BONFIRE_RANK`,
-    /// `BONFIRE_WORLD_SIZE`, `BONFIRE_ADDRESS` and, if needed, `BONFIRE_HOST`, `BONFIRE_SECRET_FILE` or `BONFIRE_SECRET`
-    /// (see [`Builder::secret`]), `BONFIRE_TRANSPORT` (`auto`, `tcp` or
-    /// `shm`, see [`Builder::transport`]), `BONFIRE_ALGORITHMS` (see [`Selection`]),
+    /// The group that the environment describes, as the launcher made it that started this process: `bonfire run`, torchrun,
+    /// Slurm's srun, mpirun and mpiexec of Open MPI, MPICH, Intel MPI and MVAPICH2, Kubeflow's Trainer and PyTorchJob.
+    /// `docs/launchers.md` has how to run under each. Ranks on several hosts need a [`secret`](Builder::secret).
+    ///
+    /// Bonfire's own variables win over the launcher's, each by itself, and what code says over both (see
+    /// [`Builder::from_env`]): `BONFIRE_RANK`, `BONFIRE_WORLD_SIZE`, `BONFIRE_ADDRESS` and, if needed, `BONFIRE_HOST` or
+    /// `BONFIRE_IFACE` (see [`Builder::host`]), `BONFIRE_SECRET_FILE` or `BONFIRE_SECRET` (see [`Builder::secret`]),
+    /// `BONFIRE_TRANSPORT` (`auto`, `tcp` or `shm`, see [`Builder::transport`]), `BONFIRE_ALGORITHMS` (see [`Selection`]),
     /// `BONFIRE_TCP_CONNECTIONS` (see [`Builder::tcp_connections`]), `BONFIRE_SILENCE` (seconds, see
     /// [`Builder::silence`]) and `BONFIRE_DEADLINE` (seconds).
     /// Blocks until all ranks are connected. SIGINT and SIGTERM become a farewell to the other ranks, see
     /// [`Builder::leave_on_interrupt`].
     ///
     /// # Errors
-    /// [`Error::Config`] where a variable is missing or malformed, [`Error::Rendezvous`] where the ranks do not find
-    /// each other within 120 s or disagree about who they are.
+    /// [`Error::Config`] where variables are missing, malformed or contradict each other, [`Error::Rendezvous`] where the
+    /// ranks do not find each other within 120 s or disagree about who they are.
     #[cfg(unix)]
     pub fn from_env() -> Result<Group, Error> {
         Builder::from_env()?.connect()

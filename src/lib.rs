@@ -66,7 +66,7 @@ pub use group::{Buffer, Builder, Group, Message, Record, State, Trace, Work};
 pub use partition::partition;
 pub use plan::{Algorithm, Selection};
 #[cfg(unix)]
-pub use rendezvous::Medium;
+pub use rendezvous::{Launched, Medium};
 #[cfg(feature = "cubecl")]
 pub use server::{CollectiveDevice, CollectiveRuntime};
 #[cfg(feature = "cuda")]

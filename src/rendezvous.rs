@@ -10,11 +10,13 @@
 mod descriptor;
 pub(crate) mod env;
 mod guests;
+mod interface;
 mod join;
 #[cfg(all(feature = "shm", target_os = "linux"))]
 mod memory;
 mod reach;
 mod regroup;
+mod source;
 #[cfg(test)]
 mod tests;
 
@@ -28,7 +30,9 @@ use tokio::runtime::Runtime;
 
 use self::join::Joined;
 use self::regroup::{Kept, Processes};
-use crate::auth::Secret;
+pub use self::source::Launched;
+pub(crate) use self::source::Source;
+use crate::auth::{self, Secret};
 use crate::error::Error;
 use crate::transport::tcp::{MOST, Silence, Tcp};
 use crate::transport::{Base, Near};
@@ -49,8 +53,12 @@ pub(crate) struct Settings {
     pub world_size: usize,
     /// Where rank 0 listens, `host:port`.
     pub address: String,
-    /// Where this rank listens, if not on loopback.
+    /// Where this rank listens, where that was said.
     pub host: Option<String>,
+    /// Network interfaces whose address is used between hosts: names or how they begin, by preference.
+    pub interface: Option<String>,
+    /// Who said what of these.
+    pub source: Source,
     pub timeout: Duration,
     /// How long a peer may be silent before it counts as lost.
     pub silence: Duration,
@@ -113,6 +121,8 @@ impl Default for Settings {
             world_size: 1,
             address: String::new(),
             host: None,
+            interface: None,
+            source: Source::default(),
             timeout: TIMEOUT,
             silence: SILENCE,
             medium: Medium::default(),
@@ -130,6 +140,7 @@ const SHARES: bool = cfg!(all(feature = "shm", target_os = "linux"));
 impl Settings {
     /// Refuses what can never work.
     pub fn check(&self) -> Result<(), Error> {
+        self.complete()?;
         let Settings { rank, world_size, address, .. } = self;
         if *world_size == 0 {
             return Err(Error::argument("connect", "a group needs at least one rank"));
@@ -145,6 +156,12 @@ impl Settings {
         if *world_size > 1 && !well_formed(address) {
             let reason = "give rank 0's address as host:port or [v6]:port, with a port from 1 to 65535";
             return Err(Error::Config(format!("the address '{address}' is malformed: {reason}")));
+        }
+        if *world_size > 1 && self.spans_hosts() {
+            if self.secret.is_none() {
+                return Err(auth::wanted("the ranks are on several hosts"));
+            }
+            interface::chosen(self)?;
         }
         if !(1..=MOST).contains(&self.connections) {
             let reason = format!("{} connections to a peer: give 1 to {MOST}", self.connections);
@@ -190,12 +207,11 @@ fn well_formed(address: &str) -> bool {
     !host.is_empty() && (bracketed || !host.contains(':')) && port.parse::<u16>().is_ok_and(|port| port != 0)
 }
 
-/// Connects to all ranks; blocks until they are there.
+/// Connects to all ranks; blocks until they are there. The settings were checked.
 pub(crate) fn connect(settings: &Settings) -> Result<Base, Error> {
     if settings.medium.is_mpi() {
         return by_mpi(settings);
     }
-    settings.check()?;
     let start = Instant::now();
     let runtime = control_runtime()?;
     let ends = runtime.block_on(async {

@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use bonfire::tensor::autodiff::{CollectiveBackend, attempt};
 use bonfire::train::Epoch;
-use bonfire::{DataParallel, Group, ReduceOp, ShardedSampler, Sharding, partition};
+use bonfire::{Builder, DataParallel, Group, ReduceOp, ShardedSampler, Sharding, partition};
 use burn::module::{AutodiffModule, Module};
 use burn::nn::loss::CrossEntropyLossConfig;
 use burn::optim::GradientsParams;
@@ -250,7 +250,7 @@ impl Job<'_> {
     fn die(&self, rank: usize) -> Result<(), Failure> {
         eprintln!("rank {rank} dies now, as --chaos says");
         #[cfg(unix)]
-        if std::env::var_os("BONFIRE_RANK").is_some() {
+        if Builder::from_env().is_ok_and(|builder| builder.launched().is_some()) {
             signal_hook::low_level::raise(signal_hook::consts::SIGKILL)?;
         }
         Ok(())

@@ -10,7 +10,7 @@ use crate::error::Error;
 use crate::plan::{self, Selection};
 use crate::random;
 #[cfg(unix)]
-use crate::rendezvous::Medium;
+use crate::rendezvous::{Launched, Medium};
 use crate::transport::local::Local;
 use crate::transport::{Base, Near, Transport};
 
@@ -95,10 +95,11 @@ impl Builder {
 
 #[cfg(unix)]
 impl Builder {
-    /// Settings from the environment: see [`Group::from_env`]. What is set afterwards in code wins.
+    /// Settings from the environment: see [`Group::from_env`]. What is set afterwards in code wins, so what is missing is an
+    /// error of [`connect`](Self::connect) only.
     ///
     /// # Errors
-    /// [`Error::Config`] where a variable is missing or malformed.
+    /// [`Error::Config`] where a variable is malformed, or variables contradict each other.
     pub fn from_env() -> Result<Builder, Error> {
         let mut environment = crate::rendezvous::env::read(|name| std::env::var(name).ok())?;
         environment.settings.secret = Secret::from_env()?;
@@ -113,26 +114,37 @@ impl Builder {
         })
     }
 
+    /// What the environment says of this process as a rank, or `None` where nobody started it as one: for programs that
+    /// otherwise run alone, or with threads.
+    pub fn launched(&self) -> Option<Launched> {
+        self.settings.launched()
+    }
+
     /// This process's rank, from 0 to `world_size - 1`.
     pub fn rank(mut self, rank: usize) -> Self {
         self.settings.rank = rank;
+        self.settings.source.missing.rank = None;
         self
     }
 
     /// The number of ranks.
     pub fn world_size(mut self, world_size: usize) -> Self {
         self.settings.world_size = world_size;
+        self.settings.source.missing.world_size = None;
         self
     }
 
     /// Where rank 0 listens, as `host:port` or `[v6]:port`: the same on all ranks.
     pub fn address(mut self, address: impl Into<String>) -> Self {
         self.settings.address = address.into();
+        (self.settings.source.address, self.settings.source.missing.address) = (None, None);
         self
     }
 
-    /// The address of this machine on which this rank listens for its peers. Loopback unless set; a group over several
-    /// machines needs it on every rank but 0, and a [`secret`](Self::secret) on all.
+    /// The address of this machine on which this rank listens for its peers, where it is not rank 0; set here or by
+    /// `BONFIRE_HOST`. Otherwise it is that of the interface that `BONFIRE_IFACE` names, where ranks are on several hosts,
+    /// or else the one from which this rank reaches rank 0: loopback where that is. Beyond loopback all ranks need a
+    /// [`secret`](Self::secret).
     pub fn host(mut self, host: impl Into<String>) -> Self {
         self.settings.host = Some(host.into());
         self
@@ -199,17 +211,21 @@ impl Builder {
     /// until all are there.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] or [`Error::Config`] where settings cannot work, or an address wants a secret and there
-    /// is none, [`Error::Rendezvous`] where the ranks do not find each other in time or disagree (a duplicate rank,
+    /// [`Error::InvalidArgument`] or [`Error::Config`] where settings are missing or cannot work, or ranks beyond loopback
+    /// want a secret and there is none, [`Error::Rendezvous`] where the ranks do not find each other in time or disagree (a duplicate rank,
     /// another world size, other algorithms, another secret or release), or where shared memory was asked for and cannot
     /// be had.
     pub fn connect(self) -> Result<Group, Error> {
-        let group = if self.settings.world_size == 1 && !self.settings.medium.is_mpi() {
+        let by_mpi = self.settings.medium.is_mpi();
+        if !by_mpi {
             self.settings.check()?;
+            self.settings.announce();
+        }
+        let group = if self.settings.world_size == 1 && !by_mpi {
             self.clone().threads(1)?.remove(0)
         } else {
             let mut settings = self.settings.clone();
-            if !self.algorithms.is_native_anywhere() && !settings.medium.is_mpi() {
+            if !self.algorithms.is_native_anywhere() && !by_mpi {
                 if settings.medium == Medium::Shm {
                     let reason = "the algorithms are plans, which run over TCP, and the transport is to be shared \
                                   memory: leave one of the two out, or give some sizes the algorithm native";

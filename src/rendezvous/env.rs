@@ -1,7 +1,21 @@
-//! Settings from the environment.
+//! Settings from the environment: Bonfire's own variables, and for what they leave open those of the launcher that started
+//! this process.
+//!
+//! What is missing is no error here, since code may still say it; what is malformed or contradicts itself is one.
+
+mod hostlist;
+mod launcher;
+mod mpi;
+mod slurm;
+#[cfg(test)]
+mod tests;
+mod variables;
 
 use std::time::Duration;
 
+use self::launcher::{Found, recognise};
+use self::variables::{Place, Said, Variables};
+use super::source::{Launched, Missing, Source};
 use super::{Medium, Settings};
 use crate::error::Error;
 use crate::wait::{deadline_from_env, seconds_from_env};
@@ -15,34 +29,165 @@ pub(crate) struct Environment {
     pub algorithms: Option<String>,
 }
 
-/// Reads `BONFIRE_*` through `variable`.
+impl Launched {
+    /// The variables that say who a rank is and where the others are, by launcher: all that is read but secrets.
+    pub const VARIABLES: [(&str, &[&str]); 7] = [
+        (
+            "bonfire",
+            &[
+                "BONFIRE_RANK",
+                "BONFIRE_WORLD_SIZE",
+                "BONFIRE_LOCAL_WORLD_SIZE",
+                "BONFIRE_ADDRESS",
+                "BONFIRE_HOST",
+                "BONFIRE_IFACE",
+                "BONFIRE_TRANSPORT",
+                "BONFIRE_TCP_CONNECTIONS",
+                "BONFIRE_ALGORITHMS",
+                "BONFIRE_DEADLINE",
+                "BONFIRE_SILENCE",
+                "BONFIRE_TRACE",
+            ],
+        ),
+        (
+            "torchrun",
+            &[
+                "RANK",
+                "WORLD_SIZE",
+                "LOCAL_WORLD_SIZE",
+                "GROUP_WORLD_SIZE",
+                "MASTER_ADDR",
+                "MASTER_PORT",
+                "TORCHELASTIC_RUN_ID",
+                "TORCHELASTIC_USE_AGENT_STORE",
+            ],
+        ),
+        (
+            "Slurm",
+            &[
+                "SLURM_JOB_ID",
+                "SLURM_JOBID",
+                "SLURM_STEP_ID",
+                "SLURM_STEPID",
+                "SLURM_PROCID",
+                "SLURM_STEP_NUM_TASKS",
+                "SLURM_NTASKS",
+                "SLURM_STEP_NUM_NODES",
+                "SLURM_NNODES",
+                "SLURM_STEP_NODELIST",
+                "SLURM_JOB_NODELIST",
+                "SLURM_NODELIST",
+            ],
+        ),
+        (
+            "Open MPI",
+            &[
+                "OMPI_COMM_WORLD_RANK",
+                "OMPI_COMM_WORLD_SIZE",
+                "OMPI_COMM_WORLD_LOCAL_SIZE",
+                "PMIX_NAMESPACE",
+                "OMPI_MCA_ess_base_jobid",
+                "OMPI_MCA_orte_ess_jobid",
+            ],
+        ),
+        ("MVAPICH2", &["MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE"]),
+        ("Hydra (PMI)", &["PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS", "I_MPI_HYDRA_UUID"]),
+        ("Kubeflow", &["PET_NODE_RANK", "PET_NNODES", "PET_NPROC_PER_NODE", "PET_MASTER_ADDR", "PET_MASTER_PORT"]),
+    ];
+}
+
+/// Reads the environment through `variable`.
 pub(crate) fn read(variable: impl Fn(&str) -> Option<String>) -> Result<Environment, Error> {
+    let variables = Variables(&variable);
     let medium = medium(&variable)?;
-    let (rank, world_size) = match medium.is_mpi() {
-        // MPI says it.
-        true => (0, 1),
-        false => (number(&variable, "BONFIRE_RANK")?, number(&variable, "BONFIRE_WORLD_SIZE")?),
-    };
-    let address = variable("BONFIRE_ADDRESS");
-    if address.is_none() && world_size > 1 {
-        return Err(missing("BONFIRE_ADDRESS"));
-    }
+    let place = place(&variables);
+    let settings = if medium.is_mpi() { by_mpi(place.ok()) } else { place? };
     let settings = Settings {
-        rank,
-        world_size,
-        address: address.unwrap_or_default(),
-        host: variable("BONFIRE_HOST").filter(|host| !host.is_empty()),
+        host: variables.text("BONFIRE_HOST"),
+        interface: variables.text("BONFIRE_IFACE"),
         medium,
-        ..Settings::default()
+        connections: variables.number("BONFIRE_TCP_CONNECTIONS")?.unwrap_or(settings.connections),
+        silence: seconds_from_env(&variable, "BONFIRE_SILENCE")?.unwrap_or(settings.silence),
+        ..settings
     };
-    let connections = match variable("BONFIRE_TCP_CONNECTIONS") {
-        Some(_) => number(&variable, "BONFIRE_TCP_CONNECTIONS")?,
-        None => settings.connections,
-    };
-    let silence = seconds_from_env(&variable, "BONFIRE_SILENCE")?.unwrap_or(settings.silence);
-    let settings = Settings { connections, silence, ..settings };
     let algorithms = variable("BONFIRE_ALGORITHMS");
     Ok(Environment { settings, deadline: deadline_from_env(&variable)?, algorithms })
+}
+
+/// MPI says itself who the ranks are, whatever else is said of them: nothing is missing then, or wrong.
+fn by_mpi(found: Option<Settings>) -> Settings {
+    let source = Source { by: Some("MPI".into()), ..Source::default() };
+    Settings { source, address: String::new(), ..found.unwrap_or_default() }
+}
+
+/// Who this rank is and where the others are: each setting from Bonfire's own variable, or else from the launcher.
+fn place(variables: &Variables) -> Result<Settings, Error> {
+    let own = Place::read(variables, "BONFIRE_RANK", "BONFIRE_WORLD_SIZE")?;
+    let address = variables.text("BONFIRE_ADDRESS");
+    // Where these say everything, nobody else needs to be asked, nor to be right.
+    let whole = own.both().is_some_and(|(_, n)| n == 1 || address.is_some());
+    let found = if whole { None } else { recognise(variables)? };
+    let theirs = found.as_ref().map(|found| found.place);
+    let (rank, no_rank) = said(variables, own.rank, theirs.map(|place| (place.rank, place.world_size)));
+    let (world_size, no_size) = said(variables, own.world_size, theirs.map(|place| (place.world_size, place.rank)));
+    let several = match own.world_size {
+        (_, Some(_)) => own.several(variables, "BONFIRE_LOCAL_WORLD_SIZE")?,
+        _ => None,
+    };
+    let several = several.or(found.as_ref().and_then(|found| found.several));
+    let named = [
+        (own.rank.0, own.rank.1.is_some()),
+        (own.world_size.0, own.world_size.1.is_some()),
+        ("BONFIRE_ADDRESS", address.is_some()),
+    ];
+    let named = named.into_iter().filter_map(|(name, is_set)| is_set.then_some(name));
+    let by = found.iter().map(|found| &*found.by).chain(named).collect::<Vec<_>>().join(", ");
+    let launched = found.is_some() || !own.is_empty();
+    let (address, chosen, no_address) = match (address, found) {
+        (Some(address), _) => (address, None, None),
+        (None, Some(Found { address: Ok(address), .. })) => (address.text, Some(address.chosen), None),
+        (None, Some(Found { address: Err(reason), .. })) => (String::new(), None, Some(reason)),
+        (None, None) => (String::new(), None, Some(unknown(variables, "BONFIRE_ADDRESS"))),
+    };
+    let source = Source {
+        by: launched.then_some(by),
+        several,
+        address: chosen,
+        missing: Missing { rank: no_rank, world_size: no_size, address: no_address },
+    };
+    let settings = Settings::default();
+    Ok(Settings {
+        rank: rank.unwrap_or(settings.rank),
+        world_size: world_size.unwrap_or(settings.world_size),
+        address,
+        source,
+        ..settings
+    })
+}
+
+/// A number as Bonfire's variable says it or else the launcher's, which may have said the other of the two; or why there
+/// is none.
+fn said(variables: &Variables, own: Said, launchers: Option<(Said, Said)>) -> (Option<usize>, Option<String>) {
+    match (own, launchers) {
+        ((_, Some(number)), _) | (_, Some(((_, Some(number)), _))) => (Some(number), None),
+        ((own, None), Some(((missing, None), (other, _)))) => {
+            let reason = format!(
+                "{missing} is not set, though {other} is: start the program with the launcher that sets both, or set {own}"
+            );
+            (None, Some(reason))
+        }
+        ((own, None), None) => (None, Some(unknown(variables, own))),
+    }
+}
+
+/// What to say of a variable where no launcher was recognised.
+fn unknown(variables: &Variables, name: &str) -> String {
+    let launchers = Launched::VARIABLES.map(|(launcher, _)| launcher)[1..].join(", ");
+    format!(
+        "{name} is not set, and no launcher was recognised, of {launchers} and plain RANK with WORLD_SIZE{}: start the \
+         program with `bonfire run -n RANKS -- PROGRAM`, or describe the group with Group::builder()",
+        slurm::hint(variables)
+    )
 }
 
 fn medium(variable: &impl Fn(&str) -> Option<String>) -> Result<Medium, Error> {
@@ -51,17 +196,4 @@ fn medium(variable: &impl Fn(&str) -> Option<String>) -> Result<Medium, Error> {
     medium.ok_or_else(|| {
         Error::Config(format!("BONFIRE_TRANSPORT is '{text}': give auto, tcp, shm, mpi or mpi-blocking"))
     })
-}
-
-fn number(variable: &impl Fn(&str) -> Option<String>, name: &str) -> Result<usize, Error> {
-    let text = variable(name).ok_or_else(|| missing(name))?;
-    let wrong = |_| Error::Config(format!("{name} is '{text}': give a whole number"));
-    text.trim().parse().map_err(wrong)
-}
-
-fn missing(name: &str) -> Error {
-    Error::Config(format!(
-        "{name} is not set: start the program with `bonfire run -n RANKS -- PROGRAM`, or describe the group with \
-         Group::builder()"
-    ))
 }

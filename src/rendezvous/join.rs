@@ -12,7 +12,7 @@ use tokio::task::yield_now;
 use tokio::time::{sleep, timeout, timeout_at};
 
 use super::guests::{Answer, Arrival, Guest, Hello, departure, hosts, introduction, proof, refuse, seat, together};
-use super::reach::{bind, dial, own_host};
+use super::reach::{bind, dial, listen, own_host};
 use super::{Medium, Settings, gone};
 use crate::auth::{Lobby, Member, Purpose, RETRY};
 use crate::error::{Error, Ranks};
@@ -72,7 +72,7 @@ async fn host(
 ) -> Result<Joined, Error> {
     let n = settings.world_size;
     let board = board(n)?;
-    let listener = bind(settings, start, &settings.address).await?;
+    let (listener, told) = listen((settings, start), waiting_for).await?;
     let own = listener.local_addr().map_err(|e| settings.failed(start, e.to_string()))?;
     let member = Member { secret: settings.secret.clone(), session: random::number(), rank: 0, world_size: n };
     let (arrivals, mut queue) = unbounded_channel();
@@ -114,13 +114,14 @@ async fn host(
     let hosts = hosts(&guests.iter().map(|guest| guest.as_ref().map_or(&machine, |g| &g.machine)).collect::<Vec<_>>());
     let addresses: Vec<SocketAddr> =
         guests.iter().map(|guest| guest.as_ref().map_or(own, |guest| guest.address)).collect();
+    let told = [&[told], &addresses[1..]].concat();
     let mut connections = Vec::new();
     for (rank, guest) in guests.into_iter().enumerate() {
         let Some(Guest { mut stream, .. }) = guest else {
             connections.push(None);
             continue;
         };
-        let welcome = Answer::Welcome { addresses: addresses.clone(), medium, hosts: hosts.clone() };
+        let welcome = Answer::Welcome { addresses: told.clone(), medium, hosts: hosts.clone() };
         frame::write(&mut stream, &welcome)
             .await
             .map_err(|e| settings.failed(start, format!("rank {rank} went away: {e}")))?;
@@ -174,7 +175,7 @@ async fn attend(
     let (mut zero, session) = dial((settings, start), &settings.address, opening, waiting_for).await?;
     member.session = session;
     let to_zero = zero.peer_addr().map_err(|e| settings.failed(start, e.to_string()))?;
-    let listener = bind(settings, start, &own_host(settings, to_zero.ip())?).await?;
+    let listener = bind(settings, start, &own_host(settings, &zero)?).await?;
     let mut own = listener.local_addr().map_err(|e| settings.failed(start, e.to_string()))?;
     if own.ip().is_unspecified() {
         // Listening everywhere: the peers are told the address that rank 0 is reached from.
@@ -191,8 +192,10 @@ async fn attend(
         Answer::Welcome { .. } => return Err(settings.failed(start, "rank 0 answered with another world size")),
         Answer::Refused(reason) => return Err(settings.failed(start, reason)),
     };
-    // Rank 0 may listen everywhere, and knows less well than its guests where it is reached.
-    addresses[0] = to_zero;
+    // Rank 0 may listen everywhere, and knows less well than its guests where it is reached: unless an interface was chosen.
+    if addresses[0].ip().is_unspecified() {
+        addresses[0] = to_zero;
+    }
     let mesh = connect((settings, start), (member, listener, lobby), addresses, Some(zero), waiting_for).await?;
     Ok(Joined { mesh, medium, hosts })
 }

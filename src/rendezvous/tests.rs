@@ -7,7 +7,7 @@ use crate::error::Error;
 /// Reads an environment that consists of these variables, without their prefix.
 fn from(variables: &[(&str, &str)]) -> Result<Environment, Error> {
     read(|name| {
-        let name = name.strip_prefix("BONFIRE_").expect("the prefix");
+        let name = name.strip_prefix("BONFIRE_")?;
         variables.iter().find(|(other, _)| *other == name).map(|(_, value)| (*value).to_owned())
     })
 }
@@ -59,9 +59,18 @@ fn a_rank_that_is_alone_needs_no_address() {
 fn missing_variables_are_named() {
     for (missing, _) in COMPLETE {
         let rest: Vec<_> = COMPLETE.into_iter().filter(|(name, _)| *name != missing).collect();
-        let error = from(&rest).unwrap_err();
+        let settings = from(&rest).unwrap().settings;
+        let error = settings.check().unwrap_err();
         let words = format!("BONFIRE_{missing} is not set");
         assert!(matches!(&error, Error::Config(text) if text.contains(&words)), "{error}");
+        let lacks = settings.launched().and_then(|launched| launched.missing);
+        assert!(lacks.is_some_and(|lacks| lacks.contains(&words)));
+    }
+    let nothing = from(&[]).unwrap().settings;
+    assert_eq!(nothing.launched(), None);
+    let error = nothing.check().unwrap_err().to_string();
+    for part in ["BONFIRE_RANK is not set", "torchrun", "Slurm", "Open MPI", "MVAPICH2", "Kubeflow", "bonfire run -n"] {
+        assert!(error.contains(part) && !error.contains('\n'), "{error}");
     }
 }
 

@@ -50,7 +50,8 @@ impl Process {
         let mut words = command.iter().map(Into::into).chain([own.into_os_string()]);
         let mut command = Command::new(words.next().expect("there is at least the binary"));
         command.args(words).args([name, "--exact", "--nocapture", "--test-threads=1"]).stdout(Stdio::piped());
-        for variable in ["RANK", "WORLD_SIZE", "ADDRESS", "HOST", "SECRET", "SECRET_FILE"] {
+        for variable in ["RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "ADDRESS", "HOST", "IFACE", "SECRET", "SECRET_FILE"]
+        {
             command.env_remove(format!("BONFIRE_{variable}"));
         }
         for variable in ["TRANSPORT", "ALGORITHMS", "TCP_CONNECTIONS", "DEADLINE", "SILENCE", "TRACE"] {

@@ -1,6 +1,7 @@
 //! `bonfire doctor`: what this machine has, how fast it is, and what stands in the way of a run.
 
 mod devices;
+#[cfg(unix)]
 mod launchers;
 mod network;
 mod system;
@@ -36,7 +37,10 @@ pub fn run(args: &Args) -> u8 {
     system::limits(&mut findings);
     network::interfaces(&machine, &mut findings);
     network::loopback(&mut findings);
+    #[cfg(unix)]
     launchers::variables(|name| std::env::var(name).ok(), &mut findings);
+    #[cfg(unix)]
+    launchers::recognised(bonfire::Builder::from_env(), &mut findings);
     devices::devices(&machine, &mut findings);
     let text = if args.json { findings.json() } else { findings.text() };
     if let Err(error) = io::stdout().write_all(text.as_bytes()) {

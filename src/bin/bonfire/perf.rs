@@ -109,8 +109,14 @@ enum Level {
 /// Measures and returns the exit status.
 pub fn run(args: &Args) -> u8 {
     let mut args = args.clone();
-    if let Some(ranks) = ranks::launched().filter(|_| args.common.transport != Transport::Local) {
-        args.common.ranks = ranks;
+    if args.common.transport != Transport::Local {
+        match ranks::launched() {
+            Ok(ranks) => args.common.ranks = ranks.unwrap_or(args.common.ranks),
+            Err(error) => {
+                eprintln!("error: {error}");
+                return 1;
+            }
+        }
     }
     let sizes = match args.sizes() {
         Ok(sizes) => sizes,

@@ -1,50 +1,15 @@
-//! Variables by which launchers tell a process its rank.
+//! What launchers tell a process.
 
+use bonfire::{Builder, Error, Launched};
 use serde_json::{Map, Value, json};
 
 use super::Findings;
 
-/// Variables that say who a rank is and where the others are. No others: a launcher's variables may hold secrets.
-const LAUNCHERS: [(&str, &[&str]); 5] = [
-    (
-        "bonfire",
-        &[
-            "BONFIRE_RANK",
-            "BONFIRE_WORLD_SIZE",
-            "BONFIRE_LOCAL_RANK",
-            "BONFIRE_LOCAL_WORLD_SIZE",
-            "BONFIRE_ADDRESS",
-            "BONFIRE_HOST",
-            "BONFIRE_DEADLINE",
-            "BONFIRE_SILENCE",
-            "BONFIRE_TRACE",
-        ],
-    ),
-    ("torchrun", &["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]),
-    (
-        "Slurm",
-        &[
-            "SLURM_JOB_ID",
-            "SLURM_PROCID",
-            "SLURM_NTASKS",
-            "SLURM_LOCALID",
-            "SLURM_NODEID",
-            "SLURM_NNODES",
-            "SLURM_JOB_NODELIST",
-            "SLURM_STEP_NODELIST",
-        ],
-    ),
-    (
-        "Open MPI",
-        &["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"],
-    ),
-    ("PMI", &["PMI_RANK", "PMI_SIZE", "PMIX_RANK", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"]),
-];
+const AREA: &str = "launchers";
 
 pub fn variables(get: impl Fn(&str) -> Option<String>, findings: &mut Findings) {
-    const AREA: &str = "launchers";
     let mut any = false;
-    for (launcher, names) in LAUNCHERS {
+    for (launcher, names) in Launched::VARIABLES {
         let set: Vec<(&str, String)> = names.iter().filter_map(|name| Some((*name, get(name)?))).collect();
         if set.is_empty() {
             continue;
@@ -56,6 +21,15 @@ pub fn variables(get: impl Fn(&str) -> Option<String>, findings: &mut Findings) 
     }
     if !any {
         findings.fact(AREA, "variables", "none is set: start ranks with `bonfire run`", json!(null));
+    }
+}
+
+/// What a program makes of them that calls `Group::from_env`.
+pub fn recognised(settings: Result<Builder, Error>, findings: &mut Findings) {
+    match settings.map(|builder| builder.launched()) {
+        Ok(Some(launched)) => findings.fact(AREA, "recognised", launched.to_string(), json!(launched.to_string())),
+        Ok(None) => {}
+        Err(error) => findings.warn(error.to_string(), "mend or unset it: no group is made from such an environment"),
     }
 }
 
@@ -75,5 +49,18 @@ mod tests {
         assert_eq!(both[1], ("Slurm".into(), "SLURM_PROCID=1".into()));
         assert_eq!(both.len(), 2);
         assert_eq!(found(&[])[0].0, "variables");
+        assert_eq!(
+            found(&[("PET_NNODES", "2"), ("BONFIRE_SECRET", "secret")]),
+            [("Kubeflow".into(), "PET_NNODES=2".into())]
+        );
+    }
+
+    #[test]
+    fn an_environment_that_contradicts_itself_is_a_problem() {
+        let mut findings = Findings::default();
+        recognised(Ok(Builder::default()), &mut findings);
+        assert!(findings.facts.is_empty() && findings.problems.is_empty());
+        recognised(Err(Error::Config("RANK is 'x'".into())), &mut findings);
+        assert!(findings.problems[0].what.contains("RANK is 'x'"));
     }
 }

@@ -76,10 +76,10 @@ pub fn measure(
     let wrong = match common.transport {
         Transport::Local => threads(with_algorithms(Builder::default(), common), common.ranks, work)?,
         #[cfg(feature = "mpi")]
-        Transport::Mpi | Transport::MpiBlocking if launched().is_none() => {
+        Transport::Mpi | Transport::MpiBlocking if launched()?.is_none() => {
             return Err(RanksError::NotByMpi(common.ranks));
         }
-        _ if launched().is_none() => return processes(common.ranks),
+        _ if launched()?.is_none() => return processes(common.ranks),
         #[cfg(feature = "mpi")]
         Transport::Mpi => work(&with_algorithms(Builder::from_env()?, common).transport(Medium::Mpi).connect()?)?,
         #[cfg(feature = "mpi")]
@@ -103,13 +103,16 @@ fn with_algorithms(builder: Builder, common: &Common) -> Builder {
 }
 
 /// The number of ranks where a launcher started this process as one of them. What the group makes of a number that is
-/// malformed, it says itself.
-pub fn launched() -> Option<u32> {
-    if let Ok(ranks) = std::env::var("OMPI_COMM_WORLD_SIZE") {
-        return ranks.parse().ok();
-    }
-    std::env::var_os("BONFIRE_RANK")?;
-    Some(std::env::var("BONFIRE_WORLD_SIZE").ok().and_then(|ranks| ranks.trim().parse().ok()).unwrap_or(1))
+/// missing, it says itself.
+#[cfg(unix)]
+pub fn launched() -> Result<Option<u32>, Error> {
+    let launched = Builder::from_env()?.launched();
+    Ok(launched.map(|launched| launched.world_size.and_then(|ranks| ranks.try_into().ok()).unwrap_or(1)))
+}
+
+#[cfg(not(unix))]
+pub fn launched() -> Result<Option<u32>, Error> {
+    Ok(None)
 }
 
 fn threads(

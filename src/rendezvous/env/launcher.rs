@@ -1,0 +1,154 @@
+//! What launchers say of a rank, in variables of their own: which launcher counts, and what it says.
+
+use super::variables::{Place, Variables};
+use super::{mpi, slurm};
+use crate::error::Error;
+
+/// What a launcher says.
+pub(super) struct Found {
+    /// The launcher, and its name for the job.
+    pub by: String,
+    pub place: Place,
+    /// Whether the ranks are on several hosts, where it says so.
+    pub several: Option<bool>,
+    /// Where rank 0 listens, or why that is not known.
+    pub address: Result<Address, String>,
+}
+
+/// Where rank 0 listens.
+pub(super) struct Address {
+    pub text: String,
+    /// What chose it.
+    pub chosen: String,
+}
+
+/// A part of an address, and the variables that it is from.
+pub(super) type Named<T> = (T, &'static str);
+
+/// Rank 0's host and port, as far as they are said.
+type Master = (Option<Named<String>>, Option<Named<u16>>);
+
+/// The ports that jobs without one of their own get: above those that Linux gives to connections by itself.
+const PORTS: u16 = 61440;
+
+/// The port of a job with this number, the same on all its ranks and most likely another one in other jobs.
+pub(super) fn port_of(job: u64) -> u16 {
+    PORTS + (job % u64::from(u16::MAX - PORTS + 1)) as u16
+}
+
+/// A number for a job with this name: FNV-1a, which is the same in every build.
+pub(super) fn number_of(name: &str) -> u64 {
+    let step = |hash: u64, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
+    name.bytes().fold(0xcbf2_9ce4_8422_2325, step)
+}
+
+impl Address {
+    /// An address of these parts. Where all ranks are on one host it is loopback, whatever the host's name is: no other host
+    /// needs to reach it, and no secret is needed. `or` is another remedy than the address.
+    pub fn of((by, several): (&str, Option<bool>), (host, port): Master, or: &str) -> Result<Address, String> {
+        let host =
+            if several == Some(false) { Some(("127.0.0.1".into(), "the ranks being on one host")) } else { host };
+        match (host, port) {
+            (Some((host, named)), Some((port, numbered))) => {
+                let text = if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") };
+                Ok(Address { text, chosen: format!("host {host} comes from {named}, port {port} from {numbered}") })
+            }
+            (host, _) => {
+                let part = if host.is_some() { "at which port rank 0 listens" } else { "where rank 0 listens" };
+                Err(format!(
+                    "BONFIRE_ADDRESS is not set, and {by} does not say {part}: set it to rank 0's HOST:PORT on all ranks{or}"
+                ))
+            }
+        }
+    }
+}
+
+/// Finds out who started this process. The innermost launcher counts, since it starts the ranks.
+pub(super) fn recognise(variables: &Variables) -> Result<Option<Found>, Error> {
+    if let Some(run) = variables.text("TORCHELASTIC_RUN_ID") {
+        return torchrun(variables, &run).map(Some);
+    }
+    let task = slurm::task(variables)?;
+    let found = match (mpi::process(variables, task.as_ref())?, task) {
+        // It was started within a task, or by daemons that are tasks.
+        (Some(process), Some(task)) if process.place.both() != task.place.both() => Some(process),
+        // Slurm started it with a library of MPI's, and knows the hosts.
+        (process, task) => task.or(process),
+    };
+    let found = found.map_or_else(|| pod(variables), |found| Ok(Some(found)))?;
+    match (found, plain(variables)?) {
+        (Some(found), Some(plain)) => {
+            found.place.agrees(&plain.place)?;
+            Ok(Some(found))
+        }
+        (found, plain) => Ok(found.or(plain)),
+    }
+}
+
+/// torchrun's agent mostly listens at `MASTER_PORT` itself, for a store of its workers.
+fn torchrun(variables: &Variables, run: &str) -> Result<Found, Error> {
+    let place = Place::read(variables, "RANK", "WORLD_SIZE")?;
+    place.check()?;
+    let nodes = variables.number("GROUP_WORLD_SIZE")?;
+    let several = place.several(variables, "LOCAL_WORLD_SIZE")?.or(nodes.map(|nodes| nodes > 1));
+    let (host, port) = master(variables)?;
+    let taken = variables.text("TORCHELASTIC_USE_AGENT_STORE").is_some_and(|text| text.eq_ignore_ascii_case("true"));
+    let port = match port {
+        Some((port, _)) if taken => {
+            Some((port_of(number_of(&format!("{run} {port}"))), "TORCHELASTIC_RUN_ID and MASTER_PORT"))
+        }
+        port => port,
+    };
+    let by = format!("torchrun (run {run})");
+    let address = Address::of((&by, several), (host, port), "");
+    Ok(Found { by, place, several, address })
+}
+
+/// Kubeflow describes pods, for a torchrun in each. Without one a pod is a rank, if it is to have one.
+fn pod(variables: &Variables) -> Result<Option<Found>, Error> {
+    const REMEDY: &str = "start the program in the pod with torchrun or `bonfire run`, which start several";
+    let nodes = match variables.text("PET_NNODES") {
+        None => None,
+        // From so many to so many.
+        Some(text) => {
+            let same = text.split_once(':').map_or(Some(&*text), |(least, most)| (least == most).then_some(least));
+            Some(same.and_then(|number| number.trim().parse().ok()).ok_or_else(|| {
+                Error::Config(format!("PET_NNODES is '{text}': give one whole number, since groups do not grow"))
+            })?)
+        }
+    };
+    let place = Place::of(("PET_NODE_RANK", variables.number("PET_NODE_RANK")?), ("PET_NNODES", nodes));
+    if place.is_empty() {
+        return Ok(None);
+    }
+    if let Some(ranks) = variables.text("PET_NPROC_PER_NODE").filter(|ranks| ranks != "1") {
+        return Err(Error::Config(format!("PET_NPROC_PER_NODE is '{ranks}', and this process is one: {REMEDY}")));
+    }
+    place.check()?;
+    let several = nodes.map(|nodes| nodes > 1);
+    let (host, port) = master(variables)?;
+    let host = variables.host("PET_MASTER_ADDR").or(host);
+    let port = variables.port("PET_MASTER_PORT")?.or(port);
+    let by = "Kubeflow (PET_*)".to_owned();
+    let address = Address::of((&by, several), (host, port), "");
+    Ok(Some(Found { by, place, several, address }))
+}
+
+/// What PyTorchJob gives to pods, and many scripts to processes.
+fn plain(variables: &Variables) -> Result<Option<Found>, Error> {
+    let place = Place::read(variables, "RANK", "WORLD_SIZE")?;
+    if place.is_empty() {
+        return Ok(None);
+    }
+    place.check()?;
+    let several = place.several(variables, "LOCAL_WORLD_SIZE")?;
+    let (host, port) = master(variables)?;
+    let by = "RANK and WORLD_SIZE".to_owned();
+    let address = Address::of((&by, several), (host, port), " (or MASTER_ADDR and MASTER_PORT)");
+    Ok(Some(Found { by, place, several, address }))
+}
+
+/// The address that PyTorch's programs go by, which many a script sets besides its launcher.
+pub(super) fn master(variables: &Variables) -> Result<Master, Error> {
+    Ok((variables.host("MASTER_ADDR"), variables.port("MASTER_PORT")?))
+}

@@ -1,0 +1,99 @@
+//! Variables, and what a pair of them says of a rank.
+
+use crate::error::Error;
+
+/// The environment, or what stands in for it.
+pub(super) struct Variables<'a>(pub &'a dyn Fn(&str) -> Option<String>);
+
+impl Variables<'_> {
+    /// What is set and not empty.
+    pub fn text(&self, name: &str) -> Option<String> {
+        (self.0)(name).map(|text| text.trim().to_owned()).filter(|text| !text.is_empty())
+    }
+
+    pub fn number(&self, name: &str) -> Result<Option<usize>, Error> {
+        let Some(text) = (self.0)(name) else { return Ok(None) };
+        let wrong = |_| Error::Config(format!("{name} is '{text}': give a whole number"));
+        text.trim().parse().map(Some).map_err(wrong)
+    }
+
+    /// A host's name or address, without brackets.
+    pub fn host(&self, name: &'static str) -> Option<(String, &'static str)> {
+        Some((self.text(name)?.trim_matches(['[', ']']).to_owned(), name))
+    }
+
+    pub fn port(&self, name: &'static str) -> Result<Option<(u16, &'static str)>, Error> {
+        let Some(text) = self.text(name) else { return Ok(None) };
+        let port = text.parse().ok().filter(|port| *port != 0);
+        let wrong = || Error::Config(format!("{name} is '{text}': give a port from 1 to 65535"));
+        port.map(|port| Some((port, name))).ok_or_else(wrong)
+    }
+}
+
+/// A number and the variable that says it.
+pub(super) type Said = (&'static str, Option<usize>);
+
+/// A rank and the number of ranks, as far as they are said.
+#[derive(Clone, Copy)]
+pub(super) struct Place {
+    pub rank: Said,
+    pub world_size: Said,
+}
+
+impl Place {
+    pub fn of(rank: Said, world_size: Said) -> Place {
+        Place { rank, world_size }
+    }
+
+    pub fn read(variables: &Variables, rank: &'static str, world_size: &'static str) -> Result<Place, Error> {
+        Ok(Place::of((rank, variables.number(rank)?), (world_size, variables.number(world_size)?)))
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.rank.1.is_none() && self.world_size.1.is_none()
+    }
+
+    /// Both, where they are there.
+    pub fn both(&self) -> Option<(usize, usize)> {
+        self.rank.1.zip(self.world_size.1)
+    }
+
+    /// Refuses numbers that contradict each other.
+    pub fn check(&self) -> Result<(), Error> {
+        match (self.rank, self.world_size) {
+            ((rank, Some(r)), (size, Some(n))) if r >= n => {
+                Err(Error::Config(format!("{rank} is {r} and {size} is {n}: ranks go from 0 to the size less 1")))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Whether the ranks are on several hosts, by the number of those on this one.
+    pub fn several(&self, variables: &Variables, local: &str) -> Result<Option<bool>, Error> {
+        match (variables.number(local)?, self.world_size) {
+            (Some(here), (size, Some(all))) if here > all => Err(Error::Config(format!(
+                "{local} is {here} and {size} is {all}: no host has more ranks than there are"
+            ))),
+            (Some(here), (_, Some(all))) => Ok(Some(here < all)),
+            _ => Ok(None),
+        }
+    }
+
+    /// Refuses two launchers that both say what this rank is, and say different things.
+    pub fn agrees(&self, other: &Place) -> Result<(), Error> {
+        if self.both().is_none() || other.both().is_none() {
+            return Ok(());
+        }
+        for (own, others) in [(self.rank, other.rank), (self.world_size, other.world_size)] {
+            if let ((name, Some(one)), (other, Some(another))) = (own, others)
+                && one != another
+            {
+                return Err(Error::Config(format!(
+                    "{name} is {one} and {other} is {another}: unset what does not count, or set BONFIRE_RANK, \
+                     BONFIRE_WORLD_SIZE and BONFIRE_ADDRESS, which win over both"
+                )));
+            }
+        }
+        Ok(())
+    }
+}
