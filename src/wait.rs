@@ -42,6 +42,12 @@ impl Deadline {
         self.elapsed() >= self.limit
     }
 
+    /// As long a limit once more, from now on.
+    #[cfg(feature = "mpi")]
+    pub(crate) fn again(&self) -> Self {
+        Deadline::after(self.limit)
+    }
+
     /// A tenth of the limit: when a wait is long enough to say so in the log.
     pub(crate) fn tenth(&self) -> Duration {
         self.limit / 10

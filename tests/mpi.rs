@@ -39,7 +39,8 @@ fn launch(name: &str, n: usize, variables: &[(&str, &str)]) -> (Output, usize) {
     command.env("OMPI_MCA_rmaps_base_oversubscribe", "1");
     command.env("PRTE_MCA_rmaps_default_mapping_policy", ":oversubscribe");
     command.envs([("OMPI_ALLOW_RUN_AS_ROOT", "1"), ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")]);
-    command.envs(variables.iter().copied());
+    // Whatever hangs ends, with both.
+    command.env("MPIEXEC_TIMEOUT", "200").envs(variables.iter().copied());
     let output = command.output().expect("MPI's launcher starts");
     let passed = signs(folder.path(), "passed");
     (output, passed)
@@ -247,6 +248,87 @@ fn subgroups_are_communicators_of_their_own() {
             check::<f32>(&part.subgroup(&[part.rank()]).unwrap(), 7);
         }
         group.barrier().unwrap();
+    });
+}
+
+/// MPI wants all ranks to work in place, or none.
+#[test]
+fn some_ranks_work_in_place_and_others_do_not() {
+    on_ranks("some_ranks_work_in_place_and_others_do_not", &[3, 4], &BOTH, |builder| {
+        let group = builder.connect().unwrap();
+        let (rank, n) = (group.rank(), group.world_size());
+        for len in [7, 60, 5000] {
+            let own = bonfire::partition(len, n, rank);
+            let mine: Vec<u32> = (0..len).map(|i| (rank * len + i) as u32).collect();
+            let sums: Vec<u32> = (0..len).map(|i| (0..n).map(|r| (r * len + i) as u32).sum()).collect();
+            let parts = |r: usize| bonfire::partition(len, n, r).map(move |i| (r * len + i) as u32);
+            let whole: Vec<u32> = (0..n).flat_map(parts).collect();
+            for even in [true, false] {
+                let in_place = (rank % 2 == 0) == even;
+                let (mut data, mut output, mut part) = (mine.clone(), vec![0; len], vec![0; own.len()]);
+                if in_place {
+                    group.all_reduce(&mut data, ReduceOp::Sum).unwrap();
+                    assert_eq!(data, sums);
+                    data.copy_from_slice(&mine);
+                    group.reduce_scatter(&mut data, ReduceOp::Sum).unwrap();
+                    assert_eq!(data[own.clone()], sums[own.clone()]);
+                    data.copy_from_slice(&mine);
+                    group.all_gather(&mut data).unwrap();
+                    assert_eq!(data, whole);
+                    data.copy_from_slice(&mine);
+                    group.reduce(&mut data, ReduceOp::Sum, 1).unwrap();
+                    assert_eq!(data, if rank == 1 { &sums[..] } else { &mine[..] });
+                } else {
+                    group.all_reduce_into(&mine, &mut output, ReduceOp::Sum).unwrap();
+                    assert_eq!(output, sums);
+                    group.reduce_scatter_into(&mine, &mut part, ReduceOp::Sum).unwrap();
+                    assert_eq!(part, sums[own.clone()]);
+                    group.all_gather_into(&mine[own.clone()], &mut output).unwrap();
+                    assert_eq!(output, whole);
+                    group.reduce_into(&mine, &mut output, ReduceOp::Sum, 1).unwrap();
+                    assert_eq!(output, if rank == 1 { &sums[..] } else { &whole[..] });
+                }
+            }
+        }
+    });
+}
+
+#[test]
+fn ranks_with_other_settings_make_no_group() {
+    on_ranks("ranks_with_other_settings_make_no_group", &[3], &[Medium::Mpi], |builder| {
+        // What Open MPI, and what Hydra says.
+        let rank = std::env::var("OMPI_COMM_WORLD_RANK").or_else(|_| std::env::var("PMI_RANK")).unwrap();
+        let builder = if rank == "2" { builder.algorithms(Algorithm::Ring) } else { builder };
+        let Err(Error::Config(reason)) = builder.connect() else { panic!() };
+        assert!(reason.contains("BONFIRE_ALGORITHMS"), "{reason}");
+    });
+}
+
+#[test]
+fn a_member_that_does_not_come_is_named() {
+    on_ranks("a_member_that_does_not_come_is_named", &[3], &[Medium::Mpi], |builder| {
+        let group = builder.connect().unwrap();
+        if group.rank() == 1 {
+            return await_signs("failed", 2);
+        }
+        let error = group.with_deadline(Duration::from_secs(1)).subgroup(&[0, 1, 2]).expect_err("1 does not come");
+        assert!(matches!(&error, Error::Timeout { missing, .. } if *missing == [1]), "{error:?}");
+        sign("failed");
+    });
+}
+
+/// The group is not dropped, and yet the rank leaves it.
+#[test]
+fn a_process_that_exits_leaves_its_groups() {
+    on_ranks("a_process_that_exits_leaves_its_groups", &[3], &[Medium::Mpi], |builder| {
+        let group = builder.connect().unwrap();
+        group.barrier().unwrap();
+        if group.rank() == 0 {
+            sign("passed");
+            std::process::exit(0);
+        }
+        let outcome = group.all_reduce(&mut [1.0f32; 7], ReduceOp::Sum);
+        assert!(matches!(outcome, Err(Error::Left { rank: 0, .. })), "{outcome:?}");
     });
 }
 

@@ -51,10 +51,22 @@ impl Arrival {
         self.start(held)
     }
 
+    /// Whether MPI still works on it.
+    pub fn is_pending(&self) -> bool {
+        self.request.is_some()
+    }
+
     /// At the end of the group: comes to a meeting that this rank was missing at, which others gave up. Open MPI 4.1 crashes at
     /// its end where a collective is not done.
-    pub fn join(&mut self, begun: u64, held: &Held) -> Result<(), Error> {
-        if self.begun < begun { self.start(held) } else { Ok(()) }
+    /// Whether this rank has come to all, and nothing is pending.
+    pub fn join(&mut self, begun: u64, held: &Held) -> Result<bool, Error> {
+        if !self.done(held)? {
+            return Ok(false);
+        }
+        if self.begun < begun {
+            self.start(held)?;
+        }
+        Ok(self.begun >= begun && self.done(held)?)
     }
 
     fn start(&mut self, _held: &Held) -> Result<(), Error> {
@@ -107,8 +119,7 @@ impl Arrival {
         Ok(Some(self.all.iter().map(tag).collect()))
     }
 
-    /// Whether nothing is pending.
-    pub fn done(&mut self, held: &Held) -> Result<bool, Error> {
+    fn done(&mut self, held: &Held) -> Result<bool, Error> {
         let Some(request) = &mut self.request else { return Ok(true) };
         let done = request.done(held)?.is_some();
         if done {

@@ -23,6 +23,8 @@ pub(super) struct Plane {
     outgoing: UnboundedReceiver<Outgoing>,
     /// On their way, with what MPI reads.
     sending: Vec<(Request, Vec<u8>)>,
+    /// What is coming, with its sender: a long word comes only when the sender calls MPI again.
+    coming: Option<(Request, usize, Vec<u8>)>,
     /// Who has said farewell: nothing more comes from there.
     farewells: Vec<bool>,
     /// The most collectives that a rank has begun, by what they say.
@@ -32,7 +34,7 @@ pub(super) struct Plane {
 impl Plane {
     pub fn new(comm: Comm, outgoing: UnboundedReceiver<Outgoing>) -> Plane {
         let farewells = (0..comm.size).map(|rank| rank == comm.rank).collect();
-        Plane { comm, outgoing, sending: Vec::new(), farewells, begun: 0 }
+        Plane { comm, outgoing, sending: Vec::new(), coming: None, farewells, begun: 0 }
     }
 
     /// Says what there is to say, and hears what has come: `hear` gives an answer, if there is one.
@@ -44,7 +46,7 @@ impl Plane {
                 self.say(peer, &message, held)?;
             }
         }
-        while let Some((peer, bytes)) = self.comm.next(TAG, held)? {
+        while let Some((peer, bytes)) = self.next(held)? {
             let message = frame::decode(bytes.get(4..).unwrap_or_default());
             let message = message.map_err(|e| Error::io(format!("reading a word of rank {peer}"), e))?;
             match &message {
@@ -58,6 +60,23 @@ impl Plane {
         }
         self.sent(held)?;
         Ok(())
+    }
+
+    /// A word that has come, with its sender.
+    fn next(&mut self, held: &Held) -> Result<Option<(usize, Vec<u8>)>, Error> {
+        if self.coming.is_none() {
+            let Some((peer, length)) = self.comm.next(TAG, held)? else { return Ok(None) };
+            let mut bytes = vec![0; length];
+            // SAFETY: the bytes are kept, where they are, until the request is done: see `coming` and `drop`. Nobody else
+            // takes messages under this tag, so it is the one that was seen.
+            let request = unsafe { self.comm.receive(&mut bytes, peer, TAG, held)? };
+            self.coming = Some((request, peer, bytes));
+        }
+        let done = match &mut self.coming {
+            Some((request, ..)) => request.done(held)?.is_some(),
+            None => false,
+        };
+        Ok(self.coming.take_if(|_| done).map(|(_, peer, bytes)| (peer, bytes)))
     }
 
     /// Whether all that was said is on its way.
@@ -87,5 +106,6 @@ impl Plane {
 impl Drop for Plane {
     fn drop(&mut self) {
         self.sending.drain(..).for_each(|(request, bytes)| request.abandon(bytes));
+        self.coming.take().into_iter().for_each(|(request, _, bytes)| request.abandon(bytes));
     }
 }

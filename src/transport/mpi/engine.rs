@@ -48,7 +48,7 @@ macro_rules! run {
     ($run:ident, $blocks:ident or $begins:ident, $($argument:expr),* $(,)?) => {
         $run.mpi.call(stringify!($blocks), $run.site, $run.deadline, |request| match request {
             // SAFETY: the addresses are of as many elements as the counts say: `fits` has compared the caller's memory with
-            // the call, and the rest is made for it. All of it is borrowed until the operation is done, and what is
+            // the call in `Mpi::run`, and the rest is made for it. All of it is borrowed until the operation is done, and what is
             // written exclusively.
             None => unsafe { mpi::$blocks($($argument),*) },
             // SAFETY: as above.
@@ -58,10 +58,9 @@ macro_rules! run {
 }
 
 impl Run<'_> {
-    /// Runs it, and returns when MPI is done with the caller's memory.
+    /// Runs it on buffers that fit ([`fits`]), and returns when MPI is done with the caller's memory.
     pub fn run(self, memory: &mut Memory, buffers: &mut Buffers<'_>) -> Result<(), Fault> {
         let call = &self.site.call;
-        fits(call, buffers, self.rank(), self.ranks()).map_err(Fault::Failed)?;
         let comm = self.mpi.comm.raw();
         match (call.operation, call.reduction) {
             (Operation::Barrier, _) => run!(self, MPI_Barrier or MPI_Ibarrier, comm),
@@ -335,7 +334,7 @@ fn own(call: &Call, parts: Parts<'_>, rank: usize, ranks: usize) -> Range<usize>
 }
 
 /// Refuses buffers that are not as long as [`Buffers`] says: MPI would go past their ends.
-fn fits(call: &Call, buffers: &Buffers<'_>, rank: usize, ranks: usize) -> Result<(), Error> {
+pub(super) fn fits(call: &Call, buffers: &Buffers<'_>, rank: usize, ranks: usize) -> Result<(), Error> {
     let whole = call.bytes();
     let part = own(call, buffers.parts, rank, ranks).len();
     let root = call.root.is_none_or(|root| root == rank);

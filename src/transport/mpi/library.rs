@@ -78,18 +78,15 @@ pub(super) struct Library {
 /// end of the process.
 pub(super) fn start(held: &Held, finalize: extern "C" fn()) -> Result<Library, Error> {
     static LIBRARY: OnceLock<Library> = OnceLock::new();
+    if !is_up(held) {
+        return Err(Error::Config("the program has ended MPI (MPI_Finalize), which cannot be started again".into()));
+    }
     if let Some(library) = LIBRARY.get() {
         return Ok(*library);
     }
-    let (mut up, mut down, mut level) = (0, 0, 0);
-    // SAFETY: these may be called before MPI is up and after its end, and get places for one number each.
-    unsafe {
-        check("MPI_Initialized", mpi::MPI_Initialized(&mut up))?;
-        check("MPI_Finalized", mpi::MPI_Finalized(&mut down))?;
-    }
-    if down != 0 {
-        return Err(Error::Config("the program has ended MPI (MPI_Finalize), which cannot be started again".into()));
-    }
+    let (mut up, mut level) = (0, 0);
+    // SAFETY: it may be called before MPI is up, and gets a place for a number.
+    unsafe { check("MPI_Initialized", mpi::MPI_Initialized(&mut up))? };
     // SAFETY: MPI is not up, and takes no arguments; or it is up, and says at which level.
     unsafe {
         if up == 0 {
@@ -99,6 +96,10 @@ pub(super) fn start(held: &Held, finalize: extern "C" fn()) -> Result<Library, E
             if libc::atexit(finalize) != 0 {
                 log::warn!("MPI will not be ended with the process, and its launcher may complain");
             }
+            // Also of calls that are on no communicator. What the program started fails as it chose.
+            for comm in [mpi::RSMPI_COMM_WORLD, mpi::RSMPI_COMM_SELF] {
+                check("MPI_Comm_set_errhandler", mpi::MPI_Comm_set_errhandler(comm, mpi::RSMPI_ERRORS_RETURN))?;
+            }
         } else {
             check("MPI_Query_thread", mpi::MPI_Query_thread(&mut level))?;
         }
@@ -107,9 +108,6 @@ pub(super) fn start(held: &Held, finalize: extern "C" fn()) -> Result<Library, E
                           MPI_THREAD_SERIALIZED or more";
             return Err(Error::Config(reason.into()));
         }
-        // Communicators that are made of this one inherit it.
-        let returns = mpi::MPI_Comm_set_errhandler(mpi::RSMPI_COMM_WORLD, mpi::RSMPI_ERRORS_RETURN);
-        check("MPI_Comm_set_errhandler", returns)?;
     }
     let version = version(held)?;
     log::info!("{version}");
@@ -149,15 +147,19 @@ impl Library {
     }
 }
 
+/// Whether the program has not ended MPI.
+pub(super) fn is_up(_held: &Held) -> bool {
+    let mut down = 0;
+    // SAFETY: it may be called at any time, and gets a place for a number.
+    let code = unsafe { mpi::MPI_Finalized(&mut down) };
+    code == mpi::MPI_SUCCESS as c_int && down == 0
+}
+
 /// Ends MPI, which waits for all ranks to do so. Where requests were given up, a rank may never come: Open MPI 4.1 crashes
 /// at its end with a collective that is not done, and its launcher may hang when a process ends without.
 pub(super) fn end(_held: &Held) {
-    let mut down = 0;
-    // SAFETY: MPI is up, since this is called at the end of a process that started it; the program may have ended it.
+    // SAFETY: MPI is up, as the caller has seen, and no thread of this process uses it any more.
     unsafe {
-        if mpi::MPI_Finalized(&mut down) != mpi::MPI_SUCCESS as c_int || down != 0 {
-            return;
-        }
         if ABANDONED.load(Ordering::Relaxed) {
             eprintln!("bonfire: after a failure MPI cannot be ended in good order; ending the job with MPI_Abort");
             mpi::MPI_Abort(mpi::RSMPI_COMM_WORLD, 1);

@@ -7,11 +7,14 @@
 
 use std::ffi::c_int;
 
+use super::Mpi;
 use super::comm::{Comm, Request};
+use super::lent::Lent;
 use super::library::{Held, hold};
 use crate::call::Tag;
-use crate::error::Error;
+use crate::error::{Error, Site};
 use crate::transport::Fault;
+use crate::wait::Deadline;
 
 /// MPI's tags.
 const HEAD: c_int = 1;
@@ -41,11 +44,14 @@ impl Default for Post {
 
 /// One message out, one in, or both at once.
 pub(super) struct Exchange<'a> {
+    of: (&'a Mpi, &'a Site, &'a Deadline),
     comm: Comm,
     tag: Tag,
     outgoing: Option<Outgoing<'a>>,
     incoming: Option<Incoming<'a>>,
     post: &'a mut Post,
+    /// MPI has the callers' memory.
+    lent: Option<Lent<'a>>,
 }
 
 struct Outgoing<'a> {
@@ -72,13 +78,14 @@ struct Incoming<'a> {
 impl<'a> Exchange<'a> {
     /// Begins it.
     pub fn begin(
-        comm: Comm,
+        of: (&'a Mpi, &'a Site, &'a Deadline),
         tag: &Tag,
         outgoing: Option<(usize, &'a [u8])>,
         incoming: Option<(usize, &'a mut [u8])>,
         post: &'a mut Post,
         held: &Held,
     ) -> Result<Exchange<'a>, Error> {
+        let comm = of.0.comm;
         let none = |to, bytes| Outgoing { to, bytes, head: None, go: None, payload: Vec::new() };
         let outgoing = outgoing.map(|(to, bytes)| none(to, bytes));
         let none = |from, bytes| Incoming {
@@ -91,7 +98,7 @@ impl<'a> Exchange<'a> {
             withdrawn: false,
         };
         let incoming = incoming.map(|(from, bytes)| none(from, bytes));
-        let mut exchange = Exchange { comm, tag: *tag, outgoing, incoming, post };
+        let mut exchange = Exchange { of, comm, tag: *tag, outgoing, incoming, post, lent: None };
         if let Some(incoming) = &mut exchange.incoming {
             // SAFETY: the place is in a box that is given up with the request, or outlives it.
             incoming.head = Some(unsafe { comm.receive(&mut exchange.post.incoming[..], incoming.from, HEAD, held)? });
@@ -117,6 +124,12 @@ impl<'a> Exchange<'a> {
 
     /// Goes on as far as it can; whether it is done.
     pub fn advance(&mut self, held: &Held) -> Result<bool, Fault> {
+        let done = self.step(held);
+        self.lend();
+        done
+    }
+
+    fn step(&mut self, held: &Held) -> Result<bool, Fault> {
         let out = match &mut self.outgoing {
             Some(outgoing) => outgoing.advance(self.comm, held).map_err(Fault::Failed)?,
             None => true,
@@ -126,6 +139,18 @@ impl<'a> Exchange<'a> {
             None => true,
         };
         Ok(out && into)
+    }
+
+    /// Notes whether MPI has the callers' memory.
+    fn lend(&mut self) {
+        let out = self.outgoing.as_ref().is_some_and(|outgoing| !outgoing.payload.is_empty());
+        let lends = out || self.incoming.as_ref().is_some_and(|incoming| !incoming.payload.is_empty());
+        match self.lent.take() {
+            Some(lent) if lends => self.lent = Some(lent),
+            Some(lent) => drop(lent.end(Ok(()))),
+            None if lends => self.lent = Some(Lent::begin(self.of.0, self.of.1, self.of.2)),
+            None => {}
+        }
     }
 
     /// Lets MPI give the callers' memory back, after a failure; whether it has.
@@ -140,20 +165,21 @@ impl<'a> Exchange<'a> {
         if let Some(incoming) = &mut self.incoming {
             all &= incoming.take(held).map_err(Fault::Failed)?;
         }
+        self.lend();
         Ok(all)
     }
 
     /// Who is waited for.
     pub fn peer(&self) -> usize {
-        let waits = |incoming: &&Incoming<'_>| incoming.head.is_some() || !incoming.payload.is_empty();
+        let waits =
+            |incoming: &&Incoming<'_>| incoming.head.is_some() || !incoming.payload.is_empty() || incoming.withdrawn;
         let from = self.incoming.as_ref().filter(waits).map(|incoming| incoming.from);
         from.or(self.outgoing.as_ref().map(|outgoing| outgoing.to)).unwrap_or(self.comm.rank)
     }
 
-    /// Whether MPI has the caller's memory.
-    pub fn lends(&self) -> bool {
-        let out = self.outgoing.as_ref().is_some_and(|outgoing| !outgoing.payload.is_empty());
-        out || self.incoming.as_ref().is_some_and(|incoming| !incoming.payload.is_empty())
+    /// Where MPI has the callers' memory.
+    pub fn lent(&self) -> Option<&Lent<'a>> {
+        self.lent.as_ref()
     }
 }
 
@@ -162,7 +188,7 @@ impl Outgoing<'_> {
         settle(&mut self.head, held)?;
         if self.go.is_some() && settle(&mut self.go, held)? {
             for piece in self.bytes.chunks(PIECE) {
-                // SAFETY: the bytes are borrowed, and who waits does not return before the requests are done: see `lends`.
+                // SAFETY: the bytes are borrowed, and who waits does not return before the requests are done: see `lent`.
                 self.payload.push(unsafe { comm.send(piece, self.to, PAYLOAD, held)? });
             }
         }
@@ -225,7 +251,9 @@ impl Drop for Exchange<'_> {
     fn drop(&mut self) {
         let held = hold();
         if let Some(outgoing) = &mut self.outgoing {
-            if let Some(head) = outgoing.head.take() {
+            if let Some(mut head) = outgoing.head.take()
+                && matches!(head.done(&held), Ok(None))
+            {
                 head.abandon(std::mem::replace(&mut self.post.outgoing, Box::new([0; SHORT])));
             }
             if let Some(go) = outgoing.go.take() {
@@ -240,7 +268,8 @@ impl Drop for Exchange<'_> {
         }
         if let Some(incoming) = &mut self.incoming {
             incoming.head.take().into_iter().for_each(|head| head.cancel(&held));
-            incoming.go.take().into_iter().for_each(|go| go.abandon(()));
+            let pending = |go: &mut Request| matches!(go.done(&held), Ok(None));
+            incoming.go.take_if(|go| pending(go)).into_iter().for_each(|go| go.abandon(()));
         }
     }
 }

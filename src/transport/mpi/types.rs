@@ -76,6 +76,11 @@ pub(super) fn operation(dtype: DType, op: ReduceOp) -> Result<mpi::MPI_Op, Error
     }
 }
 
+/// Makes what [`operation`] needs: a rank that could not would leave the others in the middle of theirs.
+pub(super) fn prepare() -> Result<(), Error> {
+    Extremes::get().map(drop)
+}
+
 /// The largest and smallest of floats, where a NaN on any rank gives NaN. MPI's own compare, and lose it.
 struct Extremes([[mpi::MPI_Op; 2]; 2]);
 
@@ -122,6 +127,10 @@ unsafe extern "C" fn fold<const DTYPE: u8, const MAX: bool>(
 ) {
     let dtype = DType::ALL[usize::from(DTYPE)];
     let kernel = reduce::kernel(dtype, if MAX { ReduceOp::Max } else { ReduceOp::Min });
+    // SAFETY: there is a number.
+    if unsafe { *len } <= 0 {
+        return;
+    }
     // SAFETY: MPI gives two vectors of so many elements of the type that the operation is called with, which it has
     // aligned for them, and of which only the second is written.
     unsafe {

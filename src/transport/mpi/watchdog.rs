@@ -1,5 +1,6 @@
 //! Deadlines of calls that block in MPI, and cannot return before all ranks have come: the watchdog ends the job.
 
+use std::fmt;
 use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
@@ -10,8 +11,26 @@ use crate::wait::{Deadline, lock};
 /// How often it looks.
 const LOOK: Duration = Duration::from_millis(100);
 
+/// What blocks in MPI.
+#[derive(Clone, Copy)]
+pub(super) enum Work {
+    Operation(Site),
+    Connect,
+    Subgroup,
+}
+
+impl fmt::Display for Work {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Work::Operation(site) => site.fmt(f),
+            Work::Connect => f.write_str("making a group"),
+            Work::Subgroup => f.write_str("making a subgroup"),
+        }
+    }
+}
+
 /// Looks after one group's calls.
-pub(super) struct Watchdog(Mutex<Option<(Site, Deadline)>>);
+pub(super) struct Watchdog(Mutex<Option<(Work, Deadline)>>);
 
 impl Watchdog {
     pub fn start(rank: usize) -> Result<Arc<Watchdog>, Error> {
@@ -27,9 +46,9 @@ impl Watchdog {
     fn run(watchdog: &Weak<Watchdog>, rank: usize) {
         while let Some(watchdog) = watchdog.upgrade() {
             let late = lock(&watchdog.0).filter(|(_, deadline)| deadline.passed());
-            if let Some((site, deadline)) = late {
+            if let Some((work, deadline)) = late {
                 let elapsed = deadline.elapsed();
-                abort(rank, &format!("{site} has blocked for {elapsed:.1?}, longer than its deadline"));
+                abort(rank, &format!("{work} has blocked for {elapsed:.1?}, longer than its deadline"));
             }
             drop(watchdog);
             std::thread::sleep(LOOK);
@@ -37,8 +56,8 @@ impl Watchdog {
     }
 
     /// Watches `call`.
-    pub fn watch<T>(&self, site: &Site, deadline: &Deadline, call: impl FnOnce() -> T) -> T {
-        *lock(&self.0) = Some((*site, *deadline));
+    pub fn watch<T>(&self, work: Work, deadline: &Deadline, call: impl FnOnce() -> T) -> T {
+        *lock(&self.0) = Some((work, *deadline));
         let result = call();
         *lock(&self.0) = None;
         result

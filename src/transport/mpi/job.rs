@@ -1,0 +1,191 @@
+//! Groups of all processes of an MPI job, and of some of them.
+
+use std::mem::MaybeUninit;
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Mutex, Weak};
+use std::time::{Duration, Instant};
+
+use mpi_sys as mpi;
+use tokio::sync::mpsc::unbounded_channel;
+
+use super::arrival::Arrival;
+use super::comm::{Comm, count};
+use super::control::Plane;
+use super::farewell::{self, sweep};
+use super::library::{self, Held, Library, check, hold};
+use super::watchdog::{Watchdog, Work};
+use super::{Mpi, NAP, types};
+use crate::error::Error;
+use crate::random;
+use crate::transport::invitation::{Door, Invitation, session};
+use crate::transport::tcp::{Board, Outgoing};
+use crate::transport::{Base, Fault, Near, Regroup};
+use crate::wait::{Deadline, crowded};
+
+/// What the ranks of a job agree on when they make their group.
+pub(crate) struct Terms<'a> {
+    pub blocking: bool,
+    /// Which algorithms the group chooses, as text: the same on all ranks.
+    pub algorithms: &'a str,
+    /// How long all ranks may take to come.
+    pub limit: Duration,
+}
+
+/// A group of all processes of the job; all of them call this. MPI says who they are.
+pub(crate) fn connect(terms: &Terms<'_>) -> Result<Base, Error> {
+    let held = hold();
+    let library = library::start(&held, farewell::finalize)?;
+    sweep(&held);
+    let world = Comm::world(&held)?;
+    drop(held);
+    types::prepare()?;
+    let comm = duplicate(&world, terms.limit)?;
+    // All have come, and what follows takes a moment; unless one has given up in this one.
+    let (watchdog, deadline) = (Watchdog::start(comm.rank)?, Deadline::after(terms.limit));
+    let (session, hosts) = watchdog.watch(Work::Connect, &deadline, || agree(&comm, terms, &hold()))?;
+    log::info!("rank {} of {} by MPI", comm.rank, comm.size);
+    Mpi::base(library, comm, session, hosts, terms.blocking)
+}
+
+/// The group's number and its hosts; an error where the ranks want different things.
+fn agree(comm: &Comm, terms: &Terms<'_>, held: &Held) -> Result<(u64, Vec<usize>), Error> {
+    let own = [random::number(), u64::from(terms.blocking), fingerprint(terms.algorithms)];
+    let all = all_gather(comm, &own, held)?;
+    if let Some(rank) = (0..comm.size).find(|rank| all[3 * rank + 1..3 * rank + 3] != own[1..]) {
+        let reason = format!(
+            "rank {rank} has other algorithms than rank {}, or one of them blocks in MPI and the other does not: give all \
+             the same BONFIRE_ALGORITHMS and BONFIRE_TRANSPORT",
+            comm.rank
+        );
+        return Err(Error::Config(reason));
+    }
+    Ok((all[0], hosts(comm, held)?))
+}
+
+/// A communicator of a group's own, so that its messages are no other's.
+fn duplicate(world: &Comm, limit: Duration) -> Result<Comm, Error> {
+    let mut made = Box::new(MaybeUninit::uninit());
+    let mut request = world.duplicate(&mut made, &hold())?;
+    let start = Instant::now();
+    loop {
+        let held = hold();
+        if request.done(&held)?.is_some() {
+            // SAFETY: the request is done.
+            return unsafe { Comm::duplicated(&made, &held) };
+        }
+        drop(held);
+        if start.elapsed() > limit {
+            request.abandon(made);
+            let reason = "not all ranks have come: every process that the launcher started makes the group, as often as \
+                          the others do";
+            return Err(Error::Rendezvous {
+                rank: world.rank,
+                address: "MPI".into(),
+                reason: reason.into(),
+                elapsed: start.elapsed(),
+            });
+        }
+        std::thread::sleep(NAP);
+    }
+}
+
+/// Every rank's words, in order; all of them call it with as many.
+fn all_gather(comm: &Comm, own: &[u64], _held: &Held) -> Result<Vec<u64>, Error> {
+    let mut all = vec![0; own.len() * comm.size];
+    let count = count(own.len())?;
+    // SAFETY: there are so many words of each rank, and room for all of them.
+    let code = unsafe {
+        let words = mpi::RSMPI_UINT64_T;
+        let (own, all) = (own.as_ptr().cast(), all.as_mut_ptr().cast());
+        mpi::MPI_Allgather(own, count, words, all, count, words, comm.raw())
+    };
+    check("MPI_Allgather", code)?;
+    Ok(all)
+}
+
+/// By rank, the lowest rank of its host.
+fn hosts(comm: &Comm, held: &Held) -> Result<Vec<usize>, Error> {
+    let host = comm.host(held)?;
+    let lowest = all_gather(&host, &[comm.rank as u64], held)?.into_iter().min();
+    host.free(held);
+    let all = all_gather(comm, &[lowest.unwrap_or(comm.rank as u64)], held)?;
+    Ok(all.into_iter().map(|rank| rank as usize).collect())
+}
+
+/// FNV-1a: Fowler, Noll and Vo.
+fn fingerprint(text: &str) -> u64 {
+    text.bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3))
+}
+
+impl Mpi {
+    fn base(library: Library, comm: Comm, session: u64, hosts: Vec<usize>, blocking: bool) -> Result<Base, Error> {
+        let (control, outgoing) = unbounded_channel();
+        let here = hosts.iter().filter(|host| **host == hosts[comm.rank]).count();
+        let board = Board::new(comm.size).map_err(|e| Error::io("creating a socket pair", e))?;
+        let watchdog = blocking.then(|| Watchdog::start(comm.rank)).transpose()?;
+        let mpi = Arc::new_cyclic(|own: &Weak<Mpi>| Mpi {
+            comm,
+            library,
+            board,
+            control,
+            plane: Mutex::new(Plane::new(comm, outgoing)),
+            own: own.clone(),
+            arrival: Mutex::new(Arrival::new(comm)),
+            memory: Mutex::default(),
+            post: Mutex::default(),
+            watchdog,
+            last: Mutex::new(None),
+            crowded: crowded(here),
+            hosts,
+            left: AtomicBool::new(false),
+        });
+        farewell::live(&mpi);
+        Ok(Base {
+            transport: mpi.clone(),
+            near: Near::Everybody(mpi.clone()),
+            session: Some(session),
+            regroup: Some(mpi),
+        })
+    }
+}
+
+impl Regroup for Mpi {
+    fn shrink(&self, _deadline: &Deadline) -> Result<Base, Error> {
+        let reason = "MPI's launcher ends the job when it loses a rank: restart it from its last checkpoint, or give \
+                      the ranks another transport (BONFIRE_TRANSPORT)";
+        Err(Error::argument("shrink", reason))
+    }
+
+    fn subgroup(&self, members: &[usize], deadline: &Deadline) -> Result<Base, Fault> {
+        let own = Invitation { members: members.to_vec(), door: Door { port: 0, key: random::number() } };
+        for member in members.iter().filter(|member| **member != self.comm.rank) {
+            let _ = self.control.send(Outgoing::Invites(*member, own.clone()));
+        }
+        // So that nobody waits in MPI for a member that does not come.
+        let doors = loop {
+            self.pump(&hold());
+            match self.board.assemble(self.comm.rank, &own, &Deadline::after(Duration::ZERO)) {
+                Err(Fault::Timeout { .. }) if !deadline.passed() => std::thread::sleep(NAP),
+                doors => break doors?,
+            }
+        };
+        let session = session(doors);
+        let hosts = members.iter().map(|member| {
+            let here = |other: &usize| self.hosts[*other] == self.hosts[*member];
+            members.iter().position(here).unwrap_or(0)
+        });
+        // MPI waits for all members here, which are on their way, unless one has given up in this moment.
+        let watchdog = Watchdog::start(self.comm.rank).map_err(Fault::Failed)?;
+        let comm = watchdog.watch(Work::Subgroup, &deadline.again(), || {
+            let held = hold();
+            sweep(&held);
+            self.comm.of_members(members, session, &held)
+        });
+        let comm = comm.map_err(Fault::Failed)?;
+        Mpi::base(self.library, comm, session, hosts.collect(), self.watchdog.is_some()).map_err(Fault::Failed)
+    }
+
+    fn hosts(&self) -> Vec<usize> {
+        self.hosts.clone()
+    }
+}
