@@ -7,7 +7,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
-use super::link::{Link, MOST};
+use super::link::Link;
 use crate::call::{Call, Tag};
 use crate::error::{Error, Site};
 use crate::sync::{AtomicBool, Mutex, MutexGuard, Ordering};
@@ -24,6 +24,8 @@ pub(crate) struct Board {
     wake: (UnixStream, UnixStream),
     /// Whether each peer has said anything since it was last asked for.
     spoke: Box<[AtomicBool]>,
+    /// What ranks tell each other comes through rank 0: see `control`.
+    star: AtomicBool,
     /// Wakes a thread that waits elsewhere, when a peer fails or leaves.
     alarm: OnceLock<Box<dyn Fn() + Send + Sync>>,
 }
@@ -43,7 +45,7 @@ struct State {
 struct Peer {
     link: Option<Arc<Link>>,
     /// Connections of a link that is not complete yet.
-    coming: [Option<TcpStream>; MOST],
+    coming: Vec<Option<TcpStream>>,
     presence: Presence,
     /// What the peer said last about what it called.
     heard: Option<Site>,
@@ -75,6 +77,7 @@ impl Board {
             failed: AtomicBool::new(false),
             spoke: (0..world_size).map(|_| AtomicBool::new(false)).collect(),
             wake: UnixStream::pair()?,
+            star: AtomicBool::new(false),
             alarm: OnceLock::new(),
         })
     }
@@ -84,6 +87,12 @@ impl Board {
     pub fn alarm(&self, ring: impl Fn() + Send + Sync + 'static) {
         // Nobody sets it twice.
         let _ = self.alarm.set(Box::new(ring));
+    }
+
+    /// Whether what this rank and others tell each other goes through rank 0, as long as it is there.
+    pub fn hears_through_hub(&self, star: bool) {
+        // A rank that makes a subgroup in the first moment sees that a little later.
+        self.star.store(star, Ordering::Relaxed);
     }
 
     fn ring(&self) {
@@ -111,6 +120,12 @@ impl Board {
             }
         }
         Ok(asked.into_iter())
+    }
+
+    /// Whether this rank knows by its operations that all ranks have begun this group: a collective ends on no rank before
+    /// all have begun it.
+    pub fn all_began(&self) -> bool {
+        self.state().recent.iter().flatten().any(|site| site.call.operation.is_collective() && site.sequence > 0)
     }
 
     /// Records the first failure.
@@ -149,6 +164,11 @@ impl Board {
     pub fn left(&self, peer: usize) {
         self.state().peers[peer].presence = Presence::Left;
         self.ring();
+    }
+
+    /// Whether `peer` left in order.
+    pub fn has_left(&self, peer: usize) -> bool {
+        matches!(self.state().peers[peer].presence, Presence::Left)
     }
 
     /// `peer` has called `shrink`. What it sent before may have been on a connection that broke.
@@ -206,15 +226,16 @@ impl Board {
         self.bell.ring();
     }
 
-    /// Takes one of `of` connections of `peer`, at most [`MOST`]; the last of them makes the link.
+    /// Takes one of `of` connections of `peer`, of a few; the last of them makes the link.
     pub fn gather(&self, peer: usize, number: usize, of: usize, stream: TcpStream) -> std::io::Result<()> {
         let mut state = self.state();
         let coming = &mut state.peers[peer].coming;
+        coming.resize_with(of, || None);
         coming[number] = Some(stream);
-        if coming[..of].iter().any(Option::is_none) {
+        if coming.iter().any(Option::is_none) {
             return Ok(());
         }
-        let streams = coming[..of].iter_mut().filter_map(Option::take).collect();
+        let streams = std::mem::take(coming).into_iter().flatten().collect();
         drop(state);
         self.connect(peer, Arc::new(Link::new(streams)?));
         Ok(())
@@ -261,8 +282,10 @@ impl Board {
     /// Waits until all members that this rank's invitation names have sent theirs; gives their doors.
     pub fn assemble(&self, rank: usize, own: &Invitation, deadline: &Deadline) -> Result<Vec<Door>, Fault> {
         let mut outcome = Ok(None);
+        // Invitations that rank 0 was to pass on are lost where it leaves meanwhile.
+        let through = self.star.load(Ordering::Relaxed) && self.state().absence(0).is_none();
         self.bell.sleep(Instant::now() + deadline.remaining(), || {
-            outcome = self.state().assemble(rank, own);
+            outcome = self.state().assemble(rank, own, through.then_some(0));
             !matches!(outcome, Ok(None))
         });
         let missing = || self.state().invitations.missing(rank, &own.members).collect();
@@ -275,11 +298,13 @@ impl Board {
 }
 
 impl State {
-    fn assemble(&mut self, rank: usize, own: &Invitation) -> Result<Option<Vec<Door>>, Fault> {
+    fn assemble(&mut self, rank: usize, own: &Invitation, hub: Option<usize>) -> Result<Option<Vec<Door>>, Fault> {
         if let Some((fault, _)) = &self.failure {
             return Err(fault.clone());
         }
-        let absence = self.invitations.missing(rank, &own.members).find_map(|peer| self.absence(peer));
+        let mut missing = self.invitations.missing(rank, &own.members).peekable();
+        let hub = missing.peek().and(hub);
+        let absence = missing.chain(hub).find_map(|peer| self.absence(peer));
         absence.map_or_else(|| self.invitations.take(rank, own), Err)
     }
 
