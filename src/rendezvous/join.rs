@@ -11,7 +11,9 @@ use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
 use tokio::task::yield_now;
 use tokio::time::{interval, sleep, sleep_until, timeout, timeout_at};
 
-use super::guests::{Answer, Arrival, Guest, Hello, departure, hosts, introduction, name, proof, refuse, seat, together};
+use super::guests::{
+    Answer, Arrival, Guest, Hello, departure, hosts, introduction, name, proof, refuse, seat, together,
+};
 use super::neighbours::{is_star, neighbours};
 use super::reach::{bind, dial, own_host};
 use super::{Medium, Settings, gone};

@@ -24,8 +24,6 @@ pub(crate) struct Board {
     wake: (UnixStream, UnixStream),
     /// Whether each peer has said anything since it was last asked for.
     spoke: Box<[AtomicBool]>,
-    /// What ranks tell each other comes through rank 0: see `control`.
-    star: AtomicBool,
     /// Wakes a thread that waits elsewhere, when a peer fails or leaves.
     alarm: OnceLock<Box<dyn Fn() + Send + Sync>>,
 }
@@ -77,7 +75,6 @@ impl Board {
             failed: AtomicBool::new(false),
             spoke: (0..world_size).map(|_| AtomicBool::new(false)).collect(),
             wake: UnixStream::pair()?,
-            star: AtomicBool::new(false),
             alarm: OnceLock::new(),
         })
     }
@@ -87,12 +84,6 @@ impl Board {
     pub fn alarm(&self, ring: impl Fn() + Send + Sync + 'static) {
         // Nobody sets it twice.
         let _ = self.alarm.set(Box::new(ring));
-    }
-
-    /// Whether what this rank and others tell each other goes through rank 0, as long as it is there.
-    pub fn hears_through_hub(&self, star: bool) {
-        // A rank that makes a subgroup in the first moment sees that a little later.
-        self.star.store(star, Ordering::Relaxed);
     }
 
     fn ring(&self) {
@@ -282,10 +273,8 @@ impl Board {
     /// Waits until all members that this rank's invitation names have sent theirs; gives their doors.
     pub fn assemble(&self, rank: usize, own: &Invitation, deadline: &Deadline) -> Result<Vec<Door>, Fault> {
         let mut outcome = Ok(None);
-        // Invitations that rank 0 was to pass on are lost where it leaves meanwhile.
-        let through = self.star.load(Ordering::Relaxed) && self.state().absence(0).is_none();
         self.bell.sleep(Instant::now() + deadline.remaining(), || {
-            outcome = self.state().assemble(rank, own, through.then_some(0));
+            outcome = self.state().assemble(rank, own);
             !matches!(outcome, Ok(None))
         });
         let missing = || self.state().invitations.missing(rank, &own.members).collect();
@@ -298,13 +287,11 @@ impl Board {
 }
 
 impl State {
-    fn assemble(&mut self, rank: usize, own: &Invitation, hub: Option<usize>) -> Result<Option<Vec<Door>>, Fault> {
+    fn assemble(&mut self, rank: usize, own: &Invitation) -> Result<Option<Vec<Door>>, Fault> {
         if let Some((fault, _)) = &self.failure {
             return Err(fault.clone());
         }
-        let mut missing = self.invitations.missing(rank, &own.members).peekable();
-        let hub = missing.peek().and(hub);
-        let absence = missing.chain(hub).find_map(|peer| self.absence(peer));
+        let absence = self.invitations.missing(rank, &own.members).find_map(|peer| self.absence(peer));
         absence.map_or_else(|| self.invitations.take(rank, own), Err)
     }
 

@@ -9,6 +9,8 @@
 //! Words of going on are never passed on: who says them is connected to who hears them, and its farewell comes after them
 //! on the same connection. That keeps what a rank says of its end in order with its end.
 
+mod star;
+
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -19,10 +21,11 @@ use tokio::sync::mpsc::{Sender, UnboundedReceiver, UnboundedSender, channel, unb
 use tokio::task::JoinSet;
 use tokio::time::timeout;
 
+use self::star::{Hub, Star};
 use super::beat::{Pulse, Silence, beats};
 use super::board::Board;
 use super::line::{Event, Frame, Line, Writer, read, write};
-use super::meet::{accept, dial};
+use super::meet::accept;
 use super::word::{News, Word};
 use crate::auth::{Lobby, Member};
 use crate::error::{Error, Site};
@@ -98,9 +101,6 @@ const PATIENCE: Duration = Duration::from_secs(1);
 /// How long a leaving rank that failed waits for those that cannot know of it yet: they come within [`MOMENT`].
 const LINGER: Duration = Duration::from_secs(3);
 
-/// In beats: how long the others do without rank 0 before they connect to each other. Where a job ends, all leave meanwhile.
-const MOMENT: u32 = 2;
-
 /// What was heard and waits: a rank that says more waits itself.
 const QUEUE: usize = 64;
 
@@ -113,7 +113,7 @@ pub(super) async fn run(
 ) {
     let (events, mut happening) = channel(QUEUE);
     let (controls, mut come) = unbounded_channel();
-    tokio::spawn(accept(mesh.listener, mesh.lobby, mesh.member.clone(), mesh.board.clone(), controls.clone()));
+    tokio::spawn(accept(mesh.listener, mesh.lobby, mesh.member.clone(), mesh.board.clone(), controls));
     let n = mesh.member.world_size;
     let mut control = Control {
         member: mesh.member,
@@ -122,37 +122,48 @@ pub(super) async fn run(
         lines: (0..n).map(|_| Line::Absent).collect(),
         pulse: Pulse::new(n, silence),
         events,
-        controls,
         writing: JoinSet::new(),
         connections: 0,
         news,
         spoke: vec![false; n],
-        star: mesh.star.then(|| Star { moved: vec![false; n], ..Star::default() }),
+        star: mesh.star.then(|| Star { moved: vec![false; n], through: vec![false; n], ..Star::default() }),
     };
     for (peer, stream) in mesh.connections.into_iter().enumerate() {
         if let Some(stream) = stream {
             control.open(peer, stream);
         }
     }
-    control.board.hears_through_hub(mesh.star && control.rank() != 0);
     let mut beats = beats();
+    // This rank's farewell, and when it ends at the latest.
     let mut leaves = None;
     let serving = async {
         while leaves.is_none() || control.owes() {
             tokio::select! {
-                said = outgoing.recv(), if leaves.is_none() => {
-                    let Some(said) = said else { return };
-                    leaves = matches!(said, Outgoing::Farewell { .. }).then(|| tokio::time::Instant::now() + LINGER);
-                    control.say(said);
-                }
-                Some((peer, stream)) = come.recv() => control.joins(peer, stream),
+                said = outgoing.recv(), if leaves.is_none() => match said {
+                    Some(Outgoing::Farewell { panicked }) => {
+                        let farewell = Message::Farewell { panicked };
+                        control.leave(&farewell);
+                        let limit = if control.is_hub() { PATIENCE } else { LINGER };
+                        leaves = Some((farewell, tokio::time::Instant::now() + limit));
+                    }
+                    Some(said) => control.say(said),
+                    None => return,
+                },
+                // The higher rank of a pair dials; a lower one knocks, to be dialled.
+                Some((peer, stream)) = come.recv() => match peer > control.rank() {
+                    true => control.joins(peer, stream),
+                    false => control.meet(),
+                },
                 Some((peer, event)) = happening.recv() => control.happens(peer, event),
                 _ = beats.tick() => control.beat(),
-                () = past(leaves) => return,
+                () = past(leaves.as_ref().map(|(_, end)| *end)) => return,
             }
         }
     };
     serving.await;
+    if let Some((farewell, _)) = leaves.filter(|_| control.is_hub()) {
+        control.spread(&Frame::Own(farewell), None);
+    }
     control.lines.clear();
     // Writers end with the farewell; one whose peer does not read is given up.
     let _ = timeout(PATIENCE, async { while control.writing.join_next().await.is_some() {} }).await;
@@ -175,7 +186,6 @@ struct Control {
     lines: Vec<Line>,
     pulse: Pulse,
     events: Sender<(usize, Event)>,
-    controls: UnboundedSender<(usize, TcpStream)>,
     writing: JoinSet<()>,
     /// So far.
     connections: usize,
@@ -183,39 +193,6 @@ struct Control {
     /// By rank: whether it has said a word on a connection to this one.
     spoke: Vec<bool>,
     star: Option<Star>,
-}
-
-/// What there is to know of a star, besides.
-#[derive(Default)]
-struct Star {
-    hub: Hub,
-    /// All ranks have begun this group.
-    begun: bool,
-    /// Rank 0 was silent, or this rank was away: others may have gone on and ended unnoticed, and who listens no more is
-    /// not known to have ended before that.
-    doubts: bool,
-    /// The last collective of which this rank has told all what it called there.
-    announced: Option<u64>,
-    /// All ranks know of a failure, or will have heard of it when they hear that rank 0 is gone.
-    known: bool,
-    /// By rank: it goes on without the lost.
-    moved: Vec<bool>,
-    /// The star has become a mesh, or is about to.
-    met: bool,
-    /// Beats since it was to become one, or since the last connection was made.
-    quiet: u64,
-    /// What all must hear and rank 0 may not pass on, in its order: this rank's failure, and its words of going on.
-    said: Vec<Message>,
-}
-
-/// Rank 0, as it looks to the others.
-#[derive(Default, PartialEq)]
-enum Hub {
-    #[default]
-    Serves,
-    /// It left in order; the others connect after so many beats.
-    Left(u32),
-    Lost,
 }
 
 impl Control {
@@ -288,12 +265,8 @@ impl Control {
                 self.spread(&Frame::Own(message.clone()), None);
                 self.star.iter_mut().for_each(|star| star.said.push(message.clone()));
             }
-            // To those that will be connected, too.
-            Outgoing::Farewell { panicked } => {
-                let message = Message::Farewell { panicked };
-                self.spread(&Frame::Own(message.clone()), None);
-                self.star.iter_mut().for_each(|star| star.said.push(message.clone()));
-            }
+            // See `run`.
+            Outgoing::Farewell { .. } => {}
         }
     }
 
@@ -304,32 +277,6 @@ impl Control {
             star.announced = Some(site.sequence);
             self.tell(Message::Called(site));
         }
-    }
-
-    /// This rank has failed.
-    fn fail(&mut self, message: Message) {
-        let is_hub = self.is_hub();
-        let Some(star) = &mut self.star else { return self.tell(message) };
-        if star.known {
-            return;
-        }
-        // Those who are told by rank 0 hear it in order with all else.
-        star.known = is_hub;
-        if !is_hub {
-            star.said.push(message.clone());
-        }
-        let alone = star.hub != Hub::Serves;
-        self.tell(message);
-        if alone {
-            self.meet();
-        }
-    }
-
-    /// Whether ranks that are about to connect cannot know yet that this one has failed.
-    fn owes(&self) -> bool {
-        let failed = |star: &Star| star.said.iter().any(|message| matches!(message, Message::Failed(..)));
-        let owes = |star: &Star| star.hub != Hub::Serves && !star.known && failed(star);
-        self.star.as_ref().is_some_and(owes) && self.lines.iter().any(|line| matches!(line, Line::Coming(_)))
     }
 
     /// Serves a connection to `peer`.
@@ -344,50 +291,6 @@ impl Control {
         self.lines[peer] = Line::Open(Writer::new(frames, self.connections));
     }
 
-    /// A connection to `peer` is there that was not from the start: serves it, and says there what the peer missed.
-    fn joins(&mut self, peer: usize, stream: TcpStream) {
-        if self.star.is_none() || peer >= self.lines.len() || self.board.has_left(peer) {
-            return;
-        }
-        let before = std::mem::replace(&mut self.lines[peer], Line::Absent);
-        self.open(peer, stream);
-        self.pulse.begin(peer);
-        let (Some(star), Line::Open(writer)) = (&mut self.star, &self.lines[peer]) else { return };
-        star.quiet = 0;
-        let first = if let Line::Coming(first) = before { first } else { Vec::new() };
-        for message in [Message::Here].into_iter().chain(first).chain(star.said.iter().cloned()) {
-            writer.send(Frame::Own(message));
-        }
-    }
-
-    /// Has all ranks connect to each other.
-    fn meet(&mut self) {
-        let rank = self.rank();
-        let Some(star) = self.star.as_mut().filter(|star| !star.met) else { return };
-        (star.met, star.quiet) = (true, 0);
-        if rank == 0 {
-            return self.spread(&Frame::Meet, None);
-        }
-        for (peer, line) in self.lines.iter_mut().enumerate() {
-            if peer == rank || !matches!(line, Line::Absent) {
-                continue;
-            }
-            *line = Line::Coming(Vec::new());
-            // The higher rank dials.
-            if peer < rank {
-                let (member, address) = (self.member.clone(), self.addresses[peer]);
-                let (controls, events) = (self.controls.clone(), self.events.clone());
-                tokio::spawn(async move {
-                    // Nobody hears of it where this rank is about to leave.
-                    match dial(&member, peer, address).await {
-                        Ok(stream) => drop(controls.send((peer, stream))),
-                        Err(event) => drop(events.send((peer, event)).await),
-                    }
-                });
-            }
-        }
-    }
-
     fn happens(&mut self, peer: usize, event: Event) {
         let is = |number| matches!(&self.lines[peer], Line::Open(writer) if writer.number == number);
         match event {
@@ -396,6 +299,7 @@ impl Control {
                 let ended = self.spoke[peer] || self.begun();
                 self.loses(peer, reason, ended);
             }
+            Event::Dialled(stream) => self.joins(peer, stream),
             Event::Unreachable { reason, ended } if matches!(self.lines[peer], Line::Coming(_)) => {
                 let star = self.star.as_ref();
                 if ended && star.is_some_and(|star| matches!(star.hub, Hub::Left(_))) {
@@ -410,11 +314,6 @@ impl Control {
         }
     }
 
-    /// Whether all ranks have certainly begun this group.
-    fn begun(&self) -> bool {
-        self.star.as_ref().is_some_and(|star| star.begun) || self.board.all_began()
-    }
-
     /// The way to `peer` has ended, or there is none; `ended` says that the peer has, most likely.
     fn loses(&mut self, peer: usize, reason: String, ended: bool) {
         self.lines[peer] = Line::Over;
@@ -422,68 +321,6 @@ impl Control {
         // Nobody hears it any more where the rank is about to leave; so everywhere.
         let _ = self.news.send((peer, if ended { News::Closed } else { News::Silent }));
         self.lost(peer, reason, ended, fresh);
-    }
-
-    /// `peer` is lost, which may be news to others, or leave this rank without rank 0.
-    fn lost(&mut self, peer: usize, reason: String, ended: bool, fresh: bool) {
-        let is_hub = self.is_hub();
-        let Some(star) = &mut self.star else { return };
-        if is_hub && fresh {
-            star.known = true;
-            self.spread(&Frame::Lost { peer: peer as u32, reason, ended }, Some(peer));
-        } else if peer == 0 {
-            star.hub = Hub::Lost;
-            // Everybody sees it.
-            star.known = true;
-            self.meet();
-        }
-    }
-
-    fn heard(&mut self, peer: usize, frame: Frame) {
-        self.begins(peer);
-        let (n, rank, is_hub) = (self.lines.len(), self.rank(), self.is_hub());
-        let from_hub = self.star.is_some() && peer == 0;
-        match frame {
-            Frame::Own(message) => self.hears(peer, message),
-            Frame::Relay { to, message } if is_hub && relays(&message) => match to.map(|to| to as usize) {
-                None => self.pass(peer, message),
-                Some(to) => {
-                    if let Some(Line::Open(writer)) = self.lines.get(to).filter(|_| to != peer) {
-                        writer.send(Frame::Relayed { from: peer as u32, message });
-                    }
-                }
-            },
-            Frame::Relayed { from, message } if from_hub && (from as usize) < n && from as usize != rank => {
-                self.hears_of(from as usize, message);
-            }
-            // This rank's own failure comes back: all have heard of it.
-            Frame::Relayed { from, message: Message::Failed(..) } if from_hub && from as usize == rank => {
-                self.star.iter_mut().for_each(|star| star.known = true);
-            }
-            Frame::Lost { peer: lost, reason, ended } if from_hub && (lost as usize) < n => {
-                let lost = lost as usize;
-                self.star.iter_mut().for_each(|star| star.known = true);
-                // Where this rank is taken for lost itself, others may go on without it, and then it will be told.
-                if lost != rank {
-                    self.board.lost(lost, reason);
-                    self.is_gone(lost, if ended { News::Closed } else { News::Silent });
-                }
-            }
-            Frame::Begun if from_hub => self.star.iter_mut().for_each(|star| star.begun = true),
-            Frame::Meet if from_hub => self.meet(),
-            Frame::Relay { .. } | Frame::Relayed { .. } | Frame::Lost { .. } | Frame::Begun | Frame::Meet => {
-                self.loses(peer, "it said what only another rank may say".into(), false);
-            }
-        }
-    }
-
-    /// `peer` has said a word on its connection to this rank.
-    fn begins(&mut self, peer: usize) {
-        let first = !std::mem::replace(&mut self.spoke[peer], true);
-        if first && self.is_hub() && self.spoke.iter().skip(1).all(|spoke| *spoke) {
-            self.star.iter_mut().for_each(|star| star.begun = true);
-            self.spread(&Frame::Begun, None);
-        }
     }
 
     /// `peer` has said this to this rank itself.
@@ -514,51 +351,6 @@ impl Control {
         }
     }
 
-    /// Rank 0 passes on what `from` has said.
-    fn hears_of(&mut self, from: usize, message: Message) {
-        match &message {
-            Message::Failed(..) => self.star.iter_mut().for_each(|star| star.known = true),
-            // As from itself: it had not called `shrink`, so it has said nothing that could come later.
-            Message::Farewell { .. } => self.is_gone(from, News::Left),
-            _ => {}
-        }
-        if let Some(Message::Called(mine)) = hear(&self.board, from, message) {
-            self.answer(from, mine);
-        }
-    }
-
-    /// Rank 0 says that `peer` left or is lost. Where the two are connected, the connection says it too.
-    fn is_gone(&mut self, peer: usize, news: News) {
-        if !matches!(self.lines[peer], Line::Open(_)) {
-            self.lines[peer] = Line::Over;
-            let _ = self.news.send((peer, news));
-        }
-    }
-
-    /// Rank 0 has left, in order or not.
-    fn is_left(&mut self, panicked: bool) {
-        let Some(star) = &mut self.star else { return };
-        star.hub = if panicked { Hub::Lost } else { Hub::Left(MOMENT) };
-        let failed = star.said.iter().any(|message| matches!(message, Message::Failed(..)));
-        if panicked || failed && !star.known {
-            self.meet();
-        }
-    }
-
-    /// As rank 0: passes on what `from` says to all, and hears it. Only the first failure counts, and who told of it hears
-    /// that all know.
-    fn pass(&mut self, from: usize, message: Message) {
-        let failed = matches!(message, Message::Failed(..));
-        let Some(star) = &mut self.star else { return };
-        if !(failed && std::mem::replace(&mut star.known, true)) {
-            let frame = Frame::Relayed { from: from as u32, message: message.clone() };
-            self.spread(&frame, (!failed).then_some(from));
-        }
-        if let Some(Message::Called(mine)) = hear(&self.board, from, message) {
-            self.answer(from, mine);
-        }
-    }
-
     /// Says a word to those that are connected, and gives those up that have been silent for too long.
     fn beat(&mut self) {
         let away = self.pulse.was_away(Instant::now());
@@ -572,21 +364,7 @@ impl Control {
                 self.silent(peer);
             }
         }
-        let Some(star) = &mut self.star else { return };
-        star.doubts |= away;
-        star.quiet += 1;
-        if let Hub::Left(beats) = &mut star.hub {
-            *beats = beats.saturating_sub(1);
-            if *beats == 0 {
-                self.meet();
-            }
-        }
-        let given_up = self.star.as_ref().is_some_and(|star| star.met && star.quiet > self.pulse.limit());
-        for peer in (0..self.lines.len()).filter(|_| given_up) {
-            if matches!(self.lines[peer], Line::Coming(_)) {
-                self.loses(peer, format!("no connection to it at {} could be made", self.addresses[peer]), false);
-            }
-        }
+        self.waits(away);
     }
 
     /// Nothing was heard of `peer` for too long. Its connection stays: it may still hear that others go on without it.
@@ -602,11 +380,6 @@ impl Control {
             self.lost(peer, reason.into(), false, true);
         }
     }
-}
-
-/// What rank 0 passes on.
-fn relays(message: &Message) -> bool {
-    matches!(message, Message::Calling(_) | Message::Called(_) | Message::Failed(..) | Message::Invites(_))
 }
 
 #[cfg(test)]

@@ -26,6 +26,10 @@ pub(super) enum Frame {
     Begun,
     /// From rank 0: all ranks connect to each other.
     Meet,
+    /// From rank 0: it is about to leave, once it has passed on what it was given.
+    Leaves,
+    /// To rank 0: it is given nothing more.
+    Through,
 }
 
 /// What there is between this rank and a peer.
@@ -61,6 +65,8 @@ pub(super) enum Event {
     Heard(usize, Frame),
     /// It ended without a farewell.
     Over(usize, String),
+    /// One that was dialled is there.
+    Dialled(TcpStream),
     /// None could be made. `ended` says that nobody listens where the peer did, and never was there no answer.
     Unreachable {
         reason: String,

@@ -56,8 +56,7 @@ pub(crate) fn admit(
         let fits = |opening: &Opening| {
             member.expects(opening)?;
             match opening.purpose {
-                // The higher rank of a pair dials.
-                Purpose::Control if opening.from as usize > member.rank => Ok(()),
+                Purpose::Control => Ok(()),
                 Purpose::Data if opening.number < opening.of && usize::from(opening.of) <= MOST => Ok(()),
                 purpose => Err(format!("a connection for {purpose:?} does not belong here")),
             }
@@ -78,7 +77,7 @@ pub(crate) fn admit(
     });
 }
 
-/// Connects to a lower rank whose listener is there already, unless it has ended.
+/// Connects to a rank whose listener is there already, unless it has ended.
 pub(super) async fn dial(member: &Member, peer: usize, address: SocketAddr) -> Result<TcpStream, Event> {
     let opening = member.opening(Purpose::Control, peer, (0, 1));
     // Whether every attempt was answered by somebody.

@@ -1,6 +1,7 @@
 use super::*;
 use crate::call::{Call, Operation};
 use crate::dtype::{DType, ReduceOp};
+use crate::transport::frame;
 use crate::transport::invitation::Door;
 use crate::transport::tcp::word::Standing;
 
@@ -28,5 +29,11 @@ fn fuzz_messages() {
     messages.push(Message::Invites(Invitation { members: vec![300, 0, 2], door }));
     messages.extend([Message::Here, Message::Calling(site), Message::Called(site)]);
     messages.extend([false, true].map(|panicked| Message::Farewell { panicked }));
-    frame::fuzz("control", &messages);
+    let mut frames: Vec<Frame> = messages.iter().cloned().map(Frame::Own).collect();
+    let message = || Message::Called(site);
+    frames.extend([None, Some(300)].map(|to| Frame::Relay { to, message: message() }));
+    frames.extend([Frame::Relayed { from: 300, message: message() }, Frame::Begun, Frame::Meet, Frame::Leaves]);
+    frames.push(Frame::Through);
+    frames.push(Frame::Lost { peer: 300, reason: "its connection was closed".into(), ended: true });
+    frame::fuzz("control", &frames);
 }
