@@ -1,8 +1,8 @@
 //! How processes find each other.
 //!
 //! Rank 0 listens at an address that all know. Every other rank listens on a port of its own, dials rank 0 and says who
-//! it is. When all have come, rank 0 sends everybody the table of addresses, and the ranks dial each other: the higher
-//! rank of a pair dials the lower. A rank that does not fit (another world size, a rank that is taken) fails the
+//! it is. When all have come, rank 0 sends everybody the table of addresses, and the ranks dial each other, or in larger
+//! groups a few others (`neighbours`): the higher rank of a pair dials the lower. A rank that does not fit (another world size, a rank that is taken) fails the
 //! rendezvous for all with the same words; a stranger is turned away. Every connection begins with the handshake of
 //! `auth`. Then they find out which of them are on one host and can share memory.
 
@@ -14,6 +14,7 @@ mod interface;
 mod join;
 #[cfg(all(feature = "shm", target_os = "linux"))]
 mod memory;
+mod neighbours;
 mod reach;
 mod regroup;
 mod source;
@@ -69,6 +70,8 @@ pub(crate) struct Settings {
     pub algorithms: String,
     /// A name of this rank's machine, instead of the machine's own.
     pub machine: Option<String>,
+    /// The most ranks of which all are connected from the start: rank 0's counts.
+    pub mesh: usize,
     /// What all ranks share. None is for loopback only.
     pub secret: Option<Secret>,
 }
@@ -129,6 +132,7 @@ impl Default for Settings {
             connections: CONNECTIONS,
             algorithms: String::new(),
             machine: None,
+            mesh: neighbours::MESH,
             secret: None,
         }
     }
@@ -215,8 +219,8 @@ pub(crate) fn connect(settings: &Settings) -> Result<Base, Error> {
     let start = Instant::now();
     let runtime = control_runtime()?;
     let ends = runtime.block_on(async {
-        let joined = join::join(settings, start).await?;
-        Ends::share(settings.clone(), start, joined).await
+        let (joined, mesh) = join::join(settings, start).await?;
+        Ends::share(Settings { mesh, ..settings.clone() }, start, joined).await
     })?;
     let silence = Silence { first: settings.timeout, later: settings.silence };
     assemble(runtime, ends, silence, Vec::new())

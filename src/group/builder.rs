@@ -165,6 +165,13 @@ impl Builder {
         self
     }
 
+    /// For tests: the most ranks of which all are connected to each other from the start, as rank 0 says.
+    #[doc(hidden)]
+    pub fn mesh(mut self, ranks: usize) -> Self {
+        self.settings.mesh = ranks;
+        self
+    }
+
     /// How long the ranks may take to find each other: 120 s unless set.
     pub fn rendezvous_timeout(mut self, timeout: Duration) -> Self {
         self.settings.timeout = timeout;

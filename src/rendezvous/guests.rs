@@ -34,8 +34,12 @@ pub(super) enum Answer {
         medium: Medium,
         /// By rank; see [`Joined`](super::join::Joined).
         hosts: Vec<usize>,
+        /// The most ranks of which all are connected from the start.
+        mesh: usize,
     },
     Refused(String),
+    /// These ranks have not come yet, and rank 0 goes on waiting.
+    Waiting(Vec<usize>),
 }
 
 /// Who stands before rank 0.
@@ -101,6 +105,14 @@ pub(super) fn seat(
     }
 }
 
+/// Tells all guests who is missing.
+pub(super) async fn name(missing: &[usize], guests: &mut [Option<Guest>]) {
+    for guest in guests.iter_mut().flatten() {
+        // That it is gone is noticed elsewhere.
+        let _ = frame::write(&mut guest.stream, &Answer::Waiting(missing.to_vec())).await;
+    }
+}
+
 /// The first guest that closes its connection.
 pub(super) async fn departure(guests: &[Option<Guest>]) -> usize {
     poll_fn(|context| {
@@ -159,7 +171,8 @@ mod tests {
     fn fuzz_directories() {
         let addresses =
             ["10.0.0.1:29500", "[fe80::1]:7", "10.0.0.2:80"].map(|address| address.parse().unwrap()).to_vec();
-        let welcome = Answer::Welcome { addresses, medium: Medium::Auto, hosts: vec![0, 0, 2] };
-        frame::fuzz("directory", &[welcome, Answer::Refused("two processes were started as rank 1".into())]);
+        let welcome = Answer::Welcome { addresses, medium: Medium::Auto, hosts: vec![0, 0, 2], mesh: 16 };
+        let refused = Answer::Refused("two processes were started as rank 1".into());
+        frame::fuzz("directory", &[welcome, refused, Answer::Waiting(vec![1, 300])]);
     }
 }

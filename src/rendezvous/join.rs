@@ -9,9 +9,12 @@ use std::time::{Duration, Instant};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
 use tokio::task::yield_now;
-use tokio::time::{sleep, timeout, timeout_at};
+use tokio::time::{interval, sleep, sleep_until, timeout, timeout_at};
 
-use super::guests::{Answer, Arrival, Guest, Hello, departure, hosts, introduction, proof, refuse, seat, together};
+use super::guests::{
+    Answer, Arrival, Guest, Hello, departure, hosts, introduction, name, proof, refuse, seat, together,
+};
+use super::neighbours::{is_star, neighbours};
 use super::reach::{bind, dial, listen, own_host};
 use super::{Medium, Settings, gone};
 use crate::auth::{Lobby, Member, Purpose, RETRY};
@@ -23,6 +26,12 @@ use crate::wait::ENDLESS;
 
 /// How long rank 0 still answers after the rendezvous has failed.
 const LATE: Duration = Duration::from_millis(500);
+
+/// How much longer the others wait than rank 0, so that they hear from it who is missing.
+const LEEWAY: Duration = Duration::from_secs(1);
+
+/// How often rank 0 tells its guests who is missing, where that changes.
+const TELL: Duration = Duration::from_secs(1);
 
 /// What came of it, the same on all ranks but for the mesh.
 #[cfg_attr(
@@ -37,8 +46,9 @@ pub(super) struct Joined {
     pub hosts: Vec<usize>,
 }
 
-/// Joins the group that `settings` describe.
-pub(super) async fn join(settings: &Settings, start: Instant) -> Result<Joined, Error> {
+/// Joins the group that `settings` describe. Gives also the most ranks of which all are connected from the start, as all
+/// ranks have it from rank 0.
+pub(super) async fn join(settings: &Settings, start: Instant) -> Result<(Joined, usize), Error> {
     let late = tokio::time::Instant::from_std(start + settings.timeout.min(ENDLESS));
     let n = settings.world_size;
     // As many connections of ranks as there can be at once.
@@ -46,27 +56,26 @@ pub(super) async fn join(settings: &Settings, start: Instant) -> Result<Joined, 
     let waiting_for = RefCell::new(String::new());
     let joined = async {
         match settings.rank {
-            0 => host(settings, start, &lobby, &waiting_for).await,
+            0 => host(settings, (start, late), &lobby, &waiting_for).await.map(|joined| (joined, settings.mesh)),
             _ => attend(settings, start, &lobby, &waiting_for).await,
         }
     };
-    match timeout_at(late, joined).await {
+    match timeout_at(late + LEEWAY, joined).await {
         Ok(result) => result,
-        Err(_) => Err(settings.failed(
-            start,
-            format!(
-                "{}{}; start all {n} ranks with the same address and world size, or allow more time",
-                waiting_for.borrow(),
-                lobby.turned_away()
-            ),
-        )),
+        Err(_) => Err(settings.failed(start, overdue(&waiting_for.borrow(), &lobby, n))),
     }
+}
+
+/// Why the rendezvous fails where the time is up.
+fn overdue(waiting_for: &str, lobby: &Lobby, n: usize) -> String {
+    let turned_away = lobby.turned_away();
+    format!("{waiting_for}{turned_away}; start all {n} ranks with the same address and world size, or allow more time")
 }
 
 /// Rank 0: waits for everybody, then tells everybody who they are.
 async fn host(
     settings: &Settings,
-    start: Instant,
+    (start, late): (Instant, tokio::time::Instant),
     lobby: &Arc<Lobby>,
     waiting_for: &RefCell<String>,
 ) -> Result<Joined, Error> {
@@ -77,14 +86,32 @@ async fn host(
     let member = Member { secret: settings.secret.clone(), session: random::number(), rank: 0, world_size: n };
     let (arrivals, mut queue) = unbounded_channel();
     let mut guests: Vec<Option<Guest>> = (0..n).map(|_| None).collect();
+    // Whom the guests know to be missing.
+    let (mut named, mut tell) = (Vec::new(), interval(TELL));
+    let mut refused = String::new();
     while guests.iter().skip(1).any(Option::is_none) {
         let missing: Vec<usize> = (1..n).filter(|rank| guests[*rank].is_none()).collect();
-        waiting_for.replace(format!("{} did not come", Ranks(&missing)));
         let problem = tokio::select! {
-            () = accept(&listener, lobby, &member, &arrivals) => None,
+            accepted = accept(&listener, lobby, &member, &arrivals) => {
+                if let Err(e) = accepted {
+                    refused = format!(" (cannot accept connections: {e}; see ulimit -n)");
+                }
+                None
+            }
             Some(arrival) = queue.recv() => seat(&mut guests, &settings.algorithms, arrival).err(),
             rank = departure(&guests) => {
-                Some((format!("rank {rank} closed its connection before all ranks had come"), None))
+                let others: Vec<usize> = missing.into_iter().filter(|other| *other != rank).collect();
+                let others = format!("{} had not", Ranks(&others));
+                Some((format!("rank {rank} closed its connection before all ranks had come ({others})"), None))
+            }
+            _ = tell.tick(), if named != missing => {
+                name(&missing, &mut guests).await;
+                named = missing;
+                None
+            }
+            () = sleep_until(late) => {
+                let missing = format!("{} did not come{refused}", Ranks(&missing));
+                Some((overdue(&missing, lobby, n), None))
             }
         };
         if let Some((reason, offender)) = problem {
@@ -93,7 +120,7 @@ async fn host(
             let latecomers = async {
                 loop {
                     tokio::select! {
-                        () = accept(&listener, lobby, &member, &arrivals) => {}
+                        _ = accept(&listener, lobby, &member, &arrivals) => {}
                         Some((stream, ..)) = queue.recv() => refuse([stream], &reason).await,
                     }
                 }
@@ -121,20 +148,31 @@ async fn host(
             connections.push(None);
             continue;
         };
-        let welcome = Answer::Welcome { addresses: told.clone(), medium, hosts: hosts.clone() };
+        let (addresses, hosts) = (told.clone(), hosts.clone());
+        let welcome = Answer::Welcome { addresses, medium, hosts, mesh: settings.mesh };
         frame::write(&mut stream, &welcome)
             .await
             .map_err(|e| settings.failed(start, format!("rank {rank} went away: {e}")))?;
         connections.push(Some(stream));
     }
-    let mesh = Mesh { member, addresses, listener, lobby: lobby.clone(), connections, board };
+    let star = is_star(n, settings.mesh);
+    let mesh = Mesh { member, addresses, listener, lobby: lobby.clone(), connections, star, board };
     Ok(Joined { mesh, medium, hosts })
 }
 
 /// Takes a connection, and lets it say who it is.
-async fn accept(listener: &TcpListener, lobby: &Arc<Lobby>, member: &Member, arrivals: &UnboundedSender<Arrival>) {
-    let Ok((stream, address)) = listener.accept().await else {
-        return sleep(RETRY).await;
+async fn accept(
+    listener: &TcpListener,
+    lobby: &Arc<Lobby>,
+    member: &Member,
+    arrivals: &UnboundedSender<Arrival>,
+) -> io::Result<()> {
+    let (stream, address) = match listener.accept().await {
+        Ok(accepted) => accepted,
+        Err(e) => {
+            sleep(RETRY).await;
+            return Err(e);
+        }
     };
     let (arrivals, member) = (arrivals.clone(), member.clone());
     lobby.receive(address, proof(stream, member), |(stream, opening)| async move {
@@ -144,6 +182,7 @@ async fn accept(listener: &TcpListener, lobby: &Arc<Lobby>, member: &Member, arr
     });
     // Its first bytes are there already, most likely: they are looked at before the next connection is.
     yield_now().await;
+    Ok(())
 }
 
 /// What this rank says of its machine. Only a hint: who is on one host is who can have the same memory.
@@ -161,13 +200,13 @@ fn this_machine() -> String {
     format!("{} {} {} {}", boot.trim(), name.trim(), network.display(), rustix::process::geteuid().as_raw())
 }
 
-/// Any other rank: dials rank 0, then the ranks below, and is dialled by those above.
+/// Any other rank: dials rank 0, then its neighbours below, and is dialled by those above.
 async fn attend(
     settings: &Settings,
     start: Instant,
     lobby: &Arc<Lobby>,
     waiting_for: &RefCell<String>,
-) -> Result<Joined, Error> {
+) -> Result<(Joined, usize), Error> {
     let (rank, n) = (settings.rank, settings.world_size);
     let machine = machine(settings);
     let mut member = Member { secret: settings.secret.clone(), session: 0, rank, world_size: n };
@@ -185,59 +224,81 @@ async fn attend(
     let hello = Hello { address: own, medium: settings.wanted(), algorithms: settings.algorithms.clone(), machine };
     frame::write(&mut zero, &hello).await.map_err(lost)?;
     waiting_for.replace("rank 0 is there, but some other rank did not come".into());
-    let (mut addresses, medium, hosts) = match frame::expect(&mut zero, settings.timeout).await.map_err(lost)? {
-        Answer::Welcome { addresses, medium, hosts } if addresses.len() == n && hosts.len() == n => {
-            (addresses, medium, hosts)
+    let (mut addresses, medium, hosts, mesh) = loop {
+        // The caller's limit ends this.
+        match frame::expect(&mut zero, Duration::MAX).await.map_err(lost)? {
+            Answer::Welcome { addresses, medium, hosts, mesh } if addresses.len() == n && hosts.len() == n => {
+                break (addresses, medium, hosts, mesh);
+            }
+            Answer::Welcome { .. } => return Err(settings.failed(start, "rank 0 answered with another world size")),
+            Answer::Refused(reason) => return Err(settings.failed(start, reason)),
+            Answer::Waiting(missing) => {
+                drop(waiting_for.replace(format!("rank 0 is there, but {} did not come", Ranks(&missing))));
+            }
         }
-        Answer::Welcome { .. } => return Err(settings.failed(start, "rank 0 answered with another world size")),
-        Answer::Refused(reason) => return Err(settings.failed(start, reason)),
     };
     // Rank 0 may listen everywhere, and knows less well than its guests where it is reached: unless an interface was chosen.
     if addresses[0].ip().is_unspecified() {
         addresses[0] = to_zero;
     }
-    let mesh = connect((settings, start), (member, listener, lobby), addresses, Some(zero), waiting_for).await?;
-    Ok(Joined { mesh, medium, hosts })
+    let settings = Settings { mesh, ..settings.clone() };
+    let door = (member, listener, lobby);
+    let connections = connect((&settings, start), door, addresses, &hosts, Some(zero), waiting_for).await?;
+    Ok((Joined { mesh: connections, medium, hosts }, mesh))
 }
 
-/// Connects a rank to all others, whose addresses are known: it dials those below it, but for rank 0 where there is a
+/// Connects a rank to its neighbours, whose addresses are known: it dials those below it, but for rank 0 where there is a
 /// connection already, and is dialled by those above. Does not end by itself where they do not come.
 pub(super) async fn connect(
     (settings, start): (&Settings, Instant),
     (member, listener, lobby): (Member, TcpListener, &Arc<Lobby>),
     addresses: Vec<SocketAddr>,
-    zero: Option<TcpStream>,
+    hosts: &[usize],
+    mut zero: Option<TcpStream>,
     waiting_for: &RefCell<String>,
 ) -> Result<Mesh, Error> {
     let board = board(member.world_size)?;
+    let wanted = |peer: usize| neighbours((member.rank, peer), hosts, settings.mesh);
     // At the same time, since a rank that dials waits until it is heard.
     let below = async {
-        let mut below: Vec<TcpStream> = zero.into_iter().collect();
-        for (lower, address) in addresses.iter().enumerate().take(member.rank).skip(below.len()) {
-            let opening = member.opening(Purpose::Control, lower, (0, 1));
-            below.push(dial((settings, start), &address.to_string(), opening, waiting_for).await?.0);
+        let mut below: Vec<Option<TcpStream>> = Vec::new();
+        for (lower, address) in addresses.iter().enumerate().take(member.rank) {
+            below.push(match zero.take() {
+                Some(zero) => Some(zero),
+                None if wanted(lower) => {
+                    let opening = member.opening(Purpose::Control, lower, (0, 1));
+                    Some(dial((settings, start), &address.to_string(), opening, waiting_for).await?.0)
+                }
+                None => None,
+            });
         }
         Ok::<_, Error>(below)
     };
-    let above = async { Ok(above(&listener, lobby, &member, &board, waiting_for).await) };
+    let above = async { Ok(above(&listener, lobby, &member, &board, wanted, waiting_for).await) };
     let (below, above) = tokio::try_join!(below, above)?;
-    let connections = below.into_iter().map(Some).chain([None]).chain(above).collect();
-    Ok(Mesh { member, addresses, listener, lobby: lobby.clone(), connections, board })
+    let connections = below.into_iter().chain([None]).chain(above).collect();
+    let star = is_star(member.world_size, settings.mesh);
+    Ok(Mesh { member, addresses, listener, lobby: lobby.clone(), connections, star, board })
 }
 
-/// The connections of the ranks above this one, once all have dialled.
+/// The connections of the ranks above this one, once all that are `wanted` have dialled.
 async fn above(
     listener: &TcpListener,
     lobby: &Arc<Lobby>,
     member: &Member,
     board: &Arc<Board>,
+    wanted: impl Fn(usize) -> bool,
     waiting_for: &RefCell<String>,
 ) -> Vec<Option<TcpStream>> {
     let (rank, n) = (member.rank, member.world_size);
     let mut above: Vec<Option<TcpStream>> = (rank + 1..n).map(|_| None).collect();
     let (controls, mut queue) = unbounded_channel();
-    while above.iter().any(Option::is_none) {
-        let missing: Vec<usize> = (rank + 1..).zip(&above).filter(|(_, c)| c.is_none()).map(|(peer, _)| peer).collect();
+    loop {
+        let missing = (rank + 1..).zip(&above).filter(|(peer, connection)| connection.is_none() && wanted(*peer));
+        let missing: Vec<usize> = missing.map(|(peer, _)| peer).collect();
+        if missing.is_empty() {
+            return above;
+        }
         let own = listener.local_addr().map_or_else(|e| e.to_string(), |own| own.to_string());
         waiting_for.replace(format!("{} did not connect to rank {rank} at {own}", Ranks(&missing)));
         tokio::select! {
@@ -246,18 +307,17 @@ async fn above(
                     sleep(RETRY).await;
                     continue;
                 };
-                admit(lobby, (stream, address), member, board, Some(&controls));
+                admit(lobby, (stream, address), member, board, &controls);
                 yield_now().await;
             }
             Some((peer, stream)) = queue.recv() => {
-                // Those below this rank were dialled.
+                // Those below this rank were dialled. One that is not wanted yet has learned already that it will be.
                 if let Some(connection) = above.get_mut(peer.wrapping_sub(rank + 1)) {
                     *connection = Some(stream);
                 }
             }
         }
     }
-    above
 }
 
 fn board(world_size: usize) -> Result<Arc<Board>, Error> {

@@ -216,12 +216,14 @@ impl Processes {
         let settings = Settings { rank, world_size: n, address, ..self.settings.clone() };
         let member = Member { secret: settings.secret.clone(), session, rank, world_size: n };
         let lobby = Lobby::new(n.saturating_mul(MOST));
-        let mesh = join::connect((&settings, start), (member, listener, &lobby), addresses, None, waiting_for).await?;
         let hosts = members.iter().map(|member| {
             let here = |other: &&usize| self.hosts[**other] == self.hosts[*member];
             place(*members.iter().find(here).unwrap_or(member))
         });
-        let joined = Joined { mesh, medium: self.medium, hosts: hosts.collect() };
+        let hosts: Vec<usize> = hosts.collect();
+        let door = (member, listener, &lobby);
+        let mesh = join::connect((&settings, start), door, addresses, &hosts, None, waiting_for).await?;
+        let joined = Joined { mesh, medium: self.medium, hosts };
         Ends::share(settings, start, joined).await
     }
 

@@ -1,8 +1,8 @@
 //! Ranks as processes, over TCP.
 //!
-//! Two kinds of connections. A *control* connection to every peer, on a thread of its own, carries heartbeats, farewells,
-//! failures, words of going on without the lost, and the questions that ranks ask each other when they stall. A *data* connection to a peer is opened when a plan
-//! first needs it and carries one operation's messages at a time, moved by the thread that called the operation: both
+//! Two kinds of connections. *Control* connections, to every peer or, in larger groups, to rank 0 (`control`), on a thread
+//! of their own, carry heartbeats, farewells, failures, words of going on without the lost, and the questions that ranks ask
+//! each other when they stall. A *data* connection to a peer is opened when a plan first needs it and carries one operation's messages at a time, moved by the thread that called the operation: both
 //! directions at once, straight from and into its buffers. There may be several to a peer, which share large messages:
 //! one flow does not always fill a network.
 //!
@@ -13,7 +13,9 @@ mod beat;
 mod board;
 mod control;
 mod dial;
+mod line;
 mod link;
+mod meet;
 mod watch;
 mod word;
 
@@ -29,9 +31,10 @@ use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
 pub(crate) use self::beat::Silence;
 pub(crate) use self::board::Board;
-pub(crate) use self::control::{Heard, Mesh, Outgoing, admit};
+pub(crate) use self::control::{Heard, Mesh, Outgoing};
 use self::link::Link;
 pub(crate) use self::link::MOST;
+pub(crate) use self::meet::admit;
 pub(crate) use self::watch::Watch;
 pub(crate) use self::word::{News, Standing, Word};
 #[cfg(feature = "mpi")]
@@ -68,7 +71,7 @@ impl Tcp {
     /// Takes over the connections that the rendezvous made.
     pub fn start(runtime: Runtime, mut mesh: Mesh, connections: usize, silence: Silence) -> Result<Tcp, Error> {
         // Before this rank can be in any operation: who has met it in one has a word of it.
-        runtime.block_on(beat::greet(&mut mesh.connections));
+        runtime.block_on(line::greet(&mut mesh.connections));
         let listener = mesh.listener.as_fd().try_clone_to_owned();
         let listener = listener.map_err(|e| Error::io("keeping the listener", e))?;
         let (control, outgoing) = unbounded_channel();

@@ -40,7 +40,7 @@ impl Plane {
     /// Says what there is to say, and hears what has come: `hear` gives an answer, if there is one.
     pub fn pump(&mut self, held: &Held, hear: impl Fn(usize, Message) -> Option<Message>) -> Result<(), Error> {
         while let Ok(outgoing) = self.outgoing.try_recv() {
-            let (message, only) = outgoing.message();
+            let (message, only) = words(outgoing);
             let Comm { rank, size, .. } = self.comm;
             for peer in (0..size).filter(|peer| *peer != rank && only.is_none_or(|only| only == *peer)) {
                 self.say(peer, &message, held)?;
@@ -100,6 +100,18 @@ impl Plane {
         let request = unsafe { self.comm.send(&bytes, peer, TAG, held)? };
         self.sending.push((request, bytes));
         Ok(())
+    }
+}
+
+/// What is said, and to whom if not to all.
+fn words(outgoing: Outgoing) -> (Message, Option<usize>) {
+    match outgoing {
+        Outgoing::Calling(site) => (Message::Calling(site), None),
+        Outgoing::Called(peer, site) => (Message::Called(site), Some(peer)),
+        Outgoing::Failed(error, completed) => (Message::Failed(error, completed), None),
+        Outgoing::Invites(peer, invitation) => (Message::Invites(invitation), Some(peer)),
+        Outgoing::Word(word) => (Message::Word(word), None),
+        Outgoing::Farewell { panicked } => (Message::Farewell { panicked }, None),
     }
 }
 

@@ -203,7 +203,7 @@ mod tests {
         let board = Arc::new(Board::new(2).unwrap());
         let member = Member { secret: None, session: 0, rank, world_size: 2 };
         let (lobby, connections) = (Lobby::new(2), vec![None, None]);
-        let mesh = Mesh { member, addresses, listener, lobby, connections, board };
+        let mesh = Mesh { member, addresses, listener, lobby, connections, star: false, board };
         Tcp::start(runtime, mesh, 1, Silence { first: Duration::MAX, later: Duration::MAX }).unwrap()
     }
 

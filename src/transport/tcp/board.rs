@@ -7,7 +7,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
-use super::link::{Link, MOST};
+use super::link::Link;
 use crate::call::{Call, Tag};
 use crate::error::{Error, Site};
 use crate::sync::{AtomicBool, Mutex, MutexGuard, Ordering};
@@ -43,7 +43,7 @@ struct State {
 struct Peer {
     link: Option<Arc<Link>>,
     /// Connections of a link that is not complete yet.
-    coming: [Option<TcpStream>; MOST],
+    coming: Vec<Option<TcpStream>>,
     presence: Presence,
     /// What the peer said last about what it called.
     heard: Option<Site>,
@@ -113,6 +113,12 @@ impl Board {
         Ok(asked.into_iter())
     }
 
+    /// Whether this rank knows by its operations that all ranks have begun this group: a collective ends on no rank before
+    /// all have begun it.
+    pub fn all_began(&self) -> bool {
+        self.state().recent.iter().flatten().any(|site| site.call.operation.is_collective() && site.sequence > 0)
+    }
+
     /// Records the first failure.
     pub fn fail(&self, fault: Fault, completed: u64) {
         let mut state = self.state();
@@ -149,6 +155,11 @@ impl Board {
     pub fn left(&self, peer: usize) {
         self.state().peers[peer].presence = Presence::Left;
         self.ring();
+    }
+
+    /// Whether `peer` left in order.
+    pub fn has_left(&self, peer: usize) -> bool {
+        matches!(self.state().peers[peer].presence, Presence::Left)
     }
 
     /// `peer` has called `shrink`. What it sent before may have been on a connection that broke.
@@ -206,15 +217,16 @@ impl Board {
         self.bell.ring();
     }
 
-    /// Takes one of `of` connections of `peer`, at most [`MOST`]; the last of them makes the link.
+    /// Takes one of `of` connections of `peer`, of a few; the last of them makes the link.
     pub fn gather(&self, peer: usize, number: usize, of: usize, stream: TcpStream) -> std::io::Result<()> {
         let mut state = self.state();
         let coming = &mut state.peers[peer].coming;
+        coming.resize_with(of, || None);
         coming[number] = Some(stream);
-        if coming[..of].iter().any(Option::is_none) {
+        if coming.iter().any(Option::is_none) {
             return Ok(());
         }
-        let streams = coming[..of].iter_mut().filter_map(Option::take).collect();
+        let streams = std::mem::take(coming).into_iter().flatten().collect();
         drop(state);
         self.connect(peer, Arc::new(Link::new(streams)?));
         Ok(())

@@ -14,10 +14,10 @@ use crate::error::Error;
 use crate::transport::Fault;
 
 /// When to dial again after a connection that ended before both had proved who they are.
-const RETRY: Duration = Duration::from_millis(20);
+pub(super) const RETRY: Duration = Duration::from_millis(20);
 
 /// How long one attempt may take: the system itself would try again ever more rarely.
-const SYN: Duration = Duration::from_secs(2);
+pub(super) const SYN: Duration = Duration::from_secs(2);
 
 /// Connects to `peer`, so many times, and waits for the bytes by which it says that it has taken the connections over. From
 /// then on nothing that is sent on them can be overtaken by this rank's farewell.
@@ -85,7 +85,7 @@ fn connect(
 }
 
 /// Whether this process, or its machine, lacks something: descriptors or memory.
-fn is_own(error: &io::Error) -> bool {
+pub(super) fn is_own(error: &io::Error) -> bool {
     let own = [Errno::MFILE, Errno::NFILE, Errno::NOBUFS, Errno::NOMEM];
     Errno::from_io_error(error).is_some_and(|error| own.contains(&error))
 }

@@ -1,0 +1,39 @@
+use super::*;
+use crate::call::{Call, Operation};
+use crate::dtype::{DType, ReduceOp};
+use crate::transport::frame;
+use crate::transport::invitation::Door;
+use crate::transport::tcp::word::Standing;
+
+#[test]
+fn fuzz_messages() {
+    let (operation, reduction, root) = (Operation::Reduce, Some(ReduceOp::Sum), Some(1));
+    let call = Call { operation, dtype: DType::F32, count: 1000, reduction, root, sizes: Some(7) };
+    let site = Site { call, sequence: 300 };
+    let elapsed = Duration::from_millis(1500);
+    let errors = [
+        Error::argument("broadcast", "no"),
+        Error::Config("no".into()),
+        Error::Rendezvous { rank: 1, address: "10.0.0.1:29500".into(), reason: "late".into(), elapsed },
+        Error::Mismatch { sequence: 300, calls: vec![(0, call), (1, Call { count: 1001, ..call })] },
+        Error::Timeout { site, rank: 1, missing: vec![0, 2], elapsed },
+        Error::PeerLost { site, peer: 2, address: Some("10.0.0.1:1".into()), reason: "gone".into(), elapsed },
+        Error::Left { site, rank: 3 },
+        Error::io("listening", "no"),
+    ];
+    let mut messages = errors.map(|error| Message::Failed(error, 7)).to_vec();
+    let standing = Standing { members: [0, 2, 300].into(), gone: [1].into() };
+    let proposes = Word::Proposes(standing.clone(), Door { port: 29500, key: u64::MAX });
+    messages.extend([proposes, Word::Formed(standing.clone()), Word::Agreed(standing)].map(Message::Word));
+    let door = Door { port: 1, key: 7 };
+    messages.push(Message::Invites(Invitation { members: vec![300, 0, 2], door }));
+    messages.extend([Message::Here, Message::Calling(site), Message::Called(site)]);
+    messages.extend([false, true].map(|panicked| Message::Farewell { panicked }));
+    let mut frames: Vec<Frame> = messages.iter().cloned().map(Frame::Own).collect();
+    let message = || Message::Called(site);
+    frames.extend([None, Some(300)].map(|to| Frame::Relay { to, message: message() }));
+    frames.extend([Frame::Relayed { from: 300, message: message() }, Frame::Begun, Frame::Meet, Frame::Leaves]);
+    frames.push(Frame::Through);
+    frames.push(Frame::Lost { peer: 300, reason: "its connection was closed".into(), ended: true });
+    frame::fuzz("control", &frames);
+}
