@@ -151,7 +151,7 @@ impl Group {
     /// Bonfire's own variables win over the launcher's, each by itself, and what code says over both (see
     /// [`Builder::from_env`]): `BONFIRE_RANK`, `BONFIRE_WORLD_SIZE`, `BONFIRE_ADDRESS` and, if needed, `BONFIRE_HOST` or
     /// `BONFIRE_IFACE` (see [`Builder::host`]), `BONFIRE_SECRET_FILE` or `BONFIRE_SECRET` (see [`Builder::secret`]),
-    /// `BONFIRE_TRANSPORT` (`auto`, `tcp` or `shm`, see [`Builder::transport`]), `BONFIRE_ALGORITHMS` (see [`Selection`]),
+    /// `BONFIRE_TRANSPORT` (see [`Medium`](crate::Medium)), `BONFIRE_ALGORITHMS` (see [`Selection`]),
     /// `BONFIRE_TCP_CONNECTIONS` (see [`Builder::tcp_connections`]), `BONFIRE_SILENCE` (seconds, see
     /// [`Builder::silence`]) and `BONFIRE_DEADLINE` (seconds).
     /// Blocks until all ranks are connected. SIGINT and SIGTERM become a farewell to the other ranks, see

@@ -87,7 +87,9 @@ pub enum Medium {
     Tcp,
     /// Shared memory among all ranks, or an error that says why it cannot be.
     Shm,
-    /// MPI's own operations, in a job that MPI's launcher started; MPI says who the ranks are. Needs the feature `mpi`.
+    /// MPI's own operations, in a job that MPI's launcher started; MPI says who the ranks are. Needs the feature `mpi`. Ranks
+    /// that do not come, or come to something else, are errors as elsewhere; one that is stopped later, when MPI has the
+    /// ranks' memory, ends the whole job.
     Mpi,
     /// As [`Mpi`](Medium::Mpi), by calls that block in MPI: as fast as MPI itself. A rank that waits longer than its deadline
     /// ends the whole job, and ranks that disagree are not told so.

@@ -179,7 +179,7 @@ impl Builder {
     }
 
     /// How long a peer may be silent before it counts as lost: 5 s unless set here or by `BONFIRE_SILENCE` (seconds), and no
-    /// less than 3 s. Every rank speaks to every other once a second, on a thread of its own, so a rank that computes is
+    /// less than 3 s. Every rank speaks to every other once a second (in groups of more than 16 ranks, to rank 0), on a thread of its own, so a rank that computes is
     /// not silent: one is that was stopped, or that an unplugged cable keeps away. Give more where
     /// ranks are halted in a debugger.
     pub fn silence(mut self, silence: Duration) -> Self {
@@ -188,10 +188,10 @@ impl Builder {
     }
 
     /// What carries the operations: shared memory among the ranks of a host and TCP between hosts, unless set here or by
-    /// `BONFIRE_TRANSPORT` (`auto`, `tcp` or `shm`). A host is where ranks can all open the same segment: on one
-    /// machine, in one network namespace, as one user. All ranks of it do or none does. What the ranks of a host bring to
-    /// an operation crosses to other hosts as if they were one rank. `shm` means that all ranks are on one host, or an
-    /// error; `tcp` means TCP everywhere. Messages between two ranks, all_to_all, means of integers over several hosts
+    /// `BONFIRE_TRANSPORT` (`auto`, `tcp`, `shm`, `mpi` or `mpi-blocking`; see [`Medium`]). A host is where ranks can all
+    /// open the same segment: on one machine, in one network namespace, as one user. All ranks of it do or none does. What
+    /// the ranks of a host bring to an operation crosses to other hosts as if they were one rank. `shm` means that all
+    /// ranks are on one host, or an error; `tcp` means TCP everywhere. Messages between two ranks, all_to_all, means of integers over several hosts
     /// and operations with an [`algorithm`](Self::algorithms) of the user's choice go over TCP.
     pub fn transport(mut self, medium: Medium) -> Self {
         self.settings.medium = medium;
