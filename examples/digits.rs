@@ -82,7 +82,10 @@ fn main() -> ExitCode {
     env_logger::Builder::from_env(env_logger::Env::default().default_filter_or("warn")).init();
     let args = Args::parse();
     let threads = args.ranks.unwrap_or(2);
+    // A shell in a cluster's job is a rank, too, alone.
+    let alone = |ranks: Option<usize>| ranks == Some(1) && std::env::var_os("BONFIRE_RANK").is_none();
     let groups = Builder::from_env().and_then(|builder| match (builder.launched(), args.ranks) {
+        (Some(launched), Some(_)) if alone(launched.world_size) => Group::threads(threads.into()),
         (Some(launched), Some(_)) => {
             wrong(&format!("--ranks is for ranks that are threads; here they are processes, by {}", launched.by))
         }

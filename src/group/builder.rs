@@ -131,6 +131,8 @@ impl Builder {
     pub fn world_size(mut self, world_size: usize) -> Self {
         self.settings.world_size = world_size;
         self.settings.source.missing.world_size = None;
+        // That they are all here was said of other ranks.
+        self.settings.source.several.take_if(|several| !*several);
         self
     }
 

@@ -101,7 +101,8 @@ pub(crate) fn read(variable: impl Fn(&str) -> Option<String>) -> Result<Environm
     let variables = Variables(&variable);
     let medium = medium(&variable)?;
     let place = place(&variables);
-    let settings = if medium.is_mpi() { by_mpi(place.ok()) } else { place? };
+    // MPI says itself who the ranks are, whatever else is said of them.
+    let settings = if medium.is_mpi() { place.unwrap_or_default() } else { place? };
     let settings = Settings {
         host: variables.text("BONFIRE_HOST"),
         interface: variables.text("BONFIRE_IFACE"),
@@ -112,12 +113,6 @@ pub(crate) fn read(variable: impl Fn(&str) -> Option<String>) -> Result<Environm
     };
     let algorithms = variable("BONFIRE_ALGORITHMS");
     Ok(Environment { settings, deadline: deadline_from_env(&variable)?, algorithms })
-}
-
-/// MPI says itself who the ranks are, whatever else is said of them: nothing is missing then, or wrong.
-fn by_mpi(found: Option<Settings>) -> Settings {
-    let source = Source { by: Some("MPI".into()), ..Source::default() };
-    Settings { source, address: String::new(), ..found.unwrap_or_default() }
 }
 
 /// Who this rank is and where the others are: each setting from Bonfire's own variable, or else from the launcher.

@@ -3,14 +3,19 @@
 use std::future::poll_fn;
 use std::net::SocketAddr;
 use std::task::Poll;
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use tokio::io::ReadBuf;
 use tokio::net::TcpStream;
+use tokio::time::timeout;
 
 use super::Medium;
 use crate::auth::{Member, Opening, Purpose, Refusal, answer, confirm};
 use crate::transport::frame;
+
+/// How long a guest may take to be told who is missing.
+const PATIENCE: Duration = Duration::from_millis(100);
 
 /// From a rank to rank 0, which knows its number and world size from the connection's opening.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -69,7 +74,7 @@ pub(super) async fn proof(mut stream: TcpStream, member: Member) -> Result<(TcpS
 /// Lets a rank say what it wants. The caller limits the time.
 pub(super) async fn introduction(mut stream: TcpStream, opening: Opening) -> Result<Arrival, Refusal> {
     confirm(&mut stream).await?;
-    let hello = frame::expect(&mut stream, std::time::Duration::MAX).await?;
+    let hello = frame::expect(&mut stream, Duration::MAX).await?;
     Ok((stream, opening, hello))
 }
 
@@ -107,9 +112,13 @@ pub(super) fn seat(
 
 /// Tells all guests who is missing.
 pub(super) async fn name(missing: &[usize], guests: &mut [Option<Guest>]) {
-    for guest in guests.iter_mut().flatten() {
-        // That it is gone is noticed elsewhere.
-        let _ = frame::write(&mut guest.stream, &Answer::Waiting(missing.to_vec())).await;
+    let waiting = Answer::Waiting(missing.to_vec());
+    for seat in guests {
+        let Some(guest) = seat else { continue };
+        // That it is gone is noticed elsewhere. One that does not take a few bytes would hold up all others.
+        if timeout(PATIENCE, frame::write(&mut guest.stream, &waiting)).await.is_err() {
+            *seat = None;
+        }
     }
 }
 

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
 use tokio::task::yield_now;
-use tokio::time::{interval, sleep, sleep_until, timeout, timeout_at};
+use tokio::time::{MissedTickBehavior, interval, sleep, sleep_until, timeout, timeout_at};
 
 use super::guests::{
     Answer, Arrival, Guest, Hello, departure, hosts, introduction, name, proof, refuse, seat, together,
@@ -88,6 +88,7 @@ async fn host(
     let mut guests: Vec<Option<Guest>> = (0..n).map(|_| None).collect();
     // Whom the guests know to be missing.
     let (mut named, mut tell) = (Vec::new(), interval(TELL));
+    tell.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut refused = String::new();
     while guests.iter().skip(1).any(Option::is_none) {
         let missing: Vec<usize> = (1..n).filter(|rank| guests[*rank].is_none()).collect();

@@ -113,6 +113,7 @@ pub(super) async fn listen(
     };
     let mut told = listener.local_addr().map_err(|e| settings.failed(start, e.to_string()))?;
     told.set_ip(chosen.unwrap_or(Ipv4Addr::UNSPECIFIED.into()));
+    waiting_for.take();
     Ok((listener, told))
 }
 
@@ -170,7 +171,16 @@ pub(super) async fn bind(settings: &Settings, start: Instant, address: &str) -> 
 
 async fn bind_to(settings: &Settings, addresses: &[SocketAddr]) -> Result<io::Result<TcpListener>, Error> {
     permit(settings.secret.as_ref(), addresses)?;
-    Ok(TcpListener::bind(addresses).await)
+    // Why it cannot be where the machine has the address says more than that it has another one not.
+    let mut error: Option<io::Error> = None;
+    for address in addresses {
+        match TcpListener::bind(address).await {
+            Ok(listener) => return Ok(Ok(listener)),
+            Err(e) if error.as_ref().is_none_or(|e| e.kind() == io::ErrorKind::AddrNotAvailable) => error = Some(e),
+            Err(_) => {}
+        }
+    }
+    Ok(Err(error.unwrap_or_else(|| io::ErrorKind::AddrNotAvailable.into())))
 }
 
 /// Why rank 0 cannot listen at the address that all ranks know.

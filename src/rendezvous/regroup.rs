@@ -95,7 +95,10 @@ impl Regroup for Processes {
                 () = tokio::time::sleep(deadline.remaining()) => Err(late()),
             }
         })?;
-        assemble(runtime, formed, self.silence(), Vec::new()).map_err(Fault::Failed)
+        // The others may still wait for a member that is slow.
+        let first = deadline.remaining().max(self.settings.silence);
+        let silence = Silence { first, later: self.settings.silence };
+        assemble(runtime, formed, silence, Vec::new()).map_err(Fault::Failed)
     }
 
     fn hosts(&self) -> Vec<usize> {
@@ -227,7 +230,7 @@ impl Processes {
         Ends::share(settings, start, joined).await
     }
 
-    /// In a group that is made of this one: all were there a moment ago, and none is to connect to others still.
+    /// In a group that was agreed on: all are there, and none is to connect to others still.
     fn silence(&self) -> Silence {
         Silence { first: self.settings.silence, later: self.settings.silence }
     }

@@ -55,6 +55,13 @@ impl Settings {
     /// Where somebody else than the program's code started this rank, what is known of it.
     pub fn launched(&self) -> Option<Launched> {
         let Missing { rank, world_size, address } = &self.source.missing;
+        if self.medium.is_mpi() {
+            // It says who the ranks are, when it is asked: nothing is missing.
+            let known = self.source.by.is_some();
+            let rank = (known && rank.is_none()).then_some(self.rank);
+            let world_size = (known && world_size.is_none()).then_some(self.world_size);
+            return Some(Launched { by: "MPI".into(), rank, world_size, address: None, missing: None });
+        }
         Some(Launched {
             by: self.source.by.clone()?,
             rank: rank.is_none().then_some(self.rank),
@@ -93,9 +100,10 @@ impl fmt::Display for Launched {
     }
 }
 
-/// Whether an address, `host:port`, is every host's own by what is written there. Other names are not looked up.
-fn is_loopback(address: &str) -> bool {
-    let host = address.rsplit_once(':').map_or(address, |(host, _)| host).trim_matches(['[', ']']);
+/// Whether an address, `host:port`, or a host, is every host's own by what is written there. Other names are not looked up.
+pub(super) fn is_loopback(address: &str) -> bool {
+    let whole = address.parse::<std::net::IpAddr>().is_ok();
+    let host = address.rsplit_once(':').filter(|_| !whole).map_or(address, |(host, _)| host).trim_matches(['[', ']']);
     match host.parse::<std::net::IpAddr>() {
         Ok(ip) => ip.to_canonical().is_loopback(),
         Err(_) => host.eq_ignore_ascii_case("localhost"),

@@ -83,7 +83,8 @@ fn entry(text: &str) -> Result<(Entry, Option<&str>), String> {
 fn range(text: &str) -> Result<Range, String> {
     let (low, high) = text.split_once('-').unwrap_or((text, text));
     let number = |digits: &str| {
-        let all = !digits.is_empty() && digits.bytes().all(|digit| digit.is_ascii_digit());
+        // No number has more, and no name that many zeros before it.
+        let all = (1..=20).contains(&digits.len()) && digits.bytes().all(|digit| digit.is_ascii_digit());
         digits.parse().ok().filter(|_| all)
     };
     match (number(low), number(high)) {

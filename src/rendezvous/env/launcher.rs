@@ -3,6 +3,7 @@
 use super::variables::{Place, Variables};
 use super::{mpi, slurm};
 use crate::error::Error;
+use crate::rendezvous::source::is_loopback;
 
 /// What a launcher says.
 pub(super) struct Found {
@@ -51,6 +52,12 @@ impl Address {
         match (host, port) {
             (Some((host, named)), Some((port, numbered))) => {
                 let text = if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") };
+                if several == Some(true) && is_loopback(&text) {
+                    return Err(format!(
+                        "{named} is {host}, which every host is for itself, and by {by} the ranks are on several: unset it, or \
+                         set BONFIRE_ADDRESS to rank 0's HOST:PORT on all ranks"
+                    ));
+                }
                 Ok(Address { text, chosen: format!("host {host} comes from {named}, port {port} from {numbered}") })
             }
             (host, _) => {
@@ -100,7 +107,8 @@ fn torchrun(variables: &Variables, run: &str) -> Result<Found, Error> {
         port => port,
     };
     let by = format!("torchrun (run {run})");
-    let address = Address::of((&by, several), (host, port), "");
+    // Two agents on one machine count as two hosts.
+    let address = Address::of((&by, several.filter(|several| !several)), (host, port), "");
     Ok(Found { by, place, several, address })
 }
 
@@ -121,13 +129,16 @@ fn pod(variables: &Variables) -> Result<Option<Found>, Error> {
     if place.is_empty() {
         return Ok(None);
     }
-    if let Some(ranks) = variables.text("PET_NPROC_PER_NODE").filter(|ranks| ranks != "1") {
+    // PyTorchJob says "auto" where nothing was said, and counts one rank for each pod itself.
+    let counted = place.both().is_some() && Place::read(variables, "RANK", "WORLD_SIZE")?.both() == place.both();
+    let one = |ranks: &str| ranks == "1" || counted && ranks.parse::<usize>().is_err();
+    if let Some(ranks) = variables.text("PET_NPROC_PER_NODE").filter(|ranks| !one(ranks)) {
         return Err(Error::Config(format!("PET_NPROC_PER_NODE is '{ranks}', and this process is one: {REMEDY}")));
     }
     place.check()?;
     let several = nodes.map(|nodes| nodes > 1);
     let (host, port) = master(variables)?;
-    let host = variables.host("PET_MASTER_ADDR").or(host);
+    let host = variables.host("PET_MASTER_ADDR")?.or(host);
     let port = variables.port("PET_MASTER_PORT")?.or(port);
     let by = "Kubeflow (PET_*)".to_owned();
     let address = Address::of((&by, several), (host, port), "");
@@ -150,5 +161,5 @@ fn plain(variables: &Variables) -> Result<Option<Found>, Error> {
 
 /// The address that PyTorch's programs go by, which many a script sets besides its launcher.
 pub(super) fn master(variables: &Variables) -> Result<Master, Error> {
-    Ok((variables.host("MASTER_ADDR"), variables.port("MASTER_PORT")?))
+    Ok((variables.host("MASTER_ADDR")?, variables.port("MASTER_PORT")?))
 }

@@ -73,17 +73,22 @@ impl Launcher {
     /// A port from the job's name; on one host also from the process that started its ranks there.
     fn port(&self, variables: &Variables, several: Option<bool>) -> Option<(u16, &'static str)> {
         let named = self.job.iter().find_map(|name| Some((port_of(number_of(&variables.text(name)?)), *name)));
-        let here = || Some((port_of(u64::from(parent(self.rank))), "the number of the process that started the ranks"));
+        let here =
+            || Some((port_of(u64::from(parent(self.rank)?)), "the number of the process that started the ranks"));
         named.or_else(|| if several == Some(false) { here() } else { None })
     }
 }
 
 /// The process that started this host's ranks: the nearest above this one that is in no rank itself, since a rank may be a
-/// script that starts the program.
-fn parent(rank: &str) -> u32 {
+/// script that starts the program. None where that cannot be seen, as in a container for each rank.
+fn parent(rank: &str) -> Option<u32> {
     let mut pid = std::os::unix::process::parent_id();
     let within = |pid: u32| {
-        let variables = std::fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
+        let variables = match std::fs::read(format!("/proc/{pid}/environ")) {
+            // One that runs with other rights between the launcher and its rank, most likely.
+            Err(e) if e.kind() == std::io::ErrorKind::PermissionDenied => return true,
+            variables => variables.unwrap_or_default(),
+        };
         variables
             .split(|byte| *byte == 0)
             .any(|entry| entry.strip_prefix(rank.as_bytes()).is_some_and(|rest| rest.starts_with(b"=")))
@@ -96,5 +101,5 @@ fn parent(rank: &str) -> u32 {
     while let Some(up) = Some(pid).filter(|pid| within(*pid)).and_then(above) {
         pid = up;
     }
-    pid
+    (pid > 1).then_some(pid)
 }

@@ -4,6 +4,7 @@ use super::hostlist::HostList;
 use super::launcher::{Address, Found, Named, master, port_of};
 use super::variables::{Place, Variables};
 use crate::error::Error;
+use crate::rendezvous::source::is_loopback;
 
 /// Steps from here on are no tasks of srun's: a batch script, an interactive shell.
 const NO_TASKS: usize = 0xffff_fff0;
@@ -28,6 +29,8 @@ pub(super) fn task(variables: &Variables) -> Result<Option<Found>, Error> {
     let job_port = |job| port_of((job as u64).wrapping_add((step as u64).wrapping_mul(STRIDE)));
     let port = port.or(job.map(|job| (job_port(job), "SLURM_JOB_ID and SLURM_STEP_ID")));
     let by = format!("Slurm (job {}, step {step})", job.map_or("?".into(), |job| job.to_string()));
+    // In many a profile there is one for programs that run alone.
+    let host = host.filter(|(host, _)| several != Some(true) || !is_loopback(host));
     let address = Address::of((&by, several), (host.or(first), port), "");
     Ok(Some(Found { by, place, several, address }))
 }

@@ -41,12 +41,13 @@ fn port(address: &str) -> u16 {
 
 #[test]
 fn every_launcher_is_recognised() {
-    let cases: [(Environ, usize, usize, &str, Option<bool>); 7] = [
+    let cases: [(Environ, usize, usize, &str, Option<bool>); 8] = [
         (TORCHRUN_ON_TWO, 3, 4, "[fd00::7]:29511", Some(true)),
         (SRUN, 3, 8, "node002:62674", Some(true)),
         (SRUN_ON_ONE, 0, 2, "127.0.0.1:64265", Some(false)),
         (TRAINER, 2, 3, "train-node-0-0.train:29400", Some(true)),
         (PYTORCH_JOB, 1, 3, "train-master-0:23456", None),
+        (PYTORCH_JOB_AUTO, 1, 3, "train-master-0:23456", Some(true)),
         (&[("RANK", "0"), ("WORLD_SIZE", "1")], 0, 1, "", None),
         (
             &[
@@ -147,6 +148,11 @@ fn an_address_of_the_users_completes_a_launcher() {
     assert_eq!(whole(&[&master[..1], SRUN]).2, "head:62674");
     assert_eq!(whole(&[&master[1..], SRUN]).2, "node002:29500");
     assert_eq!(whole(&[master, HYDRA]).2, "127.0.0.1:29500");
+    // What every host is for itself is nobody's address on several.
+    let here: Environ = &[("MASTER_ADDR", "localhost"), ("MASTER_PORT", "29500")];
+    assert_eq!(whole(&[here, SRUN]).2, "node002:29500");
+    let reason = missing(&[here, OPEN_MPI_5]);
+    assert!(reason.contains("MASTER_ADDR is localhost") && reason.contains("several"), "{reason}");
     // The job's name is the same on all hosts.
     assert!(whole(&[&master[..1], INTEL_MPI]).2.starts_with("head:6"));
     for environ in [OPEN_MPI_5, INTEL_MPI, &[("PMI_RANK", "0"), ("PMI_SIZE", "2")]] {
@@ -208,8 +214,11 @@ fn contradictions_are_named() {
 
 #[test]
 fn malformed_variables_of_launchers_are_named() {
-    let cases: [(Environ, &str, &str); 11] = [
+    let cases: [(Environ, &str, &str); 14] = [
         (TORCHRUN, "RANK", "one"),
+        (SRUN, "MASTER_ADDR", "node[1-2]"),
+        (OPEN_MPI_4, "MASTER_ADDR", "node1:29400"),
+        (PYTORCH_JOB_AUTO, "PET_NPROC_PER_NODE", "4"),
         (TORCHRUN, "MASTER_PORT", "0"),
         (PYTORCH_JOB, "MASTER_PORT", "tcp://10.0.0.1:23456"),
         (SRUN, "SLURM_PROCID", ""),

@@ -18,8 +18,15 @@ impl Variables<'_> {
     }
 
     /// A host's name or address, without brackets.
-    pub fn host(&self, name: &'static str) -> Option<(String, &'static str)> {
-        Some((self.text(name)?.trim_matches(['[', ']']).to_owned(), name))
+    pub fn host(&self, name: &'static str) -> Result<Option<(String, &'static str)>, Error> {
+        let Some(text) = self.text(name) else { return Ok(None) };
+        let host = text.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')).unwrap_or(&text);
+        let is_address = host.split('%').next().is_some_and(|host| host.parse::<std::net::Ipv6Addr>().is_ok());
+        let strange = |c: char| ":[]/,".contains(c) || c.is_whitespace();
+        if host.is_empty() || host.contains(strange) && !is_address {
+            return Err(Error::Config(format!("{name} is '{text}': give one host's name or address, without a port")));
+        }
+        Ok(Some((host.to_owned(), name)))
     }
 
     pub fn port(&self, name: &'static str) -> Result<Option<(u16, &'static str)>, Error> {

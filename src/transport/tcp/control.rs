@@ -161,6 +161,13 @@ pub(super) async fn run(
         }
     };
     serving.await;
+    // Who has been let in meanwhile is told what all others are.
+    come.close();
+    while let Ok((peer, stream)) = come.try_recv() {
+        if peer > control.rank() {
+            control.joins(peer, stream);
+        }
+    }
     if let Some((farewell, _)) = leaves.filter(|_| control.is_hub()) {
         control.spread(&Frame::Own(farewell), None);
     }
@@ -251,10 +258,7 @@ impl Control {
     fn say(&mut self, outgoing: Outgoing) {
         match outgoing {
             Outgoing::Calling(site) => {
-                if let Some(star) = &mut self.star {
-                    star.announced = Some(site.sequence);
-                }
-                self.tell(Message::Calling(site));
+                self.announce(site.sequence, Message::Calling(site));
             }
             Outgoing::Called(peer, site) => self.answer(peer, site),
             Outgoing::Failed(error, completed) => self.fail(Message::Failed(error, completed)),
@@ -272,10 +276,9 @@ impl Control {
 
     /// Says what this rank called. In a star all hear it, once: where one rank asks, most do.
     fn answer(&mut self, peer: usize, site: Site) {
-        let Some(star) = &mut self.star else { return self.send(peer, Message::Called(site)) };
+        let Some(star) = &self.star else { return self.send(peer, Message::Called(site)) };
         if star.announced != Some(site.sequence) {
-            star.announced = Some(site.sequence);
-            self.tell(Message::Called(site));
+            self.announce(site.sequence, Message::Called(site));
         }
     }
 
@@ -333,6 +336,8 @@ impl Control {
                 self.meet();
             }
             Message::Failed(..) if self.is_hub() => return self.pass(peer, message),
+            // It tells all.
+            Message::Failed(..) if peer == 0 => self.star.iter_mut().for_each(|star| star.known = true),
             Message::Farewell { panicked } => {
                 let panicked = *panicked;
                 self.lines[peer] = Line::Over;

@@ -1,5 +1,6 @@
 //! Control connections: what is sent on one, and the tasks that read and write it.
 
+use std::io::ErrorKind;
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
@@ -85,9 +86,13 @@ pub(super) async fn greet(connections: &mut [Option<TcpStream>]) {
 /// Writes up to the farewell.
 pub(super) async fn write(mut stream: OwnedWriteHalf, mut frames: UnboundedReceiver<Frame>) {
     while let Some(frame) = frames.recv().await {
-        // As in `Writer::send`.
-        if frame::write(&mut stream, &frame).await.is_err() || matches!(frame, Frame::Own(Message::Farewell { .. })) {
-            return;
+        match frame::write(&mut stream, &frame).await {
+            // What was passed on may have become too long: that is no reason to lose everybody.
+            Err(e) if e.kind() == ErrorKind::InvalidInput => log::warn!("a message was not passed on: {e}"),
+            // As in `Writer::send`.
+            Err(_) => return,
+            Ok(()) if matches!(frame, Frame::Own(Message::Farewell { .. })) => return,
+            Ok(()) => {}
         }
     }
 }

@@ -240,7 +240,8 @@ fn advanced(result: std::io::Result<usize>, peer: usize, board: &Board) -> Resul
 /// A data connection ended. Whether the peer left or died, or which failure made it close, is known by the control
 /// connection, a moment later.
 pub(super) fn departure(peer: usize, reason: &str, board: &Board) -> Fault {
-    const MOMENT: Duration = Duration::from_secs(2);
+    // Where rank 0 of many has left before, others know only once they have connected.
+    const MOMENT: Duration = Duration::from_secs(5);
     board.sleep(Instant::now() + MOMENT, || board.absence(peer).is_some());
     board.absence(peer).unwrap_or_else(|| Fault::Lost { peer, reason: reason.to_owned() })
 }

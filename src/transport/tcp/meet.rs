@@ -65,6 +65,10 @@ pub(crate) fn admit(
         Ok((stream, opening))
     };
     lobby.receive(address, proof, move |(mut stream, opening)| async move {
+        // A rank that is about to leave serves nobody any more, and must not say that it does.
+        if opening.purpose == Purpose::Control && controls.is_closed() {
+            return Err(Refusal::Io(ErrorKind::ConnectionAborted.into()));
+        }
         // Who dialled waits for this. A farewell that follows it is read after the connection is on the board.
         auth::confirm(&mut stream).await?;
         let rank = opening.from as usize;

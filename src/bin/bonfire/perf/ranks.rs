@@ -76,16 +76,16 @@ pub fn measure(
     let wrong = match common.transport {
         Transport::Local => threads(with_algorithms(Builder::default(), common), common.ranks, work)?,
         #[cfg(feature = "mpi")]
-        Transport::Mpi | Transport::MpiBlocking if launched()?.is_none() => {
+        Transport::Mpi | Transport::MpiBlocking if Builder::from_env()?.launched().is_none() => {
             return Err(RanksError::NotByMpi(common.ranks));
         }
-        _ if launched()?.is_none() => return processes(common.ranks),
         #[cfg(feature = "mpi")]
         Transport::Mpi => work(&with_algorithms(Builder::from_env()?, common).transport(Medium::Mpi).connect()?)?,
         #[cfg(feature = "mpi")]
         Transport::MpiBlocking => {
             work(&with_algorithms(Builder::from_env()?, common).transport(Medium::MpiBlocking).connect()?)?
         }
+        _ if launched()?.is_none() => return processes(common.ranks),
         #[cfg(unix)]
         Transport::Tcp => work(&with_algorithms(Builder::from_env()?, common).transport(Medium::Tcp).connect()?)?,
         #[cfg(unix)]
@@ -103,11 +103,12 @@ fn with_algorithms(builder: Builder, common: &Common) -> Builder {
 }
 
 /// The number of ranks where a launcher started this process as one of them. What the group makes of a number that is
-/// missing, it says itself.
+/// missing, it says itself. A shell in a cluster is a rank alone to others than `bonfire run`, and starts what it measures.
 #[cfg(unix)]
 pub fn launched() -> Result<Option<u32>, Error> {
-    let launched = Builder::from_env()?.launched();
-    Ok(launched.map(|launched| launched.world_size.and_then(|ranks| ranks.try_into().ok()).unwrap_or(1)))
+    let Some(launched) = Builder::from_env()?.launched() else { return Ok(None) };
+    let ranks = launched.world_size.and_then(|ranks| ranks.try_into().ok()).unwrap_or(1);
+    Ok(Some(ranks).filter(|ranks| *ranks > 1 || std::env::var_os("BONFIRE_RANK").is_some()))
 }
 
 #[cfg(not(unix))]

@@ -138,7 +138,20 @@ pub const PYTORCH_JOB: Environ = &[
     ("WORLD_SIZE", "3"),
 ];
 
-pub const ALL: [Environ; 12] = [
+/// As newer operators set it, where the job says nothing of processes in a pod.
+pub const PYTORCH_JOB_AUTO: Environ = &[
+    ("MASTER_ADDR", "train-master-0"),
+    ("MASTER_PORT", "23456"),
+    ("PET_MASTER_ADDR", "train-master-0"),
+    ("PET_MASTER_PORT", "23456"),
+    ("PET_NNODES", "3"),
+    ("PET_NODE_RANK", "1"),
+    ("PET_NPROC_PER_NODE", "auto"),
+    ("RANK", "1"),
+    ("WORLD_SIZE", "3"),
+];
+
+pub const ALL: [Environ; 13] = [
     TORCHRUN,
     TORCHRUN_ON_TWO,
     SRUN,
@@ -151,6 +164,7 @@ pub const ALL: [Environ; 12] = [
     MVAPICH2,
     TRAINER,
     PYTORCH_JOB,
+    PYTORCH_JOB_AUTO,
 ];
 
 /// Those in which variables are read that others stand before.

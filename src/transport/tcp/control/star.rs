@@ -25,6 +25,8 @@ pub(super) struct Star {
     pub doubts: bool,
     /// The last collective of which this rank has told all what it called there.
     pub announced: Option<u64>,
+    /// That, for those that connect after rank 0 has gone.
+    pub question: Option<Message>,
     /// All ranks know of a failure, or will have heard of it when they hear that rank 0 is gone.
     pub known: bool,
     /// By rank: it goes on without the lost.
@@ -65,6 +67,18 @@ impl Control {
         }
         self.spread(&Frame::Own(farewell.clone()), None);
         self.star.iter_mut().for_each(|star| star.said.push(farewell.clone()));
+    }
+
+    /// Says what this rank called, or asks: to all, in a star.
+    pub(super) fn announce(&mut self, sequence: u64, message: Message) {
+        if let Some(star) = &mut self.star {
+            star.announced = Some(sequence);
+            star.question = Some(message.clone());
+            if star.hub != Hub::Serves {
+                self.meet();
+            }
+        }
+        self.tell(message);
     }
 
     /// This rank has failed.
@@ -117,7 +131,8 @@ impl Control {
         let (Some(star), Line::Open(writer)) = (&mut self.star, &self.lines[peer]) else { return };
         star.quiet = 0;
         let first = if let Line::Coming(first) = before { first } else { Vec::new() };
-        for message in [Message::Here].into_iter().chain(first).chain(star.said.iter().cloned()) {
+        let said = star.question.iter().chain(&star.said).cloned();
+        for message in [Message::Here].into_iter().chain(first).chain(said) {
             writer.send(Frame::Own(message));
         }
     }
@@ -130,6 +145,8 @@ impl Control {
         if rank == 0 {
             return self.spread(&Frame::Meet, None);
         }
+        // Who left with rank 0 is missed at once.
+        let knocks = matches!(star.hub, Hub::Left(_));
         let mut dialled = Vec::new();
         for (peer, line) in self.lines.iter_mut().enumerate() {
             if peer == rank || !matches!(line, Line::Absent) {
@@ -137,7 +154,7 @@ impl Control {
             }
             *line = Line::Coming(Vec::new());
             // The higher rank dials.
-            if peer < rank {
+            if peer < rank || knocks {
                 dialled.push(peer);
             }
         }
@@ -257,6 +274,8 @@ impl Control {
     pub(super) fn is_left(&mut self, panicked: bool) {
         let Some(star) = &mut self.star else { return };
         star.hub = if panicked { Hub::Lost } else { Hub::Left(MOMENT) };
+        // Everybody sees it.
+        star.known |= panicked;
         if panicked || star.failed() && !star.known {
             self.meet();
         }
@@ -270,6 +289,15 @@ impl Control {
         if !(failed && std::mem::replace(&mut star.known, true)) {
             let frame = Frame::Relayed { from: from as u32, message: message.clone() };
             self.spread(&frame, (!failed).then_some(from));
+        } else if failed {
+            // Who was given up, and goes on, may know of none.
+            for (peer, line) in self.lines.iter().enumerate() {
+                if let Line::Open(writer) = line
+                    && !self.pulse.watches(peer)
+                {
+                    writer.send(Frame::Relayed { from: from as u32, message: message.clone() });
+                }
+            }
         }
         if let Some(Message::Called(mine)) = hear(&self.board, from, message) {
             self.answer(from, mine);
