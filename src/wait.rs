@@ -42,6 +42,12 @@ impl Deadline {
         self.elapsed() >= self.limit
     }
 
+    /// The whole limit.
+    #[cfg(feature = "mpi")]
+    pub(crate) fn nanoseconds(&self) -> u64 {
+        u64::try_from(self.limit.as_nanos()).unwrap_or(u64::MAX)
+    }
+
     /// As long a limit once more, from now on.
     #[cfg(feature = "mpi")]
     pub(crate) fn again(&self) -> Self {

@@ -17,6 +17,12 @@ use crate::error::Error;
 /// The words of a tag.
 const WORDS: usize = Tag::BYTES / 8;
 
+/// A tag as words.
+pub(super) fn words(tag: &Tag) -> [u64; WORDS] {
+    let bytes = tag.to_bytes();
+    std::array::from_fn(|i| bytes[8 * i..8 * i + 8].iter().rev().fold(0, |word, byte| word << 8 | u64::from(*byte)))
+}
+
 /// The memory of one group's meetings. MPI works on it, so it has a place of its own.
 pub(super) struct Arrival {
     comm: Comm,
@@ -40,11 +46,9 @@ impl Arrival {
 
     /// Begins to meet the others at this operation. The request of the meeting before is done.
     pub fn begin(&mut self, tag: &Tag, held: &Held) -> Result<(), Error> {
-        let bytes = tag.to_bytes();
         // SAFETY: the place is this value's own, and MPI is done with it.
         let mine = unsafe { self.mine.as_mut() };
-        for (i, word) in bytes.chunks_exact(8).enumerate() {
-            let word = word.iter().rev().fold(0, |number, byte| number << 8 | u64::from(*byte));
+        for (i, word) in words(tag).into_iter().enumerate() {
             // The largest of the complements is the complement of the smallest.
             (mine[i], mine[WORDS + i]) = (word, !word);
         }

@@ -34,7 +34,7 @@ pub(crate) struct Terms<'a> {
 /// A group of all processes of the job; all of them call this. MPI says who they are.
 pub(crate) fn connect(terms: &Terms<'_>) -> Result<Base, Error> {
     let held = hold();
-    let library = library::start(&held, farewell::finalize)?;
+    let library = library::start(&held, terms.blocking, farewell::finalize)?;
     sweep(&held);
     let world = Comm::world(&held)?;
     drop(held);

@@ -72,16 +72,34 @@ pub(super) fn check(function: &str, code: c_int) -> Result<(), Error> {
 pub(super) struct Library {
     /// What stands for "the input is in the output", where the library is one whose value is known.
     pub in_place: Option<usize>,
+    /// Which threads may call it.
+    level: c_int,
+}
+
+/// Refuses a level at which threads may not take turns, which polled groups rely on.
+fn enough(level: c_int, blocking: bool) -> Result<(), Error> {
+    // SAFETY: a constant of the library.
+    if blocking || level >= unsafe { mpi::RSMPI_THREAD_SERIALIZED } {
+        return Ok(());
+    }
+    let reason = "MPI does not let several threads take turns, which groups on 'mpi' need: start it with \
+                  MPI_THREAD_SERIALIZED or more, make the first group of the process one on 'mpi' and not on \
+                  'mpi-blocking', or give this one 'mpi-blocking'";
+    Err(Error::Config(reason.into()))
 }
 
 /// Starts MPI unless it is up already, by this function or by the program. Where this one does, `finalize` is called at the
 /// end of the process.
-pub(super) fn start(held: &Held, finalize: extern "C" fn()) -> Result<Library, Error> {
+///
+/// For groups that block MPI is started as `MPI_Init` starts it, with `MPI_THREAD_SINGLE`: any other level makes Open MPI's
+/// small calls slower by half of their time. The lock keeps threads apart all the same.
+pub(super) fn start(held: &Held, blocking: bool, finalize: extern "C" fn()) -> Result<Library, Error> {
     static LIBRARY: OnceLock<Library> = OnceLock::new();
     if !is_up(held) {
         return Err(Error::Config("the program has ended MPI (MPI_Finalize), which cannot be started again".into()));
     }
     if let Some(library) = LIBRARY.get() {
+        enough(library.level, blocking)?;
         return Ok(*library);
     }
     let (mut up, mut level) = (0, 0);
@@ -90,7 +108,7 @@ pub(super) fn start(held: &Held, finalize: extern "C" fn()) -> Result<Library, E
     // SAFETY: MPI is not up, and takes no arguments; or it is up, and says at which level.
     unsafe {
         if up == 0 {
-            let wanted = mpi::RSMPI_THREAD_SERIALIZED;
+            let wanted = if blocking { mpi::RSMPI_THREAD_SINGLE } else { mpi::RSMPI_THREAD_SERIALIZED };
             check("MPI_Init_thread", mpi::MPI_Init_thread(ptr::null_mut(), ptr::null_mut(), wanted, &mut level))?;
             // What the program started it ends itself.
             if libc::atexit(finalize) != 0 {
@@ -103,15 +121,11 @@ pub(super) fn start(held: &Held, finalize: extern "C" fn()) -> Result<Library, E
         } else {
             check("MPI_Query_thread", mpi::MPI_Query_thread(&mut level))?;
         }
-        if level < mpi::RSMPI_THREAD_SERIALIZED {
-            let reason = "MPI does not let several threads take turns, which Bonfire needs: start it with \
-                          MPI_THREAD_SERIALIZED or more";
-            return Err(Error::Config(reason.into()));
-        }
     }
+    enough(level, blocking)?;
     let version = version(held)?;
     log::info!("{version}");
-    let library = Library { in_place: in_place(&version) };
+    let library = Library { in_place: in_place(&version), level };
     Ok(*LIBRARY.get_or_init(|| library))
 }
 

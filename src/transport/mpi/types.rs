@@ -21,12 +21,12 @@ pub(super) enum Sum {
 
 /// What carries the reduction; none where MPI has no element that is exact enough (the mean of 64-bit integers).
 pub(super) fn sum(dtype: DType, op: ReduceOp) -> Option<Sum> {
-    let kernel = reduce::kernel(dtype, op);
-    match (kernel.wide, kernel.accumulator) {
-        (false, _) => Some(Sum::Same),
-        (true, 4) => Some(Sum::Wide(DType::F32)),
-        (true, 8) => Some(Sum::Wide(DType::I64)),
-        (true, _) => None,
+    match dtype {
+        DType::F32 | DType::F64 => Some(Sum::Same),
+        DType::F16 | DType::BF16 => Some(Sum::Wide(DType::F32)),
+        _ if op != ReduceOp::Mean => Some(Sum::Same),
+        DType::I64 | DType::U64 => None,
+        _ => Some(Sum::Wide(DType::I64)),
     }
 }
 
@@ -149,12 +149,13 @@ mod tests {
     fn every_reduction_has_an_element_that_is_exact_enough_or_none() {
         for dtype in DType::ALL {
             for op in ReduceOp::ALL {
-                let want = match dtype {
-                    DType::F16 | DType::BF16 => Some(Sum::Wide(DType::F32)),
-                    DType::I64 | DType::U64 if op == ReduceOp::Mean => None,
-                    DType::F32 | DType::F64 => Some(Sum::Same),
-                    _ if op == ReduceOp::Mean => Some(Sum::Wide(DType::I64)),
-                    _ => Some(Sum::Same),
+                // What the kernels accumulate in.
+                let kernel = reduce::kernel(dtype, op);
+                let want = match (kernel.wide, kernel.accumulator) {
+                    (false, _) => Some(Sum::Same),
+                    (true, 4) => Some(Sum::Wide(DType::F32)),
+                    (true, 8) => Some(Sum::Wide(DType::I64)),
+                    (true, _) => None,
                 };
                 assert_eq!(sum(dtype, op), want, "{dtype} {op}");
             }
