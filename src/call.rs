@@ -93,12 +93,15 @@ pub struct Call {
     pub sizes: Option<u16>,
 }
 
-/// A fingerprint of what several ranks must agree on, never 0. FNV-1a: Fowler, Noll and Vo.
+/// The same number for the same bytes in every build. FNV-1a: Fowler, Noll and Vo.
+pub(crate) fn hash(bytes: impl IntoIterator<Item = u8>) -> u64 {
+    let step = |hash: u64, byte| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3);
+    bytes.into_iter().fold(0xcbf2_9ce4_8422_2325, step)
+}
+
+/// A fingerprint of what several ranks must agree on, never 0.
 pub(crate) fn fingerprint(numbers: impl IntoIterator<Item = usize>) -> u16 {
-    let bytes = numbers.into_iter().flat_map(|number| (number as u64).to_le_bytes());
-    let hash =
-        bytes.fold(0xcbf2_9ce4_8422_2325u64, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3));
-    (hash % 0xffff) as u16 + 1
+    (hash(numbers.into_iter().flat_map(|number| (number as u64).to_le_bytes())) % 0xffff) as u16 + 1
 }
 
 impl Call {

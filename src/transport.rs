@@ -22,6 +22,8 @@ pub(crate) mod subset;
 #[cfg(unix)]
 pub(crate) mod tcp;
 
+#[cfg(unix)]
+pub(crate) use self::regroup::hosts_of;
 pub(crate) use self::regroup::{Base, Regroup};
 pub(crate) use self::seams::{Buffers, Collectives, Storage};
 pub use self::seams::{Fault, Transport};

@@ -30,7 +30,7 @@ use crate::error::{Apart, Error, Ranks};
 use crate::random;
 use crate::transport::invitation::{Door, Invitation, session};
 use crate::transport::tcp::{Heard, MOST, News, Silence, Standing, Tcp, Word};
-use crate::transport::{Base, Fault, Regroup};
+use crate::transport::{Base, Fault, Regroup, hosts_of};
 use crate::wait::Deadline;
 
 /// How long a look for a rank whose connection ended may take.
@@ -219,11 +219,7 @@ impl Processes {
         let settings = Settings { rank, world_size: n, address, ..self.settings.clone() };
         let member = Member { secret: settings.secret.clone(), session, rank, world_size: n };
         let lobby = Lobby::new(n.saturating_mul(MOST));
-        let hosts = members.iter().map(|member| {
-            let here = |other: &&usize| self.hosts[**other] == self.hosts[*member];
-            place(*members.iter().find(here).unwrap_or(member))
-        });
-        let hosts: Vec<usize> = hosts.collect();
+        let hosts = hosts_of(members, &self.hosts);
         let door = (member, listener, &lobby);
         let mesh = join::connect((&settings, start), door, addresses, &hosts, None, waiting_for).await?;
         let joined = Joined { mesh, medium: self.medium, hosts };

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::invitation::{Door, Invitation, session};
 use super::local::Local;
-use super::{Fault, Near, Transport};
+use super::{Collectives, Fault, Near, Transport};
 use crate::error::{Apart, Error};
 use crate::random;
 use crate::wait::Deadline;
@@ -30,15 +30,26 @@ pub(crate) trait Regroup: Send + Sync {
     fn hosts(&self) -> Vec<usize>;
 }
 
+/// By rank in a group of these members, the lowest rank there that is on the same host, from the hosts of all.
+#[cfg(unix)]
+pub(crate) fn hosts_of(members: &[usize], hosts: &[usize]) -> Vec<usize> {
+    let first = |member: &usize| members.iter().position(|other| hosts[*other] == hosts[*member]).unwrap_or(0);
+    members.iter().map(first).collect()
+}
+
 impl Base {
     /// A thread's end of its group.
     pub fn threads(local: Local, session: u64) -> Base {
-        let local = Arc::new(local);
+        Base::whole(Arc::new(local), session)
+    }
+
+    /// What a group is built on where one thing is its transport, runs its operations and makes other groups.
+    pub fn whole<T: Transport + Collectives + Regroup + 'static>(whole: Arc<T>, session: u64) -> Base {
         Base {
-            transport: local.clone(),
-            near: Near::Everybody(local.clone()),
+            transport: whole.clone(),
+            near: Near::Everybody(whole.clone()),
             session: Some(session),
-            regroup: Some(local),
+            regroup: Some(whole),
         }
     }
 }

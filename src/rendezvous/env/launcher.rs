@@ -2,6 +2,7 @@
 
 use super::variables::{Place, Variables};
 use super::{mpi, slurm};
+use crate::call::hash;
 use crate::error::Error;
 use crate::rendezvous::source::is_loopback;
 
@@ -37,10 +38,9 @@ pub(super) fn port_of(job: u64) -> u16 {
     PORTS + (job % u64::from(u16::MAX - PORTS + 1)) as u16
 }
 
-/// A number for a job with this name: FNV-1a, which is the same in every build.
+/// A number for a job with this name, whichever program asks.
 pub(super) fn number_of(name: &str) -> u64 {
-    let step = |hash: u64, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
-    name.bytes().fold(0xcbf2_9ce4_8422_2325, step)
+    hash(name.bytes())
 }
 
 impl Address {

@@ -23,6 +23,15 @@ pub(super) fn words(tag: &Tag) -> [u64; WORDS] {
     std::array::from_fn(|i| bytes[8 * i..8 * i + 8].iter().rev().fold(0, |word, byte| word << 8 | u64::from(*byte)))
 }
 
+/// The inverse of [`words`].
+pub(super) fn tag_of(words: &[u64; WORDS]) -> Option<Tag> {
+    let mut bytes = [0; Tag::BYTES];
+    for (place, word) in bytes.chunks_exact_mut(8).zip(words) {
+        place.copy_from_slice(&word.to_le_bytes());
+    }
+    Tag::from_bytes(&bytes)
+}
+
 /// The memory of one group's meetings. MPI works on it, so it has a place of its own.
 pub(super) struct Arrival {
     comm: Comm,
@@ -60,9 +69,8 @@ impl Arrival {
         self.request.is_some()
     }
 
-    /// At the end of the group: comes to a meeting that this rank was missing at, which others gave up. Open MPI 4.1 crashes at
-    /// its end where a collective is not done.
-    /// Whether this rank has come to all, and nothing is pending.
+    /// At the end of the group: whether this rank has come to so many meetings, and nothing is pending. It comes to one at
+    /// which it was missing, which others gave up: Open MPI 4.1 crashes at its end where a collective is not done.
     pub fn join(&mut self, begun: u64, held: &Held) -> Result<bool, Error> {
         if !self.done(held)? {
             return Ok(false);
@@ -113,14 +121,7 @@ impl Arrival {
         if !self.done(held)? {
             return Ok(None);
         }
-        let tag = |words: &[u64; WORDS]| {
-            let mut bytes = [0; Tag::BYTES];
-            for (place, word) in bytes.chunks_exact_mut(8).zip(words) {
-                place.copy_from_slice(&word.to_le_bytes());
-            }
-            Tag::from_bytes(&bytes)
-        };
-        Ok(Some(self.all.iter().map(tag).collect()))
+        Ok(Some(self.all.iter().map(tag_of).collect()))
     }
 
     fn done(&mut self, held: &Held) -> Result<bool, Error> {

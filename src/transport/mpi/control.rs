@@ -1,7 +1,7 @@
 //! What ranks tell each other besides data: failures, farewells, and what they called.
 //!
-//! The words are those of the control connections between processes. Here they are messages of MPI, which a rank reads when it is in
-//! an operation, or begins one.
+//! The words are those of the control connections between processes. Here they are messages of MPI, which a rank reads when
+//! it is in an operation, or begins one.
 
 use std::ffi::c_int;
 

@@ -15,11 +15,12 @@ use super::farewell::{self, sweep};
 use super::library::{self, Held, Library, check, hold};
 use super::watchdog::{Watchdog, Work};
 use super::{Mpi, NAP, types};
+use crate::call::hash;
 use crate::error::Error;
 use crate::random;
 use crate::transport::invitation::{Door, Invitation, session};
 use crate::transport::tcp::{Board, Outgoing};
-use crate::transport::{Base, Fault, Near, Regroup};
+use crate::transport::{Base, Fault, Regroup, hosts_of};
 use crate::wait::{Deadline, crowded};
 
 /// What the ranks of a job agree on when they make their group.
@@ -49,7 +50,7 @@ pub(crate) fn connect(terms: &Terms<'_>) -> Result<Base, Error> {
 
 /// The group's number and its hosts; an error where the ranks want different things.
 fn agree(comm: &Comm, terms: &Terms<'_>, held: &Held) -> Result<(u64, Vec<usize>), Error> {
-    let own = [random::number(), u64::from(terms.blocking), fingerprint(terms.algorithms)];
+    let own = [random::number(), u64::from(terms.blocking), hash(terms.algorithms.bytes())];
     let all = all_gather(comm, &own, held)?;
     if let Some(rank) = (0..comm.size).find(|rank| all[3 * rank + 1..3 * rank + 3] != own[1..]) {
         let reason = format!(
@@ -112,11 +113,6 @@ fn hosts(comm: &Comm, held: &Held) -> Result<Vec<usize>, Error> {
     Ok(all.into_iter().map(|rank| rank as usize).collect())
 }
 
-/// FNV-1a: Fowler, Noll and Vo.
-fn fingerprint(text: &str) -> u64 {
-    text.bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3))
-}
-
 impl Mpi {
     fn base(library: Library, comm: Comm, session: u64, hosts: Vec<usize>, blocking: bool) -> Result<Base, Error> {
         let (control, outgoing) = unbounded_channel();
@@ -140,12 +136,7 @@ impl Mpi {
             left: AtomicBool::new(false),
         });
         farewell::live(&mpi);
-        Ok(Base {
-            transport: mpi.clone(),
-            near: Near::Everybody(mpi.clone()),
-            session: Some(session),
-            regroup: Some(mpi),
-        })
+        Ok(Base::whole(mpi, session))
     }
 }
 
@@ -170,10 +161,7 @@ impl Regroup for Mpi {
             }
         };
         let session = session(doors);
-        let hosts = members.iter().map(|member| {
-            let here = |other: &usize| self.hosts[*other] == self.hosts[*member];
-            members.iter().position(here).unwrap_or(0)
-        });
+        let hosts = hosts_of(members, &self.hosts);
         // MPI waits for all members here, which are on their way, unless one has given up in this moment.
         let watchdog = Watchdog::start(self.comm.rank).map_err(Fault::Failed)?;
         let comm = watchdog.watch(Work::Subgroup, &deadline.again(), || {
@@ -182,7 +170,7 @@ impl Regroup for Mpi {
             self.comm.of_members(members, session, &held)
         });
         let comm = comm.map_err(Fault::Failed)?;
-        Mpi::base(self.library, comm, session, hosts.collect(), self.watchdog.is_some()).map_err(Fault::Failed)
+        Mpi::base(self.library, comm, session, hosts, self.watchdog.is_some()).map_err(Fault::Failed)
     }
 
     fn hosts(&self) -> Vec<usize> {

@@ -155,18 +155,14 @@ impl<'a> Exchange<'a> {
 
     /// Lets MPI give the callers' memory back, after a failure; whether it has.
     pub fn settle(&mut self, held: &Held) -> Result<bool, Fault> {
-        let mut all = true;
         if let Some(outgoing) = &mut self.outgoing {
-            all &= {
-                settle_all(&mut outgoing.payload, held).map_err(Fault::Failed)?;
-                outgoing.payload.is_empty()
-            };
+            settle_all(&mut outgoing.payload, held).map_err(Fault::Failed)?;
         }
         if let Some(incoming) = &mut self.incoming {
-            all &= incoming.take(held).map_err(Fault::Failed)?;
+            incoming.take(held).map_err(Fault::Failed)?;
         }
         self.lend();
-        Ok(all)
+        Ok(self.lent.is_none())
     }
 
     /// Who is waited for.

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-use super::arrival::words;
+use super::arrival::{tag_of, words};
 use super::library::abort;
 use crate::call::Tag;
 use crate::error::{Error, Site};
@@ -79,11 +79,8 @@ impl Watchdog {
     }
 
     fn work(&self) -> String {
-        let mut bytes = [0; Tag::BYTES];
-        for (place, word) in bytes.chunks_exact_mut(8).zip(&self.tag) {
-            place.copy_from_slice(&word.load(Ordering::Relaxed).to_le_bytes());
-        }
-        let site = Tag::from_bytes(&bytes).map(|tag| Work::Operation(Site { call: tag.call, sequence: tag.sequence }));
+        let tag = tag_of(&self.tag.each_ref().map(|word| word.load(Ordering::Relaxed)));
+        let site = tag.map(|tag| Work::Operation(Site { call: tag.call, sequence: tag.sequence }));
         match (self.other.load(Ordering::Relaxed), site) {
             (0, Some(work)) => work,
             (1, _) => Work::Connect,
