@@ -3,12 +3,12 @@
 #include "move.cuh"
 
 extern "C" __global__ void __launch_bounds__(MAX_THREADS)
-    all_gather(const void *source, void *target, const void *, const __grid_constant__ Call call) {
+    all_gather(const __grid_constant__ Call call) {
     Meeting meeting(call, Operation::ALL_GATHER, u32(call.width));
-    if (!meeting.begin(source, target)) return;
-    Part part(call.count, call.ranks, call.rank);
+    if (!meeting.begin()) return;
+    Part part(call.count, call.ranks, meeting.rank);
     u64 first = part.first * call.width;
-    spread(meeting, static_cast<const Byte *>(source), part.count * call.width, 1, 0,
+    spread(meeting, meeting.source<Byte>(meeting.rank), part.count * call.width, 1, 0,
            [&](u32 rank) { return meeting.target<Byte>(rank) + first; });
     // Until all are here, peers write to this rank's target.
     meeting.end(meeting.meet());

@@ -9,10 +9,10 @@ template <class R, u32 N>
 __device__ __forceinline__ bool reduce_everything(Meeting &meeting) {
     typedef typename R::Element T;
     Slots<N> slots(meeting.call.count);
-    T *target = meeting.target<T>(u32(meeting.call.rank));
+    T *target = meeting.target<T>(meeting.rank);
     u64 width = u64(blockDim.x) * UNROLL<T>;
-    u64 start = blockIdx.x * width;
-    // All blocks of all ranks take the same number of rounds, each with a meeting: one, where the grid holds the
+    u64 start = blockIdx.y * width;
+    // All blocks of all ranks take the same number of rounds, each with a meeting: one, where a rank's blocks hold the
     // tensor, and one for an empty tensor too. Without a meeting a peer might write its next mail before this one is
     // read.
     do {
@@ -22,16 +22,16 @@ __device__ __forceinline__ bool reduce_everything(Meeting &meeting) {
         // In place, the target is what peers still read: results stay in registers until all have.
         if (!meeting.meet()) return false;
         store<T, N>(target, result, reach);
-        start += gridDim.x * width;
-    } while (start - blockIdx.x * width < slots.all);
+        start += gridDim.y * width;
+    } while (start - blockIdx.y * width < slots.all);
     return true;
 }
 
 template <class R>
-__device__ __forceinline__ void one_shot(const void *source, void *target, const Call &call) {
+__device__ __forceinline__ void one_shot(const Call &call) {
     typedef typename R::Element T;
     Meeting meeting(call, Operation::ALL_REDUCE_ONE_SHOT, KIND<R>);
-    if (!meeting.begin(source, target)) return;
+    if (!meeting.begin()) return;
     // All ranks must take the same path, since the number of rounds depends on it: so the targets of all count.
     bool packs = sources_aligned<T>(meeting, 0) && targets_aligned<T>(meeting);
     bool well = packs ? reduce_everything<R, LANES<T>>(meeting) : reduce_everything<R, 1>(meeting);

@@ -32,7 +32,7 @@ class Push {
     // To all others, starting with the next rank so that not all write to the same one at a time.
     template <class Place>
     __device__ void send(u64 data, Place place) {
-        u32 ranks = u32(meeting.call.ranks), rank = u32(meeting.call.rank);
+        u32 ranks = u32(meeting.call.ranks), rank = meeting.rank;
         for (u32 i = 1, to = rank; i < ranks; ++i) {
             to = to + 1 == ranks ? 0 : to + 1;
             ptx::store_pair_relaxed_system(place(meeting.control(to).inbox[parity][rank]), packet(data, tag));
@@ -42,7 +42,7 @@ class Push {
     // From all others; what this rank itself has stays as it is. The loads from all inboxes are on their way together.
     template <class Place>
     __device__ bool receive(u64 (&data)[MAX_RANKS], Place place) {
-        u32 ranks = u32(meeting.call.ranks), rank = u32(meeting.call.rank);
+        u32 ranks = u32(meeting.call.ranks), rank = meeting.rank;
         ptx::Pair got[MAX_RANKS];
         bool well = meeting.await(Failure::ABSENT, [&] {
 #pragma unroll
@@ -117,20 +117,20 @@ __device__ __forceinline__ void reduce_packet(typename R::Element *to, const u64
 }
 
 template <class R>
-__device__ __forceinline__ void push(const void *source, void *target, const Call &call) {
+__device__ __forceinline__ void push(const Call &call) {
     typedef typename R::Element T;
     Meeting meeting(call, Operation::ALL_REDUCE_PUSH, KIND<R>);
-    u32 ranks = u32(call.ranks), rank = u32(call.rank);
-    const T *from = static_cast<const T *>(source);
-    T *to = static_cast<T *>(target);
+    u32 ranks = u32(call.ranks), rank = meeting.rank;
+    const T *from = reinterpret_cast<const T *>(meeting.member.source);
+    T *to = reinterpret_cast<T *>(meeting.member.target);
     bool well = meeting.sound() && (call.count <= PUSH_BYTES / sizeof(T) || meeting.refuse());
     Push push(meeting);
     u64 data[MAX_RANKS];
     // What was called comes first and is compared last, like the mail of other operations. It is there even if the
     // tensor is empty, so that no block ends before every rank has begun.
-    auto header = [](Inbox &inbox) { return &inbox.header[blockIdx.x]; };
+    auto header = [](Inbox &inbox) { return &inbox.header[blockIdx.y]; };
     if (threadIdx.x == 0 && well) push.send(meeting.digest, header);
-    for (u64 i = u64(blockIdx.x) * blockDim.x + threadIdx.x; well; i += u64(gridDim.x) * blockDim.x) {
+    for (u64 i = u64(blockIdx.y) * blockDim.x + threadIdx.x; well; i += u64(gridDim.y) * blockDim.x) {
         u64 at = i * IN_PACKET<T>;
         if (at >= call.count) break;
         u64 mine = gather(from + at, call.count - at);

@@ -9,7 +9,7 @@
 template <class R, u32 N>
 __device__ __forceinline__ void reduce_own_part(const Meeting &meeting) {
     typedef typename R::Element T;
-    u32 ranks = u32(meeting.call.ranks), rank = u32(meeting.call.rank);
+    u32 ranks = u32(meeting.call.ranks), rank = meeting.rank;
     Slots<N> slots(meeting.call.count);
     Part part(slots.all, ranks, rank);
     for_tiles<T>(slots, part.first, part.first + part.count, [&](const Reach<T, N> &reach) {
@@ -23,10 +23,10 @@ __device__ __forceinline__ void reduce_own_part(const Meeting &meeting) {
 }
 
 template <class R>
-__device__ __forceinline__ void two_shot(const void *source, void *target, const Call &call) {
+__device__ __forceinline__ void two_shot(const Call &call) {
     typedef typename R::Element T;
     Meeting meeting(call, Operation::ALL_REDUCE_TWO_SHOT, KIND<R>);
-    if (!meeting.begin(source, target)) return;
+    if (!meeting.begin()) return;
     if (sources_aligned<T>(meeting, 0) && targets_aligned<T>(meeting)) reduce_own_part<R, LANES<T>>(meeting);
     else reduce_own_part<R, 1>(meeting);
     // Until all are here, peers read this rank's source and write to its target.

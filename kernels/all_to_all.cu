@@ -23,18 +23,18 @@ __device__ __forceinline__ void exchange(const Exchange &at, u64 bytes, u32 part
 }
 
 extern "C" __global__ void __launch_bounds__(MAX_THREADS)
-    all_to_all(const void *source, void *target, const void *, const __grid_constant__ Call call) {
+    all_to_all(const __grid_constant__ Call call) {
     Meeting meeting(call, Operation::ALL_TO_ALL, u32(call.width));
-    if (!meeting.begin(source, target)) return;
-    u32 ranks = u32(call.ranks), rank = u32(call.rank);
+    if (!meeting.begin()) return;
+    u32 ranks = u32(call.ranks), rank = meeting.rank;
     u64 bytes = call.count / ranks * call.width;
     // Starting with the rank itself, then not all ranks with the same one at a time.
     for (u32 i = 0, peer = rank; i < ranks; ++i, peer = peer + 1 == ranks ? 0 : peer + 1) {
         Exchange at = {
-            static_cast<const Byte *>(source) + peer * bytes,
+            meeting.source<Byte>(rank) + peer * bytes,
             meeting.source<Byte>(peer) + rank * bytes,
             meeting.target<Byte>(peer) + rank * bytes,
-            static_cast<Byte *>(target) + peer * bytes,
+            meeting.target<Byte>(rank) + peer * bytes,
         };
         u32 parts = peer == rank ? 1 : 2, index = rank > peer;
         // Both ranks see these four addresses, so both cut the part alike.

@@ -3,10 +3,10 @@
 #include "move.cuh"
 
 extern "C" __global__ void __launch_bounds__(MAX_THREADS)
-    broadcast(const void *source, void *target, const void *, const __grid_constant__ Call call) {
+    broadcast(const __grid_constant__ Call call) {
     Meeting meeting(call, Operation::BROADCAST, u32(call.width));
-    if (!meeting.begin(source, target)) return;
-    spread(meeting, meeting.source<Byte>(u32(call.root)), call.count * call.width, u32(call.ranks), u32(call.rank),
+    if (!meeting.begin()) return;
+    spread(meeting, meeting.source<Byte>(u32(call.root)), call.count * call.width, u32(call.ranks), meeting.rank,
            [&](u32 rank) { return meeting.target<Byte>(rank); });
     // Until all are here, peers read the root's source and write to all targets.
     meeting.end(meeting.meet());

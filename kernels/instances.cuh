@@ -9,8 +9,8 @@
 // The kernel that a template `form` over reductions is, for one of them.
 #define KERNEL(form, reduction, Reduction, type)                                           \
     extern "C" __global__ void __launch_bounds__(MAX_THREADS) form##_##reduction##_##type( \
-        const void *source, void *target, const void *, const __grid_constant__ Call call) { \
-        form<Reduction<type>>(source, target, call);                                       \
+        const __grid_constant__ Call call) {                                               \
+        form<Reduction<type>>(call);                                                       \
     }
 
 #define WITH_EVERY_TYPE(NAME, reduction, Reduction)                                                \

@@ -13,7 +13,7 @@ __device__ __forceinline__ u32 widest(u64 addresses) { return addresses % 16 == 
 template <u32 N, class To>
 __device__ __forceinline__ void spread_packs(const Meeting &meeting, const Byte *from, u64 bytes, u32 parts, u32 index,
                                              To to) {
-    u32 ranks = u32(meeting.call.ranks), rank = u32(meeting.call.rank);
+    u32 ranks = u32(meeting.call.ranks), rank = meeting.rank;
     Slots<N> slots(bytes);
     Part part(slots.all, parts, index);
     for_tiles<Byte>(slots, part.first, part.first + part.count, [&](const Reach<Byte, N> &reach) {

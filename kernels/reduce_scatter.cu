@@ -8,7 +8,7 @@ template <class R, u32 N>
 __device__ __forceinline__ void reduce_part(const Meeting &meeting, Part part) {
     typedef typename R::Element T;
     Slots<N> slots(part.count);
-    T *target = meeting.target<T>(u32(meeting.call.rank));
+    T *target = meeting.target<T>(meeting.rank);
     for_tiles<T>(slots, 0, slots.all, [&](const Reach<T, N> &reach) {
         Tile<T, N> result;
         combine<R, N>(result, meeting, part.first, reach);
@@ -17,13 +17,13 @@ __device__ __forceinline__ void reduce_part(const Meeting &meeting, Part part) {
 }
 
 template <class R>
-__device__ __forceinline__ void reduce_scatter(const void *source, void *target, const Call &call) {
+__device__ __forceinline__ void reduce_scatter(const Call &call) {
     typedef typename R::Element T;
     Meeting meeting(call, Operation::REDUCE_SCATTER, KIND<R>);
-    if (!meeting.begin(source, target)) return;
+    if (!meeting.begin()) return;
     // In uneven parts only the first ones may be aligned; each rank takes the path that its own part allows.
-    Part part(call.count, call.ranks, call.rank);
-    if (sources_aligned<T>(meeting, part.first) && aligned(target, 16)) reduce_part<R, LANES<T>>(meeting, part);
+    Part part(call.count, call.ranks, meeting.rank);
+    if (sources_aligned<T>(meeting, part.first) && aligned(meeting.target<T>(meeting.rank), 16)) reduce_part<R, LANES<T>>(meeting, part);
     else reduce_part<R, 1>(meeting, part);
     // Until all are here, peers read this rank's source.
     meeting.end(meeting.meet());

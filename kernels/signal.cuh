@@ -1,15 +1,18 @@
 // How ranks meet inside a kernel.
 //
-// Parameters of every kernel: `(const void *source, void *target, const void *after, const __grid_constant__ Call
-// call)`. cubecl passes one pointer for each binding and then its info words as one parameter by value. `Call` is
-// those words, so its fields are all u64 and the host writes them in this order. `after` is not used: it is memory
-// that the host has just initialised on the stream of the tensors, so that cubecl orders the kernel after what is on
-// that stream (order.cu is the way back); without cubecl it is null. Source and target may be the same memory (where
-// one is a part of the other: that part of the same memory), and must otherwise not overlap.
+// One launch works for several ranks of a group: for all those that share its GPU. They are its members, which
+// blockIdx.x counts; blockIdx.y counts the blocks of each. Whatever is said of a rank's kernel below means the blocks
+// of one member.
 //
-// A kernel runs in a grid of (blocks, 1, 1) with 1 <= blocks <= MAX_BLOCKS, and blocks of (threads, 1, 1) with
-// MAX_RANKS <= threads <= MAX_THREADS; both are the same on all ranks of a call. The kernels of a group's rank run one
-// after another, on one stream or ordered by events.
+// The only parameter of every kernel here is a `Call`. Its fields are all u64 and the host writes them in this order. A
+// rank's source and target may be the same memory (where one is a part of the other: that part of the same memory),
+// and must otherwise not overlap. What wrote the tensors is ordered before the launch, and what uses them after it, by
+// the host: with order.cu where they are on other streams.
+//
+// A kernel runs in a grid of (members, blocks, 1) with 1 <= members <= MAX_RANKS and 1 <= blocks <= MAX_BLOCKS, and
+// blocks of (threads, 1, 1) with MAX_RANKS <= threads <= MAX_THREADS. Blocks and threads are the same on all ranks of a
+// call; how many members a launch has may differ from GPU to GPU. The kernels of a group's rank run one after another,
+// on one stream or ordered by events.
 //
 // Every rank has a `Control` in its GPU's memory, zero before the first rank learns its address. Ranks tell each other
 // where their tensors are by writing to each other's Control, and then read and write each other's tensors directly.
@@ -29,11 +32,14 @@
 // earlier call, by whatever kernel in whatever grid, is smaller than any that is waited for, and never taken for it.
 // With 64 bits nothing wraps.
 //
-// Only blocks of the same index wait for each other. A grid therefore needs no more of the GPU than one block to be
-// correct, but as long as some rank's blocks wait, those of every other rank must be able to run: where ranks share a
-// GPU, their grids together must fit on it.
+// Only blocks of the same index wait for each other, and GPUs start blocks in the order of their numbers, x first (CUDA
+// does not promise it): those of one index of all members side by side. So a launch gets on where its GPU has room for
+// one block of each member at a time, whatever other GPUs have room for: among the blocks that have not ended, those of
+// the smallest index are running or next everywhere. Two launches on one GPU that wait for each other could not count
+// on that, the second might not start before the first has ended: hence one launch for all ranks there.
 //
-// Failures Every wait ends: when a peer has not come for `patience` nanoseconds, when the host sets its abort word,
+// Failures
+// Every wait ends: when a peer has not come for `patience` nanoseconds, when the host sets its abort word,
 // or when another block, or a peer, reports a failure. The first failure on a rank stays in its Control, goes to the
 // host, and to the peers' Controls. From then on every kernel of that rank returns at once, having touched nothing.
 // So a group that failed needs new Controls. Before that, and before it frees tensors, the host raises the abort
@@ -61,13 +67,15 @@ enum class Operation : u64 {
     COPY = 8,
 };
 
-// A failure is one word: kind | operation << 8 | peer << 16 | epoch << 24. Zero is none.
+// A failure is one word: kind | operation << 8 | peer << 16 | epoch << 24. Zero is none. Those that order.cu reports have
+// no operation and peer 0, and as epoch the number that was waited for.
 enum class Failure : u64 {
     ABSENT = 1,    // the peer has not begun this call, or pushes where this rank does not
     STALLED = 2,   // it has, and has not gone on
     MISMATCH = 3,  // it called something else, or with another count, root or grid
     ABORTED = 4,   // the host gave up; the peer is the rank itself
     REFUSED = 5,   // the host asked for more than the kernel can do; the peer is the rank itself
+    LATE = 6,      // the collective itself did not end; only order.cu reports it
 };
 
 // Where one rank's tensors are in this call, written by that rank.
@@ -100,45 +108,61 @@ struct Host {
     u64 failure;  // written by the GPU: the first failure on this rank
 };
 
-struct Call {
-    u64 control[MAX_RANKS];  // addresses of all ranks' Controls, by rank
-    u64 host;                // address of this rank's Host
-    u64 patience;            // nanoseconds that a kernel waits for a peer
-    u64 rank, ranks;
-    u64 root;   // for operations that have one, else 0
-    u64 count;  // elements, of the whole tensor where ranks have parts of it
-    u64 width;  // bytes of an element, for operations that only move, else 0
+// What a kernel of order.cu is given.
+struct Order {
+    u64 word, value;  // the word's address; words are u64 and only grow
+    u64 patience;     // nanoseconds, where it waits
+    u64 host;         // address of the rank's Host, where it waits
 };
-static_assert(sizeof(Call) == 15 * sizeof(u64), "the host passes this many words");
+static_assert(sizeof(Order) == 4 * sizeof(u64), "the host passes this many words");
 
-// One call as one block lives through it. All its threads call all methods, and all get the same answer: once it is
+// One rank that a launch works for.
+struct Member {
+    u64 source, target;  // addresses of its tensors
+    u64 rank;
+    u64 host;  // address of its Host
+};
+
+struct Call {
+    u64 control[MAX_RANKS];    // addresses of all ranks' Controls, by rank
+    Member member[MAX_RANKS];  // by blockIdx.x
+    u64 patience;              // nanoseconds that a kernel waits for a peer
+    u64 ranks;                 // of the group, whether members of this launch or not
+    u64 root;                  // for operations that have one, else 0
+    u64 count;                 // elements, of the whole tensor where ranks have parts of it
+    u64 width;                 // bytes of an element, for operations that only move, else 0
+};
+static_assert(sizeof(Call) == 45 * sizeof(u64), "the host passes this many words");
+
+// One rank's call as one of its blocks lives through it. All its threads call all methods, and all get the same answer: once it is
 // false, the call has failed and the block returns.
 class Meeting {
   public:
     // `kind` tells apart what runs under the same operation: element type and reduction, or the width of elements.
     __device__ Meeting(const Call &call, Operation operation, u32 kind)
-        : call(call), operation(operation), own(control(u32(call.rank))), epoch(own.epoch + 1), step(0) {
-        u64 what = u64(operation) | u64(kind) << 8 | call.root << 24 | u64(gridDim.x) << 32 | u64(blockDim.x) << 48;
+        : call(call), member(call.member[blockIdx.x]), rank(u32(member.rank)), operation(operation), own(control(rank)),
+          epoch(own.epoch + 1), step(0) {
+        u64 what = u64(operation) | u64(kind) << 8 | call.root << 24 | u64(gridDim.y) << 32 | u64(blockDim.x) << 48;
         // An odd factor keeps different counts different; a sum of both words has no accidents that matter.
         digest = what + call.count * 0x9e3779b97f4a7c15;
     }
 
     // Tells all ranks where this rank's tensors are, and learns where theirs are. What earlier kernels of a rank
     // wrote is visible after this: they ended before this kernel began, and so come before its release.
-    __device__ bool begin(const void *source, const void *target) {
+    __device__ bool begin() {
         bool well = true;
         if (threadIdx.x < call.ranks) {
             u32 peer = threadIdx.x;
             well = sound();
             if (well) {
-                Mail &out = control(peer).mail[blockIdx.x][call.rank];
-                out.source = u64(source);
-                out.target = u64(target);
+                Mail &out = control(peer).mail[blockIdx.y][rank];
+                out.source = member.source;
+                out.target = member.target;
                 out.digest = digest;
                 // Release: the mail's other words, and the source's contents, come first. There is no older mail that
                 // the peer could still want: it read that before the step in which this rank ended that call.
                 ptx::store_release_system(&out.epoch, epoch);
-                const Mail &in = own.mail[blockIdx.x][peer];
+                const Mail &in = own.mail[blockIdx.y][peer];
                 well = await(Failure::ABSENT, [&] {
                     // Acquire, for that release.
                     return ptx::load_acquire_system(&in.epoch) == epoch ? NOBODY : peer;
@@ -164,8 +188,8 @@ class Meeting {
             u32 peer = threadIdx.x;
             // Release: reads of the peer's tensors come first, so it may overwrite them, and so do writes to them, so
             // it may read them.
-            ptx::store_release_system(&control(peer).step[blockIdx.x][call.rank], now);
-            const u64 &theirs = own.step[blockIdx.x][peer];
+            ptx::store_release_system(&control(peer).step[blockIdx.y][rank], now);
+            const u64 &theirs = own.step[blockIdx.y][peer];
             well = await(Failure::STALLED, [&] {
                 // Acquire, for that release. A peer may be a step ahead.
                 return ptx::load_acquire_system(&theirs) >= now ? NOBODY : peer;
@@ -178,8 +202,8 @@ class Meeting {
     // is this thread's own; a call that failed does not advance the epoch.
     __device__ void end(bool well) {
         if (!__syncthreads_and(well) || threadIdx.x != 0) return;
-        // Acquire and release: all blocks have read the epoch before the last one advances it.
-        if (ptx::add_acquire_release_device(&own.ended, 1) + 1 == gridDim.x) {
+        // Acquire and release: all blocks of this rank have read the epoch before the last one advances it.
+        if (ptx::add_acquire_release_device(&own.ended, 1) + 1 == gridDim.y) {
             own.ended = 0;
             own.epoch = epoch;
         }
@@ -207,7 +231,7 @@ class Meeting {
             // Now and then only: the host's word is far away.
             if (polls % POLLS_BETWEEN_LOOKS) continue;
             if (!sound()) return false;
-            if (ptx::load_relaxed_system(&host().abort)) return fail(word(Failure::ABORTED, u32(call.rank)));
+            if (ptx::load_relaxed_system(&host().abort)) return fail(word(Failure::ABORTED, rank));
             if (ptx::nanoseconds() - began > call.patience) return fail(word(failure, peer));
         }
     }
@@ -216,20 +240,22 @@ class Meeting {
         return theirs == digest || fail(word(Failure::MISMATCH, peer));
     }
 
-    __device__ bool refuse() { return fail(word(Failure::REFUSED, u32(call.rank))); }
+    __device__ bool refuse() { return fail(word(Failure::REFUSED, rank)); }
 
     // Where a rank's tensors are, valid after begin().
     template <class T>
-    __device__ const T *source(u32 rank) const { return reinterpret_cast<const T *>(places().source[rank]); }
+    __device__ const T *source(u32 of) const { return reinterpret_cast<const T *>(places().source[of]); }
     template <class T>
-    __device__ T *target(u32 rank) const { return reinterpret_cast<T *>(places().target[rank]); }
+    __device__ T *target(u32 of) const { return reinterpret_cast<T *>(places().target[of]); }
 
-    __device__ Control &control(u32 rank) const { return *reinterpret_cast<Control *>(call.control[rank]); }
-    __device__ Host &host() const { return *reinterpret_cast<Host *>(call.host); }
+    __device__ Control &control(u32 of) const { return *reinterpret_cast<Control *>(call.control[of]); }
+    __device__ Host &host() const { return *reinterpret_cast<Host *>(member.host); }
 
     static constexpr u32 NOBODY = ~0u;
 
     const Call &call;
+    const Member &member;
+    const u32 rank;
     const Operation operation;
     Control &own;
     const u64 epoch;
@@ -255,7 +281,7 @@ class Meeting {
         if (ptx::claim_relaxed_device(&own.failure, word) == 0) {
             ptx::store_relaxed_system(&host().failure, word);
             for (u32 peer = 0; peer < call.ranks; ++peer) {
-                ptx::store_relaxed_system(&control(peer).news[call.rank], word);
+                ptx::store_relaxed_system(&control(peer).news[rank], word);
             }
         }
         return false;

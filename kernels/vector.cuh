@@ -86,11 +86,12 @@ __device__ __forceinline__ void store(T *to, const Tile<T, N> &tile, const Reach
                [&](u32 i, u64 at) { to[at] = tile[i].lane[0]; });
 }
 
-// Calls `tile(reach)` for this thread's tiles among the slots from `first` up to `end`, which the whole grid shares.
+// Calls `tile(reach)` for this thread's tiles among the slots from `first` up to `end`, which all blocks of a member
+// share.
 template <class T, u32 N, class Body>
 __device__ __forceinline__ void for_tiles(Slots<N> slots, u64 first, u64 end, Body tile) {
     u64 width = u64(blockDim.x) * UNROLL<T>;
-    for (u64 start = first + blockIdx.x * width; start < end; start += gridDim.x * width) {
+    for (u64 start = first + blockIdx.y * width; start < end; start += gridDim.y * width) {
         tile(Reach<T, N>(slots, start + threadIdx.x, end));
     }
 }

@@ -17,7 +17,7 @@
 
 using oracle::part_first;
 
-typedef void Entry(const void *source, void *target, const void *after, Call call);
+typedef void Entry(Call call);
 extern "C" Entry all_gather, broadcast, all_to_all, copy;
 #define DECLARE(reduction, Reduction, type)               \
     extern "C" Entry two_shot_##reduction##_##type;       \
@@ -143,12 +143,14 @@ std::string Case::describe() const {
     return text;
 }
 
-Call Case::call(World &world, u32 rank, u64 patience) const {
+Call Case::call(World &world, const Team &team, u64 patience) const {
     Call call{};
-    for (u32 peer = 0; peer < ranks; ++peer) call.control[peer] = u64(&world.ranks[peer].control);
-    call.host = u64(&world.ranks[rank].host);
+    for (u32 rank = 0; rank < ranks; ++rank) call.control[rank] = u64(&world.ranks[rank].control);
+    Member *member = call.member;
+    for (u32 rank : team) {
+        *member++ = {u64(source(world, rank).start), u64(target(world, rank).start), rank, u64(&world.ranks[rank].host)};
+    }
     call.patience = patience;
-    call.rank = rank;
     call.ranks = ranks;
     call.root = root;
     call.count = count;
@@ -156,19 +158,17 @@ Call Case::call(World &world, u32 rank, u64 patience) const {
     return call;
 }
 
-shim::Launch Case::launch(World &world, u32 rank, u64 patience) const {
-    Call call = this->call(world, rank, patience);
-    const void *from = source(world, rank).start;
-    void *to = target(world, rank).start;
-    return {blocks, threads, [entry = kernel->entry, from, to, call] { entry(from, to, nullptr, call); }};
+shim::Launch Case::launch(World &world, const Team &team, u64 patience) const {
+    Call call = this->call(world, team, patience);
+    return {{u32(team.size()), blocks, 1}, threads, [entry = kernel->entry, call] { entry(call); }};
 }
 
 shim::Launch Case::fill(World &world, u32 rank) const {
-    return {0, 0, [c = *this, &world, rank] { c.fill_now(world, rank); }};
+    return {{}, 0, [c = *this, &world, rank] { c.fill_now(world, rank); }};
 }
 
 shim::Launch Case::compare(World &world, u32 rank) const {
-    return {0, 0, [c = *this, &world, rank] { c.compare_now(world, rank); }};
+    return {{}, 0, [c = *this, &world, rank] { c.compare_now(world, rank); }};
 }
 
 void Case::fill_now(World &world, u32 rank) const {

@@ -14,7 +14,7 @@ struct Kernel {
     Operation operation;
     oracle::Type type;  // of operations that only move: one of the right width
     oracle::Reduction reduction;
-    void (*entry)(const void *source, void *target, const void *after, Call call);
+    void (*entry)(Call call);
 
     bool moves() const { return operation >= Operation::ALL_GATHER; }
     bool runs_on(u32 ranks) const { return operation != Operation::COPY || ranks == 2; }
@@ -38,6 +38,7 @@ constexpr unsigned char UNTOUCHED = 0xa5;
 struct Rank {
     Control control{};
     Host host{};
+    u64 ready = 0, done = 0;  // words of order.cu
     Memory source, target;
 };
 
@@ -46,6 +47,9 @@ struct World {
     explicit World(u32 count) : ranks(count) {}
     u32 size() const { return u32(ranks.size()); }
 };
+
+// Ranks that one launch works for.
+typedef std::vector<u32> Team;
 
 struct Span {
     unsigned char *start;
@@ -66,10 +70,10 @@ struct Case {
     // A rank's tensors. In place, one is the other or a part of it, and the longer one is in the source's memory.
     Span source(World &world, u32 rank) const;
     Span target(World &world, u32 rank) const;
-    Call call(World &world, u32 rank, u64 patience) const;
-    shim::Launch launch(World &world, u32 rank, u64 patience) const;
+    Call call(World &world, const Team &team, u64 patience) const;
+    shim::Launch launch(World &world, const Team &team, u64 patience) const;
 
-    // For the rank's own stream: before the kernel, and after it.
+    // For one rank: before the kernel, and after it.
     shim::Launch fill(World &world, u32 rank) const;
     shim::Launch compare(World &world, u32 rank) const;
 

@@ -7,24 +7,67 @@
 
 #include "cases.hpp"
 #include "faults.hpp"
+#include "order.hpp"
 
 namespace {
 
 constexpr u64 LONG = 60'000'000'000;  // nanoseconds
 
-// What nobody but each rank's own stream orders: fill, kernel, compare, and at once the next fill. So a kernel that
+typedef std::vector<std::vector<shim::Launch>> Streams;
+
+// What nobody but each team's own stream orders: fill, kernel, compare, and at once the next fill. So a kernel that
 // ends too early, while a peer still reads or writes here, is a race or a wrong result. Calls of all kinds and grids
 // follow each other on the same Controls.
-void run_cases(World &world, const std::vector<Case> &cases) {
-    std::vector<std::vector<shim::Launch>> streams(world.size());
-    for (u32 rank = 0; rank < world.size(); ++rank) {
+Streams on_one_stream(World &world, const std::vector<Team> &teams, const std::vector<Case> &cases) {
+    Streams streams(teams.size());
+    for (u32 t = 0; t < teams.size(); ++t) {
         for (const Case &c : cases) {
-            streams[rank].push_back(c.fill(world, rank));
-            streams[rank].push_back(c.launch(world, rank, LONG));
-            streams[rank].push_back(c.compare(world, rank));
+            for (u32 rank : teams[t]) streams[t].push_back(c.fill(world, rank));
+            streams[t].push_back(c.launch(world, teams[t], LONG));
+            for (u32 rank : teams[t]) streams[t].push_back(c.compare(world, rank));
         }
     }
-    shim::run(streams);
+    return streams;
+}
+
+// The same with each rank's tensors on a stream of their own, which nothing but order.cu orders with the team's.
+Streams on_streams_of_tensors(World &world, const std::vector<Team> &teams, const std::vector<Case> &cases) {
+    Streams streams(teams.size() + world.size());
+    for (u32 t = 0; t < teams.size(); ++t) {
+        u64 &done = world.ranks[teams[t][0]].done;
+        for (u64 number = 1; const Case &c : cases) {
+            for (u32 rank : teams[t]) {
+                Rank &own = world.ranks[rank];
+                for (shim::Launch &next : std::vector<shim::Launch>{
+                         c.fill(world, rank),
+                         order::ready(own.ready, number),
+                         order::done(done, number, LONG, own.host),
+                         c.compare(world, rank),
+                     }) {
+                    streams[teams.size() + rank].push_back(next);
+                }
+                streams[t].push_back(order::driver_waits(own.ready, number));
+            }
+            streams[t].push_back(c.launch(world, teams[t], LONG));
+            streams[t].push_back(order::driver_writes(done, number));
+            ++number;
+        }
+    }
+    return streams;
+}
+
+// A launch for each rank, one for all, or any ranks together, in any order.
+std::vector<Team> random_teams(u32 ranks) {
+    Team all(ranks);
+    for (u32 rank = 0; rank < ranks; ++rank) all[rank] = rank;
+    for (u32 i = ranks; i > 1; --i) std::swap(all[i - 1], all[draw(i)]);
+    std::vector<Team> teams;
+    u64 choice = draw(3);
+    for (u32 rank : all) {
+        if (teams.empty() || choice == 0 || choice == 1 && draw(3) == 0) teams.emplace_back();
+        teams.back().push_back(rank);
+    }
+    return teams;
 }
 
 void matrix(double seconds, u64 with_seed) {
@@ -43,7 +86,9 @@ void matrix(double seconds, u64 with_seed) {
             u64 epoch = draw(2) ? 0 : (256ull << (8 * draw(5))) - draw(8);
             for (Rank &rank : world.ranks) rank.control.epoch = epoch;
             shim::set_delays(sweeps % 2 ? draw(~0ull) | 1 : 0);
-            run_cases(world, cases);
+            std::vector<Team> teams = random_teams(ranks);
+            auto streams = draw(2) ? on_one_stream : on_streams_of_tensors;
+            shim::run(streams(world, teams, cases), u32(1 + draw(3)));
             calls += cases.size();
         }
         ++sweeps;

@@ -7,6 +7,7 @@
 #include <ucontext.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
@@ -129,10 +130,10 @@ Fibre &make_fibre() {
     return *block.fibres.back();
 }
 
-void run_block(u32 index, const Launch &launch, u64 salt) {
-    block.index = {index, 0, 0};
+void run_block(u32 number, const Launch &launch, u64 salt) {
+    block.index = {number % launch.grid.x, number / launch.grid.x, 0};
     block.size = {launch.threads, 1, 1};
-    block.grid = {launch.blocks, 1, 1};
+    block.grid = launch.grid;
     block.run = &launch.run;
     block.generation = block.generation + 1;
     block.arrived = 0;
@@ -141,7 +142,7 @@ void run_block(u32 index, const Launch &launch, u64 salt) {
     for (u32 i = 0; i < launch.threads; ++i) {
         Fibre &fibre = *block.fibres[i];
         fibre.index = {i, 0, 0};
-        fibre.random = (salt * 0x9e3779b97f4a7c15 + index * 0x632be59bd9b4e019ull + i * 0x9e6c63d0876a9a47ull) | 1;
+        fibre.random = (salt * 0x9e3779b97f4a7c15 + number * 0x632be59bd9b4e019ull + i * 0x9e6c63d0876a9a47ull) | 1;
         fibre.state = State::RUNS;
         getcontext(&fibre.place);
         fibre.place.uc_stack.ss_sp = fibre.memory;
@@ -217,17 +218,18 @@ void poll() {
 
 void set_delays(u64 value) { seed.store(value, std::memory_order_relaxed); }
 
-void run(const std::vector<std::vector<Launch>> &streams) {
+void run(const std::vector<std::vector<Launch>> &streams, u32 rows) {
     struct Stream {
         pthread_barrier_t between;
         u32 workers = 1;
+        std::vector<Relaxed<u32>> started;  // blocks of each launch
     };
+    auto room = [rows](const Launch &launch) { return launch.grid.x * std::min(launch.grid.y, rows); };
     std::vector<Stream> all(streams.size());
     std::vector<std::thread> threads;
     for (size_t s = 0; s < streams.size(); ++s) {
-        for (const Launch &launch : streams[s]) {
-            if (launch.blocks > all[s].workers) all[s].workers = launch.blocks;
-        }
+        all[s].started = std::vector<Relaxed<u32>>(streams[s].size());
+        for (const Launch &launch : streams[s]) all[s].workers = std::max(all[s].workers, room(launch));
         pthread_barrier_init(&all[s].between, nullptr, all[s].workers);
     }
     for (size_t s = 0; s < streams.size(); ++s) {
@@ -236,10 +238,15 @@ void run(const std::vector<std::vector<Launch>> &streams) {
 #if defined(__SANITIZE_THREAD__)
                 block.worker.sanitizer = __tsan_get_current_fiber();
 #endif
-                u64 salt = seed.load(std::memory_order_relaxed) + s;
-                for (const Launch &launch : streams[s]) {
-                    if (worker < launch.blocks) run_block(worker, launch, ++salt);
-                    else if (launch.blocks == 0 && worker == 0) launch.run();
+                for (size_t l = 0; l < streams[s].size(); ++l) {
+                    const Launch &launch = streams[s][l];
+                    u32 blocks = launch.grid.x * launch.grid.y;
+                    u64 salt = seed.load(std::memory_order_relaxed) + s + l;
+                    auto next = [&] { return all[s].started[l].value.fetch_add(1, std::memory_order_relaxed); };
+                    if (blocks == 0 && worker == 0) launch.run();
+                    else if (worker < room(launch)) {
+                        for (u32 number = next(); number < blocks; number = next()) run_block(number, launch, salt);
+                    }
                     pthread_barrier_wait(&all[s].between);
                 }
                 for (auto &fibre : block.fibres) {

@@ -5,6 +5,7 @@
 #include <cstdio>
 
 #include "cases.hpp"
+#include "order.hpp"
 
 namespace {
 
@@ -38,6 +39,18 @@ void expect(const char *what, const Case &c, World &world, u32 rank, Failure fai
              c.describe().c_str(), rank, u64(got.failure), got.peer, got.epoch, u64(failure), peer, epoch);
 }
 
+// The ranks with one of them alone: the others in one launch, or each in its own.
+std::vector<Team> teams_beside(u32 alone, u32 ranks) {
+    std::vector<Team> teams = {{alone}};
+    bool together = draw(2);
+    for (u32 rank = 0; rank < ranks; ++rank) {
+        if (rank == alone) continue;
+        if (!together || teams.size() == 1) teams.emplace_back();
+        teams.back().push_back(rank);
+    }
+    return teams;
+}
+
 Case plain_case(const Kernel &kernel, u32 ranks) {
     Case c = random_case(kernel, ranks);
     c.count = 120 * ranks;
@@ -51,11 +64,12 @@ Case plain_case(const Kernel &kernel, u32 ranks) {
 void absent(const Case &c) {
     World world(c.ranks);
     u32 missing = u32(draw(c.ranks));
-    Streams streams(c.ranks), late(c.ranks);
-    for (u32 rank = 0; rank < c.ranks; ++rank) {
-        streams[rank].push_back(c.fill(world, rank));
+    Streams streams, late(1);
+    for (const Team &team : teams_beside(missing, c.ranks)) {
+        streams.emplace_back();
+        for (u32 rank : team) streams.back().push_back(c.fill(world, rank));
         for (u32 call = 1; call <= 5; ++call) {
-            if (rank != missing || call < 3) streams[rank].push_back(c.launch(world, rank, SHORT));
+            if (team[0] != missing || call < 3) streams.back().push_back(c.launch(world, team, SHORT));
         }
     }
     shim::run(streams);
@@ -64,7 +78,7 @@ void absent(const Case &c) {
         expect("absent", c, world, rank, Failure::ABSENT, missing, 3);
         if (world.ranks[rank].control.epoch != 2) complain("absent: rank %u ended a call that failed", rank);
     }
-    late[missing] = {c.fill(world, missing), c.launch(world, missing, LONG)};
+    late[0] = {c.fill(world, missing), c.launch(world, {missing}, LONG)};
     shim::run(late);
     expect("late", c, world, missing, Failure::ABSENT, missing, 3);
     if (!c.target_untouched(world, missing)) complain("late: %s: a call that failed wrote its target", c.describe().c_str());
@@ -75,9 +89,9 @@ void slow(const Case &c) {
     World world(c.ranks);
     Streams streams(c.ranks);
     for (u32 rank = 0; rank < c.ranks; ++rank) {
-        streams[rank] = {c.fill(world, rank), c.launch(world, rank, LONG), c.compare(world, rank)};
+        streams[rank] = {c.fill(world, rank), c.launch(world, {rank}, LONG), c.compare(world, rank)};
     }
-    streams[1].insert(streams[1].begin(), {0, 0, [] { usleep(30'000); }});
+    streams[1].insert(streams[1].begin(), {{}, 0, [] { usleep(30'000); }});
     shim::run(streams);
 }
 
@@ -86,16 +100,15 @@ void stalled(const Case &c) {
     if (c.kernel->operation == Operation::ALL_REDUCE_PUSH) return;
     World world(c.ranks);
     u32 missing = u32(draw(c.ranks));
-    Streams streams(c.ranks);
-    for (u32 rank = 0; rank < c.ranks; ++rank) {
-        streams[rank] = {c.fill(world, rank), c.launch(world, rank, SHORT)};
+    Streams streams;
+    for (const Team &team : teams_beside(missing, c.ranks)) {
+        streams.emplace_back();
+        for (u32 rank : team) streams.back().push_back(c.fill(world, rank));
+        streams.back().push_back(c.launch(world, team, SHORT));
     }
-    Call call = c.call(world, missing, LONG);
+    Call call = c.call(world, {missing}, LONG);
     u32 kind = c.kernel->moves() ? c.element() : u32(c.kernel->type) | u32(c.kernel->reduction) << 8;
-    streams[missing].back().run = [&, call] {
-        Meeting meeting(call, c.kernel->operation, kind);
-        meeting.begin(c.source(world, missing).start, c.target(world, missing).start);
-    };
+    streams[0].back().run = [&, call] { Meeting(call, c.kernel->operation, kind).begin(); };
     shim::run(streams);
     for (u32 rank = 0; rank < c.ranks; ++rank) {
         if (rank != missing) expect("stalled", c, world, rank, Failure::STALLED, missing, 1);
@@ -108,7 +121,7 @@ void mismatch(const Case &c, const Case &odd) {
     Streams streams(c.ranks);
     for (u32 rank = 0; rank < c.ranks; ++rank) {
         const Case &mine = rank + 1 == c.ranks ? odd : c;
-        streams[rank] = {mine.fill(world, rank), mine.launch(world, rank, LONG)};
+        streams[rank] = {mine.fill(world, rank), mine.launch(world, {rank}, LONG)};
     }
     shim::run(streams);
     for (u32 rank = 0; rank < c.ranks; ++rank) {
@@ -148,7 +161,7 @@ void aborted(const Case &c) {
     World world(c.ranks);
     world.ranks[1].host.abort = 1;
     Streams streams(c.ranks);
-    for (u32 rank = 1; rank < c.ranks; ++rank) streams[rank] = {c.fill(world, rank), c.launch(world, rank, LONG)};
+    for (u32 rank = 1; rank < c.ranks; ++rank) streams[rank] = {c.fill(world, rank), c.launch(world, {rank}, LONG)};
     shim::run(streams);
     for (u32 rank = 1; rank < c.ranks; ++rank) expect("aborted", c, world, rank, Failure::ABORTED, 1, 1);
 }
@@ -160,7 +173,7 @@ void worn_tags(Case c) {
     Streams streams(c.ranks);
     for (u64 epoch : {0ull, 2 * 0xffffffffull}) {
         for (u32 rank = 0; rank < c.ranks; ++rank) {
-            streams[rank] = {c.fill(world, rank), c.launch(world, rank, LONG), c.compare(world, rank)};
+            streams[rank] = {c.fill(world, rank), c.launch(world, {rank}, LONG), c.compare(world, rank)};
             world.ranks[rank].control.epoch = epoch;
         }
         shim::run(streams);
@@ -172,17 +185,48 @@ void worn_tags(Case c) {
 void refused(Case c) {
     World world(c.ranks);
     c.count = PUSH_BYTES / c.element() + 1;
-    Streams streams(c.ranks);
-    for (u32 rank = 0; rank < c.ranks; ++rank) streams[rank] = {c.fill(world, rank), c.launch(world, rank, LONG)};
-    shim::run(streams);
+    Team all(c.ranks);
+    for (u32 rank = 0; rank < c.ranks; ++rank) all[rank] = rank;
+    shim::run({{c.launch(world, all, LONG)}});
     for (u32 rank = 0; rank < c.ranks; ++rank) {
         if (failure_of(world, rank).failure != Failure::REFUSED) complain("refused: rank %u does it", rank);
+    }
+}
+
+// A stream of tensors that waits for the end of call 3.
+void order_of_streams() {
+    constexpr u64 NUMBER = 3, OLD = 77;
+    const struct {
+        const char *name;
+        u64 done;
+        bool ends;  // while it is waited for
+        u64 patience;
+        Host host;
+        u64 failure;
+    } cases[] = {
+        {"ended before", NUMBER, false, LONG, {1, 0}, 0},
+        {"a later one ended before", NUMBER + 4, false, LONG, {0, 0}, 0},
+        {"ends after", NUMBER - 1, true, LONG, {0, 0}, 0},
+        {"never ends", NUMBER - 1, false, SHORT, {0, 0}, u64(Failure::LATE) | NUMBER << 24},
+        {"never ends and has failed", NUMBER - 1, false, SHORT, {0, OLD}, OLD},
+        {"is given up", NUMBER - 1, false, LONG, {1, 0}, u64(Failure::ABORTED) | NUMBER << 24},
+    };
+    for (const auto &now : cases) {
+        u64 done = now.done, tensor = 0, seen = 0;
+        Host host = now.host;
+        Streams streams(2);
+        streams[0] = {order::done(done, NUMBER, now.patience, host), {{}, 0, [&] { seen = tensor; }}};
+        if (now.ends) streams[1] = {{{}, 0, [&] { usleep(30'000), tensor = 1; }}, order::ready(done, NUMBER)};
+        shim::run(streams);
+        if (host.failure == now.failure && seen == now.ends) continue;
+        complain("a call that %s: failure %llx and not %llx, saw %llu", now.name, host.failure, now.failure, seen);
     }
 }
 
 }  // namespace
 
 void faults(u32 ranks) {
+    order_of_streams();
     u32 rounds = 0;
     // One kernel of each operation.
     Operation last{};

@@ -1,10 +1,10 @@
 """One way each to break the kernels: a name, a file, what is there once, and what it becomes."""
 
 
-def unordered(name, where):
+def unordered(name, where, file="signal.cuh"):
     release = where.startswith("ptx::store")
     word = "release" if release else "acquire"
-    return (f"{name} is not {word}d", "signal.cuh", where, where.replace(word, "relaxed"))
+    return (f"{name} is not {word}d", file, where, where.replace(word, "relaxed"))
 
 
 def without_meeting(file):
@@ -21,6 +21,8 @@ MUTANTS = [
     unordered("mail", "ptx::load_acquire_system(&in.epoch"),
     unordered("a step", "ptx::store_release_system(&control(peer).step"),
     unordered("a step", "ptx::load_acquire_system(&theirs"),
+    unordered("that tensors are ready", "ptx::store_release_system(", "order.cu"),
+    unordered("that a call is done", "ptx::load_acquire_system(", "order.cu"),
     (
         "the last block is not ordered",
         "shim/cuda.hpp",
@@ -55,6 +57,14 @@ MUTANTS = [
         "        load<Byte, N>(in, at.theirs, reach);\n",
         "        store<Byte, N>(at.to_them, out, reach);\n",
     ),
+    # Members.
+    ("all members are the first one", "signal.cuh", "member(call.member[blockIdx.x])", "member(call.member[0])"),
+    (
+        "one member's blocks start before the next one's",
+        "shim/device.cpp",
+        "{number % launch.grid.x, number / launch.grid.x, 0}",
+        "{number / launch.grid.y, number % launch.grid.y, 0}",
+    ),
     # Pushes.
     ("pushes do not alternate", "all_reduce_push.cu", "parity(meeting.epoch % 2)", "parity(0)"),
     (
@@ -70,6 +80,8 @@ MUTANTS = [
     ("news is not looked at", "signal.cuh", "failure = failure ? failure : news;", ""),
     ("the host's word is not looked at", "signal.cuh", "if (ptx::load_relaxed_system(&host().abort))", "if (false)"),
     ("no bound", "signal.cuh", "if (ptx::nanoseconds() - began > call.patience)", "if (false)"),
+    ("no bound on a call's end", "order.cu", "!aborted && ptx::nanoseconds() - began <= order.patience", "!aborted"),
+    ("a call's end hides why it failed", "order.cu", "if (ptx::load_relaxed_system(&host.failure) == 0) {", "if (true) {"),
     # Arithmetic.
     ("bits of a NaN stay", "reduction.cuh", "value == value ? value : ptx::from_bits(0x7fc00000u)", "value"),
 ]
