@@ -2,8 +2,7 @@
 // parts are those of the host's partition().
 #include "move.cuh"
 
-extern "C" __global__ void __launch_bounds__(MAX_THREADS)
-    all_gather(const __grid_constant__ Call call) {
+extern "C" __global__ void __launch_bounds__(MAX_THREADS) all_gather(const __grid_constant__ Call call) {
     Meeting meeting(call, Operation::ALL_GATHER, u32(call.width));
     if (!meeting.begin()) return;
     Part part(call.count, call.ranks, meeting.rank);

@@ -22,8 +22,7 @@ __device__ __forceinline__ void exchange(const Exchange &at, u64 bytes, u32 part
     });
 }
 
-extern "C" __global__ void __launch_bounds__(MAX_THREADS)
-    all_to_all(const __grid_constant__ Call call) {
+extern "C" __global__ void __launch_bounds__(MAX_THREADS) all_to_all(const __grid_constant__ Call call) {
     Meeting meeting(call, Operation::ALL_TO_ALL, u32(call.width));
     if (!meeting.begin()) return;
     u32 ranks = u32(call.ranks), rank = meeting.rank;

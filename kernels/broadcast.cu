@@ -2,8 +2,7 @@
 // more than about twice, however many ranks there are. The other ranks' sources are not used.
 #include "move.cuh"
 
-extern "C" __global__ void __launch_bounds__(MAX_THREADS)
-    broadcast(const __grid_constant__ Call call) {
+extern "C" __global__ void __launch_bounds__(MAX_THREADS) broadcast(const __grid_constant__ Call call) {
     Meeting meeting(call, Operation::BROADCAST, u32(call.width));
     if (!meeting.begin()) return;
     spread(meeting, meeting.source<Byte>(u32(call.root)), call.count * call.width, u32(call.ranks), meeting.rank,

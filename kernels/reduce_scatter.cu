@@ -23,7 +23,8 @@ __device__ __forceinline__ void reduce_scatter(const Call &call) {
     if (!meeting.begin()) return;
     // In uneven parts only the first ones may be aligned; each rank takes the path that its own part allows.
     Part part(call.count, call.ranks, meeting.rank);
-    if (sources_aligned<T>(meeting, part.first) && aligned(meeting.target<T>(meeting.rank), 16)) reduce_part<R, LANES<T>>(meeting, part);
+    bool packs = sources_aligned<T>(meeting, part.first) && aligned(meeting.target<T>(meeting.rank), 16);
+    if (packs) reduce_part<R, LANES<T>>(meeting, part);
     else reduce_part<R, 1>(meeting, part);
     // Until all are here, peers read this rank's source.
     meeting.end(meeting.meet());

@@ -39,16 +39,16 @@
 // on that, the second might not start before the first has ended: hence one launch for all ranks there.
 //
 // Failures
-// Every wait ends: when a peer has not come for `patience` nanoseconds, when the host sets its abort word,
-// or when another block, or a peer, reports a failure. The first failure on a rank stays in its Control, goes to the
-// host, and to the peers' Controls. From then on every kernel of that rank returns at once, having touched nothing.
-// So a group that failed needs new Controls. Before that, and before it frees tensors, the host raises the abort
-// words of all ranks and waits for their streams: a rank that was late may still write to tensors that it was told of
-// in time.
+// Every wait ends: when a peer has not come for `patience` nanoseconds, when the host sets its abort word, or when
+// another block, or a peer, reports a failure. The first failure on a rank stays in its Control, goes to the host, and
+// to the peers' Controls, in whatever launch they are. From then on every kernel of that rank returns at once, having
+// touched nothing. So a group that failed needs new Controls. Before that, and before it frees tensors, the host raises
+// the abort words of all ranks and waits for their streams: a rank that was late may still write to tensors that it was
+// told of in time.
 #ifndef BONFIRE_SIGNAL_CUH
 #define BONFIRE_SIGNAL_CUH
 
-#include "ptx.cuh"
+#include "host.cuh"
 
 constexpr u32 MAX_RANKS = 8;
 constexpr u32 MAX_BLOCKS = 128;
@@ -65,17 +65,6 @@ enum class Operation : u64 {
     BROADCAST = 6,
     ALL_TO_ALL = 7,
     COPY = 8,
-};
-
-// A failure is one word: kind | operation << 8 | peer << 16 | epoch << 24. Zero is none. Those that order.cu reports have
-// no operation and peer 0, and as epoch the number that was waited for.
-enum class Failure : u64 {
-    ABSENT = 1,    // the peer has not begun this call, or pushes where this rank does not
-    STALLED = 2,   // it has, and has not gone on
-    MISMATCH = 3,  // it called something else, or with another count, root or grid
-    ABORTED = 4,   // the host gave up; the peer is the rank itself
-    REFUSED = 5,   // the host asked for more than the kernel can do; the peer is the rank itself
-    LATE = 6,      // the collective itself did not end; only order.cu reports it
 };
 
 // Where one rank's tensors are in this call, written by that rank.
@@ -102,20 +91,6 @@ struct alignas(128) Control {
 };
 static_assert(sizeof(Control) == 1122432 && alignof(Control) == 128, "the host allocates this much");
 
-// Words in host memory that the GPU reaches.
-struct Host {
-    u64 abort;    // written by the host: not zero ends all waits
-    u64 failure;  // written by the GPU: the first failure on this rank
-};
-
-// What a kernel of order.cu is given.
-struct Order {
-    u64 word, value;  // the word's address; words are u64 and only grow
-    u64 patience;     // nanoseconds, where it waits
-    u64 host;         // address of the rank's Host, where it waits
-};
-static_assert(sizeof(Order) == 4 * sizeof(u64), "the host passes this many words");
-
 // One rank that a launch works for.
 struct Member {
     u64 source, target;  // addresses of its tensors
@@ -134,8 +109,8 @@ struct Call {
 };
 static_assert(sizeof(Call) == 45 * sizeof(u64), "the host passes this many words");
 
-// One rank's call as one of its blocks lives through it. All its threads call all methods, and all get the same answer: once it is
-// false, the call has failed and the block returns.
+// One rank's call as one of its blocks lives through it. All its threads call all methods, and all get the same answer:
+// once it is false, the call has failed and the block returns.
 class Meeting {
   public:
     // `kind` tells apart what runs under the same operation: element type and reduction, or the width of elements.

@@ -148,7 +148,8 @@ Call Case::call(World &world, const Team &team, u64 patience) const {
     for (u32 rank = 0; rank < ranks; ++rank) call.control[rank] = u64(&world.ranks[rank].control);
     Member *member = call.member;
     for (u32 rank : team) {
-        *member++ = {u64(source(world, rank).start), u64(target(world, rank).start), rank, u64(&world.ranks[rank].host)};
+        u64 from = u64(source(world, rank).start), to = u64(target(world, rank).start);
+        *member++ = {from, to, rank, u64(&world.ranks[rank].host)};
     }
     call.patience = patience;
     call.ranks = ranks;

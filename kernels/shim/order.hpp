@@ -4,7 +4,7 @@
 
 #include <sched.h>
 
-#include "../signal.cuh"
+#include "../host.cuh"
 #include "device.hpp"
 
 extern "C" void tensors_ready(const void *, const void *, const void *, Order order);
