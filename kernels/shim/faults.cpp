@@ -87,11 +87,14 @@ void absent(const Case &c) {
 // A rank that is slow, and within the bound.
 void slow(const Case &c) {
     World world(c.ranks);
-    Streams streams(c.ranks);
-    for (u32 rank = 0; rank < c.ranks; ++rank) {
-        streams[rank] = {c.fill(world, rank), c.launch(world, {rank}, LONG), c.compare(world, rank)};
+    Streams streams;
+    for (const Team &team : teams_beside(1, c.ranks)) {
+        streams.emplace_back();
+        for (u32 rank : team) streams.back().push_back(c.fill(world, rank));
+        streams.back().push_back(c.launch(world, team, LONG));
+        for (u32 rank : team) streams.back().push_back(c.compare(world, rank));
     }
-    streams[1].insert(streams[1].begin(), {{}, 0, [] { usleep(30'000); }});
+    streams[0].insert(streams[0].begin(), {{}, 0, [] { usleep(30'000); }});
     shim::run(streams);
 }
 
