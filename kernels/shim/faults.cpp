@@ -98,6 +98,20 @@ void slow(const Case &c) {
     shim::run(streams);
 }
 
+// Many calls with nothing between them, so that some ranks begin the next one while others are still in the last.
+void in_a_row(const Case &c) {
+    World world(c.ranks);
+    Streams streams(c.ranks);
+    for (u32 rank = 0; rank < c.ranks; ++rank) {
+        streams[rank].push_back(c.fill(world, rank));
+        for (u32 call = 0; call < 50; ++call) streams[rank].push_back(c.launch(world, {rank}, LONG));
+        streams[rank].push_back(c.compare(world, rank));
+    }
+    shim::set_delays(draw(~0ull) | 1);
+    shim::run(streams);
+    shim::set_delays(0);
+}
+
 // A rank that comes to the beginning of a call and not to its end. A push has no middle.
 void stalled(const Case &c) {
     if (c.kernel->operation == Operation::ALL_REDUCE_PUSH) return;
@@ -240,6 +254,7 @@ void faults(u32 ranks) {
             Case c = plain_case(kernel, ranks);
             absent(c);
             slow(c);
+            in_a_row(c);
             stalled(c);
             mismatches(c);
             aborted(c);
