@@ -40,7 +40,11 @@
 mod communication;
 mod compute;
 mod copy;
+#[cfg(feature = "cuda")]
+mod cuda;
 mod device;
+#[doc(hidden)]
+pub mod engine;
 pub(crate) mod exchange;
 mod memory;
 mod post;
@@ -52,11 +56,13 @@ mod status;
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 use burn_cubecl::CubeBackend;
 use cubecl::Runtime;
+use cubecl::device::DeviceId;
 use cubecl::server::ComputeServer;
 
 pub use self::compute::CollectiveServer;
 pub use self::copy::{CopyBetweenDevices, copy};
 pub use self::device::CollectiveDevice;
+use self::engine::Engine;
 pub use self::exchange::{DeviceCollectives, Transfer};
 pub use self::runtime::{CollectiveRuntime, Info, LayoutPolicy};
 pub use self::status::Counters;
@@ -69,13 +75,16 @@ pub trait DeviceTransport: Runtime {
     fn collective_name(_info: &<Self::Server as ComputeServer>::Info) -> &'static str {
         std::any::type_name::<CollectiveRuntime<Self>>()
     }
+
+    /// The runtime's own way to move a device's data, if it has one.
+    #[doc(hidden)]
+    fn engine(_device: DeviceId) -> Option<Box<dyn Engine<Self>>> {
+        None
+    }
 }
 
 #[cfg(feature = "wgpu")]
 impl DeviceTransport for cubecl::wgpu::WgpuRuntime {}
-
-#[cfg(feature = "cuda")]
-impl DeviceTransport for cubecl::cuda::CudaRuntime {}
 
 /// burn-fusion, which joins operations, around a runtime's backend: see [the module's page](crate::server#fusion).
 #[cfg(all(not(feature = "ddp"), any(feature = "wgpu", feature = "cuda")))]

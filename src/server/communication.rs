@@ -14,6 +14,8 @@ use cubecl::stream_id::StreamId;
 
 use super::DeviceTransport;
 use super::compute::CollectiveServer;
+use super::copy::Layout;
+use super::engine::Job;
 use super::post::{Message, Post};
 use super::reading::{Reading, caught};
 use super::round::{Results, Round, Source};
@@ -21,6 +23,9 @@ use crate::call::{Call, Operation};
 use crate::dtype::{DType, ReduceOp};
 use crate::error::Error;
 use crate::wait::Deadline;
+
+const UNFINISHED: &str = "the memory holds a part of an earlier result, or one from another list of devices, that is not there \
+                          yet; call sync_collective between the two";
 
 /// An all-reduce whose result has not been written yet.
 pub(super) struct Pending {
@@ -55,10 +60,16 @@ impl<R: DeviceTransport> ServerCommunication for CollectiveServer<R> {
         Ok(())
     }
 
-    fn sync_collective(&mut self, _stream: StreamId) -> Result<(), ServerError> {
+    fn sync_collective(&mut self, stream: StreamId) -> Result<(), ServerError> {
         self.forget_failed();
         let pending = std::mem::take(&mut self.pending);
         let finished = self.finish(pending);
+        self.promised.clear();
+        let ordered = match &mut self.engine {
+            Some(engine) => caught("sync_collective", || engine.sync(&mut self.inner, stream)),
+            None => Ok(()),
+        };
+        self.status.record(ordered);
         self.status.record(finished);
         Ok(())
     }
@@ -72,14 +83,14 @@ impl<R: DeviceTransport> ServerCommunication for CollectiveServer<R> {
     ) -> Result<(), ServerError> {
         // As it is, gaps and all: cubecl keeps the tensor's shape and strides.
         let size = source.handle.size_in_used();
-        let data = self.snapshot(vec![(source.handle, size as usize)], stream);
+        let data = self.offer(source.handle, size as usize, true, stream, destination);
         Post::between::<R>(self.device, destination).send(Message { stream, dtype, size, data });
         Ok(())
     }
 
     fn recv(&mut self, handle: Handle, dtype: ElemType, stream: StreamId, source: DeviceId) -> Result<(), ServerError> {
         // Also where nothing comes: later calls name this memory.
-        self.inner.initialize_memory(handle.memory.clone(), handle.size(), stream);
+        self.initialize_memory(handle.memory.clone(), handle.size(), stream);
         let deadline = Deadline::after(self.status.deadline());
         let received = Post::between::<R>(source, self.device).receive(stream, &deadline);
         let delivered = received.and_then(|message| {
@@ -88,7 +99,7 @@ impl<R: DeviceTransport> ServerCommunication for CollectiveServer<R> {
                 let reason = format!("expected {} bytes of {dtype:?}, got {} of {:?}", expected.1, actual.1, actual.0);
                 return Err(Error::argument("recv", reason));
             }
-            self.write_all(vec![(handle.binding(), message.data?.wait_one("recv")?)])
+            self.collect("recv", message.data?, &Layout::packed(message.size as usize), handle.binding())
         });
         self.status.record(delivered);
         Ok(())
@@ -108,8 +119,12 @@ impl<R: DeviceTransport> CollectiveServer<R> {
         devices.sort();
         let rank = self.check_devices(&devices)?;
         self.forget_failed();
+        if self.engine.as_mut().is_some_and(|engine| engine.takes(&devices)) {
+            return self.start_direct(devices, rank, (source, target), dtype, stream, op);
+        }
         let round = Round::of::<R>(devices)?;
         let started = self.describe(&source, &target, dtype, op).and_then(|call| {
+            self.apart(false, &[Span::of(&source), Span::of(&target)])?;
             let source = self.source(source, stream, &round)?;
             round.call(rank, call, source)
         });
@@ -125,6 +140,41 @@ impl<R: DeviceTransport> CollectiveServer<R> {
                 Err(error)
             }
         }
+    }
+
+    fn start_direct(
+        &mut self,
+        devices: Vec<DeviceId>,
+        rank: usize,
+        (source, target): (Binding, Binding),
+        dtype: ElemType,
+        stream: StreamId,
+        op: ReduceOperation,
+    ) -> Result<(), Error> {
+        let described = self.describe(&source, &target, dtype, op);
+        let apart = self.apart(true, &[Span::of(&source), Span::of(&target)]);
+        let Some(engine) = &mut self.engine else { return Ok(()) };
+        let started = described.and_then(|call| {
+            apart?;
+            self.promised.push(Span::of(&target));
+            let job = Job { call, devices: devices.clone(), rank, source, target, stream };
+            caught("all_reduce", || engine.all_reduce(&mut self.inner, job))
+        });
+        // The others would wait for this call.
+        started.inspect_err(|error| engine.fail(devices, error))
+    }
+
+    /// Refuses memory that the other way than this one will write to: host and engine do not wait for each other.
+    fn apart(&self, direct: bool, spans: &[Span]) -> Result<(), Error> {
+        let overlaps = |written: &Span| spans.iter().any(|span| span.overlaps(written));
+        let elsewhere = match direct {
+            true => self.pending.iter().any(|pending| overlaps(&pending.span)),
+            false => self.promised.iter().any(overlaps),
+        };
+        if elsewhere {
+            return Err(Error::argument("all_reduce", UNFINISHED));
+        }
+        Ok(())
     }
 
     /// This device's rank among the devices, which are sorted.
@@ -179,9 +229,7 @@ impl<R: DeviceTransport> CollectiveServer<R> {
         if Arc::ptr_eq(&pending.round, round) && pending.span == span {
             return Ok(Source::Result(pending.number));
         }
-        let reason = "the source holds a part of an earlier result, or one from another list of devices, that is not \
-                      there yet; call sync_collective between the two";
-        Err(Error::argument("all_reduce", reason))
+        Err(Error::argument("all_reduce", UNFINISHED))
     }
 
     /// Starts to read the first bytes of some memory, as many as it says, as the work that was queued so far leaves them.
@@ -242,6 +290,10 @@ impl<R: DeviceTransport> CollectiveServer<R> {
         if cleared != self.cleared && self.status.failure().is_none() {
             self.cleared = cleared;
             self.pending.retain(|pending| !pending.round.failed());
+            if let Some(engine) = &mut self.engine {
+                engine.forget();
+                self.promised.clear();
+            }
         }
     }
 
@@ -324,7 +376,7 @@ fn check_start(binding: &Binding) -> Result<(), Error> {
 
 /// The part of its memory that a binding names.
 #[derive(Clone, Copy, PartialEq)]
-struct Span {
+pub(super) struct Span {
     memory: Option<u64>,
     /// In bytes.
     start: u64,
@@ -332,12 +384,12 @@ struct Span {
 }
 
 impl Span {
-    fn of(binding: &Binding) -> Span {
+    pub fn of(binding: &Binding) -> Span {
         let start = binding.offset_start.unwrap_or(0);
         Span { memory: memory_id(binding), start, end: start + binding.size_in_used() }
     }
 
-    fn overlaps(&self, other: &Span) -> bool {
+    pub fn overlaps(&self, other: &Span) -> bool {
         self.start < other.end && other.start < self.end && self.memory.is_some() && self.memory == other.memory
     }
 }

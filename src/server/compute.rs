@@ -19,8 +19,9 @@ use cubecl_runtime::memory_management::ManagedMemoryHandle;
 use cubecl_runtime::storage::{ComputeStorage, ManagedResource};
 
 use super::DeviceTransport;
-use super::communication::Pending;
+use super::communication::{Pending, Span};
 use super::device::physical;
+use super::engine::Engine;
 use super::reading::Reader;
 use super::runtime::{Info, LayoutPolicy};
 use super::status::Status;
@@ -35,6 +36,10 @@ pub struct CollectiveServer<R: DeviceTransport> {
     pub(super) pending: Vec<Pending>,
     /// How many failures had been cleared when `pending` was last looked through for what they left.
     pub(super) cleared: u64,
+    /// The runtime's own way to other devices, if it has one.
+    pub(super) engine: Option<Box<dyn Engine<R>>>,
+    /// What the engine will write until the next `sync_collective`.
+    pub(super) promised: Vec<Span>,
     pub(super) reader: Reader,
     utilities: Arc<ServerUtilities<Self>>,
 }
@@ -42,8 +47,25 @@ pub struct CollectiveServer<R: DeviceTransport> {
 impl<R: DeviceTransport> CollectiveServer<R> {
     /// Refuses where the device is poisoned: its memory may hold stale bytes.
     fn sound(&self) -> Result<(), ServerError> {
-        self.status.failure().map_or(Ok(()), |error| Err(server_error(&error)))
+        sound(&self.status)
     }
+
+    /// Refuses what comes of it where a collective has failed meanwhile, on the device.
+    fn still_sound<T: Send + 'static>(
+        &self,
+        outcome: DynFut<Result<T, ServerError>>,
+    ) -> DynFut<Result<T, ServerError>> {
+        let status = self.status.clone();
+        Box::pin(async move {
+            let outcome = outcome.await;
+            sound(&status)?;
+            outcome
+        })
+    }
+}
+
+fn sound(status: &Status) -> Result<(), ServerError> {
+    status.failure().map_or(Ok(()), |error| Err(server_error(&error)))
 }
 
 /// What cubecl and burn pass on of an error: its text.
@@ -68,6 +90,8 @@ impl<R: DeviceTransport> DeviceService for CollectiveServer<R> {
             cleared: status.cleared(),
             status,
             pending: Vec::new(),
+            engine: R::engine(device),
+            promised: Vec::new(),
             reader: Reader::default(),
             utilities: Arc::new(utilities),
         }
@@ -85,7 +109,8 @@ impl<R: DeviceTransport> ComputeServer for CollectiveServer<R> {
     type Storage = <R::Server as ComputeServer>::Storage;
 
     fn initialize_memory(&mut self, memory: ManagedMemoryHandle, size: u64, stream: StreamId) {
-        self.inner.initialize_memory(memory, size, stream);
+        // cubecl's CUDA server panics where it is to make room for nothing.
+        self.inner.initialize_memory(memory, size.max(1), stream);
     }
 
     fn staging(&mut self, sizes: &[usize], stream: StreamId) -> Result<Vec<Bytes>, ServerError> {
@@ -102,7 +127,10 @@ impl<R: DeviceTransport> ComputeServer for CollectiveServer<R> {
 
     fn read(&mut self, descriptors: Vec<CopyDescriptor>, stream: StreamId) -> DynFut<Result<Vec<Bytes>, ServerError>> {
         match self.sound() {
-            Ok(()) => self.inner.read(descriptors, stream),
+            Ok(()) => {
+                let reading = self.inner.read(descriptors, stream);
+                self.still_sound(reading)
+            }
             Err(error) => Box::pin(async { Err(error) }),
         }
     }
@@ -114,7 +142,7 @@ impl<R: DeviceTransport> ComputeServer for CollectiveServer<R> {
     fn sync(&mut self, stream: StreamId) -> DynFut<Result<(), ServerError>> {
         let sync = self.inner.sync(stream);
         match self.sound() {
-            Ok(()) => sync,
+            Ok(()) => self.still_sound(sync),
             Err(error) => Box::pin(async { Err(error) }),
         }
     }

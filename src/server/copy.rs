@@ -5,13 +5,15 @@ use std::sync::mpsc::{Receiver, channel};
 use cubecl::Runtime;
 use cubecl::bytes::Bytes;
 use cubecl::client::ComputeClient;
+use cubecl::device::DeviceId;
 use cubecl::device_handle::DeviceHandle;
 use cubecl::server::{Binding, CopyDescriptor, Handle};
 use cubecl::stream_id::StreamId;
 
 use super::DeviceTransport;
 use super::compute::CollectiveServer;
-use super::reading::Reading;
+use super::engine::{Loan, Rows};
+use super::reading::{Reading, caught};
 use super::runtime::CollectiveRuntime;
 use crate::error::Error;
 use crate::wait::Deadline;
@@ -72,9 +74,10 @@ impl<R: DeviceTransport> CopyBetweenDevices for CollectiveRuntime<R> {
         let from = DeviceHandle::<CollectiveServer<R>>::new(source.info().device);
         let to = DeviceHandle::<CollectiveServer<R>>::new(destination.info().device);
         let (sender, receiver) = channel();
+        let (span, in_rows, receiving) = (layout.span, layout.rows().is_some(), destination.info().device);
         from.submit(move |server| {
             // A receiver that has given up is poisoned already.
-            let _ = sender.send(server.snapshot(vec![(tensor.handle, layout.span)], stream));
+            let _ = sender.send(server.offer(tensor.handle, span, in_rows, stream, receiving));
         });
         to.submit(move |server| server.receive_copy(receiver, layout, binding));
         // Neither waits in a half-filled queue for the other.
@@ -90,20 +93,68 @@ pub(super) fn stream_of<R: Runtime>(client: &ComputeClient<R>) -> StreamId {
     client.empty(1).stream
 }
 
+/// What a device gives another one to copy.
+pub(super) enum Offer {
+    /// The data, on its way to the host.
+    Reading(Reading),
+    /// The memory itself.
+    Loan(Loan),
+}
+
 impl<R: DeviceTransport> CollectiveServer<R> {
-    fn receive_copy(&mut self, data: Receiver<Result<Reading, Error>>, layout: Layout, target: Binding) {
+    /// Offers the first bytes of some memory, as what was queued so far leaves them. `in_rows` is whether the other device's
+    /// engine can copy them.
+    pub(super) fn offer(
+        &mut self,
+        memory: Binding,
+        bytes: usize,
+        in_rows: bool,
+        stream: StreamId,
+        to: DeviceId,
+    ) -> Result<Offer, Error> {
+        if let Some(error) = self.status.failure() {
+            return Err(error);
+        }
+        let mut both = vec![self.device, to];
+        both.sort();
+        both.dedup();
+        if let Some(engine) = &mut self.engine
+            && in_rows
+            && engine.takes(&both)
+        {
+            return caught("copy", || engine.lend(&mut self.inner, memory, stream)).map(Offer::Loan);
+        }
+        self.snapshot(vec![(memory, bytes)], stream).map(Offer::Reading)
+    }
+
+    /// Copies what was offered to memory of this device, without the layout's gaps.
+    pub(super) fn collect(
+        &mut self,
+        operation: &str,
+        offer: Offer,
+        layout: &Layout,
+        target: Binding,
+    ) -> Result<(), Error> {
+        match (offer, &mut self.engine, layout.rows()) {
+            (Offer::Reading(reading), ..) => self.write_all(vec![(target, layout.pack(reading.wait_one(operation)?))]),
+            (Offer::Loan(loan), Some(engine), Some(rows)) => {
+                caught(operation, || engine.copy(&mut self.inner, loan, rows, target))
+            }
+            (Offer::Loan(_), ..) => Err(Error::io(operation, "the devices do not agree how they copy")),
+        }
+    }
+
+    fn receive_copy(&mut self, data: Receiver<Result<Offer, Error>>, layout: Layout, target: Binding) {
         let deadline = Deadline::after(self.status.deadline());
         let sent = data.recv_timeout(deadline.remaining());
         let sent = sent.map_err(|e| Error::io("copy", format!("the source did not deliver: {e}")));
-        let copied = sent
-            .and_then(|data| data)
-            .and_then(|data| self.write_all(vec![(target, layout.pack(data.wait_one("copy")?))]));
+        let copied = sent.and_then(|data| data).and_then(|data| self.collect("copy", data, &layout, target));
         self.status.record(copied);
     }
 }
 
 /// Where a tensor's elements are, in elements from its start.
-struct Layout {
+pub(super) struct Layout {
     shape: Vec<usize>,
     strides: Vec<usize>,
     /// Size of one element in bytes.
@@ -113,6 +164,37 @@ struct Layout {
 }
 
 impl Layout {
+    /// So many bytes without gaps.
+    pub fn packed(bytes: usize) -> Layout {
+        Layout { shape: vec![bytes], strides: vec![1], element: 1, span: bytes }
+    }
+
+    /// The tensor as rows, if all dimensions but the last lie row by row.
+    pub fn rows(&self) -> Option<Rows> {
+        let Some(outer) = self.shape.len().checked_sub(1) else {
+            return Some(Rows { count: 1, bytes: self.element, pitch: self.element });
+        };
+        let (length, bytes) = (self.shape[outer], self.shape[outer] * self.element);
+        if self.bytes() == 0 {
+            return Some(Rows { count: 0, bytes: 0, pitch: 0 });
+        }
+        let mut dimensions = self.shape[..outer].iter().zip(&self.strides[..outer]).rev().filter(|(n, _)| **n > 1);
+        let Some((&innermost, &pitch)) = dimensions.next() else {
+            return (length == 1 || self.strides[outer] == 1).then_some(Rows { count: 1, bytes, pitch: bytes });
+        };
+        let mut next = innermost * pitch;
+        let mut count = innermost;
+        for (&number, &stride) in dimensions {
+            if stride != next {
+                return None;
+            }
+            next *= number;
+            count *= number;
+        }
+        let fits = (length == 1 || self.strides[outer] == 1) && pitch >= length;
+        fits.then_some(Rows { count, bytes, pitch: pitch * self.element })
+    }
+
     fn of(tensor: &CopyDescriptor) -> Result<Layout, Error> {
         let (shape, strides) = (tensor.shape.to_vec(), tensor.strides.to_vec());
         let unfit = |reason: String| Err(Error::argument("copy", reason));
@@ -198,6 +280,29 @@ mod tests {
         assert_eq!(pack(&data, 24, &[2, 0], &[7, 7], 4)?, [0u8; 0]);
         assert_eq!(pack(&data, 3, &[], &[], 1)?, [3]);
         Ok(())
+    }
+
+    #[test]
+    fn tensors_that_lie_row_by_row_are_rows() {
+        let rows = |shape: &[usize], strides: &[usize]| {
+            let handle = Handle::new(StreamId { value: 0 }, 1 << 20);
+            let layout = Layout::of(&handle.copy_descriptor(shape.into(), strides.into(), 4)).unwrap();
+            layout.rows().map(|rows| (rows.count, rows.bytes, rows.pitch))
+        };
+        assert_eq!(rows(&[24], &[1]), Some((1, 96, 96)));
+        assert_eq!(rows(&[], &[]), Some((1, 4, 4)));
+        assert_eq!(rows(&[2, 3], &[3, 1]), Some((2, 12, 12)));
+        assert_eq!(rows(&[2, 5, 3], &[20, 4, 1]), Some((10, 12, 16)));
+        assert_eq!(rows(&[2, 1, 3], &[8, 99, 1]), Some((2, 12, 32)));
+        assert_eq!(rows(&[1, 3], &[77, 1]), Some((1, 12, 12)));
+        assert_eq!(rows(&[4, 1], &[9, 5]), Some((4, 4, 36)));
+        assert_eq!(rows(&[2, 0], &[7, 7]), Some((0, 0, 0)));
+        // Transposed, read twice, with a gap between groups of rows, every second element.
+        for (shape, strides) in
+            [(&[2, 3][..], &[1, 2][..]), (&[2, 3], &[0, 1]), (&[2, 5, 3], &[21, 4, 1]), (&[3], &[2])]
+        {
+            assert_eq!(rows(shape, strides), None, "{shape:?} {strides:?}");
+        }
     }
 
     #[test]

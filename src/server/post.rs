@@ -11,7 +11,7 @@ use cubecl::device::DeviceId;
 use cubecl::ir::ElemType;
 use cubecl::stream_id::StreamId;
 
-use super::reading::Reading;
+use super::copy::Offer;
 use crate::error::Error;
 use crate::wait::{Deadline, lock};
 
@@ -21,7 +21,7 @@ pub(super) struct Message {
     pub dtype: ElemType,
     /// In bytes.
     pub size: u64,
-    pub data: Result<Reading, Error>,
+    pub data: Result<Offer, Error>,
 }
 
 /// The messages from one device to another that have not been received.

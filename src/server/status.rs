@@ -13,18 +13,21 @@ use crate::group::DEADLINE;
 use crate::wait::{deadline_from_env, lock};
 
 /// The state of one logical device that servers, clients and other devices share.
-#[derive(Debug)]
 pub(super) struct Status {
     /// Whether `failure` is set, to be looked at before every read.
     failed: AtomicBool,
     failure: Mutex<Option<Error>>,
     deadline: Mutex<Duration>,
+    watches: Mutex<Vec<Watch>>,
     /// How many failures were cleared.
     cleared: AtomicU64,
     pub rounds: AtomicU64,
     pub downloads: AtomicU64,
     pub uploads: AtomicU64,
 }
+
+/// Poisons the device if something has failed that reports it to nobody; whether it is to be called again.
+type Watch = Arc<dyn Fn() -> bool + Send + Sync>;
 
 /// What a device has moved for collectives and copies since the program began.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -53,6 +56,7 @@ impl Status {
             failed: AtomicBool::new(false),
             failure: Mutex::new(None),
             deadline: Mutex::new(default_deadline()),
+            watches: Mutex::default(),
             cleared: AtomicU64::new(0),
             rounds: AtomicU64::new(0),
             downloads: AtomicU64::new(0),
@@ -78,8 +82,19 @@ impl Status {
         }
     }
 
+    /// Has this called whenever somebody asks whether the device is sound.
+    pub fn watch(&self, watch: Watch) {
+        lock(&self.watches).push(watch);
+    }
+
     /// What poisoned the device.
     pub fn failure(&self) -> Option<Error> {
+        // Not under the lock: a watch that finds a failure may make others look here.
+        let watches = lock(&self.watches).clone();
+        let ended: Vec<&Watch> = watches.iter().filter(|watch| !watch()).collect();
+        if !ended.is_empty() {
+            lock(&self.watches).retain(|watch| !ended.iter().any(|ended| Arc::ptr_eq(watch, ended)));
+        }
         if self.failed.load(Ordering::Acquire) { lock(&self.failure).clone() } else { None }
     }
 

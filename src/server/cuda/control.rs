@@ -1,0 +1,136 @@
+//! What the host and the kernels agree on: `kernels/signal.cuh` and `kernels/host.cuh`, word for word.
+
+use std::time::Duration;
+
+use bytemuck::{Pod, Zeroable};
+
+use crate::error::{Error, Site};
+
+/// Ranks that a kernel can work for.
+pub(super) const MAX_RANKS: usize = 8;
+/// Blocks of a grid, for each rank.
+pub(super) const MAX_BLOCKS: u32 = 128;
+/// What a rank can push to another in one call.
+pub(super) const PUSH_BYTES: usize = 32 << 10;
+/// Size of `Control`, which every rank has in its GPU's memory.
+pub(super) const CONTROL_BYTES: usize = 1_122_432;
+
+/// A rank that a launch works for.
+#[repr(C)]
+#[derive(Clone, Copy, Default, Pod, Zeroable)]
+pub(super) struct Member {
+    pub source: u64,
+    pub target: u64,
+    pub rank: u64,
+    /// Address of the rank's words in host memory.
+    pub host: u64,
+}
+
+/// The only parameter of a kernel.
+#[repr(C)]
+#[derive(Clone, Copy, Default, Pod, Zeroable)]
+pub(super) struct Parameters {
+    /// Addresses of the ranks' `Control`s.
+    pub control: [u64; MAX_RANKS],
+    pub members: [Member; MAX_RANKS],
+    /// Nanoseconds that a kernel waits for a peer.
+    pub patience: u64,
+    pub ranks: u64,
+    pub root: u64,
+    /// Elements of the whole tensor.
+    pub count: u64,
+    /// Bytes of an element, for operations that only move, else 0.
+    pub width: u64,
+}
+
+/// The last parameter of the kernels that order streams.
+#[repr(C)]
+#[derive(Clone, Copy, Pod, Zeroable)]
+pub(super) struct Order {
+    pub word: u64,
+    pub value: u64,
+    pub patience: u64,
+    pub host: u64,
+}
+
+impl Order {
+    /// As cubecl passes them.
+    pub fn words(self) -> Vec<u64> {
+        bytemuck::cast::<Order, [u64; 4]>(self).to_vec()
+    }
+}
+
+/// Which of a rank's words in host memory is which. A rank has a line of its own, so that polls do not disturb others.
+pub(super) const HOST_WORDS: usize = 16;
+pub(super) const ABORT: usize = 0;
+pub(super) const FAILURE: usize = 1;
+/// The number of the last call whose tensors are ready.
+pub(super) const READY: usize = 2;
+
+/// A failure that a kernel reports: kind, operation, peer and epoch in one word.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Report {
+    kind: u8,
+    peer: usize,
+}
+
+impl Report {
+    /// Zero is none.
+    pub fn of(word: u64) -> Option<Report> {
+        let byte = |at: u32| (word >> at) as u8;
+        (word != 0).then(|| Report { kind: byte(0), peer: usize::from(byte(16)) })
+    }
+
+    /// As the error of the rank that reports it. The call may be an earlier one than `site`, where several were under way.
+    pub fn error(self, site: Site, rank: usize, patience: Duration) -> Error {
+        let peer = self.peer;
+        let operation = site.to_string();
+        match self.kind {
+            1 | 2 => Error::Timeout { site, rank, missing: vec![peer], elapsed: patience },
+            3 => Error::io(operation, format!("rank {peer} called something else on its GPU")),
+            4 => Error::io(operation, "given up, since the devices' group failed"),
+            6 => Error::io(operation, format!("the GPU did not end it within {patience:.1?}")),
+            kind => Error::io(operation, format!("the GPU refused it (failure {kind}); this is an error of bonfire's")),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::call::{Call, Operation};
+    use crate::dtype::{DType, ReduceOp};
+
+    const SIGNAL: &str = include_str!("../../../kernels/signal.cuh");
+
+    #[test]
+    fn sizes_are_those_of_the_kernels() {
+        assert_eq!(size_of::<Parameters>(), 45 * 8);
+        for text in [
+            format!("sizeof(Control) == {CONTROL_BYTES}"),
+            "sizeof(Call) == 45 * sizeof(u64)".into(),
+            format!("MAX_RANKS = {MAX_RANKS};"),
+            format!("MAX_BLOCKS = {MAX_BLOCKS};"),
+            format!("PUSH_BYTES = {} << 10;", PUSH_BYTES >> 10),
+        ] {
+            assert!(SIGNAL.contains(&text), "{text}");
+        }
+    }
+
+    #[test]
+    fn reports_name_the_peer() {
+        assert_eq!(Report::of(0), None);
+        let word = 2 | 1 << 8 | 3 << 16 | 77 << 24;
+        let report = Report::of(word).unwrap();
+        let call = Call {
+            operation: Operation::AllReduce,
+            dtype: DType::F32,
+            count: 4,
+            reduction: Some(ReduceOp::Sum),
+            root: None,
+            sizes: None,
+        };
+        let error = report.error(Site { call, sequence: 5 }, 1, Duration::from_secs(2));
+        assert!(matches!(error, Error::Timeout { rank: 1, ref missing, .. } if missing == &[3]), "{error}");
+    }
+}

@@ -1,0 +1,233 @@
+//! The kernels in `kernels/`: which there are, their sources, and how they are compiled when they are first used.
+
+use std::collections::HashMap;
+use std::ffi::{CStr, CString, c_char};
+use std::fmt;
+use std::sync::{Arc, LazyLock, Mutex};
+
+use cudarc::driver::{DriverError, result, sys};
+use cudarc::nvrtc;
+
+use crate::dtype::{DType, ReduceOp};
+use crate::error::Error;
+use crate::wait::lock;
+
+/// An all-reduce as a file in `kernels/` does it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum Form {
+    TwoShot,
+    OneShot,
+    Push,
+}
+
+/// One kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct Kernel {
+    pub form: Form,
+    pub op: ReduceOp,
+    pub dtype: DType,
+}
+
+/// The files that others include, by name.
+const HEADERS: [(&str, &str); 9] = [
+    ("combine.cuh", include_str!("../../../kernels/combine.cuh")),
+    ("host.cuh", include_str!("../../../kernels/host.cuh")),
+    ("instances.cuh", include_str!("../../../kernels/instances.cuh")),
+    ("move.cuh", include_str!("../../../kernels/move.cuh")),
+    ("ptx.cuh", include_str!("../../../kernels/ptx.cuh")),
+    ("reduction.cuh", include_str!("../../../kernels/reduction.cuh")),
+    ("signal.cuh", include_str!("../../../kernels/signal.cuh")),
+    ("types.cuh", include_str!("../../../kernels/types.cuh")),
+    ("vector.cuh", include_str!("../../../kernels/vector.cuh")),
+];
+
+/// The file with the kernels that order streams.
+pub(super) fn order_source() -> String {
+    pasted(include_str!("../../../kernels/order.cu"), &mut Vec::new())
+}
+
+impl Form {
+    fn name(self) -> &'static str {
+        match self {
+            Form::TwoShot => "two_shot",
+            Form::OneShot => "one_shot",
+            Form::Push => "push",
+        }
+    }
+
+    fn file(self) -> &'static str {
+        match self {
+            Form::TwoShot => include_str!("../../../kernels/all_reduce_two_shot.cu"),
+            Form::OneShot => include_str!("../../../kernels/all_reduce_one_shot.cu"),
+            Form::Push => include_str!("../../../kernels/all_reduce_push.cu"),
+        }
+    }
+}
+
+/// The type that a reduction is in the sources.
+fn reduction(op: ReduceOp) -> Option<&'static str> {
+    match op {
+        ReduceOp::Sum => Some("Sum"),
+        ReduceOp::Mean => Some("Mean"),
+        ReduceOp::Max => Some("Max"),
+        ReduceOp::Min => Some("Min"),
+        ReduceOp::Product => None,
+    }
+}
+
+/// Whether there are kernels for it: see `kernels/instances.cuh`.
+pub(super) fn reduces(op: ReduceOp, dtype: DType) -> bool {
+    reduction(op).is_some() && !matches!(dtype, DType::I16 | DType::U16)
+}
+
+/// The kernel's entry in its module.
+impl fmt::Display for Kernel {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}_{}_{}", self.form.name(), self.op, self.dtype)
+    }
+}
+
+type Images = HashMap<(Kernel, u32), Arc<Vec<u8>>>;
+
+static IMAGES: LazyLock<Mutex<Images>> = LazyLock::new(Mutex::default);
+
+impl Kernel {
+    /// The source of this kernel alone, in one piece.
+    fn source(&self) -> String {
+        let kind = reduction(self.op).unwrap_or("none");
+        let choice = format!("#define ONLY(NAME) NAME({}, {kind}, {})\n", self.op, self.dtype);
+        choice + &pasted(self.form.file(), &mut Vec::new())
+    }
+
+    /// Machine code for GPUs of this architecture; one compilation serves all of them.
+    pub fn compiled(&self, architecture: u32) -> Result<Arc<Vec<u8>>, Error> {
+        if let Some(image) = lock(&IMAGES).get(&(*self, architecture)) {
+            return Ok(image.clone());
+        }
+        let begin = std::time::Instant::now();
+        let image = Arc::new(
+            compile(&self.source(), architecture)
+                .map_err(|e| Error::io(format!("compiling the kernel {self} for sm_{architecture}"), e))?,
+        );
+        log::debug!("compiled the kernel {self} for sm_{architecture} in {:.1?}", begin.elapsed());
+        Ok(lock(&IMAGES).entry((*self, architecture)).or_insert(image).clone())
+    }
+}
+
+/// A source with its headers in their places: NVRTC gets no files.
+fn pasted(source: &str, seen: &mut Vec<&'static str>) -> String {
+    let mut text = String::new();
+    for line in source.lines() {
+        let included = line.strip_prefix("#include \"").and_then(|rest| rest.strip_suffix('"'));
+        match included.and_then(|name| HEADERS.iter().find(|(header, _)| *header == name)) {
+            Some((name, _)) if seen.contains(name) => {}
+            Some((name, header)) => {
+                seen.push(name);
+                text += &pasted(header, seen);
+            }
+            None => {
+                text += line;
+                text.push('\n');
+            }
+        }
+    }
+    text
+}
+
+/// What NVRTC makes of a source, or what it says of it.
+fn compile(source: &str, architecture: u32) -> Result<Vec<u8>, String> {
+    // SAFETY: it only tries to load the library.
+    if !unsafe { nvrtc::sys::is_culib_present() } {
+        return Err("libnvrtc is missing; install CUDA's run-time compiler (PyPI: nvidia-cuda-nvrtc-cu12), and add \
+                    its folder to LD_LIBRARY_PATH"
+            .into());
+    }
+    let source = CString::new(source).map_err(|e| e.to_string())?;
+    let program = nvrtc::result::create_program(&source, None).map_err(|e| format!("{e:?}"))?;
+    let options = [format!("--gpu-architecture=sm_{architecture}"), "--std=c++17".into(), "-lineinfo".into()];
+    // SAFETY: `program` is alive until it is destroyed below, and nothing of it is used after that; the image has as many
+    // bytes as the library says.
+    unsafe {
+        let image = match nvrtc::result::compile_program(program, &options) {
+            Ok(()) => image(program),
+            Err(error) => Err(said(program).unwrap_or_else(|| format!("{error:?}"))),
+        };
+        let _ = nvrtc::result::destroy_program(program);
+        image
+    }
+}
+
+/// # Safety
+/// The program must have been compiled, and be alive.
+unsafe fn image(program: nvrtc::sys::nvrtcProgram) -> Result<Vec<u8>, String> {
+    let mut size = 0;
+    // SAFETY: as the caller promises; the vector has the size that the library asks for.
+    unsafe {
+        nvrtc::sys::nvrtcGetCUBINSize(program, &mut size).result().map_err(|e| format!("{e:?}"))?;
+        let mut image = vec![0u8; size];
+        nvrtc::sys::nvrtcGetCUBIN(program, image.as_mut_ptr().cast::<c_char>())
+            .result()
+            .map_err(|e| format!("{e:?}"))?;
+        Ok(image)
+    }
+}
+
+/// What the compiler printed.
+///
+/// # Safety
+/// The program must be alive.
+unsafe fn said(program: nvrtc::sys::nvrtcProgram) -> Option<String> {
+    // SAFETY: as the caller promises; the log ends with a zero.
+    unsafe {
+        let log = nvrtc::result::get_program_log(program).ok()?;
+        Some(CStr::from_ptr(log.as_ptr()).to_string_lossy().into_owned())
+    }
+}
+
+/// A kernel in a GPU's memory. It stays there: programs have few, and use them until they end.
+pub(super) struct Module(sys::CUfunction);
+
+// SAFETY: any thread may launch a function.
+unsafe impl Send for Module {}
+// SAFETY: as above.
+unsafe impl Sync for Module {}
+
+impl Module {
+    /// Loads it into the present context.
+    pub fn load(image: &[u8], kernel: &Kernel) -> Result<Module, DriverError> {
+        let name = CString::new(kernel.to_string()).unwrap_or_default();
+        // SAFETY: the image is one that NVRTC made, and names its own size.
+        unsafe {
+            let module = result::module::load_data(image.as_ptr().cast())?;
+            Ok(Module(result::module::get_function(module, name)?))
+        }
+    }
+
+    pub fn function(&self) -> sys::CUfunction {
+        self.0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sources_are_in_one_piece_and_each_header_is_there_once() {
+        for form in [Form::TwoShot, Form::OneShot, Form::Push] {
+            let source = Kernel { form, op: ReduceOp::Sum, dtype: DType::F32 }.source();
+            assert!(!source.contains("#include \""), "{form:?}");
+            assert_eq!(source.matches("#define BONFIRE_SIGNAL_CUH").count(), 1, "{form:?}");
+        }
+        assert!(!order_source().contains("#include \""));
+    }
+
+    #[test]
+    fn a_reduction_is_chosen_by_its_names() {
+        let kernel = Kernel { form: Form::TwoShot, op: ReduceOp::Mean, dtype: DType::BF16 };
+        assert_eq!(kernel.to_string(), "two_shot_mean_bf16");
+        assert!(kernel.source().starts_with("#define ONLY(NAME) NAME(mean, Mean, bf16)\n"));
+        assert!(reduces(ReduceOp::Max, DType::U64));
+        assert!(!reduces(ReduceOp::Product, DType::F32) && !reduces(ReduceOp::Sum, DType::I16));
+    }
+}

@@ -1,0 +1,80 @@
+//! Memory of our own that GPUs use.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use cudarc::driver::{result, sys};
+
+use super::driver::{Gpu, Stream, failure};
+use crate::error::Error;
+
+/// GPU memory, zero at first. It comes from the pool that cubecl takes its memory from, so a peer that reaches tensors reaches
+/// it too, and giving it back waits for nothing.
+pub(super) struct Memory {
+    stream: Arc<Stream>,
+    pub address: u64,
+}
+
+impl Memory {
+    pub fn zeroed(stream: &Arc<Stream>, bytes: usize) -> Result<Memory, Error> {
+        let memory = Memory { stream: stream.clone(), address: stream.allocate(bytes)? };
+        stream.fill_with_zeros(memory.address, bytes)?;
+        // A peer must not find it before it is clear.
+        stream.synchronize()?;
+        Ok(memory)
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        self.stream.free(self.address);
+    }
+}
+
+/// Words in host memory that GPUs reach at the same address.
+pub(super) struct HostWords(*const AtomicU64, usize);
+
+// SAFETY: the words are atomic.
+unsafe impl Send for HostWords {}
+// SAFETY: as above.
+unsafe impl Sync for HostWords {}
+
+impl HostWords {
+    pub fn zeroed(gpu: &Gpu, words: usize) -> Result<HostWords, Error> {
+        let _entered = gpu.enter()?;
+        // Every context may use it, at the address that it has on the host.
+        let flags = sys::CU_MEMHOSTALLOC_PORTABLE | sys::CU_MEMHOSTALLOC_DEVICEMAP;
+        // SAFETY: it is freed in `drop`.
+        let start = unsafe { result::malloc_host(8 * words, flags) };
+        let start = start.map_err(|e| failure("allocating host memory", gpu.ordinal, e))?.cast::<AtomicU64>();
+        // SAFETY: the memory has so many words, is aligned for them, and nobody else knows it yet.
+        unsafe { start.write_bytes(0, words) };
+        Ok(HostWords(start, words))
+    }
+
+    pub fn address(&self, index: usize) -> u64 {
+        self.word(index) as *const AtomicU64 as u64
+    }
+
+    pub fn load(&self, index: usize) -> u64 {
+        // Acquire: nothing that the host does because of it may come before it.
+        self.word(index).load(Ordering::Acquire)
+    }
+
+    pub fn store(&self, index: usize, value: u64) {
+        self.word(index).store(value, Ordering::Release);
+    }
+
+    fn word(&self, index: usize) -> &AtomicU64 {
+        assert!(index < self.1, "a word outside of the allocation");
+        // SAFETY: in bounds, and alive until `drop`.
+        unsafe { &*self.0.add(index) }
+    }
+}
+
+impl Drop for HostWords {
+    fn drop(&mut self) {
+        // SAFETY: allocated in `zeroed`; no kernel uses it any more, as the owner saw to.
+        let _ = unsafe { result::free_host(self.0 as *mut _) };
+    }
+}

@@ -1,0 +1,94 @@
+//! The kernels that cubecl launches, to order its streams against ours.
+
+use cubecl::cuda::{CudaCompiler, CudaRuntime};
+use cubecl::ir::{Scope, StorageType};
+use cubecl::prelude::{
+    AddressType, CompiledKernel, CubeCount, CubeDim, ExecutionMode, KernelDefinition, KernelId, KernelMetadata,
+};
+use cubecl::server::{Binding, ComputeServer, Handle, KernelArguments, MetadataBindingInfo};
+use cubecl::stream_id::StreamId;
+use cubecl::{CompilationError, Compiler, CubeTask, Runtime};
+
+use super::control::Order;
+use super::kernel::order_source;
+
+pub(super) type Server = <CudaRuntime as Runtime>::Server;
+
+/// An entry of `kernels/order.cu`, as cubecl compiles and launches it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Entry {
+    TensorsReady,
+    AwaitDone,
+}
+
+/// Tells the word that the tensors on these streams are ready, once what is on them so far is done.
+pub(super) fn tensors_ready(server: &mut Server, streams: [StreamId; 3], order: Order, stream: StreamId) {
+    let tokens = streams.map(|stream| token(server, stream)).to_vec();
+    launch(server, Entry::TensorsReady, tokens, order, stream);
+}
+
+/// Lets the stream wait for the word.
+pub(super) fn await_done(server: &mut Server, order: Order, stream: StreamId) {
+    let token = token(server, stream);
+    launch(server, Entry::AwaitDone, vec![token], order, stream);
+}
+
+/// New memory of a stream. cubecl lets the stream that uses it wait for all that is on the stream it is from: it does so
+/// where memory was bound after the last such wait, and a tensor that was written again in place looks older.
+fn token(server: &mut Server, stream: StreamId) -> Binding {
+    const BYTES: u64 = 8;
+    let handle = Handle::new(stream, BYTES);
+    server.initialize_memory(handle.memory.clone(), BYTES, stream);
+    handle.binding()
+}
+
+fn launch(server: &mut Server, entry: Entry, tokens: Vec<Binding>, order: Order, stream: StreamId) {
+    let data = order.words();
+    // All of it is a parameter, and nothing is copied to memory.
+    let info = MetadataBindingInfo { dynamic_metadata_offset: data.len(), data };
+    let arguments = KernelArguments::new().with_buffers(tokens).with_info(info);
+    // SAFETY: one thread, which writes to the word that `order` names, and to no tensor.
+    unsafe { server.launch(Box::new(entry), CubeCount::Static(1, 1, 1), arguments, ExecutionMode::Unchecked, stream) }
+}
+
+impl KernelMetadata for Entry {
+    fn id(&self) -> KernelId {
+        KernelId::new::<Entry>().info(*self)
+    }
+
+    fn address_type(&self) -> StorageType {
+        AddressType::U64.unsigned_type()
+    }
+}
+
+impl CubeTask<CudaCompiler> for Entry {
+    fn compile(
+        &self,
+        compiler: &mut CudaCompiler,
+        options: &<CudaCompiler as Compiler>::CompilationOptions,
+        mode: ExecutionMode,
+        address: StorageType,
+    ) -> Result<CompiledKernel<CudaCompiler>, CompilationError> {
+        // The server asks the representation how much shared memory the kernel takes: an empty one takes none.
+        let nothing = KernelDefinition {
+            buffers: Vec::new(),
+            tensor_maps: Vec::new(),
+            scalars: Vec::new(),
+            cube_dim: CubeDim::new_single(),
+            body: Scope::root(false),
+            options: Default::default(),
+        };
+        let name = match self {
+            Entry::TensorsReady => "tensors_ready",
+            Entry::AwaitDone => "await_done",
+        };
+        Ok(CompiledKernel {
+            entrypoint_name: name.into(),
+            debug_name: None,
+            source: order_source(),
+            repr: Some(compiler.compile(nothing, options, mode, address)?),
+            cube_dim: CubeDim::new_single(),
+            debug_info: None,
+        })
+    }
+}

@@ -1,0 +1,62 @@
+//! What a runtime may bring of its own: a way to move its devices' data that needs no host memory.
+
+use cubecl::device::DeviceId;
+use cubecl::server::Binding;
+use cubecl::stream_id::StreamId;
+
+use super::DeviceTransport;
+use crate::call::Call;
+use crate::error::Error;
+
+/// An all-reduce as a device calls it.
+pub struct Job {
+    pub(super) call: Call,
+    /// All that take part, sorted.
+    pub(super) devices: Vec<DeviceId>,
+    pub(super) rank: usize,
+    pub(super) source: Binding,
+    pub(super) target: Binding,
+    /// Where what the source holds was queued.
+    pub(super) stream: StreamId,
+}
+
+/// Memory of a device that another one may read, as long as it has this.
+pub struct Loan {
+    pub(super) memory: Binding,
+    pub(super) address: u64,
+    /// The word that says when it may be read: where it is, and from which value on.
+    pub(super) ready: (u64, u64),
+}
+
+/// Rows of `bytes` bytes each, which begin `pitch` bytes after each other.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Rows {
+    pub(super) count: usize,
+    pub(super) bytes: usize,
+    pub(super) pitch: usize,
+}
+
+/// A device's own way to work with other devices of its process. It belongs to the device's server, and is called with the
+/// inner one, on its thread.
+pub trait Engine<R: DeviceTransport>: Send {
+    /// Whether these devices, which are sorted, work together by it. The answer is the same on all of them, and stays.
+    fn takes(&mut self, devices: &[DeviceId]) -> bool;
+
+    /// Queues an all-reduce. Neither source nor target may be touched before [`sync`](Engine::sync).
+    fn all_reduce(&mut self, server: &mut R::Server, job: Job) -> Result<(), Error>;
+
+    /// Ends what these devices, which are sorted, do together, on all of them.
+    fn fail(&mut self, devices: Vec<DeviceId>, error: &Error);
+
+    /// Orders what is queued from now on after what was called so far.
+    fn sync(&mut self, server: &mut R::Server, stream: StreamId) -> Result<(), Error>;
+
+    /// Lets another device read memory as what was queued so far on the stream leaves it.
+    fn lend(&mut self, server: &mut R::Server, memory: Binding, stream: StreamId) -> Result<Loan, Error>;
+
+    /// Copies rows to this device, without gaps. What is queued from now on at the target's stream sees them.
+    fn copy(&mut self, server: &mut R::Server, loan: Loan, rows: Rows, target: Binding) -> Result<(), Error>;
+
+    /// The failure was cleared: what failed with it is no longer waited for.
+    fn forget(&mut self);
+}
