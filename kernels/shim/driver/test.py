@@ -2,6 +2,8 @@
 """Tests the software driver in a folder, with the settings of the environment: test.py FOLDER
 
 What follows are calls as a program's, of the driver's own functions; results are compared with sums done here.
+It takes 1 or 2 GPUs, 1 queue or more than 3, and a strict driver with one GPU only: its one thread could not submit the
+second GPU's kernel while the first one's context waits for it.
 """
 
 import ctypes
