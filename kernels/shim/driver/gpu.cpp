@@ -1,0 +1,133 @@
+#include "gpu.hpp"
+
+#include <unistd.h>
+
+#include <cstdlib>
+#include <thread>
+
+#include "../device.hpp"
+
+namespace driver {
+
+namespace {
+
+u64 setting(const char *name, u64 otherwise) {
+    const char *value = getenv(name);
+    return value && *value ? strtoull(value, nullptr, 10) : otherwise;
+}
+
+thread_local Gpu *current_gpu = nullptr;
+
+u64 next_random(u64 &state) {
+    state ^= state << 13;
+    state ^= state >> 7;
+    state ^= state << 17;
+    return state;
+}
+
+}  // namespace
+
+const Settings &settings() {
+    static const Settings *all = [] {
+        auto *made = new Settings{
+            u32(setting("SHIM_GPUS", 1)), std::max(u32(setting("SHIM_QUEUES", 32)), 1u), setting("SHIM_PEERS", 1) != 0,
+            setting("SHIM_STRICT", 0) != 0, setting("SHIM_DELAYS", 1),
+        };
+        shim::set_delays(made->delays);
+        return made;
+    }();
+    return *all;
+}
+
+void Mark::finish() {
+    when = ptx::nanoseconds();
+    done = true;
+    done.notify_all();
+}
+
+Queue::Queue(u64 seed) : newest(std::make_shared<Mark>()), random(seed * 0x9e3779b97f4a7c15 | 1) {
+    newest->finish();
+    std::thread([this] { work(); }).detach();
+}
+
+Marked Queue::submit(std::function<void()> item) {
+    std::lock_guard<std::mutex> guard(mutex);
+    newest = std::make_shared<Mark>();
+    items.emplace_back(std::move(item), newest);
+    more.notify_one();
+    return newest;
+}
+
+Marked Queue::last() {
+    std::lock_guard<std::mutex> guard(mutex);
+    return newest;
+}
+
+void Queue::work() {
+    for (;;) {
+        std::unique_lock<std::mutex> guard(mutex);
+        more.wait(guard, [this] { return !items.empty(); });
+        auto [item, mark] = std::move(items.front());
+        items.pop_front();
+        guard.unlock();
+        if (settings().delays) {
+            // Mostly none, often a short one, rarely one that outlasts whatever the host does meanwhile.
+            u64 chance = next_random(random) >> 32;
+            if (chance % 64 == 0) usleep(2000);
+            else if (chance % 4 == 1) usleep(chance >> 8 & 127);
+        }
+        item();
+        mark->finish();
+    }
+}
+
+Stream Gpu::make_stream(unsigned flags) {
+    u32 number = streams++ % settings().queues;
+    if (number == queues.size()) {
+        queues.push_back(std::make_unique<Queue>(settings().delays + u64(ordinal) * 1000 + number));
+    }
+    Queue *queue = queues[number].get();
+    Marked done = std::make_shared<Mark>();
+    done->finish();
+    return {this, queue, flags, done};
+}
+
+Marked Gpu::submit(Stream &stream, std::function<void()> item) {
+    stream.last = stream.queue->submit(std::move(item));
+    return stream.last;
+}
+
+void Gpu::wait_for_all() {
+    for (auto &queue : queues) queue->last()->wait();
+}
+
+void Gpu::settle() {
+    if (settings().strict) wait_for_all();
+}
+
+Gpu *gpu(int ordinal) {
+    static const std::vector<Gpu *> *all = [] {
+        auto *made = new std::vector<Gpu *>;
+        for (u32 i = 0; i < settings().gpus; ++i) {
+            auto *gpu = new Gpu;
+            gpu->ordinal = int(i);
+            gpu->null_stream = gpu->make_stream(0);
+            made->push_back(gpu);
+        }
+        return made;
+    }();
+    return ordinal >= 0 && size_t(ordinal) < all->size() ? (*all)[size_t(ordinal)] : nullptr;
+}
+
+void set_current(Gpu *gpu) { current_gpu = gpu; }
+Gpu *current() { return current_gpu; }
+
+// Handles 0, 1 and 2 are the null stream, under its two semantics and without a name.
+Stream *find_stream(void *handle) {
+    if (u64(handle) > 2) return streams().find(handle);
+    return current() ? &current()->null_stream : nullptr;
+}
+
+CUresult no_stream(void *handle) { return u64(handle) > 2 ? CUDA_ERROR_INVALID_HANDLE : CUDA_ERROR_INVALID_CONTEXT; }
+
+}  // namespace driver

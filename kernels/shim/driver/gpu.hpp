@@ -1,0 +1,193 @@
+// Software GPUs: what a stream is told runs in order and beside the host, on threads of this machine.
+//
+// Streams are distributed over a GPU's hardware queues. A queue is a thread that runs one item after another, so an
+// item holds up all that came after it in the same queue, of whatever stream: on a real GPU streams share queues, too,
+// where there are more of them than queues. All streams are non-blocking, the null stream included.
+//
+// Settings, from the environment:
+//   SHIM_GPUS    how many GPUs there are; 1
+//   SHIM_PEERS   0: no GPU reaches another one's memory; 1
+//   SHIM_QUEUES  hardware queues of each GPU; 32
+//   SHIM_DELAYS  the seed of random delays before every item and within kernels; 0: none; 1
+//   SHIM_STRICT  1: what may wait for the whole context on a real driver does, and every other call on that context
+//                waits for it: loading a module, the first launch of a kernel, allocating and freeing; 0
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <vector>
+
+#include "../../types.cuh"
+
+// Numbers and names are those of the CUDA Driver API, which programs look up in the library.
+#define API extern "C" __attribute__((visibility("default"))) CUresult
+
+// The names of the codes that this driver returns.
+#define RESULTS(NAME)                                                                                \
+    NAME(SUCCESS, 0) NAME(ERROR_INVALID_VALUE, 1) NAME(ERROR_OUT_OF_MEMORY, 2)                       \
+    NAME(ERROR_NOT_INITIALIZED, 3) NAME(ERROR_INVALID_DEVICE, 101) NAME(ERROR_INVALID_CONTEXT, 201)  \
+    NAME(ERROR_PEER_ACCESS_UNSUPPORTED, 217) NAME(ERROR_INVALID_HANDLE, 400)                         \
+    NAME(ERROR_NOT_FOUND, 500) NAME(ERROR_NOT_READY, 600) NAME(ERROR_LAUNCH_OUT_OF_RESOURCES, 701)   \
+    NAME(ERROR_PEER_ACCESS_ALREADY_ENABLED, 704) NAME(ERROR_PEER_ACCESS_NOT_ENABLED, 705)            \
+    NAME(ERROR_CONTEXT_IS_DESTROYED, 709) NAME(ERROR_NOT_SUPPORTED, 801)
+
+enum CUresult {
+#define DECLARE_RESULT(name, code) CUDA_##name = code,
+    RESULTS(DECLARE_RESULT)
+#undef DECLARE_RESULT
+};
+
+typedef int CUdevice;
+typedef u64 CUdeviceptr;
+
+namespace driver {
+
+struct Settings {
+    u32 gpus, queues;
+    bool peers, strict;
+    u64 delays;
+};
+const Settings &settings();
+
+// The end of one item of a stream.
+struct Mark {
+    std::atomic<bool> done{false};
+    u64 when = 0;  // nanoseconds, once done
+
+    void finish();
+    void wait() { done.wait(false); }
+};
+typedef std::shared_ptr<Mark> Marked;
+
+class Queue {
+  public:
+    explicit Queue(u64 seed);
+    Marked submit(std::function<void()> item);
+    // The end of all that was submitted so far.
+    Marked last();
+
+  private:
+    void work();
+
+    std::mutex mutex;
+    std::condition_variable more;
+    std::deque<std::pair<std::function<void()>, Marked>> items;
+    Marked newest;
+    u64 random;
+};
+
+struct Gpu;
+
+struct Stream {
+    Gpu *gpu;
+    Queue *queue;
+    unsigned flags;
+    Marked last;  // under the GPU's lock
+};
+
+// A GPU and its one context.
+struct Gpu {
+    int ordinal = 0;
+    std::mutex lock;  // of the context: what a call changes or submits, it does with this
+    u32 retained = 0;
+    std::set<Gpu *> peers;  // whose memory it was given access to
+    std::vector<std::unique_ptr<Queue>> queues;
+    u32 streams = 0;  // made so far
+    Stream null_stream{};
+    u64 release_threshold = 0;  // of its memory pool
+
+    // The following are called with the lock.
+    Stream make_stream(unsigned flags);
+    Marked submit(Stream &stream, std::function<void()> item);
+    // Waits for everything that was submitted; only where the settings are strict.
+    void settle();
+    void wait_for_all();
+};
+
+Gpu *gpu(int ordinal);  // null: there is none
+
+// The calling thread's context.
+void set_current(Gpu *gpu);
+Gpu *current();
+
+// Things that a program holds handles of.
+template <class T>
+class Handles {
+  public:
+    T *add(T value) {
+        std::lock_guard<std::mutex> guard(mutex);
+        T *handle = new T(std::move(value));
+        live.insert(handle);
+        return handle;
+    }
+    // The same, or null where there is none such.
+    T *find(void *handle) {
+        std::lock_guard<std::mutex> guard(mutex);
+        T *known = static_cast<T *>(handle);
+        return live.count(known) ? known : nullptr;
+    }
+    bool remove(void *handle) {
+        std::lock_guard<std::mutex> guard(mutex);
+        T *known = static_cast<T *>(handle);
+        if (!live.erase(known)) return false;
+        delete known;
+        return true;
+    }
+
+  private:
+    std::mutex mutex;
+    std::set<T *> live;
+};
+
+// Never destroyed: queues work until the process has gone.
+template <class T>
+T &global() {
+    static T *value = new T;
+    return *value;
+}
+
+inline Handles<Stream> &streams() { return global<Handles<Stream>>(); }
+
+// The stream of a handle, among which the null stream's is the current context's; or null.
+Stream *find_stream(void *handle);
+// How a function returns that found none.
+CUresult no_stream(void *handle);
+
+// Runs `action` with the lock of the current context, where there is one.
+template <class Action>
+CUresult in_context(Action action) {
+    Gpu *gpu = current();
+    if (!gpu) return CUDA_ERROR_INVALID_CONTEXT;
+    std::lock_guard<std::mutex> guard(gpu->lock);
+    if (!gpu->retained) return CUDA_ERROR_CONTEXT_IS_DESTROYED;
+    return action(*gpu);
+}
+
+// Runs `action` with the lock of the stream's context.
+template <class Action>
+CUresult on_stream(void *handle, Action action) {
+    Stream *stream = find_stream(handle);
+    if (!stream) return no_stream(handle);
+    std::lock_guard<std::mutex> guard(stream->gpu->lock);
+    if (!stream->gpu->retained) return CUDA_ERROR_CONTEXT_IS_DESTROYED;
+    return action(*stream);
+}
+
+// Submits an item to a stream.
+inline CUresult submit(void *handle, std::function<void()> item) {
+    return on_stream(handle, [&](Stream &stream) {
+        stream.gpu->submit(stream, std::move(item));
+        return CUDA_SUCCESS;
+    });
+}
+
+// Whether all of this memory was allocated by the driver, on a GPU or of the host.
+bool allocated(CUdeviceptr at, u64 bytes);
+
+}  // namespace driver

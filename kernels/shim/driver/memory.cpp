@@ -1,0 +1,295 @@
+// Memory. A GPU's is the host's under its own address, so kernels and copies of any GPU reach all of it. It has
+// nonsense in it when it is new, a page that nobody may touch after it, and is gone when it has been freed.
+#include <sys/mman.h>
+
+#include <cstring>
+#include <map>
+
+#include "gpu.hpp"
+
+using driver::current;
+using driver::Gpu;
+using driver::gpu;
+
+namespace {
+
+constexpr u64 PAGE = 4096;
+constexpr unsigned char NONSENSE = 0xcb;
+// How much of what is new: more than any words of ours take, and soon done.
+constexpr u64 NONSENSE_BYTES = 4 << 20;
+
+struct Region {
+    u64 bytes;
+    Gpu *gpu;  // null: memory of the host
+    bool own;  // else it is the program's, and registered
+};
+
+struct Regions {
+    std::mutex mutex;
+    std::map<u64, Region> all;  // by first address
+
+    void add(u64 at, Region region) {
+        std::lock_guard<std::mutex> guard(mutex);
+        all[at] = region;
+    }
+    // The region that has this address, and where it begins, or 0.
+    std::pair<u64, Region> find(u64 at) {
+        std::lock_guard<std::mutex> guard(mutex);
+        auto next = all.upper_bound(at);
+        if (next == all.begin()) return {};
+        auto [start, region] = *--next;
+        return at < start + region.bytes ? std::pair(start, region) : std::pair(u64(0), Region{});
+    }
+};
+Regions &regions() { return driver::global<Regions>(); }
+
+CUresult allocate(u64 *at, u64 bytes, Gpu *gpu) {
+    if (bytes == 0) return CUDA_ERROR_INVALID_VALUE;
+    u64 whole = (bytes + PAGE - 1) / PAGE * PAGE;
+    constexpr int HOW = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    void *memory = mmap(nullptr, whole + PAGE, PROT_READ | PROT_WRITE, HOW, -1, 0);
+    if (memory == MAP_FAILED) return CUDA_ERROR_OUT_OF_MEMORY;
+    *at = u64(memory);
+    mprotect(static_cast<char *>(memory) + whole, PAGE, PROT_NONE);
+    memset(memory, NONSENSE, std::min(whole, NONSENSE_BYTES));
+    regions().add(*at, {bytes, gpu, true});
+    return CUDA_SUCCESS;
+}
+
+// What begins at this address, and is a GPU's or the host's.
+CUresult release(u64 at, bool of_host) {
+    std::lock_guard<std::mutex> guard(regions().mutex);
+    auto found = regions().all.find(at);
+    if (found == regions().all.end() || !found->second.gpu != of_host) return CUDA_ERROR_INVALID_VALUE;
+    if (found->second.own) munmap(reinterpret_cast<void *>(at), (found->second.bytes + PAGE - 1) / PAGE * PAGE + PAGE);
+    regions().all.erase(found);
+    return CUDA_SUCCESS;
+}
+
+// The stream's work, once it is done.
+CUresult submit_and_wait(void *stream, std::function<void()> item) {
+    driver::Marked mark;
+    CUresult result = driver::on_stream(stream, [&](driver::Stream &found) {
+        mark = found.gpu->submit(found, std::move(item));
+        return CUDA_SUCCESS;
+    });
+    if (mark) mark->wait();
+    return result;
+}
+
+struct Rows {
+    u64 first, pitch;
+    u64 extent(u64 width, u64 height) const { return (height - 1) * pitch + width; }
+};
+
+enum class Side { DEVICE, HOST, EITHER };
+
+// As the driver does with memory of the host that it did not allocate: what is read was read when the call returns,
+// and what is written was written.
+CUresult copy(void *stream, Rows to, Side target, Rows from, Side source, u64 width, u64 height, bool wait) {
+    if (width == 0 || height == 0) return CUDA_SUCCESS;
+    bool from_known = driver::allocated(from.first, from.extent(width, height));
+    bool to_known = driver::allocated(to.first, to.extent(width, height));
+    if (source == Side::DEVICE && !from_known) return CUDA_ERROR_INVALID_VALUE;
+    if (target == Side::DEVICE && !to_known) return CUDA_ERROR_INVALID_VALUE;
+    std::shared_ptr<std::vector<unsigned char>> read;
+    if (!from_known && !wait) {
+        auto *start = reinterpret_cast<const unsigned char *>(from.first);
+        read = std::make_shared<std::vector<unsigned char>>(start, start + from.extent(width, height));
+        from.first = u64(read->data());
+    }
+    auto item = [=] {
+        (void)read;
+        for (u64 row = 0; row < height; ++row) {
+            memmove(reinterpret_cast<void *>(to.first + row * to.pitch),
+                    reinterpret_cast<const void *>(from.first + row * from.pitch), width);
+        }
+    };
+    return wait || !to_known ? submit_and_wait(stream, item) : driver::submit(stream, item);
+}
+
+CUresult copy(void *stream, u64 to, Side target, u64 from, Side source, u64 bytes, bool wait) {
+    return copy(stream, Rows{to, 0}, target, Rows{from, 0}, source, bytes, 1, wait);
+}
+
+template <class T>
+CUresult fill(void *stream, u64 at, T value, u64 count, bool wait) {
+    if (at % sizeof(T) || !driver::allocated(at, count * sizeof(T))) return CUDA_ERROR_INVALID_VALUE;
+    auto item = [=] { std::fill_n(reinterpret_cast<T *>(at), count, value); };
+    return wait ? submit_and_wait(stream, item) : driver::submit(stream, item);
+}
+
+CUresult allocate_in_order(u64 *at, u64 bytes, void *stream) {
+    return driver::on_stream(stream, [&](driver::Stream &found) { return allocate(at, bytes, found.gpu); });
+}
+
+CUresult allocate_host(void **at, u64 bytes) {
+    return driver::in_context([&](Gpu &own) {
+        own.settle();
+        return allocate(reinterpret_cast<u64 *>(at), bytes, nullptr);
+    });
+}
+
+}  // namespace
+
+bool driver::allocated(CUdeviceptr at, u64 bytes) {
+    auto [start, region] = regions().find(at);
+    return start && at + bytes <= start + region.bytes;
+}
+
+API cuMemAlloc_v2(u64 *at, size_t bytes) {
+    return driver::in_context([&](Gpu &own) {
+        own.settle();
+        return allocate(at, bytes, &own);
+    });
+}
+
+API cuMemFree_v2(u64 at) {
+    if (!at) return CUDA_SUCCESS;
+    return driver::in_context([&](Gpu &own) {
+        own.settle();
+        return release(at, false);
+    });
+}
+
+API cuMemAllocAsync(u64 *at, size_t bytes, void *stream) { return allocate_in_order(at, bytes, stream); }
+API cuMemAllocFromPoolAsync(u64 *at, size_t bytes, void *, void *stream) {
+    return allocate_in_order(at, bytes, stream);
+}
+
+API cuMemFreeAsync(u64 at, void *stream) {
+    auto [start, region] = regions().find(at);
+    if (start != at || !region.gpu) return CUDA_ERROR_INVALID_VALUE;
+    return driver::submit(stream, [at] { release(at, false); });
+}
+
+API cuMemAllocHost_v2(void **at, size_t bytes) { return allocate_host(at, bytes); }
+API cuMemHostAlloc(void **at, size_t bytes, unsigned) { return allocate_host(at, bytes); }
+
+API cuMemFreeHost(void *at) {
+    return driver::in_context([&](Gpu &own) {
+        own.settle();
+        return release(u64(at), true);
+    });
+}
+
+API cuMemHostRegister_v2(void *at, size_t bytes, unsigned) {
+    return driver::in_context([&](Gpu &) {
+        regions().add(u64(at), {bytes, nullptr, false});
+        return CUDA_SUCCESS;
+    });
+}
+API cuMemHostUnregister(void *at) {
+    return driver::in_context([&](Gpu &) { return release(u64(at), true); });
+}
+
+API cuMemHostGetDevicePointer_v2(u64 *device, void *at, unsigned) {
+    *device = u64(at);
+    return driver::allocated(u64(at), 1) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+
+API cuMemGetAddressRange_v2(u64 *first, size_t *bytes, u64 at) {
+    auto [start, region] = regions().find(at);
+    if (!start) return CUDA_ERROR_NOT_FOUND;
+    if (first) *first = start;
+    if (bytes) *bytes = region.bytes;
+    return CUDA_SUCCESS;
+}
+
+API cuPointerGetAttribute(void *value, int attribute, u64 at) {
+    auto [start, region] = regions().find(at);
+    if (!start) return CUDA_ERROR_INVALID_VALUE;
+    switch (attribute) {
+        case 1: *static_cast<void **>(value) = region.gpu; return CUDA_SUCCESS;               // context
+        case 2: *static_cast<u32 *>(value) = region.gpu ? 2 : 1; return CUDA_SUCCESS;         // device or host
+        case 3: case 4: *static_cast<u64 *>(value) = at; return CUDA_SUCCESS;                 // its addresses
+        case 8: *static_cast<u32 *>(value) = 0; return CUDA_SUCCESS;                          // not managed
+        case 9: *static_cast<int *>(value) = region.gpu ? region.gpu->ordinal : 0; return CUDA_SUCCESS;
+        case 11: *static_cast<u64 *>(value) = start; return CUDA_SUCCESS;
+        case 12: *static_cast<u64 *>(value) = region.bytes; return CUDA_SUCCESS;
+        default: return CUDA_ERROR_NOT_SUPPORTED;
+    }
+}
+
+API cuPointerGetAttributes(unsigned count, const int *attributes, void **values, u64 at) {
+    for (unsigned i = 0; i < count; ++i) {
+        CUresult result = cuPointerGetAttribute(values[i], attributes[i], at);
+        if (result != CUDA_SUCCESS) return result;
+    }
+    return CUDA_SUCCESS;
+}
+
+API cuMemcpyHtoD_v2(u64 to, const void *from, size_t bytes) {
+    return copy(nullptr, to, Side::DEVICE, u64(from), Side::HOST, bytes, true);
+}
+API cuMemcpyDtoH_v2(void *to, u64 from, size_t bytes) {
+    return copy(nullptr, u64(to), Side::HOST, from, Side::DEVICE, bytes, true);
+}
+API cuMemcpyDtoD_v2(u64 to, u64 from, size_t bytes) {
+    return copy(nullptr, to, Side::DEVICE, from, Side::DEVICE, bytes, true);
+}
+API cuMemcpyHtoDAsync_v2(u64 to, const void *from, size_t bytes, void *stream) {
+    return copy(stream, to, Side::DEVICE, u64(from), Side::HOST, bytes, false);
+}
+API cuMemcpyDtoHAsync_v2(void *to, u64 from, size_t bytes, void *stream) {
+    return copy(stream, u64(to), Side::HOST, from, Side::DEVICE, bytes, false);
+}
+API cuMemcpyDtoDAsync_v2(u64 to, u64 from, size_t bytes, void *stream) {
+    return copy(stream, to, Side::DEVICE, from, Side::DEVICE, bytes, false);
+}
+API cuMemcpyAsync(u64 to, u64 from, size_t bytes, void *stream) {
+    return copy(stream, to, Side::EITHER, from, Side::EITHER, bytes, false);
+}
+API cuMemcpyPeerAsync(u64 to, void *, u64 from, void *, size_t bytes, void *stream) {
+    return copy(stream, to, Side::DEVICE, from, Side::DEVICE, bytes, false);
+}
+
+struct Copy2D {
+    struct End {
+        size_t x, y;
+        int type;
+        u64 host, device;
+        void *array;
+        size_t pitch;
+        Rows rows() const { return {(type == 1 ? host : device) + y * pitch + x, pitch}; }
+        Side side() const { return type == 1 ? Side::HOST : type == 2 ? Side::DEVICE : Side::EITHER; }
+    } source, target;
+    size_t width, height;
+};
+
+API cuMemcpy2DAsync_v2(const Copy2D *what, void *stream) {
+    if (what->source.type == 3 || what->target.type == 3) return CUDA_ERROR_NOT_SUPPORTED;
+    return copy(stream, what->target.rows(), what->target.side(), what->source.rows(), what->source.side(), what->width,
+                what->height, false);
+}
+
+API cuMemsetD8_v2(u64 at, unsigned char value, size_t count) { return fill(nullptr, at, value, count, true); }
+API cuMemsetD32_v2(u64 at, unsigned value, size_t count) { return fill(nullptr, at, value, count, true); }
+API cuMemsetD8Async(u64 at, unsigned char value, size_t count, void *stream) {
+    return fill(stream, at, value, count, false);
+}
+API cuMemsetD32Async(u64 at, unsigned value, size_t count, void *stream) {
+    return fill(stream, at, value, count, false);
+}
+
+// A GPU has one pool, which allocates like everything else.
+API cuDeviceGetDefaultMemPool(void **pool, CUdevice device) {
+    *pool = gpu(device);
+    return gpu(device) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_DEVICE;
+}
+API cuDeviceGetMemPool(void **pool, CUdevice device) { return cuDeviceGetDefaultMemPool(pool, device); }
+API cuMemPoolSetAccess(void *, const void *, size_t) {
+    return driver::settings().peers ? CUDA_SUCCESS : CUDA_ERROR_PEER_ACCESS_UNSUPPORTED;
+}
+API cuMemPoolTrimTo(void *, size_t) { return CUDA_SUCCESS; }
+
+constexpr int RELEASE_THRESHOLD = 4;
+API cuMemPoolSetAttribute(void *pool, int attribute, void *value) {
+    if (attribute == RELEASE_THRESHOLD) static_cast<Gpu *>(pool)->release_threshold = *static_cast<u64 *>(value);
+    return CUDA_SUCCESS;
+}
+API cuMemPoolGetAttribute(void *pool, int attribute, void *value) {
+    if (attribute != RELEASE_THRESHOLD) return CUDA_ERROR_NOT_SUPPORTED;
+    *static_cast<u64 *>(value) = static_cast<Gpu *>(pool)->release_threshold;
+    return CUDA_SUCCESS;
+}

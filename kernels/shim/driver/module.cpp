@@ -1,0 +1,158 @@
+// Modules, their functions, and launches. A module is a text that NVRTC's stand-in handed through; a function of ours
+// runs as compiled into this library, and others cannot run.
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+#include <string>
+#include <utility>
+
+#include "../../signal.cuh"
+#include "../device.hpp"
+#include "entries.hpp"
+#include "gpu.hpp"
+
+using driver::Entry;
+using driver::Gpu;
+
+namespace {
+
+struct Module {
+    Gpu *gpu;
+    std::string text;
+};
+driver::Handles<Module> &modules() { return driver::global<driver::Handles<Module>>(); }
+
+struct Function {
+    Module *module;
+    Gpu *gpu;
+    std::string name;
+    const Entry *entry;
+    bool launched;
+};
+driver::Handles<Function> &functions() { return driver::global<driver::Handles<Function>>(); }
+
+constexpr u32 MULTIPROCESSORS = 4;
+
+u32 blocks_of_multiprocessor(u32 threads) { return std::clamp(2 * MAX_THREADS / std::max(threads, 1u), 1u, 32u); }
+
+// Parameters as they were at the launch.
+struct Parameters {
+    std::vector<std::vector<unsigned char>> bytes;
+    std::vector<void *> at;
+    Parameters(const Entry &entry, void **given) {
+        for (size_t i = 0; i < entry.sizes.size(); ++i) {
+            auto *first = static_cast<const unsigned char *>(given[i]);
+            bytes.emplace_back(first, first + entry.sizes[i]);
+        }
+        for (auto &one : bytes) at.push_back(one.data());
+    }
+};
+
+CUresult refuse(const Function &function, const char *why, CUresult result) {
+    fprintf(stderr, "software driver: kernel %s: %s\n", function.name.c_str(), why);
+    return result;
+}
+
+CUresult launch(Function &function, shim::Index grid, shim::Index block, void *stream, void **given) {
+    return driver::on_stream(stream, [&](driver::Stream &found) {
+        if (found.gpu != function.gpu) return CUDA_ERROR_INVALID_HANDLE;
+        bool empty = !grid.x || !grid.y || !grid.z || !block.x || !block.y || !block.z;
+        if (empty || !given) return CUDA_ERROR_INVALID_VALUE;
+        if (!function.entry) return refuse(function, "not one of Bonfire's, cannot run", CUDA_ERROR_NOT_SUPPORTED);
+        if (grid.z != 1 || block.y != 1 || block.z != 1) {
+            return refuse(function, "grids of (x, y, 1) and blocks of (x, 1, 1) only", CUDA_ERROR_NOT_SUPPORTED);
+        }
+        if (block.x > MAX_THREADS) return CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES;
+        // Modules are loaded lazily, with the first launch.
+        if (!std::exchange(function.launched, true)) found.gpu->settle();
+        auto parameters = std::make_shared<Parameters>(*function.entry, given);
+        u32 rows = std::max(MULTIPROCESSORS * blocks_of_multiprocessor(block.x) / grid.x, 1u);
+        found.gpu->submit(found, [entry = function.entry, grid, threads = block.x, parameters, rows] {
+            shim::run({{{grid, threads, [=] { entry->run(parameters->at.data()); }}}}, rows);
+        });
+        return CUDA_SUCCESS;
+    });
+}
+
+}  // namespace
+
+API cuModuleLoadData(void **module, const void *image) {
+    return driver::in_context([&](Gpu &own) {
+        own.settle();
+        *module = modules().add({&own, static_cast<const char *>(image)});
+        return CUDA_SUCCESS;
+    });
+}
+API cuModuleLoadDataEx(void **module, const void *image, unsigned, int *, void **) {
+    return cuModuleLoadData(module, image);
+}
+
+API cuModuleUnload(void *module) {
+    return driver::in_context([&](Gpu &own) {
+        own.settle();
+        return modules().remove(module) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE;
+    });
+}
+
+API cuModuleGetFunction(void **function, void *handle, const char *name) {
+    Module *module = modules().find(handle);
+    if (!module) return CUDA_ERROR_INVALID_HANDLE;
+    const Entry *entry = driver::entry(name);
+    if (!entry && module->text.find(name) == std::string::npos) return CUDA_ERROR_NOT_FOUND;
+    *function = functions().add({module, module->gpu, name, entry, false});
+    return CUDA_SUCCESS;
+}
+
+API cuFuncGetModule(void **module, void *handle) {
+    Function *function = functions().find(handle);
+    if (!function) return CUDA_ERROR_INVALID_HANDLE;
+    *module = function->module;
+    return CUDA_SUCCESS;
+}
+
+API cuFuncSetCacheConfig(void *function, int) {
+    return functions().find(function) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE;
+}
+API cuFuncSetAttribute(void *function, int, int) { return cuFuncSetCacheConfig(function, 0); }
+
+API cuFuncGetAttribute(int *value, int attribute, void *function) {
+    if (!functions().find(function)) return CUDA_ERROR_INVALID_HANDLE;
+    switch (attribute) {
+        case 0: *value = int(MAX_THREADS); return CUDA_SUCCESS;  // threads of a block
+        case 4: *value = 64; return CUDA_SUCCESS;                 // registers
+        case 5: case 6: *value = 90; return CUDA_SUCCESS;         // what it was compiled for
+        default: *value = 0; return CUDA_SUCCESS;
+    }
+}
+
+API cuOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, void *function, int threads, size_t) {
+    if (!functions().find(function)) return CUDA_ERROR_INVALID_HANDLE;
+    if (threads < 1) return CUDA_ERROR_INVALID_VALUE;
+    *blocks = u32(threads) > MAX_THREADS ? 0 : int(blocks_of_multiprocessor(u32(threads)));
+    return CUDA_SUCCESS;
+}
+API cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *blocks, void *function, int threads, size_t bytes,
+                                                         unsigned) {
+    return cuOccupancyMaxActiveBlocksPerMultiprocessor(blocks, function, threads, bytes);
+}
+
+API cuLaunchKernel(void *handle, unsigned x, unsigned y, unsigned z, unsigned block_x, unsigned block_y,
+                   unsigned block_z, unsigned, void *stream, void **parameters, void **) {
+    Function *function = functions().find(handle);
+    if (!function) return CUDA_ERROR_INVALID_HANDLE;
+    return launch(*function, {x, y, z}, {block_x, block_y, block_z}, stream, parameters);
+}
+
+struct LaunchConfig {
+    unsigned x, y, z, block_x, block_y, block_z, shared;
+    void *stream, *attributes;
+    unsigned attribute_count;
+};
+
+API cuLaunchKernelEx(const LaunchConfig *how, void *handle, void **parameters, void **) {
+    Function *function = functions().find(handle);
+    if (!function) return CUDA_ERROR_INVALID_HANDLE;
+    if (how->attribute_count) return refuse(*function, "launch attributes", CUDA_ERROR_NOT_SUPPORTED);
+    shim::Index block = {how->block_x, how->block_y, how->block_z};
+    return launch(*function, {how->x, how->y, how->z}, block, how->stream, parameters);
+}

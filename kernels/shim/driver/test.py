@@ -1,0 +1,260 @@
+#!/usr/bin/env python3
+"""Tests the software driver in a folder, with the settings of the environment: test.py FOLDER
+
+What follows are calls as a program's, of the driver's own functions; results are compared with sums done here.
+It takes 1 or 2 GPUs, 1 queue or more than 3, and a strict driver with one GPU only: its one thread could not submit the
+second GPU's kernel while the first one's context waits for it.
+"""
+
+import ctypes
+import os
+import random
+import struct
+import sys
+import threading
+import time
+
+MAX_RANKS = 8
+CONTROL = 1122432  # sizeof(Control), see signal.cuh
+SECONDS = 1_000_000_000
+GPUS = int(os.environ.get("SHIM_GPUS", 1))
+
+cuda = ctypes.CDLL(os.path.join(sys.argv[1], "libcuda.so"))
+nvrtc = ctypes.CDLL(os.path.join(sys.argv[1], "libnvrtc.so"))
+
+U64, U32, POINTER = ctypes.c_uint64, ctypes.c_uint32, ctypes.c_void_p
+
+
+def call(name, *arguments, expected=0):
+    result = getattr(cuda, name)(*arguments)
+    assert result == expected, f"{name}: {result}, not {expected}"
+
+
+def got(kind, name, *arguments):
+    """What a function stores through its first parameter."""
+    value = kind()
+    call(name, ctypes.byref(value), *arguments)
+    return value
+
+
+def memory(data):
+    address = got(U64, "cuMemAlloc_v2", ctypes.c_size_t(len(data)))
+    call("cuMemcpyHtoD_v2", address, data, ctypes.c_size_t(len(data)))
+    return address
+
+
+def read(address, size):
+    data = ctypes.create_string_buffer(size)
+    call("cuMemcpyDtoH_v2", data, address, ctypes.c_size_t(size))
+    return data.raw
+
+
+def words(*values):
+    return struct.pack(f"{len(values)}Q", *values)
+
+
+def word(address):
+    return struct.unpack("Q", read(address, 8))[0]
+
+
+def function(name, text=b"extern \"C\" __global__ void of_somebody_else() {}"):
+    program = POINTER()
+    assert nvrtc.nvrtcCreateProgram(ctypes.byref(program), text, None, 0, None, None) == 0
+    assert nvrtc.nvrtcCompileProgram(program, 0, None) == 0
+    size = ctypes.c_size_t()
+    assert nvrtc.nvrtcGetPTXSize(program, ctypes.byref(size)) == 0
+    image = ctypes.create_string_buffer(size.value)
+    assert nvrtc.nvrtcGetPTX(program, image) == 0
+    assert nvrtc.nvrtcDestroyProgram(ctypes.byref(program)) == 0
+    module = got(POINTER, "cuModuleLoadData", image)
+    return got(POINTER, "cuModuleGetFunction", module, name)
+
+
+def launch(of, grid, threads, stream, *parameters, expected=0):
+    """Parameters are bytes. They are overwritten after the launch, which must have taken a copy."""
+    buffers = [ctypes.create_string_buffer(one, len(one)) for one in parameters]
+    array = (POINTER * (len(buffers) + 1))(*[ctypes.addressof(one) for one in buffers])
+    x, y = grid
+    call("cuLaunchKernel", of, x, y, 1, threads, 1, 1, 0, stream, array, None, expected=expected)
+    for one in buffers:
+        ctypes.memset(one, 0xFF, len(one))
+
+
+class Gpu:
+    """A GPU with the ranks that it has, their words, and the streams of tensors and of collectives."""
+
+    def __init__(self, ordinal):
+        self.device = got(ctypes.c_int, "cuDeviceGet", ordinal)
+        self.context = got(POINTER, "cuDevicePrimaryCtxRetain", self.device)
+        self.enter()
+        self.tensors, self.collectives = (got(POINTER, "cuStreamCreate", 1) for _ in range(2))
+        self.ready, self.done = memory(bytes(8)), memory(bytes(8))
+        self.host = got(POINTER, "cuMemHostAlloc", ctypes.c_size_t(16), 0)
+        ctypes.memset(self.host, 0, 16)
+        # Of every rank.
+        self.control = memory(bytes(CONTROL))
+        names = b"two_shot_sum_f32", b"tensors_ready", b"await_done"
+        self.two_shot, self.tensors_ready, self.await_done = map(function, names)
+
+    def enter(self):
+        call("cuCtxSetCurrent", self.context)
+
+    def order(self, address, value):
+        return words(address.value, value, 20 * SECONDS, self.host.value)
+
+
+def all_reduces(gpus, ranks, calls):
+    """`calls` sums of all ranks' tensors, rank r on GPU r % GPUs, each of another length, submitted at once."""
+    controls = []
+    for rank in range(ranks):
+        gpus[rank % len(gpus)].enter()
+        controls.append(memory(bytes(CONTROL)).value)
+    results = []
+    made = random.Random(1)
+    for number in range(1, calls + 1):
+        count = made.randrange(1, 3000)
+        values = [[made.randrange(-1000, 1000) for _ in range(count)] for _ in range(ranks)]
+        sums = struct.pack(f"{count}f", *map(sum, zip(*values)))
+        for index, gpu in enumerate(gpus):
+            gpu.enter()
+            members = []
+            for rank in range(index, ranks, len(gpus)):
+                data = struct.pack(f"{count}f", *values[rank])
+                size = ctypes.c_size_t(len(data))
+                source = got(U64, "cuMemAllocAsync", size, gpu.tensors)
+                target = got(U64, "cuMemAllocAsync", size, gpu.tensors)
+                call("cuMemcpyHtoDAsync_v2", source, data, size, gpu.tensors)
+                members.append((source.value, target.value, rank, gpu.host.value))
+                copy = got(POINTER, "cuMemHostAlloc", size, 0)
+                results.append((copy, sums, gpu, target, size, number))
+            gpu_call = words(
+                *controls, *[0] * (MAX_RANKS - ranks),
+                *[word for member in members for word in member], *[0] * (4 * (MAX_RANKS - len(members))),
+                20 * SECONDS, ranks, 0, count, 0,
+            )  # fmt: skip
+            launch(gpu.tensors_ready, (1, 1), 1, gpu.tensors, *[words(0)] * 3, gpu.order(gpu.ready, number))
+            call("cuStreamWaitValue64_v2", gpu.collectives, gpu.ready, U64(number), 0)
+            launch(gpu.two_shot, (len(members), 2), 64, gpu.collectives, gpu_call)
+            call("cuStreamWriteValue64_v2", gpu.collectives, gpu.done, U64(number), 0)
+            launch(gpu.await_done, (1, 1), 1, gpu.tensors, words(0), gpu.order(gpu.done, number))
+            for copy, _, on, target, size, of in results:
+                if on is gpu and of == number:
+                    call("cuMemcpyDtoHAsync_v2", copy, target, size, gpu.tensors)
+                    call("cuMemFreeAsync", target, gpu.tensors)
+    for gpu in gpus:
+        gpu.enter()
+        call("cuStreamSynchronize", gpu.tensors)
+    for copy, sums, gpu, _, size, number in results:
+        assert ctypes.string_at(copy, size.value) == sums, f"call {number} on GPU {gpu.device.value}"
+        assert ctypes.string_at(gpu.host, 16) == bytes(16), "a failure"
+
+
+def is_asynchronous(gpus):
+    """What was submitted waits, the host does not; and it sees what was done once it has waited."""
+    gpu = gpus[0]
+    gpu.enter()
+    gate, passed, seen = (memory(words(0)) for _ in range(3))
+    # What the host hands over is read at once where the driver did not allocate it, also by a stream that waits.
+    data = ctypes.create_string_buffer(words(5), 8)
+    call("cuStreamWaitValue64_v2", gpu.tensors, gate, U64(3), 0)
+    call("cuMemcpyHtoDAsync_v2", gpu.ready, data, ctypes.c_size_t(8), gpu.tensors)
+    ctypes.memset(data, 0, 8)
+    call("cuStreamWriteValue64_v2", gpu.tensors, passed, U64(7), 0)
+    call("cuStreamQuery", gpu.tensors, expected=600)
+    # The event covers what came before it, and no event that was never recorded covers anything.
+    event, never = (got(POINTER, "cuEventCreate", 2) for _ in range(2))
+    call("cuEventRecord", event, gpu.tensors)
+    call("cuEventQuery", event, expected=600)
+    call("cuEventQuery", never)
+    # Another stream, of another GPU where there is one, goes on after the event.
+    last = gpus[-1]
+    last.enter()
+    call("cuStreamWaitEvent", last.collectives, event, 0)
+    call("cuMemcpyDtoDAsync_v2", seen, passed, ctypes.c_size_t(8), last.collectives)
+    # As the driver stores it, not through a stream, which may be in the same queue.
+    assert ctypes.c_uint64.from_address(passed.value).value == 0
+    ctypes.c_uint64.from_address(gate.value).value = 3
+    call("cuStreamSynchronize", last.collectives)
+    assert word(seen) == 7 and word(gpu.ready) == 5
+    gpu.enter()
+    call("cuEventDestroy_v2", event)
+    call("cuEventQuery", event, expected=400)
+
+
+def shares_queues(gpu):
+    """With one queue, a stream that waits holds up all others."""
+    gpu.enter()
+    other = got(POINTER, "cuStreamCreate", 1)
+    gate, passed = memory(words(0)), memory(words(0))
+    call("cuStreamWaitValue64_v2", gpu.tensors, gate, U64(1), 0)
+    call("cuStreamWriteValue64_v2", other, passed, U64(1), 0)
+    one_queue = os.environ.get("SHIM_QUEUES") == "1"
+    if one_queue:
+        # Time to do what it must not.
+        time.sleep(0.05)
+        call("cuStreamQuery", other, expected=600)
+    else:
+        call("cuStreamSynchronize", other)
+    ctypes.c_uint64.from_address(gate.value).value = 1
+    call("cuCtxSynchronize")
+    assert word(passed) == 1
+
+
+def loads_wait(gpu):
+    """Where the driver is strict, a module is loaded when the context has nothing left to do, and at once elsewhere."""
+    gpu.enter()
+    gate = memory(words(0))
+    call("cuStreamWaitValue64_v2", gpu.tensors, gate, U64(1), 0)
+    loaded = threading.Event()
+
+    def load():
+        gpu.enter()
+        function(b"copy")
+        loaded.set()
+
+    thread = threading.Thread(target=load)
+    thread.start()
+    strict = os.environ.get("SHIM_STRICT") == "1"
+    assert loaded.wait(0.05 if strict else 20) != strict
+    ctypes.c_uint64.from_address(gate.value).value = 1
+    thread.join()
+
+
+def refuses(gpus):
+    gpu = gpus[0]
+    gpu.enter()
+    launch(function(b"of_somebody_else"), (1, 1), 1, gpu.tensors, expected=801)
+    module = got(POINTER, "cuModuleLoadData", b"")
+    call("cuModuleGetFunction", ctypes.byref(POINTER()), module, b"of_somebody_else", expected=500)
+    launch(gpu.await_done, (0, 1), 1, gpu.tensors, words(0), gpu.order(gpu.done, 0), expected=1)
+    launch(gpu.await_done, (1, 1), 513, gpu.tensors, words(0), gpu.order(gpu.done, 0), expected=701)
+    call("cuMemFree_v2", U64(12345), expected=1)
+    assert read(got(U64, "cuMemAlloc_v2", ctypes.c_size_t(8)), 8) != bytes(8), "new memory has nothing in it"
+    call("cuStreamWriteValue64_v2", gpu.tensors, U64(4096), U64(1), 0, expected=1)
+    call("cuStreamSynchronize", POINTER(12345), expected=400)
+    call("cuDeviceGet", ctypes.byref(ctypes.c_int()), GPUS, expected=101)
+    peers = GPUS > 1 and os.environ.get("SHIM_PEERS") != "0"
+    assert got(ctypes.c_int, "cuDeviceCanAccessPeer", 0, GPUS - 1).value == peers
+    if GPUS > 1:
+        call("cuCtxEnablePeerAccess", gpus[1].context, 0, expected=0 if peers else 217)
+        launch(gpus[1].await_done, (1, 1), 1, gpu.tensors, words(0), gpu.order(gpu.done, 0), expected=400)
+    name = ctypes.c_char_p()
+    call("cuGetErrorName", 801, ctypes.byref(name))
+    assert name.value == b"CUDA_ERROR_NOT_SUPPORTED"
+    call("cuCtxSetCurrent", None)
+    call("cuMemAlloc_v2", ctypes.byref(U64()), ctypes.c_size_t(8), expected=201)
+
+
+call("cuInit", 0)
+all_gpus = [Gpu(ordinal) for ordinal in range(got(ctypes.c_int, "cuDeviceGetCount").value)]
+assert len(all_gpus) == GPUS
+for ranks_of_all in [2, 5]:
+    all_reduces(all_gpus, ranks_of_all, 6)
+    # The words of the next round count from 1 again.
+    for one in all_gpus:
+        one.enter()
+        one.ready, one.done = memory(bytes(8)), memory(bytes(8))
+is_asynchronous(all_gpus)
+shares_queues(all_gpus[0])
+loads_wait(all_gpus[0])
+refuses(all_gpus)
