@@ -40,6 +40,8 @@
 mod communication;
 mod compute;
 mod copy;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 mod device;
 pub(crate) mod exchange;
 mod memory;
