@@ -148,6 +148,33 @@ pub enum Error {
         /// What MPI says of it.
         reason: String,
     },
+
+    /// A library that is looked for at run time is not there, too old, or another one than the other ranks have.
+    #[error("{library}: {reason}")]
+    Library {
+        /// Whose library.
+        library: String,
+        /// What is wrong with it and how to get a right one.
+        reason: String,
+    },
+
+    /// NCCL failed. The communicator was aborted; other ranks that use it fail with their own error.
+    #[error(
+        "{function} of NCCL failed on rank {rank} with code {code} after {elapsed:.1?}: {reason}; NCCL_DEBUG=WARN makes \
+         NCCL say more"
+    )]
+    Nccl {
+        /// The function that was called.
+        function: String,
+        /// The rank that reports.
+        rank: usize,
+        /// What NCCL returned.
+        code: i32,
+        /// What NCCL says of it.
+        reason: String,
+        /// Time since the call.
+        elapsed: Duration,
+    },
 }
 
 impl Error {

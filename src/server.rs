@@ -41,7 +41,7 @@ mod communication;
 mod compute;
 mod copy;
 #[cfg(feature = "cuda")]
-mod cuda;
+pub mod cuda;
 mod device;
 #[doc(hidden)]
 pub mod engine;

@@ -10,6 +10,8 @@ mod driver;
 mod kernel;
 mod lane;
 mod memory;
+#[cfg(feature = "nccl")]
+pub mod nccl;
 mod order;
 mod team;
 

@@ -1,0 +1,160 @@
+//! Elements and reductions in NCCL's terms.
+
+use std::ffi::c_int;
+use std::fmt;
+
+use cudarc::nccl::sys::{ncclDataType_t, ncclRedOp_t};
+
+use super::library::{Version, version};
+use crate::dtype::{DType, ReduceOp};
+use crate::error::Error;
+
+/// What operations of NCCL are on: Bonfire's element types and floats of 8 bits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Scalar {
+    /// An element type of Bonfire's.
+    Of(DType),
+    /// A float with 4 bits of exponent and 3 of mantissa.
+    E4M3,
+    /// A float with 5 bits of exponent and 2 of mantissa.
+    E5M2,
+}
+
+impl Scalar {
+    /// Size of one in bytes.
+    pub const fn size(self) -> usize {
+        match self {
+            Scalar::Of(dtype) => dtype.size(),
+            Scalar::E4M3 | Scalar::E5M2 => 1,
+        }
+    }
+
+    const fn is_float(self) -> bool {
+        match self {
+            Scalar::Of(dtype) => matches!(dtype, DType::F32 | DType::F64 | DType::F16 | DType::BF16),
+            Scalar::E4M3 | Scalar::E5M2 => true,
+        }
+    }
+
+    /// NCCL's element, where it has one that it can reduce, and the first version that has it.
+    fn element(self) -> Option<(ncclDataType_t, c_int)> {
+        Some(match self {
+            Scalar::Of(dtype) => {
+                let element = match dtype {
+                    DType::F32 => ncclDataType_t::ncclFloat32,
+                    DType::F64 => ncclDataType_t::ncclFloat64,
+                    DType::F16 => ncclDataType_t::ncclFloat16,
+                    DType::BF16 => ncclDataType_t::ncclBfloat16,
+                    DType::I8 => ncclDataType_t::ncclInt8,
+                    DType::I32 => ncclDataType_t::ncclInt32,
+                    DType::I64 => ncclDataType_t::ncclInt64,
+                    DType::U8 => ncclDataType_t::ncclUint8,
+                    DType::U32 => ncclDataType_t::ncclUint32,
+                    DType::U64 => ncclDataType_t::ncclUint64,
+                    DType::I16 | DType::U16 => return None,
+                };
+                (element, 0)
+            }
+            Scalar::E4M3 => (ncclDataType_t::ncclFloat8e4m3, 2_24_00),
+            Scalar::E5M2 => (ncclDataType_t::ncclFloat8e5m2, 2_24_00),
+        })
+    }
+}
+
+impl fmt::Display for Scalar {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Scalar::Of(dtype) => dtype.fmt(f),
+            Scalar::E4M3 => f.write_str("e4m3"),
+            Scalar::E5M2 => f.write_str("e5m2"),
+        }
+    }
+}
+
+/// Whether the NCCL that is found at run time reduces elements of this type as [`ReduceOp`] says, but for rounding.
+///
+/// # Errors
+/// [`Error::InvalidArgument`] where no NCCL does, [`Error::Library`] where there is none or a newer one is needed.
+pub fn reduction(scalar: Scalar, op: ReduceOp) -> Result<(), Error> {
+    reduced(scalar, op, version()?).map(drop)
+}
+
+/// NCCL's element and reduction for version `version`.
+pub(super) fn reduced(scalar: Scalar, op: ReduceOp, version: c_int) -> Result<(ncclDataType_t, ncclRedOp_t), Error> {
+    let refuse = |why: &str| Error::argument(format!("{op} of {scalar} with NCCL"), why);
+    let (element, first) = scalar.element().ok_or_else(|| {
+        refuse("NCCL cannot reduce integers of 16 bits: convert to 32 bits, or reduce in host memory or with kernels")
+    })?;
+    match op {
+        ReduceOp::Mean if !scalar.is_float() => {
+            return Err(refuse("its sum of integers wraps before it is divided: take the sum of wider ones"));
+        }
+        ReduceOp::Max | ReduceOp::Min if scalar.is_float() => {
+            return Err(refuse("it loses a NaN: reduce in host memory or with kernels"));
+        }
+        _ if version < first => {
+            let reason =
+                format!("reductions of {scalar} need version {} or newer, not {}", Version(first), Version(version));
+            return Err(Error::Library { library: "NCCL".into(), reason });
+        }
+        _ => {}
+    }
+    let op = match op {
+        ReduceOp::Sum => ncclRedOp_t::ncclSum,
+        ReduceOp::Mean => ncclRedOp_t::ncclAvg,
+        ReduceOp::Max => ncclRedOp_t::ncclMax,
+        ReduceOp::Min => ncclRedOp_t::ncclMin,
+        ReduceOp::Product => ncclRedOp_t::ncclProd,
+    };
+    Ok((element, op))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What NCCL has, read off its header, and off the functions of its kernels what it does with it.
+    #[test]
+    fn every_reduction_is_ncclss_or_refused() {
+        use ncclDataType_t as Type;
+        let rows = [
+            (Scalar::Of(DType::F32), Some(Type::ncclFloat32), "sum mean product"),
+            (Scalar::Of(DType::F64), Some(Type::ncclFloat64), "sum mean product"),
+            (Scalar::Of(DType::F16), Some(Type::ncclFloat16), "sum mean product"),
+            (Scalar::Of(DType::BF16), Some(Type::ncclBfloat16), "sum mean product"),
+            (Scalar::Of(DType::I8), Some(Type::ncclInt8), "sum max min product"),
+            (Scalar::Of(DType::I16), None, ""),
+            (Scalar::Of(DType::I32), Some(Type::ncclInt32), "sum max min product"),
+            (Scalar::Of(DType::I64), Some(Type::ncclInt64), "sum max min product"),
+            (Scalar::Of(DType::U8), Some(Type::ncclUint8), "sum max min product"),
+            (Scalar::Of(DType::U16), None, ""),
+            (Scalar::Of(DType::U32), Some(Type::ncclUint32), "sum max min product"),
+            (Scalar::Of(DType::U64), Some(Type::ncclUint64), "sum max min product"),
+            (Scalar::E4M3, Some(Type::ncclFloat8e4m3), "sum mean product"),
+            (Scalar::E5M2, Some(Type::ncclFloat8e5m2), "sum mean product"),
+        ];
+        assert_eq!(rows.len(), DType::ALL.len() + 2);
+        for (scalar, element, ops) in rows {
+            for op in ReduceOp::ALL {
+                let found = reduced(scalar, op, 2_30_07);
+                match element.filter(|_| ops.split(' ').any(|name| name == op.to_string())) {
+                    Some(element) => assert_eq!(found.map(|(element, _)| element), Ok(element), "{op} of {scalar}"),
+                    None => assert!(matches!(found, Err(Error::InvalidArgument { .. })), "{op} of {scalar}: {found:?}"),
+                }
+            }
+        }
+        let ops = ReduceOp::ALL.map(|op| reduced(Scalar::Of(DType::I32), op, 2_30_07).map(|(_, op)| op as u32).ok());
+        assert_eq!(ops, [Some(0), None, Some(2), Some(3), Some(1)]);
+        assert_eq!(reduced(Scalar::E4M3, ReduceOp::Mean, 2_24_00).map(|(_, op)| op as u32), Ok(4));
+    }
+
+    #[test]
+    fn floats_of_8_bits_need_a_version_that_has_them() {
+        for scalar in [Scalar::E4M3, Scalar::E5M2] {
+            let error = reduced(scalar, ReduceOp::Sum, 2_23_04).unwrap_err();
+            assert!(matches!(error, Error::Library { .. }), "{error:?}");
+            assert!(error.to_string().contains("need version 2.24.0 or newer, not 2.23.4"), "{error}");
+            assert!(reduced(scalar, ReduceOp::Sum, 2_24_00).is_ok());
+        }
+    }
+}

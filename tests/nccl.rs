@@ -1,0 +1,600 @@
+//! Communicators of NCCL on a library with its interface that needs no GPU (`kernels/shim/nccl/library.cpp`): a test
+//! builds it and starts its own binary again with the library in `LD_LIBRARY_PATH`, with only that test in it.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread;
+use std::time::Duration;
+
+use bonfire::server::cuda::nccl::{self, Action, Communicator, Gpu, Scalar, Work};
+use bonfire::{Call, DType, Deadline, Element, Error, Group, ReduceOp, Site, partition};
+use cudarc::driver::sys::CUstream;
+use cudarc::driver::{CudaContext, result};
+use half::{bf16, f16};
+
+/// Set where a test was started again.
+const AGAIN: &str = "BONFIRE_TEST_NCCL";
+
+/// The folder with the library, built with this macro defined.
+fn library(defined: &str) -> PathBuf {
+    static BUILT: [OnceLock<PathBuf>; 2] = [const { OnceLock::new() }; 2];
+    let build = || {
+        let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("nccl-{defined}"));
+        std::fs::create_dir_all(&folder).unwrap();
+        let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels/shim/nccl/library.cpp");
+        let mut compiler = Command::new("g++");
+        compiler.args(["-std=c++17", "-O1", "-shared", "-fPIC", "-pthread", &format!("-D{defined}")]);
+        let built = compiler.arg(source).arg("-o").arg(folder.join("libnccl.so.2")).arg("-lrt").status();
+        assert!(built.expect("g++ is there").success());
+        folder
+    };
+    BUILT[usize::from(defined == "FAKE_NCCL_PARTIAL")].get_or_init(build).clone()
+}
+
+/// Runs `body` in the test `name` started again, with these variables.
+fn again(name: &str, libraries: &Path, variables: &[(&str, &str)], body: impl FnOnce()) {
+    if std::env::var_os(AGAIN).is_some() {
+        let _ = env_logger::try_init();
+        return body();
+    }
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command
+        .args([name, "--exact", "--nocapture", "--include-ignored"])
+        .env(AGAIN, "1")
+        .env("LD_LIBRARY_PATH", libraries);
+    let output = command.envs(variables.iter().copied()).output().unwrap();
+    let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert!(output.status.success() && out.contains("1 passed"), "{}\n{out}\n{err}", output.status);
+}
+
+fn with_nccl(name: &str, variables: &[(&str, &str)], body: impl FnOnce()) {
+    again(name, &library("FAKE_NCCL_WHOLE"), variables, body);
+}
+
+/// What each of `n` ranks, which are threads, gives.
+fn on_ranks<T: Send>(n: usize, rank: impl Fn(Group) -> T + Sync) -> Vec<T> {
+    let (groups, rank) = (Group::threads(n).unwrap(), &rank);
+    thread::scope(|scope| {
+        let start = |group: Group| scope.spawn(move || rank(group.with_deadline(Duration::from_secs(60))));
+        let ranks = groups.into_iter().map(start);
+        ranks.collect::<Vec<_>>().into_iter().map(|rank| rank.join().unwrap()).collect()
+    })
+}
+
+fn soon() -> Deadline {
+    Deadline::after(Duration::from_secs(60))
+}
+
+fn gpu(group: &Group) -> Gpu {
+    Gpu::with_uuid([group.rank() as u8; 16])
+}
+
+fn connect(group: &Group) -> Communicator {
+    Communicator::connect(group, gpu(group), &soon()).unwrap()
+}
+
+/// A stream of the library's: how much work was put on it, and how much of that is done.
+#[derive(Default)]
+struct Stream([AtomicU64; 2]);
+
+impl Stream {
+    fn raw(&self) -> CUstream {
+        (&raw const self.0).cast_mut().cast()
+    }
+
+    fn is_idle(&self) -> bool {
+        self.0[1].load(Ordering::SeqCst) == self.0[0].load(Ordering::SeqCst)
+    }
+}
+
+fn site(work: &Work<'_>) -> Site {
+    let dtype = if let Scalar::Of(dtype) = work.scalar { dtype } else { DType::U8 };
+    let (operation, count) = (work.action.operation(), work.count);
+    Site { call: Call { operation, dtype, count, reduction: None, root: None, sizes: None }, sequence: 7 }
+}
+
+fn perform(communicator: &mut Communicator, stream: &Stream, work: Work<'_>, deadline: &Deadline) -> Result<(), Error> {
+    // SAFETY: the tests' memory lives until the stream is past the work or the communicator has ended.
+    unsafe { communicator.submit(&work, stream.raw())? }.settle(site(&work), deadline)?;
+    communicator.wait(site(&work), deadline, || Ok(stream.is_idle()))
+}
+
+/// One rank with all that an operation needs.
+struct Rank {
+    group: Group,
+    communicator: Communicator,
+    stream: Stream,
+}
+
+impl Rank {
+    fn new(group: Group) -> Self {
+        Rank { communicator: connect(&group), group, stream: Stream::default() }
+    }
+
+    fn run<T: Element>(&mut self, action: Action, count: usize, sizes: Option<&[usize]>, from: *const T, to: *mut T) {
+        let (input, output) = (from.expose_provenance() as u64, to.expose_provenance() as u64);
+        let work = Work { action, scalar: Scalar::Of(T::DTYPE), count, sizes, input, output };
+        perform(&mut self.communicator, &self.stream, work, &soon()).unwrap();
+    }
+
+    /// Every operation on one type and length, compared with the group's.
+    fn check<T: Element>(&mut self, len: usize, of: impl Fn(u8) -> T) {
+        let (n, rank, group) = (self.group.world_size(), self.group.rank(), self.group.clone());
+        let own: Vec<T> = (0..len).map(|i| of(((i + 3 * rank) % 4) as u8)).collect();
+        let blank = vec![of(99); len];
+        let part = partition(len, n, rank);
+        let root = n / 2;
+        for op in ReduceOp::ALL {
+            // A third is no float, so NCCL's mean of three is not Bonfire's.
+            if nccl::reduction(Scalar::Of(T::DTYPE), op).is_err() || (op == ReduceOp::Mean && n == 3) {
+                continue;
+            }
+            let mut whole = own.clone();
+            group.all_reduce(&mut whole, op).unwrap();
+            let mut output = blank.clone();
+            self.run(Action::AllReduce(op), len, None, own.as_ptr(), output.as_mut_ptr());
+            assert_eq!(output, whole, "all_reduce {op}");
+            let mut both = own.clone();
+            let place = both.as_mut_ptr();
+            self.run(Action::AllReduce(op), len, None, place, place);
+            assert_eq!(both, whole, "all_reduce {op} in place");
+
+            let mut output = blank.clone();
+            self.run(Action::Reduce(op, root), len, None, own.as_ptr(), output.as_mut_ptr());
+            assert_eq!(output, if rank == root { whole.clone() } else { blank.clone() }, "reduce {op}");
+
+            let mut output = blank[part.clone()].to_vec();
+            self.run(Action::ReduceScatter(op), len, None, own.as_ptr(), output.as_mut_ptr());
+            assert_eq!(output, whole[part.clone()], "reduce_scatter {op}");
+        }
+
+        let mut from_root = own.clone();
+        group.broadcast(&mut from_root, root).unwrap();
+        let mut output = blank.clone();
+        self.run(Action::Broadcast(root), len, None, own.as_ptr(), output.as_mut_ptr());
+        assert_eq!(output, from_root, "broadcast");
+
+        let mut whole = own.clone();
+        group.all_gather(&mut whole).unwrap();
+        let mut output = blank.clone();
+        self.run(Action::AllGather, len, None, own[part.clone()].as_ptr(), output.as_mut_ptr());
+        assert_eq!(output, whole, "all_gather");
+        let mut both = own.clone();
+        let place = both.as_mut_ptr();
+        self.run(Action::AllGather, len, None, place.wrapping_add(part.start), place);
+        assert_eq!(both, whole, "all_gather in place");
+
+        let mut output = blank.clone();
+        self.run(Action::Gather(root), len, None, own[part.clone()].as_ptr(), output.as_mut_ptr());
+        assert_eq!(output, if rank == root { whole.clone() } else { blank.clone() }, "gather");
+        let mut output = blank[part.clone()].to_vec();
+        self.run(Action::Scatter(root), len, None, own.as_ptr(), output.as_mut_ptr());
+        assert_eq!(output, from_root[part.clone()], "scatter");
+        let mut both = own.clone();
+        let place = both.as_mut_ptr();
+        self.run(Action::Scatter(root), len, None, place, place.wrapping_add(part.start));
+        self.run(Action::Gather(root), len, None, place.wrapping_add(part.start), place);
+        if rank == root {
+            assert_eq!(both, own, "scatter and gather in place");
+        }
+
+        if len.is_multiple_of(n) {
+            let mut swapped = own.clone();
+            group.all_to_all(&mut swapped).unwrap();
+            let mut output = blank.clone();
+            self.run(Action::AllToAll, len, None, own.as_ptr(), output.as_mut_ptr());
+            assert_eq!(output, swapped, "all_to_all");
+        }
+        self.check_parts(&own, of(99));
+        self.check_ring(&own, of(99));
+    }
+
+    /// Parts of sizes that the caller gives, one of them empty.
+    fn check_parts<T: Element>(&mut self, own: &[T], blank: T) {
+        let (n, rank, group) = (self.group.world_size(), self.group.rank(), self.group.clone());
+        let mut sizes = vec![0; n];
+        sizes[0] = own.len() / 3;
+        sizes[n - 1] += own.len() - own.len() / 3;
+        let start: usize = sizes[..rank].iter().sum();
+        let part = start..start + sizes[rank];
+        let len = own.len();
+
+        let mut whole = vec![blank; len];
+        group.all_gather_v_into(&own[part.clone()], &sizes, &mut whole).unwrap();
+        let mut output = vec![blank; len];
+        self.run(Action::AllGather, len, Some(&sizes), own[part.clone()].as_ptr(), output.as_mut_ptr());
+        assert_eq!(output, whole, "all_gather_v");
+
+        if nccl::reduction(Scalar::Of(T::DTYPE), ReduceOp::Sum).is_ok() {
+            let mut reduced = own.to_vec();
+            group.all_reduce(&mut reduced, ReduceOp::Sum).unwrap();
+            let mut output = vec![blank; part.len()];
+            let action = Action::ReduceScatter(ReduceOp::Sum);
+            self.run(action, len, Some(&sizes), own.as_ptr(), output.as_mut_ptr());
+            assert_eq!(output, reduced[part.clone()], "reduce_scatter_v");
+        }
+
+        let mut output = vec![blank; len];
+        self.run(Action::Gather(0), len, Some(&sizes), own[part.clone()].as_ptr(), output.as_mut_ptr());
+        assert_eq!(output, if rank == 0 { whole } else { vec![blank; len] }, "gather_v");
+        let mut from_root = own.to_vec();
+        group.broadcast(&mut from_root, 0).unwrap();
+        let mut output = vec![blank; part.len()];
+        self.run(Action::Scatter(0), len, Some(&sizes), own.as_ptr(), output.as_mut_ptr());
+        assert_eq!(output, from_root[part], "scatter_v");
+    }
+
+    /// Every rank's to the next one.
+    fn check_ring<T: Element>(&mut self, own: &[T], blank: T) {
+        let (n, rank, len) = (self.group.world_size(), self.group.rank(), own.len());
+        if n == 1 {
+            return;
+        }
+        let (next, previous) = ((rank + 1) % n, (rank + n - 1) % n);
+        let mut output = vec![blank; len];
+        if rank == 0 {
+            self.run(Action::Send(next), len, None, own.as_ptr(), output.as_mut_ptr());
+        }
+        self.run(Action::Receive(previous), len, None, own.as_ptr(), output.as_mut_ptr());
+        if rank != 0 {
+            self.run(Action::Send(next), len, None, own.as_ptr(), output.as_mut_ptr());
+        }
+        let mut all = vec![blank; len * n];
+        self.group.all_gather_v_into(own, &vec![len; n], &mut all).unwrap();
+        assert_eq!(output, all[previous * len..][..len], "send and receive");
+    }
+}
+
+#[test]
+fn all_operations_types_and_lengths() {
+    with_nccl("all_operations_types_and_lengths", &[], || {
+        for n in 1..=4 {
+            on_ranks(n, |group| {
+                let mut rank = Rank::new(group);
+                for len in [0, 1, 2, 12, 29] {
+                    rank.check(len, f32::from);
+                }
+                // No number of parts but one is even.
+                rank.check(13, f64::from);
+                rank.check(13, f16::from);
+                rank.check(13, bf16::from);
+                rank.check(13, |value| value as i8);
+                rank.check(13, i16::from);
+                rank.check(13, i32::from);
+                rank.check(13, i64::from);
+                rank.check(13, |value| value);
+                rank.check(13, u16::from);
+                rank.check(13, u32::from);
+                rank.check(13, u64::from);
+                rank.check(40_001, f32::from);
+            });
+        }
+    });
+}
+
+#[test]
+fn floats_of_8_bits() {
+    with_nccl("floats_of_8_bits", &[], || {
+        // 1.5 and 2 as each format has them, and their sum.
+        for (scalar, [a, b, sum]) in [(Scalar::E4M3, [0x3c, 0x40, 0x46]), (Scalar::E5M2, [0x3e, 0x40, 0x43])] {
+            on_ranks(2, |group| {
+                let (mut rank, own) = (Rank::new(group.clone()), [if group.rank() == 0 { a } else { b }; 5]);
+                let mut output = [0u8; 5];
+                let (input, place) = (own.as_ptr().expose_provenance() as u64, output.as_mut_ptr().expose_provenance());
+                let action = Action::AllReduce(ReduceOp::Sum);
+                let work = Work { action, scalar, count: 5, sizes: None, input, output: place as u64 };
+                perform(&mut rank.communicator, &rank.stream, work, &soon()).unwrap();
+                assert_eq!(output, [sum; 5], "{scalar}");
+            });
+        }
+    });
+}
+
+#[test]
+fn processes_make_a_communicator() {
+    const NAME: &str = "processes_make_a_communicator";
+    if std::env::var_os("BONFIRE_RANK").is_some() {
+        let mut rank = Rank::new(Group::from_env().unwrap());
+        return rank.check(1000, f32::from);
+    }
+    let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let ranks = (0..3).map(|rank| {
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command.args([NAME, "--exact"]).env("LD_LIBRARY_PATH", library("FAKE_NCCL_WHOLE"));
+        command.env("BONFIRE_ADDRESS", format!("127.0.0.1:{port}"));
+        command.env("BONFIRE_RANK", rank.to_string()).env("BONFIRE_WORLD_SIZE", "3").spawn().unwrap()
+    });
+    for mut rank in ranks.collect::<Vec<_>>() {
+        assert!(rank.wait().unwrap().success());
+    }
+}
+
+#[test]
+fn one_thread_works_for_several_ranks() {
+    with_nccl("one_thread_works_for_several_ranks", &[], || {
+        let mut ranks = on_ranks(3, Rank::new);
+        let mut data = [[1.0f32; 9], [2.0; 9], [4.0; 9]];
+        let works: Vec<_> = (data.iter_mut())
+            .map(|data| {
+                let place = data.as_mut_ptr().expose_provenance() as u64;
+                let action = Action::AllReduce(ReduceOp::Sum);
+                Work { action, scalar: Scalar::Of(DType::F32), count: 9, sizes: None, input: place, output: place }
+            })
+            .collect();
+        let submitted: Vec<_> = (ranks.iter_mut().zip(&works))
+            // SAFETY: as in `perform`.
+            .map(|(rank, work)| unsafe { rank.communicator.submit(work, rank.stream.raw()) }.unwrap())
+            .collect();
+        for (submitted, work) in submitted.into_iter().zip(&works) {
+            submitted.settle(site(work), &soon()).unwrap();
+        }
+        for (rank, work) in ranks.iter_mut().zip(&works) {
+            rank.communicator.wait(site(work), &soon(), || Ok(rank.stream.is_idle())).unwrap();
+        }
+        assert_eq!(data, [[7.0; 9]; 3]);
+        // One after the other they would wait for each other's end.
+        thread::scope(|scope| {
+            for rank in ranks {
+                scope.spawn(move || drop(rank));
+            }
+        });
+    });
+}
+
+#[test]
+fn some_ranks_by_split() {
+    with_nccl("some_ranks_by_split", &[], || {
+        on_ranks(4, |group| {
+            let mut rank = Rank::new(group);
+            let own = rank.group.rank();
+            for _ in 0..2 {
+                // Rank 3 has no part in it; the others are 2, 1, 0 in that order.
+                let color = (own != 3).then_some(5);
+                let part = rank.communicator.split(color, 9 - own, &soon()).unwrap();
+                assert_eq!(part.is_some(), own != 3);
+                let Some(mut part) = part else { continue };
+                assert_eq!((part.rank(), part.world_size()), (2 - own, 3));
+                let (mut data, stream) = ([own as i32 + 1; 3], Stream::default());
+                let place = data.as_mut_ptr().expose_provenance() as u64;
+                let action = Action::Broadcast(0);
+                let work =
+                    Work { action, scalar: Scalar::Of(DType::I32), count: 3, sizes: None, input: place, output: place };
+                perform(&mut part, &stream, work, &soon()).unwrap();
+                assert_eq!(data, [3; 3]);
+            }
+            rank.check(10, i32::from);
+        });
+    });
+}
+
+/// Every rank gets an error of this kind, and the group goes on.
+fn fails_everywhere(n: usize, gpu: impl Fn(usize) -> Gpu + Sync, limit: Duration, expected: impl Fn(&Error) -> bool) {
+    let errors = on_ranks(n, |group| {
+        let error = Communicator::connect(&group, gpu(group.rank()), &Deadline::after(limit)).unwrap_err();
+        group.barrier().unwrap();
+        error
+    });
+    assert!(errors.iter().all(|error| *error == errors[0] && expected(error)), "{errors:?}");
+}
+
+const SECOND: Duration = Duration::from_secs(1);
+
+fn own_gpu(rank: usize) -> Gpu {
+    Gpu::with_uuid([rank as u8; 16])
+}
+
+#[test]
+fn without_a_library() {
+    again("without_a_library", Path::new(""), &[], || {
+        // Where the system has one the test has nothing to say.
+        if nccl::version().is_ok() {
+            return;
+        }
+        fails_everywhere(2, own_gpu, SECOND * 60, |error| {
+            let text = error.to_string();
+            let named = text.contains("rank 0") && text.contains("pip install nvidia-nccl-cu12");
+            matches!(error, Error::Library { .. }) && named && text.contains("LD_LIBRARY_PATH")
+        });
+    });
+}
+
+#[test]
+fn an_old_library() {
+    with_nccl("an_old_library", &[("FAKE_NCCL_VERSION", "21703")], || {
+        fails_everywhere(2, own_gpu, SECOND * 60, |error| {
+            matches!(error, Error::Library { .. }) && error.to_string().contains("version 2.17.3 is too old")
+        });
+    });
+}
+
+#[test]
+fn a_library_without_a_function() {
+    again("a_library_without_a_function", &library("FAKE_NCCL_PARTIAL"), &[], || {
+        fails_everywhere(2, own_gpu, SECOND * 60, |error| {
+            matches!(error, Error::Library { .. }) && error.to_string().contains("it has no ncclCommSplit")
+        });
+    });
+}
+
+#[test]
+fn ranks_that_share_a_gpu() {
+    with_nccl("ranks_that_share_a_gpu", &[], || {
+        fails_everywhere(
+            3,
+            |rank| own_gpu(rank / 2),
+            SECOND * 60,
+            |error| matches!(error, Error::InvalidArgument { .. }) && error.to_string().contains("ranks 0, 1 share"),
+        );
+    });
+}
+
+#[test]
+fn ranks_that_may_share_a_gpu() {
+    with_nccl("ranks_that_may_share_a_gpu", &[("NCCL_MULTI_RANK_GPU_ENABLE", "1")], || {
+        on_ranks(2, |group| Communicator::connect(&group, own_gpu(0), &soon()).map(drop).unwrap());
+    });
+}
+
+#[test]
+fn a_rank_that_does_not_come_to_the_others() {
+    with_nccl("a_rank_that_does_not_come_to_the_others", &[("FAKE_NCCL_ABSENT", "1")], || {
+        fails_everywhere(
+            3,
+            own_gpu,
+            SECOND,
+            |error| matches!(error, Error::Nccl { function, code: 7, .. } if function == "ncclCommInitRankConfig"),
+        );
+    });
+}
+
+/// An all_reduce that waits only so long.
+fn all_reduce(rank: &mut Rank, limit: Duration) -> Result<(), Error> {
+    let mut data = [1i32; 4];
+    let place = data.as_mut_ptr().expose_provenance() as u64;
+    let action = Action::AllReduce(ReduceOp::Sum);
+    let work = Work { action, scalar: Scalar::Of(DType::I32), count: 4, sizes: None, input: place, output: place };
+    perform(&mut rank.communicator, &rank.stream, work, &Deadline::after(limit))
+}
+
+#[test]
+fn a_rank_that_does_not_come_to_an_operation() {
+    with_nccl("a_rank_that_does_not_come_to_an_operation", &[], || {
+        on_ranks(3, |group| {
+            let mut rank = Rank::new(group.clone());
+            if group.rank() == 1 {
+                group.barrier().unwrap();
+                rank.communicator.abort();
+                let error = all_reduce(&mut rank, SECOND).unwrap_err();
+                return assert!(
+                    matches!(&error, Error::Nccl { function, .. } if function == "ncclCommAbort"),
+                    "{error:?}"
+                );
+            }
+            let error = all_reduce(&mut rank, SECOND).unwrap_err();
+            let Error::Timeout { site, rank: own, missing, .. } = &error else { panic!("{error:?}") };
+            assert_eq!((site.sequence, *own), (7, group.rank()));
+            assert_eq!(missing.len(), 2);
+            // The stream goes on, and the communicator is of no use.
+            assert!(rank.stream.is_idle());
+            assert_eq!(rank.communicator.failure(), Some(&error));
+            assert_eq!(all_reduce(&mut rank, SECOND * 60), Err(error.clone()));
+            assert_eq!(rank.communicator.poll(), Err(error.clone()));
+            assert_eq!(rank.communicator.split(None, 0, &soon()).unwrap_err(), error);
+            group.barrier().unwrap();
+        });
+    });
+}
+
+#[test]
+fn a_connection_that_breaks() {
+    with_nccl("a_connection_that_breaks", &[("FAKE_NCCL_BROKEN", "1")], || {
+        on_ranks(2, |group| {
+            let mut rank = Rank::new(group.clone());
+            let error = all_reduce(&mut rank, SECOND * if group.rank() == 1 { 60 } else { 1 }).unwrap_err();
+            match error {
+                Error::Nccl { rank: 1, code: 6, reason, .. } => assert!(reason.contains("network"), "{reason}"),
+                Error::Timeout { rank: 0, missing, .. } => assert_eq!(missing, [1]),
+                other => panic!("{other:?}"),
+            }
+        });
+    });
+}
+
+#[test]
+fn wrong_arguments_change_nothing() {
+    with_nccl("wrong_arguments_change_nothing", &[], || {
+        on_ranks(2, |group| {
+            let mut rank = Rank::new(group.clone());
+            let memory = [0u8; 64].as_ptr().expose_provenance() as u64;
+            let sound = Work {
+                action: Action::AllGather,
+                scalar: Scalar::Of(DType::F32),
+                count: 4,
+                sizes: None,
+                input: memory,
+                output: memory,
+            };
+            let refused = [
+                Work { action: Action::Broadcast(2), ..sound },
+                Work { action: Action::Send(group.rank()), ..sound },
+                Work { action: Action::AllToAll, count: 3, ..sound },
+                Work { action: Action::AllToAll, output: memory + 15, ..sound },
+                Work { sizes: Some(&[4]), ..sound },
+                Work { sizes: Some(&[4, usize::MAX]), ..sound },
+                Work { count: usize::MAX, ..sound },
+                Work { action: Action::AllReduce(ReduceOp::Max), ..sound },
+                Work { action: Action::AllReduce(ReduceOp::Mean), scalar: Scalar::Of(DType::I32), ..sound },
+                Work { action: Action::AllReduce(ReduceOp::Sum), scalar: Scalar::Of(DType::U16), ..sound },
+            ];
+            for work in &refused {
+                // SAFETY: none of these gets as far as memory.
+                let error = unsafe { rank.communicator.submit(work, rank.stream.raw()) }.map(drop).unwrap_err();
+                assert!(matches!(error, Error::InvalidArgument { .. }), "{work:?}: {error:?}");
+            }
+            rank.check(5, f32::from);
+        });
+    });
+}
+
+/// Two ranks where NCCL lets them share the GPU, else one.
+#[test]
+#[ignore = "needs a CUDA GPU and libnccl"]
+fn on_a_gpu() {
+    let libraries = std::env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
+    again("on_a_gpu", Path::new(&libraries), &[("NCCL_MULTI_RANK_GPU_ENABLE", "1")], || {
+        let n = if nccl::version().unwrap() >= 2_30_00 { 2 } else { 1 };
+        on_ranks(n, |group| {
+            // The same context for all, NCCL's own.
+            let context = CudaContext::new(0).unwrap();
+            context.bind_to_thread().unwrap();
+            let stream = context.new_stream().unwrap();
+            let mut communicator = Communicator::connect(&group, Gpu::of(0).unwrap(), &soon()).unwrap();
+            let len = 100_003;
+            let own: Vec<f32> = (0..len).map(|i| ((i + 3 * group.rank()) % 7) as f32).collect();
+            // SAFETY: the context is current, and the memory is as long as it says.
+            let [input, output] = [(); 2].map(|()| unsafe { result::malloc_sync(len * 4) }.unwrap());
+            unsafe { result::memcpy_htod_sync(input, &own) }.unwrap();
+            let part = partition(len, n, group.rank());
+            let (mut summed, mut gathered) = (own.clone(), own.clone());
+            group.all_reduce(&mut summed, ReduceOp::Sum).unwrap();
+            group.all_gather(&mut gathered).unwrap();
+            for (action, start, whole) in
+                [(Action::AllReduce(ReduceOp::Sum), 0, &summed), (Action::AllGather, part.start, &gathered)]
+            {
+                let input = input + 4 * start as u64;
+                let work = Work { action, scalar: Scalar::Of(DType::F32), count: len, sizes: None, input, output };
+                // SAFETY: the memory is the GPU's, and lives until the stream is past the work.
+                unsafe { communicator.submit(&work, stream.cu_stream()) }
+                    .unwrap()
+                    .settle(site(&work), &soon())
+                    .unwrap();
+                let event = stream.record_event(None).unwrap();
+                // SAFETY: the event is there.
+                communicator.wait(site(&work), &soon(), || unsafe { nccl::has_passed(event.cu_event()) }).unwrap();
+                let mut result = vec![0f32; len];
+                // SAFETY: both are as long as the vector.
+                unsafe { result::memcpy_dtoh_sync(&mut result, output) }.unwrap();
+                assert_eq!(&result, whole, "{action:?}");
+            }
+            // A peer that does not come.
+            if n == 2 && group.rank() == 0 {
+                let action = Action::AllReduce(ReduceOp::Sum);
+                let work = Work { action, scalar: Scalar::Of(DType::F32), count: len, sizes: None, input, output };
+                let deadline = Deadline::after(SECOND);
+                // SAFETY: as above.
+                let settled =
+                    unsafe { communicator.submit(&work, stream.cu_stream()) }.unwrap().settle(site(&work), &deadline);
+                let event = stream.record_event(None).unwrap();
+                // SAFETY: as above.
+                let done = || unsafe { nccl::has_passed(event.cu_event()) };
+                let error = settled.and_then(|()| communicator.wait(site(&work), &deadline, done)).unwrap_err();
+                assert!(matches!(error, Error::Timeout { .. }), "{error:?}");
+                stream.synchronize().unwrap();
+            }
+            group.barrier().unwrap();
+            communicator.abort();
+        });
+    });
+}
