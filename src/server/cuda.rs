@@ -4,6 +4,8 @@
 //! One tells, after what is on a tensor's stream, that the tensor is ready, which our stream waits for; the other waits,
 //! before what follows on that stream, until our stream has written that a call is done.
 
+#[doc(hidden)]
+pub mod bench;
 mod choice;
 mod control;
 mod driver;

@@ -36,7 +36,7 @@ pub(super) static ROUTE: LazyLock<Route> = LazyLock::new(|| match std::env::var(
     Err(_) => Route::Kernels,
 });
 
-fn route(text: &str) -> Result<Route, Error> {
+pub(super) fn route(text: &str) -> Result<Route, Error> {
     let found = ROUTES.iter().find(|(name, _)| *name == text).map(|(_, route)| *route);
     found.ok_or_else(|| {
         let names: Vec<_> = ROUTES.iter().map(|(name, _)| *name).collect();

@@ -143,17 +143,8 @@ impl Gpu {
         const WORD: u32 = 0x600d_c0de;
         let (theirs, ours) = (Arc::new(Stream::new(other)?), Stream::new(self)?);
         let word = Memory::zeroed(&theirs, 4)?;
-        let outcome = {
-            let _entered = self.enter()?;
-            // SAFETY: the word is 4 bytes, and this GPU may write there: `reaches` saw to it.
-            let written = unsafe { sys::cuMemsetD32Async(word.address, WORD, 1, ours.raw) };
-            self.check("writing to a peer", written).and_then(|()| ours.synchronize())
-        };
-        let mut read = [0u32];
-        let _entered = other.enter()?;
-        // SAFETY: the word lives until the end of this function, and the copy ends before it returns.
-        let copied = unsafe { result::memcpy_dtoh_sync(&mut read, word.address) };
-        copied.map_err(|e| failure("reading what a peer wrote", other.ordinal, e))?;
+        let outcome = ours.fill(word.address, WORD, 1).and_then(|()| ours.synchronize());
+        let read = theirs.read(word.address, 1)?;
         let proven = outcome.is_ok() && read[0] == WORD;
         if !proven {
             log::warn!("GPU {} says that it reaches GPU {}, and does not: {outcome:?}", self.ordinal, other.ordinal);
@@ -298,6 +289,46 @@ impl Stream {
         // SAFETY: `Memory` has so many bytes there.
         let set = unsafe { result::memset_d8_async(address, 0, bytes, self.raw) };
         set.map_err(|e| failure("clearing memory", self.gpu.ordinal, e))
+    }
+
+    /// Fills words of 4 bytes.
+    pub fn fill(&self, address: u64, word: u32, words: usize) -> Result<(), Error> {
+        if words == 0 {
+            return Ok(());
+        }
+        let _entered = self.gpu.enter()?;
+        // SAFETY: the memory at `address` has so many words: callers pass their own `Memory`.
+        let filled = unsafe { sys::cuMemsetD32Async(address, word, words, self.raw) };
+        self.gpu.check("filling memory", filled)
+    }
+
+    /// Reads words of 4 bytes, after all that is on the stream.
+    pub fn read(&self, address: u64, words: usize) -> Result<Vec<u32>, Error> {
+        self.synchronize()?;
+        let mut read = vec![0; words];
+        let _entered = self.gpu.enter()?;
+        // SAFETY: as in `fill`; the copy ends before this returns.
+        let copied = unsafe { result::memcpy_dtoh_sync(&mut read, address) };
+        copied.map_err(|e| failure("reading memory", self.gpu.ordinal, e))?;
+        Ok(read)
+    }
+
+    /// Seconds on the GPU from the beginning to the end of what is put on the stream.
+    pub fn seconds(&self, work: impl FnOnce() -> Result<(), Error>) -> Result<f64, Error> {
+        let _entered = self.gpu.enter()?;
+        let failed = |e| failure("measuring time", self.gpu.ordinal, e);
+        let event = || result::event::create(sys::CUevent_flags::CU_EVENT_DEFAULT).map_err(failed);
+        let (begin, end) = (event()?, event()?);
+        // SAFETY: both events live until they are destroyed below, after the stream has passed them.
+        unsafe {
+            result::event::record(begin, self.raw).map_err(failed)?;
+            work()?;
+            result::event::record(end, self.raw).map_err(failed)?;
+            result::event::synchronize(end).map_err(failed)?;
+            let milliseconds = result::event::elapsed(begin, end).map_err(failed)?;
+            let _ = (result::event::destroy(begin), result::event::destroy(end));
+            Ok(f64::from(milliseconds) / 1e3)
+        }
     }
 
     /// Waits on the host for all that was put on the stream.
