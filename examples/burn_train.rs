@@ -172,7 +172,7 @@ fn strategy<B: AutodiffBackend + DistributedBackend>(
 /// strategy would wait forever for those that are missing.
 fn batch_of_each(args: &Args, images: usize, ranks: usize) -> (usize, usize) {
     let batch = args.batch.map_or(BATCH.next_multiple_of(ranks), |batch| batch as usize);
-    if batch % ranks != 0 {
+    if !batch.is_multiple_of(ranks) {
         wrong(&format!("a batch of {batch} cannot be shared by {ranks} devices: give a multiple of {ranks}"));
     }
     let batch = batch / ranks;

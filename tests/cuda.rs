@@ -104,7 +104,7 @@ fn fifty_all_reduces_without_a_sync() {
                 dtype: cases::DTYPES[number % cases::DTYPES.len()],
                 mean: number % 3 == 0,
                 in_place: number % 2 == 0,
-                length: 1 << (number * 7 % 20),
+                length: 1usize << (number * 7 % 20),
                 around: (0, 0),
             };
             all_reduces(&devices, &(0..50).map(case).collect::<Vec<_>>());

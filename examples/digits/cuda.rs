@@ -1,4 +1,5 @@
 //! Which GPU a rank has.
+#![allow(dead_code, reason = "each example uses a part of it")]
 
 use bonfire::CudaDevice;
 

@@ -64,7 +64,7 @@ fn seconds(bytes: usize, part: impl Fn(u8, &mut Rank) + Sync) -> Result<f64, Fai
     };
     thread::scope(|scope| {
         let ranks: Vec<_> = (0..RANKS).map(|number| scope.spawn(move || rank(number))).collect();
-        let ended = ranks.into_iter().map(|rank| rank.join().map_err(|_| Failure::from("a rank panicked"))?);
+        let mut ended = ranks.into_iter().map(|rank| rank.join().map_err(|_| Failure::from("a rank panicked"))?);
         ended.try_fold(0.0, |most: f64, seconds| Ok(seconds?.max(most)))
     })
 }
