@@ -4,10 +4,14 @@
 //!
 //! ```sh
 //! cargo run --release --no-default-features --features wgpu,ddp --example burn_train -- --devices 2
+//! cargo run --release --no-default-features --features cuda,ddp --example burn_train -- --devices 2 --backend cuda
 //! ```
 //!
 //! Processes that `bonfire run` started use Bonfire's strategy, with `--devices` in each.
 
+#[cfg(feature = "cuda")]
+#[path = "digits/cuda.rs"]
+mod cuda;
 #[path = "burn_train/data.rs"]
 mod data;
 #[path = "digits/data.rs"]
@@ -21,7 +25,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Instant;
 
-use bonfire::{Builder, DataParallelStrategy, WgpuDevice};
+use bonfire::{Builder, DataParallelStrategy};
 use burn::backend::Autodiff;
 use burn::backend::flex::Flex;
 use burn::data::dataloader::DataLoaderBuilder;
@@ -29,12 +33,12 @@ use burn::data::dataset::InMemDataset;
 use burn::lr_scheduler::linear::{LinearLrScheduler, LinearLrSchedulerConfig};
 use burn::module::Module;
 use burn::optim::{Adam, AdamConfig, adaptor::OptimizerAdaptor};
-use burn::tensor::backend::Backend;
-use burn::tensor::backend::distributed::{DistributedConfig, ReduceOperation};
+use burn::tensor::backend::AutodiffBackend;
+use burn::tensor::backend::distributed::{DistributedBackend, DistributedConfig, ReduceOperation};
 use burn_train::metric::{AccuracyMetric, LossMetric};
 use burn_train::{ExecutionStrategy, Learner, LearningComponentsMarker, SupervisedTraining, TrainingStrategy};
 use clap::error::ErrorKind;
-use clap::{CommandFactory, Parser};
+use clap::{CommandFactory, Parser, ValueEnum};
 
 use crate::data::Images;
 use crate::digits::Digits;
@@ -42,8 +46,7 @@ use crate::model::Network;
 use crate::progress::{Epochs, Silent};
 
 type Failure = Box<dyn std::error::Error + Send + Sync>;
-type B = Autodiff<bonfire::Wgpu>;
-type Components = LearningComponentsMarker<B, LinearLrScheduler, Network<B>, OptimizerAdaptor<Adam, Network<B>, B>>;
+type Components<B> = LearningComponentsMarker<B, LinearLrScheduler, Network<B>, OptimizerAdaptor<Adam, Network<B>, B>>;
 
 /// Images in a step unless the user says otherwise, or as many more as the ranks need to have equally many.
 const BATCH: usize = 60;
@@ -52,9 +55,13 @@ const BATCH: usize = 60;
 #[derive(Parser)]
 #[command(name = "burn_train")]
 struct Args {
-    /// Devices of this process: logical ones, which share a physical device
+    /// Devices of this process: logical ones, which share a physical device. With cuda they have GPUs of their own as far as
+    /// there are enough
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u8).range(1..))]
     devices: u8,
+    /// What computes
+    #[arg(long, value_enum, default_value_t = if cfg!(feature = "wgpu") { Backend::Wgpu } else { Backend::Cuda })]
+    backend: Backend,
     /// Passes over the training images
     #[arg(long, default_value_t = 30, value_parser = clap::value_parser!(u32).range(1..))]
     epochs: u32,
@@ -69,6 +76,12 @@ struct Args {
     seed: u64,
 }
 
+#[derive(Clone, Copy, ValueEnum)]
+enum Backend {
+    Wgpu,
+    Cuda,
+}
+
 fn main() -> ExitCode {
     env_logger::Builder::from_env(env_logger::Env::default().default_filter_or("warn,cubecl_runtime=error")).init();
     match run(&Args::parse()) {
@@ -81,11 +94,32 @@ fn main() -> ExitCode {
 }
 
 fn run(args: &Args) -> Result<(), Failure> {
-    let devices: Vec<_> = (0..args.devices).map(|replica| WgpuDevice::new(Default::default(), replica)).collect();
+    match args.backend {
+        #[cfg(feature = "wgpu")]
+        Backend::Wgpu => {
+            let device = |replica| bonfire::WgpuDevice::new(Default::default(), replica);
+            train::<Autodiff<bonfire::Wgpu>>(args, (0..args.devices).map(device).collect())
+        }
+        #[cfg(feature = "cuda")]
+        Backend::Cuda => {
+            let first = cuda::local_rank() * usize::from(args.devices);
+            let devices = (first..).take(args.devices.into()).map(cuda::device).collect::<Result<_, _>>()?;
+            train::<Autodiff<bonfire::Cuda>>(args, devices)
+        }
+        #[allow(unreachable_patterns, reason = "programs may have both")]
+        backend => {
+            let name = backend.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default();
+            Err(format!("this program was built without {name}: build it with `--features {name},ddp`").into())
+        }
+    }
+}
+
+#[cfg_attr(not(any(feature = "wgpu", feature = "cuda")), allow(dead_code))]
+fn train<B: AutodiffBackend + DistributedBackend>(args: &Args, devices: Vec<B::Device>) -> Result<(), Failure> {
     let device = devices[0].clone();
     let (digits, test) = Digits::load()?;
 
-    let (strategy, rank, ranks) = strategy(devices)?;
+    let (strategy, rank, ranks) = strategy::<B>(devices)?;
     let (batch, steps) = batch_of_each(args, digits.len(), ranks);
     let loader = DataLoaderBuilder::new(Images).batch_size(batch).shuffle(args.seed).set_device(device.clone());
     let train = loader.build(InMemDataset::new(digits.items()));
@@ -99,7 +133,7 @@ fn run(args: &Args) -> Result<(), Failure> {
     network.num_params();
 
     let folder = tempfile::tempdir()?;
-    let mut training = SupervisedTraining::<Components>::new(folder.path(), train, valid)
+    let mut training = SupervisedTraining::<Components<B>>::new(folder.path(), train, valid)
         .metrics((AccuracyMetric::<Flex>::new(), LossMetric::<Flex>::new()))
         .num_epochs(args.epochs as usize)
         .with_application_logger(None)
@@ -119,7 +153,9 @@ fn run(args: &Args) -> Result<(), Failure> {
 }
 
 /// How these devices train, this process's first rank, and the number of all ranks.
-fn strategy(devices: Vec<WgpuDevice>) -> Result<(TrainingStrategy<Components>, usize, usize), Failure> {
+fn strategy<B: AutodiffBackend + DistributedBackend>(
+    devices: Vec<B::Device>,
+) -> Result<(TrainingStrategy<Components<B>>, usize, usize), Failure> {
     let builder = Builder::from_env()?;
     if builder.launched().is_none() {
         let ranks = devices.len();
@@ -136,7 +172,7 @@ fn strategy(devices: Vec<WgpuDevice>) -> Result<(TrainingStrategy<Components>, u
 /// strategy would wait forever for those that are missing.
 fn batch_of_each(args: &Args, images: usize, ranks: usize) -> (usize, usize) {
     let batch = args.batch.map_or(BATCH.next_multiple_of(ranks), |batch| batch as usize);
-    if batch % ranks != 0 {
+    if !batch.is_multiple_of(ranks) {
         wrong(&format!("a batch of {batch} cannot be shared by {ranks} devices: give a multiple of {ranks}"));
     }
     let batch = batch / ranks;

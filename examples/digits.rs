@@ -8,6 +8,9 @@
 
 #[path = "digits/checkpoint.rs"]
 mod checkpoint;
+#[cfg(feature = "cuda")]
+#[path = "digits/cuda.rs"]
+mod cuda;
 #[path = "digits/data.rs"]
 mod data;
 #[path = "digits/model.rs"]
@@ -49,7 +52,8 @@ struct Args {
     /// Seed of the initial weights and of the order of the images
     #[arg(long, default_value_t = 42)]
     seed: u64,
-    /// What computes: flex and ndarray in f32, ndarray64 in f64; wgpu on the GPU, a logical device for each rank
+    /// What computes: flex and ndarray in f32, ndarray64 in f64; wgpu and cuda on GPUs, a logical device for each rank.
+    /// With cuda ranks have GPUs of their own as far as there are enough
     #[arg(long, value_enum, default_value_t = Backend::Flex)]
     backend: Backend,
     /// Learning rate
@@ -76,6 +80,7 @@ enum Backend {
     Ndarray,
     Ndarray64,
     Wgpu,
+    Cuda,
 }
 
 fn main() -> ExitCode {
@@ -175,6 +180,13 @@ fn train(
         }
         #[cfg(not(feature = "wgpu"))]
         Backend::Wgpu => Err("this program was built without wgpu: build it with `--features wgpu`".into()),
+        #[cfg(feature = "cuda")]
+        Backend::Cuda => {
+            let device = cuda::device(cuda::local_rank() + usize::from(number))?;
+            job.run::<Autodiff<bonfire::Cuda>>(group, device)
+        }
+        #[cfg(not(feature = "cuda"))]
+        Backend::Cuda => Err("this program was built without cuda: build it with `--features cuda`".into()),
     };
     outcome.map(drop)
 }

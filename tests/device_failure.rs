@@ -2,6 +2,8 @@
 
 #[path = "common/devices.rs"]
 mod devices;
+#[path = "common/device_faults.rs"]
+mod faults;
 
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
@@ -11,59 +13,18 @@ use bonfire::{Error, WgpuDevice};
 use cubecl::Runtime;
 use cubecl::device_handle::DeviceHandle;
 use cubecl::future::block_on;
-use cubecl::ir::{ElemType, FloatKind, IntKind, UIntKind};
-use cubecl::server::ReduceOperation::{Mean, Sum};
+use cubecl::ir::{ElemType, IntKind};
+use cubecl::server::ReduceOperation::Sum;
 use cubecl::server::{CopyDescriptor, Handle, ServerCommunication};
 use cubecl::stream_id::StreamId;
 use cubecl::wgpu::WgpuRuntime;
 
-use devices::{Client, Devices, create, read};
+use devices::{F32, create, read};
+use faults::{LATE, SLACK, fails, refused, works};
 
-const F32: ElemType = ElemType::Float(FloatKind::F32);
+type Devices = devices::Devices<WgpuRuntime>;
+
 const DEADLINE: Duration = Duration::from_millis(300);
-/// Far more than a loaded machine needs.
-const SLACK: Duration = Duration::from_secs(10);
-/// For failures that must not wait for it.
-const LATE: Duration = Duration::from_secs(100);
-
-/// Runs `part` on each device, where it must end in time and leave the device poisoned; gives the devices' failures,
-/// clears them, and checks that the devices work.
-fn fails(devices: &Devices, deadline: Duration, part: impl Fn(usize, &mut Client) + Sync) -> Vec<Error> {
-    // A device's first use takes longer than a failure may.
-    works(devices);
-    devices.all.iter().for_each(|device| device.set_deadline(deadline));
-    let begin = Instant::now();
-    let took = devices.run(|rank, mut client| {
-        let unrelated = create(&client, &[7.0]);
-        part(rank, &mut client);
-        client.sync_collective();
-        assert!(client.read_one(unrelated).is_err());
-        begin.elapsed()
-    });
-    println!("failed after {took:.0?}");
-    assert!(took.iter().all(|took| *took < DEADLINE + SLACK));
-    let failures = devices.all.iter().map(|device| device.failure().unwrap()).collect();
-    works(devices);
-    failures
-}
-
-fn works(devices: &Devices) {
-    devices.all.iter().for_each(|device| device.set_deadline(SLACK));
-    let results = devices.run(|rank, mut client| {
-        let handle = create(&client, &[rank as f32, 1.0]);
-        client.all_reduce(handle.clone(), handle.clone(), F32, devices.ids.clone(), Sum);
-        client.sync_collective();
-        read(&client, &handle)
-    });
-    let count = devices.ids.len();
-    for result in results {
-        assert_eq!(result, [(count * (count - 1) / 2) as f32, count as f32]);
-    }
-}
-
-fn refused(error: &Error, words: &str) {
-    assert!(matches!(error, Error::InvalidArgument { .. }) && error.to_string().contains(words), "{error}");
-}
 
 #[test]
 fn a_device_that_is_not_in_its_own_list_is_refused_and_the_others_time_out() {
@@ -94,22 +55,7 @@ fn a_device_that_is_listed_twice_is_refused() {
 
 #[test]
 fn who_is_missing_is_named_on_all_devices() {
-    let devices = Devices::new(5, 4);
-    let (called, failed) = (Barrier::new(2), Barrier::new(4));
-    let failures = fails(&devices, DEADLINE, |rank, client| {
-        if rank % 2 == 0 {
-            let handle = create(client, &[1.0]);
-            client.all_reduce(handle.clone(), handle, F32, devices.ids.clone(), Sum);
-            client.flush().unwrap();
-            called.wait();
-            client.sync_collective();
-            assert!(client.flush().is_err());
-        }
-        failed.wait();
-    });
-    for failure in &failures {
-        assert!(matches!(failure, Error::Timeout { missing, .. } if missing == &[1, 3]), "{failure}");
-    }
+    faults::missing_devices(&Devices::new(5, 4), DEADLINE);
 }
 
 #[test]
@@ -131,62 +77,17 @@ fn a_peer_that_panics_before_its_call_is_a_missing_one() {
 
 #[test]
 fn devices_that_disagree_get_the_same_error() {
-    let devices = Devices::new(11, 3);
-    let disagree = |lengths: [usize; 2], dtypes: [ElemType; 2], means: [bool; 2], words: [&str; 2]| {
-        let failures = fails(&devices, LATE, |rank, client| {
-            let which = usize::from(rank == 1);
-            let handle = create(client, &vec![1.0; lengths[which]]);
-            let op = if means[which] { Mean } else { Sum };
-            client.all_reduce(handle.clone(), handle, dtypes[which], devices.ids.clone(), op);
-        });
-        for failure in &failures {
-            let text = failure.to_string();
-            assert!(matches!(failure, Error::Mismatch { .. }), "{text}");
-            assert!(words.iter().all(|word| text.contains(word)), "{text}");
-            assert_eq!(failure, &failures[0]);
-        }
-    };
-    let i32 = ElemType::Int(IntKind::I32);
-    disagree([4, 5], [F32, F32], [false, false], ["f32 x 4", "f32 x 5"]);
-    disagree([4, 4], [F32, i32], [false, false], ["f32 x 4", "i32 x 4"]);
-    disagree([4, 4], [F32, F32], [false, true], ["sum", "mean"]);
+    faults::disagreements(&Devices::new(11, 3));
 }
 
 #[test]
 fn what_one_device_cannot_do_fails_all_before_the_deadline() {
     let devices = Devices::new(14, 2);
-    let refuse = |words: &str, call: &(dyn Fn(&mut Client) + Sync)| {
-        let failures = fails(&devices, LATE, |rank, client| {
-            if rank == 0 {
-                call(client);
-            } else {
-                let handle = create(client, &[1.0; 4]);
-                client.all_reduce(handle.clone(), handle, F32, devices.ids.clone(), Sum);
-            }
-        });
-        failures.iter().for_each(|failure| refused(failure, words));
-    };
-    let reduce = |client: &mut Client, source, target, dtype| {
-        client.all_reduce(source, target, dtype, devices.ids.clone(), Sum);
-    };
-    refuse("16 bytes and the target 12", &|client| {
-        reduce(client, create(client, &[1.0; 4]), create(client, &[1.0; 3]), F32);
-    });
-    let flex32 = ElemType::Float(FloatKind::Flex32);
-    for dtype in [ElemType::Int(IntKind::I16), ElemType::UInt(UIntKind::U16), ElemType::Bool, flex32] {
-        refuse("cannot be reduced; cast to", &|client| {
-            let handle = create(client, &[1.0; 4]);
-            reduce(client, handle.clone(), handle, dtype);
-        });
-    }
-    refuse("10 bytes are no whole number of f32", &|client| {
-        let handle = client.create_from_slice(&[0; 10]);
-        reduce(client, handle.clone(), handle, F32);
-    });
+    faults::impossible_calls(&devices);
     // wgpu refuses such copies with a panic.
-    refuse("starts at byte 2", &|client| {
+    faults::refuses(&devices, "starts at byte 2", |client| {
         let handle = create(client, &[1.0; 5]).offset_start(2).offset_end(2);
-        reduce(client, handle.clone(), handle, F32);
+        client.all_reduce(handle.clone(), handle, F32, devices.ids.clone(), Sum);
     });
 }
 

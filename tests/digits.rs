@@ -42,6 +42,14 @@ fn train(settings: &Settings, epochs: usize, save: Option<&Path>, resume: Option
     errors(train_on::<B>(2, settings, epochs, (save, resume), None, None))
 }
 
+/// So many of the training images, and the test images.
+fn images(count: usize) -> Result<(Digits, Digits), Failure> {
+    let (mut digits, test) = Digits::load()?;
+    digits.images.truncate(count);
+    digits.labels.truncate(count);
+    Ok((digits, test))
+}
+
 fn errors(outcomes: Vec<Result<Outcome, String>>) -> Vec<Option<String>> {
     outcomes.into_iter().map(Result::err).collect()
 }
@@ -54,13 +62,11 @@ fn train_on<B: CollectiveBackend>(
     shard: Option<Sharding>,
     chaos: Option<usize>,
 ) -> Vec<Result<Outcome, String>> {
-    let rank = |group: Group| -> Result<Outcome, Failure> {
-        let (mut digits, test) = Digits::load()?;
-        digits.images.truncate(280);
-        digits.labels.truncate(280);
-        Job { data: (digits, test), settings: settings.clone(), epochs, save, resume, shard, chaos }
-            .run::<B>(group, Default::default())
+    let job = || -> Result<Job<'_>, Failure> {
+        let data = images(280)?;
+        Ok(Job { data, settings: settings.clone(), epochs, save, resume, shard, chaos })
     };
+    let rank = |group: Group| -> Result<Outcome, Failure> { job()?.run::<B>(group, Default::default()) };
     thread::scope(|scope| {
         let threads: Vec<_> =
             Group::threads(ranks).unwrap().into_iter().map(|group| scope.spawn(move || rank(group))).collect();
@@ -199,4 +205,53 @@ fn every_rank_says_what_is_wrong_with_a_checkpoint() {
     fails(&settings(), "cannot read the checkpoint");
     fs::write(&path, "no checkpoint").unwrap();
     fails(&settings(), "cannot read the checkpoint");
+}
+
+/// From the same weights, the first step on two logical devices of a GPU has the same loss and changes the weights alike.
+#[cfg(feature = "cuda")]
+#[test]
+#[ignore = "needs a CUDA GPU"]
+fn the_first_steps_on_a_gpu_equal_those_on_the_host() {
+    use bonfire::CudaDevice;
+    type Gpu = Autodiff<bonfire::Cuda>;
+    /// Two more epochs, of a step each.
+    fn steps<B: CollectiveBackend>(from: &Path, to: &Path, device: impl Fn(u8) -> B::Device + Sync) -> Vec<f64> {
+        let rank = |(group, number): (Group, u8)| {
+            let data = images(settings().batch)?;
+            let (save, resume) = (Some(to), Some(from));
+            let job = Job { data, settings: settings(), epochs: 3, save, resume, shard: None, chaos: None };
+            job.run::<B>(group, device(number))
+        };
+        thread::scope(|scope| {
+            let ranks = Group::threads(2).unwrap().into_iter().zip(0..);
+            let ranks: Vec<_> = ranks.map(|own| scope.spawn(|| rank(own))).collect();
+            ranks.into_iter().map(|rank| rank.join().unwrap().unwrap().losses).next_back().unwrap()
+        })
+    }
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let folder = tempfile::tempdir().unwrap();
+    let [start, host, gpu] = ["start", "host", "gpu"].map(|name| folder.path().join(name));
+    let job = Job {
+        data: images(settings().batch).unwrap(),
+        settings: settings(),
+        epochs: 1,
+        save: Some(&start),
+        resume: None,
+        shard: None,
+        chaos: None,
+    };
+    job.run::<B>(Group::threads(1).unwrap().remove(0), Default::default()).unwrap();
+    let expected = steps::<B>(&start, &host, |_| Default::default());
+    let losses = steps::<Gpu>(&start, &gpu, |number| CudaDevice::new(Default::default(), number));
+    println!("losses {losses:?}, on the host {expected:?}");
+    // Matrix products may be in tf32, which has 10 bits after the point.
+    assert!((losses[0] / expected[0] - 1.0).abs() < 1e-2 && (losses[1] / expected[1] - 1.0).abs() < 1e-2);
+
+    let flat =
+        |path| values::<B>(path).iter().flat_map(|data| data.iter::<f64>().collect::<Vec<_>>()).collect::<Vec<_>>();
+    let [start, host, gpu] = [&start, &host, &gpu].map(|path| flat(path));
+    let change = start.iter().zip(&host).map(|(from, to)| (to - from).abs()).sum::<f64>();
+    let difference = gpu.iter().zip(&host).map(|(gpu, host)| (gpu - host).abs()).sum::<f64>();
+    println!("the weights' changes differ by {:.4} of themselves", difference / change);
+    assert!(difference < 0.1 * change);
 }

@@ -1,34 +1,39 @@
-//! Logical devices for the tests of the compute server.
+//! Logical devices for the tests of the compute server, on any runtime.
+#![allow(dead_code, reason = "each test target uses a part of it")]
 
-use bonfire::{CollectiveRuntime, WgpuDevice};
+use bonfire::server::DeviceTransport;
+use bonfire::{CollectiveDevice, CollectiveRuntime};
 use cubecl::Runtime;
 use cubecl::client::ComputeClient;
 use cubecl::device::{Device, DeviceId};
+use cubecl::ir::{ElemType, FloatKind};
 use cubecl::server::Handle;
-use cubecl::wgpu::WgpuRuntime;
+use cubecl::stream_id::StreamId;
 
-pub type Collective = CollectiveRuntime<WgpuRuntime>;
-pub type Client = ComputeClient<Collective>;
+pub type Client<R> = ComputeClient<CollectiveRuntime<R>>;
+
+pub const F32: ElemType = ElemType::Float(FloatKind::F32);
 
 /// Some devices, which no other test of the binary may use where failures are expected: those poison devices.
-pub struct Devices {
-    pub all: Vec<WgpuDevice>,
+pub struct Devices<R: DeviceTransport> {
+    pub all: Vec<CollectiveDevice<R>>,
     pub ids: Vec<DeviceId>,
 }
 
-impl Devices {
-    pub fn new(first: u8, count: u8) -> Devices {
-        let all: Vec<_> = (first..first + count).map(|replica| WgpuDevice::new(Default::default(), replica)).collect();
+impl<R: DeviceTransport> Devices<R> {
+    pub fn new(first: u8, count: u8) -> Self {
+        let device = |replica| CollectiveDevice::new(Default::default(), replica);
+        let all: Vec<_> = (first..first + count).map(device).collect();
         let ids = all.iter().map(Device::to_id).collect();
         Devices { all, ids }
     }
 
-    pub fn client(&self, rank: usize) -> Client {
-        Collective::client(&self.all[rank])
+    pub fn client(&self, rank: usize) -> Client<R> {
+        CollectiveRuntime::client(&self.all[rank])
     }
 
     /// Runs each device's part on a thread of its own, and so on a stream of its own.
-    pub fn run<T: Send>(&self, part: impl Fn(usize, Client) -> T + Sync) -> Vec<T> {
+    pub fn run<T: Send>(&self, part: impl Fn(usize, Client<R>) -> T + Sync) -> Vec<T> {
         std::thread::scope(|scope| {
             let part = &part;
             let spawn = |rank: usize| scope.spawn(move || part(rank, self.client(rank)));
@@ -38,10 +43,18 @@ impl Devices {
     }
 }
 
-pub fn create(client: &Client, values: &[f32]) -> Handle {
+pub fn create<R: DeviceTransport>(client: &Client<R>, values: &[f32]) -> Handle {
     client.create_from_slice(bytemuck::cast_slice(values))
 }
 
-pub fn read(client: &Client, handle: &Handle) -> Vec<f32> {
+pub fn read<R: DeviceTransport>(client: &Client<R>, handle: &Handle) -> Vec<f32> {
     bytemuck::pod_collect_to_vec(&client.read_one(handle.clone()).unwrap())
+}
+
+/// The same device on this thread's stream and on another one.
+pub fn streams<R: DeviceTransport>(client: &Client<R>, rank: usize) -> [Client<R>; 2] {
+    let mut other = client.clone();
+    // SAFETY: the stream is this thread's own.
+    unsafe { other.set_stream(StreamId { value: (1 << 40) + rank as u64 }) };
+    [client.clone(), other]
 }

@@ -49,7 +49,10 @@ impl Process {
         let own = std::env::current_exe().expect("the test's own binary");
         let mut words = command.iter().map(Into::into).chain([own.into_os_string()]);
         let mut command = Command::new(words.next().expect("there is at least the binary"));
-        command.args(words).args([name, "--exact", "--nocapture", "--test-threads=1"]).stdout(Stdio::piped());
+        command
+            .args(words)
+            .args([name, "--exact", "--include-ignored", "--nocapture", "--test-threads=1"])
+            .stdout(Stdio::piped());
         for variable in ["RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "ADDRESS", "HOST", "IFACE", "SECRET", "SECRET_FILE"]
         {
             command.env_remove(format!("BONFIRE_{variable}"));

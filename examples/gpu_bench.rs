@@ -1,0 +1,70 @@
+//! What collectives cost on a GPU: the first one, which all ranks share as logical devices.
+//!
+//! ```sh
+//! cargo run --release --features cuda --example gpu_bench -- --out figures
+//! ```
+//!
+//! Ratios are within a round, both sides in turn; figures are medians of the rounds. `scripts/gpu-check` runs it.
+
+#[path = "gpu_bench/api.rs"]
+mod api;
+#[path = "gpu_bench/bench.rs"]
+mod bench;
+#[path = "digits/cuda.rs"]
+mod cuda;
+#[path = "gpu_bench/kernels.rs"]
+mod kernels;
+#[path = "gpu_bench/report.rs"]
+mod report;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::Parser;
+
+use crate::report::Report;
+
+type Failure = Box<dyn std::error::Error + Send + Sync>;
+
+/// Measures collectives on the first GPU. Ends with status 1 where a goal is missed or something cannot be measured.
+#[derive(Parser)]
+#[command(name = "gpu_bench")]
+struct Args {
+    /// Where to write all figures, as gpu_bench.json and gpu_bench.md
+    #[arg(long, value_name = "FOLDER")]
+    out: Option<PathBuf>,
+    /// Rounds of each measurement
+    #[arg(long, default_value_t = 7, value_parser = clap::value_parser!(u32).range(1..))]
+    rounds: u32,
+    /// The largest buffer of a rank, in MiB
+    #[arg(long, default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..=16_384))]
+    largest: u32,
+}
+
+fn main() -> ExitCode {
+    env_logger::Builder::from_env(env_logger::Env::default().default_filter_or("warn,cubecl_runtime=error")).init();
+    let args = Args::parse();
+    match measure(&args) {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(error) => {
+            eprintln!("error: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn measure(args: &Args) -> Result<bool, Failure> {
+    cuda::gpus()?;
+    let mut report = Report::new(args.rounds as usize);
+    let largest = (args.largest as usize) << 20;
+    kernels::large(&mut report, largest);
+    kernels::small(&mut report);
+    api::calls(&mut report);
+    api::overlap(&mut report);
+    kernels::sizes(&mut report, largest);
+    if let Some(folder) = &args.out {
+        report.write(folder)?;
+    }
+    Ok(report.good())
+}

@@ -1,0 +1,146 @@
+//! Through the API that programs use, on two logical devices.
+
+use std::sync::Barrier;
+use std::thread;
+use std::time::Instant;
+
+use bonfire::{CollectiveRuntime, CudaDevice};
+use cubecl::client::ComputeClient;
+use cubecl::cuda::CudaRuntime;
+use cubecl::device::{Device, DeviceId};
+use cubecl::future::block_on;
+use cubecl::prelude::*;
+use cubecl::server::{Handle, ReduceOperation};
+
+use crate::Failure;
+use crate::report::{Goal, Report};
+
+type Collective = CollectiveRuntime<CudaRuntime>;
+type Client = ComputeClient<Collective>;
+
+const RANKS: u8 = 2;
+
+struct Rank {
+    client: Client,
+    ids: Vec<DeviceId>,
+    tensor: Handle,
+}
+
+impl Rank {
+    /// A device with a tensor of so many bytes, no two elements of which are alike for long.
+    fn new(number: u8, bytes: usize) -> Rank {
+        let device = |number| CudaDevice::new(Default::default(), number);
+        let client = Collective::client(&device(number));
+        let values: Vec<f32> = (0..bytes / 4).map(|i| ((i * 31 + usize::from(number)) % 1009) as f32).collect();
+        let tensor = client.create_from_slice(bytemuck::cast_slice(&values));
+        Rank { client, ids: (0..RANKS).map(|number| device(number).to_id()).collect(), tensor }
+    }
+
+    /// In place. Means of means stay where they are.
+    fn all_reduce(&mut self) {
+        let f32 = cubecl::ir::ElemType::Float(cubecl::ir::FloatKind::F32);
+        self.client.all_reduce(self.tensor.clone(), self.tensor.clone(), f32, self.ids.clone(), ReduceOperation::Mean);
+    }
+
+    fn settle(&self) -> Result<(), Failure> {
+        block_on(self.client.sync()).map_err(|error| error.to_string().into())
+    }
+}
+
+/// The seconds that the slower rank takes from when both begin until its device is idle.
+fn seconds(bytes: usize, part: impl Fn(u8, &mut Rank) + Sync) -> Result<f64, Failure> {
+    let begin = Barrier::new(RANKS.into());
+    let rank = |number: u8| {
+        let mut rank = Rank::new(number, bytes);
+        // The first call finds and loads its kernel.
+        rank.all_reduce();
+        rank.client.sync_collective();
+        rank.settle()?;
+        begin.wait();
+        let clock = Instant::now();
+        part(number, &mut rank);
+        rank.settle()?;
+        Ok::<f64, Failure>(clock.elapsed().as_secs_f64())
+    };
+    thread::scope(|scope| {
+        let ranks: Vec<_> = (0..RANKS).map(|number| scope.spawn(move || rank(number))).collect();
+        let mut ended = ranks.into_iter().map(|rank| rank.join().map_err(|_| Failure::from("a rank panicked"))?);
+        ended.try_fold(0.0, |most: f64, seconds| Ok(seconds?.max(most)))
+    })
+}
+
+/// Calls of 8 KiB: a thousand and one sync, and a sync after each.
+pub fn calls(report: &mut Report) {
+    const CALLS: usize = 1000;
+    let micros = |seconds: f64| 1e6 * seconds / CALLS as f64;
+    report.figure("all_reduce of 8 KiB by clients, 1,000 calls and one sync", "us", Goal::None, || {
+        let calls = |_, rank: &mut Rank| {
+            (0..CALLS).for_each(|_| rank.all_reduce());
+            rank.client.sync_collective();
+        };
+        Ok(micros(seconds(8192, calls)?))
+    });
+    report.figure("all_reduce of 8 KiB by clients, a sync after each", "us", Goal::None, || {
+        let calls = |_, rank: &mut Rank| {
+            for _ in 0..CALLS {
+                rank.all_reduce();
+                rank.client.sync_collective();
+            }
+        };
+        Ok(micros(seconds(8192, calls)?))
+    });
+}
+
+/// Keeps a thread busy with arithmetic that depends on itself.
+#[cube(launch)]
+fn busy(output: &mut Array<f32>, steps: u32) {
+    let mut value = f32::cast_from(ABSOLUTE_POS);
+    for _ in 0..steps {
+        value = value * 0.999 + 0.5;
+    }
+    if ABSOLUTE_POS < output.len() {
+        output[ABSOLUTE_POS] = value;
+    }
+}
+
+/// Half as many blocks as there are multiprocessors, as large as they may be: an idle GPU gives each one of its own.
+fn launch_busy(rank: &Rank, output: &Handle, steps: u32) {
+    const THREADS: u32 = 1024;
+    let multiprocessors = rank.client.properties().hardware.num_streaming_multiprocessors.unwrap_or(2);
+    // SAFETY: the buffer has one element.
+    let output = unsafe { ArrayArg::from_raw_parts(output.clone(), 1) };
+    let cubes = CubeCount::new_1d((multiprocessors / 2).max(1));
+    busy::launch::<Collective>(&rank.client, cubes, CubeDim::new_1d(THREADS), output, steps);
+}
+
+/// A kernel on half the multiprocessors, beside all-reduces that take as long.
+pub fn overlap(report: &mut Report) {
+    const BYTES: usize = 64 << 20;
+    const CALLS: usize = 20;
+    let reduce = |rank: &mut Rank| (0..CALLS).for_each(|_| rank.all_reduce());
+    let compute = |number: u8, rank: &mut Rank, steps: u32| {
+        if number == 0 {
+            launch_busy(rank, &rank.client.create_from_slice(&[0; 4]), steps);
+        }
+    };
+    let alone = |steps| seconds(BYTES, |number, rank| compute(number, rank, steps));
+    let reduced = || {
+        seconds(BYTES, |_, rank| {
+            reduce(rank);
+            rank.client.sync_collective();
+        })
+    };
+    report.figure("compute and all_reduce at once, over the longer of them", "times", Goal::AtMost(1.3), || {
+        let long = reduced()?;
+        // As many steps as take as long, from what two trials add.
+        let (short, more) = (alone(100_000)?, alone(1_100_000)?);
+        let steps = 100_000.0 + 1e6 * (long - short) / (more - short);
+        let steps = steps.clamp(1_000.0, 1e9) as u32;
+        let both = seconds(BYTES, |number, rank| {
+            reduce(rank);
+            compute(number, rank, steps);
+            rank.client.sync_collective();
+        })?;
+        Ok(both / long.max(alone(steps)?))
+    });
+}

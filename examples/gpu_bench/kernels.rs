@@ -1,0 +1,65 @@
+//! The kernels alone, on streams of their own: all ranks on one GPU.
+
+use crate::Failure;
+use crate::bench::{all_reduce_seconds, copy_bandwidth};
+use crate::report::{Goal, Report};
+
+const FORMS: [&str; 3] = ["push", "one-shot", "two-shot"];
+
+/// How many calls of this size take about as long as a thousand small ones.
+fn calls(bytes: usize) -> usize {
+    ((1 << 30) / bytes.max(1 << 20)).clamp(5, 1000)
+}
+
+/// Large buffers, beside a copy in the same round: every rank's bytes must be read and written once.
+pub fn large(report: &mut Report, bytes: usize) {
+    let mib = bytes >> 20;
+    let copied = || Ok::<f64, Failure>(copy_bandwidth(bytes)?);
+    report.figure(format!("copy of {mib} MiB, read and written"), "GB/s", Goal::None, || Ok(copied()? / 1e9));
+    for ranks in [2, 4] {
+        let what = format!("two-shot all_reduce of {mib} MiB, {ranks} ranks: of the floor");
+        report.figure(what, "%", Goal::AtLeast(80.0), || {
+            let floor = 2.0 * (ranks * bytes) as f64 / copied()?;
+            Ok(100.0 * floor / all_reduce_seconds(ranks, bytes, Some("two-shot"), calls(bytes))?)
+        });
+    }
+}
+
+/// 8 KiB between two ranks, and NCCL where a library is there that has two ranks on a GPU.
+pub fn small(report: &mut Report) {
+    let seconds = |form| Ok(1e6 * all_reduce_seconds(2, 8192, form, 1000)?);
+    report.figure("all_reduce of 8 KiB, 2 ranks, kernels", "us", Goal::AtMost(10.0), || seconds(None));
+    for form in FORMS {
+        report.figure(format!("  by {form}"), "us", Goal::None, || seconds(Some(form)));
+    }
+    for bytes in [8, 512, 8 << 10, 32 << 10, 128 << 10, 256 << 10] {
+        report.figure_if_there(format!("NCCL's time over ours, {bytes} bytes, 2 ranks"), "times", || {
+            let own = all_reduce_seconds(2, bytes, None, 1000)?;
+            Ok(all_reduce_seconds(2, bytes, Some("nccl"), 1000)? / own)
+        });
+    }
+}
+
+/// Every form at every size: what the choice between them should be.
+pub fn sizes(report: &mut Report, largest: usize) {
+    for ranks in [2, 4, 8] {
+        let mut bytes = 512;
+        while bytes <= largest {
+            for form in FORMS {
+                // The push form's buffers hold no more.
+                if form == "push" && bytes > 256 << 10 {
+                    continue;
+                }
+                let what = format!("{bytes} bytes, {ranks} ranks, {form}");
+                let calls = calls(bytes * ranks);
+                report.figure(
+                    what,
+                    "us",
+                    Goal::None,
+                    || Ok(1e6 * all_reduce_seconds(ranks, bytes, Some(form), calls)?),
+                );
+            }
+            bytes *= 4;
+        }
+    }
+}

@@ -1,0 +1,144 @@
+//! Figures: measured in rounds, printed as they come, and written at the end.
+
+use std::fmt::Write;
+use std::fs;
+use std::path::Path;
+
+use serde::Serialize;
+
+use crate::Failure;
+
+/// What a figure must be.
+#[derive(Clone, Copy)]
+pub enum Goal {
+    None,
+    AtLeast(f64),
+    AtMost(f64),
+}
+
+#[derive(Serialize)]
+struct Figure {
+    what: String,
+    unit: &'static str,
+    /// By round.
+    values: Vec<f64>,
+    median: Option<f64>,
+    goal: Option<String>,
+    met: Option<bool>,
+    /// Why there are no values.
+    error: Option<String>,
+}
+
+pub struct Report {
+    rounds: usize,
+    figures: Vec<Figure>,
+}
+
+impl Report {
+    pub fn new(rounds: usize) -> Self {
+        Report { rounds, figures: Vec::new() }
+    }
+
+    /// Whether everything was measured, and all goals are met.
+    pub fn good(&self) -> bool {
+        self.figures.iter().all(|figure| figure.error.is_none() && figure.met != Some(false))
+    }
+
+    /// Measures a figure, after a round that does not count.
+    pub fn figure(
+        &mut self,
+        what: impl Into<String>,
+        unit: &'static str,
+        goal: Goal,
+        mut round: impl FnMut() -> Result<f64, Failure>,
+    ) {
+        let values = (0..=self.rounds).map(|_| round()).skip(1).collect::<Result<Vec<_>, _>>();
+        self.add(what.into(), unit, goal, values);
+    }
+
+    /// As [`figure`](Self::figure), of something that not every machine has: where it fails, that is said, and no fault.
+    pub fn figure_if_there(
+        &mut self,
+        what: impl Into<String>,
+        unit: &'static str,
+        mut round: impl FnMut() -> Result<f64, Failure>,
+    ) {
+        let what = what.into();
+        match (0..=self.rounds).map(|_| round()).skip(1).collect::<Result<Vec<_>, _>>() {
+            Ok(values) => self.add(what, unit, Goal::None, Ok(values)),
+            Err(error) => println!("{what:<64} not measured: {error}"),
+        }
+    }
+
+    fn add(&mut self, what: String, unit: &'static str, goal: Goal, values: Result<Vec<f64>, Failure>) {
+        let (values, error) = match values {
+            Ok(values) => (values, None),
+            Err(error) => (Vec::new(), Some(error.to_string())),
+        };
+        let median = median(&values);
+        let (words, met) = match goal {
+            Goal::None => (None, None),
+            Goal::AtLeast(least) => (Some(format!("at least {least}")), median.map(|median| median >= least)),
+            Goal::AtMost(most) => (Some(format!("at most {most}")), median.map(|median| median <= most)),
+        };
+        let figure = Figure { what, unit, values, median, goal: words, met, error };
+        println!("{}", figure.line());
+        self.figures.push(figure);
+    }
+
+    /// Writes all figures with all rounds, and a table.
+    pub fn write(&self, folder: &Path) -> Result<(), Failure> {
+        let write = || {
+            fs::create_dir_all(folder)?;
+            fs::write(folder.join("gpu_bench.json"), serde_json::to_string_pretty(&self.figures)?)?;
+            fs::write(folder.join("gpu_bench.md"), self.table())
+        };
+        write().map_err(|e| format!("cannot write figures to {}: {e}", folder.display()).into())
+    }
+
+    fn table(&self) -> String {
+        let mut table = "| what | median | rounds | goal |\n|---|---:|---|---|\n".to_owned();
+        for figure in &self.figures {
+            let rounds: Vec<_> = figure.values.iter().map(|value| digits(*value)).collect();
+            let median =
+                figure.median.map_or("not measured".into(), |value| format!("{} {}", digits(value), figure.unit));
+            let (goal, missed) =
+                (figure.goal.as_deref().unwrap_or(""), if figure.met == Some(false) { ", MISSED" } else { "" });
+            // Into a string, which never fails.
+            let _ = writeln!(table, "| {} | {median} | {} | {goal}{missed} |", figure.what, rounds.join(", "));
+        }
+        table
+    }
+}
+
+impl Figure {
+    fn line(&self) -> String {
+        let value = match (self.median, &self.error) {
+            (Some(median), _) => format!("{:>9} {}", digits(median), self.unit),
+            (None, error) => format!("NOT MEASURED: {}", error.as_deref().unwrap_or("no rounds")),
+        };
+        let goal = match (&self.goal, self.met) {
+            (Some(goal), Some(true)) => format!("  ({goal})"),
+            (Some(goal), Some(false)) => format!("  MISSED: {goal}"),
+            _ => String::new(),
+        };
+        format!("{:<64} {value}{goal}", self.what)
+    }
+}
+
+fn median(values: &[f64]) -> Option<f64> {
+    let mut sorted = values.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    let (low, high) = (sorted.get(sorted.len().saturating_sub(1) / 2)?, sorted.get(sorted.len() / 2)?);
+    Some((low + high) / 2.0)
+}
+
+/// Four digits, which is more than rounds have in common.
+fn digits(value: f64) -> String {
+    match value.abs() {
+        size if size >= 1000.0 => format!("{value:.0}"),
+        size if size >= 100.0 => format!("{value:.1}"),
+        size if size >= 10.0 => format!("{value:.2}"),
+        _ => format!("{value:.3}"),
+    }
+}

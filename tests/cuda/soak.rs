@@ -1,0 +1,67 @@
+//! All-reduces of random devices, sizes, types and forms, every result compared bit for bit.
+//!
+//! `BONFIRE_SOAK` says how many, and `BONFIRE_SOAK_SEED` which ones.
+
+use std::time::{Duration, Instant};
+
+use crate::cases::{Called, Case, DTYPES};
+use crate::common::transport::Random;
+use crate::devices::streams;
+use crate::{Devices, around};
+
+const RANKS: u8 = 4;
+/// A device calls so many before it must wait for results.
+const UNDER_WAY: usize = 50;
+
+/// What all ranks draw alike: a case, and whose it is.
+fn draw(random: &mut Random, number: usize) -> (Case, Vec<usize>) {
+    let mut below = |end: usize| (random.next() >> 8) as usize % end;
+    let members = 1 + below((1 << RANKS) - 1);
+    let members = (0..usize::from(RANKS)).filter(|rank| members >> rank & 1 == 1).collect();
+    let dtype = DTYPES[below(DTYPES.len())];
+    // Mostly small; around powers of two, where the ways of an operation part, and between.
+    let power = if below(100) < 90 { below(15) } else { 15 + below(5) };
+    let length = match below(3) {
+        0 => below((2 << power) + 1),
+        _ => (1 << power) + below(5).saturating_sub(2),
+    };
+    let (mean, in_place, around) = (below(2) == 0, below(2) == 0, around(dtype)[below(4)]);
+    (Case { number, dtype, mean, in_place, length, around }, members)
+}
+
+fn number(variable: &str, default: u64) -> u64 {
+    std::env::var(variable).map_or(default, |value| value.parse().expect("a number"))
+}
+
+#[test]
+#[ignore = "needs a CUDA GPU"]
+fn random_all_reduces() {
+    let now = std::time::UNIX_EPOCH.elapsed().unwrap().as_nanos() as u64;
+    let (calls, seed) = (number("BONFIRE_SOAK", 100_000) as usize, number("BONFIRE_SOAK_SEED", now | 1));
+    println!("BONFIRE_SOAK={calls} BONFIRE_SOAK_SEED={seed}");
+    let devices = Devices::new(67, RANKS);
+    devices.all.iter().for_each(|device| device.set_deadline(Duration::from_secs(60)));
+    let begin = Instant::now();
+    devices.run(|rank, client| {
+        let (mut shared, mut own) = (Random(seed), Random(seed.rotate_left(17 + rank as u32) | 1));
+        let mut streams = streams(&client, rank);
+        let mut under_way: Vec<Called> = Vec::new();
+        for number in 0..calls {
+            let (case, members) = draw(&mut shared, number);
+            if let Some(position) = members.iter().position(|member| *member == rank) {
+                let ids = members.iter().map(|member| devices.ids[*member]).collect();
+                under_way.push(case.call(position, &mut streams, ids));
+            }
+            // Each when it likes: a rank waits for calls that the others have made, or make without waiting for it.
+            let draw = own.next() >> 8;
+            if under_way.len() >= UNDER_WAY || draw % 8 == 0 || number + 1 == calls {
+                streams[(draw >> 3) as usize % 2].sync_collective();
+                under_way.drain(..).for_each(|call| call.check(&streams));
+            }
+            if rank == 0 && (number + 1) % 5_000 == 0 {
+                println!("{} of {calls} after {:.0?}", number + 1, begin.elapsed());
+            }
+        }
+    });
+    assert!(devices.all.iter().all(|device| device.failure().is_none()));
+}
