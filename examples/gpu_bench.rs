@@ -1,19 +1,20 @@
 //! What collectives cost on a GPU: the first one, which all ranks share as logical devices.
 //!
 //! ```sh
-//! cargo run --release --features cuda --example gpu_bench -- --out figures
+//! cargo run --release --features nccl --example gpu_bench -- --out figures
 //! ```
 //!
 //! Ratios are within a round, both sides in turn; figures are medians of the rounds. `scripts/gpu-check` runs it.
 
 #[path = "gpu_bench/api.rs"]
 mod api;
-#[path = "gpu_bench/bench.rs"]
-mod bench;
 #[path = "digits/cuda.rs"]
 mod cuda;
 #[path = "gpu_bench/kernels.rs"]
 mod kernels;
+#[cfg(feature = "nccl")]
+#[path = "gpu_bench/nccl.rs"]
+mod nccl;
 #[path = "gpu_bench/report.rs"]
 mod report;
 

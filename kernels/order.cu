@@ -1,5 +1,5 @@
 // Order between the streams that tensors live on and the stream that a group's kernels run on, through words in the
-// GPU's memory. Both kernels run in one thread on a stream of tensors: `tensors_ready` before a call, whose stream
+// host's or the GPU's memory. Both kernels run in one thread on a stream of tensors: `tensors_ready` before a call, whose stream
 // waits for the word in the driver, and `await_done` after it, for a word that the driver writes when the call has
 // ended. The host submits whatever is waited for before what waits for it, and gives `await_done` more patience than
 // kernels have with peers, so that they say first what is wrong.

@@ -9,10 +9,17 @@
 //! streams of its own. So several ranks share a GPU, and tests need none.
 //!
 //! # When calls wait
-//! `all_reduce` and `send` take a snapshot of what was queued before on the tensor's stream, and return. Only
-//! `sync_collective` and `recv` wait for other devices, at most for the device's deadline. What is queued after
-//! `sync_collective`, on any stream, sees the results; before it, a result's memory must not be touched. Data must start
-//! at a multiple of 4 bytes in its memory.
+//! `all_reduce` and `send` take what was queued before on the tensor's stream, and return. Only `sync_collective` and
+//! `recv` wait for other devices, at most for the device's deadline. What is queued after `sync_collective`, on any stream,
+//! sees the results; before it, neither a source nor a target may be written to, and a target not read. Where data goes
+//! through host memory it must start at a multiple of 4 bytes in its memory.
+//!
+//! # CUDA
+//! Kernels of our own reduce and copy straight from device to device, those on one GPU and those on GPUs that reach each
+//! other's memory; elsewhere data goes through host memory, which the log says once. They are compiled when they are first
+//! used. `BONFIRE_CUDA` is `kernels` (the form chosen by size), one of the forms `push`, `one-shot` and `two-shot`, or
+//! `host`. Up to 8 devices work together this way. Where there are several on each of several GPUs, a GPU's streams may have
+//! to wait for each other for want of hardware queues, up to the deadline: set `CUDA_DEVICE_MAX_CONNECTIONS=32`.
 //!
 //! [`DeviceCollectives`] has the operations that cubecl's trait lacks, and all of them over a [`Group`](crate::Group):
 //! ranks may then be devices of other processes, because a group compares what each rank called. cubecl's own
@@ -67,8 +74,8 @@ pub use self::exchange::{DeviceCollectives, Transfer};
 pub use self::runtime::{CollectiveRuntime, Info, LayoutPolicy};
 pub use self::status::Counters;
 
-/// A runtime whose devices can work together; how their data travels is what differs between runtimes. The defaults
-/// stage it through host memory, which works for every runtime.
+/// A runtime whose devices can work together; how their data travels is what differs between runtimes. By default it
+/// goes through host memory, which works for every runtime.
 pub trait DeviceTransport: Runtime {
     /// The name of the collective runtime on top of this one. It is part of the key of cubecl's autotune cache, so it
     /// must be different for each runtime.
@@ -103,7 +110,7 @@ pub type Wgpu<F = f32, I = i32, B = u32> = Layers<CubeBackend<CollectiveRuntime<
 pub type WgpuDevice = CollectiveDevice<cubecl::wgpu::WgpuRuntime>;
 
 /// burn's backend on CUDA, with collectives: `burn::backend::Cuda` on [`CollectiveRuntime`]. See [`Layers`] for fusion.
-/// Collectives go through host memory.
+/// All-reduces and copies stay on the GPUs, other operations go through host memory.
 #[cfg(feature = "cuda")]
 pub type Cuda<F = f32, I = i32> = Layers<CubeBackend<CollectiveRuntime<cubecl::cuda::CudaRuntime>, F, I, u8>>;
 

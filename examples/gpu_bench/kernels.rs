@@ -1,7 +1,8 @@
 //! The kernels alone, on streams of their own: all ranks on one GPU.
 
+use bonfire::server::cuda::bench::{all_reduce_seconds, copy_bandwidth};
+
 use crate::Failure;
-use crate::bench::{all_reduce_seconds, copy_bandwidth};
 use crate::report::{Goal, Report};
 
 const FORMS: [&str; 3] = ["push", "one-shot", "two-shot"];
@@ -32,10 +33,11 @@ pub fn small(report: &mut Report) {
     for form in FORMS {
         report.figure(format!("  by {form}"), "us", Goal::None, || seconds(Some(form)));
     }
+    #[cfg(feature = "nccl")]
     for bytes in [8, 512, 8 << 10, 32 << 10, 128 << 10, 256 << 10] {
         report.figure_if_there(format!("NCCL's time over ours, {bytes} bytes, 2 ranks"), "times", || {
             let own = all_reduce_seconds(2, bytes, None, 1000)?;
-            Ok(all_reduce_seconds(2, bytes, Some("nccl"), 1000)? / own)
+            Ok(crate::nccl::all_reduce_seconds(2, bytes, 1000)? / own)
         });
     }
 }
@@ -47,7 +49,7 @@ pub fn sizes(report: &mut Report, largest: usize) {
         while bytes <= largest {
             for form in FORMS {
                 // The push form's buffers hold no more.
-                if form == "push" && bytes > 256 << 10 {
+                if form == "push" && bytes > 32 << 10 {
                     continue;
                 }
                 let what = format!("{bytes} bytes, {ranks} ranks, {form}");

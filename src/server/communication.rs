@@ -24,7 +24,7 @@ use crate::dtype::{DType, ReduceOp};
 use crate::error::Error;
 use crate::wait::Deadline;
 
-const UNFINISHED: &str = "the memory holds a part of an earlier result, or one from another list of devices, that is not there \
+pub(super) const UNFINISHED: &str = "the memory holds a part of an earlier result, or one from another list of devices, that is not there \
                           yet; call sync_collective between the two";
 
 /// An all-reduce whose result has not been written yet.
@@ -60,13 +60,13 @@ impl<R: DeviceTransport> ServerCommunication for CollectiveServer<R> {
         Ok(())
     }
 
-    fn sync_collective(&mut self, stream: StreamId) -> Result<(), ServerError> {
+    fn sync_collective(&mut self, _stream: StreamId) -> Result<(), ServerError> {
         self.forget_failed();
         let pending = std::mem::take(&mut self.pending);
         let finished = self.finish(pending);
         self.promised.clear();
         let ordered = match &mut self.engine {
-            Some(engine) => caught("sync_collective", || engine.sync(&mut self.inner, stream)),
+            Some(engine) => caught("sync_collective", || engine.sync()),
             None => Ok(()),
         };
         self.status.record(ordered);
@@ -241,7 +241,7 @@ impl<R: DeviceTransport> CollectiveServer<R> {
         self.status.downloads.fetch_add(sources.len() as u64, Ordering::Relaxed);
         let descriptor = |(source, size): (_, usize)| CopyDescriptor::new(source, [size].into(), [1].into(), 1);
         let descriptors = sources.into_iter().map(descriptor).collect();
-        let copying = caught("read", || Ok(self.inner.read(descriptors, stream)))?;
+        let copying = caught("read", || Ok(self.at(stream).read(descriptors, stream)))?;
         self.reader.start(copying)
     }
 
@@ -254,7 +254,7 @@ impl<R: DeviceTransport> CollectiveServer<R> {
             self.status.uploads.fetch_add(1, Ordering::Relaxed);
             let descriptor = CopyDescriptor::new(target, [bytes.len()].into(), [1].into(), 1);
             caught("write", || {
-                self.inner.write(vec![(descriptor, bytes)], stream);
+                self.at(stream).write(vec![(descriptor, bytes)], stream);
                 Ok(())
             })?;
             if !streams.contains(&stream) {
@@ -262,7 +262,7 @@ impl<R: DeviceTransport> CollectiveServer<R> {
             }
         }
         // A flush hands over the stream's errors once, so they must not get lost here.
-        let mut flush = |stream| self.inner.flush(stream).map_err(|e| Error::io("writing results", e));
+        let mut flush = |stream| self.at(stream).flush(stream).map_err(|e| Error::io("writing results", e));
         caught("write", || streams.into_iter().try_for_each(&mut flush))
     }
 
@@ -285,7 +285,7 @@ impl<R: DeviceTransport> CollectiveServer<R> {
     }
 
     /// Once a failure was cleared, what failed with it is no longer waited for.
-    fn forget_failed(&mut self) {
+    pub(super) fn forget_failed(&mut self) {
         let cleared = self.status.cleared();
         if cleared != self.cleared && self.status.failure().is_none() {
             self.cleared = cleared;

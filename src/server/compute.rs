@@ -45,6 +45,15 @@ pub struct CollectiveServer<R: DeviceTransport> {
 }
 
 impl<R: DeviceTransport> CollectiveServer<R> {
+    /// The inner server, before it puts something on this stream.
+    pub(super) fn at(&mut self, stream: StreamId) -> &mut R::Server {
+        self.forget_failed();
+        if let Some(engine) = &mut self.engine {
+            engine.enter(&mut self.inner, stream);
+        }
+        &mut self.inner
+    }
+
     /// Refuses where the device is poisoned: its memory may hold stale bytes.
     fn sound(&self) -> Result<(), ServerError> {
         sound(&self.status)
@@ -110,11 +119,11 @@ impl<R: DeviceTransport> ComputeServer for CollectiveServer<R> {
 
     fn initialize_memory(&mut self, memory: ManagedMemoryHandle, size: u64, stream: StreamId) {
         // cubecl's CUDA server panics where it is to make room for nothing.
-        self.inner.initialize_memory(memory, size.max(1), stream);
+        self.at(stream).initialize_memory(memory, size.max(1), stream);
     }
 
     fn staging(&mut self, sizes: &[usize], stream: StreamId) -> Result<Vec<Bytes>, ServerError> {
-        self.inner.staging(sizes, stream)
+        self.at(stream).staging(sizes, stream)
     }
 
     fn logger(&self) -> Arc<ServerLogger> {
@@ -128,7 +137,7 @@ impl<R: DeviceTransport> ComputeServer for CollectiveServer<R> {
     fn read(&mut self, descriptors: Vec<CopyDescriptor>, stream: StreamId) -> DynFut<Result<Vec<Bytes>, ServerError>> {
         match self.sound() {
             Ok(()) => {
-                let reading = self.inner.read(descriptors, stream);
+                let reading = self.at(stream).read(descriptors, stream);
                 self.still_sound(reading)
             }
             Err(error) => Box::pin(async { Err(error) }),
@@ -136,11 +145,11 @@ impl<R: DeviceTransport> ComputeServer for CollectiveServer<R> {
     }
 
     fn write(&mut self, descriptors: Vec<(CopyDescriptor, Bytes)>, stream: StreamId) {
-        self.inner.write(descriptors, stream);
+        self.at(stream).write(descriptors, stream);
     }
 
     fn sync(&mut self, stream: StreamId) -> DynFut<Result<(), ServerError>> {
-        let sync = self.inner.sync(stream);
+        let sync = self.at(stream).sync(stream);
         match self.sound() {
             Ok(()) => self.still_sound(sync),
             Err(error) => Box::pin(async { Err(error) }),
@@ -153,7 +162,7 @@ impl<R: DeviceTransport> ComputeServer for CollectiveServer<R> {
         stream: StreamId,
     ) -> Result<ManagedResource<<Self::Storage as ComputeStorage>::Resource>, ServerError> {
         self.sound()?;
-        self.inner.get_resource(binding, stream)
+        self.at(stream).get_resource(binding, stream)
     }
 
     unsafe fn launch(
@@ -165,11 +174,11 @@ impl<R: DeviceTransport> ComputeServer for CollectiveServer<R> {
         stream: StreamId,
     ) {
         // SAFETY: the caller vouches for the kernel as the inner server requires.
-        unsafe { self.inner.launch(kernel, count, bindings, mode, stream) }
+        unsafe { self.at(stream).launch(kernel, count, bindings, mode, stream) }
     }
 
     fn flush(&mut self, stream: StreamId) -> Result<(), ServerError> {
-        let flushed = self.inner.flush(stream);
+        let flushed = self.at(stream).flush(stream);
         self.sound()?;
         flushed
     }
@@ -179,15 +188,15 @@ impl<R: DeviceTransport> ComputeServer for CollectiveServer<R> {
     }
 
     fn memory_cleanup(&mut self, stream: StreamId) {
-        self.inner.memory_cleanup(stream);
+        self.at(stream).memory_cleanup(stream);
     }
 
     fn start_profile(&mut self, stream: StreamId) -> Result<ProfilingToken, ServerError> {
-        self.inner.start_profile(stream)
+        self.at(stream).start_profile(stream)
     }
 
     fn end_profile(&mut self, stream: StreamId, token: ProfilingToken) -> Result<ProfileDuration, ProfileError> {
-        self.inner.end_profile(stream, token)
+        self.at(stream).end_profile(stream, token)
     }
 
     fn allocation_mode(&mut self, mode: MemoryAllocationMode, stream: StreamId) {

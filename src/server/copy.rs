@@ -122,7 +122,7 @@ impl<R: DeviceTransport> CollectiveServer<R> {
             && in_rows
             && engine.takes(&both)
         {
-            return caught("copy", || engine.lend(&mut self.inner, memory, stream)).map(Offer::Loan);
+            return caught("copy", || engine.lend(&mut self.inner, memory, bytes, stream)).map(Offer::Loan);
         }
         self.snapshot(vec![(memory, bytes)], stream).map(Offer::Reading)
     }

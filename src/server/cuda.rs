@@ -2,7 +2,7 @@
 //!
 //! cubecl does not show its streams, so two small kernels that it launches order them against ours: `kernels/order.cu`.
 //! One tells, after what is on a tensor's stream, that the tensor is ready, which our stream waits for; the other waits,
-//! before what follows on that stream, until our stream has written that a call is done.
+//! before what follows on a stream, until our stream has written that a call is done.
 
 #[doc(hidden)]
 pub mod bench;
@@ -25,12 +25,12 @@ use cubecl::device::DeviceId;
 use cubecl::server::Binding;
 use cubecl::stream_id::StreamId;
 
-use self::control::Order;
+use self::control::{Order, nanoseconds};
 use self::lane::{Lane, place};
 use self::order::Server;
 use self::team::{Ready, Team};
 use super::DeviceTransport;
-use super::communication::Span;
+use super::communication::{Span, UNFINISHED};
 use super::engine::{Engine, Job, Loan, Rows};
 use super::status::Status;
 use crate::error::Error;
@@ -38,9 +38,17 @@ use crate::wait::Deadline;
 
 impl DeviceTransport for CudaRuntime {
     fn engine(device: DeviceId) -> Option<Box<dyn Engine<Self>>> {
-        let status = Status::of::<CudaRuntime>(device);
-        let (teams, pending) = (HashMap::new(), Vec::new());
-        Some(Box::new(CudaEngine { device, status, teams, pending, last: None, lane: None }))
+        Some(Box::new(CudaEngine {
+            device,
+            status: Status::of::<CudaRuntime>(device),
+            teams: HashMap::new(),
+            pending: Vec::new(),
+            last: None,
+            lane: None,
+            promised: Vec::new(),
+            promises: 0,
+            entered: HashMap::new(),
+        }))
     }
 }
 
@@ -55,9 +63,14 @@ struct CudaEngine {
     last: Option<StreamId>,
     /// Made when it is first used.
     lane: Option<Lane>,
+    /// What streams must wait for: the latest of each word, and as which promise it was made.
+    promised: Vec<(Order, u64)>,
+    promises: u64,
+    /// Up to which promise a stream comes after them.
+    entered: HashMap<StreamId, u64>,
 }
 
-/// A call that was submitted. It keeps its tensors' memory until what follows on their streams comes after it.
+/// A call that was submitted. It keeps its tensors' memory until whatever enters a stream comes after it.
 struct Pending {
     team: Arc<Team>,
     rank: usize,
@@ -96,28 +109,27 @@ impl CudaEngine {
 
     fn submit(&mut self, server: &mut Server, team: &Arc<Team>, job: Job) -> Result<(), Error> {
         let Job { call, rank, source, target, stream, .. } = job;
+        let (read, written) = (Span::of(&source), Span::of(&target));
+        let mut others = self.pending.iter().filter(|pending| !Arc::ptr_eq(&pending.team, team));
+        if others.any(|pending| pending.meets(&read, &written)) {
+            // Their streams do not wait for each other.
+            return Err(Error::argument("all_reduce", UNFINISHED));
+        }
         let (launch, module) = team.prepare(rank, &call)?;
         let number = team.number(rank, call)?;
         let (from, to) = (place(server, &source, stream)?, place(server, &target, stream)?);
         let streams = [source.stream, target.stream, self.last.unwrap_or(stream)];
-        let order = Order {
-            word: team.ready(rank),
-            value: number,
-            patience: team.patience().as_nanos() as u64,
-            host: team.host(rank),
-        };
-        order::tensors_ready(server, streams, order, stream);
+        order::tensors_ready(server, streams, (team.ready(rank), number), stream);
         self.last = Some(stream);
-        let (read, written) = (Span::of(&source), Span::of(&target));
-        let mut after = Vec::new();
-        for pending in self.pending.iter().filter(|p| !Arc::ptr_eq(&p.team, team) && p.meets(&read, &written)) {
-            // Our stream may only wait for what is on a stream already.
-            pending.team.wait_launched(pending.rank, pending.number, &Deadline::after(self.status.deadline()))?;
-            after.push((pending.team.done(pending.rank), pending.number));
-        }
-        team.submit(rank, Ready { call, launch, module, source: from, target: to, after })?;
+        team.submit(rank, Ready { call, launch, module, source: from, target: to })?;
         self.pending.push(Pending { team: team.clone(), rank, number, source, target });
         Ok(())
+    }
+
+    fn promise(&mut self, order: Order) {
+        self.promised.retain(|(other, _)| other.word != order.word);
+        self.promises += 1;
+        self.promised.push((order, self.promises));
     }
 }
 
@@ -126,67 +138,80 @@ impl Engine<CudaRuntime> for CudaEngine {
         self.teams.contains_key(devices) || team::fit(devices)
     }
 
+    fn enter(&mut self, server: &mut Server, stream: StreamId) {
+        let before = self.entered.get(&stream).copied().unwrap_or(0);
+        if before == self.promises {
+            return;
+        }
+        for (order, _) in self.promised.iter().filter(|(_, number)| *number > before) {
+            order::await_done(server, *order, stream);
+        }
+        self.entered.insert(stream, self.promises);
+    }
+
     fn all_reduce(&mut self, server: &mut Server, job: Job) -> Result<(), Error> {
+        self.enter(server, job.stream);
         let team = self.team(job.devices.clone(), job.rank)?;
         self.submit(server, &team, job)
     }
 
     fn fail(&mut self, devices: Vec<DeviceId>, error: &Error) {
-        let team = match self.teams.get(&devices) {
-            Some(team) => Ok(team.clone()),
-            None => Team::of(devices),
-        };
-        match team {
+        match Team::of(devices.clone()) {
             Ok(team) => team.fail(error.clone()),
-            Err(other) => log::error!("the other devices are not told of a failure: {other}"),
+            Err(_) => devices.iter().for_each(|id| Status::of::<CudaRuntime>(*id).fail(error.clone())),
         }
     }
 
-    fn sync(&mut self, server: &mut Server, stream: StreamId) -> Result<(), Error> {
+    fn sync(&mut self) -> Result<(), Error> {
         let deadline = Deadline::after(self.status.deadline());
-        let mut last: Vec<&Pending> = Vec::new();
-        for pending in self.pending.iter().rev() {
-            if !last.iter().any(|other| Arc::ptr_eq(&other.team, &pending.team)) {
-                pending.team.wait_launched(pending.rank, pending.number, &deadline)?;
-                last.push(pending);
+        let mut orders: Vec<(&Arc<Team>, Order)> = Vec::new();
+        for Pending { team, rank, number, .. } in self.pending.iter().rev() {
+            if orders.iter().any(|(other, _)| Arc::ptr_eq(other, team)) {
+                continue;
             }
+            // What waits on the GPU for a call must be put there after it.
+            team.wait_launched(*rank, *number, &deadline)?;
+            // The call has its own patience, which begins later.
+            let patience = nanoseconds(team.patience()) * 2;
+            orders.push((team, Order { word: team.done(*rank), value: *number, patience, host: team.host(*rank) }));
         }
-        let mut streams = vec![stream];
-        for tensor in self.pending.iter().flat_map(|pending| [&pending.source, &pending.target]) {
-            if !streams.contains(&tensor.stream) {
-                streams.push(tensor.stream);
-            }
-        }
-        for pending in last {
-            let order = Order {
-                word: pending.team.done(pending.rank),
-                value: pending.number,
-                // The kernel has its own, which begins later.
-                patience: pending.team.patience().as_nanos() as u64 * 2,
-                host: pending.team.host(pending.rank),
-            };
-            streams.iter().for_each(|stream| order::await_done(server, order, *stream));
-        }
+        let orders: Vec<Order> = orders.into_iter().map(|(_, order)| order).collect();
+        orders.into_iter().for_each(|order| self.promise(order));
         self.pending.clear();
         Ok(())
     }
 
-    fn lend(&mut self, server: &mut Server, memory: Binding, stream: StreamId) -> Result<Loan, Error> {
-        self.lane()?.lend(server, memory, stream)
+    fn lend(&mut self, server: &mut Server, memory: Binding, bytes: usize, stream: StreamId) -> Result<Loan, Error> {
+        self.enter(server, stream);
+        let patience = self.status.deadline();
+        let (loan, order) = self.lane()?.lend(server, memory, bytes, stream, patience)?;
+        self.promise(order);
+        Ok(loan)
     }
 
     fn copy(&mut self, server: &mut Server, loan: Loan, rows: Rows, target: Binding) -> Result<(), Error> {
+        self.enter(server, target.stream);
         let patience = self.status.deadline();
-        self.lane()?.copy(server, loan, rows, target, patience)
+        let order = self.lane()?.copy(server, loan, rows, target, patience)?;
+        self.promise(order);
+        Ok(())
     }
 
     fn forget(&mut self) {
-        let failed = |pending: &Pending| pending.team.failure().is_some();
-        for pending in self.pending.iter().filter(|pending| failed(pending)) {
-            if let Err(error) = pending.team.quiesce() {
+        let failed = |team: &Arc<Team>| team.failure().is_some();
+        // What their words speak of is done after this.
+        let mut words: Vec<u64> = self.lane.iter().map(Lane::word).collect();
+        for (devices, team) in self.teams.iter().filter(|(_, team)| failed(team)) {
+            words.extend(devices.binary_search(&self.device).map(|rank| team.done(rank)));
+            if let Err(error) = team.quiesce() {
                 log::warn!("after a failure: {error}");
             }
         }
-        self.pending.retain(|pending| !failed(pending));
+        if let Some(Err(error)) = self.lane.take().map(Lane::end) {
+            log::warn!("after a failure: {error}");
+        }
+        self.promised.retain(|(order, _)| !words.contains(&order.word));
+        self.teams.retain(|_, team| !failed(team));
+        self.pending.retain(|pending| !failed(&pending.team));
     }
 }

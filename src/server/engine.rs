@@ -42,19 +42,22 @@ pub trait Engine<R: DeviceTransport>: Send {
     /// Whether these devices, which are sorted, work together by it. The answer is the same on all of them, and stays.
     fn takes(&mut self, devices: &[DeviceId]) -> bool;
 
+    /// Before anything is put on a stream of the inner server: orders it after all that `sync` and `copy` have promised.
+    fn enter(&mut self, server: &mut R::Server, stream: StreamId);
+
     /// Queues an all-reduce. Neither source nor target may be touched before [`sync`](Engine::sync).
     fn all_reduce(&mut self, server: &mut R::Server, job: Job) -> Result<(), Error>;
 
     /// Ends what these devices, which are sorted, do together, on all of them.
     fn fail(&mut self, devices: Vec<DeviceId>, error: &Error);
 
-    /// Orders what is queued from now on after what was called so far.
-    fn sync(&mut self, server: &mut R::Server, stream: StreamId) -> Result<(), Error>;
+    /// From now on, whatever enters comes after all calls so far.
+    fn sync(&mut self) -> Result<(), Error>;
 
-    /// Lets another device read memory as what was queued so far on the stream leaves it.
-    fn lend(&mut self, server: &mut R::Server, memory: Binding, stream: StreamId) -> Result<Loan, Error>;
+    /// Lets another device read the first bytes of some memory, as what was queued so far on the stream leaves them.
+    fn lend(&mut self, server: &mut R::Server, memory: Binding, bytes: usize, stream: StreamId) -> Result<Loan, Error>;
 
-    /// Copies rows to this device, without gaps. What is queued from now on at the target's stream sees them.
+    /// Copies rows to this device, without gaps. From now on, whatever enters comes after it.
     fn copy(&mut self, server: &mut R::Server, loan: Loan, rows: Rows, target: Binding) -> Result<(), Error>;
 
     /// The failure was cleared: what failed with it is no longer waited for.

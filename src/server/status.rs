@@ -100,6 +100,8 @@ impl Status {
 
     /// What poisoned the device, which is sound afterwards.
     pub fn take_failure(&self) -> Option<Error> {
+        // What nobody has looked for yet is cleared, too.
+        let _ = self.failure();
         let mut failure = lock(&self.failure);
         if failure.is_some() {
             // Release: who sees the device sound also sees that something was cleared.

@@ -21,8 +21,13 @@ pub struct Devices<R: DeviceTransport> {
 }
 
 impl<R: DeviceTransport> Devices<R> {
+    /// On one physical device, or in turn on as many as `BONFIRE_TEST_GPUS` says.
     pub fn new(first: u8, count: u8) -> Self {
-        let device = |replica| CollectiveDevice::new(Default::default(), replica);
+        let gpus = std::env::var("BONFIRE_TEST_GPUS").map_or(1, |gpus| gpus.parse().unwrap());
+        let device = |replica| {
+            let id = CollectiveDevice::<R>::new(Default::default(), replica).to_id();
+            CollectiveDevice::from_id(DeviceId::new(id.type_id, id.index_id + u16::from(replica) % gpus))
+        };
         let all: Vec<_> = (first..first + count).map(device).collect();
         let ids = all.iter().map(Device::to_id).collect();
         Devices { all, ids }

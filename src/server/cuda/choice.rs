@@ -108,8 +108,10 @@ pub(super) fn launch(route: Route, call: &Call, topology: &Topology) -> Option<L
         Form::OneShot => bytes.div_ceil(64),
         _ => bytes.div_ceil(64 * topology.ranks),
     };
-    // A block of 512 threads fits on a multiprocessor whatever the kernel's registers are: see `__launch_bounds__`.
-    let most = MAX_BLOCKS.min(topology.multiprocessors / topology.sharing).max(1);
+    // A block of 512 threads fits on a multiprocessor whatever the kernel's registers are: see `__launch_bounds__`. A kernel
+    // that waits for another GPU must leave room for what that GPU may be waiting for here.
+    let usable = if topology.gpus > 1 { topology.multiprocessors / 4 } else { topology.multiprocessors };
+    let most = MAX_BLOCKS.min(usable / topology.sharing).max(1);
     let blocks = u32::try_from(work.div_ceil(threads)).unwrap_or(most).clamp(1, most);
     Some(Launch { kernel: Kernel { form, op, dtype: call.dtype }, blocks, threads: threads as u32 })
 }
@@ -151,11 +153,11 @@ mod tests {
 
     #[test]
     fn grids_fit_on_the_gpu() {
-        for (topology, most) in [(TWO_ON_ONE, 66), (EIGHT, 128)] {
+        for (topology, most) in [(TWO_ON_ONE, 66), (EIGHT, 33)] {
             let launch = |count| launch(Route::Kernels, &all_reduce(DType::F32, count), &topology).unwrap();
             assert_eq!((launch(0).blocks, launch(1).blocks, launch(64 << 20).blocks), (1, 1, most));
         }
-        // More ranks than multiprocessors: a grid of one block is correct, too.
+        // More ranks than multiprocessors.
         let crowded = Topology { ranks: 8, gpus: 1, sharing: 8, multiprocessors: 4 };
         assert_eq!(launch(Route::Kernels, &all_reduce(DType::F32, 1 << 20), &crowded).unwrap().blocks, 1);
     }

@@ -5,6 +5,7 @@ use std::time::Duration;
 use bytemuck::{Pod, Zeroable};
 
 use crate::error::{Error, Site};
+use crate::wait::ENDLESS;
 
 /// Ranks that a kernel can work for.
 pub(super) const MAX_RANKS: usize = 8;
@@ -64,29 +65,42 @@ impl Order {
 pub(super) const HOST_WORDS: usize = 16;
 pub(super) const ABORT: usize = 0;
 pub(super) const FAILURE: usize = 1;
-/// The number of the last call whose tensors are ready.
+/// The number of the last call whose tensors are ready. Kernels do not look at it, the driver does.
 pub(super) const READY: usize = 2;
+/// As large as a word can be: the driver compares the difference, as a signed number.
+pub(super) const RELEASED: u64 = i64::MAX as u64;
+/// How many copies of a lane are done.
+pub(super) const COPIED: usize = 3;
+
+/// A time as kernels take it.
+pub(super) fn nanoseconds(time: Duration) -> u64 {
+    time.min(ENDLESS).as_nanos() as u64
+}
 
 /// A failure that a kernel reports: kind, operation, peer and epoch in one word.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Report {
     kind: u8,
     peer: usize,
+    /// The number of the call.
+    pub number: u64,
 }
 
 impl Report {
     /// Zero is none.
     pub fn of(word: u64) -> Option<Report> {
         let byte = |at: u32| (word >> at) as u8;
-        (word != 0).then(|| Report { kind: byte(0), peer: usize::from(byte(16)) })
+        (word != 0).then(|| Report { kind: byte(0), peer: usize::from(byte(16)), number: word >> 24 })
     }
 
-    /// As the error of the rank that reports it. The call may be an earlier one than `site`, where several were under way.
-    pub fn error(self, site: Site, rank: usize, patience: Duration) -> Error {
+    /// As the error of the rank that reports it. `absent` are the ranks that have not made the call.
+    pub fn error(self, site: Site, rank: usize, absent: Vec<usize>, patience: Duration) -> Error {
         let peer = self.peer;
         let operation = site.to_string();
+        // On the peer's GPU it may be another rank that is waited for.
+        let missing = if absent.is_empty() { vec![peer] } else { absent };
         match self.kind {
-            1 | 2 => Error::Timeout { site, rank, missing: vec![peer], elapsed: patience },
+            1 | 2 => Error::Timeout { site, rank, missing, elapsed: patience },
             3 => Error::io(operation, format!("rank {peer} called something else on its GPU")),
             4 => Error::io(operation, "given up, since the devices' group failed"),
             6 => Error::io(operation, format!("the GPU did not end it within {patience:.1?}")),
@@ -130,7 +144,10 @@ mod tests {
             root: None,
             sizes: None,
         };
-        let error = report.error(Site { call, sequence: 5 }, 1, Duration::from_secs(2));
-        assert!(matches!(error, Error::Timeout { rank: 1, ref missing, .. } if missing == &[3]), "{error}");
+        assert_eq!(report.number, 77);
+        for (absent, named) in [(vec![], [3]), (vec![2], [2])] {
+            let error = report.error(Site { call, sequence: 76 }, 1, absent, Duration::from_secs(2));
+            assert!(matches!(error, Error::Timeout { rank: 1, ref missing, .. } if *missing == named), "{error}");
+        }
     }
 }

@@ -2,7 +2,8 @@
 
 use std::collections::HashMap;
 use std::ffi::c_void;
-use std::sync::{Arc, LazyLock, Mutex};
+use std::sync::{Arc, LazyLock, Mutex, OnceLock};
+use std::time::Duration;
 
 use cudarc::driver::result;
 use cudarc::driver::sys::{self, CUdevice_attribute as Attribute};
@@ -11,7 +12,7 @@ use super::kernel::{Kernel, Module};
 use super::memory::Memory;
 use crate::error::Error;
 use crate::server::engine::Rows;
-use crate::wait::lock;
+use crate::wait::{Deadline, lock};
 
 /// A physical GPU, in the context that cubecl uses too: the device's primary one.
 pub(super) struct Gpu {
@@ -21,6 +22,9 @@ pub(super) struct Gpu {
     pub architecture: u32,
     context: sys::CUcontext,
     modules: Mutex<HashMap<Kernel, Arc<Module>>>,
+    orders: OnceLock<bool>,
+    /// Which other GPUs it was found to reach.
+    reached: Mutex<HashMap<usize, bool>>,
 }
 
 // SAFETY: any thread may use a context; `modules` is behind a lock.
@@ -63,6 +67,8 @@ impl Gpu {
             architecture: (10 * major + minor) as u32,
             context,
             modules: Mutex::default(),
+            orders: OnceLock::new(),
+            reached: Mutex::default(),
         });
         gpus.insert(ordinal, gpu.clone());
         Ok(gpu)
@@ -97,6 +103,16 @@ impl Gpu {
         if self.ordinal == other.ordinal {
             return Ok(true);
         }
+        let mut reached = lock(&self.reached);
+        if let Some(reached) = reached.get(&other.ordinal) {
+            return Ok(*reached);
+        }
+        let found = self.reach(other)?;
+        reached.insert(other.ordinal, found);
+        Ok(found)
+    }
+
+    fn reach(&self, other: &Gpu) -> Result<bool, Error> {
         let mut can = 0;
         // SAFETY: ordinals are devices: `of` got both.
         let asked = unsafe { sys::cuDeviceCanAccessPeer(&mut can, self.ordinal as i32, other.ordinal as i32) };
@@ -112,6 +128,18 @@ impl Gpu {
         }
         self.share_pool(other)?;
         self.proven(other)
+    }
+
+    /// Whether its driver has streams that wait for words and write them, and memory in their order.
+    pub fn orders_streams(&self) -> bool {
+        let try_out = || -> Result<(), Error> {
+            let stream = Arc::new(Stream::new(self)?);
+            let word = Memory::zeroed(&stream, size_of::<u64>())?;
+            stream.write(word.address, 1)?;
+            stream.wait_for(word.address, 1)?;
+            stream.synchronize()
+        };
+        *self.orders.get_or_init(|| try_out().inspect_err(|error| log::warn!("{error}")).is_ok())
     }
 
     /// Lets this GPU use what cubecl allocates on `other`, from the device's default memory pool.
@@ -162,6 +190,25 @@ pub(super) fn failure(what: &str, ordinal: usize, error: cudarc::driver::DriverE
     Error::io(format!("{what} on GPU {ordinal}"), text.unwrap_or_else(|_| format!("{:?}", error.0)))
 }
 
+/// Waits until all that was put on these streams is done, after a failure. What is there waits for words, which kernels write
+/// that were launched before; where such a launch failed, which cubecl does not say, nobody does, so in the end they are
+/// released.
+pub(super) fn settle<'a>(
+    streams: impl Iterator<Item = &'a Stream> + Clone,
+    release: impl FnOnce(),
+) -> Result<(), Error> {
+    const GRACE: Duration = Duration::from_secs(10);
+    let deadline = Deadline::after(GRACE);
+    while !streams.clone().all(Stream::is_idle) {
+        if deadline.passed() {
+            release();
+            break;
+        }
+        std::thread::sleep(Duration::from_micros(100));
+    }
+    streams.into_iter().try_for_each(Stream::synchronize)
+}
+
 /// A stream of our own. What is put on it runs in order.
 pub(super) struct Stream {
     gpu: Arc<Gpu>,
@@ -181,11 +228,11 @@ impl Stream {
         Ok(Stream { raw: raw.map_err(|e| failure("making a stream", gpu.ordinal, e))?, gpu: shared })
     }
 
-    /// Waits until the word at `address`, in GPU memory, is `value` or more.
+    /// Waits until the word at `address` is `value` or more, by the sign of the difference.
     pub fn wait_for(&self, address: u64, value: u64) -> Result<(), Error> {
         let _entered = self.gpu.enter()?;
         let flags = sys::CUstreamWaitValue_flags_enum::CU_STREAM_WAIT_VALUE_GEQ as u32;
-        // SAFETY: callers pass addresses of their own `Memory`, aligned to 8 bytes.
+        // SAFETY: callers pass addresses of words in `Memory` or `HostWords`, which are aligned.
         let queued = unsafe { sys::cuStreamWaitValue64_v2(self.raw, address, value, flags) };
         self.gpu.check("waiting for a word", queued)
     }
@@ -329,6 +376,14 @@ impl Stream {
             let _ = (result::event::destroy(begin), result::event::destroy(end));
             Ok(f64::from(milliseconds) / 1e3)
         }
+    }
+
+    /// Whether all that was put on the stream is done, or has failed.
+    pub fn is_idle(&self) -> bool {
+        let Ok(_entered) = self.gpu.enter() else { return true };
+        // SAFETY: the stream lives until `drop`.
+        let state = unsafe { sys::cuStreamQuery(self.raw) };
+        state != sys::CUresult::CUDA_ERROR_NOT_READY
     }
 
     /// Waits on the host for all that was put on the stream.

@@ -42,9 +42,8 @@ const HEADERS: [(&str, &str); 9] = [
 ];
 
 /// The file with the kernels that order streams.
-pub(super) fn order_source() -> String {
-    pasted(include_str!("../../../kernels/order.cu"), &mut Vec::new())
-}
+pub(super) static ORDER: LazyLock<String> =
+    LazyLock::new(|| pasted(include_str!("../../../kernels/order.cu"), &mut Vec::new()));
 
 impl Form {
     fn name(self) -> &'static str {
@@ -219,7 +218,7 @@ mod tests {
             assert!(!source.contains("#include \""), "{form:?}");
             assert_eq!(source.matches("#define BONFIRE_SIGNAL_CUH").count(), 1, "{form:?}");
         }
-        assert!(!order_source().contains("#include \""));
+        assert!(!ORDER.contains("#include \""));
     }
 
     #[test]

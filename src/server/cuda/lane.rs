@@ -1,15 +1,16 @@
-//! Copies to one device: a stream of its own, and words that order it against the tensors' streams.
+//! Copies of one device: a stream of its own, and words that order it against the tensors' streams.
 
+use std::mem::ManuallyDrop;
 use std::sync::Arc;
 use std::time::Duration;
 
 use cubecl::cuda::CudaRuntime;
 use cubecl::device::DeviceId;
-use cubecl::server::{Binding, ComputeServer};
+use cubecl::server::{Binding, ComputeServer, Handle};
 use cubecl::stream_id::StreamId;
 
-use super::control::{FAILURE, HOST_WORDS, Order, READY};
-use super::driver::{Gpu, Stream};
+use super::control::{ABORT, COPIED, FAILURE, HOST_WORDS, Order, READY, RELEASED, nanoseconds};
+use super::driver::{Gpu, Stream, settle};
 use super::memory::{HostWords, Memory};
 use super::order::{self, Server};
 use crate::error::Error;
@@ -21,8 +22,8 @@ pub(super) struct Lane {
     stream: Arc<Stream>,
     /// One line, as a rank of a team has it.
     host: Arc<HostWords>,
-    /// How many copies are done, in GPU memory.
-    done: Memory,
+    /// How many copies are done, in GPU memory: `COPIED` for streams of this GPU.
+    done: ManuallyDrop<Memory>,
     /// How often the `READY` word was told something.
     said: u64,
     /// The stream that told it last: it only grows if each comes after the one before.
@@ -34,28 +35,45 @@ impl Lane {
     pub fn new(device: DeviceId) -> Result<Lane, Error> {
         let gpu = Gpu::of(usize::from(physical(device).0.index_id))?;
         let stream = Arc::new(Stream::new(&gpu)?);
+        let done = ManuallyDrop::new(Memory::zeroed(&stream, size_of::<u64>())?);
         let host = Arc::new(HostWords::zeroed(&gpu, HOST_WORDS)?);
-        let watched = host.clone();
-        let status = Arc::downgrade(&Status::of::<CudaRuntime>(device));
+        let (watched, status) = (Arc::downgrade(&host), Status::of::<CudaRuntime>(device));
+        let poisoned = Arc::downgrade(&status);
         // Only `await_done` reports here.
-        let look = move || {
-            let failed = watched.load(FAILURE) != 0;
-            if let (true, Some(status)) = (failed, status.upgrade()) {
-                watched.store(FAILURE, 0);
-                status.fail(Error::io("copy", "the GPU did not end it in time, or what the source queued before it"));
+        let look = move || match (watched.upgrade(), poisoned.upgrade()) {
+            (Some(host), Some(status)) if host.load(FAILURE) != 0 => {
+                status.fail(Error::io("copy", "the GPU did not end it in time, or what was queued before it"));
+                false
             }
-            true
+            (host, _) => host.is_some(),
         };
-        Status::of::<CudaRuntime>(device).watch(Arc::new(look));
-        Ok(Lane { done: Memory::zeroed(&stream, size_of::<u64>())?, stream, host, said: 0, last: None, copied: 0 })
+        status.watch(Arc::new(look));
+        Ok(Lane { stream, host, done, said: 0, last: None, copied: 0 })
     }
 
-    pub fn lend(&mut self, server: &mut Server, memory: Binding, stream: StreamId) -> Result<Loan, Error> {
-        let address = place(server, &memory, stream)?;
+    /// Copies memory as it is once all that was queued so far on the stream is done, to memory that nobody else knows; and
+    /// what must be waited for before the memory is written to.
+    pub fn lend(
+        &mut self,
+        server: &mut Server,
+        memory: Binding,
+        bytes: usize,
+        stream: StreamId,
+        patience: Duration,
+    ) -> Result<(Loan, Order), Error> {
+        let copy = Handle::new(stream, bytes as u64);
+        server.initialize_memory(copy.memory.clone(), (bytes as u64).max(1), stream);
+        let copy = copy.binding();
+        let (from, to) = (place(server, &memory, stream)?, place(server, &copy, stream)?);
         let ready = self.tell_ready(server, memory.stream, stream);
-        Ok(Loan { memory, address, ready })
+        self.wait_for(ready)?;
+        self.stream.copy(from, to, Rows { count: 1, bytes, pitch: bytes })?;
+        let order = self.finish(memory, patience)?;
+        let ready = (self.host.address(COPIED), self.copied);
+        Ok((Loan { memory: copy, address: to, ready }, order))
     }
 
+    /// Copies what was lent; and what must be waited for before the target is used.
     pub fn copy(
         &mut self,
         server: &mut Server,
@@ -63,31 +81,49 @@ impl Lane {
         rows: Rows,
         target: Binding,
         patience: Duration,
-    ) -> Result<(), Error> {
+    ) -> Result<Order, Error> {
         let stream = target.stream;
         let to = place(server, &target, stream)?;
         // What used the target's memory before may be under way.
         let free = self.tell_ready(server, stream, stream);
-        for (word, value) in [free, loan.ready] {
-            self.stream.wait_for(word, value)?;
-        }
+        self.wait_for(free)?;
+        self.wait_for(loan.ready)?;
         self.stream.copy(loan.address, to, rows)?;
+        self.finish((loan.memory, target), patience)
+    }
+
+    /// Where its GPU says how many copies are done.
+    pub fn word(&self) -> u64 {
+        self.done.address
+    }
+
+    /// Ends what is under way, after a failure. The words stay: streams may still look at them.
+    pub fn end(self) -> Result<(), Error> {
+        self.host.store(ABORT, 1);
+        settle(std::iter::once(&*self.stream), || self.host.store(READY, RELEASED))
+    }
+
+    /// Says that a copy is done, and keeps its memory until then.
+    fn finish<T: Send + 'static>(&mut self, memory: T, patience: Duration) -> Result<Order, Error> {
         self.copied += 1;
         self.stream.write(self.done.address, self.copied)?;
-        self.stream.keep((loan.memory, target))?;
-        let patience = patience.as_nanos() as u64;
-        let order = Order { word: self.done.address, value: self.copied, patience, host: self.host.address(0) };
-        order::await_done(server, order, stream);
-        Ok(())
+        self.stream.write(self.host.address(COPIED), self.copied)?;
+        self.stream.keep(memory)?;
+        let patience = nanoseconds(patience);
+        Ok(Order { word: self.done.address, value: self.copied, patience, host: self.host.address(0) })
+    }
+
+    fn wait_for(&self, (word, value): (u64, u64)) -> Result<(), Error> {
+        self.stream.wait_for(word, value)
     }
 
     /// The word, and the value that it will have when what is on both streams so far is done.
     fn tell_ready(&mut self, server: &mut Server, owner: StreamId, stream: StreamId) -> (u64, u64) {
         self.said += 1;
-        let order = Order { word: self.host.address(READY), value: self.said, patience: 0, host: 0 };
-        order::tensors_ready(server, [owner, stream, self.last.unwrap_or(stream)], order, stream);
+        let word = (self.host.address(READY), self.said);
+        order::tensors_ready(server, [owner, stream, self.last.unwrap_or(stream)], word, stream);
         self.last = Some(stream);
-        (order.word, order.value)
+        word
     }
 }
 

@@ -31,7 +31,8 @@ impl Drop for Memory {
     }
 }
 
-/// Words in host memory that GPUs reach at the same address.
+/// Words in host memory that GPUs reach at the same address. They are never freed: a kernel that was queued on a stream of
+/// cubecl's may look at them however late.
 pub(super) struct HostWords(*const AtomicU64, usize);
 
 // SAFETY: the words are atomic.
@@ -44,7 +45,7 @@ impl HostWords {
         let _entered = gpu.enter()?;
         // Every context may use it, at the address that it has on the host.
         let flags = sys::CU_MEMHOSTALLOC_PORTABLE | sys::CU_MEMHOSTALLOC_DEVICEMAP;
-        // SAFETY: it is freed in `drop`.
+        // SAFETY: it is used through this alone.
         let start = unsafe { result::malloc_host(8 * words, flags) };
         let start = start.map_err(|e| failure("allocating host memory", gpu.ordinal, e))?.cast::<AtomicU64>();
         // SAFETY: the memory has so many words, is aligned for them, and nobody else knows it yet.
@@ -67,14 +68,7 @@ impl HostWords {
 
     fn word(&self, index: usize) -> &AtomicU64 {
         assert!(index < self.1, "a word outside of the allocation");
-        // SAFETY: in bounds, and alive until `drop`.
+        // SAFETY: in bounds, and alive as long as the process.
         unsafe { &*self.0.add(index) }
-    }
-}
-
-impl Drop for HostWords {
-    fn drop(&mut self) {
-        // SAFETY: allocated in `zeroed`; no kernel uses it any more, as the owner saw to.
-        let _ = unsafe { result::free_host(self.0 as *mut _) };
     }
 }

@@ -1,5 +1,7 @@
 //! The kernels that cubecl launches, to order its streams against ours.
 
+use std::sync::LazyLock;
+
 use cubecl::cuda::{CudaCompiler, CudaRuntime};
 use cubecl::ir::{Scope, StorageType};
 use cubecl::prelude::{
@@ -10,7 +12,8 @@ use cubecl::stream_id::StreamId;
 use cubecl::{CompilationError, Compiler, CubeTask, Runtime};
 
 use super::control::Order;
-use super::kernel::order_source;
+use super::kernel::ORDER;
+use crate::call::hash;
 
 pub(super) type Server = <CudaRuntime as Runtime>::Server;
 
@@ -22,7 +25,8 @@ enum Entry {
 }
 
 /// Tells the word that the tensors on these streams are ready, once what is on them so far is done.
-pub(super) fn tensors_ready(server: &mut Server, streams: [StreamId; 3], order: Order, stream: StreamId) {
+pub(super) fn tensors_ready(server: &mut Server, streams: [StreamId; 3], (word, value): (u64, u64), stream: StreamId) {
+    let order = Order { word, value, patience: 0, host: 0 };
     let tokens = streams.map(|stream| token(server, stream)).to_vec();
     launch(server, Entry::TensorsReady, tokens, order, stream);
 }
@@ -53,7 +57,9 @@ fn launch(server: &mut Server, entry: Entry, tokens: Vec<Binding>, order: Order,
 
 impl KernelMetadata for Entry {
     fn id(&self) -> KernelId {
-        KernelId::new::<Entry>().info(*self)
+        // cubecl may keep what it compiled from one run of a program to the next.
+        static SOURCE: LazyLock<u64> = LazyLock::new(|| hash(ORDER.bytes()));
+        KernelId::new::<Entry>().info((*self, *SOURCE))
     }
 
     fn address_type(&self) -> StorageType {
@@ -85,7 +91,7 @@ impl CubeTask<CudaCompiler> for Entry {
         Ok(CompiledKernel {
             entrypoint_name: name.into(),
             debug_name: None,
-            source: order_source(),
+            source: ORDER.clone(),
             repr: Some(compiler.compile(nothing, options, mode, address)?),
             cube_dim: CubeDim::new_single(),
             debug_info: None,

@@ -6,6 +6,7 @@
 //! a GPU waits only for what was put there before. Kernels on different GPUs do wait for each other, which is bounded.
 
 use std::collections::{HashMap, VecDeque};
+use std::mem::ManuallyDrop;
 use std::sync::{Arc, Condvar, LazyLock, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -13,8 +14,10 @@ use cubecl::cuda::CudaRuntime;
 use cubecl::device::DeviceId;
 
 use super::choice::{Launch, ROUTE, Route, Topology, launch};
-use super::control::{ABORT, CONTROL_BYTES, FAILURE, HOST_WORDS, MAX_RANKS, Member, Parameters, READY, Report};
-use super::driver::{Gpu, Stream};
+use super::control::{
+    ABORT, CONTROL_BYTES, FAILURE, HOST_WORDS, MAX_RANKS, Member, Parameters, READY, RELEASED, Report, nanoseconds,
+};
+use super::driver::{Gpu, Stream, settle};
 use super::kernel::Module;
 use super::memory::{HostWords, Memory};
 use crate::call::{Call, Operation};
@@ -50,7 +53,7 @@ struct Place {
     /// The ranks on this GPU.
     ranks: Vec<usize>,
     /// The number of the last call that is done, in GPU memory.
-    done: Memory,
+    done: ManuallyDrop<Memory>,
     queue: Mutex<Queue>,
     launched: Condvar,
 }
@@ -69,8 +72,6 @@ pub(super) struct Ready {
     pub module: Arc<Module>,
     pub source: u64,
     pub target: u64,
-    /// Calls of other teams that use the same memory: where their word is, and their number.
-    pub after: Vec<(u64, u64)>,
 }
 
 #[derive(Default)]
@@ -82,7 +83,10 @@ struct Progress {
     failure: Option<Error>,
 }
 
-static TEAMS: LazyLock<Mutex<HashMap<Vec<DeviceId>, Arc<Team>>>> = LazyLock::new(Mutex::default);
+/// Where a list's team is, once it is made. Making one takes the driver's time, and must not keep other lists waiting.
+type Slot = Arc<Mutex<Option<Arc<Team>>>>;
+
+static TEAMS: LazyLock<Mutex<HashMap<Vec<DeviceId>, Slot>>> = LazyLock::new(Mutex::default);
 /// Whether kernels can work for a list of devices.
 static FIT: LazyLock<Mutex<HashMap<Vec<DeviceId>, bool>>> = LazyLock::new(Mutex::default);
 
@@ -106,8 +110,17 @@ pub(super) fn fit(devices: &[DeviceId]) -> bool {
                 return Ok(false);
             }
         }
-        // Older ones lack the orders and scopes of `kernels/ptx.cuh`.
-        Ok(gpus.iter().all(|gpu| gpu.architecture >= 70))
+        for gpu in &gpus {
+            // Older ones lack the orders and scopes of `kernels/ptx.cuh`.
+            if gpu.architecture < 70 || !gpu.orders_streams() {
+                log::warn!(
+                    "GPU {} cannot do what our kernels need; its collectives go through host memory",
+                    gpu.ordinal
+                );
+                return Ok(false);
+            }
+        }
+        Ok(true)
     };
     let fit = reach().unwrap_or_else(|error| {
         log::warn!("{error}; collectives between the devices go through host memory");
@@ -124,13 +137,12 @@ fn ordinal(id: DeviceId) -> usize {
 impl Team {
     /// The team of these devices, which are sorted and fit.
     pub fn of(devices: Vec<DeviceId>) -> Result<Arc<Team>, Error> {
-        let mut teams = lock(&TEAMS);
-        if let Some(team) = teams.get(&devices) {
-            return Ok(team.clone());
+        let slot = lock(&TEAMS).entry(devices.clone()).or_default().clone();
+        let mut team = lock(&slot);
+        match &*team {
+            Some(team) => Ok(team.clone()),
+            None => Ok(team.insert(Arc::new(Team::new(devices)?)).clone()),
         }
-        let team = Arc::new(Team::new(devices.clone())?);
-        teams.insert(devices, team.clone());
-        Ok(team)
     }
 
     /// From now on, who asks whether this rank's device is sound asks its GPU, too.
@@ -221,8 +233,8 @@ impl Team {
         // The stream may be full, and this then waits for the GPU. Nothing there waits for a rank that would need the lock.
         while queue.calls.iter().all(|calls| !calls.is_empty()) {
             let calls: Vec<Ready> = queue.calls.iter_mut().filter_map(VecDeque::pop_front).collect();
+            self.launch(place, queue.launched + 1, &calls)?;
             queue.launched += 1;
-            self.launch(place, queue.launched, &calls)?;
             place.launched.notify_all();
         }
         Ok(())
@@ -231,7 +243,7 @@ impl Team {
     fn launch(&self, place: &Place, number: u64, calls: &[Ready]) -> Result<(), Error> {
         let Ready { call, launch, module, .. } = &calls[0];
         let mut parameters = Parameters {
-            patience: self.patience().as_nanos() as u64,
+            patience: nanoseconds(self.patience()),
             ranks: self.members.len() as u64,
             count: call.count as u64,
             ..Parameters::default()
@@ -243,9 +255,6 @@ impl Team {
             let host = self.host.address(HOST_WORDS * rank);
             *member = Member { source: ready.source, target: ready.target, rank: *rank as u64, host };
             place.stream.wait_for(self.host.address(HOST_WORDS * rank + READY), number)?;
-            for (address, number) in &ready.after {
-                place.stream.wait_for(*address, *number)?;
-            }
         }
         place.stream.launch(module, (calls.len() as u32, launch.blocks), launch.threads, parameters)?;
         place.stream.write(place.done.address, number)
@@ -260,11 +269,15 @@ impl Team {
             if let Some(error) = self.failure() {
                 return Err(error);
             }
-            let (call, missing) = self.missing(place, queue.launched + 1);
-            if deadline.passed() && !missing.is_empty() {
+            let (call, mut missing) = lock(&self.progress).made(queue.launched + 1);
+            missing.retain(|rank| place.ranks.contains(rank));
+            if deadline.passed() {
                 drop(queue);
-                let site = Site { call, sequence: number - 1 };
-                let error = Error::Timeout { site, rank, missing, elapsed: deadline.elapsed() };
+                let (site, elapsed) = (Site { call, sequence: number - 1 }, deadline.elapsed());
+                let error = match missing[..] {
+                    [] => Error::io(site.to_string(), format!("a device did not launch it within {elapsed:.1?}")),
+                    _ => Error::Timeout { site, rank, missing, elapsed },
+                };
                 self.fail(error.clone());
                 return Err(error);
             }
@@ -277,15 +290,6 @@ impl Team {
             queue = place.launched.wait_timeout(queue, limit).unwrap_or_else(PoisonError::into_inner).0;
         }
         Ok(())
-    }
-
-    /// The call with this number, and the ranks on a GPU that have not made it.
-    fn missing(&self, place: &Place, number: u64) -> (Call, Vec<usize>) {
-        let progress = lock(&self.progress);
-        let missing = place.ranks.iter().copied().filter(|rank| progress.called[*rank] < number).collect();
-        let first = progress.called.iter().min().copied().unwrap_or(0);
-        let at = number.checked_sub(first + 1).and_then(|at| progress.calls.get(at as usize));
-        (at.copied().unwrap_or(NOTHING), missing)
     }
 
     /// Where the GPU of this rank says which call is done.
@@ -320,9 +324,9 @@ impl Team {
         let report = Report::of(self.host.load(HOST_WORDS * rank + FAILURE));
         let progress = lock(&self.progress);
         if let (Some(report), None) = (report, &progress.failure) {
-            let call = progress.calls.front().copied().unwrap_or(NOTHING);
-            let site = Site { call, sequence: progress.called[rank].saturating_sub(1) };
-            self.fail_locked(progress, report.error(site, rank, self.patience()));
+            let (call, absent) = progress.made(report.number);
+            let site = Site { call, sequence: report.number.saturating_sub(1) };
+            self.fail_locked(progress, report.error(site, rank, absent, self.patience()));
             return false;
         }
         progress.failure.is_none()
@@ -339,21 +343,19 @@ impl Team {
             return;
         }
         progress.failure = Some(error.clone());
-        for rank in 0..self.members.len() {
-            // First the abort word: a kernel that is let go by the second finds it.
-            self.host.store(HOST_WORDS * rank + ABORT, 1);
-            self.host.store(HOST_WORDS * rank + READY, u64::MAX);
-        }
+        (0..self.members.len()).for_each(|rank| self.host.store(HOST_WORDS * rank + ABORT, 1));
         // Devices that were cleared meet anew. As in `Round::fail`, all three change under both locks.
-        let mut teams = lock(&TEAMS);
-        if teams.get(&self.key).is_some_and(|team| std::ptr::eq(&**team, self)) {
-            teams.remove(&self.key);
+        let slot = lock(&TEAMS).get(&self.key).cloned();
+        let mut present = slot.as_ref().map(|slot| lock(slot));
+        if let Some(present) = &mut present
+            && present.as_ref().is_some_and(|team| std::ptr::eq(&**team, self))
+        {
+            **present = None;
         }
         for seat in &self.members {
             seat.status.fail(error.clone());
         }
-        drop(teams);
-        drop(progress);
+        drop((present, progress));
         for place in &self.places {
             // Taken and given back, so that nobody between its look at the failure and its wait misses this.
             drop(lock(&place.queue));
@@ -361,14 +363,30 @@ impl Team {
         }
     }
 
-    /// Waits until no kernel of the team runs any more: before that, the tensors that it was told of must not be freed.
+    /// Waits until no kernel of a team that failed runs any more: before that, the tensors that it was told of must not be
+    /// freed.
     pub fn quiesce(&self) -> Result<(), Error> {
-        self.places.iter().try_for_each(|place| place.stream.synchronize())
+        let release = || {
+            let words = (0..self.members.len()).map(|rank| HOST_WORDS * rank + READY);
+            words.for_each(|word| self.host.store(word, RELEASED));
+        };
+        settle(self.places.iter().map(|place| &*place.stream), release)
+    }
+}
+
+impl Progress {
+    /// The call with this number, and the ranks that have not made it.
+    fn made(&self, number: u64) -> (Call, Vec<usize>) {
+        let absent = (0..self.called.len()).filter(|rank| self.called[*rank] < number).collect();
+        let first = self.called.iter().min().copied().unwrap_or(0);
+        let at = number.checked_sub(first + 1).and_then(|at| self.calls.get(at as usize));
+        (at.copied().unwrap_or(NOTHING), absent)
     }
 }
 
 impl Drop for Team {
     fn drop(&mut self) {
+        // Then the control blocks can go. Words stay: kernels on cubecl's streams may still look at them.
         if let Err(error) = self.quiesce() {
             log::warn!("the end of a team of devices: {error}");
         }
@@ -378,7 +396,7 @@ impl Drop for Team {
 impl Place {
     fn new(gpu: Arc<Gpu>) -> Result<Place, Error> {
         let stream = Arc::new(Stream::new(&gpu)?);
-        let done = Memory::zeroed(&stream, size_of::<u64>())?;
+        let done = ManuallyDrop::new(Memory::zeroed(&stream, size_of::<u64>())?);
         let queue = Mutex::new(Queue { calls: Vec::new(), launched: 0 });
         Ok(Place { gpu, stream, ranks: Vec::new(), done, queue, launched: Condvar::new() })
     }

@@ -1,0 +1,51 @@
+//! NCCL beside the kernels: several ranks on one GPU, which it has from 2.30 on where NCCL_MULTI_RANK_GPU_ENABLE is 1.
+
+use std::thread;
+use std::time::{Duration, Instant};
+
+use bonfire::server::cuda::nccl::{Action, Communicator, Gpu, Scalar, Work};
+use bonfire::{Call, DType, Deadline, Group, Operation, ReduceOp, Site};
+use cudarc::driver::{CudaContext, result};
+
+use crate::Failure;
+
+/// Seconds that one all-reduce of f32 takes, `bytes` bytes from each rank on GPU 0, on the slowest rank.
+pub fn all_reduce_seconds(ranks: usize, bytes: usize, calls: usize) -> Result<f64, Failure> {
+    let groups = Group::threads(ranks)?;
+    thread::scope(|scope| {
+        let ranks: Vec<_> = groups.into_iter().map(|group| scope.spawn(move || rank(&group, bytes, calls))).collect();
+        let mut ended = ranks.into_iter().map(|rank| rank.join().map_err(|_| Failure::from("a rank panicked"))?);
+        ended.try_fold(0.0, |most: f64, seconds| Ok(seconds?.max(most)))
+    })
+}
+
+fn rank(group: &Group, bytes: usize, calls: usize) -> Result<f64, Failure> {
+    let deadline = || Deadline::after(Duration::from_secs(60));
+    let context = CudaContext::new(0)?;
+    context.bind_to_thread()?;
+    let stream = context.new_stream()?;
+    let mut communicator = Communicator::connect(group, Gpu::of(0)?, &deadline())?;
+    // SAFETY: the context is current; both are freed below, after the stream has come to its end.
+    let [input, output] = unsafe { [result::malloc_sync(bytes)?, result::malloc_sync(bytes)?] };
+    let (dtype, count) = (DType::F32, bytes / 4);
+    let call =
+        Call { operation: Operation::AllReduce, dtype, count, reduction: Some(ReduceOp::Sum), root: None, sizes: None };
+    let action = Action::AllReduce(ReduceOp::Sum);
+    let work = Work { action, scalar: Scalar::Of(dtype), count, sizes: None, input, output };
+    let mut run = |calls: usize| -> Result<(), Failure> {
+        for sequence in 0..calls as u64 {
+            // SAFETY: the memory has so many bytes, and lives until the stream is past the work.
+            let submitted = unsafe { communicator.submit(&work, stream.cu_stream())? };
+            submitted.settle(Site { call, sequence }, &deadline())?;
+        }
+        Ok(stream.synchronize()?)
+    };
+    run(10)?;
+    group.barrier()?;
+    let clock = Instant::now();
+    run(calls)?;
+    let seconds = clock.elapsed().as_secs_f64() / calls as f64;
+    // SAFETY: nothing is on the stream any more.
+    unsafe { (result::free_sync(input)?, result::free_sync(output)?) };
+    Ok(seconds)
+}
