@@ -10,7 +10,8 @@
 //!
 //! # When calls wait
 //! `all_reduce` and `send` take what was queued before on the tensor's stream, and return. Only `sync_collective` and
-//! `recv` wait for other devices, at most for the device's deadline. What is queued after `sync_collective`, on any stream,
+//! `recv` (and the receiving half of [`copy`]) wait for other devices, at most for the device's deadline; and the first use of
+//! a device after a failure waits for what failed to come to its end. What is queued after `sync_collective`, on any stream,
 //! sees the results; before it, neither a source nor a target may be written to, and a target not read. Where data goes
 //! through host memory it must start at a multiple of 4 bytes in its memory.
 //!

@@ -154,14 +154,17 @@ impl<R: DeviceTransport> CollectiveServer<R> {
         let described = self.describe(&source, &target, dtype, op);
         let apart = self.apart(true, &[Span::of(&source), Span::of(&target)]);
         let Some(engine) = &mut self.engine else { return Ok(()) };
-        let started = described.and_then(|call| {
-            apart?;
-            self.promised.push(Span::of(&target));
-            let job = Job { call, devices: devices.clone(), rank, source, target, stream };
-            caught("all_reduce", || engine.all_reduce(&mut self.inner, job))
-        });
-        // The others would wait for this call.
-        started.inspect_err(|error| engine.fail(devices, error))
+        let call = match described.and_then(|call| apart.map(|()| call)) {
+            Ok(call) => call,
+            Err(error) => {
+                // The others would wait for this call.
+                engine.fail(&devices, &error);
+                return Err(error);
+            }
+        };
+        self.promised.extend([Span::of(&source), Span::of(&target)]);
+        let job = Job { call, devices, rank, source, target, stream };
+        caught("all_reduce", || engine.all_reduce(&mut self.inner, job))
     }
 
     /// Refuses memory that the other way than this one will write to: host and engine do not wait for each other.

@@ -38,7 +38,7 @@ pub struct CollectiveServer<R: DeviceTransport> {
     pub(super) cleared: u64,
     /// The runtime's own way to other devices, if it has one.
     pub(super) engine: Option<Box<dyn Engine<R>>>,
-    /// What the engine will write until the next `sync_collective`.
+    /// What the engine will read or write until the next `sync_collective`.
     pub(super) promised: Vec<Span>,
     pub(super) reader: Reader,
     utilities: Arc<ServerUtilities<Self>>,

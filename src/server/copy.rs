@@ -112,6 +112,7 @@ impl<R: DeviceTransport> CollectiveServer<R> {
         stream: StreamId,
         to: DeviceId,
     ) -> Result<Offer, Error> {
+        self.forget_failed();
         if let Some(error) = self.status.failure() {
             return Err(error);
         }

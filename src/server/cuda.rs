@@ -32,6 +32,7 @@ use self::team::{Ready, Team};
 use super::DeviceTransport;
 use super::communication::{Span, UNFINISHED};
 use super::engine::{Engine, Job, Loan, Rows};
+use super::reading::caught;
 use super::status::Status;
 use crate::error::Error;
 use crate::wait::Deadline;
@@ -89,15 +90,15 @@ impl Pending {
 
 impl CudaEngine {
     fn team(&mut self, devices: Vec<DeviceId>, rank: usize) -> Result<Arc<Team>, Error> {
-        match self.teams.get(&devices) {
-            Some(team) if team.failure().is_none() => Ok(team.clone()),
-            _ => {
-                let team = Team::of(devices.clone())?;
-                team.watch(rank);
-                self.teams.insert(devices, team.clone());
-                Ok(team)
-            }
+        if let Some(team) = self.teams.get(&devices) {
+            // One that failed stays until the failure is cleared: `forget` has to wait for it.
+            return team.failure().map_or_else(|| Ok(team.clone()), Err);
         }
+        let team = Team::of(devices.clone())?;
+        team.watch(rank);
+        self.teams.insert(devices, team.clone());
+        // If the one before has failed since the call was looked at, this call belongs to that one.
+        self.status.failure().map_or(Ok(team), Err)
     }
 
     fn lane(&mut self) -> Result<&mut Lane, Error> {
@@ -146,39 +147,47 @@ impl Engine<CudaRuntime> for CudaEngine {
         for (order, _) in self.promised.iter().filter(|(_, number)| *number > before) {
             order::await_done(server, *order, stream);
         }
+        // Threads that have ended leave their streams here; to wait once more does no harm.
+        const STREAMS: usize = 4096;
+        if self.entered.len() >= STREAMS {
+            self.entered.clear();
+        }
         self.entered.insert(stream, self.promises);
     }
 
     fn all_reduce(&mut self, server: &mut Server, job: Job) -> Result<(), Error> {
         self.enter(server, job.stream);
         let team = self.team(job.devices.clone(), job.rank)?;
-        self.submit(server, &team, job)
+        // The others would wait for this call.
+        caught("all_reduce", || self.submit(server, &team, job)).inspect_err(|error| team.fail(error.clone()))
     }
 
-    fn fail(&mut self, devices: Vec<DeviceId>, error: &Error) {
-        match Team::of(devices.clone()) {
-            Ok(team) => team.fail(error.clone()),
-            Err(_) => devices.iter().for_each(|id| Status::of::<CudaRuntime>(*id).fail(error.clone())),
-        }
+    fn fail(&mut self, devices: &[DeviceId], error: &Error) {
+        team::fail(devices, error);
     }
 
     fn sync(&mut self) -> Result<(), Error> {
         let deadline = Deadline::after(self.status.deadline());
         let mut orders: Vec<(&Arc<Team>, Order)> = Vec::new();
+        let mut outcome = Ok(());
         for Pending { team, rank, number, .. } in self.pending.iter().rev() {
             if orders.iter().any(|(other, _)| Arc::ptr_eq(other, team)) {
                 continue;
             }
-            // What waits on the GPU for a call must be put there after it.
-            team.wait_launched(*rank, *number, &deadline)?;
+            // What waits on the GPU for a call must be put there after it. Where one team fails, others may be sound.
+            if let Err(error) = team.wait_launched(*rank, *number, &deadline) {
+                outcome = outcome.and(Err(error));
+                continue;
+            }
             // The call has its own patience, which begins later.
             let patience = nanoseconds(team.patience()) * 2;
             orders.push((team, Order { word: team.done(*rank), value: *number, patience, host: team.host(*rank) }));
         }
         let orders: Vec<Order> = orders.into_iter().map(|(_, order)| order).collect();
         orders.into_iter().for_each(|order| self.promise(order));
-        self.pending.clear();
-        Ok(())
+        // Those of a team that failed are kept until it is waited for.
+        self.pending.retain(|pending| pending.team.failure().is_some());
+        outcome
     }
 
     fn lend(&mut self, server: &mut Server, memory: Binding, bytes: usize, stream: StreamId) -> Result<Loan, Error> {
@@ -199,19 +208,27 @@ impl Engine<CudaRuntime> for CudaEngine {
 
     fn forget(&mut self) {
         let failed = |team: &Arc<Team>| team.failure().is_some();
-        // What their words speak of is done after this.
-        let mut words: Vec<u64> = self.lane.iter().map(Lane::word).collect();
+        let (ended, pending): (Vec<_>, Vec<_>) = self.pending.drain(..).partition(|pending| failed(&pending.team));
+        self.pending = pending;
+        // What these words speak of is done after this.
+        let mut words = Vec::new();
         for (devices, team) in self.teams.iter().filter(|(_, team)| failed(team)) {
             words.extend(devices.binary_search(&self.device).map(|rank| team.done(rank)));
             if let Err(error) = team.quiesce() {
-                log::warn!("after a failure: {error}");
+                // Then nobody may have the tensors' memory.
+                log::error!("after a failure: {error}");
+                std::mem::forget(
+                    ended.iter().map(|pending| (pending.source.clone(), pending.target.clone())).collect::<Vec<_>>(),
+                );
             }
         }
-        if let Some(Err(error)) = self.lane.take().map(Lane::end) {
-            log::warn!("after a failure: {error}");
+        if let Some(lane) = self.lane.take_if(|lane| lane.has_failed()) {
+            words.push(lane.word());
+            if let Err(error) = lane.end() {
+                log::error!("after a failure: {error}");
+            }
         }
         self.promised.retain(|(order, _)| !words.contains(&order.word));
         self.teams.retain(|_, team| !failed(team));
-        self.pending.retain(|pending| !failed(&pending.team));
     }
 }

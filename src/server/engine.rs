@@ -49,7 +49,7 @@ pub trait Engine<R: DeviceTransport>: Send {
     fn all_reduce(&mut self, server: &mut R::Server, job: Job) -> Result<(), Error>;
 
     /// Ends what these devices, which are sorted, do together, on all of them.
-    fn fail(&mut self, devices: Vec<DeviceId>, error: &Error);
+    fn fail(&mut self, devices: &[DeviceId], error: &Error);
 
     /// From now on, whatever enters comes after all calls so far.
     fn sync(&mut self) -> Result<(), Error>;

@@ -190,23 +190,23 @@ pub(super) fn failure(what: &str, ordinal: usize, error: cudarc::driver::DriverE
     Error::io(format!("{what} on GPU {ordinal}"), text.unwrap_or_else(|_| format!("{:?}", error.0)))
 }
 
-/// Waits until all that was put on these streams is done, after a failure. What is there waits for words, which kernels write
-/// that were launched before; where such a launch failed, which cubecl does not say, nobody does, so in the end they are
-/// released.
-pub(super) fn settle<'a>(
-    streams: impl Iterator<Item = &'a Stream> + Clone,
-    release: impl FnOnce(),
-) -> Result<(), Error> {
+/// Waits until streams are idle, after a failure. What is on them waits for words, which kernels write that were launched
+/// before; where such a launch failed, which cubecl does not say, nobody does, so in the end they are released.
+pub(super) fn settle(idle: impl Fn() -> bool, release: impl Fn()) -> Result<(), Error> {
     const GRACE: Duration = Duration::from_secs(10);
-    let deadline = Deadline::after(GRACE);
-    while !streams.clone().all(Stream::is_idle) {
+    let deadline = Deadline::after(2 * GRACE);
+    while !idle() {
         if deadline.passed() {
+            let reason = format!("it goes on after {:.0?}; its memory is not given back", deadline.elapsed());
+            return Err(Error::io("waiting for what failed on the GPU", reason));
+        }
+        if deadline.elapsed() > GRACE {
+            // Again and again: a kernel that is late may write the word after this.
             release();
-            break;
         }
         std::thread::sleep(Duration::from_micros(100));
     }
-    streams.into_iter().try_for_each(Stream::synchronize)
+    Ok(())
 }
 
 /// A stream of our own. What is put on it runs in order.

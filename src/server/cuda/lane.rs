@@ -1,6 +1,5 @@
 //! Copies of one device: a stream of its own, and words that order it against the tensors' streams.
 
-use std::mem::ManuallyDrop;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -11,7 +10,7 @@ use cubecl::stream_id::StreamId;
 
 use super::control::{ABORT, COPIED, FAILURE, HOST_WORDS, Order, READY, RELEASED, nanoseconds};
 use super::driver::{Gpu, Stream, settle};
-use super::memory::{HostWords, Memory};
+use super::memory::{HostWords, word};
 use super::order::{self, Server};
 use crate::error::Error;
 use crate::server::device::physical;
@@ -23,7 +22,7 @@ pub(super) struct Lane {
     /// One line, as a rank of a team has it.
     host: Arc<HostWords>,
     /// How many copies are done, in GPU memory: `COPIED` for streams of this GPU.
-    done: ManuallyDrop<Memory>,
+    done: u64,
     /// How often the `READY` word was told something.
     said: u64,
     /// The stream that told it last: it only grows if each comes after the one before.
@@ -35,7 +34,7 @@ impl Lane {
     pub fn new(device: DeviceId) -> Result<Lane, Error> {
         let gpu = Gpu::of(usize::from(physical(device).0.index_id))?;
         let stream = Arc::new(Stream::new(&gpu)?);
-        let done = ManuallyDrop::new(Memory::zeroed(&stream, size_of::<u64>())?);
+        let done = word(&stream)?;
         let host = Arc::new(HostWords::zeroed(&gpu, HOST_WORDS)?);
         let (watched, status) = (Arc::downgrade(&host), Status::of::<CudaRuntime>(device));
         let poisoned = Arc::downgrade(&status);
@@ -94,23 +93,31 @@ impl Lane {
 
     /// Where its GPU says how many copies are done.
     pub fn word(&self) -> u64 {
-        self.done.address
+        self.done
+    }
+
+    /// Whether a copy did not end in time.
+    pub fn has_failed(&self) -> bool {
+        self.host.load(FAILURE) != 0
     }
 
     /// Ends what is under way, after a failure. The words stay: streams may still look at them.
     pub fn end(self) -> Result<(), Error> {
-        self.host.store(ABORT, 1);
-        settle(std::iter::once(&*self.stream), || self.host.store(READY, RELEASED))
+        let release = || {
+            self.host.store(ABORT, 1);
+            self.host.store(READY, RELEASED);
+        };
+        settle(|| self.stream.is_idle(), release)
     }
 
     /// Says that a copy is done, and keeps its memory until then.
     fn finish<T: Send + 'static>(&mut self, memory: T, patience: Duration) -> Result<Order, Error> {
         self.copied += 1;
-        self.stream.write(self.done.address, self.copied)?;
+        self.stream.write(self.done, self.copied)?;
         self.stream.write(self.host.address(COPIED), self.copied)?;
         self.stream.keep(memory)?;
         let patience = nanoseconds(patience);
-        Ok(Order { word: self.done.address, value: self.copied, patience, host: self.host.address(0) })
+        Ok(Order { word: self.done, value: self.copied, patience, host: self.host.address(0) })
     }
 
     fn wait_for(&self, (word, value): (u64, u64)) -> Result<(), Error> {

@@ -31,6 +31,14 @@ impl Drop for Memory {
     }
 }
 
+/// A word in GPU memory, zero at first. It is never freed, as those in host memory.
+pub(super) fn word(stream: &Stream) -> Result<u64, Error> {
+    let address = stream.allocate(size_of::<u64>())?;
+    stream.fill_with_zeros(address, size_of::<u64>())?;
+    stream.synchronize()?;
+    Ok(address)
+}
+
 /// Words in host memory that GPUs reach at the same address. They are never freed: a kernel that was queued on a stream of
 /// cubecl's may look at them however late.
 pub(super) struct HostWords(*const AtomicU64, usize);

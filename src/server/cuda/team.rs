@@ -6,7 +6,6 @@
 //! a GPU waits only for what was put there before. Kernels on different GPUs do wait for each other, which is bounded.
 
 use std::collections::{HashMap, VecDeque};
-use std::mem::ManuallyDrop;
 use std::sync::{Arc, Condvar, LazyLock, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -19,7 +18,7 @@ use super::control::{
 };
 use super::driver::{Gpu, Stream, settle};
 use super::kernel::Module;
-use super::memory::{HostWords, Memory};
+use super::memory::{HostWords, Memory, word};
 use crate::call::{Call, Operation};
 use crate::error::{Error, Ranks, Site};
 use crate::server::device::physical;
@@ -53,7 +52,7 @@ struct Place {
     /// The ranks on this GPU.
     ranks: Vec<usize>,
     /// The number of the last call that is done, in GPU memory.
-    done: ManuallyDrop<Memory>,
+    done: u64,
     queue: Mutex<Queue>,
     launched: Condvar,
 }
@@ -128,6 +127,21 @@ pub(super) fn fit(devices: &[DeviceId]) -> bool {
     });
     // Another device may have found out meanwhile: all must act on one answer.
     *lock(&FIT).entry(devices.to_vec()).or_insert(fit)
+}
+
+/// Ends the team of these devices, if there is one: whatever there is, all of them are poisoned.
+pub(super) fn fail(devices: &[DeviceId], error: &Error) {
+    let slot = lock(&TEAMS).entry(devices.to_vec()).or_default().clone();
+    let present = lock(&slot);
+    match &*present {
+        Some(team) => {
+            let team = team.clone();
+            // `Team::fail` takes the slot after its own lock.
+            drop(present);
+            team.fail(error.clone());
+        }
+        None => devices.iter().for_each(|id| Status::of::<CudaRuntime>(*id).fail(error.clone())),
+    }
 }
 
 fn ordinal(id: DeviceId) -> usize {
@@ -232,6 +246,10 @@ impl Team {
         }
         // The stream may be full, and this then waits for the GPU. Nothing there waits for a rank that would need the lock.
         while queue.calls.iter().all(|calls| !calls.is_empty()) {
+            // Who was in it may have let go of the tensors since.
+            if let Some(error) = self.failure() {
+                return Err(error);
+            }
             let calls: Vec<Ready> = queue.calls.iter_mut().filter_map(VecDeque::pop_front).collect();
             self.launch(place, queue.launched + 1, &calls)?;
             queue.launched += 1;
@@ -257,7 +275,7 @@ impl Team {
             place.stream.wait_for(self.host.address(HOST_WORDS * rank + READY), number)?;
         }
         place.stream.launch(module, (calls.len() as u32, launch.blocks), launch.threads, parameters)?;
-        place.stream.write(place.done.address, number)
+        place.stream.write(place.done, number)
     }
 
     /// Waits until this call is on the stream of the rank's GPU.
@@ -269,11 +287,12 @@ impl Team {
             if let Some(error) = self.failure() {
                 return Err(error);
             }
-            let (call, mut missing) = lock(&self.progress).made(queue.launched + 1);
+            let sequence = queue.launched;
+            let (call, mut missing) = lock(&self.progress).made(sequence + 1);
             missing.retain(|rank| place.ranks.contains(rank));
             if deadline.passed() {
                 drop(queue);
-                let (site, elapsed) = (Site { call, sequence: number - 1 }, deadline.elapsed());
+                let (site, elapsed) = (Site { call, sequence }, deadline.elapsed());
                 let error = match missing[..] {
                     [] => Error::io(site.to_string(), format!("a device did not launch it within {elapsed:.1?}")),
                     _ => Error::Timeout { site, rank, missing, elapsed },
@@ -294,7 +313,7 @@ impl Team {
 
     /// Where the GPU of this rank says which call is done.
     pub fn done(&self, rank: usize) -> u64 {
-        self.place(rank).done.address
+        self.place(rank).done
     }
 
     /// Where the rank's words in host memory are.
@@ -366,11 +385,13 @@ impl Team {
     /// Waits until no kernel of a team that failed runs any more: before that, the tensors that it was told of must not be
     /// freed.
     pub fn quiesce(&self) -> Result<(), Error> {
+        // Who holds the queue may be about to launch.
+        let idle = |place: &Place| place.queue.try_lock().is_ok() && place.stream.is_idle();
         let release = || {
             let words = (0..self.members.len()).map(|rank| HOST_WORDS * rank + READY);
             words.for_each(|word| self.host.store(word, RELEASED));
         };
-        settle(self.places.iter().map(|place| &*place.stream), release)
+        settle(|| self.places.iter().all(idle), release)
     }
 }
 
@@ -396,7 +417,7 @@ impl Drop for Team {
 impl Place {
     fn new(gpu: Arc<Gpu>) -> Result<Place, Error> {
         let stream = Arc::new(Stream::new(&gpu)?);
-        let done = ManuallyDrop::new(Memory::zeroed(&stream, size_of::<u64>())?);
+        let done = word(&stream)?;
         let queue = Mutex::new(Queue { calls: Vec::new(), launched: 0 });
         Ok(Place { gpu, stream, ranks: Vec::new(), done, queue, launched: Condvar::new() })
     }
