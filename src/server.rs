@@ -15,16 +15,16 @@
 //! sees the results; before it, neither a source nor a target may be written to, and a target not read. Where data goes
 //! through host memory it must start at a multiple of 4 bytes in its memory.
 //!
+//! [`DeviceCollectives`] has the operations that cubecl's trait lacks, and all of them over a [`Group`](crate::Group):
+//! ranks may then be devices of other processes, because a group compares what each rank called. cubecl's own
+//! `all_reduce` carries nothing that could be compared, so it stays among the devices of one process.
+//!
 //! # CUDA
 //! Kernels of our own reduce and copy straight from device to device, those on one GPU and those on GPUs that reach each
 //! other's memory; elsewhere data goes through host memory, which the log says once. They are compiled when they are first
 //! used. `BONFIRE_CUDA` is `kernels` (the form chosen by size), one of the forms `push`, `one-shot` and `two-shot`, or
 //! `host`. Up to 8 devices work together this way. Where there are several on each of several GPUs, a GPU's streams may have
 //! to wait for each other for want of hardware queues, up to the deadline: set `CUDA_DEVICE_MAX_CONNECTIONS=32`.
-//!
-//! [`DeviceCollectives`] has the operations that cubecl's trait lacks, and all of them over a [`Group`](crate::Group):
-//! ranks may then be devices of other processes, because a group compares what each rank called. cubecl's own
-//! `all_reduce` carries nothing that could be compared, so it stays among the devices of one process.
 //!
 //! # Errors
 //! cubecl loses what a collective returns: its client unwraps it on the device's thread. So a failure poisons the logical

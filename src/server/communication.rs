@@ -24,8 +24,8 @@ use crate::dtype::{DType, ReduceOp};
 use crate::error::Error;
 use crate::wait::Deadline;
 
-pub(super) const UNFINISHED: &str = "the memory holds a part of an earlier result, or one from another list of devices, that is not there \
-                          yet; call sync_collective between the two";
+pub(super) const UNFINISHED: &str = "the memory holds a part of an earlier result, or one from another list of devices, \
+                                     that is not there yet; call sync_collective between the two";
 
 /// An all-reduce whose result has not been written yet.
 pub(super) struct Pending {

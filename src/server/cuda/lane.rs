@@ -12,8 +12,8 @@ use super::control::{ABORT, COPIED, FAILURE, HOST_WORDS, Order, READY, RELEASED,
 use super::driver::{Gpu, Stream, settle};
 use super::memory::{HostWords, word};
 use super::order::{self, Server};
+use super::team::ordinal;
 use crate::error::Error;
-use crate::server::device::physical;
 use crate::server::engine::{Loan, Rows};
 use crate::server::status::Status;
 
@@ -32,7 +32,7 @@ pub(super) struct Lane {
 
 impl Lane {
     pub fn new(device: DeviceId) -> Result<Lane, Error> {
-        let gpu = Gpu::of(usize::from(physical(device).0.index_id))?;
+        let gpu = Gpu::of(ordinal(device))?;
         let stream = Arc::new(Stream::new(&gpu)?);
         let done = word(&stream)?;
         let host = Arc::new(HostWords::zeroed(&gpu, HOST_WORDS)?);

@@ -17,11 +17,7 @@ pub(super) struct Memory {
 
 impl Memory {
     pub fn zeroed(stream: &Arc<Stream>, bytes: usize) -> Result<Memory, Error> {
-        let memory = Memory { stream: stream.clone(), address: stream.allocate(bytes)? };
-        stream.fill_with_zeros(memory.address, bytes)?;
-        // A peer must not find it before it is clear.
-        stream.synchronize()?;
-        Ok(memory)
+        Ok(Memory { stream: stream.clone(), address: cleared(stream, bytes)? })
     }
 }
 
@@ -33,10 +29,14 @@ impl Drop for Memory {
 
 /// A word in GPU memory, zero at first. It is never freed, as those in host memory.
 pub(super) fn word(stream: &Stream) -> Result<u64, Error> {
-    let address = stream.allocate(size_of::<u64>())?;
-    stream.fill_with_zeros(address, size_of::<u64>())?;
-    stream.synchronize()?;
-    Ok(address)
+    cleared(stream, size_of::<u64>())
+}
+
+fn cleared(stream: &Stream, bytes: usize) -> Result<u64, Error> {
+    let address = stream.allocate(bytes)?;
+    // A peer must not find it before it is clear.
+    let clear = stream.fill_with_zeros(address, bytes).and_then(|()| stream.synchronize());
+    clear.inspect_err(|_| stream.free(address)).map(|()| address)
 }
 
 /// Words in host memory that GPUs reach at the same address. They are never freed: a kernel that was queued on a stream of

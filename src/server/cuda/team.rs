@@ -144,7 +144,8 @@ pub(super) fn fail(devices: &[DeviceId], error: &Error) {
     }
 }
 
-fn ordinal(id: DeviceId) -> usize {
+/// The number of a logical device's GPU.
+pub(super) fn ordinal(id: DeviceId) -> usize {
     usize::from(physical(id).0.index_id)
 }
 
@@ -270,9 +271,9 @@ impl Team {
             *control = seat.control;
         }
         for ((rank, ready), member) in place.ranks.iter().zip(calls).zip(&mut parameters.members) {
-            let host = self.host.address(HOST_WORDS * rank);
+            let host = self.host(*rank);
             *member = Member { source: ready.source, target: ready.target, rank: *rank as u64, host };
-            place.stream.wait_for(self.host.address(HOST_WORDS * rank + READY), number)?;
+            place.stream.wait_for(self.ready(*rank), number)?;
         }
         place.stream.launch(module, (calls.len() as u32, launch.blocks), launch.threads, parameters)?;
         place.stream.write(place.done, number)
