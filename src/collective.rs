@@ -6,6 +6,8 @@
 //! Collective operations must be called by all ranks, in the same order, with the same element type, count, reduction
 //! and root. Their results have the same bits on all ranks and in every run.
 
+#[cfg(feature = "cubecl")]
+mod agreed;
 mod batch;
 mod execute;
 #[cfg(all(feature = "shm", target_os = "linux"))]

@@ -12,6 +12,7 @@ mod subgroup;
 mod trace;
 mod turn;
 
+use std::any::Any;
 use std::collections::HashMap;
 use std::fmt;
 use std::path::Path;
@@ -36,6 +37,7 @@ use crate::error::Error;
 use crate::plan::{self, Algorithm, Plan, Selection};
 use crate::scratch::Scratch;
 use crate::transport::{Near, Regroup, Transport};
+use crate::wait::lock;
 
 /// One rank's handle to a group of ranks: threads of a process, or processes.
 ///
@@ -126,7 +128,11 @@ impl Plans {
 struct Anchor {
     core: Arc<Core>,
     progress: OnceLock<Progress>,
+    /// What a layer above has for this group.
+    kept: Mutex<Option<Kept>>,
 }
+
+type Kept = Arc<dyn Any + Send + Sync>;
 
 impl Drop for Anchor {
     fn drop(&mut self) {
@@ -134,6 +140,8 @@ impl Drop for Anchor {
         if let Some(progress) = self.progress.take() {
             progress.finish();
         }
+        // It may still have to do with the other ranks.
+        drop(lock(&self.kept).take());
         self.core.transport.leave();
     }
 }
@@ -276,6 +284,19 @@ impl Group {
     pub(crate) fn abandon(&self, error: Error) {
         let _turn = self.turn();
         self.core.abandon(error);
+    }
+
+    /// What a layer above has for this group: made when it is first asked for, and kept until the last handle is dropped.
+    /// It must hold no handle itself.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn keep<T: Any + Send + Sync>(&self, make: impl FnOnce() -> Result<T, Error>) -> Result<Arc<T>, Error> {
+        let mut kept = lock(&self.anchor.kept);
+        if let Some(kept) = kept.clone().and_then(|kept| kept.downcast().ok()) {
+            return Ok(kept);
+        }
+        let made = Arc::new(make()?);
+        *kept = Some(made.clone());
+        Ok(made)
     }
 
     pub(crate) fn progress(&self) -> Result<&Progress, Error> {

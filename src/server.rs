@@ -61,6 +61,8 @@ mod round;
 mod runtime;
 mod status;
 
+use std::sync::Arc;
+
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 use burn_cubecl::CubeBackend;
 use cubecl::Runtime;
@@ -70,10 +72,12 @@ use cubecl::server::ComputeServer;
 pub use self::compute::CollectiveServer;
 pub use self::copy::{CopyBetweenDevices, copy};
 pub use self::device::CollectiveDevice;
-use self::engine::Engine;
+use self::engine::{Engine, Route};
 pub use self::exchange::{DeviceCollectives, Transfer};
 pub use self::runtime::{CollectiveRuntime, Info, LayoutPolicy};
 pub use self::status::Counters;
+use crate::error::Error;
+use crate::group::Group;
 
 /// A runtime whose devices can work together; how their data travels is what differs between runtimes. By default it
 /// goes through host memory, which works for every runtime.
@@ -88,6 +92,13 @@ pub trait DeviceTransport: Runtime {
     #[doc(hidden)]
     fn engine(_device: DeviceId) -> Option<Box<dyn Engine<Self>>> {
         None
+    }
+
+    /// How the ranks of a group, of which this one brings this device, work together without host memory, if they do. All
+    /// ranks call it at the same place in their order of operations.
+    #[doc(hidden)]
+    fn route(_group: &Group, _device: DeviceId) -> Result<Option<Arc<dyn Route<Self>>>, Error> {
+        Ok(None)
     }
 }
 

@@ -1,12 +1,14 @@
 //! The operations of a group on the memory of devices, and level 3 and 4 on top of them.
 
 mod common;
+#[path = "common/device_groups.rs"]
+mod groups;
 
 use bonfire::server::DeviceCollectives;
 use bonfire::tensor::autodiff::all_reduce_sum;
 use bonfire::{
-    CollectiveConfig, CollectiveRuntime, DType, DataParallel, Error, Group, PeerId, ReduceOp, Wgpu, WgpuDevice,
-    all_reduce, broadcast, finish_collective, partition, register,
+    CollectiveConfig, CollectiveRuntime, DType, DataParallel, Error, PeerId, ReduceOp, Wgpu, WgpuDevice, all_reduce,
+    broadcast, finish_collective, register,
 };
 use burn::backend::Autodiff;
 use burn::module::Param;
@@ -15,85 +17,18 @@ use burn::optim::GradientsParams;
 use burn::tensor::{Tensor, TensorData, TensorPrimitive};
 use common::{Kind, run_ranks};
 use cubecl::Runtime;
-use cubecl::client::ComputeClient;
-use cubecl::server::Handle;
 use cubecl::stream_id::StreamId;
 use cubecl::wgpu::WgpuRuntime;
+use groups::{Memory, check};
 
 type Collective = CollectiveRuntime<WgpuRuntime>;
+
+/// Offsets must be multiples of what the device aligns to.
+const PADDING: usize = 64;
 
 /// The device of one rank of one test: failures poison devices, so tests do not share them.
 fn device(first: u8, rank: usize) -> WgpuDevice {
     WgpuDevice::new(Default::default(), first + rank as u8)
-}
-
-/// What rank `rank` brings at `i`; sums of these are exact.
-fn value(rank: usize, i: usize) -> i32 {
-    ((rank * 7 + i * 5) % 11) as i32
-}
-
-fn mine(rank: usize, len: usize) -> Vec<i32> {
-    (0..len).map(|i| value(rank, i)).collect()
-}
-
-struct Memory(ComputeClient<Collective>);
-
-impl Memory {
-    fn create(&self, values: &[i32]) -> Handle {
-        // Room on both sides, as in a slice of a larger tensor. Offsets must be multiples of what the device aligns to.
-        let padded: Vec<i32> = [&[-1; 64], values, &[-1; 64]].concat();
-        self.0.create_from_slice(bytemuck::cast_slice(&padded)).offset_start(256).offset_end(256)
-    }
-
-    fn read(&self, handle: &Handle) -> Vec<i32> {
-        bytemuck::pod_collect_to_vec(&self.0.read_one(handle.clone()).unwrap())
-    }
-}
-
-fn check(group: &Group, memory: &Memory, len: usize) -> Result<(), Error> {
-    let (rank, n) = (group.rank(), group.world_size());
-    let client = &memory.0;
-    let own = partition(len, n, rank);
-    let label = |what: &str| format!("{what} of {len} elements on rank {rank} of {n}");
-    let source = memory.create(&mine(rank, len));
-    let sum: Vec<i32> = (0..len).map(|i| (0..n).map(|rank| value(rank, i)).sum()).collect();
-
-    let target = memory.create(&vec![0; len]);
-    client.start_all_reduce(group, &source, &target, DType::I32, ReduceOp::Sum)?.wait()?;
-    assert_eq!(memory.read(&target), sum, "{}", label("all_reduce"));
-    assert_eq!(memory.read(&source), mine(rank, len), "{}", label("all_reduce's source"));
-
-    let target = memory.create(&vec![0; own.len()]);
-    client.start_reduce_scatter(group, &source, &target, DType::I32, ReduceOp::Sum)?.wait()?;
-    assert_eq!(memory.read(&target), sum[own.clone()], "{}", label("reduce_scatter"));
-
-    let whole = memory.create(&vec![0; len]);
-    client.start_all_gather(group, &target, &whole, DType::I32)?.wait()?;
-    assert_eq!(memory.read(&whole), sum, "{}", label("all_gather"));
-
-    for root in 0..n {
-        let same = memory.create(&mine(rank, len));
-        client.start_broadcast(group, &same, DType::I32, root)?.wait()?;
-        assert_eq!(memory.read(&same), mine(root, len), "{}", label("broadcast"));
-    }
-
-    let parts: Vec<i32> = (0..n * len).map(|i| value(rank, i)).collect();
-    let swapped: Vec<i32> = (0..n).flat_map(|from| (0..len).map(move |i| value(from, rank * len + i))).collect();
-    let (source, target) = (memory.create(&parts), memory.create(&vec![0; n * len]));
-    client.start_all_to_all(group, &source, &target, DType::I32)?.wait()?;
-    assert_eq!(memory.read(&target), swapped, "{}", label("all_to_all"));
-
-    // In place, and two at a time: they run in the order in which they were started.
-    let same = memory.create(&mine(rank, len));
-    client.start_all_reduce(group, &same, &same, DType::I32, ReduceOp::Sum)?.wait()?;
-    let first = client.start_all_reduce(group, &same, &same, DType::I32, ReduceOp::Max)?;
-    let second = client.start_broadcast(group, &source, DType::I32, n - 1)?;
-    second.wait()?;
-    first.wait()?;
-    assert_eq!(memory.read(&same), sum, "{}", label("all_reduce in place"));
-    let last: Vec<i32> = (0..n * len).map(|i| value(n - 1, i)).collect();
-    assert_eq!(memory.read(&source), last, "{}", label("broadcast beside all_reduce"));
-    Ok(())
 }
 
 #[test]
@@ -106,7 +41,7 @@ fn every_operation_equals_the_groups_own_with_1_2_3_and_5_devices() {
                     // SAFETY: the stream is this thread's alone.
                     unsafe { client.set_stream(StreamId { value: stream }) };
                     for len in [0, 1, n, n + 1, 1000, 70_000] {
-                        check(&group, &Memory(client.clone()), len).unwrap();
+                        check(&group, &Memory::new(client.clone(), PADDING), len).unwrap();
                     }
                 }
             });
@@ -119,7 +54,7 @@ fn every_buffer_is_copied_once_from_the_device_and_once_to_it() {
     run_ranks(Kind::Threads, 2, |group| {
         let device = device(10, group.rank());
         let client = Collective::client(&device);
-        let memory = Memory(client.clone());
+        let memory = Memory::new(client.clone(), PADDING);
         let (part, whole) = (memory.create(&[1; 8]), memory.create(&[2; 16]));
         let before = device.counters();
         let copies = || (device.counters().downloads - before.downloads, device.counters().uploads - before.uploads);
@@ -148,7 +83,7 @@ fn every_buffer_is_copied_once_from_the_device_and_once_to_it() {
 fn sizes_that_do_not_fit_are_refused_and_the_group_stays_sound() {
     run_ranks(Kind::Threads, 2, |group| {
         let client = Collective::client(&device(12, group.rank()));
-        let memory = Memory(client.clone());
+        let memory = Memory::new(client.clone(), PADDING);
         let (three, four) = (memory.create(&[1; 3]), memory.create(&[1; 4]));
         let refused = |result: Result<_, Error>| result.err().expect("an error").to_string();
         let all_reduce = refused(client.start_all_reduce(&group, &three, &four, DType::I32, ReduceOp::Sum).map(drop));
@@ -169,7 +104,7 @@ fn a_peer_with_another_size_is_a_mismatch_on_both_and_the_devices_stay_sound() {
     run_ranks(Kind::Tcp, 2, |group| {
         let device = device(14, group.rank());
         let client = Collective::client(&device);
-        let memory = Memory(client.clone());
+        let memory = Memory::new(client.clone(), PADDING);
         let own = memory.create(&vec![1; 4 + group.rank()]);
         let work = client.start_all_reduce(&group, &own, &own, DType::I32, ReduceOp::Sum).unwrap();
         assert!(matches!(work.wait(), Err(Error::Mismatch { .. })));

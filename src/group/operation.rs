@@ -39,7 +39,7 @@ impl Core {
             recorder: Recorder::new(),
             traced: Mutex::new(false),
         });
-        let anchor = Arc::new(Anchor { core: core.clone(), progress: OnceLock::new() });
+        let anchor = Arc::new(Anchor { core: core.clone(), progress: OnceLock::new(), kept: Mutex::default() });
         Group { core, deadline, shape: None, anchor, lineage: None }
     }
 
@@ -166,6 +166,12 @@ impl Core {
     pub fn abandon(&self, error: Error) -> Error {
         let completed = lock(&self.lane).sequence;
         self.poison(error, completed)
+    }
+
+    /// How many collective operations have begun.
+    #[cfg(feature = "cubecl")]
+    pub fn completed(&self) -> u64 {
+        lock(&self.lane).sequence
     }
 
     pub(super) fn lane(&self) -> Result<std::sync::MutexGuard<'_, Lane>, Error> {

@@ -124,7 +124,7 @@ impl<R: DeviceTransport> CollectiveServer<R> {
         }
         let round = Round::of::<R>(devices)?;
         let started = self.describe(&source, &target, dtype, op).and_then(|call| {
-            self.apart(false, &[Span::of(&source), Span::of(&target)])?;
+            self.apart(Operation::AllReduce, false, &[Span::of(&source), Span::of(&target)])?;
             let source = self.source(source, stream, &round)?;
             round.call(rank, call, source)
         });
@@ -152,7 +152,7 @@ impl<R: DeviceTransport> CollectiveServer<R> {
         op: ReduceOperation,
     ) -> Result<(), Error> {
         let described = self.describe(&source, &target, dtype, op);
-        let apart = self.apart(true, &[Span::of(&source), Span::of(&target)]);
+        let apart = self.apart(Operation::AllReduce, true, &[Span::of(&source), Span::of(&target)]);
         let Some(engine) = &mut self.engine else { return Ok(()) };
         let call = match described.and_then(|call| apart.map(|()| call)) {
             Ok(call) => call,
@@ -168,14 +168,14 @@ impl<R: DeviceTransport> CollectiveServer<R> {
     }
 
     /// Refuses memory that the other way than this one will write to: host and engine do not wait for each other.
-    fn apart(&self, direct: bool, spans: &[Span]) -> Result<(), Error> {
+    pub(super) fn apart(&self, operation: Operation, direct: bool, spans: &[Span]) -> Result<(), Error> {
         let overlaps = |written: &Span| spans.iter().any(|span| span.overlaps(written));
         let elsewhere = match direct {
             true => self.pending.iter().any(|pending| overlaps(&pending.span)),
             false => self.promised.iter().any(overlaps),
         };
         if elsewhere {
-            return Err(Error::argument("all_reduce", UNFINISHED));
+            return Err(Error::argument(operation, UNFINISHED));
         }
         Ok(())
     }

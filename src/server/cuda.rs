@@ -15,6 +15,8 @@ mod memory;
 #[cfg(feature = "nccl")]
 pub mod nccl;
 mod order;
+mod remote;
+mod route;
 mod team;
 
 use std::collections::HashMap;
@@ -25,16 +27,18 @@ use cubecl::device::DeviceId;
 use cubecl::server::Binding;
 use cubecl::stream_id::StreamId;
 
+use self::choice::{ROUTE, way};
 use self::control::{Order, nanoseconds};
 use self::lane::{Lane, place};
 use self::order::Server;
 use self::team::{Ready, Team};
 use super::DeviceTransport;
 use super::communication::{Span, UNFINISHED};
-use super::engine::{Engine, Job, Loan, Rows};
+use super::engine::{Done, Engine, Job, Loan, Route, Rows};
 use super::reading::caught;
 use super::status::Status;
 use crate::error::Error;
+use crate::group::Group;
 use crate::wait::Deadline;
 
 impl DeviceTransport for CudaRuntime {
@@ -50,6 +54,10 @@ impl DeviceTransport for CudaRuntime {
             promises: 0,
             entered: HashMap::new(),
         }))
+    }
+
+    fn route(group: &Group, device: DeviceId) -> Result<Option<Arc<dyn Route<Self>>>, Error> {
+        route::of(group, device)
     }
 }
 
@@ -116,18 +124,25 @@ impl CudaEngine {
             // Their streams do not wait for each other.
             return Err(Error::argument("all_reduce", UNFINISHED));
         }
-        let (launch, module) = team.prepare(rank, &call)?;
+        let way = way(*ROUTE, &call, team.topology(), false);
+        let way = way.ok_or_else(|| Error::argument(call.operation, format!("no kernel does {call}")))?;
+        let means = team.prepare(rank, way)?;
         let number = team.number(rank, call)?;
         let (from, to) = (place(server, &source, stream)?, place(server, &target, stream)?);
-        let streams = [source.stream, target.stream, self.last.unwrap_or(stream)];
-        order::tensors_ready(server, streams, (team.ready(rank), number), stream);
-        self.last = Some(stream);
-        team.submit(rank, Ready { call, launch, module, source: from, target: to })?;
+        let word = (team.ready(rank), number);
+        order::tensors_ready(server, &[source.stream, target.stream], &mut self.last, word, stream);
+        let (before, after) = (Vec::new(), Vec::new());
+        let ready = Ready { call, means, ready: number, source: from, target: to, before, after, kept: None };
+        team.submit(rank, ready)?;
         self.pending.push(Pending { team: team.clone(), rank, number, source, target });
         Ok(())
     }
 
-    fn promise(&mut self, order: Order) {
+    fn promise(&mut self, mut order: Order) {
+        // Results of a group may be waited for in any order.
+        let latest =
+            self.promised.iter().filter(|(other, _)| other.word == order.word).map(|(other, _)| other.value).max();
+        order.value = order.value.max(latest.unwrap_or(0));
         self.promised.retain(|(other, _)| other.word != order.word);
         self.promises += 1;
         self.promised.push((order, self.promises));
@@ -204,6 +219,10 @@ impl Engine<CudaRuntime> for CudaEngine {
         let order = self.lane()?.copy(server, loan, rows, target, patience)?;
         self.promise(order);
         Ok(())
+    }
+
+    fn follow(&mut self, done: Done) {
+        self.promise(Order::from(done));
     }
 
     fn forget(&mut self) {

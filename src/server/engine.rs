@@ -1,5 +1,7 @@
 //! What a runtime may bring of its own: a way to move its devices' data that needs no host memory.
 
+use std::ops::Range;
+
 use cubecl::device::DeviceId;
 use cubecl::server::Binding;
 use cubecl::stream_id::StreamId;
@@ -7,6 +9,7 @@ use cubecl::stream_id::StreamId;
 use super::DeviceTransport;
 use crate::call::Call;
 use crate::error::Error;
+use crate::wait::Deadline;
 
 /// An all-reduce as a device calls it.
 pub struct Job {
@@ -36,6 +39,34 @@ pub struct Rows {
     pub(super) pitch: usize,
 }
 
+/// An operation of a group on the memory of a rank's device.
+pub struct Errand {
+    pub(super) call: Call,
+    pub(super) rank: usize,
+    /// What is read and what is written, each with which bytes of the whole it is. There is one of each at most, but for
+    /// an all-reduce.
+    pub(super) sources: Vec<(Binding, Range<usize>)>,
+    pub(super) targets: Vec<(Binding, Range<usize>)>,
+    /// Where what the sources hold was queued.
+    pub(super) stream: StreamId,
+}
+
+/// What lets streams wait until something is done, in the engine's own terms.
+pub struct Done(pub(super) [u64; 4]);
+
+/// What remains of an errand once all ranks have called it, on any thread. It returns when it is under way.
+pub type Launch = Box<dyn FnOnce(&Deadline) -> Result<Done, Error> + Send>;
+
+/// How the ranks of a group work together without host memory. A rank has one for its device.
+pub trait Route<R: DeviceTransport>: Send + Sync {
+    /// Whether this call is done so. The answer is the same on all ranks.
+    fn serves(&self, call: &Call) -> bool;
+
+    /// Takes down what an errand uses, as what was queued so far leaves it. Neither sources nor targets may be touched before
+    /// [`Engine::follow`].
+    fn prepare(&self, server: &mut R::Server, errand: Errand) -> Result<Launch, Error>;
+}
+
 /// A device's own way to work with other devices of its process. It belongs to the device's server, and is called with the
 /// inner one, on its thread.
 pub trait Engine<R: DeviceTransport>: Send {
@@ -59,6 +90,9 @@ pub trait Engine<R: DeviceTransport>: Send {
 
     /// Copies rows to this device, without gaps. From now on, whatever enters comes after it.
     fn copy(&mut self, server: &mut R::Server, loan: Loan, rows: Rows, target: Binding) -> Result<(), Error>;
+
+    /// From now on, whatever enters comes after what a [`Route`] has done.
+    fn follow(&mut self, done: Done);
 
     /// The failure was cleared: what failed with it is no longer waited for.
     fn forget(&mut self);

@@ -1,20 +1,20 @@
 //! The operations of a group of ranks on the memory of a device.
 
-use std::ops::Range;
-use std::sync::mpsc::{Receiver, channel};
-use std::sync::{Arc, LazyLock};
+mod direct;
+mod staged;
 
-use bytes::Bytes as Shared;
+use std::ops::Range;
+
 use cubecl::client::ComputeClient;
 use cubecl::device_handle::DeviceHandle;
-use cubecl::server::{Binding, Handle};
+use cubecl::server::Handle;
 
+use self::staged::Staging;
 use super::DeviceTransport;
-use super::communication::{call, shared};
+use super::communication::call;
 use super::compute::CollectiveServer;
 use super::copy::stream_of;
-use super::memory::{Lease, Pool};
-use super::reading::Reading;
+use super::engine::{Done, Errand};
 use super::runtime::CollectiveRuntime;
 use crate::call::{Call, Operation};
 use crate::dtype::{DType, ReduceOp};
@@ -27,7 +27,11 @@ use crate::partition::partition;
 ///
 /// Each operation takes what was queued before on the source's stream and returns at once; [`Transfer::wait`] waits for
 /// the other ranks on the caller's thread, so the device goes on meanwhile. Sources are not changed; source and target may
-/// be the same memory, whose former content is then replaced. Every buffer is copied once from the device and once to it.
+/// be the same memory, whose former content is then replaced. Until `wait` has returned, neither may be written to, and a
+/// target not read.
+///
+/// Data goes through host memory, every buffer once from the device and once to it, except on CUDA. There a rank works with
+/// one device in a group, and its first operation waits for the other ranks: see [the module's page](crate::server#cuda).
 ///
 /// # Errors
 /// [`Error::InvalidArgument`] where sizes do not fit each other; whatever comes later is returned by [`Transfer::wait`].
@@ -78,9 +82,13 @@ pub trait DeviceCollectives<R: DeviceTransport> {
 /// to the device only by [`wait`](Transfer::wait).
 #[must_use = "the result gets to the device by `wait`"]
 pub struct Transfer<R: DeviceTransport> {
-    work: Work<Staged>,
-    targets: Vec<(Binding, Range<usize>)>,
+    under_way: UnderWay,
     device: DeviceHandle<CollectiveServer<R>>,
+}
+
+enum UnderWay {
+    Staged(Staging),
+    Direct(Work<Option<Done>>),
 }
 
 impl<R: DeviceTransport> Transfer<R> {
@@ -89,70 +97,48 @@ impl<R: DeviceTransport> Transfer<R> {
     /// # Errors
     /// Those of the group's operation, and [`Error::Io`] where the device's memory cannot be read.
     pub fn wait(self) -> Result<(), Error> {
-        let staged = self.work.wait().map_err(|(error, _)| error)?;
-        let memory = Shared::from_owner(staged.memory);
-        let part = |range| shared(memory.slice(range));
-        let writes: Vec<_> = self.targets.into_iter().map(|(target, range)| (target, part(range))).collect();
-        if !writes.is_empty() {
-            self.device.submit(move |server| {
-                let written = server.write_all(writes);
-                server.status.record(written);
-            });
-            self.device.flush_queue();
+        match self.under_way {
+            UnderWay::Staged(staging) => {
+                let writes = staging.wait()?;
+                if !writes.is_empty() {
+                    self.device.submit(move |server| {
+                        let written = server.write_all(writes);
+                        server.status.record(written);
+                    });
+                }
+            }
+            UnderWay::Direct(work) => {
+                if let Some(done) = work.wait().map_err(|(error, _)| error)? {
+                    self.device.submit(move |server| server.follow(done));
+                }
+            }
         }
+        self.device.flush_queue();
         Ok(())
     }
 }
 
-/// What an operation works on: parts of host memory, each filled from the device.
-struct Staged {
-    memory: Lease,
-    starts: Vec<usize>,
-    reading: Receiver<Result<Reading, Error>>,
-}
+/// Memory of a device, and which bytes of an operation's whole it is.
+pub(crate) type Piece = (Handle, Range<usize>);
 
-impl Staged {
-    fn fill(&mut self, operation: Operation) -> Result<&mut [u8], Error> {
-        let started =
-            self.reading.recv().map_err(|_| Error::io(operation.to_string(), "the device's server is gone"))?;
-        let parts = started?.wait(&operation.to_string())?;
-        for (start, part) in self.starts.iter().zip(parts) {
-            self.memory.bytes()[*start..start + part.len()].copy_from_slice(&part);
-        }
-        Ok(self.memory.bytes())
-    }
-}
-
-static POOL: LazyLock<Arc<Pool>> = LazyLock::new(Arc::default);
-
-/// Starts `call` on host memory, where `sources` are read to and `targets` are written from, each with its place there.
-/// `prepare` sees the memory before the other ranks do.
+/// Starts `call` on this memory.
 pub(crate) fn start<R: DeviceTransport>(
     client: &ComputeClient<CollectiveRuntime<R>>,
     group: &Group,
     call: Call,
-    sources: Vec<(Handle, Range<usize>)>,
-    targets: Vec<(Handle, Range<usize>)>,
-    prepare: impl FnOnce(&mut [u8]) + Send + 'static,
+    sources: Vec<Piece>,
+    targets: Vec<Piece>,
 ) -> Result<Transfer<R>, Error> {
     let device = DeviceHandle::<CollectiveServer<R>>::new(client.info().device);
     let stream = stream_of(client);
-    let starts = sources.iter().map(|(_, place)| place.start).collect();
-    let sources = sources.into_iter().map(|(handle, place)| (handle.binding(), place.len())).collect();
-    let (sender, reading) = channel();
-    device.submit(move |server| {
-        // The receiver is gone only if the group's thread is.
-        let _ = sender.send(server.snapshot(sources, stream));
-    });
-    device.flush_queue();
-    let staged = Staged { memory: POOL.lease(call.bytes()), starts, reading };
-    let work = group.start_filled(call, staged, move |staged| {
-        let bytes = staged.fill(call.operation)?;
-        prepare(bytes);
-        Ok(bytes)
-    })?;
-    let targets = targets.into_iter().map(|(handle, place)| (handle.binding(), place)).collect();
-    Ok(Transfer { work, targets, device })
+    let bound = |pieces: Vec<Piece>| pieces.into_iter().map(|(handle, place)| (handle.binding(), place)).collect();
+    let errand = Errand { call, rank: group.rank(), sources: bound(sources), targets: bound(targets), stream };
+    let route = R::route(group, client.info().device)?.filter(|route| route.serves(&call));
+    let under_way = match route {
+        Some(route) => UnderWay::Direct(direct::start(&device, group, route, errand)?),
+        None => UnderWay::Staged(staged::start(&device, group, errand)?),
+    };
+    Ok(Transfer { under_way, device })
 }
 
 impl<R: DeviceTransport> DeviceCollectives<R> for ComputeClient<CollectiveRuntime<R>> {
@@ -166,14 +152,14 @@ impl<R: DeviceTransport> DeviceCollectives<R> for ComputeClient<CollectiveRuntim
     ) -> Result<Transfer<R>, Error> {
         let call = call(Operation::AllReduce, source.size_in_used(), dtype, Some(op), None)?;
         expect(call.operation, "target", target, call.bytes())?;
-        start(self, group, call, whole(source), whole(target), |_| ())
+        start(self, group, call, whole(source), whole(target))
     }
 
     fn start_broadcast(&self, group: &Group, memory: &Handle, dtype: DType, root: usize) -> Result<Transfer<R>, Error> {
         let call = call(Operation::Broadcast, memory.size_in_used(), dtype, None, Some(root))?;
         group.check_rank("broadcast", "root", root)?;
         let (read, written) = if group.rank() == root { (whole(memory), vec![]) } else { (vec![], whole(memory)) };
-        start(self, group, call, read, written, |_| ())
+        start(self, group, call, read, written)
     }
 
     fn start_all_gather(
@@ -186,7 +172,7 @@ impl<R: DeviceTransport> DeviceCollectives<R> for ComputeClient<CollectiveRuntim
         let call = call(Operation::AllGather, target.size_in_used(), dtype, None, None)?;
         let own = own_part(group, &call);
         expect(call.operation, "source", source, own.len())?;
-        start(self, group, call, vec![(source.clone(), own)], whole(target), |_| ())
+        start(self, group, call, vec![(source.clone(), own)], whole(target))
     }
 
     fn start_reduce_scatter(
@@ -200,7 +186,7 @@ impl<R: DeviceTransport> DeviceCollectives<R> for ComputeClient<CollectiveRuntim
         let call = call(Operation::ReduceScatter, source.size_in_used(), dtype, Some(op), None)?;
         let own = own_part(group, &call);
         expect(call.operation, "target", target, own.len())?;
-        start(self, group, call, whole(source), vec![(target.clone(), own)], |_| ())
+        start(self, group, call, whole(source), vec![(target.clone(), own)])
     }
 
     fn start_all_to_all(
@@ -213,7 +199,7 @@ impl<R: DeviceTransport> DeviceCollectives<R> for ComputeClient<CollectiveRuntim
         let call = call(Operation::AllToAll, source.size_in_used(), dtype, None, None)?;
         expect(call.operation, "target", target, call.bytes())?;
         group.check_parts(call.count)?;
-        start(self, group, call, whole(source), whole(target), |_| ())
+        start(self, group, call, whole(source), whole(target))
     }
 }
 
@@ -224,7 +210,7 @@ fn expect(operation: Operation, what: &str, memory: &Handle, right: usize) -> Re
     }
 }
 
-fn whole(memory: &Handle) -> Vec<(Handle, Range<usize>)> {
+fn whole(memory: &Handle) -> Vec<Piece> {
     vec![(memory.clone(), 0..memory.size_in_used() as usize)]
 }
 

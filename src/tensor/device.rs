@@ -33,8 +33,7 @@ pub(crate) fn serves<B: Backend>() -> bool {
 pub(crate) type Waiting<B> = Box<dyn FnOnce() -> Result<Vec<FloatTensor<B>>, Error> + Send>;
 
 /// Starts one all-reduce of several tensors of one element type, `dtype`, where they are on a collective device; gives
-/// them back where they are not. `prepare` sees the elements on the host, one tensor after the other, before the other
-/// ranks do.
+/// them back where they are not.
 #[cfg_attr(
     not(any(feature = "wgpu", feature = "cuda")),
     expect(unused_variables, reason = "there are no such devices")
@@ -44,15 +43,14 @@ pub(crate) fn start_all_reduce<B: Backend>(
     tensors: Vec<FloatTensor<B>>,
     dtype: DType,
     op: ReduceOp,
-    prepare: impl FnOnce(&mut [u8]) + Send + 'static,
 ) -> Result<Result<Waiting<B>, Error>, Vec<FloatTensor<B>>> {
     #[cfg(feature = "wgpu")]
     if Path::<cubecl::wgpu::WgpuRuntime>::leads_to::<B>() {
-        return Ok(Path::<cubecl::wgpu::WgpuRuntime>::start::<B>(group, tensors, dtype, op, prepare));
+        return Ok(Path::<cubecl::wgpu::WgpuRuntime>::start::<B>(group, tensors, dtype, op));
     }
     #[cfg(feature = "cuda")]
     if Path::<cubecl::cuda::CudaRuntime>::leads_to::<B>() {
-        return Ok(Path::<cubecl::cuda::CudaRuntime>::start::<B>(group, tensors, dtype, op, prepare));
+        return Ok(Path::<cubecl::cuda::CudaRuntime>::start::<B>(group, tensors, dtype, op));
     }
     Err(tensors)
 }

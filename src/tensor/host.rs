@@ -116,7 +116,7 @@ impl<B: Backend> Kind<B> for Float {
     ) -> Result<Result<TensorPrimitive<B>, Error>, TensorPrimitive<B>> {
         let TensorPrimitive::Float(tensor) = tensor else { return Err(tensor) };
         let Some(element) = float(tensor.dtype()) else { return Err(TensorPrimitive::Float(tensor)) };
-        match start_all_reduce::<B>(group, vec![tensor], element, op, |_| ()) {
+        match start_all_reduce::<B>(group, vec![tensor], element, op) {
             Ok(started) => Ok(started.and_then(|waiting| {
                 let none = || Error::io("all_reduce", "the device gave no result");
                 waiting()?.pop().map(TensorPrimitive::Float).ok_or_else(none)

@@ -1,6 +1,8 @@
 //! Buckets: which gradients travel together, and the memory in which they do.
 
-use burn::tensor::Bytes;
+use burn::tensor::backend::Backend;
+use burn::tensor::ops::FloatTensor;
+use burn::tensor::{Bytes, FloatDType, Scalar};
 use bytemuck::{Pod, cast_slice_mut};
 use half::{bf16, f16};
 
@@ -142,6 +144,17 @@ pub(crate) fn scale(bytes: &mut [u8], dtype: DType, factor: f64) {
     }
 }
 
+/// The same on the tensor's device.
+pub(crate) fn scaled<B: Backend>(tensor: FloatTensor<B>, dtype: DType, factor: f64) -> FloatTensor<B> {
+    let factor = Scalar::from(factor);
+    let wide = |tensor| B::float_mul_scalar(B::float_cast(tensor, FloatDType::F32), factor);
+    match dtype {
+        DType::F16 => B::float_cast(wide(tensor), FloatDType::F16),
+        DType::BF16 => B::float_cast(wide(tensor), FloatDType::BF16),
+        _ => B::float_mul_scalar(tensor, factor),
+    }
+}
+
 fn each<T: Pod>(bytes: &mut [u8], f: impl Fn(T) -> T) {
     for x in cast_slice_mut::<u8, T>(bytes) {
         *x = f(*x);
@@ -190,6 +203,28 @@ mod tests {
         let mut data = [1.0f64, 3.0];
         scale(bytemuck::cast_slice_mut(&mut data), DType::F64, 1.0 / 3.0);
         assert_eq!(data, [1.0 / 3.0, 3.0 * (1.0 / 3.0)]);
+    }
+
+    #[cfg(not(feature = "ddp"))]
+    #[test]
+    fn tensors_are_scaled_as_bytes_are() {
+        use burn::backend::Flex;
+        use burn::tensor::{Tensor, TensorData};
+
+        for (dtype, factor) in [(DType::F32, 1.0 / 3.0), (DType::F16, 0.7), (DType::BF16, 1.0 + 2f64.powi(-7))] {
+            let burn = match dtype {
+                DType::F16 => burn::tensor::DType::F16,
+                DType::BF16 => burn::tensor::DType::BF16,
+                _ => burn::tensor::DType::F32,
+            };
+            let data = TensorData::from([1.5f32, -7.0, 0.1, 300.0]).convert_dtype(burn);
+            let mut bytes = data.bytes.to_vec();
+            scale(&mut bytes, dtype, factor);
+            let tensor = Tensor::<Flex, 1>::from_data(data, (&Default::default(), burn));
+            let tensor = scaled::<Flex>(tensor.into_primitive().tensor(), dtype, factor);
+            let tensor = Tensor::<Flex, 1>::from_primitive(burn::tensor::TensorPrimitive::Float(tensor));
+            assert_eq!(tensor.into_data().bytes[..], bytes[..], "{dtype}");
+        }
     }
 
     #[test]

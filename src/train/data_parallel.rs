@@ -11,12 +11,12 @@ use burn::tensor::{Bytes, Tensor, TensorData, TensorPrimitive};
 
 use super::agree::{Described, Parameter, check_same, load_from_first, parameters, renew};
 use super::announce::{Announcement, no_samples};
-use super::bucket::{Bucket, Exchange, Item, WINDOW, buckets, scale};
+use super::bucket::{Bucket, Exchange, Item, WINDOW, buckets, scale, scaled};
 use super::states;
 use crate::dtype::ReduceOp;
 use crate::error::Error;
 use crate::group::{Buffer, Group, Work};
-use crate::tensor::device::{Waiting, start_all_reduce};
+use crate::tensor::device::{Waiting, serves, start_all_reduce};
 
 /// One rank's part in the data-parallel training of a model: see [`train`](crate::train) for a whole loop.
 pub struct DataParallel<B: AutodiffBackend> {
@@ -182,11 +182,7 @@ impl<B: AutodiffBackend> DataParallel<B> {
     #[track_caller]
     fn start(&mut self, positions: Vec<usize>, grads: &mut GradientsParams, factor: f64) -> Result<Started<B>, Error> {
         let dtype = self.parameters[positions[0]].element;
-        let scaling = move |bytes: &mut [u8]| {
-            if factor != 1.0 {
-                scale(bytes, dtype, factor);
-            }
-        };
+        let on_device = factor != 1.0 && serves::<B::InnerBackend>();
         let tensors = positions.iter().map(|&position| {
             let parameter = &self.parameters[position];
             match grads.remove::<B::InnerBackend, 1>(parameter.id) {
@@ -197,8 +193,9 @@ impl<B: AutodiffBackend> DataParallel<B> {
                 }
             }
         });
-        let tensors = tensors.collect();
-        match start_all_reduce::<B::InnerBackend>(&self.group, tensors, dtype, ReduceOp::Mean, scaling) {
+        let scaled = |tensor| if on_device { scaled::<B::InnerBackend>(tensor, dtype, factor) } else { tensor };
+        let tensors = tensors.map(scaled).collect();
+        match start_all_reduce::<B::InnerBackend>(&self.group, tensors, dtype, ReduceOp::Mean) {
             Ok(waiting) => Ok(Started::Device { positions, waiting: waiting? }),
             Err(tensors) => {
                 let mut read = Vec::with_capacity(tensors.len());
@@ -207,7 +204,9 @@ impl<B: AutodiffBackend> DataParallel<B> {
                     read.push((position, grad.try_into_data().map_err(|e| Error::io("reading a gradient", e))?));
                 }
                 let mut bucket = self.pack(&mut read, dtype)?;
-                scaling(bucket.bytes());
+                if factor != 1.0 {
+                    scale(bucket.bytes(), dtype, factor);
+                }
                 Ok(Started::Host { work: bucket.start(&self.group, dtype, Exchange::AllReduce)?, tensors: read })
             }
         }

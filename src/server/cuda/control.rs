@@ -5,6 +5,7 @@ use std::time::Duration;
 use bytemuck::{Pod, Zeroable};
 
 use crate::error::{Error, Site};
+use crate::server::engine::Done;
 use crate::wait::ENDLESS;
 
 /// Ranks that a kernel can work for.
@@ -58,6 +59,18 @@ impl Order {
     /// As cubecl passes them.
     pub fn words(self) -> Vec<u64> {
         bytemuck::cast::<Order, [u64; 4]>(self).to_vec()
+    }
+}
+
+impl From<Order> for Done {
+    fn from(order: Order) -> Done {
+        Done(bytemuck::cast(order))
+    }
+}
+
+impl From<Done> for Order {
+    fn from(done: Done) -> Order {
+        bytemuck::cast(done.0)
     }
 }
 

@@ -265,6 +265,13 @@ impl Stream {
         launched.map_err(|e| failure("launching a kernel", self.gpu.ordinal, e))
     }
 
+    /// Lets another library put something on the stream.
+    #[cfg(feature = "nccl")]
+    pub fn with_raw<T>(&self, put: impl FnOnce(sys::CUstream) -> Result<T, Error>) -> Result<T, Error> {
+        let _entered = self.gpu.enter()?;
+        put(self.raw)
+    }
+
     /// Copies rows between addresses that this GPU reaches; at the target they follow each other.
     pub fn copy(&self, from: u64, to: u64, rows: Rows) -> Result<(), Error> {
         let _entered = self.gpu.enter()?;

@@ -12,20 +12,24 @@ use crate::dtype::{DType, ReduceOp};
 use crate::error::Error;
 use crate::wait::lock;
 
-/// An all-reduce as a file in `kernels/` does it.
+/// What a file in `kernels/` does: an all-reduce in one of three ways, or another operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Form {
     TwoShot,
     OneShot,
     Push,
+    ReduceScatter,
+    AllGather,
+    Broadcast,
+    AllToAll,
 }
 
 /// One kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Kernel {
     pub form: Form,
-    pub op: ReduceOp,
-    pub dtype: DType,
+    /// What it reduces. Kernels that only move take elements of any size.
+    pub reduces: Option<(ReduceOp, DType)>,
 }
 
 /// The files that others include, by name.
@@ -51,6 +55,10 @@ impl Form {
             Form::TwoShot => "two_shot",
             Form::OneShot => "one_shot",
             Form::Push => "push",
+            Form::ReduceScatter => "reduce_scatter",
+            Form::AllGather => "all_gather",
+            Form::Broadcast => "broadcast",
+            Form::AllToAll => "all_to_all",
         }
     }
 
@@ -59,6 +67,10 @@ impl Form {
             Form::TwoShot => include_str!("../../../kernels/all_reduce_two_shot.cu"),
             Form::OneShot => include_str!("../../../kernels/all_reduce_one_shot.cu"),
             Form::Push => include_str!("../../../kernels/all_reduce_push.cu"),
+            Form::ReduceScatter => include_str!("../../../kernels/reduce_scatter.cu"),
+            Form::AllGather => include_str!("../../../kernels/all_gather.cu"),
+            Form::Broadcast => include_str!("../../../kernels/broadcast.cu"),
+            Form::AllToAll => include_str!("../../../kernels/all_to_all.cu"),
         }
     }
 }
@@ -82,7 +94,10 @@ pub(super) fn reduces(op: ReduceOp, dtype: DType) -> bool {
 /// The kernel's entry in its module.
 impl fmt::Display for Kernel {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}_{}_{}", self.form.name(), self.op, self.dtype)
+        match self.reduces {
+            Some((op, dtype)) => write!(f, "{}_{op}_{dtype}", self.form.name()),
+            None => f.write_str(self.form.name()),
+        }
     }
 }
 
@@ -93,9 +108,14 @@ static IMAGES: LazyLock<Mutex<Images>> = LazyLock::new(Mutex::default);
 impl Kernel {
     /// The source of this kernel alone, in one piece.
     fn source(&self) -> String {
-        let kind = reduction(self.op).unwrap_or("none");
-        let choice = format!("#define ONLY(NAME) NAME({}, {kind}, {})\n", self.op, self.dtype);
-        choice + &pasted(self.form.file(), &mut Vec::new())
+        let source = pasted(self.form.file(), &mut Vec::new());
+        match self.reduces {
+            Some((op, dtype)) => {
+                let kind = reduction(op).unwrap_or("none");
+                format!("#define ONLY(NAME) NAME({op}, {kind}, {dtype})\n{source}")
+            }
+            None => source,
+        }
     }
 
     /// Machine code for GPUs of this architecture; one compilation serves all of them.
@@ -213,8 +233,12 @@ mod tests {
 
     #[test]
     fn sources_are_in_one_piece_and_each_header_is_there_once() {
-        for form in [Form::TwoShot, Form::OneShot, Form::Push] {
-            let source = Kernel { form, op: ReduceOp::Sum, dtype: DType::F32 }.source();
+        let reducing = [Form::TwoShot, Form::OneShot, Form::Push, Form::ReduceScatter];
+        let moving = [Form::AllGather, Form::Broadcast, Form::AllToAll];
+        let kernels = reducing.map(|form| Kernel { form, reduces: Some((ReduceOp::Sum, DType::F32)) });
+        for kernel in kernels.into_iter().chain(moving.map(|form| Kernel { form, reduces: None })) {
+            let (form, source) = (kernel.form, kernel.source());
+            assert!(source.contains(form.name()), "{form:?}");
             assert!(!source.contains("#include \""), "{form:?}");
             assert_eq!(source.matches("#define BONFIRE_SIGNAL_CUH").count(), 1, "{form:?}");
         }
@@ -223,9 +247,10 @@ mod tests {
 
     #[test]
     fn a_reduction_is_chosen_by_its_names() {
-        let kernel = Kernel { form: Form::TwoShot, op: ReduceOp::Mean, dtype: DType::BF16 };
+        let kernel = Kernel { form: Form::TwoShot, reduces: Some((ReduceOp::Mean, DType::BF16)) };
         assert_eq!(kernel.to_string(), "two_shot_mean_bf16");
         assert!(kernel.source().starts_with("#define ONLY(NAME) NAME(mean, Mean, bf16)\n"));
+        assert_eq!(Kernel { form: Form::AllGather, reduces: None }.to_string(), "all_gather");
         assert!(reduces(ReduceOp::Max, DType::U64));
         assert!(!reduces(ReduceOp::Product, DType::F32) && !reduces(ReduceOp::Sum, DType::I16));
     }

@@ -128,8 +128,7 @@ impl Lane {
     fn tell_ready(&mut self, server: &mut Server, owner: StreamId, stream: StreamId) -> (u64, u64) {
         self.said += 1;
         let word = (self.host.address(READY), self.said);
-        order::tensors_ready(server, [owner, stream, self.last.unwrap_or(stream)], word, stream);
-        self.last = Some(stream);
+        order::tensors_ready(server, &[owner, stream], &mut self.last, word, stream);
         word
     }
 }

@@ -30,4 +30,5 @@ pub use self::communicator::{Communicator, Submitted, has_passed};
 pub use self::connect::Gpu;
 pub use self::library::version;
 pub use self::operations::{Action, Work};
+pub(super) use self::types::reduces;
 pub use self::types::{Scalar, reduction};

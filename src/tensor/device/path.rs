@@ -40,7 +40,6 @@ impl<R: DeviceTransport> Path<R> {
         tensors: Vec<FloatTensor<B>>,
         dtype: DType,
         op: ReduceOp,
-        prepare: impl FnOnce(&mut [u8]) + Send + 'static,
     ) -> Result<Waiting<B>, Error> {
         let (mut sources, mut targets, mut results) = (Vec::new(), Vec::new(), Vec::new());
         let mut bytes = 0;
@@ -64,7 +63,7 @@ impl<R: DeviceTransport> Path<R> {
             root: None,
             sizes: None,
         });
-        let transfer = exchange::start(&first.client, group, call, sources, targets, prepare)?;
+        let transfer = exchange::start(&first.client, group, call, sources, targets)?;
         Ok(Box::new(move || {
             transfer.wait()?;
             results.into_iter().map(|(origin, tensor)| origin.give_back::<B>(tensor)).collect()

@@ -6,7 +6,6 @@ use std::fmt;
 
 use cudarc::driver::{result, sys};
 use cudarc::nccl::sys::ncclUniqueId;
-use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use super::communicator::{Communicator, GRACE};
@@ -84,16 +83,16 @@ impl Communicator {
         };
         let library = library().map_err(on_rank);
         let card = |library: &'static Library| Card { version: library.version, gpu, shares: shares(library.version) };
-        check(&exchange(group, deadline, library.clone().map(card))?)?;
+        check(&group.with_deadline(deadline.remaining()).tell_all(library.clone().map(card))?)?;
 
         let library = library?;
         let mut communicator = Communicator::none(library, rank, world_size);
         let id = if rank == 0 { communicator.unique_id(deadline).map(Some) } else { Ok(None) };
-        let ids = exchange(group, deadline, id)?;
+        let ids = group.with_deadline(deadline.remaining()).tell_all(id)?;
         let id = ids.into_iter().flatten().next().unwrap_or_default();
         let made = communicator.make(&id, deadline);
         // No rank has a communicator that another one has not. Who is late by himself must still be able to say so.
-        match exchange(group, &Deadline::after(deadline.remaining() + GRACE), made) {
+        match group.with_deadline(deadline.remaining() + GRACE).tell_all(made) {
             Ok(_) => Ok(communicator),
             Err(error) => {
                 communicator.end(error.clone());
@@ -157,24 +156,6 @@ fn check(cards: &[Card]) -> Result<(), Error> {
     }
 }
 
-/// What every rank has, or the error of the first that failed: the same on all.
-fn exchange<T: Serialize + DeserializeOwned>(
-    group: &Group,
-    deadline: &Deadline,
-    own: Result<T, Error>,
-) -> Result<Vec<T>, Error> {
-    let unreadable = |error: postcard::Error| Error::io("reading what the ranks of a communicator of NCCL say", error);
-    let bytes = postcard::to_stdvec(&own).map_err(unreadable)?;
-    let (all, sizes) = group.with_deadline(deadline.remaining()).all_gather_v(&bytes)?;
-    let mut rest = &all[..];
-    let each = sizes.into_iter().map(|size| {
-        let (one, others) = rest.split_at(size);
-        rest = others;
-        postcard::from_bytes::<Result<T, Error>>(one).map_err(unreadable)?
-    });
-    each.collect()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -193,23 +174,6 @@ mod tests {
         assert!(matches!(error, Error::InvalidArgument { .. }));
         assert!(error.to_string().contains("ranks 0, 2 share GPU-09090909-0909-0909-0909-090909090909"), "{error}");
         assert_eq!(check(&[card(2_30_07, 9, true), card(2_30_07, 9, true)]), Ok(()));
-    }
-
-    #[test]
-    fn every_rank_gets_what_every_rank_says_or_the_first_error() {
-        let run = |n: usize, bad: &'static [usize]| {
-            let ranks = Group::threads(n).unwrap().into_iter().map(|group| {
-                std::thread::spawn(move || {
-                    let rank = group.rank();
-                    let own =
-                        if bad.contains(&rank) { Err(Error::Config(rank.to_string())) } else { Ok(vec![rank; rank]) };
-                    exchange(&group, &Deadline::after(group.deadline()), own)
-                })
-            });
-            ranks.collect::<Vec<_>>().into_iter().map(|rank| rank.join().unwrap()).collect::<Vec<_>>()
-        };
-        assert!(run(3, &[]).iter().all(|all| *all == Ok(vec![vec![], vec![1], vec![2, 2]])));
-        assert!(run(3, &[1, 2]).iter().all(|all| *all == Err(Error::Config("1".into()))));
     }
 
     #[test]

@@ -79,6 +79,11 @@ pub fn reduction(scalar: Scalar, op: ReduceOp) -> Result<(), Error> {
     reduced(scalar, op, version()?).map(drop)
 }
 
+/// Whether every NCCL does, of those that Bonfire takes.
+pub(in crate::server::cuda) fn reduces(dtype: DType, op: ReduceOp) -> bool {
+    reduced(Scalar::Of(dtype), op, 0).is_ok()
+}
+
 /// NCCL's element and reduction for version `version`.
 pub(super) fn reduced(scalar: Scalar, op: ReduceOp, version: c_int) -> Result<(ncclDataType_t, ncclRedOp_t), Error> {
     let refuse = |why: &str| Error::argument(format!("{op} of {scalar} with NCCL"), why);

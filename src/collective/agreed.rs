@@ -1,0 +1,159 @@
+//! Operations whose data the group does not carry: its ranks agree on what they do, and do it another way.
+
+use std::panic::Location;
+
+#[cfg(feature = "cuda")]
+use serde::{Serialize, de::DeserializeOwned};
+
+use crate::call::{Call, Operation, Tag};
+use crate::dtype::DType;
+use crate::error::Error;
+use crate::group::{Core, Group, Work};
+use crate::partition::Parts;
+use crate::transport::Buffers;
+use crate::wait::Deadline;
+
+use super::execute;
+
+impl Group {
+    /// Starts an operation that the group does not carry itself. When its turn has come, `prepare` is called, then all ranks
+    /// tell each other what they call, and then `run`, with what is left of the time. Errors of any of these end the group.
+    ///
+    /// To a rank that calls something that the group does carry, this is an `all_gather` of so many tags.
+    #[track_caller]
+    pub(crate) fn start_agreed<P, T: Send + 'static>(
+        &self,
+        call: Call,
+        prepare: impl FnOnce() -> Result<P, Error> + Send + 'static,
+        run: impl FnOnce(P, &Deadline) -> Result<T, Error> + Send + 'static,
+    ) -> Result<Work<Option<T>>, Error> {
+        let (limit, at) = (self.deadline(), Location::caller());
+        Ok(self.progress()?.start(&self.core, None, move |core, result| {
+            let deadline = Deadline::after(limit);
+            let prepared = prepare().map_err(|error| core.abandon(error))?;
+            agree(core, call, &deadline, at)?;
+            *result = Some(run(prepared, &deadline).map_err(|error| core.abandon(error))?);
+            Ok(())
+        }))
+    }
+
+    /// What every rank says, or the error of the first that has one: the same on all ranks.
+    #[cfg(feature = "cuda")]
+    #[track_caller]
+    pub(crate) fn tell_all<T: Serialize + DeserializeOwned>(&self, own: Result<T, Error>) -> Result<Vec<T>, Error> {
+        let unreadable = |error: postcard::Error| Error::io("reading what ranks tell each other", error);
+        let bytes = postcard::to_stdvec(&own).map_err(unreadable)?;
+        let (all, sizes) = self.all_gather_v(&bytes)?;
+        let mut rest = &all[..];
+        let each = sizes.into_iter().map(|size| {
+            let (one, others) = rest.split_at(size);
+            rest = others;
+            postcard::from_bytes::<Result<T, Error>>(one).map_err(unreadable)?
+        });
+        each.collect()
+    }
+}
+
+/// Returns once all ranks have made this call.
+fn agree(core: &Core, call: Call, deadline: &Deadline, at: &'static Location<'static>) -> Result<(), Error> {
+    let (rank, world_size) = (core.transport().rank(), core.transport().world_size());
+    let tag = Tag { group: 0, sequence: 0, call }.to_bytes();
+    let mut tags = vec![0; Tag::BYTES * world_size];
+    tags[Tag::BYTES * rank..][..Tag::BYTES].copy_from_slice(&tag);
+    let gather = Call {
+        operation: Operation::AllGather,
+        dtype: DType::U8,
+        count: tags.len(),
+        reduction: None,
+        root: None,
+        sizes: None,
+    };
+    let buffers = Buffers { input: None, output: &mut tags, parts: Parts::Even };
+    core.collective(gather, buffers, deadline.remaining(), at, execute::plans)?;
+    let calls = tags.as_chunks::<{ Tag::BYTES }>().0;
+    if calls.iter().all(|other| *other == tag) {
+        return Ok(());
+    }
+    let readable = calls.iter().map(Tag::from_bytes).enumerate();
+    let calls = readable.filter_map(|(rank, tag)| Some((rank, tag?.call))).collect();
+    Err(core.abandon(Error::Mismatch { sequence: core.completed().saturating_sub(1), calls }))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::thread;
+
+    use super::*;
+    use crate::dtype::ReduceOp;
+
+    fn all_reduce(count: usize) -> Call {
+        Call {
+            operation: Operation::AllReduce,
+            dtype: DType::F32,
+            count,
+            reduction: Some(ReduceOp::Sum),
+            root: None,
+            sizes: None,
+        }
+    }
+
+    /// What comes of an agreed operation of each rank, which prepares and runs as the two functions say.
+    fn start(
+        n: usize,
+        call: impl Fn(usize) -> Call + Copy + Send + 'static,
+        prepare: impl Fn(usize) -> Result<usize, Error> + Copy + Send + 'static,
+        run: impl Fn(usize) -> Result<usize, Error> + Copy + Send + 'static,
+    ) -> Vec<Result<Option<usize>, Error>> {
+        let ranks = Group::threads(n).unwrap().into_iter().map(|group| {
+            thread::spawn(move || {
+                let rank = group.rank();
+                group.barrier().unwrap();
+                let work = group.start_agreed(call(rank), move || prepare(rank), move |it, _| run(it)).unwrap();
+                work.wait().map_err(|(error, _)| error)
+            })
+        });
+        ranks.collect::<Vec<_>>().into_iter().map(|rank| rank.join().unwrap()).collect()
+    }
+
+    #[test]
+    fn every_rank_runs_what_it_prepared() {
+        let results = start(3, |_| all_reduce(5), |rank| Ok(rank * 10), |it| Ok(it + 1));
+        assert_eq!(results, [Ok(Some(1)), Ok(Some(11)), Ok(Some(21))]);
+    }
+
+    #[test]
+    fn ranks_that_call_something_else_learn_who_called_what() {
+        let results = start(3, |rank| all_reduce(5 + rank / 2), Ok, |_| panic!("it must not run"));
+        let calls = vec![(0, all_reduce(5)), (1, all_reduce(5)), (2, all_reduce(6))];
+        for result in results {
+            assert_eq!(result, Err(Error::Mismatch { sequence: 1, calls: calls.clone() }));
+        }
+    }
+
+    #[test]
+    fn a_rank_that_cannot_keeps_nobody_waiting() {
+        let cause = || Error::argument("test", "on purpose");
+        let fails = move |rank| if rank == 1 { Err(cause()) } else { Ok(rank) };
+        assert_eq!(start(2, |_| all_reduce(1), fails, Ok), [Err(cause()), Err(cause())]);
+        let late = start(2, |_| all_reduce(1), Ok, fails);
+        assert_eq!(late[1], Err(cause()));
+    }
+
+    #[cfg(feature = "cuda")]
+    #[test]
+    fn every_rank_gets_what_every_rank_says_or_the_first_error() {
+        let run = |n: usize, bad: &'static [usize]| {
+            let ranks = Group::threads(n).unwrap().into_iter().map(|group| {
+                thread::spawn(move || {
+                    let rank = group.rank();
+                    let own =
+                        if bad.contains(&rank) { Err(Error::Config(rank.to_string())) } else { Ok(vec![rank; rank]) };
+                    group.tell_all(own)
+                })
+            });
+            ranks.collect::<Vec<_>>().into_iter().map(|rank| rank.join().unwrap()).collect::<Vec<_>>()
+        };
+        assert!(run(3, &[]).iter().all(|all| *all == Ok(vec![vec![], vec![1], vec![2, 2]])));
+        assert!(run(3, &[1, 2]).iter().all(|all| *all == Err(Error::Config("1".into()))));
+    }
+}

@@ -1,0 +1,118 @@
+//! GPUs of other processes and hosts, which NCCL reaches: one rank's communicator as a team uses it.
+
+#[cfg(not(feature = "nccl"))]
+pub(super) use self::without::{Remote, available, serves};
+
+#[cfg(feature = "nccl")]
+pub(super) use self::with::{Remote, available, serves};
+
+#[cfg(feature = "nccl")]
+mod with {
+    use std::sync::Mutex;
+
+    use crate::call::{Call, Operation};
+    use crate::error::{Error, Site};
+    use crate::group::Group;
+    use crate::server::cuda::driver::{Gpu, Stream};
+    use crate::server::cuda::nccl::{self, Action, Communicator, Scalar, Work};
+    use crate::wait::{Deadline, lock};
+
+    pub struct Remote(Mutex<Communicator>);
+
+    /// The version of the library that is found.
+    pub fn available() -> Result<i32, Error> {
+        nccl::version()
+    }
+
+    /// Whether NCCL does this call as we promise it.
+    pub fn serves(call: &Call) -> bool {
+        !call.is_sized() && action(call).is_some() && call.reduction.is_none_or(|op| nccl::reduces(call.dtype, op))
+    }
+
+    fn action(call: &Call) -> Option<Action> {
+        Some(match (call.operation, call.reduction, call.root) {
+            (Operation::AllReduce, Some(op), _) => Action::AllReduce(op),
+            (Operation::ReduceScatter, Some(op), _) => Action::ReduceScatter(op),
+            (Operation::AllGather, ..) => Action::AllGather,
+            (Operation::AllToAll, ..) => Action::AllToAll,
+            (Operation::Broadcast, _, Some(root)) => Action::Broadcast(root),
+            _ => return None,
+        })
+    }
+
+    impl Remote {
+        /// A communicator of all ranks of the group, of which this one has this GPU. All ranks call it.
+        pub fn connect(group: &Group, gpu: &Gpu, deadline: &Deadline) -> Result<Remote, Error> {
+            let _entered = gpu.enter()?;
+            let communicator = Communicator::connect(group, nccl::Gpu::of(gpu.ordinal)?, deadline)?;
+            Ok(Remote(Mutex::new(communicator)))
+        }
+
+        /// Puts a call on the stream, behind what is there. In the first calls NCCL waits for the other ranks meanwhile.
+        pub fn submit(
+            &self,
+            site: Site,
+            (source, target): (u64, u64),
+            stream: &Stream,
+            deadline: &Deadline,
+        ) -> Result<(), Error> {
+            let call = site.call;
+            let action = action(&call);
+            let action = action.ok_or_else(|| Error::argument(call.operation, format!("NCCL does not do {call}")))?;
+            let scalar = Scalar::Of(call.dtype);
+            let work = Work { action, scalar, count: call.count, sizes: None, input: source, output: target };
+            let mut communicator = lock(&self.0);
+            stream.with_raw(|raw| {
+                // SAFETY: `Team::launch` keeps both tensors until the stream is past this, or past its end after an abort;
+                // they have the sizes that the call says, which `exchange` has compared.
+                unsafe { communicator.submit(&work, raw) }?.settle(site, deadline)
+            })
+        }
+
+        /// Ends it. Where another thread is at work on it, that finds out by its deadline.
+        pub fn abort(&self) {
+            if let Ok(mut communicator) = self.0.try_lock() {
+                communicator.abort();
+            }
+        }
+    }
+}
+
+/// What stands in its place: there is none.
+#[cfg(not(feature = "nccl"))]
+mod without {
+    use crate::call::Call;
+    use crate::error::{Error, Site};
+    use crate::group::Group;
+    use crate::server::cuda::driver::{Gpu, Stream};
+    use crate::wait::Deadline;
+
+    pub enum Remote {}
+
+    fn absent() -> Error {
+        let reason = "this program was built without it: add the feature `nccl`";
+        Error::Library { library: "NCCL".into(), reason: reason.into() }
+    }
+
+    pub fn available() -> Result<i32, Error> {
+        Err(absent())
+    }
+
+    pub fn serves(_call: &Call) -> bool {
+        false
+    }
+
+    impl Remote {
+        pub fn connect(_group: &Group, _gpu: &Gpu, _deadline: &Deadline) -> Result<Remote, Error> {
+            Err(absent())
+        }
+
+        pub fn submit(&self, _: Site, _: (u64, u64), _: &Stream, _: &Deadline) -> Result<(), Error> {
+            match *self {}
+        }
+
+        pub fn abort(&self) {
+            match *self {}
+        }
+    }
+}

@@ -1,0 +1,76 @@
+//! Operations of a group through host memory.
+
+use std::ops::Range;
+use std::sync::mpsc::{Receiver, channel};
+use std::sync::{Arc, LazyLock};
+
+use bytes::Bytes as Shared;
+use cubecl::bytes::Bytes;
+use cubecl::device_handle::DeviceHandle;
+use cubecl::server::Binding;
+
+use crate::call::Operation;
+use crate::error::Error;
+use crate::group::{Group, Work};
+use crate::server::DeviceTransport;
+use crate::server::communication::shared;
+use crate::server::compute::CollectiveServer;
+use crate::server::engine::Errand;
+use crate::server::memory::{Lease, Pool};
+use crate::server::reading::Reading;
+
+/// An operation under way, and where its result belongs.
+pub(super) struct Staging {
+    work: Work<Staged>,
+    targets: Vec<(Binding, Range<usize>)>,
+}
+
+/// What an operation works on: parts of host memory, each filled from the device.
+struct Staged {
+    memory: Lease,
+    starts: Vec<usize>,
+    reading: Receiver<Result<Reading, Error>>,
+}
+
+static POOL: LazyLock<Arc<Pool>> = LazyLock::new(Arc::default);
+
+pub(super) fn start<R: DeviceTransport>(
+    device: &DeviceHandle<CollectiveServer<R>>,
+    group: &Group,
+    errand: Errand,
+) -> Result<Staging, Error> {
+    let Errand { call, sources, targets, stream, .. } = errand;
+    let starts = sources.iter().map(|(_, place)| place.start).collect();
+    let sources = sources.into_iter().map(|(source, place)| (source, place.len())).collect();
+    let (sender, reading) = channel();
+    device.submit(move |server| {
+        // The receiver is gone only if the group's thread is.
+        let _ = sender.send(server.snapshot(sources, stream));
+    });
+    device.flush_queue();
+    let staged = Staged { memory: POOL.lease(call.bytes()), starts, reading };
+    let work = group.start_filled(call, staged, move |staged| staged.fill(call.operation))?;
+    Ok(Staging { work, targets })
+}
+
+impl Staging {
+    /// Waits for the other ranks, and gives what is to be written where.
+    pub fn wait(self) -> Result<Vec<(Binding, Bytes)>, Error> {
+        let staged = self.work.wait().map_err(|(error, _)| error)?;
+        let memory = Shared::from_owner(staged.memory);
+        let part = |range| shared(memory.slice(range));
+        Ok(self.targets.into_iter().map(|(target, range)| (target, part(range))).collect())
+    }
+}
+
+impl Staged {
+    fn fill(&mut self, operation: Operation) -> Result<&mut [u8], Error> {
+        let started =
+            self.reading.recv().map_err(|_| Error::io(operation.to_string(), "the device's server is gone"))?;
+        let parts = started?.wait(&operation.to_string())?;
+        for (start, part) in self.starts.iter().zip(parts) {
+            self.memory.bytes()[*start..start + part.len()].copy_from_slice(&part);
+        }
+        Ok(self.memory.bytes())
+    }
+}

@@ -1,0 +1,227 @@
+//! The operations of a group on the memory of GPUs: by kernels, or by NCCL where `BONFIRE_CUDA` says so. Nothing here needs a
+//! kernel other than Bonfire's own.
+
+mod common;
+#[path = "common/devices.rs"]
+mod devices;
+#[path = "common/device_groups.rs"]
+mod groups;
+
+use std::sync::{Arc, Barrier};
+use std::time::Duration;
+
+use bonfire::server::{DeviceCollectives, Transfer};
+use bonfire::{DType, Error, Group, ReduceOp};
+use cubecl::cuda::CudaRuntime;
+use half::bf16;
+
+use common::{Kind, errors, run_ranks, run_ranks_with};
+use groups::{Memory, check, mine};
+
+type Devices = devices::Devices<CudaRuntime>;
+
+/// What a test's ranks are on: each has its own thread, and its own device.
+fn on_devices<T: Send + 'static>(
+    kind: Kind,
+    first: u8,
+    n: u8,
+    part: impl Fn(Group, devices::Client<CudaRuntime>) -> T + Clone + Send + 'static,
+) -> Vec<T> {
+    run_ranks(kind, n.into(), move |group| {
+        // Ranks in another order than devices.
+        let client = Devices::new(first, n).client(usize::from(n) - 1 - group.rank());
+        part(group, client)
+    })
+}
+
+/// The host has nothing to do with the data.
+fn stays_on_gpus(devices: &Devices) {
+    for device in &devices.all {
+        let counters = device.counters();
+        assert_eq!((counters.downloads, counters.uploads), (0, 0), "{device:?}");
+    }
+}
+
+fn all_operations(kind: Kind, first: u8, n: u8, lengths: &'static [usize]) {
+    on_devices(kind, first, n, move |group, client| {
+        for padding in [0, 1, 64] {
+            for len in lengths {
+                check(&group, &Memory::new(client.clone(), padding), *len).unwrap();
+            }
+        }
+    });
+    stays_on_gpus(&Devices::new(first, n));
+}
+
+#[test]
+#[ignore = "needs a CUDA GPU"]
+fn every_operation_on_one_and_two_devices() {
+    all_operations(Kind::Threads, 0, 1, &[0, 1, 1000]);
+    all_operations(Kind::Threads, 1, 2, &[0, 1, 2, 3, 1000, 70_001]);
+}
+
+#[test]
+#[ignore = "needs a CUDA GPU"]
+fn every_operation_on_three_and_five_devices() {
+    all_operations(Kind::Threads, 3, 3, &[0, 1, 3, 1000, 70_001]);
+    all_operations(Kind::Tcp, 6, 5, &[0, 1, 5, 7, 1000]);
+}
+
+/// The bits of `len` elements of rank `rank`, which are small whole numbers.
+fn elements(dtype: DType, rank: usize, len: usize) -> Vec<u8> {
+    let value = |i: usize| (rank * 3 + i * 7) % 5;
+    match dtype {
+        DType::BF16 => (0..len).flat_map(|i| bf16::from_f32(value(i) as f32).to_le_bytes()).collect(),
+        DType::F64 => (0..len).flat_map(|i| (value(i) as f64).to_le_bytes()).collect(),
+        DType::U8 => (0..len).map(|i| value(i) as u8).collect(),
+        _ => panic!("no test of {dtype}"),
+    }
+}
+
+fn reduced(dtype: DType, op: ReduceOp, n: usize, len: usize) -> Vec<u8> {
+    let value = |i: usize| {
+        let values = (0..n).map(|rank| (rank * 3 + i * 7) % 5);
+        match op {
+            ReduceOp::Sum => values.sum::<usize>(),
+            ReduceOp::Max => values.max().unwrap(),
+            ReduceOp::Min => values.min().unwrap(),
+            _ => values.product(),
+        }
+    };
+    match dtype {
+        DType::BF16 => (0..len).flat_map(|i| bf16::from_f32(value(i) as f32).to_le_bytes()).collect(),
+        DType::F64 => (0..len).flat_map(|i| (value(i) as f64).to_le_bytes()).collect(),
+        _ => (0..len).map(|i| value(i) as u8).collect(),
+    }
+}
+
+/// Every reduction, also those that no kernel does or NCCL does not, and elements that begin anywhere.
+#[test]
+#[ignore = "needs a CUDA GPU"]
+fn reductions_of_several_types() {
+    on_devices(Kind::Threads, 11, 3, |group, client| {
+        let (rank, n) = (group.rank(), group.world_size());
+        for dtype in [DType::BF16, DType::F64, DType::U8] {
+            for op in [ReduceOp::Sum, ReduceOp::Max, ReduceOp::Min, ReduceOp::Product] {
+                for len in [1, 12, 1000, 4096] {
+                    // What goes through the host must begin and end at words.
+                    let around = 4usize.next_multiple_of(dtype.size());
+                    let padded = [vec![9; around], elements(dtype, rank, len), vec![9; around]].concat();
+                    let source = client.create_from_slice(&padded);
+                    let source = source.offset_start(around as u64).offset_end(around as u64);
+                    let target = client.empty(len * dtype.size());
+                    client.start_all_reduce(&group, &source, &target, dtype, op).unwrap().wait().unwrap();
+                    let result = client.read_one(target).unwrap();
+                    assert!(result[..] == reduced(dtype, op, n, len), "{op} of {len} {dtype} on rank {rank}");
+                }
+            }
+        }
+    });
+}
+
+/// Many under way, waited for in any order, and what is written after a wait is not what the operation reads.
+#[test]
+#[ignore = "needs a CUDA GPU"]
+fn many_operations_at_a_time() {
+    const LENGTH: usize = 30_000;
+    on_devices(Kind::Threads, 14, 2, |group, client| {
+        let memory = Memory::new(client.clone(), 0);
+        let sums = |round: usize| -> Vec<i32> {
+            (0..LENGTH).map(|i| (0..2).map(|rank| groups::value(rank + round, i)).sum()).collect()
+        };
+        for _ in 0..5 {
+            let mut started: Vec<(usize, _, Transfer<CudaRuntime>)> = (0..8)
+                .map(|round| {
+                    let own = memory.create(&mine(group.rank() + round, LENGTH));
+                    let transfer = client.start_all_reduce(&group, &own, &own, DType::I32, ReduceOp::Sum).unwrap();
+                    (round, own, transfer)
+                })
+                .collect();
+            started.reverse();
+            for (round, own, transfer) in started {
+                transfer.wait().unwrap();
+                assert!(memory.read(&own) == sums(round), "round {round}");
+            }
+        }
+    });
+}
+
+/// Parts of one memory that overlap, but not as an operation in place does.
+#[test]
+#[ignore = "needs a CUDA GPU"]
+fn sources_and_targets_that_overlap() {
+    on_devices(Kind::Threads, 16, 2, |group, client| {
+        let rank = group.rank();
+        let both = client.create_from_slice(bytemuck::cast_slice(&mine(rank, 1500)));
+        let (source, target) = (both.clone().offset_end(4 * 500), both.clone().offset_start(4 * 500));
+        client.start_all_reduce(&group, &source, &target, DType::I32, ReduceOp::Sum).unwrap().wait().unwrap();
+        let result: Vec<i32> = bytemuck::pod_collect_to_vec(&client.read_one(target).unwrap());
+        let sum: Vec<i32> = (0..1000).map(|i| groups::value(0, i) + groups::value(1, i)).collect();
+        assert!(result == sum, "rank {rank}");
+    });
+}
+
+#[test]
+#[ignore = "needs a CUDA GPU"]
+fn subgroups_and_their_parent_in_turn() {
+    on_devices(Kind::Threads, 18, 4, |group, client| {
+        let pair = group.split(Some(group.rank() as u64 % 2), 0).unwrap().unwrap();
+        for len in [7, 20_000] {
+            for group in [&group, &pair, &group, &pair] {
+                check(group, &Memory::new(client.clone(), 2), len).unwrap();
+            }
+        }
+    });
+}
+
+#[test]
+#[ignore = "needs a CUDA GPU"]
+fn a_peer_with_another_size_is_a_mismatch_on_both_and_the_devices_stay_sound() {
+    on_devices(Kind::Tcp, 22, 2, |group, client| {
+        let memory = Memory::new(client.clone(), 1);
+        let own = memory.create(&vec![1; 4 + group.rank()]);
+        let work = client.start_all_reduce(&group, &own, &own, DType::I32, ReduceOp::Sum).unwrap();
+        let Err(Error::Mismatch { calls, .. }) = work.wait() else { panic!("it must not fit") };
+        assert_eq!(calls.iter().map(|(rank, call)| (*rank, call.count)).collect::<Vec<_>>(), [(0, 4), (1, 5)]);
+        assert_eq!(memory.read(&own), vec![1; 4 + group.rank()]);
+    });
+    assert!(Devices::new(22, 2).all.iter().all(|device| device.failure().is_none()));
+}
+
+#[test]
+#[ignore = "needs a CUDA GPU"]
+fn a_rank_that_does_not_call_is_named_and_the_devices_stay_sound() {
+    let limit = |builder: bonfire::Builder| builder.deadline(Duration::from_secs(3));
+    let ended = Arc::new(Barrier::new(3));
+    let results = run_ranks_with(Kind::Threads, 3, limit, move |group| {
+        let client = Devices::new(24, 3).client(group.rank());
+        let memory = Memory::new(client.clone(), 0);
+        let own = memory.create(&[1, 2, 3]);
+        let call = |group: &Group| client.start_all_reduce(group, &own, &own, DType::I32, ReduceOp::Sum);
+        call(&group).unwrap().wait().unwrap();
+        // One is still there, and calls nothing.
+        let result = if group.rank() == 1 { Ok(()) } else { call(&group).unwrap().wait() };
+        assert_eq!(memory.read(&own).len(), 3);
+        ended.wait();
+        result
+    });
+    for error in errors([&results[0], &results[2]].map(Clone::clone).to_vec()) {
+        assert!(matches!(&error, Error::Timeout { missing, .. } if missing[..] == [1]), "{error}");
+    }
+    assert!(Devices::new(24, 3).all.iter().all(|device| device.failure().is_none()));
+}
+
+#[test]
+#[ignore = "needs a CUDA GPU"]
+fn a_rank_works_with_one_device_in_a_group() {
+    on_devices(Kind::Threads, 27, 2, |group, client| {
+        let memory = Memory::new(client.clone(), 0);
+        let own = memory.create(&[1]);
+        client.start_all_reduce(&group, &own, &own, DType::I32, ReduceOp::Sum).unwrap().wait().unwrap();
+        let other = Devices::new(29, 2).client(group.rank());
+        let own = Memory::new(other.clone(), 0).create(&[1]);
+        let error = other.start_all_reduce(&group, &own, &own, DType::I32, ReduceOp::Sum).map(drop).unwrap_err();
+        assert!(error.to_string().contains("in this group, not with"), "{error}");
+        group.barrier().unwrap();
+    });
+}
