@@ -6,6 +6,8 @@ mod common;
 mod devices;
 #[path = "common/device_groups.rs"]
 mod groups;
+#[path = "cuda_groups/processes.rs"]
+mod processes;
 
 use std::sync::{Arc, Barrier};
 use std::time::Duration;

@@ -1,0 +1,78 @@
+//! Ranks that are processes: by NCCL where each has a GPU of its own (`BONFIRE_TEST_GPUS` says how many there are) and the
+//! library is found, else through host memory.
+
+use std::os::unix::process::ExitStatusExt;
+
+use bonfire::server::DeviceCollectives;
+use bonfire::{DType, Error, Group, ReduceOp};
+use rustix::process::Signal;
+
+use super::common::process::{Process, is_child, report, say};
+use super::groups::{Memory, check, mine};
+use super::{Devices, stays_on_gpus};
+
+/// A child's rank, device and memory.
+fn join() -> (Group, Devices, Memory<cubecl::cuda::CudaRuntime>) {
+    let group = Group::from_env().expect("ranks find each other");
+    let devices = Devices::new(group.rank() as u8, 1);
+    let memory = Memory::new(devices.client(0), 1);
+    (group, devices, memory)
+}
+
+fn asked_for_nccl() -> bool {
+    std::env::var("BONFIRE_CUDA").is_ok_and(|route| route == "nccl")
+}
+
+#[test]
+#[ignore = "needs a CUDA GPU"]
+fn every_operation_between_processes() {
+    if is_child() {
+        let (group, devices, memory) = join();
+        let lengths = [0, 1, 2, 1000, 70_001];
+        let outcome = lengths.into_iter().try_for_each(|len| check(&group, &memory, len));
+        if asked_for_nccl() {
+            stays_on_gpus(&devices);
+        }
+        return report(&outcome.map(|()| "all".into()));
+    }
+    for (n, transport) in [(2, "auto"), (2, "tcp")] {
+        let mut ranks = Process::start_ranks("processes::every_operation_between_processes", n, transport, "60");
+        assert!(ranks.iter().all(|rank| rank.outcome() == Ok("all".into())));
+        assert!(ranks.iter_mut().all(|rank| rank.end().success()));
+    }
+}
+
+/// The other rank may be in the middle of an operation on its GPU, which nobody then ends but it itself.
+#[test]
+#[ignore = "needs a CUDA GPU"]
+fn a_process_that_is_killed_is_named_and_the_device_of_the_other_works_again() {
+    const NAME: &str = "processes::a_process_that_is_killed_is_named_and_the_device_of_the_other_works_again";
+    if is_child() {
+        let (group, devices, memory) = join();
+        let own = memory.create(&mine(group.rank(), 100_000));
+        let client = &memory.client;
+        let all_reduce = || client.start_all_reduce(&group, &own, &own, DType::I32, ReduceOp::Max)?.wait();
+        all_reduce().expect("all ranks are there");
+        say("going");
+        let error = loop {
+            if let Err(error) = all_reduce() {
+                break error;
+            }
+        };
+        // What poisoned the device, if anything did.
+        let _ = devices.all[0].failure();
+        let other = memory.create(&[1, 2, 3]);
+        assert_eq!(memory.read(&other), [1, 2, 3]);
+        return report(&Err(error));
+    }
+    for victim in [0, 1, 0, 1] {
+        let mut ranks = Process::start_ranks(NAME, 2, "tcp", "60");
+        assert!(ranks.iter().all(|rank| rank.hear() == "going"));
+        ranks[victim].signal(Signal::KILL);
+        assert_eq!(ranks.remove(victim).end().signal(), Some(Signal::KILL.as_raw()));
+        let mut survivor = ranks.remove(0);
+        let error = survivor.outcome().expect_err("there is nobody to work with");
+        assert!(matches!(error, Error::PeerLost { peer, .. } if peer == victim), "{error}");
+        assert!(survivor.end().success());
+    }
+}
