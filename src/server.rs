@@ -20,11 +20,18 @@
 //! `all_reduce` carries nothing that could be compared, so it stays among the devices of one process.
 //!
 //! # CUDA
-//! Kernels of our own reduce and copy straight from device to device, those on one GPU and those on GPUs that reach each
-//! other's memory; elsewhere data goes through host memory, which the log says once. They are compiled when they are first
-//! used. `BONFIRE_CUDA` is `kernels` (the form chosen by size), one of the forms `push`, `one-shot` and `two-shot`, or
-//! `host`. Up to 8 devices work together this way. Where there are several on each of several GPUs, a GPU's streams may have
-//! to wait for each other for want of hardware queues, up to the deadline: set `CUDA_DEVICE_MAX_CONNECTIONS=32`.
+//! Data stays on the GPUs. Kernels of our own reduce and copy straight from device to device, those on one GPU and those on
+//! GPUs that reach each other's memory, up to 8 devices of a process. They are compiled when they are first used. Between
+//! processes and hosts NCCL does it (feature `nccl`), for ranks of a group that have a GPU each; it is looked for at run time.
+//! What neither does goes through host memory, which the log says once.
+//!
+//! The first operation of a group on CUDA memory waits for the other ranks, which agree on the way; all of them have to make
+//! it, with one device each. NCCL's sums of f16 and bf16 are rounded after every addition, those of kernels once.
+//!
+//! `BONFIRE_CUDA` is `auto`, which decides by size, `kernels` or one of their forms for all_reduce (`push`, `one-shot`,
+//! `two-shot`), `nccl`, which is an error where it does not work, or `host`. Where there are several ranks on each of several
+//! GPUs, a GPU's streams may have to wait for each other for want of hardware queues, up to the deadline: set
+//! `CUDA_DEVICE_MAX_CONNECTIONS=32`.
 //!
 //! # Errors
 //! cubecl loses what a collective returns: its client unwraps it on the device's thread. So a failure poisons the logical
@@ -122,7 +129,7 @@ pub type Wgpu<F = f32, I = i32, B = u32> = Layers<CubeBackend<CollectiveRuntime<
 pub type WgpuDevice = CollectiveDevice<cubecl::wgpu::WgpuRuntime>;
 
 /// burn's backend on CUDA, with collectives: `burn::backend::Cuda` on [`CollectiveRuntime`]. See [`Layers`] for fusion.
-/// All-reduces and copies stay on the GPUs, other operations go through host memory.
+/// Collectives and copies stay on the GPUs.
 #[cfg(feature = "cuda")]
 pub type Cuda<F = f32, I = i32> = Layers<CubeBackend<CollectiveRuntime<cubecl::cuda::CudaRuntime>, F, I, u8>>;
 
