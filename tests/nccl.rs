@@ -1,5 +1,5 @@
-//! Communicators of NCCL on a library with its interface that needs no GPU (`kernels/shim/nccl/library.cpp`): a test
-//! builds it and starts its own binary again with the library in `LD_LIBRARY_PATH`, with only that test in it.
+//! Communicators of NCCL on a library with its interface that needs no GPU (`kernels/shim/nccl/`): a test builds it
+//! and starts its own binary again with the library in `LD_LIBRARY_PATH`, with only that test in it.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -26,7 +26,7 @@ fn library(defined: &str) -> PathBuf {
         let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels/shim/nccl/library.cpp");
         let mut compiler = Command::new("g++");
         compiler.args(["-std=c++17", "-O1", "-shared", "-fPIC", "-pthread", &format!("-D{defined}")]);
-        let built = compiler.arg(source).arg("-o").arg(folder.join("libnccl.so.2")).arg("-lrt").status();
+        let built = compiler.arg(source).arg("-o").arg(folder.join("libnccl.so.2")).args(["-lrt", "-ldl"]).status();
         assert!(built.expect("g++ is there").success());
         folder
     };
