@@ -36,21 +36,22 @@ inline double from_bits(unsigned bits, int exponent_bits, int fraction_bits, boo
     return bits >> (exponent_bits + fraction_bits) & 1 ? -value : value;
 }
 
-// The nearest number that the bits can say, the even one of two that are as near.
+// The nearest number that the bits can say, the even one of two that are as near. Above the largest there is infinity,
+// where there is one.
 inline unsigned to_bits(double value, int exponent_bits, int fraction_bits, bool infinities) {
-    unsigned sign = std::signbit(value) ? 1u << (exponent_bits + fraction_bits) : 0, low = 0;
-    unsigned high = (1u << (exponent_bits + fraction_bits)) - 1;
-    auto number = [&](unsigned bits) { return from_bits(bits, exponent_bits, fraction_bits, infinities); };
-    if (std::isnan(value)) return sign | high;
-    double size = std::fabs(value);
-    while (std::isnan(number(high))) --high;
-    while (high - low > 1) {
-        unsigned middle = (low + high) / 2;
-        (number(middle) <= size ? low : high) = middle;
-    }
-    double below = size - number(low), above = number(high) - size;
-    bool up = above < below || (above == below && low % 2 == 1);
-    return sign | (up ? high : low);
+    unsigned sign = std::signbit(value) ? 1u << (exponent_bits + fraction_bits) : 0;
+    unsigned nan = (1u << (exponent_bits + fraction_bits)) - 1;
+    unsigned highest = infinities ? nan >> fraction_bits << fraction_bits : nan - 1;
+    if (value == 0) return sign;
+    if (!std::isfinite(value)) return sign | (std::isnan(value) ? nan : highest);
+    int smallest = 2 - (1 << (exponent_bits - 1)), exponent;
+    std::frexp(value, &exponent);
+    // Below the smallest exponent the numbers are as far apart as there.
+    int above = std::max(exponent - 1 - smallest, 0);
+    double steps = std::nearbyint(std::ldexp(std::fabs(value), fraction_bits - smallest - above));
+    // Numbers are in the order of their bits: what is rounded up to the next exponent has that one.
+    double bits = std::ldexp(above, fraction_bits) + steps;
+    return sign | (bits < highest ? unsigned(bits) : highest);
 }
 
 // Floats of 16 and 8 bits, as numbers that are calculated with.

@@ -1,6 +1,6 @@
-// The streams that operations are put on: those of the software driver (../driver/) where the process has it and made the
-// communicator in a context of its, else the addresses of two numbers of 64 bits: how much work was put there, and how
-// much of that is done.
+// The streams that operations are put on: those of the software driver (../driver/) where the process has it when it
+// makes the communicator, else the addresses of two numbers of 64 bits: how much work was put there, and how much of
+// that is done.
 #pragma once
 
 #include <dlfcn.h>
