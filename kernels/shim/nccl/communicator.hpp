@@ -21,7 +21,8 @@
 namespace nccl {
 
 enum Result {
-    success = 0, cuda_error = 1, system_error = 2, invalid_argument = 4, invalid_usage = 5, remote_error = 6, in_progress = 7
+    success = 0, cuda_error = 1, system_error = 2, invalid_argument = 4, invalid_usage = 5, remote_error = 6,
+    in_progress = 7
 };
 enum Kind { all_reduce, reduce, broadcast, all_gather, reduce_scatter, send, receive, split, finish };
 

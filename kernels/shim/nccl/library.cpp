@@ -31,6 +31,7 @@ thread_local int depth = 0;
 thread_local std::vector<std::pair<Comm*, Call>> grouped;
 
 Result submit(Comm* comm, std::vector<Call> calls) {
+    // NCCL lets several streams wait for a group. Nobody who uses this library does that.
     void* stream = calls[0].stream;
     for (const Call& call : calls) {
         if (call.stream != stream) return invalid_usage;
