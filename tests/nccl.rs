@@ -1,5 +1,5 @@
-//! Communicators of NCCL on a library with its interface that needs no GPU (`kernels/shim/nccl/library.cpp`): a test
-//! builds it and starts its own binary again with the library in `LD_LIBRARY_PATH`, with only that test in it.
+//! Communicators of NCCL on a library with its interface that needs no GPU (`kernels/shim/nccl/`): a test builds it
+//! and starts its own binary again with the library in `LD_LIBRARY_PATH`, with only that test in it.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -26,7 +26,7 @@ fn library(defined: &str) -> PathBuf {
         let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("kernels/shim/nccl/library.cpp");
         let mut compiler = Command::new("g++");
         compiler.args(["-std=c++17", "-O1", "-shared", "-fPIC", "-pthread", &format!("-D{defined}")]);
-        let built = compiler.arg(source).arg("-o").arg(folder.join("libnccl.so.2")).arg("-lrt").status();
+        let built = compiler.arg(source).arg("-o").arg(folder.join("libnccl.so.2")).args(["-lrt", "-ldl"]).status();
         assert!(built.expect("g++ is there").success());
         folder
     };
@@ -538,19 +538,21 @@ fn wrong_arguments_change_nothing() {
     });
 }
 
-/// Two ranks where NCCL lets them share the GPU, else one.
+/// Two ranks where there are two GPUs or NCCL lets them share one, else one.
 #[test]
 #[ignore = "needs a CUDA GPU and libnccl"]
 fn on_a_gpu() {
     let libraries = std::env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
     again("on_a_gpu", Path::new(&libraries), &[("NCCL_MULTI_RANK_GPU_ENABLE", "1")], || {
-        let n = if nccl::version().unwrap() >= 2_30_00 { 2 } else { 1 };
+        let gpus = usize::try_from(CudaContext::device_count().unwrap()).unwrap();
+        let n = if nccl::version().unwrap() >= 2_30_00 { 2 } else { gpus.min(2) };
         on_ranks(n, |group| {
-            // The same context for all, NCCL's own.
-            let context = CudaContext::new(0).unwrap();
+            let gpu = group.rank() % gpus;
+            // The same context for all on a GPU, NCCL's own.
+            let context = CudaContext::new(gpu).unwrap();
             context.bind_to_thread().unwrap();
             let stream = context.new_stream().unwrap();
-            let mut communicator = Communicator::connect(&group, Gpu::of(0).unwrap(), &soon()).unwrap();
+            let mut communicator = Communicator::connect(&group, Gpu::of(gpu).unwrap(), &soon()).unwrap();
             let len = 100_003;
             let own: Vec<f32> = (0..len).map(|i| ((i + 3 * group.rank()) % 7) as f32).collect();
             // SAFETY: the context is current, and the memory is as long as it says.

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Tests the software driver in a folder, with the settings of the environment: test.py FOLDER
+"""Tests the software driver in a folder, and NCCL on its streams, with the settings of the environment: test.py FOLDER
 
 What follows are calls as a program's, of the driver's own functions; results are compared with sums done here.
 It takes 1 or 2 GPUs, 1 queue or more than 3, and a strict driver with one GPU only: its one thread could not submit the
@@ -21,6 +21,7 @@ GPUS = int(os.environ.get("SHIM_GPUS", 1))
 
 cuda = ctypes.CDLL(os.path.join(sys.argv[1], "libcuda.so"))
 nvrtc = ctypes.CDLL(os.path.join(sys.argv[1], "libnvrtc.so"))
+nccl = ctypes.CDLL(os.path.join(sys.argv[1], "libnccl.so"))
 
 U64, U32, POINTER = ctypes.c_uint64, ctypes.c_uint32, ctypes.c_void_p
 
@@ -220,6 +221,120 @@ def loads_wait(gpu):
     thread.join()
 
 
+class Id(ctypes.Structure):
+    """By which the ranks of a communicator find each other."""
+
+    _fields_ = [("internal", ctypes.c_char * 128)]
+
+
+class Rank:
+    """A rank of a communicator of NCCL, with two streams."""
+
+    def __init__(self, gpu, id, ranks, rank):
+        gpu.enter()
+        self.gpu, self.streams = gpu, [got(POINTER, "cuStreamCreate", 1) for _ in range(2)]
+        self.communicator, blocking = POINTER(), 0
+        config = (ctypes.c_int * 12)(0, 0, 0, 0, blocking)
+        self.begin("ncclCommInitRankConfig", ctypes.byref(self.communicator), ranks, id, rank, config)
+
+    def begin(self, name, *arguments):
+        result = getattr(nccl, name)(*arguments)
+        assert result == 7, f"{name}: {result}, not in progress"
+
+    def settle(self, expected=0):
+        state = ctypes.c_int(7)
+        while state.value == 7:
+            assert nccl.ncclCommGetAsyncError(self.communicator, ctypes.byref(state)) == 0
+        assert state.value == expected, state.value
+
+    def all_reduce(self, source, target, count, stream):
+        """A sum of floats."""
+        size, f32, sum = ctypes.c_size_t(count), 7, 0
+        addresses = POINTER(source.value), POINTER(target.value)
+        self.begin("ncclAllReduce", *addresses, size, f32, sum, self.communicator, stream)
+
+    def passes(self, stream):
+        """An event behind what is on the stream."""
+        event = got(POINTER, "cuEventCreate", 2)
+        call("cuEventRecord", event, stream)
+        return event
+
+
+def communicator(gpus):
+    """One rank on each of these."""
+    id = Id()
+    assert nccl.ncclGetUniqueId(ctypes.byref(id)) == 0
+    ranks = [Rank(gpu, id, len(gpus), rank) for rank, gpu in enumerate(gpus)]
+    for rank in ranks:
+        rank.settle()
+    return ranks
+
+
+def collectives_are_in_order(gpus):
+    """NCCL's begin after what is on their stream, and what is put there after them begins after they have ended."""
+    # Streams that share a queue would hold up each other.
+    ranks = communicator(gpus if os.environ.get("SHIM_QUEUES") == "1" else 2 * gpus)
+    count = 1 << 20
+    gates, events, results = [], [], []
+    for number, rank in enumerate(ranks):
+        rank.gpu.enter()
+        data = memory(struct.pack("4f", 1, 2, number, -4) * (count // 4))
+        size = ctypes.c_size_t(4 * count)
+        first, second, third, last = (got(U64, "cuMemAlloc_v2", size) for _ in range(4))
+        gates.append(memory(words(0)))
+        call("cuStreamWaitValue64_v2", rank.streams[0], gates[-1], U64(1), 0)
+        call("cuMemcpyDtoDAsync_v2", first, data, size, rank.streams[0])
+        rank.all_reduce(first, second, count, rank.streams[0])
+        results.append((second, third, last, size))
+    for rank, (second, third, last, size) in zip(ranks, results):
+        rank.gpu.enter()
+        rank.settle()
+        events.append(rank.passes(rank.streams[0]))
+        # A communicator's operations are in the order of the calls on any streams.
+        rank.all_reduce(second, third, count, rank.streams[1])
+        rank.settle()
+        call("cuMemcpyDtoDAsync_v2", last, third, size, rank.streams[1])
+        events.append(rank.passes(rank.streams[1]))
+    for gate in gates:
+        # Time to do what it must not: all wait for the rank whose stream is held up.
+        time.sleep(0.05)
+        for event in events:
+            call("cuEventQuery", event, expected=600)
+        ctypes.c_uint64.from_address(gate.value).value = 1
+    n = len(ranks)
+    sums = struct.pack("4f", *(n * one for one in (n, 2 * n, n * (n - 1) // 2, -4 * n))) * (count // 4)
+    for rank, (_, _, last, size) in zip(ranks, results):
+        rank.gpu.enter()
+        call("cuStreamSynchronize", rank.streams[1])
+        assert read(last, size.value) == sums
+    for rank in ranks:
+        rank.begin("ncclCommFinalize", rank.communicator)
+    for rank in ranks:
+        rank.settle()
+    for rank in ranks:
+        assert nccl.ncclCommDestroy(rank.communicator) == 0
+
+
+def streams_outlive_collectives(gpus):
+    """One that waits for a rank which does not come ends when it is aborted, and those behind it do nothing."""
+    late, other = communicator([gpus[0], gpus[-1]])
+    late.gpu.enter()
+    data = memory(bytes(8))
+    for _ in range(2):
+        late.all_reduce(data, data, 2, late.streams[0])
+        late.settle()
+    event = late.passes(late.streams[0])
+    time.sleep(0.05)
+    call("cuEventQuery", event, expected=600)
+    if len(gpus) > 1:
+        other.all_reduce(data, data, 2, late.streams[0])
+        other.settle(expected=1)
+    for rank in [late, other]:
+        assert nccl.ncclCommAbort(rank.communicator) == 0
+    call("cuStreamSynchronize", late.streams[0])
+    assert read(data, 8) == bytes(8)
+
+
 def refuses(gpus):
     gpu = gpus[0]
     gpu.enter()
@@ -257,4 +372,6 @@ for ranks_of_all in [2, 5]:
 is_asynchronous(all_gpus)
 shares_queues(all_gpus[0])
 loads_wait(all_gpus[0])
+collectives_are_in_order(all_gpus)
+streams_outlive_collectives(all_gpus)
 refuses(all_gpus)
