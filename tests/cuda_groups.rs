@@ -13,7 +13,12 @@ use std::sync::{Arc, Barrier};
 use std::time::Duration;
 
 use bonfire::server::{DeviceCollectives, Transfer};
-use bonfire::{DType, Error, Group, ReduceOp};
+use bonfire::{Cuda, DType, DataParallel, Error, Group, ReduceOp};
+use burn::backend::Autodiff;
+use burn::module::{Module, Param};
+use burn::optim::GradientsParams;
+use burn::tensor::backend::Backend;
+use burn::tensor::{Tensor, TensorData};
 use cubecl::cuda::CudaRuntime;
 use half::bf16;
 
@@ -121,7 +126,7 @@ fn reductions_of_several_types() {
     });
 }
 
-/// Many under way, waited for in any order, and what is written after a wait is not what the operation reads.
+/// Many under way, waited for in any order, some by nobody; their memory is handed out again meanwhile.
 #[test]
 #[ignore = "needs a CUDA GPU"]
 fn many_operations_at_a_time() {
@@ -140,10 +145,14 @@ fn many_operations_at_a_time() {
                 })
                 .collect();
             started.reverse();
+            // Nobody waits for this one, or asks for its result.
+            drop(started.remove(3));
+            let junk: Vec<_> = (0..4).map(|_| memory.create(&[-1_000_000; LENGTH])).collect();
             for (round, own, transfer) in started {
                 transfer.wait().unwrap();
                 assert!(memory.read(&own) == sums(round), "round {round}");
             }
+            drop(junk);
         }
     });
 }
@@ -160,6 +169,58 @@ fn sources_and_targets_that_overlap() {
         let result: Vec<i32> = bytemuck::pod_collect_to_vec(&client.read_one(target).unwrap());
         let sum: Vec<i32> = (0..1000).map(|i| groups::value(0, i) + groups::value(1, i)).collect();
         assert!(result == sum, "rank {rank}");
+    });
+}
+
+/// Handles of one group, each with its own patience, of which the first is the shortest.
+#[test]
+#[ignore = "needs a CUDA GPU"]
+fn a_short_deadline_is_that_of_its_handle() {
+    on_devices(Kind::Threads, 31, 2, |group, client| {
+        let memory = Memory::new(client.clone(), 0);
+        let own = memory.create(&[1; 100]);
+        let short = group.with_deadline(Duration::from_secs(5));
+        let call = |group: &Group| client.start_all_reduce(group, &own, &own, DType::I32, ReduceOp::Max);
+        call(&short).unwrap().wait().unwrap();
+        if group.rank() == 1 {
+            // Longer than the first handle's patience.
+            std::thread::sleep(Duration::from_secs(6));
+        }
+        call(&group).unwrap().wait().unwrap();
+        assert_eq!(memory.read(&own), [1; 100]);
+    });
+}
+
+/// Parameters of one dimension: burn pads the rows of others, and takes kernels of its own to read them.
+#[derive(Module, Debug)]
+struct Vectors<B: Backend> {
+    all: Vec<Param<Tensor<B, 1>>>,
+}
+
+/// A bucket of several gradients is packed on the GPU.
+#[test]
+#[ignore = "needs a CUDA GPU"]
+fn gradients_of_several_parameters() {
+    type Training = Autodiff<Cuda>;
+    const LENGTHS: [usize; 3] = [3, 700, 2];
+    run_ranks(Kind::Threads, 3, |group| {
+        let rank = group.rank();
+        let device = Devices::new(33, 3).all[rank].clone();
+        let data = |length: usize, value: usize| TensorData::new(vec![value as f32; length], [length]);
+        let all = LENGTHS.map(|length| Param::from_data(data(length, rank), &device));
+        let (model, mut ddp) = DataParallel::<Training>::new(group, Vectors { all: all.into() }).unwrap();
+        let mut grads = GradientsParams::new();
+        for (parameter, length) in model.all.iter().zip(LENGTHS) {
+            assert_eq!(parameter.val().into_data(), data(length, 0), "rank 0's");
+            grads.register(parameter.id, Tensor::<Cuda, 1>::from_data(data(length, rank * length), &device));
+        }
+        let before = device.counters();
+        let synced = ddp.sync(grads, 4).unwrap();
+        assert_eq!(device.counters(), before, "nothing goes through the host");
+        for (parameter, length) in model.all.iter().zip(LENGTHS) {
+            let mean = synced.get::<Cuda, 1>(parameter.id).unwrap().into_data();
+            assert_eq!(mean, data(length, length), "{length} on rank {rank}");
+        }
     });
 }
 
@@ -224,6 +285,7 @@ fn a_rank_works_with_one_device_in_a_group() {
         let own = Memory::new(other.clone(), 0).create(&[1]);
         let error = other.start_all_reduce(&group, &own, &own, DType::I32, ReduceOp::Sum).map(drop).unwrap_err();
         assert!(error.to_string().contains("in this group, not with"), "{error}");
-        group.barrier().unwrap();
+        let own = memory.create(&[1]);
+        client.start_all_reduce(&group, &own, &own, DType::I32, ReduceOp::Sum).unwrap().wait().unwrap();
     });
 }

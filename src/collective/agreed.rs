@@ -7,7 +7,7 @@ use serde::{Serialize, de::DeserializeOwned};
 
 use crate::call::{Call, Operation, Tag};
 use crate::dtype::DType;
-use crate::error::Error;
+use crate::error::{Error, Site};
 use crate::group::{Core, Group, Work};
 use crate::partition::Parts;
 use crate::transport::Buffers;
@@ -25,14 +25,15 @@ impl Group {
         &self,
         call: Call,
         prepare: impl FnOnce() -> Result<P, Error> + Send + 'static,
-        run: impl FnOnce(P, &Deadline) -> Result<T, Error> + Send + 'static,
+        run: impl FnOnce(P, &Site, &Deadline) -> Result<T, Error> + Send + 'static,
     ) -> Result<Work<Option<T>>, Error> {
         let (limit, at) = (self.deadline(), Location::caller());
         Ok(self.progress()?.start(&self.core, None, move |core, result| {
             let deadline = Deadline::after(limit);
             let prepared = prepare().map_err(|error| core.abandon(error))?;
-            agree(core, call, &deadline, at)?;
-            *result = Some(run(prepared, &deadline).map_err(|error| core.abandon(error))?);
+            let sequence = agree(core, call, &deadline, at)?;
+            let site = Site { call, sequence };
+            *result = Some(run(prepared, &site, &deadline).map_err(|error| core.abandon(error))?);
             Ok(())
         }))
     }
@@ -54,8 +55,8 @@ impl Group {
     }
 }
 
-/// Returns once all ranks have made this call.
-fn agree(core: &Core, call: Call, deadline: &Deadline, at: &'static Location<'static>) -> Result<(), Error> {
+/// Returns once all ranks have made this call, with its number.
+fn agree(core: &Core, call: Call, deadline: &Deadline, at: &'static Location<'static>) -> Result<u64, Error> {
     let (rank, world_size) = (core.transport().rank(), core.transport().world_size());
     let tag = Tag { group: 0, sequence: 0, call }.to_bytes();
     let mut tags = vec![0; Tag::BYTES * world_size];
@@ -69,14 +70,15 @@ fn agree(core: &Core, call: Call, deadline: &Deadline, at: &'static Location<'st
         sizes: None,
     };
     let buffers = Buffers { input: None, output: &mut tags, parts: Parts::Even };
-    core.collective(gather, buffers, deadline.remaining(), at, execute::plans)?;
+    core.collective_for(call, gather, buffers, deadline.remaining(), at, execute::plans)?;
     let calls = tags.as_chunks::<{ Tag::BYTES }>().0;
+    let sequence = core.latest();
     if calls.iter().all(|other| *other == tag) {
-        return Ok(());
+        return Ok(sequence);
     }
     let readable = calls.iter().map(Tag::from_bytes).enumerate();
     let calls = readable.filter_map(|(rank, tag)| Some((rank, tag?.call))).collect();
-    Err(core.abandon(Error::Mismatch { sequence: core.completed().saturating_sub(1), calls }))
+    Err(core.abandon(Error::Mismatch { sequence, calls }))
 }
 
 #[cfg(test)]
@@ -108,7 +110,7 @@ mod tests {
             thread::spawn(move || {
                 let rank = group.rank();
                 group.barrier().unwrap();
-                let work = group.start_agreed(call(rank), move || prepare(rank), move |it, _| run(it)).unwrap();
+                let work = group.start_agreed(call(rank), move || prepare(rank), move |it, _, _| run(it)).unwrap();
                 work.wait().map_err(|(error, _)| error)
             })
         });

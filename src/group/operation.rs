@@ -62,6 +62,19 @@ impl Core {
     pub fn collective(
         &self,
         call: Call,
+        buffers: Buffers<'_>,
+        limit: Duration,
+        at: CallSite,
+        plans: impl FnOnce(&Core, &mut Lane, &Site, &mut Buffers<'_>, &Deadline, Option<Algorithm>) -> Result<(), Fault>,
+    ) -> Result<(), Error> {
+        self.collective_for(call, call, buffers, limit, at, plans)
+    }
+
+    /// Runs a collective as a part of what was called, `whole`, which traces and errors name.
+    pub fn collective_for(
+        &self,
+        whole: Call,
+        call: Call,
         mut buffers: Buffers<'_>,
         limit: Duration,
         at: CallSite,
@@ -71,7 +84,7 @@ impl Core {
         let site = Site { call, sequence: lane.sequence };
         lane.sequence += 1;
         let deadline = Deadline::after(limit);
-        let entry = self.recorder.begin(&call, site.sequence, None, at, deadline.start());
+        let entry = self.recorder.begin(&whole, site.sequence, None, at, deadline.start());
         let run = || {
             self.transport.begin(&site)?;
             let chosen = self.algorithms.plan(&call, self.transport.world_size(), self.near.is_somebody());
@@ -84,7 +97,11 @@ impl Core {
             }
             plans(self, &mut lane, &site, &mut buffers, &deadline, chosen)
         };
-        self.end(entry, run(), |fault| self.fail(site, fault, &deadline, site.sequence))
+        self.end(entry, run(), |fault| {
+            // Ranks that disagree have to see what was compared.
+            let named = if matches!(fault, Fault::Unexpected { .. }) { call } else { whole };
+            self.fail(Site { call: named, ..site }, fault, &deadline, site.sequence)
+        })
     }
 
     /// Sends to or receives from `peer`, as `transfer` says; their messages are numbered apart from the collectives.
@@ -168,10 +185,10 @@ impl Core {
         self.poison(error, completed)
     }
 
-    /// How many collective operations have begun.
+    /// The number of the collective that began last.
     #[cfg(feature = "cubecl")]
-    pub fn completed(&self) -> u64 {
-        lock(&self.lane).sequence
+    pub fn latest(&self) -> u64 {
+        lock(&self.lane).sequence.saturating_sub(1)
     }
 
     pub(super) fn lane(&self) -> Result<std::sync::MutexGuard<'_, Lane>, Error> {
@@ -183,8 +200,19 @@ impl Core {
 
     /// Turns the fault into the group's failure and tells the peers.
     pub(super) fn fail(&self, site: Site, fault: Fault, deadline: &Deadline, completed: u64) -> Error {
+        self.poison(self.error(site, fault, deadline), completed)
+    }
+
+    /// What has happened, if anything did, that an operation under way elsewhere may not survive.
+    #[cfg(feature = "cubecl")]
+    pub fn trouble(&self, site: Site, deadline: &Deadline) -> Option<Error> {
+        let unheard = || Some(self.error(site, self.transport.trouble()?, deadline));
+        self.failure.get().cloned().or_else(unheard)
+    }
+
+    fn error(&self, site: Site, fault: Fault, deadline: &Deadline) -> Error {
         let (rank, elapsed) = (self.transport.rank(), deadline.elapsed());
-        let error = match fault {
+        match fault {
             Fault::Failed(error) => error,
             Fault::Timeout { missing } => Error::Timeout { site, rank, missing, elapsed },
             Fault::Left { peer } => Error::Left { site, rank: peer },
@@ -196,8 +224,7 @@ impl Core {
                 calls.sort_by_key(|(rank, _)| *rank);
                 Error::Mismatch { sequence: site.sequence, calls }
             }
-        };
-        self.poison(error, completed)
+        }
     }
 
     /// The group ends with `error`, unless it has ended already.

@@ -34,10 +34,10 @@ use self::order::Server;
 use self::team::{Ready, Team};
 use super::DeviceTransport;
 use super::communication::{Span, UNFINISHED};
-use super::engine::{Done, Engine, Job, Loan, Route, Rows};
+use super::engine::{Engine, Job, Loan, Route, Rows};
 use super::reading::caught;
 use super::status::Status;
-use crate::error::Error;
+use crate::error::{Error, Site};
 use crate::group::Group;
 use crate::wait::Deadline;
 
@@ -128,21 +128,27 @@ impl CudaEngine {
         let way = way.ok_or_else(|| Error::argument(call.operation, format!("no kernel does {call}")))?;
         let means = team.prepare(rank, way)?;
         let number = team.number(rank, call)?;
-        let (from, to) = (place(server, &source, stream)?, place(server, &target, stream)?);
+        let (source_at, target_at) = (place(server, &source, stream)?, place(server, &target, stream)?);
         let word = (team.ready(rank), number);
         order::tensors_ready(server, &[source.stream, target.stream], &mut self.last, word, stream);
-        let (before, after) = (Vec::new(), Vec::new());
-        let ready = Ready { call, means, ready: number, source: from, target: to, before, after, kept: None };
+        let (site, patience) = (Site { call, sequence: number - 1 }, team.patience());
+        let ready = Ready {
+            site,
+            means,
+            patience,
+            ready: number,
+            source: source_at,
+            target: target_at,
+            before: Vec::new(),
+            after: Vec::new(),
+            kept: None,
+        };
         team.submit(rank, ready)?;
         self.pending.push(Pending { team: team.clone(), rank, number, source, target });
         Ok(())
     }
 
-    fn promise(&mut self, mut order: Order) {
-        // Results of a group may be waited for in any order.
-        let latest =
-            self.promised.iter().filter(|(other, _)| other.word == order.word).map(|(other, _)| other.value).max();
-        order.value = order.value.max(latest.unwrap_or(0));
+    fn promise(&mut self, order: Order) {
         self.promised.retain(|(other, _)| other.word != order.word);
         self.promises += 1;
         self.promised.push((order, self.promises));
@@ -219,10 +225,6 @@ impl Engine<CudaRuntime> for CudaEngine {
         let order = self.lane()?.copy(server, loan, rows, target, patience)?;
         self.promise(order);
         Ok(())
-    }
-
-    fn follow(&mut self, done: Done) {
-        self.promise(Order::from(done));
     }
 
     fn forget(&mut self) {

@@ -1,6 +1,7 @@
 //! What a runtime may bring of its own: a way to move its devices' data that needs no host memory.
 
 use std::ops::Range;
+use std::time::Duration;
 
 use cubecl::device::DeviceId;
 use cubecl::server::Binding;
@@ -8,7 +9,7 @@ use cubecl::stream_id::StreamId;
 
 use super::DeviceTransport;
 use crate::call::Call;
-use crate::error::Error;
+use crate::error::{Error, Site};
 use crate::wait::Deadline;
 
 /// An all-reduce as a device calls it.
@@ -49,13 +50,16 @@ pub struct Errand {
     pub(super) targets: Vec<(Binding, Range<usize>)>,
     /// Where what the sources hold was queued.
     pub(super) stream: StreamId,
+    /// How long a device may wait for another one.
+    pub(super) limit: Duration,
 }
 
-/// What lets streams wait until something is done, in the engine's own terms.
-pub struct Done(pub(super) [u64; 4]);
+/// What remains of an errand once all ranks have called it, on any thread. It returns when it is under way on this rank.
+pub type Launch = Box<dyn FnOnce(&Site, &Deadline) -> Result<Flight, Error> + Send>;
 
-/// What remains of an errand once all ranks have called it, on any thread. It returns when it is under way.
-pub type Launch = Box<dyn FnOnce(&Deadline) -> Result<Done, Error> + Send>;
+/// An operation under way. Called, it waits until the device is done with it; the function that it is given tells what has
+/// happened in the group.
+pub type Flight = Box<dyn FnOnce(&dyn Fn() -> Option<Error>) -> Result<(), Error> + Send>;
 
 /// How the ranks of a group work together without host memory. A rank has one for its device.
 pub trait Route<R: DeviceTransport>: Send + Sync {
@@ -63,7 +67,7 @@ pub trait Route<R: DeviceTransport>: Send + Sync {
     fn serves(&self, call: &Call) -> bool;
 
     /// Takes down what an errand uses, as what was queued so far leaves it. Neither sources nor targets may be touched before
-    /// [`Engine::follow`].
+    /// its flight is over.
     fn prepare(&self, server: &mut R::Server, errand: Errand) -> Result<Launch, Error>;
 }
 
@@ -90,9 +94,6 @@ pub trait Engine<R: DeviceTransport>: Send {
 
     /// Copies rows to this device, without gaps. From now on, whatever enters comes after it.
     fn copy(&mut self, server: &mut R::Server, loan: Loan, rows: Rows, target: Binding) -> Result<(), Error>;
-
-    /// From now on, whatever enters comes after what a [`Route`] has done.
-    fn follow(&mut self, done: Done);
 
     /// The failure was cleared: what failed with it is no longer waited for.
     fn forget(&mut self);

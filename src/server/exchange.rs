@@ -9,17 +9,18 @@ use cubecl::client::ComputeClient;
 use cubecl::device_handle::DeviceHandle;
 use cubecl::server::Handle;
 
+use self::direct::Departure;
 use self::staged::Staging;
 use super::DeviceTransport;
 use super::communication::call;
 use super::compute::CollectiveServer;
 use super::copy::stream_of;
-use super::engine::{Done, Errand};
+use super::engine::Errand;
 use super::runtime::CollectiveRuntime;
 use crate::call::{Call, Operation};
 use crate::dtype::{DType, ReduceOp};
 use crate::error::Error;
-use crate::group::{Group, Work};
+use crate::group::Group;
 use crate::partition::partition;
 
 /// The operations of a [`Group`] on a device's memory, for clients of collective runtimes: each rank brings a device, and
@@ -88,7 +89,7 @@ pub struct Transfer<R: DeviceTransport> {
 
 enum UnderWay {
     Staged(Staging),
-    Direct(Work<Option<Done>>),
+    Direct(Departure),
 }
 
 impl<R: DeviceTransport> Transfer<R> {
@@ -105,16 +106,12 @@ impl<R: DeviceTransport> Transfer<R> {
                         let written = server.write_all(writes);
                         server.status.record(written);
                     });
+                    self.device.flush_queue();
                 }
+                Ok(())
             }
-            UnderWay::Direct(work) => {
-                if let Some(done) = work.wait().map_err(|(error, _)| error)? {
-                    self.device.submit(move |server| server.follow(done));
-                }
-            }
+            UnderWay::Direct(departure) => departure.wait(),
         }
-        self.device.flush_queue();
-        Ok(())
     }
 }
 
@@ -132,7 +129,8 @@ pub(crate) fn start<R: DeviceTransport>(
     let device = DeviceHandle::<CollectiveServer<R>>::new(client.info().device);
     let stream = stream_of(client);
     let bound = |pieces: Vec<Piece>| pieces.into_iter().map(|(handle, place)| (handle.binding(), place)).collect();
-    let errand = Errand { call, rank: group.rank(), sources: bound(sources), targets: bound(targets), stream };
+    let (sources, targets) = (bound(sources), bound(targets));
+    let errand = Errand { call, rank: group.rank(), sources, targets, stream, limit: group.deadline() };
     let route = R::route(group, client.info().device)?.filter(|route| route.serves(&call));
     let under_way = match route {
         Some(route) => UnderWay::Direct(direct::start(&device, group, route, errand)?),

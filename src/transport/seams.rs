@@ -72,6 +72,11 @@ pub trait Transport: Send + Sync {
         Ok(())
     }
 
+    /// Why an operation that began now would be refused, as far as the transport knows without one.
+    fn trouble(&self) -> Option<Fault> {
+        None
+    }
+
     /// This rank failed with `error`, having completed so many collectives: a transport that can tells the peers, so that
     /// they need not run into their deadlines. One that is still in a collective that this rank has completed can finish
     /// it, since all ranks are in it.

@@ -214,6 +214,10 @@ impl Transport for Tcp {
         Ok(())
     }
 
+    fn trouble(&self) -> Option<Fault> {
+        self.board.trouble()
+    }
+
     fn fail(&self, error: &Error, completed: u64) {
         self.board.fail(Fault::Failed(error.clone()), completed);
         // Also where the cause came from a peer: this rank may leave before the peer's own word reaches the others, and

@@ -5,7 +5,6 @@ use std::time::Duration;
 use bytemuck::{Pod, Zeroable};
 
 use crate::error::{Error, Site};
-use crate::server::engine::Done;
 use crate::wait::ENDLESS;
 
 /// Ranks that a kernel can work for.
@@ -62,18 +61,6 @@ impl Order {
     }
 }
 
-impl From<Order> for Done {
-    fn from(order: Order) -> Done {
-        Done(bytemuck::cast(order))
-    }
-}
-
-impl From<Done> for Order {
-    fn from(done: Done) -> Order {
-        bytemuck::cast(done.0)
-    }
-}
-
 /// Which of a rank's words in host memory is which. A rank has a line of its own, so that polls do not disturb others.
 pub(super) const HOST_WORDS: usize = 16;
 pub(super) const ABORT: usize = 0;
@@ -82,8 +69,8 @@ pub(super) const FAILURE: usize = 1;
 pub(super) const READY: usize = 2;
 /// As large as a word can be: the driver compares the difference, as a signed number.
 pub(super) const RELEASED: u64 = i64::MAX as u64;
-/// How many copies of a lane are done.
-pub(super) const COPIED: usize = 3;
+/// How many copies of a lane are done, or calls of a group.
+pub(super) const DONE: usize = 3;
 
 /// A time as kernels take it.
 pub(super) fn nanoseconds(time: Duration) -> u64 {

@@ -8,7 +8,7 @@ use cubecl::device::DeviceId;
 use cubecl::server::{Binding, ComputeServer, Handle};
 use cubecl::stream_id::StreamId;
 
-use super::control::{ABORT, COPIED, FAILURE, HOST_WORDS, Order, READY, RELEASED, nanoseconds};
+use super::control::{ABORT, DONE, FAILURE, HOST_WORDS, Order, READY, RELEASED, nanoseconds};
 use super::driver::{Gpu, Stream, settle};
 use super::memory::{HostWords, word};
 use super::order::{self, Server};
@@ -21,7 +21,7 @@ pub(super) struct Lane {
     stream: Arc<Stream>,
     /// One line, as a rank of a team has it.
     host: Arc<HostWords>,
-    /// How many copies are done, in GPU memory: `COPIED` for streams of this GPU.
+    /// How many copies are done, in GPU memory: `DONE` for streams of this GPU.
     done: u64,
     /// How often the `READY` word was told something.
     said: u64,
@@ -68,7 +68,7 @@ impl Lane {
         self.wait_for(ready)?;
         self.stream.copy(from, to, Rows { count: 1, bytes, pitch: bytes })?;
         let order = self.finish(memory, patience)?;
-        let ready = (self.host.address(COPIED), self.copied);
+        let ready = (self.host.address(DONE), self.copied);
         Ok((Loan { memory: copy, address: to, ready }, order))
     }
 
@@ -114,7 +114,7 @@ impl Lane {
     fn finish<T: Send + 'static>(&mut self, memory: T, patience: Duration) -> Result<Order, Error> {
         self.copied += 1;
         self.stream.write(self.done, self.copied)?;
-        self.stream.write(self.host.address(COPIED), self.copied)?;
+        self.stream.write(self.host.address(DONE), self.copied)?;
         self.stream.keep(memory)?;
         let patience = nanoseconds(patience);
         Ok(Order { word: self.done, value: self.copied, patience, host: self.host.address(0) })

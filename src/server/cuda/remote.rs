@@ -19,8 +19,9 @@ mod with {
 
     pub struct Remote(Mutex<Communicator>);
 
-    /// The version of the library that is found.
-    pub fn available() -> Result<i32, Error> {
+    /// The version of the library that is found, for a GPU that it can be told of.
+    pub fn available(gpu: usize) -> Result<i32, Error> {
+        nccl::Gpu::of(gpu)?;
         nccl::version()
     }
 
@@ -69,6 +70,15 @@ mod with {
             })
         }
 
+        pub fn ranks(&self) -> usize {
+            lock(&self.0).world_size()
+        }
+
+        /// What NCCL has found in the background.
+        pub fn poll(&self) -> Result<(), Error> {
+            self.0.try_lock().map_or(Ok(()), |mut communicator| communicator.poll())
+        }
+
         /// Ends it. Where another thread is at work on it, that finds out by its deadline.
         pub fn abort(&self) {
             if let Ok(mut communicator) = self.0.try_lock() {
@@ -94,7 +104,7 @@ mod without {
         Error::Library { library: "NCCL".into(), reason: reason.into() }
     }
 
-    pub fn available() -> Result<i32, Error> {
+    pub fn available(_gpu: usize) -> Result<i32, Error> {
         Err(absent())
     }
 
@@ -108,6 +118,14 @@ mod without {
         }
 
         pub fn submit(&self, _: Site, _: (u64, u64), _: &Stream, _: &Deadline) -> Result<(), Error> {
+            match *self {}
+        }
+
+        pub fn ranks(&self) -> usize {
+            match *self {}
+        }
+
+        pub fn poll(&self) -> Result<(), Error> {
             match *self {}
         }
 

@@ -14,7 +14,6 @@ use cubecl::stream_id::StreamId;
 use serde::{Deserialize, Serialize};
 
 use super::choice::{self, ROUTE, Way, wants_nccl, way};
-use super::control::{Order, nanoseconds};
 use super::driver::Gpu;
 use super::lane::place;
 use super::order::{self, Server};
@@ -25,7 +24,7 @@ use crate::error::Error;
 use crate::group::Group;
 use crate::partition::partition;
 use crate::random;
-use crate::server::engine::{Errand, Launch, Route};
+use crate::server::engine::{Errand, Flight, Launch, Route};
 use crate::wait::{Deadline, lock};
 
 /// What this rank has for a group.
@@ -63,8 +62,8 @@ struct Card {
     /// What `BONFIRE_CUDA` asks for.
     host: bool,
     nccl_only: bool,
-    /// The version of NCCL that is found, or why there is none.
-    nccl: Result<i32, String>,
+    /// Why NCCL does not work here, if it doesn't.
+    nccl: Result<(), String>,
     /// A number for this group's team, of which rank 0's is taken.
     team: u64,
 }
@@ -75,7 +74,7 @@ static PROCESS: LazyLock<u64> = LazyLock::new(random::number);
 pub(super) fn of(group: &Group, device: DeviceId) -> Result<Option<Arc<dyn Route<CudaRuntime>>>, Error> {
     // The other ranks would go on without this one.
     let agreed = group.keep(|| agree(group, device).inspect_err(|error| group.abandon(error.clone())))?;
-    if agreed.device != device {
+    if agreed.route.is_some() && agreed.device != device {
         let reason = format!("rank {} works with {} in this group, not with {device}", group.rank(), agreed.device);
         return Err(Error::argument("a collective on a device", reason));
     }
@@ -84,8 +83,8 @@ pub(super) fn of(group: &Group, device: DeviceId) -> Result<Option<Arc<dyn Route
 
 fn agree(group: &Group, device: DeviceId) -> Result<Agreed, Error> {
     let card = {
-        let gpu = || Gpu::of(ordinal(device));
-        let nccl = remote::available().and_then(|version| gpu().map(|_| version)).map_err(|error| error.to_string());
+        let found = Gpu::of(ordinal(device)).and_then(|gpu| remote::available(gpu.ordinal));
+        let nccl = found.map(drop).map_err(|error| error.to_string());
         let (host, nccl_only) = (*ROUTE == choice::Route::Host, *ROUTE == choice::Route::Nccl);
         let device = (device.type_id, device.index_id);
         Card { process: *PROCESS, device, host, nccl_only, nccl, team: random::number() }
@@ -114,16 +113,12 @@ fn agree(group: &Group, device: DeviceId) -> Result<Agreed, Error> {
     if kernels.is_none() && nccl.is_none() {
         return Ok(Agreed { device, route: None });
     }
-    let side = |team: Arc<Team>, seat| {
-        team.watch(seat);
-        Side { team, seat, told: Mutex::default() }
-    };
+    let side = |team: Arc<Team>, seat| Side { team, seat, told: Mutex::default() };
     let (kernels, nccl) = (kernels.map(|team| side(team, rank)), nccl.map(|team| side(team, 0)));
     Ok(Agreed { device, route: Some(Arc::new(GroupRoute { ranks: cards.len(), kernels, nccl })) })
 }
 
 /// What can work for ranks: the same on all of them.
-#[derive(Debug, PartialEq)]
 struct Possible {
     kernels: bool,
     nccl: Result<(), String>,
@@ -190,39 +185,41 @@ impl Route<CudaRuntime> for GroupRoute {
             errand.sources.iter().chain(&errand.targets).map(|(memory, _)| memory.stream).collect();
         streams.sort_unstable_by_key(|stream| stream.value);
         streams.dedup();
-        let stream = errand.stream;
+        let (stream, limit) = (errand.stream, errand.limit);
         let Layout { source, target, before, after, kept } = Layout::of(server, errand, self.ranks, way == Way::Nccl)?;
+        let kept: Box<dyn Send> = Box::new(kept);
         let mut told = lock(told);
         told.value += 1;
         let word = (team.ready(*seat), told.value);
         order::tensors_ready(server, &streams, &mut told.last, word, stream);
-        let ready = Ready { call, means, ready: told.value, source, target, before, after, kept: Some(Box::new(kept)) };
-        let (waiting, seat) = (Waiting(Some((team.clone(), call))), *seat);
-        Ok(Box::new(move |deadline| {
+        let (ready, patience) = (told.value, limit);
+        let ready = move |site| Ready { site, means, patience, ready, source, target, before, after, kept: Some(kept) };
+        let (waiting, seat) = (Waiting(Some(team.clone())), *seat);
+        Ok(Box::new(move |site, deadline| {
             let team = waiting.over().ok_or_else(none)?;
             let number = team.number(seat, call)?;
-            team.submit(seat, ready).inspect_err(|error| team.fail(error.clone()))?;
-            team.wait_launched(seat, number, deadline)?;
-            let patience = nanoseconds(team.patience()) * 2;
-            let order = Order { word: team.done(seat), value: number, patience, host: team.host(seat) };
-            Ok(order.into())
+            team.submit(seat, ready(*site)).inspect_err(|error| team.fail(error.clone()))?;
+            let (site, deadline) = (*site, *deadline);
+            let flight: Flight =
+                Box::new(move |trouble: &dyn Fn() -> Option<Error>| team.land(seat, number, site, &deadline, trouble));
+            Ok(flight)
         }))
     }
 }
 
 /// A call until all ranks have made it. Where that does not come to pass, the group has failed.
-struct Waiting(Option<(Arc<Team>, Call)>);
+struct Waiting(Option<Arc<Team>>);
 
 impl Waiting {
     fn over(mut self) -> Option<Arc<Team>> {
-        self.0.take().map(|(team, _)| team)
+        self.0.take()
     }
 }
 
 impl Drop for Waiting {
     fn drop(&mut self) {
-        if let Some((team, call)) = self.0.take() {
-            team.part(call);
+        if let Some(team) = &self.0 {
+            team.part();
         }
     }
 }
@@ -238,7 +235,7 @@ struct Layout {
 
 impl Layout {
     fn of(server: &mut Server, errand: Errand, ranks: usize, nccl: bool) -> Result<Layout, Error> {
-        let Errand { call, rank, sources, targets, stream } = errand;
+        let Errand { call, rank, sources, targets, stream, .. } = errand;
         let mut find = |pieces: &[(Binding, Range<usize>)]| {
             let found = pieces.iter().map(|(memory, part)| Ok((place(server, memory, stream)?, part.clone())));
             found.collect::<Result<Vec<_>, Error>>()
@@ -259,10 +256,14 @@ impl Layout {
                     _ => source == target,
                 };
                 let apart = source + read.len() as u64 <= *target || target + written.len() as u64 <= *source;
-                if !in_place && !apart {
-                    let whole = layout.scratch(server, read.len(), stream)?;
-                    layout.before.push(Copy { from: *source, to: whole, bytes: read.len() });
-                    layout.source = whole;
+                let misaligned = |at: &u64| call.reduction.is_some() && !at.is_multiple_of(call.dtype.size() as u64);
+                if !in_place && !apart || misaligned(source) {
+                    layout.source = layout.scratch(server, read.len(), stream)?;
+                    layout.before.push(Copy { from: *source, to: layout.source, bytes: read.len() });
+                }
+                if misaligned(target) {
+                    layout.target = layout.scratch(server, written.len(), stream)?;
+                    layout.after.push(Copy { from: layout.target, to: *target, bytes: written.len() });
                 }
             }
             _ => {
@@ -275,11 +276,6 @@ impl Layout {
                 (layout.source, layout.target) = (whole, whole);
             }
         }
-        let misaligned = |address: &u64| !address.is_multiple_of(call.dtype.size() as u64);
-        if [layout.source, layout.target].iter().any(misaligned) {
-            let reason = format!("memory of {} elements must start at a multiple of their size", call.dtype);
-            return Err(Error::argument(call.operation, reason));
-        }
         Ok(layout)
     }
 
@@ -291,5 +287,39 @@ impl Layout {
         let address = place(server, &memory, stream)?;
         self.kept.push(memory);
         Ok(address)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn card(process: u64, replica: u16) -> Card {
+        Card { process, device: (replica, 0), host: false, nccl_only: false, nccl: Ok(()), team: 0 }
+    }
+
+    fn possible(cards: &[Card]) -> (bool, Option<String>) {
+        let devices: Vec<_> = cards.iter().map(|card| DeviceId::new(card.device.0, card.device.1)).collect();
+        let possible = Possible::of(cards, &devices);
+        (possible.kernels, possible.nccl.err())
+    }
+
+    #[test]
+    fn devices_of_several_processes_need_nccl() {
+        assert_eq!(possible(&[card(1, 0), card(2, 0)]), (false, None));
+        let missing = Card { nccl: Err("it is not found".into()), ..card(2, 0) };
+        assert_eq!(possible(&[card(1, 0), missing]), (false, Some("rank 1: it is not found".into())));
+    }
+
+    #[test]
+    fn one_rank_that_wants_the_host_takes_all_there() {
+        let (kernels, why) = possible(&[card(1, 0), Card { host: true, ..card(2, 0) }]);
+        assert!(!kernels && why.unwrap().contains("host"));
+    }
+
+    #[test]
+    fn ranks_do_not_share_a_logical_device() {
+        let (kernels, why) = possible(&[card(1, 0), card(1, 3), card(1, 0)]);
+        assert_eq!((kernels, why), (false, Some("rank 2 has the device of another one".into())));
     }
 }

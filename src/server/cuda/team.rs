@@ -5,11 +5,13 @@
 //! a word says that the call is done. So no kernel waits for one that has yet to be launched on its GPU, and what is on
 //! a GPU waits only for what was put there before. Kernels on different GPUs do wait for each other, which is bounded.
 
+mod flight;
 mod place;
 mod progress;
 mod registry;
 
 use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -22,7 +24,7 @@ use self::progress::Progress;
 pub(super) use self::registry::{fail, fit, ordinal};
 use super::choice::{Topology, Way};
 use super::control::{
-    ABORT, CONTROL_BYTES, FAILURE, HOST_WORDS, Member, Parameters, READY, RELEASED, Report, nanoseconds,
+    ABORT, CONTROL_BYTES, DONE, FAILURE, HOST_WORDS, Member, Parameters, READY, RELEASED, Report, nanoseconds,
 };
 use super::driver::{Gpu, settle};
 use super::memory::{HostWords, Memory};
@@ -39,8 +41,7 @@ pub(super) struct Team {
     host: HostWords,
     progress: Mutex<Progress>,
     workers: Workers,
-    /// How long a call may take on a GPU; where it is not said, as long as the longest deadline of the devices.
-    limit: Option<Duration>,
+    group: Option<Ours>,
 }
 
 /// A rank that this process has a device for.
@@ -59,11 +60,37 @@ enum Workers {
     Nccl(Remote),
 }
 
+/// What a team has that works for a group, which waits on the host for what is under way, and whose failures are not the
+/// devices'.
+struct Ours {
+    /// How long what is under way may take when the team is dropped.
+    limit: Duration,
+    /// The ranks have parted.
+    parted: AtomicBool,
+    kept: Mutex<Vec<Kept>>,
+}
+
+/// What lives until a call is done: the index of its place, the call's number, and the memory.
+type Kept = (usize, u64, Box<dyn Send>);
+
+impl Ours {
+    fn new(limit: Duration) -> Ours {
+        Ours { limit, parted: AtomicBool::new(false), kept: Mutex::default() }
+    }
+}
+
 impl Team {
     /// This rank's part of a group that NCCL works for.
     pub fn of_remote(device: DeviceId, rank: usize, remote: Remote, limit: Duration) -> Result<Team, Error> {
         let place = Place::new(Gpu::of(ordinal(device))?)?;
         Team::at(vec![device], vec![rank], vec![place], vec![0], Workers::Nccl(remote), Some(limit))
+    }
+
+    /// Not all ranks of the group have made a call: it has failed.
+    pub fn part(&self) {
+        if let Some(ours) = &self.group {
+            ours.parted.store(true, Ordering::Relaxed);
+        }
     }
 
     /// From now on, who asks whether this seat's device is sound asks its GPU, too.
@@ -119,7 +146,7 @@ impl Team {
             seats.push(Seat { rank, status: Status::of::<CudaRuntime>(key[seat]), place });
         }
         let progress = Mutex::new(Progress::of(key.len()));
-        Ok(Team { key, seats, places, host, progress, workers, limit })
+        Ok(Team { key, seats, places, host, progress, workers, group: limit.map(Ours::new) })
     }
 
     /// Where the ranks are, if kernels work for them.
@@ -162,12 +189,12 @@ impl Team {
             if let Some(error) = self.failure() {
                 return Err(error);
             }
-            let calls: Vec<Ready> = queue.calls.iter_mut().filter_map(VecDeque::pop_front).collect();
+            let mut calls: Vec<Ready> = queue.calls.iter_mut().filter_map(VecDeque::pop_front).collect();
             let launched = self.launch(place, queue.launched + 1, &calls);
-            let kept: Vec<_> = calls.into_iter().filter_map(|ready| ready.kept).collect();
             // Also where it failed half-way: what is on the stream may use it.
-            let kept = if kept.is_empty() { Ok(()) } else { place.stream.keep(kept) };
-            launched.and(kept)?;
+            let kept = calls.iter_mut().filter_map(|ready| ready.kept.take());
+            self.keep(self.seats[seat].place, queue.launched + 1, kept);
+            launched?;
             queue.launched += 1;
             place.launched.notify_all();
         }
@@ -179,26 +206,35 @@ impl Team {
             place.stream.wait_for(self.ready(*seat), ready.ready)?;
             place.copy(&ready.before)?;
         }
-        let Ready { call, means, source, target, .. } = &calls[0];
+        let Ready { site, means, source, target, patience, .. } = &calls[0];
         match (means, &self.workers) {
             (Means::Kernel(launch, module), Workers::Kernels(_, controls)) => {
                 let parameters = self.parameters(place, calls, controls);
                 place.stream.launch(module, (calls.len() as u32, launch.blocks), launch.threads, parameters)?;
             }
             (Means::Nccl, Workers::Nccl(remote)) => {
-                let site = Site { call: *call, sequence: number - 1 };
-                remote.submit(site, (*source, *target), &place.stream, &Deadline::after(self.patience()))?;
+                remote.submit(*site, (*source, *target), &place.stream, &Deadline::after(*patience))?;
+                if let Some(error) = self.failure() {
+                    // Who failed it may have found the communicator at work.
+                    remote.abort();
+                    return Err(error);
+                }
             }
-            _ => return Err(Error::io(call.operation.to_string(), "this team does not do it so")),
+            _ => return Err(Error::io(site.to_string(), "this team does not do it so")),
         }
         calls.iter().try_for_each(|ready| place.copy(&ready.after))?;
-        place.stream.write(place.done, number)
+        place.stream.write(if self.group.is_some() { self.told(place) } else { place.done }, number)
+    }
+
+    /// Where the host is told which call of a group is done.
+    fn told(&self, place: &Place) -> u64 {
+        self.host.address(HOST_WORDS * place.seats[0] + DONE)
     }
 
     fn parameters(&self, place: &Place, calls: &[Ready], controls: &[Memory]) -> Parameters {
-        let call = &calls[0].call;
+        let call = &calls[0].site.call;
         let mut parameters = Parameters {
-            patience: nanoseconds(self.patience()),
+            patience: nanoseconds(calls.iter().map(|ready| ready.patience).max().unwrap_or_default()),
             ranks: self.seats.len() as u64,
             root: call.root.unwrap_or(0) as u64,
             count: call.count as u64,
@@ -262,10 +298,9 @@ impl Team {
         self.host.address(HOST_WORDS * seat + READY)
     }
 
-    /// How long a kernel waits for a peer.
+    /// How long a kernel waits for a peer: the longest deadline of the devices.
     pub fn patience(&self) -> Duration {
-        let longest = || self.seats.iter().map(|seat| seat.status.deadline()).max().unwrap_or_default();
-        self.limit.unwrap_or_else(longest)
+        self.seats.iter().map(|seat| seat.status.deadline()).max().unwrap_or_default()
     }
 
     fn place(&self, seat: usize) -> &Place {
@@ -308,8 +343,8 @@ impl Team {
         if present.as_ref().is_some_and(|team| std::ptr::eq(&**team, self)) {
             *present = None;
         }
-        for seat in &self.seats {
-            seat.status.fail(error.clone());
+        if self.group.is_none() {
+            self.seats.iter().for_each(|seat| seat.status.fail(error.clone()));
         }
         drop((present, progress));
         match &self.workers {
@@ -322,19 +357,6 @@ impl Team {
             }
             // Not before the device is poisoned: what was waited for goes on after this.
             Workers::Nccl(remote) => remote.abort(),
-        }
-    }
-
-    /// The ranks of the group have parted. What is under way may come to its end if that is soon; else it fails.
-    pub fn part(&self, call: Call) {
-        const SOON: Duration = Duration::from_secs(1);
-        let deadline = Deadline::after(SOON);
-        while !self.is_idle() && !deadline.passed() {
-            std::thread::sleep(Duration::from_micros(100));
-        }
-        if !self.is_idle() {
-            let reason = "another rank of the group has failed, and what was under way did not end";
-            self.fail(Error::io(call.operation.to_string(), reason));
         }
     }
 
@@ -356,9 +378,13 @@ impl Team {
 
 impl Drop for Team {
     fn drop(&mut self) {
-        // Then the control blocks can go. Words stay: kernels on cubecl's streams may still look at them.
+        self.come_to_rest();
+        // Then control blocks and tensors can go. Words stay: kernels on cubecl's streams may still look at them.
         if let Err(error) = self.quiesce() {
             log::warn!("the end of a team of devices: {error}");
+            if let Some(ours) = &self.group {
+                std::mem::forget(std::mem::take(&mut *lock(&ours.kept)));
+            }
         }
     }
 }

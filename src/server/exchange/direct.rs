@@ -5,31 +5,51 @@ use std::sync::mpsc::channel;
 
 use cubecl::device_handle::DeviceHandle;
 
-use crate::error::Error;
-use crate::group::{Group, Work};
+use crate::error::{Error, Site};
+use crate::group::{Core, Group, Work};
 use crate::server::DeviceTransport;
 use crate::server::communication::Span;
 use crate::server::compute::CollectiveServer;
-use crate::server::engine::{Done, Errand, Launch, Route};
+use crate::server::engine::{Errand, Flight, Launch, Route};
 use crate::server::reading::caught;
+use crate::wait::Deadline;
 
-/// An operation under way. It is launched only once all ranks have called it, so that no device waits for a rank that does
-/// not come, and whoever does is told by the group.
+/// An operation that was started.
+pub(super) struct Departure {
+    work: Work<Option<(Flight, Site, Deadline)>>,
+    core: Arc<Core>,
+}
+
+/// It is launched only once all ranks have called it, so that no device waits for a rank that does not come, and whoever
+/// does is told by the group.
 pub(super) fn start<R: DeviceTransport>(
     device: &DeviceHandle<CollectiveServer<R>>,
     group: &Group,
     route: Arc<dyn Route<R>>,
     errand: Errand,
-) -> Result<Work<Option<Done>>, Error> {
+) -> Result<Departure, Error> {
     let call = errand.call;
     let (sender, launch) = channel();
     device.submit(move |server| {
+        let prepared = server.prepare(&*route, errand);
+        // Not the last one of it, which would wait for other ranks here.
+        drop(route);
         // The receiver is gone only if the group's thread is.
-        let _ = sender.send(server.prepare(&*route, errand));
+        let _ = sender.send(prepared);
     });
     device.flush_queue();
     let gone = move |_| Error::io(call.operation.to_string(), "the device's server is gone");
-    group.start_agreed(call, move || launch.recv().map_err(gone)?, |launch: Launch, deadline| launch(deadline))
+    let run = |launch: Launch, site: &Site, deadline: &Deadline| Ok((launch(site, deadline)?, *site, *deadline));
+    let work = group.start_agreed(call, move || launch.recv().map_err(gone)?, run)?;
+    Ok(Departure { work, core: group.core.clone() })
+}
+
+impl Departure {
+    /// Waits until this rank's device is done with it. An error ends the group.
+    pub fn wait(self) -> Result<(), Error> {
+        let Some((flight, site, deadline)) = self.work.wait().map_err(|(error, _)| error)? else { return Ok(()) };
+        flight(&|| self.core.trouble(site, &deadline)).map_err(|error| self.core.abandon(error))
+    }
 }
 
 impl<R: DeviceTransport> CollectiveServer<R> {
@@ -39,18 +59,11 @@ impl<R: DeviceTransport> CollectiveServer<R> {
             return Err(error);
         }
         let used: Vec<_> = errand.sources.iter().chain(&errand.targets).map(|(memory, _)| Span::of(memory)).collect();
-        // Neither way's results are waited for here.
+        // What an all-reduce between devices still writes to, by either way.
         for direct in [false, true] {
             self.apart(errand.call.operation, direct, &used)?;
         }
         let (operation, stream) = (errand.call.operation.to_string(), errand.stream);
         caught(&operation, || route.prepare(self.at(stream), errand))
-    }
-
-    /// Whatever enters a stream from now on comes after what a group has done.
-    pub(super) fn follow(&mut self, done: Done) {
-        if let Some(engine) = &mut self.engine {
-            engine.follow(done);
-        }
     }
 }

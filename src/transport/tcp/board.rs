@@ -96,11 +96,7 @@ impl Board {
     /// This rank begins an operation. Gives the peers that asked about it before.
     pub fn begin(&self, site: &Site) -> Result<impl Iterator<Item = usize> + use<>, Fault> {
         let mut state = self.state();
-        if let Some((fault, _)) = &state.failure {
-            return Err(fault.clone());
-        }
-        // An operation ends on no rank before all have begun it: a peer that has left will not take part in this one.
-        if let Some(fault) = (0..state.peers.len()).find_map(|peer| state.absence(peer)) {
+        if let Some(fault) = state.trouble() {
             return Err(fault);
         }
         state.recent = [Some(*site), state.recent[0]];
@@ -111,6 +107,11 @@ impl Board {
             }
         }
         Ok(asked.into_iter())
+    }
+
+    /// Why an operation that began now would not end.
+    pub fn trouble(&self) -> Option<Fault> {
+        self.state().trouble()
     }
 
     /// Whether this rank knows by its operations that all ranks have begun this group: a collective ends on no rank before
@@ -293,6 +294,12 @@ impl State {
         }
         let absence = self.invitations.missing(rank, &own.members).find_map(|peer| self.absence(peer));
         absence.map_or_else(|| self.invitations.take(rank, own), Err)
+    }
+
+    fn trouble(&self) -> Option<Fault> {
+        let failure = self.failure.as_ref().map(|(fault, _)| fault.clone());
+        // An operation ends on no rank before all have begun it: a peer that has left will not take part in this one.
+        failure.or_else(|| (0..self.peers.len()).find_map(|peer| self.absence(peer)))
     }
 
     fn absence(&self, peer: usize) -> Option<Fault> {

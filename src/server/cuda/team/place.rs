@@ -2,9 +2,9 @@
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex};
+use std::time::Duration;
 
-use crate::call::Call;
-use crate::error::Error;
+use crate::error::{Error, Site};
 use crate::server::cuda::choice::{Launch, Way};
 use crate::server::cuda::driver::{Gpu, Stream};
 use crate::server::cuda::kernel::Module;
@@ -31,8 +31,10 @@ pub(super) struct Queue {
 
 /// A call of one rank whose tensors' streams have been told.
 pub(in crate::server::cuda) struct Ready {
-    pub call: Call,
+    pub site: Site,
     pub means: Means,
+    /// How long the GPU may wait for other ranks.
+    pub patience: Duration,
     /// What the rank's `READY` word is from when on the tensors may be used.
     pub ready: u64,
     pub source: u64,
@@ -40,7 +42,7 @@ pub(in crate::server::cuda) struct Ready {
     /// What is copied to the source before, and from the target after.
     pub before: Vec<Copy>,
     pub after: Vec<Copy>,
-    /// What lives until the call is done, where its caller does not keep it.
+    /// What lives until the call is done, in a group's team.
     pub kept: Option<Box<dyn Send>>,
 }
 
