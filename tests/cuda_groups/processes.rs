@@ -13,6 +13,7 @@ use super::{Devices, stays_on_gpus};
 
 /// A child's rank, device and memory.
 fn join() -> (Group, Devices, Memory<cubecl::cuda::CudaRuntime>) {
+    drop(env_logger::try_init());
     let group = Group::from_env().expect("ranks find each other");
     let devices = Devices::new(group.rank() as u8, 1);
     let memory = Memory::new(devices.client(0), 1);
@@ -49,7 +50,7 @@ fn a_process_that_is_killed_is_named_and_the_others_device_stays_sound() {
     const NAME: &str = "processes::a_process_that_is_killed_is_named_and_the_others_device_stays_sound";
     if is_child() {
         let (group, devices, memory) = join();
-        let own = memory.create(&mine(group.rank(), 100_000));
+        let own = memory.create(&mine(group.rank(), 2_000_000));
         let client = &memory.client;
         let all_reduce = || client.start_all_reduce(&group, &own, &own, DType::I32, ReduceOp::Max)?.wait();
         all_reduce().expect("all ranks are there");

@@ -1,5 +1,6 @@
 //! How a group waits for what its team has under way, and what lives meanwhile.
 
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use super::{Team, Workers};
@@ -100,13 +101,17 @@ impl Team {
     /// Before a group's team is dropped: what is under way comes to its end, or is ended.
     pub(super) fn come_to_rest(&self) {
         let Some(ours) = &self.group else { return };
-        let parted = ours.parted.load(std::sync::atomic::Ordering::Relaxed);
+        let parted = ours.parted.load(Ordering::Relaxed);
         let deadline = Deadline::after(if parted { GRACE } else { ours.limit });
         while self.failure().is_none() && !self.is_idle() {
             if deadline.passed() {
                 self.fail(Error::io("the end of a group", "what was under way on the GPU did not end"));
             }
             std::thread::sleep(Duration::from_micros(100));
+        }
+        if let (true, Workers::Nccl(remote)) = (parted, &self.workers) {
+            // Its end in good order would wait for all ranks.
+            remote.abort();
         }
     }
 }
