@@ -85,7 +85,7 @@ fn sizes_that_do_not_fit_are_refused_and_the_group_stays_sound() {
         let client = Collective::client(&device(12, group.rank()));
         let memory = Memory::new(client.clone(), PADDING);
         let (three, four) = (memory.create(&[1; 3]), memory.create(&[1; 4]));
-        let refused = |result: Result<_, Error>| result.err().expect("an error").to_string();
+        let refused = |result: Result<_, Error>| result.expect_err("an error").to_string();
         let all_reduce = refused(client.start_all_reduce(&group, &three, &four, DType::I32, ReduceOp::Sum).map(drop));
         assert!(all_reduce.contains("the target has 16 bytes and must have 12"), "{all_reduce}");
         let all_gather = refused(client.start_all_gather(&group, &four, &four, DType::I32).map(drop));

@@ -93,10 +93,12 @@ enum UnderWay {
 }
 
 impl<R: DeviceTransport> Transfer<R> {
-    /// Waits for the other ranks. What is queued afterwards at the device, on any stream, sees the result.
+    /// Waits for the other ranks, and on CUDA until the device is done. What is queued afterwards at the device, on any
+    /// stream, sees the result.
     ///
     /// # Errors
-    /// Those of the group's operation, and [`Error::Io`] where the device's memory cannot be read.
+    /// Those of the group's operation, [`Error::Io`] where the device's memory cannot be read, and on CUDA `Error::Nccl`; each
+    /// ends the group.
     pub fn wait(self) -> Result<(), Error> {
         match self.under_way {
             UnderWay::Staged(staging) => {

@@ -105,7 +105,7 @@ fn agree(group: &Group, device: DeviceId) -> Result<Agreed, Error> {
         }
         Err(why) => {
             if kernels.is_none() && rank == 0 {
-                log::info!("collectives on the GPUs of {} ranks go through host memory: {why}", cards.len());
+                log::warn!("collectives on the GPUs of {} ranks go through host memory: {why}", cards.len());
             }
             None
         }

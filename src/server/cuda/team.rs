@@ -337,16 +337,17 @@ impl Team {
         }
         progress.failure = Some(error.clone());
         (0..self.seats.len()).for_each(|seat| self.host.store(HOST_WORDS * seat + ABORT, 1));
-        // Devices that were cleared meet anew. As in `Round::fail`, all three change under both locks.
-        let slot = registry::slot(&self.key);
-        let mut present = lock(&slot);
-        if present.as_ref().is_some_and(|team| std::ptr::eq(&**team, self)) {
-            *present = None;
-        }
+        // A group's failures are its own.
         if self.group.is_none() {
+            // Devices that were cleared meet anew. As in `Round::fail`, all three change under both locks.
+            let slot = registry::slot(&self.key);
+            let mut present = lock(&slot);
+            if present.as_ref().is_some_and(|team| std::ptr::eq(&**team, self)) {
+                *present = None;
+            }
             self.seats.iter().for_each(|seat| seat.status.fail(error.clone()));
         }
-        drop((present, progress));
+        drop(progress);
         match &self.workers {
             Workers::Kernels(..) => {
                 for place in &self.places {
