@@ -36,7 +36,7 @@ use crate::dtype::Element;
 use crate::error::Error;
 use crate::plan::{self, Algorithm, Plan, Selection};
 use crate::scratch::Scratch;
-use crate::transport::{Near, Regroup, Transport};
+use crate::transport::{Fault, Near, Regroup, Transport};
 use crate::wait::lock;
 
 /// One rank's handle to a group of ranks: threads of a process, or processes.
@@ -132,7 +132,13 @@ struct Anchor {
     kept: Mutex<Option<Kept>>,
 }
 
-type Kept = Arc<dyn Any + Send + Sync>;
+/// What a layer above has for a group, as the group knows it.
+pub(crate) trait Keepsake: Any + Send + Sync {
+    /// The group has failed, or ranks are gone: what needs them does not come to an end.
+    fn part(&self);
+}
+
+type Kept = Arc<dyn Keepsake>;
 
 impl Drop for Anchor {
     fn drop(&mut self) {
@@ -140,8 +146,14 @@ impl Drop for Anchor {
         if let Some(progress) = self.progress.take() {
             progress.finish();
         }
-        // It may still have to do with the other ranks.
-        drop(lock(&self.kept).take());
+        if let Some(kept) = lock(&self.kept).take() {
+            let gone = self.core.transport.trouble().is_some_and(|fault| !matches!(fault, Fault::Left { .. }));
+            if gone || self.core.failure.get().is_some() {
+                kept.part();
+            }
+            // It may still have to do with the other ranks.
+            drop(kept);
+        }
         self.core.transport.leave();
     }
 }
@@ -289,10 +301,13 @@ impl Group {
     /// What a layer above has for this group: made when it is first asked for, and kept until the last handle is dropped.
     /// It must hold no handle itself.
     #[cfg(feature = "cuda")]
-    pub(crate) fn keep<T: Any + Send + Sync>(&self, make: impl FnOnce() -> Result<T, Error>) -> Result<Arc<T>, Error> {
+    pub(crate) fn keep<T: Keepsake>(&self, make: impl FnOnce() -> Result<T, Error>) -> Result<Arc<T>, Error> {
         let mut kept = lock(&self.anchor.kept);
-        if let Some(kept) = kept.clone().and_then(|kept| kept.downcast().ok()) {
-            return Ok(kept);
+        if let Some(kept) = kept.clone() {
+            let kept: Arc<dyn Any + Send + Sync> = kept;
+            if let Ok(kept) = kept.downcast() {
+                return Ok(kept);
+            }
         }
         let made = Arc::new(make()?);
         *kept = Some(made.clone());

@@ -39,6 +39,9 @@
 //! handed out. burn passes the text on. [`CollectiveDevice::failure`] gives the typed [`Error`](crate::Error) and clears it.
 //! In these errors, a rank is a device's position in the sorted list of the devices' ids.
 //!
+//! What a [`Group`](crate::Group) does with devices fails in the group, whose error [`Transfer::wait`] returns; devices stay
+//! sound.
+//!
 //! # Fusion
 //! The backends have fusion on, except where the feature `ddp` is: burn's distributed training uses a gradient on two
 //! threads, and burn-fusion 0.21 may free such a tensor before its last use, which ends the training in a panic.

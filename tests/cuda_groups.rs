@@ -172,25 +172,6 @@ fn sources_and_targets_that_overlap() {
     });
 }
 
-/// Handles of one group, each with its own patience, of which the first is the shortest.
-#[test]
-#[ignore = "needs a CUDA GPU"]
-fn a_short_deadline_is_that_of_its_handle() {
-    on_devices(Kind::Threads, 31, 2, |group, client| {
-        let memory = Memory::new(client.clone(), 0);
-        let own = memory.create(&[1; 100]);
-        let short = group.with_deadline(Duration::from_secs(5));
-        let call = |group: &Group| client.start_all_reduce(group, &own, &own, DType::I32, ReduceOp::Max);
-        call(&short).unwrap().wait().unwrap();
-        if group.rank() == 1 {
-            // Longer than the first handle's patience.
-            std::thread::sleep(Duration::from_secs(6));
-        }
-        call(&group).unwrap().wait().unwrap();
-        assert_eq!(memory.read(&own), [1; 100]);
-    });
-}
-
 /// Parameters of one dimension: burn pads the rows of others, and takes kernels of its own to read them.
 #[derive(Module, Debug)]
 struct Vectors<B: Backend> {

@@ -70,7 +70,7 @@ impl Core {
         self.collective_for(call, call, buffers, limit, at, plans)
     }
 
-    /// Runs a collective as a part of what was called, `whole`, which traces and errors name.
+    /// Runs a collective as a part of what was called, `whole`, which errors name.
     pub fn collective_for(
         &self,
         whole: Call,
@@ -84,7 +84,7 @@ impl Core {
         let site = Site { call, sequence: lane.sequence };
         lane.sequence += 1;
         let deadline = Deadline::after(limit);
-        let entry = self.recorder.begin(&whole, site.sequence, None, at, deadline.start());
+        let entry = self.recorder.begin(&call, site.sequence, None, at, deadline.start());
         let run = || {
             self.transport.begin(&site)?;
             let chosen = self.algorithms.plan(&call, self.transport.world_size(), self.near.is_somebody());
@@ -191,6 +191,12 @@ impl Core {
         lock(&self.lane).sequence.saturating_sub(1)
     }
 
+    /// Ends the group because of what this rank has found out about the collective with this number, whose turn is over.
+    #[cfg(feature = "cubecl")]
+    pub fn give_up(&self, error: Error, sequence: u64) -> Error {
+        self.poison(error, sequence + 1)
+    }
+
     pub(super) fn lane(&self) -> Result<std::sync::MutexGuard<'_, Lane>, Error> {
         match self.failure.get() {
             Some(error) => Err(error.clone()),
@@ -203,11 +209,12 @@ impl Core {
         self.poison(self.error(site, fault, deadline), completed)
     }
 
-    /// What has happened, if anything did, that an operation under way elsewhere may not survive.
+    /// What has happened, if anything did, that an operation that all ranks have begun may not survive.
     #[cfg(feature = "cubecl")]
     pub fn trouble(&self, site: Site, deadline: &Deadline) -> Option<Error> {
-        let unheard = || Some(self.error(site, self.transport.trouble()?, deadline));
-        self.failure.get().cloned().or_else(unheard)
+        let apart = |error: &Error| matches!(error, Error::Mismatch { .. });
+        let failure = self.failure.get().filter(|error| !apart(error)).cloned();
+        failure.or_else(|| Some(self.error(site, self.transport.trouble()?, deadline)).filter(|error| !apart(error)))
     }
 
     fn error(&self, site: Site, fault: Fault, deadline: &Deadline) -> Error {

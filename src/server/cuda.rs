@@ -136,6 +136,7 @@ impl CudaEngine {
             site,
             means,
             patience,
+            deadline: Deadline::after(patience),
             ready: number,
             source: source_at,
             target: target_at,

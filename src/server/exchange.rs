@@ -79,9 +79,9 @@ pub trait DeviceCollectives<R: DeviceTransport> {
     ) -> Result<Transfer<R>, Error>;
 }
 
-/// An operation on a device's memory that was started. It takes place whether or not anybody waits, but its result gets
-/// to the device only by [`wait`](Transfer::wait).
-#[must_use = "the result gets to the device by `wait`"]
+/// An operation on a device's memory that was started. It takes place whether or not anybody waits, but its result is there
+/// only after [`wait`](Transfer::wait).
+#[must_use = "the result is there after `wait`"]
 pub struct Transfer<R: DeviceTransport> {
     under_way: UnderWay,
     device: DeviceHandle<CollectiveServer<R>>,
@@ -98,7 +98,7 @@ impl<R: DeviceTransport> Transfer<R> {
     ///
     /// # Errors
     /// Those of the group's operation, [`Error::Io`] where the device's memory cannot be read, and on CUDA `Error::Nccl`; each
-    /// ends the group.
+    /// ends the group. After one, a target on CUDA may still be written to until the group is dropped.
     pub fn wait(self) -> Result<(), Error> {
         match self.under_way {
             UnderWay::Staged(staging) => {

@@ -262,6 +262,10 @@ impl Transport for Mpi {
         Ok(())
     }
 
+    fn trouble(&self) -> Option<Fault> {
+        self.board.trouble()
+    }
+
     fn leave(&self) {
         self.say_farewell();
     }

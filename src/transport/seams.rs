@@ -72,7 +72,8 @@ pub trait Transport: Send + Sync {
         Ok(())
     }
 
-    /// Why an operation that began now would be refused, as far as the transport knows without one.
+    /// What has happened, as far as the transport knows without moving anything, that may keep peers from ending what all
+    /// have begun: a failure, or a peer that is gone. That ranks then called different things is none.
     fn trouble(&self) -> Option<Fault> {
         None
     }

@@ -2,6 +2,7 @@
 //! library is found, else through host memory.
 
 use std::os::unix::process::ExitStatusExt;
+use std::time::Duration;
 
 use bonfire::server::DeviceCollectives;
 use bonfire::{DType, Error, Group, ReduceOp};
@@ -68,9 +69,12 @@ fn a_process_that_is_killed_is_named_and_the_others_device_stays_sound() {
         assert_eq!(memory.read(&other), [1, 2, 3]);
         return report(&Err(error));
     }
-    for victim in [0, 1, 0, 1] {
+    for round in 0..8 {
+        let victim = round % 2;
         let mut ranks = Process::start_ranks(NAME, 2, "tcp", "60");
         assert!(ranks.iter().all(|rank| rank.hear() == "going"));
+        // At another place of an operation each time.
+        std::thread::sleep(Duration::from_micros(700) * round as u32);
         ranks[victim].signal(Signal::KILL);
         assert_eq!(ranks.remove(victim).end().signal(), Some(Signal::KILL.as_raw()));
         let mut survivor = ranks.remove(0);

@@ -65,7 +65,8 @@ impl Order {
 pub(super) const HOST_WORDS: usize = 16;
 pub(super) const ABORT: usize = 0;
 pub(super) const FAILURE: usize = 1;
-/// The number of the last call whose tensors are ready. Kernels do not look at it, the driver does.
+/// The number of the last call whose tensors are ready, or in a group how many have been. Kernels do not look at it, the
+/// driver does.
 pub(super) const READY: usize = 2;
 /// As large as a word can be: the driver compares the difference, as a signed number.
 pub(super) const RELEASED: u64 = i64::MAX as u64;

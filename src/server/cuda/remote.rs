@@ -8,7 +8,8 @@ pub(super) use self::with::{Remote, available, serves};
 
 #[cfg(feature = "nccl")]
 mod with {
-    use std::sync::Mutex;
+    use std::sync::atomic::{AtomicBool, Ordering};
+    use std::sync::{Arc, Mutex};
 
     use crate::call::{Call, Operation};
     use crate::error::{Error, Site};
@@ -17,7 +18,11 @@ mod with {
     use crate::server::cuda::nccl::{self, Action, Communicator, Scalar, Work};
     use crate::wait::{Deadline, lock};
 
-    pub struct Remote(Mutex<Communicator>);
+    pub struct Remote {
+        communicator: Mutex<Communicator>,
+        ended: Arc<AtomicBool>,
+        ranks: usize,
+    }
 
     /// The version of the library that is found, for a GPU that it can be told of.
     pub fn available(gpu: usize) -> Result<i32, Error> {
@@ -46,7 +51,8 @@ mod with {
         pub fn connect(group: &Group, gpu: &Gpu, deadline: &Deadline) -> Result<Remote, Error> {
             let _entered = gpu.enter()?;
             let communicator = Communicator::connect(group, nccl::Gpu::of(gpu.ordinal)?, deadline)?;
-            Ok(Remote(Mutex::new(communicator)))
+            let (ended, ranks) = (communicator.ended.clone(), communicator.world_size());
+            Ok(Remote { communicator: Mutex::new(communicator), ended, ranks })
         }
 
         /// Puts a call on the stream, behind what is there. In the first calls NCCL waits for the other ranks meanwhile.
@@ -62,26 +68,31 @@ mod with {
             let action = action.ok_or_else(|| Error::argument(call.operation, format!("NCCL does not do {call}")))?;
             let scalar = Scalar::Of(call.dtype);
             let work = Work { action, scalar, count: call.count, sizes: None, input: source, output: target };
-            let mut communicator = lock(&self.0);
+            let mut communicator = lock(&self.communicator);
             stream.with_raw(|raw| {
-                // SAFETY: `Team::launch` keeps both tensors until the stream is past this, or past its end after an abort;
+                // SAFETY: `Team::submit` keeps both tensors until the stream is past this, or past its end after an abort;
                 // they have the sizes that the call says, which `exchange` has compared.
                 unsafe { communicator.submit(&work, raw) }?.settle(site, deadline)
             })
         }
 
         pub fn ranks(&self) -> usize {
-            lock(&self.0).world_size()
+            self.ranks
         }
 
-        /// What NCCL has found in the background.
+        /// Whether what comes after its calls on a stream may no longer mean that they are done.
+        pub fn has_ended(&self) -> bool {
+            self.ended.load(Ordering::Acquire)
+        }
+
+        /// What NCCL has found in the background, if nobody is at work on it.
         pub fn poll(&self) -> Result<(), Error> {
-            self.0.try_lock().map_or(Ok(()), |mut communicator| communicator.poll())
+            self.communicator.try_lock().map_or(Ok(()), |mut communicator| communicator.poll())
         }
 
-        /// Ends it. Where another thread is at work on it, that finds out by its deadline.
+        /// Ends it, if nobody is at work on it.
         pub fn abort(&self) {
-            if let Ok(mut communicator) = self.0.try_lock() {
+            if let Ok(mut communicator) = self.communicator.try_lock() {
                 communicator.abort();
             }
         }
@@ -122,6 +133,10 @@ mod without {
         }
 
         pub fn ranks(&self) -> usize {
+            match *self {}
+        }
+
+        pub fn has_ended(&self) -> bool {
             match *self {}
         }
 

@@ -21,7 +21,7 @@ use super::remote::{self, Remote};
 use super::team::{Copy, Ready, Team, fit, ordinal};
 use crate::call::{Call, Operation};
 use crate::error::Error;
-use crate::group::Group;
+use crate::group::{Group, Keepsake};
 use crate::partition::partition;
 use crate::random;
 use crate::server::engine::{Errand, Flight, Launch, Route};
@@ -31,6 +31,13 @@ use crate::wait::{Deadline, lock};
 struct Agreed {
     device: DeviceId,
     route: Option<Arc<GroupRoute>>,
+}
+
+impl Keepsake for Agreed {
+    fn part(&self) {
+        let sides = self.route.iter().flat_map(|route| [&route.kernels, &route.nccl]).flatten();
+        sides.for_each(|side| side.team.part());
+    }
 }
 
 struct GroupRoute {
@@ -193,12 +200,23 @@ impl Route<CudaRuntime> for GroupRoute {
         let word = (team.ready(*seat), told.value);
         order::tensors_ready(server, &streams, &mut told.last, word, stream);
         let (ready, patience) = (told.value, limit);
-        let ready = move |site| Ready { site, means, patience, ready, source, target, before, after, kept: Some(kept) };
+        let ready = move |site, deadline| Ready {
+            site,
+            means,
+            patience,
+            deadline,
+            ready,
+            source,
+            target,
+            before,
+            after,
+            kept: Some(kept),
+        };
         let (waiting, seat) = (Waiting(Some(team.clone())), *seat);
         Ok(Box::new(move |site, deadline| {
             let team = waiting.over().ok_or_else(none)?;
             let number = team.number(seat, call)?;
-            team.submit(seat, ready(*site)).inspect_err(|error| team.fail(error.clone()))?;
+            team.submit(seat, ready(*site, *deadline)).inspect_err(|error| team.fail(error.clone()))?;
             let (site, deadline) = (*site, *deadline);
             let flight: Flight =
                 Box::new(move |trouble: &dyn Fn() -> Option<Error>| team.land(seat, number, site, &deadline, trouble));

@@ -12,7 +12,7 @@ mod registry;
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use cubecl::cuda::CudaRuntime;
@@ -68,6 +68,8 @@ struct Ours {
     /// The ranks have parted.
     parted: AtomicBool,
     kept: Mutex<Vec<Kept>>,
+    /// When the team failed: up to which number each place's calls had been done by then.
+    completed: OnceLock<Vec<u64>>,
 }
 
 /// What lives until a call is done: the index of its place, the call's number, and the memory.
@@ -75,14 +77,14 @@ type Kept = (usize, u64, Box<dyn Send>);
 
 impl Ours {
     fn new(limit: Duration) -> Ours {
-        Ours { limit, parted: AtomicBool::new(false), kept: Mutex::default() }
+        Ours { limit, parted: AtomicBool::new(false), kept: Mutex::default(), completed: OnceLock::new() }
     }
 }
 
 impl Team {
     /// This rank's part of a group that NCCL works for.
     pub fn of_remote(device: DeviceId, rank: usize, remote: Remote, limit: Duration) -> Result<Team, Error> {
-        let place = Place::new(Gpu::of(ordinal(device))?)?;
+        let place = Place::new(Gpu::of(ordinal(device))?, true)?;
         Team::at(vec![device], vec![rank], vec![place], vec![0], Workers::Nccl(remote), Some(limit))
     }
 
@@ -111,7 +113,7 @@ impl Team {
             let place = match places.iter().position(|place| place.gpu.ordinal == gpu.ordinal) {
                 Some(place) => place,
                 None => {
-                    places.push(Place::new(gpu)?);
+                    places.push(Place::new(gpu, limit.is_some())?);
                     places.len() - 1
                 }
             };
@@ -195,6 +197,7 @@ impl Team {
             let kept = calls.iter_mut().filter_map(|ready| ready.kept.take());
             self.keep(self.seats[seat].place, queue.launched + 1, kept);
             launched?;
+            self.let_go();
             queue.launched += 1;
             place.launched.notify_all();
         }
@@ -206,14 +209,14 @@ impl Team {
             place.stream.wait_for(self.ready(*seat), ready.ready)?;
             place.copy(&ready.before)?;
         }
-        let Ready { site, means, source, target, patience, .. } = &calls[0];
+        let Ready { site, means, source, target, deadline, .. } = &calls[0];
         match (means, &self.workers) {
             (Means::Kernel(launch, module), Workers::Kernels(_, controls)) => {
                 let parameters = self.parameters(place, calls, controls);
                 place.stream.launch(module, (calls.len() as u32, launch.blocks), launch.threads, parameters)?;
             }
             (Means::Nccl, Workers::Nccl(remote)) => {
-                remote.submit(*site, (*source, *target), &place.stream, &Deadline::after(*patience))?;
+                remote.submit(*site, (*source, *target), &place.stream, deadline)?;
                 if let Some(error) = self.failure() {
                     // Who failed it may have found the communicator at work.
                     remote.abort();
@@ -223,7 +226,7 @@ impl Team {
             _ => return Err(Error::io(site.to_string(), "this team does not do it so")),
         }
         calls.iter().try_for_each(|ready| place.copy(&ready.after))?;
-        place.stream.write(if self.group.is_some() { self.told(place) } else { place.done }, number)
+        place.stream.write(place.done.unwrap_or_else(|| self.told(place)), number)
     }
 
     /// Where the host is told which call of a group is done.
@@ -286,7 +289,8 @@ impl Team {
 
     /// Where the GPU of this rank says which call is done.
     pub fn done(&self, seat: usize) -> u64 {
-        self.place(seat).done
+        let place = self.place(seat);
+        place.done.unwrap_or_else(|| self.told(place))
     }
 
     /// Where the rank's words in host memory are.
@@ -325,7 +329,7 @@ impl Team {
         progress.failure.is_none()
     }
 
-    /// Ends the team: every device of it is poisoned, and its kernels end.
+    /// Ends the team: its kernels end, and every device is poisoned, unless it works for a group.
     pub fn fail(&self, error: Error) {
         self.fail_locked(lock(&self.progress), error);
     }
@@ -335,6 +339,7 @@ impl Team {
             // The devices may have been cleared since.
             return;
         }
+        self.note_completed();
         progress.failure = Some(error.clone());
         (0..self.seats.len()).for_each(|seat| self.host.store(HOST_WORDS * seat + ABORT, 1));
         // A group's failures are its own.
@@ -356,7 +361,7 @@ impl Team {
                     place.launched.notify_all();
                 }
             }
-            // Not before the device is poisoned: what was waited for goes on after this.
+            // Not before the failure is known: the stream goes on after this.
             Workers::Nccl(remote) => remote.abort(),
         }
     }

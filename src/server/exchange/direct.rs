@@ -48,7 +48,8 @@ impl Departure {
     /// Waits until this rank's device is done with it. An error ends the group.
     pub fn wait(self) -> Result<(), Error> {
         let Some((flight, site, deadline)) = self.work.wait().map_err(|(error, _)| error)? else { return Ok(()) };
-        flight(&|| self.core.trouble(site, &deadline)).map_err(|error| self.core.abandon(error))
+        let outcome = flight(&|| self.core.trouble(site, &deadline));
+        outcome.map_err(|error| self.core.give_up(error, site.sequence))
     }
 }
 

@@ -162,6 +162,10 @@ impl Transport for Local {
         if self.shared.failed() { Err(self.shared.cause()) } else { Ok(()) }
     }
 
+    fn trouble(&self) -> Option<Fault> {
+        self.shared.failed().then(|| self.shared.cause())
+    }
+
     fn fail(&self, error: &Error, _completed: u64) {
         self.shared.fail(error);
     }

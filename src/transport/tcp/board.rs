@@ -96,7 +96,11 @@ impl Board {
     /// This rank begins an operation. Gives the peers that asked about it before.
     pub fn begin(&self, site: &Site) -> Result<impl Iterator<Item = usize> + use<>, Fault> {
         let mut state = self.state();
-        if let Some(fault) = state.trouble() {
+        if let Some((fault, _)) = &state.failure {
+            return Err(fault.clone());
+        }
+        // An operation ends on no rank before all have begun it: a peer that has left will not take part in this one.
+        if let Some(fault) = (0..state.peers.len()).find_map(|peer| state.absence(peer)) {
             return Err(fault);
         }
         state.recent = [Some(*site), state.recent[0]];
@@ -109,9 +113,14 @@ impl Board {
         Ok(asked.into_iter())
     }
 
-    /// Why an operation that began now would not end.
+    /// A failure other than that ranks called different things, else a peer that is gone, first one without a farewell.
     pub fn trouble(&self) -> Option<Fault> {
-        self.state().trouble()
+        let state = self.state();
+        let failure = state.failure.as_ref().map(|(fault, _)| fault.clone());
+        let apart = |fault: &Fault| matches!(fault, Fault::Unexpected { .. } | Fault::Failed(Error::Mismatch { .. }));
+        let absences: Vec<_> = (0..state.peers.len()).filter_map(|peer| state.absence(peer)).collect();
+        let lost = absences.iter().find(|fault| matches!(fault, Fault::Lost { .. })).or(absences.first()).cloned();
+        failure.filter(|fault| !apart(fault)).or(lost)
     }
 
     /// Whether this rank knows by its operations that all ranks have begun this group: a collective ends on no rank before
@@ -294,12 +303,6 @@ impl State {
         }
         let absence = self.invitations.missing(rank, &own.members).find_map(|peer| self.absence(peer));
         absence.map_or_else(|| self.invitations.take(rank, own), Err)
-    }
-
-    fn trouble(&self) -> Option<Fault> {
-        let failure = self.failure.as_ref().map(|(fault, _)| fault.clone());
-        // An operation ends on no rank before all have begun it: a peer that has left will not take part in this one.
-        failure.or_else(|| (0..self.peers.len()).find_map(|peer| self.absence(peer)))
     }
 
     fn absence(&self, peer: usize) -> Option<Fault> {

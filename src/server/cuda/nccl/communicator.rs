@@ -1,7 +1,8 @@
 //! A communicator of NCCL: what becomes of calls that it does not wait for, and how it ends.
 
 use std::ffi::c_int;
-use std::sync::mpsc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 use std::{fmt, ptr};
@@ -27,6 +28,8 @@ pub struct Communicator {
     pub(super) world_size: usize,
     /// What ended it. It was aborted then.
     failure: Option<Error>,
+    /// Set before the abort: what was on a stream goes on after it.
+    pub(in crate::server::cuda) ended: Arc<AtomicBool>,
 }
 
 // SAFETY: NCCL lets any thread use a communicator, one at a time, which `&mut` makes sure of.
@@ -35,7 +38,7 @@ unsafe impl Send for Communicator {}
 impl Communicator {
     /// What will be a communicator.
     pub(super) fn none(library: &'static Library, rank: usize, world_size: usize) -> Self {
-        Communicator { library, comm: ptr::null_mut(), rank, world_size, failure: None }
+        Communicator { library, comm: ptr::null_mut(), rank, world_size, failure: None, ended: Arc::default() }
     }
 
     /// This rank, from 0 to `world_size - 1`.
@@ -214,6 +217,8 @@ impl Communicator {
     /// Ends the communicator, once, and gives what ended it.
     pub(super) fn end(&mut self, error: Error) -> Error {
         let error = self.failure.get_or_insert(error).clone();
+        // Release: who finds a stream past what was aborted finds this, too.
+        self.ended.store(true, Ordering::Release);
         let comm = std::mem::replace(&mut self.comm, ptr::null_mut());
         if !comm.is_null() {
             log::debug!("rank {}: aborting NCCL's communicator: {error}", self.rank);

@@ -10,14 +10,15 @@ use crate::server::cuda::driver::{Gpu, Stream};
 use crate::server::cuda::kernel::Module;
 use crate::server::cuda::memory::word;
 use crate::server::engine::Rows;
+use crate::wait::Deadline;
 
 pub(super) struct Place {
     pub gpu: Arc<Gpu>,
     pub stream: Arc<Stream>,
     /// The seats of the ranks on this GPU.
     pub seats: Vec<usize>,
-    /// The number of the last call that is done, in GPU memory.
-    pub done: u64,
+    /// The number of the last call that is done, in GPU memory, where streams wait for it.
+    pub done: Option<u64>,
     pub queue: Mutex<Queue>,
     pub launched: Condvar,
 }
@@ -33,8 +34,10 @@ pub(super) struct Queue {
 pub(in crate::server::cuda) struct Ready {
     pub site: Site,
     pub means: Means,
-    /// How long the GPU may wait for other ranks.
+    /// How long a kernel may wait for other ranks.
     pub patience: Duration,
+    /// Until when it must be on its stream.
+    pub deadline: Deadline,
     /// What the rank's `READY` word is from when on the tensors may be used.
     pub ready: u64,
     pub source: u64,
@@ -62,9 +65,9 @@ pub(in crate::server::cuda) enum Means {
 }
 
 impl Place {
-    pub fn new(gpu: Arc<Gpu>) -> Result<Place, Error> {
+    pub fn new(gpu: Arc<Gpu>, for_group: bool) -> Result<Place, Error> {
         let stream = Arc::new(Stream::new(&gpu)?);
-        let done = word(&stream)?;
+        let done = if for_group { None } else { Some(word(&stream)?) };
         let queue = Mutex::new(Queue { calls: Vec::new(), launched: 0 });
         Ok(Place { gpu, stream, seats: Vec::new(), done, queue, launched: Condvar::new() })
     }
