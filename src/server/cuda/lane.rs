@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use cubecl::cuda::CudaRuntime;
 use cubecl::device::DeviceId;
-use cubecl::server::{Binding, ComputeServer, Handle};
+use cubecl::server::{Binding, ComputeServer};
 use cubecl::stream_id::StreamId;
 
 use super::control::{ABORT, DONE, FAILURE, HOST_WORDS, Order, READY, RELEASED, nanoseconds};
@@ -60,9 +60,7 @@ impl Lane {
         stream: StreamId,
         patience: Duration,
     ) -> Result<(Loan, Order), Error> {
-        let copy = Handle::new(stream, bytes as u64);
-        server.initialize_memory(copy.memory.clone(), (bytes as u64).max(1), stream);
-        let copy = copy.binding();
+        let copy = order::fresh(server, bytes, stream);
         let (from, to) = (place(server, &memory, stream)?, place(server, &copy, stream)?);
         let ready = self.tell_ready(server, memory.stream, stream);
         self.wait_for(ready)?;

@@ -54,9 +54,14 @@ pub(super) fn await_done(server: &mut Server, order: Order, stream: StreamId) {
 /// New memory of a stream. cubecl lets the stream that uses it wait for all that is on the stream it is from: it does so
 /// where memory was bound after the last such wait, and a tensor that was written again in place looks older.
 fn token(server: &mut Server, stream: StreamId) -> Binding {
-    const BYTES: u64 = 8;
-    let handle = Handle::new(stream, BYTES);
-    server.initialize_memory(handle.memory.clone(), BYTES, stream);
+    fresh(server, 8, stream)
+}
+
+/// Memory of a stream that nobody else knows.
+pub(super) fn fresh(server: &mut Server, bytes: usize, stream: StreamId) -> Binding {
+    let handle = Handle::new(stream, bytes as u64);
+    // cubecl panics where it is to make room for nothing.
+    server.initialize_memory(handle.memory.clone(), (bytes as u64).max(1), stream);
     handle.binding()
 }
 

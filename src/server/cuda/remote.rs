@@ -24,10 +24,10 @@ mod with {
         ranks: usize,
     }
 
-    /// The version of the library that is found, for a GPU that it can be told of.
-    pub fn available(gpu: usize) -> Result<i32, Error> {
+    /// Whether the library is found, and the GPU is one that it can be told of.
+    pub fn available(gpu: usize) -> Result<(), Error> {
         nccl::Gpu::of(gpu)?;
-        nccl::version()
+        nccl::version().map(drop)
     }
 
     /// Whether NCCL does this call as we promise it.
@@ -115,7 +115,7 @@ mod without {
         Error::Library { library: "NCCL".into(), reason: reason.into() }
     }
 
-    pub fn available(_gpu: usize) -> Result<i32, Error> {
+    pub fn available(_gpu: usize) -> Result<(), Error> {
         Err(absent())
     }
 

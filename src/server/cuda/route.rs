@@ -9,7 +9,7 @@ use std::sync::{Arc, LazyLock, Mutex};
 
 use cubecl::cuda::CudaRuntime;
 use cubecl::device::DeviceId;
-use cubecl::server::{Binding, ComputeServer, Handle};
+use cubecl::server::Binding;
 use cubecl::stream_id::StreamId;
 use serde::{Deserialize, Serialize};
 
@@ -91,7 +91,7 @@ pub(super) fn of(group: &Group, device: DeviceId) -> Result<Option<Arc<dyn Route
 fn agree(group: &Group, device: DeviceId) -> Result<Agreed, Error> {
     let card = {
         let found = Gpu::of(ordinal(device)).and_then(|gpu| remote::available(gpu.ordinal));
-        let nccl = found.map(drop).map_err(|error| error.to_string());
+        let nccl = found.map_err(|error| error.to_string());
         let (host, nccl_only) = (*ROUTE == choice::Route::Host, *ROUTE == choice::Route::Nccl);
         let device = (device.type_id, device.index_id);
         Card { process: *PROCESS, device, host, nccl_only, nccl, team: random::number() }
@@ -212,9 +212,8 @@ impl Route<CudaRuntime> for GroupRoute {
             after,
             kept: Some(kept),
         };
-        let (waiting, seat) = (Waiting(Some(team.clone())), *seat);
+        let (team, seat) = (team.clone(), *seat);
         Ok(Box::new(move |site, deadline| {
-            let team = waiting.over().ok_or_else(none)?;
             let number = team.number(seat, call)?;
             team.submit(seat, ready(*site, *deadline)).inspect_err(|error| team.fail(error.clone()))?;
             let (site, deadline) = (*site, *deadline);
@@ -222,23 +221,6 @@ impl Route<CudaRuntime> for GroupRoute {
                 Box::new(move |trouble: &dyn Fn() -> Option<Error>| team.land(seat, number, site, &deadline, trouble));
             Ok(flight)
         }))
-    }
-}
-
-/// A call until all ranks have made it. Where that does not come to pass, the group has failed.
-struct Waiting(Option<Arc<Team>>);
-
-impl Waiting {
-    fn over(mut self) -> Option<Arc<Team>> {
-        self.0.take()
-    }
-}
-
-impl Drop for Waiting {
-    fn drop(&mut self) {
-        if let Some(team) = &self.0 {
-            team.part();
-        }
     }
 }
 
@@ -299,9 +281,7 @@ impl Layout {
 
     /// Memory that nobody else knows.
     fn scratch(&mut self, server: &mut Server, bytes: usize, stream: StreamId) -> Result<u64, Error> {
-        let memory = Handle::new(stream, bytes as u64);
-        server.initialize_memory(memory.memory.clone(), (bytes as u64).max(1), stream);
-        let memory = memory.binding();
+        let memory = order::fresh(server, bytes, stream);
         let address = place(server, &memory, stream)?;
         self.kept.push(memory);
         Ok(address)

@@ -88,7 +88,7 @@ impl Team {
         Team::at(vec![device], vec![rank], vec![place], vec![0], Workers::Nccl(remote), Some(limit))
     }
 
-    /// Not all ranks of the group have made a call: it has failed.
+    /// The group has failed: what is under way may wait for ranks that do not come.
     pub fn part(&self) {
         if let Some(ours) = &self.group {
             ours.parted.store(true, Ordering::Relaxed);

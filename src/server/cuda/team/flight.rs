@@ -27,7 +27,7 @@ impl Team {
         let mut pause = Pause::default();
         loop {
             // In this order: a stream goes on after a call that has failed.
-            let done = self.is_done(self.seats[seat].place, number);
+            let done = self.done_at(self.seats[seat].place) >= number;
             let outcome = match self.failed(seat, number, site, deadline) {
                 Ok(()) if done && self.sound_to() >= number => {
                     self.let_go();
@@ -119,10 +119,6 @@ impl Team {
             missing = (0..ranks).filter(|other| *other != rank).collect();
         }
         Error::Timeout { site, rank, missing, elapsed: deadline.elapsed() }
-    }
-
-    fn is_done(&self, place: usize, number: u64) -> bool {
-        self.done_at(place) >= number
     }
 
     fn done_at(&self, place: usize) -> u64 {

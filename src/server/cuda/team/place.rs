@@ -50,7 +50,6 @@ pub(in crate::server::cuda) struct Ready {
 }
 
 /// Addresses and a number of bytes.
-#[derive(Clone, Copy, Debug, PartialEq)]
 pub(in crate::server::cuda) struct Copy {
     pub from: u64,
     pub to: u64,
@@ -58,7 +57,6 @@ pub(in crate::server::cuda) struct Copy {
 }
 
 /// A [`Way`] that can be gone at once.
-#[derive(Clone)]
 pub(in crate::server::cuda) enum Means {
     Kernel(Launch, Arc<Module>),
     Nccl,
