@@ -1,4 +1,0 @@
-//! Of groups, the recorder.
-
-pub(crate) mod recorder;
-pub(crate) mod trace;

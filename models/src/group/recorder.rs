@@ -1,1 +1,0 @@
-../../../src/group/recorder.rs

@@ -1,1 +1,0 @@
-../../../src/transport/direct.rs

@@ -1,1 +1,0 @@
-../../../src/transport/invitation.rs

@@ -1,1 +1,0 @@
-../../../src/transport/local.rs

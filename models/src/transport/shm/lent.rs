@@ -1,1 +1,0 @@
-../../../../src/transport/shm/lent.rs

@@ -1,1 +1,0 @@
-../../../../src/transport/shm/small.rs

@@ -1,1 +1,0 @@
-../../../../src/transport/tcp/board.rs
