@@ -27,7 +27,9 @@ use std::sync::mpsc;
 use std::thread;
 
 use bonfire::{Builder, Group, Sharding};
-use burn::backend::{Autodiff, Flex, NdArray};
+#[cfg(feature = "ndarray")]
+use burn::backend::NdArray;
+use burn::backend::{Autodiff, Flex};
 use clap::error::ErrorKind;
 use clap::{CommandFactory, Parser, ValueEnum};
 
@@ -171,8 +173,14 @@ fn train(
     };
     let outcome = match args.backend {
         Backend::Flex => job.run::<Autodiff<Flex>>(group, Default::default()),
+        #[cfg(feature = "ndarray")]
         Backend::Ndarray => job.run::<Autodiff<NdArray<f32>>>(group, Default::default()),
+        #[cfg(feature = "ndarray")]
         Backend::Ndarray64 => job.run::<Autodiff<NdArray<f64>>>(group, Default::default()),
+        #[cfg(not(feature = "ndarray"))]
+        Backend::Ndarray | Backend::Ndarray64 => {
+            Err("this program was built without NdArray: build it with `--features ndarray`".into())
+        }
         #[cfg(feature = "wgpu")]
         Backend::Wgpu => {
             let device = bonfire::WgpuDevice::new(Default::default(), number);

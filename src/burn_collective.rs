@@ -34,7 +34,7 @@ pub use self::names::{NodeId, PeerId};
 use self::operation::run;
 pub use self::orchestrator::start_global_orchestrator;
 use self::session::session;
-use crate::dtype::ReduceOp;
+use bonfire_core::ReduceOp;
 
 /// Registers a peer and blocks until all `num_devices` of the config have registered; with several nodes, until all
 /// nodes have found each other.

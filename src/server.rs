@@ -86,8 +86,7 @@ use self::engine::{Engine, Route};
 pub use self::exchange::{DeviceCollectives, Transfer};
 pub use self::runtime::{CollectiveRuntime, Info, LayoutPolicy};
 pub use self::status::Counters;
-use crate::error::Error;
-use crate::group::Group;
+use bonfire_core::{Error, Group};
 
 /// A runtime whose devices can work together; how their data travels is what differs between runtimes. By default it
 /// goes through host memory, which works for every runtime.

@@ -1,7 +1,6 @@
 //! burn-train on collective devices: its own distributed training within a process, and Bonfire's strategy for any
 //! number of processes.
 
-mod common;
 #[path = "burn_train/model.rs"]
 mod model;
 #[path = "burn_train/strategy.rs"]

@@ -1,8 +1,6 @@
 //! The tensor API over several nodes. A session belongs to a process and a backend type, so nodes are processes that run
 //! this binary again, or, where only the registration matters, threads with a backend of their own each.
 
-mod common;
-
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::process::{Child, Command, Stdio};
@@ -13,12 +11,12 @@ use bonfire::{
     AllReduceStrategy, CollectiveConfig, CollectiveError, GlobalCollectiveError, GradientsParamsExt, NodeId, PeerId,
     ReduceOperation, all_reduce, broadcast, finish_collective, reduce, register, start_global_orchestrator,
 };
+use bonfire_testing::wire;
 use burn::backend::{Flex, NdArray};
 use burn::module::ParamId;
 use burn::optim::GradientsParams;
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Tensor, TensorData, TensorPrimitive};
-use common::wire;
 use rustix::process::{Pid, Signal, kill_process};
 
 /// A port below those that the system gives to outgoing connections, so that none of them takes it meanwhile.

@@ -1,17 +1,16 @@
 //! vLLM's device communicator: what it promises, each promise by its name.
 
-mod common;
 #[cfg(not(feature = "ddp"))]
 #[path = "../examples/moe/model.rs"]
 #[allow(dead_code, reason = "the example trains, too")]
 mod moe;
 
 use bonfire::{DeviceCommunicator, Error, Group};
+use bonfire_testing::{Kind as Medium, run_ranks};
 use burn::backend::{Flex, NdArray};
 use burn::module::{Module, Param, ParamId};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Bool, DType, Float, Int, Tensor, TensorData};
-use common::{Kind as Medium, run_ranks};
 
 type Communicator = DeviceCommunicator<Flex>;
 

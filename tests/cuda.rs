@@ -3,7 +3,6 @@
 
 #[path = "common/device_cases.rs"]
 mod cases;
-mod common;
 #[path = "common/devices.rs"]
 mod devices;
 #[path = "cuda/failure.rs"]

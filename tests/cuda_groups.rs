@@ -1,7 +1,6 @@
 //! The operations of a group on the memory of GPUs: by kernels, or by NCCL where `BONFIRE_CUDA` says so. Nothing here needs a
 //! kernel other than Bonfire's own.
 
-mod common;
 #[path = "common/devices.rs"]
 mod devices;
 #[path = "common/device_groups.rs"]
@@ -22,7 +21,7 @@ use burn::tensor::{Tensor, TensorData};
 use cubecl::cuda::CudaRuntime;
 use half::bf16;
 
-use common::{Kind, errors, run_ranks, run_ranks_with};
+use bonfire_testing::{Kind, errors, run_ranks, run_ranks_with};
 use groups::{Memory, check, mine};
 
 type Devices = devices::Devices<CudaRuntime>;

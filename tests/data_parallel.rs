@@ -1,10 +1,10 @@
 //! Several ranks train as one: gradients, parameters, metrics and states, on the digits and on small models.
 
-mod common;
 #[path = "../examples/digits/data.rs"]
 mod data;
 
 use bonfire::{DataParallel, Error, Group, ShardedSampler};
+use bonfire_testing::ranks;
 use burn::backend::{Autodiff, Flex, NdArray};
 use burn::module::{Module, ModuleVisitor, Param, RunningState};
 use burn::nn::loss::CrossEntropyLossConfig;
@@ -12,7 +12,6 @@ use burn::nn::{Linear, LinearConfig, LinearLayout};
 use burn::optim::{AdamConfig, GradientsAccumulator, GradientsParams, Optimizer};
 use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::{Bool, DType, ElementConversion, Int, Tensor, TensorData};
-use common::ranks;
 use data::{Digits, PIXELS};
 
 type F32 = Autodiff<Flex>;

@@ -1,6 +1,5 @@
 //! The operations of a group on the memory of devices, and level 3 and 4 on top of them.
 
-mod common;
 #[path = "common/device_groups.rs"]
 mod groups;
 
@@ -10,12 +9,12 @@ use bonfire::{
     CollectiveConfig, CollectiveRuntime, DType, DataParallel, Error, PeerId, ReduceOp, Wgpu, WgpuDevice, all_reduce,
     broadcast, finish_collective, register,
 };
+use bonfire_testing::{Kind, run_ranks};
 use burn::backend::Autodiff;
 use burn::module::Param;
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::GradientsParams;
 use burn::tensor::{Tensor, TensorData, TensorPrimitive};
-use common::{Kind, run_ranks};
 use cubecl::Runtime;
 use cubecl::stream_id::StreamId;
 use cubecl::wgpu::WgpuRuntime;

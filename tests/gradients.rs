@@ -4,13 +4,11 @@
 //! loss is the sum of the result's squares times the rank's weights.
 #![cfg(not(feature = "ddp"))]
 
-mod common;
-
 use bonfire::Group;
 use bonfire::tensor::autodiff::*;
+use bonfire_testing::{Kind as Medium, run_ranks};
 use burn::backend::{Autodiff, Flex, NdArray};
 use burn::tensor::{DType, Tensor, TensorData};
-use common::{Kind as Medium, run_ranks};
 
 type Inner = NdArray<f64>;
 type Training = Autodiff<Inner>;

@@ -36,7 +36,7 @@ fn library(defined: &str) -> PathBuf {
 /// Runs `body` in the test `name` started again, with these variables.
 fn again(name: &str, libraries: &Path, variables: &[(&str, &str)], body: impl FnOnce()) {
     if std::env::var_os(AGAIN).is_some() {
-        let _ = env_logger::try_init();
+        bonfire_testing::log_to_stderr();
         return body();
     }
     let mut command = Command::new(std::env::current_exe().unwrap());

@@ -1,10 +1,9 @@
 //! An optimizer whose state is dealt out gives what the optimizer on one rank gives, in less memory.
 
-mod common;
-
 use std::collections::HashSet;
 
 use bonfire::{DataParallel, Error, ShardedOptimizer, Sharding};
+use bonfire_testing::ranks;
 use burn::backend::{Autodiff, Flex, NdArray};
 use burn::grad_clipping::GradientClippingConfig;
 use burn::module::{Module, ModuleVisitor, Param, ParamId};
@@ -17,7 +16,6 @@ use burn::optim::{
 };
 use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::{DType, Tensor, TensorData};
-use common::ranks;
 
 type F32 = Autodiff<Flex>;
 type F64 = Autodiff<NdArray<f64>>;

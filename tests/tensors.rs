@@ -1,15 +1,13 @@
 //! Operations on burn's tensors, against what burn computes on one rank.
 
-mod common;
-
 use std::ops::Range;
 
 use bonfire::tensor::operation::*;
 use bonfire::{Error, Group, ReduceOp};
+use bonfire_testing::{Kind as Medium, errors, run_ranks};
 use burn::backend::{Flex, NdArray};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Bool, DType, Float, Int, Numeric, Tensor, TensorData};
-use common::{Kind as Medium, errors, run_ranks};
 
 /// Each rank's tensor: small whole numbers, other ones on each rank, so that sums are exact in every type.
 fn of_rank<B: Backend, const D: usize, K: Kind<B>>(rank: usize, shape: [usize; D], dtype: DType) -> Tensor<B, D, K> {

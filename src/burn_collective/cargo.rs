@@ -9,14 +9,12 @@ use burn::tensor::{DType, Float, TensorData, TensorMetadata, TensorPrimitive};
 
 use super::data::to_host;
 use super::error::CollectiveError;
-use crate::dtype::ReduceOp;
-use crate::error::Error;
-use crate::group::Group;
 use crate::tensor::device::serves;
 #[cfg(feature = "flex")]
 use crate::tensor::flex;
 use crate::tensor::host::float;
 use crate::tensor::operation::carry;
+use bonfire_core::{Error, Group, ReduceOp};
 
 /// One peer's tensor.
 pub(super) enum Cargo {

@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 
 use super::error::{CollectiveError, GlobalCollectiveError};
 use super::names::PeerId;
-use crate::dtype::ReduceOp;
+use bonfire_core::ReduceOp;
 
 /// What is called.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
@@ -126,7 +126,7 @@ mod tests {
             calls.into_iter().flat_map(|call| [None, Some(0)].map(|h| claim(call, Some(7), h))).collect();
         claims.extend([claim(Call::Parameters(u64::MAX), None, None), Err(CollectiveError::Other("no".into()))]);
         let seeds = claims.iter().map(|claim| postcard::to_stdvec(claim).unwrap());
-        crate::fuzz::fuzz("claim", seeds, |bytes| {
+        bonfire_testing::fuzz::fuzz("claim", seeds, |bytes| {
             let read = read(bytes);
             for ours in &claims {
                 let merged = merge([ours.clone(), read.clone()]);

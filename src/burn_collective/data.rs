@@ -4,10 +4,8 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{Bytes, DType, Float, TensorData, TensorPrimitive};
 
 use super::error::CollectiveError;
-use crate::dtype::{Element, ReduceOp};
-use crate::error::Error;
-use crate::group::Group;
 use crate::tensor::host::{self, align, float, typed};
+use bonfire_core::{Element, Error, Group, ReduceOp};
 
 /// The tensor's elements, without a copy where the backend can hand them over.
 pub(super) fn to_host<B: Backend>(tensor: B::FloatTensorPrimitive) -> Result<TensorData, CollectiveError> {

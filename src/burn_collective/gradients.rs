@@ -12,7 +12,7 @@ use super::names::PeerId;
 use super::operation::run;
 use super::session::session;
 use super::unload;
-use crate::dtype::ReduceOp;
+use bonfire_core::ReduceOp;
 
 /// All-reduces gradients, as burn-optim does with its `collective` feature. Import it to call `grads.all_reduce(..)`.
 pub trait GradientsParamsExt: Sized {

@@ -39,7 +39,7 @@ pub(super) enum Answer {
 mod tests {
     use super::super::config::{AllReduceStrategy, BroadcastStrategy, ReduceStrategy};
     use super::*;
-    use crate::transport::frame;
+    use bonfire_core::internal::frame;
 
     #[test]
     fn fuzz_registrations() {
@@ -51,7 +51,7 @@ mod tests {
         let (host, port, data_port) = ("node-7".to_owned(), 3000, 3001);
         let registration =
             Registration { protocol: PROTOCOL, host, port, data_port, num_nodes: 2, lowest_peer: 4, strategies };
-        frame::fuzz("registration", &[registration]);
+        bonfire_testing::fuzz::fuzz_frames("registration", &[registration]);
     }
 
     #[test]
@@ -60,6 +60,6 @@ mod tests {
         let refusals = [GlobalCollectiveError::DoubleRegister, GlobalCollectiveError::Server("late".into())];
         let mut answers = refusals.map(Answer::Refused).to_vec();
         answers.push(Answer::Start { node: NodeId::from(1usize), nodes });
-        frame::fuzz("orchestrator", &answers);
+        bonfire_testing::fuzz::fuzz_frames("orchestrator", &answers);
     }
 }

@@ -12,13 +12,8 @@ use super::data;
 use super::error::{CollectiveError, GlobalCollectiveError};
 use super::messages::{Answer, PROTOCOL, Registration};
 use super::names::{NodeId, PeerId, parts};
-use crate::auth::{Opening, Purpose, Refusal, Secret, permit, prove};
-use crate::dtype::ReduceOp;
-use crate::error::Error;
-use crate::group::Group;
-use crate::plan::Algorithm;
-use crate::transport::frame;
-use crate::wait::Deadline;
+use bonfire_core::internal::{Opening, Purpose, Refusal, frame, permit, prove};
+use bonfire_core::{Algorithm, Deadline, Error, Group, ReduceOp, Secret};
 
 /// How long nodes may take to find each other.
 pub(super) const RENDEZVOUS: Duration = Duration::from_secs(120);

@@ -10,9 +10,7 @@ use super::error::CollectiveError;
 use super::names::PeerId;
 use super::nodes::Node;
 use super::session::{Device, Seat, Session, in_words};
-use crate::dtype::ReduceOp;
-use crate::error::Error;
-use crate::group::Group;
+use bonfire_core::{Error, Group, ReduceOp};
 
 /// Runs `call` with the tensor that the peer brings, if it brings one. Returns the result, where the peer gets one, and
 /// the peer's device. A peer that could not read its tensor takes part, so that the others learn of it.

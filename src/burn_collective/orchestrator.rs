@@ -14,10 +14,8 @@ use super::error::GlobalCollectiveError;
 use super::messages::{Answer, PROTOCOL, Registration};
 use super::names::NodeId;
 use super::nodes::RENDEZVOUS;
-use crate::auth::{Lobby, Opening, Purpose, RETRY, Secret, answer, confirm, permit};
-use crate::error::Error;
-use crate::transport::frame;
-use crate::wait::lock;
+use bonfire_core::internal::{Lobby, Opening, Purpose, RETRY, answer, confirm, frame, lock, permit};
+use bonfire_core::{Error, Secret};
 
 /// Nodes that may register at once.
 const NODES: usize = 1024;

@@ -12,9 +12,8 @@ use super::error::CollectiveError;
 use super::names::{PeerId, parts};
 use super::nodes::Node;
 use super::table::Table;
-use crate::error::Error;
-use crate::group::{DEADLINE, Group};
-use crate::wait::{Deadline, deadline_from_env, lock};
+use bonfire_core::internal::{DEADLINE, deadline_from_env, lock};
+use bonfire_core::{Deadline, Error, Group};
 
 /// The session of backend `B`.
 pub(super) fn session<B: Backend>() -> Arc<Session> {

@@ -10,9 +10,8 @@ use std::time::{Duration, Instant};
 use super::claim::{Claimed, merge};
 use super::error::CollectiveError;
 use super::names::PeerId;
-use crate::error::Error;
-use crate::group::Group;
-use crate::wait::{Bell, crowded, lock, spin};
+use bonfire_core::internal::{Bell, crowded, lock, spin};
+use bonfire_core::{Error, Group};
 
 pub(super) struct Table {
     places: Vec<Place>,

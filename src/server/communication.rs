@@ -19,10 +19,7 @@ use super::engine::Job;
 use super::post::{Message, Post};
 use super::reading::{Reading, caught};
 use super::round::{Results, Round, Source};
-use crate::call::{Call, Operation};
-use crate::dtype::{DType, ReduceOp};
-use crate::error::Error;
-use crate::wait::Deadline;
+use bonfire_core::{Call, DType, Deadline, Error, Operation, ReduceOp};
 
 pub(super) const UNFINISHED: &str = "the memory holds a part of an earlier result, or one from another list of devices, \
                                      that is not there yet; call sync_collective between the two";

@@ -25,7 +25,7 @@ use super::engine::Engine;
 use super::reading::Reader;
 use super::runtime::{Info, LayoutPolicy};
 use super::status::Status;
-use crate::error::Error;
+use bonfire_core::Error;
 
 /// The compute server of one logical device: the inner runtime's server, and what is under way with other devices.
 pub struct CollectiveServer<R: DeviceTransport> {

@@ -15,8 +15,7 @@ use super::compute::CollectiveServer;
 use super::engine::{Loan, Rows};
 use super::reading::{Reading, caught};
 use super::runtime::CollectiveRuntime;
-use crate::error::Error;
-use crate::wait::Deadline;
+use bonfire_core::{Deadline, Error};
 
 /// Runtimes between whose devices data can be copied, which are the collective ones.
 pub trait CopyBetweenDevices: Runtime {

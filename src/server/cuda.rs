@@ -37,9 +37,7 @@ use super::communication::{Span, UNFINISHED};
 use super::engine::{Engine, Job, Loan, Route, Rows};
 use super::reading::caught;
 use super::status::Status;
-use crate::error::{Error, Site};
-use crate::group::Group;
-use crate::wait::Deadline;
+use bonfire_core::{Deadline, Error, Group, Site};
 
 impl DeviceTransport for CudaRuntime {
     fn engine(device: DeviceId) -> Option<Box<dyn Engine<Self>>> {

@@ -8,7 +8,7 @@ use cubecl::device::{Device, DeviceId};
 
 use super::DeviceTransport;
 use super::status::{Counters, Status};
-use crate::error::Error;
+use bonfire_core::Error;
 
 /// A logical device: one of up to 256 on a physical device of the runtime `R`, with a server of its own.
 ///

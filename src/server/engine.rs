@@ -8,9 +8,7 @@ use cubecl::server::Binding;
 use cubecl::stream_id::StreamId;
 
 use super::DeviceTransport;
-use crate::call::Call;
-use crate::error::{Error, Site};
-use crate::wait::Deadline;
+use bonfire_core::{Call, Deadline, Error, Site};
 
 /// An all-reduce as a device calls it.
 pub struct Job {

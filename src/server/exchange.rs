@@ -17,11 +17,7 @@ use super::compute::CollectiveServer;
 use super::copy::stream_of;
 use super::engine::Errand;
 use super::runtime::CollectiveRuntime;
-use crate::call::{Call, Operation};
-use crate::dtype::{DType, ReduceOp};
-use crate::error::Error;
-use crate::group::Group;
-use crate::partition::partition;
+use bonfire_core::{Call, DType, Error, Group, Operation, ReduceOp, partition};
 
 /// The operations of a [`Group`] on a device's memory, for clients of collective runtimes: each rank brings a device, and
 /// ranks may be threads or processes.

@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, Mutex};
 
-use crate::wait::lock;
+use bonfire_core::internal::lock;
 
 /// Memory that is kept for the next results.
 #[derive(Default)]

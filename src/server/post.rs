@@ -12,8 +12,8 @@ use cubecl::ir::ElemType;
 use cubecl::stream_id::StreamId;
 
 use super::copy::Offer;
-use crate::error::Error;
-use crate::wait::{Deadline, lock};
+use bonfire_core::internal::lock;
+use bonfire_core::{Deadline, Error};
 
 /// What one device sent another.
 pub(super) struct Message {

@@ -7,7 +7,7 @@ use cubecl::bytes::Bytes;
 use cubecl::future::{DynFut, block_on};
 use cubecl::server::ServerError;
 
-use crate::error::Error;
+use bonfire_core::Error;
 
 type Copying = DynFut<Result<Vec<Bytes>, ServerError>>;
 

@@ -22,10 +22,8 @@ use cubecl::device::DeviceId;
 use super::memory::Pool;
 use super::reading::Reading;
 use super::status::Status;
-use crate::call::Call;
-use crate::error::{Error, Ranks, Site};
-use crate::reduce::{Output, reduce_to_all};
-use crate::wait::{Deadline, lock};
+use bonfire_core::internal::{Output, Ranks, lock, reduce_to_all};
+use bonfire_core::{Call, Deadline, Error, Site};
 
 /// Where the data of a call comes from.
 pub(super) enum Source {

@@ -8,9 +8,8 @@ use std::time::Duration;
 
 use cubecl::device::DeviceId;
 
-use crate::error::Error;
-use crate::group::DEADLINE;
-use crate::wait::{deadline_from_env, lock};
+use bonfire_core::Error;
+use bonfire_core::internal::{DEADLINE, deadline_from_env, lock};
 
 /// The state of one logical device that servers, clients and other devices share.
 pub(super) struct Status {

@@ -3,7 +3,7 @@
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 
-use crate::error::Error;
+use bonfire_core::Error;
 
 thread_local! {
     /// Whether this thread is in an [`attempt`].

@@ -50,7 +50,7 @@ use super::attempt::fail;
 use super::operation::axis::Axis;
 use super::operation::carry;
 use super::operation::sizes::{self, Sizes, cut};
-use crate::{Error, Group, ReduceOp};
+use bonfire_core::{Error, Group, ReduceOp};
 
 /// An autodiff backend whose tensors can be summed over ranks with the gradient flowing through the sum.
 ///

@@ -14,15 +14,12 @@ use burn::tensor::{Numeric, Shape, Tensor, TensorCreationOptions};
 pub use self::routing::Routing;
 use super::host::{Kind, Via};
 use super::operation::axis::Axis;
-use super::operation::carry;
 use super::operation::fused::{self, Piece};
-use super::operation::place;
 use super::operation::sizes::Sizes;
+use super::operation::{carry, place};
 #[cfg(feature = "flex")]
 use super::pool::Suited;
-use crate::dtype::ReduceOp;
-use crate::error::Error;
-use crate::group::Group;
+use bonfire_core::{Error, Group, ReduceOp};
 
 /// Collectives on a model's tensors: vLLM's device communicator, on burn.
 ///

@@ -8,9 +8,7 @@ use burn::tensor::ops::FloatTensor;
 
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 use self::path::Path;
-use crate::dtype::{DType, ReduceOp};
-use crate::error::Error;
-use crate::group::Group;
+use bonfire_core::{DType, Error, Group, ReduceOp};
 
 /// Whether the backend's tensors are on collective devices.
 #[cfg_attr(

@@ -6,8 +6,10 @@
 use std::any::Any;
 
 use burn::tensor::backend::Backend;
-use burn::tensor::{BasicOps, Bool, BoolStore, Bytes, DType as BurnDType, Float, Int, Shape, TensorData};
-use burn::tensor::{TensorMetadata, TensorPrimitive, try_read_sync};
+use burn::tensor::{
+    BasicOps, Bool, BoolStore, Bytes, DType as BurnDType, Float, Int, Shape, TensorData, TensorMetadata,
+    TensorPrimitive, try_read_sync,
+};
 use bytemuck::{cast_slice, cast_slice_mut};
 
 use super::device::start_all_reduce;
@@ -15,59 +17,58 @@ use super::device::start_all_reduce;
 use super::flex;
 #[cfg(feature = "flex")]
 use super::pool::{self, Suited};
-use crate::dtype::{DType, Element, ReduceOp};
-use crate::error::Error;
-use crate::group::{Group, zeroed};
+use bonfire_core::internal::zeroed;
+use bonfire_core::{DType, Element, Error, Group, ReduceOp};
 
 /// Evaluates an expression with `$T` as the Rust type of elements of type `$dtype`.
 macro_rules! typed {
     ($dtype:expr, $T:ident => $body:expr) => {
         match $dtype {
-            $crate::dtype::DType::F32 => {
+            bonfire_core::DType::F32 => {
                 type $T = f32;
                 $body
             }
-            $crate::dtype::DType::F64 => {
+            bonfire_core::DType::F64 => {
                 type $T = f64;
                 $body
             }
-            $crate::dtype::DType::F16 => {
+            bonfire_core::DType::F16 => {
                 type $T = half::f16;
                 $body
             }
-            $crate::dtype::DType::BF16 => {
+            bonfire_core::DType::BF16 => {
                 type $T = half::bf16;
                 $body
             }
-            $crate::dtype::DType::I8 => {
+            bonfire_core::DType::I8 => {
                 type $T = i8;
                 $body
             }
-            $crate::dtype::DType::I16 => {
+            bonfire_core::DType::I16 => {
                 type $T = i16;
                 $body
             }
-            $crate::dtype::DType::I32 => {
+            bonfire_core::DType::I32 => {
                 type $T = i32;
                 $body
             }
-            $crate::dtype::DType::I64 => {
+            bonfire_core::DType::I64 => {
                 type $T = i64;
                 $body
             }
-            $crate::dtype::DType::U8 => {
+            bonfire_core::DType::U8 => {
                 type $T = u8;
                 $body
             }
-            $crate::dtype::DType::U16 => {
+            bonfire_core::DType::U16 => {
                 type $T = u16;
                 $body
             }
-            $crate::dtype::DType::U32 => {
+            bonfire_core::DType::U32 => {
                 type $T = u32;
                 $body
             }
-            $crate::dtype::DType::U64 => {
+            bonfire_core::DType::U64 => {
                 type $T = u64;
                 $body
             }

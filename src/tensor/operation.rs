@@ -51,9 +51,7 @@ use burn::tensor::{DType, Numeric, Shape, Tensor, TensorCreationOptions};
 use self::carry::Swap;
 use self::sizes::Sizes;
 pub use super::host::Kind;
-use crate::dtype::ReduceOp;
-use crate::error::Error;
-use crate::group::Group;
+use bonfire_core::{Error, Group, ReduceOp};
 
 /// The element-wise reduction of the ranks' tensors, on every rank.
 ///

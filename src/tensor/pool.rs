@@ -11,9 +11,8 @@ use burn::tensor::Bytes;
 use bytemuck::{cast_slice, cast_slice_mut};
 use cubecl_common::bytes::{AllocationController, AllocationProperty};
 
-use crate::error::Error;
-use crate::group::{Buffer, Group};
-use crate::wait::lock;
+use bonfire_core::internal::lock;
+use bonfire_core::{Buffer, Error, Group};
 
 /// Shorter ones the allocator has at hand.
 const SHORTEST: usize = 1 << 20;

@@ -7,10 +7,8 @@ use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::{Bool, Int, Shape, Tensor, TensorData};
 use serde::{Deserialize, Serialize};
 
-use crate::dtype::DType;
-use crate::error::Error;
-use crate::group::Group;
 use crate::tensor::host::float;
+use bonfire_core::{DType, Error, Group};
 
 /// What the ranks must agree on for each parameter.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

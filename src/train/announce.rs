@@ -4,8 +4,7 @@ use burn::optim::GradientsParams;
 use burn::tensor::backend::AutodiffBackend;
 
 use super::agree::Parameter;
-use crate::error::Error;
-use crate::group::Group;
+use bonfire_core::{Error, Group};
 
 /// One rank's gradients in a step, as the other ranks are told of them.
 pub(crate) struct Announcement<'a, B: AutodiffBackend> {

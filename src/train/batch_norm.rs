@@ -11,7 +11,7 @@ use burn::tensor::{DType, Tensor, TensorPrimitive};
 
 use crate::tensor::attempt::fail;
 use crate::tensor::autodiff::CollectiveBackend;
-use crate::{Error, Group};
+use bonfire_core::{Error, Group};
 
 /// Configuration of a [`SyncBatchNorm`], with the fields and defaults of burn's `BatchNormConfig`.
 #[derive(Config, Debug)]

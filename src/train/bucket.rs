@@ -6,9 +6,7 @@ use burn::tensor::{Bytes, FloatDType, Scalar};
 use bytemuck::{Pod, cast_slice_mut};
 use half::{bf16, f16};
 
-use crate::dtype::{DType, Element, ReduceOp};
-use crate::error::Error;
-use crate::group::{Buffer, Group, Work};
+use bonfire_core::{Buffer, DType, Element, Error, Group, ReduceOp, Work};
 
 /// The first bucket is small, so that the first reduction starts while the rest is still being packed.
 const FIRST: usize = 1 << 20;

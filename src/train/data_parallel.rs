@@ -13,10 +13,8 @@ use super::agree::{Described, Parameter, check_same, load_from_first, parameters
 use super::announce::{Announcement, no_samples};
 use super::bucket::{Bucket, Exchange, Item, WINDOW, buckets, scale, scaled};
 use super::states;
-use crate::dtype::ReduceOp;
-use crate::error::Error;
-use crate::group::{Buffer, Group, Work};
 use crate::tensor::device::{Waiting, serves, start_all_reduce};
+use bonfire_core::{Buffer, Error, Group, ReduceOp, Work};
 
 /// One rank's part in the data-parallel training of a model: see [`train`](crate::train) for a whole loop.
 pub struct DataParallel<B: AutodiffBackend> {

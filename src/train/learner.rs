@@ -14,9 +14,8 @@ use burn_train::{
 };
 
 use self::rank::{Main, Rank, Settings};
-use crate::error::Error;
-use crate::group::Group;
-use crate::wait::lock;
+use bonfire_core::internal::lock;
+use bonfire_core::{Error, Group};
 
 /// A strategy for burn-train's [`SupervisedTraining`](burn_train::SupervisedTraining): data-parallel training on the
 /// devices of one process or of several.

@@ -3,9 +3,7 @@
 use chacha20::ChaCha8Rng;
 use chacha20::rand_core::{Rng, SeedableRng};
 
-use crate::error::Error;
-use crate::group::Group;
-use crate::partition::partition;
+use bonfire_core::{Error, Group, partition};
 
 /// Deals the samples of a data set out to the ranks, in shuffled batches.
 ///

@@ -22,8 +22,7 @@ use super::agree::Parameter;
 use super::announce::Announcement;
 use super::bucket::{Exchange, WINDOW};
 use super::data_parallel::DataParallel;
-use crate::error::Error;
-use crate::group::Group;
+use bonfire_core::{Error, Group};
 
 /// Among which ranks an optimizer's state is dealt out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

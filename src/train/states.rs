@@ -4,9 +4,7 @@ use burn::module::{AutodiffModule, ModuleMapper, ModuleVisitor, Param};
 use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::{Tensor, TensorData};
 
-use crate::dtype::ReduceOp;
-use crate::error::Error;
-use crate::group::Group;
+use bonfire_core::{Error, Group, ReduceOp};
 
 /// The model with the mean over all ranks of every float parameter that needs no gradient and differs between ranks.
 pub(crate) fn average<B: AutodiffBackend, M: AutodiffModule<B>>(group: &Group, model: M) -> Result<M, Error> {

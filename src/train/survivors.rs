@@ -7,7 +7,7 @@ use burn::tensor::backend::AutodiffBackend;
 
 use super::agree::broadcast_value;
 use super::data_parallel::{DataParallel, trained};
-use crate::error::Error;
+use bonfire_core::Error;
 
 /// Floats are recorded as f64 and integers as i64, so all narrower types come back as they were.
 type Records = BinBytesRecorder<DoublePrecisionSettings>;
@@ -140,7 +140,8 @@ mod tests {
     use burn::tensor::{Tensor, TensorData, Tolerance};
 
     use super::*;
-    use crate::{Group, ShardedSampler};
+    use crate::ShardedSampler;
+    use bonfire_core::Group;
 
     type Training = Autodiff<Flex>;
 

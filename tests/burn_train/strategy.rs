@@ -9,9 +9,9 @@ use burn::record::DefaultRecorder;
 use burn_train::metric::store::EventStoreClient;
 use burn_train::{EarlyStoppingStrategy, Interrupter, TrainingStrategy};
 
-use crate::common::process::{Process, is_child, say};
 use crate::model::{B, Log, Net, Shape, Steps, devices};
 use crate::training::{Components, Training, alone, check};
+use bonfire_testing::process::{Process, is_child, say};
 
 /// A strategy whose ranks are all in this process, on so many devices.
 fn threads(count: usize) -> Arc<DataParallelStrategy<B>> {

@@ -8,9 +8,9 @@ use cubecl::server::ReduceOperation::Sum;
 
 use crate::Devices;
 use crate::cases::{Case, all_reduces};
-use crate::common::process::{Process, is_child, say};
 use crate::devices::{Client, F32, create};
 use crate::faults::{self, fails, works};
+use bonfire_testing::process::{Process, is_child, say};
 
 const DEADLINE: Duration = Duration::from_secs(2);
 

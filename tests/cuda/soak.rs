@@ -5,9 +5,9 @@
 use std::time::{Duration, Instant};
 
 use crate::cases::{Called, Case, DTYPES};
-use crate::common::transport::Random;
 use crate::devices::streams;
 use crate::{Devices, around};
+use bonfire_testing::transport::Random;
 
 const RANKS: u8 = 4;
 /// A device calls so many before it must wait for results.

@@ -8,13 +8,13 @@ use bonfire::server::DeviceCollectives;
 use bonfire::{DType, Error, Group, ReduceOp};
 use rustix::process::Signal;
 
-use super::common::process::{Process, is_child, report, say};
 use super::groups::{Memory, check, mine};
 use super::{Devices, stays_on_gpus};
+use bonfire_testing::process::{Process, is_child, report, say};
 
 /// A child's rank, device and memory.
 fn join() -> (Group, Devices, Memory<cubecl::cuda::CudaRuntime>) {
-    drop(env_logger::try_init());
+    bonfire_testing::log_to_stderr();
     let group = Group::from_env().expect("ranks find each other");
     let devices = Devices::new(group.rank() as u8, 1);
     let memory = Memory::new(devices.client(0), 1);

@@ -1,11 +1,7 @@
 //! The `bonfire` program.
-#![deny(unsafe_op_in_unsafe_fn, clippy::undocumented_unsafe_blocks)]
 
 mod doctor;
 mod floor;
-#[cfg(test)]
-#[path = "../../fuzz.rs"]
-mod fuzz;
 mod machine;
 mod perf;
 mod run;

@@ -1,5 +1,5 @@
 //! The program `bonfire run`, with shell commands as ranks.
-#![cfg(all(unix, feature = "cli"))]
+#![cfg(unix)]
 
 #[path = "run/harness.rs"]
 mod harness;

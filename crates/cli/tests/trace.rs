@@ -1,7 +1,5 @@
 //! Traces: what ranks record, when they write it, and what `bonfire trace` says of it.
-#![cfg(all(unix, feature = "cli"))]
-
-mod common;
+#![cfg(unix)]
 
 use std::fs;
 use std::path::Path;
@@ -11,8 +9,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use bonfire::{Group, ReduceOp, State, Trace};
-use common::process::{Process, is_child, report, say};
-use common::{Kind, run_ranks};
+use bonfire_testing::process::{Process, is_child, report, say};
+use bonfire_testing::{Kind, run_ranks};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 
@@ -42,7 +40,7 @@ fn trace_to(folder: &Path) -> [(&'static str, String); 1] {
 fn await_that(mut so: impl FnMut() -> bool) {
     let start = Instant::now();
     while !so() {
-        assert!(start.elapsed() < common::DEADLINE, "it does not come to that");
+        assert!(start.elapsed() < bonfire_testing::DEADLINE, "it does not come to that");
         thread::sleep(Duration::from_millis(1));
     }
 }
@@ -105,7 +103,7 @@ fn a_rank_that_does_not_come_is_named() {
         (0..5).for_each(|_| group.barrier().expect("all ranks come"));
         if group.rank() == 1 {
             // The parent ends this.
-            thread::sleep(common::DEADLINE);
+            thread::sleep(bonfire_testing::DEADLINE);
             return;
         }
         return report(&group.all_reduce(&mut [1f32; 8], ReduceOp::Sum).map(|()| String::new()));
@@ -176,7 +174,7 @@ fn ranks_that_are_interrupted_leave_their_traces() {
         }
         say("hanging");
         // The parent ends this.
-        return thread::sleep(common::DEADLINE);
+        return thread::sleep(bonfire_testing::DEADLINE);
     }
     for transport in BOTH {
         let folder = tempfile::tempdir().unwrap();

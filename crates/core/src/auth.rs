@@ -28,11 +28,12 @@ mod secret;
 use std::fmt::Display;
 use std::net::SocketAddr;
 
-pub(crate) use self::connect::{answer, confirm, dial, prove};
-pub(crate) use self::lobby::{Lobby, RETRY};
-pub(crate) use self::opening::{Opening, Purpose, Refusal};
+pub(crate) use self::connect::dial;
+pub use self::connect::{answer, confirm, prove};
+pub use self::lobby::{Lobby, RETRY};
+pub use self::opening::{Opening, Purpose, Refusal};
 pub use self::secret::Secret;
-use crate::error::Error;
+use crate::types::Error;
 
 /// What a user does who lacks a secret, or has another one than the other ranks.
 pub(crate) const REMEDY: &str = "give all ranks the same BONFIRE_SECRET_FILE or BONFIRE_SECRET";
@@ -71,7 +72,7 @@ impl Member {
 }
 
 /// Refuses to listen at addresses that strangers reach, or to dial there, without a secret.
-pub(crate) fn permit(secret: Option<&Secret>, addresses: &[SocketAddr]) -> Result<(), Error> {
+pub fn permit(secret: Option<&Secret>, addresses: &[SocketAddr]) -> Result<(), Error> {
     let open = addresses.iter().map(SocketAddr::ip).find(|address| !address.to_canonical().is_loopback());
     match open.filter(|_| secret.is_none()) {
         Some(address) => Err(wanted(format!("{address} is not loopback"))),

@@ -6,7 +6,6 @@
 //! Collective operations must be called by all ranks, in the same order, with the same element type, count, reduction
 //! and root. Their results have the same bits on all ranks and in every run.
 
-#[cfg(feature = "cubecl")]
 mod agreed;
 mod batch;
 mod execute;
@@ -22,12 +21,9 @@ use std::panic::Location;
 use bytemuck::{cast_slice, cast_slice_mut};
 
 pub use self::batch::Batch;
-use crate::call::{Call, Operation};
-use crate::dtype::{Element, ReduceOp};
-use crate::error::Error;
 use crate::group::{Group, Work};
-use crate::partition::{Parts, partition};
 use crate::transport::Buffers;
+use crate::types::{Call, Element, Error, Operation, Parts, ReduceOp, partition};
 
 /// # Operations
 impl Group {
@@ -159,7 +155,7 @@ impl Group {
     /// and part `r` is afterwards what rank `r` had for this one.
     ///
     /// ```
-    /// let ranks: Vec<_> = bonfire::Group::threads(3)?
+    /// let ranks: Vec<_> = bonfire_core::Group::threads(3)?
     ///     .into_iter()
     ///     .map(|group| std::thread::spawn(move || {
     ///         let mut data = [0, 1, 2].map(|to| 10 * group.rank() as i32 + to);
@@ -169,7 +165,7 @@ impl Group {
     /// for (to, rank) in (0..).zip(ranks) {
     ///     assert_eq!(rank.join().unwrap()?, [to, 10 + to, 20 + to]);
     /// }
-    /// # Ok::<(), bonfire::Error>(())
+    /// # Ok::<(), bonfire_core::Error>(())
     /// ```
     ///
     /// # Errors
@@ -229,11 +225,11 @@ impl Group {
     /// Starts [`all_reduce`](Group::all_reduce).
     ///
     /// ```
-    /// # let group = bonfire::Group::threads(1)?.remove(0);
-    /// let work = group.start_all_reduce(vec![1.0f32; 1024], bonfire::ReduceOp::Sum)?;
+    /// # let group = bonfire_core::Group::threads(1)?.remove(0);
+    /// let work = group.start_all_reduce(vec![1.0f32; 1024], bonfire_core::ReduceOp::Sum)?;
     /// // ... compute something else ...
     /// let reduced = work.wait().map_err(|(error, _buffer)| error)?;
-    /// # Ok::<(), bonfire::Error>(())
+    /// # Ok::<(), bonfire_core::Error>(())
     /// ```
     ///
     /// # Errors
@@ -324,9 +320,9 @@ impl Group {
 
     /// Starts `call` on the bytes that `fill` gives when its turn has come. They are as many as the call says, and
     /// aligned for its elements.
-    #[cfg(feature = "cubecl")]
     #[track_caller]
-    pub(crate) fn start_filled<B: Send + 'static>(
+    #[doc(hidden)]
+    pub fn start_filled<B: Send + 'static>(
         &self,
         call: Call,
         buffer: B,
@@ -359,7 +355,8 @@ impl Group {
 }
 
 impl Group {
-    pub(crate) fn check_rank(&self, operation: &str, what: &str, rank: usize) -> Result<(), Error> {
+    #[doc(hidden)]
+    pub fn check_rank(&self, operation: &str, what: &str, rank: usize) -> Result<(), Error> {
         if rank < self.world_size() {
             return Ok(());
         }
@@ -367,7 +364,8 @@ impl Group {
         Err(Error::argument(operation, format!("{what} {rank} is no rank of this group: give one from 0 to {}", n - 1)))
     }
 
-    pub(crate) fn check_parts(&self, len: usize) -> Result<(), Error> {
+    #[doc(hidden)]
+    pub fn check_parts(&self, len: usize) -> Result<(), Error> {
         let n = self.world_size();
         if len.is_multiple_of(n) {
             return Ok(());

@@ -21,9 +21,9 @@ use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
 pub use self::buffer::Buffer;
-pub(crate) use self::buffer::zeroed;
+pub use self::buffer::zeroed;
 pub use self::builder::Builder;
-pub(crate) use self::builder::DEADLINE;
+pub use self::builder::DEADLINE;
 pub(crate) use self::progress::Progress;
 pub use self::progress::Work;
 pub(crate) use self::recorder::CallSite;
@@ -31,13 +31,11 @@ use self::recorder::Recorder;
 use self::subgroup::Lineage;
 pub use self::trace::{Message, Record, State, Trace};
 use self::turn::{Queue, Turn};
-use crate::call::{Call, Operation, fingerprint};
-use crate::dtype::Element;
-use crate::error::Error;
 use crate::plan::{self, Algorithm, Plan, Selection};
-use crate::scratch::Scratch;
-use crate::transport::{Fault, Near, Regroup, Transport};
-use crate::wait::lock;
+use crate::reduce::Scratch;
+use crate::sync::lock;
+use crate::transport::{Near, Regroup, Transport};
+use crate::types::{Call, Element, Error, Fault, Operation, fingerprint};
 
 /// One rank's handle to a group of ranks: threads of a process, or processes.
 ///
@@ -49,7 +47,7 @@ use crate::wait::lock;
 /// Dropping the last handle waits for the operations that were started, then says farewell to the other ranks.
 ///
 /// ```
-/// use bonfire::{Group, ReduceOp};
+/// use bonfire_core::{Group, ReduceOp};
 ///
 /// let ranks: Vec<_> = Group::threads(4)?
 ///     .into_iter()
@@ -61,11 +59,12 @@ use crate::wait::lock;
 /// for rank in ranks {
 ///     assert_eq!(rank.join().unwrap()?, [1.5; 3]);
 /// }
-/// # Ok::<(), bonfire::Error>(())
+/// # Ok::<(), bonfire_core::Error>(())
 /// ```
 #[derive(Clone)]
 pub struct Group {
-    pub(crate) core: Arc<Core>,
+    #[doc(hidden)]
+    pub core: Arc<Core>,
     deadline: Duration,
     /// A fingerprint of the shape of the tensors that this handle's operations are on.
     shape: Option<u16>,
@@ -76,7 +75,7 @@ pub struct Group {
 }
 
 /// What handles and started operations share.
-pub(crate) struct Core {
+pub struct Core {
     transport: Arc<dyn Transport>,
     near: Near,
     algorithms: Selection,
@@ -133,7 +132,7 @@ struct Anchor {
 }
 
 /// What a layer above has for a group, as the group knows it.
-pub(crate) trait Keepsake: Any + Send + Sync {
+pub trait Keepsake: Any + Send + Sync {
     /// The group has failed, or ranks are gone: what needs them does not come to an end.
     fn part(&self);
 }
@@ -216,9 +215,9 @@ impl Group {
     /// A handle to the same group whose operations may take this long.
     ///
     /// ```
-    /// # let group = bonfire::Group::threads(1)?.remove(0);
+    /// # let group = bonfire_core::Group::threads(1)?.remove(0);
     /// group.with_deadline(std::time::Duration::from_secs(5)).barrier()?;
-    /// # Ok::<(), bonfire::Error>(())
+    /// # Ok::<(), bonfire_core::Error>(())
     /// ```
     pub fn with_deadline(&self, deadline: Duration) -> Group {
         Group { deadline, ..self.clone() }
@@ -241,11 +240,11 @@ impl Group {
     /// [from the environment](Self::from_env) also when the process is interrupted.
     ///
     /// ```
-    /// # let group = bonfire::Group::threads(1)?.remove(0);
+    /// # let group = bonfire_core::Group::threads(1)?.remove(0);
     /// # let folder = tempfile::tempdir().unwrap();
     /// group.barrier()?;
     /// group.write_trace(folder.path().join(format!("trace-{}.json", group.rank())))?;
-    /// # Ok::<(), bonfire::Error>(())
+    /// # Ok::<(), bonfire_core::Error>(())
     /// ```
     ///
     /// # Errors
@@ -265,11 +264,11 @@ impl Group {
     /// ranks then reach each other's, and nothing is copied on the way. See [`Buffer`].
     ///
     /// ```
-    /// # let group = bonfire::Group::threads(1)?.remove(0);
+    /// # let group = bonfire_core::Group::threads(1)?.remove(0);
     /// let mut weights = group.allocate::<f32>(1 << 20)?;
     /// weights.fill(1.0);
-    /// group.all_reduce(&mut weights, bonfire::ReduceOp::Sum)?;
-    /// # Ok::<(), bonfire::Error>(())
+    /// group.all_reduce(&mut weights, bonfire_core::ReduceOp::Sum)?;
+    /// # Ok::<(), bonfire_core::Error>(())
     /// ```
     ///
     /// # Errors
@@ -279,12 +278,14 @@ impl Group {
     }
 
     /// A handle whose blocking operations fail on all ranks where another rank's are on tensors of another shape.
-    pub(crate) fn shaped(&self, shape: &[usize]) -> Group {
+    #[doc(hidden)]
+    pub fn shaped(&self, shape: &[usize]) -> Group {
         Group { shape: Some(fingerprint(shape.iter().copied())), ..self.clone() }
     }
 
     /// The call as this handle makes it.
-    pub(crate) fn stamp(&self, call: Call) -> Call {
+    #[doc(hidden)]
+    pub fn stamp(&self, call: Call) -> Call {
         self.shape.map_or(call, |shape| call.shaped(shape))
     }
 
@@ -293,15 +294,16 @@ impl Group {
     }
 
     /// Ends the group because this rank cannot go on in it, so that nobody waits for it.
-    pub(crate) fn abandon(&self, error: Error) {
+    #[doc(hidden)]
+    pub fn abandon(&self, error: Error) {
         let _turn = self.turn();
         self.core.abandon(error);
     }
 
     /// What a layer above has for this group: made when it is first asked for, and kept until the last handle is dropped.
     /// It must hold no handle itself.
-    #[cfg(feature = "cuda")]
-    pub(crate) fn keep<T: Keepsake>(&self, make: impl FnOnce() -> Result<T, Error>) -> Result<Arc<T>, Error> {
+    #[doc(hidden)]
+    pub fn keep<T: Keepsake>(&self, make: impl FnOnce() -> Result<T, Error>) -> Result<Arc<T>, Error> {
         let mut kept = lock(&self.anchor.kept);
         if let Some(kept) = kept.clone() {
             let kept: Arc<dyn Any + Send + Sync> = kept;

@@ -20,7 +20,7 @@ use std::ops::Range;
 pub use self::selection::Selection;
 pub(crate) use self::selection::parse;
 pub(crate) use self::table::plan as by_default;
-use crate::call::Operation;
+use crate::types::Operation;
 
 /// How an operation is carried out where messages carry it.
 ///

@@ -3,6 +3,6 @@
 use std::hash::{BuildHasher, Hasher, RandomState};
 
 /// Another one each time. The standard library seeds its hashers from the system's random numbers.
-pub(crate) fn number() -> u64 {
+pub fn number() -> u64 {
     RandomState::new().build_hasher().finish()
 }

@@ -11,6 +11,7 @@ mod arithmetic;
 mod kernels;
 mod level;
 mod output;
+mod scratch;
 #[cfg(test)]
 mod tests;
 mod widen;
@@ -20,8 +21,10 @@ use std::mem::MaybeUninit;
 use self::level::Portable;
 #[cfg(target_arch = "x86_64")]
 use self::level::{Avx2, Avx512};
-pub(crate) use self::output::{Output, fence_streams};
-use crate::dtype::{DType, ReduceOp};
+pub use self::output::Output;
+pub(crate) use self::output::fence_streams;
+pub(crate) use self::scratch::Scratch;
+use crate::types::{DType, ReduceOp};
 
 /// One reduction of one element type. All byte slices are aligned for their element type and hold whole elements;
 /// those of one call hold the same number of elements.
@@ -104,7 +107,7 @@ impl Block {
 /// # Safety
 /// Every pointer is valid for `elements` elements of `dtype` and aligned for it; inputs are not written and outputs not
 /// accessed by anybody else during the call.
-pub(crate) unsafe fn reduce_to_all(
+pub unsafe fn reduce_to_all(
     dtype: DType,
     op: ReduceOp,
     elements: usize,

@@ -21,10 +21,9 @@ mod source;
 #[cfg(test)]
 mod tests;
 
-use std::fmt;
-use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
+use std::{fmt, io};
 
 use serde::{Deserialize, Serialize};
 use tokio::runtime::Runtime;
@@ -34,9 +33,10 @@ use self::regroup::{Kept, Processes};
 pub use self::source::Launched;
 pub(crate) use self::source::Source;
 use crate::auth::{self, Secret};
-use crate::error::Error;
-use crate::transport::tcp::{MOST, Silence, Tcp};
+use crate::control::{MOST, Silence};
+use crate::transport::tcp::Tcp;
 use crate::transport::{Base, Near};
+use crate::types::Error;
 
 /// How long ranks may take to find each other by default.
 const TIMEOUT: Duration = Duration::from_secs(120);

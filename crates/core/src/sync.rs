@@ -1,11 +1,17 @@
-//! What threads hand each other things with. The models in `models/` put loom's in their place, which tries the orders in
-//! which threads can see each other's steps.
+//! What threads hand each other things with, and how they wait. Under `cfg(bonfire_loom)` the models in `tests/loom/` put
+//! loom's in their place, which tries the orders in which threads can see each other's steps.
+
+mod wait;
 
 use std::cell::UnsafeCell;
 use std::time::Duration;
 
 pub(crate) use std::sync::atomic::*;
 pub(crate) use std::sync::{Condvar, Mutex, MutexGuard};
+
+pub use self::wait::Deadline;
+pub use self::wait::{Bell, ENDLESS, crowded, deadline_from_env, lock, spin};
+pub(crate) use self::wait::{Patience, seconds_from_env};
 
 /// Data that threads access in turns of their own making.
 #[repr(transparent)]

@@ -5,12 +5,9 @@
 //! first.
 
 mod direct;
-#[cfg(unix)]
-pub(crate) mod frame;
 #[cfg(all(feature = "shm", target_os = "linux"))]
 pub(crate) mod hosts;
-pub(crate) mod invitation;
-pub(crate) mod local;
+
 #[cfg(all(feature = "mpi", unix))]
 pub(crate) mod mpi;
 mod regroup;
@@ -21,12 +18,13 @@ pub(crate) mod shm;
 pub(crate) mod subset;
 #[cfg(unix)]
 pub(crate) mod tcp;
+pub(crate) mod threads;
 
 #[cfg(unix)]
 pub(crate) use self::regroup::hosts_of;
 pub(crate) use self::regroup::{Base, Regroup};
+pub use self::seams::Transport;
 pub(crate) use self::seams::{Buffers, Collectives, Storage};
-pub use self::seams::{Fault, Transport};
 
 /// What ranks reach each other by besides messages.
 pub(crate) enum Near {

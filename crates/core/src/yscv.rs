@@ -36,11 +36,8 @@ use std::time::Duration;
 
 use self::link::{Failure, Link, Turn, late};
 use self::rendezvous::{Place, Rendezvous, split};
-use crate::call::{Call, Operation};
-use crate::dtype::{DType, ReduceOp};
-use crate::error::Error;
-use crate::sync::{AtomicU64, Ordering};
-use crate::wait::Deadline;
+use crate::sync::{AtomicU64, Deadline, Ordering};
+use crate::types::{Call, DType, Error, Operation, ReduceOp};
 
 /// How many ranks a star can have: more than a process has connections, and few enough to name those that are missing.
 const MOST_RANKS: usize = 1 << 16;
@@ -57,13 +54,13 @@ const MOST_RANKS: usize = 1 << 16;
 /// repeat that error; an error of [`allreduce_sum`](Self::allreduce_sum) ends all of this rank's connections.
 ///
 /// ```
-/// let (coordinator, worker) = bonfire::loopback_pair()?;
+/// let (coordinator, worker) = bonfire_core::loopback_pair()?;
 /// let other = std::thread::spawn(move || worker.allreduce_sum(&mut [1.0, 2.0]));
 /// let mut data = [10.0, 20.0];
 /// coordinator.allreduce_sum(&mut data)?;
 /// assert_eq!(data, [11.0, 22.0]);
 /// # other.join().unwrap()?;
-/// # Ok::<(), bonfire::Error>(())
+/// # Ok::<(), bonfire_core::Error>(())
 /// ```
 pub struct TcpTransport {
     rank: usize,

@@ -1,12 +1,10 @@
 //! Once warm, operations take no memory from the allocator, on any thread of any rank.
 
-mod common;
-
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use bonfire::{Element, Group, ReduceOp};
-use common::{Kind, run_ranks};
+use bonfire_core::{Element, Group, ReduceOp};
+use bonfire_testing::{Kind, run_ranks};
 use half::{bf16, f16};
 
 /// The system's allocator, with a count of what is asked of it.
@@ -90,7 +88,7 @@ fn every_operation(kind: Kind, group: &Group) {
     all_reduce::<bf16>(kind, group, 5000, ReduceOp::Mean);
     all_reduce::<i32>(kind, group, 5000, ReduceOp::Mean);
     let mut data = vec![0f32; 3000];
-    let own = bonfire::partition(3000, group.world_size(), group.rank());
+    let own = bonfire_core::partition(3000, group.world_size(), group.rank());
     none(kind, "barrier", group, |group| group.barrier().unwrap());
     none(kind, "broadcast", group, |group| group.broadcast(&mut data, 1).unwrap());
     none(kind, "reduce", group, |group| group.reduce(&mut data, ReduceOp::Sum, 1).unwrap());

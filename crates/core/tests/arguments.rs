@@ -1,12 +1,10 @@
 //! Arguments that cannot work are refused at once, on the rank that gave them, and the group goes on; values that are no
 //! ordinary numbers pass.
 
-mod common;
-
 use std::time::Duration;
 
-use bonfire::{Builder, Element, Error, Group, ReduceOp};
-use common::{Kind, run_ranks, run_ranks_with};
+use bonfire_core::{Builder, Element, Error, Group, ReduceOp};
+use bonfire_testing::{Kind, run_ranks, run_ranks_with};
 use half::{bf16, f16};
 
 type Act = fn(&Group) -> Result<(), Error>;

@@ -1,16 +1,14 @@
 //! Who is let in: ranks with the secret, and nobody else. In every test the job beside it completes.
 
-mod common;
-
 use std::io::{ErrorKind, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use bonfire::{Builder, Error, Group, Medium, ReduceOp, Secret};
-use common::relay::{Recording, dial, relay};
-use common::{free_address, reason, wire};
+use bonfire_core::{Builder, Error, Group, Medium, ReduceOp, Secret};
+use bonfire_testing::relay::{Recording, dial, relay};
+use bonfire_testing::{free_address, reason, wire};
 
 /// For ranks that will not find each other.
 const SOON: Duration = Duration::from_secs(1);
@@ -29,7 +27,7 @@ fn rank(rank: usize, world_size: usize, address: &str) -> Builder {
 
 fn bare(rank: usize, world_size: usize, address: &str) -> Builder {
     let builder = Group::builder().rank(rank).world_size(world_size).address(address).transport(Medium::Tcp);
-    builder.rendezvous_timeout(common::DEADLINE).deadline(common::DEADLINE)
+    builder.rendezvous_timeout(bonfire_testing::DEADLINE).deadline(bonfire_testing::DEADLINE)
 }
 
 type Connecting = thread::JoinHandle<Result<Group, Error>>;
@@ -40,7 +38,7 @@ fn connecting(builder: Builder) -> Connecting {
 
 /// The ranks find each other, and what they compute then is right.
 fn works(ranks: Vec<Connecting>) {
-    common::works(ranks.into_iter().map(|rank| rank.join().unwrap()).collect());
+    bonfire_testing::works(ranks.into_iter().map(|rank| rank.join().unwrap()).collect());
 }
 
 /// All that comes until the other end closes.
@@ -78,7 +76,7 @@ fn ranks_with_the_secret_find_each_other_and_compute() {
     }
     // Threads have none, and need none.
     let groups = rank(0, 1, "").connect_ranks(2).unwrap();
-    common::works(groups.into_iter().map(Ok).collect());
+    bonfire_testing::works(groups.into_iter().map(Ok).collect());
 }
 
 #[test]

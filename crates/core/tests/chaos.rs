@@ -4,8 +4,6 @@
 //! `BONFIRE_CHAOS` is how many faults are injected at least (60), `BONFIRE_CHAOS_SEED` repeats a run, and a word as an
 //! argument chooses the scenarios with it in their names.
 
-mod common;
-
 #[path = "chaos/case.rs"]
 mod case;
 #[path = "chaos/child.rs"]
@@ -105,7 +103,7 @@ fn number(variable: &str) -> Option<u64> {
 }
 
 fn main() -> ExitCode {
-    if common::process::is_child() {
+    if bonfire_testing::process::is_child() {
         child::main();
         return ExitCode::SUCCESS;
     }

@@ -1,14 +1,13 @@
 //! The matrix: transport x world size x algorithm x operation x reduction x element type x length x in or out of place,
 //! against exact arithmetic.
 
-mod common;
 #[path = "conformance/matrix.rs"]
 mod matrix;
 #[path = "conformance/varied.rs"]
 mod varied;
 
-use bonfire::{Algorithm, Error, Group, Medium, Selection};
-use common::{DEADLINE, Kind, free_address, run_ranks, run_ranks_with};
+use bonfire_core::{Algorithm, Error, Group, Medium, Selection};
+use bonfire_testing::{DEADLINE, Kind, free_address, run_ranks, run_ranks_with};
 use half::{bf16, f16};
 use matrix::{check, check_all_types, lengths};
 

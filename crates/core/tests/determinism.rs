@@ -1,15 +1,13 @@
 //! The same bits on all ranks and in every run, whatever the timing.
 
-mod common;
-
 use std::collections::HashSet;
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::thread;
 
-use bonfire::{Algorithm, Builder, Element, Group, ReduceOp, partition};
+use bonfire_core::{Algorithm, Builder, Element, Group, ReduceOp, partition};
+use bonfire_testing::transport::{Faults, Random, delay, run_on_channels};
+use bonfire_testing::{Kind, run_ranks_with};
 use bytemuck::bytes_of;
-use common::transport::{Faults, Random, delay, run_on_channels};
-use common::{Kind, run_ranks_with};
 use half::f16;
 
 const RUNS: usize = 200;

@@ -1,13 +1,11 @@
 //! Ranks that are missing, leave or die, and arguments that cannot work.
 
-mod common;
-
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Barrier};
 use std::time::Duration;
 
-use bonfire::{Error, Group, ReduceOp};
-use common::{Kind, errors, in_parallel, run_ranks, run_ranks_with};
+use bonfire_core::{Error, Group, ReduceOp};
+use bonfire_testing::{Kind, errors, in_parallel, run_ranks, run_ranks_with};
 
 type Act = fn(&Group) -> Result<(), Error>;
 
@@ -30,7 +28,7 @@ fn timeout(kind: Kind, n: usize, absent: &'static [usize], before: bool, act: Ac
         n,
         |builder| if per_call { builder } else { builder.deadline(limit) },
         move |group| {
-            let patient = group.with_deadline(common::DEADLINE);
+            let patient = group.with_deadline(bonfire_testing::DEADLINE);
             if before {
                 patient.barrier().unwrap();
             }

@@ -1,13 +1,9 @@
 //! Groups over several hosts: processes that say that they are on different machines, and network namespaces.
 
-mod common;
-
-use std::path::Path;
-use std::process::Command;
 use std::time::{Duration, Instant};
 
-use bonfire::{Builder, Error, Group, Medium, ReduceOp};
-use common::process::{Process, is_child, report, say};
+use bonfire_core::{Builder, Error, Group, Medium, ReduceOp};
+use bonfire_testing::process::{Process, is_child, report, say};
 use rustix::process::Signal;
 
 /// One of four ranks on two machines, 0 and 1 on the first.
@@ -84,7 +80,7 @@ fn a_rank_that_is_killed_or_stands_still_is_named_by_all() {
 
 #[test]
 fn shared_memory_among_all_does_not_ask_which_machine_it_is() {
-    let address = common::free_address();
+    let address = bonfire_testing::free_address();
     let ranks: Vec<_> = (0..2)
         .map(|rank| {
             let builder = Group::builder().rank(rank).world_size(2).address(address.clone());
@@ -95,34 +91,4 @@ fn shared_memory_among_all_does_not_ask_which_machine_it_is() {
     for rank in ranks {
         assert_eq!(rank.join().unwrap().unwrap(), Ok(()));
     }
-}
-
-/// Real links, and every element checked.
-#[test]
-fn an_all_reduce_crosses_links_of_1_gbit_per_second() {
-    let found = |tool: &str| {
-        std::env::split_paths(&std::env::var_os("PATH").unwrap_or_default()).any(|p| p.join(tool).exists())
-    };
-    if !rustix::process::geteuid().is_root() || !found("ip") || !found("tc") {
-        eprintln!("SKIPPED: network namespaces need root and iproute2");
-        return;
-    }
-    let repository = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let program = env!("CARGO_BIN_EXE_bonfire");
-    let output = Command::new("scripts/hosts")
-        .args(["-n", "2", "-r", "2", "--", program, "perf", "all_reduce", "--transport", "auto"])
-        .args(["-b", "8M", "-e", "8M", "-n", "2", "-w", "1", "--json"])
-        .env("BONFIRE", program)
-        .current_dir(repository)
-        .output()
-        .expect("the script starts");
-    let (said, problems) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-    if problems.contains("Operation not permitted") {
-        eprintln!("SKIPPED: this root may not make network namespaces: {problems}");
-        return;
-    }
-    assert!(output.status.success(), "{said}{problems}");
-    let line = said.lines().last().expect("a line of figures");
-    let figures: serde_json::Value = serde_json::from_str(line).expect("JSON");
-    assert_eq!((&figures["wrong"], &figures["ranks"]), (&0.into(), &4.into()), "{line}");
 }

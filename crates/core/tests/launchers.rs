@@ -1,14 +1,12 @@
 //! Ranks that find each other by what launchers say: processes with replayed environments, on one host and on two.
 
-mod common;
-
 use std::fs;
 use std::net::TcpListener;
 use std::path::PathBuf;
 use std::process::Command;
 
-use bonfire::{Builder, Error, Group, ReduceOp};
-use common::process::{Process, is_child, report, say};
+use bonfire_core::{Builder, Error, Group, ReduceOp};
+use bonfire_testing::process::{Process, is_child, report, say};
 
 type Variables = Vec<(&'static str, String)>;
 
@@ -96,7 +94,7 @@ fn what_code_says_wins_and_completes() {
         return report(&builder.connect().and_then(|group| sum(&group)));
     }
     for others in [vec![], srun(7, 4, 2, "node[1-2]"), mpirun(0, 9)] {
-        let address = common::free_address();
+        let address = bonfire_testing::free_address();
         let given = |rank: usize| vec![("GIVEN_RANK", rank.to_string()), ("GIVEN_ADDRESS", address.clone())];
         let start = |rank| Process::start("what_code_says_wins_and_completes", &[given(rank), others.clone()].concat());
         for rank in [0, 1].map(start) {

@@ -1,15 +1,13 @@
 //! Groups of more ranks than are all connected to each other: few of them, which are told that they are many, and 128
 //! processes.
 
-mod common;
-
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
-use bonfire::{Builder, Error, Group, ReduceOp};
-use common::process::{Process, is_child, report, say};
-use common::{Kind, errors, run_ranks_with};
+use bonfire_core::{Builder, Error, Group, ReduceOp};
+use bonfire_testing::process::{Process, is_child, report, say};
+use bonfire_testing::{Kind, errors, run_ranks_with};
 use rustix::process::Signal;
 
 const KINDS: [Kind; 3] = [Kind::Tcp, Kind::Shm, Kind::Hosts(&[0, 1])];
@@ -333,7 +331,7 @@ fn of_very_many_processes_the_one_that_never_comes_is_named_by_all() {
         return report(&builder.connect().map(|group| group.rank().to_string()));
     }
     let name = "of_very_many_processes_the_one_that_never_comes_is_named_by_all";
-    let address = common::free_address();
+    let address = bonfire_testing::free_address();
     let start = |rank: usize| {
         let variables = [
             ("BONFIRE_RANK", rank.to_string()),

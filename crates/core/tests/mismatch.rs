@@ -1,11 +1,9 @@
 //! Ranks that disagree: every rank gets the same error, which lists what each of them called, and none succeeds.
 
-mod common;
-
 use std::time::Duration;
 
-use bonfire::{Builder, Call, Error, Group, Operation, ReduceOp, Selection};
-use common::{Kind, errors, in_parallel, run_ranks, run_ranks_with};
+use bonfire_core::{Builder, Call, Error, Group, Operation, ReduceOp, Selection};
+use bonfire_testing::{Kind, errors, in_parallel, run_ranks, run_ranks_with};
 
 type Act = fn(&Group) -> Result<(), Error>;
 

@@ -2,7 +2,6 @@
 //!
 //! `BONFIRE_TEST_MPIRUN` names another launcher than `mpirun`.
 
-mod common;
 #[path = "conformance/matrix.rs"]
 mod matrix;
 #[path = "conformance/varied.rs"]
@@ -14,7 +13,7 @@ use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use bonfire::{Algorithm, Builder, Error, Group, Medium, Operation, ReduceOp};
+use bonfire_core::{Algorithm, Builder, Error, Group, Medium, Operation, ReduceOp};
 use half::{bf16, f16};
 use matrix::{check, check_all_types, lengths};
 
@@ -73,7 +72,7 @@ fn await_signs(name: &str, count: usize) {
 /// Runs `rank` as every rank of `n`, on both of MPI's transports, or in a rank on its own.
 fn on_ranks(name: &str, worlds: &[usize], mediums: &[Medium], rank: impl FnOnce(Builder)) {
     if folder().is_some() {
-        let _ = env_logger::try_init();
+        bonfire_testing::log_to_stderr();
         rank(Builder::from_env().unwrap().deadline(Duration::from_secs(60)));
         sign("passed");
         // The launcher may end the others with the first that ends.
@@ -120,7 +119,7 @@ fn plans_on_messages() {
 
 #[test]
 fn a_nan_on_any_rank_is_the_largest_and_the_smallest() {
-    fn extremes<T: bonfire::Element>(group: &Group, nan: T, one: T, is_nan: impl Fn(T) -> bool) {
+    fn extremes<T: bonfire_core::Element>(group: &Group, nan: T, one: T, is_nan: impl Fn(T) -> bool) {
         for op in [ReduceOp::Max, ReduceOp::Min] {
             for place in 0..group.world_size() {
                 let mut data = vec![one; 3];
@@ -258,10 +257,10 @@ fn some_ranks_work_in_place_and_others_do_not() {
         let group = builder.connect().unwrap();
         let (rank, n) = (group.rank(), group.world_size());
         for len in [7, 60, 5000] {
-            let own = bonfire::partition(len, n, rank);
+            let own = bonfire_core::partition(len, n, rank);
             let mine: Vec<u32> = (0..len).map(|i| (rank * len + i) as u32).collect();
             let sums: Vec<u32> = (0..len).map(|i| (0..n).map(|r| (r * len + i) as u32).sum()).collect();
-            let parts = |r: usize| bonfire::partition(len, n, r).map(move |i| (r * len + i) as u32);
+            let parts = |r: usize| bonfire_core::partition(len, n, r).map(move |i| (r * len + i) as u32);
             let whole: Vec<u32> = (0..n).flat_map(parts).collect();
             for even in [true, false] {
                 let in_place = (rank % 2 == 0) == even;

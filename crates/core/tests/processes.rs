@@ -1,14 +1,12 @@
 //! Ranks as processes that are killed, interrupted or end without a word.
 
-mod common;
-
 use std::io::Write;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::ExitStatusExt;
 use std::time::Duration;
 
-use bonfire::{Error, Group, ReduceOp};
-use common::process::{Process, is_child, report, say};
+use bonfire_core::{Error, Group, ReduceOp};
+use bonfire_testing::process::{Process, is_child, report, say};
 use rustix::process::Signal;
 
 /// Enough for what these tests do, so that a child whose test is broken ends.

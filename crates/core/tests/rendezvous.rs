@@ -1,22 +1,20 @@
 //! How ranks find each other, and what they say where they don't.
 
-mod common;
-
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::thread;
 use std::time::Duration;
 
-use bonfire::{Algorithm, Builder, Error, Group, ReduceOp, Secret, Selection};
-use common::relay::dial;
-use common::{free_address, reason, wire, works};
+use bonfire_core::{Algorithm, Builder, Error, Group, ReduceOp, Secret, Selection};
+use bonfire_testing::relay::dial;
+use bonfire_testing::{free_address, reason, wire, works};
 
 /// For ranks that will not find each other.
 const SOON: Duration = Duration::from_secs(1);
 
 fn rank(rank: usize, world_size: usize, address: &str) -> Builder {
     let builder = Group::builder().rank(rank).world_size(world_size).address(address);
-    builder.rendezvous_timeout(common::DEADLINE).deadline(common::DEADLINE)
+    builder.rendezvous_timeout(bonfire_testing::DEADLINE).deadline(bonfire_testing::DEADLINE)
 }
 
 /// Connects all at once, each on a thread of its own; a group is kept until all have one or an error.
@@ -176,7 +174,7 @@ fn nobody_at_the_address_is_an_error_in_time() {
 fn ranks_that_do_not_come_are_named_in_time() {
     let address = free_address();
     // Rank 2 has more patience: it hears from rank 0 who is missing.
-    let limits = [(0, SOON), (2, common::DEADLINE)];
+    let limits = [(0, SOON), (2, bonfire_testing::DEADLINE)];
     let ranks = limits.map(|(r, limit)| rank(r, 4, &address).rendezvous_timeout(limit));
     let mut results = connect(ranks.into());
     let (two, zero) = (reason(results.remove(1)), reason(results.remove(0)));

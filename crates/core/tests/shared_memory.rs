@@ -1,17 +1,15 @@
 //! Shared memory between processes: who gets it, what is left of it, and operations of all sizes one after the other.
 
-mod common;
-
 use std::fmt::Debug;
 use std::ops::DerefMut;
 use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use bonfire::{Algorithm, Builder, Element, Error, Group, Medium, Operation, ReduceOp, partition};
-use common::process::{Process, is_child, report, say};
-use common::transport::{Random, delay};
-use common::{Kind, free_address, run_ranks};
+use bonfire_core::{Algorithm, Builder, Element, Error, Group, Medium, Operation, ReduceOp, partition};
+use bonfire_testing::process::{Process, is_child, report, say};
+use bonfire_testing::transport::{Random, delay};
+use bonfire_testing::{Kind, free_address, run_ranks};
 use half::{bf16, f16};
 use rustix::process::Signal;
 
@@ -166,9 +164,10 @@ fn meet(settings: Vec<Set>) -> Vec<Result<i32, Error>> {
         .into_iter()
         .enumerate()
         .map(|(rank, set)| {
-            let builder = Group::builder().rank(rank).world_size(n).address(address.clone()).deadline(common::DEADLINE);
+            let builder =
+                Group::builder().rank(rank).world_size(n).address(address.clone()).deadline(bonfire_testing::DEADLINE);
             thread::spawn(move || {
-                let group = set(builder.rendezvous_timeout(common::DEADLINE)).connect()?;
+                let group = set(builder.rendezvous_timeout(bonfire_testing::DEADLINE)).connect()?;
                 let mut data = [1; 3000];
                 group.all_reduce(&mut data, ReduceOp::Sum).map(|()| data[2999])
             })

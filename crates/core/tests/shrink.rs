@@ -1,14 +1,12 @@
 //! Ranks that go on without those that are lost.
 
-mod common;
-
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
 
-use bonfire::{Algorithm, Apart, Builder, Error, Group, ReduceOp};
-use common::process::{Process, is_child, report, say};
-use common::transport::Channels;
-use common::{Kind, run_ranks, run_ranks_with};
+use bonfire_core::{Algorithm, Apart, Builder, Error, Group, ReduceOp};
+use bonfire_testing::process::{Process, is_child, report, say};
+use bonfire_testing::transport::Channels;
+use bonfire_testing::{Kind, run_ranks, run_ranks_with};
 use rustix::process::Signal;
 
 /// Calls operations of all kinds, and gives who is in the group, as a mask of the ranks in the group that was first.
@@ -104,7 +102,7 @@ fn a_group_without_a_failure_gives_one_of_the_same_ranks_once() {
             let group = group.with_deadline(Duration::from_secs(45));
             let other = group.shrink()?;
             assert_eq!((other.rank(), other.world_size(), other.deadline()), (group.rank(), 3, group.deadline()));
-            let operation = bonfire::Operation::AllReduce;
+            let operation = bonfire_core::Operation::AllReduce;
             assert_eq!(other.algorithms(operation).to_string(), group.algorithms(operation).to_string());
             assert!(matches!(group.shrink(), Err(Error::InvalidArgument { .. })));
             // Both are whole, and do not mix.

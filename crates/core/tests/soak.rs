@@ -5,7 +5,6 @@
 
 #[path = "soak/case.rs"]
 mod case;
-mod common;
 #[path = "soak/hand.rs"]
 mod hand;
 
@@ -13,10 +12,10 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use bonfire::{DType, Group, Operation};
+use bonfire_core::{DType, Group, Operation};
+use bonfire_testing::transport::Random;
+use bonfire_testing::{Kind, doors, run_ranks};
 use case::{Case, GROUPS, below, hash};
-use common::transport::Random;
-use common::{Kind, doors, run_ranks};
 use half::{bf16, f16};
 use hand::{Arrivals, Check, Form, Hand};
 

@@ -1,15 +1,13 @@
 //! Started operations: their order, their buffers, and what happens where nobody waits for them.
 
-mod common;
-
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 
-use bonfire::{Error, Group, ReduceOp, Work, partition};
-use common::transport::Random;
-use common::{Kind, errors, run_ranks, run_ranks_with};
+use bonfire_core::{Error, Group, ReduceOp, Work, partition};
+use bonfire_testing::transport::Random;
+use bonfire_testing::{Kind, errors, run_ranks, run_ranks_with};
 
 fn wait<B>(work: Work<B>) -> Result<B, Error> {
     work.wait().map_err(|(error, _)| error)
@@ -224,7 +222,7 @@ fn from_several_threads(kind: Kind, threads: usize, rounds: usize, act: fn(&Grou
         done.send(()).unwrap();
     });
     // Threads that wait for each other for ever would not end by any deadline of the group.
-    let end = finished.recv_timeout(common::DEADLINE);
+    let end = finished.recv_timeout(bonfire_testing::DEADLINE);
     assert!(end.is_ok() || test.is_finished(), "{kind:?}: the threads of a rank wait for each other");
     test.join().unwrap();
 }

@@ -1,14 +1,12 @@
 //! Groups of some ranks of a group: as ferrotorch's SubBackend does it, and what it lacks.
 
-mod common;
-
 use std::sync::{Arc, Barrier};
 use std::thread;
 use std::time::Duration;
 
-use bonfire::{Error, Group, ReduceOp};
-use common::transport::Channels;
-use common::{DEADLINE, Kind, errors, run_ranks, run_ranks_with};
+use bonfire_core::{Error, Group, ReduceOp};
+use bonfire_testing::transport::Channels;
+use bonfire_testing::{DEADLINE, Kind, errors, run_ranks, run_ranks_with};
 
 /// Runs `f` on the groups of every kind.
 fn everywhere(n: usize, f: impl Fn(Group) + Clone + Send + 'static) {

@@ -1,13 +1,12 @@
 //! The transport is a seam for others: one from outside the crate runs every operation, and where it fails, no rank hangs.
 
-mod common;
 #[path = "transport/faults.rs"]
 mod faults;
 
 use std::sync::Arc;
 
-use bonfire::{Algorithm, Builder, Element, Group, ReduceOp, Transport, partition};
-use common::transport::{Channels, Faults, run_on_channels};
+use bonfire_core::{Algorithm, Builder, Element, Group, ReduceOp, Transport, partition};
+use bonfire_testing::transport::{Channels, Faults, run_on_channels};
 use half::{bf16, f16};
 
 /// Every operation in every form. Values are small whole numbers, which all types hold.

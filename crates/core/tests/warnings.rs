@@ -1,12 +1,10 @@
 //! At a tenth of its deadline a rank that waits says in the log whom it waits for.
 
-mod common;
-
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::Duration;
 
-use bonfire::ReduceOp;
-use common::{DEADLINE, Kind, run_ranks_with};
+use bonfire_core::ReduceOp;
+use bonfire_testing::{DEADLINE, Kind, run_ranks_with};
 use log::{Level, LevelFilter, Log, Metadata, Record};
 
 /// Keeps what is logged, and wakes who waits for it.

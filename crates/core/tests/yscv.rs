@@ -1,16 +1,15 @@
 //! The wire of yscv's `TcpTransport`: what its page says, what was mended, and peers that were written from the page alone.
 #![cfg(unix)]
 
-mod common;
-
 use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::process::{Child, ChildStdout, Command, Stdio};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-use bonfire::{Call, DType, Error, Operation, ReduceOp, TcpTransport, TcpTransportBuilder, loopback_pair};
-use common::{DEADLINE as LONG, free_address};
+use bonfire_core::yscv::{TcpTransport, TcpTransportBuilder, loopback_pair};
+use bonfire_core::{Call, DType, Error, Operation, ReduceOp};
+use bonfire_testing::{DEADLINE as LONG, free_address};
 
 /// For what will not come.
 const SOON: Duration = Duration::from_millis(200);

@@ -6,14 +6,18 @@
 
 use std::cell::RefCell;
 use std::fs;
+use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use bonfire_core::internal::frame;
 use proptest::collection::vec;
 use proptest::prelude::*;
 use proptest::sample::Index;
 use proptest::test_runner::{Config, TestError, TestRunner};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
 
 /// For how long each reader is tested; `BONFIRE_FUZZ_SECONDS` says otherwise.
 const SECONDS: f64 = 1.0;
@@ -22,15 +26,16 @@ const SECONDS: f64 = 1.0;
 const BATCH: u32 = 256;
 
 /// The longest input, and how many are kept that a reader took.
-const LONGEST: usize = 4096;
+const LONGEST_INPUT: usize = 4096;
 const POOL: usize = 512;
 
 /// Runs `target` on `seeds`, on the files in `tests/corpus/NAME`, and on changed ones until the time is up. It panics where
 /// the reader is wrong, and says whether the reader took the bytes for a message: those are then changed further.
 ///
 /// An input that makes it panic is left in the corpus.
-pub(crate) fn fuzz(name: &str, seeds: impl IntoIterator<Item = Vec<u8>>, target: impl Fn(&[u8]) -> bool) {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/corpus").join(name);
+pub fn fuzz(name: &str, seeds: impl IntoIterator<Item = Vec<u8>>, target: impl Fn(&[u8]) -> bool) {
+    let folder =
+        Path::new(&std::env::var("CARGO_MANIFEST_DIR").expect("cargo runs the test")).join("tests/corpus").join(name);
     let mut pool: Vec<Vec<u8>> = seeds.into_iter().collect();
     let own = pool.len();
     for file in kept(&folder) {
@@ -79,6 +84,35 @@ pub(crate) fn fuzz(name: &str, seeds: impl IntoIterator<Item = Vec<u8>>, target:
         }
     }
     println!("{name}: {runs} inputs");
+}
+
+/// Tests that frames of any bytes are read as one of this kind, of which these are some, or refused.
+pub fn fuzz_frames<T: Serialize + DeserializeOwned>(name: &str, messages: &[T]) {
+    let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+    let block_on = |stream: &mut &[u8]| runtime.block_on(frame::read::<T>(stream));
+    fuzz(name, messages.iter().map(|message| frame::encode(message).unwrap()), |bytes| {
+        let mut rest = bytes;
+        let message = block_on(&mut rest);
+        let length = bytes.first_chunk().map_or(0, |head| u32::from_le_bytes(*head) as usize);
+        let read = bytes.len() - rest.len();
+        assert!(read <= 4 + length.min(frame::LONGEST));
+        if length > frame::LONGEST {
+            assert!(matches!(&message, Err(e) if e.kind() == io::ErrorKind::InvalidData) && read == 4);
+        }
+        if let Ok(message) = message {
+            assert_eq!(read, if message.is_some() { 4 + length } else { 0 });
+        }
+        // Changed bytes are seldom as many as the first of them say.
+        let Some((_, body)) = bytes.split_first_chunk::<4>() else { return false };
+        let Ok(message) = frame::decode::<T>(body) else { return false };
+        let frame = frame::encode(&message).unwrap();
+        // Numbers may have come in more bytes than they need. Apart from that, what was read is what was said.
+        assert!(frame.len() <= bytes.len());
+        let again = block_on(&mut &frame[..]).unwrap().expect("a message");
+        assert_eq!(frame::encode(&again).unwrap(), frame);
+        assert!(frame::decode::<T>(&[body, &[0]].concat()).is_err(), "what follows a message is not ignored");
+        true
+    });
 }
 
 /// What is in the corpus, in the same order everywhere.
@@ -146,7 +180,7 @@ fn changed(pool: &[Vec<u8>], seed: Index, changes: &[Change]) -> Vec<u8> {
     let mut input = if pool.is_empty() { Vec::new() } else { pool[seed.index(pool.len())].clone() };
     for change in changes {
         apply(&mut input, pool, change);
-        input.truncate(LONGEST);
+        input.truncate(LONGEST_INPUT);
     }
     input
 }

@@ -1,6 +1,6 @@
-//! The harness of all tests with several ranks.
-#![allow(dead_code, reason = "each test target uses a part of it")]
+//! What the tests of all packages share: ranks as threads and as processes, oracles, readers on bytes that were changed.
 
+pub mod fuzz;
 pub mod oracle;
 pub mod process;
 pub mod relay;
@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::thread;
 use std::time::Duration;
 
-use bonfire::{Algorithm, Builder, Error, Group, Medium, ReduceOp};
+use bonfire_core::{Algorithm, Builder, Error, Group, Medium, ReduceOp};
 
 /// How the ranks of a test reach each other.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -75,13 +75,18 @@ pub fn ranks<T: Send>(n: usize, rank: impl Fn(Group) -> T + Sync) -> Vec<T> {
     })
 }
 
+/// Prints what ranks log, as much as `RUST_LOG` says.
+pub fn log_to_stderr() {
+    static LOG: Once = Once::new();
+    LOG.call_once(|| drop(simple_logger::SimpleLogger::new().with_level(log::LevelFilter::Error).env().init()));
+}
+
 /// What a rank calls on a thread of its own to come into its group.
 pub type Door = Box<dyn FnOnce() -> Group + Send>;
 
 /// The doors of a group, by rank. `members` says which of the test's ranks they are, which is what hosts go by.
 pub fn doors(kind: Kind, members: &[usize], settings: impl Fn(Builder) -> Builder) -> Vec<Door> {
-    static LOG: Once = Once::new();
-    LOG.call_once(|| drop(env_logger::try_init()));
+    log_to_stderr();
     let n = members.len();
     let builder = settings(Group::builder().deadline(DEADLINE));
     let medium = match kind {

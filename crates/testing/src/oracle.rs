@@ -1,6 +1,6 @@
 //! What operations must give: elements from small whole numbers, on which all arithmetic is exact.
 
-use bonfire::{Element, ReduceOp};
+use bonfire_core::{Element, ReduceOp};
 use half::{bf16, f16};
 
 /// Elements made from small whole numbers, so that every sum and product is exact or wraps in a known way.

@@ -8,7 +8,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use bonfire::Error;
+use bonfire_core::Error;
 use rustix::process::{Pid, Signal, kill_process};
 
 const CHILD: &str = "BONFIRE_TEST_CHILD";
@@ -74,7 +74,7 @@ impl Process {
         Process { child, words }
     }
 
-    /// Starts all ranks of a group as [`bonfire::Group::from_env`] wants them.
+    /// Starts all ranks of a group as [`bonfire_core::Group::from_env`] wants them.
     pub fn start_ranks(name: &str, n: usize, transport: &str, deadline: &str) -> Vec<Process> {
         Process::start_ranks_with(name, n, transport, deadline, &[])
     }

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 
-use bonfire::{Builder, Deadline, Error, Fault, Group, Tag, Transport};
+use bonfire_core::{Builder, Deadline, Error, Fault, Group, Tag, Transport};
 
 enum Message {
     Data(Tag, Vec<u8>),

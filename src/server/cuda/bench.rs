@@ -6,10 +6,8 @@ use super::choice::{ROUTE, Topology, launch, route};
 use super::control::{CONTROL_BYTES, HOST_WORDS, MAX_RANKS, Member, Parameters};
 use super::driver::{Gpu, Stream};
 use super::memory::{HostWords, Memory};
-use crate::call::{Call, Operation};
-use crate::dtype::{DType, ReduceOp};
-use crate::error::Error;
 use crate::server::engine::Rows;
+use bonfire_core::{Call, DType, Error, Operation, ReduceOp};
 
 /// Calls before those that are timed.
 const WARM_UP: usize = 10;

@@ -5,8 +5,7 @@ use std::sync::LazyLock;
 use super::control::{MAX_BLOCKS, PUSH_BYTES};
 use super::kernel::{Form, Kernel, reduces};
 use super::remote;
-use crate::call::{Call, Operation};
-use crate::error::Error;
+use bonfire_core::{Call, Error, Operation};
 
 /// How data travels between devices, as far as `BONFIRE_CUDA` says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -171,7 +170,7 @@ pub(super) fn launch(route: Route, call: &Call, topology: &Topology) -> Option<L
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::dtype::{DType, ReduceOp};
+    use bonfire_core::{DType, ReduceOp};
 
     fn all_reduce(dtype: DType, count: usize) -> Call {
         Call { operation: Operation::AllReduce, dtype, count, reduction: Some(ReduceOp::Sum), root: None, sizes: None }

@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use bytemuck::{Pod, Zeroable};
 
-use crate::error::{Error, Site};
-use crate::wait::ENDLESS;
+use bonfire_core::internal::ENDLESS;
+use bonfire_core::{Error, Site};
 
 /// Ranks that a kernel can work for.
 pub(super) const MAX_RANKS: usize = 8;
@@ -113,8 +113,7 @@ impl Report {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::call::{Call, Operation};
-    use crate::dtype::{DType, ReduceOp};
+    use bonfire_core::{Call, DType, Operation, ReduceOp};
 
     const SIGNAL: &str = include_str!("../../../kernels/signal.cuh");
 

@@ -10,9 +10,9 @@ use cudarc::driver::sys::{self, CUdevice_attribute as Attribute};
 
 use super::kernel::{Kernel, Module};
 use super::memory::Memory;
-use crate::error::Error;
 use crate::server::engine::Rows;
-use crate::wait::{Deadline, lock};
+use bonfire_core::internal::lock;
+use bonfire_core::{Deadline, Error};
 
 /// A physical GPU, in the context that cubecl uses too: the device's primary one.
 pub(super) struct Gpu {

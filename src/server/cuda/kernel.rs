@@ -8,9 +8,8 @@ use std::sync::{Arc, LazyLock, Mutex};
 use cudarc::driver::{DriverError, result, sys};
 use cudarc::nvrtc;
 
-use crate::dtype::{DType, ReduceOp};
-use crate::error::Error;
-use crate::wait::lock;
+use bonfire_core::internal::lock;
+use bonfire_core::{DType, Error, ReduceOp};
 
 /// What a file in `kernels/` does: an all-reduce in one of three ways, or another operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

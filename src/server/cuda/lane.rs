@@ -13,9 +13,9 @@ use super::driver::{Gpu, Stream, settle};
 use super::memory::{HostWords, word};
 use super::order::{self, Server};
 use super::team::ordinal;
-use crate::error::Error;
 use crate::server::engine::{Loan, Rows};
 use crate::server::status::Status;
+use bonfire_core::Error;
 
 pub(super) struct Lane {
     stream: Arc<Stream>,

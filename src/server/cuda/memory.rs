@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use cudarc::driver::{result, sys};
 
 use super::driver::{Gpu, Stream, failure};
-use crate::error::Error;
+use bonfire_core::Error;
 
 /// GPU memory, zero at first. It comes from the pool that cubecl takes its memory from, so a peer that reaches tensors reaches
 /// it too, and giving it back waits for nothing.

@@ -13,7 +13,7 @@ use cubecl::{CompilationError, Compiler, CubeTask, Runtime};
 
 use super::control::Order;
 use super::kernel::ORDER;
-use crate::call::hash;
+use bonfire_core::internal::hash;
 
 pub(super) type Server = <CudaRuntime as Runtime>::Server;
 

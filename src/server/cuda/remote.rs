@@ -11,12 +11,10 @@ mod with {
     use std::sync::atomic::{AtomicBool, Ordering};
     use std::sync::{Arc, Mutex};
 
-    use crate::call::{Call, Operation};
-    use crate::error::{Error, Site};
-    use crate::group::Group;
     use crate::server::cuda::driver::{Gpu, Stream};
     use crate::server::cuda::nccl::{self, Action, Communicator, Scalar, Work};
-    use crate::wait::{Deadline, lock};
+    use bonfire_core::internal::lock;
+    use bonfire_core::{Call, Deadline, Error, Group, Operation, Site};
 
     pub struct Remote {
         communicator: Mutex<Communicator>,
@@ -102,11 +100,8 @@ mod with {
 /// What stands in its place: there is none.
 #[cfg(not(feature = "nccl"))]
 mod without {
-    use crate::call::Call;
-    use crate::error::{Error, Site};
-    use crate::group::Group;
     use crate::server::cuda::driver::{Gpu, Stream};
-    use crate::wait::Deadline;
+    use bonfire_core::{Call, Deadline, Error, Group, Site};
 
     pub enum Remote {}
 

@@ -19,13 +19,9 @@ use super::lane::place;
 use super::order::{self, Server};
 use super::remote::{self, Remote};
 use super::team::{Copy, Ready, Team, fit, ordinal};
-use crate::call::{Call, Operation};
-use crate::error::Error;
-use crate::group::{Group, Keepsake};
-use crate::partition::partition;
-use crate::random;
 use crate::server::engine::{Errand, Flight, Launch, Route};
-use crate::wait::{Deadline, lock};
+use bonfire_core::internal::{Keepsake, lock, random};
+use bonfire_core::{Call, Deadline, Error, Group, Operation, partition};
 
 /// What this rank has for a group.
 struct Agreed {
@@ -75,7 +71,7 @@ struct Card {
     team: u64,
 }
 
-static PROCESS: LazyLock<u64> = LazyLock::new(random::number);
+static PROCESS: LazyLock<u64> = LazyLock::new(random);
 
 /// The way that this rank of the group has for its device, if there is one.
 pub(super) fn of(group: &Group, device: DeviceId) -> Result<Option<Arc<dyn Route<CudaRuntime>>>, Error> {
@@ -94,7 +90,7 @@ fn agree(group: &Group, device: DeviceId) -> Result<Agreed, Error> {
         let nccl = found.map_err(|error| error.to_string());
         let (host, nccl_only) = (*ROUTE == choice::Route::Host, *ROUTE == choice::Route::Nccl);
         let device = (device.type_id, device.index_id);
-        Card { process: *PROCESS, device, host, nccl_only, nccl, team: random::number() }
+        Card { process: *PROCESS, device, host, nccl_only, nccl, team: random() }
     };
     let cards = group.tell_all(Ok(card))?;
     let devices: Vec<_> = cards.iter().map(|card| DeviceId::new(card.device.0, card.device.1)).collect();

@@ -29,10 +29,9 @@ use super::control::{
 use super::driver::{Gpu, settle};
 use super::memory::{HostWords, Memory};
 use super::remote::Remote;
-use crate::call::Call;
-use crate::error::{Error, Ranks, Site};
 use crate::server::status::Status;
-use crate::wait::{Deadline, lock};
+use bonfire_core::internal::{Ranks, lock};
+use bonfire_core::{Call, Deadline, Error, Site};
 
 pub(super) struct Team {
     key: Vec<DeviceId>,

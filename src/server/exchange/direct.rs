@@ -5,14 +5,13 @@ use std::sync::mpsc::channel;
 
 use cubecl::device_handle::DeviceHandle;
 
-use crate::error::{Error, Site};
-use crate::group::{Core, Group, Work};
 use crate::server::DeviceTransport;
 use crate::server::communication::Span;
 use crate::server::compute::CollectiveServer;
 use crate::server::engine::{Errand, Flight, Launch, Route};
 use crate::server::reading::caught;
-use crate::wait::Deadline;
+use bonfire_core::internal::Core;
+use bonfire_core::{Deadline, Error, Group, Site, Work};
 
 /// An operation that was started.
 pub(super) struct Departure {

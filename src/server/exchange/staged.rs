@@ -9,15 +9,13 @@ use cubecl::bytes::Bytes;
 use cubecl::device_handle::DeviceHandle;
 use cubecl::server::Binding;
 
-use crate::call::Operation;
-use crate::error::Error;
-use crate::group::{Group, Work};
 use crate::server::DeviceTransport;
 use crate::server::communication::shared;
 use crate::server::compute::CollectiveServer;
 use crate::server::engine::Errand;
 use crate::server::memory::{Lease, Pool};
 use crate::server::reading::Reading;
+use bonfire_core::{Error, Group, Operation, Work};
 
 /// An operation under way, and where its result belongs.
 pub(super) struct Staging {

@@ -10,12 +10,10 @@ use burn::tensor::ops::FloatTensor;
 use burn::tensor::{Float, TensorMetadata, TensorPrimitive};
 
 use super::refuse_nested;
-use crate::dtype::ReduceOp;
-use crate::error::Error;
-use crate::group::Group;
 use crate::tensor::attempt::fail;
 use crate::tensor::operation::carry::{self, Swap};
 use crate::tensor::operation::sizes::Sizes;
+use bonfire_core::{Error, Group, ReduceOp};
 
 /// One of them, with all that the ranks know of it. Sizes are those of all ranks.
 #[doc(hidden)]

@@ -4,8 +4,8 @@ use burn::module::{Module, ModuleMapper, Param};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Bool, Float, Int, Tensor};
 
-use crate::error::Error;
 use crate::tensor::host::{Kind, Source, Via};
+use bonfire_core::Error;
 
 /// The model, with its parameters in the memory that results go to.
 pub(super) fn move_parameters<B: Backend, M: Module<B>>(via: Via<'_>, model: M) -> Result<M, Error> {

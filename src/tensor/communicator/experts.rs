@@ -4,14 +4,12 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{Float, Int, Tensor};
 
 use super::{DeviceCommunicator, Routing, destroyed};
-use crate::dtype::ReduceOp;
-use crate::error::Error;
-use crate::group::Group;
 use crate::tensor::host::{Kind, Via};
 use crate::tensor::operation::carry;
 use crate::tensor::operation::fused::{self, Piece};
 use crate::tensor::operation::sizes::Sizes;
-use crate::wait::lock;
+use bonfire_core::internal::lock;
+use bonfire_core::{Error, Group, ReduceOp};
 
 /// # Experts
 impl<B: Backend> DeviceCommunicator<B> {

@@ -3,12 +3,9 @@
 use burn::tensor::backend::Backend;
 use burn::tensor::{Int, Tensor, TensorData};
 
-use crate::error::Error;
-use crate::group::Group;
-use crate::partition::partition;
 use crate::tensor::autodiff::{self, CollectiveBackend};
-use crate::tensor::host;
-use crate::tensor::operation;
+use crate::tensor::{host, operation};
+use bonfire_core::{Error, Group, partition};
 
 /// Which rank gets which tokens, and where their results go: see [`DeviceCommunicator::route`](crate::DeviceCommunicator::route).
 ///

@@ -14,11 +14,8 @@ use burn_fusion::{FusionTensor, NoOp};
 use burn_ir::{InitOperationIr, OperationIr, OperationOutput};
 
 use super::Waiting;
-use crate::call::{Call, Operation};
-use crate::dtype::{DType, ReduceOp};
-use crate::error::Error;
-use crate::group::Group;
 use crate::server::{CollectiveRuntime, DeviceTransport, exchange};
+use bonfire_core::{Call, DType, Error, Group, Operation, ReduceOp};
 
 /// The way from a backend's tensors to the memory of the runtime `R`. Backends are compared by the type of their tensors,
 /// because nothing in burn's traits says what they run on.

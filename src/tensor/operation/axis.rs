@@ -2,7 +2,7 @@
 
 use burn::tensor::Shape;
 
-use crate::error::Error;
+use bonfire_core::Error;
 
 /// A dimension of a shape.
 #[derive(Clone, Debug)]

@@ -5,9 +5,8 @@ use burn::tensor::{Bytes, DType as BurnDType, Shape, TensorMetadata};
 
 use super::axis::Axis;
 use super::sizes::{Sizes, check, cut, equal, receive};
-use crate::dtype::{DType, ReduceOp};
-use crate::error::Error;
 use crate::tensor::host::{Form, Kind, Source, Via, elements, elements_mut, typed};
+use bonfire_core::{DType, Error, ReduceOp};
 
 /// The whole of these parts, which is what they are already where nothing lies between.
 fn join<B: Backend>(

@@ -5,9 +5,8 @@ use burn::tensor::{Bytes, Shape, TensorMetadata};
 
 use super::axis::Axis;
 use super::sizes::Sizes;
-use crate::dtype::DType;
-use crate::error::Error;
 use crate::tensor::host::{Form, Kind, Source, Via};
+use bonfire_core::{DType, Error};
 
 const OPERATION: &str = "all_gather";
 

@@ -1,8 +1,8 @@
 //! How long each rank's part is along a dimension.
 
 use super::axis::Axis;
-use crate::error::Error;
 use crate::tensor::host::Via;
+use bonfire_core::Error;
 
 /// How long each rank's part is along the dimension.
 #[derive(Clone, Copy)]

@@ -13,9 +13,9 @@ use burn_train::{
     TrainingModel, ValidLoader,
 };
 
-use crate::error::{Error, Ranks};
-use crate::group::Group;
 use crate::train::DataParallel;
+use bonfire_core::internal::Ranks;
+use bonfire_core::{Error, Group};
 
 type Device<LC> = burn::tensor::Device<<LC as LearningComponentsTypes>::Backend>;
 

@@ -11,8 +11,8 @@ use serde::{Deserialize, Serialize};
 
 use super::ShardedOptimizer;
 use super::state::{Piece, Records, elements, join};
-use crate::error::Error;
 use crate::train::agree::Parameter;
+use bonfire_core::Error;
 
 /// Says what the bytes are, and of which version.
 const FORMAT: &str = "bonfire sharded optimizer 1";
@@ -205,7 +205,7 @@ mod tests {
 
     use super::*;
     use crate::train::{DataParallel, Sharding};
-    use crate::{Error, Group};
+    use bonfire_core::{Error, Group};
 
     type B = Autodiff<Flex>;
 
@@ -227,7 +227,7 @@ mod tests {
         target.load(&[&with]).unwrap();
         assert_eq!(target.save().unwrap(), with);
         let target = std::cell::RefCell::new(target);
-        crate::fuzz::fuzz("sharded-part", [without, with.clone()], |bytes| {
+        bonfire_testing::fuzz::fuzz("sharded-part", [without, with.clone()], |bytes| {
             let result = target.borrow_mut().load(&[bytes, &with]);
             assert!(matches!(result, Ok(()) | Err(Error::InvalidArgument { .. })), "{result:?}");
             result.is_ok()

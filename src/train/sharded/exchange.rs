@@ -9,11 +9,9 @@ use bytemuck::{Pod, cast_slice};
 use half::{bf16, f16};
 
 use super::layout::{Shared, bytes};
-use crate::dtype::DType;
-use crate::error::Error;
-use crate::group::{Buffer, Group, Work};
 use crate::train::agree::Parameter;
 use crate::train::bucket::{Bucket, Exchange, WINDOW, scale};
+use bonfire_core::{Buffer, DType, Error, Group, Work};
 
 /// Who shares what with whom, and the memory for it.
 pub(super) struct Shards<B: AutodiffBackend> {

@@ -4,10 +4,9 @@ use std::ops::Range;
 
 use burn::tensor::backend::AutodiffBackend;
 
-use crate::dtype::DType;
-use crate::partition::partition;
 use crate::train::agree::Parameter;
 use crate::train::bucket::{Item, buckets};
+use bonfire_core::{DType, partition};
 
 /// Parameters of one element type, one after the other, as they travel together. They are the same in every step,
 /// whatever gradients exist, because a rank keeps its part of them.

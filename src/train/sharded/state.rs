@@ -208,7 +208,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::partition::partition;
+    use bonfire_core::partition;
 
     type State = <Adam as SimpleOptimizer<Flex>>::State<1>;
 
@@ -266,7 +266,7 @@ mod tests {
 
     #[test]
     fn fuzz_states() {
-        crate::fuzz::fuzz("sharded-state", [state(0..3, 1), state(0..3, 2)], |bytes| {
+        bonfire_testing::fuzz::fuzz("sharded-state", [state(0..3, 1), state(0..3, 2)], |bytes| {
             let joined = join(&[Piece { record: bytes, len: 3, range: 1..3 }]);
             // Burn may find it wanting, but not fall over it.
             joined.is_ok_and(|record| load(record).is_ok())

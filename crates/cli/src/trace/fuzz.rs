@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use bonfire::{Group, ReduceOp, State, Trace};
 
 use super::{Group as Traces, read, report};
-use crate::fuzz::fuzz;
+use bonfire_testing::fuzz::fuzz;
 
 /// The traces of three ranks that called much, of which one disagreed at the end.
 fn traces() -> Vec<Vec<u8>> {

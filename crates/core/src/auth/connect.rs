@@ -21,7 +21,7 @@ const DREGS: (u64, Duration) = (4096, Duration::from_millis(200));
 
 /// From the end that dials: says what the connection is for, proves the secret, and has it proved. Gives the number of the
 /// job. `write` and `read` move all bytes they are given.
-pub(crate) fn prove<E: From<Refusal>>(
+pub fn prove<E: From<Refusal>>(
     secret: Option<&Secret>,
     opening: Opening,
     mut write: impl FnMut(&[u8]) -> Result<(), E>,
@@ -81,7 +81,7 @@ fn first(secret: Option<&Secret>, opening: Opening) -> Result<(Vec<u8>, Option<D
 
 /// From the end that listens: hears what the connection is for, has the secret proved, and proves it. `fits` says whether
 /// this end expects such a connection; `session` is the number of the job. The caller limits the time.
-pub(crate) async fn answer(
+pub async fn answer(
     stream: &mut (impl AsyncRead + AsyncWrite + Unpin),
     secret: Option<&Secret>,
     session: u64,
@@ -114,7 +114,7 @@ pub(crate) async fn answer(
 
 /// From the end that listens, once it has [`answer`]ed and will not turn the connection away any more: the other end waits
 /// for this byte, and dials again where it does not come.
-pub(crate) async fn confirm(stream: &mut (impl AsyncWrite + Unpin)) -> io::Result<()> {
+pub async fn confirm(stream: &mut (impl AsyncWrite + Unpin)) -> io::Result<()> {
     stream.write_all(&TAKEN).await
 }
 

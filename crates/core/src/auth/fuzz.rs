@@ -6,7 +6,7 @@ use super::connect::{answer, dial, prove};
 use super::handshake::{Dialler, FIRST, Listener, SECOND, SESSION, THIRD};
 use super::opening::{HEAD, Opening, Purpose, Refusal, opens};
 use super::secret::Secret;
-use crate::fuzz::fuzz;
+use bonfire_testing::fuzz::fuzz;
 
 const OPENING: Opening =
     Opening { purpose: Purpose::Data, session: 7, from: 2, to: 1, world_size: 3, number: 0, of: 1 };

@@ -11,8 +11,7 @@ use tokio::time::timeout;
 
 use super::connect::PATIENCE;
 use super::opening::Refusal;
-use crate::sync::Mutex;
-use crate::wait::lock;
+use crate::sync::{Mutex, lock};
 
 /// Strangers that may wait beside the ranks.
 const STRANGERS: usize = 64;
@@ -21,11 +20,11 @@ const STRANGERS: usize = 64;
 const LOUD: u64 = 64;
 
 /// When to try again where the system could not accept a connection: out of descriptors, most likely.
-pub(crate) const RETRY: Duration = Duration::from_millis(100);
+pub const RETRY: Duration = Duration::from_millis(100);
 
 /// The connections of one listener that have not proved yet who they are: so many, each for so long. Where there are too
 /// many, the one that has waited longest goes: a rank needs a moment, and dials again if it had none.
-pub(crate) struct Lobby {
+pub struct Lobby {
     state: Mutex<State>,
     most: usize,
     patience: Duration,

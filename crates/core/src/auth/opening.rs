@@ -17,7 +17,7 @@ pub(super) const HEAD: usize = 8;
 
 /// What a connection is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Purpose {
+pub enum Purpose {
     /// To rank 0, which knows nobody yet: it becomes the control connection of the two.
     Rendezvous = 1,
     /// Between two other ranks.
@@ -36,7 +36,7 @@ impl Purpose {
 
 /// What a connection says of itself. With a secret it is proved as a whole.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Opening {
+pub struct Opening {
     pub purpose: Purpose,
     /// Of the job; 0 where the listener is about to say it.
     pub session: u64,
@@ -95,7 +95,7 @@ fn checked(head: &[u8], magic: [u8; 4]) -> Result<(), Refusal> {
 
 /// Why a connection is turned away. What it says is said of the other end.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum Refusal {
+pub enum Refusal {
     #[error("{0}")]
     Io(#[from] io::Error),
     #[error("it does not speak Bonfire's protocol")]

@@ -14,7 +14,7 @@ use snow::params::HashChoice;
 use snow::resolvers::{CryptoResolver, DefaultResolver};
 use zeroize::Zeroizing;
 
-use crate::error::Error;
+use crate::types::Error;
 
 /// A secret that all ranks of a job share, by which they know each other; see
 /// [`Builder::secret`](crate::Builder::secret).
@@ -22,9 +22,9 @@ use crate::error::Error;
 /// It is shown nowhere, and wiped when the last clone is dropped.
 ///
 /// ```no_run
-/// let secret = bonfire::Secret::from_file("job.secret")?;
-/// let group = bonfire::Builder::from_env()?.secret(secret).connect()?;
-/// # Ok::<(), bonfire::Error>(())
+/// let secret = bonfire_core::Secret::from_file("job.secret")?;
+/// let group = bonfire_core::Builder::from_env()?.secret(secret).connect()?;
+/// # Ok::<(), bonfire_core::Error>(())
 /// ```
 #[derive(Clone)]
 pub struct Secret(Arc<Zeroizing<[u8; 32]>>);

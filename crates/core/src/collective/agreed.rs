@@ -2,16 +2,12 @@
 
 use std::panic::Location;
 
-#[cfg(feature = "cuda")]
 use serde::{Serialize, de::DeserializeOwned};
 
-use crate::call::{Call, Operation, Tag};
-use crate::dtype::DType;
-use crate::error::{Error, Site};
 use crate::group::{Core, Group, Work};
-use crate::partition::Parts;
+use crate::sync::Deadline;
 use crate::transport::Buffers;
-use crate::wait::Deadline;
+use crate::types::{Call, DType, Error, Operation, Parts, Site, Tag};
 
 use super::execute;
 
@@ -21,7 +17,8 @@ impl Group {
     ///
     /// To a rank that calls something that the group does carry, this is an `all_gather` of so many tags.
     #[track_caller]
-    pub(crate) fn start_agreed<P, T: Send + 'static>(
+    #[doc(hidden)]
+    pub fn start_agreed<P, T: Send + 'static>(
         &self,
         call: Call,
         prepare: impl FnOnce() -> Result<P, Error> + Send + 'static,
@@ -39,9 +36,9 @@ impl Group {
     }
 
     /// What every rank says, or the error of the first that has one: the same on all ranks.
-    #[cfg(feature = "cuda")]
     #[track_caller]
-    pub(crate) fn tell_all<T: Serialize + DeserializeOwned>(&self, own: Result<T, Error>) -> Result<Vec<T>, Error> {
+    #[doc(hidden)]
+    pub fn tell_all<T: Serialize + DeserializeOwned>(&self, own: Result<T, Error>) -> Result<Vec<T>, Error> {
         let unreadable = |error: postcard::Error| Error::io("reading what ranks tell each other", error);
         let bytes = postcard::to_stdvec(&own).map_err(unreadable)?;
         let (all, sizes) = self.all_gather_v(&bytes)?;
@@ -86,7 +83,7 @@ mod tests {
     use std::thread;
 
     use super::*;
-    use crate::dtype::ReduceOp;
+    use crate::types::ReduceOp;
 
     fn all_reduce(count: usize) -> Call {
         Call {
@@ -141,7 +138,6 @@ mod tests {
         assert_eq!(late[1], Err(cause()));
     }
 
-    #[cfg(feature = "cuda")]
     #[test]
     fn every_rank_gets_what_every_rank_says_or_the_first_error() {
         let run = |n: usize, bad: &'static [usize]| {

@@ -5,14 +5,11 @@ use std::panic::Location;
 use bytemuck::{cast_slice, cast_slice_mut};
 
 use super::{call, execute};
-use crate::call::{Call, Operation, fingerprint};
-use crate::dtype::{Element, ReduceOp};
-use crate::error::Error;
 use crate::group::{CallSite, Group};
-use crate::partition::Parts;
-use crate::scratch::Scratch;
+use crate::reduce::Scratch;
+use crate::sync::Deadline;
 use crate::transport::Buffers;
-use crate::wait::Deadline;
+use crate::types::{Call, Element, Error, Operation, Parts, ReduceOp, fingerprint};
 
 /// Operations that run together, see [`Group::batch`].
 #[must_use = "nothing moves before `run`"]
@@ -33,7 +30,7 @@ impl Group {
     /// that adds none runs it only if messages concern it.
     ///
     /// ```
-    /// # use bonfire::{Group, ReduceOp};
+    /// # use bonfire_core::{Group, ReduceOp};
     /// let ranks: Vec<_> = Group::threads(2)?
     ///     .into_iter()
     ///     .map(|group| std::thread::spawn(move || {
@@ -42,12 +39,12 @@ impl Group {
     ///         let other = 1 - group.rank();
     ///         let batch = group.batch().all_reduce(&mut loss, ReduceOp::Mean).all_reduce(&mut correct, ReduceOp::Sum);
     ///         batch.send(&mine, other).recv(&mut theirs, other).run()?;
-    ///         Ok::<_, bonfire::Error>((loss, correct, theirs))
+    ///         Ok::<_, bonfire_core::Error>((loss, correct, theirs))
     ///     }))
     ///     .collect();
     /// let results: Result<Vec<_>, _> = ranks.into_iter().map(|rank| rank.join().unwrap()).collect();
     /// assert_eq!(results?, [([0.5], [14, 18], [1]), ([0.5], [14, 18], [0])]);
-    /// # Ok::<(), bonfire::Error>(())
+    /// # Ok::<(), bonfire_core::Error>(())
     /// ```
     pub fn batch(&self) -> Batch<'_> {
         Batch { group: self, collectives: Vec::new(), sends: Vec::new(), receives: Vec::new(), refused: None }

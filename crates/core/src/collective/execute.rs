@@ -2,14 +2,13 @@
 
 use std::ops::Range;
 
-use crate::call::{Call, Operation, Tag};
-use crate::error::Site;
 use crate::group::{Core, Lane};
 use crate::plan::{self, Algorithm, Combine, Plan, Step};
 use crate::reduce;
-use crate::scratch::Scratch;
-use crate::transport::{Buffers, Fault, Transport};
-use crate::wait::Deadline;
+use crate::reduce::Scratch;
+use crate::sync::Deadline;
+use crate::transport::{Buffers, Transport};
+use crate::types::{Call, Fault, Operation, Site, Tag};
 
 #[cfg(all(feature = "shm", target_os = "linux"))]
 use {super::hosts, crate::transport::Near};

@@ -13,18 +13,14 @@ use std::ops::Range;
 
 use self::pieces::{Piece, Whole};
 use super::execute::Execution;
-use crate::call::{Call, Operation};
-use crate::dtype::{DType, ReduceOp};
-use crate::error::Site;
 use crate::group::{Core, Lane, Plans};
-use crate::partition::{Parts, partition, start};
 use crate::plan;
-use crate::reduce::{self, Kernel};
-use crate::scratch::Scratch;
+use crate::reduce::{self, Kernel, Scratch};
+use crate::sync::Deadline;
 use crate::transport::hosts::Hosts;
 use crate::transport::subset::Subset;
-use crate::transport::{Buffers, Fault, Transport};
-use crate::wait::Deadline;
+use crate::transport::{Buffers, Transport};
+use crate::types::{Call, DType, Fault, Operation, Parts, ReduceOp, Site, part_start, partition};
 
 /// From how many bytes on all ranks of a host speak in an all_reduce. Below it, fewer and larger messages are faster.
 const RAILS: usize = 64 << 10;
@@ -111,7 +107,7 @@ impl Far<'_> {
     /// Runs `call` between the speakers, in place, in even parts.
     fn run(&mut self, call: Call, whole: &mut [u8]) -> Result<(), Fault> {
         let hosts = self.transport.world_size();
-        self.run_in(call, &|host| start(call.count, hosts, host), whole)
+        self.run_in(call, &|host| part_start(call.count, hosts, host), whole)
     }
 
     /// As [`run`](Self::run), where host `i`'s part begins with element `parts(i)`.

@@ -5,10 +5,8 @@ use std::panic::Location;
 use bytemuck::{cast_slice, cast_slice_mut};
 
 use super::call;
-use crate::call::Operation;
-use crate::dtype::Element;
-use crate::error::Error;
 use crate::group::{Group, Work};
+use crate::types::{Element, Error, Operation};
 
 /// # Point to point
 ///

@@ -6,13 +6,10 @@ use bytemuck::{cast_slice, cast_slice_mut};
 
 use super::varied::lengths;
 use super::{call, expect};
-use crate::call::{Operation, Tag};
-use crate::dtype::Element;
-use crate::error::Error;
 use crate::group::{Group, zeroed};
-use crate::partition::Parts;
+use crate::sync::Deadline;
 use crate::transport::Buffers;
-use crate::wait::Deadline;
+use crate::types::{Element, Error, Operation, Parts, Tag};
 
 /// # Between pairs of ranks
 impl Group {
@@ -67,7 +64,7 @@ impl Group {
     /// what the ranks have for this one, in the order of ranks, and how many elements each has.
     ///
     /// ```
-    /// let ranks: Vec<_> = bonfire::Group::threads(2)?
+    /// let ranks: Vec<_> = bonfire_core::Group::threads(2)?
     ///     .into_iter()
     ///     .map(|group| std::thread::spawn(move || match group.rank() {
     ///         0 => group.all_to_all_v(&[1, 2, 3], &[1, 2]),
@@ -76,7 +73,7 @@ impl Group {
     ///     .collect();
     /// let results: Result<Vec<_>, _> = ranks.into_iter().map(|rank| rank.join().unwrap()).collect();
     /// assert_eq!(results?, [(vec![1], vec![1, 0]), (vec![2, 3, 4], vec![2, 1])]);
-    /// # Ok::<(), bonfire::Error>(())
+    /// # Ok::<(), bonfire_core::Error>(())
     /// ```
     ///
     /// # Errors

@@ -1,10 +1,8 @@
 //! One rank has the whole, every rank a part.
 
 use super::{call, expect};
-use crate::call::Operation;
-use crate::dtype::Element;
-use crate::error::Error;
 use crate::group::{Group, Work};
+use crate::types::{Element, Error, Operation};
 
 /// # Parts of a whole on one rank
 impl Group {
@@ -24,7 +22,7 @@ impl Group {
     /// used elsewhere (pass `&mut []`).
     ///
     /// ```
-    /// let ranks: Vec<_> = bonfire::Group::threads(3)?
+    /// let ranks: Vec<_> = bonfire_core::Group::threads(3)?
     ///     .into_iter()
     ///     .map(|group| std::thread::spawn(move || {
     ///         let mut all = vec![0; if group.rank() == 1 { 6 } else { 0 }];
@@ -33,7 +31,7 @@ impl Group {
     ///     .collect();
     /// let all: Result<Vec<_>, _> = ranks.into_iter().map(|rank| rank.join().unwrap()).collect();
     /// assert_eq!(all?, [vec![], vec![0, 0, 1, 1, 2, 2], vec![]]);
-    /// # Ok::<(), bonfire::Error>(())
+    /// # Ok::<(), bonfire_core::Error>(())
     /// ```
     ///
     /// # Errors

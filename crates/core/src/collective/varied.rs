@@ -4,11 +4,8 @@
 //! of rank `r`'s part, 0 too. The short forms exchange the sizes first, which is an operation more, and give new vectors.
 
 use super::{call, expect};
-use crate::call::{Call, Operation};
-use crate::dtype::{Element, ReduceOp};
-use crate::error::Error;
 use crate::group::{Group, zeroed};
-use crate::partition::Parts;
+use crate::types::{Call, Element, Error, Operation, Parts, ReduceOp};
 
 /// # Parts of any sizes
 ///
@@ -36,14 +33,14 @@ impl Group {
     /// Every rank's `input`, one after the other, and how many elements each rank brought.
     ///
     /// ```
-    /// let ranks: Vec<_> = bonfire::Group::threads(3)?
+    /// let ranks: Vec<_> = bonfire_core::Group::threads(3)?
     ///     .into_iter()
     ///     .map(|group| std::thread::spawn(move || group.all_gather_v(&vec![group.rank() as i32; group.rank()])))
     ///     .collect();
     /// for rank in ranks {
     ///     assert_eq!(rank.join().unwrap()?, (vec![1, 2, 2], vec![0, 1, 2]));
     /// }
-    /// # Ok::<(), bonfire::Error>(())
+    /// # Ok::<(), bonfire_core::Error>(())
     /// ```
     ///
     /// # Errors

@@ -4,16 +4,12 @@ use std::io::Write;
 use std::net::TcpStream;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
-use std::sync::{Arc, OnceLock};
+use std::sync::OnceLock;
 use std::time::Instant;
 
-use super::link::Link;
-use crate::call::{Call, Tag};
-use crate::error::{Error, Site};
-use crate::sync::{AtomicBool, Mutex, MutexGuard, Ordering};
-use crate::transport::Fault;
-use crate::transport::invitation::{Door, Invitation, Invitations};
-use crate::wait::{Bell, Deadline, lock};
+use super::invitation::{Door, Invitation, Invitations};
+use crate::sync::{AtomicBool, Bell, Deadline, Mutex, MutexGuard, Ordering, lock};
+use crate::types::{Call, Error, Fault, Site, Tag};
 
 pub(crate) struct Board {
     state: Mutex<State>,
@@ -41,8 +37,7 @@ struct State {
 
 #[derive(Default)]
 struct Peer {
-    link: Option<Arc<Link>>,
-    /// Connections of a link that is not complete yet.
+    /// Data connections that the peer has opened and nobody has taken yet, some of them still to come.
     coming: Vec<Option<TcpStream>>,
     presence: Presence,
     /// What the peer said last about what it called.
@@ -59,6 +54,12 @@ enum Presence {
     Present,
     Left,
     Lost(String),
+}
+
+impl Peer {
+    fn has_gathered(&self) -> bool {
+        !self.coming.is_empty() && self.coming.iter().all(Option::is_some)
+    }
 }
 
 impl Board {
@@ -218,32 +219,23 @@ impl Board {
         })
     }
 
-    pub fn link(&self, peer: usize) -> Option<Arc<Link>> {
-        self.state().peers[peer].link.clone()
-    }
-
-    pub fn connect(&self, peer: usize, link: Arc<Link>) {
-        self.state().peers[peer].link = Some(link);
+    /// Takes one of `of` data connections of `peer`, of a few.
+    pub fn gather(&self, peer: usize, number: usize, of: usize, stream: TcpStream) {
+        let coming = &mut self.state().peers[peer].coming;
+        coming.resize_with(of, || None);
+        coming[number] = Some(stream);
         self.bell.ring();
     }
 
-    /// Takes one of `of` connections of `peer`, of a few; the last of them makes the link.
-    pub fn gather(&self, peer: usize, number: usize, of: usize, stream: TcpStream) -> std::io::Result<()> {
-        let mut state = self.state();
-        let coming = &mut state.peers[peer].coming;
-        coming.resize_with(of, || None);
-        coming[number] = Some(stream);
-        if coming.iter().any(Option::is_none) {
-            return Ok(());
-        }
-        let streams = std::mem::take(coming).into_iter().flatten().collect();
-        drop(state);
-        self.connect(peer, Arc::new(Link::new(streams)?));
-        Ok(())
+    /// Whether all data connections of `peer` are here.
+    pub fn has_gathered(&self, peer: usize) -> bool {
+        self.state().peers[peer].has_gathered()
     }
 
-    pub fn take_links(&self) -> Vec<Arc<Link>> {
-        self.state().peers.iter_mut().filter_map(|peer| peer.link.take()).collect()
+    /// The data connections of `peer`, in its order, once all are here; given once.
+    pub fn gathered(&self, peer: usize) -> Option<Vec<TcpStream>> {
+        let peer = &mut self.state().peers[peer];
+        peer.has_gathered().then(|| std::mem::take(&mut peer.coming).into_iter().flatten().collect())
     }
 
     /// Sleeps until something changes that makes `ready` true.

@@ -11,22 +11,22 @@ use serde::de::DeserializeOwned;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
 /// The longest message: a table of addresses or calls of some thousand ranks.
-const LONGEST: usize = 256 << 10;
+pub const LONGEST: usize = 256 << 10;
 
 /// The message as a frame.
-pub(crate) fn encode(message: &impl Serialize) -> io::Result<Vec<u8>> {
+pub fn encode(message: &impl Serialize) -> io::Result<Vec<u8>> {
     let body = postcard::to_stdvec(message).map_err(|e| io::Error::new(io::ErrorKind::InvalidInput, e))?;
     bounded(body.len(), io::ErrorKind::InvalidInput)?;
     Ok([&(body.len() as u32).to_le_bytes(), &body[..]].concat())
 }
 
 /// The length of the message that follows a frame's first bytes.
-pub(crate) fn body_length(head: [u8; 4]) -> io::Result<usize> {
+pub fn body_length(head: [u8; 4]) -> io::Result<usize> {
     bounded(u32::from_le_bytes(head) as usize, io::ErrorKind::InvalidData)
 }
 
 /// The message that a frame's body is, to its last byte.
-pub(crate) fn decode<T: DeserializeOwned>(body: &[u8]) -> io::Result<T> {
+pub fn decode<T: DeserializeOwned>(body: &[u8]) -> io::Result<T> {
     match postcard::take_from_bytes(body) {
         Ok((message, [])) => Ok(message),
         Ok((_, rest)) => {
@@ -37,12 +37,12 @@ pub(crate) fn decode<T: DeserializeOwned>(body: &[u8]) -> io::Result<T> {
     }
 }
 
-pub(crate) async fn write(stream: &mut (impl AsyncWrite + Unpin), message: &impl Serialize) -> io::Result<()> {
+pub async fn write(stream: &mut (impl AsyncWrite + Unpin), message: &impl Serialize) -> io::Result<()> {
     stream.write_all(&encode(message)?).await
 }
 
 /// The next message; `None` where the stream ends between two messages.
-pub(crate) async fn read<T: DeserializeOwned>(stream: &mut (impl AsyncRead + Unpin)) -> io::Result<Option<T>> {
+pub async fn read<T: DeserializeOwned>(stream: &mut (impl AsyncRead + Unpin)) -> io::Result<Option<T>> {
     let mut head = [0; 4];
     if stream.read(&mut head[..1]).await? == 0 {
         return Ok(None);
@@ -54,10 +54,7 @@ pub(crate) async fn read<T: DeserializeOwned>(stream: &mut (impl AsyncRead + Unp
 }
 
 /// As [`read`], where a message must come, and within `limit`.
-pub(crate) async fn expect<T: DeserializeOwned>(
-    stream: &mut (impl AsyncRead + Unpin),
-    limit: Duration,
-) -> io::Result<T> {
+pub async fn expect<T: DeserializeOwned>(stream: &mut (impl AsyncRead + Unpin), limit: Duration) -> io::Result<T> {
     let late = |_| io::Error::new(io::ErrorKind::TimedOut, format!("nothing came within {limit:?}"));
     let closed = || io::Error::new(io::ErrorKind::UnexpectedEof, "the connection was closed");
     tokio::time::timeout(limit, read(stream)).await.map_err(late)??.ok_or_else(closed)
@@ -68,36 +65,6 @@ fn bounded(length: usize, kind: io::ErrorKind) -> io::Result<usize> {
         return Err(io::Error::new(kind, format!("a message of {length} bytes, where {LONGEST} are allowed")));
     }
     Ok(length)
-}
-
-/// Tests that frames of any bytes are read as one of this kind, of which these are some, or refused.
-#[cfg(test)]
-pub(crate) fn fuzz<T: Serialize + DeserializeOwned>(name: &str, messages: &[T]) {
-    let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
-    let block_on = |stream: &mut &[u8]| runtime.block_on(read::<T>(stream));
-    crate::fuzz::fuzz(name, messages.iter().map(|message| encode(message).unwrap()), |bytes| {
-        let mut rest = bytes;
-        let message = block_on(&mut rest);
-        let length = bytes.first_chunk().map_or(0, |head| u32::from_le_bytes(*head) as usize);
-        let read = bytes.len() - rest.len();
-        assert!(read <= 4 + length.min(LONGEST));
-        if length > LONGEST {
-            assert!(matches!(&message, Err(e) if e.kind() == io::ErrorKind::InvalidData) && read == 4);
-        }
-        if let Ok(message) = message {
-            assert_eq!(read, if message.is_some() { 4 + length } else { 0 });
-        }
-        // Changed bytes are seldom as many as the first of them say.
-        let Some((_, body)) = bytes.split_first_chunk::<4>() else { return false };
-        let Ok(message) = decode::<T>(body) else { return false };
-        let frame = encode(&message).unwrap();
-        // Numbers may have come in more bytes than they need. Apart from that, what was read is what was said.
-        assert!(frame.len() <= bytes.len());
-        let again = block_on(&mut &frame[..]).unwrap().expect("a message");
-        assert_eq!(encode(&again).unwrap(), frame);
-        assert!(decode::<T>(&[body, &[0]].concat()).is_err(), "what follows a message is not ignored");
-        true
-    });
 }
 
 #[cfg(test)]

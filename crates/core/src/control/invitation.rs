@@ -4,8 +4,7 @@ use std::collections::VecDeque;
 
 use serde::{Deserialize, Serialize};
 
-use super::Fault;
-use crate::error::Error;
+use crate::types::{Error, Fault};
 
 /// Where a rank awaits the others of a group to be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]

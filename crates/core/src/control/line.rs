@@ -9,8 +9,8 @@ use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::sync::mpsc::{Sender, UnboundedReceiver, UnboundedSender};
 
 use super::board::Board;
-use super::control::Message;
-use crate::transport::frame;
+use super::frame;
+use super::message::Message;
 
 /// What is sent on a control connection. All but the first only in a star, see `control`.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -76,7 +76,7 @@ pub(super) enum Event {
 }
 
 /// Says the first word on each of these.
-pub(super) async fn greet(connections: &mut [Option<TcpStream>]) {
+pub(crate) async fn greet(connections: &mut [Option<TcpStream>]) {
     for stream in connections.iter_mut().flatten() {
         // A connection that fails is noticed by its reader.
         let _ = frame::write(stream, &Frame::Own(Message::Here)).await;

@@ -1,19 +1,27 @@
 //! Connections that come after the rendezvous: whom the listener takes, and how a control connection is dialled.
 
-use std::io::ErrorKind;
+use std::io::{self, ErrorKind};
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use rustix::io::Errno;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::mpsc::UnboundedSender;
 use tokio::time::{sleep, timeout};
 
 use super::board::Board;
-use super::dial::{RETRY, SYN, is_own};
 use super::line::Event;
-use super::link::MOST;
 use crate::auth::{self, Lobby, Member, Opening, Purpose, Refusal};
+
+/// The most data connections to a peer.
+pub(crate) const MOST: usize = 8;
+
+/// When to dial again after a connection that ended before both had proved who they are.
+pub const RETRY: Duration = Duration::from_millis(20);
+
+/// How long one attempt may take: the system itself would try again ever more rarely.
+pub(crate) const SYN: Duration = Duration::from_secs(2);
 
 /// The longest pause between two attempts to connect.
 const PAUSE: Duration = Duration::from_millis(500);
@@ -73,7 +81,8 @@ pub(crate) fn admit(
         auth::confirm(&mut stream).await?;
         let rank = opening.from as usize;
         if opening.purpose == Purpose::Data {
-            return Ok(board.gather(rank, opening.number.into(), opening.of.into(), stream.into_std()?)?);
+            board.gather(rank, opening.number.into(), opening.of.into(), stream.into_std()?);
+            return Ok(());
         }
         // The rank may be about to leave.
         let _ = controls.send((rank, stream));
@@ -110,4 +119,10 @@ pub(super) async fn dial(member: &Member, peer: usize, address: SocketAddr) -> R
         sleep(pause).await;
         pause = (pause * 2).min(PAUSE);
     }
+}
+
+/// Whether this process, or its machine, lacks something: descriptors or memory.
+pub(crate) fn is_own(error: &io::Error) -> bool {
+    let own = [Errno::MFILE, Errno::NFILE, Errno::NOBUFS, Errno::NOMEM];
+    Errno::from_io_error(error).is_some_and(|error| own.contains(&error))
 }

@@ -1,9 +1,10 @@
-use super::*;
-use crate::call::{Call, Operation};
-use crate::dtype::{DType, ReduceOp};
-use crate::transport::frame;
-use crate::transport::invitation::Door;
-use crate::transport::tcp::word::Standing;
+use std::time::Duration;
+
+use super::invitation::{Door, Invitation};
+use super::line::Frame;
+use super::message::Message;
+use super::word::{Standing, Word};
+use crate::types::{Call, DType, Error, Operation, ReduceOp, Site};
 
 #[test]
 fn fuzz_messages() {
@@ -35,5 +36,5 @@ fn fuzz_messages() {
     frames.extend([Frame::Relayed { from: 300, message: message() }, Frame::Begun, Frame::Meet, Frame::Leaves]);
     frames.push(Frame::Through);
     frames.push(Frame::Lost { peer: 300, reason: "its connection was closed".into(), ended: true });
-    frame::fuzz("control", &frames);
+    bonfire_testing::fuzz::fuzz_frames("control", &frames);
 }

@@ -5,11 +5,9 @@ use std::time::{Duration, Instant};
 use tokio::sync::mpsc::UnboundedSender;
 
 use super::board::{Board, verdict};
-use super::control::Outgoing;
-use crate::call::{Call, Tag};
-use crate::error::{Error, Ranks, Site};
-use crate::transport::Fault;
-use crate::wait::{Deadline, Patience};
+use super::message::Outgoing;
+use crate::sync::{Deadline, Patience};
+use crate::types::{Call, Error, Fault, Ranks, Site, Tag};
 
 /// Without progress for this long, ranks tell each other what they called: those that disagree may wait for each other.
 const STALL: Duration = Duration::from_millis(200);

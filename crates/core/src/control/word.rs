@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use serde::{Deserialize, Serialize};
 
-use crate::transport::invitation::Door;
+use super::invitation::Door;
 
 /// Who goes on, as one rank sees it. Ranks are those of the old group.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -1,13 +1,11 @@
 //! Buffers in memory that suits a group.
 
-use std::fmt;
-use std::io;
 use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
+use std::{fmt, io};
 
-use crate::dtype::Element;
-use crate::error::Error;
 use crate::transport::Storage;
+use crate::types::{Element, Error};
 
 /// Elements in memory that suits a group; [`Group::allocate`](crate::Group::allocate) makes it.
 ///
@@ -94,7 +92,7 @@ impl<T> fmt::Debug for Buffer<T> {
 }
 
 /// Zeros in ordinary memory, of a length that other ranks may have named.
-pub(crate) fn zeroed<T: Element>(operation: &str, len: usize) -> Result<Vec<T>, Error> {
+pub fn zeroed<T: Element>(operation: &str, len: usize) -> Result<Vec<T>, Error> {
     let short = |()| Error::io(operation, format!("there is no memory for {len} elements of {}", T::DTYPE));
     bytemuck::allocation::try_zeroed_vec(len).map_err(short)
 }

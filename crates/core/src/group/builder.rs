@@ -6,23 +6,23 @@ use std::time::Duration;
 use super::{Core, Group};
 #[cfg(unix)]
 use crate::auth::Secret;
-use crate::error::Error;
 use crate::plan::{self, Selection};
 use crate::random;
 #[cfg(unix)]
 use crate::rendezvous::{Launched, Medium};
-use crate::transport::local::Local;
+use crate::transport::threads::Local;
 use crate::transport::{Base, Near, Transport};
+use crate::types::Error;
 
 /// How long an operation may take by default: long enough for a rank that evaluates or saves.
-pub(crate) const DEADLINE: Duration = Duration::from_secs(300);
+pub const DEADLINE: Duration = Duration::from_secs(300);
 
 /// Settings of a group, from code; see [`Group::from_env`] for those from the environment.
 ///
 /// ```no_run
 /// # let rank = 0;
-/// let group = bonfire::Group::builder().rank(rank).world_size(4).address("127.0.0.1:29500").connect()?;
-/// # Ok::<(), bonfire::Error>(())
+/// let group = bonfire_core::Group::builder().rank(rank).world_size(4).address("127.0.0.1:29500").connect()?;
+/// # Ok::<(), bonfire_core::Error>(())
 /// ```
 #[derive(Clone, Debug)]
 pub struct Builder {
@@ -63,10 +63,10 @@ impl Builder {
     /// deadline.
     ///
     /// ```
-    /// # use bonfire::{Algorithm, Builder, Selection};
+    /// # use bonfire_core::{Algorithm, Builder, Selection};
     /// let ring = Builder::default().algorithms(Algorithm::Ring);
     /// let by_size = Builder::default().algorithms("native:0-65535;ring:65536-".parse::<Selection>()?);
-    /// # Ok::<(), bonfire::Error>(())
+    /// # Ok::<(), bonfire_core::Error>(())
     /// ```
     pub fn algorithms(mut self, algorithms: impl Into<Selection>) -> Self {
         self.algorithms = algorithms.into();
@@ -256,8 +256,8 @@ impl Builder {
     ///
     /// ```no_run
     /// // Two of eight ranks, where `bonfire run -n 4` started the process.
-    /// let groups = bonfire::Builder::from_env()?.connect_ranks(2)?;
-    /// # Ok::<(), bonfire::Error>(())
+    /// let groups = bonfire_core::Builder::from_env()?.connect_ranks(2)?;
+    /// # Ok::<(), bonfire_core::Error>(())
     /// ```
     ///
     /// # Errors

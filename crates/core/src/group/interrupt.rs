@@ -6,8 +6,8 @@ use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
 use super::Core;
-use crate::error::Error;
-use crate::wait::lock;
+use crate::sync::lock;
+use crate::types::Error;
 
 /// The groups that say farewell.
 static LIVE: OnceLock<Mutex<Vec<Weak<Core>>>> = OnceLock::new();

@@ -7,11 +7,10 @@ use std::time::Duration;
 use super::recorder::{Entry, Recorder};
 use super::turn::Queue;
 use super::{Anchor, CallSite, Core, Group, Lane, Plans};
-use crate::call::{Call, Tag};
-use crate::error::{Error, Site};
 use crate::plan::{Algorithm, Selection};
-use crate::transport::{Base, Buffers, Fault, Near, Transport};
-use crate::wait::{Deadline, lock};
+use crate::sync::{Deadline, lock};
+use crate::transport::{Base, Buffers, Near, Transport};
+use crate::types::{Call, Error, Fault, Site, Tag};
 
 /// A message to be received: from which rank, and where to.
 type Incoming<'a> = (usize, &'a mut [u8]);
@@ -43,23 +42,23 @@ impl Core {
         Group { core, deadline, shape: None, anchor, lineage: None }
     }
 
-    pub fn transport(&self) -> &dyn Transport {
+    pub(crate) fn transport(&self) -> &dyn Transport {
         &*self.transport
     }
 
     /// What ranks reach each other by besides messages.
     #[cfg(all(feature = "shm", target_os = "linux"))]
-    pub fn near(&self) -> &Near {
+    pub(crate) fn near(&self) -> &Near {
         &self.near
     }
 
-    pub fn queue(&self) -> &Queue {
+    pub(crate) fn queue(&self) -> &Queue {
         &self.queue
     }
 
     /// Runs one collective, whose turn it is: on the engine if there is one and the table leaves it this size, else
     /// through `plans`.
-    pub fn collective(
+    pub(crate) fn collective(
         &self,
         call: Call,
         buffers: Buffers<'_>,
@@ -71,7 +70,7 @@ impl Core {
     }
 
     /// Runs a collective as a part of what was called, `whole`, which errors name.
-    pub fn collective_for(
+    pub(crate) fn collective_for(
         &self,
         whole: Call,
         call: Call,
@@ -105,7 +104,7 @@ impl Core {
     }
 
     /// Sends to or receives from `peer`, as `transfer` says; their messages are numbered apart from the collectives.
-    pub fn message(
+    pub(crate) fn message(
         &self,
         call: Call,
         peer: usize,
@@ -124,7 +123,7 @@ impl Core {
 
     /// Sends to a rank, receives from one, or both at once. Such messages have no number: between two ranks they come in
     /// order.
-    pub fn exchange(
+    pub(crate) fn exchange(
         &self,
         call: Call,
         (outgoing, incoming): (Option<(usize, &[u8])>, Option<Incoming<'_>>),
@@ -180,19 +179,17 @@ impl Core {
     }
 
     /// Ends the group because this rank cannot take part in the operation whose turn it is.
-    pub fn abandon(&self, error: Error) -> Error {
+    pub(crate) fn abandon(&self, error: Error) -> Error {
         let completed = lock(&self.lane).sequence;
         self.poison(error, completed)
     }
 
     /// The number of the collective that began last.
-    #[cfg(feature = "cubecl")]
-    pub fn latest(&self) -> u64 {
+    pub(crate) fn latest(&self) -> u64 {
         lock(&self.lane).sequence.saturating_sub(1)
     }
 
     /// Ends the group because of what this rank has found out about the collective with this number, whose turn is over.
-    #[cfg(feature = "cubecl")]
     pub fn give_up(&self, error: Error, sequence: u64) -> Error {
         self.poison(error, sequence + 1)
     }
@@ -210,7 +207,6 @@ impl Core {
     }
 
     /// What has happened, if anything did, that an operation that all ranks have begun may not survive.
-    #[cfg(feature = "cubecl")]
     pub fn trouble(&self, site: Site, deadline: &Deadline) -> Option<Error> {
         let apart = |error: &Error| matches!(error, Error::Mismatch { .. });
         let failure = self.failure.get().filter(|error| !apart(error)).cloned();
@@ -249,7 +245,7 @@ mod tests {
     use std::thread;
 
     use super::*;
-    use crate::dtype::ReduceOp;
+    use crate::types::ReduceOp;
 
     #[test]
     fn a_rank_that_cannot_go_on_keeps_nobody_waiting() {

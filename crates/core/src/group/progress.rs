@@ -7,8 +7,8 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 
 use super::Core;
-use crate::error::Error;
-use crate::wait::lock;
+use crate::sync::lock;
+use crate::types::Error;
 
 type Job = Box<dyn FnOnce() + Send>;
 

@@ -13,8 +13,8 @@ use std::time::Instant;
 
 use self::clock::Clock;
 use super::trace::{Message, Record, State};
-use crate::call::{Call, Tag};
 use crate::sync::{AtomicPtr, AtomicU64, Ordering, TRIES, fence};
+use crate::types::{Call, Tag};
 
 /// How many operations are remembered: 64 KiB for each rank of a group. A power of two, so that finding a slot is cheap.
 pub(crate) const KEPT: usize = 1024;
@@ -213,8 +213,7 @@ fn unpack(what: u64, count: u64) -> Option<Call> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::call::Operation;
-    use crate::dtype::{DType, ReduceOp};
+    use crate::types::{DType, Operation, ReduceOp};
 
     fn call(count: usize) -> Call {
         let (reduction, root) = (Some(ReduceOp::Max), Some(count % 7));

@@ -3,8 +3,8 @@
 use std::sync::atomic::Ordering;
 
 use super::{Core, Group};
-use crate::error::Error;
-use crate::wait::Deadline;
+use crate::sync::Deadline;
+use crate::types::Error;
 
 impl Group {
     /// A group of the ranks that are left, in their order, with ranks from 0 on and settings as in this one. Every rank that
@@ -24,7 +24,7 @@ impl Group {
     /// once any operation of the new group has completed, or just drop it.
     ///
     /// ```
-    /// # use bonfire::{Error, Group, ReduceOp};
+    /// # use bonfire_core::{Error, Group, ReduceOp};
     /// fn step(group: &mut Group, gradients: &[f32], sum: &mut [f32]) -> Result<(), Error> {
     ///     loop {
     ///         match group.all_reduce_into(gradients, sum, ReduceOp::Sum) {

@@ -4,11 +4,9 @@ use std::panic::Location;
 use std::sync::Arc;
 
 use super::{CallSite, Core, Group};
-use crate::call::{Call, Operation};
-use crate::dtype::DType;
-use crate::error::{Error, Site};
+use crate::sync::Deadline;
 use crate::transport::{Base, Regroup};
-use crate::wait::Deadline;
+use crate::types::{Call, DType, Error, Operation, Site};
 
 /// Where a group comes from.
 pub(super) struct Lineage {
@@ -29,7 +27,7 @@ impl Group {
     /// those of this group.
     ///
     /// ```
-    /// # use bonfire::{Group, ReduceOp};
+    /// # use bonfire_core::{Group, ReduceOp};
     /// let ranks: Vec<_> = Group::threads(4)?
     ///     .into_iter()
     ///     .map(|group| std::thread::spawn(move || {
@@ -37,12 +35,12 @@ impl Group {
     ///         let pair = group.subgroup(&pair)?;
     ///         let mut sum = [group.rank()].map(|rank| rank as i32);
     ///         pair.all_reduce(&mut sum, ReduceOp::Sum)?;
-    ///         Ok::<_, bonfire::Error>((pair.rank(), sum[0]))
+    ///         Ok::<_, bonfire_core::Error>((pair.rank(), sum[0]))
     ///     }))
     ///     .collect();
     /// let results: Result<Vec<_>, _> = ranks.into_iter().map(|rank| rank.join().unwrap()).collect();
     /// assert_eq!(results?, [(0, 1), (1, 1), (0, 5), (1, 5)]);
-    /// # Ok::<(), bonfire::Error>(())
+    /// # Ok::<(), bonfire_core::Error>(())
     /// ```
     ///
     /// # Errors

@@ -12,9 +12,8 @@ use serde::{Deserialize, Serialize};
 
 use super::Core;
 use super::recorder::KEPT;
-use crate::call::Call;
-use crate::error::Error;
-use crate::wait::lock;
+use crate::sync::lock;
+use crate::types::{Call, Error};
 
 /// The version of the format.
 const VERSION: u32 = 1;
@@ -230,8 +229,8 @@ impl Core {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::dtype::ReduceOp;
     use crate::group::Group;
+    use crate::types::ReduceOp;
 
     fn traced() -> Trace {
         let group = Group::threads(1).unwrap().remove(0);

@@ -3,7 +3,7 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use crate::wait::{Bell, spin};
+use crate::sync::{Bell, spin};
 
 /// Tickets, first come, first served.
 #[derive(Default)]

@@ -4,8 +4,7 @@ use std::fmt;
 use std::str::FromStr;
 
 use super::{Algorithm, table};
-use crate::call::{Call, Operation};
-use crate::error::Error;
+use crate::types::{Call, Error, Operation};
 
 /// Which algorithm runs an operation, by the size of its whole in bytes (as `bonfire perf` counts it).
 ///
@@ -14,13 +13,13 @@ use crate::error::Error;
 /// host, share. Where a transport has none, `native` is what it does by default.
 ///
 /// ```
-/// # use bonfire::Selection;
+/// # use bonfire_core::Selection;
 /// // Every operation. One that lacks an algorithm takes the nearest that it has.
 /// let all: Selection = "direct:0-65536;ring:65537-".parse()?;
 /// // Some operations, which must have the algorithms; the others stay with the default.
 /// let some: Selection = "all_reduce=native:0-65535;ring:65536-,broadcast=tree:0-".parse()?;
 /// assert_eq!(some.to_string(), "all_reduce=native:0-65535;ring:65536-,broadcast=tree:0-");
-/// # Ok::<(), bonfire::Error>(())
+/// # Ok::<(), bonfire_core::Error>(())
 /// ```
 ///
 /// Both may be together: first what is for all, then the exceptions. `default` is the default for every operation, as
@@ -375,7 +374,7 @@ mod tests {
             "all_reduce=doubling:0-16384;ring:16385-,broadcast=tree:0-",
             "ring:0-,all_reduce=doubling:0-0;halving:1-1;ring:2-,barrier=native:0-,all_to_all=direct:0-",
         ];
-        crate::fuzz::fuzz("table", texts.map(|text| text.as_bytes().to_vec()), |bytes| {
+        bonfire_testing::fuzz::fuzz("table", texts.map(|text| text.as_bytes().to_vec()), |bytes| {
             let Ok(text) = str::from_utf8(bytes) else { return false };
             let Ok(selection) = text.parse::<Selection>() else { return false };
             assert_eq!(selection.to_string().parse(), Ok(selection.clone()));

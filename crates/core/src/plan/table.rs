@@ -3,7 +3,7 @@
 //! As measured over TCP on loopback; `docs/design.md` says how. A transport with an engine leaves every size to that.
 
 use super::Algorithm::{self, Direct, Doubling, Halving, Ring, Tree};
-use crate::call::Operation;
+use crate::types::Operation;
 
 /// Algorithms in the order of sizes, each with the smallest size in bytes that it is for.
 type Row = (Operation, &'static [(Algorithm, usize)]);

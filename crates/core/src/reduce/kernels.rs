@@ -9,7 +9,7 @@ use super::arithmetic::Accumulator;
 use super::level::{LANES, Level};
 use super::widen::{Widen, each, line};
 use super::{FinalStep, Kernel, Output};
-use crate::dtype::{DType, ReduceOp};
+use crate::types::{DType, ReduceOp};
 
 /// The kernel for `dtype` and `op` in `L`'s instructions.
 ///

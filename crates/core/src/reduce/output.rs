@@ -6,7 +6,7 @@ use super::level::{Level, Portable};
 
 /// Where a result goes.
 #[derive(Clone, Copy)]
-pub(crate) struct Output {
+pub struct Output {
     at: *mut u8,
     past_cache: bool,
 }

@@ -3,7 +3,7 @@ use half::{bf16, f16};
 use proptest::prelude::*;
 
 use super::*;
-use crate::dtype::Element;
+use crate::types::Element;
 
 fn reduced<T: Element>(op: ReduceOp, inputs: &[&[T]]) -> Vec<T> {
     let len = inputs[0].len();

@@ -17,8 +17,8 @@ use self::launcher::{Found, recognise};
 use self::variables::{Place, Said, Variables};
 use super::source::{Launched, Missing, Source};
 use super::{Medium, Settings};
-use crate::error::Error;
-use crate::wait::{deadline_from_env, seconds_from_env};
+use crate::sync::{deadline_from_env, seconds_from_env};
+use crate::types::Error;
 
 /// What the environment says about a group.
 #[derive(Debug)]
@@ -97,7 +97,7 @@ impl Launched {
 }
 
 /// Reads the environment through `variable`.
-pub(crate) fn read(variable: impl Fn(&str) -> Option<String>) -> Result<Environment, Error> {
+pub fn read(variable: impl Fn(&str) -> Option<String>) -> Result<Environment, Error> {
     let variables = Variables(&variable);
     let medium = medium(&variable)?;
     let place = place(&variables);

@@ -12,7 +12,7 @@ use tokio::time::timeout;
 
 use super::Medium;
 use crate::auth::{Member, Opening, Purpose, Refusal, answer, confirm};
-use crate::transport::frame;
+use crate::control::frame;
 
 /// How long a guest may take to be told who is missing.
 const PATIENCE: Duration = Duration::from_millis(100);
@@ -173,7 +173,7 @@ mod tests {
         let (address, machine) = ("10.0.0.1:29500".parse().unwrap(), "boot name net:[1] 0".to_owned());
         let hello = Hello { address, medium: Medium::Auto, algorithms: "ring:0-".into(), machine };
         let other = Hello { address: "[::1]:1".parse().unwrap(), medium: Medium::Tcp, ..hello.clone() };
-        frame::fuzz("hello", &[hello, other]);
+        bonfire_testing::fuzz::fuzz_frames("hello", &[hello, other]);
     }
 
     #[test]
@@ -182,6 +182,6 @@ mod tests {
             ["10.0.0.1:29500", "[fe80::1]:7", "10.0.0.2:80"].map(|address| address.parse().unwrap()).to_vec();
         let welcome = Answer::Welcome { addresses, medium: Medium::Auto, hosts: vec![0, 0, 2], mesh: 16 };
         let refused = Answer::Refused("two processes were started as rank 1".into());
-        frame::fuzz("directory", &[welcome, refused, Answer::Waiting(vec![1, 300])]);
+        bonfire_testing::fuzz::fuzz_frames("directory", &[welcome, refused, Answer::Waiting(vec![1, 300])]);
     }
 }

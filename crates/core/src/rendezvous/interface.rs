@@ -5,7 +5,7 @@ use std::net::IpAddr;
 use if_addrs::{Interface, get_if_addrs};
 
 use super::Settings;
-use crate::error::Error;
+use crate::types::Error;
 
 /// The address of the interface that was chosen, if one was.
 pub(super) fn chosen(settings: &Settings) -> Result<Option<IpAddr>, Error> {

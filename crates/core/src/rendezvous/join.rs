@@ -18,11 +18,10 @@ use super::neighbours::{is_star, neighbours};
 use super::reach::{bind, dial, listen, own_host};
 use super::{Medium, Settings, gone};
 use crate::auth::{Lobby, Member, Purpose, RETRY};
-use crate::error::{Error, Ranks};
+use crate::control::{Board, MOST, Mesh, admit, frame};
 use crate::random;
-use crate::transport::frame;
-use crate::transport::tcp::{Board, MOST, Mesh, admit};
-use crate::wait::ENDLESS;
+use crate::sync::ENDLESS;
+use crate::types::{Error, Ranks};
 
 /// How long rank 0 still answers after the rendezvous has failed.
 const LATE: Duration = Duration::from_millis(500);

@@ -20,11 +20,12 @@ use super::descriptor::{attach, listen, serve};
 use super::join::Joined;
 use super::{Medium, Settings, gone};
 use crate::auth::Member;
-use crate::error::{Error, Ranks};
+use crate::control::{Mesh, frame};
+use crate::transport::Near;
 use crate::transport::hosts::Hosts;
 use crate::transport::shm::{Segment, Shm};
-use crate::transport::tcp::{Mesh, Tcp};
-use crate::transport::{Near, frame};
+use crate::transport::tcp::Tcp;
+use crate::types::{Error, Ranks};
 
 /// From the lowest rank of a host: under which name the segment is to be had, if there is one.
 type Offer = Option<String>;
@@ -331,10 +332,19 @@ mod tests {
 
     #[test]
     fn fuzz_messages() {
-        frame::fuzz::<Offer>("memory-offer", &[None, Some("bonfire-0123456789abcdef0123456789abcdef".into())]);
-        frame::fuzz("memory-attached", &[Attached::Yes, Attached::Elsewhere, Attached::Failed("out of memory".into())]);
-        frame::fuzz("memory-verdict", &[Verdict::Shared, Verdict::Apart, Verdict::Failed("no".into())]);
-        frame::fuzz("memory-division", &[vec![true, false, true], vec![]]);
+        bonfire_testing::fuzz::fuzz_frames::<Offer>(
+            "memory-offer",
+            &[None, Some("bonfire-0123456789abcdef0123456789abcdef".into())],
+        );
+        bonfire_testing::fuzz::fuzz_frames(
+            "memory-attached",
+            &[Attached::Yes, Attached::Elsewhere, Attached::Failed("out of memory".into())],
+        );
+        bonfire_testing::fuzz::fuzz_frames(
+            "memory-verdict",
+            &[Verdict::Shared, Verdict::Apart, Verdict::Failed("no".into())],
+        );
+        bonfire_testing::fuzz::fuzz_frames("memory-division", &[vec![true, false, true], vec![]]);
     }
 
     #[test]

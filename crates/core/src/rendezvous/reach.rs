@@ -10,7 +10,7 @@ use tokio::time::{sleep, timeout};
 
 use super::{Settings, interface};
 use crate::auth::{self, Opening, Refusal, permit};
-use crate::error::Error;
+use crate::types::Error;
 
 /// How long one attempt may take: the system itself would try again ever more rarely.
 const SYN: Duration = Duration::from_secs(5);

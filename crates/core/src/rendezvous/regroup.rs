@@ -26,12 +26,13 @@ use super::join::{self, Joined};
 use super::reach::bind;
 use super::{Ends, Medium, Settings, assemble, control_runtime};
 use crate::auth::{Lobby, Member};
-use crate::error::{Apart, Error, Ranks};
+use crate::control::invitation::{Door, Invitation, session};
+use crate::control::{Heard, MOST, News, Silence, Standing, Word};
 use crate::random;
-use crate::transport::invitation::{Door, Invitation, session};
-use crate::transport::tcp::{Heard, MOST, News, Silence, Standing, Tcp, Word};
-use crate::transport::{Base, Fault, Regroup, hosts_of};
-use crate::wait::Deadline;
+use crate::sync::Deadline;
+use crate::transport::tcp::Tcp;
+use crate::transport::{Base, Regroup, hosts_of};
+use crate::types::{Apart, Error, Fault, Ranks};
 
 /// How long a look for a rank whose connection ended may take.
 const LOOK: Duration = Duration::from_secs(1);

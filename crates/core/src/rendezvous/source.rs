@@ -3,7 +3,7 @@
 use std::fmt;
 
 use super::Settings;
-use crate::error::Error;
+use crate::types::Error;
 
 /// Where rank, world size and address come from. Nothing in it: from code.
 #[derive(Clone, Debug, Default)]

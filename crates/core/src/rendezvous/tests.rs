@@ -2,7 +2,7 @@ use std::time::Duration;
 
 use super::env::{Environment, read};
 use super::{Medium, Settings, well_formed};
-use crate::error::Error;
+use crate::types::Error;
 
 /// Reads an environment that consists of these variables, without their prefix.
 fn from(variables: &[(&str, &str)]) -> Result<Environment, Error> {

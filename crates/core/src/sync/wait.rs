@@ -3,11 +3,11 @@
 use std::sync::PoisonError;
 use std::time::{Duration, Instant};
 
-use crate::error::Error;
 use crate::sync::{AtomicUsize, Condvar, Mutex, MutexGuard, Ordering, SPINS, YIELDING, fence};
+use crate::types::Error;
 
 /// A limit beyond what the clock can say is none: ten years are as good.
-pub(crate) const ENDLESS: Duration = Duration::from_secs(10 * 365 * 24 * 3600);
+pub const ENDLESS: Duration = Duration::from_secs(10 * 365 * 24 * 3600);
 
 /// When an operation began and how long it may take.
 #[derive(Clone, Copy, Debug)]
@@ -55,7 +55,8 @@ impl Deadline {
     }
 
     /// A tenth of the limit: when a wait is long enough to say so in the log.
-    pub(crate) fn tenth(&self) -> Duration {
+    #[doc(hidden)]
+    pub fn tenth(&self) -> Duration {
         self.limit / 10
     }
 }
@@ -91,7 +92,7 @@ impl<'a> Patience<'a> {
 }
 
 /// `BONFIRE_DEADLINE`, in seconds, read through `variable`.
-pub(crate) fn deadline_from_env(variable: impl Fn(&str) -> Option<String>) -> Result<Option<Duration>, Error> {
+pub fn deadline_from_env(variable: impl Fn(&str) -> Option<String>) -> Result<Option<Duration>, Error> {
     seconds_from_env(variable, "BONFIRE_DEADLINE")
 }
 
@@ -109,13 +110,13 @@ pub(crate) fn seconds_from_env(
 }
 
 /// Locks also what a panicking thread left: for mutexes behind which everything is whole after every statement.
-pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Wakes threads that wait for a change of some atomic or shared state.
 #[derive(Default)]
-pub(crate) struct Bell {
+pub struct Bell {
     sleepers: AtomicUsize,
     mutex: Mutex<()>,
     changed: Condvar,
@@ -157,13 +158,13 @@ impl Bell {
 }
 
 /// Whether so many ranks in one machine have to share processors.
-pub(crate) fn crowded(ranks: usize) -> bool {
+pub fn crowded(ranks: usize) -> bool {
     ranks > std::thread::available_parallelism().map_or(1, usize::from)
 }
 
 /// Looks at `ready` for a moment without sleeping. Spins only where every rank can have a core of its own (`crowded` says
 /// that it can't), then yields, which lets a peer on the same core run.
-pub(crate) fn spin(crowded: bool, mut ready: impl FnMut() -> bool) -> bool {
+pub fn spin(crowded: bool, mut ready: impl FnMut() -> bool) -> bool {
     for _ in 0..if crowded { 1 } else { SPINS } {
         if ready() {
             return true;

@@ -5,9 +5,8 @@
 
 use std::mem::MaybeUninit;
 
-use crate::call::{Call, Operation};
-use crate::partition::{Parts, partition};
 use crate::reduce::{self, Output};
+use crate::types::{Call, Operation, Parts, partition};
 
 /// Where one rank's buffers are.
 #[derive(Clone, Copy)]

@@ -1,7 +1,7 @@
 //! Which ranks of a group share a host.
 
 use super::shm::Shm;
-use crate::partition::partition;
+use crate::types::partition;
 
 /// The division of a group's ranks into hosts, as one rank sees it. Every rank knows the same.
 pub(crate) struct Hosts {

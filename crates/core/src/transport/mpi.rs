@@ -37,11 +37,10 @@ use self::lent::Lent;
 use self::library::{Held, Library, check, hold, try_hold};
 use self::message::{Exchange, Post};
 use self::watchdog::{Watchdog, Work};
-use super::tcp::{Board, Outgoing, Watch, hear, verdict};
-use super::{Buffers, Collectives, Fault, Transport};
-use crate::call::{Call, Operation, Tag};
-use crate::error::{Error, Site};
-use crate::wait::{Deadline, lock, spin};
+use super::{Buffers, Collectives, Transport};
+use crate::control::{Board, Outgoing, Watch, hear, verdict};
+use crate::sync::{Deadline, lock, spin};
+use crate::types::{Call, Error, Fault, Operation, Site, Tag};
 
 /// How long a rank that leaves waits until its last words are on their way.
 const LINGER: Duration = Duration::from_secs(1);

@@ -2,12 +2,12 @@
 
 use std::sync::Arc;
 
-use super::invitation::{Door, Invitation, session};
-use super::local::Local;
-use super::{Collectives, Fault, Near, Transport};
-use crate::error::{Apart, Error};
+use super::threads::Local;
+use super::{Collectives, Near, Transport};
+use crate::control::invitation::{Door, Invitation, session};
 use crate::random;
-use crate::wait::Deadline;
+use crate::sync::Deadline;
+use crate::types::{Apart, Error, Fault};
 
 /// What a group is built on.
 pub(crate) struct Base {

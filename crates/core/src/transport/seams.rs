@@ -3,41 +3,8 @@
 use std::io;
 use std::ptr::NonNull;
 
-use crate::call::{Call, Tag};
-use crate::error::{Error, Site};
-use crate::partition::Parts;
-use crate::wait::Deadline;
-
-/// Why a message or an engine's operation failed. The group adds operation, rank and elapsed time to make an [`Error`].
-#[derive(Clone, Debug, PartialEq)]
-pub enum Fault {
-    /// The deadline passed while these ranks were waited for.
-    Timeout {
-        /// The ranks that had not come.
-        missing: Vec<usize>,
-    },
-    /// A peer is gone without a farewell.
-    Lost {
-        /// Which.
-        peer: usize,
-        /// What was seen.
-        reason: String,
-    },
-    /// A peer has left in order, and is needed.
-    Left {
-        /// Which.
-        peer: usize,
-    },
-    /// A peer sent something else than what was expected: the message carries another tag.
-    Unexpected {
-        /// Which.
-        peer: usize,
-        /// What it sent instead.
-        tag: Tag,
-    },
-    /// The whole group failed, here or elsewhere, for this reason.
-    Failed(Error),
-}
+use crate::sync::Deadline;
+use crate::types::{Call, Error, Fault, Parts, Site, Tag};
 
 /// Moves bytes between two ranks. All methods may be called from any thread, one message operation at a time.
 ///

@@ -25,11 +25,9 @@ use self::control::{Control, Offer};
 pub(crate) use self::segment::Segment;
 use self::segment::TINY;
 use super::tcp::Tcp;
-use super::{Buffers, Collectives, Fault, Storage, Transport};
-use crate::call::{Call, Tag};
-use crate::error::{Error, Site};
-use crate::sync::{AtomicU64, Mutex, Ordering, fence};
-use crate::wait::{Deadline, crowded, spin};
+use super::{Buffers, Collectives, Storage, Transport};
+use crate::sync::{AtomicU64, Deadline, Mutex, Ordering, crowded, fence, spin};
+use crate::types::{Call, Error, Fault, Site, Tag};
 
 /// One rank's end of the memory that the ranks of a host share: all ranks of a group, or some. Ranks are numbered here
 /// as in the segment, from 0 on.
@@ -226,8 +224,7 @@ fn from_words(words: [u64; 3]) -> Option<Call> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::call::Operation;
-    use crate::dtype::{DType, ReduceOp};
+    use crate::types::{DType, Operation, ReduceOp};
 
     #[test]
     fn calls_survive_their_words_and_nonsense_is_no_call() {

@@ -1,8 +1,9 @@
 //! Some ranks of a transport, as a transport of their own.
 
-use super::{Fault, Transport};
-use crate::call::Tag;
-use crate::wait::Deadline;
+use super::Transport;
+use crate::sync::Deadline;
+use crate::types::Fault;
+use crate::types::Tag;
 
 /// The ranks that `rank_of` names, numbered from 0 to `world_size - 1`. Faults name ranks as the transport below does:
 /// they are for the group that this is a part of, which also begins and ends operations.

@@ -9,15 +9,8 @@
 //! A message on a data connection is `tag 40 bytes | length of payload u64 little endian | payload`. The receiver knows
 //! the tag and the length that it wants and takes nothing else, so no length from the wire is ever allocated.
 
-mod beat;
-mod board;
-mod control;
 mod dial;
-mod line;
 mod link;
-mod meet;
-mod watch;
-mod word;
 
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, OwnedFd};
@@ -29,31 +22,21 @@ use std::time::{Duration, Instant};
 use tokio::runtime::Runtime;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
-pub(crate) use self::beat::Silence;
-pub(crate) use self::board::Board;
-pub(crate) use self::control::{Heard, Mesh, Outgoing};
 use self::link::Link;
-pub(crate) use self::link::MOST;
-pub(crate) use self::meet::admit;
-pub(crate) use self::watch::Watch;
-pub(crate) use self::word::{News, Standing, Word};
-#[cfg(feature = "mpi")]
-pub(crate) use self::{
-    board::verdict,
-    control::{Message, hear},
-};
-use super::invitation::{Door, Invitation};
-use super::{Fault, Transport};
+use super::Transport;
 use crate::auth::Member;
-use crate::call::Tag;
-use crate::error::{Error, Site};
-use crate::wait::{Deadline, lock};
+use crate::control::invitation::{Door, Invitation};
+use crate::control::{self, Board, Heard, Mesh, Outgoing, Silence, Watch, Word};
+use crate::sync::{Deadline, lock};
+use crate::types::{Error, Fault, Site, Tag};
 
 /// One rank's end of a group of processes.
 pub(crate) struct Tcp {
     member: Member,
     addresses: Vec<SocketAddr>,
     board: Arc<Board>,
+    /// The data connections, by rank; opened when a plan first needs them.
+    links: Mutex<Vec<Option<Arc<Link>>>>,
     /// To each lower rank; higher ranks decide for themselves.
     connections: usize,
     control: UnboundedSender<Outgoing>,
@@ -71,7 +54,7 @@ impl Tcp {
     /// Takes over the connections that the rendezvous made.
     pub fn start(runtime: Runtime, mut mesh: Mesh, connections: usize, silence: Silence) -> Result<Tcp, Error> {
         // Before this rank can be in any operation: who has met it in one has a word of it.
-        runtime.block_on(line::greet(&mut mesh.connections));
+        runtime.block_on(control::greet(&mut mesh.connections));
         let listener = mesh.listener.as_fd().try_clone_to_owned();
         let listener = listener.map_err(|e| Error::io("keeping the listener", e))?;
         let (control, outgoing) = unbounded_channel();
@@ -82,7 +65,8 @@ impl Tcp {
             .spawn(move || runtime.block_on(control::run(mesh, silence, outgoing, told)))
             .map_err(|e| Error::io("starting the control thread", e))?;
         let (thread, news) = (Mutex::new(Some(thread)), Mutex::new(Some(news)));
-        Ok(Tcp { member, addresses, board, connections, control, thread, listener, news })
+        let links = Mutex::new(vec![None; addresses.len()]);
+        Ok(Tcp { member, addresses, board, links, connections, control, thread, listener, news })
     }
 
     /// The number that all ranks of this group have, and no other group.
@@ -113,27 +97,33 @@ impl Tcp {
     /// The data connection to `peer`. The higher rank of a pair dials, the lower one waits for the call: both are at the
     /// same operation, and its plan has this edge on both sides.
     fn link(&self, peer: usize, tag: &Tag, watch: &mut Watch<'_>) -> Result<Arc<Link>, Fault> {
-        if let Some(link) = self.board.link(peer) {
-            return Ok(link);
-        }
-        if peer < self.member.rank {
-            let link = Arc::new(dial::dial(&self.member, (peer, &self.addresses[peer]), self.connections, watch)?);
-            self.board.connect(peer, link);
+        if peer < self.member.rank && lock(&self.links)[peer].is_none() {
+            let link = dial::dial(&self.member, (peer, &self.addresses[peer]), self.connections, watch)?;
+            lock(&self.links)[peer] = Some(Arc::new(link));
         }
         loop {
-            if let Some(link) = self.board.link(peer) {
+            if let Some(link) = self.opened(peer)? {
                 return Ok(link);
             }
             self.board.sleep(Instant::now() + watch.pause(), || {
-                self.board.link(peer).is_some() || self.board.absence_in(peer, tag).is_some()
+                self.board.has_gathered(peer) || self.board.absence_in(peer, tag).is_some()
             });
-            if self.board.link(peer).is_none()
+            if !self.board.has_gathered(peer)
                 && let Some(fault) = self.board.absence_in(peer, tag)
             {
                 return Err(fault);
             }
             watch.tick(peer)?;
         }
+    }
+
+    /// The data connection to `peer`, if there is one.
+    fn opened(&self, peer: usize) -> Result<Option<Arc<Link>>, Fault> {
+        if let Some(streams) = self.board.gathered(peer) {
+            let link = Link::new(streams).map_err(|e| link::departure(peer, &e.to_string(), &self.board))?;
+            lock(&self.links)[peer] = Some(Arc::new(link));
+        }
+        Ok(lock(&self.links)[peer].clone())
     }
 
     /// Tells the other members of a subgroup to be of it, and gives where all await each other, in their order.
@@ -236,7 +226,8 @@ impl Transport for Tcp {
         if thread.join().is_err() {
             log::error!("rank {}: the control thread panicked", self.member.rank);
         }
-        link::close(&self.board.take_links(), LINGER);
+        let links: Vec<_> = lock(&self.links).iter_mut().filter_map(Option::take).collect();
+        link::close(&links, LINGER);
     }
 
     fn address(&self, peer: usize) -> Option<String> {

@@ -14,14 +14,10 @@ use std::time::Instant;
 use self::mailbox::Mailbox;
 use self::meeting::Meeting;
 use super::direct::{self, Place};
-use super::{Buffers, Collectives, Fault};
-use crate::call::{Call, Operation};
-use crate::dtype::DType;
-use crate::error::{Error, Ranks, Site};
-use crate::partition::Parts;
+use super::{Buffers, Collectives};
 use crate::reduce::{self, Output};
-use crate::sync::{AtomicU8, AtomicU64, Cell, Mutex, Ordering};
-use crate::wait::{Bell, Deadline, Patience, crowded, lock, spin};
+use crate::sync::{AtomicU8, AtomicU64, Bell, Cell, Deadline, Mutex, Ordering, Patience, crowded, lock, spin};
+use crate::types::{Call, DType, Error, Fault, Operation, Parts, Ranks, Site};
 
 /// One rank's end of a group of threads.
 pub(crate) struct Local {

@@ -4,7 +4,7 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use crate::dtype::{DType, ReduceOp};
+use crate::types::{DType, ReduceOp};
 
 /// The kind of an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -94,7 +94,7 @@ pub struct Call {
 }
 
 /// The same number for the same bytes in every build. FNV-1a: Fowler, Noll and Vo.
-pub(crate) fn hash(bytes: impl IntoIterator<Item = u8>) -> u64 {
+pub fn hash(bytes: impl IntoIterator<Item = u8>) -> u64 {
     let step = |hash: u64, byte| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3);
     bytes.into_iter().fold(0xcbf2_9ce4_8422_2325, step)
 }
@@ -116,12 +116,14 @@ impl Call {
     }
 
     /// Whether the ranks' parts have sizes of their own.
-    pub(crate) const fn is_sized(&self) -> bool {
+    #[doc(hidden)]
+    pub const fn is_sized(&self) -> bool {
         matches!(self.sizes, Some(sizes) if sizes & 1 == 1)
     }
 
     /// The call on tensors whose shape has this fingerprint.
-    pub(crate) fn shaped(self, shape: u16) -> Call {
+    #[doc(hidden)]
+    pub fn shaped(self, shape: u16) -> Call {
         let sizes = match self.sizes {
             Some(sizes) if self.is_sized() => sizes ^ shape | 1,
             _ => (shape & !1).max(2),

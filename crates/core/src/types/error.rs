@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use crate::call::Call;
+use crate::types::Call;
 
 /// Why an operation or the creation of a group failed.
 ///
@@ -179,12 +179,14 @@ pub enum Error {
 
 impl Error {
     /// An [`Error::InvalidArgument`].
-    pub(crate) fn argument(operation: impl fmt::Display, reason: impl Into<String>) -> Self {
+    #[doc(hidden)]
+    pub fn argument(operation: impl fmt::Display, reason: impl Into<String>) -> Self {
         Error::InvalidArgument { operation: operation.to_string(), reason: reason.into() }
     }
 
     /// An [`Error::Io`].
-    pub(crate) fn io(operation: impl Into<String>, reason: impl fmt::Display) -> Self {
+    #[doc(hidden)]
+    pub fn io(operation: impl Into<String>, reason: impl fmt::Display) -> Self {
         Error::Io { operation: operation.into(), reason: reason.to_string() }
     }
 }
@@ -238,7 +240,7 @@ impl fmt::Display for Site {
 }
 
 /// Ranks as text: `rank 3` or `ranks 1, 2`.
-pub(crate) struct Ranks<'a>(pub &'a [usize]);
+pub struct Ranks<'a>(pub &'a [usize]);
 
 impl fmt::Display for Ranks<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

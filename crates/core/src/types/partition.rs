@@ -6,7 +6,7 @@ use std::ops::Range;
 /// Parts are contiguous, in order, and cover `0..len`; where `len < parts` the last ones are empty.
 ///
 /// ```
-/// let parts: Vec<_> = (0..4).map(|i| bonfire::partition(5, 4, i)).collect();
+/// let parts: Vec<_> = (0..4).map(|i| bonfire_core::partition(5, 4, i)).collect();
 /// assert_eq!(parts, [0..2, 2..3, 3..4, 4..5]);
 /// ```
 ///
@@ -14,17 +14,17 @@ use std::ops::Range;
 /// If `index` is not below `parts`.
 pub fn partition(len: usize, parts: usize, index: usize) -> Range<usize> {
     assert!(index < parts, "part {index} of {parts}");
-    start(len, parts, index)..start(len, parts, index + 1)
+    part_start(len, parts, index)..part_start(len, parts, index + 1)
 }
 
 /// Where part `index` starts; for the number of parts, the end.
-pub(crate) fn start(len: usize, parts: usize, index: usize) -> usize {
+pub(crate) fn part_start(len: usize, parts: usize, index: usize) -> usize {
     index * (len / parts) + index.min(len % parts)
 }
 
 /// How the elements of a whole belong to ranks, in their order.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum Parts<'a> {
+pub enum Parts<'a> {
     /// As [`partition`] says.
     Even,
     /// So many for each rank. They add up to the whole.
@@ -35,7 +35,7 @@ impl Parts<'_> {
     /// Where the part of rank `index` starts in a whole of `len` elements; for the number of ranks, the end.
     pub fn start(self, len: usize, ranks: usize, index: usize) -> usize {
         match self {
-            Parts::Even => start(len, ranks, index),
+            Parts::Even => part_start(len, ranks, index),
             Parts::Sizes(sizes) => sizes[..index].iter().sum(),
         }
     }
@@ -71,12 +71,12 @@ mod tests {
                 end = part.end;
             }
             prop_assert_eq!(end, len);
-            prop_assert_eq!(start(len, parts, parts), len);
+            prop_assert_eq!(part_start(len, parts, parts), len);
             let (shortest, longest) = (all[parts - 1].len(), all[0].len());
             prop_assert!(longest - shortest <= 1);
             prop_assert!(all.windows(2).all(|w| w[0].len() >= w[1].len()));
             for (first, part) in all.iter().enumerate() {
-                prop_assert_eq!(start(len, parts, first), part.start);
+                prop_assert_eq!(part_start(len, parts, first), part.start);
             }
             prop_assert_eq!(Parts::Even.longest(len, parts), longest);
         }

@@ -5,9 +5,8 @@ use std::net::{Shutdown, TcpStream};
 use std::sync::Arc;
 use std::time::Instant;
 
-use crate::error::Error;
-use crate::sync::{AtomicBool, Mutex, Ordering};
-use crate::wait::{Bell, Deadline, lock};
+use crate::sync::{AtomicBool, Bell, Deadline, Mutex, Ordering, lock};
+use crate::types::Error;
 
 /// A connection. Each direction is one thread's at a time, and the two have nothing to do with each other.
 pub(super) struct Link {

@@ -102,7 +102,7 @@ mod tests {
     fn fuzz_star_messages() {
         const MOST: usize = 600;
         let seeds = [&[][..], &[1.5], &[f32::NAN, -0.0, f32::INFINITY], &[0.25; MOST]];
-        crate::fuzz::fuzz("star", seeds.map(message), |bytes| {
+        bonfire_testing::fuzz::fuzz("star", seeds.map(message), |bytes| {
             let mut rest = bytes;
             let values = read(&mut rest, MOST);
             let count = bytes.first_chunk().map(|count| u32::from_le_bytes(*count) as usize);

@@ -13,9 +13,8 @@ use tokio::task::yield_now;
 use tokio::time::{sleep, timeout};
 
 use crate::auth::{Lobby, RETRY, Refusal};
-use crate::error::{Error, Ranks};
-use crate::sync::Mutex;
-use crate::wait::{Deadline, lock};
+use crate::sync::{Deadline, Mutex, lock};
+use crate::types::{Error, Ranks};
 
 /// How long one attempt to connect may take: the system itself would try again ever more rarely.
 const SYN: Duration = Duration::from_secs(5);

@@ -7,15 +7,15 @@ use std::sync::mpsc::RecvTimeoutError;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use bonfire::Error;
+use bonfire_core::Error;
 use rustix::process::Signal;
 
 use crate::child::GOING;
-use crate::common::free_address;
-use crate::common::process::Process;
-use crate::common::transport::Random;
 use crate::orders::{Act, Carrier, Deed, ORDERS, Orders, Report, Words};
 use crate::stream::random;
+use bonfire_testing::free_address;
+use bonfire_testing::process::Process;
+use bonfire_testing::transport::Random;
 
 /// How long an operation may take where no deadline is to be missed.
 pub const DEADLINE: Duration = Duration::from_secs(30);

@@ -4,13 +4,13 @@ use std::panic::{catch_unwind, resume_unwind};
 use std::time::{Duration, Instant, UNIX_EPOCH};
 use std::{fs, thread};
 
-use bonfire::{Builder, Error, Group, Medium, ReduceOp, Secret};
+use bonfire_core::{Builder, Error, Group, Medium, ReduceOp, Secret};
 use rustix::process::{Resource, Rlimit, Signal, getpid, getrlimit, kill_process, setrlimit};
 
-use crate::common::process::say;
 use crate::machine;
 use crate::orders::{Act, Carrier, ORDERS, Orders, Report, Words};
 use crate::stream::{Flaw, Step};
+use bonfire_testing::process::say;
 
 /// What a child says once all its ranks are in its group.
 pub const GOING: &str = "going";

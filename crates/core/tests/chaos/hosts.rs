@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::thread;
 use std::time::Duration;
 
-use bonfire::Error;
+use bonfire_core::Error;
 
 use crate::case::{Case, Child, PATIENT, SILENCE, SOON};
 use crate::machine::Network;

@@ -10,8 +10,8 @@ use std::time::Duration;
 use rustix::net::sockopt::set_socket_linger;
 
 use crate::case::{Case, Child, SILENCE, SOON, is_lost};
-use crate::common::relay::between;
 use crate::orders::Orders;
+use bonfire_testing::relay::between;
 
 /// What a relay does, as bits. Nothing passes to rank 0, or from it, and nothing is closed.
 const SILENT_THERE: u8 = 1;

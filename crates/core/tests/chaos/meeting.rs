@@ -4,7 +4,7 @@ use std::net::TcpListener;
 use std::thread;
 use std::time::Duration;
 
-use bonfire::Error;
+use bonfire_core::Error;
 use rustix::process::Signal;
 
 use crate::case::{Case, Child, SOON, is_lost};

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use bonfire::Error;
+use bonfire_core::Error;
 use serde::{Deserialize, Serialize};
 
 /// The variable by which a child is told its [`Orders`].

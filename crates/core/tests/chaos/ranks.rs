@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use bonfire::Error;
+use bonfire_core::Error;
 use rustix::process::Signal;
 
 use crate::case::{Case, DEADLINE, SILENCE, SOON, is_lost};

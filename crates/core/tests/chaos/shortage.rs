@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use bonfire::Error;
+use bonfire_core::Error;
 
 use crate::case::{Case, Child, SOON, is_lost};
 use crate::machine;

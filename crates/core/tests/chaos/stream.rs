@@ -2,11 +2,11 @@
 
 use std::ops::Range;
 
-use bonfire::{DType, Element, Error, Group, ReduceOp, Work, partition};
+use bonfire_core::{DType, Element, Error, Group, ReduceOp, Work, partition};
 use half::{bf16, f16};
 
-use crate::common::oracle::{Sample, parcel, reduced, value};
-use crate::common::transport::Random;
+use bonfire_testing::oracle::{Sample, parcel, reduced, value};
+use bonfire_testing::transport::Random;
 
 /// Why a step did not do what it should.
 pub enum Flaw {

@@ -1,10 +1,10 @@
 //! Every operation on slices, on every type, against exact arithmetic.
 
-use bonfire::{Group, ReduceOp, partition};
+use bonfire_core::{Group, ReduceOp, partition};
 use half::{bf16, f16};
 
-use crate::common::oracle::{Sample, input, parcel, reduced};
 use crate::varied;
+use bonfire_testing::oracle::{Sample, input, parcel, reduced};
 
 /// With parts of `part` elements. The form is each rank's own business: also where some work in place and others not.
 fn check_all_to_all<T: Sample>(group: &Group, part: usize) {

@@ -2,9 +2,9 @@
 
 use std::ops::Range;
 
-use bonfire::{Group, ReduceOp, partition};
+use bonfire_core::{Group, ReduceOp, partition};
 
-use crate::common::oracle::{Sample, input, reduced};
+use bonfire_testing::oracle::{Sample, input, reduced};
 
 /// Sizes of all ranks' parts: some empty, all in one, more and more, less and less.
 fn sizes(n: usize, len: usize) -> Vec<usize> {

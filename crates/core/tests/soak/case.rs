@@ -2,11 +2,11 @@
 
 use std::ops::Range;
 
-use bonfire::{Call, DType, Operation, ReduceOp, partition};
+use bonfire_core::{Call, DType, Operation, ReduceOp, partition};
 use bytemuck::{bytes_of, pod_read_unaligned};
 
-use crate::common::oracle::Sample;
-use crate::common::transport::Random;
+use bonfire_testing::oracle::Sample;
+use bonfire_testing::transport::Random;
 
 /// The ranks of each group: the second and the third are made of the first. Two ranks are in all three.
 pub const GROUPS: [&[usize]; 3] = [&[0, 1, 2, 3], &[0, 1, 2], &[1, 2, 3]];

@@ -4,12 +4,12 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use bonfire::{Buffer, Error, Group, Operation, Work};
+use bonfire_core::{Buffer, Error, Group, Operation, Work};
 use bytemuck::{bytes_of, cast_slice, pod_read_unaligned};
 
 use crate::case::{Case, GROUPS, below};
-use crate::common::oracle::Sample;
-use crate::common::transport::Random;
+use bonfire_testing::oracle::Sample;
+use bonfire_testing::transport::Random;
 
 /// Where a part of a buffer from `Group::allocate` may begin, so that the other ranks reach it.
 const REACHED: usize = 64 << 10;

@@ -4,11 +4,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use bonfire::{Algorithm, Builder, Error, Group, ReduceOp};
+use bonfire_core::{Algorithm, Builder, Error, Group, ReduceOp};
 use half::f16;
 
-use super::common::transport::{Faults, Seen, run_on_channels};
-use super::common::{errors, in_parallel};
+use bonfire_testing::transport::{Faults, Seen, run_on_channels};
+use bonfire_testing::{errors, in_parallel};
 
 type Act = fn(&Group) -> Result<(), Error>;
 

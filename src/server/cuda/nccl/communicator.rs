@@ -3,16 +3,14 @@
 use std::ffi::c_int;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, mpsc};
-use std::thread;
 use std::time::{Duration, Instant};
-use std::{fmt, ptr};
+use std::{fmt, ptr, thread};
 
 use cudarc::driver::sys::{CUevent, CUresult};
 use cudarc::nccl::sys::ncclComm_t;
 
 use super::library::{Config, IN_PROGRESS, Library, SUCCESS};
-use crate::error::{Error, Site};
-use crate::wait::Deadline;
+use bonfire_core::{Deadline, Error, Site};
 
 /// How long the end of a communicator may take: NCCL gives back what it has, and hears of the other ranks for that.
 pub(super) const GRACE: Duration = Duration::from_secs(5);

@@ -10,9 +10,8 @@ use serde::{Deserialize, Serialize};
 
 use super::communicator::{Communicator, GRACE};
 use super::library::{Config, Library, SUCCESS, Version, library};
-use crate::error::{Error, Ranks};
-use crate::group::Group;
-use crate::wait::Deadline;
+use bonfire_core::internal::Ranks;
+use bonfire_core::{Deadline, Error, Group};
 
 /// From this version on NCCL may be told to let ranks share a GPU, by this variable.
 const SHARING: (i32, &str) = (2_30_00, "NCCL_MULTI_RANK_GPU_ENABLE");

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use cudarc::nccl::sys::{cudaStream_t, ncclComm_t, ncclDataType_t, ncclRedOp_t, ncclUniqueId};
 
-use crate::error::Error;
+use bonfire_core::Error;
 
 /// What functions return when all is well.
 pub(super) const SUCCESS: c_int = 0;

@@ -8,10 +8,8 @@ use cudarc::nccl::sys::{cudaStream_t, ncclComm_t, ncclDataType_t, ncclRedOp_t};
 use super::communicator::{Communicator, Submitted};
 use super::library::{Functions, IN_PROGRESS, SUCCESS};
 use super::types::{Scalar, reduced};
-use crate::call::Operation;
-use crate::dtype::ReduceOp;
-use crate::error::Error;
-use crate::partition::Parts;
+use bonfire_core::internal::Parts;
+use bonfire_core::{Error, Operation, ReduceOp};
 
 /// What the ranks do. Which elements of input and output that is on each rank:
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

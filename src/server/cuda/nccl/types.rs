@@ -6,8 +6,7 @@ use std::fmt;
 use cudarc::nccl::sys::{ncclDataType_t, ncclRedOp_t};
 
 use super::library::{Version, version};
-use crate::dtype::{DType, ReduceOp};
-use crate::error::Error;
+use bonfire_core::{DType, Error, ReduceOp};
 
 /// What operations of NCCL are on: Bonfire's element types and floats of 8 bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -4,9 +4,9 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use super::{Kept, Team, Workers};
-use crate::error::{Error, Site};
 use crate::server::cuda::control::{DONE, FAILURE, HOST_WORDS, Report};
-use crate::wait::{Deadline, lock};
+use bonfire_core::internal::lock;
+use bonfire_core::{Deadline, Error, Site};
 
 /// How long a call may go on when something has happened in the group: it may be sound itself.
 const GRACE: Duration = Duration::from_secs(1);

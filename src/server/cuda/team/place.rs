@@ -4,13 +4,12 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
-use crate::error::{Error, Site};
 use crate::server::cuda::choice::{Launch, Way};
 use crate::server::cuda::driver::{Gpu, Stream};
 use crate::server::cuda::kernel::Module;
 use crate::server::cuda::memory::word;
 use crate::server::engine::Rows;
-use crate::wait::Deadline;
+use bonfire_core::{Deadline, Error, Site};
 
 pub(super) struct Place {
     pub gpu: Arc<Gpu>,

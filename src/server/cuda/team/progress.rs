@@ -2,9 +2,7 @@
 
 use std::collections::VecDeque;
 
-use crate::call::{Call, Operation};
-use crate::dtype::DType;
-use crate::error::Error;
+use bonfire_core::{Call, DType, Error, Operation};
 
 #[derive(Default)]
 pub(super) struct Progress {

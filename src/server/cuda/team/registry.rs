@@ -8,13 +8,13 @@ use cubecl::cuda::CudaRuntime;
 use cubecl::device::DeviceId;
 
 use super::Team;
-use crate::error::Error;
 use crate::server::cuda::choice::{ROUTE, Route};
 use crate::server::cuda::control::MAX_RANKS;
 use crate::server::cuda::driver::Gpu;
 use crate::server::device::physical;
 use crate::server::status::Status;
-use crate::wait::lock;
+use bonfire_core::Error;
+use bonfire_core::internal::lock;
 
 /// Where a list's team is, once it is made. Making one takes the driver's time, and must not keep other lists waiting.
 pub(super) type Slot = Arc<Mutex<Option<Arc<Team>>>>;

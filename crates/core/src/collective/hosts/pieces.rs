@@ -3,9 +3,8 @@
 
 use std::sync::mpsc::channel;
 
-use crate::error::Error;
-use crate::scratch::Scratch;
-use crate::transport::Fault;
+use crate::reduce::Scratch;
+use crate::types::{Error, Fault};
 
 /// Bytes of a piece. Each waits for the slowest host at every step of its plan, and before the first crosses and after
 /// the last has, the links are idle.

@@ -147,7 +147,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::fuzz::fuzz;
+    use bonfire_testing::fuzz::fuzz;
 
     fn names(text: &str) -> Vec<String> {
         HostList::parse(text).unwrap_or_else(|e| panic!("{text}: {e}")).names().collect()

@@ -2,9 +2,8 @@
 
 use super::variables::{Place, Variables};
 use super::{mpi, slurm};
-use crate::call::hash;
-use crate::error::Error;
 use crate::rendezvous::source::is_loopback;
+use crate::types::{Error, hash};
 
 /// What a launcher says.
 pub(super) struct Found {

@@ -2,7 +2,7 @@
 
 use super::launcher::{Address, Found, master, number_of, port_of};
 use super::variables::{Place, Variables};
-use crate::error::Error;
+use crate::types::Error;
 
 /// The variables of a launcher.
 struct Launcher {

@@ -3,8 +3,8 @@
 use super::hostlist::HostList;
 use super::launcher::{Address, Found, Named, master, port_of};
 use super::variables::{Place, Variables};
-use crate::error::Error;
 use crate::rendezvous::source::is_loopback;
+use crate::types::Error;
 
 /// Steps from here on are no tasks of srun's: a batch script, an interactive shell.
 const NO_TASKS: usize = 0xffff_fff0;

@@ -1,6 +1,6 @@
 //! Variables, and what a pair of them says of a rank.
 
-use crate::error::Error;
+use crate::types::Error;
 
 /// The environment, or what stands in for it.
 pub(super) struct Variables<'a>(pub &'a dyn Fn(&str) -> Option<String>);

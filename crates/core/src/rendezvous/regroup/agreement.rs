@@ -19,8 +19,8 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use crate::transport::invitation::Door;
-use crate::transport::tcp::{Standing, Word};
+use crate::control::invitation::Door;
+use crate::control::{Standing, Word};
 
 /// One rank's part in it.
 pub(super) struct Agreement {

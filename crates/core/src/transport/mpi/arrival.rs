@@ -11,8 +11,7 @@ use mpi_sys as mpi;
 
 use super::comm::{Comm, Request};
 use super::library::Held;
-use crate::call::Tag;
-use crate::error::Error;
+use crate::types::{Error, Tag};
 
 /// The words of a tag.
 const WORDS: usize = Tag::BYTES / 8;

@@ -6,7 +6,7 @@ use std::mem::MaybeUninit;
 use mpi_sys as mpi;
 
 use super::library::{Held, abandon, check};
-use crate::error::Error;
+use crate::types::Error;
 
 /// A communicator, by the name that MPI has for it. It is freed by [`free`](Comm::free) only: that needs this thread's
 /// turn, and that no message is on its way.

@@ -9,9 +9,8 @@ use tokio::sync::mpsc::UnboundedReceiver;
 
 use super::comm::{Comm, Request};
 use super::library::Held;
-use crate::error::Error;
-use crate::transport::frame;
-use crate::transport::tcp::{Message, Outgoing};
+use crate::control::{Message, Outgoing, frame};
+use crate::types::Error;
 
 /// MPI's tag of these messages.
 const TAG: c_int = 4;

@@ -9,14 +9,10 @@ use mpi_sys as mpi;
 use super::Mpi;
 use super::comm::count;
 use super::types::{self, Sum};
-use crate::call::{Call, Operation};
-use crate::dtype::{DType, ReduceOp};
-use crate::error::{Error, Site};
-use crate::partition::Parts;
-use crate::reduce::{self, Kernel};
-use crate::scratch::Scratch;
-use crate::transport::{Buffers, Fault};
-use crate::wait::Deadline;
+use crate::reduce::{self, Kernel, Scratch};
+use crate::sync::Deadline;
+use crate::transport::Buffers;
+use crate::types::{Call, DType, Error, Fault, Operation, Parts, ReduceOp, Site};
 
 /// What operations need besides the caller's memory.
 #[derive(Default)]

@@ -6,10 +6,10 @@ use std::time::{Duration, Instant};
 
 use super::library::{self, Held, abort, try_hold};
 use super::{LINGER, Mpi, NAP};
-use crate::error::Error;
-use crate::transport::tcp::Outgoing;
-use crate::transport::{Fault, Transport};
-use crate::wait::lock;
+use crate::control::Outgoing;
+use crate::sync::lock;
+use crate::transport::Transport;
+use crate::types::{Error, Fault};
 
 /// How long a process that ends waits for the others to leave their groups, too.
 const PATIENCE: Duration = Duration::from_secs(5);

@@ -15,13 +15,12 @@ use super::farewell::{self, sweep};
 use super::library::{self, Held, Library, check, hold};
 use super::watchdog::{Watchdog, Work};
 use super::{Mpi, NAP, types};
-use crate::call::hash;
-use crate::error::Error;
+use crate::control::invitation::{Door, Invitation, session};
+use crate::control::{Board, Outgoing};
 use crate::random;
-use crate::transport::invitation::{Door, Invitation, session};
-use crate::transport::tcp::{Board, Outgoing};
-use crate::transport::{Base, Fault, Regroup, hosts_of};
-use crate::wait::{Deadline, crowded};
+use crate::sync::{Deadline, crowded};
+use crate::transport::{Base, Regroup, hosts_of};
+use crate::types::{Error, Fault, hash};
 
 /// What the ranks of a job agree on when they make their group.
 pub(crate) struct Terms<'a> {

@@ -5,10 +5,8 @@ use std::time::{Duration, Instant};
 
 use super::Mpi;
 use super::library::abort;
-use crate::call::Tag;
-use crate::error::Site;
-use crate::transport::Fault;
-use crate::wait::Deadline;
+use crate::sync::Deadline;
+use crate::types::{Fault, Site, Tag};
 
 /// How long an operation may go on after the group has failed: it can, where the rank that failed has done its part.
 const GRACE: Duration = Duration::from_secs(5);

@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 
 use mpi_sys as mpi;
 
-use crate::error::Error;
-use crate::wait::lock;
+use crate::sync::lock;
+use crate::types::Error;
 
 /// Every call into MPI is made under this lock: that is what `MPI_THREAD_SERIALIZED` asks for.
 static TURN: Mutex<()> = Mutex::new(());

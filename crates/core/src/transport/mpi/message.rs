@@ -11,10 +11,8 @@ use super::Mpi;
 use super::comm::{Comm, Request};
 use super::lent::Lent;
 use super::library::{Held, hold};
-use crate::call::Tag;
-use crate::error::{Error, Site};
-use crate::transport::Fault;
-use crate::wait::Deadline;
+use crate::sync::Deadline;
+use crate::types::{Error, Fault, Site, Tag};
 
 /// MPI's tags.
 const HEAD: c_int = 1;

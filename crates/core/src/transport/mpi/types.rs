@@ -6,9 +6,8 @@ use std::sync::OnceLock;
 use mpi_sys as mpi;
 
 use super::library::{check, hold};
-use crate::dtype::{DType, ReduceOp};
-use crate::error::Error;
 use crate::reduce;
+use crate::types::{DType, Error, ReduceOp};
 
 /// What MPI adds up in the place of an element, which the kernel converts to and from.
 #[derive(Clone, Copy, PartialEq, Debug)]

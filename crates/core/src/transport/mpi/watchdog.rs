@@ -7,9 +7,8 @@ use std::time::{Duration, Instant};
 
 use super::arrival::{tag_of, words};
 use super::library::abort;
-use crate::call::Tag;
-use crate::error::{Error, Site};
-use crate::wait::Deadline;
+use crate::sync::Deadline;
+use crate::types::{Error, Site, Tag};
 
 /// How often it looks.
 const LOOK: Duration = Duration::from_millis(100);

@@ -13,9 +13,8 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 
 use super::segment::{GRAIN, Segment};
-use crate::sync::Mutex;
+use crate::sync::{Mutex, lock};
 use crate::transport::Storage;
-use crate::wait::lock;
 
 /// Bytes of dropped buffers that a rank keeps.
 const KEPT: usize = 256 << 20;

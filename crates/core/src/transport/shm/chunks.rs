@@ -22,12 +22,10 @@ use std::ops::Range;
 use super::lent::Lent;
 use super::segment::BUFFERS;
 use super::{Phase, Shm};
-use crate::call::{Call, Operation};
-use crate::partition::Parts;
 use crate::reduce::{self, Output};
-use crate::sync::Ordering;
-use crate::transport::{Buffers, Fault};
-use crate::wait::Deadline;
+use crate::sync::{Deadline, Ordering};
+use crate::transport::Buffers;
+use crate::types::{Call, Fault, Operation, Parts};
 
 /// What a rank remembers from one large operation to the next. It is the same on all ranks: all of it follows from the
 /// calls, on which they agree.

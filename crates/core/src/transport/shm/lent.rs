@@ -17,12 +17,10 @@ use std::ptr::null_mut;
 use super::chunks::Pass;
 use super::segment::GRAIN;
 use super::{Phase, Shm, small};
-use crate::call::Call;
-use crate::partition::Parts;
-use crate::sync::{Ordering, fence};
+use crate::sync::{Deadline, Ordering, fence, lock};
+use crate::transport::Buffers;
 use crate::transport::direct::{self, Place};
-use crate::transport::{Buffers, Fault};
-use crate::wait::{Deadline, lock};
+use crate::types::{Call, Fault, Parts};
 
 /// Where a rank's input and output are in its arena, if they are and peers have to reach them.
 pub(super) type Lent = [Option<usize>; 2];
@@ -165,11 +163,10 @@ mod tests {
     use super::super::Segment;
     use super::*;
     use crate::auth::{Lobby, Member};
-    use crate::call::Operation;
-    use crate::dtype::{DType, ReduceOp};
-    use crate::error::Site;
-    use crate::transport::tcp::{Board, Mesh, Silence, Tcp};
+    use crate::control::{Board, Mesh, Silence};
+    use crate::transport::tcp::Tcp;
     use crate::transport::{Collectives, Storage};
+    use crate::types::{DType, Operation, ReduceOp, Site};
 
     const COUNT: usize = 50_000;
     const SITE: Site = Site {

@@ -4,11 +4,10 @@ use std::ops::Range;
 
 use super::segment::INLINE;
 use super::{Phase, Shm};
-use crate::call::{Call, Operation};
-use crate::partition::Parts;
 use crate::reduce::{self, Output};
-use crate::transport::{Buffers, Fault};
-use crate::wait::Deadline;
+use crate::sync::Deadline;
+use crate::transport::Buffers;
+use crate::types::{Call, Fault, Operation, Parts};
 
 /// Bytes that one rank may read of all ranks' offers to reduce everything. Beyond it, it is faster to reduce every
 /// element on one rank and hand the result round.

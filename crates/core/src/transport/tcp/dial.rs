@@ -5,19 +5,11 @@ use std::net::{SocketAddr, TcpStream};
 use std::time::{Duration, Instant};
 
 use rustix::event::PollFlags;
-use rustix::io::Errno;
 
 use super::link::{Link, departure, ready};
-use super::watch::Watch;
 use crate::auth::{Member, Opening, Purpose, Refusal, prove};
-use crate::error::Error;
-use crate::transport::Fault;
-
-/// When to dial again after a connection that ended before both had proved who they are.
-pub(super) const RETRY: Duration = Duration::from_millis(20);
-
-/// How long one attempt may take: the system itself would try again ever more rarely.
-pub(super) const SYN: Duration = Duration::from_secs(2);
+use crate::control::{RETRY, SYN, Watch, is_own};
+use crate::types::{Error, Fault};
 
 /// Connects to `peer`, so many times, and waits for the bytes by which it says that it has taken the connections over. From
 /// then on nothing that is sent on them can be overtaken by this rank's farewell.
@@ -82,12 +74,6 @@ fn connect(
             }
         }
     }
-}
-
-/// Whether this process, or its machine, lacks something: descriptors or memory.
-pub(super) fn is_own(error: &io::Error) -> bool {
-    let own = [Errno::MFILE, Errno::NFILE, Errno::NOBUFS, Errno::NOMEM];
-    Errno::from_io_error(error).is_some_and(|error| own.contains(&error))
 }
 
 /// Why a connection is not proved.

@@ -8,21 +8,15 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use super::board::Board;
-use super::watch::Watch;
-use crate::call::Tag;
-use crate::partition::partition;
+use crate::control::{Board, MOST, Watch};
 use crate::sync::YIELDING;
-use crate::transport::Fault;
+use crate::types::{Fault, Tag, partition};
 
 /// The connections to one peer, whose both directions are driven by one thread at a time. Large messages are cut into a
 /// stripe for each; small ones take the first.
 pub(crate) struct Link {
     streams: Vec<TcpStream>,
 }
-
-/// The most connections to a peer.
-pub(crate) const MOST: usize = 8;
 
 /// Bytes below which a stripe is not worth its system calls.
 const STRIPE: usize = 64 << 10;
@@ -286,8 +280,7 @@ pub(super) fn close(links: &[Arc<Link>], linger: Duration) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::call::{Call, Operation};
-    use crate::dtype::{DType, ReduceOp};
+    use crate::types::{Call, DType, Operation, ReduceOp};
 
     #[test]
     fn fuzz_headers() {
@@ -296,7 +289,7 @@ mod tests {
         let tag = Tag { group: 1, sequence: 300, call };
         let plain = Call { operation: Operation::AllToAll, reduction: None, root: None, ..call };
         let seeds = [tag, Tag { call: plain, ..tag }].map(|tag| header(&tag, 2000).to_vec());
-        crate::fuzz::fuzz("header", seeds, |bytes| {
+        bonfire_testing::fuzz::fuzz("header", seeds, |bytes| {
             let header: [u8; HEADER] = std::array::from_fn(|i| bytes.get(i).copied().unwrap_or(0));
             let mut payload = [0; 2000];
             let mut incoming = Incoming::new(&tag, &mut payload);

@@ -3,11 +3,9 @@
 use std::time::Instant;
 
 use super::Local;
-use crate::call::Tag;
-use crate::error::{Error, Site};
-use crate::sync::Mutex;
-use crate::transport::{Fault, Transport};
-use crate::wait::{Bell, Deadline, lock, spin};
+use crate::sync::{Bell, Deadline, Mutex, lock, spin};
+use crate::transport::Transport;
+use crate::types::{Error, Fault, Site, Tag};
 
 /// From one rank to another.
 #[derive(Default)]

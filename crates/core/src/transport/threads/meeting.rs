@@ -4,11 +4,9 @@ use std::collections::HashMap;
 use std::time::Instant;
 
 use super::Local;
-use crate::error::Error;
-use crate::sync::{Mutex, MutexGuard};
-use crate::transport::Fault;
-use crate::transport::invitation::{Door, Invitation, Invitations};
-use crate::wait::{Deadline, lock};
+use crate::control::invitation::{Door, Invitation, Invitations};
+use crate::sync::{Deadline, Mutex, MutexGuard, lock};
+use crate::types::{Error, Fault};
 
 pub(super) struct Meeting {
     /// By rank of the old group.

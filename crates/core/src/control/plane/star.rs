@@ -2,10 +2,12 @@
 
 use tokio::net::TcpStream;
 
-use super::{Control, Message, hear};
-use crate::transport::tcp::line::{Event, Frame, Line};
-use crate::transport::tcp::meet::dial;
-use crate::transport::tcp::word::News;
+use super::Control;
+use crate::control::hub::Hub;
+use crate::control::line::{Event, Frame, Line};
+use crate::control::meet::dial;
+use crate::control::message::{Message, hear};
+use crate::control::word::News;
 
 /// In beats: how long the others do without rank 0 before they connect to each other. Where a job ends, all leave meanwhile.
 const MOMENT: u32 = 2;
@@ -13,50 +15,6 @@ const MOMENT: u32 = 2;
 /// In beats without a new connection: when a rank knocks at the higher ones that have not dialled, to find out whether they
 /// are there and to have them dial. The least [`Silence`] leaves them another beat.
 const KNOCK: u64 = 2;
-
-/// What there is to know of a star, besides.
-#[derive(Default)]
-pub(super) struct Star {
-    pub hub: Hub,
-    /// All ranks have begun this group.
-    pub begun: bool,
-    /// Rank 0 was silent, or this rank was away: others may have gone on and ended unnoticed, and who listens no more is
-    /// not known to have ended before that.
-    pub doubts: bool,
-    /// The last collective of which this rank has told all what it called there.
-    pub announced: Option<u64>,
-    /// That, for those that connect after rank 0 has gone.
-    pub question: Option<Message>,
-    /// All ranks know of a failure, or will have heard of it when they hear that rank 0 is gone.
-    pub known: bool,
-    /// By rank: it goes on without the lost.
-    pub moved: Vec<bool>,
-    /// By rank, on rank 0: it has given the last to pass on.
-    pub through: Vec<bool>,
-    /// The star has become a mesh, or is about to.
-    pub met: bool,
-    /// Beats since it was to become one, or since the last connection was made.
-    pub quiet: u64,
-    /// What all must hear and rank 0 may not pass on, in its order: this rank's failure, and its words of going on.
-    pub said: Vec<Message>,
-}
-
-/// Rank 0, as it looks to the others.
-#[derive(Default, PartialEq)]
-pub(super) enum Hub {
-    #[default]
-    Serves,
-    /// It leaves or left in order; the others connect after so many beats.
-    Left(u32),
-    Lost,
-}
-
-impl Star {
-    /// Whether this rank has failed before all knew of a failure.
-    pub fn failed(&self) -> bool {
-        self.said.iter().any(|message| matches!(message, Message::Failed(..)))
-    }
-}
 
 impl Control {
     /// Says farewell to those that are connected, and to those that will be. Rank 0 of a star hears first what it is yet to

@@ -1,14 +1,14 @@
 //! The example's training and checkpoints.
 
-#[path = "../examples/digits/checkpoint.rs"]
+#[path = "../digits/checkpoint.rs"]
 mod checkpoint;
-#[path = "../examples/digits/data.rs"]
+#[path = "../digits/data.rs"]
 mod data;
-#[path = "../examples/digits/model.rs"]
+#[path = "../digits/model.rs"]
 mod model;
-#[path = "../examples/digits/optimizer.rs"]
+#[path = "../digits/optimizer.rs"]
 mod optimizer;
-#[path = "../examples/digits/train.rs"]
+#[path = "../digits/train.rs"]
 mod train;
 
 use std::fs;

@@ -1,0 +1,19 @@
+//! What all levels speak of: element types and reductions, calls, errors, and the split of a buffer among ranks.
+
+mod call;
+mod dtype;
+mod error;
+mod fault;
+mod partition;
+
+pub(crate) use self::call::fingerprint;
+pub use self::call::hash;
+pub use self::call::{Call, Operation, Tag};
+pub use self::dtype::{DType, Element, ReduceOp};
+pub use self::error::Ranks;
+pub use self::error::{Apart, Error, Site};
+pub use self::fault::Fault;
+pub use self::partition::Parts;
+#[cfg(all(feature = "shm", target_os = "linux"))]
+pub(crate) use self::partition::part_start;
+pub use self::partition::partition;
