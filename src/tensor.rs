@@ -5,6 +5,7 @@
 pub(crate) mod attempt;
 pub mod autodiff;
 pub(crate) mod communicator;
+#[doc(hidden)]
 pub(crate) mod device;
 #[cfg(feature = "flex")]
 pub(crate) mod flex;

@@ -87,7 +87,7 @@ fn reduces_with_every_operation_size_and_strategy<B: Backend>() {
             })
         };
         for results in join((0..n).map(|rank| spawn(move || peer(rank))).collect()) {
-            for (op, result) in ReduceOperation::ALL.into_iter().zip(results) {
+            for (op, result) in ReduceOperation::ALL.iter().copied().zip(results) {
                 let expected: Vec<f64> = (0..len)
                     .map(|i| {
                         let all = (0..n as usize).map(|rank| ((i + rank) % 5) as f64 + 1.0);

@@ -143,7 +143,7 @@ fn every_operation_runs_over_nodes_with_different_numbers_of_devices() {
 fn every_operation(me: u32) {
     let peer = PeerId(me);
     for len in [5, 1, 0, 4, 100_003] {
-        for op in ReduceOperation::ALL {
+        for op in ReduceOperation::ALL.iter().copied() {
             let at = |rank: u32, i: usize| ((i + rank as usize) % 4) as f32 + 1.0;
             let input = (0..len).map(|i| at(me, i)).collect();
             let result = all_reduce::<Flex>(peer, tensor::<Flex>(input, DType::F32), op).map(values::<Flex>).unwrap();
@@ -156,6 +156,7 @@ fn every_operation(me: u32) {
                     ReduceOperation::Max => all.fold(f32::MIN, f32::max),
                     ReduceOperation::Min => all.fold(f32::MAX, f32::min),
                     ReduceOperation::Product => all.product(),
+                    other => panic!("no test of {other}"),
                 };
                 assert_eq!(result, expected, "{op} of {len} elements at {i}");
             }

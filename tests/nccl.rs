@@ -92,7 +92,7 @@ impl Stream {
 fn site(work: &Work<'_>) -> Site {
     let dtype = if let Scalar::Of(dtype) = work.scalar { dtype } else { DType::U8 };
     let (operation, count) = (work.action.operation(), work.count);
-    Site { call: Call { operation, dtype, count, reduction: None, root: None, sizes: None }, sequence: 7 }
+    Site { call: Call::new(operation, dtype, count), sequence: 7 }
 }
 
 fn perform(communicator: &mut Communicator, stream: &Stream, work: Work<'_>, deadline: &Deadline) -> Result<(), Error> {
@@ -126,7 +126,7 @@ impl Rank {
         let blank = vec![of(99); len];
         let part = partition(len, n, rank);
         let root = n / 2;
-        for op in ReduceOp::ALL {
+        for op in ReduceOp::ALL.iter().copied() {
             // A third is no float, so NCCL's mean of three is not Bonfire's.
             if nccl::reduction(Scalar::Of(T::DTYPE), op).is_err() || (op == ReduceOp::Mean && n == 3) {
                 continue;

@@ -28,8 +28,7 @@ fn rank(group: &Group, bytes: usize, calls: usize) -> Result<f64, Failure> {
     // SAFETY: the context is current; both are freed below, after the stream has come to its end.
     let [input, output] = unsafe { [result::malloc_sync(bytes)?, result::malloc_sync(bytes)?] };
     let (dtype, count) = (DType::F32, bytes / 4);
-    let call =
-        Call { operation: Operation::AllReduce, dtype, count, reduction: Some(ReduceOp::Sum), root: None, sizes: None };
+    let call = Call::new(Operation::AllReduce, dtype, count).reducing(ReduceOp::Sum);
     let action = Action::AllReduce(ReduceOp::Sum);
     let work = Work { action, scalar: Scalar::Of(dtype), count, sizes: None, input, output };
     let mut run = |calls: usize| -> Result<(), Failure> {

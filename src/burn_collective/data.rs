@@ -4,8 +4,10 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{Bytes, DType, Float, TensorData, TensorPrimitive};
 
 use super::error::CollectiveError;
-use crate::tensor::host::{self, align, float, typed};
-use bonfire_core::{Element, Error, Group, ReduceOp};
+use crate::tensor::host::{self, align, float};
+use bonfire_core::internal::{ByteOperations, Request};
+use bonfire_core::{Element, Error, Group, Operation, ReduceOp};
+use bytemuck::cast_slice_mut;
 
 /// The tensor's elements, without a copy where the backend can hand them over.
 pub(super) fn to_host<B: Backend>(tensor: B::FloatTensorPrimitive) -> Result<TensorData, CollectiveError> {
@@ -30,12 +32,12 @@ pub(super) fn empty(shape: &[usize], dtype: DType) -> Result<TensorData, Collect
 
 pub(super) fn all_reduce(group: &Group, data: &mut TensorData, op: ReduceOp) -> Result<(), Error> {
     let dtype = float(data.dtype).ok_or_else(|| no_float("all_reduce", data.dtype))?;
-    typed!(dtype, T => group.all_reduce(elements::<T>(data), op))
+    group.operate(Request::new(Operation::AllReduce, dtype).reduction(op), None, bytes(data, dtype))
 }
 
 pub(super) fn reduce(group: &Group, data: &mut TensorData, op: ReduceOp, root: usize) -> Result<(), Error> {
     let dtype = float(data.dtype).ok_or_else(|| no_float("reduce", data.dtype))?;
-    typed!(dtype, T => group.reduce(elements::<T>(data), op, root))
+    group.operate(Request::new(Operation::Reduce, dtype).reduction(op).root(root), None, bytes(data, dtype))
 }
 
 fn no_float(operation: &str, dtype: DType) -> Error {
@@ -64,8 +66,15 @@ pub(super) fn divide(data: &mut TensorData, by: usize) {
 }
 
 fn elements<T: Element>(data: &mut TensorData) -> &mut [T] {
-    data.bytes = align(std::mem::replace(&mut data.bytes, Bytes::from_elems(Vec::<u8>::new())), T::DTYPE);
-    host::elements_mut(&mut data.bytes)
+    let bytes = bytes(data, T::DTYPE);
+    // Where there are none they may be anywhere.
+    if bytes.is_empty() { &mut [] } else { cast_slice_mut(bytes) }
+}
+
+/// The elements' bytes, aligned for them.
+fn bytes(data: &mut TensorData, dtype: bonfire_core::DType) -> &mut [u8] {
+    data.bytes = align(std::mem::replace(&mut data.bytes, Bytes::from_elems(Vec::<u8>::new())), dtype);
+    &mut data.bytes
 }
 
 #[cfg(test)]

@@ -39,7 +39,6 @@ pub(super) enum Answer {
 mod tests {
     use super::super::config::{AllReduceStrategy, BroadcastStrategy, ReduceStrategy};
     use super::*;
-    use bonfire_core::internal::frame;
 
     #[test]
     fn fuzz_registrations() {

@@ -336,7 +336,9 @@ pub(super) fn call(
     if !bytes.is_multiple_of(dtype.size()) {
         return Err(Error::argument(operation, format!("{bytes} bytes are no whole number of {dtype}")));
     }
-    Ok(Call { operation, dtype, count: bytes / dtype.size(), reduction, root, sizes: None })
+    let mut call = Call::new(operation, dtype, bytes / dtype.size());
+    (call.reduction, call.root) = (reduction, root);
+    Ok(call)
 }
 
 /// Host memory that several devices write from.

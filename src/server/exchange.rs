@@ -9,14 +9,14 @@ use cubecl::client::ComputeClient;
 use cubecl::device_handle::DeviceHandle;
 use cubecl::server::Handle;
 
-use self::direct::Departure;
 use self::staged::Staging;
 use super::DeviceTransport;
 use super::communication::call;
 use super::compute::CollectiveServer;
 use super::copy::stream_of;
-use super::engine::Errand;
+use super::engine::{Errand, Flight};
 use super::runtime::CollectiveRuntime;
+use bonfire_core::internal::{Agreed, ByteOperations, Request};
 use bonfire_core::{Call, DType, Error, Group, Operation, ReduceOp, partition};
 
 /// The operations of a [`Group`] on a device's memory, for clients of collective runtimes: each rank brings a device, and
@@ -85,7 +85,7 @@ pub struct Transfer<R: DeviceTransport> {
 
 enum UnderWay {
     Staged(Staging),
-    Direct(Departure),
+    Direct(Agreed<Flight>),
 }
 
 impl<R: DeviceTransport> Transfer<R> {
@@ -108,7 +108,7 @@ impl<R: DeviceTransport> Transfer<R> {
                 }
                 Ok(())
             }
-            UnderWay::Direct(departure) => departure.wait(),
+            UnderWay::Direct(agreed) => agreed.wait(|flight, trouble| flight(trouble)),
         }
     }
 }
@@ -194,7 +194,7 @@ impl<R: DeviceTransport> DeviceCollectives<R> for ComputeClient<CollectiveRuntim
     ) -> Result<Transfer<R>, Error> {
         let call = call(Operation::AllToAll, source.size_in_used(), dtype, None, None)?;
         expect(call.operation, "target", target, call.bytes())?;
-        group.check_parts(call.count)?;
+        Request::from(call).in_place(group.world_size(), call.count)?;
         start(self, group, call, whole(source), whole(target))
     }
 }

@@ -8,7 +8,8 @@ use burn::tensor::ops::FloatTensor;
 
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 use self::path::Path;
-use bonfire_core::{DType, Error, Group, ReduceOp};
+use bonfire_core::internal::Request;
+use bonfire_core::{Error, Group};
 
 /// Whether the backend's tensors are on collective devices.
 #[cfg_attr(
@@ -30,8 +31,14 @@ pub(crate) fn serves<B: Backend>() -> bool {
 /// An all-reduce of tensors that was started; called, it waits and gives the results in the tensors' order.
 pub(crate) type Waiting<B> = Box<dyn FnOnce() -> Result<Vec<FloatTensor<B>>, Error> + Send>;
 
-/// Starts one all-reduce of several tensors of one element type, `dtype`, where they are on a collective device; gives
-/// them back where they are not.
+/// What became of tensors that were offered to their device.
+pub enum Offer<T, R> {
+    Taken(Result<R, Error>),
+    /// They are not on a collective device.
+    Declined(T),
+}
+
+/// Starts one all-reduce of several tensors of one element type, that of `request`, where they are on a collective device.
 #[cfg_attr(
     not(any(feature = "wgpu", feature = "cuda")),
     expect(unused_variables, reason = "there are no such devices")
@@ -39,16 +46,15 @@ pub(crate) type Waiting<B> = Box<dyn FnOnce() -> Result<Vec<FloatTensor<B>>, Err
 pub(crate) fn start_all_reduce<B: Backend>(
     group: &Group,
     tensors: Vec<FloatTensor<B>>,
-    dtype: DType,
-    op: ReduceOp,
-) -> Result<Result<Waiting<B>, Error>, Vec<FloatTensor<B>>> {
+    request: Request<'static>,
+) -> Offer<Vec<FloatTensor<B>>, Waiting<B>> {
     #[cfg(feature = "wgpu")]
     if Path::<cubecl::wgpu::WgpuRuntime>::leads_to::<B>() {
-        return Ok(Path::<cubecl::wgpu::WgpuRuntime>::start::<B>(group, tensors, dtype, op));
+        return Offer::Taken(Path::<cubecl::wgpu::WgpuRuntime>::start::<B>(group, tensors, request));
     }
     #[cfg(feature = "cuda")]
     if Path::<cubecl::cuda::CudaRuntime>::leads_to::<B>() {
-        return Ok(Path::<cubecl::cuda::CudaRuntime>::start::<B>(group, tensors, dtype, op));
+        return Offer::Taken(Path::<cubecl::cuda::CudaRuntime>::start::<B>(group, tensors, request));
     }
-    Err(tensors)
+    Offer::Declined(tensors)
 }

@@ -10,72 +10,38 @@ use burn::tensor::{
     BasicOps, Bool, BoolStore, Bytes, DType as BurnDType, Float, Int, Shape, TensorData, TensorMetadata,
     TensorPrimitive, try_read_sync,
 };
-use bytemuck::{cast_slice, cast_slice_mut};
 
-use super::device::start_all_reduce;
+use super::device::{Offer, start_all_reduce};
 #[cfg(feature = "flex")]
 use super::flex;
 #[cfg(feature = "flex")]
 use super::pool::{self, Suited};
-use bonfire_core::internal::zeroed;
-use bonfire_core::{DType, Element, Error, Group, ReduceOp};
+use bonfire_core::internal::{Request, zeroed};
+use bonfire_core::{DType, Error, Group, Operation, ReduceOp};
 
-/// Evaluates an expression with `$T` as the Rust type of elements of type `$dtype`.
-macro_rules! typed {
+/// Evaluates an expression with `$T` as an integer as wide as elements of type `$dtype`, and aligned as they.
+macro_rules! as_wide {
     ($dtype:expr, $T:ident => $body:expr) => {
-        match $dtype {
-            bonfire_core::DType::F32 => {
-                type $T = f32;
-                $body
-            }
-            bonfire_core::DType::F64 => {
-                type $T = f64;
-                $body
-            }
-            bonfire_core::DType::F16 => {
-                type $T = half::f16;
-                $body
-            }
-            bonfire_core::DType::BF16 => {
-                type $T = half::bf16;
-                $body
-            }
-            bonfire_core::DType::I8 => {
-                type $T = i8;
-                $body
-            }
-            bonfire_core::DType::I16 => {
-                type $T = i16;
-                $body
-            }
-            bonfire_core::DType::I32 => {
-                type $T = i32;
-                $body
-            }
-            bonfire_core::DType::I64 => {
-                type $T = i64;
-                $body
-            }
-            bonfire_core::DType::U8 => {
+        match $dtype.size() {
+            1 => {
                 type $T = u8;
                 $body
             }
-            bonfire_core::DType::U16 => {
+            2 => {
                 type $T = u16;
                 $body
             }
-            bonfire_core::DType::U32 => {
+            4 => {
                 type $T = u32;
                 $body
             }
-            bonfire_core::DType::U64 => {
+            _ => {
                 type $T = u64;
                 $body
             }
         }
     };
 }
-pub(crate) use typed;
 
 /// The kinds of tensors that travel between ranks: [`Float`], [`Int`] and [`Bool`].
 pub trait Kind<B: Backend>: BasicOps<B> {
@@ -87,14 +53,14 @@ pub trait Kind<B: Backend>: BasicOps<B> {
     #[doc(hidden)]
     fn holds(dtype: BurnDType) -> bool;
 
-    /// Reduces the tensor where it is, on a collective device; gives it back if it is elsewhere.
+    /// Reduces the tensor where it is, on a collective device.
     #[doc(hidden)]
     fn all_reduce_on_device(
         _group: &Group,
         tensor: Self::Primitive,
         _op: ReduceOp,
-    ) -> Result<Result<Self::Primitive, Error>, Self::Primitive> {
-        Err(tensor)
+    ) -> Offer<Self::Primitive, Self::Primitive> {
+        Offer::Declined(tensor)
     }
 }
 
@@ -114,17 +80,18 @@ impl<B: Backend> Kind<B> for Float {
         group: &Group,
         tensor: TensorPrimitive<B>,
         op: ReduceOp,
-    ) -> Result<Result<TensorPrimitive<B>, Error>, TensorPrimitive<B>> {
-        let TensorPrimitive::Float(tensor) = tensor else { return Err(tensor) };
-        let Some(element) = float(tensor.dtype()) else { return Err(TensorPrimitive::Float(tensor)) };
-        match start_all_reduce::<B>(group, vec![tensor], element, op) {
-            Ok(started) => Ok(started.and_then(|waiting| {
-                let none = || Error::io("all_reduce", "the device gave no result");
-                waiting()?.pop().map(TensorPrimitive::Float).ok_or_else(none)
-            })),
-            Err(mut tensors) => match tensors.pop() {
-                Some(tensor) => Err(TensorPrimitive::Float(tensor)),
-                None => Ok(Err(Error::io("all_reduce", "the tensor is gone"))),
+    ) -> Offer<TensorPrimitive<B>, TensorPrimitive<B>> {
+        let TensorPrimitive::Float(tensor) = tensor else { return Offer::Declined(tensor) };
+        let Some(dtype) = float(tensor.dtype()) else { return Offer::Declined(TensorPrimitive::Float(tensor)) };
+        let request = Request::new(Operation::AllReduce, dtype).reduction(op).shape(&tensor.shape());
+        let gone = || Error::io("all_reduce", "the device gave no result");
+        match start_all_reduce::<B>(group, vec![tensor], request) {
+            Offer::Taken(started) => {
+                Offer::Taken(started.and_then(|waiting| waiting()?.pop().map(TensorPrimitive::Float).ok_or_else(gone)))
+            }
+            Offer::Declined(mut tensors) => match tensors.pop() {
+                Some(tensor) => Offer::Declined(TensorPrimitive::Float(tensor)),
+                None => Offer::Taken(Err(gone())),
             },
         }
     }
@@ -287,17 +254,7 @@ pub(crate) fn align(bytes: Bytes, dtype: DType) -> Bytes {
     if bytes.as_ptr().addr().is_multiple_of(dtype.size()) {
         return bytes;
     }
-    typed!(dtype, T => Bytes::from_elems(bytemuck::pod_collect_to_vec::<u8, T>(&bytes)))
-}
-
-/// Bytes as elements. They are aligned for them, but where there are none they may be anywhere.
-pub(crate) fn elements<T: Element>(bytes: &[u8]) -> &[T] {
-    if bytes.is_empty() { &[] } else { cast_slice(bytes) }
-}
-
-/// As [`elements`], to be written.
-pub(crate) fn elements_mut<T: Element>(bytes: &mut [u8]) -> &mut [T] {
-    if bytes.is_empty() { &mut [] } else { cast_slice_mut(bytes) }
+    as_wide!(dtype, T => Bytes::from_elems(bytemuck::pod_collect_to_vec::<u8, T>(&bytes)))
 }
 
 /// The group that carries an operation on tensors, and where its results go.
@@ -350,7 +307,7 @@ impl Via<'_> {
         }
         let _ = bytes;
         // Other backends take only what the allocator gave for such elements without a copy.
-        typed!(dtype, T => zeroed::<T>(operation, count).map(Bytes::from_elems))
+        as_wide!(dtype, T => zeroed::<T>(operation, count).map(Bytes::from_elems))
     }
 }
 

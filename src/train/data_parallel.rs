@@ -13,8 +13,9 @@ use super::agree::{Described, Parameter, check_same, load_from_first, parameters
 use super::announce::{Announcement, no_samples};
 use super::bucket::{Bucket, Exchange, Item, WINDOW, buckets, scale, scaled};
 use super::states;
-use crate::tensor::device::{Waiting, serves, start_all_reduce};
-use bonfire_core::{Buffer, Error, Group, ReduceOp, Work};
+use crate::tensor::device::{Offer, Waiting, serves, start_all_reduce};
+use bonfire_core::internal::Request;
+use bonfire_core::{Buffer, Error, Group, Operation, ReduceOp, Work};
 
 /// One rank's part in the data-parallel training of a model: see [`train`](crate::train) for a whole loop.
 pub struct DataParallel<B: AutodiffBackend> {
@@ -193,9 +194,10 @@ impl<B: AutodiffBackend> DataParallel<B> {
         });
         let scaled = |tensor| if on_device { scaled::<B::InnerBackend>(tensor, dtype, factor) } else { tensor };
         let tensors = tensors.map(scaled).collect();
-        match start_all_reduce::<B::InnerBackend>(&self.group, tensors, dtype, ReduceOp::Mean) {
-            Ok(waiting) => Ok(Started::Device { positions, waiting: waiting? }),
-            Err(tensors) => {
+        let request = Request::new(Operation::AllReduce, dtype).reduction(ReduceOp::Mean);
+        match start_all_reduce::<B::InnerBackend>(&self.group, tensors, request) {
+            Offer::Taken(waiting) => Ok(Started::Device { positions, waiting: waiting? }),
+            Offer::Declined(tensors) => {
                 let mut read = Vec::with_capacity(tensors.len());
                 for (position, tensor) in positions.into_iter().zip(tensors) {
                     let grad = Tensor::<B::InnerBackend, 1>::from_primitive(TensorPrimitive::Float(tensor));

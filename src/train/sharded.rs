@@ -22,6 +22,7 @@ use super::agree::Parameter;
 use super::announce::Announcement;
 use super::bucket::{Exchange, WINDOW};
 use super::data_parallel::DataParallel;
+use bonfire_core::internal::Agreement;
 use bonfire_core::{Error, Group};
 
 /// Among which ranks an optimizer's state is dealt out.

@@ -310,7 +310,7 @@ fn parse_dtype(text: &str) -> Result<DType, String> {
         "bfloat16" => "bf16",
         text => &text.replace("uint", "u").replace("int", "i"),
     };
-    let all = || DType::ALL.into_iter();
+    let all = || DType::ALL.iter().copied();
     all().find(|dtype| dtype.to_string() == name).ok_or_else(|| format!("give one of {}", list(all())))
 }
 
@@ -328,7 +328,7 @@ fn parse_op(text: &str) -> Result<ReduceOp, String> {
         "avg" => "mean",
         text => text,
     };
-    let all = || ReduceOp::ALL.into_iter();
+    let all = || ReduceOp::ALL.iter().copied();
     all().find(|op| op.to_string() == name).ok_or_else(|| format!("give one of {}", list(all())))
 }
 

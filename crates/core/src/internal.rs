@@ -1,6 +1,13 @@
 //! What the packages beside this one need of it besides its interface. Nothing here is stable: they pin the exact version.
+//!
+//! * [`Request`], [`ByteOperations`]: operations on bytes, for tensors, whose element types are known at run time only.
+//! * [`Agreement`], [`Agreed`], [`Keepsake`]: operations whose data another library moves, which the group only agrees on.
+//! * [`Output`], [`reduce_to_all`], [`zeroed`]: kernels and memory for the reductions of the compute server.
+//! * [`Bell`], [`lock`], [`spin`], [`crowded`] and the deadlines: how threads wait for each other.
+//! * [`Ranks`], [`hash`], [`random`]: words of errors, the number of a text, numbers that cannot be guessed.
+//! * [`frame`] and the handshake ([`Lobby`] to [`prove`]): connections of burn-collective's orchestrator.
 
-pub use crate::group::{Core, DEADLINE, Keepsake, zeroed};
+pub use crate::group::{Agreed, Agreement, ByteOperations, DEADLINE, Keepsake, Request, zeroed};
 pub use crate::random::number as random;
 pub use crate::reduce::{Output, reduce_to_all};
 pub use crate::sync::{Bell, ENDLESS, crowded, deadline_from_env, lock, spin};

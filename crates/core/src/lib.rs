@@ -18,7 +18,6 @@
 
 #[cfg(unix)]
 mod auth;
-mod collective;
 #[cfg(unix)]
 mod control;
 mod group;
@@ -37,8 +36,7 @@ pub mod yscv;
 
 #[cfg(unix)]
 pub use auth::Secret;
-pub use collective::Batch;
-pub use group::{Buffer, Builder, Group, Message, Record, State, Trace, Work};
+pub use group::{Batch, Buffer, Builder, Group, Message, Record, State, Trace, Work};
 pub use plan::{Algorithm, Selection};
 #[cfg(unix)]
 pub use rendezvous::{Launched, Medium};

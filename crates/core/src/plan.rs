@@ -14,8 +14,9 @@ mod table;
 mod tests;
 mod tree;
 
-use std::fmt;
 use std::ops::Range;
+
+use strum::{Display, VariantArray};
 
 pub use self::selection::Selection;
 pub(crate) use self::selection::parse;
@@ -38,7 +39,9 @@ use crate::types::Operation;
 /// something else for another, the last has nothing to move. Only all_reduce has doubling.
 ///
 /// Ring: Patarasuk and Yuan, JPDC 2009. Halving and doubling: Thakur, Rabenseifner and Gropp, IJHPCA 2005.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Display, VariantArray)]
+#[strum(serialize_all = "lowercase")]
+#[non_exhaustive]
 pub enum Algorithm {
     /// Every rank exchanges parts with every other; the owner of a part combines all ranks' parts.
     Direct,
@@ -54,8 +57,7 @@ pub enum Algorithm {
 
 impl Algorithm {
     /// Every algorithm.
-    pub const ALL: [Algorithm; 5] =
-        [Algorithm::Direct, Algorithm::Ring, Algorithm::Halving, Algorithm::Doubling, Algorithm::Tree];
+    pub const ALL: &[Algorithm] = Algorithm::VARIANTS;
 
     /// Whether `operation` has it.
     fn serves(self, operation: Operation) -> bool {
@@ -72,19 +74,6 @@ impl Algorithm {
             },
             _ => Algorithm::Direct,
         }
-    }
-}
-
-/// As in a [`Selection`].
-impl fmt::Display for Algorithm {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Algorithm::Direct => "direct",
-            Algorithm::Ring => "ring",
-            Algorithm::Halving => "halving",
-            Algorithm::Doubling => "doubling",
-            Algorithm::Tree => "tree",
-        })
     }
 }
 

@@ -6,7 +6,7 @@ mod error;
 mod fault;
 mod partition;
 
-pub(crate) use self::call::fingerprint;
+pub(crate) use self::call::Fingerprint;
 pub use self::call::hash;
 pub use self::call::{Call, Operation, Tag};
 pub use self::dtype::{DType, Element, ReduceOp};

@@ -126,7 +126,7 @@ floats! {
 /// All columns, `times` over, in every reduction; gives the bits of the results.
 fn reduce_all<T: Float>(group: &Group, times: usize) -> Vec<u64> {
     let mut bits = Vec::new();
-    for (i, op) in ReduceOp::ALL.into_iter().enumerate() {
+    for (i, op) in ReduceOp::ALL.iter().copied().enumerate() {
         let mut data: Vec<T> =
             COLUMNS.iter().cycle().take(COLUMNS.len() * times).map(|(ranks, _)| T::from(ranks[group.rank()])).collect();
         group.all_reduce(&mut data, op).unwrap();
@@ -185,7 +185,7 @@ fn all_ranks_keep_the_same_zero_and_extremes_the_same_nan() {
                         let rank = group.rank() as u32;
                         let signed_zero = if rank.is_multiple_of(2) { 0.0 } else { -0.0f32 };
                         let mut bits = Vec::new();
-                        for op in ReduceOp::ALL {
+                        for op in ReduceOp::ALL.iter().copied() {
                             let extreme = matches!(op, ReduceOp::Max | ReduceOp::Min);
                             let nan = f32::from_bits(0x7fc0_0001 + if extreme { rank } else { 0 });
                             let mut data = [[nan, signed_zero]; 100];

@@ -31,7 +31,7 @@ fn matrix_of(kind: Kind, worlds: std::ops::RangeInclusive<usize>) {
 /// Every algorithm, whatever the size, on one type of each kind of accumulator.
 fn algorithms(kind: Kind, worlds: std::ops::RangeInclusive<usize>) {
     for n in worlds {
-        for algorithm in Algorithm::ALL {
+        for algorithm in Algorithm::ALL.iter().copied() {
             run_ranks_with(
                 kind,
                 n,

@@ -128,7 +128,7 @@ fn delays_of_messages_change_nothing() {
 
 #[test]
 fn delays_of_messages_change_nothing_in_any_algorithm() {
-    for algorithm in Algorithm::ALL {
+    for algorithm in Algorithm::ALL.iter().copied() {
         for n in [4, 5] {
             over_channels::<f32>(n, &format!("{algorithm:?}, f32, {n} ranks"), |builder| builder.algorithms(algorithm));
         }
@@ -142,7 +142,7 @@ fn delays_of_threads_change_nothing() {
         over::<f32>(Kind::Threads, n, &format!("threads, f32, {n} ranks"), |builder| builder);
         over::<f16>(Kind::Threads, n, &format!("threads, f16, {n} ranks"), |builder| builder);
     }
-    for algorithm in Algorithm::ALL {
+    for algorithm in Algorithm::ALL.iter().copied() {
         over::<f32>(Kind::Threads, 3, &format!("threads, {algorithm:?}"), |builder| builder.algorithms(algorithm));
     }
 }

@@ -107,7 +107,7 @@ fn all_operations_types_and_lengths() {
 #[test]
 fn plans_on_messages() {
     on_ranks("plans_on_messages", &[3], &BOTH, |builder| {
-        for algorithm in Algorithm::ALL {
+        for algorithm in Algorithm::ALL.iter().copied() {
             let group = builder.clone().algorithms(algorithm).connect().unwrap();
             for len in [0, 2, 7, 1000, 140_001] {
                 check::<f32>(&group, len);

@@ -329,7 +329,7 @@ fn check_type<T: Element + Debug>(group: &Group, of: fn(u8) -> T) {
         let elements = |rank: usize| -> Vec<T> { (0..len).map(|i| of(((rank * 7 + i * 5) % 2 + 1) as u8)).collect() };
         let own = partition(len, n, rank);
         let bits = |elements: &[T]| bytemuck::cast_slice::<T, u8>(elements).to_vec();
-        for op in ReduceOp::ALL {
+        for op in ReduceOp::ALL.iter().copied() {
             let mut want = elements(rank);
             group.all_reduce(&mut want, op).unwrap();
             let mut data = memory(group, true, elements(rank));

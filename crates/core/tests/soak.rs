@@ -99,6 +99,7 @@ fn soak(
                 DType::U16 => hand.call::<u16>(form, arrived),
                 DType::U32 => hand.call::<u32>(form, arrived),
                 DType::U64 => hand.call::<u64>(form, arrived),
+                other => panic!("no case is of {other}"),
             };
             let check = check.unwrap_or_else(|error| Box::new(|| Err(error)));
             if form == Form::Started { pending.push((case, form, check)) } else { end((case, form, check))? }

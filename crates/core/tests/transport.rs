@@ -124,7 +124,7 @@ fn a_transport_from_outside_runs_every_operation() {
 
 #[test]
 fn a_transport_from_outside_runs_every_algorithm() {
-    for algorithm in Algorithm::ALL {
+    for algorithm in Algorithm::ALL.iter().copied() {
         for n in 2..=5 {
             let settings = |builder: Builder| builder.algorithms(algorithm);
             run_on_channels(n, settings, |_| Faults::default(), |group| every_type(&group));

@@ -228,10 +228,7 @@ fn a_transport_is_send_and_sync() {
 
 #[test]
 fn lengths_that_differ_are_an_error_and_leave_the_data_as_they_were() {
-    let call = |rank: usize, count| {
-        let (operation, reduction) = (Operation::AllReduce, Some(ReduceOp::Sum));
-        (rank, Call { operation, dtype: DType::F32, count, reduction, root: None, sizes: None })
-    };
+    let call = |rank: usize, count| (rank, Call::new(Operation::AllReduce, DType::F32, count).reducing(ReduceOp::Sum));
     let ranks = star(3).into_iter().zip([2, 2, 3].map(|length| vec![1.5; length]));
     let outcomes = all_sum(ranks.collect());
     assert_eq!(outcomes[0].0, Err(Error::Mismatch { sequence: 0, calls: vec![call(0, 2), call(2, 3)] }));

@@ -33,7 +33,7 @@ impl Kind {
     /// The algorithms that a user can choose for all sizes: they are plans on messages, and neither the hosts' nor shared
     /// memory's.
     pub fn algorithms(self) -> &'static [Algorithm] {
-        if matches!(self, Kind::Shm | Kind::Hosts(_)) { &[] } else { &Algorithm::ALL }
+        if matches!(self, Kind::Shm | Kind::Hosts(_)) { &[] } else { Algorithm::ALL }
     }
 }
 

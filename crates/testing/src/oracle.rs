@@ -40,6 +40,7 @@ pub fn reduced<T: Sample>(op: ReduceOp, ranks: usize, i: usize) -> T {
         ReduceOp::Max => T::of(values.max().unwrap_or(0)),
         ReduceOp::Min => T::of(values.min().unwrap_or(0)),
         ReduceOp::Product => T::of(values.product()),
+        other => panic!("the oracle does not know {other}"),
     }
 }
 

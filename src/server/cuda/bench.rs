@@ -23,14 +23,8 @@ pub fn all_reduce_seconds(ranks: usize, bytes: usize, form: Option<&str>, calls:
         return Err(Error::argument("all_reduce", format!("{ranks} ranks; kernels work for 1 to {MAX_RANKS}")));
     }
     let (gpu, stream) = start()?;
-    let call = Call {
-        operation: Operation::AllReduce,
-        dtype: DType::F32,
-        count: bytes / DType::F32.size(),
-        reduction: Some(ReduceOp::Sum),
-        root: None,
-        sizes: None,
-    };
+    let count = bytes / DType::F32.size();
+    let call = Call::new(Operation::AllReduce, DType::F32, count).reducing(ReduceOp::Sum);
     let topology = Topology { ranks, gpus: 1, sharing: ranks as u32, multiprocessors: gpu.multiprocessors };
     let route = form.map_or(Ok(*ROUTE), route)?;
     let launch = launch(route, &call, &topology).ok_or_else(|| Error::argument("all_reduce", "no kernel does it"))?;

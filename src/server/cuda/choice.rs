@@ -170,10 +170,11 @@ pub(super) fn launch(route: Route, call: &Call, topology: &Topology) -> Option<L
 #[cfg(test)]
 mod tests {
     use super::*;
+    use bonfire_core::internal::Request;
     use bonfire_core::{DType, ReduceOp};
 
     fn all_reduce(dtype: DType, count: usize) -> Call {
-        Call { operation: Operation::AllReduce, dtype, count, reduction: Some(ReduceOp::Sum), root: None, sizes: None }
+        Call::new(Operation::AllReduce, dtype, count).reducing(ReduceOp::Sum)
     }
 
     const TWO_ON_ONE: Topology = Topology { ranks: 2, gpus: 1, sharing: 2, multiprocessors: 132 };
@@ -203,13 +204,13 @@ mod tests {
 
     #[test]
     fn what_is_moved_needs_no_element_type_and_what_is_uneven_no_kernel() {
-        let gather = Call { operation: Operation::AllGather, reduction: None, ..all_reduce(DType::I16, 10) };
+        let gather = Call::new(Operation::AllGather, DType::I16, 10);
         let form = |call: &Call| launch(Route::Form(Form::Push), call, &EIGHT).map(|launch| launch.kernel.form);
         assert_eq!(form(&gather), Some(Form::AllGather));
-        assert_eq!(form(&gather.sized(&[1, 9])), None);
-        let scatter = Call { operation: Operation::ReduceScatter, ..all_reduce(DType::F32, 10) };
+        assert_eq!(form(&Request::from(gather).sizes(&[1, 9]).call(10)), None);
+        let scatter = Call::new(Operation::ReduceScatter, DType::F32, 10).reducing(ReduceOp::Sum);
         assert_eq!(form(&scatter), Some(Form::ReduceScatter));
-        assert_eq!(form(&Call { operation: Operation::Gather, root: Some(0), ..gather }), None);
+        assert_eq!(form(&Call::new(Operation::Gather, DType::I16, 10).rooted(0)), None);
     }
 
     #[test]

@@ -136,14 +136,7 @@ mod tests {
         assert_eq!(Report::of(0), None);
         let word = 2 | 1 << 8 | 3 << 16 | 77 << 24;
         let report = Report::of(word).unwrap();
-        let call = Call {
-            operation: Operation::AllReduce,
-            dtype: DType::F32,
-            count: 4,
-            reduction: Some(ReduceOp::Sum),
-            root: None,
-            sizes: None,
-        };
+        let call = Call::new(Operation::AllReduce, DType::F32, 4).reducing(ReduceOp::Sum);
         assert_eq!(report.number, 77);
         for (absent, named) in [(vec![], [3]), (vec![2], [2])] {
             let error = report.error(Site { call, sequence: 76 }, 1, absent, Duration::from_secs(2));

@@ -81,7 +81,7 @@ fn reduction(op: ReduceOp) -> Option<&'static str> {
         ReduceOp::Mean => Some("Mean"),
         ReduceOp::Max => Some("Max"),
         ReduceOp::Min => Some("Min"),
-        ReduceOp::Product => None,
+        _ => None,
     }
 }
 

@@ -20,7 +20,7 @@ use super::order::{self, Server};
 use super::remote::{self, Remote};
 use super::team::{Copy, Ready, Team, fit, ordinal};
 use crate::server::engine::{Errand, Flight, Launch, Route};
-use bonfire_core::internal::{Keepsake, lock, random};
+use bonfire_core::internal::{Agreement, Keepsake, lock, random};
 use bonfire_core::{Call, Deadline, Error, Group, Operation, partition};
 
 /// What this rank has for a group.

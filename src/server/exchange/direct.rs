@@ -10,14 +10,8 @@ use crate::server::communication::Span;
 use crate::server::compute::CollectiveServer;
 use crate::server::engine::{Errand, Flight, Launch, Route};
 use crate::server::reading::caught;
-use bonfire_core::internal::Core;
-use bonfire_core::{Deadline, Error, Group, Site, Work};
-
-/// An operation that was started.
-pub(super) struct Departure {
-    work: Work<Option<(Flight, Site, Deadline)>>,
-    core: Arc<Core>,
-}
+use bonfire_core::internal::{Agreed, Agreement};
+use bonfire_core::{Deadline, Error, Group, Site};
 
 /// It is launched only once all ranks have called it, so that no device waits for a rank that does not come, and whoever
 /// does is told by the group.
@@ -26,7 +20,7 @@ pub(super) fn start<R: DeviceTransport>(
     group: &Group,
     route: Arc<dyn Route<R>>,
     errand: Errand,
-) -> Result<Departure, Error> {
+) -> Result<Agreed<Flight>, Error> {
     let call = errand.call;
     let (sender, launch) = channel();
     device.submit(move |server| {
@@ -38,18 +32,8 @@ pub(super) fn start<R: DeviceTransport>(
     });
     device.flush_queue();
     let gone = move |_| Error::io(call.operation.to_string(), "the device's server is gone");
-    let run = |launch: Launch, site: &Site, deadline: &Deadline| Ok((launch(site, deadline)?, *site, *deadline));
-    let work = group.start_agreed(call, move || launch.recv().map_err(gone)?, run)?;
-    Ok(Departure { work, core: group.core.clone() })
-}
-
-impl Departure {
-    /// Waits until this rank's device is done with it. An error ends the group.
-    pub fn wait(self) -> Result<(), Error> {
-        let Some((flight, site, deadline)) = self.work.wait().map_err(|(error, _)| error)? else { return Ok(()) };
-        let outcome = flight(&|| self.core.trouble(site, &deadline));
-        outcome.map_err(|error| self.core.give_up(error, site.sequence))
-    }
+    let run = |launch: Launch, site: &Site, deadline: &Deadline| launch(site, deadline);
+    group.start_agreed(call, move || launch.recv().map_err(gone)?, run)
 }
 
 impl<R: DeviceTransport> CollectiveServer<R> {

@@ -15,6 +15,7 @@ use crate::server::compute::CollectiveServer;
 use crate::server::engine::Errand;
 use crate::server::memory::{Lease, Pool};
 use crate::server::reading::Reading;
+use bonfire_core::internal::{ByteOperations, Request};
 use bonfire_core::{Error, Group, Operation, Work};
 
 /// An operation under way, and where its result belongs.
@@ -47,7 +48,7 @@ pub(super) fn start<R: DeviceTransport>(
     });
     device.flush_queue();
     let staged = Staged { memory: POOL.lease(call.bytes()), starts, reading };
-    let work = group.start_filled(call, staged, move |staged| staged.fill(call.operation))?;
+    let work = group.start_operation(Request::from(call), staged, move |staged| staged.fill(call.operation))?;
     Ok(Staging { work, targets })
 }
 

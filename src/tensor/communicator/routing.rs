@@ -5,7 +5,9 @@ use burn::tensor::{Int, Tensor, TensorData};
 
 use crate::tensor::autodiff::{self, CollectiveBackend};
 use crate::tensor::{host, operation};
-use bonfire_core::{Error, Group, partition};
+use bonfire_core::internal::{ByteOperations, Request};
+use bonfire_core::{DType, Error, Group, Operation, partition};
+use bytemuck::{cast_slice, cast_slice_mut};
 
 /// Which rank gets which tokens, and where their results go: see [`DeviceCommunicator::route`](crate::DeviceCommunicator::route).
 ///
@@ -56,7 +58,10 @@ impl Routing {
         let here = experts_of(rank).len();
         let mut incoming = vec![0u64; n * here];
         let lens: Vec<usize> = (0..n).map(|rank| experts_of(rank).len()).collect();
-        metadata.shaped(&[count]).all_to_all_v_into(&outgoing, &lens, &mut incoming, &vec![here; n])?;
+        let request = Request::new(Operation::AllToAllV, DType::U64).shape(&[count]);
+        let (sent, received) =
+            ((cast_slice(&outgoing), &lens[..]), (cast_slice_mut(&mut incoming), &vec![here; n][..]));
+        metadata.operate_pairs(request, sent, received)?;
         let incoming: Result<Vec<usize>, _> = incoming.into_iter().map(usize::try_from).collect();
         let absurd = || Error::io(OPERATION, "a rank has more tokens than there can be");
         let incoming = incoming.map_err(|_| absurd())?;

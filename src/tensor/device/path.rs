@@ -15,7 +15,8 @@ use burn_ir::{InitOperationIr, OperationIr, OperationOutput};
 
 use super::Waiting;
 use crate::server::{CollectiveRuntime, DeviceTransport, exchange};
-use bonfire_core::{Call, DType, Error, Group, Operation, ReduceOp};
+use bonfire_core::internal::Request;
+use bonfire_core::{Error, Group};
 
 /// The way from a backend's tensors to the memory of the runtime `R`. Backends are compared by the type of their tensors,
 /// because nothing in burn's traits says what they run on.
@@ -35,15 +36,14 @@ impl<R: DeviceTransport> Path<R> {
     pub fn start<B: Backend>(
         group: &Group,
         tensors: Vec<FloatTensor<B>>,
-        dtype: DType,
-        op: ReduceOp,
+        request: Request<'static>,
     ) -> Result<Waiting<B>, Error> {
         let (mut sources, mut targets, mut results) = (Vec::new(), Vec::new(), Vec::new());
-        let mut bytes = 0;
+        let (mut bytes, size) = (0, request.dtype().size());
         for tensor in tensors {
             let origin = Origin::<R>::of(tensor)?;
             let tensor = into_contiguous(origin.resolve());
-            let place = bytes..bytes + tensor.shape().num_elements() * dtype.size();
+            let place = bytes..bytes + tensor.shape().num_elements() * size;
             let target = tensor.client.empty(place.len());
             bytes = place.end;
             targets.push((target.clone(), place.clone()));
@@ -51,15 +51,7 @@ impl<R: DeviceTransport> Path<R> {
             results.push((origin, Plain::new(tensor.client, target, *tensor.meta, tensor.device, tensor.dtype)));
         }
         let Some((_, first)) = results.first() else { return Ok(Box::new(|| Ok(Vec::new()))) };
-        let count = bytes / dtype.size();
-        let call = group.stamp(Call {
-            operation: Operation::AllReduce,
-            dtype,
-            count,
-            reduction: Some(op),
-            root: None,
-            sizes: None,
-        });
+        let call = request.call(bytes / size);
         let transfer = exchange::start(&first.client, group, call, sources, targets)?;
         Ok(Box::new(move || {
             transfer.wait()?;

@@ -5,8 +5,11 @@ use burn::tensor::{Bytes, DType as BurnDType, Shape, TensorMetadata};
 
 use super::axis::Axis;
 use super::sizes::{Sizes, check, cut, equal, receive};
-use crate::tensor::host::{Form, Kind, Source, Via, elements, elements_mut, typed};
-use bonfire_core::{DType, Error, ReduceOp};
+use crate::tensor::device::Offer;
+use crate::tensor::host::{Form, Kind, Source, Via};
+use bonfire_core::internal::{ByteOperations, Request};
+use bonfire_core::{DType, Error, Operation, ReduceOp};
+use bytemuck::cast_slice_mut;
 
 /// The whole of these parts, which is what they are already where nothing lies between.
 fn join<B: Backend>(
@@ -50,6 +53,11 @@ impl<'a> Parts<'a> {
     }
 }
 
+/// Parts of equal sizes are even ones, which more ways of the group know.
+fn cut_as<'a>(request: Request<'static>, sizes: &[usize], counts: &'a [usize]) -> Request<'a> {
+    if equal(sizes) { request } else { request.sizes(counts) }
+}
+
 pub(crate) fn all_reduce<B: Backend, K: Kind<B>>(
     via: Via<'_>,
     tensor: K::Primitive,
@@ -57,21 +65,20 @@ pub(crate) fn all_reduce<B: Backend, K: Kind<B>>(
 ) -> Result<K::Primitive, Error> {
     const OPERATION: &str = "all_reduce";
     let shape = tensor.shape();
-    let group = via.group.shaped(&shape);
-    let tensor = match K::all_reduce_on_device(&group, tensor, op) {
-        Ok(reduced) => return reduced,
-        Err(tensor) => tensor,
+    let tensor = match K::all_reduce_on_device(via.group, tensor, op) {
+        Offer::Taken(reduced) => return reduced,
+        Offer::Declined(tensor) => tensor,
     };
     let (source, form) = Source::read::<B, K>(OPERATION, tensor)?;
+    let request = |carrier| Request::new(Operation::AllReduce, carrier).reduction(op).shape(&shape);
     let reduced = match source.into_own() {
         Ok(mut own) => {
-            typed!(form.carrier, T => group.all_reduce::<T>(elements_mut(&mut own), op))?;
+            via.group.operate(request(form.carrier), None, &mut own)?;
             own
         }
         Err(source) => {
             let mut output = via.room::<B>(OPERATION, form.carrier, shape.num_elements())?;
-            let input = source.bytes();
-            typed!(form.carrier, T => group.all_reduce_into::<T>(elements(input), elements_mut(&mut output), op))?;
+            via.group.operate(request(form.carrier), Some(source.bytes()), &mut output)?;
             output
         }
     };
@@ -89,8 +96,8 @@ pub(crate) fn reduce<B: Backend, K: Kind<B>>(
     let (shape, here) = (tensor.shape(), via.group.rank() == root);
     let (source, form) = Source::read::<B, K>(OPERATION, tensor)?;
     let mut output = via.room::<B>(OPERATION, form.carrier, if here { shape.num_elements() } else { 0 })?;
-    let (input, group) = (source.bytes(), via.group.shaped(&shape));
-    typed!(form.carrier, T => group.reduce_into::<T>(elements(input), elements_mut(&mut output), op, root))?;
+    let request = Request::new(Operation::Reduce, form.carrier).reduction(op).root(root).shape(&shape);
+    via.group.operate(request, Some(source.bytes()), &mut output)?;
     Ok(here.then(|| form.tensor::<B, K>(output, shape)))
 }
 
@@ -109,10 +116,8 @@ pub(crate) fn broadcast<B: Backend, K: Kind<B>>(
         (None, Form::new::<B, K>(OPERATION, tensor.dtype(), K::device(&tensor))?)
     };
     let mut output = via.room::<B>(OPERATION, form.carrier, shape.num_elements())?;
-    let (input, group) = (source.as_ref().map(Source::bytes), via.group.shaped(&shape));
-    typed!(form.carrier, T => {
-        group.broadcast_into::<T>(input.map(elements), elements_mut(&mut output), root)
-    })?;
+    let request = Request::new(Operation::Broadcast, form.carrier).root(root).shape(&shape);
+    via.group.operate(request, source.as_ref().map(Source::bytes), &mut output)?;
     Ok(form.tensor::<B, K>(output, shape))
 }
 
@@ -128,11 +133,8 @@ pub(crate) fn all_gather<B: Backend, K: Kind<B>>(
     let (counts, total) = axis.counts(OPERATION, &sizes)?;
     let (source, form) = Source::read::<B, K>(OPERATION, tensor)?;
     let mut parts = via.room::<B>(OPERATION, form.carrier, total)?;
-    let (input, group) = (source.bytes(), via.group.shaped(&axis.agreed()));
-    typed!(form.carrier, T => match equal(&sizes) {
-        true => group.all_gather_into::<T>(elements(input), elements_mut(&mut parts)),
-        false => group.all_gather_v_into::<T>(elements(input), &counts, elements_mut(&mut parts)),
-    })?;
+    let request = Request::new(Operation::AllGather, form.carrier).shape(&axis.agreed());
+    via.group.operate(cut_as(request, &sizes, &counts), Some(source.bytes()), &mut parts)?;
     let whole = join::<B>(via, OPERATION, &axis, &sizes, form.carrier, parts)?;
     Ok(form.tensor::<B, K>(whole, axis.shape(sizes.iter().sum())))
 }
@@ -152,11 +154,8 @@ pub(crate) fn reduce_scatter<B: Backend, K: Kind<B>>(
     let parts = Parts::of::<B>(via, OPERATION, &axis, &sizes, form.carrier, source.bytes())?;
     let rank = via.group.rank();
     let mut output = via.room::<B>(OPERATION, form.carrier, counts[rank])?;
-    let (input, group) = (parts.bytes(), via.group.shaped(&axis.agreed()));
-    typed!(form.carrier, T => match equal(&sizes) {
-        true => group.reduce_scatter_into::<T>(elements(input), elements_mut(&mut output), op),
-        false => group.reduce_scatter_v_into::<T>(elements(input), &counts, elements_mut(&mut output), op),
-    })?;
+    let request = Request::new(Operation::ReduceScatter, form.carrier).reduction(op).shape(&axis.agreed());
+    via.group.operate(cut_as(request, &sizes, &counts), Some(parts.bytes()), &mut output)?;
     Ok(form.tensor::<B, K>(output, axis.shape(sizes[rank])))
 }
 
@@ -175,11 +174,8 @@ pub(crate) fn gather<B: Backend, K: Kind<B>>(
     let (source, form) = Source::read::<B, K>(OPERATION, tensor)?;
     let here = via.group.rank() == root;
     let mut parts = via.room::<B>(OPERATION, form.carrier, if here { total } else { 0 })?;
-    let (input, group) = (source.bytes(), via.group.shaped(&axis.agreed()));
-    typed!(form.carrier, T => match equal(&sizes) {
-        true => group.gather_into::<T>(elements(input), elements_mut(&mut parts), root),
-        false => group.gather_v_into::<T>(elements(input), &counts, elements_mut(&mut parts), root),
-    })?;
+    let request = Request::new(Operation::Gather, form.carrier).root(root).shape(&axis.agreed());
+    via.group.operate(cut_as(request, &sizes, &counts), Some(source.bytes()), &mut parts)?;
     if !here {
         return Ok(None);
     }
@@ -201,7 +197,8 @@ fn scattered(
         let known = known.iter().chain(sizes);
         words.iter_mut().zip(known).for_each(|(word, known)| *word = *known as u64);
     }
-    via.group.shaped(&[rank]).broadcast(&mut words, root)?;
+    let request = Request::new(Operation::Broadcast, DType::U64).root(root).shape(&[rank]);
+    via.group.operate(request, None, cast_slice_mut(&mut words))?;
     let numbers: Vec<usize> = words.iter().map(|word| usize::try_from(*word).unwrap_or(usize::MAX)).collect();
     let (shape, sizes) = numbers.split_at(rank);
     let axis = Axis::new(operation, Shape::from(shape.to_vec()), dim)?;
@@ -246,11 +243,8 @@ pub(crate) fn scatter<B: Backend, K: Kind<B>>(
         Some((source, ..)) => Parts::of::<B>(via, OPERATION, &axis, &sizes, form.carrier, source.bytes())?,
         None => Parts(&[], None),
     };
-    let (input, group) = (parts.bytes(), group.shaped(&axis.agreed()));
-    typed!(form.carrier, T => match equal(&sizes) {
-        true => group.scatter_into::<T>(elements(input), elements_mut(&mut output), root),
-        false => group.scatter_v_into::<T>(elements(input), &counts, elements_mut(&mut output), root),
-    })?;
+    let request = Request::new(Operation::Scatter, form.carrier).root(root).shape(&axis.agreed());
+    group.operate(cut_as(request, &sizes, &counts), Some(parts.bytes()), &mut output)?;
     Ok(form.tensor::<B, K>(output, axis.shape(sizes[group.rank()])))
 }
 
@@ -271,7 +265,6 @@ pub(crate) fn all_to_all<B: Backend, K: Kind<B>>(
     const OPERATION: &str = "all_to_all";
     let axis = Axis::new(OPERATION, tensor.shape(), dim)?;
     let send = cut(via, OPERATION, &axis, swap.send)?;
-    let group = via.group.shaped(&axis.agreed());
     let receive = match (swap.receive, swap.send) {
         (Some(receive), _) => {
             check(via, OPERATION, receive)?;
@@ -284,13 +277,14 @@ pub(crate) fn all_to_all<B: Backend, K: Kind<B>>(
     let (source, form) = Source::read::<B, K>(OPERATION, tensor)?;
     let parts = Parts::of::<B>(via, OPERATION, &axis, &send, form.carrier, source.bytes())?;
     let mut output = via.room::<B>(OPERATION, form.carrier, total)?;
-    let input = parts.bytes();
-    typed!(form.carrier, T => match swap.send {
-        None => group.all_to_all_into::<T>(elements(input), elements_mut(&mut output)),
+    let request = |operation| Request::new(operation, form.carrier).shape(&axis.agreed());
+    match swap.send {
+        None => via.group.operate(request(Operation::AllToAll), Some(parts.bytes()), &mut output)?,
         Some(_) => {
-            group.all_to_all_v_into::<T>(elements(input), &outgoing, elements_mut(&mut output), &incoming)
+            let (outgoing, incoming) = ((parts.bytes(), &outgoing[..]), (&mut output[..], &incoming[..]));
+            via.group.operate_pairs(request(Operation::AllToAllV), outgoing, incoming)?;
         }
-    })?;
+    }
     let whole = join::<B>(via, OPERATION, &axis, &receive, form.carrier, output)?;
     Ok(form.tensor::<B, K>(whole, axis.shape(receive.iter().sum())))
 }
@@ -298,8 +292,8 @@ pub(crate) fn all_to_all<B: Backend, K: Kind<B>>(
 pub(crate) fn send<B: Backend, K: Kind<B>>(via: Via<'_>, tensor: K::Primitive, to: usize) -> Result<(), Error> {
     let shape = tensor.shape();
     let (source, form) = Source::read::<B, K>("send", tensor)?;
-    let (bytes, group) = (source.bytes(), via.group.shaped(&shape));
-    typed!(form.carrier, T => group.send::<T>(elements(bytes), to))
+    let request = Request::new(Operation::Send, form.carrier).shape(&shape);
+    via.group.operate_send(request, source.bytes(), to)
 }
 
 pub(crate) fn recv<B: Backend, K: Kind<B>>(
@@ -311,8 +305,8 @@ pub(crate) fn recv<B: Backend, K: Kind<B>>(
     const OPERATION: &str = "recv";
     let form = Form::new::<B, K>(OPERATION, dtype, device.clone())?;
     let mut output = via.room::<B>(OPERATION, form.carrier, volume(OPERATION, &shape)?)?;
-    let group = via.group.shaped(&shape);
-    typed!(form.carrier, T => group.recv::<T>(elements_mut(&mut output), from))?;
+    let request = Request::new(Operation::Send, form.carrier).shape(&shape);
+    via.group.operate_recv(request, &mut output, from)?;
     Ok(form.tensor::<B, K>(output, shape))
 }
 
@@ -326,8 +320,8 @@ pub(crate) fn exchange<B: Backend, K: Kind<B>>(
     const OPERATION: &str = "exchange";
     let (source, form) = Source::read::<B, K>(OPERATION, tensor)?;
     let mut output = via.room::<B>(OPERATION, form.carrier, volume(OPERATION, &shape)?)?;
-    let input = source.bytes();
-    typed!(form.carrier, T => via.group.exchange::<T>(elements(input), to, elements_mut(&mut output), from))?;
+    let request = Request::new(Operation::Exchange, form.carrier);
+    via.group.operate_exchange(request, (source.bytes(), to), (&mut output, from))?;
     Ok(form.tensor::<B, K>(output, shape))
 }
 

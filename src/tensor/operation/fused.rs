@@ -6,7 +6,8 @@ use burn::tensor::{Bytes, Shape, TensorMetadata};
 use super::axis::Axis;
 use super::sizes::Sizes;
 use crate::tensor::host::{Form, Kind, Source, Via};
-use bonfire_core::{DType, Error};
+use bonfire_core::internal::{ByteOperations, Request};
+use bonfire_core::{DType, Error, Operation};
 
 const OPERATION: &str = "all_gather";
 
@@ -67,7 +68,8 @@ pub(crate) fn all_gather<B: Backend>(
         at += source.len();
     }
     let mut all = via.room::<B>(OPERATION, DType::U8, total)?;
-    via.group.shaped(&agreed).all_gather_v_into::<u8>(&own, &bytes, &mut all)?;
+    let request = Request::new(Operation::AllGather, DType::U8).shape(&agreed).sizes(&bytes);
+    via.group.operate(request, Some(&own), &mut all)?;
     let begins: Vec<usize> = (0..bytes.len()).map(|rank| bytes[..rank].iter().sum()).collect();
     let gathered = pieces.into_iter().zip(offsets).map(|(Piece { axis, form, .. }, offsets)| {
         let (counts, total) = axis.counts(OPERATION, sizes)?;

@@ -2,7 +2,9 @@
 
 use super::axis::Axis;
 use crate::tensor::host::Via;
-use bonfire_core::Error;
+use bonfire_core::internal::{ByteOperations, Request};
+use bonfire_core::{DType, Error, Operation};
+use bytemuck::cast_slice_mut;
 
 /// How long each rank's part is along the dimension.
 #[derive(Clone, Copy)]
@@ -37,7 +39,8 @@ impl Sizes<'_> {
             Sizes::Exchanged => {
                 let mut sizes = vec![0u64; group.world_size()];
                 sizes[group.rank()] = axis.len() as u64;
-                group.shaped(&axis.agreed()).all_gather(&mut sizes)?;
+                let request = Request::new(Operation::AllGather, DType::U64).shape(&axis.agreed());
+                group.operate(request, None, cast_slice_mut(&mut sizes))?;
                 Ok(sizes.into_iter().map(|size| size as usize).collect())
             }
         }
@@ -77,6 +80,7 @@ pub(super) fn equal(sizes: &[usize]) -> bool {
 /// How much comes from each rank, if it sends as it says.
 pub(crate) fn receive(via: Via<'_>, axis: &Axis, send: &[usize]) -> Result<Vec<usize>, Error> {
     let mut sizes: Vec<u64> = send.iter().map(|size| *size as u64).collect();
-    via.group.shaped(&axis.agreed()).all_to_all(&mut sizes)?;
+    let request = Request::new(Operation::AllToAll, DType::U64).shape(&axis.agreed());
+    via.group.operate(request, None, cast_slice_mut(&mut sizes))?;
     Ok(sizes.into_iter().map(|size| size as usize).collect())
 }

@@ -125,7 +125,7 @@ mod tests {
     #[test]
     fn results_fit_every_type_exactly_with_any_number_of_ranks() {
         for ranks in [1, 2, 3, 5, 6, 7, 31, 32, 33, 100, 1024] {
-            for op in ReduceOp::ALL {
+            for op in ReduceOp::ALL.iter().copied() {
                 let case = Case::new(true, op, [ranks, 0, 0], PERIOD);
                 for i in 0..PERIOD {
                     let sum: f64 = (0..ranks).map(|rank| case.input(rank, i)).sum();

@@ -155,7 +155,7 @@ mod tests {
 
     fn every_operation<T: Number>(ranks: usize) {
         for name in Name::value_variants().iter().filter(|name| **name != Name::Gradients) {
-            for op in ReduceOp::ALL {
+            for op in ReduceOp::ALL.iter().copied() {
                 let wrong = check::<T>(*name, op, ranks, |_| ());
                 assert!(wrong.iter().all(|wrong| *wrong == 0), "{name:?} {op} {} {wrong:?}", T::DTYPE);
             }

@@ -1,5 +1,7 @@
 //! What a connection says first, and why it is turned away.
 
+#![allow(missing_docs, reason = "seen by the packages beside this one only")]
+
 use std::io;
 
 use super::REMEDY;

@@ -3,6 +3,8 @@
 //! `length u32 little endian | postcard`. Postcard is not self-describing, and the length is bounded before anything is
 //! allocated for it.
 
+#![allow(missing_docs, reason = "seen by the packages beside this one only")]
+
 use std::io;
 use std::time::Duration;
 

@@ -9,7 +9,14 @@ use crate::types::{Call, DType, Error, Operation, ReduceOp, Site};
 #[test]
 fn fuzz_messages() {
     let (operation, reduction, root) = (Operation::Reduce, Some(ReduceOp::Sum), Some(1));
-    let call = Call { operation, dtype: DType::F32, count: 1000, reduction, root, sizes: Some(7) };
+    let call = Call {
+        operation,
+        dtype: DType::F32,
+        count: 1000,
+        reduction,
+        root,
+        sizes: crate::types::Fingerprint::from_word(7),
+    };
     let site = Site { call, sequence: 300 };
     let elapsed = Duration::from_millis(1500);
     let errors = [

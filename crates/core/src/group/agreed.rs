@@ -1,44 +1,82 @@
 //! Operations whose data the group does not carry: its ranks agree on what they do, and do it another way.
 
 use std::panic::Location;
+use std::sync::Arc;
 
 use serde::{Serialize, de::DeserializeOwned};
 
-use crate::group::{Core, Group, Work};
+use super::core::Core;
+use super::execute::Task;
+use super::handle::{Group, Keepsake};
+use super::progress::Work;
+use super::record::CallSite;
+use super::request::Request;
 use crate::sync::Deadline;
 use crate::transport::Buffers;
 use crate::types::{Call, DType, Error, Operation, Parts, Site, Tag};
 
-use super::execute;
-
-impl Group {
+/// What ranks do with each other beside operations.
+pub trait Agreement {
     /// Starts an operation that the group does not carry itself. When its turn has come, `prepare` is called, then all ranks
     /// tell each other what they call, and then `run`, with what is left of the time. Errors of any of these end the group.
     ///
     /// To a rank that calls something that the group does carry, this is an `all_gather` of so many tags.
-    #[track_caller]
-    #[doc(hidden)]
-    pub fn start_agreed<P, T: Send + 'static>(
+    fn start_agreed<P, T: Send + 'static>(
         &self,
         call: Call,
         prepare: impl FnOnce() -> Result<P, Error> + Send + 'static,
         run: impl FnOnce(P, &Site, &Deadline) -> Result<T, Error> + Send + 'static,
-    ) -> Result<Work<Option<T>>, Error> {
-        let (limit, at) = (self.deadline(), Location::caller());
-        Ok(self.progress()?.start(&self.core, None, move |core, result| {
-            let deadline = Deadline::after(limit);
-            let prepared = prepare().map_err(|error| core.abandon(error))?;
-            let sequence = agree(core, call, &deadline, at)?;
-            let site = Site { call, sequence };
-            *result = Some(run(prepared, &site, &deadline).map_err(|error| core.abandon(error))?);
-            Ok(())
-        }))
-    }
+    ) -> Result<Agreed<T>, Error>;
 
     /// What every rank says, or the error of the first that has one: the same on all ranks.
+    fn tell_all<T: Serialize + DeserializeOwned>(&self, own: Result<T, Error>) -> Result<Vec<T>, Error>;
+
+    /// Ends the group because this rank cannot go on in it, so that no rank waits for it.
+    fn abandon(&self, error: Error);
+
+    /// What a layer above has for this group: made when it is first asked for, and kept until the last handle is dropped.
+    /// It must hold no handle itself.
+    fn keep<T: Keepsake>(&self, make: impl FnOnce() -> Result<T, Error>) -> Result<Arc<T>, Error>;
+}
+
+/// An operation that was started with [`start_agreed`](Agreement::start_agreed).
+pub struct Agreed<T> {
+    work: Work<Option<(T, Site, Deadline)>>,
+    core: Arc<Core>,
+}
+
+impl<T> Agreed<T> {
+    /// Waits until all ranks have called it and `run` has returned on this one; then for `finish`, which gets what `run`
+    /// gave, and may ask what has happened that the operation may not survive. Its error ends the group.
+    pub fn wait(self, finish: impl FnOnce(T, &dyn Fn() -> Option<Error>) -> Result<(), Error>) -> Result<(), Error> {
+        let Some((started, site, deadline)) = self.work.wait().map_err(|(error, _)| error)? else { return Ok(()) };
+        let outcome = finish(started, &|| self.core.trouble(site, &deadline));
+        outcome.map_err(|error| self.core.give_up(error, site.sequence))
+    }
+}
+
+impl Agreement for Group {
     #[track_caller]
-    #[doc(hidden)]
-    pub fn tell_all<T: Serialize + DeserializeOwned>(&self, own: Result<T, Error>) -> Result<Vec<T>, Error> {
+    fn start_agreed<P, T: Send + 'static>(
+        &self,
+        call: Call,
+        prepare: impl FnOnce() -> Result<P, Error> + Send + 'static,
+        run: impl FnOnce(P, &Site, &Deadline) -> Result<T, Error> + Send + 'static,
+    ) -> Result<Agreed<T>, Error> {
+        let (limit, at) = (self.deadline(), Location::caller());
+        let work = self.progress()?.start(&self.core, None, move |core, result| {
+            let deadline = Deadline::after(limit);
+            let prepared = prepare().map_err(|error| core.abandon(error))?;
+            let site = Site { call, sequence: agree(core, call, &deadline, at)? };
+            let started = run(prepared, &site, &deadline).map_err(|error| core.abandon(error))?;
+            *result = Some((started, site, deadline));
+            Ok(())
+        });
+        Ok(Agreed { work, core: self.core.clone() })
+    }
+
+    #[track_caller]
+    fn tell_all<T: Serialize + DeserializeOwned>(&self, own: Result<T, Error>) -> Result<Vec<T>, Error> {
         let unreadable = |error: postcard::Error| Error::io("reading what ranks tell each other", error);
         let bytes = postcard::to_stdvec(&own).map_err(unreadable)?;
         let (all, sizes) = self.all_gather_v(&bytes)?;
@@ -50,26 +88,26 @@ impl Group {
         });
         each.collect()
     }
+
+    fn abandon(&self, error: Error) {
+        let _turn = self.turn();
+        self.core.abandon(error);
+    }
+
+    fn keep<T: Keepsake>(&self, make: impl FnOnce() -> Result<T, Error>) -> Result<Arc<T>, Error> {
+        self.kept(make)
+    }
 }
 
 /// Returns once all ranks have made this call, with its number.
-fn agree(core: &Core, call: Call, deadline: &Deadline, at: &'static Location<'static>) -> Result<u64, Error> {
-    let (rank, world_size) = (core.transport().rank(), core.transport().world_size());
+fn agree(core: &Core, call: Call, deadline: &Deadline, at: CallSite) -> Result<u64, Error> {
     let tag = Tag { group: 0, sequence: 0, call }.to_bytes();
-    let mut tags = vec![0; Tag::BYTES * world_size];
-    tags[Tag::BYTES * rank..][..Tag::BYTES].copy_from_slice(&tag);
-    let gather = Call {
-        operation: Operation::AllGather,
-        dtype: DType::U8,
-        count: tags.len(),
-        reduction: None,
-        root: None,
-        sizes: None,
-    };
+    let mut tags = vec![0; Tag::BYTES * core.world_size()];
+    tags[Tag::BYTES * core.rank()..][..Tag::BYTES].copy_from_slice(&tag);
+    let gather = Request::new(Operation::AllGather, DType::U8).call(tags.len());
     let buffers = Buffers { input: None, output: &mut tags, parts: Parts::Even };
-    core.collective_for(call, gather, buffers, deadline.remaining(), at, execute::plans)?;
+    let sequence = core.run_for(call, gather, Task::Collective(buffers), deadline, at)?;
     let calls = tags.as_chunks::<{ Tag::BYTES }>().0;
-    let sequence = core.latest();
     if calls.iter().all(|other| *other == tag) {
         return Ok(sequence);
     }
@@ -107,8 +145,9 @@ mod tests {
             thread::spawn(move || {
                 let rank = group.rank();
                 group.barrier().unwrap();
-                let work = group.start_agreed(call(rank), move || prepare(rank), move |it, _, _| run(it)).unwrap();
-                work.wait().map_err(|(error, _)| error)
+                let started = group.start_agreed(call(rank), move || prepare(rank), move |it, _, _| run(it))?;
+                let mut result = None;
+                started.wait(|it, _| Ok(result = Some(it))).map(|()| result)
             })
         });
         ranks.collect::<Vec<_>>().into_iter().map(|rank| rank.join().unwrap()).collect()
@@ -153,5 +192,16 @@ mod tests {
         };
         assert!(run(3, &[]).iter().all(|all| *all == Ok(vec![vec![], vec![1], vec![2, 2]])));
         assert!(run(3, &[1, 2]).iter().all(|all| *all == Err(Error::Config("1".into()))));
+    }
+
+    #[test]
+    fn a_rank_that_cannot_go_on_keeps_nobody_waiting() {
+        let mut groups = Group::threads(2).unwrap();
+        let (one, zero) = (groups.pop().unwrap(), groups.pop().unwrap());
+        let cause = Error::argument("test", "on purpose");
+        let waiting = thread::spawn(move || zero.all_reduce(&mut [1.0f32; 1000], ReduceOp::Sum));
+        one.abandon(cause.clone());
+        assert_eq!(waiting.join().unwrap(), Err(cause.clone()));
+        assert_eq!(one.barrier(), Err(cause));
     }
 }

@@ -3,7 +3,10 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::{Core, Group};
+use super::core::Core;
+use super::handle::Group;
+#[cfg(unix)]
+use super::interrupt;
 #[cfg(unix)]
 use crate::auth::Secret;
 use crate::plan::{self, Selection};
@@ -82,14 +85,57 @@ impl Builder {
             return Err(Error::argument("threads", "a group needs at least one rank"));
         }
         let session = random::number();
-        let group = |local| Core::group(Base::threads(local, session), self.algorithms.clone(), self.deadline);
+        let group =
+            |local| Group::of(Core::new(Base::threads(local, session), self.algorithms.clone()), self.deadline, None);
         Ok(Local::group(world_size).into_iter().map(group).collect())
     }
 
     /// A group on a transport from elsewhere; see [`Group::on`].
     pub fn on(self, transport: Arc<dyn Transport>) -> Group {
         let base = Base { transport, near: Near::Nobody, session: None, regroup: None };
-        Core::group(base, self.algorithms, self.deadline)
+        Group::of(Core::new(base, self.algorithms), self.deadline, None)
+    }
+}
+
+/// # Making a group
+impl Group {
+    /// Settings for a group whose ranks are processes.
+    pub fn builder() -> Builder {
+        Builder::default()
+    }
+
+    /// The group that the environment describes, as the launcher made it that started this process: `bonfire run`, torchrun,
+    /// Slurm's srun, mpirun and mpiexec of Open MPI, MPICH, Intel MPI and MVAPICH2, Kubeflow's Trainer and PyTorchJob.
+    /// `docs/launchers.md` has how to run under each. Ranks on several hosts need a [`secret`](Builder::secret).
+    ///
+    /// Bonfire's own variables win over the launcher's, each by itself, and what code says over both (see
+    /// [`Builder::from_env`]): `BONFIRE_RANK`, `BONFIRE_WORLD_SIZE`, `BONFIRE_ADDRESS` and, if needed, `BONFIRE_HOST` or
+    /// `BONFIRE_IFACE` (see [`Builder::host`]), `BONFIRE_SECRET_FILE` or `BONFIRE_SECRET` (see [`Builder::secret`]),
+    /// `BONFIRE_TRANSPORT` (see [`Medium`](crate::Medium)), `BONFIRE_ALGORITHMS` (see [`Selection`]),
+    /// `BONFIRE_TCP_CONNECTIONS` (see [`Builder::tcp_connections`]), `BONFIRE_SILENCE` (seconds, see
+    /// [`Builder::silence`]) and `BONFIRE_DEADLINE` (seconds).
+    /// Blocks until all ranks are connected. SIGINT and SIGTERM become a farewell to the other ranks, see
+    /// [`Builder::leave_on_interrupt`].
+    ///
+    /// # Errors
+    /// [`Error::Config`] where variables are missing, malformed or contradict each other, [`Error::Rendezvous`] where the
+    /// ranks do not find each other within 120 s or disagree about who they are.
+    #[cfg(unix)]
+    pub fn from_env() -> Result<Group, Error> {
+        Builder::from_env()?.connect()
+    }
+
+    /// A group of `world_size` ranks in this process, one handle for each, by rank. Give each to a thread of its own.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] for an empty group.
+    pub fn threads(world_size: usize) -> Result<Vec<Group>, Error> {
+        Builder::default().threads(world_size)
+    }
+
+    /// A group on a transport from elsewhere: operations run as plans on it.
+    pub fn on(transport: Arc<dyn Transport>) -> Group {
+        Builder::default().on(transport)
     }
 }
 
@@ -243,10 +289,10 @@ impl Builder {
                 settings.medium = Medium::Tcp;
             }
             settings.algorithms = self.algorithms.to_string();
-            Core::group(crate::rendezvous::connect(&settings)?, self.algorithms, self.deadline)
+            Group::of(Core::new(crate::rendezvous::connect(&settings)?, self.algorithms), self.deadline, None)
         };
         if self.leave_on_interrupt {
-            super::interrupt::leave_on_interrupt(&group.core)?;
+            interrupt::leave_on_interrupt(&group.core)?;
         }
         Ok(group)
     }

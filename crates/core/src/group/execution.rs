@@ -1,82 +1,13 @@
-//! The one executor: runs any plan on any transport.
+//! One plan on one rank, on any transport.
 
 use std::ops::Range;
 
-use crate::group::{Core, Lane};
-use crate::plan::{self, Algorithm, Combine, Plan, Step};
+use crate::plan::{Combine, Plan, Step};
 use crate::reduce;
 use crate::reduce::Scratch;
 use crate::sync::Deadline;
-use crate::transport::{Buffers, Transport};
-use crate::types::{Call, Fault, Operation, Site, Tag};
-
-#[cfg(all(feature = "shm", target_os = "linux"))]
-use {super::hosts, crate::transport::Near};
-
-/// Runs the operation at `site`: as a plan of `algorithm` on the core's transport; or, if none is given, on the hosts'
-/// memory and between them where there are such, else as the plan that is the default.
-pub(super) fn plans(
-    core: &Core,
-    lane: &mut Lane,
-    site: &Site,
-    buffers: &mut Buffers<'_>,
-    deadline: &Deadline,
-    algorithm: Option<Algorithm>,
-) -> Result<(), Fault> {
-    #[cfg(all(feature = "shm", target_os = "linux"))]
-    if let (Near::Hosts(hosts), None) = (core.near(), algorithm)
-        && hosts::serves(&site.call)
-    {
-        return hosts::run(core, lane, hosts, site, buffers, deadline);
-    }
-    let call = &site.call;
-    let transport = core.transport();
-    let (rank, world_size) = (transport.rank(), transport.world_size());
-    let wide = call.reduction.is_some_and(|op| reduce::kernel(call.dtype, op).wide);
-    let algorithm = algorithm.unwrap_or_else(|| plan::by_default(call.operation, call.bytes(), world_size));
-    // Only the direct exchange can keep a wide accumulator until the end.
-    let algorithm = if wide { Algorithm::Direct } else { algorithm };
-    let root = call.root.unwrap_or(0);
-    let plan = lane.plans.plan(call.operation, algorithm, rank, world_size, root);
-
-    let size = call.dtype.size();
-    let parts = buffers.parts;
-    let element = |index| parts.start(call.count, world_size, index);
-    let elements = element(rank)..element(rank + 1);
-    let own = elements.start * size..elements.end * size;
-    let [work, received, accumulator] = &mut lane.scratch;
-    // The plan works in place on the whole. That is the output where the output may hold the whole.
-    let apart = buffers.input.is_some();
-    let borrowed = match call.operation {
-        Operation::Reduce => rank != root,
-        Operation::ReduceScatter => apart,
-        Operation::Gather => apart && rank != root,
-        Operation::Scatter => apart && rank == root,
-        _ => false,
-    };
-    let whole: &mut [u8] = if borrowed {
-        let source = buffers.input.unwrap_or(buffers.output);
-        let whole = work.bytes(source.len());
-        whole.copy_from_slice(source);
-        whole
-    } else {
-        if let Some(input) = buffers.input {
-            let gathers = matches!(call.operation, Operation::AllGather | Operation::Gather);
-            buffers.output[if gathers { own.clone() } else { 0..input.len() }].copy_from_slice(input);
-        }
-        &mut *buffers.output
-    };
-    // A rank that is not the root has its own part only.
-    let part_only = apart && rank != root && matches!(call.operation, Operation::Gather | Operation::Scatter);
-    let within = |index| element(index).clamp(elements.start, elements.end) - elements.start;
-    let begins: &dyn Fn(usize) -> usize = if part_only { &within } else { &element };
-    let execution = Execution { transport, site, deadline, call, parts: begins, ranks: world_size, whole, received };
-    execution.run(&plan, accumulator)?;
-    if borrowed && matches!(call.operation, Operation::ReduceScatter | Operation::Scatter) {
-        buffers.output.copy_from_slice(&work.bytes(call.bytes())[own]);
-    }
-    Ok(())
-}
+use crate::transport::Transport;
+use crate::types::{Call, Fault, Site, Tag};
 
 /// Messages are cut into chunks of this many bytes, each of which is combined while it is in the cache and the next one
 /// is on its way. A power of two, so that no element is cut.

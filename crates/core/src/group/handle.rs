@@ -1,41 +1,26 @@
-//! Groups: who the ranks are, in which order their operations run, and what happens after a failure.
-
-mod buffer;
-mod builder;
-#[cfg(unix)]
-mod interrupt;
-mod operation;
-mod progress;
-mod recorder;
-mod shrink;
-mod subgroup;
-mod trace;
-mod turn;
+//! One rank's handle to its group, and what happens when the last one is dropped.
 
 use std::any::Any;
-use std::collections::HashMap;
 use std::fmt;
 use std::path::Path;
-use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
-pub use self::buffer::Buffer;
-pub use self::buffer::zeroed;
-pub use self::builder::Builder;
-pub use self::builder::DEADLINE;
-pub(crate) use self::progress::Progress;
-pub use self::progress::Work;
-pub(crate) use self::recorder::CallSite;
-use self::recorder::Recorder;
-use self::subgroup::Lineage;
-pub use self::trace::{Message, Record, State, Trace};
-use self::turn::{Queue, Turn};
-use crate::plan::{self, Algorithm, Plan, Selection};
-use crate::reduce::Scratch;
+use super::buffer::Buffer;
+use super::core::Core;
+use super::progress::Progress;
+use super::trace::Trace;
+use super::turn::Turn;
+use crate::plan::Selection;
 use crate::sync::lock;
-use crate::transport::{Near, Regroup, Transport};
-use crate::types::{Call, Element, Error, Fault, Operation, fingerprint};
+use crate::types::{Element, Error, Fault, Operation};
+
+/// Where a subgroup comes from.
+pub(super) struct Lineage {
+    pub parent: Group,
+    /// Its ranks' ranks in the parent, by their ranks in it.
+    pub members: Vec<usize>,
+}
 
 /// One rank's handle to a group of ranks: threads of a process, or processes.
 ///
@@ -63,65 +48,12 @@ use crate::types::{Call, Element, Error, Fault, Operation, fingerprint};
 /// ```
 #[derive(Clone)]
 pub struct Group {
-    #[doc(hidden)]
-    pub core: Arc<Core>,
+    pub(super) core: Arc<Core>,
     deadline: Duration,
-    /// A fingerprint of the shape of the tensors that this handle's operations are on.
-    shape: Option<u16>,
     // Dropped with the last handle, while started operations still hold the core.
     anchor: Arc<Anchor>,
     // After the anchor: a subgroup says farewell before its parent does.
-    lineage: Option<Arc<Lineage>>,
-}
-
-/// What handles and started operations share.
-pub struct Core {
-    transport: Arc<dyn Transport>,
-    near: Near,
-    algorithms: Selection,
-    queue: Queue,
-    lane: Mutex<Lane>,
-    failure: OnceLock<Error>,
-    /// A number that all ranks of the group have, and no other group, where there is one.
-    session: Option<u64>,
-    regroup: Option<Arc<dyn Regroup>>,
-    /// Whether another group was made of this one's ranks, or was to be.
-    shrunk: AtomicBool,
-    recorder: Recorder,
-    /// Whether this rank's trace was left where `BONFIRE_TRACE` says.
-    traced: Mutex<bool>,
-}
-
-/// What belongs to the operation whose turn it is.
-pub(crate) struct Lane {
-    /// Collective operations so far.
-    sequence: u64,
-    /// Messages so far, to and from each rank.
-    sent: Vec<u64>,
-    received: Vec<u64>,
-    pub plans: Plans,
-    /// Memory that is grown once and kept.
-    pub scratch: [Scratch; 3],
-}
-
-/// This rank's plans so far, by operation, algorithm, number of ranks and root. They do not depend on the length, so there
-/// are few.
-#[derive(Default)]
-pub(crate) struct Plans(HashMap<(Operation, Algorithm, usize, usize), Arc<Plan>>);
-
-impl Plans {
-    /// The plan of `rank`, which is the same in all groups of so many ranks.
-    pub fn plan(
-        &mut self,
-        operation: Operation,
-        algorithm: Algorithm,
-        rank: usize,
-        world_size: usize,
-        root: usize,
-    ) -> Arc<Plan> {
-        let make = || Arc::new(plan::plan(operation, algorithm, rank, world_size, root));
-        self.0.entry((operation, algorithm, world_size, root)).or_insert_with(make).clone()
-    }
+    pub(super) lineage: Option<Arc<Lineage>>,
 }
 
 struct Anchor {
@@ -146,65 +78,26 @@ impl Drop for Anchor {
             progress.finish();
         }
         if let Some(kept) = lock(&self.kept).take() {
-            let gone = self.core.transport.trouble().is_some_and(|fault| !matches!(fault, Fault::Left { .. }));
-            if gone || self.core.failure.get().is_some() {
+            let gone = self.core.executor.transport.trouble().is_some_and(|fault| !matches!(fault, Fault::Left { .. }));
+            if gone || self.core.failure().is_some() {
                 kept.part();
             }
             // It may still have to do with the other ranks.
             drop(kept);
         }
-        self.core.transport.leave();
+        self.core.executor.transport.leave();
     }
 }
 
 impl Group {
-    /// Settings for a group whose ranks are processes.
-    pub fn builder() -> Builder {
-        Builder::default()
-    }
-
-    /// The group that the environment describes, as the launcher made it that started this process: `bonfire run`, torchrun,
-    /// Slurm's srun, mpirun and mpiexec of Open MPI, MPICH, Intel MPI and MVAPICH2, Kubeflow's Trainer and PyTorchJob.
-    /// `docs/launchers.md` has how to run under each. Ranks on several hosts need a [`secret`](Builder::secret).
-    ///
-    /// Bonfire's own variables win over the launcher's, each by itself, and what code says over both (see
-    /// [`Builder::from_env`]): `BONFIRE_RANK`, `BONFIRE_WORLD_SIZE`, `BONFIRE_ADDRESS` and, if needed, `BONFIRE_HOST` or
-    /// `BONFIRE_IFACE` (see [`Builder::host`]), `BONFIRE_SECRET_FILE` or `BONFIRE_SECRET` (see [`Builder::secret`]),
-    /// `BONFIRE_TRANSPORT` (see [`Medium`](crate::Medium)), `BONFIRE_ALGORITHMS` (see [`Selection`]),
-    /// `BONFIRE_TCP_CONNECTIONS` (see [`Builder::tcp_connections`]), `BONFIRE_SILENCE` (seconds, see
-    /// [`Builder::silence`]) and `BONFIRE_DEADLINE` (seconds).
-    /// Blocks until all ranks are connected. SIGINT and SIGTERM become a farewell to the other ranks, see
-    /// [`Builder::leave_on_interrupt`].
-    ///
-    /// # Errors
-    /// [`Error::Config`] where variables are missing, malformed or contradict each other, [`Error::Rendezvous`] where the
-    /// ranks do not find each other within 120 s or disagree about who they are.
-    #[cfg(unix)]
-    pub fn from_env() -> Result<Group, Error> {
-        Builder::from_env()?.connect()
-    }
-
-    /// A group of `world_size` ranks in this process, one handle for each, by rank. Give each to a thread of its own.
-    ///
-    /// # Errors
-    /// [`Error::InvalidArgument`] for an empty group.
-    pub fn threads(world_size: usize) -> Result<Vec<Group>, Error> {
-        Builder::default().threads(world_size)
-    }
-
-    /// A group on a transport from elsewhere: operations run as plans on it.
-    pub fn on(transport: Arc<dyn Transport>) -> Group {
-        Builder::default().on(transport)
-    }
-
     /// This rank, from 0 to `world_size - 1`.
     pub fn rank(&self) -> usize {
-        self.core.transport.rank()
+        self.core.rank()
     }
 
     /// The number of ranks.
     pub fn world_size(&self) -> usize {
-        self.core.transport.world_size()
+        self.core.world_size()
     }
 
     /// How long an operation of this handle may take.
@@ -225,7 +118,7 @@ impl Group {
 
     /// What poisoned the group, if anything did.
     pub fn failure(&self) -> Option<Error> {
-        self.core.failure.get().cloned()
+        self.core.failure().cloned()
     }
 
     /// This rank's last operations, up to 1024, as they are now: also while one of them hangs on another thread.
@@ -256,7 +149,7 @@ impl Group {
     /// Which algorithms run `operation` in this group, by size: the default, or what [`Builder::algorithms`] or the
     /// environment said.
     pub fn algorithms(&self, operation: Operation) -> Selection {
-        self.core.algorithms.in_effect(operation, self.world_size(), self.core.near.is_somebody())
+        self.core.executor.algorithms.in_effect(operation, self.world_size(), self.core.executor.near.is_somebody())
     }
 
     /// A buffer of zeros in memory that suits this group: shared memory where its ranks share some, ordinary memory
@@ -274,36 +167,26 @@ impl Group {
     /// # Errors
     /// [`Error::Io`] where the system has not so much memory; the group stays sound.
     pub fn allocate<T: Element>(&self, len: usize) -> Result<Buffer<T>, Error> {
-        Buffer::new(len, |bytes| self.core.near.allocate(bytes))
+        Buffer::new(len, |bytes| self.core.executor.near.allocate(bytes))
     }
 
-    /// A handle whose blocking operations fail on all ranks where another rank's are on tensors of another shape.
-    #[doc(hidden)]
-    pub fn shaped(&self, shape: &[usize]) -> Group {
-        Group { shape: Some(fingerprint(shape.iter().copied())), ..self.clone() }
+    pub(super) fn of(core: Core, deadline: Duration, lineage: Option<Lineage>) -> Group {
+        let core = Arc::new(core);
+        let anchor = Arc::new(Anchor { core: core.clone(), progress: OnceLock::new(), kept: Mutex::default() });
+        Group { core, deadline, anchor, lineage: lineage.map(Arc::new) }
     }
 
-    /// The call as this handle makes it.
-    #[doc(hidden)]
-    pub fn stamp(&self, call: Call) -> Call {
-        self.shape.map_or(call, |shape| call.shaped(shape))
+    /// This rank's place among the ranks, and how many there are.
+    pub(super) fn place(&self) -> (usize, usize) {
+        (self.rank(), self.world_size())
     }
 
-    pub(crate) fn turn(&self) -> Turn<'_> {
+    pub(super) fn turn(&self) -> Turn<'_> {
         self.core.queue.turn()
     }
 
-    /// Ends the group because this rank cannot go on in it, so that nobody waits for it.
-    #[doc(hidden)]
-    pub fn abandon(&self, error: Error) {
-        let _turn = self.turn();
-        self.core.abandon(error);
-    }
-
-    /// What a layer above has for this group: made when it is first asked for, and kept until the last handle is dropped.
-    /// It must hold no handle itself.
-    #[doc(hidden)]
-    pub fn keep<T: Keepsake>(&self, make: impl FnOnce() -> Result<T, Error>) -> Result<Arc<T>, Error> {
+    /// What a layer above has for this group: made when it is first asked for.
+    pub(super) fn kept<T: Keepsake>(&self, make: impl FnOnce() -> Result<T, Error>) -> Result<Arc<T>, Error> {
         let mut kept = lock(&self.anchor.kept);
         if let Some(kept) = kept.clone() {
             let kept: Arc<dyn Any + Send + Sync> = kept;
@@ -316,7 +199,7 @@ impl Group {
         Ok(made)
     }
 
-    pub(crate) fn progress(&self) -> Result<&Progress, Error> {
+    pub(super) fn progress(&self) -> Result<&Progress, Error> {
         if let Some(progress) = self.anchor.progress.get() {
             return Ok(progress);
         }

@@ -12,8 +12,8 @@ mod pieces;
 use std::ops::Range;
 
 use self::pieces::{Piece, Whole};
-use super::execute::Execution;
-use crate::group::{Core, Lane, Plans};
+use super::execution::Execution;
+use super::lane::{Lane, Plans};
 use crate::plan;
 use crate::reduce::{self, Kernel, Scratch};
 use crate::sync::Deadline;
@@ -44,7 +44,7 @@ fn carrier(dtype: DType, op: ReduceOp) -> Option<DType> {
 
 /// Runs an operation that is served here.
 pub(super) fn run(
-    core: &Core,
+    transport: &dyn Transport,
     lane: &mut Lane,
     hosts: &Hosts,
     site: &Site,
@@ -63,7 +63,7 @@ pub(super) fn run(
     };
     let speaker = place(hosts.host());
     let rank_of = |host| hosts.members(host)[place(host)];
-    let transport = &Subset { all: core.transport(), rank: hosts.host(), world_size: hosts.count(), rank_of };
+    let transport = &Subset { all: transport, rank: hosts.host(), world_size: hosts.count(), rank_of };
     let far = Far { transport, site, deadline, plans, received, ranks: hosts.world_size() };
     let run = Run { hosts, site, deadline, rails, speaker, root: root.map(|(host, _)| host) };
     match call.operation {

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, OnceLock, Weak};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
-use super::Core;
+use super::core::Core;
 use crate::sync::lock;
 use crate::types::Error;
 
@@ -41,7 +41,7 @@ pub(super) fn leave_on_interrupt(core: &Arc<Core>) -> Result<(), Error> {
         for signal in signals.forever() {
             let groups = std::mem::take(&mut *lock(live));
             let groups: Vec<_> = groups.iter().filter_map(Weak::upgrade).collect();
-            groups.iter().for_each(|core| core.transport.leave());
+            groups.iter().for_each(|core| core.executor.transport.leave());
             // A job that hangs may be ended this way.
             groups.iter().for_each(|core| core.leave_trace());
             if let Err(error) = signal_hook::low_level::emulate_default_handler(signal) {

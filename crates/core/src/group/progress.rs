@@ -6,7 +6,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 
-use super::Core;
+use super::core::Core;
 use crate::sync::lock;
 use crate::types::Error;
 
@@ -38,10 +38,10 @@ impl Progress {
         // Tickets must come up in the order of the jobs: this thread waits for the ticket of the first job before it
         // looks at the second.
         let jobs = lock(&self.jobs);
-        let ticket = core.queue().ticket();
+        let ticket = core.queue.ticket();
         let core = core.clone();
         let job = move || {
-            let turn = core.queue().wait(ticket);
+            let turn = core.queue.wait(ticket);
             let result = catch_unwind(AssertUnwindSafe(|| run(&core, &mut buffer)));
             drop(turn);
             // Where nobody waits, the outcome is dropped, and the operation has completed all the same.

@@ -12,15 +12,12 @@ use std::ptr;
 use std::time::Instant;
 
 use self::clock::Clock;
-use super::trace::{Message, Record, State};
+use super::record::{CallSite, Message, Record, State};
 use crate::sync::{AtomicPtr, AtomicU64, Ordering, TRIES, fence};
-use crate::types::{Call, Tag};
+use crate::types::{Call, Fingerprint, Tag};
 
 /// How many operations are remembered: 64 KiB for each rank of a group. A power of two, so that finding a slot is cheap.
 pub(crate) const KEPT: usize = 1024;
-
-/// Where a user called an operation.
-pub(crate) type CallSite = &'static Location<'static>;
 
 /// The last operations of one rank in one group. What is written in each operation shares no cache line with another rank
 /// (two, since processors fetch lines in pairs).
@@ -194,7 +191,7 @@ fn pack(call: &Call) -> u64 {
     let reduction = call.reduction.map_or(0, |op| op as u64 + 1);
     // A root that does not fit is no rank of any group that could be made.
     let root = call.root.map_or(0, |root| u64::from(root as u32) + 1);
-    let sizes = u64::from(call.sizes.unwrap_or(0));
+    let sizes = u64::from(Fingerprint::to_word(call.sizes));
     call.operation as u64 | (call.dtype as u64) << 5 | reduction << 10 | root << 13 | sizes << 48
 }
 
@@ -243,14 +240,19 @@ mod tests {
     #[test]
     fn calls_survive_packing() {
         let mut all = vec![call(0), call(usize::MAX)];
-        for operation in Operation::ALL {
-            for sizes in [None, Some(1), Some(u16::MAX)] {
+        for operation in Operation::ALL.iter().copied() {
+            for sizes in [0, 1, u16::MAX].map(Fingerprint::from_word) {
                 all.push(Call { operation, dtype: DType::F32, count: 1, reduction: None, root: None, sizes });
             }
         }
-        all.extend(DType::ALL.map(|dtype| Call { dtype, ..call(3) }));
-        for reduction in ReduceOp::ALL {
-            all.push(Call { reduction: Some(reduction), root: Some(1 << 31), sizes: Some(0xabcd), ..call(5) });
+        all.extend(DType::ALL.iter().map(|dtype| Call { dtype: *dtype, ..call(3) }));
+        for reduction in ReduceOp::ALL.iter().copied() {
+            all.push(Call {
+                reduction: Some(reduction),
+                root: Some(1 << 31),
+                sizes: Fingerprint::from_word(0xabcd),
+                ..call(5)
+            });
         }
         for call in all {
             assert_eq!(unpack(pack(&call), call.count as u64), Some(call));

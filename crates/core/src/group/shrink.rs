@@ -2,7 +2,10 @@
 
 use std::sync::atomic::Ordering;
 
-use super::{Core, Group};
+use super::core::Core;
+use super::handle::Group;
+#[cfg(unix)]
+use super::interrupt;
 use crate::sync::Deadline;
 use crate::types::Error;
 
@@ -48,10 +51,10 @@ impl Group {
             let reason = "this group was shrunk before: shrink the group that came of it";
             return Err(Error::argument("shrink", reason));
         }
-        let base = regroup.shrink(&Deadline::after(self.deadline))?;
-        let group = Core::group(base, self.core.algorithms.clone(), self.deadline);
+        let base = regroup.shrink(&Deadline::after(self.deadline()))?;
+        let group = Group::of(Core::new(base, self.core.executor.algorithms.clone()), self.deadline(), None);
         #[cfg(unix)]
-        super::interrupt::leave_as(&self.core, &group.core);
+        interrupt::leave_as(&self.core, &group.core);
         Ok(group)
     }
 }

@@ -1,19 +1,16 @@
 //! Groups of some ranks of a group.
 
 use std::panic::Location;
-use std::sync::Arc;
 
-use super::{CallSite, Core, Group};
+use super::check;
+use super::core::Core;
+use super::handle::{Group, Lineage};
+#[cfg(unix)]
+use super::interrupt;
+use super::record::CallSite;
 use crate::sync::Deadline;
 use crate::transport::{Base, Regroup};
-use crate::types::{Call, DType, Error, Operation, Site};
-
-/// Where a group comes from.
-pub(super) struct Lineage {
-    parent: Group,
-    /// Its ranks' ranks in the parent, by their ranks in it.
-    members: Vec<usize>,
-}
+use crate::types::{Call, DType, Error, Operation};
 
 /// # Subgroups
 ///
@@ -54,7 +51,7 @@ impl Group {
             return Err(Error::argument("subgroup", "no members: name this rank and others"));
         }
         for member in members {
-            self.check_rank("subgroup", "member", *member)?;
+            check::rank("subgroup", "member", *member, self.world_size())?;
         }
         let mut members = members.to_vec();
         members.sort_unstable();
@@ -118,7 +115,7 @@ impl Group {
     /// # Errors
     /// [`Error::InvalidArgument`] where `local` is no rank of this group.
     pub fn to_global(&self, local: usize) -> Result<usize, Error> {
-        self.check_rank("to_global", "rank", local)?;
+        check::rank("to_global", "rank", local, self.world_size())?;
         Ok(self.lineage.as_ref().map_or(local, |lineage| lineage.members[local]))
     }
 
@@ -136,11 +133,11 @@ impl Group {
         let at = Location::caller();
         let _turn = self.turn();
         let regroup = self.regroup("subgroup")?;
-        let base = self.core.invite(&members, regroup, &Deadline::after(self.deadline), at)?;
-        let mut group = Core::group(base, self.core.algorithms.clone(), self.deadline);
+        let base = self.core.invite(&members, regroup, &Deadline::after(self.deadline()), at)?;
+        let core = Core::new(base, self.core.executor.algorithms.clone());
+        let group = Group::of(core, self.deadline(), Some(Lineage { parent: self.clone(), members }));
         #[cfg(unix)]
-        super::interrupt::leave_as(&self.core, &group.core);
-        group.lineage = Some(Arc::new(Lineage { parent: self.clone(), members }));
+        interrupt::leave_as(&self.core, &group.core);
         Ok(group)
     }
 
@@ -162,7 +159,6 @@ impl Core {
         deadline: &Deadline,
         at: CallSite,
     ) -> Result<Base, Error> {
-        let lane = self.lane()?;
         let call = Call {
             operation: Operation::Subgroup,
             dtype: DType::U8,
@@ -171,11 +167,8 @@ impl Core {
             root: None,
             sizes: None,
         };
-        let site = Site { call, sequence: 0 };
-        let other = members.iter().find(|member| **member != self.transport.rank());
+        let other = members.iter().find(|member| **member != self.rank());
         let message = Some((other.map_or(0, |other| *other), true));
-        let entry = self.recorder.begin(&call, site.sequence, message, at, deadline.start());
-        let made = regroup.subgroup(members, deadline);
-        self.end(entry, made, |fault| self.fail(site, fault, deadline, lane.sequence))
+        self.enter((call, call), message, deadline, at, |_, _| regroup.subgroup(members, deadline))
     }
 }

@@ -1,7 +1,6 @@
 //! What a rank's recorder holds, as a file that `bonfire trace` reads.
 
 use std::ffi::OsStr;
-use std::fmt;
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
@@ -10,10 +9,11 @@ use std::time::SystemTime;
 
 use serde::{Deserialize, Serialize};
 
-use super::Core;
+use super::core::Core;
+use super::record::{Record, State};
 use super::recorder::KEPT;
 use crate::sync::lock;
-use crate::types::{Call, Error};
+use crate::types::Error;
 
 /// The version of the format.
 const VERSION: u32 = 1;
@@ -54,71 +54,6 @@ pub struct Trace {
     pub collectives: u64,
     /// The last operations, oldest first, 1024 at most. Those that wait for their turn are not among them.
     pub operations: Vec<Record>,
-}
-
-/// One operation in a [`Trace`].
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[non_exhaustive]
-pub struct Record {
-    /// Its number among this rank's operations, counted from 0.
-    pub number: u64,
-    /// Its number in the group's sequence; of a message, in the order of the pair.
-    pub sequence: u64,
-    /// What was called.
-    pub call: Call,
-    /// With whom, for a message.
-    pub message: Option<Message>,
-    /// How far it has come.
-    pub state: State,
-    /// When its turn came.
-    pub begun_ns: u64,
-    /// When it ended.
-    pub ended_ns: Option<u64>,
-    /// Where it was called, `file:line`.
-    pub at: String,
-}
-
-/// A message between two ranks, seen from one of them.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Message {
-    /// The other rank.
-    pub peer: usize,
-    /// Whether this one sends.
-    pub sends: bool,
-}
-
-/// How far an operation has come.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-#[allow(missing_docs)]
-pub enum State {
-    Begun,
-    Done,
-    Failed,
-}
-
-impl fmt::Display for State {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            State::Begun => "begun",
-            State::Done => "done",
-            State::Failed => "failed",
-        })
-    }
-}
-
-/// What was called, with the peer of a message.
-impl fmt::Display for Record {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.message {
-            None => write!(f, "{}", self.call),
-            Some(Message { peer, sends: true }) => write!(f, "{} to rank {peer}", self.call),
-            Some(Message { peer, sends: false }) => {
-                let Call { dtype, count, .. } = self.call;
-                write!(f, "recv({dtype} x {count}) from rank {peer}")
-            }
-        }
-    }
 }
 
 impl Trace {
@@ -191,15 +126,15 @@ impl Core {
         Trace {
             bonfire_trace: VERSION,
             group: self.session.map(|session| format!("{session:016x}")),
-            rank: self.transport.rank(),
-            world_size: self.transport.world_size(),
+            rank: self.rank(),
+            world_size: self.world_size(),
             host: fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default().trim().into(),
             process: std::process::id(),
             clock: clock.name(),
             resolution_ns: clock.resolution(),
             taken_ns: clock.at(std::time::Instant::now()),
             taken_unix: unix.as_secs(),
-            failure: self.failure.get().map(ToString::to_string),
+            failure: self.failure().map(ToString::to_string),
             collectives: self.recorder.collectives(),
             operations: self.recorder.records(),
         }
@@ -213,7 +148,7 @@ impl Core {
             return;
         }
         let Some(folder) = std::env::var_os("BONFIRE_TRACE").filter(|folder| !folder.is_empty()) else { return };
-        let (folder, rank) = (PathBuf::from(folder), self.transport.rank());
+        let (folder, rank) = (PathBuf::from(folder), self.rank());
         // No two groups have the same name. Without one, the process and the moment stand for it.
         let trace = self.trace();
         let group = trace.group.clone().unwrap_or_else(|| format!("{}-{}", trace.process, trace.taken_ns));
@@ -228,6 +163,7 @@ impl Core {
 
 #[cfg(test)]
 mod tests {
+    use super::super::record::Message;
     use super::*;
     use crate::group::Group;
     use crate::types::ReduceOp;

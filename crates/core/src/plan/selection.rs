@@ -193,7 +193,7 @@ pub(crate) fn parse(text: &str) -> Result<Selection, String> {
             if let Path::Plan(algorithm) = path
                 && !algorithm.serves(operation)
             {
-                let own: Vec<_> = Algorithm::ALL.into_iter().filter(|other| other.serves(operation)).collect();
+                let own: Vec<_> = Algorithm::ALL.iter().copied().filter(|other| other.serves(operation)).collect();
                 return Err(format!("{operation} has no {algorithm}: give native or one of {}", list(&own)));
             }
         }
@@ -215,7 +215,7 @@ fn read(ranges: &str) -> Result<Table, String> {
         let form = || format!("'{range}' has not the form path:from-to or path:from-, such as ring:65536-");
         let (name, sizes) = range.split_once(':').ok_or_else(form)?;
         let (from, to) = sizes.split_once('-').ok_or_else(form)?;
-        let paths = || Algorithm::ALL.into_iter().map(Path::Plan).chain([Path::Native]);
+        let paths = || Algorithm::ALL.iter().copied().map(Path::Plan).chain([Path::Native]);
         let path = paths().find(|path| path.to_string() == name);
         let path =
             path.ok_or_else(|| format!("'{name}' is no path: give one of {}", list(&paths().collect::<Vec<_>>())))?;
@@ -278,7 +278,7 @@ mod tests {
         read_back("ring:0-,all_reduce=doubling:0-0;halving:1-1;ring:2-,barrier=native:0-,all_to_all=direct:0-");
         let sorted = "all_to_all=direct:0-,reduce=tree:0-".parse::<Selection>().unwrap().to_string();
         assert_eq!(sorted, "reduce=tree:0-,all_to_all=direct:0-");
-        for algorithm in Algorithm::ALL {
+        for algorithm in Algorithm::ALL.iter().copied() {
             assert_eq!(Selection::from(algorithm), format!("{algorithm}:0-").parse().unwrap());
         }
     }

@@ -82,7 +82,7 @@ impl World {
 
 fn each(mut check: impl FnMut(Operation, Algorithm, usize, usize)) {
     for operation in SELECTABLE {
-        for algorithm in Algorithm::ALL {
+        for algorithm in Algorithm::ALL.iter().copied() {
             for n in 1..=17 {
                 let rooted = matches!(
                     operation,

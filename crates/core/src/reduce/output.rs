@@ -1,5 +1,7 @@
 //! Where results go: through the cache, or past it where they would not fit.
 
+#![allow(missing_docs, reason = "seen by the packages beside this one only")]
+
 #[cfg(target_arch = "x86_64")]
 use super::level::{Avx2, Avx512};
 use super::level::{Level, Portable};

@@ -76,7 +76,7 @@ fn every_type_and_reduction_agrees_with_plain_arithmetic_over_several_blocks() {
             let rank = |r| (0..9001).map(|i| from(((i + r) % 4 + 1) as f64)).collect();
             let ranks: Vec<Vec<T>> = (0..world_size).map(rank).collect();
             let inputs: Vec<&[T]> = ranks.iter().map(Vec::as_slice).collect();
-            for op in ReduceOp::ALL {
+            for op in ReduceOp::ALL.iter().copied() {
                 for (i, got) in reduced(op, &inputs).into_iter().enumerate() {
                     let values = inputs.iter().map(|input| to(input[i]));
                     let want = match op {
@@ -247,7 +247,7 @@ fn elements<T: Element>(random: &mut u64, len: usize) -> Vec<T> {
 fn check_levels<T: Plain>(len: usize, skip: usize, random: &mut u64) {
     let [left, right]: [Vec<T>; 2] = std::array::from_fn(|_| elements(random, skip + len));
     let (left, right) = (&left[skip..], &right[skip..]);
-    for (level, op) in levels().into_iter().flat_map(|level| ReduceOp::ALL.map(|op| (level, op))) {
+    for (level, op) in levels().into_iter().flat_map(|level| ReduceOp::ALL.iter().map(move |op| (level, *op))) {
         // The mean of integers has an accumulator of its own and a test of its own above.
         if op == ReduceOp::Mean && size_of::<T>() == size_of::<T::Wide>() {
             continue;

@@ -237,7 +237,7 @@ mod tests {
                 count: 1 << 40,
                 reduction,
                 root,
-                sizes: Some(9),
+                sizes: crate::types::Fingerprint::from_word(9),
             };
             assert_eq!(from_words(words(&call)), Some(call));
         }

@@ -3,12 +3,15 @@
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
+use strum::{Display, IntoStaticStr, VariantArray};
 
 use crate::types::{DType, ReduceOp};
 
 /// The kind of an operation.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, Display, IntoStaticStr, VariantArray)]
 #[repr(u8)]
+#[strum(serialize_all = "snake_case")]
+#[non_exhaustive]
 #[allow(missing_docs)]
 pub enum Operation {
     AllReduce = 0,
@@ -32,21 +35,7 @@ pub enum Operation {
 
 impl Operation {
     /// In the order of its number on the wire.
-    pub(crate) const ALL: [Operation; 13] = [
-        Operation::AllReduce,
-        Operation::Reduce,
-        Operation::Broadcast,
-        Operation::AllGather,
-        Operation::ReduceScatter,
-        Operation::Barrier,
-        Operation::Send,
-        Operation::AllToAll,
-        Operation::Gather,
-        Operation::Scatter,
-        Operation::AllToAllV,
-        Operation::Exchange,
-        Operation::Subgroup,
-    ];
+    pub(crate) const ALL: &[Operation] = Operation::VARIANTS;
 
     /// Whether all ranks of the group take part, so that it has a number in the group's sequence.
     pub const fn is_collective(self) -> bool {
@@ -54,28 +43,9 @@ impl Operation {
     }
 }
 
-impl fmt::Display for Operation {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Operation::AllReduce => "all_reduce",
-            Operation::Reduce => "reduce",
-            Operation::Broadcast => "broadcast",
-            Operation::AllGather => "all_gather",
-            Operation::ReduceScatter => "reduce_scatter",
-            Operation::Barrier => "barrier",
-            Operation::Send => "send",
-            Operation::AllToAll => "all_to_all",
-            Operation::Gather => "gather",
-            Operation::Scatter => "scatter",
-            Operation::AllToAllV => "all_to_all_v",
-            Operation::Exchange => "exchange",
-            Operation::Subgroup => "subgroup",
-        })
-    }
-}
-
 /// What one rank called: everything on which the ranks of an operation must agree.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct Call {
     /// The operation.
     pub operation: Operation,
@@ -88,9 +58,8 @@ pub struct Call {
     pub reduction: Option<ReduceOp>,
     /// The root, where the operation has one.
     pub root: Option<usize>,
-    /// Where the caller said how many elements each rank has, a fingerprint of these numbers, which is odd. Where it said
-    /// of what shape a tensor is, of that too; of that alone it is even.
-    pub sizes: Option<u16>,
+    /// What else the ranks must agree on, where there is something.
+    pub(crate) sizes: Option<Fingerprint>,
 }
 
 /// The same number for the same bytes in every build. FNV-1a: Fowler, Noll and Vo.
@@ -99,36 +68,69 @@ pub fn hash(bytes: impl IntoIterator<Item = u8>) -> u64 {
     bytes.into_iter().fold(0xcbf2_9ce4_8422_2325, step)
 }
 
-/// A fingerprint of what several ranks must agree on, never 0.
-pub(crate) fn fingerprint(numbers: impl IntoIterator<Item = usize>) -> u16 {
-    (hash(numbers.into_iter().flat_map(|number| (number as u64).to_le_bytes())) % 0xffff) as u16 + 1
+/// Of the sizes of the ranks' parts, where the caller gave them, and of the shape of a tensor. Odd where there are sizes,
+/// else even, and never 0, which stands for none on the wire.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(transparent)]
+pub(crate) struct Fingerprint(u16);
+
+impl Fingerprint {
+    /// Of numbers on which several ranks must agree.
+    pub fn of(numbers: impl IntoIterator<Item = usize>) -> u16 {
+        (hash(numbers.into_iter().flat_map(|number| (number as u64).to_le_bytes())) % 0xffff) as u16 + 1
+    }
+
+    const fn has_sizes(self) -> bool {
+        self.0 & 1 == 1
+    }
+
+    pub fn to_word(fingerprint: Option<Fingerprint>) -> u16 {
+        fingerprint.map_or(0, |Fingerprint(word)| word)
+    }
+
+    pub fn from_word(word: u16) -> Option<Fingerprint> {
+        (word != 0).then_some(Fingerprint(word))
+    }
 }
 
 impl Call {
+    /// An operation on so many elements, without reduction or root.
+    pub const fn new(operation: Operation, dtype: DType, count: usize) -> Call {
+        Call { operation, dtype, count, reduction: None, root: None, sizes: None }
+    }
+
     /// Size of the whole in bytes.
     pub const fn bytes(&self) -> usize {
         self.count * self.dtype.size()
     }
 
+    /// The call with this reduction.
+    pub const fn reducing(self, op: ReduceOp) -> Call {
+        Call { reduction: Some(op), ..self }
+    }
+
+    /// The call with this root.
+    pub const fn rooted(self, root: usize) -> Call {
+        Call { root: Some(root), ..self }
+    }
+
     /// The call with these sizes of the ranks' parts.
     pub(crate) fn sized(self, sizes: &[usize]) -> Call {
-        Call { sizes: Some(fingerprint(sizes.iter().copied()) | 1), ..self }
+        Call { sizes: Some(Fingerprint(Fingerprint::of(sizes.iter().copied()) | 1)), ..self }
     }
 
     /// Whether the ranks' parts have sizes of their own.
-    #[doc(hidden)]
     pub const fn is_sized(&self) -> bool {
-        matches!(self.sizes, Some(sizes) if sizes & 1 == 1)
+        matches!(self.sizes, Some(sizes) if sizes.has_sizes())
     }
 
-    /// The call on tensors whose shape has this fingerprint.
-    #[doc(hidden)]
-    pub fn shaped(self, shape: u16) -> Call {
+    /// The call on tensors whose shape comes to this.
+    pub(crate) fn shaped(self, shape: u16) -> Call {
         let sizes = match self.sizes {
-            Some(sizes) if self.is_sized() => sizes ^ shape | 1,
+            Some(Fingerprint(sizes)) if self.is_sized() => sizes ^ shape | 1,
             _ => (shape & !1).max(2),
         };
-        Call { sizes: Some(sizes), ..self }
+        Call { sizes: Some(Fingerprint(sizes)), ..self }
     }
 }
 
@@ -150,7 +152,7 @@ impl fmt::Display for Call {
         if let Some(root) = self.root {
             write!(f, ", root {root}")?;
         }
-        if let Some(sizes) = self.sizes {
+        if let Some(Fingerprint(sizes)) = self.sizes {
             write!(f, ", {} #{sizes:04x}", if self.is_sized() { "sizes" } else { "shape" })?;
         }
         write!(f, ")")
@@ -162,6 +164,7 @@ impl fmt::Display for Call {
 ///
 /// A receiver compares it with the one it expects, so messages can neither cross nor be taken for another.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Tag {
     /// The group that the operation belongs to.
     pub group: u64,
@@ -189,7 +192,7 @@ impl Tag {
         bytes[28..32].copy_from_slice(&self.call.reduction.map_or(NONE, |op| op as u32).to_le_bytes());
         bytes[32] = self.call.operation as u8;
         bytes[33] = self.call.dtype as u8;
-        bytes[34..36].copy_from_slice(&self.call.sizes.unwrap_or(0).to_le_bytes());
+        bytes[34..36].copy_from_slice(&Fingerprint::to_word(self.call.sizes).to_le_bytes());
         bytes
     }
 
@@ -208,7 +211,7 @@ impl Tag {
             count: usize::try_from(u64_at(16)).ok()?,
             reduction,
             root,
-            sizes: Some(u16::from_le_bytes([bytes[34], bytes[35]])).filter(|sizes| *sizes != 0),
+            sizes: Fingerprint::from_word(u16::from_le_bytes([bytes[34], bytes[35]])),
         };
         let tag = Tag { group: u64_at(0), sequence: u64_at(8), call };
         (bytes[36..] == [0; 4]).then_some(tag)
@@ -227,8 +230,9 @@ mod tests {
             (operation, dtype, count) in (0..Operation::ALL.len(), 0..DType::ALL.len(), any::<usize>()),
             reduction in proptest::option::of(0..ReduceOp::ALL.len()),
             root in proptest::option::of(0usize..1 << 20),
-            sizes in proptest::option::of(1u16..),
+            sizes in any::<u16>(),
         ) {
+            let sizes = Fingerprint::from_word(sizes);
             let reduction = reduction.map(|i| ReduceOp::ALL[i]);
             let (operation, dtype) = (Operation::ALL[operation], DType::ALL[dtype]);
             let tag = Tag { group, sequence, call: Call { operation, dtype, count, reduction, root, sizes } };
@@ -240,12 +244,10 @@ mod tests {
             sizes in proptest::collection::vec(any::<usize>(), 0..5),
             shape in 1u16..,
         ) {
-            let call = Call {
-                operation: Operation::AllGather, dtype: DType::F32, count: 0, reduction: None, root: None, sizes: None,
-            };
+            let call = Call::new(Operation::AllGather, DType::F32, 0);
             prop_assert!(call.sized(&sizes).is_sized() && call.sized(&sizes).shaped(shape).is_sized());
             let shaped = call.shaped(shape);
-            prop_assert!(!call.is_sized() && !shaped.is_sized() && shaped.sizes.is_some_and(|sizes| sizes > 0));
+            prop_assert!(!call.is_sized() && !shaped.is_sized() && shaped.sizes.is_some_and(|sizes| sizes.0 > 0));
         }
 
         #[test]

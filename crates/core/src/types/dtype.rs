@@ -5,10 +5,13 @@ use std::fmt;
 use bytemuck::Pod;
 use half::{bf16, f16};
 use serde::{Deserialize, Serialize};
+use strum::{Display, IntoStaticStr, VariantArray};
 
 /// The type of the elements that an operation moves.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, Display, IntoStaticStr, VariantArray)]
 #[repr(u8)]
+#[strum(serialize_all = "lowercase")]
+#[non_exhaustive]
 #[allow(missing_docs)]
 pub enum DType {
     F32 = 0,
@@ -27,20 +30,7 @@ pub enum DType {
 
 impl DType {
     /// Every element type, in the order of its number on the wire.
-    pub const ALL: [DType; 12] = [
-        DType::F32,
-        DType::F64,
-        DType::F16,
-        DType::BF16,
-        DType::I8,
-        DType::I16,
-        DType::I32,
-        DType::I64,
-        DType::U8,
-        DType::U16,
-        DType::U32,
-        DType::U64,
-    ];
+    pub const ALL: &[DType] = DType::VARIANTS;
 
     /// Size of one element in bytes.
     pub const fn size(self) -> usize {
@@ -53,29 +43,12 @@ impl DType {
     }
 }
 
-impl fmt::Display for DType {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            DType::F32 => "f32",
-            DType::F64 => "f64",
-            DType::F16 => "f16",
-            DType::BF16 => "bf16",
-            DType::I8 => "i8",
-            DType::I16 => "i16",
-            DType::I32 => "i32",
-            DType::I64 => "i64",
-            DType::U8 => "u8",
-            DType::U16 => "u16",
-            DType::U32 => "u32",
-            DType::U64 => "u64",
-        })
-    }
-}
-
 /// How the ranks' elements become one. Also exported as [`ReduceOperation`](crate::ReduceOperation), the name that
 /// burn-collective gave it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, Display, IntoStaticStr, VariantArray)]
 #[repr(u8)]
+#[strum(serialize_all = "lowercase")]
+#[non_exhaustive]
 pub enum ReduceOp {
     /// The sum. Integers wrap; f16 and bf16 are accumulated in f32 and rounded once.
     Sum = 0,
@@ -91,19 +64,7 @@ pub enum ReduceOp {
 
 impl ReduceOp {
     /// Every reduction, in the order of its number on the wire.
-    pub const ALL: [ReduceOp; 5] = [ReduceOp::Sum, ReduceOp::Mean, ReduceOp::Max, ReduceOp::Min, ReduceOp::Product];
-}
-
-impl fmt::Display for ReduceOp {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            ReduceOp::Sum => "sum",
-            ReduceOp::Mean => "mean",
-            ReduceOp::Max => "max",
-            ReduceOp::Min => "min",
-            ReduceOp::Product => "product",
-        })
-    }
+    pub const ALL: &[ReduceOp] = ReduceOp::VARIANTS;
 }
 
 /// A Rust type that operations can move: the floats, f16, bf16 and the integers of 8 to 64 bits.

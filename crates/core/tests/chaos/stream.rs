@@ -115,6 +115,7 @@ impl Step {
             DType::U16 => self.typed::<u16>(group),
             DType::U32 => self.typed::<u32>(group),
             DType::U64 => self.typed::<u64>(group),
+            other => panic!("no step is on {other}"),
         }
     }
 

@@ -32,7 +32,7 @@ pub fn check<T: Sample>(group: &Group, len: usize) {
     let mine: Vec<T> = input(rank, len);
     let label = |what: &str| format!("{what} of {} x {len} on rank {rank} of {n}", T::DTYPE);
     let root = len % n;
-    for op in ReduceOp::ALL {
+    for op in ReduceOp::ALL.iter().copied() {
         let want: Vec<T> = (0..len).map(|i| reduced(op, n, i)).collect();
 
         let mut data = mine.clone();

@@ -74,14 +74,8 @@ impl Case {
         let reduces = matches!(operation, Operation::AllReduce | Operation::Reduce | Operation::ReduceScatter);
         let rooted =
             matches!(operation, Operation::Reduce | Operation::Broadcast | Operation::Gather | Operation::Scatter);
-        let call = Call {
-            operation,
-            dtype,
-            count,
-            reduction: reduces.then_some(op),
-            root: rooted.then_some(rank),
-            sizes: None,
-        };
+        let mut call = Call::new(operation, dtype, count);
+        (call.reduction, call.root) = (reduces.then_some(op), rooted.then_some(rank));
         Case { step, group, call, suited: below(random, 4) == 0, salt: random.next(), barriers: 0 }
     }
 
@@ -119,6 +113,7 @@ impl Case {
                 DType::U16 => (bits as u16).into(),
                 DType::U32 => (bits as u32).into(),
                 DType::U64 => bits.into(),
+                other => panic!("no case is of {other}"),
             }
         })
     }
@@ -151,6 +146,7 @@ impl Case {
                     ReduceOp::Min => number.min(*all),
                     // The lower bits, which are an integer's, are right.
                     ReduceOp::Product => all.wrapping_mul(number),
+                    other => panic!("no case has {other}"),
                 };
             }
         }

@@ -144,7 +144,7 @@ fn every_message_fails(told: bool, algorithms: &[Option<Algorithm>], delays: Opt
 }
 
 fn algorithms() -> Vec<Option<Algorithm>> {
-    Algorithm::ALL.into_iter().map(Some).collect()
+    Algorithm::ALL.iter().copied().map(Some).collect()
 }
 
 #[test]

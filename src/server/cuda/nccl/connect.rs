@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use super::communicator::{Communicator, GRACE};
 use super::library::{Config, Library, SUCCESS, Version, library};
-use bonfire_core::internal::Ranks;
+use bonfire_core::internal::{Agreement, Ranks};
 use bonfire_core::{Deadline, Error, Group};
 
 /// From this version on NCCL may be told to let ranks share a GPU, by this variable.

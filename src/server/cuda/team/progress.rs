@@ -50,5 +50,4 @@ impl Progress {
 }
 
 /// Stands for a call that is not known any more.
-const NOTHING: Call =
-    Call { operation: Operation::AllReduce, dtype: DType::U8, count: 0, reduction: None, root: None, sizes: None };
+const NOTHING: Call = Call::new(Operation::AllReduce, DType::U8, 0);

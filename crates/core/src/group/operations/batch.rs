@@ -4,12 +4,15 @@ use std::panic::Location;
 
 use bytemuck::{cast_slice, cast_slice_mut};
 
-use super::{call, execute};
-use crate::group::{CallSite, Group};
+use super::super::check;
+use super::super::execute::Task;
+use super::super::handle::Group;
+use super::super::record::CallSite;
+use super::super::request::Request;
 use crate::reduce::Scratch;
 use crate::sync::Deadline;
 use crate::transport::Buffers;
-use crate::types::{Call, Element, Error, Operation, Parts, ReduceOp, fingerprint};
+use crate::types::{Call, Element, Error, Fingerprint, Operation, Parts, ReduceOp};
 
 /// Operations that run together, see [`Group::batch`].
 #[must_use = "nothing moves before `run`"]
@@ -54,44 +57,39 @@ impl Group {
 impl<'a> Batch<'a> {
     /// Adds an [`all_reduce`](Group::all_reduce).
     pub fn all_reduce<T: Element>(self, data: &'a mut [T], op: ReduceOp) -> Self {
-        self.add(Operation::AllReduce, data, Some(op), None)
+        self.add(Request::of::<T>(Operation::AllReduce).reduction(op), data)
     }
 
     /// Adds a [`reduce`](Group::reduce).
     pub fn reduce<T: Element>(self, data: &'a mut [T], op: ReduceOp, root: usize) -> Self {
-        self.add(Operation::Reduce, data, Some(op), Some(root))
+        self.add(Request::of::<T>(Operation::Reduce).reduction(op).root(root), data)
     }
 
     /// Adds a [`broadcast`](Group::broadcast).
     pub fn broadcast<T: Element>(self, data: &'a mut [T], root: usize) -> Self {
-        self.add(Operation::Broadcast, data, None, Some(root))
+        self.add(Request::of::<T>(Operation::Broadcast).root(root), data)
     }
 
     /// Adds a message to rank `to`, which adds a [`recv`](Self::recv) of the same length. Of several between two ranks the
     /// first sent is the first received.
     pub fn send<T: Element>(mut self, data: &'a [T], to: usize) -> Self {
-        self.refused = self.refused.or_else(|| self.group.check_peer("batch", to).err());
+        self.refused = self.refused.or_else(|| check::peer("batch", to, self.group.place()).err());
         self.sends.push((to, cast_slice(data)));
         self
     }
 
     /// Adds a message from rank `from`.
     pub fn recv<T: Element>(mut self, data: &'a mut [T], from: usize) -> Self {
-        self.refused = self.refused.or_else(|| self.group.check_peer("batch", from).err());
+        self.refused = self.refused.or_else(|| check::peer("batch", from, self.group.place()).err());
         self.receives.push((from, cast_slice_mut(data)));
         self
     }
 
-    fn add<T: Element>(
-        mut self,
-        operation: Operation,
-        data: &'a mut [T],
-        reduction: Option<ReduceOp>,
-        root: Option<usize>,
-    ) -> Self {
-        let refused = || self.group.check_rank("batch", "root", root?).err();
-        self.refused = self.refused.take().or_else(refused);
-        self.collectives.push((call::<T>(operation, data.len(), reduction, root), cast_slice_mut(data)));
+    fn add<T: Element>(mut self, request: Request<'_>, data: &'a mut [T]) -> Self {
+        match request.in_place(self.group.world_size(), data.len()) {
+            Ok(call) => self.collectives.push((call, cast_slice_mut(data))),
+            Err(error) => self.refused = self.refused.or(Some(error)),
+        }
         self
     }
 
@@ -127,10 +125,10 @@ impl<'a> Batch<'a> {
             }
             let sent = outgoing.concat();
             let received = packed.bytes(incoming.iter().map(|data| data.len()).sum());
-            let call = call::<u8>(Operation::Exchange, 0, None, None);
+            let call = Request::of::<u8>(Operation::Exchange).call(0);
             let out = (!outgoing.is_empty()).then_some((to, &sent[..]));
             let into = (!incoming.is_empty()).then_some((from, &mut *received));
-            group.core.exchange(call, (out, into), &deadline, at)?;
+            group.core.run(call, Task::Message { outgoing: out, incoming: into }, &deadline, at)?;
             unpack(received, incoming);
         }
         Ok(())
@@ -155,7 +153,7 @@ fn together(
     at: CallSite,
 ) -> Result<(), Error> {
     let counts = some.iter().map(|(call, _)| call.count);
-    let call = Call { count: counts.clone().sum(), ..like }.shaped(fingerprint(counts));
+    let call = Call { count: counts.clone().sum(), ..like }.shaped(Fingerprint::of(counts));
     let output = packed.bytes(call.bytes());
     let mut start = 0;
     for (_, data) in some.iter() {
@@ -163,7 +161,7 @@ fn together(
         start += data.len();
     }
     let buffers = Buffers { input: None, output: &mut *output, parts: Parts::Even };
-    group.core.collective(call, buffers, group.deadline(), at, execute::plans)?;
+    group.core.run(call, Task::Collective(buffers), &Deadline::after(group.deadline()), at)?;
     unpack(output, some.iter_mut().map(|(_, data)| &mut **data));
     Ok(())
 }

@@ -4,8 +4,13 @@ use std::panic::Location;
 
 use bytemuck::{cast_slice, cast_slice_mut};
 
-use super::call;
-use crate::group::{Group, Work};
+use super::super::bytes::ByteOperations;
+use super::super::check;
+use super::super::execute::Task;
+use super::super::handle::Group;
+use super::super::progress::Work;
+use super::super::request::Request;
+use crate::sync::Deadline;
 use crate::types::{Element, Error, Operation};
 
 /// # Point to point
@@ -22,13 +27,7 @@ impl Group {
     /// [`all_reduce`](Group::all_reduce).
     #[track_caller]
     pub fn send<T: Element>(&self, data: &[T], to: usize) -> Result<(), Error> {
-        self.check_peer("send", to)?;
-        let at = Location::caller();
-        let _turn = self.turn();
-        let call = self.stamp(call::<T>(Operation::Send, data.len(), None, None));
-        self.core.message(call, to, true, self.deadline(), at, |t, tag, deadline| {
-            t.send(tag, to, cast_slice(data), deadline)
-        })
+        self.operate_send(Request::of::<T>(Operation::Send), cast_slice(data), to)
     }
 
     /// Fills `data` with what rank `from` sends with [`send`](Group::send): the same type and length.
@@ -37,13 +36,7 @@ impl Group {
     /// As [`send`](Group::send).
     #[track_caller]
     pub fn recv<T: Element>(&self, data: &mut [T], from: usize) -> Result<(), Error> {
-        self.check_peer("recv", from)?;
-        let at = Location::caller();
-        let _turn = self.turn();
-        let call = self.stamp(call::<T>(Operation::Send, data.len(), None, None));
-        self.core.message(call, from, false, self.deadline(), at, |t, tag, deadline| {
-            t.receive(tag, from, cast_slice_mut(data), deadline)
-        })
+        self.operate_recv(Request::of::<T>(Operation::Send), cast_slice_mut(data), from)
     }
 
     /// Starts [`send`](Group::send).
@@ -81,23 +74,16 @@ impl Group {
     where
         B: AsMut<[T]> + Send + 'static,
     {
-        self.check_peer(operation, peer)?;
+        check::peer(operation, peer, self.place())?;
         let (limit, at) = (self.deadline(), Location::caller());
         Ok(self.progress()?.start(&self.core, buffer, move |core, buffer| {
             let data = buffer.as_mut();
-            let call = call::<T>(Operation::Send, data.len(), None, None);
-            core.message(call, peer, sends, limit, at, |t, tag, deadline| match sends {
-                true => t.send(tag, peer, cast_slice(data), deadline),
-                false => t.receive(tag, peer, cast_slice_mut(data), deadline),
-            })
+            let call = Request::of::<T>(Operation::Send).call(data.len());
+            let task = match sends {
+                true => Task::Message { outgoing: Some((peer, cast_slice(data))), incoming: None },
+                false => Task::Message { outgoing: None, incoming: Some((peer, cast_slice_mut(data))) },
+            };
+            core.run(call, task, &Deadline::after(limit), at).map(drop)
         }))
-    }
-
-    pub(super) fn check_peer(&self, operation: &str, peer: usize) -> Result<(), Error> {
-        self.check_rank(operation, "peer", peer)?;
-        if peer == self.rank() {
-            return Err(Error::argument(operation, format!("rank {peer} is the caller itself: give another rank")));
-        }
-        Ok(())
     }
 }

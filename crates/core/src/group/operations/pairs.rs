@@ -1,15 +1,13 @@
 //! What every pair of ranks does for itself.
 
-use std::panic::Location;
-
 use bytemuck::{cast_slice, cast_slice_mut};
 
-use super::varied::lengths;
-use super::{call, expect};
-use crate::group::{Group, zeroed};
-use crate::sync::Deadline;
-use crate::transport::Buffers;
-use crate::types::{Element, Error, Operation, Parts, Tag};
+use super::super::buffer::zeroed;
+use super::super::bytes::ByteOperations;
+use super::super::check;
+use super::super::handle::Group;
+use super::super::request::Request;
+use crate::types::{Element, Error, Operation};
 
 /// # Between pairs of ranks
 impl Group {
@@ -29,35 +27,8 @@ impl Group {
         output: &mut [T],
         receive: &[usize],
     ) -> Result<(), Error> {
-        let operation = "all_to_all_v";
-        let (sent, received) = (self.check_sizes(operation, send)?, self.check_sizes(operation, receive)?);
-        expect(operation, "input", input.len(), sent)?;
-        expect(operation, "output", output.len(), received)?;
-        let (rank, n, size) = (self.rank(), self.world_size(), size_of::<T>());
-        if send[rank] != receive[rank] {
-            let reason = format!("{} elements for this rank itself, which expects {}", send[rank], receive[rank]);
-            return Err(Error::argument(operation, reason));
-        }
-        let part = |sizes: &[usize], index: usize| {
-            let part = Parts::Sizes(sizes).part(0, n, index);
-            part.start * size..part.end * size
-        };
-        let (input, output): (&[u8], &mut [u8]) = (cast_slice(input), cast_slice_mut(output));
-        let at = Location::caller();
-        let _turn = self.turn();
-        let nothing = Buffers { input: None, output: &mut [], parts: Parts::Even };
-        let call = self.stamp(call::<T>(Operation::AllToAllV, 0, None, None));
-        self.core.collective(call, nothing, self.deadline(), at, |core, _, site, _, deadline, _| {
-            let tag = Tag { group: 0, sequence: site.sequence, call: site.call };
-            output[part(receive, rank)].copy_from_slice(&input[part(send, rank)]);
-            // Every rank hears from every other, also where there is nothing for it.
-            for distance in 1..n {
-                let (to, from) = ((rank + distance) % n, (rank + n - distance) % n);
-                let (outgoing, incoming) = (&input[part(send, to)], &mut output[part(receive, from)]);
-                core.transport().exchange(&tag, (to, outgoing), (from, incoming), deadline)?;
-            }
-            Ok(())
-        })
+        let request = Request::of::<T>(Operation::AllToAllV);
+        self.operate_pairs(request, (cast_slice(input), send), (cast_slice_mut(output), receive))
     }
 
     /// Swaps parts of any sizes between all ranks: `input` has `send[r]` elements for rank `r`, in the order of ranks. Gives
@@ -81,11 +52,11 @@ impl Group {
     /// [`all_reduce`](Group::all_reduce).
     #[track_caller]
     pub fn all_to_all_v<T: Element>(&self, input: &[T], send: &[usize]) -> Result<(Vec<T>, Vec<usize>), Error> {
-        expect("all_to_all_v", "input", input.len(), self.check_sizes("all_to_all_v", send)?)?;
+        check::len("all_to_all_v", "input", input.len(), check::sizes("all_to_all_v", send, self.world_size())?)?;
         let mut sizes: Vec<u64> = send.iter().map(|size| *size as u64).collect();
         self.all_to_all(&mut sizes)?;
-        let receive = lengths("all_to_all_v", sizes)?;
-        let mut output = zeroed("all_to_all_v", self.check_sizes("all_to_all_v", &receive)?)?;
+        let receive = check::told("all_to_all_v", sizes)?;
+        let mut output = zeroed("all_to_all_v", check::sizes("all_to_all_v", &receive, self.world_size())?)?;
         self.all_to_all_v_into(input, send, &mut output, &receive)?;
         Ok((output, receive))
     }
@@ -105,21 +76,7 @@ impl Group {
         incoming: &mut [T],
         from: usize,
     ) -> Result<(), Error> {
-        self.check_rank("exchange", "receiver", to)?;
-        self.check_rank("exchange", "sender", from)?;
-        if (to == self.rank()) != (from == self.rank()) {
-            let reason = "a rank that sends to itself receives from itself: give two other ranks, or none";
-            return Err(Error::argument("exchange", reason));
-        }
-        if to == self.rank() {
-            expect("exchange", "incoming buffer", incoming.len(), outgoing.len())?;
-            incoming.copy_from_slice(outgoing);
-            return Ok(());
-        }
-        let at = Location::caller();
-        let _turn = self.turn();
-        let call = call::<T>(Operation::Exchange, 0, None, None);
-        let buffers = (Some((to, cast_slice(outgoing))), Some((from, cast_slice_mut(incoming))));
-        self.core.exchange(call, buffers, &Deadline::after(self.deadline()), at)
+        let request = Request::of::<T>(Operation::Exchange);
+        self.operate_exchange(request, (cast_slice(outgoing), to), (cast_slice_mut(incoming), from))
     }
 }

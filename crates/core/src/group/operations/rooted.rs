@@ -1,7 +1,7 @@
 //! One rank has the whole, every rank a part.
 
-use super::{call, expect};
-use crate::group::{Group, Work};
+use super::super::handle::Group;
+use super::super::request::Request;
 use crate::types::{Element, Error, Operation};
 
 /// # Parts of a whole on one rank
@@ -14,8 +14,7 @@ impl Group {
     /// [`Error::InvalidArgument`] for a root that is no rank, else as [`all_reduce`](Group::all_reduce).
     #[track_caller]
     pub fn gather<T: Element>(&self, data: &mut [T], root: usize) -> Result<(), Error> {
-        self.check_rank("gather", "root", root)?;
-        self.run(call::<T>(Operation::Gather, data.len(), None, Some(root)), None, data)
+        self.run(Request::of::<T>(Operation::Gather).root(root), None, data)
     }
 
     /// Collects every rank's `input`, all of one length, in `output` on `root`, in the order of ranks. The output is not
@@ -39,13 +38,7 @@ impl Group {
     /// [`all_reduce`](Group::all_reduce). Where the ranks bring different lengths: see [`gather_v`](Group::gather_v).
     #[track_caller]
     pub fn gather_into<T: Element>(&self, input: &[T], output: &mut [T], root: usize) -> Result<(), Error> {
-        self.check_rank("gather", "root", root)?;
-        let count = input.len() * self.world_size();
-        let output = if self.rank() == root { output } else { &mut [] };
-        if self.rank() == root {
-            expect("gather", "output", output.len(), count)?;
-        }
-        self.run(call::<T>(Operation::Gather, count, None, Some(root)), Some(input), output)
+        self.run(Request::of::<T>(Operation::Gather).root(root), Some(input), output)
     }
 
     /// Gives every rank its part of `root`'s `data`, where
@@ -56,8 +49,7 @@ impl Group {
     /// [`Error::InvalidArgument`] for a root that is no rank, else as [`all_reduce`](Group::all_reduce).
     #[track_caller]
     pub fn scatter<T: Element>(&self, data: &mut [T], root: usize) -> Result<(), Error> {
-        self.check_rank("scatter", "root", root)?;
-        self.run(call::<T>(Operation::Scatter, data.len(), None, Some(root)), None, data)
+        self.run(Request::of::<T>(Operation::Scatter).root(root), None, data)
     }
 
     /// Fills `output`, of one length on all ranks, with this rank's part of `root`'s `input`. The input is not used
@@ -68,38 +60,6 @@ impl Group {
     /// [`all_reduce`](Group::all_reduce). Where ranks get different lengths: see [`scatter_v`](Group::scatter_v).
     #[track_caller]
     pub fn scatter_into<T: Element>(&self, input: &[T], output: &mut [T], root: usize) -> Result<(), Error> {
-        self.check_rank("scatter", "root", root)?;
-        let count = output.len() * self.world_size();
-        let input = if self.rank() == root { input } else { &[] };
-        if self.rank() == root {
-            expect("scatter", "input", input.len(), count)?;
-        }
-        self.run(call::<T>(Operation::Scatter, count, None, Some(root)), Some(input), output)
-    }
-
-    /// Starts [`gather`](Group::gather).
-    ///
-    /// # Errors
-    /// Wrong arguments; whatever comes later is returned by [`Work::wait`].
-    #[track_caller]
-    pub fn start_gather<T: Element, B>(&self, buffer: B, root: usize) -> Result<Work<B>, Error>
-    where
-        B: AsMut<[T]> + Send + 'static,
-    {
-        self.check_rank("gather", "root", root)?;
-        self.start(buffer, move |len| call::<T>(Operation::Gather, len, None, Some(root)))
-    }
-
-    /// Starts [`scatter`](Group::scatter).
-    ///
-    /// # Errors
-    /// Wrong arguments; whatever comes later is returned by [`Work::wait`].
-    #[track_caller]
-    pub fn start_scatter<T: Element, B>(&self, buffer: B, root: usize) -> Result<Work<B>, Error>
-    where
-        B: AsMut<[T]> + Send + 'static,
-    {
-        self.check_rank("scatter", "root", root)?;
-        self.start(buffer, move |len| call::<T>(Operation::Scatter, len, None, Some(root)))
+        self.run(Request::of::<T>(Operation::Scatter).root(root), Some(input), output)
     }
 }

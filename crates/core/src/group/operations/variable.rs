@@ -3,9 +3,11 @@
 //! The forms that end in `_into` take the sizes from the caller, the same on all ranks: `sizes[r]` is the number of elements
 //! of rank `r`'s part, 0 too. The short forms exchange the sizes first, which is an operation more, and give new vectors.
 
-use super::{call, expect};
-use crate::group::{Group, zeroed};
-use crate::types::{Call, Element, Error, Operation, Parts, ReduceOp};
+use super::super::buffer::zeroed;
+use super::super::check;
+use super::super::handle::Group;
+use super::super::request::Request;
+use crate::types::{Element, Error, Operation, ReduceOp};
 
 /// # Parts of any sizes
 ///
@@ -19,15 +21,7 @@ impl Group {
     /// [`Error::Mismatch`] where ranks give different ones; else as [`all_reduce`](Group::all_reduce).
     #[track_caller]
     pub fn all_gather_v_into<T: Element>(&self, input: &[T], sizes: &[usize], output: &mut [T]) -> Result<(), Error> {
-        let count = self.check_sizes("all_gather_v", sizes)?;
-        expect("all_gather_v", "input", input.len(), sizes[self.rank()])?;
-        expect("all_gather_v", "output", output.len(), count)?;
-        self.run_in(
-            varied::<T>(Operation::AllGather, sizes, count, None, None),
-            Parts::Sizes(sizes),
-            Some(input),
-            output,
-        )
+        self.run(Request::of::<T>(Operation::AllGather).sizes(sizes), Some(input), output)
     }
 
     /// Every rank's `input`, one after the other, and how many elements each rank brought.
@@ -65,11 +59,7 @@ impl Group {
         output: &mut [T],
         op: ReduceOp,
     ) -> Result<(), Error> {
-        let count = self.check_sizes("reduce_scatter_v", sizes)?;
-        expect("reduce_scatter_v", "input", input.len(), count)?;
-        expect("reduce_scatter_v", "output", output.len(), sizes[self.rank()])?;
-        let call = varied::<T>(Operation::ReduceScatter, sizes, count, Some(op), None);
-        self.run_in(call, Parts::Sizes(sizes), Some(input), output)
+        self.run(Request::of::<T>(Operation::ReduceScatter).reduction(op).sizes(sizes), Some(input), output)
     }
 
     /// This rank's part, of `own` elements, of the reduction of `input`.
@@ -82,8 +72,8 @@ impl Group {
         let (n, mine) = (self.world_size(), [own, input.len()].map(|size| size as u64));
         let mut all = vec![0u64; 2 * n];
         self.all_gather_into(&mine, &mut all)?;
-        let sizes = lengths("reduce_scatter_v", all.iter().copied().step_by(2))?;
-        let count = self.check_sizes("reduce_scatter_v", &sizes)?;
+        let sizes = check::told("reduce_scatter_v", all.iter().copied().step_by(2))?;
+        let count = check::sizes("reduce_scatter_v", &sizes, self.world_size())?;
         // Everybody sees everybody's, so nobody goes on alone.
         if let Some(rank) = (0..n).find(|rank| all[2 * rank + 1] != count as u64) {
             let (len, operation) = (all[2 * rank + 1], "reduce_scatter_v");
@@ -107,15 +97,7 @@ impl Group {
         output: &mut [T],
         root: usize,
     ) -> Result<(), Error> {
-        self.check_rank("gather_v", "root", root)?;
-        let count = self.check_sizes("gather_v", sizes)?;
-        expect("gather_v", "input", input.len(), sizes[self.rank()])?;
-        let output = if self.rank() == root { output } else { &mut [] };
-        if self.rank() == root {
-            expect("gather_v", "output", output.len(), count)?;
-        }
-        let call = varied::<T>(Operation::Gather, sizes, count, None, Some(root));
-        self.run_in(call, Parts::Sizes(sizes), Some(input), output)
+        self.run(Request::of::<T>(Operation::Gather).root(root).sizes(sizes), Some(input), output)
     }
 
     /// On `root` every rank's `input`, one after the other, and how many elements each rank brought; `None` elsewhere.
@@ -125,7 +107,7 @@ impl Group {
     #[track_caller]
     #[expect(clippy::type_complexity, reason = "what `all_gather_v` gives, on one rank")]
     pub fn gather_v<T: Element>(&self, input: &[T], root: usize) -> Result<Option<(Vec<T>, Vec<usize>)>, Error> {
-        self.check_rank("gather_v", "root", root)?;
+        check::rank("gather_v", "root", root, self.world_size())?;
         let sizes = self.gather_sizes("gather_v", input.len())?;
         let here = self.rank() == root;
         let mut output = zeroed("gather_v", if here { sizes.iter().sum() } else { 0 })?;
@@ -145,15 +127,7 @@ impl Group {
         output: &mut [T],
         root: usize,
     ) -> Result<(), Error> {
-        self.check_rank("scatter_v", "root", root)?;
-        let count = self.check_sizes("scatter_v", sizes)?;
-        let input = if self.rank() == root { input } else { &[] };
-        if self.rank() == root {
-            expect("scatter_v", "input", input.len(), count)?;
-        }
-        expect("scatter_v", "output", output.len(), sizes[self.rank()])?;
-        let call = varied::<T>(Operation::Scatter, sizes, count, None, Some(root));
-        self.run_in(call, Parts::Sizes(sizes), Some(input), output)
+        self.run(Request::of::<T>(Operation::Scatter).root(root).sizes(sizes), Some(input), output)
     }
 
     /// This rank's part of what `root` gives: all parts one after the other, and their sizes. The other ranks give `None`.
@@ -163,18 +137,18 @@ impl Group {
     /// elsewhere; else as [`scatter`](Group::scatter).
     #[track_caller]
     pub fn scatter_v<T: Element>(&self, input: Option<(&[T], &[usize])>, root: usize) -> Result<Vec<T>, Error> {
-        self.check_rank("scatter_v", "root", root)?;
+        check::rank("scatter_v", "root", root, self.world_size())?;
         let mut sizes = vec![0u64; self.world_size()];
         match input {
             Some((input, given)) if self.rank() == root => {
-                expect("scatter_v", "input", input.len(), self.check_sizes("scatter_v", given)?)?;
+                check::len("scatter_v", "input", input.len(), check::sizes("scatter_v", given, self.world_size())?)?;
                 sizes = given.iter().map(|size| *size as u64).collect();
             }
             None if self.rank() != root => {}
             _ => return Err(Error::argument("scatter_v", format!("rank {root}, the root, gives the only input"))),
         }
         self.broadcast(&mut sizes, root)?;
-        let sizes = lengths("scatter_v", sizes)?;
+        let sizes = check::told("scatter_v", sizes)?;
         let mut output = zeroed("scatter_v", sizes[self.rank()])?;
         self.scatter_v_into(input.map_or(&[], |(input, _)| input), &sizes, &mut output, root)?;
         Ok(output)
@@ -185,36 +159,8 @@ impl Group {
     fn gather_sizes(&self, operation: &str, own: usize) -> Result<Vec<usize>, Error> {
         let mut sizes = vec![0u64; self.world_size()];
         self.all_gather_into(&[own as u64], &mut sizes)?;
-        let sizes = lengths(operation, sizes)?;
-        self.check_sizes(operation, &sizes)?;
+        let sizes = check::told(operation, sizes)?;
+        check::sizes(operation, &sizes, self.world_size())?;
         Ok(sizes)
     }
-
-    /// The number of elements of the whole.
-    pub(super) fn check_sizes(&self, operation: &str, sizes: &[usize]) -> Result<usize, Error> {
-        let n = self.world_size();
-        if sizes.len() != n {
-            return Err(Error::argument(operation, format!("{} sizes for {n} ranks: give one for each", sizes.len())));
-        }
-        let count = sizes.iter().try_fold(0usize, |sum, size| sum.checked_add(*size));
-        let count =
-            count.filter(|count| count.checked_mul(size_of::<u64>()).is_some_and(|bytes| bytes < isize::MAX as usize));
-        count.ok_or_else(|| Error::argument(operation, "these sizes are more than any memory has"))
-    }
-}
-
-/// Sizes that ranks told each other.
-pub(super) fn lengths(operation: &str, sizes: impl IntoIterator<Item = u64>) -> Result<Vec<usize>, Error> {
-    let sizes: Result<_, _> = sizes.into_iter().map(usize::try_from).collect();
-    sizes.map_err(|_| Error::argument(operation, "a rank has more elements than this one can address"))
-}
-
-fn varied<T: Element>(
-    operation: Operation,
-    sizes: &[usize],
-    count: usize,
-    reduction: Option<ReduceOp>,
-    root: Option<usize>,
-) -> Call {
-    call::<T>(operation, count, reduction, root).sized(sizes)
 }

@@ -146,8 +146,8 @@ mod tests {
 
     #[test]
     fn every_reduction_has_an_element_that_is_exact_enough_or_none() {
-        for dtype in DType::ALL {
-            for op in ReduceOp::ALL {
+        for dtype in DType::ALL.iter().copied() {
+            for op in ReduceOp::ALL.iter().copied() {
                 // What the kernels accumulate in.
                 let kernel = reduce::kernel(dtype, op);
                 let want = match (kernel.wide, kernel.accumulator) {

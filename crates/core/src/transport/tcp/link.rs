@@ -280,12 +280,13 @@ pub(super) fn close(links: &[Arc<Link>], linger: Duration) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::types::{Call, DType, Operation, ReduceOp};
+    use crate::types::{Call, DType, Fingerprint, Operation, ReduceOp};
 
     #[test]
     fn fuzz_headers() {
         let (operation, reduction, root) = (Operation::Reduce, Some(ReduceOp::Max), Some(1));
-        let call = Call { operation, dtype: DType::F16, count: 1000, reduction, root, sizes: Some(0x1234) };
+        let call =
+            Call { operation, dtype: DType::F16, count: 1000, reduction, root, sizes: Fingerprint::from_word(0x1234) };
         let tag = Tag { group: 1, sequence: 300, call };
         let plain = Call { operation: Operation::AllToAll, reduction: None, root: None, ..call };
         let seeds = [tag, Tag { call: plain, ..tag }].map(|tag| header(&tag, 2000).to_vec());

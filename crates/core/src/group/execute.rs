@@ -1,0 +1,186 @@
+//! How an operation runs: on the engine, in the hosts' memory and between them, as a plan, or as messages.
+
+use std::sync::Arc;
+
+use super::execution::Execution;
+#[cfg(all(feature = "shm", target_os = "linux"))]
+use super::hosts;
+use super::lane::Lane;
+use crate::plan::{self, Algorithm, Selection};
+use crate::reduce;
+use crate::sync::Deadline;
+use crate::transport::{Buffers, Near, Transport};
+use crate::types::{Fault, Operation, Parts, Site, Tag};
+
+/// What one operation moves on this rank.
+pub(super) enum Task<'a> {
+    /// All ranks take part.
+    Collective(Buffers<'a>),
+    /// All ranks take part; each pair has sizes of its own.
+    Pairs(Pairs<'a>),
+    /// To one rank, from one, or both at once.
+    Message { outgoing: Option<(usize, &'a [u8])>, incoming: Option<(usize, &'a mut [u8])> },
+}
+
+/// The memory of an `all_to_all_v`, with the number of elements that go to each rank and come from each.
+pub(super) struct Pairs<'a> {
+    pub input: &'a [u8],
+    pub send: &'a [usize],
+    pub output: &'a mut [u8],
+    pub receive: &'a [usize],
+}
+
+impl Task<'_> {
+    /// The other rank of a message, and whether this one sends.
+    pub fn message(&self) -> Option<(usize, bool)> {
+        match self {
+            Task::Message { outgoing: Some((to, _)), .. } => Some((*to, true)),
+            Task::Message { incoming: Some((from, _)), .. } => Some((*from, false)),
+            _ => None,
+        }
+    }
+}
+
+/// What the group's operations run on.
+pub(super) struct Executor {
+    pub transport: Arc<dyn Transport>,
+    pub near: Near,
+    pub algorithms: Selection,
+}
+
+impl Executor {
+    pub fn run(&self, lane: &mut Lane, site: &Site, task: Task<'_>, deadline: &Deadline) -> Result<(), Fault> {
+        let tag = Tag { group: 0, sequence: site.sequence, call: site.call };
+        match task {
+            Task::Collective(buffers) => self.collective(lane, site, buffers, deadline),
+            Task::Pairs(pairs) => {
+                // No engine has it: only each pair of ranks knows what is between them.
+                self.begin(site)?;
+                self.step_aside(site, deadline)?;
+                self.pairs(&tag, pairs, deadline)
+            }
+            Task::Message { outgoing: Some(outgoing), incoming: Some(incoming) } => {
+                self.transport.exchange(&tag, outgoing, incoming, deadline)
+            }
+            Task::Message { outgoing: Some((to, bytes)), .. } => self.transport.send(&tag, to, bytes, deadline),
+            Task::Message { incoming: Some((from, bytes)), .. } => self.transport.receive(&tag, from, bytes, deadline),
+            Task::Message { .. } => Ok(()),
+        }
+    }
+
+    /// Gives the algorithm that the table has for the operation, or none where it is the engine's.
+    fn begin(&self, site: &Site) -> Result<Option<Algorithm>, Fault> {
+        self.transport.begin(site)?;
+        Ok(self.algorithms.plan(&site.call, self.transport.world_size(), self.near.is_somebody()))
+    }
+
+    /// Lets an engine compare the calls of an operation that a plan runs.
+    fn step_aside(&self, site: &Site, deadline: &Deadline) -> Result<(), Fault> {
+        if let Near::Everybody(engine) = &self.near {
+            engine.stand_aside(site, deadline)?;
+        }
+        Ok(())
+    }
+
+    /// On the engine if there is one and the table leaves it this size; else on the hosts' memory and between them where
+    /// there are such; else as a plan.
+    fn collective(
+        &self,
+        lane: &mut Lane,
+        site: &Site,
+        mut buffers: Buffers<'_>,
+        deadline: &Deadline,
+    ) -> Result<(), Fault> {
+        let algorithm = self.begin(site)?;
+        if let (Near::Everybody(engine), None) = (&self.near, algorithm)
+            && engine.serves(&site.call)
+        {
+            return engine.run(site, &mut buffers, deadline);
+        }
+        self.step_aside(site, deadline)?;
+        #[cfg(all(feature = "shm", target_os = "linux"))]
+        if let (Near::Hosts(hosts), None) = (&self.near, algorithm)
+            && hosts::serves(&site.call)
+        {
+            return hosts::run(&*self.transport, lane, hosts, site, &mut buffers, deadline);
+        }
+        self.plan(lane, site, &mut buffers, deadline, algorithm)
+    }
+
+    /// As a plan of this algorithm, or the one that is the default.
+    fn plan(
+        &self,
+        lane: &mut Lane,
+        site: &Site,
+        buffers: &mut Buffers<'_>,
+        deadline: &Deadline,
+        algorithm: Option<Algorithm>,
+    ) -> Result<(), Fault> {
+        let call = &site.call;
+        let transport = &*self.transport;
+        let (rank, world_size) = (transport.rank(), transport.world_size());
+        let wide = call.reduction.is_some_and(|op| reduce::kernel(call.dtype, op).wide);
+        let algorithm = algorithm.unwrap_or_else(|| plan::by_default(call.operation, call.bytes(), world_size));
+        // Only the direct exchange can keep a wide accumulator until the end.
+        let algorithm = if wide { Algorithm::Direct } else { algorithm };
+        let root = call.root.unwrap_or(0);
+        let plan = lane.plans.plan(call.operation, algorithm, rank, world_size, root);
+
+        let size = call.dtype.size();
+        let parts = buffers.parts;
+        let element = |index| parts.start(call.count, world_size, index);
+        let elements = element(rank)..element(rank + 1);
+        let own = elements.start * size..elements.end * size;
+        let [work, received, accumulator] = &mut lane.scratch;
+        // The plan works in place on the whole. That is the output where the output may hold the whole.
+        let apart = buffers.input.is_some();
+        let borrowed = match call.operation {
+            Operation::Reduce => rank != root,
+            Operation::ReduceScatter => apart,
+            Operation::Gather => apart && rank != root,
+            Operation::Scatter => apart && rank == root,
+            _ => false,
+        };
+        let whole: &mut [u8] = if borrowed {
+            let source = buffers.input.unwrap_or(buffers.output);
+            let whole = work.bytes(source.len());
+            whole.copy_from_slice(source);
+            whole
+        } else {
+            if let Some(input) = buffers.input {
+                let gathers = matches!(call.operation, Operation::AllGather | Operation::Gather);
+                buffers.output[if gathers { own.clone() } else { 0..input.len() }].copy_from_slice(input);
+            }
+            &mut *buffers.output
+        };
+        // A rank that is not the root has its own part only.
+        let part_only = apart && rank != root && matches!(call.operation, Operation::Gather | Operation::Scatter);
+        let within = |index| element(index).clamp(elements.start, elements.end) - elements.start;
+        let begins: &dyn Fn(usize) -> usize = if part_only { &within } else { &element };
+        let execution =
+            Execution { transport, site, deadline, call, parts: begins, ranks: world_size, whole, received };
+        execution.run(&plan, accumulator)?;
+        if borrowed && matches!(call.operation, Operation::ReduceScatter | Operation::Scatter) {
+            buffers.output.copy_from_slice(&work.bytes(call.bytes())[own]);
+        }
+        Ok(())
+    }
+
+    /// Every rank hears from every other, also where there is nothing for it.
+    fn pairs(&self, tag: &Tag, pairs: Pairs<'_>, deadline: &Deadline) -> Result<(), Fault> {
+        let (rank, n) = (self.transport.rank(), self.transport.world_size());
+        let Pairs { input, send, output, receive } = pairs;
+        let size = tag.call.dtype.size();
+        let part = |sizes, index| {
+            let part = Parts::Sizes(sizes).part(0, n, index);
+            part.start * size..part.end * size
+        };
+        output[part(receive, rank)].copy_from_slice(&input[part(send, rank)]);
+        for distance in 1..n {
+            let (to, from) = ((rank + distance) % n, (rank + n - distance) % n);
+            let (outgoing, incoming) = (&input[part(send, to)], &mut output[part(receive, from)]);
+            self.transport.exchange(tag, (to, outgoing), (from, incoming), deadline)?;
+        }
+        Ok(())
+    }
+}

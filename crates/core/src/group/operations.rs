@@ -1,0 +1,39 @@
+//! Every operation on slices.
+//!
+//! Operations come in place (`all_reduce`), out of place (`all_reduce_into`) and started (`start_all_reduce`), which
+//! returns at once, owns its buffer meanwhile and gives it back from [`Work::wait`].
+//!
+//! Collective operations must be called by all ranks, in the same order, with the same element type, count, reduction
+//! and root. Their results have the same bits on all ranks and in every run.
+
+mod batch;
+mod even;
+mod message;
+mod pairs;
+mod rooted;
+mod started;
+mod variable;
+
+use bytemuck::{cast_slice, cast_slice_mut};
+
+pub use self::batch::Batch;
+use super::bytes::ByteOperations;
+use super::handle::Group;
+use super::progress::Work;
+use super::request::Request;
+use crate::types::{Element, Error};
+
+impl Group {
+    #[track_caller]
+    fn run<T: Element>(&self, request: Request<'_>, input: Option<&[T]>, output: &mut [T]) -> Result<(), Error> {
+        self.operate(request, input.map(cast_slice), cast_slice_mut(output))
+    }
+
+    #[track_caller]
+    fn start<T: Element, B>(&self, request: Request<'static>, buffer: B) -> Result<Work<B>, Error>
+    where
+        B: AsMut<[T]> + Send + 'static,
+    {
+        self.start_operation(request, buffer, |buffer| Ok(cast_slice_mut(buffer.as_mut())))
+    }
+}

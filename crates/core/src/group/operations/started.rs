@@ -1,0 +1,128 @@
+//! Operations that return at once.
+
+use super::super::bytes::ByteOperations;
+use super::super::handle::Group;
+use super::super::progress::Work;
+use super::super::request::Request;
+use crate::types::{Element, Error, Operation, ReduceOp};
+
+/// # Started operations
+///
+/// They return at once and run in the order in which they were started, also against the blocking ones. A buffer is
+/// anything that owns elements, such as a `Vec`.
+impl Group {
+    /// Starts [`all_reduce`](Group::all_reduce).
+    ///
+    /// ```
+    /// # let group = bonfire_core::Group::threads(1)?.remove(0);
+    /// let work = group.start_all_reduce(vec![1.0f32; 1024], bonfire_core::ReduceOp::Sum)?;
+    /// // ... compute something else ...
+    /// let reduced = work.wait().map_err(|(error, _buffer)| error)?;
+    /// # Ok::<(), bonfire_core::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// Wrong arguments; whatever comes later is returned by [`Work::wait`].
+    #[track_caller]
+    pub fn start_all_reduce<T: Element, B>(&self, buffer: B, op: ReduceOp) -> Result<Work<B>, Error>
+    where
+        B: AsMut<[T]> + Send + 'static,
+    {
+        self.start(Request::of::<T>(Operation::AllReduce).reduction(op), buffer)
+    }
+
+    /// Starts [`reduce`](Group::reduce).
+    ///
+    /// # Errors
+    /// Wrong arguments; whatever comes later is returned by [`Work::wait`].
+    #[track_caller]
+    pub fn start_reduce<T: Element, B>(&self, buffer: B, op: ReduceOp, root: usize) -> Result<Work<B>, Error>
+    where
+        B: AsMut<[T]> + Send + 'static,
+    {
+        self.start(Request::of::<T>(Operation::Reduce).reduction(op).root(root), buffer)
+    }
+
+    /// Starts [`broadcast`](Group::broadcast).
+    ///
+    /// # Errors
+    /// Wrong arguments; whatever comes later is returned by [`Work::wait`].
+    #[track_caller]
+    pub fn start_broadcast<T: Element, B>(&self, buffer: B, root: usize) -> Result<Work<B>, Error>
+    where
+        B: AsMut<[T]> + Send + 'static,
+    {
+        self.start(Request::of::<T>(Operation::Broadcast).root(root), buffer)
+    }
+
+    /// Starts [`all_gather`](Group::all_gather).
+    ///
+    /// # Errors
+    /// Whatever comes later is returned by [`Work::wait`].
+    #[track_caller]
+    pub fn start_all_gather<T: Element, B>(&self, buffer: B) -> Result<Work<B>, Error>
+    where
+        B: AsMut<[T]> + Send + 'static,
+    {
+        self.start(Request::of::<T>(Operation::AllGather), buffer)
+    }
+
+    /// Starts [`reduce_scatter`](Group::reduce_scatter).
+    ///
+    /// # Errors
+    /// Whatever comes later is returned by [`Work::wait`].
+    #[track_caller]
+    pub fn start_reduce_scatter<T: Element, B>(&self, buffer: B, op: ReduceOp) -> Result<Work<B>, Error>
+    where
+        B: AsMut<[T]> + Send + 'static,
+    {
+        self.start(Request::of::<T>(Operation::ReduceScatter).reduction(op), buffer)
+    }
+
+    /// Starts [`all_to_all`](Group::all_to_all).
+    ///
+    /// # Errors
+    /// Wrong arguments; whatever comes later is returned by [`Work::wait`].
+    #[track_caller]
+    pub fn start_all_to_all<T: Element, B>(&self, mut buffer: B) -> Result<Work<B>, Error>
+    where
+        B: AsMut<[T]> + Send + 'static,
+    {
+        let request = Request::of::<T>(Operation::AllToAll);
+        request.in_place(self.world_size(), buffer.as_mut().len())?;
+        self.start(request, buffer)
+    }
+
+    /// Starts [`barrier`](Group::barrier).
+    ///
+    /// # Errors
+    /// Whatever comes later is returned by [`Work::wait`].
+    #[track_caller]
+    pub fn start_barrier(&self) -> Result<Work<()>, Error> {
+        self.start_operation(Request::of::<u8>(Operation::Barrier), (), |()| Ok(&mut []))
+    }
+
+    /// Starts [`gather`](Group::gather).
+    ///
+    /// # Errors
+    /// Wrong arguments; whatever comes later is returned by [`Work::wait`].
+    #[track_caller]
+    pub fn start_gather<T: Element, B>(&self, buffer: B, root: usize) -> Result<Work<B>, Error>
+    where
+        B: AsMut<[T]> + Send + 'static,
+    {
+        self.start(Request::of::<T>(Operation::Gather).root(root), buffer)
+    }
+
+    /// Starts [`scatter`](Group::scatter).
+    ///
+    /// # Errors
+    /// Wrong arguments; whatever comes later is returned by [`Work::wait`].
+    #[track_caller]
+    pub fn start_scatter<T: Element, B>(&self, buffer: B, root: usize) -> Result<Work<B>, Error>
+    where
+        B: AsMut<[T]> + Send + 'static,
+    {
+        self.start(Request::of::<T>(Operation::Scatter).root(root), buffer)
+    }
+}
