@@ -37,11 +37,11 @@ pub mod tensor;
 pub mod train;
 
 pub use bonfire_core::{
-    Algorithm, Apart, Batch, Buffer, Builder, Call, DType, Deadline, Element, Error, Fault, Group, Message, Operation,
-    Record, ReduceOp, Selection, Site, State, Tag, Trace, Transport, Work, partition,
+    Algorithm, Batch, Buffer, Builder, Call, DType, Deadline, Element, Error, Fault, Group, Operation, ReduceOp,
+    Selection, Transport, Work, error, partition, trace,
 };
 #[cfg(unix)]
-pub use bonfire_core::{Launched, Medium, Secret, yscv};
+pub use bonfire_core::{Medium, Secret, launch, yscv};
 
 pub use bonfire_core::ReduceOp as ReduceOperation;
 #[cfg(unix)]

@@ -81,10 +81,11 @@ fn reduces_with_every_operation_size_and_strategy<B: Backend>() {
         let peer = move |rank: u32| {
             let config = config(n as usize).with_local_all_reduce_strategy(strategy);
             register::<B>(id(rank), Default::default(), config).unwrap();
-            ReduceOperation::ALL.map(|op| {
+            let reduce = |op: &ReduceOperation| {
                 let input: Vec<f32> = (0..len).map(|i| ((i + rank as usize) % 5) as f32 + 1.0).collect();
-                values::<B>(all_reduce::<B>(id(rank), floats::<B>(&input), op).unwrap())
-            })
+                values::<B>(all_reduce::<B>(id(rank), floats::<B>(&input), *op).unwrap())
+            };
+            ReduceOperation::ALL.iter().map(reduce).collect::<Vec<_>>()
         };
         for results in join((0..n).map(|rank| spawn(move || peer(rank))).collect()) {
             for (op, result) in ReduceOperation::ALL.iter().copied().zip(results) {
@@ -97,6 +98,7 @@ fn reduces_with_every_operation_size_and_strategy<B: Backend>() {
                             ReduceOperation::Max => all.fold(f64::MIN, f64::max),
                             ReduceOperation::Min => all.fold(f64::MAX, f64::min),
                             ReduceOperation::Product => all.product(),
+                            other => panic!("no test of {other}"),
                         }
                     })
                     .collect();

@@ -8,8 +8,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::Duration;
 
+use bonfire::error::Site;
 use bonfire::server::cuda::nccl::{self, Action, Communicator, Gpu, Scalar, Work};
-use bonfire::{Call, DType, Deadline, Element, Error, Group, ReduceOp, Site, partition};
+use bonfire::{Call, DType, Deadline, Element, Error, Group, ReduceOp, partition};
 use cudarc::driver::sys::CUstream;
 use cudarc::driver::{CudaContext, result};
 use half::{bf16, f16};
@@ -92,7 +93,7 @@ impl Stream {
 fn site(work: &Work<'_>) -> Site {
     let dtype = if let Scalar::Of(dtype) = work.scalar { dtype } else { DType::U8 };
     let (operation, count) = (work.action.operation(), work.count);
-    Site { call: Call::new(operation, dtype, count), sequence: 7 }
+    Site::new(Call::new(operation, dtype, count), 7)
 }
 
 fn perform(communicator: &mut Communicator, stream: &Stream, work: Work<'_>, deadline: &Deadline) -> Result<(), Error> {

@@ -3,8 +3,9 @@
 use std::thread;
 use std::time::{Duration, Instant};
 
+use bonfire::error::Site;
 use bonfire::server::cuda::nccl::{Action, Communicator, Gpu, Scalar, Work};
-use bonfire::{Call, DType, Deadline, Group, Operation, ReduceOp, Site};
+use bonfire::{Call, DType, Deadline, Group, Operation, ReduceOp};
 use cudarc::driver::{CudaContext, result};
 
 use crate::Failure;
@@ -35,7 +36,7 @@ fn rank(group: &Group, bytes: usize, calls: usize) -> Result<f64, Failure> {
         for sequence in 0..calls as u64 {
             // SAFETY: the memory has so many bytes, and lives until the stream is past the work.
             let submitted = unsafe { communicator.submit(&work, stream.cu_stream())? };
-            submitted.settle(Site { call, sequence }, &deadline())?;
+            submitted.settle(Site::new(call, sequence), &deadline())?;
         }
         Ok(stream.synchronize()?)
     };

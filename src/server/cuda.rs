@@ -37,7 +37,8 @@ use super::communication::{Span, UNFINISHED};
 use super::engine::{Engine, Job, Loan, Route, Rows};
 use super::reading::caught;
 use super::status::Status;
-use bonfire_core::{Deadline, Error, Group, Site};
+use bonfire_core::error::Site;
+use bonfire_core::{Deadline, Error, Group};
 
 impl DeviceTransport for CudaRuntime {
     fn engine(device: DeviceId) -> Option<Box<dyn Engine<Self>>> {
@@ -129,7 +130,7 @@ impl CudaEngine {
         let (source_at, target_at) = (place(server, &source, stream)?, place(server, &target, stream)?);
         let word = (team.ready(rank), number);
         order::tensors_ready(server, &[source.stream, target.stream], &mut self.last, word, stream);
-        let (site, patience) = (Site { call, sequence: number - 1 }, team.patience());
+        let (site, patience) = (Site::new(call, number - 1), team.patience());
         let ready = Ready {
             site,
             means,

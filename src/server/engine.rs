@@ -8,7 +8,8 @@ use cubecl::server::Binding;
 use cubecl::stream_id::StreamId;
 
 use super::DeviceTransport;
-use bonfire_core::{Call, Deadline, Error, Site};
+use bonfire_core::error::Site;
+use bonfire_core::{Call, Deadline, Error};
 
 /// An all-reduce as a device calls it.
 pub struct Job {

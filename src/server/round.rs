@@ -22,8 +22,9 @@ use cubecl::device::DeviceId;
 use super::memory::Pool;
 use super::reading::Reading;
 use super::status::Status;
+use bonfire_core::error::Site;
 use bonfire_core::internal::{Output, Ranks, lock, reduce_to_all};
-use bonfire_core::{Call, Deadline, Error, Site};
+use bonfire_core::{Call, Deadline, Error};
 
 /// Where the data of a call comes from.
 pub(super) enum Source {
@@ -156,7 +157,7 @@ impl Round {
                 state.ranks[rank].awaited = None;
                 return Ok(state.take(rank, awaited));
             };
-            let site = Site { call: *call, sequence: state.done };
+            let site = Site::new(*call, state.done);
             let missing: Vec<_> = (0..state.ranks.len()).filter(|&peer| state.ranks[peer].called < awaited).collect();
             if deadline.passed() {
                 let elapsed = deadline.elapsed();

@@ -14,7 +14,7 @@ use std::fs;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
-use bonfire::Trace;
+use bonfire::trace::Trace;
 use serde_json::json;
 
 use group::Group;

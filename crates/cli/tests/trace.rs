@@ -8,7 +8,8 @@ use std::sync::{Arc, Barrier};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use bonfire::{Group, ReduceOp, State, Trace};
+use bonfire::trace::{State, Trace};
+use bonfire::{Group, ReduceOp};
 use bonfire_testing::process::{Process, is_child, report, say};
 use bonfire_testing::{Kind, run_ranks};
 use rustix::process::Signal;

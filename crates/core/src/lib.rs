@@ -36,10 +36,26 @@ pub mod yscv;
 
 #[cfg(unix)]
 pub use auth::Secret;
-pub use group::{Batch, Buffer, Builder, Group, Message, Record, State, Trace, Work};
+pub use group::{Batch, Buffer, Builder, Group, Work};
 pub use plan::{Algorithm, Selection};
 #[cfg(unix)]
-pub use rendezvous::{Launched, Medium};
+pub use rendezvous::Medium;
 pub use sync::Deadline;
 pub use transport::Transport;
-pub use types::{Apart, Call, DType, Element, Error, Fault, Operation, ReduceOp, Site, Tag, partition};
+pub use types::{Call, DType, Element, Error, Fault, Operation, ReduceOp, partition};
+
+/// What errors name.
+pub mod error {
+    pub use crate::types::{Apart, Site};
+}
+
+/// How the environment made this process a rank.
+#[cfg(unix)]
+pub mod launch {
+    pub use crate::rendezvous::Launched;
+}
+
+/// What ranks recorded of their last operations.
+pub mod trace {
+    pub use crate::group::{Message, Record, State, Trace};
+}

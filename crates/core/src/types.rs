@@ -8,10 +8,10 @@ mod partition;
 
 pub(crate) use self::call::Fingerprint;
 pub use self::call::hash;
-pub use self::call::{Call, Operation, Tag};
+pub use self::call::{Call, Operation, Site};
 pub use self::dtype::{DType, Element, ReduceOp};
 pub use self::error::Ranks;
-pub use self::error::{Apart, Error, Site};
+pub use self::error::{Apart, Error};
 pub use self::fault::Fault;
 pub use self::partition::Parts;
 #[cfg(all(feature = "shm", target_os = "linux"))]

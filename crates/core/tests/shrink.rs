@@ -3,7 +3,8 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
 
-use bonfire_core::{Algorithm, Apart, Builder, Error, Group, ReduceOp};
+use bonfire_core::error::Apart;
+use bonfire_core::{Algorithm, Builder, Error, Group, ReduceOp};
 use bonfire_testing::process::{Process, is_child, report, say};
 use bonfire_testing::transport::Channels;
 use bonfire_testing::{Kind, run_ranks, run_ranks_with};

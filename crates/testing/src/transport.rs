@@ -6,10 +6,11 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 
-use bonfire_core::{Builder, Deadline, Error, Fault, Group, Tag, Transport};
+use bonfire_core::error::Site;
+use bonfire_core::{Builder, Deadline, Error, Fault, Group, Transport};
 
 enum Message {
-    Data(Tag, Vec<u8>),
+    Data(Site, Vec<u8>),
     /// The sender has failed; nothing follows.
     Failed(Error),
 }
@@ -54,7 +55,7 @@ impl Transport for Channels {
         self.incoming.len()
     }
 
-    fn send(&self, tag: &Tag, to: usize, bytes: &[u8], _deadline: &Deadline) -> Result<(), Fault> {
+    fn send(&self, tag: &Site, to: usize, bytes: &[u8], _deadline: &Deadline) -> Result<(), Fault> {
         let sent = self.outgoing[to].send(Message::Data(*tag, bytes.to_vec()));
         sent.map_err(|_| {
             // It may have left because it failed, and then it has said so.
@@ -67,7 +68,7 @@ impl Transport for Channels {
         })
     }
 
-    fn receive(&self, tag: &Tag, from: usize, bytes: &mut [u8], deadline: &Deadline) -> Result<(), Fault> {
+    fn receive(&self, tag: &Site, from: usize, bytes: &mut [u8], deadline: &Deadline) -> Result<(), Fault> {
         let receiver = self.incoming[from].lock().expect("nobody panics with it");
         let message = receiver.recv_timeout(deadline.remaining()).map_err(|e| match e {
             RecvTimeoutError::Timeout => Fault::Timeout { missing: vec![from] },
@@ -86,7 +87,7 @@ impl Transport for Channels {
 
     fn exchange(
         &self,
-        tag: &Tag,
+        tag: &Site,
         (to, outgoing): (usize, &[u8]),
         (from, incoming): (usize, &mut [u8]),
         deadline: &Deadline,
@@ -170,19 +171,19 @@ impl<T: Transport> Transport for Faulty<T> {
         self.inner.world_size()
     }
 
-    fn send(&self, tag: &Tag, to: usize, bytes: &[u8], deadline: &Deadline) -> Result<(), Fault> {
+    fn send(&self, tag: &Site, to: usize, bytes: &[u8], deadline: &Deadline) -> Result<(), Fault> {
         self.before_send(to)?;
         self.inner.send(tag, to, bytes, deadline)
     }
 
-    fn receive(&self, tag: &Tag, from: usize, bytes: &mut [u8], deadline: &Deadline) -> Result<(), Fault> {
+    fn receive(&self, tag: &Site, from: usize, bytes: &mut [u8], deadline: &Deadline) -> Result<(), Fault> {
         self.before_receive(from)?;
         self.inner.receive(tag, from, bytes, deadline)
     }
 
     fn exchange(
         &self,
-        tag: &Tag,
+        tag: &Site,
         (to, outgoing): (usize, &[u8]),
         incoming: (usize, &mut [u8]),
         deadline: &Deadline,

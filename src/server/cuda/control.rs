@@ -4,8 +4,9 @@ use std::time::Duration;
 
 use bytemuck::{Pod, Zeroable};
 
+use bonfire_core::Error;
+use bonfire_core::error::Site;
 use bonfire_core::internal::ENDLESS;
-use bonfire_core::{Error, Site};
 
 /// Ranks that a kernel can work for.
 pub(super) const MAX_RANKS: usize = 8;
@@ -139,7 +140,7 @@ mod tests {
         let call = Call::new(Operation::AllReduce, DType::F32, 4).reducing(ReduceOp::Sum);
         assert_eq!(report.number, 77);
         for (absent, named) in [(vec![], [3]), (vec![2], [2])] {
-            let error = report.error(Site { call, sequence: 76 }, 1, absent, Duration::from_secs(2));
+            let error = report.error(Site::new(call, 76), 1, absent, Duration::from_secs(2));
             assert!(matches!(error, Error::Timeout { rank: 1, ref missing, .. } if *missing == named), "{error}");
         }
     }

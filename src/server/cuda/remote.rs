@@ -13,8 +13,9 @@ mod with {
 
     use crate::server::cuda::driver::{Gpu, Stream};
     use crate::server::cuda::nccl::{self, Action, Communicator, Scalar, Work};
+    use bonfire_core::error::Site;
     use bonfire_core::internal::lock;
-    use bonfire_core::{Call, Deadline, Error, Group, Operation, Site};
+    use bonfire_core::{Call, Deadline, Error, Group, Operation};
 
     pub struct Remote {
         communicator: Mutex<Communicator>,
@@ -101,7 +102,8 @@ mod with {
 #[cfg(not(feature = "nccl"))]
 mod without {
     use crate::server::cuda::driver::{Gpu, Stream};
-    use bonfire_core::{Call, Deadline, Error, Group, Site};
+    use bonfire_core::error::Site;
+    use bonfire_core::{Call, Deadline, Error, Group};
 
     pub enum Remote {}
 

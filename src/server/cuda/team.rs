@@ -30,8 +30,9 @@ use super::driver::{Gpu, settle};
 use super::memory::{HostWords, Memory};
 use super::remote::Remote;
 use crate::server::status::Status;
+use bonfire_core::error::Site;
 use bonfire_core::internal::{Ranks, lock};
-use bonfire_core::{Call, Deadline, Error, Site};
+use bonfire_core::{Call, Deadline, Error};
 
 pub(super) struct Team {
     key: Vec<DeviceId>,
@@ -267,7 +268,7 @@ impl Team {
             missing.retain(|seat| place.seats.contains(seat));
             if deadline.passed() {
                 drop(queue);
-                let (site, elapsed) = (Site { call, sequence }, deadline.elapsed());
+                let (site, elapsed) = (Site::new(call, sequence), deadline.elapsed());
                 let error = match missing[..] {
                     [] => Error::io(site.to_string(), format!("a device did not launch it within {elapsed:.1?}")),
                     _ => Error::Timeout { site, rank, missing, elapsed },
@@ -320,7 +321,7 @@ impl Team {
         let progress = lock(&self.progress);
         if let (Some(report), None) = (report, &progress.failure) {
             let (call, absent) = progress.made(report.number);
-            let site = Site { call, sequence: report.number.saturating_sub(1) };
+            let site = Site::new(call, report.number.saturating_sub(1));
             let rank = self.seats[seat].rank;
             self.fail_locked(progress, report.error(site, rank, absent, self.patience()));
             return false;

@@ -10,8 +10,9 @@ use crate::server::communication::Span;
 use crate::server::compute::CollectiveServer;
 use crate::server::engine::{Errand, Flight, Launch, Route};
 use crate::server::reading::caught;
+use bonfire_core::error::Site;
 use bonfire_core::internal::{Agreed, Agreement};
-use bonfire_core::{Deadline, Error, Group, Site};
+use bonfire_core::{Deadline, Error, Group};
 
 /// It is launched only once all ranks have called it, so that no device waits for a rank that does not come, and whoever
 /// does is told by the group.

@@ -1,6 +1,7 @@
 //! What launchers tell a process.
 
-use bonfire::{Builder, Error, Launched};
+use bonfire::launch::Launched;
+use bonfire::{Builder, Error};
 use serde_json::{Map, Value, json};
 
 use super::Findings;

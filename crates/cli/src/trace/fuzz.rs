@@ -4,7 +4,8 @@ use std::fs::{self, File};
 use std::io::Write;
 use std::path::PathBuf;
 
-use bonfire::{Group, ReduceOp, State, Trace};
+use bonfire::trace::{State, Trace};
+use bonfire::{Group, ReduceOp};
 
 use super::{Group as Traces, read, report};
 use bonfire_testing::fuzz::fuzz;

@@ -2,7 +2,8 @@
 
 use std::collections::BTreeMap;
 
-use bonfire::{Call, Message, Operation, Record, State, Trace};
+use bonfire::trace::{Message, Record, State, Trace};
+use bonfire::{Call, Operation};
 
 use super::pace::{self, Pace};
 

@@ -1,6 +1,6 @@
 //! Who comes last, and how long the others wait for it.
 
-use bonfire::{Record, Trace};
+use bonfire::trace::{Record, Trace};
 
 use super::group::Collectives;
 

@@ -1,6 +1,6 @@
 //! What was found, as text and as JSON.
 
-use bonfire::{Record, State, Trace};
+use bonfire::trace::{Record, State, Trace};
 use serde_json::{Value, json};
 
 use super::group::{Disagreement, Group, Stand, gather};

@@ -1,6 +1,6 @@
 //! What is said of traces that are made up.
 
-use bonfire::{State, Trace};
+use bonfire::trace::{State, Trace};
 use serde_json::{Value, json};
 
 use super::group::Group;

@@ -7,7 +7,7 @@ use std::io;
 use super::REMEDY;
 
 /// Changes with anything that ranks say to each other.
-pub(super) const VERSION: u16 = 7;
+pub(super) const VERSION: u16 = 8;
 
 /// How a connection begins: nobody else's does.
 const MAGIC: [u8; 4] = *b"BNFR";

@@ -9,7 +9,7 @@ use std::time::Instant;
 
 use super::invitation::{Door, Invitation, Invitations};
 use crate::sync::{AtomicBool, Bell, Deadline, Mutex, MutexGuard, Ordering, lock};
-use crate::types::{Call, Error, Fault, Site, Tag};
+use crate::types::{Call, Error, Fault, Site};
 
 pub(crate) struct Board {
     state: Mutex<State>,
@@ -150,7 +150,7 @@ impl Board {
     /// The failure, if it ends the operation that `tag` names too. One of a later collective does not: the rank that
     /// reports it has completed this one, so all ranks are in it and will end it, unless one of them died or goes on without
     /// others.
-    pub fn failure_in(&self, tag: &Tag) -> Option<Fault> {
+    pub fn failure_in(&self, tag: &Site) -> Option<Fault> {
         let (failure, completed) = self.failure()?;
         let later = completed > tag.sequence;
         let missing = |peer: &Peer| peer.moved || matches!(peer.presence, Presence::Lost(_));
@@ -211,7 +211,7 @@ impl Board {
 
     /// Why `peer` will not answer in the operation that `tag` names, if it won't. After a failure, also one of a later
     /// operation, that is the failure: a rank that was told of it, or told this one, leaves because of it.
-    pub fn absence_in(&self, peer: usize, tag: &Tag) -> Option<Fault> {
+    pub fn absence_in(&self, peer: usize, tag: &Site) -> Option<Fault> {
         self.failure_in(tag).or_else(|| {
             let state = self.state();
             let absence = state.absence(peer)?;

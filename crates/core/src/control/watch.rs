@@ -7,7 +7,7 @@ use tokio::sync::mpsc::UnboundedSender;
 use super::board::{Board, verdict};
 use super::message::Outgoing;
 use crate::sync::{Deadline, Patience};
-use crate::types::{Call, Error, Fault, Ranks, Site, Tag};
+use crate::types::{Call, Error, Fault, Ranks, Site};
 
 /// Without progress for this long, ranks tell each other what they called: those that disagree may wait for each other.
 const STALL: Duration = Duration::from_millis(200);
@@ -20,7 +20,7 @@ pub(crate) struct Watch<'a> {
     rank: usize,
     board: &'a Board,
     control: &'a UnboundedSender<Outgoing>,
-    tag: &'a Tag,
+    tag: &'a Site,
     deadline: &'a Deadline,
     stalled: bool,
     patience: Patience<'a>,
@@ -31,7 +31,7 @@ impl<'a> Watch<'a> {
         rank: usize,
         board: &'a Board,
         control: &'a UnboundedSender<Outgoing>,
-        tag: &'a Tag,
+        tag: &'a Site,
         deadline: &'a Deadline,
     ) -> Self {
         Watch { rank, board, control, tag, deadline, stalled: false, patience: Patience::until(deadline) }
@@ -86,7 +86,7 @@ impl<'a> Watch<'a> {
     }
 
     /// `peer` sent a message with another tag. Finds out what all ranks called, so that all report the same.
-    pub fn unexpected(&mut self, peer: usize, tag: Tag) -> Fault {
+    pub fn unexpected(&mut self, peer: usize, tag: Site) -> Fault {
         if !self.collective() {
             // The two ends of a message are all there is to compare, and both are known.
             return Fault::Unexpected { peer, tag };

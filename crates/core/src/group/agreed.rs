@@ -13,7 +13,7 @@ use super::record::CallSite;
 use super::request::Request;
 use crate::sync::Deadline;
 use crate::transport::Buffers;
-use crate::types::{Call, DType, Error, Operation, Parts, Site, Tag};
+use crate::types::{Call, DType, Error, Operation, Parts, Site};
 
 /// What ranks do with each other beside operations.
 pub trait Agreement {
@@ -101,17 +101,17 @@ impl Agreement for Group {
 
 /// Returns once all ranks have made this call, with its number.
 fn agree(core: &Core, call: Call, deadline: &Deadline, at: CallSite) -> Result<u64, Error> {
-    let tag = Tag { group: 0, sequence: 0, call }.to_bytes();
-    let mut tags = vec![0; Tag::BYTES * core.world_size()];
-    tags[Tag::BYTES * core.rank()..][..Tag::BYTES].copy_from_slice(&tag);
+    let tag = Site { sequence: 0, call }.to_bytes();
+    let mut tags = vec![0; Site::BYTES * core.world_size()];
+    tags[Site::BYTES * core.rank()..][..Site::BYTES].copy_from_slice(&tag);
     let gather = Request::new(Operation::AllGather, DType::U8).call(tags.len());
     let buffers = Buffers { input: None, output: &mut tags, parts: Parts::Even };
     let sequence = core.run_for(call, gather, Task::Collective(buffers), deadline, at)?;
-    let calls = tags.as_chunks::<{ Tag::BYTES }>().0;
+    let calls = tags.as_chunks::<{ Site::BYTES }>().0;
     if calls.iter().all(|other| *other == tag) {
         return Ok(sequence);
     }
-    let readable = calls.iter().map(Tag::from_bytes).enumerate();
+    let readable = calls.iter().map(Site::from_bytes).enumerate();
     let calls = readable.filter_map(|(rank, tag)| Some((rank, tag?.call))).collect();
     Err(core.abandon(Error::Mismatch { sequence, calls }))
 }

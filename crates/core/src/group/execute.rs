@@ -10,7 +10,7 @@ use crate::plan::{self, Algorithm, Selection};
 use crate::reduce;
 use crate::sync::Deadline;
 use crate::transport::{Buffers, Near, Transport};
-use crate::types::{Fault, Operation, Parts, Site, Tag};
+use crate::types::{Fault, Operation, Parts, Site};
 
 /// What one operation moves on this rank.
 pub(super) enum Task<'a> {
@@ -50,7 +50,7 @@ pub(super) struct Executor {
 
 impl Executor {
     pub fn run(&self, lane: &mut Lane, site: &Site, task: Task<'_>, deadline: &Deadline) -> Result<(), Fault> {
-        let tag = Tag { group: 0, sequence: site.sequence, call: site.call };
+        let tag = *site;
         match task {
             Task::Collective(buffers) => self.collective(lane, site, buffers, deadline),
             Task::Pairs(pairs) => {
@@ -167,7 +167,7 @@ impl Executor {
     }
 
     /// Every rank hears from every other, also where there is nothing for it.
-    fn pairs(&self, tag: &Tag, pairs: Pairs<'_>, deadline: &Deadline) -> Result<(), Fault> {
+    fn pairs(&self, tag: &Site, pairs: Pairs<'_>, deadline: &Deadline) -> Result<(), Fault> {
         let (rank, n) = (self.transport.rank(), self.transport.world_size());
         let Pairs { input, send, output, receive } = pairs;
         let size = tag.call.dtype.size();

@@ -7,7 +7,7 @@ use crate::reduce;
 use crate::reduce::Scratch;
 use crate::sync::Deadline;
 use crate::transport::Transport;
-use crate::types::{Call, Fault, Site, Tag};
+use crate::types::{Call, Fault, Site};
 
 /// Messages are cut into chunks of this many bytes, each of which is combined while it is in the cache and the next one
 /// is on its way. A power of two, so that no element is cut.
@@ -90,7 +90,7 @@ impl Execution<'_> {
         incoming: Option<(usize, Range<usize>, Combine)>,
         accumulator: Option<(&mut [u8], usize)>,
     ) -> Result<(), Fault> {
-        let tag = Tag { group: 0, sequence: self.site.sequence, call: self.site.call };
+        let tag = *self.site;
         let Some((from, range, combine)) = incoming else {
             return match outgoing {
                 Some((to, range)) => self.transport.send(&tag, to, &self.whole[range], self.deadline),
@@ -135,7 +135,7 @@ fn chunk(message: &Range<usize>, i: usize) -> Option<Range<usize>> {
 
 fn transfer(
     transport: &dyn Transport,
-    tag: &Tag,
+    tag: &Site,
     outgoing: Option<(usize, &[u8])>,
     (from, incoming): (usize, &mut [u8]),
     deadline: &Deadline,

@@ -14,7 +14,7 @@ use std::time::Instant;
 use self::clock::Clock;
 use super::record::{CallSite, Message, Record, State};
 use crate::sync::{AtomicPtr, AtomicU64, Ordering, TRIES, fence};
-use crate::types::{Call, Fingerprint, Tag};
+use crate::types::{Call, Fingerprint, Site};
 
 /// How many operations are remembered: 64 KiB for each rank of a group. A power of two, so that finding a slot is cheap.
 pub(crate) const KEPT: usize = 1024;
@@ -195,16 +195,16 @@ fn pack(call: &Call) -> u64 {
     call.operation as u64 | (call.dtype as u64) << 5 | reduction << 10 | root << 13 | sizes << 48
 }
 
-/// The inverse of [`pack`], by way of a tag, which knows the numbers.
+/// The inverse of [`pack`], by way of a site, which knows the numbers.
 fn unpack(what: u64, count: u64) -> Option<Call> {
-    let mut bytes = [0; Tag::BYTES];
+    let mut bytes = [0; Site::BYTES];
     let absent = |number: u64| number.checked_sub(1).map_or(u32::MAX, |number| number as u32);
-    bytes[16..24].copy_from_slice(&count.to_le_bytes());
-    bytes[24..28].copy_from_slice(&absent(what >> 13 & 0x7_ffff_ffff).to_le_bytes());
-    bytes[28..32].copy_from_slice(&absent(what >> 10 & 7).to_le_bytes());
-    (bytes[32], bytes[33]) = (what as u8 & 0x1f, (what >> 5) as u8 & 0x1f);
-    bytes[34..36].copy_from_slice(&((what >> 48) as u16).to_le_bytes());
-    Tag::from_bytes(&bytes).map(|tag| tag.call)
+    bytes[8..16].copy_from_slice(&count.to_le_bytes());
+    bytes[16..20].copy_from_slice(&absent(what >> 13 & 0x7_ffff_ffff).to_le_bytes());
+    bytes[20..24].copy_from_slice(&absent(what >> 10 & 7).to_le_bytes());
+    (bytes[24], bytes[25]) = (what as u8 & 0x1f, (what >> 5) as u8 & 0x1f);
+    bytes[26..28].copy_from_slice(&((what >> 48) as u16).to_le_bytes());
+    Site::from_bytes(&bytes).map(|site| site.call)
 }
 
 #[cfg(test)]

@@ -40,7 +40,7 @@ use self::watchdog::{Watchdog, Work};
 use super::{Buffers, Collectives, Transport};
 use crate::control::{Board, Outgoing, Watch, hear, verdict};
 use crate::sync::{Deadline, lock, spin};
-use crate::types::{Call, Error, Fault, Operation, Site, Tag};
+use crate::types::{Call, Error, Fault, Operation, Site};
 
 /// How long a rank that leaves waits until its last words are on their way.
 const LINGER: Duration = Duration::from_secs(1);
@@ -124,7 +124,7 @@ impl Mpi {
         }
     }
 
-    fn watch<'a>(&'a self, tag: &'a Tag, deadline: &'a Deadline) -> Watch<'a> {
+    fn watch<'a>(&'a self, tag: &'a Site, deadline: &'a Deadline) -> Watch<'a> {
         Watch::new(self.comm.rank, &self.board, &self.control, tag, deadline)
     }
 
@@ -139,7 +139,7 @@ impl Mpi {
 
     /// Waits until all ranks are in this operation, and no other.
     fn arrive(&self, site: &Site, deadline: &Deadline) -> Result<(), Fault> {
-        let tag = Tag { group: 0, sequence: site.sequence, call: site.call };
+        let tag = *site;
         let mut watch = self.watch(&tag, deadline);
         let mut early = true;
         let mut idle = |_: &Arrival| {
@@ -187,7 +187,7 @@ impl Mpi {
 
     fn transfer(
         &self,
-        tag: &Tag,
+        tag: &Site,
         outgoing: Option<(usize, &[u8])>,
         incoming: Option<(usize, &mut [u8])>,
         deadline: &Deadline,
@@ -233,18 +233,18 @@ impl Transport for Mpi {
         self.comm.size
     }
 
-    fn send(&self, tag: &Tag, to: usize, bytes: &[u8], deadline: &Deadline) -> Result<(), Fault> {
+    fn send(&self, tag: &Site, to: usize, bytes: &[u8], deadline: &Deadline) -> Result<(), Fault> {
         self.board.absence_in(to, tag).map_or(Ok(()), Err)?;
         self.transfer(tag, Some((to, bytes)), None, deadline)
     }
 
-    fn receive(&self, tag: &Tag, from: usize, bytes: &mut [u8], deadline: &Deadline) -> Result<(), Fault> {
+    fn receive(&self, tag: &Site, from: usize, bytes: &mut [u8], deadline: &Deadline) -> Result<(), Fault> {
         self.transfer(tag, None, Some((from, bytes)), deadline)
     }
 
     fn exchange(
         &self,
-        tag: &Tag,
+        tag: &Site,
         outgoing: (usize, &[u8]),
         incoming: (usize, &mut [u8]),
         deadline: &Deadline,

@@ -4,7 +4,7 @@ use std::io;
 use std::ptr::NonNull;
 
 use crate::sync::Deadline;
-use crate::types::{Call, Error, Fault, Parts, Site, Tag};
+use crate::types::{Call, Error, Fault, Parts, Site};
 
 /// Moves bytes between two ranks. All methods may be called from any thread, one message operation at a time.
 ///
@@ -18,16 +18,16 @@ pub trait Transport: Send + Sync {
     fn world_size(&self) -> usize;
 
     /// Sends `bytes` under `tag` to rank `to`.
-    fn send(&self, tag: &Tag, to: usize, bytes: &[u8], deadline: &Deadline) -> Result<(), Fault>;
+    fn send(&self, tag: &Site, to: usize, bytes: &[u8], deadline: &Deadline) -> Result<(), Fault>;
 
     /// Receives exactly `bytes.len()` bytes from rank `from` whose tag must equal `tag`; a message with another tag or
     /// length is [`Fault::Unexpected`].
-    fn receive(&self, tag: &Tag, from: usize, bytes: &mut [u8], deadline: &Deadline) -> Result<(), Fault>;
+    fn receive(&self, tag: &Site, from: usize, bytes: &mut [u8], deadline: &Deadline) -> Result<(), Fault>;
 
     /// Sends and receives at once, so that two ranks may exchange with each other, and all ranks around a ring.
     fn exchange(
         &self,
-        tag: &Tag,
+        tag: &Site,
         outgoing: (usize, &[u8]),
         incoming: (usize, &mut [u8]),
         deadline: &Deadline,

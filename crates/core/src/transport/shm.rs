@@ -27,7 +27,7 @@ use self::segment::TINY;
 use super::tcp::Tcp;
 use super::{Buffers, Collectives, Storage, Transport};
 use crate::sync::{AtomicU64, Deadline, Mutex, Ordering, crowded, fence, spin};
-use crate::types::{Call, Error, Fault, Site, Tag};
+use crate::types::{Call, Error, Fault, Site};
 
 /// One rank's end of the memory that the ranks of a host share: all ranks of a group, or some. Ranks are numbered here
 /// as in the segment, from 0 on.
@@ -57,8 +57,8 @@ struct Phase {
 }
 
 impl Phase {
-    fn tag(&self) -> Tag {
-        Tag { group: 0, sequence: self.whole.sequence, call: self.whole.call }
+    fn tag(&self) -> Site {
+        Site { sequence: self.whole.sequence, call: self.whole.call }
     }
 }
 
@@ -208,17 +208,17 @@ impl Collectives for Shm {
 
 /// A call as the words of its tag.
 fn words(call: &Call) -> [u64; 3] {
-    let bytes = Tag { group: 0, sequence: 0, call: *call }.to_bytes();
+    let bytes = Site { sequence: 0, call: *call }.to_bytes();
     [16, 24, 32].map(|at| u64::from_le_bytes(std::array::from_fn(|i| bytes[at + i])))
 }
 
 /// The inverse of [`words`]; `None` for words that no call gives.
 fn from_words(words: [u64; 3]) -> Option<Call> {
-    let mut bytes = [0; Tag::BYTES];
+    let mut bytes = [0; Site::BYTES];
     for (i, word) in words.into_iter().enumerate() {
         bytes[16 + 8 * i..24 + 8 * i].copy_from_slice(&word.to_le_bytes());
     }
-    Tag::from_bytes(&bytes).map(|tag| tag.call)
+    Site::from_bytes(&bytes).map(|tag| tag.call)
 }
 
 #[cfg(test)]

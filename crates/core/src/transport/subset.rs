@@ -3,7 +3,7 @@
 use super::Transport;
 use crate::sync::Deadline;
 use crate::types::Fault;
-use crate::types::Tag;
+use crate::types::Site;
 
 /// The ranks that `rank_of` names, numbered from 0 to `world_size - 1`. Faults name ranks as the transport below does:
 /// they are for the group that this is a part of, which also begins and ends operations.
@@ -25,17 +25,17 @@ impl<F: Fn(usize) -> usize + Send + Sync> Transport for Subset<'_, F> {
         self.world_size
     }
 
-    fn send(&self, tag: &Tag, to: usize, bytes: &[u8], deadline: &Deadline) -> Result<(), Fault> {
+    fn send(&self, tag: &Site, to: usize, bytes: &[u8], deadline: &Deadline) -> Result<(), Fault> {
         self.all.send(tag, (self.rank_of)(to), bytes, deadline)
     }
 
-    fn receive(&self, tag: &Tag, from: usize, bytes: &mut [u8], deadline: &Deadline) -> Result<(), Fault> {
+    fn receive(&self, tag: &Site, from: usize, bytes: &mut [u8], deadline: &Deadline) -> Result<(), Fault> {
         self.all.receive(tag, (self.rank_of)(from), bytes, deadline)
     }
 
     fn exchange(
         &self,
-        tag: &Tag,
+        tag: &Site,
         (to, outgoing): (usize, &[u8]),
         (from, incoming): (usize, &mut [u8]),
         deadline: &Deadline,

@@ -28,7 +28,7 @@ use crate::auth::Member;
 use crate::control::invitation::{Door, Invitation};
 use crate::control::{self, Board, Heard, Mesh, Outgoing, Silence, Watch, Word};
 use crate::sync::{Deadline, lock};
-use crate::types::{Error, Fault, Site, Tag};
+use crate::types::{Error, Fault, Site};
 
 /// One rank's end of a group of processes.
 pub(crate) struct Tcp {
@@ -96,7 +96,7 @@ impl Tcp {
 
     /// The data connection to `peer`. The higher rank of a pair dials, the lower one waits for the call: both are at the
     /// same operation, and its plan has this edge on both sides.
-    fn link(&self, peer: usize, tag: &Tag, watch: &mut Watch<'_>) -> Result<Arc<Link>, Fault> {
+    fn link(&self, peer: usize, tag: &Site, watch: &mut Watch<'_>) -> Result<Arc<Link>, Fault> {
         if peer < self.member.rank && lock(&self.links)[peer].is_none() {
             let link = dial::dial(&self.member, (peer, &self.addresses[peer]), self.connections, watch)?;
             lock(&self.links)[peer] = Some(Arc::new(link));
@@ -155,7 +155,7 @@ impl Tcp {
     }
 
     /// What a thread that waits in this operation looks out for.
-    pub fn watch<'a>(&'a self, tag: &'a Tag, deadline: &'a Deadline) -> Watch<'a> {
+    pub fn watch<'a>(&'a self, tag: &'a Site, deadline: &'a Deadline) -> Watch<'a> {
         Watch::new(self.member.rank, &self.board, &self.control, tag, deadline)
     }
 }
@@ -169,7 +169,7 @@ impl Transport for Tcp {
         self.addresses.len()
     }
 
-    fn send(&self, tag: &Tag, to: usize, bytes: &[u8], deadline: &Deadline) -> Result<(), Fault> {
+    fn send(&self, tag: &Site, to: usize, bytes: &[u8], deadline: &Deadline) -> Result<(), Fault> {
         // What the socket would still take, nobody would read.
         if let Some(fault) = self.board.absence_in(to, tag) {
             return Err(fault);
@@ -179,7 +179,7 @@ impl Transport for Tcp {
         link::drive(tag, Some((to, &link, bytes)), None, &mut watch)
     }
 
-    fn receive(&self, tag: &Tag, from: usize, bytes: &mut [u8], deadline: &Deadline) -> Result<(), Fault> {
+    fn receive(&self, tag: &Site, from: usize, bytes: &mut [u8], deadline: &Deadline) -> Result<(), Fault> {
         let mut watch = self.watch(tag, deadline);
         let link = self.link(from, tag, &mut watch)?;
         link::drive(tag, None, Some((from, &link, bytes)), &mut watch)
@@ -187,7 +187,7 @@ impl Transport for Tcp {
 
     fn exchange(
         &self,
-        tag: &Tag,
+        tag: &Site,
         (to, outgoing): (usize, &[u8]),
         (from, incoming): (usize, &mut [u8]),
         deadline: &Deadline,

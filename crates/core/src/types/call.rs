@@ -159,62 +159,68 @@ impl fmt::Display for Call {
     }
 }
 
-/// Names one message: which group, which operation in its sequence, and what the sender called. The messages of one
-/// operation between two ranks need no number: they arrive in order, and plans agree on it.
+/// An operation in its group: what was called, and as which one. It names every message of the operation; those between two
+/// ranks need no number of their own, since they arrive in order, and plans agree on it.
 ///
-/// A receiver compares it with the one it expects, so messages can neither cross nor be taken for another.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// A receiver compares it with the one that it expects, so messages can neither cross nor be taken for another.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
-pub struct Tag {
-    /// The group that the operation belongs to.
-    pub group: u64,
-    /// The operation's number in its group, counted from 0; for point to point, in the order of that pair.
-    pub sequence: u64,
-    /// What the sender called.
+pub struct Site {
+    /// What was called.
     pub call: Call,
+    /// Its number in the group's sequence, counted from 0; for point to point, in the order of that pair.
+    pub sequence: u64,
+}
+
+impl fmt::Display for Site {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} #{}", self.call, self.sequence)
+    }
 }
 
 /// Absent reduction or root on the wire.
 const NONE: u32 = u32::MAX;
 
-impl Tag {
-    /// Length of [`Tag::to_bytes`].
-    pub const BYTES: usize = 40;
+impl Site {
+    /// Length of [`Site::to_bytes`].
+    pub const BYTES: usize = 32;
 
-    /// The tag as bytes, little endian:
-    /// `group u64 | sequence u64 | count u64 | root u32 | reduction u32 | operation u8 | dtype u8 | sizes u16 | 0 u32`.
+    /// This call as the operation with this number.
+    pub const fn new(call: Call, sequence: u64) -> Self {
+        Site { call, sequence }
+    }
+
+    /// The site as bytes, little endian:
+    /// `sequence u64 | count u64 | root u32 | reduction u32 | operation u8 | dtype u8 | sizes u16 | 0 u32`.
     pub fn to_bytes(&self) -> [u8; Self::BYTES] {
         let mut bytes = [0; Self::BYTES];
-        bytes[0..8].copy_from_slice(&self.group.to_le_bytes());
-        bytes[8..16].copy_from_slice(&self.sequence.to_le_bytes());
-        bytes[16..24].copy_from_slice(&(self.call.count as u64).to_le_bytes());
-        bytes[24..28].copy_from_slice(&self.call.root.map_or(NONE, |root| root as u32).to_le_bytes());
-        bytes[28..32].copy_from_slice(&self.call.reduction.map_or(NONE, |op| op as u32).to_le_bytes());
-        bytes[32] = self.call.operation as u8;
-        bytes[33] = self.call.dtype as u8;
-        bytes[34..36].copy_from_slice(&Fingerprint::to_word(self.call.sizes).to_le_bytes());
+        bytes[0..8].copy_from_slice(&self.sequence.to_le_bytes());
+        bytes[8..16].copy_from_slice(&(self.call.count as u64).to_le_bytes());
+        bytes[16..20].copy_from_slice(&self.call.root.map_or(NONE, |root| root as u32).to_le_bytes());
+        bytes[20..24].copy_from_slice(&self.call.reduction.map_or(NONE, |op| op as u32).to_le_bytes());
+        bytes[24] = self.call.operation as u8;
+        bytes[25] = self.call.dtype as u8;
+        bytes[26..28].copy_from_slice(&Fingerprint::to_word(self.call.sizes).to_le_bytes());
         bytes
     }
 
-    /// The inverse of [`Tag::to_bytes`]; `None` for bytes that no tag gives.
+    /// The inverse of [`Site::to_bytes`]; `None` for bytes that no site gives.
     pub fn from_bytes(bytes: &[u8; Self::BYTES]) -> Option<Self> {
         let u64_at = |at: usize| bytes[at..at + 8].iter().rev().fold(0u64, |n, b| n << 8 | u64::from(*b));
         let u32_at = |at: usize| bytes[at..at + 4].iter().rev().fold(0u32, |n, b| n << 8 | u32::from(*b));
-        let reduction = match u32_at(28) {
+        let reduction = match u32_at(20) {
             NONE => None,
             number => Some(*ReduceOp::ALL.get(number as usize)?),
         };
-        let root = Some(u32_at(24)).filter(|root| *root != NONE).map(|root| root as usize);
         let call = Call {
-            operation: *Operation::ALL.get(usize::from(bytes[32]))?,
-            dtype: *DType::ALL.get(usize::from(bytes[33]))?,
-            count: usize::try_from(u64_at(16)).ok()?,
+            operation: *Operation::ALL.get(usize::from(bytes[24]))?,
+            dtype: *DType::ALL.get(usize::from(bytes[25]))?,
+            count: usize::try_from(u64_at(8)).ok()?,
             reduction,
-            root,
-            sizes: Fingerprint::from_word(u16::from_le_bytes([bytes[34], bytes[35]])),
+            root: Some(u32_at(16)).filter(|root| *root != NONE).map(|root| root as usize),
+            sizes: Fingerprint::from_word(u16::from_le_bytes([bytes[26], bytes[27]])),
         };
-        let tag = Tag { group: u64_at(0), sequence: u64_at(8), call };
-        (bytes[36..] == [0; 4]).then_some(tag)
+        (bytes[28..] == [0; 4]).then_some(Site { call, sequence: u64_at(0) })
     }
 }
 
@@ -225,8 +231,8 @@ mod tests {
 
     proptest! {
         #[test]
-        fn tags_survive_the_wire(
-            (group, sequence) in any::<(u64, u64)>(),
+        fn sites_survive_the_wire(
+            sequence in any::<u64>(),
             (operation, dtype, count) in (0..Operation::ALL.len(), 0..DType::ALL.len(), any::<usize>()),
             reduction in proptest::option::of(0..ReduceOp::ALL.len()),
             root in proptest::option::of(0usize..1 << 20),
@@ -235,8 +241,8 @@ mod tests {
             let sizes = Fingerprint::from_word(sizes);
             let reduction = reduction.map(|i| ReduceOp::ALL[i]);
             let (operation, dtype) = (Operation::ALL[operation], DType::ALL[dtype]);
-            let tag = Tag { group, sequence, call: Call { operation, dtype, count, reduction, root, sizes } };
-            prop_assert_eq!(Tag::from_bytes(&tag.to_bytes()), Some(tag));
+            let site = Site { sequence, call: Call { operation, dtype, count, reduction, root, sizes } };
+            prop_assert_eq!(Site::from_bytes(&site.to_bytes()), Some(site));
         }
 
         #[test]
@@ -251,9 +257,9 @@ mod tests {
         }
 
         #[test]
-        fn any_bytes_are_refused_or_read_back_the_same(bytes in any::<[u8; Tag::BYTES]>()) {
-            if let Some(tag) = Tag::from_bytes(&bytes) {
-                prop_assert_eq!(tag.to_bytes(), bytes);
+        fn any_bytes_are_refused_or_read_back_the_same(bytes in any::<[u8; Site::BYTES]>()) {
+            if let Some(site) = Site::from_bytes(&bytes) {
+                prop_assert_eq!(site.to_bytes(), bytes);
             }
         }
     }

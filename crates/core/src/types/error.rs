@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use crate::types::Call;
+use super::{Call, Site};
 
 /// Why an operation or the creation of a group failed.
 ///
@@ -222,21 +222,6 @@ pub enum Apart {
         /// What went wrong in the attempt to connect, if anything did, in brackets.
         problem: String,
     },
-}
-
-/// The place of an operation: what was called, and as which one in the group's sequence.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Site {
-    /// What was called.
-    pub call: Call,
-    /// Its number in the group's sequence, counted from 0.
-    pub sequence: u64,
-}
-
-impl fmt::Display for Site {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} #{}", self.call, self.sequence)
-    }
 }
 
 /// Ranks as text: `rank 3` or `ranks 1, 2`.

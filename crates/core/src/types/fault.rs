@@ -1,6 +1,6 @@
 //! What a transport reports of an operation that failed.
 
-use super::{Error, Tag};
+use super::{Error, Site};
 
 /// Why a message or an engine's operation failed. The group adds operation, rank and elapsed time to make an [`Error`].
 #[derive(Clone, Debug, PartialEq)]
@@ -27,7 +27,7 @@ pub enum Fault {
         /// Which.
         peer: usize,
         /// What it sent instead.
-        tag: Tag,
+        tag: Site,
     },
     /// The whole group failed, here or elsewhere, for this reason.
     Failed(Error),

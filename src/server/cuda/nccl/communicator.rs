@@ -10,7 +10,8 @@ use cudarc::driver::sys::{CUevent, CUresult};
 use cudarc::nccl::sys::ncclComm_t;
 
 use super::library::{Config, IN_PROGRESS, Library, SUCCESS};
-use bonfire_core::{Deadline, Error, Site};
+use bonfire_core::error::Site;
+use bonfire_core::{Deadline, Error};
 
 /// How long the end of a communicator may take: NCCL gives back what it has, and hears of the other ranks for that.
 pub(super) const GRACE: Duration = Duration::from_secs(5);

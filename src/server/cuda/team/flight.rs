@@ -5,8 +5,9 @@ use std::time::{Duration, Instant};
 
 use super::{Kept, Team, Workers};
 use crate::server::cuda::control::{DONE, FAILURE, HOST_WORDS, Report};
+use bonfire_core::error::Site;
 use bonfire_core::internal::lock;
-use bonfire_core::{Deadline, Error, Site};
+use bonfire_core::{Deadline, Error};
 
 /// How long a call may go on when something has happened in the group: it may be sound itself.
 const GRACE: Duration = Duration::from_secs(1);

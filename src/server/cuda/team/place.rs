@@ -9,7 +9,8 @@ use crate::server::cuda::driver::{Gpu, Stream};
 use crate::server::cuda::kernel::Module;
 use crate::server::cuda::memory::word;
 use crate::server::engine::Rows;
-use bonfire_core::{Deadline, Error, Site};
+use bonfire_core::error::Site;
+use bonfire_core::{Deadline, Error};
 
 pub(super) struct Place {
     pub gpu: Arc<Gpu>,

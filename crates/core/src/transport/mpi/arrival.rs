@@ -11,24 +11,24 @@ use mpi_sys as mpi;
 
 use super::comm::{Comm, Request};
 use super::library::Held;
-use crate::types::{Error, Tag};
+use crate::types::{Error, Site};
 
 /// The words of a tag.
-const WORDS: usize = Tag::BYTES / 8;
+const WORDS: usize = Site::BYTES / 8;
 
 /// A tag as words.
-pub(super) fn words(tag: &Tag) -> [u64; WORDS] {
+pub(super) fn words(tag: &Site) -> [u64; WORDS] {
     let bytes = tag.to_bytes();
     std::array::from_fn(|i| bytes[8 * i..8 * i + 8].iter().rev().fold(0, |word, byte| word << 8 | u64::from(*byte)))
 }
 
 /// The inverse of [`words`].
-pub(super) fn tag_of(words: &[u64; WORDS]) -> Option<Tag> {
-    let mut bytes = [0; Tag::BYTES];
+pub(super) fn tag_of(words: &[u64; WORDS]) -> Option<Site> {
+    let mut bytes = [0; Site::BYTES];
     for (place, word) in bytes.chunks_exact_mut(8).zip(words) {
         place.copy_from_slice(&word.to_le_bytes());
     }
-    Tag::from_bytes(&bytes)
+    Site::from_bytes(&bytes)
 }
 
 /// The memory of one group's meetings. MPI works on it, so it has a place of its own.
@@ -53,7 +53,7 @@ impl Arrival {
     }
 
     /// Begins to meet the others at this operation. The request of the meeting before is done.
-    pub fn begin(&mut self, tag: &Tag, held: &Held) -> Result<(), Error> {
+    pub fn begin(&mut self, tag: &Site, held: &Held) -> Result<(), Error> {
         // SAFETY: the place is this value's own, and MPI is done with it.
         let mine = unsafe { self.mine.as_mut() };
         for (i, word) in words(tag).into_iter().enumerate() {
@@ -116,7 +116,7 @@ impl Arrival {
     }
 
     /// Once all have answered, what they call, by rank.
-    pub fn answers(&mut self, held: &Held) -> Result<Option<Vec<Option<Tag>>>, Error> {
+    pub fn answers(&mut self, held: &Held) -> Result<Option<Vec<Option<Site>>>, Error> {
         if !self.done(held)? {
             return Ok(None);
         }

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use super::Mpi;
 use super::library::abort;
 use crate::sync::Deadline;
-use crate::types::{Fault, Site, Tag};
+use crate::types::{Fault, Site};
 
 /// How long an operation may go on after the group has failed: it can, where the rank that failed has done its part.
 const GRACE: Duration = Duration::from_secs(5);
@@ -35,7 +35,7 @@ impl<'a> Lent<'a> {
                 &format!("{site} stands still after {elapsed:.1?}, when MPI has the ranks' memory"),
             );
         }
-        let tag = Tag { group: 0, sequence: site.sequence, call: site.call };
+        let tag = *site;
         if let Some(fault) = self.group.board.failure_in(&tag) {
             let since = self.failed.get().unwrap_or_else(Instant::now);
             self.failed.set(Some(since));

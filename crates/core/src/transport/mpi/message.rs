@@ -12,7 +12,7 @@ use super::comm::{Comm, Request};
 use super::lent::Lent;
 use super::library::{Held, hold};
 use crate::sync::Deadline;
-use crate::types::{Error, Fault, Site, Tag};
+use crate::types::{Error, Fault, Site};
 
 /// MPI's tags.
 const HEAD: c_int = 1;
@@ -20,7 +20,7 @@ const GO: c_int = 2;
 const PAYLOAD: c_int = 3;
 
 /// Bytes before the payload.
-const PREFIX: usize = Tag::BYTES + 8;
+const PREFIX: usize = Site::BYTES + 8;
 
 /// The longest message that goes at once. Every library of MPI takes so much that nobody receives yet.
 const SHORT: usize = 2 << 10;
@@ -44,7 +44,7 @@ impl Default for Post {
 pub(super) struct Exchange<'a> {
     of: (&'a Mpi, &'a Site, &'a Deadline),
     comm: Comm,
-    tag: Tag,
+    tag: Site,
     outgoing: Option<Outgoing<'a>>,
     incoming: Option<Incoming<'a>>,
     post: &'a mut Post,
@@ -77,7 +77,7 @@ impl<'a> Exchange<'a> {
     /// Begins it.
     pub fn begin(
         of: (&'a Mpi, &'a Site, &'a Deadline),
-        tag: &Tag,
+        tag: &Site,
         outgoing: Option<(usize, &'a [u8])>,
         incoming: Option<(usize, &'a mut [u8])>,
         post: &'a mut Post,
@@ -104,8 +104,8 @@ impl<'a> Exchange<'a> {
         if let Some(outgoing) = &mut exchange.outgoing {
             let length = outgoing.bytes.len();
             let place = &mut exchange.post.outgoing;
-            place[..Tag::BYTES].copy_from_slice(&tag.to_bytes());
-            place[Tag::BYTES..PREFIX].copy_from_slice(&(length as u64).to_le_bytes());
+            place[..Site::BYTES].copy_from_slice(&tag.to_bytes());
+            place[Site::BYTES..PREFIX].copy_from_slice(&(length as u64).to_le_bytes());
             let short = is_short(length);
             let end = if short { PREFIX + length } else { PREFIX };
             if short {
@@ -192,7 +192,7 @@ impl Outgoing<'_> {
 }
 
 impl Incoming<'_> {
-    fn advance(&mut self, comm: Comm, tag: &Tag, place: &[u8; SHORT], held: &Held) -> Result<bool, Fault> {
+    fn advance(&mut self, comm: Comm, tag: &Site, place: &[u8; SHORT], held: &Held) -> Result<bool, Fault> {
         if let Some(head) = &mut self.head {
             let Some(length) = head.done(held).map_err(Fault::Failed)? else { return Ok(false) };
             self.head = None;
@@ -214,9 +214,9 @@ impl Incoming<'_> {
     }
 
     /// Looks at what has come: all of a short message, or the head of a long one.
-    fn open(&mut self, comm: Comm, tag: &Tag, message: &[u8], held: &Held) -> Result<(), Fault> {
-        let theirs = message.first_chunk().and_then(Tag::from_bytes);
-        let length = message.get(Tag::BYTES..PREFIX).and_then(|bytes| bytes.try_into().ok()).map(u64::from_le_bytes);
+    fn open(&mut self, comm: Comm, tag: &Site, message: &[u8], held: &Held) -> Result<(), Fault> {
+        let theirs = message.first_chunk().and_then(Site::from_bytes);
+        let length = message.get(Site::BYTES..PREFIX).and_then(|bytes| bytes.try_into().ok()).map(u64::from_le_bytes);
         if theirs != Some(*tag) || length != Some(self.bytes.len() as u64) {
             // What nobody can have called is shown as what was expected.
             return Err(Fault::Unexpected { peer: self.from, tag: theirs.unwrap_or(*tag) });

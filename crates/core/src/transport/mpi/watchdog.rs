@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use super::arrival::{tag_of, words};
 use super::library::abort;
 use crate::sync::Deadline;
-use crate::types::{Error, Site, Tag};
+use crate::types::{Error, Site};
 
 /// How often it looks.
 const LOOK: Duration = Duration::from_millis(100);
@@ -38,7 +38,7 @@ pub(super) struct Watchdog {
     began: AtomicU64,
     ends: AtomicU64,
     /// What it is: its tag, or one of the others.
-    tag: [AtomicU64; Tag::BYTES / 8],
+    tag: [AtomicU64; Site::BYTES / 8],
     other: AtomicU64,
 }
 
@@ -92,7 +92,7 @@ impl Watchdog {
     pub fn watch<T>(&self, work: Work, deadline: &Deadline, call: impl FnOnce() -> T) -> T {
         let other = match work {
             Work::Operation(site) => {
-                let tag = Tag { group: 0, sequence: site.sequence, call: site.call };
+                let tag = site;
                 self.tag.iter().zip(words(&tag)).for_each(|(place, word)| place.store(word, Ordering::Relaxed));
                 0
             }

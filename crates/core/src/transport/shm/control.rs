@@ -29,7 +29,7 @@ pub(super) struct Control {
 pub(super) struct Offer {
     /// The number of the operation, counted from 1. Written last, with release.
     pub sequence: AtomicU64,
-    /// What is called, as in a [`Tag`](crate::types::Tag).
+    /// What is called, as in a [`Site`](crate::types::Site).
     pub call: [AtomicU64; 3],
     pub inline: Cell<[u8; INLINE]>,
     /// Where the input and the output of a large operation are in this rank's arena, plus one; 0 if they are not.

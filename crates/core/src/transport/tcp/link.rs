@@ -10,7 +10,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::control::{Board, MOST, Watch};
 use crate::sync::YIELDING;
-use crate::types::{Fault, Tag, partition};
+use crate::types::{Fault, Site, partition};
 
 /// The connections to one peer, whose both directions are driven by one thread at a time. Large messages are cut into a
 /// stripe for each; small ones take the first.
@@ -21,7 +21,7 @@ pub(crate) struct Link {
 /// Bytes below which a stripe is not worth its system calls.
 const STRIPE: usize = 64 << 10;
 
-const HEADER: usize = Tag::BYTES + 8;
+const HEADER: usize = Site::BYTES + 8;
 
 impl Link {
     /// Of 1 to [`MOST`] connections, in the order in which both sides count them.
@@ -64,7 +64,7 @@ struct Incoming<'a> {
 }
 
 impl<'a> Outbound<'a> {
-    fn new(tag: &Tag, payload: &'a [u8]) -> Self {
+    fn new(tag: &Site, payload: &'a [u8]) -> Self {
         Outbound { header: header(tag, payload.len()), payload, sent: 0 }
     }
 
@@ -85,7 +85,7 @@ impl<'a> Outbound<'a> {
 }
 
 impl<'a> Incoming<'a> {
-    fn new(tag: &Tag, payload: &'a mut [u8]) -> Self {
+    fn new(tag: &Site, payload: &'a mut [u8]) -> Self {
         Incoming { expected: header(tag, payload.len()), header: [0; HEADER], payload, received: 0 }
     }
 
@@ -94,15 +94,15 @@ impl<'a> Incoming<'a> {
     }
 
     /// Where the header is complete and not the expected one, what it says instead.
-    fn foreign(&self) -> Option<Tag> {
+    fn foreign(&self) -> Option<Site> {
         if self.received < HEADER || self.header == self.expected {
             return None;
         }
-        let mut tag = [0; Tag::BYTES];
-        tag.copy_from_slice(&self.header[..Tag::BYTES]);
-        Tag::from_bytes(&tag).or_else(|| {
-            tag.copy_from_slice(&self.expected[..Tag::BYTES]);
-            Tag::from_bytes(&tag)
+        let mut tag = [0; Site::BYTES];
+        tag.copy_from_slice(&self.header[..Site::BYTES]);
+        Site::from_bytes(&tag).or_else(|| {
+            tag.copy_from_slice(&self.expected[..Site::BYTES]);
+            Site::from_bytes(&tag)
         })
     }
 
@@ -118,10 +118,10 @@ impl<'a> Incoming<'a> {
     }
 }
 
-fn header(tag: &Tag, length: usize) -> [u8; HEADER] {
+fn header(tag: &Site, length: usize) -> [u8; HEADER] {
     let mut header = [0; HEADER];
-    header[..Tag::BYTES].copy_from_slice(&tag.to_bytes());
-    header[Tag::BYTES..].copy_from_slice(&(length as u64).to_le_bytes());
+    header[..Site::BYTES].copy_from_slice(&tag.to_bytes());
+    header[Site::BYTES..].copy_from_slice(&(length as u64).to_le_bytes());
     header
 }
 
@@ -130,7 +130,7 @@ pub(super) type Out<'a> = (usize, &'a Link, &'a [u8]);
 pub(super) type In<'a> = (usize, &'a Link, &'a mut [u8]);
 
 impl<'a> Stripes<Outbound<'a>> {
-    fn of(tag: &Tag, link: &Link, payload: &'a [u8]) -> Self {
+    fn of(tag: &Site, link: &Link, payload: &'a [u8]) -> Self {
         let (mut stripes, n) = (Self::none(), link.stripes(payload.len()));
         for (i, stripe) in stripes.0.iter_mut().take(n).enumerate() {
             *stripe = Some(Outbound::new(tag, &payload[partition(payload.len(), n, i)]));
@@ -140,7 +140,7 @@ impl<'a> Stripes<Outbound<'a>> {
 }
 
 impl<'a> Stripes<Incoming<'a>> {
-    fn of(tag: &Tag, link: &Link, mut payload: &'a mut [u8]) -> Self {
+    fn of(tag: &Site, link: &Link, mut payload: &'a mut [u8]) -> Self {
         let (mut stripes, n, len) = (Self::none(), link.stripes(payload.len()), payload.len());
         for (i, stripe) in stripes.0.iter_mut().take(n).enumerate() {
             let (piece, rest) = payload.split_at_mut(partition(len, n, i).len());
@@ -153,7 +153,7 @@ impl<'a> Stripes<Incoming<'a>> {
 
 /// Moves both messages to their ends.
 pub(super) fn drive(
-    tag: &Tag,
+    tag: &Site,
     outgoing: Option<Out<'_>>,
     incoming: Option<In<'_>>,
     watch: &mut Watch<'_>,
@@ -287,22 +287,22 @@ mod tests {
         let (operation, reduction, root) = (Operation::Reduce, Some(ReduceOp::Max), Some(1));
         let call =
             Call { operation, dtype: DType::F16, count: 1000, reduction, root, sizes: Fingerprint::from_word(0x1234) };
-        let tag = Tag { group: 1, sequence: 300, call };
+        let tag = Site { sequence: 300, call };
         let plain = Call { operation: Operation::AllToAll, reduction: None, root: None, ..call };
-        let seeds = [tag, Tag { call: plain, ..tag }].map(|tag| header(&tag, 2000).to_vec());
+        let seeds = [tag, Site { call: plain, ..tag }].map(|tag| header(&tag, 2000).to_vec());
         bonfire_testing::fuzz::fuzz("header", seeds, |bytes| {
             let header: [u8; HEADER] = std::array::from_fn(|i| bytes.get(i).copied().unwrap_or(0));
             let mut payload = [0; 2000];
             let mut incoming = Incoming::new(&tag, &mut payload);
             (incoming.header, incoming.received) = (header, HEADER);
-            let theirs = Tag::from_bytes(header[..Tag::BYTES].try_into().unwrap());
+            let theirs = Site::from_bytes(header[..Site::BYTES].try_into().unwrap());
             match incoming.foreign() {
-                None => assert!(theirs == Some(tag) && header[Tag::BYTES..] == 2000u64.to_le_bytes()),
+                None => assert!(theirs == Some(tag) && header[Site::BYTES..] == 2000u64.to_le_bytes()),
                 // What nobody can have called is shown as what was expected.
                 foreign => assert_eq!(foreign, theirs.or(Some(tag))),
             }
             theirs.is_some_and(|theirs| {
-                assert_eq!(theirs.to_bytes(), header[..Tag::BYTES]);
+                assert_eq!(theirs.to_bytes(), header[..Site::BYTES]);
                 true
             })
         });

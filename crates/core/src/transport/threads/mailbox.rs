@@ -5,7 +5,7 @@ use std::time::Instant;
 use super::Local;
 use crate::sync::{Bell, Deadline, Mutex, lock, spin};
 use crate::transport::Transport;
-use crate::types::{Error, Fault, Site, Tag};
+use crate::types::{Error, Fault, Site};
 
 /// From one rank to another.
 #[derive(Default)]
@@ -19,7 +19,7 @@ enum Letter {
     #[default]
     None,
     /// The sender waits with these bytes.
-    Offered(Tag, Lent),
+    Offered(Site, Lent),
     /// The receiver has copied them.
     Taken,
     /// The receiver expected something else, and said so.
@@ -48,7 +48,7 @@ impl Local {
         &self.shared.mailboxes[from * self.shared.slots.len() + to]
     }
 
-    fn offer_letter(&self, tag: &Tag, to: usize, bytes: &[u8]) {
+    fn offer_letter(&self, tag: &Site, to: usize, bytes: &[u8]) {
         let mailbox = self.mailbox(self.rank, to);
         mailbox.with(|letter| *letter = Letter::Offered(*tag, Lent(bytes.as_ptr(), bytes.len())));
         mailbox.ring();
@@ -65,7 +65,7 @@ impl Local {
         }
     }
 
-    fn take_letter(&self, tag: &Tag, from: usize, bytes: &mut [u8], deadline: &Deadline) -> Result<(), Fault> {
+    fn take_letter(&self, tag: &Site, from: usize, bytes: &mut [u8], deadline: &Deadline) -> Result<(), Fault> {
         let mailbox = self.mailbox(from, self.rank);
         self.wait(mailbox, from, deadline, |letter| matches!(letter, Letter::Offered(..)))?;
         let result = mailbox.with(|letter| {
@@ -129,18 +129,18 @@ impl Transport for Local {
         self.shared.slots.len()
     }
 
-    fn send(&self, tag: &Tag, to: usize, bytes: &[u8], deadline: &Deadline) -> Result<(), Fault> {
+    fn send(&self, tag: &Site, to: usize, bytes: &[u8], deadline: &Deadline) -> Result<(), Fault> {
         self.offer_letter(tag, to, bytes);
         self.await_receipt(to, deadline)
     }
 
-    fn receive(&self, tag: &Tag, from: usize, bytes: &mut [u8], deadline: &Deadline) -> Result<(), Fault> {
+    fn receive(&self, tag: &Site, from: usize, bytes: &mut [u8], deadline: &Deadline) -> Result<(), Fault> {
         self.take_letter(tag, from, bytes, deadline)
     }
 
     fn exchange(
         &self,
-        tag: &Tag,
+        tag: &Site,
         (to, outgoing): (usize, &[u8]),
         (from, incoming): (usize, &mut [u8]),
         deadline: &Deadline,
