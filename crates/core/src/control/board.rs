@@ -221,9 +221,12 @@ impl Board {
 
     /// Takes one of `of` data connections of `peer`, of a few.
     pub fn gather(&self, peer: usize, number: usize, of: usize, stream: TcpStream) {
-        let coming = &mut self.state().peers[peer].coming;
+        let mut state = self.state();
+        let coming = &mut state.peers[peer].coming;
         coming.resize_with(of, || None);
         coming[number] = Some(stream);
+        // A sleeper looks at the state while it holds the bell.
+        drop(state);
         self.bell.ring();
     }
 
