@@ -3,6 +3,7 @@
 //!
 //! What is missing is no error here, since code may still say it; what is malformed or contradicts itself is one.
 
+mod found;
 mod hostlist;
 mod launcher;
 mod mpi;
@@ -13,7 +14,8 @@ mod variables;
 
 use std::time::Duration;
 
-use self::launcher::{Found, recognise};
+use self::found::Found;
+use self::launcher::recognise;
 use self::variables::{Place, Said, Variables};
 use super::source::{Launched, Missing, Source};
 use super::{Medium, Settings};

@@ -1,6 +1,6 @@
 //! Processes that a launcher of MPI's started.
 
-use super::launcher::{Address, Found, master, number_of, port_of};
+use super::found::{Address, Found, master, number_of, port_of};
 use super::variables::{Place, Variables};
 use crate::types::Error;
 

@@ -1,7 +1,7 @@
 //! Tasks of Slurm.
 
-use super::hostlist::HostList;
-use super::launcher::{Address, Found, Named, master, port_of};
+use super::found::{Address, Found, Named, master, port_of};
+use super::hostlist;
 use super::variables::{Place, Variables};
 use crate::rendezvous::source::is_loopback;
 use crate::types::Error;
@@ -57,9 +57,9 @@ fn number(variables: &Variables, names: [&str; 2]) -> Result<Option<usize>, Erro
 fn first_host(variables: &Variables) -> Result<Option<(Named<String>, bool)>, Error> {
     for name in ["SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"] {
         let Some(text) = variables.text(name) else { continue };
-        let list = HostList::parse(&text).map_err(|reason| Error::Config(format!("{name} is '{text}': {reason}")))?;
-        let mut hosts = list.names();
-        return Ok(hosts.next().map(|first| ((first, name), hosts.next().is_none())));
+        let first = hostlist::first(&text);
+        let (host, alone) = first.map_err(|reason| Error::Config(format!("{name} is '{text}': {reason}")))?;
+        return Ok(Some(((host, name), alone)));
     }
     Ok(None)
 }

@@ -19,7 +19,7 @@
 
 use std::ops::Range;
 
-use super::lent::Lent;
+use super::control::Lent;
 use super::segment::BUFFERS;
 use super::{Phase, Shm};
 use crate::reduce::{self, Output};

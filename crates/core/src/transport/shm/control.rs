@@ -41,3 +41,6 @@ pub(super) struct Offer {
 // peer does meanwhile. The rank writes the same offer two operations later, which it can begin only after all have
 // entered the one between and so have finished reading.
 unsafe impl Sync for Offer {}
+
+/// Where a rank's input and output are in its arena, if they are and peers have to reach them.
+pub(super) type Lent = [Option<usize>; 2];

@@ -15,15 +15,13 @@
 use std::ptr::null_mut;
 
 use super::chunks::Pass;
+use super::control::Lent;
 use super::segment::GRAIN;
 use super::{Phase, Shm, small};
 use crate::sync::{Deadline, Ordering, fence, lock};
 use crate::transport::Buffers;
 use crate::transport::direct::{self, Place};
 use crate::types::{Call, Fault, Parts};
-
-/// Where a rank's input and output are in its arena, if they are and peers have to reach them.
-pub(super) type Lent = [Option<usize>; 2];
 
 /// Whether the rank lends all that peers have to reach.
 fn whole(call: &Call, rank: usize, lent: Lent) -> bool {
