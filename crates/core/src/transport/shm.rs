@@ -209,14 +209,14 @@ impl Collectives for Shm {
 /// A call as the words of its tag.
 fn words(call: &Call) -> [u64; 3] {
     let bytes = Site { sequence: 0, call: *call }.to_bytes();
-    [16, 24, 32].map(|at| u64::from_le_bytes(std::array::from_fn(|i| bytes[at + i])))
+    [8, 16, 24].map(|at| u64::from_le_bytes(std::array::from_fn(|i| bytes[at + i])))
 }
 
 /// The inverse of [`words`]; `None` for words that no call gives.
 fn from_words(words: [u64; 3]) -> Option<Call> {
     let mut bytes = [0; Site::BYTES];
     for (i, word) in words.into_iter().enumerate() {
-        bytes[16 + 8 * i..24 + 8 * i].copy_from_slice(&word.to_le_bytes());
+        bytes[8 + 8 * i..16 + 8 * i].copy_from_slice(&word.to_le_bytes());
     }
     Site::from_bytes(&bytes).map(|tag| tag.call)
 }

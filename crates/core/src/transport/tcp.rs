@@ -6,7 +6,7 @@
 //! directions at once, straight from and into its buffers. There may be several to a peer, which share large messages:
 //! one flow does not always fill a network.
 //!
-//! A message on a data connection is `tag 40 bytes | length of payload u64 little endian | payload`. The receiver knows
+//! A message on a data connection is `site 32 bytes | length of payload u64 little endian | payload`. The receiver knows
 //! the tag and the length that it wants and takes nothing else, so no length from the wire is ever allocated.
 
 mod dial;

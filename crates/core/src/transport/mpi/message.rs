@@ -1,6 +1,6 @@
 //! Messages between two ranks.
 //!
-//! A message is `tag 40 bytes | length of payload u64 little endian | payload`, as over TCP. A short one is one message of
+//! A message is `site 32 bytes | length of payload u64 little endian | payload`, as over TCP. A short one is one message of
 //! MPI. Of a long one the head goes first, and the payload only once the receiver has found it to be the one that it
 //! expects, and has said so: it goes straight from and to the callers' memory, which cannot be taken back from MPI. Until
 //! then a rank may give up. A sender that does sends nothing in the payload's place, for a receiver that has just said so.
