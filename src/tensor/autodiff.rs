@@ -233,7 +233,7 @@ pub fn all_to_all<B: CollectiveBackend, const D: usize>(
     linear(tensor, group, Linear::AllToAll { dim, sizes: None })
 }
 
-/// As [`all_to_all`], with `send[r]` of the tensor for rank `r`, and `receive[r]` from it; where that is not said, the
+/// As [`all_to_all`], with `send[r]` of the tensor for rank `r`, and `recv[r]` from it; where that is not said, the
 /// ranks tell each other first.
 ///
 /// # Errors
@@ -245,16 +245,16 @@ pub fn all_to_all_v<B: CollectiveBackend, const D: usize>(
     tensor: Tensor<B, D>,
     dim: isize,
     send: &[usize],
-    receive: Option<&[usize]>,
+    recv: Option<&[usize]>,
     group: &Group,
 ) -> Result<Tensor<B, D>, Error> {
     let axis = Axis::new(OPERATION, tensor.shape(), dim)?;
     let send = cut(group.into(), OPERATION, &axis, Some(send))?;
-    let receive = match receive {
-        Some(receive) => receive.to_vec(),
-        None => sizes::receive(group.into(), &axis, &send)?,
+    let recv = match recv {
+        Some(recv) => recv.to_vec(),
+        None => sizes::awaited(group.into(), &axis, &send)?,
     };
-    linear(tensor, group, Linear::AllToAll { dim, sizes: Some([send, receive]) })
+    linear(tensor, group, Linear::AllToAll { dim, sizes: Some([send, recv]) })
 }
 
 fn linear<B: CollectiveBackend, const D: usize>(

@@ -234,11 +234,11 @@ pub fn all_to_all<B: Backend, const D: usize, K: Kind<B>>(
     dim: isize,
     group: &Group,
 ) -> Result<Tensor<B, D, K>, Error> {
-    let swap = Swap { send: None, receive: None };
+    let swap = Swap { send: None, recv: None };
     carry::all_to_all::<B, K>(group.into(), tensor.into_primitive(), dim, swap).map(Tensor::from_primitive)
 }
 
-/// As [`all_to_all`], with `send[r]` of the tensor for rank `r`, and `receive[r]` from it; where that is not said, the
+/// As [`all_to_all`], with `send[r]` of the tensor for rank `r`, and `recv[r]` from it; where that is not said, the
 /// ranks tell each other first.
 ///
 /// # Errors
@@ -248,10 +248,10 @@ pub fn all_to_all_v<B: Backend, const D: usize, K: Kind<B>>(
     tensor: Tensor<B, D, K>,
     dim: isize,
     send: &[usize],
-    receive: Option<&[usize]>,
+    recv: Option<&[usize]>,
     group: &Group,
 ) -> Result<Tensor<B, D, K>, Error> {
-    let swap = Swap { send: Some(send), receive };
+    let swap = Swap { send: Some(send), recv };
     carry::all_to_all::<B, K>(group.into(), tensor.into_primitive(), dim, swap).map(Tensor::from_primitive)
 }
 

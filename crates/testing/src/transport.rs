@@ -68,7 +68,7 @@ impl Transport for Channels {
         })
     }
 
-    fn receive(&self, tag: &Site, from: usize, bytes: &mut [u8], deadline: &Deadline) -> Result<(), Fault> {
+    fn recv(&self, tag: &Site, from: usize, bytes: &mut [u8], deadline: &Deadline) -> Result<(), Fault> {
         let receiver = self.incoming[from].lock().expect("nobody panics with it");
         let message = receiver.recv_timeout(deadline.remaining()).map_err(|e| match e {
             RecvTimeoutError::Timeout => Fault::Timeout { missing: vec![from] },
@@ -93,7 +93,7 @@ impl Transport for Channels {
         deadline: &Deadline,
     ) -> Result<(), Fault> {
         self.send(tag, to, outgoing, deadline)?;
-        self.receive(tag, from, incoming, deadline)
+        self.recv(tag, from, incoming, deadline)
     }
 
     /// After all that was sent before it: who gets it has what this rank had for it in the operations that it completed.
@@ -176,9 +176,9 @@ impl<T: Transport> Transport for Faulty<T> {
         self.inner.send(tag, to, bytes, deadline)
     }
 
-    fn receive(&self, tag: &Site, from: usize, bytes: &mut [u8], deadline: &Deadline) -> Result<(), Fault> {
+    fn recv(&self, tag: &Site, from: usize, bytes: &mut [u8], deadline: &Deadline) -> Result<(), Fault> {
         self.before_receive(from)?;
-        self.inner.receive(tag, from, bytes, deadline)
+        self.inner.recv(tag, from, bytes, deadline)
     }
 
     fn exchange(

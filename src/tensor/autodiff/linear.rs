@@ -50,9 +50,7 @@ impl Linear {
             Linear::Reduce { root } => Linear::Broadcast { root },
             Linear::AllGather { dim, sizes } => Linear::ReduceScatter { dim, sizes },
             Linear::ReduceScatter { dim, sizes } => Linear::AllGather { dim, sizes },
-            Linear::AllToAll { dim, sizes } => {
-                Linear::AllToAll { dim, sizes: sizes.map(|[send, receive]| [receive, send]) }
-            }
+            Linear::AllToAll { dim, sizes } => Linear::AllToAll { dim, sizes: sizes.map(|[send, recv]| [recv, send]) },
         }
     }
 
@@ -70,8 +68,8 @@ impl Linear {
                 carry::reduce_scatter::<B, Float>(via, tensor, ReduceOp::Sum, *dim, Some(sizes))?
             }
             Linear::AllToAll { dim, sizes } => {
-                let (send, receive) = sizes.as_ref().map(|[send, receive]| (&send[..], &receive[..])).unzip();
-                let swap = Swap { send, receive };
+                let (send, recv) = sizes.as_ref().map(|[send, recv]| (&send[..], &recv[..])).unzip();
+                let swap = Swap { send, recv };
                 carry::all_to_all::<B, Float>(via, tensor, *dim, swap)?
             }
         };

@@ -24,7 +24,7 @@ pub struct Routing {
     per_token: usize,
     /// Rows for each rank, and from each.
     send: Vec<usize>,
-    receive: Vec<usize>,
+    recv: Vec<usize>,
     /// For each row as the experts see it, which of the received ones it is.
     arrival: Vec<usize>,
     rows: Vec<usize>,
@@ -84,7 +84,7 @@ impl Routing {
             tokens,
             per_token,
             send: (0..n).map(|to| experts_of(to).map(|expert| outgoing[expert] as usize).sum()).collect(),
-            receive: (0..n).map(|from| incoming[from * here..(from + 1) * here].iter().sum()).collect(),
+            recv: (0..n).map(|from| incoming[from * here..(from + 1) * here].iter().sum()).collect(),
             arrival,
             rows: (0..here).map(|expert| (0..n).map(|from| incoming[from * here + expert]).sum()).collect(),
         })
@@ -101,7 +101,7 @@ impl Routing {
     /// [`Error::InvalidArgument`] where there is not a row for each token, else those of
     /// [`Group::all_to_all_v_into`].
     pub fn dispatch<B: Backend>(&self, tokens: Tensor<B, 2>) -> Result<Tensor<B, 2>, Error> {
-        self.there(tokens, |rows| operation::all_to_all_v(rows, 0, &self.send, Some(&self.receive), &self.group))
+        self.there(tokens, |rows| operation::all_to_all_v(rows, 0, &self.send, Some(&self.recv), &self.group))
     }
 
     /// The results for this rank's tokens, of those of this rank's experts and the other ranks'. A token that went to
@@ -110,7 +110,7 @@ impl Routing {
     /// # Errors
     /// As [`dispatch`](Self::dispatch).
     pub fn combine<B: Backend>(&self, results: Tensor<B, 2>) -> Result<Tensor<B, 2>, Error> {
-        self.back(results, |rows| operation::all_to_all_v(rows, 0, &self.receive, Some(&self.send), &self.group))
+        self.back(results, |rows| operation::all_to_all_v(rows, 0, &self.recv, Some(&self.send), &self.group))
     }
 
     /// [`dispatch`](Self::dispatch), through which gradients flow back to where the tokens are from.
@@ -118,7 +118,7 @@ impl Routing {
     /// # Errors
     /// As [`dispatch`](Self::dispatch).
     pub fn dispatch_tracked<B: CollectiveBackend>(&self, tokens: Tensor<B, 2>) -> Result<Tensor<B, 2>, Error> {
-        self.there(tokens, |rows| autodiff::all_to_all_v(rows, 0, &self.send, Some(&self.receive), &self.group))
+        self.there(tokens, |rows| autodiff::all_to_all_v(rows, 0, &self.send, Some(&self.recv), &self.group))
     }
 
     /// [`combine`](Self::combine), through which gradients flow back to the experts.
@@ -126,7 +126,7 @@ impl Routing {
     /// # Errors
     /// As [`dispatch`](Self::dispatch).
     pub fn combine_tracked<B: CollectiveBackend>(&self, results: Tensor<B, 2>) -> Result<Tensor<B, 2>, Error> {
-        self.back(results, |rows| autodiff::all_to_all_v(rows, 0, &self.receive, Some(&self.send), &self.group))
+        self.back(results, |rows| autodiff::all_to_all_v(rows, 0, &self.recv, Some(&self.send), &self.group))
     }
 
     fn there<B: Backend>(

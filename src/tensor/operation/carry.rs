@@ -4,7 +4,7 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{Bytes, DType as BurnDType, Shape, TensorMetadata};
 
 use super::axis::Axis;
-use super::sizes::{Sizes, check, cut, equal, receive};
+use super::sizes::{Sizes, awaited, check, cut, equal};
 use crate::tensor::device::Offer;
 use crate::tensor::host::{Form, Kind, Source, Via};
 use bonfire_core::internal::{ByteOperations, Request};
@@ -253,7 +253,7 @@ pub(crate) struct Swap<'a> {
     /// How much goes to each rank; equal parts if nothing is said.
     pub send: Option<&'a [usize]>,
     /// How much comes from each rank; what the ranks tell each other if nothing is said, where the parts are not equal.
-    pub receive: Option<&'a [usize]>,
+    pub recv: Option<&'a [usize]>,
 }
 
 pub(crate) fn all_to_all<B: Backend, K: Kind<B>>(
@@ -265,15 +265,15 @@ pub(crate) fn all_to_all<B: Backend, K: Kind<B>>(
     const OPERATION: &str = "all_to_all";
     let axis = Axis::new(OPERATION, tensor.shape(), dim)?;
     let send = cut(via, OPERATION, &axis, swap.send)?;
-    let receive = match (swap.receive, swap.send) {
-        (Some(receive), _) => {
-            check(via, OPERATION, receive)?;
-            receive.to_vec()
+    let recv = match (swap.recv, swap.send) {
+        (Some(recv), _) => {
+            check(via, OPERATION, recv)?;
+            recv.to_vec()
         }
         (None, None) => send.clone(),
-        (None, Some(_)) => receive(via, &axis, &send)?,
+        (None, Some(_)) => awaited(via, &axis, &send)?,
     };
-    let ((outgoing, _), (incoming, total)) = (axis.counts(OPERATION, &send)?, axis.counts(OPERATION, &receive)?);
+    let ((outgoing, _), (incoming, total)) = (axis.counts(OPERATION, &send)?, axis.counts(OPERATION, &recv)?);
     let (source, form) = Source::read::<B, K>(OPERATION, tensor)?;
     let parts = Parts::of::<B>(via, OPERATION, &axis, &send, form.carrier, source.bytes())?;
     let mut output = via.room::<B>(OPERATION, form.carrier, total)?;
@@ -285,8 +285,8 @@ pub(crate) fn all_to_all<B: Backend, K: Kind<B>>(
             via.group.operate_pairs(request(Operation::AllToAllV), outgoing, incoming)?;
         }
     }
-    let whole = join::<B>(via, OPERATION, &axis, &receive, form.carrier, output)?;
-    Ok(form.tensor::<B, K>(whole, axis.shape(receive.iter().sum())))
+    let whole = join::<B>(via, OPERATION, &axis, &recv, form.carrier, output)?;
+    Ok(form.tensor::<B, K>(whole, axis.shape(recv.iter().sum())))
 }
 
 pub(crate) fn send<B: Backend, K: Kind<B>>(via: Via<'_>, tensor: K::Primitive, to: usize) -> Result<(), Error> {

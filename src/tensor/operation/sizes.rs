@@ -78,7 +78,7 @@ pub(super) fn equal(sizes: &[usize]) -> bool {
 }
 
 /// How much comes from each rank, if it sends as it says.
-pub(crate) fn receive(via: Via<'_>, axis: &Axis, send: &[usize]) -> Result<Vec<usize>, Error> {
+pub(crate) fn awaited(via: Via<'_>, axis: &Axis, send: &[usize]) -> Result<Vec<usize>, Error> {
     let mut sizes: Vec<u64> = send.iter().map(|size| *size as u64).collect();
     let request = Request::new(Operation::AllToAll, DType::U64).shape(&axis.agreed());
     via.group.operate(request, None, cast_slice_mut(&mut sizes))?;

@@ -65,17 +65,17 @@ impl ByteOperations for Group {
         &self,
         request: Request<'_>,
         (input, send): (&[u8], &[usize]),
-        (output, receive): (&mut [u8], &[usize]),
+        (output, recv): (&mut [u8], &[usize]),
     ) -> Result<(), Error> {
         let (operation, (rank, n)) = ("all_to_all_v", self.place());
-        let (sent, received) = (check::sizes(operation, send, n)?, check::sizes(operation, receive, n)?);
+        let (sent, received) = (check::sizes(operation, send, n)?, check::sizes(operation, recv, n)?);
         check::len(operation, "input", request.len(input)?, sent)?;
         check::len(operation, "output", request.len(output)?, received)?;
-        if send[rank] != receive[rank] {
-            let reason = format!("{} elements for this rank itself, which expects {}", send[rank], receive[rank]);
+        if send[rank] != recv[rank] {
+            let reason = format!("{} elements for this rank itself, which expects {}", send[rank], recv[rank]);
             return Err(Error::argument(operation, reason));
         }
-        self.perform(request.call(0), Task::Pairs(Pairs { input, send, output, receive }))
+        self.perform(request.call(0), Task::Pairs(Pairs { input, send, output, recv }))
     }
 
     #[track_caller]

@@ -27,7 +27,7 @@ pub(super) struct Pairs<'a> {
     pub input: &'a [u8],
     pub send: &'a [usize],
     pub output: &'a mut [u8],
-    pub receive: &'a [usize],
+    pub recv: &'a [usize],
 }
 
 impl Task<'_> {
@@ -63,7 +63,7 @@ impl Executor {
                 self.transport.exchange(&tag, outgoing, incoming, deadline)
             }
             Task::Message { outgoing: Some((to, bytes)), .. } => self.transport.send(&tag, to, bytes, deadline),
-            Task::Message { incoming: Some((from, bytes)), .. } => self.transport.receive(&tag, from, bytes, deadline),
+            Task::Message { incoming: Some((from, bytes)), .. } => self.transport.recv(&tag, from, bytes, deadline),
             Task::Message { .. } => Ok(()),
         }
     }
@@ -169,16 +169,16 @@ impl Executor {
     /// Every rank hears from every other, also where there is nothing for it.
     fn pairs(&self, tag: &Site, pairs: Pairs<'_>, deadline: &Deadline) -> Result<(), Fault> {
         let (rank, n) = (self.transport.rank(), self.transport.world_size());
-        let Pairs { input, send, output, receive } = pairs;
+        let Pairs { input, send, output, recv } = pairs;
         let size = tag.call.dtype.size();
         let part = |sizes, index| {
             let part = Parts::Sizes(sizes).part(0, n, index);
             part.start * size..part.end * size
         };
-        output[part(receive, rank)].copy_from_slice(&input[part(send, rank)]);
+        output[part(recv, rank)].copy_from_slice(&input[part(send, rank)]);
         for distance in 1..n {
             let (to, from) = ((rank + distance) % n, (rank + n - distance) % n);
-            let (outgoing, incoming) = (&input[part(send, to)], &mut output[part(receive, from)]);
+            let (outgoing, incoming) = (&input[part(send, to)], &mut output[part(recv, from)]);
             self.transport.exchange(tag, (to, outgoing), (from, incoming), deadline)?;
         }
         Ok(())

@@ -142,7 +142,7 @@ fn transfer(
 ) -> Result<(), Fault> {
     match outgoing {
         Some(outgoing) => transport.exchange(tag, outgoing, (from, incoming), deadline),
-        None => transport.receive(tag, from, incoming, deadline),
+        None => transport.recv(tag, from, incoming, deadline),
     }
 }
 

@@ -238,7 +238,7 @@ impl Transport for Mpi {
         self.transfer(tag, Some((to, bytes)), None, deadline)
     }
 
-    fn receive(&self, tag: &Site, from: usize, bytes: &mut [u8], deadline: &Deadline) -> Result<(), Fault> {
+    fn recv(&self, tag: &Site, from: usize, bytes: &mut [u8], deadline: &Deadline) -> Result<(), Fault> {
         self.transfer(tag, None, Some((from, bytes)), deadline)
     }
 

@@ -22,7 +22,7 @@ pub trait Transport: Send + Sync {
 
     /// Receives exactly `bytes.len()` bytes from rank `from` whose tag must equal `tag`; a message with another tag or
     /// length is [`Fault::Unexpected`].
-    fn receive(&self, tag: &Site, from: usize, bytes: &mut [u8], deadline: &Deadline) -> Result<(), Fault>;
+    fn recv(&self, tag: &Site, from: usize, bytes: &mut [u8], deadline: &Deadline) -> Result<(), Fault>;
 
     /// Sends and receives at once, so that two ranks may exchange with each other, and all ranks around a ring.
     fn exchange(

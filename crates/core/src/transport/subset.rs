@@ -29,8 +29,8 @@ impl<F: Fn(usize) -> usize + Send + Sync> Transport for Subset<'_, F> {
         self.all.send(tag, (self.rank_of)(to), bytes, deadline)
     }
 
-    fn receive(&self, tag: &Site, from: usize, bytes: &mut [u8], deadline: &Deadline) -> Result<(), Fault> {
-        self.all.receive(tag, (self.rank_of)(from), bytes, deadline)
+    fn recv(&self, tag: &Site, from: usize, bytes: &mut [u8], deadline: &Deadline) -> Result<(), Fault> {
+        self.all.recv(tag, (self.rank_of)(from), bytes, deadline)
     }
 
     fn exchange(

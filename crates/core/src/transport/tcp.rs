@@ -179,7 +179,7 @@ impl Transport for Tcp {
         link::drive(tag, Some((to, &link, bytes)), None, &mut watch)
     }
 
-    fn receive(&self, tag: &Site, from: usize, bytes: &mut [u8], deadline: &Deadline) -> Result<(), Fault> {
+    fn recv(&self, tag: &Site, from: usize, bytes: &mut [u8], deadline: &Deadline) -> Result<(), Fault> {
         let mut watch = self.watch(tag, deadline);
         let link = self.link(from, tag, &mut watch)?;
         link::drive(tag, None, Some((from, &link, bytes)), &mut watch)

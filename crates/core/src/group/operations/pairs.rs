@@ -12,7 +12,7 @@ use crate::types::{Element, Error, Operation};
 /// # Between pairs of ranks
 impl Group {
     /// Swaps parts of any sizes between all ranks: `input` has `send[r]` elements for rank `r`, in the order of ranks, and
-    /// `output` gets the `receive[r]` elements that rank `r` has for this one. Each rank must expect from another what that
+    /// `output` gets the `recv[r]` elements that rank `r` has for this one. Each rank must expect from another what that
     /// one has for it.
     ///
     /// # Errors
@@ -25,10 +25,10 @@ impl Group {
         input: &[T],
         send: &[usize],
         output: &mut [T],
-        receive: &[usize],
+        recv: &[usize],
     ) -> Result<(), Error> {
         let request = Request::of::<T>(Operation::AllToAllV);
-        self.operate_pairs(request, (cast_slice(input), send), (cast_slice_mut(output), receive))
+        self.operate_pairs(request, (cast_slice(input), send), (cast_slice_mut(output), recv))
     }
 
     /// Swaps parts of any sizes between all ranks: `input` has `send[r]` elements for rank `r`, in the order of ranks. Gives
@@ -55,10 +55,10 @@ impl Group {
         check::len("all_to_all_v", "input", input.len(), check::sizes("all_to_all_v", send, self.world_size())?)?;
         let mut sizes: Vec<u64> = send.iter().map(|size| *size as u64).collect();
         self.all_to_all(&mut sizes)?;
-        let receive = check::told("all_to_all_v", sizes)?;
-        let mut output = zeroed("all_to_all_v", check::sizes("all_to_all_v", &receive, self.world_size())?)?;
-        self.all_to_all_v_into(input, send, &mut output, &receive)?;
-        Ok((output, receive))
+        let recv = check::told("all_to_all_v", sizes)?;
+        let mut output = zeroed("all_to_all_v", check::sizes("all_to_all_v", &recv, self.world_size())?)?;
+        self.all_to_all_v_into(input, send, &mut output, &recv)?;
+        Ok((output, recv))
     }
 
     /// Sends `outgoing` to rank `to` and receives `incoming` from rank `from`, at once: two ranks may exchange with each

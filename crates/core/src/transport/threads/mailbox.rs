@@ -134,7 +134,7 @@ impl Transport for Local {
         self.await_receipt(to, deadline)
     }
 
-    fn receive(&self, tag: &Site, from: usize, bytes: &mut [u8], deadline: &Deadline) -> Result<(), Fault> {
+    fn recv(&self, tag: &Site, from: usize, bytes: &mut [u8], deadline: &Deadline) -> Result<(), Fault> {
         self.take_letter(tag, from, bytes, deadline)
     }
 
