@@ -7,8 +7,8 @@
 //! * [`Ranks`], [`hash`], [`random`]: words of errors, the number of a text, numbers that cannot be guessed.
 //! * [`frame`] and the handshake ([`Lobby`] to [`prove`]): connections of burn-collective's orchestrator.
 
+pub use crate::control::invitation::random;
 pub use crate::group::{Agreed, Agreement, ByteOperations, DEADLINE, Keepsake, Request, zeroed};
-pub use crate::random::number as random;
 pub use crate::reduce::{Output, reduce_to_all};
 pub use crate::sync::{Bell, ENDLESS, crowded, deadline_from_env, lock, spin};
 pub use crate::types::{Parts, Ranks, hash};

@@ -24,7 +24,6 @@ mod group;
 #[doc(hidden)]
 pub mod internal;
 mod plan;
-mod random;
 mod reduce;
 #[cfg(unix)]
 mod rendezvous;

@@ -7,8 +7,7 @@ mod fault;
 mod partition;
 
 pub(crate) use self::call::Fingerprint;
-pub use self::call::hash;
-pub use self::call::{Call, Operation, Site};
+pub use self::call::{Call, Operation, Site, hash};
 pub use self::dtype::{DType, Element, ReduceOp};
 pub use self::error::Ranks;
 pub use self::error::{Apart, Error};

@@ -15,6 +15,14 @@ pub(crate) struct Door {
     pub key: u64,
 }
 
+/// A number for a group or a door that cannot be guessed, from the system's random numbers.
+///
+/// # Errors
+/// [`Error::Io`] where the system has none.
+pub fn random() -> Result<u64, Error> {
+    getrandom::u64().map_err(|e| Error::io("drawing a random number", e))
+}
+
 /// The number of the group behind these doors.
 pub(crate) fn session(doors: impl IntoIterator<Item = Door>) -> u64 {
     doors.into_iter().fold(0, |session, door| session ^ door.key)

@@ -9,8 +9,8 @@ use super::handle::Group;
 use super::interrupt;
 #[cfg(unix)]
 use crate::auth::Secret;
+use crate::control::invitation::random;
 use crate::plan::{self, Selection};
-use crate::random;
 #[cfg(unix)]
 use crate::rendezvous::{Launched, Medium};
 use crate::transport::threads::Local;
@@ -84,7 +84,7 @@ impl Builder {
         if world_size == 0 {
             return Err(Error::argument("threads", "a group needs at least one rank"));
         }
-        let session = random::number();
+        let session = random()?;
         let group =
             |local| Group::of(Core::new(Base::threads(local, session), self.algorithms.clone()), self.deadline, None);
         Ok(Local::group(world_size).into_iter().map(group).collect())

@@ -20,7 +20,7 @@ use tokio::net::{UnixListener, UnixStream};
 use tokio::time::{sleep, timeout};
 
 use crate::auth::{self, Lobby, Member, Opening, Purpose, RETRY, Refusal};
-use crate::random;
+use crate::control::invitation::random;
 use crate::transport::shm::Segment;
 
 /// How long the descriptor may take once both ends have proved who they are.
@@ -28,7 +28,8 @@ const PATIENCE: Duration = Duration::from_secs(5);
 
 /// A socket in the abstract namespace, which has names but no files.
 pub(super) fn listen() -> io::Result<(String, UnixListener)> {
-    let name = format!("bonfire-{:016x}{:016x}", random::number(), random::number());
+    let name =
+        format!("bonfire-{:016x}{:016x}", random().map_err(io::Error::other)?, random().map_err(io::Error::other)?);
     let listener = std::os::unix::net::UnixListener::bind_addr(&SocketAddr::from_abstract_name(&name)?)?;
     listener.set_nonblocking(true)?;
     Ok((name, UnixListener::from_std(listener)?))

@@ -18,8 +18,8 @@ use super::neighbours::{is_star, neighbours};
 use super::reach::{bind, dial, listen, own_host};
 use super::{Medium, Settings, gone};
 use crate::auth::{Lobby, Member, Purpose, RETRY};
+use crate::control::invitation::random;
 use crate::control::{Board, MOST, Mesh, admit, frame};
-use crate::random;
 use crate::sync::ENDLESS;
 use crate::types::{Error, Ranks};
 
@@ -82,7 +82,7 @@ async fn host(
     let board = board(n)?;
     let (listener, told) = listen((settings, start), waiting_for).await?;
     let own = listener.local_addr().map_err(|e| settings.failed(start, e.to_string()))?;
-    let member = Member { secret: settings.secret.clone(), session: random::number(), rank: 0, world_size: n };
+    let member = Member { secret: settings.secret.clone(), session: random()?, rank: 0, world_size: n };
     let (arrivals, mut queue) = unbounded_channel();
     let mut guests: Vec<Option<Guest>> = (0..n).map(|_| None).collect();
     // Whom the guests know to be missing.

@@ -26,9 +26,8 @@ use super::join::{self, Joined};
 use super::reach::bind;
 use super::{Ends, Medium, Settings, assemble, control_runtime};
 use crate::auth::{Lobby, Member};
-use crate::control::invitation::{Door, Invitation, session};
+use crate::control::invitation::{Door, Invitation, random, session};
 use crate::control::{Heard, MOST, News, Silence, Standing, Word};
-use crate::random;
 use crate::sync::Deadline;
 use crate::transport::tcp::Tcp;
 use crate::transport::{Base, Regroup, hosts_of};
@@ -195,7 +194,7 @@ impl Processes {
         let listener = bind(&self.settings, Instant::now(), &address.to_string()).await;
         let listener = listener.map_err(|error| plain(operation, error))?;
         let port = listener.local_addr().map_err(|e| Error::io(operation, e))?.port();
-        Ok((listener, Door { port, key: random::number() }))
+        Ok((listener, Door { port, key: random()? }))
     }
 
     /// Connects to the members of a group to be, in whose order they have ranks there, behind these doors.

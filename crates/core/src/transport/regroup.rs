@@ -4,8 +4,7 @@ use std::sync::Arc;
 
 use super::threads::Local;
 use super::{Collectives, Near, Transport};
-use crate::control::invitation::{Door, Invitation, session};
-use crate::random;
+use crate::control::invitation::{Door, Invitation, random, session};
 use crate::sync::Deadline;
 use crate::types::{Apart, Error, Fault};
 
@@ -61,12 +60,13 @@ impl Regroup for Local {
             let why = Apart::Missing { ranks, problem: String::new() };
             Error::Shrink { rank, why, elapsed: deadline.elapsed() }
         };
-        let (local, session) = self.meet(random::number(), deadline).map_err(apart)?;
+        let (local, session) = self.meet(random()?, deadline).map_err(apart)?;
         Ok(Base::threads(local, session))
     }
 
     fn subgroup(&self, members: &[usize], deadline: &Deadline) -> Result<Base, Fault> {
-        let own = Invitation { members: members.to_vec(), door: Door { port: 0, key: random::number() } };
+        let own =
+            Invitation { members: members.to_vec(), door: Door { port: 0, key: random().map_err(Fault::Failed)? } };
         let session = session(self.invite(&own, deadline)?);
         let place = members.iter().position(|member| *member == self.rank());
         let local = place.and_then(|place| self.end(session, members.len(), place));

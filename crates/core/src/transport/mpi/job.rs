@@ -15,9 +15,9 @@ use super::farewell::{self, sweep};
 use super::library::{self, Held, Library, check, hold};
 use super::watchdog::{Watchdog, Work};
 use super::{Mpi, NAP, types};
-use crate::control::invitation::{Door, Invitation, session};
+use crate::control::invitation::{Door, Invitation, random, session};
 use crate::control::{Board, Outgoing};
-use crate::random;
+
 use crate::sync::{Deadline, crowded};
 use crate::transport::{Base, Regroup, hosts_of};
 use crate::types::{Error, Fault, hash};
@@ -49,7 +49,7 @@ pub(crate) fn connect(terms: &Terms<'_>) -> Result<Base, Error> {
 
 /// The group's number and its hosts; an error where the ranks want different things.
 fn agree(comm: &Comm, terms: &Terms<'_>, held: &Held) -> Result<(u64, Vec<usize>), Error> {
-    let own = [random::number(), u64::from(terms.blocking), hash(terms.algorithms.bytes())];
+    let own = [random()?, u64::from(terms.blocking), hash(terms.algorithms.bytes())];
     let all = all_gather(comm, &own, held)?;
     if let Some(rank) = (0..comm.size).find(|rank| all[3 * rank + 1..3 * rank + 3] != own[1..]) {
         let reason = format!(
@@ -147,7 +147,8 @@ impl Regroup for Mpi {
     }
 
     fn subgroup(&self, members: &[usize], deadline: &Deadline) -> Result<Base, Fault> {
-        let own = Invitation { members: members.to_vec(), door: Door { port: 0, key: random::number() } };
+        let own =
+            Invitation { members: members.to_vec(), door: Door { port: 0, key: random().map_err(Fault::Failed)? } };
         for member in members.iter().filter(|member| **member != self.comm.rank) {
             let _ = self.control.send(Outgoing::Invites(*member, own.clone()));
         }
