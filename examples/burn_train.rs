@@ -3,8 +3,8 @@
 //! One process uses burn's own distributed training:
 //!
 //! ```sh
-//! cargo run --release --no-default-features --features wgpu,ddp --example burn_train -- --devices 2
-//! cargo run --release --no-default-features --features cuda,ddp --example burn_train -- --devices 2 --backend cuda
+//! cargo run --release -p bonfire-examples --features wgpu,ddp --bin burn_train -- --devices 2
+//! cargo run --release -p bonfire-examples --features cuda,ddp --bin burn_train -- --devices 2 --backend cuda
 //! ```
 //!
 //! Processes that `bonfire run` started use Bonfire's strategy, with `--devices` in each.

@@ -3,7 +3,7 @@
 //! Ranks are threads of this process, or, where `bonfire run` or another launcher started it, processes:
 //!
 //! ```sh
-//! cargo run --release --example digits -- --ranks 2
+//! cargo run --release -p bonfire-examples --bin digits -- --ranks 2
 //! ```
 
 #[path = "digits/checkpoint.rs"]

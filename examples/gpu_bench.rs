@@ -1,7 +1,7 @@
 //! What collectives cost on a GPU: the first one, which all ranks share as logical devices.
 //!
 //! ```sh
-//! cargo run --release --features nccl --example gpu_bench -- --out figures
+//! cargo run --release -p bonfire-examples --features nccl --bin gpu_bench -- --out figures
 //! ```
 //!
 //! Ratios are within a round, both sides in turn; figures are medians of the rounds. `scripts/gpu-check` runs it.

@@ -2,7 +2,7 @@
 //! chosen for them, and the results come back; gradients take the same ways.
 //!
 //! ```sh
-//! cargo run --release --example moe -- --ranks 4
+//! cargo run --release -p bonfire-examples --features ndarray --bin moe -- --ranks 4
 //! ```
 //! In the end it compares itself with one rank that has all experts and all tokens.
 

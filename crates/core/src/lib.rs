@@ -45,7 +45,7 @@ pub use types::{Call, DType, Element, Error, Fault, Operation, ReduceOp, partiti
 
 /// What errors name.
 pub mod error {
-    pub use crate::types::{Apart, Site};
+    pub use crate::types::{Apart, Cause, Site};
 }
 
 /// How the environment made this process a rank.

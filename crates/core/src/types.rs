@@ -10,7 +10,7 @@ pub(crate) use self::call::Fingerprint;
 pub use self::call::{Call, Operation, Site, hash};
 pub use self::dtype::{DType, Element, ReduceOp};
 pub use self::error::Ranks;
-pub use self::error::{Apart, Error};
+pub use self::error::{Apart, Cause, Error};
 pub use self::fault::Fault;
 pub use self::partition::Parts;
 #[cfg(all(feature = "shm", target_os = "linux"))]

@@ -27,7 +27,7 @@ fn fuzz_messages() {
         Error::Timeout { site, rank: 1, missing: vec![0, 2], elapsed },
         Error::PeerLost { site, peer: 2, address: Some("10.0.0.1:1".into()), reason: "gone".into(), elapsed },
         Error::Left { site, rank: 3 },
-        Error::io("listening", "no"),
+        Error::broken("listening", "no"),
     ];
     let mut messages = errors.map(|error| Message::Failed(error, 7)).to_vec();
     let standing = Standing { members: [0, 2, 300].into(), gone: [1].into() };

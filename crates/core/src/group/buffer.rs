@@ -35,7 +35,8 @@ impl<T: Element> Buffer<T> {
         suited: impl FnOnce(usize) -> Option<io::Result<Box<dyn Storage>>>,
     ) -> Result<Self, Error> {
         let failed = |bytes: usize, reason: &dyn fmt::Display| {
-            Error::io("allocate", format!("a buffer of {} MiB is not to be had: {reason}", bytes.div_ceil(1 << 20)))
+            let text = format!("a buffer of {} MiB is not to be had: {reason}", bytes.div_ceil(1 << 20));
+            Error::io("allocate", io::Error::new(io::ErrorKind::OutOfMemory, text))
         };
         let none = "there is not so much memory";
         // No object is larger, whatever the machine.
@@ -93,6 +94,9 @@ impl<T> fmt::Debug for Buffer<T> {
 
 /// Zeros in ordinary memory, of a length that other ranks may have named.
 pub fn zeroed<T: Element>(operation: &str, len: usize) -> Result<Vec<T>, Error> {
-    let short = |()| Error::io(operation, format!("there is no memory for {len} elements of {}", T::DTYPE));
+    let short = |()| {
+        let text = format!("there is no memory for {len} elements of {}", T::DTYPE);
+        Error::io(operation, io::Error::new(io::ErrorKind::OutOfMemory, text))
+    };
     bytemuck::allocation::try_zeroed_vec(len).map_err(short)
 }

@@ -340,7 +340,7 @@ impl Builder {
         let mut groups: Vec<_> =
             results.iter().map(|(rank, group)| Ok((rank, group?))).collect::<Result<_, Error>>()?;
         if groups.len() < count {
-            return Err(Error::io("connect", "its thread panicked, see above"));
+            return Err(Error::broken("connect", "its thread panicked, see above"));
         }
         groups.sort_by_key(|(rank, _)| *rank);
         Ok(groups.into_iter().map(|(_, group)| group).collect())

@@ -60,14 +60,14 @@ impl Trace {
     /// Reads a file that [`Group::write_trace`](crate::Group::write_trace) or a failure wrote.
     ///
     /// # Errors
-    /// [`Error::Io`] where it cannot be read or holds something else.
+    /// [`Error::Io`] where it cannot be read, [`Error::Broken`] where it holds something else.
     pub fn read(path: impl AsRef<Path>) -> Result<Trace, Error> {
         let path = path.as_ref();
         let mut bytes = Vec::new();
         let read = File::open(path).and_then(|file| file.take(LARGEST + 1).read_to_end(&mut bytes));
-        read.map_err(|e| e.to_string())
-            .and_then(|_| Trace::parse(&bytes))
-            .map_err(|reason| Error::io(format!("reading the trace {}", path.display()), reason))
+        let operation = || format!("reading the trace {}", path.display());
+        read.map_err(|e| Error::io(operation(), e))?;
+        Trace::parse(&bytes).map_err(|reason| Error::broken(operation(), reason))
     }
 
     /// Takes nothing for granted: files may have been cut, changed, or written by somebody else.

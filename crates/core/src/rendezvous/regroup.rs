@@ -55,7 +55,7 @@ impl Regroup for Processes {
     fn shrink(&self, deadline: &Deadline) -> Result<Base, Error> {
         let mut agreement = Agreement::new(self.settings.rank, self.settings.world_size);
         // The group sees to it that this is called once.
-        let Some(news) = self.tcp.news() else { return Err(Error::io("shrink", "it was called before")) };
+        let Some(news) = self.tcp.news() else { return Err(Error::broken("shrink", "it was called before")) };
         let runtime = control_runtime()?;
         let problem = RefCell::new(String::new());
         let mut ends = Vec::new();
@@ -82,7 +82,7 @@ impl Regroup for Processes {
         let waiting_for = RefCell::new(String::new());
         let late = || {
             let waiting = format!("{}, by their ranks in it, within {:.1?}", waiting_for.borrow(), deadline.elapsed());
-            Fault::Failed(Error::io("connecting the members of a subgroup", waiting))
+            Fault::Failed(Error::broken("connecting the members of a subgroup", waiting))
         };
         let formed = runtime.block_on(async {
             tokio::select! {
@@ -237,7 +237,7 @@ impl Processes {
         log::info!("rank {} goes on with those that were {}", self.settings.rank, Ranks(&members));
         let (mut agreed, abandoned): (Vec<_>, Vec<_>) = ends.into_iter().partition(|(formed, _)| formed == standing);
         let Some((_, agreed)) = agreed.pop() else {
-            return Err(Error::io("shrink", "no end of the group that was agreed on"));
+            return Err(Error::broken("shrink", "no end of the group that was agreed on"));
         };
         let port = self.tcp.port().map_err(|e| Error::io("shrink", e))?;
         let abandoned = abandoned.into_iter().map(|(_, ends)| Kept::Ends(Box::new(ends)));
@@ -248,7 +248,7 @@ impl Processes {
 /// What went wrong is no rendezvous, to the caller.
 fn plain(operation: &str, error: Error) -> Error {
     match error {
-        Error::Rendezvous { reason, .. } => Error::io(operation, reason),
+        Error::Rendezvous { reason, .. } => Error::broken(operation, reason),
         error => error,
     }
 }

@@ -160,7 +160,7 @@ impl Mpi {
         arrival.ask(&hold()).map_err(Fault::Failed)?;
         let tags = self.until(arrival, |arrival, held| arrival.answers(held).map_err(Fault::Failed), &mut idle)?;
         let calls: Vec<Option<Call>> = tags.into_iter().map(|tag| tag.map(|tag| tag.call)).collect();
-        let apart = || Error::io("meeting at an operation", "the ranks are not at the same number of it");
+        let apart = || Error::broken("meeting at an operation", "the ranks are not at the same number of it");
         Err(Fault::Failed(verdict(site.sequence, &calls).unwrap_or_else(apart)))
     }
 

@@ -70,7 +70,7 @@ impl Regroup for Local {
         let session = session(self.invite(&own, deadline)?);
         let place = members.iter().position(|member| *member == self.rank());
         let local = place.and_then(|place| self.end(session, members.len(), place));
-        let local = local.ok_or_else(|| Error::io("subgroup", "this rank has its end of the group already"));
+        let local = local.ok_or_else(|| Error::broken("subgroup", "this rank has its end of the group already"));
         Ok(Base::threads(local.map_err(Fault::Failed)?, session))
     }
 

@@ -1,8 +1,11 @@
 //! What can go wrong, in the terms of a caller who has to act on it.
 
 use std::fmt;
+use std::ops::Deref;
+use std::sync::Arc;
 use std::time::Duration;
 
+use derive_where::derive_where;
 use serde::{Deserialize, Serialize};
 
 use super::{Call, Site};
@@ -10,7 +13,8 @@ use super::{Call, Site};
 /// Why an operation or the creation of a group failed.
 ///
 /// Errors are cheap to clone: the first failure poisons its group, and every later call returns a clone of it.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, thiserror::Error)]
+#[derive(Clone, Debug, Serialize, Deserialize, thiserror::Error)]
+#[derive_where(PartialEq)]
 #[non_exhaustive]
 pub enum Error {
     /// An argument that cannot work. Nothing was changed: buffers are untouched, the group is sound, and the call may be
@@ -129,12 +133,26 @@ pub enum Error {
         elapsed: Duration,
     },
 
-    /// The operating system refused something, such as a thread or a socket.
+    /// The operating system, a device or a library refused something, such as a thread, a socket or a copy.
     #[error("{operation}: {reason}")]
     Io {
         /// What was tried.
         operation: String,
-        /// The system's answer.
+        /// The answer, in words.
+        reason: String,
+        /// The answer itself, on the rank that got it.
+        #[serde(skip)]
+        #[derive_where(skip(EqHashOrd))]
+        source: Option<Cause>,
+    },
+
+    /// Something is gone or wrong that ranks, threads or devices of the group rely on, such as a thread that panicked or data
+    /// that contradict themselves.
+    #[error("{operation}: {reason}")]
+    Broken {
+        /// What was tried.
+        operation: String,
+        /// What was found.
         reason: String,
     },
 
@@ -184,12 +202,35 @@ impl Error {
         Error::InvalidArgument { operation: operation.to_string(), reason: reason.into() }
     }
 
-    /// An [`Error::Io`].
+    /// An [`Error::Io`] of this cause.
     #[doc(hidden)]
-    pub fn io(operation: impl Into<String>, reason: impl fmt::Display) -> Self {
-        Error::Io { operation: operation.into(), reason: reason.to_string() }
+    pub fn io(operation: impl Into<String>, source: impl std::error::Error + Send + Sync + 'static) -> Self {
+        Error::Io { operation: operation.into(), reason: source.to_string(), source: Some(Cause(Arc::new(source))) }
+    }
+
+    /// An [`Error::Broken`].
+    #[doc(hidden)]
+    pub fn broken(operation: impl Into<String>, reason: impl fmt::Display) -> Self {
+        Error::Broken { operation: operation.into(), reason: reason.to_string() }
     }
 }
+
+/// What the operating system, a device or a library answered. It stays on the rank that got it: to other ranks the words
+/// travel.
+#[derive(Clone, Debug)]
+pub struct Cause(Arc<dyn std::error::Error + Send + Sync>);
+
+impl Deref for Cause {
+    type Target = dyn std::error::Error + Send + Sync;
+
+    fn deref(&self) -> &Self::Target {
+        &*self.0
+    }
+}
+
+// It is only read.
+impl std::panic::UnwindSafe for Cause {}
+impl std::panic::RefUnwindSafe for Cause {}
 
 /// Why a rank does not go on. Ranks are those of the old group.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]

@@ -124,14 +124,15 @@ impl Link {
             }
             _ => format!("{e}, {place}"),
         };
-        Error::io(operation, format!("rank {peer} at {address}: {what}"))
+        Error::io(operation, io::Error::new(e.kind(), format!("rank {peer} at {address}: {what}")))
     }
 }
 
 /// That a thread did not get its turn in time.
 pub(super) fn late(operation: &str, deadline: &Deadline) -> Error {
     let elapsed = deadline.elapsed();
-    Error::io(operation, format!("timed out after {elapsed:.1?}, while another thread of this rank did the same"))
+    let text = format!("timed out after {elapsed:.1?}, while another thread of this rank did the same");
+    Error::io(operation, io::Error::new(io::ErrorKind::TimedOut, text))
 }
 
 /// A stream on which everything ends by a deadline, however the bytes trickle.

@@ -86,16 +86,17 @@ pub(super) fn run<'a>(
             }
         };
         let spawned = std::thread::Builder::new().name("bonfire-across".into()).spawn_scoped(scope, cross);
-        let failed = |e: &dyn std::fmt::Display| Fault::Failed(Error::io("crossing between hosts on a thread", e));
-        spawned.map_err(|e| failed(&e))?;
+        let operation = "crossing between hosts on a thread";
+        spawned.map_err(|e| Fault::Failed(Error::io(operation, e)))?;
+        let ended = || Fault::Failed(Error::broken(operation, "the thread panicked"));
         for i in 0..=pieces {
             if i < pieces {
                 let mut piece = cut(i, spare[i % 2].take().unwrap_or_default());
                 inward(&mut piece)?;
-                crossing.send(piece).map_err(|e| failed(&e))?;
+                crossing.send(piece).map_err(|_| ended())?;
             }
             if let Some(before) = i.checked_sub(1) {
-                let mut piece = arrivals.recv().map_err(|e| failed(&e))??;
+                let mut piece = arrivals.recv().map_err(|_| ended())??;
                 outward(&mut piece)?;
                 spare[before % 2] = Some(piece.carrier);
             }

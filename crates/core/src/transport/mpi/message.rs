@@ -222,7 +222,7 @@ impl Incoming<'_> {
             return Err(Fault::Unexpected { peer: self.from, tag: theirs.unwrap_or(*tag) });
         }
         if is_short(self.bytes.len()) {
-            let cut = || Fault::Failed(Error::io("receive", "a message that is shorter than it says"));
+            let cut = || Fault::Failed(Error::broken("recv", "a message that is shorter than it says"));
             let payload = message.get(PREFIX..PREFIX + self.bytes.len()).ok_or_else(cut)?;
             self.bytes.copy_from_slice(payload);
             return Ok(());
