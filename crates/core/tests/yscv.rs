@@ -546,16 +546,11 @@ fn data_are_as_they_were_where_the_sums_reached_only_some() {
 
 // A peer in another language.
 
-/// Starts `peer.py`; `None`, and words about it, where there is no Python.
-fn python(arguments: &[&str]) -> Option<Child> {
-    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/star/peer.py");
-    match Command::new("python3").arg(script).args(arguments).stdout(Stdio::piped()).spawn() {
-        Err(e) if e.kind() == ErrorKind::NotFound => {
-            eprintln!("SKIPPED: a peer in Python, because there is no python3");
-            None
-        }
-        child => Some(child.unwrap()),
-    }
+/// Starts `peer.py`.
+fn python(arguments: &[&str]) -> Child {
+    let script = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/yscv/peer.py");
+    let child = Command::new("python3").arg(script).args(arguments).stdout(Stdio::piped()).spawn();
+    child.expect("python3 is needed for a peer in another language")
 }
 
 fn line(output: &mut BufReader<ChildStdout>) -> String {
@@ -567,7 +562,7 @@ fn line(output: &mut BufReader<ChildStdout>) -> String {
 #[test]
 fn a_peer_in_python_is_a_worker_of_ours() {
     let (coming, address) = coordinator(patient(), 3);
-    let Some(mut peer) = python(&["worker", &address, "2", "0.25", "-8"]) else { return };
+    let mut peer = python(&["worker", &address, "2", "0.25", "-8"]);
     let ours = worker(&address, 1);
     let coordinator = coming.join().unwrap().unwrap();
     let outcomes = all_sum(vec![(coordinator, vec![1.0, 2.0]), (ours, vec![10.0, 20.0])]);
@@ -578,7 +573,7 @@ fn a_peer_in_python_is_a_worker_of_ours() {
 
 #[test]
 fn a_peer_in_python_coordinates_ours() {
-    let Some(mut peer) = python(&["coordinator", "127.0.0.1:0", "3", "0.25", "-8"]) else { return };
+    let mut peer = python(&["coordinator", "127.0.0.1:0", "3", "0.25", "-8"]);
     let mut output = BufReader::new(peer.stdout.take().unwrap());
     let address = format!("127.0.0.1:{}", line(&mut output));
     let ours = [2, 1].map(|rank| (worker(&address, rank), vec![10.0, rank as f32]));
