@@ -16,6 +16,9 @@
 
 #![warn(missing_docs)]
 
+#[cfg(all(feature = "mpi", not(unix)))]
+compile_error!("the feature `mpi` needs a unix system");
+
 #[cfg(unix)]
 mod auth;
 #[cfg(unix)]
@@ -58,3 +61,8 @@ pub mod launch {
 pub mod trace {
     pub use crate::group::{Message, Record, State, Trace};
 }
+
+/// Compiles the code of the front page.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct FrontPage;

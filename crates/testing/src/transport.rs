@@ -79,7 +79,7 @@ impl Transport for Channels {
             Message::Failed(error) => return Err(Fault::Failed(error)),
         };
         if theirs != *tag || payload.len() != bytes.len() {
-            return Err(Fault::Unexpected { peer: from, tag: theirs });
+            return Err(Fault::Unexpected { peer: from, site: theirs });
         }
         bytes.copy_from_slice(&payload);
         Ok(())

@@ -89,7 +89,7 @@ impl<'a> Watch<'a> {
     pub fn unexpected(&mut self, peer: usize, tag: Site) -> Fault {
         if !self.collective() {
             // The two ends of a message are all there is to compare, and both are known.
-            return Fault::Unexpected { peer, tag };
+            return Fault::Unexpected { peer, site: tag };
         }
         self.disagree(&[(peer, tag.call)])
     }

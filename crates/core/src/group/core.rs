@@ -139,7 +139,7 @@ impl Core {
             Fault::Lost { peer, reason } => {
                 Error::PeerLost { site, peer, address: self.executor.transport.address(peer), reason, elapsed }
             }
-            Fault::Unexpected { peer, tag } => {
+            Fault::Unexpected { peer, site: tag } => {
                 let mut calls = vec![(rank, site.call), (peer, tag.call)];
                 calls.sort_by_key(|(rank, _)| *rank);
                 Error::Mismatch { sequence: site.sequence, calls }

@@ -27,7 +27,7 @@ pub enum Fault {
         /// Which.
         peer: usize,
         /// What it sent instead.
-        tag: Site,
+        site: Site,
     },
     /// The whole group failed, here or elsewhere, for this reason.
     Failed(Error),

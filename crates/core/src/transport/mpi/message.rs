@@ -219,7 +219,7 @@ impl Incoming<'_> {
         let length = message.get(Site::BYTES..PREFIX).and_then(|bytes| bytes.try_into().ok()).map(u64::from_le_bytes);
         if theirs != Some(*tag) || length != Some(self.bytes.len() as u64) {
             // What nobody can have called is shown as what was expected.
-            return Err(Fault::Unexpected { peer: self.from, tag: theirs.unwrap_or(*tag) });
+            return Err(Fault::Unexpected { peer: self.from, site: theirs.unwrap_or(*tag) });
         }
         if is_short(self.bytes.len()) {
             let cut = || Fault::Failed(Error::broken("recv", "a message that is shorter than it says"));

@@ -73,8 +73,8 @@ impl Local {
                 return Err(Fault::Timeout { missing: vec![from] });
             };
             if theirs != tag || *len != bytes.len() {
-                let fault = Fault::Unexpected { peer: from, tag: *theirs };
-                *letter = Letter::Refused(Fault::Unexpected { peer: self.rank, tag: *tag });
+                let fault = Fault::Unexpected { peer: from, site: *theirs };
+                *letter = Letter::Refused(Fault::Unexpected { peer: self.rank, site: *tag });
                 return Err(fault);
             }
             // SAFETY: `Send for Lent`: the sender waits and its bytes are borrowed; the lengths are equal, and a
