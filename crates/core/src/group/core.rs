@@ -139,8 +139,8 @@ impl Core {
             Fault::Lost { peer, reason } => {
                 Error::PeerLost { site, peer, address: self.executor.transport.address(peer), reason, elapsed }
             }
-            Fault::Unexpected { peer, site: tag } => {
-                let mut calls = vec![(rank, site.call), (peer, tag.call)];
+            Fault::Unexpected { peer, site: theirs } => {
+                let mut calls = vec![(rank, site.call), (peer, theirs.call)];
                 calls.sort_by_key(|(rank, _)| *rank);
                 Error::Mismatch { sequence: site.sequence, calls }
             }
