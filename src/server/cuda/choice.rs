@@ -206,7 +206,7 @@ mod tests {
         let gather = Call { operation: Operation::AllGather, reduction: None, ..all_reduce(DType::I16, 10) };
         let form = |call: &Call| launch(Route::Form(Form::Push), call, &EIGHT).map(|launch| launch.kernel.form);
         assert_eq!(form(&gather), Some(Form::AllGather));
-        assert_eq!(form(&gather.sized(&[1, 9])), None);
+        assert_eq!(form(&Call { sizes: Some(1), ..gather }), None);
         let scatter = Call { operation: Operation::ReduceScatter, ..all_reduce(DType::F32, 10) };
         assert_eq!(form(&scatter), Some(Form::ReduceScatter));
         assert_eq!(form(&Call { operation: Operation::Gather, root: Some(0), ..gather }), None);
