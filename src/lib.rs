@@ -31,6 +31,8 @@
 
 #[cfg(unix)]
 pub mod burn_collective;
+#[cfg(feature = "flex")]
+mod pool;
 #[cfg(feature = "cubecl")]
 pub mod server;
 pub mod tensor;
