@@ -31,7 +31,7 @@
 
 #[cfg(unix)]
 pub mod burn_collective;
-#[cfg(feature = "flex")]
+#[cfg(any(feature = "flex", feature = "cubecl"))]
 mod pool;
 #[cfg(feature = "cubecl")]
 pub mod server;

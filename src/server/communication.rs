@@ -3,8 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use bytes::Bytes as Shared;
-use cubecl::bytes::{AllocationProperty, Bytes};
+use cubecl::bytes::Bytes;
 use cubecl::device::DeviceId;
 use cubecl::ir::{ElemType, FloatKind, IntKind, UIntKind};
 use cubecl::server::{
@@ -16,6 +15,7 @@ use super::DeviceTransport;
 use super::compute::CollectiveServer;
 use super::copy::Layout;
 use super::engine::Job;
+use super::memory::writable;
 use super::post::{Message, Post};
 use super::reading::{Reading, caught};
 use super::round::{Results, Round, Source};
@@ -318,7 +318,7 @@ impl<R: DeviceTransport> CollectiveServer<R> {
             let result = results.iter().find(|(_, round)| Arc::ptr_eq(round, &pending.round));
             let result = result.and_then(|(results, _)| results.get(pending.number));
             let result = result.ok_or_else(|| Error::io("sync_collective", "a result is gone"))?;
-            writes.push((pending.target, shared(result)));
+            writes.push((pending.target, writable(result)));
         }
         self.write_all(writes)
     }
@@ -337,11 +337,6 @@ pub(super) fn call(
         return Err(Error::argument(operation, format!("{bytes} bytes are no whole number of {dtype}")));
     }
     Ok(Call { operation, dtype, count: bytes / dtype.size(), reduction, root, sizes: None })
-}
-
-/// Host memory that several devices write from.
-pub(super) fn shared(bytes: Shared) -> Bytes {
-    Bytes::from_shared(bytes, AllocationProperty::Native)
 }
 
 /// The types that can be reduced on every runtime: also where NCCL or kernels do it, which know no others.

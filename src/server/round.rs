@@ -19,9 +19,10 @@ use bytes::Bytes as Shared;
 use cubecl::bytes::Bytes;
 use cubecl::device::DeviceId;
 
-use super::memory::Pool;
+use super::memory::shared;
 use super::reading::Reading;
 use super::status::Status;
+use crate::pool;
 use bonfire_core::internal::{Output, Ranks, lock, reduce_to_all};
 use bonfire_core::{Call, Deadline, Error, Site};
 
@@ -40,7 +41,6 @@ pub(super) struct Round {
     members: Vec<Arc<Status>>,
     state: Mutex<State>,
     changed: Condvar,
-    pool: Arc<Pool>,
 }
 
 /// A runtime, and devices in order.
@@ -95,13 +95,7 @@ impl Round {
         }
         let members: Vec<_> = key.1.iter().map(|id| Status::of::<R>(*id)).collect();
         let state = State { ranks: members.iter().map(|_| Rank::default()).collect(), ..State::default() };
-        let round = Arc::new(Round {
-            key: key.clone(),
-            members,
-            state: Mutex::new(state),
-            changed: Condvar::new(),
-            pool: Arc::default(),
-        });
+        let round = Arc::new(Round { key: key.clone(), members, state: Mutex::new(state), changed: Condvar::new() });
         let thread = round.clone();
         std::thread::Builder::new()
             .name("bonfire-devices".into())
@@ -259,10 +253,10 @@ impl Round {
         self.members.iter().for_each(|member| _ = member.rounds.fetch_add(1, Ordering::Relaxed));
         let calls: Vec<Call> = work[0].iter().map(|(call, _)| *call).collect();
         let padded = |call: &Call| call.bytes().next_multiple_of(size_of::<u128>());
-        let mut memory = self.pool.lease(calls.iter().map(padded).sum());
+        let mut memory = pool::bytes("all_reduce", calls.iter().map(padded).sum())?;
 
         let mut ranks: Vec<_> = work.into_iter().map(Vec::into_iter).collect();
-        let mut rest = memory.bytes();
+        let mut rest = &mut memory[..];
         let mut before: Vec<&[u8]> = earlier.iter().map(|result| &result[..]).collect();
         for call in &calls {
             let (output, after) = std::mem::take(&mut rest).split_at_mut(padded(call));
@@ -285,7 +279,7 @@ impl Round {
         }
         drop(before);
 
-        let memory = Shared::from_owner(memory);
+        let memory = shared(memory);
         let mut at = 0;
         let results = calls.iter().map(|call| {
             let result = memory.slice(at..at + call.bytes());
