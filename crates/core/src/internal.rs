@@ -3,7 +3,7 @@
 pub use crate::group::{Core, DEADLINE, Keepsake, zeroed};
 pub use crate::random::number as random;
 pub use crate::reduce::{Output, reduce_to_all};
-pub use crate::sync::{Bell, ENDLESS, crowded, deadline_from_env, lock, spin};
+pub use crate::sync::{Bell, ENDLESS, Patience, crowded, deadline_from_env, lock, spin};
 pub use crate::types::{Parts, Ranks, hash};
 #[cfg(unix)]
 pub use crate::{

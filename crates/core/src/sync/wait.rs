@@ -62,7 +62,7 @@ impl Deadline {
 }
 
 /// Says once in the log that a wait has become long: at a tenth of its deadline.
-pub(crate) struct Patience<'a> {
+pub struct Patience<'a> {
     deadline: &'a Deadline,
     warned: bool,
 }
