@@ -64,6 +64,7 @@ mod device;
 #[doc(hidden)]
 pub mod engine;
 pub(crate) mod exchange;
+mod meeting;
 mod memory;
 mod post;
 mod reading;

@@ -7,7 +7,6 @@
 
 mod flight;
 mod place;
-mod progress;
 mod registry;
 
 use std::collections::VecDeque;
@@ -20,7 +19,6 @@ use cubecl::device::DeviceId;
 
 use self::place::Place;
 pub(super) use self::place::{Copy, Means, Ready};
-use self::progress::Progress;
 pub(super) use self::registry::{fail, fit, ordinal};
 use super::choice::{Topology, Way};
 use super::control::{
@@ -29,16 +27,17 @@ use super::control::{
 use super::driver::{Gpu, settle};
 use super::memory::{HostWords, Memory};
 use super::remote::Remote;
+use crate::server::meeting::{Calls, Wait};
 use crate::server::status::Status;
-use bonfire_core::internal::{Ranks, lock};
-use bonfire_core::{Call, Deadline, Error, Site};
+use bonfire_core::internal::lock;
+use bonfire_core::{Call, DType, Deadline, Error, Operation, Site};
 
 pub(super) struct Team {
     key: Vec<DeviceId>,
     seats: Vec<Seat>,
     places: Vec<Place>,
     host: HostWords,
-    progress: Mutex<Progress>,
+    calls: Mutex<Calls>,
     workers: Workers,
     group: Option<Ours>,
 }
@@ -146,8 +145,8 @@ impl Team {
             lock(&places[place].queue).calls.push(VecDeque::new());
             seats.push(Seat { rank, status: Status::of::<CudaRuntime>(key[seat]), place });
         }
-        let progress = Mutex::new(Progress::of(key.len()));
-        Ok(Team { key, seats, places, host, progress, workers, group: limit.map(Ours::new) })
+        let calls = Mutex::new(Calls::of(key.len()));
+        Ok(Team { key, seats, places, host, calls, workers, group: limit.map(Ours::new) })
     }
 
     /// Where the ranks are, if kernels work for them.
@@ -165,15 +164,16 @@ impl Team {
 
     /// Gives the seat's next call its number, from 1 on. An error where another rank called something else there.
     pub fn number(&self, seat: usize, call: Call) -> Result<u64, Error> {
-        let mut progress = lock(&self.progress);
-        if let Some(error) = &progress.failure {
-            return Err(error.clone());
+        let mut calls = lock(&self.calls);
+        let number = calls.add(seat, call);
+        match &number {
+            Ok(_) => {
+                let matched = calls.matched();
+                calls.forget(matched);
+            }
+            Err(error) => self.fail_locked(calls, error.clone()),
         }
-        let numbered = progress.number(seat, call);
-        if let Err(error) = &numbered {
-            self.fail_locked(progress, error.clone());
-        }
-        numbered
+        number
     }
 
     /// Puts a call on the GPU's stream, once all ranks there have. Calls come in the order of their numbers.
@@ -257,31 +257,22 @@ impl Team {
     pub fn wait_launched(&self, seat: usize, number: u64, deadline: &Deadline) -> Result<(), Error> {
         let (place, rank) = (self.place(seat), self.seats[seat].rank);
         let mut queue = lock(&place.queue);
-        let mut warned = false;
+        let mut wait = Wait::of(rank, deadline);
         while queue.launched < number {
             if let Some(error) = self.failure() {
                 return Err(error);
             }
-            let sequence = queue.launched;
-            let (call, mut missing) = lock(&self.progress).made(sequence + 1);
+            let (site, mut missing) = called(&lock(&self.calls), queue.launched + 1);
             missing.retain(|seat| place.seats.contains(seat));
-            if deadline.passed() {
-                drop(queue);
-                let (site, elapsed) = (Site { call, sequence }, deadline.elapsed());
-                let error = match missing[..] {
-                    [] => Error::io(site.to_string(), format!("a device did not launch it within {elapsed:.1?}")),
-                    _ => Error::Timeout { site, rank, missing, elapsed },
-                };
-                self.fail(error.clone());
-                return Err(error);
-            }
-            if !warned && deadline.elapsed() >= deadline.tenth() && !missing.is_empty() {
-                log::warn!("{call}: device {rank} still waits for {}", Ranks(&missing));
-                warned = true;
-            }
-            let limit = if warned { deadline.remaining() } else { deadline.tenth().saturating_sub(deadline.elapsed()) };
-            let limit = limit.max(Duration::from_millis(1));
-            queue = place.launched.wait_timeout(queue, limit).unwrap_or_else(PoisonError::into_inner).0;
+            let pause = match wait.pause(site, missing, "a device did not launch it") {
+                Ok(pause) => pause,
+                Err(error) => {
+                    drop(queue);
+                    self.fail(error.clone());
+                    return Err(error);
+                }
+            };
+            queue = place.launched.wait_timeout(queue, pause).unwrap_or_else(PoisonError::into_inner).0;
         }
         Ok(())
     }
@@ -311,35 +302,34 @@ impl Team {
     }
 
     pub fn failure(&self) -> Option<Error> {
-        lock(&self.progress).failure.clone()
+        lock(&self.calls).failure.clone()
     }
 
     /// Makes a failure that the GPU has reported for this rank the team's. Whether the team is still to be watched.
     fn look(&self, seat: usize) -> bool {
         let report = Report::of(self.host.load(HOST_WORDS * seat + FAILURE));
-        let progress = lock(&self.progress);
-        if let (Some(report), None) = (report, &progress.failure) {
-            let (call, absent) = progress.made(report.number);
-            let site = Site { call, sequence: report.number.saturating_sub(1) };
+        let calls = lock(&self.calls);
+        if let (Some(report), None) = (report, &calls.failure) {
+            let (site, absent) = called(&calls, report.number);
             let rank = self.seats[seat].rank;
-            self.fail_locked(progress, report.error(site, rank, absent, self.patience()));
+            self.fail_locked(calls, report.error(site, rank, absent, self.patience()));
             return false;
         }
-        progress.failure.is_none()
+        calls.failure.is_none()
     }
 
     /// Ends the team: its kernels end, and every device is poisoned, unless it works for a group.
     pub fn fail(&self, error: Error) {
-        self.fail_locked(lock(&self.progress), error);
+        self.fail_locked(lock(&self.calls), error);
     }
 
-    fn fail_locked(&self, mut progress: MutexGuard<'_, Progress>, error: Error) {
-        if progress.failure.is_some() {
+    fn fail_locked(&self, mut calls: MutexGuard<'_, Calls>, error: Error) {
+        if calls.failure.is_some() {
             // The devices may have been cleared since.
             return;
         }
         self.note_completed();
-        progress.failure = Some(error.clone());
+        calls.failure = Some(error.clone());
         (0..self.seats.len()).for_each(|seat| self.host.store(HOST_WORDS * seat + ABORT, 1));
         // A group's failures are its own.
         if self.group.is_none() {
@@ -351,7 +341,7 @@ impl Team {
             }
             self.seats.iter().for_each(|seat| seat.status.fail(error.clone()));
         }
-        drop(progress);
+        drop(calls);
         match &self.workers {
             Workers::Kernels(..) => {
                 for place in &self.places {
@@ -379,6 +369,15 @@ impl Team {
         // Who holds the queue may be about to launch.
         self.places.iter().all(|place| place.queue.try_lock().is_ok() && place.stream.is_idle())
     }
+}
+
+/// The call with this number, and the seats that have not made it.
+fn called(calls: &Calls, number: u64) -> (Site, Vec<usize>) {
+    /// Stands for a call that is not known any more.
+    const NOTHING: Call =
+        Call { operation: Operation::AllReduce, dtype: DType::U8, count: 0, reduction: None, root: None, sizes: None };
+    let call = calls.get(number).unwrap_or(NOTHING);
+    (Site { call, sequence: number.saturating_sub(1) }, calls.missing(number))
 }
 
 impl Drop for Team {

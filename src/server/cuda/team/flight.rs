@@ -110,7 +110,7 @@ impl Team {
 
     fn late(&self, seat: usize, number: u64, site: Site, deadline: &Deadline) -> Error {
         let rank = self.seats[seat].rank;
-        let (_, mut missing) = lock(&self.progress).made(number);
+        let mut missing = lock(&self.calls).missing(number);
         if missing.is_empty() {
             let ranks = match &self.workers {
                 Workers::Kernels(topology, _) => topology.ranks,
