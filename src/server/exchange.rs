@@ -33,6 +33,10 @@ use bonfire_core::{Call, DType, Error, Group, Operation, ReduceOp, partition};
 /// # Errors
 /// [`Error::InvalidArgument`] where sizes do not fit each other; whatever comes later is returned by [`Transfer::wait`].
 pub trait DeviceCollectives<R: DeviceTransport> {
+    /// Starts `call` on this memory.
+    #[doc(hidden)]
+    fn start(&self, group: &Group, call: Call, sources: Vec<Piece>, targets: Vec<Piece>) -> Result<Transfer<R>, Error>;
+
     /// [`Group::all_reduce`] of `source`, to `target` of the same size.
     fn start_all_reduce(
         &self,
@@ -41,10 +45,19 @@ pub trait DeviceCollectives<R: DeviceTransport> {
         target: &Handle,
         dtype: DType,
         op: ReduceOp,
-    ) -> Result<Transfer<R>, Error>;
+    ) -> Result<Transfer<R>, Error> {
+        let call = call(Operation::AllReduce, source.size_in_used(), dtype, Some(op), None)?;
+        expect(call.operation, "target", target, call.bytes())?;
+        self.start(group, call, whole(source), whole(target))
+    }
 
     /// [`Group::broadcast`] of the root's memory.
-    fn start_broadcast(&self, group: &Group, memory: &Handle, dtype: DType, root: usize) -> Result<Transfer<R>, Error>;
+    fn start_broadcast(&self, group: &Group, memory: &Handle, dtype: DType, root: usize) -> Result<Transfer<R>, Error> {
+        let call = call(Operation::Broadcast, memory.size_in_used(), dtype, None, Some(root))?;
+        group.check_rank("broadcast", "root", root)?;
+        let (read, written) = if group.rank() == root { (whole(memory), vec![]) } else { (vec![], whole(memory)) };
+        self.start(group, call, read, written)
+    }
 
     /// [`Group::all_gather_into`]: `source` is as large as this rank's [`partition`](crate::partition()) of `target`.
     fn start_all_gather(
@@ -53,7 +66,12 @@ pub trait DeviceCollectives<R: DeviceTransport> {
         source: &Handle,
         target: &Handle,
         dtype: DType,
-    ) -> Result<Transfer<R>, Error>;
+    ) -> Result<Transfer<R>, Error> {
+        let call = call(Operation::AllGather, target.size_in_used(), dtype, None, None)?;
+        let own = own_part(group, &call);
+        expect(call.operation, "source", source, own.len())?;
+        self.start(group, call, vec![(source.clone(), own)], whole(target))
+    }
 
     /// [`Group::reduce_scatter_into`]: `target` is as large as this rank's [`partition`](crate::partition()) of `source`.
     fn start_reduce_scatter(
@@ -63,7 +81,12 @@ pub trait DeviceCollectives<R: DeviceTransport> {
         target: &Handle,
         dtype: DType,
         op: ReduceOp,
-    ) -> Result<Transfer<R>, Error>;
+    ) -> Result<Transfer<R>, Error> {
+        let call = call(Operation::ReduceScatter, source.size_in_used(), dtype, Some(op), None)?;
+        let own = own_part(group, &call);
+        expect(call.operation, "target", target, own.len())?;
+        self.start(group, call, whole(source), vec![(target.clone(), own)])
+    }
 
     /// [`Group::all_to_all_into`]: `source` and `target` have one size, which is a multiple of the number of ranks.
     fn start_all_to_all(
@@ -72,7 +95,12 @@ pub trait DeviceCollectives<R: DeviceTransport> {
         source: &Handle,
         target: &Handle,
         dtype: DType,
-    ) -> Result<Transfer<R>, Error>;
+    ) -> Result<Transfer<R>, Error> {
+        let call = call(Operation::AllToAll, source.size_in_used(), dtype, None, None)?;
+        expect(call.operation, "target", target, call.bytes())?;
+        group.check_parts(call.count)?;
+        self.start(group, call, whole(source), whole(target))
+    }
 }
 
 /// An operation on a device's memory that was started. It takes place whether or not anybody waits, but its result is there
@@ -138,64 +166,8 @@ pub(crate) fn start<R: DeviceTransport>(
 }
 
 impl<R: DeviceTransport> DeviceCollectives<R> for ComputeClient<CollectiveRuntime<R>> {
-    fn start_all_reduce(
-        &self,
-        group: &Group,
-        source: &Handle,
-        target: &Handle,
-        dtype: DType,
-        op: ReduceOp,
-    ) -> Result<Transfer<R>, Error> {
-        let call = call(Operation::AllReduce, source.size_in_used(), dtype, Some(op), None)?;
-        expect(call.operation, "target", target, call.bytes())?;
-        start(self, group, call, whole(source), whole(target))
-    }
-
-    fn start_broadcast(&self, group: &Group, memory: &Handle, dtype: DType, root: usize) -> Result<Transfer<R>, Error> {
-        let call = call(Operation::Broadcast, memory.size_in_used(), dtype, None, Some(root))?;
-        group.check_rank("broadcast", "root", root)?;
-        let (read, written) = if group.rank() == root { (whole(memory), vec![]) } else { (vec![], whole(memory)) };
-        start(self, group, call, read, written)
-    }
-
-    fn start_all_gather(
-        &self,
-        group: &Group,
-        source: &Handle,
-        target: &Handle,
-        dtype: DType,
-    ) -> Result<Transfer<R>, Error> {
-        let call = call(Operation::AllGather, target.size_in_used(), dtype, None, None)?;
-        let own = own_part(group, &call);
-        expect(call.operation, "source", source, own.len())?;
-        start(self, group, call, vec![(source.clone(), own)], whole(target))
-    }
-
-    fn start_reduce_scatter(
-        &self,
-        group: &Group,
-        source: &Handle,
-        target: &Handle,
-        dtype: DType,
-        op: ReduceOp,
-    ) -> Result<Transfer<R>, Error> {
-        let call = call(Operation::ReduceScatter, source.size_in_used(), dtype, Some(op), None)?;
-        let own = own_part(group, &call);
-        expect(call.operation, "target", target, own.len())?;
-        start(self, group, call, whole(source), vec![(target.clone(), own)])
-    }
-
-    fn start_all_to_all(
-        &self,
-        group: &Group,
-        source: &Handle,
-        target: &Handle,
-        dtype: DType,
-    ) -> Result<Transfer<R>, Error> {
-        let call = call(Operation::AllToAll, source.size_in_used(), dtype, None, None)?;
-        expect(call.operation, "target", target, call.bytes())?;
-        group.check_parts(call.count)?;
-        start(self, group, call, whole(source), whole(target))
+    fn start(&self, group: &Group, call: Call, sources: Vec<Piece>, targets: Vec<Piece>) -> Result<Transfer<R>, Error> {
+        start(self, group, call, sources, targets)
     }
 }
 
