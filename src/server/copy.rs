@@ -12,8 +12,9 @@ use cubecl::stream_id::StreamId;
 
 use super::DeviceTransport;
 use super::compute::CollectiveServer;
-use super::engine::{Loan, Rows};
-use super::reading::{Reading, caught};
+use super::engine::Rows;
+use super::post::Offer;
+use super::reading::caught;
 use super::runtime::CollectiveRuntime;
 use bonfire_core::{Deadline, Error};
 
@@ -90,14 +91,6 @@ impl<R: DeviceTransport> CopyBetweenDevices for CollectiveRuntime<R> {
 /// memory belongs to another stream.
 pub(super) fn stream_of<R: Runtime>(client: &ComputeClient<R>) -> StreamId {
     client.empty(1).stream
-}
-
-/// What a device gives another one to copy.
-pub(super) enum Offer {
-    /// The data, on its way to the host.
-    Reading(Reading),
-    /// The memory itself.
-    Loan(Loan),
 }
 
 impl<R: DeviceTransport> CollectiveServer<R> {

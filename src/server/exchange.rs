@@ -12,10 +12,9 @@ use cubecl::server::Handle;
 use self::direct::Departure;
 use self::staged::Staging;
 use super::DeviceTransport;
-use super::communication::call;
 use super::compute::CollectiveServer;
 use super::copy::stream_of;
-use super::engine::Errand;
+use super::engine::{Job, call};
 use super::runtime::CollectiveRuntime;
 use bonfire_core::{Call, DType, Error, Group, Operation, ReduceOp, partition};
 
@@ -156,11 +155,11 @@ pub(crate) fn start<R: DeviceTransport>(
     let stream = stream_of(client);
     let bound = |pieces: Vec<Piece>| pieces.into_iter().map(|(handle, place)| (handle.binding(), place)).collect();
     let (sources, targets) = (bound(sources), bound(targets));
-    let errand = Errand { call, rank: group.rank(), sources, targets, stream, limit: group.deadline() };
+    let job = Job { call, rank: group.rank(), sources, targets, stream };
     let route = R::route(group, client.info().device)?.filter(|route| route.serves(&call));
     let under_way = match route {
-        Some(route) => UnderWay::Direct(direct::start(&device, group, route, errand)?),
-        None => UnderWay::Staged(staged::start(&device, group, errand)?),
+        Some(route) => UnderWay::Direct(direct::start(&device, group, route, job)?),
+        None => UnderWay::Staged(staged::start(&device, group, job)?),
     };
     Ok(Transfer { under_way, device })
 }

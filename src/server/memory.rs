@@ -1,9 +1,37 @@
-//! Host memory with results, from which several devices are written.
+//! Parts of a device's memory, and host memory from which several devices are written.
 
 use bytes::Bytes as Shared;
 use cubecl::bytes::{AllocationProperty, Bytes};
+use cubecl::server::Binding;
 
-/// The memory, of which parts can be handed out.
+/// The part of its memory that a binding names.
+#[derive(Clone, Copy, PartialEq)]
+pub(super) struct Span {
+    memory: Option<u64>,
+    /// In bytes.
+    start: u64,
+    end: u64,
+}
+
+impl Span {
+    pub fn of(binding: &Binding) -> Span {
+        let start = binding.offset_start.unwrap_or(0);
+        Span { memory: memory_id(binding), start, end: start + binding.size_in_used() }
+    }
+
+    pub fn overlaps(&self, other: &Span) -> bool {
+        self.start < other.end && other.start < self.end && self.memory.is_some() && self.memory == other.memory
+    }
+}
+
+/// cubecl shows a memory's id only in its debug text; a test notices if that changes.
+fn memory_id(binding: &Binding) -> Option<u64> {
+    let text = format!("{:?}", binding.memory);
+    let digits = text.split("value: ").nth(1)?;
+    digits.split(|c: char| !c.is_ascii_digit()).next()?.parse().ok()
+}
+
+/// Host memory, of which parts can be handed out.
 pub(super) fn shared(memory: Bytes) -> Shared {
     struct Owner(Bytes);
 
@@ -19,4 +47,25 @@ pub(super) fn shared(memory: Bytes) -> Shared {
 /// A part as a server takes it.
 pub(super) fn writable(part: Shared) -> Bytes {
     Bytes::from_shared(part, AllocationProperty::Native)
+}
+
+#[cfg(test)]
+mod tests {
+    use cubecl::server::Handle;
+    use cubecl::stream_id::StreamId;
+
+    use super::*;
+
+    #[test]
+    fn the_same_memory_is_recognised_where_the_parts_overlap() {
+        let handle = Handle::new(StreamId { value: 0 }, 64);
+        let part = |start, end| handle.clone().offset_start(start).offset_end(end).binding();
+        let other = Handle::new(StreamId { value: 0 }, 64).binding();
+        let overlap = |a: &Binding, b: &Binding| Span::of(a).overlaps(&Span::of(b));
+        assert!(memory_id(&other).is_some());
+        assert!(!overlap(&part(0, 0), &other));
+        assert!(overlap(&part(0, 0), &part(0, 0)));
+        assert!(overlap(&part(0, 32), &part(16, 0)));
+        assert!(!overlap(&part(0, 32), &part(32, 0)));
+    }
 }

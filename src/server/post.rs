@@ -11,9 +11,18 @@ use cubecl::device::DeviceId;
 use cubecl::ir::ElemType;
 use cubecl::stream_id::StreamId;
 
-use super::copy::Offer;
+use super::engine::Loan;
+use super::reading::Reading;
 use bonfire_core::internal::lock;
 use bonfire_core::{Deadline, Error};
+
+/// What a device gives another one to copy.
+pub(super) enum Offer {
+    /// The data, on its way to the host.
+    Reading(Reading),
+    /// The memory itself.
+    Loan(Loan),
+}
 
 /// What one device sent another.
 pub(super) struct Message {

@@ -57,20 +57,6 @@ struct State {
     results: VecDeque<Shared>,
 }
 
-/// Results of consecutive calls.
-pub(super) struct Results {
-    /// The number of the first call.
-    first: u64,
-    results: Vec<Shared>,
-}
-
-impl Results {
-    /// The result of call number `number`.
-    pub fn get(&self, number: u64) -> Option<Shared> {
-        self.results.get(usize::try_from(number.checked_sub(self.first)?).ok()?).cloned()
-    }
-}
-
 #[derive(Default)]
 struct Rank {
     /// Of the calls that no round has taken.
@@ -133,8 +119,8 @@ impl Round {
         }
     }
 
-    /// Waits for what was announced, and takes those results.
-    pub fn take(&self, rank: usize, deadline: &Deadline) -> Result<Results, Error> {
+    /// Waits for what was announced, and gives the results that this device has not taken, in the order of its calls.
+    pub fn take(&self, rank: usize, deadline: &Deadline) -> Result<Vec<Shared>, Error> {
         let mut state = lock(&self.state);
         let mut wait = Wait::of(rank, deadline);
         loop {
@@ -334,11 +320,10 @@ impl State {
     }
 
     /// The results up to number `until` that this device has not taken yet.
-    fn take(&mut self, rank: usize, until: u64) -> Results {
+    fn take(&mut self, rank: usize, until: u64) -> Vec<Shared> {
         let oldest = self.done - self.results.len() as u64;
-        let first = self.ranks[rank].taken;
-        let range = (first - oldest) as usize..(until - oldest) as usize;
-        let results = Results { first: first + 1, results: self.results.range(range).cloned().collect() };
+        let range = (self.ranks[rank].taken - oldest) as usize..(until - oldest) as usize;
+        let results = self.results.range(range).cloned().collect();
         self.ranks[rank].taken = until;
         let taken = self.ranks.iter().map(|rank| rank.taken).min().unwrap_or(until);
         self.results.drain(..(taken - oldest) as usize);

@@ -16,9 +16,10 @@ use std::time::Duration;
 
 use cubecl::cuda::CudaRuntime;
 use cubecl::device::DeviceId;
+use cubecl::server::Binding;
 
-use self::place::Place;
-pub(super) use self::place::{Copy, Means, Ready};
+use self::place::{Called, Means, Place};
+pub(super) use self::place::{Copy, Layout, Ready};
 pub(super) use self::registry::{fail, fit, ordinal};
 use super::choice::{Topology, Way};
 use super::control::{
@@ -71,7 +72,7 @@ struct Ours {
 }
 
 /// What lives until a call is done: the index of its place, the call's number, and the memory.
-type Kept = (usize, u64, Box<dyn Send>);
+type Kept = (usize, u64, Vec<Binding>);
 
 impl Ours {
     fn new(limit: Duration) -> Ours {
@@ -157,6 +158,14 @@ impl Team {
         }
     }
 
+    /// How many ranks there are.
+    pub fn ranks(&self) -> usize {
+        match &self.workers {
+            Workers::Kernels(topology, _) => topology.ranks,
+            Workers::Nccl(remote) => remote.ranks(),
+        }
+    }
+
     /// How a call goes this way: its kernel is then on the seat's GPU.
     pub fn prepare(&self, seat: usize, way: Way) -> Result<Means, Error> {
         self.place(seat).means(way)
@@ -177,12 +186,12 @@ impl Team {
     }
 
     /// Puts a call on the GPU's stream, once all ranks there have. Calls come in the order of their numbers.
-    pub fn submit(&self, seat: usize, ready: Ready) -> Result<(), Error> {
+    pub fn submit(&self, seat: usize, site: Site, deadline: Deadline, ready: Ready) -> Result<(), Error> {
         let place = self.place(seat);
         let mut queue = lock(&place.queue);
         let position = place.seats.iter().position(|other| *other == seat);
         if let Some(calls) = position.and_then(|position| queue.calls.get_mut(position)) {
-            calls.push_back(ready);
+            calls.push_back(Called { site, deadline, ready });
         }
         // The stream may be full, and this then waits for the GPU. Nothing there waits for a rank that would need the lock.
         while queue.calls.iter().all(|calls| !calls.is_empty()) {
@@ -190,10 +199,10 @@ impl Team {
             if let Some(error) = self.failure() {
                 return Err(error);
             }
-            let mut calls: Vec<Ready> = queue.calls.iter_mut().filter_map(VecDeque::pop_front).collect();
+            let calls: Vec<Called> = queue.calls.iter_mut().filter_map(VecDeque::pop_front).collect();
             let launched = self.launch(place, queue.launched + 1, &calls);
             // Also where it failed half-way: what is on the stream may use it.
-            let kept = calls.iter_mut().filter_map(|ready| ready.kept.take());
+            let kept = calls.into_iter().map(|call| call.ready.layout.kept);
             self.keep(self.seats[seat].place, queue.launched + 1, kept);
             launched?;
             self.let_go();
@@ -203,19 +212,19 @@ impl Team {
         Ok(())
     }
 
-    fn launch(&self, place: &Place, number: u64, calls: &[Ready]) -> Result<(), Error> {
-        for (seat, ready) in place.seats.iter().zip(calls) {
+    fn launch(&self, place: &Place, number: u64, calls: &[Called]) -> Result<(), Error> {
+        for (seat, Called { ready, .. }) in place.seats.iter().zip(calls) {
             place.stream.wait_for(self.ready(*seat), ready.ready)?;
-            place.copy(&ready.before)?;
+            place.copy(&ready.layout.before)?;
         }
-        let Ready { site, means, source, target, deadline, .. } = &calls[0];
+        let Called { site, deadline, ready: Ready { means, layout, .. } } = &calls[0];
         match (means, &self.workers) {
             (Means::Kernel(launch, module), Workers::Kernels(_, controls)) => {
                 let parameters = self.parameters(place, calls, controls);
                 place.stream.launch(module, (calls.len() as u32, launch.blocks), launch.threads, parameters)?;
             }
             (Means::Nccl, Workers::Nccl(remote)) => {
-                remote.submit(*site, (*source, *target), &place.stream, deadline)?;
+                remote.submit(*site, (layout.source, layout.target), &place.stream, deadline)?;
                 if let Some(error) = self.failure() {
                     // Who failed it may have found the communicator at work.
                     remote.abort();
@@ -224,7 +233,7 @@ impl Team {
             }
             _ => return Err(Error::io(site.to_string(), "this team does not do it so")),
         }
-        calls.iter().try_for_each(|ready| place.copy(&ready.after))?;
+        calls.iter().try_for_each(|call| place.copy(&call.ready.layout.after))?;
         place.stream.write(place.done.unwrap_or_else(|| self.told(place)), number)
     }
 
@@ -233,10 +242,10 @@ impl Team {
         self.host.address(HOST_WORDS * place.seats[0] + DONE)
     }
 
-    fn parameters(&self, place: &Place, calls: &[Ready], controls: &[Memory]) -> Parameters {
+    fn parameters(&self, place: &Place, calls: &[Called], controls: &[Memory]) -> Parameters {
         let call = &calls[0].site.call;
         let mut parameters = Parameters {
-            patience: nanoseconds(calls.iter().map(|ready| ready.patience).max().unwrap_or_default()),
+            patience: nanoseconds(calls.iter().map(|call| call.ready.patience).max().unwrap_or_default()),
             ranks: self.seats.len() as u64,
             root: call.root.unwrap_or(0) as u64,
             count: call.count as u64,
@@ -246,9 +255,9 @@ impl Team {
         for (address, control) in parameters.control.iter_mut().zip(controls) {
             *address = control.address;
         }
-        for ((seat, ready), member) in place.seats.iter().zip(calls).zip(&mut parameters.members) {
+        for ((seat, Called { ready, .. }), member) in place.seats.iter().zip(calls).zip(&mut parameters.members) {
             let host = self.host(*seat);
-            *member = Member { source: ready.source, target: ready.target, rank: *seat as u64, host };
+            *member = Member { source: ready.layout.source, target: ready.layout.target, rank: *seat as u64, host };
         }
         parameters
     }

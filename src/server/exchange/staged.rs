@@ -10,7 +10,7 @@ use cubecl::server::Binding;
 use crate::pool;
 use crate::server::DeviceTransport;
 use crate::server::compute::CollectiveServer;
-use crate::server::engine::Errand;
+use crate::server::engine::Job;
 use crate::server::memory::{shared, writable};
 use crate::server::reading::Reading;
 use bonfire_core::{Call, Error, Group, Work};
@@ -31,9 +31,9 @@ struct Staged {
 pub(super) fn start<R: DeviceTransport>(
     device: &DeviceHandle<CollectiveServer<R>>,
     group: &Group,
-    errand: Errand,
+    job: Job,
 ) -> Result<Staging, Error> {
-    let Errand { call, sources, targets, stream, .. } = errand;
+    let Job { call, sources, targets, stream, .. } = job;
     let starts = sources.iter().map(|(_, place)| place.start).collect();
     let sources = sources.into_iter().map(|(source, place)| (source, place.len())).collect();
     let (sender, reading) = channel();

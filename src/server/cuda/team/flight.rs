@@ -3,6 +3,8 @@
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use cubecl::server::Binding;
+
 use super::{Kept, Team, Workers};
 use crate::server::cuda::control::{DONE, FAILURE, HOST_WORDS, Report};
 use bonfire_core::internal::lock;
@@ -112,11 +114,7 @@ impl Team {
         let rank = self.seats[seat].rank;
         let mut missing = lock(&self.calls).missing(number);
         if missing.is_empty() {
-            let ranks = match &self.workers {
-                Workers::Kernels(topology, _) => topology.ranks,
-                Workers::Nccl(remote) => remote.ranks(),
-            };
-            missing = (0..ranks).filter(|other| *other != rank).collect();
+            missing = (0..self.ranks()).filter(|other| *other != rank).collect();
         }
         Error::Timeout { site, rank, missing, elapsed: deadline.elapsed() }
     }
@@ -126,7 +124,7 @@ impl Team {
     }
 
     /// Keeps memory until the call with this number is done. A GPU that is done with it has heard so from all others.
-    pub(super) fn keep(&self, place: usize, number: u64, memory: impl Iterator<Item = Box<dyn Send>>) {
+    pub(super) fn keep(&self, place: usize, number: u64, memory: impl Iterator<Item = Vec<Binding>>) {
         if let Some(ours) = &self.group {
             lock(&ours.kept).extend(memory.map(|memory| (place, number, memory)));
         }
