@@ -35,6 +35,7 @@ use self::operation::run;
 pub use self::orchestrator::start_global_orchestrator;
 use self::session::session;
 use bonfire_core::ReduceOp;
+pub use bonfire_core::ReduceOp as ReduceOperation;
 
 /// Registers a peer and blocks until all `num_devices` of the config have registered; with several nodes, until all
 /// nodes have found each other.
@@ -46,7 +47,9 @@ use bonfire_core::ReduceOp;
 /// `B` is any backend. With autodiff use the inner backend: gradients do not flow through collectives.
 ///
 /// ```
-/// use bonfire::{CollectiveConfig, PeerId, ReduceOperation, all_reduce, finish_collective, register};
+/// use bonfire::burn_collective::{
+///     CollectiveConfig, PeerId, ReduceOperation, all_reduce, finish_collective, register,
+/// };
 /// use burn::backend::NdArray;
 /// use burn::tensor::{Tensor, TensorPrimitive};
 ///

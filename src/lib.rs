@@ -31,6 +31,8 @@
 
 #[cfg(unix)]
 pub mod burn_collective;
+#[cfg(any(feature = "flex", feature = "cubecl"))]
+mod pool;
 #[cfg(feature = "cubecl")]
 pub mod server;
 pub mod tensor;
@@ -46,9 +48,8 @@ pub use bonfire_core::{Medium, Secret, launch, yscv};
 pub use bonfire_core::ReduceOp as ReduceOperation;
 #[cfg(unix)]
 pub use burn_collective::{
-    Address, AllReduceStrategy, BroadcastStrategy, CollectiveConfig, CollectiveError, GlobalCollectiveError,
-    GradientsParamsExt, NodeId, PeerId, ReduceStrategy, all_reduce, broadcast, finish_collective, reduce, register,
-    reset_collective, start_global_orchestrator,
+    CollectiveConfig, CollectiveError, GradientsParamsExt, PeerId, all_reduce, broadcast, finish_collective, reduce,
+    register, reset_collective, start_global_orchestrator,
 };
 #[cfg(feature = "cubecl")]
 pub use server::{CollectiveDevice, CollectiveRuntime};

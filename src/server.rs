@@ -64,7 +64,10 @@ mod device;
 #[doc(hidden)]
 pub mod engine;
 pub(crate) mod exchange;
+mod host;
+mod meeting;
 mod memory;
+mod pending;
 mod post;
 mod reading;
 mod round;
@@ -79,12 +82,12 @@ use cubecl::Runtime;
 use cubecl::device::DeviceId;
 use cubecl::server::ComputeServer;
 
-pub use self::compute::CollectiveServer;
+pub use self::compute::{CollectiveServer, Info, LayoutPolicy};
 pub use self::copy::{CopyBetweenDevices, copy};
 pub use self::device::CollectiveDevice;
 use self::engine::{Engine, Route};
 pub use self::exchange::{DeviceCollectives, Transfer};
-pub use self::runtime::{CollectiveRuntime, Info, LayoutPolicy};
+pub use self::runtime::CollectiveRuntime;
 pub use self::status::Counters;
 use bonfire_core::{Error, Group};
 

@@ -11,5 +11,6 @@ pub(crate) mod device;
 pub(crate) mod flex;
 pub(crate) mod host;
 pub mod operation;
+
 #[cfg(feature = "flex")]
-mod pool;
+use crate::pool;

@@ -5,9 +5,10 @@ use std::process::Command;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread::{JoinHandle, spawn};
 
+use bonfire::burn_collective::{AllReduceStrategy, BroadcastStrategy, ReduceOperation, ReduceStrategy};
 use bonfire::{
-    AllReduceStrategy, BroadcastStrategy, CollectiveConfig, CollectiveError, GradientsParamsExt, PeerId,
-    ReduceOperation, ReduceStrategy, all_reduce, broadcast, finish_collective, reduce, register, reset_collective,
+    CollectiveConfig, CollectiveError, GradientsParamsExt, PeerId, all_reduce, broadcast, finish_collective, reduce,
+    register, reset_collective,
 };
 use burn::backend::{Autodiff, Flex, NdArray};
 use burn::module::{Module, ParamId};
@@ -498,7 +499,7 @@ fn a_malformed_deadline_is_reported() {
 fn configs_and_errors_are_values() {
     fn is_error<E: std::error::Error + Clone + PartialEq + Send + Sync + 'static>(_: &E) {}
     is_error(&CollectiveError::InvalidConfig);
-    let address = |text: &str| text.parse::<bonfire::Address>().unwrap();
+    let address = |text: &str| text.parse::<bonfire::burn_collective::Address>().unwrap();
     let config = config(4)
         .with_local_all_reduce_strategy(AllReduceStrategy::Ring)
         .with_num_nodes(2)

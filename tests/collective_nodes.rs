@@ -7,9 +7,10 @@ use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread::{JoinHandle, spawn};
 
+use bonfire::burn_collective::{AllReduceStrategy, GlobalCollectiveError, NodeId, ReduceOperation};
 use bonfire::{
-    AllReduceStrategy, CollectiveConfig, CollectiveError, GlobalCollectiveError, GradientsParamsExt, NodeId, PeerId,
-    ReduceOperation, all_reduce, broadcast, finish_collective, reduce, register, start_global_orchestrator,
+    CollectiveConfig, CollectiveError, GradientsParamsExt, PeerId, all_reduce, broadcast, finish_collective, reduce,
+    register, start_global_orchestrator,
 };
 use bonfire_testing::wire;
 use burn::backend::{Flex, NdArray};
@@ -242,7 +243,7 @@ fn nodes_that_contradict_each_other_all_learn_it_and_the_next_ones_are_served() 
     let port = orchestrator();
     let data: Vec<u16> = (0..3).map(|_| free_port()).collect();
     let right = |node: u16| config(node, 3, 1, port, data[node as usize]);
-    let other = |node| right(node).with_global_reduce_strategy(bonfire::ReduceStrategy::Centralized);
+    let other = |node| right(node).with_global_reduce_strategy(bonfire::burn_collective::ReduceStrategy::Centralized);
     let both_get = |error: GlobalCollectiveError, a: CollectiveConfig, b: CollectiveConfig| {
         let results = join(vec![
             spawn(|| register::<Flex>(PeerId(0), Default::default(), a)),

@@ -238,7 +238,7 @@ impl Rank {
         if rank == 0 {
             self.run(Action::Send(next), len, None, own.as_ptr(), output.as_mut_ptr());
         }
-        self.run(Action::Receive(previous), len, None, own.as_ptr(), output.as_mut_ptr());
+        self.run(Action::Recv(previous), len, None, own.as_ptr(), output.as_mut_ptr());
         if rank != 0 {
             self.run(Action::Send(next), len, None, own.as_ptr(), output.as_mut_ptr());
         }

@@ -13,6 +13,7 @@ use super::operation::run;
 use super::session::session;
 use super::unload;
 use bonfire_core::ReduceOp;
+use bonfire_core::internal::hash;
 
 /// All-reduces gradients, as burn-optim does with its `collective` feature. Import it to call `grads.all_reduce(..)`.
 pub trait GradientsParamsExt: Sized {
@@ -29,7 +30,7 @@ pub trait GradientsParamsExt: Sized {
     /// As all of `GradientsParams`' methods, if the gradients are those of another backend.
     ///
     /// ```no_run
-    /// use bonfire::{CollectiveError, GradientsParamsExt, PeerId, ReduceOperation};
+    /// use bonfire::burn_collective::{CollectiveError, GradientsParamsExt, PeerId, ReduceOperation};
     /// use burn::optim::GradientsParams;
     /// use burn::tensor::backend::Backend;
     ///
@@ -87,10 +88,9 @@ fn listed(text: &str) -> Vec<ParamId> {
     ids.into_iter().map(ParamId::from).collect()
 }
 
-/// FNV-1a over the ids: the same in every build.
+/// The same for the same ids in every build.
 fn digest(ids: &[ParamId]) -> u64 {
-    let bytes = ids.iter().flat_map(|id| id.val().to_le_bytes());
-    bytes.fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3))
+    hash(ids.iter().flat_map(|id| id.val().to_le_bytes()))
 }
 
 #[cfg(test)]

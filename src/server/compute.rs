@@ -9,7 +9,8 @@ use cubecl::future::DynFut;
 use cubecl::prelude::{CubeCount, ExecutionMode};
 use cubecl::profile::ProfileDuration;
 use cubecl::server::{
-    Binding, ComputeServer, CopyDescriptor, KernelArguments, ProfileError, ProfilingToken, ServerError, ServerUtilities,
+    Binding, ComputeServer, CopyDescriptor, Handle, KernelArguments, MemoryLayout, MemoryLayoutDescriptor,
+    MemoryLayoutPolicy, ProfileError, ProfilingToken, ServerError, ServerUtilities,
 };
 use cubecl::stream_id::StreamId;
 use cubecl::{MemoryAllocationMode, MemoryUsage};
@@ -19,11 +20,11 @@ use cubecl_runtime::memory_management::ManagedMemoryHandle;
 use cubecl_runtime::storage::{ComputeStorage, ManagedResource};
 
 use super::DeviceTransport;
-use super::communication::{Pending, Span};
 use super::device::physical;
 use super::engine::Engine;
+use super::memory::Span;
+use super::pending::Pending;
 use super::reading::Reader;
-use super::runtime::{Info, LayoutPolicy};
 use super::status::Status;
 use bonfire_core::Error;
 
@@ -52,6 +53,19 @@ impl<R: DeviceTransport> CollectiveServer<R> {
             engine.enter(&mut self.inner, stream);
         }
         &mut self.inner
+    }
+
+    /// Once a failure was cleared, what failed with it is no longer waited for.
+    pub(super) fn forget_failed(&mut self) {
+        let cleared = self.status.cleared();
+        if cleared != self.cleared && self.status.failure().is_none() {
+            self.cleared = cleared;
+            self.pending.retain(|pending| !pending.round.failed());
+            if let Some(engine) = &mut self.engine {
+                engine.forget();
+                self.promised.clear();
+            }
+        }
     }
 
     /// Refuses where the device is poisoned: its memory may hold stale bytes.
@@ -207,5 +221,35 @@ impl<R: DeviceTransport> ComputeServer for CollectiveServer<R> {
 impl<R: DeviceTransport> fmt::Debug for CollectiveServer<R> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("CollectiveServer").field("device", &self.device).field("inner", &self.inner).finish()
+    }
+}
+
+/// What a client knows of its server: the inner server's own, and which device this is.
+pub struct Info<R: DeviceTransport> {
+    inner: Arc<ServerUtilities<R::Server>>,
+    pub(super) device: DeviceId,
+}
+
+impl<R: DeviceTransport> Info<R> {
+    /// What the inner runtime says of its server.
+    pub fn inner(&self) -> &<R::Server as ComputeServer>::Info {
+        &self.inner.info
+    }
+}
+
+impl<R: DeviceTransport> fmt::Debug for Info<R> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Info").field("inner", &self.inner.info).field("device", &self.device).finish()
+    }
+}
+
+/// The inner server's way of laying out memory.
+pub struct LayoutPolicy<R: DeviceTransport> {
+    inner: Arc<ServerUtilities<R::Server>>,
+}
+
+impl<R: DeviceTransport> MemoryLayoutPolicy for LayoutPolicy<R> {
+    fn apply(&self, stream: StreamId, descriptors: &[MemoryLayoutDescriptor]) -> (Handle, Vec<MemoryLayout>) {
+        self.inner.layout_policy.apply(stream, descriptors)
     }
 }

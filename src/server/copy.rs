@@ -12,8 +12,9 @@ use cubecl::stream_id::StreamId;
 
 use super::DeviceTransport;
 use super::compute::CollectiveServer;
-use super::engine::{Loan, Rows};
-use super::reading::{Reading, caught};
+use super::engine::Rows;
+use super::post::Offer;
+use super::reading::caught;
 use super::runtime::CollectiveRuntime;
 use bonfire_core::{Deadline, Error};
 
@@ -92,14 +93,6 @@ pub(super) fn stream_of<R: Runtime>(client: &ComputeClient<R>) -> StreamId {
     client.empty(1).stream
 }
 
-/// What a device gives another one to copy.
-pub(super) enum Offer {
-    /// The data, on its way to the host.
-    Reading(Reading),
-    /// The memory itself.
-    Loan(Loan),
-}
-
 impl<R: DeviceTransport> CollectiveServer<R> {
     /// Offers the first bytes of some memory, as what was queued so far leaves them. `in_rows` is whether the other device's
     /// engine can copy them.
@@ -140,14 +133,14 @@ impl<R: DeviceTransport> CollectiveServer<R> {
             (Offer::Loan(loan), Some(engine), Some(rows)) => {
                 caught(operation, || engine.copy(&mut self.inner, loan, rows, target))
             }
-            (Offer::Loan(_), ..) => Err(Error::io(operation, "the devices do not agree how they copy")),
+            (Offer::Loan(_), ..) => Err(Error::broken(operation, "the devices do not agree how they copy")),
         }
     }
 
     fn receive_copy(&mut self, data: Receiver<Result<Offer, Error>>, layout: Layout, target: Binding) {
         let deadline = Deadline::after(self.status.deadline());
         let sent = data.recv_timeout(deadline.remaining());
-        let sent = sent.map_err(|e| Error::io("copy", format!("the source did not deliver: {e}")));
+        let sent = sent.map_err(|e| Error::broken("copy", format!("the source did not deliver: {e}")));
         let copied = sent.and_then(|data| data).and_then(|data| self.collect("copy", data, &layout, target));
         self.status.record(copied);
     }

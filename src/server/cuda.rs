@@ -17,6 +17,7 @@ pub mod nccl;
 mod order;
 mod remote;
 mod route;
+mod side;
 mod team;
 
 use std::collections::HashMap;
@@ -29,12 +30,14 @@ use cubecl::stream_id::StreamId;
 
 use self::choice::{ROUTE, way};
 use self::control::{Order, nanoseconds};
-use self::lane::{Lane, place};
+use self::lane::Lane;
 use self::order::Server;
-use self::team::{Ready, Team};
+use self::side::Side;
+use self::team::Team;
 use super::DeviceTransport;
-use super::communication::{Span, UNFINISHED};
 use super::engine::{Engine, Job, Loan, Route, Rows};
+use super::memory::Span;
+use super::pending::UNFINISHED;
 use super::reading::caught;
 use super::status::Status;
 use bonfire_core::error::Site;
@@ -47,7 +50,6 @@ impl DeviceTransport for CudaRuntime {
             status: Status::of::<CudaRuntime>(device),
             teams: HashMap::new(),
             pending: Vec::new(),
-            last: None,
             lane: None,
             promised: Vec::new(),
             promises: 0,
@@ -64,11 +66,9 @@ struct CudaEngine {
     device: DeviceId,
     status: Arc<Status>,
     /// The teams that this device is in, by their devices.
-    teams: HashMap<Vec<DeviceId>, Arc<Team>>,
+    teams: HashMap<Vec<DeviceId>, Arc<Side>>,
     /// What `sync` has not ordered yet.
     pending: Vec<Pending>,
-    /// The stream from which the last call came: `ready` words only grow if each call comes after the one before.
-    last: Option<StreamId>,
     /// Made when it is first used.
     lane: Option<Lane>,
     /// What streams must wait for: the latest of each word, and as which promise it was made.
@@ -80,32 +80,33 @@ struct CudaEngine {
 
 /// A call that was submitted. It keeps its tensors' memory until whatever enters a stream comes after it.
 struct Pending {
-    team: Arc<Team>,
-    rank: usize,
+    side: Arc<Side>,
     number: u64,
-    source: Binding,
-    target: Binding,
+    /// What it reads and what it writes.
+    spans: [Span; 2],
+    kept: Vec<Binding>,
 }
 
 impl Pending {
     /// Whether this call uses memory that the other one writes, or writes what that uses.
-    fn meets(&self, source: &Span, target: &Span) -> bool {
-        let (read, written) = (Span::of(&self.source), Span::of(&self.target));
+    fn meets(&self, [source, target]: &[Span; 2]) -> bool {
+        let [read, written] = &self.spans;
         written.overlaps(source) || written.overlaps(target) || read.overlaps(target)
     }
 }
 
 impl CudaEngine {
-    fn team(&mut self, devices: Vec<DeviceId>, rank: usize) -> Result<Arc<Team>, Error> {
-        if let Some(team) = self.teams.get(&devices) {
+    fn side(&mut self, devices: Vec<DeviceId>, rank: usize) -> Result<Arc<Side>, Error> {
+        if let Some(side) = self.teams.get(&devices) {
             // One that failed stays until the failure is cleared: `forget` has to wait for it.
-            return team.failure().map_or_else(|| Ok(team.clone()), Err);
+            return side.team.failure().map_or_else(|| Ok(side.clone()), Err);
         }
         let team = Team::of(devices.clone())?;
         team.watch(rank);
-        self.teams.insert(devices, team.clone());
+        let side = Arc::new(Side::of(team, rank));
+        self.teams.insert(devices, side.clone());
         // If the one before has failed since the call was looked at, this call belongs to that one.
-        self.status.failure().map_or(Ok(team), Err)
+        self.status.failure().map_or(Ok(side), Err)
     }
 
     fn lane(&mut self) -> Result<&mut Lane, Error> {
@@ -115,36 +116,22 @@ impl CudaEngine {
         }
     }
 
-    fn submit(&mut self, server: &mut Server, team: &Arc<Team>, job: Job) -> Result<(), Error> {
-        let Job { call, rank, source, target, stream, .. } = job;
-        let (read, written) = (Span::of(&source), Span::of(&target));
-        let mut others = self.pending.iter().filter(|pending| !Arc::ptr_eq(&pending.team, team));
-        if others.any(|pending| pending.meets(&read, &written)) {
+    fn submit(&mut self, server: &mut Server, side: &Arc<Side>, job: Job) -> Result<(), Error> {
+        let (call, team) = (job.call, &side.team);
+        let spans = [&job.sources, &job.targets].map(|memory| Span::of(&memory[0].0));
+        let mut others = self.pending.iter().filter(|pending| !Arc::ptr_eq(&pending.side, side));
+        if others.any(|pending| pending.meets(&spans)) {
             // Their streams do not wait for each other.
             return Err(Error::argument("all_reduce", UNFINISHED));
         }
         let way = way(*ROUTE, &call, team.topology(), false);
         let way = way.ok_or_else(|| Error::argument(call.operation, format!("no kernel does {call}")))?;
-        let means = team.prepare(rank, way)?;
-        let number = team.number(rank, call)?;
-        let (source_at, target_at) = (place(server, &source, stream)?, place(server, &target, stream)?);
-        let word = (team.ready(rank), number);
-        order::tensors_ready(server, &[source.stream, target.stream], &mut self.last, word, stream);
-        let (site, patience) = (Site::new(call, number - 1), team.patience());
-        let ready = Ready {
-            site,
-            means,
-            patience,
-            deadline: Deadline::after(patience),
-            ready: number,
-            source: source_at,
-            target: target_at,
-            before: Vec::new(),
-            after: Vec::new(),
-            kept: None,
-        };
-        team.submit(rank, ready)?;
-        self.pending.push(Pending { team: team.clone(), rank, number, source, target });
+        let patience = team.patience();
+        let ready = side.prepare(server, job, way, patience)?;
+        let number = team.number(side.seat, call)?;
+        let (site, kept) = (Site::new(call, number - 1), ready.layout.kept.clone());
+        team.submit(side.seat, site, Deadline::after(patience), ready)?;
+        self.pending.push(Pending { side: side.clone(), number, spans, kept });
         Ok(())
     }
 
@@ -176,11 +163,11 @@ impl Engine<CudaRuntime> for CudaEngine {
         self.entered.insert(stream, self.promises);
     }
 
-    fn all_reduce(&mut self, server: &mut Server, job: Job) -> Result<(), Error> {
+    fn all_reduce(&mut self, server: &mut Server, devices: Vec<DeviceId>, job: Job) -> Result<(), Error> {
         self.enter(server, job.stream);
-        let team = self.team(job.devices.clone(), job.rank)?;
+        let side = self.side(devices, job.rank)?;
         // The others would wait for this call.
-        caught("all_reduce", || self.submit(server, &team, job)).inspect_err(|error| team.fail(error.clone()))
+        caught("all_reduce", || self.submit(server, &side, job)).inspect_err(|error| side.team.fail(error.clone()))
     }
 
     fn fail(&mut self, devices: &[DeviceId], error: &Error) {
@@ -189,25 +176,26 @@ impl Engine<CudaRuntime> for CudaEngine {
 
     fn sync(&mut self) -> Result<(), Error> {
         let deadline = Deadline::after(self.status.deadline());
-        let mut orders: Vec<(&Arc<Team>, Order)> = Vec::new();
+        let mut orders: Vec<(&Arc<Side>, Order)> = Vec::new();
         let mut outcome = Ok(());
-        for Pending { team, rank, number, .. } in self.pending.iter().rev() {
-            if orders.iter().any(|(other, _)| Arc::ptr_eq(other, team)) {
+        for Pending { side, number, .. } in self.pending.iter().rev() {
+            if orders.iter().any(|(other, _)| Arc::ptr_eq(other, side)) {
                 continue;
             }
+            let (team, seat) = (&side.team, side.seat);
             // What waits on the GPU for a call must be put there after it. Where one team fails, others may be sound.
-            if let Err(error) = team.wait_launched(*rank, *number, &deadline) {
+            if let Err(error) = team.wait_launched(seat, *number, &deadline) {
                 outcome = outcome.and(Err(error));
                 continue;
             }
             // The call has its own patience, which begins later.
             let patience = nanoseconds(team.patience()) * 2;
-            orders.push((team, Order { word: team.done(*rank), value: *number, patience, host: team.host(*rank) }));
+            orders.push((side, Order { word: team.done(seat), value: *number, patience, host: team.host(seat) }));
         }
         let orders: Vec<Order> = orders.into_iter().map(|(_, order)| order).collect();
         orders.into_iter().for_each(|order| self.promise(order));
         // Those of a team that failed are kept until it is waited for.
-        self.pending.retain(|pending| pending.team.failure().is_some());
+        self.pending.retain(|pending| pending.side.team.failure().is_some());
         outcome
     }
 
@@ -228,19 +216,17 @@ impl Engine<CudaRuntime> for CudaEngine {
     }
 
     fn forget(&mut self) {
-        let failed = |team: &Arc<Team>| team.failure().is_some();
-        let (ended, pending): (Vec<_>, Vec<_>) = self.pending.drain(..).partition(|pending| failed(&pending.team));
+        let failed = |side: &Arc<Side>| side.team.failure().is_some();
+        let (ended, pending): (Vec<_>, Vec<_>) = self.pending.drain(..).partition(|pending| failed(&pending.side));
         self.pending = pending;
         // What these words speak of is done after this.
         let mut words = Vec::new();
-        for (devices, team) in self.teams.iter().filter(|(_, team)| failed(team)) {
-            words.extend(devices.binary_search(&self.device).map(|rank| team.done(rank)));
-            if let Err(error) = team.quiesce() {
+        for side in self.teams.values().filter(|side| failed(side)) {
+            words.push(side.team.done(side.seat));
+            if let Err(error) = side.team.quiesce() {
                 // Then nobody may have the tensors' memory.
                 log::error!("after a failure: {error}");
-                std::mem::forget(
-                    ended.iter().map(|pending| (pending.source.clone(), pending.target.clone())).collect::<Vec<_>>(),
-                );
+                std::mem::forget(ended.iter().map(|pending| pending.kept.clone()).collect::<Vec<_>>());
             }
         }
         if let Some(lane) = self.lane.take_if(|lane| lane.has_failed()) {
@@ -250,6 +236,6 @@ impl Engine<CudaRuntime> for CudaEngine {
             }
         }
         self.promised.retain(|(order, _)| !words.contains(&order.word));
-        self.teams.retain(|_, team| !failed(team));
+        self.teams.retain(|_, side| !failed(side));
     }
 }

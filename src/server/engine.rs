@@ -9,17 +9,17 @@ use cubecl::stream_id::StreamId;
 
 use super::DeviceTransport;
 use bonfire_core::error::Site;
-use bonfire_core::{Call, Deadline, Error};
+use bonfire_core::{Call, DType, Deadline, Error, Operation, ReduceOp};
 
-/// An all-reduce as a device calls it.
+/// A collective as one rank calls it, on memory of its device.
 pub struct Job {
     pub(super) call: Call,
-    /// All that take part, sorted.
-    pub(super) devices: Vec<DeviceId>,
     pub(super) rank: usize,
-    pub(super) source: Binding,
-    pub(super) target: Binding,
-    /// Where what the source holds was queued.
+    /// What is read and what is written, each with which bytes of the whole it is. There is one of each at most, but for
+    /// a group's all-reduce.
+    pub(super) sources: Vec<(Binding, Range<usize>)>,
+    pub(super) targets: Vec<(Binding, Range<usize>)>,
+    /// Where what the sources hold was queued.
     pub(super) stream: StreamId,
 }
 
@@ -39,21 +39,7 @@ pub struct Rows {
     pub(super) pitch: usize,
 }
 
-/// An operation of a group on the memory of a rank's device.
-pub struct Errand {
-    pub(super) call: Call,
-    pub(super) rank: usize,
-    /// What is read and what is written, each with which bytes of the whole it is. There is one of each at most, but for
-    /// an all-reduce.
-    pub(super) sources: Vec<(Binding, Range<usize>)>,
-    pub(super) targets: Vec<(Binding, Range<usize>)>,
-    /// Where what the sources hold was queued.
-    pub(super) stream: StreamId,
-    /// How long a device may wait for another one.
-    pub(super) limit: Duration,
-}
-
-/// What remains of an errand once all ranks have called it, on any thread. It returns when it is under way on this rank.
+/// What remains of a job once all ranks have called it, on any thread. It returns when it is under way on this rank.
 pub type Launch = Box<dyn FnOnce(&Site, &Deadline) -> Result<Flight, Error> + Send>;
 
 /// An operation under way. Called, it waits until the device is done with it; the function that it is given tells what has
@@ -65,9 +51,9 @@ pub trait Route<R: DeviceTransport>: Send + Sync {
     /// Whether this call is done so. The answer is the same on all ranks.
     fn serves(&self, call: &Call) -> bool;
 
-    /// Takes down what an errand uses, as what was queued so far leaves it. Neither sources nor targets may be touched before
-    /// its flight is over.
-    fn prepare(&self, server: &mut R::Server, errand: Errand) -> Result<Launch, Error>;
+    /// Takes down what a job uses, as what was queued so far leaves it. Neither sources nor targets may be touched before
+    /// its flight is over. `limit` is how long a device may wait for another one.
+    fn prepare(&self, server: &mut R::Server, job: Job, limit: Duration) -> Result<Launch, Error>;
 }
 
 /// A device's own way to work with other devices of its process. It belongs to the device's server, and is called with the
@@ -79,8 +65,9 @@ pub trait Engine<R: DeviceTransport>: Send {
     /// Before anything is put on a stream of the inner server: orders it after all that `sync` and `copy` have promised.
     fn enter(&mut self, server: &mut R::Server, stream: StreamId);
 
-    /// Queues an all-reduce. Neither source nor target may be touched before [`sync`](Engine::sync).
-    fn all_reduce(&mut self, server: &mut R::Server, job: Job) -> Result<(), Error>;
+    /// Queues an all-reduce of these devices, which are sorted. Neither source nor target may be touched before
+    /// [`sync`](Engine::sync).
+    fn all_reduce(&mut self, server: &mut R::Server, devices: Vec<DeviceId>, job: Job) -> Result<(), Error>;
 
     /// Ends what these devices, which are sorted, do together, on all of them.
     fn fail(&mut self, devices: &[DeviceId], error: &Error);
@@ -96,4 +83,21 @@ pub trait Engine<R: DeviceTransport>: Send {
 
     /// The failure was cleared: what failed with it is no longer waited for.
     fn forget(&mut self);
+}
+
+/// An operation on memory of so many bytes.
+pub(super) fn call(
+    operation: Operation,
+    bytes: u64,
+    dtype: DType,
+    reduction: Option<ReduceOp>,
+    root: Option<usize>,
+) -> Result<Call, Error> {
+    let bytes = bytes as usize;
+    if !bytes.is_multiple_of(dtype.size()) {
+        return Err(Error::argument(operation, format!("{bytes} bytes are no whole number of {dtype}")));
+    }
+    let mut call = Call::new(operation, dtype, bytes / dtype.size());
+    (call.reduction, call.root) = (reduction, root);
+    Ok(call)
 }

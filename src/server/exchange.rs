@@ -11,10 +11,9 @@ use cubecl::server::Handle;
 
 use self::staged::Staging;
 use super::DeviceTransport;
-use super::communication::call;
 use super::compute::CollectiveServer;
 use super::copy::stream_of;
-use super::engine::{Errand, Flight};
+use super::engine::{Flight, Job, call};
 use super::runtime::CollectiveRuntime;
 use bonfire_core::internal::{Agreed, ByteOperations, Request};
 use bonfire_core::{Call, DType, Error, Group, Operation, ReduceOp, partition};
@@ -33,6 +32,10 @@ use bonfire_core::{Call, DType, Error, Group, Operation, ReduceOp, partition};
 /// # Errors
 /// [`Error::InvalidArgument`] where sizes do not fit each other; whatever comes later is returned by [`Transfer::wait`].
 pub trait DeviceCollectives<R: DeviceTransport> {
+    /// Starts `call` on this memory.
+    #[doc(hidden)]
+    fn start(&self, group: &Group, call: Call, sources: Vec<Piece>, targets: Vec<Piece>) -> Result<Transfer<R>, Error>;
+
     /// [`Group::all_reduce`] of `source`, to `target` of the same size.
     fn start_all_reduce(
         &self,
@@ -41,10 +44,19 @@ pub trait DeviceCollectives<R: DeviceTransport> {
         target: &Handle,
         dtype: DType,
         op: ReduceOp,
-    ) -> Result<Transfer<R>, Error>;
+    ) -> Result<Transfer<R>, Error> {
+        let call = call(Operation::AllReduce, source.size_in_used(), dtype, Some(op), None)?;
+        expect(call.operation, "target", target, call.bytes())?;
+        self.start(group, call, whole(source), whole(target))
+    }
 
     /// [`Group::broadcast`] of the root's memory.
-    fn start_broadcast(&self, group: &Group, memory: &Handle, dtype: DType, root: usize) -> Result<Transfer<R>, Error>;
+    fn start_broadcast(&self, group: &Group, memory: &Handle, dtype: DType, root: usize) -> Result<Transfer<R>, Error> {
+        let call = call(Operation::Broadcast, memory.size_in_used(), dtype, None, Some(root))?;
+        group.check_rank("broadcast", "root", root)?;
+        let (read, written) = if group.rank() == root { (whole(memory), vec![]) } else { (vec![], whole(memory)) };
+        self.start(group, call, read, written)
+    }
 
     /// [`Group::all_gather_into`]: `source` is as large as this rank's [`partition`](crate::partition()) of `target`.
     fn start_all_gather(
@@ -53,7 +65,12 @@ pub trait DeviceCollectives<R: DeviceTransport> {
         source: &Handle,
         target: &Handle,
         dtype: DType,
-    ) -> Result<Transfer<R>, Error>;
+    ) -> Result<Transfer<R>, Error> {
+        let call = call(Operation::AllGather, target.size_in_used(), dtype, None, None)?;
+        let own = own_part(group, &call);
+        expect(call.operation, "source", source, own.len())?;
+        self.start(group, call, vec![(source.clone(), own)], whole(target))
+    }
 
     /// [`Group::reduce_scatter_into`]: `target` is as large as this rank's [`partition`](crate::partition()) of `source`.
     fn start_reduce_scatter(
@@ -63,7 +80,12 @@ pub trait DeviceCollectives<R: DeviceTransport> {
         target: &Handle,
         dtype: DType,
         op: ReduceOp,
-    ) -> Result<Transfer<R>, Error>;
+    ) -> Result<Transfer<R>, Error> {
+        let call = call(Operation::ReduceScatter, source.size_in_used(), dtype, Some(op), None)?;
+        let own = own_part(group, &call);
+        expect(call.operation, "target", target, own.len())?;
+        self.start(group, call, whole(source), vec![(target.clone(), own)])
+    }
 
     /// [`Group::all_to_all_into`]: `source` and `target` have one size, which is a multiple of the number of ranks.
     fn start_all_to_all(
@@ -72,7 +94,12 @@ pub trait DeviceCollectives<R: DeviceTransport> {
         source: &Handle,
         target: &Handle,
         dtype: DType,
-    ) -> Result<Transfer<R>, Error>;
+    ) -> Result<Transfer<R>, Error> {
+        let call = call(Operation::AllToAll, source.size_in_used(), dtype, None, None)?;
+        expect(call.operation, "target", target, call.bytes())?;
+        Request::from(call).in_place(group.world_size(), call.count)?;
+        self.start(group, call, whole(source), whole(target))
+    }
 }
 
 /// An operation on a device's memory that was started. It takes place whether or not anybody waits, but its result is there
@@ -128,74 +155,18 @@ pub(crate) fn start<R: DeviceTransport>(
     let stream = stream_of(client);
     let bound = |pieces: Vec<Piece>| pieces.into_iter().map(|(handle, place)| (handle.binding(), place)).collect();
     let (sources, targets) = (bound(sources), bound(targets));
-    let errand = Errand { call, rank: group.rank(), sources, targets, stream, limit: group.deadline() };
+    let job = Job { call, rank: group.rank(), sources, targets, stream };
     let route = R::route(group, client.info().device)?.filter(|route| route.serves(&call));
     let under_way = match route {
-        Some(route) => UnderWay::Direct(direct::start(&device, group, route, errand)?),
-        None => UnderWay::Staged(staged::start(&device, group, errand)?),
+        Some(route) => UnderWay::Direct(direct::start(&device, group, route, job)?),
+        None => UnderWay::Staged(staged::start(&device, group, job)?),
     };
     Ok(Transfer { under_way, device })
 }
 
 impl<R: DeviceTransport> DeviceCollectives<R> for ComputeClient<CollectiveRuntime<R>> {
-    fn start_all_reduce(
-        &self,
-        group: &Group,
-        source: &Handle,
-        target: &Handle,
-        dtype: DType,
-        op: ReduceOp,
-    ) -> Result<Transfer<R>, Error> {
-        let call = call(Operation::AllReduce, source.size_in_used(), dtype, Some(op), None)?;
-        expect(call.operation, "target", target, call.bytes())?;
-        start(self, group, call, whole(source), whole(target))
-    }
-
-    fn start_broadcast(&self, group: &Group, memory: &Handle, dtype: DType, root: usize) -> Result<Transfer<R>, Error> {
-        let call = call(Operation::Broadcast, memory.size_in_used(), dtype, None, Some(root))?;
-        group.check_rank("broadcast", "root", root)?;
-        let (read, written) = if group.rank() == root { (whole(memory), vec![]) } else { (vec![], whole(memory)) };
-        start(self, group, call, read, written)
-    }
-
-    fn start_all_gather(
-        &self,
-        group: &Group,
-        source: &Handle,
-        target: &Handle,
-        dtype: DType,
-    ) -> Result<Transfer<R>, Error> {
-        let call = call(Operation::AllGather, target.size_in_used(), dtype, None, None)?;
-        let own = own_part(group, &call);
-        expect(call.operation, "source", source, own.len())?;
-        start(self, group, call, vec![(source.clone(), own)], whole(target))
-    }
-
-    fn start_reduce_scatter(
-        &self,
-        group: &Group,
-        source: &Handle,
-        target: &Handle,
-        dtype: DType,
-        op: ReduceOp,
-    ) -> Result<Transfer<R>, Error> {
-        let call = call(Operation::ReduceScatter, source.size_in_used(), dtype, Some(op), None)?;
-        let own = own_part(group, &call);
-        expect(call.operation, "target", target, own.len())?;
-        start(self, group, call, whole(source), vec![(target.clone(), own)])
-    }
-
-    fn start_all_to_all(
-        &self,
-        group: &Group,
-        source: &Handle,
-        target: &Handle,
-        dtype: DType,
-    ) -> Result<Transfer<R>, Error> {
-        let call = call(Operation::AllToAll, source.size_in_used(), dtype, None, None)?;
-        expect(call.operation, "target", target, call.bytes())?;
-        Request::from(call).in_place(group.world_size(), call.count)?;
-        start(self, group, call, whole(source), whole(target))
+    fn start(&self, group: &Group, call: Call, sources: Vec<Piece>, targets: Vec<Piece>) -> Result<Transfer<R>, Error> {
+        start(self, group, call, sources, targets)
     }
 }
 

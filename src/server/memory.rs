@@ -1,72 +1,71 @@
-//! Host memory for results, used again: fresh pages cost as much as the reduction that fills them.
+//! Parts of a device's memory, and host memory from which several devices are written.
 
-use std::sync::{Arc, Mutex};
+use bytes::Bytes as Shared;
+use cubecl::bytes::{AllocationProperty, Bytes};
+use cubecl::server::Binding;
 
-use bonfire_core::internal::lock;
-
-/// Memory that is kept for the next results.
-#[derive(Default)]
-pub(super) struct Pool(Mutex<Vec<Vec<u128>>>);
-
-/// More than this is given back to the system.
-const KEPT: usize = 256 << 20;
-
-/// Memory from a pool, to which it returns.
-pub(super) struct Lease {
-    memory: Vec<u128>,
-    bytes: usize,
-    pool: Arc<Pool>,
+/// The part of its memory that a binding names.
+#[derive(Clone, Copy, PartialEq)]
+pub(super) struct Span {
+    memory: Option<u64>,
+    /// In bytes.
+    start: u64,
+    end: u64,
 }
 
-impl Pool {
-    /// Memory for `bytes` bytes, aligned for every element type; what it holds is left over.
-    pub fn lease(self: &Arc<Self>, bytes: usize) -> Lease {
-        let blocks = bytes.div_ceil(size_of::<u128>());
-        let mut free = lock(&self.0);
-        let fitting = free.iter().enumerate().filter(|(_, memory)| memory.len() >= blocks);
-        let memory = match fitting.min_by_key(|(_, memory)| memory.len()).map(|(position, _)| position) {
-            Some(position) => free.swap_remove(position),
-            None => vec![0; blocks],
-        };
-        Lease { memory, bytes, pool: self.clone() }
+impl Span {
+    pub fn of(binding: &Binding) -> Span {
+        let start = binding.offset_start.unwrap_or(0);
+        Span { memory: memory_id(binding), start, end: start + binding.size_in_used() }
+    }
+
+    pub fn overlaps(&self, other: &Span) -> bool {
+        self.start < other.end && other.start < self.end && self.memory.is_some() && self.memory == other.memory
     }
 }
 
-impl Lease {
-    pub fn bytes(&mut self) -> &mut [u8] {
-        &mut bytemuck::cast_slice_mut(&mut self.memory)[..self.bytes]
-    }
+/// cubecl shows a memory's id only in its debug text; a test notices if that changes.
+fn memory_id(binding: &Binding) -> Option<u64> {
+    let text = format!("{:?}", binding.memory);
+    let digits = text.split("value: ").nth(1)?;
+    digits.split(|c: char| !c.is_ascii_digit()).next()?.parse().ok()
 }
 
-impl AsRef<[u8]> for Lease {
-    fn as_ref(&self) -> &[u8] {
-        &bytemuck::cast_slice(&self.memory)[..self.bytes]
-    }
-}
+/// Host memory, of which parts can be handed out.
+pub(super) fn shared(memory: Bytes) -> Shared {
+    struct Owner(Bytes);
 
-impl Drop for Lease {
-    fn drop(&mut self) {
-        let memory = std::mem::take(&mut self.memory);
-        let mut free = lock(&self.pool.0);
-        let kept: usize = free.iter().chain([&memory]).map(|memory| size_of_val(&memory[..])).sum();
-        if kept <= KEPT {
-            free.push(memory);
+    impl AsRef<[u8]> for Owner {
+        fn as_ref(&self) -> &[u8] {
+            &self.0
         }
     }
+
+    Shared::from_owner(Owner(memory))
+}
+
+/// A part as a server takes it.
+pub(super) fn writable(part: Shared) -> Bytes {
+    Bytes::from_shared(part, AllocationProperty::Native)
 }
 
 #[cfg(test)]
 mod tests {
+    use cubecl::server::Handle;
+    use cubecl::stream_id::StreamId;
+
     use super::*;
 
     #[test]
-    fn memory_returns_to_its_pool_and_the_smallest_that_fits_is_taken() {
-        let pool = Arc::new(Pool::default());
-        let (small, large) = (pool.lease(100), pool.lease(1000));
-        let (at_small, at_large) = (small.as_ref().as_ptr(), large.as_ref().as_ptr());
-        drop((large, small));
-        let mut again = pool.lease(50);
-        assert_eq!((again.as_ref().as_ptr(), again.bytes().len()), (at_small, 50));
-        assert_eq!(pool.lease(50).as_ref().as_ptr(), at_large);
+    fn the_same_memory_is_recognised_where_the_parts_overlap() {
+        let handle = Handle::new(StreamId { value: 0 }, 64);
+        let part = |start, end| handle.clone().offset_start(start).offset_end(end).binding();
+        let other = Handle::new(StreamId { value: 0 }, 64).binding();
+        let overlap = |a: &Binding, b: &Binding| Span::of(a).overlaps(&Span::of(b));
+        assert!(memory_id(&other).is_some());
+        assert!(!overlap(&part(0, 0), &other));
+        assert!(overlap(&part(0, 0), &part(0, 0)));
+        assert!(overlap(&part(0, 32), &part(16, 0)));
+        assert!(!overlap(&part(0, 32), &part(32, 0)));
     }
 }

@@ -11,9 +11,18 @@ use cubecl::device::DeviceId;
 use cubecl::ir::ElemType;
 use cubecl::stream_id::StreamId;
 
-use super::copy::Offer;
+use super::engine::Loan;
+use super::reading::Reading;
 use bonfire_core::internal::lock;
 use bonfire_core::{Deadline, Error};
+
+/// What a device gives another one to copy.
+pub(super) enum Offer {
+    /// The data, on its way to the host.
+    Reading(Reading),
+    /// The memory itself.
+    Loan(Loan),
+}
 
 /// What one device sent another.
 pub(super) struct Message {
@@ -80,7 +89,7 @@ impl Post {
                     ),
                     None => format!("nothing was sent within {elapsed:.1?}"),
                 };
-                return Err(Error::io("recv", reason));
+                return Err(Error::broken("recv", reason));
             }
             let waited = self.arrived.wait_timeout(state, deadline.remaining());
             state = waited.unwrap_or_else(PoisonError::into_inner).0;

@@ -21,12 +21,12 @@ impl Reading {
     /// Waits for the device; gives the buffers in their order.
     pub fn wait(self, operation: &str) -> Result<Vec<Bytes>, Error> {
         let outcome = self.0.recv().unwrap_or_else(|_| Err("the thread that reads from the device is gone".into()));
-        outcome.map_err(|reason| Error::io(operation, reason))
+        outcome.map_err(|reason| Error::broken(operation, reason))
     }
 
     /// Waits for the device to deliver a single buffer.
     pub fn wait_one(self, operation: &str) -> Result<Bytes, Error> {
-        self.wait(operation)?.pop().ok_or_else(|| Error::io(operation, "the device gave no data"))
+        self.wait(operation)?.pop().ok_or_else(|| Error::broken(operation, "the device gave no data"))
     }
 }
 
@@ -43,7 +43,7 @@ impl Reader {
             None => self.0.insert(spawn()?),
         };
         let (outcome, reading) = sync_channel(1);
-        sender.send((copying, outcome)).map_err(|e| Error::io("reading from a device", e))?;
+        sender.send((copying, outcome)).map_err(|e| Error::broken("reading from a device", e))?;
         Ok(Reading(reading))
     }
 }
@@ -72,5 +72,5 @@ const PANICKED: &str = "the runtime panicked; see its message above";
 
 /// Calls the inner runtime. On a device's thread a panic would get lost, and its failure with it.
 pub(super) fn caught<T>(operation: &str, call: impl FnOnce() -> Result<T, Error>) -> Result<T, Error> {
-    catch_unwind(AssertUnwindSafe(call)).unwrap_or_else(|_| Err(Error::io(operation, PANICKED)))
+    catch_unwind(AssertUnwindSafe(call)).unwrap_or_else(|_| Err(Error::broken(operation, PANICKED)))
 }

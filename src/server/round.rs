@@ -19,11 +19,13 @@ use bytes::Bytes as Shared;
 use cubecl::bytes::Bytes;
 use cubecl::device::DeviceId;
 
-use super::memory::Pool;
+use super::meeting::{Calls, Wait};
+use super::memory::shared;
 use super::reading::Reading;
 use super::status::Status;
+use crate::pool;
 use bonfire_core::error::Site;
-use bonfire_core::internal::{Output, Ranks, lock, reduce_to_all};
+use bonfire_core::internal::{Output, lock, reduce_to_all};
 use bonfire_core::{Call, Deadline, Error};
 
 /// Where the data of a call comes from.
@@ -41,41 +43,25 @@ pub(super) struct Round {
     members: Vec<Arc<Status>>,
     state: Mutex<State>,
     changed: Condvar,
-    pool: Arc<Pool>,
 }
 
 /// A runtime, and devices in order.
 type Key = (TypeId, Vec<DeviceId>);
 
-#[derive(Default)]
 struct State {
+    /// Those that are not done, and all that follow.
+    calls: Calls,
     ranks: Vec<Rank>,
     /// Calls whose results are known.
     done: u64,
     /// The latest results: those that some device has not taken.
     results: VecDeque<Shared>,
-    failure: Option<Error>,
-}
-
-/// Results of consecutive calls.
-pub(super) struct Results {
-    /// The number of the first call.
-    first: u64,
-    results: Vec<Shared>,
-}
-
-impl Results {
-    /// The result of call number `number`.
-    pub fn get(&self, number: u64) -> Option<Shared> {
-        self.results.get(usize::try_from(number.checked_sub(self.first)?).ok()?).cloned()
-    }
 }
 
 #[derive(Default)]
 struct Rank {
-    /// The calls that are not done; a running round has taken their sources.
-    queue: VecDeque<(Call, Option<Source>)>,
-    called: u64,
+    /// Of the calls that no round has taken.
+    sources: VecDeque<Source>,
     /// The number of calls whose results this device waits for.
     awaited: Option<u64>,
     taken: u64,
@@ -95,14 +81,9 @@ impl Round {
             return Ok(round.clone());
         }
         let members: Vec<_> = key.1.iter().map(|id| Status::of::<R>(*id)).collect();
-        let state = State { ranks: members.iter().map(|_| Rank::default()).collect(), ..State::default() };
-        let round = Arc::new(Round {
-            key: key.clone(),
-            members,
-            state: Mutex::new(state),
-            changed: Condvar::new(),
-            pool: Arc::default(),
-        });
+        let ranks = members.iter().map(|_| Rank::default()).collect();
+        let state = State { calls: Calls::of(members.len()), ranks, done: 0, results: VecDeque::new() };
+        let round = Arc::new(Round { key: key.clone(), members, state: Mutex::new(state), changed: Condvar::new() });
         let thread = round.clone();
         std::thread::Builder::new()
             .name("bonfire-devices".into())
@@ -115,65 +96,51 @@ impl Round {
     /// Leaves a call; gives its number.
     pub fn call(&self, rank: usize, call: Call, source: Source) -> Result<u64, Error> {
         let mut state = lock(&self.state);
-        if let Some(error) = &state.failure {
-            return Err(error.clone());
+        match state.calls.add(rank, call) {
+            Ok(number) => {
+                state.ranks[rank].sources.push_back(source);
+                if state.due() {
+                    self.changed.notify_all();
+                }
+                Ok(number)
+            }
+            Err(error) => {
+                self.fail_locked(state, error.clone());
+                Err(error)
+            }
         }
-        let number = state.ranks[rank].called;
-        state.ranks[rank].called += 1;
-        state.ranks[rank].queue.push_back((call, Some(source)));
-        let at = (number - state.done) as usize;
-        let calls = state.ranks.iter().map(|rank| rank.queue.get(at));
-        let calls: Vec<_> = calls.enumerate().filter_map(|(rank, entry)| Some((rank, entry?.0))).collect();
-        if calls.iter().any(|(_, other)| *other != call) {
-            let error = Error::Mismatch { sequence: number, calls };
-            self.fail_locked(state, error.clone());
-            return Err(error);
-        }
-        if state.due() {
-            self.changed.notify_all();
-        }
-        Ok(number)
     }
 
     /// Says that this device now waits for the results of all its calls.
     pub fn announce(&self, rank: usize) {
         let mut state = lock(&self.state);
-        state.ranks[rank].awaited = Some(state.ranks[rank].called);
+        state.ranks[rank].awaited = Some(state.calls.made(rank));
         if state.due() {
             self.changed.notify_all();
         }
     }
 
-    /// Waits for what was announced, and takes those results.
-    pub fn take(&self, rank: usize, deadline: &Deadline) -> Result<Results, Error> {
+    /// Waits for what was announced, and gives the results that this device has not taken, in the order of its calls.
+    pub fn take(&self, rank: usize, deadline: &Deadline) -> Result<Vec<Shared>, Error> {
         let mut state = lock(&self.state);
-        let mut warned = false;
+        let mut wait = Wait::of(rank, deadline);
         loop {
-            if let Some(error) = &state.failure {
+            if let Some(error) = &state.calls.failure {
                 return Err(error.clone());
             }
             let awaited = state.ranks[rank].awaited.unwrap_or(state.done);
-            let Some((call, _)) = state.ranks[rank].queue.front().filter(|_| awaited > state.done) else {
+            let Some(call) = state.calls.get(state.done + 1).filter(|_| awaited > state.done) else {
                 state.ranks[rank].awaited = None;
                 return Ok(state.take(rank, awaited));
             };
-            let site = Site::new(*call, state.done);
-            let missing: Vec<_> = (0..state.ranks.len()).filter(|&peer| state.ranks[peer].called < awaited).collect();
-            if deadline.passed() {
-                let elapsed = deadline.elapsed();
-                let error = match missing[..] {
-                    [] => Error::io(site.to_string(), format!("no device's data arrived within {elapsed:.1?}")),
-                    _ => Error::Timeout { site, rank, missing, elapsed },
-                };
-                self.fail_locked(state, error.clone());
-                return Err(error);
+            let site = Site::new(call, state.done);
+            match wait.pause(site, state.calls.missing(awaited), "no device's data arrived") {
+                Ok(pause) => state = self.wait(state, Some(pause)),
+                Err(error) => {
+                    self.fail_locked(state, error.clone());
+                    return Err(error);
+                }
             }
-            if !warned && deadline.elapsed() >= deadline.tenth() && !missing.is_empty() {
-                log::warn!("{site}: device {rank} still waits for {}", Ranks(&missing));
-                warned = true;
-            }
-            let next = if warned { deadline.remaining() } else { deadline.tenth().saturating_sub(deadline.elapsed()) };
-            state = self.wait(state, Some(next));
         }
     }
 
@@ -183,8 +150,8 @@ impl Round {
     }
 
     fn fail_locked(&self, mut state: MutexGuard<'_, State>, error: Error) {
-        let error = state.failure.get_or_insert(error).clone();
-        state.ranks.iter_mut().for_each(|rank| rank.queue.clear());
+        let error = state.calls.failure.get_or_insert(error).clone();
+        state.ranks.iter_mut().for_each(|rank| rank.sources.clear());
         state.results.clear();
         // Devices that were cleared meet anew. Whoever sees this meeting failed, or a new one in its place, sees its own
         // device poisoned unless it was cleared since: so all three change under both locks.
@@ -202,7 +169,7 @@ impl Round {
 
     /// Whether the meeting has ended.
     pub fn failed(&self) -> bool {
-        lock(&self.state).failure.is_some()
+        lock(&self.state).calls.failure.is_some()
     }
 
     fn wait<'a>(&self, state: MutexGuard<'a, State>, limit: Option<std::time::Duration>) -> MutexGuard<'a, State> {
@@ -215,25 +182,21 @@ impl Round {
     fn serve(&self) {
         let served = catch_unwind(AssertUnwindSafe(|| {
             let mut state = lock(&self.state);
-            while state.failure.is_none() {
+            while state.calls.failure.is_none() {
                 if !state.due() {
                     state = self.wait(state, None);
                     continue;
                 }
-                let work = state.matched();
-                let earlier = state.results.clone();
-                let first = state.done;
+                let (calls, sources) = state.matched();
+                let (done, earlier) = (state.done, state.results.clone());
                 drop(state);
-                let results = self.run(work, first, earlier);
+                let results = self.run(&calls, sources, done, earlier);
                 state = lock(&self.state);
                 match results {
                     Ok(results) => {
                         state.done += results.len() as u64;
-                        for rank in &mut state.ranks {
-                            // A failure meanwhile has emptied the queue.
-                            let calls = results.len().min(rank.queue.len());
-                            rank.queue.drain(..calls);
-                        }
+                        let done = state.done;
+                        state.calls.forget(done);
                         state.results.extend(results);
                         self.changed.notify_all();
                     }
@@ -245,37 +208,39 @@ impl Round {
             }
         }));
         if served.is_err() {
-            self.fail(Error::io("all_reduce", "the thread of this group of devices panicked; see its message above"));
+            self.fail(Error::broken(
+                "all_reduce",
+                "the thread of this group of devices panicked; see its message above",
+            ));
         }
     }
 
-    /// Adds up matched calls, the first of which is number `first`. `earlier` are the results up to there.
+    /// Adds up matched calls, each from one source of every rank. `earlier` are results up to call number `done`.
     fn run(
         &self,
-        work: Vec<Vec<(Call, Option<Source>)>>,
-        first: u64,
+        calls: &[Call],
+        sources: Vec<Vec<Source>>,
+        done: u64,
         earlier: VecDeque<Shared>,
     ) -> Result<Vec<Shared>, Error> {
         let begin = Instant::now();
         self.members.iter().for_each(|member| _ = member.rounds.fetch_add(1, Ordering::Relaxed));
-        let calls: Vec<Call> = work[0].iter().map(|(call, _)| *call).collect();
         let padded = |call: &Call| call.bytes().next_multiple_of(size_of::<u128>());
-        let mut memory = self.pool.lease(calls.iter().map(padded).sum());
+        let mut memory = pool::bytes("all_reduce", calls.iter().map(padded).sum())?;
 
-        let mut ranks: Vec<_> = work.into_iter().map(Vec::into_iter).collect();
-        let mut rest = memory.bytes();
+        let mut ranks: Vec<_> = sources.into_iter().map(Vec::into_iter).collect();
+        let mut rest = &mut memory[..];
         let mut before: Vec<&[u8]> = earlier.iter().map(|result| &result[..]).collect();
-        for call in &calls {
+        for call in calls {
             let (output, after) = std::mem::take(&mut rest).split_at_mut(padded(call));
-            let inputs = ranks.iter_mut().map(|entries| entries.next()).map(|entry| match entry {
-                Some((_, Some(Source::Snapshot(reading)))) => arrived(reading, call).map(Input::Own),
+            let inputs = ranks.iter_mut().filter_map(Iterator::next).map(|source| match source {
+                Source::Snapshot(reading) => arrived(reading, call).map(Input::Own),
                 // The results of this round follow those before it, so a call's place is its distance from the end.
-                Some((_, Some(Source::Result(number)))) => {
-                    let oldest = first - earlier.len() as u64;
-                    let place = number.checked_sub(oldest).and_then(|place| before.get(place as usize).copied());
-                    place.map(Input::Result).ok_or_else(|| Error::io("all_reduce", "an earlier result is gone"))
+                Source::Result(number) => {
+                    let oldest = done - earlier.len() as u64;
+                    let place = number.checked_sub(oldest + 1).and_then(|place| before.get(place as usize).copied());
+                    place.map(Input::Result).ok_or_else(|| Error::broken("all_reduce", "an earlier result is gone"))
                 }
-                _ => Err(Error::io("all_reduce", "a device's call is gone")),
             });
             let inputs = inputs.collect::<Result<Vec<_>, Error>>()?;
             let (output, _) = output.split_at_mut(call.bytes());
@@ -286,7 +251,7 @@ impl Round {
         }
         drop(before);
 
-        let memory = Shared::from_owner(memory);
+        let memory = shared(memory);
         let mut at = 0;
         let results = calls.iter().map(|call| {
             let result = memory.slice(at..at + call.bytes());
@@ -317,7 +282,7 @@ impl Input<'_> {
 fn arrived(reading: Reading, call: &Call) -> Result<Bytes, Error> {
     let bytes = reading.wait_one(&call.to_string())?;
     if bytes.len() != call.bytes() {
-        return Err(Error::io(call.to_string(), format!("a device gave {} bytes", bytes.len())));
+        return Err(Error::broken(call.to_string(), format!("a device gave {} bytes", bytes.len())));
     }
     let aligned = bytes.as_ptr().align_offset(call.dtype.size()) == 0;
     Ok(if aligned { bytes } else { Bytes::from_elems(bytemuck::pod_collect_to_vec::<u8, u64>(&bytes)) })
@@ -336,35 +301,33 @@ fn reduce(call: &Call, inputs: &[Input<'_>], output: &mut [u8]) {
 }
 
 impl State {
-    fn matched_calls(&self) -> usize {
-        self.ranks.iter().map(|rank| rank.queue.len()).min().unwrap_or(0)
+    /// The matched calls that no round has taken.
+    fn waiting(&self) -> impl Iterator<Item = Call> {
+        let sources = self.ranks.iter().map(|rank| rank.sources.len()).min().unwrap_or(0) as u64;
+        let matched = self.calls.matched();
+        (matched - sources + 1..=matched).filter_map(|number| self.calls.get(number))
     }
 
     /// Whether a round should begin.
     fn due(&self) -> bool {
-        let matched = self.matched_calls();
-        if matched == 0 {
-            return false;
-        }
-        let ready = self.done + matched as u64;
-        let awaited = |rank: &Rank| rank.awaited.is_some_and(|awaited| self.done < awaited && awaited <= ready);
-        let bytes = || self.ranks[0].queue.iter().take(matched).map(|(call, _)| call.bytes()).sum::<usize>();
-        self.ranks.iter().any(awaited) || bytes() >= ENOUGH
+        let matched = self.calls.matched();
+        let awaited = |rank: &Rank| rank.awaited.is_some_and(|awaited| self.done < awaited && awaited <= matched);
+        let bytes = || self.waiting().map(|call| call.bytes()).sum::<usize>();
+        self.waiting().next().is_some() && (self.ranks.iter().any(awaited) || bytes() >= ENOUGH)
     }
 
-    /// Takes the matched calls, by rank.
-    fn matched(&mut self) -> Vec<Vec<(Call, Option<Source>)>> {
-        let matched = self.matched_calls();
-        let take = |(call, source): &mut (Call, Option<Source>)| (*call, source.take());
-        self.ranks.iter_mut().map(|rank| rank.queue.range_mut(..matched).map(take).collect()).collect()
+    /// Takes the matched calls, and their sources by rank.
+    fn matched(&mut self) -> (Vec<Call>, Vec<Vec<Source>>) {
+        let calls: Vec<_> = self.waiting().collect();
+        let sources = self.ranks.iter_mut().map(|rank| rank.sources.drain(..calls.len()).collect()).collect();
+        (calls, sources)
     }
 
     /// The results up to number `until` that this device has not taken yet.
-    fn take(&mut self, rank: usize, until: u64) -> Results {
+    fn take(&mut self, rank: usize, until: u64) -> Vec<Shared> {
         let oldest = self.done - self.results.len() as u64;
-        let first = self.ranks[rank].taken;
-        let range = (first - oldest) as usize..(until - oldest) as usize;
-        let results = Results { first, results: self.results.range(range).cloned().collect() };
+        let range = (self.ranks[rank].taken - oldest) as usize..(until - oldest) as usize;
+        let results = self.results.range(range).cloned().collect();
         self.ranks[rank].taken = until;
         let taken = self.ranks.iter().map(|rank| rank.taken).min().unwrap_or(until);
         self.results.drain(..(taken - oldest) as usize);

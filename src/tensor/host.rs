@@ -84,7 +84,7 @@ impl<B: Backend> Kind<B> for Float {
         let TensorPrimitive::Float(tensor) = tensor else { return Offer::Declined(tensor) };
         let Some(dtype) = float(tensor.dtype()) else { return Offer::Declined(TensorPrimitive::Float(tensor)) };
         let request = Request::new(Operation::AllReduce, dtype).reduction(op).shape(&tensor.shape());
-        let gone = || Error::io("all_reduce", "the device gave no result");
+        let gone = || Error::broken("all_reduce", "the device gave no result");
         match start_all_reduce::<B>(group, vec![tensor], request) {
             Offer::Taken(started) => {
                 Offer::Taken(started.and_then(|waiting| waiting()?.pop().map(TensorPrimitive::Float).ok_or_else(gone)))
@@ -236,7 +236,7 @@ impl Source {
 /// The tensor's elements, as its backend hands them over.
 pub(crate) fn data<B: Backend, K: BasicOps<B>>(operation: &str, tensor: K::Primitive) -> Result<TensorData, Error> {
     let read = try_read_sync(K::into_data_async(tensor));
-    read.ok_or_else(|| Error::io(operation, "the backend reads tensors only asynchronously"))?
+    read.ok_or_else(|| Error::broken(operation, "the backend reads tensors only asynchronously"))?
         .map_err(|error| Error::io(operation, error))
 }
 

@@ -6,7 +6,8 @@ use burn::tensor::{Bytes, FloatDType, Scalar};
 use bytemuck::{Pod, cast_slice_mut};
 use half::{bf16, f16};
 
-use bonfire_core::{Buffer, DType, Element, Error, Group, ReduceOp, Work};
+use bonfire_core::internal::{ByteOperations, Request};
+use bonfire_core::{Buffer, DType, Error, Group, Operation, ReduceOp, Work};
 
 /// The first bucket is small, so that the first reduction starts while the rest is still being packed.
 const FIRST: usize = 1 << 20;
@@ -97,21 +98,13 @@ impl Bucket {
     /// Starts an operation on the elements.
     #[track_caller]
     pub fn start(self, group: &Group, dtype: DType, exchange: Exchange) -> Result<Work<Bucket>, Error> {
-        match dtype {
-            DType::F64 => self.start_as::<f64>(group, exchange),
-            DType::F16 => self.start_as::<f16>(group, exchange),
-            DType::BF16 => self.start_as::<bf16>(group, exchange),
-            _ => self.start_as::<f32>(group, exchange),
-        }
-    }
-
-    #[track_caller]
-    fn start_as<T: Element>(self, group: &Group, exchange: Exchange) -> Result<Work<Bucket>, Error> {
-        match exchange {
-            Exchange::AllReduce => group.start_all_reduce::<T, _>(self, ReduceOp::Mean),
-            Exchange::ReduceScatter => group.start_reduce_scatter::<T, _>(self, ReduceOp::Mean),
-            Exchange::AllGather => group.start_all_gather::<T, _>(self),
-        }
+        let request = |operation| Request::new(operation, dtype);
+        let request = match exchange {
+            Exchange::AllReduce => request(Operation::AllReduce).reduction(ReduceOp::Mean),
+            Exchange::ReduceScatter => request(Operation::ReduceScatter).reduction(ReduceOp::Mean),
+            Exchange::AllGather => request(Operation::AllGather),
+        };
+        group.start_operation(request, self, |bucket| Ok(bucket.bytes()))
     }
 }
 
@@ -124,12 +117,6 @@ pub(crate) enum Exchange {
     ReduceScatter,
     /// Each rank's part, everywhere.
     AllGather,
-}
-
-impl<T: Element> AsMut<[T]> for Bucket {
-    fn as_mut(&mut self) -> &mut [T] {
-        cast_slice_mut(self.bytes())
-    }
 }
 
 /// Multiplies elements by `factor`: 16-bit ones in f32, others in their own type.
@@ -232,7 +219,7 @@ mod tests {
         small[0] = 7;
         let mut bucket = Bucket::packed(&group, Some(small), 24).unwrap();
         assert_eq!(bucket.bytes(), [0; 24]);
-        assert_eq!(AsMut::<[f64]>::as_mut(&mut bucket).len(), 3);
+        assert_eq!(bucket.bytes().len(), 24);
         bucket.bytes().fill(1);
         let Bucket::Packed(memory, _) = bucket else { unreachable!() };
         assert_eq!(Bucket::packed(&group, Some(memory), 8).unwrap().bytes(), [1; 8]);

@@ -98,7 +98,7 @@ impl<B: AutodiffBackend> DataParallel<B> {
         if steps.iter().all(|steps| *steps == most) {
             return Ok(());
         }
-        let failed = |e: &dyn std::fmt::Display| Error::io("handing over the model", e);
+        let failed = |e: &dyn std::fmt::Display| Error::broken("handing over the model", e);
         let own: Result<Recorded, String> = if self.group.rank() == leader {
             record::<B, M, O>(model, optimizer).map_err(|e| e.to_string())
         } else {

@@ -10,7 +10,7 @@
 pub use crate::control::invitation::random;
 pub use crate::group::{Agreed, Agreement, ByteOperations, DEADLINE, Keepsake, Request, zeroed};
 pub use crate::reduce::{Output, reduce_to_all};
-pub use crate::sync::{Bell, ENDLESS, crowded, deadline_from_env, lock, spin};
+pub use crate::sync::{Bell, ENDLESS, Patience, crowded, deadline_from_env, lock, spin};
 pub use crate::types::{Parts, Ranks, hash};
 #[cfg(unix)]
 pub use crate::{

@@ -10,8 +10,8 @@ pub(crate) use std::sync::atomic::*;
 pub(crate) use std::sync::{Condvar, Mutex, MutexGuard};
 
 pub use self::wait::Deadline;
-pub use self::wait::{Bell, ENDLESS, crowded, deadline_from_env, lock, spin};
-pub(crate) use self::wait::{Patience, seconds_from_env};
+pub(crate) use self::wait::seconds_from_env;
+pub use self::wait::{Bell, ENDLESS, Patience, crowded, deadline_from_env, lock, spin};
 
 /// Data that threads access in turns of their own making.
 #[repr(transparent)]

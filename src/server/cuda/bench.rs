@@ -48,7 +48,7 @@ pub fn all_reduce_seconds(ranks: usize, bytes: usize, form: Option<&str>, calls:
     let sum = (ranks * (ranks + 1) / 2) as f32;
     for target in &targets {
         if stream.read(target.address, call.count)?.iter().any(|element| f32::from_bits(*element) != sum) {
-            return Err(Error::io("all_reduce", format!("a sum is not {sum}: {:?}", launch.kernel.form)));
+            return Err(Error::broken("all_reduce", format!("a sum is not {sum}: {:?}", launch.kernel.form)));
         }
     }
     Ok(seconds / calls as f64)

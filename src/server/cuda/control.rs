@@ -103,10 +103,12 @@ impl Report {
         let missing = if absent.is_empty() { vec![peer] } else { absent };
         match self.kind {
             1 | 2 => Error::Timeout { site, rank, missing, elapsed: patience },
-            3 => Error::io(operation, format!("rank {peer} called something else on its GPU")),
-            4 => Error::io(operation, "given up, since the devices' group failed"),
-            6 => Error::io(operation, format!("the GPU did not end it within {patience:.1?}")),
-            kind => Error::io(operation, format!("the GPU refused it (failure {kind}); this is an error of bonfire's")),
+            3 => Error::broken(operation, format!("rank {peer} called something else on its GPU")),
+            4 => Error::broken(operation, "given up, since the devices' group failed"),
+            6 => Error::broken(operation, format!("the GPU did not end it within {patience:.1?}")),
+            kind => {
+                Error::broken(operation, format!("the GPU refused it (failure {kind}); this is an error of bonfire's"))
+            }
         }
     }
 }

@@ -187,7 +187,7 @@ impl Gpu {
 
 pub(super) fn failure(what: &str, ordinal: usize, error: cudarc::driver::DriverError) -> Error {
     let text = error.error_string().map(|text| text.to_string_lossy().into_owned());
-    Error::io(format!("{what} on GPU {ordinal}"), text.unwrap_or_else(|_| format!("{:?}", error.0)))
+    Error::broken(format!("{what} on GPU {ordinal}"), text.unwrap_or_else(|_| format!("{:?}", error.0)))
 }
 
 /// Waits until streams are idle, after a failure. What is on them waits for words, which kernels write that were launched
@@ -198,7 +198,7 @@ pub(super) fn settle(idle: impl Fn() -> bool, release: impl Fn()) -> Result<(), 
     while !idle() {
         if deadline.passed() {
             let reason = format!("it goes on after {:.0?}; its memory is not given back", deadline.elapsed());
-            return Err(Error::io("waiting for what failed on the GPU", reason));
+            return Err(Error::broken("waiting for what failed on the GPU", reason));
         }
         if deadline.elapsed() > GRACE {
             // Again and again: a kernel that is late may write the word after this.

@@ -125,7 +125,7 @@ impl Kernel {
         let begin = std::time::Instant::now();
         let image = Arc::new(
             compile(&self.source(), architecture)
-                .map_err(|e| Error::io(format!("compiling the kernel {self} for sm_{architecture}"), e))?,
+                .map_err(|e| Error::broken(format!("compiling the kernel {self} for sm_{architecture}"), e))?,
         );
         log::debug!("compiled the kernel {self} for sm_{architecture} in {:.1?}", begin.elapsed());
         Ok(lock(&IMAGES).entry((*self, architecture)).or_insert(image).clone())

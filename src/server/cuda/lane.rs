@@ -11,7 +11,7 @@ use cubecl::stream_id::StreamId;
 use super::control::{ABORT, DONE, FAILURE, HOST_WORDS, Order, READY, RELEASED, nanoseconds};
 use super::driver::{Gpu, Stream, settle};
 use super::memory::{HostWords, word};
-use super::order::{self, Server};
+use super::order::{self, Server, Told};
 use super::team::ordinal;
 use crate::server::engine::{Loan, Rows};
 use crate::server::status::Status;
@@ -23,10 +23,8 @@ pub(super) struct Lane {
     host: Arc<HostWords>,
     /// How many copies are done, in GPU memory: `DONE` for streams of this GPU.
     done: u64,
-    /// How often the `READY` word was told something.
-    said: u64,
-    /// The stream that told it last: it only grows if each comes after the one before.
-    last: Option<StreamId>,
+    /// What the `READY` word was told.
+    told: Told,
     copied: u64,
 }
 
@@ -41,13 +39,13 @@ impl Lane {
         // Only `await_done` reports here.
         let look = move || match (watched.upgrade(), poisoned.upgrade()) {
             (Some(host), Some(status)) if host.load(FAILURE) != 0 => {
-                status.fail(Error::io("copy", "the GPU did not end it in time, or what was queued before it"));
+                status.fail(Error::broken("copy", "the GPU did not end it in time, or what was queued before it"));
                 false
             }
             (host, _) => host.is_some(),
         };
         status.watch(Arc::new(look));
-        Ok(Lane { stream, host, done, said: 0, last: None, copied: 0 })
+        Ok(Lane { stream, host, done, told: Told::default(), copied: 0 })
     }
 
     /// Copies memory as it is once all that was queued so far on the stream is done, to memory that nobody else knows; and
@@ -124,10 +122,8 @@ impl Lane {
 
     /// The word, and the value that it will have when what is on both streams so far is done.
     fn tell_ready(&mut self, server: &mut Server, owner: StreamId, stream: StreamId) -> (u64, u64) {
-        self.said += 1;
-        let word = (self.host.address(READY), self.said);
-        order::tensors_ready(server, &[owner, stream], &mut self.last, word, stream);
-        word
+        let word = self.host.address(READY);
+        (word, self.told.tell(server, word, &[owner, stream], stream))
     }
 }
 

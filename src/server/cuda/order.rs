@@ -24,24 +24,30 @@ enum Entry {
     AwaitDone,
 }
 
-/// Tells the word that the tensors on these streams are ready, once what is on them so far is done. `last` is the stream that
-/// told it last: it only grows if each comes after the one before.
-pub(super) fn tensors_ready(
-    server: &mut Server,
-    streams: &[StreamId],
-    last: &mut Option<StreamId>,
-    (word, value): (u64, u64),
-    stream: StreamId,
-) {
-    // What is left over is a stream that is waited for anyway.
-    let mut pairs: Vec<_> = streams.chunks(2).map(|pair| [pair[0], *pair.last().unwrap_or(&stream)]).collect();
-    let at_once = pairs.pop().unwrap_or([stream; 2]);
-    let before = pairs.into_iter().map(|pair| (pair, value - 1));
-    for ([one, other], value) in before.chain([(at_once, value)]) {
-        let order = Order { word, value, patience: 0, host: 0 };
-        let tokens = [one, other, last.unwrap_or(stream)].map(|stream| token(server, stream)).to_vec();
-        launch(server, Entry::TensorsReady, tokens, order, stream);
-        *last = Some(stream);
+/// What a word was told so far: how often tensors are ready.
+#[derive(Default)]
+pub(super) struct Told {
+    value: u64,
+    /// The stream that told it last: the word only grows if each comes after the one before.
+    last: Option<StreamId>,
+}
+
+impl Told {
+    /// Has the word told that the tensors on these streams are ready, once what is on them so far is done; gives the value
+    /// that it has from then on.
+    pub fn tell(&mut self, server: &mut Server, word: u64, streams: &[StreamId], stream: StreamId) -> u64 {
+        self.value += 1;
+        // What is left over is a stream that is waited for anyway.
+        let mut pairs: Vec<_> = streams.chunks(2).map(|pair| [pair[0], *pair.last().unwrap_or(&stream)]).collect();
+        let at_once = pairs.pop().unwrap_or([stream; 2]);
+        let before = pairs.into_iter().map(|pair| (pair, self.value - 1));
+        for ([one, other], value) in before.chain([(at_once, self.value)]) {
+            let order = Order { word, value, patience: 0, host: 0 };
+            let tokens = [one, other, self.last.unwrap_or(stream)].map(|stream| token(server, stream)).to_vec();
+            launch(server, Entry::TensorsReady, tokens, order, stream);
+            self.last = Some(stream);
+        }
+        self.value
     }
 }
 

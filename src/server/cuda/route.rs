@@ -4,24 +4,22 @@
 //! other, by NCCL where each has a GPU, or by both, and by which of them for a call is in `choice`. What neither does goes
 //! through host memory.
 
-use std::ops::Range;
-use std::sync::{Arc, LazyLock, Mutex};
+use std::sync::{Arc, LazyLock};
+use std::time::Duration;
 
 use cubecl::cuda::CudaRuntime;
 use cubecl::device::DeviceId;
-use cubecl::server::Binding;
-use cubecl::stream_id::StreamId;
 use serde::{Deserialize, Serialize};
 
 use super::choice::{self, ROUTE, Way, wants_nccl, way};
 use super::driver::Gpu;
-use super::lane::place;
-use super::order::{self, Server};
+use super::order::Server;
 use super::remote::{self, Remote};
-use super::team::{Copy, Ready, Team, fit, ordinal};
-use crate::server::engine::{Errand, Flight, Launch, Route};
-use bonfire_core::internal::{Agreement, Keepsake, lock, random};
-use bonfire_core::{Call, Deadline, Error, Group, Operation, partition};
+use super::side::Side;
+use super::team::{Team, fit, ordinal};
+use crate::server::engine::{Flight, Job, Launch, Route};
+use bonfire_core::internal::{Agreement, Keepsake, random};
+use bonfire_core::{Call, Deadline, Error, Group};
 
 /// What this rank has for a group.
 struct Agreed {
@@ -37,23 +35,8 @@ impl Keepsake for Agreed {
 }
 
 struct GroupRoute {
-    ranks: usize,
     kernels: Option<Side>,
     nccl: Option<Side>,
-}
-
-/// A team, and this rank's place in it.
-struct Side {
-    team: Arc<Team>,
-    seat: usize,
-    told: Mutex<Told>,
-}
-
-/// What the seat's `READY` word was told so far.
-#[derive(Default)]
-struct Told {
-    value: u64,
-    last: Option<StreamId>,
 }
 
 /// What the ranks of a group tell each other.
@@ -71,7 +54,7 @@ struct Card {
     team: u64,
 }
 
-static PROCESS: LazyLock<u64> = LazyLock::new(random);
+static PROCESS: LazyLock<Result<u64, Error>> = LazyLock::new(random);
 
 /// The way that this rank of the group has for its device, if there is one.
 pub(super) fn of(group: &Group, device: DeviceId) -> Result<Option<Arc<dyn Route<CudaRuntime>>>, Error> {
@@ -85,12 +68,13 @@ pub(super) fn of(group: &Group, device: DeviceId) -> Result<Option<Arc<dyn Route
 }
 
 fn agree(group: &Group, device: DeviceId) -> Result<Agreed, Error> {
+    let (process, team) = (PROCESS.clone()?, random()?);
     let card = {
         let found = Gpu::of(ordinal(device)).and_then(|gpu| remote::available(gpu.ordinal));
         let nccl = found.map_err(|error| error.to_string());
         let (host, nccl_only) = (*ROUTE == choice::Route::Host, *ROUTE == choice::Route::Nccl);
         let device = (device.type_id, device.index_id);
-        Card { process: *PROCESS, device, host, nccl_only, nccl, team: random() }
+        Card { process, device, host, nccl_only, nccl, team }
     };
     let cards = group.tell_all(Ok(card))?;
     let devices: Vec<_> = cards.iter().map(|card| DeviceId::new(card.device.0, card.device.1)).collect();
@@ -116,9 +100,8 @@ fn agree(group: &Group, device: DeviceId) -> Result<Agreed, Error> {
     if kernels.is_none() && nccl.is_none() {
         return Ok(Agreed { device, route: None });
     }
-    let side = |team: Arc<Team>, seat| Side { team, seat, told: Mutex::default() };
-    let (kernels, nccl) = (kernels.map(|team| side(team, rank)), nccl.map(|team| side(team, 0)));
-    Ok(Agreed { device, route: Some(Arc::new(GroupRoute { ranks: cards.len(), kernels, nccl })) })
+    let (kernels, nccl) = (kernels.map(|team| Side::of(team, rank)), nccl.map(|team| Side::of(team, 0)));
+    Ok(Agreed { device, route: Some(Arc::new(GroupRoute { kernels, nccl })) })
 }
 
 /// What can work for ranks: the same on all of them.
@@ -171,116 +154,28 @@ impl Route<CudaRuntime> for GroupRoute {
         self.way(call).is_some()
     }
 
-    fn prepare(&self, server: &mut Server, errand: Errand) -> Result<Launch, Error> {
-        let call = errand.call;
+    fn prepare(&self, server: &mut Server, job: Job, limit: Duration) -> Result<Launch, Error> {
+        let call = job.call;
         let none = move || Error::argument(call.operation, format!("no GPU does {call}"));
         let way = self.way(&call).ok_or_else(none)?;
         let side = match way {
             Way::Kernel(_) => &self.kernels,
             Way::Nccl => &self.nccl,
         };
-        let Side { team, seat, told } = side.as_ref().ok_or_else(none)?;
-        if let Some(error) = team.failure() {
+        let side = side.as_ref().ok_or_else(none)?;
+        if let Some(error) = side.team.failure() {
             return Err(error);
         }
-        let means = team.prepare(*seat, way)?;
-        let mut streams: Vec<StreamId> =
-            errand.sources.iter().chain(&errand.targets).map(|(memory, _)| memory.stream).collect();
-        streams.sort_unstable_by_key(|stream| stream.value);
-        streams.dedup();
-        let (stream, limit) = (errand.stream, errand.limit);
-        let Layout { source, target, before, after, kept } = Layout::of(server, errand, self.ranks, way == Way::Nccl)?;
-        let kept: Box<dyn Send> = Box::new(kept);
-        let mut told = lock(told);
-        told.value += 1;
-        let word = (team.ready(*seat), told.value);
-        order::tensors_ready(server, &streams, &mut told.last, word, stream);
-        let (ready, patience) = (told.value, limit);
-        let ready = move |site, deadline| Ready {
-            site,
-            means,
-            patience,
-            deadline,
-            ready,
-            source,
-            target,
-            before,
-            after,
-            kept: Some(kept),
-        };
-        let (team, seat) = (team.clone(), *seat);
+        let ready = side.prepare(server, job, way, limit)?;
+        let (team, seat) = (side.team.clone(), side.seat);
         Ok(Box::new(move |site, deadline| {
-            let number = team.number(seat, call)?;
-            team.submit(seat, ready(*site, *deadline)).inspect_err(|error| team.fail(error.clone()))?;
             let (site, deadline) = (*site, *deadline);
+            let number = team.number(seat, call)?;
+            team.submit(seat, site, deadline, ready).inspect_err(|error| team.fail(error.clone()))?;
             let flight: Flight =
                 Box::new(move |trouble: &dyn Fn() -> Option<Error>| team.land(seat, number, site, &deadline, trouble));
             Ok(flight)
         }))
-    }
-}
-
-/// Where an errand's data is for whoever does it, and how it gets there.
-struct Layout {
-    source: u64,
-    target: u64,
-    before: Vec<Copy>,
-    after: Vec<Copy>,
-    kept: Vec<Binding>,
-}
-
-impl Layout {
-    fn of(server: &mut Server, errand: Errand, ranks: usize, nccl: bool) -> Result<Layout, Error> {
-        let Errand { call, rank, sources, targets, stream, .. } = errand;
-        let mut find = |pieces: &[(Binding, Range<usize>)]| {
-            let found = pieces.iter().map(|(memory, part)| Ok((place(server, memory, stream)?, part.clone())));
-            found.collect::<Result<Vec<_>, Error>>()
-        };
-        let (from, to) = (find(&sources)?, find(&targets)?);
-        let kept: Vec<Binding> = sources.into_iter().chain(targets).map(|(memory, _)| memory).collect();
-        let mut layout = Layout { source: 0, target: 0, before: Vec::new(), after: Vec::new(), kept };
-        match (&from[..], &to[..]) {
-            // Root and others of a broadcast have one piece of memory.
-            ([(memory, _)], []) | ([], [(memory, _)]) => (layout.source, layout.target) = (*memory, *memory),
-            ([(source, read)], [(target, written)]) => {
-                (layout.source, layout.target) = (*source, *target);
-                let own = partition(call.count, ranks, rank).start * call.dtype.size();
-                let in_place = match call.operation {
-                    Operation::AllGather => *source == target + own as u64,
-                    Operation::ReduceScatter => *target == source + own as u64,
-                    Operation::AllToAll => source == target && !nccl,
-                    _ => source == target,
-                };
-                let apart = source + read.len() as u64 <= *target || target + written.len() as u64 <= *source;
-                let misaligned = |at: &u64| call.reduction.is_some() && !at.is_multiple_of(call.dtype.size() as u64);
-                if !in_place && !apart || misaligned(source) {
-                    layout.source = layout.scratch(server, read.len(), stream)?;
-                    layout.before.push(Copy { from: *source, to: layout.source, bytes: read.len() });
-                }
-                if misaligned(target) {
-                    layout.target = layout.scratch(server, written.len(), stream)?;
-                    layout.after.push(Copy { from: layout.target, to: *target, bytes: written.len() });
-                }
-            }
-            _ => {
-                let whole = layout.scratch(server, call.bytes(), stream)?;
-                let at = |part: &Range<usize>| whole + part.start as u64;
-                layout.before =
-                    from.iter().map(|(memory, part)| Copy { from: *memory, to: at(part), bytes: part.len() }).collect();
-                layout.after =
-                    to.iter().map(|(memory, part)| Copy { from: at(part), to: *memory, bytes: part.len() }).collect();
-                (layout.source, layout.target) = (whole, whole);
-            }
-        }
-        Ok(layout)
-    }
-
-    /// Memory that nobody else knows.
-    fn scratch(&mut self, server: &mut Server, bytes: usize, stream: StreamId) -> Result<u64, Error> {
-        let memory = order::fresh(server, bytes, stream);
-        let address = place(server, &memory, stream)?;
-        self.kept.push(memory);
-        Ok(address)
     }
 }
 

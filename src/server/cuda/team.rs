@@ -7,7 +7,6 @@
 
 mod flight;
 mod place;
-mod progress;
 mod registry;
 
 use std::collections::VecDeque;
@@ -17,10 +16,10 @@ use std::time::Duration;
 
 use cubecl::cuda::CudaRuntime;
 use cubecl::device::DeviceId;
+use cubecl::server::Binding;
 
-use self::place::Place;
-pub(super) use self::place::{Copy, Means, Ready};
-use self::progress::Progress;
+use self::place::{Called, Means, Place};
+pub(super) use self::place::{Copy, Layout, Ready};
 pub(super) use self::registry::{fail, fit, ordinal};
 use super::choice::{Topology, Way};
 use super::control::{
@@ -29,17 +28,18 @@ use super::control::{
 use super::driver::{Gpu, settle};
 use super::memory::{HostWords, Memory};
 use super::remote::Remote;
+use crate::server::meeting::{Calls, Wait};
 use crate::server::status::Status;
 use bonfire_core::error::Site;
-use bonfire_core::internal::{Ranks, lock};
-use bonfire_core::{Call, Deadline, Error};
+use bonfire_core::internal::lock;
+use bonfire_core::{Call, DType, Deadline, Error, Operation};
 
 pub(super) struct Team {
     key: Vec<DeviceId>,
     seats: Vec<Seat>,
     places: Vec<Place>,
     host: HostWords,
-    progress: Mutex<Progress>,
+    calls: Mutex<Calls>,
     workers: Workers,
     group: Option<Ours>,
 }
@@ -73,7 +73,7 @@ struct Ours {
 }
 
 /// What lives until a call is done: the index of its place, the call's number, and the memory.
-type Kept = (usize, u64, Box<dyn Send>);
+type Kept = (usize, u64, Vec<Binding>);
 
 impl Ours {
     fn new(limit: Duration) -> Ours {
@@ -147,8 +147,8 @@ impl Team {
             lock(&places[place].queue).calls.push(VecDeque::new());
             seats.push(Seat { rank, status: Status::of::<CudaRuntime>(key[seat]), place });
         }
-        let progress = Mutex::new(Progress::of(key.len()));
-        Ok(Team { key, seats, places, host, progress, workers, group: limit.map(Ours::new) })
+        let calls = Mutex::new(Calls::of(key.len()));
+        Ok(Team { key, seats, places, host, calls, workers, group: limit.map(Ours::new) })
     }
 
     /// Where the ranks are, if kernels work for them.
@@ -159,6 +159,14 @@ impl Team {
         }
     }
 
+    /// How many ranks there are.
+    pub fn ranks(&self) -> usize {
+        match &self.workers {
+            Workers::Kernels(topology, _) => topology.ranks,
+            Workers::Nccl(remote) => remote.ranks(),
+        }
+    }
+
     /// How a call goes this way: its kernel is then on the seat's GPU.
     pub fn prepare(&self, seat: usize, way: Way) -> Result<Means, Error> {
         self.place(seat).means(way)
@@ -166,24 +174,25 @@ impl Team {
 
     /// Gives the seat's next call its number, from 1 on. An error where another rank called something else there.
     pub fn number(&self, seat: usize, call: Call) -> Result<u64, Error> {
-        let mut progress = lock(&self.progress);
-        if let Some(error) = &progress.failure {
-            return Err(error.clone());
+        let mut calls = lock(&self.calls);
+        let number = calls.add(seat, call);
+        match &number {
+            Ok(_) => {
+                let matched = calls.matched();
+                calls.forget(matched);
+            }
+            Err(error) => self.fail_locked(calls, error.clone()),
         }
-        let numbered = progress.number(seat, call);
-        if let Err(error) = &numbered {
-            self.fail_locked(progress, error.clone());
-        }
-        numbered
+        number
     }
 
     /// Puts a call on the GPU's stream, once all ranks there have. Calls come in the order of their numbers.
-    pub fn submit(&self, seat: usize, ready: Ready) -> Result<(), Error> {
+    pub fn submit(&self, seat: usize, site: Site, deadline: Deadline, ready: Ready) -> Result<(), Error> {
         let place = self.place(seat);
         let mut queue = lock(&place.queue);
         let position = place.seats.iter().position(|other| *other == seat);
         if let Some(calls) = position.and_then(|position| queue.calls.get_mut(position)) {
-            calls.push_back(ready);
+            calls.push_back(Called { site, deadline, ready });
         }
         // The stream may be full, and this then waits for the GPU. Nothing there waits for a rank that would need the lock.
         while queue.calls.iter().all(|calls| !calls.is_empty()) {
@@ -191,10 +200,10 @@ impl Team {
             if let Some(error) = self.failure() {
                 return Err(error);
             }
-            let mut calls: Vec<Ready> = queue.calls.iter_mut().filter_map(VecDeque::pop_front).collect();
+            let calls: Vec<Called> = queue.calls.iter_mut().filter_map(VecDeque::pop_front).collect();
             let launched = self.launch(place, queue.launched + 1, &calls);
             // Also where it failed half-way: what is on the stream may use it.
-            let kept = calls.iter_mut().filter_map(|ready| ready.kept.take());
+            let kept = calls.into_iter().map(|call| call.ready.layout.kept);
             self.keep(self.seats[seat].place, queue.launched + 1, kept);
             launched?;
             self.let_go();
@@ -204,28 +213,28 @@ impl Team {
         Ok(())
     }
 
-    fn launch(&self, place: &Place, number: u64, calls: &[Ready]) -> Result<(), Error> {
-        for (seat, ready) in place.seats.iter().zip(calls) {
+    fn launch(&self, place: &Place, number: u64, calls: &[Called]) -> Result<(), Error> {
+        for (seat, Called { ready, .. }) in place.seats.iter().zip(calls) {
             place.stream.wait_for(self.ready(*seat), ready.ready)?;
-            place.copy(&ready.before)?;
+            place.copy(&ready.layout.before)?;
         }
-        let Ready { site, means, source, target, deadline, .. } = &calls[0];
+        let Called { site, deadline, ready: Ready { means, layout, .. } } = &calls[0];
         match (means, &self.workers) {
             (Means::Kernel(launch, module), Workers::Kernels(_, controls)) => {
                 let parameters = self.parameters(place, calls, controls);
                 place.stream.launch(module, (calls.len() as u32, launch.blocks), launch.threads, parameters)?;
             }
             (Means::Nccl, Workers::Nccl(remote)) => {
-                remote.submit(*site, (*source, *target), &place.stream, deadline)?;
+                remote.submit(*site, (layout.source, layout.target), &place.stream, deadline)?;
                 if let Some(error) = self.failure() {
                     // Who failed it may have found the communicator at work.
                     remote.abort();
                     return Err(error);
                 }
             }
-            _ => return Err(Error::io(site.to_string(), "this team does not do it so")),
+            _ => return Err(Error::broken(site.to_string(), "this team does not do it so")),
         }
-        calls.iter().try_for_each(|ready| place.copy(&ready.after))?;
+        calls.iter().try_for_each(|call| place.copy(&call.ready.layout.after))?;
         place.stream.write(place.done.unwrap_or_else(|| self.told(place)), number)
     }
 
@@ -234,10 +243,10 @@ impl Team {
         self.host.address(HOST_WORDS * place.seats[0] + DONE)
     }
 
-    fn parameters(&self, place: &Place, calls: &[Ready], controls: &[Memory]) -> Parameters {
+    fn parameters(&self, place: &Place, calls: &[Called], controls: &[Memory]) -> Parameters {
         let call = &calls[0].site.call;
         let mut parameters = Parameters {
-            patience: nanoseconds(calls.iter().map(|ready| ready.patience).max().unwrap_or_default()),
+            patience: nanoseconds(calls.iter().map(|call| call.ready.patience).max().unwrap_or_default()),
             ranks: self.seats.len() as u64,
             root: call.root.unwrap_or(0) as u64,
             count: call.count as u64,
@@ -247,9 +256,9 @@ impl Team {
         for (address, control) in parameters.control.iter_mut().zip(controls) {
             *address = control.address;
         }
-        for ((seat, ready), member) in place.seats.iter().zip(calls).zip(&mut parameters.members) {
+        for ((seat, Called { ready, .. }), member) in place.seats.iter().zip(calls).zip(&mut parameters.members) {
             let host = self.host(*seat);
-            *member = Member { source: ready.source, target: ready.target, rank: *seat as u64, host };
+            *member = Member { source: ready.layout.source, target: ready.layout.target, rank: *seat as u64, host };
         }
         parameters
     }
@@ -258,31 +267,22 @@ impl Team {
     pub fn wait_launched(&self, seat: usize, number: u64, deadline: &Deadline) -> Result<(), Error> {
         let (place, rank) = (self.place(seat), self.seats[seat].rank);
         let mut queue = lock(&place.queue);
-        let mut warned = false;
+        let mut wait = Wait::of(rank, deadline);
         while queue.launched < number {
             if let Some(error) = self.failure() {
                 return Err(error);
             }
-            let sequence = queue.launched;
-            let (call, mut missing) = lock(&self.progress).made(sequence + 1);
+            let (site, mut missing) = called(&lock(&self.calls), queue.launched + 1);
             missing.retain(|seat| place.seats.contains(seat));
-            if deadline.passed() {
-                drop(queue);
-                let (site, elapsed) = (Site::new(call, sequence), deadline.elapsed());
-                let error = match missing[..] {
-                    [] => Error::io(site.to_string(), format!("a device did not launch it within {elapsed:.1?}")),
-                    _ => Error::Timeout { site, rank, missing, elapsed },
-                };
-                self.fail(error.clone());
-                return Err(error);
-            }
-            if !warned && deadline.elapsed() >= deadline.tenth() && !missing.is_empty() {
-                log::warn!("{call}: device {rank} still waits for {}", Ranks(&missing));
-                warned = true;
-            }
-            let limit = if warned { deadline.remaining() } else { deadline.tenth().saturating_sub(deadline.elapsed()) };
-            let limit = limit.max(Duration::from_millis(1));
-            queue = place.launched.wait_timeout(queue, limit).unwrap_or_else(PoisonError::into_inner).0;
+            let pause = match wait.pause(site, missing, "a device did not launch it") {
+                Ok(pause) => pause,
+                Err(error) => {
+                    drop(queue);
+                    self.fail(error.clone());
+                    return Err(error);
+                }
+            };
+            queue = place.launched.wait_timeout(queue, pause).unwrap_or_else(PoisonError::into_inner).0;
         }
         Ok(())
     }
@@ -312,35 +312,34 @@ impl Team {
     }
 
     pub fn failure(&self) -> Option<Error> {
-        lock(&self.progress).failure.clone()
+        lock(&self.calls).failure.clone()
     }
 
     /// Makes a failure that the GPU has reported for this rank the team's. Whether the team is still to be watched.
     fn look(&self, seat: usize) -> bool {
         let report = Report::of(self.host.load(HOST_WORDS * seat + FAILURE));
-        let progress = lock(&self.progress);
-        if let (Some(report), None) = (report, &progress.failure) {
-            let (call, absent) = progress.made(report.number);
-            let site = Site::new(call, report.number.saturating_sub(1));
+        let calls = lock(&self.calls);
+        if let (Some(report), None) = (report, &calls.failure) {
+            let (site, absent) = called(&calls, report.number);
             let rank = self.seats[seat].rank;
-            self.fail_locked(progress, report.error(site, rank, absent, self.patience()));
+            self.fail_locked(calls, report.error(site, rank, absent, self.patience()));
             return false;
         }
-        progress.failure.is_none()
+        calls.failure.is_none()
     }
 
     /// Ends the team: its kernels end, and every device is poisoned, unless it works for a group.
     pub fn fail(&self, error: Error) {
-        self.fail_locked(lock(&self.progress), error);
+        self.fail_locked(lock(&self.calls), error);
     }
 
-    fn fail_locked(&self, mut progress: MutexGuard<'_, Progress>, error: Error) {
-        if progress.failure.is_some() {
+    fn fail_locked(&self, mut calls: MutexGuard<'_, Calls>, error: Error) {
+        if calls.failure.is_some() {
             // The devices may have been cleared since.
             return;
         }
         self.note_completed();
-        progress.failure = Some(error.clone());
+        calls.failure = Some(error.clone());
         (0..self.seats.len()).for_each(|seat| self.host.store(HOST_WORDS * seat + ABORT, 1));
         // A group's failures are its own.
         if self.group.is_none() {
@@ -352,7 +351,7 @@ impl Team {
             }
             self.seats.iter().for_each(|seat| seat.status.fail(error.clone()));
         }
-        drop(progress);
+        drop(calls);
         match &self.workers {
             Workers::Kernels(..) => {
                 for place in &self.places {
@@ -380,6 +379,14 @@ impl Team {
         // Who holds the queue may be about to launch.
         self.places.iter().all(|place| place.queue.try_lock().is_ok() && place.stream.is_idle())
     }
+}
+
+/// The call with this number, and the seats that have not made it.
+fn called(calls: &Calls, number: u64) -> (Site, Vec<usize>) {
+    /// Stands for a call that is not known any more.
+    const NOTHING: Call = Call::new(Operation::AllReduce, DType::U8, 0);
+    let call = calls.get(number).unwrap_or(NOTHING);
+    (Site::new(call, number.saturating_sub(1)), calls.missing(number))
 }
 
 impl Drop for Team {

@@ -2,13 +2,14 @@
 
 use std::sync::Arc;
 use std::sync::mpsc::channel;
+use std::time::Duration;
 
 use cubecl::device_handle::DeviceHandle;
 
 use crate::server::DeviceTransport;
-use crate::server::communication::Span;
 use crate::server::compute::CollectiveServer;
-use crate::server::engine::{Errand, Flight, Launch, Route};
+use crate::server::engine::{Flight, Job, Launch, Route};
+use crate::server::memory::Span;
 use crate::server::reading::caught;
 use bonfire_core::error::Site;
 use bonfire_core::internal::{Agreed, Agreement};
@@ -20,35 +21,35 @@ pub(super) fn start<R: DeviceTransport>(
     device: &DeviceHandle<CollectiveServer<R>>,
     group: &Group,
     route: Arc<dyn Route<R>>,
-    errand: Errand,
+    job: Job,
 ) -> Result<Agreed<Flight>, Error> {
-    let call = errand.call;
+    let (call, limit) = (job.call, group.deadline());
     let (sender, launch) = channel();
     device.submit(move |server| {
-        let prepared = server.prepare(&*route, errand);
+        let prepared = server.prepare(&*route, job, limit);
         // Not the last one of it, which would wait for other ranks here.
         drop(route);
         // The receiver is gone only if the group's thread is.
         let _ = sender.send(prepared);
     });
     device.flush_queue();
-    let gone = move |_| Error::io(call.operation.to_string(), "the device's server is gone");
+    let gone = move |_| Error::broken(call.operation.to_string(), "the device's server is gone");
     let run = |launch: Launch, site: &Site, deadline: &Deadline| launch(site, deadline);
     group.start_agreed(call, move || launch.recv().map_err(gone)?, run)
 }
 
 impl<R: DeviceTransport> CollectiveServer<R> {
-    fn prepare(&mut self, route: &dyn Route<R>, errand: Errand) -> Result<Launch, Error> {
+    fn prepare(&mut self, route: &dyn Route<R>, job: Job, limit: Duration) -> Result<Launch, Error> {
         self.forget_failed();
         if let Some(error) = self.status.failure() {
             return Err(error);
         }
-        let used: Vec<_> = errand.sources.iter().chain(&errand.targets).map(|(memory, _)| Span::of(memory)).collect();
+        let used: Vec<_> = job.sources.iter().chain(&job.targets).map(|(memory, _)| Span::of(memory)).collect();
         // What an all-reduce between devices still writes to, by either way.
         for direct in [false, true] {
-            self.apart(errand.call.operation, direct, &used)?;
+            self.apart(job.call.operation, direct, &used)?;
         }
-        let (operation, stream) = (errand.call.operation.to_string(), errand.stream);
-        caught(&operation, || route.prepare(self.at(stream), errand))
+        let (operation, stream) = (job.call.operation.to_string(), job.stream);
+        caught(&operation, || route.prepare(self.at(stream), job, limit))
     }
 }

@@ -58,7 +58,7 @@ impl<B: Backend> DeviceCommunicator<B> {
         let sizes = Sizes::Exchanged.resolve(metadata.into(), "dispatch", &axis)?;
         let mut gathered = fused::all_gather::<B>(via, pieces, &sizes)?.into_iter();
         let (Some(hidden_states), Some(router_logits)) = (gathered.next(), gathered.next()) else {
-            return Err(Error::io("dispatch", "the group gave less than was sent"));
+            return Err(Error::broken("dispatch", "the group gave less than was sent"));
         };
         lock(&self.dispatched)[usize::from(is_sequence_parallel)] = Some(sizes);
         Ok((

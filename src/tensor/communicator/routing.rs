@@ -63,7 +63,7 @@ impl Routing {
             ((cast_slice(&outgoing), &lens[..]), (cast_slice_mut(&mut incoming), &vec![here; n][..]));
         metadata.operate_pairs(request, sent, received)?;
         let incoming: Result<Vec<usize>, _> = incoming.into_iter().map(usize::try_from).collect();
-        let absurd = || Error::io(OPERATION, "a rank has more tokens than there can be");
+        let absurd = || Error::broken(OPERATION, "a rank has more tokens than there can be");
         let incoming = incoming.map_err(|_| absurd())?;
         let total = incoming.iter().try_fold(0usize, |sum, rows| sum.checked_add(*rows));
         let total = total.filter(|total| *total <= isize::MAX as usize / size_of::<usize>()).ok_or_else(absurd)?;

@@ -100,5 +100,5 @@ impl<R: DeviceTransport> Origin<R> {
 }
 
 fn foreign() -> Error {
-    Error::io("all_reduce", "a tensor is not of the backend it was said to be of")
+    Error::broken("all_reduce", "a tensor is not of the backend it was said to be of")
 }

@@ -207,7 +207,7 @@ fn scattered(
     if possible && sizes.iter().try_fold(0usize, |sum, size| sum.checked_add(*size)) == Some(axis.len()) {
         return Ok((axis, sizes.to_vec()));
     }
-    Err(Error::io(operation, format!("what rank {root} said of its tensor describes none")))
+    Err(Error::broken(operation, format!("what rank {root} said of its tensor describes none")))
 }
 
 /// Scatters the root's tensor of `rank` dimensions, which it cuts as its sizes say, or equally.

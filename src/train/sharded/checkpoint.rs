@@ -100,7 +100,8 @@ where
         for ((own, parameter), state) in self.own().into_iter().zip(&self.shards.parameters).zip(&self.states) {
             if let Some(state) = state {
                 let count = elements(&self.record(state)?, own.len());
-                bytes += count.map_err(|e| Error::io("counting an optimizer's state", e))? * parameter.element.size();
+                bytes +=
+                    count.map_err(|e| Error::broken("counting an optimizer's state", e))? * parameter.element.size();
             }
         }
         Ok(bytes)

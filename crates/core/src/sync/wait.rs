@@ -62,12 +62,13 @@ impl Deadline {
 }
 
 /// Says once in the log that a wait has become long: at a tenth of its deadline.
-pub(crate) struct Patience<'a> {
+pub struct Patience<'a> {
     deadline: &'a Deadline,
     warned: bool,
 }
 
 impl<'a> Patience<'a> {
+    /// Has said nothing yet of a wait until this deadline.
     pub fn until(deadline: &'a Deadline) -> Self {
         Patience { deadline, warned: false }
     }

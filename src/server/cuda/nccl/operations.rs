@@ -31,10 +31,10 @@ pub enum Action {
     Gather(usize),
     /// From the whole on this root, and nothing elsewhere, to the rank's part.
     Scatter(usize),
-    /// From the whole here to the output of another rank, which calls `Receive`.
+    /// From the whole here to the output of another rank, which calls `Recv`.
     Send(usize),
     /// To the whole here from another rank.
-    Receive(usize),
+    Recv(usize),
 }
 
 impl Action {
@@ -49,7 +49,7 @@ impl Action {
             Action::AllToAll => Operation::AllToAll,
             Action::Gather(_) => Operation::Gather,
             Action::Scatter(_) => Operation::Scatter,
-            Action::Send(_) | Action::Receive(_) => Operation::Send,
+            Action::Send(_) | Action::Recv(_) => Operation::Send,
         }
     }
 }
@@ -113,10 +113,10 @@ impl Communicator {
         };
         let peer = match action {
             Action::Reduce(_, root) | Action::Broadcast(root) | Action::Gather(root) | Action::Scatter(root) => root,
-            Action::Send(peer) | Action::Receive(peer) if peer == self.rank => {
+            Action::Send(peer) | Action::Recv(peer) if peer == self.rank => {
                 return refuse(format!("rank {peer} is this one: copy on the device"));
             }
-            Action::Send(peer) | Action::Receive(peer) => peer,
+            Action::Send(peer) | Action::Recv(peer) => peer,
             _ => 0,
         };
         if peer >= n {
@@ -199,7 +199,7 @@ impl Calls<'_> {
                     self.hand_over((place, root), (output, r), len)
                 }),
                 Action::Send(to) => ("ncclSend", self.send(input, count, to)),
-                Action::Receive(from) => ("ncclRecv", self.receive(output, count, from)),
+                Action::Recv(from) => ("ncclRecv", self.receive(output, count, from)),
             }
         }
     }

@@ -3,6 +3,8 @@
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use cubecl::server::Binding;
+
 use super::{Kept, Team, Workers};
 use crate::server::cuda::control::{DONE, FAILURE, HOST_WORDS, Report};
 use bonfire_core::error::Site;
@@ -62,7 +64,7 @@ impl Team {
             self.abort();
             std::thread::sleep(Duration::from_micros(100));
         }
-        self.failure().unwrap_or_else(|| Error::io(site.to_string(), "it did not end"))
+        self.failure().unwrap_or_else(|| Error::broken(site.to_string(), "it did not end"))
     }
 
     fn abort(&self) {
@@ -111,13 +113,9 @@ impl Team {
 
     fn late(&self, seat: usize, number: u64, site: Site, deadline: &Deadline) -> Error {
         let rank = self.seats[seat].rank;
-        let (_, mut missing) = lock(&self.progress).made(number);
+        let mut missing = lock(&self.calls).missing(number);
         if missing.is_empty() {
-            let ranks = match &self.workers {
-                Workers::Kernels(topology, _) => topology.ranks,
-                Workers::Nccl(remote) => remote.ranks(),
-            };
-            missing = (0..ranks).filter(|other| *other != rank).collect();
+            missing = (0..self.ranks()).filter(|other| *other != rank).collect();
         }
         Error::Timeout { site, rank, missing, elapsed: deadline.elapsed() }
     }
@@ -127,7 +125,7 @@ impl Team {
     }
 
     /// Keeps memory until the call with this number is done. A GPU that is done with it has heard so from all others.
-    pub(super) fn keep(&self, place: usize, number: u64, memory: impl Iterator<Item = Box<dyn Send>>) {
+    pub(super) fn keep(&self, place: usize, number: u64, memory: impl Iterator<Item = Vec<Binding>>) {
         if let Some(ours) = &self.group {
             lock(&ours.kept).extend(memory.map(|memory| (place, number, memory)));
         }
@@ -153,7 +151,7 @@ impl Team {
         let deadline = Deadline::after(ours.limit);
         while self.failure().is_none() && !self.is_idle() {
             if deadline.passed() || parted() && deadline.elapsed() > GRACE {
-                self.fail(Error::io("the end of a group", "what was under way on the GPU did not end"));
+                self.fail(Error::broken("the end of a group", "what was under way on the GPU did not end"));
             }
             std::thread::sleep(Duration::from_micros(100));
         }

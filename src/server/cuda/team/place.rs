@@ -4,6 +4,8 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
+use cubecl::server::Binding;
+
 use crate::server::cuda::choice::{Launch, Way};
 use crate::server::cuda::driver::{Gpu, Stream};
 use crate::server::cuda::kernel::Module;
@@ -26,27 +28,36 @@ pub(super) struct Place {
 /// The calls that wait for other ranks on the same GPU.
 pub(super) struct Queue {
     /// By position in `Place::seats`.
-    pub calls: Vec<VecDeque<Ready>>,
+    pub calls: Vec<VecDeque<Called>>,
     pub launched: u64,
 }
 
-/// A call of one rank whose tensors' streams have been told.
-pub(in crate::server::cuda) struct Ready {
+/// A call of one rank, which must be on its stream by the deadline.
+pub(super) struct Called {
     pub site: Site,
+    pub deadline: Deadline,
+    pub ready: Ready,
+}
+
+/// What a call of one rank takes, whose tensors' streams have been told.
+pub(in crate::server::cuda) struct Ready {
     pub means: Means,
     /// How long a kernel may wait for other ranks.
     pub patience: Duration,
-    /// Until when it must be on its stream.
-    pub deadline: Deadline,
     /// What the rank's `READY` word is from when on the tensors may be used.
     pub ready: u64,
+    pub layout: Layout,
+}
+
+/// Where a call's data is for what does it, and how it gets there.
+pub(in crate::server::cuda) struct Layout {
     pub source: u64,
     pub target: u64,
     /// What is copied to the source before, and from the target after.
     pub before: Vec<Copy>,
     pub after: Vec<Copy>,
-    /// What lives until the call is done, in a group's team.
-    pub kept: Option<Box<dyn Send>>,
+    /// All memory that is used, which lives until the call is done.
+    pub kept: Vec<Binding>,
 }
 
 /// Addresses and a number of bytes.

@@ -5,14 +5,16 @@
 //! own by then.
 
 use std::mem::MaybeUninit;
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, LazyLock, Mutex, Weak};
 
 use burn::tensor::Bytes;
 use bytemuck::{cast_slice, cast_slice_mut};
 use cubecl_common::bytes::{AllocationController, AllocationProperty};
 
+#[cfg(feature = "flex")]
+use bonfire_core::Group;
 use bonfire_core::internal::lock;
-use bonfire_core::{Buffer, Error, Group};
+use bonfire_core::{Buffer, Error};
 
 /// Shorter ones the allocator has at hand.
 const SHORTEST: usize = 1 << 20;
@@ -20,33 +22,34 @@ const SHORTEST: usize = 1 << 20;
 /// Bytes that a pool keeps at most.
 const MOST: usize = 256 << 20;
 
-static PROCESS: Kept = Kept(Mutex::new(Vec::new()));
+static PROCESS: LazyLock<Arc<Kept>> = LazyLock::new(Arc::default);
 
 /// So many initialised bytes, whatever they are.
 pub(crate) fn bytes(operation: &str, len: usize) -> Result<Bytes, Error> {
     let block = PROCESS.take(len).map_or_else(|| Block::ordinary(operation, len), Ok)?;
-    Ok(Home::Process.lend(block, len))
+    Ok(PROCESS.lend(block, len))
 }
 
 /// Memory that the ranks of a group reach where they share some: results in it need not be brought to them.
+#[cfg(feature = "flex")]
 #[derive(Clone, Default)]
 pub(crate) struct Suited(Arc<Kept>);
 
+#[cfg(feature = "flex")]
 impl Suited {
     /// So many initialised bytes, whatever they are, in memory of the group, or where that is used up in ordinary memory:
     /// other ranks may be in the operation already.
     pub fn bytes(&self, operation: &str, group: &Group, len: usize) -> Result<Bytes, Error> {
-        let Some(block) = self.0.take(len) else {
-            return match group.allocate(len.div_ceil(size_of::<u64>())) {
-                Ok(words) => Ok(Home::Suited(Arc::downgrade(&self.0)).lend(Block::Suited(words), len)),
-                Err(_) => bytes(operation, len),
-            };
-        };
-        Ok(Home::Suited(Arc::downgrade(&self.0)).lend(block, len))
+        let new = || group.allocate(len.div_ceil(size_of::<u64>())).ok().map(Block::Suited);
+        match self.0.take(len).or_else(new) {
+            Some(block) => Ok(self.0.lend(block, len)),
+            None => bytes(operation, len),
+        }
     }
 }
 
 /// Memory of one tensor, all of it initialised.
+#[cfg_attr(not(feature = "flex"), expect(dead_code, reason = "only Flex's tensors are in memory of a group"))]
 enum Block {
     Ordinary(Vec<u128>),
     Suited(Buffer<u64>),
@@ -55,7 +58,7 @@ enum Block {
 impl Block {
     fn ordinary(operation: &str, len: usize) -> Result<Block, Error> {
         let units = bytemuck::allocation::try_zeroed_vec(len.div_ceil(size_of::<u128>()));
-        units.map(Block::Ordinary).map_err(|()| Error::io(operation, format!("there is no memory for {len} bytes")))
+        units.map(Block::Ordinary).map_err(|()| Error::broken(operation, format!("there is no memory for {len} bytes")))
     }
 
     fn bytes(&self) -> &[u8] {
@@ -86,6 +89,13 @@ impl Kept {
         best.map(|i| kept.remove(i))
     }
 
+    /// The block as a tensor's memory, which comes back for as long as the pool is there: a tensor may outlive it.
+    fn lend(self: &Arc<Self>, block: Block, len: usize) -> Bytes {
+        let lent = Lent { block: Some(block), home: Arc::downgrade(self) };
+        // SAFETY: the block has as many, and all of it is initialised.
+        unsafe { Bytes::from_controller(Box::new(lent), len) }
+    }
+
     fn give(&self, block: Block) {
         let mut kept = lock(&self.0);
         kept.push(block);
@@ -97,24 +107,10 @@ impl Kept {
     }
 }
 
-/// Where a block goes when its tensor is gone.
-enum Home {
-    Process,
-    /// To a pool, for as long as that is there: a tensor may outlive it.
-    Suited(Weak<Kept>),
-}
-
-impl Home {
-    fn lend(self, block: Block, len: usize) -> Bytes {
-        // SAFETY: the block has as many, and all of it is initialised.
-        unsafe { Bytes::from_controller(Box::new(Lent { block: Some(block), home: self }), len) }
-    }
-}
-
 /// A block that a tensor has: there until this is dropped.
 struct Lent {
     block: Option<Block>,
-    home: Home,
+    home: Weak<Kept>,
 }
 
 impl AllocationController for Lent {
@@ -147,13 +143,8 @@ impl AllocationController for Lent {
 impl Drop for Lent {
     fn drop(&mut self) {
         let Some(block) = self.block.take().filter(|block| block.bytes().len() >= SHORTEST) else { return };
-        match &self.home {
-            Home::Process => PROCESS.give(block),
-            Home::Suited(pool) => {
-                if let Some(pool) = pool.upgrade() {
-                    pool.give(block);
-                }
-            }
+        if let Some(pool) = self.home.upgrade() {
+            pool.give(block);
         }
     }
 }
@@ -177,7 +168,10 @@ mod tests {
         let again = bytes(2 * SHORTEST);
         assert_eq!((again.as_ptr(), again.len()), (place, 2 * SHORTEST));
         assert!(again.iter().all(|byte| *byte == 7));
-        drop(again);
+        let smaller = bytes(2 * SHORTEST);
+        let smaller_place = smaller.as_ptr();
+        drop((again, smaller));
+        assert_eq!(bytes(2 * SHORTEST).as_ptr(), smaller_place, "the smallest that fits");
 
         let many: Vec<_> = (0..5).map(|_| bytes(MOST / 4)).collect();
         drop(many);

@@ -1,0 +1,79 @@
+//! Copies between a device's memory and the host.
+
+use std::sync::atomic::Ordering;
+
+use cubecl::bytes::Bytes;
+use cubecl::server::{Binding, ComputeServer, CopyDescriptor};
+use cubecl::stream_id::StreamId;
+
+use super::DeviceTransport;
+use super::compute::CollectiveServer;
+use super::reading::{Reading, caught};
+use bonfire_core::Error;
+
+/// What the host copies to and from devices is made of words: wgpu refuses other offsets.
+const WORD: u64 = 4;
+
+fn check_start(binding: &Binding) -> Result<(), Error> {
+    match binding.offset_start.unwrap_or(0) {
+        start if start % WORD == 0 => Ok(()),
+        start => {
+            let reason = format!("the data starts at byte {start} of its memory; that must be a multiple of {WORD}");
+            Err(Error::argument("copying between device and host", reason))
+        }
+    }
+}
+
+impl<R: DeviceTransport> CollectiveServer<R> {
+    /// Starts to read the first bytes of some memory, as many as it says, as the work that was queued so far leaves them.
+    pub(super) fn snapshot(&mut self, sources: Vec<(Binding, usize)>, stream: StreamId) -> Result<Reading, Error> {
+        if let Some(error) = self.status.failure() {
+            return Err(error);
+        }
+        sources.iter().try_for_each(|(source, _)| check_start(source))?;
+        self.status.downloads.fetch_add(sources.len() as u64, Ordering::Relaxed);
+        let descriptor = |(source, size): (_, usize)| CopyDescriptor::new(source, [size].into(), [1].into(), 1);
+        let descriptors = sources.into_iter().map(descriptor).collect();
+        let copying = caught("read", || Ok(self.at(stream).read(descriptors, stream)))?;
+        self.reader.start(copying)
+    }
+
+    /// Writes on each target's own stream, and hands that to the device: what is queued later, on any stream, sees it.
+    pub(super) fn write_all(&mut self, data: Vec<(Binding, Bytes)>) -> Result<(), Error> {
+        let mut streams: Vec<StreamId> = Vec::new();
+        for (target, bytes) in data {
+            let stream = target.stream;
+            let (target, bytes) = self.whole_words(target, bytes)?;
+            self.status.uploads.fetch_add(1, Ordering::Relaxed);
+            let descriptor = CopyDescriptor::new(target, [bytes.len()].into(), [1].into(), 1);
+            caught("write", || {
+                self.at(stream).write(vec![(descriptor, bytes)], stream);
+                Ok(())
+            })?;
+            if !streams.contains(&stream) {
+                streams.push(stream);
+            }
+        }
+        // A flush hands over the stream's errors once, so they must not get lost here.
+        let mut flush = |stream| self.at(stream).flush(stream).map_err(|e| Error::io("writing results", e));
+        caught("write", || streams.into_iter().try_for_each(&mut flush))
+    }
+
+    /// Where the data ends inside a word of its memory, adds what follows there: wgpu writes whole words, and fills them
+    /// up with zeros.
+    fn whole_words(&mut self, target: Binding, bytes: Bytes) -> Result<(Binding, Bytes), Error> {
+        check_start(&target)?;
+        let end = target.size - target.offset_end.unwrap_or(0);
+        let inside = end % WORD;
+        if inside == 0 || end == target.size || bytes.is_empty() {
+            return Ok((target, bytes));
+        }
+        let word_end = (end - inside + WORD).min(target.size);
+        let mut last = target.clone();
+        (last.offset_start, last.offset_end) = (Some(end - inside), Some(target.size - word_end));
+        let size = (word_end - (end - inside)) as usize;
+        let word = self.snapshot(vec![(last, size)], target.stream)?.wait_one("write")?;
+        let bytes = [&bytes[..], &word[inside as usize..]].concat();
+        Ok((Binding { offset_end: Some(target.size - word_end), ..target }, Bytes::from_bytes_vec(bytes)))
+    }
+}

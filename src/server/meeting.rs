@@ -1,0 +1,103 @@
+//! What the devices of one list have called so far, and how long one waits for the others.
+
+use std::collections::VecDeque;
+use std::time::Duration;
+
+use bonfire_core::error::Site;
+use bonfire_core::internal::{Patience, Ranks};
+use bonfire_core::{Call, Deadline, Error};
+
+/// The calls of some devices. The calls of each are numbered in their order, from 1 on.
+pub(super) struct Calls {
+    /// How many each device has made.
+    made: Vec<u64>,
+    /// What was called under each number after `forgotten`.
+    calls: VecDeque<Call>,
+    forgotten: u64,
+    /// What ended the meeting.
+    pub failure: Option<Error>,
+}
+
+impl Calls {
+    pub fn of(devices: usize) -> Calls {
+        Calls { made: vec![0; devices], calls: VecDeque::new(), forgotten: 0, failure: None }
+    }
+
+    /// Gives the device's next call its number. An error where another device called something else there, or after a
+    /// failure.
+    pub fn add(&mut self, device: usize, call: Call) -> Result<u64, Error> {
+        if let Some(error) = &self.failure {
+            return Err(error.clone());
+        }
+        let before = self.made[device];
+        match self.get(before + 1) {
+            Some(other) if other != call => {
+                let made = self.made.iter().enumerate().filter(|(_, made)| **made > before);
+                let mut calls: Vec<_> = made.map(|(device, _)| (device, other)).chain([(device, call)]).collect();
+                calls.sort_by_key(|(device, _)| *device);
+                return Err(Error::Mismatch { sequence: before, calls });
+            }
+            Some(_) => {}
+            None => self.calls.push_back(call),
+        }
+        self.made[device] += 1;
+        Ok(before + 1)
+    }
+
+    /// How many calls this device has made.
+    pub fn made(&self, device: usize) -> u64 {
+        self.made[device]
+    }
+
+    /// How many calls all devices have made.
+    pub fn matched(&self) -> u64 {
+        self.made.iter().min().copied().unwrap_or(0)
+    }
+
+    /// The devices that have not made the call with this number.
+    pub fn missing(&self, number: u64) -> Vec<usize> {
+        (0..self.made.len()).filter(|device| self.made[*device] < number).collect()
+    }
+
+    /// What was called under this number, if any device has and it is not forgotten.
+    pub fn get(&self, number: u64) -> Option<Call> {
+        let at = number.checked_sub(self.forgotten + 1)?;
+        self.calls.get(usize::try_from(at).ok()?).copied()
+    }
+
+    /// Forgets the calls up to this number, which all devices have made.
+    pub fn forget(&mut self, until: u64) {
+        self.calls.drain(..(until - self.forgotten) as usize);
+        self.forgotten = until;
+    }
+}
+
+/// The wait of a device for a call, or for others to make it.
+pub(super) struct Wait<'a> {
+    device: usize,
+    deadline: &'a Deadline,
+    patience: Patience<'a>,
+}
+
+impl<'a> Wait<'a> {
+    pub fn of(device: usize, deadline: &'a Deadline) -> Wait<'a> {
+        Wait { device, deadline, patience: Patience::until(deadline) }
+    }
+
+    /// How long to sleep before the next look; an error after the deadline. Where no device is missing, `late` says what
+    /// did not happen.
+    pub fn pause(&mut self, site: Site, missing: Vec<usize>, late: &str) -> Result<Duration, Error> {
+        if self.deadline.passed() {
+            let elapsed = self.deadline.elapsed();
+            return Err(match missing[..] {
+                [] => Error::broken(site.to_string(), format!("{late} within {elapsed:.1?}")),
+                _ => Error::Timeout { site, rank: self.device, missing, elapsed },
+            });
+        }
+        self.patience.warn(self.device, || match missing[..] {
+            [] => format!("at {site}: {late}"),
+            _ => format!("at {site} for {}", Ranks(&missing)),
+        });
+        Ok(self.patience.pause().max(Duration::from_millis(1)))
+    }
+}
