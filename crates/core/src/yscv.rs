@@ -54,7 +54,7 @@ const MOST_RANKS: usize = 1 << 16;
 /// repeat that error; an error of [`allreduce_sum`](Self::allreduce_sum) ends all of this rank's connections.
 ///
 /// ```
-/// let (coordinator, worker) = bonfire_core::loopback_pair()?;
+/// let (coordinator, worker) = bonfire_core::yscv::loopback_pair()?;
 /// let other = std::thread::spawn(move || worker.allreduce_sum(&mut [1.0, 2.0]));
 /// let mut data = [10.0, 20.0];
 /// coordinator.allreduce_sum(&mut data)?;

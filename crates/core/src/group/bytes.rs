@@ -8,7 +8,8 @@ use super::handle::Group;
 use super::progress::Work;
 use super::request::Request;
 use crate::sync::Deadline;
-use crate::types::{Call, Error};
+use crate::transport::Buffers;
+use crate::types::{Call, Error, Parts};
 
 /// Operations on bytes that are aligned for their elements. The arguments are checked as those of the typed forms.
 pub trait ByteOperations {
@@ -123,10 +124,12 @@ impl ByteOperations for Group {
         bytes: impl for<'a> FnOnce(&'a mut B) -> Result<&'a mut [u8], Error> + Send + 'static,
     ) -> Result<Work<B>, Error> {
         request.check_root(self.world_size())?;
-        let (limit, place, at) = (self.deadline(), self.place(), Location::caller());
+        let (limit, at) = (self.deadline(), Location::caller());
         Ok(self.progress()?.start(&self.core, buffer, move |core, buffer| {
             let output = bytes(buffer).map_err(|error| core.abandon(error))?;
-            let (call, buffers) = request.buffers(place, None, output).map_err(|error| core.abandon(error))?;
+            // Whether it can be cut was checked before; peers that find another length say so.
+            let call = request.call(request.len(output).map_err(|error| core.abandon(error))?);
+            let buffers = Buffers { input: None, output, parts: Parts::Even };
             core.run(call, Task::Collective(buffers), &Deadline::after(limit), at).map(drop)
         }))
     }
