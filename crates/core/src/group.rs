@@ -6,7 +6,7 @@ mod builder;
 mod interrupt;
 mod operation;
 mod progress;
-mod recorder;
+pub(crate) mod recorder;
 mod shrink;
 mod subgroup;
 mod trace;
@@ -17,7 +17,7 @@ use std::collections::HashMap;
 use std::fmt;
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 pub use self::buffer::Buffer;
@@ -33,7 +33,7 @@ pub use self::trace::{Message, Record, State, Trace};
 use self::turn::{Queue, Turn};
 use crate::plan::{self, Algorithm, Plan, Selection};
 use crate::reduce::Scratch;
-use crate::sync::lock;
+use crate::sync::{Mutex, lock};
 use crate::transport::{Near, Regroup, Transport};
 use crate::types::{Call, Element, Error, Fault, Operation, fingerprint};
 

@@ -1,14 +1,14 @@
 //! How one operation runs in its group, and what becomes of a failure.
 
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use super::recorder::{Entry, Recorder};
 use super::turn::Queue;
 use super::{Anchor, CallSite, Core, Group, Lane, Plans};
 use crate::plan::{Algorithm, Selection};
-use crate::sync::{Deadline, lock};
+use crate::sync::{Deadline, Mutex, MutexGuard, lock};
 use crate::transport::{Base, Buffers, Near, Transport};
 use crate::types::{Call, Error, Fault, Site, Tag};
 
@@ -194,7 +194,7 @@ impl Core {
         self.poison(error, sequence + 1)
     }
 
-    pub(super) fn lane(&self) -> Result<std::sync::MutexGuard<'_, Lane>, Error> {
+    pub(super) fn lane(&self) -> Result<MutexGuard<'_, Lane>, Error> {
         match self.failure.get() {
             Some(error) => Err(error.clone()),
             None => Ok(lock(&self.lane)),

@@ -141,7 +141,7 @@ impl Part {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(bonfire_loom)))]
 mod tests {
     use proptest::collection::vec;
     use proptest::prelude::*;
