@@ -18,7 +18,7 @@
 //! random numbers.
 
 mod connect;
-#[cfg(test)]
+#[cfg(all(test, not(bonfire_loom)))]
 mod fuzz;
 mod handshake;
 mod lobby;

@@ -20,7 +20,7 @@ mod meet;
 mod message;
 #[cfg(unix)]
 mod plane;
-#[cfg(all(test, unix))]
+#[cfg(all(test, unix, not(bonfire_loom)))]
 mod tests;
 #[cfg(unix)]
 mod watch;

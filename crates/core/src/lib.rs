@@ -26,6 +26,9 @@ mod control;
 mod group;
 #[doc(hidden)]
 pub mod internal;
+#[cfg(all(test, bonfire_loom))]
+#[path = "../tests/loom/mod.rs"]
+mod models;
 mod plan;
 mod reduce;
 #[cfg(unix)]

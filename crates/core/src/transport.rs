@@ -10,6 +10,9 @@ pub(crate) mod hosts;
 
 #[cfg(all(feature = "mpi", unix))]
 pub(crate) mod mpi;
+#[cfg(bonfire_loom)]
+#[path = "../tests/loom/reduce.rs"]
+mod reduce;
 mod regroup;
 mod seams;
 #[cfg(all(feature = "shm", target_os = "linux"))]
@@ -25,6 +28,8 @@ pub(crate) use self::regroup::hosts_of;
 pub(crate) use self::regroup::{Base, Regroup};
 pub use self::seams::Transport;
 pub(crate) use self::seams::{Buffers, Collectives, Storage};
+#[cfg(not(bonfire_loom))]
+use crate::reduce;
 
 /// What ranks reach each other by besides messages.
 pub(crate) enum Near {

@@ -6,11 +6,9 @@ use tokio::sync::mpsc::UnboundedSender;
 
 use super::board::{Board, verdict};
 use super::message::Outgoing;
-use crate::sync::{Deadline, Patience};
+use crate::sync::{Deadline, NAP, Patience, STALL};
 use crate::types::{Call, Error, Fault, Ranks, Site};
 
-/// Without progress for this long, ranks tell each other what they called: those that disagree may wait for each other.
-const STALL: Duration = Duration::from_millis(200);
 /// Once a mismatch is certain, how long ranks that have not called anything yet are waited for before it is reported.
 const GRACE: Duration = Duration::from_secs(2);
 /// How often answers are looked for after a stall.
@@ -54,7 +52,7 @@ impl<'a> Watch<'a> {
     pub fn pause(&self) -> Duration {
         // Well before the deadline, so that the answers are there when it names who is missing.
         let next = if self.stalled { LOOK } else { STALL.min(self.deadline.tenth()) };
-        next.min(self.deadline.remaining()).max(Duration::from_millis(1))
+        next.min(self.deadline.remaining()).max(NAP)
     }
 
     /// Called when nothing has moved for a pause, while `peer` is waited for: looks for a failure of the group, asks the

@@ -1,7 +1,7 @@
 //! The one way of every operation in its group, and what becomes of a failure.
 
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, OnceLock};
 
 use super::execute::{Executor, Task};
 use super::lane::Lane;
@@ -9,7 +9,7 @@ use super::record::CallSite;
 use super::recorder::Recorder;
 use super::turn::Queue;
 use crate::plan::Selection;
-use crate::sync::{Deadline, lock};
+use crate::sync::{Deadline, Mutex, lock};
 use crate::transport::{Base, Regroup};
 use crate::types::{Call, Error, Fault, Site};
 

@@ -3,7 +3,7 @@
 use std::any::Any;
 use std::fmt;
 use std::path::Path;
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use super::buffer::Buffer;
@@ -12,7 +12,7 @@ use super::progress::Progress;
 use super::trace::Trace;
 use super::turn::Turn;
 use crate::plan::Selection;
-use crate::sync::lock;
+use crate::sync::{Mutex, lock};
 use crate::types::{Element, Error, Fault, Operation};
 
 /// Where a subgroup comes from.

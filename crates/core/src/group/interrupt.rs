@@ -1,12 +1,12 @@
 //! Ctrl-C as a farewell.
 
-use std::sync::{Arc, Mutex, OnceLock, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
 use super::core::Core;
-use crate::sync::lock;
+use crate::sync::{Mutex, lock};
 use crate::types::Error;
 
 /// The groups that say farewell.

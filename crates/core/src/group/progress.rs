@@ -2,12 +2,12 @@
 
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 
 use super::core::Core;
-use crate::sync::lock;
+use crate::sync::{Mutex, lock};
 use crate::types::Error;
 
 type Job = Box<dyn FnOnce() + Send>;

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use crate::types::Call;
 
 /// Where a user called an operation.
-pub(super) type CallSite = &'static Location<'static>;
+pub(crate) type CallSite = &'static Location<'static>;
 
 /// One operation in a [`Trace`](crate::trace::Trace).
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]

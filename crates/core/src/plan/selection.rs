@@ -256,7 +256,7 @@ fn list(all: &[impl ToString]) -> String {
     all.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(bonfire_loom)))]
 mod tests {
     use super::*;
     use proptest::prelude::*;

@@ -164,7 +164,7 @@ pub(super) fn hosts(machines: &[&String]) -> Vec<usize> {
     (0..machines.len()).map(first).collect()
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(bonfire_loom)))]
 mod tests {
     use super::*;
 

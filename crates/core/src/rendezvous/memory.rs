@@ -293,7 +293,7 @@ async fn verdict(
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(bonfire_loom)))]
 mod tests {
     use super::*;
     use tokio::net::TcpListener;

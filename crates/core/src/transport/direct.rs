@@ -5,7 +5,7 @@
 
 use std::mem::MaybeUninit;
 
-use crate::reduce::{self, Output};
+use super::reduce::{self, Output};
 use crate::types::{Call, Operation, Parts, partition};
 
 /// Where one rank's buffers are.

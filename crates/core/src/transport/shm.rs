@@ -9,8 +9,10 @@
 mod arena;
 mod chunks;
 mod control;
+#[cfg_attr(bonfire_loom, path = "../../tests/loom/futex.rs")]
 mod futex;
 mod lent;
+#[cfg_attr(bonfire_loom, path = "../../tests/loom/segment.rs")]
 mod segment;
 mod sleeper;
 mod small;

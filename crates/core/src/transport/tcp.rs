@@ -15,7 +15,7 @@ mod link;
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -27,7 +27,7 @@ use super::Transport;
 use crate::auth::Member;
 use crate::control::invitation::{Door, Invitation};
 use crate::control::{self, Board, Heard, Mesh, Outgoing, Silence, Watch, Word};
-use crate::sync::{Deadline, lock};
+use crate::sync::{Deadline, Mutex, lock};
 use crate::types::{Error, Fault, Site};
 
 /// One rank's end of a group of processes.
@@ -67,6 +67,23 @@ impl Tcp {
         let (thread, news) = (Mutex::new(Some(thread)), Mutex::new(Some(news)));
         let links = Mutex::new(vec![None; addresses.len()]);
         Ok(Tcp { member, addresses, board, links, connections, control, thread, listener, news })
+    }
+
+    /// An end that has no connections: for it to hear something, a test writes it on the board.
+    #[cfg(all(test, feature = "shm", target_os = "linux"))]
+    pub fn unconnected(rank: usize, board: Arc<Board>, world_size: usize) -> Tcp {
+        let listener = board.wake().try_clone_to_owned().unwrap();
+        Tcp {
+            member: Member { secret: None, session: 0, rank, world_size },
+            addresses: vec![SocketAddr::from(([127, 0, 0, 1], 0)); world_size],
+            board,
+            links: Mutex::default(),
+            connections: 1,
+            control: unbounded_channel().0,
+            thread: Mutex::default(),
+            listener,
+            news: Mutex::default(),
+        }
     }
 
     /// The number that all ranks of this group have, and no other group.

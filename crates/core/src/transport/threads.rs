@@ -14,8 +14,8 @@ use std::time::Instant;
 use self::mailbox::Mailbox;
 use self::meeting::Meeting;
 use super::direct::{self, Place};
+use super::reduce::{self, Output};
 use super::{Buffers, Collectives};
-use crate::reduce::{self, Output};
 use crate::sync::{AtomicU8, AtomicU64, Bell, Cell, Deadline, Mutex, Ordering, Patience, crowded, lock, spin};
 use crate::types::{Call, DType, Error, Fault, Operation, Parts, Ranks, Site};
 

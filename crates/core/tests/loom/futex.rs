@@ -1,12 +1,11 @@
-//! Stands for the system's futex: a sleeper that nobody wakes sleeps for ever, which loom reports as a deadlock.
+//! In the place of `transport::shm::futex`, the system's: a sleeper that nobody wakes sleeps for ever, which loom reports as a deadlock.
 //!
 //! The mutex is the system's own lock, so a rank that was woken has seen what came before the ring, whatever orderings the
 //! ring has. Where the orderings matter, loom shows it on ranks that come just too late to sleep.
 
 use std::time::Duration;
 
-use crate::sync::{AtomicU32, Condvar, Mutex, Ordering};
-use crate::wait::lock;
+use crate::sync::{AtomicU32, Condvar, Mutex, Ordering, lock};
 
 #[derive(Default)]
 pub(super) struct Futex {

@@ -1,55 +1,39 @@
-//! The models, by what they are of.
+//! Models of the hand-offs between ranks: loom runs each in every order, within a bound on preemptions, in which its
+//! threads can take their steps and see each other's. `scripts/models` runs them.
+//!
+//! They are unit tests, on the crate's own modules. What loom cannot run has others in its place, which are here too:
+//! `primitives`, `reduce`, `segment` and `futex`.
 
 mod bell;
+pub(crate) mod memory;
 mod processes;
 mod recorder;
 mod threads;
 
-use std::time::Duration;
+use std::any::type_name;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
-use crate::call::{Call, Operation};
-use crate::dtype::{DType, ReduceOp};
-use crate::error::Site;
-use crate::wait::Deadline;
+use crate::sync::Deadline;
+use crate::types::{Call, DType, Operation, ReduceOp, Site};
 
-/// Every model with its name and the bound on its preemptions: how often a thread is stopped that could go on, in one run.
+/// Runs a model in all orders with so many preemptions at most: how often a thread is stopped that could go on, in one run.
 /// Most mistakes show with one or two. Each more takes ten to a hundred times as long, and all models together are to take
 /// no more than a minute and a half; one has a bound that it never reaches.
-pub const ALL: &[(&str, usize, fn())] = &[
-    ("bell: no ring is lost", 3, bell::no_ring_is_lost),
-    ("recorder: an operation is recorded while others read", 3, recorder::first),
-    ("recorder: an operation takes the place of one that is read", 3, recorder::second),
-    ("recorder: two operations overtake a reader", 1, recorder::third),
-    ("recorder: a ring is written over while it is read", 3, recorder::ring),
-    ("threads: small all_reduces in a row", 3, threads::small),
-    ("threads: large all_reduces in a row", 3, threads::large),
-    ("threads: a rank gives up while the other arrives", 3, threads::gives_up),
-    ("threads: a rank leaves", 3, threads::leaves),
-    ("threads: a group fails between two operations", 3, threads::fails),
-    ("threads: a message", 3, threads::message),
-    ("threads: a message is withdrawn while it is taken", 3, threads::withdrawn),
-    ("processes: nobody sleeps for ever", 20, processes::barrier),
-    ("processes: small all_reduces in a row", 3, processes::small),
-    ("processes: small all_reduces of three", 2, processes::small_of_three),
-    ("processes: large all_reduces in a row", 2, processes::large),
-    ("processes: large operations of three", 1, processes::large_of_three),
-    ("processes: an all_reduce in chunks", 1, processes::all_reduce_in_chunks),
-    ("processes: a reduce_scatter in chunks", 1, processes::reduce_scatter_in_chunks),
-    ("processes: an all_gather in chunks", 1, processes::all_gather_in_chunks),
-    ("processes: a broadcast in chunks", 2, processes::broadcast_in_chunks),
-    ("processes: a gather in chunks", 1, processes::gather_in_chunks),
-    ("processes: a scatter in chunks", 1, processes::scatter_in_chunks),
-    ("processes: a scatter and a gather in chunks", 1, processes::gather_after_scatter),
-    ("processes: chunks of different operations", 1, processes::one_after_another),
-    ("processes: lent buffers", 2, processes::lent),
-    ("processes: lent buffers of three", 1, processes::lent_by_three),
-    ("processes: one rank lends, the other does not", 2, processes::mixed),
-    ("processes: windows, lent buffers, windows", 1, processes::in_turn),
-    ("processes: a rank leaves after a small operation", 3, processes::endings::leaves_after_small),
-    ("processes: a rank leaves after a large operation", 2, processes::endings::leaves_after_large),
-    ("processes: a group fails between two operations", 3, processes::endings::fails),
-    ("processes: a rank gives up while the other arrives", 3, processes::endings::gives_up),
-];
+fn check<T, F: Fn() -> T + Send + Sync + 'static>(preemptions: usize, model: F) {
+    let (start, runs) = (Instant::now(), Arc::new(AtomicU64::new(0)));
+    let counter = runs.clone();
+    let mut bounds = loom::model::Builder::new();
+    bounds.preemption_bound = Some(preemptions);
+    bounds.check(move || {
+        counter.fetch_add(1, Ordering::Relaxed);
+        memory::forget();
+        drop(model());
+    });
+    let name = type_name::<F>().trim_start_matches("bonfire_core::models::").trim_end_matches("::{{closure}}");
+    println!("{name}: {} orders, {:.1?}", runs.load(Ordering::Relaxed), start.elapsed());
+}
 
 /// One that never comes: loom's clock stands still.
 fn never() -> Deadline {

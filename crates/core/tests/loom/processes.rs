@@ -1,22 +1,18 @@
 //! `transport::shm`: ranks as processes of one host.
 
-pub mod endings;
+mod endings;
 
 use std::sync::Arc;
 
 use loom::thread;
 
-use super::never;
-use crate::call::{Call, Operation};
-use crate::dtype::{DType, ReduceOp};
-use crate::error::Site;
-use crate::memory;
-use crate::partition::Parts;
-use crate::partition::partition;
+use super::{check, memory, never};
+use crate::control::Board;
+use crate::sync::Deadline;
 use crate::transport::shm::{Segment, Shm};
-use crate::transport::tcp::{Board, Tcp};
-use crate::transport::{Buffers, Collectives, Fault, Storage};
-use crate::wait::Deadline;
+use crate::transport::tcp::Tcp;
+use crate::transport::{Buffers, Collectives, Storage};
+use crate::types::{Call, DType, Fault, Operation, Parts, ReduceOp, Site, partition};
 
 /// One process.
 struct Rank {
@@ -31,7 +27,7 @@ impl Rank {
         let segment = Segment::new(world_size);
         let boards: Vec<_> = (0..world_size).map(|_| Arc::new(Board::new(world_size).unwrap())).collect();
         let rank = |rank: usize| {
-            let tcp = Arc::new(Tcp::new(boards[rank].clone(), world_size));
+            let tcp = Arc::new(Tcp::unconnected(rank, boards[rank].clone(), world_size));
             let shm = Shm::new(segment.clone(), rank, (0..world_size).collect(), tcp);
             Rank { shm, rank, boards: boards.clone() }
         };
@@ -109,67 +105,86 @@ fn all(world_size: usize, run: impl Fn(&Rank) + Copy + 'static) {
 }
 
 /// A hand-off and nothing else.
-pub fn barrier() {
-    all(2, |rank| rank.check_all(&[Operation::Barrier], &mut []));
+#[test]
+fn nobody_sleeps_for_ever() {
+    check(20, || all(2, |rank| rank.check_all(&[Operation::Barrier], &mut [])));
 }
 
 /// Three, so that the first one's offer is used again.
-pub fn small() {
-    all(2, |rank| rank.check_all(&[Operation::AllReduce; 3], &mut [0]));
+#[test]
+fn small_all_reduces_in_a_row() {
+    check(3, || all(2, |rank| rank.check_all(&[Operation::AllReduce; 3], &mut [0])));
 }
 
-pub fn small_of_three() {
-    all(3, |rank| rank.check_all(&[Operation::AllReduce], &mut [0]));
+#[test]
+fn small_all_reduces_of_three() {
+    check(2, || all(3, |rank| rank.check_all(&[Operation::AllReduce], &mut [0])));
 }
 
 /// Elements of a piece, of which each part of a chunk has one.
 const PIECE: usize = 8;
 
 /// A chunk each: what ends one and begins the other.
-pub fn large() {
-    all(2, |rank| rank.check_all(&[Operation::AllReduce; 2], &mut [0; 2 * PIECE]));
+#[test]
+fn large_all_reduces_in_a_row() {
+    check(2, || all(2, |rank| rank.check_all(&[Operation::AllReduce; 2], &mut [0; 2 * PIECE])));
 }
 
 /// One chunk more than there are buffers, so that one is used again.
 const CHUNKS: usize = 5;
 
-pub fn all_reduce_in_chunks() {
-    all(2, |rank| rank.check_all(&[Operation::AllReduce], &mut [0; CHUNKS * 2 * PIECE]));
+#[test]
+fn an_all_reduce_in_chunks() {
+    check(1, || all(2, |rank| rank.check_all(&[Operation::AllReduce], &mut [0; CHUNKS * 2 * PIECE])));
 }
 
-pub fn reduce_scatter_in_chunks() {
-    all(2, |rank| rank.check_all(&[Operation::ReduceScatter], &mut [0; CHUNKS * 2 * PIECE]));
+#[test]
+fn a_reduce_scatter_in_chunks() {
+    check(1, || all(2, |rank| rank.check_all(&[Operation::ReduceScatter], &mut [0; CHUNKS * 2 * PIECE])));
 }
 
-pub fn all_gather_in_chunks() {
-    all(2, |rank| rank.check_all(&[Operation::AllGather], &mut [0; CHUNKS * 2 * PIECE]));
+#[test]
+fn an_all_gather_in_chunks() {
+    check(1, || all(2, |rank| rank.check_all(&[Operation::AllGather], &mut [0; CHUNKS * 2 * PIECE])));
 }
 
-pub fn broadcast_in_chunks() {
-    all(2, |rank| rank.check_all(&[Operation::Broadcast], &mut [0; CHUNKS * 2 * PIECE]));
+#[test]
+fn a_broadcast_in_chunks() {
+    check(2, || all(2, |rank| rank.check_all(&[Operation::Broadcast], &mut [0; CHUNKS * 2 * PIECE])));
 }
 
-pub fn gather_in_chunks() {
-    all(2, |rank| rank.check_all(&[Operation::Gather], &mut [0; CHUNKS * 2 * PIECE]));
+#[test]
+fn a_gather_in_chunks() {
+    check(1, || all(2, |rank| rank.check_all(&[Operation::Gather], &mut [0; CHUNKS * 2 * PIECE])));
 }
 
-pub fn scatter_in_chunks() {
-    all(2, |rank| rank.check_all(&[Operation::Scatter], &mut [0; CHUNKS * 2 * PIECE]));
+#[test]
+fn a_scatter_in_chunks() {
+    check(1, || all(2, |rank| rank.check_all(&[Operation::Scatter], &mut [0; CHUNKS * 2 * PIECE])));
 }
 
 /// Operations of three chunks, whose buffers are free after different steps.
-pub fn one_after_another() {
-    all(2, |rank| rank.check_all(&[Operation::Broadcast, Operation::AllReduce], &mut [0; 3 * 2 * PIECE]));
+#[test]
+fn chunks_of_different_operations() {
+    check(1, || {
+        all(2, |rank| rank.check_all(&[Operation::Broadcast, Operation::AllReduce], &mut [0; 3 * 2 * PIECE]));
+    });
 }
 
 /// Operations in which one rank only brings, and another one only takes.
-pub fn gather_after_scatter() {
-    all(2, |rank| rank.check_all(&[Operation::Scatter, Operation::Gather], &mut [0; 3 * 2 * PIECE]));
+#[test]
+fn a_scatter_and_a_gather_in_chunks() {
+    check(1, || {
+        all(2, |rank| rank.check_all(&[Operation::Scatter, Operation::Gather], &mut [0; 3 * 2 * PIECE]));
+    });
 }
 
 /// A rank that waits for two, and two that wait for one.
-pub fn large_of_three() {
-    all(3, |rank| rank.check_all(&[Operation::AllGather, Operation::Broadcast], &mut [0; 3 * PIECE]));
+#[test]
+fn large_operations_of_three() {
+    check(1, || {
+        all(3, |rank| rank.check_all(&[Operation::AllGather, Operation::Broadcast], &mut [0; 3 * PIECE]));
+    });
 }
 
 /// A buffer of the rank's arena.
@@ -188,30 +203,38 @@ impl Buffer {
 }
 
 /// Straight between buffers.
-pub fn lent() {
-    all(2, |rank| rank.check_all(&[Operation::AllReduce; 2], Buffer::new(rank, 4).elements()));
+#[test]
+fn lent_buffers() {
+    check(2, || all(2, |rank| rank.check_all(&[Operation::AllReduce; 2], Buffer::new(rank, 4).elements())));
 }
 
-pub fn lent_by_three() {
-    all(3, |rank| rank.check_all(&[Operation::AllReduce], Buffer::new(rank, 6).elements()));
+#[test]
+fn lent_buffers_of_three() {
+    check(1, || all(3, |rank| rank.check_all(&[Operation::AllReduce], Buffer::new(rank, 6).elements())));
 }
 
 /// One rank lends its buffer and finds after its offer that the other does not.
-pub fn mixed() {
-    all(2, |rank| match rank.rank {
-        0 => rank.check_all(&[Operation::AllReduce; 2], Buffer::new(rank, 4).elements()),
-        _ => rank.check_all(&[Operation::AllReduce; 2], &mut [0; 4]),
+#[test]
+fn one_rank_lends_the_other_does_not() {
+    check(2, || {
+        all(2, |rank| match rank.rank {
+            0 => rank.check_all(&[Operation::AllReduce; 2], Buffer::new(rank, 4).elements()),
+            _ => rank.check_all(&[Operation::AllReduce; 2], &mut [0; 4]),
+        });
     });
 }
 
 /// Through windows, straight, and through windows.
-pub fn in_turn() {
-    all(2, |rank| {
-        let (mut ordinary, mut lent) = ([0; 4], Buffer::new(rank, 4));
-        rank.watch(&ordinary);
-        rank.watch(lent.elements());
-        rank.check((0, Operation::AllReduce), &mut ordinary);
-        rank.check((1, Operation::AllReduce), lent.elements());
-        rank.check((2, Operation::AllReduce), &mut ordinary);
+#[test]
+fn windows_lent_buffers_windows() {
+    check(1, || {
+        all(2, |rank| {
+            let (mut ordinary, mut lent) = ([0; 4], Buffer::new(rank, 4));
+            rank.watch(&ordinary);
+            rank.watch(lent.elements());
+            rank.check((0, Operation::AllReduce), &mut ordinary);
+            rank.check((1, Operation::AllReduce), lent.elements());
+            rank.check((2, Operation::AllReduce), &mut ordinary);
+        });
     });
 }

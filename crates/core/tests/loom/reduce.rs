@@ -1,7 +1,7 @@
-//! Stands for the crate's kernels: sums of u64, and loom hears what they read and write.
+//! In the place of `reduce`, for what is on transports: sums of u64, and loom hears what they read and write.
 
-use crate::dtype::{DType, ReduceOp};
-use crate::memory;
+use crate::models::memory;
+use crate::types::{DType, ReduceOp};
 
 #[derive(Clone, Copy)]
 pub(crate) struct Output(*mut u8);

@@ -1,14 +1,15 @@
-//! Stands for the memory that processes share: one heap for all ranks, and loom hears of every access to windows.
+//! In the place of `transport::shm::segment`, the memory that processes share: one heap for all ranks, and loom hears of every access to windows.
 //!
 //! Everything is as small as it can be, so that few elements take many steps.
 
 use std::io;
 use std::ops::Range;
+use std::os::fd::OwnedFd;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
 use super::control::{Control, Line, Offer};
-use crate::memory;
+use crate::models::memory;
 use crate::sync::{AtomicU64, Cell};
 
 /// Two elements.
@@ -68,6 +69,15 @@ impl Segment {
         let windows = blocks(world_size * BUFFERS * world_size);
         memory::watch(windows.as_ptr(), BLOCK);
         Segment(Arc::new(Memory { controls, windows, arenas: blocks(world_size * ARENA / BLOCK) }))
+    }
+
+    /// What makes groups of processes asks for this, and no model does that.
+    pub fn create(_world_size: usize) -> io::Result<(Segment, OwnedFd)> {
+        Err(io::ErrorKind::Unsupported.into())
+    }
+
+    pub fn open(_file: &OwnedFd, _world_size: usize) -> io::Result<Segment> {
+        Err(io::ErrorKind::Unsupported.into())
     }
 
     pub fn world_size(&self) -> usize {

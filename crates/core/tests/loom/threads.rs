@@ -1,17 +1,14 @@
-//! `transport::local`: ranks as threads.
+//! `transport::threads`: ranks as threads.
 
 use std::time::Duration;
 
 use loom::thread;
 
-use super::{all_reduce, never};
-use crate::call::Tag;
-use crate::error::Error;
-use crate::memory;
-use crate::partition::Parts;
-use crate::transport::local::Local;
-use crate::transport::{Buffers, Collectives, Fault, Transport};
-use crate::wait::Deadline;
+use super::{all_reduce, check, memory, never};
+use crate::sync::Deadline;
+use crate::transport::threads::Local;
+use crate::transport::{Buffers, Collectives, Transport};
+use crate::types::{Error, Fault, Parts, Site};
 
 /// Runs one closure on each of two ranks.
 fn two<A, B: Send + 'static>(zero: impl FnOnce(&Local) -> A, one: impl FnOnce(&Local) -> B + Send + 'static) -> (A, B) {
@@ -44,79 +41,96 @@ fn sums(rank: &Local, operations: u64, count: usize) {
 }
 
 /// Three, so that the first one's offer is used again.
-pub fn small() {
-    two(|rank| sums(rank, 3, 1), |rank| sums(rank, 3, 1));
+#[test]
+fn small_all_reduces_in_a_row() {
+    check(3, || two(|rank| sums(rank, 3, 1), |rank| sums(rank, 3, 1)));
 }
 
 /// Too large for an offer: each writes to the other's memory.
-pub fn large() {
-    two(|rank| sums(rank, 2, 40), |rank| sums(rank, 2, 40));
+#[test]
+fn large_all_reduces_in_a_row() {
+    check(3, || two(|rank| sums(rank, 2, 40), |rank| sums(rank, 2, 40)));
 }
 
 /// Both complete, and the group goes on, or neither does.
-pub fn gives_up() {
-    let once = |deadline: Deadline| {
-        move |rank: &Local| {
-            let mut data = [rank.rank() as u64 + 1; 40];
-            let given = sum(rank, 0, &mut data, &deadline).map(|()| assert_eq!(data, [3; 40]));
-            given.map(|()| sum(rank, 1, &mut [1], &never()).unwrap())
-        }
-    };
-    let (zero, one) = two(once(Deadline::after(Duration::ZERO)), once(never()));
-    assert_eq!(zero.is_ok(), one.is_ok(), "{zero:?} {one:?}");
+#[test]
+fn a_rank_gives_up_while_the_other_arrives() {
+    check(3, || {
+        let once = |deadline: Deadline| {
+            move |rank: &Local| {
+                let mut data = [rank.rank() as u64 + 1; 40];
+                let given = sum(rank, 0, &mut data, &deadline).map(|()| assert_eq!(data, [3; 40]));
+                given.map(|()| sum(rank, 1, &mut [1], &never()).unwrap())
+            }
+        };
+        let (zero, one) = two(once(Deadline::after(Duration::ZERO)), once(never()));
+        assert_eq!(zero.is_ok(), one.is_ok(), "{zero:?} {one:?}");
+    });
 }
 
-pub fn leaves() {
-    let (zero, ()) = two(|rank| sum(rank, 0, &mut [1], &never()), |rank| rank.leave());
-    assert_eq!(zero, Err(Fault::Left { peer: 1 }));
+#[test]
+fn a_rank_leaves() {
+    check(3, || {
+        let (zero, ()) = two(|rank| sum(rank, 0, &mut [1], &never()), |rank| rank.leave());
+        assert_eq!(zero, Err(Fault::Left { peer: 1 }));
+    });
 }
 
 /// The rank that fails has completed the first operation, so the other completes it too; neither completes the second.
-pub fn fails() {
-    let error = || Error::InvalidArgument { operation: "second".into(), reason: "none".into() };
-    let (second, ()) = two(
-        |rank| {
-            sum(rank, 0, &mut [1], &never()).unwrap();
-            sum(rank, 1, &mut [1], &never())
-        },
-        move |rank| {
-            sum(rank, 0, &mut [2], &never()).unwrap();
-            rank.fail(&error(), 1);
-        },
-    );
-    assert_eq!(second, Err(Fault::Failed(error())));
+#[test]
+fn a_group_fails_between_two_operations() {
+    check(3, || {
+        let error = || Error::InvalidArgument { operation: "second".into(), reason: "none".into() };
+        let (second, ()) = two(
+            |rank| {
+                sum(rank, 0, &mut [1], &never()).unwrap();
+                sum(rank, 1, &mut [1], &never())
+            },
+            move |rank| {
+                sum(rank, 0, &mut [2], &never()).unwrap();
+                rank.fail(&error(), 1);
+            },
+        );
+        assert_eq!(second, Err(Fault::Failed(error())));
+    });
 }
 
-fn tag() -> Tag {
-    Tag { group: 0, sequence: 0, call: all_reduce(0, 1).call }
+fn tag() -> Site {
+    all_reduce(0, 1)
 }
 
-pub fn message() {
-    two(
-        |rank| rank.send(&tag(), 1, &[1, 2, 3], &never()).unwrap(),
-        |rank| {
-            let mut bytes = [0; 3];
-            rank.receive(&tag(), 0, &mut bytes, &never()).unwrap();
-            assert_eq!(bytes, [1, 2, 3]);
-        },
-    );
+#[test]
+fn a_message() {
+    check(3, || {
+        two(
+            |rank| rank.send(&tag(), 1, &[1, 2, 3], &never()).unwrap(),
+            |rank| {
+                let mut bytes = [0; 3];
+                rank.recv(&tag(), 0, &mut bytes, &never()).unwrap();
+                assert_eq!(bytes, [1, 2, 3]);
+            },
+        );
+    });
 }
 
 /// The sender may have its bytes back only if nobody reads them: it has succeeded where the receiver has.
-pub fn withdrawn() {
-    let (sent, received) = two(
-        |rank| {
-            let mut bytes = [1, 2, 3];
-            let sent = rank.send(&tag(), 1, &bytes, &Deadline::after(Duration::ZERO));
-            bytes.fill(0);
-            rank.leave();
-            sent
-        },
-        |rank| {
-            let mut bytes = [0; 3];
-            let received = rank.receive(&tag(), 0, &mut bytes, &never());
-            received.map(|()| assert_eq!(bytes, [1, 2, 3]))
-        },
-    );
-    assert_eq!(sent.is_ok(), received.is_ok(), "{sent:?} {received:?}");
+#[test]
+fn a_message_is_withdrawn_while_it_is_taken() {
+    check(3, || {
+        let (sent, received) = two(
+            |rank| {
+                let mut bytes = [1, 2, 3];
+                let sent = rank.send(&tag(), 1, &bytes, &Deadline::after(Duration::ZERO));
+                bytes.fill(0);
+                rank.leave();
+                sent
+            },
+            |rank| {
+                let mut bytes = [0; 3];
+                let received = rank.recv(&tag(), 0, &mut bytes, &never());
+                received.map(|()| assert_eq!(bytes, [1, 2, 3]))
+            },
+        );
+        assert_eq!(sent.is_ok(), received.is_ok(), "{sent:?} {received:?}");
+    });
 }

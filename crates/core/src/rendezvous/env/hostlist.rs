@@ -54,7 +54,7 @@ fn range(text: &str) -> Result<(&str, bool), String> {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(bonfire_loom)))]
 mod tests {
     use bonfire_testing::fuzz::fuzz;
     use proptest::collection::vec;

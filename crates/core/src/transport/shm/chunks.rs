@@ -22,9 +22,9 @@ use std::ops::Range;
 use super::control::Lent;
 use super::segment::BUFFERS;
 use super::{Phase, Shm};
-use crate::reduce::{self, Output};
 use crate::sync::{Deadline, Ordering};
 use crate::transport::Buffers;
+use crate::transport::reduce::{self, Output};
 use crate::types::{Call, Fault, Operation, Parts};
 
 /// What a rank remembers from one large operation to the next. It is the same on all ranks: all of it follows from the

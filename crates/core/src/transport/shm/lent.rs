@@ -160,8 +160,7 @@ mod tests {
 
     use super::super::Segment;
     use super::*;
-    use crate::auth::{Lobby, Member};
-    use crate::control::{Board, Mesh, Silence};
+    use crate::control::Board;
     use crate::transport::tcp::Tcp;
     use crate::transport::{Collectives, Storage};
     use crate::types::{DType, Operation, ReduceOp, Site};
@@ -186,20 +185,9 @@ mod tests {
         let mut rank = 0..;
         [zero, one].map(|segment| {
             let rank = rank.next().unwrap();
-            Shm::new(segment, rank, vec![0, 1], Arc::new(tcp(rank)))
+            let tcp = Tcp::unconnected(rank, Arc::new(Board::new(2).unwrap()), 2);
+            Shm::new(segment, rank, vec![0, 1], Arc::new(tcp))
         })
-    }
-
-    /// One that nobody has connected to, so that nobody's silence is noticed.
-    fn tcp(rank: usize) -> Tcp {
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-        let listener = runtime.block_on(tokio::net::TcpListener::bind("127.0.0.1:0")).unwrap();
-        let addresses = vec![listener.local_addr().unwrap(); 2];
-        let board = Arc::new(Board::new(2).unwrap());
-        let member = Member { secret: None, session: 0, rank, world_size: 2 };
-        let (lobby, connections) = (Lobby::new(2), vec![None, None]);
-        let mesh = Mesh { member, addresses, listener, lobby, connections, star: false, board };
-        Tcp::start(runtime, mesh, 1, Silence { first: Duration::MAX, later: Duration::MAX }).unwrap()
     }
 
     const PHASE: Phase = Phase { call: SITE.call, sequence: 0, whole: SITE };

@@ -4,9 +4,9 @@ use std::ops::Range;
 
 use super::segment::INLINE;
 use super::{Phase, Shm};
-use crate::reduce::{self, Output};
 use crate::sync::Deadline;
 use crate::transport::Buffers;
+use crate::transport::reduce::{self, Output};
 use crate::types::{Call, Fault, Operation, Parts};
 
 /// Bytes that one rank may read of all ranks' offers to reduce everything. Beyond it, it is faster to reduce every

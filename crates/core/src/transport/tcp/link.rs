@@ -277,7 +277,7 @@ pub(super) fn close(links: &[Arc<Link>], linger: Duration) {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(bonfire_loom)))]
 mod tests {
     use super::*;
     use crate::types::{Call, DType, Fingerprint, Operation, ReduceOp};

@@ -5,12 +5,10 @@ use std::time::Duration;
 use loom::thread;
 
 use super::{Buffer, Rank};
-use crate::call::Operation::AllReduce;
-use crate::error::Error;
-use crate::memory;
-use crate::models::never;
-use crate::transport::Fault;
-use crate::wait::Deadline;
+use crate::models::{check, memory, never};
+use crate::sync::Deadline;
+use crate::types::Operation::AllReduce;
+use crate::types::{Error, Fault};
 
 impl Rank {
     /// What the control connections carry when this rank has left.
@@ -55,49 +53,57 @@ fn leaves_after<const COUNT: usize>() {
     assert_eq!(second, Err(Fault::Left { peer: 1 }));
 }
 
-pub fn leaves_after_small() {
-    leaves_after::<1>();
+#[test]
+fn a_rank_leaves_after_a_small_operation() {
+    check(3, || leaves_after::<1>());
 }
 
-pub fn leaves_after_large() {
-    leaves_after::<4>();
+#[test]
+fn a_rank_leaves_after_a_large_operation() {
+    check(2, || leaves_after::<4>());
 }
 
 /// As for one that leaves.
-pub fn fails() {
-    let error = || Error::InvalidArgument { operation: "second".into(), reason: "none".into() };
-    let (second, ()) = two(
-        |rank| {
-            rank.check((0, AllReduce), &mut [0]);
-            sum(rank, 1, &mut [0])
-        },
-        move |rank| {
-            rank.check((0, AllReduce), &mut [0]);
-            rank.fail(&error(), 1);
-        },
-    );
-    assert_eq!(second, Err(Fault::Failed(error())));
+#[test]
+fn a_group_fails_between_two_operations() {
+    check(3, || {
+        let error = || Error::InvalidArgument { operation: "second".into(), reason: "none".into() };
+        let (second, ()) = two(
+            |rank| {
+                rank.check((0, AllReduce), &mut [0]);
+                sum(rank, 1, &mut [0])
+            },
+            move |rank| {
+                rank.check((0, AllReduce), &mut [0]);
+                rank.fail(&error(), 1);
+            },
+        );
+        assert_eq!(second, Err(Fault::Failed(error())));
+    });
 }
 
 /// A rank gives up, and its caller overwrites what it had lent. The other one, if it completes, has completed before.
-pub fn gives_up() {
-    const BROUGHT: [u64; 4] = [1, 2, 3, 4];
-    let run = |deadline: Deadline| {
-        move |rank: &Rank| {
-            let (mut input, mut output) = (Buffer::new(rank, 4), Buffer::new(rank, 4));
-            input.elements().copy_from_slice(&BROUGHT);
-            memory::lend(input.elements());
-            let given = rank.run((0, AllReduce), Some(input.elements()), output.elements(), &deadline);
-            match &given {
-                Ok(()) => assert_eq!(output.elements(), BROUGHT.map(|element| 2 * element)),
-                Err(_) => {
-                    memory::spoil(input.elements());
-                    rank.fail(&Error::Config("the deadline".into()), 0);
+#[test]
+fn a_rank_gives_up_while_the_other_arrives() {
+    check(3, || {
+        const BROUGHT: [u64; 4] = [1, 2, 3, 4];
+        let run = |deadline: Deadline| {
+            move |rank: &Rank| {
+                let (mut input, mut output) = (Buffer::new(rank, 4), Buffer::new(rank, 4));
+                input.elements().copy_from_slice(&BROUGHT);
+                memory::lend(input.elements());
+                let given = rank.run((0, AllReduce), Some(input.elements()), output.elements(), &deadline);
+                match &given {
+                    Ok(()) => assert_eq!(output.elements(), BROUGHT.map(|element| 2 * element)),
+                    Err(_) => {
+                        memory::spoil(input.elements());
+                        rank.fail(&Error::Config("the deadline".into()), 0);
+                    }
                 }
+                // Both keep their memory until the end: what loom hears of is addresses.
+                (input, output)
             }
-            // Both keep their memory until the end: what loom hears of is addresses.
-            (input, output)
-        }
-    };
-    two(run(Deadline::after(Duration::ZERO)), run(never()));
+        };
+        two(run(Deadline::after(Duration::ZERO)), run(never()));
+    });
 }

@@ -1,4 +1,4 @@
-//! As the crate's own, with loom's atomics, locks and cells.
+//! In the place of `sync::primitives`: loom's atomics, locks and cells.
 
 use std::time::Duration;
 
@@ -28,3 +28,8 @@ impl<T> Cell<T> {
 pub(crate) const SPINS: usize = 1;
 pub(crate) const TRIES: usize = 1;
 pub(crate) const YIELDING: Duration = Duration::ZERO;
+
+/// The clock stands still as long as a model runs, so that it takes the same steps in every run: a thread looks further
+/// than for its peer when its deadline has passed from the start, or never.
+pub(crate) const STALL: Duration = Duration::MAX;
+pub(crate) const NAP: Duration = Duration::ZERO;
