@@ -182,6 +182,7 @@ mod tests {
         assert!(lock(&PROCESS.0).is_empty(), "a short one");
     }
 
+    #[cfg(feature = "flex")]
     #[test]
     fn a_tensor_outlives_the_pool_that_its_memory_is_from() {
         let group = Group::threads(1).unwrap().remove(0);
