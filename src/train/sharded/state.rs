@@ -65,20 +65,20 @@ fn run(pieces: &[Piece<'_>]) -> Result<(Value, usize), &'static str> {
     Ok((joined, tensors))
 }
 
-/// What all records have in one place.
-type Place<'a, 'b> = [(&'a Piece<'b>, &'a ValueRef<'b>)];
+/// What all records have in the same place.
+type Column<'a, 'b> = [(&'a Piece<'b>, &'a ValueRef<'b>)];
 
-fn value(place: &Place<'_, '_>, tensors: &mut usize) -> Result<Value, &'static str> {
-    let (_, first) = place.first().ok_or(BROKEN)?;
+fn value(column: &Column<'_, '_>, tensors: &mut usize) -> Result<Value, &'static str> {
+    let (_, first) = column.first().ok_or(BROKEN)?;
     match first {
         ValueRef::Map(entries) if entries.first().is_some_and(|(key, _)| text(key) == Some(BYTES)) => {
             *tensors += 1;
-            tensor(place)
+            tensor(column)
         }
         ValueRef::Map(entries) => {
             let joined = entries.iter().enumerate().map(|(at, (key, _))| {
                 let name = text(key).filter(|name| *name != BYTES).ok_or(BROKEN)?;
-                let values = place.iter().map(|(piece, value)| match value {
+                let values = column.iter().map(|(piece, value)| match value {
                     ValueRef::Map(other) if other.len() == entries.len() && other[at].0 == *key => {
                         Ok((*piece, &other[at].1))
                     }
@@ -91,19 +91,19 @@ fn value(place: &Place<'_, '_>, tensors: &mut usize) -> Result<Value, &'static s
         // Optimizers' states have no arrays but that of nothing, for what holds no data, and no bytes but tensors'.
         ValueRef::Array(items) if !items.is_empty() => Err(BROKEN),
         ValueRef::Binary(_) | ValueRef::Ext(..) => Err(BROKEN),
-        _ if place.iter().skip(1).all(|(_, other)| other == first) => Ok(ValueRef::to_owned(first)),
+        _ if column.iter().skip(1).all(|(_, other)| other == first) => Ok(ValueRef::to_owned(first)),
         _ => Err(APART),
     }
 }
 
-fn tensor(place: &Place<'_, '_>) -> Result<Value, &'static str> {
-    let len: usize = place.iter().map(|(piece, _)| piece.range.len()).sum();
+fn tensor(column: &Column<'_, '_>) -> Result<Value, &'static str> {
+    let len: usize = column.iter().map(|(piece, _)| piece.range.len()).sum();
     if u32::try_from(len * WIDTH).is_err() {
         return Err("a slice has too many elements to be recorded");
     }
     let mut bytes = Vec::with_capacity(len * WIDTH);
     let mut dtype = None;
-    for (piece, value) in place {
+    for (piece, value) in column {
         let (data, shape, own) = parts(value).ok_or(BROKEN)?;
         if shape != piece.len as u64 {
             return Err(MIXED);
