@@ -3,6 +3,7 @@
 //! Peers, usually one thread for each device, [`register`] and then call the same operations in the same order. There is
 //! one session for each backend type in a process; with a config for several nodes it spans processes.
 
+mod address;
 mod cargo;
 mod claim;
 mod config;

@@ -22,7 +22,7 @@ const SHORTEST: usize = 1 << 20;
 /// Bytes that a pool keeps at most.
 const MOST: usize = 256 << 20;
 
-static PROCESS: LazyLock<Arc<Kept>> = LazyLock::new(Arc::default);
+static PROCESS: LazyLock<Arc<Pool>> = LazyLock::new(Arc::default);
 
 /// So many initialised bytes, whatever they are.
 pub(crate) fn bytes(operation: &str, len: usize) -> Result<Bytes, Error> {
@@ -33,7 +33,7 @@ pub(crate) fn bytes(operation: &str, len: usize) -> Result<Bytes, Error> {
 /// Memory that the ranks of a group reach where they share some: results in it need not be brought to them.
 #[cfg(feature = "flex")]
 #[derive(Clone, Default)]
-pub(crate) struct Suited(Arc<Kept>);
+pub(crate) struct Suited(Arc<Pool>);
 
 #[cfg(feature = "flex")]
 impl Suited {
@@ -78,9 +78,9 @@ impl Block {
 
 /// Blocks that nobody has.
 #[derive(Default)]
-struct Kept(Mutex<Vec<Block>>);
+struct Pool(Mutex<Vec<Block>>);
 
-impl Kept {
+impl Pool {
     /// A block of at least so many bytes, and not of many more.
     fn take(&self, len: usize) -> Option<Block> {
         let mut kept = lock(&self.0);
@@ -110,7 +110,7 @@ impl Kept {
 /// A block that a tensor has: there until this is dropped.
 struct Lent {
     block: Option<Block>,
-    home: Weak<Kept>,
+    home: Weak<Pool>,
 }
 
 impl AllocationController for Lent {
@@ -182,6 +182,7 @@ mod tests {
         assert!(lock(&PROCESS.0).is_empty(), "a short one");
     }
 
+    #[cfg(feature = "flex")]
     #[test]
     fn a_tensor_outlives_the_pool_that_its_memory_is_from() {
         let group = Group::threads(1).unwrap().remove(0);

@@ -6,6 +6,9 @@ use serde::{Deserialize, Serialize};
 
 use burn_communication::Address;
 
+use super::address::parts;
+use super::error::CollectiveError;
+
 /// Settings of a session, the same for all peers of a node; given to [`register`](crate::register).
 ///
 /// With settings for several nodes (all four of `num_nodes`, `global_address`, `node_address` and `data_service_port`,
@@ -38,71 +41,41 @@ pub struct CollectiveConfig {
     global_broadcast_strategy: Option<BroadcastStrategy>,
 }
 
+/// Setters of the settings that these fields hold, as they are or as `Some`.
+macro_rules! setters {
+    ($($(#[$doc:meta])* $name:ident($field:ident: $type:ty);)*) => {$(
+        $(#[$doc])*
+        pub fn $name(mut self, $field: $type) -> Self {
+            self.$field = $field.into();
+            self
+        }
+    )*};
+}
+
 impl CollectiveConfig {
-    /// The number of peers on this node: 1 unless set.
-    pub fn with_num_devices(mut self, num: usize) -> Self {
-        self.num_devices = num;
-        self
-    }
-
-    /// How peers of a node all-reduce.
-    pub fn with_local_all_reduce_strategy(mut self, strategy: AllReduceStrategy) -> Self {
-        self.local_all_reduce_strategy = strategy;
-        self
-    }
-
-    /// How peers of a node reduce.
-    pub fn with_local_reduce_strategy(mut self, strategy: ReduceStrategy) -> Self {
-        self.local_reduce_strategy = strategy;
-        self
-    }
-
-    /// How peers of a node broadcast.
-    pub fn with_local_broadcast_strategy(mut self, strategy: BroadcastStrategy) -> Self {
-        self.local_broadcast_strategy = strategy;
-        self
-    }
-
-    /// The number of nodes.
-    pub fn with_num_nodes(mut self, n: u32) -> Self {
-        self.num_nodes = Some(n);
-        self
-    }
-
-    /// Where the orchestrator is, with its port; see [`start_global_orchestrator`](crate::start_global_orchestrator).
-    pub fn with_global_address(mut self, addr: Address) -> Self {
-        self.global_address = Some(addr);
-        self
-    }
-
-    /// Where the other nodes reach this one. Each node has its own.
-    pub fn with_node_address(mut self, addr: Address) -> Self {
-        self.node_address = Some(addr);
-        self
-    }
-
-    /// The port on which this node meets the others, if it turns out to be node 0.
-    pub fn with_data_service_port(mut self, port: u16) -> Self {
-        self.data_service_port = Some(port);
-        self
-    }
-
-    /// How nodes all-reduce.
-    pub fn with_global_all_reduce_strategy(mut self, strategy: AllReduceStrategy) -> Self {
-        self.global_all_reduce_strategy = Some(strategy);
-        self
-    }
-
-    /// How nodes reduce.
-    pub fn with_global_reduce_strategy(mut self, strategy: ReduceStrategy) -> Self {
-        self.global_reduce_strategy = Some(strategy);
-        self
-    }
-
-    /// How nodes broadcast.
-    pub fn with_global_broadcast_strategy(mut self, strategy: BroadcastStrategy) -> Self {
-        self.global_broadcast_strategy = Some(strategy);
-        self
+    setters! {
+        /// The number of peers on this node: 1 unless set.
+        with_num_devices(num_devices: usize);
+        /// How peers of a node all-reduce.
+        with_local_all_reduce_strategy(local_all_reduce_strategy: AllReduceStrategy);
+        /// How peers of a node reduce.
+        with_local_reduce_strategy(local_reduce_strategy: ReduceStrategy);
+        /// How peers of a node broadcast.
+        with_local_broadcast_strategy(local_broadcast_strategy: BroadcastStrategy);
+        /// The number of nodes.
+        with_num_nodes(num_nodes: u32);
+        /// Where the orchestrator is, with its port; see [`start_global_orchestrator`](crate::start_global_orchestrator).
+        with_global_address(global_address: Address);
+        /// Where the other nodes reach this one. Each node has its own.
+        with_node_address(node_address: Address);
+        /// The port on which this node meets the others, if it turns out to be node 0.
+        with_data_service_port(data_service_port: u16);
+        /// How nodes all-reduce.
+        with_global_all_reduce_strategy(global_all_reduce_strategy: AllReduceStrategy);
+        /// How nodes reduce.
+        with_global_reduce_strategy(global_reduce_strategy: ReduceStrategy);
+        /// How nodes broadcast.
+        with_global_broadcast_strategy(global_broadcast_strategy: BroadcastStrategy);
     }
 
     /// Whether the settings for several nodes are all there or all absent.
@@ -116,19 +89,30 @@ impl CollectiveConfig {
         settings.iter().all(|set| *set == settings[0])
     }
 
-    /// The settings for several nodes, if there are any.
-    pub(super) fn global(&self) -> Option<Global> {
-        Some(Global {
-            num_nodes: self.num_nodes?,
-            global_address: self.global_address.clone()?,
-            node_address: self.node_address.clone()?,
-            data_service_port: self.data_service_port?,
+    /// The settings for several nodes, if there are any, and whether the config can work.
+    pub(super) fn global(&self) -> Result<Option<Global>, CollectiveError> {
+        if !self.is_valid() || self.num_devices == 0 || self.num_nodes == Some(0) {
+            return Err(CollectiveError::InvalidConfig);
+        }
+        let (Some(num_nodes), Some(orchestrator), Some(node), Some(data_service_port)) =
+            (self.num_nodes, &self.global_address, &self.node_address, self.data_service_port)
+        else {
+            return Ok(None);
+        };
+        let (orchestrator, orchestrator_port) = parts(orchestrator)?;
+        let (host, port) = parts(node)?;
+        Ok(Some(Global {
+            num_nodes,
+            orchestrator: (orchestrator, orchestrator_port.ok_or(CollectiveError::InvalidConfig)?),
+            host,
+            port: port.unwrap_or(data_service_port),
+            data_service_port,
             strategies: Strategies {
                 all_reduce: self.global_all_reduce_strategy,
                 reduce: self.global_reduce_strategy,
                 broadcast: self.global_broadcast_strategy,
             },
-        })
+        }))
     }
 }
 
@@ -205,8 +189,11 @@ pub enum BroadcastStrategy {
 /// What a node of several needs to know.
 pub(super) struct Global {
     pub num_nodes: u32,
-    pub global_address: Address,
-    pub node_address: Address,
+    /// The orchestrator's host and port.
+    pub orchestrator: (String, u16),
+    /// Where the other nodes reach this one, and the port that tells it from others on its host.
+    pub host: String,
+    pub port: u16,
     pub data_service_port: u16,
     pub strategies: Strategies,
 }

@@ -1,7 +1,6 @@
 //! Operations: first all peers agree on what they do, then the data moves.
 
 use burn::tensor::TensorData;
-use bytemuck::cast_slice;
 
 use super::cargo::Cargo;
 use super::claim::{Call, Claim, Claimed, complete};
@@ -158,23 +157,12 @@ impl Seat {
             divide(&mut wide, agreement.claim.devices);
         }
         let mut data = narrow(wide, dtype);
-        if agreement.claim.holder.is_none() {
+        // A root's result goes to all peers of its node: threads, of which the others drop it.
+        if agreement.claim.holder.is_none() || agreement.holder.is_some() {
             self.group.broadcast::<u8>(&mut data.bytes, 0).map_err(in_words)?;
-            return Ok(Some(data));
         }
-        match agreement.holder {
-            Some(root) if root == self.rank => {
-                if !self.leads() {
-                    self.group.recv::<u8>(&mut data.bytes, 0).map_err(in_words)?;
-                }
-                Ok(Some(data))
-            }
-            Some(root) if self.leads() => {
-                self.group.send::<u8>(cast_slice(&data.bytes), root).map_err(in_words)?;
-                Ok(None)
-            }
-            _ => Ok(None),
-        }
+        let mine = agreement.claim.holder.is_none() || agreement.holder == Some(self.rank);
+        Ok(mine.then_some(data))
     }
 
     /// Whether this peer talks to the other nodes.

@@ -9,7 +9,7 @@ use burn::tensor::backend::Backend;
 
 use super::config::CollectiveConfig;
 use super::error::CollectiveError;
-use super::names::{PeerId, parts};
+use super::names::PeerId;
 use super::nodes::Node;
 use super::table::Table;
 use bonfire_core::internal::{DEADLINE, deadline_from_env, lock};
@@ -69,15 +69,7 @@ struct Member {
 
 impl Session {
     pub fn register(&self, id: PeerId, device: Device, config: CollectiveConfig) -> Result<(), CollectiveError> {
-        let global = config.global();
-        let impossible = config.num_devices == 0 || global.as_ref().is_some_and(|global| global.num_nodes == 0);
-        if let Some(global) = &global {
-            parts(&global.global_address)?;
-            parts(&global.node_address)?;
-        }
-        if !config.is_valid() || impossible {
-            return Err(CollectiveError::InvalidConfig);
-        }
+        let global = config.global()?;
         let deadline = deadline_from_env(|name| std::env::var(name).ok()).map_err(in_words)?.unwrap_or(DEADLINE);
         let mut state = lock(&self.state);
         if state.members.contains_key(&id) {

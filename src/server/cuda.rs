@@ -15,6 +15,8 @@ mod memory;
 #[cfg(feature = "nccl")]
 pub mod nccl;
 mod order;
+mod pause;
+mod reach;
 mod remote;
 mod route;
 mod side;

@@ -3,19 +3,20 @@
 mod direct;
 mod staged;
 
+use std::marker::PhantomData;
 use std::ops::Range;
+use std::sync::mpsc::channel;
 
 use cubecl::client::ComputeClient;
 use cubecl::device_handle::DeviceHandle;
 use cubecl::server::Handle;
 
-use self::staged::Staging;
 use super::DeviceTransport;
 use super::compute::CollectiveServer;
 use super::copy::stream_of;
-use super::engine::{Flight, Job, call};
+use super::engine::{Job, call};
 use super::runtime::CollectiveRuntime;
-use bonfire_core::internal::{Agreed, ByteOperations, Request};
+use bonfire_core::internal::{ByteOperations, Request};
 use bonfire_core::{Call, DType, Error, Group, Operation, ReduceOp, partition};
 
 /// The operations of a [`Group`] on a device's memory, for clients of collective runtimes: each rank brings a device, and
@@ -105,15 +106,13 @@ pub trait DeviceCollectives<R: DeviceTransport> {
 /// An operation on a device's memory that was started. It takes place whether or not anybody waits, but its result is there
 /// only after [`wait`](Transfer::wait).
 #[must_use = "the result is there after `wait`"]
-pub struct Transfer<R: DeviceTransport> {
-    under_way: UnderWay,
-    device: DeviceHandle<CollectiveServer<R>>,
+pub struct Transfer<R> {
+    waiting: Waiting,
+    runtime: PhantomData<fn() -> R>,
 }
 
-enum UnderWay {
-    Staged(Staging),
-    Direct(Agreed<Flight>),
-}
+/// The end of an operation that was started: called, it waits for it.
+type Waiting = Box<dyn FnOnce() -> Result<(), Error> + Send>;
 
 impl<R: DeviceTransport> Transfer<R> {
     /// Waits for the other ranks, and on CUDA until the device is done. What is queued afterwards at the device, on any
@@ -123,20 +122,7 @@ impl<R: DeviceTransport> Transfer<R> {
     /// Those of the group's operation, [`Error::Io`] where the device's memory cannot be read, and on CUDA `Error::Nccl`; each
     /// ends the group. After one, a target on CUDA may still be written to until the group is dropped.
     pub fn wait(self) -> Result<(), Error> {
-        match self.under_way {
-            UnderWay::Staged(staging) => {
-                let writes = staging.wait()?;
-                if !writes.is_empty() {
-                    self.device.submit(move |server| {
-                        let written = server.write_all(writes);
-                        server.status.record(written);
-                    });
-                    self.device.flush_queue();
-                }
-                Ok(())
-            }
-            UnderWay::Direct(agreed) => agreed.wait(|flight, trouble| flight(trouble)),
-        }
+        (self.waiting)()
     }
 }
 
@@ -157,11 +143,30 @@ pub(crate) fn start<R: DeviceTransport>(
     let (sources, targets) = (bound(sources), bound(targets));
     let job = Job { call, rank: group.rank(), sources, targets, stream };
     let route = R::route(group, client.info().device)?.filter(|route| route.serves(&call));
-    let under_way = match route {
-        Some(route) => UnderWay::Direct(direct::start(&device, group, route, job)?),
-        None => UnderWay::Staged(staged::start(&device, group, job)?),
+    let waiting = match route {
+        Some(route) => direct::start(&device, group, route, job)?,
+        None => staged::start(device, group, job)?,
     };
-    Ok(Transfer { under_way, device })
+    Ok(Transfer { waiting, runtime: PhantomData })
+}
+
+/// Asks a device's server something on its thread; called on another one, gives the answer.
+fn ask<R: DeviceTransport, T: Send + 'static, Q>(
+    device: &DeviceHandle<CollectiveServer<R>>,
+    call: Call,
+    question: Q,
+) -> impl FnOnce() -> Result<T, Error> + Send + use<R, T, Q>
+where
+    Q: FnOnce(&mut CollectiveServer<R>) -> Result<T, Error> + Send + 'static,
+{
+    let (sender, answer) = channel();
+    device.submit(move |server| {
+        // The receiver is gone only if the group's thread is.
+        let _ = sender.send(question(server));
+    });
+    device.flush_queue();
+    let gone = move |_| Error::broken(call.operation.to_string(), "the device's server is gone");
+    move || answer.recv().map_err(gone)?
 }
 
 impl<R: DeviceTransport> DeviceCollectives<R> for ComputeClient<CollectiveRuntime<R>> {

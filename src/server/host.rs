@@ -1,7 +1,5 @@
 //! Copies between a device's memory and the host.
 
-use std::sync::atomic::Ordering;
-
 use cubecl::bytes::Bytes;
 use cubecl::server::{Binding, ComputeServer, CopyDescriptor};
 use cubecl::stream_id::StreamId;
@@ -31,7 +29,7 @@ impl<R: DeviceTransport> CollectiveServer<R> {
             return Err(error);
         }
         sources.iter().try_for_each(|(source, _)| check_start(source))?;
-        self.status.downloads.fetch_add(sources.len() as u64, Ordering::Relaxed);
+        self.status.count(|counters| counters.downloads += sources.len() as u64);
         let descriptor = |(source, size): (_, usize)| CopyDescriptor::new(source, [size].into(), [1].into(), 1);
         let descriptors = sources.into_iter().map(descriptor).collect();
         let copying = caught("read", || Ok(self.at(stream).read(descriptors, stream)))?;
@@ -44,7 +42,7 @@ impl<R: DeviceTransport> CollectiveServer<R> {
         for (target, bytes) in data {
             let stream = target.stream;
             let (target, bytes) = self.whole_words(target, bytes)?;
-            self.status.uploads.fetch_add(1, Ordering::Relaxed);
+            self.status.count(|counters| counters.uploads += 1);
             let descriptor = CopyDescriptor::new(target, [bytes.len()].into(), [1].into(), 1);
             caught("write", || {
                 self.at(stream).write(vec![(descriptor, bytes)], stream);

@@ -11,7 +11,6 @@
 use std::any::TypeId;
 use std::collections::{HashMap, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::Ordering;
 use std::sync::{Arc, Condvar, LazyLock, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
@@ -224,7 +223,7 @@ impl Round {
         earlier: VecDeque<Shared>,
     ) -> Result<Vec<Shared>, Error> {
         let begin = Instant::now();
-        self.members.iter().for_each(|member| _ = member.rounds.fetch_add(1, Ordering::Relaxed));
+        self.members.iter().for_each(|member| member.count(|counters| counters.rounds += 1));
         let padded = |call: &Call| call.bytes().next_multiple_of(size_of::<u128>());
         let mut memory = pool::bytes("all_reduce", calls.iter().map(padded).sum())?;
 

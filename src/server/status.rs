@@ -20,9 +20,7 @@ pub(super) struct Status {
     watches: Mutex<Vec<Watch>>,
     /// How many failures were cleared.
     cleared: AtomicU64,
-    pub rounds: AtomicU64,
-    pub downloads: AtomicU64,
-    pub uploads: AtomicU64,
+    counters: Mutex<Counters>,
 }
 
 /// Poisons the device if something has failed that reports it to nobody; whether it is to be called again.
@@ -57,9 +55,7 @@ impl Status {
             deadline: Mutex::new(default_deadline()),
             watches: Mutex::default(),
             cleared: AtomicU64::new(0),
-            rounds: AtomicU64::new(0),
-            downloads: AtomicU64::new(0),
-            uploads: AtomicU64::new(0),
+            counters: Mutex::default(),
         }
     }
 
@@ -124,11 +120,11 @@ impl Status {
     }
 
     pub fn counters(&self) -> Counters {
-        Counters {
-            rounds: self.rounds.load(Ordering::Relaxed),
-            downloads: self.downloads.load(Ordering::Relaxed),
-            uploads: self.uploads.load(Ordering::Relaxed),
-        }
+        *lock(&self.counters)
+    }
+
+    pub fn count(&self, count: impl FnOnce(&mut Counters)) {
+        count(&mut lock(&self.counters));
     }
 }
 

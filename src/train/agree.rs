@@ -1,21 +1,34 @@
 //! Agreement on the model: the same parameters on all ranks, with rank 0's values.
 
 use std::any::Any;
+use std::fmt;
 
 use burn::module::{AutodiffModule, ModuleMapper, ModuleVisitor, Param, ParamId, ParamMapper, Parameter as Value};
 use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::{Bool, Int, Shape, Tensor, TensorData};
 use serde::{Deserialize, Serialize};
 
+use super::bucket::Item;
 use crate::tensor::host::float;
 use bonfire_core::{DType, Error, Group};
 
 /// What the ranks must agree on for each parameter.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Described {
-    path: String,
+    pub path: String,
     /// Kind, element type, shape and need for a gradient, in words.
-    what: String,
+    pub what: String,
+}
+
+impl fmt::Display for Described {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "`{}`: {}", self.path, self.what)
+    }
+}
+
+/// The first position where two lists of parameters differ: one past the end stands for a parameter that is missing.
+pub(crate) fn first_difference(one: &[Described], other: &[Described]) -> Option<usize> {
+    (0..one.len().max(other.len())).find(|&i| one.get(i) != other.get(i))
 }
 
 /// A float parameter whose gradients can be synchronised.
@@ -29,6 +42,13 @@ pub(crate) struct Parameter<B: AutodiffBackend> {
     pub device: B::Device,
     /// Whether it needs a gradient.
     pub trained: bool,
+}
+
+impl<B: AutodiffBackend> Parameter<B> {
+    /// Its gradient, where this is the parameter at `position`.
+    pub fn item(&self, position: usize) -> Item {
+        Item { position, dtype: self.element, bytes: self.shape.num_elements() * self.element.size() }
+    }
 }
 
 /// The same model in running states and leaves of its own. Clones of a model share them, and threads that train clones
@@ -50,8 +70,7 @@ pub(crate) fn parameters<B: AutodiffBackend, M: AutodiffModule<B>>(model: &M) ->
 /// Fails on all ranks, with the same error, where any rank's parameters differ from rank 0's.
 pub(crate) fn check_same(group: &Group, own: &[Described]) -> Result<(), Error> {
     let first: Vec<Described> = broadcast_value(group, &own, 0)?;
-    // One past the end stands for a parameter that is missing.
-    let differs = (0..own.len().max(first.len())).find(|&i| own.get(i) != first.get(i));
+    let differs = first_difference(own, &first);
     let mut positions = vec![u64::MAX; group.world_size()];
     positions[group.rank()] = differs.map_or(u64::MAX, |i| i as u64);
     group.all_gather(&mut positions)?;
@@ -60,10 +79,8 @@ pub(crate) fn check_same(group: &Group, own: &[Described]) -> Result<(), Error> 
     };
     let position = *position as usize;
     let theirs: Option<Described> = broadcast_value(group, &own.get(position), rank)?;
-    let show = |parameter: Option<&Described>| match parameter {
-        Some(Described { path, what }) => format!("`{path}`: {what}"),
-        None => "nothing, its model ends before".into(),
-    };
+    let show =
+        |parameter: Option<&Described>| parameter.map_or("nothing, its model ends before".into(), ToString::to_string);
     let (first, theirs) = (show(first.get(position)), show(theirs.as_ref()));
     let reason = format!(
         "the ranks' models differ first at parameter {position}: rank 0 has {first}; rank {rank} has {theirs}; build \

@@ -12,17 +12,29 @@ pub(crate) struct Announcement<'a, B: AutodiffBackend> {
     pub operation: &'static str,
     /// The parameters whose gradients travel, in the order that is the same on all ranks.
     pub parameters: &'a [Parameter<B>],
-    pub grads: &'a GradientsParams,
+    pub grads: GradientsParams,
     pub samples: usize,
     /// The position of a parameter that this rank's model no longer has as it was.
     pub lost: Option<usize>,
 }
 
+/// What the ranks do with their gradients.
+pub(crate) struct Announced {
+    /// Those of this rank, and by what they are multiplied before the ranks' mean.
+    pub grads: GradientsParams,
+    pub factor: f64,
+    /// For each parameter, whether any rank has a gradient.
+    pub exists: Vec<bool>,
+}
+
 impl<B: AutodiffBackend> Announcement<'_, B> {
-    /// Tells the other ranks. Gives the number of all ranks' samples, and for each parameter whether any rank has a
-    /// gradient. All ranks fail alike where the gradients of one do not fit.
+    /// Tells the other ranks. All ranks fail alike where the gradients of one do not fit.
     #[track_caller]
-    pub fn make(&self, group: &Group) -> Result<(u64, Vec<bool>), Error> {
+    pub fn make(mut self, group: &Group) -> Result<Announced, Error> {
+        if self.samples == 0 {
+            // The mean over nothing is NaN, and so are its gradients.
+            self.grads = GradientsParams::new();
+        }
         let (count, world_size) = (self.parameters.len(), group.world_size());
         let width = 2 + count.div_ceil(64);
         let mut words = vec![0u64; width * world_size];
@@ -57,7 +69,11 @@ impl<B: AutodiffBackend> Announcement<'_, B> {
                 *exists |= words[2 + position / 64] >> (position % 64) & 1 == 1;
             }
         }
-        if total == 0 { Err(no_samples(self.operation)) } else { Ok((total, exists)) }
+        if total == 0 {
+            return Err(no_samples(self.operation));
+        }
+        let factor = self.samples as f64 * world_size as f64 / total as f64;
+        Ok(Announced { grads: self.grads, factor, exists })
     }
 
     fn unfit(&self, rank: usize, problem: usize) -> Error {

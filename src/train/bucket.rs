@@ -1,5 +1,7 @@
 //! Buckets: which gradients travel together, and the memory in which they do.
 
+use std::collections::VecDeque;
+
 use burn::tensor::backend::Backend;
 use burn::tensor::ops::FloatTensor;
 use burn::tensor::{Bytes, FloatDType, Scalar};
@@ -17,7 +19,12 @@ const NEXT: usize = 25 << 20;
 const ALONE: usize = 256 << 10;
 
 /// Buckets under way at a time: one is exchanged, the next is packed, the previous is unpacked.
-pub(crate) const WINDOW: usize = 3;
+const WINDOW: usize = 3;
+
+/// The oldest of the buckets that were started, where it must be finished before another one is started.
+pub(crate) fn due<T>(started: &mut VecDeque<T>) -> Option<T> {
+    if started.len() == WINDOW { started.pop_front() } else { None }
+}
 
 /// One gradient, as far as the choice of buckets goes.
 #[derive(Clone, Copy, Debug)]
@@ -65,9 +72,10 @@ pub(crate) enum Bucket {
 }
 
 impl Bucket {
-    /// A bucket of this tensor alone, where its memory is aligned for its elements.
-    pub fn own(bytes: Bytes, dtype: DType) -> Result<Bucket, Bytes> {
-        if bytes.as_ptr().addr().is_multiple_of(dtype.size()) { Ok(Bucket::Own(bytes)) } else { Err(bytes) }
+    /// A bucket of this tensor alone, which takes its memory, where that is aligned for its elements.
+    pub fn own(bytes: &mut Bytes, dtype: DType) -> Option<Bucket> {
+        let aligned = bytes.as_ptr().addr().is_multiple_of(dtype.size());
+        aligned.then(|| Bucket::Own(std::mem::replace(bytes, Bytes::from_bytes_vec(Vec::new()))))
     }
 
     /// A bucket of so many bytes in `memory`, or in new memory where that is too small.
@@ -78,6 +86,20 @@ impl Bucket {
             None => group.allocate(words)?,
         };
         Ok(Bucket::Packed(memory, bytes))
+    }
+
+    /// Fills the bucket with tensors of these lengths, one after the other: with zeros where there is none.
+    pub fn fill<'a>(mut self, tensors: impl Iterator<Item = (Option<&'a [u8]>, usize)>) -> Bucket {
+        let mut rest = self.bytes();
+        for (tensor, bytes) in tensors {
+            let (part, after) = rest.split_at_mut(bytes);
+            match tensor {
+                Some(tensor) => part.copy_from_slice(tensor),
+                None => part.fill(0),
+            }
+            rest = after;
+        }
+        self
     }
 
     pub fn bytes(&mut self) -> &mut [u8] {

@@ -7,15 +7,15 @@ use burn::module::AutodiffModule;
 use burn::optim::GradientsParams;
 use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::ops::FloatTensorOps;
-use burn::tensor::{Bytes, Tensor, TensorData, TensorPrimitive};
+use burn::tensor::{Tensor, TensorData, TensorPrimitive};
 
 use super::agree::{Described, Parameter, check_same, load_from_first, parameters, renew};
-use super::announce::{Announcement, no_samples};
-use super::bucket::{Bucket, Exchange, Item, WINDOW, buckets, scale, scaled};
+use super::announce::{Announced, Announcement, no_samples};
+use super::bucket::{Bucket, Exchange, buckets, due, scale, scaled};
 use super::states;
 use crate::tensor::device::{Offer, Waiting, serves, start_all_reduce};
 use bonfire_core::internal::Request;
-use bonfire_core::{Buffer, Error, Group, Operation, ReduceOp, Work};
+use bonfire_core::{Buffer, DType, Error, Group, Operation, ReduceOp, Work};
 
 /// One rank's part in the data-parallel training of a model: see [`train`](crate::train) for a whole loop.
 pub struct DataParallel<B: AutodiffBackend> {
@@ -103,39 +103,24 @@ impl<B: AutodiffBackend> DataParallel<B> {
     /// [`Error::InvalidArgument`] on all ranks where no rank has samples, or where a rank has gradients that do not
     /// belong to the model's parameters; the group stays sound. Else the errors of [`Group::all_reduce`].
     #[track_caller]
-    pub fn sync(&mut self, mut grads: GradientsParams, samples: usize) -> Result<GradientsParams, Error> {
-        if samples == 0 {
-            // The mean over nothing is NaN, and so are its gradients.
-            grads = GradientsParams::new();
-        }
-        let announcement =
-            Announcement { operation: "sync", parameters: &self.parameters, grads: &grads, samples, lost: None };
-        let (total, exists) = announcement.make(&self.group)?;
-        let world_size = self.group.world_size();
-        if world_size == 1 {
+    pub fn sync(&mut self, grads: GradientsParams, samples: usize) -> Result<GradientsParams, Error> {
+        let announcement = Announcement { operation: "sync", parameters: &self.parameters, grads, samples, lost: None };
+        let Announced { mut grads, factor, exists } = announcement.make(&self.group)?;
+        if self.group.world_size() == 1 {
             self.steps += 1;
             return Ok(grads);
         }
-        let factor = samples as f64 * world_size as f64 / total as f64;
         // The last layers' gradients first, as they come out of the backward pass.
         let items = self.parameters.iter().enumerate().rev().filter(|(position, _)| exists[*position]);
-        let items = items.map(|(position, parameter)| Item {
-            position,
-            dtype: parameter.element,
-            bytes: parameter.shape.num_elements() * parameter.element.size(),
-        });
-        let mut started = VecDeque::with_capacity(WINDOW);
+        let items = items.map(|(position, parameter)| parameter.item(position));
+        let mut started = VecDeque::new();
         for positions in buckets(items) {
-            if started.len() == WINDOW
-                && let Some(oldest) = started.pop_front()
-            {
+            if let Some(oldest) = due(&mut started) {
                 self.finish(oldest, &mut grads)?;
             }
             started.push_back(self.start(positions, &mut grads, factor)?);
         }
-        while let Some(oldest) = started.pop_front() {
-            self.finish(oldest, &mut grads)?;
-        }
+        started.into_iter().try_for_each(|oldest| self.finish(oldest, &mut grads))?;
         self.steps += 1;
         Ok(grads)
     }
@@ -212,22 +197,15 @@ impl<B: AutodiffBackend> DataParallel<B> {
         }
     }
 
-    fn pack(&mut self, tensors: &mut [(usize, TensorData)], dtype: crate::DType) -> Result<Bucket, Error> {
-        if let [(_, data)] = tensors {
-            match Bucket::own(std::mem::replace(&mut data.bytes, Bytes::from_bytes_vec(Vec::new())), dtype) {
-                Ok(bucket) => return Ok(bucket),
-                Err(bytes) => data.bytes = bytes,
-            }
+    fn pack(&mut self, tensors: &mut [(usize, TensorData)], dtype: DType) -> Result<Bucket, Error> {
+        if let [(_, data)] = tensors
+            && let Some(bucket) = Bucket::own(&mut data.bytes, dtype)
+        {
+            return Ok(bucket);
         }
-        let bytes = tensors.iter().map(|(_, data)| data.bytes.len()).sum();
-        let mut bucket = Bucket::packed(&self.group, self.memory.pop(), bytes)?;
-        let mut rest = bucket.bytes();
-        for (_, data) in tensors {
-            let (part, after) = rest.split_at_mut(data.bytes.len());
-            part.copy_from_slice(&data.bytes);
-            rest = after;
-        }
-        Ok(bucket)
+        let tensors = tensors.iter().map(|(_, data)| (Some(&data.bytes[..]), data.bytes.len()));
+        let bytes = tensors.clone().map(|(_, bytes)| bytes).sum();
+        Ok(Bucket::packed(&self.group, self.memory.pop(), bytes)?.fill(tensors))
     }
 
     /// Waits for a reduction and registers its results as gradients.

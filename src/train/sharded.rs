@@ -19,8 +19,8 @@ use burn::tensor::{Tensor, TensorData};
 use self::exchange::{Numbered, Shards};
 use self::layout::{bytes, layout};
 use super::agree::Parameter;
-use super::announce::Announcement;
-use super::bucket::{Exchange, WINDOW};
+use super::announce::{Announced, Announcement};
+use super::bucket::{Exchange, due};
 use super::data_parallel::DataParallel;
 use bonfire_core::internal::Agreement;
 use bonfire_core::{Error, Group};
@@ -182,15 +182,11 @@ where
         &mut self,
         lr: LearningRate,
         model: &mut M,
-        mut grads: GradientsParams,
+        grads: GradientsParams,
         samples: usize,
     ) -> Result<(), Error> {
         if let Some(error) = &self.failure {
             return Err(error.clone());
-        }
-        if samples == 0 {
-            // The mean over nothing is NaN, and so are its gradients.
-            grads = GradientsParams::new();
         }
         let parameters = &self.shards.parameters;
         let places = parameters.iter().zip(0..).map(|(parameter, position)| (parameter.id, position)).collect();
@@ -198,11 +194,9 @@ where
         model.visit(&mut values);
         let values = values.values;
         let lost = values.iter().position(Option::is_none);
-        let announcement = Announcement { operation: "step", parameters, grads: &grads, samples, lost };
-        let (total, exists) = announcement.make(&self.group)?;
-
-        let factor = samples as f64 * self.group.world_size() as f64 / total as f64;
-        match self.exchange(lr, &exists, values, grads, factor) {
+        let announcement = Announcement { operation: "step", parameters, grads, samples, lost };
+        let announced = announcement.make(&self.group)?;
+        match self.exchange(lr, values, announced) {
             Ok(gathered) => {
                 *model = model.clone().map(&mut Put { places: &places, values: gathered });
                 self.steps += 1;
@@ -223,16 +217,14 @@ where
     fn exchange(
         &mut self,
         lr: LearningRate,
-        exists: &[bool],
         values: Vec<Option<Tensor<B::InnerBackend, 1>>>,
-        grads: GradientsParams,
-        factor: f64,
+        Announced { grads, factor, exists }: Announced,
     ) -> Result<Vec<Option<TensorData>>, Error> {
-        let mut parts = self.shards.reduce(exists, grads, factor)?;
+        let mut parts = self.shards.reduce(&exists, grads, factor)?;
         if let Some(max) = self.max_norm {
             self.shards.clip(&mut parts, max)?;
         }
-        self.update(lr, exists, &values, parts)
+        self.update(lr, &exists, &values, parts)
     }
 
     /// Updates this rank's slices of the parameters, and collects the others.
@@ -245,11 +237,9 @@ where
         parts: Vec<Numbered>,
     ) -> Result<Vec<Option<TensorData>>, Error> {
         let mut gathered = vec![None; values.len()];
-        let mut started = VecDeque::with_capacity(WINDOW);
+        let mut started = VecDeque::new();
         for (number, mut part) in parts {
-            if started.len() == WINDOW
-                && let Some((number, oldest)) = started.pop_front()
-            {
+            if let Some((number, oldest)) = due(&mut started) {
                 self.shards.finish_gather(number, oldest, exists, &mut gathered)?;
             }
             let mut whole = self.shards.whole(number)?;
@@ -274,7 +264,7 @@ where
             self.shards.parts.extend(part.into_memory());
             started.push_back((number, whole.start(&self.shards.inside, shared.dtype, Exchange::AllGather)?));
         }
-        while let Some((number, oldest)) = started.pop_front() {
+        for (number, oldest) in started {
             self.shards.finish_gather(number, oldest, exists, &mut gathered)?;
         }
         Ok(gathered)

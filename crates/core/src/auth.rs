@@ -28,8 +28,7 @@ mod secret;
 use std::fmt::Display;
 use std::net::SocketAddr;
 
-pub(crate) use self::connect::dial;
-pub use self::connect::{answer, confirm, prove};
+pub use self::connect::{answer, confirm, dial, prove};
 pub use self::lobby::{Lobby, RETRY};
 pub use self::opening::{Opening, Purpose, Refusal};
 pub use self::secret::Secret;

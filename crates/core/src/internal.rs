@@ -14,6 +14,6 @@ pub use crate::sync::{Bell, ENDLESS, Patience, crowded, deadline_from_env, lock,
 pub use crate::types::{Parts, Ranks, hash};
 #[cfg(unix)]
 pub use crate::{
-    auth::{Lobby, Opening, Purpose, RETRY, Refusal, answer, confirm, permit, prove},
+    auth::{Lobby, Opening, Purpose, RETRY, Refusal, answer, confirm, dial, permit, prove},
     control::frame,
 };

@@ -49,27 +49,16 @@ pub(super) static ORDER: LazyLock<String> =
     LazyLock::new(|| pasted(include_str!("../../../kernels/order.cu"), &mut Vec::new()));
 
 impl Form {
-    fn name(self) -> &'static str {
+    /// Its name, and the file that has it.
+    fn source(self) -> (&'static str, &'static str) {
         match self {
-            Form::TwoShot => "two_shot",
-            Form::OneShot => "one_shot",
-            Form::Push => "push",
-            Form::ReduceScatter => "reduce_scatter",
-            Form::AllGather => "all_gather",
-            Form::Broadcast => "broadcast",
-            Form::AllToAll => "all_to_all",
-        }
-    }
-
-    fn file(self) -> &'static str {
-        match self {
-            Form::TwoShot => include_str!("../../../kernels/all_reduce_two_shot.cu"),
-            Form::OneShot => include_str!("../../../kernels/all_reduce_one_shot.cu"),
-            Form::Push => include_str!("../../../kernels/all_reduce_push.cu"),
-            Form::ReduceScatter => include_str!("../../../kernels/reduce_scatter.cu"),
-            Form::AllGather => include_str!("../../../kernels/all_gather.cu"),
-            Form::Broadcast => include_str!("../../../kernels/broadcast.cu"),
-            Form::AllToAll => include_str!("../../../kernels/all_to_all.cu"),
+            Form::TwoShot => ("two_shot", include_str!("../../../kernels/all_reduce_two_shot.cu")),
+            Form::OneShot => ("one_shot", include_str!("../../../kernels/all_reduce_one_shot.cu")),
+            Form::Push => ("push", include_str!("../../../kernels/all_reduce_push.cu")),
+            Form::ReduceScatter => ("reduce_scatter", include_str!("../../../kernels/reduce_scatter.cu")),
+            Form::AllGather => ("all_gather", include_str!("../../../kernels/all_gather.cu")),
+            Form::Broadcast => ("broadcast", include_str!("../../../kernels/broadcast.cu")),
+            Form::AllToAll => ("all_to_all", include_str!("../../../kernels/all_to_all.cu")),
         }
     }
 }
@@ -94,8 +83,8 @@ pub(super) fn reduces(op: ReduceOp, dtype: DType) -> bool {
 impl fmt::Display for Kernel {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.reduces {
-            Some((op, dtype)) => write!(f, "{}_{op}_{dtype}", self.form.name()),
-            None => f.write_str(self.form.name()),
+            Some((op, dtype)) => write!(f, "{}_{op}_{dtype}", self.form.source().0),
+            None => f.write_str(self.form.source().0),
         }
     }
 }
@@ -107,7 +96,7 @@ static IMAGES: LazyLock<Mutex<Images>> = LazyLock::new(Mutex::default);
 impl Kernel {
     /// The source of this kernel alone, in one piece.
     fn source(&self) -> String {
-        let source = pasted(self.form.file(), &mut Vec::new());
+        let source = pasted(self.form.source().1, &mut Vec::new());
         match self.reduces {
             Some((op, dtype)) => {
                 let kind = reduction(op).unwrap_or("none");
@@ -237,7 +226,7 @@ mod tests {
         let kernels = reducing.map(|form| Kernel { form, reduces: Some((ReduceOp::Sum, DType::F32)) });
         for kernel in kernels.into_iter().chain(moving.map(|form| Kernel { form, reduces: None })) {
             let (form, source) = (kernel.form, kernel.source());
-            assert!(source.contains(form.name()), "{form:?}");
+            assert!(source.contains(form.source().0), "{form:?}");
             assert!(!source.contains("#include \""), "{form:?}");
             assert_eq!(source.matches("#define BONFIRE_SIGNAL_CUH").count(), 1, "{form:?}");
         }

@@ -9,9 +9,10 @@ use cubecl::server::{Binding, ComputeServer};
 use cubecl::stream_id::StreamId;
 
 use super::control::{ABORT, DONE, FAILURE, HOST_WORDS, Order, READY, RELEASED, nanoseconds};
-use super::driver::{Gpu, Stream, settle};
+use super::driver::{Gpu, Stream};
 use super::memory::{HostWords, word};
 use super::order::{self, Server, Told};
+use super::pause::settle;
 use super::team::ordinal;
 use crate::server::engine::{Loan, Rows};
 use crate::server::status::Status;

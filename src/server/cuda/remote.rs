@@ -1,23 +1,44 @@
 //! GPUs of other processes and hosts, which NCCL reaches: one rank's communicator as a team uses it.
 
+use super::driver::Stream;
+use bonfire_core::error::Site;
+use bonfire_core::{Deadline, Error};
+
+#[cfg(feature = "nccl")]
+pub(super) use self::nccl::{available, connect, serves};
 #[cfg(not(feature = "nccl"))]
-pub(super) use self::without::{Remote, available, serves};
+pub(super) use self::none::{available, connect, serves};
+
+/// A communicator of all ranks of a group.
+pub(super) trait Remote: Send + Sync {
+    /// Puts a call on the stream, behind what is there. In the first calls NCCL waits for the other ranks meanwhile.
+    fn submit(&self, site: Site, memory: (u64, u64), stream: &Stream, deadline: &Deadline) -> Result<(), Error>;
+
+    fn ranks(&self) -> usize;
+
+    /// Whether what comes after its calls on a stream may no longer mean that they are done.
+    fn has_ended(&self) -> bool;
+
+    /// What NCCL has found in the background, if nobody is at work on it.
+    fn poll(&self) -> Result<(), Error>;
+
+    /// Ends it, if nobody is at work on it.
+    fn abort(&self);
+}
 
 #[cfg(feature = "nccl")]
-pub(super) use self::with::{Remote, available, serves};
-
-#[cfg(feature = "nccl")]
-mod with {
+mod nccl {
     use std::sync::atomic::{AtomicBool, Ordering};
     use std::sync::{Arc, Mutex};
 
+    use super::Remote;
     use crate::server::cuda::driver::{Gpu, Stream};
     use crate::server::cuda::nccl::{self, Action, Communicator, Scalar, Work};
     use bonfire_core::error::Site;
     use bonfire_core::internal::lock;
     use bonfire_core::{Call, Deadline, Error, Group, Operation};
 
-    pub struct Remote {
+    struct Nccl {
         communicator: Mutex<Communicator>,
         ended: Arc<AtomicBool>,
         ranks: usize,
@@ -45,17 +66,16 @@ mod with {
         })
     }
 
-    impl Remote {
-        /// A communicator of all ranks of the group, of which this one has this GPU. All ranks call it.
-        pub fn connect(group: &Group, gpu: &Gpu, deadline: &Deadline) -> Result<Remote, Error> {
-            let _entered = gpu.enter()?;
-            let communicator = Communicator::connect(group, nccl::Gpu::of(gpu.ordinal)?, deadline)?;
-            let (ended, ranks) = (communicator.ended.clone(), communicator.world_size());
-            Ok(Remote { communicator: Mutex::new(communicator), ended, ranks })
-        }
+    /// A communicator of all ranks of the group, of which this one has this GPU. All ranks call it.
+    pub fn connect(group: &Group, gpu: &Gpu, deadline: &Deadline) -> Result<Box<dyn Remote>, Error> {
+        let _entered = gpu.enter()?;
+        let communicator = Communicator::connect(group, nccl::Gpu::of(gpu.ordinal)?, deadline)?;
+        let (ended, ranks) = (communicator.ended.clone(), communicator.world_size());
+        Ok(Box::new(Nccl { communicator: Mutex::new(communicator), ended, ranks }))
+    }
 
-        /// Puts a call on the stream, behind what is there. In the first calls NCCL waits for the other ranks meanwhile.
-        pub fn submit(
+    impl Remote for Nccl {
+        fn submit(
             &self,
             site: Site,
             (source, target): (u64, u64),
@@ -75,22 +95,19 @@ mod with {
             })
         }
 
-        pub fn ranks(&self) -> usize {
+        fn ranks(&self) -> usize {
             self.ranks
         }
 
-        /// Whether what comes after its calls on a stream may no longer mean that they are done.
-        pub fn has_ended(&self) -> bool {
+        fn has_ended(&self) -> bool {
             self.ended.load(Ordering::Acquire)
         }
 
-        /// What NCCL has found in the background, if nobody is at work on it.
-        pub fn poll(&self) -> Result<(), Error> {
+        fn poll(&self) -> Result<(), Error> {
             self.communicator.try_lock().map_or(Ok(()), |mut communicator| communicator.poll())
         }
 
-        /// Ends it, if nobody is at work on it.
-        pub fn abort(&self) {
+        fn abort(&self) {
             if let Ok(mut communicator) = self.communicator.try_lock() {
                 communicator.abort();
             }
@@ -98,14 +115,12 @@ mod with {
     }
 }
 
-/// What stands in its place: there is none.
+/// Without the feature there is none.
 #[cfg(not(feature = "nccl"))]
-mod without {
-    use crate::server::cuda::driver::{Gpu, Stream};
-    use bonfire_core::error::Site;
+mod none {
+    use super::Remote;
+    use crate::server::cuda::driver::Gpu;
     use bonfire_core::{Call, Deadline, Error, Group};
-
-    pub enum Remote {}
 
     fn absent() -> Error {
         let reason = "this program was built without it: add the feature `nccl`";
@@ -120,29 +135,7 @@ mod without {
         false
     }
 
-    impl Remote {
-        pub fn connect(_group: &Group, _gpu: &Gpu, _deadline: &Deadline) -> Result<Remote, Error> {
-            Err(absent())
-        }
-
-        pub fn submit(&self, _: Site, _: (u64, u64), _: &Stream, _: &Deadline) -> Result<(), Error> {
-            match *self {}
-        }
-
-        pub fn ranks(&self) -> usize {
-            match *self {}
-        }
-
-        pub fn has_ended(&self) -> bool {
-            match *self {}
-        }
-
-        pub fn poll(&self) -> Result<(), Error> {
-            match *self {}
-        }
-
-        pub fn abort(&self) {
-            match *self {}
-        }
+    pub fn connect(_group: &Group, _gpu: &Gpu, _deadline: &Deadline) -> Result<Box<dyn Remote>, Error> {
+        Err(absent())
     }
 }

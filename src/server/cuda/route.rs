@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 use super::choice::{self, ROUTE, Way, wants_nccl, way};
 use super::driver::Gpu;
 use super::order::Server;
-use super::remote::{self, Remote};
+use super::remote;
 use super::side::Side;
 use super::team::{Team, fit, ordinal};
 use crate::server::engine::{Flight, Job, Launch, Route};
@@ -130,7 +130,7 @@ impl Possible {
 /// A communicator of the group's ranks. Where there is none to be had, kernels or the host must do, if that is allowed.
 fn connect(group: &Group, device: DeviceId, forced: bool) -> Result<Option<Arc<Team>>, Error> {
     let limit = group.deadline();
-    let connected = Gpu::of(ordinal(device)).and_then(|gpu| Remote::connect(group, &gpu, &Deadline::after(limit)));
+    let connected = Gpu::of(ordinal(device)).and_then(|gpu| remote::connect(group, &gpu, &Deadline::after(limit)));
     match connected {
         Ok(remote) => Ok(Some(Arc::new(Team::of_remote(device, group.rank(), remote, limit)?))),
         // The same on all ranks.

@@ -25,8 +25,9 @@ use super::choice::{Topology, Way};
 use super::control::{
     ABORT, CONTROL_BYTES, DONE, FAILURE, HOST_WORDS, Member, Parameters, READY, RELEASED, Report, nanoseconds,
 };
-use super::driver::{Gpu, settle};
+use super::driver::Gpu;
 use super::memory::{HostWords, Memory};
+use super::pause::settle;
 use super::remote::Remote;
 use crate::server::meeting::{Calls, Wait};
 use crate::server::status::Status;
@@ -57,7 +58,7 @@ enum Workers {
     /// All ranks have a seat, whose number is their rank. The control blocks are kept until no kernel uses them.
     Kernels(Topology, Vec<Memory>),
     /// One rank has a seat.
-    Nccl(Remote),
+    Nccl(Box<dyn Remote>),
 }
 
 /// What a team has that works for a group, which waits on the host for what is under way, and whose failures are not the
@@ -83,7 +84,7 @@ impl Ours {
 
 impl Team {
     /// This rank's part of a group that NCCL works for.
-    pub fn of_remote(device: DeviceId, rank: usize, remote: Remote, limit: Duration) -> Result<Team, Error> {
+    pub fn of_remote(device: DeviceId, rank: usize, remote: Box<dyn Remote>, limit: Duration) -> Result<Team, Error> {
         let place = Place::new(Gpu::of(ordinal(device))?, true)?;
         Team::at(vec![device], vec![rank], vec![place], vec![0], Workers::Nccl(remote), Some(limit))
     }

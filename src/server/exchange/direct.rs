@@ -1,41 +1,38 @@
 //! Operations of a group without host memory: the ranks agree over the group, the runtime moves the data.
 
 use std::sync::Arc;
-use std::sync::mpsc::channel;
 use std::time::Duration;
 
 use cubecl::device_handle::DeviceHandle;
 
+use super::{Waiting, ask};
 use crate::server::DeviceTransport;
 use crate::server::compute::CollectiveServer;
-use crate::server::engine::{Flight, Job, Launch, Route};
+use crate::server::engine::{Job, Launch, Route};
 use crate::server::memory::Span;
 use crate::server::reading::caught;
 use bonfire_core::error::Site;
-use bonfire_core::internal::{Agreed, Agreement};
+use bonfire_core::internal::Agreement;
 use bonfire_core::{Deadline, Error, Group};
 
 /// It is launched only once all ranks have called it, so that no device waits for a rank that does not come, and whoever
-/// does is told by the group.
+/// does is told by the group. Waits then until this rank's device is done with it; an error ends the group.
 pub(super) fn start<R: DeviceTransport>(
     device: &DeviceHandle<CollectiveServer<R>>,
     group: &Group,
     route: Arc<dyn Route<R>>,
     job: Job,
-) -> Result<Agreed<Flight>, Error> {
+) -> Result<Waiting, Error> {
     let (call, limit) = (job.call, group.deadline());
-    let (sender, launch) = channel();
-    device.submit(move |server| {
+    let launch = ask(device, call, move |server| {
         let prepared = server.prepare(&*route, job, limit);
         // Not the last one of it, which would wait for other ranks here.
         drop(route);
-        // The receiver is gone only if the group's thread is.
-        let _ = sender.send(prepared);
+        prepared
     });
-    device.flush_queue();
-    let gone = move |_| Error::broken(call.operation.to_string(), "the device's server is gone");
     let run = |launch: Launch, site: &Site, deadline: &Deadline| launch(site, deadline);
-    group.start_agreed(call, move || launch.recv().map_err(gone)?, run)
+    let agreed = group.start_agreed(call, launch, run)?;
+    Ok(Box::new(move || agreed.wait(|flight, trouble| flight(trouble))))
 }
 
 impl<R: DeviceTransport> CollectiveServer<R> {

@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use super::ShardedOptimizer;
 use super::state::{Piece, Records, elements, join};
-use crate::train::agree::Parameter;
+use crate::train::agree::{Described, Parameter, first_difference};
 use bonfire_core::Error;
 
 /// Says what the bytes are, and of which version.
@@ -29,8 +29,7 @@ struct Part {
 /// The state of a part of a parameter.
 #[derive(Serialize, Deserialize)]
 struct Slice {
-    path: String,
-    what: String,
+    parameter: Described,
     start: usize,
     end: usize,
     record: Option<Vec<u8>>,
@@ -52,8 +51,7 @@ where
         let slices = self.own().into_iter().zip(&self.shards.parameters).zip(&self.states);
         let slices = slices.map(|((own, parameter), state)| {
             let record = state.as_ref().map(|state| self.record(state)).transpose()?;
-            let (path, what) = (parameter.path.clone(), what(parameter));
-            Ok(Slice { path, what, start: own.start, end: own.end, record })
+            Ok(Slice { parameter: describe(parameter), start: own.start, end: own.end, record })
         });
         let part = Part { format: FORMAT.into(), steps: self.steps, slices: slices.collect::<Result<_, Error>>()? };
         postcard::to_stdvec(&part).map_err(|e| Error::io("saving an optimizer", e))
@@ -122,22 +120,15 @@ where
     }
 
     fn check_model(&self, part: &Part) -> Result<(), Error> {
-        let parameters = &self.shards.parameters;
-        for position in 0..parameters.len().max(part.slices.len()) {
-            let saved = part.slices.get(position).map(|slice| (slice.path.clone(), slice.what.clone()));
-            let here = parameters.get(position).map(|parameter| (parameter.path.clone(), what(parameter)));
-            if saved != here {
-                let show = |parameter: Option<(String, String)>| match parameter {
-                    Some((path, what)) => format!("`{path}`: {what}"),
-                    None => "nothing".into(),
-                };
-                let (saved, here) = (show(saved), show(here));
-                return Err(refused(format!(
-                    "it was saved for a model that differs first at parameter {position}: {saved} then, {here} now"
-                )));
-            }
-        }
-        Ok(())
+        let here: Vec<_> = self.shards.parameters.iter().map(describe).collect();
+        let saved: Vec<_> = part.slices.iter().map(|slice| slice.parameter.clone()).collect();
+        let Some(position) = first_difference(&saved, &here) else { return Ok(()) };
+        let show = |list: &[Described]| list.get(position).map_or("nothing".into(), ToString::to_string);
+        Err(refused(format!(
+            "it was saved for a model that differs first at parameter {position}: {} then, {} now",
+            show(&saved),
+            show(&here)
+        )))
     }
 
     /// The state for this rank's slice of a parameter, from what others had.
@@ -178,7 +169,7 @@ where
         if parameter.dtype != <B::InnerBackend as BackendTypes>::FloatElem::dtype() {
             return Err(wrong(&format!(
                 "the parameter is {}, and burn's records come back in the backend's own float type",
-                what(parameter)
+                describe(parameter).what
             )));
         }
         let record = join(&pieces).map_err(wrong)?;
@@ -187,9 +178,10 @@ where
     }
 }
 
-/// Element type and shape.
-fn what<B: AutodiffBackend>(parameter: &Parameter<B>) -> String {
-    format!("{:?} {:?}", parameter.dtype, parameter.shape.as_slice()).to_lowercase()
+/// A parameter as it is compared with what was saved: element type and shape.
+fn describe<B: AutodiffBackend>(parameter: &Parameter<B>) -> Described {
+    let what = format!("{:?} {:?}", parameter.dtype, parameter.shape.as_slice()).to_lowercase();
+    Described { path: parameter.path.clone(), what }
 }
 
 fn refused(reason: impl Into<String>) -> Error {

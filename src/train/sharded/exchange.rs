@@ -3,14 +3,14 @@
 use std::collections::VecDeque;
 
 use burn::optim::GradientsParams;
+use burn::tensor::TensorData;
 use burn::tensor::backend::AutodiffBackend;
-use burn::tensor::{Bytes, TensorData};
 use bytemuck::{Pod, cast_slice};
 use half::{bf16, f16};
 
 use super::layout::{Shared, bytes};
 use crate::train::agree::Parameter;
-use crate::train::bucket::{Bucket, Exchange, WINDOW, scale};
+use crate::train::bucket::{Bucket, Exchange, due, scale};
 use bonfire_core::{Buffer, DType, Error, Group, Work};
 
 /// Who shares what with whom, and the memory for it.
@@ -35,14 +35,12 @@ impl<B: AutodiffBackend> Shards<B> {
     /// block first, then over all blocks.
     #[track_caller]
     pub fn reduce(&mut self, exists: &[bool], mut grads: GradientsParams, factor: f64) -> Result<Vec<Numbered>, Error> {
-        let (mut inside, mut across) = (VecDeque::with_capacity(WINDOW), Vec::new());
+        let (mut inside, mut across) = (VecDeque::new(), Vec::new());
         for number in 0..self.layout.len() {
             if !self.layout[number].places.iter().any(|place| exists[place.position]) {
                 continue;
             }
-            if inside.len() == WINDOW
-                && let Some((number, oldest)) = inside.pop_front()
-            {
+            if let Some((number, oldest)) = due(&mut inside) {
                 across.push((number, self.replicate(number, oldest)?));
             }
             let (mut bucket, dtype) = (self.pack(number, &mut grads)?, self.layout[number].dtype);
@@ -51,7 +49,7 @@ impl<B: AutodiffBackend> Shards<B> {
             }
             inside.push_back((number, bucket.start(&self.inside, dtype, Exchange::ReduceScatter)?));
         }
-        while let Some((number, oldest)) = inside.pop_front() {
+        for (number, oldest) in inside {
             across.push((number, self.replicate(number, oldest)?));
         }
         across.into_iter().map(|(number, work)| Ok((number, wait(work)?))).collect()
@@ -78,22 +76,15 @@ impl<B: AutodiffBackend> Shards<B> {
             let data = grad.map(|grad| grad.try_into_data().map_err(|e| Error::io("reading a gradient", e)));
             read.push(data.transpose()?.map(|data| data.bytes));
         }
-        if let [Some(data)] = &mut read[..] {
-            match Bucket::own(std::mem::replace(data, Bytes::from_bytes_vec(Vec::new())), shared.dtype) {
-                Ok(bucket) => return Ok(bucket),
-                Err(bytes) => *data = bytes,
-            }
+        if let [Some(data)] = &mut read[..]
+            && let Some(bucket) = Bucket::own(data, shared.dtype)
+        {
+            return Ok(bucket);
         }
-        let mut bucket = self.whole(number)?;
-        let (target, shared) = (bucket.bytes(), &self.layout[number]);
-        for (place, data) in shared.places.iter().zip(read) {
-            let target = &mut target[bytes(place.range.clone(), shared.dtype)];
-            match data {
-                Some(data) => target.copy_from_slice(&data),
-                None => target.fill(0),
-            }
-        }
-        Ok(bucket)
+        let bucket = self.whole(number)?;
+        let shared = &self.layout[number];
+        let lens = shared.places.iter().map(|place| bytes(place.range.clone(), shared.dtype).len());
+        Ok(bucket.fill(read.iter().map(Option::as_deref).zip(lens)))
     }
 
     /// A bucket with anything in it.

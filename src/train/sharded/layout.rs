@@ -5,7 +5,7 @@ use std::ops::Range;
 use burn::tensor::backend::AutodiffBackend;
 
 use crate::train::agree::Parameter;
-use crate::train::bucket::{Item, buckets};
+use crate::train::bucket::buckets;
 use bonfire_core::{DType, partition};
 
 /// Parameters of one element type, one after the other, as they travel together. They are the same in every step,
@@ -44,11 +44,7 @@ impl Place {
 /// one parameter ends and the next begins.
 pub(super) fn layout<B: AutodiffBackend>(parameters: &[Parameter<B>], ranks: usize, rank: usize) -> Vec<Shared> {
     // As for gradients: the last layers' come first out of the backward pass.
-    let items = parameters.iter().enumerate().rev().map(|(position, parameter)| Item {
-        position,
-        dtype: parameter.element,
-        bytes: parameter.shape.num_elements() * parameter.element.size(),
-    });
+    let items = parameters.iter().enumerate().rev().map(|(position, parameter)| parameter.item(position));
     let shared = buckets(items).into_iter().map(|positions| {
         let mut len = 0;
         let ranges: Vec<_> = positions

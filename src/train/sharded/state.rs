@@ -11,6 +11,9 @@
 use std::ops::Range;
 
 use burn::record::{DoublePrecisionSettings, NamedMpkBytesRecorder};
+use rmpv::decode::read_value_ref_with_max_depth;
+use rmpv::encode::write_value;
+use rmpv::{Value, ValueRef};
 
 /// Floats are recorded as f64 and integers as i64, so all narrower types come back as they were.
 pub(super) type Records = NamedMpkBytesRecorder<DoublePrecisionSettings>;
@@ -24,178 +27,115 @@ pub(super) struct Piece<'a> {
 
 /// The recorded state of the slice that consists of these pieces, in their order.
 pub(super) fn join(pieces: &[Piece<'_>]) -> Result<Vec<u8>, &'static str> {
-    run(pieces).map(|join| join.record)
+    let mut record = Vec::new();
+    write_value(&mut record, &run(pieces)?.0).map_err(|_| BROKEN)?;
+    Ok(record)
 }
 
 /// How many elements the tensors in the recorded state of a slice of `len` have, together.
 pub(super) fn elements(record: &[u8], len: usize) -> Result<usize, &'static str> {
-    run(&[Piece { record, len, range: 0..0 }]).map(|join| join.tensors * len)
+    run(&[Piece { record, len, range: 0..0 }]).map(|(_, tensors)| tensors * len)
 }
 
 const BROKEN: &str = "it is no state that burn recorded, or was damaged";
 const APART: &str = "its parts were not saved in the same step";
 const MIXED: &str = "it has tensors of another length than the parameter, so it is not kept element by element";
 
-/// How a tensor begins: as a map of three, whose first key is `bytes`.
-const TENSOR: &[u8] = b"\x83\xa5bytes";
-const SHAPE: &[u8] = b"\xa5shape\x91";
-const DTYPE: &[u8] = b"\xa5dtype";
+/// The keys of a tensor, in their order.
+const BYTES: &str = "bytes";
+const SHAPE: &str = "shape";
+const DTYPE: &str = "dtype";
 /// The types that records are of, with elements of 8 bytes.
-const TYPES: [&[u8]; 2] = [b"\xa3F64", b"\xa3I64"];
+const TYPES: [&str; 2] = ["F64", "I64"];
 const WIDTH: usize = 8;
 
 /// Records nest a few levels.
-const DEPTH: usize = 64;
+const DEPTH: usize = 128;
 
-struct Join<'a> {
-    /// Each piece, and what is left of its record.
-    pieces: Vec<(&'a Piece<'a>, Reader<'a>)>,
-    record: Vec<u8>,
-    tensors: usize,
+/// The joined record, and the number of tensors in it.
+fn run(pieces: &[Piece<'_>]) -> Result<(Value, usize), &'static str> {
+    let records = pieces.iter().map(|piece| {
+        let mut rest = piece.record;
+        let record = read_value_ref_with_max_depth(&mut rest, DEPTH).map_err(|_| BROKEN)?;
+        if rest.is_empty() { Ok((piece, record)) } else { Err(BROKEN) }
+    });
+    let records = records.collect::<Result<Vec<_>, _>>()?;
+    let mut tensors = 0;
+    let joined = value(&records.iter().map(|(piece, record)| (*piece, record)).collect::<Vec<_>>(), &mut tensors)?;
+    Ok((joined, tensors))
 }
 
-fn run<'a>(pieces: &'a [Piece<'a>]) -> Result<Join<'a>, &'static str> {
-    let pieces = pieces.iter().map(|piece| (piece, Reader(piece.record))).collect();
-    let mut join = Join { pieces, record: Vec::new(), tensors: 0 };
-    join.value(0)?;
-    if join.pieces.iter().all(|(_, rest)| rest.0.is_empty()) { Ok(join) } else { Err(BROKEN) }
-}
+/// What all records have in the same place.
+type Column<'a, 'b> = [(&'a Piece<'b>, &'a ValueRef<'b>)];
 
-impl<'a> Join<'a> {
-    /// Goes on by one value, with all that is in it.
-    fn value(&mut self, depth: usize) -> Result<(), &'static str> {
-        if depth > DEPTH {
-            return Err(BROKEN);
+fn value(column: &Column<'_, '_>, tensors: &mut usize) -> Result<Value, &'static str> {
+    let (_, first) = column.first().ok_or(BROKEN)?;
+    match first {
+        ValueRef::Map(entries) if entries.first().is_some_and(|(key, _)| text(key) == Some(BYTES)) => {
+            *tensors += 1;
+            tensor(column)
         }
-        if self.pieces.iter().all(|(_, reader)| reader.0.starts_with(TENSOR)) {
-            return self.tensor();
+        ValueRef::Map(entries) => {
+            let joined = entries.iter().enumerate().map(|(at, (key, _))| {
+                let name = text(key).filter(|name| *name != BYTES).ok_or(BROKEN)?;
+                let values = column.iter().map(|(piece, value)| match value {
+                    ValueRef::Map(other) if other.len() == entries.len() && other[at].0 == *key => {
+                        Ok((*piece, &other[at].1))
+                    }
+                    _ => Err(APART),
+                });
+                Ok((name.into(), value(&values.collect::<Result<Vec<_>, _>>()?, tensors)?))
+            });
+            joined.collect::<Result<_, _>>().map(Value::Map)
         }
-        let Node { values, .. } = self.next_of_all()?;
-        // Each value takes a byte at least, so a false number ends with the record.
-        for _ in 0..values {
-            if self.next_of_all()?.text.is_none_or(|key| key == b"bytes") {
-                return Err(BROKEN);
-            }
-            self.value(depth + 1)?;
-        }
-        Ok(())
-    }
-
-    /// What all records go on with.
-    fn next_of_all(&mut self) -> Result<Node<'a>, &'static str> {
-        let mut same = None;
-        for (_, reader) in &mut self.pieces {
-            let node = reader.node().ok_or(BROKEN)?;
-            if *same.get_or_insert(node) != node {
-                return Err(APART);
-            }
-        }
-        let node = same.ok_or(BROKEN)?;
-        self.record.extend_from_slice(node.bytes);
-        Ok(node)
-    }
-
-    fn tensor(&mut self) -> Result<(), &'static str> {
-        let len: usize = self.pieces.iter().map(|(piece, _)| piece.range.len()).sum();
-        let bytes = u32::try_from(len * WIDTH).map_err(|_| "a slice has too many elements to be recorded")?;
-        self.record.extend_from_slice(TENSOR);
-        self.record.push(0xc6);
-        self.record.extend_from_slice(&bytes.to_be_bytes());
-        let mut dtype = None;
-        for (piece, reader) in &mut self.pieces {
-            let (data, shape, own) = reader.tensor().ok_or(BROKEN)?;
-            if shape != piece.len {
-                return Err(MIXED);
-            }
-            if *dtype.get_or_insert(own) != own {
-                return Err(APART);
-            }
-            let fits = piece.len.checked_mul(WIDTH) == Some(data.len());
-            let range = piece.range.start * WIDTH..piece.range.end * WIDTH;
-            self.record.extend_from_slice(data.get(range).filter(|_| fits).ok_or(BROKEN)?);
-        }
-        self.record.extend_from_slice(SHAPE);
-        self.record.push(0xcf);
-        self.record.extend_from_slice(&(len as u64).to_be_bytes());
-        self.record.extend_from_slice(DTYPE);
-        self.record.extend_from_slice(dtype.ok_or(BROKEN)?);
-        self.tensors += 1;
-        Ok(())
+        // Optimizers' states have no arrays but that of nothing, for what holds no data, and no bytes but tensors'.
+        ValueRef::Array(items) if !items.is_empty() => Err(BROKEN),
+        ValueRef::Binary(_) | ValueRef::Ext(..) => Err(BROKEN),
+        _ if column.iter().skip(1).all(|(_, other)| other == first) => Ok(ValueRef::to_owned(first)),
+        _ => Err(APART),
     }
 }
 
-/// The beginning of a value.
-#[derive(Clone, Copy, PartialEq)]
-struct Node<'a> {
-    /// Its own bytes.
-    bytes: &'a [u8],
-    /// What it says, if it is a string.
-    text: Option<&'a [u8]>,
-    /// How many keys and values follow, if it is a map.
-    values: usize,
+fn tensor(column: &Column<'_, '_>) -> Result<Value, &'static str> {
+    let len: usize = column.iter().map(|(piece, _)| piece.range.len()).sum();
+    if u32::try_from(len * WIDTH).is_err() {
+        return Err("a slice has too many elements to be recorded");
+    }
+    let mut bytes = Vec::with_capacity(len * WIDTH);
+    let mut dtype = None;
+    for (piece, value) in column {
+        let (data, shape, own) = parts(value).ok_or(BROKEN)?;
+        if shape != piece.len as u64 {
+            return Err(MIXED);
+        }
+        if *dtype.get_or_insert(own) != own {
+            return Err(APART);
+        }
+        let fits = piece.len.checked_mul(WIDTH) == Some(data.len());
+        let range = piece.range.start * WIDTH..piece.range.end * WIDTH;
+        bytes.extend_from_slice(data.get(range).filter(|_| fits).ok_or(BROKEN)?);
+    }
+    let shape = Value::Array(vec![len.into()]);
+    let dtype = dtype.ok_or(BROKEN)?.into();
+    Ok(Value::Map(vec![(BYTES.into(), bytes.into()), (SHAPE.into(), shape), (DTYPE.into(), dtype)]))
 }
 
-/// What is left of a record.
-struct Reader<'a>(&'a [u8]);
+/// The bytes, the length and the type of a tensor with one dimension.
+fn parts<'a>(tensor: &ValueRef<'a>) -> Option<(&'a [u8], u64, &'static str)> {
+    let ValueRef::Map(entries) = tensor else { return None };
+    let [(bytes, ValueRef::Binary(data)), (shape, ValueRef::Array(dimensions)), (dtype, name)] = &entries[..] else {
+        return None;
+    };
+    let [ValueRef::Integer(len)] = dimensions[..] else { return None };
+    let known = [bytes, shape, dtype].map(text) == [BYTES, SHAPE, DTYPE].map(Some);
+    let name = TYPES.into_iter().find(|known| text(name) == Some(known))?;
+    known.then_some((data, len.as_u64()?, name))
+}
 
-impl<'a> Reader<'a> {
-    fn take(&mut self, count: usize) -> Option<&'a [u8]> {
-        let (taken, rest) = self.0.split_at_checked(count)?;
-        self.0 = rest;
-        Some(taken)
-    }
-
-    fn skip(&mut self, what: &[u8]) -> Option<()> {
-        (self.take(what.len())? == what).then_some(())
-    }
-
-    fn number(&mut self, width: usize) -> Option<usize> {
-        let number = self.take(width)?.iter().fold(0u64, |number, byte| number << 8 | u64::from(*byte));
-        usize::try_from(number).ok()
-    }
-
-    /// The bytes, the length and the type of a tensor with one dimension.
-    fn tensor(&mut self) -> Option<(&'a [u8], usize, &'a [u8])> {
-        self.skip(TENSOR)?;
-        let width = match self.take(1)? {
-            [0xc4] => 1,
-            [0xc5] => 2,
-            [0xc6] => 4,
-            _ => return None,
-        };
-        let len = self.number(width)?;
-        let data = self.take(len)?;
-        self.skip(SHAPE)?;
-        let shape = match self.take(1)? {
-            [small @ 0..=0x7f] => usize::from(*small),
-            [wide @ 0xcc..=0xcf] => self.number(1 << (wide - 0xcc))?,
-            _ => return None,
-        };
-        self.skip(DTYPE)?;
-        let dtype = self.take(TYPES[0].len())?;
-        TYPES.contains(&dtype).then_some((data, shape, dtype))
-    }
-
-    fn node(&mut self) -> Option<Node<'a>> {
-        let start = self.0;
-        let marker = *self.take(1)?.first()?;
-        let (mut own, mut values, mut text) = (0, 0, false);
-        match marker {
-            // Small integers, nil, false and true, and the array of nothing for what holds no data.
-            0x00..=0x7f | 0xe0..=0xff | 0xc0 | 0xc2 | 0xc3 | 0x90 => {}
-            // f32 and f64; unsigned and signed integers.
-            0xca | 0xcb => own = 4 << (marker - 0xca),
-            0xcc..=0xcf => own = 1 << (marker - 0xcc),
-            0xd0..=0xd3 => own = 1 << (marker - 0xd0),
-            0xa0..=0xbf => (own, text) = (usize::from(marker & 0x1f), true),
-            0xd9..=0xdb => (own, text) = (self.number(1 << (marker - 0xd9))?, true),
-            0x80..=0x8f => values = usize::from(marker & 0xf),
-            0xde | 0xdf => values = self.number(2 << (marker - 0xde))?,
-            // Other arrays, of which optimizers' states have none, and bytes that are no tensor's.
-            _ => return None,
-        }
-        let content = self.take(own)?;
-        Some(Node { bytes: &start[..start.len() - self.0.len()], text: text.then_some(content), values })
+fn text<'a>(value: &'a ValueRef<'_>) -> Option<&'a str> {
+    match value {
+        ValueRef::String(text) => text.as_str(),
+        _ => None,
     }
 }
 

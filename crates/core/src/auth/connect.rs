@@ -49,7 +49,7 @@ pub fn prove<E: From<Refusal>>(
 }
 
 /// As [`prove`], within a moment.
-pub(crate) async fn dial(
+pub async fn dial(
     stream: &mut (impl AsyncRead + AsyncWrite + Unpin),
     secret: Option<&Secret>,
     opening: Opening,

@@ -3,13 +3,14 @@
 use std::ffi::c_int;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, mpsc};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use std::{fmt, ptr, thread};
 
 use cudarc::driver::sys::{CUevent, CUresult};
 use cudarc::nccl::sys::ncclComm_t;
 
 use super::library::{Config, IN_PROGRESS, Library, SUCCESS};
+use crate::server::cuda::pause::Pause;
 use bonfire_core::error::Site;
 use bonfire_core::{Deadline, Error};
 
@@ -317,20 +318,5 @@ pub unsafe fn has_passed(event: CUevent) -> Result<bool, Error> {
         Ok(()) => Ok(true),
         Err(error) if error.0 == CUresult::CUDA_ERROR_NOT_READY => Ok(false),
         Err(error) => Err(Error::io("cuEventQuery", error)),
-    }
-}
-
-/// Waits between two looks: NCCL takes microseconds to put an operation on its stream, and seconds to connect ranks.
-#[derive(Default)]
-struct Pause(Option<Instant>);
-
-impl Pause {
-    fn once(&mut self) {
-        let start = *self.0.get_or_insert_with(Instant::now);
-        if start.elapsed() < Duration::from_millis(2) {
-            thread::yield_now();
-        } else {
-            thread::sleep(Duration::from_micros(200));
-        }
     }
 }

@@ -7,6 +7,7 @@ use cubecl::server::Binding;
 
 use super::{Kept, Team, Workers};
 use crate::server::cuda::control::{DONE, FAILURE, HOST_WORDS, Report};
+use crate::server::cuda::pause::Pause;
 use bonfire_core::error::Site;
 use bonfire_core::internal::lock;
 use bonfire_core::{Deadline, Error};
@@ -58,11 +59,11 @@ impl Team {
 
     /// After a failure: what was called does not go on writing to memory that its caller has back, if that is to be had.
     fn end_call(&self, site: Site) -> Error {
-        let deadline = Deadline::after(GRACE);
+        let (deadline, mut pause) = (Deadline::after(GRACE), Pause::default());
         while !self.is_idle() && !deadline.passed() {
             // Somebody else may have been at work on the communicator.
             self.abort();
-            std::thread::sleep(Duration::from_micros(100));
+            pause.once();
         }
         self.failure().unwrap_or_else(|| Error::broken(site.to_string(), "it did not end"))
     }
@@ -148,12 +149,12 @@ impl Team {
     pub(super) fn come_to_rest(&self) {
         let Some(ours) = &self.group else { return };
         let parted = || ours.parted.load(Ordering::Relaxed);
-        let deadline = Deadline::after(ours.limit);
+        let (deadline, mut pause) = (Deadline::after(ours.limit), Pause::default());
         while self.failure().is_none() && !self.is_idle() {
             if deadline.passed() || parted() && deadline.elapsed() > GRACE {
                 self.fail(Error::broken("the end of a group", "what was under way on the GPU did not end"));
             }
-            std::thread::sleep(Duration::from_micros(100));
+            pause.once();
         }
         if parted() || self.failure().is_some() {
             // Its end in good order would wait for all ranks. Nobody else is at work on it any more.
@@ -164,26 +165,12 @@ impl Team {
 
 /// A peer's end as the group has seen it, which says more than what NCCL makes of it.
 fn named(error: Error, trouble: &dyn Fn() -> Option<Error>) -> Error {
-    let deadline = Deadline::after(GRACE);
+    let (deadline, mut pause) = (Deadline::after(GRACE), Pause::default());
     while matches!(error, Error::Nccl { .. }) && !deadline.passed() {
         if let Some(cause) = trouble() {
             return cause;
         }
-        std::thread::sleep(Duration::from_millis(1));
+        pause.once();
     }
     error
-}
-
-/// Between two looks at a word: at first a small call's time, then little work for the processor.
-#[derive(Default)]
-struct Pause(u32);
-
-impl Pause {
-    fn once(&mut self) {
-        self.0 += 1;
-        match self.0 {
-            0..500 => std::thread::yield_now(),
-            looks => std::thread::sleep(Duration::from_micros(u64::from(looks / 10).min(500))),
-        }
-    }
 }

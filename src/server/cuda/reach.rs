@@ -1,0 +1,94 @@
+//! Which GPUs reach each other's memory, and which can do what our kernels need, as far as it can be tried.
+
+use std::sync::Arc;
+
+use cudarc::driver::sys;
+
+use super::driver::{Gpu, Stream};
+use super::memory::Memory;
+use bonfire_core::Error;
+use bonfire_core::internal::lock;
+
+impl Gpu {
+    /// Whether kernels on this GPU reach the memory of `other`, which is then made possible.
+    pub fn reaches(&self, other: &Gpu) -> Result<bool, Error> {
+        if self.ordinal == other.ordinal {
+            return Ok(true);
+        }
+        let mut reached = lock(&self.reached);
+        if let Some(reached) = reached.get(&other.ordinal) {
+            return Ok(*reached);
+        }
+        let found = self.reach(other)?;
+        reached.insert(other.ordinal, found);
+        Ok(found)
+    }
+
+    fn reach(&self, other: &Gpu) -> Result<bool, Error> {
+        let mut can = 0;
+        // SAFETY: ordinals are devices: `of` got both.
+        let asked = unsafe { sys::cuDeviceCanAccessPeer(&mut can, self.ordinal as i32, other.ordinal as i32) };
+        self.check("asking for peer access", asked)?;
+        if can == 0 {
+            return Ok(false);
+        }
+        let _entered = self.enter()?;
+        // SAFETY: the context lives as long as the process.
+        match unsafe { sys::cuCtxEnablePeerAccess(other.context, 0) } {
+            sys::CUresult::CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED => {}
+            enabled => self.check("enabling peer access", enabled)?,
+        }
+        self.share_pool(other)?;
+        self.proven(other)
+    }
+
+    /// Whether its driver has streams that wait for words and write them, and memory in their order.
+    pub fn orders_streams(&self) -> bool {
+        let try_out = || -> Result<(), Error> {
+            let stream = Arc::new(Stream::new(self)?);
+            let word = Memory::zeroed(&stream, size_of::<u64>())?;
+            stream.write(word.address, 1)?;
+            stream.wait_for(word.address, 1)?;
+            stream.synchronize()
+        };
+        *self.orders.get_or_init(|| try_out().inspect_err(|error| log::warn!("{error}")).is_ok())
+    }
+
+    /// Lets this GPU use what cubecl allocates on `other`, from the device's default memory pool.
+    fn share_pool(&self, other: &Gpu) -> Result<(), Error> {
+        /// The driver's CUmemAccessDesc, whose declaration differs between versions of its header, and its layout does not.
+        #[repr(C)]
+        struct Access {
+            kind: i32,
+            device: i32,
+            flags: i32,
+        }
+        let access = Access {
+            kind: sys::CUmemLocationType_enum::CU_MEM_LOCATION_TYPE_DEVICE as i32,
+            device: self.ordinal as i32,
+            flags: sys::CUmemAccess_flags_enum::CU_MEM_ACCESS_FLAGS_PROT_READWRITE as i32,
+        };
+        let mut pool = std::ptr::null_mut();
+        // SAFETY: a device's default pool lives as long as the process, and `access` for the call.
+        let shared = unsafe {
+            let found = sys::cuDeviceGetDefaultMemPool(&mut pool, other.ordinal as i32);
+            other.check("finding the memory pool", found)?;
+            sys::cuMemPoolSetAccess(pool, (&raw const access).cast(), 1)
+        };
+        other.check("sharing the memory pool", shared)
+    }
+
+    /// Whether a word that this GPU writes to pool memory of `other` arrives: drivers have claimed access that did not work.
+    fn proven(&self, other: &Gpu) -> Result<bool, Error> {
+        const WORD: u32 = 0x600d_c0de;
+        let (theirs, ours) = (Arc::new(Stream::new(other)?), Stream::new(self)?);
+        let word = Memory::zeroed(&theirs, 4)?;
+        let outcome = ours.fill(word.address, WORD, 1).and_then(|()| ours.synchronize());
+        let read = theirs.read(word.address, 1)?;
+        let proven = outcome.is_ok() && read[0] == WORD;
+        if !proven {
+            log::warn!("GPU {} says that it reaches GPU {}, and does not: {outcome:?}", self.ordinal, other.ordinal);
+        }
+        Ok(proven)
+    }
+}
