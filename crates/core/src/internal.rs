@@ -1,5 +1,7 @@
 //! What the packages beside this one need of it besides its interface. Nothing here is stable: they pin the exact version.
 
+pub mod oracle;
+
 pub use crate::group::{Core, DEADLINE, Keepsake, zeroed};
 pub use crate::random::number as random;
 pub use crate::reduce::{Output, reduce_to_all};
