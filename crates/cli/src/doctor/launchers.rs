@@ -3,7 +3,7 @@
 use bonfire::{Builder, Error, Launched};
 use serde_json::{Map, Value, json};
 
-use super::Findings;
+use super::findings::Findings;
 
 const AREA: &str = "launchers";
 
