@@ -1,8 +1,8 @@
 //! `bonfire trace`: the traces of a job's ranks, read together.
 
+mod diagnosis;
 #[cfg(test)]
 mod fuzz;
-mod group;
 mod pace;
 mod ranks;
 mod report;
@@ -17,7 +17,7 @@ use std::path::{Path, PathBuf};
 use bonfire::Trace;
 use serde_json::json;
 
-use group::Group;
+use diagnosis::Diagnosis;
 
 /// Say what ranks did last: which is missing, who disagrees, who is slow
 ///
@@ -85,11 +85,11 @@ pub fn run(args: &Args) -> u8 {
         eprintln!("error: cannot print: {error}");
         return 1;
     }
-    u8::from(!groups.iter().all(Group::is_well))
+    u8::from(!groups.iter().all(Diagnosis::is_well))
 }
 
 /// The groups of all traces in these files and folders.
-fn read(paths: &[PathBuf]) -> Result<Vec<Group>, String> {
+fn read(paths: &[PathBuf]) -> Result<Vec<Diagnosis>, String> {
     let mut files = Vec::new();
     for path in paths {
         if path.is_dir() { files.extend(list(path)?) } else { files.push(path.clone()) }
@@ -109,7 +109,10 @@ fn read(paths: &[PathBuf]) -> Result<Vec<Group>, String> {
         }
         ranks.insert(trace.rank, (file, trace));
     }
-    Ok(groups.into_values().map(|ranks| Group::new(ranks.into_values().map(|(_, trace)| trace).collect())).collect())
+    Ok(groups
+        .into_values()
+        .map(|ranks| Diagnosis::new(ranks.into_values().map(|(_, trace)| trace).collect()))
+        .collect())
 }
 
 /// Texts in a trace are printed: they must not steer the terminal.

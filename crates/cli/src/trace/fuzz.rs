@@ -6,7 +6,7 @@ use std::path::PathBuf;
 
 use bonfire::{Group, ReduceOp, State, Trace};
 
-use super::{Group as Traces, read, report};
+use super::{Diagnosis, read, report};
 use bonfire_testing::fuzz::fuzz;
 
 /// The traces of three ranks that called much, of which one disagreed at the end.
@@ -50,7 +50,7 @@ fn check(trace: &Trace) {
 /// Everything that is printed of these files.
 fn printed(files: &[PathBuf]) -> Result<String, String> {
     let groups = read(files)?;
-    let text = |group: &Traces| format!("{}{}", report::text(group, 12), report::object(group, 12));
+    let text = |group: &Diagnosis| format!("{}{}", report::text(group, 12), report::object(group, 12));
     Ok(groups.iter().map(|group| text(group) + if group.is_well() { "" } else { "\n" }).collect())
 }
 

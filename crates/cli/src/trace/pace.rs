@@ -2,7 +2,7 @@
 
 use bonfire::{Record, Trace};
 
-use super::group::Collectives;
+use super::diagnosis::Collectives;
 
 /// Ranks whose times can be compared, and the operations that all of them have in their traces.
 pub struct Pace {

@@ -3,12 +3,12 @@
 use bonfire::{Record, State, Trace};
 use serde_json::{Value, json};
 
-use super::group::{Disagreement, Group, Stand, gather};
+use super::diagnosis::{Diagnosis, Disagreement, Stand, gather};
 use super::pace::Pace;
 use super::ranks::{named, numbers};
 
 /// A text of several lines, the findings first.
-pub fn text(group: &Group, last: usize) -> String {
+pub fn text(group: &Diagnosis, last: usize) -> String {
     let size = group.traces.len() + group.absent.len();
     let name = group.traces.first().and_then(|trace| trace.group.as_deref()).unwrap_or("without a name");
     let mut lines = vec![format!("group {name}: traces of {} of {size} ranks", group.traces.len()), String::new()];
@@ -28,7 +28,7 @@ pub fn text(group: &Group, last: usize) -> String {
 }
 
 /// What kind of thing, and what.
-fn findings(group: &Group) -> Vec<(&'static str, String)> {
+fn findings(group: &Diagnosis) -> Vec<(&'static str, String)> {
     let mut found = Vec::new();
     found.extend(group.failures().into_iter().map(|(text, ranks)| ("failed", format!("{}: {text}", named(&ranks)))));
     let at = group.stand.as_ref().map_or(String::new(), at);
@@ -117,7 +117,7 @@ fn waited(trace: &Trace) -> u64 {
     durations.fold(0, u64::saturating_add)
 }
 
-fn ranks(group: &Group) -> Vec<Vec<String>> {
+fn ranks(group: &Diagnosis) -> Vec<Vec<String>> {
     let mut rows =
         vec![["rank", "host", "process", "collectives", "waited", "last operation"].map(String::from).to_vec()];
     for trace in &group.traces {
@@ -153,7 +153,7 @@ impl Row<'_> {
 }
 
 /// The last operations: collectives in their order, each message with the collective that its rank had begun before it.
-fn rows(group: &Group, last: usize) -> Vec<Row<'_>> {
+fn rows(group: &Diagnosis, last: usize) -> Vec<Row<'_>> {
     let mut keyed = Vec::new();
     for trace in &group.traces {
         // The collectives that the trace has forgotten came before.
@@ -181,7 +181,7 @@ fn rows(group: &Group, last: usize) -> Vec<Row<'_>> {
     rows.split_off(rows.len().saturating_sub(last))
 }
 
-fn operations(group: &Group, last: usize) -> Vec<Vec<String>> {
+fn operations(group: &Diagnosis, last: usize) -> Vec<Vec<String>> {
     let mut table = vec![["#", "called", "done", "begun", "failed", "apart", "from"].map(String::from).to_vec()];
     for row in rows(group, last) {
         let list = |state| match row.with(state) {
@@ -226,7 +226,7 @@ fn time(nanoseconds: u64) -> String {
 }
 
 /// The same for programs.
-pub fn object(group: &Group, last: usize) -> Value {
+pub fn object(group: &Diagnosis, last: usize) -> Value {
     let calls = |calls: &[(bonfire::Call, Vec<usize>)]| -> Vec<Value> {
         calls.iter().map(|(call, ranks)| json!({ "call": call.to_string(), "ranks": ranks })).collect()
     };

@@ -7,7 +7,7 @@ use bonfire::{Call, Message, Operation, Record, State, Trace};
 use super::pace::{self, Pace};
 
 /// What the traces of a group say together.
-pub struct Group {
+pub struct Diagnosis {
     /// By rank, ascending, and not empty.
     pub traces: Vec<Trace>,
     /// Ranks without a trace.
@@ -44,14 +44,14 @@ pub struct Disagreement {
     pub calls: Vec<(Call, Vec<usize>)>,
 }
 
-impl Group {
+impl Diagnosis {
     /// Of traces of one group by rank, of which there is one at least.
-    pub fn new(traces: Vec<Trace>) -> Group {
+    pub fn new(traces: Vec<Trace>) -> Diagnosis {
         let mut present = traces.iter().map(|trace| trace.rank).peekable();
         let world_size = traces.first().map_or(0, |trace| trace.world_size);
         let absent = (0..world_size).filter(|rank| present.next_if_eq(rank).is_none()).collect();
         let collectives = collectives(&traces);
-        Group {
+        Diagnosis {
             absent,
             stand: stand(&traces, &collectives),
             messages: lonely(&traces),
