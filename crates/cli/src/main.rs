@@ -20,7 +20,7 @@ fn main() -> ExitCode {
         Command::Run(args) => Ok(run::run(&args)),
         Command::Perf(args) => Ok(perf::run(&args)),
         Command::Doctor(args) => doctor::run(&args),
-        Command::Trace(args) => Ok(trace::run(&args)),
+        Command::Trace(args) => trace::run(&args),
     };
     ExitCode::from(status.unwrap_or_else(|failure| {
         eprintln!("error: {failure}");

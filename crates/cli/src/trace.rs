@@ -4,19 +4,19 @@ mod diagnosis;
 #[cfg(test)]
 mod fuzz;
 mod pace;
-mod ranks;
 mod report;
 #[cfg(test)]
 mod tests;
 
 use std::collections::BTreeMap;
 use std::fs;
-use std::io::{self, Write};
+use std::io;
 use std::path::{Path, PathBuf};
 
 use bonfire::Trace;
 use serde_json::json;
 
+use crate::failure::{Failure, print};
 use diagnosis::Diagnosis;
 
 /// Say what ranks did last: which is missing, who disagrees, who is slow
@@ -67,25 +67,15 @@ Exit status:
   2  bad arguments, a file that is no trace, or none in a folder";
 
 /// Reads, prints, and returns the exit status.
-pub fn run(args: &Args) -> u8 {
-    let groups = match read(&args.paths) {
-        Ok(groups) => groups,
-        Err(reason) => {
-            eprintln!("error: {reason}");
-            return 2;
-        }
-    };
-    let text = if args.json {
+pub fn run(args: &Args) -> Result<u8, Failure> {
+    let groups = read(&args.paths).map_err(Failure::with(2))?;
+    print(&if args.json {
         let objects: Vec<_> = groups.iter().map(|group| report::object(group, args.last)).collect();
         format!("{}\n", json!({ "groups": objects }))
     } else {
         groups.iter().map(|group| report::text(group, args.last)).collect::<Vec<_>>().join("\n")
-    };
-    if let Err(error) = io::stdout().write_all(text.as_bytes()) {
-        eprintln!("error: cannot print: {error}");
-        return 1;
-    }
-    u8::from(!groups.iter().all(Diagnosis::is_well))
+    })?;
+    Ok(u8::from(!groups.iter().all(Diagnosis::is_well)))
 }
 
 /// The groups of all traces in these files and folders.
