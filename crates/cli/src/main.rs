@@ -17,7 +17,7 @@ use env_logger::Env;
 fn main() -> ExitCode {
     env_logger::Builder::from_env(Env::default().default_filter_or("warn")).init();
     let status = match Cli::parse().command {
-        Command::Run(args) => Ok(run::run(&args)),
+        Command::Run(args) => run::run(&args),
         Command::Perf(args) => Ok(perf::run(&args)),
         Command::Doctor(args) => doctor::run(&args),
         Command::Trace(args) => trace::run(&args),

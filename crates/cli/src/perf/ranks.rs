@@ -1,5 +1,6 @@
 //! The ranks of a measurement: threads, or processes that run this program.
 
+use std::ffi::OsString;
 use std::fmt;
 use std::io;
 use std::path::PathBuf;
@@ -8,6 +9,7 @@ use std::thread;
 #[cfg(unix)]
 use bonfire::Medium;
 use bonfire::{Builder, Error, Group};
+use clap::Parser;
 
 use super::Common;
 use crate::run;
@@ -137,8 +139,13 @@ fn threads(
 /// Starts this program once per rank as `bonfire run` does, which ends all if one fails.
 fn processes(ranks: u32) -> Result<u8, RanksError> {
     let program = std::env::current_exe().map_err(RanksError::Start)?.into_os_string();
-    let arguments = std::env::args_os().skip(1);
-    Ok(run::run(&run::Args::local(ranks, [program].into_iter().chain(arguments).collect())))
+    let flags = ["run", "--no-prefix", "--ranks", &ranks.to_string(), "--"].map(OsString::from);
+    let command = [program].into_iter().chain(std::env::args_os().skip(1));
+    let args = run::Args::parse_from(flags.into_iter().chain(command));
+    Ok(run::run(&args).unwrap_or_else(|failure| {
+        eprintln!("error: {failure}");
+        failure.status
+    }))
 }
 
 #[cfg(test)]
