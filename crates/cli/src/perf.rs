@@ -21,9 +21,9 @@ use half::{bf16, f16};
 
 use crate::machine::Machine;
 use gradients::Gradients;
-use operation::Name;
+use operation::Benchmark;
 use oracle::Number;
-use ranks::{RanksError, Transport};
+use ranks::{RankError, Transport};
 use report::{Report, Row, Subject};
 use sizes::Sizes;
 use slices::Slices;
@@ -41,7 +41,7 @@ use timing::{Counts, Measured, measure, measure_steps};
 pub struct Args {
     /// What to measure
     #[arg(value_enum, value_name = "OPERATION")]
-    operation: Name,
+    operation: Benchmark,
 
     #[command(flatten)]
     common: Common,
@@ -139,12 +139,12 @@ impl Args {
         if self.root >= ranks {
             return Err(format!("--root {} is no rank: give one from 0 to {}", self.root, ranks - 1));
         }
-        if self.operation == Name::SendRecv && ranks < 2 {
+        if self.operation == Benchmark::SendRecv && ranks < 2 {
             return Err("send_recv needs a neighbour: give --ranks 2 or more".into());
         }
         #[cfg(unix)]
         if self.level == Level::Tensor {
-            if (self.operation, self.common.transport) != (Name::AllReduce, Transport::Local) {
+            if (self.operation, self.common.transport) != (Benchmark::AllReduce, Transport::Local) {
                 return Err("--level tensor is for all_reduce between threads: give --transport local".into());
             }
             if self.common.algorithms.is_some() {
@@ -157,8 +157,8 @@ impl Args {
             }
         }
         let sizes = match self.operation {
-            Name::Gradients => vec![Gradients::elements() * DType::F32.size()],
-            Name::Barrier => vec![0],
+            Benchmark::Gradients => vec![Gradients::elements() * DType::F32.size()],
+            Benchmark::Barrier => vec![0],
             name => self.sizes.list(self.dtype.size() * name.parts(ranks as usize))?,
         };
         if let Some(file) = &self.plot {
@@ -185,9 +185,9 @@ impl Args {
     }
 
     /// Measures as one rank. Gives the number of wrong elements over all ranks.
-    fn measure(&self, group: &Group, sizes: &[usize]) -> Result<u64, RanksError> {
+    fn measure(&self, group: &Group, sizes: &[usize]) -> Result<u64, RankError> {
         let facts = self.operation.facts();
-        let gradients = self.operation == Name::Gradients;
+        let gradients = self.operation == Benchmark::Gradients;
         let subject = Subject {
             facts,
             dtype: if gradients { DType::F32 } else { self.dtype },
@@ -222,20 +222,20 @@ impl Args {
     fn called(&self) -> Option<Operation> {
         match self.operation {
             _ if self.level != Level::Slice => None,
-            Name::AllReduce | Name::Gradients => Some(Operation::AllReduce),
-            Name::Reduce => Some(Operation::Reduce),
-            Name::Broadcast => Some(Operation::Broadcast),
-            Name::AllGather | Name::AllGatherV => Some(Operation::AllGather),
-            Name::ReduceScatter | Name::ReduceScatterV => Some(Operation::ReduceScatter),
-            Name::AllToAll => Some(Operation::AllToAll),
-            Name::Gather => Some(Operation::Gather),
-            Name::Scatter => Some(Operation::Scatter),
-            Name::Barrier => Some(Operation::Barrier),
-            Name::SendRecv | Name::AllToAllV => None,
+            Benchmark::AllReduce | Benchmark::Gradients => Some(Operation::AllReduce),
+            Benchmark::Reduce => Some(Operation::Reduce),
+            Benchmark::Broadcast => Some(Operation::Broadcast),
+            Benchmark::AllGather | Benchmark::AllGatherV => Some(Operation::AllGather),
+            Benchmark::ReduceScatter | Benchmark::ReduceScatterV => Some(Operation::ReduceScatter),
+            Benchmark::AllToAll => Some(Operation::AllToAll),
+            Benchmark::Gather => Some(Operation::Gather),
+            Benchmark::Scatter => Some(Operation::Scatter),
+            Benchmark::Barrier => Some(Operation::Barrier),
+            Benchmark::SendRecv | Benchmark::AllToAllV => None,
         }
     }
 
-    fn measure_gradients(&self, group: &Group, mut progress: Progress) -> Result<u64, RanksError> {
+    fn measure_gradients(&self, group: &Group, mut progress: Progress) -> Result<u64, RankError> {
         let measured = measure_steps(group, gradients::STEPS, &mut Gradients::new(group)?)?;
         let count = Gradients::elements();
         progress.row(count * DType::F32.size(), count, measured, None)?;
@@ -247,12 +247,12 @@ impl Args {
         group: &Group,
         sizes: &[usize],
         mut progress: Progress,
-    ) -> Result<u64, RanksError> {
+    ) -> Result<u64, RankError> {
         #[cfg(unix)]
         let peer = if self.level == Level::Tensor { Some(tensors::Peer::register(group)?) } else { None };
         for bytes in sizes {
             let count = bytes / size_of::<T>();
-            let side = |in_place: bool| -> Result<Option<Measured>, RanksError> {
+            let side = |in_place: bool| -> Result<Option<Measured>, RankError> {
                 #[cfg(unix)]
                 if let Some(peer) = &peer {
                     let mut work = tensors::Tensors::<T>::new(peer, group, self.op, count, in_place);
@@ -279,7 +279,7 @@ struct Progress {
 }
 
 impl Progress {
-    fn row(&mut self, bytes: usize, count: usize, out: Measured, in_place: Option<Measured>) -> Result<(), RanksError> {
+    fn row(&mut self, bytes: usize, count: usize, out: Measured, in_place: Option<Measured>) -> Result<(), RankError> {
         self.wrong += [Some(&out), in_place.as_ref()].into_iter().flatten().filter_map(|side| side.wrong).sum::<u64>();
         if let Some(report) = &mut self.report {
             let out_of_place = report.figures(bytes, out, false);
@@ -289,13 +289,13 @@ impl Progress {
         Ok(())
     }
 
-    fn end(self, args: &Args) -> Result<u64, RanksError> {
+    fn end(self, args: &Args) -> Result<u64, RankError> {
         if let Some(report) = &self.report {
             report.end()?;
             if let Some(file) = &args.plot {
                 let Common { ranks, transport, .. } = &args.common;
                 let title = format!("{}, {ranks} ranks, {transport}", args.operation.facts().name);
-                plot::draw(report, &title, file).map_err(|error| RanksError::Draw(file.clone(), error.to_string()))?;
+                plot::draw(report, &title, file).map_err(|error| RankError::Draw(file.clone(), error.to_string()))?;
             }
         }
         Ok(self.wrong)

@@ -9,7 +9,7 @@ use Extent::{Part, Whole};
 /// What can be measured.
 #[derive(Clone, Copy, Debug, PartialEq, ValueEnum)]
 #[value(rename_all = "snake_case")]
-pub enum Name {
+pub enum Benchmark {
     /// Every rank gets the reduction of all buffers
     AllReduce,
     /// The root gets the reduction of all buffers
@@ -73,7 +73,7 @@ pub enum Extent {
 type Call<T> = fn(&Group, &Case, &[T], &mut [T]) -> Result<(), Error>;
 
 #[derive(Clone, Copy)]
-pub struct Operation<T: 'static> {
+pub struct Calls<T: 'static> {
     pub facts: Facts,
     pub input: Extent,
     pub output: Extent,
@@ -84,26 +84,31 @@ pub struct Operation<T: 'static> {
     pub want: fn(&Case, usize) -> Option<f64>,
 }
 
-impl Name {
+impl Benchmark {
     pub fn facts(self) -> Facts {
         match self {
             // An all_reduce, as far as bytes go.
-            Name::Gradients => Facts { name: "gradients", ..Name::AllReduce.facts() },
-            name => Operation::<u8>::ALL[name as usize].facts,
+            Benchmark::Gradients => Facts { name: "gradients", ..Benchmark::AllReduce.facts() },
+            name => Calls::<u8>::ALL[name as usize].facts,
         }
     }
 
     /// How many parts a size consists of.
     pub fn parts(self, ranks: usize) -> usize {
         match self {
-            Name::AllReduce | Name::Reduce | Name::Broadcast | Name::SendRecv | Name::Barrier | Name::Gradients => 1,
+            Benchmark::AllReduce
+            | Benchmark::Reduce
+            | Benchmark::Broadcast
+            | Benchmark::SendRecv
+            | Benchmark::Barrier
+            | Benchmark::Gradients => 1,
             _ => ranks,
         }
     }
 }
 
-impl<T: Number> Operation<T> {
-    const ALL_GATHER: Operation<T> = Operation {
+impl<T: Number> Calls<T> {
+    const ALL_GATHER: Calls<T> = Calls {
         facts: Facts {
             name: "all_gather",
             reduces: false,
@@ -119,7 +124,7 @@ impl<T: Number> Operation<T> {
         want: |case, i| Some(case.input(i / case.part(), i % case.part())),
     };
 
-    const REDUCE_SCATTER: Operation<T> = Operation {
+    const REDUCE_SCATTER: Calls<T> = Calls {
         facts: Facts {
             name: "reduce_scatter",
             reduces: true,
@@ -135,7 +140,7 @@ impl<T: Number> Operation<T> {
         want: |case, i| Some(case.reduced(case.rank * case.part() + i)),
     };
 
-    const ALL_TO_ALL: Operation<T> = Operation {
+    const ALL_TO_ALL: Calls<T> = Calls {
         facts: Facts {
             name: "all_to_all",
             reduces: false,
@@ -152,9 +157,9 @@ impl<T: Number> Operation<T> {
         want: |case, i| Some(case.input(i / case.part(), case.rank * case.part() + i % case.part())),
     };
 
-    /// In the order of `Name`.
-    pub const ALL: [Operation<T>; 13] = [
-        Operation {
+    /// In the order of `Benchmark`.
+    pub const ALL: [Calls<T>; 13] = [
+        Calls {
             facts: Facts {
                 name: "all_reduce",
                 reduces: true,
@@ -169,7 +174,7 @@ impl<T: Number> Operation<T> {
             in_place: Some(|group, case, _, data| group.all_reduce(data, case.op)),
             want: |case, i| Some(case.reduced(i)),
         },
-        Operation {
+        Calls {
             facts: Facts {
                 name: "reduce",
                 reduces: true,
@@ -184,7 +189,7 @@ impl<T: Number> Operation<T> {
             in_place: Some(|group, case, _, data| group.reduce(data, case.op, case.root)),
             want: |case, i| (case.rank == case.root).then(|| case.reduced(i)),
         },
-        Operation {
+        Calls {
             facts: Facts {
                 name: "broadcast",
                 reduces: false,
@@ -204,7 +209,7 @@ impl<T: Number> Operation<T> {
         Self::ALL_GATHER,
         Self::REDUCE_SCATTER,
         Self::ALL_TO_ALL,
-        Operation {
+        Calls {
             facts: Facts {
                 name: "gather",
                 reduces: false,
@@ -219,7 +224,7 @@ impl<T: Number> Operation<T> {
             in_place: Some(|group, case, _, data| group.gather(data, case.root)),
             want: |case, i| (case.rank == case.root).then(|| case.input(i / case.part(), i % case.part())),
         },
-        Operation {
+        Calls {
             facts: Facts {
                 name: "scatter",
                 reduces: false,
@@ -234,25 +239,25 @@ impl<T: Number> Operation<T> {
             in_place: Some(|group, case, _, data| group.scatter(data, case.root)),
             want: |case, i| Some(case.input(case.root, case.rank * case.part() + i)),
         },
-        Operation {
+        Calls {
             facts: Facts { name: "all_gather_v", ..Self::ALL_GATHER.facts },
             into: |group, case, input, output| group.all_gather_v_into(input, &case.sizes, output),
             in_place: None,
             ..Self::ALL_GATHER
         },
-        Operation {
+        Calls {
             facts: Facts { name: "reduce_scatter_v", ..Self::REDUCE_SCATTER.facts },
             into: |group, case, input, output| group.reduce_scatter_v_into(input, &case.sizes, output, case.op),
             in_place: None,
             ..Self::REDUCE_SCATTER
         },
-        Operation {
+        Calls {
             facts: Facts { name: "all_to_all_v", ..Self::ALL_TO_ALL.facts },
             into: |group, case, input, output| group.all_to_all_v_into(input, &case.sizes, output, &case.sizes),
             in_place: None,
             ..Self::ALL_TO_ALL
         },
-        Operation {
+        Calls {
             facts: Facts {
                 name: "send_recv",
                 reduces: false,
@@ -277,7 +282,7 @@ impl<T: Number> Operation<T> {
             in_place: None,
             want: |case, i| Some(case.input((case.rank + case.ranks - 1) % case.ranks, i)),
         },
-        Operation {
+        Calls {
             facts: Facts {
                 name: "barrier",
                 reduces: false,
@@ -301,28 +306,30 @@ mod tests {
 
     #[test]
     fn the_table_is_in_the_order_of_names() {
-        for name in Name::value_variants() {
+        for name in Benchmark::value_variants() {
             assert_eq!(Some(name.facts().name), name.to_possible_value().as_ref().map(|value| value.get_name()));
         }
     }
 
     #[test]
     fn bus_factors_are_those_of_nccl_tests() {
-        let factors = |name: Name| [2.0, 4.0].map(name.facts().bus);
-        for name in [Name::AllReduce, Name::Gradients] {
+        let factors = |name: Benchmark| [2.0, 4.0].map(name.facts().bus);
+        for name in [Benchmark::AllReduce, Benchmark::Gradients] {
             assert_eq!(factors(name), [1.0, 1.5]);
         }
-        for name in [Name::AllGather, Name::ReduceScatter, Name::AllToAll, Name::Gather, Name::Scatter] {
+        for name in
+            [Benchmark::AllGather, Benchmark::ReduceScatter, Benchmark::AllToAll, Benchmark::Gather, Benchmark::Scatter]
+        {
             assert_eq!(factors(name), [0.5, 0.75]);
         }
-        for name in [Name::Reduce, Name::Broadcast, Name::SendRecv] {
+        for name in [Benchmark::Reduce, Benchmark::Broadcast, Benchmark::SendRecv] {
             assert_eq!(factors(name), [1.0, 1.0]);
         }
     }
 
     #[test]
     fn no_rank_sends_more_than_all_together_do() {
-        for name in Name::value_variants().iter().filter(|name| name.facts().moves()) {
+        for name in Benchmark::value_variants().iter().filter(|name| name.facts().moves()) {
             let Facts { bus, crossing, touched, .. } = name.facts();
             for n in [2.0, 3.0, 8.0] {
                 assert!(bus(n) <= crossing(n) && crossing(n) <= n * bus(n), "{name:?} of {n}");

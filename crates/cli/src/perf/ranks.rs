@@ -48,7 +48,7 @@ impl fmt::Display for Transport {
 }
 
 #[derive(Debug, thiserror::Error)]
-pub enum RanksError {
+pub enum RankError {
     #[error(transparent)]
     Group(#[from] Error),
     #[cfg(unix)]
@@ -73,13 +73,13 @@ pub enum RanksError {
 /// Runs `work` on every rank; it gives the number of wrong elements over all of them. Returns the exit status.
 pub fn measure(
     common: &Common,
-    work: impl Fn(&Group) -> Result<u64, RanksError> + Clone + Send + 'static,
-) -> Result<u8, RanksError> {
+    work: impl Fn(&Group) -> Result<u64, RankError> + Clone + Send + 'static,
+) -> Result<u8, RankError> {
     let wrong = match common.transport {
         Transport::Local => threads(with_algorithms(Builder::default(), common), common.ranks, work)?,
         #[cfg(feature = "mpi")]
         Transport::Mpi | Transport::MpiBlocking if Builder::from_env()?.launched().is_none() => {
-            return Err(RanksError::NotByMpi(common.ranks));
+            return Err(RankError::NotByMpi(common.ranks));
         }
         #[cfg(feature = "mpi")]
         Transport::Mpi => work(&with_algorithms(Builder::from_env()?, common).transport(Medium::Mpi).connect()?)?,
@@ -95,7 +95,7 @@ pub fn measure(
         #[cfg(unix)]
         Transport::Auto => work(&with_algorithms(Builder::from_env()?, common).transport(Medium::Auto).connect()?)?,
         #[cfg(not(unix))]
-        _ => return Err(RanksError::Platform),
+        _ => return Err(RankError::Platform),
     };
     Ok(u8::from(wrong > 0))
 }
@@ -121,8 +121,8 @@ pub fn launched() -> Result<Option<u32>, Error> {
 fn threads(
     builder: Builder,
     ranks: u32,
-    work: impl Fn(&Group) -> Result<u64, RanksError> + Clone + Send + 'static,
-) -> Result<u64, RanksError> {
+    work: impl Fn(&Group) -> Result<u64, RankError> + Clone + Send + 'static,
+) -> Result<u64, RankError> {
     let spawn = |group: Group| {
         let work = work.clone();
         thread::spawn(move || work(&group))
@@ -131,14 +131,14 @@ fn threads(
     let results: Vec<_> = threads.into_iter().map(thread::JoinHandle::join).collect();
     let mut wrong = 0;
     for result in results {
-        wrong = result.map_err(|_| RanksError::Panicked)??;
+        wrong = result.map_err(|_| RankError::Panicked)??;
     }
     Ok(wrong)
 }
 
 /// Starts this program once per rank as `bonfire run` does, which ends all if one fails.
-fn processes(ranks: u32) -> Result<u8, RanksError> {
-    let program = std::env::current_exe().map_err(RanksError::Start)?.into_os_string();
+fn processes(ranks: u32) -> Result<u8, RankError> {
+    let program = std::env::current_exe().map_err(RankError::Start)?.into_os_string();
     let flags = ["run", "--no-prefix", "--ranks", &ranks.to_string(), "--"].map(OsString::from);
     let command = [program].into_iter().chain(std::env::args_os().skip(1));
     let args = run::Args::parse_from(flags.into_iter().chain(command));

@@ -199,12 +199,12 @@ impl Report {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::perf::operation::Name;
+    use crate::perf::operation::Benchmark;
     use crate::perf::timing::Times;
 
     fn report(wrong: [Option<u64>; 2]) -> Report {
         let subject = Subject {
-            facts: Name::AllReduce.facts(),
+            facts: Benchmark::AllReduce.facts(),
             dtype: DType::F32,
             op: Some("sum".into()),
             root: None,

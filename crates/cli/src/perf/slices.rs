@@ -4,14 +4,14 @@ use std::ops::{Deref, DerefMut};
 
 use bonfire::{Buffer, Group, ReduceOp};
 
-use super::operation::{Extent, Name, Operation};
+use super::operation::{Benchmark, Calls, Extent};
 use super::oracle::{Case, Number, POISON, wrong};
-use super::ranks::RanksError;
+use super::ranks::RankError;
 use super::timing::Workload;
 
 pub struct Slices<'a, T: Number> {
     group: &'a Group,
-    operation: Operation<T>,
+    operation: Calls<T>,
     case: Case,
     in_place: bool,
     /// Empty where the operation works in place.
@@ -50,20 +50,20 @@ impl<'a, T: Number> Slices<'a, T> {
     /// does not come in place.
     pub fn new(
         group: &'a Group,
-        name: Name,
+        name: Benchmark,
         op: ReduceOp,
         root: usize,
         count: usize,
         [register, in_place]: [bool; 2],
-    ) -> Result<Option<Self>, RanksError> {
-        let operation = Operation::<T>::ALL[name as usize];
+    ) -> Result<Option<Self>, RankError> {
+        let operation = Calls::<T>::ALL[name as usize];
         if in_place && operation.in_place.is_none() {
             return Ok(None);
         }
         let case = Case::new(operation.facts.reduces, op, [group.world_size(), group.rank(), root], count);
         let zeros = |extent| {
             let length = length(&case, extent);
-            Ok::<_, RanksError>(match register {
+            Ok::<_, RankError>(match register {
                 true => Memory::Registered(group.allocate(length)?),
                 false => Memory::Own(vec![T::zeroed(); length]),
             })
@@ -104,12 +104,12 @@ impl<T: Number> Workload for Slices<'_, T> {
         }
     }
 
-    fn call(&mut self) -> Result<(), RanksError> {
+    fn call(&mut self) -> Result<(), RankError> {
         let call = self.operation.in_place.filter(|_| self.in_place).unwrap_or(self.operation.into);
         Ok(call(self.group, &self.case, &self.input, &mut self.output)?)
     }
 
-    fn wrong(&mut self) -> Result<u64, RanksError> {
+    fn wrong(&mut self) -> Result<u64, RankError> {
         let Slices { operation, case, .. } = self;
         let output = match self.in_place {
             true => &self.output[place(case, operation.output)],
@@ -129,7 +129,7 @@ mod tests {
     use super::*;
 
     /// The wrong elements of every rank after `name`, whose results `corrupt` may change.
-    fn check<T: Number>(name: Name, op: ReduceOp, ranks: usize, corrupt: fn(&mut [T])) -> Vec<u64> {
+    fn check<T: Number>(name: Benchmark, op: ReduceOp, ranks: usize, corrupt: fn(&mut [T])) -> Vec<u64> {
         let count = 30 * ranks;
         let rank = move |group: Group| {
             let mut counts = Vec::new();
@@ -154,7 +154,7 @@ mod tests {
     }
 
     fn every_operation<T: Number>(ranks: usize) {
-        for name in Name::value_variants().iter().filter(|name| **name != Name::Gradients) {
+        for name in Benchmark::value_variants().iter().filter(|name| **name != Benchmark::Gradients) {
             for op in ReduceOp::ALL {
                 let wrong = check::<T>(*name, op, ranks, |_| ());
                 assert!(wrong.iter().all(|wrong| *wrong == 0), "{name:?} {op} {} {wrong:?}", T::DTYPE);
@@ -180,10 +180,13 @@ mod tests {
 
     #[test]
     fn a_wrong_element_is_found_in_every_operation() {
-        for name in Name::value_variants().iter().filter(|name| name.facts().moves() && **name != Name::Gradients) {
+        for name in
+            Benchmark::value_variants().iter().filter(|name| name.facts().moves() && **name != Benchmark::Gradients)
+        {
             let wrong = check::<f32>(*name, ReduceOp::Sum, 3, |output| *output.last_mut().unwrap() += 1.0);
             // A reduction to a root says nothing of the other ranks' outputs.
-            let found: Vec<u64> = if matches!(name, Name::Reduce | Name::Gather) { wrong[4..].to_vec() } else { wrong };
+            let found: Vec<u64> =
+                if matches!(name, Benchmark::Reduce | Benchmark::Gather) { wrong[4..].to_vec() } else { wrong };
             assert!(!found.is_empty() && found.iter().all(|wrong| *wrong == 1), "{name:?} {found:?}");
         }
     }
@@ -192,7 +195,7 @@ mod tests {
     fn a_call_that_does_nothing_is_wrong_everywhere() {
         let group = Group::threads(1).unwrap().remove(0);
         let mut slices =
-            Slices::<u8>::new(&group, Name::AllReduce, ReduceOp::Max, 0, 1000, [false; 2]).unwrap().unwrap();
+            Slices::<u8>::new(&group, Benchmark::AllReduce, ReduceOp::Max, 0, 1000, [false; 2]).unwrap().unwrap();
         slices.reset();
         slices.call().unwrap();
         // The right result of the call before must not pass for one of this.

@@ -8,7 +8,7 @@ use burn::tensor::ops::{FloatTensor, FloatTensorOps};
 use burn::tensor::{Bytes, DType as BurnDType, TensorData, try_read_sync};
 
 use super::oracle::{Case, Number, wrong};
-use super::ranks::RanksError;
+use super::ranks::RankError;
 use super::timing::Workload;
 
 type Primitive = FloatTensor<Flex>;
@@ -29,7 +29,7 @@ pub struct Peer(PeerId);
 
 impl Peer {
     /// Blocks until all ranks of the process have come here.
-    pub fn register(group: &Group) -> Result<Peer, RanksError> {
+    pub fn register(group: &Group) -> Result<Peer, RankError> {
         let id = PeerId::from(group.rank() as u32);
         register::<Flex>(id, Default::default(), CollectiveConfig::default().with_num_devices(group.world_size()))?;
         Ok(Peer(id))
@@ -77,13 +77,13 @@ impl<T: Number> Workload for Tensors<'_, T> {
         (self.input, self.output) = if self.in_place { (None, fresh) } else { (fresh, None) };
     }
 
-    fn call(&mut self) -> Result<(), RanksError> {
+    fn call(&mut self) -> Result<(), RankError> {
         let given = self.input.clone().or_else(|| self.output.take()).unwrap_or_else(|| self.fresh());
         self.output = Some(all_reduce::<Flex>(self.peer.0, given, self.case.op)?);
         Ok(())
     }
 
-    fn wrong(&mut self) -> Result<u64, RanksError> {
+    fn wrong(&mut self) -> Result<u64, RankError> {
         let data = self.output.take().map(|output| try_read_sync(<Flex>::float_into_data(output)));
         let Some(Some(Ok(data))) = data else { return Ok(self.case.count as u64) };
         let output: Vec<T> = bytemuck::pod_collect_to_vec(&data.bytes);

@@ -4,15 +4,15 @@ use std::time::{Duration, Instant};
 
 use bonfire::{Error, Group, ReduceOp};
 
-use super::ranks::RanksError;
+use super::ranks::RankError;
 
 /// Calls of one kind, on one rank.
 pub trait Workload {
     /// Prepares a call whose result can be checked: fresh input, and an output that is wrong.
     fn reset(&mut self);
-    fn call(&mut self) -> Result<(), RanksError>;
+    fn call(&mut self) -> Result<(), RankError>;
     /// The number of wrong elements after a call that was prepared.
-    fn wrong(&mut self) -> Result<u64, RanksError>;
+    fn wrong(&mut self) -> Result<u64, RankError>;
 }
 
 #[derive(clap::Args, Clone)]
@@ -55,7 +55,7 @@ const SAMPLES: u64 = 1000;
 
 /// Checks, warms up, and times back-to-back calls: first all together, for a mean free of the clock's own cost, then
 /// one by one.
-pub fn measure(group: &Group, counts: &Counts, work: &mut dyn Workload) -> Result<Measured, RanksError> {
+pub fn measure(group: &Group, counts: &Counts, work: &mut dyn Workload) -> Result<Measured, RankError> {
     let wrong = check(group, counts.check, work)?;
     let affordable = warm_up(group, counts, work)?;
     let calls = counts.iters.unwrap_or(affordable);
@@ -78,7 +78,7 @@ pub fn measure(group: &Group, counts: &Counts, work: &mut dyn Workload) -> Resul
 }
 
 /// Checks one call, and times `steps` that each need preparation, after a barrier. The typical one is the median.
-pub fn measure_steps(group: &Group, steps: usize, work: &mut dyn Workload) -> Result<Measured, RanksError> {
+pub fn measure_steps(group: &Group, steps: usize, work: &mut dyn Workload) -> Result<Measured, RankError> {
     let wrong = check(group, 1, work)?;
     let mut samples = Vec::new();
     for _ in 0..steps {
@@ -91,7 +91,7 @@ pub fn measure_steps(group: &Group, steps: usize, work: &mut dyn Workload) -> Re
     Ok(Measured { times: slowest(group, Times::of(samples, None))?, wrong })
 }
 
-fn check(group: &Group, calls: u64, work: &mut dyn Workload) -> Result<Option<u64>, RanksError> {
+fn check(group: &Group, calls: u64, work: &mut dyn Workload) -> Result<Option<u64>, RankError> {
     let mut wrong = [0];
     for _ in 0..calls {
         work.reset();
@@ -107,7 +107,7 @@ fn check(group: &Group, calls: u64, work: &mut dyn Workload) -> Result<Option<u6
 }
 
 /// Warms up, and decides together how many calls can be timed.
-fn warm_up(group: &Group, counts: &Counts, work: &mut dyn Workload) -> Result<u64, RanksError> {
+fn warm_up(group: &Group, counts: &Counts, work: &mut dyn Workload) -> Result<u64, RankError> {
     let (mut warm, start) = (0, Instant::now());
     // Rank 0 decides after each call whether it was warm enough, for all.
     loop {
@@ -161,11 +161,11 @@ mod tests {
         fn reset(&mut self) {
             self.resets += 1;
         }
-        fn call(&mut self) -> Result<(), RanksError> {
+        fn call(&mut self) -> Result<(), RankError> {
             self.calls += 1;
             Ok(())
         }
-        fn wrong(&mut self) -> Result<u64, RanksError> {
+        fn wrong(&mut self) -> Result<u64, RankError> {
             Ok(3)
         }
     }
