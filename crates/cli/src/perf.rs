@@ -16,13 +16,13 @@ mod timing;
 use std::path::{Path, PathBuf};
 
 use bonfire::{DType, Group, Operation, ReduceOp, Selection};
+use bonfire_core::internal::oracle::Sample;
 use clap::ValueEnum;
 use half::{bf16, f16};
 
 use crate::machine::Machine;
 use gradients::Gradients;
 use operation::Benchmark;
-use oracle::Number;
 use ranks::{RankError, Transport};
 use report::{Report, Row, Subject};
 use sizes::Sizes;
@@ -242,7 +242,7 @@ impl Args {
         progress.end(self)
     }
 
-    fn measure_sizes<T: Number>(
+    fn measure_sizes<T: Sample>(
         &self,
         group: &Group,
         sizes: &[usize],

@@ -1,10 +1,11 @@
 //! The collectives as rows of one table: what they move, how they are called, and what must come of them.
 
 use bonfire::{Error, Group};
+use bonfire_core::internal::oracle::Sample;
 use clap::ValueEnum;
 
-use super::oracle::{Case, Number};
-use Extent::{Part, Whole};
+use super::oracle::Case;
+use super::oracle::Extent::{self, Part, Whole};
 
 /// What can be measured.
 #[derive(Clone, Copy, Debug, PartialEq, ValueEnum)]
@@ -62,15 +63,7 @@ impl Facts {
     }
 }
 
-/// How much of the size a rank's buffer holds.
-#[derive(Clone, Copy, PartialEq)]
-pub enum Extent {
-    Whole,
-    /// One rank's part.
-    Part,
-}
-
-type Call<T> = fn(&Group, &Case, &[T], &mut [T]) -> Result<(), Error>;
+type Call<T> = fn(&Group, &Case<T>, &[T], &mut [T]) -> Result<(), Error>;
 
 #[derive(Clone, Copy)]
 pub struct Calls<T: 'static> {
@@ -81,7 +74,7 @@ pub struct Calls<T: 'static> {
     /// Works on the output alone, which is then a whole buffer: parts lie in it where they belong.
     pub in_place: Option<Call<T>>,
     /// Element `i` of the output, None where it is unspecified.
-    pub want: fn(&Case, usize) -> Option<f64>,
+    pub want: fn(&Case<T>, usize) -> Option<T>,
 }
 
 impl Benchmark {
@@ -107,7 +100,7 @@ impl Benchmark {
     }
 }
 
-impl<T: Number> Calls<T> {
+impl<T: Sample> Calls<T> {
     const ALL_GATHER: Calls<T> = Calls {
         facts: Facts {
             name: "all_gather",

@@ -3,16 +3,17 @@
 use std::ops::{Deref, DerefMut};
 
 use bonfire::{Buffer, Group, ReduceOp};
+use bonfire_core::internal::oracle::Sample;
 
-use super::operation::{Benchmark, Calls, Extent};
-use super::oracle::{Case, Number, POISON, wrong};
+use super::operation::{Benchmark, Calls};
+use super::oracle::{Case, Extent, POISON, wrong};
 use super::ranks::RankError;
 use super::timing::Workload;
 
-pub struct Slices<'a, T: Number> {
+pub struct Slices<'a, T: Sample> {
     group: &'a Group,
     operation: Calls<T>,
-    case: Case,
+    case: Case<T>,
     in_place: bool,
     /// Empty where the operation works in place.
     input: Memory<T>,
@@ -25,7 +26,7 @@ enum Memory<T> {
     Registered(Buffer<T>),
 }
 
-impl<T: Number> Deref for Memory<T> {
+impl<T: Sample> Deref for Memory<T> {
     type Target = [T];
 
     fn deref(&self) -> &[T] {
@@ -36,7 +37,7 @@ impl<T: Number> Deref for Memory<T> {
     }
 }
 
-impl<T: Number> DerefMut for Memory<T> {
+impl<T: Sample> DerefMut for Memory<T> {
     fn deref_mut(&mut self) -> &mut [T] {
         match self {
             Memory::Own(elements) => elements,
@@ -45,7 +46,7 @@ impl<T: Number> DerefMut for Memory<T> {
     }
 }
 
-impl<'a, T: Number> Slices<'a, T> {
+impl<'a, T: Sample> Slices<'a, T> {
     /// `count` elements of a whole buffer, in memory of the group's where `register` says so. None where the operation
     /// does not come in place.
     pub fn new(
@@ -62,7 +63,7 @@ impl<'a, T: Number> Slices<'a, T> {
         }
         let case = Case::new(operation.facts.reduces, op, [group.world_size(), group.rank(), root], count);
         let zeros = |extent| {
-            let length = length(&case, extent);
+            let length = case.place(extent).len();
             Ok::<_, RankError>(match register {
                 true => Memory::Registered(group.allocate(length)?),
                 false => Memory::Own(vec![T::zeroed(); length]),
@@ -76,31 +77,16 @@ impl<'a, T: Number> Slices<'a, T> {
     }
 }
 
-fn length(case: &Case, extent: Extent) -> usize {
-    match extent {
-        Extent::Whole => case.count,
-        Extent::Part => case.part(),
-    }
-}
-
-/// Where a rank's part lies in a whole buffer, or all of it.
-fn place(case: &Case, extent: Extent) -> std::ops::Range<usize> {
-    match extent {
-        Extent::Whole => 0..case.count,
-        Extent::Part => case.rank * case.part()..(case.rank + 1) * case.part(),
-    }
-}
-
-impl<T: Number> Workload for Slices<'_, T> {
+impl<T: Sample> Workload for Slices<'_, T> {
     fn reset(&mut self) {
         let Slices { operation, case, .. } = self;
         self.output.fill(T::of(POISON));
         let input = match self.in_place {
-            true => &mut self.output[place(case, operation.input)],
+            true => &mut self.output[case.place(operation.input)],
             false => &mut self.input[..],
         };
         for (i, element) in input.iter_mut().enumerate() {
-            *element = T::of(case.input(case.rank, i));
+            *element = case.input(case.rank, i);
         }
     }
 
@@ -112,7 +98,7 @@ impl<T: Number> Workload for Slices<'_, T> {
     fn wrong(&mut self) -> Result<u64, RankError> {
         let Slices { operation, case, .. } = self;
         let output = match self.in_place {
-            true => &self.output[place(case, operation.output)],
+            true => &self.output[case.place(operation.output)],
             false => &self.output[..],
         };
         Ok(wrong(output, |i| (operation.want)(case, i)))
@@ -129,7 +115,7 @@ mod tests {
     use super::*;
 
     /// The wrong elements of every rank after `name`, whose results `corrupt` may change.
-    fn check<T: Number>(name: Benchmark, op: ReduceOp, ranks: usize, corrupt: fn(&mut [T])) -> Vec<u64> {
+    fn check<T: Sample>(name: Benchmark, op: ReduceOp, ranks: usize, corrupt: fn(&mut [T])) -> Vec<u64> {
         let count = 30 * ranks;
         let rank = move |group: Group| {
             let mut counts = Vec::new();
@@ -141,8 +127,7 @@ mod tests {
                     slices.reset();
                     slices.call().unwrap();
                 }
-                let place =
-                    if in_place { place(&slices.case, slices.operation.output) } else { 0..slices.output.len() };
+                let place = if in_place { slices.case.place(slices.operation.output) } else { 0..slices.output.len() };
                 corrupt(&mut slices.output[place]);
                 counts.push(slices.wrong().unwrap());
             }
@@ -153,7 +138,7 @@ mod tests {
         ranks.into_iter().flat_map(|rank| rank.join().unwrap()).collect()
     }
 
-    fn every_operation<T: Number>(ranks: usize) {
+    fn every_operation<T: Sample>(ranks: usize) {
         for name in Benchmark::value_variants().iter().filter(|name| **name != Benchmark::Gradients) {
             for op in ReduceOp::ALL {
                 let wrong = check::<T>(*name, op, ranks, |_| ());
