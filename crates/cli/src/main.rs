@@ -18,7 +18,7 @@ fn main() -> ExitCode {
     env_logger::Builder::from_env(Env::default().default_filter_or("warn")).init();
     let status = match Cli::parse().command {
         Command::Run(args) => run::run(&args),
-        Command::Perf(args) => Ok(perf::run(&args)),
+        Command::Perf(args) => perf::run(args),
         Command::Doctor(args) => doctor::run(&args),
         Command::Trace(args) => trace::run(&args),
     };

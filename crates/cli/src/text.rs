@@ -1,5 +1,12 @@
 //! Values as text for people.
 
+use clap::ValueEnum;
+
+/// The name by which a flag's value is given.
+pub fn name(value: &impl ValueEnum) -> String {
+    value.to_possible_value().map_or(String::new(), |value| value.get_name().to_owned())
+}
+
 /// `a, b, c`
 pub fn list(all: &[impl ToString]) -> String {
     all.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
@@ -21,6 +28,14 @@ pub fn numbers(ranks: &[usize]) -> String {
         one => list(one),
     };
     list(&ranks.chunk_by(|a, b| a + 1 == *b).map(run).collect::<Vec<_>>())
+}
+
+/// Bytes with a binary unit: 1K is 1024.
+pub fn binary(bytes: f64) -> String {
+    let units = ["", "K", "M", "G", "T"];
+    let unit = (bytes.max(1.0).log2() / 10.0).floor().min(4.0);
+    let number = format!("{:.1}", bytes / 1024f64.powf(unit));
+    format!("{}{}", number.strip_suffix(".0").unwrap_or(&number), units[unit as usize])
 }
 
 /// Bytes of memory, such as `64 MiB`.
@@ -53,6 +68,11 @@ mod tests {
         assert_eq!(named(&[]), "no rank");
         assert_eq!(named(&[7]), "rank 7");
         assert_eq!(named(&[0, 1, 2, 5, 7, 8]), "ranks 0-2, 5, 7-8");
+    }
+
+    #[test]
+    fn sizes_are_written_with_binary_units() {
+        assert_eq!([1.0, 8.0, 1024.0, 1536.0, 33554432.0].map(binary), ["1", "8", "1K", "1.5K", "32M"]);
     }
 
     #[test]

@@ -3,10 +3,10 @@
 use std::io;
 use std::thread::available_parallelism;
 
+use super::args::Transport;
 use super::operation::Facts;
-use super::plot::binary;
-use super::ranks::Transport;
 use crate::floor::{Loopback, Memory, Point, hand_off};
+use crate::text::binary;
 
 /// Bytes that each thread works on when the rates of memory are measured.
 const SIZES: [usize; 5] = [1 << 14, 1 << 17, 1 << 20, 1 << 23, 1 << 26];

@@ -6,8 +6,7 @@ use burn::module::Param;
 use burn::optim::GradientsParams;
 use burn::tensor::Tensor;
 
-use super::ranks::RankError;
-use super::timing::Workload;
+use super::timing::{RankError, Workload};
 
 type B = Autodiff<Flex>;
 

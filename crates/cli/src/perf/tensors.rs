@@ -7,8 +7,7 @@ use burn::tensor::ops::{FloatTensor, FloatTensorOps};
 use burn::tensor::{Bytes, DType as BurnDType, TensorData, try_read_sync};
 
 use super::oracle::{Case, wrong};
-use super::ranks::RankError;
-use super::timing::Workload;
+use super::timing::{RankError, Workload};
 
 type Primitive = FloatTensor<Flex>;
 
