@@ -5,7 +5,7 @@ use std::io::{self, ErrorKind, Read, Write};
 use std::net::{Ipv4Addr, Shutdown, TcpListener, TcpStream};
 use std::sync::Barrier;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::thread;
+use std::thread::{self, ScopedJoinHandle};
 use std::time::{Duration, Instant};
 
 /// The rates of memory, by how many bytes each thread works on: caches are faster than what is behind them.
@@ -37,11 +37,10 @@ impl Memory {
     pub fn measure(threads: usize, sizes: &[usize]) -> Memory {
         let point = |bytes: &usize| Point {
             bytes: *bytes,
-            copy: rate(threads, *bytes, |from, to| to.copy_from_slice(from)).max(rate(
-                threads,
-                *bytes,
-                copy_past_cache,
-            )),
+            copy: f64::max(
+                rate(threads, *bytes, |from, to| to.copy_from_slice(from)),
+                rate(threads, *bytes, copy_past_cache),
+            ),
             add: rate(threads, *bytes, |from, to| to.iter_mut().zip(from).for_each(|(to, from)| *to += from)),
         };
         Memory { threads, points: sizes.iter().map(point).collect() }
@@ -118,25 +117,33 @@ fn copy_past_cache(from: &[f32], to: &mut [f32]) {
 #[repr(align(128))]
 struct Line(AtomicU64);
 
-/// Seconds until what one thread has written is seen by another: half of the best round trip of a cache line.
+/// Seconds from one side to the other: half of the best round trip in `time`. `trips` are timed together.
+fn best_way(time: Duration, trips: u32, mut trip: impl FnMut() -> io::Result<()>) -> io::Result<f64> {
+    let (begin, mut best) = (Instant::now(), f64::MAX);
+    while begin.elapsed() < time {
+        let start = Instant::now();
+        for _ in 0..trips {
+            trip()?;
+        }
+        best = best.min(start.elapsed().as_secs_f64() / f64::from(2 * trips));
+    }
+    Ok(best)
+}
+
+/// Seconds until what one thread has written is seen by another.
 pub fn hand_off() -> f64 {
-    const TRIPS: u64 = 50;
-    const TIME: Duration = Duration::from_millis(30);
     let (there, back) = (Line(AtomicU64::new(0)), Line(AtomicU64::new(0)));
     let near = || {
         stay_on_core(0);
-        let (begin, mut best, mut trip) = (Instant::now(), f64::MAX, 0);
-        while begin.elapsed() < TIME {
-            let start = Instant::now();
-            for _ in 0..TRIPS {
-                trip += 1;
-                there.0.store(trip, Ordering::Release);
-                back.await_value(trip);
-            }
-            best = best.min(start.elapsed().as_secs_f64() / (2 * TRIPS) as f64);
-        }
+        let mut trip = 0;
+        let best = best_way(Duration::from_millis(30), 50, || {
+            trip += 1;
+            there.0.store(trip, Ordering::Release);
+            back.await_value(trip);
+            Ok(())
+        });
         there.0.store(u64::MAX, Ordering::Release);
-        best
+        best.unwrap_or(f64::MAX)
     };
     let far = || {
         stay_on_core(1);
@@ -213,97 +220,84 @@ fn pair() -> io::Result<(TcpStream, TcpStream)> {
     let (far, _) = listener.accept()?;
     for stream in [&near, &far] {
         stream.set_nodelay(true)?;
-        stream.set_read_timeout(Some(PATIENCE))?;
-        stream.set_write_timeout(Some(PATIENCE))?;
+        stream.set_nonblocking(true)?;
     }
     Ok((near, far))
 }
 
+/// A connection that is used without sleeping, as a rank does that waits for a short time: waking would cost more than
+/// what is waited for.
+struct Awake<'a>(&'a TcpStream);
+
+impl Awake<'_> {
+    fn retry(&self, mut call: impl FnMut(&TcpStream) -> io::Result<usize>) -> io::Result<usize> {
+        let start = Instant::now();
+        loop {
+            match call(self.0) {
+                Err(error) if error.kind() == ErrorKind::WouldBlock && start.elapsed() < PATIENCE => {
+                    thread::yield_now();
+                }
+                done => return done,
+            }
+        }
+    }
+}
+
+impl Read for Awake<'_> {
+    fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+        self.retry(|mut stream| stream.read(bytes))
+    }
+}
+
 fn one_way() -> io::Result<f64> {
-    const TRIPS: u32 = 20;
-    const TIME: Duration = Duration::from_millis(20);
     let (near, far) = pair()?;
-    near.set_nonblocking(true)?;
-    far.set_nonblocking(true)?;
     thread::scope(|scope| {
         let echo = scope.spawn(|| {
             let mut message = [0; 8];
             // Ends with the other side's closing.
-            while receive(&far, &mut message).is_ok() {
+            while Awake(&far).read_exact(&mut message).is_ok() {
                 (&far).write_all(&message)?;
             }
-            io::Result::Ok(())
+            Ok(())
         });
-        let trips = || {
-            let (begin, mut best, mut message) = (Instant::now(), f64::MAX, [0; 8]);
-            while begin.elapsed() < TIME {
-                let start = Instant::now();
-                for _ in 0..TRIPS {
-                    (&near).write_all(&message)?;
-                    receive(&near, &mut message)?;
-                }
-                best = best.min(start.elapsed().as_secs_f64() / f64::from(2 * TRIPS));
-            }
-            io::Result::Ok(best)
-        };
-        let best = trips();
+        let mut message = [0; 8];
+        let best = best_way(Duration::from_millis(20), 20, || {
+            (&near).write_all(&message)?;
+            Awake(&near).read_exact(&mut message)
+        });
         near.shutdown(Shutdown::Both)?;
-        echo.join().map_err(|_| io::Error::other("a thread panicked"))??;
+        joined(echo)?;
         best
     })
-}
-
-/// Reads without sleeping, as a rank does that waits for a short time.
-fn receive(mut stream: &TcpStream, message: &mut [u8]) -> io::Result<()> {
-    let (start, mut filled) = (Instant::now(), 0);
-    while filled < message.len() {
-        match stream.read(&mut message[filled..]) {
-            Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),
-            Ok(read) => filled += read,
-            Err(error) if error.kind() == ErrorKind::WouldBlock && start.elapsed() < PATIENCE => thread::yield_now(),
-            Err(error) => return Err(error),
-        }
-    }
-    Ok(())
 }
 
 fn stream(piece: usize) -> io::Result<f64> {
     const ROUND: Duration = Duration::from_millis(20);
     let (near, far) = pair()?;
-    // Neither side sleeps: waking would cost more than what it waits for.
-    near.set_nonblocking(true)?;
-    far.set_nonblocking(true)?;
     thread::scope(|scope| {
         let sender = scope.spawn(move || {
             let (begin, chunk) = (Instant::now(), vec![0; piece]);
             while begin.elapsed() < (ROUNDS as u32 + 1) * ROUND {
-                match (&near).write(&chunk) {
-                    Ok(_) => {}
-                    Err(error) if error.kind() == ErrorKind::WouldBlock => thread::yield_now(),
-                    Err(error) => return Err(error),
-                }
+                Awake(&near).retry(|mut stream| stream.write(&chunk))?;
             }
             near.shutdown(Shutdown::Write)
         });
         let (mut chunk, mut best) = (vec![0; piece], 0f64);
         let (mut start, mut bytes) = (Instant::now(), 0);
-        loop {
-            match (&far).read(&mut chunk) {
-                Ok(0) => break,
-                Ok(read) => bytes += read,
-                Err(error) if error.kind() == ErrorKind::WouldBlock && start.elapsed() < PATIENCE => {
-                    thread::yield_now()
-                }
-                Err(error) => return Err(error),
-            }
+        while let read @ 1.. = Awake(&far).read(&mut chunk)? {
+            bytes += read;
             if start.elapsed() >= ROUND {
                 best = best.max(bytes as f64 / start.elapsed().as_secs_f64());
                 (start, bytes) = (Instant::now(), 0);
             }
         }
-        sender.join().map_err(|_| io::Error::other("a thread panicked"))??;
+        joined(sender)?;
         Ok(best)
     })
+}
+
+fn joined(side: ScopedJoinHandle<'_, io::Result<()>>) -> io::Result<()> {
+    side.join().unwrap_or_else(|_| Err(io::Error::other("a thread panicked")))
 }
 
 #[cfg(test)]

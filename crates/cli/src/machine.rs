@@ -20,6 +20,13 @@ impl Machine<'_> {
         fs::read_to_string(self.root.join(path)).ok().map(|text| text.trim().to_owned())
     }
 
+    /// What stands behind `name:` in a file of such lines.
+    pub fn field(&self, path: &str, name: &str) -> Option<String> {
+        let text = self.read(path)?;
+        let mut fields = text.lines().filter_map(|line| line.split_once(':'));
+        fields.find(|(other, _)| other.trim_end() == name).map(|(_, value)| value.trim().to_owned())
+    }
+
     /// The names in a directory, in order.
     pub fn list(&self, path: &str) -> Vec<String> {
         let entries = fs::read_dir(self.root.join(path)).into_iter().flatten().flatten();
@@ -30,12 +37,11 @@ impl Machine<'_> {
 
     /// Bytes of memory: all, and what new programs could have.
     pub fn memory(&self) -> Option<(u64, u64)> {
-        let info = self.read("proc/meminfo")?;
-        let field = |name: &str| {
-            let value = info.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))?;
-            value.trim().strip_suffix("kB")?.trim().parse::<u64>().ok().map(|kilobytes| kilobytes * 1024)
+        let bytes = |name: &str| {
+            let value = self.field("proc/meminfo", name)?;
+            value.strip_suffix("kB")?.trim().parse::<u64>().ok().map(|kilobytes| kilobytes * 1024)
         };
-        Some((field("MemTotal")?, field("MemAvailable")?))
+        Some((bytes("MemTotal")?, bytes("MemAvailable")?))
     }
 
     /// The bytes of memory that the process's cgroup, or one above it, allows.
@@ -96,11 +102,11 @@ pub fn count_list(list: &str) -> Option<usize> {
 }
 
 #[cfg(test)]
-mod tests {
+pub mod tests {
     use super::*;
 
     /// A root with these files.
-    fn root(files: &[(&str, &str)]) -> tempfile::TempDir {
+    pub fn root(files: &[(&str, &str)]) -> tempfile::TempDir {
         let root = tempfile::tempdir().unwrap();
         for (path, text) in files {
             let path = root.path().join(path);

@@ -1,10 +1,12 @@
 //! The `bonfire` program.
 
 mod doctor;
+mod failure;
 mod floor;
 mod machine;
 mod perf;
 mod run;
+mod text;
 mod trace;
 
 use std::process::ExitCode;
@@ -14,17 +16,21 @@ use env_logger::Env;
 
 fn main() -> ExitCode {
     env_logger::Builder::from_env(Env::default().default_filter_or("warn")).init();
-    match Cli::parse().command {
-        Command::Run(args) => ExitCode::from(run::run(&args)),
-        Command::Perf(args) => ExitCode::from(perf::run(&args)),
-        Command::Doctor(args) => ExitCode::from(doctor::run(&args)),
-        Command::Trace(args) => ExitCode::from(trace::run(&args)),
-    }
+    let status = match Cli::parse().command {
+        Command::Run(args) => run::run(&args),
+        Command::Perf(args) => perf::run(args),
+        Command::Doctor(args) => doctor::run(&args),
+        Command::Trace(args) => trace::run(&args),
+    };
+    ExitCode::from(status.unwrap_or_else(|failure| {
+        eprintln!("error: {failure}");
+        failure.status
+    }))
 }
 
 /// Tools for distributed training with burn
 #[derive(Parser)]
-#[command(version, propagate_version = true)]
+#[command(name = "bonfire", version, propagate_version = true)]
 struct Cli {
     #[command(subcommand)]
     command: Command,

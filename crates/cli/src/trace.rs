@@ -1,23 +1,23 @@
 //! `bonfire trace`: the traces of a job's ranks, read together.
 
+mod diagnosis;
 #[cfg(test)]
 mod fuzz;
-mod group;
 mod pace;
-mod ranks;
 mod report;
 #[cfg(test)]
 mod tests;
 
 use std::collections::BTreeMap;
 use std::fs;
-use std::io::{self, Write};
+use std::io;
 use std::path::{Path, PathBuf};
 
 use bonfire::trace::Trace;
 use serde_json::json;
 
-use group::Group;
+use crate::failure::{Failure, print};
+use diagnosis::Diagnosis;
 
 /// Say what ranks did last: which is missing, who disagrees, who is slow
 ///
@@ -67,29 +67,19 @@ Exit status:
   2  bad arguments, a file that is no trace, or none in a folder";
 
 /// Reads, prints, and returns the exit status.
-pub fn run(args: &Args) -> u8 {
-    let groups = match read(&args.paths) {
-        Ok(groups) => groups,
-        Err(reason) => {
-            eprintln!("error: {reason}");
-            return 2;
-        }
-    };
-    let text = if args.json {
+pub fn run(args: &Args) -> Result<u8, Failure> {
+    let groups = read(&args.paths).map_err(Failure::with(2))?;
+    print(&if args.json {
         let objects: Vec<_> = groups.iter().map(|group| report::object(group, args.last)).collect();
         format!("{}\n", json!({ "groups": objects }))
     } else {
         groups.iter().map(|group| report::text(group, args.last)).collect::<Vec<_>>().join("\n")
-    };
-    if let Err(error) = io::stdout().write_all(text.as_bytes()) {
-        eprintln!("error: cannot print: {error}");
-        return 1;
-    }
-    u8::from(!groups.iter().all(Group::is_well))
+    })?;
+    Ok(u8::from(!groups.iter().all(Diagnosis::is_well)))
 }
 
 /// The groups of all traces in these files and folders.
-fn read(paths: &[PathBuf]) -> Result<Vec<Group>, String> {
+fn read(paths: &[PathBuf]) -> Result<Vec<Diagnosis>, String> {
     let mut files = Vec::new();
     for path in paths {
         if path.is_dir() { files.extend(list(path)?) } else { files.push(path.clone()) }
@@ -109,7 +99,10 @@ fn read(paths: &[PathBuf]) -> Result<Vec<Group>, String> {
         }
         ranks.insert(trace.rank, (file, trace));
     }
-    Ok(groups.into_values().map(|ranks| Group::new(ranks.into_values().map(|(_, trace)| trace).collect())).collect())
+    Ok(groups
+        .into_values()
+        .map(|ranks| Diagnosis::new(ranks.into_values().map(|(_, trace)| trace).collect()))
+        .collect())
 }
 
 /// Texts in a trace are printed: they must not steer the terminal.

@@ -127,6 +127,12 @@ fn arguments_that_cannot_work_are_exit_status_2() {
 }
 
 #[test]
+fn the_version_is_that_of_the_program() {
+    let version = format!("bonfire {}\n", env!("CARGO_PKG_VERSION"));
+    assert_eq!(succeeds("--version"), version);
+}
+
+#[test]
 fn output_that_nobody_reads_ends_the_run() {
     let mut command = Command::new(env!("CARGO_BIN_EXE_bonfire"));
     let arguments = ["perf", "all_reduce", "-e", "1K", "-n", "2"];

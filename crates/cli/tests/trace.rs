@@ -88,7 +88,7 @@ fn every_call_is_recorded_with_its_place() {
             let lines = [line + 1, line + 2, line + 5 + group.rank() as u32];
             assert_eq!(trace.operations.len(), 3);
             for (i, record) in trace.operations.iter().enumerate() {
-                let place = format!("tests/trace.rs:{}", lines[i]);
+                let place = format!("{}:{}", file!(), lines[i]);
                 assert_eq!((record.to_string().as_str(), record.state), (calls[i], State::Done));
                 assert_eq!((record.number, record.at.as_str()), (i as u64, place.as_str()));
             }

@@ -5,7 +5,10 @@
 //! * [`Output`], [`reduce_to_all`], [`zeroed`]: kernels and memory for the reductions of the compute server.
 //! * [`Bell`], [`lock`], [`spin`], [`crowded`] and the deadlines: how threads wait for each other.
 //! * [`Ranks`], [`hash`], [`random`]: words of errors, the number of a text, numbers that cannot be guessed.
+//! * [`oracle`]: what reductions must give, for tests and for the program that measures.
 //! * [`frame`] and the handshake ([`Lobby`] to [`prove`]): connections of burn-collective's orchestrator.
+
+pub mod oracle;
 
 pub use crate::control::invitation::random;
 pub use crate::group::{Agreed, Agreement, ByteOperations, DEADLINE, Keepsake, Request, zeroed};

@@ -1,29 +1,9 @@
 //! What operations must give: elements from small whole numbers, on which all arithmetic is exact.
 
-use bonfire_core::{Element, ReduceOp};
-use half::{bf16, f16};
+use bonfire_core::ReduceOp;
+use bonfire_core::internal::oracle::reduce;
 
-/// Elements made from small whole numbers, so that every sum and product is exact or wraps in a known way.
-pub trait Sample: Element {
-    fn of(value: i128) -> Self;
-    fn mean(sum: i128, ranks: usize) -> Self;
-}
-
-macro_rules! samples {
-    (integers $($int:ty),*; floats $($float:ty: $from:expr),*) => {
-        $(impl Sample for $int {
-            fn of(value: i128) -> Self { value as $int }
-            fn mean(sum: i128, ranks: usize) -> Self { (sum / ranks as i128) as $int }
-        })*
-        $(impl Sample for $float {
-            fn of(value: i128) -> Self { $from(value as _) }
-            fn mean(sum: i128, ranks: usize) -> Self { $from((sum as f64 / ranks as f64) as _) }
-        })*
-    };
-}
-
-samples!(integers i8, i16, i32, i64, u8, u16, u32, u64;
-         floats f32: |x: f32| x, f64: |x: f64| x, f16: |x: f32| f16::from_f32(x), bf16: |x: f32| bf16::from_f32(x));
+pub use bonfire_core::internal::oracle::Sample;
 
 /// What rank `rank` brings at `i`: 1 to 3, unlike its neighbours, and without a period in `i`.
 pub fn value(rank: usize, i: usize) -> i128 {
@@ -33,15 +13,7 @@ pub fn value(rank: usize, i: usize) -> i128 {
 
 /// What a reduction of all ranks' values gives at `i`.
 pub fn reduced<T: Sample>(op: ReduceOp, ranks: usize, i: usize) -> T {
-    let values = (0..ranks).map(|rank| value(rank, i));
-    match op {
-        ReduceOp::Sum => T::of(values.sum()),
-        ReduceOp::Mean => T::mean(values.sum(), ranks),
-        ReduceOp::Max => T::of(values.max().unwrap_or(0)),
-        ReduceOp::Min => T::of(values.min().unwrap_or(0)),
-        ReduceOp::Product => T::of(values.product()),
-        other => panic!("the oracle does not know {other}"),
-    }
+    reduce(op, (0..ranks).map(|rank| value(rank, i)))
 }
 
 /// What rank `rank` brings, from `0` to `len`.

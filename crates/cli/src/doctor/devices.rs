@@ -2,8 +2,9 @@
 
 use serde_json::json;
 
-use super::Findings;
+use super::findings::Findings;
 use crate::machine::Machine;
+use crate::text::list;
 
 const AREA: &str = "devices";
 
@@ -17,7 +18,7 @@ const LIBRARIES: [(&str, &str); 4] = [
 
 pub fn devices(machine: &Machine, findings: &mut Findings) {
     let gpus = gpus(machine);
-    let text = if gpus.is_empty() { "none found".into() } else { gpus.join(", ") };
+    let text = if gpus.is_empty() { "none found".into() } else { list(&gpus) };
     findings.fact(AREA, "GPUs", text, json!(gpus));
     let mut missing = Vec::new();
     let directories = directories(machine);
@@ -33,7 +34,7 @@ pub fn devices(machine: &Machine, findings: &mut Findings) {
         }
     }
     let drivers = vulkan_drivers(machine);
-    let text = if drivers.is_empty() { "none (for the feature `wgpu`)".into() } else { drivers.join(", ") };
+    let text = if drivers.is_empty() { "none (for the feature `wgpu`)".into() } else { list(&drivers) };
     findings.fact(AREA, "Vulkan drivers", text, json!(drivers));
     judge(&gpus, &missing, &drivers, findings);
 }
@@ -100,30 +101,22 @@ fn vulkan_drivers(machine: &Machine) -> Vec<String> {
 
 #[cfg(test)]
 mod tests {
-    use std::fs;
-
     use super::*;
+    use crate::machine::tests::root;
 
     #[test]
     fn devices_and_libraries_are_found_by_their_files() {
-        let root = tempfile::tempdir().unwrap();
-        let write = |path: &str, text: &str| {
-            let path = root.path().join(path);
-            fs::create_dir_all(path.parent().unwrap()).unwrap();
-            fs::write(path, text).unwrap();
-        };
-        let pci = "sys/bus/pci/devices";
-        for (device, vendor, class) in [
-            ("0000:01:00.0", "0x10de", "0x030200"),
-            ("0000:02:00.0", "0x8086", "0x020000"),
-            ("3", "0x1234", "0x030000"),
-        ] {
-            write(&format!("{pci}/{device}/vendor"), vendor);
-            write(&format!("{pci}/{device}/class"), class);
-            write(&format!("{pci}/{device}/device"), "0x2335");
-        }
-        write("usr/lib/x86_64-linux-gnu/libnccl.so.2", "");
-        write("etc/vulkan/icd.d/nvidia_icd.json", "{}");
+        let root = root(&[
+            ("sys/bus/pci/devices/0000:01:00.0/vendor", "0x10de"),
+            ("sys/bus/pci/devices/0000:01:00.0/class", "0x030200"),
+            ("sys/bus/pci/devices/0000:01:00.0/device", "0x2335"),
+            ("sys/bus/pci/devices/0000:02:00.0/vendor", "0x8086"),
+            ("sys/bus/pci/devices/0000:02:00.0/class", "0x020000"),
+            ("sys/bus/pci/devices/3/vendor", "0x1234"),
+            ("sys/bus/pci/devices/3/class", "0x030000"),
+            ("usr/lib/x86_64-linux-gnu/libnccl.so.2", ""),
+            ("etc/vulkan/icd.d/nvidia_icd.json", "{}"),
+        ]);
         let mut findings = Findings::default();
         devices(&Machine { root: root.path() }, &mut findings);
         let fact = |name: &str| findings.facts.iter().find(|fact| fact.name == name).unwrap().value.clone();

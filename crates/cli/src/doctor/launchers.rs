@@ -4,7 +4,7 @@ use bonfire::launch::Launched;
 use bonfire::{Builder, Error};
 use serde_json::{Map, Value, json};
 
-use super::Findings;
+use super::findings::Findings;
 
 const AREA: &str = "launchers";
 

@@ -5,7 +5,7 @@ use std::net::IpAddr;
 
 use serde_json::json;
 
-use super::Findings;
+use super::findings::Findings;
 use crate::floor::Loopback;
 use crate::machine::Machine;
 

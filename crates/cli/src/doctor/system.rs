@@ -4,20 +4,18 @@ use std::thread::available_parallelism;
 
 use serde_json::json;
 
-use super::{Findings, size};
+use super::findings::Findings;
 use crate::floor::{Memory, hand_off};
 use crate::machine::{Machine, count_list};
+use crate::text::size;
 
 pub fn processors(machine: &Machine, findings: &mut Findings) {
     const AREA: &str = "processors";
-    let info = machine.read("proc/cpuinfo").unwrap_or_default();
-    if let Some((_, model)) = info.lines().find(|line| line.starts_with("model name")).and_then(|l| l.split_once(": "))
-    {
-        findings.fact(AREA, "model", model, json!(model));
+    if let Some(model) = machine.field("proc/cpuinfo", "model name") {
+        findings.fact(AREA, "model", &*model, json!(model));
     }
     let online = machine.read("sys/devices/system/cpu/online").and_then(|list| count_list(&list));
-    let status = machine.read("proc/self/status").unwrap_or_default();
-    let allowed = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:")).and_then(count_list);
+    let allowed = machine.field("proc/self/status", "Cpus_allowed_list").and_then(|list| count_list(&list));
     let limit = machine.cpu_limit();
     let usable = available_parallelism().map_or(1, usize::from);
     let known = |number: Option<usize>| number.map_or("unknown".into(), |number| number.to_string());
@@ -150,9 +148,6 @@ fn judge_files(files: u64, findings: &mut Findings) {
         );
     }
 }
-
-#[cfg(not(unix))]
-pub fn limits(_: &mut Findings) {}
 
 #[cfg(test)]
 mod tests {

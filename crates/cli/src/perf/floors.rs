@@ -3,10 +3,10 @@
 use std::io;
 use std::thread::available_parallelism;
 
+use super::args::Transport;
 use super::operation::Facts;
-use super::plot::binary;
-use super::ranks::Transport;
 use crate::floor::{Loopback, Memory, Point, hand_off};
+use crate::text::binary;
 
 /// Bytes that each thread works on when the rates of memory are measured.
 const SIZES: [usize; 5] = [1 << 14, 1 << 17, 1 << 20, 1 << 23, 1 << 26];
@@ -16,11 +16,11 @@ pub struct Floors {
     ranks: f64,
     /// Cores that the ranks can have at once.
     cores: usize,
-    path: Path,
+    way: Way,
 }
 
 /// How the ranks' data gets from one to another.
-enum Path {
+enum Way {
     /// Ranks reach each other's memory, or share some.
     Memory {
         memory: Memory,
@@ -37,25 +37,25 @@ impl Floors {
         }
         // A machine that does not tell its number of cores still has one.
         let cores = available_parallelism().map_or(1, usize::from).min(ranks as usize);
-        let path = match transport {
-            Transport::Tcp => Path::Wire(Loopback::measure()?),
-            _ => Path::Memory { memory: Memory::measure(cores, &SIZES), hand_off: hand_off() },
+        let way = match transport {
+            Transport::Tcp => Way::Wire(Loopback::measure()?),
+            _ => Way::Memory { memory: Memory::measure(cores, &SIZES), hand_off: hand_off() },
         };
-        Ok(Some(Floors { ranks: f64::from(ranks), cores, path }))
+        Ok(Some(Floors { ranks: f64::from(ranks), cores, way }))
     }
 
     /// The floor in seconds under a call with this size in the table.
     pub fn seconds(&self, facts: &Facts, bytes: usize, in_place: bool) -> f64 {
         let (size, ranks, cores) = (bytes as f64, self.ranks, self.cores as f64);
-        match &self.path {
-            Path::Memory { memory, hand_off } => {
+        match &self.way {
+            Way::Memory { memory, hand_off } => {
                 let touched = (facts.touched)(ranks)[usize::from(in_place)] * size;
                 // In place what is written is what was read: no other memory than the buffers is needed.
                 let needed = if in_place { ranks * size } else { touched };
                 hand_off.max(touched / memory.touched(needed / cores))
             }
             // Each rank sends at the rate of a stream, as many at once as there are cores.
-            Path::Wire(loopback) => {
+            Way::Wire(loopback) => {
                 let sent = ((facts.bus)(ranks) * size).max((facts.crossing)(ranks) * size / cores);
                 let sent = if facts.moves() { sent / loopback.stream } else { 0.0 };
                 loopback.one_way.max(sent)
@@ -65,8 +65,8 @@ impl Floors {
 
     /// For the head of the table.
     pub fn describe(&self) -> Vec<String> {
-        match &self.path {
-            Path::Memory { memory, hand_off } => {
+        match &self.way {
+            Way::Memory { memory, hand_off } => {
                 let list = |field: fn(&Point) -> String| memory.points.iter().map(field).collect::<Vec<_>>().join(" ");
                 let sizes = list(|point| binary(point.bytes as f64));
                 let copy = list(|point| format!("{:.1}", point.copy / 1e9));
@@ -77,7 +77,7 @@ impl Floors {
                     format!("       copy {copy}; add {add}"),
                 ]
             }
-            Path::Wire(loopback) => {
+            Way::Wire(loopback) => {
                 let (one_way, stream) = (loopback.one_way * 1e6, loopback.stream / 1e9);
                 vec![format!("floor: loopback, 8 bytes one way {one_way:.2} us, one stream {stream:.2} GB/s")]
             }
@@ -88,35 +88,35 @@ impl Floors {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::perf::operation::Name;
+    use crate::perf::operation::Benchmark;
 
-    fn floors(ranks: f64, cores: usize, path: Path) -> Floors {
-        Floors { ranks, cores, path }
+    fn floors(ranks: f64, cores: usize, way: Way) -> Floors {
+        Floors { ranks, cores, way }
     }
 
     #[test]
     fn memory_is_charged_for_what_is_read_and_written() {
         let point = Point { bytes: 1, copy: 10e9, add: 0.0 };
-        let memory = || Path::Memory { memory: Memory { threads: 2, points: vec![Point { ..point }] }, hand_off: 1e-7 };
+        let memory = || Way::Memory { memory: Memory { threads: 2, points: vec![Point { ..point }] }, hand_off: 1e-7 };
         let floors = floors(2.0, 2, memory());
         // Two ranks read and write 1 MB each: 4 MB at 20 GB/s.
-        let all_reduce = Name::AllReduce.facts();
+        let all_reduce = Benchmark::AllReduce.facts();
         assert!((floors.seconds(&all_reduce, 1_000_000, false) - 200e-6).abs() < 1e-12);
         assert_eq!(floors.seconds(&all_reduce, 8, false), 1e-7);
-        assert_eq!(floors.seconds(&Name::Barrier.facts(), 0, false), 1e-7);
+        assert_eq!(floors.seconds(&Benchmark::Barrier.facts(), 0, false), 1e-7);
         // In place nothing moves but the other rank's part.
-        let all_to_all = |in_place| floors.seconds(&Name::AllToAll.facts(), 1_000_000, in_place);
+        let all_to_all = |in_place| floors.seconds(&Benchmark::AllToAll.facts(), 1_000_000, in_place);
         assert!((all_to_all(false) / all_to_all(true) - 2.0).abs() < 1e-9);
     }
 
     #[test]
     fn a_wire_is_charged_for_what_is_sent() {
-        let wire = || Path::Wire(Loopback { stream: 1e9, one_way: 2e-6 });
-        let all_reduce = |floors: Floors| floors.seconds(&Name::AllReduce.facts(), 1_000_000, false);
+        let wire = || Way::Wire(Loopback { stream: 1e9, one_way: 2e-6 });
+        let all_reduce = |floors: Floors| floors.seconds(&Benchmark::AllReduce.facts(), 1_000_000, false);
         assert!((all_reduce(floors(2.0, 2, wire())) - 1e-3).abs() < 1e-12);
         assert!((all_reduce(floors(4.0, 4, wire())) - 1.5e-3).abs() < 1e-12);
         // Four ranks on two cores send 6 MB, two at a time.
         assert!((all_reduce(floors(4.0, 2, wire())) - 3e-3).abs() < 1e-12);
-        assert_eq!(floors(2.0, 2, wire()).seconds(&Name::Barrier.facts(), 0, false), 2e-6);
+        assert_eq!(floors(2.0, 2, wire()).seconds(&Benchmark::Barrier.facts(), 0, false), 2e-6);
     }
 }

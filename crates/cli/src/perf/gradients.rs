@@ -6,8 +6,7 @@ use burn::module::Param;
 use burn::optim::GradientsParams;
 use burn::tensor::Tensor;
 
-use super::ranks::RanksError;
-use super::timing::Workload;
+use super::timing::{RankError, Workload};
 
 type B = Autodiff<Flex>;
 
@@ -23,7 +22,7 @@ pub struct Gradients {
 }
 
 impl Gradients {
-    pub fn new(group: &Group) -> Result<Gradients, RanksError> {
+    pub fn new(group: &Group) -> Result<Gradients, RankError> {
         let device = Default::default();
         let model: Vec<Param<Tensor<B, 1>>> =
             resnet50().iter().map(|n| Param::from_tensor(Tensor::zeros([*n], &device))).collect();
@@ -47,12 +46,12 @@ impl Workload for Gradients {
         }
     }
 
-    fn call(&mut self) -> Result<(), RanksError> {
+    fn call(&mut self) -> Result<(), RankError> {
         self.gradients = self.parallel.sync(std::mem::take(&mut self.gradients), 1)?;
         Ok(())
     }
 
-    fn wrong(&mut self) -> Result<u64, RanksError> {
+    fn wrong(&mut self) -> Result<u64, RankError> {
         let mut wrong = 0;
         for parameter in &self.model {
             let gradient = self.gradients.remove::<Flex, 1>(parameter.id).map(Tensor::into_data);

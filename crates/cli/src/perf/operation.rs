@@ -1,15 +1,16 @@
-//! The collectives as rows of one table: what they move, how they are called, and what must come of them.
+//! What can be measured, as rows of two tables: what moves, and what is called and must come of it.
 
-use bonfire::{Error, Group};
+use bonfire::{Error, Group, Operation};
+use bonfire_core::internal::oracle::Sample;
 use clap::ValueEnum;
 
-use super::oracle::{Case, Number};
-use Extent::{Part, Whole};
+use super::oracle::Case;
+use super::oracle::Extent::{self, Part, Whole};
 
 /// What can be measured.
 #[derive(Clone, Copy, Debug, PartialEq, ValueEnum)]
 #[value(rename_all = "snake_case")]
-pub enum Name {
+pub enum Benchmark {
     /// Every rank gets the reduction of all buffers
     AllReduce,
     /// The root gets the reduction of all buffers
@@ -44,9 +45,12 @@ pub enum Name {
 /// stands in the table.
 #[derive(Clone, Copy)]
 pub struct Facts {
-    pub name: &'static str,
+    /// The group's operation for which algorithms are chosen, if they are.
+    pub operation: Option<Operation>,
     pub reduces: bool,
     pub rooted: bool,
+    /// Whether a size consists of a part for each rank.
+    parted: bool,
     /// What the busiest rank must send or receive: busbw is algbw times this, as nccl-tests define both.
     pub bus: fn(f64) -> f64,
     /// What all ranks together must send.
@@ -56,243 +60,205 @@ pub struct Facts {
 }
 
 impl Facts {
+    const NOTHING: Facts = Facts {
+        operation: None,
+        reduces: false,
+        rooted: false,
+        parted: false,
+        bus: |_| 1.0,
+        crossing: |_| 0.0,
+        touched: |_| [0.0, 0.0],
+    };
+
+    /// Every rank has a part for, or of, every other.
+    const PARTS: Facts = Facts { parted: true, bus: |n| (n - 1.0) / n, crossing: |n| n - 1.0, ..Facts::NOTHING };
+
     /// Whether it moves anything at all.
     pub fn moves(&self) -> bool {
         (self.crossing)(2.0) > 0.0
     }
+
+    /// How many parts a size consists of.
+    pub fn parts(&self, ranks: usize) -> usize {
+        if self.parted { ranks } else { 1 }
+    }
 }
 
-/// How much of the size a rank's buffer holds.
-#[derive(Clone, Copy, PartialEq)]
-pub enum Extent {
-    Whole,
-    /// One rank's part.
-    Part,
+impl Benchmark {
+    pub fn facts(self) -> Facts {
+        match self {
+            // The gradients are an all_reduce, as far as bytes go.
+            Benchmark::AllReduce | Benchmark::Gradients => Facts {
+                operation: Some(Operation::AllReduce),
+                reduces: true,
+                bus: |n| 2.0 * (n - 1.0) / n,
+                crossing: |n| 2.0 * (n - 1.0),
+                touched: |n| [2.0 * n, 2.0 * n],
+                ..Facts::NOTHING
+            },
+            Benchmark::Reduce => Facts {
+                operation: Some(Operation::Reduce),
+                reduces: true,
+                rooted: true,
+                crossing: |n| n - 1.0,
+                touched: |n| [n + 1.0, n + 1.0],
+                ..Facts::NOTHING
+            },
+            Benchmark::Broadcast => Facts {
+                operation: Some(Operation::Broadcast),
+                rooted: true,
+                crossing: |n| n - 1.0,
+                touched: |n| [n + 1.0, n],
+                ..Facts::NOTHING
+            },
+            Benchmark::AllGather | Benchmark::AllGatherV => {
+                Facts { operation: Some(Operation::AllGather), touched: |n| [n + 1.0, n], ..Facts::PARTS }
+            }
+            Benchmark::ReduceScatter | Benchmark::ReduceScatterV => Facts {
+                operation: Some(Operation::ReduceScatter),
+                reduces: true,
+                touched: |n| [n + 1.0, n + 1.0],
+                ..Facts::PARTS
+            },
+            Benchmark::AllToAll => Facts {
+                operation: Some(Operation::AllToAll),
+                // In place a rank's part for itself stays where it is.
+                touched: |n| [2.0 * n, 2.0 * (n - 1.0)],
+                ..Facts::PARTS
+            },
+            Benchmark::AllToAllV => Facts { operation: None, ..Benchmark::AllToAll.facts() },
+            Benchmark::Gather => Facts {
+                operation: Some(Operation::Gather),
+                rooted: true,
+                crossing: |n| (n - 1.0) / n,
+                touched: |n| [2.0, 2.0 * (n - 1.0) / n],
+                ..Facts::PARTS
+            },
+            Benchmark::Scatter => Facts { operation: Some(Operation::Scatter), ..Benchmark::Gather.facts() },
+            Benchmark::SendRecv => Facts { crossing: |n| n, touched: |n| [2.0 * n, 2.0 * n], ..Facts::NOTHING },
+            Benchmark::Barrier => Facts { operation: Some(Operation::Barrier), ..Facts::NOTHING },
+        }
+    }
 }
 
-type Call<T> = fn(&Group, &Case, &[T], &mut [T]) -> Result<(), Error>;
+type Call<T> = fn(&Group, &Case<T>, &[T], &mut [T]) -> Result<(), Error>;
 
+/// An operation on slices.
 #[derive(Clone, Copy)]
-pub struct Operation<T: 'static> {
-    pub facts: Facts,
+pub struct Calls<T> {
     pub input: Extent,
     pub output: Extent,
     pub into: Call<T>,
     /// Works on the output alone, which is then a whole buffer: parts lie in it where they belong.
     pub in_place: Option<Call<T>>,
     /// Element `i` of the output, None where it is unspecified.
-    pub want: fn(&Case, usize) -> Option<f64>,
+    pub want: fn(&Case<T>, usize) -> Option<T>,
 }
 
-impl Name {
-    pub fn facts(self) -> Facts {
-        match self {
-            // An all_reduce, as far as bytes go.
-            Name::Gradients => Facts { name: "gradients", ..Name::AllReduce.facts() },
-            name => Operation::<u8>::ALL[name as usize].facts,
-        }
+impl<T: Sample> Calls<T> {
+    /// None for what is not on slices.
+    pub fn of(benchmark: Benchmark) -> Option<Self> {
+        Some(match benchmark {
+            Benchmark::AllReduce => Calls {
+                input: Whole,
+                output: Whole,
+                into: |group, case, input, output| group.all_reduce_into(input, output, case.op),
+                in_place: Some(|group, case, _, data| group.all_reduce(data, case.op)),
+                want: |case, i| Some(case.reduced(i)),
+            },
+            Benchmark::Reduce => Calls {
+                input: Whole,
+                output: Whole,
+                into: |group, case, input, output| group.reduce_into(input, output, case.op, case.root),
+                in_place: Some(|group, case, _, data| group.reduce(data, case.op, case.root)),
+                want: |case, i| (case.rank == case.root).then(|| case.reduced(i)),
+            },
+            Benchmark::Broadcast => Calls {
+                input: Whole,
+                output: Whole,
+                into: |group, case, input, output| {
+                    group.broadcast_into((case.rank == case.root).then_some(input), output, case.root)
+                },
+                in_place: Some(|group, case, _, data| group.broadcast(data, case.root)),
+                want: |case, i| Some(case.input(case.root, i)),
+            },
+            Benchmark::AllGather => Calls {
+                input: Part,
+                output: Whole,
+                into: |group, _, input, output| group.all_gather_into(input, output),
+                in_place: Some(|group, _, _, data| group.all_gather(data)),
+                want: |case, i| Some(case.input(i / case.part(), i % case.part())),
+            },
+            Benchmark::ReduceScatter => Calls {
+                input: Whole,
+                output: Part,
+                into: |group, case, input, output| group.reduce_scatter_into(input, output, case.op),
+                in_place: Some(|group, case, _, data| group.reduce_scatter(data, case.op)),
+                want: |case, i| Some(case.reduced(case.rank * case.part() + i)),
+            },
+            Benchmark::AllToAll => Calls {
+                input: Whole,
+                output: Whole,
+                into: |group, _, input, output| group.all_to_all_into(input, output),
+                in_place: Some(|group, _, _, data| group.all_to_all(data)),
+                want: |case, i| Some(case.input(i / case.part(), case.rank * case.part() + i % case.part())),
+            },
+            Benchmark::Gather => Calls {
+                input: Part,
+                output: Whole,
+                into: |group, case, input, output| group.gather_into(input, output, case.root),
+                in_place: Some(|group, case, _, data| group.gather(data, case.root)),
+                want: |case, i| (case.rank == case.root).then(|| case.input(i / case.part(), i % case.part())),
+            },
+            Benchmark::Scatter => Calls {
+                input: Whole,
+                output: Part,
+                into: |group, case, input, output| group.scatter_into(input, output, case.root),
+                in_place: Some(|group, case, _, data| group.scatter(data, case.root)),
+                want: |case, i| Some(case.input(case.root, case.rank * case.part() + i)),
+            },
+            Benchmark::AllGatherV => Calls {
+                into: |group, case, input, output| group.all_gather_v_into(input, &case.sizes, output),
+                in_place: None,
+                ..Calls::of(Benchmark::AllGather)?
+            },
+            Benchmark::ReduceScatterV => Calls {
+                into: |group, case, input, output| group.reduce_scatter_v_into(input, &case.sizes, output, case.op),
+                in_place: None,
+                ..Calls::of(Benchmark::ReduceScatter)?
+            },
+            Benchmark::AllToAllV => Calls {
+                into: |group, case, input, output| group.all_to_all_v_into(input, &case.sizes, output, &case.sizes),
+                in_place: None,
+                ..Calls::of(Benchmark::AllToAll)?
+            },
+            Benchmark::SendRecv => Calls {
+                input: Whole,
+                output: Whole,
+                // A send may wait for its receiver, so neighbours take turns.
+                into: |group, case, input, output| {
+                    let (next, previous) = ((case.rank + 1) % case.ranks, (case.rank + case.ranks - 1) % case.ranks);
+                    if case.rank.is_multiple_of(2) {
+                        group.send(input, next)?;
+                        return group.recv(output, previous);
+                    }
+                    group.recv(output, previous)?;
+                    group.send(input, next)
+                },
+                // Who receives first would overwrite what it is to send.
+                in_place: None,
+                want: |case, i| Some(case.input((case.rank + case.ranks - 1) % case.ranks, i)),
+            },
+            Benchmark::Barrier => Calls {
+                input: Whole,
+                output: Whole,
+                into: |group, _, _, _| group.barrier(),
+                in_place: None,
+                want: |_, _| None,
+            },
+            Benchmark::Gradients => return None,
+        })
     }
-
-    /// How many parts a size consists of.
-    pub fn parts(self, ranks: usize) -> usize {
-        match self {
-            Name::AllReduce | Name::Reduce | Name::Broadcast | Name::SendRecv | Name::Barrier | Name::Gradients => 1,
-            _ => ranks,
-        }
-    }
-}
-
-impl<T: Number> Operation<T> {
-    const ALL_GATHER: Operation<T> = Operation {
-        facts: Facts {
-            name: "all_gather",
-            reduces: false,
-            rooted: false,
-            bus: |n| (n - 1.0) / n,
-            crossing: |n| n - 1.0,
-            touched: |n| [n + 1.0, n],
-        },
-        input: Part,
-        output: Whole,
-        into: |group, _, input, output| group.all_gather_into(input, output),
-        in_place: Some(|group, _, _, data| group.all_gather(data)),
-        want: |case, i| Some(case.input(i / case.part(), i % case.part())),
-    };
-
-    const REDUCE_SCATTER: Operation<T> = Operation {
-        facts: Facts {
-            name: "reduce_scatter",
-            reduces: true,
-            rooted: false,
-            bus: |n| (n - 1.0) / n,
-            crossing: |n| n - 1.0,
-            touched: |n| [n + 1.0, n + 1.0],
-        },
-        input: Whole,
-        output: Part,
-        into: |group, case, input, output| group.reduce_scatter_into(input, output, case.op),
-        in_place: Some(|group, case, _, data| group.reduce_scatter(data, case.op)),
-        want: |case, i| Some(case.reduced(case.rank * case.part() + i)),
-    };
-
-    const ALL_TO_ALL: Operation<T> = Operation {
-        facts: Facts {
-            name: "all_to_all",
-            reduces: false,
-            rooted: false,
-            bus: |n| (n - 1.0) / n,
-            crossing: |n| n - 1.0,
-            // In place a rank's part for itself stays where it is.
-            touched: |n| [2.0 * n, 2.0 * (n - 1.0)],
-        },
-        input: Whole,
-        output: Whole,
-        into: |group, _, input, output| group.all_to_all_into(input, output),
-        in_place: Some(|group, _, _, data| group.all_to_all(data)),
-        want: |case, i| Some(case.input(i / case.part(), case.rank * case.part() + i % case.part())),
-    };
-
-    /// In the order of `Name`.
-    pub const ALL: [Operation<T>; 13] = [
-        Operation {
-            facts: Facts {
-                name: "all_reduce",
-                reduces: true,
-                rooted: false,
-                bus: |n| 2.0 * (n - 1.0) / n,
-                crossing: |n| 2.0 * (n - 1.0),
-                touched: |n| [2.0 * n, 2.0 * n],
-            },
-            input: Whole,
-            output: Whole,
-            into: |group, case, input, output| group.all_reduce_into(input, output, case.op),
-            in_place: Some(|group, case, _, data| group.all_reduce(data, case.op)),
-            want: |case, i| Some(case.reduced(i)),
-        },
-        Operation {
-            facts: Facts {
-                name: "reduce",
-                reduces: true,
-                rooted: true,
-                bus: |_| 1.0,
-                crossing: |n| n - 1.0,
-                touched: |n| [n + 1.0, n + 1.0],
-            },
-            input: Whole,
-            output: Whole,
-            into: |group, case, input, output| group.reduce_into(input, output, case.op, case.root),
-            in_place: Some(|group, case, _, data| group.reduce(data, case.op, case.root)),
-            want: |case, i| (case.rank == case.root).then(|| case.reduced(i)),
-        },
-        Operation {
-            facts: Facts {
-                name: "broadcast",
-                reduces: false,
-                rooted: true,
-                bus: |_| 1.0,
-                crossing: |n| n - 1.0,
-                touched: |n| [n + 1.0, n],
-            },
-            input: Whole,
-            output: Whole,
-            into: |group, case, input, output| {
-                group.broadcast_into((case.rank == case.root).then_some(input), output, case.root)
-            },
-            in_place: Some(|group, case, _, data| group.broadcast(data, case.root)),
-            want: |case, i| Some(case.input(case.root, i)),
-        },
-        Self::ALL_GATHER,
-        Self::REDUCE_SCATTER,
-        Self::ALL_TO_ALL,
-        Operation {
-            facts: Facts {
-                name: "gather",
-                reduces: false,
-                rooted: true,
-                bus: |n| (n - 1.0) / n,
-                crossing: |n| (n - 1.0) / n,
-                touched: |n| [2.0, 2.0 * (n - 1.0) / n],
-            },
-            input: Part,
-            output: Whole,
-            into: |group, case, input, output| group.gather_into(input, output, case.root),
-            in_place: Some(|group, case, _, data| group.gather(data, case.root)),
-            want: |case, i| (case.rank == case.root).then(|| case.input(i / case.part(), i % case.part())),
-        },
-        Operation {
-            facts: Facts {
-                name: "scatter",
-                reduces: false,
-                rooted: true,
-                bus: |n| (n - 1.0) / n,
-                crossing: |n| (n - 1.0) / n,
-                touched: |n| [2.0, 2.0 * (n - 1.0) / n],
-            },
-            input: Whole,
-            output: Part,
-            into: |group, case, input, output| group.scatter_into(input, output, case.root),
-            in_place: Some(|group, case, _, data| group.scatter(data, case.root)),
-            want: |case, i| Some(case.input(case.root, case.rank * case.part() + i)),
-        },
-        Operation {
-            facts: Facts { name: "all_gather_v", ..Self::ALL_GATHER.facts },
-            into: |group, case, input, output| group.all_gather_v_into(input, &case.sizes, output),
-            in_place: None,
-            ..Self::ALL_GATHER
-        },
-        Operation {
-            facts: Facts { name: "reduce_scatter_v", ..Self::REDUCE_SCATTER.facts },
-            into: |group, case, input, output| group.reduce_scatter_v_into(input, &case.sizes, output, case.op),
-            in_place: None,
-            ..Self::REDUCE_SCATTER
-        },
-        Operation {
-            facts: Facts { name: "all_to_all_v", ..Self::ALL_TO_ALL.facts },
-            into: |group, case, input, output| group.all_to_all_v_into(input, &case.sizes, output, &case.sizes),
-            in_place: None,
-            ..Self::ALL_TO_ALL
-        },
-        Operation {
-            facts: Facts {
-                name: "send_recv",
-                reduces: false,
-                rooted: false,
-                bus: |_| 1.0,
-                crossing: |n| n,
-                touched: |n| [2.0 * n, 2.0 * n],
-            },
-            input: Whole,
-            output: Whole,
-            // A send may wait for its receiver, so neighbours take turns.
-            into: |group, case, input, output| {
-                let (next, previous) = ((case.rank + 1) % case.ranks, (case.rank + case.ranks - 1) % case.ranks);
-                if case.rank.is_multiple_of(2) {
-                    group.send(input, next)?;
-                    return group.recv(output, previous);
-                }
-                group.recv(output, previous)?;
-                group.send(input, next)
-            },
-            // Who receives first would overwrite what it is to send.
-            in_place: None,
-            want: |case, i| Some(case.input((case.rank + case.ranks - 1) % case.ranks, i)),
-        },
-        Operation {
-            facts: Facts {
-                name: "barrier",
-                reduces: false,
-                rooted: false,
-                bus: |_| 1.0,
-                crossing: |_| 0.0,
-                touched: |_| [0.0, 0.0],
-            },
-            input: Whole,
-            output: Whole,
-            into: |group, _, _, _| group.barrier(),
-            in_place: None,
-            want: |_, _| None,
-        },
-    ];
 }
 
 #[cfg(test)]
@@ -300,33 +266,28 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_table_is_in_the_order_of_names() {
-        for name in Name::value_variants() {
-            assert_eq!(Some(name.facts().name), name.to_possible_value().as_ref().map(|value| value.get_name()));
-        }
-    }
-
-    #[test]
     fn bus_factors_are_those_of_nccl_tests() {
-        let factors = |name: Name| [2.0, 4.0].map(name.facts().bus);
-        for name in [Name::AllReduce, Name::Gradients] {
-            assert_eq!(factors(name), [1.0, 1.5]);
+        let factors = |benchmark: Benchmark| [2.0, 4.0].map(benchmark.facts().bus);
+        for benchmark in [Benchmark::AllReduce, Benchmark::Gradients] {
+            assert_eq!(factors(benchmark), [1.0, 1.5]);
         }
-        for name in [Name::AllGather, Name::ReduceScatter, Name::AllToAll, Name::Gather, Name::Scatter] {
-            assert_eq!(factors(name), [0.5, 0.75]);
+        for benchmark in
+            [Benchmark::AllGather, Benchmark::ReduceScatter, Benchmark::AllToAll, Benchmark::Gather, Benchmark::Scatter]
+        {
+            assert_eq!(factors(benchmark), [0.5, 0.75]);
         }
-        for name in [Name::Reduce, Name::Broadcast, Name::SendRecv] {
-            assert_eq!(factors(name), [1.0, 1.0]);
+        for benchmark in [Benchmark::Reduce, Benchmark::Broadcast, Benchmark::SendRecv] {
+            assert_eq!(factors(benchmark), [1.0, 1.0]);
         }
     }
 
     #[test]
     fn no_rank_sends_more_than_all_together_do() {
-        for name in Name::value_variants().iter().filter(|name| name.facts().moves()) {
-            let Facts { bus, crossing, touched, .. } = name.facts();
+        for benchmark in Benchmark::value_variants().iter().filter(|benchmark| benchmark.facts().moves()) {
+            let Facts { bus, crossing, touched, .. } = benchmark.facts();
             for n in [2.0, 3.0, 8.0] {
-                assert!(bus(n) <= crossing(n) && crossing(n) <= n * bus(n), "{name:?} of {n}");
-                assert!(touched(n)[1] <= touched(n)[0] && crossing(n) <= touched(n)[0], "{name:?} of {n}");
+                assert!(bus(n) <= crossing(n) && crossing(n) <= n * bus(n), "{benchmark:?} of {n}");
+                assert!(touched(n)[1] <= touched(n)[0] && crossing(n) <= touched(n)[0], "{benchmark:?} of {n}");
             }
         }
     }

@@ -3,28 +3,10 @@
 //! All inputs are whole numbers so small that every order of summation gives the same exact result in every element
 //! type, 8-bit integers and 16-bit floats included: no result is above 126.
 
-use bonfire::{Element, ReduceOp};
-use half::{bf16, f16};
+use std::ops::Range;
 
-/// An element type that holds the oracle's numbers.
-pub trait Number: Element {
-    /// Rounded to nearest as a float, toward zero as an integer: as a mean is.
-    fn of(number: f64) -> Self;
-}
-
-macro_rules! numbers {
-    ($($type:ty: $from:expr),* $(,)?) => {$(
-        impl Number for $type {
-            fn of(number: f64) -> Self { ($from)(number) }
-        }
-    )*};
-}
-
-numbers! {
-    f32: |x| x as f32, f64: |x| x, f16: f16::from_f64, bf16: bf16::from_f64,
-    i8: |x| x as i8, i16: |x| x as i16, i32: |x| x as i32, i64: |x| x as i64,
-    u8: |x| x as u8, u16: |x| x as u16, u32: |x| x as u32, u64: |x| x as u64,
-}
+use bonfire::ReduceOp;
+use bonfire_core::internal::oracle::{Sample, reduce};
 
 /// Inputs repeat after this many elements. It is a prime: a part that lands in a wrong place is out of step.
 const PERIOD: usize = 509;
@@ -34,10 +16,18 @@ const SUMMANDS: usize = 31;
 const FACTORS: usize = 6;
 
 /// What outputs hold before a call: every type has it, and no result is it.
-pub const POISON: f64 = 127.0;
+pub const POISON: i128 = 127;
+
+/// How much of the size a rank's buffer holds.
+#[derive(Clone, Copy, PartialEq)]
+pub enum Extent {
+    Whole,
+    /// One rank's part.
+    Part,
+}
 
 /// One call, as far as its result depends on it.
-pub struct Case {
+pub struct Case<T> {
     /// Elements are only moved where the operation does not reduce.
     reduces: bool,
     pub op: ReduceOp,
@@ -49,19 +39,19 @@ pub struct Case {
     /// One rank's part as many times as there are ranks: what the operations on parts of any sizes are given.
     pub sizes: Vec<usize>,
     /// The reduction of the first elements of all inputs, one period long.
-    reduced: Vec<f64>,
+    reduced: Vec<T>,
 }
 
-impl Case {
-    pub fn new(reduces: bool, op: ReduceOp, [ranks, rank, root]: [usize; 3], count: usize) -> Case {
+impl<T: Sample> Case<T> {
+    pub fn new(reduces: bool, op: ReduceOp, [ranks, rank, root]: [usize; 3], count: usize) -> Self {
         let sizes = vec![count / ranks; ranks];
         let mut case = Case { reduces, op, ranks, rank, root, count, sizes, reduced: Vec::new() };
-        case.reduced = (0..PERIOD.min(count)).map(|i| case.reduce(i)).collect();
+        let reduced = |i| reduce(op, (0..ranks).map(|rank| case.number(rank, i)));
+        case.reduced = (0..PERIOD.min(count)).map(reduced).collect();
         case
     }
 
-    /// What `rank` brings as element `i` of its input.
-    pub fn input(&self, rank: usize, i: usize) -> f64 {
+    fn number(&self, rank: usize, i: usize) -> i128 {
         let i = i % PERIOD;
         // The high bits of a multiplicative hash: neighbours in place and rank differ.
         let mixed = ((rank * PERIOD + i) as u32).wrapping_mul(0x9E37_79B1) >> 16;
@@ -73,11 +63,16 @@ impl Case {
             _ if brings(SUMMANDS) => 1 + mixed % 4,
             _ => 0,
         };
-        f64::from(number)
+        number.into()
+    }
+
+    /// What `rank` brings as element `i` of its input.
+    pub fn input(&self, rank: usize, i: usize) -> T {
+        T::of(self.number(rank, i))
     }
 
     /// Element `i` of the reduction of all inputs.
-    pub fn reduced(&self, i: usize) -> f64 {
+    pub fn reduced(&self, i: usize) -> T {
         self.reduced[i % PERIOD]
     }
 
@@ -86,31 +81,30 @@ impl Case {
         self.count / self.ranks
     }
 
-    fn reduce(&self, i: usize) -> f64 {
-        let inputs = (0..self.ranks).map(|rank| self.input(rank, i));
-        match self.op {
-            ReduceOp::Sum => inputs.sum(),
-            ReduceOp::Mean => inputs.sum::<f64>() / self.ranks as f64,
-            ReduceOp::Max => inputs.fold(f64::MIN, f64::max),
-            ReduceOp::Min => inputs.fold(f64::MAX, f64::min),
-            ReduceOp::Product => inputs.product(),
+    /// Where this rank's part lies in a whole buffer, or all of it.
+    pub fn place(&self, extent: Extent) -> Range<usize> {
+        match extent {
+            Extent::Whole => 0..self.count,
+            Extent::Part => self.rank * self.part()..(self.rank + 1) * self.part(),
         }
     }
 }
 
 /// How many of `elements` are not what `want` says; where it says nothing, anything is right.
-pub fn wrong<T: Number>(elements: &[T], want: impl Fn(usize) -> Option<f64>) -> u64 {
-    elements.iter().enumerate().filter(|(i, element)| want(*i).is_some_and(|want| **element != T::of(want))).count()
-        as u64
+pub fn wrong<T: Sample>(elements: &[T], want: impl Fn(usize) -> Option<T>) -> u64 {
+    let is_wrong = |(i, element): &(usize, &T)| want(*i).is_some_and(|want| **element != want);
+    elements.iter().enumerate().filter(is_wrong).count() as u64
 }
 
 #[cfg(test)]
 mod tests {
+    use half::{bf16, f16};
+
     use super::*;
 
     #[test]
     fn known_reductions() {
-        let case = |op| Case::new(true, op, [3, 0, 0], 64);
+        let case = |op| Case::<f64>::new(true, op, [3, 0, 0], 64);
         let inputs: Vec<f64> = (0..3).map(|rank| case(ReduceOp::Sum).input(rank, 5)).collect();
         let [a, b, c] = inputs[..] else { unreachable!() };
         assert!(inputs.iter().all(|x| (1.0..=4.0).contains(x)));
@@ -126,14 +120,15 @@ mod tests {
     fn results_fit_every_type_exactly_with_any_number_of_ranks() {
         for ranks in [1, 2, 3, 5, 6, 7, 31, 32, 33, 100, 1024] {
             for op in ReduceOp::ALL.iter().copied() {
-                let case = Case::new(true, op, [ranks, 0, 0], PERIOD);
+                let case = Case::<f64>::new(true, op, [ranks, 0, 0], PERIOD);
                 for i in 0..PERIOD {
                     let sum: f64 = (0..ranks).map(|rank| case.input(rank, i)).sum();
                     let want = case.reduced(i);
-                    assert!((0.0..POISON).contains(&want), "{op} of {ranks} ranks is {want}");
-                    assert!(op == ReduceOp::Product || sum < POISON, "{op} of {ranks} ranks sums up to {sum}");
+                    assert!((0.0..POISON as f64).contains(&want), "{op} of {ranks} ranks is {want}");
+                    assert!(op == ReduceOp::Product || sum < POISON as f64, "{op} of {ranks} ranks sums up to {sum}");
                     if op != ReduceOp::Mean {
-                        let held = [f16::of(want).to_f64(), bf16::of(want).to_f64(), i8::of(want).into()];
+                        let whole = want as i128;
+                        let held = [f16::of(whole).to_f64(), bf16::of(whole).to_f64(), i8::of(whole).into()];
                         assert_eq!(held, [want; 3], "{op} of {ranks} ranks");
                     }
                 }
@@ -144,7 +139,7 @@ mod tests {
     #[test]
     fn every_rank_and_place_matters() {
         for (reduces, op) in [(false, ReduceOp::Sum), (true, ReduceOp::Sum), (true, ReduceOp::Product)] {
-            let case = Case::new(reduces, op, [4, 0, 0], 4096);
+            let case = Case::<u8>::new(reduces, op, [4, 0, 0], 4096);
             for rank in 1..4 {
                 assert!((0..100).any(|i| case.input(rank, i) != case.input(0, i)), "ranks 0 and {rank} are alike");
             }
@@ -157,7 +152,7 @@ mod tests {
     #[test]
     fn wrong_elements_are_counted() {
         let case = Case::new(true, ReduceOp::Sum, [2, 0, 0], 1000);
-        let mut result: Vec<f32> = (0..1000).map(|i| f32::of(case.reduced(i))).collect();
+        let mut result: Vec<f32> = (0..1000).map(|i| case.reduced(i)).collect();
         let count = |result: &[f32]| wrong(result, |i| Some(case.reduced(i)));
         assert_eq!(count(&result), 0);
         result[0] = f32::NAN;

@@ -6,7 +6,8 @@ use std::path::Path;
 use plotters::coord::Shift;
 use plotters::prelude::*;
 
-use super::report::{Figures, Report, Row};
+use super::report::{Figures, Row};
+use crate::text::binary;
 
 /// One line of a panel: its name, colour, and points.
 struct Line(&'static str, RGBColor, Vec<(f64, f64)>);
@@ -15,9 +16,9 @@ const OUT_OF_PLACE: RGBColor = RGBColor(0x1f, 0x77, 0xb4);
 const IN_PLACE: RGBColor = RGBColor(0xe0, 0x6c, 0x00);
 const FLOOR: RGBColor = RGBColor(0x70, 0x70, 0x70);
 
-/// Draws the report's rows into an SVG file.
-pub fn draw(report: &Report, title: &str, file: &Path) -> Result<(), Box<dyn Error>> {
-    let svg = render(&report.rows, title)?;
+/// Draws rows into an SVG file.
+pub fn draw(rows: &[Row], title: &str, file: &Path) -> Result<(), Box<dyn Error>> {
+    let svg = render(rows, title)?;
     Ok(std::fs::write(file, svg)?)
 }
 
@@ -27,10 +28,8 @@ fn render(rows: &[Row], title: &str) -> Result<String, Box<dyn Error>> {
         let area = SVGBackend::with_string(&mut svg, (1200, 480)).into_drawing_area();
         area.fill(&WHITE)?;
         let (left, right) = area.split_horizontally(600);
-        let bandwidth = |row: &Row, figures: &Figures| (row.bytes as f64, figures.algbw / 1e9);
-        let bandwidth = lines(rows, bandwidth, |bytes, floor| bytes / floor / 1e9);
-        let time = |row: &Row, figures: &Figures| (row.bytes as f64, figures.measured.times.typical * 1e6);
-        let time = lines(rows, time, |_, floor| floor * 1e6);
+        let bandwidth = lines(rows, |figures| figures.algbw_gbps, |bytes, floor_us| bytes / floor_us / 1e3);
+        let time = lines(rows, |figures| figures.times.time_us, |_, floor_us| floor_us);
         // Both lines rise: the names stand where none is.
         panel(&left, &format!("{title}: bandwidth"), "algbw, GB/s", SeriesLabelPosition::LowerRight, bandwidth)?;
         panel(&right, &format!("{title}: time"), "us", SeriesLabelPosition::UpperLeft, time)?;
@@ -39,15 +38,15 @@ fn render(rows: &[Row], title: &str) -> Result<String, Box<dyn Error>> {
     Ok(svg)
 }
 
-fn lines(rows: &[Row], figure: impl Fn(&Row, &Figures) -> (f64, f64), floor: impl Fn(f64, f64) -> f64) -> Vec<Line> {
-    let floor_of = |row: &Row| {
-        let bytes = row.bytes as f64;
-        row.out_of_place.floor.map(|seconds| (bytes, floor(bytes, seconds)))
+fn lines(rows: &[Row], figure: fn(&Figures) -> f64, floor: fn(f64, f64) -> f64) -> Vec<Line> {
+    let line = |point: &dyn Fn(f64, &Row) -> Option<f64>| {
+        let point = |row: &Row| Some((row.bytes as f64, point(row.bytes as f64, row)?));
+        rows.iter().filter_map(point).collect()
     };
     vec![
-        Line("out of place", OUT_OF_PLACE, rows.iter().map(|row| figure(row, &row.out_of_place)).collect()),
-        Line("in place", IN_PLACE, rows.iter().filter_map(|r| r.in_place.as_ref().map(|f| figure(r, f))).collect()),
-        Line("floor (out of place)", FLOOR, rows.iter().filter_map(floor_of).collect()),
+        Line("out of place", OUT_OF_PLACE, line(&|_, row| Some(figure(&row.out_of_place)))),
+        Line("in place", IN_PLACE, line(&|_, row| row.in_place.as_ref().map(figure))),
+        Line("floor (out of place)", FLOOR, line(&|bytes, row| Some(floor(bytes, row.out_of_place.floor_us?)))),
     ]
 }
 
@@ -90,35 +89,27 @@ fn span(values: impl Iterator<Item = f64>) -> std::ops::Range<f64> {
     low.min(high) / 1.5..high * 1.5
 }
 
-/// Bytes with a binary unit: 1K is 1024.
-pub fn binary(bytes: f64) -> String {
-    let units = ["", "K", "M", "G", "T"];
-    let unit = (bytes.max(1.0).log2() / 10.0).floor().min(4.0);
-    let number = format!("{:.1}", bytes / 1024f64.powf(unit));
-    format!("{}{}", number.strip_suffix(".0").unwrap_or(&number), units[unit as usize])
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::perf::timing::{Measured, Times};
+    use crate::perf::timing::Times;
 
-    fn row(bytes: usize, seconds: f64) -> Row {
+    fn row(bytes: usize, time_us: f64) -> Row {
+        let gbps = bytes as f64 / time_us / 1e3;
         let figures = || Figures {
-            measured: Measured {
-                times: Times { typical: seconds, median: seconds, p99: seconds, min: seconds },
-                wrong: Some(0),
-            },
-            algbw: bytes as f64 / seconds,
-            busbw: bytes as f64 / seconds,
-            floor: Some(seconds / 2.0),
+            times: Times { time_us, median_us: time_us, p99_us: time_us, min_us: time_us },
+            algbw_gbps: gbps,
+            busbw_gbps: gbps,
+            wrong: Some(0),
+            floor_us: Some(time_us / 2.0),
+            floor_percent: Some(50.0),
         };
         Row { bytes, count: bytes / 4, out_of_place: figures(), in_place: Some(figures()) }
     }
 
     #[test]
     fn draws_every_line_with_its_name_and_units() {
-        let svg = render(&[row(8, 1e-6), row(1 << 20, 1e-4), row(32 << 20, 3e-3)], "all_reduce").unwrap();
+        let svg = render(&[row(8, 1.0), row(1 << 20, 100.0), row(32 << 20, 3000.0)], "all_reduce").unwrap();
         for text in ["out of place", "in place", "floor (out of place)", "algbw, GB/s", "size, bytes"] {
             assert!(svg.contains(text), "{text}");
         }
@@ -128,13 +119,8 @@ mod tests {
 
     #[test]
     fn one_size_and_one_side_are_enough() {
-        let mut one = row(64, 1e-6);
-        (one.in_place, one.out_of_place.floor) = (None, None);
+        let mut one = row(64, 1.0);
+        (one.in_place, one.out_of_place.floor_us) = (None, None);
         assert!(render(&[one], "send_recv").unwrap().contains("out of place"));
-    }
-
-    #[test]
-    fn sizes_are_written_with_binary_units() {
-        assert_eq!([1.0, 8.0, 1024.0, 1536.0, 33554432.0].map(binary), ["1", "8", "1K", "1.5K", "32M"]);
     }
 }

@@ -2,68 +2,69 @@
 
 use std::io::{self, Write};
 
-use bonfire::DType;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
-use serde_json::{Value, json};
+use serde::Serialize;
 
-use super::Args;
+use super::args::Common;
 use super::floors::Floors;
 use super::operation::Facts;
-use super::timing::Measured;
+use super::timing::{Measured, Times};
 
 /// What all rows have in common.
+#[derive(Serialize)]
 pub struct Subject {
-    pub facts: Facts,
-    pub dtype: DType,
-    /// None where nothing is reduced.
-    pub op: Option<String>,
-    pub root: Option<usize>,
+    pub collective: String,
+    pub transport: String,
+    pub ranks: u32,
     pub level: String,
     /// Which algorithms run which sizes, where the group chooses.
     pub algorithms: Option<String>,
     /// Whether the group allocated the buffers.
     pub registered: bool,
+    pub dtype: String,
+    /// None where nothing is reduced.
+    pub op: Option<String>,
+    pub root: Option<u32>,
+    #[serde(skip)]
+    pub facts: Facts,
 }
 
 /// One size. Rank 0 has the rows.
+#[derive(Serialize)]
 pub struct Row {
     pub bytes: usize,
     pub count: usize,
+    #[serde(flatten)]
     pub out_of_place: Figures,
     pub in_place: Option<Figures>,
 }
 
 /// What follows from a measurement.
+#[derive(Serialize)]
 pub struct Figures {
-    pub measured: Measured,
-    /// Bytes per second.
-    pub algbw: f64,
-    pub busbw: f64,
-    /// In seconds.
-    pub floor: Option<f64>,
-}
-
-impl Figures {
-    fn floor_percent(&self) -> Option<f64> {
-        self.floor.map(|floor| 100.0 * floor / self.measured.times.typical)
-    }
+    #[serde(flatten)]
+    pub times: Times,
+    /// 1 GB is 1e9 bytes.
+    pub algbw_gbps: f64,
+    pub busbw_gbps: f64,
+    /// Over all ranks; None if nobody looked.
+    pub wrong: Option<u64>,
+    pub floor_us: Option<f64>,
+    pub floor_percent: Option<f64>,
 }
 
 pub struct Report {
-    transport: String,
-    ranks: u32,
-    json: bool,
     subject: Subject,
-    pub floors: Option<Floors>,
+    json: bool,
+    floors: Option<Floors>,
     pub rows: Vec<Row>,
     bar: ProgressBar,
 }
 
 impl Report {
     /// Measures the floors and prints the head of the table.
-    pub fn begin(args: &Args, subject: Subject, sizes: usize) -> io::Result<Report> {
-        let (transport, ranks) = (args.common.transport, args.common.ranks);
-        let floors = Floors::measure(transport, ranks).unwrap_or_else(|error| {
+    pub fn begin(common: &Common, subject: Subject, sizes: usize) -> io::Result<Report> {
+        let floors = Floors::measure(common.transport, common.ranks).unwrap_or_else(|error| {
             log::warn!("no floor was measured: {error}; see `bonfire doctor`");
             None
         });
@@ -72,26 +73,34 @@ impl Report {
         if let Ok(style) = ProgressStyle::with_template("{wide_bar} {pos} of {len} sizes, {eta} left") {
             bar.set_style(style);
         }
-        let rows = Vec::new();
-        let report =
-            Report { transport: transport.to_string(), ranks, json: args.common.json, subject, floors, rows, bar };
+        let report = Report { subject, json: common.json, floors, rows: Vec::new(), bar };
         report.print(&if report.json { Vec::new() } else { report.head() })?;
         Ok(report)
     }
 
-    pub fn figures(&self, bytes: usize, measured: Measured, in_place: bool) -> Figures {
-        let facts = &self.subject.facts;
-        let algbw = bytes as f64 / measured.times.typical;
-        let busbw = algbw * (facts.bus)(f64::from(self.ranks));
-        let floor = self.floors.as_ref().map(|floors| floors.seconds(facts, bytes, in_place));
-        Figures { measured, algbw, busbw, floor }
-    }
-
-    pub fn row(&mut self, row: Row) -> io::Result<()> {
-        let line = if self.json { self.object(&row).to_string() } else { self.line(&row) };
+    /// Adds a size, measured out of place and, if it comes so, in place.
+    pub fn row(&mut self, bytes: usize, count: usize, sides: &[Measured]) -> io::Result<()> {
+        let mut figures = sides.iter().zip([false, true]).map(|(side, in_place)| self.figures(bytes, side, in_place));
+        let Some(out_of_place) = figures.next() else { return Ok(()) };
+        let row = Row { bytes, count, out_of_place, in_place: figures.next() };
+        let line = if self.json { self.object(&row)? } else { self.line(&row) };
         self.rows.push(row);
         self.bar.inc(1);
         self.print(&[line])
+    }
+
+    fn figures(&self, bytes: usize, side: &Measured, in_place: bool) -> Figures {
+        let (Subject { facts, ranks, .. }, Measured { times, wrong }) = (&self.subject, *side);
+        let algbw_gbps = bytes as f64 / times.time_us / 1e3;
+        let floor_us = self.floors.as_ref().map(|floors| 1e6 * floors.seconds(facts, bytes, in_place));
+        Figures {
+            times,
+            algbw_gbps,
+            busbw_gbps: algbw_gbps * (facts.bus)(f64::from(*ranks)),
+            wrong,
+            floor_us,
+            floor_percent: floor_us.map(|floor| 100.0 * floor / times.time_us),
+        }
     }
 
     /// The end of the table.
@@ -101,17 +110,12 @@ impl Report {
     }
 
     fn head(&self) -> Vec<String> {
-        let Subject { facts, level, algorithms, registered, .. } = &self.subject;
+        let Subject { collective, transport, ranks, level, algorithms, registered, facts, .. } = &self.subject;
         let buffers = if *registered { ", the group's buffers" } else { ", buffers from anywhere" };
-        let bus = (facts.bus)(f64::from(self.ranks));
+        let version = env!("CARGO_PKG_VERSION");
+        let bus = (facts.bus)(f64::from(*ranks));
         let mut lines = vec![
-            format!(
-                "bonfire {} {}, {} ranks over {}, {level} level{buffers}",
-                env!("CARGO_PKG_VERSION"),
-                facts.name,
-                self.ranks,
-                self.transport
-            ),
+            format!("bonfire {version} {collective}, {ranks} ranks over {transport}, {level} level{buffers}"),
             format!("algorithms: {}", algorithms.as_deref().unwrap_or("none to choose")),
             "time: of one call, on the slowest rank; GB: 1e9 bytes; algbw: size / time".into(),
             format!("busbw: algbw x {bus:.3}, to compare with the hardware's bandwidth whatever the number of ranks"),
@@ -121,12 +125,12 @@ impl Report {
             None => lines.push("floor: none".into()),
         }
         lines.push("%floor: the least time this machine needs for the same bytes, in percent of the time".into());
-        let side = |title: &str| format!(" {:>10} {:>8} {:>8} {:>7} {:>6}", title, "", "", "", "");
-        let names = format!(" {:>10} {:>8} {:>8} {:>7} {:>6}", "time", "algbw", "busbw", "#wrong", "%floor");
-        let units = format!(" {:>10} {:>8} {:>8} {:>7} {:>6}", "us", "GB/s", "GB/s", "", "");
-        lines.push(format!("{:>52}{}{}", "", side("out of place"), side("in place")));
-        lines.push(format!("{:>10} {:>12} {:>6} {:>8} {:>5}{names}{names}", "size", "count", "type", "redop", "root"));
-        lines.push(format!("{:>10} {:>12} {:>6} {:>8} {:>5}{units}{units}", "bytes", "elements", "", "", ""));
+        let titles = side(["out of place", "", "", "", ""]) + &side(["in place", "", "", "", ""]);
+        let names = side(["time", "algbw", "busbw", "#wrong", "%floor"]).repeat(2);
+        let units = side(["us", "GB/s", "GB/s", "", ""]).repeat(2);
+        lines.push(format!("{:>52}{titles}", ""));
+        lines.push(subject(["size", "count", "type", "redop", "root"]) + &names);
+        lines.push(subject(["bytes", "elements", "", "", ""]) + &units);
         // The rows begin under the space behind the mark.
         lines.iter().map(|line| format!("# {line}").trim_end().to_owned()).collect()
     }
@@ -134,56 +138,44 @@ impl Report {
     fn line(&self, row: &Row) -> String {
         let Subject { dtype, op, root, .. } = &self.subject;
         let root = root.map_or("-1".into(), |root| root.to_string());
-        let op = op.as_deref().unwrap_or("none");
-        let side = |figures: Option<&Figures>| match figures {
-            None => format!(" {:>10} {:>8} {:>8} {:>7} {:>6}", "N/A", "N/A", "N/A", "N/A", "N/A"),
-            Some(figures) => format!(
-                " {:>10.2} {:>8.3} {:>8.3} {:>7} {:>6}",
-                figures.measured.times.typical * 1e6,
-                figures.algbw / 1e9,
-                figures.busbw / 1e9,
-                figures.measured.wrong.map_or("N/A".into(), |wrong| wrong.to_string()),
-                figures.floor_percent().map_or("N/A".into(), |percent| format!("{percent:.1}")),
-            ),
+        let (bytes, count, op) = (row.bytes.to_string(), row.count.to_string(), op.as_deref().unwrap_or("none"));
+        let known = |figure: Option<String>| figure.unwrap_or("N/A".into());
+        let figures = |figures: Option<&Figures>| {
+            let Some(figures) = figures else { return side(["N/A"; 5]) };
+            side([
+                &format!("{:.2}", figures.times.time_us),
+                &format!("{:.3}", figures.algbw_gbps),
+                &format!("{:.3}", figures.busbw_gbps),
+                &known(figures.wrong.map(|wrong| wrong.to_string())),
+                &known(figures.floor_percent.map(|percent| format!("{percent:.1}"))),
+            ])
         };
-        let (bytes, count, dtype) = (row.bytes, row.count, dtype.to_string());
-        let sides = side(Some(&row.out_of_place)) + &side(row.in_place.as_ref());
-        format!("  {bytes:>10} {count:>12} {dtype:>6} {op:>8} {root:>5}{sides}")
+        let sides = figures(Some(&row.out_of_place)) + &figures(row.in_place.as_ref());
+        format!("  {}{sides}", subject([&bytes, &count, dtype, op, &root]))
     }
 
-    fn object(&self, row: &Row) -> Value {
-        let Subject { facts, dtype, op, root, level, algorithms, registered } = &self.subject;
-        let side = |figures: &Figures| {
-            let times = figures.measured.times;
-            json!({
-                "time_us": times.typical * 1e6, "median_us": times.median * 1e6, "p99_us": times.p99 * 1e6,
-                "min_us": times.min * 1e6, "algbw_gbps": figures.algbw / 1e9, "busbw_gbps": figures.busbw / 1e9,
-                "wrong": figures.measured.wrong, "floor_us": figures.floor.map(|floor| floor * 1e6),
-                "floor_percent": figures.floor_percent(),
-            })
-        };
-        let mut object = json!({
-            "collective": facts.name, "transport": self.transport, "ranks": self.ranks, "level": level,
-            "algorithms": algorithms, "registered": registered,
-            "dtype": dtype.to_string(), "op": op, "root": root, "bytes": row.bytes, "count": row.count,
-            "in_place": row.in_place.as_ref().map(side),
-        });
-        if let (Value::Object(object), Value::Object(side)) = (&mut object, side(&row.out_of_place)) {
-            object.extend(side);
+    fn object(&self, row: &Row) -> serde_json::Result<String> {
+        #[derive(Serialize)]
+        struct Line<'a> {
+            #[serde(flatten)]
+            subject: &'a Subject,
+            #[serde(flatten)]
+            row: &'a Row,
         }
-        object
+        // As a value first, whose keys are in alphabetical order.
+        Ok(serde_json::to_value(Line { subject: &self.subject, row })?.to_string())
     }
 
     fn foot(&self) -> Vec<String> {
         let figures = || self.rows.iter().flat_map(|row| [Some(&row.out_of_place), row.in_place.as_ref()]).flatten();
-        let checked: Vec<u64> = figures().filter_map(|figures| figures.measured.wrong).collect();
+        let checked: Vec<u64> = figures().filter_map(|figures| figures.wrong).collect();
         let wrong = match checked.iter().sum::<u64>() {
             _ if checked.is_empty() => "not checked".into(),
             0 => "0 OK".into(),
             wrong => format!("{wrong} FAILED"),
         };
-        let mean = figures().map(|figures| figures.busbw).sum::<f64>() / figures().count().max(1) as f64;
-        vec![format!("# Wrong elements    : {wrong}"), format!("# Avg bus bandwidth : {:.3} GB/s", mean / 1e9)]
+        let mean = figures().map(|figures| figures.busbw_gbps).sum::<f64>() / figures().count().max(1) as f64;
+        vec![format!("# Wrong elements    : {wrong}"), format!("# Avg bus bandwidth : {mean:.3} GB/s")]
     }
 
     /// Prints lines between two states of the bar.
@@ -196,36 +188,44 @@ impl Report {
     }
 }
 
+/// The columns that a size has once.
+fn subject([size, count, dtype, op, root]: [&str; 5]) -> String {
+    format!("{size:>10} {count:>12} {dtype:>6} {op:>8} {root:>5}")
+}
+
+/// The columns that it has out of place and in place.
+fn side([time, algbw, busbw, wrong, floor]: [&str; 5]) -> String {
+    format!(" {time:>10} {algbw:>8} {busbw:>8} {wrong:>7} {floor:>6}")
+}
+
 #[cfg(test)]
 mod tests {
+    use serde_json::{Value, json};
+
     use super::*;
-    use crate::perf::operation::Name;
-    use crate::perf::timing::Times;
+    use crate::perf::operation::Benchmark;
 
     fn report(wrong: [Option<u64>; 2]) -> Report {
         let subject = Subject {
-            facts: Name::AllReduce.facts(),
-            dtype: DType::F32,
-            op: Some("sum".into()),
-            root: None,
+            collective: "all_reduce".into(),
+            transport: "local".into(),
+            ranks: 4,
             level: "slice".into(),
             algorithms: Some("all_reduce=native:0-".into()),
             registered: false,
+            dtype: "f32".into(),
+            op: Some("sum".into()),
+            root: None,
+            facts: Benchmark::AllReduce.facts(),
         };
-        let mut report = Report {
-            transport: "local".into(),
-            ranks: 4,
-            json: false,
-            subject,
-            floors: None,
-            rows: Vec::new(),
-            bar: ProgressBar::hidden(),
-        };
+        let bar = ProgressBar::hidden();
+        let mut report = Report { subject, json: false, floors: None, rows: Vec::new(), bar };
         let figures = |time: f64, wrong, in_place| {
-            let times = Times { typical: time, median: time, p99: 2.0 * time, min: time / 2.0 };
-            Figures { floor: Some(time / 4.0), ..report.figures(1_000_000, Measured { times, wrong }, in_place) }
+            let times = Times { time_us: time, median_us: time, p99_us: 2.0 * time, min_us: time / 2.0 };
+            let figures = report.figures(1_000_000, &Measured { times, wrong }, in_place);
+            Figures { floor_us: Some(time / 4.0), floor_percent: Some(25.0), ..figures }
         };
-        let (out_of_place, in_place) = (figures(1e-3, wrong[0], false), figures(500e-6, wrong[1], true));
+        let (out_of_place, in_place) = (figures(1000.0, wrong[0], false), figures(500.0, wrong[1], true));
         report.rows.push(Row { bytes: 1_000_000, count: 250_000, out_of_place, in_place: Some(in_place) });
         report
     }
@@ -263,7 +263,7 @@ mod tests {
     #[test]
     fn json_has_the_out_of_place_figures_on_top_and_the_others_inside() {
         let report = report([Some(1), Some(2)]);
-        let object = report.object(&report.rows[0]);
+        let object: Value = serde_json::from_str(&report.object(&report.rows[0]).unwrap()).unwrap();
         assert_eq!(object["bytes"], 1_000_000);
         assert_eq!((&object["wrong"], &object["in_place"]["wrong"]), (&json!(1), &json!(2)));
         assert_eq!((&object["time_us"], &object["in_place"]["time_us"]), (&json!(1000.0), &json!(500.0)));

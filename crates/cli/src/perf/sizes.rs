@@ -16,7 +16,7 @@ pub struct Sizes {
     factor: Option<u64>,
 
     /// Bytes from one size to the next, instead of a factor
-    #[arg(short = 'i', long, value_name = "BYTES", conflicts_with = "factor", value_parser = parse_step)]
+    #[arg(short = 'i', long, value_name = "BYTES", conflicts_with = "factor", value_parser = parse_bytes)]
     step_bytes: Option<usize>,
 
     /// Sizes in bytes, with commas between them, instead of a range
@@ -63,26 +63,18 @@ impl Sizes {
 
 /// Reads `4096`, `4K`, `32M` or `1G`.
 fn parse_bytes(text: &str) -> Result<usize, String> {
-    let (digits, shift) = match text.trim_end_matches(['k', 'K', 'm', 'M', 'g', 'G']) {
-        digits if digits.len() == text.len() => (digits, 0),
-        digits => match &text[digits.len()..] {
-            "k" | "K" => (digits, 10),
-            "m" | "M" => (digits, 20),
-            "g" | "G" => (digits, 30),
-            _ => return Err(FORM.into()),
-        },
+    let (digits, shift) = match text.as_bytes() {
+        [.., b'k' | b'K'] => (&text[..text.len() - 1], 10),
+        [.., b'm' | b'M'] => (&text[..text.len() - 1], 20),
+        [.., b'g' | b'G'] => (&text[..text.len() - 1], 30),
+        _ => (text, 0),
     };
-    let number: usize = digits.parse().map_err(|_| FORM)?;
-    match number.checked_mul(1 << shift) {
+    match digits.parse::<usize>().map_err(|_| FORM)?.checked_mul(1 << shift) {
         Some(0) => Err("there is nothing to measure at 0 bytes: give 1 or more".into()),
         // Buffers are vectors, which can be no larger.
         Some(bytes) if isize::try_from(bytes).is_ok() => Ok(bytes),
         _ => Err("more bytes than a buffer can have".into()),
     }
-}
-
-fn parse_step(text: &str) -> Result<usize, String> {
-    parse_bytes(text)
 }
 
 const FORM: &str = "write a whole number of bytes such as 4096, or 4K, 32M, 1G";

@@ -1,15 +1,13 @@
 //! An all_reduce through burn's collective API, on Flex: what it costs over the same call on slices.
 
-use std::marker::PhantomData;
-
 use bonfire::{CollectiveConfig, DType, Group, PeerId, ReduceOp, all_reduce, finish_collective, register};
+use bonfire_core::internal::oracle::Sample;
 use burn::backend::Flex;
 use burn::tensor::ops::{FloatTensor, FloatTensorOps};
 use burn::tensor::{Bytes, DType as BurnDType, TensorData, try_read_sync};
 
-use super::oracle::{Case, Number, wrong};
-use super::ranks::RanksError;
-use super::timing::Workload;
+use super::oracle::{Case, wrong};
+use super::timing::{RankError, Workload};
 
 type Primitive = FloatTensor<Flex>;
 
@@ -29,7 +27,7 @@ pub struct Peer(PeerId);
 
 impl Peer {
     /// Blocks until all ranks of the process have come here.
-    pub fn register(group: &Group) -> Result<Peer, RanksError> {
+    pub fn register(group: &Group) -> Result<Peer, RankError> {
         let id = PeerId::from(group.rank() as u32);
         register::<Flex>(id, Default::default(), CollectiveConfig::default().with_num_devices(group.world_size()))?;
         Ok(Peer(id))
@@ -46,44 +44,43 @@ impl Drop for Peer {
 
 pub struct Tensors<'a, T> {
     peer: &'a Peer,
-    case: Case,
+    case: Case<T>,
     dtype: BurnDType,
     /// None in place: the peer then gives its only handle away, so that the result may take the input's memory.
     input: Option<Primitive>,
     output: Option<Primitive>,
     in_place: bool,
-    element: PhantomData<T>,
 }
 
-impl<'a, T: Number> Tensors<'a, T> {
+impl<'a, T: Sample> Tensors<'a, T> {
     /// `T` is one of burn's floats.
     pub fn new(peer: &'a Peer, group: &Group, op: ReduceOp, count: usize, in_place: bool) -> Self {
         let dtype = element(T::DTYPE).unwrap_or(BurnDType::F32);
         let case = Case::new(true, op, [group.world_size(), group.rank(), 0], count);
-        Tensors { peer, case, dtype, input: None, output: None, in_place, element: PhantomData }
+        Tensors { peer, case, dtype, input: None, output: None, in_place }
     }
 
     fn fresh(&self) -> Primitive {
         let Case { count, rank, .. } = self.case;
-        let elements: Vec<T> = (0..count).map(|i| T::of(self.case.input(rank, i))).collect();
+        let elements: Vec<T> = (0..count).map(|i| self.case.input(rank, i)).collect();
         let data = TensorData::from_bytes(Bytes::from_elems(elements), [count], self.dtype);
         <Flex>::float_from_data(data, &Default::default())
     }
 }
 
-impl<T: Number> Workload for Tensors<'_, T> {
+impl<T: Sample> Workload for Tensors<'_, T> {
     fn reset(&mut self) {
         let fresh = Some(self.fresh());
         (self.input, self.output) = if self.in_place { (None, fresh) } else { (fresh, None) };
     }
 
-    fn call(&mut self) -> Result<(), RanksError> {
+    fn call(&mut self) -> Result<(), RankError> {
         let given = self.input.clone().or_else(|| self.output.take()).unwrap_or_else(|| self.fresh());
         self.output = Some(all_reduce::<Flex>(self.peer.0, given, self.case.op)?);
         Ok(())
     }
 
-    fn wrong(&mut self) -> Result<u64, RanksError> {
+    fn wrong(&mut self) -> Result<u64, RankError> {
         let data = self.output.take().map(|output| try_read_sync(<Flex>::float_into_data(output)));
         let Some(Some(Ok(data))) = data else { return Ok(self.case.count as u64) };
         let output: Vec<T> = bytemuck::pod_collect_to_vec(&data.bytes);
@@ -93,16 +90,15 @@ impl<T: Number> Workload for Tensors<'_, T> {
 
 #[cfg(test)]
 mod tests {
-    use std::thread;
-
     use half::f16;
 
     use super::*;
+    use crate::perf::oracle::POISON;
 
     /// All that use the process's one session of Flex are in this test.
     #[test]
     fn all_reduce_of_tensors_is_right_and_a_wrong_element_is_found() {
-        fn check<T: Number>(group: &Group, peer: &Peer, in_place: bool) {
+        fn check<T: Sample>(group: &Group, peer: &Peer, in_place: bool) {
             let mut tensors = Tensors::<T>::new(peer, group, ReduceOp::Mean, 1000, in_place);
             for wrong in 0..2 {
                 tensors.reset();
@@ -111,21 +107,19 @@ mod tests {
                 if wrong == 1 {
                     let data = try_read_sync(<Flex>::float_into_data(tensors.output.take().unwrap())).unwrap().unwrap();
                     let mut elements: Vec<T> = bytemuck::pod_collect_to_vec(&data.bytes);
-                    elements[999] = T::of(f64::MAX);
+                    elements[999] = T::of(POISON);
                     let data = TensorData::from_bytes(Bytes::from_elems(elements), [1000], tensors.dtype);
                     tensors.output = Some(<Flex>::float_from_data(data, &Default::default()));
                 }
                 assert_eq!(tensors.wrong().unwrap(), wrong, "in place: {in_place}");
             }
         }
-        let rank = |group: Group| {
+        bonfire_testing::ranks(3, |group| {
             let peer = Peer::register(&group).unwrap();
             for in_place in [false, true] {
                 check::<f32>(&group, &peer, in_place);
                 check::<f16>(&group, &peer, in_place);
             }
-        };
-        let ranks: Vec<_> = Group::threads(3).unwrap().into_iter().map(|g| thread::spawn(move || rank(g))).collect();
-        ranks.into_iter().for_each(|rank| rank.join().unwrap());
+        });
     }
 }

@@ -1,18 +1,38 @@
 //! How a call is checked and timed.
 
+use std::io;
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use bonfire::{Error, Group, ReduceOp};
+use serde::Serialize;
 
-use super::ranks::RanksError;
+/// What can go wrong on a rank.
+#[derive(Debug, thiserror::Error)]
+pub enum RankError {
+    #[error(transparent)]
+    Group(#[from] Error),
+    #[cfg(unix)]
+    #[error(transparent)]
+    Collective(#[from] bonfire::CollectiveError),
+    #[error("a rank panicked; its message is above")]
+    Panicked,
+    #[error("cannot print: {0}")]
+    Print(#[from] io::Error),
+    #[error("cannot draw {0}: {1}")]
+    Draw(PathBuf, String),
+    #[cfg(unix)]
+    #[error("MPI's launcher starts the ranks: mpirun -n {0} bonfire perf ... --transport mpi")]
+    NotByMpi(u32),
+}
 
 /// Calls of one kind, on one rank.
 pub trait Workload {
     /// Prepares a call whose result can be checked: fresh input, and an output that is wrong.
     fn reset(&mut self);
-    fn call(&mut self) -> Result<(), RanksError>;
+    fn call(&mut self) -> Result<(), RankError>;
     /// The number of wrong elements after a call that was prepared.
-    fn wrong(&mut self) -> Result<u64, RanksError>;
+    fn wrong(&mut self) -> Result<u64, RankError>;
 }
 
 #[derive(clap::Args, Clone)]
@@ -30,16 +50,17 @@ pub struct Counts {
     check: u64,
 }
 
-/// Seconds per call. Each figure is that of the rank where it is largest.
-#[derive(Clone, Copy, Debug, PartialEq)]
+/// Of one call, in microseconds. Each figure is that of the rank where it is largest.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Times {
     /// What the others are compared by: the mean of many calls, or the median where a call is a whole step.
-    pub typical: f64,
-    pub median: f64,
-    pub p99: f64,
-    pub min: f64,
+    pub time_us: f64,
+    pub median_us: f64,
+    pub p99_us: f64,
+    pub min_us: f64,
 }
 
+#[derive(Clone, Copy)]
 pub struct Measured {
     pub times: Times,
     /// Over all ranks; None if nobody looked.
@@ -55,7 +76,7 @@ const SAMPLES: u64 = 1000;
 
 /// Checks, warms up, and times back-to-back calls: first all together, for a mean free of the clock's own cost, then
 /// one by one.
-pub fn measure(group: &Group, counts: &Counts, work: &mut dyn Workload) -> Result<Measured, RanksError> {
+pub fn measure(group: &Group, counts: &Counts, work: &mut dyn Workload) -> Result<Measured, RankError> {
     let wrong = check(group, counts.check, work)?;
     let affordable = warm_up(group, counts, work)?;
     let calls = counts.iters.unwrap_or(affordable);
@@ -64,21 +85,21 @@ pub fn measure(group: &Group, counts: &Counts, work: &mut dyn Workload) -> Resul
     for _ in 0..calls {
         work.call()?;
     }
-    let mean = start.elapsed().as_secs_f64() / calls as f64;
+    let mean = microseconds(start.elapsed()) / calls as f64;
     group.barrier()?;
     let mut samples = Vec::new();
     let mut before = Instant::now();
     for _ in 0..calls.min(SAMPLES) {
         work.call()?;
         let now = Instant::now();
-        samples.push((now - before).as_secs_f64());
+        samples.push(microseconds(now - before));
         before = now;
     }
     Ok(Measured { times: slowest(group, Times::of(samples, Some(mean)))?, wrong })
 }
 
 /// Checks one call, and times `steps` that each need preparation, after a barrier. The typical one is the median.
-pub fn measure_steps(group: &Group, steps: usize, work: &mut dyn Workload) -> Result<Measured, RanksError> {
+pub fn measure_steps(group: &Group, steps: usize, work: &mut dyn Workload) -> Result<Measured, RankError> {
     let wrong = check(group, 1, work)?;
     let mut samples = Vec::new();
     for _ in 0..steps {
@@ -86,12 +107,12 @@ pub fn measure_steps(group: &Group, steps: usize, work: &mut dyn Workload) -> Re
         group.barrier()?;
         let start = Instant::now();
         work.call()?;
-        samples.push(start.elapsed().as_secs_f64());
+        samples.push(microseconds(start.elapsed()));
     }
     Ok(Measured { times: slowest(group, Times::of(samples, None))?, wrong })
 }
 
-fn check(group: &Group, calls: u64, work: &mut dyn Workload) -> Result<Option<u64>, RanksError> {
+fn check(group: &Group, calls: u64, work: &mut dyn Workload) -> Result<Option<u64>, RankError> {
     let mut wrong = [0];
     for _ in 0..calls {
         work.reset();
@@ -107,7 +128,7 @@ fn check(group: &Group, calls: u64, work: &mut dyn Workload) -> Result<Option<u6
 }
 
 /// Warms up, and decides together how many calls can be timed.
-fn warm_up(group: &Group, counts: &Counts, work: &mut dyn Workload) -> Result<u64, RanksError> {
+fn warm_up(group: &Group, counts: &Counts, work: &mut dyn Workload) -> Result<u64, RankError> {
     let (mut warm, start) = (0, Instant::now());
     // Rank 0 decides after each call whether it was warm enough, for all.
     loop {
@@ -123,12 +144,16 @@ fn warm_up(group: &Group, counts: &Counts, work: &mut dyn Workload) -> Result<u6
     }
 }
 
+fn microseconds(time: Duration) -> f64 {
+    time.as_secs_f64() * 1e6
+}
+
 fn slowest(group: &Group, times: Times) -> Result<Times, Error> {
-    let Times { typical, median, p99, min } = times;
-    let mut all = [typical, median, p99, min];
+    let Times { time_us, median_us, p99_us, min_us } = times;
+    let mut all = [time_us, median_us, p99_us, min_us];
     group.all_reduce(&mut all, ReduceOp::Max)?;
-    let [typical, median, p99, min] = all;
-    Ok(Times { typical, median, p99, min })
+    let [time_us, median_us, p99_us, min_us] = all;
+    Ok(Times { time_us, median_us, p99_us, min_us })
 }
 
 impl Times {
@@ -136,7 +161,7 @@ impl Times {
     fn of(mut samples: Vec<f64>, mean: Option<f64>) -> Times {
         samples.sort_by(f64::total_cmp);
         let at = |quantile: f64| samples[((samples.len() as f64 * quantile).ceil() as usize).max(1) - 1];
-        Times { typical: mean.unwrap_or(at(0.5)), median: at(0.5), p99: at(0.99), min: at(0.0) }
+        Times { time_us: mean.unwrap_or(at(0.5)), median_us: at(0.5), p99_us: at(0.99), min_us: at(0.0) }
     }
 }
 
@@ -148,8 +173,9 @@ mod tests {
     fn quantiles_are_samples() {
         let samples: Vec<f64> = (1..=200).rev().map(f64::from).collect();
         let times = Times::of(samples, Some(7.0));
-        assert_eq!(times, Times { typical: 7.0, median: 100.0, p99: 198.0, min: 1.0 });
-        assert_eq!(Times::of(vec![3.0, 1.0, 2.0], None), Times { typical: 2.0, median: 2.0, p99: 3.0, min: 1.0 });
+        assert_eq!(times, Times { time_us: 7.0, median_us: 100.0, p99_us: 198.0, min_us: 1.0 });
+        let few = Times { time_us: 2.0, median_us: 2.0, p99_us: 3.0, min_us: 1.0 };
+        assert_eq!(Times::of(vec![3.0, 1.0, 2.0], None), few);
     }
 
     struct Counted {
@@ -161,11 +187,11 @@ mod tests {
         fn reset(&mut self) {
             self.resets += 1;
         }
-        fn call(&mut self) -> Result<(), RanksError> {
+        fn call(&mut self) -> Result<(), RankError> {
             self.calls += 1;
             Ok(())
         }
-        fn wrong(&mut self) -> Result<u64, RanksError> {
+        fn wrong(&mut self) -> Result<u64, RankError> {
             Ok(3)
         }
     }

@@ -1,18 +1,17 @@
 //! Which ranks this node starts and what each is told in its environment.
 
-use std::io;
-#[cfg(unix)]
-use std::io::Read;
+use std::fs::File;
+use std::io::{self, Read};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, TcpListener};
-use std::str::FromStr;
 use std::thread::available_parallelism;
 
+use bonfire::Secret;
 use zeroize::Zeroizing;
 
-use super::Args;
+use super::address::Master;
+use super::args::Args;
 
 /// The ranks of this node, checked to be consistent.
-#[cfg_attr(not(unix), allow(dead_code))]
 pub struct Layout {
     pub local_world_size: u32,
     pub world_size: u32,
@@ -31,10 +30,8 @@ impl Layout {
             return Err(LayoutError::NoNodes);
         }
         let node_rank = match args.node_rank {
-            Some(node_rank) if node_rank >= nodes => {
-                return Err(LayoutError::NodeRank { node_rank, nodes });
-            }
-            Some(node_rank) => node_rank,
+            Some(node_rank) if node_rank < nodes => node_rank,
+            Some(node_rank) => return Err(LayoutError::NodeRank { node_rank, nodes }),
             None if nodes > 1 => return Err(LayoutError::NoNodeRank { nodes }),
             None => 0,
         };
@@ -51,8 +48,7 @@ impl Layout {
             None if nodes > 1 => return Err(LayoutError::NoMaster { nodes }),
             None => {
                 let host = args.host.unwrap_or(IpAddr::V4(Ipv4Addr::LOCALHOST));
-                let name = host.to_string();
-                (Master { host: name, port: 0 }, host)
+                (Master { host: host.to_string(), port: 0 }, host)
             }
         };
         if nodes > 1 && master.port == 0 {
@@ -77,105 +73,27 @@ impl Layout {
     }
 
     /// The fresh secret of a run that is on this node only.
-    #[cfg(unix)]
     pub fn secret(&self) -> Option<(&'static str, &str)> {
         self.secret.as_ref().map(|secret| ("BONFIRE_SECRET", secret.as_str()))
     }
 
     /// What the `local`th rank of this node finds in its environment.
-    #[cfg(unix)]
-    pub fn environment(&self, local: u32) -> [(&'static str, String); 12] {
-        let rank = (self.first_rank + local).to_string();
-        let local = local.to_string();
-        let world_size = self.world_size.to_string();
-        let local_world_size = self.local_world_size.to_string();
-        [
-            ("BONFIRE_RANK", rank.clone()),
-            ("BONFIRE_WORLD_SIZE", world_size.clone()),
-            ("BONFIRE_LOCAL_RANK", local.clone()),
-            ("BONFIRE_LOCAL_WORLD_SIZE", local_world_size.clone()),
-            ("BONFIRE_ADDRESS", self.master.to_string()),
-            ("BONFIRE_HOST", self.host.to_string()),
-            ("RANK", rank),
-            ("WORLD_SIZE", world_size),
-            ("LOCAL_RANK", local),
-            ("LOCAL_WORLD_SIZE", local_world_size),
-            ("MASTER_ADDR", self.master.host.clone()),
-            ("MASTER_PORT", self.master.port.to_string()),
-        ]
-    }
-}
-
-/// Where rank 0 listens.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Master {
-    /// A name or an address, without brackets.
-    host: String,
-    port: u16,
-}
-
-impl Master {
-    fn address(&self) -> Option<IpAddr> {
-        self.host.parse().ok()
-    }
-
-    /// Names are not looked up: what one means may differ from node to node.
-    fn is_loopback(&self) -> bool {
-        match self.address() {
-            Some(address) => address.is_loopback(),
-            None => self.host.eq_ignore_ascii_case("localhost"),
+    pub fn environment(&self, local: u32) -> Vec<(String, String)> {
+        let Master { host, port } = &self.master;
+        let mut environment = vec![
+            ("BONFIRE_ADDRESS".into(), self.master.to_string()),
+            ("BONFIRE_HOST".into(), self.host.to_string()),
+            ("MASTER_ADDR".into(), host.clone()),
+            ("MASTER_PORT".into(), port.to_string()),
+        ];
+        let (rank, ranks, local_ranks) = (self.first_rank + local, self.world_size, self.local_world_size);
+        let place = [("RANK", rank), ("WORLD_SIZE", ranks), ("LOCAL_RANK", local), ("LOCAL_WORLD_SIZE", local_ranks)];
+        for (name, number) in place {
+            environment.push((name.into(), number.to_string()));
+            environment.push((format!("BONFIRE_{name}"), number.to_string()));
         }
+        environment
     }
-}
-
-impl FromStr for Master {
-    type Err = AddressError;
-
-    fn from_str(text: &str) -> Result<Self, AddressError> {
-        let (host, port) = text.rsplit_once(':').ok_or(AddressError::NotHostPort)?;
-        let port = port.parse().map_err(|_| AddressError::NotHostPort)?;
-        let bracketed = host.strip_prefix('[').and_then(|h| h.strip_suffix(']'));
-        let valid = match bracketed {
-            Some(address) => address.parse::<Ipv6Addr>().is_ok(),
-            None => is_name(host),
-        };
-        if !valid {
-            return Err(AddressError::NotHostPort);
-        }
-        let host = bracketed.unwrap_or(host).to_owned();
-        let master = Self { host, port };
-        if master.address().is_some_and(|a| a.is_unspecified()) {
-            return Err(AddressError::Unspecified);
-        }
-        Ok(master)
-    }
-}
-
-impl std::fmt::Display for Master {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Self { host, port } = self;
-        if host.contains(':') { write!(f, "[{host}]:{port}") } else { write!(f, "{host}:{port}") }
-    }
-}
-
-/// Reads the value of `--host`.
-pub fn parse_host(text: &str) -> Result<IpAddr, AddressError> {
-    let host: IpAddr = text.parse().map_err(|_| AddressError::NotAddress)?;
-    if host.is_unspecified() {
-        return Err(AddressError::Unspecified);
-    }
-    Ok(host)
-}
-
-/// A malformed value of `--master` or `--host`; clap names the flag and the value.
-#[derive(Debug, PartialEq, thiserror::Error)]
-pub enum AddressError {
-    #[error("write HOST:PORT, such as 10.0.0.1:29400 or [fd00::1]:29400")]
-    NotHostPort,
-    #[error("give an IP address without a port, such as 10.0.0.2 or fd00::2")]
-    NotAddress,
-    #[error("this address names no machine: give one that the other ranks can connect to")]
-    Unspecified,
 }
 
 /// Arguments that contradict each other or lack a part.
@@ -210,7 +128,6 @@ pub enum LayoutError {
     Unreachable { master: Master, host: IpAddr },
     #[error("cannot listen on {host}: {source}; give --host an address of this node")]
     Listen { host: String, source: io::Error },
-    #[cfg(unix)]
     #[error(transparent)]
     Secret(#[from] bonfire::Error),
     #[error(
@@ -224,13 +141,12 @@ pub enum LayoutError {
 }
 
 /// A fresh secret where the run is on one node and the user gave none. Ranks inherit the user's.
-#[cfg(unix)]
 fn secret(nodes: u32, loopback: bool) -> Result<Option<Zeroizing<String>>, LayoutError> {
-    match (bonfire::Secret::from_env()?, nodes) {
+    match (Secret::from_env()?, nodes) {
         (Some(_), _) => Ok(None),
         (None, 1) => {
-            let mut bytes = Zeroizing::new([0; bonfire::Secret::LEAST]);
-            let random = std::fs::File::open("/dev/urandom").and_then(|mut file| file.read_exact(&mut bytes[..]));
+            let mut bytes = Zeroizing::new([0; Secret::LEAST]);
+            let random = File::open("/dev/urandom").and_then(|mut file| file.read_exact(&mut bytes[..]));
             random.map_err(LayoutError::Random)?;
             let digits =
                 |byte: &u8| [byte >> 4, byte & 15].map(|digit| char::from(b"0123456789abcdef"[digit as usize]));
@@ -239,12 +155,6 @@ fn secret(nodes: u32, loopback: bool) -> Result<Option<Zeroizing<String>>, Layou
         (None, _) if loopback => Ok(None),
         (None, _) => Err(LayoutError::NoSecret { nodes }),
     }
-}
-
-/// Elsewhere nothing is started.
-#[cfg(not(unix))]
-fn secret(nodes: u32, loopback: bool) -> Result<Option<Zeroizing<String>>, LayoutError> {
-    if nodes > 1 && !loopback { Err(LayoutError::NoSecret { nodes }) } else { Ok(None) }
 }
 
 /// The address this node's ranks listen on, given where rank 0 does.
@@ -271,64 +181,20 @@ fn free_port(host: &str) -> Result<u16, LayoutError> {
         .map_err(|source| LayoutError::Listen { host: host.to_owned(), source })
 }
 
-fn is_name(text: &str) -> bool {
-    let allowed = |byte: u8| byte.is_ascii_alphanumeric() || b".-_".contains(&byte);
-    !text.is_empty() && text.bytes().all(allowed)
-}
-
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeMap;
+
     use super::*;
 
     #[test]
-    fn reads_and_writes_addresses() {
-        for text in ["10.0.0.1:29400", "node-0.local:1", "[::1]:29400", "h:0"] {
-            let master: Master = text.parse().unwrap();
-            assert_eq!(master.to_string(), text);
-        }
-        let master: Master = "[::1]:29400".parse().unwrap();
-        assert_eq!(master.host, "::1");
-    }
-
-    #[test]
-    fn refuses_malformed_addresses() {
-        let malformed = [
-            "",
-            "host",
-            "host:",
-            ":29400",
-            "host:65536",
-            "host:x",
-            "::1:29400",
-            "[::1]",
-            "[h]:1",
-            "[::1:29400",
-            "a b:1",
-            "http://h:1",
-        ];
-        for text in malformed {
-            let error = text.parse::<Master>().unwrap_err();
-            assert_eq!(error, AddressError::NotHostPort, "{text:?}");
-        }
-        for text in ["0.0.0.0:1", "[::]:1"] {
-            let error = text.parse::<Master>().unwrap_err();
-            assert_eq!(error, AddressError::Unspecified, "{text:?}");
-        }
-        assert_eq!(parse_host("localhost"), Err(AddressError::NotAddress));
-        assert_eq!(parse_host("0.0.0.0"), Err(AddressError::Unspecified));
-    }
-
-    #[test]
-    fn knows_loopback() {
-        for (text, loopback) in [
-            ("127.0.0.2:1", true),
-            ("[::1]:1", true),
-            ("LocalHost:1", true),
-            ("localhost.example:1", false),
-            ("10.0.0.1:1", false),
-        ] {
-            let master: Master = text.parse().unwrap();
-            assert_eq!(master.is_loopback(), loopback, "{text}");
-        }
+    fn an_ipv6_address_is_in_brackets_only_beside_its_port() {
+        let (master, host) = ("[::1]:29400".parse().unwrap(), Ipv6Addr::LOCALHOST.into());
+        let layout = Layout { local_world_size: 1, world_size: 4, first_rank: 2, master, host, secret: None };
+        let environment: BTreeMap<_, _> = layout.environment(1).into_iter().collect();
+        let found = |name: &str| environment[name].as_str();
+        assert_eq!([found("BONFIRE_ADDRESS"), found("BONFIRE_HOST")], ["[::1]:29400", "::1"]);
+        assert_eq!([found("MASTER_ADDR"), found("MASTER_PORT")], ["::1", "29400"]);
+        assert_eq!([found("BONFIRE_RANK"), found("RANK"), found("LOCAL_RANK")], ["3", "3", "1"]);
     }
 }

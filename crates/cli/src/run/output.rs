@@ -5,7 +5,7 @@ use std::env;
 use std::io::{self, IsTerminal};
 use std::mem;
 
-use tokio::io::{AsyncRead, AsyncReadExt, AsyncWriteExt};
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinHandle;
 
@@ -102,11 +102,10 @@ impl Lines {
         for &byte in bytes {
             match byte {
                 b'\n' if self.returned => {}
-                b'\n' => done.push(mem::take(&mut self.line)),
                 // Progress bars write `\r` before and after each state; the empty lines between
                 // are nothing anybody meant to show.
                 b'\r' if self.line.is_empty() => {}
-                b'\r' => done.push(mem::take(&mut self.line)),
+                b'\n' | b'\r' => done.push(mem::take(&mut self.line)),
                 _ => {
                     self.line.push(byte);
                     if self.line.len() == LONGEST_LINE {
@@ -207,17 +206,14 @@ impl Message {
 /// Writes whole lines at once, so that nothing comes between the parts of one. tokio writes on
 /// another thread: a reader that does not read does not keep the launcher from its signals.
 async fn write(stream: Stream, bytes: &mut Vec<u8>) -> io::Result<()> {
-    match stream {
-        Stream::Stdout => write_to(tokio::io::stdout(), bytes).await?,
-        Stream::Stderr => write_to(tokio::io::stderr(), bytes).await?,
-    }
+    let mut target: Box<dyn AsyncWrite + Send + Unpin> = match stream {
+        Stream::Stdout => Box::new(tokio::io::stdout()),
+        Stream::Stderr => Box::new(tokio::io::stderr()),
+    };
+    target.write_all(bytes).await?;
+    target.flush().await?;
     bytes.clear();
     Ok(())
-}
-
-async fn write_to(mut stream: impl AsyncWriteExt + Unpin, bytes: &[u8]) -> io::Result<()> {
-    stream.write_all(bytes).await?;
-    stream.flush().await
 }
 
 fn prefix(rank: u32, width: usize, colour: bool) -> Vec<u8> {

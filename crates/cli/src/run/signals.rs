@@ -6,6 +6,8 @@ use rustix::process::Signal;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 
+use crate::machine::Machine;
+
 const FORWARDED: [Signal; 6] = [Signal::INT, Signal::TERM, Signal::HUP, Signal::QUIT, Signal::USR1, Signal::USR2];
 
 /// Catches the signals to pass on, from now until the process ends.
@@ -53,18 +55,8 @@ pub fn ends(signal: Signal) -> bool {
 /// `nohup` ignores SIGHUP for the command it starts, and a shell ignores SIGINT for a script's
 /// background jobs. A handler would undo that: for the launcher at once, and for the ranks because
 /// a caught signal returns to its default across `exec` while an ignored one stays ignored.
-#[cfg(target_os = "linux")]
+/// Only Linux says which they are.
 fn ignored() -> u64 {
-    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
-    status
-        .lines()
-        .find_map(|line| line.strip_prefix("SigIgn:"))
-        .and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok())
-        .unwrap_or(0)
-}
-
-/// There is no safe way to ask elsewhere.
-#[cfg(not(target_os = "linux"))]
-fn ignored() -> u64 {
-    0
+    let mask = Machine::this().field("proc/self/status", "SigIgn");
+    mask.and_then(|mask| u64::from_str_radix(&mask, 16).ok()).unwrap_or(0)
 }

@@ -1,6 +1,7 @@
 //! The ranks of a node from start to end.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::OsString;
 use std::future::pending;
 use std::io;
 use std::panic::resume_unwind;
@@ -8,23 +9,69 @@ use std::time::Duration;
 
 use rustix::io::Errno;
 use rustix::process::Signal;
+use tokio::runtime;
 use tokio::sync::mpsc::{self, UnboundedReceiver, UnboundedSender};
 use tokio::sync::watch;
 use tokio::task::{JoinError, JoinHandle, JoinSet};
 use tokio::time::{Instant, sleep_until, timeout};
 
+use super::args::Args;
 use super::layout::Layout;
 use super::output::{Message, Stream, forward, start_printer};
 use super::rank::{End, Rank, Signs, ended};
-use super::{Args, RunError, signals};
+use super::signals;
+use crate::text::list;
 
 /// How long output is awaited from what a rank left behind, a `tee` for instance.
 const LINGER: Duration = Duration::from_secs(1);
 /// How long output may take to be printed once the launcher was told to end and the ranks have.
 const PRINTING: Duration = Duration::from_secs(2);
 
+#[derive(Debug, thiserror::Error)]
+pub enum RunError {
+    #[error("cannot set up the launcher: {0}")]
+    Runtime(io::Error),
+    #[error(
+        "command not found: {command:?} ({source}): check its spelling, PATH, and the interpreter \
+         named in its first line"
+    )]
+    NotFound { command: OsString, source: io::Error },
+    #[error(
+        "command cannot be executed: {command:?} ({source}): check its permissions, and the first \
+         line if it is a script"
+    )]
+    NotExecutable { command: OsString, source: io::Error },
+    #[error("cannot start rank {rank}: {source}; the ranks already started were killed")]
+    Start { rank: u32, source: io::Error },
+    #[error("cannot wait for a rank: {0}; all ranks were killed")]
+    Wait(io::Error),
+    #[error("cannot print the output of the ranks: {0}; the ranks were ended")]
+    Output(io::Error),
+}
+
+impl RunError {
+    /// 126 and 127 are a shell's statuses for a command it could not execute or find.
+    pub fn status(&self) -> u8 {
+        match self {
+            Self::NotFound { .. } => 127,
+            Self::NotExecutable { .. } => 126,
+            _ => 1,
+        }
+    }
+}
+
 /// Starts the ranks, waits for their end and returns the launcher's exit status.
-pub async fn supervise(layout: &Layout, args: &Args) -> Result<u8, RunError> {
+pub fn run(layout: &Layout, args: &Args) -> Result<u8, RunError> {
+    // The ranks ask to die with the thread that started them (see `rank`). On this runtime that is
+    // the main thread, which lives as long as the process.
+    let runtime = runtime::Builder::new_current_thread().enable_all().build().map_err(RunError::Runtime)?;
+    let ended = runtime.block_on(supervise(layout, args));
+    // A write to a pipe nobody reads any more must not hold up the exit.
+    runtime.shutdown_background();
+    ended
+}
+
+async fn supervise(layout: &Layout, args: &Args) -> Result<u8, RunError> {
     // Signals are caught before there is a rank that one could orphan.
     let mut signals = signals::listen().map_err(RunError::Runtime)?;
     let (messages, printer) = start_printer(layout, !args.no_prefix);
@@ -129,28 +176,24 @@ impl Supervisor {
 
     /// Prints what is left to print.
     async fn finish(self, signals: &mut UnboundedReceiver<Signal>) -> Result<u8, RunError> {
-        let status = match &self.ending {
-            None => 0,
-            Some(Ending { cause: Cause::Failure { end, .. }, .. }) => end.status(),
-            Some(Ending { cause: Cause::Signal(signal), .. }) => signals::exit_status(signal.as_raw()),
-            Some(Ending { cause: Cause::Output(_), .. }) => 1,
+        let (status, patience, report) = match self.ending.map(|ending| ending.cause) {
+            None => (0, None, None),
+            Some(Cause::Output(error)) => return Err(RunError::Output(error)),
+            Some(Cause::Signal(signal)) => {
+                (signals::exit_status(signal.as_raw()), Some(Instant::now() + PRINTING), None)
+            }
+            Some(Cause::Failure { local, end }) => {
+                let what = format!("rank {} failed: it {end}", self.first_rank + local);
+                (end.status(), None, Some(Message::Failure { local, what }))
+            }
         };
-        let cause = self.ending.map(|ending| ending.cause);
-        let patience = match &cause {
-            Some(Cause::Signal(_)) => Some(Instant::now() + PRINTING),
-            _ => None,
-        };
-        if let Some(Cause::Output(error)) = cause {
-            return Err(RunError::Output(error));
-        }
         let (messages, mut notes, printer) = (self.messages, self.notes, self.printer);
         let printing = async move {
             // The report comes after what was noted on the way to it.
             while notes.join_next().await.is_some() {}
-            if let Some(Cause::Failure { local, end }) = cause {
-                let what = format!("rank {} failed: it {end}", self.first_rank + local);
+            if let Some(report) = report {
                 // Fails only with the printer, which is asked next.
-                let _ = messages.send(Message::Failure { local, what }).await;
+                let _ = messages.send(report).await;
             }
             drop(messages);
             match printer {
@@ -250,11 +293,11 @@ impl Supervisor {
     }
 
     fn list_running(&self) -> String {
-        let ranks: Vec<_> = self.running.iter().map(|local| (self.first_rank + local).to_string()).collect();
-        match ranks.len() {
-            0 => "what the ranks left behind".to_owned(),
-            1 => format!("rank {}", ranks[0]),
-            _ => format!("ranks {}", ranks.join(", ")),
+        let ranks: Vec<_> = self.running.iter().map(|local| self.first_rank + local).collect();
+        match &ranks[..] {
+            [] => "what the ranks left behind".to_owned(),
+            [rank] => format!("rank {rank}"),
+            ranks => format!("ranks {}", list(ranks)),
         }
     }
 }

@@ -4,30 +4,27 @@ use std::fs::{self, File};
 use std::io::Write;
 use std::path::PathBuf;
 
+use bonfire::ReduceOp;
 use bonfire::trace::{State, Trace};
-use bonfire::{Group, ReduceOp};
-
-use super::{Group as Traces, read, report};
 use bonfire_testing::fuzz::fuzz;
+use bonfire_testing::ranks;
+
+use super::diagnosis::Diagnosis;
+use super::{read, report};
 
 /// The traces of three ranks that called much, of which one disagreed at the end.
 fn traces() -> Vec<Vec<u8>> {
-    let groups = Group::threads(3).unwrap();
-    let ranks = groups.into_iter().map(|group| {
-        std::thread::spawn(move || {
-            group.barrier().unwrap();
-            group.all_reduce(&mut [1f32; 8], ReduceOp::Mean).unwrap();
-            match group.rank() {
-                0 => group.send(&[1u8], 1).unwrap(),
-                1 => group.recv(&mut [0u8], 0).unwrap(),
-                _ => {}
-            }
-            group.reduce(&mut vec![1i64; 3 + group.rank() / 2], ReduceOp::Max, 1).unwrap_err();
-            serde_json::to_vec(&group.trace()).unwrap()
-        })
+    let mut traces = ranks(3, |group| {
+        group.barrier().unwrap();
+        group.all_reduce(&mut [1f32; 8], ReduceOp::Mean).unwrap();
+        match group.rank() {
+            0 => group.send(&[1u8], 1).unwrap(),
+            1 => group.recv(&mut [0u8], 0).unwrap(),
+            _ => {}
+        }
+        group.reduce(&mut vec![1i64; 3 + group.rank() / 2], ReduceOp::Max, 1).unwrap_err();
+        serde_json::to_vec(&group.trace()).unwrap()
     });
-    let ranks: Vec<_> = ranks.collect();
-    let mut traces: Vec<_> = ranks.into_iter().map(|rank| rank.join().unwrap()).collect();
     // One more, of a rank that is still in its last operation.
     let mut open: serde_json::Value = serde_json::from_slice(&traces[1]).unwrap();
     let last = open["operations"].as_array_mut().unwrap().last_mut().unwrap();
@@ -51,7 +48,7 @@ fn check(trace: &Trace) {
 /// Everything that is printed of these files.
 fn printed(files: &[PathBuf]) -> Result<String, String> {
     let groups = read(files)?;
-    let text = |group: &Traces| format!("{}{}", report::text(group, 12), report::object(group, 12));
+    let text = |group: &Diagnosis| format!("{}{}", report::text(group, 12), report::object(group, 12));
     Ok(groups.iter().map(|group| text(group) + if group.is_well() { "" } else { "\n" }).collect())
 }
 

@@ -1,48 +1,42 @@
 //! Who comes last, and how long the others wait for it.
 
-use bonfire::trace::{Record, Trace};
+use std::cmp::Reverse;
+use std::collections::BTreeMap;
 
-use super::group::Collectives;
+use bonfire::trace::{Record, Trace};
+use serde::Serialize;
+
+/// The collectives of all traces by number in the sequence: the traces' indices with their records.
+pub type Collectives<'a> = BTreeMap<u64, Vec<(usize, &'a Record)>>;
 
 /// Ranks whose times can be compared, and the operations that all of them have in their traces.
+#[derive(Serialize)]
 pub struct Pace {
     pub host: String,
-    pub ranks: Vec<usize>,
     /// Operations compared.
     pub compared: usize,
-    /// From the first of them to the last, in nanoseconds.
-    pub span: u64,
-    /// One for each rank.
-    pub ranked: Vec<Ranked>,
+    /// From the first of them to the last.
+    span_ns: u64,
+    /// Who made the others wait, the worst first.
+    pub slow: Vec<usize>,
+    pub ranks: Vec<Ranked>,
 }
 
 /// How often a rank came last, and what it cost.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Serialize)]
 pub struct Ranked {
     pub rank: usize,
     pub last: usize,
-    /// For how long all others were there, in nanoseconds.
-    pub cost: u64,
+    /// For how long all others were there.
+    pub cost_ns: u64,
     /// The most in one operation.
-    pub worst: u64,
+    pub worst_ns: u64,
+    /// The part of the time that went by while all others waited for this rank.
+    pub share: f64,
 }
 
 /// A rank is called slow if the others waited for it for this part of the time.
 const SLOW: f64 = 0.05;
-
-impl Pace {
-    /// Who made the others wait, the worst first.
-    pub fn slow(&self) -> Vec<Ranked> {
-        let mut slow: Vec<_> = self.ranked.iter().filter(|r| self.share(r) >= SLOW).copied().collect();
-        slow.sort_by_key(|ranked| std::cmp::Reverse(ranked.cost));
-        slow
-    }
-
-    /// The part of the time that went by while all others waited for this rank.
-    pub fn share(&self, ranked: &Ranked) -> f64 {
-        if self.span == 0 { 0.0 } else { ranked.cost as f64 / self.span as f64 }
-    }
-}
 
 /// By clock, for those that two ranks or more share.
 pub fn paces(traces: &[Trace], collectives: &Collectives<'_>) -> Vec<Pace> {
@@ -57,28 +51,31 @@ fn pace(traces: &[Trace], collectives: &Collectives<'_>, clock: &str) -> Option<
     if here.len() < 2 {
         return None;
     }
-    let mut ranked: Vec<_> =
-        here.iter().map(|i| Ranked { rank: traces[*i].rank, last: 0, cost: 0, worst: 0 }).collect();
+    let ranked = |i: &usize| Ranked { rank: traces[*i].rank, last: 0, cost_ns: 0, worst_ns: 0, share: 0.0 };
+    let mut ranks: Vec<_> = here.iter().map(ranked).collect();
     let (mut compared, mut first, mut end) = (0, u64::MAX, 0);
     for records in collectives.values() {
-        let mut begun: Vec<(u64, usize)> =
-            here.iter().filter_map(|i| Some((begun(records, *i)?, traces[*i].rank))).collect();
+        let mut begun: Vec<_> = (0..here.len()).filter_map(|i| Some((begun(records, here[i])?, i))).collect();
+        begun.sort_unstable();
+        let [.., (before, _), (last, slowest)] = begun[..] else { continue };
         if begun.len() < here.len() {
             continue;
         }
-        begun.sort_unstable();
-        let [.., (before, _), (last, rank)] = begun[..] else { continue };
         compared += 1;
         (first, end) = (first.min(begun[0].0), end.max(last));
-        if let Some(ranked) = ranked.iter_mut().find(|ranked| ranked.rank == rank) {
-            ranked.last += 1;
-            ranked.cost = ranked.cost.saturating_add(last - before);
-            ranked.worst = ranked.worst.max(last - before);
-        }
+        let slowest = &mut ranks[slowest];
+        slowest.last += 1;
+        slowest.cost_ns = slowest.cost_ns.saturating_add(last - before);
+        slowest.worst_ns = slowest.worst_ns.max(last - before);
     }
-    let ranks = here.iter().map(|i| traces[*i].rank).collect();
-    let host = traces[here[0]].host.clone();
-    Some(Pace { host, ranks, compared, span: end.saturating_sub(first), ranked })
+    let span_ns = end.saturating_sub(first);
+    for ranked in ranks.iter_mut().filter(|_| span_ns > 0) {
+        ranked.share = ranked.cost_ns as f64 / span_ns as f64;
+    }
+    let mut slow: Vec<_> = ranks.iter().filter(|ranked| ranked.share >= SLOW).collect();
+    slow.sort_by_key(|ranked| Reverse(ranked.cost_ns));
+    let slow = slow.into_iter().map(|ranked| ranked.rank).collect();
+    Some(Pace { host: traces[here[0]].host.clone(), compared, span_ns, slow, ranks })
 }
 
 fn begun(records: &[(usize, &Record)], trace: usize) -> Option<u64> {

@@ -3,12 +3,12 @@
 use bonfire::trace::{Record, State, Trace};
 use serde_json::{Value, json};
 
-use super::group::{Disagreement, Group, Stand, gather};
-use super::pace::Pace;
-use super::ranks::{named, numbers};
+use super::diagnosis::{Called, Diagnosis, Disagreement, Lonely, Stand, gather};
+use super::pace::{Pace, Ranked};
+use crate::text::{list, named, numbers, time};
 
 /// A text of several lines, the findings first.
-pub fn text(group: &Group, last: usize) -> String {
+pub fn text(group: &Diagnosis, last: usize) -> String {
     let size = group.traces.len() + group.absent.len();
     let name = group.traces.first().and_then(|trace| trace.group.as_deref()).unwrap_or("without a name");
     let mut lines = vec![format!("group {name}: traces of {} of {size} ranks", group.traces.len()), String::new()];
@@ -28,7 +28,7 @@ pub fn text(group: &Group, last: usize) -> String {
 }
 
 /// What kind of thing, and what.
-fn findings(group: &Group) -> Vec<(&'static str, String)> {
+fn findings(group: &Diagnosis) -> Vec<(&'static str, String)> {
     let mut found = Vec::new();
     found.extend(group.failures().into_iter().map(|(text, ranks)| ("failed", format!("{}: {text}", named(&ranks)))));
     let at = group.stand.as_ref().map_or(String::new(), at);
@@ -38,20 +38,21 @@ fn findings(group: &Group) -> Vec<(&'static str, String)> {
     }
     if let Some(stand) = &group.stand {
         let newest = group.traces.iter().map(|trace| trace.taken_unix).max().unwrap_or(0);
-        for (rank, last) in &stand.behind {
+        for behind in &stand.behind {
+            let (rank, last) = (behind.rank, behind.last.as_ref());
             let last = match last {
                 Some(last) => format!("called {last} #{} last ({}), from {}", last.sequence, last.state, last.at),
                 None => "has called no collective".into(),
             };
-            let trace = group.traces.iter().find(|trace| trace.rank == *rank);
+            let trace = group.traces.iter().find(|trace| trace.rank == rank);
             let older = match trace.map_or(0, |trace| newest.saturating_sub(trace.taken_unix)) {
                 0..2 => String::new(),
                 older => format!("; its trace is {older} s older than the newest, so it may have come since"),
             };
             found.push(("missing", format!("rank {rank} {last}{at}{older}")));
         }
-        for (rank, after) in &stand.late {
-            let what = format!("rank {rank} came {} after others had given up{at}", time(*after));
+        for late in &stand.late {
+            let what = format!("rank {} came {} after others had given up{at}", late.rank, time(late.after_ns));
             found.push(("missing", what));
         }
         if group.absent.is_empty() && stand.behind.is_empty() && stand.late.is_empty() {
@@ -59,8 +60,8 @@ fn findings(group: &Group) -> Vec<(&'static str, String)> {
         }
     }
     for lonely in &group.messages {
-        let (rank, peer, record) = (lonely.rank, lonely.peer, &lonely.record);
-        let what = format!("rank {peer} has not called the other side of rank {rank}'s {record} #{}", record.sequence);
+        let Lonely { rank, call, sequence, peer } = lonely;
+        let what = format!("rank {peer} has not called the other side of rank {rank}'s {call} #{sequence}");
         found.push(("missing", what));
     }
     found.extend(group.disagreements.iter().map(|disagreement| ("disagree", differ(disagreement))));
@@ -75,40 +76,42 @@ fn findings(group: &Group) -> Vec<(&'static str, String)> {
 }
 
 fn at(stand: &Stand) -> String {
-    let calls = stand.inside.iter().map(|(call, ranks)| format!("{} called {call}", named(ranks)));
-    format!("; at #{} {}", stand.sequence, calls.collect::<Vec<_>>().join(", "))
+    format!("; at #{} {}", stand.sequence, called(&stand.calls))
 }
 
-fn differ(disagreement: &Disagreement) -> String {
-    let calls = disagreement.calls.iter().map(|(call, ranks)| format!("{} called {call}", named(ranks)));
-    let calls = calls.collect::<Vec<_>>().join(", ");
-    match disagreement.between {
-        None => format!("at #{}: {calls}", disagreement.sequence),
-        Some((from, to)) => format!("message #{} from rank {from} to rank {to}: {calls}", disagreement.sequence),
+fn called(calls: &[Called]) -> String {
+    let called = |Called { call, ranks }: &Called| format!("{} called {call}", named(ranks));
+    list(&calls.iter().map(called).collect::<Vec<_>>())
+}
+
+fn differ(Disagreement { sequence, between, calls }: &Disagreement) -> String {
+    let calls = called(calls);
+    match between {
+        None => format!("at #{sequence}: {calls}"),
+        Some((from, to)) => format!("message #{sequence} from rank {from} to rank {to}: {calls}"),
     }
 }
 
 fn slow(pace: &Pace) -> Vec<String> {
-    let (ranks, host, compared) = (named(&pace.ranks), &pace.host, pace.compared);
-    if compared == 0 {
+    let Pace { host, compared, .. } = pace;
+    let ranks = named(&pace.ranks.iter().map(|ranked| ranked.rank).collect::<Vec<_>>());
+    if *compared == 0 {
         return vec![format!("not to be said of {ranks} on {host}: their traces hold no operation of all of them")];
     }
-    let slow = pace.slow();
-    if slow.is_empty() {
+    if pace.slow.is_empty() {
         return vec![format!("nobody of {ranks} on {host}, in {compared} operations")];
     }
-    let describe = |ranked: &super::pace::Ranked| {
+    let describe = |Ranked { rank, last, cost_ns, worst_ns, share }: &Ranked| {
         format!(
-            "rank {}: the others of {ranks} on {host} waited {} for it, {:.0} % of the time, at most {} at once; it came \
-             last in {} of {compared} operations",
-            ranked.rank,
-            time(ranked.cost),
-            100.0 * pace.share(ranked),
-            time(ranked.worst),
-            ranked.last
+            "rank {rank}: the others of {ranks} on {host} waited {} for it, {:.0} % of the time, at most {} at once; \
+             it came last in {last} of {compared} operations",
+            time(*cost_ns),
+            100.0 * share,
+            time(*worst_ns),
         )
     };
-    slow.iter().map(describe).collect()
+    let ranked = |slow: &usize| pace.ranks.iter().find(|ranked| ranked.rank == *slow).map(describe);
+    pace.slow.iter().filter_map(ranked).collect()
 }
 
 /// Time in operations, in nanoseconds; one that is not done lasts until the trace was taken.
@@ -117,7 +120,7 @@ fn waited(trace: &Trace) -> u64 {
     durations.fold(0, u64::saturating_add)
 }
 
-fn ranks(group: &Group) -> Vec<Vec<String>> {
+fn ranks(group: &Diagnosis) -> Vec<Vec<String>> {
     let mut rows =
         vec![["rank", "host", "process", "collectives", "waited", "last operation"].map(String::from).to_vec()];
     for trace in &group.traces {
@@ -153,7 +156,7 @@ impl Row<'_> {
 }
 
 /// The last operations: collectives in their order, each message with the collective that its rank had begun before it.
-fn rows(group: &Group, last: usize) -> Vec<Row<'_>> {
+fn rows(group: &Diagnosis, last: usize) -> Vec<Row<'_>> {
     let mut keyed = Vec::new();
     for trace in &group.traces {
         // The collectives that the trace has forgotten came before.
@@ -181,7 +184,7 @@ fn rows(group: &Group, last: usize) -> Vec<Row<'_>> {
     rows.split_off(rows.len().saturating_sub(last))
 }
 
-fn operations(group: &Group, last: usize) -> Vec<Vec<String>> {
+fn operations(group: &Diagnosis, last: usize) -> Vec<Vec<String>> {
     let mut table = vec![["#", "called", "done", "begun", "failed", "apart", "from"].map(String::from).to_vec()];
     for row in rows(group, last) {
         let list = |state| match row.with(state) {
@@ -213,61 +216,12 @@ fn columns(rows: Vec<Vec<String>>) -> Vec<String> {
     rows.iter().map(line).collect()
 }
 
-/// Nanoseconds in a unit that suits.
-fn time(nanoseconds: u64) -> String {
-    let t = nanoseconds as f64;
-    match nanoseconds {
-        0 => "0 s".into(),
-        1..1_000 => format!("{nanoseconds} ns"),
-        1_000..1_000_000 => format!("{:.1} us", t / 1e3),
-        1_000_000..1_000_000_000 => format!("{:.1} ms", t / 1e6),
-        _ => format!("{:.2} s", t / 1e9),
-    }
-}
-
 /// The same for programs.
-pub fn object(group: &Group, last: usize) -> Value {
-    let calls = |calls: &[(bonfire::Call, Vec<usize>)]| -> Vec<Value> {
-        calls.iter().map(|(call, ranks)| json!({ "call": call.to_string(), "ranks": ranks })).collect()
-    };
+pub fn object(group: &Diagnosis, last: usize) -> Value {
     let ranks = group.traces.iter().map(|trace| {
         json!({
             "rank": trace.rank, "host": trace.host, "process": trace.process, "clock": trace.clock,
             "taken_unix": trace.taken_unix, "collectives": trace.collectives, "waited_ns": waited(trace),
-        })
-    });
-    let stand = group.stand.as_ref().map(|stand| {
-        let behind = stand.behind.iter().map(|(rank, last)| {
-            let (call, sequence) = (last.as_ref().map(ToString::to_string), last.as_ref().map(|last| last.sequence));
-            json!({ "rank": rank, "last_call": call, "last_sequence": sequence })
-        });
-        let late = stand.late.iter().map(|(rank, after)| json!({ "rank": rank, "after_ns": after }));
-        json!({
-            "sequence": stand.sequence, "calls": calls(&stand.inside),
-            "behind": behind.collect::<Vec<_>>(), "late": late.collect::<Vec<_>>(),
-        })
-    });
-    let messages = group.messages.iter().map(|lonely| {
-        json!({
-            "rank": lonely.rank, "call": lonely.record.to_string(), "sequence": lonely.record.sequence,
-            "missing": lonely.peer,
-        })
-    });
-    let disagreements = group.disagreements.iter().map(|disagreement| {
-        let between = disagreement.between.map(|(from, to)| [from, to]);
-        json!({ "sequence": disagreement.sequence, "from_to": between, "calls": calls(&disagreement.calls) })
-    });
-    let paces = group.paces.iter().map(|pace| {
-        let ranked = pace.ranked.iter().map(|ranked| {
-            json!({
-                "rank": ranked.rank, "last": ranked.last, "cost_ns": ranked.cost, "worst_ns": ranked.worst,
-                "share": pace.share(ranked),
-            })
-        });
-        let slow: Vec<_> = pace.slow().iter().map(|ranked| ranked.rank).collect();
-        json!({
-            "host": pace.host, "compared": pace.compared, "span_ns": pace.span, "slow": slow,
-            "ranks": ranked.collect::<Vec<_>>(),
         })
     });
     let operations = rows(group, last).into_iter().map(|row| {
@@ -283,10 +237,10 @@ pub fn object(group: &Group, last: usize) -> Value {
         "world_size": group.traces.len() + group.absent.len(),
         "failures": failures.collect::<Vec<_>>(),
         "absent": group.absent,
-        "unfinished": stand,
-        "messages": messages.collect::<Vec<_>>(),
-        "disagreements": disagreements.collect::<Vec<_>>(),
-        "paces": paces.collect::<Vec<_>>(),
+        "unfinished": group.stand,
+        "messages": group.messages,
+        "disagreements": group.disagreements,
+        "paces": group.paces,
         "ranks": ranks.collect::<Vec<_>>(),
         "operations": operations.collect::<Vec<_>>(),
     })

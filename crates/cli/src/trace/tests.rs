@@ -3,7 +3,7 @@
 use bonfire::trace::{State, Trace};
 use serde_json::{Value, json};
 
-use super::group::Group;
+use super::diagnosis::Diagnosis;
 use super::report;
 
 /// A trace on host `host`, of operations as `record` makes them.
@@ -48,7 +48,7 @@ fn done(sequence: u64, begun: u64) -> Value {
 #[test]
 fn a_job_that_has_done_everything_is_well() {
     let traces = (0..3).map(|rank| trace(rank, 3, "a", &[done(0, 10), done(1, 20)])).collect();
-    let group = Group::new(traces);
+    let group = Diagnosis::new(traces);
     assert!(group.is_well());
     let text = report::text(&group, 10);
     assert!(text.contains("group g: traces of 3 of 3 ranks") && !text.contains("missing"), "{text}");
@@ -57,7 +57,7 @@ fn a_job_that_has_done_everything_is_well() {
 #[test]
 fn ranks_that_are_absent_behind_or_late_are_missing() {
     let failed = |begun| record(1, 8, State::Failed, begun, Some(begun + 50));
-    let group = Group::new(vec![
+    let group = Diagnosis::new(vec![
         trace(0, 5, "a", &[done(0, 10), failed(100)]),
         trace(1, 5, "a", &[done(0, 10)]),
         trace(2, 5, "a", &[done(0, 10), failed(180)]),
@@ -81,7 +81,7 @@ fn ranks_that_are_absent_behind_or_late_are_missing() {
 #[test]
 fn the_first_operation_that_is_not_done_counts() {
     // Rank 1 was told of the failure in the operation after the one that rank 0 waited in.
-    let group = Group::new(vec![
+    let group = Diagnosis::new(vec![
         trace(0, 3, "a", &[record(0, 8, State::Failed, 1, Some(2))]),
         trace(1, 3, "a", &[done(0, 1), record(1, 8, State::Failed, 1500, Some(1600))]),
     ]);
@@ -92,7 +92,7 @@ fn the_first_operation_that_is_not_done_counts() {
 #[test]
 fn different_calls_are_listed_with_who_made_them() {
     let other = |sequence| record(sequence, 9, State::Failed, 20, Some(30));
-    let group = Group::new(vec![
+    let group = Diagnosis::new(vec![
         trace(0, 3, "a", &[done(0, 10), other(1)]),
         trace(1, 3, "b", &[done(0, 10), record(1, 8, State::Failed, 20, Some(30))]),
         trace(2, 3, "c", &[done(0, 10), other(1)]),
@@ -107,7 +107,7 @@ fn different_calls_are_listed_with_who_made_them() {
 
 #[test]
 fn messages_are_matched_with_their_other_side() {
-    let group = Group::new(vec![
+    let group = Diagnosis::new(vec![
         trace(0, 3, "a", &[message(0, 4, State::Done, 1, true), message(1, 5, State::Done, 1, true)]),
         trace(
             1,
@@ -140,7 +140,7 @@ fn a_slow_rank_costs_what_the_others_waited_for_it() {
     let of = |rank: usize| (0..3).map(|i| done(i as u64, 1000 + times[i][rank])).collect::<Vec<_>>();
     let mut traces: Vec<_> = (0..3).map(|rank| trace(rank, 4, "a", &of(rank))).collect();
     traces.push(trace(3, 4, "elsewhere", &[done(0, 1)]));
-    let group = Group::new(traces);
+    let group = Diagnosis::new(traces);
     let pace = &report::object(&group, 10)["paces"];
     assert_eq!(pace.as_array().unwrap().len(), 1);
     assert_eq!((&pace[0]["compared"], &pace[0]["span_ns"], &pace[0]["slow"]), (&json!(3), &json!(202), &json!([2])));
@@ -158,7 +158,7 @@ fn the_last_operations_are_shown_in_their_order() {
         operations.insert(at, message(0, 4, State::Done, 1 - rank, rank == 0));
         operations
     };
-    let group = Group::new(vec![trace(0, 2, "a", &operations(0)), trace(1, 2, "a", &operations(1))]);
+    let group = Diagnosis::new(vec![trace(0, 2, "a", &operations(0)), trace(1, 2, "a", &operations(1))]);
     let object = report::object(&group, 4);
     let calls: Vec<_> = object["operations"].as_array().unwrap().iter().map(|o| o["call"].as_str().unwrap()).collect();
     let reduce = "all_reduce(f32 x 8, sum)";
