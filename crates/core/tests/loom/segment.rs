@@ -8,12 +8,9 @@ use std::os::fd::OwnedFd;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use super::control::{Control, Line, Offer};
+use super::control::{Control, INLINE, Line, Offer};
 use crate::models::memory;
 use crate::sync::{AtomicU64, Cell};
-
-/// Two elements.
-pub(super) const INLINE: usize = 16;
 
 /// As in the crate.
 pub(super) const TINY: usize = 8;

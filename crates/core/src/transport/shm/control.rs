@@ -1,8 +1,10 @@
 //! What ranks tell each other in the memory that they share.
 
-use super::segment::INLINE;
 use super::sleeper::Sleeper;
 use crate::sync::{AtomicU64, Cell};
+
+/// Bytes of one rank's contribution to a small operation that travel in its offer; two elements in models.
+pub(super) const INLINE: usize = if cfg!(bonfire_loom) { 16 } else { 8 << 10 };
 
 /// Keeps what it holds on cache lines of its own (two, since processors fetch lines in pairs).
 #[repr(C, align(128))]

@@ -20,9 +20,6 @@ use rustix::process::{Resource, getrlimit};
 
 use super::control::Control;
 
-/// Bytes of one rank's contribution to a small operation that travel in its offer.
-pub(super) const INLINE: usize = 8 << 10;
-
 /// Operations of at most so many bytes travel in the offers wherever their buffers are. Larger ones go straight between
 /// buffers in the arenas: that takes a second hand-off, but copies nothing on the way.
 pub(super) const TINY: usize = 1 << 10;

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::segment::INLINE;
+use super::control::INLINE;
 use super::{Phase, Shm};
 use crate::sync::Deadline;
 use crate::transport::Buffers;
