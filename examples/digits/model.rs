@@ -32,8 +32,7 @@ impl<B: CollectiveBackend> Network<B> {
             let network = Network::random(group, device);
             network.num_params();
             // A device draws when it gets to it, which must be before the other ranks draw too.
-            B::sync(device)
-                .map_err(|e| bonfire::Error::Io { operation: "drawing weights".into(), reason: e.to_string() })?;
+            B::sync(device).map_err(|e| bonfire::Error::broken("drawing weights", e))?;
             group.barrier()?;
             Ok(network)
         } else {

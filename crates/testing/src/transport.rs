@@ -208,6 +208,7 @@ impl<T: Transport> Transport for Faulty<T> {
 pub struct Random(pub u64);
 
 impl Random {
+    #[expect(clippy::should_implement_trait, reason = "numbers without an end need no `Option`")]
     pub fn next(&mut self) -> u64 {
         self.0 ^= self.0 << 13;
         self.0 ^= self.0 >> 7;

@@ -147,7 +147,11 @@ mod tests {
                 group.barrier().unwrap();
                 let started = group.start_agreed(call(rank), move || prepare(rank), move |it, _, _| run(it))?;
                 let mut result = None;
-                started.wait(|it, _| Ok(result = Some(it))).map(|()| result)
+                started.wait(|it, _| {
+                    result = Some(it);
+                    Ok(())
+                })?;
+                Ok(result)
             })
         });
         ranks.collect::<Vec<_>>().into_iter().map(|rank| rank.join().unwrap()).collect()

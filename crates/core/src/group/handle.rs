@@ -146,7 +146,7 @@ impl Group {
         self.core.trace().write(path.as_ref())
     }
 
-    /// Which algorithms run `operation` in this group, by size: the default, or what [`Builder::algorithms`] or the
+    /// Which algorithms run `operation` in this group, by size: the default, or what [`Builder::algorithms`](crate::Builder::algorithms) or the
     /// environment said.
     pub fn algorithms(&self, operation: Operation) -> Selection {
         self.core.executor.algorithms.in_effect(operation, self.world_size(), self.core.executor.near.is_somebody())

@@ -43,8 +43,7 @@ impl DType {
     }
 }
 
-/// How the ranks' elements become one. Also exported as [`ReduceOperation`](crate::ReduceOperation), the name that
-/// burn-collective gave it.
+/// How the ranks' elements become one. burn-collective called it `ReduceOperation`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, Display, IntoStaticStr, VariantArray)]
 #[repr(u8)]
 #[strum(serialize_all = "lowercase")]

@@ -197,19 +197,16 @@ pub enum Error {
 
 impl Error {
     /// An [`Error::InvalidArgument`].
-    #[doc(hidden)]
     pub fn argument(operation: impl fmt::Display, reason: impl Into<String>) -> Self {
         Error::InvalidArgument { operation: operation.to_string(), reason: reason.into() }
     }
 
     /// An [`Error::Io`] of this cause.
-    #[doc(hidden)]
     pub fn io(operation: impl Into<String>, source: impl std::error::Error + Send + Sync + 'static) -> Self {
         Error::Io { operation: operation.into(), reason: source.to_string(), source: Some(Cause(Arc::new(source))) }
     }
 
     /// An [`Error::Broken`].
-    #[doc(hidden)]
     pub fn broken(operation: impl Into<String>, reason: impl fmt::Display) -> Self {
         Error::Broken { operation: operation.into(), reason: reason.to_string() }
     }
