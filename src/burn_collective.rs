@@ -21,6 +21,7 @@ mod table;
 use std::sync::Arc;
 
 use burn::tensor::backend::Backend;
+use burn::tensor::ops::FloatTensor;
 
 use self::cargo::Cargo;
 use self::claim::Call;
@@ -95,8 +96,8 @@ pub fn all_reduce<B: Backend>(
     op: ReduceOp,
 ) -> Result<B::FloatTensorPrimitive, CollectiveError> {
     let device = B::float_device(&tensor);
-    let (cargo, _) = run(&session::<B>(), id, Call::AllReduce(op), Cargo::load::<B>(tensor).map(Some))?;
-    unload::<B>(cargo, &device)
+    let (cargo, _) = run(id, Call::AllReduce(op), Cargo::<B>::load(tensor).map(Some))?;
+    unload(cargo, &device)
 }
 
 /// Gives every peer, on its own device, the tensor that exactly one of them brings.
@@ -109,10 +110,10 @@ pub fn broadcast<B: Backend>(
     tensor: Option<B::FloatTensorPrimitive>,
 ) -> Result<B::FloatTensorPrimitive, CollectiveError> {
     let own = tensor.as_ref().map(|tensor| B::float_device(tensor));
-    let cargo = tensor.map(Cargo::read::<B>).transpose();
-    let (cargo, registered) = run(&session::<B>(), id, Call::Broadcast, cargo)?;
+    let cargo = tensor.map(Cargo::<B>::read).transpose();
+    let (cargo, registered) = run(id, Call::Broadcast, cargo)?;
     let device = own.or_else(|| registered.downcast_ref::<B::Device>().cloned()).unwrap_or_default();
-    unload::<B>(cargo, &device)
+    unload(cargo, &device)
 }
 
 /// Reduces the tensors of all peers to the peer `root`, which may be on any node. Returns the result there, on its
@@ -129,8 +130,8 @@ pub fn reduce<B: Backend>(
     root: PeerId,
 ) -> Result<Option<B::FloatTensorPrimitive>, CollectiveError> {
     let device = B::float_device(&tensor);
-    let (cargo, _) = run(&session::<B>(), id, Call::Reduce(op, root), Cargo::read::<B>(tensor).map(Some))?;
-    cargo.map(|cargo| cargo.unload::<B>(&device)).transpose()
+    let (cargo, _) = run(id, Call::Reduce(op, root), Cargo::<B>::read(tensor).map(Some))?;
+    Ok(cargo.map(|cargo| cargo.unload(&device)))
 }
 
 /// Unregisters a peer. Later operations take place among the others; the last one to finish leaves the other nodes, and
@@ -150,6 +151,6 @@ pub fn reset_collective<B: Backend>() {
 }
 
 /// A result as a tensor. Operations that give every peer a result have one here.
-fn unload<B: Backend>(cargo: Option<Cargo>, device: &B::Device) -> Result<B::FloatTensorPrimitive, CollectiveError> {
-    cargo.ok_or(CollectiveError::LocalServerMissing)?.unload::<B>(device)
+fn unload<B: Backend>(cargo: Option<Cargo<B>>, device: &B::Device) -> Result<FloatTensor<B>, CollectiveError> {
+    Ok(cargo.ok_or(CollectiveError::LocalServerMissing)?.unload(device))
 }

@@ -15,9 +15,9 @@ use super::error::CollectiveError;
 /// or none), the peers of all nodes take part in every operation.
 ///
 /// The strategies are burn-collective's. Threads reduce in shared memory, every thread its share, so the local ones
-/// change nothing. Between nodes, [`AllReduceStrategy::Ring`], the default, leaves the choice to the group, which takes a
-/// ring for large tensors and fewer messages for small ones; `Tree` takes a binomial tree and `Centralized` the direct
-/// exchange, whatever the size. The other two global strategies change nothing.
+/// change nothing. Between nodes, [`AllReduceStrategy::Ring`], the default, leaves the choice to the group, which takes
+/// a ring for large tensors and fewer messages for small ones; `Tree` takes a binomial tree and `Centralized` the
+/// direct exchange, whatever the size. The other two global strategies change nothing.
 ///
 /// ```
 /// use bonfire::CollectiveConfig;
@@ -64,7 +64,8 @@ impl CollectiveConfig {
         with_local_broadcast_strategy(local_broadcast_strategy: BroadcastStrategy);
         /// The number of nodes.
         with_num_nodes(num_nodes: u32);
-        /// Where the orchestrator is, with its port; see [`start_global_orchestrator`](crate::start_global_orchestrator).
+        /// Where the orchestrator is, with its port; see
+        /// [`start_global_orchestrator`](crate::start_global_orchestrator).
         with_global_address(global_address: Address);
         /// Where the other nodes reach this one. Each node has its own.
         with_node_address(node_address: Address);

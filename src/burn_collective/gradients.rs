@@ -10,7 +10,6 @@ use super::claim::Call;
 use super::error::CollectiveError;
 use super::names::PeerId;
 use super::operation::run;
-use super::session::session;
 use super::unload;
 use bonfire_core::ReduceOp;
 use bonfire_core::internal::hash;
@@ -43,23 +42,22 @@ pub trait GradientsParamsExt: Sized {
 
 impl GradientsParamsExt for GradientsParams {
     fn all_reduce<B: Backend>(mut self, peer: PeerId, op: ReduceOp) -> Result<Self, CollectiveError> {
-        let session = session::<B>();
         let ids = ids(&self);
         let digest = ids.as_ref().map_or(0, |ids| digest(ids));
         let failure = ids.as_ref().err().cloned().map_or(Ok(None), Err);
-        run(&session, peer, Call::Parameters(digest), failure)?;
+        run::<B>(peer, Call::Parameters(digest), failure)?;
         for id in ids? {
             // The number of dimensions is a promise that only shapes in types use: any will do to get at the primitive.
             let gradient = self.remove::<B, 1>(id).map(Tensor::into_primitive);
             let (cargo, device) = match gradient {
                 Some(TensorPrimitive::Float(gradient)) => {
                     let device = B::float_device(&gradient);
-                    (Cargo::load::<B>(gradient).map(Some), device)
+                    (Cargo::<B>::load(gradient).map(Some), device)
                 }
                 _ => (Err(CollectiveError::Other(format!("the gradient of {id} is quantised"))), B::Device::default()),
             };
-            let (cargo, _) = run(&session, peer, Call::AllReduce(op), cargo)?;
-            let reduced = TensorPrimitive::Float(unload::<B>(cargo, &device)?);
+            let (cargo, _) = run(peer, Call::AllReduce(op), cargo)?;
+            let reduced = TensorPrimitive::Float(unload(cargo, &device)?);
             self.register::<B, 1>(id, Tensor::from_primitive(reduced));
         }
         Ok(self)

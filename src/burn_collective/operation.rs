@@ -1,6 +1,7 @@
 //! Operations: first all peers agree on what they do, then the data moves.
 
-use burn::tensor::TensorData;
+use burn::tensor::backend::Backend;
+use burn::tensor::{Float, TensorData, TensorPrimitive};
 
 use super::cargo::Cargo;
 use super::claim::{Call, Claim, Claimed, complete};
@@ -8,21 +9,22 @@ use super::data::{all_reduce, divide, empty, narrow, reduce, widen};
 use super::error::CollectiveError;
 use super::names::PeerId;
 use super::nodes::Node;
-use super::session::{Device, Seat, Session, in_words};
+use super::session::{Device, Seat, in_words, session};
+use crate::tensor::operation::carry;
 use bonfire_core::{Error, Group, ReduceOp};
 
 /// Runs `call` with the tensor that the peer brings, if it brings one. Returns the result, where the peer gets one, and
 /// the peer's device. A peer that could not read its tensor takes part, so that the others learn of it.
-pub(super) fn run(
-    session: &Session,
+pub(super) fn run<B: Backend>(
     peer: PeerId,
     call: Call,
-    brought: Result<Option<Cargo>, CollectiveError>,
-) -> Result<(Option<Cargo>, Device), CollectiveError> {
+    brought: Result<Option<Cargo<B>>, CollectiveError>,
+) -> Result<(Option<Cargo<B>>, Device), CollectiveError> {
+    let session = session::<B>();
     // Between nodes tensors travel on the host. They are read before the peers agree, so that all learn of a failure.
     let brought = match brought {
         Ok(Some(Cargo::Kept(tensor))) if session.seat(peer).is_ok_and(|seat| seat.node.is_some()) => {
-            tensor.read().map(|data| Some(Cargo::Host(data)))
+            Cargo::read(tensor).map(Some)
         }
         brought => brought,
     };
@@ -42,7 +44,7 @@ pub(super) fn run(
     }
 }
 
-fn claim(peer: PeerId, call: Call, brought: &Result<Option<Cargo>, CollectiveError>) -> Claimed {
+fn claim<B: Backend>(peer: PeerId, call: Call, brought: &Result<Option<Cargo<B>>, CollectiveError>) -> Claimed {
     let data = brought.as_ref().map_err(CollectiveError::clone)?;
     let holds = match call {
         Call::Broadcast => data.is_some(),
@@ -75,10 +77,16 @@ impl Seat {
         Ok(Some(all.and_then(complete).map(|claim| Agreement { claim, holder })))
     }
 
-    fn carry_out(&self, agreement: Agreement, cargo: Option<Cargo>) -> Result<Option<Cargo>, CollectiveError> {
+    fn carry_out<B: Backend>(
+        &self,
+        agreement: Agreement,
+        cargo: Option<Cargo<B>>,
+    ) -> Result<Option<Cargo<B>>, CollectiveError> {
         match (agreement.claim.call, cargo, &self.node) {
             (Call::AllReduce(op), Some(Cargo::Kept(tensor)), None) => {
-                tensor.all_reduce(&self.group, op).map(Some).map_err(in_words)
+                let tensor = TensorPrimitive::Float(tensor);
+                let reduced = carry::all_reduce::<B, Float>((&self.group).into(), tensor, op).map_err(in_words)?;
+                Ok(Some(Cargo::Kept(reduced.tensor())))
             }
             (_, cargo, _) => {
                 let data = cargo.map(Cargo::into_host).transpose()?;

@@ -15,8 +15,8 @@ use bonfire_core::{Call, DType, Deadline, Error, Operation, ReduceOp};
 pub struct Job {
     pub(super) call: Call,
     pub(super) rank: usize,
-    /// What is read and what is written, each with which bytes of the whole it is. There is one of each at most, but for
-    /// a group's all-reduce.
+    /// What is read and what is written, each with which bytes of the whole it is. There is one of each at most, but
+    /// for a group's all-reduce.
     pub(super) sources: Vec<(Binding, Range<usize>)>,
     pub(super) targets: Vec<(Binding, Range<usize>)>,
     /// Where what the sources hold was queued.
@@ -42,8 +42,8 @@ pub struct Rows {
 /// What remains of a job once all ranks have called it, on any thread. It returns when it is under way on this rank.
 pub type Launch = Box<dyn FnOnce(&Site, &Deadline) -> Result<Flight, Error> + Send>;
 
-/// An operation under way. Called, it waits until the device is done with it; the function that it is given tells what has
-/// happened in the group.
+/// An operation under way. Called, it waits until the device is done with it; the function that it is given tells what
+/// has happened in the group.
 pub type Flight = Box<dyn FnOnce(&dyn Fn() -> Option<Error>) -> Result<(), Error> + Send>;
 
 /// How the ranks of a group work together without host memory. A rank has one for its device.
@@ -51,18 +51,19 @@ pub trait Route<R: DeviceTransport>: Send + Sync {
     /// Whether this call is done so. The answer is the same on all ranks.
     fn serves(&self, call: &Call) -> bool;
 
-    /// Takes down what a job uses, as what was queued so far leaves it. Neither sources nor targets may be touched before
-    /// its flight is over. `limit` is how long a device may wait for another one.
+    /// Takes down what a job uses, as what was queued so far leaves it. Neither sources nor targets may be touched
+    /// before its flight is over. `limit` is how long a device may wait for another one.
     fn prepare(&self, server: &mut R::Server, job: Job, limit: Duration) -> Result<Launch, Error>;
 }
 
-/// A device's own way to work with other devices of its process. It belongs to the device's server, and is called with the
-/// inner one, on its thread.
+/// A device's own way to work with other devices of its process. It belongs to the device's server, and is called with
+/// the inner one, on its thread.
 pub trait Engine<R: DeviceTransport>: Send {
     /// Whether these devices, which are sorted, work together by it. The answer is the same on all of them, and stays.
     fn takes(&mut self, devices: &[DeviceId]) -> bool;
 
-    /// Before anything is put on a stream of the inner server: orders it after all that `sync` and `copy` have promised.
+    /// Before anything is put on a stream of the inner server: orders it after all that `sync` and `copy` have
+    /// promised.
     fn enter(&mut self, server: &mut R::Server, stream: StreamId);
 
     /// Queues an all-reduce of these devices, which are sorted. Neither source nor target may be touched before

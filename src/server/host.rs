@@ -23,7 +23,8 @@ fn check_start(binding: &Binding) -> Result<(), Error> {
 }
 
 impl<R: DeviceTransport> CollectiveServer<R> {
-    /// Starts to read the first bytes of some memory, as many as it says, as the work that was queued so far leaves them.
+    /// Starts to read the first bytes of some memory, as many as it says, as the work that was queued so far leaves
+    /// them.
     pub(super) fn snapshot(&mut self, sources: Vec<(Binding, usize)>, stream: StreamId) -> Result<Reading, Error> {
         if let Some(error) = self.status.failure() {
             return Err(error);
@@ -57,8 +58,8 @@ impl<R: DeviceTransport> CollectiveServer<R> {
         caught("write", || streams.into_iter().try_for_each(&mut flush))
     }
 
-    /// Where the data ends inside a word of its memory, adds what follows there: wgpu writes whole words, and fills them
-    /// up with zeros.
+    /// Where the data ends inside a word of its memory, adds what follows there: wgpu writes whole words, and fills
+    /// them up with zeros.
     fn whole_words(&mut self, target: Binding, bytes: Bytes) -> Result<(Binding, Bytes), Error> {
         check_start(&target)?;
         let end = target.size - target.offset_end.unwrap_or(0);

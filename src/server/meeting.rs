@@ -84,8 +84,8 @@ impl<'a> Wait<'a> {
         Wait { device, deadline, patience: Patience::until(deadline) }
     }
 
-    /// How long to sleep before the next look; an error after the deadline. Where no device is missing, `late` says what
-    /// did not happen.
+    /// How long to sleep before the next look; an error after the deadline. Where no device is missing, `late` says
+    /// what did not happen.
     pub fn pause(&mut self, site: Site, missing: Vec<usize>, late: &str) -> Result<Duration, Error> {
         if self.deadline.passed() {
             let elapsed = self.deadline.elapsed();

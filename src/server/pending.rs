@@ -9,8 +9,8 @@ use super::memory::{Span, writable};
 use super::round::Round;
 use bonfire_core::{Deadline, Error};
 
-pub(super) const UNFINISHED: &str = "the memory holds a part of an earlier result, or one from another list of devices, \
-                                     that is not there yet; call sync_collective between the two";
+pub(super) const UNFINISHED: &str = "the memory holds a part of an earlier result, or one from another list of \
+                                     devices, that is not there yet; call sync_collective between the two";
 
 /// A call of one device.
 pub(super) struct Pending {

@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use super::bucket::Item;
 use crate::tensor::host::float;
-use bonfire_core::{DType, Error, Group};
+use bonfire_core::{DType, Element, Error, Group};
 
 /// What the ranks must agree on for each parameter.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -71,13 +71,11 @@ pub(crate) fn parameters<B: AutodiffBackend, M: AutodiffModule<B>>(model: &M) ->
 pub(crate) fn check_same(group: &Group, own: &[Described]) -> Result<(), Error> {
     let first: Vec<Described> = broadcast_value(group, &own, 0)?;
     let differs = first_difference(own, &first);
-    let mut positions = vec![u64::MAX; group.world_size()];
-    positions[group.rank()] = differs.map_or(u64::MAX, |i| i as u64);
-    group.all_gather(&mut positions)?;
-    let Some((position, rank)) = positions.iter().zip(0..).filter(|(i, _)| **i < u64::MAX).min() else {
+    let positions = tell_all(group, [differs.map_or(u64::MAX, |i| i as u64)])?;
+    let Some(([position], rank)) = positions.into_iter().zip(0..).filter(|([i], _)| *i < u64::MAX).min() else {
         return Ok(());
     };
-    let position = *position as usize;
+    let position = position as usize;
     let theirs: Option<Described> = broadcast_value(group, &own.get(position), rank)?;
     let show =
         |parameter: Option<&Described>| parameter.map_or("nothing, its model ends before".into(), ToString::to_string);
@@ -101,6 +99,14 @@ pub(crate) fn load_from_first<B: AutodiffBackend, M: AutodiffModule<B>>(
         Some(error) => Err(error),
         None => Ok(model),
     }
+}
+
+/// What each rank says, by rank, in one exchange.
+#[track_caller]
+pub(crate) fn tell_all<T: Element, const N: usize>(group: &Group, own: [T; N]) -> Result<Vec<[T; N]>, Error> {
+    let mut all = vec![own; group.world_size()];
+    group.all_gather(all.as_flattened_mut())?;
+    Ok(all)
 }
 
 /// `root`'s value on all ranks.

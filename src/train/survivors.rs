@@ -5,7 +5,7 @@ use burn::optim::Optimizer;
 use burn::record::{BinBytesRecorder, DoublePrecisionSettings, Recorder};
 use burn::tensor::backend::AutodiffBackend;
 
-use super::agree::broadcast_value;
+use super::agree::{broadcast_value, tell_all};
 use super::data_parallel::{DataParallel, trained};
 use bonfire_core::Error;
 
@@ -90,12 +90,10 @@ impl<B: AutodiffBackend> DataParallel<B> {
         M: AutodiffModule<B>,
         O: Optimizer<M, B>,
     {
-        let mut steps = vec![0; self.group.world_size()];
-        steps[self.group.rank()] = self.steps;
-        self.group.all_gather(&mut steps)?;
-        let most = steps.iter().copied().max().unwrap_or(self.steps);
-        let leader = steps.iter().position(|steps| *steps == most).unwrap_or(0);
-        if steps.iter().all(|steps| *steps == most) {
+        let steps = tell_all(&self.group, [self.steps])?;
+        let [most] = steps.iter().copied().max().unwrap_or([self.steps]);
+        let leader = steps.iter().position(|steps| *steps == [most]).unwrap_or(0);
+        if steps.iter().all(|steps| *steps == [most]) {
             return Ok(());
         }
         let failed = |e: &dyn std::fmt::Display| Error::broken("handing over the model", e);

@@ -33,8 +33,8 @@ pub(super) struct Told {
 }
 
 impl Told {
-    /// Has the word told that the tensors on these streams are ready, once what is on them so far is done; gives the value
-    /// that it has from then on.
+    /// Has the word told that the tensors on these streams are ready, once what is on them so far is done; gives the
+    /// value that it has from then on.
     pub fn tell(&mut self, server: &mut Server, word: u64, streams: &[StreamId], stream: StreamId) -> u64 {
         self.value += 1;
         // What is left over is a stream that is waited for anyway.
@@ -57,8 +57,8 @@ pub(super) fn await_done(server: &mut Server, order: Order, stream: StreamId) {
     launch(server, Entry::AwaitDone, vec![token], order, stream);
 }
 
-/// New memory of a stream. cubecl lets the stream that uses it wait for all that is on the stream it is from: it does so
-/// where memory was bound after the last such wait, and a tensor that was written again in place looks older.
+/// New memory of a stream. cubecl lets the stream that uses it wait for all that is on the stream it is from: it does
+/// so where memory was bound after the last such wait, and a tensor that was written again in place looks older.
 fn token(server: &mut Server, stream: StreamId) -> Binding {
     fresh(server, 8, stream)
 }

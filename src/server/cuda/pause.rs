@@ -21,8 +21,9 @@ impl Pause {
     }
 }
 
-/// Waits until streams are idle, after a failure. What is on them waits for words, which kernels write that were launched
-/// before; where such a launch failed, which cubecl does not say, nobody does, so in the end they are released.
+/// Waits until streams are idle, after a failure. What is on them waits for words, which kernels write that were
+/// launched before; where such a launch failed, which cubecl does not say, nobody does, so in the end they are
+/// released.
 pub(super) fn settle(idle: impl Fn() -> bool, release: impl Fn()) -> Result<(), Error> {
     const GRACE: Duration = Duration::from_secs(10);
     let deadline = Deadline::after(2 * GRACE);

@@ -56,7 +56,8 @@ impl Gpu {
 
     /// Lets this GPU use what cubecl allocates on `other`, from the device's default memory pool.
     fn share_pool(&self, other: &Gpu) -> Result<(), Error> {
-        /// The driver's CUmemAccessDesc, whose declaration differs between versions of its header, and its layout does not.
+        /// The driver's CUmemAccessDesc, whose declaration differs between versions of its header, and its layout does
+        /// not.
         #[repr(C)]
         struct Access {
             kind: i32,
@@ -78,7 +79,8 @@ impl Gpu {
         other.check("sharing the memory pool", shared)
     }
 
-    /// Whether a word that this GPU writes to pool memory of `other` arrives: drivers have claimed access that did not work.
+    /// Whether a word that this GPU writes to pool memory of `other` arrives: drivers have claimed access that did not
+    /// work.
     fn proven(&self, other: &Gpu) -> Result<bool, Error> {
         const WORD: u32 = 0x600d_c0de;
         let (theirs, ours) = (Arc::new(Stream::new(other)?), Stream::new(self)?);

@@ -14,6 +14,7 @@ use burn_train::{
 };
 
 use crate::train::DataParallel;
+use crate::train::agree::tell_all;
 use bonfire_core::internal::Ranks;
 use bonfire_core::{Error, Group};
 
@@ -71,10 +72,8 @@ impl<LC: LearningComponentsTypes> Rank<'_, LC> {
         self.learner.fork(device);
         self.group.barrier()?;
         // A running state that clones share is wherever its last fork has put it.
-        let mut split = vec![0u8; self.group.world_size()];
-        split[self.group.rank()] = u8::from(self.learner.model().devices().iter().any(|other| other != device));
-        self.group.all_gather(&mut split)?;
-        if let Some(rank) = split.iter().position(|split| *split == 1) {
+        let split = self.learner.model().devices().iter().any(|other| other != device);
+        if let Some(rank) = tell_all(&self.group, [u8::from(split)])?.iter().position(|split| *split == [1]) {
             let reason = format!(
                 "the model has states, such as batch norm's, that burn shares between the devices of a process, so \
                  rank {rank} does not have them on its device; give each device a process of its own"
@@ -178,15 +177,10 @@ fn agree(
     progress: &Progress,
     steps: usize,
 ) -> Result<Next, Error> {
-    const WIDTH: usize = 4;
     let (samples, of) = (progress.items_processed as u64, progress.items_total as u64);
-    let mut words = vec![0; WIDTH * group.world_size()];
-    let own = [u64::from(batch), u64::from(interrupter.should_stop()), samples, of];
-    words[group.rank() * WIDTH..][..WIDTH].copy_from_slice(&own);
-    group.all_gather(&mut words)?;
-    let ready = words.chunks_exact(WIDTH);
-    let ready = ready.map(|own| Ready { batch: own[0] == 1, stop: own[1] == 1, samples: own[2], of: own[3] });
-    let ready: Vec<_> = ready.collect();
+    let words = tell_all(group, [u64::from(batch), u64::from(interrupter.should_stop()), samples, of])?;
+    let ready = |[batch, stop, samples, of]: [u64; 4]| Ready { batch: batch == 1, stop: stop == 1, samples, of };
+    let ready: Vec<_> = words.into_iter().map(ready).collect();
     if let Some(rank) = ready.iter().position(|rank| rank.stop)
         && !interrupter.should_stop()
     {

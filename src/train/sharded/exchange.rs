@@ -9,7 +9,7 @@ use bytemuck::{Pod, cast_slice};
 use half::{bf16, f16};
 
 use super::layout::{Shared, bytes};
-use crate::train::agree::Parameter;
+use crate::train::agree::{Parameter, tell_all};
 use crate::train::bucket::{Bucket, Exchange, due, scale};
 use bonfire_core::{Buffer, DType, Error, Group, Work};
 
@@ -118,12 +118,8 @@ impl<B: AutodiffBackend> Shards<B> {
     /// algorithm of the exchange, so that all blocks come to the same bits.
     #[track_caller]
     pub fn clip(&self, parts: &mut [Numbered], max: f64) -> Result<(), Error> {
-        let mut sums = vec![0.0; self.inside.world_size()];
-        for (number, part) in parts.iter_mut() {
-            sums[self.inside.rank()] += squares(part.bytes(), self.layout[*number].dtype);
-        }
-        self.inside.all_gather(&mut sums)?;
-        let norm = sums.iter().sum::<f64>().sqrt();
+        let own: f64 = parts.iter_mut().map(|(number, part)| squares(part.bytes(), self.layout[*number].dtype)).sum();
+        let norm = tell_all(&self.inside, [own])?.as_flattened().iter().sum::<f64>().sqrt();
         if norm > max {
             for (number, part) in parts {
                 scale(part.bytes(), self.layout[*number].dtype, max / norm);
