@@ -27,6 +27,7 @@ use bonfire_core::{Error, Group};
 
 /// Among which ranks an optimizer's state is dealt out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Sharding {
     /// Among all ranks: each keeps one part of as many as there are ranks.
     All,

@@ -560,6 +560,7 @@ fn line(output: &mut BufReader<ChildStdout>) -> String {
 }
 
 #[test]
+#[ignore = "needs python3"]
 fn a_peer_in_python_is_a_worker_of_ours() {
     let (coming, address) = coordinator(patient(), 3);
     let mut peer = python(&["worker", &address, "2", "0.25", "-8"]);
@@ -572,6 +573,7 @@ fn a_peer_in_python_is_a_worker_of_ours() {
 }
 
 #[test]
+#[ignore = "needs python3"]
 fn a_peer_in_python_coordinates_ours() {
     let mut peer = python(&["coordinator", "127.0.0.1:0", "3", "0.25", "-8"]);
     let mut output = BufReader::new(peer.stdout.take().unwrap());

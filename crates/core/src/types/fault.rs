@@ -4,6 +4,7 @@ use super::{Error, Site};
 
 /// Why a message or an engine's operation failed. The group adds operation, rank and elapsed time to make an [`Error`].
 #[derive(Clone, Debug, PartialEq)]
+#[non_exhaustive]
 pub enum Fault {
     /// The deadline passed while these ranks were waited for.
     Timeout {
