@@ -35,9 +35,9 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-const CALLS: usize = 1000;
+const CALLS: usize = 300;
 
-/// Allocations of all threads while every rank calls `act` a thousand times, as rank 0 sees them, in each of some rounds.
+/// Allocations of all threads while every rank calls `act` a few hundred times, as rank 0 sees them, in each of some rounds.
 ///
 /// A rank that waits for a fifth of a second over TCP asks the others what they do, which allocates a few times. That may
 /// happen on a busy machine, but not in every round.
