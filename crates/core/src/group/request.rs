@@ -42,11 +42,13 @@ fn extents(operation: Operation) -> (Extent, Extent) {
 
 impl Request<'static> {
     /// An operation on elements of one type, in even parts.
+    #[inline]
     pub fn new(operation: Operation, dtype: DType) -> Self {
         Request { operation, dtype, reduction: None, root: None, sizes: None, shape: None }
     }
 
     /// As [`new`](Self::new), on elements of type `T`.
+    #[inline]
     pub(super) fn of<T: Element>(operation: Operation) -> Self {
         Request::new(operation, T::DTYPE)
     }
@@ -54,16 +56,19 @@ impl Request<'static> {
 
 impl<'a> Request<'a> {
     /// Combines elements so.
+    #[inline]
     pub fn reduction(self, op: ReduceOp) -> Self {
         Request { reduction: Some(op), ..self }
     }
 
     /// With this root.
+    #[inline]
     pub fn root(self, root: usize) -> Self {
         Request { root: Some(root), ..self }
     }
 
     /// With so many elements in each rank's part.
+    #[inline]
     pub fn sizes<'b>(self, sizes: &'b [usize]) -> Request<'b>
     where
         'a: 'b,
@@ -82,11 +87,13 @@ impl<'a> Request<'a> {
     }
 
     /// Whether the root is a rank, if there is one.
+    #[inline]
     pub(super) fn check_root(&self, ranks: usize) -> Result<(), Error> {
         self.root.map_or(Ok(()), |root| check::rank(self.name(), "root", root, ranks))
     }
 
     /// The call on one buffer of `len` elements, which holds the whole.
+    #[inline]
     pub fn in_place(&self, ranks: usize, len: usize) -> Result<Call, Error> {
         self.check_root(ranks)?;
         if self.operation == Operation::AllToAll {
@@ -141,15 +148,18 @@ impl<'a> Request<'a> {
     }
 
     /// The number of elements in these bytes.
+    #[inline]
     pub(super) fn len(&self, bytes: &[u8]) -> Result<usize, Error> {
-        let size = self.dtype.size();
-        if bytes.is_empty() || bytes.as_ptr().addr().is_multiple_of(size) && bytes.len().is_multiple_of(size) {
-            return Ok(bytes.len() / size);
+        // Sizes are powers of two, and divisions would be felt in the smallest operations.
+        let (size, shift) = (self.dtype.size(), self.dtype.size().trailing_zeros());
+        if bytes.is_empty() || (bytes.as_ptr().addr() | bytes.len()) & (size - 1) == 0 {
+            return Ok(bytes.len() >> shift);
         }
         Err(Error::argument(self.name(), format!("the bytes are no elements of type {}, or not aligned", self.dtype)))
     }
 
     /// The call on so many elements.
+    #[inline]
     pub fn call(&self, count: usize) -> Call {
         let Request { operation, dtype, reduction, root, sizes, shape } = *self;
         let call = Call { operation, dtype, count, reduction, root, sizes: None };
