@@ -106,7 +106,7 @@ fn agree(core: &Core, call: Call, deadline: &Deadline, at: CallSite) -> Result<u
     tags[Site::BYTES * core.rank()..][..Site::BYTES].copy_from_slice(&tag);
     let gather = Request::new(Operation::AllGather, DType::U8).call(tags.len());
     let buffers = Buffers { input: None, output: &mut tags, parts: Parts::Even };
-    let sequence = core.run_for(call, gather, Task::Collective(buffers), deadline, at)?;
+    let sequence = core.run_for(Some(call), gather, Task::Collective(buffers), deadline, at)?;
     let calls = tags.as_chunks::<{ Site::BYTES }>().0;
     if calls.iter().all(|other| *other == tag) {
         return Ok(sequence);

@@ -56,6 +56,7 @@ impl ByteOperations for Group {
     }
 
     #[track_caller]
+    #[inline]
     fn operate(&self, request: Request<'_>, input: Option<&[u8]>, output: &mut [u8]) -> Result<(), Error> {
         let (call, buffers) = request.buffers(self.place(), input, output)?;
         self.perform(call, Task::Collective(buffers))
@@ -138,6 +139,7 @@ impl ByteOperations for Group {
 impl Group {
     /// Runs an operation when its turn comes.
     #[track_caller]
+    #[inline]
     fn perform(&self, call: Call, task: Task<'_>) -> Result<(), Error> {
         let at = Location::caller();
         let _turn = self.turn();

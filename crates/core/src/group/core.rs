@@ -45,10 +45,12 @@ impl Core {
         }
     }
 
+    #[inline]
     pub(super) fn rank(&self) -> usize {
         self.executor.transport.rank()
     }
 
+    #[inline]
     pub(super) fn world_size(&self) -> usize {
         self.executor.transport.world_size()
     }
@@ -59,14 +61,16 @@ impl Core {
     }
 
     /// Runs an operation whose turn it is. Gives its number.
+    #[inline]
     pub(super) fn run(&self, call: Call, task: Task<'_>, deadline: &Deadline, at: CallSite) -> Result<u64, Error> {
-        self.run_for(call, call, task, deadline, at)
+        self.run_for(None, call, task, deadline, at)
     }
 
     /// As [`run`](Self::run), as a part of what was called, `whole`, which errors name.
+    #[inline]
     pub(super) fn run_for(
         &self,
-        whole: Call,
+        whole: Option<Call>,
         call: Call,
         task: Task<'_>,
         deadline: &Deadline,
@@ -75,14 +79,16 @@ impl Core {
         let message = task.message();
         let operate =
             |lane: &mut Lane, site: &Site| self.executor.run(lane, site, task, deadline).map(|()| site.sequence);
-        self.enter((whole, call), message, deadline, at, operate)
+        self.enter(whole, call, message, deadline, at, operate)
     }
 
     /// Gives an operation whose turn it is its number, records it, and turns a fault into the group's failure. `message` is
     /// the other rank, and whether this one sends.
+    #[inline]
     pub(super) fn enter<T>(
         &self,
-        (whole, call): (Call, Call),
+        whole: Option<Call>,
+        call: Call,
         message: Option<(usize, bool)>,
         deadline: &Deadline,
         at: CallSite,
@@ -104,7 +110,8 @@ impl Core {
                 // Before the group's trace may be written.
                 self.recorder.failed(entry);
                 // Ranks that disagree have to see what was compared.
-                let named = if matches!(fault, Fault::Unexpected { .. }) { call } else { whole };
+                let whole = whole.filter(|_| !matches!(fault, Fault::Unexpected { .. }));
+                let named = whole.unwrap_or(call);
                 Err(self.poison(self.error(Site { call: named, ..site }, fault, deadline), completed))
             }
         }

@@ -32,6 +32,7 @@ pub(super) struct Pairs<'a> {
 
 impl Task<'_> {
     /// The other rank of a message, and whether this one sends.
+    #[inline]
     pub fn message(&self) -> Option<(usize, bool)> {
         match self {
             Task::Message { outgoing: Some((to, _)), .. } => Some((*to, true)),
@@ -49,6 +50,7 @@ pub(super) struct Executor {
 }
 
 impl Executor {
+    #[inline]
     pub fn run(&self, lane: &mut Lane, site: &Site, task: Task<'_>, deadline: &Deadline) -> Result<(), Fault> {
         let tag = *site;
         match task {
@@ -69,12 +71,14 @@ impl Executor {
     }
 
     /// Gives the algorithm that the table has for the operation, or none where it is the engine's.
+    #[inline]
     fn begin(&self, site: &Site) -> Result<Option<Algorithm>, Fault> {
         self.transport.begin(site)?;
         Ok(self.algorithms.plan(&site.call, self.transport.world_size(), self.near.is_somebody()))
     }
 
     /// Lets an engine compare the calls of an operation that a plan runs.
+    #[inline]
     fn step_aside(&self, site: &Site, deadline: &Deadline) -> Result<(), Fault> {
         if let Near::Everybody(engine) = &self.near {
             engine.stand_aside(site, deadline)?;
@@ -84,6 +88,7 @@ impl Executor {
 
     /// On the engine if there is one and the table leaves it this size; else on the hosts' memory and between them where
     /// there are such; else as a plan.
+    #[inline]
     fn collective(
         &self,
         lane: &mut Lane,

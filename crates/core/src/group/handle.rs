@@ -91,16 +91,19 @@ impl Drop for Anchor {
 
 impl Group {
     /// This rank, from 0 to `world_size - 1`.
+    #[inline]
     pub fn rank(&self) -> usize {
         self.core.rank()
     }
 
     /// The number of ranks.
+    #[inline]
     pub fn world_size(&self) -> usize {
         self.core.world_size()
     }
 
     /// How long an operation of this handle may take.
+    #[inline]
     pub fn deadline(&self) -> Duration {
         self.deadline
     }
@@ -177,10 +180,12 @@ impl Group {
     }
 
     /// This rank's place among the ranks, and how many there are.
+    #[inline]
     pub(super) fn place(&self) -> (usize, usize) {
         (self.rank(), self.world_size())
     }
 
+    #[inline]
     pub(super) fn turn(&self) -> Turn<'_> {
         self.core.queue.turn()
     }

@@ -32,6 +32,7 @@ impl Lane {
 
     /// The number of an operation that begins: collectives are counted in the group, messages in the order of their pair.
     /// `message` is the other rank and whether this one sends.
+    #[inline]
     pub fn number(&mut self, operation: Operation, message: Option<(usize, bool)>) -> u64 {
         let counter = match (operation, message) {
             (Operation::Send, Some((to, true))) => &mut self.sent[to],

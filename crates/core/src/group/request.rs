@@ -103,6 +103,7 @@ impl<'a> Request<'a> {
     }
 
     /// The call on these buffers, and what of them it uses. Without an input the operation is in place.
+    #[inline]
     pub(super) fn buffers<'b>(
         &self,
         (rank, ranks): (usize, usize),

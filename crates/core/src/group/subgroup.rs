@@ -169,6 +169,6 @@ impl Core {
         };
         let other = members.iter().find(|member| **member != self.rank());
         let message = Some((other.map_or(0, |other| *other), true));
-        self.enter((call, call), message, deadline, at, |_, _| regroup.subgroup(members, deadline))
+        self.enter(None, call, message, deadline, at, |_, _| regroup.subgroup(members, deadline))
     }
 }

@@ -21,17 +21,20 @@ pub(crate) struct Turn<'a>(&'a Queue);
 
 impl Queue {
     /// Takes a ticket and waits for it to come up.
+    #[inline]
     pub fn turn(&self) -> Turn<'_> {
         let ticket = self.ticket();
         self.wait(ticket)
     }
 
     /// Takes a ticket. It must be waited for, or the queue stands still.
+    #[inline]
     pub fn ticket(&self) -> Ticket {
         Ticket(self.next.fetch_add(1, Ordering::Relaxed))
     }
 
     /// Waits until the ticket comes up. Every operation before it ends by its own deadline, so this ends too.
+    #[inline]
     pub fn wait(&self, ticket: Ticket) -> Turn<'_> {
         // Acquire pairs with the release in `drop`: what the operation before did is seen by this one.
         let ready = || self.serving.load(Ordering::Acquire) == ticket.0;
