@@ -191,7 +191,7 @@ where
         }
         match (models.into_iter().next(), processor) {
             (Some(model), Some(processor)) => (model, processor),
-            _ => self.fail(Error::io("data parallel strategy", "a rank ended without its model")),
+            _ => self.fail(Error::broken("data parallel strategy", "a rank ended without its model")),
         }
     }
 }
