@@ -5,6 +5,7 @@
 
 use std::any::TypeId;
 use std::collections::{HashMap, VecDeque};
+use std::io;
 use std::sync::{Arc, Condvar, LazyLock, Mutex, PoisonError};
 
 use cubecl::device::DeviceId;
@@ -89,7 +90,7 @@ impl Post {
                     ),
                     None => format!("nothing was sent within {elapsed:.1?}"),
                 };
-                return Err(Error::broken("recv", reason));
+                return Err(Error::io("recv", io::Error::new(io::ErrorKind::TimedOut, reason)));
             }
             let waited = self.arrived.wait_timeout(state, deadline.remaining());
             state = waited.unwrap_or_else(PoisonError::into_inner).0;

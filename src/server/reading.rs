@@ -1,5 +1,6 @@
 //! Device-to-host copies under way.
 
+use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
 
@@ -72,5 +73,5 @@ const PANICKED: &str = "the runtime panicked; see its message above";
 
 /// Calls the inner runtime. On a device's thread a panic would get lost, and its failure with it.
 pub(super) fn caught<T>(operation: &str, call: impl FnOnce() -> Result<T, Error>) -> Result<T, Error> {
-    catch_unwind(AssertUnwindSafe(call)).unwrap_or_else(|_| Err(Error::broken(operation, PANICKED)))
+    catch_unwind(AssertUnwindSafe(call)).unwrap_or_else(|_| Err(Error::io(operation, io::Error::other(PANICKED))))
 }
