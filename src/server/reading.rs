@@ -22,7 +22,7 @@ impl Reading {
     /// Waits for the device; gives the buffers in their order.
     pub fn wait(self, operation: &str) -> Result<Vec<Bytes>, Error> {
         let outcome = self.0.recv().unwrap_or_else(|_| Err("the thread that reads from the device is gone".into()));
-        outcome.map_err(|reason| Error::broken(operation, reason))
+        outcome.map_err(|reason| Error::io(operation, io::Error::other(reason)))
     }
 
     /// Waits for the device to deliver a single buffer.
