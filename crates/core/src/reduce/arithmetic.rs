@@ -1,5 +1,7 @@
 //! What accumulators can do, element by element.
 
+use std::marker::PhantomData;
+
 use bytemuck::Pod;
 
 /// An accumulator's arithmetic.
@@ -61,3 +63,67 @@ macro_rules! integer_accumulator {
 
 float_accumulator!(f32, f64);
 integer_accumulator!(i8, i16, i32, i64, i128, u8, u16, u32, u64);
+
+/// A reduction of two elements to one.
+pub(super) trait Operation {
+    /// Whether the result of all ranks is divided by their number.
+    const MEAN: bool = false;
+    /// Whether the bits of the result depend on whether integers have a sign. Sums and products wrap around, so theirs do
+    /// not.
+    const SIGN: bool = false;
+    fn combine<A: Accumulator>(left: A, right: A) -> A;
+}
+
+pub(super) struct Sum;
+pub(super) struct Mean;
+pub(super) struct Product;
+pub(super) struct Max;
+pub(super) struct Min;
+/// With the sides exchanged.
+pub(super) struct Under<O>(PhantomData<O>);
+
+impl Operation for Sum {
+    #[inline(always)]
+    fn combine<A: Accumulator>(left: A, right: A) -> A {
+        left.sum(right)
+    }
+}
+
+impl Operation for Mean {
+    const MEAN: bool = true;
+    const SIGN: bool = true;
+    #[inline(always)]
+    fn combine<A: Accumulator>(left: A, right: A) -> A {
+        left.sum(right)
+    }
+}
+
+impl Operation for Product {
+    #[inline(always)]
+    fn combine<A: Accumulator>(left: A, right: A) -> A {
+        left.product(right)
+    }
+}
+
+impl Operation for Max {
+    const SIGN: bool = true;
+    #[inline(always)]
+    fn combine<A: Accumulator>(left: A, right: A) -> A {
+        left.max(right)
+    }
+}
+
+impl Operation for Min {
+    const SIGN: bool = true;
+    #[inline(always)]
+    fn combine<A: Accumulator>(left: A, right: A) -> A {
+        left.min(right)
+    }
+}
+
+impl<O: Operation> Operation for Under<O> {
+    #[inline(always)]
+    fn combine<A: Accumulator>(left: A, right: A) -> A {
+        O::combine(right, left)
+    }
+}

@@ -5,86 +5,92 @@ use std::slice::from_raw_parts;
 use bytemuck::{bytes_of, cast_slice, cast_slice_mut};
 use half::{bf16, f16};
 
-use super::arithmetic::Accumulator;
+use super::arithmetic::{Accumulator, Max, Mean, Min, Operation, Product, Sum, Under};
 use super::level::{LANES, Level};
 use super::widen::{Widen, each, line};
-use super::{FinalStep, Kernel, Output};
+use super::{Kernel, Output};
 use crate::types::{DType, ReduceOp};
 
 /// The kernel for `dtype` and `op` in `L`'s instructions.
+///
+/// Every operation is a type, so that each kernel is compiled for the element types that it is used with, and for no
+/// more: they are half of what the compiler has to do for this crate.
 ///
 /// # Safety
 /// The processor has them.
 pub(super) unsafe fn of<L: Level>(dtype: DType, op: ReduceOp) -> Kernel {
     // SAFETY: as the caller vouches for.
     unsafe {
-        match dtype {
-            DType::F32 => functions::<L, f32, f32>(op),
-            DType::F64 => functions::<L, f64, f64>(op),
-            DType::F16 => functions::<L, f16, f32>(op),
-            DType::BF16 => functions::<L, bf16, f32>(op),
-            DType::I8 => integer::<L, i8, i64>(op),
-            DType::I16 => integer::<L, i16, i64>(op),
-            DType::I32 => integer::<L, i32, i64>(op),
-            DType::I64 => integer::<L, i64, i128>(op),
-            DType::U8 => integer::<L, u8, i64>(op),
-            DType::U16 => integer::<L, u16, i64>(op),
-            DType::U32 => integer::<L, u32, i64>(op),
-            DType::U64 => integer::<L, u64, i128>(op),
+        match op {
+            ReduceOp::Sum => reduction::<L, Sum>(dtype),
+            ReduceOp::Mean => reduction::<L, Mean>(dtype),
+            ReduceOp::Product => reduction::<L, Product>(dtype),
+            ReduceOp::Max => reduction::<L, Max>(dtype),
+            ReduceOp::Min => reduction::<L, Min>(dtype),
         }
     }
 }
 
-unsafe fn integer<L: Level, T: Widen<T> + Widen<W> + Accumulator, W: Accumulator + Widen<W>>(op: ReduceOp) -> Kernel {
+unsafe fn reduction<L: Level, O: Operation>(dtype: DType) -> Kernel {
     // SAFETY: as the caller vouches for.
-    unsafe { if op == ReduceOp::Mean { functions::<L, T, W>(op) } else { functions::<L, T, T>(op) } }
+    unsafe {
+        match dtype {
+            DType::F32 => functions::<L, f32, f32, O>(),
+            DType::F64 => functions::<L, f64, f64, O>(),
+            DType::F16 => functions::<L, f16, f32, O>(),
+            DType::BF16 => functions::<L, bf16, f32, O>(),
+            DType::I8 => integer::<L, i8, u8, i64, O>(),
+            DType::I16 => integer::<L, i16, u16, i64, O>(),
+            DType::I32 => integer::<L, i32, u32, i64, O>(),
+            DType::I64 => integer::<L, i64, u64, i128, O>(),
+            DType::U8 => integer::<L, u8, u8, i64, O>(),
+            DType::U16 => integer::<L, u16, u16, i64, O>(),
+            DType::U32 => integer::<L, u32, u32, i64, O>(),
+            DType::U64 => integer::<L, u64, u64, i128, O>(),
+        }
+    }
+}
+
+/// For integers `T`, which are `U` without a sign and whose mean is accumulated in `W`.
+unsafe fn integer<L: Level, T, U, W, O: Operation>() -> Kernel
+where
+    T: Widen<T> + Widen<W> + Accumulator,
+    U: Widen<U> + Accumulator,
+    W: Widen<W> + Accumulator,
+{
+    // SAFETY: as the caller vouches for.
+    unsafe {
+        if O::MEAN {
+            functions::<L, T, W, O>()
+        } else if O::SIGN {
+            functions::<L, T, T, O>()
+        } else {
+            functions::<L, U, U, O>()
+        }
+    }
 }
 
 /// # Safety
 /// The processor has `L`'s instructions: everything below runs in them.
-unsafe fn functions<L: Level, T: Widen<A>, A: Accumulator + Widen<A>>(op: ReduceOp) -> Kernel {
+unsafe fn functions<L: Level, T: Widen<A>, A: Accumulator + Widen<A>, O: Operation>() -> Kernel {
     let wide = size_of::<A>() != size_of::<T>();
-    let mean = op == ReduceOp::Mean;
     Kernel {
         accumulator: size_of::<A>(),
         wide,
         load: load::<L, T, A>,
-        join: match op {
-            ReduceOp::Sum | ReduceOp::Mean => |a, l, r| join::<L, T, A>(a, l, r, A::sum),
-            ReduceOp::Product => |a, l, r| join::<L, T, A>(a, l, r, A::product),
-            ReduceOp::Max => |a, l, r| join::<L, T, A>(a, l, r, A::max),
-            ReduceOp::Min => |a, l, r| join::<L, T, A>(a, l, r, A::min),
+        join: join::<L, T, A, O>,
+        fold: fold::<L, T, A, O>,
+        // Integers commute.
+        fold_under: if A::FLOAT { fold::<L, T, A, Under<O>> } else { fold::<L, T, A, O> },
+        join_to: to::<L, T, T, A, O>,
+        fold_to: to::<L, A, T, A, O>,
+        store: if O::MEAN {
+            store_mean::<L, T, A>
+        } else {
+            |target, sums, _| store::<L, T, A>(target, sums, |sum| sum)
         },
-        fold: match op {
-            ReduceOp::Sum | ReduceOp::Mean => |a, s| fold::<L, T, A>(a, s, A::sum),
-            ReduceOp::Product => |a, s| fold::<L, T, A>(a, s, A::product),
-            ReduceOp::Max => |a, s| fold::<L, T, A>(a, s, A::max),
-            ReduceOp::Min => |a, s| fold::<L, T, A>(a, s, A::min),
-        },
-        fold_under: match op {
-            ReduceOp::Sum | ReduceOp::Mean => |a, s| fold::<L, T, A>(a, s, |x, y| y.sum(x)),
-            ReduceOp::Product => |a, s| fold::<L, T, A>(a, s, |x, y| y.product(x)),
-            ReduceOp::Max => |a, s| fold::<L, T, A>(a, s, |x, y| y.max(x)),
-            ReduceOp::Min => |a, s| fold::<L, T, A>(a, s, |x, y| y.min(x)),
-        },
-        join_to: to::<L, T, T, A>(op),
-        fold_to: to::<L, A, T, A>(op),
-        store: if mean { store_mean::<L, T, A> } else { |target, sums, _| store::<L, T, A>(target, sums, |sum| sum) },
-        divide: (mean && !wide).then_some(divide::<L, A>),
+        divide: (O::MEAN && !wide).then_some(divide::<L, A>),
         unify_nan: (A::FLOAT && !wide).then_some(unify_nan::<L, A>),
-    }
-}
-
-fn to<L: Level, U: Widen<A>, T: Widen<A>, A: Accumulator>(op: ReduceOp) -> FinalStep {
-    // SAFETY: who calls these functions vouches for what they ask.
-    unsafe {
-        match op {
-            ReduceOp::Sum => |o, s, n, _| combine_to::<L, U, T, A>(o, s, n, A::sum, |sum| sum),
-            ReduceOp::Mean => mean_to::<L, U, T, A>,
-            ReduceOp::Product => |o, s, n, _| combine_to::<L, U, T, A>(o, s, n, A::product, |product| product),
-            ReduceOp::Max => |o, s, n, _| combine_to::<L, U, T, A>(o, s, n, A::max, |max| max),
-            ReduceOp::Min => |o, s, n, _| combine_to::<L, U, T, A>(o, s, n, A::min, |min| min),
-        }
     }
 }
 
@@ -103,13 +109,7 @@ fn load<L: Level, T: Widen<A>, A: Accumulator>(accumulator: &mut [u8], source: &
     }
 }
 
-#[inline(always)]
-fn join<L: Level, T: Widen<A>, A: Accumulator>(
-    accumulator: &mut [u8],
-    left: &[u8],
-    right: &[u8],
-    combine: impl Fn(A, A) -> A,
-) {
+fn join<L: Level, T: Widen<A>, A: Accumulator, O: Operation>(accumulator: &mut [u8], left: &[u8], right: &[u8]) {
     let mut rest: &mut [A] = cast_slice_mut(accumulator);
     let (left, right) = (cast_slice(left), cast_slice(right));
     // SAFETY: as in `load`.
@@ -118,7 +118,7 @@ fn join<L: Level, T: Widen<A>, A: Accumulator>(
             T::pairs::<L>(left, right, |left, right| {
                 let (now, later) = std::mem::take(&mut rest).split_at_mut(left.len());
                 for ((a, left), right) in now.iter_mut().zip(left).zip(right) {
-                    *a = combine(*left, *right);
+                    *a = O::combine(*left, *right);
                 }
                 rest = later;
             });
@@ -126,8 +126,7 @@ fn join<L: Level, T: Widen<A>, A: Accumulator>(
     }
 }
 
-#[inline(always)]
-fn fold<L: Level, T: Widen<A>, A: Accumulator>(accumulator: &mut [u8], source: &[u8], combine: impl Fn(A, A) -> A) {
+fn fold<L: Level, T: Widen<A>, A: Accumulator, O: Operation>(accumulator: &mut [u8], source: &[u8]) {
     let mut rest: &mut [A] = cast_slice_mut(accumulator);
     let source = cast_slice(source);
     // SAFETY: as in `load`.
@@ -136,7 +135,7 @@ fn fold<L: Level, T: Widen<A>, A: Accumulator>(accumulator: &mut [u8], source: &
             T::pieces::<L>(source, |piece| {
                 let (now, later) = std::mem::take(&mut rest).split_at_mut(piece.len());
                 for (a, b) in now.iter_mut().zip(piece) {
-                    *a = combine(*a, *b);
+                    *a = O::combine(*a, *b);
                 }
                 rest = later;
             });
@@ -144,16 +143,35 @@ fn fold<L: Level, T: Widen<A>, A: Accumulator>(accumulator: &mut [u8], source: &
     }
 }
 
+/// # Safety
+/// As [`FinalStep`](super::FinalStep) says, with a `U` on the left; and the processor has `L`'s instructions.
+unsafe fn to<L: Level, U: Widen<A>, T: Widen<A>, A: Accumulator, O: Operation>(
+    outputs: &[Output],
+    sides: [*const u8; 2],
+    elements: usize,
+    ranks: usize,
+) {
+    // SAFETY: as the caller vouches for.
+    unsafe {
+        if !O::MEAN {
+            return combine_to::<L, U, T, A, O>(outputs, sides, elements, |result| result);
+        }
+        match A::reciprocal(ranks) {
+            Some(part) => combine_to::<L, U, T, A, O>(outputs, sides, elements, |sum| sum.product(part)),
+            None => combine_to::<L, U, T, A, O>(outputs, sides, elements, |sum| sum.over(ranks)),
+        }
+    }
+}
+
 /// The last step of a reduction, from both sides to where the result goes, all of it in registers.
 ///
 /// # Safety
-/// As [`FinalStep`] says, with a `U` on the left; and the processor has `L`'s instructions.
+/// As for [`to`].
 #[inline(always)]
-unsafe fn combine_to<L: Level, U: Widen<A>, T: Widen<A>, A: Accumulator>(
+unsafe fn combine_to<L: Level, U: Widen<A>, T: Widen<A>, A: Accumulator, O: Operation>(
     outputs: &[Output],
     [left, right]: [*const u8; 2],
     elements: usize,
-    combine: impl Fn(A, A) -> A,
     after: impl Fn(A) -> A,
 ) {
     let (left, right) = (left.cast::<[U; LANES]>(), right.cast::<[T; LANES]>());
@@ -169,13 +187,13 @@ unsafe fn combine_to<L: Level, U: Widen<A>, T: Widen<A>, A: Accumulator>(
                     let target = output.place(0).cast::<[T; LANES]>();
                     for i in 0..lines {
                         let sides = (left.add(i).read(), right.add(i).read());
-                        target.add(i).write(combine_lines::<L, U, T, A>(sides, &combine, &after));
+                        target.add(i).write(combine_lines::<L, U, T, A, O>(sides, &after));
                     }
                 }
                 _ => {
                     for i in 0..lines {
                         let sides = (left.add(i).read(), right.add(i).read());
-                        let result = combine_lines::<L, U, T, A>(sides, &combine, &after);
+                        let result = combine_lines::<L, U, T, A, O>(sides, &after);
                         for output in outputs {
                             let target = output.place(i * size);
                             if output.streams() {
@@ -192,7 +210,7 @@ unsafe fn combine_to<L: Level, U: Widen<A>, T: Widen<A>, A: Accumulator>(
                     line(from_raw_parts(left.add(lines).cast::<U>(), rest)),
                     line(from_raw_parts(right.add(lines).cast::<T>(), rest)),
                 );
-                let result = combine_lines::<L, U, T, A>(sides, &combine, &after);
+                let result = combine_lines::<L, U, T, A, O>(sides, &after);
                 for output in outputs {
                     output.place(lines * size).cast::<T>().copy_from_nonoverlapping(result.as_ptr(), rest);
                 }
@@ -203,9 +221,8 @@ unsafe fn combine_to<L: Level, U: Widen<A>, T: Widen<A>, A: Accumulator>(
 
 // Not a closure: those are inlined, and so compiled for `L`, as the compiler likes.
 #[inline(always)]
-unsafe fn combine_lines<L: Level, U: Widen<A>, T: Widen<A>, A: Accumulator>(
+unsafe fn combine_lines<L: Level, U: Widen<A>, T: Widen<A>, A: Accumulator, O: Operation>(
     (left, right): ([U; LANES], [T; LANES]),
-    combine: impl Fn(A, A) -> A,
     after: impl Fn(A) -> A,
 ) -> [T; LANES] {
     // SAFETY: as the caller vouches for.
@@ -213,26 +230,9 @@ unsafe fn combine_lines<L: Level, U: Widen<A>, T: Widen<A>, A: Accumulator>(
         let (left, right) = (U::widen::<L>(left), T::widen::<L>(right));
         let mut result = [A::zeroed(); LANES];
         for ((result, left), right) in result.iter_mut().zip(left).zip(right) {
-            *result = after(combine(left, right));
+            *result = after(O::combine(left, right));
         }
         T::narrow::<L>(result)
-    }
-}
-
-/// # Safety
-/// As for [`combine_to`].
-unsafe fn mean_to<L: Level, U: Widen<A>, T: Widen<A>, A: Accumulator>(
-    outputs: &[Output],
-    sides: [*const u8; 2],
-    elements: usize,
-    ranks: usize,
-) {
-    // SAFETY: as the caller vouches for.
-    unsafe {
-        match A::reciprocal(ranks) {
-            Some(part) => combine_to::<L, U, T, A>(outputs, sides, elements, A::sum, |sum| sum.product(part)),
-            None => combine_to::<L, U, T, A>(outputs, sides, elements, A::sum, |sum| sum.over(ranks)),
-        }
     }
 }
 
