@@ -1,13 +1,13 @@
-//! burn-train's `Learner` on several devices, in one process or in several, on handwritten digits.
+//! burn-train's `Learner` on handwritten digits, on several devices in one process or several.
 //!
-//! One process uses burn's own distributed training:
+//! A single process uses burn's own distributed training:
 //!
 //! ```sh
 //! cargo run --release -p bonfire-examples --features wgpu,ddp --bin burn_train -- --devices 2
 //! cargo run --release -p bonfire-examples --features cuda,ddp --bin burn_train -- --devices 2 --backend cuda
 //! ```
 //!
-//! Processes that `bonfire run` started use Bonfire's strategy, with `--devices` in each.
+//! Processes that `bonfire run` or another launcher started use Bonfire's strategy, with `--devices` devices in each.
 
 #[cfg(feature = "cuda")]
 #[path = "digits/cuda.rs"]
@@ -48,27 +48,27 @@ use crate::progress::{Epochs, Silent};
 type Failure = Box<dyn std::error::Error + Send + Sync>;
 type Components<B> = LearningComponentsMarker<B, LinearLrScheduler, Network<B>, OptimizerAdaptor<Adam, Network<B>, B>>;
 
-/// Images in a step unless the user says otherwise, or as many more as the ranks need to have equally many.
+/// Default images in a step, rounded up to a multiple of the number of ranks.
 const BATCH: usize = 60;
 
-/// Trains a small network on handwritten digits with burn-train, on several devices at once.
+/// Train a small network on handwritten digits with burn-train, on several devices at once.
 #[derive(Parser)]
 #[command(name = "burn_train")]
 struct Args {
-    /// Devices of this process: logical ones, which share a physical device. With cuda they have GPUs of their own as far as
-    /// there are enough
+    /// Logical devices of this process, which share a physical device. With cuda each gets its own GPU as long as there
+    /// are enough
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u8).range(1..))]
     devices: u8,
-    /// What computes
+    /// Backend
     #[arg(long, value_enum, default_value_t = if cfg!(feature = "wgpu") { Backend::Wgpu } else { Backend::Cuda })]
     backend: Backend,
     /// Passes over the training images
     #[arg(long, default_value_t = 30, value_parser = clap::value_parser!(u32).range(1..))]
     epochs: u32,
-    /// Images in a step, of all devices of all processes together [default: about 60]
+    /// Global batch size: images in a step over all devices of all processes [default: about 60]
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
     batch: Option<u32>,
-    /// Learning rate of the first step, from which it falls evenly to nothing
+    /// Learning rate of the first step; it falls linearly to 0
     #[arg(long, default_value_t = 0.02, value_parser = learning_rate)]
     lr: f64,
     /// Seed of the initial weights and of the order of the images
@@ -106,7 +106,7 @@ fn run(args: &Args) -> Result<(), Failure> {
             let devices = (first..).take(args.devices.into()).map(cuda::device).collect::<Result<_, _>>()?;
             train::<Autodiff<bonfire::Cuda>>(args, devices)
         }
-        #[allow(unreachable_patterns, reason = "programs may have both")]
+        #[allow(unreachable_patterns, reason = "a program may have both backends")]
         backend => {
             let name = backend.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default();
             Err(format!("this program was built without {name}: build it with `--features {name},ddp`").into())
@@ -120,7 +120,7 @@ fn train<B: AutodiffBackend + DistributedBackend>(args: &Args, devices: Vec<B::D
     let (digits, test) = Digits::load()?;
 
     let (strategy, rank, ranks) = strategy::<B>(devices)?;
-    let (batch, steps) = batch_of_each(args, digits.len(), ranks);
+    let (batch, steps) = batch_per_rank(args, digits.len(), ranks);
     let loader = DataLoaderBuilder::new(Images).batch_size(batch).shuffle(args.seed).set_device(device.clone());
     let train = loader.build(InMemDataset::new(digits.items()));
     let valid = DataLoaderBuilder::new(Images).batch_size(test.len()).set_device(device.clone());
@@ -128,8 +128,8 @@ fn train<B: AutodiffBackend + DistributedBackend>(args: &Args, devices: Vec<B::D
 
     B::seed(&device, args.seed);
     let network = Network::<B>::new(&device);
-    // Weights are drawn when they are first used. burn's strategy copies the network before that, and the copies on its
-    // devices would draw weights of their own. Counting them is a use.
+    // burn initialises weights lazily, when they are first used. Its strategy copies the network to its devices before
+    // that, and each copy would draw its own weights. Counting the parameters is such a use.
     network.num_params();
 
     let folder = tempfile::tempdir()?;
@@ -140,7 +140,7 @@ fn train<B: AutodiffBackend + DistributedBackend>(args: &Args, devices: Vec<B::D
         .with_training_strategy(strategy);
     training = if rank == 0 { training.renderer(Epochs::new()) } else { training.renderer(Silent) };
 
-    // burn takes a step of the schedule for each rank in each iteration.
+    // In each iteration burn advances the schedule by one step for each rank.
     let schedule = LinearLrSchedulerConfig::new(args.lr, 0.0, args.epochs as usize * steps * ranks).init()?;
     let clock = Instant::now();
     let trained = training.launch(Learner::new(network, AdamConfig::new().init(), schedule)).model;
@@ -152,7 +152,7 @@ fn train<B: AutodiffBackend + DistributedBackend>(args: &Args, devices: Vec<B::D
     Ok(())
 }
 
-/// How these devices train, this process's first rank, and the number of all ranks.
+/// Returns the training strategy for these devices, this process's first rank, and the world size.
 fn strategy<B: AutodiffBackend + DistributedBackend>(
     devices: Vec<B::Device>,
 ) -> Result<(TrainingStrategy<Components<B>>, usize, usize), Failure> {
@@ -168,21 +168,21 @@ fn strategy<B: AutodiffBackend + DistributedBackend>(
     Ok((TrainingStrategy::Custom(Arc::new(strategy)), rank, ranks))
 }
 
-/// Images in a step of each rank, and steps in an epoch. Ends the program where the ranks would not make equally many steps: burn's own
-/// strategy would wait forever for those that are missing.
-fn batch_of_each(args: &Args, images: usize, ranks: usize) -> (usize, usize) {
+/// Returns the images in a step of each rank, and the steps in an epoch. Exits if the ranks would make different
+/// numbers of steps: burn's own strategy would wait forever for the missing ones.
+fn batch_per_rank(args: &Args, images: usize, ranks: usize) -> (usize, usize) {
     let batch = args.batch.map_or(BATCH.next_multiple_of(ranks), |batch| batch as usize);
     if !batch.is_multiple_of(ranks) {
-        wrong(&format!("a batch of {batch} cannot be shared by {ranks} devices: give a multiple of {ranks}"));
+        usage_error(&format!("a batch of {batch} cannot be shared by {ranks} devices: give a multiple of {ranks}"));
     }
     let batch = batch / ranks;
-    // burn gives each rank an equal part of the images, and what remains to the last.
+    // burn gives each rank an equal part of the images, and the remainder to the last.
     let part = images / ranks;
     let (steps, last) = (part.div_ceil(batch), (images - part * (ranks - 1)).div_ceil(batch));
     if steps != last {
-        wrong(&format!(
-            "of {images} images {ranks} devices get {part} each and the last what remains, which are {steps} and \
-             {last} batches of {batch}: all need equally many, so give another --batch or another number of devices"
+        usage_error(&format!(
+            "{ranks} devices get {part} of {images} images each and the last also the remainder: {steps} and {last} \
+             batches of {batch}, but all need the same number; give another --batch or another number of devices"
         ));
     }
     (batch, steps)
@@ -195,7 +195,7 @@ fn learning_rate(text: &str) -> Result<f64, String> {
     }
 }
 
-/// Ends the program as clap does for wrong arguments: with a message and status 2.
-fn wrong(message: &str) -> ! {
+/// Exits as clap does for invalid arguments: with a message and status 2.
+fn usage_error(message: &str) -> ! {
     Args::command().error(ErrorKind::ValueValidation, message).exit()
 }

@@ -1,6 +1,6 @@
 //! Data-parallel training of a small convolutional network on handwritten digits.
 //!
-//! Ranks are threads of this process, or, where `bonfire run` or another launcher started it, processes:
+//! Ranks are threads of this process or, if `bonfire run` or another launcher started it, processes:
 //!
 //! ```sh
 //! cargo run --release -p bonfire-examples --bin digits -- --ranks 2
@@ -38,24 +38,24 @@ use crate::data::Digits;
 
 type Failure = Box<dyn Error + Send + Sync>;
 
-/// Trains a small convolutional network on handwritten digits, on several ranks at once.
+/// Train a small convolutional network on handwritten digits, on several ranks at once.
 #[derive(Parser)]
 #[command(name = "digits")]
 struct Args {
     /// Ranks, each a thread of this process [default: 2]
     #[arg(long, value_parser = clap::value_parser!(u16).range(1..))]
     ranks: Option<u16>,
-    /// Passes over the training images, those of a resumed run included
+    /// Passes over the training images, including those of a resumed run
     #[arg(long, default_value_t = 15)]
     epochs: usize,
-    /// Images in a step, of all ranks together
+    /// Global batch size: images in a step over all ranks
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..))]
     batch: u32,
     /// Seed of the initial weights and of the order of the images
     #[arg(long, default_value_t = 42)]
     seed: u64,
-    /// What computes: flex and ndarray in f32, ndarray64 in f64; wgpu and cuda on GPUs, a logical device for each rank.
-    /// With cuda ranks have GPUs of their own as far as there are enough
+    /// Backend: flex and ndarray use f32, ndarray64 f64; wgpu and cuda use GPUs, with a logical device for each rank.
+    /// With cuda each rank gets its own GPU as long as there are enough
     #[arg(long, value_enum, default_value_t = Backend::Flex)]
     backend: Backend,
     /// Learning rate
@@ -64,13 +64,13 @@ struct Args {
     /// Save a checkpoint here after every epoch
     #[arg(long, value_name = "PATH")]
     save: Option<PathBuf>,
-    /// Go on from this checkpoint
+    /// Resume from this checkpoint
     #[arg(long, value_name = "PATH")]
     resume: Option<PathBuf>,
-    /// Keep a part of the optimizer's state on each rank: dealt out over blocks of so many ranks, or over all of them
+    /// Shard the optimizer's state (ZeRO-1) over blocks of this many ranks, or over all ranks if no number is given
     #[arg(long, value_name = "RANKS", conflicts_with = "chaos")]
     shard: Option<Option<usize>>,
-    /// Kill this rank in the middle of an epoch, 0 if none is named; the others go on. With `bonfire run`, add
+    /// Kill this rank, by default 0, in the middle of an epoch; the others continue without it. With `bonfire run`, add
     /// `--tolerate 1`
     #[arg(long, value_name = "RANK", num_args = 0..=1, default_missing_value = "0")]
     chaos: Option<usize>,
@@ -89,12 +89,12 @@ fn main() -> ExitCode {
     env_logger::Builder::from_env(env_logger::Env::default().default_filter_or("warn")).init();
     let args = Args::parse();
     let threads = args.ranks.unwrap_or(2);
-    // A shell in a cluster's job is a rank, too, alone.
+    // An interactive shell in a cluster's job counts as a single rank, too.
     let alone = |ranks: Option<usize>| ranks == Some(1) && std::env::var_os("BONFIRE_RANK").is_none();
     let groups = Builder::from_env().and_then(|builder| match (builder.launched(), args.ranks) {
         (Some(launched), Some(_)) if alone(launched.world_size) => Group::threads(threads.into()),
         (Some(launched), Some(_)) => {
-            wrong(&format!("--ranks is for ranks that are threads; here they are processes, by {}", launched.by))
+            usage_error(&format!("--ranks is for ranks that are threads; {} started them as processes", launched.by))
         }
         (Some(_), None) => builder.connect().map(|group| vec![group]),
         (None, _) => Group::threads(threads.into()),
@@ -107,10 +107,10 @@ fn main() -> ExitCode {
         }
     };
     if (args.batch as usize) < groups[0].world_size() {
-        wrong(&format!("a batch of {} is too small for {} ranks", args.batch, groups[0].world_size()));
+        usage_error(&format!("--batch {} is too small: give at least {}", args.batch, groups[0].world_size()));
     }
     if let Some(rank) = args.chaos.filter(|rank| *rank >= groups[0].world_size() || groups[0].world_size() == 1) {
-        wrong(&format!("--chaos kills rank {rank}, and there are {} ranks", groups[0].world_size()));
+        usage_error(&format!("--chaos needs rank {rank} and another: there are {} ranks", groups[0].world_size()));
     }
     match run(groups, &args) {
         Ok(()) => ExitCode::SUCCESS,
@@ -121,7 +121,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Runs this process's ranks, each on a thread. The first failure is the cause of the others.
+/// Runs this process's ranks, each on a thread. Returns the first failure, which caused the others.
 fn run(groups: Vec<Group>, args: &Args) -> Result<(), (usize, Failure)> {
     let (failed, failures) = mpsc::channel();
     let panicked = thread::scope(|scope| {
@@ -131,7 +131,7 @@ fn run(groups: Vec<Group>, args: &Args) -> Result<(), (usize, Failure)> {
             .map(|(group, number)| {
                 let (rank, failed) = (group.rank(), failed.clone());
                 let thread = scope.spawn(move || {
-                    // This handle lives until the failure is noted, so the other ranks' failures come after it.
+                    // This handle is dropped after the failure is sent, so the other ranks' failures come later.
                     if let Err(error) = train(group.clone(), number, args) {
                         let _ = failed.send((rank, error));
                     }
@@ -148,7 +148,7 @@ fn run(groups: Vec<Group>, args: &Args) -> Result<(), (usize, Failure)> {
     }
 }
 
-/// Trains as one rank, which is this process's number so and so.
+/// Trains as one rank, whose number within this process is `number`.
 fn train(
     group: Group,
     #[allow(unused, reason = "only some backends have several devices")] number: u8,
@@ -162,7 +162,7 @@ fn train(
         backend: backend.unwrap_or_default(),
         shard: args.shard.is_some(),
     };
-    let job = train::Job {
+    let job = train::TrainingJob {
         data: Digits::load()?,
         settings,
         epochs: args.epochs,
@@ -206,7 +206,7 @@ fn learning_rate(text: &str) -> Result<f64, String> {
     }
 }
 
-/// Ends the program as clap does for wrong arguments: with a message and status 2.
-fn wrong(message: &str) -> ! {
+/// Exits as clap does for invalid arguments: with a message and status 2.
+fn usage_error(message: &str) -> ! {
     Args::command().error(ErrorKind::ValueValidation, message).exit()
 }

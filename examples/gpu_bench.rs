@@ -1,10 +1,11 @@
-//! What collectives cost on a GPU: the first one, which all ranks share as logical devices.
+//! Benchmarks of collectives on the first GPU, which all ranks share as logical devices.
 //!
 //! ```sh
 //! cargo run --release -p bonfire-examples --features nccl --bin gpu_bench -- --out figures
 //! ```
 //!
-//! Ratios are within a round, both sides in turn; figures are medians of the rounds. `scripts/gpu-check` runs it.
+//! Ratios are taken within a round, with both sides in turn. Figures are medians over rounds. `scripts/gpu-check` runs
+//! this.
 
 #[path = "gpu_bench/api.rs"]
 mod api;
@@ -27,11 +28,11 @@ use crate::report::Report;
 
 type Failure = Box<dyn std::error::Error + Send + Sync>;
 
-/// Measures collectives on the first GPU. Ends with status 1 where a goal is missed or something cannot be measured.
+/// Measure collectives on the first GPU. Exits with status 1 if a goal is missed or a figure cannot be measured.
 #[derive(Parser)]
 #[command(name = "gpu_bench")]
 struct Args {
-    /// Where to write all figures, as gpu_bench.json and gpu_bench.md
+    /// Folder for gpu_bench.json and gpu_bench.md with all figures
     #[arg(long, value_name = "FOLDER")]
     out: Option<PathBuf>,
     /// Rounds of each measurement
@@ -67,5 +68,5 @@ fn measure(args: &Args) -> Result<bool, Failure> {
     if let Some(folder) = &args.out {
         report.write(folder)?;
     }
-    Ok(report.good())
+    Ok(report.passed())
 }

@@ -1,10 +1,10 @@
-//! A mixture of experts whose experts are on different ranks. Tokens go to the rank of the expert that the router has
-//! chosen for them, and the results come back; gradients take the same ways.
+//! A mixture of experts with expert parallelism. Each token is sent to the rank with the expert that the router chose
+//! for it, and the result is sent back; gradients take the same routes.
 //!
 //! ```sh
 //! cargo run --release -p bonfire-examples --features ndarray --bin moe -- --ranks 4
 //! ```
-//! In the end it compares itself with one rank that has all experts and all tokens.
+//! At the end it compares the losses with those of a single rank that has all experts and all tokens.
 
 #[path = "moe/model.rs"]
 mod model;
@@ -20,17 +20,17 @@ use model::{Experts, WIDTH, count, numbers, tokens};
 
 type B = Autodiff<NdArray<f64>>;
 
-/// Trains a mixture of experts that are on different ranks.
+/// Train a mixture of experts whose experts are on different ranks.
 #[derive(Parser)]
 #[command(name = "moe")]
 struct Args {
     /// Ranks, each a thread of this process
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u16).range(1..=64))]
     ranks: u16,
-    /// Experts, of all ranks together
+    /// Number of experts on all ranks together
     #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u16).range(1..=1024))]
     experts: u16,
-    /// Steps
+    /// Training steps
     #[arg(long, default_value_t = 60)]
     steps: usize,
 }
@@ -46,7 +46,7 @@ fn main() -> ExitCode {
     match result {
         Ok((ours, one)) => {
             let difference = ours.iter().zip(&one).map(|(a, b)| (a - b).abs() / b.max(1e-12)).fold(0.0, f64::max);
-            println!("over {} steps the loss differs from one rank's by {difference:.1e} of it at most", one.len());
+            println!("over {} steps the loss has a relative difference of at most {difference:.1e}", one.len());
             if difference < 1e-6 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
         }
         Err(error) => {
@@ -56,7 +56,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// The loss of every step.
+/// Trains with `ranks` ranks and returns the loss of every step.
 fn losses(ranks: usize, args: &Args, progress: bool) -> Result<Vec<f64>, Error> {
     thread::scope(|scope| {
         let threads =
@@ -71,7 +71,7 @@ fn train(group: &Group, args: &Args, progress: bool) -> Result<Vec<f64>, Error> 
     let (rank, n, experts) = (group.rank(), group.world_size(), usize::from(args.experts));
     let communicator = DeviceCommunicator::<B>::new(group.clone(), Default::default(), None, "ep")?;
     let mut layer = Experts::new(numbers(1, WIDTH * experts, 0.5), experts, group);
-    // One rank alone has the tokens of all.
+    // A single rank has the tokens of all ranks.
     let all = 0..usize::from(args.ranks);
     let [inputs, targets] = if n == 1 { tokens::<B>(all.clone()) } else { tokens(rank..rank + 1) };
     let total = all.map(count).sum::<usize>() as f64;

@@ -1,7 +1,8 @@
-//! Shows that a started all-reduce runs beside the rank's own computation, and by how much.
+//! Measures how well a started all-reduce overlaps with the rank's own computation.
 //!
-//! Run it as processes, best over a slow link: `scripts/hosts` makes two hosts out of this machine and does so.
-//! Rank 0 prints how long starting took, the all-reduce alone, a computation of the same length alone, and both at once.
+//! Run it as processes, best over a slow link, with `scripts/hosts`, which simulates two hosts on this machine. Rank 0
+//! prints the times of the all-reduce alone, of a computation of the same length alone, of starting the all-reduce, and
+//! of both at once.
 
 use std::time::{Duration, Instant};
 
@@ -43,7 +44,7 @@ fn main() -> Result<(), Error> {
     Ok(())
 }
 
-/// The time of the slowest rank.
+/// Runs `work` and returns the time of the slowest rank.
 fn timed(group: &Group, work: impl FnOnce() -> Result<(), Error>) -> Result<Duration, Error> {
     group.barrier()?;
     let start = Instant::now();

@@ -1,4 +1,4 @@
-// all_gather: every rank stores its part, which is its source, to all targets. `count` is that of the whole tensor;
+// all_gather: every rank stores its part, which is its source, to all targets. `count` refers to the whole tensor;
 // parts are those of the host's partition().
 #include "move.cuh"
 
@@ -9,6 +9,6 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS) all_gather(const __gri
     u64 first = part.first * call.width;
     spread(meeting, meeting.source<Byte>(meeting.rank), part.count * call.width, 1, 0,
            [&](u32 rank) { return meeting.target<Byte>(rank) + first; });
-    // Until all are here, peers write to this rank's target.
+    // Before all ranks are here, peers write to this rank's target.
     meeting.end(meeting.meet());
 }

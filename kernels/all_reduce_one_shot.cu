@@ -1,7 +1,7 @@
 // all_reduce for small tensors: every rank reads all sources and computes the whole result for itself. It moves more
-// than two-shot does (count elements from each rank to each) and nobody waits for anybody's sums.
+// data than two-shot (`count` elements from each rank to each), but no rank waits for the sums of another.
 //
-// All ranks have the same bits because all combine in the order of ranks.
+// All ranks get bit-identical results because all combine in the order of ranks.
 #include "combine.cuh"
 #include "instances.cuh"
 
@@ -12,14 +12,13 @@ __device__ __forceinline__ bool reduce_everything(Meeting &meeting) {
     T *target = meeting.target<T>(meeting.rank);
     u64 width = u64(blockDim.x) * UNROLL<T>;
     u64 start = blockIdx.y * width;
-    // All blocks of all ranks take the same number of rounds, each with a meeting: one, where a rank's blocks hold the
-    // tensor, and one for an empty tensor too. Without a meeting a peer might write its next mail before this one is
-    // read.
+    // All blocks of all ranks take the same number of rounds, each with a synchronisation: one if a rank's blocks cover
+    // the tensor, and one for an empty tensor too. Without it a peer might write its next mail before this one is read.
     do {
         Reach<T, N> reach(slots, start + threadIdx.x, slots.all);
         Tile<T, N> result;
         combine<R, N>(result, meeting, 0, reach);
-        // In place, the target is what peers still read: results stay in registers until all have.
+        // In place, peers still read the target, so results stay in registers until all ranks have read.
         if (!meeting.meet()) return false;
         store<T, N>(target, result, reach);
         start += gridDim.y * width;
@@ -32,7 +31,7 @@ __device__ __forceinline__ void one_shot(const Call &call) {
     typedef typename R::Element T;
     Meeting meeting(call, Operation::ALL_REDUCE_ONE_SHOT, KIND<R>);
     if (!meeting.begin()) return;
-    // All ranks must take the same path, since the number of rounds depends on it: so the targets of all count.
+    // All ranks must take the same path, which determines the number of rounds. So the alignment of all targets counts.
     bool packs = sources_aligned<T>(meeting, 0) && targets_aligned<T>(meeting);
     bool well = packs ? reduce_everything<R, LANES<T>>(meeting) : reduce_everything<R, 1>(meeting);
     if (well) meeting.end(true);

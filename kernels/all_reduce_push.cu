@@ -1,15 +1,14 @@
-// all_reduce for the smallest tensors: every rank pushes its elements to all others, each 8 bytes in one 16-byte
-// store that also says to which call they belong, and computes the whole result from what it received. Nobody asks
-// where anything is, and nobody waits for a signal that something has arrived: the data is the signal. NCCL calls
-// this form of message LL.
+// all_reduce for the smallest tensors: every rank pushes its elements to all others, each 8 bytes in one 16-byte store
+// that also carries the call's tag, and computes the whole result from what it received. No addresses are exchanged and
+// no separate signal is needed: the data itself is the signal. NCCL calls this protocol LL.
 //
-// All ranks have the same bits because all combine in the order of ranks.
+// All ranks get bit-identical results because all combine in the order of ranks.
 #include "instances.cuh"
 #include "reduction.cuh"
 #include "signal.cuh"
 #include "vector.cuh"
 
-// 8 bytes of data in two halves, each beside the tag: either half may arrive first.
+// 8 bytes of data in two halves, each next to the tag, because either half may arrive first.
 __device__ __forceinline__ ptx::Pair packet(u64 data, u32 tag) {
     return {(data & 0xffffffff) | u64(tag) << 32, data >> 32 | u64(tag) << 32};
 }
@@ -18,18 +17,18 @@ __device__ __forceinline__ bool has_arrived(ptx::Pair packet, u32 tag) {
 }
 __device__ __forceinline__ u64 data_of(ptx::Pair packet) { return (packet.low & 0xffffffff) | packet.high << 32; }
 
-// This rank's side of the inboxes for one call.
+// This rank's view of the inboxes for one call.
 //
-// A packet is written for epoch e + 2 only when its reader has left epoch e, see the invariant in signal.cuh: inboxes
-// alternate by parity. The tag is not zero and repeats after 2^32 - 1 epochs; so that nothing from that long ago is
-// taken for new, a reader clears what it has read. That store is done when the reader's kernel ends, and without that
-// rank's next kernel nobody gets to epoch e + 2.
+// A packet for epoch e + 2 is written only after its reader has left epoch e, see the invariant in signal.cuh: inboxes
+// alternate by parity. The tag is never zero and repeats after 2^32 - 1 epochs. So that a packet of that age is not
+// taken for a new one, a reader clears what it has read. That store is done when the reader's kernel ends, and no rank
+// reaches epoch e + 2 without that rank's next kernel.
 class Push {
   public:
     __device__ explicit Push(Meeting &meeting)
         : meeting(meeting), tag(u32(meeting.epoch % 0xffffffff) + 1), parity(meeting.epoch % 2) {}
 
-    // To all others, starting with the next rank so that not all write to the same one at a time.
+    // Sends to all others. Starts with the next rank, so that the ranks do not all write to one.
     template <class Place>
     __device__ void send(u64 data, Place place) {
         u32 ranks = u32(meeting.call.ranks), rank = meeting.rank;
@@ -39,7 +38,7 @@ class Push {
         }
     }
 
-    // From all others; what this rank itself has stays as it is. The loads from all inboxes are on their way together.
+    // Receives from all others; this rank's own entry stays as it is. Loads from all inboxes are in flight together.
     template <class Place>
     __device__ bool receive(u64 (&data)[MAX_RANKS], Place place) {
         u32 ranks = u32(meeting.call.ranks), rank = meeting.rank;
@@ -75,7 +74,7 @@ class Push {
     const u32 parity;
 };
 
-// The elements of one packet, as many as there are.
+// The number of elements in a packet.
 template <class T>
 constexpr u32 IN_PACKET = 8 / sizeof(T);
 
@@ -126,8 +125,8 @@ __device__ __forceinline__ void push(const Call &call) {
     bool well = meeting.sound() && (call.count <= PUSH_BYTES / sizeof(T) || meeting.refuse());
     Push push(meeting);
     u64 data[MAX_RANKS];
-    // What was called comes first and is compared last, like the mail of other operations. It is there even if the
-    // tensor is empty, so that no block ends before every rank has begun.
+    // The header carries what was called. It is sent first and compared last, like the mail of other operations. It is
+    // sent even if the tensor is empty, so that no block ends before every rank has begun.
     auto header = [](Inbox &inbox) { return &inbox.header[blockIdx.y]; };
     if (threadIdx.x == 0 && well) push.send(meeting.digest, header);
     for (u64 i = u64(blockIdx.y) * blockDim.x + threadIdx.x; well; i += u64(gridDim.y) * blockDim.x) {

@@ -1,8 +1,8 @@
-// all_reduce for large tensors: every rank reduces one part, straight from all sources, and stores it to all targets.
-// One kernel, two meetings, no memory in between. NCCL calls this shape reduce-scatter by loads, all-gather by stores.
+// all_reduce for large tensors: every rank reduces one part directly from all sources, and stores it to all targets.
+// One kernel, two synchronisations, no intermediate memory. NCCL's term: reduce-scatter by loads, all-gather by stores.
 //
-// A rank reads and writes count elements in all, whatever the number of ranks: nothing moves fewer without a switch
-// that adds. All ranks have the same bits because each element has one owner.
+// A rank reads and writes `count` elements in total, whatever the number of ranks. Without a switch that adds, nothing
+// moves fewer. All ranks get bit-identical results because each element is reduced by one rank.
 #include "combine.cuh"
 #include "instances.cuh"
 
@@ -15,7 +15,7 @@ __device__ __forceinline__ void reduce_own_part(const Meeting &meeting) {
     for_tiles<T>(slots, part.first, part.first + part.count, [&](const Reach<T, N> &reach) {
         Tile<T, N> result;
         combine<R, N>(result, meeting, 0, reach);
-        // Not all ranks to the same rank at a time.
+        // Each rank starts with another target, so that they do not all write to one.
         for (u32 i = 0, to = rank; i < ranks; ++i, to = to + 1 == ranks ? 0 : to + 1) {
             store<T, N>(meeting.target<T>(to), result, reach);
         }
@@ -29,7 +29,7 @@ __device__ __forceinline__ void two_shot(const Call &call) {
     if (!meeting.begin()) return;
     if (sources_aligned<T>(meeting, 0) && targets_aligned<T>(meeting)) reduce_own_part<R, LANES<T>>(meeting);
     else reduce_own_part<R, 1>(meeting);
-    // Until all are here, peers read this rank's source and write to its target.
+    // Before all ranks are here, peers read this rank's source and write to its target.
     meeting.end(meeting.meet());
 }
 

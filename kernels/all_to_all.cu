@@ -1,9 +1,9 @@
-// all_to_all: a tensor is as many parts of one length as there are ranks; part r of rank s becomes part s of rank r.
-// What two ranks have for each other concerns no third one. Each of the two moves one half of it, in both directions:
-// it reads both elements before it writes either, so source and target may be the same.
+// all_to_all: a tensor has as many parts of equal length as there are ranks; part r of rank s becomes part s of rank r.
+// The exchange between two ranks involves no third one. Each of the two moves one half of it, in both directions: it
+// reads both elements before it writes either, so source and target may be the same.
 #include "move.cuh"
 
-// What this rank and a peer exchange, and where it goes.
+// The data that this rank and a peer exchange, and its destinations.
 struct Exchange {
     const Byte *mine, *theirs;
     Byte *to_them, *to_me;
@@ -27,7 +27,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS) all_to_all(const __gri
     if (!meeting.begin()) return;
     u32 ranks = u32(call.ranks), rank = meeting.rank;
     u64 bytes = call.count / ranks * call.width;
-    // Starting with the rank itself, then not all ranks with the same one at a time.
+    // Starts with the rank itself. Then each visits its peers in another order, so that they do not all access one.
     for (u32 i = 0, peer = rank; i < ranks; ++i, peer = peer + 1 == ranks ? 0 : peer + 1) {
         Exchange at = {
             meeting.source<Byte>(rank) + peer * bytes,
@@ -36,13 +36,13 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS) all_to_all(const __gri
             meeting.target<Byte>(rank) + peer * bytes,
         };
         u32 parts = peer == rank ? 1 : 2, index = rank > peer;
-        // Both ranks see these four addresses, so both cut the part alike.
+        // Both ranks see these four addresses, so both divide the part alike.
         switch (widest(u64(at.mine) | u64(at.theirs) | u64(at.to_them) | u64(at.to_me))) {
             case 16: exchange<16>(at, bytes, parts, index); break;
             case 4: exchange<4>(at, bytes, parts, index); break;
             default: exchange<1>(at, bytes, parts, index);
         }
     }
-    // Until all are here, peers read this rank's source and write to its target.
+    // Before all ranks are here, peers read this rank's source and write to its target.
     meeting.end(meeting.meet());
 }

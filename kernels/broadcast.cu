@@ -7,6 +7,6 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS) broadcast(const __grid
     if (!meeting.begin()) return;
     spread(meeting, meeting.source<Byte>(u32(call.root)), call.count * call.width, u32(call.ranks), meeting.rank,
            [&](u32 rank) { return meeting.target<Byte>(rank); });
-    // Until all are here, peers read the root's source and write to all targets.
+    // Before all ranks are here, peers read the root's source and write to all targets.
     meeting.end(meeting.meet());
 }

@@ -1,7 +1,7 @@
 // The inner loop of the reductions.
 //
-// Every element is read from all sources before it is written to any target, by one thread, and no other thread reads
-// or writes it. So a target may be the same memory as a source.
+// One thread reads an element from all sources before it writes it to any target, and no other thread accesses that
+// element. So a target may be the same memory as a source.
 #ifndef BONFIRE_COMBINE_CUH
 #define BONFIRE_COMBINE_CUH
 
@@ -9,15 +9,15 @@
 #include "signal.cuh"
 #include "vector.cuh"
 
-// Combines a tile of all ranks' sources, from element `from` on, in the order of ranks. The next rank's loads are on
-// their way while one rank's packs are added.
+// Combines a tile of all ranks' sources, from element `from` on, in the order of ranks. The next rank's loads are
+// issued before one rank's packs are added.
 template <class R, u32 N>
 __device__ __forceinline__ void combine(Tile<typename R::Element, N> &result, const Meeting &meeting, u64 from,
                                         const Reach<typename R::Element, N> &reach) {
     typedef typename R::Element T;
     typedef typename R::Accumulator A;
     u32 ranks = u32(meeting.call.ranks);
-    // What is not loaded is not stored either, but computed with.
+    // Lanes that are not loaded are computed with, but not stored.
     Tile<T, N> ahead = {};
     A sum[UNROLL<T>][N];
     load<T, N>(ahead, meeting.source<T>(0) + from, reach);
@@ -44,7 +44,7 @@ __device__ __forceinline__ void combine(Tile<typename R::Element, N> &result, co
     }
 }
 
-// Elements in 16 bytes.
+// The number of elements in 16 bytes.
 template <class T>
 constexpr u32 LANES = 16 / sizeof(T);
 

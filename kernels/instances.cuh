@@ -1,4 +1,4 @@
-// Which kernels a file has: by default one for every reduction and element type, as NAME(reduction, Reduction, type).
+// The kernels that a file instantiates: by default one per reduction and type, as NAME(reduction, Reduction, type).
 //
 // A host that wants a single one puts its choice before the source: `#define ONLY(NAME) NAME(sum, Sum, f32)`.
 #ifndef BONFIRE_INSTANCES_CUH
@@ -6,7 +6,7 @@
 
 #include "signal.cuh"
 
-// The kernel that a template `form` over reductions is, for one of them.
+// Instantiates the template `form` over reductions as one kernel.
 #define KERNEL(form, reduction, Reduction, type)                                           \
     extern "C" __global__ void __launch_bounds__(MAX_THREADS) form##_##reduction##_##type( \
         const __grid_constant__ Call call) {                                               \
@@ -29,7 +29,7 @@
     WITH_EVERY_TYPE(NAME, min, Min)
 #endif
 
-// What an element type is in src/dtype.rs.
+// The number of an element type in crates/core/src/types/dtype.rs.
 template <class T> constexpr u32 NUMBER = ~0u;
 template <> constexpr u32 NUMBER<f32> = 0;
 template <> constexpr u32 NUMBER<f64> = 1;
@@ -42,7 +42,7 @@ template <> constexpr u32 NUMBER<u8> = 8;
 template <> constexpr u32 NUMBER<u32> = 10;
 template <> constexpr u32 NUMBER<u64> = 11;
 
-// Tells apart the reductions of one operation.
+// Distinguishes the reductions of one operation.
 template <class R>
 constexpr u32 KIND = NUMBER<typename R::Element> | R::NUMBER << 8;
 

@@ -1,13 +1,13 @@
-// The inner loop of the operations that copy from one place to several: as many bytes at a time as all addresses allow.
+// The inner loop of operations that copy from one place to several, with accesses as wide as all addresses allow.
 //
-// As in combine.cuh, a place is read by one thread before the same thread writes to it, and nobody else uses it.
+// As in combine.cuh, one thread reads an element before the same thread writes to it, and no other thread accesses it.
 #ifndef BONFIRE_MOVE_CUH
 #define BONFIRE_MOVE_CUH
 
 #include "signal.cuh"
 #include "vector.cuh"
 
-// How many bytes at a time addresses are aligned for, whose bits are or-ed in `addresses`.
+// The access width in bytes that addresses allow, given the OR of their bits.
 __device__ __forceinline__ u32 widest(u64 addresses) { return addresses % 16 == 0 ? 16 : addresses % 4 == 0 ? 4 : 1; }
 
 template <u32 N, class To>
@@ -19,7 +19,7 @@ __device__ __forceinline__ void spread_packs(const Meeting &meeting, const Byte 
     for_tiles<Byte>(slots, part.first, part.first + part.count, [&](const Reach<Byte, N> &reach) {
         Tile<Byte, N> tile;
         load<Byte, N>(tile, from, reach);
-        // Not all ranks to the same rank at a time.
+        // Each rank starts with another target, so that they do not all write to one.
         for (u32 i = 0, peer = rank; i < ranks; ++i, peer = peer + 1 == ranks ? 0 : peer + 1) {
             Byte *target = to(peer);
             if (target && target != from) store<Byte, N>(target, tile, reach);
@@ -27,8 +27,8 @@ __device__ __forceinline__ void spread_packs(const Meeting &meeting, const Byte 
     });
 }
 
-// Copies part `index` of `parts` of the bytes at `from` to where `to(rank)` says, for each rank; null is nowhere.
-// Ranks that divide the parts among them must give the same addresses, so that all cut them alike.
+// Copies part `index` of `parts` of the bytes at `from` to `to(rank)` for each rank; null means nowhere. Ranks that
+// share the parts among them must pass the same addresses, so that all divide them alike.
 template <class To>
 __device__ __forceinline__ void spread(const Meeting &meeting, const Byte *from, u64 bytes, u32 parts, u32 index,
                                        To to) {

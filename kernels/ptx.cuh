@@ -1,12 +1,12 @@
-// What C++ cannot say to a GPU: memory accesses with an order and a scope, the clock, conversions of f16.
+// What C++ cannot express for a GPU: memory accesses with an order and a scope, the clock, conversions of f16.
 //
-// This is the only file with instructions in it. The host shim (shim/cuda.hpp) has the same functions for a CPU, and
-// defines this file's guard, so everything else is the same source on both.
+// This is the only file with PTX instructions. The host shim (shim/cuda.hpp) defines the same functions for a CPU, and
+// this file's include guard, so all other source is the same on both.
 //
-// Orders and scopes are those of PTX's memory model. "System" reaches other GPUs and the host, "device" the blocks on
-// this GPU. An acquire that sees what a release stored also sees all that the releasing thread had done or seen
-// before, which includes what other threads of its block did before a __syncthreads(). Nothing is promised by less:
-// no volatile.
+// Orders and scopes are those of PTX's memory model. "System" includes other GPUs and the host, "device" the blocks on
+// this GPU. A thread whose acquire reads the value of a release also sees everything that the releasing thread did or
+// saw before it, including what other threads of its block did before a __syncthreads(). Nothing weaker guarantees
+// this, `volatile` in particular.
 #ifndef BONFIRE_PTX_CUH
 #define BONFIRE_PTX_CUH
 
@@ -34,8 +34,8 @@ __device__ __forceinline__ u64 load_relaxed_system(const u64 *at) {
     return value;
 }
 
-// Two words that travel in one 16-byte access. The model promises that each of them is whole, not that both are of the
-// same store: whoever reads them must be able to tell from each.
+// Two words in one 16-byte access. The model guarantees that each word is whole, not that both are from the same store:
+// a reader must be able to tell from each.
 struct alignas(16) Pair {
     u64 low, high;
 };
@@ -53,8 +53,7 @@ __device__ __forceinline__ Pair load_pair_relaxed_system(const Pair *at) {
     return pair;
 }
 
-// Ordinary accesses to 16 bytes of a tensor at once. Written out, because the compiler splits some of those it is
-// given.
+// Ordinary accesses to 16 bytes of a tensor at once. Written in PTX, because the compiler splits some of those in C++.
 template <class P>
 __device__ __forceinline__ P load_16(const P *at) {
     static_assert(sizeof(P) == 16 && alignof(P) == 16, "16 bytes");
@@ -78,14 +77,14 @@ __device__ __forceinline__ void store_16(P *at, const P &value) {
                  : "memory");
 }
 
-// Adds and returns what was there before.
+// Adds `value` and returns the previous value.
 __device__ __forceinline__ u64 add_acquire_release_device(u64 *at, u64 value) {
     u64 before;
     asm volatile("atom.acq_rel.gpu.global.add.u64 %0, [%1], %2;" : "=l"(before) : "l"(at), "l"(value) : "memory");
     return before;
 }
 
-// Stores `value` where there is zero and returns what was there before.
+// Stores `value` if the word is zero. Returns the previous value.
 __device__ __forceinline__ u64 claim_relaxed_device(u64 *at, u64 value) {
     u64 before;
     asm volatile("atom.relaxed.gpu.global.cas.b64 %0, [%1], 0, %2;" : "=l"(before) : "l"(at), "l"(value) : "memory");
@@ -105,7 +104,7 @@ __device__ __forceinline__ f32 widen(f16 value) {
     return wide;
 }
 
-// To the nearest, ties to even.
+// Rounds to nearest, ties to even.
 __device__ __forceinline__ f16 narrow_to_f16(f32 value) {
     f16 narrow;
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(narrow.bits) : "f"(value));

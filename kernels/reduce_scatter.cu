@@ -1,6 +1,5 @@
-// reduce_scatter: every rank reduces its own part of the tensor, straight from all sources, into its target. `count`
-// is that of the whole tensor; parts are those of the host's partition(). It is the first half of a two-shot
-// all_reduce.
+// reduce_scatter: every rank reduces its own part of the tensor from all sources into its target. `count` refers to the
+// whole tensor; parts are those of the host's partition(). It is the first half of a two-shot all_reduce.
 #include "combine.cuh"
 #include "instances.cuh"
 
@@ -21,12 +20,12 @@ __device__ __forceinline__ void reduce_scatter(const Call &call) {
     typedef typename R::Element T;
     Meeting meeting(call, Operation::REDUCE_SCATTER, KIND<R>);
     if (!meeting.begin()) return;
-    // In uneven parts only the first ones may be aligned; each rank takes the path that its own part allows.
+    // With uneven parts only the first ones may be aligned. Each rank takes the path that its own part allows.
     Part part(call.count, call.ranks, meeting.rank);
     bool packs = sources_aligned<T>(meeting, part.first) && aligned(meeting.target<T>(meeting.rank), 16);
     if (packs) reduce_part<R, LANES<T>>(meeting, part);
     else reduce_part<R, 1>(meeting, part);
-    // Until all are here, peers read this rank's source.
+    // Before all ranks are here, peers read this rank's source.
     meeting.end(meeting.meet());
 }
 

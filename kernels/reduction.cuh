@@ -1,9 +1,9 @@
-// Reductions of one element: exactly what the host does (src/reduce.rs), bit for bit.
+// Reductions of one element: the same as on the host (crates/core/src/reduce), bit for bit.
 //
 // A reduction of T has an accumulator: f32 for f16 and bf16, so that a sum is rounded once; a wider integer for the
 // mean of integers, so that it is the mean of the exact sum; T itself everywhere else. Elements are combined in the
-// order of ranks. Integers wrap; an integer mean rounds toward zero; Max and Min give NaN where any rank has one, and
-// the earlier rank's zero of two. Every NaN that is stored has the same bits.
+// order of ranks. Integers wrap; an integer mean rounds toward zero. Max and Min give NaN if any rank has one, and the
+// earlier rank's zero of two. Every NaN that is stored has the same bits.
 #ifndef BONFIRE_REDUCTION_CUH
 #define BONFIRE_REDUCTION_CUH
 
@@ -16,7 +16,7 @@ struct Long {
     i64 high;  // of at most 8 terms: between -8 and 7
 };
 
-// What sums of T are computed in, and what the exact sum of 8 T fits in.
+// The type in which sums of T are computed, and one that holds the exact sum of 8 T.
 template <class T>
 struct Wider;
 template <> struct Wider<f32> { typedef f32 Sum, Exact; };
@@ -58,7 +58,7 @@ struct Widen<Long<u64>, u64> {
     static __device__ __forceinline__ Long<u64> from(u64 value) { return {value, 0}; }
 };
 
-// accumulator -> element. Integers: to the low bits.
+// accumulator -> element; integers keep the low bits
 
 template <class T, class A>
 struct Narrow {
@@ -84,8 +84,8 @@ struct Narrow<f16, f32> {
 };
 template <>
 struct Narrow<bf16, f32> {
-    // To the nearest, ties to even: half a unit less one, and one more where the last bit that stays is odd. A carry
-    // into the exponent is right: it gives the next power of two, or infinity. Older GPUs have no instruction for it.
+    // Rounds to nearest, ties to even: adds half a unit less one, and one more if the last kept bit is odd. A carry
+    // into the exponent is correct: it gives the next power of two, or infinity. Older GPUs have no instruction for it.
     static __device__ __forceinline__ bf16 from(f32 value) {
         u32 bits = ptx::bits(value);
         return value == value ? bf16{u16((bits + 0x7fff + (bits >> 16 & 1)) >> 16)} : bf16{0x7fc0};
@@ -108,7 +108,7 @@ template <class A>
 __device__ __forceinline__ A divide(A sum, u32 ranks) {
     return sum / static_cast<A>(ranks);
 }
-// The quotient of a 67-bit magnitude, digit by digit with digits of 32 bits: a remainder is below 8, so the next
+// The quotient of a 67-bit magnitude, by long division with digits of 32 bits: a remainder is below 8, so the next
 // dividend is below 2^35.
 template <class T>
 __device__ __forceinline__ Long<T> divide(Long<T> sum, u32 ranks) {
@@ -125,7 +125,7 @@ struct Narrow<T, Long<S>> {
     static __device__ __forceinline__ T from(Long<S> value) { return static_cast<T>(value.low); }
 };
 
-// The reductions. `NUMBER` is what ReduceOp has in src/dtype.rs.
+// The reductions. `NUMBER` is the number in ReduceOp in crates/core/src/types/dtype.rs.
 
 template <class T>
 struct Sum {

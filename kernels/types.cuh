@@ -1,4 +1,4 @@
-// Names for types. NVRTC has no <cstdint>, and the kernels are named after these: two_shot_sum_f32.
+// Type names. NVRTC has no <cstdint>, and kernels are named after these types: two_shot_sum_f32.
 #ifndef BONFIRE_TYPES_CUH
 #define BONFIRE_TYPES_CUH
 
@@ -12,7 +12,7 @@ typedef long long i64;
 typedef float f32;
 typedef double f64;
 
-// 16-bit floats are bits here; arithmetic on them is done in f32.
+// 16-bit floats are stored as bits; arithmetic on them is done in f32.
 struct f16 { u16 bits; };
 struct bf16 { u16 bits; };
 

@@ -1,8 +1,8 @@
 // Elements in packs of 16 bytes, for any length and alignment.
 //
-// A thread works on a tile of UNROLL<T> slots at a time: a slot of its own and every blockDim.x-th after it. A slot
-// is a whole pack, or one of the last elements, which fill no pack. Where a tensor is not aligned for packs, a pack
-// is one element.
+// A thread processes a tile of UNROLL<T> slots at a time: one slot and then every blockDim.x-th after it. A slot is a
+// whole pack, or one of the last elements, which do not fill a pack. If a tensor is not aligned for packs, a pack is
+// one element.
 #ifndef BONFIRE_VECTOR_CUH
 #define BONFIRE_VECTOR_CUH
 
@@ -13,12 +13,12 @@ struct alignas(N * sizeof(T)) Pack {
     T lane[N];
 };
 
-// Packs that a thread works on at a time, so that their loads are on their way together. Single bytes take a register
-// each when they are combined: fewer of those.
+// Packs that a thread processes at a time, so that their loads are in flight together. Single bytes take a register
+// each when they are combined, so there are fewer of those.
 template <class T>
 constexpr u32 UNROLL = sizeof(T) == 1 ? 2 : 4;
 
-// What is only moved.
+// An element that is only moved.
 struct Byte {
     u8 bits;
 };
@@ -35,7 +35,7 @@ struct Slots {
     __device__ explicit Slots(u64 count) : packs(count / N), all(count / N + count % N) {}
 };
 
-// What a thread does in one tile: the slots below `end`, from `first` on.
+// A thread's share of one tile: the slots from `first` to below `end`.
 template <class T, u32 N>
 struct Reach {
     u64 first, end, packs;
@@ -45,7 +45,7 @@ struct Reach {
         : first(first), end(end), packs(slots.packs),
           whole(first + (UNROLL<T> - 1) * blockDim.x < (end < slots.packs ? end : slots.packs)) {}
 
-    // Calls `pack(i, at)` or `element(i, at)` for slot i of the tile, whose first element is number `at` of the tensor.
+    // Calls `pack(i, at)` or `element(i, at)` for slot i of the tile; `at` is its first element's index in the tensor.
     template <class OfPack, class OfElement>
     __device__ __forceinline__ void each(OfPack pack, OfElement element) const {
 #pragma unroll
@@ -72,8 +72,8 @@ __device__ __forceinline__ void store(T *at, const Pack<T, N> &value) {
     else *pack = value;
 }
 
-// A tile of the tensor `from`, or to the tensor `to`.
-// Sources are not `const __restrict__`: that would allow loads through a cache that does not see other GPUs' stores.
+// Loads a tile from the tensor `from`, or stores it to the tensor `to`. Sources are not `const __restrict__`: that
+// would allow loads through a cache that does not see other GPUs' stores.
 template <class T, u32 N>
 __device__ __forceinline__ void load(Tile<T, N> &tile, const T *from, const Reach<T, N> &reach) {
     reach.each([&](u32 i, u64 at) { tile[i] = load<T, N>(from + at); },
@@ -86,7 +86,7 @@ __device__ __forceinline__ void store(T *to, const Tile<T, N> &tile, const Reach
                [&](u32 i, u64 at) { to[at] = tile[i].lane[0]; });
 }
 
-// Calls `tile(reach)` for this thread's tiles among the slots from `first` up to `end`, which all blocks of a member
+// Calls `tile(reach)` for this thread's tiles of the slots from `first` to below `end`, which all blocks of a member
 // share.
 template <class T, u32 N, class Body>
 __device__ __forceinline__ void for_tiles(Slots<N> slots, u64 first, u64 end, Body tile) {
@@ -96,7 +96,7 @@ __device__ __forceinline__ void for_tiles(Slots<N> slots, u64 first, u64 end, Bo
     }
 }
 
-// The part of `count` things that the host's partition() gives to `index`: the first `count % parts` are one longer.
+// Part `index` of `count` items, as in the host's partition(): the first `count % parts` parts are one longer.
 struct Part {
     u64 first, count;
     __device__ Part(u64 all, u64 parts, u64 index)

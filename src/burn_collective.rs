@@ -1,7 +1,7 @@
-//! Collectives on burn's tensors, with the names and the behaviour of burn-collective.
+//! Collectives on burn's tensors with the names and the behaviour of burn-collective, to run programs written for it.
 //!
-//! Peers, usually one thread for each device, [`register`] and then call the same operations in the same order. There is
-//! one session for each backend type in a process; with a config for several nodes it spans processes.
+//! Peers, usually one thread per device, [`register`] and then call the same operations in the same order. There is one
+//! session per backend type in a process. With a config for several nodes, that is, processes, a session spans them.
 
 mod address;
 mod cargo;
@@ -23,10 +23,10 @@ use std::sync::Arc;
 use burn::tensor::backend::Backend;
 use burn::tensor::ops::FloatTensor;
 
-use self::cargo::Cargo;
-use self::claim::Call;
-/// Where a node or the orchestrator is: `host:port` or `[v6]:port`, with or without a scheme such as `ws://`. A node's
-/// address may lack the port. It is the type that burn-collective takes.
+use self::cargo::Payload;
+use self::claim::CollectiveCall;
+/// The address of a node or of the orchestrator, in burn-collective's type: `host:port` or `[v6]:port`, with or without
+/// a scheme such as `ws://`. The port of a node's address is optional.
 pub use burn_communication::Address;
 
 pub use self::config::{AllReduceStrategy, BroadcastStrategy, CollectiveConfig, ReduceStrategy};
@@ -39,12 +39,12 @@ use self::session::session;
 use bonfire_core::ReduceOp;
 pub use bonfire_core::ReduceOp as ReduceOperation;
 
-/// Registers a peer and blocks until all `num_devices` of the config have registered; with several nodes, until all
-/// nodes have found each other.
+/// Registers a peer. Blocks until `num_devices` peers have registered, and with several nodes until all nodes have
+/// connected.
 ///
-/// The peer receives broadcast tensors on `device`. A peer's operations run one after the other. Peers that never come
-/// are waited for until the deadline, 300 s unless `BONFIRE_DEADLINE` says otherwise; nodes find each other within 120 s
-/// or that deadline, whichever is less.
+/// The peer receives broadcast tensors on `device`. A peer's operations run one after the other. Waits for missing
+/// peers until the deadline: 300 s, or the value of `BONFIRE_DEADLINE`. Nodes must connect within 120 s or the
+/// deadline, whichever is shorter.
 ///
 /// `B` is any backend. With autodiff use the inner backend: gradients do not flow through collectives.
 ///
@@ -72,57 +72,64 @@ pub use bonfire_core::ReduceOp as ReduceOperation;
 /// ```
 ///
 /// # Errors
-/// [`CollectiveError::InvalidConfig`]; [`CollectiveError::MultipleRegister`] where the id is registered;
-/// [`CollectiveError::RegisterParamsMismatch`] where the config is another than the first peer's or all its devices are
-/// there; [`CollectiveError::LocalServerMissing`] after a reset; [`CollectiveError::Global`] where the nodes do not find
-/// each other or disagree; [`CollectiveError::Other`] after the deadline.
+/// * [`CollectiveError::InvalidConfig`] if the config cannot work.
+/// * [`CollectiveError::MultipleRegister`] if the id is already registered.
+/// * [`CollectiveError::RegisterParamsMismatch`] if the config differs from the first peer's, or `num_devices` peers
+///   are already registered.
+/// * [`CollectiveError::LocalServerMissing`] after a reset.
+/// * [`CollectiveError::Global`] if the nodes cannot connect or disagree.
+/// * [`CollectiveError::Other`] after the deadline, or if `BONFIRE_DEADLINE` is malformed.
 pub fn register<B: Backend>(id: PeerId, device: B::Device, config: CollectiveConfig) -> Result<(), CollectiveError> {
     log::info!("{id} registers: {config}");
     session::<B>().register(id, Arc::new(device), config)
 }
 
-/// Reduces the tensors of all peers, which have the same shape and element type, and returns the result to each, on its
-/// tensor's device. The mean is that over all devices of all nodes. 16-bit floats are accumulated in f32 and rounded
-/// once. All peers get the same bits, in every run.
+/// Reduces the tensors of all peers, which have the same shape and element type, and returns the result to each peer on
+/// its tensor's device.
+///
+/// The mean is over all devices of all nodes. 16-bit floats are accumulated in f32 and rounded once. Results are
+/// bit-identical on all peers and in every run.
 ///
 /// # Errors
-/// [`CollectiveError::AllReduceShapeMismatch`] or [`CollectiveError::AllReduceOperationMismatch`], the same on all peers
-/// and without harm to the session; [`CollectiveError::RegisterNotFirstOperation`] where the peer is not registered;
-/// [`CollectiveError::LocalServerMissing`] after a reset; [`CollectiveError::Global`] where a node is lost;
-/// [`CollectiveError::Other`] after the deadline, or on a second call of one peer at a time.
+/// * [`CollectiveError::AllReduceShapeMismatch`] or [`CollectiveError::AllReduceOperationMismatch`], the same on all
+///   peers. The session remains usable.
+/// * [`CollectiveError::RegisterNotFirstOperation`] if the peer is not registered.
+/// * [`CollectiveError::LocalServerMissing`] after a reset.
+/// * [`CollectiveError::Global`] if a node is lost.
+/// * [`CollectiveError::Other`] after the deadline, or if the peer is already in another operation.
 pub fn all_reduce<B: Backend>(
     id: PeerId,
     tensor: B::FloatTensorPrimitive,
     op: ReduceOp,
 ) -> Result<B::FloatTensorPrimitive, CollectiveError> {
     let device = B::float_device(&tensor);
-    let (cargo, _) = run(id, Call::AllReduce(op), Cargo::<B>::load(tensor).map(Some))?;
-    unload(cargo, &device)
+    let (payload, _) = run(id, CollectiveCall::AllReduce(op), Payload::<B>::in_place_or_read(tensor).map(Some))?;
+    into_tensor(payload, &device)
 }
 
-/// Gives every peer, on its own device, the tensor that exactly one of them brings.
+/// Broadcasts the tensor of the only peer that passes one. Every peer gets it on its own device.
 ///
 /// # Errors
-/// [`CollectiveError::BroadcastNoTensor`] or [`CollectiveError::BroadcastMultipleTensors`], the same on all peers; else
-/// as [`all_reduce`].
+/// [`CollectiveError::BroadcastNoTensor`] or [`CollectiveError::BroadcastMultipleTensors`], the same on all peers;
+/// otherwise as [`all_reduce`].
 pub fn broadcast<B: Backend>(
     id: PeerId,
     tensor: Option<B::FloatTensorPrimitive>,
 ) -> Result<B::FloatTensorPrimitive, CollectiveError> {
     let own = tensor.as_ref().map(|tensor| B::float_device(tensor));
-    let cargo = tensor.map(Cargo::<B>::read).transpose();
-    let (cargo, registered) = run(id, Call::Broadcast, cargo)?;
+    let payload = tensor.map(Payload::<B>::read).transpose();
+    let (payload, registered) = run(id, CollectiveCall::Broadcast, payload)?;
     let device = own.or_else(|| registered.downcast_ref::<B::Device>().cloned()).unwrap_or_default();
-    unload(cargo, &device)
+    into_tensor(payload, &device)
 }
 
-/// Reduces the tensors of all peers to the peer `root`, which may be on any node. Returns the result there, on its
-/// tensor's device, and `None` elsewhere.
+/// Reduces the tensors of all peers to the peer `root`, which may be on any node. Returns the result on `root`, on its
+/// tensor's device, and `None` on the other peers.
 ///
 /// # Errors
 /// [`CollectiveError::ReduceShapeMismatch`], [`CollectiveError::ReduceOperationMismatch`] or
-/// [`CollectiveError::ReduceRootMismatch`], the same on all peers; [`CollectiveError::RegisterNotFirstOperation`] where
-/// the peer or the root is not registered; else as [`all_reduce`].
+/// [`CollectiveError::ReduceRootMismatch`], the same on all peers; [`CollectiveError::RegisterNotFirstOperation`] if
+/// the peer or the root is not registered; otherwise as [`all_reduce`].
 pub fn reduce<B: Backend>(
     id: PeerId,
     tensor: B::FloatTensorPrimitive,
@@ -130,27 +137,27 @@ pub fn reduce<B: Backend>(
     root: PeerId,
 ) -> Result<Option<B::FloatTensorPrimitive>, CollectiveError> {
     let device = B::float_device(&tensor);
-    let (cargo, _) = run(id, Call::Reduce(op, root), Cargo::<B>::read(tensor).map(Some))?;
-    Ok(cargo.map(|cargo| cargo.unload(&device)))
+    let (payload, _) = run(id, CollectiveCall::Reduce(op, root), Payload::<B>::read(tensor).map(Some))?;
+    Ok(payload.map(|payload| payload.into_tensor(&device)))
 }
 
-/// Unregisters a peer. Later operations take place among the others; the last one to finish leaves the other nodes, and
-/// another session may begin.
+/// Unregisters a peer. Later operations run on the remaining peers. The last peer to finish disconnects the node from
+/// the other nodes and ends the session, so that another one may begin.
 ///
 /// # Errors
-/// [`CollectiveError::RegisterNotFirstOperation`] where nobody has registered yet or the peer's registration is not
-/// complete, [`CollectiveError::MultipleUnregister`] where the peer is not registered.
+/// [`CollectiveError::RegisterNotFirstOperation`] if no peer has registered yet or the peer's registration is not
+/// complete, [`CollectiveError::MultipleUnregister`] if the peer is not registered.
 pub fn finish_collective<B: Backend>(id: PeerId) -> Result<(), CollectiveError> {
     session::<B>().finish(id)
 }
 
-/// Forgets the session: all registrations, its config and its connections. Calls that wait for other peers return
-/// [`CollectiveError::LocalServerMissing`]; an operation that all peers of this node are in completes.
+/// Discards the session: all registrations, its config and its connections. Calls that wait for other peers return
+/// [`CollectiveError::LocalServerMissing`]. An operation that all peers of this node have entered completes.
 pub fn reset_collective<B: Backend>() {
     session::<B>().reset();
 }
 
-/// A result as a tensor. Operations that give every peer a result have one here.
-fn unload<B: Backend>(cargo: Option<Cargo<B>>, device: &B::Device) -> Result<FloatTensor<B>, CollectiveError> {
-    Ok(cargo.ok_or(CollectiveError::LocalServerMissing)?.unload(device))
+/// Returns the result of an operation that has one on every peer.
+fn into_tensor<B: Backend>(payload: Option<Payload<B>>, device: &B::Device) -> Result<FloatTensor<B>, CollectiveError> {
+    Ok(payload.ok_or(CollectiveError::LocalServerMissing)?.into_tensor(device))
 }

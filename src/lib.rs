@@ -1,31 +1,31 @@
 //! Bonfire: collective communication for distributed training with [burn](https://burn.dev).
 //!
-//! Many logs, one fire: many devices, one model. Ranks are threads of one process, or processes that share memory on one
-//! host and talk over TCP between hosts.
+//! Many logs, one fire: many devices, one model. Ranks are threads of one process, or processes that share memory on
+//! one host and communicate over TCP between hosts.
 //!
 //! | you want to | use |
 //! |---|---|
 //! | train a burn model on many ranks | [`DataParallel`], [`ShardedSampler`], [`SyncBatchNorm`]; see [`train`] |
-//! | keep a part of the optimizer's state on each rank | [`ShardedOptimizer`] |
-//! | have burn's wgpu or CUDA backend with collectives between devices | `Wgpu`, `Cuda`; see `server` |
+//! | shard the optimizer state over the ranks (ZeRO-1) | [`ShardedOptimizer`] |
+//! | use burn's wgpu or CUDA backend with collectives between devices | `Wgpu`, `Cuda`; see `server` |
 //! | train with burn-train's `Learner` | `DataParallelStrategy`, with the feature `ddp` |
 //! | run a program written for burn-collective | [`register`], [`all_reduce`], [`broadcast`], [`reduce`]; see [`burn_collective`] |
-//! | move and combine tensors of any kind, with gradients if you like | [`tensor::operation`], [`tensor::autodiff`] |
-//! | place experts on different ranks, or move a program from vLLM's device communicator | [`DeviceCommunicator`] |
-//! | combine slices | [`Group`] |
-//! | carry messages in your own way | [`Transport`] and [`Group::on`] |
-//! | speak with programs that use yscv's `TcpTransport`, or its wire | [`yscv`] |
+//! | run collectives on tensors, with or without gradients | [`tensor::autodiff`], [`tensor::operation`] |
+//! | use expert parallelism, or port a program from vLLM's device communicator | [`DeviceCommunicator`] |
+//! | run collectives on slices | [`Group`] |
+//! | supply your own transport | [`Transport`] and [`Group::on`] |
+//! | exchange messages with programs that use yscv's `TcpTransport` or its wire format | [`yscv`] |
 //!
-//! The program `bonfire` (package `bonfire-cli`) starts ranks (`bonfire run`), measures (`bonfire perf`) and looks at the
-//! machine (`bonfire doctor`). Messages go through `log`.
+//! The program `bonfire` (package `bonfire-cli`) starts ranks (`bonfire run`), measures (`bonfire perf`) and inspects
+//! the machine (`bonfire doctor`). Log messages go through the crate `log`.
 //!
 //! # Features
-//! * `flex` (default): tensors of burn's backend Flex are reduced from where they are. Without it they are copied once.
-//! * `shm` (default): shared memory between the processes of a host, on Linux. Without it they talk over TCP.
+//! * `flex` (default): tensors of burn's backend Flex are reduced in place. Without it they are copied once.
+//! * `shm` (default): shared memory between the processes of a host, on Linux. Without it they communicate over TCP.
 //! * `mpi`: groups on an MPI library.
-//! * `wgpu`, `cuda`: burn's backends on a compute server with collectives. `cubecl`: the same for a runtime of your own.
-//! * `ddp`: burn-train's distributed training on these backends. It turns on burn's `distributed`, which takes
-//!   `AutodiffBackend` from backends without collectives, such as Flex and NdArray.
+//! * `wgpu`, `cuda`: burn's backends on a compute server with collectives. `cubecl`: the same for your own runtime.
+//! * `ddp`: burn-train's distributed training on these backends. It turns on burn's `distributed`, which removes the
+//!   `AutodiffBackend` impl from backends without collectives, such as Flex and NdArray.
 
 #![warn(missing_docs)]
 
@@ -62,7 +62,7 @@ pub use tensor::communicator::{DeviceCommunicator, Routing};
 pub use train::DataParallelStrategy;
 pub use train::{DataParallel, ShardedOptimizer, ShardedSampler, Sharding, SyncBatchNorm, SyncBatchNormConfig};
 
-/// Compiles the code of the front page.
+/// Compiles the code in the README.
 #[cfg(all(doctest, unix))]
 #[doc = include_str!("../README.md")]
 struct FrontPage;

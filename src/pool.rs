@@ -1,8 +1,8 @@
-//! Memory for results, kept from one operation to the next.
+//! A pool of memory blocks for results, reused from one operation to the next.
 //!
-//! The system gives fresh memory page by page, each at its first touch and zeroed: for large results that takes longer
-//! than the operation itself. A training step makes results of the same sizes as the step before, which has dropped its
-//! own by then.
+//! The system maps fresh memory page by page at the first access and zeroes each page. For large results this takes
+//! longer than the operation itself. A training step allocates results of the same sizes as the previous step, which
+//! has dropped its own by then.
 
 use std::mem::MaybeUninit;
 use std::sync::{Arc, LazyLock, Mutex, Weak};
@@ -16,43 +16,44 @@ use bonfire_core::Group;
 use bonfire_core::internal::lock;
 use bonfire_core::{Buffer, Error};
 
-/// Shorter ones the allocator has at hand.
-const SHORTEST: usize = 1 << 20;
+/// Shorter blocks are not pooled: the allocator has them at hand.
+const MIN_BLOCK: usize = 1 << 20;
 
-/// Bytes that a pool keeps at most.
-const MOST: usize = 256 << 20;
+/// The most bytes that a pool keeps.
+const MAX_POOLED: usize = 256 << 20;
 
+/// The pool of the process, for ordinary memory.
 static PROCESS: LazyLock<Arc<Pool>> = LazyLock::new(Arc::default);
 
-/// So many initialised bytes, whatever they are.
+/// Returns `len` initialised bytes of unspecified value.
 pub(crate) fn bytes(operation: &str, len: usize) -> Result<Bytes, Error> {
     let block = PROCESS.take(len).map_or_else(|| Block::ordinary(operation, len), Ok)?;
-    Ok(PROCESS.lend(block, len))
+    Ok(PROCESS.wrap(block, len))
 }
 
-/// Memory that the ranks of a group reach where they share some: results in it need not be brought to them.
+/// A pool of memory from [`Group::allocate`]. Ranks that share memory access results in it without a copy.
 #[cfg(feature = "flex")]
 #[derive(Clone, Default)]
-pub(crate) struct Suited(Arc<Pool>);
+pub(crate) struct GroupPool(Arc<Pool>);
 
 #[cfg(feature = "flex")]
-impl Suited {
-    /// So many initialised bytes, whatever they are, in memory of the group, or where that is used up in ordinary memory:
-    /// other ranks may be in the operation already.
+impl GroupPool {
+    /// Returns `len` initialised bytes of unspecified value in memory of the group. Falls back to ordinary memory when
+    /// the group has none left instead of failing, because other ranks may have begun the operation already.
     pub fn bytes(&self, operation: &str, group: &Group, len: usize) -> Result<Bytes, Error> {
-        let new = || group.allocate(len.div_ceil(size_of::<u64>())).ok().map(Block::Suited);
+        let new = || group.allocate(len.div_ceil(size_of::<u64>())).ok().map(Block::Group);
         match self.0.take(len).or_else(new) {
-            Some(block) => Ok(self.0.lend(block, len)),
+            Some(block) => Ok(self.0.wrap(block, len)),
             None => bytes(operation, len),
         }
     }
 }
 
-/// Memory of one tensor, all of it initialised.
-#[cfg_attr(not(feature = "flex"), expect(dead_code, reason = "only Flex's tensors are in memory of a group"))]
+/// Memory for one tensor, fully initialised.
+#[cfg_attr(not(feature = "flex"), expect(dead_code, reason = "only tensors of Flex are in memory of a group"))]
 enum Block {
     Ordinary(Vec<u128>),
-    Suited(Buffer<u64>),
+    Group(Buffer<u64>),
 }
 
 impl Block {
@@ -64,24 +65,24 @@ impl Block {
     fn bytes(&self) -> &[u8] {
         match self {
             Block::Ordinary(units) => cast_slice(units),
-            Block::Suited(words) => cast_slice(words),
+            Block::Group(words) => cast_slice(words),
         }
     }
 
     fn bytes_mut(&mut self) -> &mut [u8] {
         match self {
             Block::Ordinary(units) => cast_slice_mut(units),
-            Block::Suited(words) => cast_slice_mut(words),
+            Block::Group(words) => cast_slice_mut(words),
         }
     }
 }
 
-/// Blocks that nobody has.
+/// The unused blocks, oldest first.
 #[derive(Default)]
 struct Pool(Mutex<Vec<Block>>);
 
 impl Pool {
-    /// A block of at least so many bytes, and not of many more.
+    /// Takes the smallest block of at least `len` and at most about `2 * len` bytes.
     fn take(&self, len: usize) -> Option<Block> {
         let mut kept = lock(&self.0);
         let fits = |block: &Block| block.bytes().len() >= len && block.bytes().len() / 2 <= len;
@@ -89,31 +90,32 @@ impl Pool {
         best.map(|i| kept.remove(i))
     }
 
-    /// The block as a tensor's memory, which comes back for as long as the pool is there: a tensor may outlive it.
-    fn lend(self: &Arc<Self>, block: Block, len: usize) -> Bytes {
-        let lent = Lent { block: Some(block), home: Arc::downgrade(self) };
-        // SAFETY: the block has as many, and all of it is initialised.
-        unsafe { Bytes::from_controller(Box::new(lent), len) }
+    /// Wraps the block as a tensor's memory. It returns to the pool when the tensor drops it, if the pool still exists:
+    /// a tensor may outlive it.
+    fn wrap(self: &Arc<Self>, block: Block, len: usize) -> Bytes {
+        let pooled = PooledBlock { block: Some(block), pool: Arc::downgrade(self) };
+        // SAFETY: the block has at least `len` bytes, and all of them are initialised.
+        unsafe { Bytes::from_controller(Box::new(pooled), len) }
     }
 
-    fn give(&self, block: Block) {
+    fn put_back(&self, block: Block) {
         let mut kept = lock(&self.0);
         kept.push(block);
         let mut bytes: usize = kept.iter().map(|block| block.bytes().len()).sum();
-        // The oldest go first: nothing has wanted them for longest.
-        while bytes > MOST {
+        // Evict the oldest blocks: they have been unused for the longest time.
+        while bytes > MAX_POOLED {
             bytes -= kept.remove(0).bytes().len();
         }
     }
 }
 
-/// A block that a tensor has: there until this is dropped.
-struct Lent {
+/// A block in use by a tensor. `block` is `Some` until this is dropped.
+struct PooledBlock {
     block: Option<Block>,
-    home: Weak<Pool>,
+    pool: Weak<Pool>,
 }
 
-impl AllocationController for Lent {
+impl AllocationController for PooledBlock {
     fn alloc_align(&self) -> usize {
         match self.block {
             Some(Block::Ordinary(_)) => align_of::<u128>(),
@@ -128,23 +130,23 @@ impl AllocationController for Lent {
     unsafe fn memory_mut(&mut self) -> &mut [MaybeUninit<u8>] {
         let memory: &mut [u8] = self.block.as_mut().map_or(&mut [], Block::bytes_mut);
         let memory: *mut [u8] = memory;
-        // SAFETY: the layout is the same, and the caller writes initialised bytes only.
+        // SAFETY: `u8` and `MaybeUninit<u8>` have the same layout, and the caller writes initialised bytes only.
         unsafe { &mut *(memory as *mut [MaybeUninit<u8>]) }
     }
 
     fn memory(&self) -> &[MaybeUninit<u8>] {
         let memory: &[u8] = self.block.as_ref().map_or(&[], Block::bytes);
         let memory: *const [u8] = memory;
-        // SAFETY: the layout is the same, and initialised bytes may be looked at as bytes that may not be.
+        // SAFETY: `u8` and `MaybeUninit<u8>` have the same layout, and initialised bytes are valid in both.
         unsafe { &*(memory as *const [MaybeUninit<u8>]) }
     }
 }
 
-impl Drop for Lent {
+impl Drop for PooledBlock {
     fn drop(&mut self) {
-        let Some(block) = self.block.take().filter(|block| block.bytes().len() >= SHORTEST) else { return };
-        if let Some(pool) = self.home.upgrade() {
-            pool.give(block);
+        let Some(block) = self.block.take().filter(|block| block.bytes().len() >= MIN_BLOCK) else { return };
+        if let Some(pool) = self.pool.upgrade() {
+            pool.put_back(block);
         }
     }
 }
@@ -157,40 +159,40 @@ mod tests {
         super::bytes("test", len).unwrap()
     }
 
-    /// One test, since the pool is one.
+    /// A single test, because the pool is shared by the process.
     #[test]
-    fn blocks_are_used_again_where_they_fit_and_kept_within_bounds() {
-        let mut first = bytes(3 * SHORTEST + 5);
+    fn blocks_are_reused_where_they_fit_and_the_pool_is_bounded() {
+        let mut first = bytes(3 * MIN_BLOCK + 5);
         first.fill(7);
         let place = first.as_ptr();
         drop(first);
-        assert_ne!(bytes(SHORTEST).as_ptr(), place, "much too long");
-        let again = bytes(2 * SHORTEST);
-        assert_eq!((again.as_ptr(), again.len()), (place, 2 * SHORTEST));
+        assert_ne!(bytes(MIN_BLOCK).as_ptr(), place, "a block that is much too long is not used");
+        let again = bytes(2 * MIN_BLOCK);
+        assert_eq!((again.as_ptr(), again.len()), (place, 2 * MIN_BLOCK));
         assert!(again.iter().all(|byte| *byte == 7));
-        let smaller = bytes(2 * SHORTEST);
+        let smaller = bytes(2 * MIN_BLOCK);
         let smaller_place = smaller.as_ptr();
         drop((again, smaller));
-        assert_eq!(bytes(2 * SHORTEST).as_ptr(), smaller_place, "the smallest that fits");
+        assert_eq!(bytes(2 * MIN_BLOCK).as_ptr(), smaller_place, "the smallest block that fits is used");
 
-        let many: Vec<_> = (0..5).map(|_| bytes(MOST / 4)).collect();
+        let many: Vec<_> = (0..5).map(|_| bytes(MAX_POOLED / 4)).collect();
         drop(many);
-        assert!(lock(&PROCESS.0).iter().map(|block| block.bytes().len()).sum::<usize>() <= MOST);
-        drop(bytes(2 * MOST));
-        assert!(lock(&PROCESS.0).is_empty(), "one that is too long for the pool");
+        assert!(lock(&PROCESS.0).iter().map(|block| block.bytes().len()).sum::<usize>() <= MAX_POOLED);
+        drop(bytes(2 * MAX_POOLED));
+        assert!(lock(&PROCESS.0).is_empty(), "a block larger than the pool is not kept");
         drop(bytes(10));
-        assert!(lock(&PROCESS.0).is_empty(), "a short one");
+        assert!(lock(&PROCESS.0).is_empty(), "a short block is not kept");
     }
 
     #[cfg(feature = "flex")]
     #[test]
-    fn a_tensor_outlives_the_pool_that_its_memory_is_from() {
+    fn a_tensor_may_outlive_the_pool_of_its_memory() {
         let group = Group::threads(1).unwrap().remove(0);
-        let pool = Suited::default();
-        let first = pool.bytes("test", &group, SHORTEST).unwrap();
+        let pool = GroupPool::default();
+        let first = pool.bytes("test", &group, MIN_BLOCK).unwrap();
         let place = first.as_ptr();
         drop(first);
-        let mut again = pool.bytes("test", &group, SHORTEST).unwrap();
+        let mut again = pool.bytes("test", &group, MIN_BLOCK).unwrap();
         assert_eq!(again.as_ptr(), place);
         drop((pool, group));
         again.fill(7);

@@ -1,52 +1,53 @@
-//! The compute server: a cubecl runtime becomes a collective one.
+//! The compute server: wraps a cubecl runtime and adds collectives to it.
 //!
 //! cubecl's own servers have no collectives, apart from CUDA's inside one process. [`CollectiveRuntime<R>`] wraps any
-//! runtime `R` and forwards everything to it; to that its server adds cubecl's `ServerCommunication`: [`all_reduce`]
+//! runtime `R` and forwards every call to it. Its server also implements cubecl's `ServerCommunication`: [`all_reduce`]
 //! between devices, and copies from device to device. burn's backends on it are `Wgpu` and `Cuda`, and burn-train's
 //! distributed training runs on them unchanged.
 //!
-//! Devices are *logical*: [`CollectiveDevice`] numbers several on one physical device, each with a server, a memory and
-//! streams of its own. So several ranks share a GPU, and tests need none.
+//! Devices are *logical*: [`CollectiveDevice`] numbers several on one physical device, each with its own server, memory
+//! and streams. So several ranks can share a GPU, and tests need none.
 //!
 //! # When calls wait
-//! `all_reduce` and `send` take what was queued before on the tensor's stream, and return. Only `sync_collective` and
-//! `recv` (and the receiving half of [`copy`]) wait for other devices, at most for the device's deadline; and the first use of
-//! a device after a failure waits for what failed to come to its end. What is queued after `sync_collective`, on any stream,
-//! sees the results; before it, neither a source nor a target may be written to, and a target not read. Where data goes
-//! through host memory it must start at a multiple of 4 bytes in its memory.
+//! `all_reduce` and `send` read what was queued before them on the tensor's stream, and return at once. Only
+//! `sync_collective` and `recv` (and the receiving half of [`copy`]) wait for other devices, at most for the device's
+//! deadline. The first use of a device after a failure waits until the failed work has ended. Work queued after
+//! `sync_collective`, on any stream, sees the results. Before it, sources and targets must not be written to, and
+//! targets must not be read. Data that goes through host memory must start at a multiple of 4 bytes in its memory.
 //!
-//! [`DeviceCollectives`] has the operations that cubecl's trait lacks, and all of them over a [`Group`](crate::Group):
-//! ranks may then be devices of other processes, because a group compares what each rank called. cubecl's own
-//! `all_reduce` carries nothing that could be compared, so it stays among the devices of one process.
+//! [`DeviceCollectives`] has the operations that cubecl's trait lacks, and all of them over a [`Group`](crate::Group).
+//! A group compares what each rank called, so its ranks may be devices of several processes. cubecl's own `all_reduce`
+//! carries nothing that could be compared, so it works between the devices of one process only.
 //!
 //! # CUDA
-//! Data stays on the GPUs. Kernels of our own reduce and copy straight from device to device, those on one GPU and those on
-//! GPUs that reach each other's memory, up to 8 devices of a process. They are compiled when they are first used. Between
-//! processes and hosts NCCL does it (feature `nccl`), for ranks of a group that have a GPU each; it is looked for at run time.
-//! What neither does goes through host memory, which the log says once.
+//! Data stays on the GPUs. Bonfire's own kernels reduce and copy directly between devices, up to 8 of one process, on
+//! one GPU or on GPUs that can access each other's memory. They are compiled on first use. Between processes and hosts
+//! NCCL (feature `nccl`) does it, for ranks of a group that have a GPU each; the library is looked for at run time.
+//! What neither supports goes through host memory, which is logged once.
 //!
-//! The first operation of a group on CUDA memory waits for the other ranks, which agree on the way; all of them have to make
-//! it, with one device each. NCCL's sums of f16 and bf16 are rounded after every addition, those of kernels once.
+//! The first operation of a group on CUDA memory waits for the other ranks, which agree on the path. All ranks have to
+//! call it, with one device each. NCCL rounds sums of f16 and bf16 after every addition, the kernels round once.
 //!
-//! `BONFIRE_CUDA` is `auto`, which decides by size, `kernels` or one of their forms for all_reduce (`push`, `one-shot`,
-//! `two-shot`), `nccl`, which is an error where it does not work, or `host`. Where there are several ranks on each of several
-//! GPUs, a GPU's streams may have to wait for each other for want of hardware queues, up to the deadline: set
+//! `BONFIRE_CUDA` is `auto`, which decides by size; `kernels`, or one of their forms for all_reduce (`push`,
+//! `one-shot`, `two-shot`); `nccl`, which is an error where NCCL does not work; or `host`. With several ranks on each
+//! of several GPUs, the streams of a GPU may block each other for lack of hardware queues, up to the deadline: set
 //! `CUDA_DEVICE_MAX_CONNECTIONS=32`.
 //!
 //! # Errors
-//! cubecl loses what a collective returns: its client unwraps it on the device's thread. So a failure poisons the logical
-//! devices that took part: from then on their reads, syncs and flushes fail, on every stream, and stale bytes are never
-//! handed out. burn passes the text on. [`CollectiveDevice::failure`] gives the typed [`Error`](crate::Error) and clears it.
-//! In these errors, a rank is a device's position in the sorted list of the devices' ids.
+//! cubecl loses what a collective returns: its client unwraps it on the device's thread. A failure therefore poisons
+//! the logical devices that took part: from then on their reads, syncs and flushes fail, on every stream, and they
+//! never return stale bytes. burn passes on the error's text. [`CollectiveDevice::failure`] returns the typed
+//! [`Error`](crate::Error) and clears it. In these errors, a rank is a device's position in the sorted list of device
+//! ids.
 //!
-//! What a [`Group`](crate::Group) does with devices fails in the group, whose error [`Transfer::wait`] returns; devices stay
-//! sound.
+//! If an operation of a [`Group`](crate::Group) on devices fails, [`Transfer::wait`] returns the group's error and the
+//! devices stay usable.
 //!
 //! # Fusion
-//! The backends have fusion on, except where the feature `ddp` is: burn's distributed training uses a gradient on two
-//! threads, and burn-fusion 0.21 may free such a tensor before its last use, which ends the training in a panic.
+//! The backends use fusion, unless the feature `ddp` is on: burn's distributed training uses a gradient on two threads,
+//! and burn-fusion 0.21 may free such a tensor before its last use, which ends the training in a panic.
 //!
-//! # A runtime of your own
+//! # Custom runtimes
 //! One empty impl is enough; data then goes through host memory:
 //! ```ignore
 //! impl bonfire::server::DeviceTransport for MyRuntime {}
@@ -91,23 +92,23 @@ pub use self::runtime::CollectiveRuntime;
 pub use self::status::Counters;
 use bonfire_core::{Error, Group};
 
-/// A runtime whose devices can work together; how their data travels is what differs between runtimes. By default it
-/// goes through host memory, which works for every runtime.
+/// A runtime with collectives between its devices. Implementations differ in how they move data. The default goes
+/// through host memory, which works for every runtime.
 pub trait DeviceTransport: Runtime {
     /// The name of the collective runtime on top of this one. It is part of the key of cubecl's autotune cache, so it
-    /// must be different for each runtime.
+    /// must be unique per runtime.
     fn collective_name(_info: &<Self::Server as ComputeServer>::Info) -> &'static str {
         std::any::type_name::<CollectiveRuntime<Self>>()
     }
 
-    /// The runtime's own way to move a device's data, if it has one.
+    /// The runtime's own data path between devices of this process, if it has one.
     #[doc(hidden)]
     fn engine(_device: DeviceId) -> Option<Box<dyn Engine<Self>>> {
         None
     }
 
-    /// How the ranks of a group, of which this one brings this device, work together without host memory, if they do. All
-    /// ranks call it at the same place in their order of operations.
+    /// How the ranks of `group` exchange data without host memory, if they can. This rank contributes `device`. All
+    /// ranks call it at the same point in their order of operations.
     #[doc(hidden)]
     fn route(_group: &Group, _device: DeviceId) -> Result<Option<Arc<dyn Route<Self>>>, Error> {
         Ok(None)
@@ -117,11 +118,11 @@ pub trait DeviceTransport: Runtime {
 #[cfg(feature = "wgpu")]
 impl DeviceTransport for cubecl::wgpu::WgpuRuntime {}
 
-/// burn-fusion, which joins operations, around a runtime's backend: see [the module's page](crate::server#fusion).
+/// A runtime's backend inside burn-fusion, which fuses operations: see [the module's page](crate::server#fusion).
 #[cfg(all(not(feature = "ddp"), any(feature = "wgpu", feature = "cuda")))]
 pub type Layers<B> = burn_fusion::Fusion<B>;
 
-/// A runtime's backend as it is, without burn-fusion: see [the module's page](crate::server#fusion).
+/// A runtime's backend without burn-fusion: see [the module's page](crate::server#fusion).
 #[cfg(all(feature = "ddp", any(feature = "wgpu", feature = "cuda")))]
 pub type Layers<B> = B;
 

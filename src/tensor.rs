@@ -1,6 +1,7 @@
 //! Tensors of any burn backend.
 //!
-//! [`operation`] has every operation of a group on tensors of any kind, [`autodiff`] those that gradients flow through.
+//! [`operation`] has every operation of a group for tensors of any kind, without gradients. [`autodiff`] has the
+//! differentiable ones.
 
 pub(crate) mod attempt;
 pub mod autodiff;

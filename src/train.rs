@@ -1,9 +1,9 @@
 //! Data-parallel training of burn models: every rank holds the same model and works on its part of each batch.
 //!
 //! [`DataParallel`] makes the ranks' models equal at the start and their gradients equal in every step, so the models
-//! stay equal to the last bit. [`ShardedSampler`] deals out the batches: `n` ranks see the global batches that one
-//! rank would see. Together, `n` ranks train as one. [`ShardedOptimizer`] keeps a part of the optimizer's state on each
-//! rank.
+//! stay bit-identical. [`ShardedSampler`] distributes the batches over the ranks: together, `n` ranks see the same
+//! global batches as a single rank would, and train the same model. [`ShardedOptimizer`] partitions the optimizer state
+//! over the ranks (ZeRO-1). [`SyncBatchNorm`] normalises with the statistics of the global batch.
 //!
 //! ```
 //! use bonfire::{DataParallel, Group, ShardedSampler};

@@ -1,5 +1,5 @@
-//! The tensor API within one process, on NdArray and Flex. Sessions belong to a backend type and the process, so every
-//! test holds the lock. Deadlines come from the environment: tests that need a short one run in a child process.
+//! The tensor API within one process, on NdArray and Flex. A session belongs to a backend type and the process, so
+//! every test holds the lock. Deadlines come from the environment: tests that need a short one run in a child process.
 
 use std::process::Command;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -134,7 +134,7 @@ fn all_reduce_on_an_autodiff_backend_goes_through_its_inner_one() {
 }
 
 #[test]
-fn shape_and_element_type_stay() {
+fn shape_and_element_type_are_preserved() {
     let _guard = fresh::<Flex>();
     peers::<Flex, _>(2, |rank| {
         for dtype in [DType::F32, DType::F64, DType::F16, DType::BF16] {
@@ -149,7 +149,7 @@ fn shape_and_element_type_stay() {
 }
 
 #[test]
-fn a_transposed_or_shared_tensor_is_read_in_its_logical_order_and_left_alone() {
+fn a_transposed_or_shared_tensor_is_read_in_logical_order_and_left_unchanged() {
     let _guard = fresh::<Flex>();
     peers::<Flex, _>(2, |rank| {
         let square = Tensor::<Flex, 2>::from_floats([[1.0, 2.0], [3.0, 4.0]], &Default::default());
@@ -173,7 +173,7 @@ fn a_mean_of_large_f16_does_not_overflow() {
 }
 
 #[test]
-fn results_have_the_same_bits_on_all_peers_and_in_all_runs() {
+fn results_are_bit_identical_on_all_peers_and_in_all_runs() {
     let _guard = fresh::<NdArray>();
     let mut seen: Option<Vec<f64>> = None;
     for run in 0..20 {
@@ -186,7 +186,7 @@ fn results_have_the_same_bits_on_all_peers_and_in_all_runs() {
                 sum::<NdArray>(rank, &[1e8, 1.0, 0.1].map(|x| if rank == 1 { -x } else { x / 3.0 })).unwrap()
             })
         };
-        // Arrival in another order each time.
+        // A different order of arrival each time.
         let order = [[0, 1, 2], [2, 1, 0], [1, 2, 0]][run as usize % 3];
         for result in join(order.map(peer).into_iter().collect()) {
             assert_eq!(seen.get_or_insert_with(|| result.clone()), &result);
@@ -212,7 +212,7 @@ fn reduce_gives_the_result_to_the_root_only() {
 }
 
 #[test]
-fn broadcast_reaches_peers_that_come_first_and_do_not_know_the_shape() {
+fn broadcast_reaches_peers_that_call_first_and_do_not_know_the_shape() {
     let _guard = fresh::<Flex>();
     for strategy in [BroadcastStrategy::Centralized, BroadcastStrategy::Tree(3)] {
         for provider in 0..3 {
@@ -233,7 +233,7 @@ fn broadcast_reaches_peers_that_come_first_and_do_not_know_the_shape() {
     }
 }
 
-/// All peers must get the same error, the one that differs included, and go on.
+/// Checks that all peers, the one that differs included, get the same error and stay usable.
 fn all_get(expected: CollectiveError, wrong: impl Fn(u32) -> Result<(), CollectiveError> + Clone + Send + 'static) {
     let errors = peers::<Flex, _>(3, move |rank| {
         let error = wrong(rank).unwrap_err();
@@ -245,35 +245,35 @@ fn all_get(expected: CollectiveError, wrong: impl Fn(u32) -> Result<(), Collecti
 }
 
 #[test]
-fn offenders_and_others_get_the_same_mismatch_and_the_session_goes_on() {
+fn all_peers_get_the_same_mismatch_and_the_session_stays_usable() {
     use CollectiveError::*;
     use ReduceOperation::{Mean, Sum};
     let _guard = fresh::<Flex>();
-    fn gather(rank: u32, len: usize, op: ReduceOperation) -> Result<(), CollectiveError> {
+    fn reduce_all(rank: u32, len: usize, op: ReduceOperation) -> Result<(), CollectiveError> {
         all_reduce::<Flex>(id(rank), floats::<Flex>(&vec![1.0; len]), op).map(drop)
     }
-    fn collect(rank: u32, len: usize, op: ReduceOperation, root: u32) -> Result<(), CollectiveError> {
+    fn reduce_to(rank: u32, len: usize, op: ReduceOperation, root: u32) -> Result<(), CollectiveError> {
         reduce::<Flex>(id(rank), floats::<Flex>(&vec![1.0; len]), op, id(root)).map(drop)
     }
-    fn spread(rank: u32, brings: bool) -> Result<(), CollectiveError> {
-        broadcast::<Flex>(id(rank), brings.then(|| floats::<Flex>(&[1.0]))).map(drop)
+    fn cast(rank: u32, provides: bool) -> Result<(), CollectiveError> {
+        broadcast::<Flex>(id(rank), provides.then(|| floats::<Flex>(&[1.0]))).map(drop)
     }
     for offender in 0..3 {
-        all_get(AllReduceShapeMismatch, move |r| gather(r, if r == offender { 4 } else { 5 }, Sum));
-        all_get(AllReduceOperationMismatch, move |r| gather(r, 5, if r == offender { Mean } else { Sum }));
-        all_get(ReduceShapeMismatch, move |r| collect(r, if r == offender { 4 } else { 5 }, Sum, 0));
-        all_get(ReduceOperationMismatch, move |r| collect(r, 5, if r == offender { Mean } else { Sum }, 0));
-        all_get(ReduceRootMismatch, move |r| collect(r, 5, Sum, if r == offender { 0 } else { 1 }));
-        all_get(RegisterNotFirstOperation, move |r| collect(r, 5, Sum, 99));
-        all_get(BroadcastMultipleTensors, move |r| spread(r, r != offender));
-        all_get(BroadcastNoTensor, move |r| spread(r, false));
-        all_get(AllReduceOperationMismatch, move |r| if r == offender { spread(r, true) } else { gather(r, 5, Sum) });
-        all_get(ReduceOperationMismatch, move |r| if r == offender { spread(r, true) } else { collect(r, 5, Sum, 0) });
+        all_get(AllReduceShapeMismatch, move |r| reduce_all(r, if r == offender { 4 } else { 5 }, Sum));
+        all_get(AllReduceOperationMismatch, move |r| reduce_all(r, 5, if r == offender { Mean } else { Sum }));
+        all_get(ReduceShapeMismatch, move |r| reduce_to(r, if r == offender { 4 } else { 5 }, Sum, 0));
+        all_get(ReduceOperationMismatch, move |r| reduce_to(r, 5, if r == offender { Mean } else { Sum }, 0));
+        all_get(ReduceRootMismatch, move |r| reduce_to(r, 5, Sum, if r == offender { 0 } else { 1 }));
+        all_get(RegisterNotFirstOperation, move |r| reduce_to(r, 5, Sum, 99));
+        all_get(BroadcastMultipleTensors, move |r| cast(r, r != offender));
+        all_get(BroadcastNoTensor, move |r| cast(r, false));
+        all_get(AllReduceOperationMismatch, move |r| if r == offender { cast(r, true) } else { reduce_all(r, 5, Sum) });
+        all_get(ReduceOperationMismatch, move |r| if r == offender { cast(r, true) } else { reduce_to(r, 5, Sum, 0) });
     }
 }
 
 #[test]
-fn tensors_of_one_size_but_other_shape_or_type_do_not_match() {
+fn tensors_of_equal_size_but_different_shape_or_type_do_not_match() {
     let _guard = fresh::<Flex>();
     let with = |shapes: [&'static [usize]; 2], dtypes: [DType; 2]| {
         all_get(CollectiveError::AllReduceShapeMismatch, move |rank| {
@@ -301,7 +301,7 @@ fn only_registered_peers_take_part() {
 }
 
 #[test]
-fn wrong_registrations_are_refused_at_once() {
+fn invalid_registrations_are_rejected_at_once() {
     let _guard = fresh::<Flex>();
     let again = |rank, config| register::<Flex>(id(rank), Default::default(), config);
     assert_eq!(again(0, config(0)), Err(CollectiveError::InvalidConfig));
@@ -320,7 +320,7 @@ fn wrong_registrations_are_refused_at_once() {
 }
 
 #[test]
-fn a_surplus_registration_is_refused_and_later_operations_need_only_the_others() {
+fn a_surplus_registration_is_rejected_and_later_operations_do_not_need_it() {
     let _guard = fresh::<Flex>();
     peers::<Flex, _>(2, |_| ());
     let surplus = register::<Flex>(id(2), Default::default(), config(2));
@@ -329,11 +329,11 @@ fn a_surplus_registration_is_refused_and_later_operations_need_only_the_others()
 }
 
 #[test]
-fn a_peer_that_calls_twice_at_a_time_gets_an_error_and_no_panic() {
+fn concurrent_calls_of_one_peer_are_an_error_and_no_panic() {
     let _guard = fresh::<Flex>();
     peers::<Flex, _>(2, |_| ());
     let calls: Vec<_> = (0..2).map(|_| spawn(|| sum::<Flex>(0, &[1.0]))).collect();
-    // One of the two is refused; the other waits for the second peer.
+    // One of the two is rejected; the other waits for the second peer.
     while !calls.iter().any(JoinHandle::is_finished) {
         std::thread::yield_now();
     }
@@ -345,9 +345,9 @@ fn a_peer_that_calls_twice_at_a_time_gets_an_error_and_no_panic() {
 }
 
 #[test]
-fn finish_shrinks_the_session_also_for_peers_that_wait_and_others_may_join_again() {
+fn finish_shrinks_the_session_also_for_waiting_peers_and_new_ones_may_join() {
     let _guard = fresh::<Flex>();
-    // Over and over, because the others may be waiting or not when the peer goes.
+    // Repeated, because the others may be waiting or not when the peer leaves.
     for _ in 0..50 {
         reset_collective::<Flex>();
         let results = peers::<Flex, _>(3, |rank| {
@@ -367,17 +367,17 @@ fn finish_shrinks_the_session_also_for_peers_that_wait_and_others_may_join_again
         finish_collective::<Flex>(id(rank)).unwrap();
         assert_eq!(finish_collective::<Flex>(id(rank)), Err(CollectiveError::MultipleUnregister));
     }
-    // With the last peer the session ends, and another may have another config.
+    // The session ends with the last peer, and the next one may have a different config.
     register::<Flex>(id(0), Default::default(), config(1)).unwrap();
     assert_sound::<Flex>(0, 1);
 }
 
 #[test]
-fn reset_releases_all_who_wait() {
+fn reset_releases_all_waiting_peers() {
     let _guard = fresh::<Flex>();
     peers::<Flex, _>(2, |_| ());
     let waiting = spawn(|| sum::<Flex>(0, &[1.0]));
-    // Peer 0 may not have begun: then it finds itself unregistered, which is right, too.
+    // Peer 0 may not have begun: then it finds itself unregistered, which is correct, too.
     reset_collective::<Flex>();
     let released = [CollectiveError::LocalServerMissing, CollectiveError::RegisterNotFirstOperation];
     assert!(released.contains(&waiting.join().unwrap().unwrap_err()));
@@ -394,7 +394,7 @@ fn reset_releases_all_who_wait() {
 }
 
 #[test]
-fn sessions_of_backends_are_apart() {
+fn sessions_of_different_backends_are_independent() {
     let _guard = fresh::<Flex>();
     reset_collective::<Double>();
     register::<Flex>(id(0), Default::default(), config(1)).unwrap();
@@ -472,8 +472,8 @@ fn with_deadline(deadline: &str, test: &str) -> bool {
 }
 
 #[test]
-fn a_peer_that_never_comes_is_an_error_after_the_deadline() {
-    if with_deadline("0.3", "a_peer_that_never_comes_is_an_error_after_the_deadline") {
+fn a_missing_peer_is_an_error_after_the_deadline() {
+    if with_deadline("0.3", "a_missing_peer_is_an_error_after_the_deadline") {
         let alone = register::<Flex>(id(0), Default::default(), config(2)).unwrap_err();
         assert!(alone.to_string().contains("only peers [10] had registered, and 2 are expected"), "{alone}");
         peers::<Flex, _>(3, |rank| {
@@ -482,7 +482,7 @@ fn a_peer_that_never_comes_is_an_error_after_the_deadline() {
                 assert!(late.to_string().contains("timed out"), "{late}");
             }
         });
-        // Nothing is broken by it.
+        // The session is still usable.
         join((0..3).map(|rank| spawn(move || assert_sound::<Flex>(rank, 3))).collect());
     }
 }

@@ -1,5 +1,5 @@
-//! The tensor API over several nodes. A session belongs to a process and a backend type, so nodes are processes that run
-//! this binary again, or, where only the registration matters, threads with a backend of their own each.
+//! The tensor API over several nodes. A session belongs to a process and a backend type, so nodes are processes that
+//! run this binary again, or, where only the registration matters, threads with a backend of their own each.
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -32,7 +32,7 @@ fn free_port() -> u16 {
     }
 }
 
-/// An orchestrator that ends with the test process. Nodes may come before it listens.
+/// An orchestrator that ends with the test process. Nodes may connect before it listens.
 fn orchestrator() -> u16 {
     let port = free_port();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
@@ -40,7 +40,7 @@ fn orchestrator() -> u16 {
     port
 }
 
-/// A node's config. Addresses come in every form.
+/// A node's config. Addresses take every accepted form.
 fn config(node: u16, nodes: u32, devices: usize, orchestrator: u16, data: u16) -> CollectiveConfig {
     let (global, own) = match node % 4 {
         0 => (format!("ws://127.0.0.1:{orchestrator}"), format!("ws://127.0.0.1:{data}")),
@@ -56,7 +56,7 @@ fn config(node: u16, nodes: u32, devices: usize, orchestrator: u16, data: u16) -
         .with_data_service_port(data)
 }
 
-/// Runs this test again as `nodes` processes, and returns None here; there, the node's number and the ports.
+/// Runs this test again as `nodes` processes, and returns None. In them, returns the node's number and the ports.
 fn as_nodes(test: &str, nodes: u16) -> Option<(u16, Vec<u16>)> {
     if let (Ok(node), Ok(ports)) = (std::env::var("COLLECTIVE_TEST_NODE"), std::env::var("COLLECTIVE_TEST_PORTS")) {
         let ports = ports.split(',').map(|port| port.parse().unwrap()).collect();
@@ -66,7 +66,7 @@ fn as_nodes(test: &str, nodes: u16) -> Option<(u16, Vec<u16>)> {
     ports.extend((0..nodes).map(|_| free_port()));
     ports.push(gate(nodes.saturating_sub(1)));
     let ports = ports.iter().map(u16::to_string).collect::<Vec<_>>().join(",");
-    // The last one first: ids must not depend on who comes first.
+    // The last one first: ids must not depend on the order of arrival.
     let children: Vec<Child> = (0..nodes).rev().map(|node| child(test, node, &ports)).collect();
     for child in children {
         let output = child.wait_with_output().unwrap();
@@ -76,7 +76,7 @@ fn as_nodes(test: &str, nodes: u16) -> Option<(u16, Vec<u16>)> {
     None
 }
 
-/// Keeps survivors together until all have seen what they came for.
+/// Keeps the connections of survivors open until all of them have connected.
 fn gate(survivors: u16) -> u16 {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = listener.local_addr().unwrap().port();
@@ -125,7 +125,7 @@ fn every_operation_runs_over_nodes_with_different_numbers_of_devices() {
     let devices = DEVICES[node as usize];
     let first: usize = DEVICES[..node as usize].iter().sum();
     let strategies = [AllReduceStrategy::Ring, AllReduceStrategy::Tree(2), AllReduceStrategy::Centralized];
-    // A session after the other: the orchestrator and the backend take several.
+    // One session after the other: the orchestrator and the backend support several.
     for strategy in strategies {
         let config = config(node, 3, devices, ports[0], ports[1 + node as usize]);
         let config = config.with_global_all_reduce_strategy(strategy);
@@ -167,7 +167,7 @@ fn every_operation(me: u32) {
         let mean = all_reduce::<Flex>(peer, tensor::<Flex>(vec![49_152.0; 3], dtype), ReduceOperation::Mean).unwrap();
         assert_eq!(values::<Flex>(mean), [49_152.0; 3], "{dtype:?}");
     }
-    // 256 + 1 is 256 in bf16: a sum that were rounded on every node would lose the small ones.
+    // 256 + 1 is 256 in bf16: a sum that was rounded on every node would lose the small ones.
     let small = if me == 0 { 256.0 } else { 1.0 };
     let rounded = all_reduce::<Flex>(peer, tensor::<Flex>(vec![small], DType::BF16), ReduceOperation::Sum).unwrap();
     assert_eq!(values::<Flex>(rounded), [260.0]);
@@ -175,9 +175,9 @@ fn every_operation(me: u32) {
         let input = tensor::<Flex>(vec![me as f32; 5], DType::F32);
         let reduced = reduce::<Flex>(peer, input, ReduceOperation::Mean, PeerId(root)).unwrap();
         assert_eq!(reduced.map(values::<Flex>), (root == me).then(|| vec![2.5; 5]));
-        let brought = (root == me).then(|| tensor::<Flex>(vec![root as f32, 7.0], DType::F16));
-        assert_eq!(values::<Flex>(broadcast::<Flex>(peer, brought).unwrap()), [root as f32, 7.0]);
-        // Disagreements reach everybody, and nothing is broken.
+        let provided = (root == me).then(|| tensor::<Flex>(vec![root as f32, 7.0], DType::F16));
+        assert_eq!(values::<Flex>(broadcast::<Flex>(peer, provided).unwrap()), [root as f32, 7.0]);
+        // Mismatches reach all peers, and the session stays usable.
         let shape = sum::<Flex>(peer, vec![0.0; if me == root { 3 } else { 4 }]);
         assert_eq!(shape, Err(CollectiveError::AllReduceShapeMismatch));
         let both = broadcast::<Flex>(peer, (me == root || me == 0).then(|| tensor::<Flex>(vec![1.0], DType::F32)));
@@ -220,7 +220,7 @@ fn a_node_that_dies_is_named_and_later_calls_fail_at_once() {
         std::process::abort();
     }
     let lost = CollectiveError::Global(GlobalCollectiveError::PeerLost(NodeId::from(2u32)));
-    // Node 2 may die so soon that the others miss what it sent last.
+    // Node 2 may die so soon that the others miss the last bytes that it sent.
     assert!(tenth == Ok(vec![4.0; 5]) || tenth == Err(lost.clone()), "{tenth:?}");
     assert_eq!(sum::<Flex>(peer, vec![1.0; 5]), Err(lost.clone()));
     assert_eq!(broadcast::<Flex>(peer, None).map(drop), Err(lost));
@@ -228,7 +228,7 @@ fn a_node_that_dies_is_named_and_later_calls_fail_at_once() {
     assert_eq!(gate.read(&mut [0]).unwrap(), 0);
 }
 
-/// Registers three nodes, as threads, and returns what they get.
+/// Registers three nodes, as threads, and returns their results.
 fn register_three(configs: [CollectiveConfig; 3]) -> Vec<Result<(), CollectiveError>> {
     let [a, b, c] = configs;
     join(vec![
@@ -239,7 +239,7 @@ fn register_three(configs: [CollectiveConfig; 3]) -> Vec<Result<(), CollectiveEr
 }
 
 #[test]
-fn nodes_that_contradict_each_other_all_learn_it_and_the_next_ones_are_served() {
+fn contradicting_nodes_all_get_an_error_and_the_next_ones_are_served() {
     let port = orchestrator();
     let data: Vec<u16> = (0..3).map(|_| free_port()).collect();
     let right = |node: u16| config(node, 3, 1, port, data[node as usize]);
@@ -255,7 +255,7 @@ fn nodes_that_contradict_each_other_all_learn_it_and_the_next_ones_are_served() 
     both_get(GlobalCollectiveError::RegisterParamsMismatch, right(0), other(1));
     let twin = right(1).with_node_address(format!("ws://127.0.0.1:{}", data[0]).parse().unwrap());
     both_get(GlobalCollectiveError::DoubleRegister, right(0), twin);
-    // Strangers and nodes that went away do no harm.
+    // Strangers and nodes that have disconnected do no harm.
     let mut stranger = TcpStream::connect(("127.0.0.1", port)).unwrap();
     stranger.write_all(b"GET / HTTP/1.1\r\n\r\n").unwrap();
     let mut answer = Vec::new();
@@ -298,8 +298,8 @@ fn registration_without_orchestrator_or_nodes_ends_by_the_deadline() {
 }
 
 #[test]
-fn nodes_and_their_orchestrator_prove_a_secret_to_each_other() {
-    const TEST: &str = "nodes_and_their_orchestrator_prove_a_secret_to_each_other";
+fn nodes_and_their_orchestrator_authenticate_each_other() {
+    const TEST: &str = "nodes_and_their_orchestrator_authenticate_each_other";
     const ORCHESTRATOR: u16 = 9;
     const STRANGER: u16 = 8;
     if std::env::var_os("COLLECTIVE_TEST_NODE").is_some() {
@@ -333,7 +333,7 @@ fn nodes_and_their_orchestrator_prove_a_secret_to_each_other() {
     }
     kill_process(Pid::from_child(&orchestrator), Signal::INT).unwrap();
     succeeds(orchestrator);
-    // It does not even begin to listen where strangers reach it.
+    // It refuses to listen where strangers can reach it.
     succeeds(command(TEST, ORCHESTRATOR, &ports).env("BONFIRE_HOST", "0.0.0.0").spawn().unwrap());
 }
 

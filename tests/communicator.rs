@@ -1,4 +1,4 @@
-//! vLLM's device communicator: what it promises, each promise by its name.
+//! The contract of vLLM's device communicator: each test's name is a promise.
 
 #[cfg(not(feature = "ddp"))]
 #[path = "../examples/moe/model.rs"]
@@ -14,7 +14,7 @@ use burn::tensor::{Bool, DType, Float, Int, Tensor, TensorData};
 
 type Communicator = DeviceCommunicator<Flex>;
 
-/// Runs it on each of `n` ranks.
+/// Runs `f` on each of `n` ranks.
 fn on<T: Send + 'static>(n: usize, f: impl Fn(Communicator, Group) -> T + Clone + Send + 'static) -> Vec<T> {
     run_ranks(Medium::Threads, n, move |group| f(communicator(&group), group))
 }
@@ -23,7 +23,7 @@ fn communicator<B: Backend>(group: &Group) -> DeviceCommunicator<B> {
     DeviceCommunicator::new(group.clone(), Default::default(), None, "ep").unwrap()
 }
 
-/// From `start` on, counting, in this shape.
+/// A tensor of this shape that counts up from `start`.
 fn count<const D: usize>(start: usize, shape: [usize; D]) -> Tensor<Flex, D> {
     let start = start as i64;
     let end = start + shape.iter().product::<usize>() as i64;
@@ -47,7 +47,7 @@ fn all_gather_defaults_to_the_last_dimension() {
 }
 
 #[test]
-fn all_gather_v_defaults_to_the_first_dimension_and_takes_sizes_or_finds_them_out() {
+fn all_gather_v_defaults_to_the_first_dimension_and_takes_or_exchanges_sizes() {
     on(3, |communicator, group| {
         let sizes = [2, 0, 1];
         let part = |rank: usize| count(10 * rank, [sizes[rank], 2]);
@@ -85,9 +85,9 @@ fn all_reduce_is_out_of_place() {
     });
 }
 
-/// The original gives a permuted result for three dimensions and more, by default, too.
+/// The original returns a permuted result for three dimensions and more, also by default.
 #[test]
-fn reduce_scatter_cuts_the_last_dimension_of_three_and_more() {
+fn reduce_scatter_splits_the_last_dimension_of_three_and_more() {
     on(2, |communicator, group| {
         let (rank, own) = (group.rank(), |rank: usize| count(100 * rank, [2, 3, 4]));
         let sum = own(0) + own(1);
@@ -103,7 +103,7 @@ fn reduce_scatter_cuts_the_last_dimension_of_three_and_more() {
 }
 
 #[test]
-fn gather_gives_none_off_the_root() {
+fn gather_returns_none_except_on_the_root() {
     on(3, |communicator, group| {
         let part = |rank: usize| count(10 * rank, [2, 2]);
         let all = Tensor::cat((0..3).map(part).collect(), 1);
@@ -117,11 +117,11 @@ fn gather_gives_none_off_the_root() {
 }
 
 #[test]
-fn send_and_recv_take_the_neighbours_in_the_ring() {
+fn send_and_recv_default_to_the_neighbours_in_the_ring() {
     on(3, |communicator, group| {
         let rank = group.rank();
         let sent = |rank: usize| count(rank, [2, 1]);
-        // Rank 0 begins, so that nobody waits in a circle whatever a send waits for.
+        // Rank 0 sends first, so the ranks never wait for each other in a cycle, even if a send waits.
         if rank == 0 {
             communicator.send(sent(0), None).unwrap();
         }
@@ -226,7 +226,7 @@ fn dispatch_and_combine_are_the_identity_in_a_group_of_one() {
 }
 
 #[test]
-fn every_kind_and_width_of_element_travels() {
+fn every_kind_and_width_of_element_is_supported() {
     fn check<B: Backend>(group: Group) {
         let communicator = communicator::<B>(&group);
         let device = Default::default();
@@ -308,7 +308,7 @@ fn prepared_buffers_give_the_same_results() {
             assert_eq!(again.into_data(), (count(0, [LEN]) * 4).into_data());
             let all = communicator.all_gather(places.clone(), Some(0)).unwrap();
             assert_eq!(all.dims(), [2 * LEN]);
-            // What is there outlives the communicator and its groups.
+            // Existing tensors outlive the communicator and its groups.
             communicator.destroy();
             drop((communicator, group));
             assert_eq!(sum.into_data(), (weights * 2).into_data());
@@ -316,9 +316,9 @@ fn prepared_buffers_give_the_same_results() {
     }
 }
 
-/// Prints how long an all-reduce of 4 MiB takes between two ranks in shared memory, as it is and with prepared buffers.
+/// Prints how long an all-reduce of 4 MiB takes between two ranks in shared memory, without and with prepared buffers.
 #[test]
-#[ignore = "it measures"]
+#[ignore = "a measurement"]
 fn measure_prepared_buffers() {
     const LEN: usize = 1 << 20;
     let ratios = run_ranks(Medium::Shm, 2, |group| {
@@ -369,7 +369,7 @@ mod experts {
     /// One forward and backward pass with some ranks' tokens.
     fn pass<B: CollectiveBackend>(group: &Group, ranks: std::ops::Range<usize>) -> Pass {
         let communicator = communicator::<B>(group);
-        // Rank 2's two experts are as good as rank 0's for every token, so they get none: the first of the best is taken.
+        // Rank 2's two experts are as good as rank 0's for every token. The first of equals is taken: rank 2 gets none.
         let mut router = moe::numbers(5, moe::WIDTH * EXPERTS, 1.0);
         for row in router.chunks_exact_mut(EXPERTS) {
             (row[4], row[5]) = (row[0], row[1]);
@@ -389,7 +389,7 @@ mod experts {
         assert!(difference <= 1e-6, "they differ by {difference}");
     }
 
-    /// Rank 1 has no token of its own, and rank 2's experts get none: where two are equally good, the first is taken.
+    /// Rank 1 has no token of its own, and rank 2's experts get none: of equally good experts the first is taken.
     #[test]
     fn dispatch_experts_and_combine_on_four_ranks_equal_one_rank_forward_and_backward() {
         let one = run_ranks(Medium::Threads, 1, |group| pass::<Training>(&group, 0..4)).remove(0);
@@ -409,16 +409,16 @@ mod experts {
     }
 
     #[test]
-    fn tokens_go_to_several_experts_and_results_come_back_in_their_order() {
+    fn tokens_go_to_several_experts_and_results_return_in_token_order() {
         run_ranks(Medium::Threads, 3, |group| {
             let (communicator, rank) = (communicator::<Flex>(&group), group.rank());
-            // Two experts on rank 0, one on each other rank; nobody wants rank 1's.
+            // Two experts on rank 0, one on each other rank. No token selects rank 1's.
             let experts = Tensor::<Flex, 2, Int>::from_data([[3, 0], [0, 1], [1, 3]], &Default::default());
             let routing = communicator.route(experts, 4, false).unwrap();
             assert_eq!(routing.rows(), [&[6usize, 6][..], &[0], &[6]][rank]);
             let tokens = Tensor::<Flex, 2>::from_data([[0f32], [1.0], [2.0]], &Default::default()) + 10.0 * rank as f32;
             let arrived = routing.dispatch(tokens).unwrap();
-            // Expert by expert, and rank by rank for each.
+            // In the order of experts, and of ranks for each.
             let expected: &[f32] = match rank {
                 0 => &[0.0, 1.0, 10.0, 11.0, 20.0, 21.0, 1.0, 2.0, 11.0, 12.0, 21.0, 22.0],
                 1 => &[],

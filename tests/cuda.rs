@@ -1,5 +1,5 @@
-//! Collectives between logical devices on one GPU, compared with what the host computes. Nothing here needs a kernel other
-//! than Bonfire's own.
+//! Collectives between logical devices on one GPU, compared with results of the host. No test needs a kernel other than
+//! Bonfire's own.
 
 #[path = "common/device_cases.rs"]
 mod cases;
@@ -24,7 +24,7 @@ use devices::{Client, F32, create, read, streams};
 
 type Devices = devices::Devices<CudaRuntime>;
 
-/// Elements start wherever one of their type may: vectors of any width begin in the middle.
+/// Offsets at which elements of this type may start: accesses by vectors of any width begin in the middle of one.
 fn around(dtype: ElemType) -> [(usize, usize); 4] {
     let size = dtype.size();
     [(0, 0), (size, 0), (0, 5), (32 + 3 * size, 11)]
@@ -64,7 +64,7 @@ fn all_reduce_on_eight_devices() {
     all_reduces(&Devices::new(10, 8), &cases(&[0, 1, 7, 65, 1001]));
 }
 
-/// Every length up to where vectors of all widths have begun and ended several times.
+/// Every length up to several multiples of the widths of all vectors.
 #[test]
 #[ignore = "needs a CUDA GPU"]
 fn all_reduce_of_all_short_lengths() {
@@ -91,7 +91,7 @@ fn reductions_of_results_that_are_not_there_yet() {
     cases::chained_all_reduces::<CudaRuntime>([(26, 2), (28, 3)]);
 }
 
-/// 50 all-reduces of all sizes in turn, all under way before any of them is waited for.
+/// 50 all-reduces of all sizes in turn, all of them in flight before the first wait.
 #[test]
 #[ignore = "needs a CUDA GPU"]
 fn fifty_all_reduces_without_a_sync() {
@@ -111,7 +111,7 @@ fn fifty_all_reduces_without_a_sync() {
     }
 }
 
-/// The memory of a tensor that is dropped after its call is handed out again, and filled with something else.
+/// The memory of a tensor that is dropped after its call is reused, and filled with something else.
 #[test]
 #[ignore = "needs a CUDA GPU"]
 fn tensors_may_be_dropped_right_after_the_call() {
@@ -127,7 +127,7 @@ fn tensors_may_be_dropped_right_after_the_call() {
             client.sync_collective();
             assert!(read(&client, &target) == vec![value(0) + value(1); LENGTH], "round {round} on device {rank}");
             drop(junk);
-            // In place, and nobody asks for the result.
+            // In place, and the result is not read.
             let unseen = create(&client, &vec![1.0; LENGTH]);
             client.all_reduce(unseen.clone(), unseen, F32, devices.ids.clone(), Sum);
         }
@@ -157,7 +157,7 @@ fn tensors_of_other_threads_are_reduced_after_their_writes() {
     });
 }
 
-/// Each list of devices is a team of its own; a device is in several, and calls them in turn without a sync between.
+/// Each list of devices is a team of its own. A device is in several, and calls them in turn without a sync between.
 #[test]
 #[ignore = "needs a CUDA GPU"]
 fn different_lists_of_devices_in_turn() {

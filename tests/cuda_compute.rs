@@ -1,4 +1,4 @@
-//! What kernels of cubecl and of burn see of collectives on a GPU.
+//! Collectives on a GPU together with kernels of cubecl and of burn.
 
 #[path = "common/devices.rs"]
 mod devices;
@@ -23,7 +23,7 @@ type Devices = devices::Devices<CudaRuntime>;
 
 #[test]
 #[ignore = "needs a CUDA GPU"]
-fn a_tensor_that_is_written_again_is_read_anew_ten_thousand_times() {
+fn a_rewritten_tensor_is_read_anew_ten_thousand_times() {
     const BATCH: usize = 50;
     let devices = Devices::new(0, 2);
     devices.run(|rank, client| {
@@ -33,10 +33,10 @@ fn a_tensor_that_is_written_again_is_read_anew_ten_thousand_times() {
         for batch in 0..10_000 / BATCH {
             let value = |i: usize, rank: usize| (2 * (batch * BATCH + i) + rank) as f32;
             for (i, result) in results.iter().enumerate() {
-                // A stream writes and reduces its own tensor and the other one's. Nobody waits for any of it.
+                // A stream writes and reduces its own tensor and the other stream's, without a wait.
                 let (stream, tensor) = (&mut streams[i % 2], &tensors[i / 4 % 2]);
                 launch_fill(stream, tensor, value(i, rank));
-                // Every other one in place, and then copied by a reduction of its own.
+                // Every other one is in place, and then copied by a reduction of one device.
                 if i % 2 == 0 {
                     stream.all_reduce(tensor.clone(), result.clone(), F32, devices.ids.clone(), Sum);
                 } else {
@@ -55,17 +55,17 @@ fn a_tensor_that_is_written_again_is_read_anew_ten_thousand_times() {
 
 #[test]
 #[ignore = "needs a CUDA GPU"]
-fn what_is_queued_after_sync_collective_sees_the_result_on_any_stream() {
+fn work_queued_after_sync_collective_sees_the_result_on_any_stream() {
     streams::work_after_sync::<CudaRuntime>(2);
 }
 
 #[test]
 #[ignore = "needs a CUDA GPU"]
-fn other_work_goes_on_while_a_peer_has_not_come() {
+fn other_work_proceeds_while_a_peer_is_missing() {
     streams::work_without_a_peer::<CudaRuntime>(5);
 }
 
-/// Another kernel for each number of steps, which a device compiles when it is first launched.
+/// A different kernel for each number of steps, which a device compiles when it is first launched.
 #[cube(launch)]
 fn count(output: &mut Array<f32>, #[comptime] steps: u32) {
     if ABSOLUTE_POS < output.len() {
@@ -86,7 +86,7 @@ fn launch_count(client: &Client<CudaRuntime>, tensor: &Handle, steps: u32) {
     count::launch::<CollectiveRuntime<CudaRuntime>>(client, cubes, CubeDim::new_1d(THREADS), tensor, steps);
 }
 
-/// Loading a module may wait for all kernels of the context, so none of them may wait for what comes after it.
+/// Loading a module may wait for all kernels of the context, so no kernel may wait for what is queued after it.
 #[test]
 #[ignore = "needs a CUDA GPU"]
 fn a_rank_compiles_a_kernel_while_its_peers_are_in_a_collective() {
@@ -96,7 +96,7 @@ fn a_rank_compiles_a_kernel_while_its_peers_are_in_a_collective() {
         let called = Barrier::new(ranks.into());
         devices.run(|rank, mut client| {
             for round in 0..ROUNDS {
-                // New to every device in every round.
+                // The kernel is new to every device in every round.
                 let steps = 1 + 2 * round;
                 let late = round as usize % devices.ids.len() == rank;
                 let tensor = devices::create(&client, &vec![rank as f32; LARGE]);
@@ -110,7 +110,7 @@ fn a_rank_compiles_a_kernel_while_its_peers_are_in_a_collective() {
                     called.wait();
                 }
                 client.sync_collective();
-                // And while it runs.
+                // And while the collective runs.
                 if late {
                     launch_count(&client, &tensor, steps + 1);
                 }
@@ -122,14 +122,14 @@ fn a_rank_compiles_a_kernel_while_its_peers_are_in_a_collective() {
     }
 }
 
-/// What rank `rank` brings in row-major order; sums of these are exact.
+/// The input of rank `rank` in row-major order, of which sums are exact.
 fn values(rank: usize, count: usize) -> Vec<f32> {
     (0..count).map(|i| ((i * 7 + rank * 3) % 31) as f32).collect()
 }
 
 #[test]
 #[ignore = "needs a CUDA GPU"]
-fn burns_tensors_are_reduced() {
+fn burn_tensors_are_reduced() {
     const RANKS: usize = 3;
     let rank = |rank: usize| {
         let (peer, device) = (PeerId::from(rank as u32), CudaDevice::new(Default::default(), 13 + rank as u8));
@@ -144,8 +144,8 @@ fn burns_tensors_are_reduced() {
                 let result = Tensor::<Cuda, 2>::from_primitive(TensorPrimitive::Float(result));
                 assert_eq!(result.device(), device);
                 let result = (result * 3.0).into_data();
-                let brought: Vec<_> = (0..RANKS).map(|rank| values(rank, count)).collect();
-                let sum = |i: usize| brought.iter().map(|values| 2.0 * values[i] + 1.0).sum::<f32>();
+                let inputs: Vec<_> = (0..RANKS).map(|rank| values(rank, count)).collect();
+                let sum = |i: usize| inputs.iter().map(|values| 2.0 * values[i] + 1.0).sum::<f32>();
                 let expected = (columns / 2..columns)
                     .flat_map(|column| (0..rows).map(move |row| row * columns + column))
                     .map(|i| sum(i) / divisor * 3.0);

@@ -1,5 +1,5 @@
-//! The operations of a group on the memory of GPUs: by kernels, or by NCCL where `BONFIRE_CUDA` says so. Nothing here needs a
-//! kernel other than Bonfire's own.
+//! The operations of a group on GPU memory: by kernels, or by NCCL if `BONFIRE_CUDA` selects it. No test needs a kernel
+//! other than Bonfire's own.
 
 #[path = "common/devices.rs"]
 mod devices;
@@ -26,7 +26,7 @@ use groups::{Memory, check, mine};
 
 type Devices = devices::Devices<CudaRuntime>;
 
-/// What a test's ranks are on: each has its own thread, and its own device.
+/// Runs `part` on `n` ranks, each of them with a thread and a device of its own.
 fn on_devices<T: Send + 'static>(
     kind: Kind,
     first: u8,
@@ -34,13 +34,13 @@ fn on_devices<T: Send + 'static>(
     part: impl Fn(Group, devices::Client<CudaRuntime>) -> T + Clone + Send + 'static,
 ) -> Vec<T> {
     run_ranks(kind, n.into(), move |group| {
-        // Ranks in another order than devices.
+        // The order of the ranks differs from that of the devices.
         let client = Devices::new(first, n).client(usize::from(n) - 1 - group.rank());
         part(group, client)
     })
 }
 
-/// The host has nothing to do with the data.
+/// Checks that no data has passed through the host.
 fn stays_on_gpus(devices: &Devices) {
     for device in &devices.all {
         let counters = device.counters();
@@ -101,7 +101,7 @@ fn reduced(dtype: DType, op: ReduceOp, n: usize, len: usize) -> Vec<u8> {
     }
 }
 
-/// Every reduction, also those that no kernel does or NCCL does not, and elements that begin anywhere.
+/// Every reduction, also those that kernels or NCCL do not support, on elements that begin anywhere.
 #[test]
 #[ignore = "needs a CUDA GPU"]
 fn reductions_of_several_types() {
@@ -110,7 +110,7 @@ fn reductions_of_several_types() {
         for dtype in [DType::BF16, DType::F64, DType::U8] {
             for op in [ReduceOp::Sum, ReduceOp::Max, ReduceOp::Min, ReduceOp::Product] {
                 for len in [1, 12, 1000, 4096] {
-                    // What goes through the host must begin and end at words.
+                    // Data that passes through the host must begin and end at words.
                     let around = 4usize.next_multiple_of(dtype.size());
                     let padded = [vec![9; around], elements(dtype, rank, len), vec![9; around]].concat();
                     let source = client.create_from_slice(&padded);
@@ -125,10 +125,10 @@ fn reductions_of_several_types() {
     });
 }
 
-/// Many under way, waited for in any order, some by nobody; their memory is handed out again meanwhile.
+/// Many operations in flight, waited for in any order, one of them never. Their memory is reused meanwhile.
 #[test]
 #[ignore = "needs a CUDA GPU"]
-fn many_operations_at_a_time() {
+fn many_operations_in_flight() {
     const LENGTH: usize = 30_000;
     on_devices(Kind::Threads, 14, 2, |group, client| {
         let memory = Memory::new(client.clone(), 0);
@@ -144,7 +144,7 @@ fn many_operations_at_a_time() {
                 })
                 .collect();
             started.reverse();
-            // Nobody waits for this one, or asks for its result.
+            // This one is never waited for, and its result is not read.
             drop(started.remove(3));
             let junk: Vec<_> = (0..4).map(|_| memory.create(&[-1_000_000; LENGTH])).collect();
             for (round, own, transfer) in started {
@@ -156,7 +156,7 @@ fn many_operations_at_a_time() {
     });
 }
 
-/// Parts of one memory that overlap, but not as an operation in place does.
+/// Parts of one buffer that overlap, but not as in an operation in place.
 #[test]
 #[ignore = "needs a CUDA GPU"]
 fn sources_and_targets_that_overlap() {
@@ -171,7 +171,7 @@ fn sources_and_targets_that_overlap() {
     });
 }
 
-/// Parameters of one dimension: burn pads the rows of others, and takes kernels of its own to read them.
+/// Parameters of one dimension: burn pads the rows of others, and reads them with kernels of its own.
 #[derive(Module, Debug)]
 struct Vectors<B: Backend> {
     all: Vec<Param<Tensor<B, 1>>>,
@@ -191,12 +191,12 @@ fn gradients_of_several_parameters() {
         let (model, mut ddp) = DataParallel::<Training>::new(group, Vectors { all: all.into() }).unwrap();
         let mut grads = GradientsParams::new();
         for (parameter, length) in model.all.iter().zip(LENGTHS) {
-            assert_eq!(parameter.val().into_data(), data(length, 0), "rank 0's");
+            assert_eq!(parameter.val().into_data(), data(length, 0), "rank 0's values");
             grads.register(parameter.id, Tensor::<Cuda, 1>::from_data(data(length, rank * length), &device));
         }
         let before = device.counters();
         let synced = ddp.sync(grads, 4).unwrap();
-        assert_eq!(device.counters(), before, "nothing goes through the host");
+        assert_eq!(device.counters(), before, "nothing passes through the host");
         for (parameter, length) in model.all.iter().zip(LENGTHS) {
             let mean = synced.get::<Cuda, 1>(parameter.id).unwrap().into_data();
             assert_eq!(mean, data(length, length), "{length} on rank {rank}");
@@ -206,7 +206,7 @@ fn gradients_of_several_parameters() {
 
 #[test]
 #[ignore = "needs a CUDA GPU"]
-fn subgroups_and_their_parent_in_turn() {
+fn subgroups_and_their_parent_alternate() {
     on_devices(Kind::Threads, 18, 4, |group, client| {
         let pair = group.split(Some(group.rank() as u64 % 2), 0).unwrap().unwrap();
         for len in [7, 20_000] {
@@ -219,12 +219,12 @@ fn subgroups_and_their_parent_in_turn() {
 
 #[test]
 #[ignore = "needs a CUDA GPU"]
-fn a_peer_with_another_size_is_a_mismatch_on_both_and_the_devices_stay_sound() {
+fn different_sizes_are_a_mismatch_on_both_ranks_and_the_devices_stay_usable() {
     on_devices(Kind::Tcp, 22, 2, |group, client| {
         let memory = Memory::new(client.clone(), 1);
         let own = memory.create(&vec![1; 4 + group.rank()]);
         let work = client.start_all_reduce(&group, &own, &own, DType::I32, ReduceOp::Sum).unwrap();
-        let Err(Error::Mismatch { calls, .. }) = work.wait() else { panic!("it must not fit") };
+        let Err(Error::Mismatch { calls, .. }) = work.wait() else { panic!("the sizes differ") };
         assert_eq!(calls.iter().map(|(rank, call)| (*rank, call.count)).collect::<Vec<_>>(), [(0, 4), (1, 5)]);
         assert_eq!(memory.read(&own), vec![1; 4 + group.rank()]);
     });
@@ -233,7 +233,7 @@ fn a_peer_with_another_size_is_a_mismatch_on_both_and_the_devices_stay_sound() {
 
 #[test]
 #[ignore = "needs a CUDA GPU"]
-fn a_rank_that_does_not_call_is_named_and_the_devices_stay_sound() {
+fn a_rank_that_does_not_call_is_named_and_the_devices_stay_usable() {
     let limit = |builder: bonfire::Builder| builder.deadline(Duration::from_secs(3));
     let ended = Arc::new(Barrier::new(3));
     let results = run_ranks_with(Kind::Threads, 3, limit, move |group| {
@@ -242,7 +242,7 @@ fn a_rank_that_does_not_call_is_named_and_the_devices_stay_sound() {
         let own = memory.create(&[1, 2, 3]);
         let call = |group: &Group| client.start_all_reduce(group, &own, &own, DType::I32, ReduceOp::Sum);
         call(&group).unwrap().wait().unwrap();
-        // One is still there, and calls nothing.
+        // Rank 1 stays in the group, and calls nothing.
         let result = if group.rank() == 1 { Ok(()) } else { call(&group).unwrap().wait() };
         assert_eq!(memory.read(&own).len(), 3);
         ended.wait();
@@ -256,7 +256,7 @@ fn a_rank_that_does_not_call_is_named_and_the_devices_stay_sound() {
 
 #[test]
 #[ignore = "needs a CUDA GPU"]
-fn a_rank_works_with_one_device_in_a_group() {
+fn a_rank_uses_one_device_per_group() {
     on_devices(Kind::Threads, 27, 2, |group, client| {
         let memory = Memory::new(client.clone(), 0);
         let own = memory.create(&[1]);

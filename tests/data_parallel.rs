@@ -25,7 +25,7 @@ struct Mlp<B: Backend> {
 }
 
 impl<B: Backend> Mlp<B> {
-    /// Weights without chance; each rank has others at first.
+    /// Deterministic weights, which differ between ranks at first.
     fn new(rank: usize, device: &B::Device) -> Self {
         Mlp { hidden: linear(PIXELS, 32, 0.2 + rank as f64, device), output: linear(32, 10, 0.3, device) }
     }
@@ -63,7 +63,7 @@ fn bits<B: Backend, M: Module<B>>(model: &M) -> Bits {
     bits
 }
 
-/// What a rank saw of a training.
+/// What one rank saw of a training.
 struct Run {
     /// The mean loss over all ranks of each step.
     losses: Vec<f64>,
@@ -172,7 +172,7 @@ impl<B: Backend> Parts<B> {
 }
 
 #[test]
-fn a_missing_gradient_counts_as_zero_and_one_that_nobody_has_stays_missing() {
+fn a_missing_gradient_counts_as_zero_and_one_missing_on_all_ranks_stays_missing() {
     ranks(3, |group| {
         let rank = group.rank();
         let (model, mut ddp) = DataParallel::new(group, Parts::<F32>::new(DType::F32, &Default::default())).unwrap();
@@ -195,7 +195,7 @@ fn a_missing_gradient_counts_as_zero_and_one_that_nobody_has_stays_missing() {
 }
 
 #[test]
-fn gradients_of_every_float_type_keep_it() {
+fn gradients_keep_their_float_type() {
     fn check<B: AutodiffBackend>(dtype: DType) {
         ranks(2, |group| {
             let rank = group.rank();
@@ -259,7 +259,7 @@ fn micro_batches_add_up_to_the_batch() {
 }
 
 #[test]
-fn a_rank_without_samples_counts_for_nothing_and_no_samples_at_all_is_an_error() {
+fn a_rank_without_samples_has_no_weight_and_no_samples_at_all_is_an_error() {
     ranks(2, |group| {
         let rank = group.rank();
         let (model, mut ddp) = DataParallel::new(group, Parts::<F32>::new(DType::F32, &Default::default())).unwrap();
@@ -270,7 +270,7 @@ fn a_rank_without_samples_counts_for_nothing_and_no_samples_at_all_is_an_error()
         };
         assert!(matches!(ddp.sync(nan(), 0), Err(Error::InvalidArgument { .. })));
         assert!(matches!(ddp.mean(&[1.0], 0), Err(Error::InvalidArgument { .. })));
-        // The group is sound.
+        // The group is still usable.
         let mut grads = nan();
         if rank == 0 {
             grads.register(model.all.id, Tensor::<Flex, 1>::full([4], 2.0, &Default::default()));
@@ -293,7 +293,7 @@ fn metrics_are_weighted_by_samples() {
 }
 
 #[test]
-fn gradients_that_do_not_fit_the_model_are_refused_on_all_ranks() {
+fn gradients_that_do_not_fit_the_model_are_rejected_on_all_ranks() {
     ranks(2, |group| {
         let rank = group.rank();
         let (model, mut ddp) = DataParallel::new(group, Parts::<F32>::new(DType::F32, &Default::default())).unwrap();
@@ -369,7 +369,7 @@ fn unequal_models_are_named_on_every_rank() {
         assert!(error.contains("rank 0 has `first.weight`: trained float f32 [4, 5]"), "{error}");
         assert!(error.contains("rank 2 has `first.weight`: trained float f32 [4, 6]"), "{error}");
     }
-    // The error comes before anything else, so the group is sound.
+    // The error comes before anything else, so the group stays usable.
     let errors = ranks(2, |group| {
         let layers = |n| (0..n).map(|_| linear::<F32>(2, 2, 1.0, &device)).collect::<Vec<_>>();
         let error = DataParallel::new(group.clone(), layers(2 - group.rank())).unwrap_err().to_string();
@@ -381,7 +381,7 @@ fn unequal_models_are_named_on_every_rank() {
 }
 
 #[test]
-fn clones_of_one_model_train_apart() {
+fn clones_of_one_model_train_independently() {
     let shared = Kinds::<F32>::new(1.0, 5, &Default::default());
     ranks(2, |group| {
         let (rank, barrier) = (group.rank(), group.clone());
@@ -397,7 +397,7 @@ fn states_that_differ_are_averaged_and_the_rest_keeps_its_bits() {
     let models = ranks(3, |group| {
         let rank = group.rank();
         let device = Default::default();
-        // The mean of three times this number is another one in f64.
+        // The mean of three copies of this number is a different number in f64.
         let (model, ddp) = DataParallel::new(group, Kinds::<F64>::new(0.1, 5, &device)).unwrap();
         let before = bits(&model);
         let model = ddp.average_states(model).unwrap();

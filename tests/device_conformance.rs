@@ -1,4 +1,4 @@
-//! Everything that devices do together, compared with what the host computes.
+//! All collectives of devices, compared with results of the host.
 
 #[path = "common/device_cases.rs"]
 mod cases;
@@ -13,7 +13,7 @@ use devices::F32;
 
 type Devices = devices::Devices<WgpuRuntime>;
 
-/// All lengths with room around them: data starts at a multiple of 4 bytes.
+/// All lengths with padding around them: data starts at a multiple of 4 bytes.
 fn cases(lengths: &[usize]) -> Vec<Case> {
     cases::cases(lengths, |_| [(0, 0), (12, 0), (0, 5), (32, 11)])
 }

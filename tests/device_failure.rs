@@ -1,4 +1,4 @@
-//! What goes wrong between devices: a typed error on every device that took part, in time, and no stale bytes.
+//! Failures between devices: every device that took part gets a typed error in time, and no stale bytes.
 
 #[path = "common/devices.rs"]
 mod devices;
@@ -27,7 +27,7 @@ type Devices = devices::Devices<WgpuRuntime>;
 const DEADLINE: Duration = Duration::from_millis(300);
 
 #[test]
-fn a_device_that_is_not_in_its_own_list_is_refused_and_the_others_time_out() {
+fn a_device_missing_from_its_own_list_is_rejected_and_the_others_time_out() {
     let devices = Devices::new(0, 3);
     let called = Barrier::new(3);
     let failures = fails(&devices, DEADLINE, |rank, client| {
@@ -43,7 +43,7 @@ fn a_device_that_is_not_in_its_own_list_is_refused_and_the_others_time_out() {
 }
 
 #[test]
-fn a_device_that_is_listed_twice_is_refused() {
+fn a_device_that_is_listed_twice_is_rejected() {
     let devices = Devices::new(3, 2);
     let failures = fails(&devices, LATE, |_, client| {
         let handle = create(client, &[1.0]);
@@ -54,12 +54,12 @@ fn a_device_that_is_listed_twice_is_refused() {
 }
 
 #[test]
-fn who_is_missing_is_named_on_all_devices() {
+fn missing_devices_are_named_on_all_devices() {
     faults::missing_devices(&Devices::new(5, 4), DEADLINE);
 }
 
 #[test]
-fn a_peer_that_panics_before_its_call_is_a_missing_one() {
+fn a_peer_that_panics_before_its_call_is_reported_missing() {
     let devices = Devices::new(9, 2);
     devices.all[0].set_deadline(DEADLINE);
     let mut client = devices.client(0);
@@ -81,7 +81,7 @@ fn devices_that_disagree_get_the_same_error() {
 }
 
 #[test]
-fn what_one_device_cannot_do_fails_all_before_the_deadline() {
+fn an_invalid_call_of_one_device_fails_all_before_the_deadline() {
     let devices = Devices::new(14, 2);
     faults::impossible_calls(&devices);
     // wgpu refuses such copies with a panic.
@@ -92,7 +92,7 @@ fn what_one_device_cannot_do_fails_all_before_the_deadline() {
 }
 
 #[test]
-fn memory_of_another_device_is_refused() {
+fn memory_of_another_device_is_rejected() {
     let devices = Devices::new(16, 3);
     let foreign = create(&devices.client(2), &[1.0; 4]);
     let failures = fails(&devices, LATE, |rank, client| {
@@ -104,7 +104,7 @@ fn memory_of_another_device_is_refused() {
 }
 
 #[test]
-fn a_poisoned_device_hands_nothing_out_on_any_stream() {
+fn a_poisoned_device_returns_no_data_on_any_stream() {
     let devices = Devices::new(19, 2);
     devices.all[0].set_deadline(DEADLINE);
     let mut client = devices.client(0);
@@ -116,7 +116,7 @@ fn a_poisoned_device_hands_nothing_out_on_any_stream() {
     client.all_reduce(handle.clone(), handle.clone(), F32, devices.ids.clone(), Sum);
     client.sync_collective();
     for client in [&client, &other_stream, &devices.client(1)] {
-        // More than once: errors of cubecl's own are gone after the first look.
+        // Twice: cubecl's own errors are cleared when they are first read.
         for _ in 0..2 {
             assert!(client.read_one(elsewhere.clone()).unwrap_err().to_string().contains("timed out"));
             assert!(client.flush().unwrap_err().to_string().contains("timed out"));
@@ -136,11 +136,11 @@ fn a_poisoned_device_hands_nothing_out_on_any_stream() {
 }
 
 #[test]
-fn calls_that_failed_are_forgotten_once_their_device_is_cleared() {
+fn failed_calls_are_forgotten_once_their_device_is_cleared() {
     let devices = Devices::new(22, 3);
     devices.all[0].set_deadline(DEADLINE);
     let (mut first, mut second) = (devices.client(0), devices.client(1));
-    // The second device never comes to wait for this call.
+    // The second device never waits for this call.
     for client in [&mut second, &mut first] {
         let handle = create(client, &[1.0]);
         client.all_reduce(handle.clone(), handle, F32, devices.ids.clone(), Sum);
@@ -153,7 +153,7 @@ fn calls_that_failed_are_forgotten_once_their_device_is_cleared() {
 }
 
 #[test]
-fn a_failure_in_one_list_leaves_no_result_behind_in_another() {
+fn a_failure_in_one_list_leaves_no_stale_result_in_another() {
     let devices = Devices::new(25, 3);
     devices.all[0].set_deadline(DEADLINE);
     let (absent, sound) = ([devices.ids[0], devices.ids[1]], [devices.ids[0], devices.ids[2]]);
@@ -184,18 +184,19 @@ fn a_failure_in_one_list_leaves_no_result_behind_in_another() {
 }
 
 #[test]
-fn a_message_that_comes_too_late_is_not_taken_for_the_next() {
+fn a_late_message_is_not_taken_for_the_next_one() {
     let devices = Devices::new(28, 3);
     let (mut source, target, mut late) = (devices.client(0), devices.client(1), devices.client(2));
     let busy = [devices.ids[0], devices.ids[2]];
-    // A first transfer leaves more in a device's queue than the second may: it holds one batch behind the one that waits.
+    // Warms up: the first transfer leaves more in a device's queue than the second may. The queue holds one batch
+    // behind the one that waits.
     let warm = source.to_client(create(&source, &[0.0]), &target, F32);
     assert_eq!(read(&target, &warm), [0.0]);
     devices.all[1].set_deadline(DEADLINE);
     let (old, new) = (create(&source, &[1.0]), create(&source, &[2.0]));
     let sum = create(&source, &[0.0]);
     source.all_reduce(sum.clone(), sum, F32, busy.to_vec(), Sum);
-    // The source is in here until `late` calls, so it sends when the target has given up.
+    // The source blocks here until `late` calls, so it sends after the target has timed out.
     source.sync_collective();
     let received = source.to_client(old, &target, F32);
     let error = target.read_one(received).unwrap_err().to_string();
@@ -211,7 +212,7 @@ fn a_message_that_comes_too_late_is_not_taken_for_the_next() {
     assert_eq!(devices.all[0].failure(), None);
 }
 
-/// cubecl's client always calls both halves of a transfer, and with one size. Who calls a server need not.
+/// cubecl's client always calls both halves of a transfer, and with the same size. A direct call of a server need not.
 mod halves {
     use super::*;
 
@@ -249,13 +250,13 @@ mod halves {
         assert!(begin.elapsed() < DEADLINE + SLACK);
         assert!(devices.client(1).read_one(handle.clone()).is_err());
         assert!(matches!(devices.all[1].failure(), Some(Error::Io { operation, .. }) if operation == "recv"));
-        // The memory is there, as later calls may name it.
+        // The memory exists, since later calls may refer to it.
         assert_eq!(devices.client(1).read_one(handle).unwrap().len(), 4);
         works(&devices);
     }
 
     #[test]
-    fn a_size_or_type_that_differs_is_refused() {
+    fn a_different_size_or_type_is_rejected() {
         let devices = Devices::new(33, 2);
         let i32 = ElemType::Int(IntKind::I32);
         for (size, dtype) in [(8, F32), (4, i32)] {
@@ -269,7 +270,7 @@ mod halves {
 }
 
 #[test]
-fn copy_on_a_runtime_without_collectives_says_what_to_use() {
+fn copy_on_a_runtime_without_collectives_names_the_feature_to_use() {
     let client = WgpuRuntime::client(&Default::default());
     let tensor = || client.create_from_slice(&[0; 4]).copy_descriptor([1].into(), [1].into(), 4);
     let error = bonfire::server::copy(&client, tensor(), &client).unwrap_err();

@@ -1,4 +1,4 @@
-//! The operations of a group on the memory of devices, and level 3 and 4 on top of them.
+//! The operations of a group on device memory, and the APIs of higher levels on top of them.
 
 #[path = "common/device_groups.rs"]
 mod groups;
@@ -22,7 +22,7 @@ use groups::{Memory, check};
 
 type Collective = CollectiveRuntime<WgpuRuntime>;
 
-/// Offsets must be multiples of what the device aligns to.
+/// Padding in elements. Offsets must be multiples of the device's alignment.
 const PADDING: usize = 64;
 
 /// The device of one rank of one test: failures poison devices, so tests do not share them.
@@ -31,7 +31,7 @@ fn device(first: u8, rank: usize) -> WgpuDevice {
 }
 
 #[test]
-fn every_operation_equals_the_groups_own_with_1_2_3_and_5_devices() {
+fn every_operation_matches_the_host_with_1_2_3_and_5_devices() {
     for (kind, first) in [(Kind::Threads, 0), (Kind::Tcp, 5)] {
         for n in [1, 2, 3, 5] {
             run_ranks(kind, n, move |group| {
@@ -49,7 +49,7 @@ fn every_operation_equals_the_groups_own_with_1_2_3_and_5_devices() {
 }
 
 #[test]
-fn every_buffer_is_copied_once_from_the_device_and_once_to_it() {
+fn every_buffer_is_copied_once_in_each_direction() {
     run_ranks(Kind::Threads, 2, |group| {
         let device = device(10, group.rank());
         let client = Collective::client(&device);
@@ -73,13 +73,13 @@ fn every_buffer_is_copied_once_from_the_device_and_once_to_it() {
         assert_eq!(copies(), (4, 4));
         client.start_broadcast(&group, &whole, DType::I32, 1).unwrap().wait().unwrap();
         settle();
-        // The root only reads, the other only writes.
+        // The root only reads, the other rank only writes.
         assert_eq!(copies(), if group.rank() == 1 { (5, 4) } else { (4, 5) });
     });
 }
 
 #[test]
-fn sizes_that_do_not_fit_are_refused_and_the_group_stays_sound() {
+fn mismatched_sizes_are_rejected_and_the_group_stays_usable() {
     run_ranks(Kind::Threads, 2, |group| {
         let client = Collective::client(&device(12, group.rank()));
         let memory = Memory::new(client.clone(), PADDING);
@@ -99,7 +99,7 @@ fn sizes_that_do_not_fit_are_refused_and_the_group_stays_sound() {
 }
 
 #[test]
-fn a_peer_with_another_size_is_a_mismatch_on_both_and_the_devices_stay_sound() {
+fn different_sizes_are_a_mismatch_on_both_ranks_and_the_devices_stay_usable() {
     run_ranks(Kind::Tcp, 2, |group| {
         let device = device(14, group.rank());
         let client = Collective::client(&device);
@@ -145,7 +145,7 @@ fn data_parallel_on_devices_gives_the_weighted_mean_and_moves_each_bucket_once()
 }
 
 #[test]
-fn burns_collective_api_reduces_on_devices() {
+fn the_burn_collective_api_reduces_on_devices() {
     let peers: Vec<_> = (0..3)
         .map(|rank| {
             std::thread::spawn(move || {
@@ -160,12 +160,12 @@ fn burns_collective_api_reduces_on_devices() {
                 let after = device.counters();
                 assert_eq!((after.downloads - before.downloads, after.uploads - before.uploads), (1, 1));
 
-                let brought = (rank == 1).then(|| Tensor::<Wgpu, 1>::from_floats([4.0, 5.0], &device));
-                let brought = brought.map(|tensor| tensor.into_primitive().tensor());
-                let given = broadcast::<Wgpu>(peer, brought).unwrap();
-                let given = Tensor::<Wgpu, 1>::from_primitive(TensorPrimitive::Float(given));
-                assert_eq!(given.device(), device);
-                assert_eq!(given.into_data(), TensorData::from([4.0f32, 5.0]));
+                let provided = (rank == 1).then(|| Tensor::<Wgpu, 1>::from_floats([4.0, 5.0], &device));
+                let provided = provided.map(|tensor| tensor.into_primitive().tensor());
+                let received = broadcast::<Wgpu>(peer, provided).unwrap();
+                let received = Tensor::<Wgpu, 1>::from_primitive(TensorPrimitive::Float(received));
+                assert_eq!(received.device(), device);
+                assert_eq!(received.into_data(), TensorData::from([4.0f32, 5.0]));
                 finish_collective::<Wgpu>(peer).unwrap();
             })
         })
@@ -183,7 +183,7 @@ fn sums_over_ranks_stay_on_devices_and_gradients_flow_through() {
         let grads = (sum.clone() * sum).sum().backward();
         // Both ranks' losses are the sum of squares: twice 2 * sum.
         assert_eq!(own.grad(&grads).unwrap().into_data(), TensorData::from([12.0f32, 16.0]));
-        // One way forward, one back; the rest are this test's own reads.
+        // One upload forward and one back. Other copies are this test's own reads.
         assert_eq!(device.counters().uploads, 2);
     });
 }

@@ -1,5 +1,4 @@
-//! When devices see what: what was queued before a collective, what is queued after it, and what has nothing to do with
-//! it.
+//! The order of work on streams: work queued before a collective, work queued after it, and unrelated work.
 
 #[path = "common/devices.rs"]
 mod devices;
@@ -13,7 +12,7 @@ use devices::{Devices, F32, read};
 use streams::{LENGTH, empty, launch_fill};
 
 #[test]
-fn a_tensor_that_is_written_again_is_read_anew_ten_thousand_times() {
+fn a_rewritten_tensor_is_read_anew_ten_thousand_times() {
     const BATCH: usize = 50;
     let devices = Devices::<WgpuRuntime>::new(0, 2);
     devices.run(|rank, client| {
@@ -23,7 +22,7 @@ fn a_tensor_that_is_written_again_is_read_anew_ten_thousand_times() {
         for batch in 0..10_000 / BATCH {
             let value = |i: usize, rank: usize| (2 * (batch * BATCH + i) + rank) as f32;
             for (i, result) in results.iter().enumerate() {
-                // A stream writes and reduces its own tensor and the other one's.
+                // A stream writes and reduces its own tensor and the other stream's.
                 let (stream, tensor) = (&mut streams[i % 2], &tensors[i / 4 % 2]);
                 launch_fill(stream, tensor, value(i, rank));
                 stream.all_reduce(tensor.clone(), result.clone(), F32, devices.ids.clone(), Sum);
@@ -38,17 +37,17 @@ fn a_tensor_that_is_written_again_is_read_anew_ten_thousand_times() {
 }
 
 #[test]
-fn what_is_queued_after_sync_collective_sees_the_result_on_any_stream() {
+fn work_queued_after_sync_collective_sees_the_result_on_any_stream() {
     streams::work_after_sync::<WgpuRuntime>(2);
 }
 
 #[test]
-fn other_work_goes_on_while_a_peer_has_not_come() {
+fn other_work_proceeds_while_a_peer_is_missing() {
     streams::work_without_a_peer::<WgpuRuntime>(5);
 }
 
 #[test]
-fn a_snapshot_is_taken_before_what_is_queued_after_the_call() {
+fn a_snapshot_is_taken_before_work_queued_after_the_call() {
     let devices = Devices::<WgpuRuntime>::new(7, 2);
     devices.run(|rank, client| {
         let mut streams = devices::streams(&client, rank);

@@ -55,7 +55,7 @@ fn one_thread_issues_all_calls_of_one_device_before_the_other() {
 }
 
 #[test]
-fn a_device_that_does_not_arrive_is_named_and_both_are_poisoned() {
+fn a_missing_device_is_named_and_both_are_poisoned() {
     let devices = devices(2, 2);
     let (clients, ids) = clients(&devices);
     devices[0].set_deadline(Duration::from_millis(300));

@@ -1,7 +1,7 @@
-//! Gradients through collectives: against one rank that computes everything, and against differences.
+//! Gradients through collectives, compared with one rank that computes everything, and with finite differences.
 //!
-//! A test stands for all of one operation: every rank's tensor, of a number of its own, goes through it, and the rank's
-//! loss is the sum of the result's squares times the rank's weights.
+//! A test covers one operation: every rank's tensor, different on each rank, goes through it, and the rank's loss is
+//! the sum of the result's squares times the rank's weights.
 #![cfg(not(feature = "ddp"))]
 
 use bonfire::Group;
@@ -13,7 +13,7 @@ use burn::tensor::{DType, Tensor, TensorData};
 type Inner = NdArray<f64>;
 type Training = Autodiff<Inner>;
 
-/// A collective on one rank's tensor, and on all ranks' tensors at once, by burn alone.
+/// A collective on one rank's tensor, and the same on all ranks' tensors at once, in burn alone.
 type Collective = fn(Tensor<Training, 3>, &Group) -> Tensor<Training, 3>;
 type AtOnce = fn(Vec<Tensor<Training, 3>>) -> Vec<Tensor<Training, 3>>;
 
@@ -25,11 +25,11 @@ fn tensor(values: &[f64], shape: [usize; 3]) -> Tensor<Training, 3> {
     Tensor::from_data(TensorData::new(values.to_vec(), shape), (&Default::default(), DType::F64))
 }
 
-/// Other weights on each rank and for each element.
+/// Uses different weights on each rank and for each element.
 fn loss(result: Tensor<Training, 3>, rank: usize) -> Tensor<Training, 1> {
     let shape = result.dims();
     let weights = (0..shape.iter().product()).map(|i: usize| (i % 5 + rank) as f64 / 2.0 + 0.25).collect::<Vec<_>>();
-    // Twice the same result, so that what flows back is a sum.
+    // Uses the result twice, so that what flows back is a sum.
     (result.clone().powi_scalar(2) * tensor(&weights, shape) + result).sum()
 }
 
@@ -37,7 +37,7 @@ fn read(tensor: Tensor<Inner, 3>) -> Vec<f64> {
     tensor.into_data().to_vec().unwrap()
 }
 
-/// Compares every rank's gradient.
+/// Compares every rank's result and gradient.
 fn check(ranks: usize, shape: fn(usize) -> [usize; 3], collective: Collective, at_once: AtOnce) {
     let gradients = run_ranks(Medium::Threads, ranks, move |group| {
         let (rank, own) = (group.rank(), shape(group.rank()));
@@ -58,7 +58,7 @@ fn check(ranks: usize, shape: fn(usize) -> [usize; 3], collective: Collective, a
     }
     let expected = total(results).backward();
     for (rank, input) in inputs.iter().enumerate() {
-        // burn alone leaves out those that have no elements.
+        // burn has no gradients of tensors without elements.
         let expected = input.grad(&expected).map(read).unwrap_or_default();
         assert!(
             close(&gradients[rank].1, &expected, 1e-12),
@@ -74,7 +74,7 @@ fn check(ranks: usize, shape: fn(usize) -> [usize; 3], collective: Collective, a
             let (rank, own) = (group.rank(), shape(group.rank()));
             let mut values = values(rank, own);
             if rank == moved {
-                // All elements of one rank at once, each by another step.
+                // All elements of one rank at once, each by a different step.
                 values.iter_mut().enumerate().for_each(|(i, value)| *value += by * (i % 3 + 1) as f64);
             }
             loss(collective(tensor(&values, own), &group), rank).into_scalar()
@@ -153,7 +153,7 @@ fn all_to_all_sends_each_part_back() {
             (0..3).map(|to| cat(parts.iter().map(|part| part[to].clone()).collect(), 0)).collect()
         },
     );
-    // Rank 0 has 1 for itself and 2 for rank 1, which has 3 for rank 0 and 1 for itself.
+    // Rank 0 sends 1 to itself and 2 to rank 1, which sends 3 to rank 0 and 1 to itself.
     const SEND: [[usize; 2]; 2] = [[1, 2], [3, 1]];
     let uneven = |rank: usize| [2, SEND[rank].iter().sum(), 1];
     let at_once: AtOnce = |all| {
@@ -161,11 +161,11 @@ fn all_to_all_sends_each_part_back() {
         (0..2).map(|to| cat(parts.iter().map(|part| part[to].clone()).collect(), 1)).collect()
     };
     check(2, uneven, |x, group| all_to_all_v(x, 1, &SEND[group.rank()], None, group).unwrap(), at_once);
-    let told = |x, group: &Group| {
+    let with_sizes = |x, group: &Group| {
         let receive = SEND.map(|sizes| sizes[group.rank()]);
         all_to_all_v(x, -2, &SEND[group.rank()], Some(&receive), group).unwrap()
     };
-    check(2, uneven, told, at_once);
+    check(2, uneven, with_sizes, at_once);
 }
 
 #[test]
@@ -185,7 +185,7 @@ fn a_rank_without_elements_takes_part_in_the_backward_pass() {
 }
 
 #[test]
-fn tensors_that_are_not_tracked_need_no_backward_pass_of_others() {
+fn untracked_tensors_need_no_backward_pass_on_other_ranks() {
     run_ranks(Medium::Threads, 2, |group| {
         let gathered = all_gather(tensor(&[1.0, 2.0], [1, 2, 1]), 0, &group).unwrap();
         if group.rank() == 0 {

@@ -1,5 +1,5 @@
-//! Communicators of NCCL on a library with its interface that needs no GPU (`kernels/shim/nccl/`): a test builds it
-//! and starts its own binary again with the library in `LD_LIBRARY_PATH`, with only that test in it.
+//! NCCL communicators on a library with NCCL's interface that needs no GPU (`kernels/shim/nccl/`): a test builds it and
+//! starts its own binary again with the library in `LD_LIBRARY_PATH`, with only that test in it.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -15,8 +15,8 @@ use cudarc::driver::sys::CUstream;
 use cudarc::driver::{CudaContext, result};
 use half::{bf16, f16};
 
-/// Set where a test was started again.
-const AGAIN: &str = "BONFIRE_TEST_NCCL";
+/// The environment variable that is set where a test was started again.
+const RESTARTED: &str = "BONFIRE_TEST_NCCL";
 
 /// The folder with the library, built with this macro defined.
 fn library(defined: &str) -> PathBuf {
@@ -34,16 +34,16 @@ fn library(defined: &str) -> PathBuf {
     BUILT[usize::from(defined == "FAKE_NCCL_PARTIAL")].get_or_init(build).clone()
 }
 
-/// Runs `body` in the test `name` started again, with these variables.
-fn again(name: &str, libraries: &Path, variables: &[(&str, &str)], body: impl FnOnce()) {
-    if std::env::var_os(AGAIN).is_some() {
+/// Starts the test `name` again with these variables, and runs `body` in it.
+fn restart(name: &str, libraries: &Path, variables: &[(&str, &str)], body: impl FnOnce()) {
+    if std::env::var_os(RESTARTED).is_some() {
         bonfire_testing::log_to_stderr();
         return body();
     }
     let mut command = Command::new(std::env::current_exe().unwrap());
     command
         .args([name, "--exact", "--nocapture", "--include-ignored"])
-        .env(AGAIN, "1")
+        .env(RESTARTED, "1")
         .env("LD_LIBRARY_PATH", libraries);
     let output = command.envs(variables.iter().copied()).output().unwrap();
     let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
@@ -51,10 +51,10 @@ fn again(name: &str, libraries: &Path, variables: &[(&str, &str)], body: impl Fn
 }
 
 fn with_nccl(name: &str, variables: &[(&str, &str)], body: impl FnOnce()) {
-    again(name, &library("FAKE_NCCL_WHOLE"), variables, body);
+    restart(name, &library("FAKE_NCCL_WHOLE"), variables, body);
 }
 
-/// What each of `n` ranks, which are threads, gives.
+/// Runs `rank` on `n` threads as ranks, and returns their results.
 fn on_ranks<T: Send>(n: usize, rank: impl Fn(Group) -> T + Sync) -> Vec<T> {
     let (groups, rank) = (Group::threads(n).unwrap(), &rank);
     thread::scope(|scope| {
@@ -76,7 +76,7 @@ fn connect(group: &Group) -> Communicator {
     Communicator::connect(group, gpu(group), &soon()).unwrap()
 }
 
-/// A stream of the library's: how much work was put on it, and how much of that is done.
+/// A stream of the library: how much work was submitted to it, and how much of that is done.
 #[derive(Default)]
 struct Stream([AtomicU64; 2]);
 
@@ -97,7 +97,7 @@ fn site(work: &Work<'_>) -> Site {
 }
 
 fn perform(communicator: &mut Communicator, stream: &Stream, work: Work<'_>, deadline: &Deadline) -> Result<(), Error> {
-    // SAFETY: the tests' memory lives until the stream is past the work or the communicator has ended.
+    // SAFETY: the tests' memory lives until the stream has passed the work or the communicator has ended.
     unsafe { communicator.submit(&work, stream.raw())? }.settle(site(&work), deadline)?;
     communicator.wait(site(&work), deadline, || Ok(stream.is_idle()))
 }
@@ -120,7 +120,7 @@ impl Rank {
         perform(&mut self.communicator, &self.stream, work, &soon()).unwrap();
     }
 
-    /// Every operation on one type and length, compared with the group's.
+    /// Compares every operation on one type and length with the group's.
     fn check<T: Element>(&mut self, len: usize, of: impl Fn(u8) -> T) {
         let (n, rank, group) = (self.group.world_size(), self.group.rank(), self.group.clone());
         let own: Vec<T> = (0..len).map(|i| of(((i + 3 * rank) % 4) as u8)).collect();
@@ -128,7 +128,7 @@ impl Rank {
         let part = partition(len, n, rank);
         let root = n / 2;
         for op in ReduceOp::ALL.iter().copied() {
-            // A third is no float, so NCCL's mean of three is not Bonfire's.
+            // No float is a third, so NCCL's mean of three ranks differs from Bonfire's.
             if nccl::reduction(Scalar::Of(T::DTYPE), op).is_err() || (op == ReduceOp::Mean && n == 3) {
                 continue;
             }
@@ -192,7 +192,7 @@ impl Rank {
         self.check_ring(&own, of(99));
     }
 
-    /// Parts of sizes that the caller gives, one of them empty.
+    /// Variable-size parts, some of them empty.
     fn check_parts<T: Element>(&mut self, own: &[T], blank: T) {
         let (n, rank, group) = (self.group.world_size(), self.group.rank(), self.group.clone());
         let mut sizes = vec![0; n];
@@ -227,7 +227,7 @@ impl Rank {
         assert_eq!(output, from_root[part], "scatter_v");
     }
 
-    /// Every rank's to the next one.
+    /// Every rank sends to the next one.
     fn check_ring<T: Element>(&mut self, own: &[T], blank: T) {
         let (n, rank, len) = (self.group.world_size(), self.group.rank(), own.len());
         if n == 1 {
@@ -257,7 +257,7 @@ fn all_operations_types_and_lengths() {
                 for len in [0, 1, 2, 12, 29] {
                     rank.check(len, f32::from);
                 }
-                // No number of parts but one is even.
+                // 13 has no equal parts but one.
                 rank.check(13, f64::from);
                 rank.check(13, f16::from);
                 rank.check(13, bf16::from);
@@ -278,7 +278,7 @@ fn all_operations_types_and_lengths() {
 #[test]
 fn floats_of_8_bits() {
     with_nccl("floats_of_8_bits", &[], || {
-        // 1.5 and 2 as each format has them, and their sum.
+        // 1.5, 2 and their sum, as each format encodes them.
         for (scalar, [a, b, sum]) in [(Scalar::E4M3, [0x3c, 0x40, 0x46]), (Scalar::E5M2, [0x3e, 0x40, 0x43])] {
             on_ranks(2, |group| {
                 let (mut rank, own) = (Rank::new(group.clone()), [if group.rank() == 0 { a } else { b }; 5]);
@@ -294,8 +294,8 @@ fn floats_of_8_bits() {
 }
 
 #[test]
-fn processes_make_a_communicator() {
-    const NAME: &str = "processes_make_a_communicator";
+fn processes_create_a_communicator() {
+    const NAME: &str = "processes_create_a_communicator";
     if std::env::var_os("BONFIRE_RANK").is_some() {
         let mut rank = Rank::new(Group::from_env().unwrap());
         return rank.check(1000, f32::from);
@@ -313,8 +313,8 @@ fn processes_make_a_communicator() {
 }
 
 #[test]
-fn one_thread_works_for_several_ranks() {
-    with_nccl("one_thread_works_for_several_ranks", &[], || {
+fn one_thread_serves_several_ranks() {
+    with_nccl("one_thread_serves_several_ranks", &[], || {
         let mut ranks = on_ranks(3, Rank::new);
         let mut data = [[1.0f32; 9], [2.0; 9], [4.0; 9]];
         let works: Vec<_> = (data.iter_mut())
@@ -335,7 +335,7 @@ fn one_thread_works_for_several_ranks() {
             rank.communicator.wait(site(work), &soon(), || Ok(rank.stream.is_idle())).unwrap();
         }
         assert_eq!(data, [[7.0; 9]; 3]);
-        // One after the other they would wait for each other's end.
+        // Dropped one after the other, they would wait for each other.
         thread::scope(|scope| {
             for rank in ranks {
                 scope.spawn(move || drop(rank));
@@ -345,13 +345,13 @@ fn one_thread_works_for_several_ranks() {
 }
 
 #[test]
-fn some_ranks_by_split() {
-    with_nccl("some_ranks_by_split", &[], || {
+fn split_selects_some_ranks() {
+    with_nccl("split_selects_some_ranks", &[], || {
         on_ranks(4, |group| {
             let mut rank = Rank::new(group);
             let own = rank.group.rank();
             for _ in 0..2 {
-                // Rank 3 has no part in it; the others are 2, 1, 0 in that order.
+                // Rank 3 takes no part. The others are 2, 1, 0 in that order.
                 let color = (own != 3).then_some(5);
                 let part = rank.communicator.split(color, 9 - own, &soon()).unwrap();
                 assert_eq!(part.is_some(), own != 3);
@@ -370,7 +370,7 @@ fn some_ranks_by_split() {
     });
 }
 
-/// Every rank gets an error of this kind, and the group goes on.
+/// Checks that every rank gets the same error of this kind, and that the group stays usable.
 fn fails_everywhere(n: usize, gpu: impl Fn(usize) -> Gpu + Sync, limit: Duration, expected: impl Fn(&Error) -> bool) {
     let errors = on_ranks(n, |group| {
         let error = Communicator::connect(&group, gpu(group.rank()), &Deadline::after(limit)).unwrap_err();
@@ -387,9 +387,9 @@ fn own_gpu(rank: usize) -> Gpu {
 }
 
 #[test]
-fn without_a_library() {
-    again("without_a_library", Path::new(""), &[], || {
-        // Where the system has one the test has nothing to say.
+fn a_missing_library_is_an_error() {
+    restart("a_missing_library_is_an_error", Path::new(""), &[], || {
+        // If the system has one, this test checks nothing.
         if nccl::version().is_ok() {
             return;
         }
@@ -402,8 +402,8 @@ fn without_a_library() {
 }
 
 #[test]
-fn an_old_library() {
-    with_nccl("an_old_library", &[("FAKE_NCCL_VERSION", "21703")], || {
+fn an_old_library_is_rejected() {
+    with_nccl("an_old_library_is_rejected", &[("FAKE_NCCL_VERSION", "21703")], || {
         fails_everywhere(2, own_gpu, SECOND * 60, |error| {
             matches!(error, Error::Library { .. }) && error.to_string().contains("version 2.17.3 is too old")
         });
@@ -411,8 +411,8 @@ fn an_old_library() {
 }
 
 #[test]
-fn a_library_without_a_function() {
-    again("a_library_without_a_function", &library("FAKE_NCCL_PARTIAL"), &[], || {
+fn a_library_without_a_function_is_rejected() {
+    restart("a_library_without_a_function_is_rejected", &library("FAKE_NCCL_PARTIAL"), &[], || {
         fails_everywhere(2, own_gpu, SECOND * 60, |error| {
             matches!(error, Error::Library { .. }) && error.to_string().contains("it has no ncclCommSplit")
         });
@@ -420,8 +420,8 @@ fn a_library_without_a_function() {
 }
 
 #[test]
-fn ranks_that_share_a_gpu() {
-    with_nccl("ranks_that_share_a_gpu", &[], || {
+fn ranks_that_share_a_gpu_are_rejected() {
+    with_nccl("ranks_that_share_a_gpu_are_rejected", &[], || {
         fails_everywhere(
             3,
             |rank| own_gpu(rank / 2),
@@ -432,15 +432,15 @@ fn ranks_that_share_a_gpu() {
 }
 
 #[test]
-fn ranks_that_may_share_a_gpu() {
-    with_nccl("ranks_that_may_share_a_gpu", &[("NCCL_MULTI_RANK_GPU_ENABLE", "1")], || {
+fn ranks_may_share_a_gpu_if_nccl_allows_it() {
+    with_nccl("ranks_may_share_a_gpu_if_nccl_allows_it", &[("NCCL_MULTI_RANK_GPU_ENABLE", "1")], || {
         on_ranks(2, |group| Communicator::connect(&group, own_gpu(0), &soon()).map(drop).unwrap());
     });
 }
 
 #[test]
-fn a_rank_that_does_not_come_to_the_others() {
-    with_nccl("a_rank_that_does_not_come_to_the_others", &[("FAKE_NCCL_ABSENT", "1")], || {
+fn a_rank_that_does_not_connect_fails_all_ranks() {
+    with_nccl("a_rank_that_does_not_connect_fails_all_ranks", &[("FAKE_NCCL_ABSENT", "1")], || {
         fails_everywhere(
             3,
             own_gpu,
@@ -450,7 +450,7 @@ fn a_rank_that_does_not_come_to_the_others() {
     });
 }
 
-/// An all_reduce that waits only so long.
+/// Runs an all_reduce with this time limit.
 fn all_reduce(rank: &mut Rank, limit: Duration) -> Result<(), Error> {
     let mut data = [1i32; 4];
     let place = data.as_mut_ptr().expose_provenance() as u64;
@@ -460,8 +460,8 @@ fn all_reduce(rank: &mut Rank, limit: Duration) -> Result<(), Error> {
 }
 
 #[test]
-fn a_rank_that_does_not_come_to_an_operation() {
-    with_nccl("a_rank_that_does_not_come_to_an_operation", &[], || {
+fn a_rank_that_does_not_call_times_out_its_peers() {
+    with_nccl("a_rank_that_does_not_call_times_out_its_peers", &[], || {
         on_ranks(3, |group| {
             let mut rank = Rank::new(group.clone());
             if group.rank() == 1 {
@@ -477,7 +477,7 @@ fn a_rank_that_does_not_come_to_an_operation() {
             let Error::Timeout { site, rank: own, missing, .. } = &error else { panic!("{error:?}") };
             assert_eq!((site.sequence, *own), (7, group.rank()));
             assert_eq!(missing.len(), 2);
-            // The stream goes on, and the communicator is of no use.
+            // The stream continues, and the communicator is unusable.
             assert!(rank.stream.is_idle());
             assert_eq!(rank.communicator.failure(), Some(&error));
             assert_eq!(all_reduce(&mut rank, SECOND * 60), Err(error.clone()));
@@ -489,8 +489,8 @@ fn a_rank_that_does_not_come_to_an_operation() {
 }
 
 #[test]
-fn a_connection_that_breaks() {
-    with_nccl("a_connection_that_breaks", &[("FAKE_NCCL_BROKEN", "1")], || {
+fn a_broken_connection_is_reported() {
+    with_nccl("a_broken_connection_is_reported", &[("FAKE_NCCL_BROKEN", "1")], || {
         on_ranks(2, |group| {
             let mut rank = Rank::new(group.clone());
             let error = all_reduce(&mut rank, SECOND * if group.rank() == 1 { 60 } else { 1 }).unwrap_err();
@@ -504,8 +504,8 @@ fn a_connection_that_breaks() {
 }
 
 #[test]
-fn wrong_arguments_change_nothing() {
-    with_nccl("wrong_arguments_change_nothing", &[], || {
+fn invalid_arguments_are_rejected_and_change_nothing() {
+    with_nccl("invalid_arguments_are_rejected_and_change_nothing", &[], || {
         on_ranks(2, |group| {
             let mut rank = Rank::new(group.clone());
             let memory = [0u8; 64].as_ptr().expose_provenance() as u64;
@@ -530,7 +530,7 @@ fn wrong_arguments_change_nothing() {
                 Work { action: Action::AllReduce(ReduceOp::Sum), scalar: Scalar::Of(DType::U16), ..sound },
             ];
             for work in &refused {
-                // SAFETY: none of these gets as far as memory.
+                // SAFETY: all of these are rejected before they access memory.
                 let error = unsafe { rank.communicator.submit(work, rank.stream.raw()) }.map(drop).unwrap_err();
                 assert!(matches!(error, Error::InvalidArgument { .. }), "{work:?}: {error:?}");
             }
@@ -539,24 +539,24 @@ fn wrong_arguments_change_nothing() {
     });
 }
 
-/// Two ranks where there are two GPUs or NCCL lets them share one, else one.
+/// Two ranks if there are two GPUs or NCCL lets them share one, else one.
 #[test]
 #[ignore = "needs a CUDA GPU and libnccl"]
 fn on_a_gpu() {
     let libraries = std::env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
-    again("on_a_gpu", Path::new(&libraries), &[("NCCL_MULTI_RANK_GPU_ENABLE", "1")], || {
+    restart("on_a_gpu", Path::new(&libraries), &[("NCCL_MULTI_RANK_GPU_ENABLE", "1")], || {
         let gpus = usize::try_from(CudaContext::device_count().unwrap()).unwrap();
         let n = if nccl::version().unwrap() >= 2_30_00 { 2 } else { gpus.min(2) };
         on_ranks(n, |group| {
             let gpu = group.rank() % gpus;
-            // The same context for all on a GPU, NCCL's own.
+            // One context for all ranks on a GPU, which is NCCL's own.
             let context = CudaContext::new(gpu).unwrap();
             context.bind_to_thread().unwrap();
             let stream = context.new_stream().unwrap();
             let mut communicator = Communicator::connect(&group, Gpu::of(gpu).unwrap(), &soon()).unwrap();
             let len = 100_003;
             let own: Vec<f32> = (0..len).map(|i| ((i + 3 * group.rank()) % 7) as f32).collect();
-            // SAFETY: the context is current, and the memory is as long as it says.
+            // SAFETY: the context is current, and the memory has the length given.
             let [input, output] = [(); 2].map(|()| unsafe { result::malloc_sync(len * 4) }.unwrap());
             unsafe { result::memcpy_htod_sync(input, &own) }.unwrap();
             let part = partition(len, n, group.rank());
@@ -568,20 +568,20 @@ fn on_a_gpu() {
             {
                 let input = input + 4 * start as u64;
                 let work = Work { action, scalar: Scalar::Of(DType::F32), count: len, sizes: None, input, output };
-                // SAFETY: the memory is the GPU's, and lives until the stream is past the work.
+                // SAFETY: the memory is the GPU's, and lives until the stream has passed the work.
                 unsafe { communicator.submit(&work, stream.cu_stream()) }
                     .unwrap()
                     .settle(site(&work), &soon())
                     .unwrap();
                 let event = stream.record_event(None).unwrap();
-                // SAFETY: the event is there.
+                // SAFETY: the event is alive.
                 communicator.wait(site(&work), &soon(), || unsafe { nccl::has_passed(event.cu_event()) }).unwrap();
                 let mut result = vec![0f32; len];
                 // SAFETY: both are as long as the vector.
                 unsafe { result::memcpy_dtoh_sync(&mut result, output) }.unwrap();
                 assert_eq!(&result, whole, "{action:?}");
             }
-            // A peer that does not come.
+            // A peer that does not call.
             if n == 2 && group.rank() == 0 {
                 let action = Action::AllReduce(ReduceOp::Sum);
                 let work = Work { action, scalar: Scalar::Of(DType::F32), count: len, sizes: None, input, output };

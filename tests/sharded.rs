@@ -1,4 +1,4 @@
-//! An optimizer whose state is dealt out gives what the optimizer on one rank gives, in less memory.
+//! A sharded optimizer (ZeRO-1) gives what the optimizer on one rank gives, in less memory.
 
 use std::collections::HashSet;
 
@@ -20,7 +20,7 @@ use burn::tensor::{DType, Tensor, TensorData};
 type F32 = Autodiff<Flex>;
 type F64 = Autodiff<NdArray<f64>>;
 
-/// Ranks and how they share: over all, over blocks with several replicas, and not at all.
+/// World sizes and sharding: over all ranks, over blocks with several replicas, and none.
 const FORMS: [(usize, Sharding); 10] = [
     (1, Sharding::All),
     (2, Sharding::All),
@@ -34,7 +34,7 @@ const FORMS: [(usize, Sharding); 10] = [
     (3, Sharding::None),
 ];
 
-/// Parameters of sizes that no number of ranks divides, one of which travels alone, and one without gradients.
+/// Parameters of sizes that no number of ranks divides, one of which is sent alone, and one without gradients.
 #[derive(Module, Debug)]
 struct Odd<B: Backend> {
     one: Param<Tensor<B, 1>>,
@@ -87,7 +87,7 @@ fn bits<B: Backend, M: Module<B>>(model: &M) -> Vec<TensorData> {
     floats(model).into_iter().map(|(_, data, _)| data).collect()
 }
 
-/// The gradients of a model's parameters, each element as `value` says: by parameter and element, or none.
+/// Builds gradients of a model's parameters. `value` returns each element by parameter and index, or none.
 fn gradients<B: AutodiffBackend, M: Module<B>>(
     model: &M,
     value: impl Fn(usize, usize) -> Option<f64>,
@@ -110,13 +110,13 @@ fn gradients<B: AutodiffBackend, M: Module<B>>(
 }
 
 /// A rank's gradient in a step: a multiple of 12, so that the mean over 2, 3, 4 or 6 ranks is a whole number. Some
-/// ranks have none for a parameter, and in some steps nobody has.
+/// ranks have none for a parameter, and in some steps no rank has one.
 fn gradient(rank: usize, step: usize, position: usize, i: usize) -> Option<f64> {
     let missing = (rank + position + step).is_multiple_of(3) || (position + step).is_multiple_of(5);
     (!missing).then(|| 12.0 * ((i * 7 + step * 3 + rank * 5 + position) % 9) as f64 - 48.0)
 }
 
-/// What one optimizer does with the mean of all ranks' gradients.
+/// Trains with one optimizer and the mean of all ranks' gradients.
 fn whole_training<B, O>(
     mut model: Odd<B>,
     mut optimizer: OptimizerAdaptor<O, Odd<B>, B>,
@@ -158,13 +158,13 @@ where
             bits(&model)
         });
         for trained in trained {
-            assert!(trained == expected, "{n} ranks, {sharding:?}: another result than on one rank");
+            assert!(trained == expected, "{n} ranks, {sharding:?}: the result differs from one rank's");
         }
     }
 }
 
 #[test]
-fn sgd_gives_the_bits_of_one_rank_in_every_form() {
+fn sgd_is_bit_identical_to_one_rank_in_every_form() {
     check_all_forms::<F32, _>(|| SgdConfig::new().init());
     check_all_forms::<F64, _>(|| SgdConfig::new().init());
     check_all_forms::<F32, _>(|| {
@@ -175,28 +175,28 @@ fn sgd_gives_the_bits_of_one_rank_in_every_form() {
 }
 
 #[test]
-fn adam_gives_the_bits_of_one_rank_in_every_form() {
+fn adam_is_bit_identical_to_one_rank_in_every_form() {
     check_all_forms::<F64, _>(|| AdamConfig::new().init());
     check_all_forms::<F32, _>(|| AdamConfig::new().with_amsgrad(true).init());
-    // Values are clipped element by element, so that may stay in the optimizer.
+    // Clipping by value is element-wise, so it may stay in the optimizer.
     check_all_forms::<F64, _>(|| AdamConfig::new().with_grad_clipping(Some(GradientClippingConfig::Value(7.0))).init());
 }
 
 #[test]
-fn so_does_every_other_optimizer_that_goes_element_by_element() {
+fn other_element_wise_optimizers_are_bit_identical_to_one_rank() {
     check_all_forms::<F64, _>(|| AdamWConfig::new().with_cautious_weight_decay(true).init());
     check_all_forms::<F64, _>(|| AdanConfig::new().init());
     check_all_forms::<F64, _>(|| AdaGradConfig::new().init());
     check_all_forms::<F64, _>(|| RmsPropConfig::new().with_centered(true).init());
 }
 
-/// A gradient that no float type has exactly.
+/// A gradient that no float type represents exactly.
 fn wave(rank: usize, step: usize, position: usize, i: usize) -> f64 {
     ((rank * 31 + step * 17 + position * 7 + i) as f64 * 12.9898).sin()
 }
 
 #[test]
-fn adam_in_f64_is_that_of_one_rank_for_any_gradients_samples_and_norm() {
+fn adam_in_f64_matches_one_rank_for_any_gradients_samples_and_norm() {
     for max in [None, Some(3.0), Some(1e9)] {
         for (n, sharding) in FORMS {
             let samples = |rank: usize| [5, 0, 3, 1, 4, 2][rank];
@@ -225,7 +225,7 @@ fn adam_in_f64_is_that_of_one_rank_for_any_gradients_samples_and_norm() {
                     optimizer = optimizer.clip_norm(max).unwrap();
                 }
                 for step in 0..3 {
-                    // The gradients of a rank without samples count for nothing.
+                    // The gradients of a rank without samples have no weight.
                     let nan = if samples(rank) == 0 { f64::NAN } else { 1.0 };
                     let grads = gradients(&model, |position, i| Some(nan * wave(rank, step, position, i)));
                     optimizer.step(0.01, &mut model, grads, samples(rank)).unwrap();
@@ -262,7 +262,7 @@ impl<B: Backend> Mixed<B> {
 }
 
 #[test]
-fn parameters_of_several_types_keep_theirs() {
+fn parameters_of_several_types_keep_their_type() {
     for sharding in [Sharding::All, Sharding::Blocks(2), Sharding::None] {
         ranks(4, |group| {
             let rank = group.rank();
@@ -272,7 +272,7 @@ fn parameters_of_several_types_keep_theirs() {
                 let grads = gradients(&model, |position, i| Some((4 * rank + position + i) as f64));
                 optimizer.step(0.5, &mut model, grads, 1).unwrap();
             }
-            // The mean of 4 * rank is 6, and what else there is is the same on all ranks.
+            // The mean of 4 * rank is 6, and the rest is the same on all ranks.
             for ((position, data), dtype) in bits(&model).iter().enumerate().zip([DType::BF16, DType::F32, DType::F64])
             {
                 assert_eq!(data.dtype, dtype);
@@ -310,12 +310,12 @@ fn state_shrinks_by_the_number_of_ranks_in_a_block() {
         }
         let largest = *bytes.iter().max().unwrap();
         assert!(largest as f64 <= most * whole as f64, "{n} ranks, {sharding:?}: {largest} bytes of {whole}");
-        // Even to one element of each moment and bucket.
+        // Balanced to one element of each moment and bucket.
         assert!(largest - bytes.iter().min().unwrap() <= 2 * 4 * 2, "{n} ranks, {sharding:?}: {bytes:?}");
     }
 }
 
-/// The same gradients on all ranks, with so few bits that the mean over any number of them is exact.
+/// Takes steps with the same gradients on all ranks, of so few bits that the mean over any number of them is exact.
 fn advance<O: SimpleOptimizer<NdArray<f64>> + 'static>(
     model: &mut Odd<F64>,
     optimizer: &mut ShardedOptimizer<O, Odd<F64>, F64>,
@@ -334,7 +334,7 @@ fn few_bits(position: usize, i: usize, step: usize) -> f64 {
 
 type Saved = (Vec<TensorData>, Vec<u8>, Vec<TensorData>);
 
-/// A model after three steps, a rank's part of the state, and the model after six.
+/// For each rank: the model after three steps, the rank's part of the state, and the model after six.
 fn saved(n: usize, sharding: Sharding) -> Vec<Saved> {
     ranks(n, |group| {
         let (mut model, ddp) = DataParallel::new(group, Odd::<F64>::new(&Default::default())).unwrap();
@@ -346,7 +346,7 @@ fn saved(n: usize, sharding: Sharding) -> Vec<Saved> {
     })
 }
 
-/// The model after six steps, from that after three and the parts that each rank is given.
+/// Resumes from the model after three steps with the parts that each rank is given, and checks the model after six.
 fn resumed(n: usize, sharding: Sharding, middle: &[TensorData], parts: impl Fn(usize) -> Vec<Vec<u8>> + Sync) {
     let resumed = ranks(n, |group| {
         let (rank, device) = (group.rank(), Default::default());
@@ -364,12 +364,12 @@ fn resumed(n: usize, sharding: Sharding, middle: &[TensorData], parts: impl Fn(u
     });
     let whole = saved(1, Sharding::None).remove(0).2;
     for bits in resumed {
-        assert!(bits == whole, "{n} ranks, {sharding:?}: resumed, the training has another result");
+        assert!(bits == whole, "{n} ranks, {sharding:?}: the resumed training has a different result");
     }
 }
 
 #[test]
-fn a_resumed_training_has_the_bits_of_the_uninterrupted_one() {
+fn a_resumed_training_is_bit_identical_to_the_uninterrupted_one() {
     for (n, sharding) in [(4, Sharding::Blocks(2)), (3, Sharding::All), (2, Sharding::None)] {
         let saved = saved(n, sharding);
         assert!(saved.iter().all(|(.., last)| *last == saved[0].2));
@@ -378,10 +378,10 @@ fn a_resumed_training_has_the_bits_of_the_uninterrupted_one() {
 }
 
 #[test]
-fn a_training_is_resumed_on_any_number_of_ranks() {
+fn a_training_can_be_resumed_on_any_number_of_ranks() {
     for (before, parts) in [((4, Sharding::Blocks(2)), 2), ((3, Sharding::All), 3), ((1, Sharding::None), 1)] {
         let saved = saved(before.0, before.1);
-        // The parts of the last block, in an order that is not that of the ranks.
+        // The parts of the last block, in an order other than that of the ranks.
         let parts: Vec<_> = saved.iter().rev().take(parts).map(|(_, part, _)| part.clone()).collect();
         for (n, sharding) in [(1, Sharding::None), (4, Sharding::All), (6, Sharding::Blocks(3)), (2, Sharding::None)] {
             resumed(n, sharding, &saved[0].0, |_| parts.clone());
@@ -390,7 +390,7 @@ fn a_training_is_resumed_on_any_number_of_ranks() {
 }
 
 #[test]
-fn what_cannot_be_loaded_is_refused_and_changes_nothing() {
+fn invalid_state_is_rejected_and_changes_nothing() {
     let saved = saved(2, Sharding::All);
     let parts: Vec<_> = saved.iter().map(|(_, part, _)| part.clone()).collect();
     ranks(1, |group| {
@@ -410,7 +410,7 @@ fn what_cannot_be_loaded_is_refused_and_changes_nothing() {
         refused(&[&parts[0], &[]], "are not what");
         refused(&[&parts[0]], "give the parts of all ranks of a block");
         refused(&[&parts[0], &parts[1], &before], "one part is of step 3, another one of step 1");
-        // A damaged part is an error and not a panic, or was damaged in a number that anything can be.
+        // A damaged part is an error and not a panic, unless the damage is in a number that may have any value.
         for at in (0..parts[0].len()).step_by(parts[0].len() / 300) {
             let mut damaged = parts[0].clone();
             damaged[at] ^= 0x55;
@@ -438,7 +438,7 @@ fn what_cannot_be_loaded_is_refused_and_changes_nothing() {
 }
 
 #[test]
-fn what_cannot_be_sharded_is_refused() {
+fn unsupported_blocks_and_optimizers_are_rejected() {
     ranks(4, |group| {
         let (_, ddp) = DataParallel::new(group.clone(), Odd::<F32>::new(&Default::default())).unwrap();
         for blocks in [0, 3, 8] {
@@ -462,13 +462,13 @@ fn what_cannot_be_sharded_is_refused() {
             let new = ShardedOptimizer::<Adam, Odd<F32>, _>::new(&ddp, AdamConfig::new().init(), Sharding::All);
             assert!(matches!(new.unwrap().clip_norm(max), Err(Error::InvalidArgument { .. })));
         }
-        // Nothing of that was sent by some ranks only.
+        // None of these calls has sent anything on some ranks only.
         group.barrier().unwrap();
     });
 }
 
 #[test]
-fn a_step_that_cannot_be_is_refused_on_all_ranks_and_changes_nothing() {
+fn an_invalid_step_is_rejected_on_all_ranks_and_changes_nothing() {
     ranks(4, |group| {
         let (rank, device) = (group.rank(), Default::default());
         let (mut model, ddp) = DataParallel::new(group.clone(), Odd::<F32>::new(&device)).unwrap();
@@ -498,7 +498,7 @@ fn a_step_that_cannot_be_is_refused_on_all_ranks_and_changes_nothing() {
             other.cube = whole(&[2, 3, 12], &device);
         }
         refused(&mut other, GradientsParams::new(), 1, "rank 3's model does not have `cube`");
-        // The groups are sound.
+        // The groups are still usable.
         assert_eq!(bits(&model), before);
         let grads = gradients(&model, |_, _| Some(1.0));
         optimizer.step(0.5, &mut model, grads, 1).unwrap();

@@ -1,4 +1,4 @@
-//! Ranks with shards of a batch against burn's own batch normalisation of the whole batch.
+//! Ranks with shards of a batch, compared with burn's own batch normalisation of the whole batch.
 
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -26,7 +26,7 @@ type Gradients = <Training as AutodiffBackend>::Gradients;
 /// The samples of the global batch of the convolutional tests.
 const BATCH: usize = 50;
 
-/// What the two layers have in common.
+/// The common interface of the two layers.
 trait Norm<B: Backend>: Module<B> + ModuleDisplay {
     fn apply(&self, input: Tensor<B, 4>) -> Tensor<B, 4>;
     fn parameters(&self) -> [Tensor<B, 1>; 2];
@@ -87,7 +87,7 @@ fn whole_net() -> WholeNet {
     Net::new(|features| BatchNormConfig::new(features).init(&device), &device)
 }
 
-/// What a training step of a [`Net`] shows: outputs, gradient of the images, gradients of the parameters, and the
+/// The results of a training step of a [`Net`]: outputs, gradient of the images, gradients of the parameters, and the
 /// running statistics of both norms after it.
 struct Step {
     output: Vec<f64>,
@@ -119,7 +119,7 @@ fn step<N: Norm<Training>>(net: &Net<Training, N>, step: usize, samples: Range<u
 }
 
 #[test]
-fn shards_of_any_size_give_what_the_whole_batch_gives() {
+fn shards_of_any_size_match_the_whole_batch() {
     for ranks in 1..=4 {
         let weights = saved(whole_net());
         let whole = loaded(whole_net(), &weights);
@@ -139,7 +139,7 @@ fn shards_of_any_size_give_what_the_whole_batch_gives() {
                 assert_close(&(0..expected.len()).map(sum).collect::<Vec<f64>>(), expected, 1e-10);
             }
             for step in &steps {
-                assert_eq!(step.running, steps[0].running, "running statistics are the same bits on all ranks");
+                assert_eq!(step.running, steps[0].running, "running statistics are bit-identical on all ranks");
                 for (running, expected) in step.running.iter().zip(&expected.running) {
                     assert_close(running, expected, 1e-12);
                 }
@@ -149,7 +149,7 @@ fn shards_of_any_size_give_what_the_whole_batch_gives() {
 }
 
 #[test]
-fn one_rank_is_burns_batch_norm() {
+fn one_rank_matches_burns_batch_norm() {
     let device = Default::default();
     let group = Group::threads(1).expect("a group").remove(0);
     let burns = BatchNormConfig::new(3).with_momentum(0.3).init::<Training>(&device);
@@ -191,7 +191,7 @@ fn validation_needs_no_other_rank_and_training_goes_on_synchronised() {
 }
 
 #[test]
-fn records_are_those_of_burns_batch_norm() {
+fn records_are_interchangeable_with_burns_batch_norm() {
     fn exchange<R: Recorder<Inner, RecordArgs = (), RecordOutput = Vec<u8>, LoadArgs = Vec<u8>>>(recorder: R) {
         let device = Default::default();
         let group = Group::threads(1).expect("a group").remove(0);
@@ -232,7 +232,7 @@ fn f32_keeps_a_small_variance_beside_a_large_mean() {
 #[test]
 fn sixteen_bit_inputs_are_normalised_in_f32() {
     type Half = Autodiff<Flex>;
-    // The elements of a channel number more than f16 can count, and their sum is larger than it can hold.
+    // A channel has more elements than f16 can count, and their sum is larger than f16 can hold.
     let shape = [BATCH, 1, 1600];
     let input = pattern::<Flex, 3>(&shape, 0).add_scalar(10.0);
     let expected = BatchNormConfig::new(1).init::<Half>(&Default::default()).forward(Tensor::from_inner(input.clone()));
@@ -281,7 +281,7 @@ fn an_inference_layer_does_not_train() {
 }
 
 #[test]
-fn a_backward_pass_that_others_skip_panics_with_the_error_or_gives_it() {
+fn a_backward_pass_that_peers_skip_panics_with_the_error_or_returns_it() {
     let outcomes =
         on_ranks_of(Group::builder().deadline(Duration::from_millis(300)).threads(2).expect("a group"), |group| {
             let output = sync_net::<Training>(&group).forward(images(0, shard(&group)).require_grad());
@@ -348,7 +348,7 @@ fn threads_go_backward_twice_with_a_collective_between() {
     });
 }
 
-/// Runs `body` on a thread per rank and returns what it returns, in the order of ranks; fails if a rank hangs.
+/// Runs `body` on a thread per rank and returns the results by rank. Fails if a rank hangs.
 fn on_ranks<T: Send + 'static>(ranks: usize, body: impl Fn(Group) -> T + Send + Clone + 'static) -> Vec<T> {
     on_ranks_of(Group::threads(ranks).expect("a group"), body)
 }
@@ -365,7 +365,7 @@ fn on_ranks_of<T: Send + 'static>(groups: Vec<Group>, body: impl Fn(Group) -> T 
     ranks.collect::<Vec<_>>().into_iter().map(wait).collect()
 }
 
-/// This rank's samples: as even as can be, the first ranks take what is left over.
+/// This rank's samples: divided as evenly as possible, the first ranks take the remainder.
 fn shard(group: &Group) -> Range<usize> {
     let (each, rest) = (BATCH / group.world_size(), BATCH % group.world_size());
     let start = |rank: usize| rank * each + rank.min(rest);
@@ -376,7 +376,7 @@ fn images(step: usize, samples: Range<usize>) -> Tensor<Training, 4> {
     pattern(&[samples.len(), 2, 5, 5], 1000 * step + 50 * samples.start)
 }
 
-/// Irregular numbers of deviation 0.7 around 0: those of an endless sequence, beginning at `start`.
+/// Irregular numbers of deviation 0.7 around 0, from an endless sequence, beginning at `start`.
 fn pattern<B: Backend, const D: usize>(shape: &[usize; D], start: usize) -> Tensor<B, D> {
     let count = shape.iter().product::<usize>();
     let numbers = (start..start + count).map(|i| ((i * i % 9973) as f64 * 1.7 + i as f64 * 0.61).sin()).collect();

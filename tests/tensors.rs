@@ -1,4 +1,4 @@
-//! Operations on burn's tensors, against what burn computes on one rank.
+//! Operations on burn's tensors, compared with what burn computes on one rank.
 
 use std::ops::Range;
 
@@ -9,7 +9,7 @@ use burn::backend::{Flex, NdArray};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Bool, DType, Float, Int, Numeric, Tensor, TensorData};
 
-/// Each rank's tensor: small whole numbers, other ones on each rank, so that sums are exact in every type.
+/// Each rank's tensor: small whole numbers, different on each rank, so that sums are exact in every type.
 fn of_rank<B: Backend, const D: usize, K: Kind<B>>(rank: usize, shape: [usize; D], dtype: DType) -> Tensor<B, D, K> {
     let values: Vec<i64> = (0..shape.iter().product()).map(|i: usize| ((i * 7 + rank * 5) % 11) as i64 % 7).collect();
     Tensor::from_data(TensorData::new(values, shape), (&Default::default(), dtype))
@@ -27,7 +27,7 @@ fn part<B: Backend, const D: usize, K: Kind<B>>(
     tensor.clone().narrow(dim, range.start, range.len())
 }
 
-/// Where parts of these sizes are.
+/// The ranges of parts of these sizes.
 fn ranges(sizes: &[usize]) -> Vec<Range<usize>> {
     (0..sizes.len()).map(|i| sizes[..i].iter().sum()..sizes[..=i].iter().sum()).collect()
 }
@@ -40,7 +40,7 @@ fn same<B: Backend, const D: usize, K: Kind<B>>(result: Result<Tensor<B, D, K>, 
 const SHAPE: [usize; 4] = [2, 3, 1, 2];
 const SIZES: [usize; 5] = [2, 0, 3, 1, 0];
 
-/// What moves elements, along every dimension of a tensor of `D` dimensions.
+/// Checks what moves elements, along every dimension of a tensor of `D` dimensions.
 fn moves<B: Backend, const D: usize, K: Kind<B>>(group: &Group, dtype: DType) {
     let (n, rank, device) = (group.world_size(), group.rank(), Default::default());
     let shape: [usize; D] = std::array::from_fn(|at| SHAPE[at]);
@@ -60,7 +60,7 @@ fn moves<B: Backend, const D: usize, K: Kind<B>>(group: &Group, dtype: DType) {
         let own = make(rank, shape);
         same(all_gather(own.clone(), dim, group), &all);
         same(all_gather(make(rank, shape), dim, group), &all);
-        assert_eq!(own.into_data(), make(rank, shape).into_data(), "the input is as it was");
+        assert_eq!(own.into_data(), make(rank, shape).into_data(), "the input is unchanged");
         match gather(make(rank, shape), root, dim, group).unwrap() {
             Some(whole) if rank == root => assert_eq!(whole.into_data(), all.to_data()),
             whole => assert!(rank != root && whole.is_none()),
@@ -88,7 +88,7 @@ fn moves<B: Backend, const D: usize, K: Kind<B>>(group: &Group, dtype: DType) {
         let swapped = cat((0..n).map(|from| part(&make(from, even), at, 2 * rank..2 * rank + 2)).collect(), at);
         same(all_to_all(make(rank, even), dim, group), &swapped);
 
-        // Nobody sends nothing at all, since burn has no tensor without a part.
+        // Every rank sends something, since burn has no tensor without a part.
         let sizes = |from: usize| (0..n).map(|to| (2 * from + to + 1) % 3).collect::<Vec<_>>();
         let whole = |from: usize| make(from, along(shape, at, sizes(from).iter().sum()));
         let receive: Vec<_> = (0..n).map(|from| sizes(from)[rank]).collect();
@@ -105,7 +105,7 @@ fn moves<B: Backend, const D: usize, K: Kind<B>>(group: &Group, dtype: DType) {
     }
 }
 
-/// What reduces elements.
+/// Checks what reduces elements.
 fn reduces<B: Backend, const D: usize, K: Kind<B> + Numeric<B>>(group: &Group, dtype: DType) {
     let (n, rank) = (group.world_size(), group.rank());
     let shape: [usize; D] = std::array::from_fn(|at| SHAPE[at]);
@@ -113,7 +113,7 @@ fn reduces<B: Backend, const D: usize, K: Kind<B> + Numeric<B>>(group: &Group, d
     let sum = |shape: [usize; D]| (1..n).fold(make(0, shape), |sum, rank| sum + make(rank, shape));
     let own = make(rank, shape);
     same(all_reduce(own.clone(), ReduceOp::Sum, group), &sum(shape));
-    assert_eq!(own.into_data(), make(rank, shape).into_data(), "the input is as it was");
+    assert_eq!(own.into_data(), make(rank, shape).into_data(), "the input is unchanged");
     same(all_reduce(make(rank, shape), ReduceOp::Sum, group), &sum(shape));
     for dim in -(D as isize)..D as isize {
         let at = dim.rem_euclid(D as isize) as usize;
@@ -121,7 +121,7 @@ fn reduces<B: Backend, const D: usize, K: Kind<B> + Numeric<B>>(group: &Group, d
         let mine = part(&sum(even), at, 2 * rank..2 * rank + 2);
         let own = make(rank, even);
         same(reduce_scatter(own.clone(), ReduceOp::Sum, dim, group), &mine);
-        assert_eq!(own.into_data(), make(rank, even).into_data(), "the input is as it was");
+        assert_eq!(own.into_data(), make(rank, even).into_data(), "the input is unchanged");
 
         let sizes = &SIZES[..n];
         let uneven = along(shape, at, sizes.iter().sum());
@@ -149,7 +149,7 @@ fn every_rank_of_numbers<B: Backend, K: Kind<B> + Numeric<B>>(group: &Group, dty
 }
 
 #[test]
-fn one_to_five_ranks_compute_what_burn_computes_on_one() {
+fn one_to_five_ranks_match_burn_on_one_rank() {
     for n in 1..=5 {
         run_ranks(Medium::Threads, n, |group| {
             every_rank_of_numbers::<Flex, Float>(&group, DType::F32);
@@ -165,7 +165,7 @@ fn one_to_five_ranks_compute_what_burn_computes_on_one() {
 }
 
 #[test]
-fn processes_compute_the_same() {
+fn tcp_and_shared_memory_match_burn_on_one_rank() {
     for medium in [Medium::Tcp, Medium::Shm] {
         run_ranks(medium, 3, |group| {
             moves::<Flex, 3, Int>(&group, DType::I16);
@@ -177,7 +177,7 @@ fn processes_compute_the_same() {
 }
 
 #[test]
-fn views_are_read_as_they_look() {
+fn views_are_read_in_logical_order() {
     run_ranks(Medium::Threads, 2, |group| {
         let device = Default::default();
         let table = Tensor::<Flex, 1, Int>::arange(0..6, &device).reshape([2, 3]) + group.rank() as i32 * 10;
@@ -206,13 +206,13 @@ fn messages_keep_shape_and_type() {
 }
 
 #[test]
-fn arguments_that_cannot_work_are_refused_and_the_group_is_sound() {
+fn invalid_arguments_are_rejected_and_the_group_stays_usable() {
     run_ranks(Medium::Threads, 2, |group| {
         let device = Default::default();
         let table = || Tensor::<Flex, 2>::ones([3, 2], &device);
         let refused = |result: Result<Tensor<Flex, 2>, Error>, words: &str| match result {
             Err(Error::InvalidArgument { reason, .. }) if reason.contains(words) => {}
-            other => panic!("{other:?} says nothing of {words}"),
+            other => panic!("{other:?} does not mention '{words}'"),
         };
         for dim in [2, -3, isize::MIN] {
             refused(all_gather(table(), dim, &group), "give one from -2 to 1");
@@ -236,9 +236,9 @@ fn arguments_that_cannot_work_are_refused_and_the_group_is_sound() {
     });
 }
 
-/// Two ranks whose tensors have as many elements and another shape.
+/// Two ranks whose tensors have equally many elements and different shapes.
 #[test]
-fn shapes_that_differ_are_found_out_by_all() {
+fn different_shapes_are_detected_by_all_ranks() {
     type Call = fn(&Group, Tensor<Flex, 2>) -> Result<(), Error>;
     let calls: [Call; 8] = [
         |group, tensor| all_reduce(tensor, ReduceOp::Sum, group).map(drop),

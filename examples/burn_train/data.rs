@@ -1,4 +1,4 @@
-//! The digits as burn's data loaders want them.
+//! The digits as items and batches for burn's data loaders.
 
 use burn::data::dataloader::batcher::Batcher;
 use burn::tensor::backend::Backend;

@@ -1,4 +1,4 @@
-//! The network, and what burn-train wants of it.
+//! The network, with burn-train's training and inference steps.
 
 use burn::data::dataloader::batcher::Batcher;
 use burn::module::Module;
@@ -11,7 +11,7 @@ use burn_train::{ClassificationOutput, InferenceStep, TrainOutput, TrainStep};
 use crate::data::{Batch, Images};
 use crate::digits::{Digits, PIXELS};
 
-/// Two linear layers. No batch norm: each device would keep statistics of its own.
+/// Two linear layers. No batch norm, because each device would keep its own statistics.
 #[derive(Module, Debug)]
 pub struct Network<B: Backend> {
     first: Linear<B>,
@@ -39,7 +39,7 @@ impl<B: Backend> Network<B> {
         ClassificationOutput::new(loss.forward(scores.clone(), batch.labels.clone()), scores, batch.labels)
     }
 
-    /// The part of these images that the network gets right.
+    /// Returns the fraction of the images that the network classifies correctly.
     pub fn accuracy(&self, digits: &Digits, device: &B::Device) -> f64 {
         let batch: Batch<B> = Images.batch(digits.items(), device);
         let right = self.forward(batch.images).argmax(1).squeeze_dim::<1>(1).equal(batch.labels);

@@ -1,4 +1,4 @@
-//! What the training shows: a bar on a terminal, and a line for each epoch.
+//! Progress of the training: a bar on a terminal, and a line for each epoch.
 
 use std::time::Instant;
 
@@ -9,11 +9,11 @@ use burn_train::renderer::{
 };
 use indicatif::{ProgressBar, ProgressStyle};
 
-/// Rank 0's progress.
+/// Displays rank 0's progress.
 pub struct Epochs {
     bar: ProgressBar,
     begin: Instant,
-    /// Which metric the accuracy is, and its latest value on the test images in percent.
+    /// The id of the accuracy metric, and its latest value on the test images in percent.
     accuracy: Option<(MetricId, f64)>,
 }
 
@@ -43,7 +43,7 @@ impl MetricsRendererTraining for Epochs {
         }
     }
 
-    /// There is one batch of test images, at the end of each epoch.
+    /// Called once per epoch, at its end, as the test images are a single batch.
     fn render_valid(&mut self, item: TrainingProgress, _indicators: Vec<ProgressType>) {
         let (epoch, epochs) = (item.global_progress.items_processed, item.global_progress.items_total);
         let accuracy = self.accuracy.as_ref().map_or(f64::NAN, |(_, accuracy)| *accuracy);
@@ -70,7 +70,7 @@ impl MetricsRenderer for Epochs {
     }
 }
 
-/// The other processes show nothing.
+/// Displays nothing, in the other processes.
 pub struct Silent;
 
 impl MetricsRendererTraining for Silent {

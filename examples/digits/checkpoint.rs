@@ -1,4 +1,4 @@
-//! Checkpoints: one file, written by rank 0, complete or not there at all.
+//! Checkpoints: a single file, which rank 0 writes atomically.
 
 use std::fs::{self, File};
 use std::io::{self, Read, Write};
@@ -15,32 +15,32 @@ use serde::{Deserialize, Serialize};
 
 use crate::Failure;
 
-/// Says what the file is, and of which version.
+/// Identifies the file's format and version.
 const FORMAT: &str = "bonfire digits 2";
 
-/// What a resumed run must have in common with the one that was saved.
+/// Settings that a resumed run must have in common with the saved run.
 #[derive(Clone, Serialize, Deserialize)]
 pub struct Settings {
     pub batch: usize,
     pub seed: u64,
     pub lr: f64,
     pub backend: String,
-    /// Whether ranks keep parts of the optimizer's state. How many ranks there are may change.
+    /// Whether the optimizer's state is sharded over the ranks. The number of ranks may change.
     pub shard: bool,
 }
 
-/// A training after so many epochs.
+/// The state of a training after `epochs` epochs.
 #[derive(Serialize, Deserialize)]
 pub struct Checkpoint {
     format: String,
     settings: Settings,
     pub epochs: usize,
     model: Vec<u8>,
-    /// The optimizer's state, in parts.
+    /// The optimizer's state, in parts: one if it is not sharded, else one per rank.
     pub optimizer: Vec<Vec<u8>>,
 }
 
-/// Floats are recorded as f64, so f32 and f64 come back as they were.
+/// Records floats as f64, so that f32 and f64 are restored exactly.
 pub type Records = NamedMpkBytesRecorder<DoublePrecisionSettings>;
 
 impl Checkpoint {
@@ -54,14 +54,14 @@ impl Checkpoint {
         Ok(Checkpoint { format: FORMAT.into(), settings, epochs, model, optimizer })
     }
 
-    /// Whether a checkpoint can be written here: better to know before an epoch than after.
-    pub fn try_place(path: &Path) -> Result<(), Failure> {
+    /// Fails if a checkpoint cannot be written here, which is better found out before an epoch than after it.
+    pub fn check_writable(path: &Path) -> Result<(), Failure> {
         let part = part(path);
         let tried = File::create(&part).and_then(|_| fs::remove_file(&part));
         tried.map_err(|e| format!("cannot save {}: {e}", path.display()).into())
     }
 
-    /// Writes the file next to its place and moves it there when it is complete and on disk.
+    /// Writes a temporary file and renames it to `path` when it is complete and on disk.
     pub fn write(&self, path: &Path) -> Result<(), Failure> {
         let part = part(path);
         let write = || -> io::Result<()> {
@@ -73,7 +73,7 @@ impl Checkpoint {
         write().map_err(|e| format!("cannot save {}: {e}", path.display()).into())
     }
 
-    /// Reads the file on rank 0 for all ranks. They all fail where it does.
+    /// Reads the file on rank 0 and broadcasts it. If rank 0 fails, all ranks return its error.
     pub fn read(path: &Path, group: &Group) -> Result<Self, Failure> {
         let mut bytes = Vec::new();
         let mut failure = String::new();
@@ -95,11 +95,11 @@ impl Checkpoint {
         }
         match postcard::from_bytes::<Checkpoint>(&bytes) {
             Ok(checkpoint) if checkpoint.format == FORMAT => Ok(checkpoint),
-            _ => Err(format!("{} is no checkpoint of this program", path.display()).into()),
+            _ => Err(format!("{} is not a checkpoint of this program", path.display()).into()),
         }
     }
 
-    /// Whether a run with these settings can go on from here.
+    /// Fails if a run with these settings cannot resume from this checkpoint.
     pub fn check(&self, path: &Path, settings: &Settings) -> Result<(), Failure> {
         let saved = &self.settings;
         let pairs = [
@@ -122,7 +122,7 @@ impl Checkpoint {
     }
 }
 
-/// Where a checkpoint is written until it is complete.
+/// Returns the path of the temporary file for a checkpoint.
 fn part(path: &Path) -> PathBuf {
     let mut part = path.as_os_str().to_owned();
     part.push(".part");

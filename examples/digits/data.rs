@@ -8,10 +8,10 @@ use flate2::read::GzDecoder;
 /// Pixels of an image, row by row.
 pub const PIXELS: usize = 64;
 
-/// Images that are kept for the test.
+/// Images in the test set.
 const TEST: usize = 297;
 
-/// Images and the digits they show.
+/// Images and the digits that they show.
 pub struct Digits {
     /// Pixels from 0 to 1.
     pub images: Vec<[f32; PIXELS]>,
@@ -19,7 +19,7 @@ pub struct Digits {
 }
 
 impl Digits {
-    /// The training set of 1,500 images and the test set of 297: the same ones always.
+    /// Loads the training set of 1,500 images and the test set of 297. The split is always the same.
     pub fn load() -> Result<(Digits, Digits), Box<dyn std::error::Error + Send + Sync>> {
         let file = include_bytes!("../data/digits.csv.gz");
         let rows: Vec<_> =

@@ -9,8 +9,8 @@ use burn::nn::{Linear, LinearConfig, PaddingConfig2d, Relu};
 use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
 
-/// Two convolutions with batch norm, a pooling and a linear layer. The norms see the whole batch, whichever ranks hold it,
-/// so that any number of ranks trains as one.
+/// Two convolutions with batch norm, a pooling and a linear layer. The norms take their statistics from the global
+/// batch, so that the result does not depend on the number of ranks.
 #[derive(Module, Debug)]
 pub struct Network<B: Backend> {
     first: Conv2d<B>,
@@ -23,15 +23,15 @@ pub struct Network<B: Backend> {
 }
 
 impl<B: CollectiveBackend> Network<B> {
-    /// A network with random weights. Those of rank 0 depend on the seed only.
+    /// Creates a network with random weights. Those of rank 0 depend on the seed only.
     pub fn new(group: &Group, seed: u64, device: &B::Device) -> Result<Self, bonfire::Error> {
-        // A backend has one generator for all threads, so rank 0 draws before the others do. Weights are drawn when
-        // they are first used; counting them is such a use.
+        // A backend has one random generator for all threads, so rank 0 draws its weights before the others. burn
+        // initialises weights lazily, when they are first used; counting the parameters is such a use.
         if group.rank() == 0 {
             B::seed(device, seed);
             let network = Network::random(group, device);
             network.num_params();
-            // A device draws when it gets to it, which must be before the other ranks draw too.
+            // A device draws asynchronously: wait until it is done before the other ranks draw.
             B::sync(device).map_err(|e| bonfire::Error::broken("drawing weights", e))?;
             group.barrier()?;
             Ok(network)
@@ -41,7 +41,7 @@ impl<B: CollectiveBackend> Network<B> {
         }
     }
 
-    /// A network with any weights.
+    /// Creates a network with arbitrary weights.
     pub fn random(group: &Group, device: &B::Device) -> Self {
         let conv = |inputs, outputs| {
             Conv2dConfig::new([inputs, outputs], [3, 3])

@@ -1,4 +1,4 @@
-//! Adam, with its whole state on every rank or with a part on each.
+//! Adam, with replicated or sharded state.
 
 use bonfire::tensor::autodiff::CollectiveBackend;
 use bonfire::{DataParallel, Group, ShardedOptimizer, Sharding};
@@ -10,19 +10,20 @@ use crate::Failure;
 use crate::checkpoint::Records;
 use crate::model::Network;
 
-/// Updates the network in step with all ranks.
-pub enum Updates<B: CollectiveBackend> {
+/// Adam that updates the network in the same way on all ranks.
+pub enum SyncAdam<B: CollectiveBackend> {
+    /// With its whole state on every rank.
     Whole(OptimizerAdaptor<Adam, Network<B>, B>),
-    /// And the steps of this run.
+    /// With a part of its state on each rank; also has the number of steps in this run.
     Sharded(Box<ShardedOptimizer<Adam, Network<B>, B>>, u64),
 }
 
-impl<B: CollectiveBackend> Updates<B> {
+impl<B: CollectiveBackend> SyncAdam<B> {
     pub fn new(ddp: &DataParallel<B>, sharding: Option<Sharding>) -> Result<Self, Failure> {
         let adam = AdamConfig::new();
         Ok(match sharding {
-            None => Updates::Whole(adam.init()),
-            Some(sharding) => Updates::Sharded(Box::new(ShardedOptimizer::new(ddp, adam.init(), sharding)?), 0),
+            None => SyncAdam::Whole(adam.init()),
+            Some(sharding) => SyncAdam::Sharded(Box::new(ShardedOptimizer::new(ddp, adam.init(), sharding)?), 0),
         })
     }
 
@@ -35,11 +36,11 @@ impl<B: CollectiveBackend> Updates<B> {
         samples: usize,
     ) -> Result<(), Failure> {
         match self {
-            Updates::Whole(optimizer) => {
+            SyncAdam::Whole(optimizer) => {
                 let grads = ddp.sync(grads, samples)?;
                 *model = optimizer.step(lr, model.clone(), grads);
             }
-            Updates::Sharded(optimizer, steps) => {
+            SyncAdam::Sharded(optimizer, steps) => {
                 optimizer.step(lr, model, grads, samples)?;
                 *steps += 1;
             }
@@ -47,27 +48,27 @@ impl<B: CollectiveBackend> Updates<B> {
         Ok(())
     }
 
-    /// Steps so far, in this run.
+    /// Returns the steps so far in this run.
     pub fn steps(&self, ddp: &DataParallel<B>) -> u64 {
         match self {
-            Updates::Whole(_) => ddp.steps(),
-            Updates::Sharded(_, steps) => *steps,
+            SyncAdam::Whole(_) => ddp.steps(),
+            SyncAdam::Sharded(_, steps) => *steps,
         }
     }
 
-    /// Bytes of a rank's part of the state.
+    /// Returns the bytes of this rank's part of the state, None if the state is not sharded.
     pub fn part_bytes(&self) -> Result<Option<usize>, Failure> {
         Ok(match self {
-            Updates::Whole(_) => None,
-            Updates::Sharded(optimizer, _) => Some(optimizer.state_bytes()?),
+            SyncAdam::Whole(_) => None,
+            SyncAdam::Sharded(optimizer, _) => Some(optimizer.state_bytes()?),
         })
     }
 
-    /// On rank 0 the state of all ranks, in parts. All ranks call this.
+    /// Returns the state of all ranks, in parts, on rank 0. All ranks must call this.
     pub fn save(&self, group: &Group) -> Result<Vec<Vec<u8>>, Failure> {
         Ok(match self {
-            Updates::Whole(optimizer) => vec![Recorder::<B>::record(&Records::default(), optimizer.to_record(), ())?],
-            Updates::Sharded(optimizer, _) => {
+            SyncAdam::Whole(optimizer) => vec![Recorder::<B>::record(&Records::default(), optimizer.to_record(), ())?],
+            SyncAdam::Sharded(optimizer, _) => {
                 let (bytes, lens) = group.gather_v(&optimizer.save()?, 0)?.unwrap_or_default();
                 let mut bytes = bytes.into_iter();
                 lens.into_iter().map(|len| bytes.by_ref().take(len).collect()).collect()
@@ -77,11 +78,11 @@ impl<B: CollectiveBackend> Updates<B> {
 
     pub fn load(&mut self, parts: &[Vec<u8>], device: &B::Device) -> Result<(), Failure> {
         match self {
-            Updates::Whole(optimizer) => {
+            SyncAdam::Whole(optimizer) => {
                 let record = parts.first().cloned().unwrap_or_default();
                 *optimizer = optimizer.clone().load_record(Recorder::<B>::load(&Records::default(), record, device)?);
             }
-            Updates::Sharded(optimizer, _) => optimizer.load(parts)?,
+            SyncAdam::Sharded(optimizer, _) => optimizer.load(parts)?,
         }
         Ok(())
     }

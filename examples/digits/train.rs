@@ -19,43 +19,43 @@ use crate::Failure;
 use crate::checkpoint::{Checkpoint, Settings};
 use crate::data::{Digits, PIXELS};
 use crate::model::Network;
-use crate::optimizer::Updates;
+use crate::optimizer::SyncAdam;
 
-/// What to train, the same on all ranks.
-pub struct Job<'a> {
+/// A training job, the same on all ranks.
+pub struct TrainingJob<'a> {
     /// The training set and the test set.
     pub data: (Digits, Digits),
     pub settings: Settings,
     pub epochs: usize,
     pub save: Option<&'a Path>,
     pub resume: Option<&'a Path>,
-    /// Among which ranks the optimizer's state is dealt out, if at all.
+    /// Over which ranks the optimizer's state is sharded, if it is.
     pub shard: Option<Sharding>,
-    /// Which rank dies in the middle of the second epoch.
+    /// The rank to kill in the middle of the second epoch of this run.
     pub chaos: Option<usize>,
 }
 
-/// What came of it.
+/// The results of a training.
 #[derive(Default)]
 pub struct Outcome {
     /// The mean loss of every epoch.
     pub losses: Vec<f64>,
-    /// Bytes of this rank's part of the optimizer's state, where it was dealt out.
+    /// Bytes of this rank's part of the optimizer's state, if it was sharded.
     pub part_bytes: Option<usize>,
 }
 
-/// A training under way on one rank.
+/// The state of a training on one rank.
 struct Training<B: CollectiveBackend> {
     model: Network<B>,
-    optimizer: Updates<B>,
+    optimizer: SyncAdam<B>,
     ddp: DataParallel<B>,
     sampler: ShardedSampler,
-    /// What is left of this epoch.
+    /// This rank's remaining shards of the epoch's batches.
     shards: Skip<Epoch>,
-    /// Epochs that were reported, and how many were trained before this run.
+    /// Epochs that were completed, and those of them before this run.
     epochs: usize,
     resumed: usize,
-    /// Of this epoch so far, on this rank.
+    /// Start, progress and metrics of this epoch, on this rank.
     clock: Instant,
     bar: ProgressBar,
     seen: usize,
@@ -65,27 +65,27 @@ struct Training<B: CollectiveBackend> {
 }
 
 impl<B: CollectiveBackend> Training<B> {
-    /// Steps of this epoch so far: the same on all ranks, whoever of them was lost.
+    /// Returns the steps of this epoch so far: the same on all ranks, even after some were lost.
     fn steps(&self) -> usize {
         self.optimizer.steps(&self.ddp) as usize - (self.epochs - self.resumed) * self.sampler.batches()
     }
 
     fn begin_epoch(&mut self) {
         (self.clock, self.seen, self.losses, self.right) = (Instant::now(), 0, 0.0, 0.0);
-        self.deal();
+        self.resume_epoch();
     }
 
-    /// The shards and the progress from where all ranks are.
-    fn deal(&mut self) {
+    /// Sets the shards and the progress bar to the step at which all ranks are.
+    fn resume_epoch(&mut self) {
         self.shards = self.sampler.epoch(self.epochs).skip(self.steps());
         self.bar = progress_bar(self.ddp.group(), &self.sampler);
         self.bar.set_position(self.steps() as u64);
     }
 }
 
-impl Job<'_> {
-    /// Trains and tests on `device` as one rank of `group`. Rank 0 reports and saves. Where ranks are lost, the others
-    /// go on.
+impl TrainingJob<'_> {
+    /// Trains and tests on `device` as one rank of `group`. Rank 0 reports and saves. If ranks are lost, the others
+    /// continue.
     pub fn run<B: CollectiveBackend>(&self, group: Group, device: B::Device) -> Result<Outcome, Failure> {
         self.check(&group)?;
         let mut model = Network::<B>::new(&group, self.settings.seed, &device)?;
@@ -100,7 +100,7 @@ impl Job<'_> {
         let identity = group.rank();
         let (sampler, bar) = (self.sampler(&group)?, ProgressBar::hidden());
         let (model, ddp) = DataParallel::new(group, model)?;
-        let mut optimizer = Updates::new(&ddp, self.shard)?;
+        let mut optimizer = SyncAdam::new(&ddp, self.shard)?;
         if let Some(checkpoint) = saved {
             optimizer.load(&checkpoint.optimizer, &device)?;
         }
@@ -124,9 +124,9 @@ impl Job<'_> {
         };
         training.begin_epoch();
         loop {
-            let middle = training.epochs == resumed + 1 && training.steps() == training.sampler.batches() / 2;
-            if middle && self.chaos == Some(identity) {
-                self.die(identity)?;
+            let chaos_step = training.epochs == resumed + 1 && training.steps() == training.sampler.batches() / 2;
+            if chaos_step && self.chaos == Some(identity) {
+                self.kill_self(identity)?;
                 return Ok(training.outcome);
             }
             match self.advance(&mut training, &device) {
@@ -140,8 +140,8 @@ impl Job<'_> {
                     if !lost {
                         return Err(failure);
                     }
-                    // Another may be lost on the way.
-                    match self.go_on(&mut training, &failure, &device) {
+                    // Another rank may be lost meanwhile.
+                    match self.continue_without_lost(&mut training, &failure, &device) {
                         Ok(()) => break,
                         Err(next) => failure = next,
                     }
@@ -154,7 +154,7 @@ impl Job<'_> {
         Ok(ShardedSampler::new(group, self.data.0.len(), self.settings.batch)?.seed(self.settings.seed))
     }
 
-    /// A step, or what ends an epoch, or, after all of them, the test: true when that is done.
+    /// Makes a step, ends an epoch or, after all epochs, runs the test. Returns true after the test.
     fn advance<B: CollectiveBackend>(&self, training: &mut Training<B>, device: &B::Device) -> Result<bool, Failure> {
         let (digits, test) = &self.data;
         if training.epochs >= self.epochs {
@@ -173,7 +173,7 @@ impl Job<'_> {
         };
         let (images, labels) = tensors::<B>(digits, &shard, device);
         let (model, loss) = (&training.model, CrossEntropyLossConfig::new().init(device));
-        // The norms call collectives.
+        // The batch norms call collectives, whose failures `attempt` returns.
         let (scores, loss, grads) = attempt(|| {
             let scores = model.forward(images);
             let loss = loss.forward(scores.clone(), labels.clone());
@@ -211,8 +211,8 @@ impl Job<'_> {
         Ok(())
     }
 
-    /// Goes on without ranks that were lost, from where all others are.
-    fn go_on<B: CollectiveBackend>(
+    /// Continues without the lost ranks, from the step that the remaining ranks have in common.
+    fn continue_without_lost<B: CollectiveBackend>(
         &self,
         training: &mut Training<B>,
         cause: &Failure,
@@ -220,24 +220,24 @@ impl Job<'_> {
     ) -> Result<(), Failure> {
         training.bar.abandon();
         let Training { model, optimizer, ddp, .. } = training;
-        let Updates::Whole(optimizer) = optimizer else {
+        let SyncAdam::Whole(optimizer) = optimizer else {
             return Err(
-                format!("{cause}; a part of the optimizer's state is lost: start from the last checkpoint").into()
+                format!("{cause}; a part of the optimizer's state is lost: resume from the last checkpoint").into()
             );
         };
         ddp.shrink(model, optimizer)?;
         let group = ddp.group().clone();
-        // Some may have been told the epoch's result, and others not.
+        // Some ranks may have completed the epoch's metrics, and others not.
         let mut reported = [training.epochs as u64];
         group.all_reduce(&mut reported, ReduceOp::Min)?;
         training.epochs = reported[0] as usize;
-        // The norms hold the old group.
+        // The batch norms refer to the old group.
         training.model = Network::random(&group, device).load_record(training.model.clone().into_record());
         training.sampler = self.sampler(&group)?;
-        training.deal();
+        training.resume_epoch();
         if group.rank() == 0 {
             eprintln!(
-                "{cause}\n{} of the ranks go on from step {} of epoch {}",
+                "{cause}\n{} ranks continue from step {} of epoch {}",
                 group.world_size(),
                 training.steps(),
                 training.epochs + 1
@@ -246,9 +246,9 @@ impl Job<'_> {
         Ok(())
     }
 
-    /// Ends this rank as a failing machine would. A thread can only leave.
-    fn die(&self, rank: usize) -> Result<(), Failure> {
-        eprintln!("rank {rank} dies now, as --chaos says");
+    /// Kills this rank as a failing machine would. A thread can only leave the group.
+    fn kill_self(&self, rank: usize) -> Result<(), Failure> {
+        eprintln!("rank {rank} is killed now, because of --chaos");
         #[cfg(unix)]
         if Builder::from_env().is_ok_and(|builder| builder.launched().is_some()) {
             signal_hook::low_level::raise(signal_hook::consts::SIGKILL)?;
@@ -256,11 +256,11 @@ impl Job<'_> {
         Ok(())
     }
 
-    /// Refuses what would fail only later.
+    /// Fails early for settings that would fail later.
     fn check(&self, group: &Group) -> Result<(), Failure> {
         let (batch, ranks) = (self.settings.batch, group.world_size());
         let tail = self.data.0.len() % batch;
-        // The norms of all ranks take part in every step, and convolutions want at least one image.
+        // The batch norms of all ranks take part in every step, and convolutions need at least one image.
         if (1..ranks).contains(&tail) {
             return Err(format!(
                 "batches of {batch} leave {tail} images, too few for {ranks} ranks: give another --batch"
@@ -268,12 +268,12 @@ impl Job<'_> {
             .into());
         }
         match self.save {
-            Some(path) if group.rank() == 0 => Checkpoint::try_place(path),
+            Some(path) if group.rank() == 0 => Checkpoint::check_writable(path),
             _ => Ok(()),
         }
     }
 
-    /// The part of the test set that `model` gets right: each rank looks at its share.
+    /// Returns the fraction of the test set that `model` classifies correctly. Each rank evaluates its share.
     fn test<B: AutodiffBackend>(
         &self,
         ddp: &DataParallel<B>,
@@ -292,7 +292,7 @@ impl Job<'_> {
     }
 }
 
-/// The images `[n, 1, 8, 8]` and labels `[n]` of the chosen samples.
+/// Returns the images `[n, 1, 8, 8]` and labels `[n]` of the chosen samples.
 fn tensors<B: Backend>(digits: &Digits, chosen: &[usize], device: &B::Device) -> (Tensor<B, 4>, Tensor<B, 1, Int>) {
     let images: Vec<f32> = chosen.iter().flat_map(|&i| digits.images[i]).collect();
     let labels: Vec<i64> = chosen.iter().map(|&i| i64::from(digits.labels[i])).collect();
@@ -305,7 +305,7 @@ fn count_right<B: Backend>(scores: Tensor<B, 2>, labels: Tensor<B, 1, Int>) -> f
     scores.argmax(1).squeeze_dim::<1>(1).equal(labels).int().sum().into_scalar().elem()
 }
 
-/// Rank 0's progress on a terminal, nothing elsewhere.
+/// Returns a progress bar for rank 0's terminal, and a hidden one on other ranks.
 fn progress_bar(group: &Group, sampler: &ShardedSampler) -> ProgressBar {
     if group.rank() != 0 {
         return ProgressBar::hidden();

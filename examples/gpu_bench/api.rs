@@ -1,4 +1,4 @@
-//! Through the API that programs use, on two logical devices.
+//! Benchmarks through the API that programs use, on two logical devices.
 
 use std::sync::Barrier;
 use std::thread;
@@ -27,7 +27,7 @@ struct Rank {
 }
 
 impl Rank {
-    /// A device with a tensor of so many bytes, no two elements of which are alike for long.
+    /// Creates a device with a tensor of `bytes` bytes, whose values repeat after 1009 elements.
     fn new(number: u8, bytes: usize) -> Rank {
         let device = |number| CudaDevice::new(Default::default(), number);
         let client = Collective::client(&device(number));
@@ -36,18 +36,18 @@ impl Rank {
         Rank { client, ids: (0..RANKS).map(|number| device(number).to_id()).collect(), tensor }
     }
 
-    /// In place. Means of means stay where they are.
+    /// Starts an all-reduce in place. After the first one all ranks have the mean, which further ones do not change.
     fn all_reduce(&mut self) {
         let f32 = cubecl::ir::ElemType::Float(cubecl::ir::FloatKind::F32);
         self.client.all_reduce(self.tensor.clone(), self.tensor.clone(), f32, self.ids.clone(), ReduceOperation::Mean);
     }
 
-    fn settle(&self) -> Result<(), Failure> {
+    fn synchronise(&self) -> Result<(), Failure> {
         block_on(self.client.sync()).map_err(|error| error.to_string().into())
     }
 }
 
-/// The seconds that the slower rank takes from when both begin until its device is idle.
+/// Returns the seconds that the slower rank takes from the common start until its device is idle.
 fn seconds(bytes: usize, part: impl Fn(u8, &mut Rank) + Sync) -> Result<f64, Failure> {
     let begin = Barrier::new(RANKS.into());
     let rank = |number: u8| {
@@ -55,11 +55,11 @@ fn seconds(bytes: usize, part: impl Fn(u8, &mut Rank) + Sync) -> Result<f64, Fai
         // The first call finds and loads its kernel.
         rank.all_reduce();
         rank.client.sync_collective();
-        rank.settle()?;
+        rank.synchronise()?;
         begin.wait();
         let clock = Instant::now();
         part(number, &mut rank);
-        rank.settle()?;
+        rank.synchronise()?;
         Ok::<f64, Failure>(clock.elapsed().as_secs_f64())
     };
     thread::scope(|scope| {
@@ -69,7 +69,7 @@ fn seconds(bytes: usize, part: impl Fn(u8, &mut Rank) + Sync) -> Result<f64, Fai
     })
 }
 
-/// Calls of 8 KiB: a thousand and one sync, and a sync after each.
+/// Measures calls of 8 KiB: a thousand with one sync at the end, and a thousand with a sync after each.
 pub fn calls(report: &mut Report) {
     const CALLS: usize = 1000;
     let micros = |seconds: f64| 1e6 * seconds / CALLS as f64;
@@ -103,7 +103,7 @@ fn busy(output: &mut Array<f32>, steps: u32) {
     }
 }
 
-/// Half as many blocks as there are multiprocessors, as large as they may be: an idle GPU gives each one of its own.
+/// Launches the largest blocks, half as many as there are multiprocessors: an idle GPU runs each on its own.
 fn launch_busy(rank: &Rank, output: &Handle, steps: u32) {
     const THREADS: u32 = 1024;
     let multiprocessors = rank.client.properties().hardware.num_streaming_multiprocessors.unwrap_or(2);
@@ -113,7 +113,7 @@ fn launch_busy(rank: &Rank, output: &Handle, steps: u32) {
     busy::launch::<Collective>(&rank.client, cubes, CubeDim::new_1d(THREADS), output, steps);
 }
 
-/// A kernel on half the multiprocessors, beside all-reduces that take as long.
+/// Measures the overlap of a kernel on half of the multiprocessors with all-reduces that take as long.
 pub fn overlap(report: &mut Report) {
     const BYTES: usize = 64 << 20;
     const CALLS: usize = 20;
@@ -132,7 +132,7 @@ pub fn overlap(report: &mut Report) {
     };
     report.figure("compute and all_reduce at once, over the longer of them", "times", Goal::AtMost(1.3), || {
         let long = reduced()?;
-        // As many steps as take as long, from what two trials add.
+        // The steps that take as long as the all-reduces, from the slope between two trials.
         let (short, more) = (alone(100_000)?, alone(1_100_000)?);
         let steps = 100_000.0 + 1e6 * (long - short) / (more - short);
         let steps = steps.clamp(1_000.0, 1e9) as u32;

@@ -1,4 +1,4 @@
-//! The kernels alone, on streams of their own: all ranks on one GPU.
+//! Benchmarks of the kernels alone, each rank on its own stream, all on one GPU.
 
 use bonfire::server::cuda::bench::{all_reduce_seconds, copy_bandwidth};
 
@@ -7,12 +7,12 @@ use crate::report::{Goal, Report};
 
 const FORMS: [&str; 3] = ["push", "one-shot", "two-shot"];
 
-/// How many calls of this size take about as long as a thousand small ones.
+/// Returns how many calls of this size take about as long as a thousand small ones.
 fn calls(bytes: usize) -> usize {
     ((1 << 30) / bytes.max(1 << 20)).clamp(5, 1000)
 }
 
-/// Large buffers, beside a copy in the same round: every rank's bytes must be read and written once.
+/// Measures large buffers against a copy in the same round: the floor is to read and write every rank's bytes once.
 pub fn large(report: &mut Report, bytes: usize) {
     let mib = bytes >> 20;
     let copied = || Ok::<f64, Failure>(copy_bandwidth(bytes)?);
@@ -26,7 +26,7 @@ pub fn large(report: &mut Report, bytes: usize) {
     }
 }
 
-/// 8 KiB between two ranks, and NCCL where a library is there that has two ranks on a GPU.
+/// Measures 8 KiB between two ranks, and small sizes against NCCL if its library supports two ranks on a GPU.
 pub fn small(report: &mut Report) {
     let seconds = |form| Ok(1e6 * all_reduce_seconds(2, 8192, form, 1000)?);
     report.figure("all_reduce of 8 KiB, 2 ranks, kernels", "us", Goal::AtMost(10.0), || seconds(None));
@@ -35,14 +35,14 @@ pub fn small(report: &mut Report) {
     }
     #[cfg(feature = "nccl")]
     for bytes in [8, 512, 8 << 10, 32 << 10, 128 << 10, 256 << 10] {
-        report.figure_if_there(format!("NCCL's time over ours, {bytes} bytes, 2 ranks"), "times", || {
+        report.optional_figure(format!("NCCL's time over ours, {bytes} bytes, 2 ranks"), "times", || {
             let own = all_reduce_seconds(2, bytes, None, 1000)?;
             Ok(crate::nccl::all_reduce_seconds(2, bytes, 1000)? / own)
         });
     }
 }
 
-/// Every form at every size: what the choice between them should be.
+/// Measures every form at every size, to choose between them.
 pub fn sizes(report: &mut Report, largest: usize) {
     for ranks in [2, 4, 8] {
         let mut bytes = 512;

@@ -1,4 +1,5 @@
-//! NCCL beside the kernels: several ranks on one GPU, which it has from 2.30 on where NCCL_MULTI_RANK_GPU_ENABLE is 1.
+//! Benchmark of NCCL, for comparison: several ranks on one GPU, which NCCL supports from 2.30 on if
+//! NCCL_MULTI_RANK_GPU_ENABLE is 1.
 
 use std::thread;
 use std::time::{Duration, Instant};
@@ -10,7 +11,7 @@ use cudarc::driver::{CudaContext, result};
 
 use crate::Failure;
 
-/// Seconds that one all-reduce of f32 takes, `bytes` bytes from each rank on GPU 0, on the slowest rank.
+/// Returns the seconds that one all-reduce of `bytes` bytes of f32 per rank takes on the slowest rank, all on GPU 0.
 pub fn all_reduce_seconds(ranks: usize, bytes: usize, calls: usize) -> Result<f64, Failure> {
     let groups = Group::threads(ranks)?;
     thread::scope(|scope| {
@@ -26,7 +27,7 @@ fn rank(group: &Group, bytes: usize, calls: usize) -> Result<f64, Failure> {
     context.bind_to_thread()?;
     let stream = context.new_stream()?;
     let mut communicator = Communicator::connect(group, Gpu::of(0)?, &deadline())?;
-    // SAFETY: the context is current; both are freed below, after the stream has come to its end.
+    // SAFETY: the context is current. Both buffers are freed below, after the stream has been synchronised.
     let [input, output] = unsafe { [result::malloc_sync(bytes)?, result::malloc_sync(bytes)?] };
     let (dtype, count) = (DType::F32, bytes / 4);
     let call = Call::new(Operation::AllReduce, dtype, count).reducing(ReduceOp::Sum);
@@ -34,7 +35,7 @@ fn rank(group: &Group, bytes: usize, calls: usize) -> Result<f64, Failure> {
     let work = Work { action, scalar: Scalar::Of(dtype), count, sizes: None, input, output };
     let mut run = |calls: usize| -> Result<(), Failure> {
         for sequence in 0..calls as u64 {
-            // SAFETY: the memory has so many bytes, and lives until the stream is past the work.
+            // SAFETY: both buffers hold `count` elements of `dtype`, and live until the stream has completed the work.
             let submitted = unsafe { communicator.submit(&work, stream.cu_stream())? };
             submitted.settle(Site::new(call, sequence), &deadline())?;
         }
@@ -45,7 +46,7 @@ fn rank(group: &Group, bytes: usize, calls: usize) -> Result<f64, Failure> {
     let clock = Instant::now();
     run(calls)?;
     let seconds = clock.elapsed().as_secs_f64() / calls as f64;
-    // SAFETY: nothing is on the stream any more.
+    // SAFETY: no work is left on the stream.
     unsafe { (result::free_sync(input)?, result::free_sync(output)?) };
     Ok(seconds)
 }

@@ -1,4 +1,4 @@
-//! Figures: measured in rounds, printed as they come, and written at the end.
+//! Figures: measured in rounds, printed immediately, and written to files at the end.
 
 use std::fmt::Write;
 use std::fs;
@@ -8,7 +8,7 @@ use serde::Serialize;
 
 use crate::Failure;
 
-/// What a figure must be.
+/// The value that a figure must reach.
 #[derive(Clone, Copy)]
 pub enum Goal {
     None,
@@ -20,7 +20,7 @@ pub enum Goal {
 struct Figure {
     what: String,
     unit: &'static str,
-    /// By round.
+    /// One per round.
     values: Vec<f64>,
     median: Option<f64>,
     goal: Option<String>,
@@ -39,12 +39,12 @@ impl Report {
         Report { rounds, figures: Vec::new() }
     }
 
-    /// Whether everything was measured, and all goals are met.
-    pub fn good(&self) -> bool {
+    /// Whether all figures were measured and all goals are met.
+    pub fn passed(&self) -> bool {
         self.figures.iter().all(|figure| figure.error.is_none() && figure.met != Some(false))
     }
 
-    /// Measures a figure, after a round that does not count.
+    /// Measures a figure, after a warm-up round that does not count.
     pub fn figure(
         &mut self,
         what: impl Into<String>,
@@ -56,8 +56,8 @@ impl Report {
         self.add(what.into(), unit, goal, values);
     }
 
-    /// As [`figure`](Self::figure), of something that not every machine has: where it fails, that is said, and no fault.
-    pub fn figure_if_there(
+    /// Like [`figure`](Self::figure), for features that not every machine has. A failure is printed but does not count.
+    pub fn optional_figure(
         &mut self,
         what: impl Into<String>,
         unit: &'static str,
@@ -76,17 +76,17 @@ impl Report {
             Err(error) => (Vec::new(), Some(error.to_string())),
         };
         let median = median(&values);
-        let (words, met) = match goal {
+        let (description, met) = match goal {
             Goal::None => (None, None),
             Goal::AtLeast(least) => (Some(format!("at least {least}")), median.map(|median| median >= least)),
             Goal::AtMost(most) => (Some(format!("at most {most}")), median.map(|median| median <= most)),
         };
-        let figure = Figure { what, unit, values, median, goal: words, met, error };
+        let figure = Figure { what, unit, values, median, goal: description, met, error };
         println!("{}", figure.line());
         self.figures.push(figure);
     }
 
-    /// Writes all figures with all rounds, and a table.
+    /// Writes all figures with all rounds as JSON, and a table.
     pub fn write(&self, folder: &Path) -> Result<(), Failure> {
         let write = || {
             fs::create_dir_all(folder)?;
@@ -104,7 +104,7 @@ impl Report {
                 figure.median.map_or("not measured".into(), |value| format!("{} {}", digits(value), figure.unit));
             let (goal, missed) =
                 (figure.goal.as_deref().unwrap_or(""), if figure.met == Some(false) { ", MISSED" } else { "" });
-            // Into a string, which never fails.
+            // Writing to a string never fails.
             let _ = writeln!(table, "| {} | {median} | {} | {goal}{missed} |", figure.what, rounds.join(", "));
         }
         table
@@ -133,7 +133,7 @@ fn median(values: &[f64]) -> Option<f64> {
     Some((low + high) / 2.0)
 }
 
-/// Four digits, which is more than rounds have in common.
+/// Formats a value with four digits, more than rounds have in common.
 fn digits(value: f64) -> String {
     match value.abs() {
         size if size >= 1000.0 => format!("{value:.0}"),

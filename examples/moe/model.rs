@@ -1,4 +1,4 @@
-//! A layer of experts on several ranks.
+//! A layer of experts that are distributed over several ranks.
 
 use bonfire::tensor::autodiff::CollectiveBackend;
 use bonfire::tensor::operation::all_reduce;
@@ -10,7 +10,7 @@ use burn::tensor::{Tensor, TensorCreationOptions, TensorData};
 /// The width of a token.
 pub const WIDTH: usize = 8;
 
-/// Each token goes to the expert that the router finds best. All ranks have the router, each has some of the experts.
+/// Routes each token to the expert with the highest score. All ranks have the router; each has some of the experts.
 pub struct Experts<B: AutodiffBackend> {
     router: Tensor<B, 2>,
     own: Vec<Tensor<B, 2>>,
@@ -18,16 +18,17 @@ pub struct Experts<B: AutodiffBackend> {
 }
 
 impl<B: CollectiveBackend> Experts<B> {
-    /// The layer on this rank; `router` has a column for each expert.
+    /// Creates the layer on this rank; `router` has a column for each expert.
     pub fn new(router: Vec<f64>, count: usize, group: &Group) -> Self {
         let own = partition(count, group.world_size(), group.rank());
         let expert = |expert| tensor(numbers(100 + expert, WIDTH * WIDTH, 0.4), [WIDTH, WIDTH]).require_grad();
         Experts { router: tensor(router, [WIDTH, count]).require_grad(), own: own.map(expert).collect(), count }
     }
 
-    /// What the experts make of this rank's tokens. They must be tracked, so that all ranks' backward passes meet.
+    /// Returns the experts' outputs for this rank's tokens. The tokens must be tracked by autodiff, so that the
+    /// backward passes of all ranks call the same collectives.
     pub fn forward(&self, tokens: Tensor<B, 2>, communicator: &DeviceCommunicator<B>) -> Result<Tensor<B, 2>, Error> {
-        // Some backends cannot compute with no rows at all.
+        // Some backends do not support tensors without rows.
         let (gate, chosen) = if tokens.dims()[0] == 0 {
             (None, Tensor::empty([0, 1], &tokens.device()))
         } else {
@@ -47,8 +48,8 @@ impl<B: CollectiveBackend> Experts<B> {
         Ok(gate.map_or(back.clone(), |gate| back * gate))
     }
 
-    /// The gradients of this rank's tokens; of the router, from all ranks' tokens; and of this rank's experts, which have
-    /// seen all of theirs.
+    /// Returns the gradients of this rank's tokens, of the router (summed over all ranks), and of this rank's experts,
+    /// which have processed all of their tokens.
     pub fn gradients(
         &self,
         loss: Tensor<B, 1>,
@@ -61,7 +62,7 @@ impl<B: CollectiveBackend> Experts<B> {
         Ok([of(tokens), router].into_iter().chain(self.own.iter().map(of)).collect())
     }
 
-    /// One step against the gradients of router and experts.
+    /// Makes a step of gradient descent for the router and the experts.
     pub fn update(&mut self, gradients: Vec<Tensor<B::InnerBackend, 2>>, rate: f64) {
         let weights = [&mut self.router].into_iter().chain(&mut self.own);
         for (weights, gradient) in weights.zip(gradients.into_iter().skip(1)) {
@@ -70,8 +71,8 @@ impl<B: CollectiveBackend> Experts<B> {
     }
 }
 
-/// Some ranks' tokens and what is to come of them: a half of the token, or of its opposite, so that two experts are better
-/// than one.
+/// Returns the tokens of some ranks and their targets: half of the token or of its negative, so that two experts fit
+/// them better than one.
 pub fn tokens<B: CollectiveBackend>(ranks: impl Iterator<Item = usize>) -> [Tensor<B, 2>; 2] {
     let (mut inputs, mut targets) = (Vec::new(), Vec::new());
     for rank in ranks {
@@ -85,12 +86,12 @@ pub fn tokens<B: CollectiveBackend>(ranks: impl Iterator<Item = usize>) -> [Tens
     [tensor(inputs, [rows, WIDTH]), tensor(targets, [rows, WIDTH])]
 }
 
-/// How many tokens a rank has: rank 1 has none.
+/// Returns how many tokens a rank has. Rank 1 has none.
 pub fn count(rank: usize) -> usize {
     if rank == 1 { 0 } else { 24 + 8 * rank }
 }
 
-/// Numbers between `-scale` and `scale` that look as if drawn.
+/// Returns numbers between `-scale` and `scale` that look random but are always the same.
 pub fn numbers(seed: usize, len: usize, scale: f64) -> Vec<f64> {
     (0..len).map(|i| scale * ((seed * 7919 + i * 104_729) as f64).sin()).collect()
 }

@@ -1,4 +1,4 @@
-//! The example's training and checkpoints.
+//! Training and checkpoints of the digits example.
 
 #[path = "../digits/checkpoint.rs"]
 mod checkpoint;
@@ -25,24 +25,24 @@ use burn::tensor::{Tensor, TensorData};
 use checkpoint::{Checkpoint, Settings};
 use data::Digits;
 use model::Network;
-use train::{Job, Outcome};
+use train::{Outcome, TrainingJob};
 
 type Failure = Box<dyn std::error::Error + Send + Sync>;
 type B = Autodiff<Flex>;
 
-/// The backend has one random generator for the whole process, so runs that are compared must not overlap with others.
+/// The backend has one random generator for the whole process, so runs that are compared must not overlap other runs.
 static ALONE: Mutex<()> = Mutex::new(());
 
 fn settings() -> Settings {
     Settings { batch: 50, seed: 3, lr: 0.003, backend: "flex".into(), shard: false }
 }
 
-/// Trains with two ranks up to `epochs` on a part of the digits, and gives what went wrong on each rank.
+/// Trains with two ranks up to `epochs` on a part of the digits. Returns the error of each rank, if any.
 fn train(settings: &Settings, epochs: usize, save: Option<&Path>, resume: Option<&Path>) -> Vec<Option<String>> {
     errors(train_on::<B>(2, settings, epochs, (save, resume), None, None))
 }
 
-/// So many of the training images, and the test images.
+/// Returns the first `count` training images, and all test images.
 fn images(count: usize) -> Result<(Digits, Digits), Failure> {
     let (mut digits, test) = Digits::load()?;
     digits.images.truncate(count);
@@ -62,9 +62,9 @@ fn train_on<B: CollectiveBackend>(
     shard: Option<Sharding>,
     chaos: Option<usize>,
 ) -> Vec<Result<Outcome, String>> {
-    let job = || -> Result<Job<'_>, Failure> {
+    let job = || -> Result<TrainingJob<'_>, Failure> {
         let data = images(280)?;
-        Ok(Job { data, settings: settings.clone(), epochs, save, resume, shard, chaos })
+        Ok(TrainingJob { data, settings: settings.clone(), epochs, save, resume, shard, chaos })
     };
     let rank = |group: Group| -> Result<Outcome, Failure> { job()?.run::<B>(group, Default::default()) };
     thread::scope(|scope| {
@@ -74,7 +74,7 @@ fn train_on<B: CollectiveBackend>(
     })
 }
 
-/// The values of all parameters and running states in a checkpoint.
+/// Returns the values of all parameters and running states in a checkpoint.
 fn values<B: CollectiveBackend>(path: &Path) -> Vec<TensorData> {
     struct Values(Vec<TensorData>);
     impl<B: Backend> ModuleVisitor<B> for Values {
@@ -106,17 +106,17 @@ fn a_resumed_run_equals_the_uninterrupted_one_bit_for_bit() {
 }
 
 #[test]
-fn the_network_with_batch_norm_trains_as_one_on_any_number_of_ranks() {
-    trains_as_one(1);
+fn the_network_with_batch_norm_trains_the_same_on_any_number_of_ranks() {
+    trains_the_same(1);
 }
 
 #[test]
 #[ignore = "needs minutes without link-time optimisation"]
-fn the_network_trains_as_one_for_ten_epochs() {
-    trains_as_one(10);
+fn the_network_trains_the_same_for_ten_epochs() {
+    trains_the_same(10);
 }
 
-fn trains_as_one(epochs: usize) {
+fn trains_the_same(epochs: usize) {
     type Double = Autodiff<NdArray<f64>>;
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     let folder = tempfile::tempdir().unwrap();
@@ -136,7 +136,7 @@ fn trains_as_one(epochs: usize) {
 }
 
 #[test]
-fn ranks_that_are_left_train_on_as_one() {
+fn remaining_ranks_continue_as_if_none_was_lost() {
     type Double = Autodiff<NdArray<f64>>;
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     let folder = tempfile::tempdir().unwrap();
@@ -151,12 +151,12 @@ fn ranks_that_are_left_train_on_as_one() {
         .collect();
     for values in &trained[1..] {
         let difference = values.iter().zip(&trained[0]).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
-        assert!(difference < 1e-9, "the survivors differ by {difference:e} from ranks of which none was lost");
+        assert!(difference < 1e-9, "the remaining ranks differ by {difference:e} from a run without a loss");
     }
 }
 
 #[test]
-fn with_a_part_of_the_optimizer_on_each_rank_the_loss_is_the_same() {
+fn the_loss_is_the_same_with_a_sharded_optimizer() {
     type Double = Autodiff<NdArray<f64>>;
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     let folder = tempfile::tempdir().unwrap();
@@ -167,7 +167,7 @@ fn with_a_part_of_the_optimizer_on_each_rank_the_loss_is_the_same() {
         outcomes.into_iter().map(Result::unwrap).collect::<Vec<_>>()
     };
     let plain = train(4, &whole, 2, (None, None), None).remove(0).losses;
-    // All of the state on each rank, as without sharding.
+    // The whole state on each rank, as without sharding.
     let whole = train(1, &sharded, 1, (None, None), Some(Sharding::None))[0].part_bytes.unwrap();
     let save = (Some(path.as_path()), None);
     for (shard, most) in [(Sharding::All, 0.3), (Sharding::Blocks(2), 0.55)] {
@@ -178,14 +178,14 @@ fn with_a_part_of_the_optimizer_on_each_rank_the_loss_is_the_same() {
             assert!(difference < 1e-12);
         }
     }
-    // Three ranks go on from where two by two were.
+    // Three ranks resume from the state of four, sharded over blocks of two.
     for outcome in train(3, &sharded, 2, (None, Some(path.as_path())), Some(Sharding::All)) {
         assert!((outcome.losses[0] - plain[1]).abs() < 1e-9);
     }
 }
 
 #[test]
-fn every_rank_says_what_is_wrong_with_a_checkpoint() {
+fn every_rank_reports_a_bad_checkpoint() {
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("checkpoint");
@@ -207,19 +207,20 @@ fn every_rank_says_what_is_wrong_with_a_checkpoint() {
     fails(&settings(), "cannot read the checkpoint");
 }
 
-/// From the same weights, the first step on two logical devices of a GPU has the same loss and changes the weights alike.
+/// From the same weights, the first steps on two logical devices of a GPU and on the host have nearly the same losses
+/// and change the weights alike.
 #[cfg(feature = "cuda")]
 #[test]
 #[ignore = "needs a CUDA GPU"]
 fn the_first_steps_on_a_gpu_equal_those_on_the_host() {
     use bonfire::CudaDevice;
     type Gpu = Autodiff<bonfire::Cuda>;
-    /// Two more epochs, of a step each.
+    /// Trains two more epochs, of one step each. Returns their losses.
     fn steps<B: CollectiveBackend>(from: &Path, to: &Path, device: impl Fn(u8) -> B::Device + Sync) -> Vec<f64> {
         let rank = |(group, number): (Group, u8)| {
             let data = images(settings().batch)?;
             let (save, resume) = (Some(to), Some(from));
-            let job = Job { data, settings: settings(), epochs: 3, save, resume, shard: None, chaos: None };
+            let job = TrainingJob { data, settings: settings(), epochs: 3, save, resume, shard: None, chaos: None };
             job.run::<B>(group, device(number))
         };
         thread::scope(|scope| {
@@ -231,7 +232,7 @@ fn the_first_steps_on_a_gpu_equal_those_on_the_host() {
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     let folder = tempfile::tempdir().unwrap();
     let [start, host, gpu] = ["start", "host", "gpu"].map(|name| folder.path().join(name));
-    let job = Job {
+    let job = TrainingJob {
         data: images(settings().batch).unwrap(),
         settings: settings(),
         epochs: 1,
@@ -244,7 +245,7 @@ fn the_first_steps_on_a_gpu_equal_those_on_the_host() {
     let expected = steps::<B>(&start, &host, |_| Default::default());
     let losses = steps::<Gpu>(&start, &gpu, |number| CudaDevice::new(Default::default(), number));
     println!("losses {losses:?}, on the host {expected:?}");
-    // Matrix products may be in tf32, which has 10 bits after the point.
+    // Matrix products may be in TF32, which has a mantissa of 10 bits.
     assert!((losses[0] / expected[0] - 1.0).abs() < 1e-2 && (losses[1] / expected[1] - 1.0).abs() < 1e-2);
 
     let flat =
@@ -252,6 +253,6 @@ fn the_first_steps_on_a_gpu_equal_those_on_the_host() {
     let [start, host, gpu] = [&start, &host, &gpu].map(|path| flat(path));
     let change = start.iter().zip(&host).map(|(from, to)| (to - from).abs()).sum::<f64>();
     let difference = gpu.iter().zip(&host).map(|(gpu, host)| (gpu - host).abs()).sum::<f64>();
-    println!("the weights' changes differ by {:.4} of themselves", difference / change);
+    println!("the changes of the weights have a relative difference of {:.4}", difference / change);
     assert!(difference < 0.1 * change);
 }

@@ -17,13 +17,13 @@
 
 using oracle::part_first;
 
-typedef void Entry(Call call);
-extern "C" Entry all_gather, broadcast, all_to_all, copy;
-#define DECLARE(reduction, Reduction, type)               \
-    extern "C" Entry two_shot_##reduction##_##type;       \
-    extern "C" Entry one_shot_##reduction##_##type;       \
-    extern "C" Entry push_##reduction##_##type;           \
-    extern "C" Entry reduce_scatter_##reduction##_##type;
+typedef void KernelFunction(Call call);
+extern "C" KernelFunction all_gather, broadcast, all_to_all, copy;
+#define DECLARE(reduction, Reduction, type)                        \
+    extern "C" KernelFunction two_shot_##reduction##_##type;       \
+    extern "C" KernelFunction one_shot_##reduction##_##type;       \
+    extern "C" KernelFunction push_##reduction##_##type;           \
+    extern "C" KernelFunction reduce_scatter_##reduction##_##type;
 INSTANCES(DECLARE)
 
 const std::vector<Kernel> &kernels() {
@@ -47,7 +47,7 @@ const std::vector<Kernel> &kernels() {
         MOVE(all_to_all, Operation::ALL_TO_ALL)
         MOVE(copy, Operation::COPY)
     };
-    // Those that a choice of kernels does not use.
+    // Unused if only some kernels are compiled.
     (void)mean, (void)max, (void)min;
     return all;
 }
@@ -99,14 +99,15 @@ Span Case::source(World &world, u32 rank) const {
 
 Span Case::target(World &world, u32 rank) const {
     if (!in_place) {
-        return {world.ranks[rank].target.bytes + GUARD + target_shift[rank] * element(), target_count(rank) * element()};
+        return {world.ranks[rank].target.bytes + GUARD + target_shift[rank] * element(),
+                target_count(rank) * element()};
     }
     u64 first = source_shift[rank];
     if (kernel->operation == Operation::REDUCE_SCATTER) first += part_first(count, ranks, rank);
     return {world.ranks[rank].source.bytes + GUARD + first * element(), target_count(rank) * element()};
 }
 
-// What a rank's kernels may touch.
+// The memory that a rank's kernels may access.
 std::vector<Span> Case::spans(World &world, u32 rank) const {
     if (in_place) return {{world.ranks[rank].source.bytes + GUARD + source_shift[rank] * element(), count * element()}};
     return {source(world, rank), target(world, rank)};
@@ -134,9 +135,9 @@ u64 Case::expected(u32 rank, u64 index) const {
 }
 
 std::string Case::describe() const {
-    std::string text = kernel->name + " of " + std::to_string(count) + " on " + std::to_string(ranks) + " ranks, root " +
-                       std::to_string(root) + ", " + std::to_string(blocks) + " x " + std::to_string(threads) +
-                       (in_place ? ", in place" : "") + ", shifts";
+    std::string text = kernel->name + " of " + std::to_string(count) + " on " + std::to_string(ranks) +
+                       " ranks, root " + std::to_string(root) + ", " + std::to_string(blocks) + " x " +
+                       std::to_string(threads) + (in_place ? ", in place" : "") + ", shifts";
     for (u32 rank = 0; rank < ranks; ++rank) {
         text += " " + std::to_string(source_shift[rank]) + "/" + std::to_string(target_shift[rank]);
     }
@@ -197,7 +198,7 @@ void Case::compare_now(World &world, u32 rank) const {
     for (u64 i = 0; i < target_count(rank); ++i) {
         u64 bits = oracle::load(got + i * element(), element()), want = expected(rank, i);
         if (bits == want) continue;
-        return complain("%s: rank %u has %llx and not %llx at %llu", describe().c_str(), rank, bits, want, i);
+        return complain("%s: rank %u has %llx, expected %llx, at %llu", describe().c_str(), rank, bits, want, i);
     }
     for (u64 i = 0; i < source_count(rank) && !in_place; ++i) {
         if (oracle::load(from + i * element(), element()) == input(rank, i)) continue;
@@ -232,12 +233,12 @@ Case random_case(const Kernel &kernel, u32 ranks) {
     u64 lengths[] = {draw(4),         lanes + draw(3) - 1, 2 * lanes,           draw(8 * lanes),
                      draw(40 * lanes), draw(1500),          tile + draw(3) - 1, 2 * tile + draw(lanes)};
     c.count = lengths[draw(8)];
-    u64 most = (kernel.operation == Operation::ALL_REDUCE_PUSH ? u64(PUSH_BYTES) : ROOM / 2) / c.element();
+    u64 most = (kernel.operation == Operation::ALL_REDUCE_PUSH ? u64(PUSH_BYTES) : CAPACITY / 2) / c.element();
     while (c.count > most) c.count /= 2;
     if (kernel.operation == Operation::ALL_TO_ALL) c.count -= c.count % ranks;
     u32 shift = u32(draw(lanes)), odd = u32(draw(MAX_RANKS));
     switch (draw(4)) {
-        case 0:  // all alike
+        case 0:  // all equal
             for (u32 rank = 0; rank < MAX_RANKS; ++rank) c.source_shift[rank] = c.target_shift[rank] = shift;
             break;
         case 1:  // one differs

@@ -1,4 +1,4 @@
-// One call of all ranks: what is called on what memory, and what must come of it.
+// One call on all ranks: its kernel, its memory and its expected result.
 #pragma once
 
 #include <string>
@@ -8,11 +8,11 @@
 #include "device.hpp"
 #include "oracle.hpp"
 
-// One entry of a .cu file.
+// One kernel of a .cu file.
 struct Kernel {
     std::string name;
     Operation operation;
-    oracle::Type type;  // of operations that only move: one of the right width
+    oracle::Type type;  // for operations that only move data: one of the right width
     oracle::Reduction reduction;
     void (*entry)(Call call);
 
@@ -21,17 +21,17 @@ struct Kernel {
 };
 const std::vector<Kernel> &kernels();
 
-u64 draw(u64 below);  // random
+u64 draw(u64 below);  // a random number
 void seed(u64 seed);
 
-// Counts what is wrong, and prints the first of it.
+// Counts wrong results, and prints the first ones.
 [[gnu::format(printf, 1, 2)]] void complain(const char *format, ...);
 u32 wrong();
 
-// A tensor's memory: room for the longest, and guards around whatever is in it, which nobody may touch.
-constexpr u64 ROOM = 96 << 10, GUARD = 128;
+// A tensor's memory: capacity for the longest one, and guards around the tensor, which no kernel may access.
+constexpr u64 CAPACITY = 96 << 10, GUARD = 128;
 struct Memory {
-    alignas(128) unsigned char bytes[GUARD + ROOM + GUARD];
+    alignas(128) unsigned char bytes[GUARD + CAPACITY + GUARD];
 };
 constexpr unsigned char UNTOUCHED = 0xa5;
 
@@ -48,7 +48,7 @@ struct World {
     u32 size() const { return u32(ranks.size()); }
 };
 
-// Ranks that one launch works for.
+// The ranks that one launch works for.
 typedef std::vector<u32> Team;
 
 struct Span {
@@ -73,7 +73,7 @@ struct Case {
     Call call(World &world, const Team &team, u64 patience) const;
     shim::Launch launch(World &world, const Team &team, u64 patience) const;
 
-    // For one rank: before the kernel, and after it.
+    // Launches for one rank, before the kernel and after it.
     shim::Launch fill(World &world, u32 rank) const;
     shim::Launch compare(World &world, u32 rank) const;
 
@@ -92,5 +92,5 @@ struct Case {
     void compare_now(World &world, u32 rank) const;
 };
 
-// A call of this kernel with everything else at random, around the edges of packs, parts and tiles.
+// A call of this kernel with random parameters, around the edges of packs, parts and tiles.
 Case random_case(const Kernel &kernel, u32 ranks);

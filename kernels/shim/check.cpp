@@ -1,7 +1,7 @@
 // Runs the kernels on the shim and compares every bit with the oracle.
 //
-//   check matrix SECONDS SEED   all numbers of ranks and all kernels; random lengths, alignments, grids and delays
-//   check faults RANKS          what goes wrong ends with the right words
+//     check matrix SECONDS SEED   all numbers of ranks and all kernels; random lengths, alignments, grids and delays
+//     check faults RANKS          every fault ends the calls with the right reports
 #include <cstdio>
 #include <cstdlib>
 
@@ -15,9 +15,9 @@ constexpr u64 LONG = 60'000'000'000;  // nanoseconds
 
 typedef std::vector<std::vector<shim::Launch>> Streams;
 
-// What nobody but each team's own stream orders: fill, kernel, compare, and at once the next fill. So a kernel that
-// ends too early, while a peer still reads or writes here, is a race or a wrong result. Calls of all kinds and grids
-// follow each other on the same Controls.
+// Only each team's own stream orders its work: fill, kernel, compare, and at once the next fill. So a kernel that ends
+// too early, while a peer still accesses its tensors, is a race or a wrong result. Calls of all kinds and grids follow
+// each other on the same Controls.
 Streams on_one_stream(World &world, const std::vector<Team> &teams, const std::vector<Case> &cases) {
     Streams streams(teams.size());
     for (u32 t = 0; t < teams.size(); ++t) {
@@ -30,7 +30,7 @@ Streams on_one_stream(World &world, const std::vector<Team> &teams, const std::v
     return streams;
 }
 
-// The same with each rank's tensors on a stream of their own, which nothing but order.cu orders with the team's.
+// The same, but each rank's tensors have their own stream, which only order.cu orders with the team's.
 Streams on_streams_of_tensors(World &world, const std::vector<Team> &teams, const std::vector<Case> &cases) {
     Streams streams(teams.size() + world.size());
     for (u32 t = 0; t < teams.size(); ++t) {
@@ -56,8 +56,8 @@ Streams on_streams_of_tensors(World &world, const std::vector<Team> &teams, cons
     return streams;
 }
 
-// A launch for each rank, one for all, or any ranks together, in any order. The first in half of all cases: what is
-// missing between two ranks shows where nothing else orders them.
+// One launch per rank, one for all, or random teams, in random order. Half of all cases are of the first kind: an order
+// that is missing between two ranks shows only where nothing else orders them.
 std::vector<Team> random_teams(u32 ranks) {
     Team all(ranks);
     for (u32 rank = 0; rank < ranks; ++rank) all[rank] = rank;
@@ -83,7 +83,7 @@ void matrix(double seconds, u64 with_seed) {
             }
             for (size_t i = cases.size(); i > 1; --i) std::swap(cases[i - 1], cases[draw(i)]);
             World world(ranks);
-            // Whatever the number of calls so far.
+            // Starts at any number of earlier calls.
             u64 epoch = draw(2) ? 0 : (256ull << (8 * draw(5))) - draw(8);
             for (Rank &rank : world.ranks) rank.control.epoch = epoch;
             shim::set_delays(sweeps % 2 ? draw(~0ull) | 1 : 0);

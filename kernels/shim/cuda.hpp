@@ -1,8 +1,8 @@
-// CUDA's C++ for g++, included before a .cu file: its keywords, its built-in variables, __syncthreads, and ptx.cuh.
+// CUDA C++ for g++, included before a .cu file: its keywords, built-in variables, __syncthreads, and ptx.cuh.
 //
-// A block is an operating system's thread; the block's threads are fibres of it, which take turns at every barrier
-// and every poll. So __shared__ is thread_local. Sanitizers see fibres as threads of their own, and what orders them
-// is what orders threads on a GPU and nothing else: barriers within a block, releases and acquires between blocks.
+// A block is an operating system thread. The block's threads are fibres of it, which take turns at every barrier and
+// every poll. So __shared__ is thread_local. Sanitizers see fibres as separate threads, ordered only by what orders
+// threads on a GPU: barriers within a block, releases and acquires between blocks.
 #pragma once
 
 #include <atomic>
@@ -15,7 +15,7 @@
 #define __grid_constant__
 #define __launch_bounds__(threads)
 
-#define BONFIRE_PTX_CUH  // what follows stands for it
+#define BONFIRE_PTX_CUH  // replaced by the following
 #include "../types.cuh"
 
 namespace shim {
@@ -28,11 +28,11 @@ const Index &block_index();
 const Index &block_size();
 const Index &grid_size();
 
-// Waits for all threads of the block; whether all said yes.
+// Waits for all threads of the block. Returns whether all passed true.
 bool barrier(bool yes);
-// Lets others run, for a random while now and then.
+// Lets other threads run, now and then for a random time.
 void delay();
-// Lets the block's other threads run: for whoever waits.
+// Lets the block's other threads run. Called by a thread that polls.
 void poll();
 
 template <class T>
@@ -76,7 +76,7 @@ struct alignas(16) Pair {
     u64 low, high;
 };
 
-// In two halves, in either order, with time to look between them.
+// In two halves, in either order, with time between them for a reader.
 inline void store_pair_relaxed_system(Pair *at, Pair pair) {
     bool high_first = (pair.low ^ reinterpret_cast<u64>(at) >> 4) & 1;
     store_relaxed_system(high_first ? &at->high : &at->low, high_first ? pair.high : pair.low);

@@ -22,7 +22,7 @@
 namespace shim {
 namespace {
 
-// What fibres share is atomic and relaxed: it must neither be taken for a race nor hide one.
+// Data shared by fibres is atomic and relaxed, so that it is neither reported as a race nor hides one.
 template <class T>
 struct Relaxed {
     std::atomic<T> value{};
@@ -39,7 +39,7 @@ constexpr size_t STACK = 64 << 10;
 
 enum class State { RUNS, WAITS, DONE };
 
-// A place to run and the way back to it.
+// An execution context, with what a switch back to it needs.
 struct Context {
     ucontext_t place;
 #if defined(__SANITIZE_THREAD__)
@@ -56,7 +56,7 @@ struct Fibre : Context {
     Index index{};
     u64 random = 1;
     Relaxed<State> state;
-    Relaxed<u64> generation;  // of the barrier that it waits at
+    Relaxed<u64> generation;  // of the barrier, while it waits there
 };
 
 struct Block {
@@ -65,7 +65,7 @@ struct Block {
     Index index{}, size{}, grid{};
     const std::function<void()> *run = nullptr;
     Relaxed<Fibre *> present;
-    // The barrier. Two rounds of it may be under way: some threads leave one while others arrive at the next.
+    // The barrier. Two of its rounds may be in progress: some threads leave one while others arrive at the next.
     Relaxed<u64> generation;
     Relaxed<u32> arrived;
     Relaxed<bool> yes, answer[2];
@@ -83,9 +83,9 @@ u64 next_random(u64 &state) {
     return state;
 }
 
-// Whether a switch orders what came before it on one side before what follows on the other, as the beginning and the
-// end of a kernel do.
-void change(Context &from, Context &to, bool orders, bool for_good) {
+// Switches contexts. `orders` is whether the switch orders earlier work on one side before later work on the other, as
+// the beginning and the end of a kernel do.
+void switch_context(Context &from, Context &to, bool orders, bool for_good) {
 #if defined(__SANITIZE_THREAD__)
     (void)for_good;
     __tsan_switch_to_fiber(to.sanitizer, orders ? 0 : __tsan_switch_to_fiber_no_sync);
@@ -109,11 +109,11 @@ void fibre_main() {
     Fibre &self = *block.present;
     (*block.run)();
     self.state = State::DONE;
-    change(self, block.worker, true, true);
+    switch_context(self, block.worker, true, true);
     die("a thread ran on after its end");
 }
 
-void yield(Fibre &self) { change(self, block.worker, false, false); }
+void yield(Fibre &self) { switch_context(self, block.worker, false, false); }
 
 Fibre &make_fibre() {
     auto fibre = std::make_unique<Fibre>();
@@ -158,11 +158,11 @@ void run_block(u32 number, const Launch &launch, u64 salt) {
             if (fibre.state == State::DONE) continue;
             if (fibre.state == State::WAITS && fibre.generation == block.generation) continue;
             block.present = &fibre;
-            change(block.worker, fibre, first, false);
+            switch_context(block.worker, fibre, first, false);
             left -= fibre.state == State::DONE;
             ++ran;
         }
-        if (ran == 0) die("some threads of a block wait at a barrier and the others have left");
+        if (ran == 0) die("some threads of a block wait at a barrier that the others have left");
         if (left > 0) sched_yield();
     }
 }
@@ -224,12 +224,12 @@ void run(const std::vector<std::vector<Launch>> &streams, u32 rows) {
         u32 workers = 1;
         std::vector<Relaxed<u32>> started;  // blocks of each launch
     };
-    auto room = [rows](const Launch &launch) { return launch.grid.x * std::min(launch.grid.y, rows); };
+    auto concurrent_blocks = [rows](const Launch &launch) { return launch.grid.x * std::min(launch.grid.y, rows); };
     std::vector<Stream> all(streams.size());
     std::vector<std::thread> threads;
     for (size_t s = 0; s < streams.size(); ++s) {
         all[s].started = std::vector<Relaxed<u32>>(streams[s].size());
-        for (const Launch &launch : streams[s]) all[s].workers = std::max(all[s].workers, room(launch));
+        for (const Launch &launch : streams[s]) all[s].workers = std::max(all[s].workers, concurrent_blocks(launch));
         pthread_barrier_init(&all[s].between, nullptr, all[s].workers);
     }
     for (size_t s = 0; s < streams.size(); ++s) {
@@ -244,7 +244,7 @@ void run(const std::vector<std::vector<Launch>> &streams, u32 rows) {
                     u64 salt = seed.load(std::memory_order_relaxed) + s + l;
                     auto next = [&] { return all[s].started[l].value.fetch_add(1, std::memory_order_relaxed); };
                     if (blocks == 0 && worker == 0) launch.run();
-                    else if (worker < room(launch)) {
+                    else if (worker < concurrent_blocks(launch)) {
                         for (u32 number = next(); number < blocks; number = next()) run_block(number, launch, salt);
                     }
                     pthread_barrier_wait(&all[s].between);

@@ -1,4 +1,4 @@
-// GPUs without a GPU: streams run kernels one after another, and side by side.
+// GPUs in software: each stream runs its kernels in order, several streams run concurrently.
 #pragma once
 
 #include <functional>
@@ -8,20 +8,20 @@
 
 namespace shim {
 
-// One thing on a stream: a kernel, as what each of its threads does, or an empty grid for something that one thread
-// does alone, such as filling a buffer.
+// One item of a stream: a kernel, given as the function of each of its threads, or with an empty grid a function that
+// one thread runs alone, such as filling a buffer.
 struct Launch {
     Index grid;  // (x, y, 1)
     u32 threads;
     std::function<void()> run;
 };
 
-// Runs all streams side by side until they are done. As on a GPU, the launches of one stream follow each other, and
-// nothing orders those of different streams but the kernels themselves. Blocks start in the order of their numbers, x
-// first, and no more run at a time than `rows` of the grid have.
+// Runs all streams concurrently until they are done. As on a GPU, the launches of one stream run in order, and only the
+// kernels themselves order those of different streams. Blocks start in the order of their numbers, x first. No more
+// blocks run at a time than `rows` of the grid have.
 void run(const std::vector<std::vector<Launch>> &streams, u32 rows = ~0u);
 
-// Random delays in whatever synchronises, from this seed on. 0: none.
+// Enables random delays in synchronisation, with this seed. 0 disables them.
 void set_delays(u64 seed);
 
 }  // namespace shim

@@ -9,7 +9,7 @@
 
 namespace {
 
-// Nanoseconds that nobody needs, and such as only a rank needs that is not there.
+// Timeouts in nanoseconds: LONG never expires, SHORT expires if a rank is absent.
 constexpr u64 LONG = 20'000'000'000;
 #if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
 constexpr u64 SHORT = 2'000'000'000;
@@ -19,27 +19,27 @@ constexpr u64 SHORT = 500'000'000;
 
 typedef std::vector<std::vector<shim::Launch>> Streams;
 
-struct Word {
+struct FailureReport {
     Failure failure;
     Operation operation;
     u32 peer;
     u64 epoch;
 };
 
-Word failure_of(World &world, u32 rank) {
+FailureReport failure_of(World &world, u32 rank) {
     u64 word = world.ranks[rank].host.failure;
     return {Failure(word & 0xff), Operation(word >> 8 & 0xff), u32(word >> 16 & 0xff), word >> 24};
 }
 
 void expect(const char *what, const Case &c, World &world, u32 rank, Failure failure, u32 peer, u64 epoch) {
-    Word got = failure_of(world, rank);
+    FailureReport got = failure_of(world, rank);
     bool same = got.failure == failure && got.peer == peer && got.epoch == epoch;
     if (same && got.operation == c.kernel->operation) return;
-    complain("%s: %s: rank %u says failure %llu by rank %u at %llu, and not %llu by rank %u at %llu", what,
+    complain("%s: %s: rank %u reports failure %llu by rank %u at %llu, expected %llu by rank %u at %llu", what,
              c.describe().c_str(), rank, u64(got.failure), got.peer, got.epoch, u64(failure), peer, epoch);
 }
 
-// The ranks with one of them alone: the others in one launch, or each in its own.
+// Splits the ranks into teams: one rank alone, the others in one launch or each in its own.
 std::vector<Team> teams_beside(u32 alone, u32 ranks) {
     std::vector<Team> teams = {{alone}};
     bool together = draw(2);
@@ -59,8 +59,7 @@ Case plain_case(const Kernel &kernel, u32 ranks) {
     return c;
 }
 
-// A rank that never makes its third call, and the others' later calls; then it comes after all, when they have given
-// up.
+// A rank does not make its third call, while the others make later ones. It makes the call after they have timed out.
 void absent(const Case &c) {
     World world(c.ranks);
     u32 missing = u32(draw(c.ranks));
@@ -81,10 +80,11 @@ void absent(const Case &c) {
     late[0] = {c.fill(world, missing), c.launch(world, {missing}, LONG)};
     shim::run(late);
     expect("late", c, world, missing, Failure::ABSENT, missing, 3);
-    if (!c.target_untouched(world, missing)) complain("late: %s: a call that failed wrote its target", c.describe().c_str());
+    if (!c.target_untouched(world, missing))
+        complain("late: %s: a call that failed wrote its target", c.describe().c_str());
 }
 
-// A rank that is slow, and within the bound.
+// A rank is slow, but within the timeout.
 void slow(const Case &c) {
     World world(c.ranks);
     Streams streams;
@@ -98,8 +98,8 @@ void slow(const Case &c) {
     shim::run(streams);
 }
 
-// Many pushes with nothing between them, so that some ranks begin the next one while others have not read the last.
-void in_a_row(const Case &c) {
+// Many pushes without anything between them, so that some ranks begin the next one before others have read the last.
+void back_to_back(const Case &c) {
     World world(c.ranks);
     Streams streams(c.ranks);
     for (u32 rank = 0; rank < c.ranks; ++rank) {
@@ -112,7 +112,7 @@ void in_a_row(const Case &c) {
     shim::set_delays(0);
 }
 
-// A rank that comes to the beginning of a call and not to its end. A push has no middle.
+// A rank begins a call and does not end it. A push has no steps in between.
 void stalled(const Case &c) {
     if (c.kernel->operation == Operation::ALL_REDUCE_PUSH) return;
     World world(c.ranks);
@@ -132,7 +132,7 @@ void stalled(const Case &c) {
     }
 }
 
-// The last rank calls something else: everybody is told, and nobody waits for long.
+// The last rank calls something else: all ranks get a report, and none waits for long.
 void mismatch(const Case &c, const Case &odd) {
     World world(c.ranks);
     Streams streams(c.ranks);
@@ -142,10 +142,10 @@ void mismatch(const Case &c, const Case &odd) {
     }
     shim::run(streams);
     for (u32 rank = 0; rank < c.ranks; ++rank) {
-        // Who hears from a peer first reports what the peer found: who disagrees with whom is not the same everywhere.
-        Word got = failure_of(world, rank);
+        // A rank that is told by a peer reports what the peer found, so the ranks need not all name the same pair.
+        FailureReport got = failure_of(world, rank);
         if (got.failure == Failure::MISMATCH && got.epoch == 1 && got.peer < c.ranks) continue;
-        complain("mismatch: %s and %s: rank %u says failure %llu by rank %u at %llu", c.describe().c_str(),
+        complain("mismatch: %s and %s: rank %u reports failure %llu by rank %u at %llu", c.describe().c_str(),
                  odd.describe().c_str(), rank, u64(got.failure), got.peer, got.epoch);
     }
 }
@@ -166,14 +166,14 @@ void mismatches(const Case &c) {
     for (const Kernel &other : kernels()) {
         odd = c;
         odd.kernel = &other;
-        // What pushes and what does not do not see each other.
+        // A call that pushes and one that does not cannot see each other.
         bool pushes = c.kernel->operation == Operation::ALL_REDUCE_PUSH;
         if (&other == c.kernel || pushes != (other.operation == Operation::ALL_REDUCE_PUSH)) continue;
         if (draw(kernels().size()) < 3) mismatch(c, odd);
     }
 }
 
-// The host of one rank gives up while another rank has not come.
+// One rank's host aborts while another rank is absent.
 void aborted(const Case &c) {
     World world(c.ranks);
     world.ranks[1].host.abort = 1;
@@ -183,9 +183,9 @@ void aborted(const Case &c) {
     for (u32 rank = 1; rank < c.ranks; ++rank) expect("aborted", c, world, rank, Failure::ABORTED, 1, 1);
 }
 
-// Tags of packets repeat, on the same side of the inboxes, after 2 * (2^32 - 1) epochs. Packets from then must not be
-// taken for those of now.
-void worn_tags(Case c) {
+// Tags of packets repeat, on the same side of the inboxes, after 2 * (2^32 - 1) epochs. Packets of that age must not be
+// taken for new ones.
+void reused_tags(Case c) {
     World world(c.ranks);
     Streams streams(c.ranks);
     for (u64 epoch : {0ull, 2 * 0xffffffffull}) {
@@ -198,7 +198,7 @@ void worn_tags(Case c) {
     }
 }
 
-// More than a push can do.
+// A call larger than a push supports.
 void refused(Case c) {
     World world(c.ranks);
     c.count = PUSH_BYTES / c.element() + 1;
@@ -206,17 +206,17 @@ void refused(Case c) {
     for (u32 rank = 0; rank < c.ranks; ++rank) all[rank] = rank;
     shim::run({{c.launch(world, all, LONG)}});
     for (u32 rank = 0; rank < c.ranks; ++rank) {
-        if (failure_of(world, rank).failure != Failure::REFUSED) complain("refused: rank %u does it", rank);
+        if (failure_of(world, rank).failure != Failure::REFUSED) complain("refused: rank %u accepts it", rank);
     }
 }
 
-// A stream of tensors that waits for the end of call 3.
+// A tensor's stream waits for the end of call 3.
 void order_of_streams() {
     constexpr u64 NUMBER = 3, OLD = 77;
     const struct {
         const char *name;
         u64 done;
-        bool ends;  // while it is waited for
+        bool ends;  // during the wait
         u64 patience;
         Host host;
         u64 failure;
@@ -226,7 +226,7 @@ void order_of_streams() {
         {"ends after", NUMBER - 1, true, LONG, {0, 0}, 0},
         {"never ends", NUMBER - 1, false, SHORT, {0, 0}, u64(Failure::LATE) | NUMBER << 24},
         {"never ends and has failed", NUMBER - 1, false, SHORT, {0, OLD}, OLD},
-        {"is given up", NUMBER - 1, false, LONG, {1, 0}, u64(Failure::ABORTED) | NUMBER << 24},
+        {"is aborted", NUMBER - 1, false, LONG, {1, 0}, u64(Failure::ABORTED) | NUMBER << 24},
     };
     for (const auto &now : cases) {
         u64 done = now.done, tensor = 0, seen = 0;
@@ -236,7 +236,7 @@ void order_of_streams() {
         if (now.ends) streams[1] = {{{}, 0, [&] { usleep(30'000), tensor = 1; }}, order::ready(done, NUMBER)};
         shim::run(streams);
         if (host.failure == now.failure && seen == now.ends) continue;
-        complain("a call that %s: failure %llx and not %llx, saw %llu", now.name, host.failure, now.failure, seen);
+        complain("a call that %s: failure %llx, expected %llx, saw %llu", now.name, host.failure, now.failure, seen);
     }
 }
 
@@ -258,8 +258,8 @@ void faults(u32 ranks) {
             mismatches(c);
             aborted(c);
             if (kernel.operation == Operation::ALL_REDUCE_PUSH) {
-                in_a_row(c);
-                worn_tags(c);
+                back_to_back(c);
+                reused_tags(c);
                 refused(c);
             }
             ++rounds;

@@ -2,6 +2,6 @@
 
 #include "../types.cuh"
 
-// What goes wrong: a rank that never comes or stops half-way, ranks that are fast and slow, ranks that
-// disagree, a host that gives up, tags that repeat; a call whose end is waited for in vain.
+// Fault tests: absent, stalled, fast and slow ranks, mismatched calls, an aborting host, tags that repeat, and a call
+// that never ends.
 void faults(u32 ranks);

@@ -1,4 +1,4 @@
-"""One way each to break the kernels: a name, a file, what is there once, and what it becomes."""
+"""Mutants of the kernels: a name, a file, a text that occurs there once, and its replacement."""
 
 
 def unordered(name, where, file="signal.cuh"):
@@ -16,13 +16,13 @@ def swapped(name, file, first, second):
 
 
 MUTANTS = [
-    # Orders.
+    # Memory orders.
     unordered("mail", "ptx::store_release_system(&out.epoch"),
     unordered("mail", "ptx::load_acquire_system(&in.epoch"),
     unordered("a step", "ptx::store_release_system(&control(peer).step"),
     unordered("a step", "ptx::load_acquire_system(&theirs"),
-    unordered("that tensors are ready", "ptx::store_release_system(", "order.cu"),
-    unordered("that a call is done", "ptx::load_acquire_system(", "order.cu"),
+    unordered("the tensors' ready word", "ptx::store_release_system(", "order.cu"),
+    unordered("the call's done word", "ptx::load_acquire_system(", "order.cu"),
     (
         "the last block is not ordered",
         "shim/cuda.hpp",
@@ -36,9 +36,9 @@ MUTANTS = [
         "        __syncthreads();\n        if (threadIdx.x < call.ranks) {",
         "        if (threadIdx.x < call.ranks) {",
     ),
-    ("all steps are alike", "signal.cuh", "u64 now = epoch << 20 | ++step;", "u64 now = epoch << 20;"),
+    ("all steps are equal", "signal.cuh", "u64 now = epoch << 20 | ++step;", "u64 now = epoch << 20;"),
     ("epochs do not advance", "signal.cuh", "            own.epoch = epoch;\n", ""),
-    ("mail of any call is taken", "signal.cuh", "(&in.epoch) == epoch ?", "(&in.epoch) > 0 ?"),
+    ("mail of any call is accepted", "signal.cuh", "(&in.epoch) == epoch ?", "(&in.epoch) > 0 ?"),
     without_meeting("all_reduce_two_shot"),
     without_meeting("reduce_scatter"),
     without_meeting("all_gather"),
@@ -68,20 +68,25 @@ MUTANTS = [
     # Pushes.
     ("pushes do not alternate", "all_reduce_push.cu", "parity(meeting.epoch % 2)", "parity(0)"),
     (
-        "what was pushed is not cleared",
+        "received packets are not cleared",
         "all_reduce_push.cu",
         "                ptx::store_pair_relaxed_system(place(meeting.own.inbox[parity][from]), {0, 0});\n",
         "",
     ),
     ("half a packet is enough", "all_reduce_push.cu", "u32(packet.low >> 32) == tag && ", ""),
     # Failures.
-    ("what peers called is not compared", "signal.cuh", "return theirs == digest ||", "return true ||"),
-    ("a push does not compare", "all_reduce_push.cu", "well = meeting.agrees(r, data[r]);", "well = true;"),
-    ("news is not looked at", "signal.cuh", "failure = failure ? failure : news;", ""),
-    ("the host's word is not looked at", "signal.cuh", "if (ptx::load_relaxed_system(&host().abort))", "if (false)"),
-    ("no bound", "signal.cuh", "if (ptx::nanoseconds() - began > call.patience)", "if (false)"),
-    ("no bound on a call's end", "order.cu", "!aborted && ptx::nanoseconds() - began <= order.patience", "!aborted"),
-    ("a call's end hides why it failed", "order.cu", "if (ptx::load_relaxed_system(&host.failure) == 0) {", "if (true) {"),
+    ("peers' calls are not compared", "signal.cuh", "return theirs == digest ||", "return true ||"),
+    ("a push does not compare calls", "all_reduce_push.cu", "well = meeting.agrees(r, data[r]);", "well = true;"),
+    ("peers' failures are not checked", "signal.cuh", "failure = failure ? failure : news;", ""),
+    ("the host's abort is not checked", "signal.cuh", "if (ptx::load_relaxed_system(&host().abort))", "if (false)"),
+    ("no timeout", "signal.cuh", "if (ptx::nanoseconds() - began > call.patience)", "if (false)"),
+    ("no timeout for a call's end", "order.cu", "!aborted && ptx::nanoseconds() - began <= order.patience", "!aborted"),
+    (
+        "a timeout overwrites an earlier failure",
+        "order.cu",
+        "if (ptx::load_relaxed_system(&host.failure) == 0) {",
+        "if (true) {",
+    ),
     # Arithmetic.
-    ("bits of a NaN stay", "reduction.cuh", "value == value ? value : ptx::from_bits(0x7fc00000u)", "value"),
+    ("NaNs keep their bits", "reduction.cuh", "value == value ? value : ptx::from_bits(0x7fc00000u)", "value"),
 ]

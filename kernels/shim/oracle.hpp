@@ -1,5 +1,5 @@
-// What must come out, written from the specification (src/reduce.rs, docs/design.md) and not from the kernels: elements
-// are bits, 16-bit floats are taken apart by hand, exact sums are __int128.
+// The oracle: expected results, written from the specification (crates/core/src/reduce.rs, docs/design.md) and not from
+// the kernels. Elements are bits, 16-bit floats are decoded by hand, exact sums are __int128.
 #pragma once
 
 #include <cmath>
@@ -9,7 +9,7 @@
 
 namespace oracle {
 
-// Numbers of src/dtype.rs.
+// Numbers of crates/core/src/types/dtype.rs.
 enum Type { F32 = 0, F64 = 1, F16 = 2, BF16 = 3, I8 = 4, I32 = 6, I64 = 7, U8 = 8, U32 = 10, U64 = 11 };
 enum Reduction { SUM = 0, MEAN = 1, MAX = 2, MIN = 3 };
 
@@ -44,7 +44,7 @@ inline double decode(u64 bits, Format f) {
     return bits >> (f.exponent + f.mantissa) & 1 ? -magnitude : magnitude;
 }
 
-// To the nearest, ties to even; one NaN.
+// Rounds to nearest, ties to even. There is one NaN.
 inline u64 encode(double value, Format f) {
     int bias = (1 << (f.exponent - 1)) - 1;
     u64 infinity = ((1ull << f.exponent) - 1) << f.mantissa;
@@ -54,13 +54,13 @@ inline u64 encode(double value, Format f) {
     if (magnitude == 0) return sign;
     if (std::isinf(magnitude)) return sign | infinity;
     int exponent = ilogb(magnitude) < 1 - bias ? 1 - bias : ilogb(magnitude);
-    // In units of the last place, which may carry into the next exponent: as one number of exponent and mantissa.
+    // Exponent and mantissa are added as one number, in units of the last place: rounding may carry into the exponent.
     u64 units = u64(nearbyint(ldexp(magnitude, f.mantissa - exponent)));
     u64 bits = (u64(exponent + bias - 1) << f.mantissa) + units;
     return sign | (bits < infinity ? bits : infinity);
 }
 
-// `Work` is what the sum is computed in.
+// `Work` is the type in which the sum is computed.
 template <class Work>
 u64 reduce_floats(Type type, Reduction reduction, const u64 *values, u32 ranks) {
     Format f = format(type);
@@ -98,7 +98,7 @@ inline u64 reduce_integers(Type type, Reduction reduction, const u64 *values, u3
     return u64(result) & (bits == 64 ? ~0ull : (1ull << bits) - 1);
 }
 
-// One element from those of all ranks, as bits.
+// Reduces one element from all ranks, as bits.
 inline u64 reduce(Type type, Reduction reduction, const u64 *values, u32 ranks) {
     switch (type) {
         case F64: return reduce_floats<double>(type, reduction, values, ranks);
@@ -113,8 +113,8 @@ inline u64 hash(u64 value) {
     return value ^ value >> 31;
 }
 
-// What a rank has at an index: everyday numbers, and among them zeros of both signs, NaNs of all kinds, infinities,
-// extremes, and any bits at all.
+// A rank's element at an index: mostly ordinary numbers, among them zeros of both signs, all kinds of NaN, infinities,
+// extremes, and arbitrary bits.
 inline u64 value(Type type, u64 seed, u32 rank, u64 index) {
     u64 random = hash(seed + hash(index * 8 + rank));
     u64 mask = size_of(type) == 8 ? ~0ull : (1ull << 8 * size_of(type)) - 1;
@@ -141,7 +141,7 @@ inline u64 load(const unsigned char *at, u32 size) {
     return bits;
 }
 
-// The part of `count` things that partition() gives to `index`.
+// The start of part `index` of `count` items, as in the host's partition().
 inline u64 part_first(u64 count, u32 parts, u32 index) {
     return index * (count / parts) + (index < count % parts ? index : count % parts);
 }

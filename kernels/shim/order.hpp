@@ -1,5 +1,5 @@
-// How the stream of a tensor and the stream that a launch is on wait for each other, through words that only grow: the
-// kernels of order.cu, and what the driver does between them.
+// Order between a tensor's stream and the stream of a launch, through words that only grow: the kernels of order.cu,
+// and the driver's waits and writes between them.
 #pragma once
 
 #include <sched.h>

@@ -1,12 +1,12 @@
-//! Addresses of nodes and of the orchestrator.
+//! Parsing of the addresses of nodes and of the orchestrator.
 
 use burn_communication::Address;
 
 use super::error::CollectiveError;
 
-/// The host, without brackets, and the port if there is one, of an address: `host:port`, with or without a scheme
-/// (`ws://`, `http://`) and a path, which are ignored. IPv6 addresses stand in brackets.
-pub(super) fn parts(address: &Address) -> Result<(String, Option<u16>), CollectiveError> {
+/// Splits an address `host:port` into the host, without brackets, and the port, if there is one. A scheme (`ws://`,
+/// `http://`) and a path are ignored. IPv6 addresses must be in brackets.
+pub(super) fn parse(address: &Address) -> Result<(String, Option<u16>), CollectiveError> {
     let text = address.to_string();
     let malformed = |reason: &str| {
         log::error!("malformed address {text:?}: {reason}; write host:port or [v6]:port");
@@ -14,22 +14,22 @@ pub(super) fn parts(address: &Address) -> Result<(String, Option<u16>), Collecti
     };
     let rest = text.trim();
     let rest = rest.split_once("://").map_or(rest, |(_scheme, rest)| rest);
-    let place = rest.split('/').next().unwrap_or(rest);
-    let (host, port) = match place.strip_prefix('[') {
+    let authority = rest.split('/').next().unwrap_or(rest);
+    let (host, port) = match authority.strip_prefix('[') {
         Some(v6) => {
             let (host, after) = v6.split_once(']').ok_or_else(|| malformed("a bracket is not closed"))?;
             (host, after.strip_prefix(':').or((!after.is_empty()).then_some(after)))
         }
-        None => match place.split_once(':') {
+        None => match authority.split_once(':') {
             Some((host, port)) => (host, Some(port)),
-            None => (place, None),
+            None => (authority, None),
         },
     };
     if host.is_empty() || host.contains(char::is_whitespace) {
         return Err(malformed("there is no host"));
     }
     let port = match port {
-        Some(digits) => Some(digits.parse().map_err(|_| malformed("the port is no number up to 65535"))?),
+        Some(digits) => Some(digits.parse().map_err(|_| malformed("the port is not a number up to 65535"))?),
         None => None,
     };
     Ok((host.to_string(), port))
@@ -50,14 +50,14 @@ mod tests {
             ("ws://[::1]:9", "::1", Some(9)),
             ("[fe80::2]", "fe80::2", None),
         ] {
-            assert_eq!(parts(&text.parse().unwrap()), Ok((host.to_string(), port)), "{text}");
+            assert_eq!(parse(&text.parse().unwrap()), Ok((host.to_string(), port)), "{text}");
         }
     }
 
     #[test]
-    fn what_cannot_be_an_address_is_refused() {
+    fn malformed_addresses_are_refused() {
         for text in ["", " ", "ws://", ":3000", "host:", "host:port", "host:65536", "::1", "[::1", "[::1]x", "a b:1"] {
-            assert_eq!(parts(&text.parse().unwrap()), Err(CollectiveError::InvalidConfig), "{text}");
+            assert_eq!(parse(&text.parse().unwrap()), Err(CollectiveError::InvalidConfig), "{text}");
         }
     }
 }

@@ -1,4 +1,4 @@
-//! How a session is set up.
+//! Configuration of a session.
 
 use std::fmt;
 
@@ -6,18 +6,18 @@ use serde::{Deserialize, Serialize};
 
 use burn_communication::Address;
 
-use super::address::parts;
+use super::address::parse;
 use super::error::CollectiveError;
 
-/// Settings of a session, the same for all peers of a node; given to [`register`](crate::register).
+/// The configuration of a session, the same for all peers of a node. Pass it to [`register`](crate::register).
 ///
-/// With settings for several nodes (all four of `num_nodes`, `global_address`, `node_address` and `data_service_port`,
-/// or none), the peers of all nodes take part in every operation.
+/// A session over several nodes needs all four of `num_nodes`, `global_address`, `node_address` and
+/// `data_service_port`; a session on one node has none of them. The peers of all nodes take part in every operation.
 ///
-/// The strategies are burn-collective's. Threads reduce in shared memory, every thread its share, so the local ones
-/// change nothing. Between nodes, [`AllReduceStrategy::Ring`], the default, leaves the choice to the group, which takes
-/// a ring for large tensors and fewer messages for small ones; `Tree` takes a binomial tree and `Centralized` the
-/// direct exchange, whatever the size. The other two global strategies change nothing.
+/// The strategies are burn-collective's. The local ones have no effect: threads reduce in shared memory, each a share.
+/// Between nodes, the default [`AllReduceStrategy::Ring`] leaves the choice to the group, which uses a ring for large
+/// tensors and fewer messages for small ones. `Tree` uses a binomial tree and `Centralized` the direct exchange, for
+/// every size. The other two global strategies have no effect.
 ///
 /// ```
 /// use bonfire::CollectiveConfig;
@@ -41,7 +41,7 @@ pub struct CollectiveConfig {
     global_broadcast_strategy: Option<BroadcastStrategy>,
 }
 
-/// Setters of the settings that these fields hold, as they are or as `Some`.
+/// Defines setters of fields of the given types, or of `Option`s of them.
 macro_rules! setters {
     ($($(#[$doc:meta])* $name:ident($field:ident: $type:ty);)*) => {$(
         $(#[$doc])*
@@ -54,32 +54,32 @@ macro_rules! setters {
 
 impl CollectiveConfig {
     setters! {
-        /// The number of peers on this node: 1 unless set.
+        /// Sets the number of peers on this node. Default: 1
         with_num_devices(num_devices: usize);
-        /// How peers of a node all-reduce.
+        /// Sets the all-reduce strategy within a node. It has no effect.
         with_local_all_reduce_strategy(local_all_reduce_strategy: AllReduceStrategy);
-        /// How peers of a node reduce.
+        /// Sets the reduce strategy within a node. It has no effect.
         with_local_reduce_strategy(local_reduce_strategy: ReduceStrategy);
-        /// How peers of a node broadcast.
+        /// Sets the broadcast strategy within a node. It has no effect.
         with_local_broadcast_strategy(local_broadcast_strategy: BroadcastStrategy);
-        /// The number of nodes.
+        /// Sets the number of nodes.
         with_num_nodes(num_nodes: u32);
-        /// Where the orchestrator is, with its port; see
+        /// Sets the address of the orchestrator, including its port; see
         /// [`start_global_orchestrator`](crate::start_global_orchestrator).
         with_global_address(global_address: Address);
-        /// Where the other nodes reach this one. Each node has its own.
+        /// Sets the address at which the other nodes reach this one. Each node has its own.
         with_node_address(node_address: Address);
-        /// The port on which this node meets the others, if it turns out to be node 0.
+        /// Sets the port on which this node accepts the others if it becomes node 0.
         with_data_service_port(data_service_port: u16);
-        /// How nodes all-reduce.
+        /// Sets the all-reduce strategy between nodes.
         with_global_all_reduce_strategy(global_all_reduce_strategy: AllReduceStrategy);
-        /// How nodes reduce.
+        /// Sets the reduce strategy between nodes. It has no effect.
         with_global_reduce_strategy(global_reduce_strategy: ReduceStrategy);
-        /// How nodes broadcast.
+        /// Sets the broadcast strategy between nodes. It has no effect.
         with_global_broadcast_strategy(global_broadcast_strategy: BroadcastStrategy);
     }
 
-    /// Whether the settings for several nodes are all there or all absent.
+    /// Whether the settings for several nodes are all present or all absent.
     pub fn is_valid(&self) -> bool {
         let settings = [
             self.num_nodes.is_some(),
@@ -90,8 +90,8 @@ impl CollectiveConfig {
         settings.iter().all(|set| *set == settings[0])
     }
 
-    /// The settings for several nodes, if there are any, and whether the config can work.
-    pub(super) fn global(&self) -> Result<Option<Global>, CollectiveError> {
+    /// Checks the config and returns the settings for several nodes, if it has them.
+    pub(super) fn multi_node(&self) -> Result<Option<MultiNode>, CollectiveError> {
         if !self.is_valid() || self.num_devices == 0 || self.num_nodes == Some(0) {
             return Err(CollectiveError::InvalidConfig);
         }
@@ -100,9 +100,9 @@ impl CollectiveConfig {
         else {
             return Ok(None);
         };
-        let (orchestrator, orchestrator_port) = parts(orchestrator)?;
-        let (host, port) = parts(node)?;
-        Ok(Some(Global {
+        let (orchestrator, orchestrator_port) = parse(orchestrator)?;
+        let (host, port) = parse(node)?;
+        Ok(Some(MultiNode {
             num_nodes,
             orchestrator: (orchestrator, orchestrator_port.ok_or(CollectiveError::InvalidConfig)?),
             host,
@@ -158,7 +158,7 @@ impl fmt::Display for CollectiveConfig {
     }
 }
 
-/// How an all-reduce runs. All have the same result.
+/// How an all-reduce runs. The result is the same for all strategies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum AllReduceStrategy {
     /// Through one participant.
@@ -169,7 +169,7 @@ pub enum AllReduceStrategy {
     Ring,
 }
 
-/// How a reduction to a root runs. All have the same result.
+/// How a reduction to a root runs. The result is the same for all strategies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ReduceStrategy {
     /// Through one participant.
@@ -178,28 +178,29 @@ pub enum ReduceStrategy {
     Tree(u32),
 }
 
-/// How a broadcast runs. All have the same result.
+/// How a broadcast runs. The result is the same for all strategies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum BroadcastStrategy {
-    /// From one participant to each other.
+    /// From one participant directly to each of the others.
     Centralized,
     /// Along a tree of this arity.
     Tree(u32),
 }
 
-/// What a node of several needs to know.
-pub(super) struct Global {
+/// The settings for several nodes.
+pub(super) struct MultiNode {
     pub num_nodes: u32,
     /// The orchestrator's host and port.
     pub orchestrator: (String, u16),
-    /// Where the other nodes reach this one, and the port that tells it from others on its host.
+    /// The host at which the other nodes reach this one.
     pub host: String,
+    /// A port that distinguishes this node from others on its host.
     pub port: u16,
     pub data_service_port: u16,
     pub strategies: Strategies,
 }
 
-/// The global strategies, on which all nodes must agree.
+/// The global strategies. They must be the same on all nodes.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct Strategies {
     pub all_reduce: Option<AllReduceStrategy>,

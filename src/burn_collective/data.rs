@@ -1,4 +1,4 @@
-//! Tensors on the host: where level 1 reduces them.
+//! Tensors in host memory, and the group's operations on them.
 
 use burn::tensor::backend::Backend;
 use burn::tensor::{Bytes, DType, Float, TensorData, TensorPrimitive};
@@ -9,7 +9,7 @@ use bonfire_core::internal::{ByteOperations, Request};
 use bonfire_core::{Element, Error, Group, Operation, ReduceOp};
 use bytemuck::cast_slice_mut;
 
-/// The tensor's elements, without a copy where the backend can hand them over.
+/// Reads the tensor's elements, without a copy where the backend can export them.
 pub(super) fn to_host<B: Backend>(tensor: B::FloatTensorPrimitive) -> Result<TensorData, CollectiveError> {
     let data = host::data::<B, Float>("reading a tensor", TensorPrimitive::Float(tensor));
     match data {
@@ -19,7 +19,7 @@ pub(super) fn to_host<B: Backend>(tensor: B::FloatTensorPrimitive) -> Result<Ten
     }
 }
 
-/// A tensor to receive into.
+/// Allocates a tensor to receive into.
 pub(super) fn empty(shape: &[usize], dtype: DType) -> Result<TensorData, CollectiveError> {
     let bytes = shape.iter().try_fold(dtype.size(), |bytes, dim| bytes.checked_mul(*dim));
     match bytes {
@@ -31,20 +31,20 @@ pub(super) fn empty(shape: &[usize], dtype: DType) -> Result<TensorData, Collect
 }
 
 pub(super) fn all_reduce(group: &Group, data: &mut TensorData, op: ReduceOp) -> Result<(), Error> {
-    let dtype = float(data.dtype).ok_or_else(|| no_float("all_reduce", data.dtype))?;
+    let dtype = float(data.dtype).ok_or_else(|| not_a_float("all_reduce", data.dtype))?;
     group.operate(Request::new(Operation::AllReduce, dtype).reduction(op), None, bytes(data, dtype))
 }
 
 pub(super) fn reduce(group: &Group, data: &mut TensorData, op: ReduceOp, root: usize) -> Result<(), Error> {
-    let dtype = float(data.dtype).ok_or_else(|| no_float("reduce", data.dtype))?;
+    let dtype = float(data.dtype).ok_or_else(|| not_a_float("reduce", data.dtype))?;
     group.operate(Request::new(Operation::Reduce, dtype).reduction(op).root(root), None, bytes(data, dtype))
 }
 
-fn no_float(operation: &str, dtype: DType) -> Error {
-    Error::argument(operation, format!("{dtype:?} is no float"))
+fn not_a_float(operation: &str, dtype: DType) -> Error {
+    Error::argument(operation, format!("{dtype:?} is not a float type"))
 }
 
-/// The same elements with room for sums over nodes: 16-bit ones as f32.
+/// Converts 16-bit elements to f32, for sums over nodes. Other elements are unchanged.
 pub(super) fn widen(data: TensorData) -> TensorData {
     match data.dtype {
         DType::F16 | DType::BF16 => data.convert_dtype(DType::F32),
@@ -52,12 +52,12 @@ pub(super) fn widen(data: TensorData) -> TensorData {
     }
 }
 
-/// Back to the type that [`widen`] got: the one rounding of 16-bit elements.
+/// Converts back to the type before [`widen`]. This is the only rounding of 16-bit elements.
 pub(super) fn narrow(data: TensorData, dtype: DType) -> TensorData {
     if data.dtype == dtype { data } else { data.convert_dtype(dtype) }
 }
 
-/// Divides widened elements.
+/// Divides [widened](widen) elements.
 pub(super) fn divide(data: &mut TensorData, by: usize) {
     match data.dtype {
         DType::F64 => elements::<f64>(data).iter_mut().for_each(|x| *x /= by as f64),
@@ -67,11 +67,11 @@ pub(super) fn divide(data: &mut TensorData, by: usize) {
 
 fn elements<T: Element>(data: &mut TensorData) -> &mut [T] {
     let bytes = bytes(data, T::DTYPE);
-    // Where there are none they may be anywhere.
+    // An empty buffer may not be aligned.
     if bytes.is_empty() { &mut [] } else { cast_slice_mut(bytes) }
 }
 
-/// The elements' bytes, aligned for them.
+/// Returns the elements' bytes, aligned for the elements.
 fn bytes(data: &mut TensorData, dtype: bonfire_core::DType) -> &mut [u8] {
     data.bytes = align(std::mem::replace(&mut data.bytes, Bytes::from_elems(Vec::<u8>::new())), dtype);
     &mut data.bytes
@@ -82,7 +82,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn room_for_absurd_shapes_is_refused() {
+    fn shapes_that_overflow_are_refused() {
         assert!(empty(&[usize::MAX, 2], DType::F32).is_err());
         assert!(empty(&[2], DType::I32).is_err());
         assert_eq!(empty(&[2, 0], DType::F64).unwrap().num_elements(), 0);

@@ -1,16 +1,16 @@
-//! What can go wrong in a session.
+//! Errors of a session.
 
 use serde::{Deserialize, Serialize};
 
 use super::names::NodeId;
 
-/// Why a call of the tensor API failed. The variants are burn-collective's.
+/// Why a call failed. The variants are burn-collective's.
 ///
-/// Where peers disagree, all of them get the same error, and the session goes on.
+/// If peers disagree, all of them get the same error, and the session remains usable.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 pub enum CollectiveError {
-    /// The [config](crate::CollectiveConfig) can never work: it has some of the settings for several nodes and lacks
-    /// others, or has no devices or nodes, or an address is malformed.
+    /// The [config](crate::CollectiveConfig) cannot work: it has only some of the settings for several nodes, its
+    /// number of devices or nodes is 0, or an address is malformed.
     #[error(
         "invalid config: num_nodes, global_address, node_address and data_service_port belong together, counts are at \
          least 1, and addresses are host:port"
@@ -19,10 +19,11 @@ pub enum CollectiveError {
     /// The peer is not registered, or has finished before.
     #[error("the peer is not registered (any more)")]
     MultipleUnregister,
-    /// A peer with this id is registered.
+    /// A peer with this id is already registered.
     #[error("a peer with this id is registered already")]
     MultipleRegister,
-    /// The config differs from that of the first peer that registered, or all of its devices are there already.
+    /// The config differs from that of the first registered peer, or all of its `num_devices` peers are registered
+    /// already.
     #[error(
         "the config differs from that of the peers that registered before, or as many peers as it has devices are \
          registered already"
@@ -45,14 +46,14 @@ pub enum CollectiveError {
     /// The roots differ, or the root's id is registered on several nodes.
     #[error("reduce: the peers name different roots, or the root's id is not unique over the nodes")]
     ReduceRootMismatch,
-    /// Not returned: a broadcast's root is the peer that brings the tensor.
+    /// Not returned: a broadcast's root is the peer that passes the tensor.
     #[error("broadcast: the peers name different roots")]
     BroadcastRootMismatch,
-    /// Nobody brought a tensor.
-    #[error("broadcast: no peer brings a tensor, and exactly one must")]
+    /// No peer passed a tensor.
+    #[error("broadcast: no peer passes a tensor, and exactly one must")]
     BroadcastNoTensor,
-    /// More than one peer brought a tensor.
-    #[error("broadcast: several peers bring a tensor, and exactly one must")]
+    /// More than one peer passed a tensor.
+    #[error("broadcast: several peers pass a tensor, and exactly one must")]
     BroadcastMultipleTensors,
     /// The session was reset while the call waited.
     #[error("the session was reset")]
@@ -60,15 +61,15 @@ pub enum CollectiveError {
     /// The caller, or the root of a reduction, is not registered.
     #[error("the caller or the root is not registered: every peer calls `register` first")]
     RegisterNotFirstOperation,
-    /// What happened between the nodes.
+    /// An error between nodes.
     #[error("between nodes: {0}")]
     Global(#[from] GlobalCollectiveError),
-    /// Anything else, in words: a deadline that passed, a tensor that cannot be read, two calls of one peer at a time.
+    /// Any other error, as text: a deadline that passed, a tensor that cannot be read, concurrent calls of one peer.
     #[error("{0}")]
     Other(String),
 }
 
-/// What went wrong between nodes. The variants are burn-collective's.
+/// An error between nodes. The variants are burn-collective's.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 pub enum GlobalCollectiveError {
     /// Not returned: an operation before registration is [`CollectiveError::RegisterNotFirstOperation`].
@@ -83,10 +84,10 @@ pub enum GlobalCollectiveError {
     /// Not returned: a node leaves with its last peer.
     #[error("the node is still registering")]
     PendingRegisterOnFinish,
-    /// The nodes disagree about their number or their strategies. All that wait get this.
+    /// The nodes disagree about their number or their strategies. All waiting nodes get this error.
     #[error("the nodes registered with different num_nodes or global strategies")]
     RegisterParamsMismatch,
-    /// Two nodes have the same address. All that wait get this.
+    /// Two nodes have the same address. All waiting nodes get this error.
     #[error("two nodes registered with the same node address")]
     DoubleRegister,
     /// Not returned: peers on all nodes get the same error as peers on one.
@@ -95,22 +96,22 @@ pub enum GlobalCollectiveError {
     /// Not returned.
     #[error("the first message was no registration")]
     FirstMsgNotInit,
-    /// A message that is none of this protocol, for instance from another version.
-    #[error("the message is none of this version's orchestrator protocol")]
+    /// A message does not belong to this protocol; for instance, it is from another version.
+    #[error("the message does not belong to this version of the orchestrator protocol")]
     InvalidMessage,
-    /// A node sent something else than what was expected.
-    #[error("a node sent something that is not understood")]
+    /// A node sent a message that could not be decoded.
+    #[error("a node sent a message that cannot be decoded")]
     PeerSentIncoherentTensor,
-    /// The node died, its connection broke, or it finished before the others. The session cannot go on.
+    /// The node died, its connection broke, or it finished before the others. The session is no longer usable.
     #[error("{0} is gone: its process ended or its connection broke")]
     PeerLost(NodeId),
-    /// Anything else, in words.
+    /// Any other error, as text.
     #[error("{0}")]
     Server(String),
-    /// The orchestrator's answer makes no sense.
-    #[error("the orchestrator's answer is not understood; is something else listening there, or another version?")]
+    /// The orchestrator's answer could not be decoded or is inconsistent.
+    #[error("the orchestrator's answer is not understood; is another program or version listening at global_address?")]
     WrongOrchestratorResponse,
-    /// Nothing listens where the orchestrator should be.
+    /// The orchestrator cannot be reached at its address.
     #[error("the orchestrator cannot be reached; is it running, and is global_address right?")]
     OrchestratorUnreachable,
 }

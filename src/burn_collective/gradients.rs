@@ -1,32 +1,35 @@
-//! Gradients of a module.
+//! All-reduce of a module's gradients.
 
 use burn::module::ParamId;
 use burn::optim::GradientsParams;
 use burn::tensor::backend::Backend;
 use burn::tensor::{Tensor, TensorPrimitive};
 
-use super::cargo::Cargo;
-use super::claim::Call;
+use super::cargo::Payload;
+use super::claim::CollectiveCall;
 use super::error::CollectiveError;
+use super::into_tensor;
 use super::names::PeerId;
 use super::operation::run;
-use super::unload;
 use bonfire_core::ReduceOp;
 use bonfire_core::internal::hash;
 
-/// All-reduces gradients, as burn-optim does with its `collective` feature. Import it to call `grads.all_reduce(..)`.
+/// An extension trait to all-reduce gradients, as burn-optim does with its feature `collective`. Import it to call
+/// `grads.all_reduce(..)`.
 pub trait GradientsParamsExt: Sized {
     /// Reduces every gradient over all peers. `B` is the backend of the gradients: with autodiff, its inner backend.
     ///
-    /// Parameters take their turns by id, so all peers must have gradients of the same parameters: clones of one module
-    /// in the threads of a process have them, modules in different processes if they were loaded from one record.
+    /// Gradients are reduced in the order of their parameter ids, so all peers must have gradients of the same
+    /// parameter ids. Clones of one module in the threads of a process have the same ids. Modules in different
+    /// processes have them if they were loaded from one record.
     ///
     /// # Errors
-    /// [`CollectiveError::AllReduceShapeMismatch`] on all peers where some have gradients that others lack; else as
-    /// [`all_reduce`](crate::all_reduce). A quantised gradient is [`CollectiveError::Other`] on all peers.
+    /// [`CollectiveError::AllReduceShapeMismatch`] on all peers if some lack gradients that others have;
+    /// [`CollectiveError::Other`] on all peers for a quantised gradient; otherwise as
+    /// [`all_reduce`](crate::all_reduce).
     ///
     /// # Panics
-    /// As all of `GradientsParams`' methods, if the gradients are those of another backend.
+    /// If the gradients are those of another backend, as all methods of `GradientsParams`.
     ///
     /// ```no_run
     /// use bonfire::burn_collective::{CollectiveError, GradientsParamsExt, PeerId, ReduceOperation};
@@ -45,40 +48,40 @@ impl GradientsParamsExt for GradientsParams {
         let ids = ids(&self);
         let digest = ids.as_ref().map_or(0, |ids| digest(ids));
         let failure = ids.as_ref().err().cloned().map_or(Ok(None), Err);
-        run::<B>(peer, Call::Parameters(digest), failure)?;
+        run::<B>(peer, CollectiveCall::Parameters(digest), failure)?;
         for id in ids? {
-            // The number of dimensions is a promise that only shapes in types use: any will do to get at the primitive.
+            // The primitive does not depend on the type's number of dimensions, so any number gives access to it.
             let gradient = self.remove::<B, 1>(id).map(Tensor::into_primitive);
-            let (cargo, device) = match gradient {
+            let (payload, device) = match gradient {
                 Some(TensorPrimitive::Float(gradient)) => {
                     let device = B::float_device(&gradient);
-                    (Cargo::<B>::load(gradient).map(Some), device)
+                    (Payload::<B>::in_place_or_read(gradient).map(Some), device)
                 }
                 _ => (Err(CollectiveError::Other(format!("the gradient of {id} is quantised"))), B::Device::default()),
             };
-            let (cargo, _) = run(peer, Call::AllReduce(op), cargo)?;
-            let reduced = TensorPrimitive::Float(unload(cargo, &device)?);
+            let (payload, _) = run(peer, CollectiveCall::AllReduce(op), payload)?;
+            let reduced = TensorPrimitive::Float(into_tensor(payload, &device)?);
             self.register::<B, 1>(id, Tensor::from_primitive(reduced));
         }
         Ok(self)
     }
 }
 
-/// The ids of the parameters that have gradients, in order. burn shows them in the `Debug` output only.
+/// Returns the sorted ids of the parameters that have gradients. burn exposes them in the `Debug` output only.
 fn ids(gradients: &GradientsParams) -> Result<Vec<ParamId>, CollectiveError> {
-    let ids = listed(&format!("{gradients:?}"));
+    let ids = parse_ids(&format!("{gradients:?}"));
     if ids.len() == gradients.len() {
         return Ok(ids);
     }
     Err(CollectiveError::Other(format!(
-        "{} of {} parameter ids are understood: this version of burn shows them in another way than burn 0.21",
+        "{} of {} parameter ids could be read: this version of burn prints them differently than burn 0.21",
         ids.len(),
         gradients.len()
     )))
 }
 
-/// The numbers in every `ParamId { value: 123 }`, sorted.
-fn listed(text: &str) -> Vec<ParamId> {
+/// Parses the number of every `ParamId { value: 123 }` and returns them sorted.
+fn parse_ids(text: &str) -> Vec<ParamId> {
     let numbers = text.split("ParamId { value: ").skip(1);
     let mut ids: Vec<u64> = numbers.filter_map(|rest| rest.split_once(' ')?.0.parse().ok()).collect();
     ids.sort_unstable();
@@ -86,7 +89,7 @@ fn listed(text: &str) -> Vec<ParamId> {
     ids.into_iter().map(ParamId::from).collect()
 }
 
-/// The same for the same ids in every build.
+/// Hashes the ids. The hash is the same in every build.
 fn digest(ids: &[ParamId]) -> u64 {
     hash(ids.iter().flat_map(|id| id.val().to_le_bytes()))
 }
@@ -108,10 +111,10 @@ mod tests {
     }
 
     #[test]
-    fn other_texts_have_no_ids() {
+    fn text_without_ids_gives_none() {
         for text in ["", "ParamId(7)", "ParamId { value: x }", "ParamId { value: "] {
-            assert_eq!(listed(text), vec![]);
+            assert_eq!(parse_ids(text), vec![]);
         }
-        assert_ne!(digest(&listed("ParamId { value: 1 }")), digest(&listed("ParamId { value: 256 }")));
+        assert_ne!(digest(&parse_ids("ParamId { value: 1 }")), digest(&parse_ids("ParamId { value: 256 }")));
     }
 }

@@ -1,4 +1,4 @@
-//! What nodes and the orchestrator say to each other: one frame there, one back.
+//! Messages between nodes and the orchestrator: a node sends one frame and receives one.
 
 use serde::{Deserialize, Serialize};
 
@@ -6,18 +6,18 @@ use super::config::Strategies;
 use super::error::GlobalCollectiveError;
 use super::names::NodeId;
 
-/// Changes with the messages.
+/// The protocol version. It changes with the messages.
 pub(super) const PROTOCOL: u32 = 0xB0F1_0001;
 
-/// A node's wish to take part.
+/// A node's registration for a session.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct Registration {
-    /// First, so that it is understood whatever follows.
+    /// The first field, so that it can be decoded whatever follows.
     pub protocol: u32,
     pub host: String,
-    /// The node address's own port, if it has one: with the host it tells nodes apart.
+    /// The port of the node address, or the data port if it has none. Host and port identify a node.
     pub port: u16,
-    /// Where the node meets the others if it becomes node 0.
+    /// The port on which the node accepts the others if it becomes node 0.
     pub data_port: u16,
     pub num_nodes: u32,
     pub lowest_peer: u32,
@@ -27,7 +27,7 @@ pub(super) struct Registration {
 /// The orchestrator's answer.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) enum Answer {
-    /// All nodes are there: who the receiver is, and where all are, by id.
+    /// All nodes have registered: the receiver's id, and the hosts and data ports of all nodes, by id.
     Start {
         node: NodeId,
         nodes: Vec<(String, u16)>,

@@ -1,11 +1,11 @@
-//! Who takes part, and where.
+//! Ids of peers and nodes.
 
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// A participant of collective operations: usually a thread with a device of its own. Unique within the session, and
-/// over all nodes: a reduction with a root needs that.
+/// The id of a peer, a participant of collective operations: usually a thread with a device of its own. It must be
+/// unique in the session, over all nodes: a reduction to a root relies on it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct PeerId(pub u32);
 
@@ -15,12 +15,12 @@ impl fmt::Display for PeerId {
     }
 }
 
-/// A process of a session that spans several, numbered from 0 by the orchestrator.
+/// The id of a node, a process of a session that spans several. The orchestrator numbers nodes from 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct NodeId(u32);
 
 impl NodeId {
-    /// The node's rank in the group of nodes.
+    /// Returns the node's rank in the group of nodes.
     pub(super) fn rank(self) -> usize {
         self.0 as usize
     }
@@ -35,7 +35,7 @@ impl fmt::Display for NodeId {
 macro_rules! from_numbers {
     ($id:ident: $($number:ty),*) => {$(
         impl From<$number> for $id {
-            /// Numbers beyond 32 bits are cut off, negative ones wrap.
+            /// Truncates numbers to 32 bits; negative ones wrap.
             fn from(number: $number) -> Self {
                 $id(number as u32)
             }

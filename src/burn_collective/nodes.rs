@@ -1,4 +1,4 @@
-//! One node among several: how it finds the others, and what it does with them.
+//! A node's connection to the other nodes: registration with the orchestrator, and operations of the group of nodes.
 
 use std::io::ErrorKind;
 use std::time::Duration;
@@ -7,8 +7,8 @@ use burn::tensor::TensorData;
 use tokio::net::{TcpStream, lookup_host};
 use tokio::time::{sleep, timeout};
 
-use super::claim::{self, Claimed, merge};
-use super::config::{AllReduceStrategy, Global};
+use super::claim::{self, ClaimResult, merge};
+use super::config::{AllReduceStrategy, MultiNode};
 use super::data;
 use super::error::{CollectiveError, GlobalCollectiveError};
 use super::messages::{Answer, PROTOCOL, Registration};
@@ -16,30 +16,30 @@ use super::names::{NodeId, PeerId};
 use bonfire_core::internal::{Opening, Purpose, RETRY, Refusal, dial, frame, permit};
 use bonfire_core::{Algorithm, Deadline, Error, Group, ReduceOp, Secret};
 
-/// How long nodes may take to find each other.
+/// The timeout for nodes to register and to connect.
 pub(super) const RENDEZVOUS: Duration = Duration::from_secs(120);
 
-/// A node's claim takes this much of the agreement. Shapes of some fifty dimensions fit.
+/// Bytes of a node's claim in the all-gather of claims. Shapes of about fifty dimensions fit.
 const CLAIM: usize = 512;
 
-/// This process among the nodes. Its rank is its id.
+/// This process as a rank of the group of nodes. Its rank is its id.
 pub(super) struct Node {
     group: Group,
 }
 
 impl Node {
-    /// Registers with the orchestrator and connects to the other nodes. Blocks until all are there. Either step takes
-    /// at most `limit`, and at most [`RENDEZVOUS`].
-    pub fn connect(global: &Global, peers: &[PeerId], limit: Duration) -> Result<Node, CollectiveError> {
-        let host = &global.host;
+    /// Registers with the orchestrator and connects to the other nodes. Blocks until all are connected. Each of the two
+    /// steps takes at most `limit` and at most [`RENDEZVOUS`].
+    pub fn connect(config: &MultiNode, peers: &[PeerId], limit: Duration) -> Result<Node, CollectiveError> {
+        let host = &config.host;
         let registration = Registration {
             protocol: PROTOCOL,
             host: host.clone(),
-            port: global.port,
-            data_port: global.data_service_port,
-            num_nodes: global.num_nodes,
+            port: config.port,
+            data_port: config.data_service_port,
+            num_nodes: config.num_nodes,
             lowest_peer: peers.iter().map(|peer| peer.0).min().unwrap_or(0),
-            strategies: global.strategies,
+            strategies: config.strategies,
         };
         let rendezvous = limit.min(RENDEZVOUS);
         let refused = |error: Error| GlobalCollectiveError::Server(error.to_string());
@@ -47,9 +47,9 @@ impl Node {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
         let runtime = runtime.map_err(|error| GlobalCollectiveError::Server(error.to_string()))?;
         let deadline = Deadline::after(rendezvous);
-        let registered = register(&global.orchestrator, &registration, secret.as_ref(), &deadline);
+        let registered = register(&config.orchestrator, &registration, secret.as_ref(), &deadline);
         let (id, nodes) = runtime.block_on(registered)?;
-        let algorithm = match global.strategies.all_reduce {
+        let algorithm = match config.strategies.all_reduce {
             Some(AllReduceStrategy::Centralized) => Some(Algorithm::Direct),
             Some(AllReduceStrategy::Tree(_)) => Some(Algorithm::Tree),
             Some(AllReduceStrategy::Ring) | None => None,
@@ -65,36 +65,36 @@ impl Node {
         Ok(Node { group })
     }
 
-    /// Merges the claims of all nodes. Here and everywhere the same comes out, unless the network fails.
-    pub fn merge(&self, ours: Claimed) -> Claimed {
+    /// Merges the claims of all nodes. All nodes get the same result, unless the network fails.
+    pub fn merge(&self, ours: ClaimResult) -> ClaimResult {
         let too_long =
             || CollectiveError::Other(format!("a shape or an error does not fit the {CLAIM} bytes of a claim"));
         let nodes = self.group.world_size();
         let mut all = vec![0; nodes * CLAIM];
         let own = &mut all[self.group.rank() * CLAIM..][..CLAIM];
         if postcard::to_slice(&ours, own).is_err() {
-            // The replacement is shorter.
-            postcard::to_slice::<Claimed>(&Err(too_long()), own).map_err(|_| too_long())?;
+            // The replacement is shorter and fits.
+            postcard::to_slice::<ClaimResult>(&Err(too_long()), own).map_err(|_| too_long())?;
         }
-        self.group.all_gather(&mut all).map_err(|error| self.lost(error))?;
+        self.group.all_gather(&mut all).map_err(|error| self.node_error(error))?;
         merge(all.chunks(CLAIM).map(claim::read))
     }
 
     pub fn all_reduce(&self, data: &mut TensorData, op: ReduceOp) -> Result<(), CollectiveError> {
-        data::all_reduce(&self.group, data, op).map_err(|error| self.lost(error))
+        data::all_reduce(&self.group, data, op).map_err(|error| self.node_error(error))
     }
 
     pub fn reduce(&self, data: &mut TensorData, op: ReduceOp, root: usize) -> Result<(), CollectiveError> {
-        data::reduce(&self.group, data, op, root).map_err(|error| self.lost(error))
+        data::reduce(&self.group, data, op, root).map_err(|error| self.node_error(error))
     }
 
     pub fn broadcast(&self, data: &mut TensorData, root: usize) -> Result<(), CollectiveError> {
-        self.group.broadcast::<u8>(&mut data.bytes, root).map_err(|error| self.lost(error))
+        self.group.broadcast::<u8>(&mut data.bytes, root).map_err(|error| self.node_error(error))
     }
 
-    fn lost(&self, error: Error) -> CollectiveError {
+    fn node_error(&self, error: Error) -> CollectiveError {
         log::error!("node {}: {error}", self.group.rank());
-        CollectiveError::Global(match error {
+        CollectiveError::MultiNode(match error {
             Error::PeerLost { peer: rank, .. } | Error::Left { rank, .. } => {
                 GlobalCollectiveError::PeerLost(NodeId::from(rank))
             }
@@ -103,7 +103,7 @@ impl Node {
     }
 }
 
-/// This node's id and where all nodes are.
+/// Registers with the orchestrator. Returns this node's id, and the hosts and data ports of all nodes.
 async fn register(
     orchestrator: &(String, u16),
     registration: &Registration,
@@ -111,7 +111,7 @@ async fn register(
     deadline: &Deadline,
 ) -> Result<(NodeId, Vec<(String, u16)>), GlobalCollectiveError> {
     let ((host, port), num_nodes) = (orchestrator, registration.num_nodes);
-    let mut stream = reach(orchestrator, num_nodes, secret, deadline).await?;
+    let mut stream = connect_orchestrator(orchestrator, num_nodes, secret, deadline).await?;
     let answer = match frame::write(&mut stream, registration).await {
         Ok(()) => frame::expect(&mut stream, deadline.remaining()).await,
         Err(error) => Err(error),
@@ -127,20 +127,20 @@ async fn register(
                  registered",
                 deadline.elapsed()
             )),
-            _ => broken(orchestrator, &error),
+            _ => connection_error(orchestrator, &error),
         }),
     }
 }
 
-/// Connects to the orchestrator, which may start later than the nodes, and proves to it who this is.
-async fn reach(
+/// Connects to the orchestrator, which may start later than the nodes, and authenticates.
+async fn connect_orchestrator(
     orchestrator: &(String, u16),
     num_nodes: u32,
     secret: Option<&Secret>,
     deadline: &Deadline,
 ) -> Result<TcpStream, GlobalCollectiveError> {
     let (host, port) = orchestrator;
-    // Nodes have no number yet.
+    // Nodes have no ids yet.
     let (session, from, to, number, of) = (0, 0, 0, 0, 1);
     let opening = Opening { purpose: Purpose::Registration, session, from, to, world_size: num_nodes, number, of };
     loop {
@@ -152,8 +152,8 @@ async fn reach(
             dial(&mut stream, secret, opening).await?;
             Ok(stream)
         };
-        let late = |_| Err(Refusal::Io(ErrorKind::TimedOut.into()));
-        match timeout(deadline.remaining(), attempt).await.unwrap_or_else(late) {
+        let timed_out = |_| Err(Refusal::Io(ErrorKind::TimedOut.into()));
+        match timeout(deadline.remaining(), attempt).await.unwrap_or_else(timed_out) {
             Ok(stream) => return Ok(stream),
             Err(Refusal::Io(error)) if deadline.passed() => {
                 log::error!("orchestrator at {host}:{port}: {error} after {:.1?}", deadline.elapsed());
@@ -161,11 +161,11 @@ async fn reach(
             }
             Err(Refusal::Io(_)) => sleep(RETRY.min(deadline.remaining())).await,
             Err(Refusal::Stranger) => return Err(GlobalCollectiveError::WrongOrchestratorResponse),
-            Err(refusal) => return Err(broken(orchestrator, &refusal)),
+            Err(refusal) => return Err(connection_error(orchestrator, &refusal)),
         }
     }
 }
 
-fn broken((host, port): &(String, u16), why: &dyn std::error::Error) -> GlobalCollectiveError {
+fn connection_error((host, port): &(String, u16), why: &dyn std::error::Error) -> GlobalCollectiveError {
     GlobalCollectiveError::Server(format!("the connection to the orchestrator at {host}:{port} broke: {why}"))
 }

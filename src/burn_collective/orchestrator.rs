@@ -1,4 +1,5 @@
-//! Where nodes register: gives each an id, and all of them the addresses of all. No tensor passes through it.
+//! The orchestrator, with which nodes register: assigns their ids and sends each the addresses of all. Tensors do not
+//! pass through it.
 
 use std::io::{self, ErrorKind};
 use std::sync::{Arc, Mutex};
@@ -17,20 +18,20 @@ use super::nodes::RENDEZVOUS;
 use bonfire_core::internal::{Lobby, Opening, Purpose, RETRY, answer, confirm, frame, lock, permit};
 use bonfire_core::{Error, Secret};
 
-/// Nodes that may register at once.
+/// The most nodes that may register at the same time. Bounds the queue of connections without a complete handshake.
 const NODES: usize = 1024;
 
-/// Runs the orchestrator of sessions that span several nodes, on this port, until Ctrl-C.
+/// Runs the orchestrator of sessions over several nodes on this port, until Ctrl-C.
 ///
-/// It listens on loopback. `BONFIRE_HOST` in its environment names another address of this machine, for which it needs the
-/// secret that all nodes have, in `BONFIRE_SECRET_FILE` or `BONFIRE_SECRET` (see [`Secret::from_env`]). It needs a tokio
-/// runtime with I/O and time enabled.
+/// It listens on loopback. To use another address of this machine, set `BONFIRE_HOST` in its environment; the
+/// orchestrator and all nodes then need the same secret, in `BONFIRE_SECRET_FILE` or `BONFIRE_SECRET` (see
+/// [`Secret::from_env`]). It needs a tokio runtime with I/O and time enabled.
 ///
-/// Once as many nodes have registered as their configs say, they are numbered by their lowest [`PeerId`], and the
-/// orchestrator is ready for the next session. Nodes that contradict each other are all refused.
+/// Once as many nodes have registered as their configs say, the orchestrator numbers them by their lowest [`PeerId`].
+/// It is then ready for the next session. If the configs of nodes contradict each other, it refuses all of these nodes.
 ///
 /// # Errors
-/// Where it cannot listen it returns at once, and an error in the log says why.
+/// If it cannot listen, it logs an error and returns at once.
 ///
 /// ```no_run
 /// # async fn example() {
@@ -58,7 +59,7 @@ pub async fn start_global_orchestrator(port: u16) {
     }
 }
 
-/// Listens, where that is allowed with the secret that the environment gives.
+/// Listens, if that is permitted with the environment's secret. Returns the secret too.
 async fn listen(host: &str, port: u16) -> Result<(TcpListener, Option<Secret>), Error> {
     let failed = |e: io::Error| Error::io("listening", e);
     let secret = Secret::from_env()?;
@@ -68,17 +69,17 @@ async fn listen(host: &str, port: u16) -> Result<(TcpListener, Option<Secret>), 
 }
 
 async fn serve(listener: TcpListener, secret: Option<Secret>) {
-    let round = Arc::new(Mutex::new(Round::default()));
+    let session = Arc::new(Mutex::new(PendingSession::default()));
     let lobby = Lobby::new(NODES);
-    let (known, mut queue) = unbounded_channel();
-    // Dropped, and the tasks with it, when the orchestrator ends.
+    let (authenticated, mut queue) = unbounded_channel();
+    // Dropping it when the orchestrator ends aborts the tasks.
     let mut nodes = JoinSet::new();
     loop {
         tokio::select! {
             accepted = listener.accept() => match accepted {
                 Ok((mut stream, address)) => {
-                    let (known, secret) = (known.clone(), secret.clone());
-                    let proof = async move {
+                    let (authenticated, secret) = (authenticated.clone(), secret.clone());
+                    let handshake = async move {
                         let fits = |opening: &Opening| match opening.purpose {
                             Purpose::Registration => Ok(()),
                             purpose => Err(format!("it is a connection for {purpose:?}, and this is an orchestrator")),
@@ -86,10 +87,10 @@ async fn serve(listener: TcpListener, secret: Option<Secret>) {
                         answer(&mut stream, secret.as_ref(), 0, fits).await?;
                         Ok(stream)
                     };
-                    lobby.receive(address, proof, move |mut stream| async move {
+                    lobby.receive(address, handshake, move |mut stream| async move {
                         confirm(&mut stream).await?;
-                        // Nobody hears it where the orchestrator has ended meanwhile.
-                        let _ = known.send((stream, address));
+                        // Fails only if the orchestrator has ended meanwhile.
+                        let _ = authenticated.send((stream, address));
                         Ok(())
                     });
                 }
@@ -99,9 +100,9 @@ async fn serve(listener: TcpListener, secret: Option<Secret>) {
                 }
             },
             Some((stream, address)) = queue.recv() => {
-                let round = round.clone();
+                let session = session.clone();
                 nodes.spawn(async move {
-                    if let Err(error) = attend(stream, &round).await {
+                    if let Err(error) = serve_node(stream, &session).await {
                         log::warn!("orchestrator, {address}: {error}");
                     }
                 });
@@ -111,25 +112,25 @@ async fn serve(listener: TcpListener, secret: Option<Secret>) {
     }
 }
 
-/// One node: its registration in, its answer out.
-async fn attend(mut stream: TcpStream, round: &Mutex<Round>) -> Result<(), GlobalCollectiveError> {
-    let late = |_| GlobalCollectiveError::Server(format!("no registration within {RENDEZVOUS:?}"));
-    let answer = match timeout(RENDEZVOUS, receive(&mut stream)).await.map_err(late)? {
+/// Serves one node: receives its registration and sends the answer.
+async fn serve_node(mut stream: TcpStream, session: &Mutex<PendingSession>) -> Result<(), GlobalCollectiveError> {
+    let timed_out = |_| GlobalCollectiveError::Server(format!("no registration within {RENDEZVOUS:?}"));
+    let answer = match timeout(RENDEZVOUS, receive(&mut stream)).await.map_err(timed_out)? {
         Ok(registration) if registration.protocol == PROTOCOL => {
-            let (ticket, answer) = lock(round).enter(registration);
+            let (ticket, answer) = lock(session).register(registration);
             let answer = tokio::select! {
                 answer = answer => answer.ok(),
-                // A node that waits sends nothing: this is its end.
+                // A waiting node sends nothing, so a completed read means that its connection ended.
                 _ = stream.read_u8() => None,
                 () = tokio::time::sleep(RENDEZVOUS) => {
                     let reason = format!("too few nodes registered within {RENDEZVOUS:?}");
                     Some(Answer::Refused(GlobalCollectiveError::Server(reason)))
                 }
             };
-            lock(round).leave(ticket);
+            lock(session).unregister(ticket);
             match answer {
                 Some(answer) => answer,
-                None => return Err(GlobalCollectiveError::Server("the node went away".into())),
+                None => return Err(GlobalCollectiveError::Server("the node disconnected".into())),
             }
         }
         Ok(_) => Answer::Refused(GlobalCollectiveError::InvalidMessage),
@@ -137,69 +138,70 @@ async fn attend(mut stream: TcpStream, round: &Mutex<Round>) -> Result<(), Globa
     };
     match timeout(RENDEZVOUS, frame::write(&mut stream, &answer)).await {
         Ok(Ok(())) => Ok(()),
-        Ok(Err(error)) => Err(broken(error)),
+        Ok(Err(error)) => Err(connection_error(error)),
         Err(_) => Err(GlobalCollectiveError::Server("the node does not read its answer".into())),
     }
 }
 
 async fn receive(stream: &mut TcpStream) -> Result<Registration, GlobalCollectiveError> {
-    let gone = || GlobalCollectiveError::Server("the node went away".into());
-    frame::read(stream).await.map_err(broken)?.ok_or_else(gone)
+    let disconnected = || GlobalCollectiveError::Server("the node disconnected".into());
+    frame::read(stream).await.map_err(connection_error)?.ok_or_else(disconnected)
 }
 
-fn broken(error: io::Error) -> GlobalCollectiveError {
+fn connection_error(error: io::Error) -> GlobalCollectiveError {
     match error.kind() {
         ErrorKind::InvalidData => GlobalCollectiveError::InvalidMessage,
         _ => GlobalCollectiveError::Server(error.to_string()),
     }
 }
 
-/// The nodes of the session that is coming together.
+/// The registrations for the next session.
 #[derive(Default)]
-struct Round {
+struct PendingSession {
     tickets: u64,
-    waiting: Vec<Waiting>,
+    waiting: Vec<WaitingNode>,
 }
 
-struct Waiting {
+struct WaitingNode {
     ticket: u64,
     registration: Registration,
     answer: oneshot::Sender<Answer>,
 }
 
-impl Round {
-    /// Adds a node, and answers all if that settles the round.
-    fn enter(&mut self, registration: Registration) -> (u64, oneshot::Receiver<Answer>) {
+impl PendingSession {
+    /// Adds a node. Answers all waiting nodes if that completes the session or shows a contradiction.
+    fn register(&mut self, registration: Registration) -> (u64, oneshot::Receiver<Answer>) {
         let (answer, receiver) = oneshot::channel();
         self.tickets += 1;
-        self.waiting.push(Waiting { ticket: self.tickets, registration, answer });
-        self.waiting.sort_by(|a, b| place(&a.registration).cmp(&place(&b.registration)));
+        self.waiting.push(WaitingNode { ticket: self.tickets, registration, answer });
+        self.waiting.sort_by(|a, b| sort_key(&a.registration).cmp(&sort_key(&b.registration)));
         let registrations: Vec<&Registration> = self.waiting.iter().map(|node| &node.registration).collect();
-        if let Some(settled) = settle(&registrations) {
+        if let Some(outcome) = outcome(&registrations) {
             let answers = self.waiting.drain(..).enumerate().map(|(id, node)| {
                 let start = |nodes| Answer::Start { node: NodeId::from(id), nodes };
-                (node.answer, settled.clone().map_or_else(Answer::Refused, start))
+                (node.answer, outcome.clone().map_or_else(Answer::Refused, start))
             });
             for (node, answer) in answers {
-                // A node that is gone needs no answer.
+                // Fails only if the node has disconnected.
                 let _ = node.send(answer);
             }
         }
         (self.tickets, receiver)
     }
 
-    fn leave(&mut self, ticket: u64) {
+    fn unregister(&mut self, ticket: u64) {
         self.waiting.retain(|node| node.ticket != ticket);
     }
 }
 
-/// The order of ids: by what a config says, not by arrival.
-fn place(registration: &Registration) -> (u32, &str, u16) {
+/// The order of ids. It depends on the configs, not on the order of arrival.
+fn sort_key(registration: &Registration) -> (u32, &str, u16) {
     (registration.lowest_peer, &registration.host, registration.port)
 }
 
-/// Where all nodes are, once all have registered; or what speaks against it.
-fn settle(registrations: &[&Registration]) -> Option<Result<Vec<(String, u16)>, GlobalCollectiveError>> {
+/// Returns the hosts and data ports of all nodes once all have registered, or an error if registrations contradict each
+/// other. Returns `None` while nodes are missing.
+fn outcome(registrations: &[&Registration]) -> Option<Result<Vec<(String, u16)>, GlobalCollectiveError>> {
     let (first, others) = registrations.split_first()?;
     if others.iter().any(|other| (other.num_nodes, other.strategies) != (first.num_nodes, first.strategies)) {
         return Some(Err(GlobalCollectiveError::RegisterParamsMismatch));

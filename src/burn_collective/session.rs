@@ -1,4 +1,4 @@
-//! Who is registered. One session for each backend type and process.
+//! Sessions: the registered peers. There is one session per backend type and process.
 
 use std::any::{Any, TypeId};
 use std::collections::BTreeMap;
@@ -15,7 +15,7 @@ use super::table::Table;
 use bonfire_core::internal::{DEADLINE, deadline_from_env, lock};
 use bonfire_core::{Deadline, Error, Group};
 
-/// The session of backend `B`.
+/// Returns the session of backend `B`.
 pub(super) fn session<B: Backend>() -> Arc<Session> {
     static SESSIONS: Mutex<BTreeMap<TypeId, Arc<Session>>> = Mutex::new(BTreeMap::new());
     lock(&SESSIONS).entry(TypeId::of::<B>()).or_default().clone()
@@ -23,20 +23,20 @@ pub(super) fn session<B: Backend>() -> Arc<Session> {
 
 #[derive(Default)]
 pub(super) struct Session {
-    state: Mutex<State>,
-    /// Registrations completed or failed, or the session was reset.
+    state: Mutex<SessionState>,
+    /// Notified when registrations complete or fail, and when the session is reset.
     changed: Condvar,
 }
 
-/// A device, whose type only the generic callers know.
+/// A type-erased device: only the generic callers know its type.
 pub(super) type Device = Arc<dyn Any + Send + Sync>;
 
 /// What a registered peer needs for an operation.
 #[derive(Clone)]
-pub(super) struct Seat {
-    /// The peer's place among its node's peers, by id.
+pub(super) struct PeerHandle {
+    /// The peer's rank among its node's peers, in the order of ids.
     pub rank: usize,
-    /// The node's peers.
+    /// The group of the node's peers.
     pub group: Group,
     pub table: Arc<Table>,
     pub node: Option<Arc<Node>>,
@@ -44,33 +44,33 @@ pub(super) struct Seat {
 }
 
 #[derive(Default)]
-struct State {
-    /// Counts resets.
+struct SessionState {
+    /// The number of resets.
     era: u64,
-    /// Whether anybody has registered since.
+    /// Whether a peer has registered since the last reset.
     used: bool,
     config: Option<CollectiveConfig>,
     deadline: Duration,
-    members: BTreeMap<PeerId, Member>,
-    /// Why registrations failed, until their callers fetch it.
+    members: BTreeMap<PeerId, RegisteredPeer>,
+    /// Errors of failed registrations, until the waiting calls fetch them.
     refusals: BTreeMap<PeerId, CollectiveError>,
-    /// The last peer to register is looking for the other nodes.
+    /// Whether the last peer to register is connecting to the other nodes.
     connecting: bool,
     node: Option<Arc<Node>>,
-    /// Where the seated peers meet.
+    /// The table of the peers whose registration is complete.
     table: Option<Arc<Table>>,
 }
 
-struct Member {
+struct RegisteredPeer {
     device: Device,
-    /// None until the registration is complete.
-    seat: Option<Seat>,
+    /// `None` until the registration is complete.
+    handle: Option<PeerHandle>,
 }
 
 impl Session {
     pub fn register(&self, id: PeerId, device: Device, config: CollectiveConfig) -> Result<(), CollectiveError> {
-        let global = config.global()?;
-        let deadline = deadline_from_env(|name| std::env::var(name).ok()).map_err(in_words)?.unwrap_or(DEADLINE);
+        let multi_node = config.multi_node()?;
+        let deadline = deadline_from_env(|name| std::env::var(name).ok()).map_err(other_error)?.unwrap_or(DEADLINE);
         let mut state = lock(&self.state);
         if state.members.contains_key(&id) {
             return Err(CollectiveError::MultipleRegister);
@@ -81,16 +81,16 @@ impl Session {
             return Err(CollectiveError::RegisterParamsMismatch);
         }
         (state.used, state.config, state.deadline) = (true, Some(config), deadline);
-        state.members.insert(id, Member { device, seat: None });
+        state.members.insert(id, RegisteredPeer { device, handle: None });
         if state.members.len() < num_devices {
-            return self.await_seat(state, id);
+            return self.await_handle(state, id);
         }
-        if let (Some(global), None) = (global, &state.node) {
+        if let (Some(multi_node), None) = (multi_node, &state.node) {
             let peers: Vec<PeerId> = state.members.keys().copied().collect();
             let era = state.era;
             state.connecting = true;
             drop(state);
-            let node = Node::connect(&global, &peers, deadline);
+            let node = Node::connect(&multi_node, &peers, deadline);
             state = lock(&self.state);
             if state.era != era {
                 return Err(CollectiveError::LocalServerMissing);
@@ -106,58 +106,59 @@ impl Session {
                 }
             }
         }
-        let seated = state.seat(true);
+        let result = state.rebuild_table(true);
         self.changed.notify_all();
-        seated
+        result
     }
 
     pub fn finish(&self, id: PeerId) -> Result<(), CollectiveError> {
         let mut state = lock(&self.state);
         match state.members.get(&id) {
             None if state.used => return Err(CollectiveError::MultipleUnregister),
-            Some(Member { seat: Some(_), .. }) => {}
+            Some(RegisteredPeer { handle: Some(_), .. }) => {}
             _ => return Err(CollectiveError::RegisterNotFirstOperation),
         }
         let member = state.members.remove(&id);
-        let seated = state.seat(false);
+        let result = state.rebuild_table(false);
         let node = if state.table.is_none() { state.node.take() } else { None };
         drop(state);
-        // Outside the lock, because the last handle to a group says farewell to the other nodes.
+        // Dropped outside the lock: the last handle to a group sends goodbye messages to the other nodes.
         drop((member, node));
-        seated
+        result
     }
 
     pub fn reset(&self) {
         let mut state = lock(&self.state);
         let era = state.era + 1;
-        let old = std::mem::replace(&mut *state, State { era, ..State::default() });
+        let old = std::mem::replace(&mut *state, SessionState { era, ..SessionState::default() });
         if let Some(table) = &old.table {
             table.close(Some(CollectiveError::LocalServerMissing));
         }
         self.changed.notify_all();
         drop(state);
-        // Outside the lock, as above.
+        // Dropped outside the lock, as in `finish`.
         drop(old);
     }
 
-    pub fn seat(&self, id: PeerId) -> Result<Seat, CollectiveError> {
+    pub fn handle(&self, id: PeerId) -> Result<PeerHandle, CollectiveError> {
         let state = lock(&self.state);
-        let seat = state.members.get(&id).and_then(|member| member.seat.clone());
-        seat.ok_or(CollectiveError::RegisterNotFirstOperation)
+        let handle = state.members.get(&id).and_then(|member| member.handle.clone());
+        handle.ok_or(CollectiveError::RegisterNotFirstOperation)
     }
 
-    /// The peers did not come together at this table, which is closed. Returns where the caller should try another.
+    /// Handles a closed table. Returns `Ok` if the caller should retry on the new table, otherwise the reason why it
+    /// was closed.
     pub fn leave_table(&self, table: &Arc<Table>) -> Result<(), CollectiveError> {
         let Some(error) = table.reason() else { return Ok(()) };
         let mut state = lock(&self.state);
-        // The failure is over with this call. Later ones meet at a new table.
+        // The failure affects this operation only. Later ones use a new table.
         if state.table.as_ref().is_some_and(|current| Arc::ptr_eq(current, table)) {
-            state.seat(false)?;
+            state.rebuild_table(false)?;
         }
         Err(error)
     }
 
-    fn await_seat(&self, mut state: MutexGuard<'_, State>, id: PeerId) -> Result<(), CollectiveError> {
+    fn await_handle(&self, mut state: MutexGuard<'_, SessionState>, id: PeerId) -> Result<(), CollectiveError> {
         let era = state.era;
         let deadline = Deadline::after(state.deadline);
         loop {
@@ -167,49 +168,51 @@ impl Session {
             if let Some(error) = state.refusals.remove(&id) {
                 return Err(error);
             }
-            if state.members.get(&id).is_some_and(|member| member.seat.is_some()) {
+            if state.members.get(&id).is_some_and(|member| member.handle.is_some()) {
                 return Ok(());
             }
-            // The search for other nodes has a deadline of its own.
+            // Connecting to other nodes has a deadline of its own.
             if deadline.passed() && !state.connecting {
-                return Err(state.give_up(id, &deadline));
+                return Err(state.time_out(id, &deadline));
             }
-            let pause = if state.connecting { Duration::from_secs(1) } else { deadline.remaining() };
-            state = self.changed.wait_timeout(state, pause).unwrap_or_else(PoisonError::into_inner).0;
+            let timeout = if state.connecting { Duration::from_secs(1) } else { deadline.remaining() };
+            state = self.changed.wait_timeout(state, timeout).unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 }
 
-impl State {
-    /// Seats the peers that have a seat, or all, at a new table, by id.
-    fn seat(&mut self, all: bool) -> Result<(), CollectiveError> {
+impl SessionState {
+    /// Makes a new group and table for the peers whose registration is complete, or with `all` for all peers, and
+    /// completes their registration. Ranks are in the order of ids.
+    fn rebuild_table(&mut self, all: bool) -> Result<(), CollectiveError> {
         if let Some(table) = self.table.take() {
             table.close(None);
         }
-        let members: Vec<_> = self.members.iter_mut().filter(|(_, member)| all || member.seat.is_some()).collect();
+        let members: Vec<_> = self.members.iter_mut().filter(|(_, member)| all || member.handle.is_some()).collect();
         if members.is_empty() {
             self.forget_config();
             return Ok(());
         }
         let table = Arc::new(Table::new(members.iter().map(|(id, _)| **id).collect()));
-        let groups = Group::builder().deadline(self.deadline).threads(members.len()).map_err(in_words)?;
+        let groups = Group::builder().deadline(self.deadline).threads(members.len()).map_err(other_error)?;
         for (rank, ((_, member), group)) in members.into_iter().zip(groups).enumerate() {
             let (table, node, device) = (table.clone(), self.node.clone(), member.device.clone());
-            member.seat = Some(Seat { rank, group, table, node, device });
+            member.handle = Some(PeerHandle { rank, group, table, node, device });
         }
         self.table = Some(table);
         Ok(())
     }
 
-    /// Ends all registrations that are not complete.
+    /// Fails all registrations that are not complete.
     fn refuse_all(&mut self, error: &CollectiveError) {
-        for (id, _) in self.members.extract_if(.., |_, member| member.seat.is_none()) {
+        for (id, _) in self.members.extract_if(.., |_, member| member.handle.is_none()) {
             self.refusals.insert(id, error.clone());
         }
         self.forget_config();
     }
 
-    fn give_up(&mut self, id: PeerId, deadline: &Deadline) -> CollectiveError {
+    /// Removes a peer whose registration timed out and returns its error.
+    fn time_out(&mut self, id: PeerId, deadline: &Deadline) -> CollectiveError {
         let registered: Vec<u32> = self.members.keys().map(|id| id.0).collect();
         let expected = self.config.as_ref().map_or(0, |config| config.num_devices);
         self.members.remove(&id);
@@ -221,7 +224,7 @@ impl State {
         ))
     }
 
-    /// The next session may be another.
+    /// Forgets the config if no peer is left, so that the next session may have another one.
     fn forget_config(&mut self) {
         if self.members.is_empty() {
             self.config = None;
@@ -229,7 +232,7 @@ impl State {
     }
 }
 
-/// An error of level 1 that a peer's call cannot be matched with.
-pub(super) fn in_words(error: Error) -> CollectiveError {
+/// Converts an error of a group, which burn-collective has no variant for.
+pub(super) fn other_error(error: Error) -> CollectiveError {
     CollectiveError::Other(error.to_string())
 }

@@ -1,4 +1,4 @@
-//! cubecl's `ServerCommunication`, on any runtime.
+//! cubecl's `ServerCommunication` on any runtime.
 
 use std::sync::Arc;
 
@@ -11,21 +11,21 @@ use cubecl::stream_id::StreamId;
 
 use super::DeviceTransport;
 use super::compute::CollectiveServer;
-use super::copy::Layout;
+use super::copy::TensorLayout;
 use super::engine::{Job, call};
 use super::memory::Span;
-use super::pending::{Pending, UNFINISHED, results};
-use super::post::{Message, Post};
-use super::reading::caught;
-use super::round::{Round, Source};
+use super::pending::{PendingResult, UNFINISHED, results};
+use super::post::{DeviceMessage, Mailbox};
+use super::reading::catch_panic;
+use super::round::{DeviceGroup, Source};
 use bonfire_core::{Call, DType, Deadline, Error, Operation, ReduceOp};
 
-/// Nothing here returns an error: cubecl's client would unwrap it on this thread, where it is lost. A failure poisons
-/// the device instead.
+/// No method returns an error: cubecl's client would unwrap it on this thread, where it is lost. A failure poisons the
+/// device instead.
 impl<R: DeviceTransport> ServerCommunication for CollectiveServer<R> {
     const SERVER_COMM_ENABLED: bool = true;
 
-    /// The devices meet at their first all-reduce; there is nothing to prepare.
+    /// Nothing to prepare: the devices meet at their first all-reduce.
     fn comm_init(&mut self, _devices: Vec<DeviceId>) -> Result<(), ServerError> {
         Ok(())
     }
@@ -45,12 +45,12 @@ impl<R: DeviceTransport> ServerCommunication for CollectiveServer<R> {
     }
 
     fn sync_collective(&mut self, _stream: StreamId) -> Result<(), ServerError> {
-        self.forget_failed();
+        self.drop_failed_calls();
         let deadline = Deadline::after(self.status.deadline());
         let finished = results(std::mem::take(&mut self.pending), &deadline).and_then(|writes| self.write_all(writes));
-        self.promised.clear();
+        self.engine_spans.clear();
         let ordered = match &mut self.engine {
-            Some(engine) => caught("sync_collective", || engine.sync()),
+            Some(engine) => catch_panic("sync_collective", || engine.sync()),
             None => Ok(()),
         };
         self.status.record(ordered);
@@ -65,25 +65,25 @@ impl<R: DeviceTransport> ServerCommunication for CollectiveServer<R> {
         stream: StreamId,
         destination: DeviceId,
     ) -> Result<(), ServerError> {
-        // As it is, gaps and all: cubecl keeps the tensor's shape and strides.
+        // The span is sent with its gaps: cubecl keeps the tensor's shape and strides.
         let size = source.handle.size_in_used();
-        let data = self.offer(source.handle, size as usize, true, stream, destination);
-        Post::between::<R>(self.device, destination).send(Message { stream, dtype, size, data });
+        let data = self.payload(source.handle, size as usize, true, stream, destination);
+        Mailbox::between::<R>(self.device, destination).send(DeviceMessage { stream, dtype, size, data });
         Ok(())
     }
 
     fn recv(&mut self, handle: Handle, dtype: ElemType, stream: StreamId, source: DeviceId) -> Result<(), ServerError> {
-        // Also where nothing comes: later calls name this memory.
+        // Needed even if nothing arrives: later calls refer to this memory.
         self.initialize_memory(handle.memory.clone(), handle.size(), stream);
         let deadline = Deadline::after(self.status.deadline());
-        let received = Post::between::<R>(source, self.device).receive(stream, &deadline);
+        let received = Mailbox::between::<R>(source, self.device).receive(stream, &deadline);
         let delivered = received.and_then(|message| {
             let (expected, actual) = ((dtype, handle.size_in_used()), (message.dtype, message.size));
             if expected != actual {
                 let reason = format!("expected {} bytes of {dtype:?}, got {} of {:?}", expected.1, actual.1, actual.0);
                 return Err(Error::argument("recv", reason));
             }
-            self.collect("recv", message.data?, &Layout::packed(message.size as usize), handle.binding())
+            self.deliver("recv", message.data?, &TensorLayout::packed(message.size as usize), handle.binding())
         });
         self.status.record(delivered);
         Ok(())
@@ -102,37 +102,37 @@ impl<R: DeviceTransport> CollectiveServer<R> {
     ) -> Result<(), Error> {
         devices.sort();
         let rank = self.check_devices(&devices)?;
-        self.forget_failed();
+        self.drop_failed_calls();
         let direct = self.engine.as_mut().is_some_and(|engine| engine.takes(&devices));
         let spans = [Span::of(&source), Span::of(&target)];
         let call = self.describe(&source, &target, dtype, op);
-        let call = call.and_then(|call| self.apart(call.operation, direct, &spans).map(|()| call));
-        // After an error the others would wait for this call.
+        let call = call.and_then(|call| self.check_no_writes(call.operation, direct, &spans).map(|()| call));
+        // On an error the other devices would wait for this call.
         match &mut self.engine {
             Some(engine) if direct => {
                 let call = call.inspect_err(|error| engine.fail(&devices, error))?;
-                self.promised.extend(spans);
+                self.engine_spans.extend(spans);
                 let whole = |memory| vec![(memory, 0..call.bytes())];
                 let job = Job { call, rank, sources: whole(source), targets: whole(target), stream };
-                caught("all_reduce", || engine.all_reduce(&mut self.inner, devices, job))
+                catch_panic("all_reduce", || engine.all_reduce(&mut self.inner, devices, job))
             }
             _ => {
-                let round = Round::of::<R>(devices)?;
-                let called = call.and_then(|call| round.call(rank, call, self.source(source, stream, &round)?));
-                let number = called.inspect_err(|error| round.fail(error.clone()))?;
+                let group = DeviceGroup::of::<R>(devices)?;
+                let called = call.and_then(|call| group.call(rank, call, self.source(source, stream, &group)?));
+                let number = called.inspect_err(|error| group.fail(error.clone()))?;
                 let [_, span] = spans;
-                self.pending.push(Pending { round, rank, number, target, span });
+                self.pending.push(PendingResult { group, rank, number, target, span });
                 Ok(())
             }
         }
     }
 
-    /// Refuses memory that the other way than this one will write to: host and engine do not wait for each other.
-    pub(super) fn apart(&self, operation: Operation, direct: bool, spans: &[Span]) -> Result<(), Error> {
+    /// Fails if the other path has a pending write to one of these spans: the paths do not wait for each other.
+    pub(super) fn check_no_writes(&self, operation: Operation, direct: bool, spans: &[Span]) -> Result<(), Error> {
         let overlaps = |written: &Span| spans.iter().any(|span| span.overlaps(written));
         let elsewhere = match direct {
             true => self.pending.iter().any(|pending| overlaps(&pending.span)),
-            false => self.promised.iter().any(overlaps),
+            false => self.engine_spans.iter().any(overlaps),
         };
         if elsewhere {
             return Err(Error::argument(operation, UNFINISHED));
@@ -140,7 +140,7 @@ impl<R: DeviceTransport> CollectiveServer<R> {
         Ok(())
     }
 
-    /// This device's rank among the devices, which are sorted.
+    /// Returns this device's rank among the devices, which are sorted.
     fn check_devices(&self, devices: &[DeviceId]) -> Result<usize, Error> {
         if let Some(pair) = devices.windows(2).find(|pair| pair[0] == pair[1]) {
             return Err(Error::argument("all_reduce", format!("{} is listed twice", pair[0])));
@@ -181,22 +181,22 @@ impl<R: DeviceTransport> CollectiveServer<R> {
         call(Operation::AllReduce, bytes, dtype, Some(reduction), None)
     }
 
-    /// Where a call's data comes from: the memory as it is now, unless an earlier call's result belongs there.
-    fn source(&mut self, source: Binding, stream: StreamId, round: &Arc<Round>) -> Result<Source, Error> {
+    /// Returns a call's input: the memory as it is now, or the result of an earlier call that belongs there.
+    fn source(&mut self, source: Binding, stream: StreamId, group: &Arc<DeviceGroup>) -> Result<Source, Error> {
         let span = Span::of(&source);
         let written = self.pending.iter().rev().find(|pending| pending.span.overlaps(&span));
         let Some(pending) = written else {
             let size = source.size_in_used() as usize;
             return self.snapshot(vec![(source, size)], stream).map(Source::Snapshot);
         };
-        if Arc::ptr_eq(&pending.round, round) && pending.span == span {
+        if Arc::ptr_eq(&pending.group, group) && pending.span == span {
             return Ok(Source::Result(pending.number));
         }
         Err(Error::argument("all_reduce", UNFINISHED))
     }
 }
 
-/// The types that can be reduced on every runtime: also where NCCL or kernels do it, which know no others.
+/// The types that every path can reduce, including NCCL and the kernels, which support no others.
 fn reducible(dtype: ElemType) -> Option<DType> {
     match dtype {
         ElemType::Float(FloatKind::F16) => Some(DType::F16),

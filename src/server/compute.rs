@@ -1,4 +1,4 @@
-//! The server around a server: everything but communication is the inner one's.
+//! The collective server around an inner server, to which it forwards all calls except communication.
 
 use std::fmt;
 use std::sync::Arc;
@@ -23,75 +23,75 @@ use super::DeviceTransport;
 use super::device::physical;
 use super::engine::Engine;
 use super::memory::Span;
-use super::pending::Pending;
+use super::pending::PendingResult;
 use super::reading::Reader;
 use super::status::Status;
 use bonfire_core::Error;
 
-/// The compute server of one logical device: the inner runtime's server, and what is under way with other devices.
+/// The compute server of one logical device: the inner runtime's server, and the collectives that are in flight.
 pub struct CollectiveServer<R: DeviceTransport> {
     pub(super) inner: R::Server,
     pub(super) device: DeviceId,
     pub(super) status: Arc<Status>,
-    /// All-reduces whose results have not been written yet, in the order of the calls.
-    pub(super) pending: Vec<Pending>,
-    /// How many failures had been cleared when `pending` was last looked through for what they left.
+    /// All-reduces through host memory whose results have not been written yet, in call order.
+    pub(super) pending: Vec<PendingResult>,
+    /// `Status::cleared` at the time when `pending` was last purged of failed calls.
     pub(super) cleared: u64,
-    /// The runtime's own way to other devices, if it has one.
+    /// The runtime's own data path to other devices, if it has one.
     pub(super) engine: Option<Box<dyn Engine<R>>>,
-    /// What the engine will read or write until the next `sync_collective`.
-    pub(super) promised: Vec<Span>,
+    /// Memory that the engine reads or writes until the next `sync_collective`.
+    pub(super) engine_spans: Vec<Span>,
     pub(super) reader: Reader,
     utilities: Arc<ServerUtilities<Self>>,
 }
 
 impl<R: DeviceTransport> CollectiveServer<R> {
-    /// The inner server, before it puts something on this stream.
-    pub(super) fn at(&mut self, stream: StreamId) -> &mut R::Server {
-        self.forget_failed();
+    /// Returns the inner server, ready to enqueue work on this stream.
+    pub(super) fn inner_on(&mut self, stream: StreamId) -> &mut R::Server {
+        self.drop_failed_calls();
         if let Some(engine) = &mut self.engine {
             engine.enter(&mut self.inner, stream);
         }
         &mut self.inner
     }
 
-    /// Once a failure was cleared, what failed with it is no longer waited for.
-    pub(super) fn forget_failed(&mut self) {
+    /// After a failure was cleared, drops the calls that failed with it.
+    pub(super) fn drop_failed_calls(&mut self) {
         let cleared = self.status.cleared();
         if cleared != self.cleared && self.status.failure().is_none() {
             self.cleared = cleared;
-            self.pending.retain(|pending| !pending.round.failed());
+            self.pending.retain(|pending| !pending.group.failed());
             if let Some(engine) = &mut self.engine {
                 engine.forget();
-                self.promised.clear();
+                self.engine_spans.clear();
             }
         }
     }
 
-    /// Refuses where the device is poisoned: its memory may hold stale bytes.
-    fn sound(&self) -> Result<(), ServerError> {
-        sound(&self.status)
+    /// Fails if the device is poisoned: its memory may hold stale bytes.
+    fn check_not_poisoned(&self) -> Result<(), ServerError> {
+        check_not_poisoned(&self.status)
     }
 
-    /// Refuses what comes of it where a collective has failed meanwhile, on the device.
-    fn still_sound<T: Send + 'static>(
+    /// Fails after `outcome` if a collective has poisoned the device in the meantime.
+    fn check_after<T: Send + 'static>(
         &self,
         outcome: DynFut<Result<T, ServerError>>,
     ) -> DynFut<Result<T, ServerError>> {
         let status = self.status.clone();
         Box::pin(async move {
             let outcome = outcome.await;
-            sound(&status)?;
+            check_not_poisoned(&status)?;
             outcome
         })
     }
 }
 
-fn sound(status: &Status) -> Result<(), ServerError> {
+fn check_not_poisoned(status: &Status) -> Result<(), ServerError> {
     status.failure().map_or(Ok(()), |error| Err(server_error(&error)))
 }
 
-/// What cubecl and burn pass on of an error: its text.
+/// cubecl and burn pass on only the text of an error.
 fn server_error(error: &Error) -> ServerError {
     ServerError::Generic { reason: format!("a collective failed: {error}"), backtrace: BackTrace::capture() }
 }
@@ -114,7 +114,7 @@ impl<R: DeviceTransport> DeviceService for CollectiveServer<R> {
             status,
             pending: Vec::new(),
             engine: R::engine(device),
-            promised: Vec::new(),
+            engine_spans: Vec::new(),
             reader: Reader::default(),
             utilities: Arc::new(utilities),
         }
@@ -132,12 +132,12 @@ impl<R: DeviceTransport> ComputeServer for CollectiveServer<R> {
     type Storage = <R::Server as ComputeServer>::Storage;
 
     fn initialize_memory(&mut self, memory: ManagedMemoryHandle, size: u64, stream: StreamId) {
-        // cubecl's CUDA server panics where it is to make room for nothing.
-        self.at(stream).initialize_memory(memory, size.max(1), stream);
+        // cubecl's CUDA server panics on an allocation of 0 bytes.
+        self.inner_on(stream).initialize_memory(memory, size.max(1), stream);
     }
 
     fn staging(&mut self, sizes: &[usize], stream: StreamId) -> Result<Vec<Bytes>, ServerError> {
-        self.at(stream).staging(sizes, stream)
+        self.inner_on(stream).staging(sizes, stream)
     }
 
     fn logger(&self) -> Arc<ServerLogger> {
@@ -149,23 +149,23 @@ impl<R: DeviceTransport> ComputeServer for CollectiveServer<R> {
     }
 
     fn read(&mut self, descriptors: Vec<CopyDescriptor>, stream: StreamId) -> DynFut<Result<Vec<Bytes>, ServerError>> {
-        match self.sound() {
+        match self.check_not_poisoned() {
             Ok(()) => {
-                let reading = self.at(stream).read(descriptors, stream);
-                self.still_sound(reading)
+                let reading = self.inner_on(stream).read(descriptors, stream);
+                self.check_after(reading)
             }
             Err(error) => Box::pin(async { Err(error) }),
         }
     }
 
     fn write(&mut self, descriptors: Vec<(CopyDescriptor, Bytes)>, stream: StreamId) {
-        self.at(stream).write(descriptors, stream);
+        self.inner_on(stream).write(descriptors, stream);
     }
 
     fn sync(&mut self, stream: StreamId) -> DynFut<Result<(), ServerError>> {
-        let sync = self.at(stream).sync(stream);
-        match self.sound() {
-            Ok(()) => self.still_sound(sync),
+        let sync = self.inner_on(stream).sync(stream);
+        match self.check_not_poisoned() {
+            Ok(()) => self.check_after(sync),
             Err(error) => Box::pin(async { Err(error) }),
         }
     }
@@ -175,8 +175,8 @@ impl<R: DeviceTransport> ComputeServer for CollectiveServer<R> {
         binding: Binding,
         stream: StreamId,
     ) -> Result<ManagedResource<<Self::Storage as ComputeStorage>::Resource>, ServerError> {
-        self.sound()?;
-        self.at(stream).get_resource(binding, stream)
+        self.check_not_poisoned()?;
+        self.inner_on(stream).get_resource(binding, stream)
     }
 
     unsafe fn launch(
@@ -187,13 +187,13 @@ impl<R: DeviceTransport> ComputeServer for CollectiveServer<R> {
         mode: ExecutionMode,
         stream: StreamId,
     ) {
-        // SAFETY: the caller vouches for the kernel as the inner server requires.
-        unsafe { self.at(stream).launch(kernel, count, bindings, mode, stream) }
+        // SAFETY: the caller upholds the inner server's contract for the kernel.
+        unsafe { self.inner_on(stream).launch(kernel, count, bindings, mode, stream) }
     }
 
     fn flush(&mut self, stream: StreamId) -> Result<(), ServerError> {
-        let flushed = self.at(stream).flush(stream);
-        self.sound()?;
+        let flushed = self.inner_on(stream).flush(stream);
+        self.check_not_poisoned()?;
         flushed
     }
 
@@ -202,15 +202,15 @@ impl<R: DeviceTransport> ComputeServer for CollectiveServer<R> {
     }
 
     fn memory_cleanup(&mut self, stream: StreamId) {
-        self.at(stream).memory_cleanup(stream);
+        self.inner_on(stream).memory_cleanup(stream);
     }
 
     fn start_profile(&mut self, stream: StreamId) -> Result<ProfilingToken, ServerError> {
-        self.at(stream).start_profile(stream)
+        self.inner_on(stream).start_profile(stream)
     }
 
     fn end_profile(&mut self, stream: StreamId, token: ProfilingToken) -> Result<ProfileDuration, ProfileError> {
-        self.at(stream).end_profile(stream, token)
+        self.inner_on(stream).end_profile(stream, token)
     }
 
     fn allocation_mode(&mut self, mode: MemoryAllocationMode, stream: StreamId) {
@@ -224,14 +224,14 @@ impl<R: DeviceTransport> fmt::Debug for CollectiveServer<R> {
     }
 }
 
-/// What a client knows of its server: the inner server's own, and which device this is.
+/// What a client knows about its server: the inner server's properties, and the device id.
 pub struct Info<R: DeviceTransport> {
     inner: Arc<ServerUtilities<R::Server>>,
     pub(super) device: DeviceId,
 }
 
 impl<R: DeviceTransport> Info<R> {
-    /// What the inner runtime says of its server.
+    /// The inner runtime's information about its server.
     pub fn inner(&self) -> &<R::Server as ComputeServer>::Info {
         &self.inner.info
     }
@@ -243,7 +243,7 @@ impl<R: DeviceTransport> fmt::Debug for Info<R> {
     }
 }
 
-/// The inner server's way of laying out memory.
+/// The inner server's memory layout policy.
 pub struct LayoutPolicy<R: DeviceTransport> {
     inner: Arc<ServerUtilities<R::Server>>,
 }

@@ -1,4 +1,4 @@
-//! Copies from device to device, for clients: cubecl's servers live on threads of their own.
+//! Copies between devices, for clients. Each cubecl server has a thread of its own.
 
 use std::sync::mpsc::{Receiver, channel};
 
@@ -13,12 +13,12 @@ use cubecl::stream_id::StreamId;
 use super::DeviceTransport;
 use super::compute::CollectiveServer;
 use super::engine::Rows;
-use super::post::Offer;
-use super::reading::caught;
+use super::post::Payload;
+use super::reading::catch_panic;
 use super::runtime::CollectiveRuntime;
 use bonfire_core::{Deadline, Error};
 
-/// Runtimes between whose devices data can be copied, which are the collective ones.
+/// Runtimes whose devices can copy from each other: the collective ones.
 pub trait CopyBetweenDevices: Runtime {
     /// Copies a tensor to another device: see [`copy`].
     #[doc(hidden)]
@@ -29,7 +29,7 @@ pub trait CopyBetweenDevices: Runtime {
     ) -> Result<Handle, Error> {
         let runtime = std::any::type_name::<Self>();
         let reason = format!(
-            "the servers of {runtime} do not communicate; use `bonfire::CollectiveRuntime` around it, as `bonfire::Wgpu` \
+            "the servers of {runtime} do not communicate; wrap it in `bonfire::CollectiveRuntime`, as `bonfire::Wgpu` \
              (feature `wgpu`) and `bonfire::Cuda` (feature `cuda`) do"
         );
         Err(Error::argument("copy", reason))
@@ -42,16 +42,14 @@ impl CopyBetweenDevices for cubecl::wgpu::WgpuRuntime {}
 #[cfg(feature = "cuda")]
 impl CopyBetweenDevices for cubecl::cuda::CudaRuntime {}
 
-/// Copies a tensor from one device to another, bit for bit; gives new memory there that holds it in row-major order,
-/// without padding. Shape and strides of `tensor` are in elements and count from the start of its handle.
+/// Copies a tensor from one device to another, bit for bit. Returns new memory there, in row-major order without
+/// padding. Shape and strides of `tensor` are in elements and count from the start of its handle.
 ///
-/// The copy is asynchronous: it takes what was queued before on the source's stream, and what is queued afterwards at
-/// the destination sees it. If it fails on the way, the destination is poisoned: see [the module's
-/// page](crate::server#errors).
+/// The copy is asynchronous: it reads what was queued before on the source's stream, and work queued afterwards at the
+/// destination sees it. If it fails later, the destination is poisoned: see [the module's page](crate::server#errors).
 ///
 /// # Errors
-/// [`Error::InvalidArgument`] where shape and strides do not fit the memory, and on a runtime that is not a collective
-/// one.
+/// [`Error::InvalidArgument`] if shape and strides do not fit the memory, or if the runtime is not a collective one.
 pub fn copy<R: CopyBetweenDevices>(
     source: &ComputeClient<R>,
     tensor: CopyDescriptor,
@@ -66,7 +64,7 @@ impl<R: DeviceTransport> CopyBetweenDevices for CollectiveRuntime<R> {
         tensor: CopyDescriptor,
         destination: &ComputeClient<Self>,
     ) -> Result<Handle, Error> {
-        let layout = Layout::of(&tensor)?;
+        let layout = TensorLayout::of(&tensor)?;
         let stream = stream_of(source);
         let target = destination.empty(layout.bytes());
         let binding = target.clone().binding();
@@ -76,35 +74,35 @@ impl<R: DeviceTransport> CopyBetweenDevices for CollectiveRuntime<R> {
         let (sender, receiver) = channel();
         let (span, in_rows, receiving) = (layout.span, layout.rows().is_some(), destination.info().device);
         from.submit(move |server| {
-            // A receiver that has given up is poisoned already.
-            let _ = sender.send(server.offer(tensor.handle, span, in_rows, stream, receiving));
+            // A receiver that timed out is poisoned already.
+            let _ = sender.send(server.payload(tensor.handle, span, in_rows, stream, receiving));
         });
         to.submit(move |server| server.receive_copy(receiver, layout, binding));
-        // Neither waits in a half-filled queue for the other.
+        // Flushes both, so that neither half waits in a partly filled queue for the other.
         from.flush_queue();
         to.flush_queue();
         Ok(target)
     }
 }
 
-/// A client's stream, which only new memory tells. What was queued there for a tensor must be seen even if the tensor's
-/// memory belongs to another stream.
+/// A client's stream, which cubecl shows only on new memory. The copy must see what was queued for the tensor there,
+/// even if the tensor's memory belongs to another stream.
 pub(super) fn stream_of<R: Runtime>(client: &ComputeClient<R>) -> StreamId {
     client.empty(1).stream
 }
 
 impl<R: DeviceTransport> CollectiveServer<R> {
-    /// Offers the first bytes of some memory, as what was queued so far leaves them. `in_rows` is whether the other device's
-    /// engine can copy them.
-    pub(super) fn offer(
+    /// Makes the first bytes of some memory available to device `to`, as the work queued so far leaves them. `in_rows`
+    /// is whether the tensor consists of rows, which an engine can copy.
+    pub(super) fn payload(
         &mut self,
         memory: Binding,
         bytes: usize,
         in_rows: bool,
         stream: StreamId,
         to: DeviceId,
-    ) -> Result<Offer, Error> {
-        self.forget_failed();
+    ) -> Result<Payload, Error> {
+        self.drop_failed_calls();
         if let Some(error) = self.status.failure() {
             return Err(error);
         }
@@ -115,39 +113,41 @@ impl<R: DeviceTransport> CollectiveServer<R> {
             && in_rows
             && engine.takes(&both)
         {
-            return caught("copy", || engine.lend(&mut self.inner, memory, bytes, stream)).map(Offer::Loan);
+            return catch_panic("copy", || engine.lend(&mut self.inner, memory, bytes, stream)).map(Payload::Loan);
         }
-        self.snapshot(vec![(memory, bytes)], stream).map(Offer::Reading)
+        self.snapshot(vec![(memory, bytes)], stream).map(Payload::PendingRead)
     }
 
-    /// Copies what was offered to memory of this device, without the layout's gaps.
-    pub(super) fn collect(
+    /// Copies a payload to memory of this device, packed as the layout says.
+    pub(super) fn deliver(
         &mut self,
         operation: &str,
-        offer: Offer,
-        layout: &Layout,
+        payload: Payload,
+        layout: &TensorLayout,
         target: Binding,
     ) -> Result<(), Error> {
-        match (offer, &mut self.engine, layout.rows()) {
-            (Offer::Reading(reading), ..) => self.write_all(vec![(target, layout.pack(reading.wait_one(operation)?))]),
-            (Offer::Loan(loan), Some(engine), Some(rows)) => {
-                caught(operation, || engine.copy(&mut self.inner, loan, rows, target))
+        match (payload, &mut self.engine, layout.rows()) {
+            (Payload::PendingRead(reading), ..) => {
+                self.write_all(vec![(target, layout.pack(reading.wait_one(operation)?))])
             }
-            (Offer::Loan(_), ..) => Err(Error::broken(operation, "the devices do not agree how they copy")),
+            (Payload::Loan(loan), Some(engine), Some(rows)) => {
+                catch_panic(operation, || engine.copy(&mut self.inner, loan, rows, target))
+            }
+            (Payload::Loan(_), ..) => Err(Error::broken(operation, "the devices disagree on how to copy")),
         }
     }
 
-    fn receive_copy(&mut self, data: Receiver<Result<Offer, Error>>, layout: Layout, target: Binding) {
+    fn receive_copy(&mut self, data: Receiver<Result<Payload, Error>>, layout: TensorLayout, target: Binding) {
         let deadline = Deadline::after(self.status.deadline());
         let sent = data.recv_timeout(deadline.remaining());
         let sent = sent.map_err(|e| Error::broken("copy", format!("the source did not deliver: {e}")));
-        let copied = sent.and_then(|data| data).and_then(|data| self.collect("copy", data, &layout, target));
+        let copied = sent.and_then(|data| data).and_then(|data| self.deliver("copy", data, &layout, target));
         self.status.record(copied);
     }
 }
 
 /// Where a tensor's elements are, in elements from its start.
-pub(super) struct Layout {
+pub(super) struct TensorLayout {
     shape: Vec<usize>,
     strides: Vec<usize>,
     /// Size of one element in bytes.
@@ -156,13 +156,13 @@ pub(super) struct Layout {
     span: usize,
 }
 
-impl Layout {
-    /// So many bytes without gaps.
-    pub fn packed(bytes: usize) -> Layout {
-        Layout { shape: vec![bytes], strides: vec![1], element: 1, span: bytes }
+impl TensorLayout {
+    /// The layout of this many contiguous bytes.
+    pub fn packed(bytes: usize) -> TensorLayout {
+        TensorLayout { shape: vec![bytes], strides: vec![1], element: 1, span: bytes }
     }
 
-    /// The tensor as rows, if all dimensions but the last lie row by row.
+    /// The tensor as equidistant rows, if it is laid out so.
     pub fn rows(&self) -> Option<Rows> {
         let Some(outer) = self.shape.len().checked_sub(1) else {
             return Some(Rows { count: 1, bytes: self.element, pitch: self.element });
@@ -188,7 +188,7 @@ impl Layout {
         fits.then_some(Rows { count, bytes, pitch: pitch * self.element })
     }
 
-    fn of(tensor: &CopyDescriptor) -> Result<Layout, Error> {
+    fn of(tensor: &CopyDescriptor) -> Result<TensorLayout, Error> {
         let (shape, strides) = (tensor.shape.to_vec(), tensor.strides.to_vec());
         let unfit = |reason: String| Err(Error::argument("copy", reason));
         if shape.len() != strides.len() {
@@ -202,25 +202,25 @@ impl Layout {
             if empty { Some(0) } else { last.and_then(|last| last.checked_add(1)?.checked_mul(tensor.elem_size)) };
         let available = tensor.handle.size_in_used();
         match span.filter(|&span| span as u64 <= available) {
-            Some(span) => Ok(Layout { shape, strides, element: tensor.elem_size, span }),
+            Some(span) => Ok(TensorLayout { shape, strides, element: tensor.elem_size, span }),
             None => unfit(format!(
-                "shape {shape:?} with strides {strides:?} and elements of {} bytes does not fit the memory's {available} \
-                 bytes",
+                "shape {shape:?} with strides {strides:?} and elements of {} bytes does not fit the memory's \
+                 {available} bytes",
                 tensor.elem_size
             )),
         }
     }
 
-    /// Size without gaps.
+    /// Size in bytes without gaps.
     fn bytes(&self) -> usize {
         self.shape.iter().product::<usize>() * self.element
     }
 
-    /// The elements in row-major order, without gaps.
+    /// Packs the elements in row-major order, without gaps.
     fn pack(&self, data: Bytes) -> Bytes {
         let mut run = self.element;
         let mut outer = self.shape.len();
-        // Trailing dimensions without gaps are copied in one go.
+        // Trailing contiguous dimensions are copied as one run.
         while outer > 0 && (self.strides[outer - 1] * self.element == run || self.shape[outer - 1] == 1) {
             run *= self.shape[outer - 1];
             outer -= 1;
@@ -252,7 +252,7 @@ mod tests {
     fn pack(data: &[u8], offset: u64, shape: &[usize], strides: &[usize], element: usize) -> Result<Vec<u8>, Error> {
         let handle = Handle::new(StreamId { value: 0 }, data.len() as u64).offset_start(offset);
         let tensor = handle.copy_descriptor(shape.into(), strides.into(), element);
-        let layout = Layout::of(&tensor)?;
+        let layout = TensorLayout::of(&tensor)?;
         let start = offset as usize;
         let packed = layout.pack(Bytes::from_bytes_vec(data[start..start + layout.span].to_vec()));
         assert_eq!(packed.len(), layout.bytes());
@@ -260,7 +260,7 @@ mod tests {
     }
 
     #[test]
-    fn elements_come_out_in_row_major_order() -> Result<(), Error> {
+    fn packing_yields_row_major_order() -> Result<(), Error> {
         let data: Vec<u8> = (0..24).collect();
         assert_eq!(pack(&data, 0, &[24], &[1], 1)?, data);
         // A transposed matrix of three rows and two columns, elements of two bytes.
@@ -276,10 +276,10 @@ mod tests {
     }
 
     #[test]
-    fn tensors_that_lie_row_by_row_are_rows() {
+    fn equidistant_rows_are_recognised() {
         let rows = |shape: &[usize], strides: &[usize]| {
             let handle = Handle::new(StreamId { value: 0 }, 1 << 20);
-            let layout = Layout::of(&handle.copy_descriptor(shape.into(), strides.into(), 4)).unwrap();
+            let layout = TensorLayout::of(&handle.copy_descriptor(shape.into(), strides.into(), 4)).unwrap();
             layout.rows().map(|rows| (rows.count, rows.bytes, rows.pitch))
         };
         assert_eq!(rows(&[24], &[1]), Some((1, 96, 96)));
@@ -299,7 +299,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_fit_the_memory_is_refused() {
+    fn layouts_beyond_the_memory_are_refused() {
         let refused = |shape: &[usize], strides: &[usize]| pack(&[0; 8], 0, shape, strides, 4).unwrap_err().to_string();
         assert!(refused(&[3], &[1]).contains("does not fit the memory's 8 bytes"));
         assert!(refused(&[2, 2], &[1]).contains("different ranks"));

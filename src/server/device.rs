@@ -25,11 +25,11 @@ pub struct CollectiveDevice<R: DeviceTransport> {
     replica: u8,
 }
 
-/// Where the replica is in a device id's `type_id`; runtimes use only the low byte.
-const REPLICA: u32 = 8;
+/// Position of the replica in a device id's `type_id`. Runtimes use only the low byte.
+const REPLICA_SHIFT: u32 = 8;
 
 impl<R: DeviceTransport> CollectiveDevice<R> {
-    /// The logical device number `replica` on a physical one.
+    /// Creates the logical device number `replica` on a physical one.
     pub fn new(physical: R::Device, replica: u8) -> Self {
         CollectiveDevice { physical, replica }
     }
@@ -44,14 +44,14 @@ impl<R: DeviceTransport> CollectiveDevice<R> {
         self.replica
     }
 
-    /// What poisoned the device, if anything did: see [the module's page](crate::server#errors). The device is sound
-    /// afterwards. Clear the failure on all devices that took part before any of them goes on.
+    /// Returns the failure that poisoned the device, if any, and clears it: see [the module's
+    /// page](crate::server#errors). Clear it on all devices that took part before you use any of them again.
     pub fn failure(&self) -> Option<Error> {
         self.status().take_failure()
     }
 
-    /// How long `sync_collective` and `recv` wait for other devices: 300 s unless set here or by `BONFIRE_DEADLINE` (in
-    /// seconds).
+    /// Sets how long `sync_collective` and `recv` wait for other devices. The default is 300 s, or `BONFIRE_DEADLINE`
+    /// (in seconds).
     pub fn set_deadline(&self, deadline: Duration) {
         self.status().set_deadline(deadline);
     }
@@ -66,15 +66,15 @@ impl<R: DeviceTransport> CollectiveDevice<R> {
     }
 }
 
-/// The logical device's id, from the physical one's.
+/// The logical device's id.
 pub(super) fn logical(physical: DeviceId, replica: u8) -> DeviceId {
-    DeviceId::new(physical.type_id | u16::from(replica) << REPLICA, physical.index_id)
+    DeviceId::new(physical.type_id | u16::from(replica) << REPLICA_SHIFT, physical.index_id)
 }
 
 /// The inverse of [`logical`].
 pub(super) fn physical(logical: DeviceId) -> (DeviceId, u8) {
-    let replica = (logical.type_id >> REPLICA) as u8;
-    (DeviceId::new(logical.type_id & ((1 << REPLICA) - 1), logical.index_id), replica)
+    let replica = (logical.type_id >> REPLICA_SHIFT) as u8;
+    (DeviceId::new(logical.type_id & ((1 << REPLICA_SHIFT) - 1), logical.index_id), replica)
 }
 
 impl<R: DeviceTransport> Device for CollectiveDevice<R> {
@@ -121,7 +121,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_logical_id_gives_back_the_physical_one_and_the_replica() {
+    fn a_logical_id_contains_the_physical_one_and_the_replica() {
         let wgpu = DeviceId::new(4, 7);
         for replica in [0, 1, 255] {
             assert_eq!(physical(logical(wgpu, replica)), (wgpu, replica));

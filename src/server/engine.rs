@@ -1,4 +1,4 @@
-//! What a runtime may bring of its own: a way to move its devices' data that needs no host memory.
+//! The interface to a runtime's own data path between devices, without host memory.
 
 use std::ops::Range;
 use std::time::Duration;
@@ -11,27 +11,27 @@ use super::DeviceTransport;
 use bonfire_core::error::Site;
 use bonfire_core::{Call, DType, Deadline, Error, Operation, ReduceOp};
 
-/// A collective as one rank calls it, on memory of its device.
+/// A device operation: a collective as one rank calls it, on memory of its device.
 pub struct Job {
     pub(super) call: Call,
     pub(super) rank: usize,
-    /// What is read and what is written, each with which bytes of the whole it is. There is one of each at most, but
-    /// for a group's all-reduce.
+    /// The memory that is read and the memory that is written, each with its byte range of the whole. At most one of
+    /// each, except in a group's all-reduce.
     pub(super) sources: Vec<(Binding, Range<usize>)>,
     pub(super) targets: Vec<(Binding, Range<usize>)>,
-    /// Where what the sources hold was queued.
+    /// The stream on which the sources' content was queued.
     pub(super) stream: StreamId,
 }
 
-/// Memory of a device that another one may read, as long as it has this.
+/// A peer buffer: device memory that another device may read while it holds this value.
 pub struct Loan {
     pub(super) memory: Binding,
     pub(super) address: u64,
-    /// The word that says when it may be read: where it is, and from which value on.
+    /// Address of the word that signals readiness, and the value from which on the memory may be read.
     pub(super) ready: (u64, u64),
 }
 
-/// Rows of `bytes` bytes each, which begin `pitch` bytes after each other.
+/// Rows of `bytes` bytes each, which start `pitch` bytes apart.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Rows {
     pub(super) count: usize,
@@ -39,54 +39,54 @@ pub struct Rows {
     pub(super) pitch: usize,
 }
 
-/// What remains of a job once all ranks have called it, on any thread. It returns when it is under way on this rank.
+/// Launches a prepared operation once all ranks have called it, on any thread. Returns when it is in flight here.
 pub type Launch = Box<dyn FnOnce(&Site, &Deadline) -> Result<Flight, Error> + Send>;
 
-/// An operation under way. Called, it waits until the device is done with it; the function that it is given tells what
-/// has happened in the group.
+/// An in-flight operation. The call waits until the device is done with it; its argument returns the group's failure,
+/// if there is one.
 pub type Flight = Box<dyn FnOnce(&dyn Fn() -> Option<Error>) -> Result<(), Error> + Send>;
 
-/// How the ranks of a group work together without host memory. A rank has one for its device.
+/// How the ranks of a group exchange data without host memory. A rank has one for its device.
 pub trait Route<R: DeviceTransport>: Send + Sync {
-    /// Whether this call is done so. The answer is the same on all ranks.
+    /// Whether the route supports this call. The answer is the same on all ranks.
     fn serves(&self, call: &Call) -> bool;
 
-    /// Takes down what a job uses, as what was queued so far leaves it. Neither sources nor targets may be touched
-    /// before its flight is over. `limit` is how long a device may wait for another one.
+    /// Prepares an operation on the memory as the work queued so far leaves it. Neither sources nor targets may be
+    /// accessed until its [`Flight`] has returned. `limit` bounds how long a device may wait for another one.
     fn prepare(&self, server: &mut R::Server, job: Job, limit: Duration) -> Result<Launch, Error>;
 }
 
-/// A device's own way to work with other devices of its process. It belongs to the device's server, and is called with
-/// the inner one, on its thread.
+/// A device's own data path to other devices of its process. The device's server owns it and calls it on its thread,
+/// with the inner server.
 pub trait Engine<R: DeviceTransport>: Send {
-    /// Whether these devices, which are sorted, work together by it. The answer is the same on all of them, and stays.
+    /// Whether the engine connects these sorted devices. The answer is the same on all of them and never changes.
     fn takes(&mut self, devices: &[DeviceId]) -> bool;
 
-    /// Before anything is put on a stream of the inner server: orders it after all that `sync` and `copy` have
-    /// promised.
+    /// Called before anything is enqueued on a stream of the inner server. Orders the stream as earlier calls of `sync`
+    /// and `copy` require.
     fn enter(&mut self, server: &mut R::Server, stream: StreamId);
 
-    /// Queues an all-reduce of these devices, which are sorted. Neither source nor target may be touched before
+    /// Queues an all-reduce between these devices, which are sorted. Neither source nor target may be accessed before
     /// [`sync`](Engine::sync).
     fn all_reduce(&mut self, server: &mut R::Server, devices: Vec<DeviceId>, job: Job) -> Result<(), Error>;
 
-    /// Ends what these devices, which are sorted, do together, on all of them.
+    /// Fails the collectives between these devices, which are sorted, on all of them.
     fn fail(&mut self, devices: &[DeviceId], error: &Error);
 
-    /// From now on, whatever enters comes after all calls so far.
+    /// From now on, [`enter`](Engine::enter) orders every stream after all calls so far.
     fn sync(&mut self) -> Result<(), Error>;
 
-    /// Lets another device read the first bytes of some memory, as what was queued so far on the stream leaves them.
+    /// Exposes the first bytes of some memory to another device, as the work queued so far on the stream leaves them.
     fn lend(&mut self, server: &mut R::Server, memory: Binding, bytes: usize, stream: StreamId) -> Result<Loan, Error>;
 
-    /// Copies rows to this device, without gaps. From now on, whatever enters comes after it.
+    /// Copies rows to this device and packs them. From now on, `enter` orders every stream after the copy.
     fn copy(&mut self, server: &mut R::Server, loan: Loan, rows: Rows, target: Binding) -> Result<(), Error>;
 
-    /// The failure was cleared: what failed with it is no longer waited for.
+    /// Drops the calls that failed, after the failure was cleared.
     fn forget(&mut self);
 }
 
-/// An operation on memory of so many bytes.
+/// Describes an operation on memory of this many bytes.
 pub(super) fn call(
     operation: Operation,
     bytes: u64,

@@ -1,4 +1,4 @@
-//! The operations of a group of ranks on the memory of a device.
+//! Collectives of a group of ranks on the memory of devices.
 
 mod direct;
 mod staged;
@@ -19,23 +19,23 @@ use super::runtime::CollectiveRuntime;
 use bonfire_core::internal::{ByteOperations, Request};
 use bonfire_core::{Call, DType, Error, Group, Operation, ReduceOp, partition};
 
-/// The operations of a [`Group`] on a device's memory, for clients of collective runtimes: each rank brings a device, and
-/// ranks may be threads or processes.
+/// The collectives of a [`Group`] on a device's memory, for clients of collective runtimes. Each rank contributes a
+/// device; ranks may be threads or processes.
 ///
-/// Each operation takes what was queued before on the source's stream and returns at once; [`Transfer::wait`] waits for
-/// the other ranks on the caller's thread, so the device goes on meanwhile. Sources are not changed; source and target may
-/// be the same memory, whose former content is then replaced. Until `wait` has returned, neither may be written to, and a
-/// target not read.
+/// Each operation reads what was queued before it on the source's stream and returns at once. [`Transfer::wait`] waits
+/// for the other ranks on the caller's thread, so the device continues meanwhile. Sources are not changed. Source and
+/// target may be the same memory, whose content is then replaced. Until `wait` has returned, neither may be written to,
+/// and the target must not be read.
 ///
-/// Data goes through host memory, every buffer once from the device and once to it, except on CUDA. There a rank works with
-/// one device in a group, and its first operation waits for the other ranks: see [the module's page](crate::server#cuda).
+/// Data goes through host memory, one copy from the device and one to it, except on CUDA. There a rank uses one device
+/// per group, and its first operation waits for the other ranks: see [the module's page](crate::server#cuda).
 ///
 /// # Errors
-/// [`Error::InvalidArgument`] where sizes do not fit each other; whatever comes later is returned by [`Transfer::wait`].
+/// [`Error::InvalidArgument`] if sizes do not match. [`Transfer::wait`] returns all later errors.
 pub trait DeviceCollectives<R: DeviceTransport> {
     /// Starts `call` on this memory.
     #[doc(hidden)]
-    fn start(&self, group: &Group, call: Call, sources: Vec<Piece>, targets: Vec<Piece>) -> Result<Transfer<R>, Error>;
+    fn start(&self, group: &Group, call: Call, sources: Vec<Chunk>, targets: Vec<Chunk>) -> Result<Transfer<R>, Error>;
 
     /// [`Group::all_reduce`] of `source`, to `target` of the same size.
     fn start_all_reduce(
@@ -47,7 +47,7 @@ pub trait DeviceCollectives<R: DeviceTransport> {
         op: ReduceOp,
     ) -> Result<Transfer<R>, Error> {
         let call = call(Operation::AllReduce, source.size_in_used(), dtype, Some(op), None)?;
-        expect(call.operation, "target", target, call.bytes())?;
+        check_size(call.operation, "target", target, call.bytes())?;
         self.start(group, call, whole(source), whole(target))
     }
 
@@ -69,11 +69,12 @@ pub trait DeviceCollectives<R: DeviceTransport> {
     ) -> Result<Transfer<R>, Error> {
         let call = call(Operation::AllGather, target.size_in_used(), dtype, None, None)?;
         let own = own_part(group, &call);
-        expect(call.operation, "source", source, own.len())?;
+        check_size(call.operation, "source", source, own.len())?;
         self.start(group, call, vec![(source.clone(), own)], whole(target))
     }
 
-    /// [`Group::reduce_scatter_into`]: `target` is as large as this rank's [`partition`](crate::partition()) of `source`.
+    /// [`Group::reduce_scatter_into`]: `target` is as large as this rank's [`partition`](crate::partition()) of
+    /// `source`.
     fn start_reduce_scatter(
         &self,
         group: &Group,
@@ -84,11 +85,11 @@ pub trait DeviceCollectives<R: DeviceTransport> {
     ) -> Result<Transfer<R>, Error> {
         let call = call(Operation::ReduceScatter, source.size_in_used(), dtype, Some(op), None)?;
         let own = own_part(group, &call);
-        expect(call.operation, "target", target, own.len())?;
+        check_size(call.operation, "target", target, own.len())?;
         self.start(group, call, whole(source), vec![(target.clone(), own)])
     }
 
-    /// [`Group::all_to_all_into`]: `source` and `target` have one size, which is a multiple of the number of ranks.
+    /// [`Group::all_to_all_into`]: `source` and `target` have the same size, a multiple of the number of ranks.
     fn start_all_to_all(
         &self,
         group: &Group,
@@ -97,96 +98,96 @@ pub trait DeviceCollectives<R: DeviceTransport> {
         dtype: DType,
     ) -> Result<Transfer<R>, Error> {
         let call = call(Operation::AllToAll, source.size_in_used(), dtype, None, None)?;
-        expect(call.operation, "target", target, call.bytes())?;
+        check_size(call.operation, "target", target, call.bytes())?;
         Request::from(call).in_place(group.world_size(), call.count)?;
         self.start(group, call, whole(source), whole(target))
     }
 }
 
-/// An operation on a device's memory that was started. It takes place whether or not anybody waits, but its result is there
-/// only after [`wait`](Transfer::wait).
+/// A started operation on a device's memory. It runs whether or not [`wait`](Transfer::wait) is called, but its result
+/// is available only after `wait`.
 #[must_use = "the result is there after `wait`"]
 pub struct Transfer<R> {
-    waiting: Waiting,
+    wait: WaitFn,
     runtime: PhantomData<fn() -> R>,
 }
 
-/// The end of an operation that was started: called, it waits for it.
-type Waiting = Box<dyn FnOnce() -> Result<(), Error> + Send>;
+/// Waits for a started operation.
+type WaitFn = Box<dyn FnOnce() -> Result<(), Error> + Send>;
 
 impl<R: DeviceTransport> Transfer<R> {
-    /// Waits for the other ranks, and on CUDA until the device is done. What is queued afterwards at the device, on any
+    /// Waits for the other ranks, and on CUDA until the device is done. Work queued on the device afterwards, on any
     /// stream, sees the result.
     ///
     /// # Errors
-    /// Those of the group's operation, [`Error::Io`] where the device's memory cannot be read, and on CUDA `Error::Nccl`; each
-    /// ends the group. After one, a target on CUDA may still be written to until the group is dropped.
+    /// Those of the group's operation, [`Error::Io`] if the device's memory cannot be read, and on CUDA `Error::Nccl`.
+    /// Each ends the group. After one, a target on CUDA may still be written to until the group is dropped.
     pub fn wait(self) -> Result<(), Error> {
-        (self.waiting)()
+        (self.wait)()
     }
 }
 
-/// Memory of a device, and which bytes of an operation's whole it is.
-pub(crate) type Piece = (Handle, Range<usize>);
+/// Memory of a device, and the byte range of the operation's whole that it holds.
+pub(crate) type Chunk = (Handle, Range<usize>);
 
-/// Starts `call` on this memory.
+/// Starts `call` on this memory: directly if the ranks have a route that supports it, else through host memory.
 pub(crate) fn start<R: DeviceTransport>(
     client: &ComputeClient<CollectiveRuntime<R>>,
     group: &Group,
     call: Call,
-    sources: Vec<Piece>,
-    targets: Vec<Piece>,
+    sources: Vec<Chunk>,
+    targets: Vec<Chunk>,
 ) -> Result<Transfer<R>, Error> {
     let device = DeviceHandle::<CollectiveServer<R>>::new(client.info().device);
     let stream = stream_of(client);
-    let bound = |pieces: Vec<Piece>| pieces.into_iter().map(|(handle, place)| (handle.binding(), place)).collect();
+    let bound = |chunks: Vec<Chunk>| chunks.into_iter().map(|(handle, range)| (handle.binding(), range)).collect();
     let (sources, targets) = (bound(sources), bound(targets));
     let job = Job { call, rank: group.rank(), sources, targets, stream };
     let route = R::route(group, client.info().device)?.filter(|route| route.serves(&call));
-    let waiting = match route {
+    let wait = match route {
         Some(route) => direct::start(&device, group, route, job)?,
         None => staged::start(device, group, job)?,
     };
-    Ok(Transfer { waiting, runtime: PhantomData })
+    Ok(Transfer { wait, runtime: PhantomData })
 }
 
-/// Asks a device's server something on its thread; called on another one, gives the answer.
-fn ask<R: DeviceTransport, T: Send + 'static, Q>(
+/// Runs `task` on the thread of a device's server. Returns a function that waits for its result, for another thread.
+fn run_on_device<R: DeviceTransport, T: Send + 'static, Q>(
     device: &DeviceHandle<CollectiveServer<R>>,
     call: Call,
-    question: Q,
+    task: Q,
 ) -> impl FnOnce() -> Result<T, Error> + Send + use<R, T, Q>
 where
     Q: FnOnce(&mut CollectiveServer<R>) -> Result<T, Error> + Send + 'static,
 {
-    let (sender, answer) = channel();
+    let (sender, receiver) = channel();
     device.submit(move |server| {
         // The receiver is gone only if the group's thread is.
-        let _ = sender.send(question(server));
+        let _ = sender.send(task(server));
     });
     device.flush_queue();
     let gone = move |_| Error::broken(call.operation.to_string(), "the device's server is gone");
-    move || answer.recv().map_err(gone)?
+    move || receiver.recv().map_err(gone)?
 }
 
 impl<R: DeviceTransport> DeviceCollectives<R> for ComputeClient<CollectiveRuntime<R>> {
-    fn start(&self, group: &Group, call: Call, sources: Vec<Piece>, targets: Vec<Piece>) -> Result<Transfer<R>, Error> {
+    fn start(&self, group: &Group, call: Call, sources: Vec<Chunk>, targets: Vec<Chunk>) -> Result<Transfer<R>, Error> {
         start(self, group, call, sources, targets)
     }
 }
 
-fn expect(operation: Operation, what: &str, memory: &Handle, right: usize) -> Result<(), Error> {
+fn check_size(operation: Operation, what: &str, memory: &Handle, right: usize) -> Result<(), Error> {
     match memory.size_in_used() as usize {
         bytes if bytes == right => Ok(()),
         bytes => Err(Error::argument(operation, format!("the {what} has {bytes} bytes and must have {right}"))),
     }
 }
 
-fn whole(memory: &Handle) -> Vec<Piece> {
+fn whole(memory: &Handle) -> Vec<Chunk> {
     vec![(memory.clone(), 0..memory.size_in_used() as usize)]
 }
 
-/// The bytes of the whole that are this rank's part.
+/// The byte range of this rank's part of the whole.
 fn own_part(group: &Group, call: &Call) -> Range<usize> {
     let own = partition(call.count, group.world_size(), group.rank());
     own.start * call.dtype.size()..own.end * call.dtype.size()

@@ -6,10 +6,10 @@ use cubecl::stream_id::StreamId;
 
 use super::DeviceTransport;
 use super::compute::CollectiveServer;
-use super::reading::{Reading, caught};
+use super::reading::{PendingRead, catch_panic};
 use bonfire_core::Error;
 
-/// What the host copies to and from devices is made of words: wgpu refuses other offsets.
+/// Offsets of copies between device and host are multiples of this many bytes: wgpu refuses others.
 const WORD: u64 = 4;
 
 fn check_start(binding: &Binding) -> Result<(), Error> {
@@ -23,9 +23,8 @@ fn check_start(binding: &Binding) -> Result<(), Error> {
 }
 
 impl<R: DeviceTransport> CollectiveServer<R> {
-    /// Starts to read the first bytes of some memory, as many as it says, as the work that was queued so far leaves
-    /// them.
-    pub(super) fn snapshot(&mut self, sources: Vec<(Binding, usize)>, stream: StreamId) -> Result<Reading, Error> {
+    /// Starts to read the first bytes of each source, as many as given with it, as the work queued so far leaves them.
+    pub(super) fn snapshot(&mut self, sources: Vec<(Binding, usize)>, stream: StreamId) -> Result<PendingRead, Error> {
         if let Some(error) = self.status.failure() {
             return Err(error);
         }
@@ -33,11 +32,11 @@ impl<R: DeviceTransport> CollectiveServer<R> {
         self.status.count(|counters| counters.downloads += sources.len() as u64);
         let descriptor = |(source, size): (_, usize)| CopyDescriptor::new(source, [size].into(), [1].into(), 1);
         let descriptors = sources.into_iter().map(descriptor).collect();
-        let copying = caught("read", || Ok(self.at(stream).read(descriptors, stream)))?;
+        let copying = catch_panic("read", || Ok(self.inner_on(stream).read(descriptors, stream)))?;
         self.reader.start(copying)
     }
 
-    /// Writes on each target's own stream, and hands that to the device: what is queued later, on any stream, sees it.
+    /// Writes on each target's own stream and flushes it, so that work queued later on any stream sees the data.
     pub(super) fn write_all(&mut self, data: Vec<(Binding, Bytes)>) -> Result<(), Error> {
         let mut streams: Vec<StreamId> = Vec::new();
         for (target, bytes) in data {
@@ -45,21 +44,21 @@ impl<R: DeviceTransport> CollectiveServer<R> {
             let (target, bytes) = self.whole_words(target, bytes)?;
             self.status.count(|counters| counters.uploads += 1);
             let descriptor = CopyDescriptor::new(target, [bytes.len()].into(), [1].into(), 1);
-            caught("write", || {
-                self.at(stream).write(vec![(descriptor, bytes)], stream);
+            catch_panic("write", || {
+                self.inner_on(stream).write(vec![(descriptor, bytes)], stream);
                 Ok(())
             })?;
             if !streams.contains(&stream) {
                 streams.push(stream);
             }
         }
-        // A flush hands over the stream's errors once, so they must not get lost here.
-        let mut flush = |stream| self.at(stream).flush(stream).map_err(|e| Error::io("writing results", e));
-        caught("write", || streams.into_iter().try_for_each(&mut flush))
+        // A flush returns the stream's errors only once, so they must not be dropped here.
+        let mut flush = |stream| self.inner_on(stream).flush(stream).map_err(|e| Error::io("writing results", e));
+        catch_panic("write", || streams.into_iter().try_for_each(&mut flush))
     }
 
-    /// Where the data ends inside a word of its memory, adds what follows there: wgpu writes whole words, and fills
-    /// them up with zeros.
+    /// If the data ends inside a word of its memory, appends the bytes that follow there: wgpu writes whole words,
+    /// padded with zeros.
     fn whole_words(&mut self, target: Binding, bytes: Bytes) -> Result<(Binding, Bytes), Error> {
         check_start(&target)?;
         let end = target.size - target.offset_end.unwrap_or(0);

@@ -1,4 +1,4 @@
-//! What the devices of one list have called so far, and how long one waits for the others.
+//! The calls that the devices of one list have made, and bounded waits for the calls of others.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -7,14 +7,14 @@ use bonfire_core::error::Site;
 use bonfire_core::internal::{Patience, Ranks};
 use bonfire_core::{Call, Deadline, Error};
 
-/// The calls of some devices. The calls of each are numbered in their order, from 1 on.
+/// The calls of several devices. Each device's calls are numbered in order, starting at 1.
 pub(super) struct Calls {
-    /// How many each device has made.
+    /// How many calls each device has made.
     made: Vec<u64>,
-    /// What was called under each number after `forgotten`.
+    /// The calls with the numbers after `forgotten`.
     calls: VecDeque<Call>,
     forgotten: u64,
-    /// What ended the meeting.
+    /// The error that ended the group of devices.
     pub failure: Option<Error>,
 }
 
@@ -23,8 +23,8 @@ impl Calls {
         Calls { made: vec![0; devices], calls: VecDeque::new(), forgotten: 0, failure: None }
     }
 
-    /// Gives the device's next call its number. An error where another device called something else there, or after a
-    /// failure.
+    /// Records a device's next call and returns its number. Fails if another device made a different call under that
+    /// number, or after a failure.
     pub fn add(&mut self, device: usize, call: Call) -> Result<u64, Error> {
         if let Some(error) = &self.failure {
             return Err(error.clone());
@@ -59,7 +59,7 @@ impl Calls {
         (0..self.made.len()).filter(|device| self.made[*device] < number).collect()
     }
 
-    /// What was called under this number, if any device has and it is not forgotten.
+    /// The call with this number, if any device has made it and it is not forgotten.
     pub fn get(&self, number: u64) -> Option<Call> {
         let at = number.checked_sub(self.forgotten + 1)?;
         self.calls.get(usize::try_from(at).ok()?).copied()
@@ -72,7 +72,7 @@ impl Calls {
     }
 }
 
-/// The wait of a device for a call, or for others to make it.
+/// A device's wait for a call to complete, or for other devices to make it.
 pub(super) struct Wait<'a> {
     device: usize,
     deadline: &'a Deadline,
@@ -84,8 +84,8 @@ impl<'a> Wait<'a> {
         Wait { device, deadline, patience: Patience::until(deadline) }
     }
 
-    /// How long to sleep before the next look; an error after the deadline. Where no device is missing, `late` says
-    /// what did not happen.
+    /// Returns how long to sleep before the next poll, and an error after the deadline. `late` says what did not
+    /// happen, for the case that no device is missing.
     pub fn pause(&mut self, site: Site, missing: Vec<usize>, late: &str) -> Result<Duration, Error> {
         if self.deadline.passed() {
             let elapsed = self.deadline.elapsed();

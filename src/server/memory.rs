@@ -1,10 +1,10 @@
-//! Parts of a device's memory, and host memory from which several devices are written.
+//! Spans of device memory, and host memory from which several devices are written.
 
 use bytes::Bytes as Shared;
 use cubecl::bytes::{AllocationProperty, Bytes};
 use cubecl::server::Binding;
 
-/// The part of its memory that a binding names.
+/// The bytes of an allocation that a binding refers to.
 #[derive(Clone, Copy, PartialEq)]
 pub(super) struct Span {
     memory: Option<u64>,
@@ -24,14 +24,14 @@ impl Span {
     }
 }
 
-/// cubecl shows a memory's id only in its debug text; a test notices if that changes.
+/// cubecl shows a memory's id only in its debug output; a test detects if that changes.
 fn memory_id(binding: &Binding) -> Option<u64> {
     let text = format!("{:?}", binding.memory);
     let digits = text.split("value: ").nth(1)?;
     digits.split(|c: char| !c.is_ascii_digit()).next()?.parse().ok()
 }
 
-/// Host memory, of which parts can be handed out.
+/// Shares host memory, so that slices of it can be handed out.
 pub(super) fn shared(memory: Bytes) -> Shared {
     struct Owner(Bytes);
 
@@ -44,7 +44,7 @@ pub(super) fn shared(memory: Bytes) -> Shared {
     Shared::from_owner(Owner(memory))
 }
 
-/// A part as a server takes it.
+/// Converts a slice to what a server writes from.
 pub(super) fn writable(part: Shared) -> Bytes {
     Bytes::from_shared(part, AllocationProperty::Native)
 }
@@ -57,7 +57,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_same_memory_is_recognised_where_the_parts_overlap() {
+    fn spans_overlap_only_within_the_same_memory() {
         let handle = Handle::new(StreamId { value: 0 }, 64);
         let part = |start, end| handle.clone().offset_start(start).offset_end(end).binding();
         let other = Handle::new(StreamId { value: 0 }, 64).binding();

@@ -1,7 +1,7 @@
-//! Messages between the devices of one process: `send` leaves a snapshot here, `recv` waits for it.
+//! Mailbox for point-to-point transfers between devices of one process: `send` leaves data here, `recv` waits for it.
 //!
-//! Neither call carries a number, and the two devices may run them in different orders where several threads copy at a
-//! time. The stream tells them apart: cubecl's client runs both halves of a copy on the caller's stream.
+//! Neither call carries a number, and the two devices may run them in different orders if several threads copy at a
+//! time. Messages are matched by stream: cubecl's client runs both halves of a copy on the caller's stream.
 
 use std::any::TypeId;
 use std::collections::{HashMap, VecDeque};
@@ -13,54 +13,54 @@ use cubecl::ir::ElemType;
 use cubecl::stream_id::StreamId;
 
 use super::engine::Loan;
-use super::reading::Reading;
+use super::reading::PendingRead;
 use bonfire_core::internal::lock;
 use bonfire_core::{Deadline, Error};
 
-/// What a device gives another one to copy.
-pub(super) enum Offer {
-    /// The data, on its way to the host.
-    Reading(Reading),
-    /// The memory itself.
+/// The data of a message.
+pub(super) enum Payload {
+    /// A device-to-host copy in flight.
+    PendingRead(PendingRead),
+    /// The device memory itself.
     Loan(Loan),
 }
 
-/// What one device sent another.
-pub(super) struct Message {
+/// One transfer from one device to another.
+pub(super) struct DeviceMessage {
     pub stream: StreamId,
     pub dtype: ElemType,
     /// In bytes.
     pub size: u64,
-    pub data: Result<Offer, Error>,
+    pub data: Result<Payload, Error>,
 }
 
 /// The messages from one device to another that have not been received.
 #[derive(Default)]
-pub(super) struct Post {
-    state: Mutex<State>,
+pub(super) struct Mailbox {
+    state: Mutex<MailboxState>,
     arrived: Condvar,
 }
 
 #[derive(Default)]
-struct State {
-    messages: VecDeque<Message>,
-    /// The streams of receivers that gave up. The message that each waited for is thrown away when it comes: the next
-    /// receiver must not take it for its own.
+struct MailboxState {
+    messages: VecDeque<DeviceMessage>,
+    /// The streams of receivers that timed out. The message that each waited for is discarded when it arrives, so that
+    /// the next receiver does not mistake it for its own.
     abandoned: Vec<StreamId>,
 }
 
 /// A runtime, the sender and the receiver.
 type Key = (TypeId, DeviceId, DeviceId);
 
-static POSTS: LazyLock<Mutex<HashMap<Key, Arc<Post>>>> = LazyLock::new(Mutex::default);
+static MAILBOXES: LazyLock<Mutex<HashMap<Key, Arc<Mailbox>>>> = LazyLock::new(Mutex::default);
 
-impl Post {
-    /// The messages from `source` to `destination`, devices of the runtime `R`.
-    pub fn between<R: 'static>(source: DeviceId, destination: DeviceId) -> Arc<Post> {
-        lock(&POSTS).entry((TypeId::of::<R>(), source, destination)).or_default().clone()
+impl Mailbox {
+    /// Returns the mailbox from `source` to `destination`, devices of the runtime `R`.
+    pub fn between<R: 'static>(source: DeviceId, destination: DeviceId) -> Arc<Mailbox> {
+        lock(&MAILBOXES).entry((TypeId::of::<R>(), source, destination)).or_default().clone()
     }
 
-    pub fn send(&self, message: Message) {
+    pub fn send(&self, message: DeviceMessage) {
         let mut state = lock(&self.state);
         if let Some(position) = state.abandoned.iter().position(|stream| *stream == message.stream) {
             state.abandoned.swap_remove(position);
@@ -71,8 +71,8 @@ impl Post {
         self.arrived.notify_all();
     }
 
-    /// The oldest message of this stream.
-    pub fn receive(&self, stream: StreamId, deadline: &Deadline) -> Result<Message, Error> {
+    /// Removes and returns the oldest message of this stream. Waits for one until the deadline.
+    pub fn receive(&self, stream: StreamId, deadline: &Deadline) -> Result<DeviceMessage, Error> {
         let mut state = lock(&self.state);
         loop {
             let position = state.messages.iter().position(|message| message.stream == stream);

@@ -1,4 +1,4 @@
-//! Device-to-host copies under way.
+//! Device-to-host copies in flight.
 
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -10,50 +10,50 @@ use cubecl::server::ServerError;
 
 use bonfire_core::Error;
 
-type Copying = DynFut<Result<Vec<Bytes>, ServerError>>;
+type ReadFuture = DynFut<Result<Vec<Bytes>, ServerError>>;
 
-/// The data of the buffers, or why there is none.
+/// The data of the buffers, or the reason for which there is none.
 type Outcome = Result<Vec<Bytes>, String>;
 
-/// A device-to-host copy of some buffers that was started.
-pub(super) struct Reading(Receiver<Outcome>);
+/// A started device-to-host copy of some buffers.
+pub(super) struct PendingRead(Receiver<Outcome>);
 
-impl Reading {
-    /// Waits for the device; gives the buffers in their order.
+impl PendingRead {
+    /// Waits for the device. Returns the buffers in the order in which they were requested.
     pub fn wait(self, operation: &str) -> Result<Vec<Bytes>, Error> {
         let outcome = self.0.recv().unwrap_or_else(|_| Err("the thread that reads from the device is gone".into()));
         outcome.map_err(|reason| Error::io(operation, io::Error::other(reason)))
     }
 
-    /// Waits for the device to deliver a single buffer.
+    /// As [`wait`](Self::wait), for a single buffer.
     pub fn wait_one(self, operation: &str) -> Result<Bytes, Error> {
-        self.wait(operation)?.pop().ok_or_else(|| Error::broken(operation, "the device gave no data"))
+        self.wait(operation)?.pop().ok_or_else(|| Error::broken(operation, "the device returned no data"))
     }
 }
 
-/// Ends copies as soon as the device has made them, on a thread of its own. With cubecl-wgpu 0.10 they must neither lie
-/// around nor be dropped: a thread of it spins until the copy's future is done, and a staging buffer whose future is
-/// dropped before goes back to its pool mapped, where its next user panics.
+/// Drives device-to-host copies to completion on a thread of its own. With cubecl-wgpu 0.10 their futures must neither
+/// be left pending nor be dropped: one of its threads spins until the future is done, and the staging buffer of a
+/// dropped future returns to its pool still mapped, where its next user panics.
 #[derive(Default)]
-pub(super) struct Reader(Option<Sender<(Copying, SyncSender<Outcome>)>>);
+pub(super) struct Reader(Option<Sender<(ReadFuture, SyncSender<Outcome>)>>);
 
 impl Reader {
-    pub fn start(&mut self, copying: Copying) -> Result<Reading, Error> {
+    pub fn start(&mut self, copying: ReadFuture) -> Result<PendingRead, Error> {
         let sender = match &self.0 {
             Some(sender) => sender,
             None => self.0.insert(spawn()?),
         };
         let (outcome, reading) = sync_channel(1);
         sender.send((copying, outcome)).map_err(|e| Error::broken("reading from a device", e))?;
-        Ok(Reading(reading))
+        Ok(PendingRead(reading))
     }
 }
 
-fn spawn() -> Result<Sender<(Copying, SyncSender<Outcome>)>, Error> {
-    let (sender, receiver) = channel::<(Copying, SyncSender<Outcome>)>();
+fn spawn() -> Result<Sender<(ReadFuture, SyncSender<Outcome>)>, Error> {
+    let (sender, receiver) = channel::<(ReadFuture, SyncSender<Outcome>)>();
     let serve = move || {
         for (copying, outcome) in receiver {
-            // Nobody waits for it any more where its call has failed.
+            // The receiver is gone if its call has failed.
             let _ = outcome.send(finish(copying));
         }
     };
@@ -61,7 +61,7 @@ fn spawn() -> Result<Sender<(Copying, SyncSender<Outcome>)>, Error> {
     thread.map(|_| sender).map_err(|e| Error::io("starting the thread that reads from a device", e))
 }
 
-fn finish(copying: Copying) -> Outcome {
+fn finish(copying: ReadFuture) -> Outcome {
     match catch_unwind(AssertUnwindSafe(|| block_on(copying))) {
         Ok(Ok(buffers)) => Ok(buffers),
         Ok(Err(error)) => Err(error.to_string()),
@@ -71,7 +71,7 @@ fn finish(copying: Copying) -> Outcome {
 
 const PANICKED: &str = "the runtime panicked; see its message above";
 
-/// Calls the inner runtime. On a device's thread a panic would get lost, and its failure with it.
-pub(super) fn caught<T>(operation: &str, call: impl FnOnce() -> Result<T, Error>) -> Result<T, Error> {
+/// Calls the inner runtime and turns a panic into an error: on a device's thread a panic would be lost.
+pub(super) fn catch_panic<T>(operation: &str, call: impl FnOnce() -> Result<T, Error>) -> Result<T, Error> {
     catch_unwind(AssertUnwindSafe(call)).unwrap_or_else(|_| Err(Error::io(operation, io::Error::other(PANICKED))))
 }

@@ -1,12 +1,12 @@
-//! All-reduces between the devices of one process.
+//! All-reduces between the devices of one process, through host memory.
 //!
-//! Each device leaves its calls here, in their order, and goes on. A call is *matched* once every device has left its
-//! own; a thread takes all matched calls at a time, a *round*, adds up the snapshots in the devices' order, and keeps
-//! the results until each device has taken them. A round begins where a device waits for calls that are all matched, or
-//! where enough bytes are.
+//! Each device queues its calls here, in call order, and continues. A call is *matched* once every device has made it.
+//! A thread takes all matched calls at once, a *round*, sums the snapshots in the devices' order, and keeps the results
+//! until each device has taken them. A round begins when a device waits for calls that are all matched, or when the
+//! matched calls have enough bytes.
 //!
-//! Nobody can wait in vain: of the devices that wait, the one with the fewest calls waits for matched ones only. Where a
-//! round ends depends on time, but no element's sum does: the order of addition is the devices' order everywhere.
+//! There is no deadlock: among the waiting devices, the one with the fewest calls waits for matched calls only. Timing
+//! decides where a round ends, but no element's sum depends on it: the order of addition is always the devices' order.
 
 use std::any::TypeId;
 use std::collections::{HashMap, VecDeque};
@@ -20,79 +20,80 @@ use cubecl::device::DeviceId;
 
 use super::meeting::{Calls, Wait};
 use super::memory::shared;
-use super::reading::Reading;
+use super::reading::PendingRead;
 use super::status::Status;
 use crate::pool;
 use bonfire_core::error::Site;
 use bonfire_core::internal::{Output, lock, reduce_to_all};
 use bonfire_core::{Call, Deadline, Error};
 
-/// Where the data of a call comes from.
+/// The input of one device to a call.
 pub(super) enum Source {
     /// A snapshot of the device's memory.
-    Snapshot(Reading),
-    /// The result of an earlier call of this device, which has not been written to its memory yet.
+    Snapshot(PendingRead),
+    /// The result of this device's earlier call with this number, which has not been written to its memory yet.
     Result(u64),
 }
 
-/// The place where the devices of one list meet.
-pub(super) struct Round {
+/// The devices of one list: their queued calls and the results.
+pub(super) struct DeviceGroup {
     key: Key,
     /// The devices, by rank.
     members: Vec<Arc<Status>>,
-    state: Mutex<State>,
+    state: Mutex<Queues>,
     changed: Condvar,
 }
 
-/// A runtime, and devices in order.
+/// A runtime, and sorted devices.
 type Key = (TypeId, Vec<DeviceId>);
 
-struct State {
-    /// Those that are not done, and all that follow.
+struct Queues {
+    /// The calls after number `done`.
     calls: Calls,
-    ranks: Vec<Rank>,
-    /// Calls whose results are known.
+    ranks: Vec<Queue>,
+    /// The number of calls whose results are known.
     done: u64,
-    /// The latest results: those that some device has not taken.
+    /// The latest results, up to number `done`, from the first that some device has not taken.
     results: VecDeque<Shared>,
 }
 
 #[derive(Default)]
-struct Rank {
-    /// Of the calls that no round has taken.
+struct Queue {
+    /// The inputs of the calls that no round has taken.
     sources: VecDeque<Source>,
     /// The number of calls whose results this device waits for.
     awaited: Option<u64>,
     taken: u64,
 }
 
-/// Matched calls of this size are a round even if nobody waits, so that it runs beside the devices' computation.
-const ENOUGH: usize = 25 << 20;
+/// Matched calls of this many bytes start a round even if no device waits, so that it overlaps with computation.
+const ROUND_BYTES: usize = 25 << 20;
 
-static ROUNDS: LazyLock<Mutex<HashMap<Key, Arc<Round>>>> = LazyLock::new(Mutex::default);
+static GROUPS: LazyLock<Mutex<HashMap<Key, Arc<DeviceGroup>>>> = LazyLock::new(Mutex::default);
 
-impl Round {
-    /// The meeting place of these devices of the runtime `R`, which are sorted and different.
-    pub fn of<R: 'static>(devices: Vec<DeviceId>) -> Result<Arc<Round>, Error> {
+impl DeviceGroup {
+    /// Returns the group of these devices of the runtime `R`. They are sorted and distinct.
+    pub fn of<R: 'static>(devices: Vec<DeviceId>) -> Result<Arc<DeviceGroup>, Error> {
         let key = (TypeId::of::<R>(), devices);
-        let mut rounds = lock(&ROUNDS);
-        if let Some(round) = rounds.get(&key) {
-            return Ok(round.clone());
+        let mut groups = lock(&GROUPS);
+        if let Some(group) = groups.get(&key) {
+            return Ok(group.clone());
         }
         let members: Vec<_> = key.1.iter().map(|id| Status::of::<R>(*id)).collect();
-        let ranks = members.iter().map(|_| Rank::default()).collect();
-        let state = State { calls: Calls::of(members.len()), ranks, done: 0, results: VecDeque::new() };
-        let round = Arc::new(Round { key: key.clone(), members, state: Mutex::new(state), changed: Condvar::new() });
-        let thread = round.clone();
+        let ranks = members.iter().map(|_| Queue::default()).collect();
+        let state = Queues { calls: Calls::of(members.len()), ranks, done: 0, results: VecDeque::new() };
+        let group =
+            Arc::new(DeviceGroup { key: key.clone(), members, state: Mutex::new(state), changed: Condvar::new() });
+        let thread = group.clone();
         std::thread::Builder::new()
             .name("bonfire-devices".into())
             .spawn(move || thread.serve())
             .map_err(|e| Error::io("starting the thread of a group of devices", e))?;
-        rounds.insert(key, round.clone());
-        Ok(round)
+        groups.insert(key, group.clone());
+        Ok(group)
     }
 
-    /// Leaves a call; gives its number.
+    /// Queues a call and returns its number.
     pub fn call(&self, rank: usize, call: Call, source: Source) -> Result<u64, Error> {
         let mut state = lock(&self.state);
         match state.calls.add(rank, call) {
@@ -110,8 +111,8 @@ impl Round {
         }
     }
 
-    /// Says that this device now waits for the results of all its calls.
-    pub fn announce(&self, rank: usize) {
+    /// Declares that this device now waits for the results of all its calls.
+    pub fn declare_wait(&self, rank: usize) {
         let mut state = lock(&self.state);
         state.ranks[rank].awaited = Some(state.calls.made(rank));
         if state.due() {
@@ -119,7 +120,7 @@ impl Round {
         }
     }
 
-    /// Waits for what was announced, and gives the results that this device has not taken, in the order of its calls.
+    /// Waits for the declared results. Returns those that this device has not taken yet, in call order.
     pub fn take(&self, rank: usize, deadline: &Deadline) -> Result<Vec<Shared>, Error> {
         let mut state = lock(&self.state);
         let mut wait = Wait::of(rank, deadline);
@@ -143,35 +144,35 @@ impl Round {
         }
     }
 
-    /// Ends the meeting: every device that takes part is poisoned, and gets this error from every later call.
+    /// Ends the group: poisons every device in it, and fails every later call with this error.
     pub fn fail(&self, error: Error) {
         self.fail_locked(lock(&self.state), error);
     }
 
-    fn fail_locked(&self, mut state: MutexGuard<'_, State>, error: Error) {
+    fn fail_locked(&self, mut state: MutexGuard<'_, Queues>, error: Error) {
         let error = state.calls.failure.get_or_insert(error).clone();
         state.ranks.iter_mut().for_each(|rank| rank.sources.clear());
         state.results.clear();
-        // Devices that were cleared meet anew. Whoever sees this meeting failed, or a new one in its place, sees its own
-        // device poisoned unless it was cleared since: so all three change under both locks.
-        let mut rounds = lock(&ROUNDS);
-        if rounds.get(&self.key).is_some_and(|round| std::ptr::eq(&**round, self)) {
-            rounds.remove(&self.key);
+        // Devices that were cleared form a new group. A device that sees this group failed, or a new one in its place,
+        // is poisoned unless it was cleared since. So all three change under both locks.
+        let mut groups = lock(&GROUPS);
+        if groups.get(&self.key).is_some_and(|group| std::ptr::eq(&**group, self)) {
+            groups.remove(&self.key);
         }
         for member in &self.members {
             member.fail(error.clone());
         }
-        drop(rounds);
+        drop(groups);
         drop(state);
         self.changed.notify_all();
     }
 
-    /// Whether the meeting has ended.
+    /// Whether the group has failed.
     pub fn failed(&self) -> bool {
         lock(&self.state).calls.failure.is_some()
     }
 
-    fn wait<'a>(&self, state: MutexGuard<'a, State>, limit: Option<std::time::Duration>) -> MutexGuard<'a, State> {
+    fn wait<'a>(&self, state: MutexGuard<'a, Queues>, limit: Option<std::time::Duration>) -> MutexGuard<'a, Queues> {
         match limit {
             Some(limit) => self.changed.wait_timeout(state, limit).unwrap_or_else(PoisonError::into_inner).0,
             None => self.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
@@ -186,7 +187,7 @@ impl Round {
                     state = self.wait(state, None);
                     continue;
                 }
-                let (calls, sources) = state.matched();
+                let (calls, sources) = state.take_matched();
                 let (done, earlier) = (state.done, state.results.clone());
                 drop(state);
                 let results = self.run(&calls, sources, done, earlier);
@@ -214,7 +215,7 @@ impl Round {
         }
     }
 
-    /// Adds up matched calls, each from one source of every rank. `earlier` are results up to call number `done`.
+    /// Reduces matched calls, each from one source per rank. `earlier` holds the results up to call number `done`.
     fn run(
         &self,
         calls: &[Call],
@@ -234,11 +235,11 @@ impl Round {
             let (output, after) = std::mem::take(&mut rest).split_at_mut(padded(call));
             let inputs = ranks.iter_mut().filter_map(Iterator::next).map(|source| match source {
                 Source::Snapshot(reading) => arrived(reading, call).map(Input::Own),
-                // The results of this round follow those before it, so a call's place is its distance from the end.
+                // `before` also gets this round's results, so a call's index is its distance from the oldest.
                 Source::Result(number) => {
                     let oldest = done - earlier.len() as u64;
-                    let place = number.checked_sub(oldest + 1).and_then(|place| before.get(place as usize).copied());
-                    place.map(Input::Result).ok_or_else(|| Error::broken("all_reduce", "an earlier result is gone"))
+                    let index = number.checked_sub(oldest + 1).and_then(|index| before.get(index as usize).copied());
+                    index.map(Input::Result).ok_or_else(|| Error::broken("all_reduce", "an earlier result is gone"))
                 }
             });
             let inputs = inputs.collect::<Result<Vec<_>, Error>>()?;
@@ -277,11 +278,11 @@ impl Input<'_> {
     }
 }
 
-/// Waits for a snapshot, which is as long as the call says.
-fn arrived(reading: Reading, call: &Call) -> Result<Bytes, Error> {
+/// Waits for a snapshot and checks that it has the length of the call. Copies it if it is not aligned for its type.
+fn arrived(reading: PendingRead, call: &Call) -> Result<Bytes, Error> {
     let bytes = reading.wait_one(&call.to_string())?;
     if bytes.len() != call.bytes() {
-        return Err(Error::broken(call.to_string(), format!("a device gave {} bytes", bytes.len())));
+        return Err(Error::broken(call.to_string(), format!("a device returned {} bytes", bytes.len())));
     }
     let aligned = bytes.as_ptr().align_offset(call.dtype.size()) == 0;
     Ok(if aligned { bytes } else { Bytes::from_elems(bytemuck::pod_collect_to_vec::<u8, u64>(&bytes)) })
@@ -290,18 +291,18 @@ fn arrived(reading: Reading, call: &Call) -> Result<Bytes, Error> {
 fn reduce(call: &Call, inputs: &[Input<'_>], output: &mut [u8]) {
     let Some(op) = call.reduction else { return };
     let inputs = inputs.iter().map(|input| input.bytes().as_ptr());
-    // SAFETY: every input has at least `call.bytes()` bytes and is aligned for the type (`arrived` sees to both, results
-    // start at multiples of 16 bytes in memory that is aligned so); the output has as many, is aligned alike and is
-    // borrowed mutably.
+    // SAFETY: every input has at least `call.bytes()` bytes and is aligned for the type: `arrived` checks snapshots,
+    // results start at multiples of 16 bytes in memory that is aligned to 16. The output has as many bytes, is aligned
+    // alike and is borrowed mutably.
     unsafe {
         let output = Output::of(output.as_mut_ptr(), call.bytes(), true);
         reduce_to_all(call.dtype, op, call.count, inputs, std::iter::once(output));
     }
 }
 
-impl State {
+impl Queues {
     /// The matched calls that no round has taken.
-    fn waiting(&self) -> impl Iterator<Item = Call> {
+    fn queued(&self) -> impl Iterator<Item = Call> {
         let sources = self.ranks.iter().map(|rank| rank.sources.len()).min().unwrap_or(0) as u64;
         let matched = self.calls.matched();
         (matched - sources + 1..=matched).filter_map(|number| self.calls.get(number))
@@ -310,19 +311,19 @@ impl State {
     /// Whether a round should begin.
     fn due(&self) -> bool {
         let matched = self.calls.matched();
-        let awaited = |rank: &Rank| rank.awaited.is_some_and(|awaited| self.done < awaited && awaited <= matched);
-        let bytes = || self.waiting().map(|call| call.bytes()).sum::<usize>();
-        self.waiting().next().is_some() && (self.ranks.iter().any(awaited) || bytes() >= ENOUGH)
+        let awaited = |rank: &Queue| rank.awaited.is_some_and(|awaited| self.done < awaited && awaited <= matched);
+        let bytes = || self.queued().map(|call| call.bytes()).sum::<usize>();
+        self.queued().next().is_some() && (self.ranks.iter().any(awaited) || bytes() >= ROUND_BYTES)
     }
 
     /// Takes the matched calls, and their sources by rank.
-    fn matched(&mut self) -> (Vec<Call>, Vec<Vec<Source>>) {
-        let calls: Vec<_> = self.waiting().collect();
+    fn take_matched(&mut self) -> (Vec<Call>, Vec<Vec<Source>>) {
+        let calls: Vec<_> = self.queued().collect();
         let sources = self.ranks.iter_mut().map(|rank| rank.sources.drain(..calls.len()).collect()).collect();
         (calls, sources)
     }
 
-    /// The results up to number `until` that this device has not taken yet.
+    /// Takes this device's results up to number `until`, and drops those that all devices have taken.
     fn take(&mut self, rank: usize, until: u64) -> Vec<Shared> {
         let oldest = self.done - self.results.len() as u64;
         let range = (self.ranks[rank].taken - oldest) as usize..(until - oldest) as usize;

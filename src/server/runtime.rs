@@ -1,4 +1,4 @@
-//! The runtime around a runtime.
+//! The collective runtime around an inner runtime.
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -45,7 +45,7 @@ impl<R: DeviceTransport> Runtime for CollectiveRuntime<R> {
         R::target_properties()
     }
 
-    /// The devices of a physical type, as the logical devices whose replica is in `type_id`.
+    /// The devices of a physical type, as logical devices with the replica that `type_id` holds.
     fn enumerate_devices(type_id: u16, info: &Info<R>) -> Vec<DeviceId> {
         let (wanted, replica) = physical(DeviceId::new(type_id, 0));
         let devices = R::enumerate_devices(wanted.type_id, info.inner());

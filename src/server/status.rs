@@ -1,4 +1,4 @@
-//! What is known of each logical device outside its server's thread: whether it failed, and what it has moved.
+//! State of each logical device outside its server's thread: its failure, its deadline and its counters.
 
 use std::any::TypeId;
 use std::collections::HashMap;
@@ -11,26 +11,26 @@ use cubecl::device::DeviceId;
 use bonfire_core::Error;
 use bonfire_core::internal::{DEADLINE, deadline_from_env, lock};
 
-/// The state of one logical device that servers, clients and other devices share.
+/// State of one logical device, shared by servers, clients and other devices.
 pub(super) struct Status {
-    /// Whether `failure` is set, to be looked at before every read.
+    /// Whether `failure` is set: checked before every read.
     failed: AtomicBool,
     failure: Mutex<Option<Error>>,
     deadline: Mutex<Duration>,
-    watches: Mutex<Vec<Watch>>,
+    checks: Mutex<Vec<Check>>,
     /// How many failures were cleared.
     cleared: AtomicU64,
     counters: Mutex<Counters>,
 }
 
-/// Poisons the device if something has failed that reports it to nobody; whether it is to be called again.
-type Watch = Arc<dyn Fn() -> bool + Send + Sync>;
+/// Poisons the device if a failure happened that no call returns. Returns whether to call the check again.
+type Check = Arc<dyn Fn() -> bool + Send + Sync>;
 
-/// What a device has moved for collectives and copies since the program began.
+/// What a device has moved for collectives and copies since the program started.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Counters {
-    /// Exchanges with other devices: pending all-reduces are fused, so there are fewer than calls.
+    /// Exchanges with other devices. Pending all-reduces are fused, so there are fewer exchanges than calls.
     pub rounds: u64,
     /// Buffers that were copied from the device to the host.
     pub downloads: u64,
@@ -43,7 +43,7 @@ type Table = HashMap<(TypeId, DeviceId), Arc<Status>>;
 static DEVICES: LazyLock<Mutex<Table>> = LazyLock::new(Mutex::default);
 
 impl Status {
-    /// The state of a device of the runtime `R`.
+    /// Returns the state of a device of the runtime `R`.
     pub fn of<R: 'static>(id: DeviceId) -> Arc<Status> {
         lock(&DEVICES).entry((TypeId::of::<R>(), id)).or_insert_with(|| Arc::new(Status::new())).clone()
     }
@@ -53,53 +53,53 @@ impl Status {
             failed: AtomicBool::new(false),
             failure: Mutex::new(None),
             deadline: Mutex::new(default_deadline()),
-            watches: Mutex::default(),
+            checks: Mutex::default(),
             cleared: AtomicU64::new(0),
             counters: Mutex::default(),
         }
     }
 
-    /// Poisons the device; the first failure stays.
+    /// Poisons the device. The first failure is kept.
     pub fn fail(&self, error: Error) {
         let mut failure = lock(&self.failure);
         if failure.is_none() {
             log::error!("a device's collective failed: {error}");
             *failure = Some(error);
-            // Release: who sees the flag finds the failure.
+            // Release: pairs with the load in `failure`. A thread that sees the flag finds the failure.
             self.failed.store(true, Ordering::Release);
         }
     }
 
-    /// Poisons the device if this has failed.
+    /// Poisons the device if `result` is an error.
     pub fn record(&self, result: Result<(), Error>) {
         if let Err(error) = result {
             self.fail(error);
         }
     }
 
-    /// Has this called whenever somebody asks whether the device is sound.
-    pub fn watch(&self, watch: Watch) {
-        lock(&self.watches).push(watch);
+    /// Adds a check that runs at every call of [`failure`](Self::failure).
+    pub fn add_check(&self, check: Check) {
+        lock(&self.checks).push(check);
     }
 
-    /// What poisoned the device.
+    /// Returns the failure that poisoned the device, if any.
     pub fn failure(&self) -> Option<Error> {
-        // Not under the lock: a watch that finds a failure may make others look here.
-        let watches = lock(&self.watches).clone();
-        let ended: Vec<&Watch> = watches.iter().filter(|watch| !watch()).collect();
+        // Not under the lock: a check that finds a failure may cause another call of this function.
+        let checks = lock(&self.checks).clone();
+        let ended: Vec<&Check> = checks.iter().filter(|check| !check()).collect();
         if !ended.is_empty() {
-            lock(&self.watches).retain(|watch| !ended.iter().any(|ended| Arc::ptr_eq(watch, ended)));
+            lock(&self.checks).retain(|check| !ended.iter().any(|ended| Arc::ptr_eq(check, ended)));
         }
         if self.failed.load(Ordering::Acquire) { lock(&self.failure).clone() } else { None }
     }
 
-    /// What poisoned the device, which is sound afterwards.
+    /// Returns the failure that poisoned the device, and clears it.
     pub fn take_failure(&self) -> Option<Error> {
-        // What nobody has looked for yet is cleared, too.
+        // Also clears a failure that no check has found yet.
         let _ = self.failure();
         let mut failure = lock(&self.failure);
         if failure.is_some() {
-            // Release: who sees the device sound also sees that something was cleared.
+            // Release: pairs with `cleared`. A thread that sees the device sound also sees that a failure was cleared.
             self.cleared.fetch_add(1, Ordering::Release);
         }
         self.failed.store(false, Ordering::Release);
@@ -128,7 +128,7 @@ impl Status {
     }
 }
 
-/// A device has nobody to return an error to, so a malformed setting is told to the log.
+/// A device has no caller to return an error to, so a malformed setting is logged.
 fn default_deadline() -> Duration {
     let set = deadline_from_env(|name| std::env::var(name).ok());
     set.inspect_err(|error| log::warn!("{error}; taking {DEADLINE:?}")).ok().flatten().unwrap_or(DEADLINE)

@@ -1,4 +1,4 @@
-//! Failures within forward and backward passes, which return no `Result`.
+//! Errors of collectives inside forward and backward passes, which return no `Result`.
 
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -6,14 +6,16 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use bonfire_core::Error;
 
 thread_local! {
-    /// Whether this thread is in an [`attempt`].
-    static ATTEMPTING: Cell<bool> = const { Cell::new(false) };
+    /// Whether this thread is inside [`attempt`].
+    static IN_ATTEMPT: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Runs a forward and backward pass whose layers call collectives: [`all_reduce_sum`](super::autodiff::all_reduce_sum), or
-/// [`SyncBatchNorm`](crate::SyncBatchNorm). Where one fails in it, which elsewhere is a panic, this gives the error, so that
-/// a program can go on without a rank that was lost ([`DataParallel::shrink`](crate::DataParallel::shrink)). Other panics
-/// stay panics.
+/// Runs a forward and backward pass and returns the [`Error`] of a collective that fails inside it.
+///
+/// Outside of `attempt`, a collective that fails inside a pass panics, because burn's passes return no `Result`. Such
+/// collectives are the backward passes of [`autodiff`](super::autodiff) and both passes of
+/// [`SyncBatchNorm`](crate::SyncBatchNorm). With the error, a program can continue without a lost rank
+/// ([`DataParallel::shrink`](crate::DataParallel::shrink)). Other panics propagate unchanged.
 ///
 /// ```
 /// # use bonfire::tensor::autodiff::{all_reduce_sum, attempt};
@@ -27,21 +29,21 @@ thread_local! {
 /// ```
 ///
 /// # Errors
-/// That of the collective that failed.
+/// The error of the collective that failed.
 pub fn attempt<T>(pass: impl FnOnce() -> T) -> Result<T, Error> {
-    let before = ATTEMPTING.replace(true);
+    let before = IN_ATTEMPT.replace(true);
     let result = catch_unwind(AssertUnwindSafe(pass));
-    ATTEMPTING.set(before);
+    IN_ATTEMPT.set(before);
     result.or_else(|panic| match panic.downcast::<Error>() {
         Ok(error) => Err(*error),
         Err(panic) => resume_unwind(panic),
     })
 }
 
-/// Ends a pass: in an [`attempt`] without a word, as that gives the error.
+/// Ends a pass with a panic. Inside [`attempt`] the panic hook does not run, because `attempt` returns the error.
 #[track_caller]
 pub(crate) fn fail(error: Error) -> ! {
-    if ATTEMPTING.get() {
+    if IN_ATTEMPT.get() {
         resume_unwind(Box::new(error));
     }
     panic!("{error}")
@@ -52,7 +54,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn errors_come_out_of_attempts_and_other_panics_go_through_them() {
+    fn attempt_returns_errors_and_propagates_other_panics() {
         let error = Error::argument("test", "on purpose");
         assert_eq!(attempt(|| 5), Ok(5));
         assert_eq!(attempt(|| attempt(|| -> u8 { fail(error.clone()) })), Ok(Err(error.clone())));

@@ -1,37 +1,47 @@
-//! Collectives that gradients flow through.
+//! Differentiable collectives.
 //!
 //! | forward | backward |
 //! |---|---|
-//! | [`all_reduce_sum`] | the sum of the ranks' gradients |
-//! | [`broadcast`] | their sum on the root, zeros elsewhere |
-//! | [`all_gather`] | the sum, of which each rank gets its part |
-//! | [`reduce_scatter`] | all parts on every rank |
-//! | [`all_to_all`] | each part back to where it came from |
+//! | [`all_reduce_sum`] | all_reduce: the sum of the ranks' gradients on every rank |
+//! | [`broadcast`] | reduce: the sum on the root, zeros elsewhere |
+//! | [`all_gather`] | reduce_scatter: each rank gets its part of the sum |
+//! | [`reduce_scatter`] | all_gather: all parts on every rank |
+//! | [`all_to_all`] | all_to_all: each part returns to the rank that sent it |
 //!
-//! A gradient is that of the sum of all ranks' losses. The backward pass of each is a collective too: every rank must go
-//! backward through its result, also one whose part is empty, and tensors must be tracked on all ranks or on none. Several
-//! collectives go backward in the same order on all ranks if these build their graphs alike. Sizes along the dimension may
-//! differ from rank to rank in the forms with `_v`, as in [`operation`](super::operation), which has the same operations
-//! for all kinds of tensors and without gradients.
+//! Gradients are those of the sum of all ranks' losses. The backward pass of each operation is a collective too: every
+//! rank must run it through its result, even a rank whose part is empty, and tensors must be tracked on all ranks or on
+//! none. Ranks that build the same graph run the backward passes of several collectives in the same order. In the `_v`
+//! forms, sizes along the dimension may differ between ranks. For other kinds of tensors, or without gradients, use
+//! [`operation`](super::operation).
+//!
+//! # Errors
+//! Each function returns the errors of its counterpart in [`operation`](super::operation#errors), and
+//! [`Error::InvalidArgument`] for an `Autodiff` of an `Autodiff`: the outer graph would lose the gradient.
+//!
+//! # Panics
+//! The backward pass panics with the text of the error if its collective fails, because burn's backward passes return
+//! no `Result`. It panics in the thread that called `backward` and releases burn's locks. [`attempt`] turns the panic
+//! into an error.
 //!
 //! # Ranks as threads
 //!
-//! burn-autodiff 0.21 holds the lock of a graph during a whole backward pass, and ends every backward pass with a visit
-//! to all graphs of the process, whose locks it takes one by one. A collective inside a backward pass waits for other
-//! ranks with its graph locked. Ranks that are processes of their own never notice. For ranks that are threads of one
-//! process two rules follow:
+//! burn-autodiff 0.21 holds the lock of a graph during a whole backward pass. At the end of every backward pass it
+//! visits all graphs of the process and takes their locks one by one. A collective inside a backward pass waits for
+//! other ranks while its graph is locked. Ranks in processes of their own are not affected. Ranks that are threads of
+//! one process must follow two rules:
 //!
-//! - Ranks share no tracked tensors. Each builds its own model, or forks a clone of one
-//!   ([`Module::fork`](burn::module::Module::fork)): tensors that depend on a shared leaf live in one graph, and the
-//!   rank that goes backward first locks out those that it waits for.
-//! - Between a backward pass that contains a collective and whichever backward pass the same thread, or one that it
-//!   waits for, ran before, there is a collective outside of both, such as this sum in the forward pass or the exchange
-//!   of gradients. A rank that has arrived there has finished its visit, so nobody that others wait for later is stuck
-//!   in one. A loop of forward pass, one backward pass and update satisfies this. Two forward passes followed by two
-//!   backward passes do not: add the losses and go backward once, or place an all-reduce between the two. Backward
-//!   passes of threads that no rank waits for do no harm.
+//! - Ranks must not share tracked tensors. Each rank builds its own model, or forks a clone of one
+//!   ([`Module::fork`](burn::module::Module::fork)). Tensors that depend on a shared leaf live in one graph, and the
+//!   first rank to run its backward pass would lock out the ranks that it waits for.
+//! - A collective outside of any backward pass must separate each backward pass that contains a collective from the
+//!   previous backward pass of the same thread, and of every thread that it waits for. [`all_reduce_sum`] in the
+//!   forward pass or the all-reduce of gradients is such a collective. A rank that has reached it has finished its
+//!   visit, so no rank that others wait for later blocks in one. A loop of forward pass, one backward pass and update
+//!   satisfies this rule. Two forward passes followed by two backward passes do not: add the losses and run one
+//!   backward pass, or call an all-reduce between the two. Backward passes of threads that no rank waits for are
+//!   harmless.
 //!
-//! A breach shows as a timeout of the collective, not as a wrong number.
+//! A violation shows as a timeout of the collective, not as a wrong result.
 
 mod linear;
 
@@ -49,30 +59,30 @@ pub use super::attempt::attempt;
 use super::attempt::fail;
 use super::operation::axis::Axis;
 use super::operation::carry;
-use super::operation::sizes::{self, Sizes, cut};
+use super::operation::sizes::{self, Sizes, split_sizes};
 use bonfire_core::{Error, Group, ReduceOp};
 
-/// An autodiff backend whose tensors can be summed over ranks with the gradient flowing through the sum.
+/// An autodiff backend with differentiable collectives.
 ///
-/// Every [`Autodiff`] is one. It is the bound for code that builds layers which communicate, in the place where
-/// `AutodiffBackend` would stand otherwise.
+/// Every [`Autodiff`] implements it. Use it instead of `AutodiffBackend` as the bound of code that builds layers which
+/// communicate.
 pub trait CollectiveBackend: AutodiffBackend {
-    /// [`all_reduce_sum`] on the backend's own tensors, for ranks whose losses are not simply added: the loss of all is
-    /// the sum of the ranks' losses, each times its rank's `weight`. What flows back on a rank is the gradient of that
-    /// divided by the rank's own weight, as if it came from this rank's loss alone; nothing flows where the weight is 0.
+    /// [`all_reduce_sum`] on the backend's primitive tensors, for a global loss that is a weighted sum: the sum over
+    /// the ranks of `weight` times the rank's loss. The gradient on a rank is that of the global loss divided by the
+    /// rank's own weight, as if it came from this rank's loss alone. It is zero where the weight is 0.
     ///
     /// # Errors
-    /// Those of [`all_reduce_sum`].
+    /// See [errors](crate::tensor::autodiff#errors).
     fn float_all_reduce_sum(tensor: FloatTensor<Self>, group: &Group, weight: f64) -> Result<FloatTensor<Self>, Error>;
 
-    /// The other collectives on the backend's own tensors.
+    /// The other collectives on the backend's primitive tensors.
     #[doc(hidden)]
     fn float_linear(tensor: FloatTensor<Self>, group: &Group, linear: Linear) -> Result<FloatTensor<Self>, Error>;
 }
 
 impl<B: Backend, C: CheckpointStrategy> CollectiveBackend for Autodiff<B, C>
 where
-    // Not given for every `B`: burn's feature `distributed` asks more of it.
+    // Does not hold for every `B`: burn's feature `distributed` adds bounds.
     Self: AutodiffBackend,
 {
     fn float_all_reduce_sum(tensor: FloatTensor<Self>, group: &Group, weight: f64) -> Result<FloatTensor<Self>, Error> {
@@ -84,25 +94,18 @@ where
     }
 }
 
-/// The element-wise sum of the ranks' tensors, on every rank.
+/// Returns the element-wise sum of the ranks' tensors, on every rank.
 ///
-/// Every rank calls it with a tensor of the same shape and element type. As each rank's result depends on every rank's
-/// tensor, the gradient of a rank's tensor is the sum of the gradients of all ranks' results: the gradient of the sum of
-/// the ranks' losses. The backward pass is therefore a collective too. Every rank must go backward through its result,
-/// and tensors must be tracked on all ranks or on none. Several sums go backward in the same order on all ranks if
-/// these build their graphs alike. For ranks that are threads, see the [module](self).
-///
-/// Elements travel in their own type; f16 and bf16 are added in f32.
+/// Every rank passes a tensor of the same shape and element type: f64, f32, f16 or bf16. Elements are transferred in
+/// their own type; f16 and bf16 are summed in f32. Each rank's result depends on every rank's tensor, so the gradient
+/// of a rank's tensor is the sum of the gradients of all ranks' results. Every rank must run the backward pass; for
+/// ranks that are threads, see the [module](self#ranks-as-threads).
 ///
 /// # Errors
-/// Those of [`Group::all_reduce`], a tensor that cannot be read from its device, or one that is not of f64, f32, f16 or
-/// bf16. [`Error::InvalidArgument`] also for an `Autodiff` of an `Autodiff`: the gradient would be cut from the outer
-/// graph.
+/// See [errors](self#errors).
 ///
 /// # Panics
-/// The backward pass panics with the text of the error if its collective fails: burn's backward passes return no
-/// `Result`. The panic is raised in the thread that called `backward` and releases burn's locks; [`attempt`] makes it an
-/// error.
+/// In the backward pass; see [panics](self#panics).
 ///
 /// # Example
 /// ```
@@ -122,7 +125,7 @@ where
 ///     })
 /// });
 /// for rank in ranks.collect::<Vec<_>>() {
-///     // The losses weigh the sum by 1 and 2.
+///     // The losses of ranks 0 and 1 multiply the sum by 1 and 2.
 ///     assert_eq!(rank.join().expect("no panic")?, [Some(10.0), Some(3.0)]);
 /// }
 /// # Ok::<(), bonfire::Error>(())
@@ -135,14 +138,14 @@ pub fn all_reduce_sum<B: CollectiveBackend, const D: usize>(
     Ok(Tensor::from_primitive(TensorPrimitive::Float(sum)))
 }
 
-/// `root`'s tensor, on every rank. Of the other ranks' tensors shape and element type count only; their gradients are zeros.
+/// Returns `root`'s tensor on every rank. Of the other ranks' tensors only shape and element type matter; their
+/// gradients are zero.
 ///
 /// # Errors
-/// Those of [`operation::broadcast`](super::operation::broadcast), and as [`all_reduce_sum`] for an `Autodiff` of an
-/// `Autodiff`.
+/// See [errors](self#errors).
 ///
 /// # Panics
-/// As [`all_reduce_sum`].
+/// In the backward pass; see [panics](self#panics).
 pub fn broadcast<B: CollectiveBackend, const D: usize>(
     tensor: Tensor<B, D>,
     root: usize,
@@ -151,13 +154,13 @@ pub fn broadcast<B: CollectiveBackend, const D: usize>(
     linear(tensor, group, Linear::Broadcast { root })
 }
 
-/// The ranks' tensors along `dim`, in the order of ranks, on every rank. They have one shape.
+/// Concatenates the ranks' tensors along `dim` in rank order, on every rank. All have the same shape.
 ///
 /// # Errors
-/// Those of [`operation::all_gather`](super::operation::all_gather), else as [`broadcast`].
+/// See [errors](self#errors).
 ///
 /// # Panics
-/// As [`all_reduce_sum`].
+/// In the backward pass; see [panics](self#panics).
 pub fn all_gather<B: CollectiveBackend, const D: usize>(
     tensor: Tensor<B, D>,
     dim: isize,
@@ -167,14 +170,14 @@ pub fn all_gather<B: CollectiveBackend, const D: usize>(
     linear(tensor, group, Linear::AllGather { dim, sizes })
 }
 
-/// As [`all_gather`], of tensors as long along `dim` as `sizes` says, by rank; where it says nothing, the ranks tell each
-/// other first.
+/// Variable-size [`all_gather`]: rank `r`'s tensor has length `sizes[r]` along `dim`. With `None`, the ranks exchange
+/// their sizes first.
 ///
 /// # Errors
-/// Those of [`operation::all_gather_v`](super::operation::all_gather_v), else as [`broadcast`].
+/// See [errors](self#errors).
 ///
 /// # Panics
-/// As [`all_reduce_sum`].
+/// In the backward pass; see [panics](self#panics).
 pub fn all_gather_v<B: CollectiveBackend, const D: usize>(
     tensor: Tensor<B, D>,
     dim: isize,
@@ -186,29 +189,29 @@ pub fn all_gather_v<B: CollectiveBackend, const D: usize>(
     linear(tensor, group, Linear::AllGather { dim, sizes })
 }
 
-/// The element-wise sum of the ranks' tensors, cut along `dim` into equal parts, of which rank `r` gets the `r`-th.
+/// Sums the ranks' tensors element-wise, splits the sum along `dim` into equal parts, and returns part `r` on rank `r`.
 ///
 /// # Errors
-/// Those of [`operation::reduce_scatter`](super::operation::reduce_scatter), else as [`broadcast`].
+/// See [errors](self#errors).
 ///
 /// # Panics
-/// As [`all_reduce_sum`].
+/// In the backward pass; see [panics](self#panics).
 pub fn reduce_scatter<B: CollectiveBackend, const D: usize>(
     tensor: Tensor<B, D>,
     dim: isize,
     group: &Group,
 ) -> Result<Tensor<B, D>, Error> {
-    let sizes = cut(group.into(), OPERATION, &Axis::new(OPERATION, tensor.shape(), dim)?, None)?;
+    let sizes = split_sizes(group.into(), OPERATION, &Axis::new(OPERATION, tensor.shape(), dim)?, None)?;
     linear(tensor, group, Linear::ReduceScatter { dim, sizes })
 }
 
-/// As [`reduce_scatter`], with parts as long as `sizes` says, by rank.
+/// Variable-size [`reduce_scatter`]: the part of rank `r` has length `sizes[r]` along `dim`.
 ///
 /// # Errors
-/// Those of [`operation::reduce_scatter_v`](super::operation::reduce_scatter_v), else as [`broadcast`].
+/// See [errors](self#errors).
 ///
 /// # Panics
-/// As [`all_reduce_sum`].
+/// In the backward pass; see [panics](self#panics).
 pub fn reduce_scatter_v<B: CollectiveBackend, const D: usize>(
     tensor: Tensor<B, D>,
     dim: isize,
@@ -218,13 +221,14 @@ pub fn reduce_scatter_v<B: CollectiveBackend, const D: usize>(
     linear(tensor, group, Linear::ReduceScatter { dim, sizes: sizes.to_vec() })
 }
 
-/// The ranks' parts for this one: each cuts its tensor along `dim` into equal parts and sends part `r` to rank `r`.
+/// Splits the tensor along `dim` into equal parts, sends part `r` to rank `r`, and concatenates the received parts
+/// along `dim` in rank order.
 ///
 /// # Errors
-/// Those of [`operation::all_to_all`](super::operation::all_to_all), else as [`broadcast`].
+/// See [errors](self#errors).
 ///
 /// # Panics
-/// As [`all_reduce_sum`].
+/// In the backward pass; see [panics](self#panics).
 pub fn all_to_all<B: CollectiveBackend, const D: usize>(
     tensor: Tensor<B, D>,
     dim: isize,
@@ -233,14 +237,14 @@ pub fn all_to_all<B: CollectiveBackend, const D: usize>(
     linear(tensor, group, Linear::AllToAll { dim, sizes: None })
 }
 
-/// As [`all_to_all`], with `send[r]` of the tensor for rank `r`, and `recv[r]` from it; where that is not said, the
-/// ranks tell each other first.
+/// Variable-size [`all_to_all`]: along `dim`, this rank sends length `send[r]` to rank `r` and receives `recv[r]` from
+/// it. With `recv` `None`, the ranks exchange their sizes first.
 ///
 /// # Errors
-/// Those of [`operation::all_to_all_v`](super::operation::all_to_all_v), else as [`broadcast`].
+/// See [errors](self#errors).
 ///
 /// # Panics
-/// As [`all_reduce_sum`].
+/// In the backward pass; see [panics](self#panics).
 pub fn all_to_all_v<B: CollectiveBackend, const D: usize>(
     tensor: Tensor<B, D>,
     dim: isize,
@@ -249,10 +253,10 @@ pub fn all_to_all_v<B: CollectiveBackend, const D: usize>(
     group: &Group,
 ) -> Result<Tensor<B, D>, Error> {
     let axis = Axis::new(OPERATION, tensor.shape(), dim)?;
-    let send = cut(group.into(), OPERATION, &axis, Some(send))?;
+    let send = split_sizes(group.into(), OPERATION, &axis, Some(send))?;
     let recv = match recv {
         Some(recv) => recv.to_vec(),
-        None => sizes::awaited(group.into(), &axis, &send)?,
+        None => sizes::exchange_recv_sizes(group.into(), &axis, &send)?,
     };
     linear(tensor, group, Linear::AllToAll { dim, sizes: Some([send, recv]) })
 }
@@ -268,7 +272,7 @@ fn linear<B: CollectiveBackend, const D: usize>(
 
 const OPERATION: &str = "differentiable collective";
 
-/// The step of a backward pass: its input is the gradient of the sum, its state the group and the rank's weight.
+/// The backward step of [`all_reduce_sum`]. Its state is the group and the rank's weight.
 #[derive(Debug)]
 struct SumOverRanks;
 
@@ -295,7 +299,7 @@ fn tracked_sum<B: Backend, C: CheckpointStrategy>(
 ) -> Result<FloatTensor<Autodiff<B, C>>, Error> {
     refuse_nested::<B>(&tensor.primitive)?;
     let result = sum::<B>(tensor.primitive, group)?;
-    // Compute bound, so that no checkpointing strategy repeats the communication.
+    // Declared compute bound, so that no checkpointing strategy repeats the communication.
     Ok(match SumOverRanks.prepare::<C>([tensor.node]).compute_bound().stateful() {
         OpsKind::Tracked(prepared) => prepared.finish((group.clone(), weight), result),
         OpsKind::UnTracked(prepared) => prepared.finish(result),
@@ -314,7 +318,7 @@ fn sum<B: Backend>(tensor: FloatTensor<B>, group: &Group) -> Result<FloatTensor<
     Ok(sum.tensor())
 }
 
-// burn's feature `distributed` takes autodiff from the backends on the host.
+// burn's feature `distributed` removes the `AutodiffBackend` impl from host backends.
 #[cfg(all(test, not(feature = "ddp")))]
 mod tests {
     use burn::backend::autodiff::checkpoint::strategy::BalancedCheckpointing;
@@ -368,7 +372,7 @@ mod tests {
     }
 
     #[test]
-    fn untracked_tensors_need_no_backward_pass_of_other_ranks() {
+    fn untracked_tensors_need_no_backward_pass_on_other_ranks() {
         on_ranks(2, |group| {
             let x = leaf::<Autodiff<NdArray<f64>>>([1.0, 2.0]);
             let sum = all_reduce_sum(x, &group).expect("all ranks are here");

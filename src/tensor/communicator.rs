@@ -1,4 +1,4 @@
-//! A communicator on tensors, as vLLM's workers have one for each of their groups.
+//! A communicator on tensors with the interface of vLLM's device communicator.
 
 mod buffers;
 mod experts;
@@ -12,22 +12,28 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{Numeric, Shape, Tensor, TensorCreationOptions};
 
 pub use self::routing::Routing;
-use super::host::{Kind, Via};
+use super::host::{Context, Kind};
 use super::operation::axis::Axis;
-use super::operation::fused::{self, Piece};
+use super::operation::fused::{self, GatherInput};
 use super::operation::sizes::Sizes;
-use super::operation::{carry, place};
+use super::operation::{carry, dtype_and_device};
 #[cfg(feature = "flex")]
-use super::pool::Suited;
+use super::pool::GroupPool;
 use bonfire_core::{Error, Group, ReduceOp};
 
-/// Collectives on a model's tensors: vLLM's device communicator, on burn.
+/// Collectives on a model's tensors with the interface of vLLM's device communicator.
 ///
-/// Metadata, such as sizes that nobody gave, travel on one group, and tensors on another, which has the same ranks. Ranks
-/// are those of the group. Sums are the only reductions. Results are new tensors: no operation alters its input. A
-/// dimension that is `None` is the one that vLLM takes: the last, and the first for [`all_gather_v`](Self::all_gather_v).
-/// Negative ones count from the end.
+/// Use it for expert parallelism or to port code from vLLM; otherwise use [`operation`](crate::tensor::operation).
+/// Tensors are sent on one group. Metadata, such as sizes that the caller does not pass, are sent on another group of
+/// the same ranks. The only reduction is the sum. Results are new tensors: no operation modifies its input. `None` for
+/// a dimension means vLLM's default: the last dimension, or the first for [`all_gather_v`](Self::all_gather_v) and
+/// [`all_gather_v_list`](Self::all_gather_v_list). A negative dimension counts from the end.
 ///
+/// # Errors
+/// Unless it says otherwise, a method returns the errors of the function with the same name in
+/// [`operation`](crate::tensor::operation#errors), and [`Error::InvalidArgument`] after [`destroy`](Self::destroy).
+///
+/// # Example
 /// ```
 /// use bonfire::{DeviceCommunicator, Group};
 /// use burn::backend::Flex;
@@ -48,12 +54,12 @@ use bonfire_core::{Error, Group, ReduceOp};
 pub struct DeviceCommunicator<B: Backend> {
     name: String,
     device: B::Device,
-    /// Until it is destroyed.
+    /// `None` once the communicator is destroyed.
     groups: Option<Groups>,
-    /// Where results go, once a model's buffers are there.
+    /// Memory for results, once a model's buffers have been prepared.
     #[cfg(feature = "flex")]
-    memory: Option<Suited>,
-    /// The rows that each rank brought to the last dispatch, by whether it was sequence parallel.
+    memory: Option<GroupPool>,
+    /// The number of rows of each rank in the last dispatch, indexed by `is_sequence_parallel`.
     dispatched: Mutex<[Option<Vec<usize>>; 2]>,
 }
 
@@ -64,11 +70,11 @@ struct Groups {
 }
 
 impl<B: Backend> DeviceCommunicator<B> {
-    /// A communicator whose metadata travel on `cpu_group`, and tensors on `device_group`, or on the first, too. What it
-    /// makes by itself is on `device`; errors name it `unique_name`.
+    /// Makes a communicator that sends metadata on `cpu_group` and tensors on `device_group`; with `None`, both on
+    /// `cpu_group`. Tensors that it creates, in [`recv`](Self::recv), are on `device`. Errors name it `unique_name`.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] where this rank or the number of ranks differs between the groups.
+    /// [`Error::InvalidArgument`] if this rank or the world size differs between the groups.
     pub fn new(
         cpu_group: Group,
         device: B::Device,
@@ -77,11 +83,11 @@ impl<B: Backend> DeviceCommunicator<B> {
     ) -> Result<Self, Error> {
         let tensors = device_group.unwrap_or_else(|| cpu_group.clone());
         if (tensors.rank(), tensors.world_size()) != (cpu_group.rank(), cpu_group.world_size()) {
-            let place = |group: &Group| format!("rank {} of {}", group.rank(), group.world_size());
+            let describe = |group: &Group| format!("rank {} of {}", group.rank(), group.world_size());
             let reason = format!(
-                "this is {} for metadata and {} for tensors: give two groups of the same ranks",
-                place(&cpu_group),
-                place(&tensors)
+                "this is {} for metadata and {} for tensors: pass two groups of the same ranks",
+                describe(&cpu_group),
+                describe(&tensors)
             );
             return Err(Error::argument(format!("communicator `{unique_name}`"), reason));
         }
@@ -95,8 +101,8 @@ impl<B: Backend> DeviceCommunicator<B> {
         })
     }
 
-    /// Lets go of the groups; every later call gives an error. Tensors that it made stay, and so does a [`Routing`], with its
-    /// group.
+    /// Drops the groups. Every later call returns an error. Tensors remain valid, and so does a [`Routing`], which
+    /// keeps its group.
     pub fn destroy(&mut self) {
         self.groups = None;
         #[cfg(feature = "flex")]
@@ -105,75 +111,72 @@ impl<B: Backend> DeviceCommunicator<B> {
         }
     }
 
-    /// The sum of the ranks' tensors, on every rank.
+    /// Returns the element-wise sum of the ranks' tensors, on every rank.
     ///
     /// # Errors
-    /// Those of [`operation::all_reduce`](super::operation::all_reduce); after [`destroy`](Self::destroy),
-    /// [`Error::InvalidArgument`].
+    /// See [errors](DeviceCommunicator#errors).
     pub fn all_reduce<const D: usize, K: Kind<B> + Numeric<B>>(
         &self,
         tensor: Tensor<B, D, K>,
     ) -> Result<Tensor<B, D, K>, Error> {
-        carry::all_reduce::<B, K>(self.via()?, tensor.into_primitive(), ReduceOp::Sum).map(Tensor::from_primitive)
+        carry::all_reduce::<B, K>(self.ctx()?, tensor.into_primitive(), ReduceOp::Sum).map(Tensor::from_primitive)
     }
 
-    /// The ranks' tensors, of one shape, along `dim`: the last if it is `None`.
+    /// Concatenates the ranks' tensors along `dim` in rank order, on every rank. All have the same shape.
     ///
     /// # Errors
-    /// Those of [`operation::all_gather`](super::operation::all_gather); after [`destroy`](Self::destroy),
-    /// [`Error::InvalidArgument`].
+    /// See [errors](DeviceCommunicator#errors).
     pub fn all_gather<const D: usize, K: Kind<B>>(
         &self,
         tensor: Tensor<B, D, K>,
         dim: Option<isize>,
     ) -> Result<Tensor<B, D, K>, Error> {
         let dim = dim.unwrap_or(-1);
-        carry::all_gather::<B, K>(self.via()?, tensor.into_primitive(), dim, Sizes::Even).map(Tensor::from_primitive)
+        carry::all_gather::<B, K>(self.ctx()?, tensor.into_primitive(), dim, Sizes::Even).map(Tensor::from_primitive)
     }
 
-    /// The ranks' tensors along `dim`, the first if it is `None`, as long there as `sizes` says, by rank. Without sizes the
-    /// ranks tell each other, on the group of the metadata.
+    /// Variable-size [`all_gather`](Self::all_gather), along the first dimension if `dim` is `None`: rank `r`'s tensor
+    /// has length `sizes[r]` along it. With `sizes` `None`, the ranks exchange their sizes on the metadata group first.
     ///
     /// # Errors
-    /// Those of [`operation::all_gather_v`](super::operation::all_gather_v); after [`destroy`](Self::destroy),
-    /// [`Error::InvalidArgument`].
+    /// See [errors](DeviceCommunicator#errors).
     pub fn all_gather_v<const D: usize, K: Kind<B>>(
         &self,
         tensor: Tensor<B, D, K>,
         dim: Option<isize>,
         sizes: Option<&[usize]>,
     ) -> Result<Tensor<B, D, K>, Error> {
-        let (via, dim) = (self.via()?, dim.unwrap_or(0));
+        let (ctx, dim) = (self.ctx()?, dim.unwrap_or(0));
         let sizes = self.sizes(&Axis::new("all_gather", tensor.shape(), dim)?, sizes)?;
-        let whole = carry::all_gather::<B, K>(via, tensor.into_primitive(), dim, Sizes::Given(&sizes))?;
+        let whole = carry::all_gather::<B, K>(ctx, tensor.into_primitive(), dim, Sizes::Given(&sizes))?;
         Ok(Tensor::from_primitive(whole))
     }
 
-    /// As [`all_gather_v`](Self::all_gather_v), of several tensors in one operation. They are equally long along `dim`; their
-    /// other dimensions and element types may differ.
+    /// [`all_gather_v`](Self::all_gather_v) of several tensors in one operation. A rank's tensors have the same length
+    /// along `dim`. Their other dimensions and element types may differ.
     ///
     /// # Errors
-    /// As [`all_gather_v`](Self::all_gather_v); also where the tensors are not equally long.
+    /// As [`all_gather_v`](Self::all_gather_v). [`Error::InvalidArgument`] also if the tensors differ in length along
+    /// `dim`.
     pub fn all_gather_v_list<const D: usize, K: Kind<B>>(
         &self,
         tensors: Vec<Tensor<B, D, K>>,
         dim: Option<isize>,
         sizes: Option<&[usize]>,
     ) -> Result<Vec<Tensor<B, D, K>>, Error> {
-        let (via, dim) = (self.via()?, dim.unwrap_or(0));
-        let pieces = tensors.into_iter().map(|tensor| Piece::read::<B, K>(tensor.into_primitive(), dim));
-        let pieces = pieces.collect::<Result<Vec<_>, _>>()?;
-        let Some(axis) = fused::axis(&pieces)? else { return Ok(Vec::new()) };
-        let gathered = fused::all_gather::<B>(via, pieces, &self.sizes(&axis, sizes)?)?;
+        let (ctx, dim) = (self.ctx()?, dim.unwrap_or(0));
+        let inputs = tensors.into_iter().map(|tensor| GatherInput::read::<B, K>(tensor.into_primitive(), dim));
+        let inputs = inputs.collect::<Result<Vec<_>, _>>()?;
+        let Some(axis) = fused::axis(&inputs)? else { return Ok(Vec::new()) };
+        let gathered = fused::all_gather::<B>(ctx, inputs, &self.sizes(&axis, sizes)?)?;
         Ok(gathered.into_iter().map(|whole| Tensor::from_primitive(whole.tensor::<B, K>())).collect())
     }
 
-    /// The sum of the ranks' tensors, cut along `dim`, the last if it is `None`, into equal parts, of which rank `r` gets
-    /// the `r`-th.
+    /// Sums the ranks' tensors element-wise, splits the sum along `dim` into equal parts, and returns part `r` on rank
+    /// `r`.
     ///
     /// # Errors
-    /// Those of [`operation::reduce_scatter`](super::operation::reduce_scatter); after [`destroy`](Self::destroy),
-    /// [`Error::InvalidArgument`].
+    /// See [errors](DeviceCommunicator#errors).
     pub fn reduce_scatter<const D: usize, K: Kind<B> + Numeric<B>>(
         &self,
         tensor: Tensor<B, D, K>,
@@ -182,11 +185,11 @@ impl<B: Backend> DeviceCommunicator<B> {
         self.reduce_scatter_v(tensor, dim, None)
     }
 
-    /// As [`reduce_scatter`](Self::reduce_scatter), with parts as long as `sizes` says, by rank; without sizes, equal ones.
+    /// Variable-size [`reduce_scatter`](Self::reduce_scatter): the part of rank `r` has length `sizes[r]` along `dim`.
+    /// With `sizes` `None`, parts are equal.
     ///
     /// # Errors
-    /// Those of [`operation::reduce_scatter_v`](super::operation::reduce_scatter_v); after [`destroy`](Self::destroy),
-    /// [`Error::InvalidArgument`].
+    /// See [errors](DeviceCommunicator#errors).
     pub fn reduce_scatter_v<const D: usize, K: Kind<B> + Numeric<B>>(
         &self,
         tensor: Tensor<B, D, K>,
@@ -194,16 +197,15 @@ impl<B: Backend> DeviceCommunicator<B> {
         sizes: Option<&[usize]>,
     ) -> Result<Tensor<B, D, K>, Error> {
         let dim = dim.unwrap_or(-1);
-        let part = carry::reduce_scatter::<B, K>(self.via()?, tensor.into_primitive(), ReduceOp::Sum, dim, sizes)?;
+        let part = carry::reduce_scatter::<B, K>(self.ctx()?, tensor.into_primitive(), ReduceOp::Sum, dim, sizes)?;
         Ok(Tensor::from_primitive(part))
     }
 
-    /// The ranks' tensors, of one shape, along `dim`, the last if it is `None`, on rank `dst`, 0 if it is `None`. The others
-    /// get `None`.
+    /// Concatenates the ranks' tensors along `dim` in rank order on rank `dst`, or on rank 0 if that is `None`. Returns
+    /// `None` on the other ranks. All tensors have the same shape.
     ///
     /// # Errors
-    /// Those of [`operation::gather`](super::operation::gather); after [`destroy`](Self::destroy),
-    /// [`Error::InvalidArgument`].
+    /// See [errors](DeviceCommunicator#errors).
     pub fn gather<const D: usize, K: Kind<B>>(
         &self,
         tensor: Tensor<B, D, K>,
@@ -211,63 +213,62 @@ impl<B: Backend> DeviceCommunicator<B> {
         dim: Option<isize>,
     ) -> Result<Option<Tensor<B, D, K>>, Error> {
         let (dst, dim) = (dst.unwrap_or(0), dim.unwrap_or(-1));
-        let whole = carry::gather::<B, K>(self.via()?, tensor.into_primitive(), dst, dim, Sizes::Even)?;
+        let whole = carry::gather::<B, K>(self.ctx()?, tensor.into_primitive(), dst, dim, Sizes::Even)?;
         Ok(whole.map(Tensor::from_primitive))
     }
 
-    /// Sends the tensor to rank `dst`: the next one, around the ring, if it is `None`.
+    /// Sends the tensor to rank `dst`, or to the next rank of the ring if that is `None`.
     ///
     /// # Errors
-    /// Those of [`operation::send`](super::operation::send); after [`destroy`](Self::destroy),
-    /// [`Error::InvalidArgument`].
+    /// See [errors](DeviceCommunicator#errors).
     pub fn send<const D: usize, K: Kind<B>>(&self, tensor: Tensor<B, D, K>, dst: Option<usize>) -> Result<(), Error> {
-        let via = self.via()?;
-        let next = (via.group.rank() + 1) % via.group.world_size();
-        carry::send::<B, K>(via, tensor.into_primitive(), dst.unwrap_or(next))
+        let ctx = self.ctx()?;
+        let next = (ctx.group.rank() + 1) % ctx.group.world_size();
+        carry::send::<B, K>(ctx, tensor.into_primitive(), dst.unwrap_or(next))
     }
 
-    /// The tensor of this shape that rank `src` sends, the one before this, around the ring, if it is `None`. It is on the
-    /// communicator's device, with elements of `dtype`, or what the device takes by default.
+    /// Receives the tensor of shape `size` that rank `src` sends, or the previous rank of the ring if that is `None`.
+    /// The result is on the communicator's device. Its element type is `dtype`, or the device's default if that is
+    /// `None`.
     ///
     /// # Errors
-    /// Those of [`operation::recv`](super::operation::recv); after [`destroy`](Self::destroy),
-    /// [`Error::InvalidArgument`].
+    /// See [errors](DeviceCommunicator#errors).
     pub fn recv<const D: usize, K: Kind<B>>(
         &self,
         size: [usize; D],
         dtype: Option<burn::tensor::DType>,
         src: Option<usize>,
     ) -> Result<Tensor<B, D, K>, Error> {
-        let via = self.via()?;
-        let n = via.group.world_size();
-        let before = (via.group.rank() + n - 1) % n;
+        let ctx = self.ctx()?;
+        let n = ctx.group.world_size();
+        let before = (ctx.group.rank() + n - 1) % n;
         let options = TensorCreationOptions { device: self.device.clone(), dtype };
-        let (dtype, device) = place::<B, D, K>(options);
+        let (dtype, device) = dtype_and_device::<B, D, K>(options);
         let (size, src) = (Shape::from(size), src.unwrap_or(before));
-        carry::recv::<B, K>(via, size, (dtype, &device), src).map(Tensor::from_primitive)
+        carry::recv::<B, K>(ctx, size, (dtype, &device), src).map(Tensor::from_primitive)
     }
 
-    /// Moves a model's parameters to memory that the ranks of the communicator reach, where they share some, and gives the
-    /// model back. From then on results are there, too. Large operations between processes of one host on such tensors need
-    /// no staging: nothing is copied on the way. It must be called on all ranks to be of use. Tensors of backends other than
-    /// Flex, and tracked ones, stay where they are.
+    /// Moves a model's parameters to memory of the communicator's group, which ranks share where they can, and returns
+    /// the model. From then on results are allocated there too. Large operations on such tensors between processes of
+    /// one host need no staging copy. This has an effect only if all ranks call it. Tensors of backends other than Flex
+    /// and tracked tensors are not moved.
     ///
     /// # Errors
-    /// [`Error::Io`] where there is not so much memory; after [`destroy`](Self::destroy), [`Error::InvalidArgument`].
+    /// [`Error::Io`] if memory runs out, [`Error::InvalidArgument`] after [`destroy`](Self::destroy).
     pub fn prepare_communication_buffer_for_model<M: Module<B>>(&mut self, model: M) -> Result<M, Error> {
         #[cfg(feature = "flex")]
         if self.memory.is_none() && self.groups.is_some() {
-            self.memory = Some(Suited::default());
+            self.memory = Some(GroupPool::default());
         }
-        buffers::move_parameters(self.via()?, model)
+        buffers::move_parameters(self.ctx()?, model)
     }
 
     fn groups(&self) -> Result<&Groups, Error> {
         self.groups.as_ref().ok_or_else(|| destroyed(&self.name))
     }
 
-    fn via(&self) -> Result<Via<'_>, Error> {
-        Ok(Via {
+    fn ctx(&self) -> Result<Context<'_>, Error> {
+        Ok(Context {
             group: &self.groups()?.tensors,
             #[cfg(feature = "flex")]
             memory: self.memory.as_ref(),

@@ -1,4 +1,4 @@
-//! Tensors on collective devices: reduced through their server, without a detour over burn's host tensors.
+//! All-reduce of tensors on collective devices, through their server and without burn's host tensors.
 
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 mod path;
@@ -7,7 +7,7 @@ use burn::tensor::backend::Backend;
 use burn::tensor::ops::FloatTensor;
 
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
-use self::path::Path;
+use self::path::DeviceAccess;
 use bonfire_core::internal::Request;
 use bonfire_core::{Error, Group};
 
@@ -16,29 +16,29 @@ use bonfire_core::{Error, Group};
     not(any(feature = "wgpu", feature = "cuda")),
     expect(clippy::extra_unused_type_parameters, reason = "there are no such devices")
 )]
-pub(crate) fn serves<B: Backend>() -> bool {
+pub(crate) fn uses_collective_devices<B: Backend>() -> bool {
     #[cfg(feature = "wgpu")]
-    if Path::<cubecl::wgpu::WgpuRuntime>::leads_to::<B>() {
+    if DeviceAccess::<cubecl::wgpu::WgpuRuntime>::applies_to::<B>() {
         return true;
     }
     #[cfg(feature = "cuda")]
-    if Path::<cubecl::cuda::CudaRuntime>::leads_to::<B>() {
+    if DeviceAccess::<cubecl::cuda::CudaRuntime>::applies_to::<B>() {
         return true;
     }
     false
 }
 
-/// An all-reduce of tensors that was started; called, it waits and gives the results in the tensors' order.
-pub(crate) type Waiting<B> = Box<dyn FnOnce() -> Result<Vec<FloatTensor<B>>, Error> + Send>;
+/// An all-reduce in flight. The call waits for it and returns the results in the order of the tensors.
+pub(crate) type PendingAllReduce<B> = Box<dyn FnOnce() -> Result<Vec<FloatTensor<B>>, Error> + Send>;
 
-/// What became of tensors that were offered to their device.
-pub enum Offer<T, R> {
-    Taken(Result<R, Error>),
-    /// They are not on a collective device.
-    Declined(T),
+/// Whether an operation ran on the tensors' device.
+pub enum DeviceOutcome<T, R> {
+    Handled(Result<R, Error>),
+    /// The tensors, returned to the caller: they are not on a collective device.
+    NotHandled(T),
 }
 
-/// Starts one all-reduce of several tensors of one element type, that of `request`, where they are on a collective device.
+/// Starts one all-reduce of several tensors of the element type of `request`, if they are on a collective device.
 #[cfg_attr(
     not(any(feature = "wgpu", feature = "cuda")),
     expect(unused_variables, reason = "there are no such devices")
@@ -47,14 +47,14 @@ pub(crate) fn start_all_reduce<B: Backend>(
     group: &Group,
     tensors: Vec<FloatTensor<B>>,
     request: Request<'static>,
-) -> Offer<Vec<FloatTensor<B>>, Waiting<B>> {
+) -> DeviceOutcome<Vec<FloatTensor<B>>, PendingAllReduce<B>> {
     #[cfg(feature = "wgpu")]
-    if Path::<cubecl::wgpu::WgpuRuntime>::leads_to::<B>() {
-        return Offer::Taken(Path::<cubecl::wgpu::WgpuRuntime>::start::<B>(group, tensors, request));
+    if DeviceAccess::<cubecl::wgpu::WgpuRuntime>::applies_to::<B>() {
+        return DeviceOutcome::Handled(DeviceAccess::<cubecl::wgpu::WgpuRuntime>::start::<B>(group, tensors, request));
     }
     #[cfg(feature = "cuda")]
-    if Path::<cubecl::cuda::CudaRuntime>::leads_to::<B>() {
-        return Offer::Taken(Path::<cubecl::cuda::CudaRuntime>::start::<B>(group, tensors, request));
+    if DeviceAccess::<cubecl::cuda::CudaRuntime>::applies_to::<B>() {
+        return DeviceOutcome::Handled(DeviceAccess::<cubecl::cuda::CudaRuntime>::start::<B>(group, tensors, request));
     }
-    Offer::Declined(tensors)
+    DeviceOutcome::NotHandled(tensors)
 }

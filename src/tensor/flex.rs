@@ -1,6 +1,6 @@
-//! Flex's tensors, whose elements can be read where they are.
+//! Access to the elements of Flex's tensors in place.
 //!
-//! Handing over a tensor that others hold too means copying it. Here it is read from where it is.
+//! Flex copies the elements of a shared tensor when they are exported. This module reads them without a copy.
 
 use std::any::{Any, TypeId};
 
@@ -16,14 +16,14 @@ pub(crate) fn is<B: Backend>() -> bool {
     TypeId::of::<IntTensor<B>>() == TypeId::of::<FlexTensor>()
 }
 
-/// Whether the tensor is one of Flex's that others hold too, in one piece.
+/// Whether the tensor is a contiguous tensor of Flex that shares its memory.
 #[cfg(unix)]
 pub(crate) fn shared<B: Backend>(tensor: &FloatTensor<B>) -> bool {
-    piece(tensor).is_some_and(|(tensor, _)| !tensor.is_unique())
+    contiguous_bytes(tensor).is_some_and(|(tensor, _)| !tensor.is_unique())
 }
 
-/// A tensor of Flex and its elements' bytes, where they are one slice with the alignment of its elements.
-pub(crate) fn piece(tensor: &dyn Any) -> Option<(&FlexTensor, &[u8])> {
+/// Returns a tensor of Flex and the bytes of its elements, if they are contiguous and aligned for the elements.
+pub(crate) fn contiguous_bytes(tensor: &dyn Any) -> Option<(&FlexTensor, &[u8])> {
     let tensor: &FlexTensor = tensor.downcast_ref()?;
     let (start, end) = tensor.layout().contiguous_offsets()?;
     let size = tensor.dtype().size();
@@ -31,9 +31,9 @@ pub(crate) fn piece(tensor: &dyn Any) -> Option<(&FlexTensor, &[u8])> {
     bytes.as_ptr().addr().is_multiple_of(size).then_some((tensor, bytes))
 }
 
-/// The memory of a tensor that nobody else holds and that has all of it.
-pub(crate) fn whole(tensor: FlexTensor) -> Result<Bytes, FlexTensor> {
-    let all = piece(&tensor).is_some_and(|(tensor, bytes)| bytes.len() == tensor.bytes().len());
+/// Returns the memory of a tensor that does not share it and whose elements fill it, otherwise the tensor.
+pub(crate) fn into_memory(tensor: FlexTensor) -> Result<Bytes, FlexTensor> {
+    let all = contiguous_bytes(&tensor).is_some_and(|(tensor, bytes)| bytes.len() == tensor.bytes().len());
     if all && tensor.is_unique() { Ok(tensor.into_data().bytes) } else { Err(tensor) }
 }
 
@@ -49,22 +49,22 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_in_one_piece_or_not_shared_or_not_of_flex_is_left_to_others() {
-        let whole_one = Tensor::<Flex, 2>::ones([4, 4], &Default::default());
-        let turned = primitive(whole_one.clone().transpose());
-        assert!(!shared::<Flex>(&turned) && piece(&turned).is_none());
-        drop(turned);
-        let part = primitive(whole_one.clone().slice([1..3, 0..4]));
-        assert_eq!(piece(&part).expect("it is in one piece").1.len(), 32);
-        let part = whole(part).expect_err("others hold it");
-        drop(whole_one);
-        assert!(whole(part).is_err(), "it has not all of the memory");
-        let whole_one = Tensor::<Flex, 2>::ones([4, 4], &Default::default());
-        assert!(shared::<Flex>(&primitive(whole_one.clone())));
-        let alone = primitive(whole_one);
-        assert!(!shared::<Flex>(&alone), "held by nobody else now");
-        let place = piece(&alone).expect("it is in one piece").1.as_ptr();
-        assert_eq!(whole(alone).expect("nobody else holds it").as_ptr(), place);
+    fn only_contiguous_tensors_of_flex_are_accessed_in_place() {
+        let matrix = Tensor::<Flex, 2>::ones([4, 4], &Default::default());
+        let transposed = primitive(matrix.clone().transpose());
+        assert!(!shared::<Flex>(&transposed) && contiguous_bytes(&transposed).is_none());
+        drop(transposed);
+        let rows = primitive(matrix.clone().slice([1..3, 0..4]));
+        assert_eq!(contiguous_bytes(&rows).expect("contiguous").1.len(), 32);
+        let rows = into_memory(rows).expect_err("shared");
+        drop(matrix);
+        assert!(into_memory(rows).is_err(), "its elements do not fill the memory");
+        let matrix = Tensor::<Flex, 2>::ones([4, 4], &Default::default());
+        assert!(shared::<Flex>(&primitive(matrix.clone())));
+        let unique = primitive(matrix);
+        assert!(!shared::<Flex>(&unique), "no longer shared");
+        let address = contiguous_bytes(&unique).expect("contiguous").1.as_ptr();
+        assert_eq!(into_memory(unique).expect("not shared").as_ptr(), address);
         let other = Tensor::<NdArray, 2>::ones([4, 4], &Default::default());
         assert!(!shared::<NdArray>(&primitive(other.clone())));
         assert!(is::<Flex>() && !is::<NdArray>());

@@ -1,7 +1,7 @@
-//! Tensors on the host, where groups move their elements.
+//! Conversion between tensors and bytes in host memory.
 //!
-//! The one way from a tensor of any backend and kind to bytes and back. Tensors of Flex are read where they are, others as
-//! their backend hands them over. What is read is in one piece and aligned for its elements.
+//! All operations on tensors of any backend and kind use it. Tensors of Flex are read in place, others through their
+//! backend's data export. Bytes that are read are contiguous and aligned for the elements.
 
 use std::any::Any;
 
@@ -11,15 +11,15 @@ use burn::tensor::{
     TensorPrimitive, try_read_sync,
 };
 
-use super::device::{Offer, start_all_reduce};
+use super::device::{DeviceOutcome, start_all_reduce};
 #[cfg(feature = "flex")]
 use super::flex;
 #[cfg(feature = "flex")]
-use super::pool::{self, Suited};
+use super::pool::{self, GroupPool};
 use bonfire_core::internal::{Request, zeroed};
 use bonfire_core::{DType, Error, Group, Operation, ReduceOp};
 
-/// Evaluates an expression with `$T` as an integer as wide as elements of type `$dtype`, and aligned as they.
+/// Evaluates an expression with `$T` as the unsigned integer of the same size and alignment as elements of `$dtype`.
 macro_rules! as_wide {
     ($dtype:expr, $T:ident => $body:expr) => {
         match $dtype.size() {
@@ -43,24 +43,24 @@ macro_rules! as_wide {
     };
 }
 
-/// The kinds of tensors that travel between ranks: [`Float`], [`Int`] and [`Bool`].
+/// The kinds of tensors that can be sent between ranks: [`Float`], [`Int`] and [`Bool`].
 pub trait Kind<B: Backend>: BasicOps<B> {
-    /// The backend's own tensor; `None` for a quantized one, which does not travel.
+    /// Returns the backend's primitive tensor; `None` for a quantized one, which cannot be sent.
     #[doc(hidden)]
     fn plain(tensor: &Self::Primitive) -> Option<&dyn Any>;
 
-    /// Whether elements of this type belong in such tensors.
+    /// Whether tensors of this kind may have elements of this type.
     #[doc(hidden)]
     fn holds(dtype: BurnDType) -> bool;
 
-    /// Reduces the tensor where it is, on a collective device.
+    /// Reduces the tensor on its device if that is a collective device.
     #[doc(hidden)]
     fn all_reduce_on_device(
         _group: &Group,
         tensor: Self::Primitive,
         _op: ReduceOp,
-    ) -> Offer<Self::Primitive, Self::Primitive> {
-        Offer::Declined(tensor)
+    ) -> DeviceOutcome<Self::Primitive, Self::Primitive> {
+        DeviceOutcome::NotHandled(tensor)
     }
 }
 
@@ -80,18 +80,20 @@ impl<B: Backend> Kind<B> for Float {
         group: &Group,
         tensor: TensorPrimitive<B>,
         op: ReduceOp,
-    ) -> Offer<TensorPrimitive<B>, TensorPrimitive<B>> {
-        let TensorPrimitive::Float(tensor) = tensor else { return Offer::Declined(tensor) };
-        let Some(dtype) = float(tensor.dtype()) else { return Offer::Declined(TensorPrimitive::Float(tensor)) };
+    ) -> DeviceOutcome<TensorPrimitive<B>, TensorPrimitive<B>> {
+        let TensorPrimitive::Float(tensor) = tensor else { return DeviceOutcome::NotHandled(tensor) };
+        let Some(dtype) = float(tensor.dtype()) else {
+            return DeviceOutcome::NotHandled(TensorPrimitive::Float(tensor));
+        };
         let request = Request::new(Operation::AllReduce, dtype).reduction(op).shape(&tensor.shape());
-        let gone = || Error::broken("all_reduce", "the device gave no result");
+        let missing = || Error::broken("all_reduce", "the device returned no result");
         match start_all_reduce::<B>(group, vec![tensor], request) {
-            Offer::Taken(started) => {
-                Offer::Taken(started.and_then(|waiting| waiting()?.pop().map(TensorPrimitive::Float).ok_or_else(gone)))
-            }
-            Offer::Declined(mut tensors) => match tensors.pop() {
-                Some(tensor) => Offer::Declined(TensorPrimitive::Float(tensor)),
-                None => Offer::Taken(Err(gone())),
+            DeviceOutcome::Handled(outcome) => DeviceOutcome::Handled(
+                outcome.and_then(|pending| pending()?.pop().map(TensorPrimitive::Float).ok_or_else(missing)),
+            ),
+            DeviceOutcome::NotHandled(mut tensors) => match tensors.pop() {
+                Some(tensor) => DeviceOutcome::NotHandled(TensorPrimitive::Float(tensor)),
+                None => DeviceOutcome::Handled(Err(missing())),
             },
         }
     }
@@ -117,7 +119,7 @@ impl<B: Backend> Kind<B> for Bool {
     }
 }
 
-/// The element type that carries floats of this type.
+/// The element type in which floats of this type are sent; `None` for other types.
 pub(crate) fn float(dtype: BurnDType) -> Option<DType> {
     match dtype {
         BurnDType::F64 => Some(DType::F64),
@@ -128,7 +130,7 @@ pub(crate) fn float(dtype: BurnDType) -> Option<DType> {
     }
 }
 
-/// The element type that carries elements of this type: truth values travel as `u8`.
+/// The element type in which elements of this type are sent: bools are sent as `u8`.
 pub(crate) fn carrier(dtype: BurnDType) -> Option<DType> {
     Some(match dtype {
         BurnDType::I8 => DType::I8,
@@ -143,17 +145,17 @@ pub(crate) fn carrier(dtype: BurnDType) -> Option<DType> {
     })
 }
 
-/// What a tensor is besides its elements: what a result is made with.
+/// Everything but shape and elements that is needed to make a tensor.
 #[derive(Clone)]
-pub(crate) struct Form<D> {
+pub(crate) struct TensorSpec<D> {
     pub device: D,
-    /// burn's type of the elements on the device.
+    /// The element type on the device.
     pub dtype: BurnDType,
-    /// The type in which they travel.
+    /// The element type in which they are sent.
     pub carrier: DType,
 }
 
-impl<D> Form<D> {
+impl<D> TensorSpec<D> {
     pub fn new<B: Backend<Device = D>, K: Kind<B>>(
         operation: &str,
         dtype: BurnDType,
@@ -162,16 +164,16 @@ impl<D> Form<D> {
         let carrier = carrier(dtype).filter(|_| K::holds(dtype));
         let carrier = carrier.ok_or_else(|| {
             let kind = K::name().to_lowercase();
-            Error::argument(operation, format!("elements of type {dtype:?} do not travel as {kind} tensors"))
+            Error::argument(operation, format!("elements of type {dtype:?} cannot be sent as {kind} tensors"))
         })?;
-        Ok(Form { device, dtype, carrier })
+        Ok(TensorSpec { device, dtype, carrier })
     }
 
-    /// The tensor with these elements.
+    /// Makes a tensor of these elements.
     pub fn tensor<B: Backend<Device = D>, K: Kind<B>>(&self, mut bytes: Bytes, shape: Shape) -> K::Primitive {
         let mut dtype = self.dtype;
         if dtype.is_bool() {
-            // What a peer sent is no truth value before it was looked at.
+            // A byte from a peer is not a valid `bool` until it is normalised.
             bytes.iter_mut().for_each(|byte| *byte = u8::from(*byte != 0));
             dtype = BurnDType::Bool(BoolStore::Native);
         }
@@ -179,68 +181,68 @@ impl<D> Form<D> {
     }
 }
 
-/// A tensor's elements on the host.
-pub(crate) struct Source(Held);
+/// A tensor's elements in host memory.
+pub(crate) struct Source(SourceData);
 
-enum Held {
+enum SourceData {
     #[cfg(feature = "flex")]
     Flex(burn::backend::flex::FlexTensor),
     Data(Bytes),
 }
 
 impl Source {
-    /// Takes the tensor's elements, without a copy where the backend can hand them over or has them on the host.
+    /// Reads the tensor's elements, without a copy where the backend exports them or keeps them in host memory.
     pub fn read<B: Backend, K: Kind<B>>(
         operation: &str,
         tensor: K::Primitive,
-    ) -> Result<(Source, Form<B::Device>), Error> {
-        let quantized = || Error::argument(operation, "quantized tensors do not travel: dequantize it first");
+    ) -> Result<(Source, TensorSpec<B::Device>), Error> {
+        let quantized = || Error::argument(operation, "quantized tensors cannot be sent: dequantize it first");
         let plain = K::plain(&tensor).ok_or_else(quantized)?;
         #[cfg(feature = "flex")]
-        let flex = flex::piece(plain).map(|(tensor, _)| tensor.clone());
+        let flex = flex::contiguous_bytes(plain).map(|(tensor, _)| tensor.clone());
         #[cfg(not(feature = "flex"))]
         let _ = plain;
         let (device, dtype) = (K::device(&tensor), tensor.dtype());
         #[cfg(feature = "flex")]
         if let Some(flex) = flex {
-            return Ok((Source(Held::Flex(flex)), Form::new::<B, K>(operation, dtype, device)?));
+            return Ok((Source(SourceData::Flex(flex)), TensorSpec::new::<B, K>(operation, dtype, device)?));
         }
         let data = data::<B, K>(operation, tensor)?;
-        // Floats may come in another type than they have on the device; they go back in that.
+        // Exported floats may have another type than on the device. The result is made from that type.
         let dtype = if data.dtype.is_bool() { dtype } else { data.dtype };
-        let form = Form::new::<B, K>(operation, dtype, device)?;
-        Ok((Source(Held::Data(aligned(data, form.carrier))), form))
+        let spec = TensorSpec::new::<B, K>(operation, dtype, device)?;
+        Ok((Source(SourceData::Data(aligned(data, spec.carrier))), spec))
     }
 
     pub fn bytes(&self) -> &[u8] {
         match &self.0 {
             #[cfg(feature = "flex")]
-            Held::Flex(tensor) => flex::piece(tensor).map_or(&[], |(_, bytes)| bytes),
-            Held::Data(bytes) => bytes,
+            SourceData::Flex(tensor) => flex::contiguous_bytes(tensor).map_or(&[], |(_, bytes)| bytes),
+            SourceData::Data(bytes) => bytes,
         }
     }
 
-    /// The elements where they may be written, if nobody else has them.
-    pub fn into_own(self) -> Result<Bytes, Source> {
+    /// Returns the elements as owned memory if no other tensor shares them, otherwise `self` unchanged.
+    pub fn into_owned(self) -> Result<Bytes, Source> {
         match self.0 {
-            Held::Data(bytes) => Ok(bytes),
+            SourceData::Data(bytes) => Ok(bytes),
             #[cfg(feature = "flex")]
-            Held::Flex(tensor) => match flex::whole(tensor) {
+            SourceData::Flex(tensor) => match flex::into_memory(tensor) {
                 Ok(bytes) => Ok(bytes),
-                Err(tensor) => Err(Source(Held::Flex(tensor))),
+                Err(tensor) => Err(Source(SourceData::Flex(tensor))),
             },
         }
     }
 }
 
-/// The tensor's elements, as its backend hands them over.
+/// Exports the tensor's elements from its backend.
 pub(crate) fn data<B: Backend, K: BasicOps<B>>(operation: &str, tensor: K::Primitive) -> Result<TensorData, Error> {
     let read = try_read_sync(K::into_data_async(tensor));
     read.ok_or_else(|| Error::broken(operation, "the backend reads tensors only asynchronously"))?
         .map_err(|error| Error::io(operation, error))
 }
 
-/// The data's bytes, aligned for elements of type `carrier`, in which they travel.
+/// Returns the data's bytes as elements of type `carrier`, aligned for them.
 fn aligned(data: TensorData, carrier: DType) -> Bytes {
     if data.dtype == BurnDType::Bool(BoolStore::U32) {
         let bytes: Vec<u8> = data.bytes.chunks_exact(4).map(|word| u8::from(word != [0; 4])).collect();
@@ -249,7 +251,8 @@ fn aligned(data: TensorData, carrier: DType) -> Bytes {
     align(data.bytes, carrier)
 }
 
-/// Backends may hand over bytes from anywhere. Those that do not fit the elements' alignment are copied once.
+/// Aligns bytes for elements of type `dtype`. Copies them only if they are not aligned: backends may export bytes at
+/// any address.
 pub(crate) fn align(bytes: Bytes, dtype: DType) -> Bytes {
     if bytes.as_ptr().addr().is_multiple_of(dtype.size()) {
         return bytes;
@@ -257,18 +260,18 @@ pub(crate) fn align(bytes: Bytes, dtype: DType) -> Bytes {
     as_wide!(dtype, T => Bytes::from_elems(bytemuck::pod_collect_to_vec::<u8, T>(&bytes)))
 }
 
-/// The group that carries an operation on tensors, and where its results go.
+/// What an operation on tensors runs with: the group, and the memory for results.
 #[derive(Clone, Copy)]
-pub(crate) struct Via<'a> {
+pub(crate) struct Context<'a> {
     pub group: &'a Group,
-    /// Memory that the ranks of the group reach, if results are to be there.
+    /// Allocate results from this pool of the group's memory.
     #[cfg(feature = "flex")]
-    pub memory: Option<&'a Suited>,
+    pub memory: Option<&'a GroupPool>,
 }
 
-impl<'a> From<&'a Group> for Via<'a> {
+impl<'a> From<&'a Group> for Context<'a> {
     fn from(group: &'a Group) -> Self {
-        Via {
+        Context {
             group,
             #[cfg(feature = "flex")]
             memory: None,
@@ -276,8 +279,8 @@ impl<'a> From<&'a Group> for Via<'a> {
     }
 }
 
-impl Via<'_> {
-    /// Whether results of the backend go to memory that the ranks reach.
+impl Context<'_> {
+    /// Whether results of the backend go to the group's memory.
     #[cfg_attr(
         not(feature = "flex"),
         expect(clippy::extra_unused_type_parameters, reason = "only Flex has such memory")
@@ -290,12 +293,12 @@ impl Via<'_> {
         has
     }
 
-    /// Initialised memory for so many elements of a tensor of `B`, aligned for them.
+    /// Returns initialised memory of unspecified contents for `count` elements of a tensor of `B`, aligned for them.
     #[cfg_attr(
         not(feature = "flex"),
         expect(clippy::extra_unused_type_parameters, reason = "only Flex has such memory")
     )]
-    pub fn room<B: Backend>(&self, operation: &str, dtype: DType, count: usize) -> Result<Bytes, Error> {
+    pub fn buffer<B: Backend>(&self, operation: &str, dtype: DType, count: usize) -> Result<Bytes, Error> {
         let bytes = count.checked_mul(dtype.size()).filter(|bytes| isize::try_from(*bytes).is_ok());
         let bytes = bytes.ok_or_else(|| Error::argument(operation, format!("no tensor has {count} elements")))?;
         #[cfg(feature = "flex")]
@@ -306,7 +309,7 @@ impl Via<'_> {
             };
         }
         let _ = bytes;
-        // Other backends take only what the allocator gave for such elements without a copy.
+        // Other backends adopt memory without a copy only if it was allocated with the layout of such elements.
         as_wide!(dtype, T => zeroed::<T>(operation, count).map(Bytes::from_elems))
     }
 }
@@ -318,21 +321,22 @@ mod tests {
     use super::*;
 
     #[test]
-    fn truth_values_of_any_width_travel_as_bytes_and_come_back_as_truth_values() {
+    fn bools_of_any_width_are_sent_as_bytes_and_normalised() {
         let words = TensorData {
             bytes: Bytes::from_elems(vec![0u32, 1, 256, 0]),
             shape: Shape::new([4]),
             dtype: BurnDType::Bool(BoolStore::U32),
         };
         assert_eq!(&aligned(words, DType::U8)[..], [0, 1, 1, 0]);
-        let form = Form::new::<NdArray, Bool>("test", BurnDType::Bool(BoolStore::Native), Default::default()).unwrap();
-        let tensor = form.tensor::<NdArray, Bool>(Bytes::from_elems(vec![0u8, 2, 255, 1]), Shape::new([4]));
+        let spec =
+            TensorSpec::new::<NdArray, Bool>("test", BurnDType::Bool(BoolStore::Native), Default::default()).unwrap();
+        let tensor = spec.tensor::<NdArray, Bool>(Bytes::from_elems(vec![0u8, 2, 255, 1]), Shape::new([4]));
         let data = data::<NdArray, Bool>("test", tensor).unwrap();
         assert_eq!(data.to_vec::<bool>().unwrap(), [false, true, true, true]);
     }
 
     #[test]
-    fn bytes_from_anywhere_are_aligned() {
+    fn unaligned_bytes_are_copied_to_aligned_memory() {
         let bytes = Bytes::from_bytes_vec(vec![1; 24]);
         let aligned = align(bytes, DType::F64);
         assert!(aligned.as_ptr().addr().is_multiple_of(8));
@@ -340,9 +344,9 @@ mod tests {
     }
 
     #[test]
-    fn a_kind_holds_its_own_types_only() {
-        let form = |dtype| Form::new::<NdArray, Int>("test", dtype, Default::default());
-        assert!(form(BurnDType::U16).is_ok() && form(BurnDType::I64).is_ok());
-        assert!(form(BurnDType::F32).is_err() && form(BurnDType::Bool(BoolStore::U8)).is_err());
+    fn a_kind_holds_only_its_own_types() {
+        let spec = |dtype| TensorSpec::new::<NdArray, Int>("test", dtype, Default::default());
+        assert!(spec(BurnDType::U16).is_ok() && spec(BurnDType::I64).is_ok());
+        assert!(spec(BurnDType::F32).is_err() && spec(BurnDType::Bool(BoolStore::U8)).is_err());
     }
 }

@@ -1,23 +1,35 @@
-//! Every operation of a group on tensors of any backend, kind and rank.
+//! Collectives and point-to-point operations on tensors of any backend, kind and number of dimensions.
 //!
-//! Kinds are float, int and bool (which is not reduced). A tensor keeps its backend, device and element type; inputs are
-//! never altered. The ranks' results are those of the slice operations of [`Group`], with parts along a dimension:
+//! Kinds are float, int and bool (which is not reduced). A tensor keeps its backend, device and element type. Inputs
+//! are never modified. The results are those of the slice operations of [`Group`], with parts along a dimension `dim`:
 //!
-//! | | rank `r` gives | rank `r` gets, along `dim` |
+//! | | input of rank `r` | result on rank `r`, along `dim` |
 //! |---|---|---|
-//! | [`all_gather`] | a part | all parts, in the order of ranks |
+//! | [`all_gather`] | a part | all parts, in rank order |
 //! | [`reduce_scatter`] | a whole | part `r` of the reduction |
-//! | [`gather`] | a part | all parts on the root, else nothing |
-//! | [`scatter`] | a whole on the root | part `r` of the root's |
-//! | [`all_to_all`] | a whole | part `r` of each rank's, in the order of ranks |
+//! | [`gather`] | a part | all parts in rank order on the root, nothing elsewhere |
+//! | [`scatter`] | a whole on the root | part `r` of the root's tensor |
+//! | [`all_to_all`] | a whole | part `r` of each rank's tensor, in rank order |
 //!
-//! Parts are equal; in the forms with `_v`, each has a size of its own, which may be 0. A negative dimension counts from
-//! the end. All ranks call an operation with the same dimension and, apart from sizes along it, the same shape: that is
-//! compared between the ranks as their calls are, and where they differ all get the same error.
+//! Parts have equal lengths along `dim`. In the variable-size forms (`_v`) each part has a length of its own, which may
+//! be 0. Sizes are lengths along `dim`, one per rank. A negative dimension counts from the end. All ranks must pass the
+//! same dimension and, except for the length along it, the same shape. The ranks compare these with their calls; where
+//! they differ, all ranks get the same error.
 //!
-//! Tensors of Flex are read where they are. Those of other backends travel through the host's memory, but for float
-//! all-reduces on collective devices. No gradient flows through these operations: for that see
-//! [`autodiff`](super::autodiff).
+//! Tensors of Flex are read in place. Those of other backends pass through host memory, except for float all-reduces on
+//! collective devices. No gradient flows through these operations; for that use [`autodiff`](super::autodiff).
+//!
+//! # Errors
+//! Each function returns the errors of the [`Group`] operation with the same name. It returns
+//! [`Error::InvalidArgument`] for
+//! * a quantized tensor: dequantize it first;
+//! * a root that is no rank, or a dimension that the tensor does not have;
+//! * a tensor whose length along `dim` is not a multiple of the world size, where it is split into equal parts;
+//! * sizes that are not one per rank, do not match this rank's tensor, or do not add up to the length of the tensor
+//!   that they split.
+//!
+//! A tensor that cannot be read from its device, or memory that cannot be allocated, is [`Error::Io`] or
+//! [`Error::Broken`].
 //!
 //! ```
 //! use bonfire::tensor::operation::{all_gather, reduce_scatter};
@@ -48,15 +60,15 @@ pub(crate) mod sizes;
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Numeric, Shape, Tensor, TensorCreationOptions};
 
-use self::carry::Swap;
+use self::carry::PairSizes;
 use self::sizes::Sizes;
 pub use super::host::Kind;
 use bonfire_core::{Error, Group, ReduceOp};
 
-/// The element-wise reduction of the ranks' tensors, on every rank.
+/// Returns the element-wise reduction of the ranks' tensors, on every rank.
 ///
 /// # Errors
-/// [`Error::InvalidArgument`] for a quantized tensor, else those of [`Group::all_reduce`].
+/// See [errors](self#errors).
 pub fn all_reduce<B: Backend, const D: usize, K: Kind<B> + Numeric<B>>(
     tensor: Tensor<B, D, K>,
     op: ReduceOp,
@@ -65,10 +77,10 @@ pub fn all_reduce<B: Backend, const D: usize, K: Kind<B> + Numeric<B>>(
     carry::all_reduce::<B, K>(group.into(), tensor.into_primitive(), op).map(Tensor::from_primitive)
 }
 
-/// The element-wise reduction of the ranks' tensors on `root`; `None` on the others.
+/// Returns the element-wise reduction of the ranks' tensors on `root`, `None` elsewhere.
 ///
 /// # Errors
-/// As [`all_reduce`]; [`Error::InvalidArgument`] also for a root that is no rank.
+/// See [errors](self#errors).
 pub fn reduce<B: Backend, const D: usize, K: Kind<B> + Numeric<B>>(
     tensor: Tensor<B, D, K>,
     op: ReduceOp,
@@ -79,10 +91,10 @@ pub fn reduce<B: Backend, const D: usize, K: Kind<B> + Numeric<B>>(
     Ok(reduced.map(Tensor::from_primitive))
 }
 
-/// `root`'s tensor, on every rank. Of the other ranks' tensors shape, element type and device count only.
+/// Returns `root`'s tensor on every rank. Of the other ranks' tensors only shape, element type and device matter.
 ///
 /// # Errors
-/// As [`all_reduce`]; [`Error::InvalidArgument`] also for a root that is no rank.
+/// See [errors](self#errors).
 pub fn broadcast<B: Backend, const D: usize, K: Kind<B>>(
     tensor: Tensor<B, D, K>,
     root: usize,
@@ -91,10 +103,10 @@ pub fn broadcast<B: Backend, const D: usize, K: Kind<B>>(
     carry::broadcast::<B, K>(group.into(), tensor.into_primitive(), root).map(Tensor::from_primitive)
 }
 
-/// The ranks' tensors along `dim`, in the order of ranks, on every rank. They have one shape.
+/// Concatenates the ranks' tensors along `dim` in rank order, on every rank. All have the same shape.
 ///
 /// # Errors
-/// As [`all_reduce`]; [`Error::InvalidArgument`] also for a dimension that the tensor does not have.
+/// See [errors](self#errors).
 pub fn all_gather<B: Backend, const D: usize, K: Kind<B>>(
     tensor: Tensor<B, D, K>,
     dim: isize,
@@ -103,11 +115,11 @@ pub fn all_gather<B: Backend, const D: usize, K: Kind<B>>(
     carry::all_gather::<B, K>(group.into(), tensor.into_primitive(), dim, Sizes::Even).map(Tensor::from_primitive)
 }
 
-/// As [`all_gather`], of tensors as long along `dim` as `sizes` says, by rank; where it says nothing, the ranks tell each
-/// other first.
+/// Variable-size [`all_gather`]: rank `r`'s tensor has length `sizes[r]` along `dim`. With `None`, the ranks exchange
+/// their sizes first, which costs a small operation.
 ///
 /// # Errors
-/// As [`all_gather`]; [`Error::InvalidArgument`] also for sizes that are not one for each rank, or are not this tensor's.
+/// See [errors](self#errors).
 pub fn all_gather_v<B: Backend, const D: usize, K: Kind<B>>(
     tensor: Tensor<B, D, K>,
     dim: isize,
@@ -118,10 +130,11 @@ pub fn all_gather_v<B: Backend, const D: usize, K: Kind<B>>(
     carry::all_gather::<B, K>(group.into(), tensor.into_primitive(), dim, sizes).map(Tensor::from_primitive)
 }
 
-/// The element-wise reduction of the ranks' tensors, cut along `dim` into equal parts, of which rank `r` gets the `r`-th.
+/// Reduces the ranks' tensors element-wise, splits the result along `dim` into equal parts, and returns part `r` on
+/// rank `r`.
 ///
 /// # Errors
-/// As [`all_gather`]; [`Error::InvalidArgument`] also where the tensor cannot be cut so.
+/// See [errors](self#errors).
 pub fn reduce_scatter<B: Backend, const D: usize, K: Kind<B> + Numeric<B>>(
     tensor: Tensor<B, D, K>,
     op: ReduceOp,
@@ -131,11 +144,10 @@ pub fn reduce_scatter<B: Backend, const D: usize, K: Kind<B> + Numeric<B>>(
     carry::reduce_scatter::<B, K>(group.into(), tensor.into_primitive(), op, dim, None).map(Tensor::from_primitive)
 }
 
-/// As [`reduce_scatter`], with parts as long as `sizes` says, by rank.
+/// Variable-size [`reduce_scatter`]: the part of rank `r` has length `sizes[r]` along `dim`.
 ///
 /// # Errors
-/// As [`all_gather`]; [`Error::InvalidArgument`] also for sizes that are not one for each rank, or do not add up to the
-/// tensor's.
+/// See [errors](self#errors).
 pub fn reduce_scatter_v<B: Backend, const D: usize, K: Kind<B> + Numeric<B>>(
     tensor: Tensor<B, D, K>,
     op: ReduceOp,
@@ -147,10 +159,11 @@ pub fn reduce_scatter_v<B: Backend, const D: usize, K: Kind<B> + Numeric<B>>(
     part.map(Tensor::from_primitive)
 }
 
-/// The ranks' tensors along `dim`, in the order of ranks, on `root`; `None` on the others. They have one shape.
+/// Concatenates the ranks' tensors along `dim` in rank order on `root`; returns `None` elsewhere. All have the same
+/// shape.
 ///
 /// # Errors
-/// As [`all_gather`]; [`Error::InvalidArgument`] also for a root that is no rank.
+/// See [errors](self#errors).
 pub fn gather<B: Backend, const D: usize, K: Kind<B>>(
     tensor: Tensor<B, D, K>,
     root: usize,
@@ -161,11 +174,11 @@ pub fn gather<B: Backend, const D: usize, K: Kind<B>>(
     Ok(whole.map(Tensor::from_primitive))
 }
 
-/// As [`gather`], of tensors as long along `dim` as `sizes` says, by rank; where it says nothing, the ranks tell each
-/// other first.
+/// Variable-size [`gather`]: rank `r`'s tensor has length `sizes[r]` along `dim`. With `None`, the ranks exchange their
+/// sizes first, which costs a small operation.
 ///
 /// # Errors
-/// As [`all_gather_v`]; [`Error::InvalidArgument`] also for a root that is no rank.
+/// See [errors](self#errors).
 pub fn gather_v<B: Backend, const D: usize, K: Kind<B>>(
     tensor: Tensor<B, D, K>,
     root: usize,
@@ -178,13 +191,14 @@ pub fn gather_v<B: Backend, const D: usize, K: Kind<B>>(
     Ok(whole.map(Tensor::from_primitive))
 }
 
-/// Equal parts, along `dim`, of the tensor that `root` gives, of which rank `r` gets the `r`-th; the others give `None`.
-/// A part is on `root` where and of what type its tensor is, and elsewhere as `options` say, a device or a device and an
-/// element type. The root tells the others the shape first.
+/// Splits `root`'s tensor along `dim` into equal parts and returns part `r` on rank `r`. The other ranks pass `None`.
+///
+/// On `root`, the part has the device and the element type of the tensor. On other ranks, `options` gives them: a
+/// device, or a device and an element type. The root broadcasts the shape first.
 ///
 /// # Errors
-/// As [`reduce_scatter`]; [`Error::InvalidArgument`] also for a root that is no rank or gives no tensor, or for a tensor
-/// elsewhere.
+/// See [errors](self#errors). [`Error::InvalidArgument`] also where the root passes no tensor, or another rank passes
+/// one.
 pub fn scatter<B: Backend, const D: usize, K: Kind<B>>(
     tensor: Option<Tensor<B, D, K>>,
     root: usize,
@@ -192,14 +206,14 @@ pub fn scatter<B: Backend, const D: usize, K: Kind<B>>(
     options: impl Into<TensorCreationOptions<B>>,
     group: &Group,
 ) -> Result<Tensor<B, D, K>, Error> {
-    scattered(tensor, None, root, dim, options, group)
+    scatter_parts(tensor, None, root, dim, options, group)
 }
 
-/// As [`scatter`], with parts as long as the sizes that the root gives with its tensor, by rank.
+/// Variable-size [`scatter`]: the part of rank `r` has length `sizes[r]` along `dim`. The root passes the sizes with
+/// its tensor.
 ///
 /// # Errors
-/// As [`scatter`]; [`Error::InvalidArgument`] also for sizes that are not one for each rank, or do not add up to the
-/// tensor's.
+/// As [`scatter`].
 pub fn scatter_v<B: Backend, const D: usize, K: Kind<B>>(
     tensor: Option<(Tensor<B, D, K>, &[usize])>,
     root: usize,
@@ -208,10 +222,10 @@ pub fn scatter_v<B: Backend, const D: usize, K: Kind<B>>(
     group: &Group,
 ) -> Result<Tensor<B, D, K>, Error> {
     let (tensor, sizes) = tensor.unzip();
-    scattered(tensor, sizes, root, dim, options, group)
+    scatter_parts(tensor, sizes, root, dim, options, group)
 }
 
-fn scattered<B: Backend, const D: usize, K: Kind<B>>(
+fn scatter_parts<B: Backend, const D: usize, K: Kind<B>>(
     tensor: Option<Tensor<B, D, K>>,
     sizes: Option<&[usize]>,
     root: usize,
@@ -219,31 +233,31 @@ fn scattered<B: Backend, const D: usize, K: Kind<B>>(
     options: impl Into<TensorCreationOptions<B>>,
     group: &Group,
 ) -> Result<Tensor<B, D, K>, Error> {
-    let (dtype, device) = place::<B, D, K>(options);
+    let (dtype, device) = dtype_and_device::<B, D, K>(options);
     let tensor = tensor.map(Tensor::into_primitive);
     let part = carry::scatter::<B, K>(group.into(), tensor, sizes, (root, D, dim), (dtype, &device));
     part.map(Tensor::from_primitive)
 }
 
-/// The ranks' parts for this one: each cuts its tensor along `dim` into equal parts and sends part `r` to rank `r`.
+/// Splits the tensor along `dim` into equal parts, sends part `r` to rank `r`, and concatenates the received parts
+/// along `dim` in rank order.
 ///
 /// # Errors
-/// As [`reduce_scatter`].
+/// See [errors](self#errors).
 pub fn all_to_all<B: Backend, const D: usize, K: Kind<B>>(
     tensor: Tensor<B, D, K>,
     dim: isize,
     group: &Group,
 ) -> Result<Tensor<B, D, K>, Error> {
-    let swap = Swap { send: None, recv: None };
-    carry::all_to_all::<B, K>(group.into(), tensor.into_primitive(), dim, swap).map(Tensor::from_primitive)
+    let sizes = PairSizes { send: None, recv: None };
+    carry::all_to_all::<B, K>(group.into(), tensor.into_primitive(), dim, sizes).map(Tensor::from_primitive)
 }
 
-/// As [`all_to_all`], with `send[r]` of the tensor for rank `r`, and `recv[r]` from it; where that is not said, the
-/// ranks tell each other first.
+/// Variable-size [`all_to_all`]: along `dim`, this rank sends length `send[r]` to rank `r` and receives `recv[r]` from
+/// it. With `recv` `None`, the ranks exchange their sizes first, which costs a small operation.
 ///
 /// # Errors
-/// As [`all_to_all`]; [`Error::InvalidArgument`] also for sizes that are not one for each rank, or do not add up to the
-/// tensor's.
+/// See [errors](self#errors).
 pub fn all_to_all_v<B: Backend, const D: usize, K: Kind<B>>(
     tensor: Tensor<B, D, K>,
     dim: isize,
@@ -251,14 +265,14 @@ pub fn all_to_all_v<B: Backend, const D: usize, K: Kind<B>>(
     recv: Option<&[usize]>,
     group: &Group,
 ) -> Result<Tensor<B, D, K>, Error> {
-    let swap = Swap { send: Some(send), recv };
-    carry::all_to_all::<B, K>(group.into(), tensor.into_primitive(), dim, swap).map(Tensor::from_primitive)
+    let sizes = PairSizes { send: Some(send), recv };
+    carry::all_to_all::<B, K>(group.into(), tensor.into_primitive(), dim, sizes).map(Tensor::from_primitive)
 }
 
-/// Sends the tensor to rank `to`, which gets it with [`recv`].
+/// Sends the tensor to rank `to`, which receives it with [`recv`].
 ///
 /// # Errors
-/// [`Error::InvalidArgument`] for a quantized tensor, else those of [`Group::send`].
+/// See [errors](self#errors).
 pub fn send<B: Backend, const D: usize, K: Kind<B>>(
     tensor: Tensor<B, D, K>,
     to: usize,
@@ -267,26 +281,26 @@ pub fn send<B: Backend, const D: usize, K: Kind<B>>(
     carry::send::<B, K>(group.into(), tensor.into_primitive(), to)
 }
 
-/// The tensor of this shape that rank `from` sends with [`send`], on the device, and of the element type, that `options`
-/// say.
+/// Receives the tensor that rank `from` sends with [`send`]. It must have this shape and the element type in `options`,
+/// a device or a device and an element type.
 ///
 /// # Errors
-/// Those of [`Group::recv`]: the sender's tensor must have this shape and type.
+/// See [errors](self#errors).
 pub fn recv<B: Backend, const D: usize, K: Kind<B>>(
     shape: [usize; D],
     from: usize,
     options: impl Into<TensorCreationOptions<B>>,
     group: &Group,
 ) -> Result<Tensor<B, D, K>, Error> {
-    let (dtype, device) = place::<B, D, K>(options);
+    let (dtype, device) = dtype_and_device::<B, D, K>(options);
     carry::recv::<B, K>(group.into(), Shape::from(shape), (dtype, &device), from).map(Tensor::from_primitive)
 }
 
-/// Sends a tensor to rank `to` and gives the one, of this shape and the same element type, that rank `from` sends at the
-/// same time. So ranks that pass tensors around a ring do not wait for each other in a circle.
+/// Sends a tensor to rank `to` while receiving one from rank `from`, of the same element type and of shape `shape`.
+/// Unlike [`send`] followed by [`recv`], it cannot deadlock when ranks pass tensors around a ring.
 ///
 /// # Errors
-/// [`Error::InvalidArgument`] for a quantized tensor, else those of [`Group::exchange`].
+/// See [errors](self#errors).
 pub fn exchange<B: Backend, const D: usize, K: Kind<B>>(
     tensor: Tensor<B, D, K>,
     to: usize,
@@ -298,8 +312,8 @@ pub fn exchange<B: Backend, const D: usize, K: Kind<B>>(
     incoming.map(Tensor::from_primitive)
 }
 
-/// The device and the element type that options stand for.
-pub(crate) fn place<B: Backend, const D: usize, K: Kind<B>>(
+/// Returns the element type and the device that `options` stands for.
+pub(crate) fn dtype_and_device<B: Backend, const D: usize, K: Kind<B>>(
     options: impl Into<TensorCreationOptions<B>>,
 ) -> (DType, B::Device) {
     let like = Tensor::<B, D, K>::empty([0; D], options);

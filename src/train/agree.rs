@@ -1,4 +1,4 @@
-//! Agreement on the model: the same parameters on all ranks, with rank 0's values.
+//! Makes the ranks' models equal: checks that all have the same parameters, and broadcasts rank 0's values.
 
 use std::any::Any;
 use std::fmt;
@@ -12,26 +12,27 @@ use super::bucket::Item;
 use crate::tensor::host::float;
 use bonfire_core::{DType, Element, Error, Group};
 
-/// What the ranks must agree on for each parameter.
+/// The description of a parameter that must be the same on all ranks.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub(crate) struct Described {
+pub(crate) struct ParameterDescription {
     pub path: String,
-    /// Kind, element type, shape and need for a gradient, in words.
+    /// Kind, element type, shape and whether it needs a gradient, as text.
     pub what: String,
 }
 
-impl fmt::Display for Described {
+impl fmt::Display for ParameterDescription {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "`{}`: {}", self.path, self.what)
     }
 }
 
-/// The first position where two lists of parameters differ: one past the end stands for a parameter that is missing.
-pub(crate) fn first_difference(one: &[Described], other: &[Described]) -> Option<usize> {
+/// Returns the first position where two lists of parameters differ. One past the end of the shorter list stands for a
+/// parameter that it lacks.
+pub(crate) fn first_difference(one: &[ParameterDescription], other: &[ParameterDescription]) -> Option<usize> {
     (0..one.len().max(other.len())).find(|&i| one.get(i) != other.get(i))
 }
 
-/// A float parameter whose gradients can be synchronised.
+/// A float parameter. Its gradients can be synchronised.
 #[derive(Clone)]
 pub(crate) struct Parameter<B: AutodiffBackend> {
     pub id: ParamId,
@@ -45,55 +46,58 @@ pub(crate) struct Parameter<B: AutodiffBackend> {
 }
 
 impl<B: AutodiffBackend> Parameter<B> {
-    /// Its gradient, where this is the parameter at `position`.
+    /// Returns the bucket item for its gradient, where this is the parameter at `position`.
     pub fn item(&self, position: usize) -> Item {
         Item { position, dtype: self.element, bytes: self.shape.num_elements() * self.element.size() }
     }
 }
 
-/// The same model in running states and leaves of its own. Clones of a model share them, and threads that train clones
-/// would disturb each other. The mappings for loading and saving get lost on the way, [`load_from_first`] puts them
-/// back.
-pub(crate) fn renew<B: AutodiffBackend, M: AutodiffModule<B>>(model: M) -> (M, Mappers) {
+/// Rebuilds the model with running states and leaves of its own. Clones of a model share them, so threads that train
+/// clones would interfere with each other. The rebuilt model lacks the mappings for loading and saving, which are
+/// returned beside it; [`broadcast_parameters`] restores them.
+pub(crate) fn rebuild<B: AutodiffBackend, M: AutodiffModule<B>>(model: M) -> (M, Mappers) {
     let mut mappers = Mappers(Vec::new());
     model.visit(&mut mappers);
     (M::from_inner(model.valid()), mappers)
 }
 
-/// All parameters as the ranks compare them, and the float ones, both in visiting order.
-pub(crate) fn parameters<B: AutodiffBackend, M: AutodiffModule<B>>(model: &M) -> (Vec<Described>, Vec<Parameter<B>>) {
-    let mut list = List { path: Vec::new(), described: Vec::new(), parameters: Vec::new() };
-    model.visit(&mut list);
-    (list.described, list.parameters)
+/// Returns the descriptions of all parameters, and the float parameters, both in visiting order.
+pub(crate) fn parameters<B: AutodiffBackend, M: AutodiffModule<B>>(
+    model: &M,
+) -> (Vec<ParameterDescription>, Vec<Parameter<B>>) {
+    let mut collector = ParameterCollector { path: Vec::new(), described: Vec::new(), parameters: Vec::new() };
+    model.visit(&mut collector);
+    (collector.described, collector.parameters)
 }
 
-/// Fails on all ranks, with the same error, where any rank's parameters differ from rank 0's.
-pub(crate) fn check_same(group: &Group, own: &[Described]) -> Result<(), Error> {
-    let first: Vec<Described> = broadcast_value(group, &own, 0)?;
+/// Checks that all ranks have rank 0's parameters. Otherwise fails on all ranks with the same error.
+pub(crate) fn check_same_model(group: &Group, own: &[ParameterDescription]) -> Result<(), Error> {
+    let first: Vec<ParameterDescription> = broadcast_value(group, &own, 0)?;
     let differs = first_difference(own, &first);
-    let positions = tell_all(group, [differs.map_or(u64::MAX, |i| i as u64)])?;
+    let positions = all_gather_values(group, [differs.map_or(u64::MAX, |i| i as u64)])?;
     let Some(([position], rank)) = positions.into_iter().zip(0..).filter(|([i], _)| *i < u64::MAX).min() else {
         return Ok(());
     };
     let position = position as usize;
-    let theirs: Option<Described> = broadcast_value(group, &own.get(position), rank)?;
-    let show =
-        |parameter: Option<&Described>| parameter.map_or("nothing, its model ends before".into(), ToString::to_string);
-    let (first, theirs) = (show(first.get(position)), show(theirs.as_ref()));
+    let other: Option<ParameterDescription> = broadcast_value(group, &own.get(position), rank)?;
+    let text = |parameter: Option<&ParameterDescription>| {
+        parameter.map_or("nothing, its model ends before".into(), ToString::to_string)
+    };
+    let (first, other) = (text(first.get(position)), text(other.as_ref()));
     let reason = format!(
-        "the ranks' models differ first at parameter {position}: rank 0 has {first}; rank {rank} has {theirs}; build \
+        "the ranks' models differ first at parameter {position}: rank 0 has {first}; rank {rank} has {other}; build \
          the same model on all ranks"
     );
     Err(Error::argument("data parallel", reason))
 }
 
-/// The model with rank 0's values in all parameters.
-pub(crate) fn load_from_first<B: AutodiffBackend, M: AutodiffModule<B>>(
+/// Returns the model with rank 0's values in all parameters and with `mappers` restored.
+pub(crate) fn broadcast_parameters<B: AutodiffBackend, M: AutodiffModule<B>>(
     group: &Group,
     model: M,
     mappers: Mappers,
 ) -> Result<M, Error> {
-    let mut load = Load { group, mappers: mappers.0.into_iter(), failure: None };
+    let mut load = ParameterLoader { group, mappers: mappers.0.into_iter(), failure: None };
     let model = model.map(&mut load);
     match load.failure {
         Some(error) => Err(error),
@@ -101,15 +105,15 @@ pub(crate) fn load_from_first<B: AutodiffBackend, M: AutodiffModule<B>>(
     }
 }
 
-/// What each rank says, by rank, in one exchange.
+/// All-gathers `N` values from each rank. Returns them by rank.
 #[track_caller]
-pub(crate) fn tell_all<T: Element, const N: usize>(group: &Group, own: [T; N]) -> Result<Vec<[T; N]>, Error> {
+pub(crate) fn all_gather_values<T: Element, const N: usize>(group: &Group, own: [T; N]) -> Result<Vec<[T; N]>, Error> {
     let mut all = vec![own; group.world_size()];
     group.all_gather(all.as_flattened_mut())?;
     Ok(all)
 }
 
-/// `root`'s value on all ranks.
+/// Broadcasts `root`'s value: returns its `own` on all ranks. The others' `own` is ignored.
 pub(crate) fn broadcast_value<T: Serialize, R: for<'de> Deserialize<'de>>(
     group: &Group,
     own: &T,
@@ -124,23 +128,23 @@ pub(crate) fn broadcast_value<T: Serialize, R: for<'de> Deserialize<'de>>(
     postcard::from_bytes(&bytes).map_err(broken)
 }
 
-struct List<B: AutodiffBackend> {
+struct ParameterCollector<B: AutodiffBackend> {
     path: Vec<String>,
-    described: Vec<Described>,
+    described: Vec<ParameterDescription>,
     parameters: Vec<Parameter<B>>,
 }
 
-impl<B: AutodiffBackend> List<B> {
+impl<B: AutodiffBackend> ParameterCollector<B> {
     fn describe(&mut self, kind: &str, dtype: burn::tensor::DType, shape: &Shape) -> String {
         let path = self.path.join(".");
         let dtype = format!("{dtype:?}").to_lowercase();
         let what = format!("{kind} {dtype} {:?}", shape.as_slice());
-        self.described.push(Described { path: path.clone(), what });
+        self.described.push(ParameterDescription { path: path.clone(), what });
         path
     }
 }
 
-impl<B: AutodiffBackend> ModuleVisitor<B> for List<B> {
+impl<B: AutodiffBackend> ModuleVisitor<B> for ParameterCollector<B> {
     fn enter_module(&mut self, name: &str, _container: &str) {
         self.path.push(name.into());
     }
@@ -170,7 +174,7 @@ impl<B: AutodiffBackend> ModuleVisitor<B> for List<B> {
     }
 }
 
-/// Collects the load and save mapping of every parameter, in visiting order.
+/// The load and save mappings of all parameters, in visiting order.
 pub(crate) struct Mappers(Vec<Box<dyn Any>>);
 
 impl Mappers {
@@ -195,23 +199,23 @@ impl<B: AutodiffBackend> ModuleVisitor<B> for Mappers {
 }
 
 /// Replaces every parameter's value by rank 0's.
-struct Load<'a> {
+struct ParameterLoader<'a> {
     group: &'a Group,
     mappers: std::vec::IntoIter<Box<dyn Any>>,
     failure: Option<Error>,
 }
 
-impl Load<'_> {
-    /// `from_data` gets rank 0's data; after a failure parameters stay as they are.
+impl ParameterLoader<'_> {
+    /// Replaces one value. `from_data` receives rank 0's data. After a failure, parameters keep their values.
     fn load<T: Value + 'static>(
         &mut self,
         param: Param<T>,
         into_data: impl FnOnce(T) -> TensorData,
         from_data: impl FnOnce(TensorData) -> T,
     ) -> Param<T> {
-        let (id, value, lost) = param.consume();
+        let (id, value, empty) = param.consume();
         let mapper = self.mappers.next().and_then(|mapper| mapper.downcast::<ParamMapper<T>>().ok());
-        let mapper = mapper.map_or(lost, |mapper| *mapper);
+        let mapper = mapper.map_or(empty, |mapper| *mapper);
         let mut data = into_data(value);
         if self.failure.is_none() {
             self.failure = self.group.broadcast(&mut data.bytes[..], 0).err();
@@ -220,7 +224,7 @@ impl Load<'_> {
     }
 }
 
-impl<B: AutodiffBackend> ModuleMapper<B> for Load<'_> {
+impl<B: AutodiffBackend> ModuleMapper<B> for ParameterLoader<'_> {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
         let (device, trained, dtype) = (param.device(), param.is_require_grad(), param.dtype());
         let from_data = |data| Tensor::from_data(data, (&device, dtype)).set_require_grad(trained);

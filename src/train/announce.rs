@@ -1,4 +1,4 @@
-//! What the ranks tell each other before gradients travel.
+//! The step header, which the ranks exchange before gradients: sample counts and a bitmap of the existing gradients.
 
 use burn::optim::GradientsParams;
 use burn::tensor::backend::AutodiffBackend;
@@ -6,42 +6,46 @@ use burn::tensor::backend::AutodiffBackend;
 use super::agree::Parameter;
 use bonfire_core::{Error, Group};
 
-/// One rank's gradients in a step, as the other ranks are told of them.
-pub(crate) struct Announcement<'a, B: AutodiffBackend> {
-    /// What is called, for its errors.
+/// One rank's input to a step. Its header is made from it.
+pub(crate) struct StepHeader<'a, B: AutodiffBackend> {
+    /// The name of the calling operation, for errors.
     pub operation: &'static str,
-    /// The parameters whose gradients travel, in the order that is the same on all ranks.
+    /// The parameters whose gradients are reduced, in the order that is the same on all ranks.
     pub parameters: &'a [Parameter<B>],
     pub grads: GradientsParams,
     pub samples: usize,
-    /// The position of a parameter that this rank's model no longer has as it was.
-    pub lost: Option<usize>,
+    /// The position of a parameter that this rank's model lacks, or whose shape or element type has changed.
+    pub changed: Option<usize>,
 }
 
-/// What the ranks do with their gradients.
-pub(crate) struct Announced {
-    /// Those of this rank, and by what they are multiplied before the ranks' mean.
+/// What a rank knows once the headers are exchanged.
+pub(crate) struct AgreedStep {
+    /// This rank's gradients: none if it has no samples.
     pub grads: GradientsParams,
+    /// The factor by which this rank multiplies its gradients before the mean over ranks.
     pub factor: f64,
-    /// For each parameter, whether any rank has a gradient.
+    /// For each parameter, whether any rank has its gradient.
     pub exists: Vec<bool>,
 }
 
-impl<B: AutodiffBackend> Announcement<'_, B> {
-    /// Tells the other ranks. All ranks fail alike where the gradients of one do not fit.
+impl<B: AutodiffBackend> StepHeader<'_, B> {
+    /// Exchanges the headers in one all-gather. If one rank's gradients are invalid, all ranks return the same error.
+    ///
+    /// A rank's header is its number of samples, a problem code (0 for none, otherwise [`invalid`](Self::invalid)'s
+    /// `problem` plus 1), and one bit per parameter.
     #[track_caller]
-    pub fn make(mut self, group: &Group) -> Result<Announced, Error> {
+    pub fn exchange(mut self, group: &Group) -> Result<AgreedStep, Error> {
         if self.samples == 0 {
-            // The mean over nothing is NaN, and so are its gradients.
+            // The mean over no samples is NaN, and so are its gradients.
             self.grads = GradientsParams::new();
         }
         let (count, world_size) = (self.parameters.len(), group.world_size());
         let width = 2 + count.div_ceil(64);
-        let mut words = vec![0u64; width * world_size];
-        let own = &mut words[group.rank() * width..][..width];
+        let mut headers = vec![0u64; width * world_size];
+        let own = &mut headers[group.rank() * width..][..width];
         let (mut present, mut problem) = (0, 0);
         for (position, parameter) in self.parameters.iter().enumerate() {
-            // A gradient is kept without its rank, so any will do.
+            // Gradients are stored without their number of dimensions, so any number matches.
             let Some(grad) = self.grads.get::<B::InnerBackend, 1>(parameter.id) else { continue };
             present += 1;
             own[2 + position / 64] |= 1 << (position % 64);
@@ -52,33 +56,35 @@ impl<B: AutodiffBackend> Announcement<'_, B> {
         if problem == 0 && present < self.grads.len() {
             problem = 1 + count as u64;
         }
-        if let Some(position) = self.lost {
+        if let Some(position) = self.changed {
             problem = 2 + (count + position) as u64;
         }
         (own[0], own[1]) = (self.samples as u64, problem);
-        group.all_gather(&mut words)?;
+        group.all_gather(&mut headers)?;
 
         let mut total = 0u64;
         let mut exists = vec![false; count];
-        for (rank, words) in words.chunks_exact(width).enumerate() {
-            total = total.saturating_add(words[0]);
-            if words[1] > 0 {
-                return Err(self.unfit(rank, words[1] as usize - 1));
+        for (rank, header) in headers.chunks_exact(width).enumerate() {
+            total = total.saturating_add(header[0]);
+            if header[1] > 0 {
+                return Err(self.invalid(rank, header[1] as usize - 1));
             }
             for (position, exists) in exists.iter_mut().enumerate() {
-                *exists |= words[2 + position / 64] >> (position % 64) & 1 == 1;
+                *exists |= header[2 + position / 64] >> (position % 64) & 1 == 1;
             }
         }
         if total == 0 {
             return Err(no_samples(self.operation));
         }
         let factor = self.samples as f64 * world_size as f64 / total as f64;
-        Ok(Announced { grads: self.grads, factor, exists })
+        Ok(AgreedStep { grads: self.grads, factor, exists })
     }
 
-    fn unfit(&self, rank: usize, problem: usize) -> Error {
-        let lost = problem.checked_sub(self.parameters.len() + 1).and_then(|position| self.parameters.get(position));
-        let reason = match (self.parameters.get(problem), lost) {
+    /// The error for a rank's problem. With `n` parameters: 0 to `n - 1` is a gradient of another shape or type, `n` is
+    /// a gradient of no parameter, and `n + 1 + position` is a changed parameter.
+    fn invalid(&self, rank: usize, problem: usize) -> Error {
+        let changed = problem.checked_sub(self.parameters.len() + 1).and_then(|position| self.parameters.get(position));
+        let reason = match (self.parameters.get(problem), changed) {
             (Some(parameter), _) => format!(
                 "rank {rank}'s gradient of `{}` has another shape or element type than the parameter had at the start",
                 parameter.path

@@ -1,4 +1,4 @@
-//! Batch normalisation with the statistics of the whole batch, whichever ranks hold it.
+//! Batch normalisation with the statistics of the global batch.
 
 use std::any::Any;
 use std::sync::Arc;
@@ -16,28 +16,28 @@ use bonfire_core::{Error, Group};
 /// Configuration of a [`SyncBatchNorm`], with the fields and defaults of burn's `BatchNormConfig`.
 #[derive(Config, Debug)]
 pub struct SyncBatchNormConfig {
-    /// The number of features.
+    /// The number of features, that is, channels.
     pub num_features: usize,
-    /// A value required for numerical stability. Default: 1e-5
+    /// Added to the variance for numerical stability. Default: 1e-5
     #[config(default = 1e-5)]
     pub epsilon: f64,
-    /// Momentum used to update the running statistics. Default: 0.1
+    /// The weight of a batch in the update of the running statistics. Default: 0.1
     #[config(default = 0.1)]
     pub momentum: f64,
 }
 
 impl SyncBatchNormConfig {
-    /// A layer for training, synchronised over `group`.
+    /// Makes a layer for training, synchronised over `group`.
     pub fn init<B: CollectiveBackend>(&self, group: &Group, device: &B::Device) -> SyncBatchNorm<B> {
-        self.layer(Some(Link::new::<B>(group)), device)
+        self.layer(Some(SyncGroup::new::<B>(group)), device)
     }
 
-    /// A layer for inference only, on any backend and without a group: to load a record into.
+    /// Makes a layer for inference only, on any backend and without a group. Load a record into it.
     pub fn init_inference<B: Backend>(&self, device: &B::Device) -> SyncBatchNorm<B> {
         self.layer(None, device)
     }
 
-    fn layer<B: Backend>(&self, link: Option<Link>, device: &B::Device) -> SyncBatchNorm<B> {
+    fn layer<B: Backend>(&self, sync: Option<SyncGroup>, device: &B::Device) -> SyncBatchNorm<B> {
         let features = [self.num_features];
         SyncBatchNorm {
             gamma: Initializer::Ones.init(features, device),
@@ -45,27 +45,28 @@ impl SyncBatchNormConfig {
             running_mean: RunningState::new(Tensor::zeros(features, device)),
             running_var: RunningState::new(Tensor::ones(features, device)),
             momentum: self.momentum,
-            fixed: Fixed { epsilon: self.epsilon, link },
+            fixed: Fixed { epsilon: self.epsilon, sync },
         }
     }
 }
 
-/// Applies batch normalisation over a batch that is spread over the ranks of a group.
+/// Batch normalisation over a global batch that is sharded over the ranks of a group.
 ///
-/// In training, ranks that hold shards of a batch compute what one rank computes with burn's `BatchNorm` and the whole
-/// batch: outputs, gradients of inputs and parameters, and running statistics. A rank's loss is taken for a mean over its
-/// own shard, and the loss of all for the mean of these weighted by the sizes of shards, which may differ: average the
-/// gradients with the same weights, as [`DataParallel::sync`](crate::DataParallel::sync) does.
-/// Running statistics are the same on all ranks, bit for bit. In inference, on a backend without autodiff, the layer
-/// uses the running statistics and does not communicate.
+/// In training, the ranks compute what a single rank computes with burn's `BatchNorm` and the global batch: outputs,
+/// gradients of inputs and parameters, and running statistics. The running statistics are bit-identical on all ranks.
+/// In inference, on a backend without autodiff, the layer uses the running statistics and does not communicate.
+///
+/// A rank's loss must be a mean over its own shard. The global loss is the mean of the ranks' losses, weighted by the
+/// sizes of the shards, which may differ. Average the gradients with the same weights, as
+/// [`DataParallel::sync`](crate::DataParallel::sync) does.
 ///
 /// All ranks must call the forward and backward passes of their layers the same number of times and in the same order.
-/// Ranks that are threads of one process must each build their own model, and keep to the rules of
+/// Ranks that are threads of one process must each build their own model and follow the rules of
 /// [`tensor::autodiff`](crate::tensor::autodiff#ranks-as-threads). A clone shares running statistics with its original,
 /// as with burn's layer.
 ///
-/// Records have the fields of burn's `BatchNorm` and are interchangeable with those. The running variance is the biased
-/// one, as burn's.
+/// Records have the fields of burn's `BatchNorm` and are interchangeable with its records. As in burn, the running
+/// variance is the biased one.
 ///
 /// # Example
 /// ```
@@ -108,35 +109,35 @@ impl SyncBatchNormConfig {
 #[derive(Module, Debug)]
 #[module(custom_display)]
 pub struct SyncBatchNorm<B: Backend> {
-    /// The learnable weight gamma.
+    /// The trained scale, one per channel.
     pub gamma: Param<Tensor<B, 1>>,
-    /// The learnable weight beta.
+    /// The trained offset, one per channel.
     pub beta: Param<Tensor<B, 1>>,
     /// The running mean.
     pub running_mean: RunningState<Tensor<B, 1>>,
     /// The running variance.
     pub running_var: RunningState<Tensor<B, 1>>,
-    /// Momentum used to update the running statistics.
+    /// The weight of a batch in the update of the running statistics.
     pub momentum: f64,
     #[module(skip)]
     fixed: Fixed,
 }
 
 impl<B: Backend> SyncBatchNorm<B> {
-    /// Applies the layer. In training a collective operation: every rank calls it.
+    /// Applies the layer. In training this is a collective operation: every rank must call it.
     ///
     /// Inputs of f16 and bf16 are normalised in f32.
     ///
     /// # Shapes
-    /// - `input`: `[batch_size, channels, ...]`, where `batch_size` and the dimensions after `channels` may differ
-    ///   between ranks, and `batch_size` may be 0 on some
+    /// - `input`: `[batch_size, channels, ...]`. `batch_size` and the dimensions after `channels` may differ between
+    ///   ranks, and `batch_size` may be 0 on some.
     /// - output: that of `input`
     ///
     /// # Panics
-    /// With the text of the [`Error`] if the collective fails, here or in the backward pass
-    /// ([`attempt`](crate::tensor::autodiff::attempt) makes that an error). In training, if the layer
-    /// was made by [`SyncBatchNormConfig::init_inference`]. If `input` has fewer than two dimensions or another number of
-    /// channels than the layer.
+    /// * If the collective fails, here or in the backward pass, with the text of the [`Error`].
+    ///   [`attempt`](crate::tensor::autodiff::attempt) turns this panic into an error.
+    /// * In training, if the layer was made by [`SyncBatchNormConfig::init_inference`].
+    /// * If `input` has fewer than two dimensions or another number of channels than the layer.
     pub fn forward<const D: usize>(&self, input: Tensor<B, D>) -> Tensor<B, D> {
         let [features] = self.gamma.lazy_shape().dims();
         assert!(
@@ -159,30 +160,31 @@ impl<B: Backend> SyncBatchNorm<B> {
         let (work, device) = (input.dtype(), input.device());
         let mut shape = [1; D];
         shape[1] = features;
-        let spread = |tensor: Tensor<B, 1>| tensor.to_device(&device).cast(work).reshape(shape);
-        let output = input.sub(spread(mean)).div(spread(var).add_scalar(self.fixed.epsilon).sqrt());
-        output.mul(spread(self.gamma.val())).add(spread(self.beta.val())).cast(dtype)
+        let per_channel = |tensor: Tensor<B, 1>| tensor.to_device(&device).cast(work).reshape(shape);
+        let output = input.sub(per_channel(mean)).div(per_channel(var).add_scalar(self.fixed.epsilon).sqrt());
+        output.mul(per_channel(self.gamma.val())).add(per_channel(self.beta.val())).cast(dtype)
     }
 
-    /// Mean and biased variance per channel over the batches of all ranks.
+    /// Returns mean and biased variance per channel over the shards of all ranks.
     ///
-    /// One collective: ranks gather their shards' means, variances and sizes, and each merges them as Chan, Golub and
-    /// LeVeque do ("Algorithms for computing the sample variance", 1983). Unlike sums of squares this subtracts no large
-    /// numbers from each other, so that f32 keeps a small variance beside a large mean. The gather is a sum of matrices
-    /// which are zero but for the rank's own row: exact, and differentiable because the sum is.
+    /// Uses one collective: the ranks gather their shards' means, variances and sizes, and each rank merges them as
+    /// Chan, Golub and LeVeque do ("Algorithms for computing the sample variance", 1983). Unlike sums of squares, this
+    /// does not subtract large numbers from each other, so f32 keeps a small variance beside a large mean. The gather
+    /// is a sum of matrices that are zero except for the rank's own row: it is exact, and differentiable because the
+    /// sum is.
     fn batch_statistics<const D: usize>(&self, input: Tensor<B, D>) -> Result<(Tensor<B, 1>, Tensor<B, 1>), Error> {
-        let link = self.fixed.link.as_ref().ok_or_else(|| {
+        let sync = self.fixed.sync.as_ref().ok_or_else(|| {
             Error::argument(
                 "batch norm",
                 "a layer for inference cannot train; make it with `SyncBatchNormConfig::init`",
             )
         })?;
-        let [ranks, rank, features] = [link.group.world_size(), link.group.rank(), input.dims()[1]];
+        let [ranks, rank, features] = [sync.group.world_size(), sync.group.rank(), input.dims()[1]];
         let samples = input.dims()[0];
         let count = input.shape().num_elements() / features;
-        // The mean of an empty shard is 0, not NaN, as NaN would survive its weight of 0. It stays part of the graph,
-        // as this rank must take part in the backward pass, too. Means are not sums divided by a scalar: burn-autodiff
-        // 0.21 rounds the gradient of such a division to f32.
+        // The mean of an empty shard is 0, not NaN: a NaN would survive its weight of 0. It remains part of the graph,
+        // because this rank must take part in the backward pass too. `mean_dim` instead of a sum divided by a scalar:
+        // burn-autodiff 0.21 rounds the gradient of such a division to f32.
         let mean = |elements: Tensor<B, 2>| if count == 0 { elements.sum_dim(1) } else { elements.mean_dim(1) };
         let channels = input.swap_dims(0, 1).reshape([features, count]);
         let own_mean = mean(channels.clone());
@@ -192,7 +194,7 @@ impl<B: Backend> SyncBatchNorm<B> {
         let own = Tensor::cat(vec![own_mean, own_var, Tensor::full([1, 1], count as f64, options)], 0).transpose();
         let width = 2 * features + 1;
         let rows = Tensor::zeros([ranks, width], options).slice_assign([rank..rank + 1, 0..width], own);
-        let rows = link.sum(rows, samples as f64)?;
+        let rows = sync.sum(rows, samples as f64)?;
 
         let counts = rows.clone().slice([0..ranks, width - 1..width]).detach();
         let weights = counts.clone().div(counts.sum().unsqueeze());
@@ -225,42 +227,42 @@ impl<B: Backend> ModuleDisplay for SyncBatchNorm<B> {
     }
 }
 
-/// What is neither trained nor saved. One field of the layer, as each field takes a place in positional record formats:
-/// burn's layer has as many fields.
+/// Properties that are neither trained nor saved. They are one field of the layer, because each field takes a position
+/// in positional record formats, and burn's layer has the same number of fields.
 #[derive(Clone, Debug)]
 struct Fixed {
     epsilon: f64,
-    link: Option<Link>,
+    sync: Option<SyncGroup>,
 }
 
-/// How the training backend sums over its group.
+/// The group of a layer, and the training backend's differentiable sum over it.
 ///
-/// The layer's type is generic over every backend, but only an autodiff backend can sum, and none can be told apart
-/// where the bound is `Backend`. So the function is stored where the bound is known, without its type, since `valid` and
-/// `train` move the field between a layer of the autodiff backend and one of the backend inside.
+/// The layer's type is generic over all backends, but only an autodiff backend can sum, and code with the bound
+/// `Backend` cannot recognise one. So the function is stored where the bound is known. It is type-erased, because
+/// `valid` and `train` move the field between a layer of the autodiff backend and one of its inner backend.
 #[derive(Clone, Debug)]
-struct Link {
+struct SyncGroup {
     group: Group,
     sum: Arc<dyn Any + Send + Sync>,
 }
 
-type Sum<B> = fn(FloatTensor<B>, &Group, f64) -> Result<FloatTensor<B>, Error>;
+type SumFn<B> = fn(FloatTensor<B>, &Group, f64) -> Result<FloatTensor<B>, Error>;
 
-impl Link {
+impl SyncGroup {
     fn new<B: CollectiveBackend>(group: &Group) -> Self {
-        let sum: Sum<B> = B::float_all_reduce_sum;
+        let sum: SumFn<B> = B::float_all_reduce_sum;
         Self { group: group.clone(), sum: Arc::new(sum) }
     }
 
     fn sum<B: Backend, const D: usize>(&self, tensor: Tensor<B, D>, weight: f64) -> Result<Tensor<B, D>, Error> {
-        let sum = self.sum.downcast_ref::<Sum<B>>().ok_or_else(|| {
+        let sum = self.sum.downcast_ref::<SumFn<B>>().ok_or_else(|| {
             Error::argument("batch norm", "the layer was made for another autodiff backend than it is called on")
         })?;
         Ok(Tensor::from_primitive(TensorPrimitive::Float(sum(tensor.into_primitive().tensor(), &self.group, weight)?)))
     }
 }
 
-// burn's feature `distributed` takes autodiff from the backends on the host.
+// burn's feature `distributed` removes the `AutodiffBackend` impl from host backends.
 #[cfg(all(test, not(feature = "ddp")))]
 mod tests {
     use burn::backend::{Autodiff, Flex, NdArray};
@@ -284,7 +286,7 @@ mod tests {
     }
 
     #[test]
-    fn defaults_are_burns() {
+    fn defaults_are_those_of_burn() {
         let (ours, burns) = (SyncBatchNormConfig::new(3), burn::nn::BatchNormConfig::new(3));
         assert_eq!((ours.epsilon, ours.momentum), (burns.epsilon, burns.momentum));
     }

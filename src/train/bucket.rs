@@ -1,4 +1,4 @@
-//! Buckets: which gradients travel together, and the memory in which they do.
+//! Buckets: which gradients are reduced together, and the memory for that.
 
 use std::collections::VecDeque;
 
@@ -11,22 +11,24 @@ use half::{bf16, f16};
 use bonfire_core::internal::{ByteOperations, Request};
 use bonfire_core::{Buffer, DType, Error, Group, Operation, ReduceOp, Work};
 
-/// The first bucket is small, so that the first reduction starts while the rest is still being packed.
-const FIRST: usize = 1 << 20;
-const NEXT: usize = 25 << 20;
+/// The most bytes in the first bucket. It is small, so that the first reduction starts while the rest is being packed.
+const FIRST_BYTES: usize = 1 << 20;
+/// The most bytes in each later bucket.
+const NEXT_BYTES: usize = 25 << 20;
 
-/// A tensor of this size is worth an operation of its own: it is reduced where it is, which saves two copies.
-const ALONE: usize = 256 << 10;
+/// A tensor of at least this many bytes gets a bucket of its own and is reduced in its own memory, which saves two
+/// copies.
+const ALONE_BYTES: usize = 256 << 10;
 
-/// Buckets under way at a time: one is exchanged, the next is packed, the previous is unpacked.
+/// Buckets in flight at a time: one is reduced, the next is packed, the previous is unpacked.
 const WINDOW: usize = 3;
 
-/// The oldest of the buckets that were started, where it must be finished before another one is started.
-pub(crate) fn due<T>(started: &mut VecDeque<T>) -> Option<T> {
-    if started.len() == WINDOW { started.pop_front() } else { None }
+/// Removes the oldest bucket in flight if the window is full: it must be finished before another one is started.
+pub(crate) fn pop_if_full<T>(in_flight: &mut VecDeque<T>) -> Option<T> {
+    if in_flight.len() == WINDOW { in_flight.pop_front() } else { None }
 }
 
-/// One gradient, as far as the choice of buckets goes.
+/// A gradient's properties that determine its bucket.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Item {
     /// The position of its parameter.
@@ -35,17 +37,17 @@ pub(crate) struct Item {
     pub bytes: usize,
 }
 
-/// Splits gradients into buckets of one element type each, in their order: the same on all ranks, because it depends on
-/// nothing else. Gives the positions in each bucket, and the buckets in the order in which they are full.
+/// Splits gradients into buckets of one element type each. Returns the positions in each bucket, and the buckets in the
+/// order in which they fill up. Depends on `items` only, so all ranks get the same buckets.
 pub(crate) fn buckets(items: impl Iterator<Item = Item>) -> Vec<Vec<usize>> {
     let mut full: Vec<Vec<usize>> = Vec::new();
     let mut open: Vec<(DType, usize, Vec<usize>)> = Vec::new();
     for item in items {
-        if item.bytes >= ALONE {
+        if item.bytes >= ALONE_BYTES {
             full.push(vec![item.position]);
             continue;
         }
-        let limit = if full.is_empty() { FIRST } else { NEXT };
+        let limit = if full.is_empty() { FIRST_BYTES } else { NEXT_BYTES };
         let at = open.iter().position(|(dtype, ..)| *dtype == item.dtype).unwrap_or_else(|| {
             open.push((item.dtype, 0, Vec::new()));
             open.len() - 1
@@ -62,23 +64,24 @@ pub(crate) fn buckets(items: impl Iterator<Item = Item>) -> Vec<Vec<usize>> {
     full
 }
 
-/// Memory of a bucket while it is reduced.
+/// The memory of a bucket.
 pub(crate) enum Bucket {
     /// A single tensor's own bytes.
-    Own(Bytes),
-    /// Several tensors one after the other, in the first so many bytes of memory that is kept from step to step. The
-    /// group allocates it, so that where ranks share memory nothing is copied between this and the result.
+    Single(Bytes),
+    /// Several tensors one after the other, in the first bytes of memory that is reused from step to step; the number
+    /// is their length. The group allocates the memory, so that ranks that share memory reduce it without staging
+    /// copies.
     Packed(Buffer<u64>, usize),
 }
 
 impl Bucket {
-    /// A bucket of this tensor alone, which takes its memory, where that is aligned for its elements.
-    pub fn own(bytes: &mut Bytes, dtype: DType) -> Option<Bucket> {
+    /// Takes a tensor's memory as a bucket of its own. Returns `None` if it is not aligned for the elements.
+    pub fn single(bytes: &mut Bytes, dtype: DType) -> Option<Bucket> {
         let aligned = bytes.as_ptr().addr().is_multiple_of(dtype.size());
-        aligned.then(|| Bucket::Own(std::mem::replace(bytes, Bytes::from_bytes_vec(Vec::new()))))
+        aligned.then(|| Bucket::Single(std::mem::replace(bytes, Bytes::from_bytes_vec(Vec::new()))))
     }
 
-    /// A bucket of so many bytes in `memory`, or in new memory where that is too small.
+    /// Makes a bucket of `bytes` bytes in `memory`, or in new memory if that is too small.
     pub fn packed(group: &Group, memory: Option<Buffer<u64>>, bytes: usize) -> Result<Bucket, Error> {
         let words = bytes.div_ceil(size_of::<u64>());
         let memory = match memory.filter(|memory| memory.len() >= words) {
@@ -88,7 +91,7 @@ impl Bucket {
         Ok(Bucket::Packed(memory, bytes))
     }
 
-    /// Fills the bucket with tensors of these lengths, one after the other: with zeros where there is none.
+    /// Fills the bucket with tensors of these lengths in bytes, one after the other. `None` is filled with zeros.
     pub fn fill<'a>(mut self, tensors: impl Iterator<Item = (Option<&'a [u8]>, usize)>) -> Bucket {
         let mut rest = self.bytes();
         for (tensor, bytes) in tensors {
@@ -104,44 +107,44 @@ impl Bucket {
 
     pub fn bytes(&mut self) -> &mut [u8] {
         match self {
-            Bucket::Own(bytes) => bytes,
+            Bucket::Single(bytes) => bytes,
             Bucket::Packed(memory, bytes) => &mut cast_slice_mut(memory)[..*bytes],
         }
     }
 
-    /// The memory of a packed bucket, to be used again.
+    /// Returns the memory of a packed bucket for reuse.
     pub fn into_memory(self) -> Option<Buffer<u64>> {
         match self {
-            Bucket::Own(_) => None,
+            Bucket::Single(_) => None,
             Bucket::Packed(memory, _) => Some(memory),
         }
     }
 
-    /// Starts an operation on the elements.
+    /// Starts an operation on the bucket's elements.
     #[track_caller]
-    pub fn start(self, group: &Group, dtype: DType, exchange: Exchange) -> Result<Work<Bucket>, Error> {
+    pub fn start(self, group: &Group, dtype: DType, op: BucketOp) -> Result<Work<Bucket>, Error> {
         let request = |operation| Request::new(operation, dtype);
-        let request = match exchange {
-            Exchange::AllReduce => request(Operation::AllReduce).reduction(ReduceOp::Mean),
-            Exchange::ReduceScatter => request(Operation::ReduceScatter).reduction(ReduceOp::Mean),
-            Exchange::AllGather => request(Operation::AllGather),
+        let request = match op {
+            BucketOp::AllReduce => request(Operation::AllReduce).reduction(ReduceOp::Mean),
+            BucketOp::ReduceScatter => request(Operation::ReduceScatter).reduction(ReduceOp::Mean),
+            BucketOp::AllGather => request(Operation::AllGather),
         };
         group.start_operation(request, self, |bucket| Ok(bucket.bytes()))
     }
 }
 
-/// What is done with a bucket.
+/// An operation on a bucket.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum Exchange {
-    /// The mean over all ranks, everywhere.
+pub(crate) enum BucketOp {
+    /// The mean over all ranks, on every rank.
     AllReduce,
     /// Each rank's part of the mean, on that rank.
     ReduceScatter,
-    /// Each rank's part, everywhere.
+    /// All ranks' parts, on every rank.
     AllGather,
 }
 
-/// Multiplies elements by `factor`: 16-bit ones in f32, others in their own type.
+/// Multiplies elements by `factor`, 16-bit ones in f32, others in their own type.
 pub(crate) fn scale(bytes: &mut [u8], dtype: DType, factor: f64) {
     match dtype {
         DType::F64 => each(bytes, |x: f64| x * factor),
@@ -151,8 +154,8 @@ pub(crate) fn scale(bytes: &mut [u8], dtype: DType, factor: f64) {
     }
 }
 
-/// The same on the tensor's device.
-pub(crate) fn scaled<B: Backend>(tensor: FloatTensor<B>, dtype: DType, factor: f64) -> FloatTensor<B> {
+/// Does what [`scale`] does on the tensor's device.
+pub(crate) fn scale_tensor<B: Backend>(tensor: FloatTensor<B>, dtype: DType, factor: f64) -> FloatTensor<B> {
     let factor = Scalar::from(factor);
     let wide = |tensor| B::float_mul_scalar(B::float_cast(tensor, FloatDType::F32), factor);
     match dtype {
@@ -195,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn large_tensors_travel_alone() {
+    fn large_tensors_get_a_bucket_of_their_own() {
         let sizes = [(DType::F32, 8), (DType::F32, 256 * KIB), (DType::F32, 8), (DType::F64, 30 * MIB)];
         assert_eq!(split(&sizes), [vec![3], vec![1], vec![2, 0]]);
         assert!(split(&[]).is_empty());
@@ -228,14 +231,14 @@ mod tests {
             let mut bytes = data.bytes.to_vec();
             scale(&mut bytes, dtype, factor);
             let tensor = Tensor::<Flex, 1>::from_data(data, (&Default::default(), burn));
-            let tensor = scaled::<Flex>(tensor.into_primitive().tensor(), dtype, factor);
+            let tensor = scale_tensor::<Flex>(tensor.into_primitive().tensor(), dtype, factor);
             let tensor = Tensor::<Flex, 1>::from_primitive(burn::tensor::TensorPrimitive::Float(tensor));
             assert_eq!(tensor.into_data().bytes[..], bytes[..], "{dtype}");
         }
     }
 
     #[test]
-    fn packed_memory_is_kept_and_grows() {
+    fn packed_memory_is_reused_and_grows() {
         let group = Group::threads(1).unwrap().remove(0);
         let mut small = group.allocate(1).unwrap();
         small[0] = 7;

@@ -1,4 +1,4 @@
-//! The same model on all ranks, and the same gradients in every step.
+//! Data-parallel training: the same model on all ranks, and the same gradients in every step.
 
 use std::collections::{HashSet, VecDeque};
 use std::fmt;
@@ -9,73 +9,78 @@ use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::ops::FloatTensorOps;
 use burn::tensor::{Tensor, TensorData, TensorPrimitive};
 
-use super::agree::{Described, Parameter, check_same, load_from_first, parameters, renew};
-use super::announce::{Announced, Announcement, no_samples};
-use super::bucket::{Bucket, Exchange, buckets, due, scale, scaled};
+use super::agree::{Parameter, ParameterDescription, broadcast_parameters, check_same_model, parameters, rebuild};
+use super::announce::{AgreedStep, StepHeader, no_samples};
+use super::bucket::{Bucket, BucketOp, buckets, pop_if_full, scale, scale_tensor};
 use super::states;
-use crate::tensor::device::{Offer, Waiting, serves, start_all_reduce};
+use crate::tensor::device::{DeviceOutcome, PendingAllReduce, start_all_reduce, uses_collective_devices};
 use bonfire_core::internal::Request;
 use bonfire_core::{Buffer, DType, Error, Group, Operation, ReduceOp, Work};
 
-/// One rank's part in the data-parallel training of a model: see [`train`](crate::train) for a whole loop.
+/// Synchronises a model and its gradients over the ranks of a group. Each rank has one.
+///
+/// [`new`](Self::new) makes the ranks' models equal, and [`sync`](Self::sync) averages their gradients in every step.
+/// See [`train`](crate::train) for a training loop. To shard the optimizer state too, use
+/// [`ShardedOptimizer`](crate::ShardedOptimizer) in place of `sync`.
 pub struct DataParallel<B: AutodiffBackend> {
     pub(super) group: Group,
-    /// The model's float parameters in visiting order, which is the order on which all ranks agree: the ids differ.
+    /// The model's float parameters in visiting order. The order is the same on all ranks; parameter ids are not.
     pub(super) parameters: Vec<Parameter<B>>,
-    /// Memory of packed buckets that is not in use.
+    /// Unused memory for packed buckets.
     pub(super) memory: Vec<Buffer<u64>>,
-    /// Synchronised so far.
+    /// Number of synchronised steps.
     pub(super) steps: u64,
 }
 
-/// A bucket whose reduction was started.
-enum Started<B: AutodiffBackend> {
-    /// On the host: its tensors, by the positions of their parameters, and its memory. The tensor of a bucket that is
-    /// reduced in its own memory has given that away for now.
+/// A bucket whose reduction is in flight.
+enum InFlight<B: AutodiffBackend> {
+    /// On the host: its tensors, by the positions of their parameters, and the operation. A tensor that is a bucket of
+    /// its own is empty meanwhile, because the operation holds its memory.
     Host { tensors: Vec<(usize, TensorData)>, work: Work<Bucket> },
-    /// On the way from and to the device.
-    Device { positions: Vec<usize>, waiting: Waiting<B::InnerBackend> },
+    /// On a collective device: the positions of its parameters, and the operation.
+    Device { positions: Vec<usize>, pending: PendingAllReduce<B::InnerBackend> },
 }
 
 impl<B: AutodiffBackend> DataParallel<B> {
-    /// Gives every rank rank 0's parameters: floats, ints, bools and running states such as batch norm's. Each rank
-    /// brings a model of its own (with threads as ranks a clone will do, it is made independent here) and trains the
-    /// one that is returned; its parameters keep their ids.
+    /// Broadcasts rank 0's parameters to all ranks: floats, ints, bools and running states such as batch norm's.
     ///
-    /// Create the optimizer afterwards, and load a checkpoint before.
+    /// Each rank passes a model of its own and trains the returned one, whose parameters keep their ids. If ranks are
+    /// threads, they may pass clones of one model: the returned models are independent. Load a checkpoint before, and
+    /// create the optimizer afterwards.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] on all ranks where the models are not the same: it names the first parameter whose
-    /// path, kind, element type, shape or need for a gradient differs, what rank 0 has and what another rank has. Else
+    /// [`Error::InvalidArgument`] on all ranks if the models differ. It names the first parameter whose path, kind,
+    /// element type, shape or need for a gradient differs, and describes it on rank 0 and on another rank. Otherwise
     /// the errors of [`Group::all_reduce`].
     pub fn new<M: AutodiffModule<B>>(group: Group, model: M) -> Result<(M, Self), Error> {
-        let (model, mappers) = renew(model);
-        let (described, parameters) = trained(&model);
-        check_same(&group, &described)?;
-        let model = load_from_first(&group, model, mappers)?;
+        let (model, mappers) = rebuild(model);
+        let (described, parameters) = describe_parameters(&model);
+        check_same_model(&group, &described)?;
+        let model = broadcast_parameters(&group, model, mappers)?;
         Ok((model, DataParallel { group, parameters, memory: Vec::new(), steps: 0 }))
     }
 
-    /// How often gradients were synchronised: steps, if each was followed by one of the optimizer's.
+    /// Returns the number of steps whose gradients were synchronised. After [`shrink`](Self::shrink) it is the same on
+    /// all ranks.
     pub fn steps(&self) -> u64 {
         self.steps
     }
 
-    /// The group of ranks.
+    /// Returns the group of ranks.
     pub fn group(&self) -> &Group {
         &self.group
     }
 
-    /// Averages the gradients over all ranks, weighted by the number of samples that each rank's loss was averaged
-    /// over: `sum(samples * gradient) / sum(samples)`. The result is what one rank would have had if it had averaged
-    /// its loss over all these samples, and it has the same bits on all ranks.
+    /// Averages the gradients over all ranks, weighted by the number of samples over which each rank's loss was
+    /// averaged: `sum(samples * gradient) / sum(samples)`. The result is that of a single rank which averages its loss
+    /// over all these samples. It is bit-identical on all ranks.
     ///
-    /// All ranks call this in every step, also a rank without samples: it passes 0 and any gradients, such as
-    /// `GradientsParams::new()`, which count for nothing. A gradient that is missing on some ranks counts as zero
-    /// there; one that is missing on all ranks stays missing.
+    /// All ranks must call this in every step, even a rank without samples: it passes 0 and any gradients, such as
+    /// `GradientsParams::new()`, which are ignored. A gradient that is missing on some ranks counts as zero there; one
+    /// that is missing on all ranks stays missing.
     ///
-    /// To accumulate gradients over several micro-batches, synchronise once, after the last of them, with the number of
-    /// all their samples. Weight each loss by its part of them, because accumulated gradients are added up:
+    /// To accumulate gradients over several micro-batches, call this once, after the last of them, with the number of
+    /// samples of all of them. Accumulated gradients are summed, so weight each loss by its share of these samples:
     ///
     /// ```
     /// # use bonfire::{DataParallel, Group};
@@ -100,33 +105,33 @@ impl<B: AutodiffBackend> DataParallel<B> {
     /// ```
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] on all ranks where no rank has samples, or where a rank has gradients that do not
-    /// belong to the model's parameters; the group stays sound. Else the errors of [`Group::all_reduce`].
+    /// [`Error::InvalidArgument`] on all ranks if no rank has samples, or if a rank has gradients that do not match the
+    /// model's parameters; the group remains usable. Otherwise the errors of [`Group::all_reduce`].
     #[track_caller]
     pub fn sync(&mut self, grads: GradientsParams, samples: usize) -> Result<GradientsParams, Error> {
-        let announcement = Announcement { operation: "sync", parameters: &self.parameters, grads, samples, lost: None };
-        let Announced { mut grads, factor, exists } = announcement.make(&self.group)?;
+        let header = StepHeader { operation: "sync", parameters: &self.parameters, grads, samples, changed: None };
+        let AgreedStep { mut grads, factor, exists } = header.exchange(&self.group)?;
         if self.group.world_size() == 1 {
             self.steps += 1;
             return Ok(grads);
         }
-        // The last layers' gradients first, as they come out of the backward pass.
+        // The last layers' gradients first: the backward pass computes them first.
         let items = self.parameters.iter().enumerate().rev().filter(|(position, _)| exists[*position]);
         let items = items.map(|(position, parameter)| parameter.item(position));
-        let mut started = VecDeque::new();
+        let mut in_flight = VecDeque::new();
         for positions in buckets(items) {
-            if let Some(oldest) = due(&mut started) {
+            if let Some(oldest) = pop_if_full(&mut in_flight) {
                 self.finish(oldest, &mut grads)?;
             }
-            started.push_back(self.start(positions, &mut grads, factor)?);
+            in_flight.push_back(self.start(positions, &mut grads, factor)?);
         }
-        started.into_iter().try_for_each(|oldest| self.finish(oldest, &mut grads))?;
+        in_flight.into_iter().try_for_each(|oldest| self.finish(oldest, &mut grads))?;
         self.steps += 1;
         Ok(grads)
     }
 
-    /// The means of metrics over all ranks, weighted by the number of samples of each rank: all ranks get the same. A
-    /// rank without samples passes 0, and its values count for nothing.
+    /// Averages metrics over all ranks, weighted by the ranks' numbers of samples. All ranks get the same result. A
+    /// rank without samples passes 0, and its values are ignored.
     ///
     /// ```
     /// # let device = Default::default();
@@ -138,7 +143,7 @@ impl<B: AutodiffBackend> DataParallel<B> {
     /// ```
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] on all ranks where no rank has samples, else the errors of [`Group::all_reduce`].
+    /// [`Error::InvalidArgument`] on all ranks if no rank has samples; otherwise the errors of [`Group::all_reduce`].
     #[track_caller]
     pub fn mean<const N: usize>(&self, values: &[f64; N], samples: usize) -> Result<[f64; N], Error> {
         let weighted = values.iter().map(|value| if samples == 0 { 0.0 } else { value * samples as f64 });
@@ -150,23 +155,23 @@ impl<B: AutodiffBackend> DataParallel<B> {
         Ok(std::array::from_fn(|i| sums[i] / sums[N]))
     }
 
-    /// Averages the states that the ranks' models keep for themselves, such as the running statistics of batch norm:
-    /// each rank's has seen its own samples only. Call it on all ranks before validating and saving.
+    /// Averages the states that differ between the ranks' models, such as the running statistics of batch norm, which
+    /// depend on a rank's own samples only. Call it on all ranks before validating or saving.
     ///
-    /// These are the float parameters that need no gradient. One that has the same bits on all ranks, such as a frozen
-    /// weight, stays as it is.
+    /// States are the float parameters that need no gradient. One that is bit-identical on all ranks, such as a frozen
+    /// weight, is not changed.
     ///
     /// # Errors
-    /// Those of [`Group::all_reduce`].
+    /// The errors of [`Group::all_reduce`].
     pub fn average_states<M: AutodiffModule<B>>(&self, model: M) -> Result<M, Error> {
         states::average(&self.group, model)
     }
 
-    /// Takes a bucket's gradients, scaled, and starts their reduction.
+    /// Takes a bucket's gradients, multiplies them by `factor` and starts their reduction.
     #[track_caller]
-    fn start(&mut self, positions: Vec<usize>, grads: &mut GradientsParams, factor: f64) -> Result<Started<B>, Error> {
+    fn start(&mut self, positions: Vec<usize>, grads: &mut GradientsParams, factor: f64) -> Result<InFlight<B>, Error> {
         let dtype = self.parameters[positions[0]].element;
-        let on_device = factor != 1.0 && serves::<B::InnerBackend>();
+        let on_device = factor != 1.0 && uses_collective_devices::<B::InnerBackend>();
         let tensors = positions.iter().map(|&position| {
             let parameter = &self.parameters[position];
             match grads.remove::<B::InnerBackend, 1>(parameter.id) {
@@ -177,12 +182,13 @@ impl<B: AutodiffBackend> DataParallel<B> {
                 }
             }
         });
-        let scaled = |tensor| if on_device { scaled::<B::InnerBackend>(tensor, dtype, factor) } else { tensor };
-        let tensors = tensors.map(scaled).collect();
+        let scale_tensor =
+            |tensor| if on_device { scale_tensor::<B::InnerBackend>(tensor, dtype, factor) } else { tensor };
+        let tensors = tensors.map(scale_tensor).collect();
         let request = Request::new(Operation::AllReduce, dtype).reduction(ReduceOp::Mean);
         match start_all_reduce::<B::InnerBackend>(&self.group, tensors, request) {
-            Offer::Taken(waiting) => Ok(Started::Device { positions, waiting: waiting? }),
-            Offer::Declined(tensors) => {
+            DeviceOutcome::Handled(pending) => Ok(InFlight::Device { positions, pending: pending? }),
+            DeviceOutcome::NotHandled(tensors) => {
                 let mut read = Vec::with_capacity(tensors.len());
                 for (position, tensor) in positions.into_iter().zip(tensors) {
                     let grad = Tensor::<B::InnerBackend, 1>::from_primitive(TensorPrimitive::Float(tensor));
@@ -192,14 +198,14 @@ impl<B: AutodiffBackend> DataParallel<B> {
                 if factor != 1.0 {
                     scale(bucket.bytes(), dtype, factor);
                 }
-                Ok(Started::Host { work: bucket.start(&self.group, dtype, Exchange::AllReduce)?, tensors: read })
+                Ok(InFlight::Host { work: bucket.start(&self.group, dtype, BucketOp::AllReduce)?, tensors: read })
             }
         }
     }
 
     fn pack(&mut self, tensors: &mut [(usize, TensorData)], dtype: DType) -> Result<Bucket, Error> {
         if let [(_, data)] = tensors
-            && let Some(bucket) = Bucket::own(&mut data.bytes, dtype)
+            && let Some(bucket) = Bucket::single(&mut data.bytes, dtype)
         {
             return Ok(bucket);
         }
@@ -208,21 +214,21 @@ impl<B: AutodiffBackend> DataParallel<B> {
         Ok(Bucket::packed(&self.group, self.memory.pop(), bytes)?.fill(tensors))
     }
 
-    /// Waits for a reduction and registers its results as gradients.
-    fn finish(&mut self, started: Started<B>, grads: &mut GradientsParams) -> Result<(), Error> {
+    /// Waits for a reduction and registers the results as gradients.
+    fn finish(&mut self, in_flight: InFlight<B>, grads: &mut GradientsParams) -> Result<(), Error> {
         let mut register = |position: usize, tensor| {
             let grad = Tensor::<B::InnerBackend, 1>::from_primitive(TensorPrimitive::Float(tensor));
             grads.register(self.parameters[position].id, grad);
         };
-        let (mut tensors, work) = match started {
-            Started::Device { positions, waiting } => {
-                positions.into_iter().zip(waiting()?).for_each(|(position, tensor)| register(position, tensor));
+        let (mut tensors, work) = match in_flight {
+            InFlight::Device { positions, pending } => {
+                positions.into_iter().zip(pending()?).for_each(|(position, tensor)| register(position, tensor));
                 return Ok(());
             }
-            Started::Host { tensors, work } => (tensors, work),
+            InFlight::Host { tensors, work } => (tensors, work),
         };
         match work.wait().map_err(|(error, _)| error)? {
-            Bucket::Own(bytes) => tensors[0].1.bytes = bytes,
+            Bucket::Single(bytes) => tensors[0].1.bytes = bytes,
             Bucket::Packed(memory, bytes) => {
                 let mut rest = &bytemuck::cast_slice(&memory)[..bytes];
                 for (_, data) in &mut tensors {
@@ -240,12 +246,14 @@ impl<B: AutodiffBackend> DataParallel<B> {
     }
 }
 
-/// All parameters as the ranks compare them, and those whose gradients are synchronised.
-pub(super) fn trained<B: AutodiffBackend, M: AutodiffModule<B>>(model: &M) -> (Vec<Described>, Vec<Parameter<B>>) {
+/// Returns the descriptions of all parameters, and the float parameters without duplicates.
+pub(super) fn describe_parameters<B: AutodiffBackend, M: AutodiffModule<B>>(
+    model: &M,
+) -> (Vec<ParameterDescription>, Vec<Parameter<B>>) {
     let (described, mut parameters) = parameters::<B, M>(model);
-    // A parameter that is used twice in a model has one id and one gradient.
-    let mut known = HashSet::new();
-    parameters.retain(|parameter| known.insert(parameter.id));
+    // A parameter that a model uses twice has one id and one gradient.
+    let mut seen = HashSet::new();
+    parameters.retain(|parameter| seen.insert(parameter.id));
     (described, parameters)
 }
 

@@ -1,4 +1,4 @@
-//! burn-train's `Learner` on many ranks.
+//! Data-parallel training with burn-train's `Learner`.
 
 mod rank;
 
@@ -13,15 +13,15 @@ use burn_train::{
     TrainingComponents, TrainingModel, ValidLoader,
 };
 
-use self::rank::{Main, Rank, Settings};
+use self::rank::{Leader, Rank, Settings};
 use bonfire_core::internal::lock;
 use bonfire_core::{Error, Group};
 
 /// A strategy for burn-train's [`SupervisedTraining`](burn_train::SupervisedTraining): data-parallel training on the
-/// devices of one process or of several.
+/// devices of one or several processes.
 ///
-/// burn-train's own distributed strategy stays within a process. This one needs a group in which every device of every
-/// process is a rank; it then trains as burn's does, and gives the same parameters, bit for bit, on all ranks.
+/// burn-train's own distributed strategy is limited to one process. This one needs a group in which every device of
+/// every process is a rank. It trains as burn's strategy does and produces bit-identical parameters on all ranks.
 ///
 /// ```no_run
 /// # use bonfire::{DataParallelStrategy, Error, Wgpu, WgpuDevice};
@@ -30,7 +30,7 @@ use bonfire_core::{Error, Group};
 /// # use std::sync::Arc;
 /// # fn fit<LC>(training: SupervisedTraining<LC>, learner: Learner<LC>) -> Result<(), Error>
 /// # where LC: LearningComponentsTypes<Backend = Autodiff<Wgpu>> + Send + 'static {
-/// // Two devices in each of the processes that `bonfire run` started.
+/// // Two devices in each process that `bonfire run` started.
 /// let devices = (0..2).map(|replica| WgpuDevice::new(Default::default(), replica)).collect();
 /// let strategy = Arc::new(DataParallelStrategy::from_env(devices)?);
 /// let result = training.with_training_strategy(TrainingStrategy::Custom(strategy)).launch(learner);
@@ -39,40 +39,41 @@ use bonfire_core::{Error, Group};
 /// ```
 ///
 /// # What the ranks do
-/// As in burn's strategy, the training samples are cut into one part of equal length for each rank (the last gets what
-/// remains), an optimizer step uses the mean of the ranks' gradients, accumulated ones included, and the learning rate's
-/// schedule takes as many steps in an iteration as there are ranks. All ranks start with rank 0's parameters.
+/// As in burn's strategy, the training samples are split into one part of equal length per rank (the last also gets the
+/// remainder). An optimizer step uses the mean of the ranks' gradients, accumulated ones included. The learning rate
+/// schedule advances by the world size in each iteration. All ranks start with rank 0's parameters.
 ///
-/// Rank 0 alone validates, saves checkpoints, counts metrics and renders; it decides on early stopping. An interruption
-/// of any process stops all ranks at the same step. In the other processes metrics, renderer and checkpointer of the
-/// training are left alone: give it a renderer that shows nothing and another folder. To resume from a checkpoint, all
-/// processes must find rank 0's files.
+/// Only rank 0 validates, saves checkpoints, computes metrics and renders; it decides on early stopping. Interrupting
+/// any process stops all ranks at the same step. Other processes do not use the metrics, renderer and checkpointer of
+/// their training: give it a renderer without output, and another folder. To resume from a checkpoint, all processes
+/// must find rank 0's files.
 ///
-/// The ranks must have equally many batches. They compare what can be known of that before the first step, and whether
-/// all have a batch before each: where it differs, the training fails.
+/// All ranks must have the same number of batches. Before the first step they compare what is known of these numbers,
+/// and before each step whether all have a batch. If they differ, the training fails.
 ///
 /// # Failures
-/// burn-train has no way to return an error from a training, and a model that was trained halfway must not pass for a
-/// trained one. So where a rank fails, all threads of this process end, and `launch` panics with the error's words, as it
-/// does in burn's own strategy when a worker fails. The ranks of other processes fail too. [`failure`](Self::failure) has
-/// the typed error. A panic in the model's own code goes on as it is.
+/// burn-train cannot return an error from a training, and a partly trained model must not pass for a trained one. So if
+/// a rank fails, all threads of this process end, and `launch` panics with the text of the error, as with burn's own
+/// strategy when a worker fails. The ranks of other processes fail too. [`failure`](Self::failure) returns the typed
+/// error. A panic in the model's own code propagates unchanged.
 ///
 /// # Limits
-/// The devices of one process share burn's `RunningState`, in which `BatchNorm` keeps its statistics; the training of such
-/// a model is refused unless each process has one device. Those statistics are then each rank's own.
+/// The devices of one process share burn's `RunningState`, in which `BatchNorm` keeps its statistics. Training such a
+/// model is refused unless each process has one device. Each rank then has its own statistics.
 pub struct DataParallelStrategy<B: Backend> {
-    /// Empty while a training runs and after one that failed: the threads' handles must be the last ones.
+    /// Empty during a training and after a failed one: the handles of the threads must be the last ones.
     ranks: Mutex<Vec<(B::Device, Group)>>,
     failure: Mutex<Option<Error>>,
 }
 
 impl<B: Backend> DataParallelStrategy<B> {
-    /// Trains on these devices, each as the rank that its group handle says. The handles are those of one group, of which
-    /// other processes may hold others: [`Builder::connect_ranks`](crate::Builder::connect_ranks) makes them, or, where
-    /// this process has all devices, [`Group::threads`].
+    /// Makes a strategy that trains on these devices, each as the rank of its group handle. All handles belong to one
+    /// group, which may have ranks in other processes. Get them from
+    /// [`Builder::connect_ranks`](crate::Builder::connect_ranks), or, if this process has all devices, from
+    /// [`Group::threads`].
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] where there is no device, one is there twice, or the groups do not belong together.
+    /// [`Error::InvalidArgument`] if there is no device, a device or a rank occurs twice, or world sizes differ.
     pub fn new(ranks: Vec<(B::Device, Group)>) -> Result<Self, Error> {
         let wrong = |reason: String| Err(Error::argument("data parallel strategy", reason));
         let Some((_, first)) = ranks.first() else { return wrong("give at least one device".into()) };
@@ -92,18 +93,19 @@ impl<B: Backend> DataParallelStrategy<B> {
         Ok(DataParallelStrategy { ranks: Mutex::new(ranks), failure: Mutex::new(None) })
     }
 
-    /// Trains on these devices in every process that `bonfire run` or a similar launcher started: reads the environment
-    /// as [`Group::from_env`] does, and connects all devices of all processes. All processes give equally many devices.
+    /// Makes a strategy for processes that `bonfire run` or a similar launcher started. Reads the environment as
+    /// [`Group::from_env`] does and connects all devices of all processes. All processes must pass the same number of
+    /// devices.
     ///
     /// # Errors
-    /// Those of [`Builder::connect_ranks`](crate::Builder::connect_ranks) and [`new`](Self::new).
+    /// The errors of [`Builder::connect_ranks`](crate::Builder::connect_ranks) and [`new`](Self::new).
     #[cfg(unix)]
     pub fn from_env(devices: Vec<B::Device>) -> Result<Self, Error> {
         let groups = crate::Builder::from_env()?.connect_ranks(devices.len())?;
         Self::new(devices.into_iter().zip(groups).collect())
     }
 
-    /// Why the last training failed, if it did.
+    /// Returns the error of the last training, if it failed.
     pub fn failure(&self) -> Option<Error> {
         lock(&self.failure).clone()
     }
@@ -114,7 +116,7 @@ where
     LC: LearningComponentsTypes + Send + 'static,
 {
     /// # Panics
-    /// Where a rank fails: see [the type's page](DataParallelStrategy#failures).
+    /// If a rank fails: see [failures](DataParallelStrategy#failures).
     fn fit(
         &self,
         components: TrainingComponents<LC>,
@@ -130,7 +132,7 @@ where
                 "its groups are gone with an earlier training, which failed or still runs; make a new strategy";
             self.fail(Error::argument("data parallel strategy", reason))
         };
-        // Parameters are drawn when they are first used: here once, for all ranks and before any thread could.
+        // burn initialises parameters at their first use. This does it once for all ranks, before any thread can.
         learner.fork(first);
         let parts = split(&train, group.world_size());
 
@@ -142,7 +144,7 @@ where
         let mut processor = Some(components.event_processor);
         let (mut checkpointer, mut early_stopping) = (components.checkpointer, components.early_stopping);
         let threads = ranks.into_iter().map(|(device, group)| {
-            let main = (group.rank() == 0).then(|| processor.take()).flatten().map(|processor| Main {
+            let leader = (group.rank() == 0).then(|| processor.take()).flatten().map(|processor| Leader {
                 valid: valid.to_device(device.inner()),
                 processor,
                 checkpointer: checkpointer.take(),
@@ -150,7 +152,8 @@ where
                 store: components.event_store.clone(),
             });
             let train = parts[group.rank()].to_device(&device);
-            let rank = Rank::<LC> { group: group.clone(), settings: &settings, learner: learner.clone(), train, main };
+            let rank =
+                Rank::<LC> { group: group.clone(), settings: &settings, learner: learner.clone(), train, leader };
             (device, group, rank)
         });
         let threads: Vec<_> = threads.collect();
@@ -159,7 +162,7 @@ where
         let outcomes: Vec<_> = thread::scope(|scope| {
             let threads = threads.into_iter().map(|(device, group, rank)| {
                 scope.spawn(move || {
-                    // This handle lives until the failure is noted, so failures that follow from it come later.
+                    // `group` lives until the failure is recorded, so failures that follow from it are recorded later.
                     let trained = rank.run(&device);
                     if let Err(error) = &trained {
                         lock(&self.failure).get_or_insert_with(|| error.clone());
@@ -184,10 +187,10 @@ where
             self.fail(self.failure().unwrap_or(error));
         }
         let mut models = Vec::new();
-        for (rank, (model, main)) in trained {
+        for (rank, (model, returned)) in trained {
             lock(&self.ranks).push(rank);
             models.push(model);
-            processor = processor.or(main);
+            processor = processor.or(returned);
         }
         match (models.into_iter().next(), processor) {
             (Some(model), Some(processor)) => (model, processor),
@@ -203,8 +206,8 @@ impl<B: Backend> DataParallelStrategy<B> {
     }
 }
 
-/// One part of the samples for each rank, as burn's strategy cuts them. A loader that shuffles draws a seed for each part
-/// in turn, so every process cuts all of them.
+/// Splits the samples into one part per rank, as burn's strategy does. A shuffling loader draws a seed for each part in
+/// turn, so every process must make all parts.
 fn split<B: Backend, O>(loader: &Arc<dyn DataLoader<B, O>>, ranks: usize) -> Vec<Arc<dyn DataLoader<B, O>>> {
     let samples = loader.num_items();
     let start = |rank| if rank == ranks { samples } else { rank * (samples / ranks) };

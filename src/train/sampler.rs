@@ -1,16 +1,16 @@
-//! Which samples a rank works on.
+//! Distribution of a data set's samples over the ranks.
 
 use chacha20::ChaCha8Rng;
 use chacha20::rand_core::{Rng, SeedableRng};
 
 use bonfire_core::{Error, Group, partition};
 
-/// Deals the samples of a data set out to the ranks, in shuffled batches.
+/// A sampler that distributes the samples of a data set over the ranks, in shuffled batches.
 ///
-/// A batch is global: its size and its samples depend on the seed and the epoch, never on the number of ranks, and each
-/// rank gets its [`partition`](crate::partition()) of it. A batch of 50 on 3 ranks is 17, 17 and 16 samples. All ranks
-/// make the same number of steps. Where a batch has fewer samples than there are ranks, the last ranks get an *empty*
-/// shard; they still take part in the step, with no samples:
+/// Batches are global: their sizes and samples depend on the seed and the epoch, but not on the world size. Each rank
+/// gets its [`partition`](crate::partition()) of a batch, its *shard*: 17, 17 and 16 samples of a batch of 50 on 3
+/// ranks. All ranks make the same number of steps. If a batch has fewer samples than there are ranks, the last ranks
+/// get an *empty* shard. They still take part in the step, with no samples:
 ///
 /// ```
 /// # use burn::backend::{Autodiff, Flex};
@@ -29,7 +29,7 @@ use bonfire_core::{Error, Group, partition};
 /// # Ok::<(), bonfire::Error>(())
 /// ```
 ///
-/// The order is the same on every platform and in every version.
+/// The order of samples is the same on every platform and in every version of Bonfire.
 #[derive(Clone, Debug)]
 pub struct ShardedSampler {
     len: usize,
@@ -40,7 +40,7 @@ pub struct ShardedSampler {
     tail: Tail,
 }
 
-/// What becomes of the samples that do not fill a batch.
+/// How the samples that do not fill a batch are handled.
 #[derive(Clone, Copy, Debug)]
 enum Tail {
     Keep,
@@ -49,11 +49,12 @@ enum Tail {
 }
 
 impl ShardedSampler {
-    /// A sampler for this rank of `group`, over a data set of `len` samples in global batches of `batch`. All ranks
-    /// must give the same settings. The last batch is smaller where `batch` does not divide `len`.
+    /// Makes a sampler for this rank of `group`, over a data set of `len` samples in global batches of `batch` samples.
+    /// All ranks must use the same settings. If `batch` does not divide `len`, the last batch is smaller, unless
+    /// [`pad`](Self::pad) or [`drop_last`](Self::drop_last) is used.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for a batch of 0.
+    /// [`Error::InvalidArgument`] if `batch` is 0.
     pub fn new(group: &Group, len: usize, batch: usize) -> Result<ShardedSampler, Error> {
         if batch == 0 {
             return Err(Error::argument("sampler", "a batch needs at least one sample"));
@@ -62,25 +63,25 @@ impl ShardedSampler {
         Ok(ShardedSampler { len, batch, rank, world_size, seed: 0, tail: Tail::Keep })
     }
 
-    /// The seed of the shuffle: 0 unless set.
+    /// Sets the seed of the shuffle. Default: 0
     pub fn seed(mut self, seed: u64) -> Self {
         self.seed = seed;
         self
     }
 
-    /// Fills the last batch of an epoch with samples from the epoch's start.
+    /// Fills the last batch of an epoch with samples from the start of the epoch.
     pub fn pad(mut self) -> Self {
         self.tail = Tail::Pad;
         self
     }
 
-    /// Leaves out the samples that do not fill a batch: others in every epoch.
+    /// Drops the samples that do not fill a batch. Their selection depends on the epoch.
     pub fn drop_last(mut self) -> Self {
         self.tail = Tail::Drop;
         self
     }
 
-    /// The number of batches, and so of steps, in an epoch.
+    /// Returns the number of batches in an epoch, which is the number of training steps.
     pub fn batches(&self) -> usize {
         match self.tail {
             Tail::Keep | Tail::Pad => self.len.div_ceil(self.batch),
@@ -88,7 +89,8 @@ impl ShardedSampler {
         }
     }
 
-    /// This rank's shard of every batch of the epoch: indices of samples, from 0 to `len - 1`.
+    /// Returns an iterator over this rank's shards of the epoch's batches. A shard is a list of sample indices in
+    /// `0..len`.
     pub fn epoch(&self, epoch: usize) -> Epoch {
         let mut order = shuffled(self.len, self.seed, epoch as u64);
         match self.tail {
@@ -100,7 +102,7 @@ impl ShardedSampler {
     }
 }
 
-/// The shards of an epoch, from [`ShardedSampler::epoch`].
+/// An iterator over a rank's shards of an epoch, made by [`ShardedSampler::epoch`].
 #[derive(Clone, Debug)]
 pub struct Epoch {
     order: Vec<usize>,
@@ -131,8 +133,8 @@ impl Iterator for Epoch {
 
 impl ExactSizeIterator for Epoch {}
 
-/// `0..len` in an order that depends on the seed and the epoch. The generator's stream and the steps taken from it are
-/// fixed here, and not left to a library's shuffle, because a run that is resumed must see the same order.
+/// Returns `0..len`, shuffled by seed and epoch. The shuffle is implemented here instead of taken from a library,
+/// because the order must never change: a resumed run must see the same one.
 fn shuffled(len: usize, seed: u64, epoch: u64) -> Vec<usize> {
     let mut key = [0; 32];
     key[..8].copy_from_slice(&seed.to_le_bytes());
@@ -157,7 +159,7 @@ mod tests {
         groups.iter().map(|group| ShardedSampler::new(group, len, batch).unwrap().seed(seed)).collect()
     }
 
-    /// The global batches of an epoch, put together from all ranks' shards.
+    /// The global batches of an epoch, concatenated from all ranks' shards.
     fn batches(samplers: &[ShardedSampler], epoch: usize) -> Vec<Vec<usize>> {
         let mut epochs: Vec<_> = samplers.iter().map(|sampler| sampler.epoch(epoch)).collect();
         let steps: Vec<_> = epochs.iter().map(ExactSizeIterator::len).collect();
@@ -181,7 +183,7 @@ mod tests {
         }
 
         #[test]
-        fn every_sample_comes_once_and_the_tail_is_kept_padded_or_dropped(
+        fn every_sample_occurs_once_and_the_tail_is_kept_padded_or_dropped(
             len in 0usize..300, batch in 1usize..60, seed: u64,
         ) {
             let sampler = samplers(1, len, batch, seed).remove(0);
@@ -202,13 +204,13 @@ mod tests {
     }
 
     #[test]
-    fn orders_differ_between_seeds_and_epochs_and_stay_as_they_are() {
+    fn orders_differ_between_seeds_and_epochs_and_never_change() {
         let sampler = samplers(1, 8, 8, 42).remove(0);
         let order = |sampler: &ShardedSampler, epoch| sampler.epoch(epoch).next().unwrap();
         assert_eq!(order(&sampler, 0), order(&sampler, 0));
         assert_ne!(order(&sampler, 0), order(&sampler, 1));
         assert_ne!(order(&sampler, 0), order(&sampler.clone().seed(43), 0));
-        // Checkpoints rely on it: this order must never change.
+        // This order must never change: checkpoints rely on it.
         assert_eq!(order(&sampler, 0), [4, 5, 0, 3, 6, 7, 1, 2]);
     }
 

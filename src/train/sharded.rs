@@ -1,4 +1,4 @@
-//! An optimizer of whose state every rank keeps a part.
+//! An optimizer whose state is partitioned over the ranks (ZeRO-1).
 
 mod checkpoint;
 mod exchange;
@@ -16,37 +16,38 @@ use burn::optim::{GradientsParams, LearningRate, Muon, Optimizer, SimpleOptimize
 use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::{Tensor, TensorData};
 
-use self::exchange::{Numbered, Shards};
+use self::exchange::{NumberedBucket, Shards};
 use self::layout::{bytes, layout};
 use super::agree::Parameter;
-use super::announce::{Announced, Announcement};
-use super::bucket::{Exchange, due};
+use super::announce::{AgreedStep, StepHeader};
+use super::bucket::{BucketOp, pop_if_full};
 use super::data_parallel::DataParallel;
 use bonfire_core::internal::Agreement;
 use bonfire_core::{Error, Group};
 
-/// Among which ranks an optimizer's state is dealt out.
+/// Over which ranks the optimizer state is partitioned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Sharding {
-    /// Among all ranks: each keeps one part of as many as there are ranks.
+    /// Over all ranks: of `n` ranks, each keeps `1 / n` of the state.
     All,
-    /// Among the ranks of a block of so many consecutive ones, and every block keeps all of it (hybrid sharding). What
-    /// is large then stays within a block: with the number of ranks on a host, gradients and parameters go between the
-    /// ranks of a host, and only a part of the gradients goes from host to host. The number divides the number of
-    /// ranks.
+    /// Over the ranks of a block of this many consecutive ranks; every block keeps all of the state (hybrid sharding).
+    /// The number must divide the world size. Most traffic then stays within a block: with the number of ranks per
+    /// host, gradients and parameters are exchanged within a host, and only one part of the gradients crosses hosts.
     Blocks(usize),
-    /// Not at all: each rank keeps all of it.
+    /// Not partitioned: each rank keeps all of the state.
     None,
 }
 
-/// An optimizer of whose state every rank keeps a part, beside a [`DataParallel`].
+/// An optimizer whose state is partitioned over the ranks of a [`DataParallel`] (ZeRO-1).
 ///
-/// It takes the place of [`DataParallel::sync`] and of the optimizer's own step: gradients are averaged and handed out
-/// in parts (a reduce-scatter within each block of ranks, and an all-reduce of the parts across the blocks), each rank
-/// updates its part of the parameters, and collects the other parts (an all-gather within each block). What moves
-/// between the ranks of a block is as much as an all-reduce moves. Parameters and gradients stay whole on every rank;
-/// the optimizer's state shrinks by the number of ranks in a block.
+/// Use it when the optimizer state is too large for every rank. Parameters and gradients stay whole on every rank. The
+/// state on a rank shrinks by the number of ranks in a block, see [`Sharding`].
+///
+/// [`step`](Self::step) replaces [`DataParallel::sync`] and the step of the optimizer itself. It averages the gradients
+/// (a reduce-scatter within each block of ranks, then an all-reduce of the parts across the blocks), updates this
+/// rank's part of the parameters, and gathers the other parts (an all-gather within each block). The ranks of a block
+/// transfer as many bytes as in an all-reduce.
 ///
 /// ```
 /// use bonfire::{DataParallel, Group, ShardedOptimizer, ShardedSampler, Sharding};
@@ -78,16 +79,17 @@ pub enum Sharding {
 /// # Ok::<(), bonfire::Error>(())
 /// ```
 ///
-/// # Which optimizers
-/// Those that treat each element of a parameter by itself, since a rank sees slices of parameters, flat: burn's `Sgd`,
-/// `Adam`, `AdamW`, `Adan`, `AdaGrad` and `RmsProp`, with weight decay and with clipping by value. The result is that
-/// of the optimizer on one rank, up to the order in which gradients are added up. `Muon`, which needs whole matrices,
-/// and clipping by norm in the optimizer itself, which would take the norm of a slice, are refused;
-/// [`clip_norm`](Self::clip_norm) clips by the norm over all parameters. Of other optimizers nobody can tell: give none
-/// that mixes the elements of a parameter.
+/// # Supported optimizers
+/// Element-wise optimizers, because a rank sees flat slices of parameters: burn's `Sgd`, `Adam`, `AdamW`, `Adan`,
+/// `AdaGrad` and `RmsProp`, with weight decay and with clipping by value. The result is that of the optimizer on a
+/// single rank, up to the order in which gradients are summed.
 ///
-/// # Without ranks that were lost
-/// A lost rank takes its part of the state along. [`Group::shrink`] makes the group of those that are left; go on there
+/// `Muon` is refused because it needs whole matrices. Clipping by norm in the optimizer itself is refused because it
+/// would use the norm of a slice; [`clip_norm`](Self::clip_norm) clips by the norm over all parameters. Other
+/// optimizers cannot be checked: do not pass one that mixes the elements of a parameter.
+///
+/// # Lost ranks
+/// The part of the state on a lost rank is lost. [`Group::shrink`] makes a group of the remaining ranks. Continue there
 /// with a new [`DataParallel`] and a new optimizer, from the last checkpoint, which any number of ranks can
 /// [`load`](Self::load).
 pub struct ShardedOptimizer<O, M, B>
@@ -99,11 +101,11 @@ where
     group: Group,
     shards: Shards<B>,
     optimizer: OptimizerAdaptor<O, M, B>,
-    /// The state of this rank's slice of each parameter, by position. There is none before the first gradient.
+    /// The state of this rank's slice of each parameter, by position. `None` before the parameter's first gradient.
     states: Vec<Option<O::State<1>>>,
     max_norm: Option<f64>,
     steps: u64,
-    /// Why a step failed on the way.
+    /// The error of a step that failed after its header was exchanged. Every later step returns it.
     failure: Option<Error>,
 }
 
@@ -113,11 +115,13 @@ where
     M: AutodiffModule<B>,
     B: AutodiffBackend,
 {
-    /// Deals out the state of a new optimizer for the model of `ddp`. All ranks call this alike.
+    /// Partitions the state of a new optimizer for the model of `ddp`. All ranks must call this with the same
+    /// arguments.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for blocks whose length does not divide the number of ranks, and for an optimizer
-    /// that needs whole parameters or has state of them: before anything is sent. Else the errors of [`Group::split`].
+    /// [`Error::InvalidArgument`], before anything is sent, for blocks whose length does not divide the world size, and
+    /// for an optimizer that needs whole parameters or already has state for them. Otherwise the errors of
+    /// [`Group::split`].
     pub fn new(ddp: &DataParallel<B>, optimizer: OptimizerAdaptor<O, M, B>, sharding: Sharding) -> Result<Self, Error> {
         let group = ddp.group.clone();
         let ranks = match sharding {
@@ -128,38 +132,45 @@ where
         if ranks == 0 || !group.world_size().is_multiple_of(ranks) {
             let world_size = group.world_size();
             let reason = format!("{world_size} ranks are not blocks of {ranks}; give a divisor of {world_size}");
-            return Err(refused(reason));
+            return Err(invalid(reason));
         }
         if TypeId::of::<O>() == TypeId::of::<Muon<B::InnerBackend>>() {
-            return Err(refused("Muon needs whole matrices, and a rank has slices only; use `DataParallel::sync`"));
+            return Err(invalid("Muon needs whole matrices, and a rank has slices only; use `DataParallel::sync`"));
         }
         if let Some(GradientClipping::Norm(_)) = optimizer.grad_clipping() {
             let reason = "the optimizer itself would clip by the norm of a slice; leave that out there, and use \
                           `ShardedOptimizer::clip_norm`";
-            return Err(refused(reason));
+            return Err(invalid(reason));
         }
         if !optimizer.to_record().is_empty() {
             let reason = "the optimizer has state of whole parameters already; give a new one, and load what a sharded \
                           one saved";
-            return Err(refused(reason));
+            return Err(invalid(reason));
         }
-        let (block, place) = (group.rank() / ranks, group.rank() % ranks);
+        let (block, index) = (group.rank() / ranks, group.rank() % ranks);
         let alone = Group::threads(1)?.remove(0);
-        let inside = part(&group, &alone, ranks, block)?;
-        let across = part(&group, &alone, group.world_size() / ranks, place)?;
+        let shard_group = subgroup(&group, &alone, ranks, block)?;
+        let replica_group = subgroup(&group, &alone, group.world_size() / ranks, index)?;
         let parameters: Vec<_> = ddp.parameters.iter().filter(|parameter| parameter.trained).cloned().collect();
-        let layout = layout(&parameters, ranks, place);
+        let layout = layout(&parameters, ranks, index);
         let states = parameters.iter().map(|_| None).collect();
-        let shards = Shards { inside, across, parameters, layout, wholes: Vec::new(), parts: Vec::new() };
+        let shards = Shards {
+            shard_group,
+            replica_group,
+            parameters,
+            layout,
+            bucket_memory: Vec::new(),
+            part_memory: Vec::new(),
+        };
         let (max_norm, steps, failure) = (None, 0, None);
         Ok(ShardedOptimizer { group, shards, optimizer, states, max_norm, steps, failure })
     }
 
-    /// Scales the gradients of a step down where their norm, over all parameters, is above `max`: to that norm. It is
-    /// computed in f64 from the mean gradients. Where the optimizer clips by value, that comes after.
+    /// Clips gradients by norm: if the norm of the mean gradients over all parameters exceeds `max`, a step scales them
+    /// down to that norm. The norm is computed in f64. If the optimizer clips by value, it does so afterwards.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] where `max` is not a number above 0.
+    /// [`Error::InvalidArgument`] unless `max` is finite and greater than 0.
     pub fn clip_norm(mut self, max: f64) -> Result<Self, Error> {
         if !(max > 0.0 && max.is_finite()) {
             return Err(Error::argument("clip_norm", format!("a norm of {max} cannot be kept; give a number above 0")));
@@ -168,16 +179,17 @@ where
         Ok(self)
     }
 
-    /// Averages the gradients over all ranks and updates the model, which is then the same on all ranks. The mean is
-    /// weighted by the ranks' numbers of samples, and gradients may be missing, as in [`DataParallel::sync`]: all ranks
-    /// call this in every step, and a parameter for which no rank has a gradient stays as it is.
+    /// Averages the gradients over all ranks and updates the model, which is then the same on all ranks.
+    ///
+    /// As in [`DataParallel::sync`], the mean is weighted by the ranks' numbers of samples, and gradients may be
+    /// missing. All ranks must call this in every step. A parameter for which no rank has a gradient is not changed.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] on all ranks where no rank has samples, or where a rank has gradients or a model that
-    /// do not belong to the parameters at the start; nothing was changed. Else the errors of [`Group::all_reduce`],
-    /// whose ranks may be those of a subgroup: of a block, or of the ranks that keep the same part. The model stays as
-    /// it was, but the optimizer's state may be a step further on some ranks. The groups that carried the step end with
-    /// it, so that nobody waits for this rank, and it gives the same error from then on. Go on from a checkpoint.
+    /// [`Error::InvalidArgument`] on all ranks if no rank has samples, or if a rank's gradients or model do not match
+    /// the parameters at the start; nothing is changed. Otherwise the errors of [`Group::all_reduce`]. Their ranks may
+    /// be those of a subgroup: of a block, or of the ranks that keep the same part. After such an error the model is
+    /// unchanged, but some ranks may have updated their optimizer state. The optimizer aborts its groups, so that no
+    /// rank waits for this one, and returns the same error from then on. Continue from a checkpoint.
     #[track_caller]
     pub fn step(
         &mut self,
@@ -190,36 +202,36 @@ where
             return Err(error.clone());
         }
         let parameters = &self.shards.parameters;
-        let places = parameters.iter().zip(0..).map(|(parameter, position)| (parameter.id, position)).collect();
-        let mut values = Values { parameters, places: &places, values: vec![None; parameters.len()] };
+        let positions = parameters.iter().zip(0..).map(|(parameter, position)| (parameter.id, position)).collect();
+        let mut values = ValueReader { parameters, positions: &positions, values: vec![None; parameters.len()] };
         model.visit(&mut values);
         let values = values.values;
-        let lost = values.iter().position(Option::is_none);
-        let announcement = Announcement { operation: "step", parameters, grads, samples, lost };
-        let announced = announcement.make(&self.group)?;
-        match self.exchange(lr, values, announced) {
+        let changed = values.iter().position(Option::is_none);
+        let header = StepHeader { operation: "step", parameters, grads, samples, changed };
+        let agreed = header.exchange(&self.group)?;
+        match self.exchange(lr, values, agreed) {
             Ok(gathered) => {
-                *model = model.clone().map(&mut Put { places: &places, values: gathered });
+                *model = model.clone().map(&mut ValueWriter { positions: &positions, values: gathered });
                 self.steps += 1;
                 Ok(())
             }
             Err(error) => {
-                // So that nobody there waits for this rank.
-                self.shards.inside.abandon(error.clone());
-                self.shards.across.abandon(error.clone());
+                // So that no rank of these groups waits for this one.
+                self.shards.shard_group.abandon(error.clone());
+                self.shards.replica_group.abandon(error.clone());
                 self.failure = Some(error.clone());
                 Err(error)
             }
         }
     }
 
-    /// The new values of the parameters for which a gradient exists, by position.
+    /// Returns the new values of the parameters for which a gradient exists, by position.
     #[track_caller]
     fn exchange(
         &mut self,
         lr: LearningRate,
         values: Vec<Option<Tensor<B::InnerBackend, 1>>>,
-        Announced { grads, factor, exists }: Announced,
+        AgreedStep { grads, factor, exists }: AgreedStep,
     ) -> Result<Vec<Option<TensorData>>, Error> {
         let mut parts = self.shards.reduce(&exists, grads, factor)?;
         if let Some(max) = self.max_norm {
@@ -228,81 +240,83 @@ where
         self.update(lr, &exists, &values, parts)
     }
 
-    /// Updates this rank's slices of the parameters, and collects the others.
+    /// Updates this rank's slices of the parameters, and gathers the slices of the other ranks.
     #[track_caller]
     fn update(
         &mut self,
         lr: LearningRate,
         exists: &[bool],
         values: &[Option<Tensor<B::InnerBackend, 1>>],
-        parts: Vec<Numbered>,
+        parts: Vec<NumberedBucket>,
     ) -> Result<Vec<Option<TensorData>>, Error> {
         let mut gathered = vec![None; values.len()];
-        let mut started = VecDeque::new();
+        let mut in_flight = VecDeque::new();
         for (number, mut part) in parts {
-            if let Some((number, oldest)) = due(&mut started) {
+            if let Some((number, oldest)) = pop_if_full(&mut in_flight) {
                 self.shards.finish_gather(number, oldest, exists, &mut gathered)?;
             }
             let mut whole = self.shards.whole(number)?;
-            let shared = &self.shards.layout[number];
-            for place in shared.places.iter().filter(|place| exists[place.position] && !place.own().is_empty()) {
-                let Some(value) = &values[place.position] else { continue };
+            let layout = &self.shards.layout[number];
+            for span in layout.spans.iter().filter(|span| exists[span.position] && !span.own().is_empty()) {
+                let Some(value) = &values[span.position] else { continue };
                 let (device, dtype) = (value.device(), value.dtype());
-                let own = bytes(place.own(), shared.dtype);
-                let from = own.start - bytes(shared.own.clone(), shared.dtype).start;
+                let own = bytes(span.own(), layout.dtype);
+                let from = own.start - bytes(layout.own.clone(), layout.dtype).start;
                 let grad = part.bytes()[from..from + own.len()].to_vec();
-                let grad = TensorData::from_bytes_vec(grad, [place.own().len()], dtype);
+                let grad = TensorData::from_bytes_vec(grad, [span.own().len()], dtype);
                 let mut grad = Tensor::from_data(grad, (&device, dtype));
                 if let Some(clipping) = self.optimizer.grad_clipping() {
                     grad = clipping.clip_gradient(grad);
                 }
-                let state = self.states[place.position].take().map(|state| O::to_device(state, &device));
-                let (value, state) = self.optimizer.optim().step(lr, value.clone().slice(place.slice()), grad, state);
-                self.states[place.position] = state;
+                let state = self.states[span.position].take().map(|state| O::to_device(state, &device));
+                let (value, state) = self.optimizer.optim().step(lr, value.clone().slice(span.slice()), grad, state);
+                self.states[span.position] = state;
                 let data = value.try_into_data().map_err(|e| Error::io("reading a parameter", e))?;
                 whole.bytes()[own].copy_from_slice(&data.bytes);
             }
-            self.shards.parts.extend(part.into_memory());
-            started.push_back((number, whole.start(&self.shards.inside, shared.dtype, Exchange::AllGather)?));
+            self.shards.part_memory.extend(part.into_memory());
+            in_flight.push_back((number, whole.start(&self.shards.shard_group, layout.dtype, BucketOp::AllGather)?));
         }
-        for (number, oldest) in started {
+        for (number, oldest) in in_flight {
             self.shards.finish_gather(number, oldest, exists, &mut gathered)?;
         }
         Ok(gathered)
     }
 }
 
-/// The group of the `ranks` ranks that say the same number, in their order. All ranks call this alike.
-fn part(group: &Group, alone: &Group, ranks: usize, number: usize) -> Result<Group, Error> {
+/// Makes the subgroup of the `ranks` ranks that pass the same `number`, in rank order. All ranks must call it. `alone`
+/// is a group of one rank.
+fn subgroup(group: &Group, alone: &Group, ranks: usize, number: usize) -> Result<Group, Error> {
     match ranks {
         1 => Ok(alone.clone()),
         all if all == group.world_size() => Ok(group.clone()),
         _ => {
-            let part = group.split(Some(number as u64), group.rank() as i64)?;
-            part.ok_or_else(|| refused("this rank came into no part of the group"))
+            let subgroup = group.split(Some(number as u64), group.rank() as i64)?;
+            subgroup.ok_or_else(|| invalid("this rank is in no subgroup"))
         }
     }
 }
 
-fn refused(reason: impl Into<String>) -> Error {
+fn invalid(reason: impl Into<String>) -> Error {
     Error::argument("sharded optimizer", reason)
 }
 
-/// Positions of parameters.
-type Places = HashMap<ParamId, usize>;
+/// The positions of parameters, by id.
+type Positions = HashMap<ParamId, usize>;
 
-/// The values of a model's parameters, flat, by position: none where a parameter is not as it was at the start.
-struct Values<'a, B: AutodiffBackend> {
+/// Collects the values of a model's parameters, flat and by position. A value stays `None` if the model lacks the
+/// parameter, or if its shape or element type has changed.
+struct ValueReader<'a, B: AutodiffBackend> {
     parameters: &'a [Parameter<B>],
-    places: &'a Places,
+    positions: &'a Positions,
     values: Vec<Option<Tensor<B::InnerBackend, 1>>>,
 }
 
-impl<B: AutodiffBackend> ModuleVisitor<B> for Values<'_, B> {
+impl<B: AutodiffBackend> ModuleVisitor<B> for ValueReader<'_, B> {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
-        let Some(&position) = self.places.get(&param.id) else { return };
+        let Some(&position) = self.positions.get(&param.id) else { return };
         let (parameter, value) = (&self.parameters[position], param.val().inner());
-        // As in burn's optimizers, the first of several places with one id counts.
+        // As in burn's optimizers, the first of several parameters with one id counts.
         let fits = value.shape() == parameter.shape && value.dtype() == parameter.dtype;
         if fits && self.values[position].is_none() {
             let elements = parameter.shape.num_elements();
@@ -311,15 +325,15 @@ impl<B: AutodiffBackend> ModuleVisitor<B> for Values<'_, B> {
     }
 }
 
-/// Puts new values into a model, by position.
-struct Put<'a> {
-    places: &'a Places,
+/// Replaces a model's parameters by new values, by position.
+struct ValueWriter<'a> {
+    positions: &'a Positions,
     values: Vec<Option<TensorData>>,
 }
 
-impl<B: AutodiffBackend> ModuleMapper<B> for Put<'_> {
+impl<B: AutodiffBackend> ModuleMapper<B> for ValueWriter<'_> {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
-        let position = self.places.get(&param.id);
+        let position = self.positions.get(&param.id);
         let Some(data) = position.and_then(|&position| self.values[position].take()) else { return param };
         let (id, old, mapper) = param.consume();
         let value = Tensor::from_data(data, (&old.device(), old.dtype())).set_require_grad(old.is_require_grad());
@@ -334,12 +348,15 @@ where
     B: AutodiffBackend,
 {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (inside, across) = (&self.shards.inside, &self.shards.across);
-        f.debug_struct("ShardedOptimizer").field("inside", inside).field("across", across).finish()
+        let (shard_group, replica_group) = (&self.shards.shard_group, &self.shards.replica_group);
+        f.debug_struct("ShardedOptimizer")
+            .field("shard_group", shard_group)
+            .field("replica_group", replica_group)
+            .finish()
     }
 }
 
-// burn's feature `distributed` takes autodiff from the backends on the host.
+// burn's feature `distributed` removes the `AutodiffBackend` impl from host backends.
 #[cfg(all(test, not(feature = "ddp")))]
 mod tests {
     use std::sync::Barrier;
@@ -351,13 +368,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_fails_on_the_way_lets_nobody_wait() {
+    fn a_step_that_fails_midway_leaves_no_rank_waiting() {
         for sharding in [Sharding::Blocks(2), Sharding::All] {
-            fails_on_the_way(sharding);
+            fail_midway(sharding);
         }
     }
 
-    fn fails_on_the_way(sharding: Sharding) {
+    fn fail_midway(sharding: Sharding) {
         let failed = &Barrier::new(4);
         std::thread::scope(|scope| {
             for group in Group::threads(4).unwrap() {
@@ -367,7 +384,7 @@ mod tests {
                     let (mut model, ddp) = DataParallel::new(group, linear).unwrap();
                     let mut optimizer = ShardedOptimizer::new(&ddp, SgdConfig::new().init(), sharding).unwrap();
                     if rank == 0 {
-                        // Its block disagrees on a bucket. Another block does not, and needs the first.
+                        // Its block disagrees about a bucket. The other block does not, but needs this block.
                         optimizer.shards.layout[0].len += 1;
                     }
                     let mut step = || {
@@ -376,7 +393,7 @@ mod tests {
                         optimizer.step(0.5, &mut model, grads, 1).unwrap_err()
                     };
                     let error = step();
-                    // All still have their optimizers, and nobody waits for them.
+                    // All ranks still hold their optimizers, yet no rank waits.
                     failed.wait();
                     assert!(matches!(error, Error::Mismatch { .. }), "{error}");
                     assert_eq!(step(), error);

@@ -1,4 +1,4 @@
-//! States that ranks keep for themselves while they train.
+//! Averages model states that differ between ranks, such as running statistics.
 
 use burn::module::{AutodiffModule, ModuleMapper, ModuleVisitor, Param};
 use burn::tensor::backend::AutodiffBackend;
@@ -6,14 +6,14 @@ use burn::tensor::{Tensor, TensorData};
 
 use bonfire_core::{Error, Group, ReduceOp};
 
-/// The model with the mean over all ranks of every float parameter that needs no gradient and differs between ranks.
+/// Replaces every float parameter that needs no gradient and differs between ranks by the mean over all ranks.
 pub(crate) fn average<B: AutodiffBackend, M: AutodiffModule<B>>(group: &Group, model: M) -> Result<M, Error> {
-    // The last update of a running state is pending until the next one; this writes it to the value, in `model` too.
+    // A running state's last update is pending until the next one. `valid` writes it to the value, in `model` too.
     drop(model.valid());
     let mut states = States::default();
     model.visit(&mut states);
 
-    // All floats fit in f64, so the comparison is exact, and so is the mean up to the last rounding.
+    // f64 represents all float types exactly, so the comparison is exact, and the mean is exact up to rounding.
     let mut first = states.values.clone();
     group.broadcast(&mut first, 0)?;
     let mut start = 0;
@@ -25,7 +25,7 @@ pub(crate) fn average<B: AutodiffBackend, M: AutodiffModule<B>>(group: &Group, m
     }
     group.all_reduce(&mut differs, ReduceOp::Max)?;
     group.all_reduce(&mut states.values, ReduceOp::Mean)?;
-    Ok(model.map(&mut Write { differs: differs.into_iter(), means: &states.values }))
+    Ok(model.map(&mut MeanWriter { differs: differs.into_iter(), means: &states.values }))
 }
 
 /// The float parameters that need no gradient, in visiting order.
@@ -45,13 +45,13 @@ impl<B: AutodiffBackend> ModuleVisitor<B> for States {
     }
 }
 
-/// Writes the means of those that differ, in the order of [`States`].
-struct Write<'a> {
+/// Writes the means of the parameters that differ, in the order of [`States`].
+struct MeanWriter<'a> {
     differs: std::vec::IntoIter<u8>,
     means: &'a [f64],
 }
 
-impl<B: AutodiffBackend> ModuleMapper<B> for Write<'_> {
+impl<B: AutodiffBackend> ModuleMapper<B> for MeanWriter<'_> {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
         if param.is_require_grad() {
             return param;

@@ -1,31 +1,33 @@
-//! Training that goes on without ranks that were lost.
+//! Continuing a training without lost ranks.
 
 use burn::module::AutodiffModule;
 use burn::optim::Optimizer;
 use burn::record::{BinBytesRecorder, DoublePrecisionSettings, Recorder};
 use burn::tensor::backend::AutodiffBackend;
 
-use super::agree::{broadcast_value, tell_all};
-use super::data_parallel::{DataParallel, trained};
+use super::agree::{all_gather_values, broadcast_value};
+use super::data_parallel::{DataParallel, describe_parameters};
 use bonfire_core::Error;
 
-/// Floats are recorded as f64 and integers as i64, so all narrower types come back as they were.
+/// Records floats as f64 and integers as i64, so all narrower types are restored exactly.
 type Records = BinBytesRecorder<DoublePrecisionSettings>;
 
-/// A model and its optimizer, recorded.
+/// The records of a model and of its optimizer.
 type Recorded = (Vec<u8>, Vec<u8>);
 
 impl<B: AutodiffBackend> DataParallel<B> {
-    /// Goes on without ranks that were lost: makes the group of those that are left ([`Group::shrink`](crate::Group::shrink)),
-    /// and gives all of them the same model and optimizer. Ranks may have failed in the same call of [`sync`](Self::sync)
-    /// or in two that follow each other, so some may be one step ahead. The others then take over the model, the optimizer
-    /// and the ids of parameters of the lowest of those. States that ranks keep for themselves are
-    /// averaged ([`average_states`](Self::average_states)). Ranks that are lost meanwhile are left behind too.
+    /// Continues without lost ranks: makes a group of the remaining ranks ([`Group::shrink`](crate::Group::shrink)) and
+    /// brings all of them to the same model and optimizer.
     ///
-    /// Call it on every rank that is left, with the model and the optimizer to which the gradients of each `sync` were
-    /// applied before anything else was done. [`steps`](Self::steps) says where in the data all of them are then. What
-    /// else holds the old group must be made again: samplers, and layers such as
-    /// [`SyncBatchNorm`](crate::SyncBatchNorm), by loading the model's record into a model for the new group.
+    /// Ranks may have failed in the same call of [`sync`](Self::sync) or in two consecutive calls, so some ranks may be
+    /// one step ahead. The other ranks then take over the model, the optimizer and the parameter ids of the
+    /// lowest rank that is ahead. States that differ between ranks are averaged
+    /// ([`average_states`](Self::average_states)). Ranks that are lost during this call are left out too.
+    ///
+    /// Call it on every remaining rank, with its model and optimizer. The gradients of each successful `sync` must have
+    /// been applied to them before anything else was done. Afterwards [`steps`](Self::steps) is the position in the
+    /// data, the same on all ranks. Everything else that holds the old group must be made anew: samplers, and layers
+    /// such as [`SyncBatchNorm`](crate::SyncBatchNorm), by loading the model's record into a model for the new group.
     ///
     /// ```
     /// # use bonfire::{DataParallel, Error, Group, ShardedSampler};
@@ -39,7 +41,7 @@ impl<B: AutodiffBackend> DataParallel<B> {
     /// let (mut model, mut ddp) = DataParallel::new(group, LinearConfig::new(2, 1).init::<B>(&device))?;
     /// let mut optimizer = SgdConfig::new().init();
     /// 'training: loop {
-    ///     // Batches are the same for any number of ranks, so those that were trained on can be passed over.
+    ///     // Batches do not depend on the number of ranks, so the ones already used can be skipped.
     ///     let sampler = ShardedSampler::new(ddp.group(), 100, 16)?;
     ///     for shard in sampler.epoch(0).skip(ddp.steps() as usize) {
     ///         let loss = model.forward(Tensor::<B, 2>::ones([shard.len(), 2], &device)).mean();
@@ -60,9 +62,9 @@ impl<B: AutodiffBackend> DataParallel<B> {
     /// ```
     ///
     /// # Errors
-    /// Those of [`Group::shrink`](crate::Group::shrink); [`Error::Io`] on all ranks where a model cannot be recorded, on one
-    /// where it cannot be loaded; else the errors of [`Group::all_reduce`](crate::Group::all_reduce). Model and optimizer stay
-    /// as they were then, or are a step further.
+    /// The errors of [`Group::shrink`](crate::Group::shrink) and of [`Group::all_reduce`](crate::Group::all_reduce).
+    /// [`Error::Broken`] on all ranks if a model cannot be recorded, on one rank if that cannot load it. After an
+    /// error, model and optimizer are unchanged or one step further.
     pub fn shrink<M, O>(&mut self, model: &mut M, optimizer: &mut O) -> Result<(), Error>
     where
         M: AutodiffModule<B>,
@@ -70,50 +72,51 @@ impl<B: AutodiffBackend> DataParallel<B> {
     {
         loop {
             self.group = self.group.shrink()?;
-            // It is of the old group's segment.
+            // This memory is in the old group's shared segment.
             self.memory.clear();
-            let whole = self.catch_up(model, optimizer).and_then(|()| {
-                // A pass that failed may have moved some ranks' running states and not others'.
+            let result = self.catch_up(model, optimizer).and_then(|()| {
+                // A failed pass may have updated the running states of some ranks only.
                 *model = self.average_states(model.clone())?;
                 Ok(())
             });
-            match whole {
+            match result {
                 Err(Error::PeerLost { .. } | Error::Left { .. }) => {}
                 result => return result,
             }
         }
     }
 
-    /// Brings ranks that are a step behind to where the others are.
+    /// Brings ranks that are a step behind to the state of the lowest rank that is ahead.
     fn catch_up<M, O>(&mut self, model: &mut M, optimizer: &mut O) -> Result<(), Error>
     where
         M: AutodiffModule<B>,
         O: Optimizer<M, B>,
     {
-        let steps = tell_all(&self.group, [self.steps])?;
-        let [most] = steps.iter().copied().max().unwrap_or([self.steps]);
-        let leader = steps.iter().position(|steps| *steps == [most]).unwrap_or(0);
-        if steps.iter().all(|steps| *steps == [most]) {
+        let steps = all_gather_values(&self.group, [self.steps])?;
+        let [latest] = steps.iter().copied().max().unwrap_or([self.steps]);
+        let leader = steps.iter().position(|steps| *steps == [latest]).unwrap_or(0);
+        if steps.iter().all(|steps| *steps == [latest]) {
             return Ok(());
         }
-        let failed = |e: &dyn std::fmt::Display| Error::broken("handing over the model", e);
+        let failed = |e: &dyn std::fmt::Display| Error::broken("transferring the model", e);
         let own: Result<Recorded, String> = if self.group.rank() == leader {
             record::<B, M, O>(model, optimizer).map_err(|e| e.to_string())
         } else {
             Ok(Default::default())
         };
-        let theirs: Result<Recorded, String> = broadcast_value(&self.group, &own, leader)?;
-        let (theirs, its_optimizer) = theirs.map_err(|e| failed(&e))?;
-        if self.steps == most {
+        let recorded: Result<Recorded, String> = broadcast_value(&self.group, &own, leader)?;
+        let (leader_model, leader_optimizer) = recorded.map_err(|e| failed(&e))?;
+        if self.steps == latest {
             return Ok(());
         }
         let Some(device) = model.devices().first().cloned() else { return Ok(()) };
-        let theirs = Recorder::<B>::load(&Records::default(), theirs, &device).map_err(|e| failed(&e))?;
-        let its_optimizer = Recorder::<B>::load(&Records::default(), its_optimizer, &device).map_err(|e| failed(&e))?;
-        *model = model.clone().load_record(theirs);
-        *optimizer = optimizer.clone().load_record(its_optimizer);
-        self.parameters = trained(model).1;
-        self.steps = most;
+        let leader_model = Recorder::<B>::load(&Records::default(), leader_model, &device).map_err(|e| failed(&e))?;
+        let leader_optimizer =
+            Recorder::<B>::load(&Records::default(), leader_optimizer, &device).map_err(|e| failed(&e))?;
+        *model = model.clone().load_record(leader_model);
+        *optimizer = optimizer.clone().load_record(leader_optimizer);
+        self.parameters = describe_parameters(model).1;
+        self.steps = latest;
         Ok(())
     }
 }
@@ -128,7 +131,7 @@ where
     Ok((model, Recorder::<B>::record(&Records::default(), optimizer.to_record(), ())?))
 }
 
-// burn's feature `distributed` takes autodiff from the backends on the host.
+// burn's feature `distributed` removes the `AutodiffBackend` impl from host backends.
 #[cfg(all(test, not(feature = "ddp")))]
 mod tests {
     use burn::backend::{Autodiff, Flex};
@@ -143,7 +146,7 @@ mod tests {
 
     type Training = Autodiff<Flex>;
 
-    /// A step on a part of a batch of `size`, the same for any number of ranks.
+    /// Runs a training step on this rank's shard of a batch.
     fn step<O: Optimizer<Linear<Training>, Training>>(
         ddp: &mut DataParallel<Training>,
         model: &mut Linear<Training>,
@@ -173,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn who_is_a_step_behind_takes_over_model_optimizer_and_ids() {
+    fn a_rank_that_is_a_step_behind_takes_over_model_optimizer_and_ids() {
         let results = on_ranks(3, |group| {
             let (device, rank) = (Default::default(), group.rank());
             let (mut model, mut ddp) =
@@ -182,7 +185,7 @@ mod tests {
             for i in 0..3 {
                 step(&mut ddp, &mut model, &mut optimizer, &[rank + i, rank + 2 * i]).unwrap();
             }
-            // What a rank is left with whose last exchange failed when the others' was through.
+            // The state of a rank whose last `sync` failed when that of another rank had succeeded.
             let behind = (model.clone(), optimizer.clone());
             step(&mut ddp, &mut model, &mut optimizer, &[rank + 5]).unwrap();
             let ahead = values(&model);
@@ -202,7 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn survivors_train_on_as_if_nobody_had_been_lost() {
+    fn survivors_train_the_same_model_as_without_a_loss() {
         const BATCHES: u64 = 12;
         let train = |group: Group, dies: Option<usize>| {
             let (device, identity) = (Default::default(), group.rank());
@@ -223,12 +226,12 @@ mod tests {
             }
             Some(model.weight.to_data())
         };
-        let whole = on_ranks(1, move |group| train(group, None)).remove(0).unwrap();
+        let reference = on_ranks(1, move |group| train(group, None)).remove(0).unwrap();
         for dies in 0..3 {
             let results = on_ranks(3, move |group| train(group, Some(dies)));
             let survivors: Vec<_> = results.into_iter().flatten().collect();
             assert_eq!((survivors.len(), &survivors[0]), (2, &survivors[1]));
-            survivors[0].assert_approx_eq::<f32>(&whole, Tolerance::absolute(1e-4));
+            survivors[0].assert_approx_eq::<f32>(&reference, Tolerance::absolute(1e-4));
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Models that remember their parameters, and the data they train on.
+//! Models that record their parameters, and the data on which they train.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -25,13 +25,13 @@ pub const WIDTH: usize = 4;
 /// The parameters after every step, by replica.
 pub type Steps = BTreeMap<u8, Vec<Vec<f32>>>;
 
-/// What a model's clones on all devices write down.
+/// What a model's clones on all devices record.
 #[derive(Clone, Default)]
 pub struct Log {
     pub steps: Arc<Mutex<Steps>>,
     /// Every step is delayed by up to this, twice.
     pub delay: Duration,
-    /// Called with the replica and the number of its steps before each.
+    /// Called before each step with the replica and the number of its steps so far.
     pub before: Option<fn(u8, usize)>,
 }
 
@@ -41,12 +41,12 @@ impl fmt::Debug for Log {
     }
 }
 
-/// How the layers are put together.
+/// How the layers are connected.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Shape {
-    /// One after the other, each around a shortcut.
+    /// One after the other, each with a residual connection.
     Chain,
-    /// Two branches beside each other: burn computes their gradients in no particular order.
+    /// Two parallel branches: burn computes their gradients in no particular order.
     Branches,
 }
 
@@ -109,7 +109,7 @@ impl TrainStep for Net<B> {
     fn step(&self, batch: Batch<B>) -> TrainOutput<RegressionOutput<B>> {
         if let Some(before) = self.log.before {
             let replica = replica(&batch.inputs.device());
-            // Not in the call: the guard must be gone when `before` panics.
+            // Not in the call: the lock must be released when `before` panics.
             let steps = self.log.steps.lock().unwrap().get(&replica).map_or(0, Vec::len);
             before(replica, steps);
         }
@@ -167,7 +167,7 @@ pub struct Batch<B: Backend> {
 
 pub type Sample = ([f32; WIDTH], [f32; WIDTH]);
 
-/// Samples that no two of are alike.
+/// Samples of which no two are equal.
 pub fn samples(count: usize) -> Vec<Sample> {
     let mut numbers = Numbers(77);
     let mut row = || std::array::from_fn(|_| numbers.next());
@@ -196,7 +196,7 @@ pub fn devices(count: usize) -> Vec<WgpuDevice> {
     (0..).take(count).map(|replica| WgpuDevice::new(Default::default(), replica)).collect()
 }
 
-/// The same numbers from -1 to 1 in every run.
+/// Generates the same numbers from -1 to 1 in every run.
 struct Numbers(u32);
 
 impl Numbers {
@@ -210,7 +210,7 @@ impl Numbers {
     }
 }
 
-/// A number from 0 to 1, another one at each call.
+/// A random number from 0 to 1.
 fn random() -> f64 {
     use std::hash::{BuildHasher, Hasher};
     let bits = std::hash::RandomState::new().build_hasher().finish();

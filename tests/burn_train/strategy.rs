@@ -13,7 +13,7 @@ use crate::model::{B, Log, Net, Shape, Steps, devices};
 use crate::training::{Components, Training, alone, check};
 use bonfire_testing::process::{Process, is_child, say};
 
-/// A strategy whose ranks are all in this process, on so many devices.
+/// A strategy whose ranks are all in this process, on `count` devices.
 fn threads(count: usize) -> Arc<DataParallelStrategy<B>> {
     let ranks = devices(count).into_iter().zip(Group::threads(count).unwrap());
     Arc::new(DataParallelStrategy::new(ranks.collect()).unwrap())
@@ -73,7 +73,7 @@ fn accumulation_and_schedule_are_those_of_burn() {
     for accumulation in [1, 2] {
         let log = Log::default();
         let net = Net::new(Shape::Chain, 2, 1, &log, &Default::default());
-        // Five batches in an epoch: the last one's gradients are left over where two are added up.
+        // Five batches in an epoch: the gradients of the last one are left over where two are accumulated.
         let training = Training { decay: 0.97, accumulation, ..Training::of_steps(20, 3) };
         let expected = training.reference(net.clone(), 3);
         assert_eq!(expected.len(), if accumulation == 1 { 20 } else { 8 });
@@ -83,7 +83,7 @@ fn accumulation_and_schedule_are_those_of_burn() {
 }
 
 #[test]
-fn a_strategy_trains_again() {
+fn a_strategy_can_train_again() {
     let _alone = alone();
     let strategy = threads(2);
     for _ in 0..2 {
@@ -133,12 +133,12 @@ fn an_interruption_stops_all_ranks_at_the_same_step() {
         training
     });
     let steps = log.steps.lock().unwrap();
-    // The others may have been about to decide on the same step, or to make it.
+    // The others may have been about to decide on the same step, or to take it.
     let counts: Vec<_> = steps.values().map(Vec::len).collect();
     assert!(counts == [7; 3] || counts == [8; 3], "{counts:?}");
 }
 
-/// Runs a training that fails, and gives the words with which it ended.
+/// Runs a training that fails, and returns the message of its panic.
 fn fails(training: &Training, net: Net<B>, strategy: &Arc<DataParallelStrategy<B>>) -> String {
     let panic = catch_unwind(AssertUnwindSafe(|| training.run(net, custom(strategy)))).unwrap_err();
     let text = panic.downcast_ref::<String>().cloned();
@@ -146,7 +146,7 @@ fn fails(training: &Training, net: Net<B>, strategy: &Arc<DataParallelStrategy<B
 }
 
 #[test]
-fn unequal_numbers_of_batches_are_refused() {
+fn unequal_numbers_of_batches_are_rejected() {
     let _alone = alone();
     let strategy = threads(2);
     let training = Training::of_steps(3, 2);
@@ -174,7 +174,7 @@ fn running_statistics_need_a_process_for_each_device() {
 }
 
 #[test]
-fn a_panic_in_the_model_ends_all_ranks_and_goes_on() {
+fn a_panic_in_the_model_ends_all_ranks_and_propagates() {
     let _alone = alone();
     let panics = |replica, steps| assert!((replica, steps) != (1, 1), "the model gives up");
     let log = Log { before: Some(panics), ..Log::default() };
@@ -185,7 +185,7 @@ fn a_panic_in_the_model_ends_all_ranks_and_goes_on() {
 }
 
 #[test]
-fn groups_and_devices_that_cannot_work_are_refused() {
+fn invalid_groups_and_devices_are_rejected() {
     let refused = |devices: Vec<_>, groups: Vec<Group>, expected: &str| {
         let strategy = DataParallelStrategy::<B>::new(devices.into_iter().zip(groups).collect());
         let error = strategy.map(drop).unwrap_err().to_string();

@@ -1,4 +1,4 @@
-//! Trainings through burn-train, and the loop that they must equal.
+//! Trainings through burn-train, and the reference loop that they must match.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -29,14 +29,14 @@ fn optimizer() -> Sgd {
     SgdConfig::new().with_momentum(Some(MomentumConfig::new().with_momentum(0.8))).init()
 }
 
-/// For one test at a time: burn has one server for gradients in a process, and all tests train on the same devices,
-/// because each new one compiles every kernel.
+/// Lets one test run at a time: burn has one server for gradients in a process, and all tests train on the same
+/// devices, because each new one compiles every kernel.
 pub fn alone() -> MutexGuard<'static, ()> {
     static ALONE: Mutex<()> = Mutex::new(());
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A training over `samples`, which the strategy deals out to its devices in batches of `batch` each.
+/// A training over `samples`, which the strategy distributes over its devices in batches of `batch`.
 #[derive(Clone)]
 pub struct Training {
     pub samples: Vec<Sample>,
@@ -44,24 +44,24 @@ pub struct Training {
     pub epochs: usize,
     /// What the learning rate is multiplied by in each step of its schedule.
     pub decay: f64,
-    /// Batches whose gradients are added up for a step of the optimizer.
+    /// Batches whose gradients are accumulated for a step of the optimizer.
     pub accumulation: usize,
 }
 
 impl Training {
-    /// So many steps of the optimizer on each of `ranks` devices.
+    /// A training of `steps` steps of the optimizer on each of `ranks` devices.
     pub fn of_steps(steps: usize, ranks: usize) -> Training {
         let (batch, epochs) = (2, if steps % 5 == 0 { steps / 5 } else { 1 });
         let samples = samples(ranks * batch * steps / epochs);
         Training { samples, batch, epochs, decay: 1.0, accumulation: 1 }
     }
 
-    /// Trains and gives the parameters of the trained model.
+    /// Trains, and returns the parameters of the trained model.
     pub fn run(&self, model: Net<B>, strategy: TrainingStrategy<Components>) -> Vec<f32> {
         self.run_with(model, strategy, |training| training).0
     }
 
-    /// As [`run`](Self::run), with settings; gives the training's folder too.
+    /// As [`run`](Self::run), with settings. Also returns the training's folder.
     pub fn run_with(
         &self,
         model: Net<B>,
@@ -98,7 +98,7 @@ impl Training {
                 let batch = (0..ranks).flat_map(rows).copied().collect();
                 let loss = model.output(Rows.batch(batch, &device)).loss;
                 sum.accumulate(&model, GradientsParams::from_grads(loss.backward(), &model));
-                // The schedule takes as many steps in an iteration as there are ranks, the first at the full rate.
+                // In an iteration the schedule takes as many steps as there are ranks, the first at the full rate.
                 iterations += ranks;
                 if batches % self.accumulation == 0 {
                     let rate = RATE * self.decay.powi(iterations as i32 - 1);
@@ -121,7 +121,7 @@ fn difference(a: &[Vec<f32>], b: &[Vec<f32>]) -> f32 {
     pairs.map(|(a, b)| if a.is_nan() || b.is_nan() { f32::INFINITY } else { (a - b).abs() }).fold(0.0, f32::max)
 }
 
-/// All devices have made the same steps, which are those expected.
+/// Checks that all devices have taken the same steps, and that these match the expected ones.
 pub fn check(steps: &Steps, replicas: &[u8], expected: &[Vec<f32>]) {
     let replicas_seen: Vec<_> = steps.keys().copied().collect();
     assert_eq!(replicas_seen, replicas);
@@ -134,7 +134,7 @@ pub fn check(steps: &Steps, replicas: &[u8], expected: &[Vec<f32>]) {
     }
 }
 
-/// Shows nothing.
+/// A renderer that shows nothing.
 pub struct Silent;
 
 impl MetricsRendererTraining for Silent {

@@ -1,4 +1,5 @@
-//! What devices do together, compared with what the host computes, on any runtime. All sums are exact, so it must be equal.
+//! Collectives of devices on any runtime, compared with results of the host. All sums are exact, so results must be
+//! equal.
 #![allow(dead_code, reason = "each test target uses a part of it")]
 
 use bonfire::server::{DeviceTransport, copy};
@@ -9,7 +10,7 @@ use half::{bf16, f16};
 
 use crate::devices::{Client, Devices, F32, create, read, streams};
 
-/// To a device buffers are only bytes, so it may lack arithmetic for some of these.
+/// The element types. To a device buffers are only bytes, so it may lack arithmetic for some of these.
 pub const DTYPES: [ElemType; 10] = [
     ElemType::Float(FloatKind::F16),
     ElemType::Float(FloatKind::BF16),
@@ -53,7 +54,8 @@ pub struct Case {
 }
 
 impl Case {
-    /// Multiples of the number of devices, so that means are whole, and small enough for a sum in i8 and bf16.
+    /// The elements of a rank: multiples of the number of devices, so that means are whole, and small enough for a sum
+    /// in i8 and bf16.
     pub fn input(&self, rank: usize, devices: usize) -> Vec<i64> {
         let signed = !matches!(self.dtype, ElemType::UInt(_));
         let shift = if signed { 2 } else { 0 };
@@ -75,7 +77,7 @@ impl Case {
     }
 }
 
-/// All cases of these lengths, with `around` the elements of each type.
+/// Returns all cases of these lengths, with the paddings that `around` returns for each type.
 pub fn cases(lengths: &[usize], around: fn(ElemType) -> [(usize, usize); 4]) -> Vec<Case> {
     let mut cases = Vec::new();
     for dtype in DTYPES {
@@ -92,7 +94,7 @@ pub fn cases(lengths: &[usize], around: fn(ElemType) -> [(usize, usize); 4]) -> 
     cases
 }
 
-/// What is around the elements, and must stay.
+/// The padding around the elements, which must not change.
 const AROUND: u8 = 0xa5;
 
 impl Case {
@@ -104,8 +106,8 @@ impl Case {
         buffer.clone().offset_start(self.around.0 as u64).offset_end(self.around.1 as u64)
     }
 
-    /// The call as one rank of these devices makes it. On which streams depends on both.
-    pub fn call<R: DeviceTransport>(self, rank: usize, streams: &mut [Client<R>; 2], ids: Vec<DeviceId>) -> Called {
+    /// Makes the call as one rank of these devices. Which streams it uses depends on the rank and the case.
+    pub fn call<R: DeviceTransport>(self, rank: usize, streams: &mut [Client<R>; 2], ids: Vec<DeviceId>) -> Pending {
         let stream = |bit: usize| (self.number + rank) >> bit & 1;
         let data = self.buffer(&encode(self.dtype, &self.input(rank, ids.len())));
         let source = streams[stream(0)].create_from_slice(&data);
@@ -117,12 +119,12 @@ impl Case {
         let (from, to) = (self.inside(&source), self.inside(&target));
         let (ranks, op) = (ids.len(), self.operation());
         streams[stream(2)].all_reduce(from, to, self.dtype, ids, op);
-        Called { case: self, rank, ranks, source, data, target }
+        Pending { case: self, rank, ranks, source, data, target }
     }
 }
 
-/// A call whose result is to be looked at.
-pub struct Called {
+/// A call whose result is still to be checked.
+pub struct Pending {
     case: Case,
     rank: usize,
     ranks: usize,
@@ -131,10 +133,10 @@ pub struct Called {
     target: Handle,
 }
 
-impl Called {
-    /// After `sync_collective`.
+impl Pending {
+    /// Checks the result, after `sync_collective`.
     pub fn check<R: DeviceTransport>(self, streams: &[Client<R>; 2]) {
-        let Called { case, rank, ranks, source, data, target } = self;
+        let Pending { case, rank, ranks, source, data, target } = self;
         let reader = &streams[(case.number + rank) >> 3 & 1];
         let expected = case.buffer(&case.output(ranks));
         let actual = reader.read_one(target).unwrap();
@@ -155,7 +157,7 @@ fn difference(actual: &[u8], expected: &[u8]) -> String {
 pub fn all_reduces<R: DeviceTransport>(devices: &Devices<R>, cases: &[Case]) {
     devices.run(|rank, client| {
         let mut streams = streams(&client, rank);
-        // The order of the list is this device's own affair.
+        // Each device may list the devices in an order of its own.
         let mut ids = devices.ids.clone();
         ids.rotate_left(rank);
         if rank % 2 == 1 {
@@ -168,7 +170,7 @@ pub fn all_reduces<R: DeviceTransport>(devices: &Devices<R>, cases: &[Case]) {
     assert!(devices.all.iter().all(|device| device.failure().is_none()));
 }
 
-/// Reductions of results that are not there yet.
+/// Reductions of results that are still pending.
 pub fn chained_all_reduces<R: DeviceTransport>(sets: [(u8, u8); 2]) {
     for (first, count) in sets {
         let devices = Devices::<R>::new(first, count);
@@ -178,7 +180,7 @@ pub fn chained_all_reduces<R: DeviceTransport>(sets: [(u8, u8); 2]) {
             };
             let [a, b, c] = [1.0, 0.0, 0.0].map(|value| create(&devices.client(rank), &[value, rank as f32]));
             reduce(&a, &a, ReduceOperation::Sum);
-            // Some take what is pending, some what is there.
+            // Rank 0 takes a buffer that is ready, the others a pending result.
             reduce(if rank == 0 { &c } else { &a }, &b, ReduceOperation::Sum);
             reduce(&b, &b, ReduceOperation::Sum);
             reduce(&a, &a, ReduceOperation::Mean);
@@ -196,7 +198,7 @@ pub fn chained_all_reduces<R: DeviceTransport>(sets: [(u8, u8); 2]) {
     }
 }
 
-/// Every pair, also of a device with itself.
+/// Every pair, also a device and itself.
 fn pairs<R: DeviceTransport>(devices: &Devices<R>) -> impl Iterator<Item = (usize, usize)> + use<R> {
     let count = devices.ids.len();
     (0..count * count).map(move |pair| (pair / count, pair % count))
@@ -207,7 +209,7 @@ pub fn transfers<R: DeviceTransport>(sets: [(u8, u8); 4]) {
     for (first, count) in sets {
         let devices = Devices::<R>::new(first, count);
         for (number, (from, to)) in pairs(&devices).enumerate() {
-            // cubecl's client takes both halves for the caller's stream.
+            // cubecl's client uses the caller's stream for both halves.
             let sources = streams(&devices.client(from), 0);
             let targets = streams(&devices.client(to), 0);
             for length in [0, 1, 4, 7, 4099] {

@@ -1,4 +1,4 @@
-//! What goes wrong between devices, on any runtime.
+//! Failures between devices, on any runtime.
 #![allow(dead_code, reason = "each test target uses a part of it")]
 
 use std::sync::Barrier;
@@ -13,10 +13,10 @@ use crate::devices::{Client, Devices, F32, create, read};
 
 /// Far more than a loaded machine needs.
 pub const SLACK: Duration = Duration::from_secs(10);
-/// For failures that must not wait for it.
+/// The deadline where a failure must be reported before it.
 pub const LATE: Duration = Duration::from_secs(100);
 
-/// Runs `part` on each device, where it must end in time and leave the device poisoned; gives the devices' failures,
+/// Runs `part` on each device, where it must end in time and leave the device poisoned. Returns the devices' failures,
 /// clears them, and checks that the devices work.
 pub fn fails<R: DeviceTransport>(
     devices: &Devices<R>,
@@ -60,7 +60,7 @@ pub fn refused(error: &Error, words: &str) {
     assert!(matches!(error, Error::InvalidArgument { .. }) && error.to_string().contains(words), "{error}");
 }
 
-/// The first of two devices calls what it cannot do: that fails both, before the deadline.
+/// The first of two devices makes an invalid call, which fails both before the deadline.
 pub fn refuses<R: DeviceTransport>(devices: &Devices<R>, words: &str, call: impl Fn(&mut Client<R>) + Sync) {
     let failures = fails(devices, LATE, |rank, client| {
         if rank == 0 {
@@ -73,7 +73,7 @@ pub fn refuses<R: DeviceTransport>(devices: &Devices<R>, words: &str, call: impl
     failures.iter().for_each(|failure| refused(failure, words));
 }
 
-/// What no device can do.
+/// Calls that no device supports.
 pub fn impossible_calls<R: DeviceTransport>(devices: &Devices<R>) {
     let ids = &devices.ids;
     refuses(devices, "16 bytes and the target 12", |client| {
@@ -92,7 +92,7 @@ pub fn impossible_calls<R: DeviceTransport>(devices: &Devices<R>) {
     });
 }
 
-/// Of four devices two do not come, and are named on all.
+/// Two of four devices do not call, and are named on all.
 pub fn missing_devices<R: DeviceTransport>(devices: &Devices<R>, deadline: Duration) {
     let (called, failed) = (Barrier::new(2), Barrier::new(4));
     let failures = fails(devices, deadline, |rank, client| {
@@ -111,7 +111,7 @@ pub fn missing_devices<R: DeviceTransport>(devices: &Devices<R>, deadline: Durat
     }
 }
 
-/// The second of three devices calls something else: all get the same error.
+/// The second of three devices makes a different call: all get the same error.
 pub fn disagreements<R: DeviceTransport>(devices: &Devices<R>) {
     let disagree = |lengths: [usize; 2], dtypes: [ElemType; 2], means: [bool; 2], words: [&str; 2]| {
         let failures = fails(devices, LATE, |rank, client| {

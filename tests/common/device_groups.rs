@@ -1,11 +1,11 @@
-//! The operations of a group on the memory of devices, on any runtime.
+//! The operations of a group on device memory, on any runtime.
 
 use bonfire::server::{DeviceCollectives, DeviceTransport};
 use bonfire::{CollectiveRuntime, DType, Error, Group, ReduceOp, partition};
 use cubecl::client::ComputeClient;
 use cubecl::server::Handle;
 
-/// What rank `rank` brings at `i`; sums of these are exact.
+/// The input of rank `rank` at index `i`. Sums are exact.
 pub fn value(rank: usize, i: usize) -> i32 {
     ((rank * 7 + i * 5) % 11) as i32
 }
@@ -14,21 +14,21 @@ pub fn mine(rank: usize, len: usize) -> Vec<i32> {
     (0..len).map(|i| value(rank, i)).collect()
 }
 
-/// A device's memory, with room around what is made in it, as in a slice of a larger tensor.
+/// Creates buffers on a device, with padding around each of them, as in a slice of a larger tensor.
 pub struct Memory<R: DeviceTransport> {
     pub client: ComputeClient<CollectiveRuntime<R>>,
     padding: usize,
 }
 
 impl<R: DeviceTransport> Memory<R> {
-    /// With so many elements of 4 bytes on both sides.
+    /// Pads buffers with so many elements of 4 bytes on both sides.
     pub fn new(client: ComputeClient<CollectiveRuntime<R>>, padding: usize) -> Self {
         Memory { client, padding }
     }
 
     pub fn create(&self, values: &[i32]) -> Handle {
-        let room = vec![-1; self.padding];
-        let padded: Vec<i32> = [&room, values, &room].concat();
+        let pad = vec![-1; self.padding];
+        let padded: Vec<i32> = [&pad, values, &pad].concat();
         let around = 4 * self.padding as u64;
         self.client.create_from_slice(bytemuck::cast_slice(&padded)).offset_start(around).offset_end(around)
     }
@@ -38,7 +38,7 @@ impl<R: DeviceTransport> Memory<R> {
     }
 }
 
-/// All operations on so many elements, against what the host computes.
+/// Compares all operations on `len` elements with results of the host.
 pub fn check<R: DeviceTransport>(group: &Group, memory: &Memory<R>, len: usize) -> Result<(), Error> {
     let (rank, n) = (group.rank(), group.world_size());
     let client = &memory.client;
@@ -72,7 +72,7 @@ pub fn check<R: DeviceTransport>(group: &Group, memory: &Memory<R>, len: usize) 
     client.start_all_to_all(group, &source, &target, DType::I32)?.wait()?;
     assert_eq!(memory.read(&target), swapped, "{}", label("all_to_all"));
 
-    // In place, and two at a time: they run in the order in which they were started.
+    // In place, and two in flight: they run in the order in which they were started.
     let same = memory.create(&mine(rank, len));
     client.start_all_reduce(group, &same, &same, DType::I32, ReduceOp::Sum)?.wait()?;
     let first = client.start_all_reduce(group, &same, &same, DType::I32, ReduceOp::Max)?;

@@ -1,5 +1,5 @@
-//! When devices see what, on any runtime: what was queued before a collective, what is queued after it, and what has nothing
-//! to do with it.
+//! The order of work on streams, on any runtime: work queued before a collective, work queued after it, and unrelated
+//! work.
 
 use std::time::Duration;
 
@@ -51,7 +51,7 @@ pub fn empty<R: DeviceTransport>(client: &Client<R>) -> Handle {
     create(client, &[0.0; LENGTH])
 }
 
-/// What is queued after `sync_collective` sees the result on any stream.
+/// Work queued after `sync_collective` sees the result on any stream.
 pub fn work_after_sync<R: DeviceTransport>(first: u8) {
     let devices = Devices::<R>::new(first, 3);
     devices.run(|rank, client| {
@@ -70,10 +70,10 @@ pub fn work_after_sync<R: DeviceTransport>(first: u8) {
     });
 }
 
-/// Other work goes on while a peer has not come.
+/// Other work proceeds while a peer is missing.
 pub fn work_without_a_peer<R: DeviceTransport>(first: u8) {
     let devices = Devices::<R>::new(first, 2);
-    // Whoever waited would fail.
+    // Work that waited for the peer would fail.
     devices.all.iter().for_each(|device| device.set_deadline(Duration::from_secs(20)));
     let (first, mut second) = (devices.client(0), devices.client(1));
     let mut streams = streams(&first, 0);
@@ -87,7 +87,7 @@ pub fn work_without_a_peer<R: DeviceTransport>(first: u8) {
         stream.flush().unwrap();
         cubecl::future::block_on(stream.sync()).unwrap();
     }
-    // Nothing has been exchanged, so nothing of this waited for the peer.
+    // Nothing has been exchanged, so none of this work waited for the peer.
     assert_eq!(devices.all[0].counters().rounds, 0);
     second.all_reduce(peer.clone(), peer.clone(), F32, devices.ids.clone(), Sum);
     second.sync_collective();

@@ -14,14 +14,14 @@ pub type Client<R> = ComputeClient<CollectiveRuntime<R>>;
 
 pub const F32: ElemType = ElemType::Float(FloatKind::F32);
 
-/// Some devices, which no other test of the binary may use where failures are expected: those poison devices.
+/// Some devices. Where failures are expected, no other test of the binary may use them, since failures poison devices.
 pub struct Devices<R: DeviceTransport> {
     pub all: Vec<CollectiveDevice<R>>,
     pub ids: Vec<DeviceId>,
 }
 
 impl<R: DeviceTransport> Devices<R> {
-    /// On one physical device, or in turn on as many as `BONFIRE_TEST_GPUS` says.
+    /// On one physical device, or in turn on as many as `BONFIRE_TEST_GPUS` sets.
     pub fn new(first: u8, count: u8) -> Self {
         let gpus = std::env::var("BONFIRE_TEST_GPUS").map_or(1, |gpus| gpus.parse().unwrap());
         let device = |replica| {
@@ -37,7 +37,7 @@ impl<R: DeviceTransport> Devices<R> {
         CollectiveRuntime::client(&self.all[rank])
     }
 
-    /// Runs each device's part on a thread of its own, and so on a stream of its own.
+    /// Runs each device's part on a thread of its own, and therefore on a stream of its own.
     pub fn run<T: Send>(&self, part: impl Fn(usize, Client<R>) -> T + Sync) -> Vec<T> {
         std::thread::scope(|scope| {
             let part = &part;

@@ -1,4 +1,4 @@
-//! What goes wrong on a GPU: a typed error on every device that took part, in time, and a GPU that can be used.
+//! Failures on a GPU: every device that took part gets a typed error in time, and the GPU stays usable.
 
 use std::time::Duration;
 
@@ -16,7 +16,7 @@ const DEADLINE: Duration = Duration::from_secs(2);
 
 #[test]
 #[ignore = "needs a CUDA GPU"]
-fn who_is_missing_is_named_on_all_devices() {
+fn missing_devices_are_named_on_all_devices() {
     faults::missing_devices(&Devices::new(71, 4), DEADLINE);
 }
 
@@ -28,7 +28,7 @@ fn devices_that_disagree_get_the_same_error() {
 
 #[test]
 #[ignore = "needs a CUDA GPU"]
-fn what_one_device_cannot_do_fails_all_before_the_deadline() {
+fn an_invalid_call_of_one_device_fails_all_before_the_deadline() {
     faults::impossible_calls(&Devices::new(78, 2));
 }
 
@@ -36,11 +36,11 @@ fn what_one_device_cannot_do_fails_all_before_the_deadline() {
 #[ignore = "needs a CUDA GPU"]
 fn a_rank_that_stops_midway_is_named_and_the_devices_work_again() {
     let devices = Devices::new(80, 4);
-    for (stops, under_way) in [(0, 1), (2, 1), (3, 7)] {
+    for (stops, in_flight) in [(0, 1), (2, 1), (3, 7)] {
         let failures = fails(&devices, DEADLINE, |rank, client| {
             for call in 0.. {
                 if rank == stops && call == 100 {
-                    // What the others called with it is done before they fail.
+                    // The calls that its peers made with it are done before the peers fail.
                     client.sync_collective();
                     while client.flush().is_ok() {
                         std::thread::yield_now();
@@ -49,7 +49,7 @@ fn a_rank_that_stops_midway_is_named_and_the_devices_work_again() {
                 }
                 let tensor = create(client, &vec![1.0; 1 << (call % 16)]);
                 client.all_reduce(tensor.clone(), tensor, F32, devices.ids.clone(), Sum);
-                if call % under_way == 0 {
+                if call % in_flight == 0 {
                     client.sync_collective();
                     if client.flush().is_err() {
                         return;
@@ -72,12 +72,12 @@ fn a_rank_that_stops_midway_is_named_and_the_devices_work_again() {
     }
 }
 
-/// How a process that has devices ends.
-const ENDS: [&str; 4] = ["done", "alone", "under way", "exit"];
+/// The ways in which a process that has devices ends.
+const ENDS: [&str; 4] = ["done", "alone", "in flight", "exit"];
 
 #[test]
 #[ignore = "needs a CUDA GPU"]
-fn processes_end_whatever_their_devices_are_at_and_leave_the_gpu_sound() {
+fn processes_end_in_any_state_of_their_devices_and_leave_the_gpu_usable() {
     const END: &str = "BONFIRE_TEST_END";
     if is_child() {
         let devices = Devices::new(0, 2);
@@ -104,7 +104,7 @@ fn processes_end_whatever_their_devices_are_at_and_leave_the_gpu_sound() {
         }
         return;
     }
-    let name = "failure::processes_end_whatever_their_devices_are_at_and_leave_the_gpu_sound";
+    let name = "failure::processes_end_in_any_state_of_their_devices_and_leave_the_gpu_usable";
     for end in ENDS {
         let mut process = Process::start(name, &[(END, end.to_owned())]);
         assert_eq!(process.hear(), end);

@@ -1,5 +1,5 @@
-//! Ranks that are processes: by NCCL where each has a GPU of its own (`BONFIRE_TEST_GPUS` says how many there are) and the
-//! library is found, else through host memory.
+//! Ranks as processes: by NCCL if each has a GPU of its own (`BONFIRE_TEST_GPUS` is the number of GPUs) and the library
+//! is found, else through host memory.
 
 use std::os::unix::process::ExitStatusExt;
 use std::time::Duration;
@@ -44,11 +44,11 @@ fn every_operation_between_processes() {
     }
 }
 
-/// The other rank may be in the middle of an operation on its GPU, which nobody then ends but itself.
+/// The survivor may be in the middle of an operation on its GPU, which then only the survivor itself can end.
 #[test]
 #[ignore = "needs a CUDA GPU"]
-fn a_process_that_is_killed_is_named_and_the_others_device_stays_sound() {
-    const NAME: &str = "processes::a_process_that_is_killed_is_named_and_the_others_device_stays_sound";
+fn a_killed_process_is_named_and_the_survivors_device_stays_usable() {
+    const NAME: &str = "processes::a_killed_process_is_named_and_the_survivors_device_stays_usable";
     if is_child() {
         let (group, devices, memory) = join();
         let own = memory.create(&mine(group.rank(), 2_000_000));
@@ -73,12 +73,12 @@ fn a_process_that_is_killed_is_named_and_the_others_device_stays_sound() {
         let victim = round % 2;
         let mut ranks = Process::start_ranks(NAME, 2, "tcp", "60");
         assert!(ranks.iter().all(|rank| rank.hear() == "going"));
-        // At another place of an operation each time.
+        // At a different point of an operation each time.
         std::thread::sleep(Duration::from_micros(700) * round as u32);
         ranks[victim].signal(Signal::KILL);
         assert_eq!(ranks.remove(victim).end().signal(), Some(Signal::KILL.as_raw()));
         let mut survivor = ranks.remove(0);
-        let error = survivor.outcome().expect_err("there is nobody to work with");
+        let error = survivor.outcome().expect_err("there is no peer left");
         assert!(matches!(error, Error::PeerLost { peer, .. } if peer == victim), "{error}");
         assert!(survivor.end().success());
     }

@@ -1,4 +1,4 @@
-//! `bonfire doctor`: what this machine has, how fast it is, and what stands in the way of a run.
+//! `bonfire doctor`: what this machine has, how fast it is, and what prevents or slows a run.
 
 mod devices;
 mod findings;
@@ -11,9 +11,9 @@ use crate::failure::{Failure, print};
 use crate::machine::Machine;
 use findings::Findings;
 
-/// Look at this machine: processors, memory, network, limits, launchers, GPUs
+/// Check this machine: processors, memory, network, limits, launchers, GPUs
 ///
-/// Measures for about a second, so let nothing else run meanwhile. For each problem it says what to do.
+/// The check measures for about a second: run nothing else meanwhile. Each problem is printed with its remedy.
 #[derive(clap::Args)]
 #[command(after_help = EXIT_STATUS)]
 pub struct Args {
@@ -24,8 +24,8 @@ pub struct Args {
 
 const EXIT_STATUS: &str = "\
 Exit status:
-  0  Bonfire can run here, though there may be warnings
-  1  it cannot";
+  0  Bonfire can run here; there may be warnings
+  1  Bonfire cannot run here";
 
 /// Examines the machine and returns the exit status.
 pub fn run(args: &Args) -> Result<u8, Failure> {

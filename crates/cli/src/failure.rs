@@ -1,9 +1,9 @@
-//! How the program ends when it cannot do what it was told.
+//! Errors that end the program.
 
 use std::fmt::Display;
 use std::io::{self, Write};
 
-/// What the user is told, and the exit status.
+/// An error message for the user, with the exit status.
 #[derive(Debug, thiserror::Error)]
 #[error("{reason}")]
 pub struct Failure {
@@ -12,13 +12,13 @@ pub struct Failure {
 }
 
 impl Failure {
-    /// Turns errors into failures with this status.
+    /// Returns a function that converts errors into failures with this status.
     pub fn with<E: Display>(status: u8) -> impl Fn(E) -> Failure {
         move |error| Failure { status, reason: error.to_string() }
     }
 }
 
-/// Prints to standard output.
+/// Prints to standard output and flushes it.
 pub fn print(text: &str) -> Result<(), Failure> {
     let mut stdout = io::stdout().lock();
     let printed = stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush());
@@ -30,7 +30,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_error_keeps_its_words() {
+    fn an_error_keeps_its_message() {
         let failure = Failure::with(2)("no such file: give another");
         assert_eq!((failure.status, failure.to_string().as_str()), (2, "no such file: give another"));
     }

@@ -1,4 +1,4 @@
-//! What the system says of this machine. Linux tells it in files; elsewhere most is unknown.
+//! What the system reports about this machine: files on Linux; elsewhere most is unknown.
 
 use std::fs;
 use std::path::Path;
@@ -15,19 +15,19 @@ impl Machine<'static> {
 }
 
 impl Machine<'_> {
-    /// A file's text without the line's end.
+    /// Returns a file's text without surrounding white space.
     pub fn read(&self, path: &str) -> Option<String> {
         fs::read_to_string(self.root.join(path)).ok().map(|text| text.trim().to_owned())
     }
 
-    /// What stands behind `name:` in a file of such lines.
+    /// Returns the value of `name` in a file of lines `name: value`.
     pub fn field(&self, path: &str, name: &str) -> Option<String> {
         let text = self.read(path)?;
         let mut fields = text.lines().filter_map(|line| line.split_once(':'));
         fields.find(|(other, _)| other.trim_end() == name).map(|(_, value)| value.trim().to_owned())
     }
 
-    /// The names in a directory, in order.
+    /// Returns the sorted names in a directory.
     pub fn list(&self, path: &str) -> Vec<String> {
         let entries = fs::read_dir(self.root.join(path)).into_iter().flatten().flatten();
         let mut names: Vec<String> = entries.filter_map(|entry| entry.file_name().into_string().ok()).collect();
@@ -35,7 +35,7 @@ impl Machine<'_> {
         names
     }
 
-    /// Bytes of memory: all, and what new programs could have.
+    /// Returns bytes of memory: in total, and available to new programs.
     pub fn memory(&self) -> Option<(u64, u64)> {
         let bytes = |name: &str| {
             let value = self.field("proc/meminfo", name)?;
@@ -44,28 +44,28 @@ impl Machine<'_> {
         Some((bytes("MemTotal")?, bytes("MemAvailable")?))
     }
 
-    /// The bytes of memory that the process's cgroup, or one above it, allows.
+    /// Returns the bytes of memory that the process's cgroup and its ancestors allow.
     pub fn memory_limit(&self) -> Option<u64> {
-        // Version 1 says "no limit" with a number that no machine has.
+        // Version 1 writes "no limit" as a number above any machine's memory.
         let bytes = |text: String| text.parse::<u64>().ok().filter(|bytes| *bytes < 1 << 60);
         let files = self.cgroup_files("memory", "memory.max", "memory.limit_in_bytes");
         files.into_iter().filter_map(bytes).min()
     }
 
-    /// The processors' worth of time that the process's cgroup, or one above it, allows.
+    /// Returns the processor time that the process's cgroup and its ancestors allow, in processors.
     pub fn cpu_limit(&self) -> Option<f64> {
         let share = |quota: &str, period: &str| Some(quota.parse::<f64>().ok()? / period.parse::<f64>().ok()?);
         let two = self.cgroup_files("", "cpu.max", "").into_iter();
         let two = two.filter_map(|text| text.split_once(' ').and_then(|(quota, period)| share(quota, period)));
         let quotas = self.cgroup_files("cpu", "", "cpu.cfs_quota_us").into_iter();
         let periods = self.cgroup_files("cpu", "", "cpu.cfs_period_us").into_iter();
-        // Version 1 has a quota of -1 where there is none.
+        // Version 1 writes "no quota" as -1.
         let one = quotas.zip(periods).filter_map(|(quota, period)| share(&quota, &period)).filter(|share| *share > 0.0);
         two.chain(one).min_by(f64::total_cmp)
     }
 
-    /// What the files say in the process's cgroup and in all above it: `two` in version 2, `one` in version 1's
-    /// hierarchy of `controller`.
+    /// Returns the texts of a file in the process's cgroup and all its ancestors: `two` in version 2, `one` in version
+    /// 1's hierarchy of `controller`.
     fn cgroup_files(&self, controller: &str, two: &str, one: &str) -> Vec<String> {
         let mut texts = Vec::new();
         for line in self.read("proc/self/cgroup").unwrap_or_default().lines() {
@@ -81,7 +81,7 @@ impl Machine<'_> {
             if file.is_empty() {
                 continue;
             }
-            // In a container the path may be the host's, while the mount shows the container's own group at its top.
+            // In a container the path may be the host's, while the mount has the container's own group at its root.
             for group in Path::new(path.trim_start_matches('/')).ancestors() {
                 texts.extend(self.read(&format!("{mount}/{}/{file}", group.display())));
             }
@@ -90,7 +90,7 @@ impl Machine<'_> {
     }
 }
 
-/// How many processors a list such as `0-3,8` names.
+/// Returns how many processors a list such as `0-3,8` names.
 pub fn count_list(list: &str) -> Option<usize> {
     let mut count = 0;
     for range in list.split(',') {
@@ -105,7 +105,7 @@ pub fn count_list(list: &str) -> Option<usize> {
 pub mod tests {
     use super::*;
 
-    /// A root with these files.
+    /// Creates a root directory with these files.
     pub fn root(files: &[(&str, &str)]) -> tempfile::TempDir {
         let root = tempfile::tempdir().unwrap();
         for (path, text) in files {
@@ -130,7 +130,7 @@ pub mod tests {
     }
 
     #[test]
-    fn limits_of_cgroups_version_2_hold_from_above_too() {
+    fn limits_of_cgroups_version_2_include_ancestors() {
         let root = root(&[
             ("proc/self/cgroup", "0::/job/step\n"),
             ("sys/fs/cgroup/job/memory.max", "1073741824\n"),

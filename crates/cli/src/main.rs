@@ -28,7 +28,7 @@ fn main() -> ExitCode {
     }))
 }
 
-/// Tools for distributed training with burn
+/// Launch, benchmark and diagnose distributed training with Bonfire
 #[derive(Parser)]
 #[command(name = "bonfire", version, propagate_version = true)]
 struct Cli {

@@ -1,4 +1,4 @@
-//! `bonfire perf`: times collectives and checks their results.
+//! `bonfire perf`: measures collectives and checks their results.
 
 mod args;
 mod floors;
@@ -40,13 +40,13 @@ pub fn run(mut args: Args) -> Result<u8, Failure> {
     ranks::measure(&args.common, launched.is_some(), |group| args.measure(group, &sizes))
 }
 
-/// Takes a size in bytes and elements, measured out of place and, if it comes so, in place.
+/// Takes a size in bytes and in elements, and its measurements: out of place, then in place if there is such a form.
 type RowFn<'a> = dyn FnMut(usize, usize, &[Measured]) -> Result<(), RankError> + 'a;
 
 impl Args {
-    /// Measures as one rank. Gives the number of wrong elements over all ranks.
+    /// Measures as one rank. Returns the number of wrong elements over all ranks.
     fn measure(&self, group: &Group, sizes: &[usize]) -> Result<u64, RankError> {
-        // Floors are measured while the other ranks sleep.
+        // Rank 0 measures the floors while the other ranks wait at the barrier.
         let mut report = match group.rank() {
             0 => Some(Report::begin(&self.common, self.subject(group), sizes.len())?),
             _ => None,
@@ -123,7 +123,7 @@ impl Args {
                 work.map(|mut work| measure(group, &self.counts, &mut work)).transpose()
             };
             let sides: Vec<_> = [side(false)?, side(true)?].into_iter().flatten().collect();
-            // As nccl-tests do: the elements of a part where the size is that of all parts.
+            // As in nccl-tests, the count is that of one part where the size is that of all parts.
             row(*bytes, count / self.benchmark.facts().parts(group.world_size()), &sides)?;
         }
         Ok(())

@@ -1,4 +1,4 @@
-//! `bonfire run`: starts the ranks of one node and watches over them.
+//! `bonfire run`: starts and supervises the ranks of one node.
 
 mod address;
 mod args;
@@ -27,6 +27,6 @@ pub fn run(args: &Args) -> Result<u8, Failure> {
 pub fn run(_: &Args) -> Result<u8, Failure> {
     Err(Failure::with(1)(
         "`bonfire run` needs process groups and signals, which this system lacks: start each rank \
-         by hand, with the variables that `bonfire run --help` names",
+         by hand, with the variables that `bonfire run --help` lists",
     ))
 }

@@ -1,8 +1,8 @@
-//! Values as text for people.
+//! Formats values for people.
 
 use clap::ValueEnum;
 
-/// The name by which a flag's value is given.
+/// The name of a flag's value on the command line.
 pub fn name(value: &impl ValueEnum) -> String {
     value.to_possible_value().map_or(String::new(), |value| value.get_name().to_owned())
 }
@@ -12,7 +12,7 @@ pub fn list(all: &[impl ToString]) -> String {
     all.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
 }
 
-/// `rank 3`, `ranks 0-2, 5` or `no rank`; the ranks ascend.
+/// `rank 3`, `ranks 0-2, 5` or `no rank`, for ranks in ascending order.
 pub fn named(ranks: &[usize]) -> String {
     match ranks {
         [] => "no rank".into(),
@@ -21,7 +21,7 @@ pub fn named(ranks: &[usize]) -> String {
     }
 }
 
-/// `0-2, 5`
+/// `0-2, 5`, for ranks in ascending order.
 pub fn numbers(ranks: &[usize]) -> String {
     let run = |run: &[usize]| match run {
         [first, .., last] => format!("{first}-{last}"),
@@ -47,7 +47,7 @@ pub fn size(bytes: u64) -> String {
     }
 }
 
-/// Nanoseconds in a unit that suits.
+/// Nanoseconds in a suitable unit, such as `1.5 ms`.
 pub fn time(nanoseconds: u64) -> String {
     let t = nanoseconds as f64;
     match nanoseconds {
@@ -64,7 +64,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn runs_are_short() {
+    fn consecutive_ranks_are_ranges() {
         assert_eq!(named(&[]), "no rank");
         assert_eq!(named(&[7]), "rank 7");
         assert_eq!(named(&[0, 1, 2, 5, 7, 8]), "ranks 0-2, 5, 7-8");

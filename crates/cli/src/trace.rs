@@ -1,4 +1,4 @@
-//! `bonfire trace`: the traces of a job's ranks, read together.
+//! `bonfire trace`: diagnoses a job from the traces of its ranks.
 
 mod diagnosis;
 #[cfg(test)]
@@ -19,19 +19,19 @@ use serde_json::json;
 use crate::failure::{Failure, print};
 use diagnosis::Diagnosis;
 
-/// Say what ranks did last: which is missing, who disagrees, who is slow
+/// Diagnose a failure or hang from traces: missing ranks, mismatched calls, stragglers
 ///
-/// Reads the traces that ranks write when their group fails or they are interrupted, where BONFIRE_TRACE
-/// names a folder, or that a program writes with Group::write_trace.
+/// If BONFIRE_TRACE names a folder, ranks write their traces to it when their group fails or they are interrupted. A
+/// program can also write them with Group::write_trace.
 #[derive(clap::Args)]
-#[command(after_help = "Try `bonfire trace --help` for what is compared, examples and exit statuses.",
+#[command(after_help = "See `bonfire trace --help` for what is compared, examples and exit statuses.",
           after_long_help = LONG_HELP)]
 pub struct Args {
     /// Traces, or folders with files named trace-*.json
     #[arg(required = true, value_name = "FILE|FOLDER")]
     paths: Vec<PathBuf>,
 
-    /// How many of the last operations to show
+    /// Number of last operations to show
     #[arg(long, value_name = "N", default_value_t = 12)]
     last: usize,
 
@@ -42,31 +42,31 @@ pub struct Args {
 
 const LONG_HELP: &str = "\
 What is compared:
-  missing    The first operation that some rank has not done is where the job stands. A rank is
-             missing there if it has no trace, if its last call comes before that operation, or
-             if it called only after the others had given up.
-  disagree   The calls at each number of the group's sequence that several traces still hold: kind,
+  missing    The job is stuck at the first operation that some rank has not completed. A rank is
+             missing there if it has no trace, if its last call precedes that operation, or if it
+             called the operation only after it had failed on another rank of its host.
+  disagree   The calls at each number in the group's sequence that several traces contain: kind,
              element type, count, reduction, root. Also the two sides of each message.
-  slow       When ranks began the same operation, on one host only: clocks of hosts differ. A rank
-             that comes last makes the others wait for as long as it comes after the last but one.
-             `waited` is how long a rank was in its operations: it needs no common clock, and the
-             rank that others wait for has the least. When an operation was done is known to some
-             milliseconds only, as said below the table, so it tells of longer waits only.
-  Operations are in a trace from the moment in which their turn comes, the last 1024 of them.
+  slow       The times at which ranks began the same operation, on one host only, because the clocks
+             of hosts differ. The last rank makes the others wait from when the last but one began.
+             `waited` is the time that a rank spent in its operations. It needs no common clock; the
+             straggler has the least. The end of an operation is known to some milliseconds only,
+             as printed below the table, so `waited` shows longer waits only.
+  A trace has the last 1024 operations, each from the moment when its turn came.
 
 Examples:
-  Four ranks whose traces are read if they fail, or hang and are ended with Ctrl-C:
+  Four ranks that fail, or that hang and are ended with Ctrl-C:
     BONFIRE_TRACE=traces bonfire run -n 4 -- ./train
     bonfire trace traces
   Traces of several machines, copied to one:
     bonfire trace node0/ node1/ --last 40
 
 Exit status:
-  0  every rank has a trace, and nothing is unfinished, failed or called differently
-  1  something is, and was printed
-  2  bad arguments, a file that is no trace, or none in a folder";
+  0  every rank has a trace, and no operation is unfinished, failed or mismatched
+  1  a trace is absent, or an operation is unfinished, failed or mismatched
+  2  bad arguments, a file that is not a trace, or a folder without traces";
 
-/// Reads, prints, and returns the exit status.
+/// Reads traces, prints their diagnosis and returns the exit status.
 pub fn run(args: &Args) -> Result<u8, Failure> {
     let groups = read(&args.paths).map_err(Failure::with(2))?;
     print(&if args.json {
@@ -75,10 +75,10 @@ pub fn run(args: &Args) -> Result<u8, Failure> {
     } else {
         groups.iter().map(|group| report::text(group, args.last)).collect::<Vec<_>>().join("\n")
     })?;
-    Ok(u8::from(!groups.iter().all(Diagnosis::is_well)))
+    Ok(u8::from(!groups.iter().all(Diagnosis::is_healthy)))
 }
 
-/// The groups of all traces in these files and folders.
+/// Reads the traces in these files and folders, and diagnoses each group.
 fn read(paths: &[PathBuf]) -> Result<Vec<Diagnosis>, String> {
     let mut files = Vec::new();
     for path in paths {
@@ -88,7 +88,7 @@ fn read(paths: &[PathBuf]) -> Result<Vec<Diagnosis>, String> {
     files.dedup();
     let mut groups: BTreeMap<_, BTreeMap<usize, (PathBuf, Trace)>> = BTreeMap::new();
     for file in files {
-        let trace = Trace::read(&file).map(tidy).map_err(|error| error.to_string())?;
+        let trace = Trace::read(&file).map(sanitise).map_err(|error| error.to_string())?;
         let ranks = groups.entry((trace.group.clone(), trace.world_size)).or_default();
         if let Some((other, _)) = ranks.get(&trace.rank) {
             let (one, other) = (other.display(), file.display());
@@ -105,8 +105,8 @@ fn read(paths: &[PathBuf]) -> Result<Vec<Diagnosis>, String> {
         .collect())
 }
 
-/// Texts in a trace are printed: they must not steer the terminal.
-fn tidy(mut trace: Trace) -> Trace {
+/// Replaces control characters in a trace: its texts are printed and must not control the terminal.
+fn sanitise(mut trace: Trace) -> Trace {
     let sites = trace.operations.iter_mut().map(|record| &mut record.at);
     let optional = trace.group.iter_mut().chain(&mut trace.failure);
     for text in [&mut trace.host, &mut trace.clock].into_iter().chain(optional).chain(sites) {
@@ -117,7 +117,7 @@ fn tidy(mut trace: Trace) -> Trace {
     trace
 }
 
-/// The traces in a folder, by their names.
+/// Lists the traces in a folder, which are recognised by their names.
 fn list(folder: &Path) -> Result<Vec<PathBuf>, String> {
     let failed = |error: io::Error| format!("reading the folder {}: {error}", folder.display());
     let mut files = Vec::new();

@@ -4,7 +4,7 @@
 use std::path::Path;
 use std::process::Command;
 
-/// Real links, and every element checked.
+/// Checks every element that crossed the links.
 #[test]
 #[ignore = "needs root, iproute2 and network namespaces"]
 fn an_all_reduce_crosses_links_of_1_gbit_per_second() {
@@ -17,9 +17,9 @@ fn an_all_reduce_crosses_links_of_1_gbit_per_second() {
         .current_dir(repository)
         .output()
         .expect("the script starts");
-    let (said, problems) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-    assert!(output.status.success(), "{said}{problems}");
-    let line = said.lines().last().expect("a line of figures");
+    let (stdout, stderr) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert!(output.status.success(), "{stdout}{stderr}");
+    let line = stdout.lines().last().expect("a line of figures");
     let figures: serde_json::Value = serde_json::from_str(line).expect("JSON");
     assert_eq!((&figures["wrong"], &figures["ranks"]), (&0.into(), &4.into()), "{line}");
 }

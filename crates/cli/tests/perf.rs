@@ -1,4 +1,4 @@
-//! `bonfire perf` and `bonfire doctor` as their users see them.
+//! `bonfire perf` and `bonfire doctor`, run as programs.
 
 use std::process::{Command, Output, Stdio};
 
@@ -8,7 +8,7 @@ fn bonfire(arguments: &str) -> Output {
     Command::new(env!("CARGO_BIN_EXE_bonfire")).args(arguments.split_whitespace()).output().unwrap()
 }
 
-/// The standard output of a run that succeeds.
+/// Returns the standard output of a run that must succeed.
 fn succeeds(arguments: &str) -> String {
     let output = bonfire(arguments);
     let (stdout, stderr) = (String::from_utf8(output.stdout).unwrap(), String::from_utf8_lossy(&output.stderr));
@@ -57,7 +57,7 @@ fn every_operation_is_measured_between_threads_and_between_processes() {
 }
 
 #[test]
-fn every_operation_is_measured_on_buffers_of_the_groups_and_on_others() {
+fn every_operation_is_measured_on_registered_and_ordinary_buffers() {
     for operation in
         ["all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "gather", "scatter"]
     {
@@ -87,7 +87,7 @@ fn the_table_ends_with_a_summary() {
 }
 
 #[test]
-fn the_table_in_effect_is_given_and_shown() {
+fn algorithms_can_be_given_and_are_shown() {
     let default = [("local", "native:0-"), ("shm", "native:0-"), ("tcp", "tree:0-262143;ring:262144-")];
     let table = "native:0-63;ring:64-";
     for (transport, want) in default {
@@ -107,7 +107,7 @@ fn the_table_in_effect_is_given_and_shown() {
 }
 
 #[test]
-fn a_plot_is_an_svg_also_from_processes() {
+fn a_plot_is_an_svg_on_every_transport() {
     let directory = tempfile::tempdir().unwrap();
     for transport in ["local", "tcp", "shm"] {
         let file = directory.path().join(transport).with_extension("svg");
@@ -117,7 +117,7 @@ fn a_plot_is_an_svg_also_from_processes() {
 }
 
 #[test]
-fn arguments_that_cannot_work_are_exit_status_2() {
+fn bad_arguments_are_exit_status_2() {
     for arguments in ["perf", "perf sum", "perf all_reduce -b 1X", "perf reduce -r 7", "perf send_recv --ranks 1"] {
         let output = bonfire(arguments);
         assert_eq!((output.status.code(), output.stdout.is_empty()), (Some(2), true), "{arguments}");
@@ -133,7 +133,7 @@ fn the_version_is_that_of_the_program() {
 }
 
 #[test]
-fn output_that_nobody_reads_ends_the_run() {
+fn closed_output_ends_the_run() {
     let mut command = Command::new(env!("CARGO_BIN_EXE_bonfire"));
     let arguments = ["perf", "all_reduce", "-e", "1K", "-n", "2"];
     let mut child = command.args(arguments).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();

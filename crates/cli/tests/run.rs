@@ -1,4 +1,4 @@
-//! The program `bonfire run`, with shell commands as ranks.
+//! `bonfire run`, with shell commands as ranks.
 #![cfg(unix)]
 
 #[path = "run/harness.rs"]
@@ -20,21 +20,21 @@ const PRINT_ENVIRONMENT: &str = "env | grep -E '^(BONFIRE_|RANK=|WORLD_|LOCAL_|M
 const IGNORE_SIGNALS: &str = "trap '' TERM INT; echo ready; while :; do sleep 1; done";
 
 #[test]
-fn tells_each_rank_its_place() {
+fn gives_each_rank_its_environment() {
     let output = bonfire(&["-n", "2"], PRINT_ENVIRONMENT);
-    let places = places(&output);
-    assert_eq!(places.len(), 2);
-    for (rank, place) in places.iter().enumerate() {
-        assert_eq!(place["BONFIRE_RANK"], rank.to_string());
-        assert_eq!(place["BONFIRE_LOCAL_RANK"], rank.to_string());
-        assert_eq!(place["BONFIRE_WORLD_SIZE"], "2");
-        assert_eq!(place["BONFIRE_LOCAL_WORLD_SIZE"], "2");
-        assert_eq!(place["BONFIRE_HOST"], "127.0.0.1");
-        assert_usual_names(place);
-        // All ranks are told the same address, on a port that somebody chose.
-        assert_eq!(place["BONFIRE_ADDRESS"], places[0]["BONFIRE_ADDRESS"]);
-        assert_eq!(place["MASTER_ADDR"], "127.0.0.1");
-        assert_ne!(place["MASTER_PORT"], "0");
+    let environments = environments(&output);
+    assert_eq!(environments.len(), 2);
+    for (rank, environment) in environments.iter().enumerate() {
+        assert_eq!(environment["BONFIRE_RANK"], rank.to_string());
+        assert_eq!(environment["BONFIRE_LOCAL_RANK"], rank.to_string());
+        assert_eq!(environment["BONFIRE_WORLD_SIZE"], "2");
+        assert_eq!(environment["BONFIRE_LOCAL_WORLD_SIZE"], "2");
+        assert_eq!(environment["BONFIRE_HOST"], "127.0.0.1");
+        assert_common_names(environment);
+        // All ranks get the same address, with a port that the launcher chose.
+        assert_eq!(environment["BONFIRE_ADDRESS"], environments[0]["BONFIRE_ADDRESS"]);
+        assert_eq!(environment["MASTER_ADDR"], "127.0.0.1");
+        assert_ne!(environment["MASTER_PORT"], "0");
     }
 }
 
@@ -44,16 +44,16 @@ fn numbers_the_ranks_of_several_nodes() {
         let nodes = ["-n", "3", "--nodes", "2", "--node-rank", node];
         let master = ["--master", "localhost:29400", "--host", "127.0.0.2"];
         let output = bonfire(&[&nodes[..], &master[..]].concat(), PRINT_ENVIRONMENT);
-        let places = places(&output);
-        assert_eq!(places.len(), 3);
-        for (local, place) in places.iter().enumerate() {
-            assert_eq!(place["BONFIRE_RANK"], ranks[local]);
-            assert_eq!(place["BONFIRE_LOCAL_RANK"], local.to_string());
-            assert_eq!(place["BONFIRE_WORLD_SIZE"], "6");
-            assert_eq!(place["BONFIRE_LOCAL_WORLD_SIZE"], "3");
-            assert_eq!(place["BONFIRE_ADDRESS"], "localhost:29400");
-            assert_eq!(place["BONFIRE_HOST"], "127.0.0.2");
-            assert_usual_names(place);
+        let environments = environments(&output);
+        assert_eq!(environments.len(), 3);
+        for (local, environment) in environments.iter().enumerate() {
+            assert_eq!(environment["BONFIRE_RANK"], ranks[local]);
+            assert_eq!(environment["BONFIRE_LOCAL_RANK"], local.to_string());
+            assert_eq!(environment["BONFIRE_WORLD_SIZE"], "6");
+            assert_eq!(environment["BONFIRE_LOCAL_WORLD_SIZE"], "3");
+            assert_eq!(environment["BONFIRE_ADDRESS"], "localhost:29400");
+            assert_eq!(environment["BONFIRE_HOST"], "127.0.0.2");
+            assert_common_names(environment);
         }
     }
 }
@@ -62,11 +62,11 @@ fn numbers_the_ranks_of_several_nodes() {
 #[ignore = "needs IPv6"]
 fn writes_ipv6_addresses_in_brackets() {
     let output = bonfire(&["-n", "1", "--master", "[::1]:29400"], PRINT_ENVIRONMENT);
-    let place = &places(&output)[0];
-    assert_eq!(place["BONFIRE_ADDRESS"], "[::1]:29400");
-    assert_eq!(place["BONFIRE_HOST"], "::1");
-    assert_eq!(place["MASTER_ADDR"], "::1");
-    assert_eq!(place["MASTER_PORT"], "29400");
+    let environment = &environments(&output)[0];
+    assert_eq!(environment["BONFIRE_ADDRESS"], "[::1]:29400");
+    assert_eq!(environment["BONFIRE_HOST"], "::1");
+    assert_eq!(environment["MASTER_ADDR"], "::1");
+    assert_eq!(environment["MASTER_PORT"], "29400");
 }
 
 #[test]
@@ -159,7 +159,7 @@ fn names_the_signal_that_killed_a_rank() {
 #[test]
 fn a_rank_that_succeeds_leaves_the_others_running() {
     let fifo = Fifo::new();
-    // Rank 1 runs until it has seen that rank 0 is gone, and with it the writing end.
+    // Rank 1 runs until rank 0 has ended, which closes the writing end.
     let script = format!("if [ $RANK = 0 ]; then exec 3>{0}; exit 0; fi; cat {0}; echo still here", fifo.path());
     let output = bonfire(&["-n", "2"], &script);
     assert_eq!(output.status.code(), Some(0));
@@ -167,7 +167,7 @@ fn a_rank_that_succeeds_leaves_the_others_running() {
 }
 
 #[test]
-fn passes_signals_on() {
+fn forwards_signals() {
     for (signal, status) in [(Signal::TERM, 128 + 15), (Signal::INT, 128 + 2), (Signal::HUP, 128 + 1)] {
         let script = "trap 'echo caught; exit 0' TERM INT HUP; echo ready; \
                       while :; do sleep 0.05; done";
@@ -180,7 +180,7 @@ fn passes_signals_on() {
 }
 
 #[test]
-fn passes_on_signals_that_do_not_end_the_run() {
+fn forwards_signals_that_do_not_end_the_run() {
     let script = "trap 'echo caught; exit 0' USR1; echo ready; while :; do sleep 0.05; done";
     let mut run = Running::start(&["-n", "2"], script);
     run.expect("ready", 2);
@@ -201,7 +201,7 @@ fn kills_after_the_grace_period() {
 }
 
 #[test]
-fn kills_ranks_that_outstay_a_failure() {
+fn kills_ranks_that_do_not_end_after_a_failure() {
     let fifo = Fifo::new();
     let script = format!(
         "if [ $RANK = 0 ]; then read x <{0}; kill -KILL $$; fi
@@ -221,7 +221,7 @@ fn a_second_interrupt_kills_at_once() {
     run.expect("ready", 2);
     run.signal(Signal::INT);
     let mut stderr = BufReader::new(run.child.stderr.take().unwrap());
-    // The first was taken note of, so that the second is one of its own.
+    // The launcher has handled the first signal before the second is sent, so the two are not merged.
     let mut line = String::new();
     stderr.read_line(&mut line).unwrap();
     assert_eq!(line, "bonfire: SIGINT: ending ranks 0, 1\n");
@@ -233,10 +233,10 @@ fn a_second_interrupt_kills_at_once() {
 }
 
 #[test]
-fn ends_though_nobody_reads_its_output() {
+fn ends_while_its_output_is_not_read() {
     let mut run = Running::start(&["-n", "1", "--grace", "0"], "echo ready; exec yes");
     run.expect("ready", 1);
-    // `yes` now fills the pipe, which nobody empties.
+    // `yes` now fills the pipe, which no process empties.
     run.signal(Signal::TERM);
     assert_eq!(run.wait().code(), Some(128 + 15));
 }
@@ -253,7 +253,7 @@ fn ends_the_ranks_when_its_output_is_closed() {
 
 #[test]
 #[cfg(target_os = "linux")]
-fn respects_a_signal_ignored_from_outside() {
+fn keeps_signals_ignored_that_were_ignored_at_its_start() {
     let script = "trap '' HUP; exec \"$0\" run -n 1 -- sh -c 'echo ready; read x < $FIFO; echo end'";
     let fifo = Fifo::new();
     let mut command = Command::new("sh");
@@ -276,7 +276,7 @@ fn leaves_no_process_behind() {
         let output = bonfire(&["-n", "2"], &format!("{start}{end}"));
         assert_eq!(output.status.code(), Some(status));
         let processes: Vec<_> = text(&output.stdout).lines().map(number).collect();
-        // A rank that fails may end the other before it has printed everything.
+        // When a rank fails, the other may be ended before it has printed everything.
         assert!(processes.len() >= 3, "{output:?}");
         wait_until_gone(&processes);
     }
@@ -291,7 +291,7 @@ fn does_not_wait_for_a_detached_process() {
     let stdout = text(&output.stdout);
     let (detached, rest) = stdout.split_once('\n').unwrap();
     assert_eq!(rest, "[0] last\n");
-    // It left on purpose, so it is this test's to end.
+    // The launcher leaves it alone, so the test ends it.
     let _ = kill_process(Pid::from_raw(number(detached)).unwrap(), Signal::KILL);
 }
 
@@ -307,7 +307,7 @@ fn ranks_die_with_a_killed_launcher() {
 
 #[test]
 fn refuses_bad_arguments() {
-    // 192.0.2.1 is nobody's address (RFC 5737).
+    // No machine has the address 192.0.2.1 (RFC 5737).
     let cases: [(&str, &[&str]); 16] = [
         ("-n 0", &["-n 0", "at least 1"]),
         ("-n x", &["--ranks", "invalid"]),
@@ -361,7 +361,7 @@ fn names_a_command_that_cannot_be_started() {
 }
 
 #[test]
-fn help_tells_what_ranks_are_given() {
+fn help_lists_the_environment_of_ranks() {
     let output = launcher(&["--help"]).output().unwrap();
     assert_eq!(output.status.code(), Some(0));
     for part in ["BONFIRE_RANK", "MASTER_PORT", "Examples:", "Exit status:", "127"] {

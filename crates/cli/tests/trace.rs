@@ -1,4 +1,4 @@
-//! Traces: what ranks record, when they write it, and what `bonfire trace` says of it.
+//! Traces: what ranks record, when they write traces, and the diagnosis by `bonfire trace`.
 #![cfg(unix)]
 
 use std::fs;
@@ -21,7 +21,7 @@ fn bonfire(arguments: &[&str], path: &Path) -> Output {
     Command::new(env!("CARGO_BIN_EXE_bonfire")).arg("trace").args(arguments).arg(path).output().unwrap()
 }
 
-/// What `bonfire trace --json` says of the only group in the folder, with its exit status.
+/// Returns the output of `bonfire trace --json` for the only group in the folder, and the exit status.
 fn group(folder: &Path) -> (Value, Option<i32>) {
     let output = bonfire(&["--json"], folder);
     let object: Value = serde_json::from_slice(&output.stdout).unwrap_or_else(|e| panic!("{e}: {output:?}"));
@@ -37,11 +37,11 @@ fn trace_to(folder: &Path) -> [(&'static str, String); 1] {
     [("BONFIRE_TRACE", folder.to_str().unwrap().to_owned())]
 }
 
-/// Looks until it is so.
-fn await_that(mut so: impl FnMut() -> bool) {
+/// Polls until `condition` holds.
+fn wait_until(mut condition: impl FnMut() -> bool) {
     let start = Instant::now();
-    while !so() {
-        assert!(start.elapsed() < bonfire_testing::DEADLINE, "it does not come to that");
+    while !condition() {
+        assert!(start.elapsed() < bonfire_testing::DEADLINE, "the condition did not become true in time");
         thread::sleep(Duration::from_millis(1));
     }
 }
@@ -61,7 +61,7 @@ fn an_operation_that_hangs_is_seen_as_begun() {
             }
             let waiting = group.clone();
             let thread = thread::spawn(move || waiting.barrier());
-            await_that(|| last_state(&group) == Some(State::Begun));
+            wait_until(|| last_state(&group) == Some(State::Begun));
             seen.wait();
             thread.join().unwrap().unwrap();
             assert_eq!(last_state(&group), Some(State::Done));
@@ -70,7 +70,7 @@ fn an_operation_that_hangs_is_seen_as_begun() {
 }
 
 #[test]
-fn every_call_is_recorded_with_its_place() {
+fn every_call_is_recorded_with_its_call_site() {
     for kind in Kind::ALL {
         run_ranks(kind, 2, |group| {
             let line = line!();
@@ -98,10 +98,10 @@ fn every_call_is_recorded_with_its_place() {
 }
 
 #[test]
-fn a_rank_that_does_not_come_is_named() {
+fn a_missing_rank_is_named() {
     if is_child() {
         let group = Group::from_env().expect("ranks find each other");
-        (0..5).for_each(|_| group.barrier().expect("all ranks come"));
+        (0..5).for_each(|_| group.barrier().expect("all ranks call it"));
         if group.rank() == 1 {
             // The parent ends this.
             thread::sleep(bonfire_testing::DEADLINE);
@@ -111,9 +111,9 @@ fn a_rank_that_does_not_come_is_named() {
     }
     for transport in BOTH {
         let folder = tempfile::tempdir().unwrap();
-        // Not there yet: the first rank makes it.
+        // Does not exist yet: the first rank creates it.
         let traces = folder.path().join("of/the/job");
-        let name = "a_rank_that_does_not_come_is_named";
+        let name = "a_missing_rank_is_named";
         let ranks = Process::start_ranks_with(name, 3, transport, "1.5", &trace_to(&traces));
         for rank in [0, 2] {
             ranks[rank].outcome().unwrap_err();
@@ -124,7 +124,7 @@ fn a_rank_that_does_not_come_is_named() {
         assert_eq!(group["unfinished"]["sequence"], 5);
         let calls = json!([{ "call": "all_reduce(f32 x 8, sum)", "ranks": [0, 2] }]);
         assert_eq!(group["unfinished"]["calls"], calls);
-        // Each runs into its own deadline, or is told.
+        // Each rank times out itself or learns of the failure.
         for failure in group["failures"].as_array().unwrap() {
             assert!(failure["failure"].as_str().unwrap().contains("waited for rank 1"), "{failure}");
         }
@@ -139,7 +139,7 @@ fn ranks_that_disagree_are_named_with_their_calls() {
     if is_child() {
         let group = Group::from_env().expect("ranks find each other");
         let mut data = [1f32; 8];
-        group.barrier().expect("all ranks come");
+        group.barrier().expect("all ranks call it");
         // One rank skips an operation.
         let result = match group.rank() {
             2 => group.barrier(),
@@ -164,14 +164,14 @@ fn ranks_that_disagree_are_named_with_their_calls() {
 }
 
 #[test]
-fn ranks_that_are_interrupted_leave_their_traces() {
+fn interrupted_ranks_write_their_traces() {
     if is_child() {
         let group = Group::from_env().expect("ranks find each other");
-        group.barrier().expect("all ranks come");
+        group.barrier().expect("all ranks call it");
         let waiting = group.clone();
         if group.rank() != 2 {
             thread::spawn(move || waiting.barrier());
-            await_that(|| group.trace().collectives == 2);
+            wait_until(|| group.trace().collectives == 2);
         }
         say("hanging");
         // The parent ends this.
@@ -179,7 +179,7 @@ fn ranks_that_are_interrupted_leave_their_traces() {
     }
     for transport in BOTH {
         let folder = tempfile::tempdir().unwrap();
-        let name = "ranks_that_are_interrupted_leave_their_traces";
+        let name = "interrupted_ranks_write_their_traces";
         let mut ranks = Process::start_ranks_with(name, 3, transport, "60", &trace_to(folder.path()));
         ranks.iter().for_each(|rank| assert_eq!(rank.hear(), "hanging"));
         ranks.iter().for_each(|rank| rank.signal(Signal::TERM));
@@ -216,7 +216,7 @@ fn a_slow_rank_is_named_on_request() {
 }
 
 #[test]
-fn what_is_no_trace_is_refused() {
+fn files_that_are_not_traces_are_refused() {
     let refuses = |path: &Path, words: &str| {
         let output = bonfire(&[], path);
         let error = String::from_utf8(output.stderr).unwrap();

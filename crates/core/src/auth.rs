@@ -1,21 +1,21 @@
-//! Who may connect: a secret that all ranks of a job share, and how two ends prove to each other that they know it.
+//! Authentication: a secret that all ranks of a job share, and the handshake by which two ends prove that they know it.
 //!
-//! Every connection begins with an [`Opening`] of a fixed size: which version, for what, from which rank to which, of which
-//! job. With a secret, messages of the Noise protocol follow, of fixed sizes too, into which the opening is hashed. Only
-//! then is anything read whose length the peer says. Without a secret the opening is all there is, and nothing but
-//! loopback is listened at or dialled.
+//! Every connection begins with an [`Opening`] (prologue) of fixed size: protocol version, purpose, source and
+//! destination rank, job. With a secret, a Noise handshake follows. Its messages have fixed sizes too, and it
+//! authenticates the prologue. Only then does a rank read anything whose length the peer chooses. Without a secret
+//! there is only the prologue, and ranks listen and dial on loopback only.
 //!
 //! | from | bytes | |
 //! |---|---|---|
-//! | the end that dials | 32 | the opening |
-//! | | 48 | `psk, e`: with a secret only |
-//! | the end that listens | 8 | whether it goes on, and why not |
-//! | | 8 or 56 | the job's number; with a secret as the payload of `e, ee` |
-//! | the end that dials | 16 | with a secret only: an empty message under the keys that came out |
-//! | the end that listens | 1 | it has taken the connection |
+//! | dialler | 32 | prologue |
+//! | | 48 | `psk, e`: only with a secret |
+//! | listener | 8 | accepted, or the reason for the refusal |
+//! | | 8 or 56 | session number of the job; with a secret, as the payload of `e, ee` |
+//! | dialler | 16 | only with a secret: an empty message under the transport keys |
+//! | listener | 1 | confirmation: the listener has taken the connection |
 //!
-//! The last message of the end that dials is what a recorded connection cannot have: its key comes from both ends' fresh
-//! random numbers.
+//! The dialler's last message defeats replays: its key is derived from fresh random numbers of both ends, which a
+//! recorded connection cannot match.
 
 mod connect;
 #[cfg(all(test, not(bonfire_loom)))]
@@ -34,28 +34,28 @@ pub use self::opening::{Opening, Purpose, Refusal};
 pub use self::secret::Secret;
 use crate::types::Error;
 
-/// What a user does who lacks a secret, or has another one than the other ranks.
+/// The remedy for a missing or differing secret, for error messages.
 pub(crate) const REMEDY: &str = "give all ranks the same BONFIRE_SECRET_FILE or BONFIRE_SECRET";
 
-/// What a rank proves on its connections, and what it wants proved.
+/// The identity of a rank in the handshake: what it proves, and what it requires of its peers.
 #[derive(Clone, Debug)]
 pub(crate) struct Member {
     pub secret: Option<Secret>,
-    /// Random, the same on all ranks: connections of another job, or of an earlier run of this one, are refused.
+    /// A random number, the same on all ranks. Connections of another job or of an earlier run of this one are refused.
     pub session: u64,
     pub rank: usize,
     pub world_size: usize,
 }
 
 impl Member {
-    /// What this rank says first on connection `number` of `of` to rank `to`.
+    /// Returns the prologue of connection `number` of `of` to rank `to`.
     pub fn opening(&self, purpose: Purpose, to: usize, (number, of): (usize, usize)) -> Opening {
-        // The settings were checked: ranks fit 32 bits, and connections to a peer are few.
+        // The settings were checked: ranks fit in 32 bits, and connections to a peer in 8.
         let (from, to, world_size) = (self.rank as u32, to as u32, self.world_size as u32);
         Opening { purpose, session: self.session, from, to, world_size, number: number as u8, of: of as u8 }
     }
 
-    /// Whether a connection that begins so is from another rank of this job to this rank.
+    /// Checks that the connection comes from another rank of this job and is addressed to this rank.
     pub fn expects(&self, opening: &Opening) -> Result<(), String> {
         let Opening { session, from, to, world_size, .. } = *opening;
         if session != self.session {
@@ -64,13 +64,13 @@ impl Member {
         let (from, to, world_size) = (from as usize, to as usize, world_size as usize);
         if to != self.rank || from == to || from >= self.world_size || world_size != self.world_size {
             let (rank, n) = (self.rank, self.world_size);
-            return Err(format!("it goes from rank {from} to {to} of {world_size}, and this is rank {rank} of {n}"));
+            return Err(format!("it connects rank {from} to {to} of {world_size}, but this is rank {rank} of {n}"));
         }
         Ok(())
     }
 }
 
-/// Refuses to listen at addresses that strangers reach, or to dial there, without a secret.
+/// Returns an error if, without a secret, one of the addresses to listen at or to dial is not on loopback.
 pub fn permit(secret: Option<&Secret>, addresses: &[SocketAddr]) -> Result<(), Error> {
     let open = addresses.iter().map(SocketAddr::ip).find(|address| !address.to_canonical().is_loopback());
     match open.filter(|_| secret.is_none()) {
@@ -79,11 +79,12 @@ pub fn permit(secret: Option<&Secret>, addresses: &[SocketAddr]) -> Result<(), E
     }
 }
 
-/// The error of a rank that has no secret and, for this reason, needs one.
+/// Returns the error of a rank that needs a secret, for this reason, and has none.
 pub(crate) fn wanted(reason: impl Display) -> Error {
     Error::Config(format!(
-        "{reason}, and without a secret anybody on their network could join: put at least {} random bytes into a file that \
-         only you may read (openssl rand -hex 32, chmod 600), copy it to every host, and {REMEDY}, or Builder::secret",
+        "{reason}, and without a secret any process on their network could join: put at least {} random bytes into a \
+         file that only you may read (openssl rand -hex 32, chmod 600), copy it to every host, and {REMEDY}, or \
+         Builder::secret",
         Secret::LEAST
     ))
 }

@@ -1,7 +1,7 @@
-//! The control plane: what ranks tell each other beside the data, and what each knows of the others.
+//! The control plane: the messages that ranks exchange beside the data, and what each rank knows of its peers.
 //!
-//! `plane` is its thread in groups of processes that talk over TCP; groups on MPI have one of their own, with the same
-//! messages and the same board.
+//! `plane` is the control thread of groups of processes that communicate over TCP. Groups on MPI have a control plane
+//! of their own, with the same messages and the same board.
 
 #[cfg(unix)]
 mod beat;

@@ -1,7 +1,8 @@
-//! Groups: who the ranks are, in which order their operations run, and what happens after a failure.
+//! Groups of ranks: handles, subgroups, the order of operations, and what happens after a failure.
 //!
-//! Every operation goes one way: a [`Request`] says what is called and checks the buffers, `core` gives it its turn's number,
-//! deadline and record, and `execute` runs it on an engine, in the hosts' memory, as a plan, or as messages.
+//! All operations take the same path. A [`Request`] describes the call and checks its buffers. `core` assigns the
+//! sequence number, the deadline and the record. `execute` runs the operation on an engine, in the memory of each host,
+//! as a plan, or as messages.
 
 mod agreed;
 mod buffer;

@@ -1,11 +1,12 @@
-//! What the packages beside this one need of it besides its interface. Nothing here is stable: they pin the exact version.
+//! Items for the sibling packages beyond the public interface. Nothing here is stable: they pin the exact version.
 //!
-//! * [`Request`], [`ByteOperations`]: operations on bytes, for tensors, whose element types are known at run time only.
-//! * [`Agreement`], [`Agreed`], [`Keepsake`]: operations whose data another library moves, which the group only agrees on.
+//! * [`Request`], [`ByteOperations`]: operations on bytes, for tensors, whose element types are known only at run time.
+//! * [`Agreement`], [`Agreed`], [`Keepsake`]: operations whose data another library moves; the group only agrees on
+//!   them.
 //! * [`Output`], [`reduce_to_all`], [`zeroed`]: kernels and memory for the reductions of the compute server.
 //! * [`Bell`], [`lock`], [`spin`], [`crowded`] and the deadlines: how threads wait for each other.
-//! * [`Ranks`], [`hash`], [`random`]: words of errors, the number of a text, numbers that cannot be guessed.
-//! * [`oracle`]: what reductions must give, for tests and for the program that measures.
+//! * [`Ranks`], [`hash`], [`random`]: ranks as text, a stable hash, random numbers that cannot be guessed.
+//! * [`oracle`]: expected results of reductions, for tests and for the benchmark program.
 //! * [`frame`] and the handshake ([`Lobby`] to [`prove`]): connections of burn-collective's orchestrator.
 
 pub mod oracle;

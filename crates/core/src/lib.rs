@@ -1,14 +1,14 @@
-//! Collective communication over slices: groups of ranks that are threads of one process, or processes that share memory on
-//! one host and talk over TCP or MPI between hosts.
+//! Collective communication over slices. The ranks of a group are threads of one process, or processes that share
+//! memory on one host and communicate over TCP or MPI between hosts.
 //!
 //! | you want to | use |
 //! |---|---|
 //! | combine slices | [`Group`] |
-//! | carry messages in your own way | [`Transport`] and [`Group::on`] |
-//! | speak with programs that use yscv's `TcpTransport`, or its wire | [`yscv`] |
+//! | use a transport of your own | [`Transport`] and [`Group::on`] |
+//! | communicate with programs that use yscv's `TcpTransport` or its wire format | [`yscv`] |
 //!
-//! For burn's tensors and training loops use `bonfire-burn`, which gives all of this on as `bonfire`. Messages go through
-//! `log`.
+//! For burn's tensors and training loops use `bonfire-burn` (library `bonfire`), which re-exports all of this. Log
+//! messages go through `log`.
 //!
 //! # Features
 //! * `shm` (default): shared memory between the processes of a host, on Linux.
@@ -49,23 +49,23 @@ pub use sync::Deadline;
 pub use transport::Transport;
 pub use types::{Call, DType, Element, Error, Fault, Operation, ReduceOp, partition};
 
-/// What errors name.
+/// Types of the fields of [`Error`](crate::Error).
 pub mod error {
     pub use crate::types::{Apart, Cause, Site};
 }
 
-/// How the environment made this process a rank.
+/// How a launcher started this process as a rank, according to the environment.
 #[cfg(unix)]
 pub mod launch {
     pub use crate::rendezvous::Launched;
 }
 
-/// What ranks recorded of their last operations.
+/// Traces: each rank's record of its last operations.
 pub mod trace {
     pub use crate::group::{Message, Record, State, Trace};
 }
 
-/// Compiles the code of the front page.
+/// Compiles the code in the README.
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]
 struct FrontPage;

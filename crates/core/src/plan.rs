@@ -23,9 +23,9 @@ pub(crate) use self::selection::parse;
 pub(crate) use self::table::plan as by_default;
 use crate::types::Operation;
 
-/// How an operation is carried out where messages carry it.
+/// An algorithm that carries out an operation by messages.
 ///
-/// n ranks, S bytes: messages that one rank sends one after the other, and bytes that one rank sends.
+/// For n ranks and S bytes: the messages that one rank sends one after the other, and the bytes that it sends.
 ///
 /// | algorithm | all_reduce: messages | bytes | good for |
 /// |---|---|---|---|
@@ -35,8 +35,8 @@ use crate::types::Operation;
 /// | doubling | log n | S log n | small buffers |
 /// | tree | 2 log n | 2S | small rooted operations |
 ///
-/// all_to_all, gather, scatter and barrier have one plan each, which goes by the name of direct: in most every rank has
-/// something else for another, the last has nothing to move. Only all_reduce has doubling.
+/// all_to_all, gather, scatter and barrier have one plan each, which is called direct: in the first three a part
+/// concerns two ranks only, and a barrier moves no data. Only all_reduce has doubling.
 ///
 /// Ring: Patarasuk and Yuan, JPDC 2009. Halving and doubling: Thakur, Rabenseifner and Gropp, IJHPCA 2005.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Display, VariantArray)]
@@ -45,7 +45,7 @@ use crate::types::Operation;
 pub enum Algorithm {
     /// Every rank exchanges parts with every other; the owner of a part combines all ranks' parts.
     Direct,
-    /// Parts travel around a ring, combined on the way, and then once more to reach everybody.
+    /// Parts travel around a ring, combined on the way, and then once more to reach all ranks.
     Ring,
     /// Recursive halving reduces and scatters, recursive doubling gathers.
     Halving,
@@ -59,12 +59,12 @@ impl Algorithm {
     /// Every algorithm.
     pub const ALL: &[Algorithm] = Algorithm::VARIANTS;
 
-    /// Whether `operation` has it.
+    /// Whether `operation` has this algorithm.
     fn serves(self, operation: Operation) -> bool {
         self.nearest(operation) == self && selection::SELECTABLE.contains(&operation)
     }
 
-    /// This or, where `operation` lacks it, what comes nearest.
+    /// Returns this algorithm or, if `operation` lacks it, the nearest one that it has.
     fn nearest(self, operation: Operation) -> Algorithm {
         match operation {
             Operation::AllReduce => self,
@@ -77,18 +77,18 @@ impl Algorithm {
     }
 }
 
-/// What one rank does in one operation.
+/// The steps of one rank in one operation.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Plan {
-    /// Empty messages that reach from every rank to every rank. Operations in which some rank depends on nobody begin
-    /// with them, so that no rank returns success where ranks disagree.
+    /// Empty messages that form a chain from every rank to every rank. Operations in which some rank depends on no
+    /// other begin with them, so that no rank returns success if ranks disagree.
     pub agree: Vec<Step>,
-    /// Combines. With an accumulator wider than the element, all combining goes into `owned`.
+    /// Combines parts. With an accumulator wider than the element, all combining goes into `owned`.
     pub reduce: Vec<Step>,
-    /// The parts that are complete on this rank after `reduce`: where the mean is divided and the wide accumulator
+    /// The parts that are complete on this rank after `reduce`. There the mean is divided and a wide accumulator is
     /// rounded.
     pub owned: Range<usize>,
-    /// Several ranks complete the same parts, each by its own arithmetic.
+    /// Whether several ranks complete the same parts, each by its own arithmetic.
     pub replicated: bool,
     /// Moves finished parts.
     pub distribute: Vec<Step>,
@@ -99,20 +99,20 @@ pub(crate) struct Plan {
 pub(crate) struct Step {
     /// The receiver and the parts to send.
     pub send: Option<(usize, Range<usize>)>,
-    /// The sender, the parts to receive, and what becomes of them.
+    /// The sender, the parts to receive, and what to do with them.
     pub receive: Option<(usize, Range<usize>, Combine)>,
 }
 
-/// What becomes of received parts.
+/// What to do with received parts.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) enum Combine {
-    /// They replace what was there.
+    /// Replaces the local parts.
     Replace,
-    /// What was there is the left operand, the received the right one.
+    /// Combines, with the local parts as the left operand and the received ones as the right.
     Fold,
-    /// The received is the left operand.
+    /// Combines, with the received parts as the left operand.
     FoldUnder,
-    /// They replace what was there, which the same step sends: that is read to its end before it is written.
+    /// Replaces the local parts, which the same step sends: they are read to the end before they are overwritten.
     Swap,
 }
 
@@ -130,7 +130,7 @@ impl Step {
     }
 }
 
-/// The plan of `rank` for `operation`; `root` matters where the operation has one.
+/// Returns the plan of `rank` for `operation`; `root` matters if the operation has one.
 pub(crate) fn plan(operation: Operation, algorithm: Algorithm, rank: usize, world_size: usize, root: usize) -> Plan {
     let n = world_size;
     if n == 1 {
@@ -171,7 +171,7 @@ pub(crate) fn plan(operation: Operation, algorithm: Algorithm, rank: usize, worl
                     ..Plan::default()
                 };
                 if matches!(algorithm, Algorithm::Halving | Algorithm::Doubling) {
-                    plan.distribute = halving::hand_out(rank, n, |rank| rank..rank + 1);
+                    plan.distribute = halving::to_passive(rank, n, |rank| rank..rank + 1);
                 }
                 plan
             }
@@ -183,7 +183,7 @@ pub(crate) fn plan(operation: Operation, algorithm: Algorithm, rank: usize, worl
                 Plan { owned: rank..rank + 1, distribute, ..Plan::default() }
             }
             Algorithm::Halving | Algorithm::Doubling => {
-                let mut distribute = halving::hand_in(rank, n, |rank| rank..rank + 1, Combine::Replace);
+                let mut distribute = halving::from_passive(rank, n, |rank| rank..rank + 1, Combine::Replace);
                 distribute.extend(halving::all_gather(rank, n));
                 Plan { owned: rank..rank + 1, distribute, ..Plan::default() }
             }
@@ -228,7 +228,7 @@ pub(crate) fn plan(operation: Operation, algorithm: Algorithm, rank: usize, worl
             let distribute = scatter_from(root, rank, n, |r| r..r + 1);
             Plan { agree: dissemination(rank, n), distribute, ..Plan::default() }
         }
-        // What every pair of ranks does for itself needs no plan.
+        // Operations between pairs of ranks need no plan.
         Operation::Send | Operation::Exchange | Operation::AllToAllV | Operation::Subgroup => Plan::default(),
     }
 }
@@ -241,7 +241,7 @@ fn reduce_scatter(algorithm: Algorithm, rank: usize, n: usize) -> Vec<Step> {
     }
 }
 
-/// Gathers what [`owned`] says each rank has.
+/// Gathers the parts that each rank has according to [`owned`].
 fn all_gather(algorithm: Algorithm, rank: usize, n: usize) -> Vec<Step> {
     match algorithm {
         Algorithm::Ring => ring::all_gather(rank, n),
@@ -250,7 +250,7 @@ fn all_gather(algorithm: Algorithm, rank: usize, n: usize) -> Vec<Step> {
     }
 }
 
-/// The parts that `rank` holds complete after [`reduce_scatter`].
+/// Returns the parts that are complete on `rank` after [`reduce_scatter`].
 fn owned(algorithm: Algorithm, rank: usize, n: usize) -> Range<usize> {
     match algorithm {
         Algorithm::Halving | Algorithm::Doubling => halving::owned(rank, n),
@@ -258,7 +258,7 @@ fn owned(algorithm: Algorithm, rank: usize, n: usize) -> Range<usize> {
     }
 }
 
-/// Every rank sends its `parts` to `root`. Ranks without parts send nothing: they have agreed already.
+/// Every rank sends its `parts` to `root`. Ranks without parts send nothing: they have taken part in the agreement.
 fn gather_to(root: usize, rank: usize, n: usize, parts: impl Fn(usize) -> Range<usize>) -> Vec<Step> {
     if rank != root {
         return Some(parts(rank)).filter(|p| !p.is_empty()).map(|p| Step::send(root, p)).into_iter().collect();
@@ -280,8 +280,8 @@ fn scatter_from(root: usize, rank: usize, n: usize, parts: impl Fn(usize) -> Ran
     others.map(|to| Step::send(to, parts(to))).collect()
 }
 
-/// Empty messages in log n rounds, after which every rank has heard, directly or through others, from every rank.
-/// Hensgen, Finkel and Manber, "Two algorithms for barrier synchronization", IJPP 1988.
+/// A dissemination barrier: empty messages in log n rounds, which form a chain from every rank to every rank. Hensgen,
+/// Finkel and Manber, "Two algorithms for barrier synchronization", IJPP 1988.
 fn dissemination(rank: usize, n: usize) -> Vec<Step> {
     let distances = std::iter::successors(Some(1), |d| Some(d * 2)).take_while(|d| *d < n);
     distances.map(|d| Step::exchange((rank + d) % n, 0..0, (rank + n - d) % n, 0..0, Combine::Replace)).collect()

@@ -1,10 +1,11 @@
-//! How processes find each other.
+//! How processes find each other and connect.
 //!
-//! Rank 0 listens at an address that all know. Every other rank listens on a port of its own, dials rank 0 and says who
-//! it is. When all have come, rank 0 sends everybody the table of addresses, and the ranks dial each other, or in larger
-//! groups a few others (`neighbours`): the higher rank of a pair dials the lower. A rank that does not fit (another world size, a rank that is taken) fails the
-//! rendezvous for all with the same words; a stranger is turned away. Every connection begins with the handshake of
-//! `auth`. Then they find out which of them are on one host and can share memory.
+//! Rank 0 listens at an address that all ranks know. Every other rank listens on a port of its own, dials rank 0 and
+//! registers its rank and its address. Once all ranks have registered, rank 0 sends the table of addresses to all of
+//! them, and neighbours dial each other: every pair in a small group, a star in a larger one (`neighbours`). The higher
+//! rank of a pair dials the lower. A rank that does not fit (another world size, a rank that is taken) fails the
+//! rendezvous on all ranks with the same message; a stranger is turned away. Every connection begins with the handshake
+//! of `auth`. Finally the ranks find out which of them are on one host and can share memory.
 
 #[cfg(all(feature = "shm", target_os = "linux"))]
 mod descriptor;
@@ -29,7 +30,7 @@ use serde::{Deserialize, Serialize};
 use tokio::runtime::Runtime;
 
 use self::join::Joined;
-use self::regroup::{Kept, Processes};
+use self::regroup::{HeldOpen, ProcessGroup};
 pub use self::source::Launched;
 pub(crate) use self::source::Source;
 use crate::auth::{self, Secret};
@@ -38,75 +39,75 @@ use crate::transport::tcp::Tcp;
 use crate::transport::{Base, Near};
 use crate::types::Error;
 
-/// How long ranks may take to find each other by default.
-const TIMEOUT: Duration = Duration::from_secs(120);
+/// Default time limit of the rendezvous.
+const DEFAULT_TIMEOUT: Duration = Duration::from_secs(120);
 
-/// How long a peer may be silent by default.
-const SILENCE: Duration = Duration::from_secs(5);
+/// Default time without a message from a peer after which the peer is declared lost.
+const DEFAULT_SILENCE: Duration = Duration::from_secs(5);
 
-/// Connections for data to a peer by default.
-const CONNECTIONS: usize = 1;
+/// Default number of data connections to each peer.
+const DEFAULT_CONNECTIONS: usize = 1;
 
-/// Who this rank is and where the others are.
+/// Describes this rank, its group, and how the group connects.
 #[derive(Clone, Debug)]
 pub(crate) struct Settings {
     pub rank: usize,
     pub world_size: usize,
-    /// Where rank 0 listens, `host:port`.
+    /// Where rank 0 listens, as `host:port`.
     pub address: String,
-    /// Where this rank listens, where that was said.
+    /// The address that this rank listens on, if configured.
     pub host: Option<String>,
-    /// Network interfaces whose address is used between hosts: names or how they begin, by preference.
+    /// Network interfaces whose address is used between hosts: names or prefixes of names, in order of preference.
     pub interface: Option<String>,
-    /// Who said what of these.
+    /// Where the rank, the world size and the address come from.
     pub source: Source,
     pub timeout: Duration,
-    /// How long a peer may be silent before it counts as lost.
+    /// How long a peer may be silent before it is declared lost.
     pub silence: Duration,
     pub medium: Medium,
-    /// Connections for data to a peer.
+    /// Data connections to each peer.
     pub connections: usize,
-    /// Which algorithms the group chooses, as text: the same on all ranks.
+    /// The group's algorithm table as text, the same on all ranks.
     pub algorithms: String,
-    /// A name of this rank's machine, instead of the machine's own.
+    /// Replaces the name by which this rank's machine is recognised.
     pub machine: Option<String>,
-    /// The most ranks of which all are connected from the start: rank 0's counts.
+    /// The largest group in which all ranks are connected from the start. Rank 0's value applies to all ranks.
     pub mesh: usize,
-    /// What all ranks share. None is for loopback only.
+    /// The secret that all ranks share. Without one the group is restricted to loopback.
     pub secret: Option<Secret>,
 }
 
-/// What carries the operations between processes; see [`Builder::transport`](crate::Builder::transport).
+/// The transport between processes; see [`Builder::transport`](crate::Builder::transport).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Medium {
-    /// Shared memory among the ranks of a host, where they can have it, and TCP between hosts.
+    /// Shared memory among the ranks of a host where it is available, TCP between hosts.
     #[default]
     Auto,
     /// TCP.
     Tcp,
-    /// Shared memory among all ranks, or an error that says why it cannot be.
+    /// Shared memory among all ranks, or an error that says why it is not available.
     Shm,
-    /// MPI's own operations, in a job that MPI's launcher started; MPI says who the ranks are. Needs the feature `mpi`. Ranks
-    /// that do not come, or come to something else, are errors as elsewhere; one that is stopped later, when MPI has the
-    /// ranks' memory, ends the whole job.
+    /// MPI's own operations, in a job that an MPI launcher started. MPI assigns the ranks. Needs the feature `mpi`.
+    /// Missing ranks and mismatched calls are errors, as with the other transports. A rank that is stopped once MPI has
+    /// the ranks' buffers aborts the whole job.
     Mpi,
-    /// As [`Mpi`](Medium::Mpi), by calls that block in MPI: as fast as MPI itself. A rank that waits longer than its deadline
-    /// ends the whole job, and ranks that disagree are not told so.
+    /// As [`Mpi`](Medium::Mpi), but with blocking MPI calls: as fast as MPI itself. A rank that waits longer than its
+    /// deadline aborts the whole job, and mismatched calls are not reported.
     MpiBlocking,
 }
 
 impl Medium {
-    /// Every medium.
+    /// All variants.
     pub const ALL: [Medium; 5] = [Medium::Auto, Medium::Tcp, Medium::Shm, Medium::Mpi, Medium::MpiBlocking];
 
-    /// Whether MPI carries the operations, and says who the ranks are.
+    /// Whether MPI carries the operations and assigns the ranks.
     pub(crate) fn is_mpi(self) -> bool {
         matches!(self, Medium::Mpi | Medium::MpiBlocking)
     }
 }
 
-/// As in `BONFIRE_TRANSPORT`.
+/// The spelling of `BONFIRE_TRANSPORT`.
 impl fmt::Display for Medium {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
@@ -128,10 +129,10 @@ impl Default for Settings {
             host: None,
             interface: None,
             source: Source::default(),
-            timeout: TIMEOUT,
-            silence: SILENCE,
+            timeout: DEFAULT_TIMEOUT,
+            silence: DEFAULT_SILENCE,
             medium: Medium::default(),
-            connections: CONNECTIONS,
+            connections: DEFAULT_CONNECTIONS,
             algorithms: String::new(),
             machine: None,
             mesh: neighbours::MESH,
@@ -140,11 +141,11 @@ impl Default for Settings {
     }
 }
 
-/// Whether this program can share memory with other processes at all.
-const SHARES: bool = cfg!(all(feature = "shm", target_os = "linux"));
+/// Whether this build can share memory with other processes.
+const SHM_SUPPORTED: bool = cfg!(all(feature = "shm", target_os = "linux"));
 
 impl Settings {
-    /// Refuses what can never work.
+    /// Rejects settings that can never work.
     pub fn check(&self) -> Result<(), Error> {
         self.complete()?;
         let Settings { rank, world_size, address, .. } = self;
@@ -175,10 +176,10 @@ impl Settings {
         }
         if self.silence < Silence::LEAST {
             let (given, least) = (self.silence, Silence::LEAST);
-            let reason = format!("{given:?} of silence: give {least:?} or more, since ranks speak once a second");
+            let reason = format!("a silence of {given:?}: give {least:?} or more, since heartbeats come once a second");
             return Err(Error::argument("connect", reason));
         }
-        if self.medium == Medium::Shm && !SHARES {
+        if self.medium == Medium::Shm && !SHM_SUPPORTED {
             let reason = "shared memory between processes needs Linux and Bonfire's feature `shm`: set \
                           BONFIRE_TRANSPORT or Builder::transport to auto or tcp";
             return Err(Error::Config(reason.into()));
@@ -186,12 +187,12 @@ impl Settings {
         Ok(())
     }
 
-    /// What this rank can have.
-    fn wanted(&self) -> Medium {
-        if SHARES { self.medium } else { Medium::Tcp }
+    /// Returns the medium that this rank asks for.
+    fn requested_medium(&self) -> Medium {
+        if SHM_SUPPORTED { self.medium } else { Medium::Tcp }
     }
 
-    /// A rendezvous error of this rank.
+    /// Returns a rendezvous error of this rank.
     fn failed(&self, start: Instant, reason: impl Into<String>) -> Error {
         Error::Rendezvous {
             rank: self.rank,
@@ -202,9 +203,9 @@ impl Settings {
     }
 }
 
-/// What a rank says when its connection to `rank` has ended.
-fn gone(rank: usize, e: io::Error) -> String {
-    format!("rank {rank} went away ({e}); look at its own output")
+/// Returns the reason to report when the connection to `rank` has ended.
+fn connection_ended(rank: usize, e: io::Error) -> String {
+    format!("the connection to rank {rank} ended ({e}); look at the output of that rank")
 }
 
 fn well_formed(address: &str) -> bool {
@@ -213,24 +214,24 @@ fn well_formed(address: &str) -> bool {
     !host.is_empty() && (bracketed || !host.contains(':')) && port.parse::<u16>().is_ok_and(|port| port != 0)
 }
 
-/// Connects to all ranks; blocks until they are there. The settings were checked.
+/// Connects to the other ranks of the group and blocks until all are connected. The caller has checked the settings.
 pub(crate) fn connect(settings: &Settings) -> Result<Base, Error> {
     if settings.medium.is_mpi() {
-        return by_mpi(settings);
+        return connect_by_mpi(settings);
     }
     let start = Instant::now();
     let runtime = control_runtime()?;
-    let ends = runtime.block_on(async {
+    let connected = runtime.block_on(async {
         let (joined, mesh) = join::join(settings, start).await?;
-        Ends::share(Settings { mesh, ..settings.clone() }, start, joined).await
+        Connected::share(Settings { mesh, ..settings.clone() }, start, joined).await
     })?;
     let silence = Silence { first: settings.timeout, later: settings.silence };
-    assemble(runtime, ends, silence, Vec::new())
+    start_group(runtime, connected, silence, Vec::new())
 }
 
-/// A group of all processes of the MPI job.
+/// Returns a group of all processes of the MPI job.
 #[cfg(feature = "mpi")]
-fn by_mpi(settings: &Settings) -> Result<Base, Error> {
+fn connect_by_mpi(settings: &Settings) -> Result<Base, Error> {
     crate::transport::mpi::connect(&crate::transport::mpi::Terms {
         blocking: settings.medium == Medium::MpiBlocking,
         algorithms: &settings.algorithms,
@@ -239,7 +240,7 @@ fn by_mpi(settings: &Settings) -> Result<Base, Error> {
 }
 
 #[cfg(not(feature = "mpi"))]
-fn by_mpi(settings: &Settings) -> Result<Base, Error> {
+fn connect_by_mpi(settings: &Settings) -> Result<Base, Error> {
     let reason = format!(
         "the transport '{}' needs Bonfire's feature `mpi`, which this program was built without: build it with the \
          feature, or set BONFIRE_TRANSPORT or Builder::transport to auto",
@@ -248,7 +249,7 @@ fn by_mpi(settings: &Settings) -> Result<Base, Error> {
     Err(Error::Config(reason))
 }
 
-/// What moves the words between ranks.
+/// Creates the runtime that drives the control connections.
 fn control_runtime() -> Result<Runtime, Error> {
     tokio::runtime::Builder::new_current_thread()
         .enable_all()
@@ -256,37 +257,37 @@ fn control_runtime() -> Result<Runtime, Error> {
         .map_err(|e| Error::io("starting the control runtime", e))
 }
 
-/// A rank's end of a group before anything moves on it.
-struct Ends {
+/// This rank's connections in a group, before anything is served on them.
+struct Connected {
     settings: Settings,
     joined: Joined,
     #[cfg(all(feature = "shm", target_os = "linux"))]
     shared: Option<memory::Shared>,
 }
 
-impl Ends {
-    /// Finds out who shares memory.
+impl Connected {
+    /// Finds out which ranks share memory.
     #[cfg(all(feature = "shm", target_os = "linux"))]
-    async fn share(settings: Settings, start: Instant, mut joined: Joined) -> Result<Ends, Error> {
+    async fn share(settings: Settings, start: Instant, mut joined: Joined) -> Result<Connected, Error> {
         let shared = memory::agree(&settings, start, &mut joined).await?;
-        Ok(Ends { settings, joined, shared })
+        Ok(Connected { settings, joined, shared })
     }
 
     #[cfg(not(all(feature = "shm", target_os = "linux")))]
-    async fn share(settings: Settings, _start: Instant, joined: Joined) -> Result<Ends, Error> {
-        Ok(Ends { settings, joined })
+    async fn share(settings: Settings, _start: Instant, joined: Joined) -> Result<Connected, Error> {
+        Ok(Connected { settings, joined })
     }
 }
 
-/// Begins to serve the connections; see [`Processes`] for what is `kept`.
-fn assemble(runtime: Runtime, ends: Ends, silence: Silence, kept: Vec<Kept>) -> Result<Base, Error> {
-    let Ends { settings, joined: Joined { mesh, medium, hosts }, .. } = ends;
+/// Starts serving the connections. See [`ProcessGroup`] for `held`.
+fn start_group(runtime: Runtime, connected: Connected, silence: Silence, held: Vec<HeldOpen>) -> Result<Base, Error> {
+    let Connected { settings, joined: Joined { mesh, medium, hosts }, .. } = connected;
     let tcp = Arc::new(Tcp::start(runtime, mesh, settings.connections, silence)?);
     #[cfg(all(feature = "shm", target_os = "linux"))]
-    let near = ends.shared.map_or(Near::Nobody, |shared| shared.near(&tcp));
+    let near = connected.shared.map_or(Near::Nobody, |shared| shared.engine(&tcp));
     #[cfg(not(all(feature = "shm", target_os = "linux")))]
     let near = Near::Nobody;
     let session = Some(tcp.session());
-    let regroup = Processes { settings, medium, hosts, tcp: tcp.clone(), kept };
+    let regroup = ProcessGroup { settings, medium, hosts, tcp: tcp.clone(), held };
     Ok(Base { transport: tcp, near, session, regroup: Some(Arc::new(regroup)) })
 }

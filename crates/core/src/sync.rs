@@ -1,7 +1,7 @@
-//! What threads hand each other things with, and how they wait.
+//! Synchronization primitives, and how threads wait.
 //!
-//! Under `cfg(bonfire_loom)` the primitives are loom's: the models in `tests/loom/` try the orders in which threads can see
-//! each other's steps. So a mutex that is locked with [`lock`] is one from here, also where no model comes.
+//! Under `cfg(bonfire_loom)` the primitives are loom's: the models in `tests/loom/` explore the orders in which threads
+//! can observe each other's steps. A mutex for [`lock`] must therefore be the one from here, even if no model uses it.
 
 #[cfg_attr(bonfire_loom, path = "../tests/loom/primitives.rs")]
 mod primitives;

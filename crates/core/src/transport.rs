@@ -1,8 +1,8 @@
-//! The two seams below a group.
+//! The two interfaces below a group, and their implementations.
 //!
-//! A [`Transport`] moves bytes between two ranks; plans run every operation on it. [`Collectives`] runs a whole
-//! operation at once, where ranks reach each other's memory or an engine brings its own. A group asks for the second
-//! first.
+//! A [`Transport`] moves bytes between two ranks; plans run every operation on it. A [`Collectives`] engine runs a
+//! whole operation at once, where ranks access each other's memory or a library has its own operations. A group tries
+//! the engine first.
 
 mod direct;
 #[cfg(all(feature = "shm", target_os = "linux"))]
@@ -31,24 +31,24 @@ pub(crate) use self::seams::{Buffers, Collectives, Storage};
 #[cfg(not(bonfire_loom))]
 use crate::reduce;
 
-/// What ranks reach each other by besides messages.
+/// The engine of a group, which runs operations without plans or in part without them.
 pub(crate) enum Near {
-    /// Nothing.
+    /// No engine: plans run all operations.
     Nobody,
-    /// All ranks reach each other's memory, or share some: this runs whole operations.
+    /// One engine for all ranks, which runs whole operations.
     Everybody(std::sync::Arc<dyn Collectives>),
-    /// The ranks of a host share memory. Plans run operations, in it and between the hosts.
+    /// The ranks of each host share memory. Operations run there, and as plans between the hosts.
     #[cfg(all(feature = "shm", target_os = "linux"))]
     Hosts(hosts::Hosts),
 }
 
 impl Near {
-    /// Whether there is a way of the transport's own.
+    /// Whether there is an engine, for all ranks or per host.
     pub fn is_somebody(&self) -> bool {
         !matches!(self, Near::Nobody)
     }
 
-    /// As [`Collectives::allocate`].
+    /// See [`Collectives::allocate`]. `None` without one engine for all ranks.
     pub fn allocate(&self, bytes: usize) -> Option<std::io::Result<Box<dyn Storage>>> {
         match self {
             Near::Everybody(engine) => engine.allocate(bytes),

@@ -1,4 +1,4 @@
-//! What all levels speak of: element types and reductions, calls, errors, and the split of a buffer among ranks.
+//! Types that all levels share: element types and reductions, calls, errors, and the partition of a buffer among ranks.
 
 mod call;
 mod dtype;

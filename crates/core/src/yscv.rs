@@ -1,30 +1,31 @@
-//! A star of ranks on the wire of yscv's `TcpTransport`, with which peers in other languages can speak.
+//! A star of ranks on the wire protocol of yscv's `TcpTransport`, which peers in other languages can speak.
 //!
-//! Rank 0, the coordinator, listens; every other rank, a worker, has one connection, to it. It is for programs that know
-//! this wire. Between ranks that are all Bonfire a [`Group`](crate::Group) is faster, proves who takes part, knows more
-//! operations and types, and tells everybody of a failure.
+//! Rank 0, the coordinator, listens. Every other rank, a worker, has one connection: to the coordinator. Use it to talk
+//! to programs that know this wire. If all ranks are Bonfire's, a [`Group`](crate::Group) is faster, authenticates its
+//! ranks, has more operations and types, and reports a failure to all ranks.
 //!
 //! # On the wire
 //! All numbers are little endian.
 //!
-//! | who | when | bytes |
+//! | sender | when | bytes |
 //! |---|---|---|
-//! | a worker | once, as soon as it is connected | its rank as u32, from 1 on |
+//! | a worker | once, as soon as it is connected | its rank as u32, from 1 |
 //! | both | each message | the number of values as u32, then the values as f32 |
 //!
 //! In an `allreduce_sum` a worker sends its values and then reads as many: the sums. The coordinator reads those of all
 //! workers, adds them up in the order of ranks, beginning with its own, and then sends the sums to each.
 //!
-//! # Who can take part
-//! **Anybody who reaches the coordinator's port**: nothing on this wire proves who a peer is, encrypts, or protects from
-//! change. So a coordinator listens on loopback only, where every user of the machine can reach it, unless its caller gives
-//! another address in figures (`10.0.0.1:29500`, `0.0.0.0:29500`) or a listener.
+//! # Security
+//! **Every process that reaches the coordinator's port can take part**: nothing on this wire authenticates a peer,
+//! encrypts, or protects from modification. A coordinator therefore listens on loopback only, where every user of the
+//! machine can reach it, unless its caller gives another numeric address (`10.0.0.1:29500`, `0.0.0.0:29500`) or a
+//! listener.
 //!
 //! # Failures
-//! Every call ends by its deadline, 300 s unless set, and the rendezvous by its time-out, 120 s unless set. A
-//! message that broke makes its connection useless: it is closed, and every later call on it gives the error that was the
-//! first. An `allreduce_sum` that fails closes all connections of its rank, and so fails on the others, because the
-//! wire has no word for it.
+//! Every call ends by its deadline, 300 s unless set, and the rendezvous by its timeout, 120 s unless set. A message
+//! that breaks makes its connection useless: the connection is closed, and every later call on it returns that first
+//! error. An `allreduce_sum` that fails closes all connections of its rank, and so fails on the other ranks, because
+//! the wire has no message for it.
 
 mod link;
 mod message;
@@ -35,23 +36,24 @@ use std::net::TcpListener;
 use std::time::Duration;
 
 use self::link::{Failure, Link, Turn, late};
-use self::rendezvous::{Place, Rendezvous, split};
+use self::rendezvous::{Listen, Rendezvous, split};
 use crate::sync::{AtomicU64, Deadline, Ordering};
 use crate::types::{Call, DType, Error, Operation, ReduceOp};
 
-/// How many ranks a star can have: more than a process has connections, and few enough to name those that are missing.
+/// The largest world size: more than a process has connections, and few enough to name the missing ones in an error.
 const MOST_RANKS: usize = 1 << 16;
 
-/// One rank of a star on the wire of yscv's `TcpTransport`: a u32 of rank after connecting, then messages of a u32 count and
-/// so many f32, all little endian.
+/// One rank of a star on the wire of yscv's `TcpTransport`: a u32 of rank after connecting, then messages of a u32
+/// count and as many f32, all little endian.
 ///
-/// **Anybody who reaches the coordinator's port can take part**, since the wire has no authentication: so it is on loopback
-/// unless another address is given in figures. Between ranks that are all Bonfire use a [`Group`](crate::Group).
+/// **Every process that reaches the coordinator's port can take part**, since the wire has no authentication: it is on
+/// loopback unless another numeric address is given. If all ranks are Bonfire's, use a [`Group`](crate::Group).
 ///
-/// Peers are counted from 0: on the coordinator peer `i` is rank `i + 1`, and a worker's only peer is 0, the coordinator. All
-/// methods may be called from several threads at once; a send and a receive do not wait for each other. An error of a
-/// message, other than a refused argument and a time-out before its first byte, ends its connection, and later calls on it
-/// repeat that error; an error of [`allreduce_sum`](Self::allreduce_sum) ends all of this rank's connections.
+/// Peers are counted from 0: on the coordinator peer `i` is rank `i + 1`, and a worker's only peer is 0, the
+/// coordinator. All methods may be called from several threads at once; a send and a receive do not wait for each
+/// other. An error of a message, other than a rejected argument or a timeout before its first byte, closes its
+/// connection, and later calls on it return the same error. An error of [`allreduce_sum`](Self::allreduce_sum) closes
+/// all of this rank's connections.
 ///
 /// ```
 /// let (coordinator, worker) = bonfire_core::yscv::loopback_pair()?;
@@ -65,12 +67,12 @@ const MOST_RANKS: usize = 1 << 16;
 pub struct TcpTransport {
     rank: usize,
     world_size: usize,
-    /// To the workers, in the order of ranks, or to the coordinator.
+    /// The connections to the workers, in the order of ranks, or to the coordinator.
     links: Vec<Link>,
     settings: TcpTransportBuilder,
-    /// Sums of two threads must not mix.
-    summing: Turn,
-    /// How many sums there were.
+    /// Held during a sum, so that sums of two threads do not mix.
+    sum_turn: Turn,
+    /// The number of sums so far.
     sums: AtomicU64,
 }
 
@@ -79,7 +81,7 @@ pub struct TcpTransport {
 pub struct TcpTransportBuilder {
     rendezvous_timeout: Duration,
     deadline: Duration,
-    largest: usize,
+    largest_message: usize,
 }
 
 impl Default for TcpTransportBuilder {
@@ -87,56 +89,56 @@ impl Default for TcpTransportBuilder {
         TcpTransportBuilder {
             rendezvous_timeout: Duration::from_secs(120),
             deadline: Duration::from_secs(300),
-            largest: 1 << 28,
+            largest_message: 1 << 28,
         }
     }
 }
 
 impl TcpTransportBuilder {
-    /// How long the ranks may take to find each other: 120 s unless set.
+    /// Time limit of the rendezvous: 120 s unless set.
     pub fn rendezvous_timeout(mut self, timeout: Duration) -> Self {
         self.rendezvous_timeout = timeout;
         self
     }
 
-    /// How long a call may take, from its first byte to its last: 300 s unless set.
+    /// Time limit of a call, from its first byte to its last: 300 s unless set.
     pub fn deadline(mut self, deadline: Duration) -> Self {
         self.deadline = deadline;
         self
     }
 
-    /// How many values [`TcpTransport::recv`] takes in a message: 2^28, which are 1 GiB, unless set. The peer says how many
-    /// they are; memory is only taken as they arrive.
+    /// The largest message, in values, that [`TcpTransport::recv`] accepts: 2^28, which are 1 GiB, unless set. The peer
+    /// sends the count first; memory is only allocated as values arrive.
     pub fn largest_message(mut self, values: usize) -> Self {
-        self.largest = values;
+        self.largest_message = values;
         self
     }
 
     /// As [`TcpTransport::coordinator`].
     ///
     /// # Errors
-    /// As [`TcpTransport::coordinator`].
+    /// See [`TcpTransport::coordinator`].
     pub fn coordinator(self, bind_addr: &str, world_size: usize) -> Result<TcpTransport, Error> {
         let (host, port) = split("coordinator", bind_addr)?;
-        self.gather(Place::At(host, port), bind_addr.into(), world_size)
+        self.gather(Listen::At(host, port), bind_addr.into(), world_size)
     }
 
-    /// As [`TcpTransport::coordinator`], on a listener of the caller's, who so knows its port before the workers come.
+    /// As [`TcpTransport::coordinator`], on the caller's listener, whose port the caller knows before workers connect.
     ///
     /// # Errors
-    /// As [`TcpTransport::coordinator`].
+    /// See [`TcpTransport::coordinator`].
     pub fn coordinator_on(self, listener: TcpListener, world_size: usize) -> Result<TcpTransport, Error> {
         let address = listener.local_addr().map_err(|e| Error::io("coordinator", e))?.to_string();
-        self.gather(Place::Open(listener), address, world_size)
+        self.gather(Listen::On(listener), address, world_size)
     }
 
-    fn gather(self, place: Place, address: String, world_size: usize) -> Result<TcpTransport, Error> {
+    fn gather(self, listen: Listen, address: String, world_size: usize) -> Result<TcpTransport, Error> {
         if !(1..=MOST_RANKS).contains(&world_size) {
             let reason = format!("a world of {world_size} ranks: give 1 to {MOST_RANKS}, the coordinator included");
             return Err(Error::argument("coordinator", reason));
         }
         let rendezvous = Rendezvous { rank: 0, address, deadline: Deadline::after(self.rendezvous_timeout) };
-        let workers = rendezvous.gather(place, world_size)?;
+        let workers = rendezvous.gather(listen, world_size)?;
         let links = (1..).zip(workers).map(|(rank, stream)| Link::new(rank, stream)).collect();
         Ok(TcpTransport::new(0, world_size, links, self))
     }
@@ -144,16 +146,16 @@ impl TcpTransportBuilder {
     /// As [`TcpTransport::worker`].
     ///
     /// # Errors
-    /// As [`TcpTransport::worker`].
+    /// See [`TcpTransport::worker`].
     pub fn worker(self, coordinator_addr: &str, rank: usize) -> Result<TcpTransport, Error> {
-        // The least that there can be.
+        // The smallest possible world size.
         self.dial(coordinator_addr, rank, rank.saturating_add(1))
     }
 
-    /// As [`TcpTransport::worker`], for one who knows how many ranks there are, the coordinator included.
+    /// As [`TcpTransport::worker`], with a known world size, the coordinator included.
     ///
     /// # Errors
-    /// As [`TcpTransport::worker`], also where there is no such rank among so many.
+    /// See [`TcpTransport::worker`]; also [`Error::InvalidArgument`] for a rank outside the world size.
     pub fn worker_of(self, coordinator_addr: &str, rank: usize, world_size: usize) -> Result<TcpTransport, Error> {
         self.dial(coordinator_addr, rank, world_size)
     }
@@ -161,12 +163,12 @@ impl TcpTransportBuilder {
     fn dial(self, address: &str, rank: usize, world_size: usize) -> Result<TcpTransport, Error> {
         if rank == 0 || rank >= world_size.min(MOST_RANKS) {
             let most = world_size.clamp(2, MOST_RANKS) - 1;
-            let reason = format!("rank {rank} is no worker's: they are 1 to {most}, and 0 is the coordinator");
+            let reason = format!("rank {rank} is not a worker: workers are 1 to {most}, and 0 is the coordinator");
             return Err(Error::argument("worker", reason));
         }
         let (host, port) = split("worker", address)?;
         if port == 0 {
-            return Err(Error::argument("worker", "port 0 is nobody's: give the one at which the coordinator listens"));
+            return Err(Error::argument("worker", "port 0 cannot be dialled: give the coordinator's port"));
         }
         let deadline = Deadline::after(self.rendezvous_timeout);
         let stream = Rendezvous { rank, address: address.into(), deadline }.dial(&host, port)?;
@@ -175,38 +177,39 @@ impl TcpTransportBuilder {
 }
 
 impl TcpTransport {
-    /// Settings, where those by default will not do.
+    /// Returns a builder for settings other than the defaults.
     pub fn builder() -> TcpTransportBuilder {
         TcpTransportBuilder::default()
     }
 
-    /// Rank 0: listens at `bind_addr`, and blocks until `world_size - 1` workers have come.
+    /// Rank 0: listens at `bind_addr` and blocks until `world_size - 1` workers have connected.
     ///
-    /// `bind_addr` is `host:port` or `[v6]:port`; a port alone is one of `127.0.0.1`, and a name must lead to loopback.
-    /// Connections that do not say the rank of a worker that is still missing are closed and logged; they neither end
-    /// the rendezvous nor hold up others.
+    /// `bind_addr` is `host:port` or `[v6]:port`. A port alone means `127.0.0.1`, and a name must resolve to loopback.
+    /// Connections that do not send the rank of a missing worker are closed and logged; they neither end the rendezvous
+    /// nor hold up other connections.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for a malformed address, a name that is not loopback, or a world that cannot be;
-    /// [`Error::Rendezvous`] where the address cannot be listened at, or workers did not come in time: it names them, and
-    /// says how many connections were turned away.
+    /// [`Error::InvalidArgument`] for a malformed address, a name that is not loopback, or an impossible world size;
+    /// [`Error::Rendezvous`] if listening at the address fails, or workers are missing after the timeout: it names
+    /// them, and says how many connections were turned away.
     pub fn coordinator(bind_addr: &str, world_size: usize) -> Result<TcpTransport, Error> {
         Self::builder().coordinator(bind_addr, world_size)
     }
 
-    /// Any other rank: dials the coordinator until it answers, and says its `rank`.
+    /// Any other rank: dials the coordinator until it answers, and sends its `rank`.
     ///
-    /// Nothing on the wire answers that: a rank that is turned away, because another one has it or there are not so many,
-    /// learns it from its first message, which fails.
+    /// The wire has no answer to that. A rank that is turned away, because it is taken or outside the world size,
+    /// learns this from its first message, which fails.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for rank 0 or a malformed address, [`Error::Rendezvous`] where nobody answered in time.
+    /// [`Error::InvalidArgument`] for rank 0 or a malformed address, [`Error::Rendezvous`] if the coordinator did not
+    /// answer in time.
     pub fn worker(coordinator_addr: &str, rank: usize) -> Result<TcpTransport, Error> {
         Self::builder().worker(coordinator_addr, rank)
     }
 
     fn new(rank: usize, world_size: usize, links: Vec<Link>, settings: TcpTransportBuilder) -> TcpTransport {
-        TcpTransport { rank, world_size, links, settings, summing: Turn::default(), sums: AtomicU64::new(0) }
+        TcpTransport { rank, world_size, links, settings, sum_turn: Turn::default(), sums: AtomicU64::new(0) }
     }
 
     /// This rank; 0 is the coordinator.
@@ -214,19 +217,19 @@ impl TcpTransport {
         self.rank
     }
 
-    /// The number of ranks, on the coordinator and on a worker that [was told](TcpTransportBuilder::worker_of). The wire
-    /// does not say it, so another worker gives the least that there can be: its rank and one. An
-    /// [`allreduce_sum`](Self::allreduce_sum) of a single 1 on every rank gives the number itself.
+    /// The number of ranks, on the coordinator and on a worker that [was told](TcpTransportBuilder::worker_of). The
+    /// wire does not carry it, so on another worker it is the smallest possible number: its rank plus one. An
+    /// [`allreduce_sum`](Self::allreduce_sum) of a single 1 on every rank returns the number itself.
     pub fn world_size(&self) -> usize {
         self.world_size
     }
 
-    /// Sends a message to a peer. It returns when the system has the bytes, which does not mean that the peer has them.
-    /// Two ends that send each other more than the system keeps must receive on another thread meanwhile.
+    /// Sends a message to a peer. Returns when the system has the bytes, which does not mean that the peer has them.
+    /// Two ends that send each other more than the system buffers must receive on another thread meanwhile.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for a peer that is none or more values than 32 bits can count, [`Error::Io`] where the
-    /// deadline passed or the connection broke, now or before.
+    /// [`Error::InvalidArgument`] for an unknown peer or more values than 32 bits can count, [`Error::Io`] if the
+    /// deadline passed or the connection broke, now or earlier.
     pub fn send(&self, peer: usize, data: &[f32]) -> Result<(), Error> {
         let (count, link) = (counted("send", data)?, self.peer("send", peer)?);
         link.send(&format!("send of rank {}", self.rank), &Deadline::after(self.settings.deadline), |stream| {
@@ -234,28 +237,27 @@ impl TcpTransport {
         })
     }
 
-    /// Receives a peer's next message. Where the deadline passes before its first byte, it may still be received later.
+    /// Receives a peer's next message. If the deadline passes before its first byte, it can still be received later.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for a peer that is none, [`Error::Io`] where the deadline passed, the message is
-    /// [too long](TcpTransportBuilder::largest_message), or the connection broke, now or before.
+    /// [`Error::InvalidArgument`] for an unknown peer, [`Error::Io`] if the deadline passed, the message is [too
+    /// long](TcpTransportBuilder::largest_message), or the connection broke, now or earlier.
     pub fn recv(&self, peer: usize) -> Result<Vec<f32>, Error> {
         let link = self.peer("recv", peer)?;
         link.receive(&format!("recv of rank {}", self.rank), &Deadline::after(self.settings.deadline), |stream| {
-            Ok(message::read(stream, self.settings.largest)?)
+            Ok(message::read(stream, self.settings.largest_message)?)
         })
     }
 
-    /// Replaces `data` on every rank by the sums over all ranks, which have the same bits everywhere: the coordinator adds
-    /// in the order of ranks. All must call it, with the same length. A rank alone keeps what it has.
+    /// Replaces `data` on every rank by the sums over all ranks, which are bit-identical on all ranks: the coordinator
+    /// adds in the order of ranks. All ranks must call it, with the same length. A rank alone keeps its data.
     ///
-    /// After an error `data` is as it was, and this rank's connections are closed, unless it was an argument that was
-    /// refused or another thread's sum that took too long. A rank may have its sums before another one fails: then its
-    /// next call does.
+    /// After an error `data` is unchanged, and this rank's connections are closed, unless an argument was rejected or
+    /// another thread's sum took too long. A rank may have its sums before another fails: then its next call fails.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for more values than 32 bits can count, [`Error::Mismatch`] where this rank has seen
-    /// that another one has another length, [`Error::Io`] where the deadline passed or a connection broke, now or before.
+    /// [`Error::InvalidArgument`] for more values than 32 bits can count, [`Error::Mismatch`] if this rank has seen
+    /// another length on another rank, [`Error::Io`] if the deadline passed or a connection broke, now or earlier.
     pub fn allreduce_sum(&self, data: &mut [f32]) -> Result<(), Error> {
         let count = counted("allreduce_sum", data)?;
         if self.links.is_empty() {
@@ -263,10 +265,10 @@ impl TcpTransport {
         }
         let operation = format!("allreduce_sum(f32 x {count}) of rank {}", self.rank);
         let deadline = Deadline::after(self.settings.deadline);
-        let _turn = self.summing.take(&deadline).ok_or_else(|| late(&operation, &deadline))?;
+        let _turn = self.sum_turn.take(&deadline).ok_or_else(|| late(&operation, &deadline))?;
         let sequence = self.sums.fetch_add(1, Ordering::Relaxed);
         let sums = self.sum(data, (&operation, count, sequence), &deadline).inspect_err(|error| {
-            // What the others would still wait for does not come.
+            // Other ranks may still wait for data that this rank will not send.
             self.links.iter().for_each(|link| drop(link.close(error.clone())));
         })?;
         data.copy_from_slice(&sums);
@@ -280,7 +282,7 @@ impl TcpTransport {
         deadline: &Deadline,
     ) -> Result<Vec<f32>, Error> {
         let mut sums = data.to_vec();
-        // Nobody may wait for the turn of one that is known to be lost.
+        // If a connection is known to be broken, the sum fails before this rank waits for any other rank.
         self.links.iter().try_for_each(|link| link.sound().map(drop))?;
         let send = |link: &Link, data: &[f32]| {
             link.send(operation, deadline, |stream| Ok(message::write(stream, count, data)?))
@@ -294,7 +296,7 @@ impl TcpTransport {
                 if theirs != data.len() {
                     return Err(Failure::Known(self.mismatch(sequence, data.len(), (peer, theirs))));
                 }
-                // A worker is sent what all have together.
+                // The coordinator sends a worker the sums.
                 let take = if self.rank == 0 { message::add } else { message::fill };
                 Ok(take(stream, &mut sums)?)
             })?;
@@ -319,7 +321,7 @@ impl TcpTransport {
     fn peer(&self, operation: &str, peer: usize) -> Result<&Link, Error> {
         self.links.get(peer).ok_or_else(|| {
             let (rank, peers) = (self.rank, self.links.len());
-            let reason = format!("rank {rank} has {peers} peers, counted from 0, and {peer} is none of them");
+            let reason = format!("rank {rank} has {peers} peers, counted from 0, and no peer {peer}");
             Error::argument(operation, reason)
         })
     }
@@ -334,15 +336,15 @@ impl fmt::Debug for TcpTransport {
     }
 }
 
-/// A coordinator and its worker in one process, on a port of loopback that was free: for tests.
+/// Returns a coordinator and its worker in one process, on a free loopback port: for tests.
 ///
 /// # Errors
-/// As [`TcpTransport::coordinator`] and [`TcpTransport::worker`].
+/// See [`TcpTransport::coordinator`] and [`TcpTransport::worker`].
 pub fn loopback_pair() -> Result<(TcpTransport, TcpTransport), Error> {
     let wrong = |e| Error::io("loopback_pair", e);
     let listener = TcpListener::bind("127.0.0.1:0").map_err(wrong)?;
     let address = listener.local_addr().map_err(wrong)?.to_string();
-    // A worker is connected as soon as somebody listens.
+    // A worker can connect before the coordinator accepts: the listener exists already.
     let worker = TcpTransport::builder().worker_of(&address, 1, 2)?;
     Ok((TcpTransport::builder().coordinator_on(listener, 2)?, worker))
 }

@@ -1,4 +1,4 @@
-//! Once warm, operations take no memory from the allocator, on any thread of any rank.
+//! After warm-up, operations allocate no memory on any thread of any rank.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -7,27 +7,27 @@ use bonfire_core::{Element, Group, ReduceOp};
 use bonfire_testing::{Kind, run_ranks};
 use half::{bf16, f16};
 
-/// The system's allocator, with a count of what is asked of it.
+/// The system allocator with a counter of allocations.
 struct Counting;
 
 static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
 
-// SAFETY: everything is passed on to the system's allocator as it came.
+// SAFETY: every call is forwarded unchanged to the system allocator.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
-        // SAFETY: as the caller vouches for.
+        // SAFETY: the caller upholds the contract of this method, which is that of the system allocator.
         unsafe { System.alloc(layout) }
     }
 
     unsafe fn realloc(&self, old: *mut u8, layout: Layout, size: usize) -> *mut u8 {
         ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
-        // SAFETY: as the caller vouches for.
+        // SAFETY: the caller upholds the contract of this method, which is that of the system allocator.
         unsafe { System.realloc(old, layout, size) }
     }
 
     unsafe fn dealloc(&self, old: *mut u8, layout: Layout) {
-        // SAFETY: as the caller vouches for.
+        // SAFETY: the caller upholds the contract of this method, which is that of the system allocator.
         unsafe { System.dealloc(old, layout) }
     }
 }
@@ -37,16 +37,16 @@ static ALLOCATOR: Counting = Counting;
 
 const CALLS: usize = 300;
 
-/// Allocations of all threads while every rank calls `act` a few hundred times, as rank 0 sees them, in each of some rounds.
+/// Allocations of all threads while every rank calls `act` [`CALLS`] times, as rank 0 counts them, by round.
 ///
-/// A rank that waits for a fifth of a second over TCP asks the others what they do, which allocates a few times. That may
-/// happen on a busy machine, but not in every round.
+/// A rank that waits over TCP for a fifth of a second asks its peers what they are doing, which allocates a few times.
+/// That may happen on a busy machine, but not in every round.
 fn allocations(group: &Group, mut act: impl FnMut(&Group)) -> [u64; 5] {
     act(group);
     std::array::from_fn(|_| {
         group.barrier().unwrap();
         let before = ALLOCATIONS.load(Ordering::Relaxed);
-        // Nobody begins before rank 0 has looked, and nobody goes on before it has looked again.
+        // No rank starts before rank 0 has read the counter, and none continues before it has read it again.
         group.barrier().unwrap();
         (0..CALLS).for_each(|_| act(group));
         group.barrier().unwrap();
@@ -58,7 +58,7 @@ fn allocations(group: &Group, mut act: impl FnMut(&Group)) -> [u64; 5] {
     })
 }
 
-fn none(kind: Kind, what: &str, group: &Group, act: impl FnMut(&Group)) {
+fn assert_none(kind: Kind, what: &str, group: &Group, act: impl FnMut(&Group)) {
     let rounds = allocations(group, act);
     let few = rounds.iter().all(|count| *count < CALLS as u64 / 4);
     assert!(few && rounds.contains(&0), "{what} of {} ranks, {kind:?}: {rounds:?}", group.world_size());
@@ -66,10 +66,10 @@ fn none(kind: Kind, what: &str, group: &Group, act: impl FnMut(&Group)) {
 
 fn all_reduce<T: Element>(kind: Kind, group: &Group, len: usize, op: ReduceOp) {
     let (input, mut data) = (vec![T::zeroed(); len], vec![T::zeroed(); len]);
-    none(kind, &format!("all_reduce of {} x {len}, {op}", T::DTYPE), group, |group| {
+    assert_none(kind, &format!("all_reduce of {} x {len}, {op}", T::DTYPE), group, |group| {
         group.all_reduce(&mut data, op).unwrap();
     });
-    none(kind, &format!("all_reduce_into of {} x {len}, {op}", T::DTYPE), group, |group| {
+    assert_none(kind, &format!("all_reduce_into of {} x {len}, {op}", T::DTYPE), group, |group| {
         group.all_reduce_into(&input, &mut data, op).unwrap();
     });
 }
@@ -84,26 +84,26 @@ fn every_operation(kind: Kind, group: &Group) {
     all_reduce::<i32>(kind, group, 5000, ReduceOp::Mean);
     let mut data = vec![0f32; 3000];
     let own = bonfire_core::partition(3000, group.world_size(), group.rank());
-    none(kind, "barrier", group, |group| group.barrier().unwrap());
-    none(kind, "broadcast", group, |group| group.broadcast(&mut data, 1).unwrap());
-    none(kind, "reduce", group, |group| group.reduce(&mut data, ReduceOp::Sum, 1).unwrap());
-    none(kind, "all_gather", group, |group| group.all_gather(&mut data).unwrap());
-    none(kind, "reduce_scatter", group, |group| group.reduce_scatter(&mut data, ReduceOp::Sum).unwrap());
-    none(kind, "all_to_all", group, |group| group.all_to_all(&mut data).unwrap());
+    assert_none(kind, "barrier", group, |group| group.barrier().unwrap());
+    assert_none(kind, "broadcast", group, |group| group.broadcast(&mut data, 1).unwrap());
+    assert_none(kind, "reduce", group, |group| group.reduce(&mut data, ReduceOp::Sum, 1).unwrap());
+    assert_none(kind, "all_gather", group, |group| group.all_gather(&mut data).unwrap());
+    assert_none(kind, "reduce_scatter", group, |group| group.reduce_scatter(&mut data, ReduceOp::Sum).unwrap());
+    assert_none(kind, "all_to_all", group, |group| group.all_to_all(&mut data).unwrap());
     let input = data.clone();
-    none(kind, "all_to_all_into", group, |group| group.all_to_all_into(&input, &mut data).unwrap());
+    assert_none(kind, "all_to_all_into", group, |group| group.all_to_all_into(&input, &mut data).unwrap());
     let mut part = vec![0f32; own.len()];
-    none(kind, "reduce_scatter_into", group, |group| {
+    assert_none(kind, "reduce_scatter_into", group, |group| {
         group.reduce_scatter_into(&data, &mut part, ReduceOp::Sum).unwrap();
     });
-    none(kind, "send and recv", group, |group| match group.rank() {
+    assert_none(kind, "send and recv", group, |group| match group.rank() {
         0 => group.send(&data, 1).unwrap(),
         1 => group.recv(&mut data, 0).unwrap(),
         _ => {}
     });
 }
 
-/// One test: the count is of the whole process.
+/// A single test, because the counter covers the whole process.
 #[test]
 fn warm_operations_allocate_nothing() {
     for kind in Kind::ALL {

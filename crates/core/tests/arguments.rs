@@ -1,5 +1,5 @@
-//! Arguments that cannot work are refused at once, on the rank that gave them, and the group goes on; values that are no
-//! ordinary numbers pass.
+//! Invalid arguments are rejected at once on the rank that passed them, and the group stays usable. NaN and infinities
+//! are valid elements.
 
 use std::time::Duration;
 
@@ -9,7 +9,7 @@ use half::{bf16, f16};
 
 type Act = fn(&Group) -> Result<(), Error>;
 
-/// On three ranks, from rank 1.
+/// Calls with an invalid argument, which rank 1 of three makes.
 const REFUSED: &[(&str, Act)] = &[
     ("root of reduce", |g| g.reduce(&mut [0f32; 2], ReduceOp::Sum, 3)),
     ("root of reduce_into", |g| g.reduce_into(&[0f32; 2], &mut [], ReduceOp::Sum, usize::MAX)),
@@ -40,28 +40,28 @@ const REFUSED: &[(&str, Act)] = &[
     ("output of gather_v", |g| g.gather_v_into(&[0f32; 2], &[1, 2, 0], &mut [0f32; 4], 1)),
     ("input of scatter_v", |g| g.scatter_v_into(&[0f32; 2], &[1, 2, 0], &mut [0f32; 2], 1)),
     ("scatter_v without the root's input", |g| g.scatter_v::<f32>(None, 1).map(drop)),
-    ("scatter_v with another's input", |g| g.scatter_v::<f32>(Some((&[], &[0, 0, 0])), 0).map(drop)),
+    ("scatter_v with input on another rank", |g| g.scatter_v::<f32>(Some((&[], &[0, 0, 0])), 0).map(drop)),
     ("sizes of scatter_v", |g| g.scatter_v::<f32>(Some((&[0.0], &[0, 0, 0])), 1).map(drop)),
     ("input of all_to_all_v", |g| g.all_to_all_v(&[0f32; 2], &[1, 1, 1]).map(drop)),
-    ("a part for oneself", |g| g.all_to_all_v_into(&[0f32; 3], &[1, 1, 1], &mut [0f32; 2], &[1, 0, 1])),
+    ("sizes of one's own part", |g| g.all_to_all_v_into(&[0f32; 3], &[1, 1, 1], &mut [0f32; 2], &[1, 0, 1])),
     ("root in a batch", |g| g.batch().all_reduce(&mut [0f32; 3], ReduceOp::Sum).broadcast(&mut [0f32], 3).run()),
     ("receiver in a batch", |g| g.batch().all_reduce(&mut [0f32; 3], ReduceOp::Sum).send(&[0f32], 1).run()),
     ("sender in a batch", |g| g.batch().recv(&mut [0f32], 3).run()),
-    ("exchange with nobody", |g| g.exchange(&[0f32], 3, &mut [0f32], 0)),
-    ("exchange from nobody", |g| g.exchange(&[0f32], 0, &mut [0f32], 3)),
-    ("half an exchange with oneself", |g| g.exchange(&[0f32], 1, &mut [0f32], 0)),
+    ("exchange to a rank that does not exist", |g| g.exchange(&[0f32], 3, &mut [0f32], 0)),
+    ("exchange from a rank that does not exist", |g| g.exchange(&[0f32], 0, &mut [0f32], 3)),
+    ("exchange with oneself on one side only", |g| g.exchange(&[0f32], 1, &mut [0f32], 0)),
     ("lengths of an exchange with oneself", |g| g.exchange(&[0f32], 1, &mut [0f32; 2], 1)),
     ("broadcast without the root's input", |g| g.broadcast_into(None, &mut [0f32; 2], 1)),
-    ("broadcast with another's input", |g| g.broadcast_into(Some(&[0f32; 2]), &mut [0f32; 2], 0)),
+    ("broadcast with input on another rank", |g| g.broadcast_into(Some(&[0f32; 2]), &mut [0f32; 2], 0)),
     ("length of the root's input", |g| g.broadcast_into(Some(&[0f32; 3]), &mut [0f32; 2], 1)),
 ];
 
 #[test]
-fn wrong_arguments_are_refused_and_the_group_goes_on() {
+fn invalid_arguments_are_rejected_and_the_group_stays_usable() {
     for kind in Kind::ALL {
         run_ranks(kind, 3, move |group| {
             for (name, act) in REFUSED {
-                // The others are waiting in the next operation meanwhile.
+                // Meanwhile the other ranks wait in the next operation.
                 if group.rank() == 1 {
                     let result = act(&group);
                     assert!(matches!(result, Err(Error::InvalidArgument { .. })), "{kind:?}, {name}: {result:?}");
@@ -76,15 +76,15 @@ fn wrong_arguments_are_refused_and_the_group_goes_on() {
 }
 
 #[test]
-fn a_group_has_a_rank() {
+fn a_group_without_ranks_is_rejected() {
     assert!(matches!(Group::threads(0), Err(Error::InvalidArgument { .. })));
-    let nobody = Group::builder().rank(0).world_size(0).address("127.0.0.1:29500").connect();
-    assert!(matches!(nobody, Err(Error::InvalidArgument { .. })));
+    let empty = Group::builder().rank(0).world_size(0).address("127.0.0.1:29500").connect();
+    assert!(matches!(empty, Err(Error::InvalidArgument { .. })));
 }
 
-/// What the ranks of a group of three bring, what each reduction gives by IEEE 754, and where NaN is.
 const NAN: f32 = f32::NAN;
 const INF: f32 = f32::INFINITY;
+/// The inputs of three ranks, and the results of all reductions by IEEE 754, where `NAN` stands for any NaN.
 const COLUMNS: &[([f32; 3], [f32; 5])] = &[
     // Sum, mean, max, min, product.
     ([NAN, 1.0, 2.0], [NAN; 5]),
@@ -123,7 +123,7 @@ floats! {
     bf16: bf16::from_f32, bf16::to_f32;
 }
 
-/// All columns, `times` over, in every reduction; gives the bits of the results.
+/// Reduces all columns, repeated `times`, by every reduction, and returns the bits of the results.
 fn reduce_all<T: Float>(group: &Group, times: usize) -> Vec<u64> {
     let mut bits = Vec::new();
     for (i, op) in ReduceOp::ALL.iter().copied().enumerate() {
@@ -139,7 +139,7 @@ fn reduce_all<T: Float>(group: &Group, times: usize) -> Vec<u64> {
     bits
 }
 
-fn unordinary(kind: Kind, settings: impl Fn(Builder) -> Builder) {
+fn check_non_finite(kind: Kind, settings: impl Fn(Builder) -> Builder) {
     let results = run_ranks_with(
         kind,
         3,
@@ -157,23 +157,23 @@ fn unordinary(kind: Kind, settings: impl Fn(Builder) -> Builder) {
             [each(1), each(100)].concat()
         },
     );
-    assert!(results.iter().all(|bits| *bits == results[0]), "{kind:?}: ranks have other bits");
+    assert!(results.iter().all(|bits| *bits == results[0]), "{kind:?}: the bits differ between ranks");
 }
 
 #[test]
-fn nan_and_infinities_pass_as_in_ieee_754() {
+fn nan_and_infinities_follow_ieee_754() {
     for kind in Kind::ALL {
-        unordinary(kind, |builder| builder);
+        check_non_finite(kind, |builder| builder);
         for algorithm in kind.algorithms() {
-            unordinary(kind, |builder| builder.algorithms(*algorithm));
+            check_non_finite(kind, |builder| builder.algorithms(*algorithm));
         }
     }
 }
 
-/// Which of two zeros and of two NaN an extreme keeps follows the order of ranks, so it is the same one everywhere. (Which
-/// payload a sum of several NaN keeps is up to the processor and the compiler: ranks may differ in it.)
+/// Max and min choose between two zeros or two NaN by the order of ranks, so all ranks keep the same one. (Which
+/// payload a sum of several NaN keeps is up to the processor and the compiler: it may differ between ranks.)
 #[test]
-fn all_ranks_keep_the_same_zero_and_extremes_the_same_nan() {
+fn all_ranks_keep_the_same_signed_zero_and_max_and_min_the_same_nan() {
     for kind in Kind::ALL {
         for algorithm in [None].into_iter().chain(kind.algorithms().iter().copied().map(Some)) {
             for n in 2..=4 {

@@ -1,4 +1,4 @@
-//! Who is let in: ranks with the secret, and nobody else. In every test the job beside it completes.
+//! Authentication: only ranks with the secret are admitted. In every test the job beside it completes.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -10,17 +10,17 @@ use bonfire_core::{Builder, Error, Group, Medium, ReduceOp, Secret};
 use bonfire_testing::relay::{Recording, dial, relay};
 use bonfire_testing::{free_address, reason, wire};
 
-/// For ranks that will not find each other.
+/// The rendezvous timeout of ranks that cannot connect.
 const SOON: Duration = Duration::from_secs(1);
 
-/// An address that is no machine's (RFC 5737).
+/// An address that no machine has (RFC 5737).
 const ELSEWHERE: &str = "192.0.2.1:29500";
 
 fn secret(seed: u8) -> Secret {
     Secret::new([seed; 32]).expect("long enough")
 }
 
-/// A rank with the secret of all tests.
+/// A rank with the secret that all tests use.
 fn rank(rank: usize, world_size: usize, address: &str) -> Builder {
     bare(rank, world_size, address).secret(secret(1))
 }
@@ -36,12 +36,12 @@ fn connecting(builder: Builder) -> Connecting {
     thread::spawn(move || builder.connect())
 }
 
-/// The ranks find each other, and what they compute then is right.
+/// Checks that the ranks connect and compute the right results.
 fn works(ranks: Vec<Connecting>) {
     bonfire_testing::works(ranks.into_iter().map(|rank| rank.join().unwrap()).collect());
 }
 
-/// All that comes until the other end closes.
+/// Reads all bytes until the other end closes.
 fn rest(mut stream: &TcpStream) -> Vec<u8> {
     let mut bytes = Vec::new();
     match stream.read_to_end(&mut bytes) {
@@ -50,17 +50,17 @@ fn rest(mut stream: &TcpStream) -> Vec<u8> {
     }
 }
 
-/// What a recorded rank said to rank 0, for every purpose, and what it heard.
+/// Records the connections of a rank to rank 0, for every purpose: the bytes that it sends and those that it receives.
 fn recorded() -> Vec<(Vec<u8>, Vec<u8>)> {
     let address = free_address();
     let (relayed, recordings) = relay(address.clone());
-    // Threads that share a machine reach rank 0 by the address that they dialled it at, also for data.
+    // Ranks that share a machine reach rank 0 at the address that they dialled, also for data.
     works(vec![connecting(rank(0, 2, &address)), connecting(rank(1, 2, &relayed.to_string()))]);
     let recordings = recordings.lock().unwrap();
     recordings.iter().map(|r| (r.there.lock().unwrap().clone(), r.back.lock().unwrap().clone())).collect()
 }
 
-/// Starts rank 0 of three, does something to it, and has the others come.
+/// Starts rank 0 of three, calls `other` with its address, and then connects the other ranks.
 fn beside(other: impl FnOnce(&str)) {
     let address = free_address();
     let zero = connecting(rank(0, 3, &address));
@@ -69,47 +69,47 @@ fn beside(other: impl FnOnce(&str)) {
 }
 
 #[test]
-fn ranks_with_the_secret_find_each_other_and_compute() {
+fn ranks_with_the_secret_connect_and_compute() {
     for medium in [Medium::Tcp, Medium::Auto, Medium::Shm] {
         let address = free_address();
         works((0..4).map(|r| connecting(rank(r, 4, &address).transport(medium).tcp_connections(3))).collect());
     }
-    // Threads have none, and need none.
+    // Threads of one process need no secret.
     let groups = rank(0, 1, "").connect_ranks(2).unwrap();
     bonfire_testing::works(groups.into_iter().map(Ok).collect());
 }
 
 #[test]
-fn another_secret_is_named_to_its_rank_and_by_rank_0() {
+fn a_different_secret_is_reported_to_its_rank_and_by_rank_0() {
     beside(|address| {
         for r in [1, 2] {
-            let said = reason(bare(r, 3, address).secret(secret(2)).connect());
-            assert!(said.contains("another secret") && said.contains("BONFIRE_SECRET_FILE"), "{said}");
+            let text = reason(bare(r, 3, address).secret(secret(2)).connect());
+            assert!(text.contains("another secret") && text.contains("BONFIRE_SECRET_FILE"), "{text}");
         }
     });
     let address = free_address();
     let zero = connecting(rank(0, 2, &address).rendezvous_timeout(SOON));
     reason(bare(1, 2, &address).secret(secret(2)).connect());
-    let said = reason(zero.join().unwrap());
-    assert!(said.contains("rank 1 did not come") && said.contains("another secret"), "{said}");
+    let text = reason(zero.join().unwrap());
+    assert!(text.contains("rank 1 did not come") && text.contains("another secret"), "{text}");
 }
 
 #[test]
-fn no_secret_on_one_side_is_named_on_both() {
+fn a_missing_secret_is_reported_on_both_sides() {
     beside(|address| {
-        let said = reason(bare(1, 3, address).connect());
-        assert!(said.contains("it has a secret, and this rank none") && said.contains("BONFIRE_SECRET_FILE"), "{said}");
+        let text = reason(bare(1, 3, address).connect());
+        assert!(text.contains("it has a secret, and this rank none") && text.contains("BONFIRE_SECRET_FILE"), "{text}");
     });
     let address = free_address();
     let zero = connecting(bare(0, 2, &address).rendezvous_timeout(SOON));
-    let said = reason(rank(1, 2, &address).connect());
-    assert!(said.contains("it has no secret, and this rank has one"), "{said}");
-    let said = reason(zero.join().unwrap());
-    assert!(said.contains("rank 1 did not come") && said.contains("it has a secret, and this rank none"), "{said}");
+    let text = reason(rank(1, 2, &address).connect());
+    assert!(text.contains("it has no secret, and this rank has one"), "{text}");
+    let text = reason(zero.join().unwrap());
+    assert!(text.contains("rank 1 did not come") && text.contains("it has a secret, and this rank none"), "{text}");
 }
 
 #[test]
-fn without_a_secret_only_loopback_is_used() {
+fn without_a_secret_only_loopback_is_allowed() {
     let refused = |result: Result<Group, Error>| match result {
         Err(Error::Config(text)) => {
             assert!(text.contains("BONFIRE_SECRET_FILE") && text.contains("Builder::secret"), "{text}");
@@ -119,8 +119,8 @@ fn without_a_secret_only_loopback_is_used() {
     };
     // Rank 0 would listen, and the others would dial.
     for (r, address) in [(0, ELSEWHERE), (1, ELSEWHERE), (0, "0.0.0.0:29500"), (0, "[::]:29500"), (1, "[fe80::1]:1")] {
-        let said = refused(bare(r, 2, address).connect());
-        assert!(said.contains("is not loopback"), "{said}");
+        let text = refused(bare(r, 2, address).connect());
+        assert!(text.contains("is not loopback"), "{text}");
     }
     // Another rank would listen.
     let address = free_address();
@@ -147,19 +147,19 @@ fn every_address_may_be_used_with_a_secret() {
 }
 
 #[test]
-fn other_versions_are_named_on_both_sides() {
+fn different_protocol_versions_are_reported_on_both_sides() {
     for version in [1, wire::VERSION - 1, wire::VERSION + 1, u16::MAX] {
         let address = free_address();
         let zero = connecting(rank(0, 2, &address).rendezvous_timeout(SOON));
         let mut stream = dial(&address);
-        // What follows the first eight bytes is nobody's business in another version.
+        // In other versions only the first eight bytes have a known meaning.
         stream.write_all(&wire::opening(version, true, wire::RENDEZVOUS, [1, 0, 2], 0)[..8]).unwrap();
         let answer = rest(&stream);
         assert_eq!((&answer[..4], &answer[4..6]), (&b"BNFA"[..], &wire::VERSION.to_le_bytes()[..]));
-        let said = reason(zero.join().unwrap());
+        let text = reason(zero.join().unwrap());
         let both =
             format!("it speaks version {version} of Bonfire's protocol, and this rank version {}", wire::VERSION);
-        assert!(said.contains(&both) && said.contains("rank 1 did not come"), "{said}");
+        assert!(text.contains(&both) && text.contains("rank 1 did not come"), "{text}");
 
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap().to_string();
@@ -169,8 +169,8 @@ fn other_versions_are_named_on_both_sides() {
         answer.extend(version.to_le_bytes());
         answer.extend([5, 0]);
         stream.write_all(&answer).unwrap();
-        let said = reason(one.join().unwrap());
-        assert!(said.contains(&both), "{said}");
+        let text = reason(one.join().unwrap());
+        assert!(text.contains(&both), "{text}");
     }
     beside(|address| {
         dial(address).write_all(&wire::opening(wire::VERSION + 1, true, wire::RENDEZVOUS, [1, 0, 3], 0)).unwrap();
@@ -178,9 +178,9 @@ fn other_versions_are_named_on_both_sides() {
 }
 
 #[test]
-fn a_recorded_rank_gets_nothing_when_it_is_repeated() {
+fn a_replayed_rank_gets_no_information() {
     let recordings = recorded();
-    // The rendezvous, and data.
+    // At least one connection of the rendezvous and one for data.
     assert!(recordings.len() >= 2, "{}", recordings.len());
     for purpose in [wire::RENDEZVOUS, wire::DATA] {
         assert!(recordings.iter().any(|(there, _)| there[7] == purpose), "no recording of {purpose}");
@@ -188,11 +188,11 @@ fn a_recorded_rank_gets_nothing_when_it_is_repeated() {
     beside(|address| {
         for (there, back) in &recordings {
             let mut stream = dial(address);
-            // All at once: the listener reads what it wants.
+            // All at once: the listener reads what it needs.
             let _ = stream.write_all(there);
             let answer = rest(&stream);
             if there[7] == wire::RENDEZVOUS {
-                // It answers, with numbers of its own, and then says no more: no table of addresses.
+                // It answers with numbers of its own, and then sends nothing more: no table of addresses.
                 assert_eq!((answer.len(), &answer[..8]), (64, &back[..8]));
                 assert_ne!(answer[8..], back[8..64]);
             } else {
@@ -203,7 +203,7 @@ fn a_recorded_rank_gets_nothing_when_it_is_repeated() {
 }
 
 #[test]
-fn a_recorded_data_connection_gets_nothing_while_its_group_lives() {
+fn a_replayed_data_connection_is_not_accepted_while_its_group_lives() {
     let address = free_address();
     let (relayed, recordings) = relay(address.clone());
     let ranks = [rank(0, 2, &address), rank(1, 2, &relayed.to_string())].map(connecting);
@@ -227,7 +227,7 @@ fn a_recorded_data_connection_gets_nothing_while_its_group_lives() {
         .map(|_| {
             let mut stream = dial(&address);
             let _ = stream.write_all(&data);
-            // The answer, and not the byte by which a connection is taken over.
+            // The answer, without the byte that accepts a connection.
             assert_eq!(rest(&stream).len(), 64);
             stream
         })
@@ -237,40 +237,40 @@ fn a_recorded_data_connection_gets_nothing_while_its_group_lives() {
 }
 
 #[test]
-fn a_recorded_listener_proves_nothing() {
+fn a_replayed_listener_is_not_believed() {
     let recordings = recorded();
     let (_, back) = recordings.iter().find(|(there, _)| there[7] == wire::RENDEZVOUS).unwrap();
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let one = connecting(rank(1, 2, &listener.local_addr().unwrap().to_string()));
     let (mut stream, _) = listener.accept().unwrap();
     stream.write_all(back).unwrap();
-    let said = reason(one.join().unwrap());
-    assert!(said.contains("another secret"), "{said}");
-    // The opening, the first message, and nothing after them.
+    let text = reason(one.join().unwrap());
+    assert!(text.contains("another secret"), "{text}");
+    // The prologue, the first handshake message, and nothing after them.
     assert_eq!(rest(&stream).len(), 80);
 }
 
 #[test]
-fn a_rank_that_hears_itself_does_not_believe_it() {
+fn a_rank_does_not_believe_its_own_reflected_messages() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let one = connecting(rank(1, 2, &listener.local_addr().unwrap().to_string()));
     let (mut stream, _) = listener.accept().unwrap();
-    let mut words = [0; 80];
-    stream.read_exact(&mut words).unwrap();
-    stream.write_all(&words).unwrap();
-    let said = reason(one.join().unwrap());
-    assert!(said.contains("does not speak Bonfire's protocol"), "{said}");
+    let mut bytes = [0; 80];
+    stream.read_exact(&mut bytes).unwrap();
+    stream.write_all(&bytes).unwrap();
+    let text = reason(one.join().unwrap());
+    assert!(text.contains("does not speak Bonfire's protocol"), "{text}");
 
-    // With a head that lets it go on, its own proof is none.
+    // Its own message is no proof, even behind a valid header.
     let one = connecting(rank(1, 2, &listener.local_addr().unwrap().to_string()));
     let (mut stream, _) = listener.accept().unwrap();
-    stream.read_exact(&mut words).unwrap();
-    let head = [&b"BNFA"[..], &words[4..6], &[0, 0]].concat();
-    stream.write_all(&[&head, &words[32..], &[0; 8]].concat()).unwrap();
-    let said = reason(one.join().unwrap());
-    assert!(said.contains("another secret"), "{said}");
+    stream.read_exact(&mut bytes).unwrap();
+    let head = [&b"BNFA"[..], &bytes[4..6], &[0, 0]].concat();
+    stream.write_all(&[&head, &bytes[32..], &[0; 8]].concat()).unwrap();
+    let text = reason(one.join().unwrap());
+    assert!(text.contains("another secret"), "{text}");
 
-    // What rank 0 says is no proof to rank 0.
+    // Rank 0's own message is no proof to rank 0.
     beside(|address| {
         let (there, _) = recorded().swap_remove(0);
         let mut stream = dial(address);
@@ -283,46 +283,47 @@ fn a_rank_that_hears_itself_does_not_believe_it() {
 }
 
 #[test]
-fn garbage_and_stalled_connections_are_turned_away() {
-    let begun = wire::opening(wire::VERSION, true, wire::RENDEZVOUS, [1, 0, 3], 0);
-    let mut held = Vec::new();
+fn garbage_and_stalled_connections_are_rejected() {
+    let prologue = wire::opening(wire::VERSION, true, wire::RENDEZVOUS, [1, 0, 3], 0);
+    let mut open_streams = Vec::new();
     beside(|address| {
         let lengths = [&u32::MAX.to_le_bytes()[..], &[7; 100_000]].concat();
-        let garbled = [&begun[..], &[9; 48]].concat();
+        let garbled = [&prologue[..], &[9; 48]].concat();
         let misplaced = wire::opening(wire::VERSION, false, wire::CONTROL, [1, 0, 3], 0);
-        for words in [b"GET / HTTP/1.1\r\n\r\n", &lengths[..], &garbled, &[0xff; 32], &misplaced, &[], &begun, b"BNFR"]
+        for bytes in
+            [b"GET / HTTP/1.1\r\n\r\n", &lengths[..], &garbled, &[0xff; 32], &misplaced, &[], &prologue, b"BNFR"]
         {
             let mut stream = dial(address);
-            // It may have been turned away in the middle of its words.
-            let _ = stream.write_all(words);
-            held.push(stream);
+            // The connection may have been closed in the middle of the write.
+            let _ = stream.write_all(bytes);
+            open_streams.push(stream);
         }
     });
 }
 
 #[test]
-fn floods_keep_no_rank_out() {
-    let begun = wire::opening(wire::VERSION, true, wire::RENDEZVOUS, [1, 0, 3], 0);
-    let mut held = Vec::new();
+fn a_flood_of_connections_keeps_no_rank_out() {
+    let prologue = wire::opening(wire::VERSION, true, wire::RENDEZVOUS, [1, 0, 3], 0);
+    let mut open_streams = Vec::new();
     beside(|address| {
-        // Several times as many as may wait at once, which all say nothing, or begin and go on no further.
+        // Several times the capacity of the accept queue. All stay silent, or stop after the prologue.
         for number in 0..400 {
             let mut stream = dial(address);
             if number % 2 == 0 {
-                let _ = stream.write_all(&begun);
+                let _ = stream.write_all(&prologue);
             }
-            held.push(stream);
+            open_streams.push(stream);
         }
     });
-    // Those that waited longest had to go.
-    held.truncate(100);
-    for stream in held {
+    // Those that waited longest had to be closed.
+    open_streams.truncate(100);
+    for stream in open_streams {
         rest(&stream);
     }
 }
 
 #[test]
-fn a_steady_flood_keeps_no_rank_out() {
+fn a_steady_flood_of_connections_keeps_no_rank_out() {
     let address = free_address();
     let ranks: Vec<_> = (0..4).map(|r| connecting(rank(r, 4, &address))).collect();
     let over = Arc::new(std::sync::atomic::AtomicBool::new(false));
@@ -330,11 +331,11 @@ fn a_steady_flood_keeps_no_rank_out() {
         .map(|_| {
             let (address, over) = (address.clone(), over.clone());
             thread::spawn(move || {
-                let mut held = std::collections::VecDeque::new();
+                let mut open_streams = std::collections::VecDeque::new();
                 while !over.load(std::sync::atomic::Ordering::Relaxed) {
-                    held.extend(TcpStream::connect(&address));
-                    if held.len() > 150 {
-                        held.pop_front();
+                    open_streams.extend(TcpStream::connect(&address));
+                    if open_streams.len() > 150 {
+                        open_streams.pop_front();
                     }
                 }
             })

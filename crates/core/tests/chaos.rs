@@ -1,8 +1,8 @@
-//! Faults, many of them, in groups that run mixed operations: every surviving rank returns the same typed error in time,
-//! what is computed is right, those who are left go on without the others, and nothing stays behind.
+//! Injects many faults into groups that run mixed operations. Every surviving rank returns the same typed error in
+//! time, results are correct, the survivors continue in a smaller group, and nothing leaks.
 //!
-//! `BONFIRE_CHAOS` is how many faults are injected at least (60), `BONFIRE_CHAOS_SEED` repeats a run, and a word as an
-//! argument chooses the scenarios with it in their names.
+//! `BONFIRE_CHAOS` is the minimum number of faults (default: 60), `BONFIRE_CHAOS_SEED` repeats a run, and a word as an
+//! argument selects the scenarios whose names contain it.
 
 #[path = "chaos/case.rs"]
 mod case;
@@ -40,9 +40,9 @@ use stream::random;
 struct Scenario {
     name: &'static str,
     carriers: &'static [Carrier],
-    /// Whether each of these is tried in every run, or one of them.
+    /// Whether every run tries each of the carriers, or only one of them.
     each: bool,
-    /// How often it is drawn once every kind was there.
+    /// How often it is drawn, relative to others, after every scenario has run once.
     weight: usize,
     run: fn(&mut Case),
 }
@@ -81,17 +81,17 @@ const SCENARIOS: &[Scenario] = &[
     Scenario { name: "partition", carriers: hosts::CARRIERS, each: false, weight: 2, run: hosts::partition },
 ];
 
-/// Groups at a time: most of their time they wait.
+/// Groups that run at the same time. Most of the time they wait.
 const WIDTH: usize = 6;
 
-/// What all cases came to.
+/// The outcome of all cases.
 #[derive(Default)]
-struct Sum {
+struct Totals {
     faults: usize,
     hangs: usize,
     wrong: usize,
     leaks: usize,
-    /// The scenarios that this machine does not allow.
+    /// Scenarios that this machine does not allow.
     skipped: Vec<&'static str>,
     /// By scenario and carrier: faults, and the longest time from a call to its error.
     table: BTreeMap<(&'static str, String), (usize, Duration)>,
@@ -135,8 +135,8 @@ fn main() -> ExitCode {
     if sum.hangs + sum.wrong + sum.leaks == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
-/// Every kind once, then any of them by their weights, until there were so many faults.
-fn run(scenarios: &[&Scenario], asked: usize, seed: u64) -> Sum {
+/// Runs every scenario once, then random ones by their weights, until enough faults have been injected.
+fn run(scenarios: &[&Scenario], asked: usize, seed: u64) -> Totals {
     let first: Vec<_> = scenarios
         .iter()
         .enumerate()
@@ -152,20 +152,20 @@ fn run(scenarios: &[&Scenario], asked: usize, seed: u64) -> Sum {
         let scenario = weighed[(random.next() >> 16) as usize % weighed.len()];
         (scenario, scenario.carriers[(random.next() >> 16) as usize % scenario.carriers.len()])
     };
-    let (next, sum) = (Mutex::new(0), Mutex::new(Sum::default()));
-    // What cannot be had here is not waited for without end.
+    let (next, sum) = (Mutex::new(0), Mutex::new(Totals::default()));
+    // Bounds the number of cases where this machine does not allow enough faults.
     let most = first.len() + 4 * asked;
     thread::scope(|scope| {
         for _ in 0..WIDTH {
             scope.spawn(|| {
                 loop {
                     let number = {
-                        let mut next = next.lock().expect("nobody panics with it");
+                        let mut next = next.lock().expect("no thread panics while it holds the lock");
                         *next += 1;
                         *next - 1
                     };
                     let (scenario, carrier) = first.get(number).copied().unwrap_or_else(|| any(number));
-                    let sum_so_far = sum.lock().expect("nobody panics with it");
+                    let sum_so_far = sum.lock().expect("no thread panics while it holds the lock");
                     if number >= first.len() && (sum_so_far.faults >= asked || number >= most) {
                         break;
                     }
@@ -173,19 +173,19 @@ fn run(scenarios: &[&Scenario], asked: usize, seed: u64) -> Sum {
                         continue;
                     }
                     drop(sum_so_far);
-                    one(scenario, carrier, number, seed, &sum);
+                    run_case(scenario, carrier, number, seed, &sum);
                 }
             });
         }
     });
-    sum.into_inner().expect("nobody panics with it")
+    sum.into_inner().expect("no thread panics while it holds the lock")
 }
 
-fn one(scenario: &Scenario, carrier: Carrier, number: usize, seed: u64, sum: &Mutex<Sum>) {
+fn run_case(scenario: &Scenario, carrier: Carrier, number: usize, seed: u64, sum: &Mutex<Totals>) {
     let start = Instant::now();
     let mut case = Case::new(carrier, random(&[seed, 3, number as u64]).next());
     (scenario.run)(&mut case);
-    let mut sum = sum.lock().expect("nobody panics with it");
+    let mut sum = sum.lock().expect("no thread panics while it holds the lock");
     if let Some(why) = case.skipped {
         if !sum.skipped.contains(&scenario.name) {
             println!("SKIPPED: {} because {why}", scenario.name);
@@ -208,7 +208,7 @@ fn one(scenario: &Scenario, carrier: Carrier, number: usize, seed: u64, sum: &Mu
         if case.faults == 1 { "1 fault:".into() } else { format!("{} faults:", case.faults) },
         case.what,
         start.elapsed(),
-        if case.is_well() { "ok" } else { "FAILED" },
+        if case.passed() { "ok" } else { "FAILED" },
     );
     let failures = [("hang", &case.hangs), ("wrong", &case.wrong), ("leak", &case.leaks)];
     failures.iter().for_each(|(kind, what)| what.iter().for_each(|what| println!("      {kind}: {what}")));

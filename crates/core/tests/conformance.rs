@@ -1,5 +1,5 @@
-//! The matrix: transport x world size x algorithm x operation x reduction x element type x length x in or out of place,
-//! against exact arithmetic.
+//! The conformance matrix: transport x world size x algorithm x operation x reduction x element type x length x in or
+//! out of place. Every result is compared with exact arithmetic.
 
 #[path = "conformance/matrix.rs"]
 mod matrix;
@@ -11,7 +11,7 @@ use bonfire_testing::{DEADLINE, Kind, free_address, run_ranks, run_ranks_with};
 use half::{bf16, f16};
 use matrix::{check, check_all_types, lengths};
 
-/// All types and lengths with the group's own choice of algorithm, and two large lengths, whose messages have several chunks.
+/// All types and lengths with the group's default algorithms, and large lengths, whose messages have several chunks.
 fn matrix_of(kind: Kind, worlds: std::ops::RangeInclusive<usize>) {
     for n in worlds {
         run_ranks_with(
@@ -28,7 +28,7 @@ fn matrix_of(kind: Kind, worlds: std::ops::RangeInclusive<usize>) {
     }
 }
 
-/// Every algorithm, whatever the size, on one type of each kind of accumulator.
+/// Every algorithm at every length, on one type of each kind of accumulator.
 fn algorithms(kind: Kind, worlds: std::ops::RangeInclusive<usize>) {
     for n in worlds {
         for algorithm in Algorithm::ALL.iter().copied() {
@@ -74,8 +74,8 @@ fn shm_6_to_9() {
     matrix_of(Kind::Shm, 6..=9);
 }
 
-/// Lengths around the largest that travels at once, and so many chunks that every buffer is used several times, in
-/// operations of all sizes one after the other.
+/// Lengths around the largest that is sent at once, and lengths of so many chunks that every buffer is used several
+/// times. Operations of all sizes follow each other.
 #[test]
 fn shm_in_many_chunks() {
     for n in [2, 3, 5] {
@@ -105,12 +105,13 @@ fn hosts_of_different_size() {
 }
 
 #[test]
-fn hosts_whose_ranks_are_scattered() {
+fn hosts_with_noncontiguous_ranks() {
     matrix_of(Kind::Hosts(&[0, 1]), 3..=5);
     matrix_of(Kind::Hosts(&[0, 1, 1, 2, 0, 1]), 6..=6);
 }
 
-/// Operations of many kinds and types as one, and messages in an order that would make ranks wait for each other one by one.
+/// Operations of many kinds and types in one batch, with messages in an order that would make ranks wait for each other
+/// one by one.
 #[test]
 fn batches() {
     for kind in Kind::ALL {
@@ -124,7 +125,7 @@ fn batches() {
     }
 }
 
-/// A subgroup does all that a group does.
+/// A subgroup supports every operation of a group.
 #[test]
 fn subgroups() {
     for kind in Kind::ALL {
@@ -140,9 +141,9 @@ fn subgroups() {
     }
 }
 
-/// Several pieces, of which one crosses while the next is worked on.
+/// Several chunks: one crosses between hosts while the hosts work on the next.
 #[test]
-fn hosts_in_many_pieces() {
+fn hosts_in_many_chunks() {
     for hosts in [&[0, 0, 1, 1][..], &[0, 1, 0]] {
         run_ranks(Kind::Hosts(hosts), hosts.len(), |group| {
             for len in [2_097_152, 2_097_153, 3000, 4_500_001] {
@@ -169,9 +170,9 @@ fn algorithms_on_tcp_6_to_9() {
     algorithms(Kind::Tcp, 6..=9);
 }
 
-/// Operations that the engine runs and such that are plans, one after the other and the other way round.
+/// Operations that the engine runs alternate with operations that run as plans, in both orders.
 #[test]
-fn engines_and_plans_in_turn() {
+fn engine_and_plans_alternate() {
     for kind in [Kind::Threads, Kind::Shm] {
         for table in ["native:0-39;ring:40-99999;native:100000-", "all_reduce=halving:0-99999;native:100000-"] {
             let table: Selection = table.parse().unwrap();
@@ -193,8 +194,8 @@ fn engines_and_plans_in_turn() {
     }
 }
 
-/// Messages on both sides of the sizes from which they are shared by connections, also where ranks say different numbers
-/// of them.
+/// Messages below and above the size from which they are split over connections, also where ranks are configured with
+/// different numbers of connections.
 #[test]
 fn tcp_over_several_connections() {
     for connections in [[2, 2, 2], [8, 8, 8], [1, 4, 3]] {

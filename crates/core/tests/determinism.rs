@@ -1,4 +1,4 @@
-//! The same bits on all ranks and in every run, whatever the timing.
+//! Results are bit-identical on all ranks and in every run, whatever the timing.
 
 use std::collections::HashSet;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -11,9 +11,9 @@ use bytemuck::bytes_of;
 use half::f16;
 
 const RUNS: usize = 200;
-/// The seed of all delays; any number would do.
+/// The seed of all delays. Any number would do.
 const SEED: u64 = 0x0b0f_f12e;
-/// Enough for every rank's part to have several elements, and not the same number.
+/// Every rank's part has several elements, and the parts differ in size.
 const LEN: usize = 61;
 
 trait Sample: Element {
@@ -32,7 +32,7 @@ impl Sample for f16 {
     }
 }
 
-/// Of very different sizes and both signs: another order of summation gives another sum.
+/// Values of very different magnitudes and both signs: a different order of summation gives a different sum.
 fn sample<T: Sample>(rank: usize) -> Vec<T> {
     let mut random = Random(rank as u64 * 1000 + 7);
     let mut next = || random.next() % 2001;
@@ -45,7 +45,7 @@ fn hash<T: Element>(data: &[T]) -> u64 {
     hasher.finish()
 }
 
-/// One run of every operation: the hash of each result, and whether all ranks must have the same.
+/// Runs every operation once. Returns name, whether all ranks must have the same result, and hash of the result.
 fn run<T: Sample>(group: &Group) -> Vec<(&'static str, bool, u64)> {
     let (rank, n) = (group.rank(), group.world_size());
     let own = partition(LEN, n, rank);
@@ -77,7 +77,7 @@ fn run<T: Sample>(group: &Group) -> Vec<(&'static str, bool, u64)> {
     results
 }
 
-/// All runs on one rank, with `pause` before each: every result has one hash. Gives those of all ranks in common.
+/// Runs all operations [`RUNS`] times with `pause` between, asserts equal hashes, and returns those that ranks share.
 fn runs<T: Sample>(group: &Group, mut pause: impl FnMut()) -> Vec<u64> {
     let first = run::<T>(group);
     for i in 1..RUNS {
@@ -97,7 +97,7 @@ fn over_channels<T: Sample>(n: usize, label: &str, settings: impl Fn(Builder) ->
     same_on_all_ranks(label, run_on_channels(n, settings, faults, |group| runs::<T>(&group, || {})));
 }
 
-/// Delays before every call instead of every message, where the messages are out of reach.
+/// Delays every call instead of every message, on transports whose messages are out of reach.
 fn over<T: Sample>(kind: Kind, n: usize, label: &str, settings: impl Fn(Builder) -> Builder) {
     let ranks = run_ranks_with(kind, n, settings, |group| {
         let mut random = Random(SEED + group.rank() as u64);
@@ -107,7 +107,7 @@ fn over<T: Sample>(kind: Kind, n: usize, label: &str, settings: impl Fn(Builder)
 }
 
 #[test]
-fn the_samples_notice_the_order() {
+fn samples_are_sensitive_to_the_order_of_summation() {
     fn sum(ranks: impl Iterator<Item = usize>) -> Vec<f32> {
         let mut total = vec![0f32; LEN];
         ranks.for_each(|rank| total.iter_mut().zip(sample::<f32>(rank)).for_each(|(sum, x)| *sum += x));
@@ -119,7 +119,7 @@ fn the_samples_notice_the_order() {
 }
 
 #[test]
-fn delays_of_messages_change_nothing() {
+fn message_delays_do_not_change_results() {
     for n in [2, 3, 5] {
         over_channels::<f32>(n, &format!("f32, {n} ranks"), |builder| builder);
         over_channels::<f16>(n, &format!("f16, {n} ranks"), |builder| builder);
@@ -127,7 +127,7 @@ fn delays_of_messages_change_nothing() {
 }
 
 #[test]
-fn delays_of_messages_change_nothing_in_any_algorithm() {
+fn message_delays_do_not_change_results_of_any_algorithm() {
     for algorithm in Algorithm::ALL.iter().copied() {
         for n in [4, 5] {
             over_channels::<f32>(n, &format!("{algorithm:?}, f32, {n} ranks"), |builder| builder.algorithms(algorithm));
@@ -137,7 +137,7 @@ fn delays_of_messages_change_nothing_in_any_algorithm() {
 }
 
 #[test]
-fn delays_of_threads_change_nothing() {
+fn thread_delays_do_not_change_results() {
     for n in [2, 3, 5] {
         over::<f32>(Kind::Threads, n, &format!("threads, f32, {n} ranks"), |builder| builder);
         over::<f16>(Kind::Threads, n, &format!("threads, f16, {n} ranks"), |builder| builder);
@@ -148,13 +148,13 @@ fn delays_of_threads_change_nothing() {
 }
 
 #[test]
-fn delays_of_calls_over_tcp_change_nothing() {
+fn call_delays_over_tcp_do_not_change_results() {
     over::<f32>(Kind::Tcp, 3, "tcp, f32", |builder| builder);
     over::<f16>(Kind::Tcp, 3, "tcp, f16", |builder| builder);
 }
 
 #[test]
-fn delays_of_calls_in_shared_memory_change_nothing() {
+fn call_delays_in_shared_memory_do_not_change_results() {
     for n in [2, 3, 5] {
         over::<f32>(Kind::Shm, n, &format!("shm, f32, {n} ranks"), |builder| builder);
         over::<f16>(Kind::Shm, n, &format!("shm, f16, {n} ranks"), |builder| builder);
@@ -162,16 +162,16 @@ fn delays_of_calls_in_shared_memory_change_nothing() {
 }
 
 #[test]
-fn delays_of_calls_on_several_hosts_change_nothing() {
+fn call_delays_across_hosts_do_not_change_results() {
     for (n, hosts) in [(4, &[0, 0, 1, 1][..]), (5, &[0, 1])] {
         over::<f32>(Kind::Hosts(hosts), n, &format!("hosts, f32, {n} ranks"), |builder| builder);
         over::<f16>(Kind::Hosts(hosts), n, &format!("hosts, f16, {n} ranks"), |builder| builder);
     }
 }
 
-/// The threads' engine and shared memory both combine in the order of ranks.
+/// The engines of threads and of shared memory both reduce in the order of ranks.
 #[test]
-fn threads_and_shared_memory_give_the_same_bits() {
+fn threads_and_shared_memory_give_bit_identical_results() {
     for n in [2, 3, 5] {
         let bits = |kind| run_ranks_with(kind, n, |builder| builder, |group| (run::<f32>(&group), run::<f16>(&group)));
         assert_eq!(bits(Kind::Threads), bits(Kind::Shm), "{n} ranks");
@@ -179,9 +179,9 @@ fn threads_and_shared_memory_give_the_same_bits() {
 }
 
 /// Within one engine a result does not depend on whether it was computed in the slot of a small operation, and a rank
-/// that is alone at its processor gets the bits of one that is not.
+/// alone on its processor gets the same bits as one that shares it.
 #[test]
-fn a_second_group_gives_the_same_bits() {
+fn a_second_group_gives_bit_identical_results() {
     for kind in Kind::ALL {
         let once = || {
             run_ranks_with(

@@ -1,4 +1,4 @@
-//! Ranks that are missing, leave or die, and arguments that cannot work.
+//! Ranks that are missing, leave or panic.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Barrier};
@@ -19,7 +19,7 @@ const ACTS: [Act; 7] = [
     |g| g.all_to_all(&mut vec![1f64; 12_000]),
 ];
 
-/// Ranks in `absent` never call `act`; the others get a time-out that names all of them.
+/// Ranks in `absent` never call `act`; the others get a timeout that names all of them.
 fn timeout(kind: Kind, n: usize, absent: &'static [usize], before: bool, act: Act, limit: Duration, per_call: bool) {
     // The absent ranks keep their groups until the others have their errors.
     let end = Arc::new(Barrier::new(n));
@@ -28,17 +28,17 @@ fn timeout(kind: Kind, n: usize, absent: &'static [usize], before: bool, act: Ac
         n,
         |builder| if per_call { builder } else { builder.deadline(limit) },
         move |group| {
-            let patient = group.with_deadline(bonfire_testing::DEADLINE);
+            let lenient = group.with_deadline(bonfire_testing::DEADLINE);
             if before {
-                patient.barrier().unwrap();
+                lenient.barrier().unwrap();
             }
             let missing = absent.contains(&group.rank());
             let limited = group.with_deadline(if per_call { limit } else { group.deadline() });
             let result = if missing { Ok(()) } else { act(&limited) };
             end.wait();
-            // The absent ones come too late. What the others sent may complete a call before their word comes, but not
-            // for long.
-            let late = (0..10_000).try_for_each(|_| act(&patient));
+            // The absent ranks call too late. What their peers have sent may complete a call before the peers' error
+            // arrives, but not for long.
+            let late = (0..10_000).try_for_each(|_| act(&lenient));
             end.wait();
             (missing, result, late)
         },
@@ -48,7 +48,7 @@ fn timeout(kind: Kind, n: usize, absent: &'static [usize], before: bool, act: Ac
         if !missing {
             match &result {
                 Err(Error::Timeout { missing, .. }) => assert_eq!(missing, absent, "{label}"),
-                other => panic!("{label}: {other:?} is no time-out"),
+                other => panic!("{label}: {other:?} is no timeout"),
             }
             assert_eq!(late, result, "{label}: later calls return the first cause");
         }
@@ -60,7 +60,7 @@ fn timeout(kind: Kind, n: usize, absent: &'static [usize], before: bool, act: Ac
 }
 
 #[test]
-fn ranks_that_never_call_are_named_by_all_others() {
+fn ranks_that_never_call_are_named_by_all_peers() {
     let mut cases = Vec::new();
     for kind in Kind::ALL {
         for (n, absent) in [(2, &[0][..]), (3, &[1]), (4, &[3]), (5, &[0, 2])] {
@@ -83,7 +83,7 @@ fn a_short_deadline_names_the_missing_ranks_too() {
 }
 
 #[test]
-fn an_endless_deadline_is_one() {
+fn an_infinite_deadline_never_expires() {
     for kind in Kind::ALL {
         run_ranks_with(
             kind,
@@ -92,7 +92,7 @@ fn an_endless_deadline_is_one() {
             |group| {
                 group.all_reduce(&mut vec![1f32; 50_000], ReduceOp::Sum).unwrap();
                 if group.rank() == 0 {
-                    // Long enough for the others to fall asleep.
+                    // Long enough for the other ranks to fall asleep.
                     std::thread::sleep(Duration::from_millis(300));
                 }
                 group.barrier().unwrap();
@@ -102,12 +102,12 @@ fn an_endless_deadline_is_one() {
 }
 
 #[test]
-fn a_message_that_never_comes_names_its_sender() {
+fn a_receive_that_times_out_names_the_sender() {
     for kind in Kind::ALL {
         let end = Arc::new(Barrier::new(3));
         let results = run_ranks(kind, 3, move |group| {
-            let hasty = group.with_deadline(Duration::from_millis(300));
-            let result = if group.rank() == 0 { hasty.recv(&mut [0u8; 4], 2) } else { Ok(()) };
+            let limited = group.with_deadline(Duration::from_millis(300));
+            let result = if group.rank() == 0 { limited.recv(&mut [0u8; 4], 2) } else { Ok(()) };
             end.wait();
             result
         });
@@ -116,7 +116,7 @@ fn a_message_that_never_comes_names_its_sender() {
 }
 
 #[test]
-fn what_a_leaving_rank_took_part_in_completes_and_the_next_call_says_that_it_left() {
+fn operations_before_a_rank_leaves_complete_and_the_next_call_names_it() {
     let mut cases = Vec::new();
     for kind in Kind::ALL {
         for n in 2..=4 {
@@ -133,17 +133,17 @@ fn what_a_leaving_rank_took_part_in_completes_and_the_next_call_says_that_it_lef
             if group.rank() == leaver { Ok(()) } else { act(&group) }
         });
         for (rank, result) in results.into_iter().enumerate() {
-            let left = matches!(result, Err(Error::Left { rank: who, .. }) if who == leaver);
+            let left = matches!(result, Err(Error::Left { rank: gone, .. }) if gone == leaver);
             assert!(rank == leaver || left, "{kind:?}, rank {leaver} of {n} left: rank {rank} got {result:?}");
         }
     });
 }
 
 #[test]
-fn an_operation_that_all_threads_entered_succeeds_whatever_comes_next() {
+fn an_operation_that_all_threads_entered_succeeds_although_a_rank_then_leaves() {
     for _ in 0..2000 {
         let results = run_ranks(Kind::Threads, 4, |group| {
-            // Rank 0 leaves at once; a rank that is fast finds that out before a slow one has looked at the barrier.
+            // Rank 0 leaves at once. A fast rank may learn that before a slow one has checked the barrier.
             let first = group.barrier();
             (first, if group.rank() == 0 { Ok(()) } else { group.barrier() })
         });
@@ -159,7 +159,7 @@ fn the_last_message_of_a_leaving_rank_arrives() {
     for kind in Kind::ALL {
         let rounds: Vec<usize> = (0..100).collect();
         in_parallel(&rounds, 4, |round| {
-            // From the lower to the higher and from the higher to the lower: either may open the connection.
+            // In both directions, since either rank may open the connection.
             let (from, to) = if round % 2 == 0 { (0, 1) } else { (1, 0) };
             run_ranks(kind, 2, move |group| {
                 let mut data = [group.rank() as u8; 100];
@@ -187,7 +187,7 @@ fn a_message_to_a_rank_that_left_is_an_error() {
                 if group.rank() == 0 {
                     return Ok(());
                 }
-                // Until the farewell is here, messages may still be taken.
+                // Until the goodbye message arrives, sends may still succeed.
                 (0..1_000_000).try_for_each(|_| group.send(&[0u8; 8], 0))
             });
             assert!(matches!(results[1], Err(Error::Left { rank: 0, .. })), "{kind:?}: {:?}", results[1]);
@@ -203,7 +203,7 @@ fn a_thread_that_panics_is_lost() {
         for lost in 0..n {
             let results = run_ranks(kind, n, move |group| {
                 let first = group.barrier();
-                // Between hosts the news may come before the end of what the lost rank had been through.
+                // Between hosts, the report of the panic may overtake the barrier that the lost rank completed.
                 assert!(first.is_ok() || kind == hosts && group.rank() != lost, "{first:?}");
                 if group.rank() != lost {
                     return first.and_then(|()| group.all_reduce(&mut [1f32; 1000], ReduceOp::Sum));
@@ -224,7 +224,7 @@ fn a_thread_that_panics_is_lost() {
 }
 
 #[test]
-fn every_rank_gets_the_same_cause_and_keeps_it() {
+fn every_rank_gets_the_same_error_and_keeps_it() {
     for kind in Kind::ALL {
         let results = run_ranks(kind, 3, |group| {
             if group.rank() == 0 {

@@ -1,4 +1,4 @@
-//! Groups over several hosts: processes that say that they are on different machines, and network namespaces.
+//! Groups over several hosts, simulated by processes that claim to be on different machines.
 
 use std::time::{Duration, Instant};
 
@@ -6,7 +6,7 @@ use bonfire_core::{Builder, Error, Group, Medium, ReduceOp};
 use bonfire_testing::process::{Process, is_child, report, say};
 use rustix::process::Signal;
 
-/// One of four ranks on two machines, 0 and 1 on the first.
+/// Joins as one of four ranks on two machines. Ranks 0 and 1 are on the first.
 fn join() -> Result<Group, Error> {
     let builder = Builder::from_env()?;
     let rank: usize = std::env::var("BONFIRE_RANK").ok().and_then(|rank| rank.parse().ok()).expect("a rank");
@@ -14,7 +14,7 @@ fn join() -> Result<Group, Error> {
 }
 
 #[test]
-fn ranks_share_memory_on_a_host_and_nothing_is_left_of_it() {
+fn ranks_of_a_host_share_memory_and_release_it() {
     if is_child() {
         let mappings = || {
             let maps = std::fs::read_to_string("/proc/self/maps").expect("Linux has it");
@@ -30,8 +30,7 @@ fn ranks_share_memory_on_a_host_and_nothing_is_left_of_it() {
         return report(&outcome);
     }
     for (transport, shares) in [("auto", true), ("tcp", false)] {
-        let mut ranks =
-            Process::start_ranks("ranks_share_memory_on_a_host_and_nothing_is_left_of_it", 4, transport, "60");
+        let mut ranks = Process::start_ranks("ranks_of_a_host_share_memory_and_release_it", 4, transport, "60");
         for rank in &mut ranks {
             assert_eq!(rank.outcome(), Ok(format!("{shares}, true, 0")));
             assert!(rank.end().success());
@@ -40,7 +39,7 @@ fn ranks_share_memory_on_a_host_and_nothing_is_left_of_it() {
 }
 
 #[test]
-fn a_rank_that_is_killed_or_stands_still_is_named_by_all() {
+fn a_killed_or_stopped_rank_is_named_by_all_peers() {
     if is_child() {
         let group = join().expect("ranks find each other");
         let mut data = vec![1f32; 5_000_000];
@@ -53,8 +52,8 @@ fn a_rank_that_is_killed_or_stands_still_is_named_by_all() {
         };
         return report(&Err(error));
     }
-    let strike = |signal, deadline: &str, victim: usize| {
-        let name = "a_rank_that_is_killed_or_stands_still_is_named_by_all";
+    let errors_after = |signal, deadline: &str, victim: usize| {
+        let name = "a_killed_or_stopped_rank_is_named_by_all_peers";
         let mut ranks = Process::start_ranks(name, 4, "auto", deadline);
         ranks.iter().for_each(|rank| assert_eq!(rank.hear(), "going"));
         ranks[victim].signal(signal);
@@ -63,14 +62,14 @@ fn a_rank_that_is_killed_or_stands_still_is_named_by_all() {
     };
     for victim in 0..4 {
         let start = Instant::now();
-        for error in strike(Signal::KILL, "60", victim) {
+        for error in errors_after(Signal::KILL, "60", victim) {
             assert!(matches!(error, Error::PeerLost { peer, .. } if peer == victim), "{victim}: {error:?}");
         }
-        // Far from the deadline on any machine.
+        // Far below the deadline on any machine.
         assert!(start.elapsed() < Duration::from_secs(30), "after {:?}", start.elapsed());
     }
     for victim in [0, 3] {
-        let errors = strike(Signal::STOP, "250", victim);
+        let errors = errors_after(Signal::STOP, "250", victim);
         assert!(
             errors.iter().all(|error| matches!(error, Error::PeerLost { peer, .. } if *peer == victim)),
             "{victim}: {errors:?}"
@@ -79,7 +78,7 @@ fn a_rank_that_is_killed_or_stands_still_is_named_by_all() {
 }
 
 #[test]
-fn shared_memory_among_all_does_not_ask_which_machine_it_is() {
+fn explicit_shared_memory_ignores_the_names_of_machines() {
     let address = bonfire_testing::free_address();
     let ranks: Vec<_> = (0..2)
         .map(|rank| {

@@ -1,4 +1,4 @@
-//! Ranks that find each other by what launchers say: processes with replayed environments, on one host and on two.
+//! The rendezvous by the variables of launchers: processes with recorded environments, on one host and on two.
 
 use std::fs;
 use std::net::TcpListener;
@@ -10,12 +10,12 @@ use bonfire_testing::process::{Process, is_child, report, say};
 
 type Variables = Vec<(&'static str, String)>;
 
-/// For jobs of this process: others have others.
+/// The job number, a different one in each test process.
 fn job() -> u32 {
     std::process::id()
 }
 
-/// A task of srun's, of as many on each of these hosts.
+/// The variables of a task of srun, with `each` tasks on each of `hosts` hosts.
 fn srun(rank: usize, each: usize, hosts: usize, list: &str) -> Variables {
     vec![
         ("SLURM_JOB_ID", job().to_string()),
@@ -53,7 +53,7 @@ fn hydra(rank: usize, size: usize) -> Variables {
     vec![("PMI_RANK", rank.to_string()), ("PMI_SIZE", size.to_string()), ("MPI_LOCALNRANKS", size.to_string())]
 }
 
-/// What every rank tells its sum with.
+/// Runs an all_reduce and returns its result as text.
 fn sum(group: &Group) -> Result<String, Error> {
     let mut data = [group.rank() as i64 + 1; 5];
     group.all_reduce(&mut data, ReduceOp::Sum)?;
@@ -61,12 +61,12 @@ fn sum(group: &Group) -> Result<String, Error> {
 }
 
 #[test]
-fn ranks_of_one_host_find_each_other_without_a_secret() {
+fn ranks_of_one_host_connect_without_a_secret() {
     if is_child() {
         return report(&Group::from_env().and_then(|group| sum(&group)));
     }
-    const NAME: &str = "ranks_of_one_host_find_each_other_without_a_secret";
-    // The agent keeps the port.
+    const NAME: &str = "ranks_of_one_host_connect_without_a_secret";
+    // torchrun's agent occupies the port.
     let agent = TcpListener::bind("0.0.0.0:0").expect("a port");
     let port = agent.local_addr().expect("an address").port();
     let launchers: [&dyn Fn(usize) -> Variables; 4] =
@@ -85,18 +85,18 @@ fn ranks_of_one_host_find_each_other_without_a_secret() {
 }
 
 #[test]
-fn what_code_says_wins_and_completes() {
+fn settings_in_code_take_precedence() {
     if is_child() {
         let number = |name| std::env::var(name).expect("set by the test").parse::<usize>().expect("a number");
         let address = std::env::var("GIVEN_ADDRESS").expect("set by the test");
-        let builder = Builder::from_env().expect("what is missing is no error yet");
+        let builder = Builder::from_env().expect("missing settings are no error yet");
         let builder = builder.rank(number("GIVEN_RANK")).world_size(2).address(address);
         return report(&builder.connect().and_then(|group| sum(&group)));
     }
     for others in [vec![], srun(7, 4, 2, "node[1-2]"), mpirun(0, 9)] {
         let address = bonfire_testing::free_address();
         let given = |rank: usize| vec![("GIVEN_RANK", rank.to_string()), ("GIVEN_ADDRESS", address.clone())];
-        let start = |rank| Process::start("what_code_says_wins_and_completes", &[given(rank), others.clone()].concat());
+        let start = |rank| Process::start("settings_in_code_take_precedence", &[given(rank), others.clone()].concat());
         for rank in [0, 1].map(start) {
             assert_eq!(rank.outcome(), Ok("[3, 3, 3, 3, 3]".into()));
         }
@@ -104,7 +104,7 @@ fn what_code_says_wins_and_completes() {
 }
 
 #[test]
-fn what_cannot_work_is_said_at_once() {
+fn invalid_environments_are_rejected_at_once() {
     if is_child() {
         return report(&Group::from_env().map(|group| format!("rank {}", group.rank())));
     }
@@ -124,28 +124,28 @@ fn what_cannot_work_is_said_at_once() {
         (pod("4"), &["PET_NPROC_PER_NODE is '4'", "torchrun"]),
     ];
     for (variables, parts) in cases {
-        let error = Process::start("what_cannot_work_is_said_at_once", &variables).outcome().unwrap_err();
+        let error = Process::start("invalid_environments_are_rejected_at_once", &variables).outcome().unwrap_err();
         let Error::Config(reason) = &error else { panic!("{variables:?}: {error:?}") };
         assert!(parts.iter().all(|part| reason.contains(part)), "{variables:?}: {reason}");
     }
 }
 
 #[test]
-fn a_port_that_is_taken_is_said_with_what_chose_it() {
+fn a_port_in_use_is_reported_with_its_variable() {
     if is_child() {
         return report(&Group::from_env().map(|group| format!("rank {}", group.rank())));
     }
     let taken = |port: u16| TcpListener::bind(("127.0.0.1", port)).ok().map(|listener| (listener, port));
     let (_listener, port) = (61440..=u16::MAX).find_map(taken).expect("a free port");
     let rank = [vec![("SLURM_JOB_ID", (port - 61440).to_string())], srun(0, 2, 1, "node1")[1..].to_vec()].concat();
-    let error = Process::start("a_port_that_is_taken_is_said_with_what_chose_it", &rank).outcome().unwrap_err();
+    let error = Process::start("a_port_in_use_is_reported_with_its_variable", &rank).outcome().unwrap_err();
     let reason = error.to_string();
     for part in ["BONFIRE_ADDRESS", "SLURM_JOB_ID", "choose another port", &port.to_string()] {
         assert!(reason.contains(part), "{reason}");
     }
 }
 
-/// Two hosts: network namespaces with two links between them, `eth9` and `ib9`, and a file of hosts each.
+/// Two hosts: network namespaces with two links between them, `eth9` and `ib9`, and a hosts file each.
 struct Hosts([String; 2]);
 
 impl Hosts {
@@ -168,15 +168,14 @@ impl Hosts {
         hosts
     }
 
-    /// What names mean on each host.
+    /// Writes the hosts file of each host.
     fn name(&self, names: [&str; 2]) {
         for (host, names) in self.0.iter().zip(names) {
-            fs::write(folder(host).join("hosts"), format!("127.0.0.1 localhost\n{names}\n"))
-                .expect("its file of hosts");
+            fs::write(folder(host).join("hosts"), format!("127.0.0.1 localhost\n{names}\n")).expect("its hosts file");
         }
     }
 
-    /// Starts `each` ranks on each host, with these variables besides those of srun and a secret.
+    /// Starts `each` ranks on each host, with the variables of srun, a secret, and `more`.
     fn start(&self, test: &str, each: usize, more: &[(&'static str, String)]) -> Vec<Process> {
         let secret = [("BONFIRE_SECRET", "of a job on two hosts, which both know".to_owned())];
         let start = |rank: usize| {
@@ -197,7 +196,7 @@ impl Drop for Hosts {
     }
 }
 
-/// Where `ip netns exec` takes a namespace's own files of /etc from.
+/// The folder from which `ip netns exec` takes a namespace's own files of /etc.
 fn folder(host: &str) -> PathBuf {
     PathBuf::from("/etc/netns").join(host)
 }
@@ -207,7 +206,7 @@ fn ip(arguments: &str) {
     assert!(output.status.success(), "ip {arguments}: {}", String::from_utf8_lossy(&output.stderr));
 }
 
-/// Rank 0's name means loopback on its own host, as Debian has it, and the ranks beside it reach it there.
+/// Rank 0's host name resolves to loopback on its own host, as on Debian. The other ranks of that host reach it there.
 #[test]
 #[ignore = "needs root, iproute2 and network namespaces"]
 fn ranks_of_two_hosts_do_not_listen_on_loopback() {
@@ -231,15 +230,15 @@ fn ranks_of_two_hosts_do_not_listen_on_loopback() {
 
 #[test]
 #[ignore = "needs root, iproute2 and network namespaces"]
-fn data_takes_the_interface_that_was_chosen() {
+fn data_uses_the_selected_interface() {
     if is_child() {
         let outcome = Group::from_env().and_then(|group| {
             sum(&group)?;
             let connections = ["/proc/net/tcp", "/proc/net/tcp6"].map(|file| fs::read_to_string(file).expect("Linux"));
-            // Both ends' addresses, as the kernel writes them, of connections that stand.
+            // Whether an established connection has an address in this network, in the kernel's notation.
             let on = |net: &str| {
-                let stands = |line: &&str| line.split_whitespace().nth(3) == Some("01") && line.contains(net);
-                connections.iter().any(|list| list.lines().any(|line| stands(&line)))
+                let established = |line: &&str| line.split_whitespace().nth(3) == Some("01") && line.contains(net);
+                connections.iter().any(|list| list.lines().any(|line| established(&line)))
             };
             group.barrier()?;
             Ok(format!("eth {}, ib {}", on("004E0A:"), on("004F0A:")))
@@ -250,20 +249,20 @@ fn data_takes_the_interface_that_was_chosen() {
     hosts.name(["10.78.0.1 node001", "10.78.0.1 node001"]);
     let named = |name: &str| [("BONFIRE_IFACE", name.to_owned()), ("BONFIRE_TRANSPORT", "tcp".into())];
     for (interface, expected) in [("ib", "eth true, ib true"), ("eth9", "eth true, ib false")] {
-        for rank in hosts.start("data_takes_the_interface_that_was_chosen", 1, &named(interface)) {
+        for rank in hosts.start("data_uses_the_selected_interface", 1, &named(interface)) {
             assert_eq!(rank.outcome(), Ok(expected.into()), "{interface}");
         }
     }
-    for rank in hosts.start("data_takes_the_interface_that_was_chosen", 1, &named("wlan")) {
+    for rank in hosts.start("data_uses_the_selected_interface", 1, &named("wlan")) {
         let error = rank.outcome().unwrap_err().to_string();
         assert!(error.contains("BONFIRE_IFACE is 'wlan'") && error.contains("ib9 (10.79.0."), "{error}");
     }
 }
 
-/// Tells the parent what is logged of rank 0's name.
-struct Told;
+/// Forwards what is logged about rank 0's host name to the parent.
+struct NameLog;
 
-impl log::Log for Told {
+impl log::Log for NameLog {
     fn enabled(&self, _: &log::Metadata) -> bool {
         true
     }
@@ -278,20 +277,20 @@ impl log::Log for Told {
     fn flush(&self) {}
 }
 
-/// As that of a pod, which gets its address when it has started.
+/// Like the name of a pod, which gets its address when it has started.
 #[test]
 #[ignore = "needs root, iproute2 and network namespaces"]
-fn a_name_that_resolves_late_is_waited_for() {
+fn a_host_name_that_resolves_late_is_awaited() {
     if is_child() {
         if std::env::var("SLURM_PROCID").is_ok_and(|rank| rank == "0") {
-            log::set_logger(&Told).expect("the only one");
+            log::set_logger(&NameLog).expect("the only one");
             log::set_max_level(log::LevelFilter::Info);
         }
         return report(&Group::from_env().and_then(|group| sum(&group)));
     }
     let hosts = Hosts::new("late");
     hosts.name(["", ""]);
-    let ranks = hosts.start("a_name_that_resolves_late_is_waited_for", 1, &[]);
+    let ranks = hosts.start("a_host_name_that_resolves_late_is_awaited", 1, &[]);
     let recognised = ranks[0].hear();
     assert!(
         recognised.starts_with(&format!("rank 0 of 2 by Slurm (job {}, step 0): rank 0 at node001:", job())),

@@ -1,5 +1,5 @@
-//! Groups of more ranks than are all connected to each other: few of them, which are told that they are many, and 128
-//! processes.
+//! Groups of more ranks than are all connected to each other: their control connections form a star around rank 0.
+//! Small groups with a lowered limit, and 128 processes.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Barrier};
@@ -12,7 +12,7 @@ use rustix::process::Signal;
 
 const KINDS: [Kind; 3] = [Kind::Tcp, Kind::Shm, Kind::Hosts(&[0, 1])];
 
-/// Ranks that hear of each other through rank 0.
+/// Runs `f` on ranks whose control connections form a star around rank 0.
 fn star<T: Send + 'static>(kind: Kind, n: usize, f: impl Fn(Group) -> T + Clone + Send + 'static) -> Vec<T> {
     run_ranks_with(kind, n, |builder| builder.mesh(2), f)
 }
@@ -47,11 +47,11 @@ fn all_ranks_of_a_star_reach_each_other() {
 }
 
 #[test]
-fn who_leaves_or_panics_is_named_by_all() {
+fn a_rank_that_leaves_or_panics_is_named_by_all_peers() {
     for (kind, n) in KINDS.into_iter().flat_map(|kind| [(kind, 3), (kind, 5)]) {
         for (gone, panics) in (0..n).flat_map(|gone| [(gone, false), (gone, true)]) {
             let results = star(kind, n, move |group| {
-                // The news of a panic may come before the end of this, between hosts.
+                // Between hosts, the report of a panic may arrive before this operation ends.
                 let before = sum(&group);
                 if group.rank() != gone {
                     return before.and_then(|_| sum(&group));
@@ -74,7 +74,7 @@ fn who_leaves_or_panics_is_named_by_all() {
 }
 
 #[test]
-fn two_ranks_that_disagree_are_named_by_all() {
+fn a_mismatch_of_two_ranks_is_reported_to_all_ranks() {
     for kind in KINDS {
         let results = star(kind, 5, |group| {
             let mut data = vec![1f32; if [2, 4].contains(&group.rank()) { 70_000 } else { 50_000 }];
@@ -89,12 +89,12 @@ fn two_ranks_that_disagree_are_named_by_all() {
 }
 
 #[test]
-fn ranks_that_never_call_are_named_by_all() {
+fn ranks_that_never_call_are_named_by_all_peers() {
     for (kind, absent) in KINDS.into_iter().flat_map(|kind| [(kind, 0), (kind, 3)]) {
         let end = Arc::new(Barrier::new(5));
         let results = star(kind, 5, move |group| {
-            let hasty = group.with_deadline(Duration::from_millis(500));
-            let result = if group.rank() == absent { Ok(0) } else { sum(&hasty) };
+            let limited = group.with_deadline(Duration::from_millis(500));
+            let result = if group.rank() == absent { Ok(0) } else { sum(&limited) };
             end.wait();
             result
         });
@@ -106,7 +106,7 @@ fn ranks_that_never_call_are_named_by_all() {
 }
 
 #[test]
-fn ranks_other_than_0_make_subgroups() {
+fn ranks_other_than_0_create_subgroups() {
     for kind in KINDS {
         let results = star(kind, 6, |group| {
             let halves = match group.rank() {
@@ -122,7 +122,7 @@ fn ranks_other_than_0_make_subgroups() {
 }
 
 #[test]
-fn rank_0_may_leave_while_others_make_subgroups() {
+fn rank_0_may_leave_while_peers_create_subgroups() {
     for round in 0..20 {
         let results = star(KINDS[round % 3], 5, |group| {
             if group.rank() == 0 {
@@ -136,7 +136,7 @@ fn rank_0_may_leave_while_others_make_subgroups() {
 }
 
 #[test]
-fn members_that_name_others_are_named_by_all() {
+fn members_that_disagree_on_the_members_are_reported_to_all_ranks() {
     let results = star(Kind::Tcp, 5, |group| {
         let members = if group.rank() == 4 { [2, 3, 4].to_vec() } else { [1, 2, 3, 4].to_vec() };
         if group.rank() == 0 { sum(&group).map(drop) } else { group.subgroup(&members).map(drop) }
@@ -146,8 +146,8 @@ fn members_that_name_others_are_named_by_all() {
     }
 }
 
-/// Goes on in smaller groups until an operation of one has worked.
-fn go_on(mut group: Group) -> Result<usize, Error> {
+/// Shrinks the group until an operation succeeds, and returns the world size of that group.
+fn shrink_until_usable(mut group: Group) -> Result<usize, Error> {
     while sum(&group).is_ok() {}
     loop {
         group = group.shrink()?;
@@ -158,7 +158,7 @@ fn go_on(mut group: Group) -> Result<usize, Error> {
 }
 
 #[test]
-fn threads_go_on_without_rank_0_and_others() {
+fn threads_shrink_without_rank_0_and_others() {
     for kind in KINDS {
         for (n, gone) in [(3, 0b001), (3, 0b100), (5, 0b00001), (5, 0b01000), (5, 0b10001), (6, 0b001_011), (4, 0b0111)]
         {
@@ -166,7 +166,7 @@ fn threads_go_on_without_rank_0_and_others() {
                 let results = star(kind, n, move |group| {
                     let _ = group.barrier();
                     if gone >> group.rank() & 1 == 0 {
-                        return go_on(group);
+                        return shrink_until_usable(group);
                     }
                     if panics {
                         die(group);
@@ -183,7 +183,7 @@ fn threads_go_on_without_rank_0_and_others() {
 }
 
 #[test]
-fn a_star_without_a_failure_gives_another_and_both_are_whole() {
+fn shrinking_a_healthy_star_creates_another_and_both_stay_complete() {
     for kind in KINDS {
         let results = star(kind, 4, |group| {
             let other = group.shrink()?;
@@ -196,14 +196,14 @@ fn a_star_without_a_failure_gives_another_and_both_are_whole() {
 }
 
 #[test]
-fn processes_go_on_without_rank_0_and_others_that_are_killed() {
+fn processes_shrink_after_rank_0_and_others_are_killed() {
     if is_child() {
         let group = Builder::from_env().expect("settings").mesh(2).connect().expect("ranks find each other");
         group.barrier().expect("all ranks are there");
         say("going");
-        return report(&go_on(group).map(|left| left.to_string()));
+        return report(&shrink_until_usable(group).map(|left| left.to_string()));
     }
-    let name = "processes_go_on_without_rank_0_and_others_that_are_killed";
+    let name = "processes_shrink_after_rank_0_and_others_are_killed";
     for transport in ["tcp", "shm"] {
         for (n, gone) in [(4, 0b0001), (4, 0b1000), (4, 0b0011), (5, 0b01001), (5, 0b10111)] {
             let mut ranks = Process::start_ranks_with(name, n, transport, "60", &[("BONFIRE_SILENCE", "3".to_owned())]);
@@ -219,14 +219,14 @@ fn processes_go_on_without_rank_0_and_others_that_are_killed() {
 }
 
 #[test]
-fn a_rank_that_is_stopped_is_left_out_and_told_so() {
+fn a_stopped_rank_is_excluded_and_gets_a_shrink_error() {
     if is_child() {
         let group = Builder::from_env().expect("settings").mesh(2).connect().expect("ranks find each other");
         group.barrier().expect("all ranks are there");
         say("going");
-        return report(&go_on(group).map(|left| left.to_string()));
+        return report(&shrink_until_usable(group).map(|left| left.to_string()));
     }
-    let name = "a_rank_that_is_stopped_is_left_out_and_told_so";
+    let name = "a_stopped_rank_is_excluded_and_gets_a_shrink_error";
     let start = |victim: usize| {
         let ranks = Process::start_ranks_with(name, 4, "tcp", "60", &[("BONFIRE_SILENCE", "3".to_owned())]);
         ranks.iter().for_each(|rank| assert_eq!(rank.hear(), "going"));
@@ -245,7 +245,7 @@ fn a_rank_that_is_stopped_is_left_out_and_told_so() {
 }
 
 #[test]
-fn messages_between_others_go_on_after_rank_0_has_left_and_who_then_goes_is_named() {
+fn messages_flow_after_rank_0_has_left_and_the_next_rank_to_go_is_named() {
     for (kind, panics) in KINDS.into_iter().flat_map(|kind| [(kind, false), (kind, true)]) {
         let gone = Arc::new(Barrier::new(4));
         let results = star(kind, 4, move |group| {
@@ -257,7 +257,7 @@ fn messages_between_others_go_on_after_rank_0_has_left_and_who_then_goes_is_name
                 return None;
             }
             gone.wait();
-            // A token goes around the three, for longer than they take to connect.
+            // A token circulates among the three for longer than they take to connect.
             let (start, to, from) = (Instant::now(), rank % 3 + 1, (rank + 1) % 3 + 1);
             let mut token = [1u8];
             while token == [1] {
@@ -289,10 +289,10 @@ fn messages_between_others_go_on_after_rank_0_has_left_and_who_then_goes_is_name
     }
 }
 
-/// So many processes.
-const MANY: usize = 128;
+/// Processes of a large group.
+const PROCESSES: usize = 128;
 
-/// Connections, and whatever else is a socket of this process.
+/// Returns the number of this process's sockets, connections included.
 fn sockets() -> usize {
     let files = std::fs::read_dir("/proc/self/fd").expect("open files");
     let target = |file: std::io::Result<std::fs::DirEntry>| std::fs::read_link(file.ok()?.path()).ok();
@@ -301,46 +301,46 @@ fn sockets() -> usize {
 
 #[test]
 #[cfg(target_os = "linux")]
-fn very_many_processes_find_each_other() {
+fn each_of_128_processes_needs_few_sockets() {
     if is_child() {
         let group = Group::from_env().expect("ranks find each other");
         let mut ranks = [group.rank() as u64];
         group.all_reduce(&mut ranks, ReduceOp::Sum).expect("all ranks are there");
         report(&Ok(format!("{} {}", ranks[0], sockets())));
-        // Nobody counts before all have connected, and nobody leaves before all have counted.
+        // All ranks have connected before any counts, and the barrier keeps every rank until all have counted.
         return group.barrier().expect("all ranks are there");
     }
-    let mut ranks = Process::start_ranks("very_many_processes_find_each_other", MANY, "auto", "60");
+    let mut ranks = Process::start_ranks("each_of_128_processes_needs_few_sockets", PROCESSES, "auto", "60");
     for (rank, process) in ranks.iter_mut().enumerate() {
         let outcome = process.outcome().expect("all ranks are there");
         let (sum, sockets) = outcome.split_once(' ').expect("two numbers");
-        assert_eq!(sum.parse(), Ok(MANY * (MANY - 1) / 2));
+        assert_eq!(sum.parse(), Ok(PROCESSES * (PROCESSES - 1) / 2));
         let sockets: usize = sockets.parse().expect("a number");
-        // A few, however many ranks there are.
+        // Few, whatever the world size.
         assert!(rank == 0 || sockets < 12, "rank {rank} has {sockets} sockets");
     }
     ranks.iter_mut().for_each(|rank| assert!(rank.end().success()));
 }
 
 #[test]
-fn of_very_many_processes_the_one_that_never_comes_is_named_by_all() {
+fn a_missing_process_of_128_is_named_by_all_peers() {
     const MISSING: usize = 77;
     if is_child() {
-        // Longer than it takes to start them all.
+        // Longer than it takes to start all processes.
         let builder = Builder::from_env().expect("settings").rendezvous_timeout(Duration::from_secs(10));
         return report(&builder.connect().map(|group| group.rank().to_string()));
     }
-    let name = "of_very_many_processes_the_one_that_never_comes_is_named_by_all";
+    let name = "a_missing_process_of_128_is_named_by_all_peers";
     let address = bonfire_testing::free_address();
     let start = |rank: usize| {
         let variables = [
             ("BONFIRE_RANK", rank.to_string()),
-            ("BONFIRE_WORLD_SIZE", MANY.to_string()),
+            ("BONFIRE_WORLD_SIZE", PROCESSES.to_string()),
             ("BONFIRE_ADDRESS", address.clone()),
         ];
         (rank, Process::start(name, &variables))
     };
-    let ranks: Vec<_> = (0..MANY).filter(|rank| *rank != MISSING).map(start).collect();
+    let ranks: Vec<_> = (0..PROCESSES).filter(|rank| *rank != MISSING).map(start).collect();
     for (rank, process) in &ranks {
         let error = process.outcome().expect_err("a rank is missing");
         let Error::Rendezvous { reason, .. } = &error else { panic!("rank {rank}: {error:?}") };

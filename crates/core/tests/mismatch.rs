@@ -1,4 +1,4 @@
-//! Ranks that disagree: every rank gets the same error, which lists what each of them called, and none succeeds.
+//! Mismatched calls: every rank gets the same error, which lists the call of each rank, and no rank succeeds.
 
 use std::time::Duration;
 
@@ -7,12 +7,12 @@ use bonfire_testing::{Kind, errors, in_parallel, run_ranks, run_ranks_with};
 
 type Act = fn(&Group) -> Result<(), Error>;
 
-/// Far more than a mismatch takes to be found, far less than the harness allows.
+/// Far more than it takes to detect a mismatch, far less than the harness allows.
 fn soon(builder: Builder) -> Builder {
     builder.deadline(Duration::from_secs(20))
 }
 
-/// What most ranks do, and what the offender does instead.
+/// The call of most ranks, and the offender's call instead.
 const PAIRS: &[(&str, Act, Act)] = &[
     ("lengths", |g| g.all_reduce(&mut [0f32; 8], ReduceOp::Sum), |g| g.all_reduce(&mut [0f32; 9], ReduceOp::Sum)),
     (
@@ -26,11 +26,11 @@ const PAIRS: &[(&str, Act, Act)] = &[
         |g| g.all_reduce(&mut vec![0f32; 999_999], ReduceOp::Sum),
     ),
     (
-        "nothing and something",
+        "empty and not empty",
         |g| g.all_reduce::<f32>(&mut [], ReduceOp::Sum),
         |g| g.all_reduce(&mut [0f32], ReduceOp::Sum),
     ),
-    ("nothing and much", |g| g.all_gather::<u8>(&mut []), |g| g.all_gather(&mut vec![0u8; 1_000_000])),
+    ("empty and large", |g| g.all_gather::<u8>(&mut []), |g| g.all_gather(&mut vec![0u8; 1_000_000])),
     ("types", |g| g.all_reduce(&mut [0f32; 8], ReduceOp::Sum), |g| g.all_reduce(&mut [0i32; 8], ReduceOp::Sum)),
     (
         "types with and without a wide accumulator",
@@ -38,7 +38,7 @@ const PAIRS: &[(&str, Act, Act)] = &[
         |g| g.all_reduce(&mut [0u16; 4000], ReduceOp::Sum),
     ),
     (
-        "types of nothing",
+        "types of empty slices",
         |g| g.all_reduce::<f32>(&mut [], ReduceOp::Sum),
         |g| g.all_reduce::<f64>(&mut [], ReduceOp::Sum),
     ),
@@ -67,10 +67,10 @@ const PAIRS: &[(&str, Act, Act)] = &[
         |g| g.all_gather(&mut vec![0f32; 100_000]),
     ),
     ("lengths of all_to_all", |g| g.all_to_all(&mut [0f32; 60]), |g| g.all_to_all(&mut vec![0f32; 600_000])),
-    ("nothing and much of all_to_all", |g| g.all_to_all::<u8>(&mut []), |g| g.all_to_all(&mut vec![0u8; 600_000])),
+    ("empty and large all_to_all", |g| g.all_to_all::<u8>(&mut []), |g| g.all_to_all(&mut vec![0u8; 600_000])),
     ("types of all_to_all", |g| g.all_to_all(&mut [0f32; 60]), |g| g.all_to_all(&mut [0u32; 60])),
     (
-        "sizes of one sum",
+        "sizes with the same sum",
         |g| g.all_gather_v_into(&[0f32; 2], &vec![2; g.world_size()], &mut vec![0f32; 2 * g.world_size()]),
         |g| {
             let mut sizes = vec![2; g.world_size()];
@@ -88,7 +88,7 @@ const PAIRS: &[(&str, Act, Act)] = &[
         },
     ),
     ("roots of gather", |g| g.gather(&mut [0f32; 20], 0), |g| g.gather(&mut [0f32; 20], 1)),
-    ("roots of much of gather", |g| g.gather(&mut vec![0f32; 90_000], 0), |g| g.gather(&mut vec![0f32; 90_000], 1)),
+    ("roots of a large gather", |g| g.gather(&mut vec![0f32; 90_000], 0), |g| g.gather(&mut vec![0f32; 90_000], 1)),
     ("gather and scatter", |g| g.gather(&mut [0u8; 4], 0), |g| g.scatter(&mut [0u8; 4], 0)),
     (
         "all_to_all and all_to_all_v",
@@ -106,7 +106,7 @@ const PAIRS: &[(&str, Act, Act)] = &[
     ("all_to_all and all_gather", |g| g.all_to_all(&mut [0f64; 60]), |g| g.all_gather(&mut [0f64; 60])),
 ];
 
-/// The calls that every rank's error lists, all errors being the same.
+/// Checks that all errors are the same mismatch, and returns the calls that it lists.
 fn agreed(label: &str, errors: &[Error], at: u64) -> Vec<(usize, Call)> {
     for (rank, error) in errors.iter().enumerate() {
         assert_eq!(*error, errors[0], "{label}: rank {rank} and rank 0 got different errors");
@@ -120,7 +120,7 @@ fn agreed(label: &str, errors: &[Error], at: u64) -> Vec<(usize, Call)> {
     }
 }
 
-/// One case: after `before` barriers rank `offender` of `n` does something else.
+/// One case: after `before` barriers rank `offender` of `n` makes a different call.
 fn check(kind: Kind, n: usize, offender: usize, before: u64, (name, usual, other): (&str, Act, Act)) {
     let label = format!("{name}: {kind:?}, rank {offender} of {n} after {before} barriers");
     let results = run_ranks_with(kind, n, soon, move |group| {
@@ -146,7 +146,7 @@ fn every_pair(kind: Kind, worlds: std::ops::RangeInclusive<usize>) {
     let mut cases = Vec::new();
     for n in worlds {
         for offender in 0..n {
-            // With and without an operation before: then ranks may have connections already.
+            // With and without an operation before, after which ranks may have connections already.
             cases.extend(PAIRS.iter().enumerate().map(|(i, pair)| (n, offender, (i + offender) as u64 % 2, *pair)));
         }
     }
@@ -184,7 +184,7 @@ fn one_offender_on_hosts_of_different_size() {
 }
 
 #[test]
-fn every_rank_does_something_else() {
+fn every_rank_makes_a_different_call() {
     const ACTS: [Act; 5] = [
         |g| g.all_reduce(&mut vec![0f32; 500_000], ReduceOp::Sum),
         |g| g.barrier(),
@@ -209,9 +209,9 @@ fn every_rank_does_something_else() {
     }
 }
 
-/// Half of the ranks are in the engine, half in a plan, or in two plans.
+/// Half of the ranks run an engine and half a plan, or each half runs a plan of its own.
 #[test]
-fn two_camps_on_both_sides_of_a_table() {
+fn two_halves_that_select_different_algorithms() {
     for (kind, table) in Kind::ALL.into_iter().flat_map(|kind| {
         ["native:0-65535;ring:65536-", "tree:0-65535;native:65536-", "doubling:0-65535;ring:65536-"]
             .map(|table| (kind, table))
@@ -238,7 +238,7 @@ fn two_camps_on_both_sides_of_a_table() {
 }
 
 #[test]
-fn two_camps() {
+fn two_halves_with_different_lengths() {
     for kind in Kind::ALL {
         for n in 4..=5 {
             let results = run_ranks_with(kind, n, soon, |group| {
@@ -252,7 +252,7 @@ fn two_camps() {
 }
 
 #[test]
-fn the_error_says_who_called_what() {
+fn the_error_lists_the_call_of_each_rank() {
     for kind in Kind::ALL {
         let results = run_ranks_with(kind, 2, soon, |group| match group.rank() {
             0 => group.all_reduce(&mut [0f32; 8], ReduceOp::Sum),
@@ -265,10 +265,10 @@ fn the_error_says_who_called_what() {
     }
 }
 
-/// Rank 0 sends, rank 1 receives something else; `n - 2` ranks look on from a barrier.
+/// Rank 0 sends, rank 1 receives something else, and the other `n - 2` ranks wait in a barrier.
 fn message(kind: Kind, n: usize, before: usize, send: Act, receive: Act) {
     let results = run_ranks_with(kind, n, soon, move |group| {
-        // Collectives before it must not be taken for the message: they are numbered apart.
+        // Collectives before the message must not be taken for it: they are numbered separately.
         (0..before).for_each(|_| group.all_reduce(&mut [0f32; 5], ReduceOp::Sum).expect("ranks agree so far"));
         match group.rank() {
             0 => send(&group).and_then(|()| group.barrier()),
@@ -282,7 +282,7 @@ fn message(kind: Kind, n: usize, before: usize, send: Act, receive: Act) {
 }
 
 #[test]
-fn sender_and_receiver_disagree() {
+fn a_mismatch_of_sender_and_receiver_is_reported_to_all_ranks() {
     let pairs: [(Act, Act); 4] = [
         (|g| g.send(&[0f32; 8], 1), |g| g.recv(&mut [0f32; 9], 0)),
         (|g| g.send(&[0f32; 8], 1), |g| g.recv(&mut [0u32; 8], 0)),
@@ -299,20 +299,20 @@ fn sender_and_receiver_disagree() {
 }
 
 #[test]
-fn the_sender_learns_of_it_by_its_next_message() {
+fn the_sender_learns_of_a_mismatch_by_a_later_message() {
     for kind in Kind::ALL {
-        let (told, known) = std::sync::mpsc::channel();
-        let known = std::sync::Arc::new(std::sync::Mutex::new(known));
+        let (failed, failure) = std::sync::mpsc::channel();
+        let failure = std::sync::Arc::new(std::sync::Mutex::new(failure));
         let results = run_ranks_with(kind, 3, soon, move |group| match group.rank() {
             0 => {
                 let first = group.send(&[1u8; 4], 1);
-                known.lock().unwrap().recv().expect("rank 1 says when it has failed");
-                // The news travels on a connection of its own: how many messages leave before it comes is open.
+                failure.lock().unwrap().recv().expect("rank 1 reports its failure");
+                // The error travels on its own connection: any number of messages may be sent before it arrives.
                 first.and_then(|()| (0..1_000_000).try_for_each(|_| group.send(&[1u8; 4], 1)))
             }
             1 => {
                 let result = group.recv(&mut [0u8; 5], 0);
-                told.send(()).unwrap();
+                failed.send(()).unwrap();
                 result.and_then(|()| group.barrier())
             }
             _ => group.recv(&mut [0u8; 5], 1),

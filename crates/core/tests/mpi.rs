@@ -1,6 +1,6 @@
-//! Groups on MPI: a test starts its own binary again under `mpirun`, as so many ranks, with only that test in it.
+//! Groups on MPI: a test runs itself again under `mpirun`, on the ranks that it needs.
 //!
-//! `BONFIRE_TEST_MPIRUN` names another launcher than `mpirun`.
+//! `BONFIRE_TEST_MPIRUN` names a launcher other than `mpirun`.
 
 #[path = "conformance/matrix.rs"]
 mod matrix;
@@ -17,15 +17,15 @@ use bonfire_core::{Algorithm, Builder, Error, Group, Medium, Operation, ReduceOp
 use half::{bf16, f16};
 use matrix::{check, check_all_types, lengths};
 
-/// The folder in which the ranks of a test leave signs for each other.
+/// The environment variable with the folder of a test's markers, which are files by which its ranks synchronise.
 const FOLDER: &str = "BONFIRE_TEST_FOLDER";
-/// How many ranks a test has.
+/// The environment variable with a test's number of ranks.
 const RANKS: &str = "BONFIRE_TEST_RANKS";
 
-/// Runs the test `name` on `n` ranks, with these variables besides, and gives what came of it, and on how many ranks it
-/// passed.
+/// Runs the test `name` on `n` ranks, with these variables in addition. Returns the output and the number of ranks on
+/// which the test passed.
 fn launch(name: &str, n: usize, variables: &[(&str, &str)]) -> (Output, usize) {
-    // Ranks of one test have to share the processors as it is.
+    // One test at a time, since the ranks of one test alone have to share the processors.
     static TURN: Mutex<()> = Mutex::new(());
     let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
     let folder = tempfile::tempdir().unwrap();
@@ -38,45 +38,45 @@ fn launch(name: &str, n: usize, variables: &[(&str, &str)]) -> (Output, usize) {
     command.env("OMPI_MCA_rmaps_base_oversubscribe", "1");
     command.env("PRTE_MCA_rmaps_default_mapping_policy", ":oversubscribe");
     command.envs([("OMPI_ALLOW_RUN_AS_ROOT", "1"), ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")]);
-    // Whatever hangs ends, with both.
+    // Ends a job that hangs, on both versions.
     command.env("MPIEXEC_TIMEOUT", "200").envs(variables.iter().copied());
     let output = command.output().expect("MPI's launcher starts");
-    let passed = signs(folder.path(), "passed");
+    let passed = count_marks(folder.path(), "passed");
     (output, passed)
 }
 
-/// Where ranks have left signs, if this is one.
+/// The folder of the markers, if this process is a rank.
 fn folder() -> Option<PathBuf> {
     std::env::var_os(FOLDER).map(PathBuf::from)
 }
 
-/// How many ranks have left this sign.
-fn signs(folder: &Path, name: &str) -> usize {
+/// Returns how many ranks have left this marker.
+fn count_marks(folder: &Path, name: &str) -> usize {
     let files = std::fs::read_dir(folder).unwrap().map(|file| file.unwrap().file_name().into_string().unwrap());
     files.filter(|file| file.starts_with(name)).count()
 }
 
-fn sign(name: &str) {
+fn mark(name: &str) {
     std::fs::write(folder().unwrap().join(format!("{name}-{}", std::process::id())), "").unwrap();
 }
 
-/// Waits until so many ranks have left this sign, which takes them through no operation.
-fn await_signs(name: &str, count: usize) {
+/// Waits until so many ranks have left this marker, without an operation of the group.
+fn await_marks(name: &str, count: usize) {
     let start = Instant::now();
-    while signs(&folder().unwrap(), name) < count {
-        assert!(start.elapsed() < Duration::from_secs(60), "{count} ranks do not come to '{name}'");
+    while count_marks(&folder().unwrap(), name) < count {
+        assert!(start.elapsed() < Duration::from_secs(60), "{count} ranks do not reach '{name}'");
         thread::sleep(Duration::from_millis(2));
     }
 }
 
-/// Runs `rank` as every rank of `n`, on both of MPI's transports, or in a rank on its own.
+/// Launches the test on all world sizes and mediums. In a launched process, runs `rank`.
 fn on_ranks(name: &str, worlds: &[usize], mediums: &[Medium], rank: impl FnOnce(Builder)) {
     if folder().is_some() {
         bonfire_testing::log_to_stderr();
         rank(Builder::from_env().unwrap().deadline(Duration::from_secs(60)));
-        sign("passed");
-        // The launcher may end the others with the first that ends.
-        return await_signs("passed", std::env::var(RANKS).unwrap().parse().unwrap());
+        mark("passed");
+        // The launcher may end all ranks with the first that ends.
+        return await_marks("passed", std::env::var(RANKS).unwrap().parse().unwrap());
     }
     for medium in mediums {
         for n in worlds {
@@ -105,8 +105,8 @@ fn all_operations_types_and_lengths() {
 }
 
 #[test]
-fn plans_on_messages() {
-    on_ranks("plans_on_messages", &[3], &BOTH, |builder| {
+fn plans_on_mpi_messages() {
+    on_ranks("plans_on_mpi_messages", &[3], &BOTH, |builder| {
         for algorithm in Algorithm::ALL.iter().copied() {
             let group = builder.clone().algorithms(algorithm).connect().unwrap();
             for len in [0, 2, 7, 1000, 140_001] {
@@ -118,7 +118,7 @@ fn plans_on_messages() {
 }
 
 #[test]
-fn a_nan_on_any_rank_is_the_largest_and_the_smallest() {
+fn max_and_min_propagate_a_nan_of_any_rank() {
     fn extremes<T: bonfire_core::Element>(group: &Group, nan: T, one: T, is_nan: impl Fn(T) -> bool) {
         for op in [ReduceOp::Max, ReduceOp::Min] {
             for place in 0..group.world_size() {
@@ -131,7 +131,7 @@ fn a_nan_on_any_rank_is_the_largest_and_the_smallest() {
             }
         }
     }
-    on_ranks("a_nan_on_any_rank_is_the_largest_and_the_smallest", &[3], &BOTH, |builder| {
+    on_ranks("max_and_min_propagate_a_nan_of_any_rank", &[3], &BOTH, |builder| {
         let group = builder.connect().unwrap();
         extremes(&group, f32::NAN, 1.0, f32::is_nan);
         extremes(&group, f64::NAN, 1.0, f64::is_nan);
@@ -141,8 +141,8 @@ fn a_nan_on_any_rank_is_the_largest_and_the_smallest() {
 }
 
 #[test]
-fn ranks_that_disagree_are_told_so() {
-    on_ranks("ranks_that_disagree_are_told_so", &[3], &[Medium::Mpi], |builder| {
+fn a_mismatch_is_reported_to_all_ranks() {
+    on_ranks("a_mismatch_is_reported_to_all_ranks", &[3], &[Medium::Mpi], |builder| {
         let group = builder.connect().unwrap();
         group.barrier().unwrap();
         let outcome = match group.rank() {
@@ -158,23 +158,23 @@ fn ranks_that_disagree_are_told_so() {
 }
 
 #[test]
-fn a_rank_that_does_not_come_is_named_on_all() {
-    on_ranks("a_rank_that_does_not_come_is_named_on_all", &[4], &[Medium::Mpi], |builder| {
+fn a_rank_that_does_not_call_is_named_by_all_ranks() {
+    on_ranks("a_rank_that_does_not_call_is_named_by_all_ranks", &[4], &[Medium::Mpi], |builder| {
         let group = builder.connect().unwrap();
         if group.rank() == 2 {
-            await_signs("failed", 3);
+            await_marks("failed", 3);
         }
-        // Who comes late finds that the others have failed.
+        // A late rank learns that its peers have failed.
         let outcome = group.with_deadline(Duration::from_secs(1)).all_reduce(&mut [1.0f32; 7], ReduceOp::Sum);
         let Err(Error::Timeout { missing, .. }) = outcome else { panic!("{outcome:?}") };
         assert_eq!(missing, [2]);
-        sign("failed");
+        mark("failed");
     });
 }
 
 #[test]
-fn who_leaves_too_early_is_named() {
-    on_ranks("who_leaves_too_early_is_named", &[3], &[Medium::Mpi], |builder| {
+fn a_rank_that_leaves_too_early_is_named() {
+    on_ranks("a_rank_that_leaves_too_early_is_named", &[3], &[Medium::Mpi], |builder| {
         let group = builder.connect().unwrap();
         group.barrier().unwrap();
         if group.rank() == 1 {
@@ -203,8 +203,8 @@ fn a_thread_that_panics_is_lost() {
 }
 
 #[test]
-fn messages_of_another_length_or_without_a_receiver_fail() {
-    on_ranks("messages_of_another_length_or_without_a_receiver_fail", &[2], &BOTH, |builder| {
+fn messages_of_a_different_length_or_without_a_receiver_fail() {
+    on_ranks("messages_of_a_different_length_or_without_a_receiver_fail", &[2], &BOTH, |builder| {
         for (sent, received) in [(10, 11), (10, 2000), (2000, 10), (2000, 2001)] {
             let group = builder.clone().connect().unwrap();
             let outcome = match group.rank() {
@@ -218,9 +218,9 @@ fn messages_of_another_length_or_without_a_receiver_fail() {
         if group.rank() == 0 {
             let outcome = group.with_deadline(Duration::from_secs(1)).send(&vec![0u8; 1 << 20], 1);
             assert!(matches!(&outcome, Err(Error::Timeout { missing, .. }) if *missing == [1]), "{outcome:?}");
-            sign("failed");
+            mark("failed");
         } else {
-            await_signs("failed", 1);
+            await_marks("failed", 1);
             let outcome = group.recv(&mut vec![0u8; 1 << 20], 0);
             assert!(matches!(outcome, Err(Error::Timeout { .. })), "{outcome:?}");
         }
@@ -228,12 +228,12 @@ fn messages_of_another_length_or_without_a_receiver_fail() {
 }
 
 #[test]
-fn subgroups_are_communicators_of_their_own() {
-    on_ranks("subgroups_are_communicators_of_their_own", &[4], &BOTH, |builder| {
+fn subgroups_have_communicators_of_their_own() {
+    on_ranks("subgroups_have_communicators_of_their_own", &[4], &BOTH, |builder| {
         let group = builder.connect().unwrap();
         assert_eq!(group.by_host().unwrap().members(), [0, 1, 2, 3]);
         let rank = group.rank();
-        // So often that communicators must be given back: some libraries of MPI have about 2,000.
+        // So often that communicators must be freed: some MPI libraries have about 2,000.
         for _ in 0..300 {
             let half = group.split(Some(rank as u64 % 2), -(rank as i64)).unwrap().unwrap();
             assert_eq!(half.members(), [rank % 2 + 2, rank % 2]);
@@ -250,10 +250,10 @@ fn subgroups_are_communicators_of_their_own() {
     });
 }
 
-/// MPI wants all ranks to work in place, or none.
+/// MPI requires that all ranks work in place, or none.
 #[test]
-fn some_ranks_work_in_place_and_others_do_not() {
-    on_ranks("some_ranks_work_in_place_and_others_do_not", &[3, 4], &BOTH, |builder| {
+fn some_ranks_may_work_in_place_while_others_do_not() {
+    on_ranks("some_ranks_may_work_in_place_while_others_do_not", &[3, 4], &BOTH, |builder| {
         let group = builder.connect().unwrap();
         let (rank, n) = (group.rank(), group.world_size());
         for len in [7, 60, 5000] {
@@ -293,9 +293,9 @@ fn some_ranks_work_in_place_and_others_do_not() {
 }
 
 #[test]
-fn ranks_with_other_settings_make_no_group() {
-    on_ranks("ranks_with_other_settings_make_no_group", &[3], &[Medium::Mpi], |builder| {
-        // What Open MPI, and what Hydra says.
+fn ranks_with_different_settings_form_no_group() {
+    on_ranks("ranks_with_different_settings_form_no_group", &[3], &[Medium::Mpi], |builder| {
+        // Set by Open MPI, and by Hydra.
         let rank = std::env::var("OMPI_COMM_WORLD_RANK").or_else(|_| std::env::var("PMI_RANK")).unwrap();
         let builder = if rank == "2" { builder.algorithms(Algorithm::Ring) } else { builder };
         let Err(Error::Config(reason)) = builder.connect() else { panic!() };
@@ -304,26 +304,26 @@ fn ranks_with_other_settings_make_no_group() {
 }
 
 #[test]
-fn a_member_that_does_not_come_is_named() {
-    on_ranks("a_member_that_does_not_come_is_named", &[3], &[Medium::Mpi], |builder| {
+fn a_missing_member_is_named() {
+    on_ranks("a_missing_member_is_named", &[3], &[Medium::Mpi], |builder| {
         let group = builder.connect().unwrap();
         if group.rank() == 1 {
-            return await_signs("failed", 2);
+            return await_marks("failed", 2);
         }
-        let error = group.with_deadline(Duration::from_secs(1)).subgroup(&[0, 1, 2]).expect_err("1 does not come");
+        let error = group.with_deadline(Duration::from_secs(1)).subgroup(&[0, 1, 2]).expect_err("rank 1 is missing");
         assert!(matches!(&error, Error::Timeout { missing, .. } if *missing == [1]), "{error:?}");
-        sign("failed");
+        mark("failed");
     });
 }
 
-/// The group is not dropped, and yet the rank leaves it.
+/// The rank leaves its group although the group is not dropped.
 #[test]
 fn a_process_that_exits_leaves_its_groups() {
     on_ranks("a_process_that_exits_leaves_its_groups", &[3], &[Medium::Mpi], |builder| {
         let group = builder.connect().unwrap();
         group.barrier().unwrap();
         if group.rank() == 0 {
-            sign("passed");
+            mark("passed");
             std::process::exit(0);
         }
         let outcome = group.all_reduce(&mut [1.0f32; 7], ReduceOp::Sum);
@@ -332,13 +332,13 @@ fn a_process_that_exits_leaves_its_groups() {
 }
 
 #[test]
-fn members_that_name_others_are_told_so() {
-    on_ranks("members_that_name_others_are_told_so", &[3], &[Medium::Mpi], |builder| {
+fn members_that_disagree_on_the_members_get_an_error() {
+    on_ranks("members_that_disagree_on_the_members_get_an_error", &[3], &[Medium::Mpi], |builder| {
         let group = builder.connect().unwrap();
         let outcome = match group.rank() {
             0 => group.subgroup(&[0, 1]),
             1 => group.subgroup(&[0, 1, 2]),
-            // Told by the others.
+            // Its peers report the mismatch.
             _ => group.subgroup(&[1, 2]),
         };
         let error = outcome.expect_err("they name different members");
@@ -347,8 +347,8 @@ fn members_that_name_others_are_told_so() {
 }
 
 #[test]
-fn started_operations_and_two_groups_at_once() {
-    on_ranks("started_operations_and_two_groups_at_once", &[3], &[Medium::Mpi], |builder| {
+fn started_operations_on_two_groups_at_once() {
+    on_ranks("started_operations_on_two_groups_at_once", &[3], &[Medium::Mpi], |builder| {
         let group = builder.connect().unwrap();
         let (rank, n) = (group.rank(), group.world_size());
         let other = group.subgroup(&[2, 1, 0]).unwrap();
@@ -366,7 +366,7 @@ fn started_operations_and_two_groups_at_once() {
             }
         };
         thread::scope(|scope| {
-            // The two threads are not in step with those of other ranks.
+            // The two threads are not synchronised with those of other ranks.
             scope.spawn(|| sums(&group, 0));
             scope.spawn(|| sums(&other, 1000));
         });
@@ -374,8 +374,8 @@ fn started_operations_and_two_groups_at_once() {
 }
 
 #[test]
-fn groups_can_be_made_again_and_again() {
-    on_ranks("groups_can_be_made_again_and_again", &[2], &BOTH, |builder| {
+fn groups_can_be_created_repeatedly() {
+    on_ranks("groups_can_be_created_repeatedly", &[2], &BOTH, |builder| {
         for i in 0..20 {
             let group = builder.clone().connect().unwrap();
             let mut sum = [i + group.rank() as i32];
@@ -386,8 +386,8 @@ fn groups_can_be_made_again_and_again() {
 }
 
 #[test]
-fn what_mpi_cannot_do_is_said() {
-    on_ranks("what_mpi_cannot_do_is_said", &[2], &[Medium::Mpi], |builder| {
+fn unsupported_calls_are_rejected_with_a_remedy() {
+    on_ranks("unsupported_calls_are_rejected_with_a_remedy", &[2], &[Medium::Mpi], |builder| {
         let Err(Error::InvalidArgument { reason, .. }) = builder.clone().connect_ranks(2) else { panic!() };
         assert!(reason.contains("start one for each device"), "{reason}");
         let group = builder.connect().unwrap();
@@ -396,7 +396,7 @@ fn what_mpi_cannot_do_is_said() {
     });
 }
 
-/// In a group that blocks, who waits longer than its deadline ends the job, and says where it waited.
+/// In a group that blocks, a rank that waits longer than its deadline ends the job, and reports where it waited.
 #[test]
 fn a_watchdog_ends_a_job_that_blocks() {
     const NAME: &str = "a_watchdog_ends_a_job_that_blocks";
@@ -404,7 +404,7 @@ fn a_watchdog_ends_a_job_that_blocks() {
         let group = Builder::from_env().unwrap().connect().unwrap();
         if group.rank() == 1 {
             // Until the job is ended.
-            return await_signs("never", 1);
+            return await_marks("never", 1);
         }
         let _ = group.with_deadline(Duration::from_secs(1)).all_reduce(&mut [1.0f32; 7], ReduceOp::Sum);
         unreachable!("the job has ended");

@@ -1,4 +1,4 @@
-//! Ranks as processes that are killed, interrupted or end without a word.
+//! Ranks as processes that are killed, interrupted, or exit without a graceful shutdown.
 
 use std::io::Write;
 use std::os::unix::fs::PermissionsExt;
@@ -9,13 +9,13 @@ use bonfire_core::{Error, Group, ReduceOp};
 use bonfire_testing::process::{Process, is_child, report, say};
 use rustix::process::Signal;
 
-/// Enough for what these tests do, so that a child whose test is broken ends.
+/// Longer than these tests take, so that a child that hangs ends.
 const DEADLINE: &str = "20";
 
-/// What can carry operations between processes of one host.
+/// Transports between processes of one host.
 const BOTH: [&str; 2] = ["tcp", "shm"];
 
-/// What a child does: joins, says so, and calls until it fails.
+/// The body of a child: joins, reports that it has, and calls until it fails.
 fn call_until_failure(len: usize) {
     let group = Group::from_env().expect("ranks find each other");
     let mut data = vec![1f32; len];
@@ -30,28 +30,28 @@ fn call_until_failure(len: usize) {
     report(&Err(error));
 }
 
-/// Starts three ranks that call `name`'s child, sends `signal` to rank `victim` while all are at it, and gives the
-/// errors of the others, with the victim.
-fn strike(name: &str, transport: &str, victim: usize, signal: Signal, deadline: &str) -> (Vec<Error>, Process) {
+/// Starts three ranks of the test `name`, sends `signal` to rank `victim` while all ranks call, and returns the errors
+/// of the others, and the victim.
+fn signal_rank(name: &str, transport: &str, victim: usize, signal: Signal, deadline: &str) -> (Vec<Error>, Process) {
     let mut ranks = Process::start_ranks(name, 3, transport, deadline);
     for rank in &ranks {
         assert_eq!(rank.hear(), "going");
     }
     ranks[victim].signal(signal);
     let victim = ranks.remove(victim);
-    let errors = ranks.iter().map(|rank| rank.outcome().expect_err("a rank without its peer goes on")).collect();
+    let errors = ranks.iter().map(|rank| rank.outcome().expect_err("a rank succeeds without its peer")).collect();
     assert!(ranks.iter_mut().all(|rank| rank.end().success()));
     (errors, victim)
 }
 
 #[test]
-fn a_process_that_is_killed_is_named_with_its_address() {
+fn a_killed_process_is_named_with_its_address() {
     if is_child() {
         return call_until_failure(200_000);
     }
     for (transport, victim) in BOTH.into_iter().flat_map(|transport| (0..3).map(move |victim| (transport, victim))) {
         let (errors, mut killed) =
-            strike("a_process_that_is_killed_is_named_with_its_address", transport, victim, Signal::KILL, DEADLINE);
+            signal_rank("a_killed_process_is_named_with_its_address", transport, victim, Signal::KILL, DEADLINE);
         assert_eq!(killed.end().signal(), Some(Signal::KILL.as_raw()));
         for error in errors {
             let Error::PeerLost { peer, address: Some(address), .. } = &error else {
@@ -65,14 +65,14 @@ fn a_process_that_is_killed_is_named_with_its_address() {
 }
 
 #[test]
-fn a_process_that_is_interrupted_leaves_and_ends_by_the_signal() {
+fn an_interrupted_process_leaves_and_ends_by_the_signal() {
     if is_child() {
         return call_until_failure(50);
     }
     let victims = [(0, Signal::INT), (1, Signal::TERM), (2, Signal::INT)];
-    for (transport, (victim, signal)) in BOTH.into_iter().flat_map(|transport| victims.map(|who| (transport, who))) {
+    for (transport, (victim, signal)) in BOTH.into_iter().flat_map(|transport| victims.map(|v| (transport, v))) {
         let (errors, mut interrupted) =
-            strike("a_process_that_is_interrupted_leaves_and_ends_by_the_signal", transport, victim, signal, DEADLINE);
+            signal_rank("an_interrupted_process_leaves_and_ends_by_the_signal", transport, victim, signal, DEADLINE);
         assert_eq!(interrupted.end().signal(), Some(signal.as_raw()));
         for error in errors {
             let left = matches!(error, Error::Left { rank, .. } if rank == victim);
@@ -82,13 +82,13 @@ fn a_process_that_is_interrupted_leaves_and_ends_by_the_signal() {
 }
 
 #[test]
-fn a_process_that_stands_still_is_named_by_the_deadline() {
+fn a_stopped_process_is_named_when_the_deadline_expires() {
     if is_child() {
         return call_until_failure(50);
     }
     for transport in BOTH {
         let (errors, mut stopped) =
-            strike("a_process_that_stands_still_is_named_by_the_deadline", transport, 1, Signal::STOP, "1.5");
+            signal_rank("a_stopped_process_is_named_when_the_deadline_expires", transport, 1, Signal::STOP, "1.5");
         for error in errors {
             assert!(matches!(&error, Error::Timeout { missing, .. } if missing.contains(&1)), "{transport}: {error:?}");
         }
@@ -98,14 +98,14 @@ fn a_process_that_stands_still_is_named_by_the_deadline() {
 }
 
 #[test]
-fn a_process_that_stands_still_is_noticed_long_before_the_deadline() {
+fn a_stopped_process_is_declared_lost_long_before_the_deadline() {
     if is_child() {
         let group = Group::from_env().expect("ranks find each other");
         group.barrier().expect("all ranks are there");
         say("going");
         let error = if group.rank() == 0 {
-            // It has nothing to do with the rank that is stopped.
-            group.recv(&mut [0u8; 8], 2).expect_err("nobody sends")
+            // Does not involve the rank that is stopped.
+            group.recv(&mut [0u8; 8], 2).expect_err("no rank sends")
         } else {
             std::iter::repeat_with(|| {
                 group.send(&[0u8; 8], 3 - group.rank()).and_then(|()| group.recv(&mut [0u8; 8], 3 - group.rank()))
@@ -116,7 +116,7 @@ fn a_process_that_stands_still_is_noticed_long_before_the_deadline() {
         return report(&Err(error));
     }
     for transport in BOTH {
-        let name = "a_process_that_stands_still_is_noticed_long_before_the_deadline";
+        let name = "a_stopped_process_is_declared_lost_long_before_the_deadline";
         let mut ranks = Process::start_ranks(name, 3, transport, "250");
         ranks.iter().for_each(|rank| assert_eq!(rank.hear(), "going"));
         ranks[1].signal(Signal::STOP);
@@ -126,7 +126,7 @@ fn a_process_that_stands_still_is_noticed_long_before_the_deadline() {
                 matches!(&error, Error::PeerLost { peer: 1, elapsed, .. } if *elapsed < Duration::from_secs(60));
             assert!(named, "{transport}: rank {rank} got {error:?}");
         }
-        // What it missed meanwhile it hears when it goes on.
+        // It receives what it missed when it resumes.
         ranks[1].signal(Signal::CONT);
         ranks[1].outcome().unwrap_err();
         assert!(ranks.iter_mut().all(|rank| rank.end().success()));
@@ -134,7 +134,7 @@ fn a_process_that_stands_still_is_noticed_long_before_the_deadline() {
 }
 
 #[test]
-fn a_process_that_exits_without_a_farewell_is_lost() {
+fn a_process_that_exits_without_shutdown_is_lost() {
     if is_child() {
         let group = Group::from_env().expect("ranks find each other");
         group.barrier().expect("all ranks are there");
@@ -145,7 +145,7 @@ fn a_process_that_exits_without_a_farewell_is_lost() {
         return report(&result.map(|()| String::new()));
     }
     for transport in BOTH {
-        let ranks = Process::start_ranks("a_process_that_exits_without_a_farewell_is_lost", 3, transport, DEADLINE);
+        let ranks = Process::start_ranks("a_process_that_exits_without_shutdown_is_lost", 3, transport, DEADLINE);
         for rank in [0, 2] {
             let error = ranks[rank].outcome().unwrap_err();
             assert!(matches!(error, Error::PeerLost { peer: 1, .. }), "{transport}: rank {rank} got {error:?}");
@@ -173,11 +173,11 @@ fn a_process_that_drops_its_group_has_left() {
 }
 
 #[test]
-fn the_environments_deadline_ends_a_wait() {
+fn the_deadline_from_the_environment_ends_a_wait() {
     if is_child() {
         let group = Group::from_env().expect("ranks find each other");
         if group.rank() == 0 {
-            // Until the parent has heard the others and kills this process.
+            // Until the parent has the results of the others and kills this process.
             loop {
                 std::thread::park();
             }
@@ -186,7 +186,7 @@ fn the_environments_deadline_ends_a_wait() {
         return report(&group.barrier().map(|()| String::new()));
     }
     for transport in BOTH {
-        let ranks = Process::start_ranks("the_environments_deadline_ends_a_wait", 3, transport, "0.5");
+        let ranks = Process::start_ranks("the_deadline_from_the_environment_ends_a_wait", 3, transport, "0.5");
         for rank in &ranks[1..] {
             let error = rank.outcome().unwrap_err();
             assert!(matches!(&error, Error::Timeout { missing, .. } if *missing == [0]), "{transport}: {error:?}");
@@ -195,7 +195,7 @@ fn the_environments_deadline_ends_a_wait() {
 }
 
 #[test]
-fn four_processes_find_each_other_by_their_environment() {
+fn four_processes_connect_by_their_environment() {
     if is_child() {
         let outcome = Group::from_env().and_then(|group| {
             let mut data = [group.rank() as i64 + 1; 5];
@@ -206,8 +206,7 @@ fn four_processes_find_each_other_by_their_environment() {
         return report(&outcome);
     }
     for transport in ["auto", "tcp", "shm"] {
-        let mut ranks =
-            Process::start_ranks("four_processes_find_each_other_by_their_environment", 4, transport, DEADLINE);
+        let mut ranks = Process::start_ranks("four_processes_connect_by_their_environment", 4, transport, DEADLINE);
         for rank in &mut ranks {
             assert_eq!(rank.outcome(), Ok("[10, 10, 10, 10, 10] of 4".into()));
             assert!(rank.end().success());
@@ -215,7 +214,7 @@ fn four_processes_find_each_other_by_their_environment() {
     }
 }
 
-/// A file with a secret, of this mode.
+/// Creates a file with a secret and this mode.
 fn secret(text: &str, mode: u32) -> tempfile::NamedTempFile {
     let mut file = tempfile::NamedTempFile::new().unwrap();
     file.write_all(text.as_bytes()).unwrap();
@@ -226,7 +225,7 @@ fn secret(text: &str, mode: u32) -> tempfile::NamedTempFile {
 const SECRET: &str = "of a job whose ranks know this";
 
 #[test]
-fn processes_with_a_secret_find_each_other_and_share_memory() {
+fn processes_with_a_secret_connect_and_share_memory() {
     if is_child() {
         let outcome = Group::from_env().and_then(|group| {
             let mut data = vec![group.rank() as i64 + 1; 100_000];
@@ -235,10 +234,10 @@ fn processes_with_a_secret_find_each_other_and_share_memory() {
         });
         return report(&outcome);
     }
-    let name = "processes_with_a_secret_find_each_other_and_share_memory";
+    let name = "processes_with_a_secret_connect_and_share_memory";
     let file = secret(&format!("{SECRET}\n{SECRET}\n"), 0o600);
     let by_file = ("BONFIRE_SECRET_FILE", file.path().display().to_string());
-    // The same without the file's last line end.
+    // The same secret without the file's final newline.
     let by_text = ("BONFIRE_SECRET", format!("{SECRET}\n{SECRET}"));
     for transport in ["auto", "tcp", "shm"] {
         for given in [&by_file, &by_text] {
@@ -252,7 +251,7 @@ fn processes_with_a_secret_find_each_other_and_share_memory() {
 }
 
 #[test]
-fn processes_with_wrong_secrets_are_told_at_once() {
+fn invalid_secrets_are_rejected_at_once() {
     if is_child() {
         return report(&Group::from_env().map(|group| format!("rank {}", group.rank())));
     }
@@ -267,18 +266,17 @@ fn processes_with_wrong_secrets_are_told_at_once() {
         (vec![("BONFIRE_SECRET", SECRET.repeat(2)), file(&short)], "both BONFIRE_SECRET and BONFIRE_SECRET_FILE"),
     ];
     for (given, named) in cases {
-        let ranks =
-            Process::start_ranks_with("processes_with_wrong_secrets_are_told_at_once", 2, "tcp", DEADLINE, &given);
+        let ranks = Process::start_ranks_with("invalid_secrets_are_rejected_at_once", 2, "tcp", DEADLINE, &given);
         for rank in &ranks {
             let error = rank.outcome().unwrap_err();
-            let told = matches!(&error, Error::Config(text) if text.contains(named) && !text.contains(SECRET));
-            assert!(told, "{named}: {error:?}");
+            let rejected = matches!(&error, Error::Config(text) if text.contains(named) && !text.contains(SECRET));
+            assert!(rejected, "{named}: {error:?}");
         }
     }
 }
 
 #[test]
-fn wrong_variables_are_named() {
+fn invalid_variables_are_named() {
     if is_child() {
         return report(&Group::from_env().map(|group| format!("rank {}", group.rank())));
     }
@@ -299,9 +297,9 @@ fn wrong_variables_are_named() {
     ];
     for (named, variables) in cases {
         let variables: Vec<_> = variables.iter().map(|(name, value)| (*name, (*value).to_owned())).collect();
-        let error = Process::start("wrong_variables_are_named", &variables).outcome().unwrap_err();
+        let error = Process::start("invalid_variables_are_named", &variables).outcome().unwrap_err();
         assert!(matches!(&error, Error::Config(text) if text.contains(named)), "{variables:?}: {error:?}");
     }
     let alone = [("BONFIRE_RANK", "0".to_owned()), ("BONFIRE_WORLD_SIZE", "1".to_owned())];
-    assert_eq!(Process::start("wrong_variables_are_named", &alone).outcome(), Ok("rank 0".into()));
+    assert_eq!(Process::start("invalid_variables_are_named", &alone).outcome(), Ok("rank 0".into()));
 }

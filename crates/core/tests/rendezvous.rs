@@ -1,4 +1,4 @@
-//! How ranks find each other, and what they say where they don't.
+//! The rendezvous, and the errors when it fails.
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -9,7 +9,7 @@ use bonfire_core::{Algorithm, Builder, Error, Group, ReduceOp, Secret, Selection
 use bonfire_testing::relay::dial;
 use bonfire_testing::{free_address, reason, wire, works};
 
-/// For ranks that will not find each other.
+/// The rendezvous timeout of ranks that cannot connect.
 const SOON: Duration = Duration::from_secs(1);
 
 fn rank(rank: usize, world_size: usize, address: &str) -> Builder {
@@ -17,13 +17,13 @@ fn rank(rank: usize, world_size: usize, address: &str) -> Builder {
     builder.rendezvous_timeout(bonfire_testing::DEADLINE).deadline(bonfire_testing::DEADLINE)
 }
 
-/// Connects all at once, each on a thread of its own; a group is kept until all have one or an error.
+/// Connects all ranks at once, each on a thread of its own. Keeps every group until all ranks have a result.
 fn connect(builders: Vec<Builder>) -> Vec<Result<Group, Error>> {
     let ranks: Vec<_> = builders.into_iter().map(|builder| thread::spawn(move || builder.connect())).collect();
     ranks.into_iter().map(|rank| rank.join().expect("connecting does not panic")).collect()
 }
 
-/// Plays rank 1 until it has said all that rank 0 wants to know.
+/// Plays rank 1: completes the handshake and sends its hello message.
 fn pretend(address: &str, world_size: u32) -> TcpStream {
     let mut stream = dial(address);
     stream.write_all(&wire::opening(wire::VERSION, false, wire::RENDEZVOUS, [1, 0, world_size], 0)).unwrap();
@@ -32,13 +32,13 @@ fn pretend(address: &str, world_size: u32) -> TcpStream {
     stream
 }
 
-/// For addresses that are not loopback.
+/// Required for addresses that are not loopback.
 fn secret() -> Secret {
     Secret::new([7; 32]).expect("long enough")
 }
 
 #[test]
-fn a_rank_that_is_given_twice_fails_all_with_the_same_words() {
+fn a_duplicate_rank_fails_all_ranks_with_the_same_error() {
     let address = free_address();
     for result in connect([0, 1, 1].map(|r| rank(r, 3, &address).rendezvous_timeout(SOON * 10)).into()) {
         let reason = reason(result);
@@ -47,7 +47,7 @@ fn a_rank_that_is_given_twice_fails_all_with_the_same_words() {
 }
 
 #[test]
-fn two_processes_as_rank_0_are_refused() {
+fn a_second_rank_0_is_rejected() {
     let address = free_address();
     let results = connect([0, 0].map(|r| rank(r, 2, &address).rendezvous_timeout(SOON)).into());
     let reasons: Vec<String> = results.into_iter().map(reason).collect();
@@ -55,7 +55,7 @@ fn two_processes_as_rank_0_are_refused() {
 }
 
 #[test]
-fn world_sizes_that_differ_fail_all_with_the_same_words() {
+fn different_world_sizes_fail_all_ranks_with_the_same_error() {
     for (ours, theirs) in [(2, 3), (3, 2), (2, 1000)] {
         let address = free_address();
         let results = connect(vec![
@@ -70,17 +70,17 @@ fn world_sizes_that_differ_fail_all_with_the_same_words() {
 }
 
 #[test]
-fn tables_that_differ_fail_all_with_the_same_words() {
+fn different_algorithm_tables_fail_all_ranks_with_the_same_error() {
     for odd in 0..3 {
         let address = free_address();
         let algorithm = |r| if r == odd { Algorithm::Ring } else { Algorithm::Tree };
         let ranks = (0..3).map(|r| rank(r, 3, &address).algorithms(algorithm(r)).rendezvous_timeout(SOON * 10));
         let reasons: Vec<String> = connect(ranks.collect()).into_iter().map(reason).collect();
-        let told = reasons.iter().filter(|reason| {
+        let informed = reasons.iter().filter(|reason| {
             reason.contains("'ring:0-'") && reason.contains("'tree:0-'") && reason.contains("BONFIRE_ALGORITHMS")
         });
-        // Rank 0 may be gone before the third has come.
-        assert!(told.count() >= 2 && reasons[0].contains("rank 0 '"), "{reasons:?}");
+        // Rank 0 may have ended before the third rank connects.
+        assert!(informed.count() >= 2 && reasons[0].contains("rank 0 '"), "{reasons:?}");
     }
     let address = free_address();
     let table: Selection = "ring:0-99;tree:100-".parse().expect("a table");
@@ -88,7 +88,7 @@ fn tables_that_differ_fail_all_with_the_same_words() {
 }
 
 #[test]
-fn every_rank_of_a_larger_group_gets_an_error_where_one_differs() {
+fn every_rank_of_a_larger_group_gets_an_error_if_one_differs() {
     for odd in 1..4 {
         let address = free_address();
         let ranks = (0..4).map(|r| rank(r, if r == odd { 5 } else { 4 }, &address).rendezvous_timeout(SOON));
@@ -99,7 +99,7 @@ fn every_rank_of_a_larger_group_gets_an_error_where_one_differs() {
 }
 
 #[test]
-fn settings_that_cannot_work_are_refused_at_once() {
+fn invalid_settings_are_rejected_at_once() {
     for r in [2, 3, usize::MAX] {
         let result = rank(r, 2, &free_address()).connect();
         assert!(matches!(result, Err(Error::InvalidArgument { .. })), "rank {r} of 2: {result:?}");
@@ -129,7 +129,7 @@ fn settings_that_cannot_work_are_refused_at_once() {
 }
 
 #[test]
-fn an_address_that_no_name_service_knows_is_an_error_in_time() {
+fn an_address_that_does_not_resolve_is_an_error_in_time() {
     for address in ["no such host:29500", "[zz]:29500", "[]:29500", "nobody.invalid:29500"] {
         for r in [0, 1] {
             reason(rank(r, 2, address).rendezvous_timeout(SOON / 4).connect());
@@ -138,7 +138,7 @@ fn an_address_that_no_name_service_knows_is_an_error_in_time() {
 }
 
 #[test]
-fn an_address_in_use_is_said_to_be() {
+fn an_address_in_use_is_reported() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap().to_string();
     let reason = reason(rank(0, 2, &address).connect());
@@ -146,7 +146,7 @@ fn an_address_in_use_is_said_to_be() {
 }
 
 #[test]
-fn an_address_of_another_machine_is_said_to_be() {
+fn an_address_of_another_machine_is_reported() {
     // From a block that is reserved for documentation: no machine has it.
     let reason_of = |r| reason(rank(r, 2, "192.0.2.1:29500").secret(secret()).rendezvous_timeout(SOON).connect());
     let reason = reason_of(0);
@@ -165,15 +165,15 @@ fn a_host_of_another_machine_is_an_error_on_that_rank() {
 }
 
 #[test]
-fn nobody_at_the_address_is_an_error_in_time() {
+fn an_address_without_a_listener_is_an_error_in_time() {
     let reason = reason(rank(1, 2, &free_address()).rendezvous_timeout(SOON).connect());
     assert!(reason.contains("nobody answers"), "{reason}");
 }
 
 #[test]
-fn ranks_that_do_not_come_are_named_in_time() {
+fn missing_ranks_are_named_in_time() {
     let address = free_address();
-    // Rank 2 has more patience: it hears from rank 0 who is missing.
+    // Rank 2 has a longer timeout: rank 0 tells it which ranks are missing.
     let limits = [(0, SOON), (2, bonfire_testing::DEADLINE)];
     let ranks = limits.map(|(r, limit)| rank(r, 4, &address).rendezvous_timeout(limit));
     let mut results = connect(ranks.into());
@@ -183,14 +183,14 @@ fn ranks_that_do_not_come_are_named_in_time() {
 }
 
 #[test]
-fn a_listener_that_is_no_rank_is_an_error_in_time() {
+fn a_listener_of_another_protocol_is_an_error_in_time() {
     for answer in [&b""[..], b"HTTP/1.1 400 Bad Request\r\n\r\n", &[0xff; 64], &[5, 0, 0, 0, 9, 9, 9, 9, 9]] {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap().to_string();
         let stranger = thread::spawn(move || {
             let (mut stream, _) = listener.accept().unwrap();
             let _ = stream.write_all(answer);
-            // Both what closes at once and what stays silent until the rank has given up.
+            // Listeners that close at once, and one that stays silent until the rank has timed out.
             if answer.is_empty() {
                 let _ = stream.read_to_end(&mut Vec::new());
             }
@@ -201,7 +201,7 @@ fn a_listener_that_is_no_rank_is_an_error_in_time() {
 }
 
 #[test]
-fn strangers_are_turned_away_and_the_ranks_find_each_other() {
+fn strangers_are_rejected_and_the_ranks_connect() {
     let address = free_address();
     let zero = thread::spawn({
         let builder = rank(0, 3, &address);
@@ -213,24 +213,24 @@ fn strangers_are_turned_away_and_the_ranks_find_each_other() {
     let unfinished = [&100u32.to_le_bytes()[..], &[1; 50]].concat();
     let garbage = [&20u32.to_le_bytes()[..], &[0xee; 20]].concat();
     let other_protocol = wire::opening(wire::VERSION + 1, false, wire::RENDEZVOUS, [1, 0, 3], 0);
-    for words in [&b"GET / HTTP/1.1\r\n\r\n"[..], &huge, &unfinished, &garbage, &other_protocol, &[0; 4], &[0]] {
+    for bytes in [&b"GET / HTTP/1.1\r\n\r\n"[..], &huge, &unfinished, &garbage, &other_protocol, &[0; 4], &[0]] {
         let mut stream = dial(&address);
-        // It may have been turned away in the middle of its words.
-        let _ = stream.write_all(words);
+        // The connection may have been closed in the middle of the write.
+        let _ = stream.write_all(bytes);
         silent.push(stream);
     }
     let mut groups = connect(vec![rank(1, 3, &address), rank(2, 3, &address)]);
     groups.insert(0, zero.join().unwrap());
-    // Rank 0 listens on, for data connections, and strangers are no more welcome than before.
-    for words in [&huge[..], &garbage, b"hello?"] {
-        let _ = dial(&address).write_all(words);
+    // Rank 0 keeps listening, for data connections, and still rejects strangers.
+    for bytes in [&huge[..], &garbage, b"hello?"] {
+        let _ = dial(&address).write_all(bytes);
     }
     works(groups);
     drop(silent);
 }
 
 #[test]
-fn a_rank_that_closes_before_all_have_come_fails_the_others() {
+fn a_rank_that_disconnects_during_the_rendezvous_fails_its_peers() {
     let address = free_address();
     let others = thread::spawn({
         let builders = vec![rank(0, 4, &address), rank(2, 4, &address).rendezvous_timeout(SOON)];
@@ -238,7 +238,7 @@ fn a_rank_that_closes_before_all_have_come_fails_the_others() {
     });
     drop(pretend(&address, 4));
     let mut results = others.join().unwrap();
-    // Rank 2 may come after the end: then nobody answers any more, or nobody speaks.
+    // Rank 2 may connect after the failure: then no rank answers any more, or none sends anything.
     let reasons: Vec<String> = results.drain(..1).map(reason).collect();
     assert!(reasons[0].contains("rank 1 closed its connection"), "{reasons:?}");
     assert!(matches!(results.remove(0), Err(Error::Rendezvous { rank: 2, .. })));
@@ -251,7 +251,7 @@ fn a_rank_that_dies_between_the_stages_is_an_error_in_time() {
         let builders = [0, 2].map(|r| rank(r, 3, &address).rendezvous_timeout(SOON));
         move || connect(builders.into())
     });
-    // A rank 1 that says where it listens, and listens to nobody.
+    // A rank 1 that announces an address at which it does not listen.
     let stream = pretend(&address, 3);
     let results = others.join().unwrap();
     let Err(Error::Rendezvous { rank: 2, reason, .. }) = &results[1] else {
@@ -262,8 +262,8 @@ fn a_rank_that_dies_between_the_stages_is_an_error_in_time() {
 }
 
 #[test]
-fn late_ranks_are_waited_for() {
-    // Being late is the fault; nothing depends on how late.
+fn late_ranks_are_awaited() {
+    // The delay is the injected fault. Nothing depends on its length.
     const LATE: Duration = Duration::from_millis(150);
     for last in [0, 1, 2] {
         let address = free_address();
@@ -283,10 +283,10 @@ fn late_ranks_are_waited_for() {
 }
 
 #[test]
-fn ranks_find_each_other_by_ipv6_and_by_name() {
+fn ranks_connect_by_ipv6_and_by_name() {
     let port = |address: &str| address.rsplit_once(':').unwrap().1.to_owned();
     let mut hosts = vec!["localhost"];
-    // Not every machine has it.
+    // Not every machine has IPv6.
     if TcpListener::bind("[::1]:0").is_ok() {
         hosts.push("[::1]");
     }
@@ -297,7 +297,7 @@ fn ranks_find_each_other_by_ipv6_and_by_name() {
     }
 }
 
-/// Connects the ranks of processes that have so many each.
+/// Connects one process for each count, with that number of ranks.
 fn connect_processes(counts: &[usize]) -> Vec<Result<Vec<Group>, Error>> {
     let address = free_address();
     let processes: Vec<_> = counts
@@ -312,7 +312,7 @@ fn connect_processes(counts: &[usize]) -> Vec<Result<Vec<Group>, Error>> {
 }
 
 #[test]
-fn processes_have_several_ranks_each() {
+fn processes_may_have_several_ranks_each() {
     let processes = connect_processes(&[3, 3]).into_iter().map(Result::unwrap);
     let groups: Vec<_> = processes.flatten().collect();
     assert_eq!(groups.iter().map(Group::rank).collect::<Vec<_>>(), [0, 1, 2, 3, 4, 5]);
@@ -321,7 +321,7 @@ fn processes_have_several_ranks_each() {
 }
 
 #[test]
-fn processes_with_different_numbers_of_ranks_are_told() {
+fn different_numbers_of_ranks_per_process_are_reported() {
     for result in connect_processes(&[1, 2]) {
         let reason = reason(result.map(|mut groups| groups.remove(0)));
         assert!(reason.contains("a world size of 4, rank 0 with 2"), "{reason}");
@@ -341,7 +341,7 @@ fn a_group_of_one_needs_no_address() {
 }
 
 #[test]
-fn an_address_is_free_again_after_its_group() {
+fn an_address_can_be_reused_after_its_group() {
     let address = free_address();
     for _ in 0..3 {
         works(connect((0..3).map(|r| rank(r, 3, &address)).collect()));
@@ -349,7 +349,7 @@ fn an_address_is_free_again_after_its_group() {
 }
 
 #[test]
-fn an_endless_timeout_is_one() {
+fn an_infinite_timeout_never_expires() {
     let address = free_address();
     works(connect((0..2).map(|r| rank(r, 2, &address).rendezvous_timeout(Duration::MAX)).collect()));
 }

@@ -1,4 +1,4 @@
-//! Shared memory between processes: who gets it, what is left of it, and operations of all sizes one after the other.
+//! Shared memory between processes: which groups use it, that it is released, and operations of all sizes in sequence.
 
 use std::fmt::Debug;
 use std::ops::DerefMut;
@@ -13,61 +13,61 @@ use bonfire_testing::{Kind, free_address, run_ranks};
 use half::{bf16, f16};
 use rustix::process::Signal;
 
-/// How many segments this process has mapped.
+/// Returns how many mappings of segments this process has.
 fn mappings() -> usize {
     let maps = std::fs::read_to_string("/proc/self/maps").expect("Linux has it");
     maps.lines().filter(|line| line.contains("memfd:bonfire")).count()
 }
 
-/// What this process's descriptors refer to.
+/// Returns what this process's file descriptors refer to.
 fn descriptors() -> Vec<PathBuf> {
     let entries = std::fs::read_dir("/proc/self/fd").expect("Linux has it");
     entries.filter_map(|entry| std::fs::read_link(entry.ok()?.path()).ok()).collect()
 }
 
-/// How many of them are memory that may be shared.
-fn memories(all: &[PathBuf]) -> usize {
+/// Returns how many of them are anonymous shared memory.
+fn memfds(all: &[PathBuf]) -> usize {
     all.iter().filter(|path| path.to_string_lossy().contains("memfd")).count()
 }
 
 #[test]
-fn nothing_is_left_of_a_group_that_is_dropped() {
+fn a_dropped_group_releases_its_shared_memory() {
     if is_child() {
         let outcome = Group::from_env().and_then(|group| {
-            let while_it_lives = (mappings(), memories(&descriptors()));
+            let while_it_lives = (mappings(), memfds(&descriptors()));
             group.all_reduce(&mut vec![1f32; 1_000_000], ReduceOp::Sum)?;
             let mut buffer = group.allocate::<f32>(1_000_000)?;
             buffer.fill(1.0);
             group.all_reduce(&mut buffer, ReduceOp::Sum)?;
             let before = descriptors().len();
             drop(group);
-            let with_the_buffer = (mappings(), memories(&descriptors()), buffer.iter().all(|x| *x == 2.0));
+            let with_the_buffer = (mappings(), memfds(&descriptors()), buffer.iter().all(|x| *x == 2.0));
             drop(buffer);
-            let after = (mappings(), memories(&descriptors()), descriptors().len() < before);
+            let after = (mappings(), memfds(&descriptors()), descriptors().len() < before);
             Ok(format!("{while_it_lives:?} {with_the_buffer:?} {after:?}"))
         });
         return report(&outcome);
     }
-    let mut ranks = Process::start_ranks("nothing_is_left_of_a_group_that_is_dropped", 2, "auto", "60");
+    let mut ranks = Process::start_ranks("a_dropped_group_releases_its_shared_memory", 2, "auto", "60");
     for rank in &mut ranks {
-        // A mapping in two parts and one descriptor while the group or a buffer of it lives, nothing afterwards.
+        // Two mappings and one descriptor while the group or a buffer of it lives, none afterwards.
         assert_eq!(rank.outcome(), Ok("(2, 1) (2, 1, true) (0, 0, true)".into()));
         assert!(rank.end().success());
     }
     assert!(!named_in_dev_shm());
 }
 
-/// Whether anything of Bonfire's is in the directory where shared memory has names.
+/// Whether `/dev/shm`, where named shared memory appears, has an entry of Bonfire's.
 fn named_in_dev_shm() -> bool {
     let entries = std::fs::read_dir("/dev/shm").into_iter().flatten().flatten();
     entries.map(|entry| entry.file_name()).any(|name| name.to_string_lossy().contains("bonfire"))
 }
 
 #[test]
-fn a_rank_that_is_killed_amid_large_operations_is_lost_at_once() {
+fn a_rank_killed_during_large_operations_is_lost_at_once() {
     if is_child() {
         let group = Group::from_env().expect("ranks find each other");
-        // The deadline says which kind of buffer it is this time.
+        // The parent selects the kind of buffer by the deadline.
         let mut data = memory(&group, group.deadline() > Duration::from_secs(60), vec![1f32; 4_000_000]);
         group.all_reduce(&mut data, ReduceOp::Mean).expect("all ranks are there");
         say("going");
@@ -79,7 +79,7 @@ fn a_rank_that_is_killed_amid_large_operations_is_lost_at_once() {
         return report(&Err(error));
     }
     for (victim, deadline) in [(0, "60"), (1, "61"), (2, "60"), (0, "61")] {
-        let name = "a_rank_that_is_killed_amid_large_operations_is_lost_at_once";
+        let name = "a_rank_killed_during_large_operations_is_lost_at_once";
         let ranks = Process::start_ranks(name, 3, "shm", deadline);
         ranks.iter().for_each(|rank| assert_eq!(rank.hear(), "going"));
         ranks[victim].signal(Signal::KILL);
@@ -88,19 +88,19 @@ fn a_rank_that_is_killed_amid_large_operations_is_lost_at_once() {
             let error = process.outcome().unwrap_err();
             assert!(matches!(error, Error::PeerLost { peer, .. } if peer == victim), "rank {rank} got {error:?}");
         }
-        // A tenth of a second on a quiet machine; far from the deadline on any.
+        // About a tenth of a second on a quiet machine, and far below the deadline on any machine.
         assert!(start.elapsed() < Duration::from_secs(10), "after {:?}", start.elapsed());
         assert!(!named_in_dev_shm());
     }
 }
 
-/// A rank that is stopped amid operations on buffers in shared memory, and goes on when the others have given up, writes
-/// nothing to what the others have got back.
+/// A rank is stopped during operations on buffers in shared memory, and resumed after its peers have failed. It must
+/// not write to the buffers that its peers have got back.
 #[test]
-fn a_rank_that_is_stopped_cannot_write_to_what_the_others_have_back() {
+fn a_resumed_rank_cannot_write_to_buffers_returned_to_its_peers() {
     const LEN: usize = 4_000_000;
     if is_child() {
-        let go_on = PathBuf::from(std::env::var_os("BONFIRE_TEST_GO_ON").expect("the parent gives it"));
+        let resume = PathBuf::from(std::env::var_os("BONFIRE_TEST_GO_ON").expect("set by the parent"));
         let group = Group::from_env().expect("ranks find each other");
         let mut data = group.allocate::<f32>(LEN).expect("there is memory");
         group.all_reduce(&mut data, ReduceOp::Mean).expect("all ranks are there");
@@ -112,26 +112,26 @@ fn a_rank_that_is_stopped_cannot_write_to_what_the_others_have_back() {
         };
         data.fill(3.0);
         report(&Err(error));
-        while !go_on.exists() {
+        while !resume.exists() {
             thread::sleep(Duration::from_millis(5));
         }
-        // Fresh buffers are not where the stopped rank may still write either.
+        // New buffers are not placed where the stopped rank may still write, either.
         let fresh = group.allocate::<f32>(LEN).expect("there is memory");
-        let as_left = data.iter().all(|x| *x == 3.0) && fresh.iter().all(|x| *x == 0.0);
-        return say(as_left);
+        let untouched = data.iter().all(|x| *x == 3.0) && fresh.iter().all(|x| *x == 0.0);
+        return say(untouched);
     }
     for victim in 0..2 {
         let directory = tempfile::tempdir().unwrap();
-        let go_on = directory.path().join("go_on");
-        let name = "a_rank_that_is_stopped_cannot_write_to_what_the_others_have_back";
-        let mut ranks = start_with(name, 2, "2", &go_on);
+        let resume = directory.path().join("resume");
+        let name = "a_resumed_rank_cannot_write_to_buffers_returned_to_its_peers";
+        let mut ranks = start_with(name, 2, "2", &resume);
         ranks.iter().for_each(|rank| assert_eq!(rank.hear(), "going"));
         ranks[victim].signal(Signal::STOP);
         let error = ranks[1 - victim].outcome().unwrap_err();
         assert!(matches!(&error, Error::Timeout { missing, .. } if *missing == [victim]), "{error:?}");
         ranks[victim].signal(Signal::CONT);
         ranks[victim].outcome().unwrap_err();
-        std::fs::write(go_on, "").unwrap();
+        std::fs::write(resume, "").unwrap();
         for rank in &mut ranks {
             assert_eq!(rank.hear(), "true");
             assert!(rank.end().success());
@@ -139,8 +139,8 @@ fn a_rank_that_is_stopped_cannot_write_to_what_the_others_have_back() {
     }
 }
 
-/// Starts ranks that wait for the file at the end.
-fn start_with(name: &str, n: usize, deadline: &str, go_on: &Path) -> Vec<Process> {
+/// Starts ranks that wait for the file `resume` before they end.
+fn start_with(name: &str, n: usize, deadline: &str, resume: &Path) -> Vec<Process> {
     let address = free_address();
     let variables = |rank: usize| {
         [
@@ -149,16 +149,16 @@ fn start_with(name: &str, n: usize, deadline: &str, go_on: &Path) -> Vec<Process
             ("BONFIRE_ADDRESS", address.clone()),
             ("BONFIRE_TRANSPORT", "shm".to_owned()),
             ("BONFIRE_DEADLINE", deadline.to_owned()),
-            ("BONFIRE_TEST_GO_ON", go_on.to_string_lossy().into_owned()),
+            ("BONFIRE_TEST_GO_ON", resume.to_string_lossy().into_owned()),
         ]
     };
     (0..n).map(|rank| Process::start(name, &variables(rank))).collect()
 }
 
-type Set = fn(Builder) -> Builder;
+type Settings = fn(Builder) -> Builder;
 
-/// Connects ranks with these settings, and gives what each has after one operation.
-fn meet(settings: Vec<Set>) -> Vec<Result<i32, Error>> {
+/// Connects one rank for each entry of `settings`, and returns what each gets from one operation.
+fn connect_and_reduce(settings: Vec<Settings>) -> Vec<Result<i32, Error>> {
     let (address, n) = (free_address(), settings.len());
     let ranks: Vec<_> = settings
         .into_iter()
@@ -177,15 +177,15 @@ fn meet(settings: Vec<Set>) -> Vec<Result<i32, Error>> {
 }
 
 #[test]
-fn what_ranks_want_is_agreed() {
-    let auto: Set = |b| b;
-    let tcp: Set = |b| b.transport(Medium::Tcp);
-    let shm: Set = |b| b.transport(Medium::Shm);
-    for wishes in [[auto, auto, auto], [auto, tcp, auto], [tcp, auto, auto], [auto, auto, shm], [shm, shm, auto]] {
-        assert_eq!(meet(wishes.into()), [Ok(3), Ok(3), Ok(3)]);
+fn ranks_agree_on_a_transport() {
+    let auto: Settings = |b| b;
+    let tcp: Settings = |b| b.transport(Medium::Tcp);
+    let shm: Settings = |b| b.transport(Medium::Shm);
+    for requested in [[auto, auto, auto], [auto, tcp, auto], [tcp, auto, auto], [auto, auto, shm], [shm, shm, auto]] {
+        assert_eq!(connect_and_reduce(requested.into()), [Ok(3), Ok(3), Ok(3)]);
     }
-    for wishes in [[shm, tcp, auto], [auto, tcp, shm], [tcp, shm, shm]] {
-        for result in meet(wishes.into()) {
+    for requested in [[shm, tcp, auto], [auto, tcp, shm], [tcp, shm, shm]] {
+        for result in connect_and_reduce(requested.into()) {
             let Err(Error::Rendezvous { reason, .. }) = &result else { panic!("{result:?} is no failed rendezvous") };
             assert!(reason.contains("insists on shared memory") && reason.contains("BONFIRE_TRANSPORT"), "{reason}");
         }
@@ -194,16 +194,16 @@ fn what_ranks_want_is_agreed() {
 
 #[test]
 fn plans_for_all_sizes_run_over_tcp_without_shared_memory() {
-    let ring: Set = |b| b.algorithms(Algorithm::Ring);
-    assert_eq!(meet(vec![ring; 3]), [Ok(3), Ok(3), Ok(3)]);
-    let both = Group::builder().rank(0).world_size(2).address(free_address()).algorithms(Algorithm::Ring);
-    let error = both.transport(Medium::Shm).connect().unwrap_err();
+    let ring: Settings = |b| b.algorithms(Algorithm::Ring);
+    assert_eq!(connect_and_reduce(vec![ring; 3]), [Ok(3), Ok(3), Ok(3)]);
+    let conflicting = Group::builder().rank(0).world_size(2).address(free_address()).algorithms(Algorithm::Ring);
+    let error = conflicting.transport(Medium::Shm).connect().unwrap_err();
     assert!(matches!(&error, Error::Config(text) if text.contains("algorithm")), "{error:?}");
 }
 
 #[test]
-fn the_environment_says_which_sizes_shared_memory_has() {
-    const NAME: &str = "the_environment_says_which_sizes_shared_memory_has";
+fn the_environment_sets_which_sizes_use_shared_memory() {
+    const NAME: &str = "the_environment_sets_which_sizes_use_shared_memory";
     if is_child() {
         let outcome = Group::from_env().and_then(|group| {
             group.all_reduce(&mut [1f32; 10], ReduceOp::Sum)?;
@@ -230,7 +230,7 @@ fn the_environment_says_which_sizes_shared_memory_has() {
     };
     let table = "all_reduce=native:0-999;ring:1000-";
     assert_eq!(start(table, "shm"), vec![Ok::<_, Error>(format!("{table} broadcast=native:0-")); 2]);
-    // Over TCP native is what TCP does by default.
+    // Over TCP, `native` stands for TCP's defaults.
     let over_tcp = "all_reduce=doubling:0-999;ring:1000- broadcast=tree:0-";
     assert_eq!(start(table, "tcp"), vec![Ok::<_, Error>(over_tcp.into()); 2]);
     for outcome in start("all_reduce=native:0-999;ring:1001-", "auto") {
@@ -239,7 +239,7 @@ fn the_environment_says_which_sizes_shared_memory_has() {
     }
 }
 
-/// These elements in shared memory, or in memory of this process's own.
+/// Places these elements in shared memory, or in private memory of this process.
 fn memory<T: Element>(group: &Group, shared: bool, elements: Vec<T>) -> Box<dyn DerefMut<Target = [T]>> {
     if !shared {
         return Box::new(elements);
@@ -249,12 +249,12 @@ fn memory<T: Element>(group: &Group, shared: bool, elements: Vec<T>) -> Box<dyn 
     Box::new(buffer)
 }
 
-/// What rank `rank` brings in operation `number` at `i`.
+/// The input of rank `rank` to operation `number` at index `i`.
 fn value(rank: usize, number: usize, i: usize) -> i64 {
     (rank * 1_000_003 + number * 7919 + i * 31) as i64 % 10_007
 }
 
-/// One operation, which the numbers choose alike on all ranks, checked against plain arithmetic.
+/// Runs one operation, drawn from the same random numbers on all ranks, and compares the result with an oracle.
 fn random_operation(group: &Group, number: usize, random: &mut Random) {
     let (rank, n) = (group.rank(), group.world_size());
     let len = match random.next() % 8 {
@@ -267,16 +267,16 @@ fn random_operation(group: &Group, number: usize, random: &mut Random) {
     let root = random.next() as usize % n;
     let in_place = random.next().is_multiple_of(2);
     let mine: Vec<i64> = (0..len).map(|i| value(rank, number, i)).collect();
-    // The buffers of no rank, of all ranks, or of some are in shared memory.
+    // The buffers of no rank, of all ranks, or of some ranks are in shared memory.
     let shared = match random.next() % 4 {
         0 => 0,
         1 | 2 => u64::MAX,
         _ => random.next(),
     };
-    let [input_is, output_is] = [shared >> (2 * rank) & 1 == 1, shared >> (2 * rank + 1) & 1 == 1];
+    let [share_input, share_output] = [shared >> (2 * rank) & 1 == 1, shared >> (2 * rank + 1) & 1 == 1];
     let sum = |i: usize| (0..n).map(|rank| value(rank, number, i)).sum::<i64>();
-    let mut data = memory(group, output_is, if in_place { mine.clone() } else { vec![-1; len] });
-    let mine = memory(group, input_is, mine);
+    let mut data = memory(group, share_output, if in_place { mine.clone() } else { vec![-1; len] });
+    let mine = memory(group, share_input, mine);
     let own = partition(len, n, rank);
     let kind = random.next() % 7;
     match (kind, in_place) {
@@ -308,11 +308,11 @@ fn random_operation(group: &Group, number: usize, random: &mut Random) {
 }
 
 #[test]
-fn operations_of_all_kinds_and_sizes_follow_each_other() {
+fn sequences_of_operations_of_all_kinds_and_sizes_are_exact() {
     let hosts = [(Kind::Hosts(&[0, 0, 1, 1]), 4), (Kind::Hosts(&[0, 1]), 5)];
     for (kind, n) in [2, 3, 4, 7].map(|n| (Kind::Shm, n)).into_iter().chain(hosts) {
         run_ranks(kind, n, move |group| {
-            // The operations come from the same numbers on all ranks, the delays from each rank's own.
+            // All ranks draw the operations from the same seed, and the delays from a seed of their own.
             let (mut random, mut late) = (Random(n as u64 * 77), Random(group.rank() as u64 + 1));
             for number in 0..400 {
                 delay(late.next());
@@ -322,7 +322,7 @@ fn operations_of_all_kinds_and_sizes_follow_each_other() {
     }
 }
 
-/// Small whole numbers, and so exact sums, in every type; products of 7 ranks' too.
+/// Compares shared with private buffers on small whole numbers: all sums, and products of 7 ranks, are exact.
 fn check_type<T: Element + Debug>(group: &Group, of: fn(u8) -> T) {
     let (rank, n) = (group.rank(), group.world_size());
     for len in [700, 70_000, 131_073] {
@@ -335,7 +335,7 @@ fn check_type<T: Element + Debug>(group: &Group, of: fn(u8) -> T) {
             let mut data = memory(group, true, elements(rank));
             group.all_reduce(&mut data, op).unwrap();
             assert!(bits(&data) == bits(&want), "{op} of {} x {len} on rank {rank} of {n}", T::DTYPE);
-            // From one part of a buffer to another, and to memory that peers do not reach.
+            // From one part of a buffer to another, and to private memory, which peers cannot access.
             let middle = (len * size_of::<T>()).next_multiple_of(1 << 16) / size_of::<T>();
             let mut both = group.allocate::<T>(middle + len).unwrap();
             let (input, output) = both.split_at_mut(middle);
@@ -350,7 +350,7 @@ fn check_type<T: Element + Debug>(group: &Group, of: fn(u8) -> T) {
 }
 
 #[test]
-fn buffers_in_shared_memory_get_the_same_bits_as_others_in_every_type() {
+fn shared_and_private_buffers_get_bit_identical_results_in_every_type() {
     for n in [2, 3] {
         run_ranks(Kind::Shm, n, |group| {
             check_type(&group, |x| x);
@@ -370,7 +370,7 @@ fn buffers_in_shared_memory_get_the_same_bits_as_others_in_every_type() {
 }
 
 #[test]
-fn buffers_work_with_every_group_and_a_huge_one_is_refused() {
+fn buffers_work_on_every_transport_and_huge_ones_are_rejected() {
     for kind in Kind::ALL {
         run_ranks(kind, 2, move |group| {
             let mut data = group.allocate::<i32>(100_000).unwrap();
@@ -390,7 +390,7 @@ fn buffers_work_with_every_group_and_a_huge_one_is_refused() {
         });
     }
     run_ranks(Kind::Shm, 2, |group| {
-        // It would fit the addresses, but no machine has so much memory to spare.
+        // Fits into the address space, but no machine has so much memory to spare.
         let error = group.allocate::<u8>(400 << 30).unwrap_err();
         assert!(error.to_string().contains("to spare"), "{error}");
         group.barrier().unwrap();
@@ -398,7 +398,7 @@ fn buffers_work_with_every_group_and_a_huge_one_is_refused() {
 }
 
 #[test]
-fn buffers_come_and_go() {
+fn buffers_can_be_allocated_and_dropped_in_any_order() {
     run_ranks(Kind::Shm, 3, |group| {
         let mut random = Random(5);
         let mut buffers = Vec::new();
@@ -417,7 +417,7 @@ fn buffers_come_and_go() {
 }
 
 #[test]
-fn groups_side_by_side_do_not_mix() {
+fn concurrent_groups_do_not_interfere() {
     let sums = |seed: i64| {
         run_ranks(Kind::Shm, 2, move |group| {
             (0..300).all(|i| {

@@ -1,4 +1,4 @@
-//! Ranks that go on without those that are lost.
+//! Shrinking: ranks continue without those that are lost.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
@@ -10,17 +10,17 @@ use bonfire_testing::transport::Channels;
 use bonfire_testing::{Kind, run_ranks, run_ranks_with};
 use rustix::process::Signal;
 
-/// Calls operations of all kinds, and gives who is in the group, as a mask of the ranks in the group that was first.
-/// Small, large and rooted ones, so that every path is taken.
+/// Calls small, large and rooted operations of all kinds, so that every path is taken. Returns the members as a mask of
+/// their ranks in the original group.
 fn roll_call(group: &Group, identity: usize) -> Result<u32, Error> {
     let n = group.world_size();
     let mut mask = [1u32 << identity];
     group.all_reduce(&mut mask, ReduceOp::Sum)?;
-    let mut places = vec![0u32; n];
-    places[group.rank()] = 1 << identity;
-    group.all_gather(&mut places)?;
-    assert_eq!(places.iter().sum::<u32>(), mask[0]);
-    assert!(places.is_sorted(), "ranks keep their order: {places:?}");
+    let mut identities = vec![0u32; n];
+    identities[group.rank()] = 1 << identity;
+    group.all_gather(&mut identities)?;
+    assert_eq!(identities.iter().sum::<u32>(), mask[0]);
+    assert!(identities.is_sorted(), "ranks keep their order: {identities:?}");
     let mut large = vec![1f32; 300_001];
     group.all_reduce(&mut large, ReduceOp::Sum)?;
     assert!(large.iter().all(|x| *x == n as f32));
@@ -30,7 +30,7 @@ fn roll_call(group: &Group, identity: usize) -> Result<u32, Error> {
     let (to, from) = ((group.rank() + 1) % n, (group.rank() + n - 1) % n);
     if n > 1 {
         let mut got = [0u32];
-        let send = || group.send(&places[group.rank()..][..1], to);
+        let send = || group.send(&identities[group.rank()..][..1], to);
         if group.rank() == 0 {
             send()?;
         }
@@ -38,15 +38,15 @@ fn roll_call(group: &Group, identity: usize) -> Result<u32, Error> {
         if group.rank() > 0 {
             send()?;
         }
-        assert_eq!(got[0], places[from]);
+        assert_eq!(got[0], identities[from]);
     }
     group.barrier()?;
     assert_eq!(mask[0].count_ones() as usize, n);
     Ok(mask[0])
 }
 
-/// Calls until `group` fails, then goes on in smaller ones until `calls` roll calls in a row have worked.
-fn go_on(mut group: Group, calls: usize) -> Result<(Group, u32), Error> {
+/// Calls until `group` fails, then shrinks it until `calls` roll calls in a row have succeeded.
+fn shrink_until_usable(mut group: Group, calls: usize) -> Result<(Group, u32), Error> {
     let identity = group.rank();
     let mut data = vec![1f32; 50_000];
     while group.all_reduce(&mut data, ReduceOp::Mean).is_ok() {}
@@ -60,16 +60,16 @@ fn go_on(mut group: Group, calls: usize) -> Result<(Group, u32), Error> {
 }
 
 #[test]
-fn threads_and_others_go_on_without_who_left_or_panicked() {
+fn survivors_shrink_after_ranks_leave_or_panic() {
     for kind in Kind::ALL {
         for (n, gone, panics) in
             [(2, 0b10, false), (2, 0b01, true), (3, 0b010, true), (4, 0b1001, false), (5, 0b11011, true)]
         {
             let results = run_ranks(kind, n, move |group| {
-                // Who panics after it may end it on others.
+                // A rank that panics right after it may fail it on its peers.
                 let _ = group.barrier();
                 if gone >> group.rank() & 1 == 0 {
-                    return go_on(group, 3).map(|(_, mask)| mask);
+                    return shrink_until_usable(group, 3).map(|(_, mask)| mask);
                 }
                 if panics {
                     catch_unwind(AssertUnwindSafe(move || {
@@ -93,7 +93,7 @@ fn threads_and_others_go_on_without_who_left_or_panicked() {
 }
 
 #[test]
-fn a_group_without_a_failure_gives_one_of_the_same_ranks_once() {
+fn shrinking_a_healthy_group_creates_one_of_the_same_ranks_once() {
     for kind in Kind::ALL {
         let settings = |builder: Builder| match kind {
             Kind::Threads | Kind::Tcp => builder.algorithms(Algorithm::Ring),
@@ -106,7 +106,7 @@ fn a_group_without_a_failure_gives_one_of_the_same_ranks_once() {
             let operation = bonfire_core::Operation::AllReduce;
             assert_eq!(other.algorithms(operation).to_string(), group.algorithms(operation).to_string());
             assert!(matches!(group.shrink(), Err(Error::InvalidArgument { .. })));
-            // Both are whole, and do not mix.
+            // Both groups are complete, and do not interfere.
             let both = (roll_call(&other, group.rank())?, roll_call(&group, group.rank())?);
             drop(group);
             Ok::<_, Error>((both, roll_call(&other.shrink()?, other.rank())?))
@@ -116,7 +116,7 @@ fn a_group_without_a_failure_gives_one_of_the_same_ranks_once() {
 }
 
 #[test]
-fn a_rank_that_is_there_and_does_not_come_is_named() {
+fn a_live_rank_that_does_not_shrink_is_named() {
     for kind in Kind::ALL {
         let done = std::sync::Arc::new(std::sync::Barrier::new(3));
         let results = run_ranks(kind, 3, move |group| {
@@ -138,23 +138,23 @@ fn a_rank_that_is_there_and_does_not_come_is_named() {
 }
 
 #[test]
-fn a_transport_from_elsewhere_is_its_owners_to_shrink() {
+fn a_group_on_a_custom_transport_cannot_shrink() {
     let group = Group::on(std::sync::Arc::new(Channels::group(1).remove(0)));
     assert!(matches!(group.shrink(), Err(Error::InvalidArgument { .. })));
     assert_eq!(group.barrier(), Ok(()));
 }
 
-/// A child of the tests below.
+/// The body of a child of the tests below.
 fn child() {
     let builder = Builder::from_env().expect("settings");
     let rank: usize = std::env::var("BONFIRE_RANK").expect("a rank").parse().expect("a number");
     let group = builder.machine(format!("machine {}", rank % 2)).connect().expect("ranks find each other");
     group.barrier().expect("all ranks are there");
     say("going");
-    report(&go_on(group, 5).map(|(_, mask)| mask.to_string()));
+    report(&shrink_until_usable(group, 5).map(|(_, mask)| mask.to_string()));
 }
 
-/// In `auto`, ranks with even numbers are on one machine and the others on another.
+/// With `auto`, ranks with even numbers are on one machine and the others on another.
 const TRANSPORTS: [&str; 3] = ["tcp", "shm", "auto"];
 
 fn start(name: &str, n: usize, transport: &str) -> Vec<Process> {
@@ -164,13 +164,13 @@ fn start(name: &str, n: usize, transport: &str) -> Vec<Process> {
 }
 
 #[test]
-fn processes_go_on_whoever_is_killed() {
+fn processes_shrink_whichever_ranks_are_killed() {
     if is_child() {
         return child();
     }
     for transport in TRANSPORTS {
         for (n, gone) in [(2, 0b01), (2, 0b10), (3, 0b001), (3, 0b100), (4, 0b0011), (4, 0b1110)] {
-            let mut ranks = start("processes_go_on_whoever_is_killed", n, transport);
+            let mut ranks = start("processes_shrink_whichever_ranks_are_killed", n, transport);
             let survives = |rank: &usize| gone >> rank & 1 == 0;
             (0..n).filter(|rank| !survives(rank)).for_each(|rank| ranks[rank].signal(Signal::KILL));
             let left = (1 << n) - 1 - gone;
@@ -183,15 +183,15 @@ fn processes_go_on_whoever_is_killed() {
 }
 
 #[test]
-fn processes_go_on_though_another_is_killed_while_they_shrink() {
+fn processes_shrink_although_another_one_is_killed_meanwhile() {
     if is_child() {
         return child();
     }
     for transport in TRANSPORTS {
         for pause in 0..12 {
-            let mut ranks = start("processes_go_on_though_another_is_killed_while_they_shrink", 4, transport);
+            let mut ranks = start("processes_shrink_although_another_one_is_killed_meanwhile", 4, transport);
             ranks[pause % 4].signal(Signal::KILL);
-            // At many moments of what follows; which one it was makes no difference to what must come of it.
+            // At many moments of the shrink. The outcome must be the same at each of them.
             std::thread::sleep(Duration::from_micros(300) * pause as u32);
             ranks[(pause + 1) % 4].signal(Signal::KILL);
             let left = (1 << 4) - 1 - (1 << (pause % 4)) - (1 << ((pause + 1) % 4));
@@ -204,11 +204,11 @@ fn processes_go_on_though_another_is_killed_while_they_shrink() {
 }
 
 #[test]
-fn who_is_silent_is_left_out_and_told_so_and_a_minority_does_not_go_on() {
+fn silent_ranks_are_excluded_and_a_minority_does_not_continue() {
     if is_child() {
         return child();
     }
-    let name = "who_is_silent_is_left_out_and_told_so_and_a_minority_does_not_go_on";
+    let name = "silent_ranks_are_excluded_and_a_minority_does_not_continue";
     let mut all: Vec<_> = ["tcp", "shm"]
         .into_iter()
         .flat_map(|transport| [(transport, 3, 1), (transport, 3, 0), (transport, 2, 1), (transport, 2, 0)])
@@ -232,10 +232,10 @@ fn who_is_silent_is_left_out_and_told_so_and_a_minority_does_not_go_on() {
         ranks[*victim].signal(Signal::CONT);
         let outcome = ranks[*victim].outcome();
         if (*n, *victim) == (2, 0) {
-            // Nobody else goes on.
+            // No other rank continues.
             assert_eq!(outcome, Ok("1".into()), "{label}");
         } else {
-            // It may hear that the others want to go on before it hears that they do.
+            // It may learn that its peers are about to shrink before it learns that they have.
             let excluded =
                 matches!(&outcome, Err(Error::Shrink { why: Apart::Excluded { .. } | Apart::Minority { .. }, .. }));
             assert!(excluded, "{label}: {outcome:?}");
@@ -244,7 +244,7 @@ fn who_is_silent_is_left_out_and_told_so_and_a_minority_does_not_go_on() {
 }
 
 #[test]
-fn an_interrupted_process_leaves_the_new_group_too() {
+fn an_interrupted_process_leaves_the_shrunk_group_too() {
     if is_child() {
         let group = Group::from_env().expect("ranks find each other").shrink().expect("all are there");
         group.barrier().expect("all are there");
@@ -254,7 +254,7 @@ fn an_interrupted_process_leaves_the_new_group_too() {
         return report(&Err(error.expect("the loop ends with an error")));
     }
     for transport in ["tcp", "shm"] {
-        let mut ranks = start("an_interrupted_process_leaves_the_new_group_too", 2, transport);
+        let mut ranks = start("an_interrupted_process_leaves_the_shrunk_group_too", 2, transport);
         ranks[1].signal(Signal::INT);
         let error = ranks[0].outcome().unwrap_err();
         assert!(matches!(error, Error::Left { rank: 1, .. }), "{transport}: {error:?}");
@@ -263,23 +263,23 @@ fn an_interrupted_process_leaves_the_new_group_too() {
 }
 
 #[test]
-fn a_rank_that_computes_for_long_still_knows_who_was_killed() {
+fn a_rank_that_computes_for_long_still_detects_a_killed_peer() {
     if is_child() {
         let group = Group::from_env().expect("ranks find each other");
         let identity = group.rank();
         group.barrier().expect("all ranks are there");
         say("going");
-        // A long step: longer than a silence.
+        // A long step: longer than the heartbeat timeout.
         std::thread::sleep(Duration::from_secs(5));
         return report(&group.shrink().and_then(|group| roll_call(&group, identity)).map(|mask| mask.to_string()));
     }
-    let ranks = start("a_rank_that_computes_for_long_still_knows_who_was_killed", 2, "tcp");
+    let ranks = start("a_rank_that_computes_for_long_still_detects_a_killed_peer", 2, "tcp");
     ranks[0].signal(Signal::KILL);
     assert_eq!(ranks[1].outcome(), Ok("2".into()));
 }
 
 #[test]
-fn a_limit_without_end_is_none() {
+fn an_infinite_deadline_does_not_limit_a_shrink() {
     let results = run_ranks(Kind::Threads, 2, |group| {
         roll_call(&group.with_deadline(Duration::MAX).shrink().unwrap(), group.rank()).unwrap()
     });

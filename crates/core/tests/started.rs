@@ -1,4 +1,4 @@
-//! Started operations: their order, their buffers, and what happens where nobody waits for them.
+//! Started operations: their order, their buffers, and works that are never waited for.
 
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
@@ -47,11 +47,11 @@ fn every_operation_can_be_started() {
 }
 
 #[test]
-fn blocking_calls_come_after_what_was_started_before_them() {
+fn blocking_calls_run_after_operations_started_before_them() {
     for kind in Kind::ALL {
         run_ranks(kind, 3, |group| {
             for round in 0..100 {
-                // Different lengths: an operation out of its order would be a mismatch.
+                // Different lengths: an operation out of order would be a mismatch.
                 let first = group.start_all_reduce(vec![1i64; 1000 + round], ReduceOp::Sum).unwrap();
                 let mut second = vec![2i64; 2000 + round];
                 group.all_reduce(&mut second, ReduceOp::Sum).unwrap();
@@ -72,7 +72,7 @@ fn many_in_flight_are_waited_for_in_any_order() {
             let mut works: Vec<_> = (0..200)
                 .map(|i| (i, group.start_all_reduce(vec![i as f32; i * 37 % 500], ReduceOp::Sum).unwrap()))
                 .collect();
-            // Another order on each rank.
+            // In a different order on each rank.
             let mut random = Random(group.rank() as u64 + 1);
             while !works.is_empty() {
                 let (i, work) = works.swap_remove(random.next() as usize % works.len());
@@ -83,7 +83,7 @@ fn many_in_flight_are_waited_for_in_any_order() {
 }
 
 #[test]
-fn dropped_works_complete_all_the_same() {
+fn dropped_works_still_complete() {
     for kind in Kind::ALL {
         run_ranks(kind, 3, |group| {
             for _ in 0..50 {
@@ -118,7 +118,7 @@ fn works_outlive_the_group_and_complete() {
 }
 
 #[test]
-fn errors_come_with_the_buffer_and_later_works_get_the_first_cause() {
+fn errors_return_the_buffer_and_later_works_get_the_first_error() {
     for kind in Kind::ALL {
         let results = run_ranks_with(
             kind,
@@ -145,7 +145,7 @@ fn errors_come_with_the_buffer_and_later_works_get_the_first_cause() {
 }
 
 #[test]
-fn wrong_arguments_are_refused_when_the_operation_is_started() {
+fn invalid_arguments_are_rejected_when_the_operation_is_started() {
     for kind in Kind::ALL {
         run_ranks(kind, 2, |group| {
             let own = group.rank();
@@ -160,20 +160,20 @@ fn wrong_arguments_are_refused_when_the_operation_is_started() {
     }
 }
 
-/// A buffer that cannot be had: its own code panics.
-struct Broken;
+/// A buffer whose `as_mut` panics.
+struct PanickingBuffer;
 
-impl AsMut<[f32]> for Broken {
+impl AsMut<[f32]> for PanickingBuffer {
     fn as_mut(&mut self) -> &mut [f32] {
         panic!("a buffer that panics on purpose");
     }
 }
 
 #[test]
-fn a_buffer_that_panics_does_so_in_wait_and_the_group_goes_on() {
+fn a_buffer_that_panics_does_so_in_wait_and_the_group_stays_usable() {
     for kind in Kind::ALL {
         run_ranks(kind, 2, |group| {
-            let work = group.start_all_reduce(Broken, ReduceOp::Sum).unwrap();
+            let work = group.start_all_reduce(PanickingBuffer, ReduceOp::Sum).unwrap();
             let panic = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| work.wait()));
             assert!(panic.is_err());
             group.barrier().unwrap();
@@ -181,10 +181,10 @@ fn a_buffer_that_panics_does_so_in_wait_and_the_group_goes_on() {
     }
 }
 
-/// One element shorter at every look.
-struct Shrinking(Vec<i32>);
+/// A buffer that is one element shorter at every access.
+struct ShrinkingBuffer(Vec<i32>);
 
-impl AsMut<[i32]> for Shrinking {
+impl AsMut<[i32]> for ShrinkingBuffer {
     fn as_mut(&mut self) -> &mut [i32] {
         self.0.pop();
         &mut self.0
@@ -192,13 +192,13 @@ impl AsMut<[i32]> for Shrinking {
 }
 
 #[test]
-fn a_buffer_that_shrinks_after_its_check_is_not_left() {
+fn a_buffer_that_shrinks_after_its_check_is_not_overrun() {
     for kind in Kind::ALL {
         let results = run_ranks(kind, 2, |group| {
-            let buffer = Shrinking((0..5).map(|i| group.rank() as i32 * 10 + i).collect());
+            let buffer = ShrinkingBuffer((0..5).map(|i| group.rank() as i32 * 10 + i).collect());
             wait(group.start_all_to_all(buffer).unwrap()).map(|buffer| buffer.0)
         });
-        // Three elements are no two parts: messages find that out, shared memory swaps what both have.
+        // Three elements are not two parts: transports of messages report it, shared memory swaps what both have.
         match kind {
             Kind::Threads | Kind::Shm => assert_eq!(results, [Ok(vec![0, 10, 2]), Ok(vec![1, 11, 12])]),
             Kind::Tcp | Kind::Hosts(_) => drop(errors(results)),
@@ -206,7 +206,7 @@ fn a_buffer_that_shrinks_after_its_check_is_not_left() {
     }
 }
 
-/// What threads of one rank call comes in some order, which need not be that of another rank: so all call the same.
+/// The threads of a rank call in some order, which may differ from another rank's: so all make the same call.
 fn from_several_threads(kind: Kind, threads: usize, rounds: usize, act: fn(&Group) -> Result<(), Error>) {
     let (done, finished) = channel();
     let test = thread::spawn(move || {
@@ -221,14 +221,14 @@ fn from_several_threads(kind: Kind, threads: usize, rounds: usize, act: fn(&Grou
         });
         done.send(()).unwrap();
     });
-    // Threads that wait for each other for ever would not end by any deadline of the group.
+    // A deadlock of threads would not end by any deadline of the group.
     let end = finished.recv_timeout(bonfire_testing::DEADLINE);
-    assert!(end.is_ok() || test.is_finished(), "{kind:?}: the threads of a rank wait for each other");
+    assert!(end.is_ok() || test.is_finished(), "{kind:?}: the threads of a rank are deadlocked");
     test.join().unwrap();
 }
 
 #[test]
-fn clones_block_from_several_threads() {
+fn clones_make_blocking_calls_from_several_threads() {
     for kind in Kind::ALL {
         from_several_threads(kind, 4, 200, |group| {
             let mut data = [1.0f32; 100];
@@ -240,7 +240,7 @@ fn clones_block_from_several_threads() {
 }
 
 #[test]
-fn clones_start_from_several_threads() {
+fn clones_start_operations_from_several_threads() {
     for kind in Kind::ALL {
         // Several at a time, so that threads often start at the same moment.
         from_several_threads(kind, 8, 1000, |group| {
@@ -251,7 +251,7 @@ fn clones_start_from_several_threads() {
 }
 
 #[test]
-fn clones_start_and_block_from_several_threads() {
+fn clones_mix_started_and_blocking_calls_on_several_threads() {
     for kind in Kind::ALL {
         from_several_threads(kind, 4, 500, |group| {
             let work = group.start_all_reduce(vec![1i32; 10], ReduceOp::Sum)?;
@@ -264,7 +264,7 @@ fn clones_start_and_block_from_several_threads() {
 }
 
 #[test]
-fn works_are_waited_for_by_other_threads_than_started_them() {
+fn works_can_be_waited_for_on_other_threads() {
     for kind in Kind::ALL {
         run_ranks(kind, 2, |group| {
             let (works, queue) = channel();

@@ -1,4 +1,4 @@
-//! Groups of some ranks of a group: as ferrotorch's SubBackend does it, and what it lacks.
+//! Subgroups: what ferrotorch's SubBackend does, and what it lacks.
 
 use std::sync::{Arc, Barrier};
 use std::thread;
@@ -22,7 +22,7 @@ fn refusal(result: Result<Group, Error>) -> String {
     }
 }
 
-/// Every rank of the group is there, and no other: each brings a bit of its own.
+/// Checks that all ranks of the group take part, and no other rank: each contributes a bit of its own.
 fn sums(group: &Group) {
     let mut bits = vec![1i64 << group.rank(); 300];
     group.all_reduce(&mut bits, ReduceOp::Sum).unwrap();
@@ -37,14 +37,14 @@ fn members_are_checked_for_emptiness_then_range_then_the_caller() {
         assert!(refusal(group.subgroup(&[3])).contains("member 3"));
         assert!(refusal(group.subgroup(&[(rank + 1) % 3, usize::MAX])).contains("member 18446744073709551615"));
         assert!(refusal(group.subgroup(&[(rank + 1) % 3, (rank + 2) % 3])).contains("not among"));
-        // Nothing was lost by it.
+        // The group is still usable.
         sums(&group.subgroup(&[0, 1, 2]).unwrap());
         assert_eq!(group.failure(), None);
     });
 }
 
 #[test]
-fn members_are_sorted_and_named_once() {
+fn members_are_sorted_and_deduplicated() {
     everywhere(4, |group| {
         if group.rank() == 2 {
             return;
@@ -92,7 +92,7 @@ fn operations_take_local_ranks() {
             _ => pair.recv(&mut data, 0).unwrap(),
         }
         assert_eq!(data, [[2], [7]][pair.rank()]);
-        // Ranks of the parent are none of this group, and nobody sends to itself.
+        // Ranks of the parent are no ranks of this group, and no rank sends to itself.
         assert!(matches!(pair.send(&data, 2), Err(Error::InvalidArgument { .. })));
         assert!(matches!(pair.recv(&mut data, 2), Err(Error::InvalidArgument { .. })));
         assert!(matches!(pair.send(&data, pair.rank()), Err(Error::InvalidArgument { .. })));
@@ -101,7 +101,7 @@ fn operations_take_local_ranks() {
 }
 
 #[test]
-fn a_subgroup_has_subgroups() {
+fn subgroups_can_be_nested() {
     everywhere(5, |group| {
         if group.rank() == 1 {
             return;
@@ -123,20 +123,20 @@ fn a_subgroup_has_subgroups() {
 }
 
 #[test]
-fn a_barrier_is_for_members_only() {
+fn a_barrier_involves_members_only() {
     everywhere(3, |group| {
         if group.rank() < 2 {
             let pair = group.subgroup(&[0, 1]).unwrap();
             pair.barrier().unwrap();
             pair.start_barrier().unwrap().wait().unwrap();
         }
-        // Rank 2 is here all the while.
+        // Rank 2 waits here meanwhile.
         group.barrier().unwrap();
     });
 }
 
 #[test]
-fn receiving_ends_in_time() {
+fn a_receive_times_out_without_affecting_the_parent() {
     for kind in Kind::ALL {
         let results = run_ranks(kind, 3, |group| {
             let pair = (group.rank() > 0).then(|| group.subgroup(&[1, 2]).unwrap());
@@ -145,25 +145,25 @@ fn receiving_ends_in_time() {
                 assert_eq!(pair.failure(), result.clone().err());
                 result
             });
-            // The parent has nothing to do with it.
+            // The parent is not affected.
             group.barrier().unwrap();
             late
         });
         let missing = match &results[2] {
             Some(Err(Error::Timeout { missing, .. })) => missing.clone(),
-            other => panic!("{kind:?}: {other:?} is no time-out"),
+            other => panic!("{kind:?}: {other:?} is no timeout"),
         };
         assert_eq!(missing, [0], "{kind:?}: by its rank in the subgroup");
     }
 }
 
 #[test]
-fn members_that_name_different_ones_are_told_so() {
+fn members_that_disagree_on_the_members_get_an_error() {
     for kind in Kind::ALL {
         for named in [[&[0, 1, 2][..], &[0, 1, 2], &[0, 2, 3]], [&[0, 1, 2], &[0, 1], &[0, 1, 2]]] {
             let results = run_ranks(kind, 4, move |group| match named.get(group.rank()) {
                 Some(members) if members.contains(&group.rank()) => group.subgroup(members).map(|_| ()),
-                // It names nobody, and hears of it.
+                // This rank creates no subgroup, and still gets the error.
                 _ => group.barrier(),
             });
             let first = errors(results);
@@ -180,7 +180,7 @@ fn members_that_name_different_ones_are_told_so() {
 }
 
 #[test]
-fn a_member_that_never_comes_is_named() {
+fn a_missing_member_is_named() {
     for kind in Kind::ALL {
         let results = run_ranks_with(
             kind,
@@ -201,7 +201,7 @@ fn a_member_that_never_comes_is_named() {
 }
 
 #[test]
-fn ranks_of_one_color_come_together_in_the_order_of_their_keys() {
+fn split_groups_ranks_by_color_in_the_order_of_their_keys() {
     everywhere(5, |group| {
         let rank = group.rank();
         let color = [Some(7), None, Some(7), Some(u64::MAX), Some(7)][rank];
@@ -220,13 +220,13 @@ fn ranks_of_one_color_come_together_in_the_order_of_their_keys() {
 }
 
 #[test]
-fn the_ranks_of_a_host_come_together() {
+fn by_host_groups_the_ranks_of_each_host() {
     run_ranks(Kind::Threads, 3, |group| sums(&group.by_host().unwrap()));
     run_ranks(Kind::Hosts(&[0, 1, 1, 0, 2]), 5, |group| {
         let host = group.by_host().unwrap();
         assert_eq!(host.members(), [&[0, 3][..], &[1, 2], &[1, 2], &[0, 3], &[4]][group.rank()]);
         sums(&host);
-        // Across: the first of each host, and so on.
+        // Across hosts: the first rank of each host, and so on.
         let across = group.split(Some(host.rank() as u64), 0).unwrap().unwrap();
         assert_eq!(across.members(), [&[0, 1, 4][..], &[0, 1, 4], &[2, 3], &[2, 3], &[0, 1, 4]][group.rank()]);
         sums(&across);
@@ -234,7 +234,7 @@ fn the_ranks_of_a_host_come_together() {
 }
 
 #[test]
-fn transports_from_elsewhere_have_no_subgroups() {
+fn custom_transports_have_no_subgroups() {
     let groups: Vec<_> = Channels::group(2).into_iter().map(|end| Group::on(Arc::new(end))).collect();
     for group in &groups {
         assert!(refusal(group.subgroup(&[0, 1])).contains("elsewhere"));
@@ -244,7 +244,7 @@ fn transports_from_elsewhere_have_no_subgroups() {
 }
 
 #[test]
-fn failures_of_a_subgroup_and_its_parent_are_apart() {
+fn a_failure_of_a_subgroup_does_not_affect_its_parent() {
     for kind in Kind::ALL {
         run_ranks(kind, 3, move |group| {
             let all = group.subgroup(&[0, 1, 2]).unwrap();
@@ -254,11 +254,11 @@ fn failures_of_a_subgroup_and_its_parent_are_apart() {
             };
             assert!(matches!(outcome, Err(Error::Mismatch { .. })), "{kind:?}: {outcome:?}");
             sums(&group);
-            // What is left of the subgroup goes on, and has no parent any more.
+            // The shrunk subgroup works, and has no parent.
             let again = all.shrink().unwrap();
             sums(&again);
             assert!(again.parent().is_none());
-            // Its ranks leave one by one; the parent is there as long as the subgroup.
+            // Ranks drop their handles of the parent one by one. It lives as long as the subgroup.
             let last = group.subgroup(&[0, 1, 2]).unwrap();
             drop(group);
             sums(&last);
@@ -267,9 +267,9 @@ fn failures_of_a_subgroup_and_its_parent_are_apart() {
     }
 }
 
-/// Clones of handles are used by threads of the same rank: each group by one of them, all at once.
+/// Threads of the same rank use clones of handles: one thread for each group, all at once.
 #[test]
-fn operations_of_parent_and_subgroups_in_flight_at_once_do_not_mix() {
+fn concurrent_operations_of_parent_and_subgroups_do_not_interfere() {
     let rounds = 10_000 / Kind::ALL.len();
     for kind in Kind::ALL {
         run_ranks(kind, 4, move |group| {
@@ -284,7 +284,7 @@ fn operations_of_parent_and_subgroups_in_flight_at_once_do_not_mix() {
                     let ranks = group.members();
                     begin.wait();
                     for round in 0..rounds {
-                        // Another value in each group and round, and lengths that go several ways.
+                        // A different value in each group and round, and lengths that select different algorithms.
                         let len = [3, 70, 1500, 9000][round % 4];
                         let value = |rank: usize| (round * 64 + index * 16 + rank + 1) as u64;
                         let mut data = vec![value(ranks[group.rank()]); len];

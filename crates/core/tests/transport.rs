@@ -1,4 +1,4 @@
-//! The transport is a seam for others: one from outside the crate runs every operation, and where it fails, no rank hangs.
+//! Custom transports: one from outside the crate runs every operation, and if it fails, no rank hangs.
 
 #[path = "transport/faults.rs"]
 mod faults;
@@ -9,7 +9,7 @@ use bonfire_core::{Algorithm, Builder, Element, Group, ReduceOp, Transport, part
 use bonfire_testing::transport::{Channels, Faults, run_on_channels};
 use half::{bf16, f16};
 
-/// Every operation in every form. Values are small whole numbers, which all types hold.
+/// Checks every operation in every form. Values are small whole numbers, which are exact in all types.
 fn every_operation<T: Element + From<u8>>(group: &Group, len: usize) {
     let (rank, n) = (group.rank(), group.world_size());
     let own = partition(len, n, rank);
@@ -49,17 +49,17 @@ fn every_operation<T: Element + From<u8>>(group: &Group, len: usize) {
         group.reduce_scatter_into(&mine, &mut data, op).unwrap();
         assert_eq!(data, want[own.clone()], "reduce_scatter_into of {label}");
     }
-    // All types hold the mean of equal values.
+    // The mean of equal values is exact in all types.
     let mut data = vec![T::from(5); len];
     group.all_reduce(&mut data, ReduceOp::Mean).unwrap();
     assert_eq!(data, vec![T::from(5); len], "mean of {label}");
-    let cast: Vec<T> = (0..len).map(|i| value(root, i).into()).collect();
+    let from_root: Vec<T> = (0..len).map(|i| value(root, i).into()).collect();
     let mut data = mine.clone();
     group.broadcast(&mut data, root).unwrap();
-    assert_eq!(data, cast, "broadcast of {label}");
+    assert_eq!(data, from_root, "broadcast of {label}");
     let mut data = vec![T::from(0); len];
     group.broadcast_into((rank == root).then_some(&mine[..]), &mut data, root).unwrap();
-    assert_eq!(data, cast, "broadcast_into of {label}");
+    assert_eq!(data, from_root, "broadcast_into of {label}");
     let gathered: Vec<T> = (0..n).flat_map(|r| partition(len, n, r).map(move |i| value(r, i).into())).collect();
     let mut data = mine.clone();
     group.all_gather(&mut data).unwrap();
@@ -78,7 +78,7 @@ fn every_operation<T: Element + From<u8>>(group: &Group, len: usize) {
     group.all_to_all_into(&input, &mut data).unwrap();
     assert_eq!(data, swapped, "all_to_all_into of {label}");
     group.barrier().unwrap();
-    // These channels take any number of messages, so all may send first.
+    // These channels are unbounded, so all ranks may send first.
     if n > 1 {
         let mut data = vec![T::from(0); len];
         group.send(&mine, (rank + 1) % n).unwrap();
@@ -87,7 +87,7 @@ fn every_operation<T: Element + From<u8>>(group: &Group, len: usize) {
     }
 }
 
-/// Signed bytes are no `From<u8>`: their own sum, mean and product of negative numbers.
+/// `i8` does not implement `From<u8>`, so it has a check of its own: the mean and the sum of negative numbers.
 fn signed_bytes(group: &Group) {
     let n = group.world_size() as i8;
     let mut data = [-3i8; 5];
@@ -116,14 +116,14 @@ fn every_type(group: &Group) {
 }
 
 #[test]
-fn a_transport_from_outside_runs_every_operation() {
+fn a_custom_transport_runs_every_operation() {
     for n in 1..=5 {
         run_on_channels(n, |builder| builder, |_| Faults::default(), |group| every_type(&group));
     }
 }
 
 #[test]
-fn a_transport_from_outside_runs_every_algorithm() {
+fn a_custom_transport_runs_every_algorithm() {
     for algorithm in Algorithm::ALL.iter().copied() {
         for n in 2..=5 {
             let settings = |builder: Builder| builder.algorithms(algorithm);
@@ -133,7 +133,7 @@ fn a_transport_from_outside_runs_every_algorithm() {
 }
 
 #[test]
-fn a_transport_is_an_object() {
+fn a_transport_can_be_a_trait_object() {
     let mut ends = Channels::group(1);
     let object: Arc<dyn Transport> = Arc::new(ends.remove(0));
     let group = Group::on(object);
@@ -142,7 +142,7 @@ fn a_transport_is_an_object() {
 }
 
 #[test]
-fn started_operations_run_on_it_too() {
+fn started_operations_run_on_a_custom_transport() {
     run_on_channels(
         3,
         |builder| builder,

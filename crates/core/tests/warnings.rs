@@ -1,4 +1,4 @@
-//! At a tenth of its deadline a rank that waits says in the log whom it waits for.
+//! At a tenth of its deadline, a rank that waits logs which ranks it waits for.
 
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::Duration;
@@ -7,16 +7,16 @@ use bonfire_core::ReduceOp;
 use bonfire_testing::{DEADLINE, Kind, run_ranks_with};
 use log::{Level, LevelFilter, Log, Metadata, Record};
 
-/// Keeps what is logged, and wakes who waits for it.
-struct Kept {
+/// Records log lines, and wakes the threads that wait for one.
+struct LogRecorder {
     lines: Mutex<Vec<String>>,
     more: Condvar,
 }
 
-static KEPT: Kept = Kept { lines: Mutex::new(Vec::new()), more: Condvar::new() };
+static RECORDER: LogRecorder = LogRecorder { lines: Mutex::new(Vec::new()), more: Condvar::new() };
 
-impl Kept {
-    /// Waits for a line with all of `words`; panics where none comes.
+impl LogRecorder {
+    /// Waits for a line with all of `words`. Panics if none is logged.
     fn wait_for(&self, words: &[&str]) {
         let found = |lines: &mut Vec<String>| lines.iter().any(|line| words.iter().all(|word| line.contains(word)));
         let lines = self.lines.lock().unwrap_or_else(PoisonError::into_inner);
@@ -25,7 +25,7 @@ impl Kept {
     }
 }
 
-impl Log for Kept {
+impl Log for LogRecorder {
     fn enabled(&self, metadata: &Metadata) -> bool {
         metadata.level() <= Level::Warn
     }
@@ -39,20 +39,20 @@ impl Log for Kept {
 }
 
 #[test]
-fn a_tenth_of_the_deadline_names_who_is_missing_and_the_late_rank_is_still_welcome() {
-    log::set_logger(&KEPT).expect("the only logger");
+fn missing_ranks_are_logged_at_a_tenth_of_the_deadline_and_may_still_call() {
+    log::set_logger(&RECORDER).expect("the only logger");
     log::set_max_level(LevelFilter::Warn);
     for kind in Kind::ALL {
-        KEPT.lines.lock().unwrap().clear();
+        RECORDER.lines.lock().unwrap().clear();
         run_ranks_with(
             kind,
             3,
             |builder| builder.deadline(Duration::from_secs(10)),
             |group| {
                 if group.rank() == 2 {
-                    // This rank calls when the others have complained about it.
-                    KEPT.wait_for(&["rank 0 has waited", "for rank 2"]);
-                    KEPT.wait_for(&["rank 1 has waited", "for rank 2"]);
+                    // This rank calls once its peers have logged warnings about it.
+                    RECORDER.wait_for(&["rank 0 has waited", "for rank 2"]);
+                    RECORDER.wait_for(&["rank 1 has waited", "for rank 2"]);
                 }
                 let mut data = [1.0f32; 1000];
                 group.all_reduce(&mut data, ReduceOp::Sum).unwrap();

@@ -1,8 +1,8 @@
-//! Runs what reads untrusted bytes on bytes that nobody meant for it: a test of a reader calls [`fuzz`].
+//! A fuzzer for readers of untrusted bytes: a test of a reader calls [`fuzz`].
 //!
-//! Inputs are messages as they should be, and what is in `tests/corpus`, with some changes. Proptest makes the changes and
-//! takes back those that a failure does not need. An engine that knows which branches an input takes would go deeper, and
-//! need every dependency compiled for it; these readers are shallow, and the test runs with all others, everywhere.
+//! Inputs are well-formed messages and the files in `tests/corpus`, with some changes. Proptest makes the changes and
+//! shrinks a failing input. A coverage-guided fuzzer would go deeper, but needs every dependency compiled for it. These
+//! readers are shallow, and this test runs with all others, everywhere.
 
 use std::cell::RefCell;
 use std::fs;
@@ -19,33 +19,34 @@ use proptest::test_runner::{Config, TestError, TestRunner};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-/// For how long each reader is tested; `BONFIRE_FUZZ_SECONDS` says otherwise.
+/// How long each reader is tested, in seconds, unless `BONFIRE_FUZZ_SECONDS` says otherwise.
 const SECONDS: f64 = 1.0;
 
-/// Inputs in a row before a look at the clock.
+/// Inputs between two checks of the clock.
 const BATCH: u32 = 256;
 
-/// The longest input, and how many are kept that a reader took.
+/// The longest input in bytes, and the number of inputs to keep.
 const LONGEST_INPUT: usize = 4096;
 const POOL: usize = 512;
 
-/// Runs `target` on `seeds`, on the files in `tests/corpus/NAME`, and on changed ones until the time is up. It panics where
-/// the reader is wrong, and says whether the reader took the bytes for a message: those are then changed further.
+/// Runs `target` on `seeds`, on the files in `tests/corpus/NAME`, and on changed copies of both until the time is up.
+/// `target` panics if the reader is wrong, and returns whether the reader accepted the bytes as a message. Accepted
+/// inputs are changed further.
 ///
-/// An input that makes it panic is left in the corpus.
+/// An input that makes `target` panic is written to the corpus.
 pub fn fuzz(name: &str, seeds: impl IntoIterator<Item = Vec<u8>>, target: impl Fn(&[u8]) -> bool) {
     let folder =
         Path::new(&std::env::var("CARGO_MANIFEST_DIR").expect("cargo runs the test")).join("tests/corpus").join(name);
     let mut pool: Vec<Vec<u8>> = seeds.into_iter().collect();
-    let own = pool.len();
-    for file in kept(&folder) {
+    let seed_count = pool.len();
+    for file in corpus_files(&folder) {
         pool.push(fs::read(&file).unwrap_or_else(|e| panic!("{}: {e}", file.display())));
     }
     for (i, input) in pool.iter().enumerate() {
         let run = catch_unwind(AssertUnwindSafe(|| target(input)));
         run.unwrap_or_else(|panic| {
-            let whose = if i < own { "a message of its own" } else { "its corpus" };
-            eprintln!("{name}: input {i}, from {whose}: {}", input.escape_ascii());
+            let origin = if i < seed_count { "the seeds" } else { "the corpus" };
+            eprintln!("{name}: input {i}, from {origin}: {}", input.escape_ascii());
             resume_unwind(panic)
         });
     }
@@ -56,7 +57,7 @@ pub fn fuzz(name: &str, seeds: impl IntoIterator<Item = Vec<u8>>, target: impl F
     let mut runs = 0u64;
     while Instant::now() < until {
         let taken = RefCell::new(Vec::new());
-        // A runner runs one batch, and draws numbers of its own.
+        // Each runner runs one batch, with random numbers of its own.
         let result = TestRunner::new(config.clone()).run(&strategy, |(seed, changes)| {
             let input = changed(&pool, seed, &changes);
             if target(&input) {
@@ -66,16 +67,16 @@ pub fn fuzz(name: &str, seeds: impl IntoIterator<Item = Vec<u8>>, target: impl F
         });
         if let Err(TestError::Fail(reason, (seed, changes))) = result {
             let input = changed(&pool, seed, &changes);
-            let file = keep(&folder, &input);
+            let file = write_to_corpus(&folder, &input);
             panic!("{name}: {reason}; the input is now {}: {}", file.display(), input.escape_ascii());
         }
         result.expect("no input is rejected");
         runs += u64::from(BATCH);
         for input in taken.into_inner() {
             match pool.len() {
-                // Any but those that it began with.
+                // Replaces any input except for the seeds.
                 POOL.. => {
-                    let at = own + runs as usize % (pool.len() - own);
+                    let at = seed_count + runs as usize % (pool.len() - seed_count);
                     pool[at] = input;
                     runs += 1;
                 }
@@ -86,7 +87,7 @@ pub fn fuzz(name: &str, seeds: impl IntoIterator<Item = Vec<u8>>, target: impl F
     println!("{name}: {runs} inputs");
 }
 
-/// Tests that frames of any bytes are read as one of this kind, of which these are some, or refused.
+/// Tests that frames of arbitrary bytes are either read as a `T` or rejected. `messages` are the seeds.
 pub fn fuzz_frames<T: Serialize + DeserializeOwned>(name: &str, messages: &[T]) {
     let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
     let block_on = |stream: &mut &[u8]| runtime.block_on(frame::read::<T>(stream));
@@ -102,11 +103,11 @@ pub fn fuzz_frames<T: Serialize + DeserializeOwned>(name: &str, messages: &[T]) 
         if let Ok(message) = message {
             assert_eq!(read, if message.is_some() { 4 + length } else { 0 });
         }
-        // Changed bytes are seldom as many as the first of them say.
+        // After a change the length prefix is rarely right, so the body is also decoded on its own.
         let Some((_, body)) = bytes.split_first_chunk::<4>() else { return false };
         let Ok(message) = frame::decode::<T>(body) else { return false };
         let frame = frame::encode(&message).unwrap();
-        // Numbers may have come in more bytes than they need. Apart from that, what was read is what was said.
+        // Numbers may have been encoded in more bytes than they need. Apart from that, encoding restores what was read.
         assert!(frame.len() <= bytes.len());
         let again = block_on(&mut &frame[..]).unwrap().expect("a message");
         assert_eq!(frame::encode(&again).unwrap(), frame);
@@ -115,42 +116,42 @@ pub fn fuzz_frames<T: Serialize + DeserializeOwned>(name: &str, messages: &[T]) 
     });
 }
 
-/// What is in the corpus, in the same order everywhere.
-fn kept(folder: &Path) -> Vec<PathBuf> {
+/// Returns the files of the corpus, in the same order on every machine.
+fn corpus_files(folder: &Path) -> Vec<PathBuf> {
     let entries = fs::read_dir(folder).into_iter().flatten();
-    let mut files: Vec<_> = entries.map(|entry| entry.expect("a folder that can be read").path()).collect();
+    let mut files: Vec<_> = entries.map(|entry| entry.expect("a readable folder").path()).collect();
     files.sort();
     files
 }
 
-fn keep(folder: &Path, input: &[u8]) -> PathBuf {
-    // Fowler, Noll and Vo's hash: the same input has the same name.
+fn write_to_corpus(folder: &Path, input: &[u8]) -> PathBuf {
+    // The Fowler-Noll-Vo hash (FNV-1a): the same input gets the same name.
     let hash = input
         .iter()
         .fold(0xcbf2_9ce4_8422_2325u64, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3));
     let file = folder.join(format!("{hash:016x}"));
-    let kept = fs::create_dir_all(folder).and_then(|()| fs::write(&file, input));
-    if let Err(e) = kept {
-        eprintln!("{} is not kept: {e}", file.display());
+    let written = fs::create_dir_all(folder).and_then(|()| fs::write(&file, input));
+    if let Err(e) = written {
+        eprintln!("cannot write {}: {e}", file.display());
     }
     file
 }
 
-/// One change of an input. Places are parts of its length.
+/// One change of an input. Positions are fractions of its length.
 #[derive(Clone, Debug)]
 enum Change {
     Flip(Index, u32),
     Set(Index, u8),
-    /// As many of its bytes, little endian.
+    /// Overwrites this many bytes with a number, little endian.
     Number(Index, usize, u64),
-    /// Over a number as postcard writes it: seven bits to a byte.
+    /// Replaces a varint as postcard writes it: seven bits per byte.
     Varint(Index, u64),
-    /// In the place of a run of decimal digits.
+    /// Replaces a run of decimal digits.
     Digits(Index, u64),
     Insert(Index, Vec<u8>),
     Remove(Index, usize),
     Cut(Index),
-    /// So many bytes of another input, from there to here, over what is here or between it.
+    /// Copies bytes of another input: which, from where, how many, to where, and whether they overwrite.
     Splice(Index, Index, usize, Index, bool),
 }
 
@@ -170,7 +171,7 @@ fn change() -> impl Strategy<Value = Change> {
     ]
 }
 
-/// Numbers at which readers go wrong.
+/// Numbers at which readers are likely to fail.
 fn number() -> impl Strategy<Value = u64> {
     let edge = (0..64u32, 0..3u64).prop_map(|(shift, by)| (1u64 << shift).wrapping_add(by).wrapping_sub(1));
     prop_oneof![0..20u64, edge, Just(u64::MAX), any::<u64>()]

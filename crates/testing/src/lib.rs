@@ -1,4 +1,4 @@
-//! What the tests of all packages share: ranks as threads and as processes, oracles, readers on bytes that were changed.
+//! Test harness of all packages: ranks as threads and as processes, oracles, a fuzzer for readers.
 
 pub mod fuzz;
 pub mod oracle;
@@ -15,32 +15,32 @@ use std::time::Duration;
 
 use bonfire_core::{Algorithm, Builder, Error, Group, Medium, ReduceOp};
 
-/// How the ranks of a test reach each other.
+/// The transport between the ranks of a test.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Kind {
     Threads,
     Tcp,
-    /// Ranks that share memory as processes do, here as threads with a mapping each.
+    /// Shared memory as between processes. Here the ranks are threads with a mapping each.
     Shm,
-    /// Ranks on several hosts: the host of each rank by its number, over and over. They share memory on a host and use TCP
-    /// between hosts, here as threads that say that they are on different machines.
+    /// Several hosts: rank `i` is on host `hosts[i % hosts.len()]`. Ranks share memory on a host and use TCP between
+    /// hosts. Here they are threads that report different machine names.
     Hosts(&'static [usize]),
 }
 
 impl Kind {
     pub const ALL: [Kind; 4] = [Kind::Threads, Kind::Tcp, Kind::Shm, Kind::Hosts(&[0, 1])];
 
-    /// The algorithms that a user can choose for all sizes: they are plans on messages, and neither the hosts' nor shared
-    /// memory's.
+    /// Returns the algorithms that a user can choose for all sizes. These are plans on messages, not the engines of
+    /// hosts or shared memory.
     pub fn algorithms(self) -> &'static [Algorithm] {
         if matches!(self, Kind::Shm | Kind::Hosts(_)) { &[] } else { Algorithm::ALL }
     }
 }
 
-/// A test must end: nothing in it may take longer than this.
+/// Time limit for every operation in a test, so that tests end.
 pub const DEADLINE: Duration = Duration::from_secs(60);
 
-/// Runs `f` on `n` ranks, each on a thread of its own, and gives the results by rank.
+/// Runs `f` on `n` ranks, each on a thread of its own, and returns the results by rank.
 pub fn run_ranks<T: Send + 'static>(kind: Kind, n: usize, f: impl Fn(Group) -> T + Clone + Send + 'static) -> Vec<T> {
     run_ranks_with(kind, n, |builder| builder, f)
 }
@@ -60,13 +60,13 @@ pub fn run_ranks_with<T: Send + 'static>(
             thread::spawn(move || f(door()))
         })
         .collect();
-    // A rank that panicked is more telling than those that then lost it.
+    // A rank's panic says more than the errors of the ranks that lost it, so it is propagated first.
     let results: Vec<_> = ranks.into_iter().map(thread::JoinHandle::join).collect();
     results.into_iter().map(|result| result.unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
 }
 
-/// As [`run_ranks`], between threads that may borrow: runs `rank` on a thread for each of `n` ranks and gives their
-/// results, by rank.
+/// As [`run_ranks`], between threads and with a closure that may borrow: runs `rank` on a thread for each of `n` ranks
+/// and returns the results by rank.
 pub fn ranks<T: Send>(n: usize, rank: impl Fn(Group) -> T + Sync) -> Vec<T> {
     let groups = Group::builder().deadline(Duration::from_secs(30)).threads(n).unwrap();
     thread::scope(|scope| {
@@ -75,21 +75,21 @@ pub fn ranks<T: Send>(n: usize, rank: impl Fn(Group) -> T + Sync) -> Vec<T> {
     })
 }
 
-/// Prints what ranks log, as much as `RUST_LOG` says.
+/// Prints the log of the ranks to stderr, at the level of `RUST_LOG`.
 pub fn log_to_stderr() {
     static LOG: Once = Once::new();
     LOG.call_once(|| {
-        // A test that looks at what is logged has a logger of its own.
+        // A test that checks the log has a logger of its own.
         if log::max_level() == log::LevelFilter::Off {
             drop(simple_logger::SimpleLogger::new().with_level(log::LevelFilter::Error).env().init());
         }
     });
 }
 
-/// What a rank calls on a thread of its own to come into its group.
+/// Connects one rank to its group. Called on a thread of its own.
 pub type Door = Box<dyn FnOnce() -> Group + Send>;
 
-/// The doors of a group, by rank. `members` says which of the test's ranks they are, which is what hosts go by.
+/// Returns the doors of a group, by rank. `members` are the test's ranks in the group, which determine the hosts.
 pub fn doors(kind: Kind, members: &[usize], settings: impl Fn(Builder) -> Builder) -> Vec<Door> {
     log_to_stderr();
     let n = members.len();
@@ -112,8 +112,8 @@ pub fn doors(kind: Kind, members: &[usize], settings: impl Fn(Builder) -> Builde
     members.iter().enumerate().map(door).collect()
 }
 
-/// An address on loopback that nobody listens at. Its port is below those that the system hands out by itself, so that
-/// no other socket of these tests takes it before it is used.
+/// Returns a free address on loopback. Its port is below the system's ephemeral range, so that no other socket of these
+/// tests takes it before it is used.
 pub fn free_address() -> String {
     static NEXT: AtomicU32 = AtomicU32::new(0);
     loop {
@@ -125,7 +125,7 @@ pub fn free_address() -> String {
     }
 }
 
-/// Calls `f` with every case, `width` at a time: cases that mostly wait need not wait for each other.
+/// Calls `f` with every case, `width` at a time: cases that mostly wait do not wait for each other.
 pub fn in_parallel<C: Sync>(cases: &[C], width: usize, f: impl Fn(&C) + Sync) {
     let next = AtomicUsize::new(0);
     thread::scope(|scope| {
@@ -139,12 +139,12 @@ pub fn in_parallel<C: Sync>(cases: &[C], width: usize, f: impl Fn(&C) + Sync) {
     });
 }
 
-/// The error of every rank; panics where one succeeded.
+/// Returns the error of every rank. Panics if a rank succeeded.
 pub fn errors<T: std::fmt::Debug>(results: Vec<Result<T, Error>>) -> Vec<Error> {
     results.into_iter().enumerate().map(|(r, result)| result.expect_err(&format!("rank {r} succeeded"))).collect()
 }
 
-/// All ranks are there and reach each other: what they compute uses a connection between any two.
+/// Checks that all ranks are connected: their all-reduce uses a connection between any two ranks.
 pub fn works(groups: Vec<Result<Group, Error>>) {
     let n = groups.len();
     let groups: Vec<_> = groups.into_iter().map(|group| group.expect("ranks find each other")).collect();
@@ -160,10 +160,10 @@ pub fn works(groups: Vec<Result<Group, Error>>) {
     ranks.into_iter().for_each(|rank| rank.join().unwrap());
 }
 
-/// The reason of a rendezvous that failed.
+/// Returns the reason of a failed rendezvous.
 pub fn reason(result: Result<Group, Error>) -> String {
     match result {
         Err(Error::Rendezvous { reason, .. }) => reason,
-        other => panic!("{other:?} is no failed rendezvous"),
+        other => panic!("{other:?} is not a failed rendezvous"),
     }
 }

@@ -1,6 +1,6 @@
-//! Ranks as processes: a test starts its own binary again, once for each rank, with only that test in it.
+//! Ranks as processes: a test starts its own binary again, once per rank, with only that test in it.
 //!
-//! In the child the test's body finds [`is_child`] and reports to the parent with [`say`].
+//! In the child the test's body finds that [`is_child`] is true and reports to the parent with [`say`].
 
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -12,22 +12,22 @@ use bonfire_core::Error;
 use rustix::process::{Pid, Signal, kill_process};
 
 const CHILD: &str = "BONFIRE_TEST_CHILD";
-/// Before what a child says: the test harness writes to the same stream.
-const MARK: &str = "bonfire-says:";
+/// Prefix of a child's messages: the test harness writes to the same stream.
+const PREFIX: &str = "bonfire-says:";
 /// Longer than any deadline within a child.
-const PATIENCE: Duration = Duration::from_secs(300);
+const TIMEOUT: Duration = Duration::from_secs(300);
 
 /// Whether this process was started by a test.
 pub fn is_child() -> bool {
     std::env::var_os(CHILD).is_some()
 }
 
-/// Tells the parent.
+/// Sends a message to the parent.
 pub fn say(words: impl std::fmt::Display) {
     println!("\n{MARK}{words}");
 }
 
-/// Tells the parent the outcome.
+/// Sends the outcome to the parent.
 pub fn report(outcome: &Result<String, Error>) {
     say(serde_json::to_string(outcome).expect("outcomes are plain data"));
 }
@@ -39,12 +39,12 @@ pub struct Process {
 }
 
 impl Process {
-    /// Starts the child with these variables and no others of Bonfire's.
+    /// Starts the child with these variables, and with no other variables of Bonfire.
     pub fn start(name: &str, variables: &[(&str, String)]) -> Process {
         Process::start_by(&[], name, variables)
     }
 
-    /// As [`start`](Process::start), by a command that becomes the child: such as one that enters a namespace.
+    /// As [`start`](Process::start), through a command that becomes the child, such as one that enters a namespace.
     pub fn start_by(command: &[String], name: &str, variables: &[(&str, String)]) -> Process {
         let own = std::env::current_exe().expect("the test's own binary");
         let mut words = command.iter().map(Into::into).chain([own.into_os_string()]);
@@ -66,7 +66,7 @@ impl Process {
         let (sender, words) = channel();
         thread::spawn(move || {
             for line in output.lines().map_while(Result::ok) {
-                if let Some(words) = line.strip_prefix(MARK) {
+                if let Some(words) = line.strip_prefix(PREFIX) {
                     let _ = sender.send(words.to_owned());
                 }
             }
@@ -74,12 +74,12 @@ impl Process {
         Process { child, words }
     }
 
-    /// Starts all ranks of a group as [`bonfire_core::Group::from_env`] wants them.
+    /// Starts all ranks of a group, with the environment for [`bonfire_core::Group::from_env`].
     pub fn start_ranks(name: &str, n: usize, transport: &str, deadline: &str) -> Vec<Process> {
         Process::start_ranks_with(name, n, transport, deadline, &[])
     }
 
-    /// As [`start_ranks`](Process::start_ranks), with these variables besides.
+    /// As [`start_ranks`](Process::start_ranks), with more variables.
     pub fn start_ranks_with(
         name: &str,
         n: usize,
@@ -101,17 +101,17 @@ impl Process {
         (0..n).map(|rank| Process::start(name, &variables(rank))).collect()
     }
 
-    /// The next thing that the child says.
+    /// Returns the child's next message.
     pub fn hear(&self) -> String {
-        self.words.recv_timeout(PATIENCE).expect("the child says something")
+        self.words.recv_timeout(TIMEOUT).expect("a message from the child")
     }
 
-    /// The next thing that the child says within `limit`, unless it ends or says nothing.
+    /// Returns the child's next message, or an error if it ends or sends none within `limit`.
     pub fn hear_within(&self, limit: Duration) -> Result<String, RecvTimeoutError> {
         self.words.recv_timeout(limit)
     }
 
-    /// The outcome that the child reports next.
+    /// Returns the outcome that the child reports next.
     pub fn outcome(&self) -> Result<String, Error> {
         serde_json::from_str(&self.hear()).expect("an outcome")
     }
@@ -123,10 +123,10 @@ impl Process {
 
     /// Waits until the child has ended.
     pub fn end(&mut self) -> ExitStatus {
-        self.end_within(PATIENCE).expect("the child ends")
+        self.end_within(TIMEOUT).expect("the child ends")
     }
 
-    /// As [`end`](Process::end), if it ends in time.
+    /// As [`end`](Process::end). `None` if the child does not end within `limit`.
     pub fn end_within(&mut self, limit: Duration) -> Option<ExitStatus> {
         let start = Instant::now();
         loop {

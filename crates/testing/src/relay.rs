@@ -1,4 +1,4 @@
-//! Relays between a rank and a listener: one that records what both say, and the means for others.
+//! Relays between a rank and a listener: one that records both directions, and the building blocks for others.
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -12,20 +12,20 @@ pub fn dial(address: &str) -> TcpStream {
     loop {
         match TcpStream::connect(address) {
             Ok(stream) => return stream,
-            Err(e) => assert!(start.elapsed() < super::DEADLINE, "nobody listens at {address}: {e}"),
+            Err(e) => assert!(start.elapsed() < super::DEADLINE, "cannot connect to {address}: {e}"),
         }
         thread::yield_now();
     }
 }
 
-/// One of a relay's connections: what went to the listener, and what came back.
+/// One of a relay's connections: the bytes to the listener, and those from it.
 #[derive(Clone, Default)]
 pub struct Recording {
     pub there: Arc<Mutex<Vec<u8>>>,
     pub back: Arc<Mutex<Vec<u8>>>,
 }
 
-/// A rank that dials here reaches `to`; everything is recorded.
+/// Starts a relay to `to` that records every connection, and returns its address.
 pub fn relay(to: String) -> (SocketAddr, Arc<Mutex<Vec<Recording>>>) {
     let recordings = Arc::new(Mutex::new(Vec::new()));
     let kept = recordings.clone();
@@ -38,11 +38,11 @@ pub fn relay(to: String) -> (SocketAddr, Arc<Mutex<Vec<Recording>>>) {
     (address, recordings)
 }
 
-/// A rank that dials here is given to `carry`, with a connection to `to`.
+/// Listens at the returned address, and passes every accepted connection to `carry`, with a connection to `to`.
 pub fn between(to: String, carry: impl Fn(TcpStream, TcpStream) + Send + 'static) -> SocketAddr {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();
-    // It ends with the process: no rank dials it after its own test.
+    // The thread ends with the process: no rank dials it after its own test.
     thread::spawn(move || {
         for dialled in listener.incoming() {
             carry(dialled.unwrap(), dial(&to));

@@ -1,4 +1,4 @@
-//! A transport from outside the crate, and one that injects delays and failures.
+//! A transport implemented outside the crate, and a wrapper that injects delays and failures.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
@@ -9,21 +9,21 @@ use std::time::Duration;
 use bonfire_core::error::Site;
 use bonfire_core::{Builder, Deadline, Error, Fault, Group, Transport};
 
-enum Message {
+enum Packet {
     Data(Site, Vec<u8>),
-    /// The sender has failed; nothing follows.
+    /// The sender has failed. No message follows.
     Failed(Error),
 }
 
 /// One rank's end of `n * n` channels of the standard library. A rank that drops its end disconnects its channels.
 pub struct Channels {
     rank: usize,
-    outgoing: Vec<Sender<Message>>,
-    incoming: Vec<Mutex<Receiver<Message>>>,
+    outgoing: Vec<Sender<Packet>>,
+    incoming: Vec<Mutex<Receiver<Packet>>>,
 }
 
 impl Channels {
-    /// The ends of all ranks, by rank.
+    /// Returns the ends of all ranks, by rank.
     pub fn group(n: usize) -> Vec<Channels> {
         let mut ends: Vec<Channels> =
             (0..n).map(|rank| Channels { rank, outgoing: Vec::new(), incoming: Vec::new() }).collect();
@@ -36,7 +36,7 @@ impl Channels {
                 assert_eq!(end.incoming.len(), from + 1);
             }
         }
-        let mut senders: Vec<Vec<Option<Sender<Message>>>> =
+        let mut senders: Vec<Vec<Option<Sender<Packet>>>> =
             ends.iter_mut().map(|end| std::mem::take(&mut end.outgoing).into_iter().map(Some).collect()).collect();
         for end in &mut ends {
             let rank = end.rank;
@@ -56,27 +56,27 @@ impl Transport for Channels {
     }
 
     fn send(&self, tag: &Site, to: usize, bytes: &[u8], _deadline: &Deadline) -> Result<(), Fault> {
-        let sent = self.outgoing[to].send(Message::Data(*tag, bytes.to_vec()));
+        let sent = self.outgoing[to].send(Packet::Data(*tag, bytes.to_vec()));
         sent.map_err(|_| {
-            // It may have left because it failed, and then it has said so.
-            let said = self.incoming[to].lock().expect("nobody panics with it");
+            // The peer may have left because it failed, and then it has sent its error.
+            let said = self.incoming[to].lock().expect("no thread panics while it holds the lock");
             let failed = said.try_iter().find_map(|message| match message {
-                Message::Data(..) => None,
-                Message::Failed(error) => Some(error),
+                Packet::Data(..) => None,
+                Packet::Failed(error) => Some(error),
             });
             failed.map_or(Fault::Left { peer: to }, Fault::Failed)
         })
     }
 
     fn recv(&self, tag: &Site, from: usize, bytes: &mut [u8], deadline: &Deadline) -> Result<(), Fault> {
-        let receiver = self.incoming[from].lock().expect("nobody panics with it");
+        let receiver = self.incoming[from].lock().expect("no thread panics while it holds the lock");
         let message = receiver.recv_timeout(deadline.remaining()).map_err(|e| match e {
             RecvTimeoutError::Timeout => Fault::Timeout { missing: vec![from] },
             RecvTimeoutError::Disconnected => Fault::Left { peer: from },
         })?;
         let (theirs, payload) = match message {
-            Message::Data(tag, payload) => (tag, payload),
-            Message::Failed(error) => return Err(Fault::Failed(error)),
+            Packet::Data(tag, payload) => (tag, payload),
+            Packet::Failed(error) => return Err(Fault::Failed(error)),
         };
         if theirs != *tag || payload.len() != bytes.len() {
             return Err(Fault::Unexpected { peer: from, site: theirs });
@@ -96,12 +96,13 @@ impl Transport for Channels {
         self.recv(tag, from, incoming, deadline)
     }
 
-    /// After all that was sent before it: who gets it has what this rank had for it in the operations that it completed.
+    /// The error follows this rank's earlier messages, so a peer that receives it has those of all completed
+    /// operations.
     fn fail(&self, error: &Error, _completed: u64) {
         for (to, peer) in self.outgoing.iter().enumerate() {
-            // One that has left needs no news.
+            // A peer that has left does not need the error.
             if to != self.rank {
-                let _ = peer.send(Message::Failed(error.clone()));
+                let _ = peer.send(Packet::Failed(error.clone()));
             }
         }
     }
@@ -114,17 +115,17 @@ pub struct Seen {
     pub received: AtomicUsize,
 }
 
-/// What goes wrong on one rank.
+/// The faults of one rank.
 #[derive(Clone, Debug, Default)]
 pub struct Faults {
     pub seen: Arc<Seen>,
-    /// Some sends are delayed by some microseconds, as a generator with this seed says.
+    /// Seed of a generator that delays some messages by some microseconds.
     pub delays: Option<u64>,
-    /// Message number `k`, counted from 0, is not sent, and neither is any after it.
+    /// Message number `k`, counted from 0, and all later ones are not sent.
     pub fail_at: Option<usize>,
-    /// The same of those that it receives.
+    /// The same for received messages.
     pub fail_to_receive_at: Option<usize>,
-    /// Whether the transport tells the others where this rank fails.
+    /// Whether the transport tells the other ranks that this rank has failed.
     pub told: bool,
 }
 
@@ -156,7 +157,7 @@ impl<T: Transport> Faulty<T> {
             return Err(Fault::Lost { peer, reason: format!("message {number} fails on purpose") });
         }
         if self.faults.delays.is_some() {
-            delay(self.random.lock().expect("nobody panics with it").next());
+            delay(self.random.lock().expect("no thread panics while it holds the lock").next());
         }
         Ok(())
     }
@@ -190,7 +191,7 @@ impl<T: Transport> Transport for Faulty<T> {
     ) -> Result<(), Fault> {
         self.before_send(to)?;
         if let Err(fault) = self.before_receive(incoming.0) {
-            // What was to be sent at the same time is sent.
+            // The send half of the exchange still takes place.
             self.inner.send(tag, to, outgoing, deadline)?;
             return Err(fault);
         }
@@ -204,7 +205,7 @@ impl<T: Transport> Transport for Faulty<T> {
     }
 }
 
-/// Xorshift: the same numbers for the same seed, which is not zero.
+/// The xorshift generator: the same seed, which must not be zero, yields the same numbers.
 pub struct Random(pub u64);
 
 impl Random {
@@ -217,7 +218,7 @@ impl Random {
     }
 }
 
-/// Nothing, a yield, a spin or a short sleep. It is the injected fault; nothing waits by it.
+/// Does nothing, yields, spins or sleeps briefly. This is the injected fault, not a way to wait for something.
 pub fn delay(number: u64) {
     let size = number >> 8 & 63;
     match number % 16 {
@@ -228,7 +229,7 @@ pub fn delay(number: u64) {
     }
 }
 
-/// Runs `f` on `n` ranks over channels, each rank with the faults that `faults` gives it; results by rank.
+/// Runs `f` on `n` ranks over channels, each with the faults that `faults` returns for it. Returns the results by rank.
 pub fn run_on_channels<T: Send + 'static>(
     n: usize,
     settings: impl Fn(Builder) -> Builder,

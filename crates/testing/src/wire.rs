@@ -1,19 +1,19 @@
-//! What connections begin with, byte by byte, for tests that play a rank or a stranger.
+//! The first bytes of connections, for tests that act as a rank or a stranger.
 
-/// The protocol's version.
+/// The protocol version.
 pub const VERSION: u16 = 8;
 
-/// What an opening says a connection is for.
+/// The purpose of a connection, as encoded in its opening.
 pub const RENDEZVOUS: u8 = 1;
 pub const CONTROL: u8 = 2;
 pub const DATA: u8 = 3;
 pub const REGISTRATION: u8 = 5;
 
-/// How long the answer to an opening without a secret is, with the byte by which the connection is taken.
+/// Length of the answer to an opening without a secret, including the byte that confirms the connection.
 pub const ANSWER: usize = 17;
 
-/// What a connection says first: whether it has a secret, for what it is, from which rank to which of how many, in which
-/// job.
+/// Returns the first message on a connection: whether it has a secret, its purpose, from which rank to which of how
+/// many, in which job.
 pub fn opening(version: u16, secret: bool, purpose: u8, [from, to, world_size]: [u32; 3], session: u64) -> Vec<u8> {
     let mut bytes = b"BNFR".to_vec();
     bytes.extend(version.to_le_bytes());
@@ -24,8 +24,8 @@ pub fn opening(version: u16, secret: bool, purpose: u8, [from, to, world_size]: 
     bytes
 }
 
-/// What a rank says to rank 0 after that: where it listens, what it wants to carry the operations (anything), its
-/// algorithms, its machine.
+/// Returns a rank's next message to rank 0: where it listens, the medium that it asks for (any), its algorithms, its
+/// machine.
 pub fn hello() -> Vec<u8> {
     let own: std::net::SocketAddr = "127.0.0.1:1".parse().expect("an address");
     let body = postcard::to_stdvec(&(own, 0u8, "default", "machine")).expect("plain data");

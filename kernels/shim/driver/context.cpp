@@ -1,4 +1,4 @@
-// The driver itself, devices, and their contexts. A device has its primary context only.
+// Initialisation, devices, and their contexts. A device has only its primary context.
 #include <cstdio>
 #include <cstring>
 
@@ -13,10 +13,10 @@ namespace {
 
 constexpr u64 MEMORY = 8ull << 30;
 
-// The contexts that a thread has set aside by cuCtxPushCurrent.
-thread_local std::vector<Gpu *> below;
+// The contexts that cuCtxPushCurrent has saved on this thread.
+thread_local std::vector<Gpu *> context_stack;
 
-// Its context, where a program has it.
+// Returns the GPU of a context handle, or null.
 Gpu *context(void *handle) {
     for (int i = 0; gpu(i); ++i) {
         if (gpu(i) == handle) return gpu(i);
@@ -165,7 +165,7 @@ API cuCtxGetCurrent(void **handle) {
 
 API cuCtxPushCurrent_v2(void *handle) {
     if (!context(handle)) return CUDA_ERROR_INVALID_CONTEXT;
-    below.push_back(current());
+    context_stack.push_back(current());
     driver::set_current(context(handle));
     return CUDA_SUCCESS;
 }
@@ -173,8 +173,8 @@ API cuCtxPushCurrent_v2(void *handle) {
 API cuCtxPopCurrent_v2(void **handle) {
     if (!current()) return CUDA_ERROR_INVALID_CONTEXT;
     if (handle) *handle = current();
-    driver::set_current(below.empty() ? nullptr : below.back());
-    if (!below.empty()) below.pop_back();
+    driver::set_current(context_stack.empty() ? nullptr : context_stack.back());
+    if (!context_stack.empty()) context_stack.pop_back();
     return CUDA_SUCCESS;
 }
 
@@ -192,14 +192,14 @@ API cuCtxGetStreamPriorityRange(int *least, int *greatest) {
     return current() ? CUDA_SUCCESS : CUDA_ERROR_INVALID_CONTEXT;
 }
 
-// Others call meanwhile, as in whatever else waits for a stream.
+// Waits without the lock, so other threads can call meanwhile, as in every wait for a stream.
 API cuCtxSynchronize() {
-    std::vector<driver::Marked> all;
+    std::vector<driver::CompletionPtr> all;
     CUresult result = driver::in_context([&](Gpu &own) {
         for (auto &queue : own.queues) all.push_back(queue->last());
         return CUDA_SUCCESS;
     });
-    for (driver::Marked &mark : all) mark->wait();
+    for (driver::CompletionPtr &completion : all) completion->wait();
     return result;
 }
 

@@ -26,21 +26,21 @@ void call(void (*function)(P...), void *const *parameters, std::index_sequence<I
 }
 
 template <class... P>
-Entry entry_of(void (*function)(P...)) {
+HostKernel entry_of(void (*function)(P...)) {
     auto run = [function](void *const *parameters) { call(function, parameters, std::index_sequence_for<P...>()); };
     return {{u32(sizeof(P))...}, run};
 }
 
 }  // namespace
 
-const Entry *entry(const std::string &name) {
+const HostKernel *find_kernel(const std::string &name) {
 #define ENTRY(name) {#name, entry_of(name)},
 #define ENTRIES(reduction, Reduction, type)    \
     ENTRY(two_shot_##reduction##_##type)       \
     ENTRY(one_shot_##reduction##_##type)       \
     ENTRY(push_##reduction##_##type)           \
     ENTRY(reduce_scatter_##reduction##_##type)
-    static const auto *all = new std::map<std::string, Entry>{
+    static const auto *all = new std::map<std::string, HostKernel>{
         INSTANCES(ENTRIES)
         ENTRY(all_gather) ENTRY(broadcast) ENTRY(all_to_all) ENTRY(copy) ENTRY(tensors_ready) ENTRY(await_done)
     };

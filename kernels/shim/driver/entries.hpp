@@ -9,13 +9,13 @@
 
 namespace driver {
 
-struct Entry {
-    std::vector<u32> sizes;  // of its parameters
-    // What one thread does, with the parameters at these addresses.
+struct HostKernel {
+    std::vector<u32> sizes;  // of its parameters, in bytes
+    // Runs one thread of the kernel, with the parameters at these addresses.
     std::function<void(void *const *parameters)> run;
 };
 
-// Null: a kernel of somebody else.
-const Entry *entry(const std::string &name);
+// Finds a kernel by name. Null if it is not one of ours.
+const HostKernel *find_kernel(const std::string &name);
 
 }  // namespace driver

@@ -39,26 +39,26 @@ const Settings &settings() {
     return *all;
 }
 
-void Mark::finish() {
+void Completion::finish() {
     when = ptx::nanoseconds();
     done = true;
     done.notify_all();
 }
 
-Queue::Queue(u64 seed) : newest(std::make_shared<Mark>()), random(seed * 0x9e3779b97f4a7c15 | 1) {
+Queue::Queue(u64 seed) : newest(std::make_shared<Completion>()), random(seed * 0x9e3779b97f4a7c15 | 1) {
     newest->finish();
     std::thread([this] { work(); }).detach();
 }
 
-Marked Queue::submit(std::function<void()> item) {
+CompletionPtr Queue::submit(std::function<void()> item) {
     std::lock_guard<std::mutex> guard(mutex);
-    newest = std::make_shared<Mark>();
+    newest = std::make_shared<Completion>();
     items.emplace_back(std::move(item), newest);
     more.notify_one();
     return newest;
 }
 
-Marked Queue::last() {
+CompletionPtr Queue::last() {
     std::lock_guard<std::mutex> guard(mutex);
     return newest;
 }
@@ -67,17 +67,17 @@ void Queue::work() {
     for (;;) {
         std::unique_lock<std::mutex> guard(mutex);
         more.wait(guard, [this] { return !items.empty(); });
-        auto [item, mark] = std::move(items.front());
+        auto [item, completion] = std::move(items.front());
         items.pop_front();
         guard.unlock();
         if (settings().delays) {
-            // Mostly none, often a short one, rarely one that outlasts whatever the host does meanwhile.
+            // Mostly none, often a short one, rarely one that is longer than anything the host does meanwhile.
             u64 chance = next_random(random) >> 32;
             if (chance % 64 == 0) usleep(2000);
             else if (chance % 4 == 1) usleep(chance >> 8 & 127);
         }
         item();
-        mark->finish();
+        completion->finish();
     }
 }
 
@@ -87,12 +87,12 @@ Stream Gpu::make_stream(unsigned flags) {
         queues.push_back(std::make_unique<Queue>(settings().delays + u64(ordinal) * 1000 + number));
     }
     Queue *queue = queues[number].get();
-    Marked done = std::make_shared<Mark>();
+    CompletionPtr done = std::make_shared<Completion>();
     done->finish();
     return {this, queue, flags, done};
 }
 
-Marked Gpu::submit(Stream &stream, std::function<void()> item) {
+CompletionPtr Gpu::submit(Stream &stream, std::function<void()> item) {
     stream.last = stream.queue->submit(std::move(item));
     return stream.last;
 }
@@ -101,7 +101,7 @@ void Gpu::wait_for_all() {
     for (auto &queue : queues) queue->last()->wait();
 }
 
-void Gpu::settle() {
+void Gpu::sync_if_strict() {
     if (settings().strict) wait_for_all();
 }
 
@@ -122,7 +122,7 @@ Gpu *gpu(int ordinal) {
 void set_current(Gpu *gpu) { current_gpu = gpu; }
 Gpu *current() { return current_gpu; }
 
-// Handles 0, 1 and 2 are the null stream, under its two semantics and without a name.
+// Handles 0, 1 and 2 are the null stream: the default, legacy and per-thread ones.
 Stream *find_stream(void *handle) {
     if (u64(handle) > 2) return streams().find(handle);
     return current() ? &current()->null_stream : nullptr;

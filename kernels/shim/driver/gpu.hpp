@@ -1,16 +1,16 @@
-// Software GPUs: what a stream is told runs in order and beside the host, on threads of this machine.
+// Software GPUs: work on a stream runs in order and concurrently with the host, on threads of this machine.
 //
 // Streams are distributed over a GPU's hardware queues. A queue is a thread that runs one item after another, so an
-// item holds up all that came after it in the same queue, of whatever stream: on a real GPU streams share queues, too,
-// where there are more of them than queues. All streams are non-blocking, the null stream included.
+// item blocks all later ones in the same queue, whatever their streams: on a real GPU streams share queues, too, if
+// there are more of them than queues. All streams are non-blocking, including the null stream.
 //
-// Settings, from the environment:
-//   SHIM_GPUS    how many GPUs there are; 1
-//   SHIM_PEERS   0: no GPU reaches another one's memory; 1
-//   SHIM_QUEUES  hardware queues of each GPU; 32
-//   SHIM_DELAYS  the seed of random delays before every item and within kernels; 0: none; 1
-//   SHIM_STRICT  1: what may wait for the whole context on a real driver does, and every other call on that context
-//                waits for it: loading a module, the first launch of a kernel, allocating and freeing; 0
+// Settings, from the environment, with their defaults:
+//     SHIM_GPUS    number of GPUs; 1
+//     SHIM_PEERS   0: no GPU can access another one's memory; 1
+//     SHIM_QUEUES  hardware queues of each GPU; 32
+//     SHIM_DELAYS  seed of random delays before every item and within kernels; 0: none; 1
+//     SHIM_STRICT  1: calls that may wait for the whole context on a real driver (loading a module, the first launch of
+//                  a kernel, allocating and freeing) do, and every other call on that context waits for them; 0
 #pragma once
 
 #include <array>
@@ -28,7 +28,7 @@
 // Numbers and names are those of the CUDA Driver API, which programs look up in the library.
 #define API extern "C" __attribute__((visibility("default"))) CUresult
 
-// The names of the codes that this driver returns.
+// The codes that this driver returns.
 #define RESULTS(NAME)                                                                                \
     NAME(SUCCESS, 0) NAME(ERROR_INVALID_VALUE, 1) NAME(ERROR_OUT_OF_MEMORY, 2)                       \
     NAME(ERROR_NOT_INITIALIZED, 3) NAME(ERROR_INVALID_DEVICE, 101) NAME(ERROR_INVALID_CONTEXT, 201)  \
@@ -55,30 +55,30 @@ struct Settings {
 };
 const Settings &settings();
 
-// The end of one item of a stream.
-struct Mark {
+// The completion of one item of a stream.
+struct Completion {
     std::atomic<bool> done{false};
     u64 when = 0;  // nanoseconds, once done
 
     void finish();
     void wait() { done.wait(false); }
 };
-typedef std::shared_ptr<Mark> Marked;
+typedef std::shared_ptr<Completion> CompletionPtr;
 
 class Queue {
   public:
     explicit Queue(u64 seed);
-    Marked submit(std::function<void()> item);
-    // The end of all that was submitted so far.
-    Marked last();
+    CompletionPtr submit(std::function<void()> item);
+    // The completion of all that was submitted so far.
+    CompletionPtr last();
 
   private:
     void work();
 
     std::mutex mutex;
     std::condition_variable more;
-    std::deque<std::pair<std::function<void()>, Marked>> items;
-    Marked newest;
+    std::deque<std::pair<std::function<void()>, CompletionPtr>> items;
+    CompletionPtr newest;
     u64 random;
 };
 
@@ -88,35 +88,35 @@ struct Stream {
     Gpu *gpu;
     Queue *queue;
     unsigned flags;
-    Marked last;  // under the GPU's lock
+    CompletionPtr last;  // under the GPU's lock
 };
 
 // A GPU and its one context.
 struct Gpu {
     int ordinal = 0;
-    std::mutex lock;  // of the context: what a call changes or submits, it does with this
+    std::mutex lock;  // of the context: held by calls that change it or submit work
     u32 retained = 0;
-    std::set<Gpu *> peers;  // whose memory it was given access to
+    std::set<Gpu *> peers;  // GPUs whose memory it may access
     std::vector<std::unique_ptr<Queue>> queues;
-    u32 streams = 0;  // made so far
+    u32 streams = 0;  // created so far
     Stream null_stream{};
     u64 release_threshold = 0;  // of its memory pool
 
-    // The following are called with the lock.
+    // The following are called with the lock held.
     Stream make_stream(unsigned flags);
-    Marked submit(Stream &stream, std::function<void()> item);
-    // Waits for everything that was submitted; only where the settings are strict.
-    void settle();
+    CompletionPtr submit(Stream &stream, std::function<void()> item);
+    // Waits for all submitted work, if the settings are strict.
+    void sync_if_strict();
     void wait_for_all();
 };
 
 Gpu *gpu(int ordinal);  // null: there is none
 
-// The calling thread's context.
+// The context that is current on this thread.
 void set_current(Gpu *gpu);
 Gpu *current();
 
-// Things that a program holds handles of.
+// Objects for which a program holds handles.
 template <class T>
 class Handles {
   public:
@@ -126,7 +126,7 @@ class Handles {
         live.insert(handle);
         return handle;
     }
-    // The same, or null where there is none such.
+    // Returns the object of a handle, or null if there is none.
     T *find(void *handle) {
         std::lock_guard<std::mutex> guard(mutex);
         T *known = static_cast<T *>(handle);
@@ -145,7 +145,7 @@ class Handles {
     std::set<T *> live;
 };
 
-// Never destroyed: queues work until the process has gone.
+// Never destroyed: queues work until the process ends.
 template <class T>
 T &global() {
     static T *value = new T;
@@ -154,12 +154,12 @@ T &global() {
 
 inline Handles<Stream> &streams() { return global<Handles<Stream>>(); }
 
-// The stream of a handle, among which the null stream's is the current context's; or null.
+// Returns the stream of a handle, or null. The null stream is that of the current context.
 Stream *find_stream(void *handle);
-// How a function returns that found none.
+// The error of a function that did not find its stream.
 CUresult no_stream(void *handle);
 
-// Runs `action` with the lock of the current context, where there is one.
+// Runs `action` with the lock of the current context, if there is one.
 template <class Action>
 CUresult in_context(Action action) {
     Gpu *gpu = current();
@@ -187,7 +187,7 @@ inline CUresult submit(void *handle, std::function<void()> item) {
     });
 }
 
-// Whether all of this memory was allocated by the driver, on a GPU or of the host.
+// Whether the driver allocated all of this memory, on a GPU or on the host.
 bool allocated(CUdeviceptr at, u64 bytes);
 
 }  // namespace driver

@@ -1,5 +1,5 @@
-// Memory. A GPU's is the host's under its own address, so kernels and copies of any GPU reach all of it. It has
-// nonsense in it when it is new, a page that nobody may touch after it, and is gone when it has been freed.
+// Memory. A GPU's memory is host memory at the same address, so kernels and copies of any GPU can access all of it. New
+// memory contains garbage and is followed by an inaccessible page. Freed memory is unmapped.
 #include <sys/mman.h>
 
 #include <cstring>
@@ -14,14 +14,14 @@ using driver::gpu;
 namespace {
 
 constexpr u64 PAGE = 4096;
-constexpr unsigned char NONSENSE = 0xcb;
-// How much of what is new: more than any words of ours take, and soon done.
-constexpr u64 NONSENSE_BYTES = 4 << 20;
+constexpr unsigned char GARBAGE = 0xcb;
+// How much of new memory is filled: more than any words of ours take, and quickly done.
+constexpr u64 GARBAGE_BYTES = 4 << 20;
 
 struct Region {
     u64 bytes;
     Gpu *gpu;  // null: memory of the host
-    bool own;  // else it is the program's, and registered
+    bool own;  // else it belongs to the program, which registered it
 };
 
 struct Regions {
@@ -32,7 +32,7 @@ struct Regions {
         std::lock_guard<std::mutex> guard(mutex);
         all[at] = region;
     }
-    // The region that has this address, and where it begins, or 0.
+    // Returns the region that contains this address, and its start, which is 0 if there is none.
     std::pair<u64, Region> find(u64 at) {
         std::lock_guard<std::mutex> guard(mutex);
         auto next = all.upper_bound(at);
@@ -51,12 +51,12 @@ CUresult allocate(u64 *at, u64 bytes, Gpu *gpu) {
     if (memory == MAP_FAILED) return CUDA_ERROR_OUT_OF_MEMORY;
     *at = u64(memory);
     mprotect(static_cast<char *>(memory) + whole, PAGE, PROT_NONE);
-    memset(memory, NONSENSE, std::min(whole, NONSENSE_BYTES));
+    memset(memory, GARBAGE, std::min(whole, GARBAGE_BYTES));
     regions().add(*at, {bytes, gpu, true});
     return CUDA_SUCCESS;
 }
 
-// What begins at this address, and is a GPU's or the host's.
+// Frees the region that begins at this address, of a GPU or of the host.
 CUresult release(u64 at, bool of_host) {
     std::lock_guard<std::mutex> guard(regions().mutex);
     auto found = regions().all.find(at);
@@ -66,14 +66,14 @@ CUresult release(u64 at, bool of_host) {
     return CUDA_SUCCESS;
 }
 
-// The stream's work, once it is done.
+// Runs an item on the stream and waits for it.
 CUresult submit_and_wait(void *stream, std::function<void()> item) {
-    driver::Marked mark;
+    driver::CompletionPtr completion;
     CUresult result = driver::on_stream(stream, [&](driver::Stream &found) {
-        mark = found.gpu->submit(found, std::move(item));
+        completion = found.gpu->submit(found, std::move(item));
         return CUDA_SUCCESS;
     });
-    if (mark) mark->wait();
+    if (completion) completion->wait();
     return result;
 }
 
@@ -84,8 +84,8 @@ struct Rows {
 
 enum class Side { DEVICE, HOST, EITHER };
 
-// As the driver does with memory of the host that it did not allocate: what is read was read when the call returns,
-// and what is written was written.
+// As the driver does with host memory that it did not allocate: such a source has been read, and such a target has been
+// written, when the call returns.
 CUresult copy(void *stream, Rows to, Side target, Rows from, Side source, u64 width, u64 height, bool wait) {
     if (width == 0 || height == 0) return CUDA_SUCCESS;
     bool from_known = driver::allocated(from.first, from.extent(width, height));
@@ -125,7 +125,7 @@ CUresult allocate_in_order(u64 *at, u64 bytes, void *stream) {
 
 CUresult allocate_host(void **at, u64 bytes) {
     return driver::in_context([&](Gpu &own) {
-        own.settle();
+        own.sync_if_strict();
         return allocate(reinterpret_cast<u64 *>(at), bytes, nullptr);
     });
 }
@@ -139,7 +139,7 @@ bool driver::allocated(CUdeviceptr at, u64 bytes) {
 
 API cuMemAlloc_v2(u64 *at, size_t bytes) {
     return driver::in_context([&](Gpu &own) {
-        own.settle();
+        own.sync_if_strict();
         return allocate(at, bytes, &own);
     });
 }
@@ -147,7 +147,7 @@ API cuMemAlloc_v2(u64 *at, size_t bytes) {
 API cuMemFree_v2(u64 at) {
     if (!at) return CUDA_SUCCESS;
     return driver::in_context([&](Gpu &own) {
-        own.settle();
+        own.sync_if_strict();
         return release(at, false);
     });
 }
@@ -168,7 +168,7 @@ API cuMemHostAlloc(void **at, size_t bytes, unsigned) { return allocate_host(at,
 
 API cuMemFreeHost(void *at) {
     return driver::in_context([&](Gpu &own) {
-        own.settle();
+        own.sync_if_strict();
         return release(u64(at), true);
     });
 }
@@ -272,7 +272,7 @@ API cuMemsetD32Async(u64 at, unsigned value, size_t count, void *stream) {
     return fill(stream, at, value, count, false);
 }
 
-// A GPU has one pool, which allocates like everything else.
+// A GPU has one pool, which allocates like every other call.
 API cuDeviceGetDefaultMemPool(void **pool, CUdevice device) {
     *pool = gpu(device);
     return gpu(device) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_DEVICE;

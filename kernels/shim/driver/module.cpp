@@ -1,5 +1,5 @@
-// Modules, their functions, and launches. A module is a text that NVRTC's stand-in handed through; a function of ours
-// runs as compiled into this library, and others cannot run.
+// Modules, functions and launches. A module is the text that the NVRTC stand-in passed through. Bonfire's functions run
+// as compiled into this library; others cannot run.
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
@@ -11,7 +11,7 @@
 #include "entries.hpp"
 #include "gpu.hpp"
 
-using driver::Entry;
+using driver::HostKernel;
 using driver::Gpu;
 
 namespace {
@@ -26,7 +26,7 @@ struct Function {
     Module *module;
     Gpu *gpu;
     std::string name;
-    const Entry *entry;
+    const HostKernel *kernel;
     bool launched;
 };
 driver::Handles<Function> &functions() { return driver::global<driver::Handles<Function>>(); }
@@ -35,14 +35,14 @@ constexpr u32 MULTIPROCESSORS = 4;
 
 u32 blocks_of_multiprocessor(u32 threads) { return std::clamp(2 * MAX_THREADS / std::max(threads, 1u), 1u, 32u); }
 
-// Parameters as they were at the launch.
+// A copy of the parameters at the time of the launch.
 struct Parameters {
     std::vector<std::vector<unsigned char>> bytes;
     std::vector<void *> at;
-    Parameters(const Entry &entry, void **given) {
-        for (size_t i = 0; i < entry.sizes.size(); ++i) {
+    Parameters(const HostKernel &kernel, void **given) {
+        for (size_t i = 0; i < kernel.sizes.size(); ++i) {
             auto *first = static_cast<const unsigned char *>(given[i]);
-            bytes.emplace_back(first, first + entry.sizes[i]);
+            bytes.emplace_back(first, first + kernel.sizes[i]);
         }
         for (auto &one : bytes) at.push_back(one.data());
     }
@@ -58,17 +58,17 @@ CUresult launch(Function &function, shim::Index grid, shim::Index block, void *s
         if (found.gpu != function.gpu) return CUDA_ERROR_INVALID_HANDLE;
         bool empty = !grid.x || !grid.y || !grid.z || !block.x || !block.y || !block.z;
         if (empty || !given) return CUDA_ERROR_INVALID_VALUE;
-        if (!function.entry) return refuse(function, "not one of Bonfire's, cannot run", CUDA_ERROR_NOT_SUPPORTED);
+        if (!function.kernel) return refuse(function, "not one of Bonfire's, cannot run", CUDA_ERROR_NOT_SUPPORTED);
         if (grid.z != 1 || block.y != 1 || block.z != 1) {
             return refuse(function, "grids of (x, y, 1) and blocks of (x, 1, 1) only", CUDA_ERROR_NOT_SUPPORTED);
         }
         if (block.x > MAX_THREADS) return CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES;
-        // Modules are loaded lazily, with the first launch.
-        if (!std::exchange(function.launched, true)) found.gpu->settle();
-        auto parameters = std::make_shared<Parameters>(*function.entry, given);
+        // Modules are loaded lazily, at the first launch.
+        if (!std::exchange(function.launched, true)) found.gpu->sync_if_strict();
+        auto parameters = std::make_shared<Parameters>(*function.kernel, given);
         u32 rows = std::max(MULTIPROCESSORS * blocks_of_multiprocessor(block.x) / grid.x, 1u);
-        found.gpu->submit(found, [entry = function.entry, grid, threads = block.x, parameters, rows] {
-            shim::run({{{grid, threads, [=] { entry->run(parameters->at.data()); }}}}, rows);
+        found.gpu->submit(found, [kernel = function.kernel, grid, threads = block.x, parameters, rows] {
+            shim::run({{{grid, threads, [=] { kernel->run(parameters->at.data()); }}}}, rows);
         });
         return CUDA_SUCCESS;
     });
@@ -78,7 +78,7 @@ CUresult launch(Function &function, shim::Index grid, shim::Index block, void *s
 
 API cuModuleLoadData(void **module, const void *image) {
     return driver::in_context([&](Gpu &own) {
-        own.settle();
+        own.sync_if_strict();
         *module = modules().add({&own, static_cast<const char *>(image)});
         return CUDA_SUCCESS;
     });
@@ -89,7 +89,7 @@ API cuModuleLoadDataEx(void **module, const void *image, unsigned, int *, void *
 
 API cuModuleUnload(void *module) {
     return driver::in_context([&](Gpu &own) {
-        own.settle();
+        own.sync_if_strict();
         return modules().remove(module) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE;
     });
 }
@@ -97,9 +97,9 @@ API cuModuleUnload(void *module) {
 API cuModuleGetFunction(void **function, void *handle, const char *name) {
     Module *module = modules().find(handle);
     if (!module) return CUDA_ERROR_INVALID_HANDLE;
-    const Entry *entry = driver::entry(name);
-    if (!entry && module->text.find(name) == std::string::npos) return CUDA_ERROR_NOT_FOUND;
-    *function = functions().add({module, module->gpu, name, entry, false});
+    const HostKernel *kernel = driver::find_kernel(name);
+    if (!kernel && module->text.find(name) == std::string::npos) return CUDA_ERROR_NOT_FOUND;
+    *function = functions().add({module, module->gpu, name, kernel, false});
     return CUDA_SUCCESS;
 }
 

@@ -1,4 +1,4 @@
-// NVRTC that compiles nothing: a program's image is its source. The software driver knows its own kernels by name.
+// NVRTC that compiles nothing: a program's image is its source. The software driver finds its own kernels by name.
 #include <cstring>
 #include <string>
 

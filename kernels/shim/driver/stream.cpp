@@ -4,7 +4,7 @@
 #include "gpu.hpp"
 
 using driver::Gpu;
-using driver::Marked;
+using driver::CompletionPtr;
 using driver::Stream;
 
 namespace {
@@ -12,11 +12,11 @@ namespace {
 struct Event {
     Gpu *gpu;
     unsigned flags;
-    Marked recorded;  // null: never; under the GPU's lock
+    CompletionPtr recorded;  // null: never; under the GPU's lock
 };
 driver::Handles<Event> &events() { return driver::global<driver::Handles<Event>>(); }
 
-Marked recorded(Event &event) {
+CompletionPtr recorded(Event &event) {
     std::lock_guard<std::mutex> guard(event.gpu->lock);
     return event.recorded;
 }
@@ -30,7 +30,7 @@ CUresult wait_value(void *stream, u64 at, Word value, unsigned flags) {
         auto reached = [=] {
             Word now = std::atomic_ref<Word>(*reinterpret_cast<Word *>(at)).load();
             switch (how) {
-                // Cyclic, as the driver compares.
+                // Cyclic, as in the driver.
                 case AT_LEAST: return std::make_signed_t<Word>(now - value) >= 0;
                 case EQUAL: return now == value;
                 case ANY_BIT: return (now & value) != 0;
@@ -57,13 +57,13 @@ API cuStreamCreate(void **stream, unsigned flags) {
 }
 API cuStreamCreateWithPriority(void **stream, unsigned flags, int) { return cuStreamCreate(stream, flags); }
 
-// What was submitted runs nevertheless.
+// Submitted work still runs.
 API cuStreamDestroy_v2(void *stream) {
     return driver::streams().remove(stream) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE;
 }
 
 API cuStreamSynchronize(void *handle) {
-    Marked last;
+    CompletionPtr last;
     CUresult result = driver::on_stream(handle, [&](Stream &stream) {
         last = stream.last;
         return CUDA_SUCCESS;
@@ -124,30 +124,30 @@ API cuEventRecordWithFlags(void *event, void *stream, unsigned) { return cuEvent
 API cuStreamWaitEvent(void *stream, void *handle, unsigned) {
     Event *event = events().find(handle);
     if (!event) return CUDA_ERROR_INVALID_HANDLE;
-    Marked mark = recorded(*event);
-    return driver::submit(stream, [mark] {
-        if (mark) mark->wait();
+    CompletionPtr completion = recorded(*event);
+    return driver::submit(stream, [completion] {
+        if (completion) completion->wait();
     });
 }
 
 API cuEventSynchronize(void *handle) {
     Event *event = events().find(handle);
     if (!event) return CUDA_ERROR_INVALID_HANDLE;
-    if (Marked mark = recorded(*event)) mark->wait();
+    if (CompletionPtr completion = recorded(*event)) completion->wait();
     return CUDA_SUCCESS;
 }
 
 API cuEventQuery(void *handle) {
     Event *event = events().find(handle);
     if (!event) return CUDA_ERROR_INVALID_HANDLE;
-    Marked mark = recorded(*event);
-    return !mark || mark->done ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
+    CompletionPtr completion = recorded(*event);
+    return !completion || completion->done ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
 }
 
 API cuEventElapsedTime(float *milliseconds, void *from, void *to) {
     Event *first = events().find(from), *second = events().find(to);
     if (!first || !second) return CUDA_ERROR_INVALID_HANDLE;
-    Marked began = recorded(*first), ended = recorded(*second);
+    CompletionPtr began = recorded(*first), ended = recorded(*second);
     if (!began || !ended) return CUDA_ERROR_INVALID_HANDLE;
     if (!began->done || !ended->done) return CUDA_ERROR_NOT_READY;
     *milliseconds = float(double(i64(ended->when - began->when)) / 1e6);

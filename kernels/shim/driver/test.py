@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Tests the software driver in a folder, and NCCL on its streams, with the settings of the environment: test.py FOLDER
 
-What follows are calls as a program's, of the driver's own functions; results are compared with sums done here.
-It takes 1 or 2 GPUs, 1 queue or more than 3, and a strict driver with one GPU only: its one thread could not submit the
-second GPU's kernel while the first one's context waits for it.
+The tests call the driver's functions as a program does, and compare results with sums computed here. They support 1 or
+2 GPUs, 1 queue or more than 3, and a strict driver with one GPU only: a single thread could not submit the second GPU's
+kernel while the first one's context waits for it.
 """
 
 import ctypes
@@ -32,7 +32,7 @@ def call(name, *arguments, expected=0):
 
 
 def got(kind, name, *arguments):
-    """What a function stores through its first parameter."""
+    """Returns what a function stores through its first parameter."""
     value = kind()
     call(name, ctypes.byref(value), *arguments)
     return value
@@ -58,7 +58,7 @@ def word(address):
     return struct.unpack("Q", read(address, 8))[0]
 
 
-def function(name, text=b"extern \"C\" __global__ void of_somebody_else() {}"):
+def function(name, text=b"extern \"C\" __global__ void of_another_library() {}"):
     program = POINTER()
     assert nvrtc.nvrtcCreateProgram(ctypes.byref(program), text, None, 0, None, None) == 0
     assert nvrtc.nvrtcCompileProgram(program, 0, None) == 0
@@ -72,7 +72,7 @@ def function(name, text=b"extern \"C\" __global__ void of_somebody_else() {}"):
 
 
 def launch(of, grid, threads, stream, *parameters, expected=0):
-    """Parameters are bytes. They are overwritten after the launch, which must have taken a copy."""
+    """Launches a kernel. The parameters are bytes; they are overwritten afterwards, so the launch must copy them."""
     buffers = [ctypes.create_string_buffer(one, len(one)) for one in parameters]
     array = (POINTER * (len(buffers) + 1))(*[ctypes.addressof(one) for one in buffers])
     x, y = grid
@@ -82,7 +82,7 @@ def launch(of, grid, threads, stream, *parameters, expected=0):
 
 
 class Gpu:
-    """A GPU with the ranks that it has, their words, and the streams of tensors and of collectives."""
+    """A GPU, the words of its ranks, and the streams of tensors and of collectives."""
 
     def __init__(self, ordinal):
         self.device = got(ctypes.c_int, "cuDeviceGet", ordinal)
@@ -92,7 +92,7 @@ class Gpu:
         self.ready, self.done = memory(bytes(8)), memory(bytes(8))
         self.host = got(POINTER, "cuMemHostAlloc", ctypes.c_size_t(16), 0)
         ctypes.memset(self.host, 0, 16)
-        # Of every rank.
+        # One for all ranks.
         self.control = memory(bytes(CONTROL))
         names = b"two_shot_sum_f32", b"tensors_ready", b"await_done"
         self.two_shot, self.tensors_ready, self.await_done = map(function, names)
@@ -105,7 +105,7 @@ class Gpu:
 
 
 def all_reduces(gpus, ranks, calls):
-    """`calls` sums of all ranks' tensors, rank r on GPU r % GPUs, each of another length, submitted at once."""
+    """Sums all ranks' tensors `calls` times, with varying lengths, submitted at once. Rank r is on GPU r % GPUs."""
     controls = []
     for rank in range(ranks):
         gpus[rank % len(gpus)].enter()
@@ -151,28 +151,28 @@ def all_reduces(gpus, ranks, calls):
 
 
 def is_asynchronous(gpus):
-    """What was submitted waits, the host does not; and it sees what was done once it has waited."""
+    """Submitted work waits, the host does not. Once the host has waited, it sees the results."""
     gpu = gpus[0]
     gpu.enter()
     gate, passed, seen = (memory(words(0)) for _ in range(3))
-    # What the host hands over is read at once where the driver did not allocate it, also by a stream that waits.
+    # Host memory that the driver did not allocate is read at once, even if the stream waits.
     data = ctypes.create_string_buffer(words(5), 8)
     call("cuStreamWaitValue64_v2", gpu.tensors, gate, U64(3), 0)
     call("cuMemcpyHtoDAsync_v2", gpu.ready, data, ctypes.c_size_t(8), gpu.tensors)
     ctypes.memset(data, 0, 8)
     call("cuStreamWriteValue64_v2", gpu.tensors, passed, U64(7), 0)
     call("cuStreamQuery", gpu.tensors, expected=600)
-    # The event covers what came before it, and no event that was never recorded covers anything.
+    # The event covers earlier work. An event that was never recorded covers nothing.
     event, never = (got(POINTER, "cuEventCreate", 2) for _ in range(2))
     call("cuEventRecord", event, gpu.tensors)
     call("cuEventQuery", event, expected=600)
     call("cuEventQuery", never)
-    # Another stream, of another GPU where there is one, goes on after the event.
+    # Another stream, of another GPU if there is one, continues after the event.
     last = gpus[-1]
     last.enter()
     call("cuStreamWaitEvent", last.collectives, event, 0)
     call("cuMemcpyDtoDAsync_v2", seen, passed, ctypes.c_size_t(8), last.collectives)
-    # As the driver stores it, not through a stream, which may be in the same queue.
+    # Accessed directly, not through a stream, which may be in the same queue.
     assert ctypes.c_uint64.from_address(passed.value).value == 0
     ctypes.c_uint64.from_address(gate.value).value = 3
     call("cuStreamSynchronize", last.collectives)
@@ -183,7 +183,7 @@ def is_asynchronous(gpus):
 
 
 def shares_queues(gpu):
-    """With one queue, a stream that waits holds up all others."""
+    """With one queue, a waiting stream blocks all others."""
     gpu.enter()
     other = got(POINTER, "cuStreamCreate", 1)
     gate, passed = memory(words(0)), memory(words(0))
@@ -191,7 +191,7 @@ def shares_queues(gpu):
     call("cuStreamWriteValue64_v2", other, passed, U64(1), 0)
     one_queue = os.environ.get("SHIM_QUEUES") == "1"
     if one_queue:
-        # Time to do what it must not.
+        # Time in which the stream must not continue.
         time.sleep(0.05)
         call("cuStreamQuery", other, expected=600)
     else:
@@ -202,7 +202,7 @@ def shares_queues(gpu):
 
 
 def loads_wait(gpu):
-    """Where the driver is strict, a module is loaded when the context has nothing left to do, and at once elsewhere."""
+    """A strict driver loads a module once the context is idle, a lenient one at once."""
     gpu.enter()
     gate = memory(words(0))
     call("cuStreamWaitValue64_v2", gpu.tensors, gate, U64(1), 0)
@@ -222,13 +222,13 @@ def loads_wait(gpu):
 
 
 class Id(ctypes.Structure):
-    """By which the ranks of a communicator find each other."""
+    """The id by which the ranks of a communicator find each other."""
 
     _fields_ = [("internal", ctypes.c_char * 128)]
 
 
 class Rank:
-    """A rank of a communicator of NCCL, with two streams."""
+    """A rank of an NCCL communicator, with two streams."""
 
     def __init__(self, gpu, id, ranks, rank):
         gpu.enter()
@@ -248,20 +248,20 @@ class Rank:
         assert state.value == expected, state.value
 
     def all_reduce(self, source, target, count, stream):
-        """A sum of floats."""
+        """Starts a sum of floats."""
         size, f32, sum = ctypes.c_size_t(count), 7, 0
         addresses = POINTER(source.value), POINTER(target.value)
         self.begin("ncclAllReduce", *addresses, size, f32, sum, self.communicator, stream)
 
     def passes(self, stream):
-        """An event behind what is on the stream."""
+        """Records an event after the work on the stream."""
         event = got(POINTER, "cuEventCreate", 2)
         call("cuEventRecord", event, stream)
         return event
 
 
 def communicator(gpus):
-    """One rank on each of these."""
+    """Creates a communicator with one rank per entry of `gpus`."""
     id = Id()
     assert nccl.ncclGetUniqueId(ctypes.byref(id)) == 0
     ranks = [Rank(gpu, id, len(gpus), rank) for rank, gpu in enumerate(gpus)]
@@ -271,8 +271,8 @@ def communicator(gpus):
 
 
 def collectives_are_in_order(gpus):
-    """NCCL's begin after what is on their stream, and what is put there after them begins after they have ended."""
-    # Streams that share a queue would hold up each other.
+    """NCCL's collectives begin after earlier work on their stream, and later work begins after they have ended."""
+    # Streams that share a queue would block each other.
     ranks = communicator(gpus if os.environ.get("SHIM_QUEUES") == "1" else 2 * gpus)
     count = 1 << 20
     gates, events, results = [], [], []
@@ -290,13 +290,13 @@ def collectives_are_in_order(gpus):
         rank.gpu.enter()
         rank.settle()
         events.append(rank.passes(rank.streams[0]))
-        # A communicator's operations are in the order of the calls on any streams.
+        # A communicator's operations run in call order, on whatever streams.
         rank.all_reduce(second, third, count, rank.streams[1])
         rank.settle()
         call("cuMemcpyDtoDAsync_v2", last, third, size, rank.streams[1])
         events.append(rank.passes(rank.streams[1]))
     for gate in gates:
-        # Time to do what it must not: all wait for the rank whose stream is held up.
+        # Time in which no event must complete: all wait for the rank whose stream is blocked.
         time.sleep(0.05)
         for event in events:
             call("cuEventQuery", event, expected=600)
@@ -316,7 +316,7 @@ def collectives_are_in_order(gpus):
 
 
 def streams_outlive_collectives(gpus):
-    """One that waits for a rank which does not come ends when it is aborted, and those behind it do nothing."""
+    """A collective that waits for an absent rank ends when it is aborted, and later ones do nothing."""
     late, other = communicator([gpus[0], gpus[-1]])
     late.gpu.enter()
     data = memory(bytes(8))
@@ -338,13 +338,13 @@ def streams_outlive_collectives(gpus):
 def refuses(gpus):
     gpu = gpus[0]
     gpu.enter()
-    launch(function(b"of_somebody_else"), (1, 1), 1, gpu.tensors, expected=801)
+    launch(function(b"of_another_library"), (1, 1), 1, gpu.tensors, expected=801)
     module = got(POINTER, "cuModuleLoadData", b"")
-    call("cuModuleGetFunction", ctypes.byref(POINTER()), module, b"of_somebody_else", expected=500)
+    call("cuModuleGetFunction", ctypes.byref(POINTER()), module, b"of_another_library", expected=500)
     launch(gpu.await_done, (0, 1), 1, gpu.tensors, words(0), gpu.order(gpu.done, 0), expected=1)
     launch(gpu.await_done, (1, 1), 513, gpu.tensors, words(0), gpu.order(gpu.done, 0), expected=701)
     call("cuMemFree_v2", U64(12345), expected=1)
-    assert read(got(U64, "cuMemAlloc_v2", ctypes.c_size_t(8)), 8) != bytes(8), "new memory has nothing in it"
+    assert read(got(U64, "cuMemAlloc_v2", ctypes.c_size_t(8)), 8) != bytes(8), "new memory is zero"
     call("cuStreamWriteValue64_v2", gpu.tensors, U64(4096), U64(1), 0, expected=1)
     call("cuStreamSynchronize", POINTER(12345), expected=400)
     call("cuDeviceGet", ctypes.byref(ctypes.c_int()), GPUS, expected=101)
@@ -365,7 +365,7 @@ all_gpus = [Gpu(ordinal) for ordinal in range(got(ctypes.c_int, "cuDeviceGetCoun
 assert len(all_gpus) == GPUS
 for ranks_of_all in [2, 5]:
     all_reduces(all_gpus, ranks_of_all, 6)
-    # The words of the next round count from 1 again.
+    # The next round's words count from 1 again.
     for one in all_gpus:
         one.enter()
         one.ready, one.done = memory(bytes(8)), memory(bytes(8))

@@ -1,4 +1,4 @@
-// A communicator: what its ranks share, and how they come together there.
+// A communicator: the state shared by its ranks, and how they synchronise on it.
 #pragma once
 
 #include <fcntl.h>
@@ -26,33 +26,33 @@ enum Result {
 };
 enum Kind { all_reduce, reduce, broadcast, all_gather, reduce_scatter, send, receive, split, finish };
 
-constexpr size_t most_ranks = 8, mail_bytes = 1 << 14, name_bytes = 128;
+constexpr size_t most_ranks = 8, mailbox_bytes = 1 << 14, name_bytes = 128;
 
 inline long variable(const char* name, long otherwise) {
     const char* value = getenv(name);
     return value ? atol(value) : otherwise;
 }
 
-// What ranks must agree on.
+// What the ranks must agree on.
 struct Header {
     int64_t kind, count, type, op, root, color, key;
 };
 
-struct Mail {
+struct Mailbox {
     std::atomic<uint32_t> full;
     uint32_t length;
-    unsigned char data[mail_bytes];
+    unsigned char data[mailbox_bytes];
 };
 
-// What the ranks of a communicator share. All zero at first.
+// State shared by the ranks of a communicator. All zero at first.
 struct Shared {
     std::atomic<uint32_t> arrived, waiting, generation;
     Header header[most_ranks];
     Slot slot[most_ranks];
-    Mail mail[most_ranks][most_ranks];
+    Mailbox mail[most_ranks][most_ranks];
 };
 
-// Opens what a name stands for; the first one makes it.
+// Opens the shared memory with this name. The first rank creates it.
 inline Shared* open_shared(const char* name) {
     int file = shm_open(name, O_CREAT | O_RDWR, 0600);
     if (file < 0) return nullptr;
@@ -71,12 +71,12 @@ struct Call {
     size_t count;
     Type type;
     Op op;
-    int root;  // or the other rank of a send or receive
+    int root;  // or the peer of a send or receive
     void* stream;
 };
 
 struct Comm : std::enable_shared_from_this<Comm> {
-    // The program's, until it ends the communicator. Streams may have work of an aborted one for longer.
+    // Held by the program until it ends the communicator. Streams may hold work of an aborted one for longer.
     std::shared_ptr<Comm> handle;
     std::optional<Gpu> gpu;
     Shared* shared = nullptr;
@@ -84,7 +84,7 @@ struct Comm : std::enable_shared_from_this<Comm> {
     int rank = 0, ranks = 0, splits = 0;
     std::atomic<int> state{success};
     std::atomic<bool> aborted{false};
-    uint64_t put = 0;  // operations on streams; the worker's
+    uint64_t put = 0;  // operations put on streams; owned by the worker
     std::atomic<uint64_t> ended{0};  // of these
     std::mutex mutex;
     std::condition_variable changed;
@@ -104,7 +104,7 @@ struct Comm : std::enable_shared_from_this<Comm> {
         }
     }
 
-    // In the background, with the communicator in progress until the work says otherwise. It takes one thing at a time.
+    // Runs an item in the background. The communicator is in progress until the item settles it, and takes one only.
     Result start(Item next) {
         int found = success;
         if (!state.compare_exchange_strong(found, in_progress)) {
@@ -121,12 +121,12 @@ struct Comm : std::enable_shared_from_this<Comm> {
         state.compare_exchange_strong(expected, result);
     }
 
-    // Lets the other ranks go on, unless this one was aborted.
+    // Polls until `done`, and yields to the other ranks. Returns false if this communicator was aborted.
     template <class F>
     bool until(F done) {
         for (int looks = 0; !done(); ++looks) {
             if (aborted) return false;
-            // What others do until they come, they do on the same cores.
+            // The other ranks run on the same cores.
             looks < 1000 ? (void)sched_yield() : (void)usleep(20);
         }
         return true;
@@ -143,7 +143,7 @@ struct Comm : std::enable_shared_from_this<Comm> {
         return until([&] { return shared->generation.load() != generation; });
     }
 
-    // Tells the others what this rank does, and waits until all have come to it.
+    // Publishes what this rank calls, waits until all ranks have called, and compares.
     bool agree(const Header& own) {
         shared->header[rank] = own;
         if (!barrier()) return false;
@@ -154,14 +154,14 @@ struct Comm : std::enable_shared_from_this<Comm> {
         return same;
     }
 
-    // Reduces or moves from the inputs of those who bring something to the outputs of those who get something.
-    bool pieces(const Call& call, const unsigned char* input, unsigned char* output, size_t bytes) {
+    // Reduces or moves data, in chunks, from the ranks that have an input to those that have an output.
+    bool chunks(const Call& call, const unsigned char* input, unsigned char* output, size_t bytes) {
         for (size_t done = 0; done < bytes; done += slot_bytes) {
-            size_t piece = std::min(slot_bytes, bytes - done);
-            if (input) memcpy(shared->slot[rank], input + done, piece);
+            size_t chunk = std::min(slot_bytes, bytes - done);
+            if (input) memcpy(shared->slot[rank], input + done, chunk);
             if (!barrier()) return false;
-            if (output && call.kind == broadcast) memcpy(output + done, shared->slot[call.root], piece);
-            if (output && call.kind != broadcast) fold(shared->slot, ranks, output + done, piece, call.type, call.op);
+            if (output && call.kind == broadcast) memcpy(output + done, shared->slot[call.root], chunk);
+            if (output && call.kind != broadcast) fold(shared->slot, ranks, output + done, chunk, call.type, call.op);
             if (!barrier()) return false;
         }
         return true;
@@ -173,26 +173,26 @@ struct Comm : std::enable_shared_from_this<Comm> {
         size_t bytes = call.count * sizes[call.type];
         bool root = call.root == rank;
         switch (call.kind) {
-            case all_reduce: return pieces(call, call.input, call.output, bytes);
-            case reduce: return pieces(call, call.input, root ? call.output : nullptr, bytes);
-            case broadcast: return pieces(call, root ? call.input : nullptr, call.output, bytes);
+            case all_reduce: return chunks(call, call.input, call.output, bytes);
+            case reduce: return chunks(call, call.input, root ? call.output : nullptr, bytes);
+            case broadcast: return chunks(call, root ? call.input : nullptr, call.output, bytes);
             case reduce_scatter:
                 for (int r = 0; r < ranks; ++r) {
-                    // The own part is read before anything is written in its place.
-                    if (!pieces(call, call.input + r * bytes, r == rank ? call.output : nullptr, bytes)) return false;
+                    // This rank's part is read before anything is written in its place.
+                    if (!chunks(call, call.input + r * bytes, r == rank ? call.output : nullptr, bytes)) return false;
                 }
                 return true;
             default:
                 for (int r = 0; r < ranks; ++r) {
                     Call part = call;
                     part.kind = broadcast, part.root = r;
-                    if (!pieces(part, r == rank ? call.input : nullptr, call.output + r * bytes, bytes)) return false;
+                    if (!chunks(part, r == rank ? call.input : nullptr, call.output + r * bytes, bytes)) return false;
                 }
                 return true;
         }
     }
 
-    // All messages at once, a piece of each in turn; those between the same two ranks in their order.
+    // Moves all messages concurrently, a chunk of each in turn. Messages between the same two ranks stay in order.
     bool messages(const std::vector<Call>& calls) {
         std::vector<size_t> done(calls.size(), 0);
         std::vector<bool> ended(calls.size(), false);
@@ -204,18 +204,18 @@ struct Comm : std::enable_shared_from_this<Comm> {
                 bool& busy = (call.kind == send ? sending : receiving)[call.root];
                 if (ended[i] || busy) continue;
                 busy = true;
-                size_t piece = std::min(mail_bytes, call.count * sizes[call.type] - done[i]);
-                Mail& mail = call.kind == send ? shared->mail[rank][call.root] : shared->mail[call.root][rank];
+                size_t chunk = std::min(mailbox_bytes, call.count * sizes[call.type] - done[i]);
+                Mailbox& mail = call.kind == send ? shared->mail[rank][call.root] : shared->mail[call.root][rank];
                 if ((mail.full.load() == 1) == (call.kind == send)) continue;
                 if (call.kind == send) {
-                    memcpy(mail.data, call.input + done[i], piece);
-                    mail.length = uint32_t(piece);
+                    memcpy(mail.data, call.input + done[i], chunk);
+                    mail.length = uint32_t(chunk);
                 } else {
-                    if (mail.length != piece) state = invalid_usage;
-                    memcpy(call.output + done[i], mail.data, std::min(piece, size_t(mail.length)));
+                    if (mail.length != chunk) state = invalid_usage;
+                    memcpy(call.output + done[i], mail.data, std::min(chunk, size_t(mail.length)));
                 }
                 mail.full = call.kind == send ? 1 : 0;
-                done[i] += piece;
+                done[i] += chunk;
                 if (done[i] == call.count * sizes[call.type]) ended[i] = true, --open;
             }
             return open == 0;
@@ -223,16 +223,16 @@ struct Comm : std::enable_shared_from_this<Comm> {
     }
 
     void operations(const std::vector<Call>& calls) {
-        // For others it takes time until an operation is on its stream.
+        // The operation is on its stream only some time later.
         for (int i = 0; i < 100; ++i) sched_yield();
         if (!gpu) {
             settle(success);
             perform(calls);
-            static_cast<Numbers*>(calls[0].stream)->done.fetch_add(1);
+            static_cast<Counters*>(calls[0].stream)->done.fetch_add(1);
             return;
         }
         auto item = [own = shared_from_this(), calls, before = put] {
-            // Operations of one communicator on several streams are in the order of the calls, too.
+            // Operations of one communicator on several streams also run in call order.
             own->until([&] { return own->ended == before; });
             own->perform(calls);
             ++own->ended;
@@ -243,7 +243,7 @@ struct Comm : std::enable_shared_from_this<Comm> {
         settle(cuda_error);
     }
 
-    // What a stream does. It goes on after an abort.
+    // Executes an operation on its stream. The stream continues after an abort.
     void perform(const std::vector<Call>& calls) {
         if (aborted) return;
         if (variable("FAKE_NCCL_BROKEN", -1) == rank) {
@@ -260,12 +260,12 @@ struct Comm : std::enable_shared_from_this<Comm> {
         if (state == invalid_usage) until([] { return false; });
     }
 
-    // Waits until its streams are past all that was put there. What ranks share is for one thing at a time.
-    bool rest() {
+    // Waits until the streams are past all its operations. The shared state serves one thing at a time.
+    bool wait_idle() {
         return until([&] { return ended == put; });
     }
 
-    // Joins the others. Whoever comes last takes the name away.
+    // Joins the other ranks. The last one removes the name.
     bool arrive() {
         if (variable("FAKE_NCCL_ABSENT", -1) == rank) return until([] { return false; });
         shared = open_shared(name);
@@ -284,7 +284,7 @@ struct Comm : std::enable_shared_from_this<Comm> {
             changed.notify_one();
         }
         worker.join();
-        rest();
+        wait_idle();
     }
 
     ~Comm() {
@@ -293,10 +293,10 @@ struct Comm : std::enable_shared_from_this<Comm> {
     }
 };
 
-inline Comm* made(const char* name, int rank, int ranks, const std::optional<Gpu>& gpu) {
-    auto made = std::make_shared<Comm>();
-    Comm* comm = made.get();
-    comm->handle = std::move(made);
+inline Comm* create(const char* name, int rank, int ranks, const std::optional<Gpu>& gpu) {
+    auto owner = std::make_shared<Comm>();
+    Comm* comm = owner.get();
+    comm->handle = std::move(owner);
     strncpy(comm->name, name, name_bytes - 1);
     comm->rank = rank, comm->ranks = ranks, comm->gpu = gpu;
     comm->worker = std::thread([comm] { comm->run(); });

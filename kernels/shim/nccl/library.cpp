@@ -1,15 +1,15 @@
-// A library with NCCL's interface for machines without a GPU: what Bonfire calls of it, on host memory, between threads
-// and processes of one host, in a file that they share. In a process with the software CUDA driver its operations are on
-// that driver's streams (stream.hpp).
+// A library with NCCL's interface for machines without a GPU. It has the functions that Bonfire calls, on host memory,
+// between threads and processes of one host, which share a file. In a process with the software CUDA driver its
+// operations run on that driver's streams (stream.hpp).
 //
 // It is strict where NCCL is undefined or slow to fail, so that a wrong order of calls makes a test fail:
-// * a communicator never blocks. A call while an earlier one is in progress is refused, and an operation is on its stream only
-//   some time after the call has returned;
-// * ranks that call different things get an error. With NCCL they would hang, or get wrong numbers;
-// * a stream must be one of the context that the communicator was made in, and there must have been one.
+// * A communicator never blocks. A call while an earlier one is in progress is refused, and an operation is on its
+//   stream only some time after the call has returned.
+// * Ranks that call different things get an error. With NCCL they would hang or get wrong numbers.
+// * A stream must belong to the context that was current when the communicator was made. There must have been one.
 //
-// FAKE_NCCL_VERSION says which version it gives itself out as, FAKE_NCCL_ABSENT=r keeps rank r from coming to the
-// others, FAKE_NCCL_BROKEN=r breaks rank r's connections at its first operation. Built with FAKE_NCCL_PARTIAL it has no
+// FAKE_NCCL_VERSION is the version that it reports. FAKE_NCCL_ABSENT=r keeps rank r from joining the others.
+// FAKE_NCCL_BROKEN=r breaks rank r's connections at its first operation. Built with FAKE_NCCL_PARTIAL it has no
 // ncclCommSplit.
 
 #include <unistd.h>
@@ -31,13 +31,13 @@ thread_local int depth = 0;
 thread_local std::vector<std::pair<Comm*, Call>> grouped;
 
 Result submit(Comm* comm, std::vector<Call> calls) {
-    // NCCL lets several streams wait for a group. Nobody who uses this library does that.
+    // NCCL lets several streams wait for a group. No user of this library does that.
     void* stream = calls[0].stream;
     for (const Call& call : calls) {
         if (call.stream != stream) return invalid_usage;
     }
     Result result = comm->start([comm, calls = std::move(calls)] { comm->operations(calls); });
-    if (result == in_progress && !comm->gpu) static_cast<Numbers*>(stream)->put.fetch_add(1);
+    if (result == in_progress && !comm->gpu) static_cast<Counters*>(stream)->put.fetch_add(1);
     return result;
 }
 
@@ -94,14 +94,14 @@ Result ncclCommInitRankConfig(Comm** comm, int ranks, Id id, int rank, const int
     if (ranks < 1 || ranks > int(most_ranks) || rank < 0 || rank >= ranks || config[4] != 0) return invalid_argument;
     std::optional<Gpu> gpu = Gpu::current();
     if (gpu && !gpu->context) return cuda_error;
-    *comm = made(id.internal, rank, ranks, gpu);
+    *comm = create(id.internal, rank, ranks, gpu);
     return in_progress;
 }
 
 #ifndef FAKE_NCCL_PARTIAL
 Result ncclCommSplit(Comm* comm, int color, int key, Comm** part, const int*) {
     return comm->start([=] {
-        if (!comm->rest()) return;
+        if (!comm->wait_idle()) return;
         Header own{split, comm->splits++, 0, 0, 0, color, key};
         comm->shared->header[comm->rank] = own;
         if (!comm->barrier()) return;
@@ -115,7 +115,7 @@ Result ncclCommSplit(Comm* comm, int color, int key, Comm** part, const int*) {
         if (!comm->barrier()) return;
         char name[name_bytes];
         snprintf(name, sizeof name, "%.90s-%d-%d", comm->name, comm->splits, color);
-        *part = color < 0 ? nullptr : made(name, rank, ranks, comm->gpu);
+        *part = color < 0 ? nullptr : create(name, rank, ranks, comm->gpu);
         comm->settle(success);
     });
 }
@@ -138,7 +138,7 @@ Result ncclCommUserRank(Comm* comm, int* rank) {
 
 Result ncclCommFinalize(Comm* comm) {
     return comm->start([comm] {
-        if (comm->rest() && comm->agree({finish, 0, 0, 0, 0, 0, 0})) comm->settle(success);
+        if (comm->wait_idle() && comm->agree({finish, 0, 0, 0, 0, 0, 0})) comm->settle(success);
     });
 }
 
@@ -185,15 +185,18 @@ Result ncclReduce(const void* input, void* output, size_t count, Type type, Op o
 }
 
 Result ncclReduceScatter(const void* input, void* output, size_t count, Type type, Op op, Comm* comm, void* stream) {
-    return enqueue(comm, {reduce_scatter, (const unsigned char*)input, (unsigned char*)output, count, type, op, 0, stream});
+    return enqueue(comm,
+                   {reduce_scatter, (const unsigned char*)input, (unsigned char*)output, count, type, op, 0, stream});
 }
 
 Result ncclBroadcast(const void* input, void* output, size_t count, Type type, int root, Comm* comm, void* stream) {
-    return enqueue(comm, {broadcast, (const unsigned char*)input, (unsigned char*)output, count, type, sum, root, stream});
+    return enqueue(comm,
+                   {broadcast, (const unsigned char*)input, (unsigned char*)output, count, type, sum, root, stream});
 }
 
 Result ncclAllGather(const void* input, void* output, size_t count, Type type, Comm* comm, void* stream) {
-    return enqueue(comm, {all_gather, (const unsigned char*)input, (unsigned char*)output, count, type, sum, 0, stream});
+    return enqueue(comm,
+                   {all_gather, (const unsigned char*)input, (unsigned char*)output, count, type, sum, 0, stream});
 }
 
 Result ncclSend(const void* input, size_t count, Type type, int to, Comm* comm, void* stream) {

@@ -1,4 +1,4 @@
-// The numbers that are reduced, and how.
+// The element types and their reductions.
 #pragma once
 
 #include <algorithm>
@@ -15,13 +15,14 @@ enum Op { sum, product, maximum, minimum, average, ops };
 
 constexpr size_t sizes[types] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};
 
-// Where a rank shows the others a piece of what it has.
+// Where a rank publishes a chunk of its input.
 constexpr size_t slot_bytes = 1 << 16;
 using Slot = unsigned char[slot_bytes];
 
 inline double from_bits(unsigned bits, int exponent_bits, int fraction_bits, bool infinities) {
     int bias = (1 << (exponent_bits - 1)) - 1;
-    unsigned exponent = bits >> fraction_bits & ((1u << exponent_bits) - 1), fraction = bits & ((1u << fraction_bits) - 1);
+    unsigned exponent = bits >> fraction_bits & ((1u << exponent_bits) - 1),
+             fraction = bits & ((1u << fraction_bits) - 1);
     bool last = exponent == (1u << exponent_bits) - 1;
     double value;
     if (last && infinities) {
@@ -36,8 +37,8 @@ inline double from_bits(unsigned bits, int exponent_bits, int fraction_bits, boo
     return bits >> (exponent_bits + fraction_bits) & 1 ? -value : value;
 }
 
-// The nearest number that the bits can say, the even one of two that are as near. Above the largest there is infinity,
-// where there is one.
+// Rounds to the nearest representable number, ties to even. Numbers above the largest become infinity, if the format
+// has it.
 inline unsigned to_bits(double value, int exponent_bits, int fraction_bits, bool infinities) {
     unsigned sign = std::signbit(value) ? 1u << (exponent_bits + fraction_bits) : 0;
     unsigned nan = (1u << (exponent_bits + fraction_bits)) - 1;
@@ -46,15 +47,15 @@ inline unsigned to_bits(double value, int exponent_bits, int fraction_bits, bool
     if (!std::isfinite(value)) return sign | (std::isnan(value) ? nan : highest);
     int smallest = 2 - (1 << (exponent_bits - 1)), exponent;
     std::frexp(value, &exponent);
-    // Below the smallest exponent the numbers are as far apart as there.
+    // Below the smallest exponent the spacing of the numbers stays the same.
     int above = std::max(exponent - 1 - smallest, 0);
     double steps = std::nearbyint(std::ldexp(std::fabs(value), fraction_bits - smallest - above));
-    // Numbers are in the order of their bits: what is rounded up to the next exponent has that one.
+    // The order of numbers is the order of their bits, so rounding up may carry into the exponent.
     double bits = std::ldexp(above, fraction_bits) + steps;
     return sign | (bits < highest ? unsigned(bits) : highest);
 }
 
-// Floats of 16 and 8 bits, as numbers that are calculated with.
+// Floats of 16 and 8 bits, with conversions for arithmetic.
 template <int Exponent, int Fraction, bool Infinities, class Bits>
 struct Small {
     Bits bits;
@@ -73,7 +74,7 @@ T combine(T a, T b, Op op) {
     }
 }
 
-// Combines what the ranks have in their slots, in the order of ranks. Means are multiplied by 1/n first, as NCCL does.
+// Reduces the ranks' slots in the order of ranks. Means are multiplied by 1/n first, as NCCL does.
 template <class T>
 void fold(const Slot* slots, size_t ranks, void* output, size_t bytes, Op op) {
     for (size_t i = 0; i < bytes / sizeof(T); ++i) {
@@ -90,7 +91,7 @@ void fold(const Slot* slots, size_t ranks, void* output, size_t bytes, Op op) {
 
 inline void fold(const Slot* slots, size_t ranks, void* output, size_t bytes, Type type, Op op) {
     switch (type) {
-        // Without a sign, because sums and products wrap.
+        // Unsigned, because sums and products wrap.
         case i8: return op == maximum || op == minimum ? fold<int8_t>(slots, ranks, output, bytes, op)
                                                        : fold<uint8_t>(slots, ranks, output, bytes, op);
         case i32: return op == maximum || op == minimum ? fold<int32_t>(slots, ranks, output, bytes, op)

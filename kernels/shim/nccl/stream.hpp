@@ -1,6 +1,5 @@
-// The streams that operations are put on: those of the software driver (../driver/) where the process has it when it
-// makes the communicator, else the addresses of two numbers of 64 bits: how much work was put there, and how much of
-// that is done.
+// The streams of operations: those of the software driver (../driver/) if it is loaded when the communicator is made,
+// else addresses of two 64-bit counters, of the work that was put there and of the work that is done.
 #pragma once
 
 #include <dlfcn.h>
@@ -15,18 +14,18 @@ namespace nccl {
 
 using Item = std::function<void()>;
 
-struct Numbers {
+struct Counters {
     std::atomic<uint64_t> put, done;
 };
 
-// A GPU of the software driver, whose memory is the host's.
+// A GPU of the software driver. Its memory is the host's.
 class Gpu {
   public:
-    void* context = nullptr;  // null: the calling thread had none
+    void* context = nullptr;  // null: no context was current
 
-    // The one that the calling thread has current; none in a process without the software driver.
+    // The GPU whose context is current on this thread. None in a process without the software driver.
     static std::optional<Gpu> current() {
-        // Programs load the driver under several names. This one is in the library itself, and finds it under all.
+        // Programs load the driver under several names. This one is its soname, which finds it under all of them.
         void* library = dlopen("libcuda.so.1", RTLD_NOLOAD | RTLD_LAZY);
         if (!library) return {};
         auto find = [=](auto& function, const char* name) {
@@ -43,8 +42,8 @@ class Gpu {
         return get_current(&gpu.context) == 0 ? std::optional(gpu) : std::nullopt;
     }
 
-    // Puts an item on a stream of this GPU, which is held up until the item has ended; false: it has none such. The
-    // calling thread has this GPU's context current afterwards, in which alone the null stream is one.
+    // Puts an item on a stream of this GPU, which blocks the stream until it has ended. Returns false if the stream is
+    // of another GPU. Leaves this GPU's context current on the thread, as the null stream needs.
     bool put(void* stream, Item item) const {
         void* context_of_stream = nullptr;
         if (set_current(context) != 0 || context_of(stream, &context_of_stream) != 0) return false;

@@ -1,23 +1,23 @@
-//! The kernels alone, on a stream that nothing else is on: what `examples/gpu_bench` measures.
+//! Timings of the kernels alone, on an otherwise idle stream, for `examples/gpu_bench`.
 
 use std::sync::Arc;
 
-use super::choice::{ROUTE, Topology, launch, route};
+use super::choice::{MODE, Topology, launch_config, parse_mode};
 use super::control::{CONTROL_BYTES, HOST_WORDS, MAX_RANKS, Member, Parameters};
 use super::driver::{Gpu, Stream};
 use super::memory::{HostWords, Memory};
 use crate::server::engine::Rows;
 use bonfire_core::{Call, DType, Error, Operation, ReduceOp};
 
-/// Calls before those that are timed.
+/// Untimed calls before the timed ones.
 const WARM_UP: usize = 10;
 
-/// Seconds that one all-reduce of f32 takes, `bytes` bytes from each of `ranks` ranks on GPU 0, over `calls` of them. `form`
-/// is one of the kernels, as in `BONFIRE_CUDA`, else the one that is taken for the size.
+/// Returns the seconds per all-reduce of f32, averaged over `calls` calls, with `bytes` bytes from each of `ranks`
+/// ranks on GPU 0. `form` names one of the kernels, as in `BONFIRE_CUDA`; without it the size decides.
 ///
 /// # Errors
-/// [`Error::InvalidArgument`] where there are too many ranks, [`Error::Config`] where there is no such form, and
-/// [`Error::Io`] where the GPU refuses something or the sums are wrong.
+/// [`Error::InvalidArgument`] for too many ranks, [`Error::Config`] for an unknown form, and [`Error::Io`] if the GPU
+/// refuses a call or the sums are wrong.
 pub fn all_reduce_seconds(ranks: usize, bytes: usize, form: Option<&str>, calls: usize) -> Result<f64, Error> {
     if !(1..=MAX_RANKS).contains(&ranks) {
         return Err(Error::argument("all_reduce", format!("{ranks} ranks; kernels work for 1 to {MAX_RANKS}")));
@@ -26,14 +26,15 @@ pub fn all_reduce_seconds(ranks: usize, bytes: usize, form: Option<&str>, calls:
     let count = bytes / DType::F32.size();
     let call = Call::new(Operation::AllReduce, DType::F32, count).reducing(ReduceOp::Sum);
     let topology = Topology { ranks, gpus: 1, sharing: ranks as u32, multiprocessors: gpu.multiprocessors };
-    let route = form.map_or(Ok(*ROUTE), route)?;
-    let launch = launch(route, &call, &topology).ok_or_else(|| Error::argument("all_reduce", "no kernel does it"))?;
-    let module = gpu.module(launch.kernel)?;
+    let mode = form.map_or(Ok(*MODE), parse_mode)?;
+    let config =
+        launch_config(mode, &call, &topology).ok_or_else(|| Error::argument("all_reduce", "no kernel supports it"))?;
+    let module = gpu.module(config.kernel)?;
     let memories = |bytes| (0..ranks).map(|_| Memory::zeroed(&stream, bytes)).collect::<Result<Vec<_>, _>>();
     let (controls, sources, targets) = (memories(CONTROL_BYTES)?, memories(bytes.max(1))?, memories(bytes.max(1))?);
     let host = HostWords::zeroed(&gpu, HOST_WORDS * ranks)?;
     let mut parameters =
-        Parameters { patience: 10_000_000_000, ranks: ranks as u64, count: call.count as u64, ..Parameters::default() };
+        Parameters { timeout: 10_000_000_000, ranks: ranks as u64, count: call.count as u64, ..Parameters::default() };
     for rank in 0..ranks {
         stream.fill(sources[rank].address, (rank as f32 + 1.0).to_bits(), call.count)?;
         parameters.control[rank] = controls[rank].address;
@@ -41,23 +42,23 @@ pub fn all_reduce_seconds(ranks: usize, bytes: usize, form: Option<&str>, calls:
         parameters.members[rank] = Member { source, target, rank: rank as u64, host: host.address(HOST_WORDS * rank) };
     }
     let run = |calls: usize| {
-        (0..calls).try_for_each(|_| stream.launch(&module, (ranks as u32, launch.blocks), launch.threads, parameters))
+        (0..calls).try_for_each(|_| stream.launch(&module, (ranks as u32, config.blocks), config.threads, parameters))
     };
     run(WARM_UP)?;
     let seconds = stream.seconds(|| run(calls))?;
     let sum = (ranks * (ranks + 1) / 2) as f32;
     for target in &targets {
         if stream.read(target.address, call.count)?.iter().any(|element| f32::from_bits(*element) != sum) {
-            return Err(Error::broken("all_reduce", format!("a sum is not {sum}: {:?}", launch.kernel.form)));
+            return Err(Error::broken("all_reduce", format!("a sum is not {sum}: {:?}", config.kernel.form)));
         }
     }
     Ok(seconds / calls as f64)
 }
 
-/// Bytes that a copy from one place on GPU 0 to another reads and writes in a second.
+/// Returns the bytes per second that copies within GPU 0 read and write.
 ///
 /// # Errors
-/// [`Error::Io`] where the GPU refuses something.
+/// [`Error::Io`] if the GPU refuses a call.
 pub fn copy_bandwidth(bytes: usize) -> Result<f64, Error> {
     const COPIES: usize = 20;
     let (_, stream) = start()?;

@@ -1,4 +1,4 @@
-//! What the host and the kernels agree on: `kernels/signal.cuh` and `kernels/host.cuh`, word for word.
+//! The interface between host and kernels: mirrors `kernels/signal.cuh` and `kernels/host.cuh`, word for word.
 
 use std::time::Duration;
 
@@ -8,11 +8,11 @@ use bonfire_core::Error;
 use bonfire_core::error::Site;
 use bonfire_core::internal::ENDLESS;
 
-/// Ranks that a kernel can work for.
+/// The most ranks that a kernel can serve.
 pub(super) const MAX_RANKS: usize = 8;
-/// Blocks of a grid, for each rank.
+/// The most blocks of a grid, per rank.
 pub(super) const MAX_BLOCKS: u32 = 128;
-/// What a rank can push to another in one call.
+/// The most bytes that a rank can push to another in one call.
 pub(super) const PUSH_BYTES: usize = 32 << 10;
 /// Size of `Control`, which every rank has in its GPU's memory.
 pub(super) const CONTROL_BYTES: usize = 1_122_432;
@@ -35,13 +35,13 @@ pub(super) struct Parameters {
     /// Addresses of the ranks' `Control`s.
     pub control: [u64; MAX_RANKS],
     pub members: [Member; MAX_RANKS],
-    /// Nanoseconds that a kernel waits for a peer.
-    pub patience: u64,
+    /// Nanoseconds that a kernel waits for a peer (`patience` in the kernels).
+    pub timeout: u64,
     pub ranks: u64,
     pub root: u64,
     /// Elements of the whole tensor.
     pub count: u64,
-    /// Bytes of an element, for operations that only move, else 0.
+    /// Bytes of an element, for operations that only move data, else 0.
     pub width: u64,
 }
 
@@ -51,30 +51,30 @@ pub(super) struct Parameters {
 pub(super) struct Order {
     pub word: u64,
     pub value: u64,
-    pub patience: u64,
+    pub timeout: u64,
     pub host: u64,
 }
 
 impl Order {
-    /// As cubecl passes them.
+    /// The words as cubecl passes them.
     pub fn words(self) -> Vec<u64> {
         bytemuck::cast::<Order, [u64; 4]>(self).to_vec()
     }
 }
 
-/// Which of a rank's words in host memory is which. A rank has a line of its own, so that polls do not disturb others.
+/// Words per rank in host memory, and their indices. Each rank has its own line, so polls do not disturb others.
 pub(super) const HOST_WORDS: usize = 16;
 pub(super) const ABORT: usize = 0;
 pub(super) const FAILURE: usize = 1;
-/// The number of the last call whose tensors are ready, or in a group how many have been. Kernels do not look at it, the
-/// driver does.
+/// The number of the last call whose tensors are ready, or in a group the number of such calls. The driver waits for
+/// this word; kernels do not read it.
 pub(super) const READY: usize = 2;
-/// As large as a word can be: the driver compares the difference, as a signed number.
+/// A value that releases every wait. The driver compares by the signed difference, so this is the largest value.
 pub(super) const RELEASED: u64 = i64::MAX as u64;
-/// How many copies of a lane are done, or calls of a group.
+/// The number of finished copies of a copy stream, or of finished calls of a group.
 pub(super) const DONE: usize = 3;
 
-/// A time as kernels take it.
+/// A duration as kernels take it.
 pub(super) fn nanoseconds(time: Duration) -> u64 {
     time.min(ENDLESS).as_nanos() as u64
 }
@@ -89,26 +89,24 @@ pub(super) struct Report {
 }
 
 impl Report {
-    /// Zero is none.
+    /// Decodes a report. Zero is none.
     pub fn of(word: u64) -> Option<Report> {
         let byte = |at: u32| (word >> at) as u8;
         (word != 0).then(|| Report { kind: byte(0), peer: usize::from(byte(16)), number: word >> 24 })
     }
 
-    /// As the error of the rank that reports it. `absent` are the ranks that have not made the call.
-    pub fn error(self, site: Site, rank: usize, absent: Vec<usize>, patience: Duration) -> Error {
+    /// The error of the rank that reports the failure. `absent` are the ranks that have not made the call.
+    pub fn error(self, site: Site, rank: usize, absent: Vec<usize>, timeout: Duration) -> Error {
         let peer = self.peer;
         let operation = site.to_string();
-        // On the peer's GPU it may be another rank that is waited for.
+        // The peer's launch may be waiting for another rank on its GPU.
         let missing = if absent.is_empty() { vec![peer] } else { absent };
         match self.kind {
-            1 | 2 => Error::Timeout { site, rank, missing, elapsed: patience },
+            1 | 2 => Error::Timeout { site, rank, missing, elapsed: timeout },
             3 => Error::broken(operation, format!("rank {peer} called something else on its GPU")),
-            4 => Error::broken(operation, "given up, since the devices' group failed"),
-            6 => Error::broken(operation, format!("the GPU did not end it within {patience:.1?}")),
-            kind => {
-                Error::broken(operation, format!("the GPU refused it (failure {kind}); this is an error of bonfire's"))
-            }
+            4 => Error::broken(operation, "aborted, because the devices' group failed"),
+            6 => Error::broken(operation, format!("the GPU did not finish it within {timeout:.1?}")),
+            kind => Error::broken(operation, format!("the GPU refused it (failure {kind}); this is a bug in bonfire")),
         }
     }
 }
@@ -121,7 +119,7 @@ mod tests {
     const SIGNAL: &str = include_str!("../../../kernels/signal.cuh");
 
     #[test]
-    fn sizes_are_those_of_the_kernels() {
+    fn sizes_match_the_kernels() {
         assert_eq!(size_of::<Parameters>(), 45 * 8);
         for text in [
             format!("sizeof(Control) == {CONTROL_BYTES}"),

@@ -1,4 +1,4 @@
-//! What is asked of CUDA's driver, with errors in our terms.
+//! Wrappers of the CUDA driver's functions, with this crate's errors.
 
 use std::collections::HashMap;
 use std::ffi::c_void;
@@ -13,16 +13,16 @@ use crate::server::engine::Rows;
 use bonfire_core::Error;
 use bonfire_core::internal::lock;
 
-/// A physical GPU, in the context that cubecl uses too: the device's primary one.
+/// A physical GPU in its primary context, which cubecl uses too.
 pub(super) struct Gpu {
     pub ordinal: usize,
     pub multiprocessors: u32,
-    /// Ten times the major number of its compute capability, and the minor one.
+    /// Ten times the major compute capability, plus the minor one.
     pub architecture: u32,
     pub context: sys::CUcontext,
     modules: Mutex<HashMap<Kernel, Arc<Module>>>,
-    pub orders: OnceLock<bool>,
-    /// Which other GPUs it was found to reach.
+    pub stream_ordering: OnceLock<bool>,
+    /// Whether each other GPU, by ordinal, was found to be accessible.
     pub reached: Mutex<HashMap<usize, bool>>,
 }
 
@@ -33,13 +33,13 @@ unsafe impl Sync for Gpu {}
 
 static GPUS: LazyLock<Mutex<HashMap<usize, Arc<Gpu>>>> = LazyLock::new(Mutex::default);
 
-/// The thread works on a GPU until this is dropped.
-pub(super) struct Entered;
+/// Keeps a GPU's context current on this thread until it is dropped.
+pub(super) struct ContextGuard;
 
-impl Drop for Entered {
+impl Drop for ContextGuard {
     fn drop(&mut self) {
         let mut left = std::ptr::null_mut();
-        // SAFETY: takes back what `Gpu::enter` pushed on this thread.
+        // SAFETY: pops the context that `Gpu::enter` pushed on this thread.
         let _ = unsafe { sys::cuCtxPopCurrent_v2(&mut left) };
     }
 }
@@ -53,12 +53,12 @@ impl Gpu {
         let failed = |e| failure("finding the device", ordinal, e);
         result::init().map_err(failed)?;
         let device = result::device::get(ordinal as i32).map_err(failed)?;
-        // SAFETY: `device` was just given by the driver.
+        // SAFETY: the driver returned `device`.
         let attribute = |which| unsafe { result::device::get_attribute(device, which) }.map_err(failed);
         let major = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
         let minor = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?;
         let multiprocessors = attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
-        // SAFETY: as above. It is never released: cubecl does not release it either.
+        // SAFETY: as above. The context is never released; cubecl does not release it either.
         let context = unsafe { result::primary_ctx::retain(device) }.map_err(failed)?;
         let gpu = Arc::new(Gpu {
             ordinal,
@@ -66,24 +66,24 @@ impl Gpu {
             architecture: (10 * major + minor) as u32,
             context,
             modules: Mutex::default(),
-            orders: OnceLock::new(),
+            stream_ordering: OnceLock::new(),
             reached: Mutex::default(),
         });
         gpus.insert(ordinal, gpu.clone());
         Ok(gpu)
     }
 
-    pub fn enter(&self) -> Result<Entered, Error> {
+    pub fn enter(&self) -> Result<ContextGuard, Error> {
         // SAFETY: the context lives as long as the process.
         let entered = unsafe { sys::cuCtxPushCurrent_v2(self.context) };
         self.check("entering the context", entered)?;
-        Ok(Entered)
+        Ok(ContextGuard)
     }
 
-    /// A kernel, ready to be launched: compiled and loaded when it is first asked for.
+    /// Returns a kernel that is ready to launch. Compiles and loads it on first use.
     ///
-    /// Loading may wait for all that runs on the GPU. So a call's kernel is asked for before the call takes part in anything
-    /// that others wait for.
+    /// Loading may wait for all work on the GPU. So a call loads its kernel before it takes part in anything that
+    /// others wait for.
     pub fn module(&self, kernel: Kernel) -> Result<Arc<Module>, Error> {
         if let Some(module) = lock(&self.modules).get(&kernel) {
             return Ok(module.clone());
@@ -93,7 +93,7 @@ impl Gpu {
             let _entered = self.enter()?;
             Arc::new(Module::load(&image, &kernel).map_err(|e| failure("loading a kernel", self.ordinal, e))?)
         };
-        // Two threads may have loaded it; either will do.
+        // Two threads may have loaded it; either module works.
         Ok(lock(&self.modules).entry(kernel).or_insert(module).clone())
     }
 
@@ -107,7 +107,7 @@ pub(super) fn failure(what: &str, ordinal: usize, error: DriverError) -> Error {
     Error::broken(format!("{what} on GPU {ordinal}"), text.unwrap_or_else(|_| format!("{:?}", error.0)))
 }
 
-/// A stream of our own. What is put on it runs in order.
+/// A stream of our own. Work on it runs in order.
 pub(super) struct Stream {
     gpu: Arc<Gpu>,
     raw: sys::CUstream,
@@ -115,7 +115,7 @@ pub(super) struct Stream {
 
 // SAFETY: any thread may use a stream.
 unsafe impl Send for Stream {}
-// SAFETY: as above; the driver takes care of several at a time.
+// SAFETY: as above; the driver synchronises concurrent calls.
 unsafe impl Sync for Stream {}
 
 impl Stream {
@@ -132,7 +132,7 @@ impl Stream {
         call(self.raw).map_err(|e| failure(what, self.gpu.ordinal, e))
     }
 
-    /// Waits until the word at `address` is `value` or more, by the sign of the difference.
+    /// Makes the stream wait until the word at `address` is at least `value`, by the sign of the difference.
     pub fn wait_for(&self, address: u64, value: u64) -> Result<(), Error> {
         let flags = sys::CUstreamWaitValue_flags_enum::CU_STREAM_WAIT_VALUE_GEQ as u32;
         // SAFETY: callers pass addresses of words in `Memory` or `HostWords`, which are aligned.
@@ -140,7 +140,7 @@ impl Stream {
         self.call("waiting for a word", |raw| wait(raw).result())
     }
 
-    /// Writes `value` to the word at `address` once all before it is done and visible.
+    /// Makes the stream write `value` to the word at `address` after all earlier work is done and visible.
     pub fn write(&self, address: u64, value: u64) -> Result<(), Error> {
         let flags = sys::CUstreamWriteValue_flags_enum::CU_STREAM_WRITE_VALUE_DEFAULT as u32;
         // SAFETY: as in `wait_for`.
@@ -158,21 +158,21 @@ impl Stream {
     ) -> Result<(), Error> {
         let mut parameters = [(&raw mut parameter).cast::<c_void>()];
         let (grid, block) = ((members, blocks, 1), (threads, 1, 1));
-        // SAFETY: the function belongs to this GPU's context, and takes one parameter of this type, which the driver copies
-        // before it returns.
+        // SAFETY: the function belongs to this GPU's context, and takes one parameter of this type, which the driver
+        // copies before it returns.
         self.call("launching a kernel", |raw| unsafe {
             result::launch_kernel(module.function(), grid, block, 0, raw, &mut parameters)
         })
     }
 
-    /// Lets another library put something on the stream.
+    /// Lets another library enqueue work on the stream.
     #[cfg(feature = "nccl")]
     pub fn with_raw<T>(&self, put: impl FnOnce(sys::CUstream) -> Result<T, Error>) -> Result<T, Error> {
         let _entered = self.gpu.enter()?;
         put(self.raw)
     }
 
-    /// Copies rows between addresses that this GPU reaches; at the target they follow each other.
+    /// Copies rows between addresses that this GPU can access. The target is contiguous.
     pub fn copy(&self, from: u64, to: u64, rows: Rows) -> Result<(), Error> {
         let Rows { count, bytes, pitch } = rows;
         if count == 0 || bytes == 0 {
@@ -197,7 +197,7 @@ impl Stream {
             WidthInBytes: bytes,
             Height: count,
         };
-        // SAFETY: both tensors have so many rows, and are alive until `keep` lets go of them.
+        // SAFETY: both tensors have this many rows, and live until `keep` releases them.
         let copied = |raw| unsafe {
             match pitch == bytes {
                 true => sys::cuMemcpyDtoDAsync_v2(to, from, count * bytes, raw),
@@ -207,25 +207,25 @@ impl Stream {
         self.call("copying", |raw| copied(raw).result())
     }
 
-    /// Keeps something until all that is on the stream so far is done.
+    /// Keeps a value until all earlier work on the stream is done.
     pub fn keep<T: Send + 'static>(&self, kept: T) -> Result<(), Error> {
         /// # Safety
         /// `kept` came from `Box::into_raw`.
         unsafe extern "C" fn release<T>(kept: *mut c_void) {
-            // SAFETY: as said above; the driver calls this once.
+            // SAFETY: as required above; the driver calls this once.
             drop(unsafe { Box::from_raw(kept.cast::<T>()) });
         }
         let kept = Box::into_raw(Box::new(kept)).cast();
-        // SAFETY: the function gets what it expects. What it drops must not call the driver: bindings only count down.
+        // SAFETY: `release` gets what it expects. Dropping `kept` must not call the driver: bindings only count down.
         self.call("keeping a tensor", |raw| unsafe { result::stream::launch_host_function(raw, release::<T>, kept) })
     }
 
     pub fn allocate(&self, bytes: usize) -> Result<u64, Error> {
-        // SAFETY: `Memory` owns what comes of it, and frees it.
+        // SAFETY: `Memory` owns the result and frees it.
         self.call("allocating", |raw| unsafe { result::malloc_async(raw, bytes) })
     }
 
-    /// Gives back what `allocate` gave, once all that is on the stream is done.
+    /// Frees what `allocate` returned, once all earlier work on the stream is done.
     pub fn free(&self, address: u64) {
         let Ok(_entered) = self.gpu.enter() else { return };
         // SAFETY: `Memory` calls this once, when it is dropped.
@@ -233,21 +233,21 @@ impl Stream {
     }
 
     pub fn fill_with_zeros(&self, address: u64, bytes: usize) -> Result<(), Error> {
-        // SAFETY: `Memory` has so many bytes there.
+        // SAFETY: `Memory` has this many bytes there.
         self.call("clearing memory", |raw| unsafe { result::memset_d8_async(address, 0, bytes, raw) })
     }
 
-    /// Fills words of 4 bytes.
+    /// Fills `words` words of 4 bytes.
     pub fn fill(&self, address: u64, word: u32, words: usize) -> Result<(), Error> {
         if words == 0 {
             return Ok(());
         }
-        // SAFETY: the memory at `address` has so many words: callers pass their own `Memory`.
+        // SAFETY: the memory at `address` has this many words: callers pass their own `Memory`.
         let filled = |raw| unsafe { sys::cuMemsetD32Async(address, word, words, raw) };
         self.call("filling memory", |raw| filled(raw).result())
     }
 
-    /// Reads words of 4 bytes, after all that is on the stream.
+    /// Reads words of 4 bytes, after all earlier work on the stream.
     pub fn read(&self, address: u64, words: usize) -> Result<Vec<u32>, Error> {
         self.synchronize()?;
         let mut read = vec![0; words];
@@ -256,7 +256,7 @@ impl Stream {
         Ok(read)
     }
 
-    /// Seconds on the GPU from the beginning to the end of what is put on the stream.
+    /// Seconds on the GPU from the beginning to the end of what `work` enqueues on the stream.
     pub fn seconds(&self, work: impl FnOnce() -> Result<(), Error>) -> Result<f64, Error> {
         let _entered = self.gpu.enter()?;
         let failed = |e| failure("measuring time", self.gpu.ordinal, e);
@@ -274,7 +274,7 @@ impl Stream {
         }
     }
 
-    /// Whether all that was put on the stream is done, or has failed.
+    /// Whether all work on the stream is done, or has failed.
     pub fn is_idle(&self) -> bool {
         let Ok(_entered) = self.gpu.enter() else { return true };
         // SAFETY: the stream lives until `drop`.
@@ -282,7 +282,7 @@ impl Stream {
         state != sys::CUresult::CUDA_ERROR_NOT_READY
     }
 
-    /// Waits on the host for all that was put on the stream.
+    /// Waits on the host for all work on the stream.
     pub fn synchronize(&self) -> Result<(), Error> {
         // SAFETY: the stream lives until `drop`.
         self.call("waiting for a stream", |raw| unsafe { result::stream::synchronize(raw) })
@@ -292,7 +292,7 @@ impl Stream {
 impl Drop for Stream {
     fn drop(&mut self) {
         let Ok(_entered) = self.gpu.enter() else { return };
-        // SAFETY: nobody uses it any more; the driver lets what is on it come to its end.
+        // SAFETY: no other reference exists; the driver lets the work on the stream finish.
         let _ = unsafe { result::stream::destroy(self.raw) };
     }
 }

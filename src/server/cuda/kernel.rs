@@ -1,4 +1,4 @@
-//! The kernels in `kernels/`: which there are, their sources, and how they are compiled when they are first used.
+//! The kernels in `kernels/`: their names and sources, and their compilation on first use.
 
 use std::collections::HashMap;
 use std::ffi::{CStr, CString, c_char};
@@ -11,7 +11,7 @@ use cudarc::nvrtc;
 use bonfire_core::internal::lock;
 use bonfire_core::{DType, Error, ReduceOp};
 
-/// What a file in `kernels/` does: an all-reduce in one of three ways, or another operation.
+/// What a file in `kernels/` computes: all-reduce in one of three forms, or another operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Form {
     TwoShot,
@@ -27,11 +27,11 @@ pub(super) enum Form {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Kernel {
     pub form: Form,
-    /// What it reduces. Kernels that only move take elements of any size.
+    /// The reduction and its element type. `None` for kernels that only move data, of any element size.
     pub reduces: Option<(ReduceOp, DType)>,
 }
 
-/// The files that others include, by name.
+/// The included files, by name.
 const HEADERS: [(&str, &str); 9] = [
     ("combine.cuh", include_str!("../../../kernels/combine.cuh")),
     ("host.cuh", include_str!("../../../kernels/host.cuh")),
@@ -44,12 +44,12 @@ const HEADERS: [(&str, &str); 9] = [
     ("vector.cuh", include_str!("../../../kernels/vector.cuh")),
 ];
 
-/// The file with the kernels that order streams.
-pub(super) static ORDER: LazyLock<String> =
-    LazyLock::new(|| pasted(include_str!("../../../kernels/order.cu"), &mut Vec::new()));
+/// The source of the kernels that order streams.
+pub(super) static ORDER_SOURCE: LazyLock<String> =
+    LazyLock::new(|| inline_includes(include_str!("../../../kernels/order.cu"), &mut Vec::new()));
 
 impl Form {
-    /// Its name, and the file that has it.
+    /// Its name and its source file.
     fn source(self) -> (&'static str, &'static str) {
         match self {
             Form::TwoShot => ("two_shot", include_str!("../../../kernels/all_reduce_two_shot.cu")),
@@ -63,7 +63,7 @@ impl Form {
     }
 }
 
-/// The type that a reduction is in the sources.
+/// The name of a reduction's type in the sources.
 fn reduction(op: ReduceOp) -> Option<&'static str> {
     match op {
         ReduceOp::Sum => Some("Sum"),
@@ -74,12 +74,12 @@ fn reduction(op: ReduceOp) -> Option<&'static str> {
     }
 }
 
-/// Whether there are kernels for it: see `kernels/instances.cuh`.
+/// Whether there are kernels for this reduction: see `kernels/instances.cuh`.
 pub(super) fn reduces(op: ReduceOp, dtype: DType) -> bool {
     reduction(op).is_some() && !matches!(dtype, DType::I16 | DType::U16)
 }
 
-/// The kernel's entry in its module.
+/// The name of the kernel's entry in its module.
 impl fmt::Display for Kernel {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.reduces {
@@ -94,9 +94,9 @@ type Images = HashMap<(Kernel, u32), Arc<Vec<u8>>>;
 static IMAGES: LazyLock<Mutex<Images>> = LazyLock::new(Mutex::default);
 
 impl Kernel {
-    /// The source of this kernel alone, in one piece.
+    /// The source of this kernel only, with all includes.
     fn source(&self) -> String {
-        let source = pasted(self.form.source().1, &mut Vec::new());
+        let source = inline_includes(self.form.source().1, &mut Vec::new());
         match self.reduces {
             Some((op, dtype)) => {
                 let kind = reduction(op).unwrap_or("none");
@@ -106,7 +106,7 @@ impl Kernel {
         }
     }
 
-    /// Machine code for GPUs of this architecture; one compilation serves all of them.
+    /// Returns machine code for GPUs of this architecture. Each kernel is compiled once per architecture.
     pub fn compiled(&self, architecture: u32) -> Result<Arc<Vec<u8>>, Error> {
         if let Some(image) = lock(&IMAGES).get(&(*self, architecture)) {
             return Ok(image.clone());
@@ -121,8 +121,8 @@ impl Kernel {
     }
 }
 
-/// A source with its headers in their places: NVRTC gets no files.
-fn pasted(source: &str, seen: &mut Vec<&'static str>) -> String {
+/// Replaces includes by the headers' text: NVRTC gets no files.
+fn inline_includes(source: &str, seen: &mut Vec<&'static str>) -> String {
     let mut text = String::new();
     for line in source.lines() {
         let included = line.strip_prefix("#include \"").and_then(|rest| rest.strip_suffix('"'));
@@ -130,7 +130,7 @@ fn pasted(source: &str, seen: &mut Vec<&'static str>) -> String {
             Some((name, _)) if seen.contains(name) => {}
             Some((name, header)) => {
                 seen.push(name);
-                text += &pasted(header, seen);
+                text += &inline_includes(header, seen);
             }
             None => {
                 text += line;
@@ -141,9 +141,9 @@ fn pasted(source: &str, seen: &mut Vec<&'static str>) -> String {
     text
 }
 
-/// What NVRTC makes of a source, or what it says of it.
+/// Compiles a source with NVRTC. The error is the compiler's log.
 fn compile(source: &str, architecture: u32) -> Result<Vec<u8>, String> {
-    // SAFETY: it only tries to load the library.
+    // SAFETY: the call only tries to load the library.
     if !unsafe { nvrtc::sys::is_culib_present() } {
         return Err("libnvrtc is missing; install CUDA's run-time compiler (PyPI: nvidia-cuda-nvrtc-cu12), and add \
                     its folder to LD_LIBRARY_PATH"
@@ -152,12 +152,12 @@ fn compile(source: &str, architecture: u32) -> Result<Vec<u8>, String> {
     let source = CString::new(source).map_err(|e| e.to_string())?;
     let program = nvrtc::result::create_program(&source, None).map_err(|e| format!("{e:?}"))?;
     let options = [format!("--gpu-architecture=sm_{architecture}"), "--std=c++17".into(), "-lineinfo".into()];
-    // SAFETY: `program` is alive until it is destroyed below, and nothing of it is used after that; the image has as many
-    // bytes as the library says.
+    // SAFETY: `program` lives until it is destroyed below and is not used after that. The image has as many bytes as
+    // the library says.
     unsafe {
         let image = match nvrtc::result::compile_program(program, &options) {
             Ok(()) => image(program),
-            Err(error) => Err(said(program).unwrap_or_else(|| format!("{error:?}"))),
+            Err(error) => Err(compile_log(program).unwrap_or_else(|| format!("{error:?}"))),
         };
         let _ = nvrtc::result::destroy_program(program);
         image
@@ -168,7 +168,7 @@ fn compile(source: &str, architecture: u32) -> Result<Vec<u8>, String> {
 /// The program must have been compiled, and be alive.
 unsafe fn image(program: nvrtc::sys::nvrtcProgram) -> Result<Vec<u8>, String> {
     let mut size = 0;
-    // SAFETY: as the caller promises; the vector has the size that the library asks for.
+    // SAFETY: guaranteed by the caller; the vector has the size that the library asks for.
     unsafe {
         nvrtc::sys::nvrtcGetCUBINSize(program, &mut size).result().map_err(|e| format!("{e:?}"))?;
         let mut image = vec![0u8; size];
@@ -179,19 +179,19 @@ unsafe fn image(program: nvrtc::sys::nvrtcProgram) -> Result<Vec<u8>, String> {
     }
 }
 
-/// What the compiler printed.
+/// The compiler's log.
 ///
 /// # Safety
 /// The program must be alive.
-unsafe fn said(program: nvrtc::sys::nvrtcProgram) -> Option<String> {
-    // SAFETY: as the caller promises; the log ends with a zero.
+unsafe fn compile_log(program: nvrtc::sys::nvrtcProgram) -> Option<String> {
+    // SAFETY: guaranteed by the caller; the log is zero-terminated.
     unsafe {
         let log = nvrtc::result::get_program_log(program).ok()?;
         Some(CStr::from_ptr(log.as_ptr()).to_string_lossy().into_owned())
     }
 }
 
-/// A kernel in a GPU's memory. It stays there: programs have few, and use them until they end.
+/// A kernel that is loaded on a GPU. It stays loaded: programs have few, and use them until they end.
 pub(super) struct Module(sys::CUfunction);
 
 // SAFETY: any thread may launch a function.
@@ -200,10 +200,10 @@ unsafe impl Send for Module {}
 unsafe impl Sync for Module {}
 
 impl Module {
-    /// Loads it into the present context.
+    /// Loads the kernel into the current context.
     pub fn load(image: &[u8], kernel: &Kernel) -> Result<Module, DriverError> {
         let name = CString::new(kernel.to_string()).unwrap_or_default();
-        // SAFETY: the image is one that NVRTC made, and names its own size.
+        // SAFETY: NVRTC made the image, which contains its own size.
         unsafe {
             let module = result::module::load_data(image.as_ptr().cast())?;
             Ok(Module(result::module::get_function(module, name)?))
@@ -220,7 +220,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sources_are_in_one_piece_and_each_header_is_there_once() {
+    fn includes_are_inlined_once() {
         let reducing = [Form::TwoShot, Form::OneShot, Form::Push, Form::ReduceScatter];
         let moving = [Form::AllGather, Form::Broadcast, Form::AllToAll];
         let kernels = reducing.map(|form| Kernel { form, reduces: Some((ReduceOp::Sum, DType::F32)) });
@@ -230,11 +230,11 @@ mod tests {
             assert!(!source.contains("#include \""), "{form:?}");
             assert_eq!(source.matches("#define BONFIRE_SIGNAL_CUH").count(), 1, "{form:?}");
         }
-        assert!(!ORDER.contains("#include \""));
+        assert!(!ORDER_SOURCE.contains("#include \""));
     }
 
     #[test]
-    fn a_reduction_is_chosen_by_its_names() {
+    fn reductions_select_kernels_by_name() {
         let kernel = Kernel { form: Form::TwoShot, reduces: Some((ReduceOp::Mean, DType::BF16)) };
         assert_eq!(kernel.to_string(), "two_shot_mean_bf16");
         assert!(kernel.source().starts_with("#define ONLY(NAME) NAME(mean, Mean, bf16)\n"));

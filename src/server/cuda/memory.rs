@@ -8,8 +8,8 @@ use cudarc::driver::{result, sys};
 use super::driver::{Gpu, Stream, failure};
 use bonfire_core::Error;
 
-/// GPU memory, zero at first. It comes from the pool that cubecl takes its memory from, so a peer that reaches tensors reaches
-/// it too, and giving it back waits for nothing.
+/// Zeroed GPU memory. It comes from the pool that cubecl allocates from, so a peer that can access tensors can access
+/// it too, and freeing it does not wait.
 pub(super) struct Memory {
     stream: Arc<Stream>,
     pub address: u64,
@@ -27,20 +27,20 @@ impl Drop for Memory {
     }
 }
 
-/// A word in GPU memory, zero at first. It is never freed, as those in host memory.
+/// Allocates a zeroed word in GPU memory. It is never freed, like the words in host memory.
 pub(super) fn word(stream: &Stream) -> Result<u64, Error> {
     cleared(stream, size_of::<u64>())
 }
 
 fn cleared(stream: &Stream, bytes: usize) -> Result<u64, Error> {
     let address = stream.allocate(bytes)?;
-    // A peer must not find it before it is clear.
+    // A peer must not see it before it is zero.
     let clear = stream.fill_with_zeros(address, bytes).and_then(|()| stream.synchronize());
     clear.inspect_err(|_| stream.free(address)).map(|()| address)
 }
 
-/// Words in host memory that GPUs reach at the same address. They are never freed: a kernel that was queued on a stream of
-/// cubecl's may look at them however late.
+/// Words in host memory that GPUs access at the same address. They are never freed: a kernel that was queued on one of
+/// cubecl's streams may read them at any later time.
 pub(super) struct HostWords(*const AtomicU64, usize);
 
 // SAFETY: the words are atomic.
@@ -51,12 +51,12 @@ unsafe impl Sync for HostWords {}
 impl HostWords {
     pub fn zeroed(gpu: &Gpu, words: usize) -> Result<HostWords, Error> {
         let _entered = gpu.enter()?;
-        // Every context may use it, at the address that it has on the host.
+        // Every context may use it, at its host address.
         let flags = sys::CU_MEMHOSTALLOC_PORTABLE | sys::CU_MEMHOSTALLOC_DEVICEMAP;
-        // SAFETY: it is used through this alone.
+        // SAFETY: the memory is used through `HostWords` only.
         let start = unsafe { result::malloc_host(8 * words, flags) };
         let start = start.map_err(|e| failure("allocating host memory", gpu.ordinal, e))?.cast::<AtomicU64>();
-        // SAFETY: the memory has so many words, is aligned for them, and nobody else knows it yet.
+        // SAFETY: the memory has this many words, is aligned for them, and is not shared yet.
         unsafe { start.write_bytes(0, words) };
         Ok(HostWords(start, words))
     }
@@ -66,7 +66,7 @@ impl HostWords {
     }
 
     pub fn load(&self, index: usize) -> u64 {
-        // Acquire: nothing that the host does because of it may come before it.
+        // Acquire: what the host does because of the value must not be reordered before the load.
         self.word(index).load(Ordering::Acquire)
     }
 

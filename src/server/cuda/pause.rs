@@ -1,17 +1,17 @@
-//! How the host waits for what GPUs do: nothing wakes it, so it looks again and again.
+//! Polling of GPUs from the host, with backoff: nothing wakes the host.
 
 use std::thread;
 use std::time::{Duration, Instant};
 
 use bonfire_core::{Deadline, Error};
 
-/// Between two looks: at first as long as a small call takes, or NCCL to put an operation on its stream. Then, as after
-/// seconds in which NCCL connects ranks, so long that looking is little work for the processor.
+/// The pause between two polls. At first it yields, for about as long as a small call takes, or NCCL to enqueue an
+/// operation. Then it sleeps, longer and longer: NCCL may connect ranks for seconds, and polling should cost little.
 #[derive(Default)]
-pub(super) struct Pause(Option<Instant>);
+pub(super) struct Backoff(Option<Instant>);
 
-impl Pause {
-    pub fn once(&mut self) {
+impl Backoff {
+    pub fn wait(&mut self) {
         let waited = self.0.get_or_insert_with(Instant::now).elapsed();
         if waited < Duration::from_millis(2) {
             thread::yield_now();
@@ -21,23 +21,22 @@ impl Pause {
     }
 }
 
-/// Waits until streams are idle, after a failure. What is on them waits for words, which kernels write that were
-/// launched before; where such a launch failed, which cubecl does not say, nobody does, so in the end they are
-/// released.
-pub(super) fn settle(idle: impl Fn() -> bool, release: impl Fn()) -> Result<(), Error> {
+/// Waits, after a failure, until streams are idle. Work on them waits for words that kernels launched earlier write. If
+/// such a launch failed, which cubecl does not report, nothing writes the word; after half the time `release` has to.
+pub(super) fn wait_idle(idle: impl Fn() -> bool, release: impl Fn()) -> Result<(), Error> {
     const GRACE: Duration = Duration::from_secs(10);
     let deadline = Deadline::after(2 * GRACE);
-    let mut pause = Pause::default();
+    let mut backoff = Backoff::default();
     while !idle() {
         if deadline.passed() {
-            let reason = format!("it goes on after {:.0?}; its memory is not given back", deadline.elapsed());
-            return Err(Error::broken("waiting for what failed on the GPU", reason));
+            let reason = format!("still running after {:.0?}; its memory is not freed", deadline.elapsed());
+            return Err(Error::broken("waiting for failed work on the GPU", reason));
         }
         if deadline.elapsed() > GRACE {
-            // Again and again: a kernel that is late may write the word after this.
+            // Repeated, because a late kernel may overwrite the word.
             release();
         }
-        pause.once();
+        backoff.wait();
     }
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! Which GPUs reach each other's memory, and which can do what our kernels need, as far as it can be tried.
+//! Which GPUs can access each other's memory, and which support our kernels, as far as trying can tell.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use bonfire_core::Error;
 use bonfire_core::internal::lock;
 
 impl Gpu {
-    /// Whether kernels on this GPU reach the memory of `other`, which is then made possible.
+    /// Whether kernels on this GPU can access the memory of `other`. Enables the access.
     pub fn reaches(&self, other: &Gpu) -> Result<bool, Error> {
         if self.ordinal == other.ordinal {
             return Ok(true);
@@ -19,14 +19,14 @@ impl Gpu {
         if let Some(reached) = reached.get(&other.ordinal) {
             return Ok(*reached);
         }
-        let found = self.reach(other)?;
+        let found = self.enable_access(other)?;
         reached.insert(other.ordinal, found);
         Ok(found)
     }
 
-    fn reach(&self, other: &Gpu) -> Result<bool, Error> {
+    fn enable_access(&self, other: &Gpu) -> Result<bool, Error> {
         let mut can = 0;
-        // SAFETY: ordinals are devices: `of` got both.
+        // SAFETY: both ordinals are valid: `of` found both devices.
         let asked = unsafe { sys::cuDeviceCanAccessPeer(&mut can, self.ordinal as i32, other.ordinal as i32) };
         self.check("asking for peer access", asked)?;
         if can == 0 {
@@ -39,10 +39,10 @@ impl Gpu {
             enabled => self.check("enabling peer access", enabled)?,
         }
         self.share_pool(other)?;
-        self.proven(other)
+        self.verify_access(other)
     }
 
-    /// Whether its driver has streams that wait for words and write them, and memory in their order.
+    /// Whether the driver has streams that wait for and write words in memory, and stream-ordered allocation.
     pub fn orders_streams(&self) -> bool {
         let try_out = || -> Result<(), Error> {
             let stream = Arc::new(Stream::new(self)?);
@@ -51,13 +51,12 @@ impl Gpu {
             stream.wait_for(word.address, 1)?;
             stream.synchronize()
         };
-        *self.orders.get_or_init(|| try_out().inspect_err(|error| log::warn!("{error}")).is_ok())
+        *self.stream_ordering.get_or_init(|| try_out().inspect_err(|error| log::warn!("{error}")).is_ok())
     }
 
-    /// Lets this GPU use what cubecl allocates on `other`, from the device's default memory pool.
+    /// Gives this GPU access to what cubecl allocates on `other`, from that device's default memory pool.
     fn share_pool(&self, other: &Gpu) -> Result<(), Error> {
-        /// The driver's CUmemAccessDesc, whose declaration differs between versions of its header, and its layout does
-        /// not.
+        /// The driver's CUmemAccessDesc. Its declaration differs between versions of the header, its layout does not.
         #[repr(C)]
         struct Access {
             kind: i32,
@@ -79,18 +78,22 @@ impl Gpu {
         other.check("sharing the memory pool", shared)
     }
 
-    /// Whether a word that this GPU writes to pool memory of `other` arrives: drivers have claimed access that did not
+    /// Whether a word that this GPU writes to pool memory of `other` arrives. Drivers have claimed access that did not
     /// work.
-    fn proven(&self, other: &Gpu) -> Result<bool, Error> {
+    fn verify_access(&self, other: &Gpu) -> Result<bool, Error> {
         const WORD: u32 = 0x600d_c0de;
         let (theirs, ours) = (Arc::new(Stream::new(other)?), Stream::new(self)?);
         let word = Memory::zeroed(&theirs, 4)?;
         let outcome = ours.fill(word.address, WORD, 1).and_then(|()| ours.synchronize());
         let read = theirs.read(word.address, 1)?;
-        let proven = outcome.is_ok() && read[0] == WORD;
-        if !proven {
-            log::warn!("GPU {} says that it reaches GPU {}, and does not: {outcome:?}", self.ordinal, other.ordinal);
+        let verified = outcome.is_ok() && read[0] == WORD;
+        if !verified {
+            log::warn!(
+                "GPU {} claims access to GPU {}, but a write did not arrive: {outcome:?}",
+                self.ordinal,
+                other.ordinal
+            );
         }
-        Ok(proven)
+        Ok(verified)
     }
 }

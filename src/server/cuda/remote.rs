@@ -1,4 +1,4 @@
-//! GPUs of other processes and hosts, which NCCL reaches: one rank's communicator as a team uses it.
+//! NCCL as a team's backend: one rank's communicator, which reaches GPUs of other processes and hosts.
 
 use super::driver::Stream;
 use bonfire_core::error::Site;
@@ -11,18 +11,18 @@ pub(super) use self::none::{available, connect, serves};
 
 /// A communicator of all ranks of a group.
 pub(super) trait Remote: Send + Sync {
-    /// Puts a call on the stream, behind what is there. In the first calls NCCL waits for the other ranks meanwhile.
+    /// Enqueues a call on the stream. The first calls also wait while NCCL connects the ranks.
     fn submit(&self, site: Site, memory: (u64, u64), stream: &Stream, deadline: &Deadline) -> Result<(), Error>;
 
     fn ranks(&self) -> usize;
 
-    /// Whether what comes after its calls on a stream may no longer mean that they are done.
+    /// Whether the communicator has ended: later work on a stream then no longer implies that its calls are done.
     fn has_ended(&self) -> bool;
 
-    /// What NCCL has found in the background, if nobody is at work on it.
+    /// Returns an error that NCCL found in the background, unless another thread uses the communicator.
     fn poll(&self) -> Result<(), Error>;
 
-    /// Ends it, if nobody is at work on it.
+    /// Aborts the communicator, unless another thread uses it.
     fn abort(&self);
 }
 
@@ -44,13 +44,13 @@ mod nccl {
         ranks: usize,
     }
 
-    /// Whether the library is found, and the GPU is one that it can be told of.
+    /// Whether the library is found, and the GPU can be identified to it.
     pub fn available(gpu: usize) -> Result<(), Error> {
         nccl::Gpu::of(gpu)?;
         nccl::version().map(drop)
     }
 
-    /// Whether NCCL does this call as we promise it.
+    /// Whether NCCL executes this call with the results that we promise.
     pub fn serves(call: &Call) -> bool {
         !call.is_sized() && action(call).is_some() && call.reduction.is_none_or(|op| nccl::reduces(call.dtype, op))
     }
@@ -66,7 +66,7 @@ mod nccl {
         })
     }
 
-    /// A communicator of all ranks of the group, of which this one has this GPU. All ranks call it.
+    /// Connects a communicator of all ranks of the group, of which this one uses `gpu`. All ranks call it.
     pub fn connect(group: &Group, gpu: &Gpu, deadline: &Deadline) -> Result<Box<dyn Remote>, Error> {
         let _entered = gpu.enter()?;
         let communicator = Communicator::connect(group, nccl::Gpu::of(gpu.ordinal)?, deadline)?;
@@ -84,13 +84,14 @@ mod nccl {
         ) -> Result<(), Error> {
             let call = site.call;
             let action = action(&call);
-            let action = action.ok_or_else(|| Error::argument(call.operation, format!("NCCL does not do {call}")))?;
+            let action =
+                action.ok_or_else(|| Error::argument(call.operation, format!("NCCL does not support {call}")))?;
             let scalar = Scalar::Of(call.dtype);
             let work = Work { action, scalar, count: call.count, sizes: None, input: source, output: target };
             let mut communicator = lock(&self.communicator);
             stream.with_raw(|raw| {
-                // SAFETY: `Team::submit` keeps both tensors until the stream is past this, or past its end after an abort;
-                // they have the sizes that the call says, which `exchange` has compared.
+                // SAFETY: `Team::submit` keeps both tensors until the stream is past this call, or past its end after
+                // an abort. They have the sizes that the call says, which `exchange` has checked.
                 unsafe { communicator.submit(&work, raw) }?.settle(site, deadline)
             })
         }
@@ -115,7 +116,7 @@ mod nccl {
     }
 }
 
-/// Without the feature there is none.
+/// Without the feature `nccl`, communicators do not exist.
 #[cfg(not(feature = "nccl"))]
 mod none {
     use super::Remote;

@@ -1,4 +1,4 @@
-//! One rank's part in a team: what is done for a call on the device's thread.
+//! One rank's handle of a team: prepares calls on the device's thread.
 
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
@@ -7,53 +7,53 @@ use std::time::Duration;
 use cubecl::server::Binding;
 use cubecl::stream_id::StreamId;
 
-use super::choice::Way;
-use super::lane::place;
-use super::order::{self, Server, Told};
-use super::team::{Copy, Layout, Ready, Team};
+use super::choice::Choice;
+use super::lane::address_of;
+use super::order::{self, ReadyCounter, Server};
+use super::team::{BufferLayout, Copy, Prepared, Team};
 use crate::server::engine::Job;
 use bonfire_core::internal::lock;
 use bonfire_core::{Error, Operation, partition};
 
-/// A team, and this rank's place in it.
-pub(super) struct Side {
+/// A team, and the index of this rank in it.
+pub(super) struct TeamHandle {
     pub team: Arc<Team>,
-    pub seat: usize,
-    /// What the seat's `READY` word was told.
-    told: Mutex<Told>,
+    pub local: usize,
+    /// The values that the rank's `READY` word was given.
+    ready_counter: Mutex<ReadyCounter>,
 }
 
-impl Side {
-    pub fn of(team: Arc<Team>, seat: usize) -> Side {
-        Side { team, seat, told: Mutex::default() }
+impl TeamHandle {
+    pub fn of(team: Arc<Team>, local: usize) -> TeamHandle {
+        TeamHandle { team, local, ready_counter: Mutex::default() }
     }
 
-    /// Takes down what a job uses, as what was queued so far leaves it.
-    pub fn prepare(&self, server: &mut Server, job: Job, way: Way, patience: Duration) -> Result<Ready, Error> {
-        let means = self.team.prepare(self.seat, way)?;
+    /// Prepares an operation on the memory as the work queued so far leaves it.
+    pub fn prepare(&self, server: &mut Server, job: Job, choice: Choice, timeout: Duration) -> Result<Prepared, Error> {
+        let loaded = self.team.prepare(self.local, choice)?;
         let mut streams: Vec<StreamId> =
             job.sources.iter().chain(&job.targets).map(|(memory, _)| memory.stream).collect();
         streams.sort_unstable_by_key(|stream| stream.value);
         streams.dedup();
         let stream = job.stream;
-        let layout = Layout::of(server, job, self.team.ranks(), way == Way::Nccl)?;
-        let ready = lock(&self.told).tell(server, self.team.ready(self.seat), &streams, stream);
-        Ok(Ready { means, patience, ready, layout })
+        let layout = BufferLayout::of(server, job, self.team.ranks(), choice == Choice::Nccl)?;
+        let ready = lock(&self.ready_counter).signal(server, self.team.ready_word(self.local), &streams, stream);
+        Ok(Prepared { loaded, timeout, ready, layout })
     }
 }
 
-impl Layout {
-    fn of(server: &mut Server, job: Job, ranks: usize, nccl: bool) -> Result<Layout, Error> {
+impl BufferLayout {
+    fn of(server: &mut Server, job: Job, ranks: usize, nccl: bool) -> Result<BufferLayout, Error> {
         let Job { call, rank, sources, targets, stream } = job;
-        let mut find = |pieces: &[(Binding, Range<usize>)]| {
-            let found = pieces.iter().map(|(memory, part)| Ok((place(server, memory, stream)?, part.clone())));
+        let mut find = |chunks: &[(Binding, Range<usize>)]| {
+            let found = chunks.iter().map(|(memory, part)| Ok((address_of(server, memory, stream)?, part.clone())));
             found.collect::<Result<Vec<_>, Error>>()
         };
         let (from, to) = (find(&sources)?, find(&targets)?);
         let kept: Vec<Binding> = sources.into_iter().chain(targets).map(|(memory, _)| memory).collect();
-        let mut layout = Layout { source: 0, target: 0, before: Vec::new(), after: Vec::new(), kept };
+        let mut layout = BufferLayout { source: 0, target: 0, before: Vec::new(), after: Vec::new(), kept };
         match (&from[..], &to[..]) {
-            // Root and others of a broadcast have one piece of memory.
+            // In a broadcast each rank has one buffer: the root a source, the others a target.
             ([(memory, _)], []) | ([], [(memory, _)]) => (layout.source, layout.target) = (*memory, *memory),
             ([(source, read)], [(target, written)]) => {
                 (layout.source, layout.target) = (*source, *target);
@@ -88,10 +88,10 @@ impl Layout {
         Ok(layout)
     }
 
-    /// Memory that nobody else knows.
+    /// Allocates scratch memory for the call.
     fn scratch(&mut self, server: &mut Server, bytes: usize, stream: StreamId) -> Result<u64, Error> {
-        let memory = order::fresh(server, bytes, stream);
-        let address = place(server, &memory, stream)?;
+        let memory = order::allocate(server, bytes, stream);
+        let address = address_of(server, &memory, stream)?;
         self.kept.push(memory);
         Ok(address)
     }

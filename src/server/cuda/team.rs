@@ -1,9 +1,10 @@
-//! The devices of one list, as kernels work for them; or one of them, as NCCL works for it.
+//! The devices of one list, served by kernels, or one rank's device, served by NCCL.
 //!
-//! A team has a stream of its own on each GPU. What its ranks call is put there in the order of their calls, for all ranks
-//! on that GPU at once: the stream waits until the tensors of each are ready, one kernel works for all of them, and then
-//! a word says that the call is done. So no kernel waits for one that has yet to be launched on its GPU, and what is on
-//! a GPU waits only for what was put there before. Kernels on different GPUs do wait for each other, which is bounded.
+//! A team has its own stream on each GPU. The calls of its ranks are put on it in call order, once for all ranks on
+//! that GPU: the stream waits until each rank's tensors are ready, one kernel works for all of them, and then a word
+//! signals that the call is done. So no kernel waits for one that is yet to be launched on its own GPU, and work on a
+//! GPU waits only for work that was enqueued before it. Kernels on different GPUs do wait for each other, with a
+//! timeout.
 
 mod flight;
 mod place;
@@ -18,16 +19,16 @@ use cubecl::cuda::CudaRuntime;
 use cubecl::device::DeviceId;
 use cubecl::server::Binding;
 
-use self::place::{Called, Means, Place};
-pub(super) use self::place::{Copy, Layout, Ready};
-pub(super) use self::registry::{fail, fit, ordinal};
-use super::choice::{Topology, Way};
+pub(super) use self::place::{BufferLayout, Copy, Prepared};
+use self::place::{LoadedChoice, QueuedCall, TeamGpu};
+pub(super) use self::registry::{fail, kernels_supported, ordinal};
+use super::choice::{Choice, Topology};
 use super::control::{
     ABORT, CONTROL_BYTES, DONE, FAILURE, HOST_WORDS, Member, Parameters, READY, RELEASED, Report, nanoseconds,
 };
 use super::driver::Gpu;
 use super::memory::{HostWords, Memory};
-use super::pause::settle;
+use super::pause::wait_idle;
 use super::remote::Remote;
 use crate::server::meeting::{Calls, Wait};
 use crate::server::status::Status;
@@ -37,146 +38,146 @@ use bonfire_core::{Call, DType, Deadline, Error, Operation};
 
 pub(super) struct Team {
     key: Vec<DeviceId>,
-    seats: Vec<Seat>,
-    places: Vec<Place>,
+    local_ranks: Vec<LocalRank>,
+    team_gpus: Vec<TeamGpu>,
     host: HostWords,
     calls: Mutex<Calls>,
-    workers: Workers,
-    group: Option<Ours>,
+    backend: Backend,
+    group: Option<GroupTeam>,
 }
 
-/// A rank that this process has a device for.
-struct Seat {
+/// A rank whose device belongs to this process.
+struct LocalRank {
     rank: usize,
     status: Arc<Status>,
-    /// Index of its GPU in `places`.
-    place: usize,
+    /// Index of its GPU in `team_gpus`.
+    team_gpu: usize,
 }
 
-/// Who works for the ranks.
-enum Workers {
-    /// All ranks have a seat, whose number is their rank. The control blocks are kept until no kernel uses them.
+/// What executes the ranks' calls.
+enum Backend {
+    /// All ranks are local, with their rank as index. The control blocks are kept until no kernel uses them.
     Kernels(Topology, Vec<Memory>),
-    /// One rank has a seat.
+    /// One rank is local.
     Nccl(Box<dyn Remote>),
 }
 
-/// What a team has that works for a group, which waits on the host for what is under way, and whose failures are not the
-/// devices'.
-struct Ours {
-    /// How long what is under way may take when the team is dropped.
+/// State of a team that works for a group. The group waits on the host for calls in flight, and a failed call does not
+/// poison the devices.
+struct GroupTeam {
+    /// How long calls in flight may take when the team is dropped.
     limit: Duration,
-    /// The ranks have parted.
-    parted: AtomicBool,
-    kept: Mutex<Vec<Kept>>,
-    /// When the team failed: up to which number each place's calls had been done by then.
+    /// The group has failed.
+    group_failed: AtomicBool,
+    kept: Mutex<Vec<KeptMemory>>,
+    /// Set when the team fails: for each GPU, the number of the last call that was done by then.
     completed: OnceLock<Vec<u64>>,
 }
 
-/// What lives until a call is done: the index of its place, the call's number, and the memory.
-type Kept = (usize, u64, Vec<Binding>);
+/// Memory that lives until a call is done: the index of the GPU, the call's number, and the bindings.
+type KeptMemory = (usize, u64, Vec<Binding>);
 
-impl Ours {
-    fn new(limit: Duration) -> Ours {
-        Ours { limit, parted: AtomicBool::new(false), kept: Mutex::default(), completed: OnceLock::new() }
+impl GroupTeam {
+    fn new(limit: Duration) -> GroupTeam {
+        GroupTeam { limit, group_failed: AtomicBool::new(false), kept: Mutex::default(), completed: OnceLock::new() }
     }
 }
 
 impl Team {
-    /// This rank's part of a group that NCCL works for.
+    /// Creates this rank's part of a group that NCCL serves.
     pub fn of_remote(device: DeviceId, rank: usize, remote: Box<dyn Remote>, limit: Duration) -> Result<Team, Error> {
-        let place = Place::new(Gpu::of(ordinal(device))?, true)?;
-        Team::at(vec![device], vec![rank], vec![place], vec![0], Workers::Nccl(remote), Some(limit))
+        let team_gpu = TeamGpu::new(Gpu::of(ordinal(device))?, true)?;
+        Team::assemble(vec![device], vec![rank], vec![team_gpu], vec![0], Backend::Nccl(remote), Some(limit))
     }
 
-    /// The group has failed: what is under way may wait for ranks that do not come.
-    pub fn part(&self) {
-        if let Some(ours) = &self.group {
-            ours.parted.store(true, Ordering::Relaxed);
+    /// Records that the group has failed: calls in flight may wait for ranks that never call.
+    pub fn mark_group_failed(&self) {
+        if let Some(group_team) = &self.group {
+            group_team.group_failed.store(true, Ordering::Relaxed);
         }
     }
 
-    /// From now on, who asks whether this seat's device is sound asks its GPU, too.
-    pub fn watch(self: &Arc<Self>, seat: usize) {
+    /// Makes the failure check of this rank's device include its GPU's reports.
+    pub fn register_check(self: &Arc<Self>, local: usize) {
         let team = Arc::downgrade(self);
-        let look = move || match team.upgrade() {
-            Some(team) => team.look(seat),
+        let check_report = move || match team.upgrade() {
+            Some(team) => team.check_report(local),
             None => false,
         };
-        self.seats[seat].status.watch(Arc::new(look));
+        self.local_ranks[local].status.add_check(Arc::new(check_report));
     }
 
     fn new(key: Vec<DeviceId>, limit: Option<Duration>) -> Result<Team, Error> {
-        let (mut places, mut sits): (Vec<Place>, _) = (Vec::new(), Vec::new());
+        let (mut team_gpus, mut gpu_indices): (Vec<TeamGpu>, _) = (Vec::new(), Vec::new());
         let mut controls = Vec::new();
         for id in &key {
             let gpu = Gpu::of(ordinal(*id))?;
-            let place = match places.iter().position(|place| place.gpu.ordinal == gpu.ordinal) {
-                Some(place) => place,
+            let team_gpu = match team_gpus.iter().position(|team_gpu| team_gpu.gpu.ordinal == gpu.ordinal) {
+                Some(team_gpu) => team_gpu,
                 None => {
-                    places.push(Place::new(gpu, limit.is_some())?);
-                    places.len() - 1
+                    team_gpus.push(TeamGpu::new(gpu, limit.is_some())?);
+                    team_gpus.len() - 1
                 }
             };
-            controls.push(Memory::zeroed(&places[place].stream, CONTROL_BYTES)?);
-            sits.push(place);
+            controls.push(Memory::zeroed(&team_gpus[team_gpu].stream, CONTROL_BYTES)?);
+            gpu_indices.push(team_gpu);
         }
-        let on = |place| sits.iter().filter(|other| **other == place).count() as u32;
+        let on = |team_gpu| gpu_indices.iter().filter(|other| **other == team_gpu).count() as u32;
         let topology = Topology {
             ranks: key.len(),
-            gpus: places.len(),
-            sharing: (0..places.len()).map(on).max().unwrap_or(1),
-            multiprocessors: places.iter().map(|place| place.gpu.multiprocessors).min().unwrap_or(1),
+            gpus: team_gpus.len(),
+            sharing: (0..team_gpus.len()).map(on).max().unwrap_or(1),
+            multiprocessors: team_gpus.iter().map(|team_gpu| team_gpu.gpu.multiprocessors).min().unwrap_or(1),
         };
         let ranks = (0..key.len()).collect();
-        Team::at(key, ranks, places, sits, Workers::Kernels(topology, controls), limit)
+        Team::assemble(key, ranks, team_gpus, gpu_indices, Backend::Kernels(topology, controls), limit)
     }
 
-    /// `sits` says for each seat where it is.
-    fn at(
+    /// `gpu_indices` holds, for each local rank, the index of its GPU.
+    fn assemble(
         key: Vec<DeviceId>,
         ranks: Vec<usize>,
-        mut places: Vec<Place>,
-        sits: Vec<usize>,
-        workers: Workers,
+        mut team_gpus: Vec<TeamGpu>,
+        gpu_indices: Vec<usize>,
+        backend: Backend,
         limit: Option<Duration>,
     ) -> Result<Team, Error> {
-        let host = HostWords::zeroed(&places[0].gpu, HOST_WORDS * key.len())?;
-        let mut seats = Vec::new();
-        for (seat, (rank, place)) in ranks.into_iter().zip(sits).enumerate() {
-            places[place].seats.push(seat);
-            lock(&places[place].queue).calls.push(VecDeque::new());
-            seats.push(Seat { rank, status: Status::of::<CudaRuntime>(key[seat]), place });
+        let host = HostWords::zeroed(&team_gpus[0].gpu, HOST_WORDS * key.len())?;
+        let mut local_ranks = Vec::new();
+        for (local, (rank, team_gpu)) in ranks.into_iter().zip(gpu_indices).enumerate() {
+            team_gpus[team_gpu].local_ranks.push(local);
+            lock(&team_gpus[team_gpu].queue).calls.push(VecDeque::new());
+            local_ranks.push(LocalRank { rank, status: Status::of::<CudaRuntime>(key[local]), team_gpu });
         }
         let calls = Mutex::new(Calls::of(key.len()));
-        Ok(Team { key, seats, places, host, calls, workers, group: limit.map(Ours::new) })
+        Ok(Team { key, local_ranks, team_gpus, host, calls, backend, group: limit.map(GroupTeam::new) })
     }
 
-    /// Where the ranks are, if kernels work for them.
+    /// How the ranks are distributed over GPUs, if kernels serve them.
     pub fn topology(&self) -> Option<&Topology> {
-        match &self.workers {
-            Workers::Kernels(topology, _) => Some(topology),
-            Workers::Nccl(_) => None,
+        match &self.backend {
+            Backend::Kernels(topology, _) => Some(topology),
+            Backend::Nccl(_) => None,
         }
     }
 
-    /// How many ranks there are.
+    /// The number of ranks.
     pub fn ranks(&self) -> usize {
-        match &self.workers {
-            Workers::Kernels(topology, _) => topology.ranks,
-            Workers::Nccl(remote) => remote.ranks(),
+        match &self.backend {
+            Backend::Kernels(topology, _) => topology.ranks,
+            Backend::Nccl(remote) => remote.ranks(),
         }
     }
 
-    /// How a call goes this way: its kernel is then on the seat's GPU.
-    pub fn prepare(&self, seat: usize, way: Way) -> Result<Means, Error> {
-        self.place(seat).means(way)
+    /// Prepares a choice to run: its kernel is then loaded on the rank's GPU.
+    pub fn prepare(&self, local: usize, choice: Choice) -> Result<LoadedChoice, Error> {
+        self.team_gpu(local).load(choice)
     }
 
-    /// Gives the seat's next call its number, from 1 on. An error where another rank called something else there.
-    pub fn number(&self, seat: usize, call: Call) -> Result<u64, Error> {
+    /// Numbers the rank's next call, starting at 1. Fails if another rank made a different call under that number.
+    pub fn next_number(&self, local: usize, call: Call) -> Result<u64, Error> {
         let mut calls = lock(&self.calls);
-        let number = calls.add(seat, call);
+        let number = calls.add(local, call);
         match &number {
             Ok(_) => {
                 let matched = calls.matched();
@@ -187,68 +188,68 @@ impl Team {
         number
     }
 
-    /// Puts a call on the GPU's stream, once all ranks there have. Calls come in the order of their numbers.
-    pub fn submit(&self, seat: usize, site: Site, deadline: Deadline, ready: Ready) -> Result<(), Error> {
-        let place = self.place(seat);
-        let mut queue = lock(&place.queue);
-        let position = place.seats.iter().position(|other| *other == seat);
+    /// Enqueues a call on the GPU's stream once all ranks there have submitted it. Calls arrive in number order.
+    pub fn submit(&self, local: usize, site: Site, deadline: Deadline, ready: Prepared) -> Result<(), Error> {
+        let team_gpu = self.team_gpu(local);
+        let mut queue = lock(&team_gpu.queue);
+        let position = team_gpu.local_ranks.iter().position(|other| *other == local);
         if let Some(calls) = position.and_then(|position| queue.calls.get_mut(position)) {
-            calls.push_back(Called { site, deadline, ready });
+            calls.push_back(QueuedCall { site, deadline, ready });
         }
-        // The stream may be full, and this then waits for the GPU. Nothing there waits for a rank that would need the lock.
+        // If the stream is full, this waits for the GPU. Nothing on the GPU waits for a rank that needs this lock.
         while queue.calls.iter().all(|calls| !calls.is_empty()) {
-            // Who was in it may have let go of the tensors since.
+            // After a failure the callers may have released the tensors already.
             if let Some(error) = self.failure() {
                 return Err(error);
             }
-            let calls: Vec<Called> = queue.calls.iter_mut().filter_map(VecDeque::pop_front).collect();
-            let launched = self.launch(place, queue.launched + 1, &calls);
-            // Also where it failed half-way: what is on the stream may use it.
+            let calls: Vec<QueuedCall> = queue.calls.iter_mut().filter_map(VecDeque::pop_front).collect();
+            let launched = self.launch(team_gpu, queue.launched + 1, &calls);
+            // Kept even if the launch failed half-way: work on the stream may use it.
             let kept = calls.into_iter().map(|call| call.ready.layout.kept);
-            self.keep(self.seats[seat].place, queue.launched + 1, kept);
+            self.keep_until_done(self.local_ranks[local].team_gpu, queue.launched + 1, kept);
             launched?;
-            self.let_go();
+            self.release_done();
             queue.launched += 1;
-            place.launched.notify_all();
+            team_gpu.launched.notify_all();
         }
         Ok(())
     }
 
-    fn launch(&self, place: &Place, number: u64, calls: &[Called]) -> Result<(), Error> {
-        for (seat, Called { ready, .. }) in place.seats.iter().zip(calls) {
-            place.stream.wait_for(self.ready(*seat), ready.ready)?;
-            place.copy(&ready.layout.before)?;
+    fn launch(&self, team_gpu: &TeamGpu, number: u64, calls: &[QueuedCall]) -> Result<(), Error> {
+        for (local, QueuedCall { ready, .. }) in team_gpu.local_ranks.iter().zip(calls) {
+            team_gpu.stream.wait_for(self.ready_word(*local), ready.ready)?;
+            team_gpu.copy(&ready.layout.before)?;
         }
-        let Called { site, deadline, ready: Ready { means, layout, .. } } = &calls[0];
-        match (means, &self.workers) {
-            (Means::Kernel(launch, module), Workers::Kernels(_, controls)) => {
-                let parameters = self.parameters(place, calls, controls);
-                place.stream.launch(module, (calls.len() as u32, launch.blocks), launch.threads, parameters)?;
+        let QueuedCall { site, deadline, ready: Prepared { loaded, layout, .. } } = &calls[0];
+        match (loaded, &self.backend) {
+            (LoadedChoice::Kernel(launch, module), Backend::Kernels(_, controls)) => {
+                let parameters = self.parameters(team_gpu, calls, controls);
+                team_gpu.stream.launch(module, (calls.len() as u32, launch.blocks), launch.threads, parameters)?;
             }
-            (Means::Nccl, Workers::Nccl(remote)) => {
-                remote.submit(*site, (layout.source, layout.target), &place.stream, deadline)?;
+            (LoadedChoice::Nccl, Backend::Nccl(remote)) => {
+                remote.submit(*site, (layout.source, layout.target), &team_gpu.stream, deadline)?;
                 if let Some(error) = self.failure() {
-                    // Who failed it may have found the communicator at work.
+                    // The thread that failed the team did not abort the communicator if it was in use.
                     remote.abort();
                     return Err(error);
                 }
             }
-            _ => return Err(Error::broken(site.to_string(), "this team does not do it so")),
+            _ => return Err(Error::broken(site.to_string(), "this team has another backend")),
         }
-        calls.iter().try_for_each(|call| place.copy(&call.ready.layout.after))?;
-        place.stream.write(place.done.unwrap_or_else(|| self.told(place)), number)
+        calls.iter().try_for_each(|call| team_gpu.copy(&call.ready.layout.after))?;
+        team_gpu.stream.write(team_gpu.done.unwrap_or_else(|| self.host_done_word(team_gpu)), number)
     }
 
-    /// Where the host is told which call of a group is done.
-    fn told(&self, place: &Place) -> u64 {
-        self.host.address(HOST_WORDS * place.seats[0] + DONE)
+    /// Address of the host word that holds the number of a group's last call that is done.
+    fn host_done_word(&self, team_gpu: &TeamGpu) -> u64 {
+        self.host.address(HOST_WORDS * team_gpu.local_ranks[0] + DONE)
     }
 
-    fn parameters(&self, place: &Place, calls: &[Called], controls: &[Memory]) -> Parameters {
+    fn parameters(&self, team_gpu: &TeamGpu, calls: &[QueuedCall], controls: &[Memory]) -> Parameters {
         let call = &calls[0].site.call;
         let mut parameters = Parameters {
-            patience: nanoseconds(calls.iter().map(|call| call.ready.patience).max().unwrap_or_default()),
-            ranks: self.seats.len() as u64,
+            timeout: nanoseconds(calls.iter().map(|call| call.ready.timeout).max().unwrap_or_default()),
+            ranks: self.local_ranks.len() as u64,
             root: call.root.unwrap_or(0) as u64,
             count: call.count as u64,
             width: if call.reduction.is_some() { 0 } else { call.dtype.size() as u64 },
@@ -257,24 +258,26 @@ impl Team {
         for (address, control) in parameters.control.iter_mut().zip(controls) {
             *address = control.address;
         }
-        for ((seat, Called { ready, .. }), member) in place.seats.iter().zip(calls).zip(&mut parameters.members) {
-            let host = self.host(*seat);
-            *member = Member { source: ready.layout.source, target: ready.layout.target, rank: *seat as u64, host };
+        for ((local, QueuedCall { ready, .. }), member) in
+            team_gpu.local_ranks.iter().zip(calls).zip(&mut parameters.members)
+        {
+            let host = self.host_words(*local);
+            *member = Member { source: ready.layout.source, target: ready.layout.target, rank: *local as u64, host };
         }
         parameters
     }
 
     /// Waits until this call is on the stream of the rank's GPU.
-    pub fn wait_launched(&self, seat: usize, number: u64, deadline: &Deadline) -> Result<(), Error> {
-        let (place, rank) = (self.place(seat), self.seats[seat].rank);
-        let mut queue = lock(&place.queue);
+    pub fn wait_launched(&self, local: usize, number: u64, deadline: &Deadline) -> Result<(), Error> {
+        let (team_gpu, rank) = (self.team_gpu(local), self.local_ranks[local].rank);
+        let mut queue = lock(&team_gpu.queue);
         let mut wait = Wait::of(rank, deadline);
         while queue.launched < number {
             if let Some(error) = self.failure() {
                 return Err(error);
             }
-            let (site, mut missing) = called(&lock(&self.calls), queue.launched + 1);
-            missing.retain(|seat| place.seats.contains(seat));
+            let (site, mut missing) = call_and_missing(&lock(&self.calls), queue.launched + 1);
+            missing.retain(|local| team_gpu.local_ranks.contains(local));
             let pause = match wait.pause(site, missing, "a device did not launch it") {
                 Ok(pause) => pause,
                 Err(error) => {
@@ -283,53 +286,53 @@ impl Team {
                     return Err(error);
                 }
             };
-            queue = place.launched.wait_timeout(queue, pause).unwrap_or_else(PoisonError::into_inner).0;
+            queue = team_gpu.launched.wait_timeout(queue, pause).unwrap_or_else(PoisonError::into_inner).0;
         }
         Ok(())
     }
 
-    /// Where the GPU of this rank says which call is done.
-    pub fn done(&self, seat: usize) -> u64 {
-        let place = self.place(seat);
-        place.done.unwrap_or_else(|| self.told(place))
+    /// Address of the word that holds the number of the last call that is done on this rank's GPU.
+    pub fn done_word(&self, local: usize) -> u64 {
+        let team_gpu = self.team_gpu(local);
+        team_gpu.done.unwrap_or_else(|| self.host_done_word(team_gpu))
     }
 
-    /// Where the rank's words in host memory are.
-    pub fn host(&self, seat: usize) -> u64 {
-        self.host.address(HOST_WORDS * seat)
+    /// Address of the rank's words in host memory.
+    pub fn host_words(&self, local: usize) -> u64 {
+        self.host.address(HOST_WORDS * local)
     }
 
-    pub fn ready(&self, seat: usize) -> u64 {
-        self.host.address(HOST_WORDS * seat + READY)
+    pub fn ready_word(&self, local: usize) -> u64 {
+        self.host.address(HOST_WORDS * local + READY)
     }
 
     /// How long a kernel waits for a peer: the longest deadline of the devices.
-    pub fn patience(&self) -> Duration {
-        self.seats.iter().map(|seat| seat.status.deadline()).max().unwrap_or_default()
+    pub fn timeout(&self) -> Duration {
+        self.local_ranks.iter().map(|local| local.status.deadline()).max().unwrap_or_default()
     }
 
-    fn place(&self, seat: usize) -> &Place {
-        &self.places[self.seats[seat].place]
+    fn team_gpu(&self, local: usize) -> &TeamGpu {
+        &self.team_gpus[self.local_ranks[local].team_gpu]
     }
 
     pub fn failure(&self) -> Option<Error> {
         lock(&self.calls).failure.clone()
     }
 
-    /// Makes a failure that the GPU has reported for this rank the team's. Whether the team is still to be watched.
-    fn look(&self, seat: usize) -> bool {
-        let report = Report::of(self.host.load(HOST_WORDS * seat + FAILURE));
+    /// Turns a failure that the GPU reported for this rank into the team's failure. Returns whether to keep checking.
+    fn check_report(&self, local: usize) -> bool {
+        let report = Report::of(self.host.load(HOST_WORDS * local + FAILURE));
         let calls = lock(&self.calls);
         if let (Some(report), None) = (report, &calls.failure) {
-            let (site, absent) = called(&calls, report.number);
-            let rank = self.seats[seat].rank;
-            self.fail_locked(calls, report.error(site, rank, absent, self.patience()));
+            let (site, absent) = call_and_missing(&calls, report.number);
+            let rank = self.local_ranks[local].rank;
+            self.fail_locked(calls, report.error(site, rank, absent, self.timeout()));
             return false;
         }
         calls.failure.is_none()
     }
 
-    /// Ends the team: its kernels end, and every device is poisoned, unless it works for a group.
+    /// Fails the team: its kernels end, and every device is poisoned, unless the team works for a group.
     pub fn fail(&self, error: Error) {
         self.fail_locked(lock(&self.calls), error);
     }
@@ -339,52 +342,51 @@ impl Team {
             // The devices may have been cleared since.
             return;
         }
-        self.note_completed();
+        self.record_completed();
         calls.failure = Some(error.clone());
-        (0..self.seats.len()).for_each(|seat| self.host.store(HOST_WORDS * seat + ABORT, 1));
-        // A group's failures are its own.
+        (0..self.local_ranks.len()).for_each(|local| self.host.store(HOST_WORDS * local + ABORT, 1));
+        // A group's failure does not poison the devices.
         if self.group.is_none() {
-            // Devices that were cleared meet anew. As in `Round::fail`, all three change under both locks.
+            // Devices that were cleared form a new team. As in `DeviceGroup::fail`, all three change under both locks.
             let slot = registry::slot(&self.key);
             let mut present = lock(&slot);
             if present.as_ref().is_some_and(|team| std::ptr::eq(&**team, self)) {
                 *present = None;
             }
-            self.seats.iter().for_each(|seat| seat.status.fail(error.clone()));
+            self.local_ranks.iter().for_each(|local| local.status.fail(error.clone()));
         }
         drop(calls);
-        match &self.workers {
-            Workers::Kernels(..) => {
-                for place in &self.places {
-                    // Taken and given back, so that nobody between its look at the failure and its wait misses this.
-                    drop(lock(&place.queue));
-                    place.launched.notify_all();
+        match &self.backend {
+            Backend::Kernels(..) => {
+                for team_gpu in &self.team_gpus {
+                    // Locked once, so that no thread between its failure check and its wait misses the notification.
+                    drop(lock(&team_gpu.queue));
+                    team_gpu.launched.notify_all();
                 }
             }
-            // Not before the failure is known: the stream goes on after this.
-            Workers::Nccl(remote) => remote.abort(),
+            // Only once the failure is set: the stream continues after the abort.
+            Backend::Nccl(remote) => remote.abort(),
         }
     }
 
-    /// Waits until no kernel of a team that failed runs any more: before that, the tensors that it was told of must not be
-    /// freed.
+    /// Waits until no kernel of a failed team runs any more. Before that, its tensors must not be freed.
     pub fn quiesce(&self) -> Result<(), Error> {
         let release = || {
-            let words = (0..self.seats.len()).map(|seat| HOST_WORDS * seat + READY);
+            let words = (0..self.local_ranks.len()).map(|local| HOST_WORDS * local + READY);
             words.for_each(|word| self.host.store(word, RELEASED));
         };
-        settle(|| self.is_idle(), release)
+        wait_idle(|| self.is_idle(), release)
     }
 
     fn is_idle(&self) -> bool {
-        // Who holds the queue may be about to launch.
-        self.places.iter().all(|place| place.queue.try_lock().is_ok() && place.stream.is_idle())
+        // A thread that holds the queue may be about to launch.
+        self.team_gpus.iter().all(|team_gpu| team_gpu.queue.try_lock().is_ok() && team_gpu.stream.is_idle())
     }
 }
 
-/// The call with this number, and the seats that have not made it.
-fn called(calls: &Calls, number: u64) -> (Site, Vec<usize>) {
-    /// Stands for a call that is not known any more.
+/// The call with this number, and the local ranks that have not made it.
+fn call_and_missing(calls: &Calls, number: u64) -> (Site, Vec<usize>) {
+    /// Stands in for a call that is no longer known.
     const NOTHING: Call = Call::new(Operation::AllReduce, DType::U8, 0);
     let call = calls.get(number).unwrap_or(NOTHING);
     (Site::new(call, number.saturating_sub(1)), calls.missing(number))
@@ -392,12 +394,12 @@ fn called(calls: &Calls, number: u64) -> (Site, Vec<usize>) {
 
 impl Drop for Team {
     fn drop(&mut self) {
-        self.come_to_rest();
-        // Then control blocks and tensors can go. Words stay: kernels on cubecl's streams may still look at them.
+        self.drain();
+        // Then control blocks and tensors can be freed. The words stay: kernels on cubecl's streams may read them.
         if let Err(error) = self.quiesce() {
-            log::warn!("the end of a team of devices: {error}");
-            if let Some(ours) = &self.group {
-                std::mem::forget(std::mem::take(&mut *lock(&ours.kept)));
+            log::warn!("dropping a team of devices: {error}");
+            if let Some(group_team) = &self.group {
+                std::mem::forget(std::mem::take(&mut *lock(&group_team.kept)));
             }
         }
     }

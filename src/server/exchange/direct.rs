@@ -1,52 +1,52 @@
-//! Operations of a group without host memory: the ranks agree over the group, the runtime moves the data.
+//! Device operations without host memory: the ranks agree over the group, the runtime moves the data.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use cubecl::device_handle::DeviceHandle;
 
-use super::{Waiting, ask};
+use super::{WaitFn, run_on_device};
 use crate::server::DeviceTransport;
 use crate::server::compute::CollectiveServer;
 use crate::server::engine::{Job, Launch, Route};
 use crate::server::memory::Span;
-use crate::server::reading::caught;
+use crate::server::reading::catch_panic;
 use bonfire_core::error::Site;
 use bonfire_core::internal::Agreement;
 use bonfire_core::{Deadline, Error, Group};
 
-/// It is launched only once all ranks have called it, so that no device waits for a rank that does not come, and whoever
-/// does is told by the group. Waits then until this rank's device is done with it; an error ends the group.
+/// Starts the operation. It is launched only after all ranks have called it: no device waits for a missing rank, which
+/// the group reports. The returned function waits until this rank's device is done. An error ends the group.
 pub(super) fn start<R: DeviceTransport>(
     device: &DeviceHandle<CollectiveServer<R>>,
     group: &Group,
     route: Arc<dyn Route<R>>,
     job: Job,
-) -> Result<Waiting, Error> {
+) -> Result<WaitFn, Error> {
     let (call, limit) = (job.call, group.deadline());
-    let launch = ask(device, call, move |server| {
+    let launch = run_on_device(device, call, move |server| {
         let prepared = server.prepare(&*route, job, limit);
-        // Not the last one of it, which would wait for other ranks here.
+        // Dropped while another reference exists: the last drop would wait for other ranks on this thread.
         drop(route);
         prepared
     });
     let run = |launch: Launch, site: &Site, deadline: &Deadline| launch(site, deadline);
     let agreed = group.start_agreed(call, launch, run)?;
-    Ok(Box::new(move || agreed.wait(|flight, trouble| flight(trouble))))
+    Ok(Box::new(move || agreed.wait(|flight, group_failure| flight(group_failure))))
 }
 
 impl<R: DeviceTransport> CollectiveServer<R> {
     fn prepare(&mut self, route: &dyn Route<R>, job: Job, limit: Duration) -> Result<Launch, Error> {
-        self.forget_failed();
+        self.drop_failed_calls();
         if let Some(error) = self.status.failure() {
             return Err(error);
         }
         let used: Vec<_> = job.sources.iter().chain(&job.targets).map(|(memory, _)| Span::of(memory)).collect();
-        // What an all-reduce between devices still writes to, by either way.
+        // Checks for writes of all-reduces between devices that are still pending on either path.
         for direct in [false, true] {
-            self.apart(job.call.operation, direct, &used)?;
+            self.check_no_writes(job.call.operation, direct, &used)?;
         }
         let (operation, stream) = (job.call.operation.to_string(), job.stream);
-        caught(&operation, || route.prepare(self.at(stream), job, limit))
+        catch_panic(&operation, || route.prepare(self.inner_on(stream), job, limit))
     }
 }

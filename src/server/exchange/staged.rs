@@ -1,9 +1,9 @@
-//! Operations of a group through host memory.
+//! Device operations through host memory.
 
 use cubecl::bytes::Bytes;
 use cubecl::device_handle::DeviceHandle;
 
-use super::{Waiting, ask};
+use super::{WaitFn, run_on_device};
 use crate::pool;
 use crate::server::DeviceTransport;
 use crate::server::compute::CollectiveServer;
@@ -12,16 +12,16 @@ use crate::server::memory::{shared, writable};
 use bonfire_core::internal::{ByteOperations, Request};
 use bonfire_core::{Error, Group};
 
-/// Host memory is filled from the device, the ranks work on it, and who waits has the results written.
+/// Copies the sources to host memory and runs the operation there. The returned function waits and writes the results.
 pub(super) fn start<R: DeviceTransport>(
     device: DeviceHandle<CollectiveServer<R>>,
     group: &Group,
     job: Job,
-) -> Result<Waiting, Error> {
+) -> Result<WaitFn, Error> {
     let Job { call, sources, targets, stream, .. } = job;
-    let starts: Vec<_> = sources.iter().map(|(_, place)| place.start).collect();
-    let sources = sources.into_iter().map(|(source, place)| (source, place.len())).collect();
-    let reading = ask(&device, call, move |server| server.snapshot(sources, stream));
+    let starts: Vec<_> = sources.iter().map(|(_, range)| range.start).collect();
+    let sources = sources.into_iter().map(|(source, range)| (source, range.len())).collect();
+    let reading = run_on_device(&device, call, move |server| server.snapshot(sources, stream));
     let work = group.start_operation(Request::from(call), Bytes::from_bytes_vec(Vec::new()), move |memory| {
         let operation = call.operation.to_string();
         let parts = reading()?.wait(&operation)?;

@@ -1,4 +1,7 @@
-//! Collectives that move elements or add them up. They are linear, so their gradients are moved and added up by others.
+//! Collectives that move or sum elements.
+//!
+//! Each is a linear map on the concatenation of all ranks' elements, so its backward pass is the collective of the
+//! transposed matrix.
 
 use burn::backend::Autodiff;
 use burn::backend::autodiff::checkpoint::base::Checkpointer;
@@ -11,18 +14,18 @@ use burn::tensor::{Float, TensorMetadata, TensorPrimitive};
 
 use super::refuse_nested;
 use crate::tensor::attempt::fail;
-use crate::tensor::operation::carry::{self, Swap};
+use crate::tensor::operation::carry::{self, PairSizes};
 use crate::tensor::operation::sizes::Sizes;
 use bonfire_core::{Error, Group, ReduceOp};
 
-/// One of them, with all that the ranks know of it. Sizes are those of all ranks.
+/// A linear collective and its arguments. Sizes are lengths along `dim`, one per rank.
 #[doc(hidden)]
 #[derive(Clone, Debug)]
 pub enum Linear {
     Broadcast {
         root: usize,
     },
-    /// The sum on the root; zeros elsewhere.
+    /// Returns the sum on the root, zeros elsewhere.
     Reduce {
         root: usize,
     },
@@ -30,12 +33,12 @@ pub enum Linear {
         dim: isize,
         sizes: Vec<usize>,
     },
-    /// The parts of the sum.
+    /// Returns this rank's part of the sum.
     ReduceScatter {
         dim: isize,
         sizes: Vec<usize>,
     },
-    /// Of equal parts, or of parts of these sizes.
+    /// `None` for equal parts, otherwise the sizes to send and to receive.
     AllToAll {
         dim: isize,
         sizes: Option<[Vec<usize>; 2]>,
@@ -43,7 +46,7 @@ pub enum Linear {
 }
 
 impl Linear {
-    /// What gradients go through: the transposed matrix, if the collective is one on all ranks' elements together.
+    /// The collective of the backward pass: that of the transposed matrix.
     fn transposed(self) -> Linear {
         match self {
             Linear::Broadcast { root } => Linear::Reduce { root },
@@ -55,33 +58,33 @@ impl Linear {
     }
 
     fn apply<B: Backend>(&self, tensor: FloatTensor<B>, group: &Group) -> Result<FloatTensor<B>, Error> {
-        let (via, device, shape, dtype) = (group.into(), B::float_device(&tensor), tensor.shape(), tensor.dtype());
+        let (ctx, device, shape, dtype) = (group.into(), B::float_device(&tensor), tensor.shape(), tensor.dtype());
         let tensor = TensorPrimitive::Float(tensor);
         let result = match self {
-            Linear::Broadcast { root } => carry::broadcast::<B, Float>(via, tensor, *root)?,
-            Linear::Reduce { root } => match carry::reduce::<B, Float>(via, tensor, ReduceOp::Sum, *root)? {
+            Linear::Broadcast { root } => carry::broadcast::<B, Float>(ctx, tensor, *root)?,
+            Linear::Reduce { root } => match carry::reduce::<B, Float>(ctx, tensor, ReduceOp::Sum, *root)? {
                 Some(sum) => sum,
                 None => TensorPrimitive::Float(B::float_zeros(shape, &device, dtype.into())),
             },
-            Linear::AllGather { dim, sizes } => carry::all_gather::<B, Float>(via, tensor, *dim, Sizes::Given(sizes))?,
+            Linear::AllGather { dim, sizes } => carry::all_gather::<B, Float>(ctx, tensor, *dim, Sizes::Given(sizes))?,
             Linear::ReduceScatter { dim, sizes } => {
-                carry::reduce_scatter::<B, Float>(via, tensor, ReduceOp::Sum, *dim, Some(sizes))?
+                carry::reduce_scatter::<B, Float>(ctx, tensor, ReduceOp::Sum, *dim, Some(sizes))?
             }
             Linear::AllToAll { dim, sizes } => {
                 let (send, recv) = sizes.as_ref().map(|[send, recv]| (&send[..], &recv[..])).unzip();
-                let swap = Swap { send, recv };
-                carry::all_to_all::<B, Float>(via, tensor, *dim, swap)?
+                let sizes = PairSizes { send, recv };
+                carry::all_to_all::<B, Float>(ctx, tensor, *dim, sizes)?
             }
         };
         Ok(result.tensor())
     }
 }
 
-/// The step of a backward pass: its input is the gradient of the collective's result.
+/// The backward step of a linear collective. Its state is the group and the forward collective.
 #[derive(Debug)]
-struct Step;
+struct LinearBackward;
 
-impl<B: Backend> Backward<B, 1> for Step {
+impl<B: Backend> Backward<B, 1> for LinearBackward {
     type State = (Group, Linear);
 
     fn backward(self, ops: Ops<Self::State, 1>, gradients: &mut Gradients, _: &mut Checkpointer) {
@@ -92,7 +95,7 @@ impl<B: Backend> Backward<B, 1> for Step {
     }
 }
 
-/// Carries out the collective on tracked tensors.
+/// Runs the collective on a tensor that may be tracked, and records its backward step.
 pub(super) fn tracked<B: Backend, C: CheckpointStrategy>(
     tensor: FloatTensor<Autodiff<B, C>>,
     group: &Group,
@@ -100,8 +103,8 @@ pub(super) fn tracked<B: Backend, C: CheckpointStrategy>(
 ) -> Result<FloatTensor<Autodiff<B, C>>, Error> {
     refuse_nested::<B>(&tensor.primitive)?;
     let result = linear.apply::<B>(tensor.primitive, group)?;
-    // Compute bound, so that no checkpointing strategy repeats the communication.
-    Ok(match Step.prepare::<C>([tensor.node]).compute_bound().stateful() {
+    // Declared compute bound, so that no checkpointing strategy repeats the communication.
+    Ok(match LinearBackward.prepare::<C>([tensor.node]).compute_bound().stateful() {
         OpsKind::Tracked(prepared) => prepared.finish((group.clone(), linear), result),
         OpsKind::UnTracked(prepared) => prepared.finish(result),
     })

@@ -1,20 +1,22 @@
-//! Tokens to the experts and back: to all ranks, or to those whose experts they are for.
+//! Expert parallelism: sends tokens to the experts and their results back, through all ranks or only the experts'
+//! ranks.
 
 use burn::tensor::backend::Backend;
 use burn::tensor::{Float, Int, Tensor};
 
 use super::{DeviceCommunicator, Routing, destroyed};
-use crate::tensor::host::{Kind, Via};
+use crate::tensor::host::{Context, Kind};
 use crate::tensor::operation::carry;
-use crate::tensor::operation::fused::{self, Piece};
+use crate::tensor::operation::fused::{self, GatherInput};
 use crate::tensor::operation::sizes::Sizes;
 use bonfire_core::internal::lock;
 use bonfire_core::{Error, Group, ReduceOp};
 
 /// # Experts
 impl<B: Backend> DeviceCommunicator<B> {
-    /// Gives the group that [`dispatch`](Self::dispatch) and [`combine`](Self::combine) use for what is not sequence
-    /// parallel: the ranks with this one's place in tensor parallelism. Without it, all ranks of the communicator.
+    /// Sets the group that [`dispatch`](Self::dispatch), [`combine`](Self::combine) and [`route`](Self::route) use
+    /// without sequence parallelism: the ranks with this one's position in tensor parallelism. Unless it is set, they
+    /// use all ranks of the communicator.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] after [`destroy`](Self::destroy).
@@ -25,13 +27,15 @@ impl<B: Backend> DeviceCommunicator<B> {
         Ok(())
     }
 
-    /// Brings all ranks' tokens, their router logits and `extra_tensors`, which have a row for each token, to every rank, in
-    /// the order of ranks and in one operation: every rank then runs its experts on the tokens that are for them, and
-    /// [`combine`](Self::combine) adds up the results. Ranks may have any number of tokens. The ranks are those of the
-    /// communicator if the tokens are split among them (`is_sequence_parallel`), else those of the
-    /// [data parallel group](Self::set_data_parallel_group). In a group of one, everything stays as it is.
+    /// Gathers all ranks' tokens, their router logits and `extra_tensors` on every rank.
     ///
-    /// To send each token only to the ranks that have its experts, see [`route`](Self::route).
+    /// All tensors have one row per token; ranks may have different numbers of tokens. The results are concatenated in
+    /// rank order. They are gathered in one operation. Every rank then runs its experts on the tokens routed to them,
+    /// and [`combine`](Self::combine) sums the results. With `is_sequence_parallel`, the tokens are split over the
+    /// ranks of the communicator, and all of them take part; otherwise the [data parallel
+    /// group](Self::set_data_parallel_group) does. In a group of one rank, the results are the inputs.
+    ///
+    /// To send each token only to the ranks that have its experts, use [`route`](Self::route).
     ///
     /// # Errors
     /// As [`all_gather_v_list`](Self::all_gather_v_list).
@@ -43,22 +47,22 @@ impl<B: Backend> DeviceCommunicator<B> {
         is_sequence_parallel: bool,
         extra_tensors: Vec<Tensor<B, D, K>>,
     ) -> Result<(Tensor<B, D>, Tensor<B, D>, Vec<Tensor<B, D, K>>), Error> {
-        let (via, metadata) = self.experts(is_sequence_parallel)?;
-        if via.group.world_size() == 1 {
+        let (ctx, metadata) = self.expert_groups(is_sequence_parallel)?;
+        if ctx.group.world_size() == 1 {
             return Ok((hidden_states, router_logits, extra_tensors));
         }
-        let mut pieces = Vec::new();
+        let mut inputs = Vec::new();
         for tensor in [hidden_states, router_logits] {
-            pieces.push(Piece::read::<B, Float>(tensor.into_primitive(), 0)?);
+            inputs.push(GatherInput::read::<B, Float>(tensor.into_primitive(), 0)?);
         }
         for tensor in extra_tensors {
-            pieces.push(Piece::read::<B, K>(tensor.into_primitive(), 0)?);
+            inputs.push(GatherInput::read::<B, K>(tensor.into_primitive(), 0)?);
         }
-        let Some(axis) = fused::axis(&pieces)? else { return Err(Error::argument("dispatch", "nothing to dispatch")) };
+        let Some(axis) = fused::axis(&inputs)? else { return Err(Error::argument("dispatch", "nothing to dispatch")) };
         let sizes = Sizes::Exchanged.resolve(metadata.into(), "dispatch", &axis)?;
-        let mut gathered = fused::all_gather::<B>(via, pieces, &sizes)?.into_iter();
+        let mut gathered = fused::all_gather::<B>(ctx, inputs, &sizes)?.into_iter();
         let (Some(hidden_states), Some(router_logits)) = (gathered.next(), gathered.next()) else {
-            return Err(Error::broken("dispatch", "the group gave less than was sent"));
+            return Err(Error::broken("dispatch", "the group returned fewer tensors than were sent"));
         };
         lock(&self.dispatched)[usize::from(is_sequence_parallel)] = Some(sizes);
         Ok((
@@ -68,52 +72,58 @@ impl<B: Backend> DeviceCommunicator<B> {
         ))
     }
 
-    /// The sum, over the ranks, of what their experts made of the tokens of the last [`dispatch`](Self::dispatch): of that
-    /// the rows of this rank's own tokens. In a group of one it is the input.
+    /// Sums the ranks' results for the tokens of the last [`dispatch`](Self::dispatch) and returns the rows of this
+    /// rank's own tokens.
+    ///
+    /// `hidden_states` has one row for every token of that dispatch, in its order. In a group of one rank, the result
+    /// is the input.
     ///
     /// # Errors
-    /// Those of [`operation::reduce_scatter_v`](crate::tensor::operation::reduce_scatter_v); [`Error::InvalidArgument`] also without
-    /// a dispatch before, or after [`destroy`](Self::destroy).
+    /// Those of [`operation::reduce_scatter_v`](crate::tensor::operation::reduce_scatter_v). [`Error::InvalidArgument`]
+    /// also if nothing was dispatched, or after [`destroy`](Self::destroy).
     pub fn combine<const D: usize>(
         &self,
         hidden_states: Tensor<B, D>,
         is_sequence_parallel: bool,
     ) -> Result<Tensor<B, D>, Error> {
-        let (via, _) = self.experts(is_sequence_parallel)?;
-        if via.group.world_size() == 1 {
+        let (ctx, _) = self.expert_groups(is_sequence_parallel)?;
+        if ctx.group.world_size() == 1 {
             return Ok(hidden_states);
         }
         let sizes = lock(&self.dispatched)[usize::from(is_sequence_parallel)].clone();
-        let sizes = sizes.ok_or_else(|| Error::argument("combine", "nothing was dispatched: call dispatch before"))?;
+        let sizes = sizes.ok_or_else(|| Error::argument("combine", "nothing was dispatched: call dispatch first"))?;
         let (tensor, sizes) = (hidden_states.into_primitive(), Some(&sizes[..]));
-        let own = carry::reduce_scatter::<B, Float>(via, tensor, ReduceOp::Sum, 0, sizes)?;
+        let own = carry::reduce_scatter::<B, Float>(ctx, tensor, ReduceOp::Sum, 0, sizes)?;
         Ok(Tensor::from_primitive(own))
     }
 
-    /// Finds out which rank gets which tokens: `experts` says, in each token's row, which experts it goes to, of `count` that
-    /// the ranks have in their order, as equally as possible (see [`partition`](crate::partition())). Each rank may have any
-    /// number of tokens.
+    /// Determines which rank receives which tokens.
+    ///
+    /// Row `t` of `experts` lists the experts of token `t`, as numbers below `count`, the number of experts on all
+    /// ranks. They are distributed over the ranks in order and as equally as possible (see
+    /// [`partition`](crate::partition())). Ranks may have different numbers of tokens. All ranks of the group of
+    /// [`dispatch`](Self::dispatch) must call this.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for an expert that there is not, else those of
-    /// [`Group::all_to_all_v`].
+    /// [`Error::InvalidArgument`] for an expert outside `0..count` or after [`destroy`](Self::destroy); otherwise the
+    /// errors of [`Group::all_to_all_v`].
     pub fn route(
         &self,
         experts: Tensor<B, 2, Int>,
         count: usize,
         is_sequence_parallel: bool,
     ) -> Result<Routing, Error> {
-        let (via, metadata) = self.experts(is_sequence_parallel)?;
-        Routing::new::<B>(experts, count, metadata, via.group)
+        let (ctx, metadata) = self.expert_groups(is_sequence_parallel)?;
+        Routing::new::<B>(experts, count, metadata, ctx.group)
     }
 
-    /// The groups that carry tokens to experts, and what there is to know of them.
-    fn experts(&self, is_sequence_parallel: bool) -> Result<(Via<'_>, &Group), Error> {
+    /// Returns the groups on which tokens and their metadata are sent.
+    fn expert_groups(&self, is_sequence_parallel: bool) -> Result<(Context<'_>, &Group), Error> {
         let groups = self.groups()?;
         Ok(match &groups.data_parallel {
-            // Without the memory for results, which is the other group's.
+            // Without the memory for results: it belongs to the other group.
             Some(group) if !is_sequence_parallel => (group.into(), group),
-            _ => (self.via()?, &groups.metadata),
+            _ => (self.ctx()?, &groups.metadata),
         })
     }
 }

@@ -1,4 +1,4 @@
-//! The dimension along which a tensor is cut into parts, and how parts lie in a whole.
+//! The dimension along which a tensor is split into parts, and the memory layout of the parts in the whole.
 
 use burn::tensor::Shape;
 
@@ -12,7 +12,7 @@ pub(crate) struct Axis {
 }
 
 impl Axis {
-    /// Dimension `dim` of the shape; a negative one counts from the end.
+    /// Dimension `dim` of the shape. A negative one counts from the end.
     pub fn new(operation: &str, shape: Shape, dim: isize) -> Result<Axis, Error> {
         let rank = shape.num_dims();
         let counted = if dim < 0 { dim.checked_add_unsigned(rank) } else { Some(dim) };
@@ -26,45 +26,46 @@ impl Axis {
         }
     }
 
-    /// How long the tensor is along the dimension.
+    /// Returns the tensor's length along the dimension.
     pub fn len(&self) -> usize {
         self.shape[self.dim]
     }
 
-    /// The shape of a tensor that is `len` long along the dimension, else like this one.
+    /// Returns the shape with length `len` along the dimension.
     pub fn shape(&self, len: usize) -> Shape {
         let mut shape = self.shape.clone();
         shape[self.dim] = len;
         shape
     }
 
-    /// What ranks must agree on: the dimension, and the shape but for the length along it.
-    pub fn agreed(&self) -> Vec<usize> {
+    /// What ranks must agree on: the number of dimensions, the dimension, and the lengths along all others.
+    pub fn common(&self) -> Vec<usize> {
         let others = self.shape.iter().enumerate().filter(|(dim, _)| *dim != self.dim).map(|(_, len)| *len);
         [self.shape.num_dims(), self.dim].into_iter().chain(others).collect()
     }
 
-    /// Rows before the dimension, and elements of one index along it in each.
-    fn around(&self) -> (usize, usize) {
+    /// Returns the products of the lengths before and after the dimension.
+    fn outer_and_inner(&self) -> (usize, usize) {
         (self.shape[..self.dim].iter().product(), self.shape[self.dim + 1..].iter().product())
     }
 
-    /// The elements of parts of these sizes, and of all together.
+    /// Returns the number of elements of each part of these sizes, and of all parts.
     pub fn counts(&self, operation: &str, sizes: &[usize]) -> Result<(Vec<usize>, usize), Error> {
-        let (outer, inner) = self.around();
+        let (outer, inner) = self.outer_and_inner();
         let unit = outer * inner;
-        let absurd = || Error::argument(operation, format!("no tensor is so long: sizes {sizes:?}"));
-        let total = sizes.iter().try_fold(0usize, |sum, size| sum.checked_add(*size)).ok_or_else(absurd)?;
-        let total = total.checked_mul(unit).ok_or_else(absurd)?;
+        let overflow = || Error::argument(operation, format!("no tensor is so long: sizes {sizes:?}"));
+        let total = sizes.iter().try_fold(0usize, |sum, size| sum.checked_add(*size)).ok_or_else(overflow)?;
+        let total = total.checked_mul(unit).ok_or_else(overflow)?;
         Ok((sizes.iter().map(|size| size * unit).collect(), total))
     }
 
-    /// Whether parts one after the other are the whole.
+    /// Whether the concatenation of the parts in memory is the whole, so that nothing has to be copied.
     pub fn is_outermost(&self) -> bool {
         self.shape[..self.dim].iter().all(|len| *len == 1)
     }
 
-    /// Copies a whole's parts, of these sizes along the dimension, to one place after the other.
+    /// Copies the parts of a whole, of these sizes along the dimension, into `parts`, one after the other. `element` is
+    /// the size of an element in bytes.
     pub fn split(&self, sizes: &[usize], element: usize, whole: &[u8], mut parts: &mut [u8]) {
         for index in 0..sizes.len() {
             let mut at = 0;
@@ -79,13 +80,13 @@ impl Axis {
     /// The inverse of [`split`](Self::split).
     pub fn join(&self, sizes: &[usize], element: usize, mut parts: &[u8], whole: &mut [u8]) {
         for index in 0..sizes.len() {
-            let used = self.put(sizes, index, element, parts, whole);
+            let used = self.join_part(sizes, index, element, parts, whole);
             parts = &parts[used..];
         }
     }
 
-    /// Copies part `index`, which `part` begins with, to its places in the whole; gives its length in bytes.
-    pub fn put(&self, sizes: &[usize], index: usize, element: usize, part: &[u8], whole: &mut [u8]) -> usize {
+    /// Copies part `index`, the first bytes of `part`, into the whole. Returns its length in bytes.
+    pub fn join_part(&self, sizes: &[usize], index: usize, element: usize, part: &[u8], whole: &mut [u8]) -> usize {
         let mut at = 0;
         self.runs(sizes, index, element, |begin, len| {
             whole[begin..begin + len].copy_from_slice(&part[at..at + len]);
@@ -94,9 +95,9 @@ impl Axis {
         at
     }
 
-    /// Calls `each` with where a run of bytes of part `index` begins in the whole, and its length.
+    /// Calls `each` with the offset in the whole and the length of each contiguous run of bytes of part `index`.
     fn runs(&self, sizes: &[usize], index: usize, element: usize, mut each: impl FnMut(usize, usize)) {
-        let (outer, inner) = self.around();
+        let (outer, inner) = self.outer_and_inner();
         let bytes = inner * element;
         let row = sizes.iter().sum::<usize>() * bytes;
         let before = sizes[..index].iter().sum::<usize>() * bytes;
@@ -120,18 +121,18 @@ mod tests {
 
     /// Two rows of 1 + 0 + 2 columns.
     #[test]
-    fn parts_are_cut_from_every_row_and_put_back() {
+    fn split_and_join_are_inverse() {
         let axis = Axis::new("test", Shape::new([2, 3]), 1).unwrap();
         assert!(!axis.is_outermost());
-        let (whole, mut parts, mut again) = ([1, 2, 3, 4, 5, 6], [0; 6], [0; 6]);
+        let (whole, mut parts, mut joined) = ([1, 2, 3, 4, 5, 6], [0; 6], [0; 6]);
         axis.split(&[1, 0, 2], 1, &whole, &mut parts);
         assert_eq!(parts, [1, 4, 2, 3, 5, 6]);
-        axis.join(&[1, 0, 2], 1, &parts, &mut again);
-        assert_eq!(again, whole);
+        axis.join(&[1, 0, 2], 1, &parts, &mut joined);
+        assert_eq!(joined, whole);
     }
 
     #[test]
-    fn absurd_sizes_are_refused() {
+    fn sizes_that_overflow_are_refused() {
         let axis = Axis::new("test", Shape::new([3, 2]), 0).unwrap();
         assert_eq!(axis.counts("test", &[2, 0, 1]).unwrap(), (vec![4, 0, 2], 6));
         assert!(axis.counts("test", &[usize::MAX, 1]).is_err());

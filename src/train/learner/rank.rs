@@ -1,4 +1,4 @@
-//! One rank of a training: what burn-train's own loops do, with all ranks in step.
+//! One rank of a training: burn-train's training loops, with all ranks in lockstep.
 
 use std::ops::RangeInclusive;
 use std::sync::Arc;
@@ -14,21 +14,21 @@ use burn_train::{
 };
 
 use crate::train::DataParallel;
-use crate::train::agree::tell_all;
+use crate::train::agree::all_gather_values;
 use bonfire_core::internal::Ranks;
 use bonfire_core::{Error, Group};
 
 type Device<LC> = burn::tensor::Device<<LC as LearningComponentsTypes>::Backend>;
 
-/// What all ranks of this process train by.
+/// Settings shared by all ranks of this process.
 pub(super) struct Settings {
     pub epochs: RangeInclusive<usize>,
     pub accumulation: Option<usize>,
     pub interrupter: Interrupter,
 }
 
-/// What rank 0 does besides training.
-pub(super) struct Main<LC: LearningComponentsTypes> {
+/// What rank 0 needs for its tasks besides training: validation, metrics, checkpoints and early stopping.
+pub(super) struct Leader<LC: LearningComponentsTypes> {
     pub valid: ValidLoader<LC>,
     pub processor: SupervisedTrainingEventProcessor<LC>,
     pub checkpointer: Option<LearningCheckpointer<LC>>,
@@ -36,19 +36,21 @@ pub(super) struct Main<LC: LearningComponentsTypes> {
     pub store: Arc<EventStoreClient>,
 }
 
+/// A rank and its share of the training data.
 pub(super) struct Rank<'a, LC: LearningComponentsTypes> {
     pub group: Group,
     pub settings: &'a Settings,
     pub learner: Learner<LC>,
     pub train: TrainLoader<LC>,
-    pub main: Option<Main<LC>>,
+    /// On rank 0 only.
+    pub leader: Option<Leader<LC>>,
 }
 
-/// What rank 0 gives back besides its model.
+/// What rank 0 returns besides its model.
 type Processor<LC> = Option<SupervisedTrainingEventProcessor<LC>>;
 
 impl<LC: LearningComponentsTypes> Rank<'_, LC> {
-    /// Trains on this device, as all ranks do at the same time.
+    /// Trains on this device. All ranks must call it concurrently.
     pub fn run(mut self, device: &Device<LC>) -> Result<(TrainingModel<LC>, Processor<LC>), Error> {
         let mut ddp = self.prepare(device)?;
         for epoch in self.settings.epochs.clone() {
@@ -56,24 +58,27 @@ impl<LC: LearningComponentsTypes> Rank<'_, LC> {
             if self.train_epoch(&mut ddp, &progress)? == Next::Stop {
                 break;
             }
-            let main = self.main.as_mut();
-            let stop = main.is_some_and(|main| main.end_epoch(&self.learner, &progress, &self.settings.interrupter));
+            let leader = self.leader.as_mut();
+            let stop =
+                leader.is_some_and(|leader| leader.end_epoch(&self.learner, &progress, &self.settings.interrupter));
             let mut stop = [u8::from(stop)];
             self.group.broadcast(&mut stop, 0)?;
             if stop == [1] {
                 break;
             }
         }
-        Ok((self.learner.model(), self.main.map(|main| main.processor)))
+        Ok((self.learner.model(), self.leader.map(|leader| leader.processor)))
     }
 
-    /// Puts the model on the device, with rank 0's parameters.
+    /// Moves the model to the device and loads rank 0's parameters.
     fn prepare(&mut self, device: &Device<LC>) -> Result<DataParallel<LC::Backend>, Error> {
         self.learner.fork(device);
         self.group.barrier()?;
-        // A running state that clones share is wherever its last fork has put it.
-        let split = self.learner.model().devices().iter().any(|other| other != device);
-        if let Some(rank) = tell_all(&self.group, [u8::from(split)])?.iter().position(|split| *split == [1]) {
+        // A running state that clones share is on the device of the last fork.
+        let misplaced = self.learner.model().devices().iter().any(|other| other != device);
+        if let Some(rank) =
+            all_gather_values(&self.group, [u8::from(misplaced)])?.iter().position(|misplaced| *misplaced == [1])
+        {
             let reason = format!(
                 "the model has states, such as batch norm's, that burn shares between the devices of a process, so \
                  rank {rank} does not have them on its device; give each device a process of its own"
@@ -81,13 +86,13 @@ impl<LC: LearningComponentsTypes> Rank<'_, LC> {
             return Err(Error::argument("data parallel strategy", reason));
         }
         let (model, ddp) = DataParallel::new(self.group.clone(), self.learner.model())?;
-        // Mappings of parameters run on the way: without gradients the learner's parameters are leaves afterwards.
+        // Loading runs the parameters' mappings. Without gradients, the learner's parameters are leaves afterwards.
         self.learner.load_model(model.no_grad().into_record());
         Ok(ddp)
     }
 
     fn train_epoch(&mut self, ddp: &mut DataParallel<LC::Backend>, epoch: &Progress) -> Result<Next, Error> {
-        let peers = self.group.world_size();
+        let world_size = self.group.world_size();
         let mut batches = self.train.iter();
         let mut accumulator = GradientsAccumulator::new();
         let (mut steps, mut accumulated) = (0, 0);
@@ -96,39 +101,39 @@ impl<LC: LearningComponentsTypes> Rank<'_, LC> {
             let mut progress = batches.progress();
             let next = agree(&self.group, &self.settings.interrupter, batch.is_some(), &progress, steps)?;
             let Some(batch) = batch.filter(|_| next == Next::Step) else {
-                if let Some(main) = &mut self.main {
-                    main.processor.process_train(LearnerEvent::EndEpoch(epoch.items_processed));
+                if let Some(leader) = &mut self.leader {
+                    leader.processor.process_train(LearnerEvent::EndEpoch(epoch.items_processed));
                 }
                 return Ok(next);
             };
             steps += 1;
-            (0..peers).for_each(|_| self.learner.lr_step());
+            (0..world_size).for_each(|_| self.learner.lr_step());
             let output = self.learner.train_step(batch);
             match self.settings.accumulation {
                 Some(accumulation) => {
                     accumulator.accumulate(&self.learner.model(), output.grads);
                     accumulated += 1;
                     if accumulation <= accumulated {
-                        // The mean of sums is the sum of means, for the cost of one exchange.
+                        // The mean of sums equals the sum of means, and takes one exchange.
                         self.learner.optimizer_step(ddp.sync(accumulator.grads(), 1)?);
                         accumulated = 0;
                     }
                 }
                 None => self.learner.optimizer_step(ddp.sync(output.grads, 1)?),
             }
-            if let Some(main) = &mut self.main {
-                progress.items_processed *= peers;
-                progress.items_total *= peers;
-                let (iteration, rate) = (Some(steps * peers), Some(self.learner.lr_current()));
+            if let Some(leader) = &mut self.leader {
+                progress.items_processed *= world_size;
+                progress.items_total *= world_size;
+                let (iteration, rate) = (Some(steps * world_size), Some(self.learner.lr_current()));
                 let item = TrainingItem::new(output.item, progress, epoch.clone(), iteration, rate);
-                main.processor.process_train(LearnerEvent::ProcessedItem(item));
+                leader.processor.process_train(LearnerEvent::ProcessedItem(item));
             }
         }
     }
 }
 
-impl<LC: LearningComponentsTypes> Main<LC> {
-    /// Validates and saves; says whether the training should end here.
+impl<LC: LearningComponentsTypes> Leader<LC> {
+    /// Validates and saves a checkpoint. Returns whether the training should stop early.
     fn end_epoch(&mut self, learner: &Learner<LC>, progress: &Progress, interrupter: &Interrupter) -> bool {
         let epoch = progress.items_processed;
         let model = learner.model().valid();
@@ -159,17 +164,20 @@ enum Next {
     Stop,
 }
 
-/// What a rank knows before a step.
+/// What a rank reports before a step.
 #[derive(Clone, Copy)]
-struct Ready {
+struct RankReport {
+    /// Whether it has a batch.
     batch: bool,
+    /// Whether it was interrupted.
     stop: bool,
-    /// Samples so far in this epoch, the next batch included, and all of the rank's samples.
+    /// Samples so far in this epoch, including the next batch.
     samples: u64,
-    of: u64,
+    /// The rank's samples in the epoch.
+    total: u64,
 }
 
-/// Decides together what comes next. An interrupted rank stops all.
+/// Exchanges the ranks' reports and returns what all do next. An interrupted rank stops all.
 fn agree(
     group: &Group,
     interrupter: &Interrupter,
@@ -177,25 +185,26 @@ fn agree(
     progress: &Progress,
     steps: usize,
 ) -> Result<Next, Error> {
-    let (samples, of) = (progress.items_processed as u64, progress.items_total as u64);
-    let words = tell_all(group, [u64::from(batch), u64::from(interrupter.should_stop()), samples, of])?;
-    let ready = |[batch, stop, samples, of]: [u64; 4]| Ready { batch: batch == 1, stop: stop == 1, samples, of };
-    let ready: Vec<_> = words.into_iter().map(ready).collect();
-    if let Some(rank) = ready.iter().position(|rank| rank.stop)
+    let (samples, total) = (progress.items_processed as u64, progress.items_total as u64);
+    let words = all_gather_values(group, [u64::from(batch), u64::from(interrupter.should_stop()), samples, total])?;
+    let report =
+        |[batch, stop, samples, total]: [u64; 4]| RankReport { batch: batch == 1, stop: stop == 1, samples, total };
+    let reports: Vec<_> = words.into_iter().map(report).collect();
+    if let Some(rank) = reports.iter().position(|rank| rank.stop)
         && !interrupter.should_stop()
     {
         interrupter.stop(Some(&format!("rank {rank} was interrupted")));
     }
-    next(&ready, steps).map_err(|reason| Error::argument("data parallel strategy", reason))
+    next(&reports, steps).map_err(|reason| Error::argument("data parallel strategy", reason))
 }
 
-/// What the ranks do after so many steps of an epoch, or why they cannot go on.
-fn next(ready: &[Ready], steps: usize) -> Result<Next, String> {
-    let having = |wanted| (0..ready.len()).filter(|&rank| ready[rank].batch == wanted).collect::<Vec<_>>();
-    let (with, without) = (having(true), having(false));
+/// Returns what the ranks do after `steps` steps of an epoch, or why they cannot continue.
+fn next(reports: &[RankReport], steps: usize) -> Result<Next, String> {
+    let ranks_where = |wanted| (0..reports.len()).filter(|&rank| reports[rank].batch == wanted).collect::<Vec<_>>();
+    let (with, without) = (ranks_where(true), ranks_where(false));
     const REMEDY: &str = "every rank needs equally many: make the number of training samples a multiple of the number \
                           of ranks";
-    if ready.iter().any(|rank| rank.stop) {
+    if reports.iter().any(|rank| rank.stop) {
         return Ok(Next::Stop);
     }
     if !with.is_empty() && !without.is_empty() {
@@ -206,7 +215,7 @@ fn next(ready: &[Ready], steps: usize) -> Result<Next, String> {
         return Ok(Next::EndEpoch);
     }
     if steps == 0
-        && let Some(counts) = forecast(ready)
+        && let Some(counts) = estimated_batches(reports)
         && let Some(rank) = counts.iter().position(|count| *count != counts[0])
     {
         let (first, other) = (counts[0], counts[rank]);
@@ -215,48 +224,49 @@ fn next(ready: &[Ready], steps: usize) -> Result<Next, String> {
     Ok(Next::Step)
 }
 
-/// The number of batches of each rank, as far as the first batch tells it: batches are of equal size, unless one is all
-/// that a rank has.
-fn forecast(ready: &[Ready]) -> Option<Vec<u64>> {
-    let size = ready.iter().map(|rank| rank.samples).max().filter(|size| *size > 0)?;
-    let count = |rank: &Ready| (rank.samples == size || rank.samples == rank.of).then(|| rank.of.div_ceil(size));
-    ready.iter().map(count).collect()
+/// Estimates each rank's number of batches from the first batch. Batches have equal sizes, unless a rank's only batch
+/// is smaller. Returns `None` if the sizes do not allow an estimate.
+fn estimated_batches(reports: &[RankReport]) -> Option<Vec<u64>> {
+    let size = reports.iter().map(|rank| rank.samples).max().filter(|size| *size > 0)?;
+    let count =
+        |rank: &RankReport| (rank.samples == size || rank.samples == rank.total).then(|| rank.total.div_ceil(size));
+    reports.iter().map(count).collect()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn ready(samples: u64, of: u64) -> Ready {
-        Ready { batch: true, stop: false, samples, of }
+    fn report(samples: u64, total: u64) -> RankReport {
+        RankReport { batch: true, stop: false, samples, total }
     }
 
-    const DONE: Ready = Ready { batch: false, stop: false, samples: 8, of: 8 };
+    const DONE: RankReport = RankReport { batch: false, stop: false, samples: 8, total: 8 };
 
     #[test]
     fn different_numbers_of_batches_are_refused_before_the_first_step() {
-        // Two full batches and a part of one, against two.
-        let error = next(&[ready(4, 8), ready(4, 8), ready(4, 9)], 0).unwrap_err();
+        // Two full batches and a partial one, against two.
+        let error = next(&[report(4, 8), report(4, 8), report(4, 9)], 0).unwrap_err();
         assert!(error.starts_with("rank 0 has 2 batches in an epoch and rank 2 has 3; "), "{error}");
-        // A rank whose only batch is smaller than the others'.
-        let error = next(&[ready(3, 3), ready(4, 5)], 0).unwrap_err();
+        // A rank whose only batch is smaller than the batches of the other ranks.
+        let error = next(&[report(3, 3), report(4, 5)], 0).unwrap_err();
         assert!(error.contains("rank 0 has 1 batches") && error.contains("rank 1 has 2"), "{error}");
-        // Uneven parts with equally many batches.
-        assert_eq!(next(&[ready(4, 9), ready(4, 12)], 0), Ok(Next::Step));
-        // Batches of different sizes tell nothing yet.
-        assert_eq!(next(&[ready(4, 9), ready(5, 20)], 0), Ok(Next::Step));
+        // Uneven parts with the same number of batches.
+        assert_eq!(next(&[report(4, 9), report(4, 12)], 0), Ok(Next::Step));
+        // Batches of different sizes do not allow an estimate.
+        assert_eq!(next(&[report(4, 9), report(5, 20)], 0), Ok(Next::Step));
     }
 
     #[test]
     fn a_rank_that_runs_out_of_batches_ends_the_training_of_all() {
-        let error = next(&[ready(12, 20), DONE, ready(12, 20)], 2).unwrap_err();
+        let error = next(&[report(12, 20), DONE, report(12, 20)], 2).unwrap_err();
         assert!(error.starts_with("ranks 0, 2 would have more batches in an epoch than the 2 of rank 1; "), "{error}");
         assert_eq!(next(&[DONE, DONE], 2), Ok(Next::EndEpoch));
     }
 
     #[test]
     fn one_interrupted_rank_stops_all() {
-        let stopped = Ready { stop: true, ..ready(4, 8) };
-        assert_eq!(next(&[ready(4, 8), stopped, DONE], 1), Ok(Next::Stop));
+        let stopped = RankReport { stop: true, ..report(4, 8) };
+        assert_eq!(next(&[report(4, 8), stopped, DONE], 1), Ok(Next::Stop));
     }
 }

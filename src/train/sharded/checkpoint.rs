@@ -1,4 +1,4 @@
-//! The state of a sharded optimizer, saved and loaded by any number of ranks.
+//! Saving and loading the state of a sharded optimizer, on any number of ranks.
 
 use std::ops::Range;
 
@@ -10,26 +10,26 @@ use burn::tensor::backend::{AutodiffBackend, BackendTypes};
 use serde::{Deserialize, Serialize};
 
 use super::ShardedOptimizer;
-use super::state::{Piece, Records, elements, join};
-use crate::train::agree::{Described, Parameter, first_difference};
+use super::state::{RecordedSlice, Records, elements, join};
+use crate::train::agree::{Parameter, ParameterDescription, first_difference};
 use bonfire_core::Error;
 
-/// Says what the bytes are, and of which version.
+/// Identifies the format and its version.
 const FORMAT: &str = "bonfire sharded optimizer 1";
 
-/// What one rank saves.
+/// The saved state of one rank.
 #[derive(Serialize, Deserialize)]
-struct Part {
+struct SavedPart {
     format: String,
     steps: u64,
-    /// One for each parameter, in the order of the model.
-    slices: Vec<Slice>,
+    /// One slice for each parameter, in the order of the model.
+    slices: Vec<SavedSlice>,
 }
 
-/// The state of a part of a parameter.
+/// The saved state of elements `start..end` of a parameter, and burn's record of it, if there was any state.
 #[derive(Serialize, Deserialize)]
-struct Slice {
-    parameter: Described,
+struct SavedSlice {
+    parameter: ParameterDescription,
     start: usize,
     end: usize,
     record: Option<Vec<u8>>,
@@ -41,46 +41,48 @@ where
     M: AutodiffModule<B>,
     B: AutodiffBackend,
 {
-    /// This rank's part of the state, for [`load`](Self::load). The ranks of one block together have all of it: with
-    /// [`Sharding::Blocks`](super::Sharding::Blocks)`(m)` these are ranks 0 to `m - 1`, or as many from a multiple of
-    /// `m` on.
+    /// Returns this rank's part of the state, for [`load`](Self::load). The ranks of one block together have all of it:
+    /// with [`Sharding::Blocks`](super::Sharding::Blocks)`(m)` these are ranks 0 to `m - 1`, or any `m` ranks from a
+    /// multiple of `m` on.
     ///
     /// # Errors
-    /// [`Error::Io`] where the state cannot be recorded.
+    /// [`Error::Io`] if the state cannot be recorded.
     pub fn save(&self) -> Result<Vec<u8>, Error> {
-        let slices = self.own().into_iter().zip(&self.shards.parameters).zip(&self.states);
+        let slices = self.own_slices().into_iter().zip(&self.shards.parameters).zip(&self.states);
         let slices = slices.map(|((own, parameter), state)| {
             let record = state.as_ref().map(|state| self.record(state)).transpose()?;
-            Ok(Slice { parameter: describe(parameter), start: own.start, end: own.end, record })
+            Ok(SavedSlice { parameter: describe(parameter), start: own.start, end: own.end, record })
         });
-        let part = Part { format: FORMAT.into(), steps: self.steps, slices: slices.collect::<Result<_, Error>>()? };
+        let part =
+            SavedPart { format: FORMAT.into(), steps: self.steps, slices: slices.collect::<Result<_, Error>>()? };
         postcard::to_stdvec(&part).map_err(|e| Error::io("saving an optimizer", e))
     }
 
-    /// Goes on from parts that were [saved](Self::save), in any order: with as many ranks and the same sharding, a
-    /// rank's own is enough; with others, give the parts of all ranks of a block. It talks to nobody, so it is for the
-    /// caller to see that all ranks load parts of the same step.
+    /// Replaces this rank's state by that of [saved](Self::save) parts, in any order.
+    ///
+    /// With the same world size and sharding, a rank needs only its own part. Otherwise pass the parts of all ranks of
+    /// a block. This is a local operation: the caller must ensure that all ranks load parts of the same step.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] where something is no saved part, the parts are of different steps or of a model with
-    /// other parameters, or what this rank needs is in none of them; the optimizer stays as it was. Burn's records come
-    /// back in the backend's own float type, so parameters of another one are refused too.
+    /// [`Error::InvalidArgument`] if bytes are not a saved part, if the parts are of different steps or of a model with
+    /// other parameters, or if elements that this rank needs are in none of them; the optimizer is not changed. burn
+    /// loads records in the backend's own float type, so parameters of another type are refused too.
     pub fn load<P: AsRef<[u8]>>(&mut self, parts: &[P]) -> Result<(), Error> {
-        let parts = parts.iter().map(|part| match postcard::take_from_bytes::<Part>(part.as_ref()) {
+        let parts = parts.iter().map(|part| match postcard::take_from_bytes::<SavedPart>(part.as_ref()) {
             Ok((part, [])) if part.format == FORMAT => Ok(part),
-            _ => Err(refused("these bytes are not what `ShardedOptimizer::save` gave")),
+            _ => Err(invalid("these bytes are not what `ShardedOptimizer::save` returned")),
         });
         let parts = parts.collect::<Result<Vec<_>, Error>>()?;
-        let Some(first) = parts.first() else { return Err(refused("give at least one part")) };
+        let Some(first) = parts.first() else { return Err(invalid("give at least one part")) };
         let steps = first.steps;
         if let Some(other) = parts.iter().find(|part| part.steps != steps) {
-            return Err(refused(format!("one part is of step {steps}, another one of step {}", other.steps)));
+            return Err(invalid(format!("one part is of step {steps}, another one of step {}", other.steps)));
         }
         for part in &parts {
             self.check_model(part)?;
         }
         let mut states = Vec::with_capacity(self.states.len());
-        for (position, own) in self.own().into_iter().enumerate() {
+        for (position, own) in self.own_slices().into_iter().enumerate() {
             let slices: Vec<_> = parts.iter().map(|part| &part.slices[position]).collect();
             states.push(self.load_slice(&self.shards.parameters[position], own, &slices)?);
         }
@@ -88,14 +90,14 @@ where
         Ok(())
     }
 
-    /// How many bytes this rank's state takes: the tensors in it, with elements of the parameter's type. All of it is
-    /// recorded for that, so do not ask in every step.
+    /// Returns the size of this rank's state in bytes: of its tensors, with elements of the parameters' types. It
+    /// records the whole state to count them, so do not call it in every step.
     ///
     /// # Errors
-    /// [`Error::Io`] where the state cannot be recorded.
+    /// [`Error::Io`] if the state cannot be recorded.
     pub fn state_bytes(&self) -> Result<usize, Error> {
         let mut bytes = 0;
-        for ((own, parameter), state) in self.own().into_iter().zip(&self.shards.parameters).zip(&self.states) {
+        for ((own, parameter), state) in self.own_slices().into_iter().zip(&self.shards.parameters).zip(&self.states) {
             if let Some(state) = state {
                 let count = elements(&self.record(state)?, own.len());
                 bytes +=
@@ -105,11 +107,11 @@ where
         Ok(bytes)
     }
 
-    /// Where this rank's slice of each parameter is.
-    fn own(&self) -> Vec<Range<usize>> {
+    /// Returns this rank's slice of each parameter, by position.
+    fn own_slices(&self) -> Vec<Range<usize>> {
         let mut own = vec![0..0; self.shards.parameters.len()];
-        for place in self.shards.layout.iter().flat_map(|shared| &shared.places) {
-            own[place.position] = place.slice();
+        for span in self.shards.layout.iter().flat_map(|layout| &layout.spans) {
+            own[span.position] = span.slice();
         }
         own
     }
@@ -119,33 +121,33 @@ where
         record.map_err(|e| Error::io("recording an optimizer's state", e))
     }
 
-    fn check_model(&self, part: &Part) -> Result<(), Error> {
-        let here: Vec<_> = self.shards.parameters.iter().map(describe).collect();
+    fn check_model(&self, part: &SavedPart) -> Result<(), Error> {
+        let current: Vec<_> = self.shards.parameters.iter().map(describe).collect();
         let saved: Vec<_> = part.slices.iter().map(|slice| slice.parameter.clone()).collect();
-        let Some(position) = first_difference(&saved, &here) else { return Ok(()) };
-        let show = |list: &[Described]| list.get(position).map_or("nothing".into(), ToString::to_string);
-        Err(refused(format!(
+        let Some(position) = first_difference(&saved, &current) else { return Ok(()) };
+        let text = |list: &[ParameterDescription]| list.get(position).map_or("nothing".into(), ToString::to_string);
+        Err(invalid(format!(
             "it was saved for a model that differs first at parameter {position}: {} then, {} now",
-            show(&saved),
-            show(&here)
+            text(&saved),
+            text(&current)
         )))
     }
 
-    /// The state for this rank's slice of a parameter, from what others had.
+    /// Assembles the state for this rank's slice of a parameter from saved slices.
     fn load_slice(
         &self,
         parameter: &Parameter<B>,
         own: Range<usize>,
-        slices: &[&Slice],
+        slices: &[&SavedSlice],
     ) -> Result<Option<O::State<1>>, Error> {
-        let wrong = |reason: &str| refused(format!("the state of `{}`: {reason}", parameter.path));
-        let (mut pieces, mut without) = (Vec::new(), 0);
+        let invalid_state = |reason: &str| invalid(format!("the state of `{}`: {reason}", parameter.path));
+        let (mut recorded, mut missing) = (Vec::new(), 0);
         let mut next = own.start;
         while next < own.end {
             let furthest = slices.iter().filter(|slice| slice.start <= next).max_by_key(|slice| slice.end);
             let Some(slice) = furthest.filter(|slice| slice.end > next) else {
                 let (next, end) = (next, own.end);
-                return Err(wrong(&format!(
+                return Err(invalid_state(&format!(
                     "elements {next} to {end} are needed here and {next} is in no part; give the parts of all ranks \
                      of a block"
                 )));
@@ -154,41 +156,41 @@ where
             match &slice.record {
                 Some(record) => {
                     let range = next - slice.start..end - slice.start;
-                    pieces.push(Piece { record, len: slice.end - slice.start, range });
+                    recorded.push(RecordedSlice { record, len: slice.end - slice.start, range });
                 }
-                None => without += 1,
+                None => missing += 1,
             }
             next = end;
         }
-        if pieces.is_empty() {
+        if recorded.is_empty() {
             return Ok(None);
         }
-        if without > 0 {
-            return Err(wrong("some parts have one, and others have none"));
+        if missing > 0 {
+            return Err(invalid_state("some parts have one, and others have none"));
         }
         if parameter.dtype != <B::InnerBackend as BackendTypes>::FloatElem::dtype() {
-            return Err(wrong(&format!(
-                "the parameter is {}, and burn's records come back in the backend's own float type",
+            return Err(invalid_state(&format!(
+                "the parameter is {}, and burn loads records in the backend's own float type",
                 describe(parameter).what
             )));
         }
-        let record = join(&pieces).map_err(wrong)?;
+        let record = join(&recorded).map_err(invalid_state)?;
         let state = Recorder::<B::InnerBackend>::load(&Records::default(), record, &parameter.device);
-        state.map(Some).map_err(|e| wrong(&e.to_string()))
+        state.map(Some).map_err(|e| invalid_state(&e.to_string()))
     }
 }
 
-/// A parameter as it is compared with what was saved: element type and shape.
-fn describe<B: AutodiffBackend>(parameter: &Parameter<B>) -> Described {
+/// Describes a parameter for the comparison with saved parameters: element type and shape.
+fn describe<B: AutodiffBackend>(parameter: &Parameter<B>) -> ParameterDescription {
     let what = format!("{:?} {:?}", parameter.dtype, parameter.shape.as_slice()).to_lowercase();
-    Described { path: parameter.path.clone(), what }
+    ParameterDescription { path: parameter.path.clone(), what }
 }
 
-fn refused(reason: impl Into<String>) -> Error {
+fn invalid(reason: impl Into<String>) -> Error {
     Error::argument("loading an optimizer", reason)
 }
 
-// burn's feature `distributed` takes autodiff from the backends on the host.
+// burn's feature `distributed` removes the `AutodiffBackend` impl from host backends.
 #[cfg(all(test, not(feature = "ddp")))]
 mod tests {
     use burn::backend::{Autodiff, Flex};

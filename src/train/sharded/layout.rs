@@ -1,4 +1,4 @@
-//! Which elements of which parameter a rank keeps the optimizer's state for.
+//! The layout of parameters in buckets, and the elements whose optimizer state a rank keeps.
 
 use std::ops::Range;
 
@@ -8,44 +8,45 @@ use crate::train::agree::Parameter;
 use crate::train::bucket::buckets;
 use bonfire_core::{DType, partition};
 
-/// Parameters of one element type, one after the other, as they travel together. They are the same in every step,
-/// whatever gradients exist, because a rank keeps its part of them.
-pub(super) struct Shared {
+/// The layout of a bucket: parameters of one element type, one after the other. It is the same in every step, whichever
+/// gradients exist, because a rank keeps the state of its part.
+pub(super) struct BucketLayout {
     pub dtype: DType,
     /// The number of elements.
     pub len: usize,
-    /// This rank's part of them.
+    /// This rank's part of the elements.
     pub own: Range<usize>,
-    pub places: Vec<Place>,
+    pub spans: Vec<ParameterSpan>,
 }
 
-/// Where a parameter is in its bucket.
-pub(super) struct Place {
+/// The range of a parameter in its bucket.
+pub(super) struct ParameterSpan {
+    /// The parameter's position in the model.
     pub position: usize,
-    /// Its elements, in the bucket.
+    /// Its elements, as indices in the bucket.
     pub range: Range<usize>,
-    /// Those of them that are this rank's, in the bucket; none where the part begins behind or ends before.
+    /// The elements of `range` in this rank's part. Empty if they do not overlap.
     own: Range<usize>,
 }
 
-impl Place {
-    /// Where this rank's elements are in the parameter.
+impl ParameterSpan {
+    /// This rank's elements, as indices in the parameter.
     pub fn slice(&self) -> Range<usize> {
         self.own.start - self.range.start..self.own.end - self.range.start
     }
 
-    /// Where they are in the bucket.
+    /// This rank's elements, as indices in the bucket.
     pub fn own(&self) -> Range<usize> {
         self.own.clone()
     }
 }
 
-/// Deals the parameters out to `ranks`. Every bucket is cut into parts that differ by one element at most, wherever
-/// one parameter ends and the next begins.
-pub(super) fn layout<B: AutodiffBackend>(parameters: &[Parameter<B>], ranks: usize, rank: usize) -> Vec<Shared> {
-    // As for gradients: the last layers' come first out of the backward pass.
+/// Distributes the parameters over `ranks` ranks. Splits every bucket into parts whose lengths differ by at most one
+/// element, regardless of the boundaries of parameters.
+pub(super) fn layout<B: AutodiffBackend>(parameters: &[Parameter<B>], ranks: usize, rank: usize) -> Vec<BucketLayout> {
+    // Reverse order, as in `DataParallel::sync`: the backward pass computes the last layers' gradients first.
     let items = parameters.iter().enumerate().rev().map(|(position, parameter)| parameter.item(position));
-    let shared = buckets(items).into_iter().map(|positions| {
+    let layouts = buckets(items).into_iter().map(|positions| {
         let mut len = 0;
         let ranges: Vec<_> = positions
             .into_iter()
@@ -57,17 +58,17 @@ pub(super) fn layout<B: AutodiffBackend>(parameters: &[Parameter<B>], ranks: usi
             .collect();
         let own = partition(len, ranks, rank);
         let dtype = parameters[ranges[0].0].element;
-        let within = |at: usize, range: &Range<usize>| at.clamp(range.start, range.end);
-        let places = ranges.into_iter().map(|(position, range)| {
-            let own = within(own.start, &range)..within(own.end, &range);
-            Place { position, range, own }
+        let clamp = |at: usize, range: &Range<usize>| at.clamp(range.start, range.end);
+        let spans = ranges.into_iter().map(|(position, range)| {
+            let own = clamp(own.start, &range)..clamp(own.end, &range);
+            ParameterSpan { position, range, own }
         });
-        Shared { dtype, len, places: places.collect(), own }
+        BucketLayout { dtype, len, spans: spans.collect(), own }
     });
-    shared.collect()
+    layouts.collect()
 }
 
-/// The same elements, as bytes.
+/// Converts a range of elements to a range of bytes.
 pub(super) fn bytes(range: Range<usize>, dtype: DType) -> Range<usize> {
     range.start * dtype.size()..range.end * dtype.size()
 }

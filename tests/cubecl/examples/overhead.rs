@@ -1,6 +1,6 @@
-//! What the collective runtime costs, in turn with what it is compared with:
+//! Measures the overhead of the collective runtime against a baseline, with both in turn:
 //!
-//!     cd suites && cargo run --release --example overhead
+//!     cd tests/cubecl && cargo run --release --example overhead
 
 use std::time::{Duration, Instant};
 
@@ -15,7 +15,7 @@ use cubecl::wgpu::WgpuRuntime;
 
 type Collective = CollectiveRuntime<WgpuRuntime>;
 
-/// Few at a time, and many rounds: the shorter a round, the more alike is the load of the machine for both.
+/// Few launches in each of many rounds: the shorter a round, the more similar the machine's load for both sides.
 const LAUNCHES: usize = 500;
 const LENGTH: usize = 4 << 20;
 
@@ -34,14 +34,14 @@ fn main() {
     compare("sum of 16 MiB of f32 on 2 devices", 31, ("on the host", host), ("all_reduce", all_reduce));
 }
 
-/// Times both in turn. Ratios are within a round, where both see the same load of the machine.
+/// Times both sides in turn. Ratios are within a round, in which both see the same load of the machine.
 fn compare(what: &str, rounds: usize, a: (&str, impl FnMut()), b: (&str, impl FnMut())) {
     let ((a_name, mut a), (b_name, mut b)) = (a, b);
-    // What is compiled and allocated once.
+    // Warms up: kernels are compiled and buffers allocated once.
     (a(), b());
     let times: Vec<_> = (0..rounds)
         .map(|round| {
-            // The first of a round may find caches as the other left them.
+            // The order alternates, since the first side of a round finds the caches as the other left them.
             if round % 2 == 0 {
                 let a = time(&mut a);
                 (a, time(&mut b))
@@ -77,7 +77,7 @@ fn launches<R: Runtime>(device: R::Device) -> impl FnMut() {
     let values = client.create_from_slice(&[0; 64 * 4]);
     move || {
         for _ in 0..LAUNCHES {
-            // SAFETY: the buffer is that long.
+            // SAFETY: the buffer has 64 elements of 4 bytes.
             let array = unsafe { ArrayArg::from_raw_parts(values.clone(), 64) };
             increment::launch::<R>(&client, CubeCount::new_single(), CubeDim::new_1d(64), array);
         }

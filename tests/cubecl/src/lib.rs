@@ -1,4 +1,4 @@
-//! A runtime for those of cubecl's tests that want several devices of type 0, numbered from 0.
+//! A runtime for those of cubecl's tests that need several devices of type 0, numbered from 0.
 
 use std::cell::Cell;
 
@@ -13,14 +13,14 @@ use cubecl::zspace::{Shape, Strides};
 
 type Collective = CollectiveRuntime<WgpuRuntime>;
 
-/// wgpu's type for the default device, whose index it ignores. So any index makes another logical device of it.
+/// wgpu's type for the default device, whose index it ignores: each index is another logical device on it.
 const DEFAULT_DEVICE: u16 = 4;
 
-/// The collective runtime with `N` devices, whatever type is asked for.
+/// The collective runtime with `N` devices, for any device type.
 #[derive(Clone, Debug)]
 pub struct Indexed<const N: u16>;
 
-/// A logical device that is known by its index alone.
+/// A logical device, identified by its index alone.
 #[derive(Clone, Debug, Default)]
 pub struct IndexedDevice(u16);
 
@@ -28,7 +28,7 @@ thread_local! {
     static CLIENTS: Cell<usize> = const { Cell::new(0) };
 }
 
-/// How many clients this thread has made: cubecl's tests pass without any work where they find too few devices.
+/// Returns how many clients this thread has made: cubecl's tests pass without any work if they find too few devices.
 pub fn clients_made() -> usize {
     CLIENTS.get()
 }

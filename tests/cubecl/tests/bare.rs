@@ -1,7 +1,7 @@
-//! cubecl's own tests on its wgpu runtime as it is: what `collective.rs` is compared with.
+//! cubecl's own tests on its bare wgpu runtime, the baseline for `collective.rs`.
 //! One of them aborts its process on Mesa's lavapipe, so run them with `scripts/suites`.
 
-// The macros ask for features of the crate that they were written for.
+// The macros check features of the crate that they were written for.
 #![allow(unexpected_cfgs)]
 
 mod tests {

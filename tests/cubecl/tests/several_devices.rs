@@ -1,4 +1,5 @@
-//! cubecl's own tests of communication. Elsewhere they pass without running: they want several devices of type 0.
+//! cubecl's own tests of communication. On other runtimes they pass without running, as they need several devices of
+//! type 0.
 
 use bonfire_suites::{Indexed, clients_made};
 use cubecl_core::runtime_tests::all_reduce::test_all_reduce_sync_collective;
@@ -6,13 +7,13 @@ use cubecl_core::runtime_tests::to_client::test_to_client;
 
 fn all_reduce<const N: u16>() {
     test_all_reduce_sync_collective::<Indexed<N>>();
-    // One to ask for devices, then one for each device.
+    // One client to list the devices, then one for each device.
     assert_eq!(clients_made(), 1 + usize::from(N));
 }
 
 fn to_client<const N: u16>() {
     test_to_client::<Indexed<N>>();
-    // One to ask for devices, then two for each pair.
+    // One client to list the devices, then two for each pair of devices.
     assert_eq!(clients_made(), 1 + usize::from(N) * (usize::from(N) - 1));
 }
 

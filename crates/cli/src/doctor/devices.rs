@@ -1,4 +1,4 @@
-//! GPUs, and the libraries that use them. Only files are looked at: nothing is loaded.
+//! GPUs and the libraries that use them, found by their files: no library is loaded.
 
 use serde_json::json;
 
@@ -8,7 +8,7 @@ use crate::text::list;
 
 const AREA: &str = "devices";
 
-/// Libraries by the beginning of their file names, and what they are for.
+/// Libraries by the prefix of their file names, and their purpose.
 const LIBRARIES: [(&str, &str); 4] = [
     ("libcuda.so", "NVIDIA's driver, for the feature `cuda`"),
     ("libnvrtc.so", "compiles kernels for the feature `cuda`"),
@@ -42,22 +42,22 @@ pub fn devices(machine: &Machine, findings: &mut Findings) {
 fn judge(gpus: &[String], missing: &[&str], drivers: &[String], findings: &mut Findings) {
     if gpus.iter().any(|gpu| gpu.starts_with("NVIDIA")) && missing.contains(&"libcuda.so") {
         findings.warn(
-            "there is an NVIDIA GPU, but not its driver's library libcuda",
+            "there is an NVIDIA GPU, but its driver's library libcuda was not found",
             "install NVIDIA's driver; for a container: docker run --gpus all, with NVIDIA's container toolkit",
         );
     }
     if !gpus.is_empty() && drivers.is_empty() {
         findings.warn(
-            "there is a GPU, but no Vulkan driver through which the feature `wgpu` could use it",
+            "there is a GPU, but no Vulkan driver, which the feature `wgpu` needs to use it",
             "install one: mesa-vulkan-drivers for AMD and Intel, NVIDIA's driver for NVIDIA",
         );
     }
     if !drivers.is_empty() && missing.contains(&"libvulkan.so") {
-        findings.warn("there are Vulkan drivers, but not the loader libvulkan", "install it: Debian's libvulkan1");
+        findings.warn("there are Vulkan drivers, but no loader libvulkan", "install it: Debian's libvulkan1");
     }
 }
 
-/// Display controllers on the PCI bus, also those without a driver.
+/// Display controllers on the PCI bus, including those without a driver.
 fn gpus(machine: &Machine) -> Vec<String> {
     let gpu = |device: String| {
         let attribute = |name: &str| machine.read(&format!("sys/bus/pci/devices/{device}/{name}"));
@@ -70,7 +70,7 @@ fn gpus(machine: &Machine) -> Vec<String> {
             "0x10de" => "NVIDIA",
             "0x1002" => "AMD",
             "0x8086" => "Intel",
-            // A virtual machine's screen computes nothing.
+            // Virtual display adapters cannot compute.
             "0x1234" | "0x1af4" | "0x1b36" | "0x15ad" | "0x1013" => return None,
             other => other,
         };
@@ -79,7 +79,7 @@ fn gpus(machine: &Machine) -> Vec<String> {
     machine.list("sys/bus/pci/devices").into_iter().filter_map(gpu).collect()
 }
 
-/// Where the dynamic linker looks, as far as files tell, without the leading slash.
+/// Directories that the dynamic linker searches, as far as files show, without the leading slash.
 fn directories(machine: &Machine) -> Vec<String> {
     let path = std::env::var("LD_LIBRARY_PATH").unwrap_or_default();
     let mut directories: Vec<String> =

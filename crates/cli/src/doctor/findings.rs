@@ -1,11 +1,11 @@
-//! What was found, as text and as JSON.
+//! Facts and problems that `bonfire doctor` found, as text and as JSON.
 
 use std::collections::BTreeMap;
 
 use serde::Serialize;
 use serde_json::{Value, json};
 
-/// What was found.
+/// Facts about the machine, and its problems.
 #[derive(Default)]
 pub struct Findings {
     pub facts: Vec<Fact>,
@@ -21,24 +21,24 @@ pub struct Fact {
 
 #[derive(Serialize)]
 pub struct Problem {
-    /// Whether Bonfire cannot run with it.
+    /// Whether it prevents Bonfire from running.
     fatal: bool,
     pub what: String,
     remedy: String,
 }
 
 impl Findings {
-    /// Something that is so: `text` for people, `value` for programs.
+    /// Adds a fact: `text` for people, `value` for programs.
     pub fn fact(&mut self, area: &'static str, name: &str, text: impl Into<String>, value: Value) {
         self.facts.push(Fact { area, name: name.into(), text: text.into(), value });
     }
 
-    /// Bonfire runs, but slower or with less than it could.
+    /// Adds a problem with which Bonfire runs, but slower or with fewer capabilities.
     pub fn warn(&mut self, what: impl Into<String>, remedy: impl Into<String>) {
         self.problems.push(Problem { fatal: false, what: what.into(), remedy: remedy.into() });
     }
 
-    /// Bonfire cannot run.
+    /// Adds a problem that prevents Bonfire from running.
     pub fn fail(&mut self, what: impl Into<String>, remedy: impl Into<String>) {
         self.problems.push(Problem { fatal: true, what: what.into(), remedy: remedy.into() });
     }

@@ -1,4 +1,4 @@
-//! What launchers tell a process.
+//! Environment variables that launchers set.
 
 use bonfire::launch::Launched;
 use bonfire::{Builder, Error};
@@ -25,12 +25,12 @@ pub fn variables(get: impl Fn(&str) -> Option<String>, findings: &mut Findings) 
     }
 }
 
-/// What a program makes of them that calls `Group::from_env`.
+/// Adds what a program that calls `Group::from_env` reads from the variables.
 pub fn recognised(settings: Result<Builder, Error>, findings: &mut Findings) {
     match settings.map(|builder| builder.launched()) {
         Ok(Some(launched)) => findings.fact(AREA, "recognised", launched.to_string(), json!(launched.to_string())),
         Ok(None) => {}
-        Err(error) => findings.warn(error.to_string(), "mend or unset it: no group is made from such an environment"),
+        Err(error) => findings.warn(error.to_string(), "correct or unset it: `Group::from_env` fails until then"),
     }
 }
 
@@ -39,7 +39,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn variables_are_told_by_launcher() {
+    fn variables_are_listed_by_launcher() {
         let found = |set: &[(&str, &str)]| {
             let mut findings = Findings::default();
             variables(|name| set.iter().find(|(known, _)| *known == name).map(|(_, v)| (*v).into()), &mut findings);

@@ -1,4 +1,4 @@
-//! Interfaces, and what loopback is capable of.
+//! Network interfaces and the speed of loopback.
 
 use std::collections::BTreeMap;
 use std::net::IpAddr;
@@ -13,7 +13,7 @@ const AREA: &str = "network";
 
 pub fn interfaces(machine: &Machine, findings: &mut Findings) {
     let attribute = |name: &str, file: &str| machine.read(&format!("sys/class/net/{name}/{file}"));
-    // Not all that lies there is an interface.
+    // Not every entry is an interface.
     let names = machine.list("sys/class/net").into_iter().filter(|name| attribute(name, "mtu").is_some());
     let mut interfaces: BTreeMap<String, Vec<IpAddr>> = names.map(|name| (name, Vec::new())).collect();
     match if_addrs::get_if_addrs() {
@@ -24,13 +24,13 @@ pub fn interfaces(machine: &Machine, findings: &mut Findings) {
             judge(&interfaces, findings);
         }
         Err(error) => findings.warn(
-            format!("the addresses of the network interfaces are unknown: {error}"),
-            "give the address for `bonfire run --host` by hand",
+            format!("cannot list the addresses of the network interfaces: {error}"),
+            "find the address for `bonfire run --host` by other means",
         ),
     }
     for (name, addresses) in interfaces {
         let mtu: Option<u64> = attribute(&name, "mtu").and_then(|text| text.parse().ok());
-        // Virtual interfaces have none, or say -1.
+        // Virtual interfaces have no speed, or -1.
         let speed: Option<u64> = attribute(&name, "speed").and_then(|text| text.parse().ok());
         let state = attribute(&name, "operstate");
         let list: Vec<String> = addresses.iter().map(IpAddr::to_string).collect();
@@ -61,8 +61,8 @@ pub fn loopback(findings: &mut Findings) {
             findings.fact(AREA, "loopback", text, json!({ "stream_gbps": stream / 1e9, "one_way_us": one_way * 1e6 }));
         }
         Err(error) => findings.fail(
-            format!("a TCP connection over 127.0.0.1 failed, and processes would not find each other: {error}"),
-            "bring loopback up (ip link set lo up), and let firewalls and sandboxes pass it",
+            format!("a TCP connection over 127.0.0.1 failed, so processes cannot find each other: {error}"),
+            "bring loopback up (ip link set lo up), and allow it in firewalls and sandboxes",
         ),
     }
 }

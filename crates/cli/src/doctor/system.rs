@@ -1,4 +1,4 @@
-//! Processors, memory, and what the process may have of them.
+//! Processors and memory, and the limits on this process's use of them.
 
 use std::thread::available_parallelism;
 
@@ -42,11 +42,11 @@ fn judge_cores(usable: usize, online: Option<usize>, findings: &mut Findings) {
     match online {
         _ if usable == 1 => findings.warn(
             "this process has one core, which all ranks on this machine would share",
-            "give it more: by taskset, the container's cpuset or its cpu limit (docker run --cpus)",
+            "give it more, by taskset, the container's cpuset or its CPU limit (docker run --cpus)",
         ),
         Some(online) if usable < online => findings.warn(
             format!("this process may use {usable} of {online} cores"),
-            "if that is not meant, widen its affinity (taskset), cpuset or cgroup limit (docker run --cpus)",
+            "if this is not intended, widen its affinity (taskset), cpuset or cgroup limit (docker run --cpus)",
         ),
         _ => {}
     }
@@ -56,7 +56,7 @@ fn judge_load(load: f64, usable: usize, findings: &mut Findings) {
     if load > usable as f64 / 2.0 {
         findings.warn(
             format!("other programs keep this machine busy: load {load:.2} on {usable} cores"),
-            "end them before you trust a time measured here, also those above",
+            "end them before you trust times measured here, those above included",
         );
     }
 }
@@ -66,12 +66,12 @@ pub fn memory(machine: &Machine, findings: &mut Findings) {
     let (memory, limit) = (machine.memory(), machine.memory_limit());
     if let Some((total, available)) = memory {
         let limited = limit.map_or("no cgroup limit".into(), |limit| format!("cgroup limit {}", size(limit)));
-        let text = format!("{}, of which {} are free; {limited}", size(total), size(available));
+        let text = format!("{}, of which {} is free; {limited}", size(total), size(available));
         findings.fact(AREA, "size", text, json!({ "total": total, "available": available, "cgroup": limit }));
         judge_memory(available, limit, findings);
     }
     let threads = available_parallelism().map_or(1, usize::from);
-    // Larger than caches, yet never more than a quarter of what is free.
+    // Larger than the caches, but never more than a quarter of the free memory.
     let share = memory.map_or(u64::MAX, |(_, available)| available / 4 / threads as u64);
     let bytes = share.clamp(1 << 16, 1 << 26) as usize;
     let counts = if threads > 1 { vec![1, threads] } else { vec![1] };
@@ -90,7 +90,7 @@ fn judge_memory(available: u64, limit: Option<u64>, findings: &mut Findings) {
     let usable = limit.map_or(available, |limit| limit.min(available));
     if usable < 1 << 30 {
         findings.warn(
-            format!("{} of memory are little for training", size(usable)),
+            format!("{} of memory is little for training", size(usable)),
             "end other programs, or raise the container's limit (docker run --memory)",
         );
     }
@@ -102,7 +102,7 @@ fn shared_memory(findings: &mut Findings) {
     let space = rustix::fs::statvfs("/dev/shm").ok();
     let space = space.map(|fs| (bytes(fs.f_blocks, fs.f_frsize), bytes(fs.f_bavail, fs.f_frsize)));
     let text =
-        space.map_or("not there".into(), |(all, free)| format!("{}, of which {} are free", size(all), size(free)));
+        space.map_or("not there".into(), |(all, free)| format!("{}, of which {} is free", size(all), size(free)));
     let value = json!(space.map(|(all, free)| json!({ "total": all, "free": free })));
     findings.fact("memory", "/dev/shm", text, value);
     judge_shared_memory(space.map(|(all, _)| all), findings);
@@ -110,10 +110,10 @@ fn shared_memory(findings: &mut Findings) {
 
 #[cfg(unix)]
 fn judge_shared_memory(size_of_shm: Option<u64>, findings: &mut Findings) {
-    // 64 MiB is what Docker gives unless told otherwise.
+    // 64 MiB is Docker's default.
     if size_of_shm.is_none_or(|bytes| bytes <= 64 << 20) {
         findings.warn(
-            "/dev/shm has no room for processes that exchange large data in shared memory",
+            "/dev/shm is missing or too small for processes that exchange large data in shared memory",
             "mount -o remount,size=50% /dev/shm; for a container: docker run --shm-size=1g, or --ipc=host",
         );
     }
@@ -160,7 +160,7 @@ mod tests {
     }
 
     #[test]
-    fn cores_that_are_missing_are_a_problem() {
+    fn too_few_cores_are_a_problem() {
         assert!(problems(|f| judge_cores(4, Some(4), f)).is_empty());
         assert!(problems(|f| judge_cores(4, None, f)).is_empty());
         assert_eq!(problems(|f| judge_cores(2, Some(64), f)), ["this process may use 2 of 64 cores"]);
@@ -171,7 +171,7 @@ mod tests {
 
     #[test]
     #[cfg(unix)]
-    fn memory_and_files_that_are_scarce_are_problems() {
+    fn scarce_memory_and_files_are_problems() {
         assert!(problems(|f| judge_memory(8 << 30, None, f)).is_empty());
         assert!(problems(|f| judge_memory(8 << 30, Some(512 << 20), f))[0].starts_with("512 MiB"));
         assert!(problems(|f| judge_shared_memory(Some(1 << 30), f)).is_empty());
@@ -183,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn a_machine_without_any_of_the_files_is_described_too() {
+    fn a_machine_without_system_files_is_described() {
         let mut findings = Findings::default();
         let machine = Machine { root: std::path::Path::new("/nowhere") };
         processors(&machine, &mut findings);

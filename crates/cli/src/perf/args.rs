@@ -1,4 +1,4 @@
-//! What `bonfire perf` is told to measure.
+//! Command line arguments of `bonfire perf`.
 
 use std::path::{Path, PathBuf};
 
@@ -15,17 +15,17 @@ use super::timing::Counts;
 use crate::machine::Machine;
 use crate::text::{list, name};
 
-/// Time a collective over a transport, and check its results
+/// Measure a collective over a transport and check its results
 ///
-/// Prints a line for each size: the time of a call, out of place and in place; algbw, the size over that time; busbw,
-/// algbw times a factor that makes it comparable with the bandwidth of memory or wire whatever the operation and the
-/// number of ranks (both as nccl-tests define them; 1 GB/s is 1e9 bytes per second); the number of wrong elements over
-/// all ranks; and what percentage of the time this machine would need at least, as measured before.
+/// Prints one line per size, with figures out of place and in place: the time of a call; algbw, the size divided by
+/// the time; busbw, algbw times a factor that makes it comparable with the hardware's bandwidth for any operation and
+/// number of ranks; the number of wrong elements over all ranks; and the floor, the least time that this machine needs,
+/// in percent of the time. algbw and busbw are defined as in nccl-tests; 1 GB/s is 1e9 bytes per second.
 #[derive(clap::Args, Clone)]
 #[command(arg_required_else_help = true, after_long_help = LONG_HELP,
-          after_help = "Try `bonfire perf --help` for examples and what the figures are.")]
+          after_help = "See `bonfire perf --help` for examples and the meaning of the figures.")]
 pub struct Args {
-    /// What to measure
+    /// Operation to measure
     #[arg(value_enum, value_name = "OPERATION")]
     pub benchmark: Benchmark,
 
@@ -46,7 +46,7 @@ pub struct Args {
     #[arg(short = 'o', long, value_name = "OP", default_value_t = ReduceOp::Sum, value_parser = parse_op)]
     pub op: ReduceOp,
 
-    /// Whether the group allocates the buffers, which lets ranks that share memory reach them: 0 or 1
+    /// Use buffers that the group allocates, which peers in shared memory access directly: 0 or 1
     #[arg(short = 'R', long, value_name = "0|1", default_value = "1", action = clap::ArgAction::Set,
           hide_possible_values = true, value_parser = PossibleValuesParser::new(["0", "1"]).map(|value| value == "1"))]
     pub register: bool,
@@ -55,19 +55,19 @@ pub struct Args {
     #[arg(short = 'r', long, value_name = "RANK", default_value_t = 0)]
     pub root: u32,
 
-    /// What is called: the group's operation on slices, or burn's collective API on tensors
+    /// API to measure: the group's operations on slices, or burn's collective API on tensors
     #[arg(long, value_enum, default_value_t = Level::Slice)]
     pub level: Level,
 
-    /// Draw bandwidth and time over size, with the floor
+    /// Plot bandwidth and time over size, with the floor
     #[arg(long, value_name = "FILE.svg")]
     pub plot: Option<PathBuf>,
 }
 
 #[derive(clap::Args, Clone)]
 pub struct Common {
-    /// How the ranks reach each other. Processes are those that a launcher started, such as `bonfire run` on several
-    /// hosts, or else as many on this machine as --ranks says
+    /// Transport between the ranks. With processes: those that a launcher has started, such as `bonfire run` on several
+    /// hosts, or else --ranks processes on this machine
     #[arg(long, value_enum, default_value_t = Transport::Local)]
     pub transport: Transport,
 
@@ -75,8 +75,8 @@ pub struct Common {
     #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub ranks: u32,
 
-    /// Which algorithms run which sizes, such as "native:0-65535;ring:65536-", instead of the default or what
-    /// BONFIRE_ALGORITHMS says to processes: bonfire's documentation of Selection has the form
+    /// Algorithms by size, such as "native:0-65535;ring:65536-", instead of the default or, for processes, of
+    /// BONFIRE_ALGORITHMS; the format is in bonfire's documentation of Selection
     #[arg(long, value_name = "TABLE")]
     pub algorithms: Option<Selection>,
 
@@ -89,16 +89,16 @@ pub struct Common {
 pub enum Transport {
     /// Threads of one process
     Local,
-    /// Processes over TCP; on loopback where this program starts them
+    /// Processes over TCP; over loopback if this program starts them
     Tcp,
     /// Processes of one host in shared memory
     Shm,
     /// Processes in shared memory on a host and over TCP between hosts
     Auto,
-    /// Processes that MPI's launcher started, on MPI
+    /// Processes that MPI's launcher started, over MPI
     #[cfg(feature = "mpi")]
     Mpi,
-    /// The same, by calls that block in MPI
+    /// The same, with MPI's blocking calls
     #[cfg(feature = "mpi")]
     MpiBlocking,
 }
@@ -111,11 +111,11 @@ pub enum Level {
 }
 
 impl Args {
-    /// The sizes to measure, in bytes; or why these arguments cannot work.
+    /// Returns the sizes to measure, in bytes, or why these arguments cannot work.
     pub fn sizes(&self) -> Result<Vec<usize>, String> {
         let (facts, ranks) = (self.benchmark.facts(), self.common.ranks);
         if self.root >= ranks {
-            return Err(format!("--root {} is no rank: give one from 0 to {}", self.root, ranks - 1));
+            return Err(format!("--root {} is not a rank: give one from 0 to {}", self.root, ranks - 1));
         }
         if self.benchmark == Benchmark::SendRecv && ranks < 2 {
             return Err("send_recv needs a neighbour: give --ranks 2 or more".into());
@@ -141,20 +141,18 @@ impl Args {
         if let Some(file) = &self.plot {
             if sizes.len() < 2 {
                 let name = name(&self.benchmark);
-                return Err(format!(
-                    "--plot draws figures over sizes, and {name} would be measured at one: leave it out"
-                ));
+                return Err(format!("--plot needs several sizes, and {name} would be measured at one: leave it out"));
             }
             let directory = file.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
             if !directory.is_dir() {
-                return Err(format!("--plot {}: {} is no directory", file.display(), directory.display()));
+                return Err(format!("--plot {}: {} is not a directory", file.display(), directory.display()));
             }
         }
         // Each rank has an input and an output, and a third buffer where the transport or the check needs one.
         let need = sizes.iter().max().map_or(0, |largest| 3 * *largest as u128 * u128::from(ranks));
         match Machine::this().memory() {
             Some((_, available)) if need > u128::from(available) => Err(format!(
-                "the largest size needs {} MiB on this machine, which has {} to spare: lower --max-bytes or --ranks",
+                "the largest size needs {} MiB on this machine, but {} MiB are free: lower --max-bytes or --ranks",
                 need >> 20,
                 available >> 20
             )),
@@ -195,37 +193,38 @@ Examples:
   bonfire perf all_reduce --sizes 4K,4100,1M --transport tcp --algorithms 'ring:0-'
   bonfire perf all_reduce --level tensor           # through burn's collective API, on Flex
   bonfire perf gradients --transport tcp --json    # a training step of ResNet-50
-  bonfire perf all_reduce --transport shm -R 0     # buffers from anywhere
+  bonfire perf all_reduce --transport shm -R 0     # buffers in ordinary memory
   bonfire perf reduce_scatter --plot reduce_scatter.svg
   bonfire run -n 2 --nodes 4 ... -- bonfire perf all_reduce --transport auto      # on several hosts
 
-Sizes are rounded down to whole elements, where every rank has a part of them to as many
-on every rank, but to one at least. Flags that an operation has no use for, such as a root for
-all_reduce, change nothing.
+Sizes are rounded down to whole elements, but at least one; for operations on parts, to the same
+number of elements in each rank's part. Flags that an operation does not use, such as --root for
+all_reduce, have no effect.
 
 What is timed:
   Results are checked first, on inputs whose reduction is exact in every order. Then calls run back
-  to back: many together for the mean, and up to 1000 one by one for the JSON keys median_us, p99_us
-  and min_us. Every figure is that of the rank where it is largest. gradients times single steps, and
-  its time is their median. send_recv and barrier do not come in place.
+  to back: many timed together for the mean, and up to 1000 timed one by one for the JSON keys
+  median_us, p99_us and min_us. Each figure is the largest over all ranks. gradients times single
+  steps and reports their median. It has no in-place form, nor have send_recv, barrier and the
+  operations named _v.
 
 Buffers:
-  The group allocates them, as Group::allocate does for a program; --register 0 takes memory from
-  anywhere instead. It makes a difference over shm, above 1 KiB: there ranks reach each other's
-  buffers if they are the group's, and copy through shared memory if not. On other transports they
-  are ordinary memory either way. gradients has those that DataParallel makes.
+  By default the group allocates them, with Group::allocate; --register 0 uses ordinary memory. This
+  matters over shm, above 1 KiB: peers access buffers of the group directly, and copy other buffers
+  through shared memory. On other transports all buffers are ordinary memory. gradients uses the
+  buffers of DataParallel.
 
 Floors:
-  %floor says how much of the time this machine needs at least, as measured before the first size.
-  Between ranks that reach each other's memory: the bytes that must be read and written, at the rate
-  at which as many threads copy or add arrays as large; or the hand-over of one cache line. Over TCP:
-  the bytes that each rank must send, at the rate of one stream on loopback; or one message of 8
-  bytes. With auto there is none: what is between hosts is not known. Nothing in a floor waits for
-  another rank, so 100 is out of reach; more means that something else ran while the floor was
-  measured.
+  The floor is the least time that this machine needs, as measured before the first size; %floor is
+  the floor in percent of the time. Between ranks that share memory: the bytes that must be read and
+  written, at the rate at which as many threads copy or add arrays of that size; or the hand-off of
+  one cache line. Over TCP: the bytes that each rank must send, at the rate of one loopback stream;
+  or one message of 8 bytes. With auto there is no floor, as the links between hosts are unknown. A
+  floor includes no waiting for other ranks, so 100 is out of reach; more than 100 means that other
+  programs ran while the floor was measured.
 
 Exit status:
-  0  every checked element was right
+  0  every checked element was correct
   1  wrong elements, or a rank failed
   2  bad arguments; nothing was measured";
 
@@ -257,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn types_and_reductions_have_nccl_tests_names_too() {
+    fn nccl_tests_names_of_types_and_reductions_are_accepted() {
         let types = [("half", DType::F16), ("int8", DType::I8), ("uint64", DType::U64), ("bf16", DType::BF16)];
         assert!(types.iter().all(|(name, dtype)| parse_dtype(name).as_ref() == Ok(dtype)));
         assert_eq!((parse_op("avg"), parse_op("max")), (Ok(ReduceOp::Mean), Ok(ReduceOp::Max)));
@@ -281,7 +280,7 @@ mod tests {
             ("all_reduce --sizes 1K -e 8", "cannot be used with"),
             ("all_gather --sizes 1K,4", "--sizes"),
             ("barrier --plot x.svg", "leave it out"),
-            ("all_reduce --plot none/x.svg", "no directory"),
+            ("all_reduce --plot none/x.svg", "not a directory"),
             ("all_reduce -f 1", "2.."),
             ("all_reduce -f 2 -i 8", "cannot be used with"),
         ] {

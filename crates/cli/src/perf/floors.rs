@@ -1,4 +1,4 @@
-//! How fast a call could be at best on this machine: the floor under its time.
+//! Floors: lower bounds on the time of a call on this machine.
 
 use std::io;
 use std::thread::available_parallelism;
@@ -14,59 +14,60 @@ const SIZES: [usize; 5] = [1 << 14, 1 << 17, 1 << 20, 1 << 23, 1 << 26];
 /// The floors of ranks on one machine.
 pub struct Floors {
     ranks: f64,
-    /// Cores that the ranks can have at once.
+    /// Cores that the ranks can use at once.
     cores: usize,
-    way: Way,
+    path: DataPath,
 }
 
-/// How the ranks' data gets from one to another.
-enum Way {
-    /// Ranks reach each other's memory, or share some.
+/// How data moves between the ranks.
+enum DataPath {
+    /// Ranks access each other's memory, or share some.
     Memory {
         memory: Memory,
         hand_off: f64,
     },
-    Wire(Loopback),
+    Tcp(Loopback),
 }
 
 impl Floors {
-    /// None for a rank on its own, which waits for nobody, and where it is not known what is between the ranks.
+    /// Measures the floors. None for a single rank, which waits for no peer, and for `auto`, whose links between hosts
+    /// are unknown.
     pub fn measure(transport: Transport, ranks: u32) -> io::Result<Option<Floors>> {
         if ranks < 2 || transport == Transport::Auto {
             return Ok(None);
         }
-        // A machine that does not tell its number of cores still has one.
+        // A machine that does not report its number of cores has at least one.
         let cores = available_parallelism().map_or(1, usize::from).min(ranks as usize);
-        let way = match transport {
-            Transport::Tcp => Way::Wire(Loopback::measure()?),
-            _ => Way::Memory { memory: Memory::measure(cores, &SIZES), hand_off: hand_off() },
+        let path = match transport {
+            Transport::Tcp => DataPath::Tcp(Loopback::measure()?),
+            _ => DataPath::Memory { memory: Memory::measure(cores, &SIZES), hand_off: hand_off() },
         };
-        Ok(Some(Floors { ranks: f64::from(ranks), cores, way }))
+        Ok(Some(Floors { ranks: f64::from(ranks), cores, path }))
     }
 
-    /// The floor in seconds under a call with this size in the table.
+    /// Returns the floor, in seconds, of a call with this size in the table.
     pub fn seconds(&self, facts: &Facts, bytes: usize, in_place: bool) -> f64 {
         let (size, ranks, cores) = (bytes as f64, self.ranks, self.cores as f64);
-        match &self.way {
-            Way::Memory { memory, hand_off } => {
-                let touched = (facts.touched)(ranks)[usize::from(in_place)] * size;
-                // In place what is written is what was read: no other memory than the buffers is needed.
-                let needed = if in_place { ranks * size } else { touched };
-                hand_off.max(touched / memory.touched(needed / cores))
+        match &self.path {
+            DataPath::Memory { memory, hand_off } => {
+                let traffic = (facts.traffic)(ranks)[usize::from(in_place)] * size;
+                // In place an operation reads and writes the same memory: the working set is the buffers.
+                let working_set = if in_place { ranks * size } else { traffic };
+                hand_off.max(traffic / memory.traffic(working_set / cores))
             }
             // Each rank sends at the rate of a stream, as many at once as there are cores.
-            Way::Wire(loopback) => {
-                let sent = ((facts.bus)(ranks) * size).max((facts.crossing)(ranks) * size / cores);
-                let sent = if facts.moves() { sent / loopback.stream } else { 0.0 };
+            DataPath::Tcp(loopback) => {
+                let sent = ((facts.bus_factor)(ranks) * size).max((facts.total_sent)(ranks) * size / cores);
+                let sent = if facts.moves_data() { sent / loopback.stream } else { 0.0 };
                 loopback.one_way.max(sent)
             }
         }
     }
 
-    /// For the head of the table.
+    /// Returns the lines for the head of the table.
     pub fn describe(&self) -> Vec<String> {
-        match &self.way {
-            Way::Memory { memory, hand_off } => {
+        match &self.path {
+            DataPath::Memory { memory, hand_off } => {
                 let list = |field: fn(&Point) -> String| memory.points.iter().map(field).collect::<Vec<_>>().join(" ");
                 let sizes = list(|point| binary(point.bytes as f64));
                 let copy = list(|point| format!("{:.1}", point.copy / 1e9));
@@ -77,7 +78,7 @@ impl Floors {
                     format!("       copy {copy}; add {add}"),
                 ]
             }
-            Way::Wire(loopback) => {
+            DataPath::Tcp(loopback) => {
                 let (one_way, stream) = (loopback.one_way * 1e6, loopback.stream / 1e9);
                 vec![format!("floor: loopback, 8 bytes one way {one_way:.2} us, one stream {stream:.2} GB/s")]
             }
@@ -90,33 +91,34 @@ mod tests {
     use super::*;
     use crate::perf::operation::Benchmark;
 
-    fn floors(ranks: f64, cores: usize, way: Way) -> Floors {
-        Floors { ranks, cores, way }
+    fn floors(ranks: f64, cores: usize, path: DataPath) -> Floors {
+        Floors { ranks, cores, path }
     }
 
     #[test]
-    fn memory_is_charged_for_what_is_read_and_written() {
+    fn memory_floors_count_bytes_read_and_written() {
         let point = Point { bytes: 1, copy: 10e9, add: 0.0 };
-        let memory = || Way::Memory { memory: Memory { threads: 2, points: vec![Point { ..point }] }, hand_off: 1e-7 };
+        let memory =
+            || DataPath::Memory { memory: Memory { threads: 2, points: vec![Point { ..point }] }, hand_off: 1e-7 };
         let floors = floors(2.0, 2, memory());
         // Two ranks read and write 1 MB each: 4 MB at 20 GB/s.
         let all_reduce = Benchmark::AllReduce.facts();
         assert!((floors.seconds(&all_reduce, 1_000_000, false) - 200e-6).abs() < 1e-12);
         assert_eq!(floors.seconds(&all_reduce, 8, false), 1e-7);
         assert_eq!(floors.seconds(&Benchmark::Barrier.facts(), 0, false), 1e-7);
-        // In place nothing moves but the other rank's part.
+        // In place only the part for the other rank moves.
         let all_to_all = |in_place| floors.seconds(&Benchmark::AllToAll.facts(), 1_000_000, in_place);
         assert!((all_to_all(false) / all_to_all(true) - 2.0).abs() < 1e-9);
     }
 
     #[test]
-    fn a_wire_is_charged_for_what_is_sent() {
-        let wire = || Way::Wire(Loopback { stream: 1e9, one_way: 2e-6 });
+    fn tcp_floors_count_bytes_sent() {
+        let tcp = || DataPath::Tcp(Loopback { stream: 1e9, one_way: 2e-6 });
         let all_reduce = |floors: Floors| floors.seconds(&Benchmark::AllReduce.facts(), 1_000_000, false);
-        assert!((all_reduce(floors(2.0, 2, wire())) - 1e-3).abs() < 1e-12);
-        assert!((all_reduce(floors(4.0, 4, wire())) - 1.5e-3).abs() < 1e-12);
+        assert!((all_reduce(floors(2.0, 2, tcp())) - 1e-3).abs() < 1e-12);
+        assert!((all_reduce(floors(4.0, 4, tcp())) - 1.5e-3).abs() < 1e-12);
         // Four ranks on two cores send 6 MB, two at a time.
-        assert!((all_reduce(floors(4.0, 2, wire())) - 3e-3).abs() < 1e-12);
-        assert_eq!(floors(2.0, 2, wire()).seconds(&Benchmark::Barrier.facts(), 0, false), 2e-6);
+        assert!((all_reduce(floors(4.0, 2, tcp())) - 3e-3).abs() < 1e-12);
+        assert_eq!(floors(2.0, 2, tcp()).seconds(&Benchmark::Barrier.facts(), 0, false), 2e-6);
     }
 }

@@ -1,4 +1,4 @@
-//! One training step's gradient synchronisation.
+//! Gradient synchronisation of one training step.
 
 use bonfire::{DataParallel, Group};
 use burn::backend::{Autodiff, Flex};
@@ -27,7 +27,7 @@ impl Gradients {
         let model: Vec<Param<Tensor<B, 1>>> =
             resnet50().iter().map(|n| Param::from_tensor(Tensor::zeros([*n], &device))).collect();
         let (model, parallel) = DataParallel::new(group.clone(), model)?;
-        // Small whole numbers, of which the mean is a whole or half number: exact.
+        // Small integers, whose mean is an integer or a half and therefore exact.
         let (own, mean) = ((group.rank() + 1) as f32, (group.world_size() + 1) as f32 / 2.0);
         Ok(Gradients { model, parallel, own, mean, gradients: GradientsParams::new() })
     }

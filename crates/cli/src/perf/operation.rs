@@ -1,4 +1,4 @@
-//! What can be measured, as rows of two tables: what moves, and what is called and must come of it.
+//! The operations that can be measured, in two tables: how much data each moves, and its call with the expected result.
 
 use bonfire::{Error, Group, Operation};
 use bonfire_core::internal::oracle::Sample;
@@ -7,7 +7,7 @@ use clap::ValueEnum;
 use super::oracle::Case;
 use super::oracle::Extent::{self, Part, Whole};
 
-/// What can be measured.
+/// An operation that can be measured.
 #[derive(Clone, Copy, Debug, PartialEq, ValueEnum)]
 #[value(rename_all = "snake_case")]
 pub enum Benchmark {
@@ -17,46 +17,46 @@ pub enum Benchmark {
     Reduce,
     /// Every rank gets the root's buffer
     Broadcast,
-    /// Every rank gets the parts of all; the size is that of all parts together
+    /// Every rank gets the parts of all ranks; the size is that of all parts together
     AllGather,
     /// Every rank gets its part of the reduction; the size is that of all parts together
     ReduceScatter,
-    /// Every rank swaps a part with every other; the size is that of a rank's parts together
+    /// Every rank exchanges a part with every other; the size is that of a rank's parts together
     AllToAll,
-    /// The root gets the parts of all; the size is that of all parts together
+    /// The root gets the parts of all ranks; the size is that of all parts together
     Gather,
     /// Every rank gets its part of the root's buffer; the size is that of all parts together
     Scatter,
-    /// As all_gather, with the sizes of the parts given
+    /// all_gather with the size of each part given
     AllGatherV,
-    /// As reduce_scatter, with the sizes of the parts given
+    /// reduce_scatter with the size of each part given
     ReduceScatterV,
-    /// As all_to_all, with the sizes of the parts given
+    /// all_to_all with the size of each part given
     AllToAllV,
-    /// Every rank sends its buffer to the next one
+    /// Every rank sends its buffer to the next rank
     SendRecv,
-    /// Every rank waits for all, without any data
+    /// Every rank waits for all ranks, without data
     Barrier,
-    /// One training step's gradients by DataParallel: ResNet-50's 161 tensors, 25,557,032 f32, averaged
+    /// DataParallel averages the gradients of one training step: ResNet-50's 161 tensors, 25,557,032 f32
     Gradients,
 }
 
-/// What bandwidths and floors depend on. All functions take the number of ranks, and count in sizes: 1 is the size that
-/// stands in the table.
+/// Facts that bandwidths and floors depend on. All functions take the number of ranks and return multiples of the size
+/// in the table.
 #[derive(Clone, Copy)]
 pub struct Facts {
-    /// The group's operation for which algorithms are chosen, if they are.
+    /// The group's operation for which algorithms are selected, if any are.
     pub operation: Option<Operation>,
     pub reduces: bool,
     pub rooted: bool,
-    /// Whether a size consists of a part for each rank.
-    parted: bool,
-    /// What the busiest rank must send or receive: busbw is algbw times this, as nccl-tests define both.
-    pub bus: fn(f64) -> f64,
-    /// What all ranks together must send.
-    pub crossing: fn(f64) -> f64,
-    /// What must be read and written at least where all memory is in reach: out of place, and in place.
-    pub touched: fn(f64) -> [f64; 2],
+    /// Whether the size consists of a part for each rank.
+    has_parts: bool,
+    /// Data that the busiest rank must send or receive. busbw is algbw times this, both as defined by nccl-tests.
+    pub bus_factor: fn(f64) -> f64,
+    /// Data that all ranks together must send.
+    pub total_sent: fn(f64) -> f64,
+    /// Least data to read and write if every rank can access all memory: out of place, and in place.
+    pub traffic: fn(f64) -> [f64; 2],
 }
 
 impl Facts {
@@ -64,78 +64,79 @@ impl Facts {
         operation: None,
         reduces: false,
         rooted: false,
-        parted: false,
-        bus: |_| 1.0,
-        crossing: |_| 0.0,
-        touched: |_| [0.0, 0.0],
+        has_parts: false,
+        bus_factor: |_| 1.0,
+        total_sent: |_| 0.0,
+        traffic: |_| [0.0, 0.0],
     };
 
-    /// Every rank has a part for, or of, every other.
-    const PARTS: Facts = Facts { parted: true, bus: |n| (n - 1.0) / n, crossing: |n| n - 1.0, ..Facts::NOTHING };
+    /// The size consists of parts, one for or from each rank.
+    const PARTS: Facts =
+        Facts { has_parts: true, bus_factor: |n| (n - 1.0) / n, total_sent: |n| n - 1.0, ..Facts::NOTHING };
 
-    /// Whether it moves anything at all.
-    pub fn moves(&self) -> bool {
-        (self.crossing)(2.0) > 0.0
+    /// Whether the operation moves any data.
+    pub fn moves_data(&self) -> bool {
+        (self.total_sent)(2.0) > 0.0
     }
 
-    /// How many parts a size consists of.
+    /// Returns how many parts a size consists of.
     pub fn parts(&self, ranks: usize) -> usize {
-        if self.parted { ranks } else { 1 }
+        if self.has_parts { ranks } else { 1 }
     }
 }
 
 impl Benchmark {
     pub fn facts(self) -> Facts {
         match self {
-            // The gradients are an all_reduce, as far as bytes go.
+            // Gradients move the same bytes as an all_reduce.
             Benchmark::AllReduce | Benchmark::Gradients => Facts {
                 operation: Some(Operation::AllReduce),
                 reduces: true,
-                bus: |n| 2.0 * (n - 1.0) / n,
-                crossing: |n| 2.0 * (n - 1.0),
-                touched: |n| [2.0 * n, 2.0 * n],
+                bus_factor: |n| 2.0 * (n - 1.0) / n,
+                total_sent: |n| 2.0 * (n - 1.0),
+                traffic: |n| [2.0 * n, 2.0 * n],
                 ..Facts::NOTHING
             },
             Benchmark::Reduce => Facts {
                 operation: Some(Operation::Reduce),
                 reduces: true,
                 rooted: true,
-                crossing: |n| n - 1.0,
-                touched: |n| [n + 1.0, n + 1.0],
+                total_sent: |n| n - 1.0,
+                traffic: |n| [n + 1.0, n + 1.0],
                 ..Facts::NOTHING
             },
             Benchmark::Broadcast => Facts {
                 operation: Some(Operation::Broadcast),
                 rooted: true,
-                crossing: |n| n - 1.0,
-                touched: |n| [n + 1.0, n],
+                total_sent: |n| n - 1.0,
+                traffic: |n| [n + 1.0, n],
                 ..Facts::NOTHING
             },
             Benchmark::AllGather | Benchmark::AllGatherV => {
-                Facts { operation: Some(Operation::AllGather), touched: |n| [n + 1.0, n], ..Facts::PARTS }
+                Facts { operation: Some(Operation::AllGather), traffic: |n| [n + 1.0, n], ..Facts::PARTS }
             }
             Benchmark::ReduceScatter | Benchmark::ReduceScatterV => Facts {
                 operation: Some(Operation::ReduceScatter),
                 reduces: true,
-                touched: |n| [n + 1.0, n + 1.0],
+                traffic: |n| [n + 1.0, n + 1.0],
                 ..Facts::PARTS
             },
             Benchmark::AllToAll => Facts {
                 operation: Some(Operation::AllToAll),
-                // In place a rank's part for itself stays where it is.
-                touched: |n| [2.0 * n, 2.0 * (n - 1.0)],
+                // In place a rank's part for itself does not move.
+                traffic: |n| [2.0 * n, 2.0 * (n - 1.0)],
                 ..Facts::PARTS
             },
             Benchmark::AllToAllV => Facts { operation: None, ..Benchmark::AllToAll.facts() },
             Benchmark::Gather => Facts {
                 operation: Some(Operation::Gather),
                 rooted: true,
-                crossing: |n| (n - 1.0) / n,
-                touched: |n| [2.0, 2.0 * (n - 1.0) / n],
+                total_sent: |n| (n - 1.0) / n,
+                traffic: |n| [2.0, 2.0 * (n - 1.0) / n],
                 ..Facts::PARTS
             },
             Benchmark::Scatter => Facts { operation: Some(Operation::Scatter), ..Benchmark::Gather.facts() },
-            Benchmark::SendRecv => Facts { crossing: |n| n, touched: |n| [2.0 * n, 2.0 * n], ..Facts::NOTHING },
+            Benchmark::SendRecv => Facts { total_sent: |n| n, traffic: |n| [2.0 * n, 2.0 * n], ..Facts::NOTHING },
             Benchmark::Barrier => Facts { operation: Some(Operation::Barrier), ..Facts::NOTHING },
         }
     }
@@ -143,20 +144,20 @@ impl Benchmark {
 
 type Call<T> = fn(&Group, &Case<T>, &[T], &mut [T]) -> Result<(), Error>;
 
-/// An operation on slices.
+/// An operation on slices and its expected result.
 #[derive(Clone, Copy)]
 pub struct Calls<T> {
     pub input: Extent,
     pub output: Extent,
     pub into: Call<T>,
-    /// Works on the output alone, which is then a whole buffer: parts lie in it where they belong.
+    /// Works on the output alone, which is then a whole buffer with each part at its offset.
     pub in_place: Option<Call<T>>,
-    /// Element `i` of the output, None where it is unspecified.
+    /// The expected element `i` of the output, None where it is unspecified.
     pub want: fn(&Case<T>, usize) -> Option<T>,
 }
 
 impl<T: Sample> Calls<T> {
-    /// None for what is not on slices.
+    /// None for a benchmark that does not work on slices.
     pub fn of(benchmark: Benchmark) -> Option<Self> {
         Some(match benchmark {
             Benchmark::AllReduce => Calls {
@@ -235,7 +236,7 @@ impl<T: Sample> Calls<T> {
             Benchmark::SendRecv => Calls {
                 input: Whole,
                 output: Whole,
-                // A send may wait for its receiver, so neighbours take turns.
+                // A send may block until its receiver calls, so even ranks send first and odd ranks receive first.
                 into: |group, case, input, output| {
                     let (next, previous) = ((case.rank + 1) % case.ranks, (case.rank + case.ranks - 1) % case.ranks);
                     if case.rank.is_multiple_of(2) {
@@ -245,7 +246,7 @@ impl<T: Sample> Calls<T> {
                     group.recv(output, previous)?;
                     group.send(input, next)
                 },
-                // Who receives first would overwrite what it is to send.
+                // A rank that receives first would overwrite the data that it has to send.
                 in_place: None,
                 want: |case, i| Some(case.input((case.rank + case.ranks - 1) % case.ranks, i)),
             },
@@ -267,7 +268,7 @@ mod tests {
 
     #[test]
     fn bus_factors_are_those_of_nccl_tests() {
-        let factors = |benchmark: Benchmark| [2.0, 4.0].map(benchmark.facts().bus);
+        let factors = |benchmark: Benchmark| [2.0, 4.0].map(benchmark.facts().bus_factor);
         for benchmark in [Benchmark::AllReduce, Benchmark::Gradients] {
             assert_eq!(factors(benchmark), [1.0, 1.5]);
         }
@@ -282,12 +283,12 @@ mod tests {
     }
 
     #[test]
-    fn no_rank_sends_more_than_all_together_do() {
-        for benchmark in Benchmark::value_variants().iter().filter(|benchmark| benchmark.facts().moves()) {
-            let Facts { bus, crossing, touched, .. } = benchmark.facts();
+    fn no_rank_sends_more_than_all_ranks_together() {
+        for benchmark in Benchmark::value_variants().iter().filter(|benchmark| benchmark.facts().moves_data()) {
+            let Facts { bus_factor, total_sent, traffic, .. } = benchmark.facts();
             for n in [2.0, 3.0, 8.0] {
-                assert!(bus(n) <= crossing(n) && crossing(n) <= n * bus(n), "{benchmark:?} of {n}");
-                assert!(touched(n)[1] <= touched(n)[0] && crossing(n) <= touched(n)[0], "{benchmark:?} of {n}");
+                assert!(bus_factor(n) <= total_sent(n) && total_sent(n) <= n * bus_factor(n), "{benchmark:?} of {n}");
+                assert!(traffic(n)[1] <= traffic(n)[0] && total_sent(n) <= traffic(n)[0], "{benchmark:?} of {n}");
             }
         }
     }

@@ -1,6 +1,6 @@
-//! Inputs, and what must become of them.
+//! Inputs of a measured call, and its expected results.
 //!
-//! All inputs are whole numbers so small that every order of summation gives the same exact result in every element
+//! All inputs are integers small enough that every order of summation gives the same exact result in every element
 //! type, 8-bit integers and 16-bit floats included: no result is above 126.
 
 use std::ops::Range;
@@ -8,17 +8,17 @@ use std::ops::Range;
 use bonfire::ReduceOp;
 use bonfire_core::internal::oracle::{Sample, reduce};
 
-/// Inputs repeat after this many elements. It is a prime: a part that lands in a wrong place is out of step.
+/// Inputs repeat after this many elements. It is prime, so that a part at a wrong offset does not match.
 const PERIOD: usize = 509;
-/// At most this many ranks bring more than nothing to an element of a sum, 4 each.
+/// At most this many ranks contribute a non-zero value to an element of a sum, up to 4 each.
 const SUMMANDS: usize = 31;
-/// At most this many ranks bring a 2 to an element of a product.
+/// At most this many ranks contribute a 2 to an element of a product.
 const FACTORS: usize = 6;
 
-/// What outputs hold before a call: every type has it, and no result is it.
+/// Every element of an output before a call. Every element type can represent it, and no result equals it.
 pub const POISON: i128 = 127;
 
-/// How much of the size a rank's buffer holds.
+/// How much of the size a rank's buffer holds: all of it or one part.
 #[derive(Clone, Copy, PartialEq)]
 pub enum Extent {
     Whole,
@@ -26,9 +26,9 @@ pub enum Extent {
     Part,
 }
 
-/// One call, as far as its result depends on it.
+/// The parameters of a call that determine its result.
 pub struct Case<T> {
-    /// Elements are only moved where the operation does not reduce.
+    /// Whether the operation reduces. Otherwise it only moves elements.
     reduces: bool,
     pub op: ReduceOp,
     pub ranks: usize,
@@ -36,9 +36,9 @@ pub struct Case<T> {
     pub root: usize,
     /// Elements of a whole buffer.
     pub count: usize,
-    /// One rank's part as many times as there are ranks: what the operations on parts of any sizes are given.
+    /// The size of each rank's part, all equal: an argument of the variable-size (`_v`) operations.
     pub sizes: Vec<usize>,
-    /// The reduction of the first elements of all inputs, one period long.
+    /// The first period of the reduction of all inputs.
     reduced: Vec<T>,
 }
 
@@ -46,29 +46,29 @@ impl<T: Sample> Case<T> {
     pub fn new(reduces: bool, op: ReduceOp, [ranks, rank, root]: [usize; 3], count: usize) -> Self {
         let sizes = vec![count / ranks; ranks];
         let mut case = Case { reduces, op, ranks, rank, root, count, sizes, reduced: Vec::new() };
-        let reduced = |i| reduce(op, (0..ranks).map(|rank| case.number(rank, i)));
+        let reduced = |i| reduce(op, (0..ranks).map(|rank| case.value(rank, i)));
         case.reduced = (0..PERIOD.min(count)).map(reduced).collect();
         case
     }
 
-    fn number(&self, rank: usize, i: usize) -> i128 {
+    fn value(&self, rank: usize, i: usize) -> i128 {
         let i = i % PERIOD;
-        // The high bits of a multiplicative hash: neighbours in place and rank differ.
+        // The high bits of a multiplicative hash: adjacent elements and adjacent ranks differ.
         let mixed = ((rank * PERIOD + i) as u32).wrapping_mul(0x9E37_79B1) >> 16;
-        let brings = |most: usize| (rank + i).is_multiple_of(self.ranks.div_ceil(most));
-        let number = match self.op {
+        let contributes = |most: usize| (rank + i).is_multiple_of(self.ranks.div_ceil(most));
+        let value = match self.op {
             _ if !self.reduces => mixed % 127,
-            ReduceOp::Product if brings(FACTORS) => 1 + mixed % 2,
+            ReduceOp::Product if contributes(FACTORS) => 1 + mixed % 2,
             ReduceOp::Product => 1,
-            _ if brings(SUMMANDS) => 1 + mixed % 4,
+            _ if contributes(SUMMANDS) => 1 + mixed % 4,
             _ => 0,
         };
-        number.into()
+        value.into()
     }
 
-    /// What `rank` brings as element `i` of its input.
+    /// Element `i` of the input of `rank`.
     pub fn input(&self, rank: usize, i: usize) -> T {
-        T::of(self.number(rank, i))
+        T::of(self.value(rank, i))
     }
 
     /// Element `i` of the reduction of all inputs.
@@ -81,8 +81,8 @@ impl<T: Sample> Case<T> {
         self.count / self.ranks
     }
 
-    /// Where this rank's part lies in a whole buffer, or all of it.
-    pub fn place(&self, extent: Extent) -> Range<usize> {
+    /// The range of this rank's part in a whole buffer, or of the whole buffer.
+    pub fn range(&self, extent: Extent) -> Range<usize> {
         match extent {
             Extent::Whole => 0..self.count,
             Extent::Part => self.rank * self.part()..(self.rank + 1) * self.part(),
@@ -90,7 +90,7 @@ impl<T: Sample> Case<T> {
     }
 }
 
-/// How many of `elements` are not what `want` says; where it says nothing, anything is right.
+/// Counts the `elements` that differ from what `want` returns. Where it returns None, any value is correct.
 pub fn wrong<T: Sample>(elements: &[T], want: impl Fn(usize) -> Option<T>) -> u64 {
     let is_wrong = |(i, element): &(usize, &T)| want(*i).is_some_and(|want| **element != want);
     elements.iter().enumerate().filter(is_wrong).count() as u64
@@ -137,14 +137,14 @@ mod tests {
     }
 
     #[test]
-    fn every_rank_and_place_matters() {
+    fn every_rank_and_offset_matters() {
         for (reduces, op) in [(false, ReduceOp::Sum), (true, ReduceOp::Sum), (true, ReduceOp::Product)] {
             let case = Case::<u8>::new(reduces, op, [4, 0, 0], 4096);
             for rank in 1..4 {
                 assert!((0..100).any(|i| case.input(rank, i) != case.input(0, i)), "ranks 0 and {rank} are alike");
             }
             for shift in [1, 2, 64, 256, 1024] {
-                assert!((0..100).any(|i| case.input(0, i) != case.input(0, i + shift)), "a shift by {shift} is unseen");
+                assert!((0..100).any(|i| case.input(0, i) != case.input(0, i + shift)), "shift {shift} is undetected");
             }
         }
     }

@@ -1,4 +1,4 @@
-//! Bandwidth and time over size, with the floor.
+//! Plots of bandwidth and time over size, with the floor.
 
 use std::error::Error;
 use std::path::Path;
@@ -9,8 +9,8 @@ use plotters::prelude::*;
 use super::report::{Figures, Row};
 use crate::text::binary;
 
-/// One line of a panel: its name, colour, and points.
-struct Line(&'static str, RGBColor, Vec<(f64, f64)>);
+/// A curve of a panel: its name, colour and points.
+struct Curve(&'static str, RGBColor, Vec<(f64, f64)>);
 
 const OUT_OF_PLACE: RGBColor = RGBColor(0x1f, 0x77, 0xb4);
 const IN_PLACE: RGBColor = RGBColor(0xe0, 0x6c, 0x00);
@@ -28,9 +28,9 @@ fn render(rows: &[Row], title: &str) -> Result<String, Box<dyn Error>> {
         let area = SVGBackend::with_string(&mut svg, (1200, 480)).into_drawing_area();
         area.fill(&WHITE)?;
         let (left, right) = area.split_horizontally(600);
-        let bandwidth = lines(rows, |figures| figures.algbw_gbps, |bytes, floor_us| bytes / floor_us / 1e3);
-        let time = lines(rows, |figures| figures.times.time_us, |_, floor_us| floor_us);
-        // Both lines rise: the names stand where none is.
+        let bandwidth = curves(rows, |figures| figures.algbw_gbps, |bytes, floor_us| bytes / floor_us / 1e3);
+        let time = curves(rows, |figures| figures.times.time_us, |_, floor_us| floor_us);
+        // Both figures grow with the size: the legends are in the corners without curves.
         panel(&left, &format!("{title}: bandwidth"), "algbw, GB/s", SeriesLabelPosition::LowerRight, bandwidth)?;
         panel(&right, &format!("{title}: time"), "us", SeriesLabelPosition::UpperLeft, time)?;
         area.present()?;
@@ -38,15 +38,15 @@ fn render(rows: &[Row], title: &str) -> Result<String, Box<dyn Error>> {
     Ok(svg)
 }
 
-fn lines(rows: &[Row], figure: fn(&Figures) -> f64, floor: fn(f64, f64) -> f64) -> Vec<Line> {
-    let line = |point: &dyn Fn(f64, &Row) -> Option<f64>| {
+fn curves(rows: &[Row], figure: fn(&Figures) -> f64, floor: fn(f64, f64) -> f64) -> Vec<Curve> {
+    let curve = |point: &dyn Fn(f64, &Row) -> Option<f64>| {
         let point = |row: &Row| Some((row.bytes as f64, point(row.bytes as f64, row)?));
         rows.iter().filter_map(point).collect()
     };
     vec![
-        Line("out of place", OUT_OF_PLACE, line(&|_, row| Some(figure(&row.out_of_place)))),
-        Line("in place", IN_PLACE, line(&|_, row| row.in_place.as_ref().map(figure))),
-        Line("floor (out of place)", FLOOR, line(&|bytes, row| Some(floor(bytes, row.out_of_place.floor_us?)))),
+        Curve("out of place", OUT_OF_PLACE, curve(&|_, row| Some(figure(&row.out_of_place)))),
+        Curve("in place", IN_PLACE, curve(&|_, row| row.in_place.as_ref().map(figure))),
+        Curve("floor (out of place)", FLOOR, curve(&|bytes, row| Some(floor(bytes, row.out_of_place.floor_us?)))),
     ]
 }
 
@@ -55,10 +55,10 @@ fn panel(
     title: &str,
     unit: &str,
     corner: SeriesLabelPosition,
-    lines: Vec<Line>,
+    curves: Vec<Curve>,
 ) -> Result<(), Box<dyn Error>> {
     let (x, y) =
-        (span(lines.iter().flat_map(|l| &l.2).map(|p| p.0)), span(lines.iter().flat_map(|l| &l.2).map(|p| p.1)));
+        (span(curves.iter().flat_map(|l| &l.2).map(|p| p.0)), span(curves.iter().flat_map(|l| &l.2).map(|p| p.1)));
     let mut chart = ChartBuilder::on(area)
         .caption(title, ("sans-serif", 18))
         .margin(12)
@@ -73,7 +73,7 @@ fn panel(
         .x_label_formatter(&|bytes| binary(*bytes))
         .y_label_formatter(&|value| format!("{value:.3}").trim_end_matches('0').trim_end_matches('.').to_owned())
         .draw()?;
-    for Line(name, colour, points) in lines.into_iter().filter(|line| !line.2.is_empty()) {
+    for Curve(name, colour, points) in curves.into_iter().filter(|curve| !curve.2.is_empty()) {
         chart
             .draw_series(LineSeries::new(points, colour.filled().stroke_width(2)).point_size(3))?
             .label(name)
@@ -83,7 +83,7 @@ fn panel(
     Ok(())
 }
 
-/// From below the smallest to above the largest: a logarithmic axis needs room even for one point.
+/// Returns a range from below the smallest value to above the largest: a logarithmic axis needs one even for one point.
 fn span(values: impl Iterator<Item = f64>) -> std::ops::Range<f64> {
     let (low, high) = values.fold((f64::MAX, f64::MIN_POSITIVE), |(low, high), x| (low.min(x), high.max(x)));
     low.min(high) / 1.5..high * 1.5
@@ -108,7 +108,7 @@ mod tests {
     }
 
     #[test]
-    fn draws_every_line_with_its_name_and_units() {
+    fn draws_every_curve_with_its_name_and_units() {
         let svg = render(&[row(8, 1.0), row(1 << 20, 100.0), row(32 << 20, 3000.0)], "all_reduce").unwrap();
         for text in ["out of place", "in place", "floor (out of place)", "algbw, GB/s", "size, bytes"] {
             assert!(svg.contains(text), "{text}");

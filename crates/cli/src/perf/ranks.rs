@@ -15,25 +15,25 @@ use crate::failure::Failure;
 use crate::run;
 use crate::text::name;
 
-/// Runs `work` on every rank; it gives the number of wrong elements over all of them. Returns the exit status.
+/// Runs `work`, which returns the number of wrong elements over all ranks, on every rank. Returns the exit status.
 pub fn measure(
     common: &Common,
     launched: bool,
     work: impl Fn(&Group) -> Result<u64, RankError> + Sync,
 ) -> Result<u8, Failure> {
     let wrong = match common.transport {
-        Transport::Local => threads(common, work),
+        Transport::Local => as_threads(common, work),
         #[cfg(unix)]
-        transport if launched || transport.is_mpi() => process(common, work),
-        _ => return processes(common.ranks),
+        transport if launched || transport.is_mpi() => as_process(common, work),
+        _ => return start_processes(common.ranks),
     };
     let failed = |error| format!("{} ranks over {}: {error}", common.ranks, name(&common.transport));
     wrong.map(|wrong| u8::from(wrong > 0)).map_err(|error| Failure::with(1)(failed(error)))
 }
 
-/// The number of ranks where a launcher started this process as one of them. What the group makes of a number that is
-/// missing, it says itself. A shell in a cluster is a rank alone to others than `bonfire run`, and starts what it
-/// measures.
+/// Returns the number of ranks if a launcher started this process as one of them. If the number is missing, the group
+/// reports that itself. A single rank that `bonfire run` has not started is a shell in a cluster's job: it starts the
+/// processes to measure.
 #[cfg(unix)]
 pub fn launched() -> Result<Option<u32>, Error> {
     let Some(launched) = Builder::from_env()?.launched() else { return Ok(None) };
@@ -69,7 +69,7 @@ fn with_algorithms(builder: Builder, common: &Common) -> Builder {
     common.algorithms.iter().cloned().fold(builder, Builder::algorithms)
 }
 
-fn threads(common: &Common, work: impl Fn(&Group) -> Result<u64, RankError> + Sync) -> Result<u64, RankError> {
+fn as_threads(common: &Common, work: impl Fn(&Group) -> Result<u64, RankError> + Sync) -> Result<u64, RankError> {
     let groups = with_algorithms(Builder::default(), common).threads(common.ranks as usize)?;
     let work = &work;
     thread::scope(|scope| {
@@ -79,18 +79,18 @@ fn threads(common: &Common, work: impl Fn(&Group) -> Result<u64, RankError> + Sy
     })
 }
 
-/// This process as one of the ranks that a launcher started.
+/// Runs `work` in this process, as one of the ranks that a launcher started.
 #[cfg(unix)]
-fn process(common: &Common, work: impl Fn(&Group) -> Result<u64, RankError>) -> Result<u64, RankError> {
+fn as_process(common: &Common, work: impl Fn(&Group) -> Result<u64, RankError>) -> Result<u64, RankError> {
     let builder = Builder::from_env()?;
     if builder.launched().is_none() {
-        return Err(RankError::NotByMpi(common.ranks));
+        return Err(RankError::NotUnderMpi(common.ranks));
     }
     work(&with_algorithms(builder, common).transport(common.transport.medium()).connect()?)
 }
 
-/// Starts this program once per rank as `bonfire run` does, which ends all if one fails.
-fn processes(ranks: u32) -> Result<u8, Failure> {
+/// Starts this program once per rank as `bonfire run` does, which ends all ranks if one fails.
+fn start_processes(ranks: u32) -> Result<u8, Failure> {
     let program = env::current_exe().map_err(|error| Failure::with(1)(format!("cannot start a rank: {error}")))?;
     let flags = ["run", "--no-prefix", "--ranks", &ranks.to_string(), "--"].map(OsString::from);
     let command = [program.into_os_string()].into_iter().chain(env::args_os().skip(1));

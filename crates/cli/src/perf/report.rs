@@ -1,4 +1,4 @@
-//! What a measurement looks like: a table, or JSON lines.
+//! Prints measurements as a table or as JSON lines.
 
 use std::io::{self, Write};
 
@@ -10,26 +10,26 @@ use super::floors::Floors;
 use super::operation::Facts;
 use super::timing::{Measured, Times};
 
-/// What all rows have in common.
+/// The parameters that all rows have in common.
 #[derive(Serialize)]
 pub struct Subject {
     pub collective: String,
     pub transport: String,
     pub ranks: u32,
     pub level: String,
-    /// Which algorithms run which sizes, where the group chooses.
+    /// The algorithms by size, if the group selects them.
     pub algorithms: Option<String>,
     /// Whether the group allocated the buffers.
     pub registered: bool,
     pub dtype: String,
-    /// None where nothing is reduced.
+    /// None for operations that do not reduce.
     pub op: Option<String>,
     pub root: Option<u32>,
     #[serde(skip)]
     pub facts: Facts,
 }
 
-/// One size. Rank 0 has the rows.
+/// The figures of one size. Only rank 0 has rows.
 #[derive(Serialize)]
 pub struct Row {
     pub bytes: usize,
@@ -39,7 +39,7 @@ pub struct Row {
     pub in_place: Option<Figures>,
 }
 
-/// What follows from a measurement.
+/// The figures derived from a measurement.
 #[derive(Serialize)]
 pub struct Figures {
     #[serde(flatten)]
@@ -47,7 +47,7 @@ pub struct Figures {
     /// 1 GB is 1e9 bytes.
     pub algbw_gbps: f64,
     pub busbw_gbps: f64,
-    /// Over all ranks; None if nobody looked.
+    /// Wrong elements over all ranks; None if results were not checked.
     pub wrong: Option<u64>,
     pub floor_us: Option<f64>,
     pub floor_percent: Option<f64>,
@@ -65,10 +65,10 @@ impl Report {
     /// Measures the floors and prints the head of the table.
     pub fn begin(common: &Common, subject: Subject, sizes: usize) -> io::Result<Report> {
         let floors = Floors::measure(common.transport, common.ranks).unwrap_or_else(|error| {
-            log::warn!("no floor was measured: {error}; see `bonfire doctor`");
+            log::warn!("cannot measure the floor: {error}; see `bonfire doctor`");
             None
         });
-        // Drawn on standard error, and only where that is a terminal.
+        // Drawn on standard error, and only if that is a terminal.
         let bar = ProgressBar::with_draw_target(Some(sizes as u64), ProgressDrawTarget::stderr());
         if let Ok(style) = ProgressStyle::with_template("{wide_bar} {pos} of {len} sizes, {eta} left") {
             bar.set_style(style);
@@ -78,7 +78,7 @@ impl Report {
         Ok(report)
     }
 
-    /// Adds a size, measured out of place and, if it comes so, in place.
+    /// Adds and prints a size, measured out of place and, if there is such a form, in place.
     pub fn row(&mut self, bytes: usize, count: usize, sides: &[Measured]) -> io::Result<()> {
         let mut figures = sides.iter().zip([false, true]).map(|(side, in_place)| self.figures(bytes, side, in_place));
         let Some(out_of_place) = figures.next() else { return Ok(()) };
@@ -96,14 +96,14 @@ impl Report {
         Figures {
             times,
             algbw_gbps,
-            busbw_gbps: algbw_gbps * (facts.bus)(f64::from(*ranks)),
+            busbw_gbps: algbw_gbps * (facts.bus_factor)(f64::from(*ranks)),
             wrong,
             floor_us,
             floor_percent: floor_us.map(|floor| 100.0 * floor / times.time_us),
         }
     }
 
-    /// The end of the table.
+    /// Prints the end of the table.
     pub fn end(&self) -> io::Result<()> {
         self.bar.finish_and_clear();
         self.print(&if self.json { Vec::new() } else { self.foot() })
@@ -111,27 +111,27 @@ impl Report {
 
     fn head(&self) -> Vec<String> {
         let Subject { collective, transport, ranks, level, algorithms, registered, facts, .. } = &self.subject;
-        let buffers = if *registered { ", the group's buffers" } else { ", buffers from anywhere" };
+        let buffers = if *registered { ", the group's buffers" } else { ", ordinary buffers" };
         let version = env!("CARGO_PKG_VERSION");
-        let bus = (facts.bus)(f64::from(*ranks));
+        let bus = (facts.bus_factor)(f64::from(*ranks));
         let mut lines = vec![
             format!("bonfire {version} {collective}, {ranks} ranks over {transport}, {level} level{buffers}"),
             format!("algorithms: {}", algorithms.as_deref().unwrap_or("none to choose")),
             "time: of one call, on the slowest rank; GB: 1e9 bytes; algbw: size / time".into(),
-            format!("busbw: algbw x {bus:.3}, to compare with the hardware's bandwidth whatever the number of ranks"),
+            format!("busbw: algbw x {bus:.3}, to compare with the hardware's bandwidth for any number of ranks"),
         ];
         match &self.floors {
             Some(floors) => lines.extend(floors.describe()),
             None => lines.push("floor: none".into()),
         }
         lines.push("%floor: the least time this machine needs for the same bytes, in percent of the time".into());
-        let titles = side(["out of place", "", "", "", ""]) + &side(["in place", "", "", "", ""]);
-        let names = side(["time", "algbw", "busbw", "#wrong", "%floor"]).repeat(2);
-        let units = side(["us", "GB/s", "GB/s", "", ""]).repeat(2);
+        let titles = side_columns(["out of place", "", "", "", ""]) + &side_columns(["in place", "", "", "", ""]);
+        let names = side_columns(["time", "algbw", "busbw", "#wrong", "%floor"]).repeat(2);
+        let units = side_columns(["us", "GB/s", "GB/s", "", ""]).repeat(2);
         lines.push(format!("{:>52}{titles}", ""));
-        lines.push(subject(["size", "count", "type", "redop", "root"]) + &names);
-        lines.push(subject(["bytes", "elements", "", "", ""]) + &units);
-        // The rows begin under the space behind the mark.
+        lines.push(subject_columns(["size", "count", "type", "redop", "root"]) + &names);
+        lines.push(subject_columns(["bytes", "elements", "", "", ""]) + &units);
+        // Rows are indented by as much as this prefix.
         lines.iter().map(|line| format!("# {line}").trim_end().to_owned()).collect()
     }
 
@@ -141,8 +141,8 @@ impl Report {
         let (bytes, count, op) = (row.bytes.to_string(), row.count.to_string(), op.as_deref().unwrap_or("none"));
         let known = |figure: Option<String>| figure.unwrap_or("N/A".into());
         let figures = |figures: Option<&Figures>| {
-            let Some(figures) = figures else { return side(["N/A"; 5]) };
-            side([
+            let Some(figures) = figures else { return side_columns(["N/A"; 5]) };
+            side_columns([
                 &format!("{:.2}", figures.times.time_us),
                 &format!("{:.3}", figures.algbw_gbps),
                 &format!("{:.3}", figures.busbw_gbps),
@@ -151,7 +151,7 @@ impl Report {
             ])
         };
         let sides = figures(Some(&row.out_of_place)) + &figures(row.in_place.as_ref());
-        format!("  {}{sides}", subject([&bytes, &count, dtype, op, &root]))
+        format!("  {}{sides}", subject_columns([&bytes, &count, dtype, op, &root]))
     }
 
     fn object(&self, row: &Row) -> serde_json::Result<String> {
@@ -162,7 +162,7 @@ impl Report {
             #[serde(flatten)]
             row: &'a Row,
         }
-        // As a value first, whose keys are in alphabetical order.
+        // Through a `Value`, whose keys are in alphabetical order.
         Ok(serde_json::to_value(Line { subject: &self.subject, row })?.to_string())
     }
 
@@ -178,7 +178,7 @@ impl Report {
         vec![format!("# Wrong elements    : {wrong}"), format!("# Avg bus bandwidth : {mean:.3} GB/s")]
     }
 
-    /// Prints lines between two states of the bar.
+    /// Prints lines while the progress bar is suspended.
     fn print(&self, lines: &[String]) -> io::Result<()> {
         self.bar.suspend(|| {
             let mut stdout = io::stdout().lock();
@@ -188,13 +188,13 @@ impl Report {
     }
 }
 
-/// The columns that a size has once.
-fn subject([size, count, dtype, op, root]: [&str; 5]) -> String {
+/// Formats the columns that a row has once.
+fn subject_columns([size, count, dtype, op, root]: [&str; 5]) -> String {
     format!("{size:>10} {count:>12} {dtype:>6} {op:>8} {root:>5}")
 }
 
-/// The columns that it has out of place and in place.
-fn side([time, algbw, busbw, wrong, floor]: [&str; 5]) -> String {
+/// Formats the columns that a row has twice: out of place and in place.
+fn side_columns([time, algbw, busbw, wrong, floor]: [&str; 5]) -> String {
     format!(" {time:>10} {algbw:>8} {busbw:>8} {wrong:>7} {floor:>6}")
 }
 
@@ -241,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn the_columns_stand_under_their_names() {
+    fn columns_are_aligned_with_their_names() {
         let report = report([Some(0), None]);
         let head = report.head();
         let ends = |line: &str| -> Vec<usize> {
@@ -261,7 +261,7 @@ mod tests {
     }
 
     #[test]
-    fn json_has_the_out_of_place_figures_on_top_and_the_others_inside() {
+    fn json_has_out_of_place_figures_at_the_top_and_in_place_figures_nested() {
         let report = report([Some(1), Some(2)]);
         let object: Value = serde_json::from_str(&report.object(&report.rows[0]).unwrap()).unwrap();
         assert_eq!(object["bytes"], 1_000_000);

@@ -1,13 +1,13 @@
-//! Which sizes are measured.
+//! The sizes to measure.
 
-/// The flags are those of nccl-tests.
+/// Flags as in nccl-tests, and `--sizes`.
 #[derive(clap::Args, Clone)]
 pub struct Sizes {
-    /// Smallest size in bytes; K, M and G stand for 1024 and its powers
+    /// Smallest size in bytes; suffixes K, M and G are powers of 1024
     #[arg(short = 'b', long, value_name = "BYTES", default_value = "8", value_parser = parse_bytes)]
     min_bytes: usize,
 
-    /// Largest size in bytes, with K, M and G as above
+    /// Largest size in bytes, with the same suffixes
     #[arg(short = 'e', long, value_name = "BYTES", default_value = "32M", value_parser = parse_bytes)]
     max_bytes: usize,
 
@@ -19,7 +19,7 @@ pub struct Sizes {
     #[arg(short = 'i', long, value_name = "BYTES", conflicts_with = "factor", value_parser = parse_bytes)]
     step_bytes: Option<usize>,
 
-    /// Sizes in bytes, with commas between them, instead of a range
+    /// Sizes in bytes, separated by commas, instead of a range
     #[arg(long, value_name = "BYTES", value_delimiter = ',', value_parser = parse_bytes,
           conflicts_with_all = ["min_bytes", "max_bytes", "factor", "step_bytes"])]
     sizes: Vec<usize>,
@@ -28,13 +28,14 @@ pub struct Sizes {
 const FACTOR: u64 = 4;
 
 impl Sizes {
-    /// The sizes in bytes, rounded down to multiples of `unit`; none is less than one `unit`, and none comes twice.
+    /// Returns the sizes in bytes, rounded down to multiples of `unit`, but at least one `unit`. Consecutive
+    /// duplicates are removed.
     pub fn list(&self, unit: usize) -> Result<Vec<usize>, String> {
         let Sizes { min_bytes, max_bytes, .. } = *self;
         let whole = |bytes: usize| (bytes / unit).max(1) * unit;
         if let Some(least) = self.sizes.iter().min() {
             if *least < unit {
-                return Err(format!("--sizes {least} holds no element for each rank: give at least {unit}"));
+                return Err(format!("--sizes {least} is less than an element per rank: give at least {unit}"));
             }
             let mut sizes: Vec<usize> = self.sizes.iter().copied().map(whole).collect();
             sizes.dedup();
@@ -46,7 +47,7 @@ impl Sizes {
             ));
         }
         if max_bytes < unit {
-            return Err(format!("--max-bytes {max_bytes} holds no element for each rank: give at least {unit}"));
+            return Err(format!("--max-bytes {max_bytes} is less than an element per rank: give at least {unit}"));
         }
         let next = |bytes: &usize| {
             let next = match self.step_bytes {
@@ -71,9 +72,9 @@ fn parse_bytes(text: &str) -> Result<usize, String> {
     };
     match digits.parse::<usize>().map_err(|_| FORM)?.checked_mul(1 << shift) {
         Some(0) => Err("there is nothing to measure at 0 bytes: give 1 or more".into()),
-        // Buffers are vectors, which can be no larger.
+        // A vector can have at most `isize::MAX` bytes.
         Some(bytes) if isize::try_from(bytes).is_ok() => Ok(bytes),
-        _ => Err("more bytes than a buffer can have".into()),
+        _ => Err("more bytes than a buffer can hold".into()),
     }
 }
 

@@ -1,4 +1,4 @@
-//! Operations of a group on slices.
+//! Measures a group's operations on slices.
 
 use std::ops::DerefMut;
 
@@ -14,17 +14,17 @@ pub struct Slices<'a, T: Sample> {
     calls: Calls<T>,
     case: Case<T>,
     in_place: bool,
-    /// Empty where the operation works in place.
-    input: Memory<T>,
-    output: Memory<T>,
+    /// Empty in place.
+    input: Buffer<T>,
+    output: Buffer<T>,
 }
 
-/// A vector, or a buffer of the group's.
-type Memory<T> = Box<dyn DerefMut<Target = [T]>>;
+/// A vector, or a buffer that the group allocated.
+type Buffer<T> = Box<dyn DerefMut<Target = [T]>>;
 
 impl<'a, T: Sample> Slices<'a, T> {
-    /// `count` elements of a whole buffer, in memory of the group's where `register` says so. None where the operation
-    /// does not come in place.
+    /// Prepares an operation on whole buffers of `count` elements, allocated by the group if `register`. None if
+    /// `in_place` and the operation has no such form.
     pub fn new(
         group: &'a Group,
         benchmark: Benchmark,
@@ -36,11 +36,11 @@ impl<'a, T: Sample> Slices<'a, T> {
         let calls = Calls::of(benchmark).filter(|calls| !in_place || calls.in_place.is_some());
         let Some(calls) = calls else { return Ok(None) };
         let case = Case::new(benchmark.facts().reduces, op, [group.world_size(), group.rank(), root], count);
-        let zeros = |extent| -> Result<Memory<T>, RankError> {
-            let length = case.place(extent).len();
+        let zeros = |extent| -> Result<Buffer<T>, RankError> {
+            let length = case.range(extent).len();
             Ok(if register { Box::new(group.allocate(length)?) } else { Box::new(vec![T::zeroed(); length]) })
         };
-        let (input, output): (Memory<T>, _) = match in_place {
+        let (input, output): (Buffer<T>, _) = match in_place {
             true => (Box::new(Vec::new()), zeros(Extent::Whole)?),
             false => (zeros(calls.input)?, zeros(calls.output)?),
         };
@@ -53,7 +53,7 @@ impl<T: Sample> Workload for Slices<'_, T> {
         let Slices { calls, case, .. } = self;
         self.output.fill(T::of(POISON));
         let input = match self.in_place {
-            true => &mut self.output[case.place(calls.input)],
+            true => &mut self.output[case.range(calls.input)],
             false => &mut self.input[..],
         };
         for (i, element) in input.iter_mut().enumerate() {
@@ -69,7 +69,7 @@ impl<T: Sample> Workload for Slices<'_, T> {
     fn wrong(&mut self) -> Result<u64, RankError> {
         let Slices { calls, case, .. } = self;
         let output = match self.in_place {
-            true => &self.output[case.place(calls.output)],
+            true => &self.output[case.range(calls.output)],
             false => &self.output[..],
         };
         Ok(wrong(output, |i| (calls.want)(case, i)))
@@ -84,7 +84,7 @@ mod tests {
 
     use super::*;
 
-    /// How many wrong elements are found after `corrupt` was at the outputs, out of place and, if there, in place.
+    /// Counts each rank's wrong elements after `corrupt` changed its output: out of place, then in place if supported.
     fn check<T: Sample>(benchmark: Benchmark, op: ReduceOp, n: usize, corrupt: fn(&mut [T])) -> Vec<u64> {
         let count = 30 * n;
         let counts = ranks(n, |group| {
@@ -92,13 +92,13 @@ mod tests {
             for in_place in [false, true] {
                 let slices = Slices::<T>::new(&group, benchmark, op, n - 1, count, [in_place, in_place]).unwrap();
                 let Some(mut slices) = slices else { continue };
-                // Twice: what a first call left must not pass for the result of a second.
+                // Twice: a first call's result must not pass for that of a second.
                 for _ in 0..2 {
                     slices.reset();
                     slices.call().unwrap();
                 }
-                let place = if in_place { slices.case.place(slices.calls.output) } else { 0..slices.output.len() };
-                corrupt(&mut slices.output[place]);
+                let range = if in_place { slices.case.range(slices.calls.output) } else { 0..slices.output.len() };
+                corrupt(&mut slices.output[range]);
                 counts.push(slices.wrong().unwrap());
             }
             counts
@@ -116,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn every_operation_is_right_in_every_type() {
+    fn every_operation_is_correct_in_every_type() {
         every_operation::<f32>(2);
         every_operation::<f64>(3);
         every_operation::<f16>(3);
@@ -135,10 +135,10 @@ mod tests {
     fn a_wrong_element_is_found_in_every_operation() {
         for benchmark in Benchmark::value_variants()
             .iter()
-            .filter(|benchmark| benchmark.facts().moves() && **benchmark != Benchmark::Gradients)
+            .filter(|benchmark| benchmark.facts().moves_data() && **benchmark != Benchmark::Gradients)
         {
             let wrong = check::<f32>(*benchmark, ReduceOp::Sum, 3, |output| *output.last_mut().unwrap() += 1.0);
-            // A reduction to a root says nothing of the other ranks' outputs.
+            // Operations with a root leave the other ranks' outputs unspecified.
             let found: Vec<u64> =
                 if matches!(benchmark, Benchmark::Reduce | Benchmark::Gather) { wrong[4..].to_vec() } else { wrong };
             assert!(!found.is_empty() && found.iter().all(|wrong| *wrong == 1), "{benchmark:?} {found:?}");
@@ -152,7 +152,7 @@ mod tests {
             Slices::<u8>::new(&group, Benchmark::AllReduce, ReduceOp::Max, 0, 1000, [false; 2]).unwrap().unwrap();
         slices.reset();
         slices.call().unwrap();
-        // The right result of the call before must not pass for one of this.
+        // The correct result of the previous call must not pass for that of this one.
         slices.reset();
         assert_eq!(slices.wrong().unwrap(), 1000);
     }

@@ -1,4 +1,4 @@
-//! An all_reduce through burn's collective API, on Flex: what it costs over the same call on slices.
+//! Measures an all_reduce through burn's collective API on Flex, to compare with the same call on slices.
 
 use bonfire::{CollectiveConfig, DType, Group, PeerId, ReduceOp, all_reduce, finish_collective, register};
 use bonfire_core::internal::oracle::Sample;
@@ -11,7 +11,7 @@ use super::timing::{RankError, Workload};
 
 type Primitive = FloatTensor<Flex>;
 
-/// The element types that burn's floating-point tensors have.
+/// Returns the element type of burn's floating-point tensors that corresponds to `dtype`, if there is one.
 pub fn element(dtype: DType) -> Option<BurnDType> {
     match dtype {
         DType::F32 => Some(BurnDType::F32),
@@ -26,7 +26,7 @@ pub fn element(dtype: DType) -> Option<BurnDType> {
 pub struct Peer(PeerId);
 
 impl Peer {
-    /// Blocks until all ranks of the process have come here.
+    /// Registers a rank. Blocks until all ranks of the process have called this.
     pub fn register(group: &Group) -> Result<Peer, RankError> {
         let id = PeerId::from(group.rank() as u32);
         register::<Flex>(id, Default::default(), CollectiveConfig::default().with_num_devices(group.world_size()))?;
@@ -37,7 +37,7 @@ impl Peer {
 impl Drop for Peer {
     fn drop(&mut self) {
         if let Err(error) = finish_collective::<Flex>(self.0) {
-            log::warn!("{} is still registered: {error}", self.0);
+            log::warn!("cannot deregister {}: {error}", self.0);
         }
     }
 }
@@ -46,21 +46,21 @@ pub struct Tensors<'a, T> {
     peer: &'a Peer,
     case: Case<T>,
     dtype: BurnDType,
-    /// None in place: the peer then gives its only handle away, so that the result may take the input's memory.
+    /// None in place: the call then consumes the only handle, so that the result may reuse the input's memory.
     input: Option<Primitive>,
     output: Option<Primitive>,
     in_place: bool,
 }
 
 impl<'a, T: Sample> Tensors<'a, T> {
-    /// `T` is one of burn's floats.
+    /// `T` must be one of the types for which [`element`] returns one.
     pub fn new(peer: &'a Peer, group: &Group, op: ReduceOp, count: usize, in_place: bool) -> Self {
         let dtype = element(T::DTYPE).unwrap_or(BurnDType::F32);
         let case = Case::new(true, op, [group.world_size(), group.rank(), 0], count);
         Tensors { peer, case, dtype, input: None, output: None, in_place }
     }
 
-    fn fresh(&self) -> Primitive {
+    fn fresh_input(&self) -> Primitive {
         let Case { count, rank, .. } = self.case;
         let elements: Vec<T> = (0..count).map(|i| self.case.input(rank, i)).collect();
         let data = TensorData::from_bytes(Bytes::from_elems(elements), [count], self.dtype);
@@ -70,12 +70,12 @@ impl<'a, T: Sample> Tensors<'a, T> {
 
 impl<T: Sample> Workload for Tensors<'_, T> {
     fn reset(&mut self) {
-        let fresh = Some(self.fresh());
-        (self.input, self.output) = if self.in_place { (None, fresh) } else { (fresh, None) };
+        let fresh_input = Some(self.fresh_input());
+        (self.input, self.output) = if self.in_place { (None, fresh_input) } else { (fresh_input, None) };
     }
 
     fn call(&mut self) -> Result<(), RankError> {
-        let given = self.input.clone().or_else(|| self.output.take()).unwrap_or_else(|| self.fresh());
+        let given = self.input.clone().or_else(|| self.output.take()).unwrap_or_else(|| self.fresh_input());
         self.output = Some(all_reduce::<Flex>(self.peer.0, given, self.case.op)?);
         Ok(())
     }
@@ -95,9 +95,9 @@ mod tests {
     use super::*;
     use crate::perf::oracle::POISON;
 
-    /// All that use the process's one session of Flex are in this test.
+    /// The only test that uses Flex's collective session, of which a process has one.
     #[test]
-    fn all_reduce_of_tensors_is_right_and_a_wrong_element_is_found() {
+    fn all_reduce_of_tensors_is_correct_and_a_wrong_element_is_found() {
         fn check<T: Sample>(group: &Group, peer: &Peer, in_place: bool) {
             let mut tensors = Tensors::<T>::new(peer, group, ReduceOp::Mean, 1000, in_place);
             for wrong in 0..2 {

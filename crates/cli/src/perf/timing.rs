@@ -1,4 +1,4 @@
-//! How a call is checked and timed.
+//! Checks and times calls.
 
 use std::io;
 use std::path::PathBuf;
@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use bonfire::{Error, Group, ReduceOp};
 use serde::Serialize;
 
-/// What can go wrong on a rank.
+/// An error of a rank of a measurement.
 #[derive(Debug, thiserror::Error)]
 pub enum RankError {
     #[error(transparent)]
@@ -23,15 +23,15 @@ pub enum RankError {
     Draw(PathBuf, String),
     #[cfg(unix)]
     #[error("MPI's launcher starts the ranks: mpirun -n {0} bonfire perf ... --transport mpi")]
-    NotByMpi(u32),
+    NotUnderMpi(u32),
 }
 
 /// Calls of one kind, on one rank.
 pub trait Workload {
-    /// Prepares a call whose result can be checked: fresh input, and an output that is wrong.
+    /// Prepares a call whose result can be checked: fresh input, and an output without the expected result.
     fn reset(&mut self);
     fn call(&mut self) -> Result<(), RankError>;
-    /// The number of wrong elements after a call that was prepared.
+    /// Returns the number of wrong elements after a prepared call.
     fn wrong(&mut self) -> Result<u64, RankError>;
 }
 
@@ -41,19 +41,19 @@ pub struct Counts {
     #[arg(short = 'n', long, value_name = "CALLS", value_parser = clap::value_parser!(u64).range(1..=100_000_000))]
     iters: Option<u64>,
 
-    /// Calls before those that are timed [default: as many as take 30 ms]
+    /// Warm-up calls before the timed ones [default: as many as take 30 ms]
     #[arg(short = 'w', long, value_name = "CALLS")]
     warmup: Option<u64>,
 
-    /// Calls whose result is checked, before any is timed; 0 turns the check off
+    /// Calls whose result is checked, before any is timed; 0 disables the check
     #[arg(short = 'c', long, value_name = "CALLS", default_value_t = 1)]
     check: u64,
 }
 
-/// Of one call, in microseconds. Each figure is that of the rank where it is largest.
+/// Times of one call, in microseconds. Each is the largest over all ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Times {
-    /// What the others are compared by: the mean of many calls, or the median where a call is a whole step.
+    /// The time from which bandwidths are computed: the mean of many calls, or the median of whole steps.
     pub time_us: f64,
     pub median_us: f64,
     pub p99_us: f64,
@@ -63,19 +63,19 @@ pub struct Times {
 #[derive(Clone, Copy)]
 pub struct Measured {
     pub times: Times,
-    /// Over all ranks; None if nobody looked.
+    /// Wrong elements over all ranks; None if results were not checked.
     pub wrong: Option<u64>,
 }
 
-/// Time to spend on the mean of one size, and bounds on the calls.
+/// Time to spend on the mean of one size, and limits on the number of calls.
 const BUDGET: Duration = Duration::from_millis(200);
-const CALLS: std::ops::RangeInclusive<u64> = 10..=20_000;
-const WARM: Duration = Duration::from_millis(30);
-/// Calls that are timed one by one: enough for a 99th percentile.
+const CALL_LIMITS: std::ops::RangeInclusive<u64> = 10..=20_000;
+const WARM_UP: Duration = Duration::from_millis(30);
+/// Calls to time one by one: enough for a 99th percentile.
 const SAMPLES: u64 = 1000;
 
-/// Checks, warms up, and times back-to-back calls: first all together, for a mean free of the clock's own cost, then
-/// one by one.
+/// Checks results, warms up, and times back-to-back calls: first all together, for a mean without the cost of reading
+/// the clock, then one by one.
 pub fn measure(group: &Group, counts: &Counts, work: &mut dyn Workload) -> Result<Measured, RankError> {
     let wrong = check(group, counts.check, work)?;
     let affordable = warm_up(group, counts, work)?;
@@ -98,7 +98,7 @@ pub fn measure(group: &Group, counts: &Counts, work: &mut dyn Workload) -> Resul
     Ok(Measured { times: slowest(group, Times::of(samples, Some(mean)))?, wrong })
 }
 
-/// Checks one call, and times `steps` that each need preparation, after a barrier. The typical one is the median.
+/// Checks one call, then times `steps` calls, each prepared and after a barrier. Their median is the reported time.
 pub fn measure_steps(group: &Group, steps: usize, work: &mut dyn Workload) -> Result<Measured, RankError> {
     let wrong = check(group, 1, work)?;
     let mut samples = Vec::new();
@@ -120,21 +120,21 @@ fn check(group: &Group, calls: u64, work: &mut dyn Workload) -> Result<Option<u6
         wrong[0] += work.wrong()?;
     }
     if calls == 0 {
-        // What is timed works on real data, checked or not.
+        // Timed calls work on real data, checked or not.
         work.reset();
     }
     group.all_reduce(&mut wrong, ReduceOp::Sum)?;
     Ok((calls > 0).then_some(wrong[0]))
 }
 
-/// Warms up, and decides together how many calls can be timed.
+/// Warms up and returns the number of calls to time, which is the same on all ranks.
 fn warm_up(group: &Group, counts: &Counts, work: &mut dyn Workload) -> Result<u64, RankError> {
     let (mut warm, start) = (0, Instant::now());
-    // Rank 0 decides after each call whether it was warm enough, for all.
+    // Rank 0 decides for all ranks, after each call, whether the warm-up is complete.
     loop {
-        let enough = counts.warmup.map_or(warm >= 3 && start.elapsed() >= WARM, |warmup| warm >= warmup);
+        let enough = counts.warmup.map_or(warm >= 3 && start.elapsed() >= WARM_UP, |warmup| warm >= warmup);
         let possible = BUDGET.as_secs_f64() / (start.elapsed().as_secs_f64() / warm as f64);
-        let mut calls = [if enough { (possible as u64).clamp(*CALLS.start(), *CALLS.end()) } else { 0 }];
+        let mut calls = [if enough { (possible as u64).clamp(*CALL_LIMITS.start(), *CALL_LIMITS.end()) } else { 0 }];
         group.broadcast(&mut calls, 0)?;
         if calls[0] > 0 {
             return Ok(calls[0]);
@@ -148,6 +148,7 @@ fn microseconds(time: Duration) -> f64 {
     time.as_secs_f64() * 1e6
 }
 
+/// Returns the largest of each time over all ranks.
 fn slowest(group: &Group, times: Times) -> Result<Times, Error> {
     let Times { time_us, median_us, p99_us, min_us } = times;
     let mut all = [time_us, median_us, p99_us, min_us];
@@ -157,7 +158,7 @@ fn slowest(group: &Group, times: Times) -> Result<Times, Error> {
 }
 
 impl Times {
-    /// `samples` are not empty.
+    /// `samples` must not be empty.
     fn of(mut samples: Vec<f64>, mean: Option<f64>) -> Times {
         samples.sort_by(f64::total_cmp);
         let at = |quantile: f64| samples[((samples.len() as f64 * quantile).ceil() as usize).max(1) - 1];

@@ -1,4 +1,4 @@
-//! Addresses that the user gives.
+//! Addresses on the command line.
 
 use std::fmt;
 use std::net::{IpAddr, Ipv6Addr};
@@ -17,7 +17,7 @@ impl Master {
         self.host.parse().ok()
     }
 
-    /// Names are not looked up: what one means may differ from node to node.
+    /// Does not resolve names: they may resolve differently on each node.
     pub fn is_loopback(&self) -> bool {
         match self.address() {
             Some(address) => address.is_loopback(),
@@ -56,7 +56,7 @@ impl fmt::Display for Master {
     }
 }
 
-/// Reads the value of `--host`.
+/// Parses the value of `--host`.
 pub fn parse_host(text: &str) -> Result<IpAddr, AddressError> {
     let host: IpAddr = text.parse().map_err(|_| AddressError::NotAddress)?;
     if host.is_unspecified() {
@@ -72,7 +72,7 @@ pub enum AddressError {
     NotHostPort,
     #[error("give an IP address without a port, such as 10.0.0.2 or fd00::2")]
     NotAddress,
-    #[error("this address names no machine: give one that the other ranks can connect to")]
+    #[error("this address stands for all interfaces: give one that the other ranks can connect to")]
     Unspecified,
 }
 

@@ -1,4 +1,4 @@
-//! Which ranks this node starts and what each is told in its environment.
+//! The ranks that this node starts, and the environment of each.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -11,7 +11,7 @@ use zeroize::Zeroizing;
 use super::address::Master;
 use super::args::Args;
 
-/// The ranks of this node, checked to be consistent.
+/// The ranks of this node, from arguments that were checked to be consistent.
 pub struct Layout {
     pub local_world_size: u32,
     pub world_size: u32,
@@ -19,7 +19,7 @@ pub struct Layout {
     pub first_rank: u32,
     master: Master,
     host: IpAddr,
-    /// What the ranks are given besides the launcher's own environment.
+    /// Generated for this run; None if the user's environment has a secret or none is needed.
     secret: Option<Zeroizing<String>>,
 }
 
@@ -38,7 +38,7 @@ impl Layout {
         let local_world_size = match args.ranks {
             Some(0) => return Err(LayoutError::NoRanks),
             Some(ranks) => ranks,
-            // A machine that does not tell its number of cores still has one.
+            // A machine that does not report its number of cores has at least one.
             None => available_parallelism().map_or(1, |cores| cores.get() as u32),
         };
         let world_size = nodes.checked_mul(local_world_size).ok_or(LayoutError::TooManyRanks)?;
@@ -55,7 +55,7 @@ impl Layout {
             return Err(LayoutError::NoPort { nodes });
         }
         let secret = secret(nodes, host.is_loopback() && master.is_loopback())?;
-        // Also shows early that the address is this node's own.
+        // Also checks early that the address belongs to this node.
         let free = free_port(&host.to_string())?;
         let port = match master.port {
             0 if master.host == host.to_string() => free,
@@ -72,12 +72,12 @@ impl Layout {
         })
     }
 
-    /// The fresh secret of a run that is on this node only.
+    /// Returns the environment variable with the generated secret, if there is one.
     pub fn secret(&self) -> Option<(&'static str, &str)> {
         self.secret.as_ref().map(|secret| ("BONFIRE_SECRET", secret.as_str()))
     }
 
-    /// What the `local`th rank of this node finds in its environment.
+    /// Returns the variables of the rank with local rank `local`.
     pub fn environment(&self, local: u32) -> Vec<(String, String)> {
         let Master { host, port } = &self.master;
         let mut environment = vec![
@@ -87,8 +87,8 @@ impl Layout {
             ("MASTER_PORT".into(), port.to_string()),
         ];
         let (rank, ranks, local_ranks) = (self.first_rank + local, self.world_size, self.local_world_size);
-        let place = [("RANK", rank), ("WORLD_SIZE", ranks), ("LOCAL_RANK", local), ("LOCAL_WORLD_SIZE", local_ranks)];
-        for (name, number) in place {
+        let pairs = [("RANK", rank), ("WORLD_SIZE", ranks), ("LOCAL_RANK", local), ("LOCAL_WORLD_SIZE", local_ranks)];
+        for (name, number) in pairs {
             environment.push((name.into(), number.to_string()));
             environment.push((format!("BONFIRE_{name}"), number.to_string()));
         }
@@ -96,14 +96,14 @@ impl Layout {
     }
 }
 
-/// Arguments that contradict each other or lack a part.
+/// Arguments that contradict each other or are incomplete, or a failure to set up the run.
 #[derive(Debug, thiserror::Error)]
 pub enum LayoutError {
     #[error("-n 0 starts nothing: give -n at least 1")]
     NoRanks,
-    #[error("--nodes 0 is no run: give --nodes at least 1")]
+    #[error("--nodes 0 starts nothing: give --nodes at least 1")]
     NoNodes,
-    #[error("-n times --nodes is more ranks than can be numbered: lower one of them")]
+    #[error("-n times --nodes exceeds the largest number of ranks: lower one of them")]
     TooManyRanks,
     #[error("--nodes {nodes} needs --node-rank: give this node's number, 0 to {}", nodes - 1)]
     NoNodeRank { nodes: u32 },
@@ -112,7 +112,7 @@ pub enum LayoutError {
          at most {}, or raise --nodes", nodes - 1
     )]
     NodeRank { node_rank: u32, nodes: u32 },
-    #[error("--nodes {nodes} needs --master: give the HOST:PORT at which rank 0 is to listen")]
+    #[error("--nodes {nodes} needs --master: give the HOST:PORT at which rank 0 listens")]
     NoMaster { nodes: u32 },
     #[error("--master has port 0, but all {nodes} nodes must know the port: choose a free one of node 0")]
     NoPort { nodes: u32 },
@@ -131,16 +131,16 @@ pub enum LayoutError {
     #[error(transparent)]
     Secret(#[from] bonfire::Error),
     #[error(
-        "{nodes} nodes beyond loopback need a secret that all of them share: put at least 32 random \
-         bytes into a file (openssl rand -hex 32, chmod 600), copy it to every node, and give each \
-         its path in BONFIRE_SECRET_FILE"
+        "{nodes} nodes beyond loopback need a shared secret: put at least 32 random bytes into a file \
+         (openssl rand -hex 32, chmod 600), copy it to every node, and set BONFIRE_SECRET_FILE to its \
+         path on each"
     )]
     NoSecret { nodes: u32 },
-    #[error("no random numbers for the secret of this run: {0}")]
+    #[error("cannot generate the secret of this run: {0}")]
     Random(io::Error),
 }
 
-/// A fresh secret where the run is on one node and the user gave none. Ranks inherit the user's.
+/// Generates a secret if the run is on one node and the user gave none. Ranks inherit the user's secret.
 fn secret(nodes: u32, loopback: bool) -> Result<Option<Zeroizing<String>>, LayoutError> {
     match (Secret::from_env()?, nodes) {
         (Some(_), _) => Ok(None),
@@ -157,7 +157,7 @@ fn secret(nodes: u32, loopback: bool) -> Result<Option<Zeroizing<String>>, Layou
     }
 }
 
-/// The address this node's ranks listen on, given where rank 0 does.
+/// Returns the address at which this node's ranks listen, given that of rank 0.
 fn host_beside(master: &Master, args: &Args) -> Result<IpAddr, LayoutError> {
     let Some(host) = args.host else {
         return match master.address() {
@@ -172,8 +172,8 @@ fn host_beside(master: &Master, args: &Args) -> Result<IpAddr, LayoutError> {
     Ok(host)
 }
 
-/// A port of `host` that was free a moment ago. Somebody may take it before rank 0 does; then rank
-/// 0 fails and says so, and the next run gets another port.
+/// Returns a port of `host` that was free a moment ago. If another process binds it before rank 0 does, rank 0 fails
+/// with an error, and the next run gets another port.
 fn free_port(host: &str) -> Result<u16, LayoutError> {
     TcpListener::bind((host, 0))
         .and_then(|listener| listener.local_addr())
@@ -188,7 +188,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_ipv6_address_is_in_brackets_only_beside_its_port() {
+    fn an_ipv6_address_is_in_brackets_only_with_its_port() {
         let (master, host) = ("[::1]:29400".parse().unwrap(), Ipv6Addr::LOCALHOST.into());
         let layout = Layout { local_world_size: 1, world_size: 4, first_rank: 2, master, host, secret: None };
         let environment: BTreeMap<_, _> = layout.environment(1).into_iter().collect();

@@ -1,4 +1,4 @@
-//! The output of the ranks: read in lines, printed behind the rank's number.
+//! The output of the ranks: read by lines, printed with the rank as prefix.
 
 use std::collections::VecDeque;
 use std::env;
@@ -11,13 +11,13 @@ use tokio::task::JoinHandle;
 
 use super::layout::Layout;
 
-/// A line this long is printed in pieces, so that memory stays bounded.
+/// Longer lines are split, so that memory is bounded.
 const LONGEST_LINE: usize = 64 * 1024;
-/// How much is read of a pipe that outlived its rank. What the rank itself wrote is in the pipe by
-/// then, and a pipe holds at most this much unless its owner is privileged (pipe(7)).
+/// Most bytes to read from a pipe that outlived its rank. What the rank itself wrote is in the pipe by then, and a pipe
+/// holds at most this much unless its owner is privileged (pipe(7)).
 const LONGEST_REST: usize = 1024 * 1024;
-/// Messages on their way to the printer. A full queue stops the reading and so, in time, the ranks:
-/// they run no faster than their output is taken.
+/// Capacity of the printer's queue. While it is full, the launcher reads nothing and the ranks' writes eventually block
+/// (backpressure).
 const QUEUE: usize = 256;
 const LAST_LINES: usize = 20;
 
@@ -27,33 +27,32 @@ pub enum Stream {
     Stderr,
 }
 
-pub enum Message {
+pub enum PrinterMessage {
     Line {
-        /// The rank, counted on this node.
+        /// The local rank.
         local: u32,
         stream: Stream,
         text: Vec<u8>,
     },
-    /// A line of the launcher's own.
+    /// A line from the launcher itself.
     Note(String),
-    /// How a rank failed, to be followed by its last lines.
+    /// How a rank failed. The printer adds the rank's last lines.
     Failure { local: u32, what: String },
 }
 
-/// Starts the task that prints. It ends when every sender is gone, or when it cannot print.
-pub fn start_printer(layout: &Layout, prefixed: bool) -> (mpsc::Sender<Message>, JoinHandle<io::Result<()>>) {
+/// Starts the printer task. It ends when all senders are dropped, or with an error if it cannot print.
+pub fn start_printer(layout: &Layout, prefixed: bool) -> (mpsc::Sender<PrinterMessage>, JoinHandle<io::Result<()>>) {
     let (sender, messages) = mpsc::channel(QUEUE);
     let printer = Printer::new(layout, prefixed);
     (sender, tokio::spawn(printer.print(messages)))
 }
 
-/// Sends each line of `pipe` to the printer, until the pipe ends or, once `cut` is true, until it
-/// has nothing to read.
+/// Sends each line of `pipe` to the printer until the pipe ends or, once `cut` is true, until it has nothing to read.
 pub async fn forward(
     mut pipe: impl AsyncRead + Unpin,
     local: u32,
     stream: Stream,
-    printer: mpsc::Sender<Message>,
+    printer: mpsc::Sender<PrinterMessage>,
     mut cut: watch::Receiver<bool>,
 ) {
     let mut lines = Lines::default();
@@ -77,33 +76,32 @@ pub async fn forward(
             rest = rest.saturating_sub(length);
         }
         for text in lines.split(&chunk[..length]) {
-            // Without a printer the launcher is about to end the ranks. Reading goes on, lest
-            // SIGPIPE keep them from ending in order.
-            let _ = printer.send(Message::Line { local, stream, text }).await;
+            // If the printer is gone, the launcher is about to end the ranks. Reading continues, because SIGPIPE would
+            // prevent them from ending gracefully.
+            let _ = printer.send(PrinterMessage::Line { local, stream, text }).await;
         }
     }
     if let Some(text) = lines.last() {
-        let _ = printer.send(Message::Line { local, stream, text }).await;
+        let _ = printer.send(PrinterMessage::Line { local, stream, text }).await;
     }
 }
 
-/// Divides a stream into lines, which end in `\n`, `\r\n` or `\r`.
+/// Splits a stream into lines, which end in `\n`, `\r\n` or `\r`.
 #[derive(Default)]
 struct Lines {
     line: Vec<u8>,
-    /// The last byte was `\r`, so that a `\n` would belong to it.
+    /// Whether the last byte was `\r`: a `\n` then belongs to it.
     returned: bool,
 }
 
 impl Lines {
-    /// The lines that `bytes` completes, without their ends.
+    /// Returns the lines that `bytes` completes, without their ends.
     fn split(&mut self, bytes: &[u8]) -> Vec<Vec<u8>> {
         let mut done = Vec::new();
         for &byte in bytes {
             match byte {
                 b'\n' if self.returned => {}
-                // Progress bars write `\r` before and after each state; the empty lines between
-                // are nothing anybody meant to show.
+                // Progress bars write `\r` before and after each state: the empty lines in between are no output.
                 b'\r' if self.line.is_empty() => {}
                 b'\n' | b'\r' => done.push(mem::take(&mut self.line)),
                 _ => {
@@ -118,7 +116,7 @@ impl Lines {
         done
     }
 
-    /// The line that the end of the stream completes.
+    /// Returns the line that the end of the stream completes, if there is one.
     fn last(self) -> Option<Vec<u8>> {
         (!self.line.is_empty()).then_some(self.line)
     }
@@ -144,14 +142,14 @@ impl Printer {
         Self { last_lines: ranks.clone().map(|_| VecDeque::new()).collect(), prefixes: ranks.map(prefixes).collect() }
     }
 
-    async fn print(mut self, mut messages: mpsc::Receiver<Message>) -> io::Result<()> {
+    async fn print(mut self, mut messages: mpsc::Receiver<PrinterMessage>) -> io::Result<()> {
         let mut batch = Vec::new();
         let mut bytes = Vec::new();
         while messages.recv_many(&mut batch, QUEUE).await > 0 {
             let mut current = Stream::Stdout;
             for message in batch.drain(..) {
                 let stream = message.stream();
-                // The streams may be one terminal or file, so order is kept between them.
+                // Both streams may be one terminal or file, so their relative order is kept.
                 if stream != current {
                     write(current, &mut bytes).await?;
                     current = stream;
@@ -163,9 +161,9 @@ impl Printer {
         Ok(())
     }
 
-    fn render(&mut self, message: Message, bytes: &mut Vec<u8>) {
+    fn render(&mut self, message: PrinterMessage, bytes: &mut Vec<u8>) {
         match message {
-            Message::Line { local, stream, text } => {
+            PrinterMessage::Line { local, stream, text } => {
                 bytes.extend_from_slice(&self.prefixes[local as usize][stream as usize]);
                 bytes.extend_from_slice(&text);
                 bytes.push(b'\n');
@@ -175,8 +173,8 @@ impl Printer {
                 }
                 last.push_back(text);
             }
-            Message::Note(text) => bytes.extend_from_slice(format!("bonfire: {text}\n").as_bytes()),
-            Message::Failure { local, what } => {
+            PrinterMessage::Note(text) => bytes.extend_from_slice(format!("bonfire: {text}\n").as_bytes()),
+            PrinterMessage::Failure { local, what } => {
                 let last = &self.last_lines[local as usize];
                 let lines = match last.len() {
                     0 => "it printed nothing".to_owned(),
@@ -194,7 +192,7 @@ impl Printer {
     }
 }
 
-impl Message {
+impl PrinterMessage {
     fn stream(&self) -> Stream {
         match self {
             Self::Line { stream, .. } => *stream,
@@ -203,8 +201,8 @@ impl Message {
     }
 }
 
-/// Writes whole lines at once, so that nothing comes between the parts of one. tokio writes on
-/// another thread: a reader that does not read does not keep the launcher from its signals.
+/// Writes whole lines at once, so that none is interleaved with other output. tokio writes on another thread, so the
+/// launcher still handles signals while no process reads its output.
 async fn write(stream: Stream, bytes: &mut Vec<u8>) -> io::Result<()> {
     let mut target: Box<dyn AsyncWrite + Send + Unpin> = match stream {
         Stream::Stdout => Box::new(tokio::io::stdout()),
@@ -217,7 +215,7 @@ async fn write(stream: Stream, bytes: &mut Vec<u8>) -> io::Result<()> {
 }
 
 fn prefix(rank: u32, width: usize, colour: bool) -> Vec<u8> {
-    // Without red, which reads as an error.
+    // No red, which suggests an error.
     const COLOURS: [u8; 5] = [36, 32, 33, 35, 34];
     let text = format!("[{rank:>width$}] ");
     if colour {
@@ -250,9 +248,9 @@ mod tests {
     }
 
     #[test]
-    fn a_line_without_end_is_cut() {
-        let pieces = lines(&[&vec![b'x'; LONGEST_LINE + 1]]);
-        let lengths: Vec<_> = pieces.iter().map(Vec::len).collect();
+    fn a_line_without_end_is_split() {
+        let parts = lines(&[&vec![b'x'; LONGEST_LINE + 1]]);
+        let lengths: Vec<_> = parts.iter().map(Vec::len).collect();
         assert_eq!(lengths, [LONGEST_LINE, 1]);
     }
 

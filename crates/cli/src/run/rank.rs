@@ -1,4 +1,4 @@
-//! One rank: a process and whatever it starts in its process group.
+//! A rank: a process, and all processes that it starts in its process group.
 
 use std::ffi::OsString;
 use std::fmt;
@@ -15,19 +15,19 @@ use super::signals;
 
 /// A started rank. Dropping it kills its process group and reaps it.
 ///
-/// The process is reaped nowhere else, so for as long as this exists the kernel cannot give its
-/// number to another process or group, and a signal reaches nobody else.
+/// The process is reaped nowhere else. Until then the kernel cannot reuse its process id for another process or group,
+/// so no signal reaches a wrong one.
 ///
 /// A process that left the group (`setsid`) has detached itself on purpose and is left alone.
 pub struct Rank(Child);
 
 impl Rank {
-    /// Starts the `local`th rank of this node, in a process group of its own: a terminal's Ctrl-C
-    /// then reaches it through the launcher only, once, and so do the processes it starts.
-    pub fn start(command: &[OsString], layout: &Layout, local: u32) -> io::Result<(Self, Signs)> {
-        // Listening begins before the process does, lest its exit be missed.
+    /// Starts the rank with local rank `local` in its own process group. A terminal's Ctrl-C then reaches the rank and
+    /// the processes that it starts only once, through the launcher.
+    pub fn start(command: &[OsString], layout: &Layout, local: u32) -> io::Result<(Self, RankHandles)> {
+        // Subscribed before the process starts, so that its exit is not missed.
         let exits = unix::signal(SignalKind::child())?;
-        // clap lets no empty command through.
+        // clap rejects an empty command.
         let mut process = Command::new(&command[0]);
         process
             .args(&command[1..])
@@ -43,18 +43,18 @@ impl Rank {
         let (Some(stdout), Some(stderr)) = (rank.0.stdout.take(), rank.0.stderr.take()) else {
             return Err(io::Error::other("its output is not piped"));
         };
-        let signs = Signs {
+        let handles = RankHandles {
             process: rank.process(),
             exits,
             stdout: ChildStdout::from_std(stdout)?,
             stderr: ChildStderr::from_std(stderr)?,
         };
-        Ok((rank, signs))
+        Ok((rank, handles))
     }
 
     /// Sends `signal` to the rank and the processes it started.
     pub fn signal(&self, signal: Signal) {
-        // Fails only if nobody is left to receive it.
+        // Fails only if the group has no processes left.
         let _ = kill_process_group(self.process(), signal);
     }
 
@@ -66,8 +66,7 @@ impl Rank {
 impl Drop for Rank {
     fn drop(&mut self) {
         self.signal(Signal::KILL);
-        // Should the rank have moved to another group, it is still killed, and not waited for in
-        // vain.
+        // If the rank has moved to another group, this kills it, so that `wait` returns.
         let _ = self.0.kill();
         if let Err(error) = self.0.wait() {
             log::warn!("cannot reap process {}: {error}", self.0.id());
@@ -75,10 +74,10 @@ impl Drop for Rank {
     }
 }
 
-/// What the launcher sees of a rank.
-pub struct Signs {
+/// What the launcher observes of a rank: its process, and streams of exits and of output.
+pub struct RankHandles {
     pub process: Pid,
-    /// One item, at least, for each process that ends.
+    /// SIGCHLD. An item arrives after each exit of a child; several exits may share one.
     pub exits: unix::Signal,
     pub stdout: ChildStdout,
     pub stderr: ChildStderr,
@@ -96,7 +95,7 @@ impl End {
         !matches!(self, Self::Exited(0))
     }
 
-    /// The status by which a shell, and so the launcher, reports this end.
+    /// Returns the exit status with which a shell, and so the launcher, reports this end.
     pub fn status(self) -> u8 {
         match self {
             Self::Exited(status) => status,
@@ -114,7 +113,7 @@ impl fmt::Display for End {
     }
 }
 
-/// Waits until `process`, a child, has ended, and leaves it to be reaped.
+/// Waits until the child `process` has ended. Does not reap it.
 pub async fn ended(process: Pid, mut exits: unix::Signal) -> io::Result<End> {
     let options = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
     loop {
@@ -133,9 +132,9 @@ fn end(status: &WaitIdStatus) -> End {
     }
 }
 
-/// Has the kernel kill the rank when the launcher's main thread ends, however it does: a launcher
-/// that is killed by SIGKILL leaves no rank behind. What a rank itself started cannot be caught then,
-/// as the request is not inherited: it may live on, until it writes to a pipe nobody reads.
+/// Makes the kernel kill the rank when the launcher's main thread ends for any reason, so that a launcher killed by
+/// SIGKILL leaves no rank behind. Processes that a rank started do not inherit this setting: they may live on until
+/// they write to a pipe without a reader.
 #[cfg(target_os = "linux")]
 fn die_with_launcher(process: &mut Command) {
     use rustix::io::Errno;
@@ -144,14 +143,13 @@ fn die_with_launcher(process: &mut Command) {
     let launcher = getpid();
     let ask = move || {
         set_parent_process_death_signal(Some(Signal::KILL))?;
-        // The launcher may have died before the request; then nothing would come of it.
+        // If the launcher died before the call, the setting has no effect.
         if getppid() != Some(launcher) {
             return Err(io::Error::from(Errno::SRCH));
         }
         Ok(())
     };
-    // SAFETY: between fork and exec only async-signal-safe work is allowed. The closure makes two
-    // system calls, and converts an error number without allocating; it takes no lock and its only
-    // capture is a number.
+    // SAFETY: between fork and exec only async-signal-safe work is allowed. The closure makes two system calls and
+    // converts an error number without allocating. It takes no lock, and its only capture is a number.
     unsafe { process.pre_exec(ask) };
 }

@@ -1,4 +1,4 @@
-//! The signals the launcher passes on.
+//! Signals that the launcher forwards to the ranks.
 
 use std::io;
 
@@ -10,7 +10,7 @@ use crate::machine::Machine;
 
 const FORWARDED: [Signal; 6] = [Signal::INT, Signal::TERM, Signal::HUP, Signal::QUIT, Signal::USR1, Signal::USR2];
 
-/// Catches the signals to pass on, from now until the process ends.
+/// Catches the signals to forward, from now until the process ends.
 pub fn listen() -> io::Result<UnboundedReceiver<Signal>> {
     let ignored = ignored();
     let (sender, receiver) = unbounded_channel();
@@ -32,7 +32,7 @@ pub fn listen() -> io::Result<UnboundedReceiver<Signal>> {
     Ok(receiver)
 }
 
-/// The name of a signal, for people.
+/// Returns the name of a signal, for messages.
 pub fn name(number: i32) -> String {
     match signal_hook::low_level::signal_name(number) {
         Some(name) => name.to_owned(),
@@ -40,22 +40,21 @@ pub fn name(number: i32) -> String {
     }
 }
 
-/// The status by which a shell reports an end by signal `number`. Signals go up to 64.
+/// Returns the exit status with which a shell reports an end by signal `number`, which is at most 64.
 pub fn exit_status(number: i32) -> u8 {
     128 + number as u8
 }
 
-/// Whether `signal` asks the ranks to end, rather than only to take note.
+/// Whether `signal` asks the ranks to end.
 pub fn ends(signal: Signal) -> bool {
     signal != Signal::USR1 && signal != Signal::USR2
 }
 
-/// The signals ignored since before this process began, signal N in bit N - 1.
+/// Returns the signals that were ignored before this process started, signal N in bit N - 1. Known on Linux only.
 ///
-/// `nohup` ignores SIGHUP for the command it starts, and a shell ignores SIGINT for a script's
-/// background jobs. A handler would undo that: for the launcher at once, and for the ranks because
-/// a caught signal returns to its default across `exec` while an ignored one stays ignored.
-/// Only Linux says which they are.
+/// `nohup` ignores SIGHUP for the command it starts, and a shell ignores SIGINT for a script's background jobs. A
+/// handler would undo that: for the launcher at once, and for the ranks because across `exec` a caught signal returns
+/// to its default while an ignored one stays ignored.
 fn ignored() -> u64 {
     let mask = Machine::this().field("proc/self/status", "SigIgn");
     mask.and_then(|mask| u64::from_str_radix(&mask, 16).ok()).unwrap_or(0)

@@ -1,4 +1,4 @@
-//! The ranks of a node from start to end.
+//! Supervises the ranks of a node from start to end.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsString;
@@ -17,28 +17,28 @@ use tokio::time::{Instant, sleep_until, timeout};
 
 use super::args::Args;
 use super::layout::Layout;
-use super::output::{Message, Stream, forward, start_printer};
-use super::rank::{End, Rank, Signs, ended};
+use super::output::{PrinterMessage, Stream, forward, start_printer};
+use super::rank::{End, Rank, RankHandles, ended};
 use super::signals;
 use crate::text::list;
 
-/// How long output is awaited from what a rank left behind, a `tee` for instance.
+/// How long to wait for output of processes that an ended rank left behind, such as `tee`.
 const LINGER: Duration = Duration::from_secs(1);
-/// How long output may take to be printed once the launcher was told to end and the ranks have.
-const PRINTING: Duration = Duration::from_secs(2);
+/// How long printing may take after a signal told the launcher to end and the ranks have ended.
+const PRINT_TIMEOUT: Duration = Duration::from_secs(2);
 
 #[derive(Debug, thiserror::Error)]
 pub enum RunError {
     #[error("cannot set up the launcher: {0}")]
     Runtime(io::Error),
     #[error(
-        "command not found: {command:?} ({source}): check its spelling, PATH, and the interpreter \
-         named in its first line"
+        "command not found: {command:?} ({source}): check its spelling, PATH, and for a script the \
+         interpreter in its first line"
     )]
     NotFound { command: OsString, source: io::Error },
     #[error(
-        "command cannot be executed: {command:?} ({source}): check its permissions, and the first \
-         line if it is a script"
+        "command cannot be executed: {command:?} ({source}): check its permissions, and for a script \
+         its first line"
     )]
     NotExecutable { command: OsString, source: io::Error },
     #[error("cannot start rank {rank}: {source}; the ranks already started were killed")]
@@ -50,7 +50,7 @@ pub enum RunError {
 }
 
 impl RunError {
-    /// 126 and 127 are a shell's statuses for a command it could not execute or find.
+    /// 126 and 127 are a shell's statuses for a command that it could not execute or find.
     pub fn status(&self) -> u8 {
         match self {
             Self::NotFound { .. } => 127,
@@ -62,24 +62,24 @@ impl RunError {
 
 /// Starts the ranks, waits for their end and returns the launcher's exit status.
 pub fn run(layout: &Layout, args: &Args) -> Result<u8, RunError> {
-    // The ranks ask to die with the thread that started them (see `rank`). On this runtime that is
-    // the main thread, which lives as long as the process.
+    // The kernel kills the ranks when the thread that started them ends (see `rank`). On this runtime that is the main
+    // thread, which lives as long as the process.
     let runtime = runtime::Builder::new_current_thread().enable_all().build().map_err(RunError::Runtime)?;
     let ended = runtime.block_on(supervise(layout, args));
-    // A write to a pipe nobody reads any more must not hold up the exit.
+    // A write to a full pipe that no process empties must not delay the exit.
     runtime.shutdown_background();
     ended
 }
 
 async fn supervise(layout: &Layout, args: &Args) -> Result<u8, RunError> {
-    // Signals are caught before there is a rank that one could orphan.
+    // Signals are caught before the first rank starts, so that none can orphan a rank.
     let mut signals = signals::listen().map_err(RunError::Runtime)?;
     let (messages, printer) = start_printer(layout, !args.no_prefix);
     let (end_sender, ends) = mpsc::unbounded_channel();
     let mut supervisor = Supervisor {
         first_rank: layout.first_rank,
         grace: Duration::from_secs(args.grace.into()),
-        tolerates: args.tolerate,
+        tolerated_failures: args.tolerate,
         succeeded: false,
         ranks: BTreeMap::new(),
         running: BTreeSet::new(),
@@ -88,48 +88,48 @@ async fn supervise(layout: &Layout, args: &Args) -> Result<u8, RunError> {
         messages,
         notes: JoinSet::new(),
         printer: Some(printer),
-        ending: None,
+        shutdown: None,
     };
     for local in 0..layout.local_world_size {
-        let (rank, signs) = Rank::start(&args.command, layout, local)
+        let (rank, handles) = Rank::start(&args.command, layout, local)
             .map_err(|source| start_error(source, args, layout.first_rank + local))?;
         let number = layout.first_rank + local;
-        log::debug!("rank {number} is process {}", signs.process.as_raw_pid());
+        log::debug!("rank {number} is process {}", handles.process.as_raw_pid());
         supervisor.ranks.insert(local, rank);
         supervisor.running.insert(local);
         let messages = supervisor.messages.clone();
-        supervisor.following.spawn(follow(local, signs, messages, end_sender.clone()));
+        supervisor.following.spawn(follow(local, handles, messages, end_sender.clone()));
     }
     supervisor.watch(&mut signals).await?;
     supervisor.finish(&mut signals).await
 }
 
-/// The ranks by their number on this node, and what is known of them.
+/// The state of a run on this node. Ranks are identified by their local rank.
 struct Supervisor {
     first_rank: u32,
     grace: Duration,
-    /// How many more ranks may fail.
-    tolerates: u32,
-    /// Whether any rank has ended as it should.
+    /// How many more failures are tolerated.
+    tolerated_failures: u32,
+    /// Whether any rank has exited with status 0.
     succeeded: bool,
-    /// Started and not reaped. Whichever way the launcher ends, dropping this kills them.
+    /// Ranks that were started and not reaped. Dropping this kills them, however the launcher ends.
     ranks: BTreeMap<u32, Rank>,
-    /// Those of `ranks` whose end was not seen yet.
+    /// Those of `ranks` that are not known to have ended.
     running: BTreeSet<u32>,
     following: JoinSet<io::Result<u32>>,
     ends: UnboundedReceiver<(u32, End)>,
-    messages: mpsc::Sender<Message>,
-    /// Messages of the launcher's own that may still wait for a place in the queue.
+    messages: mpsc::Sender<PrinterMessage>,
+    /// Pending sends of the launcher's own messages to the printer's queue.
     notes: JoinSet<()>,
-    /// `None` once it failed.
+    /// `None` once it has failed.
     printer: Option<JoinHandle<io::Result<()>>>,
-    ending: Option<Ending>,
+    shutdown: Option<Shutdown>,
 }
 
-/// The run is being brought to its end.
-struct Ending {
+/// The launcher is ending the run.
+struct Shutdown {
     cause: Cause,
-    /// When patience ends: with the ranks, or with the printing of their output if `killed`.
+    /// When the ranks are killed or, if `killed`, when their output is no longer waited for.
     deadline: Option<Instant>,
     killed: bool,
 }
@@ -141,17 +141,16 @@ enum Cause {
 }
 
 impl Supervisor {
-    /// Returns when every rank has ended and its output was taken, or when nobody wants to wait
-    /// for that any longer.
+    /// Returns when every rank has ended and its output was read, or when the deadline for that has passed.
     async fn watch(&mut self, signals: &mut UnboundedReceiver<Signal>) -> Result<(), RunError> {
         while !self.ranks.is_empty() {
-            let deadline = self.ending.as_ref().and_then(|ending| ending.deadline);
+            let deadline = self.shutdown.as_ref().and_then(|shutdown| shutdown.deadline);
             tokio::select! {
-                // A rank's end is seen before its follower's, which forgets the rank.
+                // A rank's end is handled before that of its follower, which removes the rank.
                 biased;
                 Some(signal) = signals.recv() => self.on_signal(signal),
-                () = at(deadline) => {
-                    if self.ending.as_ref().is_some_and(|ending| ending.killed) {
+                () = deadline_passed(deadline) => {
+                    if self.shutdown.as_ref().is_some_and(|shutdown| shutdown.killed) {
                         break;
                     }
                     self.note(format!("{} did not end in time: killed", self.list_running()));
@@ -159,7 +158,7 @@ impl Supervisor {
                 }
                 Some((local, end)) = self.ends.recv() => self.on_end(local, end),
                 Some(followed) = self.following.join_next() => {
-                    let local = joined(followed).map_err(RunError::Wait)?;
+                    let local = flatten(followed).map_err(RunError::Wait)?;
                     self.ranks.remove(&local);
                 }
                 error = failure(&mut self.printer) => {
@@ -168,44 +167,44 @@ impl Supervisor {
                 }
             }
         }
-        // Ends followers that nobody waits for, and with them their hold on the printer.
+        // Drops the remaining followers, and with them their handles to the printer.
         self.following.abort_all();
         self.ranks.clear();
         Ok(())
     }
 
-    /// Prints what is left to print.
+    /// Prints what is still queued, then the report of a failure. Returns the launcher's exit status.
     async fn finish(self, signals: &mut UnboundedReceiver<Signal>) -> Result<u8, RunError> {
-        let (status, patience, report) = match self.ending.map(|ending| ending.cause) {
+        let (status, print_deadline, report) = match self.shutdown.map(|shutdown| shutdown.cause) {
             None => (0, None, None),
             Some(Cause::Output(error)) => return Err(RunError::Output(error)),
             Some(Cause::Signal(signal)) => {
-                (signals::exit_status(signal.as_raw()), Some(Instant::now() + PRINTING), None)
+                (signals::exit_status(signal.as_raw()), Some(Instant::now() + PRINT_TIMEOUT), None)
             }
             Some(Cause::Failure { local, end }) => {
                 let what = format!("rank {} failed: it {end}", self.first_rank + local);
-                (end.status(), None, Some(Message::Failure { local, what }))
+                (end.status(), None, Some(PrinterMessage::Failure { local, what }))
             }
         };
         let (messages, mut notes, printer) = (self.messages, self.notes, self.printer);
         let printing = async move {
-            // The report comes after what was noted on the way to it.
+            // The report comes after all notes.
             while notes.join_next().await.is_some() {}
             if let Some(report) = report {
-                // Fails only with the printer, which is asked next.
+                // Fails only if the printer failed, which is checked next.
                 let _ = messages.send(report).await;
             }
             drop(messages);
             match printer {
-                Some(printer) => joined(printer.await).map_err(RunError::Output),
+                Some(printer) => flatten(printer.await).map_err(RunError::Output),
                 None => Ok(()),
             }
         };
         tokio::select! {
             printed = printing => printed.map(|()| status),
-            // Whoever keeps the output from being printed must not keep the launcher.
-            () = at(patience) => Ok(status),
-            () = told_to_end(signals) => Ok(status),
+            // Blocked output must not block the launcher's exit.
+            () = deadline_passed(print_deadline) => Ok(status),
+            () = termination_signal(signals) => Ok(status),
         }
     }
 
@@ -213,14 +212,14 @@ impl Supervisor {
         if !signals::ends(signal) {
             return self.signal_running(signal);
         }
-        match &mut self.ending {
+        match &mut self.shutdown {
             None => {
                 let name = signals::name(signal.as_raw());
                 self.note(format!("{name}: ending {}", self.list_running()));
                 self.end(Cause::Signal(signal), signal);
             }
-            // Only output can still be awaited.
-            Some(ending) if ending.killed => ending.deadline = Some(Instant::now()),
+            // Only output is still waited for: stop that.
+            Some(shutdown) if shutdown.killed => shutdown.deadline = Some(Instant::now()),
             Some(_) if signal == Signal::INT => {
                 self.note(format!("SIGINT again: killing {}", self.list_running()));
                 self.kill();
@@ -233,14 +232,14 @@ impl Supervisor {
         self.running.remove(&local);
         log::debug!("rank {} {end}", self.first_rank + local);
         self.succeeded |= !end.failed();
-        if !end.failed() || self.ending.is_some() {
+        if !end.failed() || self.shutdown.is_some() {
             return;
         }
-        // Where nobody is left who could still succeed, the run has failed.
-        if self.tolerates > 0 && (self.succeeded || !self.running.is_empty()) {
-            self.tolerates -= 1;
+        // If no rank has succeeded and none is left that could, the run has failed.
+        if self.tolerated_failures > 0 && (self.succeeded || !self.running.is_empty()) {
+            self.tolerated_failures -= 1;
             let others =
-                if self.running.is_empty() { String::new() } else { format!("; {} may go on", self.list_running()) };
+                if self.running.is_empty() { String::new() } else { format!("; {} may continue", self.list_running()) };
             self.note(format!("rank {} {end}{others}", self.first_rank + local));
             return;
         }
@@ -251,30 +250,30 @@ impl Supervisor {
         self.end(Cause::Failure { local, end }, Signal::TERM);
     }
 
-    /// Asks the ranks to end. The first cause is the one that is reported.
+    /// Sends `signal` to the running ranks and starts the grace period. Only the first cause counts.
     fn end(&mut self, cause: Cause, signal: Signal) {
-        if self.ending.is_some() {
+        if self.shutdown.is_some() {
             return;
         }
         self.signal_running(signal);
-        self.ending = Some(Ending { cause, deadline: Some(Instant::now() + self.grace), killed: false });
+        self.shutdown = Some(Shutdown { cause, deadline: Some(Instant::now() + self.grace), killed: false });
     }
 
     fn kill(&mut self) {
         for rank in self.ranks.values() {
             rank.signal(Signal::KILL);
         }
-        if let Some(ending) = &mut self.ending {
-            ending.killed = true;
-            // The report of a failure waits for a pager's user; a signal to the launcher does not.
-            ending.deadline = match ending.cause {
-                Cause::Signal(_) => Some(Instant::now() + PRINTING),
+        if let Some(shutdown) = &mut self.shutdown {
+            shutdown.killed = true;
+            // The report of a failure waits for a slow reader such as a pager, but not after a signal to the launcher.
+            shutdown.deadline = match shutdown.cause {
+                Cause::Signal(_) => Some(Instant::now() + PRINT_TIMEOUT),
                 Cause::Failure { .. } | Cause::Output(_) => None,
             };
         }
     }
 
-    /// Spares what an ended rank left behind: it may be about to print the rank's last lines.
+    /// Signals running ranks only. Processes that an ended rank left behind may still print its last lines.
     fn signal_running(&self, signal: Signal) {
         for (local, rank) in &self.ranks {
             if self.running.contains(local) {
@@ -283,43 +282,42 @@ impl Supervisor {
         }
     }
 
-    /// Has `text` printed without waiting for it, as the queue may be full.
+    /// Prints `text` without waiting, as the queue may be full.
     fn note(&mut self, text: String) {
         let messages = self.messages.clone();
         self.notes.spawn(async move {
-            // Fails only with the printer, which is asked for that.
-            let _ = messages.send(Message::Note(text)).await;
+            // Fails only if the printer failed, which is checked elsewhere.
+            let _ = messages.send(PrinterMessage::Note(text)).await;
         });
     }
 
     fn list_running(&self) -> String {
         let ranks: Vec<_> = self.running.iter().map(|local| self.first_rank + local).collect();
         match &ranks[..] {
-            [] => "what the ranks left behind".to_owned(),
+            [] => "processes that the ranks left behind".to_owned(),
             [rank] => format!("rank {rank}"),
             ranks => format!("ranks {}", list(ranks)),
         }
     }
 }
 
-/// Passes on the output of a rank and reports its end; returns its number on this node once it has
-/// ended and its output was taken.
+/// Forwards the output of a rank and reports its end. Returns its local rank once it has ended and its output was read.
 async fn follow(
     local: u32,
-    signs: Signs,
-    messages: mpsc::Sender<Message>,
+    handles: RankHandles,
+    messages: mpsc::Sender<PrinterMessage>,
     ends: UnboundedSender<(u32, End)>,
 ) -> io::Result<u32> {
     let (cut, cut_seen) = watch::channel(false);
-    let stdout = forward(signs.stdout, local, Stream::Stdout, messages.clone(), cut_seen.clone());
-    let stderr = forward(signs.stderr, local, Stream::Stderr, messages, cut_seen);
-    // Of what arrives together, standard error counts as the later: it is where the reason of a
-    // failure stands, which the last lines should hold.
+    let stdout = forward(handles.stdout, local, Stream::Stdout, messages.clone(), cut_seen.clone());
+    let stderr = forward(handles.stderr, local, Stream::Stderr, messages, cut_seen);
+    // Standard output first: of lines that arrive together, those of standard error count as later. They have the
+    // reason of a failure, which the report's last lines should include.
     let mut output = tokio::spawn(async { tokio::join!(biased; stdout, stderr) });
-    let end = ended(signs.process, signs.exits).await?;
-    // The supervisor lets go of the receiver only when it ends itself.
+    let end = ended(handles.process, handles.exits).await?;
+    // The supervisor drops the receiver only when it ends itself.
     let _ = ends.send((local, end));
-    // A process that the rank left behind may hold its pipes open for ever.
+    // A process that the rank left behind may keep its pipes open forever.
     let taken = match timeout(LINGER, &mut output).await {
         Ok(taken) => taken,
         Err(_) => {
@@ -327,36 +325,35 @@ async fn follow(
             output.await
         }
     };
-    joined(taken.map(|_| Ok(local)))
+    flatten(taken.map(|_| Ok(local)))
 }
 
-/// The result of a task; a panic in it is one here.
-fn joined<T>(result: Result<io::Result<T>, JoinError>) -> io::Result<T> {
+/// Returns the result of a task, and propagates its panic.
+fn flatten<T>(result: Result<io::Result<T>, JoinError>) -> io::Result<T> {
     result.unwrap_or_else(|error| match error.try_into_panic() {
         Ok(panic) => resume_unwind(panic),
         Err(cancelled) => Err(io::Error::other(cancelled)),
     })
 }
 
-/// Waits until the printer fails, if there is one. It does not end otherwise while it can still be
-/// sent messages.
+/// Waits until the printer fails, if there is one. Otherwise it does not end while it has senders.
 async fn failure(printer: &mut Option<JoinHandle<io::Result<()>>>) -> io::Error {
     if let Some(printer) = printer
-        && let Err(error) = joined(printer.await)
+        && let Err(error) = flatten(printer.await)
     {
         return error;
     }
     pending().await
 }
 
-async fn at(instant: Option<Instant>) {
+async fn deadline_passed(instant: Option<Instant>) {
     match instant {
         Some(instant) => sleep_until(instant).await,
         None => pending().await,
     }
 }
 
-async fn told_to_end(signals: &mut UnboundedReceiver<Signal>) {
+async fn termination_signal(signals: &mut UnboundedReceiver<Signal>) {
     while let Some(signal) = signals.recv().await {
         if signals::ends(signal) {
             return;

@@ -1,4 +1,4 @@
-//! The traces of one group: where it stands, and who disagrees.
+//! Diagnosis of the traces of one group: where it is stuck, and which ranks disagree.
 
 use bonfire::trace::{Message, Record, State, Trace};
 use bonfire::{Call, Operation};
@@ -6,27 +6,27 @@ use serde::{Serialize, Serializer};
 
 use super::pace::{self, Collectives, Pace};
 
-/// What the traces of a group say together.
+/// The findings from all traces of a group.
 pub struct Diagnosis {
     /// By rank, ascending, and not empty.
     pub traces: Vec<Trace>,
     /// Ranks without a trace.
     pub absent: Vec<usize>,
-    pub stand: Option<Stand>,
-    pub messages: Vec<Lonely>,
+    pub stall: Option<Stall>,
+    pub messages: Vec<Unmatched>,
     pub disagreements: Vec<Disagreement>,
     pub paces: Vec<Pace>,
 }
 
-/// The first collective that some rank has not done.
+/// The first collective that some rank has not completed.
 #[derive(Serialize)]
-pub struct Stand {
+pub struct Stall {
     pub sequence: u64,
-    /// What was called there, by those who are in it.
+    /// The calls at this number in the sequence, with their ranks.
     pub calls: Vec<Called>,
-    /// Who has a trace and has not called it.
+    /// Ranks that have a trace but have not called it.
     pub behind: Vec<Behind>,
-    /// Who called it after others had given up.
+    /// Ranks that called it after it had failed on another rank of their host.
     pub late: Vec<Late>,
 }
 
@@ -46,7 +46,7 @@ pub struct Behind {
     pub rank: usize,
     last_call: Option<String>,
     last_sequence: Option<u64>,
-    /// What it called last.
+    /// Its last collective.
     #[serde(skip)]
     pub last: Option<Record>,
 }
@@ -57,9 +57,9 @@ pub struct Late {
     pub after_ns: u64,
 }
 
-/// A message that is not done, and whose other side has not been called.
+/// A message that is not done and whose other side has not been called.
 #[derive(Serialize)]
-pub struct Lonely {
+pub struct Unmatched {
     pub rank: usize,
     pub call: String,
     pub sequence: u64,
@@ -67,7 +67,7 @@ pub struct Lonely {
     pub peer: usize,
 }
 
-/// Different calls where all should be the same.
+/// Different calls where all must be the same.
 #[derive(Serialize)]
 pub struct Disagreement {
     pub sequence: u64,
@@ -78,7 +78,7 @@ pub struct Disagreement {
 }
 
 impl Diagnosis {
-    /// Of traces of one group by rank, of which there is one at least.
+    /// Diagnoses the traces of one group, at least one, in ascending order of rank.
     pub fn new(traces: Vec<Trace>) -> Diagnosis {
         let mut present = traces.iter().map(|trace| trace.rank).peekable();
         let world_size = traces.first().map_or(0, |trace| trace.world_size);
@@ -86,25 +86,25 @@ impl Diagnosis {
         let collectives = collectives(&traces);
         Diagnosis {
             absent,
-            stand: stand(&traces, &collectives),
-            messages: lonely(&traces),
+            stall: stall(&traces, &collectives),
+            messages: unmatched(&traces),
             disagreements: disagreements(&traces, &collectives),
             paces: pace::paces(&traces, &collectives),
             traces,
         }
     }
 
-    /// Whether there is nothing to complain of.
-    pub fn is_well(&self) -> bool {
+    /// Whether every rank has a trace and no operation is unfinished, failed or mismatched.
+    pub fn is_healthy(&self) -> bool {
         let done = |trace: &Trace| trace.operations.iter().all(|record| record.state == State::Done);
-        let well = self.traces.iter().all(|trace| trace.failure.is_none() && done(trace));
-        well && self.absent.is_empty() && self.stand.is_none() && self.disagreements.is_empty()
+        let healthy = self.traces.iter().all(|trace| trace.failure.is_none() && done(trace));
+        healthy && self.absent.is_empty() && self.stall.is_none() && self.disagreements.is_empty()
     }
 
-    /// The different failures, with who has them.
+    /// Returns the different failures, each with its ranks.
     pub fn failures(&self) -> Vec<(&str, Vec<usize>)> {
         let failed = self.traces.iter().filter_map(|trace| Some((trace.failure.as_deref()?, trace.rank)));
-        gather(failed)
+        group_equal(failed)
     }
 }
 
@@ -118,8 +118,8 @@ fn collectives(traces: &[Trace]) -> Collectives<'_> {
     collectives
 }
 
-/// Puts equal things together, in the order in which they first come.
-pub fn gather<T: PartialEq>(things: impl Iterator<Item = (T, usize)>) -> Vec<(T, Vec<usize>)> {
+/// Groups equal things, in the order of their first occurrence.
+pub fn group_equal<T: PartialEq>(things: impl Iterator<Item = (T, usize)>) -> Vec<(T, Vec<usize>)> {
     let mut gathered: Vec<(T, Vec<usize>)> = Vec::new();
     for (thing, rank) in things {
         match gathered.iter_mut().find(|(other, _)| *other == thing) {
@@ -130,13 +130,13 @@ pub fn gather<T: PartialEq>(things: impl Iterator<Item = (T, usize)>) -> Vec<(T,
     gathered
 }
 
-/// The different calls, with who made them.
+/// Returns the different calls, each with its ranks.
 fn called(traces: &[Trace], records: &[(usize, &Record)]) -> Vec<Called> {
-    let calls = gather(records.iter().map(|(i, record)| (record.call, traces[*i].rank)));
+    let calls = group_equal(records.iter().map(|(i, record)| (record.call, traces[*i].rank)));
     calls.into_iter().map(|(call, ranks)| Called { call, ranks }).collect()
 }
 
-fn stand(traces: &[Trace], collectives: &Collectives<'_>) -> Option<Stand> {
+fn stall(traces: &[Trace], collectives: &Collectives<'_>) -> Option<Stall> {
     let open = |records: &Vec<(usize, &Record)>| records.iter().any(|(_, record)| record.state != State::Done);
     let (&sequence, records) = collectives.iter().find(|(_, records)| open(records))?;
     let behind = traces.iter().filter(|trace| trace.collectives <= sequence).map(|trace| {
@@ -145,47 +145,47 @@ fn stand(traces: &[Trace], collectives: &Collectives<'_>) -> Option<Stand> {
             (last.as_ref().map(Record::to_string), last.as_ref().map(|last| last.sequence));
         Behind { rank: trace.rank, last_call, last_sequence, last }
     });
-    // Where clocks can be compared: when the first to give up did so.
-    let gave_up = |clock: &str| {
+    // The time of the first failure, among ranks with the same clock.
+    let first_failure = |clock: &str| {
         let failed = records.iter().filter(|(i, record)| traces[*i].clock == clock && record.state == State::Failed);
         failed.filter_map(|(_, record)| record.ended_ns).min()
     };
     let late = records.iter().filter_map(|(i, record)| {
-        let after_ns = record.begun_ns.checked_sub(gave_up(&traces[*i].clock)?)?;
+        let after_ns = record.begun_ns.checked_sub(first_failure(&traces[*i].clock)?)?;
         (after_ns > 0).then_some(Late { rank: traces[*i].rank, after_ns })
     });
-    Some(Stand { sequence, calls: called(traces, records), behind: behind.collect(), late: late.collect() })
+    Some(Stall { sequence, calls: called(traces, records), behind: behind.collect(), late: late.collect() })
 }
 
-/// The peer's messages with `rank`, in the direction of `message`; none without the peer's trace.
+/// Returns the peer's records of messages with `rank` in the direction of `message`, or None without the peer's trace.
 fn counterpart(traces: &[Trace], rank: usize, message: Message) -> Option<impl Iterator<Item = &Record>> {
     let trace = traces.iter().find(|trace| trace.rank == message.peer)?;
     let other = Message { peer: rank, sends: !message.sends };
     Some(trace.operations.iter().filter(move |record| record.message == Some(other) && is_numbered(record)))
 }
 
-/// Whether the messages of a pair of ranks can be told apart.
+/// Whether the record's sequence number identifies the message between its two ranks.
 fn is_numbered(record: &Record) -> bool {
     record.call.operation == Operation::Send
 }
 
-fn lonely(traces: &[Trace]) -> Vec<Lonely> {
-    let mut lonely = Vec::new();
+fn unmatched(traces: &[Trace]) -> Vec<Unmatched> {
+    let mut unmatched = Vec::new();
     for trace in traces {
         for record in trace.operations.iter().filter(|record| record.state != State::Done && is_numbered(record)) {
             let Some(message) = record.message else { continue };
             let Some(others) = counterpart(traces, trace.rank, message) else { continue };
             let last = others.last().map(|other| other.sequence);
-            // Without one, whether there has been any is known only where nothing was forgotten.
-            let whole = |trace: &Trace| trace.operations.first().is_none_or(|first| first.number == 0);
-            let known = last.is_some() || traces.iter().any(|other| other.rank == message.peer && whole(other));
+            // Without a record of the other side, it is known not to have been called only if no record was dropped.
+            let complete = |trace: &Trace| trace.operations.first().is_none_or(|first| first.number == 0);
+            let known = last.is_some() || traces.iter().any(|other| other.rank == message.peer && complete(other));
             if known && last.is_none_or(|last| last < record.sequence) {
                 let (call, sequence) = (record.to_string(), record.sequence);
-                lonely.push(Lonely { rank: trace.rank, call, sequence, peer: message.peer });
+                unmatched.push(Unmatched { rank: trace.rank, call, sequence, peer: message.peer });
             }
         }
     }
-    lonely
+    unmatched
 }
 
 fn disagreements(traces: &[Trace], collectives: &Collectives<'_>) -> Vec<Disagreement> {

@@ -1,4 +1,4 @@
-//! Files that no rank wrote.
+//! Fuzzing of files that may not be traces.
 
 use std::fs::{self, File};
 use std::io::Write;
@@ -12,7 +12,7 @@ use bonfire_testing::ranks;
 use super::diagnosis::Diagnosis;
 use super::{read, report};
 
-/// The traces of three ranks that called much, of which one disagreed at the end.
+/// The traces of three ranks after several operations, the last of which one rank called differently.
 fn traces() -> Vec<Vec<u8>> {
     let mut traces = ranks(3, |group| {
         group.barrier().unwrap();
@@ -25,7 +25,7 @@ fn traces() -> Vec<Vec<u8>> {
         group.reduce(&mut vec![1i64; 3 + group.rank() / 2], ReduceOp::Max, 1).unwrap_err();
         serde_json::to_vec(&group.trace()).unwrap()
     });
-    // One more, of a rank that is still in its last operation.
+    // One more trace, of a rank that is still in its last operation.
     let mut open: serde_json::Value = serde_json::from_slice(&traces[1]).unwrap();
     let last = open["operations"].as_array_mut().unwrap().last_mut().unwrap();
     (last["state"], last["ended_ns"]) = ("begun".into(), None::<u64>.into());
@@ -33,7 +33,7 @@ fn traces() -> Vec<Vec<u8>> {
     traces
 }
 
-/// What holds of every trace that is read, and what is printed relies on.
+/// Checks what holds for every trace that was read without an error; the report relies on it.
 fn check(trace: &Trace) {
     let peers = trace.operations.iter().filter_map(|record| Some(record.message?.peer));
     assert!(peers.chain([trace.rank]).all(|rank| rank < trace.world_size) && trace.world_size <= 1 << 20);
@@ -45,18 +45,18 @@ fn check(trace: &Trace) {
     }
 }
 
-/// Everything that is printed of these files.
+/// Returns everything that is printed for these files.
 fn printed(files: &[PathBuf]) -> Result<String, String> {
     let groups = read(files)?;
     let text = |group: &Diagnosis| format!("{}{}", report::text(group, 12), report::object(group, 12));
-    Ok(groups.iter().map(|group| text(group) + if group.is_well() { "" } else { "\n" }).collect())
+    Ok(groups.iter().map(|group| text(group) + if group.is_healthy() { "" } else { "\n" }).collect())
 }
 
 #[test]
 fn fuzz_traces() {
     let folder = tempfile::tempdir().unwrap();
     let (file, other) = (folder.path().join("trace-1.json"), folder.path().join("trace-0.json"));
-    // A file that is written anew each time is written to the disk each time.
+    // Overwritten in place: a file created anew each time would be written to disk each time.
     let write = |bytes: &[u8]| {
         let mut file = File::options().write(true).create(true).truncate(false).open(&file).unwrap();
         file.write_all(bytes).and_then(|()| file.set_len(bytes.len() as u64)).unwrap();
@@ -68,12 +68,12 @@ fn fuzz_traces() {
         let both = printed(&[file.clone(), other.clone()]);
         let Ok(alone) = printed(std::slice::from_ref(&file)) else { return false };
         for text in [&alone].into_iter().chain(&both) {
-            assert!(!text.contains(|c: char| c.is_control() && c != '\n'), "{text:?} steers a terminal");
+            assert!(!text.contains(|c: char| c.is_control() && c != '\n'), "{text:?} controls a terminal");
         }
         let trace = Trace::read(&file).unwrap();
         check(&trace);
         write(&serde_json::to_vec(&trace).unwrap());
-        assert_eq!(Trace::read(&file).unwrap(), trace, "what was read comes back");
+        assert_eq!(Trace::read(&file).unwrap(), trace, "writing and reading changed a trace");
         true
     });
 }

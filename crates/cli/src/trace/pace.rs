@@ -1,4 +1,4 @@
-//! Who comes last, and how long the others wait for it.
+//! Stragglers: which rank begins operations last, and how long the others wait for it.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -9,36 +9,36 @@ use serde::Serialize;
 /// The collectives of all traces by number in the sequence: the traces' indices with their records.
 pub type Collectives<'a> = BTreeMap<u64, Vec<(usize, &'a Record)>>;
 
-/// Ranks whose times can be compared, and the operations that all of them have in their traces.
+/// A comparison of ranks with the same clock, over the operations that the traces of all of them contain.
 #[derive(Serialize)]
 pub struct Pace {
     pub host: String,
     /// Operations compared.
     pub compared: usize,
-    /// From the first of them to the last.
+    /// From the first begin of any of them to the last.
     span_ns: u64,
-    /// Who made the others wait, the worst first.
+    /// Stragglers, the worst first.
     pub slow: Vec<usize>,
-    pub ranks: Vec<Ranked>,
+    pub ranks: Vec<RankDelays>,
 }
 
-/// How often a rank came last, and what it cost.
+/// How often a rank began last, and how long the others waited for it.
 #[derive(Serialize)]
-pub struct Ranked {
+pub struct RankDelays {
     pub rank: usize,
     pub last: usize,
-    /// For how long all others were there.
+    /// Total time during which all others had begun an operation and this rank had not.
     pub cost_ns: u64,
-    /// The most in one operation.
+    /// The largest such time in one operation.
     pub worst_ns: u64,
-    /// The part of the time that went by while all others waited for this rank.
+    /// `cost_ns` as a fraction of `span_ns`.
     pub share: f64,
 }
 
-/// A rank is called slow if the others waited for it for this part of the time.
+/// A rank whose `share` is at least this counts as a straggler.
 const SLOW: f64 = 0.05;
 
-/// By clock, for those that two ranks or more share.
+/// Compares the ranks of each clock that two or more ranks share.
 pub fn paces(traces: &[Trace], collectives: &Collectives<'_>) -> Vec<Pace> {
     let mut clocks: Vec<&str> = traces.iter().map(|trace| trace.clock.as_str()).collect();
     clocks.sort_unstable();
@@ -51,8 +51,8 @@ fn pace(traces: &[Trace], collectives: &Collectives<'_>, clock: &str) -> Option<
     if here.len() < 2 {
         return None;
     }
-    let ranked = |i: &usize| Ranked { rank: traces[*i].rank, last: 0, cost_ns: 0, worst_ns: 0, share: 0.0 };
-    let mut ranks: Vec<_> = here.iter().map(ranked).collect();
+    let delays = |i: &usize| RankDelays { rank: traces[*i].rank, last: 0, cost_ns: 0, worst_ns: 0, share: 0.0 };
+    let mut ranks: Vec<_> = here.iter().map(delays).collect();
     let (mut compared, mut first, mut end) = (0, u64::MAX, 0);
     for records in collectives.values() {
         let mut begun: Vec<_> = (0..here.len()).filter_map(|i| Some((begun(records, here[i])?, i))).collect();
@@ -69,12 +69,12 @@ fn pace(traces: &[Trace], collectives: &Collectives<'_>, clock: &str) -> Option<
         slowest.worst_ns = slowest.worst_ns.max(last - before);
     }
     let span_ns = end.saturating_sub(first);
-    for ranked in ranks.iter_mut().filter(|_| span_ns > 0) {
-        ranked.share = ranked.cost_ns as f64 / span_ns as f64;
+    for delays in ranks.iter_mut().filter(|_| span_ns > 0) {
+        delays.share = delays.cost_ns as f64 / span_ns as f64;
     }
-    let mut slow: Vec<_> = ranks.iter().filter(|ranked| ranked.share >= SLOW).collect();
-    slow.sort_by_key(|ranked| Reverse(ranked.cost_ns));
-    let slow = slow.into_iter().map(|ranked| ranked.rank).collect();
+    let mut slow: Vec<_> = ranks.iter().filter(|delays| delays.share >= SLOW).collect();
+    slow.sort_by_key(|delays| Reverse(delays.cost_ns));
+    let slow = slow.into_iter().map(|delays| delays.rank).collect();
     Some(Pace { host: traces[here[0]].host.clone(), compared, span_ns, slow, ranks })
 }
 

@@ -1,13 +1,13 @@
-//! What was found, as text and as JSON.
+//! Diagnoses as text and as JSON.
 
 use bonfire::trace::{Record, State, Trace};
 use serde_json::{Value, json};
 
-use super::diagnosis::{Called, Diagnosis, Disagreement, Lonely, Stand, gather};
-use super::pace::{Pace, Ranked};
+use super::diagnosis::{Called, Diagnosis, Disagreement, Stall, Unmatched, group_equal};
+use super::pace::{Pace, RankDelays};
 use crate::text::{list, named, numbers, time};
 
-/// A text of several lines, the findings first.
+/// Returns a text of several lines, the findings first.
 pub fn text(group: &Diagnosis, last: usize) -> String {
     let size = group.traces.len() + group.absent.len();
     let name = group.traces.first().and_then(|trace| trace.group.as_deref()).unwrap_or("without a name");
@@ -20,25 +20,25 @@ pub fn text(group: &Diagnosis, last: usize) -> String {
     let coarse = group.traces.iter().map(|trace| trace.resolution_ns).max().unwrap_or(0);
     lines.push(String::new());
     lines.push(format!(
-        "waited: in all operations of the trace; when one was done is known to {}; apart: from the first rank to begin \
-         to the last, on one host",
+        "waited: time in all operations of the trace, whose ends are known to {}; apart: time from the first rank's \
+         begin to the last one's, on one host",
         time(coarse)
     ));
     lines.join("\n") + "\n"
 }
 
-/// What kind of thing, and what.
+/// Returns the findings, each with its kind.
 fn findings(group: &Diagnosis) -> Vec<(&'static str, String)> {
     let mut found = Vec::new();
     found.extend(group.failures().into_iter().map(|(text, ranks)| ("failed", format!("{}: {text}", named(&ranks)))));
-    let at = group.stand.as_ref().map_or(String::new(), at);
+    let at = group.stall.as_ref().map_or(String::new(), at);
     if !group.absent.is_empty() {
         let verb = if group.absent.len() == 1 { "has" } else { "have" };
         found.push(("missing", format!("{} {verb} no trace{at}", named(&group.absent))));
     }
-    if let Some(stand) = &group.stand {
+    if let Some(stall) = &group.stall {
         let newest = group.traces.iter().map(|trace| trace.taken_unix).max().unwrap_or(0);
-        for behind in &stand.behind {
+        for behind in &stall.behind {
             let (rank, last) = (behind.rank, behind.last.as_ref());
             let last = match last {
                 Some(last) => format!("called {last} #{} last ({}), from {}", last.sequence, last.state, last.at),
@@ -47,36 +47,36 @@ fn findings(group: &Diagnosis) -> Vec<(&'static str, String)> {
             let trace = group.traces.iter().find(|trace| trace.rank == rank);
             let older = match trace.map_or(0, |trace| newest.saturating_sub(trace.taken_unix)) {
                 0..2 => String::new(),
-                older => format!("; its trace is {older} s older than the newest, so it may have come since"),
+                older => format!("; its trace is {older} s older than the newest, so it may have called since"),
             };
             found.push(("missing", format!("rank {rank} {last}{at}{older}")));
         }
-        for late in &stand.late {
-            let what = format!("rank {} came {} after others had given up{at}", late.rank, time(late.after_ns));
+        for late in &stall.late {
+            let what = format!("rank {} called {} after a failure on its host{at}", late.rank, time(late.after_ns));
             found.push(("missing", what));
         }
-        if group.absent.is_empty() && stand.behind.is_empty() && stand.late.is_empty() {
-            found.push(("missing", format!("nobody{at}")));
+        if group.absent.is_empty() && stall.behind.is_empty() && stall.late.is_empty() {
+            found.push(("missing", format!("no rank{at}")));
         }
     }
-    for lonely in &group.messages {
-        let Lonely { rank, call, sequence, peer } = lonely;
+    for unmatched in &group.messages {
+        let Unmatched { rank, call, sequence, peer } = unmatched;
         let what = format!("rank {peer} has not called the other side of rank {rank}'s {call} #{sequence}");
         found.push(("missing", what));
     }
     found.extend(group.disagreements.iter().map(|disagreement| ("disagree", differ(disagreement))));
     if group.disagreements.is_empty() {
-        found.push(("disagree", "nobody: the calls that several traces hold are the same".into()));
+        found.push(("disagree", "no rank: the calls that several traces contain are the same".into()));
     }
     if group.paces.is_empty() {
-        found.push(("slow", "not to be said: no two traces are of one host, and clocks of hosts differ".into()));
+        found.push(("slow", "unknown: no two traces are of one host, and clocks of hosts differ".into()));
     }
     found.extend(group.paces.iter().flat_map(slow).map(|what| ("slow", what)));
     found
 }
 
-fn at(stand: &Stand) -> String {
-    format!("; at #{} {}", stand.sequence, called(&stand.calls))
+fn at(stall: &Stall) -> String {
+    format!("; at #{} {}", stall.sequence, called(&stall.calls))
 }
 
 fn called(calls: &[Called]) -> String {
@@ -94,27 +94,27 @@ fn differ(Disagreement { sequence, between, calls }: &Disagreement) -> String {
 
 fn slow(pace: &Pace) -> Vec<String> {
     let Pace { host, compared, .. } = pace;
-    let ranks = named(&pace.ranks.iter().map(|ranked| ranked.rank).collect::<Vec<_>>());
+    let ranks = named(&pace.ranks.iter().map(|delays| delays.rank).collect::<Vec<_>>());
     if *compared == 0 {
-        return vec![format!("not to be said of {ranks} on {host}: their traces hold no operation of all of them")];
+        return vec![format!("unknown for {ranks} on {host}: no operation is in all of their traces")];
     }
     if pace.slow.is_empty() {
-        return vec![format!("nobody of {ranks} on {host}, in {compared} operations")];
+        return vec![format!("none of {ranks} on {host}, in {compared} operations")];
     }
-    let describe = |Ranked { rank, last, cost_ns, worst_ns, share }: &Ranked| {
+    let describe = |RankDelays { rank, last, cost_ns, worst_ns, share }: &RankDelays| {
         format!(
             "rank {rank}: the others of {ranks} on {host} waited {} for it, {:.0} % of the time, at most {} at once; \
-             it came last in {last} of {compared} operations",
+             it began last in {last} of {compared} operations",
             time(*cost_ns),
             100.0 * share,
             time(*worst_ns),
         )
     };
-    let ranked = |slow: &usize| pace.ranks.iter().find(|ranked| ranked.rank == *slow).map(describe);
-    pace.slow.iter().filter_map(ranked).collect()
+    let delays = |slow: &usize| pace.ranks.iter().find(|delays| delays.rank == *slow).map(describe);
+    pace.slow.iter().filter_map(delays).collect()
 }
 
-/// Time in operations, in nanoseconds; one that is not done lasts until the trace was taken.
+/// Returns the time in operations, in nanoseconds. An unfinished operation counts until the trace was taken.
 fn waited(trace: &Trace) -> u64 {
     let durations = trace.operations.iter().map(|r| r.ended_ns.unwrap_or(trace.taken_ns).saturating_sub(r.begun_ns));
     durations.fold(0, u64::saturating_add)
@@ -131,7 +131,7 @@ fn ranks(group: &Diagnosis) -> Vec<Vec<String>> {
     rows
 }
 
-/// One kind of call at one place: the same on these ranks.
+/// One call at one position in the sequence, and the ranks that made it.
 struct Row<'a> {
     record: &'a Record,
     ranks: Vec<(&'a Trace, &'a Record)>,
@@ -143,7 +143,7 @@ impl Row<'_> {
         with.map(|(trace, _)| trace.rank).collect()
     }
 
-    /// From the first to begin to the last, and which that was, where times can be compared.
+    /// Returns the nanoseconds from the first begin to the last, and the rank of the last, if all have the same clock.
     fn apart(&self) -> Option<(u64, usize)> {
         let [(first, _), .., _] = self.ranks[..] else { return None };
         if self.ranks.iter().any(|(trace, _)| trace.clock != first.clock) {
@@ -155,11 +155,11 @@ impl Row<'_> {
     }
 }
 
-/// The last operations: collectives in their order, each message with the collective that its rank had begun before it.
+/// Returns the last operations: collectives in order, and each message after its rank's preceding collective.
 fn rows(group: &Diagnosis, last: usize) -> Vec<Row<'_>> {
     let mut keyed = Vec::new();
     for trace in &group.traces {
-        // The collectives that the trace has forgotten came before.
+        // Collectives that the trace no longer contains came before.
         let kept = trace.operations.iter().filter(|record| record.message.is_none()).count() as u64;
         let mut before = trace.collectives.saturating_sub(kept);
         for record in &trace.operations {
@@ -175,7 +175,7 @@ fn rows(group: &Diagnosis, last: usize) -> Vec<Row<'_>> {
     let places = keyed.chunk_by(|(a, one, _), (b, other, _)| a == b && (a.1 == 0 || one.rank == other.rank));
     let mut rows = Vec::new();
     for place in places {
-        let same = gather(place.iter().enumerate().map(|(i, (_, _, record))| (record.call, i)));
+        let same = group_equal(place.iter().enumerate().map(|(i, (_, _, record))| (record.call, i)));
         rows.extend(same.into_iter().map(|(_, indices)| {
             let ranks: Vec<_> = indices.into_iter().map(|i| (place[i].1, place[i].2)).collect();
             Row { record: ranks[0].1, ranks }
@@ -192,7 +192,7 @@ fn operations(group: &Diagnosis, last: usize) -> Vec<Vec<String>> {
             ranks => numbers(&ranks),
         };
         let apart = row.apart().map_or("-".into(), |(apart, rank)| format!("{} (rank {rank})", time(apart)));
-        let sites = gather(row.ranks.iter().map(|(trace, record)| (record.at.as_str(), trace.rank)));
+        let sites = group_equal(row.ranks.iter().map(|(trace, record)| (record.at.as_str(), trace.rank)));
         let sites = match &sites[..] {
             [(site, _)] => (*site).to_owned(),
             several => {
@@ -205,7 +205,7 @@ fn operations(group: &Diagnosis, last: usize) -> Vec<Vec<String>> {
     table
 }
 
-/// Left-aligned columns.
+/// Formats rows with left-aligned columns.
 fn columns(rows: Vec<Vec<String>>) -> Vec<String> {
     let width = |i: usize| rows.iter().filter_map(|row| row.get(i)).map(|cell| cell.chars().count()).max().unwrap_or(0);
     let widths: Vec<usize> = (0..rows.first().map_or(0, Vec::len)).map(width).collect();
@@ -216,7 +216,7 @@ fn columns(rows: Vec<Vec<String>>) -> Vec<String> {
     rows.iter().map(line).collect()
 }
 
-/// The same for programs.
+/// Returns the diagnosis as JSON.
 pub fn object(group: &Diagnosis, last: usize) -> Value {
     let ranks = group.traces.iter().map(|trace| {
         json!({
@@ -237,7 +237,7 @@ pub fn object(group: &Diagnosis, last: usize) -> Value {
         "world_size": group.traces.len() + group.absent.len(),
         "failures": failures.collect::<Vec<_>>(),
         "absent": group.absent,
-        "unfinished": group.stand,
+        "unfinished": group.stall,
         "messages": group.messages,
         "disagreements": group.disagreements,
         "paces": group.paces,

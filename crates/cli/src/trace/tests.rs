@@ -1,4 +1,4 @@
-//! What is said of traces that are made up.
+//! Diagnoses of synthetic traces.
 
 use bonfire::trace::{State, Trace};
 use serde_json::{Value, json};
@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 use super::diagnosis::Diagnosis;
 use super::report;
 
-/// A trace on host `host`, of operations as `record` makes them.
+/// Makes a trace on host `host` of operations that `record` or `message` made.
 fn trace(rank: usize, world_size: usize, host: &str, operations: &[Value]) -> Trace {
     let collectives = operations.iter().filter(|o| o["message"].is_null()).map(|o| o["sequence"].as_u64().unwrap() + 1);
     let operations: Vec<Value> = operations
@@ -46,10 +46,10 @@ fn done(sequence: u64, begun: u64) -> Value {
 }
 
 #[test]
-fn a_job_that_has_done_everything_is_well() {
+fn a_job_with_all_operations_done_is_healthy() {
     let traces = (0..3).map(|rank| trace(rank, 3, "a", &[done(0, 10), done(1, 20)])).collect();
     let group = Diagnosis::new(traces);
-    assert!(group.is_well());
+    assert!(group.is_healthy());
     let text = report::text(&group, 10);
     assert!(text.contains("group g: traces of 3 of 3 ranks") && !text.contains("missing"), "{text}");
 }
@@ -61,10 +61,10 @@ fn ranks_that_are_absent_behind_or_late_are_missing() {
         trace(0, 5, "a", &[done(0, 10), failed(100)]),
         trace(1, 5, "a", &[done(0, 10)]),
         trace(2, 5, "a", &[done(0, 10), failed(180)]),
-        // Another host's clock says nothing here.
+        // The clock of another host cannot be compared.
         trace(4, 5, "b", &[done(0, 10), failed(9000)]),
     ]);
-    assert!(!group.is_well());
+    assert!(!group.is_healthy());
     let object = report::object(&group, 10);
     assert_eq!(object["absent"], json!([3]));
     let unfinished = &object["unfinished"];
@@ -72,25 +72,24 @@ fn ranks_that_are_absent_behind_or_late_are_missing() {
     assert_eq!(unfinished["behind"][0]["rank"], 1);
     assert_eq!(unfinished["late"], json!([{ "rank": 2, "after_ns": 30 }]));
     let text = report::text(&group, 10);
-    for words in ["rank 3 has no trace; at #1 ranks 0, 2, 4 called all_reduce(f32 x 8, sum)", "rank 2 came 30 ns after"]
-    {
+    for words in ["rank 3 has no trace; at #1 ranks 0, 2, 4 called all_reduce(f32 x 8, sum)", "rank 2 called 30 ns"] {
         assert!(text.contains(words), "{words} is not in {text}");
     }
 }
 
 #[test]
-fn the_first_operation_that_is_not_done_counts() {
-    // Rank 1 was told of the failure in the operation after the one that rank 0 waited in.
+fn the_job_stalls_at_the_first_unfinished_operation() {
+    // Rank 1 learned of the failure in the operation after the one in which rank 0 waited.
     let group = Diagnosis::new(vec![
         trace(0, 3, "a", &[record(0, 8, State::Failed, 1, Some(2))]),
         trace(1, 3, "a", &[done(0, 1), record(1, 8, State::Failed, 1500, Some(1600))]),
     ]);
-    assert_eq!(group.stand.as_ref().unwrap().sequence, 0);
+    assert_eq!(group.stall.as_ref().unwrap().sequence, 0);
     assert_eq!(group.absent, [2]);
 }
 
 #[test]
-fn different_calls_are_listed_with_who_made_them() {
+fn different_calls_are_listed_with_their_ranks() {
     let other = |sequence| record(sequence, 9, State::Failed, 20, Some(30));
     let group = Diagnosis::new(vec![
         trace(0, 3, "a", &[done(0, 10), other(1)]),
@@ -102,11 +101,11 @@ fn different_calls_are_listed_with_who_made_them() {
     assert_eq!(calls[0]["calls"][0], json!({ "call": "all_reduce(f32 x 9, sum)", "ranks": [0, 2] }));
     assert_eq!(calls[0]["calls"][1], json!({ "call": "all_reduce(f32 x 8, sum)", "ranks": [1] }));
     let text = report::text(&group, 10);
-    assert!(text.contains("slow      not to be said"), "{text}");
+    assert!(text.contains("slow      unknown"), "{text}");
 }
 
 #[test]
-fn messages_are_matched_with_their_other_side() {
+fn sends_and_receives_are_matched() {
     let group = Diagnosis::new(vec![
         trace(0, 3, "a", &[message(0, 4, State::Done, 1, true), message(1, 5, State::Done, 1, true)]),
         trace(
@@ -134,8 +133,8 @@ fn messages_are_matched_with_their_other_side() {
 }
 
 #[test]
-fn a_slow_rank_costs_what_the_others_waited_for_it() {
-    // Rank 2 comes 70 after the last but one each time, and rank 0 once 2.
+fn a_straggler_costs_the_time_that_others_waited_for_it() {
+    // Rank 2 begins 70 ns after the last but one each time, and rank 0 once 2 ns.
     let times = [[0, 10, 80], [100, 110, 180], [202, 200, 199]];
     let of = |rank: usize| (0..3).map(|i| done(i as u64, 1000 + times[i][rank])).collect::<Vec<_>>();
     let mut traces: Vec<_> = (0..3).map(|rank| trace(rank, 4, "a", &of(rank))).collect();

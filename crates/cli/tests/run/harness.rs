@@ -1,4 +1,4 @@
-//! Starts launchers and looks at what they did.
+//! Starts launchers and examines their output and processes.
 
 use std::fs;
 use std::io::{BufRead, BufReader, Read};
@@ -9,16 +9,16 @@ use std::sync::{Arc, Once};
 use rustix::process::{Pid, Signal, kill_process};
 
 pub fn launcher(arguments: &[&str]) -> Command {
-    heed_signals();
+    reset_ignored_signals();
     let mut command = Command::new(env!("CARGO_BIN_EXE_bonfire"));
     command.arg("run").args(arguments).arg("--");
     command.env_remove("BONFIRE_SECRET").env_remove("BONFIRE_SECRET_FILE");
     command
 }
 
-/// Has processes start with the default for all signals that these tests send, also where the tests are run with some
-/// ignored, as by `nohup`: what is ignored stays so across `exec`, and what is caught returns to its default.
-fn heed_signals() {
+/// Makes processes start with the default action for all signals that these tests send, even if the tests run with some
+/// ignored, as under `nohup`: across `exec` an ignored signal stays ignored, while a caught one returns to its default.
+fn reset_ignored_signals() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
         let ignored = fs::read_to_string("/proc/self/status").unwrap_or_default();
@@ -26,7 +26,7 @@ fn heed_signals() {
         let ignored = ignored.map_or(0, |mask| u64::from_str_radix(mask.trim(), 16).unwrap());
         for signal in [Signal::INT, Signal::TERM, Signal::HUP, Signal::USR1].map(Signal::as_raw) {
             if ignored & (1 << (signal - 1)) != 0 {
-                // Nobody looks at the flag: the tests themselves go on ignoring the signal.
+                // The flag is never read: the tests themselves still ignore the signal.
                 signal_hook::flag::register(signal, Arc::<AtomicBool>::default()).unwrap();
             }
         }
@@ -39,7 +39,7 @@ pub fn bonfire(arguments: &[&str], script: &str) -> Output {
     command.args(["sh", "-c", script]).output().unwrap()
 }
 
-/// A launcher at work.
+/// A running launcher.
 pub struct Running {
     pub child: Child,
     pub stdout: Option<BufReader<ChildStdout>>,
@@ -62,7 +62,7 @@ impl Running {
         lines.take(count).map(Result::unwrap).collect()
     }
 
-    /// Waits until `text` was printed by each of `ranks` ranks.
+    /// Waits until each of `ranks` ranks has printed `text`.
     pub fn expect(&mut self, text: &str, ranks: usize) {
         let mut lines = self.lines(ranks);
         lines.sort_unstable();
@@ -87,7 +87,7 @@ impl Running {
 }
 
 impl Drop for Running {
-    /// A test that fails leaves nothing running.
+    /// A failed test leaves no process running.
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
@@ -109,39 +109,39 @@ impl Fifo {
     }
 }
 
-pub type Place = std::collections::HashMap<String, String>;
+pub type Environment = std::collections::HashMap<String, String>;
 
-/// The environment of each rank, from the output of `PRINT_ENVIRONMENT`.
-pub fn places(output: &Output) -> Vec<Place> {
+/// Returns the environment of each rank, from the output of `PRINT_ENVIRONMENT`.
+pub fn environments(output: &Output) -> Vec<Environment> {
     assert_eq!(output.status.code(), Some(0), "{output:?}");
-    let mut places = std::collections::BTreeMap::<&str, Place>::new();
+    let mut environments = std::collections::BTreeMap::<&str, Environment>::new();
     for line in text(&output.stdout).lines() {
         let (prefix, variable) = line.split_once(' ').unwrap();
         let (name, value) = variable.split_once('=').unwrap();
-        let place = places.entry(prefix).or_default();
-        place.insert(name.to_owned(), value.to_owned());
+        let environment = environments.entry(prefix).or_default();
+        environment.insert(name.to_owned(), value.to_owned());
     }
-    places.into_values().collect()
+    environments.into_values().collect()
 }
 
-pub fn assert_usual_names(place: &Place) {
+pub fn assert_common_names(environment: &Environment) {
     for name in ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"] {
-        assert_eq!(place[name], place[&format!("BONFIRE_{name}")]);
+        assert_eq!(environment[name], environment[&format!("BONFIRE_{name}")]);
     }
-    let address = format!("{}:{}", place["MASTER_ADDR"], place["MASTER_PORT"]);
-    assert_eq!(place["BONFIRE_ADDRESS"], address);
+    let address = format!("{}:{}", environment["MASTER_ADDR"], environment["MASTER_PORT"]);
+    assert_eq!(environment["BONFIRE_ADDRESS"], address);
 }
 
 pub fn text(bytes: &[u8]) -> &str {
     std::str::from_utf8(bytes).unwrap()
 }
 
-/// The process number that a rank printed.
+/// Returns the process id that a rank printed.
 pub fn number(line: &str) -> i32 {
     line.split_once("] ").unwrap().1.parse().unwrap()
 }
 
-/// The kernel needs a moment to end a killed process, and its new parent one to reap it.
+/// Waits until the processes are gone: the kernel takes a moment to end one, and its new parent to reap it.
 #[cfg(target_os = "linux")]
 pub fn wait_until_gone(processes: &[i32]) {
     use std::time::{Duration, Instant};
@@ -158,8 +158,8 @@ pub fn wait_until_gone(processes: &[i32]) {
 #[cfg(target_os = "linux")]
 fn is_alive(process: i32) -> bool {
     match fs::read_to_string(format!("/proc/{process}/stat")) {
-        // The state follows the name, which ends in the last parenthesis. A zombie is dead: nobody
-        // may reap it where the tests run without an init process.
+        // The state follows the name, which ends with the last parenthesis. A zombie counts as dead: without an init
+        // process it may never be reaped.
         Ok(stat) => !stat.rsplit(") ").next().unwrap().starts_with('Z'),
         Err(_) => false,
     }

@@ -1,4 +1,4 @@
-//! What the launcher makes of secrets.
+//! How the launcher handles secrets.
 
 use std::fs;
 
@@ -8,20 +8,20 @@ use super::harness::*;
 #[test]
 fn gives_the_ranks_of_one_node_a_fresh_secret() {
     let secrets = || {
-        let places = places(&bonfire(&["-n", "3"], PRINT_ENVIRONMENT));
-        let secrets: Vec<_> = places.iter().map(|place| place["BONFIRE_SECRET"].clone()).collect();
+        let environments = environments(&bonfire(&["-n", "3"], PRINT_ENVIRONMENT));
+        let secrets: Vec<_> = environments.iter().map(|environment| environment["BONFIRE_SECRET"].clone()).collect();
         assert!(secrets.iter().all(|secret| *secret == secrets[0] && secret.len() == 64), "{secrets:?}");
         assert!(secrets[0].bytes().all(|digit| digit.is_ascii_hexdigit()));
         secrets[0].clone()
     };
     assert_ne!(secrets(), secrets());
-    // Nobody else can read it as an argument.
+    // It is no argument of a process, which other users could read.
     let output = bonfire(&["-n", "1"], "cat /proc/$PPID/cmdline /proc/self/cmdline | grep -c $BONFIRE_SECRET");
     assert_eq!(text(&output.stdout), "[0] 0\n", "{output:?}");
 }
 
 #[test]
-fn passes_the_users_secret_on() {
+fn passes_on_the_users_secret() {
     let secret = "0123456789abcdef0123456789abcdef";
     let file = tempfile::NamedTempFile::new().unwrap();
     fs::write(file.path(), secret).unwrap();
@@ -31,18 +31,18 @@ fn passes_the_users_secret_on() {
         for (variable, value) in [("BONFIRE_SECRET", secret), ("BONFIRE_SECRET_FILE", path)] {
             let mut command = launcher(arguments);
             let output = command.env(variable, value).args(["sh", "-c", PRINT_ENVIRONMENT]).output().unwrap();
-            let place = &places(&output)[0];
-            assert_eq!(place[variable], value);
-            assert_eq!(place.keys().filter(|name| name.contains("SECRET")).count(), 1, "{place:?}");
+            let environment = &environments(&output)[0];
+            assert_eq!(environment[variable], value);
+            assert_eq!(environment.keys().filter(|name| name.contains("SECRET")).count(), 1, "{environment:?}");
         }
     }
-    // Nodes cannot make one together.
+    // Several nodes cannot generate a common secret.
     let output = bonfire(&[&["-n", "1"][..], &nodes].concat(), PRINT_ENVIRONMENT);
-    assert!(!places(&output)[0].contains_key("BONFIRE_SECRET"));
+    assert!(!environments(&output)[0].contains_key("BONFIRE_SECRET"));
 }
 
 #[test]
-fn refuses_wrong_secrets_before_it_starts_anything() {
+fn refuses_bad_secrets_before_it_starts_a_rank() {
     let refused = |variables: &[(&str, &str)], named: &str| {
         let output = launcher(&["-n", "1"]).envs(variables.iter().copied()).args(["echo", "started"]).output().unwrap();
         let stderr = text(&output.stderr);

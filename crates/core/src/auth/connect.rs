@@ -1,159 +1,159 @@
-//! The handshake on a stream, from both ends.
+//! The handshake on a stream: both ends, blocking and asynchronous.
 
 use std::io;
 use std::time::Duration;
 
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
-use super::handshake::{Dialler, FIRST, Listener, SECOND, SESSION, THIRD};
-use super::opening::{HEAD, Opening, Refusal, opens};
+use super::handshake::{FIRST, Initiator, Responder, SECOND, SESSION, THIRD};
+use super::opening::{HEAD, Opening, Refusal, check_opening_head};
 use super::secret::Secret;
 
-/// How long a connection may take to prove who it is.
-pub(super) const PATIENCE: Duration = Duration::from_secs(5);
+/// How long a connection may take to complete the handshake.
+pub(super) const TIMEOUT: Duration = Duration::from_secs(5);
 
-/// That the end that listens has taken the connection.
-const TAKEN: [u8; 1] = [1];
+/// The listener's last message: it has taken the connection.
+const ACCEPTED: [u8; 1] = [1];
 
-/// How much of what a refused end still sends is read, and for how long: a socket that is closed with unread bytes in it
-/// throws away what it has not delivered.
-const DREGS: (u64, Duration) = (4096, Duration::from_millis(200));
+/// How many bytes are drained from a refused connection, and for how long. Closing a socket that has unread bytes
+/// discards what it has not delivered yet.
+const DRAIN: (u64, Duration) = (4096, Duration::from_millis(200));
 
-/// From the end that dials: says what the connection is for, proves the secret, and has it proved. Gives the number of the
-/// job. `write` and `read` move all bytes they are given.
+/// Runs the dialler's side of the handshake, blocking: sends the prologue, proves the secret, verifies the listener's
+/// proof. Returns the session number of the job. `write` and `read` must transfer all bytes of their argument.
 pub fn prove<E: From<Refusal>>(
     secret: Option<&Secret>,
     opening: Opening,
     mut write: impl FnMut(&[u8]) -> Result<(), E>,
     mut read: impl FnMut(&mut [u8]) -> Result<(), E>,
 ) -> Result<u64, E> {
-    let (words, proof) = first(secret, opening)?;
-    write(&words)?;
+    let (message, proof) = first_flight(secret, opening)?;
+    write(&message)?;
     let (mut head, mut taken) = ([0; HEAD], [0]);
     read(&mut head)?;
-    Refusal::told(&head)?;
+    Refusal::from_answer(&head)?;
     let Some(proof) = proof else {
         let mut session = [0; SESSION];
         read(&mut session)?;
         read(&mut taken)?;
-        confirmed(taken)?;
+        check_accepted(taken)?;
         return Ok(u64::from_le_bytes(session));
     };
     let mut second = [0; SECOND];
     read(&mut second)?;
-    let (session, third) = proof.end(&second)?;
+    let (session, third) = proof.finish(&second)?;
     write(&third)?;
     read(&mut taken)?;
-    confirmed(taken)?;
+    check_accepted(taken)?;
     Ok(session)
 }
 
-/// As [`prove`], within a moment.
+/// Runs the dialler's side like [`prove`], asynchronously and within `TIMEOUT`.
 pub async fn dial(
     stream: &mut (impl AsyncRead + AsyncWrite + Unpin),
     secret: Option<&Secret>,
     opening: Opening,
 ) -> Result<u64, Refusal> {
-    let proving = async {
-        let (words, proof) = first(secret, opening)?;
-        stream.write_all(&words).await?;
-        Refusal::told(&array::<HEAD>(stream).await?)?;
+    let handshake = async {
+        let (message, proof) = first_flight(secret, opening)?;
+        stream.write_all(&message).await?;
+        Refusal::from_answer(&read_array::<HEAD>(stream).await?)?;
         let Some(proof) = proof else {
-            let session = u64::from_le_bytes(array::<SESSION>(stream).await?);
-            confirmed(array(stream).await?)?;
+            let session = u64::from_le_bytes(read_array::<SESSION>(stream).await?);
+            check_accepted(read_array(stream).await?)?;
             return Ok(session);
         };
-        let (session, third) = proof.end(&array::<SECOND>(stream).await?)?;
+        let (session, third) = proof.finish(&read_array::<SECOND>(stream).await?)?;
         stream.write_all(&third).await?;
-        confirmed(array(stream).await?)?;
+        check_accepted(read_array(stream).await?)?;
         Ok(session)
     };
-    tokio::time::timeout(PATIENCE, proving).await.unwrap_or_else(|_| Err(late()))
+    tokio::time::timeout(TIMEOUT, handshake).await.unwrap_or_else(|_| Err(timed_out()))
 }
 
-/// What the end that dials says unasked.
-fn first(secret: Option<&Secret>, opening: Opening) -> Result<(Vec<u8>, Option<Dialler>), Refusal> {
+/// Returns what the dialler sends unprompted: the prologue and, with a secret, the first Noise message.
+fn first_flight(secret: Option<&Secret>, opening: Opening) -> Result<(Vec<u8>, Option<Initiator>), Refusal> {
     let opening = opening.to_bytes(secret.is_some());
     let Some(secret) = secret else { return Ok((opening.to_vec(), None)) };
-    let (proof, first) = Dialler::new(secret, &opening)?;
+    let (proof, first) = Initiator::new(secret, &opening)?;
     Ok(([&opening[..], &first].concat(), Some(proof)))
 }
 
-/// From the end that listens: hears what the connection is for, has the secret proved, and proves it. `fits` says whether
-/// this end expects such a connection; `session` is the number of the job. The caller limits the time.
+/// Runs the listener's side of the handshake: reads the prologue, verifies the dialler's proof, sends its own. `fits`
+/// checks that this end expects such a connection; `session` is the job's number. The caller limits the time.
 pub async fn answer(
     stream: &mut (impl AsyncRead + AsyncWrite + Unpin),
     secret: Option<&Secret>,
     session: u64,
     fits: impl FnOnce(&Opening) -> Result<(), String>,
 ) -> Result<Opening, Refusal> {
-    match heard(stream, secret, fits).await {
+    match read_first_flight(stream, secret, fits).await {
         Ok((opening, None)) => {
-            let words = [&Refusal::answer(None)[..], &session.to_le_bytes()].concat();
-            stream.write_all(&words).await?;
+            let message = [&Refusal::answer(None)[..], &session.to_le_bytes()].concat();
+            stream.write_all(&message).await?;
             Ok(opening)
         }
         Ok((opening, Some(mut proof))) => {
-            let words = [&Refusal::answer(None)[..], &proof.answer(session)?].concat();
-            stream.write_all(&words).await?;
-            proof.end(&array::<THIRD>(stream).await?)?;
+            let message = [&Refusal::answer(None)[..], &proof.answer(session)?].concat();
+            stream.write_all(&message).await?;
+            proof.finish(&read_array::<THIRD>(stream).await?)?;
             Ok(opening)
         }
         Err(refusal) => {
-            // Who does not even begin as Bonfire does is told nothing.
+            // A peer that does not speak the protocol gets no answer.
             if refusal.is_ours() {
                 stream.write_all(&Refusal::answer(Some(&refusal))).await?;
                 stream.shutdown().await?;
-                let (mut dregs, mut sink) = (stream.take(DREGS.0), tokio::io::sink());
-                let _ = tokio::time::timeout(DREGS.1, tokio::io::copy(&mut dregs, &mut sink)).await;
+                let (mut rest, mut sink) = (stream.take(DRAIN.0), tokio::io::sink());
+                let _ = tokio::time::timeout(DRAIN.1, tokio::io::copy(&mut rest, &mut sink)).await;
             }
             Err(refusal)
         }
     }
 }
 
-/// From the end that listens, once it has [`answer`]ed and will not turn the connection away any more: the other end waits
-/// for this byte, and dials again where it does not come.
+/// Sends the listener's confirmation, after [`answer`], once it will not drop the connection any more. The dialler
+/// waits for this byte, and dials again if it does not arrive.
 pub async fn confirm(stream: &mut (impl AsyncWrite + Unpin)) -> io::Result<()> {
-    stream.write_all(&TAKEN).await
+    stream.write_all(&ACCEPTED).await
 }
 
-/// What the end that listens says last, checked.
-fn confirmed(taken: [u8; TAKEN.len()]) -> Result<(), Refusal> {
-    if taken == TAKEN { Ok(()) } else { Err(Refusal::Stranger) }
+/// Checks the listener's confirmation.
+fn check_accepted(taken: [u8; ACCEPTED.len()]) -> Result<(), Refusal> {
+    if taken == ACCEPTED { Ok(()) } else { Err(Refusal::Stranger) }
 }
 
-/// What the end that dials says unasked, checked.
-async fn heard(
+/// Reads and checks what the dialler sends unprompted.
+async fn read_first_flight(
     stream: &mut (impl AsyncRead + Unpin),
     secret: Option<&Secret>,
     fits: impl FnOnce(&Opening) -> Result<(), String>,
-) -> Result<(Opening, Option<Listener>), Refusal> {
+) -> Result<(Opening, Option<Responder>), Refusal> {
     let mut bytes = [0; Opening::BYTES];
-    // What follows the head depends on the version.
-    let head = array::<HEAD>(stream).await?;
-    opens(&head)?;
+    // The format of what follows the head depends on the version.
+    let head = read_array::<HEAD>(stream).await?;
+    check_opening_head(&head)?;
     bytes[..HEAD].copy_from_slice(&head);
     stream.read_exact(&mut bytes[HEAD..]).await?;
-    let (opening, theirs) = Opening::from_bytes(&bytes)?;
+    let (opening, has_secret) = Opening::from_bytes(&bytes)?;
     let proof = match secret {
-        None if theirs => return Err(Refusal::OnlyTheirs),
-        Some(_) if !theirs => return Err(Refusal::OnlyOurs),
+        None if has_secret => return Err(Refusal::OnlyTheirs),
+        Some(_) if !has_secret => return Err(Refusal::OnlyOurs),
         None => None,
-        Some(secret) => Some(Listener::new(secret, &bytes, &array::<FIRST>(stream).await?)?),
+        Some(secret) => Some(Responder::new(secret, &bytes, &read_array::<FIRST>(stream).await?)?),
     };
     fits(&opening).map_err(Refusal::Misplaced)?;
     Ok((opening, proof))
 }
 
-async fn array<const N: usize>(stream: &mut (impl AsyncRead + Unpin)) -> io::Result<[u8; N]> {
+async fn read_array<const N: usize>(stream: &mut (impl AsyncRead + Unpin)) -> io::Result<[u8; N]> {
     let mut bytes = [0; N];
     stream.read_exact(&mut bytes).await?;
     Ok(bytes)
 }
 
-fn late() -> Refusal {
-    Refusal::Io(io::Error::new(io::ErrorKind::TimedOut, format!("it did not answer within {PATIENCE:?}")))
+fn timed_out() -> Refusal {
+    Refusal::Io(io::Error::new(io::ErrorKind::TimedOut, format!("it did not answer within {TIMEOUT:?}")))
 }
 
 #[cfg(test)]
@@ -168,8 +168,8 @@ mod tests {
         (seed > 0).then(|| Secret::new([seed; 40]).unwrap())
     }
 
-    /// What the two ends say of each other.
-    fn meet(dials: u8, listens: u8, fits: bool) -> (Result<u64, Refusal>, Result<Opening, Refusal>) {
+    /// Runs both ends and returns their results.
+    fn connect(dials: u8, listens: u8, fits: bool) -> (Result<u64, Refusal>, Result<Opening, Refusal>) {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         runtime.block_on(async {
             let (mut one, mut two) = tokio::io::duplex(64);
@@ -177,7 +177,7 @@ mod tests {
             let (dials, listens) = (secret(dials), secret(listens));
             let dialled = async {
                 let result = dial(&mut one, dials.as_ref(), OPENING).await;
-                // Both ends may write only so much unread.
+                // The pipe is small: the other end must not block on bytes that are never read.
                 drop(one);
                 result
             };
@@ -191,25 +191,25 @@ mod tests {
     }
 
     #[test]
-    fn ends_that_belong_together_meet() {
+    fn matching_ends_connect() {
         for seed in [0, 1] {
-            let (session, opening) = meet(seed, seed, true);
+            let (session, opening) = connect(seed, seed, true);
             assert_eq!((session.unwrap(), opening.unwrap()), (99, OPENING));
         }
     }
 
     #[test]
-    fn both_ends_name_what_keeps_them_apart() {
+    fn both_ends_report_the_same_refusal() {
         use Refusal::{Misplaced, OnlyOurs, OnlyTheirs, OtherSecret};
-        assert!(matches!(meet(1, 2, true), (Err(OtherSecret), Err(OtherSecret))));
-        assert!(matches!(meet(1, 0, true), (Err(OnlyOurs), Err(OnlyTheirs))));
-        assert!(matches!(meet(0, 1, true), (Err(OnlyTheirs), Err(OnlyOurs))));
-        assert!(matches!(meet(1, 1, false), (Err(Misplaced(_)), Err(Misplaced(_)))));
-        assert!(matches!(meet(0, 0, false), (Err(Misplaced(_)), Err(Misplaced(_)))));
+        assert!(matches!(connect(1, 2, true), (Err(OtherSecret), Err(OtherSecret))));
+        assert!(matches!(connect(1, 0, true), (Err(OnlyOurs), Err(OnlyTheirs))));
+        assert!(matches!(connect(0, 1, true), (Err(OnlyTheirs), Err(OnlyOurs))));
+        assert!(matches!(connect(1, 1, false), (Err(Misplaced(_)), Err(Misplaced(_)))));
+        assert!(matches!(connect(0, 0, false), (Err(Misplaced(_)), Err(Misplaced(_)))));
     }
 
     #[test]
-    fn the_blocking_end_says_the_same() {
+    fn the_blocking_dialler_speaks_the_same_protocol() {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         for seed in [0, 1] {
             let (mut one, two) = std::os::unix::net::UnixStream::pair().unwrap();

@@ -1,30 +1,30 @@
-//! The handshake with strangers.
+//! Fuzz tests of the handshake with malformed, tampered and hostile peers.
 
 use std::io::{self, Read};
 
 use super::connect::{answer, dial, prove};
-use super::handshake::{Dialler, FIRST, Listener, SECOND, SESSION, THIRD};
-use super::opening::{HEAD, Opening, Purpose, Refusal, opens};
+use super::handshake::{FIRST, Initiator, Responder, SECOND, SESSION, THIRD};
+use super::opening::{HEAD, Opening, Purpose, Refusal, check_opening_head};
 use super::secret::Secret;
 use bonfire_testing::fuzz::fuzz;
 
 const OPENING: Opening =
     Opening { purpose: Purpose::Data, session: 7, from: 2, to: 1, world_size: 3, number: 0, of: 1 };
 
-/// The number of the job that listens.
+/// The session number of the listener's job.
 const JOB: u64 = 99;
 
 fn secret() -> Secret {
     Secret::new([1; 32]).unwrap()
 }
 
-/// Openings for everything, without a secret and with one.
+/// One opening for each purpose.
 fn openings() -> Vec<Opening> {
     let all = [Purpose::Rendezvous, Purpose::Control, Purpose::Data, Purpose::Memory, Purpose::Registration];
     all.map(|purpose| Opening { purpose, ..OPENING }).to_vec()
 }
 
-/// The first bytes as an array, with zeros for those that are not there.
+/// The first `N` bytes, padded with zeros.
 fn array<const N: usize>(bytes: &[u8]) -> [u8; N] {
     std::array::from_fn(|i| bytes.get(i).copied().unwrap_or(0))
 }
@@ -58,30 +58,30 @@ fn fuzz_answers() {
     let seeds = refusals.iter().map(Some).chain([None]).map(|refusal| Refusal::answer(refusal).to_vec());
     fuzz("answer", seeds, |bytes| {
         let head: [u8; HEAD] = array(bytes);
-        let told = Refusal::told(&head);
+        let told = Refusal::from_answer(&head);
         assert_eq!(told.is_ok(), head == Refusal::answer(None), "not a byte is ignored");
         !matches!(told, Err(Refusal::Stranger))
     });
 }
 
-/// The input is the bits that somebody between the two ends turns over, from the first byte to the last of the third
-/// message. Nobody can turn one over without being noticed.
+/// The input is a mask of the bits that an attacker on the path flips, from the first byte of the prologue to the last
+/// byte of the third message. No flipped bit goes undetected.
 #[test]
-fn fuzz_handshakes_that_are_tampered_with() {
+fn fuzz_tampered_handshakes() {
     let secret = secret();
     fuzz("tampered", [vec![], vec![0; 32], vec![0; 152]], |bits| {
         let mut bits = array::<{ Opening::BYTES + FIRST + SECOND + THIRD }>(bits).into_iter();
         let untouched = bits.clone().all(|bits| bits == 0);
         let opening = OPENING.to_bytes(true);
-        let (dialler, first) = Dialler::new(&secret, &opening).unwrap();
+        let (initiator, first) = Initiator::new(&secret, &opening).unwrap();
         let opening = opening.map(|byte| byte ^ bits.next().unwrap());
         let first = first.map(|byte| byte ^ bits.next().unwrap());
         let both = || {
             let (heard, theirs) = Opening::from_bytes(&opening)?;
-            let mut listener = Listener::new(&secret, &opening, &first)?;
-            let second = listener.answer(JOB)?.map(|byte| byte ^ bits.next().unwrap());
-            let (session, third) = dialler.end(&second)?;
-            listener.end(&third.map(|byte| byte ^ bits.next().unwrap()))?;
+            let mut responder = Responder::new(&secret, &opening, &first)?;
+            let second = responder.answer(JOB)?.map(|byte| byte ^ bits.next().unwrap());
+            let (session, third) = initiator.finish(&second)?;
+            responder.finish(&third.map(|byte| byte ^ bits.next().unwrap()))?;
             Ok::<_, Refusal>((heard, theirs, session))
         };
         let ended = both();
@@ -91,18 +91,17 @@ fn fuzz_handshakes_that_are_tampered_with() {
     });
 }
 
-/// The input is all that a stranger says who dials, also one that has heard a first message of somebody who knows the
-/// secret and repeats it.
+/// The input is everything that a dialler without the secret sends. Some seeds replay a first message of one with it.
 #[test]
-fn fuzz_strangers_who_dial() {
-    /// The most that is read of a connection that is let in or told why not, and the most that it is told.
+fn fuzz_dialling_strangers() {
+    /// The most bytes read from a connection that is accepted or answered with a refusal, and the most sent to it.
     const READ: usize = Opening::BYTES + FIRST + THIRD + 4096;
     const TOLD: usize = HEAD + SECOND;
     let (secret, runtime) = (secret(), runtime());
     let mut seeds: Vec<_> = openings().into_iter().map(|opening| opening.to_bytes(false).to_vec()).collect();
     for opening in openings() {
         let opening = opening.to_bytes(true);
-        let first = Dialler::new(&secret, &opening).unwrap().1;
+        let first = Initiator::new(&secret, &opening).unwrap().1;
         seeds.extend([[&opening[..], &first].concat(), [&opening[..], &first, &[0; THIRD]].concat()]);
     }
     fuzz("dials", seeds, |bytes| {
@@ -112,12 +111,12 @@ fn fuzz_strangers_who_dial() {
             let heard = runtime.block_on(answer(&mut stream, secret, JOB, fits));
             let (rest, told) = stream.into_inner();
             assert!(bytes.len() - rest.len() <= READ && told.len() <= TOLD);
-            if let Err(Refusal::Stranger) = opens(&array(bytes)) {
-                assert!(told.is_empty() && bytes.len() - rest.len() <= HEAD, "strangers are told nothing");
+            if let Err(Refusal::Stranger) = check_opening_head(&array(bytes)) {
+                assert!(told.is_empty() && bytes.len() - rest.len() <= HEAD, "a stranger gets no answer");
             }
             heard
         };
-        assert!(hear(Some(&secret), true).is_err(), "nobody comes in without the secret");
+        assert!(hear(Some(&secret), true).is_err(), "no dialler is accepted without the secret");
         assert!(hear(None, false).is_err() && hear(Some(&secret), false).is_err());
         match hear(None, true) {
             Ok(opening) => {
@@ -129,14 +128,14 @@ fn fuzz_strangers_who_dial() {
     });
 }
 
-/// The input is all that a stranger says who listens. Both forms of the end that dials take the same for an answer.
+/// The input is everything that a listener without the secret sends. [`dial`] and [`prove`] accept the same answers.
 #[test]
-fn fuzz_strangers_who_listen() {
+fn fuzz_listening_strangers() {
     let (secret, runtime) = (secret(), runtime());
     let head = Refusal::answer(None);
     let second =
-        Listener::new(&secret, &OPENING.to_bytes(true), &Dialler::new(&secret, &OPENING.to_bytes(true)).unwrap().1)
-            .and_then(|mut listener| listener.answer(JOB))
+        Responder::new(&secret, &OPENING.to_bytes(true), &Initiator::new(&secret, &OPENING.to_bytes(true)).unwrap().1)
+            .and_then(|mut responder| responder.answer(JOB))
             .unwrap();
     let refused = Refusal::answer(Some(&Refusal::OtherSecret));
     let seeds = [[&head[..], &JOB.to_le_bytes(), &[1]].concat(), [&head[..], &second, &[1]].concat(), refused.to_vec()];
@@ -150,7 +149,7 @@ fn fuzz_strangers_who_listen() {
             assert_eq!(dialled.as_ref().ok(), proved.as_ref().ok());
             dialled
         };
-        assert!(ask(Some(&secret)).is_err(), "nobody is believed without the secret");
+        assert!(ask(Some(&secret)).is_err(), "no listener is trusted without the secret");
         let job = ask(None);
         let right = bytes.len() > HEAD + SESSION && bytes[..HEAD] == head && bytes[HEAD + SESSION] == 1;
         assert_eq!(job.as_ref().ok(), right.then(|| u64::from_le_bytes(array(&bytes[HEAD..]))).as_ref());

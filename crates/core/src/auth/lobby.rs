@@ -1,4 +1,4 @@
-//! Where connections wait until they have proved who they are.
+//! The accept queue: connections that have not completed the handshake yet.
 
 use std::collections::VecDeque;
 use std::fmt::Display;
@@ -9,45 +9,46 @@ use std::time::Duration;
 use tokio::task::AbortHandle;
 use tokio::time::timeout;
 
-use super::connect::PATIENCE;
+use super::connect::TIMEOUT;
 use super::opening::Refusal;
 use crate::sync::{Mutex, lock};
 
-/// Strangers that may wait beside the ranks.
+/// Connections that may wait in addition to those of the ranks.
 const STRANGERS: usize = 64;
 
-/// How many refusals go to the log in full: a flood of strangers must not fill a disk.
-const LOUD: u64 = 64;
+/// How many refusals are logged in full: a flood of connections must not fill a disk.
+const MAX_LOGGED: u64 = 64;
 
-/// When to try again where the system could not accept a connection: out of descriptors, most likely.
+/// Pause before the next attempt when the system could not accept a connection, most likely for lack of descriptors.
 pub const RETRY: Duration = Duration::from_millis(100);
 
-/// The connections of one listener that have not proved yet who they are: so many, each for so long. Where there are too
-/// many, the one that has waited longest goes: a rank needs a moment, and dials again if it had none.
+/// The accept queue of one listener. It bounds the number of connections that have not completed the handshake, and the
+/// time that each of them has. When the queue is full, the connection that has waited longest is dropped: a rank
+/// completes the handshake within a moment, and dials again if it was dropped.
 pub struct Lobby {
-    state: Mutex<State>,
-    most: usize,
-    patience: Duration,
+    state: Mutex<QueueState>,
+    capacity: usize,
+    timeout: Duration,
 }
 
 #[derive(Default)]
-struct State {
-    /// Each with whether it has proved itself meanwhile.
+struct QueueState {
+    /// Each with a flag that is set once its handshake is complete.
     waiting: VecDeque<(AbortHandle, Arc<AtomicBool>)>,
     refused: u64,
-    /// The last that was Bonfire, and why it was turned away.
-    last: Option<String>,
+    /// The last refusal of a peer that speaks Bonfire's protocol.
+    last_refusal: Option<String>,
 }
 
 impl Lobby {
-    /// For a listener that so many connections of ranks can come to at once.
+    /// Creates the queue of a listener that at most `ranks` connections of ranks reach at the same time.
     pub fn new(ranks: usize) -> Arc<Lobby> {
-        Arc::new(Lobby { state: Mutex::default(), most: STRANGERS.saturating_add(ranks), patience: PATIENCE })
+        Arc::new(Lobby { state: Mutex::default(), capacity: STRANGERS.saturating_add(ranks), timeout: TIMEOUT })
     }
 
-    /// Lets a connection from `address` prove who it is.
+    /// Spawns the handshake `proof` of a connection from `address`, then passes its result to `taken`.
     ///
-    /// One that has is `taken`: it must not go for others, because it will believe that it is in.
+    /// After the handshake the connection is no longer dropped in favour of others, because its peer relies on it.
     pub fn receive<T: Send + 'static, F: Future<Output = Result<(), Refusal>> + Send>(
         self: &Arc<Self>,
         address: impl Display + Send + 'static,
@@ -61,17 +62,17 @@ impl Lobby {
             let late = |_| Err(Refusal::Io(std::io::ErrorKind::TimedOut.into()));
             let both = async move {
                 let proof = proof.await?;
-                // All is on one thread, so nothing comes between this and what follows it.
+                // The runtime has one thread, so nothing runs between this store and what follows it.
                 mark.store(true, Ordering::Relaxed);
                 taken(proof).await
             };
-            if let Err(refusal) = timeout(lobby.patience, both).await.unwrap_or_else(late) {
+            if let Err(refusal) = timeout(lobby.timeout, both).await.unwrap_or_else(late) {
                 lobby.refused(&address, &refusal);
             }
         });
         let mut state = lock(&self.state);
         state.waiting.retain(|(other, proved)| !other.is_finished() && !proved.load(Ordering::Relaxed));
-        if state.waiting.len() >= self.most
+        if state.waiting.len() >= self.capacity
             && let Some((oldest, _)) = state.waiting.pop_front()
         {
             oldest.abort();
@@ -79,22 +80,22 @@ impl Lobby {
         state.waiting.push_back((waiting.abort_handle(), proved));
     }
 
-    /// What to add to an error of a rank that waits in vain: who was turned away.
+    /// Returns the last refusal, in parentheses, for the error of a rank that waited in vain. Empty if there was none.
     pub fn turned_away(&self) -> String {
-        lock(&self.state).last.as_ref().map_or(String::new(), |last| format!(" ({last})"))
+        lock(&self.state).last_refusal.as_ref().map_or(String::new(), |last| format!(" ({last})"))
     }
 
     fn refused(&self, address: &impl Display, refusal: &Refusal) {
         let mut state = lock(&self.state);
         state.refused += 1;
         if refusal.is_ours() {
-            state.last = Some(format!("turned away a connection from {address}: {refusal}"));
+            state.last_refusal = Some(format!("refused a connection from {address}: {refusal}"));
         }
         match state.refused {
-            ..=LOUD => log::warn!("turned away a connection from {address}: {refusal}"),
+            ..=MAX_LOGGED => log::warn!("refused a connection from {address}: {refusal}"),
             // Powers of two.
             n if n & (n - 1) == 0 => {
-                log::warn!("turned away {n} connections so far, the last from {address}: {refusal}")
+                log::warn!("refused {n} connections so far, the last from {address}: {refusal}")
             }
             _ => {}
         }
@@ -111,9 +112,9 @@ mod tests {
         tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(future)
     }
 
-    /// A connection that proves nothing; what it gives ends with it.
+    /// Adds a connection that never completes its handshake. The receiver fails when the connection is dropped.
     fn silent(lobby: &Arc<Lobby>, number: usize) -> oneshot::Receiver<()> {
-        let (held, hears) = oneshot::channel();
+        let (held, dropped) = oneshot::channel();
         lobby.receive(
             number,
             async move {
@@ -122,34 +123,34 @@ mod tests {
             },
             |()| async { Ok(()) },
         );
-        hears
+        dropped
     }
 
     #[test]
-    fn who_has_waited_longest_goes_where_there_are_too_many() {
+    fn a_full_queue_drops_its_oldest_connection() {
         block_on(async {
             let lobby = Lobby::new(2);
-            let mut all: Vec<_> = (0..lobby.most + 3).map(|number| silent(&lobby, number)).collect();
+            let mut all: Vec<_> = (0..lobby.capacity + 3).map(|number| silent(&lobby, number)).collect();
             for first in &mut all[..3] {
                 first.await.unwrap_err();
             }
             let waiting =
-                |hears: &mut oneshot::Receiver<()>| hears.try_recv() == Err(oneshot::error::TryRecvError::Empty);
+                |dropped: &mut oneshot::Receiver<()>| dropped.try_recv() == Err(oneshot::error::TryRecvError::Empty);
             assert!(all[3..].iter_mut().all(waiting));
         });
     }
 
     #[test]
-    fn nobody_waits_for_ever() {
+    fn a_silent_connection_times_out() {
         block_on(async {
-            let patience = Duration::from_millis(1);
-            let lobby = Arc::new(Lobby { state: Mutex::default(), most: 1, patience });
+            let timeout = Duration::from_millis(1);
+            let lobby = Arc::new(Lobby { state: Mutex::default(), capacity: 1, timeout });
             silent(&lobby, 0).await.unwrap_err();
         });
     }
 
     #[test]
-    fn the_last_that_was_bonfire_is_remembered() {
+    fn the_last_refusal_of_a_bonfire_peer_is_kept() {
         block_on(async {
             let lobby = Lobby::new(2);
             assert_eq!(lobby.turned_away(), "");

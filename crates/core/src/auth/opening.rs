@@ -1,31 +1,32 @@
-//! What a connection says first, and why it is turned away.
+//! The prologue of a connection, and the reasons to refuse one.
 
-#![allow(missing_docs, reason = "seen by the packages beside this one only")]
+#![allow(missing_docs, reason = "used by the sibling packages only")]
 
 use std::io;
 
 use super::REMEDY;
 
-/// Changes with anything that ranks say to each other.
+/// Version of the protocol between ranks. Any change to a message increments it.
 pub(super) const VERSION: u16 = 8;
 
-/// How a connection begins: nobody else's does.
+/// The first bytes of an opening, which no other protocol uses.
 const MAGIC: [u8; 4] = *b"BNFR";
-/// How an answer begins: what was sent is not taken for one when it comes back.
+/// The first bytes of an answer. They differ from [`MAGIC`], so that a reflected opening is not taken for an answer.
 const ANSWER: [u8; 4] = *b"BNFA";
 
-/// The first bytes in either direction. Their form is the same in all versions, so that any two can name each other's.
+/// Length of the head, the first bytes in either direction. The format is the same in all versions, so that either end
+/// can name the other's version.
 pub(super) const HEAD: usize = 8;
 
 /// What a connection is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Purpose {
-    /// To rank 0, which knows nobody yet: it becomes the control connection of the two.
+    /// To rank 0, during the rendezvous. It becomes the control connection of the two ranks.
     Rendezvous = 1,
-    /// Between two other ranks.
+    /// Control connection between two other ranks.
     Control = 2,
     Data = 3,
-    /// To the rank that made a host's shared memory, for its descriptor.
+    /// To the rank that created a host's shared memory, for its file descriptor.
     Memory = 4,
     /// From a node of burn's collective API to the orchestrator.
     Registration = 5,
@@ -36,16 +37,16 @@ impl Purpose {
         [Purpose::Rendezvous, Purpose::Control, Purpose::Data, Purpose::Memory, Purpose::Registration];
 }
 
-/// What a connection says of itself. With a secret it is proved as a whole.
+/// The prologue of a connection: its purpose and the ranks it connects. With a secret, the handshake authenticates it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Opening {
     pub purpose: Purpose,
-    /// Of the job; 0 where the listener is about to say it.
+    /// Session number of the job; 0 if the dialler does not know it yet and the listener is to send it.
     pub session: u64,
     pub from: u32,
     pub to: u32,
     pub world_size: u32,
-    /// Which of how many connections for data.
+    /// Index of a data connection, out of `of`.
     pub number: u8,
     pub of: u8,
 }
@@ -66,9 +67,9 @@ impl Opening {
         bytes
     }
 
-    /// The opening, and whether the other end has a secret.
+    /// Decodes an opening. Returns it and whether the other end has a secret.
     pub fn from_bytes(bytes: &[u8; Opening::BYTES]) -> Result<(Opening, bool), Refusal> {
-        checked(bytes, MAGIC)?;
+        check_head(bytes, MAGIC)?;
         let four = |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
         let purpose = Purpose::ALL.into_iter().find(|purpose| *purpose as u8 == bytes[7]).ok_or(Refusal::Stranger)?;
         if bytes[6] > 1 || bytes[30..] != [0; 2] {
@@ -80,12 +81,12 @@ impl Opening {
     }
 }
 
-/// Whether these are the first bytes of an opening in this version.
-pub(super) fn opens(head: &[u8; HEAD]) -> Result<(), Refusal> {
-    checked(head, MAGIC)
+/// Checks that these are the first bytes of an opening in this version.
+pub(super) fn check_opening_head(head: &[u8; HEAD]) -> Result<(), Refusal> {
+    check_head(head, MAGIC)
 }
 
-fn checked(head: &[u8], magic: [u8; 4]) -> Result<(), Refusal> {
+fn check_head(head: &[u8], magic: [u8; 4]) -> Result<(), Refusal> {
     if head[..4] != magic {
         return Err(Refusal::Stranger);
     }
@@ -95,7 +96,7 @@ fn checked(head: &[u8], magic: [u8; 4]) -> Result<(), Refusal> {
     }
 }
 
-/// Why a connection is turned away. What it says is said of the other end.
+/// Why a connection is refused. In the messages, "it" is the other end.
 #[derive(Debug, thiserror::Error)]
 pub enum Refusal {
     #[error("{0}")]
@@ -113,14 +114,14 @@ pub enum Refusal {
     OnlyOurs,
     #[error("it has another secret than this rank: {REMEDY}")]
     OtherSecret,
-    #[error("it did not end its proof, as a connection does that was recorded and is repeated")]
+    #[error("it did not complete the handshake, as happens when a recorded connection is replayed")]
     Repeated,
     #[error("{0}")]
     Misplaced(String),
 }
 
 impl Refusal {
-    /// What the listener says: the first bytes of its answer.
+    /// Encodes the head of the listener's answer.
     pub(super) fn answer(refusal: Option<&Refusal>) -> [u8; HEAD] {
         let status = match refusal {
             None => 0,
@@ -128,7 +129,7 @@ impl Refusal {
             Some(Refusal::OnlyOurs) => 2,
             Some(Refusal::OtherSecret) => 3,
             Some(Refusal::Misplaced(_)) => 4,
-            // The version stands beside it.
+            // Bytes 4 and 5 hold the version.
             Some(_) => 5,
         };
         let mut head = [0; HEAD];
@@ -138,20 +139,20 @@ impl Refusal {
         head
     }
 
-    /// What the listener's answer means to the end that dialled.
-    pub(super) fn told(head: &[u8; HEAD]) -> Result<(), Refusal> {
-        checked(head, ANSWER)?;
+    /// Decodes the head of the listener's answer. Refusals are turned around, to the dialler's point of view.
+    pub(super) fn from_answer(head: &[u8; HEAD]) -> Result<(), Refusal> {
+        check_head(head, ANSWER)?;
         match (head[6], head[7]) {
             (0, 0) => Ok(()),
             (1, 0) => Err(Refusal::OnlyOurs),
             (2, 0) => Err(Refusal::OnlyTheirs),
             (3, 0) => Err(Refusal::OtherSecret),
-            (4, 0) => Err(Refusal::Misplaced("it expects another job, rank or world size; look at its log".into())),
+            (4, 0) => Err(Refusal::Misplaced("it expects another job, rank or world size; see its log".into())),
             _ => Err(Refusal::Stranger),
         }
     }
 
-    /// Whether the other end is Bonfire, so that a user who waits for a rank wants to hear of it.
+    /// Whether the other end speaks Bonfire's protocol, so that the refusal matters to a user whose rank is missing.
     pub fn is_ours(&self) -> bool {
         !matches!(self, Refusal::Io(_) | Refusal::Stranger)
     }
@@ -172,7 +173,7 @@ mod tests {
     };
 
     #[test]
-    fn openings_come_back() {
+    fn openings_round_trip() {
         for (purpose, secret) in Purpose::ALL.into_iter().flat_map(|purpose| [(purpose, false), (purpose, true)]) {
             let opening = Opening { purpose, ..OPENING };
             assert_eq!(Opening::from_bytes(&opening.to_bytes(secret)).unwrap(), (opening, secret));
@@ -180,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn other_bytes_are_strangers_or_other_versions() {
+    fn malformed_openings_are_refused() {
         let read = |change: &[(usize, u8)]| {
             let mut bytes = OPENING.to_bytes(true);
             change.iter().for_each(|(at, byte)| bytes[*at] = *byte);
@@ -193,16 +194,16 @@ mod tests {
     }
 
     #[test]
-    fn both_ends_name_the_same_reason() {
-        let told = |refusal: Option<Refusal>| Refusal::told(&Refusal::answer(refusal.as_ref()));
-        assert!(told(None).is_ok());
-        assert!(matches!(told(Some(Refusal::OnlyOurs)), Err(Refusal::OnlyTheirs)));
-        assert!(matches!(told(Some(Refusal::OnlyTheirs)), Err(Refusal::OnlyOurs)));
-        assert!(matches!(told(Some(Refusal::OtherSecret)), Err(Refusal::OtherSecret)));
-        assert!(matches!(told(Some(Refusal::Misplaced(String::new()))), Err(Refusal::Misplaced(_))));
-        // An opening that comes back is no answer.
+    fn answers_mirror_the_refusal() {
+        let round_trip = |refusal: Option<Refusal>| Refusal::from_answer(&Refusal::answer(refusal.as_ref()));
+        assert!(round_trip(None).is_ok());
+        assert!(matches!(round_trip(Some(Refusal::OnlyOurs)), Err(Refusal::OnlyTheirs)));
+        assert!(matches!(round_trip(Some(Refusal::OnlyTheirs)), Err(Refusal::OnlyOurs)));
+        assert!(matches!(round_trip(Some(Refusal::OtherSecret)), Err(Refusal::OtherSecret)));
+        assert!(matches!(round_trip(Some(Refusal::Misplaced(String::new()))), Err(Refusal::Misplaced(_))));
+        // A reflected opening is not an answer.
         let mut head = [0; HEAD];
         head.copy_from_slice(&OPENING.to_bytes(true)[..HEAD]);
-        assert!(matches!(Refusal::told(&head), Err(Refusal::Stranger)));
+        assert!(matches!(Refusal::from_answer(&head), Err(Refusal::Stranger)));
     }
 }

@@ -16,10 +16,10 @@ use zeroize::Zeroizing;
 
 use crate::types::Error;
 
-/// A secret that all ranks of a job share, by which they know each other; see
+/// A secret that all ranks of a job share and by which they authenticate each other. See
 /// [`Builder::secret`](crate::Builder::secret).
 ///
-/// It is shown nowhere, and wiped when the last clone is dropped.
+/// It is never printed. Its memory is wiped when the last clone is dropped.
 ///
 /// ```no_run
 /// let secret = bonfire_core::Secret::from_file("job.secret")?;
@@ -29,43 +29,43 @@ use crate::types::Error;
 #[derive(Clone)]
 pub struct Secret(Arc<Zeroizing<[u8; 32]>>);
 
-/// The variable that holds a secret.
+/// The environment variable that holds a secret.
 const VARIABLE: &str = "BONFIRE_SECRET";
-/// The variable that names a file with one.
+/// The environment variable that names a file with a secret.
 const FILE: &str = "BONFIRE_SECRET_FILE";
 
 impl Secret {
-    /// The shortest secret, in bytes.
+    /// Minimum length of a secret in bytes.
     pub const LEAST: usize = 32;
 
-    /// Longer ones are no secrets but other files.
-    const MOST: usize = 4096;
+    /// Maximum length of a secret file in bytes. A longer file is most likely not a secret.
+    const MAX: usize = 4096;
 
-    /// A secret of these bytes: at least [`LEAST`](Secret::LEAST), best from a random number generator, and the same on
-    /// all ranks. They are wiped.
+    /// Creates a secret from at least [`LEAST`](Secret::LEAST) bytes, the same on all ranks and best drawn from a
+    /// random number generator. The bytes are wiped.
     ///
     /// # Errors
-    /// [`Error::Config`] for too few.
+    /// [`Error::Config`] if there are too few bytes.
     pub fn new(bytes: impl Into<Vec<u8>>) -> Result<Secret, Error> {
         Secret::of("the secret", Zeroizing::new(bytes.into()))
     }
 
-    /// The secret in a file, without the line ends after it. The file must be a regular one that belongs to this user or to
-    /// root, and that nobody else may read or write: mode 0600 or less.
+    /// Reads the secret from a file, without trailing line ends. The file must be a regular file that belongs to this
+    /// user or to root, and that no other user may access: mode 0600 or stricter.
     ///
     /// # Errors
-    /// [`Error::Config`] for a file that cannot be read, that others may open, or that holds too few bytes.
+    /// [`Error::Config`] if the file cannot be read, other users may access it, or it holds too few bytes or too many.
     pub fn from_file(path: impl AsRef<Path>) -> Result<Secret, Error> {
         let path = path.as_ref();
-        let wrong = |reason: String| Error::Config(format!("the secret's file {}: {reason}", path.display()));
-        // What is no file, such as a pipe, must not keep this from going on.
+        let wrong = |reason: String| Error::Config(format!("the secret file {}: {reason}", path.display()));
+        // Opening something else than a file, such as a pipe, must not block.
         let file = OpenOptions::new().read(true).custom_flags(OFlags::NONBLOCK.bits() as i32).open(path);
         let file = file.map_err(|e| wrong(format!("cannot be opened: {e}")))?;
-        private(&file).map_err(&wrong)?;
-        let mut bytes = Zeroizing::new(Vec::with_capacity(Secret::MOST + 1));
-        file.take(Secret::MOST as u64 + 1).read_to_end(&mut bytes).map_err(|e| wrong(e.to_string()))?;
-        if bytes.len() > Secret::MOST {
-            return Err(wrong(format!("is longer than {} bytes, so it is something else", Secret::MOST)));
+        check_private(&file).map_err(&wrong)?;
+        let mut bytes = Zeroizing::new(Vec::with_capacity(Secret::MAX + 1));
+        file.take(Secret::MAX as u64 + 1).read_to_end(&mut bytes).map_err(|e| wrong(e.to_string()))?;
+        if bytes.len() > Secret::MAX {
+            return Err(wrong(format!("is longer than {} bytes, so it is not a secret", Secret::MAX)));
         }
         while bytes.last().is_some_and(|last| b"\r\n".contains(last)) {
             bytes.pop();
@@ -73,12 +73,12 @@ impl Secret {
         Secret::of(&format!("the secret in {}", path.display()), bytes)
     }
 
-    /// The secret that the environment gives: `BONFIRE_SECRET_FILE` names a file, as [`from_file`](Secret::from_file) reads
-    /// it, or `BONFIRE_SECRET` holds the secret itself. Processes that this one starts inherit the variables unless it
-    /// takes them away (`Command::env_remove`).
+    /// Reads the secret from the environment: `BONFIRE_SECRET_FILE` names a file for [`from_file`](Secret::from_file),
+    /// or `BONFIRE_SECRET` holds the secret itself. Returns `None` if neither is set. Child processes inherit the
+    /// variables unless the parent removes them (`Command::env_remove`).
     ///
     /// # Errors
-    /// [`Error::Config`] where both are set, or what is set is no secret.
+    /// [`Error::Config`] if both variables are set, or the one that is set does not give a valid secret.
     pub fn from_env() -> Result<Option<Secret>, Error> {
         Secret::read(|name| std::env::var_os(name))
     }
@@ -87,21 +87,19 @@ impl Secret {
         let held = variable(VARIABLE).map(|text| Zeroizing::new(text.into_vec()));
         match (held, variable(FILE)) {
             (None, None) => Ok(None),
-            (Some(_), Some(_)) => {
-                Err(Error::Config(format!("both {VARIABLE} and {FILE} are set: which is the secret? Unset one")))
-            }
+            (Some(_), Some(_)) => Err(Error::Config(format!("both {VARIABLE} and {FILE} are set: unset one of them"))),
             (Some(bytes), None) => Secret::of(VARIABLE, bytes).map(Some),
             (None, Some(path)) => Secret::from_file(path).map(Some),
         }
     }
 
-    /// `name` says in an error whose bytes these are.
+    /// Derives the key. `name` names the source of the bytes in errors.
     fn of(name: &str, bytes: Zeroizing<Vec<u8>>) -> Result<Secret, Error> {
         if bytes.len() < Secret::LEAST {
-            let reason = "give at least 32 random ones, for example what openssl rand -hex 32 prints";
-            return Err(Error::Config(format!("{name} has {} bytes, which can be guessed: {reason}", bytes.len())));
+            let reason = "give at least 32 random bytes, for example the output of openssl rand -hex 32";
+            return Err(Error::Config(format!("{name} has {} bytes, few enough to guess: {reason}", bytes.len())));
         }
-        // Noise wants a key of 32 bytes: HMAC, as the first half of HKDF, makes one of any number.
+        // Noise needs a key of 32 bytes. HMAC, the first half of HKDF, derives one from any number of bytes.
         let mut hash = DefaultResolver
             .resolve_hash(&HashChoice::Blake2s)
             .ok_or_else(|| Error::Config("this build of Bonfire lacks BLAKE2s".into()))?;
@@ -112,7 +110,7 @@ impl Secret {
         Ok(Secret(key))
     }
 
-    /// For Noise.
+    /// The pre-shared key for Noise.
     pub(super) fn key(&self) -> &[u8; 32] {
         &self.0
     }
@@ -124,19 +122,19 @@ impl fmt::Debug for Secret {
     }
 }
 
-/// Whether only this user and root can have read or written the file. It is asked of the open file, so nobody can put
-/// another one in its place in between.
-fn private(file: &File) -> Result<(), String> {
+/// Checks that only this user and root can have read or written the file. It inspects the open file, so the file cannot
+/// be replaced between the check and the read.
+fn check_private(file: &File) -> Result<(), String> {
     let about = file.metadata().map_err(|e| e.to_string())?;
     let (user, mode) = (rustix::process::geteuid().as_raw(), about.mode() & 0o7777);
     if !about.is_file() {
-        return Err("is no regular file".into());
+        return Err("is not a regular file".into());
     }
     if about.uid() != user && about.uid() != 0 {
-        return Err(format!("belongs to user {}, who could change it, and not to user {user} or root", about.uid()));
+        return Err(format!("belongs to user {}, which could change it, and not to user {user} or root", about.uid()));
     }
     if mode & 0o077 != 0 {
-        return Err(format!("has the mode {mode:04o}, so that others may use it: chmod 600"));
+        return Err(format!("has mode {mode:04o}, which gives other users access: chmod 600"));
     }
     Ok(())
 }
@@ -164,7 +162,7 @@ mod tests {
     }
 
     #[test]
-    fn the_same_bytes_are_the_same_secret_wherever_they_come_from() {
+    fn the_source_of_the_bytes_does_not_matter() {
         let text = "0123456789abcdef0123456789abcdef";
         let key = |secret: Secret| *secret.key();
         let new = key(Secret::new(text).unwrap());
@@ -206,7 +204,7 @@ mod tests {
     }
 
     #[test]
-    fn files_that_others_may_use_are_refused() {
+    fn files_with_access_for_others_are_refused() {
         for mode in [0o640, 0o604, 0o620, 0o602, 0o610, 0o601, 0o644, 0o666] {
             let said = reason(Secret::from_file(file(&[7; 64], mode).path()));
             assert!(said.contains(&format!("{mode:04o}")) && said.contains("chmod 600"), "{said}");
@@ -214,19 +212,19 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_file_with_a_secret_is_refused() {
+    fn paths_that_hold_no_secret_are_refused() {
         let folder = tempfile::tempdir().unwrap();
         let pipe = folder.path().join("pipe");
         assert!(std::process::Command::new("mkfifo").arg("-m600").arg(&pipe).status().unwrap().success());
-        assert!(reason(Secret::from_file(&pipe)).contains("no regular file"));
+        assert!(reason(Secret::from_file(&pipe)).contains("not a regular file"));
         chmod(folder.path(), Mode::RWXU).unwrap();
-        assert!(reason(Secret::from_file(folder.path())).contains("no regular file"));
+        assert!(reason(Secret::from_file(folder.path())).contains("not a regular file"));
         assert!(reason(Secret::from_file(folder.path().join("none"))).contains("cannot be opened"));
         assert!(reason(Secret::from_file(file(&[7; 5000], 0o600).path())).contains("longer than 4096 bytes"));
     }
 
     #[test]
-    fn a_file_of_somebody_else_is_refused() {
+    fn a_file_of_another_user_is_refused() {
         if !rustix::process::geteuid().is_root() {
             return eprintln!("SKIPPED: only root can give a file away");
         }
@@ -236,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn two_variables_contradict_each_other() {
+    fn setting_both_variables_is_refused() {
         let said = reason(Secret::read(|_| Some("0123456789abcdef0123456789abcdef".into())));
         assert!(said.contains("both BONFIRE_SECRET and BONFIRE_SECRET_FILE"), "{said}");
     }

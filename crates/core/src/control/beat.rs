@@ -1,4 +1,4 @@
-//! Words that say nothing but that a rank is there, and what becomes of a rank from which none come.
+//! Heartbeats, and the failure detector that declares silent peers lost.
 
 use std::time::{Duration, Instant};
 
@@ -6,75 +6,76 @@ use tokio::time::{Interval, MissedTickBehavior, interval};
 
 use super::board::Board;
 
-/// Between a rank's words. All ranks say them as often, however long each of them waits for the others'.
-pub(super) const BEAT: Duration = Duration::from_secs(1);
+/// Time between two heartbeats. The same on all ranks, whatever timeout each of them uses.
+pub(super) const INTERVAL: Duration = Duration::from_secs(1);
 
-/// How long a peer may be silent before it counts as lost.
+/// The heartbeat timeout: how long a peer may be silent before it is declared lost.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Silence {
-    /// Before its first word: it may still be connecting to others.
+    /// Until its first message: the peer may still be connecting to others.
     pub first: Duration,
-    /// After any word.
+    /// After any message.
     pub later: Duration,
 }
 
 impl Silence {
-    /// The least that can be asked for: a word may be late.
+    /// The shortest timeout allowed: a heartbeat may be late.
     pub const LEAST: Duration = Duration::from_secs(3);
 
-    /// Beats without a word after which less than `limit` has passed since the last one, which may have come just after
-    /// the beat before.
-    pub(super) fn beats(limit: Duration) -> u64 {
-        (limit.as_secs() / BEAT.as_secs()).saturating_sub(1).max(1)
+    /// Converts `limit` to heartbeats without a message: one less than fit, since the last message may have arrived up
+    /// to an interval before the heartbeat that noticed it. So a peer is declared lost just before `limit` has passed.
+    pub(super) fn missed_heartbeats(limit: Duration) -> u64 {
+        (limit.as_secs() / INTERVAL.as_secs()).saturating_sub(1).max(1)
     }
 }
 
-/// When to say a word. Beats that this rank misses are not made up for: a rank that was stopped itself, or whose machine
-/// slept, finds the others' words when it goes on, and takes nobody for lost.
-pub(super) fn beats() -> Interval {
-    let mut beats = interval(BEAT);
-    beats.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    beats
+/// Ticks once per [`INTERVAL`]. Missed ticks are not replayed: a rank that was stopped, or whose machine was suspended,
+/// finds its peers' messages when it resumes, and declares no peer lost.
+pub(super) fn ticks() -> Interval {
+    let mut ticks = interval(INTERVAL);
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    ticks
 }
 
-/// What is left of this rank's patience with each peer, in beats of its own and not in time.
-pub(super) struct Pulse {
-    left: Vec<u64>,
-    silence: Silence,
-    last: Option<Instant>,
+/// Counts this rank's heartbeats since each peer's last message. The timeout is counted in heartbeats, not in time.
+pub(super) struct FailureDetector {
+    /// By rank: heartbeats until the peer is declared lost; 0 once it is.
+    remaining: Vec<u64>,
+    timeout: Silence,
+    last_tick: Option<Instant>,
 }
 
-impl Pulse {
-    pub fn new(world_size: usize, silence: Silence) -> Pulse {
-        let first = Silence::beats(silence.first.max(silence.later));
-        Pulse { left: vec![first; world_size], silence, last: None }
+impl FailureDetector {
+    pub fn new(world_size: usize, timeout: Silence) -> FailureDetector {
+        let first = Silence::missed_heartbeats(timeout.first.max(timeout.later));
+        FailureDetector { remaining: vec![first; world_size], timeout, last_tick: None }
     }
 
-    /// A connection to `peer` was made, after those that were there from the start.
-    pub fn begin(&mut self, peer: usize) {
-        self.left[peer] = self.limit();
+    /// Starts to monitor `peer`, to which a connection was made after the start.
+    pub fn reset(&mut self, peer: usize) {
+        self.remaining[peer] = self.limit();
     }
 
-    /// A beat of this rank. Whether it was away for so long before it that others may have given it up.
-    pub fn was_away(&mut self, now: Instant) -> bool {
-        let last = self.last.replace(now);
-        last.is_some_and(|last| now.saturating_duration_since(last) > self.silence.later / 2)
+    /// Records a heartbeat of this rank. Returns whether it was suspended so long that peers may have declared it lost.
+    pub fn tick(&mut self, now: Instant) -> bool {
+        let last = self.last_tick.replace(now);
+        last.is_some_and(|last| now.saturating_duration_since(last) > self.timeout.later / 2)
     }
 
-    /// Whether `peer` has not been given up.
-    pub fn watches(&self, peer: usize) -> bool {
-        self.left[peer] > 0
+    /// Whether `peer` has not been declared lost.
+    pub fn is_monitored(&self, peer: usize) -> bool {
+        self.remaining[peer] > 0
     }
 
-    /// With a beat, for a peer that is watched: whether it has been silent for too long.
-    pub fn misses(&mut self, peer: usize, board: &Board) -> bool {
-        self.left[peer] = if board.spoke(peer) { self.limit() } else { self.left[peer] - 1 };
-        self.left[peer] == 0
+    /// Updates a monitored peer after a heartbeat of this rank. Returns whether the peer is now declared lost.
+    pub fn check(&mut self, peer: usize, board: &Board) -> bool {
+        self.remaining[peer] = if board.take_activity(peer) { self.limit() } else { self.remaining[peer] - 1 };
+        self.remaining[peer] == 0
     }
 
-    /// Beats without a word after which a peer is given up.
+    /// Heartbeats without a message after which a peer is declared lost.
     pub fn limit(&self) -> u64 {
-        Silence::beats(self.silence.later)
+        Silence::missed_heartbeats(self.timeout.later)
     }
 }
 
@@ -82,52 +83,52 @@ impl Pulse {
 mod tests {
     use super::*;
 
-    /// A pulse of three ranks, and at which of this rank's beats peer 2 is given up if 1 speaks between all of them, and 2
-    /// between the first `words`.
-    fn given_up(words: usize) -> usize {
+    /// Returns the heartbeat of this rank at which peer 2 is declared lost, where peer 1 sends a message after every
+    /// heartbeat and peer 2 only after the first `messages` of them.
+    fn lost_at(messages: usize) -> usize {
         let board = Board::new(3).unwrap();
-        let silence = Silence { first: Duration::from_secs(10), later: Duration::from_secs(5) };
-        let mut pulse = Pulse::new(3, silence);
-        for beat in 0.. {
-            assert!(pulse.watches(2) && !pulse.misses(1, &board));
-            if pulse.misses(2, &board) {
-                assert!(!pulse.watches(2) && pulse.watches(1));
-                return beat;
+        let timeout = Silence { first: Duration::from_secs(10), later: Duration::from_secs(5) };
+        let mut detector = FailureDetector::new(3, timeout);
+        for tick in 0.. {
+            assert!(detector.is_monitored(2) && !detector.check(1, &board));
+            if detector.check(2, &board) {
+                assert!(!detector.is_monitored(2) && detector.is_monitored(1));
+                return tick;
             }
             board.speaks(1);
-            if beat < words {
+            if tick < messages {
                 board.speaks(2);
             }
         }
-        unreachable!("a peer is given up some time")
+        unreachable!("a silent peer is declared lost some time")
     }
 
     #[test]
-    fn a_peer_is_lost_once_it_has_been_silent_for_too_long_and_no_other_is() {
-        // Before its first word the longer limit counts; after the last one, which comes before a beat, the other.
-        assert_eq!([0, 1, 3].map(given_up), [8, 5, 7]);
+    fn a_silent_peer_is_declared_lost_and_no_other() {
+        // Before the first message the longer timeout applies, after the last one the shorter.
+        assert_eq!([0, 1, 3].map(lost_at), [8, 5, 7]);
     }
 
     #[test]
-    fn a_rank_that_was_stopped_itself_takes_nobody_for_lost() {
+    fn missed_ticks_are_not_replayed() {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
         runtime.block_on(async {
-            let mut beats = beats();
-            beats.tick().await;
-            // A minute in which nothing runs here.
+            let mut ticks = ticks();
+            ticks.tick().await;
+            // Nothing runs here for a minute.
             tokio::time::advance(Duration::from_secs(60)).await;
-            beats.tick().await;
+            ticks.tick().await;
             let next = tokio::time::Instant::now();
-            beats.tick().await;
-            assert!(next.elapsed() >= BEAT * 9 / 10, "one beat for the minute, and the next a beat later");
+            ticks.tick().await;
+            assert!(next.elapsed() >= INTERVAL * 9 / 10, "one tick for the minute, and the next an interval later");
         });
     }
 
     #[test]
-    fn a_rank_knows_that_it_was_away() {
-        let silence = Silence { first: Duration::from_secs(10), later: Duration::from_secs(5) };
-        let (mut pulse, start) = (Pulse::new(2, silence), Instant::now());
-        let away = [0, 1, 3, 7, 8].map(|second| pulse.was_away(start + Duration::from_secs(second)));
-        assert_eq!(away, [false, false, false, true, false]);
+    fn a_rank_detects_its_own_suspension() {
+        let timeout = Silence { first: Duration::from_secs(10), later: Duration::from_secs(5) };
+        let (mut detector, start) = (FailureDetector::new(2, timeout), Instant::now());
+        let suspended = [0, 1, 3, 7, 8].map(|second| detector.tick(start + Duration::from_secs(second)));
+        assert_eq!(suspended, [false, false, false, true, false]);
     }
 }

@@ -1,4 +1,4 @@
-//! What the control thread and the threads that run operations tell each other.
+//! State that the control thread shares with the threads that run operations.
 
 use std::io::Write;
 use std::net::TcpStream;
@@ -11,41 +11,42 @@ use super::invitation::{Door, Invitation, Invitations};
 use crate::sync::{AtomicBool, Bell, Deadline, Mutex, MutexGuard, Ordering, lock};
 use crate::types::{Call, Error, Fault, Site};
 
+/// What a rank knows of its group: failures, its peers and their calls, and connections and invitations to take.
 pub(crate) struct Board {
-    state: Mutex<State>,
+    state: Mutex<BoardState>,
     bell: Bell,
-    /// Set with the first failure, so that looking for one costs a load.
+    /// Set by the first failure, so that checking for one costs a load.
     failed: AtomicBool,
-    /// Readable from the first failure on: threads that wait on sockets wait on this too.
+    /// Readable from the first failure on. Threads that poll sockets poll this too.
     wake: (UnixStream, UnixStream),
-    /// Whether each peer has said anything since it was last asked for.
-    spoke: Box<[AtomicBool]>,
-    /// Wakes a thread that waits elsewhere, when a peer fails or leaves.
+    /// By rank: whether anything has arrived from the peer since the last [`take_activity`](Board::take_activity).
+    activity: Box<[AtomicBool]>,
+    /// Wakes a thread that waits elsewhere. Called when a peer fails or leaves.
     alarm: OnceLock<Box<dyn Fn() + Send + Sync>>,
 }
 
-struct State {
-    /// The first failure, and how many collectives the rank that reported it had completed.
+struct BoardState {
+    /// The first failure, and the number of collectives that the reporting rank had completed.
     failure: Option<(Fault, u64)>,
     peers: Vec<Peer>,
-    /// The operations that this rank began last. Two are enough: a rank that has completed an operation knows that all
-    /// have begun it, so nobody can ask about one further back.
+    /// The last two operations that this rank began. Two are enough: a rank completes an operation only after all ranks
+    /// have begun it, so no peer can ask about an earlier one.
     recent: [Option<Site>; 2],
-    /// To subgroups, from peers.
+    /// Invitations to subgroups from peers.
     invitations: Invitations,
 }
 
 #[derive(Default)]
 struct Peer {
-    /// Data connections that the peer has opened and nobody has taken yet, some of them still to come.
-    coming: Vec<Option<TcpStream>>,
+    /// Data connections that the peer has opened and no thread has taken yet. `None` for those that are still missing.
+    data_streams: Vec<Option<TcpStream>>,
     presence: Presence,
-    /// What the peer said last about what it called.
-    heard: Option<Site>,
-    /// The peer asked about an operation that this rank has not begun.
-    asked: bool,
-    /// The peer takes part in no operation any more: it has called `shrink`.
-    moved: bool,
+    /// The last call that the peer reported.
+    last_call: Option<Site>,
+    /// Whether the peer asked about an operation that this rank has not begun.
+    awaits_call: bool,
+    /// Whether the peer has called `shrink`: it takes part in no operation any more.
+    shrinking: bool,
 }
 
 #[derive(Default, Clone)]
@@ -58,13 +59,13 @@ enum Presence {
 
 impl Peer {
     fn has_gathered(&self) -> bool {
-        !self.coming.is_empty() && self.coming.iter().all(Option::is_some)
+        !self.data_streams.is_empty() && self.data_streams.iter().all(Option::is_some)
     }
 }
 
 impl Board {
     pub fn new(world_size: usize) -> std::io::Result<Board> {
-        let state = State {
+        let state = BoardState {
             failure: None,
             peers: (0..world_size).map(|_| Peer::default()).collect(),
             recent: [None; 2],
@@ -74,16 +75,16 @@ impl Board {
             state: Mutex::new(state),
             bell: Bell::default(),
             failed: AtomicBool::new(false),
-            spoke: (0..world_size).map(|_| AtomicBool::new(false)).collect(),
+            activity: (0..world_size).map(|_| AtomicBool::new(false)).collect(),
             wake: UnixStream::pair()?,
             alarm: OnceLock::new(),
         })
     }
 
-    /// What else to call when a peer fails or leaves; set once.
+    /// Sets the function that is also called when a peer fails or leaves. Called at most once.
     #[cfg(all(feature = "shm", target_os = "linux"))]
     pub fn alarm(&self, ring: impl Fn() + Send + Sync + 'static) {
-        // Nobody sets it twice.
+        // It is never set twice.
         let _ = self.alarm.set(Box::new(ring));
     }
 
@@ -94,38 +95,39 @@ impl Board {
         }
     }
 
-    /// This rank begins an operation. Gives the peers that asked about it before.
+    /// Records that this rank begins an operation. Returns the peers that asked about it before.
     pub fn begin(&self, site: &Site) -> Result<impl Iterator<Item = usize> + use<>, Fault> {
         let mut state = self.state();
         if let Some((fault, _)) = &state.failure {
             return Err(fault.clone());
         }
-        // An operation ends on no rank before all have begun it: a peer that has left will not take part in this one.
+        // An operation completes on no rank before all have begun it, so a peer that has left will miss this one.
         if let Some(fault) = (0..state.peers.len()).find_map(|peer| state.absence(peer)) {
             return Err(fault);
         }
         state.recent = [Some(*site), state.recent[0]];
         let mut asked = Vec::new();
         for (rank, peer) in state.peers.iter_mut().enumerate() {
-            if std::mem::take(&mut peer.asked) {
+            if std::mem::take(&mut peer.awaits_call) {
                 asked.push(rank);
             }
         }
         Ok(asked.into_iter())
     }
 
-    /// A failure other than that ranks called different things, else a peer that is gone, first one without a farewell.
+    /// Returns the failure unless it is a mismatch, else an absent peer: one that was lost, or else one that left.
     pub fn trouble(&self) -> Option<Fault> {
         let state = self.state();
         let failure = state.failure.as_ref().map(|(fault, _)| fault.clone());
-        let apart = |fault: &Fault| matches!(fault, Fault::Unexpected { .. } | Fault::Failed(Error::Mismatch { .. }));
+        let mismatch =
+            |fault: &Fault| matches!(fault, Fault::Unexpected { .. } | Fault::Failed(Error::Mismatch { .. }));
         let absences: Vec<_> = (0..state.peers.len()).filter_map(|peer| state.absence(peer)).collect();
         let lost = absences.iter().find(|fault| matches!(fault, Fault::Lost { .. })).or(absences.first()).cloned();
-        failure.filter(|fault| !apart(fault)).or(lost)
+        failure.filter(|fault| !mismatch(fault)).or(lost)
     }
 
-    /// Whether this rank knows by its operations that all ranks have begun this group: a collective ends on no rank before
-    /// all have begun it.
+    /// Whether this rank's operations prove that all ranks have begun to use this group: a collective completes on no
+    /// rank before all have begun it.
     pub fn all_began(&self) -> bool {
         self.state().recent.iter().flatten().any(|site| site.call.operation.is_collective() && site.sequence > 0)
     }
@@ -136,51 +138,52 @@ impl Board {
         if state.failure.is_none() {
             state.failure = Some((fault, completed));
             self.failed.store(true, Ordering::Release);
-            // One byte that nobody reads keeps the other end readable. It cannot fail on a fresh socket pair.
+            // One byte that is never read keeps the other end readable. The write cannot fail on a fresh socket pair.
             let _ = (&self.wake.0).write(&[1]);
         }
         drop(state);
         self.ring();
     }
 
+    /// Returns the first failure, and the number of collectives that the reporting rank had completed.
     pub fn failure(&self) -> Option<(Fault, u64)> {
         if self.failed.load(Ordering::Acquire) { self.state().failure.clone() } else { None }
     }
 
-    /// The failure, if it ends the operation that `tag` names too. One of a later collective does not: the rank that
-    /// reports it has completed this one, so all ranks are in it and will end it, unless one of them died or goes on without
-    /// others.
+    /// Returns the failure if it also ends the operation `tag`. A failure in a later collective does not: the reporting
+    /// rank has completed this one, so all ranks are in it and will complete it, unless one died or called `shrink`.
     pub fn failure_in(&self, tag: &Site) -> Option<Fault> {
         let (failure, completed) = self.failure()?;
         let later = completed > tag.sequence;
-        let missing = |peer: &Peer| peer.moved || matches!(peer.presence, Presence::Lost(_));
-        let missed = || self.state().peers.iter().any(missing);
-        (!later || !tag.call.operation.is_collective() || missed()).then_some(failure)
+        let absent = |peer: &Peer| peer.shrinking || matches!(peer.presence, Presence::Lost(_));
+        let any_absent = || self.state().peers.iter().any(absent);
+        (!later || !tag.call.operation.is_collective() || any_absent()).then_some(failure)
     }
 
-    /// Readable from the first failure on.
+    /// A descriptor that is readable from the first failure on.
     pub fn wake(&self) -> BorrowedFd<'_> {
         self.wake.1.as_fd()
     }
 
+    /// Records that `peer` left in order.
     pub fn left(&self, peer: usize) {
         self.state().peers[peer].presence = Presence::Left;
         self.ring();
     }
 
-    /// Whether `peer` left in order.
+    /// Whether `peer` has left in order.
     pub fn has_left(&self, peer: usize) -> bool {
         matches!(self.state().peers[peer].presence, Presence::Left)
     }
 
-    /// `peer` has called `shrink`. What it sent before may have been on a connection that broke.
-    pub fn moves(&self, peer: usize) {
-        self.state().peers[peer].moved = true;
+    /// Records that `peer` has called `shrink`. What it sent before may have been on a connection that broke.
+    pub fn set_shrinking(&self, peer: usize) {
+        self.state().peers[peer].shrinking = true;
         self.ring();
     }
 
-    /// Whether that is news.
-    pub fn lost(&self, peer: usize, reason: String) -> bool {
+    /// Records that `peer` is lost, and so the failure of the group. Returns whether that is new.
+    pub fn mark_lost(&self, peer: usize, reason: String) -> bool {
         let mut state = self.state();
         let present = matches!(state.peers[peer].presence, Presence::Present);
         if present {
@@ -191,26 +194,26 @@ impl Board {
         present
     }
 
-    /// Something came from `peer`.
+    /// Records that something arrived from `peer`.
     pub fn speaks(&self, peer: usize) {
-        // Nothing else is read because of it.
-        self.spoke[peer].store(true, Ordering::Relaxed);
+        // Relaxed: the flag publishes no other data.
+        self.activity[peer].store(true, Ordering::Relaxed);
     }
 
-    /// Whether something has come from `peer` since this was last asked.
-    pub fn spoke(&self, peer: usize) -> bool {
-        self.spoke[peer].swap(false, Ordering::Relaxed)
+    /// Returns whether something has arrived from `peer` since the last call.
+    pub fn take_activity(&self, peer: usize) -> bool {
+        self.activity[peer].swap(false, Ordering::Relaxed)
     }
 
-    /// Why `peer` will not answer, if it won't.
+    /// Returns why `peer` will not answer, if that is known.
     pub fn absence(&self, peer: usize) -> Option<Fault> {
         let state = self.state();
         let failure = state.failure.as_ref().map(|(fault, _)| fault.clone());
         failure.or_else(|| state.absence(peer))
     }
 
-    /// Why `peer` will not answer in the operation that `tag` names, if it won't. After a failure, also one of a later
-    /// operation, that is the failure: a rank that was told of it, or told this one, leaves because of it.
+    /// Returns why `peer` will not answer in the operation `tag`, if that is known. If the group has failed, even in a
+    /// later operation, the reason is that failure: a rank that reported or received it leaves because of it.
     pub fn absence_in(&self, peer: usize, tag: &Site) -> Option<Fault> {
         self.failure_in(tag).or_else(|| {
             let state = self.state();
@@ -219,63 +222,64 @@ impl Board {
         })
     }
 
-    /// Takes one of `of` data connections of `peer`, of a few.
+    /// Adds data connection `number` of `of` from `peer`. `of` is small.
     pub fn gather(&self, peer: usize, number: usize, of: usize, stream: TcpStream) {
         let mut state = self.state();
-        let coming = &mut state.peers[peer].coming;
-        coming.resize_with(of, || None);
-        coming[number] = Some(stream);
-        // A sleeper looks at the state while it holds the bell.
+        let data_streams = &mut state.peers[peer].data_streams;
+        data_streams.resize_with(of, || None);
+        data_streams[number] = Some(stream);
+        // A sleeper locks the state while it holds the bell's mutex, so release the state before ringing.
         drop(state);
         self.bell.ring();
     }
 
-    /// Whether all data connections of `peer` are here.
+    /// Whether all data connections of `peer` have arrived.
     pub fn has_gathered(&self, peer: usize) -> bool {
         self.state().peers[peer].has_gathered()
     }
 
-    /// The data connections of `peer`, in its order, once all are here; given once.
+    /// Takes the data connections of `peer`, in its order, once all have arrived.
     pub fn gathered(&self, peer: usize) -> Option<Vec<TcpStream>> {
         let peer = &mut self.state().peers[peer];
-        peer.has_gathered().then(|| std::mem::take(&mut peer.coming).into_iter().flatten().collect())
+        peer.has_gathered().then(|| std::mem::take(&mut peer.data_streams).into_iter().flatten().collect())
     }
 
-    /// Sleeps until something changes that makes `ready` true.
+    /// Sleeps until a change makes `ready` true or the time is `until`. Returns the last result of `ready`.
     pub fn sleep(&self, until: Instant, ready: impl FnMut() -> bool) -> bool {
         self.bell.sleep(until, ready)
     }
 
-    /// `peer` said that it called this. If it `asks`, gives this rank's own call at that place, or remembers to.
+    /// Records the call that `peer` reported. If it `asks`, returns this rank's call at that place, or marks the peer
+    /// to be answered when this rank makes the call.
     pub fn hear(&self, peer: usize, site: Site, asks: bool) -> Option<Site> {
         let mut state = self.state();
-        state.peers[peer].heard = Some(site);
+        state.peers[peer].last_call = Some(site);
         let mine = state.recent.iter().flatten().find(|mine| mine.sequence == site.sequence).copied();
         if asks && mine.is_none() {
-            state.peers[peer].asked = true;
+            state.peers[peer].awaits_call = true;
         }
         drop(state);
         self.bell.ring();
         mine.filter(|_| asks)
     }
 
-    /// What all ranks called at `sequence`, as far as this one knows.
+    /// Returns the call of each rank at `sequence`, as far as this rank knows.
     pub fn calls(&self, rank: usize, sequence: u64, own: Call) -> Vec<Option<Call>> {
         let state = self.state();
-        let heard = |peer: &Peer| peer.heard.filter(|site| site.sequence == sequence).map(|site| site.call);
-        state.peers.iter().enumerate().map(|(r, peer)| if r == rank { Some(own) } else { heard(peer) }).collect()
+        let called = |peer: &Peer| peer.last_call.filter(|site| site.sequence == sequence).map(|site| site.call);
+        state.peers.iter().enumerate().map(|(r, peer)| if r == rank { Some(own) } else { called(peer) }).collect()
     }
 
-    /// `peer` makes a subgroup with this rank.
-    pub fn invited(&self, peer: usize, invitation: Invitation) {
+    /// Adds an invitation from `peer` to a subgroup. A peer that exceeds the limits is lost.
+    pub fn add_invitation(&self, peer: usize, invitation: Invitation) {
         if self.state().invitations.put(peer, invitation) {
             self.bell.ring();
         } else {
-            self.lost(peer, "it sent invitations to subgroups without end".into());
+            self.mark_lost(peer, "it sent too many or too large invitations to subgroups".into());
         }
     }
 
-    /// Waits until all members that this rank's invitation names have sent theirs; gives their doors.
+    /// Waits until all members that this rank's invitation names have sent theirs. Returns their doors.
     pub fn assemble(&self, rank: usize, own: &Invitation, deadline: &Deadline) -> Result<Vec<Door>, Fault> {
         let mut outcome = Ok(None);
         self.bell.sleep(Instant::now() + deadline.remaining(), || {
@@ -286,12 +290,12 @@ impl Board {
         outcome?.ok_or_else(|| Fault::Timeout { missing: missing() })
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, BoardState> {
         lock(&self.state)
     }
 }
 
-impl State {
+impl BoardState {
     fn assemble(&mut self, rank: usize, own: &Invitation) -> Result<Option<Vec<Door>>, Fault> {
         if let Some((fault, _)) = &self.failure {
             return Err(fault.clone());
@@ -309,7 +313,7 @@ impl State {
     }
 }
 
-/// The mismatch among `calls`, once every rank's is known.
+/// Returns the mismatch among `calls`, once the calls of all ranks are known.
 pub(crate) fn verdict(sequence: u64, calls: &[Option<Call>]) -> Option<Error> {
     let calls: Option<Vec<(usize, Call)>> = calls.iter().enumerate().map(|(r, call)| Some((r, (*call)?))).collect();
     let calls = calls?;

@@ -1,9 +1,9 @@
-//! Messages of the control plane on a stream: a length, then the message.
+//! Framing of control messages on a stream: a length, then the message.
 //!
-//! `length u32 little endian | postcard`. Postcard is not self-describing, and the length is bounded before anything is
+//! `length u32 little endian | postcard`. Postcard is not self-describing. The length is bounded before anything is
 //! allocated for it.
 
-#![allow(missing_docs, reason = "seen by the packages beside this one only")]
+#![allow(missing_docs, reason = "used by the sibling packages only")]
 
 use std::io;
 use std::time::Duration;
@@ -12,38 +12,39 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
-/// The longest message: a table of addresses or calls of some thousand ranks.
+/// Maximum length of a message in bytes: enough for the addresses or calls of some thousand ranks.
 pub const LONGEST: usize = 256 << 10;
 
-/// The message as a frame.
+/// Encodes a message as a frame.
 pub fn encode(message: &impl Serialize) -> io::Result<Vec<u8>> {
     let body = postcard::to_stdvec(message).map_err(|e| io::Error::new(io::ErrorKind::InvalidInput, e))?;
     bounded(body.len(), io::ErrorKind::InvalidInput)?;
     Ok([&(body.len() as u32).to_le_bytes(), &body[..]].concat())
 }
 
-/// The length of the message that follows a frame's first bytes.
+/// Decodes the length of the message from the first bytes of a frame.
 pub fn body_length(head: [u8; 4]) -> io::Result<usize> {
     bounded(u32::from_le_bytes(head) as usize, io::ErrorKind::InvalidData)
 }
 
-/// The message that a frame's body is, to its last byte.
+/// Decodes a message from the body of a frame. The message must fill the body.
 pub fn decode<T: DeserializeOwned>(body: &[u8]) -> io::Result<T> {
     match postcard::take_from_bytes(body) {
         Ok((message, [])) => Ok(message),
         Ok((_, rest)) => {
-            let reason = format!("a message of {} bytes with {} more after it", body.len() - rest.len(), rest.len());
+            let reason = format!("a message of {} bytes, followed by {} more", body.len() - rest.len(), rest.len());
             Err(io::Error::new(io::ErrorKind::InvalidData, reason))
         }
         Err(e) => Err(io::Error::new(io::ErrorKind::InvalidData, e)),
     }
 }
 
+/// Writes a message as a frame.
 pub async fn write(stream: &mut (impl AsyncWrite + Unpin), message: &impl Serialize) -> io::Result<()> {
     stream.write_all(&encode(message)?).await
 }
 
-/// The next message; `None` where the stream ends between two messages.
+/// Reads the next message. Returns `None` if the stream ends between two messages.
 pub async fn read<T: DeserializeOwned>(stream: &mut (impl AsyncRead + Unpin)) -> io::Result<Option<T>> {
     let mut head = [0; 4];
     if stream.read(&mut head[..1]).await? == 0 {
@@ -55,16 +56,16 @@ pub async fn read<T: DeserializeOwned>(stream: &mut (impl AsyncRead + Unpin)) ->
     decode(&body).map(Some)
 }
 
-/// As [`read`], where a message must come, and within `limit`.
+/// Reads a message that must arrive within `limit`. The end of the stream is an error.
 pub async fn expect<T: DeserializeOwned>(stream: &mut (impl AsyncRead + Unpin), limit: Duration) -> io::Result<T> {
-    let late = |_| io::Error::new(io::ErrorKind::TimedOut, format!("nothing came within {limit:?}"));
+    let late = |_| io::Error::new(io::ErrorKind::TimedOut, format!("no message within {limit:?}"));
     let closed = || io::Error::new(io::ErrorKind::UnexpectedEof, "the connection was closed");
     tokio::time::timeout(limit, read(stream)).await.map_err(late)??.ok_or_else(closed)
 }
 
 fn bounded(length: usize, kind: io::ErrorKind) -> io::Result<usize> {
     if length > LONGEST {
-        return Err(io::Error::new(kind, format!("a message of {length} bytes, where {LONGEST} are allowed")));
+        return Err(io::Error::new(kind, format!("a message of {length} bytes exceeds the limit of {LONGEST}")));
     }
     Ok(length)
 }
@@ -78,7 +79,7 @@ mod tests {
     }
 
     #[test]
-    fn messages_come_back_and_a_clean_end_is_none() {
+    fn messages_round_trip_and_a_clean_end_is_none() {
         let mut wire = Vec::new();
         block_on(write(&mut wire, &("hello", 7u64))).unwrap();
         let mut stream = &wire[..];
@@ -87,7 +88,7 @@ mod tests {
     }
 
     #[test]
-    fn a_cut_message_a_huge_length_and_too_long_a_message_are_errors() {
+    fn truncated_and_oversized_messages_are_errors() {
         let mut wire = Vec::new();
         block_on(write(&mut wire, &"hello")).unwrap();
         assert!(block_on(read::<String>(&mut &wire[..wire.len() - 1])).is_err());

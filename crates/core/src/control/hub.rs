@@ -1,47 +1,48 @@
-//! What the ranks of a star know of it.
+//! The state of a rank in a star. See `plane`.
 
 use super::message::Message;
 
-/// What there is to know of a star, besides.
+/// What the control thread of a rank in a star keeps besides its connections.
 #[derive(Default)]
 pub(super) struct Star {
     pub hub: Hub,
-    /// All ranks have begun this group.
+    /// Whether all ranks are known to have begun this group.
     pub begun: bool,
-    /// Rank 0 was silent, or this rank was away: others may have gone on and ended unnoticed, and who listens no more is
-    /// not known to have ended before that.
-    pub doubts: bool,
-    /// The last collective of which this rank has told all what it called there.
-    pub announced: Option<u64>,
-    /// That, for those that connect after rank 0 has gone.
-    pub question: Option<Message>,
-    /// All ranks know of a failure, or will have heard of it when they hear that rank 0 is gone.
-    pub known: bool,
-    /// By rank: it goes on without the lost.
-    pub moved: Vec<bool>,
-    /// By rank, on rank 0: it has given the last to pass on.
-    pub through: Vec<bool>,
-    /// The star has become a mesh, or is about to.
-    pub met: bool,
-    /// Beats since it was to become one, or since the last connection was made.
-    pub quiet: u64,
-    /// What all must hear and rank 0 may not pass on, in its order: this rank's failure, and its words of going on.
-    pub said: Vec<Message>,
+    /// Whether rank 0 was silent or this rank was suspended. The other ranks may then have shrunk the group and exited
+    /// unnoticed, so a rank that no longer listens may have ended only after that.
+    pub uncertain: bool,
+    /// Sequence number of the last collective for which this rank has announced its call to all.
+    pub announced_sequence: Option<u64>,
+    /// That announcement, for ranks that connect after rank 0 is gone.
+    pub announcement: Option<Message>,
+    /// Whether all ranks know of a failure, or will know of one when they learn that rank 0 is gone.
+    pub failure_known: bool,
+    /// By rank: whether it has called `shrink`.
+    pub shrinking: Vec<bool>,
+    /// By rank, on rank 0: whether it has sent its last message to relay.
+    pub drained: Vec<bool>,
+    /// Whether the star has become a mesh or is about to.
+    pub is_mesh: bool,
+    /// Heartbeats since the change to a mesh began, or since the last new connection.
+    pub idle_ticks: u64,
+    /// Messages that all ranks must receive and rank 0 may not relay, in order: this rank's failure, its shrink
+    /// messages and its goodbye. Sent first on every new connection.
+    pub replay: Vec<Message>,
 }
 
-/// Rank 0, as it looks to the others.
+/// The state of rank 0, as another rank sees it.
 #[derive(Default, PartialEq)]
 pub(super) enum Hub {
     #[default]
     Serves,
-    /// It leaves or left in order; the others connect after so many beats.
+    /// It leaves or has left in order. The other ranks connect to each other after this many heartbeats.
     Left(u32),
     Lost,
 }
 
 impl Star {
-    /// Whether this rank has failed before all knew of a failure.
-    pub fn failed(&self) -> bool {
-        self.said.iter().any(|message| matches!(message, Message::Failed(..)))
+    /// Whether this rank failed before all ranks knew of a failure.
+    pub fn has_failed(&self) -> bool {
+        self.replay.iter().any(|message| matches!(message, Message::Failed(..)))
     }
 }

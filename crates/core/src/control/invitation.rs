@@ -1,4 +1,4 @@
-//! How the members of a subgroup to be tell each other so.
+//! Invitations to a new subgroup.
 
 use std::collections::VecDeque;
 
@@ -6,40 +6,40 @@ use serde::{Deserialize, Serialize};
 
 use crate::types::{Error, Fault};
 
-/// Where a rank awaits the others of a group to be.
+/// Where a rank accepts the connections of the other members of a new group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Door {
-    /// At the rank's address in the old group, where its ranks have addresses.
+    /// The port, at the rank's address in the old group. Unused if the ranks have no addresses.
     pub port: u16,
-    /// Random: what all members bring makes the new group's number.
+    /// A random number. The keys of all members combine to the session number of the new group.
     pub key: u64,
 }
 
-/// A number for a group or a door that cannot be guessed, from the system's random numbers.
+/// Draws an unpredictable number, for a group or a door, from the system's random numbers.
 ///
 /// # Errors
-/// [`Error::Io`] where the system has none.
+/// [`Error::Io`] if the system has none.
 pub fn random() -> Result<u64, Error> {
     getrandom::u64().map_err(|e| Error::io("drawing a random number", e))
 }
 
-/// The number of the group behind these doors.
+/// Returns the session number of the group whose members have these doors.
 pub(crate) fn session(doors: impl IntoIterator<Item = Door>) -> u64 {
     doors.into_iter().fold(0, |session, door| session ^ door.key)
 }
 
-/// What a rank tells every other member of a subgroup to be.
+/// The message that a rank sends to every other member of a new subgroup.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Invitation {
-    /// By their ranks in the subgroup, their ranks in the group that it is made of.
+    /// The members' ranks in the parent group, by their ranks in the subgroup.
     pub members: Vec<usize>,
     pub door: Door,
 }
 
-/// Invitations of one rank that wait.
-const MOST: usize = 1024;
+/// Maximum number of pending invitations from one rank.
+const MAX_PENDING: usize = 1024;
 
-/// What one rank was told, by rank, in the order of coming.
+/// The pending invitations that one rank has received: a queue for each sender.
 pub(crate) struct Invitations(Box<[VecDeque<Invitation>]>);
 
 impl Invitations {
@@ -47,29 +47,29 @@ impl Invitations {
         Invitations((0..ranks).map(|_| VecDeque::new()).collect())
     }
 
-    /// Whether there is room for it: a rank that is ahead of this one is ahead by a few.
+    /// Adds an invitation. Returns false if it exceeds the limits: a correct peer is only a few invitations ahead.
     pub fn put(&mut self, from: usize, invitation: Invitation) -> bool {
-        let room = self.0[from].len() < MOST && invitation.members.len() <= self.0.len();
+        let room = self.0[from].len() < MAX_PENDING && invitation.members.len() <= self.0.len();
         if room {
             self.0[from].push_back(invitation);
         }
         room
     }
 
-    /// The members that have told nothing, but for `rank` itself.
+    /// Returns the members, except `rank` itself, from which no invitation is pending.
     pub fn missing<'a>(&'a self, rank: usize, members: &'a [usize]) -> impl Iterator<Item = usize> + 'a {
         members.iter().copied().filter(move |member| *member != rank && self.0[*member].is_empty())
     }
 
-    /// The doors of all members in their order, once all have told them. An error as soon as one has told that it makes
-    /// another group.
+    /// Takes the invitations of all members, once all are pending, and returns their doors in member order. Returns an
+    /// error as soon as the next invitation of a member names other members.
     pub fn take(&mut self, rank: usize, own: &Invitation) -> Result<Option<Vec<Door>>, Fault> {
         let others = || own.members.iter().filter(|member| **member != rank);
         for peer in others() {
             let theirs = self.0[*peer].front().map(|invitation| &invitation.members);
             if let Some(theirs) = theirs.filter(|theirs| **theirs != own.members) {
                 let mut both = [(rank, own.members.clone()), (*peer, theirs.clone())];
-                // So that both report the same.
+                // Sorted, so that both ranks report the same error.
                 both.sort();
                 let [(rank, members), (peer, theirs)] = both;
                 return Err(Fault::Failed(Error::Members { rank, members, peer, theirs }));
@@ -91,10 +91,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_rank_does_not_fill_anothers_memory() {
+    fn pending_invitations_are_bounded() {
         let mut invitations = Invitations::new(2);
         assert!(!invitations.put(1, invitation(&[0, 1, 1], 1)));
-        assert!((0..MOST).all(|_| invitations.put(1, invitation(&[0, 1], 1))));
+        assert!((0..MAX_PENDING).all(|_| invitations.put(1, invitation(&[0, 1], 1))));
         assert!(!invitations.put(1, invitation(&[0, 1], 1)));
     }
 
@@ -103,7 +103,7 @@ mod tests {
     }
 
     #[test]
-    fn invitations_are_taken_in_their_order_once_all_are_there() {
+    fn invitations_are_taken_in_order_once_all_are_pending() {
         let mut invitations = Invitations::new(4);
         let own = invitation(&[3, 1, 0], 1);
         assert_eq!(invitations.missing(1, &own.members).collect::<Vec<_>>(), [3, 0]);
@@ -114,7 +114,7 @@ mod tests {
         let doors = invitations.take(1, &own).unwrap().unwrap();
         assert_eq!(doors.iter().map(|door| door.port).collect::<Vec<_>>(), [4, 1, 2]);
         assert_eq!(session(doors), 1 << 4 | 1 << 1 | 1 << 2);
-        // The other one is still there, and names others than this rank does now.
+        // The second invitation of rank 0 is still pending, and names other members than this rank does now.
         let fault = invitations.take(1, &own).unwrap_err();
         let Fault::Failed(Error::Members { rank: 0, peer: 1, members, .. }) = fault else { panic!("{fault:?}") };
         assert_eq!(members, [0, 1]);

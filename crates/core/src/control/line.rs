@@ -1,4 +1,4 @@
-//! Control connections: what is sent on one, and the tasks that read and write it.
+//! A control connection: its frames, its state, and the tasks that read and write it.
 
 use std::io::ErrorKind;
 use std::sync::Arc;
@@ -12,41 +12,42 @@ use super::board::Board;
 use super::frame;
 use super::message::Message;
 
-/// What is sent on a control connection. All but the first only in a star, see `control`.
+/// A frame on a control connection. All variants but the first occur only in a star. See `plane`.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) enum Frame {
-    /// From the rank that sends it.
+    /// A message of the sending rank itself.
     Own(Message),
-    /// To rank 0: for that rank, or for all.
+    /// To rank 0: a message to relay to rank `to`, or to all ranks.
     Relay { to: Option<u32>, message: Message },
-    /// From rank 0: what that rank says.
+    /// From rank 0: a relayed message of rank `from`.
     Relayed { from: u32, message: Message },
-    /// From rank 0: that rank is lost. `ended` says that it had begun this group, and its connection was closed.
+    /// From rank 0: rank `peer` is lost. `ended`: it had begun this group, and its connection was closed.
     Lost { peer: u32, reason: String, ended: bool },
     /// From rank 0: all ranks have begun this group.
     Begun,
-    /// From rank 0: all ranks connect to each other.
+    /// From rank 0: all ranks are to connect to each other.
     Meet,
-    /// From rank 0: it is about to leave, once it has passed on what it was given.
+    /// From rank 0: it leaves once it has relayed all messages that it was given.
     Leaves,
-    /// To rank 0: it is given nothing more.
+    /// To rank 0: the sender gives it nothing more to relay.
     Through,
 }
 
-/// What there is between this rank and a peer.
-pub(super) enum Line {
-    /// Nothing, and nothing was needed so far.
+/// The state of the control connection to a peer.
+pub(super) enum Connection {
+    /// There is no connection, and none was needed so far.
     Absent,
-    /// A connection is awaited, and these are to be said on it first.
-    Coming(Vec<Message>),
+    /// A connection is expected. These messages are sent on it first.
+    Pending(Vec<Message>),
     Open(Writer),
-    /// The peer left, was lost, or was not to be reached.
-    Over,
+    /// The peer left, was lost, or could not be reached.
+    Closed,
 }
 
+/// Queues frames for the write task of a connection.
 pub(super) struct Writer {
     frames: UnboundedSender<Frame>,
-    /// Tells the connections of this rank apart.
+    /// Number of the connection, unique on this rank.
     pub number: usize,
 }
 
@@ -56,40 +57,40 @@ impl Writer {
     }
 
     pub fn send(&self, frame: Frame) {
-        // A connection that fails is noticed by its reader.
+        // The reader notices a connection that fails.
         let _ = self.frames.send(frame);
     }
 }
 
-/// What comes of a connection, of which number, to a peer.
+/// An event of a control connection. The first two carry the number of the connection.
 pub(super) enum Event {
-    Heard(usize, Frame),
-    /// It ended without a farewell.
-    Over(usize, String),
-    /// One that was dialled is there.
+    Received(usize, Frame),
+    /// The connection ended without a goodbye.
+    Closed(usize, String),
+    /// A dialled connection was established.
     Dialled(TcpStream),
-    /// None could be made. `ended` says that nobody listens where the peer did, and never was there no answer.
+    /// No connection could be made. `ended`: no process listens at the peer's address, and no attempt went unanswered.
     Unreachable {
         reason: String,
         ended: bool,
     },
 }
 
-/// Says the first word on each of these.
+/// Sends the first message on each of these connections.
 pub(crate) async fn greet(connections: &mut [Option<TcpStream>]) {
     for stream in connections.iter_mut().flatten() {
-        // A connection that fails is noticed by its reader.
+        // The reader notices a connection that fails.
         let _ = frame::write(stream, &Frame::Own(Message::Here)).await;
     }
 }
 
-/// Writes up to the farewell.
+/// Write task: writes frames up to the goodbye.
 pub(super) async fn write(mut stream: OwnedWriteHalf, mut frames: UnboundedReceiver<Frame>) {
     while let Some(frame) = frames.recv().await {
         match frame::write(&mut stream, &frame).await {
-            // What was passed on may have become too long: that is no reason to lose everybody.
-            Err(e) if e.kind() == ErrorKind::InvalidInput => log::warn!("a message was not passed on: {e}"),
-            // As in `Writer::send`.
+            // A relayed message may have become too long. That is no reason to drop the connection.
+            Err(e) if e.kind() == ErrorKind::InvalidInput => log::warn!("dropped a control message: {e}"),
+            // The reader notices it, as in `Writer::send`.
             Err(_) => return,
             Ok(()) if matches!(frame, Frame::Own(Message::Farewell { .. })) => return,
             Ok(()) => {}
@@ -97,7 +98,7 @@ pub(super) async fn write(mut stream: OwnedWriteHalf, mut frames: UnboundedRecei
     }
 }
 
-/// Reads up to the farewell or the end.
+/// Read task: reads frames up to the goodbye or the end of the connection.
 pub(super) async fn read(
     (peer, number): (usize, usize),
     mut stream: OwnedReadHalf,
@@ -110,8 +111,8 @@ pub(super) async fn read(
         match frame {
             Ok(Some(frame)) => {
                 let last = matches!(frame, Frame::Own(Message::Farewell { .. }));
-                // Nobody hears it any more where this rank is about to leave.
-                if events.send((peer, Event::Heard(number, frame))).await.is_err() || last {
+                // The receiver is gone if this rank is about to leave.
+                if events.send((peer, Event::Received(number, frame))).await.is_err() || last {
                     return;
                 }
             }
@@ -119,5 +120,5 @@ pub(super) async fn read(
             Err(e) => break e.to_string(),
         }
     };
-    let _ = events.send((peer, Event::Over(number, reason))).await;
+    let _ = events.send((peer, Event::Closed(number, reason))).await;
 }

@@ -1,4 +1,4 @@
-//! Connections that come after the rendezvous: whom the listener takes, and how a control connection is dialled.
+//! Connections made after the rendezvous: accepting connections, and dialling control connections.
 
 use std::io::{self, ErrorKind};
 use std::net::SocketAddr;
@@ -14,19 +14,19 @@ use super::board::Board;
 use super::line::Event;
 use crate::auth::{self, Lobby, Member, Opening, Purpose, Refusal};
 
-/// The most data connections to a peer.
+/// Maximum number of data connections to a peer.
 pub(crate) const MOST: usize = 8;
 
-/// When to dial again after a connection that ended before both had proved who they are.
+/// Pause before dialling again after a connection that ended during the handshake.
 pub const RETRY: Duration = Duration::from_millis(20);
 
-/// How long one attempt may take: the system itself would try again ever more rarely.
+/// Timeout of one attempt to connect. The system by itself would retry at ever longer intervals.
 pub(crate) const SYN: Duration = Duration::from_secs(2);
 
 /// The longest pause between two attempts to connect.
-const PAUSE: Duration = Duration::from_millis(500);
+const MAX_PAUSE: Duration = Duration::from_millis(500);
 
-/// Takes connections from ranks of this session; everybody else is turned away.
+/// Accepts connections from ranks of this session, and refuses all others.
 pub(super) async fn accept(
     listener: TcpListener,
     lobby: Arc<Lobby>,
@@ -38,10 +38,10 @@ pub(super) async fn accept(
         match listener.accept().await {
             Ok((stream, address)) => {
                 admit(&lobby, (stream, address), &member, &board, &controls);
-                // Its first bytes are there already, most likely: they are looked at before the next connection is.
+                // Most likely its first bytes have already arrived: handle them before accepting the next connection.
                 tokio::task::yield_now().await;
             }
-            // Out of descriptors, most likely: try again when some may be free.
+            // Most likely out of descriptors: retry when some may be free.
             Err(e) => {
                 log::warn!("rank {} cannot accept a connection: {e}", member.rank);
                 sleep(auth::RETRY).await;
@@ -50,8 +50,8 @@ pub(super) async fn accept(
     }
 }
 
-/// Lets a connection prove who it is; then hands one for data to the threads that run operations, and a control connection
-/// to `controls`.
+/// Runs the handshake of an accepted connection. Then passes a data connection to the threads that run operations, and
+/// a control connection to `controls`.
 pub(crate) fn admit(
     lobby: &Arc<Lobby>,
     (mut stream, address): (TcpStream, SocketAddr),
@@ -73,33 +73,33 @@ pub(crate) fn admit(
         Ok((stream, opening))
     };
     lobby.receive(address, proof, move |(mut stream, opening)| async move {
-        // A rank that is about to leave serves nobody any more, and must not say that it does.
+        // A rank that is about to leave serves no more connections, and must not confirm this one.
         if opening.purpose == Purpose::Control && controls.is_closed() {
             return Err(Refusal::Io(ErrorKind::ConnectionAborted.into()));
         }
-        // Who dialled waits for this. A farewell that follows it is read after the connection is on the board.
+        // The dialler waits for this, and sends a goodbye only later: by then the connection is on the board.
         auth::confirm(&mut stream).await?;
         let rank = opening.from as usize;
         if opening.purpose == Purpose::Data {
             board.gather(rank, opening.number.into(), opening.of.into(), stream.into_std()?);
             return Ok(());
         }
-        // The rank may be about to leave.
+        // The receiver is gone if this rank is about to leave.
         let _ = controls.send((rank, stream));
         Ok(())
     });
 }
 
-/// Connects to a rank whose listener is there already, unless it has ended.
+/// Connects to a rank that is already listening, unless it has ended.
 pub(super) async fn dial(member: &Member, peer: usize, address: SocketAddr) -> Result<TcpStream, Event> {
     let opening = member.opening(Purpose::Control, peer, (0, 1));
-    // Whether every attempt was answered by somebody.
+    // Whether every attempt so far was answered.
     let (mut answered, mut pause) = (true, RETRY);
     loop {
         match timeout(SYN, TcpStream::connect(address)).await {
             Ok(Ok(mut stream)) => match auth::dial(&mut stream, member.secret.as_ref(), opening).await {
                 Ok(_) => return Ok(stream),
-                // One that is just ending may still take a connection, and then drops it.
+                // A process that is exiting may still accept a connection and then drop it.
                 Err(Refusal::Io(e)) => answered &= e.kind() != ErrorKind::TimedOut,
                 Err(refusal) => {
                     let reason = format!("connecting to it at {address}: {refusal}");
@@ -107,21 +107,21 @@ pub(super) async fn dial(member: &Member, peer: usize, address: SocketAddr) -> R
                 }
             },
             Ok(Err(e)) if e.kind() == ErrorKind::ConnectionRefused => {
-                let reason = format!("nobody listens at {address} any more");
+                let reason = format!("no process listens at {address} any more");
                 return Err(Event::Unreachable { reason, ended: answered });
             }
-            // The peer is as well as before.
+            // A local shortage: it says nothing about the peer.
             Ok(Err(e)) if is_own(&e) => {
-                log::warn!("rank {} cannot connect to rank {peer}: {e}; it tries again", member.rank)
+                log::warn!("rank {} cannot connect to rank {peer}: {e}; it will retry", member.rank)
             }
             Ok(Err(_)) | Err(_) => answered = false,
         }
         sleep(pause).await;
-        pause = (pause * 2).min(PAUSE);
+        pause = (pause * 2).min(MAX_PAUSE);
     }
 }
 
-/// Whether this process, or its machine, lacks something: descriptors or memory.
+/// Whether the cause of the error is local: this process or its machine lacks descriptors or memory.
 pub(crate) fn is_own(error: &io::Error) -> bool {
     let own = [Errno::MFILE, Errno::NFILE, Errno::NOBUFS, Errno::NOMEM];
     Errno::from_io_error(error).is_some_and(|error| own.contains(&error))

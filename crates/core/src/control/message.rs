@@ -1,4 +1,4 @@
-//! What ranks tell each other beside the data.
+//! Control messages, and the requests that make the control thread send them.
 
 use serde::{Deserialize, Serialize};
 
@@ -7,26 +7,26 @@ use super::invitation::Invitation;
 use super::word::{News, Word};
 use crate::types::{Error, Fault, Site};
 
-/// From the threads that run operations to the control thread.
+/// A request from the threads that run operations to the control thread.
 pub(crate) enum Outgoing {
-    /// This rank stalls at this call and asks all peers for theirs.
+    /// This rank makes no progress in this call. Asks all peers for theirs.
     Calling(Site),
-    /// This rank's call, to a peer that asked before it was made.
+    /// Sends this rank's call to a peer that asked before the call was made.
     Called(usize, Site),
-    /// This rank failed, having completed so many collectives.
+    /// This rank failed after it had completed this many collectives.
     Failed(Error, u64),
-    /// To a member of a subgroup to be.
+    /// Sends an invitation to a member of a new subgroup.
     Invites(usize, Invitation),
-    /// To all peers, of going on without those that are lost.
+    /// Sends a shrink message to all peers.
     Word(Word),
-    /// This rank leaves, in order or because its thread panics; the control thread ends.
+    /// This rank leaves, in order or because its thread panics. The control thread ends.
     Farewell { panicked: bool },
 }
 
-/// What a rank tells others.
+/// A message from one rank to others.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) enum Message {
-    /// Nothing but a word: this rank is there.
+    /// Heartbeat.
     Here,
     Calling(Site),
     Called(Site),
@@ -38,20 +38,20 @@ pub(crate) enum Message {
     },
 }
 
-/// Takes what `peer` said; gives what to answer, if anything.
+/// Records a message of `peer` on the board. Returns the answer, if any.
 pub(crate) fn hear(board: &Board, peer: usize, message: Message) -> Option<Message> {
     match message {
         Message::Here => {}
         Message::Calling(site) => return board.hear(peer, site, true).map(Message::Called),
         Message::Called(site) => drop(board.hear(peer, site, false)),
         Message::Failed(error, completed) => board.fail(Fault::Failed(error), completed),
-        Message::Word(_) => board.moves(peer),
-        Message::Invites(invitation) => board.invited(peer, invitation),
-        Message::Farewell { panicked: true } => drop(board.lost(peer, "its thread panicked".into())),
+        Message::Word(_) => board.set_shrinking(peer),
+        Message::Invites(invitation) => board.add_invitation(peer, invitation),
+        Message::Farewell { panicked: true } => drop(board.mark_lost(peer, "its thread panicked".into())),
         Message::Farewell { panicked: false } => board.left(peer),
     }
     None
 }
 
-/// Who a word of going on is from, or of whom the news are.
+/// A peer, and a shrink message from it or a change in its state.
 pub(crate) type Heard = (usize, News);

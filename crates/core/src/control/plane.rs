@@ -1,13 +1,13 @@
-//! The control thread: what ranks tell each other beside the data, and the listener for further connections.
+//! The control thread: the messages that ranks exchange beside the data, and the listener for further connections.
 //!
-//! A group of a few ranks begins with a connection between any two (a *mesh*), a larger one as a *star*: every rank has one
-//! to rank 0, which passes on what the others tell each other, tells of ranks that left or are lost, and is the only one that
-//! knows how long each was silent. A star becomes a mesh once it must do without rank 0, or is to: where rank 0 is lost, or
-//! has left and others are still there a moment later, and where a rank goes on without the lost. What comes from rank 0 is
-//! in order, so a failure of which it told is known to all.
+//! A small group begins as a *mesh*, with a connection between any two ranks. A larger group begins as a *star*: every
+//! rank is connected to rank 0, the hub. The hub relays messages between the other ranks, reports ranks that left or
+//! are lost, and alone monitors how long each rank is silent. A star becomes a mesh when rank 0 is lost, when rank 0
+//! has left and other ranks are still there a moment later, and when a rank shrinks the group. Messages from the hub
+//! arrive in order, so all ranks know of a failure that the hub has reported.
 //!
-//! Words of going on are never passed on: who says them is connected to who hears them, and its farewell comes after them
-//! on the same connection. That keeps what a rank says of its end in order with its end.
+//! Shrink messages are never relayed: sender and receiver are connected, and the sender's goodbye follows on the same
+//! connection. A rank's shrink messages and its end therefore arrive in order.
 
 mod star;
 
@@ -20,134 +20,134 @@ use tokio::sync::mpsc::{Sender, UnboundedReceiver, UnboundedSender, channel, unb
 use tokio::task::JoinSet;
 use tokio::time::timeout;
 
-use super::beat::{Pulse, Silence, beats};
+use super::beat::{FailureDetector, Silence, ticks};
 use super::board::Board;
 use super::hub::{Hub, Star};
-use super::line::{Event, Frame, Line, Writer, read, write};
+use super::line::{Connection, Event, Frame, Writer, read, write};
 use super::meet::accept;
 use super::message::{Heard, Message, Outgoing, hear};
 use super::word::News;
 use crate::auth::{Lobby, Member};
 use crate::types::Site;
 
-/// What the rendezvous hands over.
+/// The connections and other state that the rendezvous hands over to the control thread.
 pub(crate) struct Mesh {
     pub member: Member,
     pub addresses: Vec<SocketAddr>,
     pub listener: TcpListener,
-    /// Who has not proved yet who it is.
+    /// Connections that have not completed the handshake yet.
     pub lobby: Arc<Lobby>,
-    /// By rank; none to oneself, and in a star none to most.
+    /// By rank. `None` for this rank itself, and in a star for most ranks.
     pub connections: Vec<Option<TcpStream>>,
-    /// Whether ranks hear of each other through rank 0.
+    /// Whether the group begins as a star.
     pub star: bool,
     pub board: Arc<Board>,
 }
 
-/// How long a leaving rank may take to get its farewell out.
-const PATIENCE: Duration = Duration::from_secs(1);
+/// How long a leaving rank may take to send its goodbye.
+const GOODBYE_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// How long a leaving rank that failed waits for those that cannot know of it yet: they come within [`MOMENT`].
+/// How long a leaving rank that failed waits for ranks that cannot know of it yet. They connect within `HUB_GRACE`.
 const LINGER: Duration = Duration::from_secs(3);
 
-/// What was heard and waits: a rank that says more waits itself.
-const QUEUE: usize = 64;
+/// Maximum number of events that wait for the control thread. Beyond it, readers apply backpressure to their peers.
+const EVENT_QUEUE: usize = 64;
 
-/// Serves until the farewell.
+/// Runs the control plane of a rank until its goodbye.
 pub(crate) async fn run(
     mesh: Mesh,
     silence: Silence,
     mut outgoing: UnboundedReceiver<Outgoing>,
     news: UnboundedSender<Heard>,
 ) {
-    let (events, mut happening) = channel(QUEUE);
-    let (controls, mut come) = unbounded_channel();
+    let (events, mut event_queue) = channel(EVENT_QUEUE);
+    let (controls, mut accepted) = unbounded_channel();
     tokio::spawn(accept(mesh.listener, mesh.lobby, mesh.member.clone(), mesh.board.clone(), controls));
     let n = mesh.member.world_size;
     let mut control = Control {
         member: mesh.member,
         addresses: mesh.addresses,
         board: mesh.board,
-        lines: (0..n).map(|_| Line::Absent).collect(),
-        pulse: Pulse::new(n, silence),
+        connections: (0..n).map(|_| Connection::Absent).collect(),
+        detector: FailureDetector::new(n, silence),
         events,
         writing: JoinSet::new(),
-        connections: 0,
+        opened: 0,
         news,
-        spoke: vec![false; n],
-        star: mesh.star.then(|| Star { moved: vec![false; n], through: vec![false; n], ..Star::default() }),
+        greeted: vec![false; n],
+        star: mesh.star.then(|| Star { shrinking: vec![false; n], drained: vec![false; n], ..Star::default() }),
     };
     for (peer, stream) in mesh.connections.into_iter().enumerate() {
         if let Some(stream) = stream {
             control.open(peer, stream);
         }
     }
-    let mut beats = beats();
-    // This rank's farewell, and when it ends at the latest.
-    let mut leaves = None;
+    let mut ticks = ticks();
+    // This rank's goodbye, and the latest time at which the loop ends.
+    let mut leaving = None;
     let serving = async {
-        while leaves.is_none() || control.owes() {
+        while leaving.is_none() || control.must_linger() {
             tokio::select! {
-                said = outgoing.recv(), if leaves.is_none() => match said {
+                message = outgoing.recv(), if leaving.is_none() => match message {
                     Some(Outgoing::Farewell { panicked }) => {
-                        let farewell = Message::Farewell { panicked };
-                        control.leave(&farewell);
-                        let limit = if control.is_hub() { PATIENCE } else { LINGER };
-                        leaves = Some((farewell, tokio::time::Instant::now() + limit));
+                        let goodbye = Message::Farewell { panicked };
+                        control.leave(&goodbye);
+                        let limit = if control.is_hub() { GOODBYE_TIMEOUT } else { LINGER };
+                        leaving = Some((goodbye, tokio::time::Instant::now() + limit));
                     }
-                    Some(said) => control.say(said),
+                    Some(message) => control.handle_outgoing(message),
                     None => return,
                 },
-                // The higher rank of a pair dials; a lower one knocks, to be dialled.
-                Some((peer, stream)) = come.recv() => match peer > control.rank() {
-                    true => control.joins(peer, stream),
-                    false => control.meet(),
+                // The higher rank of a pair dials. A lower rank knocks in order to be dialled.
+                Some((peer, stream)) = accepted.recv() => match peer > control.rank() {
+                    true => control.attach(peer, stream),
+                    false => control.form_mesh(),
                 },
-                Some((peer, event)) = happening.recv() => control.happens(peer, event),
-                _ = beats.tick() => control.beat(),
-                () = past(leaves.as_ref().map(|(_, end)| *end)) => return,
+                Some((peer, event)) = event_queue.recv() => control.handle_event(peer, event),
+                _ = ticks.tick() => control.tick(),
+                () = wait_until(leaving.as_ref().map(|(_, end)| *end)) => return,
             }
         }
     };
     serving.await;
-    // Who has been let in meanwhile is told what all others are.
-    come.close();
-    while let Ok((peer, stream)) = come.try_recv() {
+    // Connections that were accepted meanwhile get the same messages as all others.
+    accepted.close();
+    while let Ok((peer, stream)) = accepted.try_recv() {
         if peer > control.rank() {
-            control.joins(peer, stream);
+            control.attach(peer, stream);
         }
     }
-    if let Some((farewell, _)) = leaves.filter(|_| control.is_hub()) {
-        control.spread(&Frame::Own(farewell), None);
+    if let Some((goodbye, _)) = leaving.filter(|_| control.is_hub()) {
+        control.fan_out(&Frame::Own(goodbye), None);
     }
-    control.lines.clear();
-    // Writers end with the farewell; one whose peer does not read is given up.
-    let _ = timeout(PATIENCE, async { while control.writing.join_next().await.is_some() {} }).await;
+    control.connections.clear();
+    // Write tasks end with the goodbye. One whose peer does not read is abandoned at the timeout.
+    let _ = timeout(GOODBYE_TIMEOUT, async { while control.writing.join_next().await.is_some() {} }).await;
 }
 
-/// Waits until then, or for ever.
-async fn past(instant: Option<tokio::time::Instant>) {
+/// Waits until `instant`, or forever if there is none.
+async fn wait_until(instant: Option<tokio::time::Instant>) {
     match instant {
         Some(instant) => tokio::time::sleep_until(instant).await,
         None => std::future::pending().await,
     }
 }
 
-/// What the control thread knows, besides the board.
+/// The state of the control thread, besides the board.
 struct Control {
     member: Member,
     addresses: Vec<SocketAddr>,
     board: Arc<Board>,
-    /// By rank.
-    lines: Vec<Line>,
-    pulse: Pulse,
+    /// The connection to each peer, by rank.
+    connections: Vec<Connection>,
+    detector: FailureDetector,
     events: Sender<(usize, Event)>,
     writing: JoinSet<()>,
-    /// So far.
-    connections: usize,
+    /// Number of connections opened so far.
+    opened: usize,
     news: UnboundedSender<Heard>,
-    /// By rank: whether it has said a word on a connection to this one.
-    spoke: Vec<bool>,
+    /// By rank: whether a message has arrived on a connection to this rank.
+    greeted: Vec<bool>,
     star: Option<Star>,
 }
 
@@ -156,55 +156,55 @@ impl Control {
         self.member.rank
     }
 
-    /// Whether this rank passes on what the others say.
+    /// Whether this rank relays the messages of the others.
     fn is_hub(&self) -> bool {
         self.star.is_some() && self.rank() == 0
     }
 
-    /// The connection to rank 0, where that passes on what this rank says.
+    /// Returns the connection to rank 0, if rank 0 relays this rank's messages.
     fn hub(&self) -> Option<&Writer> {
         let serves = self.star.as_ref().is_some_and(|star| star.hub == Hub::Serves);
-        match self.lines.first() {
-            Some(Line::Open(writer)) if serves && self.rank() != 0 => Some(writer),
+        match self.connections.first() {
+            Some(Connection::Open(writer)) if serves && self.rank() != 0 => Some(writer),
             _ => None,
         }
     }
 
-    /// Says it to those that are connected, but for `other`.
-    fn spread(&self, frame: &Frame, other: Option<usize>) {
-        for (peer, line) in self.lines.iter().enumerate() {
-            if let Line::Open(writer) = line
-                && other != Some(peer)
+    /// Sends a frame on every open connection except that to `except`.
+    fn fan_out(&self, frame: &Frame, except: Option<usize>) {
+        for (peer, connection) in self.connections.iter().enumerate() {
+            if let Connection::Open(writer) = connection
+                && except != Some(peer)
             {
                 writer.send(frame.clone());
             }
         }
     }
 
-    /// Says it to all, as far as there is a way.
-    fn tell(&self, message: Message) {
+    /// Sends a message to all ranks: through the hub if there is one, else on every open connection.
+    fn broadcast(&self, message: Message) {
         match self.hub() {
             Some(hub) => hub.send(Frame::Relay { to: None, message }),
-            None => self.spread(&Frame::Own(message), None),
+            None => self.fan_out(&Frame::Own(message), None),
         }
     }
 
-    /// Says it to one.
+    /// Sends a message to one rank. If there is no path to it, forms a mesh first.
     fn send(&mut self, peer: usize, message: Message) {
-        if let Line::Open(writer) = &self.lines[peer] {
+        if let Connection::Open(writer) = &self.connections[peer] {
             return writer.send(Frame::Own(message));
         }
         if let Some(hub) = self.hub() {
             return hub.send(Frame::Relay { to: Some(peer as u32), message });
         }
-        self.meet();
-        if let Line::Coming(first) = &mut self.lines[peer] {
+        self.form_mesh();
+        if let Connection::Pending(first) = &mut self.connections[peer] {
             first.push(message);
         }
     }
 
-    /// Says what the threads that run operations want said.
-    fn say(&mut self, outgoing: Outgoing) {
+    /// Handles a request from the threads that run operations.
+    fn handle_outgoing(&mut self, outgoing: Outgoing) {
         match outgoing {
             Outgoing::Calling(site) => {
                 self.announce(site.sequence, Message::Calling(site));
@@ -213,89 +213,89 @@ impl Control {
             Outgoing::Failed(error, completed) => self.fail(Message::Failed(error, completed)),
             Outgoing::Invites(peer, invitation) => self.send(peer, Message::Invites(invitation)),
             Outgoing::Word(word) => {
-                self.meet();
+                self.form_mesh();
                 let message = Message::Word(word);
-                self.spread(&Frame::Own(message.clone()), None);
-                self.star.iter_mut().for_each(|star| star.said.push(message.clone()));
+                self.fan_out(&Frame::Own(message.clone()), None);
+                self.star.iter_mut().for_each(|star| star.replay.push(message.clone()));
             }
-            // See `run`.
+            // `run` handles it.
             Outgoing::Farewell { .. } => {}
         }
     }
 
-    /// Says what this rank called. In a star all hear it, once: where one rank asks, most do.
+    /// Answers `peer` with this rank's call. In a star the answer goes to all ranks, once: if one rank asks, most do.
     fn answer(&mut self, peer: usize, site: Site) {
         let Some(star) = &self.star else { return self.send(peer, Message::Called(site)) };
-        if star.announced != Some(site.sequence) {
+        if star.announced_sequence != Some(site.sequence) {
             self.announce(site.sequence, Message::Called(site));
         }
     }
 
-    /// Serves a connection to `peer`.
+    /// Starts to serve a connection to `peer`.
     fn open(&mut self, peer: usize, stream: TcpStream) {
-        // What this end says must not wait for more of it. If it does, it is slower and no less right.
+        // Small frames must not wait for more data. If this fails, the connection is slower but still correct.
         let _ = stream.set_nodelay(true);
         let (reader, writer) = stream.into_split();
         let (frames, queue) = unbounded_channel();
-        self.connections += 1;
-        tokio::spawn(read((peer, self.connections), reader, self.board.clone(), self.events.clone()));
+        self.opened += 1;
+        tokio::spawn(read((peer, self.opened), reader, self.board.clone(), self.events.clone()));
         self.writing.spawn(write(writer, queue));
-        self.lines[peer] = Line::Open(Writer::new(frames, self.connections));
+        self.connections[peer] = Connection::Open(Writer::new(frames, self.opened));
     }
 
-    fn happens(&mut self, peer: usize, event: Event) {
-        let is = |number| matches!(&self.lines[peer], Line::Open(writer) if writer.number == number);
+    fn handle_event(&mut self, peer: usize, event: Event) {
+        let is = |number| matches!(&self.connections[peer], Connection::Open(writer) if writer.number == number);
         match event {
-            Event::Heard(number, frame) if is(number) => self.heard(peer, frame),
-            Event::Over(number, reason) if is(number) => {
-                let ended = self.spoke[peer] || self.begun();
-                self.loses(peer, reason, ended);
+            Event::Received(number, frame) if is(number) => self.handle_frame(peer, frame),
+            Event::Closed(number, reason) if is(number) => {
+                let ended = self.greeted[peer] || self.all_begun();
+                self.disconnected(peer, reason, ended);
             }
-            Event::Dialled(stream) => self.joins(peer, stream),
-            Event::Unreachable { reason, ended } if matches!(self.lines[peer], Line::Coming(_)) => {
+            Event::Dialled(stream) => self.attach(peer, stream),
+            Event::Unreachable { reason, ended } if matches!(self.connections[peer], Connection::Pending(_)) => {
                 let star = self.star.as_ref();
                 if ended && star.is_some_and(|star| matches!(star.hub, Hub::Left(_))) {
-                    // It left after rank 0, which could not tell of it, or died then.
+                    // It left or died after rank 0, which could not report it.
                     self.board.left(peer);
                 }
-                let doubts = star.is_some_and(|star| star.doubts);
-                self.loses(peer, reason, ended && self.begun() && !doubts);
+                let uncertain = star.is_some_and(|star| star.uncertain);
+                self.disconnected(peer, reason, ended && self.all_begun() && !uncertain);
             }
-            // Of a connection that another one has replaced.
+            // An event of a connection that another one has replaced.
             _ => {}
         }
     }
 
-    /// The way to `peer` has ended, or there is none; `ended` says that the peer has, most likely.
-    fn loses(&mut self, peer: usize, reason: String, ended: bool) {
-        self.lines[peer] = Line::Over;
-        let fresh = self.board.lost(peer, reason.clone());
-        // Nobody hears it any more where the rank is about to leave; so everywhere.
+    /// The connection to `peer` has ended, or none could be made. `ended`: most likely the peer has ended too.
+    fn disconnected(&mut self, peer: usize, reason: String, ended: bool) {
+        self.connections[peer] = Connection::Closed;
+        let fresh = self.board.mark_lost(peer, reason.clone());
+        // The receiver is gone if this rank is about to leave. The same holds wherever `news` is sent.
         let _ = self.news.send((peer, if ended { News::Closed } else { News::Silent }));
-        self.lost(peer, reason, ended, fresh);
+        self.report_loss(peer, reason, ended, fresh);
     }
 
-    /// `peer` has said this to this rank itself.
-    fn hears(&mut self, peer: usize, message: Message) {
+    /// Handles a message that `peer` sent on its own connection to this rank.
+    fn handle_message(&mut self, peer: usize, message: Message) {
         match &message {
             Message::Word(word) => {
                 let _ = self.news.send((peer, News::Said(word.clone())));
-                self.star.iter_mut().for_each(|star| star.moved[peer] = true);
-                // The others must hear it too.
-                self.meet();
+                self.star.iter_mut().for_each(|star| star.shrinking[peer] = true);
+                // The other ranks must receive it too, and it is not relayed.
+                self.form_mesh();
             }
-            Message::Failed(..) if self.is_hub() => return self.pass(peer, message),
-            // It tells all.
-            Message::Failed(..) if peer == 0 => self.star.iter_mut().for_each(|star| star.known = true),
+            Message::Failed(..) if self.is_hub() => return self.relay(peer, message),
+            // Rank 0 reports it to all ranks.
+            Message::Failed(..) if peer == 0 => self.star.iter_mut().for_each(|star| star.failure_known = true),
             Message::Farewell { panicked } => {
                 let panicked = *panicked;
-                self.lines[peer] = Line::Over;
+                self.connections[peer] = Connection::Closed;
                 let _ = self.news.send((peer, News::Left));
-                if self.is_hub() && !self.star.as_ref().is_some_and(|star| star.moved[peer]) {
+                if self.is_hub() && !self.star.as_ref().is_some_and(|star| star.shrinking[peer]) {
                     let from = peer as u32;
-                    self.spread(&Frame::Relayed { from, message: message.clone() }, Some(peer));
+                    self.fan_out(&Frame::Relayed { from, message: message.clone() }, Some(peer));
                 } else if peer == 0 && !self.is_hub() {
-                    self.is_left(panicked);
+                    self.hub_left(panicked);
                 }
             }
             _ => {}
@@ -305,33 +305,34 @@ impl Control {
         }
     }
 
-    /// Says a word to those that are connected, and gives those up that have been silent for too long.
-    fn beat(&mut self) {
-        let away = self.pulse.was_away(Instant::now());
-        for peer in 0..self.lines.len() {
-            let Line::Open(writer) = &self.lines[peer] else { continue };
-            if !self.pulse.watches(peer) {
+    /// Sends a heartbeat on every open connection, and declares peers lost that have been silent for too long.
+    fn tick(&mut self) {
+        let suspended = self.detector.tick(Instant::now());
+        for peer in 0..self.connections.len() {
+            let Connection::Open(writer) = &self.connections[peer] else { continue };
+            if !self.detector.is_monitored(peer) {
                 continue;
             }
             writer.send(Frame::Own(Message::Here));
-            if self.pulse.misses(peer, &self.board) {
-                self.silent(peer);
+            if self.detector.check(peer, &self.board) {
+                self.declare_lost(peer);
             }
         }
-        self.waits(away);
+        self.tick_star(suspended);
     }
 
-    /// Nothing was heard of `peer` for too long. Its connection stays: it may still hear that others go on without it.
-    fn silent(&mut self, peer: usize) {
-        let reason = "nothing was heard of it for too long, though its connection is open: it is stopped, or the network \
-                      between is down; BONFIRE_SILENCE sets how long";
+    /// `peer` was silent for too long. Its connection stays: the peer may still learn that the others continue without
+    /// it.
+    fn declare_lost(&mut self, peer: usize) {
+        let reason = "nothing arrived from it for too long (BONFIRE_SILENCE), though its connection is open: it is \
+                      stopped, or the network between is down";
         if peer == 0 {
-            self.star.iter_mut().for_each(|star| star.doubts = true);
+            self.star.iter_mut().for_each(|star| star.uncertain = true);
         }
-        // Who is known to have gone is not silent.
-        if self.board.lost(peer, reason.into()) {
+        // A peer that is known to be gone is not reported as silent.
+        if self.board.mark_lost(peer, reason.into()) {
             let _ = self.news.send((peer, News::Silent));
-            self.lost(peer, reason.into(), false, true);
+            self.report_loss(peer, reason.into(), false, true);
         }
     }
 }

@@ -1,4 +1,4 @@
-//! What a thread that waits for a peer looks out for besides the peer.
+//! Events that end a thread's wait for a peer: failures, mismatches, the deadline.
 
 use std::time::{Duration, Instant};
 
@@ -9,17 +9,19 @@ use super::message::Outgoing;
 use crate::sync::{Deadline, NAP, Patience, STALL};
 use crate::types::{Call, Error, Fault, Ranks, Site};
 
-/// Once a mismatch is certain, how long ranks that have not called anything yet are waited for before it is reported.
+/// Once a mismatch is certain, how long to wait for the calls of the remaining ranks before it is reported.
 const GRACE: Duration = Duration::from_secs(2);
-/// How often answers are looked for after a stall.
-const LOOK: Duration = Duration::from_millis(20);
+/// Interval between two checks for answers after a stall.
+const POLL: Duration = Duration::from_millis(20);
 
+/// Monitors one operation on behalf of a thread that waits in it.
 pub(crate) struct Watch<'a> {
     rank: usize,
     board: &'a Board,
     control: &'a UnboundedSender<Outgoing>,
     tag: &'a Site,
     deadline: &'a Deadline,
+    /// Set once the operation has stalled. In a collective, the peers are asked for their calls then.
     stalled: bool,
     patience: Patience<'a>,
 }
@@ -43,36 +45,36 @@ impl<'a> Watch<'a> {
         self.deadline.remaining()
     }
 
-    /// Whether the group failed in a later operation: what wakes sleepers stays on, and is nothing to wake for.
+    /// Whether the group failed in a later operation. The wake descriptor then stays readable and must be ignored.
     pub fn deaf(&self) -> bool {
         self.board.failure().is_some() && self.board.failure_in(self.tag).is_none()
     }
 
-    /// How long to wait before the next tick.
+    /// Returns how long to wait before the next [`tick`](Watch::tick).
     pub fn pause(&self) -> Duration {
-        // Well before the deadline, so that the answers are there when it names who is missing.
-        let next = if self.stalled { LOOK } else { STALL.min(self.deadline.tenth()) };
+        // Ask well before the deadline, so that the answers have arrived when its error names the missing ranks.
+        let next = if self.stalled { POLL } else { STALL.min(self.deadline.tenth()) };
         next.min(self.deadline.remaining()).max(NAP)
     }
 
-    /// Called when nothing has moved for a pause, while `peer` is waited for: looks for a failure of the group, asks the
-    /// peers what they called, warns, and gives up at the deadline.
+    /// Call this when nothing has moved for a pause while the thread waits for `peer`. Checks for a failure of the
+    /// group, asks the peers for their calls, warns about a long wait, and returns an error at the deadline.
     pub fn tick(&mut self, peer: usize) -> Result<(), Fault> {
         if let Some(fault) = self.board.failure_in(self.tag) {
             return Err(fault);
         }
-        self.ask();
+        self.ask_peers();
         let calls = self.board.calls(self.rank, self.tag.sequence, self.tag.call);
-        if self.collective()
+        if self.is_collective()
             && let Some(error) = verdict(self.tag.sequence, &calls)
         {
             return Err(Fault::Failed(error));
         }
-        // Ranks that have not begun this operation are what is missing; if all have, it is the peer that is slow.
-        let collective = self.collective();
+        // Ranks that have not begun this operation are missing; if all have begun it, the peer is the straggler.
+        let is_collective = self.is_collective();
         let missing = || {
             let silent: Vec<usize> = (0..calls.len()).filter(|rank| calls[*rank].is_none()).collect();
-            if silent.is_empty() || !collective { vec![peer] } else { silent }
+            if silent.is_empty() || !is_collective { vec![peer] } else { silent }
         };
         if self.deadline.passed() {
             return Err(Fault::Timeout { missing: missing() });
@@ -83,19 +85,19 @@ impl<'a> Watch<'a> {
         Ok(())
     }
 
-    /// `peer` sent a message with another tag. Finds out what all ranks called, so that all report the same.
+    /// Returns the fault after `peer` sent another tag. Collects all ranks' calls, so that all report the same error.
     pub fn unexpected(&mut self, peer: usize, tag: Site) -> Fault {
-        if !self.collective() {
-            // The two ends of a message are all there is to compare, and both are known.
+        if !self.is_collective() {
+            // Only the two ends of a message are compared, and both are known.
             return Fault::Unexpected { peer, site: tag };
         }
         self.disagree(&[(peer, tag.call)])
     }
 
-    /// These ranks were seen to call something else in this collective, or the same. Finds out what all called, so that
-    /// all report the same.
+    /// Returns the fault of a collective in which ranks were seen to make these calls, different from this rank's or
+    /// not. Collects all ranks' calls, so that all report the same error.
     pub fn disagree(&mut self, seen: &[(usize, Call)]) -> Fault {
-        self.ask();
+        self.ask_peers();
         let until = Instant::now() + GRACE.min(self.deadline.remaining());
         let known = || self.board.calls(self.rank, self.tag.sequence, self.tag.call);
         self.board.sleep(until, || self.board.failure_in(self.tag).is_some() || known().iter().all(Option::is_some));
@@ -112,16 +114,16 @@ impl<'a> Watch<'a> {
         })
     }
 
-    fn ask(&mut self) {
-        if !self.stalled && self.collective() {
+    fn ask_peers(&mut self) {
+        if !self.stalled && self.is_collective() {
             let site = Site { call: self.tag.call, sequence: self.tag.sequence };
             let _ = self.control.send(Outgoing::Calling(site));
         }
         self.stalled = true;
     }
 
-    /// Messages from rank to rank are numbered apart, so there is nothing to compare among all ranks.
-    fn collective(&self) -> bool {
+    /// Whether all ranks' calls can be compared. Point-to-point operations are numbered per pair, so theirs cannot.
+    fn is_collective(&self) -> bool {
         self.tag.call.operation.is_collective()
     }
 }

@@ -1,4 +1,4 @@
-//! What ranks of a group tell each other to go on without those that are lost.
+//! Messages of the shrink protocol, by which the survivors of a group agree on a new one.
 
 use std::collections::BTreeSet;
 
@@ -6,32 +6,33 @@ use serde::{Deserialize, Serialize};
 
 use super::invitation::Door;
 
-/// Who goes on, as one rank sees it. Ranks are those of the old group.
+/// The membership of the new group, as one rank sees it. Ranks are numbered as in the old group.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Standing {
     pub members: BTreeSet<usize>,
-    /// Who has certainly ended, and goes on nowhere else.
+    /// Ranks that have certainly ended and continue in no other group.
     pub gone: BTreeSet<usize>,
 }
 
+/// A shrink message.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum Word {
-    /// These should go on; this is where I await them.
+    /// The sender proposes this membership, and accepts the members' connections at this door.
     Proposes(Standing, Door),
-    /// My end of the group of these is ready.
+    /// The sender's end of the group with this membership is ready.
     Formed(Standing),
-    /// All ends of the group of these are ready: it is what comes of the old group.
+    /// All ends of the group with this membership are ready: it succeeds the old group.
     Agreed(Standing),
 }
 
-/// What a rank that goes on hears of another.
+/// A peer's shrink message, or a change in its state, for a rank that shrinks the group.
 #[derive(Debug)]
 pub(crate) enum News {
     Said(Word),
-    /// It said farewell.
+    /// It sent a goodbye.
     Left,
     /// Its connection ended.
     Closed,
-    /// Nothing was heard of it for too long.
+    /// It was silent for longer than the heartbeat timeout.
     Silent,
 }

@@ -1,4 +1,4 @@
-//! Operations whose data the group does not carry: its ranks agree on what they do, and do it another way.
+//! Operations whose data the group does not carry: its ranks agree on the call, and another library moves the data.
 
 use std::panic::Location;
 use std::sync::Arc;
@@ -15,12 +15,12 @@ use crate::sync::Deadline;
 use crate::transport::Buffers;
 use crate::types::{Call, DType, Error, Operation, Parts, Site};
 
-/// What ranks do with each other beside operations.
+/// What a layer above can do with a group besides operations.
 pub trait Agreement {
-    /// Starts an operation that the group does not carry itself. When its turn has come, `prepare` is called, then all ranks
-    /// tell each other what they call, and then `run`, with what is left of the time. Errors of any of these end the group.
+    /// Starts an operation whose data the group does not carry. When its turn comes, `prepare` runs, then all ranks
+    /// exchange their calls, then `run` runs with the remaining time. An error of any of these poisons the group.
     ///
-    /// To a rank that calls something that the group does carry, this is an `all_gather` of so many tags.
+    /// To a rank that calls one of the group's own operations, this is an `all_gather` of one tag per rank.
     fn start_agreed<P, T: Send + 'static>(
         &self,
         call: Call,
@@ -28,14 +28,15 @@ pub trait Agreement {
         run: impl FnOnce(P, &Site, &Deadline) -> Result<T, Error> + Send + 'static,
     ) -> Result<Agreed<T>, Error>;
 
-    /// What every rank says, or the error of the first that has one: the same on all ranks.
+    /// Gathers a value from every rank. Returns all values in rank order, or the error of the lowest rank that has one:
+    /// the same result on all ranks.
     fn tell_all<T: Serialize + DeserializeOwned>(&self, own: Result<T, Error>) -> Result<Vec<T>, Error>;
 
-    /// Ends the group because this rank cannot go on in it, so that no rank waits for it.
+    /// Poisons the group because this rank cannot continue in it, so that no rank waits for it.
     fn abandon(&self, error: Error);
 
-    /// What a layer above has for this group: made when it is first asked for, and kept until the last handle is dropped.
-    /// It must hold no handle itself.
+    /// Returns the state that a layer above attaches to this group. `make` creates it on first use, and it is kept
+    /// until the last handle is dropped. It must not hold a handle itself.
     fn keep<T: Keepsake>(&self, make: impl FnOnce() -> Result<T, Error>) -> Result<Arc<T>, Error>;
 }
 
@@ -46,12 +47,12 @@ pub struct Agreed<T> {
 }
 
 impl<T> Agreed<T> {
-    /// Waits until all ranks have called it and `run` has returned on this one; then for `finish`, which gets what `run`
-    /// gave, and may ask what has happened that the operation may not survive. Its error ends the group.
+    /// Waits until all ranks have called it and `run` has returned on this rank, then calls `finish` with the result of
+    /// `run`. `finish` may ask for failures that the operation may not survive. Its error poisons the group.
     pub fn wait(self, finish: impl FnOnce(T, &dyn Fn() -> Option<Error>) -> Result<(), Error>) -> Result<(), Error> {
         let Some((started, site, deadline)) = self.work.wait().map_err(|(error, _)| error)? else { return Ok(()) };
         let outcome = finish(started, &|| self.core.trouble(site, &deadline));
-        outcome.map_err(|error| self.core.give_up(error, site.sequence))
+        outcome.map_err(|error| self.core.abort_after(error, site.sequence))
     }
 }
 
@@ -66,9 +67,9 @@ impl Agreement for Group {
         let (limit, at) = (self.deadline(), Location::caller());
         let work = self.progress()?.start(&self.core, None, move |core, result| {
             let deadline = Deadline::after(limit);
-            let prepared = prepare().map_err(|error| core.abandon(error))?;
+            let prepared = prepare().map_err(|error| core.abort(error))?;
             let site = Site { call, sequence: agree(core, call, &deadline, at)? };
-            let started = run(prepared, &site, &deadline).map_err(|error| core.abandon(error))?;
+            let started = run(prepared, &site, &deadline).map_err(|error| core.abort(error))?;
             *result = Some((started, site, deadline));
             Ok(())
         });
@@ -77,29 +78,29 @@ impl Agreement for Group {
 
     #[track_caller]
     fn tell_all<T: Serialize + DeserializeOwned>(&self, own: Result<T, Error>) -> Result<Vec<T>, Error> {
-        let unreadable = |error: postcard::Error| Error::io("reading what ranks tell each other", error);
-        let bytes = postcard::to_stdvec(&own).map_err(unreadable)?;
+        let codec_error = |error: postcard::Error| Error::io("encoding or decoding the values of all ranks", error);
+        let bytes = postcard::to_stdvec(&own).map_err(codec_error)?;
         let (all, sizes) = self.all_gather_v(&bytes)?;
         let mut rest = &all[..];
         let each = sizes.into_iter().map(|size| {
             let (one, others) = rest.split_at(size);
             rest = others;
-            postcard::from_bytes::<Result<T, Error>>(one).map_err(unreadable)?
+            postcard::from_bytes::<Result<T, Error>>(one).map_err(codec_error)?
         });
         each.collect()
     }
 
     fn abandon(&self, error: Error) {
         let _turn = self.turn();
-        self.core.abandon(error);
+        self.core.abort(error);
     }
 
     fn keep<T: Keepsake>(&self, make: impl FnOnce() -> Result<T, Error>) -> Result<Arc<T>, Error> {
-        self.kept(make)
+        self.keepsake(make)
     }
 }
 
-/// Returns once all ranks have made this call, with its number.
+/// Waits until all ranks have made this call. Returns its sequence number.
 fn agree(core: &Core, call: Call, deadline: &Deadline, at: CallSite) -> Result<u64, Error> {
     let tag = Site { sequence: 0, call }.to_bytes();
     let mut tags = vec![0; Site::BYTES * core.world_size()];
@@ -111,9 +112,9 @@ fn agree(core: &Core, call: Call, deadline: &Deadline, at: CallSite) -> Result<u
     if calls.iter().all(|other| *other == tag) {
         return Ok(sequence);
     }
-    let readable = calls.iter().map(Site::from_bytes).enumerate();
-    let calls = readable.filter_map(|(rank, tag)| Some((rank, tag?.call))).collect();
-    Err(core.abandon(Error::Mismatch { sequence, calls }))
+    let decoded = calls.iter().map(Site::from_bytes).enumerate();
+    let calls = decoded.filter_map(|(rank, tag)| Some((rank, tag?.call))).collect();
+    Err(core.abort(Error::Mismatch { sequence, calls }))
 }
 
 #[cfg(test)]
@@ -134,7 +135,7 @@ mod tests {
         }
     }
 
-    /// What comes of an agreed operation of each rank, which prepares and runs as the two functions say.
+    /// Runs one agreed operation on `n` ranks, which prepare and run as the two functions say, and returns the results.
     fn start(
         n: usize,
         call: impl Fn(usize) -> Call + Copy + Send + 'static,
@@ -158,13 +159,13 @@ mod tests {
     }
 
     #[test]
-    fn every_rank_runs_what_it_prepared() {
+    fn each_rank_runs_with_its_prepared_value() {
         let results = start(3, |_| all_reduce(5), |rank| Ok(rank * 10), |it| Ok(it + 1));
         assert_eq!(results, [Ok(Some(1)), Ok(Some(11)), Ok(Some(21))]);
     }
 
     #[test]
-    fn ranks_that_call_something_else_learn_who_called_what() {
+    fn different_calls_are_a_mismatch_that_lists_all_calls() {
         let results = start(3, |rank| all_reduce(5 + rank / 2), Ok, |_| panic!("it must not run"));
         let calls = vec![(0, all_reduce(5)), (1, all_reduce(5)), (2, all_reduce(6))];
         for result in results {
@@ -173,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rank_that_cannot_keeps_nobody_waiting() {
+    fn a_failed_prepare_or_run_does_not_hang_peers() {
         let cause = || Error::argument("test", "on purpose");
         let fails = move |rank| if rank == 1 { Err(cause()) } else { Ok(rank) };
         assert_eq!(start(2, |_| all_reduce(1), fails, Ok), [Err(cause()), Err(cause())]);
@@ -182,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn every_rank_gets_what_every_rank_says_or_the_first_error() {
+    fn tell_all_returns_all_values_or_the_first_error() {
         let run = |n: usize, bad: &'static [usize]| {
             let ranks = Group::threads(n).unwrap().into_iter().map(|group| {
                 thread::spawn(move || {
@@ -199,7 +200,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rank_that_cannot_go_on_keeps_nobody_waiting() {
+    fn a_rank_that_abandons_the_group_does_not_hang_peers() {
         let mut groups = Group::threads(2).unwrap();
         let (one, zero) = (groups.pop().unwrap(), groups.pop().unwrap());
         let cause = Error::argument("test", "on purpose");

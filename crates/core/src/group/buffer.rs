@@ -1,4 +1,4 @@
-//! Buffers in memory that suits a group.
+//! Buffers in the memory that suits a group.
 
 use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
@@ -7,45 +7,45 @@ use std::{fmt, io};
 use crate::transport::Storage;
 use crate::types::{Element, Error};
 
-/// Elements in memory that suits a group; [`Group::allocate`](crate::Group::allocate) makes it.
+/// Elements in the memory that suits a group, made by [`Group::allocate`](crate::Group::allocate).
 ///
-/// Where ranks are processes of one host, it is memory that they share. An operation on more than 1 KiB then runs
-/// straight between the buffers if every rank's buffers are of this kind, those that the other ranks have to reach. Else
-/// it runs as on any other memory. An output may be a part of a buffer, if it begins at a multiple of 64 KiB and ends at
-/// one or with the buffer: after a failure its pages are taken back from the others, with nothing else on them.
+/// If the ranks are processes of one host, the memory is shared between them. An operation on more than 1 KiB then runs
+/// directly between the ranks' buffers, if every buffer that other ranks must access is of this kind; otherwise it runs
+/// as on any other memory. An output may be part of a buffer if it begins at a multiple of 64 KiB and ends at one or at
+/// the end of the buffer: after a failure its pages are taken back from the peers, so they must hold nothing else.
 ///
-/// A buffer works with every group and outlives the one that it is from. Dropped, its memory is kept for the next
-/// buffers, up to 256 MiB on each rank: a program may make its buffers anew in every step.
+/// A buffer works with every group and may outlive the group that made it. When it is dropped, its memory is kept for
+/// later buffers, up to 256 MiB on each rank, so a program may allocate its buffers anew in every step.
 ///
-/// The other processes of the group could write to a buffer at any time, as threads could. Sound ones do it in an
-/// operation on it only.
+/// The other processes of the group could write to a buffer at any time, as threads could. Correct ones do so only
+/// during an operation on it.
 pub struct Buffer<T> {
     memory: Memory<T>,
     len: usize,
 }
 
 enum Memory<T> {
-    Ordinary(Box<[T]>),
-    Suited(Box<dyn Storage>, PhantomData<T>),
+    Heap(Box<[T]>),
+    Engine(Box<dyn Storage>, PhantomData<T>),
 }
 
 impl<T: Element> Buffer<T> {
     pub(super) fn new(
         len: usize,
-        suited: impl FnOnce(usize) -> Option<io::Result<Box<dyn Storage>>>,
+        from_engine: impl FnOnce(usize) -> Option<io::Result<Box<dyn Storage>>>,
     ) -> Result<Self, Error> {
         let failed = |bytes: usize, reason: &dyn fmt::Display| {
-            let text = format!("a buffer of {} MiB is not to be had: {reason}", bytes.div_ceil(1 << 20));
+            let text = format!("no buffer of {} MiB: {reason}", bytes.div_ceil(1 << 20));
             Error::io("allocate", io::Error::new(io::ErrorKind::OutOfMemory, text))
         };
-        let none = "there is not so much memory";
-        // No object is larger, whatever the machine.
+        let no_memory = "there is not enough memory";
+        // No allocation is larger, on any machine.
         let bytes = len.checked_mul(size_of::<T>()).filter(|bytes| isize::try_from(*bytes).is_ok());
-        let bytes = bytes.ok_or_else(|| failed(usize::MAX, &none))?;
-        let memory = match suited(bytes) {
-            Some(storage) => Memory::Suited(storage.map_err(|e| failed(bytes, &e))?, PhantomData),
+        let bytes = bytes.ok_or_else(|| failed(usize::MAX, &no_memory))?;
+        let memory = match from_engine(bytes) {
+            Some(storage) => Memory::Engine(storage.map_err(|e| failed(bytes, &e))?, PhantomData),
             None => {
-                Memory::Ordinary(bytemuck::allocation::try_zeroed_slice_box(len).map_err(|()| failed(bytes, &none))?)
+                Memory::Heap(bytemuck::allocation::try_zeroed_slice_box(len).map_err(|()| failed(bytes, &no_memory))?)
             }
         };
         Ok(Buffer { memory, len })
@@ -57,11 +57,11 @@ impl<T: Element> Deref for Buffer<T> {
 
     fn deref(&self) -> &[T] {
         match &self.memory {
-            Memory::Ordinary(elements) => elements,
-            // SAFETY: as `Storage` promises, the memory is valid for the bytes that were asked for, which `len` elements
-            // have, and aligned; it began as zeros, and any bytes are elements. The borrow is of this buffer, which
-            // alone has it.
-            Memory::Suited(storage, _) => unsafe {
+            Memory::Heap(elements) => elements,
+            // SAFETY: `Storage` guarantees that the memory is aligned and valid for the bytes that were requested,
+            // which are those of `len` elements. The bytes began as zeros, and any bytes are valid elements. The borrow
+            // is of this buffer, the only owner of the storage.
+            Memory::Engine(storage, _) => unsafe {
                 std::slice::from_raw_parts(storage.start().cast().as_ptr(), self.len)
             },
         }
@@ -71,9 +71,9 @@ impl<T: Element> Deref for Buffer<T> {
 impl<T: Element> DerefMut for Buffer<T> {
     fn deref_mut(&mut self) -> &mut [T] {
         match &mut self.memory {
-            Memory::Ordinary(elements) => elements,
-            // SAFETY: as above, and the borrow is exclusive.
-            Memory::Suited(storage, _) => unsafe {
+            Memory::Heap(elements) => elements,
+            // SAFETY: as in `deref`, and the borrow is exclusive.
+            Memory::Engine(storage, _) => unsafe {
                 std::slice::from_raw_parts_mut(storage.start().cast().as_ptr(), self.len)
             },
         }
@@ -92,11 +92,11 @@ impl<T> fmt::Debug for Buffer<T> {
     }
 }
 
-/// Zeros in ordinary memory, of a length that other ranks may have named.
+/// Returns zeros in ordinary memory. Other ranks may have determined the length, so a failed allocation is an error.
 pub fn zeroed<T: Element>(operation: &str, len: usize) -> Result<Vec<T>, Error> {
-    let short = |()| {
-        let text = format!("there is no memory for {len} elements of {}", T::DTYPE);
+    let no_memory = |()| {
+        let text = format!("not enough memory for {len} elements of type {}", T::DTYPE);
         Error::io(operation, io::Error::new(io::ErrorKind::OutOfMemory, text))
     };
-    bytemuck::allocation::try_zeroed_vec(len).map_err(short)
+    bytemuck::allocation::try_zeroed_vec(len).map_err(no_memory)
 }

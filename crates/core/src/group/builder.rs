@@ -1,4 +1,4 @@
-//! Settings of a group.
+//! Settings of a group, and the functions that create groups.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,10 +17,10 @@ use crate::transport::threads::Local;
 use crate::transport::{Base, Near, Transport};
 use crate::types::Error;
 
-/// How long an operation may take by default: long enough for a rank that evaluates or saves.
+/// The default deadline of an operation: long enough for a rank that evaluates or saves.
 pub const DEADLINE: Duration = Duration::from_secs(300);
 
-/// Settings of a group, from code; see [`Group::from_env`] for those from the environment.
+/// Settings of a group, from code; see [`Group::from_env`] for settings from the environment.
 ///
 /// ```no_run
 /// # let rank = 0;
@@ -51,19 +51,19 @@ impl Default for Builder {
 }
 
 impl Builder {
-    /// How long an operation may take: 300 s unless set here, by `BONFIRE_DEADLINE` or by [`Group::with_deadline`]. At a
-    /// tenth of it a warning in the log names the ranks that are missing.
+    /// Sets how long an operation may take: 300 s unless set here, by `BONFIRE_DEADLINE` or by
+    /// [`Group::with_deadline`]. After a tenth of it a warning in the log names the missing ranks.
     pub fn deadline(mut self, deadline: Duration) -> Self {
         self.deadline = deadline;
         self
     }
 
-    /// Which algorithms run operations of which size: one for all, or a table as [`Selection`] reads it. Reductions that
-    /// need a wide accumulator (16-bit floats, integer means) run as a direct exchange where they run as a plan.
+    /// Sets which algorithms run operations of which size: one algorithm for all, or a table in the syntax of
+    /// [`Selection`]. Reductions that need a wide accumulator (16-bit floats, integer means) run as a direct exchange
+    /// wherever they run as a plan.
     ///
-    /// All ranks must say the same. Processes that do not are refused when they [`connect`](Self::connect); on a
-    /// transport from elsewhere, operations in which ranks wait for each other in different plans run into their
-    /// deadline.
+    /// All ranks must set the same. Processes that differ are rejected when they [`connect`](Self::connect). On a
+    /// custom transport nothing compares them: ranks that wait for each other in different plans time out.
     ///
     /// ```
     /// # use bonfire_core::{Algorithm, Builder, Selection};
@@ -76,10 +76,10 @@ impl Builder {
         self
     }
 
-    /// A group of `world_size` ranks in this process; see [`Group::threads`].
+    /// Creates a group of `world_size` ranks in this process; see [`Group::threads`].
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for an empty group.
+    /// [`Error::InvalidArgument`] if `world_size` is 0.
     pub fn threads(self, world_size: usize) -> Result<Vec<Group>, Error> {
         if world_size == 0 {
             return Err(Error::argument("threads", "a group needs at least one rank"));
@@ -90,50 +90,53 @@ impl Builder {
         Ok(Local::group(world_size).into_iter().map(group).collect())
     }
 
-    /// A group on a transport from elsewhere; see [`Group::on`].
+    /// Creates a group on a custom transport; see [`Group::on`].
     pub fn on(self, transport: Arc<dyn Transport>) -> Group {
         let base = Base { transport, near: Near::Nobody, session: None, regroup: None };
         Group::of(Core::new(base, self.algorithms), self.deadline, None)
     }
 }
 
-/// # Making a group
+/// # Creating a group
 impl Group {
-    /// Settings for a group whose ranks are processes.
+    /// Returns the default settings, for a group whose ranks are processes.
     pub fn builder() -> Builder {
         Builder::default()
     }
 
-    /// The group that the environment describes, as the launcher made it that started this process: `bonfire run`, torchrun,
-    /// Slurm's srun, mpirun and mpiexec of Open MPI, MPICH, Intel MPI and MVAPICH2, Kubeflow's Trainer and PyTorchJob.
-    /// `docs/launchers.md` has how to run under each. Ranks on several hosts need a [`secret`](Builder::secret).
+    /// Connects to the group that the environment of this process describes. Blocks until all ranks are connected.
     ///
-    /// Bonfire's own variables win over the launcher's, each by itself, and what code says over both (see
-    /// [`Builder::from_env`]): `BONFIRE_RANK`, `BONFIRE_WORLD_SIZE`, `BONFIRE_ADDRESS` and, if needed, `BONFIRE_HOST` or
-    /// `BONFIRE_IFACE` (see [`Builder::host`]), `BONFIRE_SECRET_FILE` or `BONFIRE_SECRET` (see [`Builder::secret`]),
-    /// `BONFIRE_TRANSPORT` (see [`Medium`](crate::Medium)), `BONFIRE_ALGORITHMS` (see [`Selection`]),
-    /// `BONFIRE_TCP_CONNECTIONS` (see [`Builder::tcp_connections`]), `BONFIRE_SILENCE` (seconds, see
-    /// [`Builder::silence`]) and `BONFIRE_DEADLINE` (seconds).
-    /// Blocks until all ranks are connected. SIGINT and SIGTERM become a farewell to the other ranks, see
-    /// [`Builder::leave_on_interrupt`].
+    /// These launchers set the environment: `bonfire run`, torchrun, Slurm's srun, mpirun and mpiexec of Open MPI,
+    /// MPICH, Intel MPI and MVAPICH2, Kubeflow's Trainer and PyTorchJob. `docs/launchers.md` explains how to run under
+    /// each. Ranks on several hosts need a [`secret`](Builder::secret). SIGINT and SIGTERM make the process leave the
+    /// group gracefully, see [`Builder::leave_on_interrupt`].
+    ///
+    /// Each setting is looked up by itself: settings from code (see [`Builder::from_env`]) take precedence over
+    /// Bonfire's variables, and these over the launcher's. Bonfire's variables are `BONFIRE_RANK`,
+    /// `BONFIRE_WORLD_SIZE`, `BONFIRE_ADDRESS` and, if needed, `BONFIRE_HOST` or `BONFIRE_IFACE` (see
+    /// [`Builder::host`]), `BONFIRE_SECRET_FILE` or `BONFIRE_SECRET` (see [`Builder::secret`]), `BONFIRE_TRANSPORT`
+    /// (see [`Medium`](crate::Medium)), `BONFIRE_ALGORITHMS` (see [`Selection`]), `BONFIRE_TCP_CONNECTIONS` (see
+    /// [`Builder::tcp_connections`]), `BONFIRE_SILENCE` (seconds, see [`Builder::silence`]) and `BONFIRE_DEADLINE`
+    /// (seconds).
     ///
     /// # Errors
-    /// [`Error::Config`] where variables are missing, malformed or contradict each other, [`Error::Rendezvous`] where the
-    /// ranks do not find each other within 120 s or disagree about who they are.
+    /// [`Error::Config`] if variables are missing, malformed or contradict each other. [`Error::Rendezvous`] if the
+    /// ranks do not find each other within 120 s or contradict each other.
     #[cfg(unix)]
     pub fn from_env() -> Result<Group, Error> {
         Builder::from_env()?.connect()
     }
 
-    /// A group of `world_size` ranks in this process, one handle for each, by rank. Give each to a thread of its own.
+    /// Creates a group of `world_size` ranks in this process. Returns one handle per rank, in rank order; use each on
+    /// its own thread.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for an empty group.
+    /// [`Error::InvalidArgument`] if `world_size` is 0.
     pub fn threads(world_size: usize) -> Result<Vec<Group>, Error> {
         Builder::default().threads(world_size)
     }
 
-    /// A group on a transport from elsewhere: operations run as plans on it.
+    /// Creates a group on a custom transport. Operations run as plans on it.
     pub fn on(transport: Arc<dyn Transport>) -> Group {
         Builder::default().on(transport)
     }
@@ -141,11 +144,11 @@ impl Group {
 
 #[cfg(unix)]
 impl Builder {
-    /// Settings from the environment: see [`Group::from_env`]. What is set afterwards in code wins, so what is missing is an
-    /// error of [`connect`](Self::connect) only.
+    /// Reads settings from the environment: see [`Group::from_env`]. Settings made afterwards in code take precedence,
+    /// so a missing setting is only an error of [`connect`](Self::connect).
     ///
     /// # Errors
-    /// [`Error::Config`] where a variable is malformed, or variables contradict each other.
+    /// [`Error::Config`] if a variable is malformed, or variables contradict each other.
     pub fn from_env() -> Result<Builder, Error> {
         let mut environment = crate::rendezvous::env::read(|name| std::env::var(name).ok())?;
         environment.settings.secret = Secret::from_env()?;
@@ -160,116 +163,120 @@ impl Builder {
         })
     }
 
-    /// What the environment says of this process as a rank, or `None` where nobody started it as one: for programs that
-    /// otherwise run alone, or with threads.
+    /// Returns what the environment says about this process as a rank, or `None` if it was not started as one. For
+    /// programs that otherwise run alone, or with threads.
     pub fn launched(&self) -> Option<Launched> {
         self.settings.launched()
     }
 
-    /// This process's rank, from 0 to `world_size - 1`.
+    /// Sets this process's rank, from 0 to `world_size - 1`.
     pub fn rank(mut self, rank: usize) -> Self {
         self.settings.rank = rank;
         self.settings.source.missing.rank = None;
         self
     }
 
-    /// The number of ranks.
+    /// Sets the number of ranks.
     pub fn world_size(mut self, world_size: usize) -> Self {
         self.settings.world_size = world_size;
         self.settings.source.missing.world_size = None;
-        // That they are all here was said of other ranks.
+        // A launcher's statement that all ranks are on this host was about another number of ranks.
         self.settings.source.several.take_if(|several| !*several);
         self
     }
 
-    /// Where rank 0 listens, as `host:port` or `[v6]:port`: the same on all ranks.
+    /// Sets where rank 0 listens, as `host:port` or `[v6]:port`: the same on all ranks.
     pub fn address(mut self, address: impl Into<String>) -> Self {
         self.settings.address = address.into();
         (self.settings.source.address, self.settings.source.missing.address) = (None, None);
         self
     }
 
-    /// The address of this machine on which this rank listens for its peers, where it is not rank 0; set here or by
-    /// `BONFIRE_HOST`. Otherwise it is that of the interface that `BONFIRE_IFACE` names, where ranks are on several hosts,
-    /// or else the one from which this rank reaches rank 0: loopback where that is. Beyond loopback all ranks need a
-    /// [`secret`](Self::secret).
+    /// Sets the address of this machine on which this rank listens for its peers, if it is not rank 0; also set by
+    /// `BONFIRE_HOST`. The default is the address of the interface that `BONFIRE_IFACE` names, if ranks are on several
+    /// hosts, and otherwise the address from which this rank reaches rank 0, which is loopback if rank 0 is there.
+    /// Beyond loopback all ranks need a [`secret`](Self::secret).
     pub fn host(mut self, host: impl Into<String>) -> Self {
         self.settings.host = Some(host.into());
         self
     }
 
-    /// The secret that all ranks share, and prove to each other on every connection; see [`Secret::from_file`]. Set here or
-    /// by `BONFIRE_SECRET_FILE` or `BONFIRE_SECRET`. Without one, ranks listen and dial on loopback only, where every
-    /// process of the machine can reach them. Data are not encrypted, with or without it.
+    /// Sets the secret that all ranks share, and prove to each other on every connection; see [`Secret::from_file`].
+    /// Also set by `BONFIRE_SECRET_FILE` or `BONFIRE_SECRET`. Without a secret, ranks listen and dial on loopback only,
+    /// where every process of the machine can connect to them. Data is not encrypted, with or without a secret.
     pub fn secret(mut self, secret: Secret) -> Self {
         self.settings.secret = Some(secret);
         self
     }
 
-    /// For tests: ranks that are given different names here count as being on different machines.
+    /// For tests: ranks with different names here count as being on different machines.
     #[doc(hidden)]
     pub fn machine(mut self, name: impl Into<String>) -> Self {
         self.settings.machine = Some(name.into());
         self
     }
 
-    /// For tests: the most ranks of which all are connected to each other from the start, as rank 0 says.
+    /// For tests: the largest group whose ranks are all connected to each other from the start. Rank 0's value applies.
     #[doc(hidden)]
     pub fn mesh(mut self, ranks: usize) -> Self {
         self.settings.mesh = ranks;
         self
     }
 
-    /// How long the ranks may take to find each other: 120 s unless set.
+    /// Sets how long the ranks may take to find each other: 120 s unless set.
     pub fn rendezvous_timeout(mut self, timeout: Duration) -> Self {
         self.settings.timeout = timeout;
         self
     }
 
-    /// How long a peer may be silent before it counts as lost: 5 s unless set here or by `BONFIRE_SILENCE` (seconds), and no
-    /// less than 3 s. Every rank speaks to every other once a second (in groups of more than 16 ranks, to rank 0), on a thread of its own, so a rank that computes is
-    /// not silent: one is that was stopped, or that an unplugged cable keeps away. Give more where
-    /// ranks are halted in a debugger.
+    /// Sets how long a peer may be silent before it is declared lost: 5 s unless set here or by `BONFIRE_SILENCE`
+    /// (seconds), and at least 3 s. Every rank sends every other (in groups of more than 16 ranks, rank 0) a heartbeat
+    /// once a second, from a thread of its own, so a rank that computes is not silent. A rank that was stopped is, and
+    /// so is one behind an unplugged cable. Use a longer time if ranks are halted in a debugger.
     pub fn silence(mut self, silence: Duration) -> Self {
         self.settings.silence = silence;
         self
     }
 
-    /// What carries the operations: shared memory among the ranks of a host and TCP between hosts, unless set here or by
-    /// `BONFIRE_TRANSPORT` (`auto`, `tcp`, `shm`, `mpi` or `mpi-blocking`; see [`Medium`]). A host is where ranks can all
-    /// open the same segment: on one machine, in one network namespace, as one user. All ranks of it do or none does. What
-    /// the ranks of a host bring to an operation crosses to other hosts as if they were one rank. `shm` means that all
-    /// ranks are on one host, or an error; `tcp` means TCP everywhere. Messages between two ranks, all_to_all, means of integers over several hosts
-    /// and operations with an [`algorithm`](Self::algorithms) of the user's choice go over TCP.
+    /// Sets what carries the operations; also set by `BONFIRE_TRANSPORT` (`auto`, `tcp`, `shm`, `mpi` or
+    /// `mpi-blocking`; see [`Medium`]). The default is shared memory among the ranks of a host and TCP between hosts.
+    /// `shm` requires all ranks to be on one host and is an error otherwise; `tcp` means TCP everywhere.
+    ///
+    /// Ranks are on one host if they can all open the same shared memory segment: on one machine, in one network
+    /// namespace, as one user. Either all ranks of a host use the segment or none does. What the ranks of a host
+    /// contribute to an operation crosses to other hosts as if they were one rank. Messages between two ranks,
+    /// all_to_all_v, and operations for which [`algorithms`](Self::algorithms) selects an algorithm go over TCP. So do,
+    /// on several hosts, all_to_all, gather, scatter, variable-size parts and means of integers.
     pub fn transport(mut self, medium: Medium) -> Self {
         self.settings.medium = medium;
         self
     }
 
-    /// Connections over TCP to each peer, from 1 to 8; unless set here or by `BONFIRE_TCP_CONNECTIONS` it is one. They
-    /// share messages of 128 KiB and more. That pays where a network, or a limit in it, gives one flow less than all
-    /// flows together. Of two ranks that say different numbers the higher rank's counts.
+    /// Sets the number of TCP connections to each peer, from 1 to 8; also set by `BONFIRE_TCP_CONNECTIONS`. The default
+    /// is 1. Messages of 128 KiB and more are striped across them. That pays off if one flow gets less bandwidth from
+    /// the network, or a limit in it, than all flows together. If two ranks set different numbers, the higher rank's
+    /// applies.
     pub fn tcp_connections(mut self, connections: usize) -> Self {
         self.settings.connections = connections;
         self
     }
 
-    /// Whether SIGINT (Ctrl-C) and SIGTERM say farewell to the other ranks before the process ends as it would have.
-    /// On for groups from the environment, off otherwise. Turn it off where the program handles these signals itself
-    /// and drops the group in good order.
+    /// Sets whether SIGINT (Ctrl-C) and SIGTERM make the process leave the group gracefully, before it ends as it would
+    /// have. On for groups from the environment, off otherwise. Turn it off if the program handles these signals itself
+    /// and drops the group in order.
     pub fn leave_on_interrupt(mut self, leave: bool) -> Self {
         self.leave_on_interrupt = leave;
         self
     }
 
-    /// Connects to the other ranks over TCP, and through shared memory to those with whom this one can have it; blocks
-    /// until all are there.
+    /// Connects to the other ranks over TCP, and to those on this host through shared memory if possible. Blocks until
+    /// all ranks are connected.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] or [`Error::Config`] where settings are missing or cannot work, or ranks beyond loopback
-    /// want a secret and there is none, [`Error::Rendezvous`] where the ranks do not find each other in time or disagree (a duplicate rank,
-    /// another world size, other algorithms, another secret or release), or where shared memory was asked for and cannot
-    /// be had.
+    /// [`Error::InvalidArgument`] or [`Error::Config`] if settings are missing or cannot work, or if ranks beyond
+    /// loopback have no secret. [`Error::Rendezvous`] if the ranks do not find each other in time or contradict each
+    /// other (a duplicate rank, another world size, other algorithms, another secret or release), or if shared memory
+    /// is required and not available.
     pub fn connect(self) -> Result<Group, Error> {
         let by_mpi = self.settings.medium.is_mpi();
         if !by_mpi {
@@ -282,8 +289,8 @@ impl Builder {
             let mut settings = self.settings.clone();
             if !self.algorithms.is_native_anywhere() && !by_mpi {
                 if settings.medium == Medium::Shm {
-                    let reason = "the algorithms are plans, which run over TCP, and the transport is to be shared \
-                                  memory: leave one of the two out, or give some sizes the algorithm native";
+                    let reason = "all algorithms are plans, which run over TCP, but the transport is required to be \
+                                  shared memory: drop one of the two, or set native for some sizes";
                     return Err(Error::Config(reason.into()));
                 }
                 settings.medium = Medium::Tcp;
@@ -297,17 +304,18 @@ impl Builder {
         Ok(group)
     }
 
-    /// Connects this process's ranks, one for each of its devices, and gives their handles by rank. Here rank and world
-    /// size count processes, and each process has `count` ranks: process `p` has those from `p * count` on.
+    /// Connects several ranks of this process, one for each of its devices, and returns their handles in rank order.
+    /// The settings for rank and world size count processes here, and each process has `count` ranks: process `p` has
+    /// those from `p * count` on.
     ///
     /// ```no_run
-    /// // Two of eight ranks, where `bonfire run -n 4` started the process.
+    /// // Two of eight ranks, in a process that `bonfire run -n 4` started.
     /// let groups = bonfire_core::Builder::from_env()?.connect_ranks(2)?;
     /// # Ok::<(), bonfire_core::Error>(())
     /// ```
     ///
     /// # Errors
-    /// Those of [`connect`](Self::connect). Processes with different counts contradict each other's world size.
+    /// See [`connect`](Self::connect). Processes with different counts disagree on the world size.
     pub fn connect_ranks(self, count: usize) -> Result<Vec<Group>, Error> {
         let wrong = |reason| Err(Error::argument("connect_ranks", reason));
         if count == 0 {
@@ -316,7 +324,7 @@ impl Builder {
         if self.settings.medium.is_mpi() {
             return match count {
                 1 => self.connect().map(|group| vec![group]),
-                _ => wrong("MPI's ranks are processes: start one for each device, and give 1"),
+                _ => wrong("MPI's ranks are processes: start one process for each device, and pass 1"),
             };
         }
         self.settings.check()?;
@@ -324,7 +332,7 @@ impl Builder {
             return self.threads(count);
         }
         let Some(world_size) = self.settings.world_size.checked_mul(count) else {
-            return wrong("so many ranks cannot be counted");
+            return wrong("the number of ranks overflows");
         };
         let (connected, results) = std::sync::mpsc::channel();
         for rank in 0..count {
@@ -333,14 +341,14 @@ impl Builder {
             std::thread::Builder::new()
                 .name(format!("bonfire-connect-{rank}"))
                 .spawn(move || drop(connected.send((rank, builder.connect()))))
-                .map_err(|e| Error::io("starting a thread that connects", e))?;
+                .map_err(|e| Error::io("starting a connection thread", e))?;
         }
         drop(connected);
-        // After a failure the others may dial for as long as the rendezvous may take: nobody waits for them.
+        // After a failure the other threads may dial until the rendezvous times out. They are not waited for.
         let mut groups: Vec<_> =
             results.iter().map(|(rank, group)| Ok((rank, group?))).collect::<Result<_, Error>>()?;
         if groups.len() < count {
-            return Err(Error::broken("connect", "its thread panicked, see above"));
+            return Err(Error::broken("connect", "a connection thread panicked: see its message above"));
         }
         groups.sort_by_key(|(rank, _)| *rank);
         Ok(groups.into_iter().map(|(_, group)| group).collect())

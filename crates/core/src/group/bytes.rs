@@ -1,4 +1,4 @@
-//! Every operation on bytes, which the typed forms and those on tensors are made of.
+//! Operations on bytes, on which the typed operations and those on tensors are built.
 
 use std::panic::Location;
 
@@ -11,15 +11,15 @@ use crate::sync::Deadline;
 use crate::transport::Buffers;
 use crate::types::{Call, Error, Parts};
 
-/// Operations on bytes that are aligned for their elements. The arguments are checked as those of the typed forms.
+/// Operations on bytes that are aligned for their elements. Arguments are checked as in the typed forms.
 pub trait ByteOperations {
-    /// Whether `rank` is one of the group's: `what` says in the error whose it is.
+    /// Checks that `rank` is a rank of the group. `what` names the argument in the error.
     fn check_rank(&self, operation: &str, what: &str, rank: usize) -> Result<(), Error>;
 
-    /// A collective; without an input it is in place.
+    /// Runs a collective, in place if there is no input.
     fn operate(&self, request: Request<'_>, input: Option<&[u8]>, output: &mut [u8]) -> Result<(), Error>;
 
-    /// An `all_to_all_v`, with the number of elements for each rank, and from each.
+    /// Runs an `all_to_all_v`. Each side is a buffer and the number of elements per rank.
     fn operate_pairs(
         &self,
         request: Request<'_>,
@@ -27,7 +27,7 @@ pub trait ByteOperations {
         incoming: (&mut [u8], &[usize]),
     ) -> Result<(), Error>;
 
-    /// A message to one rank and one from one, at once.
+    /// Sends to one rank and receives from one at the same time.
     fn operate_exchange(
         &self,
         request: Request<'_>,
@@ -35,13 +35,14 @@ pub trait ByteOperations {
         incoming: (&mut [u8], usize),
     ) -> Result<(), Error>;
 
-    /// A message to a rank.
+    /// Sends to a rank.
     fn operate_send(&self, request: Request<'_>, data: &[u8], to: usize) -> Result<(), Error>;
 
-    /// A message from a rank.
+    /// Receives from a rank.
     fn operate_recv(&self, request: Request<'_>, data: &mut [u8], from: usize) -> Result<(), Error>;
 
-    /// Starts a collective in place on the bytes that `bytes` gives when its turn has come. An error of it ends the group.
+    /// Starts a collective in place. When its turn comes, `bytes` returns the memory to operate on; its error fails the
+    /// group.
     fn start_operation<B: Send + 'static>(
         &self,
         request: Request<'static>,
@@ -58,7 +59,7 @@ impl ByteOperations for Group {
     #[track_caller]
     #[inline]
     fn operate(&self, request: Request<'_>, input: Option<&[u8]>, output: &mut [u8]) -> Result<(), Error> {
-        let (call, buffers) = request.buffers(self.place(), input, output)?;
+        let (call, buffers) = request.buffers(self.rank_and_size(), input, output)?;
         self.perform(call, Task::Collective(buffers))
     }
 
@@ -69,12 +70,12 @@ impl ByteOperations for Group {
         (input, send): (&[u8], &[usize]),
         (output, recv): (&mut [u8], &[usize]),
     ) -> Result<(), Error> {
-        let (operation, (rank, n)) = ("all_to_all_v", self.place());
+        let (operation, (rank, n)) = ("all_to_all_v", self.rank_and_size());
         let (sent, received) = (check::sizes(operation, send, n)?, check::sizes(operation, recv, n)?);
         check::len(operation, "input", request.len(input)?, sent)?;
         check::len(operation, "output", request.len(output)?, received)?;
         if send[rank] != recv[rank] {
-            let reason = format!("{} elements for this rank itself, which expects {}", send[rank], recv[rank]);
+            let reason = format!("rank {rank} sends {} elements to itself and expects {}", send[rank], recv[rank]);
             return Err(Error::argument(operation, reason));
         }
         self.perform(request.call(0), Task::Pairs(Pairs { input, send, output, recv }))
@@ -91,7 +92,7 @@ impl ByteOperations for Group {
         self.check_rank("exchange", "sender", from)?;
         let (len_out, len_in) = (request.len(outgoing)?, request.len(incoming)?);
         if (to == self.rank()) != (from == self.rank()) {
-            let reason = "a rank that sends to itself receives from itself: give two other ranks, or none";
+            let reason = "only one of the two ranks is the caller itself: give two other ranks, or the caller twice";
             return Err(Error::argument("exchange", reason));
         }
         if to == self.rank() {
@@ -105,14 +106,14 @@ impl ByteOperations for Group {
 
     #[track_caller]
     fn operate_send(&self, request: Request<'_>, data: &[u8], to: usize) -> Result<(), Error> {
-        check::peer("send", to, self.place())?;
+        check::peer("send", to, self.rank_and_size())?;
         let call = request.call(request.len(data)?);
         self.perform(call, Task::Message { outgoing: Some((to, data)), incoming: None })
     }
 
     #[track_caller]
     fn operate_recv(&self, request: Request<'_>, data: &mut [u8], from: usize) -> Result<(), Error> {
-        check::peer("recv", from, self.place())?;
+        check::peer("recv", from, self.rank_and_size())?;
         let call = request.call(request.len(data)?);
         self.perform(call, Task::Message { outgoing: None, incoming: Some((from, data)) })
     }
@@ -127,9 +128,9 @@ impl ByteOperations for Group {
         request.check_root(self.world_size())?;
         let (limit, at) = (self.deadline(), Location::caller());
         Ok(self.progress()?.start(&self.core, buffer, move |core, buffer| {
-            let output = bytes(buffer).map_err(|error| core.abandon(error))?;
-            // Whether it can be cut was checked before; peers that find another length say so.
-            let call = request.call(request.len(output).map_err(|error| core.abandon(error))?);
+            let output = bytes(buffer).map_err(|error| core.abort(error))?;
+            // The caller has checked that the buffer can be split. Peers report a length that differs from theirs.
+            let call = request.call(request.len(output).map_err(|error| core.abort(error))?);
             let buffers = Buffers { input: None, output, parts: Parts::Even };
             core.run(call, Task::Collective(buffers), &Deadline::after(limit), at).map(drop)
         }))

@@ -1,4 +1,4 @@
-//! The one way of every operation in its group, and what becomes of a failure.
+//! The path of every operation through its group, and what a failure does to the group.
 
 use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock};
@@ -7,26 +7,26 @@ use super::execute::{Executor, Task};
 use super::lane::Lane;
 use super::record::CallSite;
 use super::recorder::Recorder;
-use super::turn::Queue;
+use super::turn::TicketLock;
 use crate::plan::Selection;
 use crate::sync::{Deadline, Mutex, lock};
 use crate::transport::{Base, Regroup};
 use crate::types::{Call, Error, Fault, Site};
 
-/// What handles and started operations of a group share.
+/// State shared by the handles and the started operations of a group.
 pub struct Core {
     pub(super) executor: Executor,
-    pub(super) queue: Queue,
+    pub(super) queue: TicketLock,
     lane: Mutex<Lane>,
     failure: OnceLock<Error>,
-    /// A number that all ranks of the group have, and no other group, where there is one.
+    /// A number that all ranks of the group share, different from every other group's, if there is one.
     pub(super) session: Option<u64>,
     pub(super) regroup: Option<Arc<dyn Regroup>>,
-    /// Whether another group was made of this one's ranks, or was to be.
+    /// Whether [`Group::shrink`](crate::Group::shrink) was called on this group.
     pub(super) shrunk: AtomicBool,
     pub(super) recorder: Recorder,
-    /// Whether this rank's trace was left where `BONFIRE_TRACE` says.
-    pub(super) traced: Mutex<bool>,
+    /// Whether this rank's trace was written to the folder `BONFIRE_TRACE`.
+    pub(super) trace_saved: Mutex<bool>,
 }
 
 impl Core {
@@ -35,13 +35,13 @@ impl Core {
         Core {
             lane: Mutex::new(Lane::new(transport.world_size())),
             executor: Executor { transport, near, algorithms },
-            queue: Queue::default(),
+            queue: TicketLock::default(),
             failure: OnceLock::new(),
             session,
             regroup,
             shrunk: AtomicBool::new(false),
             recorder: Recorder::new(),
-            traced: Mutex::new(false),
+            trace_saved: Mutex::new(false),
         }
     }
 
@@ -55,22 +55,22 @@ impl Core {
         self.executor.transport.world_size()
     }
 
-    /// What poisoned the group, if anything did.
+    /// Returns the error that poisoned the group, if any.
     pub(super) fn failure(&self) -> Option<&Error> {
         self.failure.get()
     }
 
-    /// Runs an operation whose turn it is. Gives its number.
+    /// Runs an operation whose turn it is. Returns its sequence number.
     #[inline]
     pub(super) fn run(&self, call: Call, task: Task<'_>, deadline: &Deadline, at: CallSite) -> Result<u64, Error> {
         self.run_for(None, call, task, deadline, at)
     }
 
-    /// As [`run`](Self::run), as a part of what was called, `whole`, which errors name.
+    /// As [`run`](Self::run), for a step of the operation `outer`, which errors name instead.
     #[inline]
     pub(super) fn run_for(
         &self,
-        whole: Option<Call>,
+        outer: Option<Call>,
         call: Call,
         task: Task<'_>,
         deadline: &Deadline,
@@ -79,15 +79,15 @@ impl Core {
         let message = task.message();
         let operate =
             |lane: &mut Lane, site: &Site| self.executor.run(lane, site, task, deadline).map(|()| site.sequence);
-        self.enter(whole, call, message, deadline, at, operate)
+        self.enter(outer, call, message, deadline, at, operate)
     }
 
-    /// Gives an operation whose turn it is its number, records it, and turns a fault into the group's failure. `message` is
-    /// the other rank, and whether this one sends.
+    /// Numbers and records an operation whose turn it is, runs `operate`, and poisons the group after a fault.
+    /// `message` is the peer and whether this rank sends.
     #[inline]
     pub(super) fn enter<T>(
         &self,
-        whole: Option<Call>,
+        outer: Option<Call>,
         call: Call,
         message: Option<(usize, bool)>,
         deadline: &Deadline,
@@ -107,33 +107,34 @@ impl Core {
                 Ok(result)
             }
             Err(fault) => {
-                // Before the group's trace may be written.
+                // Before the trace is written.
                 self.recorder.failed(entry);
-                // Ranks that disagree have to see what was compared.
-                let whole = whole.filter(|_| !matches!(fault, Fault::Unexpected { .. }));
-                let named = whole.unwrap_or(call);
+                // A mismatch names the calls that were compared.
+                let outer = outer.filter(|_| !matches!(fault, Fault::Unexpected { .. }));
+                let named = outer.unwrap_or(call);
                 Err(self.poison(self.error(Site { call: named, ..site }, fault, deadline), completed))
             }
         }
     }
 
-    /// Ends the group because this rank cannot take part in the operation whose turn it is.
-    pub(crate) fn abandon(&self, error: Error) -> Error {
+    /// Poisons the group because this rank cannot take part in the operation whose turn it is.
+    pub(crate) fn abort(&self, error: Error) -> Error {
         let completed = lock(&self.lane).sequence;
         self.poison(error, completed)
     }
 
-    /// Ends the group because of what this rank has found out about the collective with this number, whose turn is over.
-    pub fn give_up(&self, error: Error, sequence: u64) -> Error {
+    /// Poisons the group because of an error in the collective with this number, whose turn is over.
+    pub fn abort_after(&self, error: Error, sequence: u64) -> Error {
         self.poison(error, sequence + 1)
     }
 
-    /// What has happened, if anything did, that an operation that all ranks have begun may not survive.
+    /// Returns a failure or a lost rank, if there is any, that an operation which all ranks have begun may not survive.
+    /// Mismatches are left out, since they concern later operations.
     pub fn trouble(&self, site: Site, deadline: &Deadline) -> Option<Error> {
-        let apart = |error: &Error| matches!(error, Error::Mismatch { .. });
-        let failure = self.failure.get().filter(|error| !apart(error)).cloned();
+        let is_mismatch = |error: &Error| matches!(error, Error::Mismatch { .. });
+        let failure = self.failure.get().filter(|error| !is_mismatch(error)).cloned();
         failure.or_else(|| {
-            Some(self.error(site, self.executor.transport.trouble()?, deadline)).filter(|error| !apart(error))
+            Some(self.error(site, self.executor.transport.trouble()?, deadline)).filter(|error| !is_mismatch(error))
         })
     }
 
@@ -154,12 +155,12 @@ impl Core {
         }
     }
 
-    /// The group ends with `error`, unless it has ended already.
+    /// Poisons the group with `error`, unless it is poisoned already. Returns the error that did.
     fn poison(&self, error: Error, completed: u64) -> Error {
         let error = self.failure.get_or_init(|| error).clone();
         self.executor.transport.fail(&error, completed);
-        // The peers know by now, and need not wait for a disk.
-        self.leave_trace();
+        // Last: the peers know by now and need not wait for a disk.
+        self.save_trace();
         error
     }
 }

@@ -1,4 +1,4 @@
-//! How an operation runs: on the engine, in the hosts' memory and between them, as a plan, or as messages.
+//! Executes operations: on the engine, in the memory of each host and between hosts, as a plan, or as messages.
 
 use std::sync::Arc;
 
@@ -12,17 +12,17 @@ use crate::sync::Deadline;
 use crate::transport::{Buffers, Near, Transport};
 use crate::types::{Fault, Operation, Parts, Site};
 
-/// What one operation moves on this rank.
+/// The data that one operation moves on this rank.
 pub(super) enum Task<'a> {
-    /// All ranks take part.
+    /// A collective.
     Collective(Buffers<'a>),
-    /// All ranks take part; each pair has sizes of its own.
+    /// A collective in which each pair of ranks has its own sizes.
     Pairs(Pairs<'a>),
-    /// To one rank, from one, or both at once.
+    /// A message to one rank, from one, or both at once.
     Message { outgoing: Option<(usize, &'a [u8])>, incoming: Option<(usize, &'a mut [u8])> },
 }
 
-/// The memory of an `all_to_all_v`, with the number of elements that go to each rank and come from each.
+/// The buffers of an `all_to_all_v`, with the number of elements to and from each rank.
 pub(super) struct Pairs<'a> {
     pub input: &'a [u8],
     pub send: &'a [usize],
@@ -31,7 +31,7 @@ pub(super) struct Pairs<'a> {
 }
 
 impl Task<'_> {
-    /// The other rank of a message, and whether this one sends.
+    /// Returns the peer of a message, and whether this rank sends.
     #[inline]
     pub fn message(&self) -> Option<(usize, bool)> {
         match self {
@@ -42,7 +42,7 @@ impl Task<'_> {
     }
 }
 
-/// What the group's operations run on.
+/// Executes a group's operations on its transport.
 pub(super) struct Executor {
     pub transport: Arc<dyn Transport>,
     pub near: Near,
@@ -56,9 +56,9 @@ impl Executor {
         match task {
             Task::Collective(buffers) => self.collective(lane, site, buffers, deadline),
             Task::Pairs(pairs) => {
-                // No engine has it: only each pair of ranks knows what is between them.
+                // No engine runs this operation: only the two ranks of a pair know the sizes between them.
                 self.begin(site)?;
-                self.step_aside(site, deadline)?;
+                self.agree_before_plan(site, deadline)?;
                 self.pairs(&tag, pairs, deadline)
             }
             Task::Message { outgoing: Some(outgoing), incoming: Some(incoming) } => {
@@ -70,24 +70,24 @@ impl Executor {
         }
     }
 
-    /// Gives the algorithm that the table has for the operation, or none where it is the engine's.
+    /// Begins an operation. Returns the algorithm that the table selects, or none if it selects the engine.
     #[inline]
     fn begin(&self, site: &Site) -> Result<Option<Algorithm>, Fault> {
         self.transport.begin(site)?;
         Ok(self.algorithms.plan(&site.call, self.transport.world_size(), self.near.is_somebody()))
     }
 
-    /// Lets an engine compare the calls of an operation that a plan runs.
+    /// Lets an engine compare the calls of an operation that runs without it.
     #[inline]
-    fn step_aside(&self, site: &Site, deadline: &Deadline) -> Result<(), Fault> {
+    fn agree_before_plan(&self, site: &Site, deadline: &Deadline) -> Result<(), Fault> {
         if let Near::Everybody(engine) = &self.near {
             engine.stand_aside(site, deadline)?;
         }
         Ok(())
     }
 
-    /// On the engine if there is one and the table leaves it this size; else on the hosts' memory and between them where
-    /// there are such; else as a plan.
+    /// Runs a collective: on the engine, if there is one and the table leaves this size to it; else in the hosts'
+    /// memory and between hosts, where ranks of a host share memory; else as a plan.
     #[inline]
     fn collective(
         &self,
@@ -102,7 +102,7 @@ impl Executor {
         {
             return engine.run(site, &mut buffers, deadline);
         }
-        self.step_aside(site, deadline)?;
+        self.agree_before_plan(site, deadline)?;
         #[cfg(all(feature = "shm", target_os = "linux"))]
         if let (Near::Hosts(hosts), None) = (&self.near, algorithm)
             && hosts::serves(&site.call)
@@ -112,7 +112,7 @@ impl Executor {
         self.plan(lane, site, &mut buffers, deadline, algorithm)
     }
 
-    /// As a plan of this algorithm, or the one that is the default.
+    /// Runs a collective as a plan of this algorithm, or of the default algorithm.
     fn plan(
         &self,
         lane: &mut Lane,
@@ -126,10 +126,10 @@ impl Executor {
         let (rank, world_size) = (transport.rank(), transport.world_size());
         let wide = call.reduction.is_some_and(|op| reduce::kernel(call.dtype, op).wide);
         let algorithm = algorithm.unwrap_or_else(|| plan::by_default(call.operation, call.bytes(), world_size));
-        // Only the direct exchange can keep a wide accumulator until the end.
+        // Only the direct exchange keeps a wide accumulator until the end.
         let algorithm = if wide { Algorithm::Direct } else { algorithm };
         let root = call.root.unwrap_or(0);
-        let plan = lane.plans.plan(call.operation, algorithm, rank, world_size, root);
+        let plan = lane.plans.get(call.operation, algorithm, rank, world_size, root);
 
         let size = call.dtype.size();
         let parts = buffers.parts;
@@ -137,16 +137,16 @@ impl Executor {
         let elements = element(rank)..element(rank + 1);
         let own = elements.start * size..elements.end * size;
         let [work, received, accumulator] = &mut lane.scratch;
-        // The plan works in place on the whole. That is the output where the output may hold the whole.
-        let apart = buffers.input.is_some();
-        let borrowed = match call.operation {
+        // The plan works in place on the whole, which is the output if that may hold the whole.
+        let has_input = buffers.input.is_some();
+        let in_scratch = match call.operation {
             Operation::Reduce => rank != root,
-            Operation::ReduceScatter => apart,
-            Operation::Gather => apart && rank != root,
-            Operation::Scatter => apart && rank == root,
+            Operation::ReduceScatter => has_input,
+            Operation::Gather => has_input && rank != root,
+            Operation::Scatter => has_input && rank == root,
             _ => false,
         };
-        let whole: &mut [u8] = if borrowed {
+        let whole: &mut [u8] = if in_scratch {
             let source = buffers.input.unwrap_or(buffers.output);
             let whole = work.bytes(source.len());
             whole.copy_from_slice(source);
@@ -158,20 +158,20 @@ impl Executor {
             }
             &mut *buffers.output
         };
-        // A rank that is not the root has its own part only.
-        let part_only = apart && rank != root && matches!(call.operation, Operation::Gather | Operation::Scatter);
-        let within = |index| element(index).clamp(elements.start, elements.end) - elements.start;
-        let begins: &dyn Fn(usize) -> usize = if part_only { &within } else { &element };
+        // A rank other than the root has only its own part.
+        let part_only = has_input && rank != root && matches!(call.operation, Operation::Gather | Operation::Scatter);
+        let within_own = |index| element(index).clamp(elements.start, elements.end) - elements.start;
+        let part_starts: &dyn Fn(usize) -> usize = if part_only { &within_own } else { &element };
         let execution =
-            Execution { transport, site, deadline, call, parts: begins, ranks: world_size, whole, received };
+            Execution { transport, site, deadline, call, parts: part_starts, ranks: world_size, whole, received };
         execution.run(&plan, accumulator)?;
-        if borrowed && matches!(call.operation, Operation::ReduceScatter | Operation::Scatter) {
+        if in_scratch && matches!(call.operation, Operation::ReduceScatter | Operation::Scatter) {
             buffers.output.copy_from_slice(&work.bytes(call.bytes())[own]);
         }
         Ok(())
     }
 
-    /// Every rank hears from every other, also where there is nothing for it.
+    /// Runs an `all_to_all_v`. Every rank receives from every other, even if there is no data for it.
     fn pairs(&self, tag: &Site, pairs: Pairs<'_>, deadline: &Deadline) -> Result<(), Fault> {
         let (rank, n) = (self.transport.rank(), self.transport.world_size());
         let Pairs { input, send, output, recv } = pairs;

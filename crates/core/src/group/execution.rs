@@ -1,4 +1,4 @@
-//! One plan on one rank, on any transport.
+//! Executes one plan on one rank, on any transport.
 
 use std::ops::Range;
 
@@ -9,21 +9,21 @@ use crate::sync::Deadline;
 use crate::transport::Transport;
 use crate::types::{Call, Fault, Site};
 
-/// Messages are cut into chunks of this many bytes, each of which is combined while it is in the cache and the next one
-/// is on its way. A power of two, so that no element is cut.
+/// Messages are split into chunks of this many bytes: one chunk is combined while it is in the cache and the next is in
+/// flight. A power of two, so that no element is split.
 const CHUNK: usize = 256 << 10;
 
-/// One plan on one rank.
+/// The execution of one plan on one rank.
 pub(super) struct Execution<'a> {
     pub transport: &'a dyn Transport,
-    /// The group's operation, which the plan carries out or is a part of. Its messages say so.
+    /// The group's operation, all or part of which the plan carries out. It tags the messages.
     pub site: &'a Site,
     pub deadline: &'a Deadline,
-    /// What the plan carries out.
+    /// The call that the plan carries out.
     pub call: &'a Call,
-    /// With which element a part begins; for the number of parts, the end of the whole.
+    /// Maps a part to its first element, and the number of parts to the end of the whole.
     pub parts: &'a dyn Fn(usize) -> usize,
-    /// How many ranks' inputs a result is made of.
+    /// The number of ranks whose inputs make up a result.
     pub ranks: usize,
     pub whole: &'a mut [u8],
     pub received: &'a mut Scratch,
@@ -52,7 +52,7 @@ impl Execution<'_> {
                 if let Some(divide) = kernel.divide {
                     divide(&mut self.whole[owned.clone()], self.ranks);
                 }
-                // Of two NaNs an addition keeps either: which one may depend on how the compiler ordered its operands.
+                // An addition of two NaNs returns either of them, depending on how the compiler ordered the operands.
                 if let Some(unify_nan) = kernel.unify_nan.filter(|_| plan.replicated) {
                     unify_nan(&mut self.whole[owned]);
                 }
@@ -66,7 +66,7 @@ impl Execution<'_> {
         self.call.reduction.map(|op| reduce::kernel(self.call.dtype, op))
     }
 
-    /// One message out, one in, or both at once, chunk by chunk; what comes in is combined or kept.
+    /// Runs one step, chunk by chunk: one message out, one in, or both at once. Incoming data is combined or stored.
     fn step(&mut self, step: &Step, mut accumulator: Option<&mut [u8]>) -> Result<(), Fault> {
         let outgoing = step.send.as_ref().map(|(to, parts)| (*to, self.bytes(parts)));
         let incoming = step.receive.as_ref().map(|(from, parts, combine)| (*from, self.bytes(parts), *combine));
@@ -82,8 +82,8 @@ impl Execution<'_> {
         Ok(())
     }
 
-    /// One chunk out, one in, or both. The accumulator comes with where the chunk begins in what it accumulates, in bytes
-    /// of elements.
+    /// Transfers one chunk out, one in, or both. The accumulator comes with the chunk's offset in the data that it
+    /// accumulates, in bytes of elements.
     fn exchange(
         &mut self,
         outgoing: Option<(usize, Range<usize>)>,
@@ -127,7 +127,7 @@ impl Execution<'_> {
     }
 }
 
-/// The `i`th chunk of a message. An empty message has one too: it says that a rank has come.
+/// Returns the `i`th chunk of a message. An empty message has one too: it shows that the rank has called.
 fn chunk(message: &Range<usize>, i: usize) -> Option<Range<usize>> {
     let start = message.start + i * CHUNK;
     (i == 0 || start < message.end).then(|| start..message.end.min(start + CHUNK))
@@ -146,7 +146,7 @@ fn transfer(
     }
 }
 
-/// Two ranges of the same bytes, one to read and one to write. Plans never overlap them: their tests see to that.
+/// Borrows two ranges of the same bytes, one to read and one to write. Plans never overlap them, as tests check.
 fn disjoint(bytes: &mut [u8], read: Range<usize>, write: Range<usize>) -> (&[u8], &mut [u8]) {
     if read.end <= write.start {
         let (low, high) = bytes.split_at_mut(write.start);

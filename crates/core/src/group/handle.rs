@@ -1,4 +1,4 @@
-//! One rank's handle to its group, and what happens when the last one is dropped.
+//! One rank's handle to its group, and what happens when the last handle is dropped.
 
 use std::any::Any;
 use std::fmt;
@@ -18,18 +18,17 @@ use crate::types::{Element, Error, Fault, Operation};
 /// Where a subgroup comes from.
 pub(super) struct Lineage {
     pub parent: Group,
-    /// Its ranks' ranks in the parent, by their ranks in it.
+    /// The members' ranks in the parent, by rank in the subgroup.
     pub members: Vec<usize>,
 }
 
-/// One rank's handle to a group of ranks: threads of a process, or processes.
+/// One rank's handle to a group of ranks, which are threads of one process, or processes.
 ///
-/// Handles are cheap to clone, and clones may be used from any thread of the rank; operations of one rank run one after
-/// the other, in the order in which they were called. All ranks must call the same operations in the same order;
-/// where they don't, all get the same [`Error::Mismatch`]. The first failure poisons the group: every later call
-/// returns that first cause.
+/// Handles are cheap to clone, and clones may be used from any thread of the rank. Operations of one rank run one at a
+/// time, in call order. All ranks must call the same operations in the same order; if they do not, all get the same
+/// [`Error::Mismatch`]. The first failure poisons the group: every later call returns that first error.
 ///
-/// Dropping the last handle waits for the operations that were started, then says farewell to the other ranks.
+/// Dropping the last handle waits for started operations, then leaves the group gracefully.
 ///
 /// ```
 /// use bonfire_core::{Group, ReduceOp};
@@ -51,64 +50,64 @@ pub struct Group {
     pub(super) core: Arc<Core>,
     deadline: Duration,
     // Dropped with the last handle, while started operations still hold the core.
-    anchor: Arc<Anchor>,
-    // After the anchor: a subgroup says farewell before its parent does.
+    guard: Arc<DropGuard>,
+    // After the guard: a subgroup is left before its parent.
     pub(super) lineage: Option<Arc<Lineage>>,
 }
 
-struct Anchor {
+struct DropGuard {
     core: Arc<Core>,
     progress: OnceLock<Progress>,
-    /// What a layer above has for this group.
-    kept: Mutex<Option<Kept>>,
+    /// State that a layer above attached to the group.
+    keepsake: Mutex<Option<SharedKeepsake>>,
 }
 
-/// What a layer above has for a group, as the group knows it.
+/// State that a layer above attaches to a group.
 pub trait Keepsake: Any + Send + Sync {
-    /// The group has failed, or ranks are gone: what needs them does not come to an end.
+    /// Aborts: the group has failed or ranks are gone, so whatever waits for them will not complete.
     fn part(&self);
 }
 
-type Kept = Arc<dyn Keepsake>;
+type SharedKeepsake = Arc<dyn Keepsake>;
 
-impl Drop for Anchor {
+impl Drop for DropGuard {
     fn drop(&mut self) {
-        // What was started completes also where nobody waits for it.
+        // Started operations complete even if nothing waits for them.
         if let Some(progress) = self.progress.take() {
             progress.finish();
         }
-        if let Some(kept) = lock(&self.kept).take() {
+        if let Some(keepsake) = lock(&self.keepsake).take() {
             let gone = self.core.executor.transport.trouble().is_some_and(|fault| !matches!(fault, Fault::Left { .. }));
             if gone || self.core.failure().is_some() {
-                kept.part();
+                keepsake.part();
             }
-            // It may still have to do with the other ranks.
-            drop(kept);
+            // Its drop may still involve the other ranks.
+            drop(keepsake);
         }
         self.core.executor.transport.leave();
     }
 }
 
 impl Group {
-    /// This rank, from 0 to `world_size - 1`.
+    /// Returns this rank, from 0 to `world_size - 1`.
     #[inline]
     pub fn rank(&self) -> usize {
         self.core.rank()
     }
 
-    /// The number of ranks.
+    /// Returns the number of ranks.
     #[inline]
     pub fn world_size(&self) -> usize {
         self.core.world_size()
     }
 
-    /// How long an operation of this handle may take.
+    /// Returns how long an operation of this handle may take.
     #[inline]
     pub fn deadline(&self) -> Duration {
         self.deadline
     }
 
-    /// A handle to the same group whose operations may take this long.
+    /// Returns a handle to the same group whose operations may take up to `deadline`.
     ///
     /// ```
     /// # let group = bonfire_core::Group::threads(1)?.remove(0);
@@ -119,21 +118,21 @@ impl Group {
         Group { deadline, ..self.clone() }
     }
 
-    /// What poisoned the group, if anything did.
+    /// Returns the error that poisoned the group, if any.
     pub fn failure(&self) -> Option<Error> {
         self.core.failure().cloned()
     }
 
-    /// This rank's last operations, up to 1024, as they are now: also while one of them hangs on another thread.
+    /// Returns this rank's last operations, at most 1024. Works while an operation hangs on another thread.
     pub fn trace(&self) -> Trace {
         self.core.trace()
     }
 
-    /// Writes [`trace`](Self::trace) to a file for `bonfire trace`, which reads those of all ranks together. The file is
-    /// there as a whole or not at all; an earlier one of that name is replaced.
+    /// Writes [`trace`](Self::trace) to a file for `bonfire trace`, which reads the files of all ranks together. The
+    /// file is written atomically and replaces an existing file of that name.
     ///
-    /// Where the variable `BONFIRE_TRACE` names a folder, each rank writes by itself when the group fails, and in groups
-    /// [from the environment](Self::from_env) also when the process is interrupted.
+    /// If the variable `BONFIRE_TRACE` names a folder, each rank writes its trace there when the group fails, and in
+    /// groups [from the environment](Self::from_env) also when the process is interrupted.
     ///
     /// ```
     /// # let group = bonfire_core::Group::threads(1)?.remove(0);
@@ -144,20 +143,21 @@ impl Group {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Io`] where the file cannot be written; the group stays sound.
+    /// [`Error::Io`] if the file cannot be written; the group stays usable.
     pub fn write_trace(&self, path: impl AsRef<Path>) -> Result<(), Error> {
         self.core.trace().write(path.as_ref())
     }
 
-    /// Which algorithms run `operation` in this group, by size: the default, or what [`Builder::algorithms`](crate::Builder::algorithms) or the
-    /// environment said.
+    /// Returns which algorithms run `operation` in this group, by size: the default, or what
+    /// [`Builder::algorithms`](crate::Builder::algorithms) or the environment set.
     pub fn algorithms(&self, operation: Operation) -> Selection {
         self.core.executor.algorithms.in_effect(operation, self.world_size(), self.core.executor.near.is_somebody())
     }
 
-    /// A buffer of zeros in memory that suits this group: shared memory where its ranks share some, ordinary memory
-    /// elsewhere. Large operations between ranks that share memory are faster where every rank's buffers come from here:
-    /// ranks then reach each other's, and nothing is copied on the way. See [`Buffer`].
+    /// Allocates a zeroed buffer of `len` elements in the memory that suits this group: shared memory if all its ranks
+    /// share memory as processes of one host, ordinary memory otherwise. Large operations in shared memory are faster
+    /// if every rank's buffers come from here: the ranks then access each other's buffers, and nothing is copied on the
+    /// way. See [`Buffer`].
     ///
     /// ```
     /// # let group = bonfire_core::Group::threads(1)?.remove(0);
@@ -168,20 +168,20 @@ impl Group {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Io`] where the system has not so much memory; the group stays sound.
+    /// [`Error::Io`] if the system does not have the memory; the group stays usable.
     pub fn allocate<T: Element>(&self, len: usize) -> Result<Buffer<T>, Error> {
         Buffer::new(len, |bytes| self.core.executor.near.allocate(bytes))
     }
 
     pub(super) fn of(core: Core, deadline: Duration, lineage: Option<Lineage>) -> Group {
         let core = Arc::new(core);
-        let anchor = Arc::new(Anchor { core: core.clone(), progress: OnceLock::new(), kept: Mutex::default() });
-        Group { core, deadline, anchor, lineage: lineage.map(Arc::new) }
+        let guard = Arc::new(DropGuard { core: core.clone(), progress: OnceLock::new(), keepsake: Mutex::default() });
+        Group { core, deadline, guard, lineage: lineage.map(Arc::new) }
     }
 
-    /// This rank's place among the ranks, and how many there are.
+    /// Returns this rank and the world size.
     #[inline]
-    pub(super) fn place(&self) -> (usize, usize) {
+    pub(super) fn rank_and_size(&self) -> (usize, usize) {
         (self.rank(), self.world_size())
     }
 
@@ -190,26 +190,26 @@ impl Group {
         self.core.queue.turn()
     }
 
-    /// What a layer above has for this group: made when it is first asked for.
-    pub(super) fn kept<T: Keepsake>(&self, make: impl FnOnce() -> Result<T, Error>) -> Result<Arc<T>, Error> {
-        let mut kept = lock(&self.anchor.kept);
-        if let Some(kept) = kept.clone() {
-            let kept: Arc<dyn Any + Send + Sync> = kept;
-            if let Ok(kept) = kept.downcast() {
-                return Ok(kept);
+    /// Returns the attached state, which `make` creates on first use.
+    pub(super) fn keepsake<T: Keepsake>(&self, make: impl FnOnce() -> Result<T, Error>) -> Result<Arc<T>, Error> {
+        let mut keepsake = lock(&self.guard.keepsake);
+        if let Some(keepsake) = keepsake.clone() {
+            let keepsake: Arc<dyn Any + Send + Sync> = keepsake;
+            if let Ok(keepsake) = keepsake.downcast() {
+                return Ok(keepsake);
             }
         }
         let made = Arc::new(make()?);
-        *kept = Some(made.clone());
+        *keepsake = Some(made.clone());
         Ok(made)
     }
 
     pub(super) fn progress(&self) -> Result<&Progress, Error> {
-        if let Some(progress) = self.anchor.progress.get() {
+        if let Some(progress) = self.guard.progress.get() {
             return Ok(progress);
         }
         let progress = Progress::spawn(self.rank()).map_err(|e| Error::io("starting the progress thread", e))?;
-        Ok(self.anchor.progress.get_or_init(|| progress))
+        Ok(self.guard.progress.get_or_init(|| progress))
     }
 }
 

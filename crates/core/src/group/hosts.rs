@@ -1,19 +1,20 @@
-//! Operations of ranks on several hosts: in the memory that the ranks of a host share, and as plans between the hosts.
+//! Hierarchical operations of ranks on several hosts: in shared memory on each host, as plans between hosts.
 //!
-//! Every operation begins on the hosts, where all ranks of each compare their calls; then one rank of each host, its
-//! *speaker*, runs a plan with those of the other hosts; and it ends on the hosts. So every rank has heard from every
-//! rank before it ends, as in a plan, and what the ranks of a host bring or take crosses to other hosts once. Where all
-//! hosts have as many ranks, a large all_reduce has as many speakers on each, every one with its own part (a *rail*).
+//! Every operation has three phases. First the ranks of each host operate in shared memory and compare their calls.
+//! Then one rank of each host, its *leader*, runs a plan with the leaders of the other hosts. Last the ranks of each
+//! host operate again. So no rank ends before a chain of messages has reached it from every rank, as in a plan, and
+//! what the ranks of a host contribute or receive crosses between hosts once. If all hosts have the same number of
+//! ranks, all ranks are leaders in a large all_reduce, each for its own part (a *rail*).
 //!
-//! Partial sums cross between hosts as wide as they are accumulated: f16 and bf16 as f32, rounded once at the end.
+//! Partial sums cross between hosts in the type of their accumulator: f16 and bf16 as f32, rounded once at the end.
 
 mod pieces;
 
 use std::ops::Range;
 
-use self::pieces::{Piece, Whole};
+use self::pieces::{Segment, Whole};
 use super::execution::Execution;
-use super::lane::{Lane, Plans};
+use super::lane::{Lane, PlanCache};
 use crate::plan;
 use crate::reduce::{self, Kernel, Scratch};
 use crate::sync::Deadline;
@@ -22,27 +23,27 @@ use crate::transport::subset::Subset;
 use crate::transport::{Buffers, Transport};
 use crate::types::{Call, DType, Fault, Operation, Parts, ReduceOp, Site, part_start, partition};
 
-/// From how many bytes on all ranks of a host speak in an all_reduce. Below it, fewer and larger messages are faster.
-const RAILS: usize = 64 << 10;
+/// From this many bytes on, all ranks of a host are leaders in an all_reduce. Below, fewer larger messages are faster.
+const MIN_RAILS_BYTES: usize = 64 << 10;
 
-/// Whether the operation runs here. Between all ranks over TCP remain all_to_all, gather and scatter, in which every rank has
-/// something else for another, parts of sizes that callers give, and means of integers, whose accumulators are up to eight
-/// times as wide as what crosses then.
+/// Whether the operation runs here. Others run between all ranks over TCP: all_to_all, gather and scatter, in which
+/// every rank has different data for every other; parts of sizes that callers give; and means of integers, whose
+/// accumulators are up to eight times as wide as what crosses otherwise.
 pub(super) fn serves(call: &Call) -> bool {
     let shared =
         !matches!(call.operation, Operation::AllToAll | Operation::AllToAllV | Operation::Gather | Operation::Scatter);
-    shared && !call.is_sized() && call.reduction.is_none_or(|op| carrier(call.dtype, op).is_some())
+    shared && !call.is_sized() && call.reduction.is_none_or(|op| partial_dtype(call.dtype, op).is_some())
 }
 
-/// The type of partial results, where there is one that is exact enough.
-fn carrier(dtype: DType, op: ReduceOp) -> Option<DType> {
+/// Returns the type of partial results, if there is one that is exact enough.
+fn partial_dtype(dtype: DType, op: ReduceOp) -> Option<DType> {
     match dtype {
         DType::F16 | DType::BF16 => Some(DType::F32),
         _ => Some(dtype).filter(|dtype| !reduce::kernel(*dtype, op).wide),
     }
 }
 
-/// Runs an operation that is served here.
+/// Runs an operation that [`serves`] accepts.
 pub(super) fn run(
     transport: &dyn Transport,
     lane: &mut Lane,
@@ -52,117 +53,117 @@ pub(super) fn run(
     deadline: &Deadline,
 ) -> Result<(), Fault> {
     let call = &site.call;
-    let Lane { plans, scratch: [work, received, narrow], .. } = lane;
-    let rails = hosts.even().filter(|_| call.operation == Operation::AllReduce && call.bytes() >= RAILS);
-    // A root speaks for its host.
+    let Lane { plans, scratch: [work, received, rounded], .. } = lane;
+    let rails = hosts.even().filter(|_| call.operation == Operation::AllReduce && call.bytes() >= MIN_RAILS_BYTES);
+    // The root is the leader of its host.
     let root = call.root.and_then(|root| hosts.find(root));
     let place = |host| match root {
         Some((at, place)) if at == host => place,
         _ if rails.is_some() => hosts.place(),
         _ => 0,
     };
-    let speaker = place(hosts.host());
+    let leader = place(hosts.host());
     let rank_of = |host| hosts.members(host)[place(host)];
     let transport = &Subset { all: transport, rank: hosts.host(), world_size: hosts.count(), rank_of };
-    let far = Far { transport, site, deadline, plans, received, ranks: hosts.world_size() };
-    let run = Run { hosts, site, deadline, rails, speaker, root: root.map(|(host, _)| host) };
+    let leaders = Leaders { transport, site, deadline, plans, received, ranks: hosts.world_size() };
+    let operation = Hierarchical { hosts, site, deadline, rails, leader, root: root.map(|(host, _)| host) };
     match call.operation {
-        Operation::AllReduce => run.all_reduce(far, work, buffers),
-        Operation::Reduce => run.reduce(far, work, buffers),
-        Operation::Broadcast => run.broadcast(far, buffers),
-        Operation::AllGather => run.all_gather(far, work, buffers),
-        Operation::ReduceScatter => run.reduce_scatter(far, work, narrow, buffers),
-        Operation::Barrier => run.barrier(far),
-        // Neither is served here.
+        Operation::AllReduce => operation.all_reduce(leaders, work, buffers),
+        Operation::Reduce => operation.reduce(leaders, work, buffers),
+        Operation::Broadcast => operation.broadcast(leaders, buffers),
+        Operation::AllGather => operation.all_gather(leaders, work, buffers),
+        Operation::ReduceScatter => operation.reduce_scatter(leaders, work, rounded, buffers),
+        Operation::Barrier => operation.barrier(leaders),
+        // `serves` rejects these.
         _ => Ok(()),
     }
 }
 
 /// One operation on one rank.
-struct Run<'a> {
+struct Hierarchical<'a> {
     hosts: &'a Hosts,
     site: &'a Site,
     deadline: &'a Deadline,
-    /// The number of speakers on each host, where all ranks speak.
+    /// The number of leaders on each host, if all ranks are leaders.
     rails: Option<usize>,
-    /// The place of the rank that speaks for this host, or of this rank where all do.
-    speaker: usize,
+    /// The local rank of this host's leader, or of this rank if all ranks are leaders.
+    leader: usize,
     /// The root's host.
     root: Option<usize>,
 }
 
-/// What a speaker needs.
-struct Far<'a> {
-    /// Between the speakers, numbered as the hosts.
+/// The leaders of all hosts, as one of them sees them: runs plans between hosts.
+struct Leaders<'a> {
+    /// Connects the leaders, numbered as their hosts.
     transport: &'a dyn Transport,
     site: &'a Site,
     deadline: &'a Deadline,
-    plans: &'a mut Plans,
+    plans: &'a mut PlanCache,
     received: &'a mut Scratch,
-    /// How many ranks' inputs a result is made of.
+    /// The number of ranks whose inputs make up a result.
     ranks: usize,
 }
 
-impl Far<'_> {
-    /// Runs `call` between the speakers, in place, in even parts.
+impl Leaders<'_> {
+    /// Runs `call` between the leaders, in place, in even parts.
     fn run(&mut self, call: Call, whole: &mut [u8]) -> Result<(), Fault> {
         let hosts = self.transport.world_size();
         self.run_in(call, &|host| part_start(call.count, hosts, host), whole)
     }
 
-    /// As [`run`](Self::run), where host `i`'s part begins with element `parts(i)`.
+    /// As [`run`](Self::run), where the part of host `i` begins with element `parts(i)`.
     fn run_in(&mut self, call: Call, parts: &dyn Fn(usize) -> usize, whole: &mut [u8]) -> Result<(), Fault> {
         let (rank, world_size) = (self.transport.rank(), self.transport.world_size());
         let (algorithm, root) = (plan::by_default(call.operation, call.bytes(), world_size), call.root.unwrap_or(0));
-        let plan = self.plans.plan(call.operation, algorithm, rank, world_size, root);
-        let Far { transport, site, deadline, ranks, .. } = *self;
+        let plan = self.plans.get(call.operation, algorithm, rank, world_size, root);
+        let Leaders { transport, site, deadline, ranks, .. } = *self;
         let received = &mut *self.received;
         let execution = Execution { transport, site, deadline, call: &call, parts, ranks, whole, received };
-        // Partial results are as wide as their accumulators already.
+        // Partial results have the type of their accumulators already.
         execution.run(&plan, &mut Scratch::default())
     }
 }
 
-impl<'r> Run<'r> {
+impl<'r> Hierarchical<'r> {
     /// Runs `call` among the ranks of this host.
-    fn near(&self, call: Call, input: Option<&[u8]>, output: &mut [u8]) -> Result<(), Fault> {
+    fn on_host(&self, call: Call, input: Option<&[u8]>, output: &mut [u8]) -> Result<(), Fault> {
         if let Some(shm) = self.hosts.shm() {
             return shm.phase(self.site, call, &mut Buffers { input, output, parts: Parts::Even }, self.deadline);
         }
-        // What a rank that is alone gets from all is what it has.
+        // A rank that is alone on its host receives what it contributes.
         if let Some(input) = input {
             output.copy_from_slice(input);
         }
         Ok(())
     }
 
-    /// As the group's call, for a part of the operation.
-    fn part(&self, operation: Operation, count: usize) -> Call {
+    /// Returns the call of one phase.
+    fn phase(&self, operation: Operation, count: usize) -> Call {
         Call { operation, count, reduction: None, root: None, ..self.site.call }
     }
 
-    /// As [`part`](Self::part), where partial results are combined.
-    fn partial(&self, operation: Operation, count: usize) -> Call {
+    /// As [`phase`](Self::phase), for a phase that combines partial results.
+    fn partial_phase(&self, operation: Operation, count: usize) -> Call {
         let (dtype, op) = (self.site.call.dtype, self.site.call.reduction.unwrap_or(ReduceOp::Sum));
         let op = if op == ReduceOp::Mean { ReduceOp::Sum } else { op };
-        let dtype = carrier(dtype, op).unwrap_or(dtype);
-        Call { dtype, reduction: Some(op), ..self.part(operation, count) }
+        let dtype = partial_dtype(dtype, op).unwrap_or(dtype);
+        Call { dtype, reduction: Some(op), ..self.phase(operation, count) }
     }
 
-    /// The speaker gets or gives.
-    fn by_speaker(&self, call: Call) -> Call {
-        Call { root: Some(self.speaker), ..call }
+    /// Makes the leader the root of a phase.
+    fn at_leader(&self, call: Call) -> Call {
+        Call { root: Some(self.leader), ..call }
     }
 
-    fn speaks(&self) -> bool {
-        self.speaker == self.hosts.place()
+    fn is_leader(&self) -> bool {
+        self.leader == self.hosts.place()
     }
 
     fn size(&self) -> usize {
         self.site.call.dtype.size()
     }
 
-    /// The reduction's kernel, where partial results are wider than elements.
+    /// Returns the reduction's kernel if partial results are wider than elements.
     fn wide(&self) -> Option<Kernel> {
         let kernel = self.site.call.reduction.map(|op| reduce::kernel(self.site.call.dtype, op));
         kernel.filter(|kernel| kernel.wide)
@@ -172,138 +173,138 @@ impl<'r> Run<'r> {
         Whole { count: self.site.call.count, size: self.size(), input: buffers.input, output: &mut *buffers.output }
     }
 
-    fn barrier(&self, mut far: Far<'_>) -> Result<(), Fault> {
-        let barrier = self.part(Operation::Barrier, 0);
-        self.near(barrier, None, &mut [])?;
-        if self.speaks() {
-            far.run(barrier, &mut [])?;
+    fn barrier(&self, mut leaders: Leaders<'_>) -> Result<(), Fault> {
+        let barrier = self.phase(Operation::Barrier, 0);
+        self.on_host(barrier, None, &mut [])?;
+        if self.is_leader() {
+            leaders.run(barrier, &mut [])?;
         }
-        self.near(barrier, None, &mut [])
+        self.on_host(barrier, None, &mut [])
     }
 
-    fn all_reduce(&self, mut far: Far<'_>, work: &mut Scratch, buffers: &mut Buffers<'_>) -> Result<(), Fault> {
+    fn all_reduce(&self, mut leaders: Leaders<'_>, work: &mut Scratch, buffers: &mut Buffers<'_>) -> Result<(), Fault> {
         let (size, wide) = (self.size(), self.wide());
-        // The elements of a piece with which this rank goes to the other hosts.
-        let own = |count| self.rails.map_or(0..count, |rails| partition(count, rails, self.speaker));
-        let inward = |piece: &mut Piece<'_>| {
+        // The elements of a segment that this rank exchanges with other hosts.
+        let own = |count| self.rails.map_or(0..count, |rails| partition(count, rails, self.leader));
+        let to_leaders = |segment: &mut Segment<'_>| {
             let call = match self.rails {
-                Some(_) => self.partial(Operation::ReduceScatter, piece.count),
-                None => self.by_speaker(self.partial(Operation::Reduce, piece.count)),
+                Some(_) => self.partial_phase(Operation::ReduceScatter, segment.count),
+                None => self.at_leader(self.partial_phase(Operation::Reduce, segment.count)),
             };
             if let Some(kernel) = wide {
-                (kernel.load)(piece.carrier, piece.input.unwrap_or(piece.output));
-                return self.near(call, None, piece.carrier);
+                (kernel.load)(segment.partials, segment.input.unwrap_or(segment.output));
+                return self.on_host(call, None, segment.partials);
             }
-            let target = match piece.input {
-                Some(_) if !self.speaks() => 0..0,
-                Some(_) => bytes(&own(piece.count), size),
-                None => 0..piece.output.len(),
+            let target = match segment.input {
+                Some(_) if !self.is_leader() => 0..0,
+                Some(_) => bytes(&own(segment.count), size),
+                None => 0..segment.output.len(),
             };
-            self.near(call, piece.input, &mut piece.output[target])
+            self.on_host(call, segment.input, &mut segment.output[target])
         };
-        let across = |piece: &mut Piece<'_>| {
-            let own = own(piece.count);
-            let result = &mut piece.output[bytes(&own, size)];
+        let cross = |segment: &mut Segment<'_>| {
+            let own = own(segment.count);
+            let result = &mut segment.output[bytes(&own, size)];
             let Some(kernel) = wide else {
                 let reduction = self.site.call.reduction;
-                return far.run(Call { reduction, ..self.part(Operation::AllReduce, own.len()) }, result);
+                return leaders.run(Call { reduction, ..self.phase(Operation::AllReduce, own.len()) }, result);
             };
-            let carrier = &mut piece.carrier[bytes(&own, kernel.accumulator)];
-            far.run(self.partial(Operation::ReduceScatter, own.len()), carrier)?;
+            let partials = &mut segment.partials[bytes(&own, kernel.accumulator)];
+            leaders.run(self.partial_phase(Operation::ReduceScatter, own.len()), partials)?;
             let done = partition(own.len(), self.hosts.count(), self.hosts.host());
-            (kernel.store)(&mut result[bytes(&done, size)], &carrier[bytes(&done, kernel.accumulator)], far.ranks);
-            far.run(self.part(Operation::AllGather, own.len()), result)
+            (kernel.store)(&mut result[bytes(&done, size)], &partials[bytes(&done, kernel.accumulator)], leaders.ranks);
+            leaders.run(self.phase(Operation::AllGather, own.len()), result)
         };
-        let outward = |piece: &mut Piece<'_>| {
+        let from_leaders = |segment: &mut Segment<'_>| {
             let call = match self.rails {
-                Some(_) => self.part(Operation::AllGather, piece.count),
-                None => self.by_speaker(self.part(Operation::Broadcast, piece.count)),
+                Some(_) => self.phase(Operation::AllGather, segment.count),
+                None => self.at_leader(self.phase(Operation::Broadcast, segment.count)),
             };
-            self.near(call, None, piece.output)
+            self.on_host(call, None, segment.output)
         };
-        let carrier = (work, wide.map_or(0, |kernel| kernel.accumulator));
-        pieces::run(self.whole(buffers), carrier, self.speaks(), inward, across, outward)
+        let partials = (work, wide.map_or(0, |kernel| kernel.accumulator));
+        pieces::run(self.whole(buffers), partials, self.is_leader(), to_leaders, cross, from_leaders)
     }
 
-    fn reduce(&self, mut far: Far<'_>, work: &mut Scratch, buffers: &mut Buffers<'_>) -> Result<(), Fault> {
-        let (wide, barrier) = (self.wide(), self.part(Operation::Barrier, 0));
-        // The root speaks for its host.
-        let root = self.speaks() && self.root == Some(self.hosts.host());
-        let carried = wide.is_some() || self.speaks() && !root;
-        let inward = |piece: &mut Piece<'_>| {
-            let call = self.by_speaker(self.partial(Operation::Reduce, piece.count));
+    fn reduce(&self, mut leaders: Leaders<'_>, work: &mut Scratch, buffers: &mut Buffers<'_>) -> Result<(), Fault> {
+        let (wide, barrier) = (self.wide(), self.phase(Operation::Barrier, 0));
+        // The root is the leader of its host.
+        let root = self.is_leader() && self.root == Some(self.hosts.host());
+        let needs_partials = wide.is_some() || self.is_leader() && !root;
+        let to_leaders = |segment: &mut Segment<'_>| {
+            let call = self.at_leader(self.partial_phase(Operation::Reduce, segment.count));
             match wide {
                 Some(kernel) => {
-                    (kernel.load)(piece.carrier, piece.input.unwrap_or(piece.output));
-                    self.near(call, None, piece.carrier)
+                    (kernel.load)(segment.partials, segment.input.unwrap_or(segment.output));
+                    self.on_host(call, None, segment.partials)
                 }
-                None if root => self.near(call, piece.input, piece.output),
+                None if root => self.on_host(call, segment.input, segment.output),
                 // Only the root's output is written.
-                None => self.near(call, Some(piece.input.unwrap_or(piece.output)), piece.carrier),
+                None => self.on_host(call, Some(segment.input.unwrap_or(segment.output)), segment.partials),
             }
         };
-        let across = |piece: &mut Piece<'_>| {
-            let partial = Call { root: self.root, ..self.partial(Operation::Reduce, piece.count) };
+        let cross = |segment: &mut Segment<'_>| {
+            let partial = Call { root: self.root, ..self.partial_phase(Operation::Reduce, segment.count) };
             if wide.is_some() {
-                return far.run(partial, piece.carrier);
+                return leaders.run(partial, segment.partials);
             }
             let call = Call { reduction: self.site.call.reduction, ..partial };
-            far.run(call, if root { piece.output } else { piece.carrier })
+            leaders.run(call, if root { segment.output } else { segment.partials })
         };
-        let outward = |piece: &mut Piece<'_>| {
+        let from_leaders = |segment: &mut Segment<'_>| {
             if let Some(kernel) = wide.filter(|_| root) {
-                (kernel.store)(piece.output, piece.carrier, self.hosts.world_size());
+                (kernel.store)(segment.output, segment.partials, self.hosts.world_size());
             }
-            // Its speaker has heard from all the others, and this host hears it from the speaker.
-            if piece.last { self.near(barrier, None, &mut []) } else { Ok(()) }
+            // The leader has received from all other hosts, and this barrier tells the ranks of this host.
+            if segment.last { self.on_host(barrier, None, &mut []) } else { Ok(()) }
         };
         let width = wide.map_or(self.size(), |kernel| kernel.accumulator);
-        let carrier = (work, if carried { width } else { 0 });
-        pieces::run(self.whole(buffers), carrier, self.speaks(), inward, across, outward)
+        let partials = (work, if needs_partials { width } else { 0 });
+        pieces::run(self.whole(buffers), partials, self.is_leader(), to_leaders, cross, from_leaders)
     }
 
-    fn broadcast(&self, mut far: Far<'_>, buffers: &mut Buffers<'_>) -> Result<(), Fault> {
-        let inward = |piece: &mut Piece<'_>| {
-            if let Some(input) = piece.input {
-                piece.output.copy_from_slice(input);
+    fn broadcast(&self, mut leaders: Leaders<'_>, buffers: &mut Buffers<'_>) -> Result<(), Fault> {
+        let to_leaders = |segment: &mut Segment<'_>| {
+            if let Some(input) = segment.input {
+                segment.output.copy_from_slice(input);
             }
-            if piece.first { self.near(self.part(Operation::Barrier, 0), None, &mut []) } else { Ok(()) }
+            if segment.first { self.on_host(self.phase(Operation::Barrier, 0), None, &mut []) } else { Ok(()) }
         };
-        let across = |piece: &mut Piece<'_>| {
-            far.run(Call { root: self.root, ..self.part(Operation::Broadcast, piece.count) }, piece.output)
+        let cross = |segment: &mut Segment<'_>| {
+            leaders.run(Call { root: self.root, ..self.phase(Operation::Broadcast, segment.count) }, segment.output)
         };
-        let outward = |piece: &mut Piece<'_>| {
-            self.near(self.by_speaker(self.part(Operation::Broadcast, piece.count)), None, piece.output)
+        let from_leaders = |segment: &mut Segment<'_>| {
+            self.on_host(self.at_leader(self.phase(Operation::Broadcast, segment.count)), None, segment.output)
         };
-        let carrier = (&mut Scratch::default(), 0);
-        pieces::run(self.whole(buffers), carrier, self.speaks(), inward, across, outward)
+        let partials = (&mut Scratch::default(), 0);
+        pieces::run(self.whole(buffers), partials, self.is_leader(), to_leaders, cross, from_leaders)
     }
 
-    fn all_gather(&self, mut far: Far<'_>, work: &mut Scratch, buffers: &mut Buffers<'_>) -> Result<(), Fault> {
+    fn all_gather(&self, mut leaders: Leaders<'_>, work: &mut Scratch, buffers: &mut Buffers<'_>) -> Result<(), Fault> {
         let (call, hosts, size) = (&self.site.call, self.hosts, self.size());
         let block = self.block();
-        let gather = self.part(Operation::AllGather, block.len());
-        let host_by_host = if hosts.contiguous() {
-            self.near(gather, buffers.input, &mut buffers.output[bytes(&block, size)])?;
+        let gather = self.phase(Operation::AllGather, block.len());
+        let host_major = if hosts.contiguous() {
+            self.on_host(gather, buffers.input, &mut buffers.output[bytes(&block, size)])?;
             &mut *buffers.output
         } else {
-            let host_by_host = work.bytes(call.bytes());
+            let host_major = work.bytes(call.bytes());
             let own = buffers.input.unwrap_or_else(|| &buffers.output[bytes(&self.own(), size)]);
-            self.near(gather, Some(own), &mut host_by_host[bytes(&block, size)])?;
-            host_by_host
+            self.on_host(gather, Some(own), &mut host_major[bytes(&block, size)])?;
+            host_major
         };
-        if self.speaks() {
+        if self.is_leader() {
             let parts = |host| hosts.start(call.count, host);
-            far.run_in(self.part(Operation::AllGather, call.count), &parts, host_by_host)?;
+            leaders.run_in(self.phase(Operation::AllGather, call.count), &parts, host_major)?;
         }
         for others in [0..block.start, block.end..call.count] {
-            let hand_out = self.by_speaker(self.part(Operation::Broadcast, others.len()));
-            self.near(hand_out, None, &mut host_by_host[bytes(&others, size)])?;
+            let broadcast = self.at_leader(self.phase(Operation::Broadcast, others.len()));
+            self.on_host(broadcast, None, &mut host_major[bytes(&others, size)])?;
         }
         if !hosts.contiguous() {
-            let host_by_host = work.bytes(call.bytes());
-            self.each_part(|here, part| {
-                buffers.output[bytes(&part, size)].copy_from_slice(&host_by_host[bytes(&here, size)]);
+            let host_major = work.bytes(call.bytes());
+            self.for_each_part(|here, part| {
+                buffers.output[bytes(&part, size)].copy_from_slice(&host_major[bytes(&here, size)]);
             });
         }
         Ok(())
@@ -311,42 +312,42 @@ impl<'r> Run<'r> {
 
     fn reduce_scatter(
         &self,
-        mut far: Far<'_>,
+        mut leaders: Leaders<'_>,
         work: &mut Scratch,
-        narrow: &mut Scratch,
+        rounded: &mut Scratch,
         buffers: &mut Buffers<'_>,
     ) -> Result<(), Fault> {
         let (call, hosts, size, wide) = (&self.site.call, self.hosts, self.size(), self.wide());
         let (block, width) = (self.block(), wide.map_or(size, |kernel| kernel.accumulator));
         let input = buffers.input.unwrap_or(&*buffers.output);
         let partials = work.bytes(call.count * width);
-        let reduce = self.by_speaker(self.partial(Operation::Reduce, call.count));
+        let reduce = self.at_leader(self.partial_phase(Operation::Reduce, call.count));
         if wide.is_none() && hosts.contiguous() {
-            let target = if self.speaks() { partials.len() } else { 0 };
-            self.near(reduce, Some(input), &mut partials[..target])?;
+            let target = if self.is_leader() { partials.len() } else { 0 };
+            self.on_host(reduce, Some(input), &mut partials[..target])?;
         } else {
-            self.each_part(|here, part| {
+            self.for_each_part(|here, part| {
                 let (target, source) = (&mut partials[bytes(&here, width)], &input[bytes(&part, size)]);
                 match wide {
                     Some(kernel) => (kernel.load)(target, source),
                     None => target.copy_from_slice(source),
                 }
             });
-            self.near(reduce, None, partials)?;
+            self.on_host(reduce, None, partials)?;
         }
         let partials_of_block = bytes(&block, width);
-        let results = if wide.is_some() { narrow.bytes(block.len() * size) } else { &mut [] };
-        if self.speaks() {
+        let results = if wide.is_some() { rounded.bytes(block.len() * size) } else { &mut [] };
+        if self.is_leader() {
             let parts = |host| hosts.start(call.count, host);
-            let scatter = self.partial(Operation::ReduceScatter, call.count);
+            let scatter = self.partial_phase(Operation::ReduceScatter, call.count);
             let reduction = if wide.is_some() { scatter.reduction } else { call.reduction };
-            far.run_in(Call { reduction, ..scatter }, &parts, partials)?;
+            leaders.run_in(Call { reduction, ..scatter }, &parts, partials)?;
             if let Some(kernel) = wide {
-                (kernel.store)(results, &partials[partials_of_block.clone()], far.ranks);
+                (kernel.store)(results, &partials[partials_of_block.clone()], leaders.ranks);
             }
         }
         let results = if wide.is_some() { results } else { &mut partials[partials_of_block] };
-        self.near(self.by_speaker(self.part(Operation::Broadcast, block.len())), None, results)?;
+        self.on_host(self.at_leader(self.phase(Operation::Broadcast, block.len())), None, results)?;
         let own = self.own();
         let earlier = hosts.members(hosts.host())[..hosts.place()].iter();
         let before: usize = earlier.map(|rank| partition(call.count, hosts.world_size(), *rank).len()).sum();
@@ -356,21 +357,20 @@ impl<'r> Run<'r> {
         Ok(())
     }
 
-    /// The elements of this host's ranks, where the whole is put host by host.
+    /// Returns the elements of this host's ranks in host-major order.
     fn block(&self) -> Range<usize> {
         let start = |host| self.hosts.start(self.site.call.count, host);
         start(self.hosts.host())..start(self.hosts.host() + 1)
     }
 
-    /// This rank's elements of the whole.
+    /// Returns this rank's elements of the whole.
     fn own(&self) -> Range<usize> {
         let rank = self.hosts.members(self.hosts.host())[self.hosts.place()];
         partition(self.site.call.count, self.hosts.world_size(), rank)
     }
 
-    /// Calls `each` with every rank's elements, where the whole is put host by host and where it is in the order of
-    /// ranks.
-    fn each_part(&self, mut each: impl FnMut(Range<usize>, Range<usize>)) {
+    /// Calls `each` with every rank's elements, first their range in host-major order, then in rank order.
+    fn for_each_part(&self, mut each: impl FnMut(Range<usize>, Range<usize>)) {
         let mut at = 0;
         for rank in (0..self.hosts.count()).flat_map(|host| self.hosts.members(host)) {
             let part = partition(self.site.call.count, self.hosts.world_size(), *rank);

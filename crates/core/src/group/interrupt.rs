@@ -1,4 +1,4 @@
-//! Ctrl-C as a farewell.
+//! Leaves groups gracefully on SIGINT (Ctrl-C) and SIGTERM.
 
 use std::sync::{Arc, OnceLock, Weak};
 
@@ -9,43 +9,43 @@ use super::core::Core;
 use crate::sync::{Mutex, lock};
 use crate::types::Error;
 
-/// The groups that say farewell.
-static LIVE: OnceLock<Mutex<Vec<Weak<Core>>>> = OnceLock::new();
+/// The groups to leave.
+static REGISTERED: OnceLock<Mutex<Vec<Weak<Core>>>> = OnceLock::new();
 
-/// Says farewell for `new` too if it does for `old`.
-pub(super) fn leave_as(old: &Arc<Core>, new: &Arc<Core>) {
-    let Some(live) = LIVE.get() else { return };
-    let mut live = lock(live);
-    if live.iter().any(|core| std::ptr::eq(core.as_ptr(), Arc::as_ptr(old))) {
-        live.push(Arc::downgrade(new));
+/// Registers `new` if `old` is registered.
+pub(super) fn inherit(old: &Arc<Core>, new: &Arc<Core>) {
+    let Some(registered) = REGISTERED.get() else { return };
+    let mut registered = lock(registered);
+    if registered.iter().any(|core| std::ptr::eq(core.as_ptr(), Arc::as_ptr(old))) {
+        registered.push(Arc::downgrade(new));
     }
 }
 
-/// Says farewell for `core` when SIGINT or SIGTERM comes, then lets the signal do what it does by default.
+/// Registers `core` to be left when SIGINT or SIGTERM arrives. The signal then takes its default action.
 pub(super) fn leave_on_interrupt(core: &Arc<Core>) -> Result<(), Error> {
-    let mut fresh = false;
-    let live = LIVE.get_or_init(|| {
-        fresh = true;
+    let mut first = false;
+    let registered = REGISTERED.get_or_init(|| {
+        first = true;
         Mutex::default()
     });
     {
-        let mut live = lock(live);
-        live.retain(|core| core.strong_count() > 0);
-        live.push(Arc::downgrade(core));
+        let mut registered = lock(registered);
+        registered.retain(|core| core.strong_count() > 0);
+        registered.push(Arc::downgrade(core));
     }
-    if !fresh {
+    if !first {
         return Ok(());
     }
     let mut signals = Signals::new([SIGINT, SIGTERM]).map_err(|e| Error::io("watching for SIGINT and SIGTERM", e))?;
     let watch = move || {
         for signal in signals.forever() {
-            let groups = std::mem::take(&mut *lock(live));
+            let groups = std::mem::take(&mut *lock(registered));
             let groups: Vec<_> = groups.iter().filter_map(Weak::upgrade).collect();
             groups.iter().for_each(|core| core.executor.transport.leave());
-            // A job that hangs may be ended this way.
-            groups.iter().for_each(|core| core.leave_trace());
+            // The job may hang, and be interrupted for that reason.
+            groups.iter().for_each(|core| core.save_trace());
             if let Err(error) = signal_hook::low_level::emulate_default_handler(signal) {
-                log::error!("signal {signal} could not be passed on: {error}");
+                log::error!("could not run the default action of signal {signal}: {error}");
             }
         }
     };

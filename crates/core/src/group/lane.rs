@@ -1,4 +1,4 @@
-//! What belongs to the operation whose turn it is.
+//! State that one operation at a time uses: sequence numbers, plans and scratch memory.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -7,15 +7,16 @@ use crate::plan::{self, Algorithm, Plan};
 use crate::reduce::Scratch;
 use crate::types::Operation;
 
-/// One for each group and rank: operations of a rank run one after the other.
+/// The state of one rank in one group that operations use in turn. A rank runs one operation at a time, so there is
+/// one.
 pub(super) struct Lane {
-    /// Collective operations so far.
+    /// Collectives so far.
     pub sequence: u64,
     /// Messages so far, to and from each rank.
     sent: Vec<u64>,
     received: Vec<u64>,
-    pub plans: Plans,
-    /// Memory that is grown once and kept.
+    pub plans: PlanCache,
+    /// Scratch buffers, which grow on demand and never shrink.
     pub scratch: [Scratch; 3],
 }
 
@@ -25,19 +26,19 @@ impl Lane {
             sequence: 0,
             sent: vec![0; world_size],
             received: vec![0; world_size],
-            plans: Plans::default(),
+            plans: PlanCache::default(),
             scratch: Default::default(),
         }
     }
 
-    /// The number of an operation that begins: collectives are counted in the group, messages in the order of their pair.
-    /// `message` is the other rank and whether this one sends.
+    /// Returns the number of an operation that begins. Collectives are numbered in the group, messages in the order of
+    /// their pair. `message` is the peer and whether this rank sends.
     #[inline]
     pub fn number(&mut self, operation: Operation, message: Option<(usize, bool)>) -> u64 {
         let counter = match (operation, message) {
             (Operation::Send, Some((to, true))) => &mut self.sent[to],
             (Operation::Send, Some((from, false))) => &mut self.received[from],
-            // Between two ranks they come in order.
+            // These need no number: between two ranks they arrive in order.
             (_, Some(_)) => return 0,
             (_, None) => &mut self.sequence,
         };
@@ -46,14 +47,14 @@ impl Lane {
     }
 }
 
-/// This rank's plans so far, by operation, algorithm, number of ranks and root. They do not depend on the length, so there
+/// This rank's plans, by operation, algorithm, number of ranks and root. Plans do not depend on the length, so there
 /// are few.
 #[derive(Default)]
-pub(super) struct Plans(HashMap<(Operation, Algorithm, usize, usize), Arc<Plan>>);
+pub(super) struct PlanCache(HashMap<(Operation, Algorithm, usize, usize), Arc<Plan>>);
 
-impl Plans {
-    /// The plan of `rank`, which is the same in all groups of so many ranks.
-    pub fn plan(
+impl PlanCache {
+    /// Returns the plan of `rank`, which is the same in all groups of `world_size` ranks.
+    pub fn get(
         &mut self,
         operation: Operation,
         algorithm: Algorithm,

@@ -1,10 +1,10 @@
-//! Every operation on slices.
+//! Operations on slices.
 //!
-//! Operations come in place (`all_reduce`), out of place (`all_reduce_into`) and started (`start_all_reduce`), which
-//! returns at once, owns its buffer meanwhile and gives it back from [`Work::wait`].
+//! Collectives have up to three forms: in place (`all_reduce`), out of place (`all_reduce_into`) and started
+//! (`start_all_reduce`), which returns at once, owns its buffer while in flight, and returns it from [`Work::wait`].
 //!
-//! Collective operations must be called by all ranks, in the same order, with the same element type, count, reduction
-//! and root. Their results have the same bits on all ranks and in every run.
+//! All ranks must call the same collectives in the same order, with the same element type, count, reduction and root.
+//! Results are bit-identical on all ranks and in every run.
 
 mod batch;
 mod even;

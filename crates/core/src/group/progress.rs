@@ -1,4 +1,4 @@
-//! Operations that were started and are waited for later: a thread of the group runs them.
+//! The progress thread of a group, which runs started operations.
 
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -10,24 +10,24 @@ use super::core::Core;
 use crate::sync::{Mutex, lock};
 use crate::types::Error;
 
-type Job = Box<dyn FnOnce() + Send>;
+type StartedOperation = Box<dyn FnOnce() + Send>;
 
-/// The thread that runs started operations, in the order in which they were started.
+/// Runs started operations on a thread, in the order in which they were started.
 pub(crate) struct Progress {
-    jobs: Mutex<Sender<Job>>,
+    queue: Mutex<Sender<StartedOperation>>,
     thread: JoinHandle<()>,
 }
 
 impl Progress {
     pub fn spawn(rank: usize) -> io::Result<Progress> {
-        let (jobs, queue) = channel::<Job>();
+        let (queue, operations) = channel::<StartedOperation>();
         let thread = std::thread::Builder::new()
             .name(format!("bonfire-progress-{rank}"))
-            .spawn(move || queue.into_iter().for_each(|job| job()))?;
-        Ok(Progress { jobs: Mutex::new(jobs), thread })
+            .spawn(move || operations.into_iter().for_each(|operation| operation()))?;
+        Ok(Progress { queue: Mutex::new(queue), thread })
     }
 
-    /// Takes a ticket for `run`, which gets the buffer when its turn has come, and returns at once.
+    /// Takes a ticket for `run`, which gets the buffer when its turn comes. Returns at once.
     pub fn start<B: Send + 'static>(
         &self,
         core: &Arc<Core>,
@@ -35,53 +35,54 @@ impl Progress {
         run: impl FnOnce(&Core, &mut B) -> Result<(), Error> + Send + 'static,
     ) -> Work<B> {
         let (done, outcome) = channel();
-        // Tickets must come up in the order of the jobs: this thread waits for the ticket of the first job before it
-        // looks at the second.
-        let jobs = lock(&self.jobs);
+        // Tickets must come up in queue order, hence both are taken under the lock: the progress thread waits for the
+        // ticket of the first operation before it looks at the second.
+        let queue = lock(&self.queue);
         let ticket = core.queue.ticket();
         let core = core.clone();
-        let job = move || {
+        let operation = move || {
             let turn = core.queue.wait(ticket);
             let result = catch_unwind(AssertUnwindSafe(|| run(&core, &mut buffer)));
             drop(turn);
-            // Where nobody waits, the outcome is dropped, and the operation has completed all the same.
+            // If the `Work` was dropped, the outcome is dropped too. The operation has completed anyway.
             let _ = done.send(result.map(|result| (result, buffer)));
         };
         // The thread ends only in `finish`, which no handle outlives.
-        let _ = jobs.send(Box::new(job));
+        let _ = queue.send(Box::new(operation));
         Work { outcome }
     }
 
-    /// Runs what is queued and ends the thread.
+    /// Runs what is queued, then ends the thread.
     pub fn finish(self) {
-        drop(self.jobs);
-        // A buffer may have held the last handle, and then this is the thread itself.
+        drop(self.queue);
+        // A buffer may have held the last handle. Then this is the progress thread, which cannot join itself.
         if self.thread.thread().id() != std::thread::current().id() && self.thread.join().is_err() {
             log::error!("the group's progress thread panicked");
         }
     }
 }
 
-/// An operation that was started. It completes whether or not anybody waits; works may be waited for in any order.
+/// An operation in flight, returned by the `start_` forms. It completes even if nothing waits for it. Several may be
+/// waited for in any order.
 #[must_use = "the buffer comes back from `wait`"]
 pub struct Work<B> {
     outcome: Receiver<std::thread::Result<(Result<(), Error>, B)>>,
 }
 
 impl<B> Work<B> {
-    /// Waits until the operation is done and gives the buffer back, after a failure too.
+    /// Waits until the operation has ended and returns the buffer, after a failure too.
     ///
     /// # Errors
-    /// What the operation returned, with the buffer.
+    /// The error of the operation, with the buffer.
     ///
     /// # Panics
-    /// If the buffer's own code panicked while the operation used it.
+    /// If the buffer's own code panicked during the operation.
     pub fn wait(self) -> Result<B, (Error, B)> {
         match self.outcome.recv() {
             Ok(Ok((Ok(()), buffer))) => Ok(buffer),
             Ok(Ok((Err(error), buffer))) => Err((error, buffer)),
             Ok(Err(panic)) => resume_unwind(panic),
-            // Every job sends exactly once, panics included.
+            // Every operation reports exactly once, panics included.
             Err(_) => unreachable!("a started operation always reports"),
         }
     }

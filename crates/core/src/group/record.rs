@@ -1,4 +1,4 @@
-//! One operation, as it is recorded.
+//! One recorded operation.
 
 use std::fmt;
 use std::panic::Location;
@@ -7,28 +7,28 @@ use serde::{Deserialize, Serialize};
 
 use crate::types::Call;
 
-/// Where a user called an operation.
+/// Where user code called an operation.
 pub(crate) type CallSite = &'static Location<'static>;
 
 /// One operation in a [`Trace`](crate::trace::Trace).
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Record {
-    /// Its number among this rank's operations, counted from 0.
+    /// Its number among this rank's operations in the group, counted from 0.
     pub number: u64,
-    /// Its number in the group's sequence; of a message, in the order of the pair.
+    /// Its number in the group's sequence; for a message, in the order of the pair.
     pub sequence: u64,
-    /// What was called.
+    /// The call.
     pub call: Call,
-    /// With whom, for a message.
+    /// Peer and direction, if it is a message.
     pub message: Option<Message>,
-    /// How far it has come.
+    /// Whether it has ended, and how.
     pub state: State,
-    /// When its turn came.
+    /// When its turn came, on the trace's clock.
     pub begun_ns: u64,
-    /// When it ended.
+    /// When it ended, if it has.
     pub ended_ns: Option<u64>,
-    /// Where it was called, `file:line`.
+    /// The call site, `file:line`.
     pub at: String,
 }
 
@@ -37,11 +37,11 @@ pub struct Record {
 pub struct Message {
     /// The other rank.
     pub peer: usize,
-    /// Whether this one sends.
+    /// Whether this rank sends.
     pub sends: bool,
 }
 
-/// How far an operation has come.
+/// The state of an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 #[allow(missing_docs)]
@@ -61,7 +61,7 @@ impl fmt::Display for State {
     }
 }
 
-/// What was called, with the peer of a message.
+/// The call, with the peer of a message.
 impl fmt::Display for Record {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.message {

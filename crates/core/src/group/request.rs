@@ -1,20 +1,20 @@
-//! What a rank calls, and what every operation asks of its buffers: the one description by which all forms of an operation
-//! check their arguments.
+//! Requests: what a rank calls, and what the operation requires of its buffers. All forms of an operation check their
+//! arguments against this one description.
 
 use super::check;
 use crate::transport::Buffers;
 use crate::types::{Call, DType, Element, Error, Fingerprint, Operation, Parts, ReduceOp};
 
-/// What a rank calls, before it is known on how many elements.
+/// Describes what a rank calls, before the number of elements is known.
 #[derive(Clone, Copy, Debug)]
 pub struct Request<'a> {
     operation: Operation,
     dtype: DType,
     reduction: Option<ReduceOp>,
     root: Option<usize>,
-    /// Elements of each rank's part; even parts where nothing is said.
+    /// Elements of each rank's part; `None` for even parts.
     sizes: Option<&'a [usize]>,
-    /// What the shape of the tensors comes to, where there are some.
+    /// Fingerprint of the tensors' shape, if there are tensors.
     shape: Option<u16>,
 }
 
@@ -23,11 +23,11 @@ pub struct Request<'a> {
 enum Extent {
     Whole,
     Part,
-    /// The whole on the root; elsewhere the buffer is not used.
+    /// The whole on the root; not used on other ranks.
     OnRoot,
 }
 
-/// What input and output hold where they are two buffers. Where there is one, it holds the whole.
+/// Returns what input and output hold if they are two buffers. A single buffer holds the whole.
 fn extents(operation: Operation) -> (Extent, Extent) {
     match operation {
         Operation::Reduce => (Extent::Whole, Extent::OnRoot),
@@ -41,7 +41,7 @@ fn extents(operation: Operation) -> (Extent, Extent) {
 }
 
 impl Request<'static> {
-    /// An operation on elements of one type, in even parts.
+    /// Creates a request for an operation on elements of one type, in even parts.
     #[inline]
     pub fn new(operation: Operation, dtype: DType) -> Self {
         Request { operation, dtype, reduction: None, root: None, sizes: None, shape: None }
@@ -55,19 +55,19 @@ impl Request<'static> {
 }
 
 impl<'a> Request<'a> {
-    /// Combines elements so.
+    /// Sets the reduction.
     #[inline]
     pub fn reduction(self, op: ReduceOp) -> Self {
         Request { reduction: Some(op), ..self }
     }
 
-    /// With this root.
+    /// Sets the root.
     #[inline]
     pub fn root(self, root: usize) -> Self {
         Request { root: Some(root), ..self }
     }
 
-    /// With so many elements in each rank's part.
+    /// Sets the number of elements in each rank's part.
     #[inline]
     pub fn sizes<'b>(self, sizes: &'b [usize]) -> Request<'b>
     where
@@ -76,23 +76,23 @@ impl<'a> Request<'a> {
         Request { sizes: Some(sizes), ..self }
     }
 
-    /// On tensors of this shape, in which the ranks must agree too.
+    /// Sets the shape of the tensors, on which the ranks must agree too.
     pub fn shape(self, shape: &[usize]) -> Self {
         Request { shape: Some(Fingerprint::of(shape.iter().copied())), ..self }
     }
 
-    /// The type of its elements.
+    /// Returns the element type.
     pub fn dtype(&self) -> DType {
         self.dtype
     }
 
-    /// Whether the root is a rank, if there is one.
+    /// Checks that the root, if there is one, is a rank.
     #[inline]
     pub(super) fn check_root(&self, ranks: usize) -> Result<(), Error> {
         self.root.map_or(Ok(()), |root| check::rank(self.name(), "root", root, ranks))
     }
 
-    /// The call on one buffer of `len` elements, which holds the whole.
+    /// Returns the call on one buffer of `len` elements, which holds the whole.
     #[inline]
     pub fn in_place(&self, ranks: usize, len: usize) -> Result<Call, Error> {
         self.check_root(ranks)?;
@@ -102,7 +102,7 @@ impl<'a> Request<'a> {
         Ok(self.call(len))
     }
 
-    /// The call on these buffers, and what of them it uses. Without an input the operation is in place.
+    /// Returns the call on these buffers, and what it uses of them. Without an input the operation is in place.
     #[inline]
     pub(super) fn buffers<'b>(
         &self,
@@ -133,7 +133,7 @@ impl<'a> Request<'a> {
         if self.operation == Operation::AllToAll {
             check::parts(count, ranks)?;
         }
-        let right = |extent| match extent {
+        let expected = |extent| match extent {
             Extent::Part => parts.part(count, ranks, rank).len(),
             Extent::OnRoot if !here => 0,
             _ => count,
@@ -141,25 +141,25 @@ impl<'a> Request<'a> {
         let used = |extent| here || extent != Extent::OnRoot;
         let (input, len_in) = if used(extent_in) { (input, len_in) } else { (&[][..], 0) };
         let (output, len_out) = if used(extent_out) { (output, len_out) } else { (&mut [][..], 0) };
-        check::len(name, "input", len_in, right(extent_in))?;
-        check::len(name, "output", len_out, right(extent_out))?;
-        // Elsewhere than on the root a broadcast is one in place.
+        check::len(name, "input", len_in, expected(extent_in))?;
+        check::len(name, "output", len_out, expected(extent_out))?;
+        // On other ranks than the root a broadcast is in place.
         let input = Some(input).filter(|_| here || self.operation != Operation::Broadcast);
         Ok((self.call(count), Buffers { input, output, parts }))
     }
 
-    /// The number of elements in these bytes.
+    /// Returns the number of elements in these bytes.
     #[inline]
     pub(super) fn len(&self, bytes: &[u8]) -> Result<usize, Error> {
-        // Sizes are powers of two, and divisions would be felt in the smallest operations.
+        // Element sizes are powers of two. Divisions would be noticeable in the smallest operations.
         let (size, shift) = (self.dtype.size(), self.dtype.size().trailing_zeros());
         if bytes.is_empty() || (bytes.as_ptr().addr() | bytes.len()) & (size - 1) == 0 {
             return Ok(bytes.len() >> shift);
         }
-        Err(Error::argument(self.name(), format!("the bytes are no elements of type {}, or not aligned", self.dtype)))
+        Err(Error::argument(self.name(), format!("the bytes are not whole, aligned elements of type {}", self.dtype)))
     }
 
-    /// The call on so many elements.
+    /// Returns the call on `count` elements.
     #[inline]
     pub fn call(&self, count: usize) -> Call {
         let Request { operation, dtype, reduction, root, sizes, shape } = *self;
@@ -168,7 +168,7 @@ impl<'a> Request<'a> {
         shape.map_or(call, |shape| call.shaped(shape))
     }
 
-    /// What errors about arguments call it.
+    /// Returns the name of the operation in errors about its arguments.
     fn name(&self) -> &'static str {
         match (self.operation, self.sizes) {
             (Operation::AllGather, Some(_)) => "all_gather_v",
@@ -181,7 +181,7 @@ impl<'a> Request<'a> {
 }
 
 impl From<Call> for Request<'static> {
-    /// What was called, in even parts. Its count is that of the bytes.
+    /// Describes the call in even parts. The bytes will determine the count.
     fn from(call: Call) -> Self {
         let Call { operation, dtype, reduction, root, sizes, .. } = call;
         let shape = sizes.map(|_| Fingerprint::to_word(sizes));

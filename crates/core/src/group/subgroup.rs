@@ -1,4 +1,4 @@
-//! Groups of some ranks of a group.
+//! Subgroups: groups of some of a group's ranks.
 
 use std::panic::Location;
 
@@ -14,14 +14,15 @@ use crate::types::{Call, DType, Error, Operation};
 
 /// # Subgroups
 ///
-/// A subgroup is a group of its own, with its own connections or memory, deadlines and failures: operations of parent and
-/// subgroups, or of several subgroups, may be in flight at the same time from different threads, and a failure of one is
-/// none of another. Ranks in its calls and errors are its own, from 0 on. It keeps its parent: that says farewell when the
-/// last handle to it and to its subgroups is dropped.
+/// A subgroup is an independent group with its own connections or memory, deadlines and failures. Operations of a group
+/// and of its subgroups may be in flight at the same time from different threads, and a failure of one does not affect
+/// the others. Ranks in a subgroup's calls and errors are its own, numbered from 0. A subgroup holds its parent: this
+/// rank leaves the parent when the last handle to it and to its subgroups is dropped.
 impl Group {
-    /// A group of these ranks of this one, in ascending order whatever the order here; one that is named twice is in it
-    /// once. The members call it, at the same place in their order of operations, and the other ranks do not. Settings are
-    /// those of this group.
+    /// Creates a group of `members`, which are ranks of this group. The new ranks follow the ascending order of the old
+    /// ones, whatever the order of `members`; duplicates count once. Only the members call it, each at the same
+    /// position in its sequence of operations. The subgroup inherits this group's settings. Use [`split`](Self::split)
+    /// if ranks do not know the other members.
     ///
     /// ```
     /// # use bonfire_core::{Group, ReduceOp};
@@ -41,14 +42,14 @@ impl Group {
     /// ```
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`], in this order, for no members, one that is no rank of this group, and members that this
-    /// rank is not among; also on a group on a transport [from elsewhere](Self::on). [`Error::Members`] where two members
-    /// name different ones. Else as [`all_reduce`](Group::all_reduce), and [`Error::Io`] where the system refuses a socket
-    /// or a thread. All but the first poison this group.
+    /// [`Error::InvalidArgument`], checked in this order, if there are no members, if a member is not a rank of this
+    /// group, or if this rank is not a member; also on a group on a [custom transport](Self::on). [`Error::Members`] if
+    /// two members pass different lists. [`Error::Io`] if the system refuses a socket or a thread. Otherwise see
+    /// [`all_reduce`](Group::all_reduce). All but `InvalidArgument` poison this group.
     #[track_caller]
     pub fn subgroup(&self, members: &[usize]) -> Result<Group, Error> {
         if members.is_empty() {
-            return Err(Error::argument("subgroup", "no members: name this rank and others"));
+            return Err(Error::argument("subgroup", "there are no members: give this rank and others"));
         }
         for member in members {
             check::rank("subgroup", "member", *member, self.world_size())?;
@@ -57,21 +58,21 @@ impl Group {
         members.sort_unstable();
         members.dedup();
         if !members.contains(&self.rank()) {
-            let reason = format!("rank {} is not among the members: only they call it", self.rank());
+            let reason = format!("rank {} is not a member, and only members call it", self.rank());
             return Err(Error::argument("subgroup", reason));
         }
-        self.make(members)
+        self.form(members)
     }
 
-    /// Splits the group: ranks that give the same `color` come into one subgroup, where their ranks are in the order of
-    /// their keys, and of their ranks here where keys are the same. A rank without a color comes into none. All ranks
+    /// Splits the group by color. Ranks that pass the same `color` form one subgroup, ordered by their keys and, for
+    /// equal keys, by their ranks in this group. A rank without a color joins no subgroup and gets `None`. All ranks
     /// call it.
     ///
     /// # Errors
-    /// As [`all_reduce`](Group::all_reduce) and [`subgroup`](Group::subgroup).
+    /// See [`subgroup`](Group::subgroup).
     #[track_caller]
     pub fn split(&self, color: Option<u64>, key: i64) -> Result<Option<Group>, Error> {
-        // So that no rank waits for one that cannot.
+        // Checked first, so that no rank waits for one that cannot form groups.
         self.regroup("split")?;
         let mine = [u64::from(color.is_some()), color.unwrap_or(0), key.cast_unsigned()];
         let mut all = vec![0u64; 3 * self.world_size()];
@@ -82,27 +83,27 @@ impl Group {
         let same = |rank: &usize| all[3 * rank..3 * rank + 2] == mine[..2];
         let mut members: Vec<usize> = (0..self.world_size()).filter(same).collect();
         members.sort_by_key(|rank| all[3 * rank + 2].cast_signed());
-        self.make(members).map(Some)
+        self.form(members).map(Some)
     }
 
-    /// The ranks of this rank's host, by what they said of their machines when they met: all of them where ranks are
-    /// threads. All ranks of the host call it.
+    /// Creates a subgroup of the ranks on this rank's host, as they identified their machines at the rendezvous. Ranks
+    /// that are threads are all on one host. All ranks of the host call it.
     ///
     /// # Errors
-    /// As [`subgroup`](Group::subgroup).
+    /// See [`subgroup`](Group::subgroup).
     #[track_caller]
     pub fn by_host(&self) -> Result<Group, Error> {
         let hosts = self.regroup("by_host")?.hosts();
         let own = hosts.get(self.rank());
-        self.make((0..hosts.len()).filter(|rank| hosts.get(*rank) == own).collect())
+        self.form((0..hosts.len()).filter(|rank| hosts.get(*rank) == own).collect())
     }
 
-    /// The group that this one is a subgroup of.
+    /// Returns the group that this one is a subgroup of.
     pub fn parent(&self) -> Option<&Group> {
         self.lineage.as_ref().map(|lineage| &lineage.parent)
     }
 
-    /// The ranks' ranks in the [parent](Self::parent), by their ranks in this group; the same where there is no parent.
+    /// Returns the members' ranks in the [parent](Self::parent), by rank in this group. Without a parent, all ranks.
     pub fn members(&self) -> Vec<usize> {
         match &self.lineage {
             Some(lineage) => lineage.members.clone(),
@@ -110,16 +111,16 @@ impl Group {
         }
     }
 
-    /// The rank in the [parent](Self::parent) of a rank of this group.
+    /// Converts a rank of this group to its rank in the [parent](Self::parent).
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] where `local` is no rank of this group.
+    /// [`Error::InvalidArgument`] if `local` is not a rank of this group.
     pub fn to_global(&self, local: usize) -> Result<usize, Error> {
         check::rank("to_global", "rank", local, self.world_size())?;
         Ok(self.lineage.as_ref().map_or(local, |lineage| lineage.members[local]))
     }
 
-    /// The rank in this group of a rank of the [parent](Self::parent), if it is in it.
+    /// Converts a rank of the [parent](Self::parent) to its rank in this group, if it is a member.
     pub fn to_local(&self, global: usize) -> Option<usize> {
         match &self.lineage {
             Some(lineage) => lineage.members.iter().position(|member| *member == global),
@@ -127,9 +128,9 @@ impl Group {
         }
     }
 
-    /// A group of these ranks, of which this is one, with ranks in their order.
+    /// Creates a group of `members`, this rank among them, with ranks in that order.
     #[track_caller]
-    fn make(&self, members: Vec<usize>) -> Result<Group, Error> {
+    fn form(&self, members: Vec<usize>) -> Result<Group, Error> {
         let at = Location::caller();
         let _turn = self.turn();
         let regroup = self.regroup("subgroup")?;
@@ -137,21 +138,21 @@ impl Group {
         let core = Core::new(base, self.core.executor.algorithms.clone());
         let group = Group::of(core, self.deadline(), Some(Lineage { parent: self.clone(), members }));
         #[cfg(unix)]
-        interrupt::leave_as(&self.core, &group.core);
+        interrupt::inherit(&self.core, &group.core);
         Ok(group)
     }
 
-    /// What makes groups of this one's ranks.
+    /// Returns the part of the transport that creates groups of this group's ranks.
     pub(super) fn regroup(&self, operation: &str) -> Result<&dyn Regroup, Error> {
         self.core.regroup.as_deref().ok_or_else(|| {
-            let reason = "the group is on a transport from elsewhere: make a transport of the ranks that you want";
+            let reason = "a custom transport cannot form groups: make a transport of the ranks that you want";
             Error::argument(operation, reason)
         })
     }
 }
 
 impl Core {
-    /// Comes together with the other members. A failure ends this group, so that members that wait for this rank hear of it.
+    /// Connects to the other members. A failure poisons this group, so that members waiting for this rank are told.
     fn invite(
         &self,
         members: &[usize],

@@ -1,4 +1,4 @@
-//! What a rank's recorder holds, as a file that `bonfire trace` reads.
+//! Trace files: the contents of a rank's recorder, in the form that `bonfire trace` reads.
 
 use std::ffi::OsStr;
 use std::fs::{self, File, OpenOptions};
@@ -11,18 +11,18 @@ use serde::{Deserialize, Serialize};
 
 use super::core::Core;
 use super::record::{Record, State};
-use super::recorder::KEPT;
+use super::recorder::CAPACITY;
 use crate::sync::lock;
 use crate::types::Error;
 
-/// The version of the format.
+/// Version of the format.
 const VERSION: u32 = 1;
 
-/// No trace is larger, and none is read that is.
-const LARGEST: u64 = 16 << 20;
+/// No trace file is larger than this, in bytes; larger files are rejected.
+const MAX_BYTES: u64 = 16 << 20;
 
-/// More ranks than any group has: a trace that says so is none.
-const MOST_RANKS: usize = 1 << 20;
+/// More ranks than any group has. A file that claims more is not a trace.
+const MAX_RANKS: usize = 1 << 20;
 
 /// One rank's last operations in one group; see [`Group::trace`](crate::Group::trace).
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -30,50 +30,50 @@ const MOST_RANKS: usize = 1 << 20;
 pub struct Trace {
     /// The version of the format: 1.
     pub bonfire_trace: u32,
-    /// The group's name, the same on all its ranks and no other group's. None on transports from elsewhere.
+    /// The group's name: the same on all its ranks, and different from every other group's. None on custom transports.
     pub group: Option<String>,
-    /// Whose trace it is.
+    /// The rank that recorded the trace.
     pub rank: usize,
-    /// The ranks of the group.
+    /// The number of ranks in the group.
     pub world_size: usize,
-    /// The name of the host, for people.
+    /// The name of the host, for display.
     pub host: String,
-    /// The number of the process.
+    /// The process ID.
     pub process: u32,
-    /// Where it is the same, times can be compared; elsewhere only durations can.
+    /// Names the clock. Times from the same clock can be compared; across clocks only durations can.
     pub clock: String,
-    /// How coarse the times are at which operations were done. The others are fine.
+    /// Resolution of the times at which operations completed, in nanoseconds. All other times are finer.
     pub resolution_ns: u64,
     /// When the trace was taken, on that clock.
     pub taken_ns: u64,
-    /// The same in seconds since 1970, for people: hosts differ.
+    /// When the trace was taken, in seconds since 1970, for display: the clocks of hosts differ.
     pub taken_unix: u64,
-    /// What poisoned the group, if anything did.
+    /// The error that poisoned the group, if any.
     pub failure: Option<String>,
-    /// Collectives begun so far.
+    /// The number of collectives begun so far.
     pub collectives: u64,
-    /// The last operations, oldest first, 1024 at most. Those that wait for their turn are not among them.
+    /// The last operations, oldest first, at most 1024. Operations that wait for their turn are not included.
     pub operations: Vec<Record>,
 }
 
 impl Trace {
-    /// Reads a file that [`Group::write_trace`](crate::Group::write_trace) or a failure wrote.
+    /// Reads a file written by [`Group::write_trace`](crate::Group::write_trace) or after a failure.
     ///
     /// # Errors
-    /// [`Error::Io`] where it cannot be read, [`Error::Broken`] where it holds something else.
+    /// [`Error::Io`] if the file cannot be read, [`Error::Broken`] if it is not a trace.
     pub fn read(path: impl AsRef<Path>) -> Result<Trace, Error> {
         let path = path.as_ref();
         let mut bytes = Vec::new();
-        let read = File::open(path).and_then(|file| file.take(LARGEST + 1).read_to_end(&mut bytes));
+        let read = File::open(path).and_then(|file| file.take(MAX_BYTES + 1).read_to_end(&mut bytes));
         let operation = || format!("reading the trace {}", path.display());
         read.map_err(|e| Error::io(operation(), e))?;
         Trace::parse(&bytes).map_err(|reason| Error::broken(operation(), reason))
     }
 
-    /// Takes nothing for granted: files may have been cut, changed, or written by somebody else.
+    /// Parses and validates a trace. The file is untrusted: it may be truncated, modified, or not be a trace at all.
     fn parse(bytes: &[u8]) -> Result<Trace, String> {
-        if bytes.len() as u64 > LARGEST {
-            return Err(format!("it has more than {} MiB, which no trace has", LARGEST >> 20));
+        if bytes.len() as u64 > MAX_BYTES {
+            return Err(format!("it has more than {} MiB, which no trace has", MAX_BYTES >> 20));
         }
         let trace: Trace = serde_json::from_slice(bytes).map_err(|e| format!("it is no trace: {e}"))?;
         let Trace { bonfire_trace, rank, world_size, operations, .. } = &trace;
@@ -81,45 +81,45 @@ impl Trace {
             return Err(format!("its format is version {bonfire_trace}, and this program reads version {VERSION}"));
         }
         let peers = operations.iter().filter_map(|record| record.message.map(|message| message.peer));
-        if *world_size > MOST_RANKS || peers.chain([*rank]).any(|rank| rank >= *world_size) {
-            return Err(format!("it is damaged: it names ranks that a group of {world_size} has not"));
+        if *world_size > MAX_RANKS || peers.chain([*rank]).any(|rank| rank >= *world_size) {
+            return Err(format!("it is damaged: it names ranks outside a group of {world_size}"));
         }
         let in_order = operations.is_sorted_by(|a, b| a.number < b.number);
-        let whole = |record: &Record| {
+        let consistent = |record: &Record| {
             record.ended_ns.is_some() == (record.state != State::Begun)
                 && record.ended_ns.is_none_or(|ended| ended >= record.begun_ns)
                 && record.message.is_none() == record.call.operation.is_collective()
         };
-        if operations.len() > KEPT || !in_order || !operations.iter().all(whole) {
+        if operations.len() > CAPACITY || !in_order || !operations.iter().all(consistent) {
             return Err("it is damaged: its operations contradict each other".into());
         }
         Ok(trace)
     }
 
-    /// Writes a file that is there as a whole or not at all. One with this name is replaced.
+    /// Writes the file atomically and replaces an existing file of that name.
     pub(super) fn write(&self, path: &Path) -> Result<(), Error> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let written = || -> io::Result<()> {
             let text = serde_json::to_vec(self)?;
             let name = path.file_name().ok_or(io::ErrorKind::IsADirectory)?;
-            let mut hidden = OsStr::new(".").to_owned();
-            hidden.push(name);
-            hidden.push(format!(".{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed)));
-            let hidden = path.with_file_name(hidden);
-            // `create_new` follows no link that somebody left in a folder that others may write to.
-            let mut file = OpenOptions::new().write(true).create_new(true).open(&hidden)?;
-            let moved = file.write_all(&text).and_then(|()| fs::rename(&hidden, path));
-            if moved.is_err() {
-                let _ = fs::remove_file(&hidden);
+            let mut temporary = OsStr::new(".").to_owned();
+            temporary.push(name);
+            temporary.push(format!(".{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed)));
+            let temporary = path.with_file_name(temporary);
+            // `create_new` follows no symbolic link planted in a folder that others may write to.
+            let mut file = OpenOptions::new().write(true).create_new(true).open(&temporary)?;
+            let result = file.write_all(&text).and_then(|()| fs::rename(&temporary, path));
+            if result.is_err() {
+                let _ = fs::remove_file(&temporary);
             }
-            moved
+            result
         };
         written().map_err(|e| Error::io(format!("writing the trace {}", path.display()), e))
     }
 }
 
 impl Core {
-    /// What the recorder holds now. Waits for nobody.
+    /// Returns a snapshot of the recorder. Never blocks.
     pub(super) fn trace(&self) -> Trace {
         let clock = &self.recorder.clock;
         let unix = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
@@ -140,23 +140,23 @@ impl Core {
         }
     }
 
-    /// The group has failed or the process is interrupted: leaves this rank's trace where `BONFIRE_TRACE` says, if it
-    /// does. Once, and who comes second returns when it is there.
-    pub(super) fn leave_trace(&self) {
-        let mut traced = lock(&self.traced);
-        if std::mem::replace(&mut *traced, true) {
+    /// Writes this rank's trace to the folder named by `BONFIRE_TRACE`, if it is set, because the group failed or the
+    /// process was interrupted. Only the first call writes; a concurrent call returns when the file is there.
+    pub(super) fn save_trace(&self) {
+        let mut saved = lock(&self.trace_saved);
+        if std::mem::replace(&mut *saved, true) {
             return;
         }
         let Some(folder) = std::env::var_os("BONFIRE_TRACE").filter(|folder| !folder.is_empty()) else { return };
         let (folder, rank) = (PathBuf::from(folder), self.rank());
-        // No two groups have the same name. Without one, the process and the moment stand for it.
+        // Group names are unique. A group without one is identified by process and time.
         let trace = self.trace();
         let group = trace.group.clone().unwrap_or_else(|| format!("{}-{}", trace.process, trace.taken_ns));
         let path = folder.join(format!("trace-{group}-{rank}.json"));
-        let made = fs::create_dir_all(&folder).map_err(|e| Error::io("making the folder of BONFIRE_TRACE", e));
-        match made.and_then(|()| trace.write(&path)) {
-            Ok(()) => log::warn!("rank {rank}: its last operations are in {}: see `bonfire trace`", path.display()),
-            Err(error) => log::warn!("rank {rank}: no trace: {error}"),
+        let created = fs::create_dir_all(&folder).map_err(|e| Error::io("creating the folder BONFIRE_TRACE", e));
+        match created.and_then(|()| trace.write(&path)) {
+            Ok(()) => log::warn!("rank {rank}: last operations written to {}: see `bonfire trace`", path.display()),
+            Err(error) => log::warn!("rank {rank}: could not write a trace: {error}"),
         }
     }
 }
@@ -168,7 +168,7 @@ mod tests {
     use crate::group::Group;
     use crate::types::ReduceOp;
 
-    fn traced() -> Trace {
+    fn sample() -> Trace {
         let group = Group::threads(1).unwrap().remove(0);
         group.barrier().unwrap();
         group.all_reduce(&mut [1f32; 8], ReduceOp::Sum).unwrap();
@@ -176,14 +176,14 @@ mod tests {
     }
 
     #[test]
-    fn a_trace_survives_its_file() {
+    fn traces_round_trip_through_files() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("trace");
-        let trace = traced();
+        let trace = sample();
         trace.write(&path).unwrap();
         assert_eq!(Trace::read(&path).unwrap(), trace);
-        // A second one takes its place, and nothing else is left.
-        let other = traced();
+        // A second write replaces the first and leaves no temporary file.
+        let other = sample();
         other.write(&path).unwrap();
         assert_eq!(Trace::read(&path).unwrap(), other);
         assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1);
@@ -195,7 +195,7 @@ mod tests {
     #[test]
     fn damaged_files_are_refused() {
         let parse = |change: fn(&mut Trace)| {
-            let mut trace = traced();
+            let mut trace = sample();
             change(&mut trace);
             Trace::parse(&serde_json::to_vec(&trace).unwrap())
         };
@@ -209,12 +209,12 @@ mod tests {
             |trace| trace.operations[0].ended_ns = None,
             |trace| trace.operations[0].ended_ns = Some(0),
             |trace| trace.operations[0].message = Some(Message { peer: 0, sends: true }),
-            |trace| trace.operations.extend((2..2000).map(|number| Record { number, ..traced().operations.remove(0) })),
+            |trace| trace.operations.extend((2..2000).map(|number| Record { number, ..sample().operations.remove(0) })),
         ];
         for (i, damage) in damages.into_iter().enumerate() {
             assert!(parse(damage).is_err(), "damage {i}");
         }
-        let text = serde_json::to_vec(&traced()).unwrap();
+        let text = serde_json::to_vec(&sample()).unwrap();
         for len in 0..text.len() {
             assert!(Trace::parse(&text[..len]).is_err(), "cut after {len} bytes");
         }

@@ -1,42 +1,42 @@
-//! The order of a rank's operations: each takes a ticket when it is called and runs when the ticket comes up.
+//! A ticket lock that runs a rank's operations in call order.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::sync::{Bell, spin};
 
-/// Tickets, first come, first served.
+/// A ticket lock: first come, first served.
 #[derive(Default)]
-pub(crate) struct Queue {
+pub(crate) struct TicketLock {
     next: AtomicU64,
     serving: AtomicU64,
     bell: Bell,
 }
 
-/// A place in the queue. The next one's turn comes when this is dropped.
+/// A position in the queue.
 pub(crate) struct Ticket(u64);
 
-/// The turn to run. Ends when dropped.
-pub(crate) struct Turn<'a>(&'a Queue);
+/// The lock, held. Dropping it admits the next ticket.
+pub(crate) struct Turn<'a>(&'a TicketLock);
 
-impl Queue {
-    /// Takes a ticket and waits for it to come up.
+impl TicketLock {
+    /// Takes a ticket and waits for its turn.
     #[inline]
     pub fn turn(&self) -> Turn<'_> {
         let ticket = self.ticket();
         self.wait(ticket)
     }
 
-    /// Takes a ticket. It must be waited for, or the queue stands still.
+    /// Takes a ticket. The caller must wait for it, or the queue stalls.
     #[inline]
     pub fn ticket(&self) -> Ticket {
         Ticket(self.next.fetch_add(1, Ordering::Relaxed))
     }
 
-    /// Waits until the ticket comes up. Every operation before it ends by its own deadline, so this ends too.
+    /// Waits until the ticket comes up. It does, because every operation before it ends by its own deadline.
     #[inline]
     pub fn wait(&self, ticket: Ticket) -> Turn<'_> {
-        // Acquire pairs with the release in `drop`: what the operation before did is seen by this one.
+        // Acquire pairs with the release in `drop`: this operation sees what the previous one did.
         let ready = || self.serving.load(Ordering::Acquire) == ticket.0;
         if !spin(true, ready) {
             while !self.bell.sleep(Instant::now() + Duration::from_secs(3600), ready) {}

@@ -1,15 +1,15 @@
-//! What operations must give: elements from small whole numbers, on which all arithmetic is exact. For tests, and for
+//! An oracle for reductions: expected results from small integers, on which all arithmetic is exact. For tests, and for
 //! programs that check results.
 
 use half::{bf16, f16};
 
 use crate::types::{Element, ReduceOp};
 
-/// Elements made from small whole numbers, so that every sum and product is exact or wraps in a known way.
+/// Elements constructed from small integers, so that every sum and product is exact or wraps in a known way.
 pub trait Sample: Element {
-    /// Integers keep the low bits.
+    /// Converts `value`. Integer types keep the low bits.
     fn of(value: i128) -> Self;
-    /// Rounded to nearest as a float, toward zero as an integer.
+    /// Returns `sum / ranks`, rounded to nearest for floats and toward zero for integers.
     fn mean(sum: i128, ranks: usize) -> Self;
 }
 
@@ -29,7 +29,7 @@ macro_rules! samples {
 samples!(integers i8, i16, i32, i64, u8, u16, u32, u64;
          floats f32: |x: f32| x, f64: |x: f64| x, f16: |x: f32| f16::from_f32(x), bf16: |x: f32| bf16::from_f32(x));
 
-/// What a reduction gives of these values, one of each rank.
+/// Returns the expected result of reducing `values`, one per rank.
 pub fn reduce<T: Sample>(op: ReduceOp, values: impl ExactSizeIterator<Item = i128>) -> T {
     let ranks = values.len();
     match op {

@@ -14,14 +14,14 @@ pub(super) fn all_gather(rank: usize, n: usize) -> Vec<Step> {
     rounds(rank, n).map(|(to, from)| step(to, from)).collect()
 }
 
-/// Every rank swaps with every other the parts that they hold for each other, so that no part is overwritten before it
-/// is sent. The rounds are those of a tournament: in each, a rank has one partner or rests.
+/// Every rank swaps with every other the parts that they hold for each other, so no part is overwritten before it is
+/// sent. The rounds are those of a round-robin tournament: in each, a rank has one partner or rests.
 ///
-/// Nobody waits in a circle: a rank waits only for its partner of the round it is in. Of the ranks in the earliest
-/// round that anybody is in, each has its partner in the same round, since neither ends it without the other.
+/// There is no deadlock: a rank waits only for its partner of the round it is in. Of the ranks in the earliest round
+/// that any rank is in, each has its partner in the same round, since neither ends it without the other.
 pub(super) fn all_to_all(rank: usize, n: usize) -> Vec<Step> {
-    // Ranks meet in the round that their numbers add up to, modulo the odd one of n - 1 and n. That leaves one of them
-    // alone: with an even n it meets the last rank, with an odd n it rests.
+    // Two ranks meet in the round equal to the sum of their numbers, modulo the odd one of n - 1 and n. In each round
+    // one rank would meet itself: with an even n it meets the last rank instead, with an odd n it rests.
     let odd = (n - 1) | 1;
     let partner = |round: usize| {
         let alone = round * odd.div_ceil(2) % odd;

@@ -1,9 +1,9 @@
 //! Recursive halving and doubling.
 //!
-//! The algorithms want a power of two. Where the world is none, the first `2 * extra` ranks pair up: the odd one of a
-//! pair is *passive*, hands its data to the even one before and gets the result after. The active ranks have *numbers*
-//! in the order of their ranks, and number `v` stands for the parts of its rank and of its passive partner, so numbers'
-//! parts are contiguous and in order.
+//! The algorithms need a power of two of ranks. Otherwise the first `2 * extra` ranks form pairs: the odd rank of a
+//! pair is *passive*, sends its data to the even rank before and gets the result after. The active ranks have *numbers*
+//! in rank order. Number `v` stands for the parts of its rank and of its passive partner, so the parts of consecutive
+//! numbers are contiguous and in order.
 
 use std::ops::Range;
 
@@ -13,14 +13,14 @@ use super::{Combine, Plan, Step};
 pub(super) fn doubling(rank: usize, n: usize) -> Plan {
     let whole = |_| 0..n;
     let mut plan = Plan {
-        reduce: hand_in(rank, n, whole, Combine::Fold),
-        distribute: hand_out(rank, n, whole),
+        reduce: from_passive(rank, n, whole, Combine::Fold),
+        distribute: to_passive(rank, n, whole),
         ..Plan::default()
     };
     if let Some(number) = active(rank, n) {
         for distance in distances(n) {
             let peer = rank_of(number ^ distance, n);
-            // Lower ranks' elements stand left on both sides, so that both get the same bits.
+            // The lower rank's elements are the left operand on both ranks, so the results are bit-identical.
             let combine = if number & distance == 0 { Combine::Fold } else { Combine::FoldUnder };
             plan.reduce.push(Step::exchange(peer, 0..n, peer, 0..n, combine));
         }
@@ -30,9 +30,9 @@ pub(super) fn doubling(rank: usize, n: usize) -> Plan {
     plan
 }
 
-/// Recursive halving: after it every active rank has the parts in [`owned`] complete.
+/// Recursive halving, after which every active rank has the parts in [`owned`] complete.
 pub(super) fn reduce_scatter(rank: usize, n: usize) -> Vec<Step> {
-    let mut steps = hand_in(rank, n, |_| 0..n, Combine::Fold);
+    let mut steps = from_passive(rank, n, |_| 0..n, Combine::Fold);
     let Some(number) = active(rank, n) else { return steps };
     let (mut low, mut high) = (0, actives(n));
     while high - low > 1 {
@@ -50,7 +50,7 @@ pub(super) fn reduce_scatter(rank: usize, n: usize) -> Vec<Step> {
     steps
 }
 
-/// Recursive doubling of what [`owned`] says each rank has, and the whole for the passive ranks at the end.
+/// Recursive doubling of the parts that each rank has according to [`owned`]. Passive ranks get the whole at the end.
 pub(super) fn all_gather(rank: usize, n: usize) -> Vec<Step> {
     let mut steps = Vec::new();
     if let Some(number) = active(rank, n) {
@@ -64,17 +64,17 @@ pub(super) fn all_gather(rank: usize, n: usize) -> Vec<Step> {
             steps.push(Step::exchange(to, block(number), to, block(peer), Combine::Replace));
         }
     }
-    steps.extend(hand_out(rank, n, |_| 0..n));
+    steps.extend(to_passive(rank, n, |_| 0..n));
     steps
 }
 
-/// The parts that are complete on `rank` after [`reduce_scatter`]; none on passive ranks.
+/// Returns the parts that are complete on `rank` after [`reduce_scatter`]: none on passive ranks.
 pub(super) fn owned(rank: usize, n: usize) -> Range<usize> {
     active(rank, n).map_or(0..0, |number| parts(number..number + 1, n))
 }
 
 /// Passive ranks send `what(passive rank)` to their partners.
-pub(super) fn hand_in(rank: usize, n: usize, what: impl Fn(usize) -> Range<usize>, combine: Combine) -> Vec<Step> {
+pub(super) fn from_passive(rank: usize, n: usize, what: impl Fn(usize) -> Range<usize>, combine: Combine) -> Vec<Step> {
     match partner(rank, n) {
         Some(partner) if active(rank, n).is_some() => vec![Step::receive(partner, what(partner), combine)],
         Some(partner) => vec![Step::send(partner, what(rank))],
@@ -83,7 +83,7 @@ pub(super) fn hand_in(rank: usize, n: usize, what: impl Fn(usize) -> Range<usize
 }
 
 /// Passive ranks get `what(passive rank)` from their partners.
-pub(super) fn hand_out(rank: usize, n: usize, what: impl Fn(usize) -> Range<usize>) -> Vec<Step> {
+pub(super) fn to_passive(rank: usize, n: usize, what: impl Fn(usize) -> Range<usize>) -> Vec<Step> {
     match partner(rank, n) {
         Some(partner) if active(rank, n).is_some() => vec![Step::send(partner, what(partner))],
         Some(partner) => vec![Step::receive(partner, what(rank), Combine::Replace)],
@@ -91,7 +91,7 @@ pub(super) fn hand_out(rank: usize, n: usize, what: impl Fn(usize) -> Range<usiz
     }
 }
 
-/// The largest power of two of ranks.
+/// Returns the number of active ranks: the largest power of two up to `n`.
 fn actives(n: usize) -> usize {
     1 << n.ilog2()
 }
@@ -105,7 +105,7 @@ fn distances(n: usize) -> impl Iterator<Item = usize> {
     std::iter::successors(Some(1), |d| Some(d * 2)).take_while(move |d| *d < actives)
 }
 
-/// The number of `rank`, unless it is passive.
+/// Returns the number of `rank`, unless it is passive.
 fn active(rank: usize, n: usize) -> Option<usize> {
     if rank >= 2 * extra(n) { Some(rank - extra(n)) } else { rank.is_multiple_of(2).then_some(rank / 2) }
 }

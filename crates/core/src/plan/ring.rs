@@ -1,4 +1,4 @@
-//! Ring: each part travels around all ranks, so every rank talks to its two neighbours only.
+//! Ring: each part travels around all ranks, so every rank exchanges messages with its two neighbours only.
 
 use super::{Combine, Step};
 

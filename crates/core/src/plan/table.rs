@@ -1,11 +1,12 @@
-//! Which plan runs an operation by default, where no engine does: the one place where sizes decide.
+//! Default plans by size, for operations that no engine runs. Sizes decide nowhere else.
 //!
-//! As measured over TCP on loopback; `docs/design.md` says how. A transport with an engine leaves every size to that.
+//! The sizes were measured over TCP on loopback; `docs/design.md` says how. Where there is an engine it gets every
+//! size.
 
 use super::Algorithm::{self, Direct, Doubling, Halving, Ring, Tree};
 use crate::types::Operation;
 
-/// Algorithms in the order of sizes, each with the smallest size in bytes that it is for.
+/// Algorithms in ascending order of size, each with the smallest size in bytes that it is for.
 type Row = (Operation, &'static [(Algorithm, usize)]);
 
 const TWO_RANKS: [Row; 5] = [
@@ -16,7 +17,7 @@ const TWO_RANKS: [Row; 5] = [
     (Operation::ReduceScatter, &[(Direct, 0)]),
 ];
 
-/// Halving is at its best: it moves as little as a ring, in fewer messages.
+/// Halving is at its best here: it sends as few bytes as a ring, in fewer messages.
 const POWERS_OF_TWO: [Row; 5] = [
     (Operation::AllReduce, &[(Doubling, 0), (Halving, 48 << 10)]),
     (Operation::Reduce, &[(Tree, 0), (Halving, 256 << 10)]),
@@ -33,7 +34,7 @@ const OTHERS: [Row; 5] = [
     (Operation::ReduceScatter, &[(Halving, 0), (Ring, 256 << 10)]),
 ];
 
-/// The plans of `operation` by size.
+/// Returns the plans of `operation` by size.
 pub(super) fn plans(operation: Operation, world_size: usize) -> &'static [(Algorithm, usize)] {
     let tables = match world_size {
         0..=2 => &TWO_RANKS,
@@ -41,16 +42,16 @@ pub(super) fn plans(operation: Operation, world_size: usize) -> &'static [(Algor
         _ => &OTHERS,
     };
     let table = tables.iter().find(|(of, _)| *of == operation);
-    // The others have one plan, or need none.
+    // Other operations have one plan, or need none.
     table.map_or(&[(Direct, 0)], |(_, entries)| *entries)
 }
 
-/// The plan for so many bytes.
+/// Returns the plan for an operation on this many bytes.
 pub(crate) fn plan(operation: Operation, bytes: usize, world_size: usize) -> Algorithm {
     at(plans(operation, world_size), bytes)
 }
 
-/// What a table has for so many bytes. Its entries are in the order of sizes, and the first is for sizes from 0 on.
+/// Returns a table's entry for this many bytes. Entries are in ascending order of size, from 0 on.
 pub(super) fn at<P: Copy>(table: &[(P, usize)], bytes: usize) -> P {
     let after = table.partition_point(|(_, from)| *from <= bytes);
     table[after.saturating_sub(1)].0
@@ -61,7 +62,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_table_begins_with_the_smallest_size_and_names_what_the_operation_has() {
+    fn tables_begin_at_zero_ascend_and_name_algorithms_that_the_operation_has() {
         for (operation, entries) in TWO_RANKS.into_iter().chain(POWERS_OF_TWO).chain(OTHERS) {
             assert_eq!(entries[0].1, 0, "{operation}");
             assert!(entries.is_sorted_by(|(_, from), (_, next)| from < next), "{operation}");

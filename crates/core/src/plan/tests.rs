@@ -1,23 +1,23 @@
-//! Plans on paper: all ranks' plans are run together against an oracle, with sets of ranks for values.
+//! Simulates the plans of all ranks together and compares the results with an oracle.
 
 use std::collections::{BTreeSet, VecDeque};
 
 use super::selection::SELECTABLE;
 use super::*;
 
-/// A part's value: which ranks' inputs are in it. Combining a rank's input twice is a mistake that this shows. Of
-/// all_to_all, which combines nothing: the input's number among those of all ranks.
+/// The value of a part: the ranks whose inputs are in it, so combining an input twice shows. For all_to_all, which
+/// combines nothing: the number of the input among those of all ranks.
 type Value = BTreeSet<usize>;
 
-struct World {
+struct Simulation {
     n: usize,
     plans: Vec<Plan>,
     parts: Vec<Vec<Value>>,
     sent: Vec<usize>,
 }
 
-impl World {
-    fn new(operation: Operation, algorithm: Algorithm, n: usize, root: usize) -> World {
+impl Simulation {
+    fn new(operation: Operation, algorithm: Algorithm, n: usize, root: usize) -> Simulation {
         let plans = (0..n).map(|rank| plan(operation, algorithm, rank, n, root)).collect();
         let start = |rank: usize, part: usize| match operation {
             Operation::AllGather | Operation::Gather if rank != part => Value::new(),
@@ -26,10 +26,10 @@ impl World {
             _ => Value::from([rank]),
         };
         let parts = (0..n).map(|rank| (0..n).map(|part| start(rank, part)).collect()).collect();
-        World { n, plans, parts, sent: vec![0; n] }
+        Simulation { n, plans, parts, sent: vec![0; n] }
     }
 
-    /// Runs all plans to their ends; panics where they disagree, wait for each other in a circle, or combine twice.
+    /// Runs all plans to their ends. Panics if they disagree, deadlock, or combine an input twice.
     fn run(&mut self) {
         type Message = (usize, Range<usize>, Vec<Value>);
         let n = self.n;
@@ -37,7 +37,7 @@ impl World {
             self.plans.iter().map(|p| [&p.agree[..], &p.reduce, &p.distribute].concat()).collect();
         let mut next = vec![0; n];
         let mut sent_step = vec![false; n];
-        let mut wires: Vec<VecDeque<Message>> = vec![VecDeque::new(); n * n];
+        let mut channels: Vec<VecDeque<Message>> = vec![VecDeque::new(); n * n];
         loop {
             let mut progress = false;
             for rank in 0..n {
@@ -46,13 +46,13 @@ impl World {
                     assert_ne!(to, rank);
                     let values = self.parts[rank][parts.clone()].to_vec();
                     self.sent[rank] += parts.len();
-                    wires[rank * n + to].push_back((next[rank], parts, values));
+                    channels[rank * n + to].push_back((next[rank], parts, values));
                     progress = true;
                 }
                 sent_step[rank] = true;
                 if let Some((from, parts, combine)) = &step.receive {
-                    let Some((_, theirs, values)) = wires[from * n + rank].pop_front() else { continue };
-                    // All_to_all has parts of one length; elsewhere a part has its own.
+                    let Some((_, theirs, values)) = channels[from * n + rank].pop_front() else { continue };
+                    // In an all_to_all all parts have the same length; elsewhere each has its own.
                     let fits = if *combine == Combine::Swap { theirs.len() == parts.len() } else { theirs == *parts };
                     assert!(fits, "rank {rank} expects {parts:?}, rank {from} sends {theirs:?}");
                     for (part, value) in parts.clone().zip(values) {
@@ -74,13 +74,13 @@ impl World {
             }
         }
         for rank in 0..n {
-            assert_eq!(next[rank], steps[rank].len(), "rank {rank} of {n} waits for ever");
+            assert_eq!(next[rank], steps[rank].len(), "rank {rank} of {n} is in a deadlock");
         }
-        assert!(wires.iter().all(VecDeque::is_empty), "a message nobody takes");
+        assert!(channels.iter().all(VecDeque::is_empty), "a message is never received");
     }
 }
 
-fn each(mut check: impl FnMut(Operation, Algorithm, usize, usize)) {
+fn for_each_plan(mut check: impl FnMut(Operation, Algorithm, usize, usize)) {
     for operation in SELECTABLE {
         for algorithm in Algorithm::ALL.iter().copied() {
             for n in 1..=17 {
@@ -97,10 +97,10 @@ fn each(mut check: impl FnMut(Operation, Algorithm, usize, usize)) {
 }
 
 #[test]
-fn every_plan_gives_every_rank_what_the_operation_promises() {
-    each(|operation, algorithm, n, root| {
-        let mut world = World::new(operation, algorithm, n, root);
-        world.run();
+fn every_plan_computes_the_result_of_its_operation() {
+    for_each_plan(|operation, algorithm, n, root| {
+        let mut sim = Simulation::new(operation, algorithm, n, root);
+        sim.run();
         let all: Value = (0..n).collect();
         for rank in 0..n {
             for part in 0..n {
@@ -115,15 +115,15 @@ fn every_plan_gives_every_rank_what_the_operation_promises() {
                     Operation::AllToAll => Value::from([part * n + rank]),
                     _ => continue,
                 };
-                assert_eq!(world.parts[rank][part], want, "{operation} {algorithm:?} n={n} root={root} rank={rank}");
+                assert_eq!(sim.parts[rank][part], want, "{operation} {algorithm:?} n={n} root={root} rank={rank}");
             }
         }
     });
 }
 
 #[test]
-fn parts_are_finished_by_exactly_one_rank_or_by_all_that_hold_the_same() {
-    each(|operation, algorithm, n, root| {
+fn each_part_is_completed_by_one_rank_or_by_all_its_replicas() {
+    for_each_plan(|operation, algorithm, n, root| {
         if !matches!(operation, Operation::AllReduce | Operation::Reduce | Operation::ReduceScatter) {
             return;
         }
@@ -138,37 +138,37 @@ fn parts_are_finished_by_exactly_one_rank_or_by_all_that_hold_the_same() {
 }
 
 #[test]
-fn every_rank_hears_from_every_rank_before_it_ends() {
-    each(|operation, algorithm, n, root| {
+fn no_rank_ends_before_a_chain_of_messages_from_every_rank() {
+    for_each_plan(|operation, algorithm, n, root| {
         let plans: Vec<_> = (0..n).map(|rank| plan(operation, algorithm, rank, n, root)).collect();
-        let mut heard: Vec<Value> = (0..n).map(|rank| Value::from([rank])).collect();
-        let mut wires: Vec<VecDeque<Value>> = vec![VecDeque::new(); n * n];
+        let mut origins: Vec<Value> = (0..n).map(|rank| Value::from([rank])).collect();
+        let mut channels: Vec<VecDeque<Value>> = vec![VecDeque::new(); n * n];
         let steps: Vec<Vec<Step>> = plans.iter().map(|p| [&p.agree[..], &p.reduce, &p.distribute].concat()).collect();
         let (mut next, mut sent) = (vec![0; n], vec![false; n]);
         while (0..n).any(|rank| next[rank] < steps[rank].len()) {
             for rank in 0..n {
                 let Some(step) = steps[rank].get(next[rank]) else { continue };
                 if let Some((to, _)) = step.send.clone().filter(|_| !sent[rank]) {
-                    wires[rank * n + to].push_back(heard[rank].clone());
+                    channels[rank * n + to].push_back(origins[rank].clone());
                 }
                 sent[rank] = true;
                 if let Some((from, ..)) = &step.receive {
-                    let Some(news) = wires[from * n + rank].pop_front() else { continue };
-                    heard[rank].extend(news);
+                    let Some(received) = channels[from * n + rank].pop_front() else { continue };
+                    origins[rank].extend(received);
                 }
                 next[rank] += 1;
                 sent[rank] = false;
             }
         }
-        for (rank, heard) in heard.iter().enumerate() {
-            assert_eq!(heard.len(), n, "{operation} {algorithm:?} n={n} root={root}: rank {rank} can end too early");
+        for (rank, origins) in origins.iter().enumerate() {
+            assert_eq!(origins.len(), n, "{operation} {algorithm:?} n={n} root={root}: rank {rank} can end too early");
         }
     });
 }
 
 #[test]
 fn direct_plans_combine_only_what_they_own_and_steps_never_overlap() {
-    each(|operation, algorithm, n, root| {
+    for_each_plan(|operation, algorithm, n, root| {
         for rank in 0..n {
             let plan = plan(operation, algorithm, rank, n, root);
             for step in plan.reduce.iter().chain(&plan.distribute) {
@@ -187,13 +187,13 @@ fn direct_plans_combine_only_what_they_own_and_steps_never_overlap() {
 }
 
 #[test]
-fn large_buffers_move_the_least_bytes_that_an_all_reduce_can() {
+fn large_all_reduces_send_the_fewest_bytes_possible() {
     for algorithm in [Algorithm::Ring, Algorithm::Direct, Algorithm::Halving] {
         for n in [2, 3, 4, 5, 8, 16] {
-            let mut world = World::new(Operation::AllReduce, algorithm, n, 0);
-            world.run();
+            let mut sim = Simulation::new(Operation::AllReduce, algorithm, n, 0);
+            sim.run();
             if algorithm != Algorithm::Halving || n.is_power_of_two() {
-                assert_eq!(world.sent, vec![2 * (n - 1); n], "{algorithm:?} on {n} ranks");
+                assert_eq!(sim.sent, vec![2 * (n - 1); n], "{algorithm:?} on {n} ranks");
             }
         }
     }

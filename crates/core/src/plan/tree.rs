@@ -3,7 +3,7 @@
 
 use super::{Combine, Step};
 
-/// Combines toward the root; each rank's partial result covers the ranks numbered from its own on, in order.
+/// Combines toward the root. Each rank's partial result covers the ranks numbered from its own on, in order.
 pub(super) fn reduce(rank: usize, n: usize, root: usize) -> Vec<Step> {
     let number = (rank + n - root) % n;
     let mut steps: Vec<_> =
@@ -14,7 +14,7 @@ pub(super) fn reduce(rank: usize, n: usize, root: usize) -> Vec<Step> {
     steps
 }
 
-/// From the root to everybody; the largest subtree first.
+/// Sends from the root to all ranks, the largest subtree first.
 pub(super) fn broadcast(rank: usize, n: usize, root: usize) -> Vec<Step> {
     let number = (rank + n - root) % n;
     let mut steps = Vec::new();
@@ -31,7 +31,7 @@ fn parent(number: usize) -> usize {
     number & (number - 1)
 }
 
-/// Smallest subtree first.
+/// Returns the children of a number, the smallest subtree first.
 fn children(number: usize, n: usize) -> impl Iterator<Item = usize> {
     let bits = std::iter::successors(Some(1), |bit| Some(bit * 2));
     bits.take_while(move |bit| number & bit == 0 && *bit < n).map(move |bit| number + bit).take_while(move |c| *c < n)

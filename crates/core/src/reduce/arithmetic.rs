@@ -1,4 +1,4 @@
-//! What accumulators can do, element by element.
+//! Arithmetic of single accumulators.
 
 use std::marker::PhantomData;
 
@@ -7,14 +7,14 @@ use bytemuck::Pod;
 /// An accumulator's arithmetic.
 pub(super) trait Accumulator: Pod + PartialEq {
     const FLOAT: bool;
-    /// What every NaN becomes.
+    /// The NaN that replaces every NaN.
     const NAN: Self;
     fn sum(self, other: Self) -> Self;
     fn product(self, other: Self) -> Self;
     fn max(self, other: Self) -> Self;
     fn min(self, other: Self) -> Self;
     fn over(self, ranks: usize) -> Self;
-    /// What to multiply with instead of dividing by `ranks`, where that gives the same bits and is faster.
+    /// Returns the factor to multiply by instead of dividing by `ranks`, if that is bit-identical and faster.
     fn reciprocal(ranks: usize) -> Option<Self>;
 }
 
@@ -33,7 +33,7 @@ macro_rules! float_accumulator {
             fn min(self, other: Self) -> Self { if self.is_nan() || self <= other { self } else { other } }
             #[inline(always)]
             fn over(self, ranks: usize) -> Self { self / ranks as $type }
-            /// A power of two's is exact, and either way there is one rounding, of the same number.
+            /// The reciprocal of a power of two is exact. Either way there is one rounding, of the same number.
             #[inline(always)]
             fn reciprocal(ranks: usize) -> Option<Self> { ranks.is_power_of_two().then_some(1.0 / ranks as $type) }
         }
@@ -68,7 +68,7 @@ integer_accumulator!(i8, i16, i32, i64, i128, u8, u16, u32, u64);
 pub(super) trait Operation {
     /// Whether the result of all ranks is divided by their number.
     const MEAN: bool = false;
-    /// Whether the bits of the result depend on whether integers have a sign. Sums and products wrap around, so theirs do
+    /// Whether the bits of the result depend on the signedness of integers. Sums and products wrap around, so theirs do
     /// not.
     const SIGN: bool = false;
     fn combine<A: Accumulator>(left: A, right: A) -> A;
@@ -79,7 +79,7 @@ pub(super) struct Mean;
 pub(super) struct Product;
 pub(super) struct Max;
 pub(super) struct Min;
-/// With the sides exchanged.
+/// The operation with its operands exchanged.
 pub(super) struct Under<O>(PhantomData<O>);
 
 impl Operation for Sum {

@@ -11,15 +11,15 @@ use super::widen::{Widen, each, line};
 use super::{Kernel, Output};
 use crate::types::{DType, ReduceOp};
 
-/// The kernel for `dtype` and `op` in `L`'s instructions.
+/// Returns the kernel for `dtype` and `op` in the instructions of `L`.
 ///
-/// Every operation is a type, so that each kernel is compiled for the element types that it is used with, and for no
-/// more: they are half of what the compiler has to do for this crate.
+/// Every operation is a type, so that each kernel is compiled only for the element types that it is used with. The
+/// kernels are half of what the compiler has to do for this crate.
 ///
 /// # Safety
-/// The processor has them.
+/// The processor supports the instructions of `L`.
 pub(super) unsafe fn of<L: Level>(dtype: DType, op: ReduceOp) -> Kernel {
-    // SAFETY: as the caller vouches for.
+    // SAFETY: guaranteed by the caller.
     unsafe {
         match op {
             ReduceOp::Sum => reduction::<L, Sum>(dtype),
@@ -32,7 +32,7 @@ pub(super) unsafe fn of<L: Level>(dtype: DType, op: ReduceOp) -> Kernel {
 }
 
 unsafe fn reduction<L: Level, O: Operation>(dtype: DType) -> Kernel {
-    // SAFETY: as the caller vouches for.
+    // SAFETY: guaranteed by the caller.
     unsafe {
         match dtype {
             DType::F32 => functions::<L, f32, f32, O>(),
@@ -51,14 +51,14 @@ unsafe fn reduction<L: Level, O: Operation>(dtype: DType) -> Kernel {
     }
 }
 
-/// For integers `T`, which are `U` without a sign and whose mean is accumulated in `W`.
+/// The kernel for integers `T`, whose unsigned type is `U` and whose mean is accumulated in `W`.
 unsafe fn integer<L: Level, T, U, W, O: Operation>() -> Kernel
 where
     T: Widen<T> + Widen<W> + Accumulator,
     U: Widen<U> + Accumulator,
     W: Widen<W> + Accumulator,
 {
-    // SAFETY: as the caller vouches for.
+    // SAFETY: guaranteed by the caller.
     unsafe {
         if O::MEAN {
             functions::<L, T, W, O>()
@@ -71,7 +71,7 @@ where
 }
 
 /// # Safety
-/// The processor has `L`'s instructions: everything below runs in them.
+/// The processor supports the instructions of `L`, in which everything below runs.
 unsafe fn functions<L: Level, T: Widen<A>, A: Accumulator + Widen<A>, O: Operation>() -> Kernel {
     let wide = size_of::<A>() != size_of::<T>();
     Kernel {
@@ -82,8 +82,8 @@ unsafe fn functions<L: Level, T: Widen<A>, A: Accumulator + Widen<A>, O: Operati
         fold: fold::<L, T, A, O>,
         // Integers commute.
         fold_under: if A::FLOAT { fold::<L, T, A, Under<O>> } else { fold::<L, T, A, O> },
-        join_to: to::<L, T, T, A, O>,
-        fold_to: to::<L, A, T, A, O>,
+        join_to: finish::<L, T, T, A, O>,
+        fold_to: finish::<L, A, T, A, O>,
         store: if O::MEAN {
             store_mean::<L, T, A>
         } else {
@@ -97,12 +97,12 @@ unsafe fn functions<L: Level, T: Widen<A>, A: Accumulator + Widen<A>, O: Operati
 fn load<L: Level, T: Widen<A>, A: Accumulator>(accumulator: &mut [u8], source: &[u8]) {
     let mut rest: &mut [A] = cast_slice_mut(accumulator);
     let source = cast_slice(source);
-    // SAFETY: `functions` gives this only where its caller vouched for `L`'s instructions.
+    // SAFETY: `functions` returns this only if its caller guarantees that the processor supports `L`.
     unsafe {
         L::run(|| {
-            T::pieces::<L>(source, |piece| {
-                let (now, later) = std::mem::take(&mut rest).split_at_mut(piece.len());
-                now.copy_from_slice(piece);
+            T::for_chunks::<L>(source, |chunk| {
+                let (now, later) = std::mem::take(&mut rest).split_at_mut(chunk.len());
+                now.copy_from_slice(chunk);
                 rest = later;
             });
         });
@@ -115,7 +115,7 @@ fn join<L: Level, T: Widen<A>, A: Accumulator, O: Operation>(accumulator: &mut [
     // SAFETY: as in `load`.
     unsafe {
         L::run(|| {
-            T::pairs::<L>(left, right, |left, right| {
+            T::for_chunk_pairs::<L>(left, right, |left, right| {
                 let (now, later) = std::mem::take(&mut rest).split_at_mut(left.len());
                 for ((a, left), right) in now.iter_mut().zip(left).zip(right) {
                     *a = O::combine(*left, *right);
@@ -132,9 +132,9 @@ fn fold<L: Level, T: Widen<A>, A: Accumulator, O: Operation>(accumulator: &mut [
     // SAFETY: as in `load`.
     unsafe {
         L::run(|| {
-            T::pieces::<L>(source, |piece| {
-                let (now, later) = std::mem::take(&mut rest).split_at_mut(piece.len());
-                for (a, b) in now.iter_mut().zip(piece) {
+            T::for_chunks::<L>(source, |chunk| {
+                let (now, later) = std::mem::take(&mut rest).split_at_mut(chunk.len());
+                for (a, b) in now.iter_mut().zip(chunk) {
                     *a = O::combine(*a, *b);
                 }
                 rest = later;
@@ -144,14 +144,14 @@ fn fold<L: Level, T: Widen<A>, A: Accumulator, O: Operation>(accumulator: &mut [
 }
 
 /// # Safety
-/// As [`FinalStep`](super::FinalStep) says, with a `U` on the left; and the processor has `L`'s instructions.
-unsafe fn to<L: Level, U: Widen<A>, T: Widen<A>, A: Accumulator, O: Operation>(
+/// As for [`FinalStep`](super::FinalStep), with elements `U` on the left; and the processor supports `L`.
+unsafe fn finish<L: Level, U: Widen<A>, T: Widen<A>, A: Accumulator, O: Operation>(
     outputs: &[Output],
     sides: [*const u8; 2],
     elements: usize,
     ranks: usize,
 ) {
-    // SAFETY: as the caller vouches for.
+    // SAFETY: guaranteed by the caller.
     unsafe {
         if !O::MEAN {
             return combine_to::<L, U, T, A, O>(outputs, sides, elements, |result| result);
@@ -163,10 +163,10 @@ unsafe fn to<L: Level, U: Widen<A>, T: Widen<A>, A: Accumulator, O: Operation>(
     }
 }
 
-/// The last step of a reduction, from both sides to where the result goes, all of it in registers.
+/// The last step of a reduction: from both sides to the outputs, all of it in registers.
 ///
 /// # Safety
-/// As for [`to`].
+/// As for [`finish`].
 #[inline(always)]
 unsafe fn combine_to<L: Level, U: Widen<A>, T: Widen<A>, A: Accumulator, O: Operation>(
     outputs: &[Output],
@@ -177,14 +177,14 @@ unsafe fn combine_to<L: Level, U: Widen<A>, T: Widen<A>, A: Accumulator, O: Oper
     let (left, right) = (left.cast::<[U; LANES]>(), right.cast::<[T; LANES]>());
     let (size, lines) = (size_of::<[T; LANES]>(), elements / LANES);
     let rest = elements % LANES;
-    // SAFETY: as in `load`. All is within the elements that the caller vouches for, every line is read before it is
-    // written, and outputs are aligned for streaming stores where these are used.
+    // SAFETY: as in `load`. All accesses are within the elements that the caller guarantees, every line is read before
+    // it is written, and outputs are aligned for streaming stores where these are used.
     unsafe {
         L::run(|| {
             match outputs {
-                // On its own because it is a third faster than the loop for all.
+                // Separate because it is a third faster than the general loop.
                 [output] if !output.streams() => {
-                    let target = output.place(0).cast::<[T; LANES]>();
+                    let target = output.address(0).cast::<[T; LANES]>();
                     for i in 0..lines {
                         let sides = (left.add(i).read(), right.add(i).read());
                         target.add(i).write(combine_lines::<L, U, T, A, O>(sides, &after));
@@ -195,7 +195,7 @@ unsafe fn combine_to<L: Level, U: Widen<A>, T: Widen<A>, A: Accumulator, O: Oper
                         let sides = (left.add(i).read(), right.add(i).read());
                         let result = combine_lines::<L, U, T, A, O>(sides, &after);
                         for output in outputs {
-                            let target = output.place(i * size);
+                            let target = output.address(i * size);
                             if output.streams() {
                                 L::stream(bytes_of(&result), target);
                             } else {
@@ -212,20 +212,20 @@ unsafe fn combine_to<L: Level, U: Widen<A>, T: Widen<A>, A: Accumulator, O: Oper
                 );
                 let result = combine_lines::<L, U, T, A, O>(sides, &after);
                 for output in outputs {
-                    output.place(lines * size).cast::<T>().copy_from_nonoverlapping(result.as_ptr(), rest);
+                    output.address(lines * size).cast::<T>().copy_from_nonoverlapping(result.as_ptr(), rest);
                 }
             }
         });
     }
 }
 
-// Not a closure: those are inlined, and so compiled for `L`, as the compiler likes.
+// A function, not a closure: whether a closure is inlined, and so compiled for `L`, is up to the compiler.
 #[inline(always)]
 unsafe fn combine_lines<L: Level, U: Widen<A>, T: Widen<A>, A: Accumulator, O: Operation>(
     (left, right): ([U; LANES], [T; LANES]),
     after: impl Fn(A) -> A,
 ) -> [T; LANES] {
-    // SAFETY: as the caller vouches for.
+    // SAFETY: guaranteed by the caller.
     unsafe {
         let (left, right) = (U::widen::<L>(left), T::widen::<L>(right));
         let mut result = [A::zeroed(); LANES];

@@ -1,17 +1,17 @@
-//! Sets of instructions that kernels are compiled for.
+//! The instruction sets that kernels are compiled for.
 
 use half::f16;
 use half::slice::HalfFloatSliceExt;
 
-/// Elements that a kernel has in registers at a time: a vector of f32 at the widest.
+/// Elements that a kernel holds in registers at a time: the widest vector of f32.
 pub(super) const LANES: usize = 16;
 
-/// A set of instructions.
+/// An instruction set.
 pub(super) trait Level {
     /// Runs `work`, compiled with these instructions as far as it is inlined.
     ///
     /// # Safety
-    /// The processor has them.
+    /// The processor supports these instructions.
     unsafe fn run<R>(work: impl FnOnce() -> R) -> R;
 
     /// # Safety
@@ -24,15 +24,15 @@ pub(super) trait Level {
     /// As [`run`](Self::run).
     unsafe fn narrow(line: [f32; LANES]) -> [f16; LANES];
 
-    /// Stores `bytes`, of which there are a multiple of 16, past the cache where the processor can.
+    /// Stores `bytes`, a multiple of 16, with streaming stores that bypass the cache, if the processor has them.
     ///
     /// # Safety
-    /// As [`run`](Self::run); and `target` is valid for as many bytes, and aligned for the largest power of two of bytes
-    /// up to 64 that divides their number.
+    /// As [`run`](Self::run). `target` is valid for as many bytes as `bytes` has, and aligned to the largest power of
+    /// two up to 64 that divides their number.
     unsafe fn stream(bytes: &[u8], target: *mut u8);
 }
 
-/// What the whole program is compiled for.
+/// The instructions that the whole program is compiled for.
 pub(super) struct Portable;
 
 impl Level for Portable {
@@ -41,7 +41,7 @@ impl Level for Portable {
         work()
     }
 
-    // `half` asks at run time whether the processor converts.
+    // `half` detects at run time whether the processor converts.
     unsafe fn widen(line: [f16; LANES]) -> [f32; LANES] {
         let mut wide = [0.0; LANES];
         line.convert_to_f32_slice(&mut wide);
@@ -59,7 +59,7 @@ impl Level for Portable {
     unsafe fn stream(bytes: &[u8], target: *mut u8) {
         use std::arch::x86_64::{_mm_loadu_si128, _mm_stream_si128};
         for (i, vector) in bytes.as_chunks::<16>().0.iter().enumerate() {
-            // SAFETY: as the caller vouches for, and SSE2 is part of every x86-64.
+            // SAFETY: guaranteed by the caller, and SSE2 is part of every x86-64.
             unsafe { _mm_stream_si128(target.add(16 * i).cast(), _mm_loadu_si128(vector.as_ptr().cast())) };
         }
     }
@@ -67,7 +67,7 @@ impl Level for Portable {
     #[cfg(not(target_arch = "x86_64"))]
     #[inline(always)]
     unsafe fn stream(bytes: &[u8], target: *mut u8) {
-        // SAFETY: as the caller vouches for.
+        // SAFETY: guaranteed by the caller.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), target, bytes.len()) };
     }
 }
@@ -87,11 +87,11 @@ mod x86 {
 
     use super::{LANES, Level, Portable};
 
-    /// 32-byte vectors, and instructions that convert f16: Haswell and Zen, and all that came after.
+    /// AVX2 and F16C: 32-byte vectors, and conversion of f16. Haswell and Zen, and everything later.
     pub struct Avx2;
 
     impl Avx2 {
-        pub fn is_here() -> bool {
+        pub fn is_supported() -> bool {
             is_x86_feature_detected!("avx2") && is_x86_feature_detected!("f16c")
         }
     }
@@ -103,7 +103,7 @@ mod x86 {
             fn run<R>(work: impl FnOnce() -> R) -> R {
                 work()
             }
-            // SAFETY: as the caller vouches for.
+            // SAFETY: guaranteed by the caller.
             unsafe { run(work) }
         }
 
@@ -111,8 +111,8 @@ mod x86 {
         unsafe fn widen(line: [f16; LANES]) -> [f32; LANES] {
             let mut wide = [0.0; LANES];
             for (eight, wide) in line.as_chunks::<8>().0.iter().zip(wide.as_chunks_mut::<8>().0) {
-                // SAFETY: both are eight elements long, neither instruction asks for alignment, and the processor has
-                // them, as the caller vouches for.
+                // SAFETY: both are eight elements long, neither instruction requires alignment, and the caller
+                // guarantees that the processor supports them.
                 unsafe { _mm256_storeu_ps(wide.as_mut_ptr(), _mm256_cvtph_ps(_mm_loadu_si128(eight.as_ptr().cast()))) };
             }
             wide
@@ -135,23 +135,23 @@ mod x86 {
         unsafe fn stream(bytes: &[u8], target: *mut u8) {
             let (vectors, rest) = bytes.as_chunks::<32>();
             for (i, vector) in vectors.iter().enumerate() {
-                // SAFETY: as the caller vouches for.
+                // SAFETY: guaranteed by the caller.
                 unsafe {
                     _mm256_stream_si256(target.add(32 * i).cast(), _mm256_loadu_si256(vector.as_ptr().cast()));
                 }
             }
-            // SAFETY: as the caller vouches for.
+            // SAFETY: guaranteed by the caller.
             unsafe { Portable::stream(rest, target.add(32 * vectors.len())) };
         }
     }
 
-    /// 64-byte vectors and comparisons into masks. Its own instructions for bf16 are not used: they take denormal
-    /// numbers for zero.
+    /// AVX-512: 64-byte vectors, and comparisons into masks. Its bf16 instructions are not used: they treat denormal
+    /// numbers as zero.
     pub struct Avx512;
 
     impl Avx512 {
-        pub fn is_here() -> bool {
-            Avx2::is_here()
+        pub fn is_supported() -> bool {
+            Avx2::is_supported()
                 && is_x86_feature_detected!("avx512f")
                 && is_x86_feature_detected!("avx512bw")
                 && is_x86_feature_detected!("avx512dq")
@@ -166,13 +166,13 @@ mod x86 {
             fn run<R>(work: impl FnOnce() -> R) -> R {
                 work()
             }
-            // SAFETY: as the caller vouches for.
+            // SAFETY: guaranteed by the caller.
             unsafe { run(work) }
         }
 
         #[inline(always)]
         unsafe fn widen(line: [f16; LANES]) -> [f32; LANES] {
-            // SAFETY: as the caller vouches for, and `is_here` asks for these too.
+            // SAFETY: guaranteed by the caller, and `is_supported` asks for these too.
             unsafe { Avx2::widen(line) }
         }
 
@@ -186,7 +186,7 @@ mod x86 {
         unsafe fn stream(bytes: &[u8], target: *mut u8) {
             let (vectors, rest) = bytes.as_chunks::<64>();
             for (i, vector) in vectors.iter().enumerate() {
-                // SAFETY: as the caller vouches for.
+                // SAFETY: guaranteed by the caller.
                 unsafe {
                     _mm512_stream_si512(target.add(64 * i).cast(), _mm512_loadu_si512(vector.as_ptr().cast()));
                 }

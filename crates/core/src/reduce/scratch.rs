@@ -1,6 +1,6 @@
-//! Memory that is grown once and kept.
+//! Scratch memory that grows on demand and never shrinks.
 
-/// Bytes aligned for every accumulator, kept from call to call.
+/// Scratch bytes, aligned for every accumulator and reused from call to call.
 #[derive(Default)]
 pub(crate) struct Scratch(Vec<[u128; 4]>);
 

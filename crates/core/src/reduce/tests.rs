@@ -7,14 +7,14 @@ use crate::types::Element;
 
 fn reduced<T: Element>(op: ReduceOp, inputs: &[&[T]]) -> Vec<T> {
     let len = inputs[0].len();
-    let result = |skip: usize, past_cache: &[bool]| {
-        let mut outputs = vec![vec![T::zeroed(); skip + len + 1]; past_cache.len()];
-        let to = outputs.iter_mut().zip(past_cache).map(|(output, past_cache)| {
-            let bytes = if *past_cache { 1 << 30 } else { 0 };
+    let result = |skip: usize, streamed: &[bool]| {
+        let mut outputs = vec![vec![T::zeroed(); skip + len + 1]; streamed.len()];
+        let to = outputs.iter_mut().zip(streamed).map(|(output, streamed)| {
+            let bytes = if *streamed { 1 << 30 } else { 0 };
             Output::of(output[skip..].as_mut_ptr().cast(), bytes, true)
         });
         let (to, from) = (to.collect::<Vec<_>>().into_iter(), inputs.iter().map(|input| input.as_ptr().cast()));
-        // SAFETY: all slices have the length of the first, which the tests below see to, and nobody else has them.
+        // SAFETY: the tests below pass slices of equal length, and nothing else accesses them.
         unsafe { reduce_to_all(T::DTYPE, op, len, from, to) };
         for output in &outputs {
             assert_eq!(cast_slice::<T, u8>(&output[skip..][..len]), cast_slice::<T, u8>(&outputs[0][skip..][..len]));
@@ -22,13 +22,13 @@ fn reduced<T: Element>(op: ReduceOp, inputs: &[&[T]]) -> Vec<T> {
         }
         outputs.swap_remove(0)[skip..][..len].to_vec()
     };
-    let plain = result(0, &[false]);
-    for past_cache in [&[true][..], &[true, false], &[true, true], &[true, false, true]] {
+    let expected = result(0, &[false]);
+    for streamed in [&[true][..], &[true, false], &[true, true], &[true, false, true]] {
         for skip in [0, 1, 5] {
-            assert_eq!(cast_slice::<T, u8>(&result(skip, past_cache)), cast_slice::<T, u8>(&plain));
+            assert_eq!(cast_slice::<T, u8>(&result(skip, streamed)), cast_slice::<T, u8>(&expected));
         }
     }
-    plain
+    expected
 }
 
 #[test]
@@ -69,9 +69,9 @@ fn extremes_propagate_nan_from_every_side() {
 }
 
 #[test]
-fn every_type_and_reduction_agrees_with_plain_arithmetic_over_several_blocks() {
+fn every_type_and_reduction_matches_f64_arithmetic_over_several_blocks() {
     fn check<T: Element>(from: fn(f64) -> T, to: fn(T) -> f64) {
-        // Small whole numbers: exact in every type, also their products.
+        // Small whole numbers: they and their products are exact in every type.
         for world_size in 1..=4 {
             let rank = |r| (0..9001).map(|i| from(((i + r) % 4 + 1) as f64)).collect();
             let ranks: Vec<Vec<T>> = (0..world_size).map(rank).collect();
@@ -105,8 +105,8 @@ fn every_type_and_reduction_agrees_with_plain_arithmetic_over_several_blocks() {
     check::<u64>(|x| x as u64, |x| x as f64);
 }
 
-/// An element as a reader without vectors would combine it.
-trait Plain: Element {
+/// Scalar reference arithmetic of an element type.
+trait Scalar: Element {
     type Wide: bytemuck::Pod;
     fn widen(self) -> Self::Wide;
     fn narrow(wide: Self::Wide) -> Self;
@@ -116,9 +116,9 @@ trait Plain: Element {
     fn is_nan(self) -> bool;
 }
 
-macro_rules! plain {
+macro_rules! scalar {
     (integers $($int:ty),*; floats $($float:ty as $wide:ty: $widen:expr, $narrow:expr),*) => {
-        $(impl Plain for $int {
+        $(impl Scalar for $int {
             type Wide = $int;
             fn widen(self) -> $int { self }
             fn narrow(wide: $int) -> $int { wide }
@@ -133,7 +133,7 @@ macro_rules! plain {
             fn over(wide: $int, ranks: usize) -> $int { wide / ranks as $int }
             fn is_nan(self) -> bool { false }
         })*
-        $(impl Plain for $float {
+        $(impl Scalar for $float {
             type Wide = $wide;
             fn widen(self) -> $wide { $widen(self) }
             fn narrow(wide: $wide) -> $float { $narrow(wide) }
@@ -148,22 +148,22 @@ macro_rules! plain {
                 }
             }
             fn over(wide: $wide, ranks: usize) -> $wide { wide / ranks as $wide }
-            fn is_nan(self) -> bool { Plain::widen(self).is_nan() }
+            fn is_nan(self) -> bool { Scalar::widen(self).is_nan() }
         })*
     };
 }
 
-plain!(integers i8, i16, i32, i64, u8, u16, u32, u64;
-       floats f32 as f32: |x| x, |x| x, f64 as f64: |x| x, |x| x,
-              f16 as f32: f16::to_f32, f16::from_f32, bf16 as f32: bf16::to_f32, bf16::from_f32);
+scalar!(integers i8, i16, i32, i64, u8, u16, u32, u64;
+        floats f32 as f32: |x| x, |x| x, f64 as f64: |x| x, |x| x,
+               f16 as f32: f16::to_f32, f16::from_f32, bf16 as f32: bf16::to_f32, bf16::from_f32);
 
-/// Memory that begins with a line of the cache.
+/// Memory that begins at a cache line.
 #[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
 #[repr(C, align(64))]
 struct Line([u8; 64]);
 
-/// The last step of a reduction, to one output and to two of which one is written past the cache.
-fn check_last_step<T: Plain>(level: &Level, op: ReduceOp, left: &[T], right: &[T], ranks: usize) {
+/// Checks the last step of a reduction: to one output, and to two of which one is written with streaming stores.
+fn check_last_step<T: Scalar>(level: &Level, op: ReduceOp, left: &[T], right: &[T], ranks: usize) {
     let kernel = level.1(T::DTYPE, op);
     let mut sum = vec![<T::Wide as bytemuck::Zeroable>::zeroed(); left.len()];
     (kernel.load)(cast_slice_mut(&mut sum), cast_slice(left));
@@ -173,13 +173,13 @@ fn check_last_step<T: Plain>(level: &Level, op: ReduceOp, left: &[T], right: &[T
         cast_slice_mut::<Line, u8>(&mut place)[..size_of_val(right)].copy_from_slice(cast_slice(right));
         let streams = Output::of(streamed.as_mut_ptr().cast(), 1 << 30, true);
         assert!(streams.streams());
-        // SAFETY: both sides and all outputs have room for so many elements, apart from each other, and the one that is
-        // written past the cache is aligned.
+        // SAFETY: both sides and all outputs are large enough for the elements and do not overlap, and the output that
+        // is written with streaming stores is aligned.
         unsafe {
             let sides = [left_side, right.as_ptr().cast()];
             step(&[Output::cached(alone.as_mut_ptr().cast())], sides, left.len(), ranks);
             step(&[streams, Output::cached(cached.as_mut_ptr().cast())], sides, left.len(), ranks);
-            // In the place of the right side.
+            // In place of the right side.
             let sides = [left_side, place.as_ptr().cast()];
             step(&[Output::cached(place.as_mut_ptr().cast())], sides, left.len(), ranks);
         }
@@ -207,9 +207,9 @@ fn check_last_step<T: Plain>(level: &Level, op: ReduceOp, left: &[T], right: &[T
 
 type Level = (&'static str, fn(DType, ReduceOp) -> Kernel);
 
-/// Those that this processor has.
+/// Returns the levels that this processor supports.
 fn levels() -> Vec<Level> {
-    // SAFETY: every processor has this one, and the others are kept only where it says that it has them.
+    // SAFETY: every processor supports this level, and the others are kept only if it supports them.
     let portable: Level = ("portable", |dtype, op| unsafe { kernels::of::<Portable>(dtype, op) });
     #[cfg(target_arch = "x86_64")]
     {
@@ -217,16 +217,16 @@ fn levels() -> Vec<Level> {
         let avx2: Level = ("avx2", |dtype, op| unsafe { kernels::of::<Avx2>(dtype, op) });
         // SAFETY: as above.
         let avx512: Level = ("avx512", |dtype, op| unsafe { kernels::of::<Avx512>(dtype, op) });
-        let here = [(portable, true), (avx2, Avx2::is_here()), (avx512, Avx512::is_here())];
-        here.into_iter().filter(|(_, here)| *here).map(|(level, _)| level).collect()
+        let supported = [(portable, true), (avx2, Avx2::is_supported()), (avx512, Avx512::is_supported())];
+        supported.into_iter().filter(|(_, supported)| *supported).map(|(level, _)| level).collect()
     }
     #[cfg(not(target_arch = "x86_64"))]
     vec![portable]
 }
 
-/// Bits of all kinds: ordinary numbers, NaN, infinities, denormal numbers and zeros of both signs.
+/// Returns bits of all kinds: ordinary numbers, NaN, infinities, denormal numbers and zeros of both signs.
 fn bits(random: &mut u64) -> u64 {
-    // The generator of L'Ecuyer's tables, "Tables of linear congruential generators", 1999.
+    // A linear congruential generator from L'Ecuyer, "Tables of linear congruential generators", 1999.
     *random = random.wrapping_mul(2_862_933_555_777_941_757).wrapping_add(3_037_000_493);
     let word = (*random >> 1) ^ (*random << 31);
     match *random >> 60 {
@@ -243,22 +243,22 @@ fn elements<T: Element>(random: &mut u64, len: usize) -> Vec<T> {
     (0..len).map(|_| bytemuck::pod_read_unaligned(&bits(random).to_le_bytes()[..size_of::<T>()])).collect()
 }
 
-/// Every function of every level on `len` elements that begin `skip` elements into a vector.
-fn check_levels<T: Plain>(len: usize, skip: usize, random: &mut u64) {
+/// Checks every function of every level on `len` elements that begin `skip` elements into a vector.
+fn check_levels<T: Scalar>(len: usize, skip: usize, random: &mut u64) {
     let [left, right]: [Vec<T>; 2] = std::array::from_fn(|_| elements(random, skip + len));
     let (left, right) = (&left[skip..], &right[skip..]);
     for (level, op) in levels().into_iter().flat_map(|level| ReduceOp::ALL.iter().map(move |op| (level, *op))) {
-        // The mean of integers has an accumulator of its own and a test of its own above.
+        // The mean of integers has a different accumulator, and its own test above.
         if op == ReduceOp::Mean && size_of::<T>() == size_of::<T::Wide>() {
             continue;
         }
         let kernel = level.1(T::DTYPE, op);
         assert_eq!(kernel.accumulator, size_of::<T::Wide>());
-        let mut room = vec![<T::Wide as bytemuck::Zeroable>::zeroed(); skip + len];
-        let same = |room: &[T::Wide], what: &str, want: &dyn Fn(usize) -> T::Wide| {
-            for (i, got) in room[skip..].iter().enumerate() {
+        let mut accumulators = vec![<T::Wide as bytemuck::Zeroable>::zeroed(); skip + len];
+        let same = |accumulators: &[T::Wide], what: &str, want: &dyn Fn(usize) -> T::Wide| {
+            for (i, got) in accumulators[skip..].iter().enumerate() {
                 let (got, want) = (*got, want(i));
-                // Of two NaNs a sum or a product keeps either, as the compiler likes.
+                // Of two NaNs a sum or a product keeps either, depending on the compiler.
                 let either =
                     !matches!(op, ReduceOp::Max | ReduceOp::Min) && T::narrow(got).is_nan() && T::narrow(want).is_nan();
                 assert!(
@@ -274,28 +274,28 @@ fn check_levels<T: Plain>(len: usize, skip: usize, random: &mut u64) {
         for ranks in [2, 3, 4] {
             check_last_step(&level, op, left, right, ranks);
         }
-        (kernel.load)(cast_slice_mut(&mut room[skip..]), cast_slice(left));
-        same(&room, "load", &|i| left[i].widen());
-        (kernel.fold)(cast_slice_mut(&mut room[skip..]), cast_slice(right));
-        same(&room, "fold", &|i| T::combine(op, left[i].widen(), right[i].widen()));
-        (kernel.load)(cast_slice_mut(&mut room[skip..]), cast_slice(left));
-        (kernel.fold_under)(cast_slice_mut(&mut room[skip..]), cast_slice(right));
-        same(&room, "fold_under", &|i| T::combine(op, right[i].widen(), left[i].widen()));
-        (kernel.join)(cast_slice_mut(&mut room[skip..]), cast_slice(left), cast_slice(right));
-        same(&room, "join", &|i| T::combine(op, left[i].widen(), right[i].widen()));
+        (kernel.load)(cast_slice_mut(&mut accumulators[skip..]), cast_slice(left));
+        same(&accumulators, "load", &|i| left[i].widen());
+        (kernel.fold)(cast_slice_mut(&mut accumulators[skip..]), cast_slice(right));
+        same(&accumulators, "fold", &|i| T::combine(op, left[i].widen(), right[i].widen()));
+        (kernel.load)(cast_slice_mut(&mut accumulators[skip..]), cast_slice(left));
+        (kernel.fold_under)(cast_slice_mut(&mut accumulators[skip..]), cast_slice(right));
+        same(&accumulators, "fold_under", &|i| T::combine(op, right[i].widen(), left[i].widen()));
+        (kernel.join)(cast_slice_mut(&mut accumulators[skip..]), cast_slice(left), cast_slice(right));
+        same(&accumulators, "join", &|i| T::combine(op, left[i].widen(), right[i].widen()));
         if op == ReduceOp::Mean {
             continue;
         }
         let mut stored = vec![T::zeroed(); skip + len];
-        (kernel.store)(cast_slice_mut(&mut stored[skip..]), cast_slice(&room[skip..]), 2);
-        for (got, wide) in stored[skip..].iter().zip(&room[skip..]) {
+        (kernel.store)(cast_slice_mut(&mut stored[skip..]), cast_slice(&accumulators[skip..]), 2);
+        for (got, wide) in stored[skip..].iter().zip(&accumulators[skip..]) {
             assert_eq!(bytes_of(got), bytes_of(&T::narrow(*wide)), "{} store of {} x {len}", level.0, T::DTYPE);
         }
     }
 }
 
 #[test]
-fn every_level_gives_the_bits_of_plain_code() {
+fn every_level_is_bit_identical_to_scalar_code() {
     let mut random = 1;
     for len in (0..100).chain([255, 256, 257, 1000]) {
         for skip in [0, 1, 3, 7] {
@@ -320,7 +320,7 @@ fn every_sixteen_bit_float_is_converted_as_half_does() {
     for bits in 0..=u16::MAX {
         let narrow = bf16::from_bits(bits);
         assert_eq!(widen::from_bf16(narrow).to_bits(), narrow.to_f32().to_bits(), "{bits:04x}");
-        // Around every value and every tie between two.
+        // Values around every bf16 and around every tie between two.
         for wide in [0u32, 1, 0x7fff, 0x8000, 0x8001, 0xffff].map(|low| f32::from_bits((u32::from(bits) << 16) | low)) {
             assert_eq!(widen::to_bf16(wide).to_bits(), bf16::from_f32(wide).to_bits(), "{:08x}", wide.to_bits());
         }

@@ -1,4 +1,4 @@
-//! Elements as accumulators and back.
+//! Conversion of elements to accumulators and back.
 
 use bytemuck::Pod;
 use half::{bf16, f16};
@@ -6,49 +6,49 @@ use half::{bf16, f16};
 use super::arithmetic::Accumulator;
 use super::level::{LANES, Level};
 
-/// Elements converted at a time where the accumulator is wider and is kept in memory.
-pub(super) const PIECE: usize = 256;
+/// Elements converted at a time if the accumulator is wider and is kept in memory.
+pub(super) const CHUNK: usize = 256;
 
-/// An element, or an accumulator, that can be accumulated as `A`. Everything here runs within [`Level::run`].
+/// An element, or an accumulator, that can be accumulated as `A`. All of this runs within [`Level::run`].
 pub(super) trait Widen<A: Accumulator>: Pod {
     /// # Safety
-    /// The processor has `L`'s instructions.
+    /// The processor supports the instructions of `L`.
     unsafe fn widen<L: Level>(line: [Self; LANES]) -> [A; LANES];
 
     /// # Safety
     /// As `widen`.
     unsafe fn narrow<L: Level>(line: [A; LANES]) -> [Self; LANES];
 
-    /// Calls `f` with pieces of `source` as accumulators, in order.
+    /// Calls `f` with chunks of `source` as accumulators, in order.
     ///
     /// # Safety
     /// As `widen`.
     #[inline(always)]
-    unsafe fn pieces<L: Level>(source: &[Self], mut f: impl FnMut(&[A])) {
-        let mut piece = [A::zeroed(); PIECE];
-        for source in source.chunks(PIECE) {
-            for (wide, narrow) in piece.chunks_exact_mut(LANES).zip(source.chunks(LANES)) {
-                // SAFETY: as the caller vouches for.
+    unsafe fn for_chunks<L: Level>(source: &[Self], mut f: impl FnMut(&[A])) {
+        let mut chunk = [A::zeroed(); CHUNK];
+        for source in source.chunks(CHUNK) {
+            for (wide, narrow) in chunk.chunks_exact_mut(LANES).zip(source.chunks(LANES)) {
+                // SAFETY: guaranteed by the caller.
                 wide.copy_from_slice(&unsafe { Self::widen::<L>(line(narrow)) });
             }
-            f(&piece[..source.len()]);
+            f(&chunk[..source.len()]);
         }
     }
 
-    /// As `pieces`, of two sources side by side.
+    /// As `for_chunks`, for two sources side by side.
     ///
     /// # Safety
     /// As `widen`.
     #[inline(always)]
-    unsafe fn pairs<L: Level>(left: &[Self], right: &[Self], mut f: impl FnMut(&[A], &[A])) {
-        for (left, right) in left.chunks(PIECE).zip(right.chunks(PIECE)) {
-            // SAFETY: as the caller vouches for.
-            unsafe { Self::pieces::<L>(left, |left| Self::pieces::<L>(right, |right| f(left, right))) };
+    unsafe fn for_chunk_pairs<L: Level>(left: &[Self], right: &[Self], mut f: impl FnMut(&[A], &[A])) {
+        for (left, right) in left.chunks(CHUNK).zip(right.chunks(CHUNK)) {
+            // SAFETY: guaranteed by the caller.
+            unsafe { Self::for_chunks::<L>(left, |left| Self::for_chunks::<L>(right, |right| f(left, right))) };
         }
     }
 }
 
-/// The elements, and zeros where there are not enough for a line.
+/// Returns the elements, followed by zeros if they are fewer than a line.
 #[inline(always)]
 pub(super) fn line<T: Pod>(elements: &[T]) -> [T; LANES] {
     match elements.try_into() {
@@ -61,7 +61,7 @@ pub(super) fn line<T: Pod>(elements: &[T]) -> [T; LANES] {
     }
 }
 
-/// As the array's own `map`, which the compiler does not turn into vectors.
+/// As `map` of arrays, which the compiler does not turn into vector instructions.
 #[inline(always)]
 pub(super) fn each<T: Copy, U: Pod>(line: [T; LANES], f: impl Fn(T) -> U) -> [U; LANES] {
     let mut result = [U::zeroed(); LANES];
@@ -79,9 +79,9 @@ macro_rules! same {
             #[inline(always)]
             unsafe fn narrow<L: Level>(line: [$type; LANES]) -> [Self; LANES] { line }
             #[inline(always)]
-            unsafe fn pieces<L: Level>(source: &[Self], mut f: impl FnMut(&[$type])) { f(source) }
+            unsafe fn for_chunks<L: Level>(source: &[Self], mut f: impl FnMut(&[$type])) { f(source) }
             #[inline(always)]
-            unsafe fn pairs<L: Level>(left: &[Self], right: &[Self], mut f: impl FnMut(&[$type], &[$type])) {
+            unsafe fn for_chunk_pairs<L: Level>(left: &[Self], right: &[Self], mut f: impl FnMut(&[$type], &[$type])) {
                 f(left, right)
             }
         }
@@ -93,7 +93,7 @@ macro_rules! integer {
         impl Widen<$wide> for $type {
             #[inline(always)]
             unsafe fn widen<L: Level>(line: [Self; LANES]) -> [$wide; LANES] { each(line, <$wide>::from) }
-            // Only the mean is accumulated wide, and a mean lies between the elements that it came from.
+            // Only the mean is accumulated wide, and it lies between the elements that it is computed from.
             #[inline(always)]
             unsafe fn narrow<L: Level>(line: [$wide; LANES]) -> [Self; LANES] { each(line, |wide| wide as $type) }
         }
@@ -106,13 +106,13 @@ integer!(i8 => i64, i16 => i64, i32 => i64, i64 => i128, u8 => i64, u16 => i64, 
 impl Widen<f32> for f16 {
     #[inline(always)]
     unsafe fn widen<L: Level>(line: [Self; LANES]) -> [f32; LANES] {
-        // SAFETY: as the caller vouches for.
+        // SAFETY: guaranteed by the caller.
         unsafe { L::widen(line) }
     }
 
     #[inline(always)]
     unsafe fn narrow<L: Level>(line: [f32; LANES]) -> [Self; LANES] {
-        // SAFETY: as the caller vouches for.
+        // SAFETY: guaranteed by the caller.
         unsafe { L::narrow(line) }
     }
 }
@@ -129,8 +129,8 @@ impl Widen<f32> for bf16 {
     }
 }
 
-/// The upper half of an f32; a NaN becomes a quiet one. As `half` does it, but without a branch, so that a loop of it
-/// becomes vectors. (Comparisons are signed because AVX2 has no others.)
+/// Converts to the upper half of an f32; a NaN becomes quiet. As `half` does it, but without a branch, so that a loop
+/// of it is vectorised. (Comparisons are signed because AVX2 has no others.)
 #[inline(always)]
 pub(super) fn from_bf16(narrow: bf16) -> f32 {
     let bits = i32::from(narrow.to_bits());
@@ -138,7 +138,7 @@ pub(super) fn from_bf16(narrow: bf16) -> f32 {
     f32::from_bits(((bits | quiet) << 16) as u32)
 }
 
-/// Rounds to nearest, ties to even; as above.
+/// Rounds to nearest, ties to even, without a branch.
 #[inline(always)]
 pub(super) fn to_bf16(wide: f32) -> bf16 {
     let bits = wide.to_bits() as i32;

@@ -1,8 +1,8 @@
-//! The handing over of shared memory: a descriptor on a unix socket.
+//! Passes the descriptor of shared memory over a unix socket.
 //!
-//! The socket's name is random, but everybody in the network namespace can look it up, also processes of other containers
-//! that share it. So the other end must run as the same user, and prove as on every connection that it is a rank of this
-//! job.
+//! The socket's name is random, but every process in the network namespace can look it up, including processes of other
+//! containers that share the namespace. The peer must therefore run as the same user and prove, as on every connection,
+//! that it is a rank of this job.
 
 use std::io::{self, ErrorKind, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -23,10 +23,10 @@ use crate::auth::{self, Lobby, Member, Opening, Purpose, RETRY, Refusal};
 use crate::control::invitation::random;
 use crate::transport::shm::Segment;
 
-/// How long the descriptor may take once both ends have proved who they are.
-const PATIENCE: Duration = Duration::from_secs(5);
+/// How long the descriptor may take once both ends have authenticated.
+const TIMEOUT: Duration = Duration::from_secs(5);
 
-/// A socket in the abstract namespace, which has names but no files.
+/// Listens on a socket in the abstract namespace, where names are not files. Also returns its name.
 pub(super) fn listen() -> io::Result<(String, UnixListener)> {
     let name =
         format!("bonfire-{:016x}{:016x}", random().map_err(io::Error::other)?, random().map_err(io::Error::other)?);
@@ -35,22 +35,22 @@ pub(super) fn listen() -> io::Result<(String, UnixListener)> {
     Ok((name, UnixListener::from_std(listener)?))
 }
 
-/// Gives the descriptor to everybody who may have it, until dropped.
+/// Sends the descriptor to every process that may have it, until dropped.
 pub(super) async fn serve(listener: &UnixListener, file: Arc<OwnedFd>, member: &Member) -> std::convert::Infallible {
     let lobby = Lobby::new(member.world_size);
     loop {
         match listener.accept().await {
             Ok((stream, _)) => {
                 let (file, member) = (file.clone(), member.clone());
-                let taken = |stream| async move { give(stream, &file).await };
-                lobby.receive("a process that asks for shared memory", proof(stream, member), taken);
+                let send = |stream| async move { send_descriptor(stream, &file).await };
+                lobby.receive("a process that asks for shared memory", authenticate(stream, member), send);
             }
             Err(_) => sleep(RETRY).await,
         }
     }
 }
 
-async fn proof(mut stream: UnixStream, member: Member) -> Result<UnixStream, Refusal> {
+async fn authenticate(mut stream: UnixStream, member: Member) -> Result<UnixStream, Refusal> {
     same_user(&stream)?;
     let fits = |opening: &Opening| match opening.purpose {
         Purpose::Memory => member.expects(opening),
@@ -60,7 +60,7 @@ async fn proof(mut stream: UnixStream, member: Member) -> Result<UnixStream, Ref
     Ok(stream)
 }
 
-async fn give(mut stream: UnixStream, file: &OwnedFd) -> Result<(), Refusal> {
+async fn send_descriptor(mut stream: UnixStream, file: &OwnedFd) -> Result<(), Refusal> {
     auth::confirm(&mut stream).await?;
     let send = || {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
@@ -72,13 +72,13 @@ async fn give(mut stream: UnixStream, file: &OwnedFd) -> Result<(), Refusal> {
     Ok(stream.async_io(Interest::WRITABLE, send).await.map(drop)?)
 }
 
-/// Takes part in the memory of so many ranks that rank `maker` gives under `name`.
-pub(super) async fn attach(name: &str, maker: usize, member: &Member, ranks: usize) -> io::Result<Segment> {
+/// Attaches to the segment of `ranks` ranks that rank `creator` serves under `name`.
+pub(super) async fn attach(name: &str, creator: usize, member: &Member, ranks: usize) -> io::Result<Segment> {
     let stream = std::os::unix::net::UnixStream::connect_addr(&SocketAddr::from_abstract_name(name)?)?;
     stream.set_nonblocking(true)?;
     let mut stream = UnixStream::from_std(stream)?;
     same_user(&stream)?;
-    let opening = member.opening(Purpose::Memory, maker, (0, 1));
+    let opening = member.opening(Purpose::Memory, creator, (0, 1));
     auth::dial(&mut stream, member.secret.as_ref(), opening).await.map_err(io::Error::other)?;
     let receive = || {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
@@ -88,9 +88,9 @@ pub(super) async fn attach(name: &str, maker: usize, member: &Member, ranks: usi
             RecvAncillaryMessage::ScmRights(mut files) => files.next(),
             _ => None,
         });
-        descriptor.ok_or_else(|| io::Error::new(ErrorKind::PermissionDenied, "it is not given"))
+        descriptor.ok_or_else(|| io::Error::new(ErrorKind::PermissionDenied, "the peer sent no descriptor"))
     };
-    let file = timeout(PATIENCE, stream.async_io(Interest::READABLE, receive)).await??;
+    let file = timeout(TIMEOUT, stream.async_io(Interest::READABLE, receive)).await??;
     Segment::open(&file, ranks)
 }
 
@@ -100,6 +100,6 @@ fn same_user(stream: &UnixStream) -> io::Result<()> {
     if theirs == mine {
         return Ok(());
     }
-    let reason = format!("its other end runs as user {theirs}, this rank as user {mine}");
+    let reason = format!("the peer runs as user {theirs}, this rank as user {mine}");
     Err(io::Error::new(ErrorKind::PermissionDenied, reason))
 }

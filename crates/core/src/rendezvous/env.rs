@@ -1,7 +1,7 @@
-//! Settings from the environment: Bonfire's own variables, and for what they leave open those of the launcher that started
-//! this process.
+//! Settings from the environment: Bonfire's own variables, and for what they leave open, those of the launcher that
+//! started this process.
 //!
-//! What is missing is no error here, since code may still say it; what is malformed or contradicts itself is one.
+//! A missing value is not an error here, since code may still set it. A malformed or contradictory value is.
 
 mod found;
 mod hostlist;
@@ -14,9 +14,9 @@ mod variables;
 
 use std::time::Duration;
 
-use self::found::Found;
-use self::launcher::recognise;
-use self::variables::{Place, Said, Variables};
+use self::found::Detected;
+use self::launcher::detect;
+use self::variables::{NamedNumber, RankAndSize, Variables};
 use super::source::{Launched, Missing, Source};
 use super::{Medium, Settings};
 use crate::sync::{deadline_from_env, seconds_from_env};
@@ -27,12 +27,12 @@ use crate::types::Error;
 pub(crate) struct Environment {
     pub settings: Settings,
     pub deadline: Option<Duration>,
-    /// As it stands there: this module does not know algorithms.
+    /// Unparsed: this module does not know algorithms.
     pub algorithms: Option<String>,
 }
 
 impl Launched {
-    /// The variables that say who a rank is and where the others are, by launcher: all that is read but secrets.
+    /// The variables that describe a rank and its group, by launcher: all that are read, except for secrets.
     pub const VARIABLES: [(&str, &[&str]); 7] = [
         (
             "bonfire",
@@ -98,13 +98,13 @@ impl Launched {
     ];
 }
 
-/// Reads the environment through `variable`.
+/// Reads the environment through `variable`, which looks up one variable.
 pub fn read(variable: impl Fn(&str) -> Option<String>) -> Result<Environment, Error> {
     let variables = Variables(&variable);
     let medium = medium(&variable)?;
-    let place = place(&variables);
-    // MPI says itself who the ranks are, whatever else is said of them.
-    let settings = if medium.is_mpi() { place.unwrap_or_default() } else { place? };
+    let described = describe(&variables);
+    // MPI assigns the ranks itself, so errors in other variables do not count.
+    let settings = if medium.is_mpi() { described.unwrap_or_default() } else { described? };
     let settings = Settings {
         host: variables.text("BONFIRE_HOST"),
         interface: variables.text("BONFIRE_IFACE"),
@@ -117,34 +117,34 @@ pub fn read(variable: impl Fn(&str) -> Option<String>) -> Result<Environment, Er
     Ok(Environment { settings, deadline: deadline_from_env(&variable)?, algorithms })
 }
 
-/// Who this rank is and where the others are: each setting from Bonfire's own variable, or else from the launcher.
-fn place(variables: &Variables) -> Result<Settings, Error> {
-    let own = Place::read(variables, "BONFIRE_RANK", "BONFIRE_WORLD_SIZE")?;
+/// Finds rank, world size and address: each from Bonfire's own variable, or else from the launcher.
+fn describe(variables: &Variables) -> Result<Settings, Error> {
+    let own = RankAndSize::read(variables, "BONFIRE_RANK", "BONFIRE_WORLD_SIZE")?;
     let address = variables.text("BONFIRE_ADDRESS");
-    // Where these say everything, nobody else needs to be asked, nor to be right.
-    let whole = own.both().is_some_and(|(_, n)| n == 1 || address.is_some());
-    let found = if whole { None } else { recognise(variables)? };
-    let theirs = found.as_ref().map(|found| found.place);
-    let (rank, no_rank) = said(variables, own.rank, theirs.map(|place| (place.rank, place.world_size)));
-    let (world_size, no_size) = said(variables, own.world_size, theirs.map(|place| (place.world_size, place.rank)));
+    // Where these are complete, the launcher's variables are not read and may be wrong.
+    let complete = own.both().is_some_and(|(_, n)| n == 1 || address.is_some());
+    let detected = if complete { None } else { detect(variables)? };
+    let theirs = detected.as_ref().map(|detected| detected.ranks);
+    let (rank, no_rank) = resolve(variables, own.rank, theirs.map(|ranks| (ranks.rank, ranks.world_size)));
+    let (world_size, no_size) = resolve(variables, own.world_size, theirs.map(|ranks| (ranks.world_size, ranks.rank)));
     let several = match own.world_size {
         (_, Some(_)) => own.several(variables, "BONFIRE_LOCAL_WORLD_SIZE")?,
         _ => None,
     };
-    let several = several.or(found.as_ref().and_then(|found| found.several));
-    let named = [
+    let several = several.or(detected.as_ref().and_then(|detected| detected.several));
+    let variables_set = [
         (own.rank.0, own.rank.1.is_some()),
         (own.world_size.0, own.world_size.1.is_some()),
         ("BONFIRE_ADDRESS", address.is_some()),
     ];
-    let named = named.into_iter().filter_map(|(name, is_set)| is_set.then_some(name));
-    let by = found.iter().map(|found| &*found.by).chain(named).collect::<Vec<_>>().join(", ");
-    let launched = found.is_some() || !own.is_empty();
-    let (address, chosen, no_address) = match (address, found) {
+    let variables_set = variables_set.into_iter().filter_map(|(name, is_set)| is_set.then_some(name));
+    let by = detected.iter().map(|detected| &*detected.by).chain(variables_set).collect::<Vec<_>>().join(", ");
+    let launched = detected.is_some() || !own.is_empty();
+    let (address, chosen, no_address) = match (address, detected) {
         (Some(address), _) => (address, None, None),
-        (None, Some(Found { address: Ok(address), .. })) => (address.text, Some(address.chosen), None),
-        (None, Some(Found { address: Err(reason), .. })) => (String::new(), None, Some(reason)),
-        (None, None) => (String::new(), None, Some(unknown(variables, "BONFIRE_ADDRESS"))),
+        (None, Some(Detected { address: Ok(address), .. })) => (address.text, Some(address.chosen), None),
+        (None, Some(Detected { address: Err(reason), .. })) => (String::new(), None, Some(reason)),
+        (None, None) => (String::new(), None, Some(missing_reason(variables, "BONFIRE_ADDRESS"))),
     };
     let source = Source {
         by: launched.then_some(by),
@@ -162,23 +162,28 @@ fn place(variables: &Variables) -> Result<Settings, Error> {
     })
 }
 
-/// A number as Bonfire's variable says it or else the launcher's, which may have said the other of the two; or why there
-/// is none.
-fn said(variables: &Variables, own: Said, launchers: Option<(Said, Said)>) -> (Option<usize>, Option<String>) {
+/// Returns the number from Bonfire's variable, or else from the launcher's, or the reason why there is none.
+/// `launchers` holds the number that is wanted (rank or world size) and the other of the two.
+fn resolve(
+    variables: &Variables,
+    own: NamedNumber,
+    launchers: Option<(NamedNumber, NamedNumber)>,
+) -> (Option<usize>, Option<String>) {
     match (own, launchers) {
         ((_, Some(number)), _) | (_, Some(((_, Some(number)), _))) => (Some(number), None),
         ((own, None), Some(((missing, None), (other, _)))) => {
             let reason = format!(
-                "{missing} is not set, though {other} is: start the program with the launcher that sets both, or set {own}"
+                "{missing} is not set, though {other} is: start the program with the launcher that sets both, or set \
+                 {own}"
             );
             (None, Some(reason))
         }
-        ((own, None), None) => (None, Some(unknown(variables, own))),
+        ((own, None), None) => (None, Some(missing_reason(variables, own))),
     }
 }
 
-/// What to say of a variable where no launcher was recognised.
-fn unknown(variables: &Variables, name: &str) -> String {
+/// Returns the reason to report for a variable that is missing where no launcher was detected.
+fn missing_reason(variables: &Variables, name: &str) -> String {
     let launchers = Launched::VARIABLES.map(|(launcher, _)| launcher)[1..].join(", ");
     format!(
         "{name} is not set, and no launcher was recognised, of {launchers} and plain RANK with WORLD_SIZE{}: start the \

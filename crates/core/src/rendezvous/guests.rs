@@ -1,4 +1,4 @@
-//! What ranks tell rank 0, and what it makes of them.
+//! Registration of ranks with rank 0: the messages, and rank 0's table of registered ranks.
 
 use std::future::poll_fn;
 use std::net::SocketAddr;
@@ -14,19 +14,19 @@ use super::Medium;
 use crate::auth::{Member, Opening, Purpose, Refusal, answer, confirm};
 use crate::control::frame;
 
-/// How long a guest may take to be told who is missing.
-const PATIENCE: Duration = Duration::from_millis(100);
+/// How long sending the list of missing ranks to one rank may take.
+const SEND_TIMEOUT: Duration = Duration::from_millis(100);
 
-/// From a rank to rank 0, which knows its number and world size from the connection's opening.
+/// From a rank to rank 0, which knows the rank and its world size from the connection's opening.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct Hello {
     /// Where the rank listens.
     pub address: SocketAddr,
-    /// What it wants to carry the operations.
+    /// The medium that it asks for.
     pub medium: Medium,
-    /// Which algorithms it will choose.
+    /// Its algorithm table.
     pub algorithms: String,
-    /// Which machine it is on.
+    /// The name of its machine.
     pub machine: String,
 }
 
@@ -35,32 +35,32 @@ pub(super) struct Hello {
 pub(super) enum Answer {
     Welcome {
         addresses: Vec<SocketAddr>,
-        /// What all ranks together want.
+        /// The medium that follows from the requests of all ranks.
         medium: Medium,
         /// By rank; see [`Joined`](super::join::Joined).
         hosts: Vec<usize>,
-        /// The most ranks of which all are connected from the start.
+        /// The largest group in which all ranks are connected from the start.
         mesh: usize,
     },
     Refused(String),
-    /// These ranks have not come yet, and rank 0 goes on waiting.
+    /// These ranks have not registered yet, and rank 0 keeps waiting.
     Waiting(Vec<usize>),
 }
 
-/// Who stands before rank 0.
-pub(super) type Arrival = (TcpStream, Opening, Hello);
+/// An authenticated connection to rank 0 with its opening and its hello.
+pub(super) type Registration = (TcpStream, Opening, Hello);
 
-/// A rank that has come to rank 0.
-pub(super) struct Guest {
+/// A rank that has registered with rank 0.
+pub(super) struct RegisteredRank {
     pub stream: TcpStream,
     pub address: SocketAddr,
     pub medium: Medium,
     pub machine: String,
 }
 
-/// Lets a connection prove who it is.
-pub(super) async fn proof(mut stream: TcpStream, member: Member) -> Result<(TcpStream, Opening), Refusal> {
-    // Who says another number of ranks is told so, and the others too: that is no stranger.
+/// Runs the handshake on a new connection.
+pub(super) async fn authenticate(mut stream: TcpStream, member: Member) -> Result<(TcpStream, Opening), Refusal> {
+    // A rank with another world size passes: it is no stranger, and the error goes to it and to all other ranks.
     let fits = |opening: &Opening| match (opening.purpose, opening.to) {
         (Purpose::Rendezvous, 0) => Ok(()),
         (purpose, to) => {
@@ -71,20 +71,20 @@ pub(super) async fn proof(mut stream: TcpStream, member: Member) -> Result<(TcpS
     Ok((stream, opening))
 }
 
-/// Lets a rank say what it wants. The caller limits the time.
-pub(super) async fn introduction(mut stream: TcpStream, opening: Opening) -> Result<Arrival, Refusal> {
+/// Reads a rank's hello. The caller limits the time.
+pub(super) async fn read_hello(mut stream: TcpStream, opening: Opening) -> Result<Registration, Refusal> {
     confirm(&mut stream).await?;
     let hello = frame::expect(&mut stream, Duration::MAX).await?;
     Ok((stream, opening, hello))
 }
 
-/// Gives a guest its seat, or says why the whole rendezvous fails, and to whom else that must be told.
-pub(super) fn seat(
-    guests: &mut [Option<Guest>],
+/// Enters a rank into the table. The error is the reason to report to all ranks, and a connection outside the table.
+pub(super) fn register(
+    ranks: &mut [Option<RegisteredRank>],
     algorithms: &str,
-    (stream, opening, hello): Arrival,
+    (stream, opening, hello): Registration,
 ) -> Result<(), (String, Option<TcpStream>)> {
-    let (rank, n) = (opening.from as usize, guests.len());
+    let (rank, n) = (opening.from as usize, ranks.len());
     if opening.world_size as usize != n {
         let reason = format!(
             "rank {rank} was started with a world size of {}, rank 0 with {n}: give all the same",
@@ -101,33 +101,35 @@ pub(super) fn seat(
         );
         return Err((reason, Some(stream)));
     }
-    match guests.get_mut(rank) {
-        Some(seat @ None) if rank != 0 => {
-            *seat = Some(Guest { stream, address: hello.address, medium: hello.medium, machine: hello.machine });
+    match ranks.get_mut(rank) {
+        Some(slot @ None) if rank != 0 => {
+            *slot =
+                Some(RegisteredRank { stream, address: hello.address, medium: hello.medium, machine: hello.machine });
             Ok(())
         }
         _ => Err((format!("two processes were started as rank {rank}: give each its own"), Some(stream))),
     }
 }
 
-/// Tells all guests who is missing.
-pub(super) async fn name(missing: &[usize], guests: &mut [Option<Guest>]) {
+/// Sends the list of missing ranks to all registered ranks.
+pub(super) async fn report_missing(missing: &[usize], ranks: &mut [Option<RegisteredRank>]) {
     let waiting = Answer::Waiting(missing.to_vec());
-    for seat in guests {
-        let Some(guest) = seat else { continue };
-        // That it is gone is noticed elsewhere. One that does not take a few bytes would hold up all others.
-        if timeout(PATIENCE, frame::write(&mut guest.stream, &waiting)).await.is_err() {
-            *seat = None;
+    for slot in ranks {
+        let Some(registered) = slot else { continue };
+        // `first_disconnect` notices closed connections. A rank that does not accept a few bytes would delay all
+        // others.
+        if timeout(SEND_TIMEOUT, frame::write(&mut registered.stream, &waiting)).await.is_err() {
+            *slot = None;
         }
     }
 }
 
-/// The first guest that closes its connection.
-pub(super) async fn departure(guests: &[Option<Guest>]) -> usize {
+/// Waits for a registered rank to close its connection, and returns the rank.
+pub(super) async fn first_disconnect(ranks: &[Option<RegisteredRank>]) -> usize {
     poll_fn(|context| {
-        for (rank, guest) in guests.iter().enumerate() {
-            let Some(Guest { stream, .. }) = guest else { continue };
-            // A guest sends nothing after its hello, so anything to read is an end or an error.
+        for (rank, registered) in ranks.iter().enumerate() {
+            let Some(RegisteredRank { stream, .. }) = registered else { continue };
+            // A rank sends nothing after its hello, so anything to read is an end or an error.
             if stream.poll_peek(context, &mut ReadBuf::new(&mut [0])).is_ready() {
                 return Poll::Ready(rank);
             }
@@ -137,15 +139,15 @@ pub(super) async fn departure(guests: &[Option<Guest>]) -> usize {
     .await
 }
 
-/// Tells these why the rendezvous fails.
-pub(super) async fn refuse(guests: impl IntoIterator<Item = TcpStream>, reason: &str) {
-    for mut guest in guests {
-        let _ = frame::write(&mut guest, &Answer::Refused(reason.to_owned())).await;
+/// Reports on these connections why the rendezvous fails.
+pub(super) async fn refuse(connections: impl IntoIterator<Item = TcpStream>, reason: &str) {
+    for mut connection in connections {
+        let _ = frame::write(&mut connection, &Answer::Refused(reason.to_owned())).await;
     }
 }
 
-/// What all ranks together want, from what each wants: TCP if any does, shared memory only if some insist.
-pub(super) fn together(mediums: &[Medium]) -> Result<Medium, String> {
+/// Returns the medium for the group: TCP if any rank asks for it, shared memory only if some rank insists.
+pub(super) fn common_medium(mediums: &[Medium]) -> Result<Medium, String> {
     let first = |medium| mediums.iter().position(|other| *other == medium);
     match (first(Medium::Tcp), first(Medium::Shm)) {
         (Some(tcp), Some(shm)) => Err(format!(
@@ -158,7 +160,7 @@ pub(super) fn together(mediums: &[Medium]) -> Result<Medium, String> {
     }
 }
 
-/// Numbers the machines by the first rank on each.
+/// Returns the host of each rank, where a host's number is the first rank on it.
 pub(super) fn hosts(machines: &[&String]) -> Vec<usize> {
     let first = |rank: usize| machines.iter().position(|other| *other == machines[rank]).unwrap_or(rank);
     (0..machines.len()).map(first).collect()

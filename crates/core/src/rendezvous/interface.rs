@@ -1,4 +1,4 @@
-//! The addresses of this machine that other hosts can reach.
+//! Chooses the address of this machine that other hosts can reach.
 
 use std::net::IpAddr;
 
@@ -7,20 +7,21 @@ use if_addrs::{Interface, get_if_addrs};
 use super::Settings;
 use crate::types::Error;
 
-/// The address of the interface that was chosen, if one was.
+/// Returns the address of the configured interface, if one is configured.
 pub(super) fn chosen(settings: &Settings) -> Result<Option<IpAddr>, Error> {
     let Some(wanted) = &settings.interface else { return Ok(None) };
     let interfaces = interfaces()?;
     match named(wanted, &interfaces) {
         Some(ip) => Ok(Some(ip)),
         None => Err(Error::Config(format!(
-            "BONFIRE_IFACE is '{wanted}', and no interface with an address for other hosts is named or begins so: give one of {}",
+            "BONFIRE_IFACE is '{wanted}', and no interface with an address for other hosts has this name or prefix: \
+             give one of {}",
             listed(&interfaces)
         ))),
     }
 }
 
-/// The address of the first interface that is up.
+/// Returns the address of the first interface that is up.
 pub(super) fn any(settings: &Settings) -> Result<IpAddr, Error> {
     let interfaces = interfaces()?;
     let up = interfaces.iter().filter(|interface| interface.is_oper_up()).map(Interface::ip);
@@ -34,20 +35,21 @@ pub(super) fn any(settings: &Settings) -> Result<IpAddr, Error> {
     })
 }
 
-/// The interfaces' addresses that mean something elsewhere, as the system lists them.
+/// Returns the interfaces with addresses that other hosts can use, in the system's order.
 fn interfaces() -> Result<Vec<Interface>, Error> {
     let all = get_if_addrs().map_err(|e| Error::io("listing the network interfaces", e))?;
     Ok(all.into_iter().filter(|interface| !interface.is_loopback() && !interface.is_link_local()).collect())
 }
 
-/// The first of `wanted`, names between commas, that an interface has, or else begins with.
+/// Returns the address for the first of the comma-separated names in `wanted` that an interface has, or else begins
+/// with.
 fn named(wanted: &str, interfaces: &[Interface]) -> Option<IpAddr> {
     let names = || wanted.split(',').map(str::trim).filter(|name| !name.is_empty());
-    let with = |fits: &dyn Fn(&str) -> bool| best(interfaces.iter().filter(|i| fits(&i.name)).map(Interface::ip));
-    names().find_map(|name| with(&|other| other == name).or_else(|| with(&|other| other.starts_with(name))))
+    let with_name = |fits: &dyn Fn(&str) -> bool| best(interfaces.iter().filter(|i| fits(&i.name)).map(Interface::ip));
+    names().find_map(|name| with_name(&|other| other == name).or_else(|| with_name(&|other| other.starts_with(name))))
 }
 
-/// The first of IPv4, or else the first.
+/// Returns the first IPv4 address, or else the first address.
 fn best(addresses: impl Iterator<Item = IpAddr> + Clone) -> Option<IpAddr> {
     addresses.clone().find(IpAddr::is_ipv4).or_else(|| addresses.clone().next())
 }
@@ -98,12 +100,12 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_there_is_told_with_what_is() {
+    fn an_unknown_interface_is_an_error_that_lists_the_known_ones() {
         let wanting = |interface: &str| Settings { interface: Some(interface.into()), ..Settings::default() };
         let error = chosen(&wanting("no-such-interface")).unwrap_err().to_string();
         assert!(error.contains("BONFIRE_IFACE is 'no-such-interface'") && error.contains("give one of"), "{error}");
         assert_eq!(chosen(&Settings::default()), Ok(None));
-        // Loopback is for this host only.
+        // Loopback does not reach other hosts.
         assert!(chosen(&wanting("lo")).is_err());
     }
 }

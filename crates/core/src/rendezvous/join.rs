@@ -1,4 +1,4 @@
-//! The exchange by which ranks find each other.
+//! The rendezvous protocol: registration with rank 0, then connections between neighbours.
 
 use std::cell::RefCell;
 use std::io;
@@ -12,147 +12,150 @@ use tokio::task::yield_now;
 use tokio::time::{MissedTickBehavior, interval, sleep, sleep_until, timeout, timeout_at};
 
 use super::guests::{
-    Answer, Arrival, Guest, Hello, departure, hosts, introduction, name, proof, refuse, seat, together,
+    Answer, Hello, RegisteredRank, Registration, authenticate, common_medium, first_disconnect, hosts, read_hello,
+    refuse, register, report_missing,
 };
 use super::neighbours::{is_star, neighbours};
 use super::reach::{bind, dial, listen, own_host};
-use super::{Medium, Settings, gone};
+use super::{Medium, Settings, connection_ended};
 use crate::auth::{Lobby, Member, Purpose, RETRY};
 use crate::control::invitation::random;
 use crate::control::{Board, MOST, Mesh, admit, frame};
 use crate::sync::ENDLESS;
 use crate::types::{Error, Ranks};
 
-/// How long rank 0 still answers after the rendezvous has failed.
-const LATE: Duration = Duration::from_millis(500);
+/// How long rank 0 keeps answering after the rendezvous has failed.
+const LINGER: Duration = Duration::from_millis(500);
 
-/// How much longer the others wait than rank 0, so that they hear from it who is missing.
+/// How much longer the other ranks wait than rank 0, so that they learn from it which ranks are missing.
 const LEEWAY: Duration = Duration::from_secs(1);
 
-/// How often rank 0 tells its guests who is missing, where that changes.
-const TELL: Duration = Duration::from_secs(1);
+/// Time between two reports of missing ranks, which rank 0 sends to the registered ranks when the list has changed.
+const REPORT_INTERVAL: Duration = Duration::from_secs(1);
 
-/// What came of it, the same on all ranks but for the mesh.
+/// The result of the rendezvous. All but `mesh` is the same on all ranks.
 #[cfg_attr(
     not(all(feature = "shm", target_os = "linux")),
     allow(dead_code, reason = "only sharing memory needs it all")
 )]
 pub(super) struct Joined {
     pub mesh: Mesh,
-    /// What all ranks together want to carry the operations.
+    /// The medium that follows from the requests of all ranks.
     pub medium: Medium,
-    /// By rank: ranks with the same number may be on one host, by what they say of their machines.
+    /// The host of each rank. Ranks with the same number may be on one host, judging by the names of their machines.
     pub hosts: Vec<usize>,
 }
 
-/// Joins the group that `settings` describe. Gives also the most ranks of which all are connected from the start, as all
-/// ranks have it from rank 0.
+/// Joins the group that `settings` describe. Also returns the largest group in which all ranks are connected from the
+/// start, which all ranks learn from rank 0.
 pub(super) async fn join(settings: &Settings, start: Instant) -> Result<(Joined, usize), Error> {
-    let late = tokio::time::Instant::from_std(start + settings.timeout.min(ENDLESS));
+    let deadline = tokio::time::Instant::from_std(start + settings.timeout.min(ENDLESS));
     let n = settings.world_size;
-    // As many connections of ranks as there can be at once.
+    // As many connections as ranks can make at once.
     let lobby = Lobby::new(n.saturating_mul(MOST));
     let waiting_for = RefCell::new(String::new());
     let joined = async {
         match settings.rank {
-            0 => host(settings, (start, late), &lobby, &waiting_for).await.map(|joined| (joined, settings.mesh)),
-            _ => attend(settings, start, &lobby, &waiting_for).await,
+            0 => coordinate(settings, (start, deadline), &lobby, &waiting_for)
+                .await
+                .map(|joined| (joined, settings.mesh)),
+            _ => participate(settings, start, &lobby, &waiting_for).await,
         }
     };
-    match timeout_at(late + LEEWAY, joined).await {
+    match timeout_at(deadline + LEEWAY, joined).await {
         Ok(result) => result,
-        Err(_) => Err(settings.failed(start, overdue(&waiting_for.borrow(), &lobby, n))),
+        Err(_) => Err(settings.failed(start, timed_out(&waiting_for.borrow(), &lobby, n))),
     }
 }
 
-/// Why the rendezvous fails where the time is up.
-fn overdue(waiting_for: &str, lobby: &Lobby, n: usize) -> String {
+/// Returns why the rendezvous has timed out.
+fn timed_out(waiting_for: &str, lobby: &Lobby, n: usize) -> String {
     let turned_away = lobby.turned_away();
     format!("{waiting_for}{turned_away}; start all {n} ranks with the same address and world size, or allow more time")
 }
 
-/// Rank 0: waits for everybody, then tells everybody who they are.
-async fn host(
+/// Runs rank 0: waits until all ranks have registered, then sends them the table of addresses.
+async fn coordinate(
     settings: &Settings,
-    (start, late): (Instant, tokio::time::Instant),
+    (start, deadline): (Instant, tokio::time::Instant),
     lobby: &Arc<Lobby>,
     waiting_for: &RefCell<String>,
 ) -> Result<Joined, Error> {
     let n = settings.world_size;
     let board = board(n)?;
-    let (listener, told) = listen((settings, start), waiting_for).await?;
+    let (listener, announced) = listen((settings, start), waiting_for).await?;
     let own = listener.local_addr().map_err(|e| settings.failed(start, e.to_string()))?;
     let member = Member { secret: settings.secret.clone(), session: random()?, rank: 0, world_size: n };
-    let (arrivals, mut queue) = unbounded_channel();
-    let mut guests: Vec<Option<Guest>> = (0..n).map(|_| None).collect();
-    // Whom the guests know to be missing.
-    let (mut named, mut tell) = (Vec::new(), interval(TELL));
-    tell.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let (registrations, mut queue) = unbounded_channel();
+    let mut ranks: Vec<Option<RegisteredRank>> = (0..n).map(|_| None).collect();
+    // The missing ranks of the last report.
+    let (mut reported, mut ticks) = (Vec::new(), interval(REPORT_INTERVAL));
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut refused = String::new();
-    while guests.iter().skip(1).any(Option::is_none) {
-        let missing: Vec<usize> = (1..n).filter(|rank| guests[*rank].is_none()).collect();
+    while ranks.iter().skip(1).any(Option::is_none) {
+        let missing: Vec<usize> = (1..n).filter(|rank| ranks[*rank].is_none()).collect();
         let problem = tokio::select! {
-            accepted = accept(&listener, lobby, &member, &arrivals) => {
+            accepted = accept(&listener, lobby, &member, &registrations) => {
                 if let Err(e) = accepted {
                     refused = format!(" (cannot accept connections: {e}; see ulimit -n)");
                 }
                 None
             }
-            Some(arrival) = queue.recv() => seat(&mut guests, &settings.algorithms, arrival).err(),
-            rank = departure(&guests) => {
+            Some(registration) = queue.recv() => register(&mut ranks, &settings.algorithms, registration).err(),
+            rank = first_disconnect(&ranks) => {
                 let others: Vec<usize> = missing.into_iter().filter(|other| *other != rank).collect();
                 let others = format!("{} had not", Ranks(&others));
-                Some((format!("rank {rank} closed its connection before all ranks had come ({others})"), None))
+                Some((format!("rank {rank} closed its connection before all ranks had registered ({others})"), None))
             }
-            _ = tell.tick(), if named != missing => {
-                name(&missing, &mut guests).await;
-                named = missing;
+            _ = ticks.tick(), if reported != missing => {
+                report_missing(&missing, &mut ranks).await;
+                reported = missing;
                 None
             }
-            () = sleep_until(late) => {
+            () = sleep_until(deadline) => {
                 let missing = format!("{} did not come{refused}", Ranks(&missing));
-                Some((overdue(&missing, lobby, n), None))
+                Some((timed_out(&missing, lobby, n), None))
             }
         };
         if let Some((reason, offender)) = problem {
-            refuse(guests.into_iter().flatten().map(|guest| guest.stream).chain(offender), &reason).await;
-            // Ranks that are on their way would see a connection that ends, and no reason.
+            refuse(ranks.into_iter().flatten().map(|rank| rank.stream).chain(offender), &reason).await;
+            // A rank that connects now would otherwise see its connection close without a reason.
             let latecomers = async {
                 loop {
                     tokio::select! {
-                        _ = accept(&listener, lobby, &member, &arrivals) => {}
+                        _ = accept(&listener, lobby, &member, &registrations) => {}
                         Some((stream, ..)) = queue.recv() => refuse([stream], &reason).await,
                     }
                 }
             };
-            let _: Result<(), _> = timeout(LATE, latecomers).await;
+            let _: Result<(), _> = timeout(LINGER, latecomers).await;
             return Err(settings.failed(start, reason));
         }
     }
-    let mediums = guests.iter().map(|guest| guest.as_ref().map_or(settings.wanted(), |guest| guest.medium));
-    let medium = match together(&mediums.collect::<Vec<_>>()) {
+    let mediums = ranks.iter().map(|rank| rank.as_ref().map_or(settings.requested_medium(), |rank| rank.medium));
+    let medium = match common_medium(&mediums.collect::<Vec<_>>()) {
         Ok(medium) => medium,
         Err(reason) => {
-            refuse(guests.into_iter().flatten().map(|guest| guest.stream), &reason).await;
+            refuse(ranks.into_iter().flatten().map(|rank| rank.stream), &reason).await;
             return Err(settings.failed(start, reason));
         }
     };
     let machine = machine(settings);
-    let hosts = hosts(&guests.iter().map(|guest| guest.as_ref().map_or(&machine, |g| &g.machine)).collect::<Vec<_>>());
-    let addresses: Vec<SocketAddr> =
-        guests.iter().map(|guest| guest.as_ref().map_or(own, |guest| guest.address)).collect();
-    let told = [&[told], &addresses[1..]].concat();
+    let hosts =
+        hosts(&ranks.iter().map(|rank| rank.as_ref().map_or(&machine, |rank| &rank.machine)).collect::<Vec<_>>());
+    let addresses: Vec<SocketAddr> = ranks.iter().map(|rank| rank.as_ref().map_or(own, |rank| rank.address)).collect();
+    let announced = [&[announced], &addresses[1..]].concat();
     let mut connections = Vec::new();
-    for (rank, guest) in guests.into_iter().enumerate() {
-        let Some(Guest { mut stream, .. }) = guest else {
+    for (rank, registered) in ranks.into_iter().enumerate() {
+        let Some(RegisteredRank { mut stream, .. }) = registered else {
             connections.push(None);
             continue;
         };
-        let (addresses, hosts) = (told.clone(), hosts.clone());
+        let (addresses, hosts) = (announced.clone(), hosts.clone());
         let welcome = Answer::Welcome { addresses, medium, hosts, mesh: settings.mesh };
         frame::write(&mut stream, &welcome)
             .await
-            .map_err(|e| settings.failed(start, format!("rank {rank} went away: {e}")))?;
+            .map_err(|e| settings.failed(start, format!("the connection to rank {rank} ended: {e}")))?;
         connections.push(Some(stream));
     }
     let star = is_star(n, settings.mesh);
@@ -160,12 +163,12 @@ async fn host(
     Ok(Joined { mesh, medium, hosts })
 }
 
-/// Takes a connection, and lets it say who it is.
+/// Accepts a connection. A task of its own runs the handshake, reads the hello and sends both to `registrations`.
 async fn accept(
     listener: &TcpListener,
     lobby: &Arc<Lobby>,
     member: &Member,
-    arrivals: &UnboundedSender<Arrival>,
+    registrations: &UnboundedSender<Registration>,
 ) -> io::Result<()> {
     let (stream, address) = match listener.accept().await {
         Ok(accepted) => accepted,
@@ -174,25 +177,25 @@ async fn accept(
             return Err(e);
         }
     };
-    let (arrivals, member) = (arrivals.clone(), member.clone());
-    lobby.receive(address, proof(stream, member), |(stream, opening)| async move {
-        // Nobody hears it where the rendezvous has ended meanwhile.
-        let _ = arrivals.send(introduction(stream, opening).await?);
+    let (registrations, member) = (registrations.clone(), member.clone());
+    lobby.receive(address, authenticate(stream, member), |(stream, opening)| async move {
+        // The receiver is gone if the rendezvous has ended.
+        let _ = registrations.send(read_hello(stream, opening).await?);
         Ok(())
     });
-    // Its first bytes are there already, most likely: they are looked at before the next connection is.
+    // Its first bytes have most likely arrived: the handshake reads them before the next connection is accepted.
     yield_now().await;
     Ok(())
 }
 
-/// What this rank says of its machine. Only a hint: who is on one host is who can have the same memory.
+/// Returns the name of this rank's machine. It is only a hint: ranks are on one host if they can map the same memory.
 fn machine(settings: &Settings) -> String {
     settings.machine.clone().unwrap_or_else(this_machine)
 }
 
-/// A name for everything that processes must have in common to hand memory to each other: the running system, the
-/// network namespace, in which unix sockets have their names, and the user. What the system does not tell is left out;
-/// then ranks on two machines may have the same name, and find out when they try.
+/// Returns a name for all that processes must have in common to pass memory to each other: the running system, the
+/// network namespace, in which unix sockets have their names, and the user. What the system does not reveal is left
+/// out. Ranks on two machines may then have the same name, and find out when they try to share memory.
 fn this_machine() -> String {
     let read = |file: &str| std::fs::read_to_string(file).unwrap_or_default();
     let (boot, name) = (read("/proc/sys/kernel/random/boot_id"), read("/proc/sys/kernel/hostname"));
@@ -200,8 +203,8 @@ fn this_machine() -> String {
     format!("{} {} {} {}", boot.trim(), name.trim(), network.display(), rustix::process::geteuid().as_raw())
 }
 
-/// Any other rank: dials rank 0, then its neighbours below, and is dialled by those above.
-async fn attend(
+/// Runs any other rank: registers with rank 0, then dials its lower neighbours and is dialled by the higher ones.
+async fn participate(
     settings: &Settings,
     start: Instant,
     lobby: &Arc<Lobby>,
@@ -217,11 +220,12 @@ async fn attend(
     let listener = bind(settings, start, &own_host(settings, &zero)?).await?;
     let mut own = listener.local_addr().map_err(|e| settings.failed(start, e.to_string()))?;
     if own.ip().is_unspecified() {
-        // Listening everywhere: the peers are told the address that rank 0 is reached from.
+        // This rank listens on all addresses. It announces the one from which it reaches rank 0.
         own.set_ip(zero.local_addr().map_err(|e| settings.failed(start, e.to_string()))?.ip());
     }
-    let lost = |e: io::Error| settings.failed(start, gone(0, e));
-    let hello = Hello { address: own, medium: settings.wanted(), algorithms: settings.algorithms.clone(), machine };
+    let lost = |e: io::Error| settings.failed(start, connection_ended(0, e));
+    let hello =
+        Hello { address: own, medium: settings.requested_medium(), algorithms: settings.algorithms.clone(), machine };
     frame::write(&mut zero, &hello).await.map_err(lost)?;
     waiting_for.replace("rank 0 is there, but some other rank did not come".into());
     let (mut addresses, medium, hosts, mesh) = loop {
@@ -237,18 +241,19 @@ async fn attend(
             }
         }
     };
-    // Rank 0 may listen everywhere, and knows less well than its guests where it is reached: unless an interface was chosen.
+    // Rank 0 announces only its port unless an interface was configured: this rank knows the address at which it
+    // reached rank 0.
     if addresses[0].ip().is_unspecified() {
         addresses[0] = to_zero;
     }
     let settings = Settings { mesh, ..settings.clone() };
-    let door = (member, listener, lobby);
-    let connections = connect((&settings, start), door, addresses, &hosts, Some(zero), waiting_for).await?;
+    let local = (member, listener, lobby);
+    let connections = connect((&settings, start), local, addresses, &hosts, Some(zero), waiting_for).await?;
     Ok((Joined { mesh: connections, medium, hosts }, mesh))
 }
 
-/// Connects a rank to its neighbours, whose addresses are known: it dials those below it, but for rank 0 where there is a
-/// connection already, and is dialled by those above. Does not end by itself where they do not come.
+/// Connects a rank to its neighbours at known addresses: dials the lower ones, except for rank 0 if `zero` is
+/// connected, and is dialled by the higher ones. Does not return while a neighbour is missing.
 pub(super) async fn connect(
     (settings, start): (&Settings, Instant),
     (member, listener, lobby): (Member, TcpListener, &Arc<Lobby>),
@@ -259,7 +264,7 @@ pub(super) async fn connect(
 ) -> Result<Mesh, Error> {
     let board = board(member.world_size)?;
     let wanted = |peer: usize| neighbours((member.rank, peer), hosts, settings.mesh);
-    // At the same time, since a rank that dials waits until it is heard.
+    // Dials and accepts concurrently, since a rank that dials waits until its connection is accepted.
     let below = async {
         let mut below: Vec<Option<TcpStream>> = Vec::new();
         for (lower, address) in addresses.iter().enumerate().take(member.rank) {
@@ -281,7 +286,7 @@ pub(super) async fn connect(
     Ok(Mesh { member, addresses, listener, lobby: lobby.clone(), connections, star, board })
 }
 
-/// The connections of the ranks above this one, once all that are `wanted` have dialled.
+/// Returns the connections of the ranks above this one, once all that are `wanted` have dialled.
 async fn above(
     listener: &TcpListener,
     lobby: &Arc<Lobby>,
@@ -311,7 +316,8 @@ async fn above(
                 yield_now().await;
             }
             Some((peer, stream)) = queue.recv() => {
-                // Those below this rank were dialled. One that is not wanted yet has learned already that it will be.
+                // Lower ranks were dialled. A rank that is not wanted yet has learned that it will be: its connection
+                // is kept.
                 if let Some(connection) = above.get_mut(peer.wrapping_sub(rank + 1)) {
                     *connection = Some(stream);
                 }

@@ -1,11 +1,11 @@
-//! How ranks find out whether they can share memory, and come to it.
+//! Finds out which ranks can share memory, and sets the memory up.
 //!
-//! Among the ranks that may be on one host, by what they say of their machines, the lowest makes the segment and listens
-//! on a unix socket without a file, under a random name. It tells the others the name, over the connections that the
-//! rendezvous made; they ask there for the segment's descriptor and tell it whether they have it. Only if all have, all
-//! use it: the lowest rank says so, to rank 0 too, which then tells everybody which ranks share memory. A rank on another
-//! host, or in another network namespace, finds nobody under that name. Nothing that would outlive the ranks has a name
-//! anywhere.
+//! Among the ranks that may be on one host, judging by the names of their machines, the lowest creates the segment and
+//! listens on a unix socket without a file, under a random name. It sends the name to the other ranks over the
+//! connections of the rendezvous. They ask there for the segment's descriptor and report whether they have attached it.
+//! The segment is used only if all of them have: the lowest rank sends them its verdict, and reports to rank 0, which
+//! sends the list of hosts that share memory to all ranks. A rank on another host, or in another network namespace,
+//! finds no socket of that name. Nothing that would outlive the ranks has a name anywhere.
 
 use std::io::{self, ErrorKind};
 use std::os::fd::OwnedFd;
@@ -18,7 +18,7 @@ use tokio::time::timeout;
 
 use super::descriptor::{attach, listen, serve};
 use super::join::Joined;
-use super::{Medium, Settings, gone};
+use super::{Medium, Settings, connection_ended};
 use crate::auth::Member;
 use crate::control::{Mesh, frame};
 use crate::transport::Near;
@@ -27,70 +27,70 @@ use crate::transport::shm::{Segment, Shm};
 use crate::transport::tcp::Tcp;
 use crate::types::{Error, Ranks};
 
-/// From the lowest rank of a host: under which name the segment is to be had, if there is one.
-type Offer = Option<String>;
+/// From the lowest rank of a host: the socket's name, if there is a segment.
+type SocketName = Option<String>;
 
-/// A rank's answer.
+/// A rank's answer to [`SocketName`].
 #[derive(Debug, Serialize, Deserialize)]
 enum Attached {
     Yes,
-    /// Nobody has that name here.
+    /// No socket here has that name.
     Elsewhere,
     Failed(String),
 }
 
-/// The lowest rank's last word.
+/// The lowest rank's decision for its host.
 #[derive(Debug, Serialize, Deserialize)]
 enum Verdict {
     Shared,
-    /// They use TCP among each other.
-    Apart,
-    /// Some rank insisted on shared memory.
+    /// The ranks use TCP between each other.
+    NotShared,
+    /// Some rank insists on shared memory.
     Failed(String),
 }
 
-/// What came of it.
+/// The hosts of a group, and this rank's segment.
 pub(super) struct Shared {
-    /// The ranks of each host: those that share memory, and those that share none by themselves.
+    /// The ranks of each host: each set that shares memory, and each other rank on its own.
     hosts: Vec<Vec<usize>>,
-    /// This rank's memory, with its place among those that share it.
+    /// This rank's segment and the rank's index among those that share it.
     segment: Option<(Segment, usize)>,
-    /// This rank's host.
+    /// The index of this rank's host.
     host: usize,
 }
 
 impl Shared {
-    /// What the ranks reach each other by, now that the connections are served.
-    pub fn near(self, tcp: &Arc<Tcp>) -> Near {
+    /// Returns the shared-memory engine. The connections are served already.
+    pub fn engine(self, tcp: &Arc<Tcp>) -> Near {
         let Shared { hosts, segment, host } = self;
-        let place = segment.as_ref().map_or(0, |(_, place)| *place);
-        let shm = segment.map(|(segment, place)| Shm::new(segment, place, hosts[host].clone(), tcp.clone()));
+        let index = segment.as_ref().map_or(0, |(_, index)| *index);
+        let shm = segment.map(|(segment, index)| Shm::new(segment, index, hosts[host].clone(), tcp.clone()));
         match shm {
             Some(shm) if hosts.len() == 1 => Near::Everybody(Arc::new(shm)),
-            shm => Near::Hosts(Hosts::new(hosts, host, place, shm)),
+            shm => Near::Hosts(Hosts::new(hosts, host, index, shm)),
         }
     }
 }
 
-/// Finds out which ranks can share memory, and has them share it. None where no rank shares any.
+/// Finds out which ranks can share memory, and sets it up. `None` if no ranks share any.
 pub(super) async fn agree(settings: &Settings, start: Instant, joined: &mut Joined) -> Result<Option<Shared>, Error> {
     let Joined { mesh, medium, hosts } = joined;
-    // A rank that insists wants to hear why it cannot be.
-    let candidates = if *medium == Medium::Shm { vec![(0..hosts.len()).collect()] } else { together(hosts) };
+    // If some rank insists, all ranks are tried, so that the error says why they cannot share memory.
+    let candidates = if *medium == Medium::Shm { vec![(0..hosts.len()).collect()] } else { group_by_host(hosts) };
     if *medium == Medium::Tcp || candidates.iter().all(|members| members.len() == 1) {
         return Ok(None);
     }
     let (rank, left) = (settings.rank, settings.timeout.saturating_sub(start.elapsed()));
     let agreed = async {
-        let segment = share(rank, mesh, *medium, &candidates).await?;
-        divide(rank, mesh, candidates, segment).await
+        let segment = set_up(rank, mesh, *medium, &candidates).await?;
+        agree_on_hosts(rank, mesh, candidates, segment).await
     };
-    let late = |_| Err("the ranks did not find out in time whether they can share memory; allow more time".to_owned());
+    let late = |_| Err("timed out while finding out whether the ranks can share memory; allow more time".to_owned());
     timeout(left, agreed).await.unwrap_or_else(late).map_err(|reason| settings.failed(start, reason))
 }
 
-/// The ranks with the same number, by their lowest.
-fn together(numbers: &[usize]) -> Vec<Vec<usize>> {
+/// Groups the ranks with the same number. Groups are ordered by their lowest rank.
+fn group_by_host(numbers: &[usize]) -> Vec<Vec<usize>> {
     let mut hosts: Vec<Vec<usize>> = Vec::new();
     for (rank, number) in numbers.iter().enumerate() {
         match hosts.iter_mut().find(|members| numbers[members[0]] == *number) {
@@ -101,8 +101,8 @@ fn together(numbers: &[usize]) -> Vec<Vec<usize>> {
     hosts
 }
 
-/// Comes to share memory with the ranks that may be on this rank's host; gives it if all of them have it.
-async fn share(
+/// Sets up the segment with the ranks that may be on this rank's host. Returns it if all of them have attached it.
+async fn set_up(
     rank: usize,
     mesh: &mut Mesh,
     medium: Medium,
@@ -116,56 +116,56 @@ async fn share(
     let connections = mesh.connections.iter_mut().enumerate();
     let mut others = connections.filter(|(peer, _)| members.contains(peer)).filter_map(|(p, c)| Some((p, c.as_mut()?)));
     if members[0] == rank {
-        return host(rank, &mut others.collect::<Vec<_>>(), member, medium, Segment::create(n)).await;
+        return share_as_creator(rank, &mut others.collect::<Vec<_>>(), member, medium, Segment::create(n)).await;
     }
     match others.next() {
-        Some(maker) => attend(maker, member, n).await,
+        Some(creator) => share_as_peer(creator, member, n).await,
         None => Ok(None),
     }
 }
 
-/// Tells everybody which of the hosts share memory.
-async fn divide(
+/// Agrees with all ranks on which of the hosts share memory.
+async fn agree_on_hosts(
     rank: usize,
     mesh: &mut Mesh,
     candidates: Vec<Vec<usize>>,
     segment: Option<Segment>,
 ) -> Result<Option<Shared>, String> {
-    let mut share = Vec::new();
+    let mut sharing = Vec::new();
     if let [None, others @ ..] = &mut mesh.connections[..] {
-        // Of each host its lowest rank reports.
+        // The lowest rank of each host reports.
         for members in &candidates {
-            share.push(match others.get_mut(members[0].wrapping_sub(1)) {
-                Some(Some(maker)) if members.len() > 1 => {
-                    frame::expect(maker, Duration::MAX).await.map_err(|e| gone(members[0], e))?
+            sharing.push(match others.get_mut(members[0].wrapping_sub(1)) {
+                Some(Some(creator)) if members.len() > 1 => {
+                    frame::expect(creator, Duration::MAX).await.map_err(|e| connection_ended(members[0], e))?
                 }
                 _ => members[0] == 0 && segment.is_some(),
             });
         }
         let mut others: Vec<_> = (1..).zip(others.iter_mut().flatten()).collect();
-        tell(&mut others, &share).await?;
+        send_to_all(&mut others, &sharing).await?;
     } else if let Some(Some(zero)) = mesh.connections.first_mut() {
         if candidates.iter().any(|members| members.len() > 1 && members[0] == rank) {
-            frame::write(zero, &segment.is_some()).await.map_err(|e| gone(0, e))?;
+            frame::write(zero, &segment.is_some()).await.map_err(|e| connection_ended(0, e))?;
         }
-        share = frame::expect(zero, Duration::MAX).await.map_err(|e| gone(0, e))?;
-        if share.len() != candidates.len() {
-            return Err("rank 0 divides the ranks into other hosts than this rank".into());
+        sharing = frame::expect(zero, Duration::MAX).await.map_err(|e| connection_ended(0, e))?;
+        if sharing.len() != candidates.len() {
+            return Err("rank 0 and this rank disagree about the number of hosts".into());
         }
     }
-    divided(rank, &candidates, &share, segment)
+    resolve_hosts(rank, &candidates, &sharing, segment)
 }
 
-/// The division where those candidates share memory that `share` says.
-fn divided(
+/// Returns the hosts, given for each candidate whether its ranks share memory.
+fn resolve_hosts(
     rank: usize,
     candidates: &[Vec<usize>],
-    share: &[bool],
+    sharing: &[bool],
     segment: Option<Segment>,
 ) -> Result<Option<Shared>, String> {
     let mut hosts: Vec<Vec<usize>> = Vec::new();
-    for (members, share) in candidates.iter().zip(share) {
-        if *share {
+    for (members, sharing) in candidates.iter().zip(sharing) {
+        if *sharing {
             hosts.push(members.clone());
         } else {
             hosts.extend(members.iter().map(|rank| vec![*rank]));
@@ -176,100 +176,100 @@ fn divided(
         return Ok(None);
     }
     let find = |(host, members): (usize, &Vec<usize>)| Some((host, members.iter().position(|member| *member == rank)?));
-    let Some((host, place)) = hosts.iter().enumerate().find_map(find) else {
-        return Err(format!("rank {rank} is on no host"));
+    let Some((host, index)) = hosts.iter().enumerate().find_map(find) else {
+        return Err(format!("no host has rank {rank}"));
     };
     if segment.is_some() != (hosts[host].len() > 1) {
-        return Err("rank 0 does not know who shares memory with this rank".into());
+        return Err("rank 0 and this rank disagree about whether this rank shares memory".into());
     }
     log::debug!("rank {rank} shares memory with ranks {:?}; the hosts have {hosts:?}", hosts[host]);
-    Ok(Some(Shared { hosts, segment: segment.map(|segment| (segment, place)), host }))
+    Ok(Some(Shared { hosts, segment: segment.map(|segment| (segment, index)), host }))
 }
 
-/// The lowest rank of a host, with the connections to the others.
-async fn host(
-    maker: usize,
-    guests: &mut [(usize, &mut TcpStream)],
+/// Runs the lowest rank of a host, with the connections to the host's other ranks.
+async fn share_as_creator(
+    creator: usize,
+    peers: &mut [(usize, &mut TcpStream)],
     member: &Member,
     medium: Medium,
     made: io::Result<(Segment, OwnedFd)>,
 ) -> Result<Option<Segment>, String> {
     let made = made.and_then(|(segment, file)| Ok((segment, file, listen()?)));
-    let name: Offer = made.as_ref().ok().map(|(_, _, (name, _))| name.clone());
-    tell(guests, &name).await?;
+    let name: SocketName = made.as_ref().ok().map(|(_, _, (name, _))| name.clone());
+    send_to_all(peers, &name).await?;
     let (segment, problem) = match made {
         Ok((segment, file, (_, listener))) => {
             let problem = tokio::select! {
-                answers = hear(maker, guests) => answers?,
+                answers = read_answers(creator, peers) => answers?,
                 never = serve(&listener, Arc::new(file), member) => match never {},
             };
             (Some(segment), problem)
         }
-        Err(e) => (None, Some((format!("rank {maker} cannot make shared memory: {e}"), true))),
+        Err(e) => (None, Some((format!("rank {creator} cannot create shared memory: {e}"), true))),
     };
     let verdict = match (&problem, medium) {
         (None, _) => Verdict::Shared,
         (Some((reason, _)), Medium::Shm) => Verdict::Failed(format!(
-            "the ranks cannot share memory, which some rank asked for: {reason}; start all ranks on one host, in one \
+            "the ranks cannot share memory, on which some rank insists: {reason}; start all ranks on one host, in one \
              network namespace and as one user, with memory to spare, or set BONFIRE_TRANSPORT to auto or tcp"
         )),
         (Some((reason, unexpected)), _) => {
             let level = if *unexpected { log::Level::Warn } else { log::Level::Info };
-            let ranks: Vec<usize> = [maker].into_iter().chain(guests.iter().map(|(rank, _)| *rank)).collect();
+            let ranks: Vec<usize> = [creator].into_iter().chain(peers.iter().map(|(rank, _)| *rank)).collect();
             log::log!(level, "{} use TCP, because they cannot share memory: {reason}", Ranks(&ranks));
-            Verdict::Apart
+            Verdict::NotShared
         }
     };
-    tell(guests, &verdict).await?;
+    send_to_all(peers, &verdict).await?;
     match verdict {
         Verdict::Shared => Ok(segment),
-        Verdict::Apart => Ok(None),
+        Verdict::NotShared => Ok(None),
         Verdict::Failed(reason) => Err(reason),
     }
 }
 
-async fn tell(guests: &mut [(usize, &mut TcpStream)], message: &impl Serialize) -> Result<(), String> {
-    for (rank, guest) in guests {
-        frame::write(*guest, message).await.map_err(|e| format!("rank {rank} went away: {e}"))?;
+async fn send_to_all(peers: &mut [(usize, &mut TcpStream)], message: &impl Serialize) -> Result<(), String> {
+    for (rank, peer) in peers {
+        frame::write(*peer, message).await.map_err(|e| format!("the connection to rank {rank} ended: {e}"))?;
     }
     Ok(())
 }
 
-/// Hears all answers. Gives why the memory cannot be shared, if it can't, and whether that is surprising.
-async fn hear(maker: usize, guests: &mut [(usize, &mut TcpStream)]) -> Result<Option<(String, bool)>, String> {
+/// Reads all answers. Returns why the ranks cannot share memory, if they cannot, and whether that is unexpected.
+async fn read_answers(creator: usize, peers: &mut [(usize, &mut TcpStream)]) -> Result<Option<(String, bool)>, String> {
     let mut problem = None;
-    for (rank, guest) in guests {
-        let lost = |e| format!("rank {rank} went away: {e}");
-        // The caller's limit ends this.
-        let answer = frame::expect(*guest, Duration::MAX).await.map_err(lost)?;
+    for (rank, peer) in peers {
+        let lost = |e| format!("the connection to rank {rank} ended: {e}");
+        // The caller limits the time.
+        let answer = frame::expect(*peer, Duration::MAX).await.map_err(lost)?;
         let (reason, unexpected) = match answer {
             Attached::Yes => continue,
             Attached::Elsewhere => (format!("rank {rank} is on another host or in another network namespace"), false),
-            Attached::Failed(reason) => (format!("rank {rank} cannot have rank {maker}'s memory: {reason}"), true),
+            Attached::Failed(reason) => (format!("rank {rank} cannot attach rank {creator}'s memory: {reason}"), true),
         };
         problem.get_or_insert((reason, unexpected));
     }
     Ok(problem)
 }
 
-/// Any other rank of a host, with the connection to its lowest.
-async fn attend(
-    (maker, stream): (usize, &mut TcpStream),
+/// Runs any other rank of a host, with the connection to the host's lowest rank.
+async fn share_as_peer(
+    (creator, stream): (usize, &mut TcpStream),
     member: &Member,
     ranks: usize,
 ) -> Result<Option<Segment>, String> {
-    // The caller's limit ends these waits.
-    let name = frame::expect::<Offer>(stream, Duration::MAX).await.map_err(|e| gone(maker, e))?;
+    // The caller limits the time.
+    let name = frame::expect::<SocketName>(stream, Duration::MAX).await.map_err(|e| connection_ended(creator, e))?;
     if let Some(name) = name {
-        attend_to((maker, stream), attach(&name, maker, member, ranks).await).await
+        report_attached((creator, stream), attach(&name, creator, member, ranks).await).await
     } else {
-        verdict((maker, stream), None).await
+        await_verdict((creator, stream), None).await
     }
 }
 
-/// Reports what came of the attempt to attach, and hears what comes of it.
-async fn attend_to(
-    (maker, stream): (usize, &mut TcpStream),
+/// Reports whether the segment was attached, and waits for the verdict.
+async fn report_attached(
+    (creator, stream): (usize, &mut TcpStream),
     attached: io::Result<Segment>,
 ) -> Result<Option<Segment>, String> {
     let answer = match &attached {
@@ -277,18 +277,18 @@ async fn attend_to(
         Err(e) if e.kind() == ErrorKind::ConnectionRefused => Attached::Elsewhere,
         Err(e) => Attached::Failed(e.to_string()),
     };
-    frame::write(stream, &answer).await.map_err(|e| gone(maker, e))?;
-    verdict((maker, stream), attached.ok()).await
+    frame::write(stream, &answer).await.map_err(|e| connection_ended(creator, e))?;
+    await_verdict((creator, stream), attached.ok()).await
 }
 
-async fn verdict(
-    (maker, stream): (usize, &mut TcpStream),
+async fn await_verdict(
+    (creator, stream): (usize, &mut TcpStream),
     segment: Option<Segment>,
 ) -> Result<Option<Segment>, String> {
-    match frame::expect(stream, Duration::MAX).await.map_err(|e| gone(maker, e))? {
+    match frame::expect(stream, Duration::MAX).await.map_err(|e| connection_ended(creator, e))? {
         Verdict::Shared if segment.is_some() => Ok(segment),
-        Verdict::Shared => Err(format!("rank {maker} takes this rank's memory for shared, which it is not")),
-        Verdict::Apart => Ok(None),
+        Verdict::Shared => Err(format!("rank {creator} says that this rank shares its memory, which it does not")),
+        Verdict::NotShared => Ok(None),
         Verdict::Failed(reason) => Err(reason),
     }
 }
@@ -298,7 +298,7 @@ mod tests {
     use super::*;
     use tokio::net::TcpListener;
 
-    const PATIENCE: Duration = Duration::from_secs(5);
+    const TIMEOUT: Duration = Duration::from_secs(5);
 
     fn member(rank: usize, session: u64) -> Member {
         Member { secret: None, session, rank, world_size: 3 }
@@ -310,29 +310,32 @@ mod tests {
         (listener.accept().await.unwrap().0, dialled)
     }
 
-    /// Whether each of three ranks has the memory, or why there is none. Rank 1 takes part under `session`, rank 2
-    /// fails to attach by `failure`, if any.
-    fn meet(medium: Medium, memory: bool, session: u64, failure: Option<ErrorKind>) -> [Result<bool, String>; 3] {
+    /// Returns for each of three ranks whether it has the segment, or the error. Rank 1 attaches under `session`. Rank
+    /// 2 fails to attach with `failure`, if any.
+    fn try_three(medium: Medium, memory: bool, session: u64, failure: Option<ErrorKind>) -> [Result<bool, String>; 3] {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         let made = if memory { Segment::create(3) } else { Err(ErrorKind::StorageFull.into()) };
         let all = runtime.block_on(async {
             let ((mut one, mut zero_of_one), (mut two, mut zero_of_two)) = (pair().await, pair().await);
             let second = async {
-                let Some(failure) = failure else { return attend((0, &mut zero_of_two), &member(2, 7), 3).await };
-                frame::expect::<Offer>(&mut zero_of_two, PATIENCE).await.unwrap();
-                attend_to((0, &mut zero_of_two), Err(failure.into())).await
+                let Some(failure) = failure else {
+                    return share_as_peer((0, &mut zero_of_two), &member(2, 7), 3).await;
+                };
+                frame::expect::<SocketName>(&mut zero_of_two, TIMEOUT).await.unwrap();
+                report_attached((0, &mut zero_of_two), Err(failure.into())).await
             };
-            let mut guests = [(1, &mut one), (2, &mut two)];
+            let mut peers = [(1, &mut one), (2, &mut two)];
             let (zero, one) = (member(0, 7), member(1, session));
-            let (host, first) = (host(0, &mut guests, &zero, medium, made), attend((0, &mut zero_of_one), &one, 3));
-            tokio::join!(host, first, second)
+            let (creator, first) =
+                (share_as_creator(0, &mut peers, &zero, medium, made), share_as_peer((0, &mut zero_of_one), &one, 3));
+            tokio::join!(creator, first, second)
         });
         [all.0, all.1, all.2].map(|result| result.map(|segment| segment.is_some()))
     }
 
     #[test]
     fn fuzz_messages() {
-        bonfire_testing::fuzz::fuzz_frames::<Offer>(
+        bonfire_testing::fuzz::fuzz_frames::<SocketName>(
             "memory-offer",
             &[None, Some("bonfire-0123456789abcdef0123456789abcdef".into())],
         );
@@ -342,59 +345,59 @@ mod tests {
         );
         bonfire_testing::fuzz::fuzz_frames(
             "memory-verdict",
-            &[Verdict::Shared, Verdict::Apart, Verdict::Failed("no".into())],
+            &[Verdict::Shared, Verdict::NotShared, Verdict::Failed("no".into())],
         );
         bonfire_testing::fuzz::fuzz_frames("memory-division", &[vec![true, false, true], vec![]]);
     }
 
     #[test]
-    fn ranks_are_divided_by_their_machines_and_by_who_has_memory() {
-        assert_eq!(together(&[0, 1, 0, 3, 1]), [vec![0, 2], vec![1, 4], vec![3]]);
+    fn hosts_follow_machine_names_and_shared_segments() {
+        assert_eq!(group_by_host(&[0, 1, 0, 3, 1]), [vec![0, 2], vec![1, 4], vec![3]]);
         let candidates = [vec![0, 2], vec![1, 4], vec![3]];
-        let hosts = |rank, share: [bool; 3], has: bool| {
+        let hosts = |rank, sharing: [bool; 3], has: bool| {
             let segment = has.then(|| Segment::create(2).unwrap().0);
-            let shared = divided(rank, &candidates, &share, segment);
+            let shared = resolve_hosts(rank, &candidates, &sharing, segment);
             shared.map(|shared| shared.map(|Shared { hosts, segment, host }| (hosts, host, segment.map(|s| s.1))))
         };
         let all = vec![vec![0, 2], vec![1, 4], vec![3]];
         assert_eq!(hosts(4, [true, true, false], true), Ok(Some((all.clone(), 1, Some(1)))));
         assert_eq!(hosts(3, [true, true, false], false), Ok(Some((all, 2, None))));
-        // The ranks of a host without memory fall apart.
+        // Each rank of a host without shared memory is on its own.
         let apart = vec![vec![0], vec![1, 4], vec![2], vec![3]];
         assert_eq!(hosts(2, [false, true, false], false), Ok(Some((apart.clone(), 2, None))));
         assert_eq!(hosts(1, [false, true, false], true), Ok(Some((apart, 1, Some(0)))));
         assert_eq!(hosts(0, [false; 3], false), Ok(None));
-        // Rank 0 is wrong about this rank.
+        // Rank 0 is wrong about whether this rank has a segment.
         assert!(hosts(0, [true, true, false], false).is_err() && hosts(0, [false, true, false], true).is_err());
     }
 
     #[test]
     fn ranks_that_can_share_memory_do() {
         for medium in [Medium::Auto, Medium::Shm] {
-            assert_eq!(meet(medium, true, 7, None), [Ok(true), Ok(true), Ok(true)]);
+            assert_eq!(try_three(medium, true, 7, None), [Ok(true), Ok(true), Ok(true)]);
         }
     }
 
     #[test]
-    fn nobody_shares_memory_where_one_rank_cannot() {
+    fn no_rank_shares_memory_if_one_cannot() {
         let elsewhere = Some(ErrorKind::ConnectionRefused);
         for (memory, session, failure) in
             [(true, 7, elsewhere), (true, 7, Some(ErrorKind::OutOfMemory)), (true, 8, None), (false, 7, None)]
         {
-            let results = meet(Medium::Auto, memory, session, failure);
+            let results = try_three(Medium::Auto, memory, session, failure);
             assert_eq!(results, [Ok(false), Ok(false), Ok(false)], "{memory}, {session}, {failure:?}");
         }
     }
 
     #[test]
-    fn all_fail_with_the_same_words_where_some_rank_insists() {
+    fn all_fail_with_the_same_reason_if_some_rank_insists() {
         for (memory, session, failure, words) in [
             (true, 7, Some(ErrorKind::ConnectionRefused), "rank 2 is on another host"),
-            (true, 7, Some(ErrorKind::OutOfMemory), "rank 2 cannot have rank 0's memory"),
-            (true, 8, None, "rank 1 cannot have rank 0's memory"),
-            (false, 7, None, "rank 0 cannot make shared memory"),
+            (true, 7, Some(ErrorKind::OutOfMemory), "rank 2 cannot attach rank 0's memory"),
+            (true, 8, None, "rank 1 cannot attach rank 0's memory"),
+            (false, 7, None, "rank 0 cannot create shared memory"),
         ] {
-            let results = meet(Medium::Shm, memory, session, failure);
+            let results = try_three(Medium::Shm, memory, session, failure);
             let reason = results[0].clone().unwrap_err();
             assert!(reason.contains(words) && reason.contains("BONFIRE_TRANSPORT"), "{reason}");
             assert!(results.iter().all(|result| *result == Err(reason.clone())), "{results:?}");

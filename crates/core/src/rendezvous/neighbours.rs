@@ -1,23 +1,23 @@
-//! Which control connections there are from the start.
+//! Decides which ranks have a control connection from the start.
 
-/// The most ranks of which all are connected to each other.
+/// The largest group in which all ranks are connected to each other.
 ///
-/// A connection to every other rank costs each rank a heartbeat a second, two tasks and two sockets' buffers. For so many
-/// that is little, and each rank then knows by itself which others it can reach.
+/// Each connection costs each end a heartbeat per second, two tasks and two socket buffers. Up to this size that is
+/// little, and each rank knows by itself which other ranks it can reach.
 pub(super) const MESH: usize = 16;
 
-/// Whether ranks of a group hear of each other through rank 0; at most `mesh` of them are all connected.
+/// Whether the ranks of a group learn of each other through rank 0. Groups of up to `mesh` ranks are fully connected.
 pub(super) fn is_star(world_size: usize, mesh: usize) -> bool {
     world_size > mesh
 }
 
-/// Whether two ranks are connected from the start. In a star, all are to rank 0, and the lowest rank of each host to the
-/// others there, to which it hands the memory that they share.
+/// Whether two ranks are connected from the start. In a star, rank 0 is connected to all ranks, and the lowest rank of
+/// each host to the host's other ranks, to which it passes their shared memory.
 pub(super) fn neighbours((one, other): (usize, usize), hosts: &[usize], mesh: usize) -> bool {
-    let maker = |rank: usize| hosts.iter().position(|host| *host == hosts[rank]) == Some(rank);
+    let is_lowest_of_host = |rank: usize| hosts.iter().position(|host| *host == hosts[rank]) == Some(rank);
     let (low, high) = (one.min(other), one.max(other));
-    let hand_over = || hosts[low] == hosts[high] && maker(low);
-    low != high && (!is_star(hosts.len(), mesh) || low == 0 || hand_over())
+    let share_memory = || hosts[low] == hosts[high] && is_lowest_of_host(low);
+    low != high && (!is_star(hosts.len(), mesh) || low == 0 || share_memory())
 }
 
 #[cfg(test)]
@@ -33,7 +33,7 @@ mod tests {
     }
 
     #[test]
-    fn few_ranks_are_all_connected_and_many_to_rank_0_and_to_their_hosts_lowest() {
+    fn small_groups_are_a_mesh_and_large_ones_a_star_with_links_within_hosts() {
         for n in 1..=MESH {
             assert_eq!(pairs(&vec![0; n], MESH).len(), n * (n - 1) / 2);
         }

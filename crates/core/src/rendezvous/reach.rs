@@ -1,4 +1,4 @@
-//! Addresses: where a rank listens, and how it dials until somebody answers.
+//! Listening and dialling: at which address a rank listens, and how it dials until the peer answers.
 
 use std::cell::RefCell;
 use std::io;
@@ -12,29 +12,29 @@ use super::{Settings, interface};
 use crate::auth::{self, Opening, Refusal, permit};
 use crate::types::Error;
 
-/// How long one attempt may take: the system itself would try again ever more rarely.
-const SYN: Duration = Duration::from_secs(5);
+/// Time limit of one attempt to connect: the system itself would retry at ever longer intervals.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The first pause between two tries.
-const PAUSE: Duration = Duration::from_millis(10);
+/// The first pause between two attempts.
+const FIRST_PAUSE: Duration = Duration::from_millis(10);
 
-/// Connections that may wait to be accepted: all ranks may come at once.
+/// Backlog of connections that wait to be accepted: all ranks may connect at once.
 const BACKLOG: u32 = 1024;
 
-/// Dials until the other end has proved who it is, which gives also the number of its job; the caller's time-out ends it.
-/// Names may not resolve and ports may not listen yet, and a listener that strangers crowd closes connections.
+/// Dials until the handshake succeeds; returns the connection and the job's session. The caller limits the time. The
+/// name may not resolve yet, the peer may not listen yet, and a listener crowded by strangers closes connections.
 pub(super) async fn dial(
     (settings, start): (&Settings, Instant),
     address: &str,
     opening: Opening,
     waiting_for: &RefCell<String>,
 ) -> Result<(TcpStream, u64), Error> {
-    let mut pause = PAUSE;
+    let mut pause = FIRST_PAUSE;
     loop {
         let reason = match connect(settings, address).await? {
             Ok(mut stream) => match auth::dial(&mut stream, settings.secret.as_ref(), opening).await {
                 Ok(session) => return Ok((stream, session)),
-                Err(Refusal::Io(e)) => format!("somebody answers at {address} and does not prove who it is ({e})"),
+                Err(Refusal::Io(e)) => format!("{address} answers but does not complete the handshake ({e})"),
                 Err(refusal) => {
                     let reason = format!("rank {} cannot be reached at {address}: {refusal}", opening.to);
                     return Err(settings.failed(start, reason));
@@ -43,30 +43,30 @@ pub(super) async fn dial(
             Err(reason) => reason,
         };
         waiting_for.replace(reason);
-        rest(&mut pause).await;
+        back_off(&mut pause).await;
     }
 }
 
-/// Waits before another try, longer each time.
-async fn rest(pause: &mut Duration) {
+/// Sleeps before the next attempt, and doubles the pause up to half a second.
+async fn back_off(pause: &mut Duration) {
     sleep(*pause).await;
     *pause = (*pause * 2).min(Duration::from_millis(500));
 }
 
-/// Connects where that is allowed, or says why nobody is there yet.
+/// Connects, or returns why no process answers yet. Addresses that need a secret are an error without one.
 async fn connect(settings: &Settings, address: &str) -> Result<Result<TcpStream, String>, Error> {
     let addresses = match resolve(address).await {
         Ok(addresses) => addresses,
         Err(reason) => return Ok(Err(reason)),
     };
     permit(settings.secret.as_ref(), &addresses)?;
-    let connected = timeout(SYN, TcpStream::connect(&addresses[..])).await;
+    let connected = timeout(CONNECT_TIMEOUT, TcpStream::connect(&addresses[..])).await;
     let connected = connected.unwrap_or_else(|_| Err(io::Error::new(io::ErrorKind::TimedOut, "no answer so far")));
     let connected = connected.inspect(|stream| drop(stream.set_nodelay(true)));
     Ok(connected.map_err(|e| format!("nobody answers at {address} ({e})")))
 }
 
-/// The addresses behind a name, which may have none yet.
+/// Returns the addresses of a name, which may have none yet.
 async fn resolve(address: &str) -> Result<Vec<SocketAddr>, String> {
     match lookup_host(address).await {
         Ok(addresses) => Ok(addresses.collect()),
@@ -74,51 +74,51 @@ async fn resolve(address: &str) -> Result<Vec<SocketAddr>, String> {
     }
 }
 
-/// Where rank 0 listens, and where it tells the others that it does: nothing but the port, unless an interface was chosen,
-/// since they know better where they reach it.
+/// Returns rank 0's listener and the address that it announces. The announced address holds only the port unless an
+/// interface was configured, since the other ranks know better at which address they reach rank 0.
 pub(super) async fn listen(
     (settings, start): (&Settings, Instant),
     waiting_for: &RefCell<String>,
 ) -> Result<(TcpListener, SocketAddr), Error> {
     let chosen = if settings.spans_hosts() { interface::chosen(settings)? } else { None };
-    let mut pause = PAUSE;
+    let mut pause = FIRST_PAUSE;
     let listener = loop {
         let reason = match resolve(&settings.address).await {
-            // Its own name may mean loopback on its host, and not on the others. And an interface that was chosen need not
-            // be the one with the name.
+            // Rank 0's name may resolve to loopback on its own host and not on the others. A configured interface need
+            // not be the one that the name resolves to.
             Ok(addresses)
                 if settings.spans_hosts()
                     && (chosen.is_some() || addresses.iter().any(|address| address.ip().is_loopback())) =>
             {
-                break everywhere(settings, start, addresses.first().map_or(0, SocketAddr::port))?;
+                break listen_everywhere(settings, start, addresses.first().map_or(0, SocketAddr::port))?;
             }
             Ok(addresses) => match bind_to(settings, &addresses).await? {
                 Ok(listener) => break listener,
-                // The name may still be that of another machine, where this one took its place.
+                // The name may still resolve to another machine, which this one replaces.
                 Err(e) if e.kind() == io::ErrorKind::AddrNotAvailable && is_name(&settings.address) => {
                     cannot_listen(&settings.address, &e)
                 }
-                Err(e) => return Err(settings.failed(start, own_address(settings, &e))),
+                Err(e) => return Err(settings.failed(start, cannot_listen_at_own_address(settings, &e))),
             },
             Err(reason) => reason,
         };
-        if pause == PAUSE {
-            log::warn!("rank 0 tries again: {reason}");
+        if pause == FIRST_PAUSE {
+            log::warn!("rank 0 retries: {reason}");
         }
         waiting_for.replace(match &settings.source.address {
             Some(chosen) => format!("{reason}; {chosen}, and BONFIRE_ADDRESS overrides both"),
             None => reason,
         });
-        rest(&mut pause).await;
+        back_off(&mut pause).await;
     };
-    let mut told = listener.local_addr().map_err(|e| settings.failed(start, e.to_string()))?;
-    told.set_ip(chosen.unwrap_or(Ipv4Addr::UNSPECIFIED.into()));
+    let mut announced = listener.local_addr().map_err(|e| settings.failed(start, e.to_string()))?;
+    announced.set_ip(chosen.unwrap_or(Ipv4Addr::UNSPECIFIED.into()));
     waiting_for.take();
-    Ok((listener, told))
+    Ok((listener, announced))
 }
 
-/// Listens at every address of this machine, of both families where it has both.
-fn everywhere(settings: &Settings, start: Instant, port: u16) -> Result<TcpListener, Error> {
+/// Listens at all addresses of this machine, of both families if it has both.
+fn listen_everywhere(settings: &Settings, start: Instant, port: u16) -> Result<TcpListener, Error> {
     permit(settings.secret.as_ref(), &[(Ipv6Addr::UNSPECIFIED, port).into()])?;
     let listen = |socket: TcpSocket, address: SocketAddr| {
         socket.set_reuseaddr(true)?;
@@ -136,10 +136,10 @@ fn everywhere(settings: &Settings, start: Instant, port: u16) -> Result<TcpListe
         }
         listener => listener,
     };
-    listener.map_err(|e| settings.failed(start, own_address(settings, &e)))
+    listener.map_err(|e| settings.failed(start, cannot_listen_at_own_address(settings, &e)))
 }
 
-/// Where a rank other than 0 listens, which has reached rank 0 by this connection.
+/// Returns the address at which a rank other than 0 listens. `zero` is its connection to rank 0.
 pub(super) fn own_host(settings: &Settings, zero: &TcpStream) -> Result<String, Error> {
     let bracketed = |host: &str| if host.contains(':') { format!("[{host}]:0") } else { format!("{host}:0") };
     if let Some(host) = &settings.host {
@@ -151,9 +151,9 @@ pub(super) fn own_host(settings: &Settings, zero: &TcpStream) -> Result<String, 
     }
     let own = match interface::chosen(settings)? {
         Some(chosen) => chosen,
-        // Rank 0 is on this host, and was reached by a name that means loopback here.
+        // Rank 0 is on this host, and its name resolves to loopback here.
         None if own.is_loopback() => match interface::any(settings) {
-            // Then nobody else can be on another, unless somebody knows better.
+            // Without an interface no rank can be on another host, unless the launcher says so.
             Err(_) if settings.source.several.is_none() => own,
             found => found?,
         },
@@ -162,7 +162,7 @@ pub(super) fn own_host(settings: &Settings, zero: &TcpStream) -> Result<String, 
     Ok(bracketed(&own.to_string()))
 }
 
-/// Listens, where that is allowed.
+/// Listens at an address. Addresses that need a secret are an error without one.
 pub(super) async fn bind(settings: &Settings, start: Instant, address: &str) -> Result<TcpListener, Error> {
     let addresses = resolve(address).await.map_err(|reason| settings.failed(start, reason))?;
     let listener = bind_to(settings, &addresses).await?;
@@ -171,7 +171,7 @@ pub(super) async fn bind(settings: &Settings, start: Instant, address: &str) -> 
 
 async fn bind_to(settings: &Settings, addresses: &[SocketAddr]) -> Result<io::Result<TcpListener>, Error> {
     permit(settings.secret.as_ref(), addresses)?;
-    // Why it cannot be where the machine has the address says more than that it has another one not.
+    // An error for an address that this machine has is more useful than "address not available" for another one.
     let mut error: Option<io::Error> = None;
     for address in addresses {
         match TcpListener::bind(address).await {
@@ -183,8 +183,8 @@ async fn bind_to(settings: &Settings, addresses: &[SocketAddr]) -> Result<io::Re
     Ok(Err(error.unwrap_or_else(|| io::ErrorKind::AddrNotAvailable.into())))
 }
 
-/// Why rank 0 cannot listen at the address that all ranks know.
-fn own_address(settings: &Settings, e: &io::Error) -> String {
+/// Returns why rank 0 cannot listen at the address that all ranks know.
+fn cannot_listen_at_own_address(settings: &Settings, e: &io::Error) -> String {
     let reason = cannot_listen(&settings.address, e);
     match &settings.source.address {
         Some(chosen) => format!("{reason} ({chosen}): BONFIRE_ADDRESS=HOST:PORT on all ranks overrides both"),
@@ -201,7 +201,7 @@ fn cannot_listen(address: &str, e: &io::Error) -> String {
     format!("cannot listen at {address}: {e}{remedy}")
 }
 
-/// Whether what is before the port has to be looked up.
+/// Whether the host part has to be looked up.
 fn is_name(address: &str) -> bool {
     address.parse::<SocketAddr>().is_err()
 }

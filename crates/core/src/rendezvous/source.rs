@@ -1,23 +1,23 @@
-//! Who said what a rank is, and what nobody has said.
+//! Where a rank's settings come from, and which of them are still missing.
 
 use std::fmt;
 
 use super::Settings;
 use crate::types::Error;
 
-/// Where rank, world size and address come from. Nothing in it: from code.
+/// The origin of rank, world size and address. The default means that code has set them.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Source {
-    /// Who started this rank, such as `Slurm (job 1234, step 0)`.
+    /// The launcher of this rank, such as `Slurm (job 1234, step 0)`.
     pub by: Option<String>,
-    /// Whether the ranks are on several hosts, where somebody knows.
+    /// Whether the ranks are on several hosts, if that is known.
     pub several: Option<bool>,
-    /// What chose rank 0's address, where a launcher did.
+    /// Where rank 0's address comes from, if a launcher chose it.
     pub address: Option<String>,
     pub missing: Missing,
 }
 
-/// What the environment did not say: which variable is missing, and what to do. What code says later is not missing.
+/// Settings that neither the environment nor code has set: for each, the missing variable and what to do.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Missing {
     pub rank: Option<String>,
@@ -26,37 +26,37 @@ pub(crate) struct Missing {
 }
 
 impl Settings {
-    /// Refuses to connect while anything is missing that ranks need to find each other.
+    /// Returns an error while a setting is missing that ranks need to find each other.
     pub(super) fn complete(&self) -> Result<(), Error> {
-        self.lacks().map_or(Ok(()), |reason| Err(Error::Config(reason.clone())))
+        self.first_missing().map_or(Ok(()), |reason| Err(Error::Config(reason.clone())))
     }
 
-    fn lacks(&self) -> Option<&String> {
+    fn first_missing(&self) -> Option<&String> {
         let Missing { rank, world_size, address } = &self.source.missing;
         rank.as_ref().or(world_size.as_ref()).or(address.as_ref().filter(|_| self.world_size > 1))
     }
 
-    /// Whether ranks on other hosts have to be reached. Where nobody says so, who has a secret or names an interface means
-    /// that. An address that is loopback for everybody means that they are all here, whatever a launcher counts.
+    /// Whether ranks on other hosts have to be reached. If the launcher does not say so, a secret or a configured
+    /// interface implies it. A loopback address means that all ranks are on this host, whatever a launcher counts.
     pub(super) fn spans_hosts(&self) -> bool {
         let meant = || self.interface.is_some() || self.secret.is_some();
         !is_loopback(&self.address) && self.source.several.unwrap_or_else(meant)
     }
 
-    /// Tells the log what is about to be connected.
+    /// Logs what is about to be connected.
     pub fn announce(&self) {
         let Some(launched) = self.launched() else { return };
         log::info!("{launched}");
         if self.world_size > 1 && self.source.several == Some(true) && is_loopback(&self.address) {
-            log::warn!("{launched}; some are on other hosts, by its count, and would not reach loopback");
+            log::warn!("{launched}; by its count some ranks are on other hosts and cannot reach loopback");
         }
     }
 
-    /// Where somebody else than the program's code started this rank, what is known of it.
+    /// Returns what is known about this rank, unless code has set it all.
     pub fn launched(&self) -> Option<Launched> {
         let Missing { rank, world_size, address } = &self.source.missing;
         if self.medium.is_mpi() {
-            // It says who the ranks are, when it is asked: nothing is missing.
+            // MPI assigns the ranks when it is initialised: nothing is missing.
             let known = self.source.by.is_some();
             let rank = (known && rank.is_none()).then_some(self.rank);
             let world_size = (known && world_size.is_none()).then_some(self.world_size);
@@ -67,25 +67,25 @@ impl Settings {
             rank: rank.is_none().then_some(self.rank),
             world_size: world_size.is_none().then_some(self.world_size),
             address: (address.is_none() && self.world_size > 1).then(|| self.address.clone()),
-            missing: self.lacks().cloned(),
+            missing: self.first_missing().cloned(),
         })
     }
 }
 
-/// What the environment says of this process, from [`Builder::launched`](crate::Builder::launched). As text it is one line:
-/// `rank 3 of 8 by Slurm (job 1234, step 0): rank 0 at node001:62674`.
+/// What the environment says about this process, from [`Builder::launched`](crate::Builder::launched). Its text is one
+/// line: `rank 3 of 8 by Slurm (job 1234, step 0): rank 0 at node001:62674`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Launched {
-    /// Who says so: a launcher, with its name for the job, or Bonfire's own variables.
+    /// The origin: a launcher with its name for the job, or Bonfire's own variables.
     pub by: String,
     /// This process's rank.
     pub rank: Option<usize>,
     /// The number of ranks.
     pub world_size: Option<usize>,
-    /// Where rank 0 listens. A rank that is alone has none.
+    /// Where rank 0 listens. `None` in a world of one.
     pub address: Option<String>,
-    /// What is not known and has to be, and what to do: what connecting fails with.
+    /// Which required setting is missing and what to do: the error with which connecting fails.
     pub missing: Option<String>,
 }
 
@@ -100,7 +100,7 @@ impl fmt::Display for Launched {
     }
 }
 
-/// Whether an address, `host:port`, or a host, is every host's own by what is written there. Other names are not looked up.
+/// Whether an address (`host:port`) or a host is loopback as written. Names other than `localhost` are not looked up.
 pub(super) fn is_loopback(address: &str) -> bool {
     let whole = address.parse::<std::net::IpAddr>().is_ok();
     let host = address.rsplit_once(':').filter(|_| !whole).map_or(address, |(host, _)| host).trim_matches(['[', ']']);

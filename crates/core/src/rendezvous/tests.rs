@@ -4,7 +4,7 @@ use super::env::{Environment, read};
 use super::{Medium, Settings, well_formed};
 use crate::types::Error;
 
-/// Reads an environment that consists of these variables, without their prefix.
+/// Reads an environment that consists of these variables, given without their prefix.
 fn from(variables: &[(&str, &str)]) -> Result<Environment, Error> {
     read(|name| {
         let name = name.strip_prefix("BONFIRE_")?;
@@ -15,7 +15,7 @@ fn from(variables: &[(&str, &str)]) -> Result<Environment, Error> {
 const COMPLETE: [(&str, &str); 3] = [("RANK", "1"), ("WORLD_SIZE", "4"), ("ADDRESS", "10.0.0.1:29500")];
 
 #[test]
-fn a_complete_environment_is_taken_as_it_is() {
+fn a_complete_environment_is_read_as_it_is() {
     let environment = from(&COMPLETE).unwrap();
     let Settings { rank, world_size, address, host, .. } = environment.settings;
     assert_eq!((rank, world_size, &address[..], host), (1, 4, "10.0.0.1:29500", None));
@@ -42,8 +42,8 @@ fn the_transport_is_chosen_by_name() {
 }
 
 #[test]
-fn connections_are_counted() {
-    assert_eq!(from(&COMPLETE).unwrap().settings.connections, super::CONNECTIONS);
+fn the_number_of_connections_is_limited() {
+    assert_eq!(from(&COMPLETE).unwrap().settings.connections, super::DEFAULT_CONNECTIONS);
     let several = from(&[&COMPLETE[..], &[("TCP_CONNECTIONS", "4")]].concat()).unwrap();
     assert_eq!(several.settings.connections, 4);
     let endless = from(&[&COMPLETE[..], &[("TCP_CONNECTIONS", "9")]].concat()).unwrap();
@@ -94,7 +94,7 @@ fn malformed_variables_are_named_with_their_values() {
 }
 
 #[test]
-fn settings_that_cannot_work_are_refused() {
+fn settings_that_cannot_work_are_rejected() {
     let settings =
         |rank, world_size, address: &str| Settings { rank, world_size, address: address.into(), ..Settings::default() };
     assert_eq!(settings(0, 1, "").check(), Ok(()));

@@ -1,4 +1,4 @@
-//! How a thread waits: deadlines, and a bell that others ring.
+//! How a thread waits: deadlines, polling, and a bell that wakes it.
 
 use std::sync::PoisonError;
 use std::time::{Duration, Instant};
@@ -6,10 +6,10 @@ use std::time::{Duration, Instant};
 use crate::sync::{AtomicUsize, Condvar, Mutex, MutexGuard, Ordering, SPINS, YIELDING, fence};
 use crate::types::Error;
 
-/// A limit beyond what the clock can say is none: ten years are as good.
+/// The longest time limit, ten years: a longer one may exceed the range of the clock.
 pub const ENDLESS: Duration = Duration::from_secs(10 * 365 * 24 * 3600);
 
-/// When an operation began and how long it may take.
+/// The start of an operation and its time limit.
 #[derive(Clone, Copy, Debug)]
 pub struct Deadline {
     start: Instant,
@@ -17,63 +17,63 @@ pub struct Deadline {
 }
 
 impl Deadline {
-    /// Begins now and ends after `limit`.
+    /// Creates a deadline that starts now and passes after `limit`.
     pub fn after(limit: Duration) -> Self {
         Deadline { start: Instant::now(), limit: limit.min(ENDLESS) }
     }
 
-    /// When it began.
+    /// When the operation began.
     pub(crate) fn start(&self) -> Instant {
         self.start
     }
 
-    /// Time since it began.
+    /// Time since the operation began.
     pub fn elapsed(&self) -> Duration {
         self.start.elapsed()
     }
 
-    /// Time left; zero once it has passed.
+    /// Time left; zero once the deadline has passed.
     pub fn remaining(&self) -> Duration {
         self.limit.saturating_sub(self.elapsed())
     }
 
-    /// Whether it has passed.
+    /// Whether the deadline has passed.
     pub fn passed(&self) -> bool {
         self.elapsed() >= self.limit
     }
 
-    /// The whole limit.
+    /// The whole time limit in nanoseconds.
     #[cfg(feature = "mpi")]
     pub(crate) fn nanoseconds(&self) -> u64 {
         u64::try_from(self.limit.as_nanos()).unwrap_or(u64::MAX)
     }
 
-    /// As long a limit once more, from now on.
+    /// Returns a deadline with the same limit that starts now.
     #[cfg(feature = "mpi")]
     pub(crate) fn again(&self) -> Self {
         Deadline::after(self.limit)
     }
 
-    /// A tenth of the limit: when a wait is long enough to say so in the log.
+    /// A tenth of the limit: a wait of this length is logged.
     #[doc(hidden)]
     pub fn tenth(&self) -> Duration {
         self.limit / 10
     }
 }
 
-/// Says once in the log that a wait has become long: at a tenth of its deadline.
+/// Logs one warning when a wait has lasted a tenth of its time limit.
 pub struct Patience<'a> {
     deadline: &'a Deadline,
     warned: bool,
 }
 
 impl<'a> Patience<'a> {
-    /// Has said nothing yet of a wait until this deadline.
+    /// Creates the warning of a wait until this deadline. Nothing is logged yet.
     pub fn until(deadline: &'a Deadline) -> Self {
         Patience { deadline, warned: false }
     }
 
-    /// Time until there is something to say, or to give up.
+    /// Time until the warning is due; after it, time until the deadline.
     pub fn pause(&self) -> Duration {
         if self.warned {
             self.deadline.remaining()
@@ -82,7 +82,7 @@ impl<'a> Patience<'a> {
         }
     }
 
-    /// Says it if it is time and nothing was said yet; `waiting` says where and for whom.
+    /// Logs the warning if it is due and has not been logged yet. `waiting` says for which operation and which ranks.
     pub fn warn(&mut self, rank: usize, waiting: impl FnOnce() -> String) {
         let elapsed = self.deadline.elapsed();
         if !self.warned && elapsed >= self.deadline.tenth() {
@@ -92,12 +92,12 @@ impl<'a> Patience<'a> {
     }
 }
 
-/// `BONFIRE_DEADLINE`, in seconds, read through `variable`.
+/// Parses `BONFIRE_DEADLINE`, in seconds. `variable` looks up an environment variable.
 pub fn deadline_from_env(variable: impl Fn(&str) -> Option<String>) -> Result<Option<Duration>, Error> {
     seconds_from_env(variable, "BONFIRE_DEADLINE")
 }
 
-/// A length of time in seconds, read through `variable`.
+/// Parses the environment variable `name` as a time in seconds. `variable` looks it up.
 pub(crate) fn seconds_from_env(
     variable: impl Fn(&str) -> Option<String>,
     name: &str,
@@ -110,12 +110,12 @@ pub(crate) fn seconds_from_env(
     }
 }
 
-/// Locks also what a panicking thread left: for mutexes behind which everything is whole after every statement.
+/// Locks a mutex even if a thread panicked while holding it: only for data that are consistent after every statement.
 pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Wakes threads that wait for a change of some atomic or shared state.
+/// Wakes threads that wait for a change of atomic or shared state.
 #[derive(Default)]
 pub struct Bell {
     sleepers: AtomicUsize,
@@ -124,7 +124,7 @@ pub struct Bell {
 }
 
 impl Bell {
-    /// Wakes the sleepers. Call it after the change.
+    /// Wakes all sleepers. Call it after the change.
     pub fn ring(&self) {
         // The change comes before this fence and the load after it; a sleeper counts itself, passes its own fence, and
         // looks for the change. So either we see the sleeper or it sees the change (the store-buffer pattern, which
@@ -136,7 +136,7 @@ impl Bell {
         }
     }
 
-    /// Sleeps until `ready` or until `until`; returns what `ready` last said.
+    /// Sleeps until `ready` returns true or the time is `until`. Returns the last result of `ready`.
     pub fn sleep(&self, until: Instant, mut ready: impl FnMut() -> bool) -> bool {
         self.sleepers.fetch_add(1, Ordering::Relaxed);
         fence(Ordering::SeqCst);
@@ -158,13 +158,13 @@ impl Bell {
     }
 }
 
-/// Whether so many ranks in one machine have to share processors.
+/// Whether `ranks` ranks on one machine have to share processors.
 pub fn crowded(ranks: usize) -> bool {
     ranks > std::thread::available_parallelism().map_or(1, usize::from)
 }
 
-/// Looks at `ready` for a moment without sleeping. Spins only where every rank can have a core of its own (`crowded` says
-/// that it can't), then yields, which lets a peer on the same core run.
+/// Polls `ready` for a moment without sleeping; returns whether it became true. Spins only if every rank can have a
+/// core of its own (not `crowded`), then yields, which lets a peer on the same core run.
 pub fn spin(crowded: bool, mut ready: impl FnMut() -> bool) -> bool {
     for _ in 0..if crowded { 1 } else { SPINS } {
         if ready() {

@@ -1,22 +1,22 @@
-//! Which ranks of a group share a host.
+//! Which ranks of a group share memory on one host.
 
 use super::shm::Shm;
 use crate::types::partition;
 
-/// The division of a group's ranks into hosts, as one rank sees it. Every rank knows the same.
+/// The division of a group's ranks into hosts, the same on all ranks, and one rank's position in it.
 pub(crate) struct Hosts {
-    /// The ranks of each host, in ascending order; the hosts in that of their lowest ranks.
+    /// The ranks of each host, in ascending order. Hosts are in the order of their lowest ranks.
     members: Vec<Vec<usize>>,
-    /// This rank's host, and its place there.
+    /// This rank's host, and its index among the ranks there (its local rank).
     host: usize,
     place: usize,
-    /// All ranks, host by host, are 0, 1, 2 and so on.
+    /// The ranks, listed host by host, are in ascending order.
     contiguous: bool,
     shm: Option<Shm>,
 }
 
 impl Hosts {
-    /// The division as the rank at `place` of `host` sees it, whose memory is `shm` where it shares any.
+    /// The division, for the rank with the local rank `place` on `host`. `shm` is its shared memory, if it has any.
     pub fn new(members: Vec<Vec<usize>>, host: usize, place: usize, shm: Option<Shm>) -> Hosts {
         let contiguous = members.iter().flatten().enumerate().all(|(i, rank)| i == *rank);
         Hosts { members, host, place, contiguous, shm }
@@ -27,6 +27,7 @@ impl Hosts {
         self.members.len()
     }
 
+    /// The ranks of `host`, in ascending order.
     pub fn members(&self, host: usize) -> &[usize] {
         &self.members[host]
     }
@@ -36,12 +37,12 @@ impl Hosts {
         self.host
     }
 
-    /// This rank's place among the ranks of its host.
+    /// This rank's local rank: its index among the ranks of its host.
     pub fn place(&self) -> usize {
         self.place
     }
 
-    /// This rank's own memory that it shares with its host; none where it is alone there.
+    /// The memory that this rank shares with its host; `None` if it is alone there.
     pub fn shm(&self) -> Option<&Shm> {
         self.shm.as_ref()
     }
@@ -50,25 +51,25 @@ impl Hosts {
         self.members.iter().map(Vec::len).sum()
     }
 
-    /// Where all hosts have the same number of ranks, that number.
+    /// The number of ranks per host, if it is the same on all hosts.
     pub fn even(&self) -> Option<usize> {
         let size = self.members[self.host].len();
         self.members.iter().all(|members| members.len() == size).then_some(size)
     }
 
-    /// Whether the parts of a whole are in the same order host by host as rank by rank.
+    /// Whether the parts of a whole have the same order host by host as rank by rank.
     pub fn contiguous(&self) -> bool {
         self.contiguous
     }
 
-    /// The host of `rank`, and its place there.
+    /// The host of `rank`, and its local rank there.
     pub fn find(&self, rank: usize) -> Option<(usize, usize)> {
         let place = |members: &Vec<usize>| members.iter().position(|member| *member == rank);
         self.members.iter().enumerate().find_map(|(host, members)| Some((host, place(members)?)))
     }
 
-    /// Where the host's elements begin in a whole of `count` elements that is put host by host: a host has those of its
-    /// ranks, one after the other. The number of hosts gives the whole's end.
+    /// The index of the host's first element in a whole of `count` elements that is ordered host by host, each host
+    /// with the parts of its ranks. For `host == count()` the end of the whole.
     pub fn start(&self, count: usize, host: usize) -> usize {
         let world_size = self.world_size();
         self.members[..host].iter().flatten().map(|rank| partition(count, world_size, *rank).len()).sum()

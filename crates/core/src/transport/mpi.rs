@@ -1,13 +1,15 @@
 //! Ranks as processes of an MPI job, on MPI's own operations.
 //!
-//! MPI's calls wait for ever where a rank does not come, and what they are given they may keep for as long. So an operation
-//! has two steps here: all ranks meet (`arrival`), which any of them may give up at its deadline and where all learn whether
-//! they call the same; then MPI gets the callers' memory, and whoever is in that step stays until it is done (`lent`): a
-//! rank that is stopped in the middle of it cannot be waited for any longer than the deadline, and neither can it be left
-//! alone with the memory, so the job ends with `MPI_Abort`.
+//! MPI's calls wait forever for a missing rank, and may keep the memory that they are given for as long. So an
+//! operation has two steps:
+//! 1. All ranks agree on the call (`arrival`). Any rank may give up this step at its deadline, and in it all ranks
+//!    learn whether they called the same operation.
+//! 2. MPI gets the callers' memory, and a rank stays in this step until MPI is done (`lent`). If a peer is stopped in
+//!    the middle, the rank cannot wait longer than its deadline, and cannot return while MPI has the memory. So it ends
+//!    the job with `MPI_Abort`.
 //!
-//! *Blocking* groups leave the first step out, which is as fast as MPI itself is: ranks that disagree are MPI's to find, and
-//! whoever waits longer than its deadline ends the job, by a watchdog.
+//! *Blocking* groups leave out the first step and are as fast as MPI itself. They rely on MPI to detect ranks that
+//! disagree, and a watchdog ends the job when a rank waits longer than its deadline.
 
 mod arrival;
 mod comm;
@@ -28,51 +30,50 @@ use std::time::{Duration, Instant};
 use mpi_sys as mpi;
 use tokio::sync::mpsc::UnboundedSender;
 
-use self::arrival::Arrival;
+use self::arrival::CallAgreement;
 use self::comm::{Comm, Request};
-use self::control::Plane;
-use self::engine::{Memory, Run};
+use self::control::ControlPlane;
+use self::engine::{EngineMemory, Run};
 pub(crate) use self::job::{Terms, connect};
-use self::lent::Lent;
+use self::lent::LentMemory;
 use self::library::{Held, Library, check, hold, try_hold};
-use self::message::{Exchange, Post};
-use self::watchdog::{Watchdog, Work};
+use self::message::{Exchange, HeadBuffers};
+use self::watchdog::{Watchdog, WatchedCall};
 use super::{Buffers, Collectives, Transport};
 use crate::control::{Board, Outgoing, Watch, hear, verdict};
 use crate::sync::{Deadline, lock, spin};
 use crate::types::{Call, Error, Fault, Operation, Site};
 
-/// How long a rank that leaves waits until its last words are on their way.
+/// How long a leaving rank waits until its last control messages are sent.
 const LINGER: Duration = Duration::from_secs(1);
 
-/// When a rank that waits first looks whether those that it waits for are gone.
-const SOON: Duration = Duration::from_millis(1);
+/// After this time a waiting rank checks for the first time whether its peers are gone.
+const FIRST_CHECK: Duration = Duration::from_millis(1);
 
-/// How long a rank that waits looks all the time.
-const AWAKE: Duration = Duration::from_millis(5);
+/// How long a waiting rank polls continuously.
+const POLL_TIME: Duration = Duration::from_millis(5);
 
-/// How long one that has waited for longer lets others run before it looks again. Nothing wakes it: MPI moves only when it
-/// is called.
-const NAP: Duration = Duration::from_micros(50);
+/// Time between polls after that. No event wakes the rank: MPI makes progress only in calls.
+const POLL_INTERVAL: Duration = Duration::from_micros(50);
 
-/// A group's end on one rank.
+/// One rank's endpoint of a group.
 pub(crate) struct Mpi {
     comm: Comm,
     library: Library,
-    /// By rank: ranks with the same number are on one host.
+    /// By rank, the number of its host: ranks with the same number are on one host.
     hosts: Vec<usize>,
     board: Board,
     control: UnboundedSender<Outgoing>,
-    plane: Mutex<Plane>,
-    /// What keeps the group until the others have left it, too.
+    plane: Mutex<ControlPlane>,
+    /// Upgraded when this rank leaves, to keep the group until all peers have left it too.
     own: Weak<Mpi>,
-    /// Only in groups that do not block.
-    arrival: Mutex<Arrival>,
-    memory: Mutex<Memory>,
-    post: Mutex<Post>,
-    /// Only in groups that block.
+    /// Used in non-blocking groups only.
+    agreement: Mutex<CallAgreement>,
+    memory: Mutex<EngineMemory>,
+    heads: Mutex<HeadBuffers>,
+    /// In blocking groups only.
     watchdog: Option<Arc<Watchdog>>,
-    /// The collective that this rank began last.
+    /// The last collective that this rank began.
     last: Mutex<Option<Site>>,
     /// Ranks have to share processors.
     crowded: bool,
@@ -80,18 +81,18 @@ pub(crate) struct Mpi {
 }
 
 impl Mpi {
-    /// Says what this rank has to say, and hears what the others do.
+    /// Sends pending control messages and handles those that have arrived.
     fn pump(&self, held: &Held) {
         let plane = &mut *lock(&self.plane);
-        // Who is in an operation may not be able to return, and looks at the board where it can.
+        // Recorded, not returned: a rank in an operation may not be able to return. It checks the board where it can.
         if let Err(error) = plane.pump(held, |peer, message| hear(&self.board, peer, message)) {
             self.board.fail(Fault::Failed(error), 0);
         }
     }
 
-    /// Asks `step` until it gives something, so that MPI moves on. In between it hears the others, and asks `idle` whether to
-    /// go on, and how long until it asks again.
-    fn until<S, T>(
+    /// Polls `step`, in which MPI makes progress, until it returns a value. In between handles control messages and
+    /// calls `idle`, which returns an error to give up, or else the time until its next call.
+    fn poll<S, T>(
         &self,
         state: &mut S,
         step: impl Fn(&mut S, &Held) -> Result<Option<T>, Fault>,
@@ -103,20 +104,20 @@ impl Mpi {
             !matches!(outcome, Ok(None))
         });
         let start = Instant::now();
-        let mut look = start + SOON;
+        let mut next_check = start + FIRST_CHECK;
         loop {
             if let Some(value) = outcome? {
                 return Ok(value);
             }
             let now = Instant::now();
-            if now >= look {
-                look = now + idle(state)?;
+            if now >= next_check {
+                next_check = now + idle(state)?;
             }
-            // MPI copies what is large piece by piece, in the calls of whoever waits.
-            if now < start + AWAKE {
+            // Yields first: MPI moves large data in fragments, in the calls of a waiting rank.
+            if now < start + POLL_TIME {
                 std::thread::yield_now();
             } else {
-                std::thread::sleep(NAP);
+                std::thread::sleep(POLL_INTERVAL);
             }
             let held = hold();
             self.pump(&held);
@@ -128,7 +129,7 @@ impl Mpi {
         Watch::new(self.comm.rank, &self.board, &self.control, tag, deadline)
     }
 
-    /// Hears the others, and tells those that asked that this rank has come to this operation.
+    /// Handles control messages, and answers the peers that asked for this rank's call.
     fn announce(&self, site: &Site) -> Result<(), Fault> {
         self.pump(&hold());
         for peer in self.board.begin(site)? {
@@ -137,34 +138,35 @@ impl Mpi {
         Ok(())
     }
 
-    /// Waits until all ranks are in this operation, and no other.
-    fn arrive(&self, site: &Site, deadline: &Deadline) -> Result<(), Fault> {
+    /// Waits until all ranks have begun this operation. Fails if a rank has called another one, is gone or is missing.
+    fn agree(&self, site: &Site, deadline: &Deadline) -> Result<(), Fault> {
         let tag = *site;
         let mut watch = self.watch(&tag, deadline);
-        let mut early = true;
-        let mut idle = |_: &Arrival| {
-            // Who has gone may have come to this operation before.
+        let mut first_check = true;
+        let mut idle = |_: &CallAgreement| {
+            // A rank that is gone may have begun this operation before.
             let calls = self.board.calls(self.comm.rank, tag.sequence, tag.call);
             let mut silent = (0..self.comm.size).filter(|peer| calls[*peer].is_none());
             silent.find_map(|peer| self.board.absence_in(peer, &tag)).map_or(Ok(()), Err)?;
-            if !std::mem::take(&mut early) {
+            if !std::mem::take(&mut first_check) {
                 watch.tick(self.comm.rank)?;
             }
             Ok(watch.pause())
         };
-        let arrival = &mut *lock(&self.arrival);
-        arrival.begin(&tag, &hold()).map_err(Fault::Failed)?;
-        if self.until(arrival, |arrival, held| arrival.met(held).map_err(Fault::Failed), &mut idle)? {
+        let agreement = &mut *lock(&self.agreement);
+        agreement.begin(&tag, &hold()).map_err(Fault::Failed)?;
+        if self.poll(agreement, |agreement, held| agreement.agreed(held).map_err(Fault::Failed), &mut idle)? {
             return Ok(());
         }
-        arrival.ask(&hold()).map_err(Fault::Failed)?;
-        let tags = self.until(arrival, |arrival, held| arrival.answers(held).map_err(Fault::Failed), &mut idle)?;
+        agreement.gather_calls(&hold()).map_err(Fault::Failed)?;
+        let tags = self.poll(agreement, |agreement, held| agreement.calls(held).map_err(Fault::Failed), &mut idle)?;
         let calls: Vec<Option<Call>> = tags.into_iter().map(|tag| tag.map(|tag| tag.call)).collect();
-        let apart = || Error::broken("meeting at an operation", "the ranks are not at the same number of it");
-        Err(Fault::Failed(verdict(site.sequence, &calls).unwrap_or_else(apart)))
+        let inconsistent = || Error::broken("agreeing on an operation", "the ranks are at different sequence numbers");
+        Err(Fault::Failed(verdict(site.sequence, &calls).unwrap_or_else(inconsistent)))
     }
 
-    /// Calls a function of MPI, which does and returns when it is done, or, given a place for a request, begins.
+    /// Runs an MPI function on the caller's memory. `function` calls the blocking form, or, given the address of a
+    /// request, the non-blocking one.
     fn call(
         &self,
         name: &str,
@@ -174,15 +176,15 @@ impl Mpi {
     ) -> Result<(), Fault> {
         if let Some(watchdog) = &self.watchdog {
             let _held = hold();
-            let code = watchdog.watch(Work::Operation(*site), deadline, || function(None));
+            let code = watchdog.watch(WatchedCall::Operation(*site), deadline, || function(None));
             return check(name, code).map_err(Fault::Failed);
         }
-        let lent = Lent::begin(self, site, deadline);
+        let lent = LentMemory::begin(self, site, deadline);
         let begin = |_held: Held| Request::start(name, |request| function(Some(request)));
         let mut request = begin(hold()).map_err(Fault::Failed)?;
         let done = |request: &mut Request, held: &Held| request.done(held).map_err(Fault::Failed);
-        let done = self.until(&mut request, done, |_| Ok(lent.look()));
-        lent.end(done.map(drop))
+        let done = self.poll(&mut request, done, |_| Ok(lent.check()));
+        lent.finish(done.map(drop))
     }
 
     fn transfer(
@@ -194,19 +196,19 @@ impl Mpi {
     ) -> Result<(), Fault> {
         let site = Site { call: tag.call, sequence: tag.sequence };
         let mut watch = self.watch(tag, deadline);
-        let post = &mut *lock(&self.post);
-        let exchange = Exchange::begin((self, &site, deadline), tag, outgoing, incoming, post, &hold());
+        let heads = &mut *lock(&self.heads);
+        let exchange = Exchange::begin((self, &site, deadline), tag, outgoing, incoming, heads, &hold());
         let mut exchange = exchange.map_err(Fault::Failed)?;
-        let mut early = true;
-        let moved = self.until(
+        let mut first_check = true;
+        let moved = self.poll(
             &mut exchange,
             |exchange, held| Ok(exchange.advance(held)?.then_some(())),
             |exchange| {
                 if let Some(lent) = exchange.lent() {
-                    return Ok(lent.look());
+                    return Ok(lent.check());
                 }
-                // What a peer has sent before it left is on its way.
-                if !std::mem::take(&mut early) {
+                // Not in the first check: a message that a peer sent before it left may still be in flight.
+                if !std::mem::take(&mut first_check) {
                     let peer = exchange.peer();
                     self.board.absence_in(peer, tag).map_or(Ok(()), Err)?;
                     watch.tick(peer)?;
@@ -215,10 +217,10 @@ impl Mpi {
             },
         );
         if moved.is_err() && exchange.lent().is_some() {
-            // One direction has failed, and MPI has the memory of the other.
+            // One direction has failed, and MPI still has the memory of the other.
             let settled = |exchange: &mut Exchange<'_>, held: &Held| Ok(exchange.settle(held)?.then_some(()));
-            let look = |exchange: &Exchange<'_>| Ok(exchange.lent().map_or(SOON, Lent::look));
-            self.until(&mut exchange, settled, look)?;
+            let check = |exchange: &Exchange<'_>| Ok(exchange.lent().map_or(FIRST_CHECK, LentMemory::check));
+            self.poll(&mut exchange, settled, check)?;
         }
         moved
     }
@@ -266,7 +268,7 @@ impl Transport for Mpi {
     }
 
     fn leave(&self) {
-        self.say_farewell();
+        self.send_goodbye();
     }
 
     fn fail(&self, error: &Error, completed: u64) {
@@ -282,7 +284,7 @@ impl Collectives for Mpi {
     fn run(&self, site: &Site, buffers: &mut Buffers<'_>, deadline: &Deadline) -> Result<(), Fault> {
         engine::fits(&site.call, buffers, self.comm.rank, self.comm.size).map_err(Fault::Failed)?;
         if self.watchdog.is_none() {
-            self.arrive(site, deadline)?;
+            self.agree(site, deadline)?;
             if site.call.operation == Operation::Barrier {
                 return Ok(());
             }
@@ -295,7 +297,7 @@ impl Collectives for Mpi {
     }
 
     fn stand_aside(&self, site: &Site, deadline: &Deadline) -> Result<(), Fault> {
-        // A plan waits as other transports do, and is asked what it waits for.
-        if self.watchdog.is_none() { self.arrive(site, deadline) } else { self.announce(site) }
+        // A plan in a blocking group waits as on other transports, and must answer peers that ask for its call.
+        if self.watchdog.is_none() { self.agree(site, deadline) } else { self.announce(site) }
     }
 }

@@ -1,4 +1,4 @@
-//! How ranks of a group make another.
+//! New groups from the ranks of a group: shrink and subgroups.
 
 use std::sync::Arc;
 
@@ -8,28 +8,29 @@ use crate::control::invitation::{Door, Invitation, random, session};
 use crate::sync::Deadline;
 use crate::types::{Apart, Error, Fault};
 
-/// What a group is built on.
+/// One rank's endpoint of a group: its transport, its engine, and how to form other groups.
 pub(crate) struct Base {
     pub transport: Arc<dyn Transport>,
     pub near: Near,
-    /// A number that all ranks of the group have, and no other group, where there is one.
+    /// A number that is the same on all ranks of the group and different in other groups, if there is one.
     pub session: Option<u64>,
     pub regroup: Option<Arc<dyn Regroup>>,
 }
 
-/// What makes other groups of a group's ranks.
+/// Forms new groups from the ranks of a group.
 pub(crate) trait Regroup: Send + Sync {
-    /// This rank's end of a group of those ranks that are left, by their order in this one; all of them call this.
+    /// Returns this rank's endpoint of a group of the surviving ranks, in their order. All of them call this.
     fn shrink(&self, deadline: &Deadline) -> Result<Base, Error>;
 
-    /// This rank's end of a group of `members`, in their order; all of them call this, and this rank is one of them.
+    /// Returns this rank's endpoint of a group of `members`, in their order. All of them call this, and only they.
     fn subgroup(&self, members: &[usize], deadline: &Deadline) -> Result<Base, Fault>;
 
-    /// By rank: ranks with the same number are on one host. The same on all ranks.
+    /// By rank, the number of its host: ranks with the same number are on one host. The same on all ranks.
     fn hosts(&self) -> Vec<usize>;
 }
 
-/// By rank in a group of these members, the lowest rank there that is on the same host, from the hosts of all.
+/// The hosts of a subgroup: for each of `members`, the lowest rank of the subgroup on the same host. `hosts` has the
+/// hosts of all ranks of the parent.
 #[cfg(unix)]
 pub(crate) fn hosts_of(members: &[usize], hosts: &[usize]) -> Vec<usize> {
     let first = |member: &usize| members.iter().position(|other| hosts[*other] == hosts[*member]).unwrap_or(0);
@@ -37,18 +38,18 @@ pub(crate) fn hosts_of(members: &[usize], hosts: &[usize]) -> Vec<usize> {
 }
 
 impl Base {
-    /// A thread's end of its group.
+    /// A thread's endpoint of its group.
     pub fn threads(local: Local, session: u64) -> Base {
-        Base::whole(Arc::new(local), session)
+        Base::from_engine(Arc::new(local), session)
     }
 
-    /// What a group is built on where one thing is its transport, runs its operations and makes other groups.
-    pub fn whole<T: Transport + Collectives + Regroup + 'static>(whole: Arc<T>, session: u64) -> Base {
+    /// An endpoint with one value as its transport, its engine for all ranks and its [`Regroup`].
+    pub fn from_engine<T: Transport + Collectives + Regroup + 'static>(engine: Arc<T>, session: u64) -> Base {
         Base {
-            transport: whole.clone(),
-            near: Near::Everybody(whole.clone()),
+            transport: engine.clone(),
+            near: Near::Everybody(engine.clone()),
             session: Some(session),
-            regroup: Some(whole),
+            regroup: Some(engine),
         }
     }
 }
@@ -56,11 +57,11 @@ impl Base {
 impl Regroup for Local {
     fn shrink(&self, deadline: &Deadline) -> Result<Base, Error> {
         let rank = self.rank();
-        let apart = |ranks| {
+        let shrink_error = |ranks| {
             let why = Apart::Missing { ranks, problem: String::new() };
             Error::Shrink { rank, why, elapsed: deadline.elapsed() }
         };
-        let (local, session) = self.meet(random()?, deadline).map_err(apart)?;
+        let (local, session) = self.join_survivors(random()?, deadline).map_err(shrink_error)?;
         Ok(Base::threads(local, session))
     }
 
@@ -68,9 +69,9 @@ impl Regroup for Local {
         let own =
             Invitation { members: members.to_vec(), door: Door { port: 0, key: random().map_err(Fault::Failed)? } };
         let session = session(self.invite(&own, deadline)?);
-        let place = members.iter().position(|member| *member == self.rank());
-        let local = place.and_then(|place| self.end(session, members.len(), place));
-        let local = local.ok_or_else(|| Error::broken("subgroup", "this rank has its end of the group already"));
+        let index = members.iter().position(|member| *member == self.rank());
+        let local = index.and_then(|index| self.take_endpoint(session, members.len(), index));
+        let local = local.ok_or_else(|| Error::broken("subgroup", "this rank has taken its endpoint already"));
         Ok(Base::threads(local.map_err(Fault::Failed)?, session))
     }
 

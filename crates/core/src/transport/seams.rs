@@ -1,4 +1,4 @@
-//! What a transport and an engine are.
+//! The interfaces below a group: [`Transport`] moves bytes between two ranks, [`Collectives`] runs whole operations.
 
 use std::io;
 use std::ptr::NonNull;
@@ -6,25 +6,46 @@ use std::ptr::NonNull;
 use crate::sync::Deadline;
 use crate::types::{Call, Error, Fault, Parts, Site};
 
-/// Moves bytes between two ranks. All methods may be called from any thread, one message operation at a time.
+/// Moves bytes between two ranks: one rank's endpoint of a transport.
 ///
-/// Messages between two ranks arrive in the order in which they were sent. `send` may return before the receiver takes
-/// the bytes, or wait for it. Every method that waits returns by its deadline.
+/// Implement it to run groups on a network or a library of your own. [`Group::on`](crate::Group::on) runs every
+/// operation on it as a plan, a fixed sequence of messages. The first five methods are required. With
+/// [`fail`](Self::fail) and [`leave`](Self::leave) peers learn of a rank that is gone before their deadlines.
+///
+/// # Contract
+/// * **Order.** Messages from one rank to another are received in the order in which they were sent. All messages of an
+///   operation carry the same tag, so only their order tells them apart.
+/// * **Blocking.** `send` may return before the receiver takes the bytes, or wait until it does. Plans work with both.
+/// * **Empty messages** are delivered like any other: they tell the receiver that the sender has begun the operation.
+/// * **Deadlines.** A method that waits returns by its deadline, then with [`Fault::Timeout`] and the missing ranks.
+/// * **Threads.** All methods may be called from any thread. At most one of `send`, `recv` and `exchange` runs at a
+///   time; the other methods may be called while it does.
+/// * **Faults.** A peer that has left in order is [`Fault::Left`], one that is gone otherwise is [`Fault::Lost`]. The
+///   first fault is final: the group calls `fail`, moves no more messages, and returns the fault as an [`Error`] with
+///   operation, rank and elapsed time.
 pub trait Transport: Send + Sync {
-    /// The caller's rank, below `world_size`.
+    /// Returns this rank, from 0 to `world_size() - 1`. Always the same.
     fn rank(&self) -> usize;
 
-    /// The number of ranks.
+    /// Returns the number of ranks. Always the same.
     fn world_size(&self) -> usize;
 
-    /// Sends `bytes` under `tag` to rank `to`.
+    /// Sends `bytes` with the tag `tag` to `to`, which is another rank.
+    ///
+    /// The tag names the operation. It travels with the message ([`Site::to_bytes`]), so that the receiver can compare
+    /// it with the operation that it is in.
     fn send(&self, tag: &Site, to: usize, bytes: &[u8], deadline: &Deadline) -> Result<(), Fault>;
 
-    /// Receives exactly `bytes.len()` bytes from rank `from` whose tag must equal `tag`; a message with another tag or
-    /// length is [`Fault::Unexpected`].
+    /// Receives the next message from `from`, which is another rank, and fills `bytes` with it.
+    ///
+    /// The message must have the tag `tag` and exactly `bytes.len()` bytes. Any other message is [`Fault::Unexpected`],
+    /// with the tag that it carries: the two ranks called different operations.
     fn recv(&self, tag: &Site, from: usize, bytes: &mut [u8], deadline: &Deadline) -> Result<(), Fault>;
 
-    /// Sends and receives at once, so that two ranks may exchange with each other, and all ranks around a ring.
+    /// Does a [`send`](Self::send) to one rank and a [`recv`](Self::recv) from one, which may be the same, at once.
+    ///
+    /// Both directions must make progress independently: two ranks call this with each other, and all ranks around a
+    /// ring. Where `send` never waits for the receiver, a `send` followed by a `recv` is enough.
     fn exchange(
         &self,
         tag: &Site,
@@ -33,33 +54,41 @@ pub trait Transport: Send + Sync {
         deadline: &Deadline,
     ) -> Result<(), Fault>;
 
-    /// An operation begins. A transport that can reach peers beside the data uses it to answer their questions, and
-    /// refuses at once where a rank that the operation needs has left or the group has failed.
+    /// Called when a collective begins on this rank, before its first message. Does nothing by default.
+    ///
+    /// A transport with a control plane answers here the peers that asked what this rank called. It returns a fault at
+    /// once if the group has failed or a rank that the operation needs has left.
     fn begin(&self, _site: &Site) -> Result<(), Fault> {
         Ok(())
     }
 
-    /// What has happened, as far as the transport knows without moving anything, that may keep peers from ending what all
-    /// have begun: a failure, or a peer that is gone. That ranks then called different things is none.
+    /// Returns the reason, if one is known, why peers may not complete an operation that all ranks have begun: a
+    /// failure of the group other than a mismatch of calls, or a peer that is gone. Does not communicate or wait.
+    ///
+    /// `None` by default.
     fn trouble(&self) -> Option<Fault> {
         None
     }
 
-    /// This rank failed with `error`, having completed so many collectives: a transport that can tells the peers, so that
-    /// they need not run into their deadlines. One that is still in a collective that this rank has completed can finish
-    /// it, since all ranks are in it.
+    /// Tells the peers that this rank failed with `error`, so that they need not wait until their deadlines. Does
+    /// nothing by default. It may be called more than once.
+    ///
+    /// This rank has completed the first `completed` collectives. A peer that is still in one of them can complete it,
+    /// because all ranks have begun it; a peer in a later one returns [`Fault::Failed`] with this error.
     fn fail(&self, _error: &Error, _completed: u64) {}
 
-    /// This rank leaves in order; nothing is sent or received after it.
+    /// Leaves the group in order: this rank sends and receives nothing more. Peers that need it get [`Fault::Left`].
+    ///
+    /// Called when the rank's last handle of the group is dropped. Does nothing by default.
     fn leave(&self) {}
 
-    /// Where `peer` is, for error messages.
+    /// Returns the address of `peer` for error messages, if it has one. `None` by default.
     fn address(&self, _peer: usize) -> Option<String> {
         None
     }
 }
 
-/// The memory of one operation on one rank, as bytes. `call.count` of the operation is the length of the whole.
+/// The memory of one operation on one rank, as bytes. The *whole* has `call.count` elements.
 ///
 /// | operation | `input` | `output` |
 /// |---|---|---|
@@ -72,43 +101,45 @@ pub trait Transport: Send + Sync {
 /// | gather | own part | whole on the root, else empty; in place: whole on all |
 /// | scatter | whole on the root, else empty | own part; in place: whole on all |
 pub struct Buffers<'a> {
-    /// Where the input is, unless it is in the output (in place).
+    /// The input; `None` if the operation is in place, with the input in `output`.
     pub input: Option<&'a [u8]>,
-    /// Where the result goes.
+    /// The output.
     pub output: &'a mut [u8],
-    /// What a part is: `call.count` elements are split so.
+    /// How the whole is split among the ranks.
     pub parts: Parts<'a>,
 }
 
-/// Runs whole operations.
+/// An engine: runs whole operations.
 pub trait Collectives: Send + Sync {
     /// Runs the operation.
     fn run(&self, site: &Site, buffers: &mut Buffers<'_>, deadline: &Deadline) -> Result<(), Fault>;
 
-    /// Whether this engine runs such an operation. Where it does not, a plan does. The same on all ranks.
+    /// Whether this engine supports the call. If not, a plan runs it. The answer is the same on all ranks.
     fn serves(&self, _call: &Call) -> bool {
         true
     }
 
-    /// A plan runs this operation: the group's table says so, or this engine does not serve it. An engine on which ranks wait for all others compares their
-    /// calls here, unless the transport finds out in its own way: of ranks that disagree, some may be in `run`.
+    /// Agrees on a call that a plan runs, because the group's table says so or this engine does not support it.
+    ///
+    /// Ranks that disagree may take different paths, so some of them may be in `run`. An engine whose `run` waits for
+    /// all ranks therefore compares the calls here too, unless the transport detects mismatches itself.
     fn stand_aside(&self, _site: &Site, _deadline: &Deadline) -> Result<(), Fault> {
         Ok(())
     }
 
-    /// Zeroed memory for a buffer of so many bytes, in which this engine's operations are faster than elsewhere; `None`
-    /// where they would not be.
+    /// Allocates zeroed memory for a buffer of `bytes` bytes in which this engine's operations are faster than in
+    /// ordinary memory. `None` where they are not.
     fn allocate(&self, _bytes: usize) -> Option<io::Result<Box<dyn Storage>>> {
         None
     }
 }
 
-/// Memory of one buffer.
+/// The memory of one buffer.
 ///
 /// # Safety
-/// What `start` gives is the same in every call, aligned to a page, and valid for reading and writing as many bytes as
-/// were asked for until the storage is dropped. In this process nobody else accesses it but operations that borrow it.
+/// `start` returns the same pointer in every call. It is aligned to a page, and valid for reads and writes of as many
+/// bytes as were asked for until the storage is dropped. In this process only operations that borrow it access it.
 pub unsafe trait Storage: Send + Sync {
-    /// Where it begins.
+    /// Returns the start of the memory.
     fn start(&self) -> NonNull<u8>;
 }

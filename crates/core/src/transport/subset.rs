@@ -5,14 +5,16 @@ use crate::sync::Deadline;
 use crate::types::Fault;
 use crate::types::Site;
 
-/// The ranks that `rank_of` names, numbered from 0 to `world_size - 1`. Faults name ranks as the transport below does:
-/// they are for the group that this is a part of, which also begins and ends operations.
+/// The ranks that `rank_of` returns, renumbered from 0 to `world_size - 1`.
+///
+/// Faults name ranks by their numbers in `all`, because they are reported to its group. That group also begins
+/// operations, fails and leaves: only messages are forwarded.
 pub(crate) struct Subset<'a, F> {
     pub all: &'a dyn Transport,
-    /// This rank's number.
+    /// This rank's number in the subset.
     pub rank: usize,
     pub world_size: usize,
-    /// The rank of a number.
+    /// Maps a number in the subset to the rank in `all`.
     pub rank_of: F,
 }
 

@@ -1,13 +1,15 @@
 //! Ranks as processes, over TCP.
 //!
-//! Two kinds of connections. *Control* connections, to every peer or, in larger groups, to rank 0 (`control`), on a thread
-//! of their own, carry heartbeats, farewells, failures, words of going on without the lost, and the questions that ranks ask
-//! each other when they stall. A *data* connection to a peer is opened when a plan first needs it and carries one operation's messages at a time, moved by the thread that called the operation: both
-//! directions at once, straight from and into its buffers. There may be several to a peer, which share large messages:
-//! one flow does not always fill a network.
+//! There are two kinds of connections.
+//! * *Control* connections (`control`) lead to every peer or, in larger groups, to rank 0. A control thread serves
+//!   them. They carry heartbeats, goodbye messages, failures, messages of the shrink protocol, and the questions that
+//!   ranks ask each other when they stall.
+//! * A *data* connection to a peer is opened when a plan first needs it. It carries the messages of one operation at a
+//!   time. The thread that called the operation moves them, both directions at once, straight from and into its
+//!   buffers. There may be several to a peer, which share large messages, because one flow may not saturate a network.
 //!
-//! A message on a data connection is `site 32 bytes | length of payload u64 little endian | payload`. The receiver knows
-//! the tag and the length that it wants and takes nothing else, so no length from the wire is ever allocated.
+//! A message on a data connection is `site 32 bytes | length of payload u64 little endian | payload`. The receiver
+//! knows the expected tag and length and accepts nothing else, so it never allocates a length from the wire.
 
 mod dial;
 mod link;
@@ -30,30 +32,30 @@ use crate::control::{self, Board, Heard, Mesh, Outgoing, Silence, Watch, Word};
 use crate::sync::{Deadline, Mutex, lock};
 use crate::types::{Error, Fault, Site};
 
-/// One rank's end of a group of processes.
+/// One rank's endpoint of a group of processes.
 pub(crate) struct Tcp {
     member: Member,
     addresses: Vec<SocketAddr>,
     board: Arc<Board>,
     /// The data connections, by rank; opened when a plan first needs them.
     links: Mutex<Vec<Option<Arc<Link>>>>,
-    /// To each lower rank; higher ranks decide for themselves.
+    /// Number of data connections to each lower rank. Higher ranks choose theirs to this rank.
     connections: usize,
     control: UnboundedSender<Outgoing>,
     thread: Mutex<Option<JoinHandle<()>>>,
-    /// What keeps the port: see [`port`](Tcp::port).
+    /// Keeps the port in use: see [`port`](Tcp::port).
     listener: OwnedFd,
-    /// What peers say of going on, and which of them are gone, since the group was made.
+    /// Messages of the shrink protocol, and which peers left or were lost, since the group was made.
     news: Mutex<Option<UnboundedReceiver<Heard>>>,
 }
 
-/// How long a rank that leaves waits for its last bytes to reach the peers.
+/// How long a leaving rank waits until its last bytes have reached the peers.
 const LINGER: Duration = Duration::from_secs(1);
 
 impl Tcp {
     /// Takes over the connections that the rendezvous made.
     pub fn start(runtime: Runtime, mut mesh: Mesh, connections: usize, silence: Silence) -> Result<Tcp, Error> {
-        // Before this rank can be in any operation: who has met it in one has a word of it.
+        // Before this rank can be in any operation: a peer that meets it in one has then heard from it.
         runtime.block_on(control::greet(&mut mesh.connections));
         let listener = mesh.listener.as_fd().try_clone_to_owned();
         let listener = listener.map_err(|e| Error::io("keeping the listener", e))?;
@@ -69,7 +71,7 @@ impl Tcp {
         Ok(Tcp { member, addresses, board, links, connections, control, thread, listener, news })
     }
 
-    /// An end that has no connections: for it to hear something, a test writes it on the board.
+    /// An endpoint without connections, for tests. They write to the board what it would receive.
     #[cfg(all(test, feature = "shm", target_os = "linux"))]
     pub fn unconnected(rank: usize, board: Arc<Board>, world_size: usize) -> Tcp {
         let listener = board.wake().try_clone_to_owned().unwrap();
@@ -86,40 +88,41 @@ impl Tcp {
         }
     }
 
-    /// The number that all ranks of this group have, and no other group.
+    /// The number of this group's session: the same on all its ranks, different in other groups.
     pub fn session(&self) -> u64 {
         self.member.session
     }
 
-    /// Where a rank of this group listens, by rank.
+    /// The addresses at which the ranks listen, by rank.
     pub fn addresses(&self) -> &[SocketAddr] {
         &self.addresses
     }
 
-    /// As long as this is held, this rank's machine does not say that nobody listens there: the sign of a rank that ended.
+    /// Returns a handle that keeps this rank's port in use. Once the port is closed the machine refuses connections to
+    /// it, and peers conclude that this rank has ended.
     pub fn port(&self) -> std::io::Result<OwnedFd> {
         self.listener.try_clone()
     }
 
-    /// What peers say of going on without the lost: taken once.
+    /// Takes the receiver for messages of the shrink protocol. `Some` once.
     pub fn news(&self) -> Option<UnboundedReceiver<Heard>> {
         lock(&self.news).take()
     }
 
-    /// Says `word` to all peers.
+    /// Sends `word` to all peers.
     pub fn say(&self, word: Word) {
         let _ = self.control.send(Outgoing::Word(word));
     }
 
-    /// The data connection to `peer`. The higher rank of a pair dials, the lower one waits for the call: both are at the
-    /// same operation, and its plan has this edge on both sides.
+    /// The link to `peer`. The higher rank of a pair dials and the lower one waits: both are in the same operation, and
+    /// the plans of both have this message.
     fn link(&self, peer: usize, tag: &Site, watch: &mut Watch<'_>) -> Result<Arc<Link>, Fault> {
         if peer < self.member.rank && lock(&self.links)[peer].is_none() {
             let link = dial::dial(&self.member, (peer, &self.addresses[peer]), self.connections, watch)?;
             lock(&self.links)[peer] = Some(Arc::new(link));
         }
         loop {
-            if let Some(link) = self.opened(peer)? {
+            if let Some(link) = self.existing_link(peer)? {
                 return Ok(link);
             }
             self.board.sleep(Instant::now() + watch.pause(), || {
@@ -134,16 +137,16 @@ impl Tcp {
         }
     }
 
-    /// The data connection to `peer`, if there is one.
-    fn opened(&self, peer: usize) -> Result<Option<Arc<Link>>, Fault> {
+    /// The link to `peer`, if its connections are open.
+    fn existing_link(&self, peer: usize) -> Result<Option<Arc<Link>>, Fault> {
         if let Some(streams) = self.board.gathered(peer) {
-            let link = Link::new(streams).map_err(|e| link::departure(peer, &e.to_string(), &self.board))?;
+            let link = Link::new(streams).map_err(|e| link::disconnected(peer, &e.to_string(), &self.board))?;
             lock(&self.links)[peer] = Some(Arc::new(link));
         }
         Ok(lock(&self.links)[peer].clone())
     }
 
-    /// Tells the other members of a subgroup to be of it, and gives where all await each other, in their order.
+    /// Invites the other members of a subgroup and waits for their invitations. Returns the doors of all, in order.
     pub fn invite(&self, own: &Invitation, deadline: &Deadline) -> Result<Vec<Door>, Fault> {
         for member in own.members.iter().filter(|member| **member != self.member.rank) {
             let _ = self.control.send(Outgoing::Invites(*member, own.clone()));
@@ -151,13 +154,13 @@ impl Tcp {
         self.board.assemble(self.member.rank, own, deadline)
     }
 
-    /// Waits until the group fails; gives the cause.
+    /// Waits until the group fails. Returns the cause.
     pub async fn failed(&self) -> std::io::Result<Fault> {
         let wake = UnixStream::from(self.board.wake().try_clone_to_owned()?);
         wake.set_nonblocking(true)?;
         let wake = tokio::net::UnixStream::from_std(wake)?;
         loop {
-            // Nobody reads what is there, so it stays readable.
+            // Never read, so it stays readable.
             wake.readable().await?;
             if let Some((fault, _)) = self.board.failure() {
                 return Ok(fault);
@@ -165,13 +168,13 @@ impl Tcp {
         }
     }
 
-    /// What is known of the peers.
+    /// The state shared with the control thread.
     #[cfg(all(feature = "shm", target_os = "linux"))]
     pub fn board(&self) -> &Board {
         &self.board
     }
 
-    /// What a thread that waits in this operation looks out for.
+    /// The events that interrupt a thread that waits in this operation.
     pub fn watch<'a>(&'a self, tag: &'a Site, deadline: &'a Deadline) -> Watch<'a> {
         Watch::new(self.member.rank, &self.board, &self.control, tag, deadline)
     }
@@ -187,7 +190,7 @@ impl Transport for Tcp {
     }
 
     fn send(&self, tag: &Site, to: usize, bytes: &[u8], deadline: &Deadline) -> Result<(), Fault> {
-        // What the socket would still take, nobody would read.
+        // The socket may still accept bytes that no process will read.
         if let Some(fault) = self.board.absence_in(to, tag) {
             return Err(fault);
         }
@@ -227,19 +230,19 @@ impl Transport for Tcp {
 
     fn fail(&self, error: &Error, completed: u64) {
         self.board.fail(Fault::Failed(error.clone()), completed);
-        // Also where the cause came from a peer: this rank may leave before the peer's own word reaches the others, and
-        // they must not take its farewell for the cause.
+        // Also if the cause came from a peer: this rank may leave before the peer's own message reaches the others, and
+        // they must not report its leaving as the cause.
         let _ = self.control.send(Outgoing::Failed(error.clone(), completed));
     }
 
     fn leave(&self) {
         let Some(thread) = lock(&self.thread).take() else { return };
-        // As in `fail`, for a cause that came between two operations.
+        // For a cause that arrived between two operations, for the reason in `fail`.
         if let Some((Fault::Failed(error), completed)) = self.board.failure() {
             let _ = self.control.send(Outgoing::Failed(error, completed));
         }
         let _ = self.control.send(Outgoing::Farewell { panicked: std::thread::panicking() });
-        // The control thread ends by itself soon after a farewell, whatever the peers do.
+        // The control thread ends soon after its goodbye message, whatever the peers do.
         if thread.join().is_err() {
             log::error!("rank {}: the control thread panicked", self.member.rank);
         }

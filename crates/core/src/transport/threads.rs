@@ -1,9 +1,9 @@
 //! Ranks as threads of one process.
 //!
-//! Every rank publishes where its buffers are and counts itself in. Once all have, each compares all calls (so all see
-//! the same mismatch), reduces its own part straight from all inputs and stores it to all outputs, and counts itself
-//! out. No staging, no allocation, no lock. Small inputs travel inside the slot, and then nobody needs to wait for the
-//! others to be done.
+//! In an operation, every rank publishes its call and the addresses of its buffers in an exchange slot, and counts
+//! itself in. Once all ranks have, each compares all calls (so all report the same mismatch), reduces its own part
+//! straight from all inputs, stores it to all outputs, and counts itself out. There is no staging, no allocation and no
+//! lock. Small inputs are copied into the slot; such an operation does not wait until all ranks are done.
 
 mod mailbox;
 mod meeting;
@@ -12,50 +12,52 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use self::mailbox::Mailbox;
-use self::meeting::Meeting;
-use super::direct::{self, Place};
+use self::meeting::Regrouping;
+use super::direct::{self, RankBuffers};
 use super::reduce::{self, Output};
 use super::{Buffers, Collectives};
 use crate::sync::{AtomicU8, AtomicU64, Bell, Cell, Deadline, Mutex, Ordering, Patience, crowded, lock, spin};
 use crate::types::{Call, DType, Error, Fault, Operation, Parts, Ranks, Site};
 
-/// One rank's end of a group of threads.
+/// One rank's endpoint of a group of threads.
 pub(crate) struct Local {
     shared: Arc<Shared>,
     rank: usize,
 }
 
 struct Shared {
-    slots: Box<[Slot]>,
-    /// Ranks counted in, over all operations: operation `s` has all its ranks from `(s + 1) * world_size` on. The top
-    /// bit says that the group failed.
-    arrived: Line<AtomicU64>,
-    /// Ranks counted out of operations that lend memory, over all such operations.
-    left: Line<AtomicU64>,
-    /// Rung when `arrived` or `left` completes an operation, and on failure and farewell.
+    ranks: Box<[RankState]>,
+    /// Ranks counted in, over all operations. All ranks are in operation `s` from `(s + 1) * world_size` on. The top
+    /// bit is set when the group fails.
+    arrived: CachePadded<AtomicU64>,
+    /// Ranks counted out, over all operations that lend memory.
+    left: CachePadded<AtomicU64>,
+    /// Rung when `arrived` or `left` completes an operation, when the group fails and when a rank leaves.
     bell: Bell,
-    /// Why the group failed, and how many had arrived by then.
+    /// Why the group failed, and the value of `arrived` at that moment.
     failure: Mutex<Option<(Fault, u64)>>,
-    /// From rank `i` to rank `j` at `i * world_size + j`.
+    /// The mailbox from rank `i` to rank `j` is at `i * world_size + j`.
     mailboxes: Box<[Mailbox]>,
-    meeting: Meeting,
-    /// More ranks than processors.
+    regrouping: Regrouping,
+    /// There are more ranks than processors.
     crowded: bool,
 }
 
 const FAILED: u64 = 1 << 63;
 
-/// Keeps what it holds on cache lines of its own (two, since processors fetch lines in pairs).
+/// Aligns its value to cache lines of its own (two, because processors fetch lines in pairs).
 #[repr(align(128))]
-struct Line<T>(T);
+struct CachePadded<T>(T);
 
-/// What a rank shows to the others. Two offers, used in turn: a fast rank may begin the next operation while a slow one
-/// still reads the inline data of this one. It cannot get two ahead, because the operation between needs the slow one.
-struct Slot {
-    offers: [Line<Cell<Offer>>; 2],
-    /// Operations that this rank has counted itself into.
+/// What a rank shares with its peers.
+///
+/// Its two slots are used alternately: a fast rank may begin the next operation while a straggler still reads the
+/// inline data of this one. It cannot get two operations ahead, because the one between needs the straggler.
+struct RankState {
+    slots: [CachePadded<Cell<Slot>>; 2],
+    /// Operations into which this rank has counted itself.
     entered: AtomicU64,
-    /// Operations that lent memory and that this rank has been through. Only the rank itself uses it.
+    /// Operations that lent memory and that this rank has completed. Only the rank itself uses it.
     lent: AtomicU64,
     presence: AtomicU8,
 }
@@ -64,29 +66,30 @@ const PRESENT: u8 = 0;
 const LEFT: u8 = 1;
 const PANICKED: u8 = 2;
 
-/// Inputs of up to this many bytes travel inside the offer.
+/// Inputs of up to this many bytes are copied into the slot.
 const INLINE: usize = 256;
 
+/// An exchange slot: a rank's call, and its buffers or its data.
 #[derive(Clone, Copy)]
-struct Offer {
+struct Slot {
     call: Call,
     input: *const u8,
     output: *mut u8,
-    /// Of every rank's part, where the call has such.
+    /// The sizes of all ranks' parts, if the caller gave them; else null.
     sizes: *const usize,
     inline: [u64; INLINE / 8],
 }
 
-// SAFETY: an offer is written only by its own rank, before it counts itself in (release), and read by others only after
-// all ranks are in (acquire); the rank writes that offer again two operations later, which it can begin only after all
-// have entered the one between and so have finished reading. The memory behind the pointers stays borrowed by `run`
-// until all ranks have counted themselves out.
-unsafe impl Sync for Slot {}
-// SAFETY: the pointers are used as `Sync` above says, by any thread.
-unsafe impl Send for Slot {}
+// SAFETY: only the slot's own rank writes it, before it counts itself in (release), and peers read it only after all
+// ranks are in (acquire). The rank writes the same slot again two operations later. It can begin that operation only
+// after all ranks have entered the one between, and so have finished reading. The memory behind the pointers stays
+// borrowed by `run` until all ranks have counted themselves out.
+unsafe impl Sync for RankState {}
+// SAFETY: any thread may use the pointers, under the rules of `Sync` above.
+unsafe impl Send for RankState {}
 
 impl Local {
-    /// The ends of a group of `world_size` threads, by rank.
+    /// Returns the endpoints of a group of `world_size` threads, by rank.
     pub fn group(world_size: usize) -> Vec<Local> {
         let empty = Call {
             operation: Operation::Barrier,
@@ -96,43 +99,43 @@ impl Local {
             root: None,
             sizes: None,
         };
-        let offer = Offer {
+        let slot = Slot {
             call: empty,
             input: std::ptr::null(),
             output: std::ptr::null_mut(),
             sizes: std::ptr::null(),
             inline: [0; INLINE / 8],
         };
-        let slot = || Slot {
-            offers: [Line(Cell::new(offer)), Line(Cell::new(offer))],
+        let state = || RankState {
+            slots: [CachePadded(Cell::new(slot)), CachePadded(Cell::new(slot))],
             entered: AtomicU64::new(0),
             lent: AtomicU64::new(0),
             presence: AtomicU8::new(PRESENT),
         };
         let shared = Arc::new(Shared {
-            slots: (0..world_size).map(|_| slot()).collect(),
-            arrived: Line(AtomicU64::new(0)),
-            left: Line(AtomicU64::new(0)),
+            ranks: (0..world_size).map(|_| state()).collect(),
+            arrived: CachePadded(AtomicU64::new(0)),
+            left: CachePadded(AtomicU64::new(0)),
             bell: Bell::default(),
             failure: Mutex::new(None),
             mailboxes: (0..world_size * world_size).map(|_| Mailbox::default()).collect(),
-            meeting: Meeting::new(world_size),
+            regrouping: Regrouping::new(world_size),
             crowded: crowded(world_size),
         });
         (0..world_size).map(|rank| Local { shared: shared.clone(), rank }).collect()
     }
 
-    /// Publishes the offer and waits until all ranks have.
-    fn enter(&self, offer: impl FnOnce(&mut Offer), deadline: &Deadline) -> Result<u64, Fault> {
+    /// Fills this rank's slot, counts the rank in and waits until all ranks are in. Returns the operation's number.
+    fn enter(&self, fill: impl FnOnce(&mut Slot), deadline: &Deadline) -> Result<u64, Fault> {
         let shared = &*self.shared;
-        let slot = &shared.slots[self.rank];
-        let sequence = slot.entered.load(Ordering::Relaxed);
-        // SAFETY: only this rank writes its offers, one operation at a time, and nobody reads this one any more: see
-        // `Sync for Slot`.
-        offer(unsafe { &mut *slot.offers[sequence as usize % 2].0.writing() });
-        slot.entered.store(sequence + 1, Ordering::Release);
-        let complete = (sequence + 1) * shared.slots.len() as u64;
-        // Release publishes the offer; acquire on the last arrival sees all of them.
+        let state = &shared.ranks[self.rank];
+        let sequence = state.entered.load(Ordering::Relaxed);
+        // SAFETY: only this rank writes its slots, one operation at a time, and no rank reads this one: see
+        // `Sync for RankState`.
+        fill(unsafe { &mut *state.slots[sequence as usize % 2].0.writing() });
+        state.entered.store(sequence + 1, Ordering::Release);
+        let complete = (sequence + 1) * shared.ranks.len() as u64;
+        // Release publishes the slot; acquire on the last arrival sees all slots.
         let before = shared.arrived.0.fetch_add(1, Ordering::AcqRel);
         if before + 1 == complete {
             shared.bell.ring();
@@ -145,28 +148,28 @@ impl Local {
         if !spin(shared.crowded, ready) {
             self.wait_for_all(sequence, complete, ready, deadline);
         }
-        // The failure bit makes the number large, so it is asked for first. A failure after all ranks were in belongs to
-        // a later operation: a fast rank may be there already.
+        // The failure bit is checked first, because it makes the count large. A failure after all ranks were in belongs
+        // to a later operation, which a fast rank may have begun already.
         let failed = shared.arrived.0.load(Ordering::Acquire) & FAILED != 0;
         if failed && shared.arrived_before_failure() < complete { Err(shared.cause()) } else { Ok(sequence) }
     }
 
-    /// Sleeps until `ready`, looking for ranks that will never come and for the deadline; either fails the group.
+    /// Sleeps until `ready`. Fails the group if a missing rank is gone or the deadline passes.
     #[cold]
     fn wait_for_all(&self, sequence: u64, complete: u64, ready: impl Fn() -> bool, deadline: &Deadline) {
         let shared = &*self.shared;
         let mut patience = Patience::until(deadline);
         while !ready() {
-            // An iterator, collected only for reports: a wait allocates nothing.
+            // An iterator, collected only for reports: waiting does not allocate.
             let missing =
-                || (0..shared.slots.len()).filter(|r| shared.slots[*r].entered.load(Ordering::Acquire) <= sequence);
+                || (0..shared.ranks.len()).filter(|r| shared.ranks[*r].entered.load(Ordering::Acquire) <= sequence);
             if let Some(fault) = missing().find_map(|rank| shared.absence(rank)) {
-                shared.withdraw(complete, fault);
+                shared.abort(complete, fault);
             } else if deadline.passed() {
-                shared.withdraw(complete, Fault::Timeout { missing: missing().collect() });
+                shared.abort(complete, Fault::Timeout { missing: missing().collect() });
             } else {
-                let someone_left = || missing().any(|rank| shared.absence(rank).is_some());
-                let woken = shared.bell.sleep(Instant::now() + patience.pause(), || ready() || someone_left());
+                let peer_left = || missing().any(|rank| shared.absence(rank).is_some());
+                let woken = shared.bell.sleep(Instant::now() + patience.pause(), || ready() || peer_left());
                 if !woken {
                     let waiting = || format!("at operation #{sequence} for {}", Ranks(&missing().collect::<Vec<_>>()));
                     patience.warn(self.rank, waiting);
@@ -175,15 +178,15 @@ impl Local {
         }
     }
 
-    /// Counts this rank out of an operation that lent memory and waits until all are out: peers hold pointers into its
-    /// buffers until then. There is no deadline here: all ranks are in, and between here and there they only copy.
+    /// Counts this rank out of an operation that lent memory and waits until all ranks are out: until then peers hold
+    /// pointers into its buffers. There is no deadline: all ranks are in, and until they are out they only move data.
     fn exit(&self) {
         let shared = &*self.shared;
-        let slot = &shared.slots[self.rank];
-        let lent = slot.lent.load(Ordering::Relaxed) + 1;
-        slot.lent.store(lent, Ordering::Relaxed);
-        let complete = lent * shared.slots.len() as u64;
-        // Release: what this rank wrote to the others' outputs is seen by them; acquire: what they wrote to this one's.
+        let state = &shared.ranks[self.rank];
+        let lent = state.lent.load(Ordering::Relaxed) + 1;
+        state.lent.store(lent, Ordering::Relaxed);
+        let complete = lent * shared.ranks.len() as u64;
+        // Release publishes what this rank wrote to its peers' outputs; acquire sees what they wrote to this rank's.
         if shared.left.0.fetch_add(1, Ordering::AcqRel) + 1 == complete {
             shared.bell.ring();
             return;
@@ -194,29 +197,29 @@ impl Local {
         }
     }
 
-    fn offer(&self, rank: usize, sequence: u64) -> *const Offer {
-        self.shared.slots[rank].offers[sequence as usize % 2].0.reading()
+    fn slot(&self, rank: usize, sequence: u64) -> *const Slot {
+        self.shared.ranks[rank].slots[sequence as usize % 2].0.reading()
     }
 }
 
 impl Shared {
-    /// Why `rank` will not come, if it won't.
+    /// Why `rank` will not arrive, if it is gone.
     fn absence(&self, rank: usize) -> Option<Fault> {
-        match self.slots[rank].presence.load(Ordering::Acquire) {
+        match self.ranks[rank].presence.load(Ordering::Acquire) {
             LEFT => Some(Fault::Left { peer: rank }),
             PANICKED => Some(Fault::Lost { peer: rank, reason: "its thread panicked".into() }),
             _ => None,
         }
     }
 
-    /// Fails the group unless operation `complete` has all its ranks by now: then they hold pointers, and it goes on.
-    fn withdraw(&self, complete: u64, fault: Fault) {
-        // The lock makes the cause visible to everybody who sees the bit.
+    /// Fails the group, unless `arrived` is at least `complete`: then all ranks hold pointers, and complete it.
+    fn abort(&self, complete: u64, fault: Fault) {
+        // Locked while the bit is set, so a thread that sees the bit finds the cause.
         let mut failure = lock(&self.failure);
-        let withdrawn = self.arrived.0.fetch_update(Ordering::AcqRel, Ordering::Acquire, |arrived| {
+        let aborted = self.arrived.0.fetch_update(Ordering::AcqRel, Ordering::Acquire, |arrived| {
             (arrived < complete).then_some(arrived | FAILED)
         });
-        if let Ok(arrived) = withdrawn {
+        if let Ok(arrived) = aborted {
             *failure = Some((fault, arrived));
         }
         drop(failure);
@@ -228,7 +231,7 @@ impl Shared {
         failure.as_ref().map_or(Fault::Timeout { missing: Vec::new() }, |(fault, _)| fault.clone())
     }
 
-    /// How many ranks had counted themselves in when the group failed.
+    /// The value of `arrived` when the group failed.
     fn arrived_before_failure(&self) -> u64 {
         let failure = lock(&self.failure);
         failure.as_ref().map_or(0, |(_, arrived)| *arrived)
@@ -239,13 +242,13 @@ impl Shared {
     }
 
     fn fail(&self, error: &Error) {
-        self.withdraw(FAILED, Fault::Failed(error.clone()));
+        self.abort(FAILED, Fault::Failed(error.clone()));
         self.mailboxes.iter().for_each(Mailbox::ring);
     }
 
     fn leave(&self, rank: usize) {
         let how = if std::thread::panicking() { PANICKED } else { LEFT };
-        self.slots[rank].presence.store(how, Ordering::Release);
+        self.ranks[rank].presence.store(how, Ordering::Release);
         self.bell.ring();
         self.mailboxes.iter().for_each(Mailbox::ring);
     }
@@ -254,25 +257,25 @@ impl Shared {
 impl Collectives for Local {
     fn run(&self, site: &Site, buffers: &mut Buffers<'_>, deadline: &Deadline) -> Result<(), Fault> {
         let call = &site.call;
-        let world_size = self.shared.slots.len();
+        let world_size = self.shared.ranks.len();
         let output = buffers.output.as_mut_ptr();
         let input = buffers.input.map_or(output.cast_const(), <[u8]>::as_ptr);
         let sizes = if let Parts::Sizes(sizes) = buffers.parts { sizes.as_ptr() } else { std::ptr::null() };
         let inline = call.operation == Operation::AllReduce && call.bytes() <= INLINE;
-        let publish = |offer: &mut Offer| {
-            offer.call = *call;
-            (offer.input, offer.output, offer.sizes) = (input, output, sizes);
+        let publish = |slot: &mut Slot| {
+            slot.call = *call;
+            (slot.input, slot.output, slot.sizes) = (input, output, sizes);
             if inline {
                 let source = buffers.input.unwrap_or(buffers.output);
-                bytemuck::bytes_of_mut(&mut offer.inline)[..source.len()].copy_from_slice(source);
+                bytemuck::bytes_of_mut(&mut slot.inline)[..source.len()].copy_from_slice(source);
             }
         };
         let sequence = self.agree(site, publish, deadline)?;
-        let offers = self.offers(sequence);
+        let slots = self.slots(sequence);
         if inline {
-            let inputs = offers.map(|offer| offer.inline.as_ptr().cast());
+            let inputs = slots.map(|slot| slot.inline.as_ptr().cast());
             if let Some(op) = call.reduction {
-                // SAFETY: `count` elements fit the inline data, checked above; the output is this rank's own.
+                // SAFETY: `count` elements fit the inline data, as checked above; the output is this rank's own.
                 unsafe {
                     let result = std::iter::once(Output::cached(output));
                     reduce::reduce_to_all(call.dtype, op, call.count, inputs, result);
@@ -283,54 +286,54 @@ impl Collectives for Local {
         if call.operation == Operation::Barrier {
             return Ok(());
         }
-        // Different sizes may have one fingerprint. All ranks see it, and nobody uses them.
+        // Different sizes may have the same fingerprint. All ranks see the difference, and none uses the sizes.
         let agreed = match buffers.parts {
             Parts::Even => true,
-            // SAFETY: all ranks are in, and those with sizes have one for each, which stay borrowed until `exit`.
-            Parts::Sizes(sizes) => self.offers(sequence).all(|offer| unsafe {
-                !offer.sizes.is_null() && std::slice::from_raw_parts(offer.sizes, world_size) == sizes
+            // SAFETY: all ranks are in; those with sizes have one per rank, and the sizes stay borrowed until `exit`.
+            Parts::Sizes(sizes) => self.slots(sequence).all(|slot| unsafe {
+                !slot.sizes.is_null() && std::slice::from_raw_parts(slot.sizes, world_size) == sizes
             }),
         };
-        let place = |rank| {
-            // SAFETY: all ranks are in: see `offers`.
-            let offer = unsafe { &*self.offer(rank, sequence) };
-            Place { input: offer.input, output: offer.output }
+        let buffers_of = |rank| {
+            // SAFETY: all ranks are in: see `slots`.
+            let slot = unsafe { &*self.slot(rank, sequence) };
+            RankBuffers { input: slot.input, output: slot.output }
         };
         if agreed {
-            // SAFETY: buffers have the lengths that `Buffers` lists, which the group checked, and all calls and sizes are
-            // equal; `exit` keeps every buffer borrowed until all ranks are done.
-            unsafe { direct::share(call, buffers.parts, self.rank, world_size, place) };
+            // SAFETY: buffers have the lengths that `Buffers` lists, as the group checked, and all calls and sizes are
+            // equal. `exit` keeps every buffer borrowed until all ranks are done.
+            unsafe { direct::share(call, buffers.parts, self.rank, world_size, buffers_of) };
         }
         self.exit();
         if agreed { Ok(()) } else { Err(self.mismatch(site, sequence)) }
     }
 
-    /// Ranks whose counts differ may find themselves here and in `run`, so both begin alike.
+    /// Of ranks that disagree, some may be here and some in `run`, so both begin with the same step.
     fn stand_aside(&self, site: &Site, deadline: &Deadline) -> Result<(), Fault> {
-        self.agree(site, |offer| offer.call = site.call, deadline).map(drop)
+        self.agree(site, |slot| slot.call = site.call, deadline).map(drop)
     }
 }
 
 impl Local {
-    /// The offers of operation `sequence`, by rank, once all ranks are in.
-    fn offers(&self, sequence: u64) -> impl Iterator<Item = &Offer> + Clone {
-        // SAFETY: all ranks are in, so every offer of this sequence is complete and stays as it is until this rank
-        // enters the next but one: see `Sync for Slot`.
-        (0..self.shared.slots.len()).map(move |rank| unsafe { &*self.offer(rank, sequence) })
+    /// The slots of operation `sequence`, by rank. Called once all ranks are in.
+    fn slots(&self, sequence: u64) -> impl Iterator<Item = &Slot> + Clone {
+        // SAFETY: all ranks are in, so every slot of this operation is complete. It is not written again until this
+        // rank enters the next operation but one: see `Sync for RankState`.
+        (0..self.shared.ranks.len()).map(move |rank| unsafe { &*self.slot(rank, sequence) })
     }
 
-    /// Publishes the offer, waits until all ranks have, and compares their calls.
-    fn agree(&self, site: &Site, publish: impl FnOnce(&mut Offer), deadline: &Deadline) -> Result<u64, Fault> {
+    /// Enters the operation and compares the calls of all ranks.
+    fn agree(&self, site: &Site, publish: impl FnOnce(&mut Slot), deadline: &Deadline) -> Result<u64, Fault> {
         let sequence = self.enter(publish, deadline)?;
-        if self.offers(sequence).all(|offer| offer.call == site.call) {
+        if self.slots(sequence).all(|slot| slot.call == site.call) {
             return Ok(sequence);
         }
         Err(self.mismatch(site, sequence))
     }
 
-    /// What all ranks called in operation `sequence`, once all are in.
+    /// The mismatch between the ranks' calls in operation `sequence`. Called once all ranks are in.
     fn mismatch(&self, site: &Site, sequence: u64) -> Fault {
-        let calls = self.offers(sequence).enumerate().map(|(rank, offer)| (rank, offer.call)).collect();
+        let calls = self.slots(sequence).enumerate().map(|(rank, slot)| (rank, slot.call)).collect();
         Fault::Failed(Error::Mismatch { sequence: site.sequence, calls })
     }
 }

@@ -1,4 +1,4 @@
-//! What a rank called, as data: compared between ranks, sent before every message, shown in errors.
+//! A rank's call as data: compared between ranks, sent ahead of every message, shown in errors.
 
 use std::fmt;
 
@@ -25,57 +25,57 @@ pub enum Operation {
     AllToAll,
     Gather,
     Scatter,
-    /// `all_to_all` with sizes of their own for every pair of ranks.
+    /// `all_to_all` with separate sizes for every pair of ranks.
     AllToAllV,
-    /// Point to point: send to one rank and receive from one at once.
+    /// Point to point: send to one rank and receive from one at the same time.
     Exchange,
-    /// Point to point: what the members of a subgroup tell each other to make it.
+    /// Point to point: the messages by which the members of a subgroup create it.
     Subgroup,
 }
 
 impl Operation {
-    /// In the order of its number on the wire.
+    /// All operations, in the order of their numbers on the wire.
     pub(crate) const ALL: &[Operation] = Operation::VARIANTS;
 
-    /// Whether all ranks of the group take part, so that it has a number in the group's sequence.
+    /// Whether all ranks of the group take part, so that the operation has a number in the group's sequence.
     pub const fn is_collective(self) -> bool {
         !matches!(self, Operation::Send | Operation::Exchange | Operation::Subgroup)
     }
 }
 
-/// What one rank called: everything on which the ranks of an operation must agree.
+/// The call of one rank: everything on which the ranks of an operation must agree.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Call {
     /// The operation.
     pub operation: Operation,
-    /// The type of its elements.
+    /// The element type.
     pub dtype: DType,
-    /// The number of elements of the whole: one rank's vector for reductions and `all_to_all`, all ranks' parts
-    /// together for `all_gather`, `gather` and `scatter`. 0 where each rank has its own numbers.
+    /// Total number of elements: one rank's vector for reductions and `all_to_all`; the parts of all ranks together for
+    /// `all_gather`, `gather` and `scatter`. 0 where the counts differ between ranks.
     pub count: usize,
-    /// The reduction, where the operation has one.
+    /// The reduction, if the operation has one.
     pub reduction: Option<ReduceOp>,
-    /// The root, where the operation has one.
+    /// The root, if the operation has one.
     pub root: Option<usize>,
-    /// What else the ranks must agree on, where there is something.
+    /// Fingerprint of the sizes or shape on which the ranks must also agree, if any.
     pub(crate) sizes: Option<Fingerprint>,
 }
 
-/// The same number for the same bytes in every build. FNV-1a: Fowler, Noll and Vo.
+/// Returns the FNV-1a hash (Fowler, Noll and Vo) of the bytes. It is the same in every build.
 pub fn hash(bytes: impl IntoIterator<Item = u8>) -> u64 {
     let step = |hash: u64, byte| (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3);
     bytes.into_iter().fold(0xcbf2_9ce4_8422_2325, step)
 }
 
-/// Of the sizes of the ranks' parts, where the caller gave them, and of the shape of a tensor. Odd where there are sizes,
-/// else even, and never 0, which stands for none on the wire.
+/// A hash of the sizes of the ranks' parts, if the caller gave them, and of a tensor's shape. Odd if it covers sizes,
+/// even otherwise. Never 0, which encodes `None` on the wire.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub(crate) struct Fingerprint(u16);
 
 impl Fingerprint {
-    /// Of numbers on which several ranks must agree.
+    /// Hashes numbers on which several ranks must agree.
     pub fn of(numbers: impl IntoIterator<Item = usize>) -> u16 {
         (hash(numbers.into_iter().flat_map(|number| (number as u64).to_le_bytes())) % 0xffff) as u16 + 1
     }
@@ -94,37 +94,37 @@ impl Fingerprint {
 }
 
 impl Call {
-    /// An operation on so many elements, without reduction or root.
+    /// Creates a call on `count` elements, without reduction or root.
     pub const fn new(operation: Operation, dtype: DType, count: usize) -> Call {
         Call { operation, dtype, count, reduction: None, root: None, sizes: None }
     }
 
-    /// Size of the whole in bytes.
+    /// Total size in bytes.
     pub const fn bytes(&self) -> usize {
         self.count * self.dtype.size()
     }
 
-    /// The call with this reduction.
+    /// Returns the call with this reduction.
     pub const fn reducing(self, op: ReduceOp) -> Call {
         Call { reduction: Some(op), ..self }
     }
 
-    /// The call with this root.
+    /// Returns the call with this root.
     pub const fn rooted(self, root: usize) -> Call {
         Call { root: Some(root), ..self }
     }
 
-    /// The call with these sizes of the ranks' parts.
+    /// Returns the call with these sizes of the ranks' parts.
     pub(crate) fn sized(self, sizes: &[usize]) -> Call {
         Call { sizes: Some(Fingerprint(Fingerprint::of(sizes.iter().copied()) | 1)), ..self }
     }
 
-    /// Whether the ranks' parts have sizes of their own.
+    /// Whether the caller gave the sizes of the ranks' parts.
     pub const fn is_sized(&self) -> bool {
         matches!(self.sizes, Some(sizes) if sizes.has_sizes())
     }
 
-    /// The call on tensors whose shape comes to this.
+    /// Returns the call on tensors whose shape has this [`Fingerprint::of`].
     pub(crate) fn shaped(self, shape: u16) -> Call {
         let sizes = match self.sizes {
             Some(Fingerprint(sizes)) if self.is_sized() => sizes ^ shape | 1,
@@ -159,16 +159,16 @@ impl fmt::Display for Call {
     }
 }
 
-/// An operation in its group: what was called, and as which one. It names every message of the operation; those between two
-/// ranks need no number of their own, since they arrive in order, and plans agree on it.
+/// An operation in its group: the call and its sequence number. It tags every message of the operation. The messages
+/// between two ranks need no number of their own: they arrive in order, and the two plans agree on that order.
 ///
-/// A receiver compares it with the one that it expects, so messages can neither cross nor be taken for another.
+/// A receiver compares the tag with the one that it expects, so messages of different operations are never confused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Site {
-    /// What was called.
+    /// The call.
     pub call: Call,
-    /// Its number in the group's sequence, counted from 0; for point to point, in the order of that pair.
+    /// Its number in the group's sequence, counted from 0. Point-to-point operations are numbered per pair of ranks.
     pub sequence: u64,
 }
 
@@ -178,19 +178,19 @@ impl fmt::Display for Site {
     }
 }
 
-/// Absent reduction or root on the wire.
+/// Encodes an absent reduction or root on the wire.
 const NONE: u32 = u32::MAX;
 
 impl Site {
     /// Length of [`Site::to_bytes`].
     pub const BYTES: usize = 32;
 
-    /// This call as the operation with this number.
+    /// Creates the site of `call` as operation number `sequence`.
     pub const fn new(call: Call, sequence: u64) -> Self {
         Site { call, sequence }
     }
 
-    /// The site as bytes, little endian:
+    /// Encodes the site, little endian:
     /// `sequence u64 | count u64 | root u32 | reduction u32 | operation u8 | dtype u8 | sizes u16 | 0 u32`.
     pub fn to_bytes(&self) -> [u8; Self::BYTES] {
         let mut bytes = [0; Self::BYTES];
@@ -204,7 +204,7 @@ impl Site {
         bytes
     }
 
-    /// The inverse of [`Site::to_bytes`]; `None` for bytes that no site gives.
+    /// Decodes a site. Returns `None` for bytes that [`Site::to_bytes`] cannot produce.
     pub fn from_bytes(bytes: &[u8; Self::BYTES]) -> Option<Self> {
         let u64_at = |at: usize| bytes[at..at + 8].iter().rev().fold(0u64, |n, b| n << 8 | u64::from(*b));
         let u32_at = |at: usize| bytes[at..at + 4].iter().rev().fold(0u32, |n, b| n << 8 | u32::from(*b));
@@ -231,7 +231,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn sites_survive_the_wire(
+        fn sites_round_trip(
             sequence in any::<u64>(),
             (operation, dtype, count) in (0..Operation::ALL.len(), 0..DType::ALL.len(), any::<usize>()),
             reduction in proptest::option::of(0..ReduceOp::ALL.len()),
@@ -246,7 +246,7 @@ mod tests {
         }
 
         #[test]
-        fn a_shape_changes_no_call_with_sizes_into_one_without(
+        fn a_shape_preserves_whether_a_call_has_sizes(
             sizes in proptest::collection::vec(any::<usize>(), 0..5),
             shape in 1u16..,
         ) {
@@ -257,7 +257,7 @@ mod tests {
         }
 
         #[test]
-        fn any_bytes_are_refused_or_read_back_the_same(bytes in any::<[u8; Site::BYTES]>()) {
+        fn arbitrary_bytes_are_refused_or_round_trip(bytes in any::<[u8; Site::BYTES]>()) {
             if let Some(site) = Site::from_bytes(&bytes) {
                 prop_assert_eq!(site.to_bytes(), bytes);
             }

@@ -43,7 +43,7 @@ impl DType {
     }
 }
 
-/// How the ranks' elements become one. burn-collective called it `ReduceOperation`.
+/// How a reduction combines the ranks' elements. burn-collective called it `ReduceOperation`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, Display, IntoStaticStr, VariantArray)]
 #[repr(u8)]
 #[strum(serialize_all = "lowercase")]

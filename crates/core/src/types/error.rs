@@ -1,4 +1,4 @@
-//! What can go wrong, in the terms of a caller who has to act on it.
+//! Errors, in terms that a caller can act on.
 
 use std::fmt;
 use std::ops::Deref;
@@ -17,17 +17,16 @@ use super::{Call, Site};
 #[derive_where(PartialEq)]
 #[non_exhaustive]
 pub enum Error {
-    /// An argument that cannot work. Nothing was changed: buffers are untouched, the group is sound, and the call may be
-    /// made again with a right one.
+    /// An invalid argument. Buffers are untouched, the group is intact, and the call may be repeated with a valid one.
     #[error("{operation}: {reason}")]
     InvalidArgument {
         /// The call that was refused.
         operation: String,
-        /// What is wrong with it and what would be right.
+        /// What is wrong with the argument and what would be valid.
         reason: String,
     },
 
-    /// Settings, from code or environment, that are missing, malformed or contradict each other.
+    /// Settings, from code or environment, that are missing, malformed or contradictory.
     #[error("invalid settings: {0}")]
     Config(String),
 
@@ -36,7 +35,7 @@ pub enum Error {
     Rendezvous {
         /// The rank that reports.
         rank: usize,
-        /// Where rank 0 listens or should listen.
+        /// The address at which rank 0 listens or should listen.
         address: String,
         /// What happened and what to do.
         reason: String,
@@ -44,51 +43,51 @@ pub enum Error {
         elapsed: Duration,
     },
 
-    /// Ranks disagree about what to do at one place in the sequence of operations. Every rank gets this same error.
+    /// Ranks made different calls at the same place in the sequence of operations. All ranks return this same error.
     #[error(
         "ranks disagree at operation #{sequence}: {}; every rank must call the same operations in the same order \
          with the same element type, count, reduction and root",
         Calls(.calls)
     )]
     Mismatch {
-        /// The number of the operation, counted from 0 since the group was made.
+        /// The number of the operation, counted from 0 since the group was created.
         sequence: u64,
-        /// What each rank called, by rank. A rank that is not listed had not called anything yet.
+        /// The call of each rank, by rank. A rank that is not listed has not called anything yet.
         calls: Vec<(usize, Call)>,
     },
 
-    /// The deadline passed before every rank that is needed had arrived.
+    /// The deadline passed before all ranks that the operation needs had arrived.
     #[error(
         "{site} timed out after {elapsed:.1?} while rank {rank} waited for {}; if they are merely slow (evaluating, \
-         saving), raise the deadline (BONFIRE_DEADLINE, or `Group::with_deadline`); else set BONFIRE_TRACE to a folder, \
-         and `bonfire trace` says what each rank did",
+         saving), raise the deadline (BONFIRE_DEADLINE, or `Group::with_deadline`); else set BONFIRE_TRACE to a \
+         folder, and `bonfire trace` says what each rank did",
         Ranks(.missing)
     )]
     Timeout {
-        /// Which operation.
+        /// The operation.
         site: Site,
         /// The rank whose deadline passed.
         rank: usize,
-        /// The ranks it waited for.
+        /// The ranks that it waited for.
         missing: Vec<usize>,
         /// Time since the operation began.
         elapsed: Duration,
     },
 
-    /// A rank died or its connection broke: it closed without saying farewell.
+    /// A rank died or its connection broke: the connection closed without a goodbye, or nothing arrived on it in time.
     #[error(
         "{site}: rank {peer}{} was lost after {elapsed:.1?} ({reason}); look at that rank's own output, then go \
          on without it (`Group::shrink`) or restart the job from its last checkpoint",
         At(.address)
     )]
     PeerLost {
-        /// Which operation.
+        /// The operation.
         site: Site,
         /// The rank that was lost.
         peer: usize,
-        /// Its address, where it has one.
+        /// Its address, if it has one.
         address: Option<String>,
-        /// What was seen of it.
+        /// What this rank observed.
         reason: String,
         /// Time since the operation began.
         elapsed: Duration,
@@ -100,95 +99,95 @@ pub enum Error {
          drops its group"
     )]
     Left {
-        /// Which operation.
+        /// The operation.
         site: Site,
         /// The rank that left.
         rank: usize,
     },
 
-    /// Two ranks name different members of the subgroup that they make: see [`Group::subgroup`](crate::Group::subgroup).
+    /// Two ranks name different members for the same subgroup. See [`Group::subgroup`](crate::Group::subgroup).
     #[error(
-        "subgroup: rank {rank} makes one of {}, and rank {peer} one of {}; all members must name the same",
+        "subgroup: rank {rank} names {} as members, rank {peer} names {}; all members must name the same ranks",
         Ranks(.members), Ranks(.theirs)
     )]
     Members {
-        /// The lower of the two.
+        /// The lower of the two ranks.
         rank: usize,
-        /// The members that it names.
+        /// The members that the lower rank names.
         members: Vec<usize>,
-        /// The higher.
+        /// The higher of the two ranks.
         peer: usize,
-        /// The members that this one names.
+        /// The members that the higher rank names.
         theirs: Vec<usize>,
     },
 
-    /// The ranks that are left of a group did not come together: see [`Group::shrink`](crate::Group::shrink).
+    /// This rank cannot continue with the surviving ranks. See [`Group::shrink`](crate::Group::shrink).
     #[error("shrink failed on rank {rank} after {elapsed:.1?}: {why}")]
     Shrink {
-        /// The rank that reports, in the old group.
+        /// The rank that reports, numbered as in the old group.
         rank: usize,
-        /// What keeps it from going on.
+        /// Why it cannot continue.
         why: Apart,
         /// Time since the call.
         elapsed: Duration,
     },
 
-    /// The operating system, a device or a library refused something, such as a thread, a socket or a copy.
+    /// The operating system, a device or a library refused a request, such as a thread, a socket or a copy.
     #[error("{operation}: {reason}")]
     Io {
-        /// What was tried.
+        /// What was attempted.
         operation: String,
-        /// The answer, in words.
+        /// The underlying error, as text.
         reason: String,
-        /// The answer itself, on the rank that got it.
+        /// The underlying error itself. Present only on the rank where it occurred.
         #[serde(skip)]
         #[derive_where(skip(EqHashOrd))]
         source: Option<Cause>,
     },
 
-    /// Something is gone or wrong that ranks, threads or devices of the group rely on, such as a thread that panicked or data
-    /// that contradict themselves.
+    /// Something that ranks, threads or devices of the group rely on failed or is inconsistent, such as a thread that
+    /// panicked or data that contradict themselves.
     #[error("{operation}: {reason}")]
     Broken {
-        /// What was tried.
+        /// What was attempted.
         operation: String,
-        /// What was found.
+        /// What went wrong.
         reason: String,
     },
 
-    /// MPI refused something.
+    /// A function of MPI failed.
     #[error("{function} of MPI failed with code {code}: {reason}")]
     Mpi {
         /// The function that was called.
         function: String,
-        /// What it returned.
+        /// The error code.
         code: i32,
-        /// What MPI says of it.
+        /// MPI's description of the error.
         reason: String,
     },
 
-    /// A library that is looked for at run time is not there, too old, or another one than the other ranks have.
+    /// A library that is loaded at run time is missing, too old, or differs from that of the other ranks.
     #[error("{library}: {reason}")]
     Library {
-        /// Whose library.
+        /// The library.
         library: String,
-        /// What is wrong with it and how to get a right one.
+        /// What is wrong with it and how to get a suitable one.
         reason: String,
     },
 
-    /// NCCL failed. The communicator was aborted; other ranks that use it fail with their own error.
+    /// A function of NCCL failed. The communicator was aborted; its other ranks fail with errors of their own.
     #[error(
-        "{function} of NCCL failed on rank {rank} with code {code} after {elapsed:.1?}: {reason}; NCCL_DEBUG=WARN makes \
-         NCCL say more"
+        "{function} of NCCL failed on rank {rank} with code {code} after {elapsed:.1?}: {reason}; for details, set \
+         NCCL_DEBUG=WARN"
     )]
     Nccl {
         /// The function that was called.
         function: String,
         /// The rank that reports.
         rank: usize,
-        /// What NCCL returned.
+        /// The error code.
         code: i32,
-        /// What NCCL says of it.
+        /// NCCL's description of the error.
         reason: String,
         /// Time since the call.
         elapsed: Duration,
@@ -196,24 +195,23 @@ pub enum Error {
 }
 
 impl Error {
-    /// An [`Error::InvalidArgument`].
+    /// Creates an [`Error::InvalidArgument`].
     pub fn argument(operation: impl fmt::Display, reason: impl Into<String>) -> Self {
         Error::InvalidArgument { operation: operation.to_string(), reason: reason.into() }
     }
 
-    /// An [`Error::Io`] of this cause.
+    /// Creates an [`Error::Io`] with this source.
     pub fn io(operation: impl Into<String>, source: impl std::error::Error + Send + Sync + 'static) -> Self {
         Error::Io { operation: operation.into(), reason: source.to_string(), source: Some(Cause(Arc::new(source))) }
     }
 
-    /// An [`Error::Broken`].
+    /// Creates an [`Error::Broken`].
     pub fn broken(operation: impl Into<String>, reason: impl fmt::Display) -> Self {
         Error::Broken { operation: operation.into(), reason: reason.to_string() }
     }
 }
 
-/// What the operating system, a device or a library answered. It stays on the rank that got it: to other ranks the words
-/// travel.
+/// The error of the operating system, a device or a library. It stays on its rank; other ranks receive only the text.
 #[derive(Clone, Debug)]
 pub struct Cause(Arc<dyn std::error::Error + Send + Sync>);
 
@@ -225,39 +223,39 @@ impl Deref for Cause {
     }
 }
 
-// It is only read.
+// The error is only read.
 impl std::panic::UnwindSafe for Cause {}
 impl std::panic::RefUnwindSafe for Cause {}
 
-/// Why a rank does not go on. Ranks are those of the old group.
+/// Why a rank cannot continue after [`Group::shrink`](crate::Group::shrink). Ranks are numbered as in the old group.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[non_exhaustive]
 pub enum Apart {
-    /// Too few can be reached: the others may go on without this rank, so it must not.
+    /// This rank is not in the majority: the unreachable ranks may continue without it, so it must not.
     #[error(
-        "{} cannot be reached and may go on without this rank, which is not in the majority; end it, look at the network \
-         between, and restart the job from its last checkpoint if nobody goes on",
+        "{} cannot be reached and may continue without this rank, which is not in the majority; end this process, \
+         check the network between them, and restart the job from its last checkpoint if no rank continues",
         Ranks(.silent)
     )]
     Minority {
-        /// Who may still be there.
+        /// The ranks that cannot be reached but may still be alive.
         silent: Vec<usize>,
     },
-    /// The others go on without this rank.
+    /// The other ranks continue without this rank.
     #[error(
-        "the others go on without this rank, as rank {by} says: one of them lost its connection to this one, or heard \
-         nothing of it for too long; end it, and look at what held it up"
+        "the other ranks continue without this rank, as rank {by} reports: one of them lost its connection to this \
+         rank, or received nothing from it for too long; end this process, and find out what delayed it"
     )]
     Excluded {
-        /// Who said so.
+        /// The rank that reported it.
         by: usize,
     },
-    /// The deadline passed, and these had not called `shrink`, or could not be connected to.
-    #[error("{} did not come{problem}; every rank that is left must call shrink, or end", Ranks(.ranks))]
+    /// The deadline passed, and these ranks had not called `shrink` or could not be connected to.
+    #[error("{} did not take part{problem}; every surviving rank must call shrink or exit", Ranks(.ranks))]
     Missing {
-        /// Who.
+        /// The missing ranks.
         ranks: Vec<usize>,
-        /// What went wrong in the attempt to connect, if anything did, in brackets.
+        /// The error of the attempt to connect, in parentheses; empty if there was none.
         problem: String,
     },
 }
@@ -292,7 +290,7 @@ impl fmt::Display for Calls<'_> {
             && !rest.is_empty()
             && rest.iter().all(|(_, call)| call == first)
         {
-            write!(f, ", but what one has for the other is not as long as that one expects, or their sizes differ")?;
+            write!(f, ", but one sends another length than the other expects, or their sizes differ")?;
         }
         Ok(())
     }

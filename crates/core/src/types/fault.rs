@@ -1,35 +1,35 @@
-//! What a transport reports of an operation that failed.
+//! The failure of an operation, as a transport reports it.
 
 use super::{Error, Site};
 
-/// Why a message or an engine's operation failed. The group adds operation, rank and elapsed time to make an [`Error`].
+/// Why a message or an engine's operation failed. The group adds operation, rank and elapsed time to form an [`Error`].
 #[derive(Clone, Debug, PartialEq)]
 #[non_exhaustive]
 pub enum Fault {
-    /// The deadline passed while these ranks were waited for.
+    /// The deadline passed.
     Timeout {
-        /// The ranks that had not come.
+        /// The ranks that this rank was waiting for.
         missing: Vec<usize>,
     },
-    /// A peer is gone without a farewell.
+    /// A peer ended, or its connection broke, without a goodbye message.
     Lost {
-        /// Which.
+        /// The rank that was lost.
         peer: usize,
-        /// What was seen.
+        /// What this rank observed.
         reason: String,
     },
-    /// A peer has left in order, and is needed.
+    /// A peer that the operation needs has left the group in order.
     Left {
-        /// Which.
+        /// The rank that left.
         peer: usize,
     },
-    /// A peer sent something else than what was expected: the message carries another tag.
+    /// A peer sent a message with another tag than the expected one.
     Unexpected {
-        /// Which.
+        /// The sender.
         peer: usize,
-        /// What it sent instead.
+        /// The tag of its message.
         site: Site,
     },
-    /// The whole group failed, here or elsewhere, for this reason.
+    /// The whole group failed, on this rank or another, with this error.
     Failed(Error),
 }

@@ -1,9 +1,9 @@
-//! The one function that splits a buffer among ranks.
+//! The partition of a buffer among ranks: one function that all operations use.
 
 use std::ops::Range;
 
-/// Part `index` of `len` elements split into `parts`: as even as can be, the first `len % parts` parts one longer.
-/// Parts are contiguous, in order, and cover `0..len`; where `len < parts` the last ones are empty.
+/// Returns part `index` of `len` elements split into `parts`: as even as possible, the first `len % parts` parts one
+/// longer. Parts are contiguous, in order, and cover `0..len`. If `len < parts`, the last ones are empty.
 ///
 /// ```
 /// let parts: Vec<_> = (0..4).map(|i| bonfire_core::partition(5, 4, i)).collect();
@@ -17,22 +17,22 @@ pub fn partition(len: usize, parts: usize, index: usize) -> Range<usize> {
     part_start(len, parts, index)..part_start(len, parts, index + 1)
 }
 
-/// Where part `index` starts; for the number of parts, the end.
+/// Returns where part `index` starts. `index == parts` returns the end.
 pub(crate) fn part_start(len: usize, parts: usize, index: usize) -> usize {
     index * (len / parts) + index.min(len % parts)
 }
 
-/// How the elements of a whole belong to ranks, in their order.
+/// How a buffer is partitioned among ranks, in rank order.
 #[derive(Clone, Copy, Debug)]
 pub enum Parts<'a> {
-    /// As [`partition`] says.
+    /// Evenly, by [`partition`].
     Even,
-    /// So many for each rank. They add up to the whole.
+    /// The number of elements of each rank. They add up to the length of the buffer.
     Sizes(&'a [usize]),
 }
 
 impl Parts<'_> {
-    /// Where the part of rank `index` starts in a whole of `len` elements; for the number of ranks, the end.
+    /// Returns where the part of rank `index` starts in a buffer of `len` elements. `index == ranks` returns the end.
     pub fn start(self, len: usize, ranks: usize, index: usize) -> usize {
         match self {
             Parts::Even => part_start(len, ranks, index),
@@ -40,12 +40,12 @@ impl Parts<'_> {
         }
     }
 
-    /// The part of rank `index`.
+    /// Returns the part of rank `index`.
     pub fn part(self, len: usize, ranks: usize, index: usize) -> Range<usize> {
         self.start(len, ranks, index)..self.start(len, ranks, index + 1)
     }
 
-    /// The length of the longest part.
+    /// Returns the length of the longest part.
     #[cfg(any(test, all(feature = "shm", target_os = "linux")))]
     pub fn longest(self, len: usize, ranks: usize) -> usize {
         match self {
@@ -82,7 +82,7 @@ mod tests {
         }
 
         #[test]
-        fn parts_of_given_sizes_follow_each_other(sizes in proptest::collection::vec(0usize..50, 1..20)) {
+        fn parts_of_given_sizes_are_contiguous(sizes in proptest::collection::vec(0usize..50, 1..20)) {
             let (parts, n, mut end) = (Parts::Sizes(&sizes), sizes.len(), 0);
             let len = sizes.iter().sum();
             for (index, size) in sizes.iter().enumerate() {

@@ -1,4 +1,4 @@
-//! The connection to one peer: deadlines, turns, and why it is of no more use.
+//! The connection to one peer: deadlines, turns, and the error that broke it.
 
 use std::io::{self, Read, Write};
 use std::net::{Shutdown, TcpStream};
@@ -8,20 +8,20 @@ use std::time::Instant;
 use crate::sync::{AtomicBool, Bell, Deadline, Mutex, Ordering, lock};
 use crate::types::Error;
 
-/// A connection. Each direction is one thread's at a time, and the two have nothing to do with each other.
+/// A connection. One thread at a time uses each direction; the two directions are independent.
 pub(super) struct Link {
     peer: usize,
     address: String,
-    /// The stream, until a message broke: what follows half a message would be read as something that it is not.
+    /// The stream, or the first error. After half a message the stream is unusable: its bytes would be misinterpreted.
     stream: Mutex<Result<Arc<TcpStream>, Error>>,
     sending: Turn,
     receiving: Turn,
 }
 
-/// Why a message did not come through.
+/// Why a message failed.
 pub(super) enum Failure {
     Io(io::Error),
-    /// It is told as it is.
+    /// Returned unchanged.
     Known(Error),
 }
 
@@ -38,7 +38,7 @@ impl Link {
         Link { peer, address, stream, sending: Turn::default(), receiving: Turn::default() }
     }
 
-    /// Lets `act` write a message.
+    /// Writes a message with `act`.
     pub fn send(
         &self,
         operation: &str,
@@ -48,7 +48,7 @@ impl Link {
         self.run(&self.sending, operation, deadline, act)
     }
 
-    /// Lets `act` read a message.
+    /// Reads a message with `act`.
     pub fn receive<T>(
         &self,
         operation: &str,
@@ -74,24 +74,24 @@ impl Link {
                 Failure::Io(e) => self.describe(operation, deadline, &e, (moved, late)),
                 Failure::Known(error) => error,
             };
-            // Between two messages nothing is lost by waiting longer.
+            // A timeout between two messages leaves the connection usable.
             if late && !moved { error } else { self.close(error) }
         })
     }
 
-    /// The stream, or the first error that made it useless.
+    /// Returns the stream, or the first error that broke it.
     pub fn sound(&self) -> Result<Arc<TcpStream>, Error> {
         lock(&self.stream).clone()
     }
 
-    /// Closes the connection because of `error`, unless that was done before: the error that was first comes back.
+    /// Closes the connection because of `error`. If it is already closed, returns the first error instead.
     ///
-    /// The peer hears of it at once, and its bytes are refused when this end's threads have let go of the stream.
+    /// The peer notices at once. Its bytes are refused once this end's threads have released the stream.
     pub fn close(&self, error: Error) -> Error {
         let mut state = lock(&self.stream);
         match std::mem::replace(&mut *state, Err(error.clone())) {
             Ok(stream) => {
-                // It wakes this end's threads, which then find the error.
+                // Wakes this end's threads, which then find the error.
                 let _ = stream.shutdown(Shutdown::Both);
                 error
             }
@@ -109,14 +109,14 @@ impl Link {
             _ if late => {
                 let elapsed = deadline.elapsed();
                 format!(
-                    "timed out after {elapsed:.1?} {place}; look at what holds that rank up, or allow more time \
+                    "timed out after {elapsed:.1?} {place}; look at what delays that rank, or allow more time \
                      (TcpTransportBuilder::deadline)"
                 )
             }
             io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe => {
                 let why = if *peer == 0 {
-                    ": it does so to all when one rank fails, and to a rank that another one has or that is outside its \
-                     world"
+                    ": it does so to all when one rank fails, and to a rank that another one has or that is outside \
+                     its world"
                 } else {
                     ""
                 };
@@ -128,14 +128,14 @@ impl Link {
     }
 }
 
-/// That a thread did not get its turn in time.
+/// Returns the error of a thread that did not get its turn in time.
 pub(super) fn late(operation: &str, deadline: &Deadline) -> Error {
     let elapsed = deadline.elapsed();
     let text = format!("timed out after {elapsed:.1?}, while another thread of this rank did the same");
     Error::io(operation, io::Error::new(io::ErrorKind::TimedOut, text))
 }
 
-/// A stream on which everything ends by a deadline, however the bytes trickle.
+/// A stream on which every read and write ends by a deadline, however slowly bytes trickle.
 pub(super) struct Timed<'a> {
     stream: &'a TcpStream,
     deadline: &'a Deadline,
@@ -146,10 +146,10 @@ pub(super) struct Timed<'a> {
 }
 
 impl Timed<'_> {
-    /// The time for the next step.
+    /// Returns the time left for the next step.
     fn left(&mut self) -> io::Result<Option<std::time::Duration>> {
         let left = self.deadline.remaining();
-        // The system takes no wait of length zero.
+        // The system does not accept a timeout of zero.
         if left.is_zero() {
             self.late = true;
             return Err(io::ErrorKind::TimedOut.into());
@@ -188,7 +188,7 @@ impl Write for Timed<'_> {
     }
 }
 
-/// What one thread has at a time. Unlike a mutex, it is waited for no longer than the deadline.
+/// A lock that one thread holds at a time. Waiting for it ends at a deadline, unlike for a mutex.
 #[derive(Default)]
 pub(super) struct Turn {
     taken: AtomicBool,
@@ -197,7 +197,7 @@ pub(super) struct Turn {
 
 impl Turn {
     pub fn take(&self, deadline: &Deadline) -> Option<Taken<'_>> {
-        // Its partner is the store in `drop`: who has the turn sees all that was done in the last one.
+        // Acquire pairs with the release store in `drop`: the holder sees all that the previous holder did.
         let free = || !self.taken.swap(true, Ordering::Acquire);
         (free() || self.bell.sleep(Instant::now() + deadline.remaining(), free)).then_some(Taken(self))
     }

@@ -4,15 +4,15 @@ use std::io::{self, Read, Write};
 
 use bytemuck::cast_slice_mut;
 
-/// Values that are moved at once: a message's memory grows by as many as they arrive.
+/// Values that are moved at once. The memory of an incoming message grows by this many at a time.
 const CHUNK: usize = 16 << 10;
 
-/// A number of values as the wire says it, unless it cannot.
+/// Returns a number of values as the wire encodes it, if it fits.
 pub(super) fn counted(values: usize) -> Option<u32> {
     u32::try_from(values).ok()
 }
 
-/// Writes one message, whose values [`counted`] can count. What fits one chunk leaves in one piece with its count.
+/// Writes one message, whose length passed [`counted`]. The count leaves in one write with the first chunk.
 pub(super) fn write(stream: &mut impl Write, count: u32, values: &[f32]) -> io::Result<()> {
     let mut words = Vec::with_capacity(1 + values.len().min(CHUNK));
     words.push(count.to_le_bytes());
@@ -25,19 +25,20 @@ pub(super) fn write(stream: &mut impl Write, count: u32, values: &[f32]) -> io::
     Ok(())
 }
 
-/// Reads how many values a message has.
+/// Reads the number of values in a message.
 pub(super) fn read_count(stream: &mut impl Read) -> io::Result<usize> {
     let mut count = [0; 4];
     stream.read_exact(&mut count)?;
     Ok(u32::from_le_bytes(count) as usize)
 }
 
-/// Reads a message of at most so many values. Never more memory is taken than twice what has arrived and a chunk.
+/// Reads a message of at most `most` values. Never allocates more than twice what has arrived plus a chunk.
 pub(super) fn read(stream: &mut impl Read, most: usize) -> io::Result<Vec<f32>> {
     let count = read_count(stream)?;
     if count > most {
         let reason = format!(
-            "it announced {count} values, and at most {most} are taken: TcpTransportBuilder::largest_message allows more"
+            "it announced {count} values, and at most {most} are accepted: TcpTransportBuilder::largest_message allows \
+             more"
         );
         return Err(io::Error::new(io::ErrorKind::InvalidData, reason));
     }
@@ -50,15 +51,15 @@ pub(super) fn read(stream: &mut impl Read, most: usize) -> io::Result<Vec<f32>> 
     Ok(values)
 }
 
-/// Reads as many values as there are, where a count was read before.
+/// Fills `values` from the stream, after the count was read.
 pub(super) fn fill(stream: &mut impl Read, values: &mut [f32]) -> io::Result<()> {
     stream.read_exact(cast_slice_mut(values))?;
-    // Nothing, where the processor is little endian too.
+    // A no-op on little-endian processors.
     values.iter_mut().for_each(|value| *value = f32::from_bits(u32::from_le(value.to_bits())));
     Ok(())
 }
 
-/// Reads as many values as there are, and adds each to the one that is there.
+/// Reads `sums.len()` values and adds them element-wise to `sums`.
 pub(super) fn add(stream: &mut impl Read, sums: &mut [f32]) -> io::Result<()> {
     let mut values = vec![0.0; sums.len().min(CHUNK)];
     for sums in sums.chunks_mut(CHUNK) {
@@ -80,7 +81,7 @@ mod tests {
     }
 
     #[test]
-    fn messages_come_back_whatever_their_length() {
+    fn messages_of_any_length_round_trip() {
         for length in [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 7] {
             let values: Vec<f32> = (0..length).map(|i| i as f32).collect();
             let bytes = message(&values);
@@ -93,7 +94,7 @@ mod tests {
     }
 
     #[test]
-    fn what_32_bits_cannot_count_is_not_counted() {
+    fn lengths_above_32_bits_are_rejected() {
         let most = u32::MAX as usize;
         assert_eq!([most, most + 1, 2 * most + 2].map(counted), [Some(u32::MAX), None, None]);
     }

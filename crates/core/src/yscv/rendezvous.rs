@@ -1,4 +1,4 @@
-//! How the coordinator and its workers find each other.
+//! The rendezvous of a coordinator and its workers.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -16,17 +16,17 @@ use crate::auth::{Lobby, RETRY, Refusal};
 use crate::sync::{Deadline, Mutex, lock};
 use crate::types::{Error, Ranks};
 
-/// How long one attempt to connect may take: the system itself would try again ever more rarely.
-const SYN: Duration = Duration::from_secs(5);
+/// Time limit of one attempt to connect: the system itself would retry at ever longer intervals.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Where a coordinator listens.
-pub(super) enum Place {
+pub(super) enum Listen {
     At(String, u16),
-    /// The caller chose it.
-    Open(TcpListener),
+    /// The caller's listener.
+    On(TcpListener),
 }
 
-/// Host and port of an address. A port alone is one of loopback.
+/// Returns host and port of an address. A port alone means loopback.
 pub(super) fn split(operation: &str, address: &str) -> Result<(String, u16), Error> {
     let (host, port) = address.rsplit_once(':').unwrap_or(("", address));
     let inner = host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).filter(|host| !host.is_empty());
@@ -36,12 +36,12 @@ pub(super) fn split(operation: &str, address: &str) -> Result<(String, u16), Err
         (None, Ok(port)) if !host.contains([':', '[', ']']) => Ok((host.into(), port)),
         _ => Err(Error::argument(
             operation,
-            format!("the address '{address}' is malformed: give host:port, [v6]:port, or a port of loopback alone"),
+            format!("the address '{address}' is malformed: give host:port, [v6]:port, or only a port on loopback"),
         )),
     }
 }
 
-/// Who looks for whom, for how long.
+/// A rank's search for the coordinator at `address`, or for its workers.
 pub(super) struct Rendezvous {
     pub rank: usize,
     pub address: String,
@@ -49,45 +49,45 @@ pub(super) struct Rendezvous {
 }
 
 impl Rendezvous {
-    /// The coordinator's side: the connections to all workers, in the order of ranks.
-    pub fn gather(&self, place: Place, world_size: usize) -> Result<Vec<TcpStream>, Error> {
-        let (seats, lobby, mut came) = (Seats::default(), Lobby::new(world_size), 0);
+    /// Runs the coordinator: returns the connections to all workers, in the order of ranks.
+    pub fn gather(&self, source: Listen, world_size: usize) -> Result<Vec<TcpStream>, Error> {
+        let (registered, lobby, mut accepted_count) = (Workers::default(), Lobby::new(world_size), 0);
         let gathered = self.run(async {
-            let listener = self.listen(place).await?;
-            while !seats.full(world_size) {
+            let listener = self.listen(source).await?;
+            while !registered.full(world_size) {
                 tokio::select! {
                     accepted = listener.accept() => {
-                        came += usize::from(accepted.is_ok());
-                        seats.receive(accepted, world_size, &lobby).await;
+                        accepted_count += usize::from(accepted.is_ok());
+                        registered.receive(accepted, world_size, &lobby).await;
                     }
-                    () = seats.changed.notified() => {}
+                    () = registered.changed.notified() => {}
                 }
             }
             Ok(())
         })?;
-        let workers = std::mem::take(&mut *lock(&seats.workers));
+        let workers = std::mem::take(&mut *lock(&registered.workers));
         if gathered.is_some() {
             return workers.into_values().map(|stream| self.ready(stream)).collect();
         }
-        let there = |rank: &usize| workers.get(rank).is_some_and(|stream| !gone(stream));
+        let there = |rank: &usize| workers.get(rank).is_some_and(|stream| !is_closed(stream));
         let missing: Vec<usize> = (1..world_size).filter(|rank| !there(rank)).collect();
-        let others = came - (world_size - 1 - missing.len());
+        let others = accepted_count - (world_size - 1 - missing.len());
         let last = lobby.turned_away();
         Err(self.failed(format!(
-            "{} did not come, and {others} connections were turned away or left{last}; start each rank from 1 to {} once, \
-             with this address, or allow more time (TcpTransportBuilder::rendezvous_timeout)",
+            "{} did not come, and {others} connections were turned away or left{last}; start each rank from 1 to {} \
+             once, with this address, or allow more time (TcpTransportBuilder::rendezvous_timeout)",
             Ranks(&missing),
             world_size - 1
         )))
     }
 
-    /// A worker's side: dials until somebody answers, and says its rank.
+    /// Runs a worker: dials until the coordinator answers, and sends the rank.
     pub fn dial(&self, host: &str, port: u16) -> Result<TcpStream, Error> {
-        let waiting_for = RefCell::new("it was not dialled in so short a time".to_owned());
+        let waiting_for = RefCell::new("the time is too short to dial".to_owned());
         let dialled = self.run(async {
             let mut pause = Duration::from_millis(10);
             loop {
-                match timeout(SYN, connect(host, port, self.rank)).await {
+                match timeout(CONNECT_TIMEOUT, connect(host, port, self.rank)).await {
                     Ok(Ok(stream)) => return Ok(stream),
                     Ok(Err(e)) => waiting_for.replace(format!("nobody answers there ({e})")),
                     Err(_) => waiting_for.replace("nothing answers there".into()),
@@ -99,28 +99,29 @@ impl Rendezvous {
         match dialled {
             Some(stream) => self.ready(stream),
             None => Err(self.failed(format!(
-                "{}; start the coordinator with this address, or allow more time (TcpTransportBuilder::rendezvous_timeout)",
+                "{}; start the coordinator with this address, or allow more time \
+                 (TcpTransportBuilder::rendezvous_timeout)",
                 waiting_for.borrow()
             ))),
         }
     }
 
-    /// Runs what takes no longer than it may; `None` where it would.
+    /// Runs `act` until the deadline. `None` if the deadline passes first.
     fn run<T>(&self, act: impl Future<Output = Result<T, Error>>) -> Result<Option<T>, Error> {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
         let runtime = runtime.map_err(|e| Error::io("starting a runtime for the rendezvous", e))?;
         let result = runtime.block_on(async { timeout(self.deadline.remaining(), act).await });
-        // Nobody waits for a name service that is still asked. Connections that said nothing are closed.
+        // Does not wait for a pending name lookup. Closes connections that have sent nothing.
         runtime.shutdown_background();
         result.map_or(Ok(None), |result| result.map(Some))
     }
 
-    async fn listen(&self, place: Place) -> Result<tokio::net::TcpListener, Error> {
-        let listener = match place {
-            Place::Open(listener) => {
+    async fn listen(&self, source: Listen) -> Result<tokio::net::TcpListener, Error> {
+        let listener = match source {
+            Listen::On(listener) => {
                 listener.set_nonblocking(true).and_then(|()| tokio::net::TcpListener::from_std(listener))
             }
-            Place::At(host, port) => match tokio::net::lookup_host((&host[..], port)).await {
+            Listen::At(host, port) => match tokio::net::lookup_host((&host[..], port)).await {
                 Ok(addresses) => tokio::net::TcpListener::bind(&permitted(&host, addresses.collect())?[..]).await,
                 Err(e) => Err(e),
             },
@@ -135,9 +136,9 @@ impl Rendezvous {
         })
     }
 
-    /// A connection as operations want it.
+    /// Makes a connection blocking, without Nagle's algorithm.
     fn ready(&self, stream: TcpStream) -> Result<TcpStream, Error> {
-        // The count of a message must not wait for an answer to the message before.
+        // The count of a message must not wait for the acknowledgement of the message before.
         let ready = stream.set_nonblocking(false).and_then(|()| stream.set_nodelay(true));
         ready.map_err(|e| self.failed(format!("a connection broke: {e}")))?;
         Ok(stream)
@@ -149,40 +150,40 @@ impl Rendezvous {
     }
 }
 
-/// A name may lead anywhere, so beyond loopback only an address in figures is listened at.
+/// Rejects a name that resolves beyond loopback: it may lead anywhere, so this needs a numeric address.
 fn permitted(host: &str, addresses: Vec<SocketAddr>) -> Result<Vec<SocketAddr>, Error> {
     let open = addresses.iter().map(SocketAddr::ip).find(|ip| !ip.to_canonical().is_loopback());
     let Some(ip) = open.filter(|_| host.parse::<IpAddr>().is_err()) else { return Ok(addresses) };
     Err(Error::argument(
         "coordinator",
         format!(
-            "'{host}' is {ip}, which is not loopback: anybody who reaches it can take part; where that is wanted give the \
-             address itself"
+            "'{host}' is {ip}, which is not loopback: every process that reaches it can take part; if that is intended \
+             give the numeric address"
         ),
     ))
 }
 
 async fn connect(host: &str, port: u16, rank: usize) -> io::Result<TcpStream> {
     let mut stream = tokio::net::TcpStream::connect((host, port)).await?;
-    // The system may have given the dialling socket the very port that it dials, if nobody listens there: then the two
+    // If no process listens there, the system may give the dialling socket the very port that it dials: then the two
     // ends are one.
     if stream.local_addr()? == stream.peer_addr()? {
         return Err(io::ErrorKind::ConnectionRefused.into());
     }
-    // The caller checked that it fits.
+    // The caller has checked that the rank fits.
     stream.write_all(&(rank as u32).to_le_bytes()).await?;
     stream.into_std()
 }
 
-/// The workers that have come.
+/// The workers that have connected.
 #[derive(Clone, Default)]
-struct Seats {
+struct Workers {
     workers: Arc<Mutex<BTreeMap<usize, TcpStream>>>,
     changed: Arc<Notify>,
 }
 
-impl Seats {
-    /// Lets a connection say its rank, while others come.
+impl Workers {
+    /// Reads the rank of a new connection in the background.
     async fn receive(
         &self,
         accepted: io::Result<(tokio::net::TcpStream, SocketAddr)>,
@@ -190,19 +191,17 @@ impl Seats {
         lobby: &Arc<Lobby>,
     ) {
         let Ok((stream, address)) = accepted else { return sleep(RETRY).await };
-        let seats = self.clone();
-        lobby.receive(
-            address,
-            announcement(stream, world_size),
-            |(rank, stream)| async move { seats.seat(rank, stream) },
-        );
-        // Its rank is there already, most likely: it is looked at before the next connection is.
+        let registered = self.clone();
+        lobby.receive(address, read_rank(stream, world_size), |(rank, stream)| async move {
+            registered.insert(rank, stream)
+        });
+        // Its rank has most likely arrived: it is read before the next connection is accepted.
         yield_now().await;
     }
 
-    fn seat(&self, rank: usize, stream: TcpStream) -> Result<(), Refusal> {
+    fn insert(&self, rank: usize, stream: TcpStream) -> Result<(), Refusal> {
         let mut workers = lock(&self.workers);
-        if workers.get(&rank).is_some_and(|other| !gone(other)) {
+        if workers.get(&rank).is_some_and(|other| !is_closed(other)) {
             return Err(Refusal::Misplaced(format!("it says that it is rank {rank}, which is there already")));
         }
         workers.insert(rank, stream);
@@ -210,18 +209,18 @@ impl Seats {
         Ok(())
     }
 
-    /// Whether all are there, and none of them has left meanwhile.
+    /// Whether all workers are connected and none of them has closed its connection since.
     fn full(&self, world_size: usize) -> bool {
         let mut workers = lock(&self.workers);
         if workers.len() == world_size - 1 {
-            workers.retain(|_, stream| !gone(stream));
+            workers.retain(|_, stream| !is_closed(stream));
         }
         workers.len() == world_size - 1
     }
 }
 
-/// What a worker says first.
-async fn announcement(mut stream: tokio::net::TcpStream, world_size: usize) -> Result<(usize, TcpStream), Refusal> {
+/// Reads a worker's first message.
+async fn read_rank(mut stream: tokio::net::TcpStream, world_size: usize) -> Result<(usize, TcpStream), Refusal> {
     let rank = stream.read_u32_le().await? as usize;
     if rank == 0 || rank >= world_size {
         let workers = format!("and workers are 1 to {}", world_size - 1);
@@ -230,8 +229,8 @@ async fn announcement(mut stream: tokio::net::TcpStream, world_size: usize) -> R
     Ok((rank, stream.into_std()?))
 }
 
-/// Whether the other end has closed a connection that does not block. One that has sent something is there.
-fn gone(stream: &TcpStream) -> bool {
+/// Whether the peer has closed a non-blocking connection. A peer that has sent something counts as connected.
+fn is_closed(stream: &TcpStream) -> bool {
     match stream.peek(&mut [0]) {
         Ok(bytes) => bytes == 0,
         Err(e) => e.kind() != io::ErrorKind::WouldBlock,
@@ -243,7 +242,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_port_alone_is_loopback_s() {
+    fn a_port_alone_means_loopback() {
         for (address, host, port) in [
             ("0", "127.0.0.1", 0),
             (":29500", "127.0.0.1", 29500),
@@ -263,13 +262,13 @@ mod tests {
     }
 
     #[test]
-    fn beyond_loopback_only_addresses_in_figures_are_listened_at() {
+    fn beyond_loopback_an_address_must_be_numeric() {
         let address = |ip: &str| vec![SocketAddr::new(ip.parse().unwrap(), 1)];
         for (host, ip) in [("localhost", "127.0.0.1"), ("localhost", "::1"), ("192.0.2.1", "192.0.2.1"), ("::", "::")] {
             assert_eq!(permitted(host, address(ip)).unwrap(), address(ip));
         }
         for ip in ["192.0.2.1", "0.0.0.0", "::", "fe80::1"] {
-            assert!(permitted("somewhere", address(ip)).unwrap_err().to_string().contains("anybody"), "{ip}");
+            assert!(permitted("somewhere", address(ip)).unwrap_err().to_string().contains("every process"), "{ip}");
         }
     }
 }

@@ -1,4 +1,4 @@
-//! One case: a group whose ranks are children, and what all of them must say of it.
+//! One case: a group whose ranks are child processes, and the checks of what they report.
 
 use std::fs;
 use std::net::TcpListener;
@@ -11,52 +11,52 @@ use bonfire_core::Error;
 use rustix::process::Signal;
 
 use crate::child::GOING;
-use crate::orders::{Act, Carrier, Deed, ORDERS, Orders, Report, Words};
+use crate::orders::{Act, Carrier, ChildReport, ORDERS, Orders, Report, ScheduledAct};
 use crate::stream::random;
 use bonfire_testing::free_address;
 use bonfire_testing::process::Process;
 use bonfire_testing::transport::Random;
 
-/// How long an operation may take where no deadline is to be missed.
+/// The deadline of operations that must not time out.
 pub const DEADLINE: Duration = Duration::from_secs(30);
 
-/// After so much silence a rank counts as lost. It cannot be less.
+/// The heartbeat timeout: the shortest that can be configured.
 pub const SILENCE: Duration = Duration::from_secs(3);
 
-/// Where nobody is to be taken for lost, however busy the machine is.
-pub const PATIENT: Duration = Duration::from_secs(15);
+/// The heartbeat timeout where no rank may be declared lost, however busy the machine is.
+pub const LONG_SILENCE: Duration = Duration::from_secs(15);
 
-/// By when a fault that is not silent is known, on a machine that is busy with other groups.
+/// Every rank must know of a fault that is not silent within this time, on a machine that is busy with other groups.
 pub const SOON: Duration = Duration::from_secs(10);
 
-/// A child that has said nothing for so long never will: deadline, rendezvous and farewell are shorter together.
-const HANGS: Duration = Duration::from_secs(120);
+/// A child that reports nothing for this long hangs: deadline, rendezvous and graceful shutdown are shorter together.
+const HANG_TIMEOUT: Duration = Duration::from_secs(120);
 
-/// Which errors are right, by rank; nothing where that rank must have none.
-pub type Right<'a> = &'a dyn Fn(usize, Option<&Error>) -> bool;
+/// Decides whether a rank may end with this error, or with none.
+pub type IsExpected<'a> = &'a dyn Fn(usize, Option<&Error>) -> bool;
 
-/// A group under a fault, and what came of it.
+/// A group with an injected fault, and the outcome.
 pub struct Case {
     pub carrier: Carrier,
     random: Random,
-    /// What was done, in words.
+    /// A description of the fault.
     pub what: String,
     pub faults: usize,
     pub skipped: Option<String>,
-    /// A rank that may abort, since a Rust program does where it has no memory.
+    /// A rank that may abort, as a Rust program does when it runs out of memory.
     pub may_abort: Option<usize>,
-    /// The longest time from the beginning of a call to its error.
+    /// The longest time from the start of a call to its error.
     pub slowest: Duration,
     pub hangs: Vec<String>,
     pub wrong: Vec<String>,
     pub leaks: Vec<String>,
 }
 
-/// A child, and what it has said at the end.
+/// A child process, and a message of it that was received early.
 pub struct Child {
     pub process: Process,
     ranks: std::ops::Range<usize>,
-    words: Option<String>,
+    early_message: Option<String>,
 }
 
 impl Case {
@@ -71,12 +71,12 @@ impl Case {
         (self.random.next() >> 16) as usize % limit
     }
 
-    /// From 2 to 4 ranks, such that two hosts have something to share.
+    /// Draws a world size from 2 to 4. With two hosts at least 3, so that one host has two ranks.
     pub fn world_size(&mut self) -> usize {
         if self.carrier == Carrier::Mixed { 3 + self.below(2) } else { 2 + self.below(3) }
     }
 
-    /// What all ranks of a group do: the stream, until it fails.
+    /// The orders of all ranks of a group: to run the stream until it fails.
     pub fn orders(&mut self, world_size: usize) -> Orders {
         Orders {
             carrier: self.carrier,
@@ -86,7 +86,7 @@ impl Case {
             host: None,
             secret: false,
             deadline: DEADLINE,
-            silence: PATIENT,
+            silence: LONG_SILENCE,
             patience: DEADLINE,
             seed: self.random.next(),
             steps: u64::MAX,
@@ -99,17 +99,17 @@ impl Case {
         }
     }
 
-    /// One of the first steps: before some of them connections are opened.
+    /// Draws one of the first steps. Some of them open connections.
     pub fn early(&mut self) -> u64 {
         let range = [4, 40][self.below(2)];
         self.below(range) as u64
     }
 
-    /// Starts a group in which one rank does something, and gives its orders.
+    /// Starts a group in which `rank` performs `act` at an early step.
     pub fn start_with(&mut self, orders: &Orders, rank: usize, act: Act) -> Vec<Child> {
         let at = self.early();
         self.what = format!("{act:?} on rank {rank} of {} before step {at}", orders.world_size);
-        self.start(&Orders { deeds: vec![Deed { rank, at, act }], ..orders.clone() })
+        self.start(&Orders { deeds: vec![ScheduledAct { rank, at, act }], ..orders.clone() })
     }
 
     /// Starts all children of a group.
@@ -120,59 +120,59 @@ impl Case {
         (0..orders.world_size).map(|rank| self.child(&[], &Orders { rank, ..orders.clone() })).collect()
     }
 
-    /// Starts one child by a command that becomes it.
+    /// Starts one child by a command that replaces itself with the child.
     pub fn child(&self, command: &[String], orders: &Orders) -> Child {
         let ranks = if self.carrier == Carrier::Threads { 0..orders.world_size } else { orders.rank..orders.rank + 1 };
         let text = serde_json::to_string(orders).expect("orders are plain data");
-        Child { process: Process::start_by(command, "child", &[(ORDERS, text)]), ranks, words: None }
+        Child { process: Process::start_by(command, "child", &[(ORDERS, text)]), ranks, early_message: None }
     }
 
-    /// Waits until all ranks are in their group, or gives up where one is not.
+    /// Waits until all ranks have joined their group. Returns false when one has not.
     pub fn going(&mut self, children: &mut [Child]) -> bool {
         children.iter_mut().all(|child| {
-            let heard = child.hear();
+            let heard = child.next_message();
             let going = heard.as_deref() == Ok(GOING);
             if !going {
-                self.wrong.push(format!("ranks {:?} did not find their group: {heard:?}", child.ranks));
-                child.words = heard.ok();
+                self.wrong.push(format!("ranks {:?} did not join their group: {heard:?}", child.ranks));
+                child.early_message = heard.ok();
             }
             going
         })
     }
 
-    /// Hears all children but those in `gone`, and judges what they say. Where `same` all who have an error must have it
-    /// for the same cause. Gives what they say.
+    /// Receives and checks the reports of all children but those in `gone`, and returns them. With `same`, all errors
+    /// must have the same cause.
     pub fn end(
         &mut self,
         children: Vec<Child>,
         gone: &[usize],
         within: Duration,
         same: bool,
-        right: Right,
+        is_expected: IsExpected,
     ) -> Vec<Report> {
         let mut reports = Vec::new();
         for mut child in children {
             if gone.contains(&child.ranks.start) {
-                self.no_words(child);
+                self.expect_no_report(child);
                 continue;
             }
-            let Some(words) = self.last_words(&mut child) else { continue };
-            self.leaks.extend(words.leaks.iter().map(|leak| format!("ranks {:?}: {leak}", child.ranks)));
-            reports.extend(words.reports);
-            match child.process.end_within(HANGS) {
+            let Some(report) = self.report_of(&mut child) else { continue };
+            self.leaks.extend(report.leaks.iter().map(|leak| format!("ranks {:?}: {leak}", child.ranks)));
+            reports.extend(report.reports);
+            match child.process.end_within(HANG_TIMEOUT) {
                 Some(status) if status.success() => {}
                 Some(status) => self.wrong.push(format!("ranks {:?} ended with {status}", child.ranks)),
                 None => self.hangs.push(format!("ranks {:?} do not end", child.ranks)),
             }
         }
-        self.judge(&reports, within, same, right);
+        self.judge(&reports, within, same, is_expected);
         reports
     }
 
-    fn judge(&mut self, reports: &[Report], within: Duration, same: bool, right: Right) {
+    fn judge(&mut self, reports: &[Report], within: Duration, same: bool, is_expected: IsExpected) {
         for Report { rank, error, took, wrong, steps, .. } in reports {
             self.wrong.extend(wrong.iter().map(|wrong| format!("rank {rank}: {wrong}")));
-            if !right(*rank, error.as_ref()) {
+            if !is_expected(*rank, error.as_ref()) {
                 self.wrong.push(format!("rank {rank} must not end with {error:?} after {steps} steps and {took:.1?}"));
             }
             if error.is_some() {
@@ -189,29 +189,30 @@ impl Case {
         }
     }
 
-    /// All but these of so many ranks went on together.
+    /// Checks that all ranks but those in `without` continued in one group.
     pub fn went_on(&mut self, reports: &[Report], world_size: usize, without: &[usize]) {
         let left = (0..world_size).filter(|rank| !without.contains(rank)).fold(0, |mask, rank| mask | 1 << rank);
         for report in reports.iter().filter(|report| !without.contains(&report.rank)) {
             if report.went_on != Some(Ok(left)) {
-                self.wrong.push(format!("rank {} went on as {:?}", report.rank, report.went_on));
+                self.wrong.push(format!("rank {} continued as {:?}", report.rank, report.went_on));
             }
         }
     }
 
-    /// Whoever goes on is in the same group as all others that do, and the rest is told not to.
+    /// Checks that all ranks that continued are in one group, and that the others got a shrink error.
     pub fn went_on_as_one(&mut self, reports: &[Report]) {
-        let who = |report: &Report| report.went_on.as_ref().and_then(|went_on| went_on.as_ref().ok()).copied();
-        let all = reports.iter().filter(|report| who(report).is_some()).fold(0, |mask, report| mask | 1 << report.rank);
+        let members = |report: &Report| report.went_on.as_ref().and_then(|went_on| went_on.as_ref().ok()).copied();
+        let all =
+            reports.iter().filter(|report| members(report).is_some()).fold(0, |mask, report| mask | 1 << report.rank);
         for report in reports {
-            let told = matches!(report.went_on, Some(Err(Error::Shrink { .. })));
-            if !told && who(report) != Some(all) {
-                self.wrong.push(format!("rank {} went on as {:?}, all are {all:b}", report.rank, report.went_on));
+            let excluded = matches!(report.went_on, Some(Err(Error::Shrink { .. })));
+            if !excluded && members(report) != Some(all) {
+                self.wrong.push(format!("rank {} continued as {:?}, all are {all:b}", report.rank, report.went_on));
             }
         }
     }
 
-    /// Ranks of one group complete the stream together, or have an error together.
+    /// Checks that all ranks completed the stream, or that all had an error.
     pub fn all_or_none(&mut self, reports: &[Report]) {
         let completed: Vec<_> =
             reports.iter().filter(|report| report.error.is_none()).map(|report| report.rank).collect();
@@ -221,35 +222,35 @@ impl Case {
         }
     }
 
-    /// What a child says last, if it does.
-    fn last_words(&mut self, child: &mut Child) -> Option<Words> {
-        match child.last_heard() {
-            Ok(words) => Some(serde_json::from_str(&words).expect("a child's last words")),
+    /// Returns the report of a child, if it sends one.
+    fn report_of(&mut self, child: &mut Child) -> Option<ChildReport> {
+        match child.final_message() {
+            Ok(report) => Some(serde_json::from_str(&report).expect("a child's report")),
             Err(RecvTimeoutError::Timeout) => {
-                self.hangs.push(format!("ranks {:?} say nothing", child.ranks));
+                self.hangs.push(format!("ranks {:?} report nothing", child.ranks));
                 None
             }
             Err(RecvTimeoutError::Disconnected) => {
-                let status = child.process.end_within(HANGS);
+                let status = child.process.end_within(HANG_TIMEOUT);
                 let aborted = status.and_then(|status| status.signal()) == Some(Signal::ABORT.as_raw());
                 if !aborted || self.may_abort != Some(child.ranks.start) {
-                    self.wrong.push(format!("ranks {:?} ended without a word: {status:?}", child.ranks));
+                    self.wrong.push(format!("ranks {:?} ended without a report: {status:?}", child.ranks));
                 }
                 None
             }
         }
     }
 
-    /// A child that was to end before its last words.
-    fn no_words(&mut self, mut child: Child) {
-        match child.last_heard() {
-            Ok(words) => self.wrong.push(format!("ranks {:?} should have ended: {words}", child.ranks)),
+    /// Checks that a child ended before it sent a report.
+    fn expect_no_report(&mut self, mut child: Child) {
+        match child.final_message() {
+            Ok(report) => self.wrong.push(format!("ranks {:?} should have ended: {report}", child.ranks)),
             Err(RecvTimeoutError::Timeout) => self.hangs.push(format!("ranks {:?} do not end", child.ranks)),
             Err(RecvTimeoutError::Disconnected) => {}
         }
     }
 
-    /// The address can be listened at again, once a child that is just being started has let go of what it inherits.
+    /// Checks that the address can be bound again, once a starting child has closed what it inherits.
     pub fn port_is_free(&mut self, address: &str) {
         const TIME: Duration = Duration::from_secs(3);
         let start = Instant::now();
@@ -261,27 +262,27 @@ impl Case {
         }
     }
 
-    pub fn is_well(&self) -> bool {
+    pub fn passed(&self) -> bool {
         self.hangs.is_empty() && self.wrong.is_empty() && self.leaks.is_empty()
     }
 }
 
 impl Child {
-    fn last_heard(&mut self) -> Result<String, RecvTimeoutError> {
+    fn final_message(&mut self) -> Result<String, RecvTimeoutError> {
         loop {
-            match self.words.take().map_or_else(|| self.hear(), Ok) {
-                Ok(words) if words == GOING => {}
+            match self.early_message.take().map_or_else(|| self.next_message(), Ok) {
+                Ok(message) if message == GOING => {}
                 heard => return heard,
             }
         }
     }
 
-    fn hear(&self) -> Result<String, RecvTimeoutError> {
-        self.process.hear_within(HANGS)
+    fn next_message(&self) -> Result<String, RecvTimeoutError> {
+        self.process.hear_within(HANG_TIMEOUT)
     }
 }
 
-/// What every rank must say alike: whom an error names and why, not how long it took or in which call it was noticed.
+/// The part of an error that is the same on all ranks: which ranks it names and why, but neither the time nor the call.
 fn cause(error: &Error) -> String {
     match error {
         Error::PeerLost { peer, .. } => format!("rank {peer} was lost"),
@@ -297,7 +298,7 @@ pub fn is_lost(error: Option<&Error>, victims: &[usize]) -> bool {
     matches!(error, Some(Error::PeerLost { peer, .. }) if victims.contains(peer))
 }
 
-/// What groups could leave in `/dev/shm`.
+/// Files that groups could leave in `/dev/shm`.
 pub fn shared_files() -> Vec<String> {
     let files = fs::read_dir("/dev/shm").into_iter().flatten().flatten();
     files.map(|file| file.file_name().to_string_lossy().into_owned()).filter(|name| name.contains("bonfire")).collect()

@@ -1,4 +1,4 @@
-//! What a child does: its ranks join, run the stream, do to themselves what they are told, and report.
+//! A child process: its ranks join, run the stream, inject the faults that they are ordered to, and report.
 
 use std::panic::{catch_unwind, resume_unwind};
 use std::time::{Duration, Instant, UNIX_EPOCH};
@@ -8,31 +8,31 @@ use bonfire_core::{Builder, Error, Group, Medium, ReduceOp, Secret};
 use rustix::process::{Resource, Rlimit, Signal, getpid, getrlimit, kill_process, setrlimit};
 
 use crate::machine;
-use crate::orders::{Act, Carrier, ORDERS, Orders, Report, Words};
-use crate::stream::{Flaw, Step};
+use crate::orders::{Act, Carrier, ChildReport, ORDERS, Orders, Report};
+use crate::stream::{Step, StepError};
 use bonfire_testing::process::say;
 
-/// What a child says once all its ranks are in its group.
+/// The message of a child whose ranks have all joined the group.
 pub const GOING: &str = "going";
 
-/// What a panic says that was ordered.
+/// The payload of a panic that was ordered.
 const ON_PURPOSE: &str = "on purpose";
 
-/// So often the ranks look whether the stream is to end.
-const LOOK: u64 = 8;
+/// Steps between two checks whether the stream is to end.
+const CHECK_INTERVAL: u64 = 8;
 
 pub fn main() {
-    let orders = std::env::var(ORDERS).expect("the parent says what to do");
+    let orders = std::env::var(ORDERS).expect("set by the parent");
     let orders: Orders = serde_json::from_str(&orders).expect("orders are plain data");
-    let loud = std::panic::take_hook();
+    let default_hook = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |panic| {
         if panic.payload().downcast_ref::<&str>() != Some(&ON_PURPOSE) {
-            loud(panic);
+            default_hook(panic);
         }
     }));
-    // tokio keeps two sockets for signals from its first runtime on.
+    // tokio's first runtime opens two sockets for signals, which stay open.
     drop(tokio::runtime::Builder::new_current_thread().enable_all().build());
-    let before = Belongings::now();
+    let before = Resources::now();
     let reports = if orders.carrier == Carrier::Threads {
         let groups = builder(&orders).threads(orders.world_size).expect("a group of threads");
         let ranks: Vec<_> = groups
@@ -46,11 +46,11 @@ pub fn main() {
     } else {
         vec![report(&orders, Builder::connect)]
     };
-    // What is left is counted with descriptors of one's own.
+    // Counting what is left needs descriptors, too.
     lift(Resource::Nofile);
     lift(Resource::As);
-    let words = Words { reports, leaks: before.leaks() };
-    say(serde_json::to_string(&words).expect("words are plain data"));
+    let report = ChildReport { reports, leaks: before.leaks() };
+    say(serde_json::to_string(&report).expect("reports are plain data"));
 }
 
 fn builder(orders: &Orders) -> Builder {
@@ -68,11 +68,11 @@ fn builder(orders: &Orders) -> Builder {
     if orders.secret { builder.secret(Secret::new([7; 32]).expect("long enough")) } else { builder }
 }
 
-/// Joins a group by `join` and lives in it to its end.
+/// Joins a group by `join` and runs the rank to its end.
 fn report(orders: &Orders, join: impl FnOnce(Builder) -> Result<Group, Error> + Send) -> Report {
     let mut report =
         Report { rank: orders.rank, error: None, took: Duration::ZERO, steps: 0, went_on: None, wrong: Vec::new() };
-    // A thread of its own, since a rank may be told to panic.
+    // On a thread of its own, since a rank may be ordered to panic.
     let end = thread::scope(|scope| {
         let rank = || {
             let began = Instant::now();
@@ -80,10 +80,10 @@ fn report(orders: &Orders, join: impl FnOnce(Builder) -> Result<Group, Error> + 
                 limit(Resource::Nofile, count("/proc/self/fd") as u64 + files);
             }
             if let Some(memory) = orders.memory {
-                limit(Resource::As, addresses() + memory);
+                limit(Resource::As, address_space() + memory);
             }
             match join(builder(orders)) {
-                Ok(group) => live(group, orders, &mut report),
+                Ok(group) => run_stream(group, orders, &mut report),
                 Err(error) => (report.error, report.took) = (Some(error), began.elapsed()),
             }
         };
@@ -97,15 +97,15 @@ fn report(orders: &Orders, join: impl FnOnce(Builder) -> Result<Group, Error> + 
     report
 }
 
-/// Runs the stream until it ends, or the group does.
-fn live(group: Group, orders: &Orders, report: &mut Report) {
+/// Runs the stream until it ends or the group fails.
+fn run_stream(group: Group, orders: &Orders, report: &mut Report) {
     let began = Instant::now();
-    let mut outcome = group.barrier().map_err(Flaw::Failed);
+    let mut outcome = group.barrier().map_err(StepError::Failed);
     if outcome.is_ok() && (group.rank() == 0 || orders.carrier != Carrier::Threads) {
         say(GOING);
     }
     report.took = began.elapsed();
-    let mut begun = false;
+    let mut performed = false;
     while outcome.is_ok() && report.steps < orders.steps {
         let deed = orders.deeds.iter().find(|deed| deed.rank == orders.rank && deed.at == report.steps);
         let began = Instant::now();
@@ -113,109 +113,109 @@ fn live(group: Group, orders: &Orders, report: &mut Report) {
             Some(Act::Leave) => return,
             Some(Act::Exit) => std::process::exit(0),
             Some(Act::Skip) => Ok(()),
-            Some(Act::Other) => group.barrier().map_err(Flaw::Failed),
+            Some(Act::Other) => group.barrier().map_err(StepError::Failed),
             Some(Act::Panic) => std::panic::panic_any(ON_PURPOSE),
             Some(Act::PanicInside) => panic_inside(&group),
             Some(act) => {
-                begin(act);
-                begun = true;
+                perform(act);
+                performed = true;
                 step(&group, orders, report.steps)
             }
             None => step(&group, orders, report.steps),
         };
-        // Being slow is the fault, and no part of the call that follows.
+        // The delay is the injected fault, and no part of the call that follows.
         report.took = match deed.map(|deed| &deed.act) {
             Some(Act::Sleep(long)) => began.elapsed().saturating_sub(*long),
             _ => began.elapsed(),
         };
         if outcome.is_ok() {
             report.steps += 1;
-            if orders.until.is_some() && report.steps.is_multiple_of(LOOK) {
+            if orders.until.is_some() && report.steps.is_multiple_of(CHECK_INTERVAL) {
                 outcome = match is_over(&group, orders) {
                     Ok(true) => break,
                     Ok(false) => Ok(()),
-                    Err(error) => Err(Flaw::Failed(error)),
+                    Err(error) => Err(StepError::Failed(error)),
                 };
             }
         }
     }
     match outcome.and_then(|()| Ok(group.barrier()?)) {
         Ok(()) => {}
-        Err(Flaw::Wrong(what)) => report.wrong.push(what),
-        // Another victim was faster, and this one ends all the same: while the others come together again.
-        Err(Flaw::Failed(_)) if !begun && orders.signal().is_some() => {
-            orders.signal().into_iter().for_each(begin);
+        Err(StepError::Wrong(what)) => report.wrong.push(what),
+        // Another victim failed first. This one performs its act nevertheless, while its peers shrink the group.
+        Err(StepError::Failed(_)) if !performed && orders.signal().is_some() => {
+            orders.signal().into_iter().for_each(perform);
             loop {
                 thread::park();
             }
         }
-        Err(Flaw::Failed(error)) => {
-            // A call that could not begin ends nothing. This rank gives up all the same.
+        Err(StepError::Failed(error)) => {
+            // A call that could not start does not fail the group. This rank ends its stream nevertheless.
             let sound = matches!(error, Error::Io { .. }) && group.failure().is_none();
-            if !sound && !stays(&group, &error) {
-                report.wrong.push(format!("{error:?} is not what the group says it ended with"));
+            if !sound && !is_sticky(&group, &error) {
+                report.wrong.push(format!("{error:?} is not the failure that the group reports"));
             }
             report.error = Some(error);
             if orders.goes_on {
-                report.went_on = Some(goes_on(&group, orders, &mut report.wrong));
+                report.went_on = Some(shrink_and_continue(&group, orders, &mut report.wrong));
             }
         }
     }
 }
 
-/// Goes on with those who are left, until a group of theirs has done all that it should. Gives who they are.
-fn goes_on(group: &Group, orders: &Orders, wrong: &mut Vec<String>) -> Result<u32, Error> {
+/// Shrinks the group until a smaller one completes its stream. Returns the members of that group.
+fn shrink_and_continue(group: &Group, orders: &Orders, wrong: &mut Vec<String>) -> Result<u32, Error> {
     let mut left = group.shrink()?;
     loop {
-        match go_on(&left, group.rank(), orders) {
-            Ok(who) => return Ok(who),
-            // Another one was lost meanwhile.
-            Err(Flaw::Failed(_)) => left = left.shrink()?,
-            Err(Flaw::Wrong(what)) => {
-                wrong.push(format!("in the group of those who are left: {what}"));
+        match continue_in(&left, group.rank(), orders) {
+            Ok(members) => return Ok(members),
+            // Another rank was lost meanwhile.
+            Err(StepError::Failed(_)) => left = left.shrink()?,
+            Err(StepError::Wrong(what)) => {
+                wrong.push(format!("in the shrunk group: {what}"));
                 return Ok(0);
             }
         }
     }
 }
 
-/// A stream in the group of those who are left, and who they are.
-fn go_on(left: &Group, first_rank: usize, orders: &Orders) -> Result<u32, Flaw> {
+/// Runs a stream in the shrunk group, and returns its members as a mask of the original ranks.
+fn continue_in(left: &Group, first_rank: usize, orders: &Orders) -> Result<u32, StepError> {
     const STEPS: u64 = 12;
-    let mut who = [1u32 << first_rank];
-    left.all_reduce(&mut who, ReduceOp::Sum)?;
+    let mut members = [1u32 << first_rank];
+    left.all_reduce(&mut members, ReduceOp::Sum)?;
     for number in 0..STEPS {
         Step::draw((!orders.seed, number), orders.largest, left, left.world_size() == 1).run(left)?;
     }
     left.barrier()?;
-    Ok(who[0])
+    Ok(members[0])
 }
 
-/// Step `number`. Where a rank is slow or does something else, and just after, it is a collective operation: messages do
-/// not take all ranks, and who waits for one names its sender.
-fn step(group: &Group, orders: &Orders, number: u64) -> Result<(), Flaw> {
+/// Runs step `number`. Where a rank is slow or makes a different call, and in the step after it, the operation is a
+/// collective: a message does not involve all ranks, and a rank that waits for one names only its sender.
+fn step(group: &Group, orders: &Orders, number: u64) -> Result<(), StepError> {
     let disagrees = |act: &Act| matches!(act, Act::Sleep(_) | Act::Skip | Act::Other);
     let near = orders.deeds.iter().any(|deed| (deed.at..=deed.at + 1).contains(&number) && disagrees(&deed.act));
     if orders.deeds.iter().any(|deed| deed.at == number && matches!(deed.act, Act::Skip | Act::Other)) {
-        // What no other step calls: who calls the next one instead is found out.
+        // No other step makes this call, so the rank that makes the next call instead is detected.
         let mut data = vec![1f32; 777];
         group.all_reduce(&mut data, ReduceOp::Sum)?;
-        return Err(Flaw::Wrong("an operation succeeded that a rank did not call".into()));
+        return Err(StepError::Wrong("an operation succeeded that a rank did not call".into()));
     }
     Step::draw((orders.seed, number), orders.largest, group, near).run(group)
 }
 
-/// What lasts longer than the moment.
-fn begin(act: &Act) {
+/// Performs an act that does not replace the step.
+fn perform(act: &Act) {
     match *act {
         Act::Sleep(long) => thread::sleep(long),
         Act::Files(more) => limit(Resource::Nofile, count("/proc/self/fd") as u64 + more),
-        Act::Clock(wrong_by) => {
+        Act::Clock(offset) => {
             let seconds = || UNIX_EPOCH.elapsed().map_or(0, |since| since.as_secs() as i64);
             machine::set_clock(0);
             let right = seconds();
-            machine::set_clock(wrong_by);
-            assert!((seconds() - right - wrong_by).abs() < 60, "the clock jumps");
+            machine::set_clock(offset);
+            assert!((seconds() - right - offset).abs() < 60, "the clock jumps");
         }
         Act::Signal { number, micros } => {
             thread::spawn(move || {
@@ -224,29 +224,29 @@ fn begin(act: &Act) {
                 kill_process(getpid(), signal).expect("a signal to oneself");
             });
         }
-        _ => unreachable!("these take the step's place"),
+        _ => unreachable!("these replace the step"),
     }
 }
 
-/// A buffer that panics when the operation wants it.
-struct Broken;
+/// A buffer that panics when the operation accesses it.
+struct PanickingBuffer;
 
-impl AsMut<[f32]> for Broken {
+impl AsMut<[f32]> for PanickingBuffer {
     fn as_mut(&mut self) -> &mut [f32] {
         std::panic::panic_any(ON_PURPOSE)
     }
 }
 
-fn panic_inside(group: &Group) -> Result<(), Flaw> {
-    let work = group.start_all_reduce(Broken, ReduceOp::Sum)?;
-    // It comes back from `wait`, and takes the group along.
+fn panic_inside(group: &Group) -> Result<(), StepError> {
+    let work = group.start_all_reduce(PanickingBuffer, ReduceOp::Sum)?;
+    // The panic surfaces in `wait`. Resuming it drops the group during a panic.
     let Err(panic) = catch_unwind(std::panic::AssertUnwindSafe(|| work.wait())) else {
-        return Err(Flaw::Wrong("a buffer's panic was lost".into()));
+        return Err(StepError::Wrong("a buffer's panic was lost".into()));
     };
     resume_unwind(panic)
 }
 
-/// Whether all ranks are to end the stream here, as rank 0 sees it.
+/// Whether all ranks are to end the stream here, as rank 0 decides.
 fn is_over(group: &Group, orders: &Orders) -> Result<bool, Error> {
     let mut over = [u8::from(group.rank() == 0 && orders.until.as_ref().is_some_and(|file| file.exists()))];
     group.all_reduce(&mut over, ReduceOp::Max)?;
@@ -254,9 +254,9 @@ fn is_over(group: &Group, orders: &Orders) -> Result<bool, Error> {
 }
 
 /// Whether every later call returns the same error.
-fn stays(group: &Group, error: &Error) -> bool {
+fn is_sticky(group: &Group, error: &Error) -> bool {
     let later = [group.barrier(), group.all_reduce(&mut [1f32; 3], ReduceOp::Sum), group.send(&[0u8; 2], 0)];
-    // A message to oneself is refused before anything else.
+    // A message to oneself is rejected before anything else is checked.
     let refused = |later: &Result<(), Error>| matches!(later, Err(Error::InvalidArgument { .. })) && group.rank() == 0;
     group.failure().as_ref() == Some(error) && later.iter().all(|later| later.as_ref() == Err(error) || refused(later))
 }
@@ -275,37 +275,37 @@ fn count(folder: &str) -> usize {
     fs::read_dir(folder).map_or(0, Iterator::count)
 }
 
-/// Bytes of addresses that this process has.
-fn addresses() -> u64 {
+/// The size of this process's address space in bytes.
+fn address_space() -> u64 {
     let status = fs::read_to_string("/proc/self/status").expect("Linux has it");
     let size = status.lines().find_map(|line| line.strip_prefix("VmSize:")).expect("a size");
     1024 * size.trim().trim_end_matches(" kB").parse::<u64>().expect("a number")
 }
 
-/// What a process has that a group can leave behind.
+/// Resources of a process that a group could leak.
 #[derive(Debug, PartialEq, PartialOrd)]
-struct Belongings {
+struct Resources {
     files: usize,
     threads: usize,
     segments: usize,
 }
 
-impl Belongings {
-    fn now() -> Belongings {
+impl Resources {
+    fn now() -> Resources {
         let maps = fs::read_to_string("/proc/self/maps").expect("Linux has it");
-        Belongings {
+        Resources {
             files: count("/proc/self/fd"),
             threads: count("/proc/self/task"),
             segments: maps.lines().filter(|line| line.contains("memfd:bonfire")).count(),
         }
     }
 
-    /// What there is more of than before, once threads had the time to end.
+    /// Returns the resources of which there are more than before, after giving threads time to end.
     fn leaks(&self) -> Vec<String> {
         const TIME: Duration = Duration::from_secs(3);
         let start = Instant::now();
         loop {
-            let now = Belongings::now();
+            let now = Resources::now();
             let more = [
                 ("descriptors", self.files, now.files),
                 ("threads", self.threads, now.threads),

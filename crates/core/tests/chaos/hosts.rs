@@ -1,4 +1,4 @@
-//! Faults of networks, between hosts that are network namespaces of this machine.
+//! Network faults between hosts, which are network namespaces of this machine.
 
 use std::path::PathBuf;
 use std::thread;
@@ -6,13 +6,13 @@ use std::time::Duration;
 
 use bonfire_core::Error;
 
-use crate::case::{Case, Child, PATIENT, SILENCE, SOON};
+use crate::case::{Case, Child, LONG_SILENCE, SILENCE, SOON};
 use crate::machine::Network;
 use crate::orders::{Carrier, Orders};
 
 pub const CARRIERS: &[Carrier] = &[Carrier::Tcp, Carrier::Mixed];
 
-/// A group over several hosts: one rank on each of three, or two on each of two.
+/// A group over several hosts: one rank on each of three hosts, or two ranks on each of two.
 struct Group {
     network: Network,
     hosts: usize,
@@ -22,7 +22,7 @@ struct Group {
 }
 
 impl Group {
-    /// Prepares the network by `prepare` and starts the ranks; nothing where this machine does not allow it.
+    /// Prepares the network by `prepare` and starts the ranks. Returns `None` where this machine does not allow it.
     fn start(
         case: &mut Case,
         silence: Duration,
@@ -53,7 +53,7 @@ impl Group {
         Some(Group { network, hosts, children, until, _folder: folder })
     }
 
-    /// Does something to the network once all are going, lets the stream go on for `long`, and ends it.
+    /// Calls `act` on the network once all ranks have joined, lets the stream run for `long`, and ends it.
     fn during(mut self, case: &mut Case, long: Duration, act: impl FnOnce(&Network)) {
         if case.going(&mut self.children) {
             case.faults = 1;
@@ -61,40 +61,40 @@ impl Group {
             thread::sleep(long);
         }
         std::fs::write(&self.until, "").expect("a file");
-        case.end(self.children, &[], PATIENT + SOON, true, &|_, error| error.is_none());
+        case.end(self.children, &[], LONG_SILENCE + SOON, true, &|_, error| error.is_none());
     }
 }
 
-/// One packet of twenty is lost, from the first one on.
+/// Drops one packet in twenty, from the first one on.
 pub fn drops(case: &mut Case) {
-    let Some(group) = Group::start(case, PATIENT, |network, host| network.lose(host, 20)) else { return };
+    let Some(group) = Group::start(case, LONG_SILENCE, |network, host| network.drop_packets(host, 20)) else { return };
     case.what = format!("5 % of the packets on {} hosts", group.hosts);
     group.during(case, Duration::from_secs(2), |_| {});
 }
 
-/// Links become slow while the stream runs.
+/// Reduces the rate of the links while the stream runs.
 pub fn narrows(case: &mut Case) {
-    let Some(group) = Group::start(case, PATIENT, |network, host| network.narrow(host, "1gbit")) else { return };
+    let Some(group) = Group::start(case, LONG_SILENCE, |network, host| network.throttle(host, "1gbit")) else { return };
     let (hosts, rate) = (group.hosts, format!("{}mbit", 10 + case.below(90)));
     case.what = format!("to {rate} on {hosts} hosts");
     group.during(case, Duration::from_secs(2), |network| {
-        (0..hosts).for_each(|host| network.narrow(host, &rate).expect("what could be done before"));
+        (0..hosts).for_each(|host| network.throttle(host, &rate).expect("it succeeded before"));
     });
 }
 
-/// A link is down for less than a rank may be silent.
+/// Takes a link down for less than the heartbeat timeout.
 pub fn link_flaps(case: &mut Case) {
-    let Some(group) = Group::start(case, PATIENT, |_, _| Ok(())) else { return };
+    let Some(group) = Group::start(case, LONG_SILENCE, |_, _| Ok(())) else { return };
     let (host, long) = (case.below(group.hosts), Duration::from_millis(300 + case.below(1700) as u64));
     case.what = format!("that of host {host} of {}, for {long:?}", group.hosts);
     group.during(case, Duration::from_millis(500), |network| {
-        network.link(host, "down").expect("one's own link");
+        network.set_link(host, "down").expect("the test's own link");
         thread::sleep(long);
-        network.link(host, "up").expect("one's own link");
+        network.set_link(host, "up").expect("the test's own link");
     });
 }
 
-/// A link is down for longer, and up again before or after the groups are dropped: either side has lost the other.
+/// Takes a link down for longer than the heartbeat timeout, and maybe up again. Either side loses the other.
 pub fn partition(case: &mut Case) {
     let Some(mut group) = Group::start(case, SILENCE, |_, _| Ok(())) else { return };
     let (host, hosts, heals) = (case.below(group.hosts), group.hosts, case.below(2) == 0);
@@ -102,10 +102,10 @@ pub fn partition(case: &mut Case) {
     if case.going(&mut group.children) {
         thread::sleep(Duration::from_micros(case.below(50_000) as u64));
         case.faults = 1;
-        group.network.link(host, "down").expect("one's own link");
+        group.network.set_link(host, "down").expect("the test's own link");
         if heals {
             thread::sleep(SILENCE + Duration::from_secs(2));
-            group.network.link(host, "up").expect("one's own link");
+            group.network.set_link(host, "up").expect("the test's own link");
         }
     }
     let away = |rank: usize| rank % hosts == host;

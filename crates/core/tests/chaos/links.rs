@@ -1,4 +1,4 @@
-//! Faults of connections, by a relay between one rank and rank 0.
+//! Connection faults, injected by a relay between one rank and rank 0.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpStream};
@@ -13,61 +13,61 @@ use crate::case::{Case, Child, SILENCE, SOON, is_lost};
 use crate::orders::Orders;
 use bonfire_testing::relay::between;
 
-/// What a relay does, as bits. Nothing passes to rank 0, or from it, and nothing is closed.
+/// The mode of a relay, as bits. These two stall the bytes to rank 0, or from it, and close nothing.
 const SILENT_THERE: u8 = 1;
 const SILENT_BACK: u8 = 2;
-/// Every byte by itself, some of them late.
-const PIECES: u8 = 4;
-/// All connections end at once, with a reset.
+/// Forwards every byte by itself, some of them late.
+const SINGLE_BYTES: u8 = 4;
+/// Resets all connections at once.
 const RESET: u8 = 8;
 
-/// All of a rank's connections to rank 0.
+/// A relay for all connections of a rank to rank 0.
 struct Relay {
     address: SocketAddr,
-    does: Arc<AtomicU8>,
+    mode: Arc<AtomicU8>,
 }
 
 impl Relay {
-    fn new(to: &str, does: u8) -> Relay {
-        let does = Arc::new(AtomicU8::new(does));
-        let kept = does.clone();
+    fn new(to: &str, mode: u8) -> Relay {
+        let mode = Arc::new(AtomicU8::new(mode));
+        let shared = mode.clone();
         let address = between(to.to_owned(), move |dialled, target| {
             let copies = [&dialled, &target].map(|stream| stream.try_clone().expect("another descriptor"));
             let [back, there] = copies;
-            pass(dialled, there, SILENT_THERE, kept.clone());
-            pass(target, back, SILENT_BACK, kept.clone());
+            forward(dialled, there, SILENT_THERE, shared.clone());
+            forward(target, back, SILENT_BACK, shared.clone());
         });
-        Relay { address, does }
+        Relay { address, mode }
     }
 
-    fn does(&self, what: u8) {
-        self.does.store(what, Ordering::SeqCst);
+    fn set(&self, mode: u8) {
+        self.mode.store(mode, Ordering::SeqCst);
     }
 }
 
 impl Drop for Relay {
     fn drop(&mut self) {
-        self.does(RESET);
+        self.set(RESET);
     }
 }
 
-/// Carries bytes from one to the other, unless it does what `silent` says.
-fn pass(mut from: TcpStream, mut to: TcpStream, silent: u8, does: Arc<AtomicU8>) {
-    /// After so long it looks what it is to do now.
-    const LOOK: Duration = Duration::from_millis(10);
-    from.set_read_timeout(Some(LOOK)).expect("longer than nothing");
+/// Forwards bytes from one stream to the other, unless the mode has the bit `silent`.
+fn forward(mut from: TcpStream, mut to: TcpStream, silent: u8, mode: Arc<AtomicU8>) {
+    /// The time between two checks of the mode.
+    const POLL_INTERVAL: Duration = Duration::from_millis(10);
+    from.set_read_timeout(Some(POLL_INTERVAL)).expect("a timeout above zero");
     to.set_nodelay(true).expect("a stream");
-    let does = move || does.load(Ordering::SeqCst);
+    let mode = move || mode.load(Ordering::SeqCst);
     thread::spawn(move || {
         let (mut buffer, mut number) = ([0; 4096], 0u32);
         loop {
-            let most = if does() & PIECES == 0 { buffer.len() } else { 1 };
+            let most = if mode() & SINGLE_BYTES == 0 { buffer.len() } else { 1 };
             let read = from.read(&mut buffer[..most]);
-            // What was read before the silence comes after it.
-            while does() & silent != 0 && does() & RESET == 0 {
-                thread::sleep(LOOK);
+            // Bytes that were read before the silence are forwarded after it.
+            while mode() & silent != 0 && mode() & RESET == 0 {
+                thread::sleep(POLL_INTERVAL);
             }
-            if does() & RESET != 0 {
+            if mode() & RESET != 0 {
                 let linger = |stream| set_socket_linger(stream, Some(Duration::ZERO));
                 let _ = (linger(&from), linger(&to));
                 return;
@@ -81,38 +81,38 @@ fn pass(mut from: TcpStream, mut to: TcpStream, silent: u8, does: Arc<AtomicU8>)
                 }
             }
             number = number.wrapping_add(1);
-            if does() & PIECES != 0 && number.is_multiple_of(251) {
-                // Being late is the fault.
+            if mode() & SINGLE_BYTES != 0 && number.is_multiple_of(251) {
+                // The delay is the injected fault.
                 thread::sleep(Duration::from_millis(1));
             }
         }
     });
 }
 
-/// Starts a group in which `rank` reaches rank 0 by a relay.
-fn start(case: &Case, orders: &Orders, rank: usize, does: u8) -> (Vec<Child>, Relay) {
-    let relay = Relay::new(&orders.address, does);
+/// Starts a group in which `rank` reaches rank 0 through a relay.
+fn start(case: &Case, orders: &Orders, rank: usize, mode: u8) -> (Vec<Child>, Relay) {
+    let relay = Relay::new(&orders.address, mode);
     let address = |own: usize| if own == rank { relay.address.to_string() } else { orders.address.clone() };
     let orders = |rank: usize| Orders { rank, address: address(rank), ..orders.clone() };
     ((0..orders(0).world_size).map(|rank| case.child(&[], &orders(rank))).collect(), relay)
 }
 
-/// Once all are going, after a moment: somewhere in the stream.
-fn soon(case: &mut Case) {
+/// Sleeps for a random time, so that the fault that follows can hit any place of the stream.
+fn random_pause(case: &mut Case) {
     thread::sleep(Duration::from_micros(case.below(50_000) as u64));
 }
 
-/// Two ranks that lose each other while both live: each names the other one, and a third whom it hears of first.
-fn cut(case: &mut Case, does: u8, within: Duration) {
+/// Two live ranks lose each other. Each names the other one, and a third rank names the one that it notices first.
+fn cut(case: &mut Case, mode: u8, within: Duration) {
     let n = case.world_size();
     let (orders, rank) =
         (Orders { silence: SILENCE, deadline: SOON, goes_on: true, ..case.orders(n) }, 1 + case.below(n - 1));
     let (mut children, relay) = start(case, &orders, rank, 0);
     case.what = format!("between ranks 0 and {rank} of {n}");
     if case.going(&mut children) {
-        soon(case);
+        random_pause(case);
         case.faults = 1;
-        relay.does(does);
+        relay.set(mode);
     }
     let reports = case.end(children, &[], within, false, &|_, error| is_lost(error, &[0, rank]));
     case.went_on_as_one(&reports);
@@ -128,11 +128,11 @@ pub fn half_open(case: &mut Case) {
 }
 
 pub fn one_way(case: &mut Case) {
-    let does = if case.below(2) == 0 { SILENT_THERE } else { SILENT_BACK };
-    cut(case, does, SILENCE + SOON);
+    let mode = if case.below(2) == 0 { SILENT_THERE } else { SILENT_BACK };
+    cut(case, mode, SILENCE + SOON);
 }
 
-/// A connection over which nothing comes for a while, and then everything.
+/// Connections that stall for a while and then deliver everything.
 pub fn stalls(case: &mut Case) {
     let n = case.world_size();
     let folder = tempfile::tempdir().expect("a folder for a file");
@@ -142,22 +142,22 @@ pub fn stalls(case: &mut Case) {
     let long = Duration::from_millis(500 + case.below(1000) as u64);
     case.what = format!("between ranks 0 and {rank} of {n}, for {long:?}");
     if case.going(&mut children) {
-        soon(case);
+        random_pause(case);
         case.faults = 1;
-        relay.does(SILENT_THERE | SILENT_BACK);
+        relay.set(SILENT_THERE | SILENT_BACK);
         thread::sleep(long);
-        relay.does(0);
+        relay.set(0);
     }
     std::fs::write(until, "").expect("a file");
     case.end(children, &[], SOON, true, &|_, error| error.is_none());
     case.port_is_free(&orders.address);
 }
 
-/// From the first byte on every one comes by itself.
+/// Forwards every byte by itself from the start.
 pub fn pieces(case: &mut Case) {
     let n = case.world_size();
     let (orders, rank) = (Orders { steps: 60, largest: 12, ..case.orders(n) }, 1 + case.below(n - 1));
-    let (children, relay) = start(case, &orders, rank, PIECES);
+    let (children, relay) = start(case, &orders, rank, SINGLE_BYTES);
     case.what = format!("between ranks 0 and {rank} of {n}");
     case.faults = 1;
     case.end(children, &[], SOON, true, &|_, error| error.is_none());

@@ -1,54 +1,54 @@
-//! What a test needs of the machine: commands that it may not allow, a clock that can be set, hosts and links.
+//! What a test needs from the machine: commands that it may not allow, a clock that can be set, hosts and links.
 
 use std::process::Command;
 use std::sync::atomic::{AtomicI64, AtomicU32, Ordering};
 
 use rustix::time::ClockId;
 
-/// By how many seconds this process's wall clock is wrong.
-static WRONG_BY: AtomicI64 = AtomicI64::new(0);
+/// Offset of this process's wall clock in seconds.
+static CLOCK_OFFSET: AtomicI64 = AtomicI64::new(0);
 
 pub fn set_clock(seconds: i64) {
-    WRONG_BY.store(seconds, Ordering::SeqCst);
+    CLOCK_OFFSET.store(seconds, Ordering::SeqCst);
 }
 
-/// Whether [`set_clock`] does anything here.
+/// Returns an error where [`set_clock`] has no effect.
 pub fn has_own_clock() -> Result<(), String> {
     let has = cfg!(all(target_os = "linux", target_pointer_width = "64"));
-    if has { Ok(()) } else { Err("this test knows the C library's clock on 64-bit Linux only".into()) }
+    if has { Ok(()) } else { Err("this test replaces the C library's clock on 64-bit Linux only".into()) }
 }
 
-/// The system's structure on 64-bit Linux.
+/// `struct timespec` on 64-bit Linux.
 #[repr(C)]
-pub struct Time {
+pub struct Timespec {
     seconds: i64,
     nanoseconds: i64,
 }
 
-/// Takes the place of the C library's function of this name in the whole process, so that everything in it that reads
-/// the wall clock reads the wrong time, and nobody else on the machine does.
+/// Replaces the C library's function of this name in the whole process: all code in it that reads the wall clock reads
+/// the wrong time. Other processes are not affected.
 ///
 /// # Safety
-/// `time` can be written to, as that function asks of its callers.
+/// `time` must be valid for writes, as that function requires.
 #[cfg(all(target_os = "linux", target_pointer_width = "64"))]
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn clock_gettime(clock: i32, time: *mut Time) -> i32 {
-    let (clock, wrong_by) = match clock {
-        0 => (ClockId::Realtime, WRONG_BY.load(Ordering::SeqCst)),
+pub unsafe extern "C" fn clock_gettime(clock: i32, time: *mut Timespec) -> i32 {
+    let (clock, offset) = match clock {
+        0 => (ClockId::Realtime, CLOCK_OFFSET.load(Ordering::SeqCst)),
         1 => (ClockId::Monotonic, 0),
-        5 => (ClockId::RealtimeCoarse, WRONG_BY.load(Ordering::SeqCst)),
+        5 => (ClockId::RealtimeCoarse, CLOCK_OFFSET.load(Ordering::SeqCst)),
         6 => (ClockId::MonotonicCoarse, 0),
         7 => (ClockId::Boottime, 0),
-        // Nothing here asks for others.
+        // No code here uses the other clocks.
         _ => return -1,
     };
     let now = rustix::time::clock_gettime(clock);
-    // SAFETY: the caller vouches for it.
-    unsafe { time.write(Time { seconds: now.tv_sec + wrong_by, nanoseconds: now.tv_nsec }) };
+    // SAFETY: the caller ensures that `time` is valid for writes.
+    unsafe { time.write(Timespec { seconds: now.tv_sec + offset, nanoseconds: now.tv_nsec }) };
     0
 }
 
-/// Whether a command that runs others can be had here, and why not.
+/// Checks whether this machine allows a command that runs others. The error says why not.
 pub fn try_out(command: &[String]) -> Result<(), String> {
     run(&[command, &["true".into()]].concat())
 }
@@ -59,22 +59,22 @@ fn run(words: &[String]) -> Result<(), String> {
     if output.status.success() {
         return Ok(());
     }
-    Err(format!("`{}` says: {}", words.join(" "), String::from_utf8_lossy(&output.stderr).trim()))
+    Err(format!("`{}` failed: {}", words.join(" "), String::from_utf8_lossy(&output.stderr).trim()))
 }
 
-/// As one line.
+/// Runs a command that is given as one line.
 fn command(line: &str) -> Result<(), String> {
     run(&line.split_whitespace().map(String::from).collect::<Vec<_>>())
 }
 
-/// Hosts: network namespaces, each with a link to a switch. They are gone when it is dropped.
+/// Hosts: network namespaces, each linked to a switch. Dropping it deletes them.
 pub struct Network {
     name: String,
     hosts: usize,
 }
 
 impl Network {
-    /// Makes as many hosts, or says why this machine allows none.
+    /// Creates the hosts. The error says why this machine does not allow it.
     pub fn new(hosts: usize) -> Result<Network, String> {
         static NUMBER: AtomicU32 = AtomicU32::new(0);
         if !rustix::process::geteuid().is_root() {
@@ -111,24 +111,24 @@ impl Network {
         format!("10.77.0.{}", i + 1)
     }
 
-    /// What a command begins with that is to run on a host.
+    /// The prefix of a command that is to run on a host.
     pub fn on(&self, i: usize) -> Vec<String> {
         ["ip", "netns", "exec", &self.host(i)].map(String::from).into()
     }
 
-    /// Takes the link of a host down, or up again.
-    pub fn link(&self, i: usize, state: &str) -> Result<(), String> {
+    /// Sets the link of a host up or down.
+    pub fn set_link(&self, i: usize, state: &str) -> Result<(), String> {
         command(&format!("ip -n {} link set port{i} {state}", self.switch()))
     }
 
-    /// Loses one of this many packets that reach a host.
-    pub fn lose(&self, i: usize, one_of: usize) -> Result<(), String> {
+    /// Drops one in `one_of` packets that reach a host.
+    pub fn drop_packets(&self, i: usize, one_of: usize) -> Result<(), String> {
         let rule = format!("-A INPUT -i bf0 -m statistic --mode random --probability {:.4}", 1.0 / one_of as f64);
         command(&format!("{} iptables {rule} -j DROP", self.on(i).join(" ")))
     }
 
-    /// Limits what a host sends.
-    pub fn narrow(&self, i: usize, rate: &str) -> Result<(), String> {
+    /// Limits the rate at which a host sends.
+    pub fn throttle(&self, i: usize, rate: &str) -> Result<(), String> {
         let shape = format!("qdisc replace dev bf0 root tbf rate {rate} burst 128kb latency 50ms");
         command(&format!("{} tc {shape}", self.on(i).join(" ")))
     }
@@ -137,7 +137,7 @@ impl Network {
 impl Drop for Network {
     fn drop(&mut self) {
         for name in (0..self.hosts).map(|i| self.host(i)).chain([self.switch()]) {
-            // Those that were not made, where making them failed, cannot be deleted.
+            // Fails for namespaces that were never created, because creating them failed.
             let _ = command(&format!("ip netns del {name}"));
         }
     }

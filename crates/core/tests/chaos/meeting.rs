@@ -1,4 +1,4 @@
-//! Faults before there is a group.
+//! Faults during the rendezvous.
 
 use std::net::TcpListener;
 use std::thread;
@@ -10,18 +10,18 @@ use rustix::process::Signal;
 use crate::case::{Case, Child, SOON, is_lost};
 use crate::orders::Orders;
 
-/// How long ranks wait for others that will not come.
-const PATIENCE: Duration = Duration::from_secs(3);
+/// The timeout of a rendezvous in which ranks are missing.
+const TIMEOUT: Duration = Duration::from_secs(3);
 
-/// The stream of a group that is whole.
+/// Steps of the stream of a complete group.
 const STEPS: u64 = 20;
 
 fn failed(error: Option<&Error>) -> bool {
     matches!(error, Some(Error::Rendezvous { .. }))
 }
 
-fn impatient(case: &mut Case, n: usize) -> Orders {
-    Orders { patience: PATIENCE, steps: STEPS, ..case.orders(n) }
+fn orders_with_timeout(case: &mut Case, n: usize) -> Orders {
+    Orders { patience: TIMEOUT, steps: STEPS, ..case.orders(n) }
 }
 
 /// Starts these ranks in a random order.
@@ -34,28 +34,28 @@ fn start(case: &mut Case, mut orders: Vec<Orders>) -> Vec<Child> {
     children
 }
 
-/// A rank is started twice: all fail alike, or all but one of the two find each other.
+/// A rank is started twice: all processes fail alike, or all but one of the two connect.
 pub fn duplicate(case: &mut Case) {
     let n = case.world_size();
-    let (orders, twice) = (impatient(case, n), case.below(n));
+    let (orders, twice) = (orders_with_timeout(case, n), case.below(n));
     let all = (0..n).chain([twice]).map(|rank| Orders { rank, ..orders.clone() }).collect();
     let children = start(case, all);
     case.what = format!("rank {twice} of {n}");
     case.faults = 1;
-    let reports = case.end(children, &[], PATIENCE + SOON, false, &|_, error| error.is_none() || failed(error));
-    let found = reports.iter().filter(|report| report.error.is_none()).map(|report| report.rank);
-    let mut found: Vec<_> = found.collect();
-    found.sort_unstable();
-    if !found.is_empty() && !found.iter().copied().eq(0..n) {
-        case.wrong.push(format!("ranks {found:?} found each other"));
+    let reports = case.end(children, &[], TIMEOUT + SOON, false, &|_, error| error.is_none() || failed(error));
+    let connected = reports.iter().filter(|report| report.error.is_none()).map(|report| report.rank);
+    let mut connected: Vec<_> = connected.collect();
+    connected.sort_unstable();
+    if !connected.is_empty() && !connected.iter().copied().eq(0..n) {
+        case.wrong.push(format!("ranks {connected:?} connected"));
     }
     case.port_is_free(&orders.address);
 }
 
-/// A rank that comes late, but not too late.
+/// A rank that starts late, but not too late.
 pub fn late(case: &mut Case) {
     let n = case.world_size();
-    let (orders, last) = (Orders { patience: SOON * 3, ..impatient(case, n) }, case.below(n));
+    let (orders, last) = (Orders { patience: SOON * 3, ..orders_with_timeout(case, n) }, case.below(n));
     let late = Duration::from_millis(case.below(1500) as u64);
     let others = (0..n).filter(|rank| *rank != last).map(|rank| Orders { rank, ..orders.clone() }).collect();
     let mut children = start(case, others);
@@ -67,50 +67,50 @@ pub fn late(case: &mut Case) {
     case.port_is_free(&orders.address);
 }
 
-/// A rank that comes when the others have given up.
+/// A rank that starts after the rendezvous of its peers has timed out.
 pub fn too_late(case: &mut Case) {
     let n = case.world_size();
-    let (orders, last) = (impatient(case, n), case.below(n));
+    let (orders, last) = (orders_with_timeout(case, n), case.below(n));
     let others = (0..n).filter(|rank| *rank != last).map(|rank| Orders { rank, ..orders.clone() }).collect();
     let children = start(case, others);
     case.what = format!("rank {last} of {n}");
     case.faults = 1;
-    case.end(children, &[], PATIENCE + SOON, true, &|_, error| failed(error));
+    case.end(children, &[], TIMEOUT + SOON, true, &|_, error| failed(error));
     let child = case.child(&[], &Orders { rank: last, ..orders.clone() });
-    case.end(vec![child], &[], PATIENCE + SOON, true, &|_, error| failed(error));
+    case.end(vec![child], &[], TIMEOUT + SOON, true, &|_, error| failed(error));
     case.port_is_free(&orders.address);
 }
 
 pub fn world_size(case: &mut Case) {
     let n = case.world_size();
-    let (orders, odd) = (impatient(case, n), case.below(n));
+    let (orders, odd) = (orders_with_timeout(case, n), case.below(n));
     let other = if n > 2 && odd < n - 1 && case.below(2) == 0 { n - 1 } else { n + 1 };
     let world_size = |rank| if rank == odd { other } else { n };
     let children =
         start(case, (0..n).map(|rank| Orders { rank, world_size: world_size(rank), ..orders.clone() }).collect());
     case.what = format!("{other} on rank {odd} of {n}");
     case.faults = 1;
-    case.end(children, &[], PATIENCE + SOON, true, &|_, error| failed(error));
+    case.end(children, &[], TIMEOUT + SOON, true, &|_, error| failed(error));
     case.port_is_free(&orders.address);
 }
 
-/// Somebody else listens where rank 0 should, and says nothing.
+/// Another listener has rank 0's address, and stays silent.
 pub fn port_in_use(case: &mut Case) {
     let n = case.world_size();
-    let orders = impatient(case, n);
+    let orders = orders_with_timeout(case, n);
     let listener = TcpListener::bind(&orders.address).expect("a free address");
     let children = start(case, (0..n).map(|rank| Orders { rank, ..orders.clone() }).collect());
     case.what = format!("{n} ranks");
     case.faults = 1;
-    case.end(children, &[], PATIENCE + SOON, true, &|_, error| failed(error));
+    case.end(children, &[], TIMEOUT + SOON, true, &|_, error| failed(error));
     drop(listener);
     case.port_is_free(&orders.address);
 }
 
-/// A rank is killed while the others look for it, or just after.
+/// A rank is killed during the rendezvous, or just after it.
 pub fn killed(case: &mut Case) {
     let n = case.world_size();
-    let (orders, victim) = (Orders { steps: u64::MAX, ..impatient(case, n) }, case.below(n));
+    let (orders, victim) = (Orders { steps: u64::MAX, ..orders_with_timeout(case, n) }, case.below(n));
     let mut children: Vec<_> = (0..n).map(|rank| case.child(&[], &Orders { rank, ..orders.clone() })).collect();
     let late = Duration::from_micros(case.below(20_000) as u64);
     thread::sleep(late);
@@ -119,6 +119,6 @@ pub fn killed(case: &mut Case) {
     child.process.end();
     case.what = format!("rank {victim} of {n} after {late:?}");
     case.faults = 1;
-    case.end(children, &[], PATIENCE + SOON, false, &|_, error| failed(error) || is_lost(error, &[victim]));
+    case.end(children, &[], TIMEOUT + SOON, false, &|_, error| failed(error) || is_lost(error, &[victim]));
     case.port_is_free(&orders.address);
 }

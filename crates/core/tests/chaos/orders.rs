@@ -1,4 +1,4 @@
-//! What the parent tells its ranks, and what they say of it afterwards.
+//! The parent's orders to its children, and their reports.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -6,54 +6,54 @@ use std::time::Duration;
 use bonfire_core::Error;
 use serde::{Deserialize, Serialize};
 
-/// The variable by which a child is told its [`Orders`].
+/// The environment variable with a child's [`Orders`].
 pub const ORDERS: &str = "CHAOS_ORDERS";
 
-/// What carries a group's operations.
+/// The transport of a group.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Carrier {
     /// All ranks are threads of one child.
     Threads,
     Tcp,
     Shm,
-    /// Two hosts, on which the ranks sit in turn.
+    /// Two hosts. Ranks alternate between them.
     Mixed,
 }
 
-/// What a rank does to itself at one place of its stream.
+/// A fault that a rank injects into itself at one step of its stream.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum Act {
-    /// This signal comes so many microseconds later, whatever the rank does then.
+    /// This signal arrives after so many microseconds, whatever the rank does then.
     Signal { number: i32, micros: u64 },
-    /// It ends without a farewell.
+    /// It exits without a graceful shutdown.
     Exit,
-    /// It drops its group in good order.
+    /// It drops its group: a graceful shutdown.
     Leave,
     /// It panics between two operations.
     Panic,
-    /// It panics in the middle of an operation, by the buffer that it gave.
+    /// It panics during an operation, in the buffer that it passed.
     PanicInside,
     /// It is slow.
     Sleep(Duration),
-    /// It leaves one operation out.
+    /// It skips one operation.
     Skip,
-    /// It calls something else.
+    /// It makes a different call.
     Other,
-    /// From here on it may have only so many more descriptors than it has.
+    /// From here on it may open only so many more descriptors than it has.
     Files(u64),
-    /// Its wall clock is wrong by so many seconds.
+    /// Its wall clock is off by so many seconds.
     Clock(i64),
 }
 
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub struct Deed {
+pub struct ScheduledAct {
     pub rank: usize,
-    /// Before which step.
+    /// The step before which it happens.
     pub at: u64,
     pub act: Act,
 }
 
-/// What one child does.
+/// The orders of one child.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Orders {
     pub carrier: Carrier,
@@ -65,51 +65,51 @@ pub struct Orders {
     pub secret: bool,
     pub deadline: Duration,
     pub silence: Duration,
-    /// For the rendezvous.
+    /// The timeout of the rendezvous.
     pub patience: Duration,
-    /// The same numbers on all ranks.
+    /// The same on all ranks.
     pub seed: u64,
     /// The steps of the stream, unless it fails before.
     pub steps: u64,
-    /// The most bytes of an operation, as a power of two.
+    /// The base-2 logarithm of the most bytes of an operation.
     pub largest: usize,
-    /// Once this file is there the stream ends early.
+    /// The stream ends early once this file exists.
     pub until: Option<PathBuf>,
-    pub deeds: Vec<Deed>,
-    /// Whether those who are left go on without the others after a failure.
+    pub deeds: Vec<ScheduledAct>,
+    /// Whether the survivors of a failure shrink the group and continue.
     pub goes_on: bool,
-    /// How many more descriptors, and bytes of addresses, than it has before it connects.
+    /// How many more descriptors, and bytes of address space, it may use than before it connects.
     pub files: Option<u64>,
     pub memory: Option<u64>,
 }
 
 impl Orders {
-    /// The signal that this rank is to have, if any.
+    /// The signal that this rank is ordered to send itself, if any.
     pub fn signal(&self) -> Option<&Act> {
         let own = self.deeds.iter().find(|deed| deed.rank == self.rank)?;
         matches!(own.act, Act::Signal { .. }).then_some(&own.act)
     }
 }
 
-/// What became of a rank.
+/// The outcome of a rank.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Report {
     pub rank: usize,
     pub error: Option<Error>,
-    /// From the beginning of the call that failed.
+    /// Time since the start of the call that failed.
     pub took: Duration,
     /// Steps that were completed.
     pub steps: u64,
-    /// Who went on together where that was ordered, as a mask of the group's ranks.
+    /// The members of the shrunk group as a mask of the original ranks, where shrinking was ordered.
     pub went_on: Option<Result<u32, Error>>,
-    /// What should not be.
+    /// Violations that the rank found.
     pub wrong: Vec<String>,
 }
 
-/// A child's last words.
+/// The final message of a child.
 #[derive(Debug, Serialize, Deserialize)]
-pub struct Words {
+pub struct ChildReport {
     pub reports: Vec<Report>,
-    /// What it still has of its group.
+    /// Resources of its group that it still has.
     pub leaks: Vec<String>,
 }

@@ -6,9 +6,9 @@ use bonfire_core::Error;
 use rustix::process::Signal;
 
 use crate::case::{Case, DEADLINE, SILENCE, SOON, is_lost};
-use crate::orders::{Act, Carrier, Deed, Orders, Report};
+use crate::orders::{Act, Carrier, Orders, Report, ScheduledAct};
 
-/// A deadline that is missed, and by how much.
+/// A deadline that is missed, and the time by which it is missed.
 const SHORT: Duration = Duration::from_secs(3);
 
 pub fn killed(case: &mut Case) {
@@ -22,14 +22,14 @@ pub fn killed(case: &mut Case) {
     case.port_is_free(&orders.address);
 }
 
-/// Several at one moment: who is noticed first may differ from rank to rank.
+/// Several ranks are killed at one moment. Which of them is noticed first may differ from rank to rank.
 pub fn several_killed(case: &mut Case) {
     let orders = case.orders(4);
     let (first, at) = (case.below(4), case.early());
     let victims = [first, (first + 1 + case.below(3)) % 4];
     let deeds = victims.map(|rank| {
         let act = Act::Signal { number: Signal::KILL.as_raw(), micros: case.below(1000) as u64 };
-        Deed { rank, at, act }
+        ScheduledAct { rank, at, act }
     });
     case.what = format!("{deeds:?} of 4");
     case.faults = 2;
@@ -39,7 +39,7 @@ pub fn several_killed(case: &mut Case) {
     case.port_is_free(&orders.address);
 }
 
-/// A rank that is stopped, and goes on when the others have given it up, or never.
+/// A rank is stopped, and resumed after its peers have declared it lost, or never.
 pub fn stopped(case: &mut Case) {
     let n = case.world_size();
     let (orders, victim) = (Orders { silence: SILENCE, goes_on: true, ..case.orders(n) }, case.below(n));
@@ -50,20 +50,20 @@ pub fn stopped(case: &mut Case) {
     let stopped = children.remove(victim);
     let reports = case.end(children, &[], SILENCE + SOON, true, &|_, error| is_lost(error, &[victim]));
     if n == 2 && victim == 0 {
-        // It may be there still, and then it goes on.
-        let apart = |report: &Report| matches!(report.went_on, Some(Err(Error::Shrink { .. })));
-        case.wrong.extend(reports.iter().filter(|report| !apart(report)).map(|report| format!("{report:?} went on")));
+        // The silent rank 0 may still be alive and continue, so that the other one must not.
+        let refused = |report: &Report| matches!(report.went_on, Some(Err(Error::Shrink { .. })));
+        case.wrong.extend(reports.iter().filter(|report| !refused(report)).map(|report| format!("{report:?} went on")));
     } else {
         case.went_on(&reports, n, &[victim]);
     }
     if goes_on {
         stopped.process.signal(Signal::CONT);
         let slowest = case.slowest;
-        // It hears what it missed: that it was given up, or that all have left.
+        // It learns that it was declared lost, or that all peers have left.
         case.end(vec![stopped], &[], DEADLINE * 2, false, &|_, error| error.is_some());
         case.slowest = slowest;
     } else {
-        // It is killed, and its port is free.
+        // Dropping it kills it, which frees its port.
         drop(stopped);
     }
     case.port_is_free(&orders.address);
@@ -105,7 +105,7 @@ pub fn panics(case: &mut Case) {
     case.port_is_free(&orders.address);
 }
 
-/// The deadline passes while a rank is elsewhere; it hears of that when it comes.
+/// The deadline passes while a rank sleeps. The rank gets the error when it calls.
 pub fn too_slow(case: &mut Case) {
     let n = case.world_size();
     let (orders, victim) = (Orders { deadline: SHORT, ..case.orders(n) }, case.below(n));
@@ -132,7 +132,7 @@ pub fn slow(case: &mut Case) {
     case.port_is_free(&orders.address);
 }
 
-/// A rank leaves an operation out, or calls another one.
+/// A rank skips an operation, or makes a different call.
 pub fn disagrees(case: &mut Case) {
     let n = case.world_size();
     let (orders, victim) = (Orders { goes_on: true, ..case.orders(n) }, case.below(n));
@@ -144,14 +144,14 @@ pub fn disagrees(case: &mut Case) {
     case.port_is_free(&orders.address);
 }
 
-/// The machine sleeps for longer than a rank may be silent: when it goes on nobody has lost anybody.
+/// The machine sleeps for longer than the heartbeat timeout. After it resumes, no rank is declared lost.
 pub fn all_stopped(case: &mut Case) {
     let n = case.world_size();
     let folder = tempfile::tempdir().expect("a folder for a file");
     let until = folder.path().join("over");
     let orders = Orders { silence: SILENCE, until: Some(until.clone()), ..case.orders(n) };
     let mut children = case.start(&orders);
-    case.what = format!("all {n} ranks stop for longer than they may be silent");
+    case.what = format!("all {n} ranks stop for longer than the heartbeat timeout");
     if case.going(&mut children) {
         case.faults = 1;
         children.iter().for_each(|child| child.process.signal(Signal::STOP));

@@ -1,4 +1,4 @@
-//! What a process or its machine runs out of, and clocks that differ or jump.
+//! Resources that a process or its machine runs out of, and clocks that differ or jump.
 
 use std::time::Duration;
 
@@ -6,21 +6,21 @@ use bonfire_core::Error;
 
 use crate::case::{Case, Child, SOON, is_lost};
 use crate::machine;
-use crate::orders::{Act, Deed, Orders};
+use crate::orders::{Act, Orders, ScheduledAct};
 
-/// How long ranks wait for one that could not get as far, in the rendezvous and in an operation: a rank that cannot take
-/// a connection does not say so.
-const PATIENCE: Duration = Duration::from_secs(5);
+/// The timeout of the rendezvous and of operations: a rank that cannot accept a connection reports nothing, so its
+/// peers wait for it.
+const TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Starts a group of which one rank has less than it wants.
+/// Starts a group in which the rank of `short` has fewer resources than it needs.
 fn start(case: &mut Case, orders: &Orders, short: &Orders) -> Vec<Child> {
     let orders = |rank| if rank == short.rank { short.clone() } else { Orders { rank, ..orders.clone() } };
     (0..orders(0).world_size).map(|rank| case.child(&[], &orders(rank))).collect()
 }
 
-/// The rank that lacks something says what and leaves, or others wait for it in vain; or it has enough, and all complete
-/// the stream. Nobody but that rank is lost or has left.
-fn any(error: Option<&Error>, short: usize) -> bool {
+/// Whether a rank may end with this error. The rank that lacks a resource reports it and leaves, or its peers time out,
+/// or it has enough and all complete the stream. No other rank is lost or leaves.
+fn is_expected(error: Option<&Error>, short: usize) -> bool {
     match error {
         None | Some(Error::Io { .. } | Error::Rendezvous { .. } | Error::Timeout { .. }) => true,
         Some(Error::Left { rank, .. }) => *rank == short,
@@ -30,46 +30,44 @@ fn any(error: Option<&Error>, short: usize) -> bool {
 
 pub fn files_before(case: &mut Case) {
     let n = case.world_size();
-    let (orders, rank) =
-        (Orders { patience: PATIENCE, deadline: PATIENCE, steps: 30, ..case.orders(n) }, case.below(n));
+    let (orders, rank) = (Orders { patience: TIMEOUT, deadline: TIMEOUT, steps: 30, ..case.orders(n) }, case.below(n));
     let files = case.below(20) as u64;
     let children = start(case, &orders, &Orders { rank, files: Some(files), ..orders.clone() });
     case.what = format!("{files} descriptors for rank {rank} of {n} before it connects");
     case.faults = 1;
-    let reports = case.end(children, &[], PATIENCE + SOON, false, &|_, error| any(error, rank));
+    let reports = case.end(children, &[], TIMEOUT + SOON, false, &|_, error| is_expected(error, rank));
     case.all_or_none(&reports);
     case.port_is_free(&orders.address);
 }
 
 pub fn files_during(case: &mut Case) {
     let n = case.world_size();
-    let (orders, rank) = (Orders { deadline: PATIENCE, steps: 60, ..case.orders(n) }, case.below(n));
+    let (orders, rank) = (Orders { deadline: TIMEOUT, steps: 60, ..case.orders(n) }, case.below(n));
     let act = Act::Files(case.below(3) as u64);
-    let deeds = vec![Deed { rank, at: case.below(3) as u64, act }];
+    let deeds = vec![ScheduledAct { rank, at: case.below(3) as u64, act }];
     case.what = format!("{deeds:?} of {n}");
     let children = case.start(&Orders { deeds, ..orders.clone() });
     case.faults = 1;
-    let reports = case.end(children, &[], SOON, false, &|_, error| any(error, rank));
+    let reports = case.end(children, &[], SOON, false, &|_, error| is_expected(error, rank));
     case.all_or_none(&reports);
     case.port_is_free(&orders.address);
 }
 
-/// Addresses for memory: for a few of the threads and mappings that a group needs, or all.
+/// Limits the address space to some or all of the threads and mappings that a group needs.
 pub fn memory(case: &mut Case) {
     let n = case.world_size();
-    let (orders, rank) =
-        (Orders { patience: PATIENCE, deadline: PATIENCE, steps: 30, ..case.orders(n) }, case.below(n));
+    let (orders, rank) = (Orders { patience: TIMEOUT, deadline: TIMEOUT, steps: 30, ..case.orders(n) }, case.below(n));
     let memory = (case.below(64) as u64) << 19;
     let children = start(case, &orders, &Orders { rank, memory: Some(memory), ..orders.clone() });
-    case.what = format!("{} KiB of addresses for rank {rank} of {n}", memory >> 10);
+    case.what = format!("{} KiB of address space for rank {rank} of {n}", memory >> 10);
     case.faults = 1;
     case.may_abort = Some(rank);
-    let reports = case.end(children, &[], PATIENCE + SOON, false, &|_, error| any(error, rank));
+    let reports = case.end(children, &[], TIMEOUT + SOON, false, &|_, error| is_expected(error, rank));
     case.all_or_none(&reports);
     case.port_is_free(&orders.address);
 }
 
-/// No byte is left in `/dev/shm`, for each rank one of its own.
+/// Gives each rank a `/dev/shm` of its own without a free byte.
 pub fn shared_full(case: &mut Case) {
     let mount = "mount -t tmpfs -o size=4k none /dev/shm && head -c 4096 /dev/zero >/dev/shm/full && exec \"$@\"";
     let command = ["unshare", "-m", "sh", "-c", mount, "sh"].map(String::from);
@@ -86,7 +84,7 @@ pub fn shared_full(case: &mut Case) {
     case.port_is_free(&orders.address);
 }
 
-/// The monotonic clock of every rank is another one, by days.
+/// The monotonic clocks of the ranks differ by days.
 pub fn clocks_differ(case: &mut Case) {
     let n = case.world_size();
     let (orders, mut commands) = (Orders { steps: 40, ..case.orders(n) }, Vec::new());
@@ -108,7 +106,7 @@ pub fn clocks_differ(case: &mut Case) {
     case.port_is_free(&orders.address);
 }
 
-/// The wall clock of one rank jumps while the stream runs, there and back.
+/// The wall clock of one rank jumps while the stream runs, back and forth.
 pub fn clock_jumps(case: &mut Case) {
     if let Err(why) = machine::has_own_clock() {
         case.skipped = Some(why);
@@ -118,7 +116,7 @@ pub fn clock_jumps(case: &mut Case) {
     let (orders, rank) = (Orders { steps: 60, ..case.orders(n) }, case.below(n));
     let days = 1 + case.below(1000) as i64;
     let jumps = [(5, -days), (15, days), (25, 1)];
-    let deeds = jumps.map(|(at, days)| Deed { rank, at, act: Act::Clock(days * 86_400) });
+    let deeds = jumps.map(|(at, days)| ScheduledAct { rank, at, act: Act::Clock(days * 86_400) });
     case.what = format!("{deeds:?} of {n}");
     let children = case.start(&Orders { deeds: deeds.into(), ..orders.clone() });
     case.faults = jumps.len();

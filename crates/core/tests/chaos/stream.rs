@@ -1,4 +1,4 @@
-//! The stream: mixed operations that all ranks draw alike, each checked against the oracle.
+//! The stream: mixed operations, drawn alike on all ranks, each checked against an oracle.
 
 use std::ops::Range;
 
@@ -8,20 +8,20 @@ use half::{bf16, f16};
 use bonfire_testing::oracle::{Sample, parcel, reduced, value};
 use bonfire_testing::transport::Random;
 
-/// Why a step did not do what it should.
-pub enum Flaw {
+/// The failure of a step.
+pub enum StepError {
     Failed(Error),
     Wrong(String),
 }
 
-impl From<Error> for Flaw {
-    fn from(error: Error) -> Flaw {
-        Flaw::Failed(error)
+impl From<Error> for StepError {
+    fn from(error: Error) -> StepError {
+        StepError::Failed(error)
     }
 }
 
 #[derive(Clone, Copy, Debug)]
-enum What {
+enum StepKind {
     AllReduce,
     Broadcast,
     AllGather,
@@ -29,51 +29,51 @@ enum What {
     AllToAll,
     Reduce,
     Barrier,
-    /// Several started ones that are waited for in another order.
+    /// Several started operations that are waited for in a different order.
     Several,
     /// Each rank sends to the next one.
     Ring,
 }
 
-impl What {
-    /// The messages are last, since not every step may be one.
-    const ALL: [What; 9] = [
-        What::AllReduce,
-        What::Broadcast,
-        What::AllGather,
-        What::ReduceScatter,
-        What::AllToAll,
-        What::Reduce,
-        What::Barrier,
-        What::Several,
-        What::Ring,
+impl StepKind {
+    /// The first 6 are drawn where a step must be a collective operation.
+    const ALL: [StepKind; 9] = [
+        StepKind::AllReduce,
+        StepKind::Broadcast,
+        StepKind::AllGather,
+        StepKind::ReduceScatter,
+        StepKind::AllToAll,
+        StepKind::Reduce,
+        StepKind::Barrier,
+        StepKind::Several,
+        StepKind::Ring,
     ];
 }
 
-/// How an operation is called: each rank's own business.
+/// The form of a call, which each rank chooses for itself.
 #[derive(Clone, Copy, Debug)]
 enum Form {
     InPlace,
     Into,
     Started,
-    /// In place in a buffer of the group's.
+    /// In place, in a buffer from `Group::allocate`.
     Allocated,
 }
 
 /// One step of the stream.
 #[derive(Clone, Copy, Debug)]
 pub struct Step {
-    what: What,
+    what: StepKind,
     form: Form,
     dtype: DType,
     len: usize,
     root: usize,
     op: ReduceOp,
-    /// Where in the oracle's numbers it begins: what an earlier step left is wrong here.
+    /// Offset into the oracle's numbers, so that data left by an earlier step is wrong here.
     salt: usize,
 }
 
-/// A generator that depends on all these numbers.
+/// Returns a generator that is seeded with all these numbers.
 pub fn random(numbers: &[u64]) -> Random {
     let mixed = numbers.iter().fold(0x243f_6a88_85a3_08d3, |sum: u64, number| {
         (sum ^ number.wrapping_add(1)).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(29)
@@ -86,14 +86,14 @@ pub fn random(numbers: &[u64]) -> Random {
 }
 
 impl Step {
-    /// Step `number` of a stream as `group`'s rank calls it, of at most `2^largest` bytes; `collective` where it must be
-    /// one that takes all ranks.
+    /// Draws step `number` of a stream for this rank of `group`, of at most `2^largest` bytes. With `collective`, the
+    /// operation is one that takes all ranks.
     pub fn draw((seed, number): (u64, u64), largest: usize, group: &Group, collective: bool) -> Step {
         let (mut all, mut own) = (random(&[seed, number]), random(&[seed, number, group.rank() as u64]));
         let mut below = |n: usize| (all.next() >> 16) as usize % n;
-        let what = What::ALL[below(if collective { 6 } else { What::ALL.len() })];
+        let what = StepKind::ALL[below(if collective { 6 } else { StepKind::ALL.len() })];
         let dtype = DType::ALL[below(DType::ALL.len())];
-        // As many small as large ones.
+        // Small sizes are as frequent as large ones.
         let exponent = below(largest + 1);
         let len = below((1 << exponent) + 1) / dtype.size();
         let (root, op) = (below(group.world_size()), ReduceOp::ALL[below(ReduceOp::ALL.len())]);
@@ -101,7 +101,7 @@ impl Step {
         Step { what, form, dtype, len, root, op, salt: below(1 << 20) }
     }
 
-    pub fn run(&self, group: &Group) -> Result<(), Flaw> {
+    pub fn run(&self, group: &Group) -> Result<(), StepError> {
         match self.dtype {
             DType::F32 => self.typed::<f32>(group),
             DType::F64 => self.typed::<f64>(group),
@@ -115,11 +115,11 @@ impl Step {
             DType::U16 => self.typed::<u16>(group),
             DType::U32 => self.typed::<u32>(group),
             DType::U64 => self.typed::<u64>(group),
-            other => panic!("no step is on {other}"),
+            other => panic!("no step has type {other}"),
         }
     }
 
-    fn typed<T: Sample>(&self, group: &Group) -> Result<(), Flaw> {
+    fn typed<T: Sample>(&self, group: &Group) -> Result<(), StepError> {
         let Step { len, root, op, salt, .. } = *self;
         let (rank, n) = (group.rank(), group.world_size());
         let own = partition(len, n, rank);
@@ -127,21 +127,21 @@ impl Step {
         let total = || -> Vec<T> { (salt..salt + len).map(|i| reduced(op, n, i)).collect() };
         let mine = of(rank);
         match self.what {
-            What::AllReduce => self.call(
+            StepKind::AllReduce => self.call(
                 group,
                 (mine.clone(), &mine, 0..len, total()),
                 |data| group.all_reduce(data, op),
                 |input, output| group.all_reduce_into(input, output, op),
                 |data| group.start_all_reduce(data, op),
             ),
-            What::Broadcast => self.call(
+            StepKind::Broadcast => self.call(
                 group,
                 (mine.clone(), &mine, 0..len, of(root)),
                 |data| group.broadcast(data, root),
                 |input, output| group.broadcast_into((rank == root).then_some(input), output, root),
                 |data| group.start_broadcast(data, root),
             ),
-            What::AllGather => {
+            StepKind::AllGather => {
                 let mut data = vec![T::zeroed(); len];
                 data[own.clone()].copy_from_slice(&mine[own.clone()]);
                 let want = (0..n).flat_map(|r| of(r)[partition(len, n, r)].to_vec()).collect();
@@ -153,14 +153,14 @@ impl Step {
                     |data| group.start_all_gather(data),
                 )
             }
-            What::ReduceScatter => self.call(
+            StepKind::ReduceScatter => self.call(
                 group,
                 (mine.clone(), &mine, own, total()),
                 |data| group.reduce_scatter(data, op),
                 |input, output| group.reduce_scatter_into(input, output, op),
                 |data| group.start_reduce_scatter(data, op),
             ),
-            What::AllToAll => {
+            StepKind::AllToAll => {
                 let part = len / n;
                 let parts = |of: &dyn Fn(usize, usize) -> T| -> Vec<T> {
                     (0..n).flat_map(|other| (salt..salt + part).map(move |i| of(other, i))).collect()
@@ -174,18 +174,18 @@ impl Step {
                     |data| group.start_all_to_all(data),
                 )
             }
-            What::Reduce => self.call(
+            StepKind::Reduce => self.call(
                 group,
                 (mine.clone(), &mine, if rank == root { 0..len } else { 0..0 }, total()),
                 |data| group.reduce(data, op, root),
                 |input, output| group.reduce_into(input, output, op, root),
                 |data| group.start_reduce(data, op, root),
             ),
-            What::Barrier => match self.form {
+            StepKind::Barrier => match self.form {
                 Form::Started => Ok(group.start_barrier()?.wait().map_err(|(error, ())| error)?),
                 _ => Ok(group.barrier()?),
             },
-            What::Several => {
+            StepKind::Several => {
                 let [first, second] = [0, 1].map(|_| group.start_all_reduce(mine.clone(), op));
                 let barrier = group.start_barrier()?;
                 let second = second?.wait();
@@ -197,10 +197,10 @@ impl Step {
                 }
                 Ok(())
             }
-            What::Ring => {
+            StepKind::Ring => {
                 let (next, previous) = ((rank + 1) % n, (rank + n - 1) % n);
                 let mut data = vec![T::zeroed(); len];
-                // Nobody waits in a circle: there is an odd rank in it.
+                // The ranks never wait for each other in a cycle: an odd rank receives first.
                 if rank % 2 == 0 {
                     group.send(&mine, next)?;
                     group.recv(&mut data, previous)?;
@@ -213,8 +213,8 @@ impl Step {
         }
     }
 
-    /// Calls in the step's form, with what a call in place begins with, what one out of place reads, the range that it
-    /// promises, and what must be there.
+    /// Calls the operation in the step's form. The tuple has the data of a call in place, the input of one out of
+    /// place, the range of the result, and the expected elements.
     fn call<T: Sample>(
         &self,
         group: &Group,
@@ -222,7 +222,7 @@ impl Step {
         in_place: impl FnOnce(&mut [T]) -> Result<(), Error>,
         into: impl FnOnce(&[T], &mut [T]) -> Result<(), Error>,
         start: impl FnOnce(Vec<T>) -> Result<Work<Vec<T>>, Error>,
-    ) -> Result<(), Flaw> {
+    ) -> Result<(), StepError> {
         let want = &want[promised.clone()];
         match self.form {
             Form::InPlace => {
@@ -244,7 +244,7 @@ impl Step {
                 let mut output = vec![T::zeroed(); promised.len()];
                 let result = into(input, &mut output);
                 if bytes(input) != bytes(&before) {
-                    return Err(Flaw::Wrong(format!("{self:?} changed its input, and gave {result:?}")));
+                    return Err(StepError::Wrong(format!("{self:?} changed its input, and returned {result:?}")));
                 }
                 result?;
                 self.compare(&output, want)
@@ -252,12 +252,12 @@ impl Step {
         }
     }
 
-    fn compare<T: Element>(&self, got: &[T], want: &[T]) -> Result<(), Flaw> {
+    fn compare<T: Element>(&self, got: &[T], want: &[T]) -> Result<(), StepError> {
         if bytes(got) == bytes(want) {
             return Ok(());
         }
         let at = got.iter().zip(want).position(|(got, want)| bytes(&[*got]) != bytes(&[*want]));
-        Err(Flaw::Wrong(format!("{self:?} gave something wrong at {at:?}")))
+        Err(StepError::Wrong(format!("{self:?} has a wrong result at {at:?}")))
     }
 }
 

@@ -1,4 +1,4 @@
-//! Every operation on slices, on every type, against exact arithmetic.
+//! Every operation on slices, on every type, compared with exact arithmetic.
 
 use bonfire_core::{Group, ReduceOp, partition};
 use half::{bf16, f16};
@@ -6,7 +6,7 @@ use half::{bf16, f16};
 use crate::varied;
 use bonfire_testing::oracle::{Sample, input, parcel, reduced};
 
-/// With parts of `part` elements. The form is each rank's own business: also where some work in place and others not.
+/// Checks all_to_all with parts of `part` elements. Ranks choose in place or out of place independently.
 fn check_all_to_all<T: Sample>(group: &Group, part: usize) {
     let (rank, n) = (group.rank(), group.world_size());
     let parts = |value: &dyn Fn(usize, usize) -> T| -> Vec<T> {
@@ -25,7 +25,7 @@ fn check_all_to_all<T: Sample>(group: &Group, part: usize) {
     }
 }
 
-/// Every operation in every form on one length.
+/// Checks every operation in every form on one length.
 pub fn check<T: Sample>(group: &Group, len: usize) {
     let (rank, n) = (group.rank(), group.world_size());
     let own = partition(len, n, rank);
@@ -79,7 +79,7 @@ pub fn check<T: Sample>(group: &Group, len: usize) {
     if n > 1 {
         let (next, previous) = ((rank + 1) % n, (rank + n - 1) % n);
         let mut data = vec![T::zeroed(); len];
-        // Even ranks send first, so that nobody waits in a circle; with an odd world the last rank breaks it.
+        // Even ranks send first and odd ranks receive first, so the ranks never wait for each other in a cycle.
         if rank % 2 == 0 {
             group.send(&mine, next).unwrap();
             group.recv(&mut data, previous).unwrap();

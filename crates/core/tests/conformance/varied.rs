@@ -1,4 +1,4 @@
-//! Gather and scatter, parts of uneven sizes, and what is between pairs of ranks.
+//! Gather, scatter, variable-size operations (`_v`), exchanges between pairs of ranks, and batches.
 
 use std::ops::Range;
 
@@ -6,7 +6,7 @@ use bonfire_core::{Group, ReduceOp, partition};
 
 use bonfire_testing::oracle::{Sample, input, reduced};
 
-/// Sizes of all ranks' parts: some empty, all in one, more and more, less and less.
+/// Sizes of all ranks' parts, by `len`: all elements on one rank, every other part empty, growing, or shrinking.
 fn sizes(n: usize, len: usize) -> Vec<usize> {
     let size = |rank: usize| match len % 4 {
         0 => len * usize::from(rank == len / 4 % n),
@@ -22,7 +22,7 @@ fn part(sizes: &[usize], rank: usize) -> Range<usize> {
     start..start + sizes[rank]
 }
 
-/// How many elements rank `from` has for rank `to`.
+/// How many elements rank `from` sends to rank `to`.
 fn between(from: usize, to: usize, len: usize) -> usize {
     (from * 5 + to * 3 + len) % 4 * (len / 7 + 1)
 }
@@ -59,7 +59,7 @@ fn check_even<T: Sample>(group: &Group, len: usize, root: usize, label: &impl Fn
     assert_eq!(output, mine, "{}", label("scatter_into"));
 }
 
-/// What has parts of uneven sizes.
+/// Checks the operations with parts of uneven sizes.
 pub fn check_sizes<T: Sample>(group: &Group, len: usize) {
     let (rank, n) = (group.rank(), group.world_size());
     let label = |what: &str| format!("{what} of {} x {len} on rank {rank} of {n}", T::DTYPE);
@@ -81,23 +81,23 @@ pub fn check_sizes<T: Sample>(group: &Group, len: usize) {
         assert_eq!(group.reduce_scatter_v(&whole, own.len(), op).unwrap(), want, "{}", label("reduce_scatter_v"));
     }
 
-    let here = rank == root;
-    let mut output = vec![T::zeroed(); if here { len } else { 0 }];
+    let is_root = rank == root;
+    let mut output = vec![T::zeroed(); if is_root { len } else { 0 }];
     group.gather_v_into(&mine, sizes, &mut output, root).unwrap();
-    assert_eq!(output, if here { &all[..] } else { &[] }, "{}", label("gather_v_into"));
+    assert_eq!(output, if is_root { &all[..] } else { &[] }, "{}", label("gather_v_into"));
     let gathered = group.gather_v(&mine, root).unwrap();
-    assert_eq!(gathered, here.then(|| (all.clone(), sizes.to_vec())), "{}", label("gather_v"));
+    assert_eq!(gathered, is_root.then(|| (all.clone(), sizes.to_vec())), "{}", label("gather_v"));
 
     let mut output = vec![T::zeroed(); own.len()];
-    group.scatter_v_into(if here { &all } else { &[] }, sizes, &mut output, root).unwrap();
+    group.scatter_v_into(if is_root { &all } else { &[] }, sizes, &mut output, root).unwrap();
     assert_eq!(output, mine, "{}", label("scatter_v_into"));
-    let scattered = group.scatter_v(here.then_some((&all[..], sizes)), root).unwrap();
+    let scattered = group.scatter_v(is_root.then_some((&all[..], sizes)), root).unwrap();
     assert_eq!(scattered, mine, "{}", label("scatter_v"));
 }
 
 fn check_pairs<T: Sample>(group: &Group, len: usize, label: &impl Fn(&str) -> String) {
     let (rank, n) = (group.rank(), group.world_size());
-    // What rank `from` has for rank `to` begins with that rank's number.
+    // Every pair of up to 9 ranks starts at a value of its own.
     let parcel =
         |from: usize, to: usize| (0..between(from, to, len)).map(move |i| T::of(((from * 9 + to + i) % 120) as i128));
     let send: Vec<usize> = (0..n).map(|to| between(rank, to, len)).collect();
@@ -109,7 +109,7 @@ fn check_pairs<T: Sample>(group: &Group, len: usize, label: &impl Fn(&str) -> St
     assert_eq!(output, want, "{}", label("all_to_all_v_into"));
     assert_eq!(group.all_to_all_v(&mine, &send).unwrap(), (want, receive), "{}", label("all_to_all_v"));
 
-    // Around the ring, with another length for each.
+    // Around the ring, with a different length on each rank.
     let (next, previous) = ((rank + 1) % n, (rank + n - 1) % n);
     let mine: Vec<T> = input(rank, len + rank);
     let mut data = vec![T::zeroed(); len + previous];
@@ -122,8 +122,8 @@ pub fn check_batch(group: &Group, len: usize) {
     let root = len % n;
     let (mut sums, mut more): (Vec<f32>, Vec<f32>) = (input(rank, len), input(rank, len + 5));
     let (mut most, mut whole): (Vec<i16>, Vec<i16>) = (input(rank, 2 * len), input(rank, 7));
-    let (mut reduced_here, mut told): (Vec<f64>, Vec<u8>) = (input(rank, len), input(rank, len + 1));
-    // To every rank two messages, of lengths of their own; every rank sends and receives in another order.
+    let (mut reduced_at_root, mut from_root): (Vec<f64>, Vec<u8>) = (input(rank, len), input(rank, len + 1));
+    // Two messages of different lengths to every other rank. Every rank sends and receives in a different order.
     let others = || (1..n).map(move |distance| (rank + distance) % n);
     let lengths = |from: usize, to: usize| [between(from, to, len), (from + 2 * to) % 5];
     let outgoing: Vec<_> = others().map(|to| (to, lengths(rank, to).map(|len| input::<u32>(rank, len)))).collect();
@@ -135,7 +135,7 @@ pub fn check_batch(group: &Group, len: usize) {
     }
     batch = batch.all_reduce(&mut sums, ReduceOp::Sum).all_reduce(&mut most, ReduceOp::Max);
     batch = batch.all_reduce(&mut more, ReduceOp::Sum).all_reduce(&mut whole, ReduceOp::Sum);
-    batch = batch.reduce(&mut reduced_here, ReduceOp::Mean, root).broadcast(&mut told, root);
+    batch = batch.reduce(&mut reduced_at_root, ReduceOp::Mean, root).broadcast(&mut from_root, root);
     for (to, data) in &outgoing {
         batch = data.iter().fold(batch, |batch, data| batch.send(data, *to));
     }
@@ -146,8 +146,8 @@ pub fn check_batch(group: &Group, len: usize) {
     assert!(most.iter().copied().eq(want(2 * len, ReduceOp::Max).map(|(op, i)| reduced::<i16>(op, n, i))));
     assert!(whole.iter().copied().eq(want(7, ReduceOp::Sum).map(|(op, i)| reduced::<i16>(op, n, i))));
     let mean = want(len, ReduceOp::Mean).map(|(op, i)| reduced::<f64>(op, n, i)).collect::<Vec<_>>();
-    assert_eq!(reduced_here, if rank == root { mean } else { input(rank, len) });
-    assert_eq!(told, input::<u8>(root, len + 1));
+    assert_eq!(reduced_at_root, if rank == root { mean } else { input(rank, len) });
+    assert_eq!(from_root, input::<u8>(root, len + 1));
     for (from, data) in incoming {
         assert_eq!(data, lengths(from, rank).map(|len| input::<u32>(from, len)), "from {from} to {rank}");
     }

@@ -1,7 +1,9 @@
-//! In the place of `transport::shm::futex`, the system's: a sleeper that nobody wakes sleeps for ever, which loom reports as a deadlock.
+//! Replaces `transport::shm::futex`, the system's futex. A sleeper that no thread wakes sleeps forever, which loom
+//! reports as a deadlock.
 //!
-//! The mutex is the system's own lock, so a rank that was woken has seen what came before the ring, whatever orderings the
-//! ring has. Where the orderings matter, loom shows it on ranks that come just too late to sleep.
+//! The mutex stands for the kernel's own lock. A rank that was woken has therefore seen what came before the ring,
+//! whatever memory ordering the ring has. Where the orderings matter, loom shows it on ranks that arrive just too late
+//! to sleep.
 
 use std::time::Duration;
 
@@ -15,7 +17,7 @@ pub(super) struct Futex {
 }
 
 impl Futex {
-    /// Loom's clock stands still: a nap is for ever, or over.
+    /// Loom's clock stands still: a nap lasts forever or is already over.
     pub fn wait(&self, heard: u32, nap: Duration) {
         let guard = lock(&self.mutex);
         if !nap.is_zero() && self.rings.load(Ordering::Relaxed) == heard {

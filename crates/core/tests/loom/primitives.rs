@@ -1,13 +1,13 @@
-//! In the place of `sync::primitives`: loom's atomics, locks and cells.
+//! Replaces `sync::primitives` with loom's atomics, locks and cells.
 
 use std::time::Duration;
 
 pub(crate) use loom::sync::atomic::*;
 pub(crate) use loom::sync::{Condvar, Mutex, MutexGuard};
 
-/// A loom cell: an access that is not ordered after an earlier one of another thread fails the model. What is told to loom
-/// is the beginning of an access; so a thread that begins to read in its turn and goes on for too long is found where the
-/// next writer begins.
+/// A loom cell: an access that is not ordered after an earlier access of another thread fails the model. Only the
+/// beginning of an access is reported to loom. A thread that begins to read in its turn and reads for too long is
+/// therefore detected where the next writer begins.
 pub(crate) struct Cell<T>(loom::cell::UnsafeCell<T>);
 
 impl<T> Cell<T> {
@@ -24,12 +24,12 @@ impl<T> Cell<T> {
     }
 }
 
-/// A thread that looks again learns nothing that loom does not try anyway.
+/// Checking again finds nothing that loom does not try anyway.
 pub(crate) const SPINS: usize = 1;
 pub(crate) const TRIES: usize = 1;
 pub(crate) const YIELDING: Duration = Duration::ZERO;
 
-/// The clock stands still as long as a model runs, so that it takes the same steps in every run: a thread looks further
-/// than for its peer when its deadline has passed from the start, or never.
+/// The clock stands still while a model runs, so that it takes the same steps in every run. A thread looks for more
+/// than its peer only if its deadline has passed from the start.
 pub(crate) const STALL: Duration = Duration::MAX;
 pub(crate) const NAP: Duration = Duration::ZERO;

@@ -1,4 +1,4 @@
-//! `transport::shm`: ranks as processes of one host.
+//! Models of `transport::shm`: ranks as processes of one host.
 
 mod endings;
 
@@ -18,7 +18,7 @@ use crate::types::{Call, DType, Fault, Operation, Parts, ReduceOp, Site, partiti
 struct Rank {
     shm: Shm,
     rank: usize,
-    /// Every rank's.
+    /// The boards of all ranks.
     boards: Vec<Arc<Board>>,
 }
 
@@ -58,29 +58,29 @@ impl Rank {
         self.shm.run(&Site { sequence, call }, &mut buffers, deadline)
     }
 
-    /// Has loom hear of a buffer, by an operation's parts.
+    /// Watches a buffer, divided into an operation's parts.
     fn watch(&self, data: &[u64]) {
         memory::watch(data, data.len().div_ceil(self.world_size()).max(1) * size_of::<u64>());
     }
 
-    /// Runs an operation in place. The caller fills the buffer before and looks at the result: loom hears of that too.
+    /// Runs an operation in place. Filling the buffer and reading the result are reported to loom too.
     fn check(&self, (sequence, operation): (u64, Operation), data: &mut [u64]) {
         let n = self.world_size() as u64;
-        let brought = |rank: usize| (rank as u64 + 1) << (8 * sequence);
+        let contributed = |rank: usize| (rank as u64 + 1) << (8 * sequence);
         let sum = (n * (n + 1) / 2) << (8 * sequence);
         memory::write(data.as_ptr().cast(), size_of_val(data));
-        data.fill(brought(self.rank));
+        data.fill(contributed(self.rank));
         self.run((sequence, operation), None, data, &never()).unwrap();
         memory::read(data.as_ptr().cast(), size_of_val(data));
         for part in 0..self.world_size() {
             let expected = match operation {
                 Operation::AllReduce => sum,
                 Operation::ReduceScatter if part == self.rank => sum,
-                Operation::AllGather => brought(part),
-                Operation::Broadcast => brought(0),
-                Operation::Gather if self.rank == 0 => brought(part),
-                Operation::Scatter if part == self.rank => brought(0),
-                Operation::Gather | Operation::Scatter => brought(self.rank),
+                Operation::AllGather => contributed(part),
+                Operation::Broadcast => contributed(0),
+                Operation::Gather if self.rank == 0 => contributed(part),
+                Operation::Scatter if part == self.rank => contributed(0),
+                Operation::Gather | Operation::Scatter => contributed(self.rank),
                 _ => continue,
             };
             let part = &data[partition(data.len(), self.world_size(), part)];
@@ -88,14 +88,14 @@ impl Rank {
         }
     }
 
-    /// Runs operations one after the other, all in the same memory.
+    /// Runs operations in sequence on the same memory.
     fn check_all(&self, operations: &[Operation], data: &mut [u64]) {
         self.watch(data);
         (0..).zip(operations).for_each(|(sequence, operation)| self.check((sequence, *operation), data));
     }
 }
 
-/// Runs the same on each of so many ranks.
+/// Runs `run` on each of `world_size` ranks.
 fn all(world_size: usize, run: impl Fn(&Rank) + Copy + 'static) {
     let mut ranks = Rank::group(world_size);
     let first = ranks.remove(0);
@@ -104,13 +104,13 @@ fn all(world_size: usize, run: impl Fn(&Rank) + Copy + 'static) {
     others.into_iter().for_each(|other| other.join().unwrap());
 }
 
-/// A hand-off and nothing else.
+/// Only synchronisation, without data.
 #[test]
 fn nobody_sleeps_for_ever() {
     check(20, || all(2, |rank| rank.check_all(&[Operation::Barrier], &mut [])));
 }
 
-/// Three, so that the first one's offer is used again.
+/// Three operations, so that the first one's offer is reused.
 #[test]
 fn small_all_reduces_in_a_row() {
     check(3, || all(2, |rank| rank.check_all(&[Operation::AllReduce; 3], &mut [0])));
@@ -121,16 +121,16 @@ fn small_all_reduces_of_three() {
     check(2, || all(3, |rank| rank.check_all(&[Operation::AllReduce], &mut [0])));
 }
 
-/// Elements of a piece, of which each part of a chunk has one.
+/// Elements in a piece. Each part of a chunk has one piece.
 const PIECE: usize = 8;
 
-/// A chunk each: what ends one and begins the other.
+/// One chunk each: covers the transition from one operation to the next.
 #[test]
 fn large_all_reduces_in_a_row() {
     check(2, || all(2, |rank| rank.check_all(&[Operation::AllReduce; 2], &mut [0; 2 * PIECE])));
 }
 
-/// One chunk more than there are buffers, so that one is used again.
+/// One chunk more than there are buffers, so that a buffer is reused.
 const CHUNKS: usize = 5;
 
 #[test]
@@ -163,7 +163,7 @@ fn a_scatter_in_chunks() {
     check(1, || all(2, |rank| rank.check_all(&[Operation::Scatter], &mut [0; CHUNKS * 2 * PIECE])));
 }
 
-/// Operations of three chunks, whose buffers are free after different steps.
+/// Operations of three chunks whose buffers become free after different steps.
 #[test]
 fn chunks_of_different_operations() {
     check(1, || {
@@ -171,7 +171,7 @@ fn chunks_of_different_operations() {
     });
 }
 
-/// Operations in which one rank only brings, and another one only takes.
+/// Operations in which one rank only contributes and another one only receives.
 #[test]
 fn a_scatter_and_a_gather_in_chunks() {
     check(1, || {
@@ -187,7 +187,7 @@ fn large_operations_of_three() {
     });
 }
 
-/// A buffer of the rank's arena.
+/// A buffer in the rank's arena.
 struct Buffer(Box<dyn Storage>, usize);
 
 impl Buffer {
@@ -197,12 +197,12 @@ impl Buffer {
     }
 
     fn elements(&mut self) -> &mut [u64] {
-        // SAFETY: so many elements were asked for, and the borrow is of what alone has them.
+        // SAFETY: `new` allocated this many elements, and `self`, which alone owns them, is borrowed mutably.
         unsafe { std::slice::from_raw_parts_mut(self.0.start().cast().as_ptr(), self.1) }
     }
 }
 
-/// Straight between buffers.
+/// Directly between buffers.
 #[test]
 fn lent_buffers() {
     check(2, || all(2, |rank| rank.check_all(&[Operation::AllReduce; 2], Buffer::new(rank, 4).elements())));
@@ -213,7 +213,7 @@ fn lent_buffers_of_three() {
     check(1, || all(3, |rank| rank.check_all(&[Operation::AllReduce], Buffer::new(rank, 6).elements())));
 }
 
-/// One rank lends its buffer and finds after its offer that the other does not.
+/// One rank lends its buffer, and finds after its offer that the other does not.
 #[test]
 fn one_rank_lends_the_other_does_not() {
     check(2, || {
@@ -224,7 +224,7 @@ fn one_rank_lends_the_other_does_not() {
     });
 }
 
-/// Through windows, straight, and through windows.
+/// Through windows, directly between buffers, and through windows again.
 #[test]
 fn windows_lent_buffers_windows() {
     check(1, || {

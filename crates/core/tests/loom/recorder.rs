@@ -1,4 +1,4 @@
-//! `group::recorder`: one writer, and a reader whom it overtakes.
+//! Models of `group::recorder`: one writer, and a reader that it overtakes.
 
 use std::panic::Location;
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use crate::group::recorder::Recorder;
 use crate::group::{Message, Record, State};
 use crate::types::{Call, DType, Operation, ReduceOp};
 
-/// Two operations in a row differ in every word of their records.
+/// Consecutive operations differ in every word of their records.
 fn call(number: u64) -> Call {
     let (count, root) = (number as usize + 7, Some(number as usize));
     if number.is_multiple_of(2) {
@@ -41,7 +41,7 @@ fn odd() -> CallSite {
     Location::caller()
 }
 
-/// A recorder, and a time after it was made.
+/// A recorder, and a time after its creation.
 struct Subject(Recorder, Instant);
 
 impl Subject {
@@ -61,7 +61,7 @@ impl Subject {
         }
     }
 
-    /// Every word of a record is of the same operation.
+    /// Checks that all words of a record are from the same operation.
     fn check(&self, record: &Record) {
         let number = record.number;
         assert_eq!((record.sequence, record.call), (number + 5, call(number)));
@@ -77,7 +77,7 @@ fn ended(number: u64) -> State {
     if number.is_multiple_of(2) { State::Done } else { State::Failed }
 }
 
-/// Operations `0..before` are there when the reader comes, those up to `all` overtake it.
+/// Operations `0..before` are recorded before the reader starts. Those up to `all` overtake it.
 fn overtaken(kept: usize, before: u64, all: u64) {
     let subject = Arc::new(Subject::of(kept));
     (0..before).for_each(|number| subject.write(number));

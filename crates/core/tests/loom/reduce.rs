@@ -1,4 +1,4 @@
-//! In the place of `reduce`, for what is on transports: sums of u64, and loom hears what they read and write.
+//! Replaces `reduce` for the transports: sums of u64, with their reads and writes reported to loom.
 
 use crate::models::memory;
 use crate::types::{DType, ReduceOp};
@@ -16,7 +16,7 @@ impl Output {
     }
 
     /// # Safety
-    /// As the crate's own.
+    /// As for the function that it replaces.
     pub unsafe fn copy(self, source: *const u8, bytes: usize) {
         memory::read(source, bytes);
         memory::write(self.0, bytes);
@@ -24,11 +24,11 @@ impl Output {
     }
 }
 
-/// Loom knows no streaming stores.
+/// Loom does not model streaming stores.
 pub(crate) fn fence_streams() {}
 
 /// # Safety
-/// As the crate's own.
+/// As for the function that it replaces.
 pub(crate) unsafe fn reduce_to_all(
     dtype: DType,
     op: ReduceOp,
@@ -38,9 +38,10 @@ pub(crate) unsafe fn reduce_to_all(
 ) {
     assert_eq!((dtype, op), (DType::U64, ReduceOp::Sum));
     let bytes = elements * size_of::<u64>();
-    // Each is read, and what was spoilt makes the sum wrong.
-    let spoilt = inputs.clone().filter(|input| memory::read(*input, bytes)).count() as u64;
-    let element = |i| inputs.clone().map(|input| unsafe { input.cast::<u64>().add(i).read() }).sum::<u64>() + spoilt;
+    // Every input is read, and each overwritten one makes the sum wrong.
+    let overwritten = inputs.clone().filter(|input| memory::read(*input, bytes)).count() as u64;
+    let element =
+        |i| inputs.clone().map(|input| unsafe { input.cast::<u64>().add(i).read() }).sum::<u64>() + overwritten;
     let sums: Vec<u64> = (0..elements).map(element).collect();
     for Output(output) in outputs {
         memory::write(output, bytes);

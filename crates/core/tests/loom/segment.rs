@@ -1,6 +1,7 @@
-//! In the place of `transport::shm::segment`, the memory that processes share: one heap for all ranks, and loom hears of every access to windows.
+//! Replaces `transport::shm::segment`, the memory that processes share: one heap for all ranks, with every access to
+//! windows reported to loom.
 //!
-//! Everything is as small as it can be, so that few elements take many steps.
+//! All sizes are as small as possible, so that few elements take many steps.
 
 use std::io;
 use std::ops::Range;
@@ -18,7 +19,7 @@ pub(super) const TINY: usize = 8;
 /// As in the crate.
 pub(super) const BUFFERS: usize = 4;
 
-/// The least that pieces have.
+/// The smallest piece, in bytes.
 const BLOCK: usize = 64;
 
 pub(super) const GRAIN: usize = 64;
@@ -26,7 +27,7 @@ pub(super) const GRAIN: usize = 64;
 /// Bytes of each rank's arena.
 const ARENA: usize = 4 * GRAIN;
 
-/// A line.
+/// A cache line.
 #[derive(Clone, Copy)]
 #[repr(align(64))]
 struct Block(#[expect(dead_code, reason = "accessed by pointers")] [u8; BLOCK]);
@@ -68,7 +69,7 @@ impl Segment {
         Segment(Arc::new(Memory { controls, windows, arenas: blocks(world_size * ARENA / BLOCK) }))
     }
 
-    /// What makes groups of processes asks for this, and no model does that.
+    /// Only the rendezvous of processes calls this, and no model runs it.
     pub fn create(_world_size: usize) -> io::Result<(Segment, OwnedFd)> {
         Err(io::ErrorKind::Unsupported.into())
     }
@@ -93,7 +94,7 @@ impl Segment {
         let n = self.world_size();
         assert!(rank < n && buffer < BUFFERS && part < n, "block {part} of buffer {buffer} of rank {rank}");
         let at = (rank * BUFFERS + buffer) * n + part;
-        // SAFETY: there are so many blocks.
+        // SAFETY: the indices were checked above, so the block exists.
         unsafe { self.0.windows.cast::<Block>().add(at).cast().as_ptr() }
     }
 
@@ -103,7 +104,7 @@ impl Segment {
 
     pub fn arena(&self, rank: usize, at: usize) -> NonNull<u8> {
         assert!(rank < self.world_size() && at <= ARENA, "byte {at} of arena {rank}");
-        // SAFETY: there is an arena for each rank.
+        // SAFETY: checked above; there is an arena for each rank.
         unsafe { self.0.arenas.cast().add(rank * ARENA + at) }
     }
 
@@ -113,15 +114,15 @@ impl Segment {
 
     pub fn clear(&self, _rank: usize, _range: &Range<usize>) {}
 
-    /// What peers do to the memory from now on is none of the rank's business.
+    /// Stops watching this memory: from now on peers may do anything with it.
     pub unsafe fn detach(&self, rank: usize, range: &Range<usize>) {
-        memory::leave(self.arena(rank, range.start).as_ptr(), range.len());
+        memory::unwatch(self.arena(rank, range.start).as_ptr(), range.len());
     }
 }
 
 impl Drop for Memory {
     fn drop(&mut self) {
-        // SAFETY: both came from boxes, and no rank is left.
+        // SAFETY: both came from boxes, and no rank uses them any more.
         unsafe {
             drop(Box::from_raw(self.windows.as_ptr()));
             drop(Box::from_raw(self.arenas.as_ptr()));

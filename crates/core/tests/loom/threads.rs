@@ -1,4 +1,4 @@
-//! `transport::threads`: ranks as threads.
+//! Models of `transport::threads`: ranks as threads.
 
 use std::time::Duration;
 
@@ -18,18 +18,18 @@ fn two<A, B: Send + 'static>(zero: impl FnOnce(&Local) -> A, one: impl FnOnce(&L
     (result, other.join().unwrap())
 }
 
-/// In place.
+/// Runs an all-reduce in place.
 fn sum(rank: &Local, sequence: u64, data: &mut [u64], deadline: &Deadline) -> Result<(), Fault> {
     let site = all_reduce(sequence, data.len());
     let mut buffers = Buffers { input: None, output: bytemuck::cast_slice_mut(data), parts: Parts::Even };
     rank.run(&site, &mut buffers, deadline)
 }
 
-/// `operations` sums of `count` elements, each checked and then overwritten at once, as a caller may.
+/// Runs `operations` sums of `count` elements. Each result is checked and then overwritten at once, as a caller may do.
 fn sums(rank: &Local, operations: u64, count: usize) {
     let mine = rank.rank() as u64 + 1;
     let mut data = vec![0; count];
-    // The two parts.
+    // One region for each of the two parts.
     memory::watch(&*data, data.len().div_ceil(2) * size_of::<u64>());
     for sequence in 0..operations {
         memory::write(data.as_ptr().cast(), size_of_val(&*data));
@@ -40,19 +40,19 @@ fn sums(rank: &Local, operations: u64, count: usize) {
     }
 }
 
-/// Three, so that the first one's offer is used again.
+/// Three operations, so that the first one's offer is reused.
 #[test]
 fn small_all_reduces_in_a_row() {
     check(3, || two(|rank| sums(rank, 3, 1), |rank| sums(rank, 3, 1)));
 }
 
-/// Too large for an offer: each writes to the other's memory.
+/// Too large for an offer: each rank writes to the other's memory.
 #[test]
 fn large_all_reduces_in_a_row() {
     check(3, || two(|rank| sums(rank, 2, 40), |rank| sums(rank, 2, 40)));
 }
 
-/// Both complete, and the group goes on, or neither does.
+/// Either both complete and the group goes on, or neither does.
 #[test]
 fn a_rank_gives_up_while_the_other_arrives() {
     check(3, || {
@@ -113,7 +113,7 @@ fn a_message() {
     });
 }
 
-/// The sender may have its bytes back only if nobody reads them: it has succeeded where the receiver has.
+/// The sender gets its bytes back only if the receiver does not read them: it succeeds exactly if the receiver does.
 #[test]
 fn a_message_is_withdrawn_while_it_is_taken() {
     check(3, || {

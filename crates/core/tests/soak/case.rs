@@ -1,4 +1,4 @@
-//! What is drawn: one operation, what its ranks bring and what they must have afterwards.
+//! A random operation, the input of its ranks, and the result that they must have.
 
 use std::ops::Range;
 
@@ -8,7 +8,7 @@ use bytemuck::{bytes_of, pod_read_unaligned};
 use bonfire_testing::oracle::Sample;
 use bonfire_testing::transport::Random;
 
-/// The ranks of each group: the second and the third are made of the first. Two ranks are in all three.
+/// The ranks of each group. The second and the third are subgroups of the first. Two ranks are in all three.
 pub const GROUPS: [&[usize]; 3] = [&[0, 1, 2, 3], &[0, 1, 2], &[1, 2, 3]];
 const OPERATIONS: [Operation; 10] = [
     Operation::AllReduce,
@@ -22,7 +22,7 @@ const OPERATIONS: [Operation; 10] = [
     Operation::Gather,
     Operation::Scatter,
 ];
-/// After so many elements a rank's input repeats. A prime: no part and no chunk is as long as some repetitions.
+/// The period of a rank's input in elements. A prime: no part and no chunk is as long as some repetitions.
 const PERIOD: usize = 251;
 
 /// One operation of one group, the same on all its ranks.
@@ -31,11 +31,11 @@ pub struct Case {
     pub step: usize,
     pub group: usize,
     pub call: Call,
-    /// The buffers are from `Group::allocate`.
-    pub suited: bool,
-    /// Which elements the ranks bring.
+    /// Whether the buffers are from `Group::allocate`, except on a few ranks.
+    pub allocated: bool,
+    /// The seed of the ranks' input.
     pub salt: u64,
-    /// How many barriers the group has had, this one included.
+    /// Barriers of the group so far, this one included.
     pub barriers: usize,
 }
 
@@ -51,7 +51,7 @@ pub fn below(random: &mut Random, end: usize) -> usize {
 }
 
 impl Case {
-    /// Mostly small, now and then up to 4 MiB; around powers of two, where the ways of an operation part, and between.
+    /// Draws an operation, mostly small, sometimes up to 4 MiB, around powers of two (where algorithms change) or not.
     pub fn draw(random: &mut Random, step: usize, group: usize) -> Case {
         let operation = OPERATIONS[below(random, OPERATIONS.len())];
         let dtype = DType::ALL[below(random, DType::ALL.len())];
@@ -76,7 +76,7 @@ impl Case {
             matches!(operation, Operation::Reduce | Operation::Broadcast | Operation::Gather | Operation::Scatter);
         let mut call = Call::new(operation, dtype, count);
         (call.reduction, call.root) = (reduces.then_some(op), rooted.then_some(rank));
-        Case { step, group, call, suited: below(random, 4) == 0, salt: random.next(), barriers: 0 }
+        Case { step, group, call, allocated: below(random, 4) == 0, salt: random.next(), barriers: 0 }
     }
 
     pub fn ranks(&self) -> usize {
@@ -95,8 +95,8 @@ impl Case {
         partition(self.call.count, self.ranks(), rank)
     }
 
-    /// The numbers that `rank` has for a reduction: any for integers, which wrap; for floats such that all that comes of
-    /// them is exact or rounded once. No zeros, since a product of them would have a sign.
+    /// The input of `rank` to a reduction. Integers are arbitrary, and wrap. Floats are such that all results are exact
+    /// or rounded once. They are not zero, since a product of zeros has a sign.
     fn numbers(&self, rank: usize) -> impl Iterator<Item = i128> {
         let (dtype, salt) = (self.call.dtype, hash(self.salt, rank as u64));
         (0..PERIOD.min(self.call.count)).map(move |i| {
@@ -113,7 +113,7 @@ impl Case {
                 DType::U16 => (bits as u16).into(),
                 DType::U32 => (bits as u32).into(),
                 DType::U64 => bits.into(),
-                other => panic!("no case is of {other}"),
+                other => panic!("no case has type {other}"),
             }
         })
     }
@@ -122,7 +122,7 @@ impl Case {
         period.iter().copied().cycle().take(self.call.count).collect()
     }
 
-    /// What `rank` brings: any bits at all, where nothing computes with them.
+    /// The input of `rank`. Arbitrary bits where the operation does not compute with them.
     pub fn input<T: Sample>(&self, rank: usize) -> Vec<T> {
         let period: Vec<T> = match self.call.reduction {
             Some(_) => self.numbers(rank).map(T::of).collect(),
@@ -144,7 +144,7 @@ impl Case {
                     ReduceOp::Sum | ReduceOp::Mean => *all + number,
                     ReduceOp::Max => number.max(*all),
                     ReduceOp::Min => number.min(*all),
-                    // The lower bits, which are an integer's, are right.
+                    // The low bits, which are all that an integer type has, are right.
                     ReduceOp::Product => all.wrapping_mul(number),
                     other => panic!("no case has {other}"),
                 };
@@ -154,7 +154,7 @@ impl Case {
         self.repeated(&period.collect::<Vec<T>>())
     }
 
-    /// What `rank` must have afterwards, and where in a buffer that was used in place.
+    /// The result that `rank` must have, and its range in a buffer that was used in place.
     pub fn want<T: Sample>(&self, rank: usize) -> (Range<usize>, Vec<T>) {
         let (n, whole) = (self.ranks(), 0..self.call.count);
         match self.call.operation {
@@ -169,7 +169,7 @@ impl Case {
             Operation::Gather => (whole, (0..n).flat_map(|r| self.input(r)[self.part(r)].to_vec()).collect()),
             Operation::Scatter => (self.part(rank), self.input(self.root())[self.part(rank)].to_vec()),
             Operation::Barrier => (0..0, Vec::new()),
-            // Of those that are drawn.
+            // `Send`, the only other operation that is drawn.
             _ => (whole, self.input((rank + n - 1) % n)),
         }
     }

@@ -1,4 +1,4 @@
-//! A rank calls one operation in one of its forms, on buffers with guards around them.
+//! One rank's call of an operation, in one of its forms, on buffers between guards.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -11,10 +11,10 @@ use crate::case::{Case, GROUPS, below};
 use bonfire_testing::oracle::Sample;
 use bonfire_testing::transport::Random;
 
-/// Where a part of a buffer from `Group::allocate` may begin, so that the other ranks reach it.
-const REACHED: usize = 64 << 10;
+/// The alignment in bytes from which peers can access a part of a buffer from `Group::allocate`.
+const PEER_ALIGNMENT: usize = 64 << 10;
 
-/// How a rank calls an operation: its own business.
+/// The form of a call, which each rank chooses for itself.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Form {
     InPlace,
@@ -22,33 +22,33 @@ pub enum Form {
     Started,
 }
 
-/// How often each group's ranks have come to a barrier.
+/// How often the ranks of each group have called a barrier.
 pub type Arrivals = [AtomicUsize; GROUPS.len()];
 
-/// Waits for what was started, and compares what it gave.
+/// Waits for the operation and compares its result.
 pub type Check = Box<dyn FnOnce() -> Result<(), String>>;
 
-/// A buffer between guards, which nothing may write to.
-enum Memory<T> {
-    Ordinary(Vec<T>, Range<usize>),
-    Suited(Buffer<T>, Range<usize>),
+/// A buffer with guards on both sides, which no operation may write to.
+enum GuardedBuffer<T> {
+    Private(Vec<T>, Range<usize>),
+    Allocated(Buffer<T>, Range<usize>),
 }
 
-impl<T: Sample> Memory<T> {
+impl<T: Sample> GuardedBuffer<T> {
     fn new(case: &Case, group: &Group, random: &mut Random, contents: &[T]) -> Result<Self, Error> {
-        // A few ranks of an operation have the other kind.
-        let suited = case.suited != (below(random, 16) == 0);
+        // A few ranks of an operation use the other kind.
+        let allocated = case.allocated != (below(random, 16) == 0);
         let (before, after) = match below(random, 8) {
             0..5 => (0, 0),
-            5 if suited => (REACHED / size_of::<T>(), 0),
+            5 if allocated => (PEER_ALIGNMENT / size_of::<T>(), 0),
             _ => (below(random, 9), below(random, 9)),
         };
         let (range, len) = (before..before + contents.len(), before + contents.len() + after);
         let guard = Self::guard();
-        let mut memory = if suited {
-            Memory::Suited(group.allocate(len)?, range.clone())
+        let mut memory = if allocated {
+            GuardedBuffer::Allocated(group.allocate(len)?, range.clone())
         } else {
-            Memory::Ordinary(vec![guard; len], range.clone())
+            GuardedBuffer::Private(vec![guard; len], range.clone())
         };
         let elements = memory.elements();
         elements.fill(guard);
@@ -62,32 +62,32 @@ impl<T: Sample> Memory<T> {
 
     fn elements(&mut self) -> &mut [T] {
         match self {
-            Memory::Ordinary(elements, _) => elements,
-            Memory::Suited(elements, _) => elements,
+            GuardedBuffer::Private(elements, _) => elements,
+            GuardedBuffer::Allocated(elements, _) => elements,
         }
     }
 
-    /// Looks at `part` of the buffer, and at the guards.
+    /// Compares `part` of the buffer, and checks the guards.
     fn compare(&mut self, part: Range<usize>, want: &[T]) -> Result<(), String> {
         let range = self.range();
         let elements = self.elements();
         same(&elements[range.clone()][part], want)?;
         let guard = Self::guard();
-        let whole = |elements: &[T]| elements.iter().all(|x| bytes_of(x) == bytes_of(&guard));
-        match whole(&elements[..range.start]) && whole(&elements[range.end..]) {
+        let intact = |elements: &[T]| elements.iter().all(|x| bytes_of(x) == bytes_of(&guard));
+        match intact(&elements[..range.start]) && intact(&elements[range.end..]) {
             true => Ok(()),
-            false => Err("something was written beside the buffer".to_owned()),
+            false => Err("an operation wrote outside its buffer".to_owned()),
         }
     }
 
     fn range(&self) -> Range<usize> {
         match self {
-            Memory::Ordinary(_, range) | Memory::Suited(_, range) => range.clone(),
+            GuardedBuffer::Private(_, range) | GuardedBuffer::Allocated(_, range) => range.clone(),
         }
     }
 }
 
-impl<T: Sample> AsMut<[T]> for Memory<T> {
+impl<T: Sample> AsMut<[T]> for GuardedBuffer<T> {
     fn as_mut(&mut self) -> &mut [T] {
         let range = self.range();
         &mut self.elements()[range]
@@ -109,33 +109,33 @@ fn same<T: Sample>(found: &[T], want: &[T]) -> Result<(), String> {
     ))
 }
 
-fn said(error: Error) -> String {
+fn describe(error: Error) -> String {
     error.to_string()
 }
 
 fn wait<B>(work: Work<B>) -> Result<B, String> {
-    work.wait().map_err(|(error, _)| said(error))
+    work.wait().map_err(|(error, _)| describe(error))
 }
 
 /// One rank's call of an operation.
-pub struct Hand<'a> {
+pub struct RankCall<'a> {
     pub case: Case,
     pub group: Group,
-    /// Whose memory the buffers are from.
-    pub lender: Group,
+    /// The group that allocates the buffers.
+    pub allocator: Group,
     pub random: &'a mut Random,
 }
 
-impl Hand<'_> {
-    fn memory<T: Sample>(&mut self, contents: &[T]) -> Result<Memory<T>, String> {
-        Memory::new(&self.case, &self.lender, self.random, contents).map_err(said)
+impl RankCall<'_> {
+    fn memory<T: Sample>(&mut self, contents: &[T]) -> Result<GuardedBuffer<T>, String> {
+        GuardedBuffer::new(&self.case, &self.allocator, self.random, contents).map_err(describe)
     }
 
-    fn blank<T: Sample>(&mut self, len: usize) -> Result<Memory<T>, String> {
-        self.memory(&vec![Memory::guard(); len])
+    fn blank<T: Sample>(&mut self, len: usize) -> Result<GuardedBuffer<T>, String> {
+        self.memory(&vec![GuardedBuffer::guard(); len])
     }
 
-    pub fn call<T: Sample>(mut self, form: Form, arrived: &Arc<Arrivals>) -> Result<Check, String> {
+    pub fn run<T: Sample>(mut self, form: Form, arrived: &Arc<Arrivals>) -> Result<Check, String> {
         match (self.case.call.operation, form) {
             (Operation::Barrier, _) => self.barrier(form, arrived.clone()),
             (Operation::Send, Form::Started) => self.started_message::<T>(),
@@ -150,16 +150,16 @@ impl Hand<'_> {
         let Case { group, barriers, .. } = self.case;
         arrived[group].fetch_add(1, Ordering::Relaxed);
         let work = if form == Form::Started {
-            Some(self.group.start_barrier().map_err(said)?)
+            Some(self.group.start_barrier().map_err(describe)?)
         } else {
-            self.group.barrier().map_err(said)?;
+            self.group.barrier().map_err(describe)?;
             None
         };
         Ok(Box::new(move || {
             work.map_or(Ok(()), wait)?;
             match (barriers * GROUPS[group].len()).saturating_sub(arrived[group].load(Ordering::Relaxed)) {
                 0 => Ok(()),
-                missing => Err(format!("{missing} ranks had not come to the barrier")),
+                missing => Err(format!("{missing} ranks had not called the barrier")),
             }
         }))
     }
@@ -174,13 +174,13 @@ impl Hand<'_> {
         let (case, rank, (next, previous)) = (self.case, self.group.rank(), self.neighbours());
         let mine = case.input::<T>(rank);
         let (mut sent, mut received) = (self.memory(&mine)?, self.blank::<T>(mine.len())?);
-        // Even ranks send first, so that nobody waits in a circle; with an odd world the last rank breaks it.
+        // Even ranks send first and odd ranks receive first, so the ranks never wait for each other in a cycle.
         if rank % 2 == 0 {
-            self.group.send(sent.as_mut(), next).map_err(said)?;
-            self.group.recv(received.as_mut(), previous).map_err(said)?;
+            self.group.send(sent.as_mut(), next).map_err(describe)?;
+            self.group.recv(received.as_mut(), previous).map_err(describe)?;
         } else {
-            self.group.recv(received.as_mut(), previous).map_err(said)?;
-            self.group.send(sent.as_mut(), next).map_err(said)?;
+            self.group.recv(received.as_mut(), previous).map_err(describe)?;
+            self.group.send(sent.as_mut(), next).map_err(describe)?;
         }
         Ok(Box::new(move || {
             sent.compare(0..mine.len(), &mine)?;
@@ -199,7 +199,7 @@ impl Hand<'_> {
             let received = self.group.start_recv(received, previous);
             (self.group.start_send(sent, next), received)
         };
-        let (sent, received) = (sent.map_err(said)?, received.map_err(said)?);
+        let (sent, received) = (sent.map_err(describe)?, received.map_err(describe)?);
         Ok(Box::new(move || {
             wait(received)?.compare(0..mine.len(), &case.want(rank).1)?;
             wait(sent)?.compare(0..mine.len(), &mine)
@@ -220,7 +220,7 @@ impl Hand<'_> {
             Operation::Scatter => group.scatter(data, case.root()),
             _ => group.all_to_all(data),
         }
-        .map_err(said)?;
+        .map_err(describe)?;
         Ok(Box::new(move || {
             let (part, want) = case.want(rank);
             memory.compare(part, &want)
@@ -241,7 +241,7 @@ impl Hand<'_> {
             Operation::Scatter => group.start_scatter(data, case.root()),
             _ => group.start_all_to_all(data),
         }
-        .map_err(said)?;
+        .map_err(describe)?;
         Ok(Box::new(move || {
             let (part, want) = case.want(rank);
             wait(work)?.compare(part, &want)
@@ -271,7 +271,7 @@ impl Hand<'_> {
             Operation::Scatter => group.scatter_into(from, to, case.root()),
             _ => group.all_to_all_into(from, to),
         }
-        .map_err(said)?;
+        .map_err(describe)?;
         Ok(Box::new(move || {
             input.compare(0..mine.len(), &mine).map_err(|e| format!("in the input: {e}"))?;
             output.compare(0..want.len(), &want)

@@ -1,4 +1,4 @@
-//! What comes of a message that fails: each message of each operation, on the way out and on the way in.
+//! Failed messages: each message of each operation fails once when it is sent, and once when it is received.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -12,7 +12,7 @@ use bonfire_testing::{errors, in_parallel};
 
 type Act = fn(&Group) -> Result<(), Error>;
 
-/// All can run on 2 to 5 ranks.
+/// Operations that can run on 2 to 5 ranks.
 const ACTS: [(&str, Act); 17] = [
     ("all_reduce", |g| g.all_reduce(&mut [1f32; 50], ReduceOp::Sum)),
     ("large all_reduce", |g| g.all_reduce(&mut vec![1f32; 100_000], ReduceOp::Sum)),
@@ -20,29 +20,29 @@ const ACTS: [(&str, Act); 17] = [
     ("started all_reduce", |g| {
         g.start_all_reduce(vec![1f32; 50], ReduceOp::Sum)?.wait().map(drop).map_err(|(error, _)| error)
     }),
-    ("all_reduce_into", |g| from(60, |input| g.all_reduce_into(input, &mut [0; 60], ReduceOp::Sum))),
+    ("all_reduce_into", |g| with_input(60, |input| g.all_reduce_into(input, &mut [0; 60], ReduceOp::Sum))),
     ("reduce", |g| g.reduce(&mut [1i32; 50], ReduceOp::Max, 1)),
-    ("reduce_into", |g| from(60, |input| g.reduce_into(input, &mut [0; 60], ReduceOp::Sum, 1))),
+    ("reduce_into", |g| with_input(60, |input| g.reduce_into(input, &mut [0; 60], ReduceOp::Sum, 1))),
     ("broadcast", |g| g.broadcast(&mut [1u8; 50], 1)),
-    ("broadcast_into", |g| from(60, |input| g.broadcast_into((g.rank() == 1).then_some(input), &mut [0; 60], 1))),
+    ("broadcast_into", |g| with_input(60, |input| g.broadcast_into((g.rank() == 1).then_some(input), &mut [0; 60], 1))),
     ("all_gather", |g| g.all_gather(&mut [1f64; 50])),
-    ("all_gather_into", |g| from(12, |input| g.all_gather_into(input, &mut vec![0; 12 * g.world_size()]))),
+    ("all_gather_into", |g| with_input(12, |input| g.all_gather_into(input, &mut vec![0; 12 * g.world_size()]))),
     ("reduce_scatter", |g| g.reduce_scatter(&mut [1f32; 50], ReduceOp::Sum)),
     ("reduce_scatter_into", |g| {
-        from(12 * g.world_size(), |input| g.reduce_scatter_into(input, &mut [0; 12], ReduceOp::Sum))
+        with_input(12 * g.world_size(), |input| g.reduce_scatter_into(input, &mut [0; 12], ReduceOp::Sum))
     }),
     ("all_to_all", |g| g.all_to_all(&mut [1f32; 60])),
-    ("all_to_all_into", |g| from(60, |input| g.all_to_all_into(input, &mut [0; 60]))),
+    ("all_to_all_into", |g| with_input(60, |input| g.all_to_all_into(input, &mut [0; 60]))),
     ("barrier", |g| g.barrier()),
     ("messages around a ring", |g| {
         let (rank, n) = (g.rank(), g.world_size());
-        from(20, |input| g.send(input, (rank + 1) % n))?;
+        with_input(20, |input| g.send(input, (rank + 1) % n))?;
         g.recv(&mut [0i64; 20], (rank + n - 1) % n)
     }),
 ];
 
-/// An operation from an input, which it must leave as it is, also where it fails.
-fn from(len: usize, operation: impl FnOnce(&[i64]) -> Result<(), Error>) -> Result<(), Error> {
+/// Runs an operation on an input, and checks that the input is unchanged, also when the operation fails.
+fn with_input(len: usize, operation: impl FnOnce(&[i64]) -> Result<(), Error>) -> Result<(), Error> {
     let given: Vec<i64> = (0..len as i64).collect();
     let input = given.clone();
     let result = operation(&input);
@@ -50,7 +50,7 @@ fn from(len: usize, operation: impl FnOnce(&[i64]) -> Result<(), Error>) -> Resu
     result
 }
 
-/// On which side of a message it fails.
+/// The side of a message on which it fails.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Side {
     Sends,
@@ -62,14 +62,14 @@ enum Side {
 struct Case {
     n: usize,
     algorithm: Option<Algorithm>,
-    /// Whether a rank that fails tells the others.
-    told: bool,
+    /// Whether a rank that fails notifies its peers.
+    notified: bool,
     delays: Option<u64>,
     name: &'static str,
     act: Act,
 }
 
-/// How often it is called, so that messages fail in the first call and in one after it.
+/// How often the operation is called, so that messages fail in the first call and in a later one.
 const CALLS: usize = 2;
 
 impl Case {
@@ -83,11 +83,11 @@ impl Case {
             self.algorithm.into_iter().fold(builder, Builder::algorithms)
         };
         let act = self.act;
-        let faults = |rank| Faults { delays: self.delays, told: self.told, ..faults(rank) };
+        let faults = |rank| Faults { delays: self.delays, told: self.notified, ..faults(rank) };
         run_on_channels(self.n, settings, faults, move |group| f(&group, (0..CALLS).try_for_each(|_| act(&group))))
     }
 
-    /// What each rank sends and receives if nothing fails.
+    /// Returns what each rank sends and receives if nothing fails.
     fn messages(&self) -> Vec<[(Side, usize); 2]> {
         let seen: Vec<Arc<Seen>> = (0..self.n).map(|_| Arc::default()).collect();
         let results = self.run(|rank| Faults { seen: seen[rank].clone(), ..Faults::default() }, |_, calls| calls);
@@ -96,25 +96,29 @@ impl Case {
         seen.iter().map(|seen| [(Side::Sends, count(&seen.sent)), (Side::Receives, count(&seen.received))]).collect()
     }
 
-    /// The culprit's message `k` fails on this side, and all after it.
+    /// Fails the culprit's message `k` on this side and all after it, and checks the errors of all ranks.
     fn fails_at(&self, culprit: usize, side: Side, k: usize) {
         let faults = |rank| {
             let fail = |on| (rank == culprit && side == on).then_some(k);
             Faults { fail_at: fail(Side::Sends), fail_to_receive_at: fail(Side::Receives), ..Faults::default() }
         };
-        // What fails at the end of an operation may concern one rank only. A barrier needs all.
+        // A failure at the end of an operation may affect one rank only. A barrier involves all ranks.
         let results = self.run(faults, |group, calls| (calls, group.barrier()));
-        let Case { n, algorithm, told, name, .. } = self;
-        let label = format!("{name} of {n} by {algorithm:?}, told: {told}, rank {culprit} {side:?} message {k}");
+        let Case { n, algorithm, notified, name, .. } = self;
+        let label =
+            format!("{name} of {n} by {algorithm:?}, notified: {notified}, rank {culprit} {side:?} message {k}");
         let cause = results[culprit].0.clone().expect_err(&label);
-        let lost = matches!(&cause, Error::PeerLost { peer, reason, .. } if *peer != culprit && reason.ends_with("on purpose"));
+        let lost = matches!(
+            &cause,
+            Error::PeerLost { peer, reason, .. } if *peer != culprit && reason.ends_with("on purpose")
+        );
         assert!(lost, "{label}: it got {cause:?}");
         for (rank, (calls, barrier)) in results.into_iter().enumerate() {
             let error = calls.clone().and_then(|()| barrier.clone()).expect_err(&label);
-            if *told || rank == culprit {
-                assert_eq!(error, cause, "{label}: rank {rank} has another cause");
+            if *notified || rank == culprit {
+                assert_eq!(error, cause, "{label}: rank {rank} has a different cause");
             } else {
-                // It learns no more than that one is gone who has failed.
+                // It learns only that a failed rank has left.
                 let left = matches!(&error, Error::Left { rank: left, .. } if *left != rank);
                 assert!(left, "{label}: rank {rank} got {error:?}");
             }
@@ -123,15 +127,15 @@ impl Case {
     }
 }
 
-/// The same in every algorithm.
+/// Operations that are the same in every algorithm.
 const ALIKE: [&str; 5] = ["wide all_reduce", "all_to_all", "all_to_all_into", "barrier", "messages around a ring"];
 
 /// Every message of every rank fails once.
-fn every_message_fails(told: bool, algorithms: &[Option<Algorithm>], delays: Option<u64>) {
+fn every_message_fails(notified: bool, algorithms: &[Option<Algorithm>], delays: Option<u64>) {
     let mut cases = Vec::new();
     for (n, algorithm) in (2..=5).flat_map(|n| algorithms.iter().map(move |algorithm| (n, *algorithm))) {
         let acts = ACTS.into_iter().filter(|(name, _)| algorithm.is_none() || !ALIKE.contains(name));
-        cases.extend(acts.map(|(name, act)| Case { n, algorithm, told, delays, name, act }));
+        cases.extend(acts.map(|(name, act)| Case { n, algorithm, notified, delays, name, act }));
     }
     in_parallel(&cases, 4, |case| {
         for (culprit, sides) in case.messages().into_iter().enumerate() {
@@ -148,32 +152,32 @@ fn algorithms() -> Vec<Option<Algorithm>> {
 }
 
 #[test]
-fn all_ranks_have_one_cause_where_the_transport_tells_them() {
+fn all_ranks_get_the_same_error_if_the_transport_notifies_them() {
     every_message_fails(true, &[None], None);
 }
 
 #[test]
-fn all_ranks_have_one_cause_in_every_algorithm() {
+fn all_ranks_get_the_same_error_in_every_algorithm() {
     every_message_fails(true, &algorithms(), None);
 }
 
 #[test]
-fn nobody_hangs_where_the_transport_tells_nobody() {
+fn no_rank_hangs_if_the_transport_notifies_none() {
     every_message_fails(false, &[None], None);
 }
 
 #[test]
-fn nobody_hangs_in_any_algorithm() {
+fn no_rank_hangs_in_any_algorithm() {
     every_message_fails(false, &algorithms(), None);
 }
 
 #[test]
-fn delays_change_nothing() {
+fn delays_do_not_change_the_errors() {
     every_message_fails(true, &[None], Some(7));
 }
 
 #[test]
-fn all_ranks_fail_where_a_rank_cannot_send_at_all() {
+fn all_ranks_fail_if_a_rank_cannot_send_at_all() {
     for (name, act) in ACTS {
         for culprit in 0..3 {
             let faults = |rank| Faults { fail_at: (rank == culprit).then_some(0), ..Faults::default() };

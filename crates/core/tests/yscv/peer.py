@@ -1,4 +1,4 @@
-"""A rank on the wire of yscv's TcpTransport, written from its description: one allreduce_sum, whose result it prints.
+"""A rank on the wire of yscv's TcpTransport, written from its documentation. Prints the result of one allreduce_sum.
 
 peer.py worker ADDRESS RANK VALUE...                dials the coordinator
 peer.py coordinator ADDRESS WORLD_SIZE VALUE...     listens, and prints its port first

@@ -1,4 +1,4 @@
-//! A communicator of NCCL: what becomes of calls that it does not wait for, and how it ends.
+//! A communicator of NCCL: its asynchronous calls and its shutdown.
 
 use std::ffi::c_int;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -10,34 +10,34 @@ use cudarc::driver::sys::{CUevent, CUresult};
 use cudarc::nccl::sys::ncclComm_t;
 
 use super::library::{Config, IN_PROGRESS, Library, SUCCESS};
-use crate::server::cuda::pause::Pause;
+use crate::server::cuda::pause::Backoff;
 use bonfire_core::error::Site;
 use bonfire_core::{Deadline, Error};
 
-/// How long the end of a communicator may take: NCCL gives back what it has, and hears of the other ranks for that.
+/// How long the shutdown of a communicator may take: NCCL communicates with the other ranks to free resources.
 pub(super) const GRACE: Duration = Duration::from_secs(5);
 
-/// One rank's communicator. Operations are called by all its ranks, in the same order; one thread at a time may use it.
+/// One rank's communicator. All its ranks call the same operations in the same order. One thread at a time may use it.
 ///
-/// Its thread must have the context of the GPU current that the communicator was made with.
+/// The calling thread must have the context current of the GPU that the communicator was created with.
 pub struct Communicator {
     pub(super) library: &'static Library,
-    /// Null where there is none, or none any more.
+    /// Null before the communicator is created and after it has ended.
     pub(super) comm: ncclComm_t,
     pub(super) rank: usize,
     pub(super) world_size: usize,
-    /// What ended it. It was aborted then.
+    /// The error that ended the communicator. It was aborted then.
     failure: Option<Error>,
-    /// Set before the abort: what was on a stream goes on after it.
+    /// Set before the abort, after which work on a stream continues.
     pub(in crate::server::cuda) ended: Arc<AtomicBool>,
 }
 
-// SAFETY: NCCL lets any thread use a communicator, one at a time, which `&mut` makes sure of.
+// SAFETY: NCCL lets any thread use a communicator, one at a time, which `&mut` ensures.
 unsafe impl Send for Communicator {}
 
 impl Communicator {
-    /// What will be a communicator.
-    pub(super) fn none(library: &'static Library, rank: usize, world_size: usize) -> Self {
+    /// A communicator that is yet to be created.
+    pub(super) fn unconnected(library: &'static Library, rank: usize, world_size: usize) -> Self {
         Communicator { library, comm: ptr::null_mut(), rank, world_size, failure: None, ended: Arc::default() }
     }
 
@@ -51,18 +51,19 @@ impl Communicator {
         self.world_size
     }
 
-    /// What ended the communicator, if anything did.
+    /// The error that ended the communicator, if it has ended.
     pub fn failure(&self) -> Option<&Error> {
         self.failure.as_ref()
     }
 
-    /// Makes communicators of some ranks each: all ranks call it, and those with the same `color` get one together, in
-    /// the order of their keys, and of their ranks where keys are equal. A rank without a color gets none.
+    /// Splits the communicator: all ranks call it, and those with the same `color` get a new one together, in the order
+    /// of their keys, and of their ranks where keys are equal. A rank without a color gets none.
     ///
-    /// Every operation before must be on its stream ([`Submitted::settle`]).
+    /// All earlier operations must be on their streams ([`Submitted::settle`]).
     ///
     /// # Errors
-    /// What ended the communicator, and [`Error::Nccl`], also where the ranks did not all come before the deadline.
+    /// The error that ended the communicator, and [`Error::Nccl`], also if a rank has not called it before the
+    /// deadline.
     pub fn split(
         &mut self,
         color: Option<u32>,
@@ -71,89 +72,89 @@ impl Communicator {
     ) -> Result<Option<Communicator>, Error> {
         const FUNCTION: &str = "ncclCommSplit";
         const NO_COLOR: c_int = -1;
-        self.sound()?;
+        self.check_alive()?;
         let number = |value: usize, what: &str| {
             c_int::try_from(value).map_err(|_| Error::argument("split", format!("{what} {value} is above 2147483647")))
         };
         let color = color.map_or(Ok(NO_COLOR), |color| number(color as usize, "color"))?;
         let key = number(key, "key")?;
-        // NCCL writes to it when all ranks have come, which may be after this function gave up: it is never freed then.
+        // NCCL writes to it once all ranks have called, perhaps after this function timed out: it is never freed then.
         let part = Box::into_raw(Box::new(ptr::null_mut::<cudarc::nccl::sys::ncclComm>()));
-        // SAFETY: the communicator is there; the place for the new one and the configuration are, too, and NCCL copies
-        // the latter.
+        // SAFETY: the communicator is valid, and so are the pointers to the new one and to the configuration, which
+        // NCCL copies.
         let code = unsafe { (self.library.functions.split)(self.comm, color, key, part, &mut Config::polled()) };
         self.settle(FUNCTION, code, deadline, None)?;
-        // SAFETY: made above by `Box`, and NCCL is done with it.
+        // SAFETY: allocated above by `Box`, and NCCL is done with it.
         let comm = *unsafe { Box::from_raw(part) };
         if comm.is_null() {
             return Ok(None);
         }
-        let mut part = Communicator::none(self.library, self.rank, self.world_size);
+        let mut part = Communicator::unconnected(self.library, self.rank, self.world_size);
         part.comm = comm;
         part.settle(FUNCTION, IN_PROGRESS, deadline, None)?;
-        part.world_size = part.ask("ncclCommCount", self.library.functions.count)?;
-        part.rank = part.ask("ncclCommUserRank", self.library.functions.user_rank)?;
+        part.world_size = part.query("ncclCommCount", self.library.functions.count)?;
+        part.rank = part.query("ncclCommUserRank", self.library.functions.user_rank)?;
         Ok(Some(part))
     }
 
-    fn ask(
+    fn query(
         &mut self,
         function: &str,
-        ask: unsafe extern "C" fn(ncclComm_t, *mut c_int) -> c_int,
+        query: unsafe extern "C" fn(ncclComm_t, *mut c_int) -> c_int,
     ) -> Result<usize, Error> {
         let mut number = 0;
-        // SAFETY: the communicator is there and gets a place for a number.
-        match unsafe { ask(self.comm, &mut number) } {
+        // SAFETY: the communicator is valid, and `number` receives the result.
+        match unsafe { query(self.comm, &mut number) } {
             SUCCESS => Ok(usize::try_from(number).unwrap_or(0)),
             code => Err(self.fail(function, code, Duration::ZERO)),
         }
     }
 
-    /// Whether anything went wrong in the background, such as a connection to another rank. It aborts the communicator
-    /// then.
+    /// Checks for errors in the background, such as a lost connection to another rank. Aborts the communicator if there
+    /// is one.
     ///
     /// # Errors
-    /// [`Error::Nccl`], or what ended the communicator before.
+    /// [`Error::Nccl`], or the error that ended the communicator before.
     pub fn poll(&mut self) -> Result<(), Error> {
-        self.sound()?;
+        self.check_alive()?;
         match self.state() {
             SUCCESS | IN_PROGRESS => Ok(()),
             code => Err(self.fail("ncclCommGetAsyncError", code, Duration::ZERO)),
         }
     }
 
-    /// Waits until `done`, such as [`has_passed`] for an event behind an operation. At the deadline and after any error
-    /// the communicator is aborted, which ends its kernels: what is behind them on their stream runs, with whatever is
-    /// in memory.
+    /// Waits until `done` returns true, such as [`has_passed`] for an event after an operation. At the deadline and
+    /// after any error the communicator is aborted, which ends its kernels: later work on their stream runs, on
+    /// whatever is in memory.
     ///
     /// # Errors
-    /// [`Error::Timeout`], which says `site`: NCCL does not tell who is late, so it names all the others.
-    /// [`Error::Nccl`] or what `done` returned. What ended the communicator, where it has.
+    /// [`Error::Timeout`] with `site`; NCCL does not report which rank is late, so the error names all others.
+    /// [`Error::Nccl`], or what `done` returned. The error that ended the communicator before.
     pub fn wait(
         &mut self,
         site: Site,
         deadline: &Deadline,
         mut done: impl FnMut() -> Result<bool, Error>,
     ) -> Result<(), Error> {
-        self.sound()?;
-        let mut pause = Pause::default();
+        self.check_alive()?;
+        let mut backoff = Backoff::default();
         loop {
-            // In this order: what ended because of an error is not done.
+            // In this order: an operation that an error ended is not done.
             let done = done().map_err(|error| self.end(error))?;
             self.poll()?;
             if done {
                 return Ok(());
             }
             if deadline.passed() {
-                return Err(self.late(site, deadline));
+                return Err(self.time_out(site, deadline));
             }
-            pause.once();
+            backoff.wait();
         }
     }
 
-    /// Ends the communicator at once, whatever it is at: its kernels end, and it is of no use any more. All ranks
-    /// should do so, since the others wait for this one. Where NCCL itself does not come to an end within 5 s the log
-    /// says so, and memory that its kernels were given should not be used again.
+    /// Aborts the communicator, whatever it is doing: its kernels end, and it cannot be used any more. All ranks should
+    /// do so, since the others wait for this one. If NCCL itself does not return within 5 s, this is logged, and the
+    /// memory that its kernels use should not be reused.
     pub fn abort(&mut self) {
         self.end(Error::Nccl {
             function: "ncclCommAbort".into(),
@@ -164,12 +165,12 @@ impl Communicator {
         });
     }
 
-    /// What ended the communicator, if anything did.
-    pub(super) fn sound(&self) -> Result<(), Error> {
+    /// Returns the error that ended the communicator, if it has ended.
+    pub(super) fn check_alive(&self) -> Result<(), Error> {
         self.failure.clone().map_or(Ok(()), Err)
     }
 
-    /// Waits until a call is over that returned `code`, or fails with what came of it.
+    /// Waits until a call that returned `code` has completed, and returns its outcome.
     pub(super) fn settle(
         &mut self,
         function: &str,
@@ -177,14 +178,14 @@ impl Communicator {
         deadline: &Deadline,
         site: Option<Site>,
     ) -> Result<(), Error> {
-        let mut pause = Pause::default();
+        let mut backoff = Backoff::default();
         loop {
             match code {
                 SUCCESS => return Ok(()),
-                IN_PROGRESS if !deadline.passed() => pause.once(),
+                IN_PROGRESS if !deadline.passed() => backoff.wait(),
                 IN_PROGRESS => {
                     return Err(match site {
-                        Some(site) => self.late(site, deadline),
+                        Some(site) => self.time_out(site, deadline),
                         None => self.fail(function, IN_PROGRESS, deadline.elapsed()),
                     });
                 }
@@ -194,17 +195,17 @@ impl Communicator {
         }
     }
 
-    /// How it is with what NCCL does in the background.
+    /// The state of NCCL's work in the background.
     fn state(&self) -> c_int {
         let mut state = SUCCESS;
-        // SAFETY: the communicator is there, and gets a place for a number.
+        // SAFETY: the communicator is valid, and `state` receives the result.
         match unsafe { (self.library.functions.get_async_error)(self.comm, &mut state) } {
             SUCCESS => state,
             code => code,
         }
     }
 
-    fn late(&mut self, site: Site, deadline: &Deadline) -> Error {
+    fn time_out(&mut self, site: Site, deadline: &Deadline) -> Error {
         let missing = (0..self.world_size).filter(|rank| *rank != self.rank).collect();
         self.end(Error::Timeout { site, rank: self.rank, missing, elapsed: deadline.elapsed() })
     }
@@ -214,37 +215,37 @@ impl Communicator {
         self.end(self.library.error(function, code, self.comm, self.rank, elapsed))
     }
 
-    /// Ends the communicator, once, and gives what ended it.
+    /// Ends the communicator, once, and returns the error that ended it.
     pub(super) fn end(&mut self, error: Error) -> Error {
         let error = self.failure.get_or_insert(error).clone();
-        // Release: who finds a stream past what was aborted finds this, too.
+        // Release: a thread that finds a stream past the aborted work also finds this.
         self.ended.store(true, Ordering::Release);
         let comm = std::mem::replace(&mut self.comm, ptr::null_mut());
         if !comm.is_null() {
             log::debug!("rank {}: aborting NCCL's communicator: {error}", self.rank);
             let abort = self.library.functions.abort;
-            // SAFETY: the communicator was there until now, and no other thread is in a call on it.
-            self.bounded("ncclCommAbort", Last(comm), move |comm| unsafe { abort(comm.0) });
+            // SAFETY: the communicator was valid until now, and no other thread is in a call on it.
+            self.call_bounded("ncclCommAbort", FinalComm(comm), move |comm| unsafe { abort(comm.0) });
         }
         error
     }
 
-    /// Ends the communicator in good order: NCCL finishes what it has, together with the other ranks.
+    /// Shuts the communicator down gracefully: NCCL finishes its work, together with the other ranks.
     fn finish(&mut self) -> Result<(), Error> {
         let deadline = Deadline::after(GRACE);
-        // Somebody may have left an operation before it was on its stream.
+        // The caller may have dropped an operation before it was on its stream.
         self.settle("an operation", self.state(), &deadline, None)?;
-        // SAFETY: the communicator is there and at rest.
+        // SAFETY: the communicator is valid and idle.
         let code = unsafe { (self.library.functions.finalize)(self.comm) };
         self.settle("ncclCommFinalize", code, &deadline, None)?;
         let (comm, destroy) = (std::mem::replace(&mut self.comm, ptr::null_mut()), self.library.functions.destroy);
         // SAFETY: as above, and finalized.
-        self.bounded("ncclCommDestroy", Last(comm), move |comm| unsafe { destroy(comm.0) });
+        self.call_bounded("ncclCommDestroy", FinalComm(comm), move |comm| unsafe { destroy(comm.0) });
         Ok(())
     }
 
-    /// Makes a communicator's last call on a thread that is left alone where it does not come back.
-    fn bounded(&self, function: &str, comm: Last, call: impl FnOnce(Last) -> c_int + Send + 'static) {
+    /// Makes a communicator's last call on a thread that is abandoned if the call does not return.
+    fn call_bounded(&self, function: &str, comm: FinalComm, call: impl FnOnce(FinalComm) -> c_int + Send + 'static) {
         let (sender, receiver) = mpsc::channel();
         let work = move || sender.send(call(comm));
         let outcome = match thread::Builder::new().name("bonfire-nccl".into()).spawn(work) {
@@ -278,16 +279,16 @@ impl fmt::Debug for Communicator {
     }
 }
 
-/// A communicator that is given to the last call on it.
-struct Last(ncclComm_t);
+/// A communicator that is passed to the last call on it.
+struct FinalComm(ncclComm_t);
 
-// SAFETY: as `Communicator`.
-unsafe impl Send for Last {}
+// SAFETY: as for `Communicator`.
+unsafe impl Send for FinalComm {}
 
-/// An operation that NCCL may not have put on its stream yet, because it connects ranks first.
+/// An operation that NCCL may not have enqueued on its stream yet, because it connects ranks first.
 ///
-/// Until it is settled other work must not be put on that stream. A thread with several communicators calls the
-/// operation on all of them and then settles each: NCCL may need all to connect them.
+/// Until it is settled, other work must not be enqueued on that stream. A thread with several communicators calls the
+/// operation on all of them and then settles each: NCCL may need all of them to connect.
 #[must_use = "work that is put on the stream before `settle` may run before the operation"]
 pub struct Submitted<'a> {
     pub(super) communicator: &'a mut Communicator,
@@ -305,15 +306,15 @@ impl Submitted<'_> {
     }
 }
 
-/// Whether what was on a stream when the event was recorded is done.
+/// Whether the work on a stream before the event is done.
 ///
 /// # Errors
-/// [`Error::Io`] with what CUDA says of work before it that failed.
+/// [`Error::Io`] with CUDA's error if that work failed.
 ///
 /// # Safety
-/// The event is one of CUDA's that is there.
+/// The event must be a valid event of CUDA.
 pub unsafe fn has_passed(event: CUevent) -> Result<bool, Error> {
-    // SAFETY: as the caller promises.
+    // SAFETY: guaranteed by the caller.
     match unsafe { cudarc::driver::result::event::query(event) } {
         Ok(()) => Ok(true),
         Err(error) if error.0 == CUresult::CUDA_ERROR_NOT_READY => Ok(false),

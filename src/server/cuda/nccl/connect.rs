@@ -1,4 +1,4 @@
-//! How the ranks of a group make a communicator.
+//! How the ranks of a group create a communicator.
 
 use std::collections::HashMap;
 use std::ffi::c_char;
@@ -13,21 +13,21 @@ use super::library::{Config, Library, SUCCESS, Version, library};
 use bonfire_core::internal::{Agreement, Ranks};
 use bonfire_core::{Deadline, Error, Group};
 
-/// From this version on NCCL may be told to let ranks share a GPU, by this variable.
+/// The first version that lets ranks share a GPU, and the variable that permits it.
 const SHARING: (i32, &str) = (2_30_00, "NCCL_MULTI_RANK_GPU_ENABLE");
 
-/// Which GPU a rank has: a number that no other GPU has, nor other part of one, on any host.
+/// A rank's GPU, by a number unique among all GPUs, and parts of GPUs, of all hosts.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Gpu([u8; 16]);
 
 impl Gpu {
-    /// The GPU that CUDA gives this number in this process.
+    /// The GPU with this ordinal in CUDA, in this process.
     ///
     /// # Errors
-    /// [`Error::Library`] where there is no driver, [`Error::Io`] where there is no such GPU.
+    /// [`Error::Library`] if there is no driver, [`Error::Io`] if there is no such GPU.
     pub fn of(ordinal: usize) -> Result<Gpu, Error> {
         let failed = |error| Error::io(format!("asking CUDA for GPU {ordinal}"), error);
-        // SAFETY: it looks for the driver's library, whose initialisers ask nothing of the process.
+        // SAFETY: the call looks for the driver's library, whose initialisers have no requirements.
         if !unsafe { sys::is_culib_present() } {
             let reason =
                 "libcuda.so is not found: install NVIDIA's driver, and in a container let it in (`--gpus all`)";
@@ -36,12 +36,12 @@ impl Gpu {
         result::init().map_err(failed)?;
         let device = result::device::get(i32::try_from(ordinal).unwrap_or(i32::MAX)).map_err(failed)?;
         let mut uuid = sys::CUuuid { bytes: [0; 16] };
-        // SAFETY: it gets a place for the number of a device that is there.
+        // SAFETY: `uuid` receives the number of an existing device.
         unsafe { sys::cuDeviceGetUuid_v2(&mut uuid, device).result() }.map_err(failed)?;
         Ok(Gpu(uuid.bytes.map(|byte| byte as u8)))
     }
 
-    /// The GPU with this number, as `nvidia-smi -L` writes it and cuDeviceGetUuid gives it.
+    /// The GPU with this UUID, as `nvidia-smi -L` prints it and cuDeviceGetUuid returns it.
     pub const fn with_uuid(uuid: [u8; 16]) -> Gpu {
         Gpu(uuid)
     }
@@ -57,23 +57,23 @@ impl fmt::Debug for Gpu {
     }
 }
 
-/// What ranks tell each other before they begin.
+/// What each rank tells the others first.
 #[derive(Serialize, Deserialize)]
-struct Card {
+struct RankInfo {
     version: i32,
     gpu: Gpu,
-    /// Whether this rank's NCCL was told to share it.
+    /// Whether this rank's NCCL may share its GPU.
     shares: bool,
 }
 
 impl Communicator {
-    /// Makes a communicator of all ranks of `group`, each with its GPU, whose context the thread must have current.
+    /// Creates a communicator of all ranks of `group`, each with its GPU, whose context must be current on the thread.
     ///
     /// # Errors
-    /// The same on all ranks, and the group stays sound: [`Error::Library`] where NCCL is missing or too old on any
-    /// rank, or they have different versions; [`Error::InvalidArgument`] where ranks share a GPU, which NCCL allows
-    /// from 2.30 on and with `NCCL_MULTI_RANK_GPU_ENABLE=1` only; [`Error::Nccl`] with what NCCL returned, also where
-    /// it did not come to an end before the deadline. Errors of the group, where a rank does not call this.
+    /// The same on all ranks, and the group stays usable: [`Error::Library`] if NCCL is missing or too old on any rank,
+    /// or if versions differ; [`Error::InvalidArgument`] if ranks share a GPU, which NCCL allows only from 2.30 on and
+    /// with `NCCL_MULTI_RANK_GPU_ENABLE=1`; [`Error::Nccl`] with what NCCL returned, also if it did not finish before
+    /// the deadline. Errors of the group, if a rank does not call this.
     pub fn connect(group: &Group, gpu: Gpu, deadline: &Deadline) -> Result<Communicator, Error> {
         let (rank, world_size) = (group.rank(), group.world_size());
         let on_rank = |error| match error {
@@ -81,16 +81,17 @@ impl Communicator {
             error => error,
         };
         let library = library().map_err(on_rank);
-        let card = |library: &'static Library| Card { version: library.version, gpu, shares: shares(library.version) };
-        check(&group.with_deadline(deadline.remaining()).tell_all(library.clone().map(card))?)?;
+        let info =
+            |library: &'static Library| RankInfo { version: library.version, gpu, shares: shares(library.version) };
+        check(&group.with_deadline(deadline.remaining()).tell_all(library.clone().map(info))?)?;
 
         let library = library?;
-        let mut communicator = Communicator::none(library, rank, world_size);
+        let mut communicator = Communicator::unconnected(library, rank, world_size);
         let id = if rank == 0 { communicator.unique_id(deadline).map(Some) } else { Ok(None) };
         let ids = group.with_deadline(deadline.remaining()).tell_all(id)?;
         let id = ids.into_iter().flatten().next().unwrap_or_default();
         let made = communicator.make(&id, deadline);
-        // No rank has a communicator that another one has not. Who is late by himself must still be able to say so.
+        // Either all ranks get a communicator or none does. A rank that timed out alone must still be able to say so.
         match group.with_deadline(deadline.remaining() + GRACE).tell_all(made) {
             Ok(_) => Ok(communicator),
             Err(error) => {
@@ -100,10 +101,10 @@ impl Communicator {
         }
     }
 
-    /// The number by which ranks find each other: 128 bytes that only NCCL can read.
+    /// The id by which ranks find each other: 128 bytes that only NCCL interprets.
     fn unique_id(&mut self, deadline: &Deadline) -> Result<Vec<u8>, Error> {
         let mut id = ncclUniqueId { internal: [0; 128] };
-        // SAFETY: it gets a place for the number.
+        // SAFETY: `id` receives the result.
         match unsafe { (self.library.functions.get_unique_id)(&mut id) } {
             SUCCESS => Ok(id.internal.iter().map(|byte| *byte as u8).collect()),
             code => Err(self.fail("ncclGetUniqueId", code, deadline.elapsed())),
@@ -118,7 +119,7 @@ impl Communicator {
         }
         let init = self.library.functions.init_rank_config;
         let (ranks, rank, mut config) = (number(self.world_size), number(self.rank), Config::polled());
-        // SAFETY: the places are there, and NCCL is done with them when it returns: what it does in the background has
+        // SAFETY: all pointers are valid, and NCCL does not use them after it returns: its work in the background has
         // copies.
         let code = unsafe { init(&mut self.comm, ranks, place, rank, &mut config) };
         self.settle("ncclCommInitRankConfig", code, deadline, None)
@@ -129,26 +130,26 @@ fn shares(version: i32) -> bool {
     version >= SHARING.0 && std::env::var(SHARING.1).is_ok_and(|value| value.trim() == "1")
 }
 
-/// What can be known to fail before NCCL is asked, which would say it less clearly, or hang.
-fn check(cards: &[Card]) -> Result<(), Error> {
-    if let Some(other) = cards.iter().position(|card| card.version != cards[0].version) {
-        let versions = [0, other].map(|rank| format!("{} on rank {rank}", Version(cards[rank].version)));
+/// Detects errors that NCCL would report less clearly, or hang on.
+fn check(infos: &[RankInfo]) -> Result<(), Error> {
+    if let Some(other) = infos.iter().position(|info| info.version != infos[0].version) {
+        let versions = [0, other].map(|rank| format!("{} on rank {rank}", Version(infos[rank].version)));
         let reason = format!("ranks have different versions, {}: install the same on all", versions.join(" and "));
         return Err(Error::Library { library: "NCCL".into(), reason });
     }
     let mut ranks = HashMap::<Gpu, Vec<usize>>::new();
-    for (rank, card) in cards.iter().enumerate().filter(|(_, card)| !card.shares) {
-        ranks.entry(card.gpu).or_default().push(rank);
+    for (rank, info) in infos.iter().enumerate().filter(|(_, info)| !info.shares) {
+        ranks.entry(info.gpu).or_default().push(rank);
     }
     match ranks.iter().filter(|(_, ranks)| ranks.len() > 1).min_by_key(|(_, ranks)| ranks[0]) {
         None => Ok(()),
         Some((gpu, ranks)) => {
             let reason = format!(
-                "{} share {gpu:?}: give each rank a GPU of its own, or with NCCL {} and newer set {}=1 for all (this is {})",
+                "{} share {gpu:?}: give each rank its own GPU, or with NCCL {} and newer set {}=1 for all (this is {})",
                 Ranks(ranks),
                 Version(SHARING.0),
                 SHARING.1,
-                Version(cards[0].version)
+                Version(infos[0].version)
             );
             Err(Error::argument("a communicator of NCCL", reason))
         }
@@ -159,20 +160,20 @@ fn check(cards: &[Card]) -> Result<(), Error> {
 mod tests {
     use super::*;
 
-    fn card(version: i32, gpu: u8, shares: bool) -> Card {
-        Card { version, gpu: Gpu::with_uuid([gpu; 16]), shares }
+    fn info(version: i32, gpu: u8, shares: bool) -> RankInfo {
+        RankInfo { version, gpu: Gpu::with_uuid([gpu; 16]), shares }
     }
 
     #[test]
-    fn ranks_have_one_version_and_a_gpu_each() {
-        let sound = [card(2_21_05, 1, false), card(2_21_05, 2, false)];
+    fn ranks_need_the_same_version_and_a_gpu_each() {
+        let sound = [info(2_21_05, 1, false), info(2_21_05, 2, false)];
         assert_eq!(check(&sound), Ok(()));
-        let error = check(&[card(2_21_05, 1, false), card(2_21_05, 2, false), card(2_30_07, 3, false)]).unwrap_err();
+        let error = check(&[info(2_21_05, 1, false), info(2_21_05, 2, false), info(2_30_07, 3, false)]).unwrap_err();
         assert!(error.to_string().contains("2.21.5 on rank 0 and 2.30.7 on rank 2"), "{error}");
-        let error = check(&[card(2_21_05, 9, false), card(2_21_05, 7, false), card(2_21_05, 9, false)]).unwrap_err();
+        let error = check(&[info(2_21_05, 9, false), info(2_21_05, 7, false), info(2_21_05, 9, false)]).unwrap_err();
         assert!(matches!(error, Error::InvalidArgument { .. }));
         assert!(error.to_string().contains("ranks 0, 2 share GPU-09090909-0909-0909-0909-090909090909"), "{error}");
-        assert_eq!(check(&[card(2_30_07, 9, true), card(2_30_07, 9, true)]), Ok(()));
+        assert_eq!(check(&[info(2_30_07, 9, true), info(2_30_07, 9, true)]), Ok(()));
     }
 
     #[test]

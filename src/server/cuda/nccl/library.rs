@@ -1,8 +1,8 @@
-//! NCCL's library: found at run time, with every function that is used, or not at all.
+//! NCCL's library. It is loaded at run time, with every function that is used or not at all.
 //!
-//! Its types are cudarc's. Its functions are not: cudarc looks for `libnccl.so`, which the packages that one installs
-//! to run NCCL do not have (they have `libnccl.so.2`), panics where a library or a function is missing, and makes an
-//! enum of what a function returns, which a newer library than cudarc's may have other values for.
+//! Types are cudarc's, functions are not. cudarc looks for `libnccl.so`, which the packages that install NCCL do not
+//! contain (they have `libnccl.so.2`). It panics if a library or a function is missing. And it converts return codes to
+//! an enum, while a newer library than cudarc's may return other values.
 
 use std::ffi::{CStr, OsString, c_char, c_int, c_void};
 use std::ptr;
@@ -13,23 +13,23 @@ use cudarc::nccl::sys::{cudaStream_t, ncclComm_t, ncclDataType_t, ncclRedOp_t, n
 
 use bonfire_core::Error;
 
-/// What functions return when all is well.
+/// Return code of a successful call.
 pub(super) const SUCCESS: c_int = 0;
-/// What they return while a communicator that does not block is at work.
+/// Return code while a non-blocking communicator is busy.
 pub(super) const IN_PROGRESS: c_int = 7;
 
-/// The first version with communicators that do not block and can be split.
+/// The first version with non-blocking communicators that can be split.
 const OLDEST: c_int = 2_18_00;
 
 macro_rules! functions {
     ($($field:ident = $name:literal($($argument:ty),*)$( -> $result:ty)?;)*) => {
-        /// The functions that are used, as NCCL's header has them.
+        /// The functions that are used, as declared in NCCL's header.
         pub(super) struct Functions {
             $(pub $field: unsafe extern "C" fn($($argument),*) -> functions!(@result $($result)?),)*
         }
 
         impl Functions {
-            /// All of them, or the name of one that is missing.
+            /// Loads all functions. The error is the name of a missing one.
             fn load(library: &libloading::Library) -> Result<Self, &'static str> {
                 $(
                     // SAFETY: the type is the one in NCCL's header, where no function has changed since `OLDEST`.
@@ -70,8 +70,8 @@ functions! {
     receive = "ncclRecv"(*mut c_void, usize, ncclDataType_t, c_int, ncclComm_t, cudaStream_t);
 }
 
-/// What a communicator is asked for: `ncclConfig_t` as it was in [`OLDEST`], and the field after it in the place of
-/// padding. Newer libraries take their defaults for what it does not have.
+/// A communicator's configuration: `ncclConfig_t` as of [`OLDEST`], and the field after it in place of padding.
+/// Newer libraries use defaults for the fields that it lacks.
 #[repr(C)]
 pub(super) struct Config {
     size: usize,
@@ -87,7 +87,7 @@ pub(super) struct Config {
 }
 
 impl Config {
-    /// A communicator whose functions return while it is at work.
+    /// The configuration of a communicator whose functions return while it is busy.
     pub fn polled() -> Self {
         const UNDEFINED: c_int = c_int::MIN;
         Config {
@@ -111,10 +111,10 @@ pub(super) struct Library {
     pub version: c_int,
 }
 
-/// The version of the NCCL that is found at run time, as its header has it: 23007 is 2.30.7.
+/// The version of the NCCL that is found at run time, encoded as in its header: 23007 is 2.30.7.
 ///
 /// # Errors
-/// [`Error::Library`] where there is none, or one before 2.18.
+/// [`Error::Library`] if there is none, or one before 2.18.
 pub fn version() -> Result<i32, Error> {
     library().map(|library| library.version)
 }
@@ -130,7 +130,7 @@ impl Library {
         let names = [OsString::from("libnccl.so.2"), libloading::library_filename("nccl")];
         let mut problems = Vec::new();
         for name in names {
-            // SAFETY: what is called NCCL is taken for NCCL, whose initialisers ask nothing of the process.
+            // SAFETY: a library with NCCL's name is taken for NCCL, whose initialisers have no requirements.
             match unsafe { libloading::Library::new(name) } {
                 Ok(library) => return Library::of(library),
                 Err(error) => problems.push(error.to_string()),
@@ -143,25 +143,25 @@ impl Library {
         type GetVersion = unsafe extern "C" fn(*mut c_int) -> c_int;
         // SAFETY: the type is the one in NCCL's header.
         let get_version = *unsafe { library.get::<GetVersion>("ncclGetVersion") }
-            .map_err(|error| unfit(&format!("what is found is no NCCL ({error})")))?;
+            .map_err(|error| unfit(&format!("the library that was found is not NCCL ({error})")))?;
         let mut version = 0;
-        // SAFETY: it gets a place for a number.
+        // SAFETY: `version` receives the result.
         if unsafe { get_version(&mut version) } != SUCCESS || version < OLDEST {
             return Err(unfit(&format!("version {} is too old", Version(version))));
         }
         let functions = Functions::load(&library)
-            .map_err(|name| unfit(&format!("version {} is not whole: it has no {name}", Version(version))))?;
-        // Functions are kept for as long as the process lives, and NCCL has threads that no one joins.
+            .map_err(|name| unfit(&format!("version {} is incomplete: it has no {name}", Version(version))))?;
+        // Functions are kept as long as the process lives, and NCCL has threads that are never joined.
         std::mem::forget(library);
         log::info!("NCCL {}", Version(version));
         Ok(Library { functions, version })
     }
 
-    /// Makes an error of what a function returned.
+    /// Converts a return code to an error.
     pub fn error(&self, function: &str, code: c_int, comm: ncclComm_t, rank: usize, elapsed: Duration) -> Error {
-        // SAFETY: any number gets a text, which is a constant.
+        // SAFETY: every number has a text, which is a constant.
         let mut reason = unsafe { text((self.functions.get_error_string)(code)) };
-        // SAFETY: the communicator is one that is there, or none. The text is copied before another call changes it.
+        // SAFETY: the communicator is valid or null. The text is copied before another call changes it.
         let last = unsafe { text((self.functions.get_last_error)(comm)) };
         if !last.is_empty() {
             reason = format!("{reason} ({last})");
@@ -170,28 +170,28 @@ impl Library {
     }
 }
 
-/// A text of NCCL's.
+/// Copies a text of NCCL.
 ///
 /// # Safety
-/// It is null or a C string.
+/// `chars` must be null or a C string.
 unsafe fn text(chars: *const c_char) -> String {
     if chars.is_null() {
         return String::new();
     }
-    // SAFETY: a C string, as the caller promises.
+    // SAFETY: a C string, guaranteed by the caller.
     unsafe { CStr::from_ptr(chars) }.to_string_lossy().trim().to_owned()
 }
 
 fn unfit(problem: &str) -> Error {
     let reason = format!(
-        "{problem}; install version {} or newer: `pip install nvidia-nccl-cu12` (or -cu13, as CUDA is) and name its folder, \
-         site-packages/nvidia/nccl/lib, in LD_LIBRARY_PATH, or a system package, libnccl2",
+        "{problem}; install version {} or newer: `pip install nvidia-nccl-cu12` (or -cu13, to match CUDA) and add its \
+         folder, site-packages/nvidia/nccl/lib, to LD_LIBRARY_PATH, or install the system package libnccl2",
         Version(OLDEST)
     );
     Error::Library { library: "NCCL".into(), reason }
 }
 
-/// A version as people write it.
+/// Displays a version as `major.minor.patch`.
 pub(super) struct Version(pub c_int);
 
 impl std::fmt::Display for Version {
@@ -207,21 +207,21 @@ mod tests {
     use super::*;
 
     #[test]
-    fn versions_are_written_as_nccl_counts_them() {
+    fn versions_are_decoded() {
         let texts = [2_30_07, 2_18_00, 2_09_06, 2804, 2402].map(|code| Version(code).to_string());
         assert_eq!(texts, ["2.30.7", "2.18.0", "2.9.6", "2.8.4", "2.4.2"]);
     }
 
     #[test]
-    fn the_configuration_has_the_size_that_nccl_reads() {
+    fn the_configuration_has_nccls_layout() {
         assert_eq!((size_of::<Config>(), std::mem::offset_of!(Config, net_name)), (48, 32));
     }
 
     #[test]
-    fn what_is_no_nccl_is_a_typed_error() {
+    fn a_library_that_is_not_nccl_is_a_typed_error() {
         let own = libloading::os::unix::Library::this();
         let error = Library::of(own.into()).err();
-        assert!(matches!(&error, Some(Error::Library { reason, .. }) if reason.contains("is no NCCL")), "{error:?}");
+        assert!(matches!(&error, Some(Error::Library { reason, .. }) if reason.contains("is not NCCL")), "{error:?}");
         assert!(error.is_some_and(|error| error.to_string().contains("pip install nvidia-nccl-cu12")));
     }
 }

@@ -1,4 +1,4 @@
-//! The operations, each as the calls of NCCL that it is made of.
+//! The operations, and the NCCL calls that each consists of.
 
 use std::ffi::{c_int, c_void};
 
@@ -11,34 +11,34 @@ use super::types::{Scalar, reduced};
 use bonfire_core::internal::Parts;
 use bonfire_core::{Error, Operation, ReduceOp};
 
-/// What the ranks do. Which elements of input and output that is on each rank:
+/// A collective or a transfer. Each variant says which elements are a rank's input and output.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Action {
     /// From the whole to the whole.
     AllReduce(ReduceOp),
-    /// From the whole to the whole on this root, and to nothing elsewhere.
+    /// From the whole to the whole on this root, to nothing elsewhere.
     Reduce(ReduceOp, usize),
-    /// From the whole on this root, and nothing elsewhere, to the whole.
+    /// From the whole on this root, nothing elsewhere, to the whole.
     Broadcast(usize),
     /// From the rank's part to the whole.
     AllGather,
     /// From the whole to the rank's part.
     ReduceScatter(ReduceOp),
-    /// From the whole to the whole, which are parts of one length: part `r` goes to rank `r`, and comes from there.
-    /// Input and output may not overlap.
+    /// From the whole to the whole, in parts of equal length: part `r` goes to rank `r`, and is received from there.
+    /// Input and output must not overlap.
     AllToAll,
-    /// From the rank's part to the whole on this root, and to nothing elsewhere.
+    /// From the rank's part to the whole on this root, to nothing elsewhere.
     Gather(usize),
-    /// From the whole on this root, and nothing elsewhere, to the rank's part.
+    /// From the whole on this root, nothing elsewhere, to the rank's part.
     Scatter(usize),
     /// From the whole here to the output of another rank, which calls `Recv`.
     Send(usize),
-    /// To the whole here from another rank.
+    /// To the whole here from another rank, which calls `Send`.
     Recv(usize),
 }
 
 impl Action {
-    /// The operation of Bonfire's that this is.
+    /// The [`Operation`] of Bonfire that this is.
     pub const fn operation(self) -> Operation {
         match self {
             Action::AllReduce(_) => Operation::AllReduce,
@@ -56,50 +56,50 @@ impl Action {
 
 /// One operation on memory of the GPU.
 ///
-/// Input and output may be the same elements of the same memory: the same whole, or a part that is at its place in the
-/// whole.
+/// Input and output may be the same memory, if the same elements are at the same address: the same whole, or a part in
+/// its place in the whole.
 #[derive(Clone, Copy, Debug)]
 pub struct Work<'a> {
-    /// What to do.
+    /// The operation.
     pub action: Action,
     /// The type of the elements.
     pub scalar: Scalar,
     /// The number of elements of the whole.
     pub count: usize,
-    /// How many elements each rank's part has, where parts are not as [`partition`](crate::partition()) says.
+    /// The number of elements in each rank's part, if parts are not as [`partition`](crate::partition()) says.
     pub sizes: Option<&'a [usize]>,
-    /// The address of the first element that the rank brings. Not used where it brings none.
+    /// Address of the rank's first input element. Unused if it has no input.
     pub input: CUdeviceptr,
-    /// The address of the first element that the rank gets. Not used where it gets none.
+    /// Address of the rank's first output element. Unused if it has no output.
     pub output: CUdeviceptr,
 }
 
 impl Communicator {
-    /// Puts an operation on `stream`, behind what is there. See [`Submitted`] for when it is there.
+    /// Enqueues an operation on `stream`, after the work that is there. See [`Submitted`] for when it is on the stream.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] and [`Error::Library`] for what cannot be done, with nothing changed: where all ranks
-    /// called the same, all get it. [`Error::Nccl`] for what NCCL refused, which ends the communicator. What ended it
-    /// before.
+    /// [`Error::InvalidArgument`] and [`Error::Library`] for what is not supported, with nothing changed: if all ranks
+    /// called the same, all get it. [`Error::Nccl`] for what NCCL refused, which ends the communicator. The error that
+    /// ended it before.
     ///
     /// # Safety
-    /// Input and output are memory of the communicator's GPU, as long as the action says, that nothing else writes to,
-    /// or reads what is written of, until the stream is past the operation, or the communicator was aborted and the
-    /// stream is past it. The stream is one of that GPU's.
+    /// Input and output must be memory of the communicator's GPU, with the length that the action says. Nothing else
+    /// may write to either, or read what the operation writes, until the stream is past the operation, or the
+    /// communicator was aborted and the stream is past it. The stream must belong to that GPU.
     pub unsafe fn submit(&mut self, work: &Work<'_>, stream: CUstream) -> Result<Submitted<'_>, Error> {
         self.check(work)?;
         let (element, op) = match work.action {
             Action::AllReduce(op) | Action::Reduce(op, _) | Action::ReduceScatter(op) => {
                 reduced(work.scalar, op, self.library.version)?
             }
-            // What is only moved is moved as bytes, so every type is.
+            // Operations that only move data move bytes, so they support every type.
             _ => (ncclDataType_t::ncclUint8, ncclRedOp_t::ncclSum),
         };
-        self.sound()?;
+        self.check_alive()?;
         let (functions, comm, stream) = (&self.library.functions, self.comm, stream.cast());
-        let calls = Calls { functions, comm, stream, rank: self.rank, ranks: self.world_size, work, element, op };
-        // SAFETY: the communicator is there, and memory and stream are what the caller promises.
-        let (function, code) = unsafe { calls.make() };
+        let calls = NcclCalls { functions, comm, stream, rank: self.rank, ranks: self.world_size, work, element, op };
+        // SAFETY: the communicator is valid; the caller guarantees the rest for memory and stream.
+        let (function, code) = unsafe { calls.issue() };
         Ok(Submitted { communicator: self, function, code })
     }
 
@@ -109,7 +109,7 @@ impl Communicator {
         let refuse = |reason: String| Err(Error::argument(format!("{} with NCCL", action.operation()), reason));
         let bytes = match count.checked_mul(scalar.size()).and_then(|bytes| CUdeviceptr::try_from(bytes).ok()) {
             Some(bytes) => bytes,
-            None => return refuse(format!("{count} elements of {scalar} are more than memory has")),
+            None => return refuse(format!("{count} elements of {scalar} exceed the address space")),
         };
         let peer = match action {
             Action::Reduce(_, root) | Action::Broadcast(root) | Action::Gather(root) | Action::Scatter(root) => root,
@@ -120,14 +120,14 @@ impl Communicator {
             _ => 0,
         };
         if peer >= n {
-            return refuse(format!("{peer} is no rank of this communicator: give one from 0 to {}", n - 1));
+            return refuse(format!("{peer} is not a rank of this communicator: give one from 0 to {}", n - 1));
         }
         if action == Action::AllToAll {
             if sizes.is_some() || !count.is_multiple_of(n) {
-                return refuse(format!("{count} elements are no {n} parts of one length: give a multiple of {n}"));
+                return refuse(format!("{count} elements are not {n} parts of equal length: give a multiple of {n}"));
             }
             if input < output.saturating_add(bytes) && output < input.saturating_add(bytes) {
-                return refuse("input and output overlap: give memory of its own to each".into());
+                return refuse("input and output overlap: give each its own memory".into());
             }
         }
         match sizes {
@@ -140,8 +140,8 @@ impl Communicator {
     }
 }
 
-/// One operation as calls of NCCL.
-struct Calls<'a> {
+/// One operation as a sequence of NCCL calls.
+struct NcclCalls<'a> {
     functions: &'a Functions,
     comm: ncclComm_t,
     stream: cudaStream_t,
@@ -152,39 +152,39 @@ struct Calls<'a> {
     op: ncclRedOp_t,
 }
 
-impl Calls<'_> {
-    /// Makes them, and gives the name of one that says what they are, and what came of them.
+impl NcclCalls<'_> {
+    /// Makes the calls. Returns the name of a representative one, and the combined return code.
     ///
     /// # Safety
-    /// As [`Communicator::submit`], whose checks the work has passed.
-    unsafe fn make(&self) -> (&'static str, c_int) {
+    /// As for [`Communicator::submit`]. The work must have passed its checks.
+    unsafe fn issue(&self) -> (&'static str, c_int) {
         let (functions, comm, stream, rank) = (self.functions, self.comm, self.stream, self.rank);
         let Work { action, count, .. } = *self.work;
         let (input, output) = (self.work.input, self.work.output);
-        // SAFETY: as the caller promises. Grouped calls are on parts, which `check` has found to be within the whole.
+        // SAFETY: guaranteed by the caller. Grouped calls are on parts, which `check` has found to be within the whole.
         unsafe {
             match action {
                 Action::AllReduce(_) => {
                     let call = functions.all_reduce;
-                    ("ncclAllReduce", call(at(input), at(output), count, self.element, self.op, comm, stream))
+                    ("ncclAllReduce", call(ptr(input), ptr(output), count, self.element, self.op, comm, stream))
                 }
                 Action::Reduce(_, root) => ("ncclReduce", self.reduce(input, count, root)),
                 Action::Broadcast(root) => ("ncclBroadcast", self.broadcast(output, count, root)),
                 Action::ReduceScatter(_) => match self.even() {
                     Some(len) => {
                         let call = functions.reduce_scatter;
-                        ("ncclReduceScatter", call(at(input), at(output), len, self.element, self.op, comm, stream))
+                        ("ncclReduceScatter", call(ptr(input), ptr(output), len, self.element, self.op, comm, stream))
                     }
-                    // Every part is reduced to the rank that it belongs to.
+                    // Each part is reduced to its owner.
                     None => self.for_parts("ncclReduce", |r, start, len| self.reduce(input + start, len, r)),
                 },
                 Action::AllGather => match self.even() {
                     Some(len) => {
                         let call = functions.all_gather;
-                        let code = call(at(input), at(output), self.bytes(len), self.element, comm, stream);
+                        let code = call(ptr(input), ptr(output), self.bytes(len), self.element, comm, stream);
                         ("ncclAllGather", code)
                     }
-                    // Every part is brought to all by the rank that it belongs to.
+                    // Each part is broadcast by its owner.
                     None => self.for_parts("ncclBroadcast", |r, start, len| self.broadcast(output + start, len, r)),
                 },
                 Action::AllToAll => self.for_parts("ncclSend", |r, start, len| {
@@ -192,11 +192,11 @@ impl Calls<'_> {
                 }),
                 Action::Gather(root) => self.for_parts("ncclSend", |r, start, len| {
                     let place = if rank == root { output + start } else { 0 };
-                    self.hand_over((input, r), (place, root), len)
+                    self.send_or_receive((input, r), (place, root), len)
                 }),
                 Action::Scatter(root) => self.for_parts("ncclSend", |r, start, len| {
                     let place = if rank == root { input + start } else { 0 };
-                    self.hand_over((place, root), (output, r), len)
+                    self.send_or_receive((place, root), (output, r), len)
                 }),
                 Action::Send(to) => ("ncclSend", self.send(input, count, to)),
                 Action::Recv(from) => ("ncclRecv", self.receive(output, count, from)),
@@ -204,7 +204,7 @@ impl Calls<'_> {
         }
     }
 
-    /// `call` with the rank, the start in bytes and the length of every part that is not empty, all at once.
+    /// Calls `call` with the rank, the start in bytes and the length of every non-empty part, in one NCCL group.
     fn for_parts(
         &self,
         name: &'static str,
@@ -212,8 +212,7 @@ impl Calls<'_> {
     ) -> (&'static str, c_int) {
         let parts = self.work.sizes.map_or(Parts::Even, Parts::Sizes);
         let mut code = SUCCESS;
-        // SAFETY: a group is begun and ended by this thread, whatever the calls return: else later calls would be in
-        // it.
+        // SAFETY: this thread begins and ends a group whatever the calls return; otherwise later calls would join it.
         let begun = unsafe { (self.functions.group_start)() };
         for rank in 0..self.ranks {
             let part = parts.part(self.work.count, self.ranks, rank);
@@ -226,7 +225,7 @@ impl Calls<'_> {
         (name, then(then(begun, || code), || ended))
     }
 
-    /// The length of all parts, where they have one.
+    /// The length of all parts, if they have the same.
     fn even(&self) -> Option<usize> {
         match self.work.sizes {
             None => self.work.count.is_multiple_of(self.ranks).then_some(self.work.count / self.ranks),
@@ -234,32 +233,32 @@ impl Calls<'_> {
         }
     }
 
-    /// The length in units of what is moved.
+    /// The length in bytes, the unit of operations that only move data.
     fn bytes(&self, len: usize) -> usize {
         len * self.work.scalar.size()
     }
 
     /// Reduces from here to the output of `root`.
     unsafe fn reduce(&self, input: CUdeviceptr, len: usize, root: usize) -> c_int {
-        let (call, output) = (self.functions.reduce, at(self.work.output));
-        // SAFETY: as the caller promises.
-        unsafe { call(at(input), output, len, self.element, self.op, number(root), self.comm, self.stream) }
+        let (call, output) = (self.functions.reduce, ptr(self.work.output));
+        // SAFETY: guaranteed by the caller.
+        unsafe { call(ptr(input), output, len, self.element, self.op, c_rank(root), self.comm, self.stream) }
     }
 
-    /// Brings the input of `root` to here.
+    /// Broadcasts the input of `root` to `output`.
     unsafe fn broadcast(&self, output: CUdeviceptr, len: usize, root: usize) -> c_int {
         let (call, input) = (self.functions.broadcast, if self.rank == root { self.work.input } else { output });
-        // SAFETY: as the caller promises.
-        unsafe { call(at(input), at(output), self.bytes(len), self.element, number(root), self.comm, self.stream) }
+        // SAFETY: guaranteed by the caller.
+        unsafe { call(ptr(input), ptr(output), self.bytes(len), self.element, c_rank(root), self.comm, self.stream) }
     }
 
-    /// Sends from a place on one rank to a place on another, or the same, as far as this one has to do with it.
-    unsafe fn hand_over(&self, from: (CUdeviceptr, usize), to: (CUdeviceptr, usize), len: usize) -> c_int {
+    /// Makes this rank's calls of a transfer between two addresses with their ranks, which may be the same rank.
+    unsafe fn send_or_receive(&self, from: (CUdeviceptr, usize), to: (CUdeviceptr, usize), len: usize) -> c_int {
         let (sends, receives) = (from.1 == self.rank, to.1 == self.rank);
         if sends && receives && from.0 == to.0 {
             return SUCCESS;
         }
-        // SAFETY: as the caller promises.
+        // SAFETY: guaranteed by the caller.
         unsafe {
             let sent = if sends { self.send(from.0, len, to.1) } else { SUCCESS };
             then(sent, || if receives { self.receive(to.0, len, from.1) } else { SUCCESS })
@@ -267,23 +266,23 @@ impl Calls<'_> {
     }
 
     unsafe fn send(&self, input: CUdeviceptr, len: usize, to: usize) -> c_int {
-        // SAFETY: as the caller promises.
-        unsafe { (self.functions.send)(at(input), self.bytes(len), self.element, number(to), self.comm, self.stream) }
+        // SAFETY: guaranteed by the caller.
+        unsafe { (self.functions.send)(ptr(input), self.bytes(len), self.element, c_rank(to), self.comm, self.stream) }
     }
 
     unsafe fn receive(&self, output: CUdeviceptr, len: usize, from: usize) -> c_int {
-        // SAFETY: as the caller promises.
+        // SAFETY: guaranteed by the caller.
         unsafe {
-            (self.functions.receive)(at(output), self.bytes(len), self.element, number(from), self.comm, self.stream)
+            (self.functions.receive)(ptr(output), self.bytes(len), self.element, c_rank(from), self.comm, self.stream)
         }
     }
 }
 
-/// The next call, where the one before did not fail; what came of both.
+/// Makes the next call unless the one before failed. Returns the combined code.
 fn then(code: c_int, next: impl FnOnce() -> c_int) -> c_int {
     match code {
         SUCCESS => next(),
-        // A communicator that is at work takes further calls of a group.
+        // A busy communicator takes further calls of a group.
         IN_PROGRESS => match next() {
             SUCCESS => IN_PROGRESS,
             code => code,
@@ -293,11 +292,11 @@ fn then(code: c_int, next: impl FnOnce() -> c_int) -> c_int {
 }
 
 /// An address as NCCL takes it.
-fn at(address: CUdeviceptr) -> *mut c_void {
+fn ptr(address: CUdeviceptr) -> *mut c_void {
     std::ptr::with_exposed_provenance_mut(address as usize)
 }
 
 /// A rank as NCCL takes it. There are never so many that it does not fit.
-fn number(rank: usize) -> c_int {
+fn c_rank(rank: usize) -> c_int {
     c_int::try_from(rank).unwrap_or(c_int::MAX)
 }

@@ -1,4 +1,4 @@
-//! Elements and reductions in NCCL's terms.
+//! NCCL's element types and reductions.
 
 use std::ffi::c_int;
 use std::fmt;
@@ -8,19 +8,19 @@ use cudarc::nccl::sys::{ncclDataType_t, ncclRedOp_t};
 use super::library::{Version, version};
 use bonfire_core::{DType, Error, ReduceOp};
 
-/// What operations of NCCL are on: Bonfire's element types and floats of 8 bits.
+/// An element type of NCCL operations: Bonfire's, and floats of 8 bits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Scalar {
-    /// An element type of Bonfire's.
+    /// One of Bonfire's element types.
     Of(DType),
-    /// A float with 4 bits of exponent and 3 of mantissa.
+    /// A float with 4 exponent bits and 3 mantissa bits.
     E4M3,
-    /// A float with 5 bits of exponent and 2 of mantissa.
+    /// A float with 5 exponent bits and 2 mantissa bits.
     E5M2,
 }
 
 impl Scalar {
-    /// Size of one in bytes.
+    /// Size in bytes.
     pub const fn size(self) -> usize {
         match self {
             Scalar::Of(dtype) => dtype.size(),
@@ -35,7 +35,7 @@ impl Scalar {
         }
     }
 
-    /// NCCL's element, where it has one that it can reduce, and the first version that has it.
+    /// NCCL's type, if it can reduce it, and the first version that has it.
     fn element(self) -> Option<(ncclDataType_t, c_int)> {
         Some(match self {
             Scalar::Of(dtype) => {
@@ -70,15 +70,15 @@ impl fmt::Display for Scalar {
     }
 }
 
-/// Whether the NCCL that is found at run time reduces elements of this type as [`ReduceOp`] says, but for rounding.
+/// Whether the NCCL that is found at run time reduces elements of this type as [`ReduceOp`] says, except for rounding.
 ///
 /// # Errors
-/// [`Error::InvalidArgument`] where no NCCL does, [`Error::Library`] where there is none or a newer one is needed.
+/// [`Error::InvalidArgument`] if no version does, [`Error::Library`] if NCCL is missing or a newer version is needed.
 pub fn reduction(scalar: Scalar, op: ReduceOp) -> Result<(), Error> {
     reduced(scalar, op, version()?).map(drop)
 }
 
-/// Whether every NCCL does, of those that Bonfire takes.
+/// Whether every NCCL version that Bonfire supports does.
 pub(in crate::server::cuda) fn reduces(dtype: DType, op: ReduceOp) -> bool {
     reduced(Scalar::Of(dtype), op, 0).is_ok()
 }
@@ -118,9 +118,9 @@ pub(super) fn reduced(scalar: Scalar, op: ReduceOp, version: c_int) -> Result<(n
 mod tests {
     use super::*;
 
-    /// What NCCL has, read off its header, and off the functions of its kernels what it does with it.
+    /// The types are from NCCL's header, the semantics from the functions of its kernels.
     #[test]
-    fn every_reduction_is_ncclss_or_refused() {
+    fn reductions_map_to_nccls_or_are_refused() {
         use ncclDataType_t as Type;
         let rows = [
             (Scalar::Of(DType::F32), Some(Type::ncclFloat32), "sum mean product"),

@@ -1,119 +1,120 @@
-//! How a group waits for what its team has under way, and what lives meanwhile.
+//! How a group waits for its calls in flight, and the memory that these keep.
 
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use cubecl::server::Binding;
 
-use super::{Kept, Team, Workers};
+use super::{Backend, KeptMemory, Team};
 use crate::server::cuda::control::{DONE, FAILURE, HOST_WORDS, Report};
-use crate::server::cuda::pause::Pause;
+use crate::server::cuda::pause::Backoff;
 use bonfire_core::error::Site;
 use bonfire_core::internal::lock;
 use bonfire_core::{Deadline, Error};
 
-/// How long a call may go on when something has happened in the group: it may be sound itself.
+/// How long a call may continue after a failure in the group: the call itself may be sound.
 const GRACE: Duration = Duration::from_secs(1);
-/// As long as this where a rank has left in order: it has begun all that the others have, and mostly ended it.
-const LEFT: Duration = Duration::from_secs(30);
+/// The same for a rank that left in order: it has begun all calls that the others have, and finished most of them.
+const LEFT_GRACE: Duration = Duration::from_secs(30);
 
 impl Team {
-    /// Waits on the host until the call with this number is done on the seat's GPU. An error ends the team.
-    pub fn land(
+    /// Waits on the host until the call with this number is done on the rank's GPU. An error fails the team.
+    pub fn wait_done(
         &self,
-        seat: usize,
+        local: usize,
         number: u64,
         site: Site,
         deadline: &Deadline,
-        trouble: &dyn Fn() -> Option<Error>,
+        group_failure: &dyn Fn() -> Option<Error>,
     ) -> Result<(), Error> {
-        let mut troubled: Option<Instant> = None;
-        let mut pause = Pause::default();
+        let mut failed_since: Option<Instant> = None;
+        let mut backoff = Backoff::default();
         loop {
-            // In this order: a stream goes on after a call that has failed.
-            let done = self.done_at(self.seats[seat].place) >= number;
-            let outcome = match self.failed(seat, number, site, deadline) {
-                Ok(()) if done && self.sound_to() >= number => {
-                    self.let_go();
+            // In this order, because a stream continues after a failed call.
+            let done = self.done_at(self.local_ranks[local].team_gpu) >= number;
+            let outcome = match self.check_failure(local, number, site, deadline) {
+                Ok(()) if done && self.valid_up_to() >= number => {
+                    self.release_done();
                     return Ok(());
                 }
-                Ok(()) if deadline.passed() => Err(self.late(seat, number, site, deadline)),
-                Ok(()) => match trouble() {
+                Ok(()) if deadline.passed() => Err(self.timeout_error(local, number, site, deadline)),
+                Ok(()) => match group_failure() {
                     Some(error) => {
-                        let grace = if matches!(error, Error::Left { .. }) { LEFT } else { GRACE };
-                        let since = troubled.get_or_insert_with(Instant::now).elapsed();
+                        let grace = if matches!(error, Error::Left { .. }) { LEFT_GRACE } else { GRACE };
+                        let since = failed_since.get_or_insert_with(Instant::now).elapsed();
                         if since > grace { Err(error) } else { Ok(()) }
                     }
                     None => Ok(()),
                 },
-                Err(_) if self.was_done(seat, number) => return Ok(()),
-                Err(error) => Err(named(error, trouble)),
+                Err(_) if self.was_done(local, number) => return Ok(()),
+                Err(error) => Err(root_cause(error, group_failure)),
             };
             if let Err(error) = outcome {
                 self.fail(error);
                 return Err(self.end_call(site));
             }
-            pause.once();
+            backoff.wait();
         }
     }
 
-    /// After a failure: what was called does not go on writing to memory that its caller has back, if that is to be had.
+    /// After a failure: waits, for [`GRACE`] at most, until the GPU cannot write to memory that the caller has back.
     fn end_call(&self, site: Site) -> Error {
-        let (deadline, mut pause) = (Deadline::after(GRACE), Pause::default());
+        let (deadline, mut backoff) = (Deadline::after(GRACE), Backoff::default());
         while !self.is_idle() && !deadline.passed() {
-            // Somebody else may have been at work on the communicator.
+            // Another thread may have been using the communicator.
             self.abort();
-            pause.once();
+            backoff.wait();
         }
-        self.failure().unwrap_or_else(|| Error::broken(site.to_string(), "it did not end"))
+        self.failure().unwrap_or_else(|| Error::broken(site.to_string(), "it did not finish"))
     }
 
     fn abort(&self) {
-        if let Workers::Nccl(remote) = &self.workers {
+        if let Backend::Nccl(remote) = &self.backend {
             remote.abort();
         }
     }
 
-    fn failed(&self, seat: usize, number: u64, site: Site, deadline: &Deadline) -> Result<(), Error> {
+    fn check_failure(&self, local: usize, number: u64, site: Site, deadline: &Deadline) -> Result<(), Error> {
         if let Some(error) = self.failure() {
             return Err(error);
         }
-        let report = Report::of(self.host.load(HOST_WORDS * seat + FAILURE));
-        // What failed later is the next one's.
+        let report = Report::of(self.host.load(HOST_WORDS * local + FAILURE));
+        // A later failure belongs to a later call.
         if let Some(report) = report.filter(|report| report.number <= number) {
-            return Err(report.error(site, self.seats[seat].rank, Vec::new(), deadline.elapsed()));
+            return Err(report.error(site, self.local_ranks[local].rank, Vec::new(), deadline.elapsed()));
         }
-        match &self.workers {
-            Workers::Kernels(..) => Ok(()),
-            Workers::Nccl(remote) => remote.poll(),
+        match &self.backend {
+            Backend::Kernels(..) => Ok(()),
+            Backend::Nccl(remote) => remote.poll(),
         }
     }
 
-    /// Up to which number calls that are over are done: nothing has ended them.
-    fn sound_to(&self) -> u64 {
-        if matches!(&self.workers, Workers::Nccl(remote) if remote.has_ended()) {
+    /// The number up to which finished calls are valid: no failure has ended them.
+    fn valid_up_to(&self) -> u64 {
+        if matches!(&self.backend, Backend::Nccl(remote) if remote.has_ended()) {
             return 0;
         }
-        let reports = (0..self.seats.len()).filter_map(|seat| Report::of(self.host.load(HOST_WORDS * seat + FAILURE)));
+        let reports =
+            (0..self.local_ranks.len()).filter_map(|local| Report::of(self.host.load(HOST_WORDS * local + FAILURE)));
         reports.map(|report| report.number.saturating_sub(1)).min().unwrap_or(u64::MAX)
     }
 
-    /// Before the team fails: what is done by then is done, and its callers are told so.
-    pub(super) fn note_completed(&self) {
-        if let Some(ours) = &self.group {
-            let done: Vec<_> = (0..self.places.len()).map(|place| self.done_at(place)).collect();
-            let sound_to = self.sound_to();
-            let _ = ours.completed.set(done.into_iter().map(|done| done.min(sound_to)).collect());
+    /// Called before the team fails: calls that are done by then stay done, and their callers get `Ok`.
+    pub(super) fn record_completed(&self) {
+        if let Some(group_team) = &self.group {
+            let done: Vec<_> = (0..self.team_gpus.len()).map(|team_gpu| self.done_at(team_gpu)).collect();
+            let valid_up_to = self.valid_up_to();
+            let _ = group_team.completed.set(done.into_iter().map(|done| done.min(valid_up_to)).collect());
         }
     }
 
-    fn was_done(&self, seat: usize, number: u64) -> bool {
-        let completed = self.group.as_ref().and_then(|ours| ours.completed.get());
-        completed.is_some_and(|completed| completed[self.seats[seat].place] >= number)
+    fn was_done(&self, local: usize, number: u64) -> bool {
+        let completed = self.group.as_ref().and_then(|group_team| group_team.completed.get());
+        completed.is_some_and(|completed| completed[self.local_ranks[local].team_gpu] >= number)
     }
 
-    fn late(&self, seat: usize, number: u64, site: Site, deadline: &Deadline) -> Error {
-        let rank = self.seats[seat].rank;
+    fn timeout_error(&self, local: usize, number: u64, site: Site, deadline: &Deadline) -> Error {
+        let rank = self.local_ranks[local].rank;
         let mut missing = lock(&self.calls).missing(number);
         if missing.is_empty() {
             missing = (0..self.ranks()).filter(|other| *other != rank).collect();
@@ -121,56 +122,56 @@ impl Team {
         Error::Timeout { site, rank, missing, elapsed: deadline.elapsed() }
     }
 
-    fn done_at(&self, place: usize) -> u64 {
-        self.host.load(HOST_WORDS * self.places[place].seats[0] + DONE)
+    fn done_at(&self, team_gpu: usize) -> u64 {
+        self.host.load(HOST_WORDS * self.team_gpus[team_gpu].local_ranks[0] + DONE)
     }
 
-    /// Keeps memory until the call with this number is done. A GPU that is done with it has heard so from all others.
-    pub(super) fn keep(&self, place: usize, number: u64, memory: impl Iterator<Item = Vec<Binding>>) {
-        if let Some(ours) = &self.group {
-            lock(&ours.kept).extend(memory.map(|memory| (place, number, memory)));
+    /// Keeps memory until the call with this number is done on the GPU, which implies that all peers are done with it.
+    pub(super) fn keep_until_done(&self, team_gpu: usize, number: u64, memory: impl Iterator<Item = Vec<Binding>>) {
+        if let Some(group_team) = &self.group {
+            lock(&group_team.kept).extend(memory.map(|memory| (team_gpu, number, memory)));
         }
     }
 
-    /// Lets go of what is done with. After a failure others may still write to it.
-    pub(super) fn let_go(&self) {
-        let Some(ours) = &self.group else { return };
-        // In this order, as in `land`.
-        let done: Vec<_> = (0..self.places.len()).map(|place| self.done_at(place)).collect();
-        let sound_to = self.sound_to();
+    /// Releases the memory of calls that are done. After a failure peers may still write to it.
+    pub(super) fn release_done(&self) {
+        let Some(group_team) = &self.group else { return };
+        // In this order, as in `wait_done`.
+        let done: Vec<_> = (0..self.team_gpus.len()).map(|team_gpu| self.done_at(team_gpu)).collect();
+        let valid_up_to = self.valid_up_to();
         if self.failure().is_none() {
-            let over = |(place, number, _): &mut Kept| *number <= done[*place].min(sound_to);
-            let over: Vec<_> = lock(&ours.kept).extract_if(.., over).collect();
+            let over = |(team_gpu, number, _): &mut KeptMemory| *number <= done[*team_gpu].min(valid_up_to);
+            let over: Vec<_> = lock(&group_team.kept).extract_if(.., over).collect();
             drop(over);
         }
     }
 
-    /// Before a group's team is dropped: what is under way comes to its end, or is ended.
-    pub(super) fn come_to_rest(&self) {
-        let Some(ours) = &self.group else { return };
-        let parted = || ours.parted.load(Ordering::Relaxed);
-        let (deadline, mut pause) = (Deadline::after(ours.limit), Pause::default());
+    /// Called before a group's team is dropped: waits until the calls in flight have ended, or fails them.
+    pub(super) fn drain(&self) {
+        let Some(group_team) = &self.group else { return };
+        let group_failed = || group_team.group_failed.load(Ordering::Relaxed);
+        let (deadline, mut backoff) = (Deadline::after(group_team.limit), Backoff::default());
         while self.failure().is_none() && !self.is_idle() {
-            if deadline.passed() || parted() && deadline.elapsed() > GRACE {
-                self.fail(Error::broken("the end of a group", "what was under way on the GPU did not end"));
+            if deadline.passed() || group_failed() && deadline.elapsed() > GRACE {
+                self.fail(Error::broken("dropping a group", "calls in flight on the GPU did not finish"));
             }
-            pause.once();
+            backoff.wait();
         }
-        if parted() || self.failure().is_some() {
-            // Its end in good order would wait for all ranks. Nobody else is at work on it any more.
+        if group_failed() || self.failure().is_some() {
+            // A graceful shutdown would wait for all ranks. No other thread uses the communicator any more.
             self.abort();
         }
     }
 }
 
-/// A peer's end as the group has seen it, which says more than what NCCL makes of it.
-fn named(error: Error, trouble: &dyn Fn() -> Option<Error>) -> Error {
-    let (deadline, mut pause) = (Deadline::after(GRACE), Pause::default());
+/// Prefers a peer's failure as the group has detected it: it says more than NCCL's error.
+fn root_cause(error: Error, group_failure: &dyn Fn() -> Option<Error>) -> Error {
+    let (deadline, mut backoff) = (Deadline::after(GRACE), Backoff::default());
     while matches!(error, Error::Nccl { .. }) && !deadline.passed() {
-        if let Some(cause) = trouble() {
+        if let Some(cause) = group_failure() {
             return cause;
         }
-        pause.once();
+        backoff.wait();
     }
     error
 }

@@ -1,4 +1,4 @@
-//! One GPU's part of a team: the stream on which its calls run, for all ranks there at once.
+//! One GPU of a team: the stream that runs its calls, each for all ranks on the GPU at once.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex};
@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use cubecl::server::Binding;
 
-use crate::server::cuda::choice::{Launch, Way};
+use crate::server::cuda::choice::{Choice, LaunchConfig};
 use crate::server::cuda::driver::{Gpu, Stream};
 use crate::server::cuda::kernel::Module;
 use crate::server::cuda::memory::word;
@@ -14,12 +14,12 @@ use crate::server::engine::Rows;
 use bonfire_core::error::Site;
 use bonfire_core::{Deadline, Error};
 
-pub(super) struct Place {
+pub(super) struct TeamGpu {
     pub gpu: Arc<Gpu>,
     pub stream: Arc<Stream>,
-    /// The seats of the ranks on this GPU.
-    pub seats: Vec<usize>,
-    /// The number of the last call that is done, in GPU memory, where streams wait for it.
+    /// The ranks on this GPU, as indices in `Team::local_ranks`.
+    pub local_ranks: Vec<usize>,
+    /// Address of the word in GPU memory that holds the number of the last call that is done. Streams wait for it.
     pub done: Option<u64>,
     pub queue: Mutex<Queue>,
     pub launched: Condvar,
@@ -27,36 +27,36 @@ pub(super) struct Place {
 
 /// The calls that wait for other ranks on the same GPU.
 pub(super) struct Queue {
-    /// By position in `Place::seats`.
-    pub calls: Vec<VecDeque<Called>>,
+    /// By position in `TeamGpu::local_ranks`.
+    pub calls: Vec<VecDeque<QueuedCall>>,
     pub launched: u64,
 }
 
-/// A call of one rank, which must be on its stream by the deadline.
-pub(super) struct Called {
+/// A call of one rank. It must be on its stream by the deadline.
+pub(super) struct QueuedCall {
     pub site: Site,
     pub deadline: Deadline,
-    pub ready: Ready,
+    pub ready: Prepared,
 }
 
-/// What a call of one rank takes, whose tensors' streams have been told.
-pub(in crate::server::cuda) struct Ready {
-    pub means: Means,
+/// A call of one rank, prepared for its launch: the tensors' streams will signal that they are ready.
+pub(in crate::server::cuda) struct Prepared {
+    pub loaded: LoadedChoice,
     /// How long a kernel may wait for other ranks.
-    pub patience: Duration,
-    /// What the rank's `READY` word is from when on the tensors may be used.
+    pub timeout: Duration,
+    /// The value of the rank's `READY` word from which on the tensors may be used.
     pub ready: u64,
-    pub layout: Layout,
+    pub layout: BufferLayout,
 }
 
-/// Where a call's data is for what does it, and how it gets there.
-pub(in crate::server::cuda) struct Layout {
+/// Where a call's data is, and the copies before and after the call.
+pub(in crate::server::cuda) struct BufferLayout {
     pub source: u64,
     pub target: u64,
-    /// What is copied to the source before, and from the target after.
+    /// Copies to the source before the call, and from the target after it.
     pub before: Vec<Copy>,
     pub after: Vec<Copy>,
-    /// All memory that is used, which lives until the call is done.
+    /// All memory that the call uses, kept until the call is done.
     pub kept: Vec<Binding>,
 }
 
@@ -67,24 +67,24 @@ pub(in crate::server::cuda) struct Copy {
     pub bytes: usize,
 }
 
-/// A [`Way`] that can be gone at once.
-pub(in crate::server::cuda) enum Means {
-    Kernel(Launch, Arc<Module>),
+/// A [`Choice`] that is ready to run.
+pub(in crate::server::cuda) enum LoadedChoice {
+    Kernel(LaunchConfig, Arc<Module>),
     Nccl,
 }
 
-impl Place {
-    pub fn new(gpu: Arc<Gpu>, for_group: bool) -> Result<Place, Error> {
+impl TeamGpu {
+    pub fn new(gpu: Arc<Gpu>, for_group: bool) -> Result<TeamGpu, Error> {
         let stream = Arc::new(Stream::new(&gpu)?);
         let done = if for_group { None } else { Some(word(&stream)?) };
         let queue = Mutex::new(Queue { calls: Vec::new(), launched: 0 });
-        Ok(Place { gpu, stream, seats: Vec::new(), done, queue, launched: Condvar::new() })
+        Ok(TeamGpu { gpu, stream, local_ranks: Vec::new(), done, queue, launched: Condvar::new() })
     }
 
-    pub fn means(&self, way: Way) -> Result<Means, Error> {
-        Ok(match way {
-            Way::Kernel(launch) => Means::Kernel(launch, self.gpu.module(launch.kernel)?),
-            Way::Nccl => Means::Nccl,
+    pub fn load(&self, choice: Choice) -> Result<LoadedChoice, Error> {
+        Ok(match choice {
+            Choice::Kernel(config) => LoadedChoice::Kernel(config, self.gpu.module(config.kernel)?),
+            Choice::Nccl => LoadedChoice::Nccl,
         })
     }
 

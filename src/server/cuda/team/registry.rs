@@ -1,4 +1,4 @@
-//! Which teams there are.
+//! The registry of teams in this process.
 
 use std::collections::HashMap;
 use std::sync::{Arc, LazyLock, Mutex, Weak};
@@ -8,7 +8,7 @@ use cubecl::cuda::CudaRuntime;
 use cubecl::device::DeviceId;
 
 use super::Team;
-use crate::server::cuda::choice::{ROUTE, Route};
+use crate::server::cuda::choice::{MODE, Mode};
 use crate::server::cuda::control::MAX_RANKS;
 use crate::server::cuda::driver::Gpu;
 use crate::server::device::physical;
@@ -16,29 +16,29 @@ use crate::server::status::Status;
 use bonfire_core::Error;
 use bonfire_core::internal::lock;
 
-/// Where a list's team is, once it is made. Making one takes the driver's time, and must not keep other lists waiting.
+/// The team of a device list, once it is created. Creation takes the driver's time and must not block other lists.
 pub(super) type Slot = Arc<Mutex<Option<Arc<Team>>>>;
 
 static TEAMS: LazyLock<Mutex<HashMap<Vec<DeviceId>, Slot>>> = LazyLock::new(Mutex::default);
-/// The teams of groups, by a number that the ranks of a group have agreed on.
+/// The teams of groups, by a number that the group's ranks have agreed on.
 static GROUPS: LazyLock<Mutex<HashMap<u64, Weak<Team>>>> = LazyLock::new(Mutex::default);
-/// Whether kernels can work for a list of devices.
-static FIT: LazyLock<Mutex<HashMap<Vec<DeviceId>, bool>>> = LazyLock::new(Mutex::default);
+/// Whether kernels can serve a device list.
+static KERNELS_SUPPORTED: LazyLock<Mutex<HashMap<Vec<DeviceId>, bool>>> = LazyLock::new(Mutex::default);
 
-/// Whether kernels can work for these devices: whether each reaches the memory of all others.
-pub(in crate::server::cuda) fn fit(devices: &[DeviceId]) -> bool {
-    if *ROUTE == Route::Host || !(1..=MAX_RANKS).contains(&devices.len()) {
+/// Whether kernels can serve these devices: each must be able to access the memory of all others.
+pub(in crate::server::cuda) fn kernels_supported(devices: &[DeviceId]) -> bool {
+    if *MODE == Mode::Host || !(1..=MAX_RANKS).contains(&devices.len()) {
         return false;
     }
-    if let Some(fit) = lock(&FIT).get(devices) {
-        return *fit;
+    if let Some(kernels_supported) = lock(&KERNELS_SUPPORTED).get(devices) {
+        return *kernels_supported;
     }
     let reach = || -> Result<bool, Error> {
         let gpus = devices.iter().map(|id| Gpu::of(ordinal(*id))).collect::<Result<Vec<_>, _>>()?;
         for (one, other) in gpus.iter().flat_map(|one| gpus.iter().map(move |other| (one, other))) {
             if !one.reaches(other)? {
                 log::warn!(
-                    "GPU {} does not reach the memory of GPU {}; collectives between them go through host memory",
+                    "GPU {} cannot access the memory of GPU {}; collectives between them go through host memory",
                     one.ordinal,
                     other.ordinal
                 );
@@ -46,10 +46,10 @@ pub(in crate::server::cuda) fn fit(devices: &[DeviceId]) -> bool {
             }
         }
         for gpu in &gpus {
-            // Older ones lack the orders and scopes of `kernels/ptx.cuh`.
+            // Older GPUs lack the memory orders and scopes of `kernels/ptx.cuh`.
             if gpu.architecture < 70 || !gpu.orders_streams() {
                 log::warn!(
-                    "GPU {} cannot do what our kernels need; its collectives go through host memory",
+                    "GPU {} lacks features that the kernels need; its collectives go through host memory",
                     gpu.ordinal
                 );
                 return Ok(false);
@@ -57,22 +57,22 @@ pub(in crate::server::cuda) fn fit(devices: &[DeviceId]) -> bool {
         }
         Ok(true)
     };
-    let fit = reach().unwrap_or_else(|error| {
+    let kernels_supported = reach().unwrap_or_else(|error| {
         log::warn!("{error}; collectives between the devices go through host memory");
         false
     });
-    // Another device may have found out meanwhile: all must act on one answer.
-    *lock(&FIT).entry(devices.to_vec()).or_insert(fit)
+    // Another device may have found out meanwhile: all must act on the same answer.
+    *lock(&KERNELS_SUPPORTED).entry(devices.to_vec()).or_insert(kernels_supported)
 }
 
-/// Ends the team of these devices, if there is one: whatever there is, all of them are poisoned.
+/// Fails the team of these devices, if there is one. Poisons all of them in any case.
 pub(in crate::server::cuda) fn fail(devices: &[DeviceId], error: &Error) {
     let slot = slot(devices);
     let present = lock(&slot);
     match &*present {
         Some(team) => {
             let team = team.clone();
-            // `Team::fail` takes the slot after its own lock.
+            // `Team::fail` locks the slot after its own lock.
             drop(present);
             team.fail(error.clone());
         }
@@ -80,18 +80,18 @@ pub(in crate::server::cuda) fn fail(devices: &[DeviceId], error: &Error) {
     }
 }
 
-/// The number of a logical device's GPU.
+/// The ordinal of a logical device's GPU.
 pub(in crate::server::cuda) fn ordinal(id: DeviceId) -> usize {
     usize::from(physical(id).0.index_id)
 }
 
-/// Where the team of these devices is.
+/// The slot for the team of these devices.
 pub(super) fn slot(devices: &[DeviceId]) -> Slot {
     lock(&TEAMS).entry(devices.to_vec()).or_default().clone()
 }
 
 impl Team {
-    /// The team of these devices, which are sorted and fit.
+    /// Returns the team of these devices, which are sorted and supported by kernels.
     pub fn of(devices: Vec<DeviceId>) -> Result<Arc<Team>, Error> {
         let slot = slot(&devices);
         let mut team = lock(&slot);
@@ -101,7 +101,7 @@ impl Team {
         }
     }
 
-    /// The team of a group's ranks, whose devices these are by rank, and fit.
+    /// Returns the team of a group's ranks, whose devices are given by rank and supported by kernels.
     pub fn of_group(number: u64, devices: &[DeviceId], limit: Duration) -> Result<Arc<Team>, Error> {
         let mut groups = lock(&GROUPS);
         if let Some(team) = groups.get(&number).and_then(Weak::upgrade) {

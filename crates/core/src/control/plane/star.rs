@@ -1,125 +1,126 @@
-//! What a star does besides: passing on, and becoming a mesh. See `control`.
+//! The parts of the control thread that only a star needs: relaying, and the change to a mesh. See `plane`.
 
 use tokio::net::TcpStream;
 
 use super::Control;
 use crate::control::hub::Hub;
-use crate::control::line::{Event, Frame, Line};
+use crate::control::line::{Connection, Event, Frame};
 use crate::control::meet::dial;
 use crate::control::message::{Message, hear};
 use crate::control::word::News;
 
-/// In beats: how long the others do without rank 0 before they connect to each other. Where a job ends, all leave meanwhile.
-const MOMENT: u32 = 2;
+/// Heartbeats that the other ranks wait after rank 0 has left, before they connect to each other. At the end of a job,
+/// all ranks leave within this time.
+const HUB_GRACE: u32 = 2;
 
-/// In beats without a new connection: when a rank knocks at the higher ones that have not dialled, to find out whether they
-/// are there and to have them dial. The least [`Silence`] leaves them another beat.
+/// Heartbeats without a new connection after which a rank knocks at the higher ranks that have not dialled, to find out
+/// whether they are alive and to make them dial. The shortest [`Silence`] leaves them one more heartbeat.
 const KNOCK: u64 = 2;
 
 impl Control {
-    /// Says farewell to those that are connected, and to those that will be. Rank 0 of a star hears first what it is yet to
-    /// pass on.
-    pub(super) fn leave(&mut self, farewell: &Message) {
+    /// Sends the goodbye to connected ranks, and to ranks that connect later. Rank 0 of a star first waits for the
+    /// messages that it is still to relay.
+    pub(super) fn leave(&mut self, goodbye: &Message) {
         if self.is_hub() {
-            return self.spread(&Frame::Leaves, None);
+            return self.fan_out(&Frame::Leaves, None);
         }
-        self.spread(&Frame::Own(farewell.clone()), None);
-        self.star.iter_mut().for_each(|star| star.said.push(farewell.clone()));
+        self.fan_out(&Frame::Own(goodbye.clone()), None);
+        self.star.iter_mut().for_each(|star| star.replay.push(goodbye.clone()));
     }
 
-    /// Says what this rank called, or asks: to all, in a star.
+    /// Sends this rank's call, or its question about the others' calls, to all ranks.
     pub(super) fn announce(&mut self, sequence: u64, message: Message) {
         if let Some(star) = &mut self.star {
-            star.announced = Some(sequence);
-            star.question = Some(message.clone());
+            star.announced_sequence = Some(sequence);
+            star.announcement = Some(message.clone());
             if star.hub != Hub::Serves {
-                self.meet();
+                self.form_mesh();
             }
         }
-        self.tell(message);
+        self.broadcast(message);
     }
 
-    /// This rank has failed.
+    /// Reports the failure of this rank to all ranks.
     pub(super) fn fail(&mut self, message: Message) {
         let is_hub = self.is_hub();
-        let Some(star) = &mut self.star else { return self.tell(message) };
-        let known = star.known;
-        // Those who are told by rank 0 hear it in order with all else.
-        star.known |= is_hub;
+        let Some(star) = &mut self.star else { return self.broadcast(message) };
+        let known = star.failure_known;
+        // The failure of rank 0 reaches the other ranks in order with all other messages of rank 0.
+        star.failure_known |= is_hub;
         let alone = !is_hub && !known && star.hub != Hub::Serves;
         if !is_hub && !known {
-            star.said.push(message.clone());
+            star.replay.push(message.clone());
         }
         let own = Frame::Own(message.clone());
         match self.hub() {
-            // On every connection it comes before this rank's farewell.
+            // On every connection it precedes this rank's goodbye.
             Some(hub) => {
-                self.spread(&own, Some(0));
+                self.fan_out(&own, Some(0));
                 if !known {
                     hub.send(Frame::Relay { to: None, message });
                 }
             }
-            None => self.spread(&own, None),
+            None => self.fan_out(&own, None),
         }
         if alone {
-            self.meet();
+            self.form_mesh();
         }
     }
 
-    /// Whether this rank must not end yet: as rank 0, because it may still be given something to pass on, else because ranks
-    /// that are about to connect cannot know yet that it has failed.
-    pub(super) fn owes(&self) -> bool {
+    /// Whether this rank must not end yet. Rank 0: because it may still receive messages to relay. Another rank:
+    /// because ranks that are about to connect cannot know of its failure yet.
+    pub(super) fn must_linger(&self) -> bool {
         let Some(star) = &self.star else { return false };
-        let (is_hub, alone) = (self.is_hub(), star.hub != Hub::Serves && !star.known && star.failed());
-        self.lines.iter().zip(&star.through).any(|(line, through)| match line {
-            Line::Open(_) => is_hub && !through,
-            Line::Coming(_) => alone,
+        let (is_hub, alone) = (self.is_hub(), star.hub != Hub::Serves && !star.failure_known && star.has_failed());
+        self.connections.iter().zip(&star.drained).any(|(connection, drained)| match connection {
+            Connection::Open(_) => is_hub && !drained,
+            Connection::Pending(_) => alone,
             _ => false,
         })
     }
 
-    /// A connection to `peer` is there that was not from the start: serves it, and says there what the peer missed.
-    pub(super) fn joins(&mut self, peer: usize, stream: TcpStream) {
-        if self.star.is_none() || peer >= self.lines.len() || self.board.has_left(peer) {
+    /// Serves a connection to `peer` that was made after the start, and sends on it what the peer has missed.
+    pub(super) fn attach(&mut self, peer: usize, stream: TcpStream) {
+        if self.star.is_none() || peer >= self.connections.len() || self.board.has_left(peer) {
             return;
         }
-        let before = std::mem::replace(&mut self.lines[peer], Line::Absent);
+        let before = std::mem::replace(&mut self.connections[peer], Connection::Absent);
         self.open(peer, stream);
-        self.pulse.begin(peer);
-        let (Some(star), Line::Open(writer)) = (&mut self.star, &self.lines[peer]) else { return };
-        star.quiet = 0;
-        let first = if let Line::Coming(first) = before { first } else { Vec::new() };
-        let said = star.question.iter().chain(&star.said).cloned();
-        for message in [Message::Here].into_iter().chain(first).chain(said) {
+        self.detector.reset(peer);
+        let (Some(star), Connection::Open(writer)) = (&mut self.star, &self.connections[peer]) else { return };
+        star.idle_ticks = 0;
+        let first = if let Connection::Pending(first) = before { first } else { Vec::new() };
+        let replayed = star.announcement.iter().chain(&star.replay).cloned();
+        for message in [Message::Here].into_iter().chain(first).chain(replayed) {
             writer.send(Frame::Own(message));
         }
     }
 
-    /// Has all ranks connect to each other.
-    pub(super) fn meet(&mut self) {
+    /// Makes all ranks connect to each other.
+    pub(super) fn form_mesh(&mut self) {
         let rank = self.rank();
-        let Some(star) = self.star.as_mut().filter(|star| !star.met) else { return };
-        (star.met, star.quiet) = (true, 0);
+        let Some(star) = self.star.as_mut().filter(|star| !star.is_mesh) else { return };
+        (star.is_mesh, star.idle_ticks) = (true, 0);
         if rank == 0 {
-            return self.spread(&Frame::Meet, None);
+            return self.fan_out(&Frame::Meet, None);
         }
-        // Who left with rank 0 is missed at once.
-        let knocks = matches!(star.hub, Hub::Left(_));
-        let mut dialled = Vec::new();
-        for (peer, line) in self.lines.iter_mut().enumerate() {
-            if peer == rank || !matches!(line, Line::Absent) {
+        // Ranks that left with rank 0 are then noticed at once.
+        let knock_now = matches!(star.hub, Hub::Left(_));
+        let mut to_dial = Vec::new();
+        for (peer, connection) in self.connections.iter_mut().enumerate() {
+            if peer == rank || !matches!(connection, Connection::Absent) {
                 continue;
             }
-            *line = Line::Coming(Vec::new());
+            *connection = Connection::Pending(Vec::new());
             // The higher rank dials.
-            if peer < rank || knocks {
-                dialled.push(peer);
+            if peer < rank || knock_now {
+                to_dial.push(peer);
             }
         }
-        dialled.into_iter().for_each(|peer| self.dial(peer));
+        to_dial.into_iter().for_each(|peer| self.dial(peer));
     }
 
-    /// Dials a lower rank, or knocks at a higher one, which then dials.
+    /// Dials a lower rank. A higher rank is only knocked at, and then dials.
     pub(super) fn dial(&self, peer: usize) {
         let (member, address, events) = (self.member.clone(), self.addresses[peer], self.events.clone());
         tokio::spawn(async move {
@@ -128,91 +129,92 @@ impl Control {
                 Ok(stream) => Event::Dialled(stream),
                 Err(event) => event,
             };
-            // Nobody hears of it where this rank is about to leave.
+            // The receiver is gone if this rank is about to leave.
             let _ = events.send((peer, event)).await;
         });
     }
 
-    /// Whether all ranks have certainly begun this group.
-    pub(super) fn begun(&self) -> bool {
+    /// Whether all ranks are known to have begun this group.
+    pub(super) fn all_begun(&self) -> bool {
         self.star.as_ref().is_some_and(|star| star.begun) || self.board.all_began()
     }
 
-    /// `peer` is lost, which may be news to others, or leave this rank without rank 0.
-    pub(super) fn lost(&mut self, peer: usize, reason: String, ended: bool, fresh: bool) {
+    /// Reacts to the loss of `peer`: rank 0 reports a new loss to all ranks; a rank that loses rank 0 forms a mesh.
+    pub(super) fn report_loss(&mut self, peer: usize, reason: String, ended: bool, fresh: bool) {
         let is_hub = self.is_hub();
         let Some(star) = &mut self.star else { return };
         if is_hub && fresh {
-            star.known = true;
-            self.spread(&Frame::Lost { peer: peer as u32, reason, ended }, Some(peer));
+            star.failure_known = true;
+            self.fan_out(&Frame::Lost { peer: peer as u32, reason, ended }, Some(peer));
         } else if peer == 0 {
             star.hub = Hub::Lost;
-            // Everybody sees it.
-            star.known = true;
-            self.meet();
+            // All ranks see the loss of rank 0.
+            star.failure_known = true;
+            self.form_mesh();
         }
     }
 
-    pub(super) fn heard(&mut self, peer: usize, frame: Frame) {
-        self.begins(peer);
-        let (n, rank, is_hub) = (self.lines.len(), self.rank(), self.is_hub());
+    pub(super) fn handle_frame(&mut self, peer: usize, frame: Frame) {
+        self.mark_greeted(peer);
+        let (n, rank, is_hub) = (self.connections.len(), self.rank(), self.is_hub());
         let from_hub = self.star.is_some() && peer == 0;
         match frame {
-            Frame::Own(message) => self.hears(peer, message),
-            Frame::Relay { to, message } if is_hub && relays(&message) => match to.map(|to| to as usize) {
-                None => self.pass(peer, message),
+            Frame::Own(message) => self.handle_message(peer, message),
+            Frame::Relay { to, message } if is_hub && is_relayed(&message) => match to.map(|to| to as usize) {
+                None => self.relay(peer, message),
                 Some(to) => {
-                    if let Some(Line::Open(writer)) = self.lines.get(to).filter(|_| to != peer) {
+                    if let Some(Connection::Open(writer)) = self.connections.get(to).filter(|_| to != peer) {
                         writer.send(Frame::Relayed { from: peer as u32, message });
                     }
                 }
             },
             Frame::Relayed { from, message } if from_hub && (from as usize) < n && from as usize != rank => {
-                self.hears_of(from as usize, message);
+                self.handle_relayed(from as usize, message);
             }
-            // This rank's own failure comes back: all have heard of it.
+            // This rank's own failure comes back: all ranks know of it.
             Frame::Relayed { from, message: Message::Failed(..) } if from_hub && from as usize == rank => {
-                self.star.iter_mut().for_each(|star| star.known = true);
+                self.star.iter_mut().for_each(|star| star.failure_known = true);
             }
             Frame::Lost { peer: lost, reason, ended } if from_hub && (lost as usize) < n => {
                 let lost = lost as usize;
-                self.star.iter_mut().for_each(|star| star.known = true);
-                // Where this rank is taken for lost itself, others may go on without it, and then it will be told.
+                self.star.iter_mut().for_each(|star| star.failure_known = true);
+                // If this rank itself was declared lost, the others may continue without it, and will tell it then.
                 if lost != rank {
-                    self.board.lost(lost, reason);
-                    self.is_gone(lost, if ended { News::Closed } else { News::Silent });
+                    self.board.mark_lost(lost, reason);
+                    self.peer_gone(lost, if ended { News::Closed } else { News::Silent });
                 }
             }
             Frame::Begun if from_hub => self.star.iter_mut().for_each(|star| star.begun = true),
-            Frame::Meet if from_hub => self.meet(),
+            Frame::Meet if from_hub => self.form_mesh(),
             Frame::Leaves if from_hub => {
                 for star in self.star.iter_mut().filter(|star| star.hub == Hub::Serves) {
-                    star.hub = Hub::Left(MOMENT);
+                    star.hub = Hub::Left(HUB_GRACE);
                 }
-                if let Line::Open(hub) = &self.lines[peer] {
+                if let Connection::Open(hub) = &self.connections[peer] {
                     hub.send(Frame::Through);
                 }
             }
-            Frame::Through if is_hub => self.star.iter_mut().for_each(|star| star.through[peer] = true),
-            _ => self.loses(peer, "it said what only another rank may say".into(), false),
+            Frame::Through if is_hub => self.star.iter_mut().for_each(|star| star.drained[peer] = true),
+            _ => self.disconnected(peer, "it sent a frame that only another rank may send".into(), false),
         }
     }
 
-    /// `peer` has said a word on its connection to this rank.
-    pub(super) fn begins(&mut self, peer: usize) {
-        let first = !std::mem::replace(&mut self.spoke[peer], true);
-        if first && self.is_hub() && self.spoke.iter().skip(1).all(|spoke| *spoke) {
+    /// Records that a message from `peer` arrived on its connection to this rank.
+    pub(super) fn mark_greeted(&mut self, peer: usize) {
+        let first = !std::mem::replace(&mut self.greeted[peer], true);
+        if first && self.is_hub() && self.greeted.iter().skip(1).all(|greeted| *greeted) {
             self.star.iter_mut().for_each(|star| star.begun = true);
-            self.spread(&Frame::Begun, None);
+            self.fan_out(&Frame::Begun, None);
         }
     }
 
-    /// Rank 0 passes on what `from` has said.
-    pub(super) fn hears_of(&mut self, from: usize, message: Message) {
+    /// Handles a message of rank `from` that rank 0 relayed.
+    pub(super) fn handle_relayed(&mut self, from: usize, message: Message) {
         match &message {
-            Message::Failed(..) => self.star.iter_mut().for_each(|star| star.known = true),
-            // As from itself: it had not called `shrink`, so it has said nothing that could come later.
-            Message::Farewell { .. } => self.is_gone(from, News::Left),
+            Message::Failed(..) => self.star.iter_mut().for_each(|star| star.failure_known = true),
+            // As from the rank itself: rank 0 relays only the goodbye of a rank that has not called `shrink`, so no
+            // shrink message of it can arrive later.
+            Message::Farewell { .. } => self.peer_gone(from, News::Left),
             _ => {}
         }
         if let Some(Message::Called(mine)) = hear(&self.board, from, message) {
@@ -220,38 +222,38 @@ impl Control {
         }
     }
 
-    /// Rank 0 says that `peer` left or is lost. Where the two are connected, the connection says it too.
-    pub(super) fn is_gone(&mut self, peer: usize, news: News) {
-        if !matches!(self.lines[peer], Line::Open(_)) {
-            self.lines[peer] = Line::Over;
+    /// Rank 0 reports that `peer` left or is lost. If this rank has a connection to it, the connection shows that too.
+    pub(super) fn peer_gone(&mut self, peer: usize, news: News) {
+        if !matches!(self.connections[peer], Connection::Open(_)) {
+            self.connections[peer] = Connection::Closed;
             let _ = self.news.send((peer, news));
         }
     }
 
-    /// Rank 0 has left, in order or not.
-    pub(super) fn is_left(&mut self, panicked: bool) {
+    /// Rank 0 has sent its goodbye, in order or because it panicked.
+    pub(super) fn hub_left(&mut self, panicked: bool) {
         let Some(star) = &mut self.star else { return };
-        star.hub = if panicked { Hub::Lost } else { Hub::Left(MOMENT) };
-        // Everybody sees it.
-        star.known |= panicked;
-        if panicked || star.failed() && !star.known {
-            self.meet();
+        star.hub = if panicked { Hub::Lost } else { Hub::Left(HUB_GRACE) };
+        // All ranks see the panic of rank 0.
+        star.failure_known |= panicked;
+        if panicked || star.has_failed() && !star.failure_known {
+            self.form_mesh();
         }
     }
 
-    /// As rank 0: passes on what `from` says to all, and hears it. Only the first failure counts, and who told of it hears
-    /// that all know.
-    pub(super) fn pass(&mut self, from: usize, message: Message) {
+    /// On rank 0: relays a message of `from` to all ranks, and handles it. Of failures, only the first is relayed, and
+    /// also back to its sender, which thereby learns that all ranks know of it.
+    pub(super) fn relay(&mut self, from: usize, message: Message) {
         let failed = matches!(message, Message::Failed(..));
         let Some(star) = &mut self.star else { return };
-        if !(failed && std::mem::replace(&mut star.known, true)) {
+        if !(failed && std::mem::replace(&mut star.failure_known, true)) {
             let frame = Frame::Relayed { from: from as u32, message: message.clone() };
-            self.spread(&frame, (!failed).then_some(from));
+            self.fan_out(&frame, (!failed).then_some(from));
         } else if failed {
-            // Who was given up, and goes on, may know of none.
-            for (peer, line) in self.lines.iter().enumerate() {
-                if let Line::Open(writer) = line
-                    && !self.pulse.watches(peer)
+            // A rank that was declared lost but is alive may know of no failure.
+            for (peer, connection) in self.connections.iter().enumerate() {
+                if let Connection::Open(writer) = connection
+                    && !self.detector.is_monitored(peer)
                 {
                     writer.send(Frame::Relayed { from: from as u32, message: message.clone() });
                 }
@@ -262,32 +264,32 @@ impl Control {
         }
     }
 
-    /// Counts a beat of waiting for others, before which this rank was `away` or not.
-    pub(super) fn waits(&mut self, away: bool) {
+    /// Updates the star after a heartbeat of this rank. `suspended`: the rank was suspended before it.
+    pub(super) fn tick_star(&mut self, suspended: bool) {
         let Some(star) = &mut self.star else { return };
-        star.doubts |= away;
-        star.quiet += 1;
-        if let Hub::Left(beats) = &mut star.hub {
-            *beats = beats.saturating_sub(1);
-            if *beats == 0 {
-                self.meet();
+        star.uncertain |= suspended;
+        star.idle_ticks += 1;
+        if let Hub::Left(ticks) = &mut star.hub {
+            *ticks = ticks.saturating_sub(1);
+            if *ticks == 0 {
+                self.form_mesh();
             }
         }
-        let quiet = self.star.as_ref().map_or(0, |star| if star.met { star.quiet } else { 0 });
-        for peer in 0..self.lines.len() {
-            if !matches!(self.lines[peer], Line::Coming(_)) {
+        let idle_ticks = self.star.as_ref().map_or(0, |star| if star.is_mesh { star.idle_ticks } else { 0 });
+        for peer in 0..self.connections.len() {
+            if !matches!(self.connections[peer], Connection::Pending(_)) {
                 continue;
             }
-            if quiet > self.pulse.limit() {
-                self.loses(peer, format!("no connection to it at {} could be made", self.addresses[peer]), false);
-            } else if quiet == KNOCK && peer > self.rank() {
+            if idle_ticks > self.detector.limit() {
+                self.disconnected(peer, format!("cannot connect to it at {}", self.addresses[peer]), false);
+            } else if idle_ticks == KNOCK && peer > self.rank() {
                 self.dial(peer);
             }
         }
     }
 }
 
-/// What rank 0 passes on.
-fn relays(message: &Message) -> bool {
+/// Whether rank 0 relays this message.
+fn is_relayed(message: &Message) -> bool {
     matches!(message, Message::Calling(_) | Message::Called(_) | Message::Failed(..) | Message::Invites(_))
 }

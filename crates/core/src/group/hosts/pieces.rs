@@ -1,16 +1,16 @@
-//! Large operations in pieces: while a piece crosses between hosts, the next is worked on within them, so that the links
-//! are busy.
+//! Pipelines large operations in segments: while one segment crosses between hosts, hosts work on the next, so the
+//! links are busy.
 
 use std::sync::mpsc::channel;
 
 use crate::reduce::Scratch;
 use crate::types::{Error, Fault};
 
-/// Bytes of a piece. Each waits for the slowest host at every step of its plan, and before the first crosses and after
-/// the last has, the links are idle.
-const PIECE: usize = 8 << 20;
+/// Bytes of a segment. Each segment waits for the slowest host at every step of its plan, which favours large segments.
+/// Before the first crosses and after the last has, the links are idle, which favours small ones.
+const SEGMENT: usize = 8 << 20;
 
-/// The memory of an operation on one rank. An output that is not used on this rank is empty.
+/// The buffers of an operation on one rank. An output that is not used on this rank is empty.
 pub(super) struct Whole<'a> {
     /// The number of elements, and the size of one.
     pub count: usize,
@@ -19,31 +19,31 @@ pub(super) struct Whole<'a> {
     pub output: &'a mut [u8],
 }
 
-/// One piece of it.
-pub(super) struct Piece<'a> {
+/// One segment of the whole.
+pub(super) struct Segment<'a> {
     pub count: usize,
     pub input: Option<&'a [u8]>,
     pub output: &'a mut [u8],
-    /// Memory for partial results, where the operation asked for it.
-    pub carrier: &'a mut [u8],
+    /// Memory for partial results, if the operation asked for it.
+    pub partials: &'a mut [u8],
     pub first: bool,
     pub last: bool,
 }
 
-/// Runs `inward` on every piece, then `across` where this rank `speaks`, then `outward`; `inward` and `outward` in the
-/// same order on all ranks of a host. Partial results have memory in the scratch, of so many bytes each.
+/// Runs `to_leaders` on every segment, then `cross` if this rank is a leader, then `from_leaders`. All ranks of a host
+/// call `to_leaders` and `from_leaders` in the same order. `scratch` holds partial results, `width` bytes each.
 pub(super) fn run<'a>(
     whole: Whole<'a>,
     (scratch, width): (&'a mut Scratch, usize),
-    speaks: bool,
-    mut inward: impl FnMut(&mut Piece<'a>) -> Result<(), Fault>,
-    mut across: impl FnMut(&mut Piece<'a>) -> Result<(), Fault> + Send,
-    mut outward: impl FnMut(&mut Piece<'a>) -> Result<(), Fault>,
+    is_leader: bool,
+    mut to_leaders: impl FnMut(&mut Segment<'a>) -> Result<(), Fault>,
+    mut cross: impl FnMut(&mut Segment<'a>) -> Result<(), Fault> + Send,
+    mut from_leaders: impl FnMut(&mut Segment<'a>) -> Result<(), Fault>,
 ) -> Result<(), Fault> {
     let Whole { count, size, mut input, mut output } = whole;
-    let pieces = (count * size).div_ceil(PIECE).max(1);
-    let longest = count.div_ceil(pieces);
-    let mut cut = |i: usize, carrier: &'a mut [u8]| {
+    let segments = (count * size).div_ceil(SEGMENT).max(1);
+    let longest = count.div_ceil(segments);
+    let mut cut = |i: usize, partials: &'a mut [u8]| {
         let count = longest.min(count - (i * longest).min(count));
         let (now, later) = std::mem::take(&mut output).split_at_mut_checked(count * size).unwrap_or_default();
         output = later;
@@ -52,53 +52,53 @@ pub(super) fn run<'a>(
             *input = later;
             now
         });
-        Piece {
+        Segment {
             count,
             input,
             output: now,
-            carrier: &mut carrier[..count * width],
+            partials: &mut partials[..count * width],
             first: i == 0,
-            last: i + 1 == pieces,
+            last: i + 1 == segments,
         }
     };
-    if pieces == 1 {
-        let mut piece = cut(0, scratch.bytes(count * width));
-        inward(&mut piece)?;
-        if speaks {
-            across(&mut piece)?;
+    if segments == 1 {
+        let mut segment = cut(0, scratch.bytes(count * width));
+        to_leaders(&mut segment)?;
+        if is_leader {
+            cross(&mut segment)?;
         }
-        return outward(&mut piece);
+        return from_leaders(&mut segment);
     }
-    // Two pieces are under way at a time.
+    // Two segments are in flight at a time.
     let (one, other) = scratch.bytes(2 * longest * width).split_at_mut(longest * width);
     let mut spare = [Some(one), Some(other)];
-    let (crossing, queue) = channel::<Piece<'a>>();
-    let (arrived, arrivals) = channel();
+    let (outgoing, queue) = channel::<Segment<'a>>();
+    let (crossed, results) = channel();
     std::thread::scope(|scope| {
-        // Owned here, so that the thread ends when this returns.
-        let crossing = crossing;
-        let cross = move || {
-            for mut piece in queue {
-                let result = if speaks { across(&mut piece) } else { Ok(()) };
-                if arrived.send(result.map(|()| piece)).is_err() {
+        // Moved here, so that the thread ends when this returns.
+        let outgoing = outgoing;
+        let run_cross = move || {
+            for mut segment in queue {
+                let result = if is_leader { cross(&mut segment) } else { Ok(()) };
+                if crossed.send(result.map(|()| segment)).is_err() {
                     return;
                 }
             }
         };
-        let spawned = std::thread::Builder::new().name("bonfire-across".into()).spawn_scoped(scope, cross);
+        let spawned = std::thread::Builder::new().name("bonfire-across".into()).spawn_scoped(scope, run_cross);
         let operation = "crossing between hosts on a thread";
         spawned.map_err(|e| Fault::Failed(Error::io(operation, e)))?;
-        let ended = || Fault::Failed(Error::broken(operation, "the thread panicked"));
-        for i in 0..=pieces {
-            if i < pieces {
-                let mut piece = cut(i, spare[i % 2].take().unwrap_or_default());
-                inward(&mut piece)?;
-                crossing.send(piece).map_err(|_| ended())?;
+        let panicked = || Fault::Failed(Error::broken(operation, "the thread panicked"));
+        for i in 0..=segments {
+            if i < segments {
+                let mut segment = cut(i, spare[i % 2].take().unwrap_or_default());
+                to_leaders(&mut segment)?;
+                outgoing.send(segment).map_err(|_| panicked())?;
             }
             if let Some(before) = i.checked_sub(1) {
-                let mut piece = arrivals.recv().map_err(|_| ended())??;
-                outward(&mut piece)?;
-                spare[before % 2] = Some(piece.carrier);
+                let mut segment = results.recv().map_err(|_| panicked())??;
+                from_leaders(&mut segment)?;
+                spare[before % 2] = Some(segment.partials);
             }
         }
         Ok(())

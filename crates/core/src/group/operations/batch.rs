@@ -1,4 +1,4 @@
-//! Several operations as one.
+//! Batches: several operations run as one.
 
 use std::panic::Location;
 
@@ -14,23 +14,25 @@ use crate::sync::Deadline;
 use crate::transport::Buffers;
 use crate::types::{Call, Element, Error, Fingerprint, Operation, Parts, ReduceOp};
 
-/// Operations that run together, see [`Group::batch`].
+/// A batch of operations that run together; see [`Group::batch`].
 #[must_use = "nothing moves before `run`"]
 pub struct Batch<'a> {
     group: &'a Group,
     collectives: Vec<(Call, &'a mut [u8])>,
-    /// With the rank that each is for.
+    /// The peer and the data of each message.
     sends: Vec<(usize, &'a [u8])>,
     receives: Vec<(usize, &'a mut [u8])>,
-    refused: Option<Error>,
+    invalid: Option<Error>,
 }
 
 impl Group {
-    /// Collects operations to run as one: what would be many small messages is few. Collectives of one kind, element type,
-    /// reduction and root become one operation on all their elements; what one rank sends to another becomes one message;
-    /// and messages are sent and received all at once, so that their order on different ranks cannot make these wait for
-    /// each other. All ranks add the same collectives in the same order, and run their batches at the same place; a rank
-    /// that adds none runs it only if messages concern it.
+    /// Collects operations to run as one batch, so that many small messages become few. Collectives of the same kind,
+    /// element type, reduction and root become one operation on all their elements. Messages from one rank to another
+    /// become one message. All messages are sent and received at the same time, so their order on different ranks
+    /// cannot cause a deadlock.
+    ///
+    /// All ranks add the same collectives in the same order, and run their batches at the same position in their
+    /// sequence of operations. A batch without collectives is run only by the ranks that send or receive in it.
     ///
     /// ```
     /// # use bonfire_core::{Group, ReduceOp};
@@ -50,7 +52,7 @@ impl Group {
     /// # Ok::<(), bonfire_core::Error>(())
     /// ```
     pub fn batch(&self) -> Batch<'_> {
-        Batch { group: self, collectives: Vec::new(), sends: Vec::new(), receives: Vec::new(), refused: None }
+        Batch { group: self, collectives: Vec::new(), sends: Vec::new(), receives: Vec::new(), invalid: None }
     }
 }
 
@@ -70,17 +72,17 @@ impl<'a> Batch<'a> {
         self.add(Request::of::<T>(Operation::Broadcast).root(root), data)
     }
 
-    /// Adds a message to rank `to`, which adds a [`recv`](Self::recv) of the same length. Of several between two ranks the
-    /// first sent is the first received.
+    /// Adds a message to rank `to`, which adds a [`recv`](Self::recv) of the same length. Messages from one rank to
+    /// another are received in the order in which they were added.
     pub fn send<T: Element>(mut self, data: &'a [T], to: usize) -> Self {
-        self.refused = self.refused.or_else(|| check::peer("batch", to, self.group.place()).err());
+        self.invalid = self.invalid.or_else(|| check::peer("batch", to, self.group.rank_and_size()).err());
         self.sends.push((to, cast_slice(data)));
         self
     }
 
-    /// Adds a message from rank `from`.
+    /// Adds a message from rank `from`, which adds a [`send`](Self::send) of the same length.
     pub fn recv<T: Element>(mut self, data: &'a mut [T], from: usize) -> Self {
-        self.refused = self.refused.or_else(|| check::peer("batch", from, self.group.place()).err());
+        self.invalid = self.invalid.or_else(|| check::peer("batch", from, self.group.rank_and_size()).err());
         self.receives.push((from, cast_slice_mut(data)));
         self
     }
@@ -88,34 +90,34 @@ impl<'a> Batch<'a> {
     fn add<T: Element>(mut self, request: Request<'_>, data: &'a mut [T]) -> Self {
         match request.in_place(self.group.world_size(), data.len()) {
             Ok(call) => self.collectives.push((call, cast_slice_mut(data))),
-            Err(error) => self.refused = self.refused.or(Some(error)),
+            Err(error) => self.invalid = self.invalid.or(Some(error)),
         }
         self
     }
 
-    /// Runs all of it. After an error the contents of the buffers are unspecified.
+    /// Runs all operations of the batch. After an error the contents of the buffers are unspecified.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`], before anything moves, for roots and peers that are no other ranks of the group; else as
-    /// the operations.
+    /// [`Error::InvalidArgument`], before anything is sent, if a root is not a rank, or if a peer is this rank or not a
+    /// rank; otherwise see [`all_reduce`](Group::all_reduce).
     #[track_caller]
     pub fn run(self) -> Result<(), Error> {
-        let Batch { group, mut collectives, mut sends, mut receives, refused } = self;
-        if let Some(error) = refused {
+        let Batch { group, mut collectives, mut sends, mut receives, invalid } = self;
+        if let Some(error) = invalid {
             return Err(error);
         }
         let at = Location::caller();
         let _turn = group.turn();
         let mut packed = Scratch::default();
         while let Some((first, _)) = collectives.first() {
-            let like = Call { count: 0, ..*first };
-            let (mut some, others) = collectives.into_iter().partition(|(call, _)| Call { count: 0, ..*call } == like);
+            let kind = Call { count: 0, ..*first };
+            let (mut same, others) = collectives.into_iter().partition(|(call, _)| Call { count: 0, ..*call } == kind);
             collectives = others;
-            together(group, like, &mut some, &mut packed, at)?;
+            run_packed(group, kind, &mut same, &mut packed, at)?;
         }
         let deadline = Deadline::after(group.deadline());
         let (rank, n) = (group.rank(), group.world_size());
-        // Ranks that wait for each other are at the same distance, and of those at the least distance all can go on.
+        // No deadlock: ranks wait for each other at the same distance, and all at the smallest distance can proceed.
         for distance in 1..n {
             let (to, from) = ((rank + distance) % n, (rank + n - distance) % n);
             let outgoing: Vec<_> = sends.extract_if(.., |(peer, _)| *peer == to).map(|(_, data)| data).collect();
@@ -135,33 +137,33 @@ impl<'a> Batch<'a> {
     }
 }
 
-/// Copies what lies one after the other to its places.
-fn unpack<'a>(mut packed: &[u8], places: impl IntoIterator<Item = &'a mut [u8]>) {
-    for place in places {
-        let (piece, rest) = packed.split_at(place.len());
-        place.copy_from_slice(piece);
+/// Copies consecutive data to its destinations.
+fn unpack<'a>(mut packed: &[u8], targets: impl IntoIterator<Item = &'a mut [u8]>) {
+    for target in targets {
+        let (head, rest) = packed.split_at(target.len());
+        target.copy_from_slice(head);
         packed = rest;
     }
 }
 
-/// Collectives that differ in their lengths only.
-fn together(
+/// Runs collectives that differ only in their lengths as one.
+fn run_packed(
     group: &Group,
-    like: Call,
-    some: &mut [(Call, &mut [u8])],
+    kind: Call,
+    same: &mut [(Call, &mut [u8])],
     packed: &mut Scratch,
     at: CallSite,
 ) -> Result<(), Error> {
-    let counts = some.iter().map(|(call, _)| call.count);
-    let call = Call { count: counts.clone().sum(), ..like }.shaped(Fingerprint::of(counts));
+    let counts = same.iter().map(|(call, _)| call.count);
+    let call = Call { count: counts.clone().sum(), ..kind }.shaped(Fingerprint::of(counts));
     let output = packed.bytes(call.bytes());
     let mut start = 0;
-    for (_, data) in some.iter() {
+    for (_, data) in same.iter() {
         output[start..start + data.len()].copy_from_slice(data);
         start += data.len();
     }
     let buffers = Buffers { input: None, output: &mut *output, parts: Parts::Even };
     group.core.run(call, Task::Collective(buffers), &Deadline::after(group.deadline()), at)?;
-    unpack(output, some.iter_mut().map(|(_, data)| &mut **data));
+    unpack(output, same.iter_mut().map(|(_, data)| &mut **data));
     Ok(())
 }

@@ -1,17 +1,29 @@
-//! The operations in even parts, in place and from one buffer to another.
+//! Collectives with even parts, in place and from one buffer to another.
 
 use super::super::handle::Group;
 use super::super::request::Request;
 use crate::types::{Element, Error, Operation, ReduceOp};
 
-/// # Operations
+/// # Collectives
+///
+/// All ranks call a collective, in the same order, with the same element type, lengths, reduction and root. Results are
+/// bit-identical on all ranks and in every run, except for the payload of NaNs.
+///
+/// Without a suffix, operations work in place on one buffer. The forms that end in `_into` read `input`, leave it
+/// unchanged and write `output`. Where each rank has a part of a buffer, rank `r`'s part is
+/// [`partition`](crate::partition())`(len, world_size, r)`, for the length `len` of the whole. The `_v` forms take
+/// parts of other sizes.
 impl Group {
-    /// Replaces `data` on every rank by the element-wise reduction over all ranks.
+    /// Reduces `data` element-wise over all ranks and replaces it on every rank by the result. If only one rank needs
+    /// the result use [`reduce`](Group::reduce), if every rank needs a part of it
+    /// [`reduce_scatter`](Group::reduce_scatter).
     ///
     /// After an error the contents of `data` are unspecified.
     ///
     /// # Errors
-    /// [`Error::Mismatch`], [`Error::Timeout`], [`Error::PeerLost`] or [`Error::Left`]; each poisons the group.
+    /// [`Error::Mismatch`] if ranks call different operations or pass different lengths, [`Error::Timeout`] if a rank
+    /// does not call by the deadline, [`Error::PeerLost`] if a rank was lost, or [`Error::Left`] if a rank has left.
+    /// Each poisons the group.
     #[track_caller]
     pub fn all_reduce<T: Element>(&self, data: &mut [T], op: ReduceOp) -> Result<(), Error> {
         self.run(Request::of::<T>(Operation::AllReduce).reduction(op), None, data)
@@ -20,26 +32,26 @@ impl Group {
     /// Like [`all_reduce`](Group::all_reduce), from `input` to `output`, which have the same length.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] where the lengths differ, else as [`all_reduce`](Group::all_reduce).
+    /// [`Error::InvalidArgument`] if the lengths differ; otherwise see [`all_reduce`](Group::all_reduce).
     #[track_caller]
     pub fn all_reduce_into<T: Element>(&self, input: &[T], output: &mut [T], op: ReduceOp) -> Result<(), Error> {
         self.run(Request::of::<T>(Operation::AllReduce).reduction(op), Some(input), output)
     }
 
-    /// Replaces `data` on `root` by the element-wise reduction over all ranks. Elsewhere `data` stays as it is.
+    /// Reduces `data` element-wise over all ranks and replaces it on `root` by the result. It is unchanged elsewhere.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for a root that is no rank, else as [`all_reduce`](Group::all_reduce).
+    /// [`Error::InvalidArgument`] if `root` is not a rank; otherwise see [`all_reduce`](Group::all_reduce).
     #[track_caller]
     pub fn reduce<T: Element>(&self, data: &mut [T], op: ReduceOp, root: usize) -> Result<(), Error> {
         self.run(Request::of::<T>(Operation::Reduce).reduction(op).root(root), None, data)
     }
 
-    /// Like [`reduce`](Group::reduce), from `input` to `output`, which must have the input's length on the root and is
-    /// not used elsewhere (pass `&mut []`).
+    /// Like [`reduce`](Group::reduce), from `input` to `output`. On the root both have the same length; on other ranks
+    /// the output is not used (pass `&mut []`).
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for a root that is no rank or an output of another length on it, else as
+    /// [`Error::InvalidArgument`] if `root` is not a rank, or if the lengths differ on it; otherwise see
     /// [`all_reduce`](Group::all_reduce).
     #[track_caller]
     pub fn reduce_into<T: Element>(
@@ -52,56 +64,57 @@ impl Group {
         self.run(Request::of::<T>(Operation::Reduce).reduction(op).root(root), Some(input), output)
     }
 
-    /// Replaces `data` on every rank by `root`'s.
+    /// Replaces `data` on every rank by the root's `data`, which has the same length.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for a root that is no rank, else as [`all_reduce`](Group::all_reduce).
+    /// [`Error::InvalidArgument`] if `root` is not a rank; otherwise see [`all_reduce`](Group::all_reduce).
     #[track_caller]
     pub fn broadcast<T: Element>(&self, data: &mut [T], root: usize) -> Result<(), Error> {
         self.run(Request::of::<T>(Operation::Broadcast).root(root), None, data)
     }
 
-    /// Fills `output` on every rank, the root included, with the `input` that `root` gives; the other ranks give
-    /// `None`.
+    /// Copies the root's `input` to `output` on every rank, the root included. The root passes `Some(input)`, the other
+    /// ranks pass `None`; all lengths are equal.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for a root that is no rank, a root without an input or with one of another length
-    /// than its output, or an input elsewhere; else as [`all_reduce`](Group::all_reduce).
+    /// [`Error::InvalidArgument`] if `root` is not a rank, if the root passes no input or one whose length differs from
+    /// its output's, or if another rank passes an input; otherwise see [`all_reduce`](Group::all_reduce).
     #[track_caller]
     pub fn broadcast_into<T: Element>(&self, input: Option<&[T]>, output: &mut [T], root: usize) -> Result<(), Error> {
         let request = Request::of::<T>(Operation::Broadcast).root(root);
         request.check_root(self.world_size())?;
         if input.is_some() != (self.rank() == root) {
-            return Err(Error::argument("broadcast", format!("rank {root}, the root, gives the only input")));
+            return Err(Error::argument("broadcast", format!("only rank {root}, the root, passes an input")));
         }
         self.run(request, input, output)
     }
 
-    /// Collects every rank's part in `data` on every rank. Rank `r` brings its own part where
-    /// [`partition`](crate::partition())`(data.len(), world_size, r)` says.
+    /// Collects every rank's part on every rank. `data` has the length of the whole, and rank `r` contributes its own
+    /// range [`partition`](crate::partition())`(data.len(), world_size, r)`.
     ///
     /// # Errors
-    /// As [`all_reduce`](Group::all_reduce).
+    /// See [`all_reduce`](Group::all_reduce).
     #[track_caller]
     pub fn all_gather<T: Element>(&self, data: &mut [T]) -> Result<(), Error> {
         self.run(Request::of::<T>(Operation::AllGather), None, data)
     }
 
-    /// Collects every rank's `input` in `output` on every rank, in the order of ranks. The input is as long as this
-    /// rank's [`partition`](crate::partition()) of the output: with `n` ranks and equal inputs, `1/n` of it.
+    /// Concatenates the `input` of all ranks in rank order, in `output` on every rank. The input is as long as this
+    /// rank's [`partition`](crate::partition()) of the output: with `n` ranks and equal inputs, `1/n` of it. For inputs
+    /// of other lengths use [`all_gather_v`](Group::all_gather_v).
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] where the input has another length, else as [`all_reduce`](Group::all_reduce).
+    /// [`Error::InvalidArgument`] if the input has another length; otherwise see [`all_reduce`](Group::all_reduce).
     #[track_caller]
     pub fn all_gather_into<T: Element>(&self, input: &[T], output: &mut [T]) -> Result<(), Error> {
         self.run(Request::of::<T>(Operation::AllGather), Some(input), output)
     }
 
-    /// Reduces `data` over all ranks and leaves on rank `r` the part that
-    /// [`partition`](crate::partition())`(data.len(), world_size, r)` says. The rest of `data` is unspecified.
+    /// Reduces `data` element-wise over all ranks and leaves rank `r`'s part of the result in its range
+    /// [`partition`](crate::partition())`(data.len(), world_size, r)`. The rest of `data` is unspecified.
     ///
     /// # Errors
-    /// As [`all_reduce`](Group::all_reduce).
+    /// See [`all_reduce`](Group::all_reduce).
     #[track_caller]
     pub fn reduce_scatter<T: Element>(&self, data: &mut [T], op: ReduceOp) -> Result<(), Error> {
         self.run(Request::of::<T>(Operation::ReduceScatter).reduction(op), None, data)
@@ -111,14 +124,15 @@ impl Group {
     /// [`partition`](crate::partition()) of the input.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] where the output has another length, else as [`all_reduce`](Group::all_reduce).
+    /// [`Error::InvalidArgument`] if the output has another length; otherwise see [`all_reduce`](Group::all_reduce).
     #[track_caller]
     pub fn reduce_scatter_into<T: Element>(&self, input: &[T], output: &mut [T], op: ReduceOp) -> Result<(), Error> {
         self.run(Request::of::<T>(Operation::ReduceScatter).reduction(op), Some(input), output)
     }
 
-    /// Swaps parts between all ranks: `data` is `world_size` parts of one length, of which part `r` goes to rank `r`,
-    /// and part `r` is afterwards what rank `r` had for this one.
+    /// Exchanges parts between all ranks. `data` consists of `world_size` parts of equal length. Part `r` is sent to
+    /// rank `r` and replaced by the part that rank `r` holds for this rank. For parts of different lengths use
+    /// [`all_to_all_v`](Group::all_to_all_v).
     ///
     /// ```
     /// let ranks: Vec<_> = bonfire_core::Group::threads(3)?
@@ -135,7 +149,7 @@ impl Group {
     /// ```
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] where the length is no multiple of the number of ranks, else as
+    /// [`Error::InvalidArgument`] if the length is not a multiple of the world size; otherwise see
     /// [`all_reduce`](Group::all_reduce).
     #[track_caller]
     pub fn all_to_all<T: Element>(&self, data: &mut [T]) -> Result<(), Error> {
@@ -145,16 +159,16 @@ impl Group {
     /// Like [`all_to_all`](Group::all_to_all), from `input` to `output`, which have the same length.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] where the lengths differ, else as [`all_to_all`](Group::all_to_all).
+    /// [`Error::InvalidArgument`] if the lengths differ; otherwise see [`all_to_all`](Group::all_to_all).
     #[track_caller]
     pub fn all_to_all_into<T: Element>(&self, input: &[T], output: &mut [T]) -> Result<(), Error> {
         self.run(Request::of::<T>(Operation::AllToAll), Some(input), output)
     }
 
-    /// Returns once every rank has called it.
+    /// Blocks until every rank has called it.
     ///
     /// # Errors
-    /// As [`all_reduce`](Group::all_reduce).
+    /// See [`all_reduce`](Group::all_reduce).
     #[track_caller]
     pub fn barrier(&self) -> Result<(), Error> {
         self.run::<u8>(Request::of::<u8>(Operation::Barrier), None, &mut [])

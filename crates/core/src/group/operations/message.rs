@@ -1,4 +1,4 @@
-//! Point to point.
+//! Point-to-point messages.
 
 use std::panic::Location;
 
@@ -15,25 +15,27 @@ use crate::types::{Element, Error, Operation};
 
 /// # Point to point
 ///
-/// Messages between two ranks arrive in the order in which they were sent. They take their place in the order of
-/// operations like everything else, so what one rank does between two collectives the other does there too. A `send` may
-/// return before the receiver takes the message, or wait for it.
+/// Messages between two ranks arrive in the order in which they were sent. They take their turn among all operations of
+/// a rank, so sender and receiver must place a message between the same two collectives. A `send` may return before the
+/// receiver takes the message, or block until then; use [`exchange`](Group::exchange) or a [`batch`](Group::batch)
+/// where two ranks send to each other.
 impl Group {
-    /// Sends `data` to rank `to`, which receives it with [`recv`](Group::recv).
+    /// Sends `data` to rank `to`, which calls [`recv`](Group::recv) with a slice of the same type and length.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] where `to` is no other rank; [`Error::Mismatch`] where the receiver expects another
-    /// type or length (found by the receiver, and reported here by this or a later call); else as
+    /// [`Error::InvalidArgument`] if `to` is this rank or not a rank. [`Error::Mismatch`] if the receiver expects
+    /// another type or length; the receiver detects it, and this call or a later one returns it. Otherwise see
     /// [`all_reduce`](Group::all_reduce).
     #[track_caller]
     pub fn send<T: Element>(&self, data: &[T], to: usize) -> Result<(), Error> {
         self.operate_send(Request::of::<T>(Operation::Send), cast_slice(data), to)
     }
 
-    /// Fills `data` with what rank `from` sends with [`send`](Group::send): the same type and length.
+    /// Fills `data` with the message of rank `from`, which calls [`send`](Group::send) with a slice of the same type
+    /// and length.
     ///
     /// # Errors
-    /// As [`send`](Group::send).
+    /// See [`send`](Group::send).
     #[track_caller]
     pub fn recv<T: Element>(&self, data: &mut [T], from: usize) -> Result<(), Error> {
         self.operate_recv(Request::of::<T>(Operation::Send), cast_slice_mut(data), from)
@@ -42,7 +44,7 @@ impl Group {
     /// Starts [`send`](Group::send).
     ///
     /// # Errors
-    /// Wrong arguments; whatever comes later is returned by [`Work::wait`].
+    /// [`Error::InvalidArgument`] for wrong arguments. [`Work::wait`] returns later errors.
     #[track_caller]
     pub fn start_send<T: Element, B>(&self, buffer: B, to: usize) -> Result<Work<B>, Error>
     where
@@ -54,7 +56,7 @@ impl Group {
     /// Starts [`recv`](Group::recv).
     ///
     /// # Errors
-    /// Wrong arguments; whatever comes later is returned by [`Work::wait`].
+    /// [`Error::InvalidArgument`] for wrong arguments. [`Work::wait`] returns later errors.
     #[track_caller]
     pub fn start_recv<T: Element, B>(&self, buffer: B, from: usize) -> Result<Work<B>, Error>
     where
@@ -74,7 +76,7 @@ impl Group {
     where
         B: AsMut<[T]> + Send + 'static,
     {
-        check::peer(operation, peer, self.place())?;
+        check::peer(operation, peer, self.rank_and_size())?;
         let (limit, at) = (self.deadline(), Location::caller());
         Ok(self.progress()?.start(&self.core, buffer, move |core, buffer| {
             let data = buffer.as_mut();

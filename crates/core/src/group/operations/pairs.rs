@@ -1,4 +1,4 @@
-//! What every pair of ranks does for itself.
+//! Exchanges in which every pair of ranks has sizes of its own.
 
 use bytemuck::{cast_slice, cast_slice_mut};
 
@@ -9,16 +9,16 @@ use super::super::handle::Group;
 use super::super::request::Request;
 use crate::types::{Element, Error, Operation};
 
-/// # Between pairs of ranks
+/// # Pairwise exchanges
 impl Group {
-    /// Swaps parts of any sizes between all ranks: `input` has `send[r]` elements for rank `r`, in the order of ranks, and
-    /// `output` gets the `recv[r]` elements that rank `r` has for this one. Each rank must expect from another what that
-    /// one has for it.
+    /// Exchanges variable-size parts between all ranks. `input` consists of `send[r]` elements for each rank `r`,
+    /// `output` of `recv[r]` elements from each rank `r`, both in rank order. `recv[r]` must equal what rank `r` sends
+    /// to this rank.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] where the sizes are not as many as ranks, or do not fit input and output;
-    /// [`Error::Mismatch`] where two ranks have different sizes for what is between them; else as
-    /// [`all_reduce`](Group::all_reduce).
+    /// [`Error::InvalidArgument`] if there is not one size per rank, if the sizes do not fit input and output, or if
+    /// this rank's two sizes for itself differ. [`Error::Mismatch`] if two ranks disagree on the size of a part between
+    /// them. Otherwise see [`all_reduce`](Group::all_reduce).
     #[track_caller]
     pub fn all_to_all_v_into<T: Element>(
         &self,
@@ -31,8 +31,10 @@ impl Group {
         self.operate_pairs(request, (cast_slice(input), send), (cast_slice_mut(output), recv))
     }
 
-    /// Swaps parts of any sizes between all ranks: `input` has `send[r]` elements for rank `r`, in the order of ranks. Gives
-    /// what the ranks have for this one, in the order of ranks, and how many elements each has.
+    /// Exchanges variable-size parts between all ranks, after one small operation that exchanges their sizes. `input`
+    /// consists of `send[r]` elements for each rank `r`, in rank order. Returns the elements from all ranks in rank
+    /// order, and the number of elements from each. If the sizes are known use
+    /// [`all_to_all_v_into`](Group::all_to_all_v_into).
     ///
     /// ```
     /// let ranks: Vec<_> = bonfire_core::Group::threads(2)?
@@ -48,26 +50,27 @@ impl Group {
     /// ```
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] where the sizes are not as many as ranks, or do not fit the input; else as
-    /// [`all_reduce`](Group::all_reduce).
+    /// [`Error::InvalidArgument`] if there is not one size per rank, or if the sizes do not fit the input; otherwise
+    /// see [`all_reduce`](Group::all_reduce).
     #[track_caller]
     pub fn all_to_all_v<T: Element>(&self, input: &[T], send: &[usize]) -> Result<(Vec<T>, Vec<usize>), Error> {
         check::len("all_to_all_v", "input", input.len(), check::sizes("all_to_all_v", send, self.world_size())?)?;
         let mut sizes: Vec<u64> = send.iter().map(|size| *size as u64).collect();
         self.all_to_all(&mut sizes)?;
-        let recv = check::told("all_to_all_v", sizes)?;
+        let recv = check::received_sizes("all_to_all_v", sizes)?;
         let mut output = zeroed("all_to_all_v", check::sizes("all_to_all_v", &recv, self.world_size())?)?;
         self.all_to_all_v_into(input, send, &mut output, &recv)?;
         Ok((output, recv))
     }
 
-    /// Sends `outgoing` to rank `to` and receives `incoming` from rank `from`, at once: two ranks may exchange with each
-    /// other, and all ranks around a ring. Each must call it, or one that fits. The lengths may differ. A rank may exchange
-    /// with itself.
+    /// Sends `outgoing` to rank `to` and receives `incoming` from rank `from` at the same time, so two ranks may
+    /// exchange with each other, and all ranks around a ring. Both peers must make a matching call. The two lengths may
+    /// differ. A rank may exchange with itself: then `to` and `from` are both this rank.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] where `to` or `from` is no rank, or only one of them is the caller; [`Error::Mismatch`]
-    /// where the other sends another type or length; else as [`all_reduce`](Group::all_reduce).
+    /// [`Error::InvalidArgument`] if `to` or `from` is not a rank, if only one of them is this rank, or if both are and
+    /// the lengths differ. [`Error::Mismatch`] if the peer sends another type or length. Otherwise see
+    /// [`all_reduce`](Group::all_reduce).
     #[track_caller]
     pub fn exchange<T: Element>(
         &self,

@@ -1,24 +1,24 @@
-//! One rank has the whole, every rank a part.
+//! Gather and scatter: the root has the whole, every rank a part.
 
 use super::super::handle::Group;
 use super::super::request::Request;
 use crate::types::{Element, Error, Operation};
 
-/// # Parts of a whole on one rank
+/// # Gather and scatter
 impl Group {
-    /// Collects every rank's part in `data` on `root`. Rank `r` brings its own part where
-    /// [`partition`](crate::partition())`(data.len(), world_size, r)` says. Elsewhere than on the root `data` stays as it
-    /// is.
+    /// Collects every rank's part on `root`. `data` has the length of the whole on every rank, and rank `r` contributes
+    /// its own range [`partition`](crate::partition())`(data.len(), world_size, r)`. On other ranks `data` is
+    /// unchanged.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for a root that is no rank, else as [`all_reduce`](Group::all_reduce).
+    /// [`Error::InvalidArgument`] if `root` is not a rank; otherwise see [`all_reduce`](Group::all_reduce).
     #[track_caller]
     pub fn gather<T: Element>(&self, data: &mut [T], root: usize) -> Result<(), Error> {
         self.run(Request::of::<T>(Operation::Gather).root(root), None, data)
     }
 
-    /// Collects every rank's `input`, all of one length, in `output` on `root`, in the order of ranks. The output is not
-    /// used elsewhere (pass `&mut []`).
+    /// Concatenates the `input` of all ranks in rank order, in `output` on `root`. All inputs have the same length.
+    /// Other ranks pass `&mut []` as output. For inputs of different lengths use [`gather_v`](Group::gather_v).
     ///
     /// ```
     /// let ranks: Vec<_> = bonfire_core::Group::threads(3)?
@@ -34,30 +34,30 @@ impl Group {
     /// ```
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for a root that is no rank or an output of another length on it, else as
-    /// [`all_reduce`](Group::all_reduce). Where the ranks bring different lengths: see [`gather_v`](Group::gather_v).
+    /// [`Error::InvalidArgument`] if `root` is not a rank, or if the root's output is not `world_size` times as long as
+    /// its input; otherwise see [`all_reduce`](Group::all_reduce).
     #[track_caller]
     pub fn gather_into<T: Element>(&self, input: &[T], output: &mut [T], root: usize) -> Result<(), Error> {
         self.run(Request::of::<T>(Operation::Gather).root(root), Some(input), output)
     }
 
-    /// Gives every rank its part of `root`'s `data`, where
-    /// [`partition`](crate::partition())`(data.len(), world_size, rank)` says. Elsewhere than on the root the rest of `data`
-    /// stays as it is.
+    /// Sends each rank its part of the root's `data`: rank `r` receives the range
+    /// [`partition`](crate::partition())`(data.len(), world_size, r)`. `data` has the length of the whole on every
+    /// rank; on other ranks than the root the rest of it is unchanged.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for a root that is no rank, else as [`all_reduce`](Group::all_reduce).
+    /// [`Error::InvalidArgument`] if `root` is not a rank; otherwise see [`all_reduce`](Group::all_reduce).
     #[track_caller]
     pub fn scatter<T: Element>(&self, data: &mut [T], root: usize) -> Result<(), Error> {
         self.run(Request::of::<T>(Operation::Scatter).root(root), None, data)
     }
 
-    /// Fills `output`, of one length on all ranks, with this rank's part of `root`'s `input`. The input is not used
-    /// elsewhere (pass `&[]`).
+    /// Fills `output`, which has the same length on all ranks, with this rank's part of the root's `input`. On other
+    /// ranks the input is not used (pass `&[]`). For parts of different lengths use [`scatter_v`](Group::scatter_v).
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for a root that is no rank or an input of another length on it, else as
-    /// [`all_reduce`](Group::all_reduce). Where ranks get different lengths: see [`scatter_v`](Group::scatter_v).
+    /// [`Error::InvalidArgument`] if `root` is not a rank, or if the root's input is not `world_size` times as long as
+    /// its output; otherwise see [`all_reduce`](Group::all_reduce).
     #[track_caller]
     pub fn scatter_into<T: Element>(&self, input: &[T], output: &mut [T], root: usize) -> Result<(), Error> {
         self.run(Request::of::<T>(Operation::Scatter).root(root), Some(input), output)

@@ -1,4 +1,4 @@
-//! Operations that return at once.
+//! Started operations, which return at once.
 
 use super::super::bytes::ByteOperations;
 use super::super::handle::Group;
@@ -8,8 +8,10 @@ use crate::types::{Element, Error, Operation, ReduceOp};
 
 /// # Started operations
 ///
-/// They return at once and run in the order in which they were started, also against the blocking ones. A buffer is
-/// anything that owns elements, such as a `Vec`.
+/// The `start_` forms return at once, so that communication overlaps with computation. Operations run in the order in
+/// which they were called, started and blocking ones alike. A started operation owns its buffer, which is anything that
+/// owns elements, such as a `Vec`, and [`Work::wait`] returns it. Starting fails for wrong arguments, or with
+/// [`Error::Io`] if the progress thread cannot be started.
 impl Group {
     /// Starts [`all_reduce`](Group::all_reduce).
     ///
@@ -22,7 +24,7 @@ impl Group {
     /// ```
     ///
     /// # Errors
-    /// Wrong arguments; whatever comes later is returned by [`Work::wait`].
+    /// [`Error::InvalidArgument`] for wrong arguments. [`Work::wait`] returns later errors.
     #[track_caller]
     pub fn start_all_reduce<T: Element, B>(&self, buffer: B, op: ReduceOp) -> Result<Work<B>, Error>
     where
@@ -34,7 +36,7 @@ impl Group {
     /// Starts [`reduce`](Group::reduce).
     ///
     /// # Errors
-    /// Wrong arguments; whatever comes later is returned by [`Work::wait`].
+    /// [`Error::InvalidArgument`] for wrong arguments. [`Work::wait`] returns later errors.
     #[track_caller]
     pub fn start_reduce<T: Element, B>(&self, buffer: B, op: ReduceOp, root: usize) -> Result<Work<B>, Error>
     where
@@ -46,7 +48,7 @@ impl Group {
     /// Starts [`broadcast`](Group::broadcast).
     ///
     /// # Errors
-    /// Wrong arguments; whatever comes later is returned by [`Work::wait`].
+    /// [`Error::InvalidArgument`] for wrong arguments. [`Work::wait`] returns later errors.
     #[track_caller]
     pub fn start_broadcast<T: Element, B>(&self, buffer: B, root: usize) -> Result<Work<B>, Error>
     where
@@ -58,7 +60,7 @@ impl Group {
     /// Starts [`all_gather`](Group::all_gather).
     ///
     /// # Errors
-    /// Whatever comes later is returned by [`Work::wait`].
+    /// [`Work::wait`] returns all errors of the operation.
     #[track_caller]
     pub fn start_all_gather<T: Element, B>(&self, buffer: B) -> Result<Work<B>, Error>
     where
@@ -70,7 +72,7 @@ impl Group {
     /// Starts [`reduce_scatter`](Group::reduce_scatter).
     ///
     /// # Errors
-    /// Whatever comes later is returned by [`Work::wait`].
+    /// [`Work::wait`] returns all errors of the operation.
     #[track_caller]
     pub fn start_reduce_scatter<T: Element, B>(&self, buffer: B, op: ReduceOp) -> Result<Work<B>, Error>
     where
@@ -82,7 +84,7 @@ impl Group {
     /// Starts [`all_to_all`](Group::all_to_all).
     ///
     /// # Errors
-    /// Wrong arguments; whatever comes later is returned by [`Work::wait`].
+    /// [`Error::InvalidArgument`] for wrong arguments. [`Work::wait`] returns later errors.
     #[track_caller]
     pub fn start_all_to_all<T: Element, B>(&self, mut buffer: B) -> Result<Work<B>, Error>
     where
@@ -96,7 +98,7 @@ impl Group {
     /// Starts [`barrier`](Group::barrier).
     ///
     /// # Errors
-    /// Whatever comes later is returned by [`Work::wait`].
+    /// [`Work::wait`] returns all errors of the operation.
     #[track_caller]
     pub fn start_barrier(&self) -> Result<Work<()>, Error> {
         self.start_operation(Request::of::<u8>(Operation::Barrier), (), |()| Ok(&mut []))
@@ -105,7 +107,7 @@ impl Group {
     /// Starts [`gather`](Group::gather).
     ///
     /// # Errors
-    /// Wrong arguments; whatever comes later is returned by [`Work::wait`].
+    /// [`Error::InvalidArgument`] for wrong arguments. [`Work::wait`] returns later errors.
     #[track_caller]
     pub fn start_gather<T: Element, B>(&self, buffer: B, root: usize) -> Result<Work<B>, Error>
     where
@@ -117,7 +119,7 @@ impl Group {
     /// Starts [`scatter`](Group::scatter).
     ///
     /// # Errors
-    /// Wrong arguments; whatever comes later is returned by [`Work::wait`].
+    /// [`Error::InvalidArgument`] for wrong arguments. [`Work::wait`] returns later errors.
     #[track_caller]
     pub fn start_scatter<T: Element, B>(&self, buffer: B, root: usize) -> Result<Work<B>, Error>
     where

@@ -1,7 +1,4 @@
-//! Parts of any sizes.
-//!
-//! The forms that end in `_into` take the sizes from the caller, the same on all ranks: `sizes[r]` is the number of elements
-//! of rank `r`'s part, 0 too. The short forms exchange the sizes first, which is an operation more, and give new vectors.
+//! Collectives with variable-size parts.
 
 use super::super::buffer::zeroed;
 use super::super::check;
@@ -9,22 +6,24 @@ use super::super::handle::Group;
 use super::super::request::Request;
 use crate::types::{Element, Error, Operation, ReduceOp};
 
-/// # Parts of any sizes
+/// # Variable-size parts
 ///
-/// As the operations of the same names, with `sizes[r]` elements for rank `r`, 0 too. Where the name ends in `_into` the caller
-/// knows the sizes, the same on all ranks; the short forms find them out, by one small operation more.
+/// Like the operations of the same names, but the part of rank `r` has `sizes[r]` elements, which may be 0. The forms
+/// that end in `_into` take the sizes, the same on all ranks. The short forms exchange the sizes first, by one small
+/// operation more, and allocate the result; use them if the ranks do not know each other's sizes.
 impl Group {
-    /// Collects every rank's `input` in `output` on every rank, in the order of ranks.
+    /// Concatenates the `input` of all ranks in rank order, in `output` on every rank.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] where the sizes are not as many as ranks, or do not fit input and output;
-    /// [`Error::Mismatch`] where ranks give different ones; else as [`all_reduce`](Group::all_reduce).
+    /// [`Error::InvalidArgument`] if there is not one size per rank, or if the sizes do not fit input and output.
+    /// [`Error::Mismatch`] if ranks pass different sizes. Otherwise see [`all_reduce`](Group::all_reduce).
     #[track_caller]
     pub fn all_gather_v_into<T: Element>(&self, input: &[T], sizes: &[usize], output: &mut [T]) -> Result<(), Error> {
         self.run(Request::of::<T>(Operation::AllGather).sizes(sizes), Some(input), output)
     }
 
-    /// Every rank's `input`, one after the other, and how many elements each rank brought.
+    /// Concatenates the `input` of all ranks in rank order, on every rank. Returns it with the length of each rank's
+    /// input.
     ///
     /// ```
     /// let ranks: Vec<_> = bonfire_core::Group::threads(3)?
@@ -38,7 +37,7 @@ impl Group {
     /// ```
     ///
     /// # Errors
-    /// As [`all_reduce`](Group::all_reduce).
+    /// See [`all_reduce`](Group::all_reduce).
     #[track_caller]
     pub fn all_gather_v<T: Element>(&self, input: &[T]) -> Result<(Vec<T>, Vec<usize>), Error> {
         let sizes = self.gather_sizes("all_gather_v", input.len())?;
@@ -47,10 +46,10 @@ impl Group {
         Ok((output, sizes))
     }
 
-    /// Reduces `input`, which is the whole on every rank, and leaves on each its part.
+    /// Reduces `input`, the whole, element-wise over all ranks and fills `output` with this rank's part of the result.
     ///
     /// # Errors
-    /// As [`all_gather_v_into`](Group::all_gather_v_into).
+    /// See [`all_gather_v_into`](Group::all_gather_v_into).
     #[track_caller]
     pub fn reduce_scatter_v_into<T: Element>(
         &self,
@@ -62,22 +61,22 @@ impl Group {
         self.run(Request::of::<T>(Operation::ReduceScatter).reduction(op).sizes(sizes), Some(input), output)
     }
 
-    /// This rank's part, of `own` elements, of the reduction of `input`.
+    /// Reduces `input`, the whole, element-wise over all ranks and returns this rank's part, of `own` elements.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] on all ranks where their parts are not as long together as the input of one of them; else
-    /// as [`all_reduce`](Group::all_reduce).
+    /// [`Error::InvalidArgument`] on all ranks if the parts of all ranks together do not have the length of every
+    /// rank's input; otherwise see [`all_reduce`](Group::all_reduce).
     #[track_caller]
     pub fn reduce_scatter_v<T: Element>(&self, input: &[T], own: usize, op: ReduceOp) -> Result<Vec<T>, Error> {
         let (n, mine) = (self.world_size(), [own, input.len()].map(|size| size as u64));
         let mut all = vec![0u64; 2 * n];
         self.all_gather_into(&mine, &mut all)?;
-        let sizes = check::told("reduce_scatter_v", all.iter().copied().step_by(2))?;
+        let sizes = check::received_sizes("reduce_scatter_v", all.iter().copied().step_by(2))?;
         let count = check::sizes("reduce_scatter_v", &sizes, self.world_size())?;
-        // Everybody sees everybody's, so nobody goes on alone.
+        // All ranks see the same sizes and return the same error.
         if let Some(rank) = (0..n).find(|rank| all[2 * rank + 1] != count as u64) {
             let (len, operation) = (all[2 * rank + 1], "reduce_scatter_v");
-            let reason = format!("rank {rank} has an input of {len} elements, and all parts together have {count}");
+            let reason = format!("rank {rank} has an input of {len} elements, but all parts together have {count}");
             return Err(Error::argument(operation, reason));
         }
         let mut output = zeroed("reduce_scatter_v", own)?;
@@ -85,10 +84,12 @@ impl Group {
         Ok(output)
     }
 
-    /// Collects every rank's `input` in `output` on `root`. The output is not used elsewhere.
+    /// Concatenates the `input` of all ranks in rank order, in `output` on `root`. On other ranks the output is not
+    /// used (pass `&mut []`).
     ///
     /// # Errors
-    /// As [`all_gather_v_into`](Group::all_gather_v_into), and for a root that is no rank.
+    /// [`Error::InvalidArgument`] if `root` is not a rank; otherwise see
+    /// [`all_gather_v_into`](Group::all_gather_v_into).
     #[track_caller]
     pub fn gather_v_into<T: Element>(
         &self,
@@ -100,12 +101,13 @@ impl Group {
         self.run(Request::of::<T>(Operation::Gather).root(root).sizes(sizes), Some(input), output)
     }
 
-    /// On `root` every rank's `input`, one after the other, and how many elements each rank brought; `None` elsewhere.
+    /// Concatenates the `input` of all ranks in rank order, on `root`. Returns it there with the length of each rank's
+    /// input, and `None` on other ranks.
     ///
     /// # Errors
-    /// As [`gather`](Group::gather).
+    /// See [`gather`](Group::gather).
     #[track_caller]
-    #[expect(clippy::type_complexity, reason = "what `all_gather_v` gives, on one rank")]
+    #[expect(clippy::type_complexity, reason = "the result of `all_gather_v`, on one rank")]
     pub fn gather_v<T: Element>(&self, input: &[T], root: usize) -> Result<Option<(Vec<T>, Vec<usize>)>, Error> {
         check::rank("gather_v", "root", root, self.world_size())?;
         let sizes = self.gather_sizes("gather_v", input.len())?;
@@ -115,10 +117,10 @@ impl Group {
         Ok(here.then_some((output, sizes)))
     }
 
-    /// Fills `output` with this rank's part of `root`'s `input`, which is not used elsewhere.
+    /// Fills `output` with this rank's part of the root's `input`. On other ranks the input is not used (pass `&[]`).
     ///
     /// # Errors
-    /// As [`gather_v_into`](Group::gather_v_into).
+    /// See [`gather_v_into`](Group::gather_v_into).
     #[track_caller]
     pub fn scatter_v_into<T: Element>(
         &self,
@@ -130,11 +132,12 @@ impl Group {
         self.run(Request::of::<T>(Operation::Scatter).root(root).sizes(sizes), Some(input), output)
     }
 
-    /// This rank's part of what `root` gives: all parts one after the other, and their sizes. The other ranks give `None`.
+    /// Returns this rank's part of the root's input. The root passes all parts in rank order, and their sizes; the
+    /// other ranks pass `None`.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for a root that is no rank or gives nothing, sizes on it that do not fit, and an input
-    /// elsewhere; else as [`scatter`](Group::scatter).
+    /// [`Error::InvalidArgument`] if `root` is not a rank, if the root passes no input or sizes that do not fit it, or
+    /// if another rank passes an input; otherwise see [`scatter`](Group::scatter).
     #[track_caller]
     pub fn scatter_v<T: Element>(&self, input: Option<(&[T], &[usize])>, root: usize) -> Result<Vec<T>, Error> {
         check::rank("scatter_v", "root", root, self.world_size())?;
@@ -145,21 +148,21 @@ impl Group {
                 sizes = given.iter().map(|size| *size as u64).collect();
             }
             None if self.rank() != root => {}
-            _ => return Err(Error::argument("scatter_v", format!("rank {root}, the root, gives the only input"))),
+            _ => return Err(Error::argument("scatter_v", format!("only rank {root}, the root, passes an input"))),
         }
         self.broadcast(&mut sizes, root)?;
-        let sizes = check::told("scatter_v", sizes)?;
+        let sizes = check::received_sizes("scatter_v", sizes)?;
         let mut output = zeroed("scatter_v", sizes[self.rank()])?;
         self.scatter_v_into(input.map_or(&[], |(input, _)| input), &sizes, &mut output, root)?;
         Ok(output)
     }
 
-    /// Every rank's size.
+    /// Gathers the size of every rank's part.
     #[track_caller]
     fn gather_sizes(&self, operation: &str, own: usize) -> Result<Vec<usize>, Error> {
         let mut sizes = vec![0u64; self.world_size()];
         self.all_gather_into(&[own as u64], &mut sizes)?;
-        let sizes = check::told(operation, sizes)?;
+        let sizes = check::received_sizes(operation, sizes)?;
         check::sizes(operation, &sizes, self.world_size())?;
         Ok(sizes)
     }

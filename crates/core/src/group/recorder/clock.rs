@@ -1,8 +1,8 @@
-//! The clock of the records: nanoseconds that all processes of a running system share where it has such a clock.
+//! The clock of the records: nanoseconds, shared by all processes of a running system if it has such a clock.
 
 use std::time::Instant;
 
-/// Translates instants, which say nothing to other processes.
+/// Converts instants, which mean nothing to other processes, to nanoseconds on the shared clock.
 pub(crate) struct Clock {
     instant: Instant,
     /// The system's clock at that instant.
@@ -14,25 +14,25 @@ impl Clock {
         Clock { nanoseconds: system::now(), instant: Instant::now() }
     }
 
-    /// At this instant; for one before the recorder was made, then.
+    /// Converts an instant. Instants before this clock was made count as that moment.
     #[inline]
     pub fn at(&self, instant: Instant) -> u64 {
         let since = instant.saturating_duration_since(self.instant);
         self.nanoseconds + since.as_secs() * 1_000_000_000 + u64::from(since.subsec_nanos())
     }
 
-    /// Now, or up to [`Clock::resolution`] ago.
+    /// Returns the current time, which lags by at most [`Clock::resolution`].
     #[inline]
     pub fn coarse(&self) -> u64 {
         system::coarse()
     }
 
-    /// Of [`Clock::coarse`].
+    /// Returns the resolution of [`Clock::coarse`] in nanoseconds.
     pub fn resolution(&self) -> u64 {
         system::resolution()
     }
 
-    /// Times of processes that give the same name here can be compared.
+    /// Names the clock. Times of processes that return the same name can be compared.
     pub fn name(&self) -> String {
         system::name()
     }
@@ -60,7 +60,7 @@ mod system {
         nanoseconds(clock_getres(ClockId::MonotonicCoarse))
     }
 
-    /// It counts from the start of the system, and a time namespace may shift it.
+    /// The clock counts from boot, and a time namespace may shift it.
     pub fn name() -> String {
         let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
         let namespace = std::fs::read_link("/proc/self/ns/time").unwrap_or_default();
@@ -76,7 +76,7 @@ mod system {
     use std::sync::OnceLock;
     use std::time::Instant;
 
-    /// One for the process: its ranks' times can be compared.
+    /// One clock per process, so the times of its ranks can be compared.
     pub fn now() -> u64 {
         static START: OnceLock<Instant> = OnceLock::new();
         START.get_or_init(Instant::now).elapsed().as_nanos() as u64
@@ -105,7 +105,7 @@ mod tests {
         assert_eq!(first.name(), second.name());
         let (before, now) = (system::now(), Instant::now());
         let after = system::now();
-        // Two readings that are taken one after the other were apart by as much at most, when the clocks were made.
+        // The two clocks differ at most by the time between their readings of the system's clock and of `Instant`.
         let (a, b) = (first.at(now), second.at(now));
         assert!(a.abs_diff(b) < 1_000_000_000, "{a} and {b}");
         assert!(a + 1_000_000_000 > before && a < after + 1_000_000_000, "{before}, {a}, {after}");

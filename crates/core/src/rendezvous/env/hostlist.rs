@@ -1,12 +1,12 @@
-//! Lists of hosts as Slurm writes them: `node[001-004,007],login1`, `rack[0-1]n[01-02]-ib`.
+//! Parses lists of hosts as Slurm writes them: `node[001-004,007],login1`, `rack[0-1]n[01-02]-ib`.
 //!
-//! Names come in the order of `scontrol show hostnames`: entries as they stand, and a range from its low end on, which is
-//! padded with zeros as it is written.
+//! Names come in the order of `scontrol show hostnames`: entries in the order of the list, and a range from its low
+//! end, padded with zeros as written.
 
-/// The first host of a list, and whether it is the only one; or what is wrong with the list.
+/// Returns the first host of a list and whether it is the only one. The error says what is wrong with the list.
 pub(super) fn first(text: &str) -> Result<(String, bool), String> {
     if let Some(odd) = text.chars().find(|c| !c.is_ascii_alphanumeric() && !"-._,[]".contains(*c)) {
-        return Err(format!("'{}' is in no list of hosts", odd.escape_default()));
+        return Err(format!("'{}' cannot be part of a list of hosts", odd.escape_default()));
     }
     let mut inside = false;
     let entries = text.split(|c| {
@@ -19,14 +19,14 @@ pub(super) fn first(text: &str) -> Result<(String, bool), String> {
     Ok((host, single && alone))
 }
 
-/// The first name of a pattern, and whether it is the only one.
+/// Returns the first name of a pattern and whether it is the only one.
 fn entry(mut text: &str) -> Result<(String, bool), String> {
     if text.is_empty() {
         return Err("a name is empty".into());
     }
     let (mut name, mut alone) = (String::new(), true);
     while let Some((plain, rest)) = text.split_once('[') {
-        let Some((ranges, after)) = rest.split_once(']') else { return Err("a bracket does not end".into()) };
+        let Some((ranges, after)) = rest.split_once(']') else { return Err("a bracket is never closed".into()) };
         let ranges = ranges.split(',').map(range).collect::<Result<Vec<_>, _>>()?;
         alone &= matches!(ranges[..], [(_, true)]);
         name.extend([plain, ranges[0].0]);
@@ -34,23 +34,23 @@ fn entry(mut text: &str) -> Result<(String, bool), String> {
     }
     name.push_str(text);
     if name.contains(']') {
-        return Err("a bracket ends that does not begin".into());
+        return Err("a bracket is closed but never opened".into());
     }
     Ok((name, alone))
 }
 
-/// The low end of a range of numbers, and whether it is the high one too.
+/// Returns the low end of a range of numbers and whether it is also the high end.
 fn range(text: &str) -> Result<(&str, bool), String> {
     let (low, high) = text.split_once('-').unwrap_or((text, text));
     let number = |digits: &str| {
-        // No number has more, and no name that many zeros before it.
+        // No u64 has more digits, and no host name is padded with so many zeros.
         let all = (1..=20).contains(&digits.len()) && digits.bytes().all(|digit| digit.is_ascii_digit());
         digits.parse::<u64>().ok().filter(|_| all)
     };
     match (number(low), number(high)) {
         (Some(first), Some(last)) if first <= last => Ok((low, first == last)),
-        (Some(_), Some(_)) => Err(format!("the range {text} goes down")),
-        _ => Err(format!("'{text}' in brackets is no number and no range of numbers")),
+        (Some(_), Some(_)) => Err(format!("the range {text} is descending")),
+        _ => Err(format!("'{text}' in brackets is neither a number nor a range of numbers")),
     }
 }
 
@@ -63,7 +63,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_first_host_is_that_of_scontrol() {
+    fn the_first_host_matches_scontrol() {
         let cases = [
             ("node[001-004,007]", "node001", false),
             ("a1,b[2-3]", "a1", false),
@@ -87,25 +87,25 @@ mod tests {
     }
 
     #[test]
-    fn malformed_lists_are_refused() {
+    fn malformed_lists_are_rejected() {
         let cases = [
             ("", "empty"),
             ("a,", "empty"),
             (",a", "empty"),
             ("a,,b", "empty"),
-            ("node[1-", "does not end"),
-            ("node[1", "does not end"),
-            ("node1]", "does not begin"),
-            ("node[1]]", "does not begin"),
-            ("node[]", "no number"),
-            ("node[1-]", "no number"),
-            ("node[-1]", "no number"),
-            ("node[a-b]", "no number"),
-            ("node[1-2-3]", "no number"),
-            ("node[[1]]", "no number"),
-            ("node[1,,2]", "no number"),
-            ("node[99999999999999999999]", "no number"),
-            ("node[3-1]", "goes down"),
+            ("node[1-", "never closed"),
+            ("node[1", "never closed"),
+            ("node1]", "never opened"),
+            ("node[1]]", "never opened"),
+            ("node[]", "neither a number"),
+            ("node[1-]", "neither a number"),
+            ("node[-1]", "neither a number"),
+            ("node[a-b]", "neither a number"),
+            ("node[1-2-3]", "neither a number"),
+            ("node[[1]]", "neither a number"),
+            ("node[1,,2]", "neither a number"),
+            ("node[99999999999999999999]", "neither a number"),
+            ("node[3-1]", "descending"),
             ("node 1", "' '"),
             ("node[1;2]", "';'"),
             ("n\u{f6}de", "'\\u{f6}'"),
@@ -130,9 +130,9 @@ mod tests {
     }
 
     proptest! {
-        /// Against all names written out, by nested loops.
+        /// Compares with the list of all names, written out by nested loops.
         #[test]
-        fn it_is_the_first_of_all_names(
+        fn the_first_host_is_the_first_of_all_names(
             entries in vec(("[a-z]{1,3}", vec(vec((0u64..1200, 0u64..5, 1usize..5), 1..4), 0..3), "[a-z-]{0,2}"), 1..4)
         ) {
             let (mut text, mut expected) = (Vec::new(), Vec::new());
@@ -146,7 +146,8 @@ mod tests {
                     written += &format!("[{}]", ranges.iter().map(one).collect::<Vec<_>>().join(","));
                     let numbers: Vec<String> = ranges
                         .iter()
-                        .flat_map(|&(low, more, width)| (low..=low + more).map(move |n| (n, format!("{low:0width$}").len())))
+                        .flat_map(|&(low, more, width)| (low..=low + more)
+                            .map(move |n| (n, format!("{low:0width$}").len())))
                         .map(|(n, width)| format!("{n:0width$}"))
                         .collect();
                     all = all.iter().flat_map(|name| numbers.iter().map(move |n| format!("{name}{n}"))).collect();

@@ -1,7 +1,7 @@
-//! Processes that a launcher of MPI's started.
+//! Detects processes that an MPI launcher started.
 
-use super::found::{Address, Found, master, number_of, port_of};
-use super::variables::{Place, Variables};
+use super::found::{Address, Detected, master, number_of, port_of};
+use super::variables::{RankAndSize, Variables};
 use crate::types::Error;
 
 /// The variables of a launcher.
@@ -10,11 +10,11 @@ struct Launcher {
     rank: &'static str,
     world_size: &'static str,
     local_size: &'static str,
-    /// What names the job, the same on all ranks and another one in every job.
+    /// Variables that identify the job: the same on all its ranks, and different for every job.
     job: &'static [&'static str],
 }
 
-/// Open MPI 4 and 5, and what is in MVAPICH2's own and in the launcher of MPICH, which Intel MPI and others have too.
+/// Open MPI 4 and 5, MVAPICH2's own launcher, and MPICH's, which Intel MPI and others also use.
 const LAUNCHERS: [Launcher; 3] = [
     Launcher {
         name: "Open MPI",
@@ -42,35 +42,35 @@ const LAUNCHERS: [Launcher; 3] = [
 const OR_MPI: &str = " (or MASTER_ADDR and MASTER_PORT), or BONFIRE_TRANSPORT=mpi where the program is built with the \
                       feature `mpi`";
 
-/// This process as a rank of MPI's. `task` is what Slurm says of it.
-pub(super) fn process(variables: &Variables, task: Option<&Found>) -> Result<Option<Found>, Error> {
-    let mut found: Option<Found> = None;
+/// Reads this process's rank from the variables of MPI launchers. `task` is what Slurm says about it.
+pub(super) fn process(variables: &Variables, task: Option<&Detected>) -> Result<Option<Detected>, Error> {
+    let mut detected: Option<Detected> = None;
     for launcher in &LAUNCHERS {
-        let place = Place::read(variables, launcher.rank, launcher.world_size)?;
-        // Where Slurm says the same of another launcher's variables, it set them for the task in which this one ran.
-        let around = found.is_some() && task.is_some_and(|task| task.place.both() == place.both());
-        if place.is_empty() || around {
+        let ranks = RankAndSize::read(variables, launcher.rank, launcher.world_size)?;
+        // A second launcher whose numbers equal Slurm's: Slurm set them for the task in which the first one ran.
+        let surrounding = detected.is_some() && task.is_some_and(|task| task.ranks.both() == ranks.both());
+        if ranks.is_empty() || surrounding {
             continue;
         }
-        place.check()?;
-        match &found {
-            Some(found) => found.place.agrees(&place)?,
-            None => found = Some(launcher.found(variables, place)?),
+        ranks.check()?;
+        match &detected {
+            Some(detected) => detected.ranks.agrees(&ranks)?,
+            None => detected = Some(launcher.read(variables, ranks)?),
         }
     }
-    Ok(found)
+    Ok(detected)
 }
 
 impl Launcher {
-    fn found(&self, variables: &Variables, place: Place) -> Result<Found, Error> {
-        let several = place.several(variables, self.local_size)?;
+    fn read(&self, variables: &Variables, ranks: RankAndSize) -> Result<Detected, Error> {
+        let several = ranks.several(variables, self.local_size)?;
         let (host, port) = master(variables)?;
         let port = port.or_else(|| self.port(variables, several));
         let address = Address::of((self.name, several), (host, port), OR_MPI);
-        Ok(Found { by: self.name.into(), place, several, address })
+        Ok(Detected { by: self.name.into(), ranks, several, address })
     }
 
-    /// A port from the job's name; on one host also from the process that started its ranks there.
+    /// Returns a port from the job's name, or, on one host, from the process that started the ranks.
     fn port(&self, variables: &Variables, several: Option<bool>) -> Option<(u16, &'static str)> {
         let named = self.job.iter().find_map(|name| Some((port_of(number_of(&variables.text(name)?)), *name)));
         let here =
@@ -79,13 +79,13 @@ impl Launcher {
     }
 }
 
-/// The process that started this host's ranks: the nearest above this one that is in no rank itself, since a rank may be a
-/// script that starts the program. None where that cannot be seen, as in a container for each rank.
+/// Returns the process that started this host's ranks: the nearest ancestor that is not part of a rank itself, since a
+/// rank may be a script that starts the program. `None` where it is not visible, as in a container per rank.
 fn parent(rank: &str) -> Option<u32> {
     let mut pid = std::os::unix::process::parent_id();
-    let within = |pid: u32| {
+    let is_in_rank = |pid: u32| {
         let variables = match std::fs::read(format!("/proc/{pid}/environ")) {
-            // One that runs with other rights between the launcher and its rank, most likely.
+            // Most likely a process with other privileges, between the launcher and its rank.
             Err(e) if e.kind() == std::io::ErrorKind::PermissionDenied => return true,
             variables => variables.unwrap_or_default(),
         };
@@ -93,12 +93,12 @@ fn parent(rank: &str) -> Option<u32> {
             .split(|byte| *byte == 0)
             .any(|entry| entry.strip_prefix(rank.as_bytes()).is_some_and(|rest| rest.starts_with(b"=")))
     };
-    let above = |pid: u32| {
+    let parent_of = |pid: u32| {
         let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-        // After the name, which is in brackets and may hold anything, comes the state, then the parent.
+        // The state and then the parent follow the name, which is in brackets and may hold any characters.
         stat.rsplit_once(')')?.1.split_whitespace().nth(1)?.parse().ok()
     };
-    while let Some(up) = Some(pid).filter(|pid| within(*pid)).and_then(above) {
+    while let Some(up) = Some(pid).filter(|pid| is_in_rank(*pid)).and_then(parent_of) {
         pid = up;
     }
     (pid > 1).then_some(pid)

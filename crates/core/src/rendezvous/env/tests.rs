@@ -6,14 +6,14 @@ use std::collections::BTreeSet;
 use self::recorded::*;
 use super::*;
 
-/// Reads these, of which the first with a name counts.
+/// Reads these environments. The first variable of a name counts.
 fn from(environs: &[Environ]) -> Result<Settings, Error> {
     let all = environs.concat();
     read(|name| all.iter().find(|(other, _)| *other == name).map(|(_, value)| (*value).to_owned())).map(|e| e.settings)
 }
 
-/// Rank, size, address and whether there are several hosts, of an environment in which nothing is missing.
-fn whole(environs: &[Environ]) -> (usize, usize, String, Option<bool>) {
+/// Rank, size, address and whether there are several hosts, from an environment in which nothing is missing.
+fn complete(environs: &[Environ]) -> (usize, usize, String, Option<bool>) {
     let settings = from(environs).unwrap();
     assert_eq!(settings.complete(), Ok(()));
     (settings.rank, settings.world_size, settings.address, settings.source.several)
@@ -23,14 +23,14 @@ fn line(environs: &[Environ]) -> String {
     from(environs).unwrap().launched().expect("a launcher").to_string()
 }
 
-fn refused(environs: &[Environ]) -> String {
+fn config_error(environs: &[Environ]) -> String {
     match from(environs).unwrap_err() {
         Error::Config(reason) => reason,
         error => panic!("{error:?}"),
     }
 }
 
-/// Why these cannot be connected, which code could still mend.
+/// Why these settings cannot connect. Code could still set what is missing.
 fn missing(environs: &[Environ]) -> String {
     from(environs).unwrap().complete().unwrap_err().to_string()
 }
@@ -40,7 +40,7 @@ fn port(address: &str) -> u16 {
 }
 
 #[test]
-fn every_launcher_is_recognised() {
+fn every_launcher_is_detected() {
     let cases: [(Environ, usize, usize, &str, Option<bool>); 8] = [
         (TORCHRUN_ON_TWO, 3, 4, "[fd00::7]:29511", Some(true)),
         (SRUN, 3, 8, "node002:62674", Some(true)),
@@ -64,18 +64,18 @@ fn every_launcher_is_recognised() {
         ),
     ];
     for (environ, rank, size, address, several) in cases {
-        assert_eq!(whole(&[environ]), (rank, size, address.to_owned(), several), "{environ:?}");
+        assert_eq!(complete(&[environ]), (rank, size, address.to_owned(), several), "{environ:?}");
     }
     for (environ, rank) in [(TORCHRUN, 1), (OPEN_MPI_4, 0), (HYDRA, 1), (MVAPICH2, 1)] {
-        let (found, size, address, several) = whole(&[environ]);
+        let (found, size, address, several) = complete(&[environ]);
         assert_eq!((found, size, several), (rank, 2, Some(false)), "{environ:?}");
         assert!(address.starts_with("127.0.0.1:") && port(&address) >= 61440, "{environ:?}: {address}");
-        assert_eq!(whole(&[environ]).2, address);
+        assert_eq!(complete(&[environ]).2, address);
     }
 }
 
 #[test]
-fn one_line_says_what_was_recognised_and_what_is_missing() {
+fn one_line_says_what_was_detected_and_what_is_missing() {
     assert_eq!(line(&[SRUN]), "rank 3 of 8 by Slurm (job 1234, step 0): rank 0 at node002:62674");
     let line_of_five = line(&[OPEN_MPI_5]);
     assert!(line_of_five.starts_with("rank 1 of 4 by Open MPI; BONFIRE_ADDRESS is not set"), "{line_of_five}");
@@ -89,14 +89,14 @@ fn one_line_says_what_was_recognised_and_what_is_missing() {
         "{half}"
     );
     assert!(from(&[SBATCH]).unwrap().launched().is_none());
-    assert!(missing(&[SBATCH]).contains("Slurm's job 1234, but no task of it: start the ranks with srun"));
+    assert!(missing(&[SBATCH]).contains("Slurm's job 1234, but not a task of it: start the ranks with srun"));
     let interactive: Environ = &[("SLURM_STEP_ID", "4294967290"), ("SLURM_STEP_NUM_TASKS", "1")];
     assert!(missing(&[interactive, SBATCH]).contains("start the ranks with srun"));
 }
 
 #[test]
 fn ports_differ_from_job_to_job_and_from_step_to_step() {
-    let of = |job: &str, step: &str| port(&whole(&[&[("SLURM_JOB_ID", job), ("SLURM_STEP_ID", step)], SRUN]).2);
+    let of = |job: &str, step: &str| port(&complete(&[&[("SLURM_JOB_ID", job), ("SLURM_STEP_ID", step)], SRUN]).2);
     assert_eq!(of("1234", "0"), 62674);
     assert_eq!(of("1235", "0"), 62675);
     assert_ne!(of("1234", "0"), of("1234", "1"));
@@ -104,57 +104,57 @@ fn ports_differ_from_job_to_job_and_from_step_to_step() {
     for (name, environ) in
         [("TORCHELASTIC_RUN_ID", TORCHRUN), ("MASTER_PORT", TORCHRUN), ("PMIX_NAMESPACE", OPEN_MPI_4)]
     {
-        let of = |value| port(&whole(&[&[(name, value)], environ]).2);
+        let of = |value| port(&complete(&[&[(name, value)], environ]).2);
         assert_ne!(of("7"), of("8"), "{name}");
     }
-    // The agent is at the port itself.
-    assert_ne!(port(&whole(&[TORCHRUN]).2), 45295);
+    // The agent listens at the port itself.
+    assert_ne!(port(&complete(&[TORCHRUN]).2), 45295);
 }
 
 #[test]
-fn bonfires_own_variables_win_one_by_one() {
+fn each_of_bonfires_own_variables_overrides_the_launchers() {
     let address: Environ = &[("BONFIRE_ADDRESS", "10.0.0.9:1000")];
-    assert_eq!(whole(&[address, OPEN_MPI_5]), (1, 4, "10.0.0.9:1000".into(), Some(true)));
+    assert_eq!(complete(&[address, OPEN_MPI_5]), (1, 4, "10.0.0.9:1000".into(), Some(true)));
     assert_eq!(line(&[address, OPEN_MPI_5]), "rank 1 of 4 by Open MPI, BONFIRE_ADDRESS: rank 0 at 10.0.0.9:1000");
-    assert_eq!(whole(&[&[("BONFIRE_RANK", "5")], SRUN]).0, 5);
+    assert_eq!(complete(&[&[("BONFIRE_RANK", "5")], SRUN]).0, 5);
     let own: Environ = &[("BONFIRE_RANK", "1"), ("BONFIRE_WORLD_SIZE", "2"), ("BONFIRE_ADDRESS", "a:1")];
     for environ in ALL {
-        let (rank, size, address, several) = whole(&[own, environ]);
+        let (rank, size, address, several) = complete(&[own, environ]);
         assert_eq!((rank, size, &*address, several), (1, 2, "a:1", None));
     }
-    // Where they say everything, nobody else is asked.
-    assert_eq!(whole(&[own, &[("RANK", "x")], SRUN]).0, 1);
-    let local = |here| whole(&[own, &[("BONFIRE_LOCAL_WORLD_SIZE", here)]]).3;
+    // If they are complete, the launcher's variables are not read.
+    assert_eq!(complete(&[own, &[("RANK", "x")], SRUN]).0, 1);
+    let local = |here| complete(&[own, &[("BONFIRE_LOCAL_WORLD_SIZE", here)]]).3;
     assert_eq!((local("1"), local("2")), (Some(true), Some(false)));
 }
 
 #[test]
-fn what_code_says_is_not_missing() {
+fn a_value_set_by_code_is_not_missing() {
     let mut settings = from(&[OPEN_MPI_5]).unwrap();
     settings.source.missing.address = None;
     assert_eq!(settings.complete(), Ok(()));
-    // A world of one needs no address, whoever says so.
+    // A world of one needs no address, whether the launcher or code says so.
     let mut settings = from(&[OPEN_MPI_5]).unwrap();
     settings.world_size = 1;
     assert_eq!(settings.complete(), Ok(()));
 }
 
 #[test]
-fn an_address_of_the_users_completes_a_launcher() {
+fn master_addr_and_port_complete_a_launcher() {
     let master: Environ = &[("MASTER_ADDR", "head"), ("MASTER_PORT", "29500")];
-    assert_eq!(whole(&[master, OPEN_MPI_5]), (1, 4, "head:29500".into(), Some(true)));
-    assert_eq!(whole(&[master, INTEL_MPI]).2, "head:29500");
-    assert_eq!(whole(&[master, SRUN]).2, "head:29500");
-    assert_eq!(whole(&[&master[..1], SRUN]).2, "head:62674");
-    assert_eq!(whole(&[&master[1..], SRUN]).2, "node002:29500");
-    assert_eq!(whole(&[master, HYDRA]).2, "127.0.0.1:29500");
-    // What every host is for itself is nobody's address on several.
+    assert_eq!(complete(&[master, OPEN_MPI_5]), (1, 4, "head:29500".into(), Some(true)));
+    assert_eq!(complete(&[master, INTEL_MPI]).2, "head:29500");
+    assert_eq!(complete(&[master, SRUN]).2, "head:29500");
+    assert_eq!(complete(&[&master[..1], SRUN]).2, "head:62674");
+    assert_eq!(complete(&[&master[1..], SRUN]).2, "node002:29500");
+    assert_eq!(complete(&[master, HYDRA]).2, "127.0.0.1:29500");
+    // Loopback is not a valid address for several hosts.
     let here: Environ = &[("MASTER_ADDR", "localhost"), ("MASTER_PORT", "29500")];
-    assert_eq!(whole(&[here, SRUN]).2, "node002:29500");
+    assert_eq!(complete(&[here, SRUN]).2, "node002:29500");
     let reason = missing(&[here, OPEN_MPI_5]);
     assert!(reason.contains("MASTER_ADDR is localhost") && reason.contains("several"), "{reason}");
-    // The job's name is the same on all hosts.
-    assert!(whole(&[&master[..1], INTEL_MPI]).2.starts_with("head:6"));
+    // The port comes from the job's name, which is the same on all hosts.
+    assert!(complete(&[&master[..1], INTEL_MPI]).2.starts_with("head:6"));
     for environ in [OPEN_MPI_5, INTEL_MPI, &[("PMI_RANK", "0"), ("PMI_SIZE", "2")]] {
         let reason = missing(&[environ]);
         assert!(reason.contains("BONFIRE_ADDRESS") && reason.contains("BONFIRE_TRANSPORT=mpi"), "{reason}");
@@ -164,26 +164,26 @@ fn an_address_of_the_users_completes_a_launcher() {
 }
 
 #[test]
-fn the_launcher_that_started_the_process_counts() {
+fn the_innermost_launcher_counts() {
     // Ranks of torchrun in tasks of Slurm, one on each node.
     let agents: Environ = &[("SLURM_PROCID", "1"), ("SLURM_STEP_NUM_TASKS", "4")];
-    assert_eq!(whole(&[TORCHRUN_ON_TWO, agents, SRUN]).0, 3);
+    assert_eq!(complete(&[TORCHRUN_ON_TWO, agents, SRUN]).0, 3);
     assert!(line(&[TORCHRUN_ON_TWO, SRUN]).contains("torchrun (run none)"));
     assert!(line(&[TORCHRUN, TRAINER]).contains("torchrun"));
     // srun --mpi=pmi2: Slurm knows the hosts.
     let pmi2: Environ = &[("PMI_RANK", "3"), ("PMI_SIZE", "8"), ("PMI_JOBID", "1234.0")];
-    assert_eq!(whole(&[pmi2, SRUN]), (3, 8, "node002:62674".into(), Some(true)));
-    // mpirun in a task, whose library Slurm had set up too, and mpirun in a batch script.
+    assert_eq!(complete(&[pmi2, SRUN]), (3, 8, "node002:62674".into(), Some(true)));
+    // mpirun in a task for which Slurm had also set up an MPI library, and mpirun in a batch script.
     let pmi2: Environ = &[("PMI_RANK", "0"), ("PMI_SIZE", "1"), ("SLURM_PROCID", "0"), ("SLURM_STEP_NUM_TASKS", "1")];
     assert!(line(&[OPEN_MPI_4, pmi2, SRUN]).starts_with("rank 0 of 2 by Open MPI: rank 0 at 127.0.0.1:"));
     assert!(line(&[OPEN_MPI_4, SRUN]).contains("Open MPI"));
     assert!(line(&[OPEN_MPI_4, SBATCH]).contains("Open MPI"));
     assert!(line(&[SRUN, &[("PMIX_RANK", "3"), ("PMIX_NAMESPACE", "slurm.pmix.1234.0")]]).contains("Slurm"));
-    // Both of Kubeflow's ways at once say the same.
+    // Both sets of Kubeflow's variables at once, with the same numbers.
     assert!(line(&[TRAINER, &[("RANK", "2"), ("WORLD_SIZE", "3")]]).contains("Kubeflow"));
     // A script that repeats what Slurm says.
     assert!(line(&[SRUN, &[("RANK", "3"), ("WORLD_SIZE", "8")]]).contains("Slurm"));
-    // Half of a pair means nothing beside a launcher.
+    // Half of a pair is ignored if a launcher is detected.
     assert!(line(&[SRUN, &[("RANK", "0")]]).contains("Slurm"));
 }
 
@@ -207,7 +207,7 @@ fn contradictions_are_named() {
         ),
     ];
     for (environs, one, other) in cases {
-        let reason = refused(environs);
+        let reason = config_error(environs);
         assert!(reason.contains(one) && reason.contains(other), "{reason}");
     }
 }
@@ -231,15 +231,15 @@ fn malformed_variables_of_launchers_are_named() {
         (TRAINER, "PET_NPROC_PER_NODE", "4"),
     ];
     for (environ, name, value) in cases {
-        let reason = refused(&[&[(name, value)], environ]);
+        let reason = config_error(&[&[(name, value)], environ]);
         assert!(reason.contains(&format!("{name} is '{value}'")), "{reason}");
     }
-    assert!(refused(&[&[("PET_NPROC_PER_NODE", "gpu")], TRAINER]).contains("torchrun or `bonfire run`"));
-    assert_eq!(whole(&[&[("PET_NNODES", "3:3")], TRAINER]).1, 3);
+    assert!(config_error(&[&[("PET_NPROC_PER_NODE", "gpu")], TRAINER]).contains("torchrun or `bonfire run`"));
+    assert_eq!(complete(&[&[("PET_NNODES", "3:3")], TRAINER]).1, 3);
 }
 
 #[test]
-fn ranks_on_several_hosts_want_a_secret_and_those_on_one_do_not() {
+fn ranks_on_several_hosts_need_a_secret_and_those_on_one_do_not() {
     for environ in [SRUN, TRAINER, TORCHRUN_ON_TWO] {
         let settings = from(&[environ]).unwrap();
         let error = settings.check().unwrap_err().to_string();
@@ -251,17 +251,17 @@ fn ranks_on_several_hosts_want_a_secret_and_those_on_one_do_not() {
     for environ in [TORCHRUN, SRUN_ON_ONE, OPEN_MPI_4, HYDRA, MVAPICH2] {
         assert_eq!(from(&[environ]).unwrap().check(), Ok(()));
     }
-    // An address that is every host's own: all ranks are here, as with two agents of torchrun on one machine.
+    // A loopback address: all ranks are on this host, as with two agents of torchrun on one machine.
     for host in ["localhost", "127.0.0.1", "[::1]"] {
         let settings = from(&[&[("MASTER_ADDR", host)], TORCHRUN_ON_TWO]).unwrap();
         assert_eq!((settings.spans_hosts(), settings.check()), (false, Ok(())));
     }
-    // Who names an interface means other hosts, unless a launcher knows better.
+    // A configured interface implies other hosts, unless a launcher says otherwise.
     let interface: Environ = &[("BONFIRE_IFACE", "eth")];
     assert!(from(&[interface, PYTORCH_JOB]).unwrap().spans_hosts());
     assert!(!from(&[PYTORCH_JOB]).unwrap().spans_hosts());
     assert!(!from(&[interface, TORCHRUN]).unwrap().spans_hosts());
-    // So does who has a secret.
+    // So does a secret.
     let secret = crate::auth::Secret::new([7; 32]).ok();
     for (environ, spans) in [(PYTORCH_JOB, true), (TORCHRUN, false)] {
         assert_eq!(Settings { secret: secret.clone(), ..from(&[environ]).unwrap() }.spans_hosts(), spans);
@@ -269,7 +269,7 @@ fn ranks_on_several_hosts_want_a_secret_and_those_on_one_do_not() {
 }
 
 #[test]
-fn all_that_is_read_is_known_by_launcher() {
+fn every_variable_that_is_read_is_listed_by_launcher() {
     let asked = RefCell::new(BTreeSet::new());
     for environ in ALL.into_iter().chain(OTHERS) {
         let value = |name: &str| environ.iter().find(|(other, _)| *other == name).map(|(_, value)| (*value).to_owned());
@@ -283,6 +283,6 @@ fn all_that_is_read_is_known_by_launcher() {
         Launched::VARIABLES.iter().flat_map(|(_, names)| names.iter().map(|name| (*name).to_owned())).collect();
     let asked = asked.into_inner();
     assert_eq!(asked.difference(&known).collect::<Vec<_>>(), Vec::<&String>::new());
-    // It is read when a group fails.
+    // `BONFIRE_TRACE` is only read when a group fails.
     assert_eq!(known.difference(&asked).collect::<Vec<_>>(), ["BONFIRE_TRACE"]);
 }

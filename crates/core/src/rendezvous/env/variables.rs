@@ -1,12 +1,12 @@
-//! Variables, and what a pair of them says of a rank.
+//! Environment variables, and pairs of them that give rank and world size.
 
 use crate::types::Error;
 
-/// The environment, or what stands in for it.
+/// The environment, or a stand-in for it.
 pub(super) struct Variables<'a>(pub &'a dyn Fn(&str) -> Option<String>);
 
 impl Variables<'_> {
-    /// What is set and not empty.
+    /// Returns the value of a variable that is set and not empty.
     pub fn text(&self, name: &str) -> Option<String> {
         (self.0)(name).map(|text| text.trim().to_owned()).filter(|text| !text.is_empty())
     }
@@ -17,7 +17,7 @@ impl Variables<'_> {
         text.trim().parse().map(Some).map_err(wrong)
     }
 
-    /// A host's name or address, without brackets.
+    /// Returns a host's name or address without brackets, and the name of the variable.
     pub fn host(&self, name: &'static str) -> Result<Option<(String, &'static str)>, Error> {
         let Some(text) = self.text(name) else { return Ok(None) };
         let host = text.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')).unwrap_or(&text);
@@ -37,35 +37,35 @@ impl Variables<'_> {
     }
 }
 
-/// A number and the variable that says it.
-pub(super) type Said = (&'static str, Option<usize>);
+/// The name of a variable and its number.
+pub(super) type NamedNumber = (&'static str, Option<usize>);
 
-/// A rank and the number of ranks, as far as they are said.
+/// A rank and a world size, as far as they are set.
 #[derive(Clone, Copy)]
-pub(super) struct Place {
-    pub rank: Said,
-    pub world_size: Said,
+pub(super) struct RankAndSize {
+    pub rank: NamedNumber,
+    pub world_size: NamedNumber,
 }
 
-impl Place {
-    pub fn of(rank: Said, world_size: Said) -> Place {
-        Place { rank, world_size }
+impl RankAndSize {
+    pub fn of(rank: NamedNumber, world_size: NamedNumber) -> RankAndSize {
+        RankAndSize { rank, world_size }
     }
 
-    pub fn read(variables: &Variables, rank: &'static str, world_size: &'static str) -> Result<Place, Error> {
-        Ok(Place::of((rank, variables.number(rank)?), (world_size, variables.number(world_size)?)))
+    pub fn read(variables: &Variables, rank: &'static str, world_size: &'static str) -> Result<RankAndSize, Error> {
+        Ok(RankAndSize::of((rank, variables.number(rank)?), (world_size, variables.number(world_size)?)))
     }
 
     pub fn is_empty(&self) -> bool {
         self.rank.1.is_none() && self.world_size.1.is_none()
     }
 
-    /// Both, where they are there.
+    /// Returns rank and world size if both are set.
     pub fn both(&self) -> Option<(usize, usize)> {
         self.rank.1.zip(self.world_size.1)
     }
 
-    /// Refuses numbers that contradict each other.
+    /// Rejects a rank that is outside the world size.
     pub fn check(&self) -> Result<(), Error> {
         match (self.rank, self.world_size) {
             ((rank, Some(r)), (size, Some(n))) if r >= n => {
@@ -75,7 +75,7 @@ impl Place {
         }
     }
 
-    /// Whether the ranks are on several hosts, by the number of those on this one.
+    /// Whether the ranks are on several hosts, derived from the number of ranks on this host.
     pub fn several(&self, variables: &Variables, local: &str) -> Result<Option<bool>, Error> {
         match (variables.number(local)?, self.world_size) {
             (Some(here), (size, Some(all))) if here > all => Err(Error::Config(format!(
@@ -86,8 +86,8 @@ impl Place {
         }
     }
 
-    /// Refuses two launchers that both say what this rank is, and say different things.
-    pub fn agrees(&self, other: &Place) -> Result<(), Error> {
+    /// Rejects two launchers that both set rank and world size, but to different numbers.
+    pub fn agrees(&self, other: &RankAndSize) -> Result<(), Error> {
         if self.both().is_none() || other.both().is_none() {
             return Ok(());
         }
@@ -96,8 +96,8 @@ impl Place {
                 && one != another
             {
                 return Err(Error::Config(format!(
-                    "{name} is {one} and {other} is {another}: unset what does not count, or set BONFIRE_RANK, \
-                     BONFIRE_WORLD_SIZE and BONFIRE_ADDRESS, which win over both"
+                    "{name} is {one} and {other} is {another}: unset the wrong one, or set BONFIRE_RANK, \
+                     BONFIRE_WORLD_SIZE and BONFIRE_ADDRESS, which override both"
                 )));
             }
         }

@@ -1,45 +1,49 @@
-//! How survivors agree on who goes on: the rules, without clocks and connections.
+//! The protocol by which survivors agree on the members of the next group, without clocks and connections.
 //!
-//! Every rank proposes a standing: all ranks but those it knows to be gone or lost, that a member's proposal leaves out, or
-//! whose proposals leave it out. So members only become fewer, and those who hear each other come to the same standing.
-//! Once all members have proposed the same one, they connect (*form*), and each says when its end is ready (*formed*). Who
-//! has heard that from all members of its standing has *agreed*, and says so to everybody.
+//! Every rank proposes a membership ([`Standing`]). It leaves out the ranks that the proposer knows to have ended or
+//! has lost, the ranks that a member's proposal leaves out, and the ranks whose proposals leave out the proposer. So
+//! memberships only shrink, and ranks that receive each other's messages converge on the same one. Once all members
+//! have proposed the same membership they connect (*form*), and each announces when its end of the group is ready
+//! (*formed*). A rank that has received this from all members has *agreed*, and announces that to all ranks.
 //!
-//! Who has narrowed its standing meanwhile, and hears from a member that a wider one was agreed on, follows: it has said
-//! itself that its end of that one is ready, and keeps such ends.
+//! A rank may have narrowed its membership before it learns from a member that a wider one was agreed on. It then
+//! follows: it has announced itself that its end of the wider group is ready, and it keeps such ends.
 //!
-//! A standing may go on where all that it leaves out are gone for certain; else, where some are silent, if it has more than
-//! half of all ranks, or half of them with the lowest. So two groups never go on. Take two standings `S` and `T` that are
-//! agreed on, both with ranks that live. Where they have no rank in common, each side counts the other as silent, and one of
-//! them has more. Else what ranks in common propose makes one part of the other: let `T` be the narrower, and `J` the ranks
-//! that agree on `S`. Who agrees on `S` says nothing about narrower ones after it, and the first member of `T` to agree on `S`
-//! has not said that its end of `T` is ready: it has not come as far, or hears this of a member of `T` that is in `J` before
-//! it. So `T` has no members in `J`, and is silent in the group of `S`, where it never says a word; there `J` would need half
-//! of `S` or more to go on, and then `T` has less than half of all, or just not the lowest.
+//! A membership may go on if all ranks that it leaves out have certainly ended. If some are only silent, it needs more
+//! than half of all ranks, or half of them including the lowest. So two groups never go on.
+//!
+//! Proof: take two memberships `S` and `T` that are agreed on, both with live ranks. If they are disjoint, each counts
+//! the other as silent, and only one of them can have enough ranks. Otherwise what their common ranks propose makes one
+//! a subset of the other: let `T` be the narrower, and `J` the ranks that agree on `S`. No member of `T` is in `J`: a
+//! rank that agrees on `S` announces nothing about narrower memberships afterwards, and the first member of `T` to
+//! agree on `S` has not announced before that its end of `T` is ready, since after that it could only follow a member
+//! of `T` that had agreed on `S` before it. But all members of `T` have announced that, because `T` is agreed on. So
+//! `T` is silent in the group of `S`, where its members never send a message, and to go on there `J` needs half of `S`
+//! or more. Then `T` has less than half of all ranks, or exactly half without the lowest.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use crate::control::invitation::Door;
 use crate::control::{Standing, Word};
 
-/// One rank's part in it.
+/// One rank's state in the agreement.
 pub(super) struct Agreement {
     rank: usize,
     world_size: usize,
     standing: Standing,
     stage: Stage,
-    /// What each rank proposed last, and where it awaits the others.
+    /// By rank: its last proposal, and where it accepts the connections of the new group.
     proposals: BTreeMap<usize, (Standing, Door)>,
-    /// By rank: the last group that its end is ready of.
+    /// By rank: the last membership for which it announced that its end is ready.
     formed: BTreeMap<usize, Standing>,
-    /// The groups that this rank's end was ready of.
+    /// The memberships for which this rank's end was ready.
     ready: Vec<Standing>,
-    /// Who goes on in some group. It is never known to be gone, though it may end its part in this one.
+    /// Ranks that go on in some group. They never count as ended, even if they close their connections here.
     elsewhere: BTreeSet<usize>,
-    end: Option<End>,
+    outcome: Option<Outcome>,
 }
 
-/// How far this rank is with its standing.
+/// This rank's progress with its membership.
 #[derive(Clone, Copy, PartialEq)]
 enum Stage {
     New,
@@ -49,26 +53,26 @@ enum Stage {
 }
 
 #[derive(Clone, Debug, PartialEq)]
-enum End {
+enum Outcome {
     Agreed(Standing),
     Excluded { by: usize },
 }
 
-/// What a rank does next.
+/// The next step of a rank.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum Next {
-    /// Propose this; any attempt to form another group ends.
+    /// Propose this membership, and drop any attempt to form another group.
     Propose(Standing),
-    /// Connect to these.
+    /// Connect to these members.
     Form(Vec<(usize, Door)>),
     Wait,
-    /// The group of this standing is what comes of the old one.
+    /// This membership is agreed on.
     Agree(Standing),
-    /// The others go on without this rank.
+    /// Others go on without this rank, as rank `by` says.
     Excluded {
         by: usize,
     },
-    /// So few must not go on: these are silent, and may be more.
+    /// The members are too few to go on: the silent ranks may be the majority.
     Minority {
         silent: Vec<usize>,
     },
@@ -85,7 +89,7 @@ impl Agreement {
             formed: BTreeMap::new(),
             ready: Vec::new(),
             elsewhere: BTreeSet::new(),
-            end: None,
+            outcome: None,
         }
     }
 
@@ -93,7 +97,7 @@ impl Agreement {
         &self.standing
     }
 
-    /// `peer` will not answer; `gone` says that it has ended.
+    /// Leaves out `peer`, which will not answer. `gone` says whether it has certainly ended.
     pub fn exclude(&mut self, peer: usize, gone: bool) {
         let gone = gone && !self.elsewhere.contains(&peer);
         self.narrow(|standing| {
@@ -104,19 +108,19 @@ impl Agreement {
         });
     }
 
-    /// `from` has said this.
-    pub fn hear(&mut self, from: usize, word: Word) {
+    /// Handles a message from rank `from`.
+    pub fn receive(&mut self, from: usize, word: Word) {
         if let Word::Agreed(standing) = &word {
             self.elsewhere.insert(from);
-            if !standing.members.contains(&self.rank) && self.end.is_none() {
-                self.end = Some(End::Excluded { by: from });
+            if !standing.members.contains(&self.rank) && self.outcome.is_none() {
+                self.outcome = Some(Outcome::Excluded { by: from });
             }
         }
-        if self.end.is_some() || !self.standing.members.contains(&from) {
+        if self.outcome.is_some() || !self.standing.members.contains(&from) {
             return;
         }
         match word {
-            // Nobody waits for who does not wait for it. It may yet be the other who must not go on.
+            // Stops waiting for a rank that has left out this one. It may still be that rank that must not go on.
             Word::Proposes(theirs, _) if !theirs.members.contains(&self.rank) => self.exclude(from, false),
             Word::Proposes(theirs, door) => {
                 self.narrow(|standing| {
@@ -128,17 +132,17 @@ impl Agreement {
             Word::Formed(theirs) => {
                 self.formed.insert(from, theirs);
             }
-            // Who agrees has heard from this rank that its end is ready.
-            Word::Agreed(theirs) if self.ready.contains(&theirs) => self.end = Some(End::Agreed(theirs)),
+            // All members had announced that their ends were ready, this rank included.
+            Word::Agreed(theirs) if self.ready.contains(&theirs) => self.outcome = Some(Outcome::Agreed(theirs)),
             Word::Agreed(_) => {}
         }
     }
 
-    /// What there is to do now. Each step is given once.
+    /// Returns the next step. Each step is returned once.
     pub fn next(&mut self) -> Next {
-        match &self.end {
-            Some(End::Agreed(standing)) => return Next::Agree(standing.clone()),
-            Some(End::Excluded { by }) => return Next::Excluded { by: *by },
+        match &self.outcome {
+            Some(Outcome::Agreed(standing)) => return Next::Agree(standing.clone()),
+            Some(Outcome::Excluded { by }) => return Next::Excluded { by: *by },
             None => {}
         }
         match self.stage {
@@ -147,7 +151,7 @@ impl Agreement {
                 Next::Propose(self.standing.clone())
             }
             Stage::Proposed if self.waits_for().is_empty() => {
-                if !self.may_go_on() {
+                if !self.has_quorum() {
                     return Next::Minority { silent: self.silent() };
                 }
                 self.stage = Stage::Forming;
@@ -155,38 +159,38 @@ impl Agreement {
                 Next::Form(self.standing.members.iter().filter_map(door).collect())
             }
             Stage::Formed if self.waits_for().is_empty() => {
-                self.end = Some(End::Agreed(self.standing.clone()));
+                self.outcome = Some(Outcome::Agreed(self.standing.clone()));
                 Next::Agree(self.standing.clone())
             }
             Stage::Proposed | Stage::Forming | Stage::Formed => Next::Wait,
         }
     }
 
-    /// This rank's end of the group of its standing is ready.
+    /// Records that this rank is connected to all members.
     pub fn formed(&mut self) {
         self.stage = Stage::Formed;
         self.ready.push(self.standing.clone());
     }
 
-    /// The members that have not come as far as this rank.
+    /// Returns the members that have not reached this rank's stage.
     pub fn waits_for(&self) -> Vec<usize> {
         let there = |rank: &usize| match self.stage {
             Stage::Formed => self.formed.get(rank) == Some(&self.standing),
-            // It does not know which of them it cannot connect to.
+            // This rank does not know to which of them it cannot connect.
             Stage::Forming => false,
             _ => self.proposals.get(rank).is_some_and(|(standing, _)| *standing == self.standing),
         };
         self.standing.members.iter().copied().filter(|rank| *rank != self.rank && !there(rank)).collect()
     }
 
-    /// Whether no other ranks go on, whoever of the silent hears whom.
-    fn may_go_on(&self) -> bool {
+    /// Whether no other group can go on, whichever silent ranks can reach each other.
+    fn has_quorum(&self) -> bool {
         let Standing { members, .. } = &self.standing;
         let half = 2 * members.len() == self.world_size && members.contains(&0);
         self.silent().is_empty() || 2 * members.len() > self.world_size || half
     }
 
-    /// Who is left out and may be there.
+    /// Returns the ranks that are left out and have not certainly ended.
     fn silent(&self) -> Vec<usize> {
         let Standing { members, gone } = &self.standing;
         (0..self.world_size).filter(|rank| !members.contains(rank) && !gone.contains(rank)).collect()

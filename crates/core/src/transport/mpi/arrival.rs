@@ -1,8 +1,8 @@
-//! How ranks find out that all have come to an operation, and to the same one.
+//! Agreement on a call: all ranks have begun an operation, and the same one.
 //!
-//! The bytes that name an operation are reduced to their largest and smallest over all ranks, which is one small
-//! operation of MPI. It ends on no rank before all have begun it, so until then a rank may give up and return: MPI has none
-//! of the caller's memory yet.
+//! The maximum and the minimum over all ranks of the words of the operation's tag are computed by one small MPI
+//! operation. It completes on no rank before all have begun it. Until then a rank may give up and return, because MPI
+//! does not have its caller's memory yet.
 
 use std::ffi::c_void;
 use std::ptr::NonNull;
@@ -13,10 +13,10 @@ use super::comm::{Comm, Request};
 use super::library::Held;
 use crate::types::{Error, Site};
 
-/// The words of a tag.
+/// The number of words of a tag.
 const WORDS: usize = Site::BYTES / 8;
 
-/// A tag as words.
+/// Converts a tag to words.
 pub(super) fn words(tag: &Site) -> [u64; WORDS] {
     let bytes = tag.to_bytes();
     std::array::from_fn(|i| bytes[8 * i..8 * i + 8].iter().rev().fold(0, |word, byte| word << 8 | u64::from(*byte)))
@@ -25,52 +25,53 @@ pub(super) fn words(tag: &Site) -> [u64; WORDS] {
 /// The inverse of [`words`].
 pub(super) fn tag_of(words: &[u64; WORDS]) -> Option<Site> {
     let mut bytes = [0; Site::BYTES];
-    for (place, word) in bytes.chunks_exact_mut(8).zip(words) {
-        place.copy_from_slice(&word.to_le_bytes());
+    for (chunk, word) in bytes.chunks_exact_mut(8).zip(words) {
+        chunk.copy_from_slice(&word.to_le_bytes());
     }
     Site::from_bytes(&bytes)
 }
 
-/// The memory of one group's meetings. MPI works on it, so it has a place of its own.
-pub(super) struct Arrival {
+/// The state of one group's agreements. MPI accesses the buffers, so their addresses are fixed.
+pub(super) struct CallAgreement {
     comm: Comm,
-    mine: NonNull<[u64; 2 * WORDS]>,
-    most: NonNull<[u64; 2 * WORDS]>,
-    /// Every rank's words, where they disagree.
+    /// The words of this rank's tag and their complements, and the maxima of both over all ranks.
+    own: NonNull<[u64; 2 * WORDS]>,
+    max: NonNull<[u64; 2 * WORDS]>,
+    /// The words of all ranks, for ranks that disagree.
     all: Vec<[u64; WORDS]>,
     request: Option<Request>,
-    /// Meetings that this rank has come to.
+    /// Agreements that this rank has begun.
     begun: u64,
 }
 
-// SAFETY: the memory is this value's own, and so is the right to ask for the request.
-unsafe impl Send for Arrival {}
+// SAFETY: this value owns the memory, and only it polls the request.
+unsafe impl Send for CallAgreement {}
 
-impl Arrival {
-    pub fn new(comm: Comm) -> Arrival {
-        let place = || NonNull::from(Box::leak(Box::new([0; 2 * WORDS])));
-        Arrival { comm, mine: place(), most: place(), all: vec![[0; WORDS]; comm.size], request: None, begun: 0 }
+impl CallAgreement {
+    pub fn new(comm: Comm) -> CallAgreement {
+        let buffer = || NonNull::from(Box::leak(Box::new([0; 2 * WORDS])));
+        CallAgreement { comm, own: buffer(), max: buffer(), all: vec![[0; WORDS]; comm.size], request: None, begun: 0 }
     }
 
-    /// Begins to meet the others at this operation. The request of the meeting before is done.
+    /// Begins the agreement on this operation. The request of the previous agreement is done.
     pub fn begin(&mut self, tag: &Site, held: &Held) -> Result<(), Error> {
-        // SAFETY: the place is this value's own, and MPI is done with it.
-        let mine = unsafe { self.mine.as_mut() };
+        // SAFETY: this value owns the buffer, and MPI is done with it.
+        let own = unsafe { self.own.as_mut() };
         for (i, word) in words(tag).into_iter().enumerate() {
-            // The largest of the complements is the complement of the smallest.
-            (mine[i], mine[WORDS + i]) = (word, !word);
+            // The maximum of the complements is the complement of the minimum.
+            (own[i], own[WORDS + i]) = (word, !word);
         }
         self.start(held)
     }
 
-    /// Whether MPI still works on it.
+    /// Whether MPI still works on an agreement.
     pub fn is_pending(&self) -> bool {
         self.request.is_some()
     }
 
-    /// At the end of the group: whether this rank has come to so many meetings, and nothing is pending. It comes to one at
-    /// which it was missing, which others gave up: Open MPI 4.1 crashes at its end where a collective is not done.
-    pub fn join(&mut self, begun: u64, held: &Held) -> Result<bool, Error> {
+    /// At the end of the group: whether this rank has begun `begun` agreements and none is pending. Begins one that
+    /// peers gave up because this rank was missing: Open MPI 4.1 crashes when finalized with a pending collective.
+    pub fn catch_up(&mut self, begun: u64, held: &Held) -> Result<bool, Error> {
         if !self.done(held)? {
             return Ok(false);
         }
@@ -82,41 +83,41 @@ impl Arrival {
 
     fn start(&mut self, _held: &Held) -> Result<(), Error> {
         self.begun += 1;
-        let (mine, most) = (self.mine.as_ptr().cast::<c_void>(), self.most.as_ptr().cast::<c_void>());
-        // SAFETY: both places have so many words, which nobody else accesses until the request is done: they are leaked
-        // where it never is.
+        let (own, max) = (self.own.as_ptr().cast::<c_void>(), self.max.as_ptr().cast::<c_void>());
+        // SAFETY: both buffers have `2 * WORDS` words, which nothing else accesses until the request is done. They are
+        // leaked if it never is.
         let request = Request::start("MPI_Iallreduce", |request| unsafe {
-            let (words, largest) = (mpi::RSMPI_UINT64_T, mpi::RSMPI_MAX);
-            mpi::MPI_Iallreduce(mine, most, 2 * WORDS as i32, words, largest, self.comm.raw(), request)
+            let (words, max_op) = (mpi::RSMPI_UINT64_T, mpi::RSMPI_MAX);
+            mpi::MPI_Iallreduce(own, max, 2 * WORDS as i32, words, max_op, self.comm.raw(), request)
         });
         self.request = Some(request?);
         Ok(())
     }
 
-    /// Whether all have come; then, whether to the same operation.
-    pub fn met(&mut self, held: &Held) -> Result<Option<bool>, Error> {
+    /// Returns whether all ranks have begun the same operation, once all have begun one.
+    pub fn agreed(&mut self, held: &Held) -> Result<Option<bool>, Error> {
         if !self.done(held)? {
             return Ok(None);
         }
-        // SAFETY: MPI is done with it.
-        let (most, least) = unsafe { self.most.as_ref() }.split_at(WORDS);
-        Ok(Some(most.iter().zip(least).all(|(most, least)| *most == !least)))
+        // SAFETY: MPI is done with the buffer.
+        let (max, min_complement) = unsafe { self.max.as_ref() }.split_at(WORDS);
+        Ok(Some(max.iter().zip(min_complement).all(|(max, min_complement)| *max == !min_complement)))
     }
 
-    /// Begins to ask what each rank calls.
-    pub fn ask(&mut self, _held: &Held) -> Result<(), Error> {
-        let (mine, all) = (self.mine.as_ptr().cast::<c_void>(), self.all.as_mut_ptr().cast::<c_void>());
-        // SAFETY: there is room for the words of every rank, and as in `start`.
+    /// Begins to gather the calls of all ranks.
+    pub fn gather_calls(&mut self, _held: &Held) -> Result<(), Error> {
+        let (own, all) = (self.own.as_ptr().cast::<c_void>(), self.all.as_mut_ptr().cast::<c_void>());
+        // SAFETY: `all` has space for the words of every rank; else as in `start`.
         let request = Request::start("MPI_Iallgather", |request| unsafe {
             let (words, count) = (mpi::RSMPI_UINT64_T, WORDS as i32);
-            mpi::MPI_Iallgather(mine, count, words, all, count, words, self.comm.raw(), request)
+            mpi::MPI_Iallgather(own, count, words, all, count, words, self.comm.raw(), request)
         });
         self.request = Some(request?);
         Ok(())
     }
 
-    /// Once all have answered, what they call, by rank.
-    pub fn answers(&mut self, held: &Held) -> Result<Option<Vec<Option<Site>>>, Error> {
+    /// Returns the calls, by rank, once all are gathered. `None` for a rank whose words are invalid.
+    pub fn calls(&mut self, held: &Held) -> Result<Option<Vec<Option<Site>>>, Error> {
         if !self.done(held)? {
             return Ok(None);
         }
@@ -133,14 +134,14 @@ impl Arrival {
     }
 }
 
-impl Drop for Arrival {
+impl Drop for CallAgreement {
     fn drop(&mut self) {
         if let Some(request) = self.request.take() {
             return request.abandon(std::mem::take(&mut self.all));
         }
-        for place in [self.mine, self.most] {
-            // SAFETY: it was leaked from a box in `new`, and MPI is done with it.
-            drop(unsafe { Box::from_raw(place.as_ptr()) });
+        for buffer in [self.own, self.max] {
+            // SAFETY: the buffer was leaked from a box in `new`, and MPI is done with it.
+            drop(unsafe { Box::from_raw(buffer.as_ptr()) });
         }
     }
 }

@@ -8,8 +8,7 @@ use mpi_sys as mpi;
 use super::library::{Held, abandon, check};
 use crate::types::Error;
 
-/// A communicator, by the name that MPI has for it. It is freed by [`free`](Comm::free) only: that needs this thread's
-/// turn, and that no message is on its way.
+/// A communicator, as MPI's handle. Only [`free`](Comm::free) frees it: under the MPI lock, with no message in flight.
 #[derive(Clone, Copy)]
 pub(super) struct Comm {
     raw: mpi::MPI_Comm,
@@ -17,27 +16,27 @@ pub(super) struct Comm {
     pub size: usize,
 }
 
-// SAFETY: a name of what MPI keeps, used by whoever is in its turn.
+// SAFETY: a handle of an object that MPI keeps, used only by threads that hold the MPI lock.
 unsafe impl Send for Comm {}
 // SAFETY: as above.
 unsafe impl Sync for Comm {}
 
-/// Something that MPI works on.
+/// A pending MPI request.
 pub(super) struct Request(mpi::MPI_Request);
 
 // SAFETY: as for `Comm`.
 unsafe impl Send for Request {}
 
 impl Comm {
-    /// All processes of the job.
+    /// The communicator of all processes of the job.
     pub fn world(held: &Held) -> Result<Comm, Error> {
-        // SAFETY: a constant of the library, which is up while there is a turn to hold.
+        // SAFETY: a constant of the library, which has been initialized.
         Comm::of(unsafe { mpi::RSMPI_COMM_WORLD }, held)
     }
 
     fn of(raw: mpi::MPI_Comm, _held: &Held) -> Result<Comm, Error> {
         let (mut rank, mut size) = (0, 0);
-        // SAFETY: the communicator is one that MPI has just given, and both get places for a number.
+        // SAFETY: MPI has just returned this communicator, and both functions get the address of an integer.
         unsafe {
             check("MPI_Comm_rank", mpi::MPI_Comm_rank(raw, &mut rank))?;
             check("MPI_Comm_size", mpi::MPI_Comm_size(raw, &mut size))?;
@@ -49,18 +48,19 @@ impl Comm {
         self.raw
     }
 
-    /// Begins to make a communicator of the same processes. It may be used once the request is done.
+    /// Begins to make a communicator of the same processes. `made` may be used once the request is done. The caller
+    /// keeps `made` at its address until then, or forever.
     pub fn duplicate(&self, made: &mut MaybeUninit<mpi::MPI_Comm>, _held: &Held) -> Result<Request, Error> {
-        // SAFETY: the caller keeps the place until the request is done, or for ever.
+        // SAFETY: the caller keeps `made` until the request is done, or forever.
         Request::start("MPI_Comm_idup", |request| unsafe { mpi::MPI_Comm_idup(self.raw, made.as_mut_ptr(), request) })
     }
 
-    /// What [`duplicate`](Comm::duplicate) made.
+    /// The communicator that [`duplicate`](Comm::duplicate) made. It returns errors, and so do those made from it.
     ///
     /// # Safety
-    /// Its request is done.
+    /// The request of `duplicate` is done.
     pub unsafe fn duplicated(made: &MaybeUninit<mpi::MPI_Comm>, held: &Held) -> Result<Comm, Error> {
-        // SAFETY: as the caller vouches for. What is made of this communicator inherits how it fails.
+        // SAFETY: the caller ensures that the request is done, so MPI has initialized `made`.
         unsafe {
             let made = made.assume_init();
             check("MPI_Comm_set_errhandler", mpi::MPI_Comm_set_errhandler(made, mpi::RSMPI_ERRORS_RETURN))?;
@@ -68,14 +68,14 @@ impl Comm {
         }
     }
 
-    /// A communicator of these ranks in their order; all of them call this, and it waits for them.
+    /// Makes a communicator of `members`, in their order. All of them call this, and it waits for them.
     pub fn of_members(&self, members: &[usize], number: u64, held: &Held) -> Result<Comm, Error> {
         let ranks: Vec<c_int> = members.iter().map(|rank| *rank as c_int).collect();
-        // The standard promises tags up to this.
+        // The standard guarantees tags up to 32767.
         let tag = (number % (1 << 15)) as c_int;
         let (mut all, mut some, mut made) = (MaybeUninit::uninit(), MaybeUninit::uninit(), MaybeUninit::uninit());
-        // SAFETY: every output is read only after the function that fills it has succeeded; the ranks are of this
-        // communicator, each once, as the group has checked.
+        // SAFETY: every output is read only after the function that fills it has succeeded. The members are ranks of
+        // this communicator, each listed once, as the group has checked.
         unsafe {
             check("MPI_Comm_group", mpi::MPI_Comm_group(self.raw, all.as_mut_ptr()))?;
             let mut all = all.assume_init();
@@ -90,7 +90,7 @@ impl Comm {
         }
     }
 
-    /// The processes of this one's host; all ranks call it.
+    /// Makes a communicator of the ranks on this rank's host. All ranks call this.
     pub fn host(&self, held: &Held) -> Result<Comm, Error> {
         let mut made = MaybeUninit::uninit();
         // SAFETY: the output is read only after the function has succeeded.
@@ -102,47 +102,47 @@ impl Comm {
         }
     }
 
-    /// Frees it on this rank. No message is on its way to this rank, and no request of its is pending.
+    /// Frees the communicator on this rank, which has no pending request, and to which no message is in flight.
     pub fn free(mut self, _held: &Held) {
-        // SAFETY: it was made by one of the functions above, and is not used after this.
+        // SAFETY: the communicator was made by one of the functions above, and is not used after this.
         let code = unsafe { mpi::MPI_Comm_free(&mut self.raw) };
         if let Err(error) = check("MPI_Comm_free", code) {
             log::warn!("{error}");
         }
     }
 
-    /// Begins to send bytes.
+    /// Begins to send `bytes`.
     ///
     /// # Safety
-    /// They stay as they are until the request is done.
+    /// The bytes stay valid and unchanged until the request is done.
     pub unsafe fn send(&self, bytes: &[u8], to: usize, tag: c_int, _held: &Held) -> Result<Request, Error> {
         let (start, count) = (bytes.as_ptr().cast::<c_void>(), count(bytes.len())?);
         Request::start("MPI_Isend", |request| {
-            // SAFETY: as the caller vouches for.
+            // SAFETY: ensured by the caller.
             unsafe { mpi::MPI_Isend(start, count, mpi::RSMPI_UINT8_T, to as c_int, tag, self.raw, request) }
         })
     }
 
-    /// Begins to receive at most so many bytes.
+    /// Begins to receive at most `bytes.len()` bytes.
     ///
     /// # Safety
-    /// Nobody else accesses them until the request is done.
+    /// The bytes stay valid, and nothing else accesses them, until the request is done.
     pub unsafe fn receive(&self, bytes: &mut [u8], from: usize, tag: c_int, _held: &Held) -> Result<Request, Error> {
         let (start, count) = (bytes.as_mut_ptr().cast::<c_void>(), count(bytes.len())?);
         Request::start("MPI_Irecv", |request| {
-            // SAFETY: as the caller vouches for.
+            // SAFETY: ensured by the caller.
             unsafe { mpi::MPI_Irecv(start, count, mpi::RSMPI_UINT8_T, from as c_int, tag, self.raw, request) }
         })
     }
 
-    /// The sender and length of a message that has come under `tag` from anybody.
-    pub fn next(&self, tag: c_int, _held: &Held) -> Result<Option<(usize, usize)>, Error> {
-        let (mut came, mut status, mut length) = (0, MaybeUninit::uninit(), 0);
+    /// The sender and length of a message with this tag that has arrived from any rank, if there is one.
+    pub fn probe(&self, tag: c_int, _held: &Held) -> Result<Option<(usize, usize)>, Error> {
+        let (mut found, mut status, mut length) = (0, MaybeUninit::uninit(), 0);
         // SAFETY: the status is read only if there is a message.
         unsafe {
-            let probed = mpi::MPI_Iprobe(mpi::RSMPI_ANY_SOURCE, tag, self.raw, &mut came, status.as_mut_ptr());
+            let probed = mpi::MPI_Iprobe(mpi::RSMPI_ANY_SOURCE, tag, self.raw, &mut found, status.as_mut_ptr());
             check("MPI_Iprobe", probed)?;
-            if came == 0 {
+            if found == 0 {
                 return Ok(None);
             }
             let status: mpi::MPI_Status = status.assume_init();
@@ -153,32 +153,32 @@ impl Comm {
 }
 
 impl Request {
-    /// What `function` begins.
+    /// Returns the request that `function` starts. `name` is the function's name, for errors.
     pub fn start(name: &str, function: impl FnOnce(*mut mpi::MPI_Request) -> c_int) -> Result<Request, Error> {
         let mut request = MaybeUninit::uninit();
         check(name, function(request.as_mut_ptr()))?;
-        // SAFETY: the function has succeeded, and then there is a request.
+        // SAFETY: the function has succeeded, so it has stored a request.
         Ok(Request(unsafe { request.assume_init() }))
     }
 
-    /// Whether it is done, with the number of bytes that were received. Not to be asked again then.
+    /// Polls the request. Returns the number of received bytes if it is done; it must not be polled again then.
     pub fn done(&mut self, _held: &Held) -> Result<Option<usize>, Error> {
         let (mut done, mut status, mut length) = (0, MaybeUninit::<mpi::MPI_Status>::uninit(), 0);
-        // SAFETY: the request is one that MPI gave; the status is read only once it is done.
+        // SAFETY: the request was returned by MPI, and the status is read only once the request is done.
         unsafe {
             check("MPI_Test", mpi::MPI_Test(&mut self.0, &mut done, status.as_mut_ptr()))?;
             if done == 0 {
                 return Ok(None);
             }
-            // Of what is no receive it has no meaning.
+            // Meaningless for requests that are no receives.
             let _ = mpi::MPI_Get_count(status.as_ptr(), mpi::RSMPI_UINT8_T, &mut length);
         }
         Ok(Some(usize::try_from(length).unwrap_or(0)))
     }
 
-    /// Takes a receive back, unless it is done meanwhile.
+    /// Cancels a receive, unless it has completed meanwhile.
     pub fn cancel(mut self, _held: &Held) {
-        // SAFETY: the request is one that MPI gave. A receive that is cancelled is done whatever the other rank does.
+        // SAFETY: the request was returned by MPI. A cancelled receive completes whatever the other rank does.
         let codes = unsafe { [mpi::MPI_Cancel(&mut self.0), mpi::MPI_Wait(&mut self.0, mpi::RSMPI_STATUS_IGNORE)] };
         codes.into_iter().for_each(|code| {
             if let Err(error) = check("MPI_Cancel", code) {
@@ -187,14 +187,14 @@ impl Request {
         });
     }
 
-    /// Gives up waiting for it. `memory` is what MPI still works on, and is never freed.
+    /// Abandons the request. Leaks `memory`, which MPI may still access.
     pub fn abandon<T>(self, memory: T) {
         abandon();
         std::mem::forget(memory);
     }
 }
 
-/// As MPI counts.
+/// Converts a length to MPI's type for counts.
 pub(super) fn count(len: usize) -> Result<c_int, Error> {
     c_int::try_from(len).map_err(|_| Error::argument("mpi", format!("{len} elements are more than MPI counts")))
 }

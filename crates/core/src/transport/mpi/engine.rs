@@ -1,4 +1,4 @@
-//! Operations as MPI's own.
+//! Collectives that run as MPI's own.
 
 use std::ffi::{c_int, c_void};
 use std::ops::Range;
@@ -8,27 +8,27 @@ use mpi_sys as mpi;
 
 use super::Mpi;
 use super::comm::count;
-use super::types::{self, Sum};
+use super::types::{self, Accumulator};
 use crate::reduce::{self, Kernel, Scratch};
 use crate::sync::Deadline;
 use crate::transport::Buffers;
 use crate::types::{Call, DType, Error, Fault, Operation, Parts, ReduceOp, Site};
 
-/// What operations need besides the caller's memory.
+/// Memory that operations need besides the caller's. Reused by all operations.
 #[derive(Default)]
-pub(super) struct Memory {
-    /// A whole, as MPI gets it.
+pub(super) struct EngineMemory {
+    /// A copy of the input, in the form that MPI needs.
     whole: Scratch,
-    /// What comes out, where it is not what the caller wants yet.
+    /// A result that still has to be converted.
     result: Scratch,
-    /// How many elements each rank has, and where they begin.
+    /// Elements of each rank's part, and the index of its first one.
     counts: Vec<c_int>,
     starts: Vec<c_int>,
 }
 
-/// Whether MPI can run it: its counts are numbers of 31 bits, and it needs an element that is exact enough.
+/// Whether MPI can run the call: the count must fit 31 bits, and a reduction needs an exact enough element type.
 pub(super) fn serves(call: &Call) -> bool {
-    count(call.count).is_ok() && call.reduction.is_none_or(|op| types::sum(call.dtype, op).is_some())
+    count(call.count).is_ok() && call.reduction.is_none_or(|op| types::accumulator(call.dtype, op).is_some())
 }
 
 /// One operation on one rank.
@@ -39,23 +39,23 @@ pub(super) struct Run<'a> {
     pub deadline: &'a Deadline,
 }
 
-/// Calls a function of MPI, or the one that begins the same and gives a request.
+/// Calls an MPI function in its blocking form, or in its non-blocking form, which returns a request.
 macro_rules! run {
-    ($run:ident, $blocks:ident or $begins:ident, $($argument:expr),* $(,)?) => {
-        $run.mpi.call(stringify!($blocks), $run.site, $run.deadline, |request| match request {
-            // SAFETY: the addresses are of as many elements as the counts say: `fits` has compared the caller's memory with
-            // the call in `Mpi::run`, and the rest is made for it. All of it is borrowed until the operation is done, and what is
-            // written exclusively.
-            None => unsafe { mpi::$blocks($($argument),*) },
+    ($run:ident, $blocking:ident or $nonblocking:ident, $($argument:expr),* $(,)?) => {
+        $run.mpi.call(stringify!($blocking), $run.site, $run.deadline, |request| match request {
+            // SAFETY: each address has as many elements as the counts say: `fits` has compared the caller's memory with
+            // the call in `Mpi::run`, and other memory is allocated to fit. All of it is borrowed until the operation
+            // is done, exclusively where it is written.
+            None => unsafe { mpi::$blocking($($argument),*) },
             // SAFETY: as above.
-            Some(request) => unsafe { mpi::$begins($($argument),*, request) },
+            Some(request) => unsafe { mpi::$nonblocking($($argument),*, request) },
         })
     };
 }
 
 impl Run<'_> {
-    /// Runs it on buffers that fit ([`fits`]), and returns when MPI is done with the caller's memory.
-    pub fn run(self, memory: &mut Memory, buffers: &mut Buffers<'_>) -> Result<(), Fault> {
+    /// Runs the operation on buffers that [`fits`] accepts. Returns once MPI is done with the caller's memory.
+    pub fn run(self, memory: &mut EngineMemory, buffers: &mut Buffers<'_>) -> Result<(), Fault> {
         let call = &self.site.call;
         let comm = self.mpi.comm.raw();
         match (call.operation, call.reduction) {
@@ -64,34 +64,34 @@ impl Run<'_> {
                 if let Some(input) = buffers.input.filter(|_| self.is_root()) {
                     buffers.output.copy_from_slice(input);
                 }
-                let (data, elements) = (target(buffers.output), number(call.count)?);
+                let (data, elements) = (target(buffers.output), c_count(call.count)?);
                 let (element, root) = (types::moved(call.dtype.size()), self.root());
                 run!(self, MPI_Bcast or MPI_Ibcast, data, elements, element, root, comm)
             }
             (_, Some(op)) => {
                 let kernel = reduce::kernel(call.dtype, op);
                 if call.operation == Operation::ReduceScatter {
-                    self.divide(memory, buffers.parts)?;
+                    self.fill_counts(memory, buffers.parts)?;
                 }
-                match types::sum(call.dtype, op) {
-                    Some(Sum::Same) => self.reduce(op, &kernel, memory, buffers),
-                    Some(Sum::Wide(wide)) => self.reduce_wide((wide, op), &kernel, memory, buffers),
-                    None => Err(self.foreign()),
+                match types::accumulator(call.dtype, op) {
+                    Some(Accumulator::Same) => self.reduce(op, &kernel, memory, buffers),
+                    Some(Accumulator::Wide(wide)) => self.reduce_wide((wide, op), &kernel, memory, buffers),
+                    None => Err(self.unsupported()),
                 }
             }
             (_, None) => {
-                self.divide(memory, buffers.parts)?;
+                self.fill_counts(memory, buffers.parts)?;
                 self.gather(memory, buffers)
             }
         }
     }
 
-    /// From the caller's memory to the caller's memory.
+    /// A reduction of the caller's elements as they are.
     fn reduce(
         self,
         op: ReduceOp,
         kernel: &Kernel,
-        memory: &mut Memory,
+        memory: &mut EngineMemory,
         buffers: &mut Buffers<'_>,
     ) -> Result<(), Fault> {
         let scatters = self.site.call.operation == Operation::ReduceScatter;
@@ -99,7 +99,7 @@ impl Run<'_> {
         let input = match (buffers.input, in_place) {
             (Some(input), _) => source(input),
             (None, _) if !self.gets_result() => source(buffers.output),
-            // In place, MPI would leave a part of the result where the whole begins.
+            // Not in place: MPI would store this rank's part of the result at the start of the whole.
             (None, Some(in_place)) if !scatters => in_place,
             (None, _) => source(copy(&mut memory.whole, buffers.output)),
         };
@@ -115,18 +115,18 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Through wider elements, and rounded once.
+    /// A reduction in a wider element type. The result is rounded once.
     fn reduce_wide(
         self,
         (wide, op): (DType, ReduceOp),
         kernel: &Kernel,
-        memory: &mut Memory,
+        memory: &mut EngineMemory,
         buffers: &mut Buffers<'_>,
     ) -> Result<(), Fault> {
         let call = &self.site.call;
         let own = self.own(buffers.parts);
         let scatters = call.operation == Operation::ReduceScatter;
-        let Memory { whole, result, counts, .. } = memory;
+        let EngineMemory { whole, result, counts, .. } = memory;
         let widened = whole.bytes(call.count * kernel.accumulator);
         (kernel.load)(widened, buffers.input.unwrap_or(buffers.output));
         let elements = if scatters { own.len() / call.dtype.size() } else { call.count };
@@ -142,7 +142,7 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// The reduction of elements of `dtype`.
+    /// Calls MPI's reduction of elements of `dtype`.
     fn reduction(
         self,
         (dtype, op): (DType, ReduceOp),
@@ -151,7 +151,7 @@ impl Run<'_> {
         counts: &[c_int],
     ) -> Result<(), Fault> {
         let call = &self.site.call;
-        let (comm, root, elements) = (self.mpi.comm.raw(), self.root(), number(call.count)?);
+        let (comm, root, elements) = (self.mpi.comm.raw(), self.root(), c_count(call.count)?);
         let (element, op) = (types::reduced(dtype, op), types::operation(dtype, op).map_err(Fault::Failed)?);
         match call.operation {
             Operation::AllReduce => {
@@ -176,20 +176,20 @@ impl Run<'_> {
                     run!(self, MPI_Reduce_scatter or MPI_Ireduce_scatter, input, output, counts, element, op, comm)
                 }
             },
-            _ => Err(self.foreign()),
+            _ => Err(self.unsupported()),
         }
     }
 
-    /// The operations that move parts. Some ranks may work in place and others not, which MPI does not allow: an input
-    /// that is in the output is copied.
-    fn gather(self, memory: &mut Memory, buffers: &mut Buffers<'_>) -> Result<(), Fault> {
+    /// Operations that move parts. An input that is in the output is copied, because MPI does not allow that some ranks
+    /// work in place and others do not.
+    fn gather(self, memory: &mut EngineMemory, buffers: &mut Buffers<'_>) -> Result<(), Fault> {
         let call = &self.site.call;
-        let Memory { whole, counts, starts, .. } = memory;
+        let EngineMemory { whole, counts, starts, .. } = memory;
         let even = even(counts);
         let (counts, starts) = (counts.as_ptr(), starts.as_ptr());
         let (comm, root, element) = (self.mpi.comm.raw(), self.root(), types::moved(call.dtype.size()));
         let own = self.own(buffers.parts);
-        let elements = number(own.len() / call.dtype.size())?;
+        let elements = c_count(own.len() / call.dtype.size())?;
         let input = match (buffers.input, call.operation) {
             (Some(input), _) => source(input),
             (None, Operation::AllGather | Operation::Gather) => source(copy(whole, &buffers.output[own.clone()])),
@@ -245,7 +245,7 @@ impl Run<'_> {
             (Operation::AllToAll, Some(each)) => {
                 run!(self, MPI_Alltoall or MPI_Ialltoall, input, each, element, output, each, element, comm)
             }
-            _ => Err(self.foreign()),
+            _ => Err(self.unsupported()),
         }
     }
 
@@ -265,7 +265,7 @@ impl Run<'_> {
         self.site.call.root == Some(self.rank())
     }
 
-    /// Whether this rank gets the result, or a part of it.
+    /// Whether this rank gets the result or a part of it.
     fn gets_result(self) -> bool {
         self.site.call.root.is_none_or(|root| root == self.rank())
     }
@@ -275,36 +275,36 @@ impl Run<'_> {
         own(&self.site.call, parts, self.rank(), self.ranks())
     }
 
-    /// Fills in how many elements each rank has, and where they begin.
-    fn divide(self, memory: &mut Memory, parts: Parts<'_>) -> Result<(), Fault> {
-        let Memory { counts, starts, .. } = memory;
+    /// Fills in `counts` and `starts`.
+    fn fill_counts(self, memory: &mut EngineMemory, parts: Parts<'_>) -> Result<(), Fault> {
+        let EngineMemory { counts, starts, .. } = memory;
         counts.clear();
         starts.clear();
         for rank in 0..self.ranks() {
             let part = parts.part(self.site.call.count, self.ranks(), rank);
-            counts.push(number(part.len())?);
-            starts.push(number(part.start)?);
+            counts.push(c_count(part.len())?);
+            starts.push(c_count(part.start)?);
         }
         Ok(())
     }
 
-    fn foreign(self) -> Fault {
-        Fault::Failed(Error::argument(self.site.call.operation, "it is no operation of MPI's"))
+    fn unsupported(self) -> Fault {
+        Fault::Failed(Error::argument(self.site.call.operation, "MPI has no such operation"))
     }
 }
 
-/// Where no bytes are. MPI wants addresses of its own even there: those of Rust's empty slices are the same for input and
-/// output, and for single bytes what stands for "in place" in some libraries.
-static NOTHING: [u64; 2] = [0; 2];
+/// Addresses for empty buffers. MPI requires valid and distinct addresses even for these. Rust's empty slices have the
+/// same address for input and output, which for single bytes is the value of `MPI_IN_PLACE` in some libraries.
+static EMPTY: [u64; 2] = [0; 2];
 
-/// Where bytes are, that MPI reads.
+/// The address of bytes that MPI reads.
 fn source(bytes: &[u8]) -> *const c_void {
-    if bytes.is_empty() { (&raw const NOTHING[0]).cast() } else { bytes.as_ptr().cast() }
+    if bytes.is_empty() { (&raw const EMPTY[0]).cast() } else { bytes.as_ptr().cast() }
 }
 
-/// Where bytes are, that MPI writes: none, where there are none.
+/// The address of bytes that MPI writes.
 fn target(bytes: &mut [u8]) -> *mut c_void {
-    if bytes.is_empty() { (&raw const NOTHING[1]).cast_mut().cast() } else { bytes.as_mut_ptr().cast() }
+    if bytes.is_empty() { (&raw const EMPTY[1]).cast_mut().cast() } else { bytes.as_mut_ptr().cast() }
 }
 
 fn copy<'a>(to: &'a mut Scratch, bytes: &[u8]) -> &'a [u8] {
@@ -313,11 +313,11 @@ fn copy<'a>(to: &'a mut Scratch, bytes: &[u8]) -> &'a [u8] {
     to
 }
 
-fn number(len: usize) -> Result<c_int, Fault> {
+fn c_count(len: usize) -> Result<c_int, Fault> {
     count(len).map_err(Fault::Failed)
 }
 
-/// The length of every part, where they have one.
+/// The length of all parts, if it is the same.
 fn even(counts: &[c_int]) -> Option<c_int> {
     let first = *counts.first()?;
     counts.iter().all(|count| *count == first).then_some(first)
@@ -329,13 +329,13 @@ fn own(call: &Call, parts: Parts<'_>, rank: usize, ranks: usize) -> Range<usize>
     part.start * call.dtype.size()..part.end * call.dtype.size()
 }
 
-/// Refuses buffers that are not as long as [`Buffers`] says: MPI would go past their ends.
+/// Rejects buffers that do not have the lengths that [`Buffers`] lists: MPI would access memory past their ends.
 pub(super) fn fits(call: &Call, buffers: &Buffers<'_>, rank: usize, ranks: usize) -> Result<(), Error> {
     let whole = call.bytes();
     let part = own(call, buffers.parts, rank, ranks).len();
     let root = call.root.is_none_or(|root| root == rank);
     let at_root = |bytes: usize| if root { bytes } else { 0 };
-    let parts = buffers.parts.start(call.count, ranks, ranks) == call.count;
+    let covered = buffers.parts.start(call.count, ranks, ranks) == call.count;
     let (input, output) = match (call.operation, buffers.input.is_some()) {
         (Operation::Barrier, _) => (0, 0),
         (Operation::AllReduce | Operation::AllToAll, _) | (_, false) => (whole, whole),
@@ -345,13 +345,13 @@ pub(super) fn fits(call: &Call, buffers: &Buffers<'_>, rank: usize, ranks: usize
         (Operation::Gather, _) => (part, at_root(whole)),
         (Operation::ReduceScatter, _) => (whole, part),
         (Operation::Scatter, _) => (at_root(whole), part),
-        _ => return Err(Error::argument(call.operation, "it is no operation of MPI's")),
+        _ => return Err(Error::argument(call.operation, "MPI has no such operation")),
     };
     let given = buffers.input.map(<[u8]>::len);
-    // What a rank that is not the root has besides is not looked at.
-    let right = given.is_none_or(|given| given == input || !root && input == 0)
+    // On a rank that is not the root, a buffer that it does not need may have any length.
+    let lengths_match = given.is_none_or(|given| given == input || !root && input == 0)
         && (buffers.output.len() == output || !root && output == 0);
-    if parts && right {
+    if covered && lengths_match {
         return Ok(());
     }
     let given =

@@ -1,4 +1,4 @@
-//! Groups of all processes of an MPI job, and of some of them.
+//! Forming groups of all processes of an MPI job, and subgroups.
 
 use std::mem::MaybeUninit;
 use std::sync::atomic::AtomicBool;
@@ -8,13 +8,13 @@ use std::time::{Duration, Instant};
 use mpi_sys as mpi;
 use tokio::sync::mpsc::unbounded_channel;
 
-use super::arrival::Arrival;
+use super::arrival::CallAgreement;
 use super::comm::{Comm, count};
-use super::control::Plane;
-use super::farewell::{self, sweep};
+use super::control::ControlPlane;
+use super::farewell::{self, free_finished};
 use super::library::{self, Held, Library, check, hold};
-use super::watchdog::{Watchdog, Work};
-use super::{Mpi, NAP, types};
+use super::watchdog::{Watchdog, WatchedCall};
+use super::{Mpi, POLL_INTERVAL, types};
 use crate::control::invitation::{Door, Invitation, random, session};
 use crate::control::{Board, Outgoing};
 
@@ -22,39 +22,39 @@ use crate::sync::{Deadline, crowded};
 use crate::transport::{Base, Regroup, hosts_of};
 use crate::types::{Error, Fault, hash};
 
-/// What the ranks of a job agree on when they make their group.
+/// Settings of a group. `blocking` and `algorithms` must be the same on all ranks.
 pub(crate) struct Terms<'a> {
     pub blocking: bool,
-    /// Which algorithms the group chooses, as text: the same on all ranks.
+    /// The table of algorithms, as text.
     pub algorithms: &'a str,
-    /// How long all ranks may take to come.
+    /// How long to wait for all ranks.
     pub limit: Duration,
 }
 
-/// A group of all processes of the job; all of them call this. MPI says who they are.
+/// Forms a group of all processes of the job, whose ranks are MPI's. All of them call this.
 pub(crate) fn connect(terms: &Terms<'_>) -> Result<Base, Error> {
     let held = hold();
     let library = library::start(&held, terms.blocking, farewell::finalize)?;
-    sweep(&held);
+    free_finished(&held);
     let world = Comm::world(&held)?;
     drop(held);
     types::prepare()?;
     let comm = duplicate(&world, terms.limit)?;
-    // All have come, and what follows takes a moment; unless one has given up in this one.
+    // All ranks have called this, so what follows takes a moment, unless one has just timed out.
     let (watchdog, deadline) = (Watchdog::start(comm.rank)?, Deadline::after(terms.limit));
-    let (session, hosts) = watchdog.watch(Work::Connect, &deadline, || agree(&comm, terms, &hold()))?;
-    log::info!("rank {} of {} by MPI", comm.rank, comm.size);
+    let (session, hosts) = watchdog.watch(WatchedCall::Connect, &deadline, || agree(&comm, terms, &hold()))?;
+    log::info!("rank {} of {}, assigned by MPI", comm.rank, comm.size);
     Mpi::base(library, comm, session, hosts, terms.blocking)
 }
 
-/// The group's number and its hosts; an error where the ranks want different things.
+/// Returns the group's session number and its hosts. An error if the ranks have different settings.
 fn agree(comm: &Comm, terms: &Terms<'_>, held: &Held) -> Result<(u64, Vec<usize>), Error> {
     let own = [random()?, u64::from(terms.blocking), hash(terms.algorithms.bytes())];
     let all = all_gather(comm, &own, held)?;
     if let Some(rank) = (0..comm.size).find(|rank| all[3 * rank + 1..3 * rank + 3] != own[1..]) {
         let reason = format!(
-            "rank {rank} has other algorithms than rank {}, or one of them blocks in MPI and the other does not: give all \
-             the same BONFIRE_ALGORITHMS and BONFIRE_TRANSPORT",
+            "rank {rank} and rank {} have different algorithms, or only one of them blocks in MPI: give all ranks the \
+             same BONFIRE_ALGORITHMS and BONFIRE_TRANSPORT",
             comm.rank
         );
         return Err(Error::Config(reason));
@@ -62,7 +62,7 @@ fn agree(comm: &Comm, terms: &Terms<'_>, held: &Held) -> Result<(u64, Vec<usize>
     Ok((all[0], hosts(comm, held)?))
 }
 
-/// A communicator of a group's own, so that its messages are no other's.
+/// Makes a communicator for one group, so that its messages are separate from those of others.
 fn duplicate(world: &Comm, limit: Duration) -> Result<Comm, Error> {
     let mut made = Box::new(MaybeUninit::uninit());
     let mut request = world.duplicate(&mut made, &hold())?;
@@ -76,8 +76,8 @@ fn duplicate(world: &Comm, limit: Duration) -> Result<Comm, Error> {
         drop(held);
         if start.elapsed() > limit {
             request.abandon(made);
-            let reason = "not all ranks have come: every process that the launcher started makes the group, as often as \
-                          the others do";
+            let reason = "ranks are missing: every process that the launcher started must make the group, and as many \
+                          groups as the others";
             return Err(Error::Rendezvous {
                 rank: world.rank,
                 address: "MPI".into(),
@@ -85,15 +85,15 @@ fn duplicate(world: &Comm, limit: Duration) -> Result<Comm, Error> {
                 elapsed: start.elapsed(),
             });
         }
-        std::thread::sleep(NAP);
+        std::thread::sleep(POLL_INTERVAL);
     }
 }
 
-/// Every rank's words, in order; all of them call it with as many.
+/// Gathers the words of all ranks, by rank. All ranks call this with the same number of words.
 fn all_gather(comm: &Comm, own: &[u64], _held: &Held) -> Result<Vec<u64>, Error> {
     let mut all = vec![0; own.len() * comm.size];
     let count = count(own.len())?;
-    // SAFETY: there are so many words of each rank, and room for all of them.
+    // SAFETY: `own` has `count` words on each rank, and `all` has space for those of all ranks.
     let code = unsafe {
         let words = mpi::RSMPI_UINT64_T;
         let (own, all) = (own.as_ptr().cast(), all.as_mut_ptr().cast());
@@ -115,7 +115,7 @@ fn hosts(comm: &Comm, held: &Held) -> Result<Vec<usize>, Error> {
 impl Mpi {
     fn base(library: Library, comm: Comm, session: u64, hosts: Vec<usize>, blocking: bool) -> Result<Base, Error> {
         let (control, outgoing) = unbounded_channel();
-        let here = hosts.iter().filter(|host| **host == hosts[comm.rank]).count();
+        let local_ranks = hosts.iter().filter(|host| **host == hosts[comm.rank]).count();
         let board = Board::new(comm.size).map_err(|e| Error::io("creating a socket pair", e))?;
         let watchdog = blocking.then(|| Watchdog::start(comm.rank)).transpose()?;
         let mpi = Arc::new_cyclic(|own: &Weak<Mpi>| Mpi {
@@ -123,19 +123,19 @@ impl Mpi {
             library,
             board,
             control,
-            plane: Mutex::new(Plane::new(comm, outgoing)),
+            plane: Mutex::new(ControlPlane::new(comm, outgoing)),
             own: own.clone(),
-            arrival: Mutex::new(Arrival::new(comm)),
+            agreement: Mutex::new(CallAgreement::new(comm)),
             memory: Mutex::default(),
-            post: Mutex::default(),
+            heads: Mutex::default(),
             watchdog,
             last: Mutex::new(None),
-            crowded: crowded(here),
+            crowded: crowded(local_ranks),
             hosts,
             left: AtomicBool::new(false),
         });
-        farewell::live(&mpi);
-        Ok(Base::whole(mpi, session))
+        farewell::register(&mpi);
+        Ok(Base::from_engine(mpi, session))
     }
 }
 
@@ -152,21 +152,21 @@ impl Regroup for Mpi {
         for member in members.iter().filter(|member| **member != self.comm.rank) {
             let _ = self.control.send(Outgoing::Invites(*member, own.clone()));
         }
-        // So that nobody waits in MPI for a member that does not come.
+        // Waits for all members here first, so that no rank waits in MPI for a missing one.
         let doors = loop {
             self.pump(&hold());
             match self.board.assemble(self.comm.rank, &own, &Deadline::after(Duration::ZERO)) {
-                Err(Fault::Timeout { .. }) if !deadline.passed() => std::thread::sleep(NAP),
+                Err(Fault::Timeout { .. }) if !deadline.passed() => std::thread::sleep(POLL_INTERVAL),
                 doors => break doors?,
             }
         };
         let session = session(doors);
         let hosts = hosts_of(members, &self.hosts);
-        // MPI waits for all members here, which are on their way, unless one has given up in this moment.
+        // MPI waits for all members. They are about to call it too, unless one has just timed out.
         let watchdog = Watchdog::start(self.comm.rank).map_err(Fault::Failed)?;
-        let comm = watchdog.watch(Work::Subgroup, &deadline.again(), || {
+        let comm = watchdog.watch(WatchedCall::Subgroup, &deadline.again(), || {
             let held = hold();
-            sweep(&held);
+            free_finished(&held);
             self.comm.of_members(members, session, &held)
         });
         let comm = comm.map_err(Fault::Failed)?;

@@ -1,4 +1,4 @@
-//! Memory of a caller that MPI has, and cannot be asked to give back.
+//! Callers' memory that MPI has and that cannot be taken back.
 
 use std::cell::Cell;
 use std::time::{Duration, Instant};
@@ -8,31 +8,32 @@ use super::library::abort;
 use crate::sync::Deadline;
 use crate::types::{Fault, Site};
 
-/// How long an operation may go on after the group has failed: it can, where the rank that failed has done its part.
+/// How long an operation may continue after the group has failed. It can complete if the failed rank has done its part.
 const GRACE: Duration = Duration::from_secs(5);
 
-/// While this lives, MPI has the memory. Nobody may return to the caller before it ends: the job ends instead.
-pub(super) struct Lent<'a> {
+/// While this exists, MPI has the caller's memory, so this rank must not return to its caller. If it cannot wait for
+/// [`finish`](LentMemory::finish), it ends the job.
+pub(super) struct LentMemory<'a> {
     group: &'a Mpi,
     site: Site,
-    /// Of this step. All ranks have come to it, so it has all of the caller's time.
+    /// The deadline of this step. All ranks have begun it, so it gets the caller's full limit again.
     deadline: Deadline,
-    /// When the group was first seen to have failed.
+    /// When this rank first saw that the group had failed.
     failed: Cell<Option<Instant>>,
 }
 
-impl<'a> Lent<'a> {
-    pub fn begin(group: &'a Mpi, site: &Site, deadline: &Deadline) -> Lent<'a> {
-        Lent { group, site: *site, deadline: deadline.again(), failed: Cell::new(None) }
+impl<'a> LentMemory<'a> {
+    pub fn begin(group: &'a Mpi, site: &Site, deadline: &Deadline) -> LentMemory<'a> {
+        LentMemory { group, site: *site, deadline: deadline.again(), failed: Cell::new(None) }
     }
 
-    /// Ends the job if it has to; else, when to look again.
-    pub fn look(&self) -> Duration {
+    /// Ends the job if this rank cannot wait any longer. Otherwise returns the time until the next check.
+    pub fn check(&self) -> Duration {
         let (site, elapsed) = (&self.site, self.deadline.elapsed());
         if self.deadline.passed() {
             abort(
                 self.group.comm.rank,
-                &format!("{site} stands still after {elapsed:.1?}, when MPI has the ranks' memory"),
+                &format!("{site} has not completed after {elapsed:.1?}, while MPI has the ranks' memory"),
             );
         }
         let tag = *site;
@@ -41,25 +42,25 @@ impl<'a> Lent<'a> {
             self.failed.set(Some(since));
             if since.elapsed() > GRACE {
                 let rank = self.group.comm.rank;
-                abort(rank, &format!("{site} cannot end, when MPI has the ranks' memory, after a failure: {fault:?}"));
+                abort(rank, &format!("{site} cannot end, while MPI has the ranks' memory, after a failure: {fault:?}"));
             }
         }
         self.deadline.remaining().min(Duration::from_millis(100))
     }
 
-    /// MPI has given the memory back, if this is no error.
-    pub fn end(self, outcome: Result<(), Fault>) -> Result<(), Fault> {
+    /// Called when MPI is done with the memory. If `outcome` is an error, MPI may not be, so this ends the job.
+    pub fn finish(self, outcome: Result<(), Fault>) -> Result<(), Fault> {
         if let Err(fault) = &outcome {
-            abort(self.group.comm.rank, &format!("{}: {fault:?}, when MPI has the ranks' memory", self.site));
+            abort(self.group.comm.rank, &format!("{}: {fault:?}, while MPI has the ranks' memory", self.site));
         }
         std::mem::forget(self);
         outcome
     }
 }
 
-impl Drop for Lent<'_> {
-    /// A panic, such as one of the program's log.
+impl Drop for LentMemory<'_> {
+    /// Runs after an error, or in a panic, for example one in the program's logger.
     fn drop(&mut self) {
-        abort(self.group.comm.rank, &format!("{} was left, when MPI has the ranks' memory", self.site));
+        abort(self.group.comm.rank, &format!("{} was left, while MPI has the ranks' memory", self.site));
     }
 }

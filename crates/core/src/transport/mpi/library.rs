@@ -1,4 +1,4 @@
-//! The MPI library of this process: started with the first group, ended with the process, used by one thread at a time.
+//! The MPI library: initialized with the first group, finalized with the process, used by one thread at a time.
 
 use std::ffi::{c_char, c_int, c_void};
 use std::ptr;
@@ -11,25 +11,25 @@ use mpi_sys as mpi;
 use crate::sync::lock;
 use crate::types::Error;
 
-/// Every call into MPI is made under this lock: that is what `MPI_THREAD_SERIALIZED` asks for.
-static TURN: Mutex<()> = Mutex::new(());
+/// The MPI lock. Every call into MPI is made under it, as `MPI_THREAD_SERIALIZED` requires.
+static LOCK: Mutex<()> = Mutex::new(());
 
-/// Whether requests were given up that MPI still works on.
+/// Whether requests were abandoned that MPI still works on.
 static ABANDONED: AtomicBool = AtomicBool::new(false);
 
-/// This thread is the one that may call MPI.
+/// A guard of the MPI lock: proof that this thread may call MPI.
 pub(super) struct Held(#[expect(dead_code, reason = "held until this is dropped")] MutexGuard<'static, ()>);
 
-/// Waits for this thread's turn to call MPI.
+/// Takes the MPI lock.
 pub(super) fn hold() -> Held {
-    Held(lock(&TURN))
+    Held(lock(&LOCK))
 }
 
-/// As [`hold`], unless another thread is in MPI for so long.
+/// Takes the MPI lock, unless another thread holds it for longer than `limit`.
 pub(super) fn try_hold(limit: Duration) -> Option<Held> {
     let until = Instant::now() + limit;
     loop {
-        match TURN.try_lock() {
+        match LOCK.try_lock() {
             Ok(guard) => return Some(Held(guard)),
             Err(TryLockError::Poisoned(guard)) => return Some(Held(guard.into_inner())),
             Err(TryLockError::WouldBlock) if Instant::now() < until => std::thread::sleep(Duration::from_millis(1)),
@@ -38,83 +38,83 @@ pub(super) fn try_hold(limit: Duration) -> Option<Held> {
     }
 }
 
-/// Notes that a request was given up. What MPI works on with it must never be freed.
+/// Records that a request was abandoned. The memory that MPI accesses for it must never be freed.
 pub(super) fn abandon() {
     ABANDONED.store(true, Ordering::Relaxed);
 }
 
-/// Ends the whole job, where this rank can neither go on nor return: MPI has its caller's memory.
+/// Ends the whole job, because this rank can neither continue nor return: MPI has its caller's memory.
 pub(super) fn abort(rank: usize, why: &str) -> ! {
-    // The log may be off, and this is the last that the process says.
+    // Printed too: the log may be off, and the process ends here.
     eprintln!("bonfire: rank {rank}: {why}; ending the job with MPI_Abort");
     log::error!("rank {rank}: {why}; ending the job with MPI_Abort");
-    // SAFETY: MPI is up, since there is a group. Another thread may be in a call: of all functions this one is meant for a
-    // process that does not go on.
+    // SAFETY: MPI is initialized, because there is a group. Another thread may be in a call, but this function is meant
+    // for processes that cannot continue.
     unsafe { mpi::MPI_Abort(mpi::RSMPI_COMM_WORLD, 1) };
     std::process::abort()
 }
 
-/// Makes an error of what a function of MPI returns.
+/// Converts the return code of an MPI function to a result.
 pub(super) fn check(function: &str, code: c_int) -> Result<(), Error> {
     if code == mpi::MPI_SUCCESS as c_int {
         return Ok(());
     }
     let mut text = [0u8; mpi::MPI_MAX_ERROR_STRING as usize + 1];
     let mut length = 0;
-    // SAFETY: the text has room for the longest message and its end. The caller is in its turn.
+    // SAFETY: the buffer has space for the longest message and its terminator. The caller holds the MPI lock.
     unsafe { mpi::MPI_Error_string(code, text.as_mut_ptr().cast::<c_char>(), &mut length) };
     let text = &text[..usize::try_from(length).unwrap_or(0).min(text.len())];
     Err(Error::Mpi { function: function.into(), code, reason: String::from_utf8_lossy(text).trim().to_owned() })
 }
 
-/// What is known of the library once it is up.
+/// Properties of the initialized library.
 #[derive(Clone, Copy)]
 pub(super) struct Library {
-    /// What stands for "the input is in the output", where the library is one whose value is known.
+    /// The value of `MPI_IN_PLACE`, if it is known for this library.
     pub in_place: Option<usize>,
-    /// Which threads may call it.
+    /// The thread level that the library provides.
     level: c_int,
 }
 
-/// Refuses a level at which threads may not take turns, which polled groups rely on.
-fn enough(level: c_int, blocking: bool) -> Result<(), Error> {
+/// Rejects a thread level below `MPI_THREAD_SERIALIZED` for non-blocking groups, whose threads take turns.
+fn check_thread_level(level: c_int, blocking: bool) -> Result<(), Error> {
     // SAFETY: a constant of the library.
     if blocking || level >= unsafe { mpi::RSMPI_THREAD_SERIALIZED } {
         return Ok(());
     }
-    let reason = "MPI does not let several threads take turns, which groups on 'mpi' need: start it with \
+    let reason = "MPI does not allow threads to take turns, which groups on 'mpi' need: initialize it with \
                   MPI_THREAD_SERIALIZED or more, make the first group of the process one on 'mpi' and not on \
                   'mpi-blocking', or give this one 'mpi-blocking'";
     Err(Error::Config(reason.into()))
 }
 
-/// Starts MPI unless it is up already, by this function or by the program. Where this one does, `finalize` is called at the
-/// end of the process.
+/// Initializes MPI, unless this function or the program has done so already. If this call does, `finalize` is called at
+/// the end of the process.
 ///
-/// For groups that block MPI is started as `MPI_Init` starts it, with `MPI_THREAD_SINGLE`: any other level makes Open MPI's
-/// small calls slower by half of their time. The lock keeps threads apart all the same.
+/// For blocking groups MPI is initialized as by `MPI_Init`, with `MPI_THREAD_SINGLE`: any other level slows down Open
+/// MPI's small calls by half of their time. The lock still ensures mutual exclusion.
 pub(super) fn start(held: &Held, blocking: bool, finalize: extern "C" fn()) -> Result<Library, Error> {
     static LIBRARY: OnceLock<Library> = OnceLock::new();
     if !is_up(held) {
-        return Err(Error::Config("the program has ended MPI (MPI_Finalize), which cannot be started again".into()));
+        return Err(Error::Config("the program has called MPI_Finalize, and MPI cannot be started again".into()));
     }
     if let Some(library) = LIBRARY.get() {
-        enough(library.level, blocking)?;
+        check_thread_level(library.level, blocking)?;
         return Ok(*library);
     }
-    let (mut up, mut level) = (0, 0);
-    // SAFETY: it may be called before MPI is up, and gets a place for a number.
-    unsafe { check("MPI_Initialized", mpi::MPI_Initialized(&mut up))? };
-    // SAFETY: MPI is not up, and takes no arguments; or it is up, and says at which level.
+    let (mut initialized, mut level) = (0, 0);
+    // SAFETY: the function may be called before MPI is initialized, and gets the address of an integer.
+    unsafe { check("MPI_Initialized", mpi::MPI_Initialized(&mut initialized))? };
+    // SAFETY: MPI is initialized only if it is not yet, without arguments. Otherwise it is only queried.
     unsafe {
-        if up == 0 {
+        if initialized == 0 {
             let wanted = if blocking { mpi::RSMPI_THREAD_SINGLE } else { mpi::RSMPI_THREAD_SERIALIZED };
             check("MPI_Init_thread", mpi::MPI_Init_thread(ptr::null_mut(), ptr::null_mut(), wanted, &mut level))?;
-            // What the program started it ends itself.
+            // Only here: a program that has initialized MPI also finalizes it.
             if libc::atexit(finalize) != 0 {
-                log::warn!("MPI will not be ended with the process, and its launcher may complain");
+                log::warn!("MPI will not be finalized with the process, and its launcher may complain");
             }
-            // Also of calls that are on no communicator. What the program started fails as it chose.
+            // Makes calls without a communicator return errors too. A program that initialized MPI made its own choice.
             for comm in [mpi::RSMPI_COMM_WORLD, mpi::RSMPI_COMM_SELF] {
                 check("MPI_Comm_set_errhandler", mpi::MPI_Comm_set_errhandler(comm, mpi::RSMPI_ERRORS_RETURN))?;
             }
@@ -122,7 +122,7 @@ pub(super) fn start(held: &Held, blocking: bool, finalize: extern "C" fn()) -> R
             check("MPI_Query_thread", mpi::MPI_Query_thread(&mut level))?;
         }
     }
-    enough(level, blocking)?;
+    check_thread_level(level, blocking)?;
     let version = version(held)?;
     log::info!("{version}");
     let library = Library { in_place: in_place(&version), level };
@@ -131,45 +131,46 @@ pub(super) fn start(held: &Held, blocking: bool, finalize: extern "C" fn()) -> R
 
 /// The library's name and version, in one line.
 fn version(_held: &Held) -> Result<String, Error> {
-    // SAFETY: read only; a constant of the library.
-    let room = unsafe { mpi::RSMPI_MAX_LIBRARY_VERSION_STRING };
-    let mut text = vec![0u8; usize::try_from(room).unwrap_or(0) + 1];
+    // SAFETY: a constant of the library, which is only read.
+    let max_length = unsafe { mpi::RSMPI_MAX_LIBRARY_VERSION_STRING };
+    let mut text = vec![0u8; usize::try_from(max_length).unwrap_or(0) + 1];
     let mut length = 0;
-    // SAFETY: the text has as much room as the library asks for.
+    // SAFETY: the buffer has as much space as the library requires.
     let code = unsafe { mpi::MPI_Get_library_version(text.as_mut_ptr().cast(), &mut length) };
     check("MPI_Get_library_version", code)?;
     text.truncate(usize::try_from(length).unwrap_or(0));
     Ok(String::from_utf8_lossy(&text).lines().next().unwrap_or_default().trim_end_matches('\0').to_owned())
 }
 
-/// `MPI_IN_PLACE` is a macro, which the bindings do not have. Its value is from the library's `mpi.h`. MPICH 4.0 takes its own,
-/// -1, for an address in some blocking calls, and crashes.
+/// The value of `MPI_IN_PLACE`, a macro that the bindings lack. It is known for Open MPI, from its `mpi.h`. MPICH 4.0
+/// takes its own value, -1, for an address in some blocking calls, and crashes.
 fn in_place(version: &str) -> Option<usize> {
     version.starts_with("Open MPI").then_some(1)
 }
 
 impl Library {
-    /// In the place of an input that is in the output.
+    /// The address to pass as the input of an in-place operation, if it is known.
     pub fn in_place(&self) -> Option<*const c_void> {
         self.in_place.map(ptr::without_provenance)
     }
 }
 
-/// Whether the program has not ended MPI.
+/// Whether MPI has not been finalized.
 pub(super) fn is_up(_held: &Held) -> bool {
-    let mut down = 0;
-    // SAFETY: it may be called at any time, and gets a place for a number.
-    let code = unsafe { mpi::MPI_Finalized(&mut down) };
-    code == mpi::MPI_SUCCESS as c_int && down == 0
+    let mut finalized = 0;
+    // SAFETY: the function may be called at any time, and gets the address of an integer.
+    let code = unsafe { mpi::MPI_Finalized(&mut finalized) };
+    code == mpi::MPI_SUCCESS as c_int && finalized == 0
 }
 
-/// Ends MPI, which waits for all ranks to do so. Where requests were given up, a rank may never come: Open MPI 4.1 crashes
-/// at its end with a collective that is not done, and its launcher may hang when a process ends without.
+/// Finalizes MPI, which waits until all ranks do so. If requests were abandoned, this ends the job instead: a rank may
+/// be missing forever, Open MPI 4.1 crashes when it is finalized with a pending collective, and its launcher may hang
+/// when a process ends without finalizing.
 pub(super) fn end(_held: &Held) {
-    // SAFETY: MPI is up, as the caller has seen, and no thread of this process uses it any more.
+    // SAFETY: MPI is not finalized, as the caller has checked, and no thread of this process uses it any more.
     unsafe {
         if ABANDONED.load(Ordering::Relaxed) {
-            eprintln!("bonfire: after a failure MPI cannot be ended in good order; ending the job with MPI_Abort");
+            eprintln!("bonfire: MPI cannot be finalized after a failure; ending the job with MPI_Abort");
             mpi::MPI_Abort(mpi::RSMPI_COMM_WORLD, 1);
         } else {
             mpi::MPI_Finalize();
@@ -182,7 +183,7 @@ mod tests {
     use super::in_place;
 
     #[test]
-    fn libraries_are_known_by_what_they_say() {
+    fn libraries_are_recognized_by_their_version_text() {
         assert_eq!(in_place("Open MPI v4.1.4, package: Debian OpenMPI, ident: 4.1.4"), Some(1));
         assert_eq!(in_place("MPICH Version:\t4.0.2"), None);
         assert_eq!(in_place("Some MPI 1.0"), None);

@@ -1,118 +1,119 @@
 //! Messages between two ranks.
 //!
-//! A message is `site 32 bytes | length of payload u64 little endian | payload`, as over TCP. A short one is one message of
-//! MPI. Of a long one the head goes first, and the payload only once the receiver has found it to be the one that it
-//! expects, and has said so: it goes straight from and to the callers' memory, which cannot be taken back from MPI. Until
-//! then a rank may give up. A sender that does sends nothing in the payload's place, for a receiver that has just said so.
+//! A message is `site 32 bytes | length of payload u64 little endian | payload`, as over TCP. A short message is sent
+//! eagerly, as one MPI message. A long one has a handshake: the sender sends the head (site and length), the receiver
+//! checks it and replies that the sender is clear to send, and then the payload moves straight between the callers'
+//! memory, which cannot be taken back from MPI. Until then either rank may give up. A sender that gives up sends empty
+//! messages in place of the payload, because the receiver may have replied just before.
 
 use std::ffi::c_int;
 
 use super::Mpi;
 use super::comm::{Comm, Request};
-use super::lent::Lent;
+use super::lent::LentMemory;
 use super::library::{Held, hold};
 use crate::sync::Deadline;
 use crate::types::{Error, Fault, Site};
 
-/// MPI's tags.
+/// MPI tags: a head (with the payload of a short message), the reply "clear to send", and a payload.
 const HEAD: c_int = 1;
-const GO: c_int = 2;
+const CTS: c_int = 2;
 const PAYLOAD: c_int = 3;
 
-/// Bytes before the payload.
-const PREFIX: usize = Site::BYTES + 8;
+/// Bytes of the head, which precedes the payload.
+const HEAD_LEN: usize = Site::BYTES + 8;
 
-/// The longest message that goes at once. Every library of MPI takes so much that nobody receives yet.
-const SHORT: usize = 2 << 10;
+/// The longest message that is sent eagerly. Every MPI library buffers this much before the receiver posts its receive.
+const EAGER_LIMIT: usize = 2 << 10;
 
-/// A payload goes in pieces of so many bytes, since MPI counts in 31 bits.
-const PIECE: usize = 1 << 30;
+/// The most payload bytes in one MPI message, because MPI counts in 31 bits.
+const MAX_PAYLOAD: usize = 1 << 30;
 
-/// The memory of heads and short messages, kept from message to message.
-pub(super) struct Post {
-    outgoing: Box<[u8; SHORT]>,
-    incoming: Box<[u8; SHORT]>,
+/// The memory of heads and short messages, reused for every message.
+pub(super) struct HeadBuffers {
+    outgoing: Box<[u8; EAGER_LIMIT]>,
+    incoming: Box<[u8; EAGER_LIMIT]>,
 }
 
-impl Default for Post {
-    fn default() -> Post {
-        Post { outgoing: Box::new([0; SHORT]), incoming: Box::new([0; SHORT]) }
+impl Default for HeadBuffers {
+    fn default() -> HeadBuffers {
+        HeadBuffers { outgoing: Box::new([0; EAGER_LIMIT]), incoming: Box::new([0; EAGER_LIMIT]) }
     }
 }
 
-/// One message out, one in, or both at once.
+/// One outgoing message, one incoming message, or both at once.
 pub(super) struct Exchange<'a> {
-    of: (&'a Mpi, &'a Site, &'a Deadline),
+    context: (&'a Mpi, &'a Site, &'a Deadline),
     comm: Comm,
     tag: Site,
-    outgoing: Option<Outgoing<'a>>,
-    incoming: Option<Incoming<'a>>,
-    post: &'a mut Post,
-    /// MPI has the callers' memory.
-    lent: Option<Lent<'a>>,
+    outgoing: Option<Outbound<'a>>,
+    incoming: Option<Inbound<'a>>,
+    heads: &'a mut HeadBuffers,
+    /// `Some` while MPI has the callers' memory.
+    lent: Option<LentMemory<'a>>,
 }
 
-struct Outgoing<'a> {
+struct Outbound<'a> {
     to: usize,
     bytes: &'a [u8],
-    /// Of the head, of the word to go on, of the payload's pieces.
+    /// The requests of the head, of the reply to it, and of the payload, while they are pending.
     head: Option<Request>,
-    go: Option<Request>,
+    cts: Option<Request>,
     payload: Vec<Request>,
 }
 
-struct Incoming<'a> {
+struct Inbound<'a> {
     from: usize,
     bytes: &'a mut [u8],
     head: Option<Request>,
-    go: Option<Request>,
+    cts: Option<Request>,
     payload: Vec<Request>,
-    /// Bytes of the payload.
+    /// Bytes of the payload that have arrived.
     received: usize,
     /// The sender has given up.
     withdrawn: bool,
 }
 
 impl<'a> Exchange<'a> {
-    /// Begins it.
+    /// Begins to send and to receive.
     pub fn begin(
-        of: (&'a Mpi, &'a Site, &'a Deadline),
+        context: (&'a Mpi, &'a Site, &'a Deadline),
         tag: &Site,
         outgoing: Option<(usize, &'a [u8])>,
         incoming: Option<(usize, &'a mut [u8])>,
-        post: &'a mut Post,
+        heads: &'a mut HeadBuffers,
         held: &Held,
     ) -> Result<Exchange<'a>, Error> {
-        let comm = of.0.comm;
-        let none = |to, bytes| Outgoing { to, bytes, head: None, go: None, payload: Vec::new() };
-        let outgoing = outgoing.map(|(to, bytes)| none(to, bytes));
-        let none = |from, bytes| Incoming {
+        let comm = context.0.comm;
+        let outbound = |to, bytes| Outbound { to, bytes, head: None, cts: None, payload: Vec::new() };
+        let outgoing = outgoing.map(|(to, bytes)| outbound(to, bytes));
+        let inbound = |from, bytes| Inbound {
             from,
             bytes,
             head: None,
-            go: None,
+            cts: None,
             payload: Vec::new(),
             received: 0,
             withdrawn: false,
         };
-        let incoming = incoming.map(|(from, bytes)| none(from, bytes));
-        let mut exchange = Exchange { of, comm, tag: *tag, outgoing, incoming, post, lent: None };
+        let incoming = incoming.map(|(from, bytes)| inbound(from, bytes));
+        let mut exchange = Exchange { context, comm, tag: *tag, outgoing, incoming, heads, lent: None };
         if let Some(incoming) = &mut exchange.incoming {
-            // SAFETY: the place is in a box that is given up with the request, or outlives it.
-            incoming.head = Some(unsafe { comm.receive(&mut exchange.post.incoming[..], incoming.from, HEAD, held)? });
+            // SAFETY: the buffer is in a box that outlives the request, or is leaked with it.
+            incoming.head = Some(unsafe { comm.receive(&mut exchange.heads.incoming[..], incoming.from, HEAD, held)? });
         }
         if let Some(outgoing) = &mut exchange.outgoing {
             let length = outgoing.bytes.len();
-            let place = &mut exchange.post.outgoing;
+            let place = &mut exchange.heads.outgoing;
             place[..Site::BYTES].copy_from_slice(&tag.to_bytes());
-            place[Site::BYTES..PREFIX].copy_from_slice(&(length as u64).to_le_bytes());
-            let short = is_short(length);
-            let end = if short { PREFIX + length } else { PREFIX };
-            if short {
-                place[PREFIX..end].copy_from_slice(outgoing.bytes);
+            place[Site::BYTES..HEAD_LEN].copy_from_slice(&(length as u64).to_le_bytes());
+            let eager = is_eager(length);
+            let end = if eager { HEAD_LEN + length } else { HEAD_LEN };
+            if eager {
+                place[HEAD_LEN..end].copy_from_slice(outgoing.bytes);
             } else {
-                // SAFETY: nothing is received into no bytes.
-                outgoing.go = Some(unsafe { comm.receive(&mut [], outgoing.to, GO, held)? });
+                // SAFETY: an empty buffer is never written.
+                outgoing.cts = Some(unsafe { comm.receive(&mut [], outgoing.to, CTS, held)? });
             }
             // SAFETY: as for the incoming head.
             outgoing.head = Some(unsafe { comm.send(&place[..end], outgoing.to, HEAD, held)? });
@@ -120,10 +121,10 @@ impl<'a> Exchange<'a> {
         Ok(exchange)
     }
 
-    /// Goes on as far as it can; whether it is done.
+    /// Advances as far as possible without blocking. Returns whether the exchange is complete.
     pub fn advance(&mut self, held: &Held) -> Result<bool, Fault> {
         let done = self.step(held);
-        self.lend();
+        self.update_lent();
         done
     }
 
@@ -133,78 +134,78 @@ impl<'a> Exchange<'a> {
             None => true,
         };
         let into = match &mut self.incoming {
-            Some(incoming) => incoming.advance(self.comm, &self.tag, &self.post.incoming, held)?,
+            Some(incoming) => incoming.advance(self.comm, &self.tag, &self.heads.incoming, held)?,
             None => true,
         };
         Ok(out && into)
     }
 
-    /// Notes whether MPI has the callers' memory.
-    fn lend(&mut self) {
+    /// Updates `lent`: whether MPI has the callers' memory.
+    fn update_lent(&mut self) {
         let out = self.outgoing.as_ref().is_some_and(|outgoing| !outgoing.payload.is_empty());
         let lends = out || self.incoming.as_ref().is_some_and(|incoming| !incoming.payload.is_empty());
         match self.lent.take() {
             Some(lent) if lends => self.lent = Some(lent),
-            Some(lent) => drop(lent.end(Ok(()))),
-            None if lends => self.lent = Some(Lent::begin(self.of.0, self.of.1, self.of.2)),
+            Some(lent) => drop(lent.finish(Ok(()))),
+            None if lends => self.lent = Some(LentMemory::begin(self.context.0, self.context.1, self.context.2)),
             None => {}
         }
     }
 
-    /// Lets MPI give the callers' memory back, after a failure; whether it has.
+    /// After a failure: lets MPI complete the requests that have the callers' memory. Returns whether it has.
     pub fn settle(&mut self, held: &Held) -> Result<bool, Fault> {
         if let Some(outgoing) = &mut self.outgoing {
             settle_all(&mut outgoing.payload, held).map_err(Fault::Failed)?;
         }
         if let Some(incoming) = &mut self.incoming {
-            incoming.take(held).map_err(Fault::Failed)?;
+            incoming.receive_payload(held).map_err(Fault::Failed)?;
         }
-        self.lend();
+        self.update_lent();
         Ok(self.lent.is_none())
     }
 
-    /// Who is waited for.
+    /// The rank for which this exchange waits.
     pub fn peer(&self) -> usize {
         let waits =
-            |incoming: &&Incoming<'_>| incoming.head.is_some() || !incoming.payload.is_empty() || incoming.withdrawn;
+            |incoming: &&Inbound<'_>| incoming.head.is_some() || !incoming.payload.is_empty() || incoming.withdrawn;
         let from = self.incoming.as_ref().filter(waits).map(|incoming| incoming.from);
         from.or(self.outgoing.as_ref().map(|outgoing| outgoing.to)).unwrap_or(self.comm.rank)
     }
 
-    /// Where MPI has the callers' memory.
-    pub fn lent(&self) -> Option<&Lent<'a>> {
+    /// `Some` while MPI has the callers' memory.
+    pub fn lent(&self) -> Option<&LentMemory<'a>> {
         self.lent.as_ref()
     }
 }
 
-impl Outgoing<'_> {
+impl Outbound<'_> {
     fn advance(&mut self, comm: Comm, held: &Held) -> Result<bool, Error> {
         settle(&mut self.head, held)?;
-        if self.go.is_some() && settle(&mut self.go, held)? {
-            for piece in self.bytes.chunks(PIECE) {
-                // SAFETY: the bytes are borrowed, and who waits does not return before the requests are done: see `lent`.
-                self.payload.push(unsafe { comm.send(piece, self.to, PAYLOAD, held)? });
+        if self.cts.is_some() && settle(&mut self.cts, held)? {
+            for chunk in self.bytes.chunks(MAX_PAYLOAD) {
+                // SAFETY: the bytes stay borrowed until the requests are done: see `lent`.
+                self.payload.push(unsafe { comm.send(chunk, self.to, PAYLOAD, held)? });
             }
         }
         settle_all(&mut self.payload, held)?;
-        Ok(self.head.is_none() && self.go.is_none() && self.payload.is_empty())
+        Ok(self.head.is_none() && self.cts.is_none() && self.payload.is_empty())
     }
 }
 
-impl Incoming<'_> {
-    fn advance(&mut self, comm: Comm, tag: &Site, place: &[u8; SHORT], held: &Held) -> Result<bool, Fault> {
+impl Inbound<'_> {
+    fn advance(&mut self, comm: Comm, tag: &Site, place: &[u8; EAGER_LIMIT], held: &Held) -> Result<bool, Fault> {
         if let Some(head) = &mut self.head {
             let Some(length) = head.done(held).map_err(Fault::Failed)? else { return Ok(false) };
             self.head = None;
-            self.open(comm, tag, &place[..length.min(SHORT)], held)?;
+            self.check_head(comm, tag, &place[..length.min(EAGER_LIMIT)], held)?;
         }
-        let settled = settle(&mut self.go, held).and_then(|go| Ok(go & self.take(held)?));
-        // Who has given up says why by other means.
+        let settled = settle(&mut self.cts, held).and_then(|cts| Ok(cts & self.receive_payload(held)?));
+        // A sender that has given up reports why on the control plane.
         Ok(settled.map_err(Fault::Failed)? && !self.withdrawn)
     }
 
-    /// Takes what has come of the payload; whether all has.
-    fn take(&mut self, held: &Held) -> Result<bool, Error> {
+    /// Completes payload requests that are done. Returns whether none is pending.
+    fn receive_payload(&mut self, held: &Held) -> Result<bool, Error> {
         let waits = !self.payload.is_empty();
         self.received += settle_all(&mut self.payload, held)?;
         if waits && self.payload.is_empty() {
@@ -213,27 +214,27 @@ impl Incoming<'_> {
         Ok(self.payload.is_empty())
     }
 
-    /// Looks at what has come: all of a short message, or the head of a long one.
-    fn open(&mut self, comm: Comm, tag: &Site, message: &[u8], held: &Held) -> Result<(), Fault> {
+    /// Checks what has arrived: a whole short message, or the head of a long one.
+    fn check_head(&mut self, comm: Comm, tag: &Site, message: &[u8], held: &Held) -> Result<(), Fault> {
         let theirs = message.first_chunk().and_then(Site::from_bytes);
-        let length = message.get(Site::BYTES..PREFIX).and_then(|bytes| bytes.try_into().ok()).map(u64::from_le_bytes);
+        let length = message.get(Site::BYTES..HEAD_LEN).and_then(|bytes| bytes.try_into().ok()).map(u64::from_le_bytes);
         if theirs != Some(*tag) || length != Some(self.bytes.len() as u64) {
-            // What nobody can have called is shown as what was expected.
+            // A tag that no call encodes is reported as the expected one.
             return Err(Fault::Unexpected { peer: self.from, site: theirs.unwrap_or(*tag) });
         }
-        if is_short(self.bytes.len()) {
-            let cut = || Fault::Failed(Error::broken("recv", "a message that is shorter than it says"));
-            let payload = message.get(PREFIX..PREFIX + self.bytes.len()).ok_or_else(cut)?;
+        if is_eager(self.bytes.len()) {
+            let truncated = || Fault::Failed(Error::broken("recv", "a message is shorter than its head says"));
+            let payload = message.get(HEAD_LEN..HEAD_LEN + self.bytes.len()).ok_or_else(truncated)?;
             self.bytes.copy_from_slice(payload);
             return Ok(());
         }
         let mut begin = || {
-            for piece in self.bytes.chunks_mut(PIECE) {
-                // SAFETY: as for the outgoing payload; and the borrow is exclusive.
-                self.payload.push(unsafe { comm.receive(piece, self.from, PAYLOAD, held)? });
+            for chunk in self.bytes.chunks_mut(MAX_PAYLOAD) {
+                // SAFETY: as for the outgoing payload, and the borrow is exclusive.
+                self.payload.push(unsafe { comm.receive(chunk, self.from, PAYLOAD, held)? });
             }
-            // SAFETY: there are no bytes.
-            self.go = Some(unsafe { comm.send(&[], self.from, GO, held)? });
+            // SAFETY: the buffer is empty.
+            self.cts = Some(unsafe { comm.send(&[], self.from, CTS, held)? });
             Ok(())
         };
         begin().map_err(Fault::Failed)
@@ -241,38 +242,38 @@ impl Incoming<'_> {
 }
 
 impl Drop for Exchange<'_> {
-    /// Gives up what is not done.
+    /// Cancels or abandons all requests that are pending.
     fn drop(&mut self) {
         let held = hold();
         if let Some(outgoing) = &mut self.outgoing {
             if let Some(mut head) = outgoing.head.take()
                 && matches!(head.done(&held), Ok(None))
             {
-                head.abandon(std::mem::replace(&mut self.post.outgoing, Box::new([0; SHORT])));
+                head.abandon(std::mem::replace(&mut self.heads.outgoing, Box::new([0; EAGER_LIMIT])));
             }
-            if let Some(go) = outgoing.go.take() {
-                go.cancel(&held);
-                for _ in outgoing.bytes.chunks(PIECE) {
-                    // SAFETY: there are no bytes.
-                    let nothing = unsafe { self.comm.send(&[], outgoing.to, PAYLOAD, &held) };
-                    let sent = |mut nothing: Request| matches!(nothing.done(&held), Ok(None)).then_some(nothing);
-                    nothing.ok().and_then(sent).into_iter().for_each(|nothing| nothing.abandon(()));
+            if let Some(cts) = outgoing.cts.take() {
+                cts.cancel(&held);
+                for _ in outgoing.bytes.chunks(MAX_PAYLOAD) {
+                    // SAFETY: the buffer is empty.
+                    let empty = unsafe { self.comm.send(&[], outgoing.to, PAYLOAD, &held) };
+                    let sent = |mut empty: Request| matches!(empty.done(&held), Ok(None)).then_some(empty);
+                    empty.ok().and_then(sent).into_iter().for_each(|empty| empty.abandon(()));
                 }
             }
         }
         if let Some(incoming) = &mut self.incoming {
             incoming.head.take().into_iter().for_each(|head| head.cancel(&held));
-            let pending = |go: &mut Request| matches!(go.done(&held), Ok(None));
-            incoming.go.take_if(|go| pending(go)).into_iter().for_each(|go| go.abandon(()));
+            let pending = |cts: &mut Request| matches!(cts.done(&held), Ok(None));
+            incoming.cts.take_if(|cts| pending(cts)).into_iter().for_each(|cts| cts.abandon(()));
         }
     }
 }
 
-fn is_short(payload: usize) -> bool {
-    PREFIX + payload <= SHORT
+fn is_eager(payload: usize) -> bool {
+    HEAD_LEN + payload <= EAGER_LIMIT
 }
 
-/// Whether there is no request any more.
+/// Drops the request if it is done. Returns whether there is none any more.
 fn settle(request: &mut Option<Request>, held: &Held) -> Result<bool, Error> {
     if let Some(pending) = request
         && pending.done(held)?.is_some()
@@ -282,13 +283,13 @@ fn settle(request: &mut Option<Request>, held: &Held) -> Result<bool, Error> {
     Ok(request.is_none())
 }
 
-/// Drops the requests that are done; gives the number of bytes that they received.
+/// Drops the requests that are done. Returns the number of bytes that they received.
 fn settle_all(requests: &mut Vec<Request>, held: &Held) -> Result<usize, Error> {
     let mut received = 0;
-    for place in (0..requests.len()).rev() {
-        if let Some(bytes) = requests[place].done(held)? {
+    for i in (0..requests.len()).rev() {
+        if let Some(bytes) = requests[i].done(held)? {
             received += bytes;
-            requests.swap_remove(place);
+            requests.swap_remove(i);
         }
     }
     Ok(received)

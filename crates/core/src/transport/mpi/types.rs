@@ -1,4 +1,4 @@
-//! Elements and reductions in MPI's terms.
+//! Element types and reductions, mapped to MPI's.
 
 use std::ffi::{c_int, c_void};
 use std::sync::OnceLock;
@@ -9,30 +9,30 @@ use super::library::{check, hold};
 use crate::reduce;
 use crate::types::{DType, Error, ReduceOp};
 
-/// What MPI adds up in the place of an element, which the kernel converts to and from.
+/// The element type that MPI reduces in place of the caller's. The kernel converts to it and from it.
 #[derive(Clone, Copy, PartialEq, Debug)]
-pub(super) enum Sum {
-    /// The element itself.
+pub(super) enum Accumulator {
+    /// The caller's element type.
     Same,
-    /// f16 and bf16 as f32, means of short integers as 64 bits: rounded once.
+    /// f32 for f16 and bf16, i64 for means of integers of up to 32 bits. The result is rounded once.
     Wide(DType),
 }
 
-/// What carries the reduction; none where MPI has no element that is exact enough (the mean of 64-bit integers).
-pub(super) fn sum(dtype: DType, op: ReduceOp) -> Option<Sum> {
+/// The accumulator for a reduction. `None` where MPI has no exact enough type: means of 64-bit integers.
+pub(super) fn accumulator(dtype: DType, op: ReduceOp) -> Option<Accumulator> {
     match dtype {
-        DType::F32 | DType::F64 => Some(Sum::Same),
-        DType::F16 | DType::BF16 => Some(Sum::Wide(DType::F32)),
-        _ if op != ReduceOp::Mean => Some(Sum::Same),
+        DType::F32 | DType::F64 => Some(Accumulator::Same),
+        DType::F16 | DType::BF16 => Some(Accumulator::Wide(DType::F32)),
+        _ if op != ReduceOp::Mean => Some(Accumulator::Same),
         DType::I64 | DType::U64 => None,
-        _ => Some(Sum::Wide(DType::I64)),
+        _ => Some(Accumulator::Wide(DType::I64)),
     }
 }
 
 /// MPI's type for elements that are reduced by `op`.
 pub(super) fn reduced(dtype: DType, op: ReduceOp) -> mpi::MPI_Datatype {
     let ordered = matches!(op, ReduceOp::Max | ReduceOp::Min);
-    // SAFETY: constants of the library, which are there as long as it is.
+    // SAFETY: constants of the library, valid as long as it is loaded.
     unsafe {
         match dtype {
             DType::F32 => mpi::RSMPI_FLOAT,
@@ -41,13 +41,13 @@ pub(super) fn reduced(dtype: DType, op: ReduceOp) -> mpi::MPI_Datatype {
             DType::I16 if ordered => mpi::RSMPI_INT16_T,
             DType::I32 if ordered => mpi::RSMPI_INT32_T,
             DType::I64 if ordered => mpi::RSMPI_INT64_T,
-            // Sums and products have the same bits with and without a sign, and only without one may they overflow in C.
+            // Signed and unsigned sums and products have the same bits, but in C only unsigned ones may overflow.
             _ => moved(dtype.size()),
         }
     }
 }
 
-/// MPI's type for elements of so many bytes that are only moved.
+/// MPI's type for elements of `size` bytes that are only moved.
 pub(super) fn moved(size: usize) -> mpi::MPI_Datatype {
     // SAFETY: as in `reduced`.
     unsafe {
@@ -75,15 +75,15 @@ pub(super) fn operation(dtype: DType, op: ReduceOp) -> Result<mpi::MPI_Op, Error
     }
 }
 
-/// Makes what [`operation`] needs: a rank that could not would leave the others in the middle of theirs.
+/// Creates the operators that [`operation`] needs: a failure in the middle of an operation would leave peers waiting.
 pub(super) fn prepare() -> Result<(), Error> {
     Extremes::get().map(drop)
 }
 
-/// The largest and smallest of floats, where a NaN on any rank gives NaN. MPI's own compare, and lose it.
+/// Operators for the maximum and minimum of floats: a NaN on any rank gives NaN. MPI's own compare, and lose a NaN.
 struct Extremes([[mpi::MPI_Op; 2]; 2]);
 
-// SAFETY: names of what MPI keeps, used by whoever is in its turn.
+// SAFETY: handles of objects that MPI keeps, used only by threads that hold the MPI lock.
 unsafe impl Send for Extremes {}
 // SAFETY: as above.
 unsafe impl Sync for Extremes {}
@@ -97,8 +97,8 @@ impl Extremes {
         let _held = hold();
         let make = |function: Fold| {
             let mut op = std::mem::MaybeUninit::uninit();
-            // SAFETY: the function is one that MPI may call for as long as the process lives; the order of ranks does not
-            // matter to it. Where MPI says that it has succeeded, the operation is there.
+            // SAFETY: MPI may call the function for as long as the process lives. It is commutative, as the 1 declares.
+            // On success MPI has stored the operator.
             unsafe {
                 check("MPI_Op_create", mpi::MPI_Op_create(Some(function), 1, op.as_mut_ptr()))?;
                 Ok::<_, Error>(op.assume_init())
@@ -117,7 +117,7 @@ impl Extremes {
 
 type Fold = unsafe extern "C" fn(*mut c_void, *mut c_void, *mut c_int, *mut mpi::MPI_Datatype);
 
-/// `both = input + both`, where `+` stands for the reduction. MPI calls it with vectors of so many elements.
+/// `both = input + both`, where `+` stands for the reduction. MPI calls it with vectors of `len` elements.
 unsafe extern "C" fn fold<const DTYPE: u8, const MAX: bool>(
     input: *mut c_void,
     both: *mut c_void,
@@ -126,12 +126,12 @@ unsafe extern "C" fn fold<const DTYPE: u8, const MAX: bool>(
 ) {
     let dtype = DType::ALL[usize::from(DTYPE)];
     let kernel = reduce::kernel(dtype, if MAX { ReduceOp::Max } else { ReduceOp::Min });
-    // SAFETY: there is a number.
+    // SAFETY: MPI passes the address of an integer.
     if unsafe { *len } <= 0 {
         return;
     }
-    // SAFETY: MPI gives two vectors of so many elements of the type that the operation is called with, which it has
-    // aligned for them, and of which only the second is written.
+    // SAFETY: MPI passes two vectors of `len` elements of the type that the reduction is called with. They are aligned
+    // for the type, and only the second is written.
     unsafe {
         let bytes = usize::try_from(*len).unwrap_or(0) * dtype.size();
         let input = std::slice::from_raw_parts(input.cast::<u8>(), bytes);
@@ -145,18 +145,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_reduction_has_an_element_that_is_exact_enough_or_none() {
+    fn accumulators_match_those_of_the_kernels() {
         for dtype in DType::ALL.iter().copied() {
             for op in ReduceOp::ALL.iter().copied() {
-                // What the kernels accumulate in.
+                // The accumulator of the kernels.
                 let kernel = reduce::kernel(dtype, op);
                 let want = match (kernel.wide, kernel.accumulator) {
-                    (false, _) => Some(Sum::Same),
-                    (true, 4) => Some(Sum::Wide(DType::F32)),
-                    (true, 8) => Some(Sum::Wide(DType::I64)),
+                    (false, _) => Some(Accumulator::Same),
+                    (true, 4) => Some(Accumulator::Wide(DType::F32)),
+                    (true, 8) => Some(Accumulator::Wide(DType::I64)),
                     (true, _) => None,
                 };
-                assert_eq!(sum(dtype, op), want, "{dtype} {op}");
+                assert_eq!(accumulator(dtype, op), want, "{dtype} {op}");
             }
         }
     }

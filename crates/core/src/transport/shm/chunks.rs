@@ -1,25 +1,25 @@
-//! Operations through the ranks' windows, in chunks that stay in the cache.
+//! Operations through the ranks' windows: a pipeline of chunks that stay in the cache.
 //!
-//! The whole is cut into parts as everywhere, and every part into the same number of pieces. Chunk `i` is piece `i` of
-//! every part. A buffer of a window has a block for each part, with the piece that this rank brings for it. Where the
-//! pieces are reduced, the result comes back in the same place: the core that reduces has these lines in its cache just
-//! then, and to fill others that its peer has read last takes a quarter longer.
+//! The whole is split into parts as in other algorithms, and every part into the same number of pieces. Chunk `i` is
+//! piece `i` of every part. A buffer of a window has one block per part, for this rank's piece of that part. A
+//! reduction writes its result back to the same blocks: the core that reduces has these cache lines, while filling
+//! other lines, which its peer has read last, takes a quarter longer.
 //!
-//! Each rank goes through the same time-line, three steps for every turn `t`:
+//! All ranks go through the same schedule, three steps in every turn `t`:
 //!
-//! 1. *stage* chunk `t`: copy into a buffer of its window what others need;
-//! 2. *reduce* chunk `t - 1`: combine the own part's piece, straight from its own input and the others' blocks, into its
-//!    output and into these blocks;
-//! 3. *take* chunk `t - 2`: copy from its own window what the others have put there. Where nothing is reduced it takes
-//!    chunk `t - 1` from the others' windows.
+//! 1. *stage* chunk `t`: copy into a buffer of its window what peers need;
+//! 2. *reduce* chunk `t - 1`: combine the piece of its own part, straight from its own input and the peers' blocks,
+//!    into its output and into these blocks;
+//! 3. *take* chunk `t - 2`: copy from its own window what the peers have written there. In operations without a
+//!    reduction: take chunk `t - 1` from the peers' windows.
 //!
-//! So what a rank needs from another in a turn, the other did in the turn before, and a rank that is a little late
-//! holds nobody up. How far a rank has come is one number on a line of its own, counted over all operations; a step is
-//! done where the number is at least the step's. There is no barrier and no counting in or out.
+//! So what a rank needs in a turn, its peers did in the turn before, and a rank that is a little late delays none of
+//! them. A rank's progress is one number on a cache line of its own, counted over all operations. A step is done when
+//! the number is at least the step's number. There is no barrier and no counting in or out.
 
 use std::ops::Range;
 
-use super::control::Lent;
+use super::control::LentOffsets;
 use super::segment::BUFFERS;
 use super::{Phase, Shm};
 use crate::sync::{Deadline, Ordering};
@@ -27,48 +27,48 @@ use crate::transport::Buffers;
 use crate::transport::reduce::{self, Output};
 use crate::types::{Call, Fault, Operation, Parts};
 
-/// What a rank remembers from one large operation to the next. It is the same on all ranks: all of it follows from the
-/// calls, on which they agree.
+/// State that a rank carries from one large operation to the next. It is the same on all ranks, because it follows from
+/// the calls, on which they agree.
 #[derive(Default)]
 pub(super) struct Flow {
     /// The last step of the operations so far.
     pub step: u64,
-    /// Chunks so far: they use the buffers in turn.
+    /// Chunks so far. They use the buffers in turn.
     chunks: u64,
-    /// When all ranks have made this step, nobody reads the buffer any more.
+    /// By buffer: once all ranks have made this step, no rank reads the buffer any more.
     free: [u64; BUFFERS],
-    /// What every rank lends in the operation at hand, kept for its memory only.
-    pub lent: Vec<Lent>,
+    /// What every rank lends in the current operation. Kept only to reuse the allocation.
+    pub lent: Vec<LentOffsets>,
 }
 
 impl Shm {
     fn store(&self, step: u64) {
-        // Release: who sees the number sees what was written to the window before.
+        // Release: a peer that sees the number sees what was written to the window before.
         self.control(self.rank).progress.0.store(step, Ordering::Release);
     }
 
-    /// This rank has made the step.
+    /// Publishes that this rank has made the step.
     pub(super) fn done(&self, step: u64) {
         self.store(step);
         self.ring();
     }
 
-    /// Waits until all ranks that `whom` names have made the step.
+    /// Waits until all ranks that `selected` selects have made the step.
     pub(super) fn wait_for_step(
         &self,
         phase: &Phase,
         deadline: &Deadline,
         step: u64,
-        whom: impl Fn(usize) -> bool,
+        selected: impl Fn(usize) -> bool,
     ) -> Result<(), Fault> {
-        // Acquire pairs with the release in `store`: what the peer wrote is here, and what it read it needs no more.
-        let reached = |rank| !whom(rank) || self.control(rank).progress.0.load(Ordering::Acquire) >= step;
+        // Acquire pairs with the release in `store`: the peer's writes are visible, and its reads are done.
+        let reached = |rank| !selected(rank) || self.control(rank).progress.0.load(Ordering::Acquire) >= step;
         self.wait(phase, deadline, reached)
     }
 }
 
-/// One operation on one rank.
-pub(super) struct Pass<'a> {
+/// One operation through the windows on one rank.
+pub(super) struct WindowOperation<'a> {
     shm: &'a Shm,
     phase: &'a Phase,
     deadline: &'a Deadline,
@@ -77,20 +77,20 @@ pub(super) struct Pass<'a> {
     parts: Parts<'a>,
     pub input: *const u8,
     pub output: *mut u8,
-    /// The element of the whole with which the input and the output begin.
+    /// The index in the whole of the first element of the input, and of the output.
     origins: (usize, usize),
     in_place: bool,
-    /// Whether what is written to the output has not been read just before.
-    apart: bool,
-    /// Elements of a piece, and pieces of a part.
+    /// Whether outputs are written to memory that was not read just before, so that large ones may bypass the cache.
+    cold_output: bool,
+    /// Elements per piece, and pieces per part.
     piece: usize,
     pieces: u64,
     /// Steps and chunks before this operation.
     first: (u64, u64),
 }
 
-impl<'a> Pass<'a> {
-    /// Any operation but a barrier.
+impl<'a> WindowOperation<'a> {
+    /// Prepares any operation except a barrier.
     pub fn new<'b: 'a>(
         shm: &'a Shm,
         phase: &'a Phase,
@@ -101,14 +101,14 @@ impl<'a> Pass<'a> {
         let (call, parts, n) = (&phase.call, buffers.parts, shm.world_size());
         let own = parts.start(call.count, n, shm.rank);
         let output = buffers.output.as_mut_ptr();
-        let apart = buffers.input.is_some();
-        let origin = |of: [Operation; 2]| if apart && of.contains(&call.operation) { own } else { 0 };
+        let out_of_place = buffers.input.is_some();
+        let origin = |of: [Operation; 2]| if out_of_place && of.contains(&call.operation) { own } else { 0 };
         let most = shm.segment.block_size() / call.dtype.size();
         let longest = parts.longest(call.count, n);
-        // As even as can be, in whole cache lines.
+        // As even as possible, in whole cache lines.
         let line = 64 / call.dtype.size();
         let piece = longest.div_ceil(longest.div_ceil(most)).next_multiple_of(line);
-        Pass {
+        WindowOperation {
             shm,
             phase,
             deadline,
@@ -122,24 +122,24 @@ impl<'a> Pass<'a> {
                 origin([Operation::AllGather, Operation::Gather]),
                 origin([Operation::ReduceScatter, Operation::Scatter]),
             ),
-            in_place: !apart,
-            apart: apart || call.reduction.is_none() && call.operation != Operation::AllToAll,
+            in_place: !out_of_place,
+            cold_output: out_of_place || call.reduction.is_none() && call.operation != Operation::AllToAll,
             piece,
             pieces: longest.div_ceil(piece) as u64,
         }
     }
 }
 
-impl Pass<'_> {
-    /// Stages the first chunk before the offer is published, which shows it as well: no one waits for it apart.
+impl WindowOperation<'_> {
+    /// Stages the first chunk before the slot is published, which publishes the chunk too: no rank waits for this step.
     pub fn begin(&mut self) -> Result<(), Fault> {
         self.stage(0)?;
         self.store(self.step(0, STAGE));
         Ok(())
     }
 
-    /// Goes through the time-line. `begun` says whether this rank has staged the first chunk, and `late` whether some
-    /// rank had not when it published its offer.
+    /// Goes through the schedule. `begun`: this rank has staged the first chunk already. `late`: some rank had not when
+    /// it published its slot.
     pub fn run(mut self, begun: bool, late: bool) -> Result<(), Fault> {
         let (pieces, lag) = (self.pieces, self.lag());
         for turn in 0..pieces + lag {
@@ -158,13 +158,12 @@ impl Pass<'_> {
         self.flow.step = self.step(pieces + lag, 0);
         self.flow.chunks += pieces;
         self.done(self.flow.step);
-        // The streaming stores went to this rank's own output. Peers never read that, but the caller's other threads
-        // may.
+        // The streaming stores went to this rank's own output. Peers never read it, but the caller's threads may.
         reduce::fence_streams();
         Ok(())
     }
 
-    /// How many turns after its staging a chunk is taken.
+    /// The number of turns from staging a chunk to taking it.
     fn lag(&self) -> u64 {
         if self.call.reduction.is_some() { 2 } else { 1 }
     }
@@ -182,48 +181,48 @@ impl Pass<'_> {
         self.shm.done(step);
     }
 
-    fn wait(&self, step: u64, whom: impl Fn(usize) -> bool) -> Result<(), Fault> {
-        self.shm.wait_for_step(self.phase, self.deadline, step, whom)
+    fn wait(&self, step: u64, selected: impl Fn(usize) -> bool) -> Result<(), Fault> {
+        self.shm.wait_for_step(self.phase, self.deadline, step, selected)
     }
 
     fn buffer(&self, chunk: u64) -> usize {
         ((self.first.1 + chunk) % BUFFERS as u64) as usize
     }
 
-    /// The elements of a part.
+    /// The elements of a part of the whole.
     fn part(&self, part: usize) -> Range<usize> {
         let n = self.shm.world_size();
         if self.call.operation == Operation::AllToAll {
-            // Rounded down: the length of a started buffer may be no multiple any more.
+            // Rounded down: the buffer of a started operation may have changed its length since it was checked.
             let each = self.call.count / n;
             return part * each..(part + 1) * each;
         }
         self.parts.part(self.call.count, n, part)
     }
 
-    /// The elements of the part in the chunk: at most `piece`, and none where a shorter part has ended.
+    /// The elements of the part that are in the chunk: at most `piece`, and none if the part has ended.
     fn span(&self, part: usize, chunk: u64) -> Range<usize> {
         let part = self.part(part);
         let start = part.start.saturating_add(chunk as usize * self.piece).min(part.end);
         start..start.saturating_add(self.piece).min(part.end)
     }
 
-    /// Where the whole's element `at` is in the input.
+    /// The address in the input of element `at` of the whole.
     fn input(&self, at: usize) -> *const u8 {
         self.input.wrapping_add((at - self.origins.0) * self.call.dtype.size())
     }
 
     fn output(&self, at: usize) -> Output {
         let at = self.output.wrapping_add((at - self.origins.1) * self.call.dtype.size());
-        Output::of(at, self.call.bytes(), self.apart)
+        Output::of(at, self.call.bytes(), self.cold_output)
     }
 
     fn block(&self, rank: usize, chunk: u64, part: usize) -> *mut u8 {
         self.shm.segment.block(rank, self.buffer(chunk), part)
     }
 
-    /// Whether this rank brings something for the part.
-    fn brings(&self, part: usize) -> bool {
+    /// Whether this rank contributes to the part through its window.
+    fn contributes(&self, part: usize) -> bool {
         match self.call.operation {
             Operation::Broadcast => self.call.root == Some(self.shm.rank),
             Operation::AllGather => part == self.shm.rank,
@@ -233,15 +232,15 @@ impl Pass<'_> {
         }
     }
 
-    /// Whether the rank gets the other ranks' parts of a result.
-    fn gets(&self, rank: usize) -> bool {
+    /// Whether the rank gets the parts of a reduction's result that its peers compute.
+    fn receives_result(&self, rank: usize) -> bool {
         match self.call.operation {
             Operation::Reduce => self.call.root == Some(rank),
             operation => operation == Operation::AllReduce,
         }
     }
 
-    /// Whose window has what this rank takes for the part, and in which block.
+    /// The rank whose window has what this rank takes for the part, and the block in it.
     fn source(&self, part: usize) -> Option<(usize, usize)> {
         let rank = self.shm.rank;
         match self.call.operation {
@@ -252,33 +251,33 @@ impl Pass<'_> {
             Operation::Scatter => {
                 self.call.root.map(|root| (root, rank)).filter(|(root, _)| part == rank && *root != rank)
             }
-            _ => Some((rank, part)).filter(|_| part != rank && self.gets(rank)),
+            _ => Some((rank, part)).filter(|_| part != rank && self.receives_result(rank)),
         }
     }
 
     fn stage(&mut self, chunk: u64) -> Result<(), Fault> {
         let (n, size, buffer) = (self.shm.world_size(), self.call.dtype.size(), self.buffer(chunk));
-        // What was in the buffer before is `BUFFERS` chunks old, or from an operation before.
-        if (0..n).any(|part| self.brings(part)) {
+        // The previous contents of the buffer are `BUFFERS` chunks old, or from an earlier operation.
+        if (0..n).any(|part| self.contributes(part)) {
             self.wait(self.flow.free[buffer], |_| true)?;
         }
-        // Peers are done with what they reduce when they have reduced it; what comes back only this rank reads.
+        // Peers do not read the buffer after they have reduced it: only this rank reads the results.
         self.flow.free[buffer] = match self.call.reduction {
             Some(_) => self.step(chunk + 1, REDUCE),
             None => self.step(chunk + self.lag(), TAKE),
         };
-        for part in (0..n).filter(|part| self.brings(*part)) {
+        for part in (0..n).filter(|part| self.contributes(*part)) {
             let span = self.span(part, chunk);
             // SAFETY: the span is within the input: the group checked that buffers have the lengths that `Buffers`
-            // lists, and a rank brings its own part only or has the whole. It is at most a block long, and nobody reads
-            // the block before the next step, nor any more since all have made the step that was waited for.
+            // lists, and a rank contributes only its own part or has the whole. The span is at most a block long. All
+            // ranks have made the awaited step: none reads the old contents, nor the new ones before the next step.
             unsafe {
                 let block = Output::cached(self.block(self.shm.rank, chunk, part));
                 block.copy(self.input(span.start), span.len() * size);
             }
         }
-        // What this rank has for itself. Reductions need it where it is.
-        let whole = self.call.operation == Operation::Broadcast && self.brings(0);
+        // This rank's data for itself. Reductions read them from the input.
+        let whole = self.call.operation == Operation::Broadcast && self.contributes(0);
         let own = match self.call.operation {
             Operation::AllGather | Operation::AllToAll => true,
             Operation::Gather | Operation::Scatter => self.call.root == Some(self.shm.rank),
@@ -286,7 +285,7 @@ impl Pass<'_> {
         };
         for part in (0..n).filter(|part| !self.in_place && (whole || own && *part == self.shm.rank)) {
             let span = self.span(part, chunk);
-            // SAFETY: as above for the input, and the output holds the whole; the two are apart.
+            // SAFETY: as above for the input. The output holds the whole, and does not overlap the input.
             unsafe { self.output(span.start).copy(self.input(span.start), span.len() * size) };
         }
         Ok(())
@@ -301,13 +300,13 @@ impl Pass<'_> {
         let span = self.span(rank, chunk);
         let input =
             |from| if from == rank { self.input(span.start) } else { self.block(from, chunk, rank).cast_const() };
-        let here = self.call.operation == Operation::ReduceScatter || self.gets(rank);
-        let back = (0..n).filter(|to| *to != rank && self.gets(*to));
+        let keeps_result = self.call.operation == Operation::ReduceScatter || self.receives_result(rank);
+        let back = (0..n).filter(|to| *to != rank && self.receives_result(*to));
         let back = back.map(|to| Output::cached(self.block(to, chunk, rank)));
-        let outputs = here.then(|| self.output(span.start)).into_iter().chain(back);
-        // SAFETY: all peers have staged the chunk, so their blocks hold this rank's piece, of as many elements as the
-        // span has, and they leave these to this rank until it is further. The span is within the input and, where the
-        // result stays here, within the output.
+        let outputs = keeps_result.then(|| self.output(span.start)).into_iter().chain(back);
+        // SAFETY: all peers have staged the chunk, so their blocks for this rank's part hold as many elements as the
+        // span has. Only this rank accesses these blocks until it makes the next step. The span is within the input
+        // and, where this rank keeps the result, within the output.
         unsafe { reduce::reduce_to_all(self.call.dtype, op, span.len(), (0..n).map(input), outputs) };
         Ok(())
     }
@@ -325,15 +324,15 @@ impl Pass<'_> {
         for part in 0..n {
             let Some((from, block)) = self.source(part) else { continue };
             let span = self.span(part, chunk);
-            // SAFETY: the block is filled, and whoever writes it next waits until this rank is further. The span is at
-            // most a block long and within the output, which holds the whole wherever something is taken.
+            // SAFETY: the block is filled, and the rank that writes it next waits for this rank's next step. The span
+            // is at most a block long and within the output, which holds the whole wherever something is taken.
             unsafe { self.output(span.start).copy(self.block(from, chunk, block), span.len() * size) };
         }
         Ok(())
     }
 }
 
-/// The steps of a turn.
+/// The steps of a turn, in order.
 const STAGE: u64 = 1;
 const REDUCE: u64 = 2;
 const TAKE: u64 = 3;

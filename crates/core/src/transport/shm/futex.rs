@@ -1,11 +1,11 @@
-//! The system's sleep on a word of memory.
+//! A futex: sleeping on a word of shared memory.
 
 use std::sync::atomic::AtomicU32;
 use std::time::Duration;
 
 use rustix::thread::futex::{Flags, Timespec, wait, wake};
 
-/// A word that counts rings. Whoever rings counts it up and then wakes.
+/// A word that counts rings. A rank that rings first increments it and then calls [`wake`](Futex::wake).
 #[derive(Default)]
 #[repr(transparent)]
 pub(super) struct Futex {
@@ -13,17 +13,17 @@ pub(super) struct Futex {
 }
 
 impl Futex {
-    /// Sleeps for at most `nap`, but not where the word is no longer what was `heard`: the system looks and lies down in
-    /// one step. It may also return for nothing.
+    /// Sleeps for at most `nap`. Returns at once if the word is not `heard` any more: the system compares and sleeps
+    /// atomically. May wake spuriously.
     pub fn wait(&self, heard: u32, nap: Duration) {
         let nap = Timespec { tv_sec: nap.as_secs() as _, tv_nsec: nap.subsec_nanos() as _ };
-        // Whether it was woken, interrupted or too late to sleep: the caller looks again.
+        // Woken, interrupted or too late to sleep: the caller checks its condition again in any case.
         let _ = wait(&self.rings, Flags::empty(), heard, Some(&nap));
     }
 
-    /// Wakes the one that sleeps.
+    /// Wakes the sleeping rank, if it sleeps.
     pub fn wake(&self) {
-        // Not private to this process: the sleeper is in another one. It fails for bad addresses only.
+        // Not process-private: the sleeper is in another process. Fails only for invalid addresses.
         let _ = wake(&self.rings, Flags::empty(), 1);
     }
 }

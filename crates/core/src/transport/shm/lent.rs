@@ -1,142 +1,143 @@
-//! All but the smallest operations: straight between the ranks' buffers where these are in shared memory, else in the
-//! offers where everything fits there, else through the windows.
+//! Zero-copy operations on buffers in shared memory, with the slots or the windows as the fallback.
 //!
-//! Every offer says where the rank's buffers are in its arena. Where all are that peers have to reach, each rank does its
-//! share as between threads: it reduces its part straight from all inputs and stores it to all outputs. Nobody is done
-//! before all are.
+//! Every slot has the offsets of the rank's buffers in its arena. If all buffers that peers access are there, each rank
+//! does its share as between threads: it reduces its part straight from all inputs and stores it to all outputs. No
+//! rank is done before all are. Otherwise the operation uses the slots, if all data fit them, or the windows.
 //!
-//! That a rank lends its memory must not bind it to its peers. If one is stopped, or killed, in the middle, the others give
-//! up in time; but the stopped one may go on, and still reads inputs and stores to outputs. What it reads, the owner's caller
-//! may have overwritten. So a rank that gives up after its offer was out says so before it returns, and a rank says that it
-//! has done its share only after it has found that nobody had given up: whatever it read was in time. What it stores goes to
-//! the file. So a rank that gives up puts pages of its own in the place of its output, with the same contents, and never
-//! uses that part of the file again: what its caller gets back is out of every peer's reach.
+//! A rank that lends its memory must still be able to return without its peers. If a rank is stopped or killed in the
+//! middle of an operation, the others give up at their deadlines. But a stopped rank may resume, and then it still
+//! reads inputs and stores to outputs:
+//! * *Reads.* The owner's caller may have overwritten an input. So a rank that gives up after it has published its slot
+//!   sets `gave_up` before it returns. A rank reports its share as done only after it has found that no rank had given
+//!   up by then, so all that it read was still valid.
+//! * *Stores.* They go to the file. So a rank that gives up replaces its output by private pages with the same
+//!   contents, and never uses that part of the file again. No peer can access the memory that its caller gets back.
 
 use std::ptr::null_mut;
 
-use super::chunks::Pass;
-use super::control::Lent;
+use super::chunks::WindowOperation;
+use super::control::LentOffsets;
 use super::segment::GRAIN;
 use super::{Phase, Shm, small};
 use crate::sync::{Deadline, Ordering, fence, lock};
 use crate::transport::Buffers;
-use crate::transport::direct::{self, Place};
+use crate::transport::direct::{self, RankBuffers};
 use crate::types::{Call, Fault, Parts};
 
-/// Whether the rank lends all that peers have to reach.
-fn whole(call: &Call, rank: usize, lent: Lent) -> bool {
+/// Whether the rank lends all buffers that its peers access.
+fn lends_all(call: &Call, rank: usize, lent: LentOffsets) -> bool {
     direct::lends(call, rank).iter().zip(lent).all(|(lends, lent)| !lends || lent.is_some())
 }
 
-/// Takes what was lent back from the peers when dropped: after a failure, or a panic.
-struct Recall<'a> {
+/// Revokes lent memory from the peers when dropped, which happens after a failure or a panic.
+struct Revocation<'a> {
     shm: &'a Shm,
-    lent: Lent,
+    lent: LentOffsets,
     bytes: usize,
 }
 
-impl Drop for Recall<'_> {
+impl Drop for Revocation<'_> {
     fn drop(&mut self) {
         if self.lent == [None; 2] {
             return;
         }
         self.shm.arena.close();
         self.shm.control(self.shm.rank).gave_up.0.store(1, Ordering::Relaxed);
-        // What the caller writes to the input comes after this fence. A peer that reads any of it has its own fence after
-        // that, and then sees that this rank gave up.
+        // The caller's writes to the input come after this fence. A peer that reads any of them passes its acquire
+        // fence (in `large`) after that, and then sees `gave_up`.
         fence(Ordering::Release);
         let Some(start) = self.lent[1] else { return };
         let end = (start + self.bytes).next_multiple_of(GRAIN);
-        // SAFETY: the range is this operation's output, which is borrowed exclusively, and nothing else is on its pages:
-        // `find_alone` has seen to it.
+        // SAFETY: the range is this operation's output, which is borrowed exclusively. `find_unshared` has checked that
+        // nothing else is on its pages.
         unsafe { self.shm.segment.detach(self.shm.rank, &(start..end)) };
     }
 }
 
 impl Shm {
-    /// Runs any operation but a barrier, of any size.
+    /// Runs any operation except a barrier, of any size.
     pub(super) fn large(&self, phase: &Phase, buffers: &mut Buffers<'_>, deadline: &Deadline) -> Result<(), Fault> {
         let (call, rank) = (&phase.call, self.rank);
-        let mine = self.lend(call, buffers);
+        let own = self.lend(call, buffers);
         let parts = buffers.parts;
         let mut flow = lock(&self.flow);
-        let mut pass = Pass::new(self, phase, buffers, deadline, &mut flow);
-        // A rank that lends all may need no window.
-        let begun = direct::brings(call, rank) && !whole(call, rank, mine);
+        let mut pass = WindowOperation::new(self, phase, buffers, deadline, &mut flow);
+        // A rank that lends all its buffers may need no window.
+        let begun = direct::contributes(call, rank) && !lends_all(call, rank, own);
         let fits = small::fits(call, parts, self.world_size());
         if begun && fits {
-            self.bring(phase, buffers);
+            self.write_contribution(phase, buffers);
         } else if begun {
             pass.begin()?;
         }
-        let words = mine.map(|at| at.map_or(0, |at| at as u64 + 1));
-        for (word, value) in self.offer(rank, phase).lent.iter().zip(words) {
+        let words = own.map(|at| at.map_or(0, |at| at as u64 + 1));
+        for (word, value) in self.slot(rank, phase).lent.iter().zip(words) {
             word.store(value, Ordering::Relaxed);
         }
-        let mut recall = Recall { shm: self, lent: mine, bytes: call.bytes() };
+        let mut revocation = Revocation { shm: self, lent: own, bytes: call.bytes() };
         self.publish(phase);
         self.agree(phase, deadline)?;
         let (mut all, mut late) = (true, false);
         pass.flow.lent.clear();
         for peer in 0..self.world_size() {
-            let lent = self.lent(phase, peer)?;
-            let whole = whole(call, peer, lent);
-            all &= whole;
-            late |= whole && direct::brings(call, peer);
+            let lent = self.read_lent(phase, peer)?;
+            let lends_all = lends_all(call, peer, lent);
+            all &= lends_all;
+            late |= lends_all && direct::contributes(call, peer);
             pass.flow.lent.push(lent);
         }
         if all {
-            let Pass { flow, input, output, .. } = pass;
+            let WindowOperation { flow, input, output, .. } = pass;
             flow.step += 1;
-            self.direct(call, parts, Place { input, output }, &flow.lent);
-            // Between what was read and the look for those who gave up, see `Recall`.
+            self.direct(call, parts, RankBuffers { input, output }, &flow.lent);
+            // Between the reads of the inputs and those of `gave_up`; the partner is the fence in `Revocation`.
             fence(Ordering::Acquire);
             self.wait(phase, deadline, |peer| self.control(peer).gave_up.0.load(Ordering::Relaxed) == 0)?;
             self.done(flow.step);
             self.wait_for_step(phase, deadline, flow.step, |_| true)?;
         } else if fits && !late {
-            // Nobody lends, and the offers have all there is.
-            self.result(phase, buffers);
+            // No contributing rank lends, so all contributions are in the slots.
+            self.compute_result(phase, buffers);
         } else {
             pass.run(begun && !fits, late)?;
         }
-        recall.lent = [None; 2];
+        revocation.lent = [None; 2];
         Ok(())
     }
 
-    /// Does this rank's share straight between the buffers.
-    fn direct(&self, call: &Call, parts: Parts<'_>, own: Place, lent: &[Lent]) {
-        let place = |rank: usize| {
+    /// Carries out this rank's share straight between the buffers.
+    fn direct(&self, call: &Call, parts: Parts<'_>, own: RankBuffers, lent: &[LentOffsets]) {
+        let buffers_of = |rank: usize| {
             let at = |lent: Option<usize>| lent.map_or(null_mut(), |at| self.segment.arena(rank, at).as_ptr());
             if rank == self.rank {
                 own
             } else {
-                Place { input: at(lent[rank][0]).cast_const(), output: at(lent[rank][1]) }
+                RankBuffers { input: at(lent[rank][0]).cast_const(), output: at(lent[rank][1]) }
             }
         };
-        // SAFETY: all ranks have made this call, and every rank lends what `lends` names: `large` has seen to both. Of
-        // this rank they are the caller's buffers. Of the others they are within their arenas, which stay mapped, and
-        // whatever is there are elements. A sound peer leaves its buffers alone until all are done; what a broken one
-        // does to them, it does to the elements only.
-        unsafe { direct::share(call, parts, self.rank, self.world_size(), place) };
+        // SAFETY: all ranks have made this call, and every rank lends what `lends` names, as checked by `large`. This
+        // rank's buffers are the caller's. Those of peers are within their arenas, which stay mapped, and any bits
+        // there are valid elements. A sound peer does not access its buffers until all are done. A broken one only
+        // changes elements.
+        unsafe { direct::share(call, parts, self.rank, self.world_size(), buffers_of) };
     }
 
-    /// What this rank can lend of what its peers have to reach.
-    fn lend(&self, call: &Call, buffers: &Buffers<'_>) -> Lent {
+    /// The buffers that peers access and that this rank can lend.
+    fn lend(&self, call: &Call, buffers: &Buffers<'_>) -> LentOffsets {
         let [input, output] = direct::lends(call, self.rank);
-        let in_place = buffers.input.unwrap_or(buffers.output);
-        // What peers write must be something that can be taken back.
-        let written = output.then(|| self.arena.find_alone(buffers.output.as_ptr(), buffers.output.len())).flatten();
-        let read = input.then(|| self.arena.find(in_place.as_ptr(), in_place.len())).flatten();
+        let source = buffers.input.unwrap_or(buffers.output);
+        // A buffer that peers write must be revocable.
+        let written = output.then(|| self.arena.find_unshared(buffers.output.as_ptr(), buffers.output.len())).flatten();
+        let read = input.then(|| self.arena.find(source.as_ptr(), source.len())).flatten();
         [read, written]
     }
 
-    /// What the rank's offer says that it lends. It is published.
-    fn lent(&self, phase: &Phase, rank: usize) -> Result<Lent, Fault> {
+    /// Reads from the rank's slot what it lends. The slot is published.
+    fn read_lent(&self, phase: &Phase, rank: usize) -> Result<LentOffsets, Fault> {
         let (call, size) = (&phase.call, self.segment.arena_size());
         let mut lent = [None; 2];
-        for ((at, lends), word) in lent.iter_mut().zip(direct::lends(call, rank)).zip(&self.offer(rank, phase).lent) {
-            // Relaxed: `agree` has seen the offer's number.
+        for ((at, lends), word) in lent.iter_mut().zip(direct::lends(call, rank)).zip(&self.slot(rank, phase).lent) {
+            // Relaxed: `agree` has acquired the slot's number.
             let word = word.load(Ordering::Relaxed);
             if !lends || word == 0 {
                 continue;
@@ -144,7 +145,7 @@ impl Shm {
             let begin = usize::try_from(word - 1).unwrap_or(usize::MAX);
             let within = begin.checked_add(call.bytes()).is_some_and(|end| end <= size);
             if !within || !begin.is_multiple_of(call.dtype.size()) {
-                let reason = "what it wrote to shared memory as its buffer's place is none".into();
+                let reason = "the buffer offset that it wrote to shared memory is invalid".into();
                 return Err(Fault::Lost { peer: self.members[rank], reason });
             }
             *at = Some(begin);
@@ -178,7 +179,7 @@ mod tests {
         sequence: 0,
     };
 
-    /// Two ranks of one process, each with a mapping of its own.
+    /// Two ranks in one process, each with its own mapping of the segment.
     fn pair() -> [Shm; 2] {
         let (zero, file) = Segment::create(2).unwrap();
         let one = Segment::open(&file, 2).unwrap();
@@ -190,10 +191,10 @@ mod tests {
         })
     }
 
-    const PHASE: Phase = Phase { call: SITE.call, sequence: 0, whole: SITE };
+    const PHASE: Phase = Phase { call: SITE.call, sequence: 0, site: SITE };
 
     fn bytes(storage: &mut Box<dyn Storage>) -> &mut [u8] {
-        // SAFETY: so many were asked for, and the borrow is of what alone has them.
+        // SAFETY: the storage was allocated with this many bytes, and is borrowed exclusively.
         unsafe { std::slice::from_raw_parts_mut(storage.start().as_ptr(), SITE.call.bytes()) }
     }
 
@@ -202,68 +203,68 @@ mod tests {
     }
 
     #[test]
-    fn a_place_that_is_none_ends_the_operation() {
+    fn an_invalid_offset_ends_the_operation() {
         let size = |shm: &Shm| shm.segment.arena_size() as u64;
         let last = |shm: &Shm| size(shm) - SITE.call.bytes() as u64;
         for word in 0..4 {
             let [zero, one] = pair();
             let lie = [u64::MAX, last(&one) + 4 + 1, 2 + 1, size(&one) + 1][word];
             let mut mine = zero.allocate(SITE.call.bytes()).unwrap().unwrap();
-            one.offer(1, &PHASE).lent[0].store(1, Ordering::Relaxed);
-            one.offer(1, &PHASE).lent[1].store(1, Ordering::Relaxed);
-            one.offer(1, &PHASE).lent[word % 2].store(lie, Ordering::Relaxed);
+            one.slot(1, &PHASE).lent[0].store(1, Ordering::Relaxed);
+            one.slot(1, &PHASE).lent[1].store(1, Ordering::Relaxed);
+            one.slot(1, &PHASE).lent[word % 2].store(lie, Ordering::Relaxed);
             one.publish(&PHASE);
             let fault = run(&zero, bytes(&mut mine), Duration::from_secs(60)).unwrap_err();
-            assert!(matches!(&fault, Fault::Lost { peer: 1, reason } if reason.contains("place")), "{lie}: {fault:?}");
+            assert!(matches!(&fault, Fault::Lost { peer: 1, reason } if reason.contains("offset")), "{lie}: {fault:?}");
         }
         let [zero, one] = pair();
-        one.offer(1, &PHASE).lent[0].store(last(&one) + 1, Ordering::Relaxed);
-        assert_eq!(zero.lent(&PHASE, 1), Ok([Some(last(&one) as usize), None]));
+        one.slot(1, &PHASE).lent[0].store(last(&one) + 1, Ordering::Relaxed);
+        assert_eq!(zero.read_lent(&PHASE, 1), Ok([Some(last(&one) as usize), None]));
     }
 
     #[test]
-    fn what_a_late_peer_writes_after_a_failure_is_not_seen() {
+    fn writes_of_a_late_peer_after_a_failure_are_not_visible() {
         let [zero, one] = pair();
         let mut mine = zero.allocate(SITE.call.bytes()).unwrap().unwrap();
         bytes(&mut mine).fill(7);
         let fault = run(&zero, bytes(&mut mine), Duration::from_millis(1)).unwrap_err();
         assert_eq!(fault, Fault::Timeout { missing: vec![1] });
-        // Where rank 1 would have stored its part of the result.
-        let place = one.lent(&PHASE, 0).unwrap()[1].expect("rank 0 lent its output");
-        // SAFETY: rank 1's own mapping is there for as long as the rank, and nobody else uses it.
-        unsafe { one.segment.arena(0, place).write_bytes(9, SITE.call.bytes()) };
+        // The address at which rank 1 would have stored its part of the result.
+        let offset = one.read_lent(&PHASE, 0).unwrap()[1].expect("rank 0 lent its output");
+        // SAFETY: rank 1's own mapping lives as long as the rank, and nothing else uses it.
+        unsafe { one.segment.arena(0, offset).write_bytes(9, SITE.call.bytes()) };
         assert!(bytes(&mut mine).iter().all(|byte| *byte == 7));
-        // The place in the file is not given away again.
+        // This part of the file is not used again.
         assert!(zero.allocate(SITE.call.bytes()).is_none());
         drop(mine);
         assert!(zero.allocate(SITE.call.bytes()).is_none());
     }
 
     #[test]
-    fn what_a_late_peer_reads_after_a_failure_is_no_result() {
+    fn reads_of_a_late_peer_after_a_failure_give_no_result() {
         let [zero, one] = pair();
         let [mut mine, mut theirs] = [&zero, &one].map(|rank| rank.allocate(SITE.call.bytes()).unwrap().unwrap());
-        // Rank 1 stops after its offer, whose buffer is the first in its arena.
-        one.offer(1, &PHASE).lent.iter().for_each(|word| word.store(1, Ordering::Relaxed));
+        // Rank 1 stops after it has published its slot, with the first buffer in its arena.
+        one.slot(1, &PHASE).lent.iter().for_each(|word| word.store(1, Ordering::Relaxed));
         one.publish(&PHASE);
         let fault = run(&zero, bytes(&mut mine), Duration::from_millis(1)).unwrap_err();
         assert_eq!(fault, Fault::Timeout { missing: vec![1] });
-        // It goes on when rank 0, which had done its share, has given up.
+        // It resumes after rank 0, which had done its share, has given up.
         let fault = run(&one, bytes(&mut theirs), Duration::from_millis(1)).unwrap_err();
         assert_eq!(fault, Fault::Timeout { missing: vec![0] });
     }
 
     #[test]
-    fn dropped_memory_is_used_again_and_zeroed() {
+    fn dropped_memory_is_reused_and_zeroed() {
         let [zero, _one] = pair();
         let mut first = zero.allocate(SITE.call.bytes()).unwrap().unwrap();
         bytes(&mut first).fill(7);
-        let place = first.start();
+        let address = first.start();
         drop(first);
         let mut second = zero.allocate(SITE.call.bytes()).unwrap().unwrap();
-        assert_eq!(second.start(), place);
+        assert_eq!(second.start(), address);
         assert!(bytes(&mut second).iter().all(|byte| *byte == 0));
         let third = zero.allocate(SITE.call.bytes()).unwrap().unwrap();
-        assert!(third.start().addr().get() - place.addr().get() >= SITE.call.bytes());
+        assert!(third.start().addr().get() - address.addr().get() >= SITE.call.bytes());
     }
 }

@@ -1,13 +1,13 @@
-//! The memory that the ranks of a host share: how it comes into being, and what is where in it.
+//! The segment: creation and layout of the memory that the ranks of a host share.
 //!
-//! It is an anonymous file (memfd), which has no name anywhere: it is gone when the last process that has it is,
-//! however that ends. Its size is sealed, so that no process can take pages away under the others' feet.
+//! It is an anonymous file (memfd) without a name, so it disappears with the last process that has it, however that
+//! process ends. Its size is sealed, so no process can take away pages that others access.
 //!
-//! Behind the shares, which operations use, each rank has an arena, for buffers that live here from the start. Arenas are
-//! addresses without memory until some is asked for.
+//! The segment begins with one share per rank, which operations use. Behind the shares each rank has an arena, for
+//! buffers that are allocated in shared memory. Arenas are address ranges without pages until a buffer needs some.
 //!
-//! A peer may be broken and write anything. So nothing that is read from the segment becomes an index, a length or a
-//! pointer; calls are compared with what this rank expects, and everything else is elements, which may have any bits.
+//! A peer may be broken and write anything. So nothing that is read from the segment is used unchecked as an index, a
+//! length or a pointer. Calls are compared with the one that this rank expects. All else is elements, with any bits.
 
 use std::io;
 use std::ops::Range;
@@ -20,29 +20,28 @@ use rustix::process::{Resource, getrlimit};
 
 use super::control::Control;
 
-/// Operations of at most so many bytes travel in the offers wherever their buffers are. Larger ones go straight between
-/// buffers in the arenas: that takes a second hand-off, but copies nothing on the way.
+/// Operations of at most this many bytes use the exchange slots, wherever their buffers are. Larger ones go straight
+/// between buffers in the arenas where they can. That takes a second hand-off, but no intermediate copy.
 pub(super) const TINY: usize = 1 << 10;
 
 /// Buffers in each rank's window, used in turn.
 pub(super) const BUFFERS: usize = 4;
 
-/// The largest block between two ranks and between more, and the largest buffer, which has a block for each rank: a window
-/// then stays in the second-level cache of the core that fills it, also where two ranks share a core.
+/// The largest block between two ranks, the largest block between more, and the largest buffer, which has one block per
+/// rank. With these limits a window stays in the second-level cache of its core, even if two ranks share the core.
 const PAIR_BLOCK: usize = 128 << 10;
 const BLOCK: usize = 32 << 10;
 const BUFFER: usize = 256 << 10;
 
 const PAGE: usize = 4096;
 
-/// What is in an arena begins and ends at multiples of this, and so does every arena: the largest page that systems with
-/// small pages have.
+/// Arenas and ranges in them begin and end at multiples of this: the largest page on systems with small pages.
 pub(super) const GRAIN: usize = 64 << 10;
 
-/// Addresses for all arenas together. A process has 128 times as many, and may have a mapping for each of its ranks.
+/// Address space of all arenas together, in bytes. A process has 128 times as much, and may map one segment per rank.
 const ARENAS: u64 = 1 << 40;
 
-/// Where a rank's window begins, behind its control part.
+/// Offset of a rank's window in its share, behind the control part.
 const CONTROL: usize = size_of::<Control>().next_multiple_of(PAGE);
 
 /// This process's view of the segment.
@@ -53,19 +52,19 @@ pub(crate) struct Segment {
     block: usize,
     share: usize,
     arena: usize,
-    /// Arenas get their memory by it.
+    /// Kept to allocate the arenas' pages.
     file: OwnedFd,
 }
 
-// SAFETY: the mapping stays where it is until the segment is dropped; what it holds is atomics, and bytes that are
-// accessed as `Offer` and `chunks` say.
+// SAFETY: the mapping stays at its address until the segment is dropped. It holds atomics, and bytes that are accessed
+// under the rules of `Offer` and `chunks`.
 unsafe impl Send for Segment {}
 // SAFETY: as above.
 unsafe impl Sync for Segment {}
 
-/// Bytes of a block: one rank's part of a chunk.
+/// Bytes of a block, which holds one part's piece of a chunk.
 const fn block(world_size: usize) -> usize {
-    // Whole cache lines, so whole elements too.
+    // Whole cache lines, and therefore whole elements.
     let even = BUFFER / world_size / 64 * 64;
     let most = if world_size == 2 { PAIR_BLOCK } else { BLOCK };
     if even > most {
@@ -82,12 +81,12 @@ const fn share(world_size: usize) -> usize {
     CONTROL + (BUFFERS * world_size * block(world_size)).next_multiple_of(PAGE)
 }
 
-/// Bytes of all shares, and so where the arenas begin.
+/// Bytes of all shares, which is the offset of the first arena.
 const fn shares(world_size: usize) -> usize {
     (world_size * share(world_size)).next_multiple_of(GRAIN)
 }
 
-/// Bytes of an arena: a power of two, less where this process may have few addresses or may make small files only, or 0.
+/// Bytes of an arena: a power of two, or 0. Less where resource limits on address space or file size require it.
 fn arena(world_size: usize) -> usize {
     let limit = |resource| getrlimit(resource).current.unwrap_or(u64::MAX) / 4;
     let each = ARENAS.min(limit(Resource::As)).min(limit(Resource::Fsize)) as usize / world_size;
@@ -95,7 +94,7 @@ fn arena(world_size: usize) -> usize {
 }
 
 impl Segment {
-    /// Makes the shares' memory, all of it: what cannot be had is an error here and not a signal later.
+    /// Creates a segment and allocates all memory of the shares: a lack of memory is an error here, not a signal later.
     pub fn create(world_size: usize) -> io::Result<(Segment, OwnedFd)> {
         let file = rustix::fs::memfd_create("bonfire", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
         let arena = arena(world_size);
@@ -105,41 +104,41 @@ impl Segment {
         Ok((Segment::map(&file, world_size, arena)?, file))
     }
 
-    /// Takes part in the memory that another rank made.
+    /// Maps a segment that another rank created.
     pub fn open(file: &OwnedFd, world_size: usize) -> io::Result<Segment> {
-        let wrong = |what| Err(io::Error::new(io::ErrorKind::InvalidData, what));
-        // The rank that made it decided on the arenas. No other layout leaves a power of two for each.
+        let invalid = |what| Err(io::Error::new(io::ErrorKind::InvalidData, what));
+        // The creator chose the size of the arenas. Only the same layout leaves a power of two for each.
         let size = usize::try_from(rustix::fs::fstat(file)?.st_size).unwrap_or(0);
         let arenas = size.checked_sub(shares(world_size)).filter(|arenas| arenas.is_multiple_of(world_size));
         let arena = arenas.map(|arenas| arenas / world_size);
         let Some(arena) = arena.filter(|arena| *arena == 0 || *arena >= GRAIN && arena.is_power_of_two()) else {
-            return wrong("the memory has another size than this program gives it");
+            return invalid("the shared memory has another layout than here: run the same program on all ranks");
         };
-        // Where it cannot shrink, no access within its size can fail. Without this a peer could end this process.
+        // If the file cannot shrink, no access within its size can fail. Otherwise a peer could kill this process.
         if !rustix::fs::fcntl_get_seals(file)?.contains(SealFlags::SHRINK | SealFlags::SEAL) {
-            return wrong("the memory's size is not sealed");
+            return invalid("the size of the shared memory is not sealed");
         }
         Segment::map(file, world_size, arena)
     }
 
     fn map(file: &OwnedFd, world_size: usize, arena: usize) -> io::Result<Segment> {
         let bytes = shares(world_size) + world_size * arena;
-        // What can fail for want of descriptors comes before what would then be left.
+        // This can fail for lack of descriptors, so it comes before the mapping, which would leak.
         let file = file.try_clone()?;
         let (access, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED | MapFlags::NORESERVE);
         // SAFETY: a mapping at an address that the system chooses changes no memory of this process.
         let base = unsafe { rustix::mm::mmap(std::ptr::null_mut(), bytes, access, flags, &file, 0)? };
         let base = NonNull::new(base.cast()).ok_or(io::ErrorKind::OutOfMemory)?;
         let segment = Segment { base, world_size, block: block(world_size), share: share(world_size), arena, file };
-        // The shares' pages at once, so that no operation pays for page faults.
+        // Populates the shares now, so that no operation pays for page faults.
         let flags = flags | MapFlags::POPULATE | MapFlags::FIXED;
-        // SAFETY: the shares' part of the mapping that was just made is replaced by the same, and nobody uses it yet.
+        // SAFETY: this replaces the shares' part of the mapping just made by the same, and nothing uses it yet.
         unsafe { rustix::mm::mmap(base.as_ptr().cast(), shares(world_size), access, flags, &segment.file, 0)? };
         if arena > 0 {
             // SAFETY: advice that changes no memory; the arenas are behind the shares in the mapping.
             unsafe {
                 let arenas = base.as_ptr().add(shares(world_size)).cast();
-                // A dump of this process's memory would otherwise fill all of it with pages.
+                // Otherwise a core dump would fill all of the arenas with pages.
                 rustix::mm::madvise(arenas, world_size * arena, Advice::LinuxDontDump)?;
             }
         }
@@ -157,12 +156,12 @@ impl Segment {
     }
 
     pub(super) fn control(&self, rank: usize) -> &Control {
-        // SAFETY: a share begins with its control part, at a page's beginning. All of it are atomics and cells, for
-        // which the file's zeros and whatever is written to them are valid values, and it lives as long as `self`.
+        // SAFETY: a share begins with its control part, aligned to a page. It consists of atomics and cells, for which
+        // the file's zeros and all that peers may write are valid values. It lives as long as `self`.
         unsafe { &*self.share_of(rank).cast::<Control>() }
     }
 
-    /// Bytes of a block: one rank's part of a chunk.
+    /// Bytes of a block, which holds one part's piece of a chunk.
     pub fn block_size(&self) -> usize {
         self.block
     }
@@ -179,7 +178,7 @@ impl Segment {
         self.arena
     }
 
-    /// The byte `at` of the rank's arena, or its end.
+    /// The address of byte `at` of the rank's arena. `at` may be the arena's end.
     pub fn arena(&self, rank: usize, at: usize) -> NonNull<u8> {
         assert!(rank < self.world_size && at <= self.arena, "byte {at} of arena {rank}");
         // SAFETY: behind the shares, the mapping has an arena for each rank below `world_size`.
@@ -190,10 +189,9 @@ impl Segment {
         shares(self.world_size) + rank * self.arena + at
     }
 
-    /// Puts pages where this range of the rank's arena has none. All of them at once: what cannot be had is an error
-    /// here and not a signal later.
+    /// Allocates the missing pages of this range of the arena: a lack of memory is an error here, not a signal later.
     pub fn back(&self, rank: usize, range: &Range<usize>) -> io::Result<()> {
-        // The system would look for pages until it has to end some process.
+        // Checked first: the system would allocate pages until it has to kill some process.
         if let Some(available) = available().filter(|available| range.len() > *available) {
             let reason = format!("the system has {} MiB of memory to spare", available >> 20);
             return Err(io::Error::new(io::ErrorKind::OutOfMemory, reason));
@@ -203,37 +201,37 @@ impl Segment {
         // SAFETY: the range is within the arena, and the advice changes nothing in it.
         unsafe {
             let at = self.arena(rank, range.start).as_ptr().cast();
-            // Many faults at once are cheaper. Systems before Linux 5.14 cannot, and have them one by one later.
+            // Many faults at once are cheaper. Before Linux 5.14 this fails, and the faults come one by one later.
             let _ = rustix::mm::madvise(at, range.len(), Advice::LinuxPopulateWrite);
         }
         Ok(())
     }
 
-    /// Takes the pages from a range of the rank's own arena that no buffer has.
+    /// Frees the pages of a range of the rank's own arena that no buffer uses.
     pub fn clear(&self, rank: usize, range: &Range<usize>) {
         let (offset, len) = (self.offset(rank, range.start) as u64, range.len() as u64);
         let punch = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
         if let Err(e) = rustix::fs::fallocate(&self.file, punch, offset, len) {
-            log::warn!("cannot give back {len} bytes of shared memory: {e}");
+            log::warn!("cannot free {len} bytes of shared memory: {e}");
         }
-        // A range that was detached has pages of its own.
-        // SAFETY: the range is within the arena, and nobody uses what is in it.
+        // A detached range has private pages, which the hole does not free.
+        // SAFETY: the range is within the arena, and nothing uses its contents.
         let _ = unsafe {
             rustix::mm::madvise(self.arena(rank, range.start).as_ptr().cast(), range.len(), Advice::LinuxDontNeed)
         };
     }
 
-    /// Puts pages of this process's own in the place of a range of the rank's own arena, with the same contents: what
-    /// peers write there from now on is not seen here any more.
+    /// Replaces a range of the rank's own arena by private pages with the same contents. This process no longer sees
+    /// what peers write there from now on.
     ///
     /// # Safety
-    /// The range begins and ends at multiples of [`GRAIN`], and meanwhile nobody in this process accesses it.
+    /// The range begins and ends at multiples of [`GRAIN`], and nothing in this process accesses it during the call.
     pub unsafe fn detach(&self, rank: usize, range: &Range<usize>) {
         let (at, len) = (self.arena(rank, range.start).as_ptr(), range.len());
         assert!(range.end <= self.arena, "{range:?} of an arena");
         let (access, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE | MapFlags::NORESERVE);
         // SAFETY: the new mapping is at an address that the system chooses and as long as the range, so the copy is
-        // within both; then it replaces the range, which nobody here accesses, as the caller vouches for.
+        // within both. It then replaces the range, which nothing in this process accesses, as the caller ensures.
         let replaced = unsafe {
             rustix::mm::mmap_anonymous(std::ptr::null_mut(), len, access, flags).and_then(|fresh| {
                 std::ptr::copy_nonoverlapping(at, fresh.cast(), len);
@@ -242,13 +240,13 @@ impl Segment {
         };
         if let Err(e) = replaced {
             log::error!("cannot take {len} bytes back from a peer that may still write to them: {e}");
-            // As wherever there is no memory and no way to go on: the caller must not have them.
+            // The caller must not get these bytes back, and there is no way to continue without memory.
             std::alloc::handle_alloc_error(std::alloc::Layout::new::<Control>());
         }
     }
 }
 
-/// Bytes of memory that the system says a new program could have.
+/// Bytes of memory that are available to a new program, as estimated by the system.
 fn available() -> Option<usize> {
     let info = std::fs::read_to_string("/proc/meminfo").ok()?;
     let text = info.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
@@ -257,8 +255,8 @@ fn available() -> Option<usize> {
 
 impl Drop for Segment {
     fn drop(&mut self) {
-        // SAFETY: the mapping was made by `map` with this size, and nothing that borrows from `self` is left. Where a
-        // range was detached, it goes too.
+        // SAFETY: the mapping was made by `map` with this size, and nothing borrows from `self` any more. Detached
+        // ranges are within it and are unmapped too.
         let unmapped = unsafe { rustix::mm::munmap(self.base.as_ptr().cast(), self.offset(self.world_size, 0)) };
         if let Err(e) = unmapped {
             log::error!("cannot unmap shared memory: {e}");
@@ -271,7 +269,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn blocks_are_whole_lines_apart_from_each_other_and_within_the_segment() {
+    fn blocks_are_aligned_disjoint_and_within_the_segment() {
         for n in [1, 2, 3, 7, 64, 1000] {
             let (segment, file) = Segment::create(n).unwrap();
             let size = rustix::fs::fstat(&file).unwrap().st_size as usize;
@@ -292,7 +290,7 @@ mod tests {
     }
 
     #[test]
-    fn the_size_is_sealed_and_what_one_view_writes_the_other_reads() {
+    fn the_size_is_sealed_and_two_mappings_share_memory() {
         let (mine, file) = Segment::create(3).unwrap();
         let theirs = Segment::open(&file, 3).unwrap();
         assert!(rustix::fs::ftruncate(&file, 0).is_err());

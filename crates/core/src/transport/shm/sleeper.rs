@@ -1,15 +1,15 @@
-//! How a rank sleeps in shared memory until a peer, or its own control thread, wakes it.
+//! Sleeping in shared memory until a peer, or the rank's own control thread, rings.
 
 use std::time::Duration;
 
 use super::futex::Futex;
 use crate::sync::{AtomicU32, Ordering, fence};
 
-/// Where one rank sleeps. The rank itself says for whom, and whoever wakes it counts the bell up.
+/// The place where one rank sleeps. Only that rank writes `waits_for`; a thread that wakes it increments `bell`.
 #[derive(Default)]
 #[repr(C)]
 pub(super) struct Sleeper {
-    /// The rank whose next step is waited for, plus one; 0 while awake.
+    /// The rank for whose next step this rank sleeps, plus one; 0 while it is awake.
     waits_for: AtomicU32,
     bell: Futex,
 }
@@ -17,28 +17,28 @@ pub(super) struct Sleeper {
 impl Sleeper {
     /// Wakes the rank whose sleeper this is, whatever it waits for.
     pub fn ring(&self) {
-        // Release: who sees the new count sees what was done before. It wraps around after four billion wakes, and a
-        // sleeper would have to miss them all at once.
+        // Release: a thread that sees the new count sees what was done before. The count wraps around after four
+        // billion rings; a sleeper would have to miss all of them in one sleep.
         self.bell.rings.fetch_add(1, Ordering::Release);
         self.bell.wake();
     }
 
-    /// Wakes the rank if it waits for `rank`, which has just stored a step and passed a SeqCst fence since.
+    /// Wakes the rank if it waits for `rank`, the caller, which has passed a SeqCst fence since it stored its step.
     pub fn ring_for(&self, rank: usize) {
         if self.waits_for.load(Ordering::Relaxed) == rank as u32 + 1 {
             self.ring();
         }
     }
 
-    /// Sleeps until `rank` makes a step, or something else rings, or for `nap`. Returns at once where `awake` finds,
-    /// once this rank has said that it sleeps, that there is nothing to sleep for.
+    /// Sleeps until `rank` makes a step, another event rings, or `nap` is over. Returns at once if `awake`, which is
+    /// called after this rank has announced that it sleeps, finds that there is nothing to wait for.
     pub fn sleep_for(&self, rank: usize, nap: Duration, awake: impl FnOnce() -> bool) {
-        // Acquire: a ring that is counted already has happened before `awake` looks.
+        // Acquire: `awake` sees what happened before a ring that is counted already.
         let heard = self.bell.rings.load(Ordering::Acquire);
         self.waits_for.store(rank as u32 + 1, Ordering::Relaxed);
-        // The peer stores its step, passes its fence and looks for sleepers; this rank says that it sleeps, passes its
-        // fence and looks for the step. So one of the two sees the other (the store-buffer pattern, which needs SeqCst
-        // fences on both sides). A ring from here on changes the word, and then the futex does not sleep.
+        // The peer stores its step, passes its fence and checks for sleepers. This rank announces that it sleeps,
+        // passes its fence and checks for the step. So one of the two sees the other (the store-buffer pattern, which
+        // needs SeqCst fences on both sides). A ring from here on changes the word, so the futex does not sleep.
         fence(Ordering::SeqCst);
         if !awake() {
             self.bell.wait(heard, nap);
@@ -53,11 +53,11 @@ mod tests {
     use std::sync::atomic::AtomicU64;
     use std::time::Instant;
 
-    /// Longer than the test may take: a wake that is lost makes it fail.
+    /// Longer than a test may take: a lost wake-up makes it fail.
     const NAP: Duration = Duration::from_secs(60);
 
     #[test]
-    fn no_wake_is_lost() {
+    fn no_wake_up_is_lost() {
         const TURNS: u64 = 10_000;
         let (sleepers, step, start) = ([Sleeper::default(), Sleeper::default()], AtomicU64::new(0), Instant::now());
         std::thread::scope(|scope| {
@@ -80,7 +80,7 @@ mod tests {
     }
 
     #[test]
-    fn a_ring_between_the_last_look_and_the_sleep_is_heard() {
+    fn a_ring_between_the_last_check_and_the_sleep_is_not_lost() {
         let (sleeper, start) = (Sleeper::default(), Instant::now());
         sleeper.sleep_for(1, NAP, || {
             sleeper.ring();
@@ -94,7 +94,7 @@ mod tests {
     }
 
     #[test]
-    fn an_alarm_wakes_who_waits_for_somebody_else() {
+    fn a_ring_wakes_a_rank_that_waits_for_another_one() {
         let (sleeper, failed, start) = (Sleeper::default(), AtomicU64::new(0), Instant::now());
         std::thread::scope(|scope| {
             scope.spawn(|| {
@@ -102,7 +102,7 @@ mod tests {
                     sleeper.sleep_for(1, NAP, || failed.load(Ordering::Acquire) == 1);
                 }
             });
-            // Whether the other sleeps already or not yet.
+            // The other thread sleeps already, or it does not yet.
             failed.store(1, Ordering::Release);
             sleeper.ring();
         });

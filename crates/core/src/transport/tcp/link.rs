@@ -1,4 +1,4 @@
-//! Data connections.
+//! Data connections to one peer, and the loop that moves messages on them.
 
 use std::io::{ErrorKind, IoSlice, IoSliceMut, Read, Write};
 use std::net::{Shutdown, TcpStream};
@@ -12,8 +12,8 @@ use crate::control::{Board, MOST, Watch};
 use crate::sync::YIELDING;
 use crate::types::{Fault, Site, partition};
 
-/// The connections to one peer, whose both directions are driven by one thread at a time. Large messages are cut into a
-/// stripe for each; small ones take the first.
+/// The data connections to one peer. One thread at a time drives both directions. A large message is cut into one
+/// stripe per connection; a small one takes the first connection.
 pub(crate) struct Link {
     streams: Vec<TcpStream>,
 }
@@ -24,7 +24,7 @@ const STRIPE: usize = 64 << 10;
 const HEADER: usize = Site::BYTES + 8;
 
 impl Link {
-    /// Of 1 to [`MOST`] connections, in the order in which both sides count them.
+    /// A link of 1 to [`MOST`] connections, in the order that both sides use.
     pub fn new(streams: Vec<TcpStream>) -> std::io::Result<Link> {
         for stream in &streams {
             stream.set_nodelay(true)?;
@@ -33,13 +33,13 @@ impl Link {
         Ok(Link { streams })
     }
 
-    /// On how many connections a message of so many bytes goes: both sides compute the same.
+    /// The number of connections that share a message of `bytes` bytes. Both sides compute the same.
     fn stripes(&self, bytes: usize) -> usize {
         (bytes / STRIPE).clamp(1, self.streams.len())
     }
 }
 
-/// Stripes of one message, each a message of its own on its connection.
+/// The stripes of one message that are not done yet. Each is a message of its own on its connection.
 struct Stripes<M>([Option<M>; MOST]);
 
 impl<M> Stripes<M> {
@@ -48,15 +48,15 @@ impl<M> Stripes<M> {
     }
 }
 
-/// A message, or stripe of one, on its way out.
+/// An outgoing message, or a stripe of one.
 struct Outbound<'a> {
     header: [u8; HEADER],
     payload: &'a [u8],
     sent: usize,
 }
 
-/// A message, or stripe of one, that is expected.
-struct Incoming<'a> {
+/// An expected message, or a stripe of one.
+struct Inbound<'a> {
     expected: [u8; HEADER],
     header: [u8; HEADER],
     payload: &'a mut [u8],
@@ -84,17 +84,17 @@ impl<'a> Outbound<'a> {
     }
 }
 
-impl<'a> Incoming<'a> {
+impl<'a> Inbound<'a> {
     fn new(tag: &Site, payload: &'a mut [u8]) -> Self {
-        Incoming { expected: header(tag, payload.len()), header: [0; HEADER], payload, received: 0 }
+        Inbound { expected: header(tag, payload.len()), header: [0; HEADER], payload, received: 0 }
     }
 
     fn done(&self) -> bool {
         self.received == HEADER + self.payload.len()
     }
 
-    /// Where the header is complete and not the expected one, what it says instead.
-    fn foreign(&self) -> Option<Site> {
+    /// The tag in a complete header that is not the expected one. The expected tag if that one is invalid.
+    fn mismatch(&self) -> Option<Site> {
         if self.received < HEADER || self.header == self.expected {
             return None;
         }
@@ -125,7 +125,7 @@ fn header(tag: &Site, length: usize) -> [u8; HEADER] {
     header
 }
 
-/// A message to a peer, or from one.
+/// A message to a peer: its rank, its link and the payload.
 pub(super) type Out<'a> = (usize, &'a Link, &'a [u8]);
 pub(super) type In<'a> = (usize, &'a Link, &'a mut [u8]);
 
@@ -139,19 +139,19 @@ impl<'a> Stripes<Outbound<'a>> {
     }
 }
 
-impl<'a> Stripes<Incoming<'a>> {
+impl<'a> Stripes<Inbound<'a>> {
     fn of(tag: &Site, link: &Link, mut payload: &'a mut [u8]) -> Self {
         let (mut stripes, n, len) = (Self::none(), link.stripes(payload.len()), payload.len());
         for (i, stripe) in stripes.0.iter_mut().take(n).enumerate() {
-            let (piece, rest) = payload.split_at_mut(partition(len, n, i).len());
-            *stripe = Some(Incoming::new(tag, piece));
+            let (head, rest) = payload.split_at_mut(partition(len, n, i).len());
+            *stripe = Some(Inbound::new(tag, head));
             payload = rest;
         }
         stripes
     }
 }
 
-/// Moves both messages to their ends.
+/// Sends and receives messages until both are complete.
 pub(super) fn drive(
     tag: &Site,
     outgoing: Option<Out<'_>>,
@@ -159,15 +159,15 @@ pub(super) fn drive(
     watch: &mut Watch<'_>,
 ) -> Result<(), Fault> {
     let mut out = outgoing.map(|(peer, link, payload)| (peer, link, Stripes::<Outbound<'_>>::of(tag, link, payload)));
-    let mut into = incoming.map(|(peer, link, payload)| (peer, link, Stripes::<Incoming<'_>>::of(tag, link, payload)));
+    let mut into = incoming.map(|(peer, link, payload)| (peer, link, Stripes::<Inbound<'_>>::of(tag, link, payload)));
     let mut idle: Option<Instant> = None;
     loop {
         let mut moved = false;
-        // A stripe that is through is forgotten.
+        // A stripe that is complete is dropped.
         if let Some((peer, link, stripes)) = &mut out {
             for (stream, stripe) in link.streams.iter().zip(&mut stripes.0) {
                 let Some(message) = stripe else { continue };
-                moved |= advanced(message.advance(stream), *peer, watch.board())?;
+                moved |= moved_bytes(message.advance(stream), *peer, watch.board())?;
                 if message.done() {
                     *stripe = None;
                 }
@@ -176,12 +176,12 @@ pub(super) fn drive(
         if let Some((peer, link, stripes)) = &mut into {
             for (stream, stripe) in link.streams.iter().zip(&mut stripes.0) {
                 let Some(message) = stripe else { continue };
-                if advanced(message.advance(stream), *peer, watch.board())? {
-                    // What fills the network may hold up the words of the control connection.
+                if moved_bytes(message.advance(stream), *peer, watch.board())? {
+                    // Data that saturate the network may delay the heartbeats on the control connection.
                     watch.board().speaks(*peer);
                     moved = true;
                 }
-                if let Some(tag) = message.foreign() {
+                if let Some(tag) = message.mismatch() {
                     return Err(watch.unexpected(*peer, tag));
                 }
                 if message.done() {
@@ -205,13 +205,13 @@ pub(super) fn drive(
         }
         let sending = out.iter().flat_map(|(_, link, stripes)| pending(link, stripes, PollFlags::OUT));
         let receiving = into.iter().flat_map(|(_, link, stripes)| pending(link, stripes, PollFlags::IN));
-        if !ready(sending.chain(receiving), watch) {
+        if !wait_ready(sending.chain(receiving), watch) {
             watch.tick(waiting_for)?;
         }
     }
 }
 
-/// The connections whose stripes are not through yet.
+/// The connections whose stripes are not complete.
 fn pending<'a, M>(
     link: &'a Link,
     stripes: &'a Stripes<M>,
@@ -221,28 +221,28 @@ fn pending<'a, M>(
     unfinished.map(move |(stream, _)| (stream, flags))
 }
 
-/// Whether bytes moved; an end or an error of the connection becomes what the control connection knows of the peer.
-fn advanced(result: std::io::Result<usize>, peer: usize, board: &Board) -> Result<bool, Fault> {
+/// Returns whether bytes were moved. If the connection ended or failed, returns why: see [`disconnected`].
+fn moved_bytes(result: std::io::Result<usize>, peer: usize, board: &Board) -> Result<bool, Fault> {
     match result {
-        Ok(0) => Err(departure(peer, "its connection was closed", board)),
+        Ok(0) => Err(disconnected(peer, "its connection was closed", board)),
         Ok(_) => Ok(true),
         Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => Ok(false),
-        Err(e) => Err(departure(peer, &e.to_string(), board)),
+        Err(e) => Err(disconnected(peer, &e.to_string(), board)),
     }
 }
 
-/// A data connection ended. Whether the peer left or died, or which failure made it close, is known by the control
-/// connection, a moment later.
-pub(super) fn departure(peer: usize, reason: &str, board: &Board) -> Fault {
-    // Where rank 0 of many has left before, others know only once they have connected.
+/// The fault of an operation whose data connection ended. The control connection tells a moment later whether the peer
+/// left, died, or closed because of a failure.
+pub(super) fn disconnected(peer: usize, reason: &str, board: &Board) -> Fault {
+    // In a star that rank 0 has left, ranks know of each other only once they have connected.
     const MOMENT: Duration = Duration::from_secs(5);
     board.sleep(Instant::now() + MOMENT, || board.absence(peer).is_some());
     board.absence(peer).unwrap_or_else(|| Fault::Lost { peer, reason: reason.to_owned() })
 }
 
-/// Sleeps until one of at most `2 * MOST` sockets is ready or the group failed; false where neither happened within the
-/// watch's pause.
-pub(super) fn ready<'a>(sockets: impl Iterator<Item = (&'a TcpStream, PollFlags)>, watch: &'a Watch<'_>) -> bool {
+/// Sleeps until one of at most `2 * MOST` sockets is ready, the group fails, or the watch's pause is over. Returns
+/// `true` only in the first case.
+pub(super) fn wait_ready<'a>(sockets: impl Iterator<Item = (&'a TcpStream, PollFlags)>, watch: &'a Watch<'_>) -> bool {
     let flags = if watch.deaf() { PollFlags::empty() } else { PollFlags::IN };
     let wake = PollFd::from_borrowed_fd(watch.board().wake(), flags);
     let mut fds: [PollFd<'_>; 1 + 2 * MOST] = std::array::from_fn(|_| wake.clone());
@@ -253,12 +253,12 @@ pub(super) fn ready<'a>(sockets: impl Iterator<Item = (&'a TcpStream, PollFlags)
     }
     let pause = Timespec { tv_sec: 0, tv_nsec: watch.pause().as_nanos().min(999_999_999) as _ };
     let woken = poll(&mut fds[..used], Some(&pause)).map(|n| n > 0 && fds[0].revents().is_empty());
-    // An interrupted poll counts as nothing ready.
+    // After an interrupted poll nothing is ready.
     woken.unwrap_or(false)
 }
 
-/// Ends the connections so that what was sent still arrives: a socket that is closed with unread bytes in it throws away
-/// what it has not delivered. So the sending side is closed first, and what still comes is read and dropped until the
+/// Closes the connections so that what was sent still arrives: a socket that is closed with unread bytes in it discards
+/// what it has not delivered. So this closes the sending side first, and then reads and drops incoming bytes until the
 /// peer closes too, for at most `linger` in all.
 pub(super) fn close(links: &[Arc<Link>], linger: Duration) {
     let until = Instant::now() + linger;
@@ -293,13 +293,13 @@ mod tests {
         bonfire_testing::fuzz::fuzz("header", seeds, |bytes| {
             let header: [u8; HEADER] = std::array::from_fn(|i| bytes.get(i).copied().unwrap_or(0));
             let mut payload = [0; 2000];
-            let mut incoming = Incoming::new(&tag, &mut payload);
+            let mut incoming = Inbound::new(&tag, &mut payload);
             (incoming.header, incoming.received) = (header, HEADER);
             let theirs = Site::from_bytes(header[..Site::BYTES].try_into().unwrap());
-            match incoming.foreign() {
+            match incoming.mismatch() {
                 None => assert!(theirs == Some(tag) && header[Site::BYTES..] == 2000u64.to_le_bytes()),
-                // What nobody can have called is shown as what was expected.
-                foreign => assert_eq!(foreign, theirs.or(Some(tag))),
+                // A header that no call encodes is reported as the expected one.
+                mismatch => assert_eq!(mismatch, theirs.or(Some(tag))),
             }
             theirs.is_some_and(|theirs| {
                 assert_eq!(theirs.to_bytes(), header[..Site::BYTES]);

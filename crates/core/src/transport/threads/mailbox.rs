@@ -1,4 +1,4 @@
-//! Messages between two threads: the sender lends its bytes, the receiver copies them, the sender returns.
+//! Messages between two threads: the sender lends its bytes and waits, the receiver copies them.
 
 use std::time::Instant;
 
@@ -7,7 +7,7 @@ use crate::sync::{Bell, Deadline, Mutex, lock, spin};
 use crate::transport::Transport;
 use crate::types::{Error, Fault, Site};
 
-/// From one rank to another.
+/// The mailbox from one rank to another. Holds one letter at a time.
 #[derive(Default)]
 pub(super) struct Mailbox {
     letter: Mutex<Letter>,
@@ -18,20 +18,20 @@ pub(super) struct Mailbox {
 enum Letter {
     #[default]
     None,
-    /// The sender waits with these bytes.
-    Offered(Site, Lent),
-    /// The receiver has copied them.
+    /// The sender waits until the receiver takes these bytes.
+    Offered(Site, SenderBytes),
+    /// The receiver has copied the bytes.
     Taken,
-    /// The receiver expected something else, and said so.
+    /// The receiver expected another tag or length.
     Refused(Fault),
 }
 
-/// Bytes of a sender that waits in `send` or `exchange`.
-struct Lent(*const u8, usize);
+/// The address and length of the bytes of a sender that waits in `send` or `exchange`.
+struct SenderBytes(*const u8, usize);
 
-// SAFETY: the sender does not return before the letter is taken, refused or withdrawn, each under the mutex, so the
-// bytes stay borrowed while any thread can reach them here.
-unsafe impl Send for Lent {}
+// SAFETY: the sender does not return before the letter is taken, refused or withdrawn, each under the mutex. So the
+// bytes stay borrowed while any thread can find them here.
+unsafe impl Send for SenderBytes {}
 
 impl Mailbox {
     pub(super) fn ring(&self) {
@@ -45,16 +45,16 @@ impl Mailbox {
 
 impl Local {
     fn mailbox(&self, from: usize, to: usize) -> &Mailbox {
-        &self.shared.mailboxes[from * self.shared.slots.len() + to]
+        &self.shared.mailboxes[from * self.shared.ranks.len() + to]
     }
 
     fn offer_letter(&self, tag: &Site, to: usize, bytes: &[u8]) {
         let mailbox = self.mailbox(self.rank, to);
-        mailbox.with(|letter| *letter = Letter::Offered(*tag, Lent(bytes.as_ptr(), bytes.len())));
+        mailbox.with(|letter| *letter = Letter::Offered(*tag, SenderBytes(bytes.as_ptr(), bytes.len())));
         mailbox.ring();
     }
 
-    /// Waits until the letter to `to` is off the sender's hands; withdraws it if that does not happen in time.
+    /// Waits until the letter to `to` is taken or refused. Withdraws it after a failure or at the deadline.
     fn await_receipt(&self, to: usize, deadline: &Deadline) -> Result<(), Fault> {
         let mailbox = self.mailbox(self.rank, to);
         let waited = self.wait(mailbox, to, deadline, |letter| !matches!(letter, Letter::Offered(..)));
@@ -69,7 +69,7 @@ impl Local {
         let mailbox = self.mailbox(from, self.rank);
         self.wait(mailbox, from, deadline, |letter| matches!(letter, Letter::Offered(..)))?;
         let result = mailbox.with(|letter| {
-            let Letter::Offered(theirs, Lent(source, len)) = &*letter else {
+            let Letter::Offered(theirs, SenderBytes(source, len)) = &*letter else {
                 return Err(Fault::Timeout { missing: vec![from] });
             };
             if theirs != tag || *len != bytes.len() {
@@ -77,8 +77,8 @@ impl Local {
                 *letter = Letter::Refused(Fault::Unexpected { peer: self.rank, site: *tag });
                 return Err(fault);
             }
-            // SAFETY: `Send for Lent`: the sender waits and its bytes are borrowed; the lengths are equal, and a
-            // receiver's exclusive buffer cannot overlap what the sender lends.
+            // SAFETY: the sender waits, so its bytes are borrowed (`Send for SenderBytes`). The lengths are equal, and
+            // the receiver's exclusive buffer cannot overlap the sender's bytes.
             unsafe { std::ptr::copy_nonoverlapping(*source, bytes.as_mut_ptr(), *len) };
             *letter = Letter::Taken;
             Ok(())
@@ -103,8 +103,8 @@ impl Local {
         let mut until = Instant::now() + deadline.tenth();
         loop {
             if mailbox.bell.sleep(until, || done() || gone()) {
-                // A letter that was offered before its sender left still counts.
-                // A rank that fails also leaves, in this order: the failure is the cause.
+                // A letter that was offered before its sender left is still delivered. A rank that fails leaves after
+                // that: the failure is the cause.
                 return match (done(), self.shared.absence(peer)) {
                     (true, _) => Ok(()),
                     (false, Some(fault)) if !self.shared.failed() => Err(fault),
@@ -126,7 +126,7 @@ impl Transport for Local {
     }
 
     fn world_size(&self) -> usize {
-        self.shared.slots.len()
+        self.shared.ranks.len()
     }
 
     fn send(&self, tag: &Site, to: usize, bytes: &[u8], deadline: &Deadline) -> Result<(), Fault> {
@@ -147,8 +147,8 @@ impl Transport for Local {
     ) -> Result<(), Fault> {
         self.offer_letter(tag, to, outgoing);
         let received = self.take_letter(tag, from, incoming, deadline);
-        // The letter is out: it must come back before its bytes are given up, also where receiving failed. The peer
-        // may still want it, but a failed group has no use for it.
+        // The letter must be taken or withdrawn before its bytes are released, even if receiving failed. The peer may
+        // still want it, but the group has failed anyway.
         let sent = match &received {
             Ok(()) => self.await_receipt(to, deadline),
             Err(_) => self.await_receipt(to, &Deadline::after(std::time::Duration::ZERO)),

@@ -1,4 +1,4 @@
-//! How threads of a group come to another.
+//! New groups from the threads of a group: shrink and subgroups.
 
 use std::collections::HashMap;
 use std::time::Instant;
@@ -8,86 +8,89 @@ use crate::control::invitation::{Door, Invitation, Invitations};
 use crate::sync::{Deadline, Mutex, MutexGuard, lock};
 use crate::types::{Error, Fault};
 
-pub(super) struct Meeting {
-    /// By rank of the old group.
-    seats: Mutex<Vec<Seat>>,
-    /// To subgroups, by rank that gets them.
+/// State of groups that are being formed, shared by the ranks of the old group.
+pub(super) struct Regrouping {
+    /// The ranks in `shrink`, by rank of the old group.
+    shrink_states: Mutex<Vec<ShrinkState>>,
+    /// Invitations to subgroups, by receiving rank.
     invitations: Mutex<Vec<Invitations>>,
-    /// Ends of subgroups that were not taken yet, by the numbers of the groups and then by rank.
-    ends: Mutex<HashMap<u64, Vec<Option<Local>>>>,
+    /// Endpoints of subgroups that were not taken yet, by the number of the subgroup and then by rank in it.
+    endpoints: Mutex<HashMap<u64, Vec<Option<Local>>>>,
 }
 
+/// A rank of the old group in `shrink`.
 #[derive(Default)]
-struct Seat {
-    came: bool,
-    gave_up: bool,
-    /// The rank's end of the new group, and that group's number.
-    end: Option<(Local, u64)>,
+struct ShrinkState {
+    arrived: bool,
+    timed_out: bool,
+    /// The rank's endpoint of the new group, and that group's number.
+    endpoint: Option<(Local, u64)>,
 }
 
-impl Seat {
-    fn waits(&self) -> bool {
-        self.came && !self.gave_up
+impl ShrinkState {
+    fn is_waiting(&self) -> bool {
+        self.arrived && !self.timed_out
     }
 }
 
-impl Meeting {
-    pub fn new(ranks: usize) -> Meeting {
-        Meeting {
-            seats: Mutex::new((0..ranks).map(|_| Seat::default()).collect()),
+impl Regrouping {
+    pub fn new(ranks: usize) -> Regrouping {
+        Regrouping {
+            shrink_states: Mutex::new((0..ranks).map(|_| ShrinkState::default()).collect()),
             invitations: Mutex::new((0..ranks).map(|_| Invitations::new(ranks)).collect()),
-            ends: Mutex::default(),
+            endpoints: Mutex::default(),
         }
     }
 }
 
 impl Local {
-    /// Waits until every other rank waits here or is gone, then gives this rank's end of a group of those that wait, and that
-    /// group's number, which is the `number` of one of them. At the deadline gives who is missing. To be called once.
-    pub fn meet(&self, number: u64, deadline: &Deadline) -> Result<(Local, u64), Vec<usize>> {
-        self.seats()[self.rank].came = true;
+    /// Waits until every other rank waits here or is gone. Returns this rank's endpoint of a group of the waiting
+    /// ranks, and its number: the `number` of one of them. Returns the missing ranks at the deadline. Called once.
+    pub fn join_survivors(&self, number: u64, deadline: &Deadline) -> Result<(Local, u64), Vec<usize>> {
+        self.shrink_states()[self.rank].arrived = true;
         self.shared.bell.ring();
-        self.shared.bell.sleep(Instant::now() + deadline.remaining(), || self.seated(number));
-        let mut seats = self.seats();
-        seats[self.rank].end.take().ok_or_else(|| {
-            let mut missing: Vec<_> = self.present(|rank| !seats[rank].came).collect();
+        self.shared.bell.sleep(Instant::now() + deadline.remaining(), || self.try_form(number));
+        let mut states = self.shrink_states();
+        states[self.rank].endpoint.take().ok_or_else(|| {
+            let mut missing: Vec<_> = self.present(|rank| !states[rank].arrived).collect();
             if missing.is_empty() {
-                missing = self.present(|rank| !seats[rank].waits()).collect();
+                missing = self.present(|rank| !states[rank].is_waiting()).collect();
             }
-            // The others must not go on without a rank that gives up, unless it leaves.
-            seats[self.rank].gave_up = true;
+            // The others must not continue without a rank that times out, unless it leaves.
+            states[self.rank].timed_out = true;
             missing
         })
     }
 
-    /// Whether this rank has its end. The first to see that nobody is missing makes all of them.
-    fn seated(&self, number: u64) -> bool {
-        let mut seats = self.seats();
-        if seats[self.rank].end.is_none() && self.present(|rank| !seats[rank].waits()).next().is_none() {
-            let waiting = seats.iter().filter(|seat| seat.waits()).count();
-            for (seat, end) in seats.iter_mut().filter(|seat| seat.waits()).zip(Local::group(waiting)) {
-                seat.end = Some((end, number));
+    /// Forms the group if no rank is missing: the first rank to find this makes the endpoints of all. Returns whether
+    /// this rank has its endpoint.
+    fn try_form(&self, number: u64) -> bool {
+        let mut states = self.shrink_states();
+        if states[self.rank].endpoint.is_none() && self.present(|rank| !states[rank].is_waiting()).next().is_none() {
+            let waiting = states.iter().filter(|state| state.is_waiting()).count();
+            for (state, endpoint) in states.iter_mut().filter(|state| state.is_waiting()).zip(Local::group(waiting)) {
+                state.endpoint = Some((endpoint, number));
             }
         }
-        seats[self.rank].end.is_some()
+        states[self.rank].endpoint.is_some()
     }
 
-    /// Who of those is not gone.
-    fn present(&self, those: impl Fn(usize) -> bool) -> impl Iterator<Item = usize> {
-        (0..self.shared.slots.len()).filter(move |rank| those(*rank) && self.shared.absence(*rank).is_none())
+    /// The ranks that `selected` selects and that are not gone.
+    fn present(&self, selected: impl Fn(usize) -> bool) -> impl Iterator<Item = usize> {
+        (0..self.shared.ranks.len()).filter(move |rank| selected(*rank) && self.shared.absence(*rank).is_none())
     }
 
-    fn seats(&self) -> MutexGuard<'_, Vec<Seat>> {
-        lock(&self.shared.meeting.seats)
+    fn shrink_states(&self) -> MutexGuard<'_, Vec<ShrinkState>> {
+        lock(&self.shared.regrouping.shrink_states)
     }
 
-    /// Tells the other members of a subgroup to be of it, and gives the doors of all in their order.
+    /// Invites the other members of a subgroup and waits for their invitations. Returns the doors of all, in order.
     pub fn invite(&self, own: &Invitation, deadline: &Deadline) -> Result<Vec<Door>, Fault> {
         let (rank, shared) = (self.rank, &self.shared);
-        let all = || lock(&shared.meeting.invitations);
+        let all = || lock(&shared.regrouping.invitations);
         for to in own.members.iter().filter(|member| **member != rank) {
             if !all()[*to].put(rank, own.clone()) {
-                let reason = format!("rank {to} has not answered so many before: have it call subgroup too");
+                let reason = format!("rank {to} has too many unanswered invitations: have it call subgroup too");
                 return Err(Fault::Failed(Error::argument("subgroup", reason)));
             }
         }
@@ -106,14 +109,14 @@ impl Local {
         outcome?.ok_or_else(|| Fault::Timeout { missing: all()[rank].missing(rank, &own.members).collect() })
     }
 
-    /// The end of rank `place` of the group with this number. The first of its ranks to ask makes the ends of all.
-    pub fn end(&self, number: u64, ranks: usize, place: usize) -> Option<Local> {
-        let mut groups = lock(&self.shared.meeting.ends);
-        let ends = groups.entry(number).or_insert_with(|| Local::group(ranks).into_iter().map(Some).collect());
-        let end = ends.get_mut(place).and_then(Option::take);
-        if ends.iter().all(Option::is_none) {
+    /// Takes the endpoint of rank `index` of subgroup `number`. The first caller makes the endpoints of all its ranks.
+    pub fn take_endpoint(&self, number: u64, ranks: usize, index: usize) -> Option<Local> {
+        let mut groups = lock(&self.shared.regrouping.endpoints);
+        let endpoints = groups.entry(number).or_insert_with(|| Local::group(ranks).into_iter().map(Some).collect());
+        let endpoint = endpoints.get_mut(index).and_then(Option::take);
+        if endpoints.iter().all(Option::is_none) {
             groups.remove(&number);
         }
-        end
+        endpoint
     }
 }

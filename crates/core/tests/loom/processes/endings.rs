@@ -1,4 +1,4 @@
-//! Ranks that end: in order, by a failure, by a deadline.
+//! Ranks that end: orderly, by a failure, or by a deadline.
 
 use std::time::Duration;
 
@@ -11,12 +11,12 @@ use crate::types::Operation::AllReduce;
 use crate::types::{Error, Fault};
 
 impl Rank {
-    /// What the control connections carry when this rank has left.
+    /// Does what the control connections do when this rank has left.
     fn leave(&self) {
         self.peers().for_each(|peer| self.boards[peer].left(self.rank));
     }
 
-    /// What they carry when it has failed.
+    /// Does what the control connections do when this rank has failed.
     fn fail(&self, error: &Error, completed: u64) {
         self.peers().for_each(|peer| self.boards[peer].fail(Fault::Failed(error.clone()), completed));
     }
@@ -63,7 +63,7 @@ fn a_rank_leaves_after_a_large_operation() {
     check(2, || leaves_after::<4>());
 }
 
-/// As for one that leaves.
+/// As for a rank that leaves: both complete the first operation, and neither the second.
 #[test]
 fn a_group_fails_between_two_operations() {
     check(3, || {
@@ -82,25 +82,26 @@ fn a_group_fails_between_two_operations() {
     });
 }
 
-/// A rank gives up, and its caller overwrites what it had lent. The other one, if it completes, has completed before.
+/// A rank's deadline passes, and its caller overwrites its lent buffer. If the other rank succeeds, it had read that
+/// before.
 #[test]
 fn a_rank_gives_up_while_the_other_arrives() {
     check(3, || {
-        const BROUGHT: [u64; 4] = [1, 2, 3, 4];
+        const INPUT: [u64; 4] = [1, 2, 3, 4];
         let run = |deadline: Deadline| {
             move |rank: &Rank| {
                 let (mut input, mut output) = (Buffer::new(rank, 4), Buffer::new(rank, 4));
-                input.elements().copy_from_slice(&BROUGHT);
+                input.elements().copy_from_slice(&INPUT);
                 memory::lend(input.elements());
                 let given = rank.run((0, AllReduce), Some(input.elements()), output.elements(), &deadline);
                 match &given {
-                    Ok(()) => assert_eq!(output.elements(), BROUGHT.map(|element| 2 * element)),
+                    Ok(()) => assert_eq!(output.elements(), INPUT.map(|element| 2 * element)),
                     Err(_) => {
-                        memory::spoil(input.elements());
+                        memory::mark_overwritten(input.elements());
                         rank.fail(&Error::Config("the deadline".into()), 0);
                     }
                 }
-                // Both keep their memory until the end: what loom hears of is addresses.
+                // Both ranks keep their memory until the end, since regions are identified by address.
                 (input, output)
             }
         };

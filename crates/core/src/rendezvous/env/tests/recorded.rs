@@ -1,5 +1,5 @@
-//! Environments as launchers make them: those of torchrun 2.15, Open MPI 4.1 and 5.0, MPICH and Intel MPI were recorded, the
-//! others follow their documentation.
+//! Environments as set by launchers. Those of torchrun 2.15, Open MPI 4.1 and 5.0, MPICH and Intel MPI are recordings;
+//! the others follow the launchers' documentation.
 
 pub type Environ<'a> = &'a [(&'a str, &'a str)];
 
@@ -63,7 +63,7 @@ pub const SRUN_ON_ONE: Environ = &[
     ("SLURM_STEP_NUM_TASKS", "2"),
 ];
 
-/// What a batch script has, in which nothing was started by srun.
+/// The environment of a batch script itself, outside of any srun.
 pub const SBATCH: Environ = &[
     ("SLURM_JOB_ID", "1234"),
     ("SLURM_JOB_NODELIST", "node[001-002]"),
@@ -138,7 +138,7 @@ pub const PYTORCH_JOB: Environ = &[
     ("WORLD_SIZE", "3"),
 ];
 
-/// As newer operators set it, where the job says nothing of processes in a pod.
+/// As newer operators set it if the job does not give the number of processes per pod.
 pub const PYTORCH_JOB_AUTO: Environ = &[
     ("MASTER_ADDR", "train-master-0"),
     ("MASTER_PORT", "23456"),
@@ -167,7 +167,7 @@ pub const ALL: [Environ; 13] = [
     PYTORCH_JOB_AUTO,
 ];
 
-/// Those in which variables are read that others stand before.
+/// Environments in which fallback variables are read: those that others take precedence over.
 pub const OTHERS: [Environ; 3] = [
     &[("SLURM_STEPID", "0"), ("SLURM_PROCID", "0"), ("SLURM_NTASKS", "1")],
     &[("OMPI_COMM_WORLD_RANK", "0"), ("OMPI_COMM_WORLD_SIZE", "1")],

@@ -1,5 +1,5 @@
-//! Ranks that agree, on paper: words arrive in any order that connections allow, and ranks die and lose each other at any
-//! moment.
+//! Simulates the agreement: messages arrive in any order that connections allow, and ranks crash and lose each other at
+//! any moment.
 
 use std::collections::VecDeque;
 
@@ -7,10 +7,10 @@ use proptest::prelude::*;
 
 use super::*;
 
-/// What comes on a connection, in order.
-enum Item {
+/// What arrives on a connection, in order.
+enum Event {
     Word(Word),
-    /// Its end, and whether the rank is known to have ended.
+    /// The connection ended. The flag says whether the rank has certainly ended.
     Gone(bool),
 }
 
@@ -19,14 +19,14 @@ struct Node {
     agreement: Option<Agreement>,
     forming: Option<Standing>,
     dead: bool,
-    /// The group that it goes on in, if it does.
+    /// Set once the agreement has ended: the membership that it goes on in, if it does.
     end: Option<Option<Standing>>,
 }
 
 struct World {
     nodes: Vec<Node>,
-    /// From one rank to another, at `from * n + to`.
-    wires: Vec<VecDeque<Item>>,
+    /// The connection from one rank to another is at `from * n + to`.
+    wires: Vec<VecDeque<Event>>,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -35,7 +35,7 @@ enum Step {
     Deliver(usize, usize),
     Form(usize),
     Crash(usize),
-    /// The first hears nothing of the second any more.
+    /// The first rank loses its connection to the second.
     Lose(usize, usize),
 }
 
@@ -48,12 +48,12 @@ impl World {
         self.nodes.len()
     }
 
-    fn wire(&mut self, from: usize, to: usize) -> &mut VecDeque<Item> {
+    fn wire(&mut self, from: usize, to: usize) -> &mut VecDeque<Event> {
         let n = self.n();
         &mut self.wires[from * n + to]
     }
 
-    /// All that can happen but for faults.
+    /// Returns all possible steps except for faults.
     fn steps(&self) -> Vec<Step> {
         let n = self.n();
         let acts = |rank: &usize| !self.nodes[*rank].dead && self.nodes[*rank].end.is_none();
@@ -66,7 +66,7 @@ impl World {
             }
             let heard = (0..n).filter(|from| !self.wires[from * n + to].is_empty());
             steps.extend(heard.map(|from| Step::Deliver(from, to)));
-            // Connecting takes all of them.
+            // All members have to take part in connecting.
             let there = |standing: &Standing| {
                 standing.members.iter().all(|rank| {
                     let other = &self.nodes[*rank];
@@ -89,8 +89,8 @@ impl World {
                 let item = self.wire(from, to).pop_front();
                 let agreement = self.nodes[to].agreement.as_mut().unwrap();
                 match item {
-                    Some(Item::Word(word)) => agreement.hear(from, word),
-                    Some(Item::Gone(certain)) => agreement.exclude(from, certain),
+                    Some(Event::Word(word)) => agreement.receive(from, word),
+                    Some(Event::Gone(certain)) => agreement.exclude(from, certain),
                     None => {}
                 }
             }
@@ -101,21 +101,21 @@ impl World {
             }
             Step::Crash(rank) => {
                 self.nodes[rank].dead = true;
-                // Of what was on its way, any part is lost.
+                // Some of the messages in flight are lost.
                 for to in 0..n {
                     let wire = self.wire(rank, to);
                     wire.truncate(if to % 2 == 0 { cut } else { usize::MAX });
-                    wire.push_back(Item::Gone(true));
+                    wire.push_back(Event::Gone(true));
                 }
             }
-            Step::Lose(who, whom) => self.wire(whom, who).push_front(Item::Gone(false)),
+            Step::Lose(rank, peer) => self.wire(peer, rank).push_front(Event::Gone(false)),
         }
         if let Step::Begin(rank) | Step::Deliver(_, rank) | Step::Form(rank) = step {
             self.act(rank);
         }
     }
 
-    /// Does what the rank does next, until it waits.
+    /// Runs the rank until it waits.
     fn act(&mut self, rank: usize) {
         loop {
             let end = match self.nodes[rank].agreement.as_mut().unwrap().next() {
@@ -137,8 +137,8 @@ impl World {
                     Some(standing)
                 }
                 Next::Excluded { .. } | Next::Minority { .. } => {
-                    // The program ends, most likely.
-                    (0..self.n()).for_each(|to| self.wire(rank, to).push_back(Item::Gone(true)));
+                    // Its program most likely ends.
+                    (0..self.n()).for_each(|to| self.wire(rank, to).push_back(Event::Gone(true)));
                     None
                 }
             };
@@ -149,20 +149,20 @@ impl World {
 
     fn say(&mut self, rank: usize, word: &Word) {
         for to in (0..self.n()).filter(|to| *to != rank) {
-            self.wire(rank, to).push_back(Item::Word(word.clone()));
+            self.wire(rank, to).push_back(Event::Word(word.clone()));
         }
     }
 
-    /// Runs to the end; `choices` say what comes next, and when who dies or is lost.
+    /// Runs to the end. `choices` picks each next step; `crashes` and `losses` say before which step a fault occurs.
     fn run(n: usize, choices: &[u16], crashes: &[(u16, usize)], losses: &[(u16, usize, usize)]) -> World {
         let mut world = World::new(n);
         for (at, choice) in choices.iter().copied().chain((0..).map(|i: usize| i as u16)).enumerate() {
             for (_, rank) in crashes.iter().filter(|(when, _)| usize::from(*when) == at) {
                 world.take(Step::Crash(rank % n), usize::from(choice) % 4);
             }
-            for (_, who, whom) in losses.iter().filter(|(when, ..)| usize::from(*when) == at) {
-                if who % n != whom % n {
-                    world.take(Step::Lose(who % n, whom % n), 0);
+            for (_, rank, peer) in losses.iter().filter(|(when, ..)| usize::from(*when) == at) {
+                if rank % n != peer % n {
+                    world.take(Step::Lose(rank % n, peer % n), 0);
                 }
             }
             let steps = world.steps();
@@ -172,10 +172,10 @@ impl World {
             if !steps.is_empty() {
                 world.take(steps[usize::from(choice) % steps.len()], 0);
             }
-            assert!(at < 100_000, "it does not end");
+            assert!(at < 100_000, "the agreement does not terminate");
         }
         for (rank, node) in world.nodes.iter().enumerate() {
-            assert!(node.dead || node.end.is_some(), "rank {rank} waits for ever");
+            assert!(node.dead || node.end.is_some(), "rank {rank} waits forever");
         }
         world
     }
@@ -185,7 +185,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(5000))]
 
     #[test]
-    fn survivors_agree_whoever_dies_when(
+    fn survivors_agree_whatever_ranks_crash(
         n in 1..6usize,
         choices in prop::collection::vec(any::<u16>(), 200),
         crashes in prop::collection::vec((0..200u16, 0..6usize), 0..4),
@@ -203,7 +203,7 @@ proptest! {
     }
 
     #[test]
-    fn not_two_groups_go_on_whoever_loses_whom(
+    fn at_most_one_group_goes_on_whatever_connections_are_lost(
         n in 2..6usize,
         choices in prop::collection::vec(any::<u16>(), 200),
         crashes in prop::collection::vec((0..200u16, 0..6usize), 0..2),
@@ -213,14 +213,17 @@ proptest! {
         let ends: Vec<_> = world.nodes.iter().map(|node| node.end.clone().flatten()).collect();
         let mut going_on = Vec::new();
         for standing in ends.iter().flatten() {
-            // Of the group that was agreed on, those that are in it, and whether they would go on at its next failure.
+            // The ranks that joined this group, and whether they would go on at its next failure.
             let joined = |rank: &usize| ends[*rank].as_ref() == Some(standing);
             let (dead, inside): (Vec<_>, Vec<_>) = (0..n).filter(joined).partition(|rank| world.nodes[*rank].dead);
             let place = |rank: &usize| standing.members.iter().position(|member| member == rank).unwrap();
             let mut group = Agreement::new(0, standing.members.len());
-            group.standing = Standing { members: inside.iter().map(place).collect(), gone: dead.iter().map(place).collect() };
+            group.standing = Standing {
+                members: inside.iter().map(place).collect(),
+                gone: dead.iter().map(place).collect(),
+            };
             let lives = !inside.is_empty();
-            if lives && group.may_go_on() && !going_on.contains(&standing) {
+            if lives && group.has_quorum() && !going_on.contains(&standing) {
                 going_on.push(standing);
             }
         }
@@ -229,15 +232,15 @@ proptest! {
 }
 
 #[test]
-fn of_two_halves_the_one_with_the_lowest_rank_goes_on_and_who_has_ended_counts_if_others_are_silent() {
+fn of_two_halves_the_one_with_the_lowest_rank_goes_on_and_ended_ranks_count_if_others_are_silent() {
     let decides = |rank, n, silent: &[usize], gone: &[usize]| {
         let mut agreement = Agreement::new(rank, n);
         silent.iter().for_each(|peer| agreement.exclude(*peer, false));
         gone.iter().for_each(|peer| agreement.exclude(*peer, true));
-        // As if the other members had said the same.
+        // The other members propose the same membership.
         let standing = agreement.standing().clone();
         for member in standing.members.iter().filter(|member| **member != rank) {
-            agreement.hear(*member, Word::Proposes(standing.clone(), Door { port: 1, key: 1 }));
+            agreement.receive(*member, Word::Proposes(standing.clone(), Door { port: 1, key: 1 }));
         }
         assert_eq!(agreement.next(), Next::Propose(standing));
         !matches!(agreement.next(), Next::Minority { .. })
@@ -246,6 +249,6 @@ fn of_two_halves_the_one_with_the_lowest_rank_goes_on_and_who_has_ended_counts_i
     assert!(decides(1, 2, &[], &[0]) && decides(0, 2, &[], &[1]));
     assert!(decides(2, 5, &[0, 1], &[]) && !decides(0, 5, &[2, 3, 4], &[]));
     assert!(decides(0, 6, &[3, 4, 5], &[]) && !decides(3, 6, &[0, 1, 2], &[]) && decides(5, 6, &[], &[0, 1, 2, 3, 4]));
-    // Who is gone may have gone on with those that are silent, and ended there.
+    // Ranks that have ended may have gone on with the silent ones, and ended there.
     assert!(!decides(2, 4, &[3], &[0, 1]) && decides(0, 4, &[3], &[1]));
 }
