@@ -325,9 +325,9 @@ mod tests {
             dtype: BurnDType::Bool(BoolStore::U32),
         };
         assert_eq!(&aligned(words, DType::U8)[..], [0, 1, 1, 0]);
-        let form = Form::new::<NdArray, Bool>("test", BurnDType::Bool(BoolStore::Native), Default::default()).unwrap();
-        let tensor = form.tensor::<NdArray, Bool>(Bytes::from_elems(vec![0u8, 2, 255, 1]), Shape::new([4]));
-        let data = data::<NdArray, Bool>("test", tensor).unwrap();
+        let form = Form::new::<NdArray<f64>, Bool>("test", BurnDType::Bool(BoolStore::Native), Default::default()).unwrap();
+        let tensor = form.tensor::<NdArray<f64>, Bool>(Bytes::from_elems(vec![0u8, 2, 255, 1]), Shape::new([4]));
+        let data = data::<NdArray<f64>, Bool>("test", tensor).unwrap();
         assert_eq!(data.to_vec::<bool>().unwrap(), [false, true, true, true]);
     }
 
@@ -341,7 +341,7 @@ mod tests {
 
     #[test]
     fn a_kind_holds_its_own_types_only() {
-        let form = |dtype| Form::new::<NdArray, Int>("test", dtype, Default::default());
+        let form = |dtype| Form::new::<NdArray<f64>, Int>("test", dtype, Default::default());
         assert!(form(BurnDType::U16).is_ok() && form(BurnDType::I64).is_ok());
         assert!(form(BurnDType::F32).is_err() && form(BurnDType::Bool(BoolStore::U8)).is_err());
     }

@@ -158,8 +158,8 @@ fn one_to_five_ranks_compute_what_burn_computes_on_one() {
             every_rank_of_numbers::<Flex, Int>(&group, DType::I64);
             every_rank_of_tensor::<Flex, Bool>(&group, DType::Bool(burn::tensor::BoolStore::Native));
             every_rank_of_numbers::<NdArray<f64>, Float>(&group, DType::F64);
-            every_rank_of_numbers::<NdArray, Int>(&group, DType::I64);
-            every_rank_of_tensor::<NdArray, Bool>(&group, DType::Bool(burn::tensor::BoolStore::Native));
+            every_rank_of_numbers::<NdArray<f64>, Int>(&group, DType::I64);
+            every_rank_of_tensor::<NdArray<f64>, Bool>(&group, DType::Bool(burn::tensor::BoolStore::Native));
         });
     }
 }
