@@ -94,7 +94,7 @@ impl Node {
 
     fn node_error(&self, error: Error) -> CollectiveError {
         log::error!("node {}: {error}", self.group.rank());
-        CollectiveError::MultiNode(match error {
+        CollectiveError::Global(match error {
             Error::PeerLost { peer: rank, .. } | Error::Left { rank, .. } => {
                 GlobalCollectiveError::PeerLost(NodeId::from(rank))
             }

@@ -329,9 +329,10 @@ mod tests {
         };
         assert_eq!(&aligned(words, DType::U8)[..], [0, 1, 1, 0]);
         let spec =
-            TensorSpec::new::<NdArray, Bool>("test", BurnDType::Bool(BoolStore::Native), Default::default()).unwrap();
-        let tensor = spec.tensor::<NdArray, Bool>(Bytes::from_elems(vec![0u8, 2, 255, 1]), Shape::new([4]));
-        let data = data::<NdArray, Bool>("test", tensor).unwrap();
+            TensorSpec::new::<NdArray<f64>, Bool>("test", BurnDType::Bool(BoolStore::Native), Default::default())
+                .unwrap();
+        let tensor = spec.tensor::<NdArray<f64>, Bool>(Bytes::from_elems(vec![0u8, 2, 255, 1]), Shape::new([4]));
+        let data = data::<NdArray<f64>, Bool>("test", tensor).unwrap();
         assert_eq!(data.to_vec::<bool>().unwrap(), [false, true, true, true]);
     }
 
@@ -345,7 +346,7 @@ mod tests {
 
     #[test]
     fn a_kind_holds_only_its_own_types() {
-        let spec = |dtype| TensorSpec::new::<NdArray, Int>("test", dtype, Default::default());
+        let spec = |dtype| TensorSpec::new::<NdArray<f64>, Int>("test", dtype, Default::default());
         assert!(spec(BurnDType::U16).is_ok() && spec(BurnDType::I64).is_ok());
         assert!(spec(BurnDType::F32).is_err() && spec(BurnDType::Bool(BoolStore::U8)).is_err());
     }

@@ -24,7 +24,7 @@ pub fn is_child() -> bool {
 
 /// Sends a message to the parent.
 pub fn say(words: impl std::fmt::Display) {
-    println!("\n{MARK}{words}");
+    println!("\n{PREFIX}{words}");
 }
 
 /// Sends the outcome to the parent.

@@ -42,7 +42,7 @@ impl ReadyCounter {
         let at_once = pairs.pop().unwrap_or([stream; 2]);
         let before = pairs.into_iter().map(|pair| (pair, self.value - 1));
         for ([one, other], value) in before.chain([(at_once, self.value)]) {
-            let order = Order { word, value, patience: 0, host: 0 };
+            let order = Order { word, value, timeout: 0, host: 0 };
             let tokens = [one, other, self.last.unwrap_or(stream)].map(|stream| token(server, stream)).to_vec();
             launch(server, OrderKernel::TensorsReady, tokens, order, stream);
             self.last = Some(stream);

@@ -1,7 +1,7 @@
 //! The contract of vLLM's device communicator: each test's name is a promise.
 
 #[cfg(not(feature = "ddp"))]
-#[path = "../examples/moe/model.rs"]
+#[path = "../../examples/moe/model.rs"]
 #[allow(dead_code, reason = "the example trains, too")]
 mod moe;
 
@@ -241,7 +241,7 @@ fn every_kind_and_width_of_element_is_supported() {
         assert_eq!(communicator.reduce_scatter(float, None).unwrap().into_data(), TensorData::from([2f64]));
     }
     run_ranks(Medium::Threads, 2, check::<Flex>);
-    run_ranks(Medium::Threads, 2, check::<NdArray>);
+    run_ranks(Medium::Threads, 2, check::<NdArray<f64>>);
 }
 
 #[test]

@@ -1,8 +1,5 @@
 //! Several ranks train as one: gradients, parameters, metrics and states, on the digits and on small models.
 
-#[path = "../examples/digits/data.rs"]
-mod data;
-
 use bonfire::{DataParallel, Error, Group, ShardedSampler};
 use bonfire_testing::ranks;
 use burn::backend::{Autodiff, Flex, NdArray};
@@ -12,7 +9,8 @@ use burn::nn::{Linear, LinearConfig, LinearLayout};
 use burn::optim::{AdamConfig, GradientsAccumulator, GradientsParams, Optimizer};
 use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::{Bool, DType, ElementConversion, Int, Tensor, TensorData};
-use data::{Digits, PIXELS};
+
+use crate::digits::{Digits, PIXELS};
 
 type F32 = Autodiff<Flex>;
 type F64 = Autodiff<NdArray<f64>>;
@@ -213,7 +211,6 @@ fn gradients_keep_their_float_type() {
     for dtype in [DType::F32, DType::F64, DType::F16, DType::BF16] {
         check::<F32>(dtype);
     }
-    check::<Autodiff<NdArray<f32>>>(DType::F32);
     check::<F64>(DType::F64);
 }
 

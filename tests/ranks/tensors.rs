@@ -158,8 +158,8 @@ fn one_to_five_ranks_match_burn_on_one_rank() {
             every_rank_of_numbers::<Flex, Int>(&group, DType::I64);
             every_rank_of_tensor::<Flex, Bool>(&group, DType::Bool(burn::tensor::BoolStore::Native));
             every_rank_of_numbers::<NdArray<f64>, Float>(&group, DType::F64);
-            every_rank_of_numbers::<NdArray, Int>(&group, DType::I64);
-            every_rank_of_tensor::<NdArray, Bool>(&group, DType::Bool(burn::tensor::BoolStore::Native));
+            every_rank_of_numbers::<NdArray<f64>, Int>(&group, DType::I64);
+            every_rank_of_tensor::<NdArray<f64>, Bool>(&group, DType::Bool(burn::tensor::BoolStore::Native));
         });
     }
 }
