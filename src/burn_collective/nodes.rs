@@ -13,7 +13,7 @@ use super::data;
 use super::error::{CollectiveError, GlobalCollectiveError};
 use super::messages::{Answer, PROTOCOL, Registration};
 use super::names::{NodeId, PeerId};
-use bonfire_core::internal::{Opening, Purpose, RETRY, Refusal, dial, frame, permit};
+use bonfire_core::internal::{Prologue, Purpose, RETRY, Refusal, dial, frame, permit};
 use bonfire_core::{Algorithm, Deadline, Error, Group, ReduceOp, Secret};
 
 /// The timeout for nodes to register and to connect.
@@ -142,7 +142,7 @@ async fn connect_orchestrator(
     let (host, port) = orchestrator;
     // Nodes have no ids yet.
     let (session, from, to, number, of) = (0, 0, 0, 0, 1);
-    let opening = Opening { purpose: Purpose::Registration, session, from, to, world_size: num_nodes, number, of };
+    let opening = Prologue { purpose: Purpose::Registration, session, from, to, world_size: num_nodes, number, of };
     loop {
         let addresses = lookup_host((host.as_str(), *port)).await.map(Vec::from_iter);
         permit(secret, addresses.as_deref().unwrap_or_default())

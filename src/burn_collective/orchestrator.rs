@@ -15,7 +15,7 @@ use super::error::GlobalCollectiveError;
 use super::messages::{Answer, PROTOCOL, Registration};
 use super::names::NodeId;
 use super::nodes::RENDEZVOUS;
-use bonfire_core::internal::{Lobby, Opening, Purpose, RETRY, answer, confirm, frame, lock, permit};
+use bonfire_core::internal::{AcceptQueue, Prologue, Purpose, RETRY, answer, confirm, frame, lock, permit};
 use bonfire_core::{Error, Secret};
 
 /// The most nodes that may register at the same time. Bounds the queue of connections without a complete handshake.
@@ -70,7 +70,7 @@ async fn listen(host: &str, port: u16) -> Result<(TcpListener, Option<Secret>), 
 
 async fn serve(listener: TcpListener, secret: Option<Secret>) {
     let session = Arc::new(Mutex::new(PendingSession::default()));
-    let lobby = Lobby::new(NODES);
+    let lobby = AcceptQueue::new(NODES);
     let (authenticated, mut queue) = unbounded_channel();
     // Dropping it when the orchestrator ends aborts the tasks.
     let mut nodes = JoinSet::new();
@@ -80,7 +80,7 @@ async fn serve(listener: TcpListener, secret: Option<Secret>) {
                 Ok((mut stream, address)) => {
                     let (authenticated, secret) = (authenticated.clone(), secret.clone());
                     let handshake = async move {
-                        let fits = |opening: &Opening| match opening.purpose {
+                        let fits = |opening: &Prologue| match opening.purpose {
                             Purpose::Registration => Ok(()),
                             purpose => Err(format!("it is a connection for {purpose:?}, and this is an orchestrator")),
                         };

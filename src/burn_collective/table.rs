@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use super::claim::{ClaimResult, merge};
 use super::error::CollectiveError;
 use super::names::PeerId;
-use bonfire_core::internal::{Bell, crowded, lock, spin};
+use bonfire_core::internal::{Bell, oversubscribed, lock, spin};
 use bonfire_core::{Error, Group};
 
 /// The table of a fixed set of peers.
@@ -23,7 +23,7 @@ pub(super) struct Table {
     reason: OnceLock<Option<CollectiveError>>,
     bell: Bell,
     /// Whether there are more peers than processors.
-    crowded: bool,
+    oversubscribed: bool,
     /// The merged claim of all nodes, written by the leader (rank 0). It writes once all peers have entered the
     /// operation, when no peer reads the previous operation's value any more.
     agreed: Mutex<ClaimResult>,
@@ -55,7 +55,7 @@ impl Table {
             arrived: AtomicU64::new(0),
             reason: OnceLock::new(),
             bell: Bell::default(),
-            crowded: crowded(peers.len()),
+            oversubscribed: oversubscribed(peers.len()),
             agreed: no_claim(),
             outcome: Mutex::new(Ok(())),
             slots: peers.into_iter().map(slot).collect(),
@@ -128,7 +128,7 @@ impl Table {
         }
         // Also true for a closed table, because of the top bit.
         let ready = || self.arrived.load(Ordering::Acquire) >= complete;
-        if !spin(self.crowded, ready) {
+        if !spin(self.oversubscribed, ready) {
             let start = Instant::now();
             if !self.bell.sleep(start + limit / 10, ready) {
                 log::warn!("{}", self.missing(operation, start));

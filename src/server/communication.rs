@@ -12,7 +12,7 @@ use cubecl::stream_id::StreamId;
 use super::DeviceTransport;
 use super::compute::CollectiveServer;
 use super::copy::TensorLayout;
-use super::engine::{Job, call};
+use super::engine::{DeviceOperation, call};
 use super::memory::Span;
 use super::pending::{PendingResult, UNFINISHED, results};
 use super::post::{DeviceMessage, Mailbox};
@@ -113,7 +113,7 @@ impl<R: DeviceTransport> CollectiveServer<R> {
                 let call = call.inspect_err(|error| engine.fail(&devices, error))?;
                 self.engine_spans.extend(spans);
                 let whole = |memory| vec![(memory, 0..call.bytes())];
-                let job = Job { call, rank, sources: whole(source), targets: whole(target), stream };
+                let job = DeviceOperation { call, rank, sources: whole(source), targets: whole(target), stream };
                 catch_panic("all_reduce", || engine.all_reduce(&mut self.inner, devices, job))
             }
             _ => {

@@ -113,7 +113,7 @@ impl<R: DeviceTransport> CollectiveServer<R> {
             && in_rows
             && engine.takes(&both)
         {
-            return catch_panic("copy", || engine.lend(&mut self.inner, memory, bytes, stream)).map(Payload::Loan);
+            return catch_panic("copy", || engine.lend(&mut self.inner, memory, bytes, stream)).map(Payload::PeerBuffer);
         }
         self.snapshot(vec![(memory, bytes)], stream).map(Payload::PendingRead)
     }
@@ -130,10 +130,10 @@ impl<R: DeviceTransport> CollectiveServer<R> {
             (Payload::PendingRead(reading), ..) => {
                 self.write_all(vec![(target, layout.pack(reading.wait_one(operation)?))])
             }
-            (Payload::Loan(loan), Some(engine), Some(rows)) => {
+            (Payload::PeerBuffer(loan), Some(engine), Some(rows)) => {
                 catch_panic(operation, || engine.copy(&mut self.inner, loan, rows, target))
             }
-            (Payload::Loan(_), ..) => Err(Error::broken(operation, "the devices disagree on how to copy")),
+            (Payload::PeerBuffer(_), ..) => Err(Error::broken(operation, "the devices disagree on how to copy")),
         }
     }
 

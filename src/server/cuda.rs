@@ -37,7 +37,7 @@ use self::order::Server;
 use self::side::TeamHandle;
 use self::team::Team;
 use super::DeviceTransport;
-use super::engine::{Engine, Job, Loan, Route, Rows};
+use super::engine::{Engine, DeviceOperation, PeerBuffer, Route, Rows};
 use super::memory::Span;
 use super::pending::UNFINISHED;
 use super::reading::catch_panic;
@@ -118,7 +118,7 @@ impl CudaEngine {
         }
     }
 
-    fn submit(&mut self, server: &mut Server, handle: &Arc<TeamHandle>, job: Job) -> Result<(), Error> {
+    fn submit(&mut self, server: &mut Server, handle: &Arc<TeamHandle>, job: DeviceOperation) -> Result<(), Error> {
         let (call, team) = (job.call, &handle.team);
         let spans = [&job.sources, &job.targets].map(|memory| Span::of(&memory[0].0));
         let mut others = self.pending.iter().filter(|pending| !Arc::ptr_eq(&pending.handle, handle));
@@ -165,7 +165,7 @@ impl Engine<CudaRuntime> for CudaEngine {
         self.entered.insert(stream, self.barrier_count);
     }
 
-    fn all_reduce(&mut self, server: &mut Server, devices: Vec<DeviceId>, job: Job) -> Result<(), Error> {
+    fn all_reduce(&mut self, server: &mut Server, devices: Vec<DeviceId>, job: DeviceOperation) -> Result<(), Error> {
         self.enter(server, job.stream);
         let handle = self.handle(devices, job.rank)?;
         // On an error the other ranks would wait for this call.
@@ -205,7 +205,7 @@ impl Engine<CudaRuntime> for CudaEngine {
         outcome
     }
 
-    fn lend(&mut self, server: &mut Server, memory: Binding, bytes: usize, stream: StreamId) -> Result<Loan, Error> {
+    fn lend(&mut self, server: &mut Server, memory: Binding, bytes: usize, stream: StreamId) -> Result<PeerBuffer, Error> {
         self.enter(server, stream);
         let timeout = self.status.deadline();
         let (loan, order) = self.copy_stream()?.lend(server, memory, bytes, stream, timeout)?;
@@ -213,7 +213,7 @@ impl Engine<CudaRuntime> for CudaEngine {
         Ok(loan)
     }
 
-    fn copy(&mut self, server: &mut Server, loan: Loan, rows: Rows, target: Binding) -> Result<(), Error> {
+    fn copy(&mut self, server: &mut Server, loan: PeerBuffer, rows: Rows, target: Binding) -> Result<(), Error> {
         self.enter(server, target.stream);
         let timeout = self.status.deadline();
         let order = self.copy_stream()?.copy(server, loan, rows, target, timeout)?;

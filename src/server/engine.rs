@@ -12,7 +12,7 @@ use bonfire_core::error::Site;
 use bonfire_core::{Call, DType, Deadline, Error, Operation, ReduceOp};
 
 /// A device operation: a collective as one rank calls it, on memory of its device.
-pub struct Job {
+pub struct DeviceOperation {
     pub(super) call: Call,
     pub(super) rank: usize,
     /// The memory that is read and the memory that is written, each with its byte range of the whole. At most one of
@@ -24,7 +24,7 @@ pub struct Job {
 }
 
 /// A peer buffer: device memory that another device may read while it holds this value.
-pub struct Loan {
+pub struct PeerBuffer {
     pub(super) memory: Binding,
     pub(super) address: u64,
     /// Address of the word that signals readiness, and the value from which on the memory may be read.
@@ -40,11 +40,11 @@ pub struct Rows {
 }
 
 /// Launches a prepared operation once all ranks have called it, on any thread. Returns when it is in flight here.
-pub type Launch = Box<dyn FnOnce(&Site, &Deadline) -> Result<Flight, Error> + Send>;
+pub type Launch = Box<dyn FnOnce(&Site, &Deadline) -> Result<InFlight, Error> + Send>;
 
 /// An in-flight operation. The call waits until the device is done with it; its argument returns the group's failure,
 /// if there is one.
-pub type Flight = Box<dyn FnOnce(&dyn Fn() -> Option<Error>) -> Result<(), Error> + Send>;
+pub type InFlight = Box<dyn FnOnce(&dyn Fn() -> Option<Error>) -> Result<(), Error> + Send>;
 
 /// How the ranks of a group exchange data without host memory. A rank has one for its device.
 pub trait Route<R: DeviceTransport>: Send + Sync {
@@ -52,8 +52,8 @@ pub trait Route<R: DeviceTransport>: Send + Sync {
     fn serves(&self, call: &Call) -> bool;
 
     /// Prepares an operation on the memory as the work queued so far leaves it. Neither sources nor targets may be
-    /// accessed until its [`Flight`] has returned. `limit` bounds how long a device may wait for another one.
-    fn prepare(&self, server: &mut R::Server, job: Job, limit: Duration) -> Result<Launch, Error>;
+    /// accessed until its [`InFlight`] has returned. `limit` bounds how long a device may wait for another one.
+    fn prepare(&self, server: &mut R::Server, job: DeviceOperation, limit: Duration) -> Result<Launch, Error>;
 }
 
 /// A device's own data path to other devices of its process. The device's server owns it and calls it on its thread,
@@ -68,7 +68,7 @@ pub trait Engine<R: DeviceTransport>: Send {
 
     /// Queues an all-reduce between these devices, which are sorted. Neither source nor target may be accessed before
     /// [`sync`](Engine::sync).
-    fn all_reduce(&mut self, server: &mut R::Server, devices: Vec<DeviceId>, job: Job) -> Result<(), Error>;
+    fn all_reduce(&mut self, server: &mut R::Server, devices: Vec<DeviceId>, job: DeviceOperation) -> Result<(), Error>;
 
     /// Fails the collectives between these devices, which are sorted, on all of them.
     fn fail(&mut self, devices: &[DeviceId], error: &Error);
@@ -77,10 +77,10 @@ pub trait Engine<R: DeviceTransport>: Send {
     fn sync(&mut self) -> Result<(), Error>;
 
     /// Exposes the first bytes of some memory to another device, as the work queued so far on the stream leaves them.
-    fn lend(&mut self, server: &mut R::Server, memory: Binding, bytes: usize, stream: StreamId) -> Result<Loan, Error>;
+    fn lend(&mut self, server: &mut R::Server, memory: Binding, bytes: usize, stream: StreamId) -> Result<PeerBuffer, Error>;
 
     /// Copies rows to this device and packs them. From now on, `enter` orders every stream after the copy.
-    fn copy(&mut self, server: &mut R::Server, loan: Loan, rows: Rows, target: Binding) -> Result<(), Error>;
+    fn copy(&mut self, server: &mut R::Server, loan: PeerBuffer, rows: Rows, target: Binding) -> Result<(), Error>;
 
     /// Drops the calls that failed, after the failure was cleared.
     fn forget(&mut self);

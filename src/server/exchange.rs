@@ -14,7 +14,7 @@ use cubecl::server::Handle;
 use super::DeviceTransport;
 use super::compute::CollectiveServer;
 use super::copy::stream_of;
-use super::engine::{Job, call};
+use super::engine::{DeviceOperation, call};
 use super::runtime::CollectiveRuntime;
 use bonfire_core::internal::{ByteOperations, Request};
 use bonfire_core::{Call, DType, Error, Group, Operation, ReduceOp, partition};
@@ -142,7 +142,7 @@ pub(crate) fn start<R: DeviceTransport>(
     let stream = stream_of(client);
     let bound = |chunks: Vec<Chunk>| chunks.into_iter().map(|(handle, range)| (handle.binding(), range)).collect();
     let (sources, targets) = (bound(sources), bound(targets));
-    let job = Job { call, rank: group.rank(), sources, targets, stream };
+    let job = DeviceOperation { call, rank: group.rank(), sources, targets, stream };
     let route = R::route(group, client.info().device)?.filter(|route| route.serves(&call));
     let wait = match route {
         Some(route) => direct::start(&device, group, route, job)?,

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::time::Duration;
 
 use bonfire_core::error::Site;
-use bonfire_core::internal::{Patience, Ranks};
+use bonfire_core::internal::{SlowWaitWarning, Ranks};
 use bonfire_core::{Call, Deadline, Error};
 
 /// The calls of several devices. Each device's calls are numbered in order, starting at 1.
@@ -76,12 +76,12 @@ impl Calls {
 pub(super) struct Wait<'a> {
     device: usize,
     deadline: &'a Deadline,
-    patience: Patience<'a>,
+    patience: SlowWaitWarning<'a>,
 }
 
 impl<'a> Wait<'a> {
     pub fn of(device: usize, deadline: &'a Deadline) -> Wait<'a> {
-        Wait { device, deadline, patience: Patience::until(deadline) }
+        Wait { device, deadline, patience: SlowWaitWarning::until(deadline) }
     }
 
     /// Returns how long to sleep before the next poll, and an error after the deadline. `late` says what did not

@@ -12,7 +12,7 @@ use cubecl::device::DeviceId;
 use cubecl::ir::ElemType;
 use cubecl::stream_id::StreamId;
 
-use super::engine::Loan;
+use super::engine::PeerBuffer;
 use super::reading::PendingRead;
 use bonfire_core::internal::lock;
 use bonfire_core::{Deadline, Error};
@@ -22,7 +22,7 @@ pub(super) enum Payload {
     /// A device-to-host copy in flight.
     PendingRead(PendingRead),
     /// The device memory itself.
-    Loan(Loan),
+    PeerBuffer(PeerBuffer),
 }
 
 /// One transfer from one device to another.

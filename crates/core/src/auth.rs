@@ -1,6 +1,6 @@
 //! Authentication: a secret that all ranks of a job share, and the handshake by which two ends prove that they know it.
 //!
-//! Every connection begins with an [`Opening`] (prologue) of fixed size: protocol version, purpose, source and
+//! Every connection begins with an [`Prologue`] (prologue) of fixed size: protocol version, purpose, source and
 //! destination rank, job. With a secret, a Noise handshake follows. Its messages have fixed sizes too, and it
 //! authenticates the prologue. Only then does a rank read anything whose length the peer chooses. Without a secret
 //! there is only the prologue, and ranks listen and dial on loopback only.
@@ -29,8 +29,8 @@ use std::fmt::Display;
 use std::net::SocketAddr;
 
 pub use self::connect::{answer, confirm, dial, prove};
-pub use self::lobby::{Lobby, RETRY};
-pub use self::opening::{Opening, Purpose, Refusal};
+pub use self::lobby::{AcceptQueue, RETRY};
+pub use self::opening::{Prologue, Purpose, Refusal};
 pub use self::secret::Secret;
 use crate::types::Error;
 
@@ -49,15 +49,15 @@ pub(crate) struct Member {
 
 impl Member {
     /// Returns the prologue of connection `number` of `of` to rank `to`.
-    pub fn opening(&self, purpose: Purpose, to: usize, (number, of): (usize, usize)) -> Opening {
+    pub fn opening(&self, purpose: Purpose, to: usize, (number, of): (usize, usize)) -> Prologue {
         // The settings were checked: ranks fit in 32 bits, and connections to a peer in 8.
         let (from, to, world_size) = (self.rank as u32, to as u32, self.world_size as u32);
-        Opening { purpose, session: self.session, from, to, world_size, number: number as u8, of: of as u8 }
+        Prologue { purpose, session: self.session, from, to, world_size, number: number as u8, of: of as u8 }
     }
 
     /// Checks that the connection comes from another rank of this job and is addressed to this rank.
-    pub fn expects(&self, opening: &Opening) -> Result<(), String> {
-        let Opening { session, from, to, world_size, .. } = *opening;
+    pub fn expects(&self, opening: &Prologue) -> Result<(), String> {
+        let Prologue { session, from, to, world_size, .. } = *opening;
         if session != self.session {
             return Err("it belongs to another job".into());
         }

@@ -29,14 +29,14 @@ mod word;
 
 #[cfg(unix)]
 pub(crate) use self::{
-    beat::Silence,
+    beat::HeartbeatTimeout,
     board::Board,
     line::greet,
     meet::{MOST, RETRY, SYN, admit, is_own},
-    message::{Heard, Outgoing},
+    message::{RankEvent, Outgoing},
     plane::{Mesh, run},
     watch::Watch,
-    word::{News, Standing, Word},
+    word::{PeerEvent, Membership, ShrinkMessage},
 };
 #[cfg(all(feature = "mpi", unix))]
 pub(crate) use self::{

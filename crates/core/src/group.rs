@@ -32,7 +32,7 @@ pub use self::agreed::{Agreed, Agreement};
 pub use self::buffer::{Buffer, zeroed};
 pub use self::builder::{Builder, DEADLINE};
 pub use self::bytes::ByteOperations;
-pub use self::handle::{Group, Keepsake};
+pub use self::handle::{Group, Attachment};
 pub use self::operations::Batch;
 pub use self::progress::Work;
 pub use self::record::{Message, Record, State};

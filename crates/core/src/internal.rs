@@ -1,23 +1,23 @@
 //! Items for the sibling packages beyond the public interface. Nothing here is stable: they pin the exact version.
 //!
 //! * [`Request`], [`ByteOperations`]: operations on bytes, for tensors, whose element types are known only at run time.
-//! * [`Agreement`], [`Agreed`], [`Keepsake`]: operations whose data another library moves; the group only agrees on
+//! * [`Agreement`], [`Agreed`], [`Attachment`]: operations whose data another library moves; the group only agrees on
 //!   them.
 //! * [`Output`], [`reduce_to_all`], [`zeroed`]: kernels and memory for the reductions of the compute server.
-//! * [`Bell`], [`lock`], [`spin`], [`crowded`] and the deadlines: how threads wait for each other.
+//! * [`Bell`], [`lock`], [`spin`], [`oversubscribed`] and the deadlines: how threads wait for each other.
 //! * [`Ranks`], [`hash`], [`random`]: ranks as text, a stable hash, random numbers that cannot be guessed.
 //! * [`oracle`]: expected results of reductions, for tests and for the benchmark program.
-//! * [`frame`] and the handshake ([`Lobby`] to [`prove`]): connections of burn-collective's orchestrator.
+//! * [`frame`] and the handshake ([`AcceptQueue`] to [`prove`]): connections of burn-collective's orchestrator.
 
 pub mod oracle;
 
 pub use crate::control::invitation::random;
-pub use crate::group::{Agreed, Agreement, ByteOperations, DEADLINE, Keepsake, Request, zeroed};
+pub use crate::group::{Agreed, Agreement, ByteOperations, DEADLINE, Attachment, Request, zeroed};
 pub use crate::reduce::{Output, reduce_to_all};
-pub use crate::sync::{Bell, ENDLESS, Patience, crowded, deadline_from_env, lock, spin};
+pub use crate::sync::{Bell, ENDLESS, SlowWaitWarning, oversubscribed, deadline_from_env, lock, spin};
 pub use crate::types::{Parts, Ranks, hash};
 #[cfg(unix)]
 pub use crate::{
-    auth::{Lobby, Opening, Purpose, RETRY, Refusal, answer, confirm, dial, permit, prove},
+    auth::{AcceptQueue, Prologue, Purpose, RETRY, Refusal, answer, confirm, dial, permit, prove},
     control::frame,
 };

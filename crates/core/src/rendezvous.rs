@@ -34,9 +34,9 @@ use self::regroup::{HeldOpen, ProcessGroup};
 pub use self::source::Launched;
 pub(crate) use self::source::Source;
 use crate::auth::{self, Secret};
-use crate::control::{MOST, Silence};
+use crate::control::{MOST, HeartbeatTimeout};
 use crate::transport::tcp::Tcp;
-use crate::transport::{Base, Near};
+use crate::transport::{Base, Engines};
 use crate::types::Error;
 
 /// Default time limit of the rendezvous.
@@ -174,8 +174,8 @@ impl Settings {
             let reason = format!("{} connections to a peer: give 1 to {MOST}", self.connections);
             return Err(Error::argument("connect", reason));
         }
-        if self.silence < Silence::LEAST {
-            let (given, least) = (self.silence, Silence::LEAST);
+        if self.silence < HeartbeatTimeout::LEAST {
+            let (given, least) = (self.silence, HeartbeatTimeout::LEAST);
             let reason = format!("a silence of {given:?}: give {least:?} or more, since heartbeats come once a second");
             return Err(Error::argument("connect", reason));
         }
@@ -225,7 +225,7 @@ pub(crate) fn connect(settings: &Settings) -> Result<Base, Error> {
         let (joined, mesh) = join::join(settings, start).await?;
         Connected::share(Settings { mesh, ..settings.clone() }, start, joined).await
     })?;
-    let silence = Silence { first: settings.timeout, later: settings.silence };
+    let silence = HeartbeatTimeout { first: settings.timeout, later: settings.silence };
     start_group(runtime, connected, silence, Vec::new())
 }
 
@@ -280,13 +280,13 @@ impl Connected {
 }
 
 /// Starts serving the connections. See [`ProcessGroup`] for `held`.
-fn start_group(runtime: Runtime, connected: Connected, silence: Silence, held: Vec<HeldOpen>) -> Result<Base, Error> {
+fn start_group(runtime: Runtime, connected: Connected, silence: HeartbeatTimeout, held: Vec<HeldOpen>) -> Result<Base, Error> {
     let Connected { settings, joined: Joined { mesh, medium, hosts }, .. } = connected;
     let tcp = Arc::new(Tcp::start(runtime, mesh, settings.connections, silence)?);
     #[cfg(all(feature = "shm", target_os = "linux"))]
-    let near = connected.shared.map_or(Near::Nobody, |shared| shared.engine(&tcp));
+    let near = connected.shared.map_or(Engines::None, |shared| shared.engine(&tcp));
     #[cfg(not(all(feature = "shm", target_os = "linux")))]
-    let near = Near::Nobody;
+    let near = Engines::None;
     let session = Some(tcp.session());
     let regroup = ProcessGroup { settings, medium, hosts, tcp: tcp.clone(), held };
     Ok(Base { transport: tcp, near, session, regroup: Some(Arc::new(regroup)) })

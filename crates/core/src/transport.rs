@@ -32,26 +32,26 @@ pub(crate) use self::seams::{Buffers, Collectives, Storage};
 use crate::reduce;
 
 /// The engine of a group, which runs operations without plans or in part without them.
-pub(crate) enum Near {
+pub(crate) enum Engines {
     /// No engine: plans run all operations.
-    Nobody,
+    None,
     /// One engine for all ranks, which runs whole operations.
-    Everybody(std::sync::Arc<dyn Collectives>),
+    AllRanks(std::sync::Arc<dyn Collectives>),
     /// The ranks of each host share memory. Operations run there, and as plans between the hosts.
     #[cfg(all(feature = "shm", target_os = "linux"))]
-    Hosts(hosts::Hosts),
+    PerHost(hosts::Hosts),
 }
 
-impl Near {
+impl Engines {
     /// Whether there is an engine, for all ranks or per host.
-    pub fn is_somebody(&self) -> bool {
-        !matches!(self, Near::Nobody)
+    pub fn is_some(&self) -> bool {
+        !matches!(self, Engines::None)
     }
 
     /// See [`Collectives::allocate`]. `None` without one engine for all ranks.
     pub fn allocate(&self, bytes: usize) -> Option<std::io::Result<Box<dyn Storage>>> {
         match self {
-            Near::Everybody(engine) => engine.allocate(bytes),
+            Engines::AllRanks(engine) => engine.allocate(bytes),
             _ => None,
         }
     }

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use bonfire_core::{DType, Group, Operation};
 use bonfire_testing::transport::Random;
-use bonfire_testing::{Kind, doors, run_ranks};
+use bonfire_testing::{Kind, joins, run_ranks};
 use case::{Case, GROUPS, below, hash};
 use half::{bf16, f16};
 use hand::{Arrivals, Check, Form, RankCall};
@@ -125,7 +125,7 @@ fn resource_usage() -> [usize; 3] {
 fn run(kind: Kind, seed: u64, operations: usize) {
     let before = resource_usage();
     let (arrived, start) = (Arc::new(Arrivals::default()), Instant::now());
-    let ranks = doors(kind, GROUPS[0], |builder| builder).into_iter().enumerate().map(|(rank, door)| {
+    let ranks = joins(kind, GROUPS[0], |builder| builder).into_iter().enumerate().map(|(rank, door)| {
         let arrived = arrived.clone();
         thread::spawn(move || {
             let all = door();

@@ -53,7 +53,7 @@ pub fn run_ranks_with<T: Send + 'static>(
     f: impl Fn(Group) -> T + Clone + Send + 'static,
 ) -> Vec<T> {
     let members: Vec<usize> = (0..n).collect();
-    let ranks: Vec<_> = doors(kind, &members, settings)
+    let ranks: Vec<_> = joins(kind, &members, settings)
         .into_iter()
         .map(|door| {
             let f = f.clone();
@@ -87,17 +87,17 @@ pub fn log_to_stderr() {
 }
 
 /// Connects one rank to its group. Called on a thread of its own.
-pub type Door = Box<dyn FnOnce() -> Group + Send>;
+pub type Join = Box<dyn FnOnce() -> Group + Send>;
 
-/// Returns the doors of a group, by rank. `members` are the test's ranks in the group, which determine the hosts.
-pub fn doors(kind: Kind, members: &[usize], settings: impl Fn(Builder) -> Builder) -> Vec<Door> {
+/// Returns the joins of a group, by rank. `members` are the test's ranks in the group, which determine the hosts.
+pub fn joins(kind: Kind, members: &[usize], settings: impl Fn(Builder) -> Builder) -> Vec<Join> {
     log_to_stderr();
     let n = members.len();
     let builder = settings(Group::builder().deadline(DEADLINE));
     let medium = match kind {
         Kind::Threads => {
             let groups = builder.threads(n).expect("a group of threads");
-            return groups.into_iter().map(|group| Box::new(move || group) as Door).collect();
+            return groups.into_iter().map(|group| Box::new(move || group) as Join).collect();
         }
         Kind::Tcp => Medium::Tcp,
         Kind::Shm => Medium::Shm,
@@ -107,7 +107,7 @@ pub fn doors(kind: Kind, members: &[usize], settings: impl Fn(Builder) -> Builde
     let door = |(rank, member): (usize, &usize)| {
         let host = if let Kind::Hosts(hosts) = kind { hosts[member % hosts.len()] } else { 0 };
         let builder = builder.clone().machine(format!("host {host}")).rank(rank);
-        Box::new(move || builder.connect().expect("ranks find each other")) as Door
+        Box::new(move || builder.connect().expect("ranks find each other")) as Join
     };
     members.iter().enumerate().map(door).collect()
 }

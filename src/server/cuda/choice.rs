@@ -242,8 +242,8 @@ mod tests {
             assert_eq!((config(0).blocks, config(1).blocks, config(64 << 20).blocks), (1, 1, most));
         }
         // More ranks than multiprocessors.
-        let crowded = Topology { ranks: 8, gpus: 1, sharing: 8, multiprocessors: 4 };
-        assert_eq!(launch_config(Mode::Kernels, &all_reduce(DType::F32, 1 << 20), &crowded).unwrap().blocks, 1);
+        let oversubscribed = Topology { ranks: 8, gpus: 1, sharing: 8, multiprocessors: 4 };
+        assert_eq!(launch_config(Mode::Kernels, &all_reduce(DType::F32, 1 << 20), &oversubscribed).unwrap().blocks, 1);
     }
 
     #[test]

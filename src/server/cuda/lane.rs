@@ -14,7 +14,7 @@ use super::memory::{HostWords, word};
 use super::order::{self, ReadyCounter, Server};
 use super::pause::wait_idle;
 use super::team::ordinal;
-use crate::server::engine::{Loan, Rows};
+use crate::server::engine::{PeerBuffer, Rows};
 use crate::server::status::Status;
 use bonfire_core::Error;
 
@@ -58,7 +58,7 @@ impl CopyStream {
         bytes: usize,
         stream: StreamId,
         timeout: Duration,
-    ) -> Result<(Loan, Order), Error> {
+    ) -> Result<(PeerBuffer, Order), Error> {
         let copy = order::allocate(server, bytes, stream);
         let (from, to) = (address_of(server, &memory, stream)?, address_of(server, &copy, stream)?);
         let ready = self.signal_ready(server, memory.stream, stream);
@@ -66,14 +66,14 @@ impl CopyStream {
         self.stream.copy(from, to, Rows { count: 1, bytes, pitch: bytes })?;
         let order = self.finish(memory, timeout)?;
         let ready = (self.host.address(DONE), self.copied);
-        Ok((Loan { memory: copy, address: to, ready }, order))
+        Ok((PeerBuffer { memory: copy, address: to, ready }, order))
     }
 
     /// Copies from a peer buffer. Returns what must be waited for before the target is used.
     pub fn copy(
         &mut self,
         server: &mut Server,
-        loan: Loan,
+        loan: PeerBuffer,
         rows: Rows,
         target: Binding,
         timeout: Duration,

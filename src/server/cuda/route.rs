@@ -17,8 +17,8 @@ use super::order::Server;
 use super::remote;
 use super::side::TeamHandle;
 use super::team::{Team, kernels_supported, ordinal};
-use crate::server::engine::{Flight, Job, Launch, Route};
-use bonfire_core::internal::{Agreement, Keepsake, random};
+use crate::server::engine::{InFlight, DeviceOperation, Launch, Route};
+use bonfire_core::internal::{Agreement, Attachment, random};
 use bonfire_core::{Call, Deadline, Error, Group};
 
 /// This rank's device and route in a group.
@@ -27,7 +27,7 @@ struct RankRoute {
     route: Option<Arc<GroupRoute>>,
 }
 
-impl Keepsake for RankRoute {
+impl Attachment for RankRoute {
     fn part(&self) {
         let handles = self.route.iter().flat_map(|route| [&route.kernels, &route.nccl]).flatten();
         handles.for_each(|handle| handle.team.mark_group_failed());
@@ -154,7 +154,7 @@ impl Route<CudaRuntime> for GroupRoute {
         self.choose(call).is_some()
     }
 
-    fn prepare(&self, server: &mut Server, job: Job, limit: Duration) -> Result<Launch, Error> {
+    fn prepare(&self, server: &mut Server, job: DeviceOperation, limit: Duration) -> Result<Launch, Error> {
         let call = job.call;
         let none = move || Error::argument(call.operation, format!("neither kernels nor NCCL support {call}"));
         let choice = self.choose(&call).ok_or_else(none)?;
@@ -172,7 +172,7 @@ impl Route<CudaRuntime> for GroupRoute {
             let (site, deadline) = (*site, *deadline);
             let number = team.next_number(local, call)?;
             team.submit(local, site, deadline, ready).inspect_err(|error| team.fail(error.clone()))?;
-            let flight: Flight = Box::new(move |group_failure: &dyn Fn() -> Option<Error>| {
+            let flight: InFlight = Box::new(move |group_failure: &dyn Fn() -> Option<Error>| {
                 team.wait_done(local, number, site, &deadline, group_failure)
             });
             Ok(flight)

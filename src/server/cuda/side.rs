@@ -11,7 +11,7 @@ use super::choice::Choice;
 use super::lane::address_of;
 use super::order::{self, ReadyCounter, Server};
 use super::team::{BufferLayout, Copy, Prepared, Team};
-use crate::server::engine::Job;
+use crate::server::engine::DeviceOperation;
 use bonfire_core::internal::lock;
 use bonfire_core::{Error, Operation, partition};
 
@@ -29,7 +29,7 @@ impl TeamHandle {
     }
 
     /// Prepares an operation on the memory as the work queued so far leaves it.
-    pub fn prepare(&self, server: &mut Server, job: Job, choice: Choice, timeout: Duration) -> Result<Prepared, Error> {
+    pub fn prepare(&self, server: &mut Server, job: DeviceOperation, choice: Choice, timeout: Duration) -> Result<Prepared, Error> {
         let loaded = self.team.prepare(self.local, choice)?;
         let mut streams: Vec<StreamId> =
             job.sources.iter().chain(&job.targets).map(|(memory, _)| memory.stream).collect();
@@ -43,8 +43,8 @@ impl TeamHandle {
 }
 
 impl BufferLayout {
-    fn of(server: &mut Server, job: Job, ranks: usize, nccl: bool) -> Result<BufferLayout, Error> {
-        let Job { call, rank, sources, targets, stream } = job;
+    fn of(server: &mut Server, job: DeviceOperation, ranks: usize, nccl: bool) -> Result<BufferLayout, Error> {
+        let DeviceOperation { call, rank, sources, targets, stream } = job;
         let mut find = |chunks: &[(Binding, Range<usize>)]| {
             let found = chunks.iter().map(|(memory, part)| Ok((address_of(server, memory, stream)?, part.clone())));
             found.collect::<Result<Vec<_>, Error>>()

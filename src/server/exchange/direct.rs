@@ -8,7 +8,7 @@ use cubecl::device_handle::DeviceHandle;
 use super::{WaitFn, run_on_device};
 use crate::server::DeviceTransport;
 use crate::server::compute::CollectiveServer;
-use crate::server::engine::{Job, Launch, Route};
+use crate::server::engine::{DeviceOperation, Launch, Route};
 use crate::server::memory::Span;
 use crate::server::reading::catch_panic;
 use bonfire_core::error::Site;
@@ -21,7 +21,7 @@ pub(super) fn start<R: DeviceTransport>(
     device: &DeviceHandle<CollectiveServer<R>>,
     group: &Group,
     route: Arc<dyn Route<R>>,
-    job: Job,
+    job: DeviceOperation,
 ) -> Result<WaitFn, Error> {
     let (call, limit) = (job.call, group.deadline());
     let launch = run_on_device(device, call, move |server| {
@@ -36,7 +36,7 @@ pub(super) fn start<R: DeviceTransport>(
 }
 
 impl<R: DeviceTransport> CollectiveServer<R> {
-    fn prepare(&mut self, route: &dyn Route<R>, job: Job, limit: Duration) -> Result<Launch, Error> {
+    fn prepare(&mut self, route: &dyn Route<R>, job: DeviceOperation, limit: Duration) -> Result<Launch, Error> {
         self.drop_failed_calls();
         if let Some(error) = self.status.failure() {
             return Err(error);

@@ -7,7 +7,7 @@ use super::{WaitFn, run_on_device};
 use crate::pool;
 use crate::server::DeviceTransport;
 use crate::server::compute::CollectiveServer;
-use crate::server::engine::Job;
+use crate::server::engine::DeviceOperation;
 use crate::server::memory::{shared, writable};
 use bonfire_core::internal::{ByteOperations, Request};
 use bonfire_core::{Error, Group};
@@ -16,9 +16,9 @@ use bonfire_core::{Error, Group};
 pub(super) fn start<R: DeviceTransport>(
     device: DeviceHandle<CollectiveServer<R>>,
     group: &Group,
-    job: Job,
+    job: DeviceOperation,
 ) -> Result<WaitFn, Error> {
-    let Job { call, sources, targets, stream, .. } = job;
+    let DeviceOperation { call, sources, targets, stream, .. } = job;
     let starts: Vec<_> = sources.iter().map(|(_, range)| range.start).collect();
     let sources = sources.into_iter().map(|(source, range)| (source, range.len())).collect();
     let reading = run_on_device(&device, call, move |server| server.snapshot(sources, stream));

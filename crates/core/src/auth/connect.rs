@@ -6,7 +6,7 @@ use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
 use super::handshake::{FIRST, Initiator, Responder, SECOND, SESSION, THIRD};
-use super::opening::{HEAD, Opening, Refusal, check_opening_head};
+use super::opening::{HEAD, Prologue, Refusal, check_opening_head};
 use super::secret::Secret;
 
 /// How long a connection may take to complete the handshake.
@@ -23,7 +23,7 @@ const DRAIN: (u64, Duration) = (4096, Duration::from_millis(200));
 /// proof. Returns the session number of the job. `write` and `read` must transfer all bytes of their argument.
 pub fn prove<E: From<Refusal>>(
     secret: Option<&Secret>,
-    opening: Opening,
+    opening: Prologue,
     mut write: impl FnMut(&[u8]) -> Result<(), E>,
     mut read: impl FnMut(&mut [u8]) -> Result<(), E>,
 ) -> Result<u64, E> {
@@ -52,7 +52,7 @@ pub fn prove<E: From<Refusal>>(
 pub async fn dial(
     stream: &mut (impl AsyncRead + AsyncWrite + Unpin),
     secret: Option<&Secret>,
-    opening: Opening,
+    opening: Prologue,
 ) -> Result<u64, Refusal> {
     let handshake = async {
         let (message, proof) = first_flight(secret, opening)?;
@@ -72,7 +72,7 @@ pub async fn dial(
 }
 
 /// Returns what the dialler sends unprompted: the prologue and, with a secret, the first Noise message.
-fn first_flight(secret: Option<&Secret>, opening: Opening) -> Result<(Vec<u8>, Option<Initiator>), Refusal> {
+fn first_flight(secret: Option<&Secret>, opening: Prologue) -> Result<(Vec<u8>, Option<Initiator>), Refusal> {
     let opening = opening.to_bytes(secret.is_some());
     let Some(secret) = secret else { return Ok((opening.to_vec(), None)) };
     let (proof, first) = Initiator::new(secret, &opening)?;
@@ -85,8 +85,8 @@ pub async fn answer(
     stream: &mut (impl AsyncRead + AsyncWrite + Unpin),
     secret: Option<&Secret>,
     session: u64,
-    fits: impl FnOnce(&Opening) -> Result<(), String>,
-) -> Result<Opening, Refusal> {
+    fits: impl FnOnce(&Prologue) -> Result<(), String>,
+) -> Result<Prologue, Refusal> {
     match read_first_flight(stream, secret, fits).await {
         Ok((opening, None)) => {
             let message = [&Refusal::answer(None)[..], &session.to_le_bytes()].concat();
@@ -127,15 +127,15 @@ fn check_accepted(taken: [u8; ACCEPTED.len()]) -> Result<(), Refusal> {
 async fn read_first_flight(
     stream: &mut (impl AsyncRead + Unpin),
     secret: Option<&Secret>,
-    fits: impl FnOnce(&Opening) -> Result<(), String>,
-) -> Result<(Opening, Option<Responder>), Refusal> {
-    let mut bytes = [0; Opening::BYTES];
+    fits: impl FnOnce(&Prologue) -> Result<(), String>,
+) -> Result<(Prologue, Option<Responder>), Refusal> {
+    let mut bytes = [0; Prologue::BYTES];
     // The format of what follows the head depends on the version.
     let head = read_array::<HEAD>(stream).await?;
     check_opening_head(&head)?;
     bytes[..HEAD].copy_from_slice(&head);
     stream.read_exact(&mut bytes[HEAD..]).await?;
-    let (opening, has_secret) = Opening::from_bytes(&bytes)?;
+    let (opening, has_secret) = Prologue::from_bytes(&bytes)?;
     let proof = match secret {
         None if has_secret => return Err(Refusal::OnlyTheirs),
         Some(_) if !has_secret => return Err(Refusal::OnlyOurs),
@@ -161,19 +161,19 @@ mod tests {
     use super::*;
     use crate::auth::Purpose;
 
-    const OPENING: Opening =
-        Opening { purpose: Purpose::Control, session: 7, from: 2, to: 1, world_size: 3, number: 0, of: 1 };
+    const OPENING: Prologue =
+        Prologue { purpose: Purpose::Control, session: 7, from: 2, to: 1, world_size: 3, number: 0, of: 1 };
 
     fn secret(seed: u8) -> Option<Secret> {
         (seed > 0).then(|| Secret::new([seed; 40]).unwrap())
     }
 
     /// Runs both ends and returns their results.
-    fn connect(dials: u8, listens: u8, fits: bool) -> (Result<u64, Refusal>, Result<Opening, Refusal>) {
+    fn connect(dials: u8, listens: u8, fits: bool) -> (Result<u64, Refusal>, Result<Prologue, Refusal>) {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         runtime.block_on(async {
             let (mut one, mut two) = tokio::io::duplex(64);
-            let fits = |_: &Opening| if fits { Ok(()) } else { Err("no".into()) };
+            let fits = |_: &Prologue| if fits { Ok(()) } else { Err("no".into()) };
             let (dials, listens) = (secret(dials), secret(listens));
             let dialled = async {
                 let result = dial(&mut one, dials.as_ref(), OPENING).await;

@@ -4,12 +4,12 @@ use std::io::{self, Read};
 
 use super::connect::{answer, dial, prove};
 use super::handshake::{FIRST, Initiator, Responder, SECOND, SESSION, THIRD};
-use super::opening::{HEAD, Opening, Purpose, Refusal, check_opening_head};
+use super::opening::{HEAD, Prologue, Purpose, Refusal, check_opening_head};
 use super::secret::Secret;
 use bonfire_testing::fuzz::fuzz;
 
-const OPENING: Opening =
-    Opening { purpose: Purpose::Data, session: 7, from: 2, to: 1, world_size: 3, number: 0, of: 1 };
+const OPENING: Prologue =
+    Prologue { purpose: Purpose::Data, session: 7, from: 2, to: 1, world_size: 3, number: 0, of: 1 };
 
 /// The session number of the listener's job.
 const JOB: u64 = 99;
@@ -19,9 +19,9 @@ fn secret() -> Secret {
 }
 
 /// One opening for each purpose.
-fn openings() -> Vec<Opening> {
+fn openings() -> Vec<Prologue> {
     let all = [Purpose::Rendezvous, Purpose::Control, Purpose::Data, Purpose::Memory, Purpose::Registration];
-    all.map(|purpose| Opening { purpose, ..OPENING }).to_vec()
+    all.map(|purpose| Prologue { purpose, ..OPENING }).to_vec()
 }
 
 /// The first `N` bytes, padded with zeros.
@@ -39,7 +39,7 @@ fn fuzz_openings() {
         openings().into_iter().flat_map(|opening| [false, true].map(|secret| opening.to_bytes(secret).to_vec()));
     fuzz("opening", seeds, |bytes| {
         let bytes = array(bytes);
-        match Opening::from_bytes(&bytes) {
+        match Prologue::from_bytes(&bytes) {
             Ok((opening, secret)) => {
                 assert_eq!(opening.to_bytes(secret), bytes, "not a byte is ignored");
                 true
@@ -70,14 +70,14 @@ fn fuzz_answers() {
 fn fuzz_tampered_handshakes() {
     let secret = secret();
     fuzz("tampered", [vec![], vec![0; 32], vec![0; 152]], |bits| {
-        let mut bits = array::<{ Opening::BYTES + FIRST + SECOND + THIRD }>(bits).into_iter();
+        let mut bits = array::<{ Prologue::BYTES + FIRST + SECOND + THIRD }>(bits).into_iter();
         let untouched = bits.clone().all(|bits| bits == 0);
         let opening = OPENING.to_bytes(true);
         let (initiator, first) = Initiator::new(&secret, &opening).unwrap();
         let opening = opening.map(|byte| byte ^ bits.next().unwrap());
         let first = first.map(|byte| byte ^ bits.next().unwrap());
         let both = || {
-            let (heard, theirs) = Opening::from_bytes(&opening)?;
+            let (heard, theirs) = Prologue::from_bytes(&opening)?;
             let mut responder = Responder::new(&secret, &opening, &first)?;
             let second = responder.answer(JOB)?.map(|byte| byte ^ bits.next().unwrap());
             let (session, third) = initiator.finish(&second)?;
@@ -95,7 +95,7 @@ fn fuzz_tampered_handshakes() {
 #[test]
 fn fuzz_dialling_strangers() {
     /// The most bytes read from a connection that is accepted or answered with a refusal, and the most sent to it.
-    const READ: usize = Opening::BYTES + FIRST + THIRD + 4096;
+    const READ: usize = Prologue::BYTES + FIRST + THIRD + 4096;
     const TOLD: usize = HEAD + SECOND;
     let (secret, runtime) = (secret(), runtime());
     let mut seeds: Vec<_> = openings().into_iter().map(|opening| opening.to_bytes(false).to_vec()).collect();
@@ -107,7 +107,7 @@ fn fuzz_dialling_strangers() {
     fuzz("dials", seeds, |bytes| {
         let hear = |secret: Option<&Secret>, fits: bool| {
             let mut stream = tokio::io::join(bytes, Vec::new());
-            let fits = |_: &Opening| if fits { Ok(()) } else { Err("no".to_owned()) };
+            let fits = |_: &Prologue| if fits { Ok(()) } else { Err("no".to_owned()) };
             let heard = runtime.block_on(answer(&mut stream, secret, JOB, fits));
             let (rest, told) = stream.into_inner();
             assert!(bytes.len() - rest.len() <= READ && told.len() <= TOLD);
@@ -120,7 +120,7 @@ fn fuzz_dialling_strangers() {
         assert!(hear(None, false).is_err() && hear(Some(&secret), false).is_err());
         match hear(None, true) {
             Ok(opening) => {
-                assert_eq!(opening.to_bytes(false), bytes[..Opening::BYTES]);
+                assert_eq!(opening.to_bytes(false), bytes[..Prologue::BYTES]);
                 true
             }
             Err(refusal) => refusal.is_ours(),

@@ -7,7 +7,7 @@
 
 use snow::{Builder, HandshakeState};
 
-use super::opening::{Opening, Refusal};
+use super::opening::{Prologue, Refusal};
 use super::secret::Secret;
 
 /// Sizes of the three messages in bytes.
@@ -30,7 +30,7 @@ pub(super) struct Responder(HandshakeState);
 
 impl Initiator {
     /// Starts the proof after an encoded opening. Returns the first message too.
-    pub fn new(secret: &Secret, opening: &[u8; Opening::BYTES]) -> Result<(Initiator, [u8; FIRST]), Refusal> {
+    pub fn new(secret: &Secret, opening: &[u8; Prologue::BYTES]) -> Result<(Initiator, [u8; FIRST]), Refusal> {
         let mut state = noise(secret, opening, Builder::build_initiator)?;
         let mut first = [0; FIRST];
         state.write_message(&[], &mut first).map_err(broken)?;
@@ -50,7 +50,7 @@ impl Initiator {
 
 impl Responder {
     /// Verifies the first message, which follows an encoded opening.
-    pub fn new(secret: &Secret, opening: &[u8; Opening::BYTES], first: &[u8; FIRST]) -> Result<Responder, Refusal> {
+    pub fn new(secret: &Secret, opening: &[u8; Prologue::BYTES], first: &[u8; FIRST]) -> Result<Responder, Refusal> {
         let mut state = noise(secret, opening, Builder::build_responder)?;
         state.read_message(first, &mut []).map_err(|_| Refusal::OtherSecret)?;
         Ok(Responder(state))
@@ -89,14 +89,14 @@ mod tests {
     use super::*;
     use crate::auth::opening::Purpose;
 
-    const OPENING: Opening =
-        Opening { purpose: Purpose::Data, session: 7, from: 2, to: 1, world_size: 3, number: 0, of: 1 };
+    const OPENING: Prologue =
+        Prologue { purpose: Purpose::Data, session: 7, from: 2, to: 1, world_size: 3, number: 0, of: 1 };
 
     fn secret(seed: u8) -> Secret {
         Secret::new([seed; 32]).unwrap()
     }
 
-    fn bytes() -> [u8; Opening::BYTES] {
+    fn bytes() -> [u8; Prologue::BYTES] {
         OPENING.to_bytes(true)
     }
 
@@ -135,7 +135,7 @@ mod tests {
         };
         let (initiator, first) = Initiator::new(&secret(1), &bytes()).unwrap();
         drop(initiator);
-        for bit in 0..Opening::BYTES * 8 {
+        for bit in 0..Prologue::BYTES * 8 {
             let other = flipped(&bytes(), bit).try_into().unwrap();
             assert!(Responder::new(&secret(1), &other, &first).is_err(), "bit {bit} of the opening");
         }

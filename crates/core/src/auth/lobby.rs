@@ -25,7 +25,7 @@ pub const RETRY: Duration = Duration::from_millis(100);
 /// The accept queue of one listener. It bounds the number of connections that have not completed the handshake, and the
 /// time that each of them has. When the queue is full, the connection that has waited longest is dropped: a rank
 /// completes the handshake within a moment, and dials again if it was dropped.
-pub struct Lobby {
+pub struct AcceptQueue {
     state: Mutex<QueueState>,
     capacity: usize,
     timeout: Duration,
@@ -40,10 +40,10 @@ struct QueueState {
     last_refusal: Option<String>,
 }
 
-impl Lobby {
+impl AcceptQueue {
     /// Creates the queue of a listener that at most `ranks` connections of ranks reach at the same time.
-    pub fn new(ranks: usize) -> Arc<Lobby> {
-        Arc::new(Lobby { state: Mutex::default(), capacity: STRANGERS.saturating_add(ranks), timeout: TIMEOUT })
+    pub fn new(ranks: usize) -> Arc<AcceptQueue> {
+        Arc::new(AcceptQueue { state: Mutex::default(), capacity: STRANGERS.saturating_add(ranks), timeout: TIMEOUT })
     }
 
     /// Spawns the handshake `proof` of a connection from `address`, then passes its result to `taken`.
@@ -81,7 +81,7 @@ impl Lobby {
     }
 
     /// Returns the last refusal, in parentheses, for the error of a rank that waited in vain. Empty if there was none.
-    pub fn turned_away(&self) -> String {
+    pub fn last_refusal(&self) -> String {
         lock(&self.state).last_refusal.as_ref().map_or(String::new(), |last| format!(" ({last})"))
     }
 
@@ -113,7 +113,7 @@ mod tests {
     }
 
     /// Adds a connection that never completes its handshake. The receiver fails when the connection is dropped.
-    fn silent(lobby: &Arc<Lobby>, number: usize) -> oneshot::Receiver<()> {
+    fn silent(lobby: &Arc<AcceptQueue>, number: usize) -> oneshot::Receiver<()> {
         let (held, dropped) = oneshot::channel();
         lobby.receive(
             number,
@@ -129,7 +129,7 @@ mod tests {
     #[test]
     fn a_full_queue_drops_its_oldest_connection() {
         block_on(async {
-            let lobby = Lobby::new(2);
+            let lobby = AcceptQueue::new(2);
             let mut all: Vec<_> = (0..lobby.capacity + 3).map(|number| silent(&lobby, number)).collect();
             for first in &mut all[..3] {
                 first.await.unwrap_err();
@@ -144,7 +144,7 @@ mod tests {
     fn a_silent_connection_times_out() {
         block_on(async {
             let timeout = Duration::from_millis(1);
-            let lobby = Arc::new(Lobby { state: Mutex::default(), capacity: 1, timeout });
+            let lobby = Arc::new(AcceptQueue { state: Mutex::default(), capacity: 1, timeout });
             silent(&lobby, 0).await.unwrap_err();
         });
     }
@@ -152,15 +152,15 @@ mod tests {
     #[test]
     fn the_last_refusal_of_a_bonfire_peer_is_kept() {
         block_on(async {
-            let lobby = Lobby::new(2);
-            assert_eq!(lobby.turned_away(), "");
+            let lobby = AcceptQueue::new(2);
+            assert_eq!(lobby.last_refusal(), "");
             for (address, refusal) in [("one", Refusal::OtherSecret), ("two", Refusal::Stranger)] {
                 lobby.receive(address, async { Err::<(), _>(refusal) }, |()| async { Ok(()) });
             }
             while lock(&lobby.state).refused < 2 {
                 tokio::task::yield_now().await;
             }
-            let said = lobby.turned_away();
+            let said = lobby.last_refusal();
             assert!(said.contains("from one: it has another secret"), "{said}");
         });
     }

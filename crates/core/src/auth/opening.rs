@@ -39,7 +39,7 @@ impl Purpose {
 
 /// The prologue of a connection: its purpose and the ranks it connects. With a secret, the handshake authenticates it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Opening {
+pub struct Prologue {
     pub purpose: Purpose,
     /// Session number of the job; 0 if the dialler does not know it yet and the listener is to send it.
     pub session: u64,
@@ -51,11 +51,11 @@ pub struct Opening {
     pub of: u8,
 }
 
-impl Opening {
+impl Prologue {
     pub const BYTES: usize = 32;
 
-    pub fn to_bytes(self, secret: bool) -> [u8; Opening::BYTES] {
-        let mut bytes = [0; Opening::BYTES];
+    pub fn to_bytes(self, secret: bool) -> [u8; Prologue::BYTES] {
+        let mut bytes = [0; Prologue::BYTES];
         bytes[..4].copy_from_slice(&MAGIC);
         bytes[4..6].copy_from_slice(&VERSION.to_le_bytes());
         (bytes[6], bytes[7]) = (secret.into(), self.purpose as u8);
@@ -68,7 +68,7 @@ impl Opening {
     }
 
     /// Decodes an opening. Returns it and whether the other end has a secret.
-    pub fn from_bytes(bytes: &[u8; Opening::BYTES]) -> Result<(Opening, bool), Refusal> {
+    pub fn from_bytes(bytes: &[u8; Prologue::BYTES]) -> Result<(Prologue, bool), Refusal> {
         check_head(bytes, MAGIC)?;
         let four = |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
         let purpose = Purpose::ALL.into_iter().find(|purpose| *purpose as u8 == bytes[7]).ok_or(Refusal::Stranger)?;
@@ -77,7 +77,7 @@ impl Opening {
         }
         let session = u64::from(four(8)) | u64::from(four(12)) << 32;
         let (from, to, world_size) = (four(16), four(20), four(24));
-        Ok((Opening { purpose, session, from, to, world_size, number: bytes[28], of: bytes[29] }, bytes[6] == 1))
+        Ok((Prologue { purpose, session, from, to, world_size, number: bytes[28], of: bytes[29] }, bytes[6] == 1))
     }
 }
 
@@ -162,7 +162,7 @@ impl Refusal {
 mod tests {
     use super::*;
 
-    const OPENING: Opening = Opening {
+    const OPENING: Prologue = Prologue {
         purpose: Purpose::Data,
         session: 0x0102_0304_0506_0708,
         from: 7,
@@ -175,8 +175,8 @@ mod tests {
     #[test]
     fn openings_round_trip() {
         for (purpose, secret) in Purpose::ALL.into_iter().flat_map(|purpose| [(purpose, false), (purpose, true)]) {
-            let opening = Opening { purpose, ..OPENING };
-            assert_eq!(Opening::from_bytes(&opening.to_bytes(secret)).unwrap(), (opening, secret));
+            let opening = Prologue { purpose, ..OPENING };
+            assert_eq!(Prologue::from_bytes(&opening.to_bytes(secret)).unwrap(), (opening, secret));
         }
     }
 
@@ -185,7 +185,7 @@ mod tests {
         let read = |change: &[(usize, u8)]| {
             let mut bytes = OPENING.to_bytes(true);
             change.iter().for_each(|(at, byte)| bytes[*at] = *byte);
-            Opening::from_bytes(&bytes)
+            Prologue::from_bytes(&bytes)
         };
         for change in [(0, 0), (3, b'A'), (6, 2), (7, 0), (7, 6), (30, 1), (31, 1)] {
             assert!(matches!(read(&[change]), Err(Refusal::Stranger)), "{change:?}");

@@ -11,14 +11,14 @@ pub(super) const INTERVAL: Duration = Duration::from_secs(1);
 
 /// The heartbeat timeout: how long a peer may be silent before it is declared lost.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Silence {
+pub(crate) struct HeartbeatTimeout {
     /// Until its first message: the peer may still be connecting to others.
     pub first: Duration,
     /// After any message.
     pub later: Duration,
 }
 
-impl Silence {
+impl HeartbeatTimeout {
     /// The shortest timeout allowed: a heartbeat may be late.
     pub const LEAST: Duration = Duration::from_secs(3);
 
@@ -41,13 +41,13 @@ pub(super) fn ticks() -> Interval {
 pub(super) struct FailureDetector {
     /// By rank: heartbeats until the peer is declared lost; 0 once it is.
     remaining: Vec<u64>,
-    timeout: Silence,
+    timeout: HeartbeatTimeout,
     last_tick: Option<Instant>,
 }
 
 impl FailureDetector {
-    pub fn new(world_size: usize, timeout: Silence) -> FailureDetector {
-        let first = Silence::missed_heartbeats(timeout.first.max(timeout.later));
+    pub fn new(world_size: usize, timeout: HeartbeatTimeout) -> FailureDetector {
+        let first = HeartbeatTimeout::missed_heartbeats(timeout.first.max(timeout.later));
         FailureDetector { remaining: vec![first; world_size], timeout, last_tick: None }
     }
 
@@ -75,7 +75,7 @@ impl FailureDetector {
 
     /// Heartbeats without a message after which a peer is declared lost.
     pub fn limit(&self) -> u64 {
-        Silence::missed_heartbeats(self.timeout.later)
+        HeartbeatTimeout::missed_heartbeats(self.timeout.later)
     }
 }
 
@@ -87,7 +87,7 @@ mod tests {
     /// heartbeat and peer 2 only after the first `messages` of them.
     fn lost_at(messages: usize) -> usize {
         let board = Board::new(3).unwrap();
-        let timeout = Silence { first: Duration::from_secs(10), later: Duration::from_secs(5) };
+        let timeout = HeartbeatTimeout { first: Duration::from_secs(10), later: Duration::from_secs(5) };
         let mut detector = FailureDetector::new(3, timeout);
         for tick in 0.. {
             assert!(detector.is_monitored(2) && !detector.check(1, &board));
@@ -126,7 +126,7 @@ mod tests {
 
     #[test]
     fn a_rank_detects_its_own_suspension() {
-        let timeout = Silence { first: Duration::from_secs(10), later: Duration::from_secs(5) };
+        let timeout = HeartbeatTimeout { first: Duration::from_secs(10), later: Duration::from_secs(5) };
         let (mut detector, start) = (FailureDetector::new(2, timeout), Instant::now());
         let suspended = [0, 1, 3, 7, 8].map(|second| detector.tick(start + Duration::from_secs(second)));
         assert_eq!(suspended, [false, false, false, true, false]);

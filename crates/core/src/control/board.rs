@@ -7,7 +7,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::OnceLock;
 use std::time::Instant;
 
-use super::invitation::{Door, Invitation, Invitations};
+use super::invitation::{Endpoint, Invitation, Invitations};
 use crate::sync::{AtomicBool, Bell, Deadline, Mutex, MutexGuard, Ordering, lock};
 use crate::types::{Call, Error, Fault, Site};
 
@@ -280,7 +280,7 @@ impl Board {
     }
 
     /// Waits until all members that this rank's invitation names have sent theirs. Returns their doors.
-    pub fn assemble(&self, rank: usize, own: &Invitation, deadline: &Deadline) -> Result<Vec<Door>, Fault> {
+    pub fn assemble(&self, rank: usize, own: &Invitation, deadline: &Deadline) -> Result<Vec<Endpoint>, Fault> {
         let mut outcome = Ok(None);
         self.bell.sleep(Instant::now() + deadline.remaining(), || {
             outcome = self.state().assemble(rank, own);
@@ -296,7 +296,7 @@ impl Board {
 }
 
 impl BoardState {
-    fn assemble(&mut self, rank: usize, own: &Invitation) -> Result<Option<Vec<Door>>, Fault> {
+    fn assemble(&mut self, rank: usize, own: &Invitation) -> Result<Option<Vec<Endpoint>>, Fault> {
         if let Some((fault, _)) = &self.failure {
             return Err(fault.clone());
         }

@@ -8,7 +8,7 @@ use crate::types::{Error, Fault};
 
 /// Where a rank accepts the connections of the other members of a new group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Door {
+pub(crate) struct Endpoint {
     /// The port, at the rank's address in the old group. Unused if the ranks have no addresses.
     pub port: u16,
     /// A random number. The keys of all members combine to the session number of the new group.
@@ -24,7 +24,7 @@ pub fn random() -> Result<u64, Error> {
 }
 
 /// Returns the session number of the group whose members have these doors.
-pub(crate) fn session(doors: impl IntoIterator<Item = Door>) -> u64 {
+pub(crate) fn session(doors: impl IntoIterator<Item = Endpoint>) -> u64 {
     doors.into_iter().fold(0, |session, door| session ^ door.key)
 }
 
@@ -33,7 +33,7 @@ pub(crate) fn session(doors: impl IntoIterator<Item = Door>) -> u64 {
 pub(crate) struct Invitation {
     /// The members' ranks in the parent group, by their ranks in the subgroup.
     pub members: Vec<usize>,
-    pub door: Door,
+    pub door: Endpoint,
 }
 
 /// Maximum number of pending invitations from one rank.
@@ -63,7 +63,7 @@ impl Invitations {
 
     /// Takes the invitations of all members, once all are pending, and returns their doors in member order. Returns an
     /// error as soon as the next invitation of a member names other members.
-    pub fn take(&mut self, rank: usize, own: &Invitation) -> Result<Option<Vec<Door>>, Fault> {
+    pub fn take(&mut self, rank: usize, own: &Invitation) -> Result<Option<Vec<Endpoint>>, Fault> {
         let others = || own.members.iter().filter(|member| **member != rank);
         for peer in others() {
             let theirs = self.0[*peer].front().map(|invitation| &invitation.members);
@@ -99,7 +99,7 @@ mod tests {
     }
 
     fn invitation(members: &[usize], port: u16) -> Invitation {
-        Invitation { members: members.to_vec(), door: Door { port, key: 1 << port } }
+        Invitation { members: members.to_vec(), door: Endpoint { port, key: 1 << port } }
     }
 
     #[test]

@@ -80,7 +80,7 @@ pub(super) enum Event {
 pub(crate) async fn greet(connections: &mut [Option<TcpStream>]) {
     for stream in connections.iter_mut().flatten() {
         // The reader notices a connection that fails.
-        let _ = frame::write(stream, &Frame::Own(Message::Here)).await;
+        let _ = frame::write(stream, &Frame::Own(Message::Heartbeat)).await;
     }
 }
 
@@ -92,7 +92,7 @@ pub(super) async fn write(mut stream: OwnedWriteHalf, mut frames: UnboundedRecei
             Err(e) if e.kind() == ErrorKind::InvalidInput => log::warn!("dropped a control message: {e}"),
             // The reader notices it, as in `Writer::send`.
             Err(_) => return,
-            Ok(()) if matches!(frame, Frame::Own(Message::Farewell { .. })) => return,
+            Ok(()) if matches!(frame, Frame::Own(Message::Goodbye { .. })) => return,
             Ok(()) => {}
         }
     }
@@ -110,7 +110,7 @@ pub(super) async fn read(
         board.speaks(peer);
         match frame {
             Ok(Some(frame)) => {
-                let last = matches!(frame, Frame::Own(Message::Farewell { .. }));
+                let last = matches!(frame, Frame::Own(Message::Goodbye { .. }));
                 // The receiver is gone if this rank is about to leave.
                 if events.send((peer, Event::Received(number, frame))).await.is_err() || last {
                     return;

@@ -12,7 +12,7 @@ use tokio::time::{sleep, timeout};
 
 use super::board::Board;
 use super::line::Event;
-use crate::auth::{self, Lobby, Member, Opening, Purpose, Refusal};
+use crate::auth::{self, AcceptQueue, Member, Prologue, Purpose, Refusal};
 
 /// Maximum number of data connections to a peer.
 pub(crate) const MOST: usize = 8;
@@ -29,7 +29,7 @@ const MAX_PAUSE: Duration = Duration::from_millis(500);
 /// Accepts connections from ranks of this session, and refuses all others.
 pub(super) async fn accept(
     listener: TcpListener,
-    lobby: Arc<Lobby>,
+    lobby: Arc<AcceptQueue>,
     member: Member,
     board: Arc<Board>,
     controls: UnboundedSender<(usize, TcpStream)>,
@@ -53,7 +53,7 @@ pub(super) async fn accept(
 /// Runs the handshake of an accepted connection. Then passes a data connection to the threads that run operations, and
 /// a control connection to `controls`.
 pub(crate) fn admit(
-    lobby: &Arc<Lobby>,
+    lobby: &Arc<AcceptQueue>,
     (mut stream, address): (TcpStream, SocketAddr),
     member: &Member,
     board: &Arc<Board>,
@@ -61,7 +61,7 @@ pub(crate) fn admit(
 ) {
     let (member, board, controls) = (member.clone(), board.clone(), controls.clone());
     let proof = async move {
-        let fits = |opening: &Opening| {
+        let fits = |opening: &Prologue| {
             member.expects(opening)?;
             match opening.purpose {
                 Purpose::Control => Ok(()),

@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use super::board::Board;
 use super::invitation::Invitation;
-use super::word::{News, Word};
+use super::word::{PeerEvent, ShrinkMessage};
 use crate::types::{Error, Fault, Site};
 
 /// A request from the threads that run operations to the control thread.
@@ -18,22 +18,22 @@ pub(crate) enum Outgoing {
     /// Sends an invitation to a member of a new subgroup.
     Invites(usize, Invitation),
     /// Sends a shrink message to all peers.
-    Word(Word),
+    ShrinkMessage(ShrinkMessage),
     /// This rank leaves, in order or because its thread panics. The control thread ends.
-    Farewell { panicked: bool },
+    Goodbye { panicked: bool },
 }
 
 /// A message from one rank to others.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) enum Message {
     /// Heartbeat.
-    Here,
+    Heartbeat,
     Calling(Site),
     Called(Site),
     Failed(Error, u64),
-    Word(Word),
+    ShrinkMessage(ShrinkMessage),
     Invites(Invitation),
-    Farewell {
+    Goodbye {
         panicked: bool,
     },
 }
@@ -41,17 +41,17 @@ pub(crate) enum Message {
 /// Records a message of `peer` on the board. Returns the answer, if any.
 pub(crate) fn hear(board: &Board, peer: usize, message: Message) -> Option<Message> {
     match message {
-        Message::Here => {}
+        Message::Heartbeat => {}
         Message::Calling(site) => return board.hear(peer, site, true).map(Message::Called),
         Message::Called(site) => drop(board.hear(peer, site, false)),
         Message::Failed(error, completed) => board.fail(Fault::Failed(error), completed),
-        Message::Word(_) => board.set_shrinking(peer),
+        Message::ShrinkMessage(_) => board.set_shrinking(peer),
         Message::Invites(invitation) => board.add_invitation(peer, invitation),
-        Message::Farewell { panicked: true } => drop(board.mark_lost(peer, "its thread panicked".into())),
-        Message::Farewell { panicked: false } => board.left(peer),
+        Message::Goodbye { panicked: true } => drop(board.mark_lost(peer, "its thread panicked".into())),
+        Message::Goodbye { panicked: false } => board.left(peer),
     }
     None
 }
 
 /// A peer, and a shrink message from it or a change in its state.
-pub(crate) type Heard = (usize, News);
+pub(crate) type RankEvent = (usize, PeerEvent);

@@ -20,14 +20,14 @@ use tokio::sync::mpsc::{Sender, UnboundedReceiver, UnboundedSender, channel, unb
 use tokio::task::JoinSet;
 use tokio::time::timeout;
 
-use super::beat::{FailureDetector, Silence, ticks};
+use super::beat::{FailureDetector, HeartbeatTimeout, ticks};
 use super::board::Board;
 use super::hub::{Hub, Star};
 use super::line::{Connection, Event, Frame, Writer, read, write};
 use super::meet::accept;
-use super::message::{Heard, Message, Outgoing, hear};
-use super::word::News;
-use crate::auth::{Lobby, Member};
+use super::message::{RankEvent, Message, Outgoing, hear};
+use super::word::PeerEvent;
+use crate::auth::{AcceptQueue, Member};
 use crate::types::Site;
 
 /// The connections and other state that the rendezvous hands over to the control thread.
@@ -36,7 +36,7 @@ pub(crate) struct Mesh {
     pub addresses: Vec<SocketAddr>,
     pub listener: TcpListener,
     /// Connections that have not completed the handshake yet.
-    pub lobby: Arc<Lobby>,
+    pub lobby: Arc<AcceptQueue>,
     /// By rank. `None` for this rank itself, and in a star for most ranks.
     pub connections: Vec<Option<TcpStream>>,
     /// Whether the group begins as a star.
@@ -56,9 +56,9 @@ const EVENT_QUEUE: usize = 64;
 /// Runs the control plane of a rank until its goodbye.
 pub(crate) async fn run(
     mesh: Mesh,
-    silence: Silence,
+    silence: HeartbeatTimeout,
     mut outgoing: UnboundedReceiver<Outgoing>,
-    news: UnboundedSender<Heard>,
+    news: UnboundedSender<RankEvent>,
 ) {
     let (events, mut event_queue) = channel(EVENT_QUEUE);
     let (controls, mut accepted) = unbounded_channel();
@@ -89,8 +89,8 @@ pub(crate) async fn run(
         while leaving.is_none() || control.must_linger() {
             tokio::select! {
                 message = outgoing.recv(), if leaving.is_none() => match message {
-                    Some(Outgoing::Farewell { panicked }) => {
-                        let goodbye = Message::Farewell { panicked };
+                    Some(Outgoing::Goodbye { panicked }) => {
+                        let goodbye = Message::Goodbye { panicked };
                         control.leave(&goodbye);
                         let limit = if control.is_hub() { GOODBYE_TIMEOUT } else { LINGER };
                         leaving = Some((goodbye, tokio::time::Instant::now() + limit));
@@ -145,7 +145,7 @@ struct Control {
     writing: JoinSet<()>,
     /// Number of connections opened so far.
     opened: usize,
-    news: UnboundedSender<Heard>,
+    news: UnboundedSender<RankEvent>,
     /// By rank: whether a message has arrived on a connection to this rank.
     greeted: Vec<bool>,
     star: Option<Star>,
@@ -212,14 +212,14 @@ impl Control {
             Outgoing::Called(peer, site) => self.answer(peer, site),
             Outgoing::Failed(error, completed) => self.fail(Message::Failed(error, completed)),
             Outgoing::Invites(peer, invitation) => self.send(peer, Message::Invites(invitation)),
-            Outgoing::Word(word) => {
+            Outgoing::ShrinkMessage(word) => {
                 self.form_mesh();
-                let message = Message::Word(word);
+                let message = Message::ShrinkMessage(word);
                 self.fan_out(&Frame::Own(message.clone()), None);
                 self.star.iter_mut().for_each(|star| star.replay.push(message.clone()));
             }
             // `run` handles it.
-            Outgoing::Farewell { .. } => {}
+            Outgoing::Goodbye { .. } => {}
         }
     }
 
@@ -271,15 +271,15 @@ impl Control {
         self.connections[peer] = Connection::Closed;
         let fresh = self.board.mark_lost(peer, reason.clone());
         // The receiver is gone if this rank is about to leave. The same holds wherever `news` is sent.
-        let _ = self.news.send((peer, if ended { News::Closed } else { News::Silent }));
+        let _ = self.news.send((peer, if ended { PeerEvent::Closed } else { PeerEvent::Silent }));
         self.report_loss(peer, reason, ended, fresh);
     }
 
     /// Handles a message that `peer` sent on its own connection to this rank.
     fn handle_message(&mut self, peer: usize, message: Message) {
         match &message {
-            Message::Word(word) => {
-                let _ = self.news.send((peer, News::Said(word.clone())));
+            Message::ShrinkMessage(word) => {
+                let _ = self.news.send((peer, PeerEvent::Said(word.clone())));
                 self.star.iter_mut().for_each(|star| star.shrinking[peer] = true);
                 // The other ranks must receive it too, and it is not relayed.
                 self.form_mesh();
@@ -287,10 +287,10 @@ impl Control {
             Message::Failed(..) if self.is_hub() => return self.relay(peer, message),
             // Rank 0 reports it to all ranks.
             Message::Failed(..) if peer == 0 => self.star.iter_mut().for_each(|star| star.failure_known = true),
-            Message::Farewell { panicked } => {
+            Message::Goodbye { panicked } => {
                 let panicked = *panicked;
                 self.connections[peer] = Connection::Closed;
-                let _ = self.news.send((peer, News::Left));
+                let _ = self.news.send((peer, PeerEvent::Left));
                 if self.is_hub() && !self.star.as_ref().is_some_and(|star| star.shrinking[peer]) {
                     let from = peer as u32;
                     self.fan_out(&Frame::Relayed { from, message: message.clone() }, Some(peer));
@@ -313,7 +313,7 @@ impl Control {
             if !self.detector.is_monitored(peer) {
                 continue;
             }
-            writer.send(Frame::Own(Message::Here));
+            writer.send(Frame::Own(Message::Heartbeat));
             if self.detector.check(peer, &self.board) {
                 self.declare_lost(peer);
             }
@@ -331,7 +331,7 @@ impl Control {
         }
         // A peer that is known to be gone is not reported as silent.
         if self.board.mark_lost(peer, reason.into()) {
-            let _ = self.news.send((peer, News::Silent));
+            let _ = self.news.send((peer, PeerEvent::Silent));
             self.report_loss(peer, reason.into(), false, true);
         }
     }

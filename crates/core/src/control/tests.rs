@@ -1,9 +1,9 @@
 use std::time::Duration;
 
-use super::invitation::{Door, Invitation};
+use super::invitation::{Endpoint, Invitation};
 use super::line::Frame;
 use super::message::Message;
-use super::word::{Standing, Word};
+use super::word::{Membership, ShrinkMessage};
 use crate::types::{Call, DType, Error, Operation, ReduceOp, Site};
 
 #[test]
@@ -30,13 +30,13 @@ fn fuzz_messages() {
         Error::broken("listening", "no"),
     ];
     let mut messages = errors.map(|error| Message::Failed(error, 7)).to_vec();
-    let standing = Standing { members: [0, 2, 300].into(), gone: [1].into() };
-    let proposes = Word::Proposes(standing.clone(), Door { port: 29500, key: u64::MAX });
-    messages.extend([proposes, Word::Formed(standing.clone()), Word::Agreed(standing)].map(Message::Word));
-    let door = Door { port: 1, key: 7 };
+    let standing = Membership { members: [0, 2, 300].into(), gone: [1].into() };
+    let proposes = ShrinkMessage::Proposes(standing.clone(), Endpoint { port: 29500, key: u64::MAX });
+    messages.extend([proposes, ShrinkMessage::Formed(standing.clone()), ShrinkMessage::Agreed(standing)].map(Message::ShrinkMessage));
+    let door = Endpoint { port: 1, key: 7 };
     messages.push(Message::Invites(Invitation { members: vec![300, 0, 2], door }));
-    messages.extend([Message::Here, Message::Calling(site), Message::Called(site)]);
-    messages.extend([false, true].map(|panicked| Message::Farewell { panicked }));
+    messages.extend([Message::Heartbeat, Message::Calling(site), Message::Called(site)]);
+    messages.extend([false, true].map(|panicked| Message::Goodbye { panicked }));
     let mut frames: Vec<Frame> = messages.iter().cloned().map(Frame::Own).collect();
     let message = || Message::Called(site);
     frames.extend([None, Some(300)].map(|to| Frame::Relay { to, message: message() }));

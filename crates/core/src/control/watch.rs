@@ -6,7 +6,7 @@ use tokio::sync::mpsc::UnboundedSender;
 
 use super::board::{Board, verdict};
 use super::message::Outgoing;
-use crate::sync::{Deadline, NAP, Patience, STALL};
+use crate::sync::{Deadline, NAP, SlowWaitWarning, STALL};
 use crate::types::{Call, Error, Fault, Ranks, Site};
 
 /// Once a mismatch is certain, how long to wait for the calls of the remaining ranks before it is reported.
@@ -23,7 +23,7 @@ pub(crate) struct Watch<'a> {
     deadline: &'a Deadline,
     /// Set once the operation has stalled. In a collective, the peers are asked for their calls then.
     stalled: bool,
-    patience: Patience<'a>,
+    patience: SlowWaitWarning<'a>,
 }
 
 impl<'a> Watch<'a> {
@@ -34,7 +34,7 @@ impl<'a> Watch<'a> {
         tag: &'a Site,
         deadline: &'a Deadline,
     ) -> Self {
-        Watch { rank, board, control, tag, deadline, stalled: false, patience: Patience::until(deadline) }
+        Watch { rank, board, control, tag, deadline, stalled: false, patience: SlowWaitWarning::until(deadline) }
     }
 
     pub fn board(&self) -> &'a Board {

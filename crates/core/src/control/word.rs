@@ -4,11 +4,11 @@ use std::collections::BTreeSet;
 
 use serde::{Deserialize, Serialize};
 
-use super::invitation::Door;
+use super::invitation::Endpoint;
 
 /// The membership of the new group, as one rank sees it. Ranks are numbered as in the old group.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Standing {
+pub(crate) struct Membership {
     pub members: BTreeSet<usize>,
     /// Ranks that have certainly ended and continue in no other group.
     pub gone: BTreeSet<usize>,
@@ -16,19 +16,19 @@ pub(crate) struct Standing {
 
 /// A shrink message.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) enum Word {
+pub(crate) enum ShrinkMessage {
     /// The sender proposes this membership, and accepts the members' connections at this door.
-    Proposes(Standing, Door),
+    Proposes(Membership, Endpoint),
     /// The sender's end of the group with this membership is ready.
-    Formed(Standing),
+    Formed(Membership),
     /// All ends of the group with this membership are ready: it succeeds the old group.
-    Agreed(Standing),
+    Agreed(Membership),
 }
 
 /// A peer's shrink message, or a change in its state, for a rank that shrinks the group.
 #[derive(Debug)]
-pub(crate) enum News {
-    Said(Word),
+pub(crate) enum PeerEvent {
+    Said(ShrinkMessage),
     /// It sent a goodbye.
     Left,
     /// Its connection ended.

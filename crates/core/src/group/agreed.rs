@@ -7,7 +7,7 @@ use serde::{Serialize, de::DeserializeOwned};
 
 use super::core::Core;
 use super::execute::Task;
-use super::handle::{Group, Keepsake};
+use super::handle::{Group, Attachment};
 use super::progress::Work;
 use super::record::CallSite;
 use super::request::Request;
@@ -37,7 +37,7 @@ pub trait Agreement {
 
     /// Returns the state that a layer above attaches to this group. `make` creates it on first use, and it is kept
     /// until the last handle is dropped. It must not hold a handle itself.
-    fn keep<T: Keepsake>(&self, make: impl FnOnce() -> Result<T, Error>) -> Result<Arc<T>, Error>;
+    fn keep<T: Attachment>(&self, make: impl FnOnce() -> Result<T, Error>) -> Result<Arc<T>, Error>;
 }
 
 /// An operation that was started with [`start_agreed`](Agreement::start_agreed).
@@ -95,8 +95,8 @@ impl Agreement for Group {
         self.core.abort(error);
     }
 
-    fn keep<T: Keepsake>(&self, make: impl FnOnce() -> Result<T, Error>) -> Result<Arc<T>, Error> {
-        self.keepsake(make)
+    fn keep<T: Attachment>(&self, make: impl FnOnce() -> Result<T, Error>) -> Result<Arc<T>, Error> {
+        self.attachment(make)
     }
 }
 

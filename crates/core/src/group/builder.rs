@@ -14,7 +14,7 @@ use crate::plan::{self, Selection};
 #[cfg(unix)]
 use crate::rendezvous::{Launched, Medium};
 use crate::transport::threads::Local;
-use crate::transport::{Base, Near, Transport};
+use crate::transport::{Base, Engines, Transport};
 use crate::types::Error;
 
 /// The default deadline of an operation: long enough for a rank that evaluates or saves.
@@ -92,7 +92,7 @@ impl Builder {
 
     /// Creates a group on a custom transport; see [`Group::on`].
     pub fn on(self, transport: Arc<dyn Transport>) -> Group {
-        let base = Base { transport, near: Near::Nobody, session: None, regroup: None };
+        let base = Base { transport, near: Engines::None, session: None, regroup: None };
         Group::of(Core::new(base, self.algorithms), self.deadline, None)
     }
 }

@@ -9,7 +9,7 @@ use super::lane::Lane;
 use crate::plan::{self, Algorithm, Selection};
 use crate::reduce;
 use crate::sync::Deadline;
-use crate::transport::{Buffers, Near, Transport};
+use crate::transport::{Buffers, Engines, Transport};
 use crate::types::{Fault, Operation, Parts, Site};
 
 /// The data that one operation moves on this rank.
@@ -45,7 +45,7 @@ impl Task<'_> {
 /// Executes a group's operations on its transport.
 pub(super) struct Executor {
     pub transport: Arc<dyn Transport>,
-    pub near: Near,
+    pub near: Engines,
     pub algorithms: Selection,
 }
 
@@ -74,14 +74,14 @@ impl Executor {
     #[inline]
     fn begin(&self, site: &Site) -> Result<Option<Algorithm>, Fault> {
         self.transport.begin(site)?;
-        Ok(self.algorithms.plan(&site.call, self.transport.world_size(), self.near.is_somebody()))
+        Ok(self.algorithms.plan(&site.call, self.transport.world_size(), self.near.is_some()))
     }
 
     /// Lets an engine compare the calls of an operation that runs without it.
     #[inline]
     fn agree_before_plan(&self, site: &Site, deadline: &Deadline) -> Result<(), Fault> {
-        if let Near::Everybody(engine) = &self.near {
-            engine.stand_aside(site, deadline)?;
+        if let Engines::AllRanks(engine) = &self.near {
+            engine.agree_before_plan(site, deadline)?;
         }
         Ok(())
     }
@@ -97,14 +97,14 @@ impl Executor {
         deadline: &Deadline,
     ) -> Result<(), Fault> {
         let algorithm = self.begin(site)?;
-        if let (Near::Everybody(engine), None) = (&self.near, algorithm)
+        if let (Engines::AllRanks(engine), None) = (&self.near, algorithm)
             && engine.serves(&site.call)
         {
             return engine.run(site, &mut buffers, deadline);
         }
         self.agree_before_plan(site, deadline)?;
         #[cfg(all(feature = "shm", target_os = "linux"))]
-        if let (Near::Hosts(hosts), None) = (&self.near, algorithm)
+        if let (Engines::PerHost(hosts), None) = (&self.near, algorithm)
             && hosts::serves(&site.call)
         {
             return hosts::run(&*self.transport, lane, hosts, site, &mut buffers, deadline);

@@ -59,16 +59,16 @@ struct DropGuard {
     core: Arc<Core>,
     progress: OnceLock<Progress>,
     /// State that a layer above attached to the group.
-    keepsake: Mutex<Option<SharedKeepsake>>,
+    attachment: Mutex<Option<SharedAttachment>>,
 }
 
 /// State that a layer above attaches to a group.
-pub trait Keepsake: Any + Send + Sync {
+pub trait Attachment: Any + Send + Sync {
     /// Aborts: the group has failed or ranks are gone, so whatever waits for them will not complete.
     fn part(&self);
 }
 
-type SharedKeepsake = Arc<dyn Keepsake>;
+type SharedAttachment = Arc<dyn Attachment>;
 
 impl Drop for DropGuard {
     fn drop(&mut self) {
@@ -76,13 +76,13 @@ impl Drop for DropGuard {
         if let Some(progress) = self.progress.take() {
             progress.finish();
         }
-        if let Some(keepsake) = lock(&self.keepsake).take() {
+        if let Some(attachment) = lock(&self.attachment).take() {
             let gone = self.core.executor.transport.trouble().is_some_and(|fault| !matches!(fault, Fault::Left { .. }));
             if gone || self.core.failure().is_some() {
-                keepsake.part();
+                attachment.part();
             }
             // Its drop may still involve the other ranks.
-            drop(keepsake);
+            drop(attachment);
         }
         self.core.executor.transport.leave();
     }
@@ -151,7 +151,7 @@ impl Group {
     /// Returns which algorithms run `operation` in this group, by size: the default, or what
     /// [`Builder::algorithms`](crate::Builder::algorithms) or the environment set.
     pub fn algorithms(&self, operation: Operation) -> Selection {
-        self.core.executor.algorithms.in_effect(operation, self.world_size(), self.core.executor.near.is_somebody())
+        self.core.executor.algorithms.in_effect(operation, self.world_size(), self.core.executor.near.is_some())
     }
 
     /// Allocates a zeroed buffer of `len` elements in the memory that suits this group: shared memory if all its ranks
@@ -175,7 +175,7 @@ impl Group {
 
     pub(super) fn of(core: Core, deadline: Duration, lineage: Option<Lineage>) -> Group {
         let core = Arc::new(core);
-        let guard = Arc::new(DropGuard { core: core.clone(), progress: OnceLock::new(), keepsake: Mutex::default() });
+        let guard = Arc::new(DropGuard { core: core.clone(), progress: OnceLock::new(), attachment: Mutex::default() });
         Group { core, deadline, guard, lineage: lineage.map(Arc::new) }
     }
 
@@ -191,16 +191,16 @@ impl Group {
     }
 
     /// Returns the attached state, which `make` creates on first use.
-    pub(super) fn keepsake<T: Keepsake>(&self, make: impl FnOnce() -> Result<T, Error>) -> Result<Arc<T>, Error> {
-        let mut keepsake = lock(&self.guard.keepsake);
-        if let Some(keepsake) = keepsake.clone() {
-            let keepsake: Arc<dyn Any + Send + Sync> = keepsake;
-            if let Ok(keepsake) = keepsake.downcast() {
-                return Ok(keepsake);
+    pub(super) fn attachment<T: Attachment>(&self, make: impl FnOnce() -> Result<T, Error>) -> Result<Arc<T>, Error> {
+        let mut attachment = lock(&self.guard.attachment);
+        if let Some(attachment) = attachment.clone() {
+            let attachment: Arc<dyn Any + Send + Sync> = attachment;
+            if let Ok(attachment) = attachment.downcast() {
+                return Ok(attachment);
             }
         }
         let made = Arc::new(make()?);
-        *keepsake = Some(made.clone());
+        *attachment = Some(made.clone());
         Ok(made)
     }
 

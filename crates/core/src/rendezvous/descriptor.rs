@@ -19,7 +19,7 @@ use tokio::io::Interest;
 use tokio::net::{UnixListener, UnixStream};
 use tokio::time::{sleep, timeout};
 
-use crate::auth::{self, Lobby, Member, Opening, Purpose, RETRY, Refusal};
+use crate::auth::{self, AcceptQueue, Member, Prologue, Purpose, RETRY, Refusal};
 use crate::control::invitation::random;
 use crate::transport::shm::Segment;
 
@@ -37,7 +37,7 @@ pub(super) fn listen() -> io::Result<(String, UnixListener)> {
 
 /// Sends the descriptor to every process that may have it, until dropped.
 pub(super) async fn serve(listener: &UnixListener, file: Arc<OwnedFd>, member: &Member) -> std::convert::Infallible {
-    let lobby = Lobby::new(member.world_size);
+    let lobby = AcceptQueue::new(member.world_size);
     loop {
         match listener.accept().await {
             Ok((stream, _)) => {
@@ -52,7 +52,7 @@ pub(super) async fn serve(listener: &UnixListener, file: Arc<OwnedFd>, member: &
 
 async fn authenticate(mut stream: UnixStream, member: Member) -> Result<UnixStream, Refusal> {
     same_user(&stream)?;
-    let fits = |opening: &Opening| match opening.purpose {
+    let fits = |opening: &Prologue| match opening.purpose {
         Purpose::Memory => member.expects(opening),
         purpose => Err(format!("a connection for {purpose:?} does not belong here")),
     };

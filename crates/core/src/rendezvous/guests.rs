@@ -11,7 +11,7 @@ use tokio::net::TcpStream;
 use tokio::time::timeout;
 
 use super::Medium;
-use crate::auth::{Member, Opening, Purpose, Refusal, answer, confirm};
+use crate::auth::{Member, Prologue, Purpose, Refusal, answer, confirm};
 use crate::control::frame;
 
 /// How long sending the list of missing ranks to one rank may take.
@@ -48,7 +48,7 @@ pub(super) enum Answer {
 }
 
 /// An authenticated connection to rank 0 with its opening and its hello.
-pub(super) type Registration = (TcpStream, Opening, Hello);
+pub(super) type Registration = (TcpStream, Prologue, Hello);
 
 /// A rank that has registered with rank 0.
 pub(super) struct RegisteredRank {
@@ -59,9 +59,9 @@ pub(super) struct RegisteredRank {
 }
 
 /// Runs the handshake on a new connection.
-pub(super) async fn authenticate(mut stream: TcpStream, member: Member) -> Result<(TcpStream, Opening), Refusal> {
+pub(super) async fn authenticate(mut stream: TcpStream, member: Member) -> Result<(TcpStream, Prologue), Refusal> {
     // A rank with another world size passes: it is no stranger, and the error goes to it and to all other ranks.
-    let fits = |opening: &Opening| match (opening.purpose, opening.to) {
+    let fits = |opening: &Prologue| match (opening.purpose, opening.to) {
         (Purpose::Rendezvous, 0) => Ok(()),
         (purpose, to) => {
             Err(format!("it is a connection for {purpose:?} to rank {to}, and this is rank 0's rendezvous"))
@@ -72,7 +72,7 @@ pub(super) async fn authenticate(mut stream: TcpStream, member: Member) -> Resul
 }
 
 /// Reads a rank's hello. The caller limits the time.
-pub(super) async fn read_hello(mut stream: TcpStream, opening: Opening) -> Result<Registration, Refusal> {
+pub(super) async fn read_hello(mut stream: TcpStream, opening: Prologue) -> Result<Registration, Refusal> {
     confirm(&mut stream).await?;
     let hello = frame::expect(&mut stream, Duration::MAX).await?;
     Ok((stream, opening, hello))

@@ -18,7 +18,7 @@ use super::guests::{
 use super::neighbours::{is_star, neighbours};
 use super::reach::{bind, dial, listen, own_host};
 use super::{Medium, Settings, connection_ended};
-use crate::auth::{Lobby, Member, Purpose, RETRY};
+use crate::auth::{AcceptQueue, Member, Purpose, RETRY};
 use crate::control::invitation::random;
 use crate::control::{Board, MOST, Mesh, admit, frame};
 use crate::sync::ENDLESS;
@@ -52,7 +52,7 @@ pub(super) async fn join(settings: &Settings, start: Instant) -> Result<(Joined,
     let deadline = tokio::time::Instant::from_std(start + settings.timeout.min(ENDLESS));
     let n = settings.world_size;
     // As many connections as ranks can make at once.
-    let lobby = Lobby::new(n.saturating_mul(MOST));
+    let lobby = AcceptQueue::new(n.saturating_mul(MOST));
     let waiting_for = RefCell::new(String::new());
     let joined = async {
         match settings.rank {
@@ -69,16 +69,16 @@ pub(super) async fn join(settings: &Settings, start: Instant) -> Result<(Joined,
 }
 
 /// Returns why the rendezvous has timed out.
-fn timed_out(waiting_for: &str, lobby: &Lobby, n: usize) -> String {
-    let turned_away = lobby.turned_away();
-    format!("{waiting_for}{turned_away}; start all {n} ranks with the same address and world size, or allow more time")
+fn timed_out(waiting_for: &str, lobby: &AcceptQueue, n: usize) -> String {
+    let last_refusal = lobby.last_refusal();
+    format!("{waiting_for}{last_refusal}; start all {n} ranks with the same address and world size, or allow more time")
 }
 
 /// Runs rank 0: waits until all ranks have registered, then sends them the table of addresses.
 async fn coordinate(
     settings: &Settings,
     (start, deadline): (Instant, tokio::time::Instant),
-    lobby: &Arc<Lobby>,
+    lobby: &Arc<AcceptQueue>,
     waiting_for: &RefCell<String>,
 ) -> Result<Joined, Error> {
     let n = settings.world_size;
@@ -166,7 +166,7 @@ async fn coordinate(
 /// Accepts a connection. A task of its own runs the handshake, reads the hello and sends both to `registrations`.
 async fn accept(
     listener: &TcpListener,
-    lobby: &Arc<Lobby>,
+    lobby: &Arc<AcceptQueue>,
     member: &Member,
     registrations: &UnboundedSender<Registration>,
 ) -> io::Result<()> {
@@ -207,7 +207,7 @@ fn this_machine() -> String {
 async fn participate(
     settings: &Settings,
     start: Instant,
-    lobby: &Arc<Lobby>,
+    lobby: &Arc<AcceptQueue>,
     waiting_for: &RefCell<String>,
 ) -> Result<(Joined, usize), Error> {
     let (rank, n) = (settings.rank, settings.world_size);
@@ -256,7 +256,7 @@ async fn participate(
 /// connected, and is dialled by the higher ones. Does not return while a neighbour is missing.
 pub(super) async fn connect(
     (settings, start): (&Settings, Instant),
-    (member, listener, lobby): (Member, TcpListener, &Arc<Lobby>),
+    (member, listener, lobby): (Member, TcpListener, &Arc<AcceptQueue>),
     addresses: Vec<SocketAddr>,
     hosts: &[usize],
     mut zero: Option<TcpStream>,
@@ -289,7 +289,7 @@ pub(super) async fn connect(
 /// Returns the connections of the ranks above this one, once all that are `wanted` have dialled.
 async fn above(
     listener: &TcpListener,
-    lobby: &Arc<Lobby>,
+    lobby: &Arc<AcceptQueue>,
     member: &Member,
     board: &Arc<Board>,
     wanted: impl Fn(usize) -> bool,

@@ -21,7 +21,7 @@ use super::join::Joined;
 use super::{Medium, Settings, connection_ended};
 use crate::auth::Member;
 use crate::control::{Mesh, frame};
-use crate::transport::Near;
+use crate::transport::Engines;
 use crate::transport::hosts::Hosts;
 use crate::transport::shm::{Segment, Shm};
 use crate::transport::tcp::Tcp;
@@ -61,13 +61,13 @@ pub(super) struct Shared {
 
 impl Shared {
     /// Returns the shared-memory engine. The connections are served already.
-    pub fn engine(self, tcp: &Arc<Tcp>) -> Near {
+    pub fn engine(self, tcp: &Arc<Tcp>) -> Engines {
         let Shared { hosts, segment, host } = self;
         let index = segment.as_ref().map_or(0, |(_, index)| *index);
         let shm = segment.map(|(segment, index)| Shm::new(segment, index, hosts[host].clone(), tcp.clone()));
         match shm {
-            Some(shm) if hosts.len() == 1 => Near::Everybody(Arc::new(shm)),
-            shm => Near::Hosts(Hosts::new(hosts, host, index, shm)),
+            Some(shm) if hosts.len() == 1 => Engines::AllRanks(Arc::new(shm)),
+            shm => Engines::PerHost(Hosts::new(hosts, host, index, shm)),
         }
     }
 }

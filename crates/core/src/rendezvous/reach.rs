@@ -9,7 +9,7 @@ use tokio::net::{TcpListener, TcpSocket, TcpStream, lookup_host};
 use tokio::time::{sleep, timeout};
 
 use super::{Settings, interface};
-use crate::auth::{self, Opening, Refusal, permit};
+use crate::auth::{self, Prologue, Refusal, permit};
 use crate::types::Error;
 
 /// Time limit of one attempt to connect: the system itself would retry at ever longer intervals.
@@ -22,11 +22,11 @@ const FIRST_PAUSE: Duration = Duration::from_millis(10);
 const BACKLOG: u32 = 1024;
 
 /// Dials until the handshake succeeds; returns the connection and the job's session. The caller limits the time. The
-/// name may not resolve yet, the peer may not listen yet, and a listener crowded by strangers closes connections.
+/// name may not resolve yet, the peer may not listen yet, and a listener oversubscribed by strangers closes connections.
 pub(super) async fn dial(
     (settings, start): (&Settings, Instant),
     address: &str,
-    opening: Opening,
+    opening: Prologue,
     waiting_for: &RefCell<String>,
 ) -> Result<(TcpStream, u64), Error> {
     let mut pause = FIRST_PAUSE;

@@ -25,9 +25,9 @@ use self::agreement::{Agreement, Next};
 use super::join::{self, Joined};
 use super::reach::bind;
 use super::{Connected, Medium, Settings, control_runtime, start_group};
-use crate::auth::{Lobby, Member};
-use crate::control::invitation::{Door, Invitation, random, session};
-use crate::control::{Heard, MOST, News, Silence, Standing, Word};
+use crate::auth::{AcceptQueue, Member};
+use crate::control::invitation::{Endpoint, Invitation, random, session};
+use crate::control::{RankEvent, MOST, PeerEvent, HeartbeatTimeout, Membership, ShrinkMessage};
 use crate::sync::Deadline;
 use crate::transport::tcp::Tcp;
 use crate::transport::{Base, Regroup, hosts_of};
@@ -97,7 +97,7 @@ impl Regroup for ProcessGroup {
         })?;
         // Other members may still wait for a straggler.
         let first = deadline.remaining().max(self.settings.silence);
-        let silence = Silence { first, later: self.settings.silence };
+        let silence = HeartbeatTimeout { first, later: self.settings.silence };
         start_group(runtime, formed, silence, Vec::new()).map_err(Fault::Failed)
     }
 
@@ -129,13 +129,13 @@ impl ProcessGroup {
     async fn agree(
         &self,
         agreement: &mut Agreement,
-        news: UnboundedReceiver<Heard>,
-        groups: &mut Vec<(Standing, Connected)>,
+        news: UnboundedReceiver<RankEvent>,
+        groups: &mut Vec<(Membership, Connected)>,
         problem: &RefCell<String>,
-    ) -> Result<Standing, ShrinkFailure> {
+    ) -> Result<Membership, ShrinkFailure> {
         let mut events =
             PeerEvents { news, probes: JoinSet::new(), addresses: self.tcp.addresses(), silent: Vec::new() };
-        let mut own: Option<(TcpListener, Door)> = None;
+        let mut own: Option<(TcpListener, Endpoint)> = None;
         let mut forming: Option<Pin<Box<_>>> = None;
         // Why this rank could not connect, and when it returns that error.
         let mut failed: Option<(Error, tokio::time::Instant)> = None;
@@ -145,7 +145,7 @@ impl ProcessGroup {
                     (forming, failed) = (None, None);
                     problem.take();
                     let (listener, door) = self.listen("shrink").await?;
-                    self.tcp.say(Word::Proposes(standing, door));
+                    self.tcp.say(ShrinkMessage::Proposes(standing, door));
                     own = Some((listener, door));
                 }
                 Next::Form(doors) => {
@@ -155,7 +155,7 @@ impl ProcessGroup {
                     }
                 }
                 Next::Agree(standing) => {
-                    self.tcp.say(Word::Agreed(standing.clone()));
+                    self.tcp.say(ShrinkMessage::Agreed(standing.clone()));
                     return Ok(standing);
                 }
                 Next::Excluded { by } => return Err(ShrinkFailure::Apart(Apart::Excluded { by })),
@@ -175,7 +175,7 @@ impl ProcessGroup {
                                 Ok(formed) => {
                                     groups.push((agreement.standing().clone(), formed));
                                     agreement.formed();
-                                    self.tcp.say(Word::Formed(agreement.standing().clone()));
+                                    self.tcp.say(ShrinkMessage::Formed(agreement.standing().clone()));
                                 }
                                 // Most likely a member has ended, or knows of one that has. This rank will learn of it.
                                 Err(error) => failed = Some((
@@ -192,21 +192,21 @@ impl ProcessGroup {
     }
 
     /// Listens for the members of a new group, on a port of its own.
-    async fn listen(&self, operation: &str) -> Result<(TcpListener, Door), Error> {
+    async fn listen(&self, operation: &str) -> Result<(TcpListener, Endpoint), Error> {
         let mut address = self.tcp.addresses()[self.settings.rank];
         address.set_port(0);
         let listener = bind(&self.settings, Instant::now(), &address.to_string()).await;
         let listener = listener.map_err(|error| as_error_of(operation, error))?;
         let port = listener.local_addr().map_err(|e| Error::io(operation, e))?.port();
-        Ok((listener, Door { port, key: random()? }))
+        Ok((listener, Endpoint { port, key: random()? }))
     }
 
     /// Connects to the members of a new group through their doors. `members` is in the order of the new ranks.
     async fn connect(
         &self,
         members: &[usize],
-        (listener, own): (TcpListener, Door),
-        doors: Vec<(usize, Door)>,
+        (listener, own): (TcpListener, Endpoint),
+        doors: Vec<(usize, Endpoint)>,
         waiting_for: &RefCell<String>,
     ) -> Result<Connected, Error> {
         let start = Instant::now();
@@ -222,7 +222,7 @@ impl ProcessGroup {
         let address = addresses[0].to_string();
         let settings = Settings { rank, world_size: n, address, ..self.settings.clone() };
         let member = Member { secret: settings.secret.clone(), session, rank, world_size: n };
-        let lobby = Lobby::new(n.saturating_mul(MOST));
+        let lobby = AcceptQueue::new(n.saturating_mul(MOST));
         let hosts = hosts_of(members, &self.hosts);
         let door = (member, listener, &lobby);
         let mesh = join::connect((&settings, start), door, addresses, &hosts, None, waiting_for).await?;
@@ -231,12 +231,12 @@ impl ProcessGroup {
     }
 
     /// Returns the heartbeat timeout of a group that was agreed on: no rank in it is still busy connecting.
-    fn silence(&self) -> Silence {
-        Silence { first: self.settings.silence, later: self.settings.silence }
+    fn silence(&self) -> HeartbeatTimeout {
+        HeartbeatTimeout { first: self.settings.silence, later: self.settings.silence }
     }
 
     /// Starts the group that was agreed on.
-    fn start(&self, runtime: Runtime, standing: &Standing, groups: Vec<(Standing, Connected)>) -> Result<Base, Error> {
+    fn start(&self, runtime: Runtime, standing: &Membership, groups: Vec<(Membership, Connected)>) -> Result<Base, Error> {
         let members: Vec<usize> = standing.members.iter().copied().collect();
         log::info!("rank {} continues in a group of the former {}", self.settings.rank, Ranks(&members));
         let (mut agreed, abandoned): (Vec<_>, Vec<_>) = groups.into_iter().partition(|(formed, _)| formed == standing);
@@ -270,7 +270,7 @@ async fn final_error(failed: &Option<(Error, tokio::time::Instant)>) -> Error {
 
 /// Events about the other ranks.
 struct PeerEvents<'a> {
-    news: UnboundedReceiver<Heard>,
+    news: UnboundedReceiver<RankEvent>,
     /// Probes of ranks whose connections closed. Each returns the rank and whether it has ended.
     probes: JoinSet<(usize, bool)>,
     addresses: &'a [SocketAddr],
@@ -292,17 +292,17 @@ impl PeerEvents<'_> {
         }
     }
 
-    fn handle(&mut self, (peer, news): Heard, agreement: &mut Agreement) {
+    fn handle(&mut self, (peer, news): RankEvent, agreement: &mut Agreement) {
         match news {
-            News::Said(word) => agreement.receive(peer, word),
-            News::Left => agreement.exclude(peer, true),
-            News::Silent => {
+            PeerEvent::Said(word) => agreement.receive(peer, word),
+            PeerEvent::Left => agreement.exclude(peer, true),
+            PeerEvent::Silent => {
                 self.silent.push(peer);
                 agreement.exclude(peer, false);
             }
             // In a partition others may have gone on and closed: a rank that was silent first may be alive.
-            News::Closed if self.silent.contains(&peer) => {}
-            News::Closed => {
+            PeerEvent::Closed if self.silent.contains(&peer) => {}
+            PeerEvent::Closed => {
                 let address = self.addresses[peer];
                 self.probes.spawn(async move { (peer, has_ended(address).await) });
             }

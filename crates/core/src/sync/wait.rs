@@ -62,15 +62,15 @@ impl Deadline {
 }
 
 /// Logs one warning when a wait has lasted a tenth of its time limit.
-pub struct Patience<'a> {
+pub struct SlowWaitWarning<'a> {
     deadline: &'a Deadline,
     warned: bool,
 }
 
-impl<'a> Patience<'a> {
+impl<'a> SlowWaitWarning<'a> {
     /// Creates the warning of a wait until this deadline. Nothing is logged yet.
     pub fn until(deadline: &'a Deadline) -> Self {
-        Patience { deadline, warned: false }
+        SlowWaitWarning { deadline, warned: false }
     }
 
     /// Time until the warning is due; after it, time until the deadline.
@@ -159,14 +159,14 @@ impl Bell {
 }
 
 /// Whether `ranks` ranks on one machine have to share processors.
-pub fn crowded(ranks: usize) -> bool {
+pub fn oversubscribed(ranks: usize) -> bool {
     ranks > std::thread::available_parallelism().map_or(1, usize::from)
 }
 
 /// Polls `ready` for a moment without sleeping; returns whether it became true. Spins only if every rank can have a
-/// core of its own (not `crowded`), then yields, which lets a peer on the same core run.
-pub fn spin(crowded: bool, mut ready: impl FnMut() -> bool) -> bool {
-    for _ in 0..if crowded { 1 } else { SPINS } {
+/// core of its own (not `oversubscribed`), then yields, which lets a peer on the same core run.
+pub fn spin(oversubscribed: bool, mut ready: impl FnMut() -> bool) -> bool {
+    for _ in 0..if oversubscribed { 1 } else { SPINS } {
         if ready() {
             return true;
         }

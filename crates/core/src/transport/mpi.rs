@@ -76,7 +76,7 @@ pub(crate) struct Mpi {
     /// The last collective that this rank began.
     last: Mutex<Option<Site>>,
     /// Ranks have to share processors.
-    crowded: bool,
+    oversubscribed: bool,
     left: AtomicBool,
 }
 
@@ -99,7 +99,7 @@ impl Mpi {
         mut idle: impl FnMut(&S) -> Result<Duration, Fault>,
     ) -> Result<T, Fault> {
         let mut outcome = Ok(None);
-        spin(self.crowded, || {
+        spin(self.oversubscribed, || {
             outcome = step(state, &hold());
             !matches!(outcome, Ok(None))
         });
@@ -296,7 +296,7 @@ impl Collectives for Mpi {
         engine::serves(call)
     }
 
-    fn stand_aside(&self, site: &Site, deadline: &Deadline) -> Result<(), Fault> {
+    fn agree_before_plan(&self, site: &Site, deadline: &Deadline) -> Result<(), Fault> {
         // A plan in a blocking group waits as on other transports, and must answer peers that ask for its call.
         if self.watchdog.is_none() { self.agree(site, deadline) } else { self.announce(site) }
     }

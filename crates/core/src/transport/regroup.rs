@@ -3,15 +3,15 @@
 use std::sync::Arc;
 
 use super::threads::Local;
-use super::{Collectives, Near, Transport};
-use crate::control::invitation::{Door, Invitation, random, session};
+use super::{Collectives, Engines, Transport};
+use crate::control::invitation::{Endpoint, Invitation, random, session};
 use crate::sync::Deadline;
 use crate::types::{Apart, Error, Fault};
 
 /// One rank's endpoint of a group: its transport, its engine, and how to form other groups.
 pub(crate) struct Base {
     pub transport: Arc<dyn Transport>,
-    pub near: Near,
+    pub near: Engines,
     /// A number that is the same on all ranks of the group and different in other groups, if there is one.
     pub session: Option<u64>,
     pub regroup: Option<Arc<dyn Regroup>>,
@@ -47,7 +47,7 @@ impl Base {
     pub fn from_engine<T: Transport + Collectives + Regroup + 'static>(engine: Arc<T>, session: u64) -> Base {
         Base {
             transport: engine.clone(),
-            near: Near::Everybody(engine.clone()),
+            near: Engines::AllRanks(engine.clone()),
             session: Some(session),
             regroup: Some(engine),
         }
@@ -67,7 +67,7 @@ impl Regroup for Local {
 
     fn subgroup(&self, members: &[usize], deadline: &Deadline) -> Result<Base, Fault> {
         let own =
-            Invitation { members: members.to_vec(), door: Door { port: 0, key: random().map_err(Fault::Failed)? } };
+            Invitation { members: members.to_vec(), door: Endpoint { port: 0, key: random().map_err(Fault::Failed)? } };
         let session = session(self.invite(&own, deadline)?);
         let index = members.iter().position(|member| *member == self.rank());
         let local = index.and_then(|index| self.take_endpoint(session, members.len(), index));

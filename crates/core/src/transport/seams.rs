@@ -123,7 +123,7 @@ pub trait Collectives: Send + Sync {
     ///
     /// Ranks that disagree may take different paths, so some of them may be in `run`. An engine whose `run` waits for
     /// all ranks therefore compares the calls here too, unless the transport detects mismatches itself.
-    fn stand_aside(&self, _site: &Site, _deadline: &Deadline) -> Result<(), Fault> {
+    fn agree_before_plan(&self, _site: &Site, _deadline: &Deadline) -> Result<(), Fault> {
         Ok(())
     }
 

@@ -30,7 +30,7 @@ pub(crate) use self::segment::Segment;
 use self::segment::TINY;
 use super::tcp::Tcp;
 use super::{Buffers, Collectives, Storage, Transport};
-use crate::sync::{AtomicU64, Deadline, Mutex, Ordering, crowded, fence, spin};
+use crate::sync::{AtomicU64, Deadline, Mutex, Ordering, oversubscribed, fence, spin};
 use crate::types::{Call, Error, Fault, Site};
 
 /// One rank's endpoint of the memory that the ranks of a host share. They are all ranks of a group, or some of them.
@@ -43,7 +43,7 @@ pub(crate) struct Shm {
     /// Reports failures and lost ranks of the group, and asks its ranks what they called.
     tcp: Arc<Tcp>,
     /// There are more ranks than processors.
-    crowded: bool,
+    oversubscribed: bool,
     /// Operations in this memory so far.
     number: AtomicU64,
     flow: Mutex<Flow>,
@@ -73,9 +73,9 @@ impl Shm {
         let segment = Arc::new(segment);
         let shared = segment.clone();
         tcp.board().alarm(move || shared.control(rank).sleeper.0.ring());
-        let crowded = crowded(segment.world_size());
+        let oversubscribed = oversubscribed(segment.world_size());
         let arena = Arena::new(segment.clone(), rank);
-        Shm { segment, rank, members, tcp, crowded, number: AtomicU64::new(0), flow: Mutex::default(), arena }
+        Shm { segment, rank, members, tcp, oversubscribed, number: AtomicU64::new(0), flow: Mutex::default(), arena }
     }
 
     /// Runs `call` as a phase of the group's operation `site`. Every rank of the host compares its call with those of
@@ -149,7 +149,7 @@ impl Shm {
     /// Waits until `reached` holds for every peer.
     fn wait(&self, phase: &Phase, deadline: &Deadline, reached: impl Fn(usize) -> bool) -> Result<(), Fault> {
         for peer in (0..self.world_size()).filter(|peer| *peer != self.rank) {
-            if !spin(self.crowded, || reached(peer)) {
+            if !spin(self.oversubscribed, || reached(peer)) {
                 self.sleep(phase, deadline, peer, &reached)?;
             }
         }

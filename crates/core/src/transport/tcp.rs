@@ -27,8 +27,8 @@ use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use self::link::Link;
 use super::Transport;
 use crate::auth::Member;
-use crate::control::invitation::{Door, Invitation};
-use crate::control::{self, Board, Heard, Mesh, Outgoing, Silence, Watch, Word};
+use crate::control::invitation::{Endpoint, Invitation};
+use crate::control::{self, Board, RankEvent, Mesh, Outgoing, HeartbeatTimeout, Watch, ShrinkMessage};
 use crate::sync::{Deadline, Mutex, lock};
 use crate::types::{Error, Fault, Site};
 
@@ -46,7 +46,7 @@ pub(crate) struct Tcp {
     /// Keeps the port in use: see [`port`](Tcp::port).
     listener: OwnedFd,
     /// Messages of the shrink protocol, and which peers left or were lost, since the group was made.
-    news: Mutex<Option<UnboundedReceiver<Heard>>>,
+    news: Mutex<Option<UnboundedReceiver<RankEvent>>>,
 }
 
 /// How long a leaving rank waits until its last bytes have reached the peers.
@@ -54,7 +54,7 @@ const LINGER: Duration = Duration::from_secs(1);
 
 impl Tcp {
     /// Takes over the connections that the rendezvous made.
-    pub fn start(runtime: Runtime, mut mesh: Mesh, connections: usize, silence: Silence) -> Result<Tcp, Error> {
+    pub fn start(runtime: Runtime, mut mesh: Mesh, connections: usize, silence: HeartbeatTimeout) -> Result<Tcp, Error> {
         // Before this rank can be in any operation: a peer that meets it in one has then heard from it.
         runtime.block_on(control::greet(&mut mesh.connections));
         let listener = mesh.listener.as_fd().try_clone_to_owned();
@@ -105,13 +105,13 @@ impl Tcp {
     }
 
     /// Takes the receiver for messages of the shrink protocol. `Some` once.
-    pub fn news(&self) -> Option<UnboundedReceiver<Heard>> {
+    pub fn news(&self) -> Option<UnboundedReceiver<RankEvent>> {
         lock(&self.news).take()
     }
 
     /// Sends `word` to all peers.
-    pub fn say(&self, word: Word) {
-        let _ = self.control.send(Outgoing::Word(word));
+    pub fn say(&self, word: ShrinkMessage) {
+        let _ = self.control.send(Outgoing::ShrinkMessage(word));
     }
 
     /// The link to `peer`. The higher rank of a pair dials and the lower one waits: both are in the same operation, and
@@ -147,7 +147,7 @@ impl Tcp {
     }
 
     /// Invites the other members of a subgroup and waits for their invitations. Returns the doors of all, in order.
-    pub fn invite(&self, own: &Invitation, deadline: &Deadline) -> Result<Vec<Door>, Fault> {
+    pub fn invite(&self, own: &Invitation, deadline: &Deadline) -> Result<Vec<Endpoint>, Fault> {
         for member in own.members.iter().filter(|member| **member != self.member.rank) {
             let _ = self.control.send(Outgoing::Invites(*member, own.clone()));
         }
@@ -241,7 +241,7 @@ impl Transport for Tcp {
         if let Some((Fault::Failed(error), completed)) = self.board.failure() {
             let _ = self.control.send(Outgoing::Failed(error, completed));
         }
-        let _ = self.control.send(Outgoing::Farewell { panicked: std::thread::panicking() });
+        let _ = self.control.send(Outgoing::Goodbye { panicked: std::thread::panicking() });
         // The control thread ends soon after its goodbye message, whatever the peers do.
         if thread.join().is_err() {
             log::error!("rank {}: the control thread panicked", self.member.rank);

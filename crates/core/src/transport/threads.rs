@@ -16,7 +16,7 @@ use self::meeting::Regrouping;
 use super::direct::{self, RankBuffers};
 use super::reduce::{self, Output};
 use super::{Buffers, Collectives};
-use crate::sync::{AtomicU8, AtomicU64, Bell, Cell, Deadline, Mutex, Ordering, Patience, crowded, lock, spin};
+use crate::sync::{AtomicU8, AtomicU64, Bell, Cell, Deadline, Mutex, Ordering, SlowWaitWarning, oversubscribed, lock, spin};
 use crate::types::{Call, DType, Error, Fault, Operation, Parts, Ranks, Site};
 
 /// One rank's endpoint of a group of threads.
@@ -40,7 +40,7 @@ struct Shared {
     mailboxes: Box<[Mailbox]>,
     regrouping: Regrouping,
     /// There are more ranks than processors.
-    crowded: bool,
+    oversubscribed: bool,
 }
 
 const FAILED: u64 = 1 << 63;
@@ -120,7 +120,7 @@ impl Local {
             failure: Mutex::new(None),
             mailboxes: (0..world_size * world_size).map(|_| Mailbox::default()).collect(),
             regrouping: Regrouping::new(world_size),
-            crowded: crowded(world_size),
+            oversubscribed: oversubscribed(world_size),
         });
         (0..world_size).map(|rank| Local { shared: shared.clone(), rank }).collect()
     }
@@ -145,7 +145,7 @@ impl Local {
             let arrived = shared.arrived.0.load(Ordering::Acquire);
             arrived >= complete || arrived & FAILED != 0
         };
-        if !spin(shared.crowded, ready) {
+        if !spin(shared.oversubscribed, ready) {
             self.wait_for_all(sequence, complete, ready, deadline);
         }
         // The failure bit is checked first, because it makes the count large. A failure after all ranks were in belongs
@@ -158,7 +158,7 @@ impl Local {
     #[cold]
     fn wait_for_all(&self, sequence: u64, complete: u64, ready: impl Fn() -> bool, deadline: &Deadline) {
         let shared = &*self.shared;
-        let mut patience = Patience::until(deadline);
+        let mut patience = SlowWaitWarning::until(deadline);
         while !ready() {
             // An iterator, collected only for reports: waiting does not allocate.
             let missing =
@@ -192,7 +192,7 @@ impl Local {
             return;
         }
         let ready = || shared.left.0.load(Ordering::Acquire) >= complete;
-        if !spin(shared.crowded, ready) {
+        if !spin(shared.oversubscribed, ready) {
             while !shared.bell.sleep(Instant::now() + std::time::Duration::from_secs(3600), ready) {}
         }
     }
@@ -309,7 +309,7 @@ impl Collectives for Local {
     }
 
     /// Of ranks that disagree, some may be here and some in `run`, so both begin with the same step.
-    fn stand_aside(&self, site: &Site, deadline: &Deadline) -> Result<(), Fault> {
+    fn agree_before_plan(&self, site: &Site, deadline: &Deadline) -> Result<(), Fault> {
         self.agree(site, |slot| slot.call = site.call, deadline).map(drop)
     }
 }

@@ -12,7 +12,7 @@ use tokio::sync::Notify;
 use tokio::task::yield_now;
 use tokio::time::{sleep, timeout};
 
-use crate::auth::{Lobby, RETRY, Refusal};
+use crate::auth::{AcceptQueue, RETRY, Refusal};
 use crate::sync::{Deadline, Mutex, lock};
 use crate::types::{Error, Ranks};
 
@@ -51,7 +51,7 @@ pub(super) struct Rendezvous {
 impl Rendezvous {
     /// Runs the coordinator: returns the connections to all workers, in the order of ranks.
     pub fn gather(&self, source: Listen, world_size: usize) -> Result<Vec<TcpStream>, Error> {
-        let (registered, lobby, mut accepted_count) = (Workers::default(), Lobby::new(world_size), 0);
+        let (registered, lobby, mut accepted_count) = (Workers::default(), AcceptQueue::new(world_size), 0);
         let gathered = self.run(async {
             let listener = self.listen(source).await?;
             while !registered.full(world_size) {
@@ -72,7 +72,7 @@ impl Rendezvous {
         let there = |rank: &usize| workers.get(rank).is_some_and(|stream| !is_closed(stream));
         let missing: Vec<usize> = (1..world_size).filter(|rank| !there(rank)).collect();
         let others = accepted_count - (world_size - 1 - missing.len());
-        let last = lobby.turned_away();
+        let last = lobby.last_refusal();
         Err(self.failed(format!(
             "{} did not come, and {others} connections were turned away or left{last}; start each rank from 1 to {} \
              once, with this address, or allow more time (TcpTransportBuilder::rendezvous_timeout)",
@@ -188,7 +188,7 @@ impl Workers {
         &self,
         accepted: io::Result<(tokio::net::TcpStream, SocketAddr)>,
         world_size: usize,
-        lobby: &Arc<Lobby>,
+        lobby: &Arc<AcceptQueue>,
     ) {
         let Ok((stream, address)) = accepted else { return sleep(RETRY).await };
         let registered = self.clone();

@@ -7,14 +7,14 @@ use crate::control::hub::Hub;
 use crate::control::line::{Connection, Event, Frame};
 use crate::control::meet::dial;
 use crate::control::message::{Message, hear};
-use crate::control::word::News;
+use crate::control::word::PeerEvent;
 
 /// Heartbeats that the other ranks wait after rank 0 has left, before they connect to each other. At the end of a job,
 /// all ranks leave within this time.
 const HUB_GRACE: u32 = 2;
 
 /// Heartbeats without a new connection after which a rank knocks at the higher ranks that have not dialled, to find out
-/// whether they are alive and to make them dial. The shortest [`Silence`] leaves them one more heartbeat.
+/// whether they are alive and to make them dial. The shortest [`HeartbeatTimeout`] leaves them one more heartbeat.
 const KNOCK: u64 = 2;
 
 impl Control {
@@ -91,7 +91,7 @@ impl Control {
         star.idle_ticks = 0;
         let first = if let Connection::Pending(first) = before { first } else { Vec::new() };
         let replayed = star.announcement.iter().chain(&star.replay).cloned();
-        for message in [Message::Here].into_iter().chain(first).chain(replayed) {
+        for message in [Message::Heartbeat].into_iter().chain(first).chain(replayed) {
             writer.send(Frame::Own(message));
         }
     }
@@ -181,7 +181,7 @@ impl Control {
                 // If this rank itself was declared lost, the others may continue without it, and will tell it then.
                 if lost != rank {
                     self.board.mark_lost(lost, reason);
-                    self.peer_gone(lost, if ended { News::Closed } else { News::Silent });
+                    self.peer_gone(lost, if ended { PeerEvent::Closed } else { PeerEvent::Silent });
                 }
             }
             Frame::Begun if from_hub => self.star.iter_mut().for_each(|star| star.begun = true),
@@ -214,7 +214,7 @@ impl Control {
             Message::Failed(..) => self.star.iter_mut().for_each(|star| star.failure_known = true),
             // As from the rank itself: rank 0 relays only the goodbye of a rank that has not called `shrink`, so no
             // shrink message of it can arrive later.
-            Message::Farewell { .. } => self.peer_gone(from, News::Left),
+            Message::Goodbye { .. } => self.peer_gone(from, PeerEvent::Left),
             _ => {}
         }
         if let Some(Message::Called(mine)) = hear(&self.board, from, message) {
@@ -223,7 +223,7 @@ impl Control {
     }
 
     /// Rank 0 reports that `peer` left or is lost. If this rank has a connection to it, the connection shows that too.
-    pub(super) fn peer_gone(&mut self, peer: usize, news: News) {
+    pub(super) fn peer_gone(&mut self, peer: usize, news: PeerEvent) {
         if !matches!(self.connections[peer], Connection::Open(_)) {
             self.connections[peer] = Connection::Closed;
             let _ = self.news.send((peer, news));

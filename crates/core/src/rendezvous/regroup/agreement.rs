@@ -1,6 +1,6 @@
 //! The protocol by which survivors agree on the members of the next group, without clocks and connections.
 //!
-//! Every rank proposes a membership ([`Standing`]). It leaves out the ranks that the proposer knows to have ended or
+//! Every rank proposes a membership ([`Membership`]). It leaves out the ranks that the proposer knows to have ended or
 //! has lost, the ranks that a member's proposal leaves out, and the ranks whose proposals leave out the proposer. So
 //! memberships only shrink, and ranks that receive each other's messages converge on the same one. Once all members
 //! have proposed the same membership they connect (*form*), and each announces when its end of the group is ready
@@ -23,21 +23,21 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use crate::control::invitation::Door;
-use crate::control::{Standing, Word};
+use crate::control::invitation::Endpoint;
+use crate::control::{Membership, ShrinkMessage};
 
 /// One rank's state in the agreement.
 pub(super) struct Agreement {
     rank: usize,
     world_size: usize,
-    standing: Standing,
+    standing: Membership,
     stage: Stage,
     /// By rank: its last proposal, and where it accepts the connections of the new group.
-    proposals: BTreeMap<usize, (Standing, Door)>,
+    proposals: BTreeMap<usize, (Membership, Endpoint)>,
     /// By rank: the last membership for which it announced that its end is ready.
-    formed: BTreeMap<usize, Standing>,
+    formed: BTreeMap<usize, Membership>,
     /// The memberships for which this rank's end was ready.
-    ready: Vec<Standing>,
+    ready: Vec<Membership>,
     /// Ranks that go on in some group. They never count as ended, even if they close their connections here.
     elsewhere: BTreeSet<usize>,
     outcome: Option<Outcome>,
@@ -54,7 +54,7 @@ enum Stage {
 
 #[derive(Clone, Debug, PartialEq)]
 enum Outcome {
-    Agreed(Standing),
+    Agreed(Membership),
     Excluded { by: usize },
 }
 
@@ -62,12 +62,12 @@ enum Outcome {
 #[derive(Clone, Debug, PartialEq)]
 pub(super) enum Next {
     /// Propose this membership, and drop any attempt to form another group.
-    Propose(Standing),
+    Propose(Membership),
     /// Connect to these members.
-    Form(Vec<(usize, Door)>),
+    Form(Vec<(usize, Endpoint)>),
     Wait,
     /// This membership is agreed on.
-    Agree(Standing),
+    Agree(Membership),
     /// Others go on without this rank, as rank `by` says.
     Excluded {
         by: usize,
@@ -83,7 +83,7 @@ impl Agreement {
         Agreement {
             rank,
             world_size,
-            standing: Standing { members: (0..world_size).collect(), gone: BTreeSet::new() },
+            standing: Membership { members: (0..world_size).collect(), gone: BTreeSet::new() },
             stage: Stage::New,
             proposals: BTreeMap::new(),
             formed: BTreeMap::new(),
@@ -93,7 +93,7 @@ impl Agreement {
         }
     }
 
-    pub fn standing(&self) -> &Standing {
+    pub fn standing(&self) -> &Membership {
         &self.standing
     }
 
@@ -109,8 +109,8 @@ impl Agreement {
     }
 
     /// Handles a message from rank `from`.
-    pub fn receive(&mut self, from: usize, word: Word) {
-        if let Word::Agreed(standing) = &word {
+    pub fn receive(&mut self, from: usize, word: ShrinkMessage) {
+        if let ShrinkMessage::Agreed(standing) = &word {
             self.elsewhere.insert(from);
             if !standing.members.contains(&self.rank) && self.outcome.is_none() {
                 self.outcome = Some(Outcome::Excluded { by: from });
@@ -121,20 +121,20 @@ impl Agreement {
         }
         match word {
             // Stops waiting for a rank that has left out this one. It may still be that rank that must not go on.
-            Word::Proposes(theirs, _) if !theirs.members.contains(&self.rank) => self.exclude(from, false),
-            Word::Proposes(theirs, door) => {
+            ShrinkMessage::Proposes(theirs, _) if !theirs.members.contains(&self.rank) => self.exclude(from, false),
+            ShrinkMessage::Proposes(theirs, door) => {
                 self.narrow(|standing| {
                     standing.members.retain(|rank| theirs.members.contains(rank));
                     standing.gone.extend(&theirs.gone);
                 });
                 self.proposals.insert(from, (theirs, door));
             }
-            Word::Formed(theirs) => {
+            ShrinkMessage::Formed(theirs) => {
                 self.formed.insert(from, theirs);
             }
             // All members had announced that their ends were ready, this rank included.
-            Word::Agreed(theirs) if self.ready.contains(&theirs) => self.outcome = Some(Outcome::Agreed(theirs)),
-            Word::Agreed(_) => {}
+            ShrinkMessage::Agreed(theirs) if self.ready.contains(&theirs) => self.outcome = Some(Outcome::Agreed(theirs)),
+            ShrinkMessage::Agreed(_) => {}
         }
     }
 
@@ -185,22 +185,22 @@ impl Agreement {
 
     /// Whether no other group can go on, whichever silent ranks can reach each other.
     fn has_quorum(&self) -> bool {
-        let Standing { members, .. } = &self.standing;
+        let Membership { members, .. } = &self.standing;
         let half = 2 * members.len() == self.world_size && members.contains(&0);
         self.silent().is_empty() || 2 * members.len() > self.world_size || half
     }
 
     /// Returns the ranks that are left out and have not certainly ended.
     fn silent(&self) -> Vec<usize> {
-        let Standing { members, gone } = &self.standing;
+        let Membership { members, gone } = &self.standing;
         (0..self.world_size).filter(|rank| !members.contains(rank) && !gone.contains(rank)).collect()
     }
 
-    fn narrow(&mut self, change: impl FnOnce(&mut Standing)) {
+    fn narrow(&mut self, change: impl FnOnce(&mut Membership)) {
         let before = self.standing.clone();
         change(&mut self.standing);
         self.standing.gone.retain(|rank| *rank < self.world_size);
-        let Standing { members, gone } = &mut self.standing;
+        let Membership { members, gone } = &mut self.standing;
         members.retain(|rank| !gone.contains(rank));
         if self.standing != before {
             self.stage = Stage::New;

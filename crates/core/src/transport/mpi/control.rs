@@ -49,7 +49,7 @@ impl ControlPlane {
             let message = frame::decode(bytes.get(4..).unwrap_or_default());
             let message = message.map_err(|e| Error::io(format!("reading a control message from rank {peer}"), e))?;
             match &message {
-                Message::Farewell { .. } => self.left[peer] = true,
+                Message::Goodbye { .. } => self.left[peer] = true,
                 Message::Called(site) => self.begun = self.begun.max(site.sequence + 1),
                 _ => {}
             }
@@ -109,8 +109,8 @@ fn message_of(outgoing: Outgoing) -> (Message, Option<usize>) {
         Outgoing::Called(peer, site) => (Message::Called(site), Some(peer)),
         Outgoing::Failed(error, completed) => (Message::Failed(error, completed), None),
         Outgoing::Invites(peer, invitation) => (Message::Invites(invitation), Some(peer)),
-        Outgoing::Word(word) => (Message::Word(word), None),
-        Outgoing::Farewell { panicked } => (Message::Farewell { panicked }, None),
+        Outgoing::ShrinkMessage(word) => (Message::ShrinkMessage(word), None),
+        Outgoing::Goodbye { panicked } => (Message::Goodbye { panicked }, None),
     }
 }
 

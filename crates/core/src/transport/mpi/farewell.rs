@@ -59,7 +59,7 @@ impl Mpi {
             let others = (0..self.comm.size).filter(|peer| *peer != self.comm.rank);
             others.for_each(|peer| drop(self.control.send(Outgoing::Called(peer, site))));
         }
-        let _ = self.control.send(Outgoing::Farewell { panicked: std::thread::panicking() });
+        let _ = self.control.send(Outgoing::Goodbye { panicked: std::thread::panicking() });
         let until = Instant::now() + LINGER;
         loop {
             // If the lock is not available, another thread of this rank is in a call that does not return.

@@ -15,10 +15,10 @@ use super::farewell::{self, free_finished};
 use super::library::{self, Held, Library, check, hold};
 use super::watchdog::{Watchdog, WatchedCall};
 use super::{Mpi, POLL_INTERVAL, types};
-use crate::control::invitation::{Door, Invitation, random, session};
+use crate::control::invitation::{Endpoint, Invitation, random, session};
 use crate::control::{Board, Outgoing};
 
-use crate::sync::{Deadline, crowded};
+use crate::sync::{Deadline, oversubscribed};
 use crate::transport::{Base, Regroup, hosts_of};
 use crate::types::{Error, Fault, hash};
 
@@ -130,7 +130,7 @@ impl Mpi {
             heads: Mutex::default(),
             watchdog,
             last: Mutex::new(None),
-            crowded: crowded(local_ranks),
+            oversubscribed: oversubscribed(local_ranks),
             hosts,
             left: AtomicBool::new(false),
         });
@@ -148,7 +148,7 @@ impl Regroup for Mpi {
 
     fn subgroup(&self, members: &[usize], deadline: &Deadline) -> Result<Base, Fault> {
         let own =
-            Invitation { members: members.to_vec(), door: Door { port: 0, key: random().map_err(Fault::Failed)? } };
+            Invitation { members: members.to_vec(), door: Endpoint { port: 0, key: random().map_err(Fault::Failed)? } };
         for member in members.iter().filter(|member| **member != self.comm.rank) {
             let _ = self.control.send(Outgoing::Invites(*member, own.clone()));
         }

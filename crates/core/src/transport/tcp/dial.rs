@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use rustix::event::PollFlags;
 
 use super::link::{Link, disconnected, wait_ready};
-use crate::auth::{Member, Opening, Purpose, Refusal, prove};
+use crate::auth::{Member, Prologue, Purpose, Refusal, prove};
 use crate::control::{RETRY, SYN, Watch, is_own};
 use crate::types::{Error, Fault};
 
@@ -31,7 +31,7 @@ pub(super) fn dial(
 fn connect(
     member: &Member,
     (peer, address): (usize, &SocketAddr),
-    opening: Opening,
+    opening: Prologue,
     watch: &mut Watch<'_>,
 ) -> Result<TcpStream, Fault> {
     loop {

@@ -96,7 +96,7 @@ impl Local {
         done: impl Fn(&Letter) -> bool,
     ) -> Result<(), Fault> {
         let done = || mailbox.with(|letter| done(letter));
-        if spin(self.shared.crowded, done) {
+        if spin(self.shared.oversubscribed, done) {
             return Ok(());
         }
         let gone = || self.shared.absence(peer).is_some() || self.shared.failed();

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::time::Instant;
 
 use super::Local;
-use crate::control::invitation::{Door, Invitation, Invitations};
+use crate::control::invitation::{Endpoint, Invitation, Invitations};
 use crate::sync::{Deadline, Mutex, MutexGuard, lock};
 use crate::types::{Error, Fault};
 
@@ -85,7 +85,7 @@ impl Local {
     }
 
     /// Invites the other members of a subgroup and waits for their invitations. Returns the doors of all, in order.
-    pub fn invite(&self, own: &Invitation, deadline: &Deadline) -> Result<Vec<Door>, Fault> {
+    pub fn invite(&self, own: &Invitation, deadline: &Deadline) -> Result<Vec<Endpoint>, Fault> {
         let (rank, shared) = (self.rank, &self.shared);
         let all = || lock(&shared.regrouping.invitations);
         for to in own.members.iter().filter(|member| **member != rank) {

@@ -9,7 +9,7 @@ use super::*;
 
 /// What arrives on a connection, in order.
 enum Event {
-    Word(Word),
+    ShrinkMessage(ShrinkMessage),
     /// The connection ended. The flag says whether the rank has certainly ended.
     Gone(bool),
 }
@@ -17,10 +17,10 @@ enum Event {
 #[derive(Default)]
 struct Node {
     agreement: Option<Agreement>,
-    forming: Option<Standing>,
+    forming: Option<Membership>,
     dead: bool,
     /// Set once the agreement has ended: the membership that it goes on in, if it does.
-    end: Option<Option<Standing>>,
+    end: Option<Option<Membership>>,
 }
 
 struct World {
@@ -67,7 +67,7 @@ impl World {
             let heard = (0..n).filter(|from| !self.wires[from * n + to].is_empty());
             steps.extend(heard.map(|from| Step::Deliver(from, to)));
             // All members have to take part in connecting.
-            let there = |standing: &Standing| {
+            let there = |standing: &Membership| {
                 standing.members.iter().all(|rank| {
                     let other = &self.nodes[*rank];
                     let ready = other.agreement.as_ref().is_some_and(|agreement| agreement.ready.contains(standing));
@@ -89,7 +89,7 @@ impl World {
                 let item = self.wire(from, to).pop_front();
                 let agreement = self.nodes[to].agreement.as_mut().unwrap();
                 match item {
-                    Some(Event::Word(word)) => agreement.receive(from, word),
+                    Some(Event::ShrinkMessage(word)) => agreement.receive(from, word),
                     Some(Event::Gone(certain)) => agreement.exclude(from, certain),
                     None => {}
                 }
@@ -97,7 +97,7 @@ impl World {
             Step::Form(rank) => {
                 let standing = self.nodes[rank].forming.take().unwrap();
                 self.nodes[rank].agreement.as_mut().unwrap().formed();
-                self.say(rank, &Word::Formed(standing));
+                self.say(rank, &ShrinkMessage::Formed(standing));
             }
             Step::Crash(rank) => {
                 self.nodes[rank].dead = true;
@@ -121,7 +121,7 @@ impl World {
             let end = match self.nodes[rank].agreement.as_mut().unwrap().next() {
                 Next::Propose(standing) => {
                     self.nodes[rank].forming = None;
-                    self.say(rank, &Word::Proposes(standing, Door { port: 0, key: rank as u64 }));
+                    self.say(rank, &ShrinkMessage::Proposes(standing, Endpoint { port: 0, key: rank as u64 }));
                     continue;
                 }
                 Next::Form(doors) => {
@@ -133,7 +133,7 @@ impl World {
                 }
                 Next::Wait => return,
                 Next::Agree(standing) => {
-                    self.say(rank, &Word::Agreed(standing.clone()));
+                    self.say(rank, &ShrinkMessage::Agreed(standing.clone()));
                     Some(standing)
                 }
                 Next::Excluded { .. } | Next::Minority { .. } => {
@@ -147,9 +147,9 @@ impl World {
         }
     }
 
-    fn say(&mut self, rank: usize, word: &Word) {
+    fn say(&mut self, rank: usize, word: &ShrinkMessage) {
         for to in (0..self.n()).filter(|to| *to != rank) {
-            self.wire(rank, to).push_back(Event::Word(word.clone()));
+            self.wire(rank, to).push_back(Event::ShrinkMessage(word.clone()));
         }
     }
 
@@ -218,7 +218,7 @@ proptest! {
             let (dead, inside): (Vec<_>, Vec<_>) = (0..n).filter(joined).partition(|rank| world.nodes[*rank].dead);
             let place = |rank: &usize| standing.members.iter().position(|member| member == rank).unwrap();
             let mut group = Agreement::new(0, standing.members.len());
-            group.standing = Standing {
+            group.standing = Membership {
                 members: inside.iter().map(place).collect(),
                 gone: dead.iter().map(place).collect(),
             };
@@ -240,7 +240,7 @@ fn of_two_halves_the_one_with_the_lowest_rank_goes_on_and_ended_ranks_count_if_o
         // The other members propose the same membership.
         let standing = agreement.standing().clone();
         for member in standing.members.iter().filter(|member| **member != rank) {
-            agreement.receive(*member, Word::Proposes(standing.clone(), Door { port: 1, key: 1 }));
+            agreement.receive(*member, ShrinkMessage::Proposes(standing.clone(), Endpoint { port: 1, key: 1 }));
         }
         assert_eq!(agreement.next(), Next::Propose(standing));
         !matches!(agreement.next(), Next::Minority { .. })
