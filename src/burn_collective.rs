@@ -4,7 +4,6 @@
 //! session per backend type in a process. With a config for several nodes, that is, processes, a session spans them.
 
 mod address;
-mod cargo;
 mod claim;
 mod config;
 mod data;
@@ -15,6 +14,7 @@ mod names;
 mod nodes;
 mod operation;
 mod orchestrator;
+mod payload;
 mod session;
 mod table;
 
@@ -23,8 +23,8 @@ use std::sync::Arc;
 use burn::tensor::backend::Backend;
 use burn::tensor::ops::FloatTensor;
 
-use self::cargo::Payload;
 use self::claim::CollectiveCall;
+use self::payload::Payload;
 /// The address of a node or of the orchestrator, in burn-collective's type: `host:port` or `[v6]:port`, with or without
 /// a scheme such as `ws://`. The port of a node's address is optional.
 pub use burn_communication::Address;

@@ -56,22 +56,22 @@
 //!
 //! [`all_reduce`]: cubecl::client::ComputeClient::all_reduce
 
+mod calls;
 mod communication;
 mod compute;
 mod copy;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 mod device;
+mod device_group;
+mod download;
 #[doc(hidden)]
 pub mod engine;
 pub(crate) mod exchange;
 mod host;
-mod meeting;
+mod mailbox;
 mod memory;
 mod pending;
-mod post;
-mod reading;
-mod round;
 mod runtime;
 mod status;
 

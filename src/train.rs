@@ -41,7 +41,6 @@
 //! ```
 
 mod agree;
-mod announce;
 mod batch_norm;
 mod bucket;
 mod data_parallel;
@@ -49,8 +48,9 @@ mod data_parallel;
 mod learner;
 mod sampler;
 mod sharded;
+mod shrink;
 mod states;
-mod survivors;
+mod step_header;
 
 pub use self::batch_norm::{SyncBatchNorm, SyncBatchNormConfig};
 pub use self::data_parallel::DataParallel;

@@ -5,12 +5,12 @@ use burn::optim::GradientsParams;
 use burn::tensor::backend::Backend;
 use burn::tensor::{Tensor, TensorPrimitive};
 
-use super::cargo::Payload;
 use super::claim::CollectiveCall;
 use super::error::CollectiveError;
 use super::into_tensor;
 use super::names::PeerId;
 use super::operation::run;
+use super::payload::Payload;
 use bonfire_core::ReduceOp;
 use bonfire_core::internal::hash;
 

@@ -3,12 +3,12 @@
 use burn::tensor::backend::Backend;
 use burn::tensor::{Float, TensorData, TensorPrimitive};
 
-use super::cargo::Payload;
 use super::claim::{Claim, ClaimResult, CollectiveCall, check_complete};
 use super::data::{all_reduce, divide, empty, narrow, reduce, widen};
 use super::error::CollectiveError;
 use super::names::PeerId;
 use super::nodes::Node;
+use super::payload::Payload;
 use super::session::{Device, PeerHandle, other_error, session};
 use crate::tensor::operation::carry;
 use bonfire_core::{Error, Group, ReduceOp};

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use super::claim::{ClaimResult, merge};
 use super::error::CollectiveError;
 use super::names::PeerId;
-use bonfire_core::internal::{Bell, oversubscribed, lock, spin};
+use bonfire_core::internal::{Bell, lock, oversubscribed, spin};
 use bonfire_core::{Error, Group};
 
 /// The table of a fixed set of peers.

@@ -12,12 +12,12 @@ use cubecl::stream_id::StreamId;
 use super::DeviceTransport;
 use super::compute::CollectiveServer;
 use super::copy::TensorLayout;
+use super::device_group::{DeviceGroup, Source};
+use super::download::catch_panic;
 use super::engine::{DeviceOperation, call};
+use super::mailbox::{DeviceMessage, Mailbox};
 use super::memory::Span;
 use super::pending::{PendingResult, UNFINISHED, results};
-use super::post::{DeviceMessage, Mailbox};
-use super::reading::catch_panic;
-use super::round::{DeviceGroup, Source};
 use bonfire_core::{Call, DType, Deadline, Error, Operation, ReduceOp};
 
 /// No method returns an error: cubecl's client would unwrap it on this thread, where it is lost. A failure poisons the

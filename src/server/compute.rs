@@ -21,10 +21,10 @@ use cubecl_runtime::storage::{ComputeStorage, ManagedResource};
 
 use super::DeviceTransport;
 use super::device::physical;
+use super::download::Reader;
 use super::engine::Engine;
 use super::memory::Span;
 use super::pending::PendingResult;
-use super::reading::Reader;
 use super::status::Status;
 use bonfire_core::Error;
 

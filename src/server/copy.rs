@@ -12,9 +12,9 @@ use cubecl::stream_id::StreamId;
 
 use super::DeviceTransport;
 use super::compute::CollectiveServer;
+use super::download::catch_panic;
 use super::engine::Rows;
-use super::post::Payload;
-use super::reading::catch_panic;
+use super::mailbox::Payload;
 use super::runtime::CollectiveRuntime;
 use bonfire_core::{Deadline, Error};
 
@@ -113,7 +113,8 @@ impl<R: DeviceTransport> CollectiveServer<R> {
             && in_rows
             && engine.takes(&both)
         {
-            return catch_panic("copy", || engine.lend(&mut self.inner, memory, bytes, stream)).map(Payload::PeerBuffer);
+            return catch_panic("copy", || engine.lend(&mut self.inner, memory, bytes, stream))
+                .map(Payload::PeerBuffer);
         }
         self.snapshot(vec![(memory, bytes)], stream).map(Payload::PendingRead)
     }

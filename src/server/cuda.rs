@@ -4,18 +4,18 @@
 //! `kernels/order.cu`. One signals, after the work on a tensor's stream, that the tensor is ready, which our stream
 //! waits for. The other waits, before later work on a stream, until our stream has written that a call is done.
 
+mod backoff;
 #[doc(hidden)]
 pub mod bench;
 mod choice;
 mod control;
+mod copy_stream;
 mod driver;
 mod kernel;
-mod lane;
 mod memory;
 #[cfg(feature = "nccl")]
 pub mod nccl;
 mod order;
-mod pause;
 mod reach;
 mod remote;
 mod route;
@@ -32,15 +32,15 @@ use cubecl::stream_id::StreamId;
 
 use self::choice::{MODE, choose};
 use self::control::{Order, nanoseconds};
-use self::lane::CopyStream;
+use self::copy_stream::CopyStream;
 use self::order::Server;
 use self::side::TeamHandle;
 use self::team::Team;
 use super::DeviceTransport;
-use super::engine::{Engine, DeviceOperation, PeerBuffer, Route, Rows};
+use super::download::catch_panic;
+use super::engine::{DeviceOperation, Engine, PeerBuffer, Route, Rows};
 use super::memory::Span;
 use super::pending::UNFINISHED;
-use super::reading::catch_panic;
 use super::status::Status;
 use bonfire_core::error::Site;
 use bonfire_core::{Deadline, Error, Group};
@@ -205,7 +205,13 @@ impl Engine<CudaRuntime> for CudaEngine {
         outcome
     }
 
-    fn lend(&mut self, server: &mut Server, memory: Binding, bytes: usize, stream: StreamId) -> Result<PeerBuffer, Error> {
+    fn lend(
+        &mut self,
+        server: &mut Server,
+        memory: Binding,
+        bytes: usize,
+        stream: StreamId,
+    ) -> Result<PeerBuffer, Error> {
         self.enter(server, stream);
         let timeout = self.status.deadline();
         let (loan, order) = self.copy_stream()?.lend(server, memory, bytes, stream, timeout)?;

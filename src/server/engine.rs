@@ -68,7 +68,8 @@ pub trait Engine<R: DeviceTransport>: Send {
 
     /// Queues an all-reduce between these devices, which are sorted. Neither source nor target may be accessed before
     /// [`sync`](Engine::sync).
-    fn all_reduce(&mut self, server: &mut R::Server, devices: Vec<DeviceId>, job: DeviceOperation) -> Result<(), Error>;
+    fn all_reduce(&mut self, server: &mut R::Server, devices: Vec<DeviceId>, job: DeviceOperation)
+    -> Result<(), Error>;
 
     /// Fails the collectives between these devices, which are sorted, on all of them.
     fn fail(&mut self, devices: &[DeviceId], error: &Error);
@@ -77,7 +78,13 @@ pub trait Engine<R: DeviceTransport>: Send {
     fn sync(&mut self) -> Result<(), Error>;
 
     /// Exposes the first bytes of some memory to another device, as the work queued so far on the stream leaves them.
-    fn lend(&mut self, server: &mut R::Server, memory: Binding, bytes: usize, stream: StreamId) -> Result<PeerBuffer, Error>;
+    fn lend(
+        &mut self,
+        server: &mut R::Server,
+        memory: Binding,
+        bytes: usize,
+        stream: StreamId,
+    ) -> Result<PeerBuffer, Error>;
 
     /// Copies rows to this device and packs them. From now on, `enter` orders every stream after the copy.
     fn copy(&mut self, server: &mut R::Server, loan: PeerBuffer, rows: Rows, target: Binding) -> Result<(), Error>;

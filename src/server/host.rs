@@ -6,7 +6,7 @@ use cubecl::stream_id::StreamId;
 
 use super::DeviceTransport;
 use super::compute::CollectiveServer;
-use super::reading::{PendingRead, catch_panic};
+use super::download::{PendingRead, catch_panic};
 use bonfire_core::Error;
 
 /// Offsets of copies between device and host are multiples of this many bytes: wgpu refuses others.

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use cubecl::bytes::Bytes;
 use cubecl::server::Binding;
 
+use super::device_group::DeviceGroup;
 use super::memory::{Span, writable};
-use super::round::DeviceGroup;
 use bonfire_core::{Deadline, Error};
 
 pub(super) const UNFINISHED: &str = "the memory overlaps a pending result, in part or of another list of devices; \

@@ -1,13 +1,13 @@
 //! All-reduce of tensors on collective devices, through their server and without burn's host tensors.
 
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
-mod path;
+mod access;
 
 use burn::tensor::backend::Backend;
 use burn::tensor::ops::FloatTensor;
 
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
-use self::path::DeviceAccess;
+use self::access::DeviceAccess;
 use bonfire_core::internal::Request;
 use bonfire_core::{Error, Group};
 

@@ -10,9 +10,9 @@ use burn::tensor::ops::FloatTensorOps;
 use burn::tensor::{Tensor, TensorData, TensorPrimitive};
 
 use super::agree::{Parameter, ParameterDescription, broadcast_parameters, check_same_model, parameters, rebuild};
-use super::announce::{AgreedStep, StepHeader, no_samples};
 use super::bucket::{Bucket, BucketOp, buckets, pop_if_full, scale, scale_tensor};
 use super::states;
+use super::step_header::{AgreedStep, StepHeader, no_samples};
 use crate::tensor::device::{DeviceOutcome, PendingAllReduce, start_all_reduce, uses_collective_devices};
 use bonfire_core::internal::Request;
 use bonfire_core::{Buffer, DType, Error, Group, Operation, ReduceOp, Work};

@@ -19,9 +19,9 @@ use burn::tensor::{Tensor, TensorData};
 use self::exchange::{NumberedBucket, Shards};
 use self::layout::{bytes, layout};
 use super::agree::Parameter;
-use super::announce::{AgreedStep, StepHeader};
 use super::bucket::{BucketOp, pop_if_full};
 use super::data_parallel::DataParallel;
+use super::step_header::{AgreedStep, StepHeader};
 use bonfire_core::internal::Agreement;
 use bonfire_core::{Error, Group};
 

@@ -1,7 +1,7 @@
 //! Ranks as threads and processes: operations on tensors, and training.
 //!
-//! One program, because each of these files alone takes a minute to compile: burn's backends are generic, and the compiler
-//! would generate them again for every program.
+//! One program instead of six: burn's backends are generic, so the compiler would generate them again for each, which
+//! takes about a minute.
 
 #[path = "../../examples/digits/data.rs"]
 mod digits;

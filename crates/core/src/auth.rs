@@ -17,20 +17,20 @@
 //! The dialler's last message defeats replays: its key is derived from fresh random numbers of both ends, which a
 //! recorded connection cannot match.
 
+mod accept_queue;
 mod connect;
 #[cfg(all(test, not(bonfire_loom)))]
 mod fuzz;
 mod handshake;
-mod lobby;
-mod opening;
+mod prologue;
 mod secret;
 
 use std::fmt::Display;
 use std::net::SocketAddr;
 
+pub use self::accept_queue::{AcceptQueue, RETRY};
 pub use self::connect::{answer, confirm, dial, prove};
-pub use self::lobby::{AcceptQueue, RETRY};
-pub use self::opening::{Prologue, Purpose, Refusal};
+pub use self::prologue::{Prologue, Purpose, Refusal};
 pub use self::secret::Secret;
 use crate::types::Error;
 

@@ -4,39 +4,39 @@
 //! of their own, with the same messages and the same board.
 
 #[cfg(unix)]
-mod beat;
+mod accept;
 #[cfg(unix)]
 mod board;
 #[cfg(unix)]
+mod connection;
+#[cfg(unix)]
 pub mod frame;
+#[cfg(unix)]
+mod heartbeat;
 #[cfg(unix)]
 mod hub;
 pub(crate) mod invitation;
 #[cfg(unix)]
-mod line;
-#[cfg(unix)]
-mod meet;
-#[cfg(unix)]
 mod message;
 #[cfg(unix)]
 mod plane;
+#[cfg(unix)]
+mod shrink;
 #[cfg(all(test, unix, not(bonfire_loom)))]
 mod tests;
 #[cfg(unix)]
 mod watch;
-#[cfg(unix)]
-mod word;
 
 #[cfg(unix)]
 pub(crate) use self::{
-    beat::HeartbeatTimeout,
+    accept::{MOST, RETRY, SYN, admit, is_own},
     board::Board,
-    line::greet,
-    meet::{MOST, RETRY, SYN, admit, is_own},
-    message::{RankEvent, Outgoing},
+    connection::greet,
+    heartbeat::HeartbeatTimeout,
+    message::{Outgoing, RankEvent},
     plane::{Mesh, run},
+    shrink::{Membership, PeerEvent, ShrinkMessage},
     watch::Watch,
-    word::{PeerEvent, Membership, ShrinkMessage},
 };
 #[cfg(all(feature = "mpi", unix))]
 pub(crate) use self::{

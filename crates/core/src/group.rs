@@ -17,7 +17,6 @@ mod handle;
 mod hosts;
 #[cfg(unix)]
 mod interrupt;
-mod lane;
 mod operations;
 mod progress;
 pub(crate) mod record;
@@ -27,12 +26,13 @@ mod shrink;
 mod subgroup;
 mod trace;
 mod turn;
+mod workspace;
 
 pub use self::agreed::{Agreed, Agreement};
 pub use self::buffer::{Buffer, zeroed};
 pub use self::builder::{Builder, DEADLINE};
 pub use self::bytes::ByteOperations;
-pub use self::handle::{Group, Attachment};
+pub use self::handle::{Attachment, Group};
 pub use self::operations::Batch;
 pub use self::progress::Work;
 pub use self::record::{Message, Record, State};

@@ -12,9 +12,9 @@
 pub mod oracle;
 
 pub use crate::control::invitation::random;
-pub use crate::group::{Agreed, Agreement, ByteOperations, DEADLINE, Attachment, Request, zeroed};
+pub use crate::group::{Agreed, Agreement, Attachment, ByteOperations, DEADLINE, Request, zeroed};
 pub use crate::reduce::{Output, reduce_to_all};
-pub use crate::sync::{Bell, ENDLESS, SlowWaitWarning, oversubscribed, deadline_from_env, lock, spin};
+pub use crate::sync::{Bell, ENDLESS, SlowWaitWarning, deadline_from_env, lock, oversubscribed, spin};
 pub use crate::types::{Parts, Ranks, hash};
 #[cfg(unix)]
 pub use crate::{

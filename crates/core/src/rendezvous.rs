@@ -9,14 +9,14 @@
 
 #[cfg(all(feature = "shm", target_os = "linux"))]
 mod descriptor;
+mod dial;
 pub(crate) mod env;
-mod guests;
 mod interface;
 mod join;
 #[cfg(all(feature = "shm", target_os = "linux"))]
 mod memory;
 mod neighbours;
-mod reach;
+mod registration;
 mod regroup;
 mod source;
 #[cfg(test)]
@@ -34,7 +34,7 @@ use self::regroup::{HeldOpen, ProcessGroup};
 pub use self::source::Launched;
 pub(crate) use self::source::Source;
 use crate::auth::{self, Secret};
-use crate::control::{MOST, HeartbeatTimeout};
+use crate::control::{HeartbeatTimeout, MOST};
 use crate::transport::tcp::Tcp;
 use crate::transport::{Base, Engines};
 use crate::types::Error;
@@ -280,7 +280,12 @@ impl Connected {
 }
 
 /// Starts serving the connections. See [`ProcessGroup`] for `held`.
-fn start_group(runtime: Runtime, connected: Connected, silence: HeartbeatTimeout, held: Vec<HeldOpen>) -> Result<Base, Error> {
+fn start_group(
+    runtime: Runtime,
+    connected: Connected,
+    silence: HeartbeatTimeout,
+    held: Vec<HeldOpen>,
+) -> Result<Base, Error> {
     let Connected { settings, joined: Joined { mesh, medium, hosts }, .. } = connected;
     let tcp = Arc::new(Tcp::start(runtime, mesh, settings.connections, silence)?);
     #[cfg(all(feature = "shm", target_os = "linux"))]

@@ -10,4 +10,4 @@ mod wait;
 pub(crate) use self::primitives::*;
 pub use self::wait::Deadline;
 pub(crate) use self::wait::seconds_from_env;
-pub use self::wait::{Bell, ENDLESS, SlowWaitWarning, oversubscribed, deadline_from_env, lock, spin};
+pub use self::wait::{Bell, ENDLESS, SlowWaitWarning, deadline_from_env, lock, oversubscribed, spin};

@@ -17,7 +17,7 @@ use super::order::Server;
 use super::remote;
 use super::side::TeamHandle;
 use super::team::{Team, kernels_supported, ordinal};
-use crate::server::engine::{InFlight, DeviceOperation, Launch, Route};
+use crate::server::engine::{DeviceOperation, InFlight, Launch, Route};
 use bonfire_core::internal::{Agreement, Attachment, random};
 use bonfire_core::{Call, Deadline, Error, Group};
 

@@ -8,7 +8,7 @@ use cubecl::server::Binding;
 use cubecl::stream_id::StreamId;
 
 use super::choice::Choice;
-use super::lane::address_of;
+use super::copy_stream::address_of;
 use super::order::{self, ReadyCounter, Server};
 use super::team::{BufferLayout, Copy, Prepared, Team};
 use crate::server::engine::DeviceOperation;
@@ -29,7 +29,13 @@ impl TeamHandle {
     }
 
     /// Prepares an operation on the memory as the work queued so far leaves it.
-    pub fn prepare(&self, server: &mut Server, job: DeviceOperation, choice: Choice, timeout: Duration) -> Result<Prepared, Error> {
+    pub fn prepare(
+        &self,
+        server: &mut Server,
+        job: DeviceOperation,
+        choice: Choice,
+        timeout: Duration,
+    ) -> Result<Prepared, Error> {
         let loaded = self.team.prepare(self.local, choice)?;
         let mut streams: Vec<StreamId> =
             job.sources.iter().chain(&job.targets).map(|(memory, _)| memory.stream).collect();

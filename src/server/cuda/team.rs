@@ -6,9 +6,9 @@
 //! GPU waits only for work that was enqueued before it. Kernels on different GPUs do wait for each other, with a
 //! timeout.
 
-mod flight;
-mod place;
+mod gpu;
 mod registry;
+mod wait;
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -19,18 +19,18 @@ use cubecl::cuda::CudaRuntime;
 use cubecl::device::DeviceId;
 use cubecl::server::Binding;
 
-pub(super) use self::place::{BufferLayout, Copy, Prepared};
-use self::place::{LoadedChoice, QueuedCall, TeamGpu};
+pub(super) use self::gpu::{BufferLayout, Copy, Prepared};
+use self::gpu::{LoadedChoice, QueuedCall, TeamGpu};
 pub(super) use self::registry::{fail, kernels_supported, ordinal};
+use super::backoff::wait_idle;
 use super::choice::{Choice, Topology};
 use super::control::{
     ABORT, CONTROL_BYTES, DONE, FAILURE, HOST_WORDS, Member, Parameters, READY, RELEASED, Report, nanoseconds,
 };
 use super::driver::Gpu;
 use super::memory::{HostWords, Memory};
-use super::pause::wait_idle;
 use super::remote::Remote;
-use crate::server::meeting::{Calls, Wait};
+use crate::server::calls::{Calls, Wait};
 use crate::server::status::Status;
 use bonfire_core::error::Site;
 use bonfire_core::internal::lock;

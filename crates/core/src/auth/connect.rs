@@ -6,7 +6,7 @@ use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
 use super::handshake::{FIRST, Initiator, Responder, SECOND, SESSION, THIRD};
-use super::opening::{HEAD, Prologue, Refusal, check_opening_head};
+use super::prologue::{HEAD, Prologue, Refusal, check_opening_head};
 use super::secret::Secret;
 
 /// How long a connection may take to complete the handshake.

@@ -4,7 +4,7 @@ use std::io::{self, Read};
 
 use super::connect::{answer, dial, prove};
 use super::handshake::{FIRST, Initiator, Responder, SECOND, SESSION, THIRD};
-use super::opening::{HEAD, Prologue, Purpose, Refusal, check_opening_head};
+use super::prologue::{HEAD, Prologue, Purpose, Refusal, check_opening_head};
 use super::secret::Secret;
 use bonfire_testing::fuzz::fuzz;
 

@@ -7,7 +7,7 @@
 
 use snow::{Builder, HandshakeState};
 
-use super::opening::{Prologue, Refusal};
+use super::prologue::{Prologue, Refusal};
 use super::secret::Secret;
 
 /// Sizes of the three messages in bytes.
@@ -87,7 +87,7 @@ fn broken(e: snow::Error) -> Refusal {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::auth::opening::Purpose;
+    use crate::auth::prologue::Purpose;
 
     const OPENING: Prologue =
         Prologue { purpose: Purpose::Data, session: 7, from: 2, to: 1, world_size: 3, number: 0, of: 1 };

@@ -58,7 +58,7 @@ impl Secret {
     pub fn from_file(path: impl AsRef<Path>) -> Result<Secret, Error> {
         let path = path.as_ref();
         let wrong = |reason: String| Error::Config(format!("the secret file {}: {reason}", path.display()));
-        // Prologue something else than a file, such as a pipe, must not block.
+        // Opening something other than a file, such as a pipe, must not block.
         let file = OpenOptions::new().read(true).custom_flags(OFlags::NONBLOCK.bits() as i32).open(path);
         let file = file.map_err(|e| wrong(format!("cannot be opened: {e}")))?;
         check_private(&file).map_err(&wrong)?;

@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use super::board::Board;
 use super::invitation::Invitation;
-use super::word::{PeerEvent, ShrinkMessage};
+use super::shrink::{PeerEvent, ShrinkMessage};
 use crate::types::{Error, Fault, Site};
 
 /// A request from the threads that run operations to the control thread.

@@ -20,13 +20,13 @@ use tokio::sync::mpsc::{Sender, UnboundedReceiver, UnboundedSender, channel, unb
 use tokio::task::JoinSet;
 use tokio::time::timeout;
 
-use super::beat::{FailureDetector, HeartbeatTimeout, ticks};
+use super::accept::accept;
 use super::board::Board;
+use super::connection::{Connection, Event, Frame, Writer, read, write};
+use super::heartbeat::{FailureDetector, HeartbeatTimeout, ticks};
 use super::hub::{Hub, Star};
-use super::line::{Connection, Event, Frame, Writer, read, write};
-use super::meet::accept;
-use super::message::{RankEvent, Message, Outgoing, hear};
-use super::word::PeerEvent;
+use super::message::{Message, Outgoing, RankEvent, hear};
+use super::shrink::PeerEvent;
 use crate::auth::{AcceptQueue, Member};
 use crate::types::Site;
 

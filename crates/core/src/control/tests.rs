@@ -1,9 +1,9 @@
 use std::time::Duration;
 
+use super::connection::Frame;
 use super::invitation::{Endpoint, Invitation};
-use super::line::Frame;
 use super::message::Message;
-use super::word::{Membership, ShrinkMessage};
+use super::shrink::{Membership, ShrinkMessage};
 use crate::types::{Call, DType, Error, Operation, ReduceOp, Site};
 
 #[test]
@@ -32,7 +32,10 @@ fn fuzz_messages() {
     let mut messages = errors.map(|error| Message::Failed(error, 7)).to_vec();
     let standing = Membership { members: [0, 2, 300].into(), gone: [1].into() };
     let proposes = ShrinkMessage::Proposes(standing.clone(), Endpoint { port: 29500, key: u64::MAX });
-    messages.extend([proposes, ShrinkMessage::Formed(standing.clone()), ShrinkMessage::Agreed(standing)].map(Message::ShrinkMessage));
+    messages.extend(
+        [proposes, ShrinkMessage::Formed(standing.clone()), ShrinkMessage::Agreed(standing)]
+            .map(Message::ShrinkMessage),
+    );
     let door = Endpoint { port: 1, key: 7 };
     messages.push(Message::Invites(Invitation { members: vec![300, 0, 2], door }));
     messages.extend([Message::Heartbeat, Message::Calling(site), Message::Called(site)]);

@@ -6,7 +6,7 @@ use tokio::sync::mpsc::UnboundedSender;
 
 use super::board::{Board, verdict};
 use super::message::Outgoing;
-use crate::sync::{Deadline, NAP, SlowWaitWarning, STALL};
+use crate::sync::{Deadline, NAP, STALL, SlowWaitWarning};
 use crate::types::{Call, Error, Fault, Ranks, Site};
 
 /// Once a mismatch is certain, how long to wait for the calls of the remaining ranks before it is reported.

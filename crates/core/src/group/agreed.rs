@@ -7,7 +7,7 @@ use serde::{Serialize, de::DeserializeOwned};
 
 use super::core::Core;
 use super::execute::Task;
-use super::handle::{Group, Attachment};
+use super::handle::{Attachment, Group};
 use super::progress::Work;
 use super::record::CallSite;
 use super::request::Request;

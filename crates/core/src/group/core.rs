@@ -4,10 +4,10 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, OnceLock};
 
 use super::execute::{Executor, Task};
-use super::lane::Lane;
 use super::record::CallSite;
 use super::recorder::Recorder;
 use super::turn::TicketLock;
+use super::workspace::Workspace;
 use crate::plan::Selection;
 use crate::sync::{Deadline, Mutex, lock};
 use crate::transport::{Base, Regroup};
@@ -17,7 +17,7 @@ use crate::types::{Call, Error, Fault, Site};
 pub struct Core {
     pub(super) executor: Executor,
     pub(super) queue: TicketLock,
-    lane: Mutex<Lane>,
+    workspace: Mutex<Workspace>,
     failure: OnceLock<Error>,
     /// A number that all ranks of the group share, different from every other group's, if there is one.
     pub(super) session: Option<u64>,
@@ -33,7 +33,7 @@ impl Core {
     pub(super) fn new(base: Base, algorithms: Selection) -> Core {
         let Base { transport, near, session, regroup } = base;
         Core {
-            lane: Mutex::new(Lane::new(transport.world_size())),
+            workspace: Mutex::new(Workspace::new(transport.world_size())),
             executor: Executor { transport, near, algorithms },
             queue: TicketLock::default(),
             failure: OnceLock::new(),
@@ -77,8 +77,9 @@ impl Core {
         at: CallSite,
     ) -> Result<u64, Error> {
         let message = task.message();
-        let operate =
-            |lane: &mut Lane, site: &Site| self.executor.run(lane, site, task, deadline).map(|()| site.sequence);
+        let operate = |workspace: &mut Workspace, site: &Site| {
+            self.executor.run(workspace, site, task, deadline).map(|()| site.sequence)
+        };
         self.enter(outer, call, message, deadline, at, operate)
     }
 
@@ -92,16 +93,16 @@ impl Core {
         message: Option<(usize, bool)>,
         deadline: &Deadline,
         at: CallSite,
-        operate: impl FnOnce(&mut Lane, &Site) -> Result<T, Fault>,
+        operate: impl FnOnce(&mut Workspace, &Site) -> Result<T, Fault>,
     ) -> Result<T, Error> {
         if let Some(error) = self.failure.get() {
             return Err(error.clone());
         }
-        let mut lane = lock(&self.lane);
-        let completed = lane.sequence;
-        let site = Site { call, sequence: lane.number(call.operation, message) };
+        let mut workspace = lock(&self.workspace);
+        let completed = workspace.sequence;
+        let site = Site { call, sequence: workspace.number(call.operation, message) };
         let entry = self.recorder.begin(&call, site.sequence, message, at, deadline.start());
-        match operate(&mut lane, &site) {
+        match operate(&mut workspace, &site) {
             Ok(result) => {
                 self.recorder.done(entry);
                 Ok(result)
@@ -119,7 +120,7 @@ impl Core {
 
     /// Poisons the group because this rank cannot take part in the operation whose turn it is.
     pub(crate) fn abort(&self, error: Error) -> Error {
-        let completed = lock(&self.lane).sequence;
+        let completed = lock(&self.workspace).sequence;
         self.poison(error, completed)
     }
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::execution::Execution;
 #[cfg(all(feature = "shm", target_os = "linux"))]
 use super::hosts;
-use super::lane::Lane;
+use super::workspace::Workspace;
 use crate::plan::{self, Algorithm, Selection};
 use crate::reduce;
 use crate::sync::Deadline;
@@ -51,10 +51,16 @@ pub(super) struct Executor {
 
 impl Executor {
     #[inline]
-    pub fn run(&self, lane: &mut Lane, site: &Site, task: Task<'_>, deadline: &Deadline) -> Result<(), Fault> {
+    pub fn run(
+        &self,
+        workspace: &mut Workspace,
+        site: &Site,
+        task: Task<'_>,
+        deadline: &Deadline,
+    ) -> Result<(), Fault> {
         let tag = *site;
         match task {
-            Task::Collective(buffers) => self.collective(lane, site, buffers, deadline),
+            Task::Collective(buffers) => self.collective(workspace, site, buffers, deadline),
             Task::Pairs(pairs) => {
                 // No engine runs this operation: only the two ranks of a pair know the sizes between them.
                 self.begin(site)?;
@@ -91,7 +97,7 @@ impl Executor {
     #[inline]
     fn collective(
         &self,
-        lane: &mut Lane,
+        workspace: &mut Workspace,
         site: &Site,
         mut buffers: Buffers<'_>,
         deadline: &Deadline,
@@ -107,15 +113,15 @@ impl Executor {
         if let (Engines::PerHost(hosts), None) = (&self.near, algorithm)
             && hosts::serves(&site.call)
         {
-            return hosts::run(&*self.transport, lane, hosts, site, &mut buffers, deadline);
+            return hosts::run(&*self.transport, workspace, hosts, site, &mut buffers, deadline);
         }
-        self.plan(lane, site, &mut buffers, deadline, algorithm)
+        self.plan(workspace, site, &mut buffers, deadline, algorithm)
     }
 
     /// Runs a collective as a plan of this algorithm, or of the default algorithm.
     fn plan(
         &self,
-        lane: &mut Lane,
+        workspace: &mut Workspace,
         site: &Site,
         buffers: &mut Buffers<'_>,
         deadline: &Deadline,
@@ -129,14 +135,14 @@ impl Executor {
         // Only the direct exchange keeps a wide accumulator until the end.
         let algorithm = if wide { Algorithm::Direct } else { algorithm };
         let root = call.root.unwrap_or(0);
-        let plan = lane.plans.get(call.operation, algorithm, rank, world_size, root);
+        let plan = workspace.plans.get(call.operation, algorithm, rank, world_size, root);
 
         let size = call.dtype.size();
         let parts = buffers.parts;
         let element = |index| parts.start(call.count, world_size, index);
         let elements = element(rank)..element(rank + 1);
         let own = elements.start * size..elements.end * size;
-        let [work, received, accumulator] = &mut lane.scratch;
+        let [work, received, accumulator] = &mut workspace.scratch;
         // The plan works in place on the whole, which is the output if that may hold the whole.
         let has_input = buffers.input.is_some();
         let in_scratch = match call.operation {

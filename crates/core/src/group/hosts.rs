@@ -8,13 +8,13 @@
 //!
 //! Partial sums cross between hosts in the type of their accumulator: f16 and bf16 as f32, rounded once at the end.
 
-mod pieces;
+mod segments;
 
 use std::ops::Range;
 
-use self::pieces::{Segment, Whole};
+use self::segments::{Segment, Whole};
 use super::execution::Execution;
-use super::lane::{Lane, PlanCache};
+use super::workspace::{PlanCache, Workspace};
 use crate::plan;
 use crate::reduce::{self, Kernel, Scratch};
 use crate::sync::Deadline;
@@ -46,14 +46,14 @@ fn partial_dtype(dtype: DType, op: ReduceOp) -> Option<DType> {
 /// Runs an operation that [`serves`] accepts.
 pub(super) fn run(
     transport: &dyn Transport,
-    lane: &mut Lane,
+    workspace: &mut Workspace,
     hosts: &Hosts,
     site: &Site,
     buffers: &mut Buffers<'_>,
     deadline: &Deadline,
 ) -> Result<(), Fault> {
     let call = &site.call;
-    let Lane { plans, scratch: [work, received, rounded], .. } = lane;
+    let Workspace { plans, scratch: [work, received, rounded], .. } = workspace;
     let rails = hosts.even().filter(|_| call.operation == Operation::AllReduce && call.bytes() >= MIN_RAILS_BYTES);
     // The root is the leader of its host.
     let root = call.root.and_then(|root| hosts.find(root));
@@ -223,7 +223,7 @@ impl<'r> Hierarchical<'r> {
             self.on_host(call, None, segment.output)
         };
         let partials = (work, wide.map_or(0, |kernel| kernel.accumulator));
-        pieces::run(self.whole(buffers), partials, self.is_leader(), to_leaders, cross, from_leaders)
+        segments::run(self.whole(buffers), partials, self.is_leader(), to_leaders, cross, from_leaders)
     }
 
     fn reduce(&self, mut leaders: Leaders<'_>, work: &mut Scratch, buffers: &mut Buffers<'_>) -> Result<(), Fault> {
@@ -260,7 +260,7 @@ impl<'r> Hierarchical<'r> {
         };
         let width = wide.map_or(self.size(), |kernel| kernel.accumulator);
         let partials = (work, if needs_partials { width } else { 0 });
-        pieces::run(self.whole(buffers), partials, self.is_leader(), to_leaders, cross, from_leaders)
+        segments::run(self.whole(buffers), partials, self.is_leader(), to_leaders, cross, from_leaders)
     }
 
     fn broadcast(&self, mut leaders: Leaders<'_>, buffers: &mut Buffers<'_>) -> Result<(), Fault> {
@@ -277,7 +277,7 @@ impl<'r> Hierarchical<'r> {
             self.on_host(self.at_leader(self.phase(Operation::Broadcast, segment.count)), None, segment.output)
         };
         let partials = (&mut Scratch::default(), 0);
-        pieces::run(self.whole(buffers), partials, self.is_leader(), to_leaders, cross, from_leaders)
+        segments::run(self.whole(buffers), partials, self.is_leader(), to_leaders, cross, from_leaders)
     }
 
     fn all_gather(&self, mut leaders: Leaders<'_>, work: &mut Scratch, buffers: &mut Buffers<'_>) -> Result<(), Fault> {

@@ -3,7 +3,7 @@
 //!
 //! A missing value is not an error here, since code may still set it. A malformed or contradictory value is.
 
-mod found;
+mod detected;
 mod hostlist;
 mod launcher;
 mod mpi;
@@ -14,7 +14,7 @@ mod variables;
 
 use std::time::Duration;
 
-use self::found::Detected;
+use self::detected::Detected;
 use self::launcher::detect;
 use self::variables::{NamedNumber, RankAndSize, Variables};
 use super::source::{Launched, Missing, Source};

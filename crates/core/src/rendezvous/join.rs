@@ -11,12 +11,12 @@ use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
 use tokio::task::yield_now;
 use tokio::time::{MissedTickBehavior, interval, sleep, sleep_until, timeout, timeout_at};
 
-use super::guests::{
+use super::dial::{bind, dial, listen, own_host};
+use super::neighbours::{is_star, neighbours};
+use super::registration::{
     Answer, Hello, RegisteredRank, Registration, authenticate, common_medium, first_disconnect, hosts, read_hello,
     refuse, register, report_missing,
 };
-use super::neighbours::{is_star, neighbours};
-use super::reach::{bind, dial, listen, own_host};
 use super::{Medium, Settings, connection_ended};
 use crate::auth::{AcceptQueue, Member, Purpose, RETRY};
 use crate::control::invitation::random;

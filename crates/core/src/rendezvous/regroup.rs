@@ -22,12 +22,12 @@ use tokio::task::JoinSet;
 use tokio::time::timeout;
 
 use self::agreement::{Agreement, Next};
+use super::dial::bind;
 use super::join::{self, Joined};
-use super::reach::bind;
 use super::{Connected, Medium, Settings, control_runtime, start_group};
 use crate::auth::{AcceptQueue, Member};
 use crate::control::invitation::{Endpoint, Invitation, random, session};
-use crate::control::{RankEvent, MOST, PeerEvent, HeartbeatTimeout, Membership, ShrinkMessage};
+use crate::control::{HeartbeatTimeout, MOST, Membership, PeerEvent, RankEvent, ShrinkMessage};
 use crate::sync::Deadline;
 use crate::transport::tcp::Tcp;
 use crate::transport::{Base, Regroup, hosts_of};
@@ -236,7 +236,12 @@ impl ProcessGroup {
     }
 
     /// Starts the group that was agreed on.
-    fn start(&self, runtime: Runtime, standing: &Membership, groups: Vec<(Membership, Connected)>) -> Result<Base, Error> {
+    fn start(
+        &self,
+        runtime: Runtime,
+        standing: &Membership,
+        groups: Vec<(Membership, Connected)>,
+    ) -> Result<Base, Error> {
         let members: Vec<usize> = standing.members.iter().copied().collect();
         log::info!("rank {} continues in a group of the former {}", self.settings.rank, Ranks(&members));
         let (mut agreed, abandoned): (Vec<_>, Vec<_>) = groups.into_iter().partition(|(formed, _)| formed == standing);

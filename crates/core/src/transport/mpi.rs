@@ -11,12 +11,12 @@
 //! *Blocking* groups leave out the first step and are as fast as MPI itself. They rely on MPI to detect ranks that
 //! disagree, and a watchdog ends the job when a rank waits longer than its deadline.
 
-mod arrival;
+mod agreement;
 mod comm;
 mod control;
 mod engine;
-mod farewell;
 mod job;
+mod leave;
 mod lent;
 mod library;
 mod message;
@@ -30,7 +30,7 @@ use std::time::{Duration, Instant};
 use mpi_sys as mpi;
 use tokio::sync::mpsc::UnboundedSender;
 
-use self::arrival::CallAgreement;
+use self::agreement::CallAgreement;
 use self::comm::{Comm, Request};
 use self::control::ControlPlane;
 use self::engine::{EngineMemory, Run};

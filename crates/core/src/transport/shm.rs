@@ -30,7 +30,7 @@ pub(crate) use self::segment::Segment;
 use self::segment::TINY;
 use super::tcp::Tcp;
 use super::{Buffers, Collectives, Storage, Transport};
-use crate::sync::{AtomicU64, Deadline, Mutex, Ordering, oversubscribed, fence, spin};
+use crate::sync::{AtomicU64, Deadline, Mutex, Ordering, fence, oversubscribed, spin};
 use crate::types::{Call, Error, Fault, Site};
 
 /// One rank's endpoint of the memory that the ranks of a host share. They are all ranks of a group, or some of them.

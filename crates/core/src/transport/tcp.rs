@@ -28,7 +28,7 @@ use self::link::Link;
 use super::Transport;
 use crate::auth::Member;
 use crate::control::invitation::{Endpoint, Invitation};
-use crate::control::{self, Board, RankEvent, Mesh, Outgoing, HeartbeatTimeout, Watch, ShrinkMessage};
+use crate::control::{self, Board, HeartbeatTimeout, Mesh, Outgoing, RankEvent, ShrinkMessage, Watch};
 use crate::sync::{Deadline, Mutex, lock};
 use crate::types::{Error, Fault, Site};
 
@@ -54,7 +54,12 @@ const LINGER: Duration = Duration::from_secs(1);
 
 impl Tcp {
     /// Takes over the connections that the rendezvous made.
-    pub fn start(runtime: Runtime, mut mesh: Mesh, connections: usize, silence: HeartbeatTimeout) -> Result<Tcp, Error> {
+    pub fn start(
+        runtime: Runtime,
+        mut mesh: Mesh,
+        connections: usize,
+        silence: HeartbeatTimeout,
+    ) -> Result<Tcp, Error> {
         // Before this rank can be in any operation: a peer that meets it in one has then heard from it.
         runtime.block_on(control::greet(&mut mesh.connections));
         let listener = mesh.listener.as_fd().try_clone_to_owned();

@@ -6,17 +6,19 @@
 //! lock. Small inputs are copied into the slot; such an operation does not wait until all ranks are done.
 
 mod mailbox;
-mod meeting;
+mod regrouping;
 
 use std::sync::Arc;
 use std::time::Instant;
 
 use self::mailbox::Mailbox;
-use self::meeting::Regrouping;
+use self::regrouping::Regrouping;
 use super::direct::{self, RankBuffers};
 use super::reduce::{self, Output};
 use super::{Buffers, Collectives};
-use crate::sync::{AtomicU8, AtomicU64, Bell, Cell, Deadline, Mutex, Ordering, SlowWaitWarning, oversubscribed, lock, spin};
+use crate::sync::{
+    AtomicU8, AtomicU64, Bell, Cell, Deadline, Mutex, Ordering, SlowWaitWarning, lock, oversubscribed, spin,
+};
 use crate::types::{Call, DType, Error, Fault, Operation, Parts, Ranks, Site};
 
 /// One rank's endpoint of a group of threads.

@@ -10,7 +10,7 @@ use cudarc::driver::sys::{CUevent, CUresult};
 use cudarc::nccl::sys::ncclComm_t;
 
 use super::library::{Config, IN_PROGRESS, Library, SUCCESS};
-use crate::server::cuda::pause::Backoff;
+use crate::server::cuda::backoff::Backoff;
 use bonfire_core::error::Site;
 use bonfire_core::{Deadline, Error};
 

@@ -3,11 +3,11 @@
 use tokio::net::TcpStream;
 
 use super::Control;
+use crate::control::accept::dial;
+use crate::control::connection::{Connection, Event, Frame};
 use crate::control::hub::Hub;
-use crate::control::line::{Connection, Event, Frame};
-use crate::control::meet::dial;
 use crate::control::message::{Message, hear};
-use crate::control::word::PeerEvent;
+use crate::control::shrink::PeerEvent;
 
 /// Heartbeats that the other ranks wait after rank 0 has left, before they connect to each other. At the end of a job,
 /// all ranks leave within this time.

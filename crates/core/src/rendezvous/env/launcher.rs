@@ -1,6 +1,6 @@
 //! Detects the launcher of this process and reads what its variables say about the rank.
 
-use super::found::{Address, Detected, master, number_of, port_of};
+use super::detected::{Address, Detected, master, number_of, port_of};
 use super::variables::{RankAndSize, Variables};
 use super::{mpi, slurm};
 use crate::types::Error;

@@ -1,6 +1,6 @@
 //! Detects processes that an MPI launcher started.
 
-use super::found::{Address, Detected, master, number_of, port_of};
+use super::detected::{Address, Detected, master, number_of, port_of};
 use super::variables::{RankAndSize, Variables};
 use crate::types::Error;
 

@@ -1,6 +1,6 @@
 //! Detects tasks of Slurm.
 
-use super::found::{Address, Detected, Named, master, port_of};
+use super::detected::{Address, Detected, Named, master, port_of};
 use super::hostlist;
 use super::variables::{RankAndSize, Variables};
 use crate::rendezvous::source::is_loopback;

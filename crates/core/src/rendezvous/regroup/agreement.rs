@@ -133,7 +133,9 @@ impl Agreement {
                 self.formed.insert(from, theirs);
             }
             // All members had announced that their ends were ready, this rank included.
-            ShrinkMessage::Agreed(theirs) if self.ready.contains(&theirs) => self.outcome = Some(Outcome::Agreed(theirs)),
+            ShrinkMessage::Agreed(theirs) if self.ready.contains(&theirs) => {
+                self.outcome = Some(Outcome::Agreed(theirs))
+            }
             ShrinkMessage::Agreed(_) => {}
         }
     }

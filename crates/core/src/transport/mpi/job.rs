@@ -8,10 +8,10 @@ use std::time::{Duration, Instant};
 use mpi_sys as mpi;
 use tokio::sync::mpsc::unbounded_channel;
 
-use super::arrival::CallAgreement;
+use super::agreement::CallAgreement;
 use super::comm::{Comm, count};
 use super::control::ControlPlane;
-use super::farewell::{self, free_finished};
+use super::leave::{self, free_finished};
 use super::library::{self, Held, Library, check, hold};
 use super::watchdog::{Watchdog, WatchedCall};
 use super::{Mpi, POLL_INTERVAL, types};
@@ -34,7 +34,7 @@ pub(crate) struct Terms<'a> {
 /// Forms a group of all processes of the job, whose ranks are MPI's. All of them call this.
 pub(crate) fn connect(terms: &Terms<'_>) -> Result<Base, Error> {
     let held = hold();
-    let library = library::start(&held, terms.blocking, farewell::finalize)?;
+    let library = library::start(&held, terms.blocking, leave::finalize)?;
     free_finished(&held);
     let world = Comm::world(&held)?;
     drop(held);
@@ -134,7 +134,7 @@ impl Mpi {
             hosts,
             left: AtomicBool::new(false),
         });
-        farewell::register(&mpi);
+        leave::register(&mpi);
         Ok(Base::from_engine(mpi, session))
     }
 }

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-use super::arrival::{tag_of, words};
+use super::agreement::{tag_of, words};
 use super::library::abort;
 use crate::sync::Deadline;
 use crate::types::{Error, Site};

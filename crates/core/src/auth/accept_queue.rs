@@ -10,7 +10,7 @@ use tokio::task::AbortHandle;
 use tokio::time::timeout;
 
 use super::connect::TIMEOUT;
-use super::opening::Refusal;
+use super::prologue::Refusal;
 use crate::sync::{Mutex, lock};
 
 /// Connections that may wait in addition to those of the ranks.

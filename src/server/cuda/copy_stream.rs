@@ -8,11 +8,11 @@ use cubecl::device::DeviceId;
 use cubecl::server::{Binding, ComputeServer};
 use cubecl::stream_id::StreamId;
 
+use super::backoff::wait_idle;
 use super::control::{ABORT, DONE, FAILURE, HOST_WORDS, Order, READY, RELEASED, nanoseconds};
 use super::driver::{Gpu, Stream};
 use super::memory::{HostWords, word};
 use super::order::{self, ReadyCounter, Server};
-use super::pause::wait_idle;
 use super::team::ordinal;
 use crate::server::engine::{PeerBuffer, Rows};
 use crate::server::status::Status;

@@ -18,9 +18,9 @@ use bytes::Bytes as Shared;
 use cubecl::bytes::Bytes;
 use cubecl::device::DeviceId;
 
-use super::meeting::{Calls, Wait};
+use super::calls::{Calls, Wait};
+use super::download::PendingRead;
 use super::memory::shared;
-use super::reading::PendingRead;
 use super::status::Status;
 use crate::pool;
 use bonfire_core::error::Site;

@@ -12,8 +12,8 @@ use cubecl::device::DeviceId;
 use cubecl::ir::ElemType;
 use cubecl::stream_id::StreamId;
 
+use super::download::PendingRead;
 use super::engine::PeerBuffer;
-use super::reading::PendingRead;
 use bonfire_core::internal::lock;
 use bonfire_core::{Deadline, Error};
 

@@ -22,7 +22,7 @@ const FIRST_PAUSE: Duration = Duration::from_millis(10);
 const BACKLOG: u32 = 1024;
 
 /// Dials until the handshake succeeds; returns the connection and the job's session. The caller limits the time. The
-/// name may not resolve yet, the peer may not listen yet, and a listener oversubscribed by strangers closes connections.
+/// name may not resolve yet, the peer may not listen yet, and a listener flooded by strangers closes connections.
 pub(super) async fn dial(
     (settings, start): (&Settings, Instant),
     address: &str,

@@ -11,7 +11,7 @@ use tokio::sync::mpsc::UnboundedSender;
 use tokio::time::{sleep, timeout};
 
 use super::board::Board;
-use super::line::Event;
+use super::connection::Event;
 use crate::auth::{self, AcceptQueue, Member, Prologue, Purpose, Refusal};
 
 /// Maximum number of data connections to a peer.

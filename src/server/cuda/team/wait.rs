@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 use cubecl::server::Binding;
 
 use super::{Backend, KeptMemory, Team};
+use crate::server::cuda::backoff::Backoff;
 use crate::server::cuda::control::{DONE, FAILURE, HOST_WORDS, Report};
-use crate::server::cuda::pause::Backoff;
 use bonfire_core::error::Site;
 use bonfire_core::internal::lock;
 use bonfire_core::{Deadline, Error};

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::time::Duration;
 
 use bonfire_core::error::Site;
-use bonfire_core::internal::{SlowWaitWarning, Ranks};
+use bonfire_core::internal::{Ranks, SlowWaitWarning};
 use bonfire_core::{Call, Deadline, Error};
 
 /// The calls of several devices. Each device's calls are numbered in order, starting at 1.

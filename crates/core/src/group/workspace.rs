@@ -9,7 +9,7 @@ use crate::types::Operation;
 
 /// The state of one rank in one group that operations use in turn. A rank runs one operation at a time, so there is
 /// one.
-pub(super) struct Lane {
+pub(super) struct Workspace {
     /// Collectives so far.
     pub sequence: u64,
     /// Messages so far, to and from each rank.
@@ -20,9 +20,9 @@ pub(super) struct Lane {
     pub scratch: [Scratch; 3],
 }
 
-impl Lane {
-    pub fn new(world_size: usize) -> Lane {
-        Lane {
+impl Workspace {
+    pub fn new(world_size: usize) -> Workspace {
+        Workspace {
             sequence: 0,
             sent: vec![0; world_size],
             received: vec![0; world_size],
