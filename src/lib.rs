@@ -22,8 +22,9 @@
 //! # Features
 //! * `flex` (default): tensors of burn's backend Flex are reduced in place. Without it they are copied once.
 //! * `shm` (default): shared memory between the processes of a host, on Linux. Without it they communicate over TCP.
-//! * `mpi`: groups on an MPI library.
+//! * `mpi`: groups on an MPI library. The build needs its headers, `mpicc` and libclang.
 //! * `wgpu`, `cuda`: burn's backends on a compute server with collectives. `cubecl`: the same for your own runtime.
+//! * `nccl`: NCCL between GPUs of several processes and hosts. The library is looked for at run time.
 //! * `ddp`: burn-train's distributed training on these backends. It turns on burn's `distributed`, which removes the
 //!   `AutodiffBackend` impl from backends without collectives, such as Flex and NdArray.
 
@@ -62,7 +63,26 @@ pub use tensor::communicator::{DeviceCommunicator, Routing};
 pub use train::DataParallelStrategy;
 pub use train::{DataParallel, ShardedOptimizer, ShardedSampler, Sharding, SyncBatchNorm, SyncBatchNormConfig};
 
-/// Compiles the code in the README.
+/// Runs the code of the README and of the guide.
 #[cfg(all(doctest, unix))]
-#[doc = include_str!("../README.md")]
-struct FrontPage;
+mod pages {
+    macro_rules! pages {
+        ($($name:ident: $path:literal),* $(,)?) => {$(
+            #[doc = include_str!($path)]
+            struct $name;
+        )*};
+    }
+
+    pages! {
+        Readme: "../README.md",
+        Devices: "../docs/guide/devices.md",
+        Failures: "../docs/guide/failures.md",
+        FromBurnCollective: "../docs/guide/from-burn-collective.md",
+        Groups: "../docs/guide/groups.md",
+        Randomness: "../docs/guide/randomness.md",
+        Shard: "../docs/guide/shard.md",
+        Tensors: "../docs/guide/tensors.md",
+        Train: "../docs/guide/train.md",
+        Transport: "../docs/guide/transport.md",
+    }
+}

@@ -107,7 +107,7 @@ impl Group {
     /// Connects to the group that the environment of this process describes. Blocks until all ranks are connected.
     ///
     /// These launchers set the environment: `bonfire run`, torchrun, Slurm's srun, mpirun and mpiexec of Open MPI,
-    /// MPICH, Intel MPI and MVAPICH2, Kubeflow's Trainer and PyTorchJob. `docs/launchers.md` explains how to run under
+    /// MPICH, Intel MPI and MVAPICH2, Kubeflow's Trainer and PyTorchJob. `docs/guide/launch.md` explains how to run under
     /// each. Ranks on several hosts need a [`secret`](Builder::secret). SIGINT and SIGTERM make the process leave the
     /// group gracefully, see [`Builder::leave_on_interrupt`].
     ///
