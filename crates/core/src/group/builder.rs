@@ -107,9 +107,9 @@ impl Group {
     /// Connects to the group that the environment of this process describes. Blocks until all ranks are connected.
     ///
     /// These launchers set the environment: `bonfire run`, torchrun, Slurm's srun, mpirun and mpiexec of Open MPI,
-    /// MPICH, Intel MPI and MVAPICH2, Kubeflow's Trainer and PyTorchJob. `docs/guide/launch.md` explains how to run under
-    /// each. Ranks on several hosts need a [`secret`](Builder::secret). SIGINT and SIGTERM make the process leave the
-    /// group gracefully, see [`Builder::leave_on_interrupt`].
+    /// MPICH, Intel MPI and MVAPICH2, Kubeflow's Trainer and PyTorchJob. `docs/guide/launch.md` explains how to run
+    /// under each. Ranks on several hosts need a [`secret`](Builder::secret). SIGINT and SIGTERM make the process leave
+    /// the group gracefully, see [`Builder::leave_on_interrupt`].
     ///
     /// Each setting is looked up by itself: settings from code (see [`Builder::from_env`]) take precedence over
     /// Bonfire's variables, and these over the launcher's. Bonfire's variables are `BONFIRE_RANK`,

@@ -1,7 +1,7 @@
 //! Default plans by size, for operations that no engine runs. Sizes decide nowhere else.
 //!
-//! The sizes were measured over TCP on loopback; `docs/design.md` has the figures. Where there is an engine it gets every
-//! size.
+//! The sizes were measured over TCP on loopback; `docs/design.md` has the figures. Where there is an engine it gets
+//! every size.
 
 use super::Algorithm::{self, Direct, Doubling, Halving, Ring, Tree};
 use crate::types::Operation;
