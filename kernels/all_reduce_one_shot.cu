@@ -13,7 +13,8 @@ __device__ __forceinline__ bool reduce_everything(Meeting &meeting) {
     u64 width = u64(blockDim.x) * UNROLL<T>;
     u64 start = blockIdx.y * width;
     // All blocks of all ranks take the same number of rounds, each with a synchronisation: one if a rank's blocks cover
-    // the tensor, and one for an empty tensor too. Without it a peer might write its next mail before this one is read.
+    // the tensor, and one for an empty tensor too. Without it a peer might write its next mail before this one is read
+    // (an earlier form lacked it; the matrix of shim/check.cpp found that).
     do {
         Reach<T, N> reach(slots, start + threadIdx.x, slots.all);
         Tile<T, N> result;

@@ -3,6 +3,9 @@
 // no separate signal is needed: the data itself is the signal. NCCL calls this protocol LL.
 //
 // All ranks get bit-identical results because all combine in the order of ranks.
+//
+// A push and another form do not see each other. So ranks that disagree about the count do not report a mismatch but
+// time out, if the count makes one of them push and the other not.
 #include "instances.cuh"
 #include "reduction.cuh"
 #include "signal.cuh"

@@ -9,8 +9,9 @@
 #include "signal.cuh"
 #include "vector.cuh"
 
-// Combines a tile of all ranks' sources, from element `from` on, in the order of ranks. The next rank's loads are
-// issued before one rank's packs are added.
+// Combines a tile of all ranks' sources, from element `from` on, in the order of ranks, whichever rank does it. To
+// start with its own source would spread the load over the links better, but give other bits than the host. The next
+// rank's loads are issued before one rank's packs are added.
 template <class R, u32 N>
 __device__ __forceinline__ void combine(Tile<typename R::Element, N> &result, const Meeting &meeting, u64 from,
                                         const Reach<typename R::Element, N> &reach) {

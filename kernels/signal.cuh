@@ -15,7 +15,8 @@
 // stream or ordered by events.
 //
 // Every rank has a `Control` in its GPU's memory. It is zero before the first rank learns its address. Ranks exchange
-// the addresses of their tensors by writing to each other's Control, and then access each other's tensors directly.
+// the addresses of their tensors by writing to each other's Control, and then access each other's tensors directly. So
+// no launch waits until the ranks of another launch have allocated their tensors.
 //
 // Time
 // Calls are numbered from 1 in the order in which a rank makes them: its epoch. The epoch is not a parameter but is
@@ -35,8 +36,8 @@
 // does not guarantee it), so those with one index, of all members, start together. A launch therefore makes progress if
 // its GPU has room for one block of each member at a time, whatever room other GPUs have: among the blocks that have
 // not ended, those of the smallest index are running or next on every GPU. Two launches on one GPU that wait for each
-// other could not rely on that, because the second might not start before the first has ended. Hence one launch for all
-// ranks of a GPU.
+// other could not rely on that: the second might not start before the first has ended, for lack of room, because both
+// are in one hardware queue, or because a module is being loaded. Hence one launch for all ranks of a GPU.
 //
 // Failures
 // Every wait ends: when a peer does not respond for `patience` nanoseconds, when the host sets its abort word, or when
@@ -135,7 +136,8 @@ class Meeting {
                 out.target = member.target;
                 out.digest = digest;
                 // Release: the mail's other words and the source's contents are stored first. No older mail is still
-                // needed by the peer: it read that before the step in which this rank ended that call.
+                // needed by the peer: it read that before the step in which this rank ended that call. Relaxed stores
+                // and loads do not suffice at the start of a call: other projects report stale tensors with them.
                 ptx::store_release_system(&out.epoch, epoch);
                 const Mail &in = own.mail[blockIdx.y][peer];
                 well = await(Failure::ABSENT, [&] {

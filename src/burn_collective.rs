@@ -2,6 +2,7 @@
 //!
 //! Peers, usually one thread per device, [`register`] and then call the same operations in the same order. There is one
 //! session per backend type in a process. With a config for several nodes, that is, processes, a session spans them.
+//! Known defects of burn-collective are not reproduced; each has a test.
 
 mod address;
 mod claim;

@@ -31,7 +31,8 @@ pub(crate) fn bytes(operation: &str, len: usize) -> Result<Bytes, Error> {
     Ok(PROCESS.wrap(block, len))
 }
 
-/// A pool of memory from [`Group::allocate`]. Ranks that share memory access results in it without a copy.
+/// A pool of memory from [`Group::allocate`]. Ranks that share memory access results in it without a copy. Blocks are
+/// reused because the group clears what it allocates, which takes as long as the operation.
 #[cfg(feature = "flex")]
 #[derive(Clone, Default)]
 pub(crate) struct GroupPool(Arc<Pool>);

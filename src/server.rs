@@ -15,7 +15,7 @@
 //! `sync_collective`, on any stream, sees the results. Before it, sources and targets must not be written to, and
 //! targets must not be read. Data that goes through host memory must start at a multiple of 4 bytes in its memory.
 //!
-//! [`DeviceCollectives`] has the operations that cubecl's trait lacks, and all of them over a [`Group`](crate::Group).
+//! [`DeviceCollectives`] has the operations that cubecl's trait lacks, and all of them over a [`Group`].
 //! A group compares what each rank called, so its ranks may be devices of several processes. cubecl's own `all_reduce`
 //! carries nothing that could be compared, so it works between the devices of one process only.
 //!
@@ -37,15 +37,17 @@
 //! cubecl loses what a collective returns: its client unwraps it on the device's thread. A failure therefore poisons
 //! the logical devices that took part: from then on their reads, syncs and flushes fail, on every stream, and they
 //! never return stale bytes. burn passes on the error's text. [`CollectiveDevice::failure`] returns the typed
-//! [`Error`](crate::Error) and clears it. In these errors, a rank is a device's position in the sorted list of device
+//! [`Error`] and clears it. In these errors, a rank is a device's position in the sorted list of device
 //! ids.
 //!
-//! If an operation of a [`Group`](crate::Group) on devices fails, [`Transfer::wait`] returns the group's error and the
+//! If an operation of a [`Group`] on devices fails, [`Transfer::wait`] returns the group's error and the
 //! devices stay usable.
 //!
 //! # Fusion
 //! The backends use fusion, unless the feature `ddp` is on: burn's distributed training uses a gradient on two threads,
-//! and burn-fusion 0.21 may free such a tensor before its last use, which ends the training in a panic.
+//! and burn-fusion 0.21 may free such a tensor before its last use: it does so when the operations *before* that use
+//! have run. Training 84 parameters with fusion ended in the panic "Should have handle for tensor" each time (burn's
+//! issue 4347). Without fusion 60 of 60 trainings ended.
 //!
 //! # Custom runtimes
 //! One empty impl is enough; data then goes through host memory:

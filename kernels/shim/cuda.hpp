@@ -3,6 +3,9 @@
 // A block is an operating system thread. The block's threads are fibres of it, which take turns at every barrier and
 // every poll. So __shared__ is thread_local. Sanitizers see fibres as separate threads, ordered only by what orders
 // threads on a GPU: barriers within a block, releases and acquires between blocks.
+//
+// What this cannot show: PTX's memory model where it differs from C++'s (accesses of mixed sizes, scopes, weak
+// accesses), the order in which a GPU starts blocks, and speed.
 #pragma once
 
 #include <atomic>

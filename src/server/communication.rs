@@ -1,4 +1,7 @@
 //! cubecl's `ServerCommunication` on any runtime.
+//!
+//! `all_reduce` and `send` never wait for another device: burn calls them from threads on which others depend, and a
+//! device thread that waited there could stop the very thread that has to make the peer's call.
 
 use std::sync::Arc;
 
@@ -181,7 +184,8 @@ impl<R: DeviceTransport> CollectiveServer<R> {
         call(Operation::AllReduce, bytes, dtype, Some(reduction), None)
     }
 
-    /// Returns a call's input: the memory as it is now, or the result of an earlier call that belongs there.
+    /// Returns a call's input: the memory as it is now, or the result of an earlier call that belongs there, as on a
+    /// communication stream. Refuses memory that overlaps such a result in part, and results of other device lists.
     fn source(&mut self, source: Binding, stream: StreamId, group: &Arc<DeviceGroup>) -> Result<Source, Error> {
         let span = Span::of(&source);
         let written = self.pending.iter().rev().find(|pending| pending.span.overlaps(&span));

@@ -1,4 +1,7 @@
 //! The collective server around an inner server, to which it forwards all calls except communication.
+//!
+//! Forwarding adds little to a call: a launch compares the number of cleared failures, a read or sync also looks for a
+//! failure, and on CUDA all of them check whether the stream has something to wait for.
 
 use std::fmt;
 use std::sync::Arc;

@@ -1,4 +1,7 @@
 //! Copies between devices, for clients. Each cubecl server has a thread of its own.
+//!
+//! A copy brings its own channel, so that nothing has to be matched as in cubecl's `send` and `recv`. Through host
+//! memory, it reads the tensor's span with its gaps and packs the elements on the host.
 
 use std::sync::mpsc::{Receiver, channel};
 

@@ -3,6 +3,18 @@
 //! cubecl does not expose its streams, so two small kernels that it launches order them against ours:
 //! `kernels/order.cu`. One signals, after the work on a tensor's stream, that the tensor is ready, which our stream
 //! waits for. The other waits, before later work on a stream, until our stream has written that a call is done.
+//!
+//! # Why streams of our own
+//! The alternative is to launch collectives through cubecl, on a stream id that cubecl orders against the others. With
+//! several ranks on a GPU it takes a rendezvous of their threads before each launch and another one after it: a kernel
+//! that spins for a peer must not be on the GPU while the peer's thread loads a module, and no two launches of one call
+//! may be in one hardware queue. NCCL needs a raw stream anyway.
+//!
+//! # What has been tested
+//! Nothing has run on a GPU. `tests/cuda.rs` and `tests/cuda_groups.rs` run through cubecl-cuda and this engine on the
+//! software driver (`kernels/check --driver`), also with one hardware queue per GPU, with a driver that waits for the
+//! whole context, and on several GPUs; groups also on the stand-in for NCCL. That driver runs Bonfire's kernels only,
+//! so nothing of `tests/cuda_compute.rs` runs there, nor do the trainers.
 
 mod backoff;
 #[doc(hidden)]
@@ -73,7 +85,8 @@ struct CudaEngine {
     pending: Vec<SubmittedCall>,
     /// Created on first use.
     copy_stream: Option<CopyStream>,
-    /// What streams wait for before new work: the latest value of each word, with the barrier's number.
+    /// What streams wait for before new work: the latest value of each word, with the barrier's number. cubecl's order
+    /// between streams is not enough: it goes by when a tensor's memory was bound, not by when it was written.
     barriers: Vec<(Order, u64)>,
     barrier_count: u64,
     /// The number of the last barrier that each stream is ordered after.

@@ -25,7 +25,8 @@ pub struct CollectiveDevice<R: DeviceTransport> {
     replica: u8,
 }
 
-/// Position of the replica in a device id's `type_id`. Runtimes use only the low byte.
+/// Position of the replica in a device id's `type_id`. Runtimes use only the low byte. cubecl starts a server and a
+/// thread for each id, so replicas share nothing but the physical device.
 const REPLICA_SHIFT: u32 = 8;
 
 impl<R: DeviceTransport> CollectiveDevice<R> {

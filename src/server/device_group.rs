@@ -7,6 +7,15 @@
 //!
 //! There is no deadlock: among the waiting devices, the one with the fewest calls waits for matched calls only. Timing
 //! decides where a round ends, but no element's sum depends on it: the order of addition is always the devices' order.
+//!
+//! # Why one place for all devices
+//! The alternative is a group per device, whose ranks exchange buckets. They would have to agree where a bucket ends,
+//! by a function of the sizes. Here the devices meet in shared memory, and no device has to guess what the others have
+//! called: 100 gradients take one or two rounds.
+//!
+//! # Memory
+//! A round reads the snapshots in the memory that the runtime mapped, and all devices write from one copy of the
+//! result. That memory comes from a pool: page faults on fresh memory cost as much as the sum.
 
 use std::any::TypeId;
 use std::collections::{HashMap, VecDeque};

@@ -36,7 +36,8 @@ impl<R: DeviceTransport> CollectiveServer<R> {
         self.reader.start(copying)
     }
 
-    /// Writes on each target's own stream and flushes it, so that work queued later on any stream sees the data.
+    /// Writes on each target's own stream and flushes it, so that work queued later on any stream sees the data: on
+    /// wgpu, a write on the caller's stream would stay in that stream's queue, and other streams would not see it.
     pub(super) fn write_all(&mut self, data: Vec<(Binding, Bytes)>) -> Result<(), Error> {
         let mut streams: Vec<StreamId> = Vec::new();
         for (target, bytes) in data {

@@ -29,6 +29,11 @@ use bonfire_core::{Error, Group, ReduceOp};
 /// a dimension means vLLM's default: the last dimension, or the first for [`all_gather_v`](Self::all_gather_v) and
 /// [`all_gather_v_list`](Self::all_gather_v_list). A negative dimension counts from the end.
 ///
+/// # Differences from vLLM's
+/// Arguments are checked. `all_reduce` never writes to its input. `reduce_scatter` of tensors with three and more
+/// dimensions returns the part along the dimension; the original permutes it. The name serves only errors: no
+/// communicator guesses from it what it is for.
+///
 /// # Errors
 /// Unless it says otherwise, a method returns the errors of the function with the same name in
 /// [`operation`](crate::tensor::operation#errors), and [`Error::InvalidArgument`] after [`destroy`](Self::destroy).

@@ -1,6 +1,7 @@
 //! Access to the elements of Flex's tensors in place.
 //!
-//! Flex copies the elements of a shared tensor when they are exported. This module reads them without a copy.
+//! burn-flex 0.21 copies the elements of a shared tensor twice when they are exported, each time to fresh memory, whose
+//! pages the system clears. This module reads them without a copy.
 
 use std::any::{Any, TypeId};
 

@@ -53,8 +53,8 @@ impl<B: AutodiffBackend> Parameter<B> {
 }
 
 /// Rebuilds the model with running states and leaves of its own. Clones of a model share them, so threads that train
-/// clones would interfere with each other. The rebuilt model lacks the mappings for loading and saving, which are
-/// returned beside it; [`broadcast_parameters`] restores them.
+/// clones would lock each other out of burn's backward pass. The rebuilt model lacks the mappings for loading and
+/// saving, which are returned beside it; [`broadcast_parameters`] restores them.
 pub(crate) fn rebuild<B: AutodiffBackend, M: AutodiffModule<B>>(model: M) -> (M, Mappers) {
     let mut mappers = Mappers(Vec::new());
     model.visit(&mut mappers);

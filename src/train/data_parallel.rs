@@ -1,4 +1,8 @@
 //! Data-parallel training: the same model on all ranks, and the same gradients in every step.
+//!
+//! # Limits
+//! Buckets overlap with each other's packing and with nothing else: without its feature `distributed`, burn 0.21 shows
+//! no gradient before the whole backward pass is over.
 
 use std::collections::{HashSet, VecDeque};
 use std::fmt;

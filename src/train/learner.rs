@@ -1,4 +1,17 @@
 //! Data-parallel training with burn-train's `Learner`.
+//!
+//! # Why a strategy of its own
+//! burn's distributed training matches gradients by the order in which they arrive, and the compute server never learns
+//! which parameter one belongs to. Between processes this is not enough, so this strategy uses
+//! [`DataParallel`](super::DataParallel), which matches gradients by the parameters' places.
+//!
+//! # What burn's interface imposes
+//! Only the public methods of a `Learner` can be used. So the ranks' learners are clones of one, and rank 0's
+//! parameters are loaded as a record. Clones share burn's `RunningState`, and no record separates them.
+//!
+//! burn draws a parameter's initial values at its first use, and clones made before that each draw their own. With
+//! burn's own strategy the devices therefore start from different models, unless the program used the weights before,
+//! as `model.num_params()` does. This strategy draws once.
 
 mod rank;
 

@@ -1,4 +1,16 @@
 //! An optimizer whose state is partitioned over the ranks (ZeRO-1).
+//!
+//! All forms of [`Sharding`] are the same code, with blocks of all ranks, of some, or of one. Replicas stay equal
+//! because they compute the same from the same bits; nothing compares them.
+//!
+//! # Why the optimizer runs on slices
+//! A rank's slice of a parameter goes through burn's `SimpleOptimizer::step` as a tensor of one dimension, with a state
+//! of its own. The adaptor around the optimizer is taken apart: keeping it would need a module of slices, with ids.
+//! A parameter without a gradient is left out, as burn's adaptor does, so that counts of steps are right.
+//!
+//! # Limits
+//! Beside `DataParallel::sync`, each step packs, gathers and unpacks the parameters, through host memory also on
+//! collective devices. Only the exchange itself overlaps with the update of other buckets' slices.
 
 mod checkpoint;
 mod exchange;

@@ -1,4 +1,8 @@
 //! Continuing a training without lost ranks.
+//!
+//! A gradient exchange that fails may have completed on some ranks. They are one step ahead then, and fail in the next
+//! exchange. Batches do not depend on the world size, so the survivors end where all ranks would have ended, up to
+//! rounding.
 
 use burn::module::AutodiffModule;
 use burn::optim::Optimizer;

@@ -49,7 +49,7 @@ pub use sync::Deadline;
 pub use transport::Transport;
 pub use types::{Call, DType, Element, Error, Fault, Operation, ReduceOp, partition};
 
-/// Types of the fields of [`Error`](crate::Error).
+/// Types of the fields of [`Error`].
 pub mod error {
     pub use crate::types::{Apart, Cause, Site};
 }

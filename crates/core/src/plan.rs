@@ -4,6 +4,12 @@
 //! [`partition`](crate::partition()) into as many parts as there are ranks, and ranges of parts stand for the elements
 //! between them. So a plan depends on the operation, the algorithm, the rank, the world size and the root, not on the
 //! length; it does no I/O and knows no clock, and everything about it can be tested without a network.
+//!
+//! # How ranks that disagree are detected
+//!
+//! A rank ends a plan only after a chain of messages has reached it from every other rank. If a rank called something
+//! else, the first message of its chain carries another tag, and the receiver detects the mismatch. Where data flows
+//! one way, the empty messages of [`Plan::agree`] form the chains.
 
 mod direct;
 mod halving;

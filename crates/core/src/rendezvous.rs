@@ -3,9 +3,10 @@
 //! Rank 0 listens at an address that all ranks know. Every other rank listens on a port of its own, dials rank 0 and
 //! registers its rank and its address. Once all ranks have registered, rank 0 sends the table of addresses to all of
 //! them, and neighbours dial each other: every pair in a small group, a star in a larger one (`neighbours`). The higher
-//! rank of a pair dials the lower. A rank that does not fit (another world size, a rank that is taken) fails the
-//! rendezvous on all ranks with the same message; a stranger is turned away. Every connection begins with the handshake
-//! of `auth`. Finally the ranks find out which of them are on one host and can share memory.
+//! rank of a pair dials the lower. A rank that does not fit (another world size or table of algorithms, a rank that is
+//! taken, a registered rank that leaves) fails the rendezvous on all ranks with the same message; a stranger is turned
+//! away. Every connection begins with the handshake of `auth`, in which the ranks also learn the session number that
+//! rank 0 has drawn for the job. Finally the ranks find out which of them are on one host and can share memory.
 
 #[cfg(all(feature = "shm", target_os = "linux"))]
 mod descriptor;

@@ -26,6 +26,32 @@
 //! that breaks makes its connection useless: the connection is closed, and every later call on it returns that first
 //! error. An `allreduce_sum` that fails closes all connections of its rank, and so fails on the other ranks, because
 //! the wire has no message for it.
+//!
+//! # Why it is no transport of a group
+//! Messages of a group carry the call that they belong to, travel between any two ranks, have all element types, and
+//! follow a handshake. This wire has room for none of that: peers that know only the wire would read anything added to
+//! it as values. It shares deadlines, errors and the accept queue with groups.
+//!
+//! A worker learns the world size from its caller or from a sum of ones. The wire could carry it only in what old peers
+//! take for values, or as TCP's urgent byte, which old peers would not see but which firewalls turn into ordinary data.
+//!
+//! # Differences from yscv
+//! The wire is the same, and the behaviour around it differs. Connections that have not sent their rank yet do not hold
+//! up others, and a worker that leaves before all have connected frees its rank. A sum allocates nothing by a peer's
+//! count; it only compares the count with its own.
+//!
+//! | in yscv | here |
+//! |---|---|
+//! | a rank that is taken replaces the first one | it is rejected |
+//! | an invalid rank or a port scan ends the rendezvous | it is rejected; a connection has 5 s to send its rank |
+//! | waits without limit | the rendezvous and each call have a deadline, for all bytes together |
+//! | one attempt to connect | dials until the timeout, also while the name does not resolve yet |
+//! | allocates for any count that a peer sends | 2^28 values at most unless set, allocated as they arrive |
+//! | counts longer data modulo 2^32 | rejects them |
+//! | after half a message, reads the next one from its rest | closes the connection; later calls return that error |
+//! | a coordinator that fails leaves its workers waiting | a failed `allreduce_sum` closes all of its connections |
+//! | one lock for both directions | one for each, with a deadline |
+//! | a worker reports a world size of two | the size that it was given, or the smallest possible one |
 
 mod link;
 mod message;
@@ -275,6 +301,11 @@ impl TcpTransport {
         Ok(())
     }
 
+    /// Exchanges the values and returns the sums.
+    ///
+    /// Workers send all their values before they read, and the coordinator reads from all workers before it sends, so
+    /// ranks that call this cannot deadlock. The coordinator reads one worker after the other, because it adds in rank
+    /// order.
     fn sum(
         &self,
         data: &[f32],

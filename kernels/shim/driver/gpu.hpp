@@ -4,6 +4,9 @@
 // item blocks all later ones in the same queue, whatever their streams: on a real GPU streams share queues, too, if
 // there are more of them than queues. All streams are non-blocking, including the null stream.
 //
+// The host runs ahead of the queues as it does of a GPU, and random delays before every item expose missing orders.
+// SHIM_QUEUES=1 and SHIM_STRICT=1 make deadlocks frequent that a GPU shows rarely.
+//
 // Settings, from the environment, with their defaults:
 //     SHIM_GPUS    number of GPUs; 1
 //     SHIM_PEERS   0: no GPU can access another one's memory; 1

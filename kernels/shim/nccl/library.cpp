@@ -8,6 +8,11 @@
 // * Ranks that call different things get an error. With NCCL they would hang or get wrong numbers.
 // * A stream must belong to the context that was current when the communicator was made. There must have been one.
 //
+// On the software driver an operation is a host function that blocks its stream until the other ranks have called it
+// and all data is moved, or until the communicator is aborted. So ranks on one GPU whose streams share a hardware queue
+// wait for each other until the deadline. What this library cannot show: kernels that share a GPU's multiprocessors,
+// and how long NCCL itself takes to abort.
+//
 // FAKE_NCCL_VERSION is the version that it reports. FAKE_NCCL_ABSENT=r keeps rank r from joining the others.
 // FAKE_NCCL_BROKEN=r breaks rank r's connections at its first operation. Built with FAKE_NCCL_PARTIAL it has no
 // ncclCommSplit.

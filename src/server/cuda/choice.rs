@@ -1,4 +1,7 @@
 //! What executes a call, by size and topology: a kernel and its grid, NCCL, or neither, which leaves it to the host.
+//!
+//! Neither does parts of variable sizes, nor reductions of 16-bit integers; products are NCCL's only. All ranks choose
+//! alike, because the choice depends on what they have agreed on and on the call, which they compare.
 
 use std::sync::LazyLock;
 
@@ -159,7 +162,8 @@ pub(super) fn launch_config(mode: Mode, call: &Call, topology: &Topology) -> Opt
         _ => bytes.div_ceil(64 * topology.ranks),
     };
     // A block of 512 threads fits on a multiprocessor whatever the kernel's registers are: see `__launch_bounds__`. A
-    // kernel that waits for another GPU must leave room for what that GPU may be waiting for here.
+    // kernel that waits for another GPU must leave room for what that GPU may be waiting for here, such as the kernel
+    // of another team.
     let usable = if topology.gpus > 1 { topology.multiprocessors / 4 } else { topology.multiprocessors };
     let most = MAX_BLOCKS.min(usable / topology.sharing).max(1);
     let blocks = u32::try_from(work.div_ceil(threads)).unwrap_or(most).clamp(1, most);

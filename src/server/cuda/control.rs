@@ -67,7 +67,8 @@ pub(super) const HOST_WORDS: usize = 16;
 pub(super) const ABORT: usize = 0;
 pub(super) const FAILURE: usize = 1;
 /// The number of the last call whose tensors are ready, or in a group the number of such calls. The driver waits for
-/// this word; kernels do not read it.
+/// this word; kernels do not read it. It is in host memory so that the host can release a stream if a launch of
+/// `tensors_ready` failed: a write in stream order would be stuck behind the wait.
 pub(super) const READY: usize = 2;
 /// A value that releases every wait. The driver compares by the signed difference, so this is the largest value.
 pub(super) const RELEASED: u64 = i64::MAX as u64;

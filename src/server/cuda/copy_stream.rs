@@ -50,7 +50,8 @@ impl CopyStream {
     }
 
     /// Copies memory, as the work queued so far on the stream leaves it, to new memory. Returns that as a peer buffer,
-    /// and what must be waited for before the original is written to.
+    /// and what must be waited for before the original is written to. The peer does not read the original itself,
+    /// because burn continues to use such a tensor's memory in place.
     pub fn lend(
         &mut self,
         server: &mut Server,

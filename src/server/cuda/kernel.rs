@@ -121,7 +121,7 @@ impl Kernel {
     }
 }
 
-/// Replaces includes by the headers' text: NVRTC gets no files.
+/// Replaces includes by the headers' text: NVRTC gets no files. The kernels include no header of CUDA's.
 fn inline_includes(source: &str, seen: &mut Vec<&'static str>) -> String {
     let mut text = String::new();
     for line in source.lines() {

@@ -11,7 +11,8 @@ pub(super) use self::none::{available, connect, serves};
 
 /// A communicator of all ranks of a group.
 pub(super) trait Remote: Send + Sync {
-    /// Enqueues a call on the stream. The first calls also wait while NCCL connects the ranks.
+    /// Enqueues a call on the stream. The first calls also wait while NCCL connects the ranks. That wait does not look
+    /// at the group's failures: if a peer dies in these moments, this is noticed at the deadline at the latest.
     fn submit(&self, site: Site, memory: (u64, u64), stream: &Stream, deadline: &Deadline) -> Result<(), Error>;
 
     fn ranks(&self) -> usize;

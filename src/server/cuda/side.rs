@@ -49,6 +49,9 @@ impl TeamHandle {
 }
 
 impl BufferLayout {
+    /// Uses the operation's own memory if it can. Scratch memory, filled and emptied by copies on the team's stream,
+    /// stands in for several tensors of one all-reduce, for memory that is not aligned for its elements, and for a
+    /// source that overlaps its target in a way that the operation does not allow.
     fn of(server: &mut Server, job: DeviceOperation, ranks: usize, nccl: bool) -> Result<BufferLayout, Error> {
         let DeviceOperation { call, rank, sources, targets, stream } = job;
         let mut find = |chunks: &[(Binding, Range<usize>)]| {

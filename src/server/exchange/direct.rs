@@ -1,4 +1,9 @@
 //! Device operations without host memory: the ranks agree over the group, the runtime moves the data.
+//!
+//! # Why the ranks agree first
+//! A mismatch, a deadline, and a peer that died or left are then the group's typed errors, which name the ranks. NCCL
+//! alone would hang. The price is a small operation of the group per call, an all-gather of 32 bytes from each rank, on
+//! the group's progress thread. The memory and its stream order are recorded before, on the device's thread.
 
 use std::sync::Arc;
 use std::time::Duration;

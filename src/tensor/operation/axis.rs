@@ -1,4 +1,5 @@
-//! The dimension along which a tensor is split into parts, and the memory layout of the parts in the whole.
+//! The dimension along which a tensor is split into parts, and the memory layout of the parts in the whole. Groups know
+//! nothing of dimensions.
 
 use burn::tensor::Shape;
 

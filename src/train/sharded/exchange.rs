@@ -33,7 +33,8 @@ pub(super) type NumberedBucket = (usize, Bucket);
 
 impl<B: AutodiffBackend> Shards<B> {
     /// Reduces the gradients and returns this rank's part of the mean, for each bucket in which a gradient exists.
-    /// Takes the mean over the ranks of a block first, then over the blocks.
+    /// Takes the mean over the ranks of a block first, then over the blocks, and so rounds twice if the mean is not
+    /// exact. A sum with one division at the end could overflow f16.
     #[track_caller]
     pub fn reduce(
         &mut self,

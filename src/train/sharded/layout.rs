@@ -1,4 +1,7 @@
 //! The layout of parameters in buckets, and the elements whose optimizer state a rank keeps.
+//!
+//! Buckets are cut, not parameters: messages are few and large, and no size is padded or has to be divisible. A missing
+//! gradient is sent as zeros; a bucket without any gradient is not sent.
 
 use std::ops::Range;
 

@@ -1,4 +1,12 @@
 //! Floors: lower bounds on the time of a call on this machine.
+//!
+//! A floor is a bound and not a forecast. Ranks that access each other's memory must read and write a certain number of
+//! bytes (`Facts::traffic`), at most at the rate at which as many threads, with as many bytes each, copy or add arrays
+//! of their own. So caches count if the data fits in them. Handing lines from core to core does not count, except for
+//! the one hand-off that every operation has at least.
+//!
+//! Over TCP the floor is one stream in one direction for each rank, as many at once as there are cores. A rank also
+//! receives, which costs as much again, so two ranks on two cores stay far from 100 %.
 
 use std::io;
 use std::thread::available_parallelism;

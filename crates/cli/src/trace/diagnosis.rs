@@ -18,7 +18,8 @@ pub struct Diagnosis {
     pub paces: Vec<Pace>,
 }
 
-/// The first collective that some rank has not completed.
+/// The first collective that some rank has not completed. It may precede the operation in which other ranks failed:
+/// ranks that completed it fail in the next.
 #[derive(Serialize)]
 pub struct Stall {
     pub sequence: u64,

@@ -46,7 +46,8 @@ impl AcceptQueue {
         Arc::new(AcceptQueue { state: Mutex::default(), capacity: STRANGERS.saturating_add(ranks), timeout: TIMEOUT })
     }
 
-    /// Spawns the handshake `proof` of a connection from `address`, then passes its result to `taken`.
+    /// Spawns the handshake `proof` of a connection from `address`, then passes its result to `taken`. One timeout
+    /// covers both.
     ///
     /// After the handshake the connection is no longer dropped in favour of others, because its peer relies on it.
     pub fn receive<T: Send + 'static, F: Future<Output = Result<(), Refusal>> + Send>(

@@ -4,6 +4,10 @@
 //! The answer proves it to the initiator, and is fresh because it depends on the initiator's `e`. A third, empty
 //! message under the transport keys does the same in the other direction. The opening is the prologue of the pattern:
 //! changing any of its bits breaks the proof.
+//!
+//! # Why this pattern
+//! It has no keys besides the secret. Those of XX or KK would have to be derived from the secret, and would prove
+//! nothing more. All primitives of `snow` that are compiled in are implemented in Rust.
 
 use snow::{Builder, HandshakeState};
 

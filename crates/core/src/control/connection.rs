@@ -19,7 +19,8 @@ pub(super) enum Frame {
     Own(Message),
     /// To rank 0: a message to relay to rank `to`, or to all ranks.
     Relay { to: Option<u32>, message: Message },
-    /// From rank 0: a relayed message of rank `from`.
+    /// From rank 0: a relayed message of rank `from`. Rank 0 fills in the rank on whose connection the message arrived.
+    /// From any other rank this frame is an error, so no rank can speak for another one.
     Relayed { from: u32, message: Message },
     /// From rank 0: rank `peer` is lost. `ended`: it had begun this group, and its connection was closed.
     Lost { peer: u32, reason: String, ended: bool },

@@ -1,4 +1,8 @@
 //! Heartbeats, and the failure detector that declares silent peers lost.
+//!
+//! # Why not TCP keep-alive
+//! The kernel of a stopped process still answers the probes of keep-alive. Only messages of the control thread show
+//! that the process runs.
 
 use std::time::{Duration, Instant};
 

@@ -1,4 +1,16 @@
 //! Invitations to a new subgroup.
+//!
+//! A rank sends all its invitations before it waits for one. The first invitation of a pair that names other members
+//! poisons the parent group, so all ranks return [`Error::Members`]. A member that fails while it connects poisons the
+//! parent group too, so the ranks that wait for it learn of it at once.
+//!
+//! # Tried and left
+//! A first version exchanged the invitations one after the other, as messages of the parent group. Ranks that named
+//! different members waited for each other in a circle until the deadline.
+//!
+//! # Limits
+//! A member that names fewer members, without this rank, sends this rank nothing. That may be an earlier call of its
+//! own, so this rank reports it as missing at the deadline.
 
 use std::collections::VecDeque;
 

@@ -28,11 +28,15 @@ pub(crate) enum Outgoing {
 pub(crate) enum Message {
     /// Heartbeat.
     Heartbeat,
+    /// The sender makes no progress in this call. Asks for the receiver's call with this sequence number.
     Calling(Site),
+    /// The answer: the sender's call, at once or when the sender makes it.
     Called(Site),
+    /// The error that poisoned the sender's group, and how many collectives the sender had completed.
     Failed(Error, u64),
     ShrinkMessage(ShrinkMessage),
     Invites(Invitation),
+    /// The sender leaves, in order or because its thread panics. A connection that ends without it means a lost rank.
     Goodbye {
         panicked: bool,
     },

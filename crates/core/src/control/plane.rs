@@ -8,6 +8,21 @@
 //!
 //! Shrink messages are never relayed: sender and receiver are connected, and the sender's goodbye follows on the same
 //! connection. A rank's shrink messages and its end therefore arrive in order.
+//!
+//! The hub relays questions about calls, answers, failures, invitations and goodbyes. Heartbeats stay between connected
+//! ranks.
+//!
+//! # Which ranks have certainly ended
+//! In a star, a rank may first try to connect to a peer when the peer no longer listens. It counts the peer as ended
+//! only if all ranks are known to have begun the group (`Begun`, or this rank is past its first collective), every
+//! attempt to connect was answered, rank 0 was never silent, and this rank was never suspended for more than half of
+//! the heartbeat timeout. Otherwise the peer counts as silent. `shrink` needs the difference.
+//!
+//! # Limits
+//! * A rank that dies in the one or two seconds between rank 0's goodbye and the change to a mesh counts as having
+//!   left.
+//! * If the machine of a rank sleeps through the death of rank 0 and the whole further life of the other ranks, the
+//!   rank counts them as ended, though they may have gone on without it.
 
 mod star;
 

@@ -10,7 +10,10 @@ use crate::transport::Transport;
 use crate::types::{Call, Fault, Site};
 
 /// Messages are split into chunks of this many bytes: one chunk is combined while it is in the cache and the next is in
-/// flight. A power of two, so that no element is split.
+/// flight. A power of two, so that no element is split. Each chunk is a message of its own.
+///
+/// Over TCP on loopback, chunks made all-reduces of 2 to 16 MiB two to three times as fast. Socket buffers of another
+/// size made no difference.
 const CHUNK: usize = 256 << 10;
 
 /// The execution of one plan on one rank.

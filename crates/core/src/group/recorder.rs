@@ -3,7 +3,20 @@
 //! Each slot is one cache line. The thread whose turn it is writes and never waits; any thread may read at any time,
 //! even while an operation hangs. Each slot is a sequence lock: the writer marks the slot as being written, fills it,
 //! and stores its version. A reader that finds the mark, or another version after reading than before, has read a torn
-//! record and retries. All words are atomics, so a torn read is not undefined behaviour.
+//! record and retries. All words are atomics, so a torn read is not undefined behaviour. The models in
+//! `tests/loom/recorder.rs` have rings of one and two slots.
+//!
+//! # What is recorded
+//!
+//! An operation is recorded from its turn on, not from its call, so operations that wait for their turn are not in the
+//! ring. Messages are recorded like collectives. The call site is where the program calls the public method
+//! (`#[track_caller]`), also if that is a method of a layer above, such as `DataParallel::sync`.
+//!
+//! # Clocks
+//!
+//! The begin is the start of the operation's deadline, for which the clock was read already. The end of a successful
+//! operation is read from the coarse clock (1 to 4 ms on Linux): the fine one takes 19 ns, several times as long as the
+//! rest of the recorder. The end of a failed operation is read from the fine clock.
 
 mod clock;
 
@@ -185,7 +198,8 @@ impl Slot {
     }
 }
 
-/// Packs a call without its count, which has a word of its own.
+/// Packs a call without its count, which has a word of its own. 16 bits are left for the fingerprint of the sizes: more
+/// would not fit a slot of one cache line.
 #[inline]
 fn pack(call: &Call) -> u64 {
     let reduction = call.reduction.map_or(0, |op| op as u64 + 1);

@@ -1,4 +1,8 @@
 //! Subgroups: groups of some of a group's ranks.
+//!
+//! Nothing of a subgroup is multiplexed on the connections of its parent, so an operation of the parent never waits for
+//! one of a subgroup. Between processes a subgroup costs a control thread and connections to its neighbours; between
+//! threads only counters and exchange slots.
 
 use std::panic::Location;
 

@@ -1,4 +1,7 @@
 //! A ticket lock that runs a rank's operations in call order.
+//!
+//! The order does not depend on which results the program waits for. An operation gets its sequence number, and its
+//! deadline starts, when its turn comes, not when it is called.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};

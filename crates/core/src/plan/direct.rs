@@ -15,7 +15,9 @@ pub(super) fn all_gather(rank: usize, n: usize) -> Vec<Step> {
 }
 
 /// Every rank swaps with every other the parts that they hold for each other, so no part is overwritten before it is
-/// sent. The rounds are those of a round-robin tournament: in each, a rank has one partner or rests.
+/// sent, and scratch memory for one chunk is enough. All parts have one length, because part `i` of rank `j` takes the
+/// place of part `j` of rank `i`. The rounds are those of a round-robin tournament: in each, a rank has one partner or
+/// rests.
 ///
 /// There is no deadlock: a rank waits only for its partner of the round it is in. Of the ranks in the earliest round
 /// that any rank is in, each has its partner in the same round, since neither ends it without the other.

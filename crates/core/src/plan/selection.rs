@@ -1,4 +1,14 @@
 //! Selection tables, which users read and write: which path carries an operation, by its size.
+//!
+//! # Ranks with different tables
+//!
+//! Ranks that ran different plans would wait for each other. At the rendezvous each rank therefore sends rank 0 its
+//! table as text, and a table other than rank 0's fails the rendezvous for all ranks. On a custom transport nothing
+//! compares tables: a rank gets a message of another length, or the deadline passes.
+//!
+//! With a table of engine and plans, ranks that disagree about the *count* may take different paths. Over TCP and in
+//! shared memory the control plane detects this like any other mismatch. Threads and MPI, whose engines compare calls,
+//! do so before a plan too.
 
 use std::fmt;
 use std::str::FromStr;
@@ -73,7 +83,7 @@ impl Selection {
         }
     }
 
-    /// Whether any operation of any size is left to an engine.
+    /// Whether any operation of any size is left to an engine. If none is, a group creates no shared memory.
     #[cfg(unix)]
     pub(crate) fn is_native_anywhere(&self) -> bool {
         let in_table = |table: &Table| table.0.iter().any(|(path, _)| *path == Path::Native);

@@ -1,4 +1,17 @@
 //! The kernels: every reduction of every element type.
+//!
+//! # The last step is one loop
+//!
+//! [`combine_to`] converts, combines, divides and rounds in registers, and writes large results past the cache. Before,
+//! these were passes over a block of 8 KiB. Between two threads the single loop takes two thirds of the time for
+//! all-reduces of 64 MiB, half for means, and a half to a third for f16 and bf16 of 1 MiB, which now take as long per
+//! byte as f32 and twice as long, respectively. A mean over a power of two of ranks multiplies by the reciprocal,
+//! because the division took as long as everything else together.
+//!
+//! # Functions and plain loops
+//!
+//! Closures and `map` of arrays were not inlined, or not vectorised, and were three times as slow. Hence
+//! [`combine_lines`] and [`each`], which are always inlined, and plain loops.
 
 use std::slice::from_raw_parts;
 

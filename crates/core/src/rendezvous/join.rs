@@ -1,4 +1,9 @@
 //! The rendezvous protocol: registration with rank 0, then connections between neighbours.
+//!
+//! # Missing ranks
+//! Rank 0 sends the list of missing ranks to the registered ones when it has changed, at most once a second, and once
+//! more when its own time is up. The other ranks wait a second longer. So the errors of all ranks name the missing
+//! rank, whichever of them gives up first.
 
 use std::cell::RefCell;
 use std::io;

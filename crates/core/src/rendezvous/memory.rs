@@ -6,6 +6,12 @@
 //! The segment is used only if all of them have: the lowest rank sends them its verdict, and reports to rank 0, which
 //! sends the list of hosts that share memory to all ranks. A rank on another host, or in another network namespace,
 //! finds no socket of that name. Nothing that would outlive the ranks has a name anywhere.
+//!
+//! This runs once all connections of the rendezvous are made and before they are served. If the segment of a host
+//! cannot be created, or one rank cannot attach it, all ranks of the host use TCP between each other, and the log has
+//! the reason. If some rank insists on shared memory, that is an error on all ranks instead; machines are not compared
+//! in that case, so that the error says what is wrong. Containers on one host count as several hosts unless they share
+//! a network namespace.
 
 use std::io::{self, ErrorKind};
 use std::os::fd::OwnedFd;

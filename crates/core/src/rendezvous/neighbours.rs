@@ -1,4 +1,6 @@
 //! Decides which ranks have a control connection from the start.
+//!
+//! Subgroups and groups of survivors follow the same rule, each with its own rank 0.
 
 /// The largest group in which all ranks are connected to each other.
 ///

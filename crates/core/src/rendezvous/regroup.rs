@@ -1,8 +1,18 @@
 //! Forms another group out of a group of processes: a subgroup, or the survivors of a failure.
 //!
-//! The ranks talk over the old group's control connections. The members of a subgroup invite each other; survivors
-//! agree on which ranks go on (`agreement`). Then they connect as in a first rendezvous, each on a port that it has
-//! announced to the others.
+//! The ranks talk over the old group's control connections, which outlive its failure. The members of a subgroup invite
+//! each other; survivors agree on which ranks go on (`agreement`), in which rank 0 has no special role: a star becomes
+//! a mesh first. Then they connect as in a first rendezvous, each on a port that it has announced to the others.
+//!
+//! # Which ranks have certainly ended
+//! A rank has certainly ended if it sent a goodbye and had not announced before that it goes on in another group. It
+//! also has if its connection closed after a first message in this group and before the rank was ever silent for too
+//! long, and its machine refuses connections to the port at which it listened. All others are only silent.
+//!
+//! # Limits
+//! * A firewall that refuses connections on behalf of a live machine deceives this test. Two sides may then go on.
+//! * If links break so that not every rank reaches every other one, more ranks than necessary may be left out: the
+//!   first proposal that arrives wins.
 
 mod agreement;
 

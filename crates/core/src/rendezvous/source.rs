@@ -37,7 +37,8 @@ impl Settings {
     }
 
     /// Whether ranks on other hosts have to be reached. If the launcher does not say so, a secret or a configured
-    /// interface implies it. A loopback address means that all ranks are on this host, whatever a launcher counts.
+    /// interface implies it. A loopback address means that all ranks are on this host, whatever a launcher counts;
+    /// nothing is concluded from any other address.
     pub(super) fn spans_hosts(&self) -> bool {
         let meant = || self.interface.is_some() || self.secret.is_some();
         !is_loopback(&self.address) && self.source.several.unwrap_or_else(meant)

@@ -23,6 +23,12 @@ use crate::types::{Call, Error, Fault, Parts, Site};
 /// * **Faults.** A peer that has left in order is [`Fault::Left`], one that is gone otherwise is [`Fault::Lost`]. The
 ///   first fault is final: the group calls `fail`, moves no more messages, and returns the fault as an [`Error`] with
 ///   operation, rank and elapsed time.
+///
+/// # A lost message
+/// If the transport implements [`fail`](Self::fail), all ranks return the same error. If it does not, the rank that
+/// lost the message returns [`Error::PeerLost`]. Once it has left, every other rank returns [`Error::Left`], at the
+/// latest in the next operation that needs all ranks. Both are tested with the loss of every single message of every
+/// operation, form and algorithm.
 pub trait Transport: Send + Sync {
     /// Returns this rank, from 0 to `world_size() - 1`. Always the same.
     fn rank(&self) -> usize;

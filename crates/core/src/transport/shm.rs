@@ -7,6 +7,21 @@
 //!
 //! Every control word has one writer, except those that wake a rank, and no rank holds a pointer into a peer's private
 //! memory. So a rank may end at any time and in any way. Its peers learn of it from its control connection.
+//!
+//! # Memory ordering
+//!
+//! Each release store or fence has an acquire as its partner, and the handshake with sleepers has a SeqCst fence on
+//! both sides. Nothing relies on guarantees that only x86 gives, but the code has run only on x86, and as loom models.
+//!
+//! # Limits
+//!
+//! * There is no choice by socket or NUMA node.
+//! * In a group that spans hosts, `Group::allocate` returns ordinary memory, so no operation there uses `lent`.
+//!
+//! # Tried and left
+//!
+//! Touching the cache lines of the next slot while waiting, and polling for an answer without pauses first, made no
+//! difference beyond the noise of a busy machine.
 
 mod arena;
 mod chunks;
@@ -122,7 +137,8 @@ impl Shm {
         }
     }
 
-    /// Waits until all ranks have published their slots, and compares the calls.
+    /// Waits until all ranks have published their slots, and compares the calls. If they differ and the group has other
+    /// ranks too, asks those what they called, so that all ranks return the same error.
     fn agree(&self, phase: &Phase, deadline: &Deadline) -> Result<(), Fault> {
         // Acquire pairs with the release in `publish`.
         let published = |rank| self.slot(rank, phase).sequence.load(Ordering::Acquire) == phase.sequence + 1;

@@ -4,6 +4,9 @@
 //! itself in. Once all ranks have, each compares all calls (so all report the same mismatch), reduces its own part
 //! straight from all inputs, stores it to all outputs, and counts itself out. There is no staging, no allocation and no
 //! lock. Small inputs are copied into the slot; such an operation does not wait until all ranks are done.
+//!
+//! The models in `tests/loom/threads.rs` run these files on loom's primitives and report every access to the ranks'
+//! buffers. `scripts/models --mutants` breaks their orderings and conditions one by one: a model must fail for each.
 
 mod mailbox;
 mod regrouping;

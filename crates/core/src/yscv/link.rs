@@ -102,6 +102,8 @@ impl Link {
         }
     }
 
+    /// Returns the error of a message with peer, place and remedy. It is `Io` and not `Timeout` or `PeerLost`, because
+    /// the texts of those name settings of a group and what a group can do next.
     fn describe(&self, operation: &str, deadline: &Deadline, e: &io::Error, (moved, late): (bool, bool)) -> Error {
         let Link { peer, address, .. } = self;
         let place = if moved { "in the middle of a message" } else { "before a message" };

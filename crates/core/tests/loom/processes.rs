@@ -1,4 +1,11 @@
 //! Models of `transport::shm`: ranks as processes of one host.
+//!
+//! # Limits
+//!
+//! * The models do not show what the system does: mappings, pages that are taken back, and the naps of 200 ms.
+//! * They pass with less synchronization than there is. Of the operations here only broadcast, gather and scatter need
+//!   the wait before a buffer is filled again. In the others a rank has waited for a later step of all peers by then.
+//! * A sleeper need not acquire the rings that it has heard, because the fence after that does.
 
 mod endings;
 

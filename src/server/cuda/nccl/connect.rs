@@ -1,4 +1,9 @@
 //! How the ranks of a group create a communicator.
+//!
+//! Three small operations of the group surround NCCL's own. First the ranks tell each other version, GPU, whether NCCL
+//! may share GPUs, and what keeps a rank from continuing; so all return the same error, of the same rank. Then rank 0
+//! sends the id by which NCCL finds the others. Last they compare whether it has worked: no rank has a communicator
+//! that another one lacks.
 
 use std::collections::HashMap;
 use std::ffi::c_char;

@@ -1,4 +1,7 @@
 //! The operations, and the NCCL calls that each consists of.
+//!
+//! If parts have one length, NCCL's own operation is called. Uneven parts are one broadcast or one reduction each, all
+//! in one NCCL group; gather, scatter and all_to_all are grouped sends and receives.
 
 use std::ffi::{c_int, c_void};
 

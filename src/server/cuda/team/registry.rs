@@ -20,7 +20,8 @@ use bonfire_core::internal::lock;
 pub(super) type Slot = Arc<Mutex<Option<Arc<Team>>>>;
 
 static TEAMS: LazyLock<Mutex<HashMap<Vec<DeviceId>, Slot>>> = LazyLock::new(Mutex::default);
-/// The teams of groups, by a number that the group's ranks have agreed on.
+/// The teams of groups, by a number that the group's ranks have agreed on. A group's team is shared neither with
+/// cubecl's `all_reduce` between the same devices nor with another group: nothing orders the calls of the two.
 static GROUPS: LazyLock<Mutex<HashMap<u64, Weak<Team>>>> = LazyLock::new(Mutex::default);
 /// Whether kernels can serve a device list.
 static KERNELS_SUPPORTED: LazyLock<Mutex<HashMap<Vec<DeviceId>, bool>>> = LazyLock::new(Mutex::default);

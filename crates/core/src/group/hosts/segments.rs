@@ -1,5 +1,11 @@
-//! Pipelines large operations in segments: while one segment crosses between hosts, hosts work on the next, so the
-//! links are busy.
+//! Pipelines large operations (all_reduce, reduce and broadcast) in segments: while one segment crosses between hosts,
+//! hosts work on the next, so the links are busy.
+//!
+//! A second thread, which lives as long as the operation, carries segments across. All ranks process the segments in
+//! the same order, and no other thread uses the data connections meanwhile.
+//!
+//! An error of a crossing comes back in the place of its segment. An error on a host drops the queue; the second thread
+//! then finishes the crossing that it is in, by the operation's deadline at the latest.
 
 use std::sync::mpsc::channel;
 

@@ -1,4 +1,15 @@
 //! Collectives with variable-size parts.
+//!
+//! They run on the engines and plans of the even forms, at the same speed: plans refer to parts and not to elements,
+//! and engines take [`Parts`](crate::types::Parts). Only on several hosts do they run in another way, as plans between
+//! all ranks over TCP.
+//!
+//! # Ranks with different sizes
+//!
+//! Ranks must agree on all sizes, not only on their sum. A call carries a fingerprint of 15 bits, which misses one
+//! mistake in 32,768. Threads then compare the sizes themselves, since they write to each other's buffers. Over TCP the
+//! messages have other lengths. In shared memory such ranks may return wrong results, or wait for each other until the
+//! deadline, but stay within their own buffers.
 
 use super::super::buffer::zeroed;
 use super::super::check;

@@ -1,8 +1,8 @@
 //! Agreement on a call: all ranks have begun an operation, and the same one.
 //!
-//! The maximum and the minimum over all ranks of the words of the operation's tag are computed by one small MPI
-//! operation. It completes on no rank before all have begun it. Until then a rank may give up and return, because MPI
-//! does not have its caller's memory yet.
+//! The maximum and the minimum over all ranks of the words of the operation's tag are computed by one `MPI_Iallreduce`
+//! of 64 bytes in the group's own memory. It completes on no rank before all have begun it. Until then a rank may give
+//! up and return, because MPI does not have its caller's memory yet.
 
 use std::ffi::c_void;
 use std::ptr::NonNull;

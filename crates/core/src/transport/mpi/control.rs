@@ -1,7 +1,8 @@
 //! The control plane over MPI: failures, goodbye messages, and what ranks called.
 //!
 //! The messages are those of the control connections between processes. Here they are MPI messages, which a rank reads
-//! while it is in an operation or begins one.
+//! while it is in an operation or begins one. A rank that computes reads none, so there are no heartbeats. MPI's
+//! launcher detects a process that dies, and ends the job.
 
 use std::ffi::c_int;
 

@@ -1,4 +1,12 @@
 //! Collectives that run as MPI's own.
+//!
+//! Each operation is one MPI function, the form with counts and displacements where parts differ. Plans run what MPI
+//! cannot: counts beyond 31 bits, and means of 64-bit integers, which need 128 bits.
+//!
+//! # Bit-identical results
+//!
+//! MPI's standard recommends bit-identical results and does not require them. They are certain where sums are exact in
+//! any order. Open MPI gave the same bits on all ranks and in all runs of the tests. Of two NaNs a sum may keep either.
 
 use std::ffi::{c_int, c_void};
 use std::ops::Range;
@@ -86,7 +94,8 @@ impl Run<'_> {
         }
     }
 
-    /// A reduction of the caller's elements as they are.
+    /// A reduction of the caller's elements as they are. Each rank works in place or not, as its caller does: in
+    /// practice MPI allows that for reductions, and only for them (see `gather`).
     fn reduce(
         self,
         op: ReduceOp,

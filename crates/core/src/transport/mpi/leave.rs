@@ -1,4 +1,10 @@
 //! Leaving a group, and finalizing MPI with the process.
+//!
+//! If Bonfire has initialized MPI, it finalizes it on every exit that runs exit handlers. A program that does both
+//! itself must drop its groups before it calls `MPI_Finalize`.
+//!
+//! Two assumptions go beyond MPI's standard: `MPI_Comm_free` does not wait for other ranks, which call it at other
+//! times, and another thread than the one that initialized MPI may call `MPI_Finalize`.
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, Weak};

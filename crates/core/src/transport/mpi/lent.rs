@@ -9,6 +9,7 @@ use crate::sync::Deadline;
 use crate::types::{Fault, Site};
 
 /// How long an operation may continue after the group has failed. It can complete if the failed rank has done its part.
+/// It cannot if that rank gave up the first step just when the last rank began it: the others are in this step then.
 const GRACE: Duration = Duration::from_secs(5);
 
 /// While this exists, MPI has the caller's memory, so this rank must not return to its caller. If it cannot wait for

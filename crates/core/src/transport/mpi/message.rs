@@ -4,7 +4,9 @@
 //! eagerly, as one MPI message. A long one has a handshake: the sender sends the head (site and length), the receiver
 //! checks it and replies that the sender is clear to send, and then the payload moves straight between the callers'
 //! memory, which cannot be taken back from MPI. Until then either rank may give up. A sender that gives up sends empty
-//! messages in place of the payload, because the receiver may have replied just before.
+//! messages in place of the payload, because the receiver may have replied just before. MPI can cancel receives; sends
+//! that are pending at that time are short, and are abandoned with their memory. Blocking groups exchange messages in
+//! the same way.
 
 use std::ffi::c_int;
 

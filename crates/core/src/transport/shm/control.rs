@@ -25,8 +25,8 @@ pub(super) struct Control {
     pub sleeper: Line<Sleeper>,
 }
 
-/// An exchange slot: a call, and its data if they are small. The first bytes of the data share the cache line of
-/// `sequence`, so a small operation moves one line from each rank to each.
+/// An exchange slot: a call, and its data if they are small. The first 96 bytes of the data are on its first two cache
+/// lines, with `sequence` and `call`, so a small operation moves one or two lines from each rank to each.
 #[repr(C, align(128))]
 pub(super) struct Offer {
     /// The number of the operation, counted from 1. Written last, with release.

@@ -2,7 +2,13 @@
 //!
 //! Every slot has the offsets of the rank's buffers in its arena. If all buffers that peers access are there, each rank
 //! does its share as between threads: it reduces its part straight from all inputs and stores it to all outputs. No
-//! rank is done before all are. Otherwise the operation uses the slots, if all data fit them, or the windows.
+//! rank is done before all are. Otherwise the operation uses the slots, if all contributions are there, or the windows.
+//! A rank that lends all its buffers puts nothing into its slot and stages nothing in advance. So if another rank lends
+//! fewer, the operation uses the windows, and peers wait for the first rank's first chunk. All ranks see the same
+//! offsets and decide alike.
+//!
+//! Ranks store to their peers' outputs, because fetching instead, with each rank writing only its own memory, took 1.2
+//! to 3 times as long.
 //!
 //! A rank that lends its memory must still be able to return without its peers. If a rank is stopped or killed in the
 //! middle of an operation, the others give up at their deadlines. But a stopped rank may resume, and then it still
@@ -11,7 +17,8 @@
 //!   sets `gave_up` before it returns. A rank reports its share as done only after it has found that no rank had given
 //!   up by then, so all that it read was still valid.
 //! * *Stores.* They go to the file. So a rank that gives up replaces its output by private pages with the same
-//!   contents, and never uses that part of the file again. No peer can access the memory that its caller gets back.
+//!   contents, and never uses that part of the file again. No peer can access the memory that its caller gets back. An
+//!   output that shares pages with other data is therefore not lent.
 
 use std::ptr::null_mut;
 

@@ -1,13 +1,15 @@
 //! The segment: creation and layout of the memory that the ranks of a host share.
 //!
 //! It is an anonymous file (memfd) without a name, so it disappears with the last process that has it, however that
-//! process ends. Its size is sealed, so no process can take away pages that others access.
+//! process ends. Nothing stays in /dev/shm, and the size of that file system (64 MiB in Docker) does not matter. The
+//! size of the segment is sealed, so no process can take away pages that others access.
 //!
 //! The segment begins with one share per rank, which operations use. Behind the shares each rank has an arena, for
 //! buffers that are allocated in shared memory. Arenas are address ranges without pages until a buffer needs some.
 //!
 //! A peer may be broken and write anything. So nothing that is read from the segment is used unchecked as an index, a
-//! length or a pointer. Calls are compared with the one that this rank expects. All else is elements, with any bits.
+//! length or a pointer. Calls are compared with the one that this rank expects, and counters only end waits. All else
+//! is elements, with any bits.
 
 use std::io;
 use std::ops::Range;
@@ -28,7 +30,11 @@ pub(super) const TINY: usize = 1 << 10;
 pub(super) const BUFFERS: usize = 4;
 
 /// The largest block between two ranks, the largest block between more, and the largest buffer, which has one block per
-/// rank. With these limits a window stays in the second-level cache of its core, even if two ranks share the core.
+/// rank. With these limits a window stays in the second-level cache of its core, even if two ranks share the core. A
+/// share has 1.0 MiB with two ranks and with eight or more, less in between.
+///
+/// Between two ranks, blocks of 128 KiB were 3 to 15 % faster than blocks of 32 KiB. Between three or four ranks on two
+/// cores, blocks of 64 KiB were 10 to 15 % slower in place.
 const PAIR_BLOCK: usize = 128 << 10;
 const BLOCK: usize = 32 << 10;
 const BUFFER: usize = 256 << 10;

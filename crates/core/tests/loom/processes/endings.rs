@@ -1,4 +1,7 @@
 //! Ranks that end: orderly, by a failure, or by a deadline.
+//!
+//! These models found that a rank that gave up after its own share was done left its peers with a result from an input
+//! that its caller may have overwritten. The word `gave_up` in the segment prevents that.
 
 use std::time::Duration;
 
