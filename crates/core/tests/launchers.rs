@@ -116,7 +116,7 @@ fn invalid_environments_are_rejected_at_once() {
     let cases: [(Variables, &[&str]); 8] = [
         (vec![], &["BONFIRE_RANK is not set", "torchrun", "Slurm", "bonfire run -n"]),
         (srun(1, 2, 2, "node[1-2]"), &["several hosts", "BONFIRE_SECRET_FILE", "chmod 600"]),
-        (srun(1, 2, 2, "node[1-"), &["SLURM_STEP_NODELIST is 'node[1-'", "does not end"]),
+        (srun(1, 2, 2, "node[1-"), &["SLURM_STEP_NODELIST is 'node[1-'", "a bracket is never closed"]),
         ([srun(1, 2, 1, "node1"), plain("0", "2")].concat(), &["SLURM_PROCID is 1", "RANK is 0", "BONFIRE_RANK"]),
         ([mpirun(0, 2), vec![on_two]].concat(), &["BONFIRE_ADDRESS", "BONFIRE_TRANSPORT=mpi"]),
         (plain("1", "2"), &["BONFIRE_ADDRESS is not set", "MASTER_ADDR"]),
