@@ -389,7 +389,7 @@ fn groups_can_be_created_repeatedly() {
 fn unsupported_calls_are_rejected_with_a_remedy() {
     on_ranks("unsupported_calls_are_rejected_with_a_remedy", &[2], &[Medium::Mpi], |builder| {
         let Err(Error::InvalidArgument { reason, .. }) = builder.clone().connect_ranks(2) else { panic!() };
-        assert!(reason.contains("start one for each device"), "{reason}");
+        assert!(reason.contains("start one process for each device"), "{reason}");
         let group = builder.connect().unwrap();
         let Err(Error::InvalidArgument { reason, .. }) = group.shrink() else { panic!() };
         assert!(reason.contains("checkpoint"), "{reason}");
