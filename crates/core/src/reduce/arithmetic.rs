@@ -74,52 +74,29 @@ pub(super) trait Operation {
     fn combine<A: Accumulator>(left: A, right: A) -> A;
 }
 
-pub(super) struct Sum;
-pub(super) struct Mean;
-pub(super) struct Product;
-pub(super) struct Max;
-pub(super) struct Min;
+/// Defines operations by the method of [`Accumulator`], and by the constants that are true.
+macro_rules! operations {
+    ($($name:ident: $method:ident $(, $constant:ident)*;)*) => {$(
+        pub(super) struct $name;
+
+        impl Operation for $name {
+            $(const $constant: bool = true;)*
+            #[inline(always)]
+            fn combine<A: Accumulator>(left: A, right: A) -> A { left.$method(right) }
+        }
+    )*};
+}
+
+operations! {
+    Sum: sum;
+    Mean: sum, MEAN, SIGN;
+    Product: product;
+    Max: max, SIGN;
+    Min: min, SIGN;
+}
+
 /// The operation with its operands exchanged.
 pub(super) struct Under<O>(PhantomData<O>);
-
-impl Operation for Sum {
-    #[inline(always)]
-    fn combine<A: Accumulator>(left: A, right: A) -> A {
-        left.sum(right)
-    }
-}
-
-impl Operation for Mean {
-    const MEAN: bool = true;
-    const SIGN: bool = true;
-    #[inline(always)]
-    fn combine<A: Accumulator>(left: A, right: A) -> A {
-        left.sum(right)
-    }
-}
-
-impl Operation for Product {
-    #[inline(always)]
-    fn combine<A: Accumulator>(left: A, right: A) -> A {
-        left.product(right)
-    }
-}
-
-impl Operation for Max {
-    const SIGN: bool = true;
-    #[inline(always)]
-    fn combine<A: Accumulator>(left: A, right: A) -> A {
-        left.max(right)
-    }
-}
-
-impl Operation for Min {
-    const SIGN: bool = true;
-    #[inline(always)]
-    fn combine<A: Accumulator>(left: A, right: A) -> A {
-        left.min(right)
-    }
-}
 
 impl<O: Operation> Operation for Under<O> {
     #[inline(always)]

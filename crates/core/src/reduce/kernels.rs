@@ -26,8 +26,8 @@ use crate::types::{DType, ReduceOp};
 
 /// Returns the kernel for `dtype` and `op` in the instructions of `L`.
 ///
-/// Every operation is a type, so that each kernel is compiled only for the element types that it is used with. The
-/// kernels are half of what the compiler has to do for this crate.
+/// Every operation is a type, so that each kernel is compiled only for the element types that it is used with. With
+/// operations as values, the kernels were half of what the compiler had to do for this crate.
 ///
 /// # Safety
 /// The processor supports the instructions of `L`.
