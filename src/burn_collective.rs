@@ -43,9 +43,10 @@ pub use bonfire_core::ReduceOp as ReduceOperation;
 /// Registers a peer. Blocks until `num_devices` peers have registered, and with several nodes until all nodes have
 /// connected.
 ///
-/// The peer receives broadcast tensors on `device`. A peer's operations run one after the other. Waits for missing
-/// peers until the deadline: 300 s, or the value of `BONFIRE_DEADLINE`. Nodes must connect within 120 s or the
-/// deadline, whichever is shorter.
+/// The peer receives broadcast tensors on `device`. A peer's operations run one after the other. This call and every
+/// operation wait for missing peers until the deadline: 300 s, or the value of `BONFIRE_DEADLINE` in seconds. Nodes
+/// have 120 s or the deadline, whichever is shorter, to register with the orchestrator, and the same again to connect
+/// to each other.
 ///
 /// `B` is any backend. With autodiff use the inner backend: gradients do not flow through collectives.
 ///
@@ -77,9 +78,11 @@ pub use bonfire_core::ReduceOp as ReduceOperation;
 /// * [`CollectiveError::MultipleRegister`] if the id is already registered.
 /// * [`CollectiveError::RegisterParamsMismatch`] if the config differs from the first peer's, or `num_devices` peers
 ///   are already registered.
-/// * [`CollectiveError::LocalServerMissing`] after a reset.
+/// * [`CollectiveError::LocalServerMissing`] if the session is [reset](reset_collective) meanwhile.
 /// * [`CollectiveError::Global`] if the nodes cannot connect or disagree.
 /// * [`CollectiveError::Other`] after the deadline, or if `BONFIRE_DEADLINE` is malformed.
+///
+/// The call has not registered the peer then, and may be repeated.
 pub fn register<B: Backend>(id: PeerId, device: B::Device, config: CollectiveConfig) -> Result<(), CollectiveError> {
     log::info!("{id} registers: {config}");
     session::<B>().register(id, Arc::new(device), config)
@@ -88,16 +91,18 @@ pub fn register<B: Backend>(id: PeerId, device: B::Device, config: CollectiveCon
 /// Reduces the tensors of all peers, which have the same shape and element type, and returns the result to each peer on
 /// its tensor's device.
 ///
-/// The mean is over all devices of all nodes. 16-bit floats are accumulated in f32 and rounded once. Results are
-/// bit-identical on all peers and in every run.
+/// All peers call it; it blocks until they have. The mean is over all devices of all nodes. 16-bit floats are
+/// accumulated in f32 and rounded once. Results are bit-identical on all peers and in every run. No gradients flow
+/// through it: for that, and for other kinds of tensors, see [`tensor`](crate::tensor).
 ///
 /// # Errors
 /// * [`CollectiveError::AllReduceShapeMismatch`] or [`CollectiveError::AllReduceOperationMismatch`], the same on all
 ///   peers. The session remains usable.
 /// * [`CollectiveError::RegisterNotFirstOperation`] if the peer is not registered.
-/// * [`CollectiveError::LocalServerMissing`] after a reset.
-/// * [`CollectiveError::Global`] if a node is lost.
-/// * [`CollectiveError::Other`] after the deadline, or if the peer is already in another operation.
+/// * [`CollectiveError::LocalServerMissing`] if the session is [reset](reset_collective) meanwhile.
+/// * [`CollectiveError::Global`] if a node is lost. Operations over the nodes fail from then on.
+/// * [`CollectiveError::Other`] after the deadline, if a peer's tensor cannot be read (then on all peers), or if the
+///   peer is already in another operation.
 pub fn all_reduce<B: Backend>(
     id: PeerId,
     tensor: B::FloatTensorPrimitive,
@@ -108,11 +113,13 @@ pub fn all_reduce<B: Backend>(
     into_tensor(payload, &device)
 }
 
-/// Broadcasts the tensor of the only peer that passes one. Every peer gets it on its own device.
+/// Broadcasts the tensor of the only peer that passes one. Every other peer passes `None` and gets the tensor on the
+/// device with which it registered; it need not know the shape.
 ///
 /// # Errors
-/// [`CollectiveError::BroadcastNoTensor`] or [`CollectiveError::BroadcastMultipleTensors`], the same on all peers;
-/// otherwise as [`all_reduce`].
+/// [`CollectiveError::BroadcastNoTensor`], [`CollectiveError::BroadcastMultipleTensors`], or
+/// [`CollectiveError::ReduceOperationMismatch`] if some peers call [`reduce`], the same on all peers; otherwise as
+/// [`all_reduce`].
 pub fn broadcast<B: Backend>(
     id: PeerId,
     tensor: Option<B::FloatTensorPrimitive>,
@@ -124,8 +131,8 @@ pub fn broadcast<B: Backend>(
     into_tensor(payload, &device)
 }
 
-/// Reduces the tensors of all peers to the peer `root`, which may be on any node. Returns the result on `root`, on its
-/// tensor's device, and `None` on the other peers.
+/// Reduces the tensors of all peers, which have the same shape and element type, to the peer `root`, which may be on
+/// any node. Returns the result on `root`, on its tensor's device, and `None` on the other peers.
 ///
 /// # Errors
 /// [`CollectiveError::ReduceShapeMismatch`], [`CollectiveError::ReduceOperationMismatch`] or
@@ -142,8 +149,9 @@ pub fn reduce<B: Backend>(
     Ok(payload.map(|payload| payload.into_tensor(&device)))
 }
 
-/// Unregisters a peer. Later operations run on the remaining peers. The last peer to finish disconnects the node from
-/// the other nodes and ends the session, so that another one may begin.
+/// Unregisters a peer. Does not wait for other peers: operations in which they wait, and later ones, run on the
+/// remaining peers. The last peer to finish disconnects the node from the other nodes and ends the session, so that
+/// another one may begin.
 ///
 /// # Errors
 /// [`CollectiveError::RegisterNotFirstOperation`] if no peer has registered yet or the peer's registration is not

@@ -1,7 +1,28 @@
 //! Bonfire: collective communication for distributed training with [burn](https://burn.dev).
 //!
 //! Many logs, one fire: many devices, one model. Ranks are threads of one process, or processes that share memory on
-//! one host and communicate over TCP between hosts.
+//! one host and communicate over TCP between hosts; on systems other than unix they are threads only. Every rank calls
+//! the same operations in the same order. An operation returns by its deadline (300 s by default), with a result or a
+//! typed [`Error`].
+//!
+//! ```
+//! use bonfire::{Group, ReduceOp};
+//!
+//! fn work(group: Group) -> Result<f32, bonfire::Error> {
+//!     let mut gradients = vec![group.rank() as f32; 1000];
+//!     group.all_reduce(&mut gradients, ReduceOp::Mean)?;
+//!     Ok(gradients[0])
+//! }
+//!
+//! let ranks: Vec<_> = Group::threads(3)?.into_iter().map(|group| std::thread::spawn(|| work(group))).collect();
+//! for rank in ranks {
+//!     assert_eq!(rank.join().expect("no panic")?, 1.0);
+//! }
+//! # Ok::<(), bonfire::Error>(())
+//! ```
+//!
+//! For ranks that are processes use [`Group::from_env`], whose page lists the environment variables of groups.
+//! [`train`] has a training loop.
 //!
 //! | you want to | use |
 //! |---|---|
@@ -22,11 +43,14 @@
 //! # Features
 //! * `flex` (default): tensors of burn's backend Flex are reduced in place. Without it they are copied once.
 //! * `shm` (default): shared memory between the processes of a host, on Linux. Without it they communicate over TCP.
-//! * `mpi`: groups on an MPI library. The build needs its headers, `mpicc` and libclang.
+//! * `mpi`: groups on an MPI library, chosen by `BONFIRE_TRANSPORT=mpi`. The build needs its headers, `mpicc` and
+//!   libclang.
 //! * `wgpu`, `cuda`: burn's backends on a compute server with collectives. `cubecl`: the same for your own runtime.
-//! * `nccl`: NCCL between GPUs of several processes and hosts. The library is looked for at run time.
-//! * `ddp`: burn-train's distributed training on these backends. It turns on burn's `distributed`, which removes the
-//!   `AutodiffBackend` impl from backends without collectives, such as Flex and NdArray.
+//! * `nccl`: NCCL between GPUs of several processes and hosts. It includes `cuda`. The library is looked for at run
+//!   time.
+//! * `ddp`: burn-train's distributed training on these backends, which it builds without fusion. It turns on burn's
+//!   `distributed`, which removes the `AutodiffBackend` impl from backends without collectives, such as Flex and
+//!   NdArray.
 
 #![warn(missing_docs)]
 

@@ -28,10 +28,10 @@
 //! The first operation of a group on CUDA memory waits for the other ranks, which agree on the path. All ranks have to
 //! call it, with one device each. NCCL rounds sums of f16 and bf16 after every addition, the kernels round once.
 //!
-//! `BONFIRE_CUDA` is `auto`, which decides by size; `kernels`, or one of their forms for all_reduce (`push`,
-//! `one-shot`, `two-shot`); `nccl`, which is an error where NCCL does not work; or `host`. With several ranks on each
-//! of several GPUs, the streams of a GPU may block each other for lack of hardware queues, up to the deadline: set
-//! `CUDA_DEVICE_MAX_CONNECTIONS=32`.
+//! `BONFIRE_CUDA` is `auto`, the default, which decides by size; `kernels`, or one of their forms for all_reduce
+//! (`push`, `one-shot`, `two-shot`); `nccl`, which is an error where NCCL does not work; or `host`. With another value
+//! a warning is logged and `auto` used. With several ranks on each of several GPUs, the streams of a GPU may block each
+//! other for lack of hardware queues, up to the deadline: set `CUDA_DEVICE_MAX_CONNECTIONS=32`.
 //!
 //! # Errors
 //! cubecl loses what a collective returns: its client unwraps it on the device's thread. A failure therefore poisons
@@ -97,8 +97,8 @@ use bonfire_core::{Error, Group};
 /// A runtime with collectives between its devices. Implementations differ in how they move data. The default goes
 /// through host memory, which works for every runtime.
 pub trait DeviceTransport: Runtime {
-    /// The name of the collective runtime on top of this one. It is part of the key of cubecl's autotune cache, so it
-    /// must be unique per runtime.
+    /// Returns the name of the collective runtime on top of this one. It is part of the key of cubecl's autotune cache,
+    /// so it must be unique per runtime. The default is the name of the Rust type.
     fn collective_name(_info: &<Self::Server as ComputeServer>::Info) -> &'static str {
         std::any::type_name::<CollectiveRuntime<Self>>()
     }

@@ -3,7 +3,8 @@
 //! [`DataParallel`] makes the ranks' models equal at the start and their gradients equal in every step, so the models
 //! stay bit-identical. [`ShardedSampler`] distributes the batches over the ranks: together, `n` ranks see the same
 //! global batches as a single rank would, and train the same model. [`ShardedOptimizer`] partitions the optimizer state
-//! over the ranks (ZeRO-1). [`SyncBatchNorm`] normalises with the statistics of the global batch.
+//! over the ranks (ZeRO-1). [`SyncBatchNorm`] normalises with the statistics of the global batch. With the feature
+//! `ddp`, `DataParallelStrategy` trains with burn-train's `Learner` instead of a loop of your own.
 //!
 //! ```
 //! use bonfire::{DataParallel, Group, ShardedSampler};

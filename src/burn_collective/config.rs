@@ -62,16 +62,18 @@ impl CollectiveConfig {
         with_local_reduce_strategy(local_reduce_strategy: ReduceStrategy);
         /// Sets the broadcast strategy within a node. It has no effect.
         with_local_broadcast_strategy(local_broadcast_strategy: BroadcastStrategy);
-        /// Sets the number of nodes.
+        /// Sets the number of nodes. Default: none, for a session on one node.
         with_num_nodes(num_nodes: u32);
         /// Sets the address of the orchestrator, including its port; see
-        /// [`start_global_orchestrator`](crate::start_global_orchestrator).
+        /// [`start_global_orchestrator`](crate::start_global_orchestrator). Default: none
         with_global_address(global_address: Address);
-        /// Sets the address at which the other nodes reach this one. Each node has its own.
+        /// Sets the address at which the other nodes reach this one. Each node has its own. Its port only tells nodes
+        /// on one host apart; without one, the data service port does. Default: none
         with_node_address(node_address: Address);
-        /// Sets the port on which this node accepts the others if it becomes node 0.
+        /// Sets the port on which this node accepts the others if it becomes node 0. Default: none
         with_data_service_port(data_service_port: u16);
-        /// Sets the all-reduce strategy between nodes.
+        /// Sets the all-reduce strategy between nodes, the same on all of them. Default:
+        /// [`Ring`](AllReduceStrategy::Ring), which leaves the choice to the group
         with_global_all_reduce_strategy(global_all_reduce_strategy: AllReduceStrategy);
         /// Sets the reduce strategy between nodes. It has no effect.
         with_global_reduce_strategy(global_reduce_strategy: ReduceStrategy);
@@ -79,7 +81,8 @@ impl CollectiveConfig {
         with_global_broadcast_strategy(global_broadcast_strategy: BroadcastStrategy);
     }
 
-    /// Whether the settings for several nodes are all present or all absent.
+    /// Whether the settings for several nodes are all present or all absent. [`register`](crate::register) also
+    /// requires counts above 0 and well-formed addresses.
     pub fn is_valid(&self) -> bool {
         let settings = [
             self.num_nodes.is_some(),
@@ -158,7 +161,7 @@ impl fmt::Display for CollectiveConfig {
     }
 }
 
-/// How an all-reduce runs. The result is the same for all strategies.
+/// How an all-reduce runs. [`CollectiveConfig`] says which strategies have an effect.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum AllReduceStrategy {
     /// Through one participant.
@@ -169,7 +172,7 @@ pub enum AllReduceStrategy {
     Ring,
 }
 
-/// How a reduction to a root runs. The result is the same for all strategies.
+/// How a reduction to a root runs. It has no effect: see [`CollectiveConfig`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ReduceStrategy {
     /// Through one participant.
@@ -178,7 +181,7 @@ pub enum ReduceStrategy {
     Tree(u32),
 }
 
-/// How a broadcast runs. The result is the same for all strategies.
+/// How a broadcast runs. It has no effect: see [`CollectiveConfig`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum BroadcastStrategy {
     /// From one participant directly to each of the others.

@@ -17,7 +17,9 @@ use bonfire_core::internal::hash;
 /// An extension trait to all-reduce gradients, as burn-optim does with its feature `collective`. Import it to call
 /// `grads.all_reduce(..)`.
 pub trait GradientsParamsExt: Sized {
-    /// Reduces every gradient over all peers. `B` is the backend of the gradients: with autodiff, its inner backend.
+    /// Reduces every gradient over all peers. `B` is the backend of the gradients: with autodiff, its inner backend. It
+    /// runs one operation for each gradient; [`DataParallel::sync`](crate::DataParallel::sync) puts them into buckets
+    /// and weights uneven shards.
     ///
     /// Gradients are reduced in the order of their parameter ids, so all peers must have gradients of the same
     /// parameter ids. Clones of one module in the threads of a process have the same ids. Modules in different

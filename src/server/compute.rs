@@ -234,7 +234,7 @@ pub struct Info<R: DeviceTransport> {
 }
 
 impl<R: DeviceTransport> Info<R> {
-    /// The inner runtime's information about its server.
+    /// Returns the inner runtime's information about its server.
     pub fn inner(&self) -> &<R::Server as ComputeServer>::Info {
         &self.inner.info
     }

@@ -30,17 +30,17 @@ pub struct CollectiveDevice<R: DeviceTransport> {
 const REPLICA_SHIFT: u32 = 8;
 
 impl<R: DeviceTransport> CollectiveDevice<R> {
-    /// Creates the logical device number `replica` on a physical one.
+    /// Returns the logical device with number `replica` on a physical one. Equal numbers are the same device.
     pub fn new(physical: R::Device, replica: u8) -> Self {
         CollectiveDevice { physical, replica }
     }
 
-    /// The device that does the work.
+    /// Returns the device that does the work.
     pub fn physical(&self) -> &R::Device {
         &self.physical
     }
 
-    /// The number of this logical device on its physical one.
+    /// Returns the number of this logical device on its physical one.
     pub fn replica(&self) -> u8 {
         self.replica
     }
@@ -51,13 +51,14 @@ impl<R: DeviceTransport> CollectiveDevice<R> {
         self.status().take_failure()
     }
 
-    /// Sets how long `sync_collective` and `recv` wait for other devices. The default is 300 s, or `BONFIRE_DEADLINE`
-    /// (in seconds).
+    /// Sets how long `sync_collective`, `recv` and the receiving half of a copy wait for other devices. The default is
+    /// 300 s, or `BONFIRE_DEADLINE` (in seconds). Applies to all values for this logical device. Operations of a
+    /// [`Group`](crate::Group) have the group's deadline instead.
     pub fn set_deadline(&self, deadline: Duration) {
         self.status().set_deadline(deadline);
     }
 
-    /// What the device has moved so far.
+    /// Returns what the device has moved through host memory so far.
     pub fn counters(&self) -> Counters {
         self.status().counters()
     }

@@ -31,13 +31,15 @@ use bonfire_core::{Call, DType, Error, Group, Operation, ReduceOp, partition};
 /// per group, and its first operation waits for the other ranks: see [the module's page](crate::server#cuda).
 ///
 /// # Errors
-/// [`Error::InvalidArgument`] if sizes do not match. [`Transfer::wait`] returns all later errors.
+/// [`Error::InvalidArgument`] if sizes do not match or are not whole elements, if `root` is not a rank, or on CUDA if
+/// this rank used another device in this group before; the group remains usable. On CUDA, the first operation also
+/// returns why the ranks cannot agree on a path, which poisons the group. [`Transfer::wait`] returns all later errors.
 pub trait DeviceCollectives<R: DeviceTransport> {
     /// Starts `call` on this memory.
     #[doc(hidden)]
     fn start(&self, group: &Group, call: Call, sources: Vec<Chunk>, targets: Vec<Chunk>) -> Result<Transfer<R>, Error>;
 
-    /// [`Group::all_reduce`] of `source`, to `target` of the same size.
+    /// Starts [`Group::all_reduce`] from `source` to `target`, which have the same size, on all ranks.
     fn start_all_reduce(
         &self,
         group: &Group,
@@ -51,7 +53,7 @@ pub trait DeviceCollectives<R: DeviceTransport> {
         self.start(group, call, whole(source), whole(target))
     }
 
-    /// [`Group::broadcast`] of the root's memory.
+    /// Starts [`Group::broadcast`] of the root's `memory` to that of the other ranks, which has the same size.
     fn start_broadcast(&self, group: &Group, memory: &Handle, dtype: DType, root: usize) -> Result<Transfer<R>, Error> {
         let call = call(Operation::Broadcast, memory.size_in_used(), dtype, None, Some(root))?;
         group.check_rank("broadcast", "root", root)?;
@@ -59,7 +61,8 @@ pub trait DeviceCollectives<R: DeviceTransport> {
         self.start(group, call, read, written)
     }
 
-    /// [`Group::all_gather_into`]: `source` is as large as this rank's [`partition`](crate::partition()) of `target`.
+    /// Starts [`Group::all_gather_into`]: `source` is as large as this rank's [`partition`](crate::partition()) of
+    /// `target`, which has the same size on all ranks.
     fn start_all_gather(
         &self,
         group: &Group,
@@ -73,8 +76,8 @@ pub trait DeviceCollectives<R: DeviceTransport> {
         self.start(group, call, vec![(source.clone(), own)], whole(target))
     }
 
-    /// [`Group::reduce_scatter_into`]: `target` is as large as this rank's [`partition`](crate::partition()) of
-    /// `source`.
+    /// Starts [`Group::reduce_scatter_into`]: `target` is as large as this rank's [`partition`](crate::partition()) of
+    /// `source`, which has the same size on all ranks.
     fn start_reduce_scatter(
         &self,
         group: &Group,
@@ -89,7 +92,8 @@ pub trait DeviceCollectives<R: DeviceTransport> {
         self.start(group, call, whole(source), vec![(target.clone(), own)])
     }
 
-    /// [`Group::all_to_all_into`]: `source` and `target` have the same size, a multiple of the number of ranks.
+    /// Starts [`Group::all_to_all_into`]: `source` and `target` have the same size on all ranks. Their number of
+    /// elements is a multiple of the world size.
     fn start_all_to_all(
         &self,
         group: &Group,
@@ -120,8 +124,10 @@ impl<R: DeviceTransport> Transfer<R> {
     /// stream, sees the result.
     ///
     /// # Errors
-    /// Those of the group's operation, [`Error::Io`] if the device's memory cannot be read, and on CUDA `Error::Nccl`.
-    /// Each ends the group. After one, a target on CUDA may still be written to until the group is dropped.
+    /// Those of the group's operation, [`Error::Io`] if the device's memory cannot be read, and on CUDA
+    /// [`Error::Nccl`]. Each poisons the group. After one, a target on CUDA may still be written to until the group is
+    /// dropped. A result that cannot be written poisons the device instead: see [the module's
+    /// page](crate::server#errors).
     pub fn wait(self) -> Result<(), Error> {
         (self.wait)()
     }

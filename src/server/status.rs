@@ -26,11 +26,13 @@ pub(super) struct Status {
 /// Poisons the device if a failure happened that no call returns. Returns whether to call the check again.
 type Check = Arc<dyn Fn() -> bool + Send + Sync>;
 
-/// What a device has moved for collectives and copies since the program started.
+/// What a device has moved through host memory for collectives and copies since the program started. Data that stays on
+/// GPUs is not counted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Counters {
-    /// Exchanges with other devices. Pending all-reduces are fused, so there are fewer exchanges than calls.
+    /// Exchanges with other devices for cubecl's `all_reduce`. Pending calls are fused, so there are fewer exchanges
+    /// than calls. Operations of a [`Group`](crate::Group) are not counted here.
     pub rounds: u64,
     /// Buffers that were copied from the device to the host.
     pub downloads: u64,

@@ -15,7 +15,8 @@ thread_local! {
 /// Outside of `attempt`, a collective that fails inside a pass panics, because burn's passes return no `Result`. Such
 /// collectives are the backward passes of [`autodiff`](super::autodiff) and both passes of
 /// [`SyncBatchNorm`](crate::SyncBatchNorm). With the error, a program can continue without a lost rank
-/// ([`DataParallel::shrink`](crate::DataParallel::shrink)). Other panics propagate unchanged.
+/// ([`DataParallel::shrink`](crate::DataParallel::shrink)). Other panics propagate unchanged. `attempt` catches panics
+/// of the calling thread, so the program must not be built with `panic = "abort"`.
 ///
 /// ```
 /// # use bonfire::tensor::autodiff::{all_reduce_sum, attempt};
@@ -29,7 +30,7 @@ thread_local! {
 /// ```
 ///
 /// # Errors
-/// The error of the collective that failed.
+/// The error of the collective that failed. [`operation`](super::operation#errors) says which errors poison the group.
 pub fn attempt<T>(pass: impl FnOnce() -> T) -> Result<T, Error> {
     let before = IN_ATTEMPT.replace(true);
     let result = catch_unwind(AssertUnwindSafe(pass));

@@ -67,9 +67,11 @@ use bonfire_core::{Error, Group, ReduceOp};
 /// Every [`Autodiff`] implements it. Use it instead of `AutodiffBackend` as the bound of code that builds layers which
 /// communicate.
 pub trait CollectiveBackend: AutodiffBackend {
-    /// [`all_reduce_sum`] on the backend's primitive tensors, for a global loss that is a weighted sum: the sum over
-    /// the ranks of `weight` times the rank's loss. The gradient on a rank is that of the global loss divided by the
-    /// rank's own weight, as if it came from this rank's loss alone. It is zero where the weight is 0.
+    /// Returns [`all_reduce_sum`] of the backend's primitive tensors, with gradients for a global loss that is a
+    /// weighted sum: the sum over the ranks of `weight` times the rank's loss. `weight` does not change the result.
+    ///
+    /// A rank's gradient is that of the global loss divided by the rank's own weight, because
+    /// [`DataParallel::sync`](crate::DataParallel::sync) multiplies by that weight. It is zero where the weight is 0.
     ///
     /// # Errors
     /// See [errors](crate::tensor::autodiff#errors).
@@ -94,7 +96,8 @@ where
     }
 }
 
-/// Returns the element-wise sum of the ranks' tensors, on every rank.
+/// Returns the element-wise sum of the ranks' tensors, on every rank. For other reductions, without gradients, use
+/// [`operation::all_reduce`](super::operation::all_reduce).
 ///
 /// Every rank passes a tensor of the same shape and element type: f64, f32, f16 or bf16. Elements are transferred in
 /// their own type; f16 and bf16 are summed in f32. Each rank's result depends on every rank's tensor, so the gradient
@@ -138,8 +141,8 @@ pub fn all_reduce_sum<B: CollectiveBackend, const D: usize>(
     Ok(Tensor::from_primitive(TensorPrimitive::Float(sum)))
 }
 
-/// Returns `root`'s tensor on every rank. Of the other ranks' tensors only shape and element type matter; their
-/// gradients are zero.
+/// Returns `root`'s tensor on every rank. Of the other ranks' tensors only shape, element type and device matter; shape
+/// and element type are the same on all ranks. Their gradients are zero.
 ///
 /// # Errors
 /// See [errors](self#errors).
@@ -154,7 +157,8 @@ pub fn broadcast<B: CollectiveBackend, const D: usize>(
     linear(tensor, group, Linear::Broadcast { root })
 }
 
-/// Concatenates the ranks' tensors along `dim` in rank order, on every rank. All have the same shape.
+/// Concatenates the ranks' tensors along `dim` in rank order, on every rank. All have the same shape; the result is
+/// world size times as long along `dim`.
 ///
 /// # Errors
 /// See [errors](self#errors).
@@ -190,6 +194,7 @@ pub fn all_gather_v<B: CollectiveBackend, const D: usize>(
 }
 
 /// Sums the ranks' tensors element-wise, splits the sum along `dim` into equal parts, and returns part `r` on rank `r`.
+/// All tensors have the same shape, with a multiple of the world size along `dim`.
 ///
 /// # Errors
 /// See [errors](self#errors).
@@ -205,7 +210,8 @@ pub fn reduce_scatter<B: CollectiveBackend, const D: usize>(
     linear(tensor, group, Linear::ReduceScatter { dim, sizes })
 }
 
-/// Variable-size [`reduce_scatter`]: the part of rank `r` has length `sizes[r]` along `dim`.
+/// Variable-size [`reduce_scatter`]: the part of rank `r` has length `sizes[r]` along `dim`. The sizes are the same on
+/// all ranks and add up to the tensor's length.
 ///
 /// # Errors
 /// See [errors](self#errors).
@@ -222,7 +228,7 @@ pub fn reduce_scatter_v<B: CollectiveBackend, const D: usize>(
 }
 
 /// Splits the tensor along `dim` into equal parts, sends part `r` to rank `r`, and concatenates the received parts
-/// along `dim` in rank order.
+/// along `dim` in rank order. All tensors and the results have the same shape.
 ///
 /// # Errors
 /// See [errors](self#errors).

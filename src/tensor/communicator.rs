@@ -76,7 +76,8 @@ struct Groups {
 
 impl<B: Backend> DeviceCommunicator<B> {
     /// Makes a communicator that sends metadata on `cpu_group` and tensors on `device_group`; with `None`, both on
-    /// `cpu_group`. Tensors that it creates, in [`recv`](Self::recv), are on `device`. Errors name it `unique_name`.
+    /// `cpu_group`. Does not communicate. Tensors that it creates, in [`recv`](Self::recv), are on `device`. Errors
+    /// name it `unique_name`.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] if this rank or the world size differs between the groups.
@@ -259,7 +260,8 @@ impl<B: Backend> DeviceCommunicator<B> {
     /// and tracked tensors are not moved.
     ///
     /// # Errors
-    /// [`Error::Io`] if memory runs out, [`Error::InvalidArgument`] after [`destroy`](Self::destroy).
+    /// [`Error::Broken`] if memory runs out, [`Error::InvalidArgument`] after [`destroy`](Self::destroy). The model is
+    /// lost then.
     pub fn prepare_communication_buffer_for_model<M: Module<B>>(&mut self, model: M) -> Result<M, Error> {
         #[cfg(feature = "flex")]
         if self.memory.is_none() && self.groups.is_some() {

@@ -43,7 +43,7 @@ macro_rules! as_wide {
     };
 }
 
-/// The kinds of tensors that can be sent between ranks: [`Float`], [`Int`] and [`Bool`].
+/// A kind of tensors that can be sent between ranks: [`Float`], [`Int`] or [`Bool`].
 pub trait Kind<B: Backend>: BasicOps<B> {
     /// Returns the backend's primitive tensor; `None` for a quantized one, which cannot be sent.
     #[doc(hidden)]

@@ -12,16 +12,19 @@
 //! | [`all_to_all`] | a whole | part `r` of each rank's tensor, in rank order |
 //!
 //! Parts have equal lengths along `dim`. In the variable-size forms (`_v`) each part has a length of its own, which may
-//! be 0. Sizes are lengths along `dim`, one per rank. A negative dimension counts from the end. All ranks must pass the
-//! same dimension and, except for the length along it, the same shape. The ranks compare these with their calls; where
-//! they differ, all ranks get the same error.
+//! be 0. Sizes are lengths along `dim`, one per rank; either all ranks pass them or none does. A negative dimension
+//! counts from the end. All ranks must pass the same element type, the same dimension and, except for the length along
+//! it, the same shape. The ranks compare these with their calls, shapes by a fingerprint; where they differ, all ranks
+//! get the same error.
+//!
+//! Every function is collective, except for [`send`], [`recv`] and [`exchange`], and blocks until its result is there.
 //!
 //! Tensors of Flex are read in place. Those of other backends pass through host memory, except for float all-reduces on
 //! collective devices. No gradient flows through these operations; for that use [`autodiff`](super::autodiff).
 //!
 //! # Errors
-//! Each function returns the errors of the [`Group`] operation with the same name. It returns
-//! [`Error::InvalidArgument`] for
+//! Each function returns the errors of the [`Group`] operation with the same name. They poison the group, except for
+//! [`Error::InvalidArgument`], which is also returned for
 //! * a quantized tensor: dequantize it first;
 //! * a root that is no rank, or a dimension that the tensor does not have;
 //! * a tensor whose length along `dim` is not a multiple of the world size, where it is split into equal parts;
@@ -29,7 +32,8 @@
 //!   that they split.
 //!
 //! A tensor that cannot be read from its device, or memory that cannot be allocated, is [`Error::Io`] or
-//! [`Error::Broken`].
+//! [`Error::Broken`]. A rank that returns one of these or [`Error::InvalidArgument`] may not have taken part in the
+//! operation; the other ranks then wait for it until their deadline.
 //!
 //! ```
 //! use bonfire::tensor::operation::{all_gather, reduce_scatter};
@@ -65,7 +69,9 @@ use self::sizes::Sizes;
 pub use super::host::Kind;
 use bonfire_core::{Error, Group, ReduceOp};
 
-/// Returns the element-wise reduction of the ranks' tensors, on every rank.
+/// Returns the element-wise reduction of the ranks' tensors, on every rank. All have the same shape and element type.
+/// If only one rank needs the result use [`reduce`], if every rank needs a part of it [`reduce_scatter`]; for gradients
+/// [`autodiff::all_reduce_sum`](super::autodiff::all_reduce_sum).
 ///
 /// # Errors
 /// See [errors](self#errors).
@@ -77,7 +83,8 @@ pub fn all_reduce<B: Backend, const D: usize, K: Kind<B> + Numeric<B>>(
     carry::all_reduce::<B, K>(group.into(), tensor.into_primitive(), op).map(Tensor::from_primitive)
 }
 
-/// Returns the element-wise reduction of the ranks' tensors on `root`, `None` elsewhere.
+/// Returns the element-wise reduction of the ranks' tensors on `root`, `None` elsewhere. All have the same shape and
+/// element type.
 ///
 /// # Errors
 /// See [errors](self#errors).
@@ -91,7 +98,8 @@ pub fn reduce<B: Backend, const D: usize, K: Kind<B> + Numeric<B>>(
     Ok(reduced.map(Tensor::from_primitive))
 }
 
-/// Returns `root`'s tensor on every rank. Of the other ranks' tensors only shape, element type and device matter.
+/// Returns `root`'s tensor on every rank. Of the other ranks' tensors only shape, element type and device matter; shape
+/// and element type are the same on all ranks.
 ///
 /// # Errors
 /// See [errors](self#errors).
@@ -103,7 +111,8 @@ pub fn broadcast<B: Backend, const D: usize, K: Kind<B>>(
     carry::broadcast::<B, K>(group.into(), tensor.into_primitive(), root).map(Tensor::from_primitive)
 }
 
-/// Concatenates the ranks' tensors along `dim` in rank order, on every rank. All have the same shape.
+/// Concatenates the ranks' tensors along `dim` in rank order, on every rank. All have the same shape; the result is
+/// world size times as long along `dim`.
 ///
 /// # Errors
 /// See [errors](self#errors).
@@ -131,7 +140,7 @@ pub fn all_gather_v<B: Backend, const D: usize, K: Kind<B>>(
 }
 
 /// Reduces the ranks' tensors element-wise, splits the result along `dim` into equal parts, and returns part `r` on
-/// rank `r`.
+/// rank `r`. All tensors have the same shape, with a multiple of the world size along `dim`.
 ///
 /// # Errors
 /// See [errors](self#errors).
@@ -144,7 +153,8 @@ pub fn reduce_scatter<B: Backend, const D: usize, K: Kind<B> + Numeric<B>>(
     carry::reduce_scatter::<B, K>(group.into(), tensor.into_primitive(), op, dim, None).map(Tensor::from_primitive)
 }
 
-/// Variable-size [`reduce_scatter`]: the part of rank `r` has length `sizes[r]` along `dim`.
+/// Variable-size [`reduce_scatter`]: the part of rank `r` has length `sizes[r]` along `dim`. The sizes are the same on
+/// all ranks and add up to the tensor's length.
 ///
 /// # Errors
 /// See [errors](self#errors).
@@ -194,7 +204,8 @@ pub fn gather_v<B: Backend, const D: usize, K: Kind<B>>(
 /// Splits `root`'s tensor along `dim` into equal parts and returns part `r` on rank `r`. The other ranks pass `None`.
 ///
 /// On `root`, the part has the device and the element type of the tensor. On other ranks, `options` gives them: a
-/// device, or a device and an element type. The root broadcasts the shape first.
+/// device, or a device and an element type. The number of dimensions and the element type are the same on all ranks.
+/// The root broadcasts the shape first.
 ///
 /// # Errors
 /// See [errors](self#errors). [`Error::InvalidArgument`] also where the root passes no tensor, or another rank passes
@@ -240,7 +251,7 @@ fn scatter_parts<B: Backend, const D: usize, K: Kind<B>>(
 }
 
 /// Splits the tensor along `dim` into equal parts, sends part `r` to rank `r`, and concatenates the received parts
-/// along `dim` in rank order.
+/// along `dim` in rank order. All tensors and the results have the same shape.
 ///
 /// # Errors
 /// See [errors](self#errors).
@@ -269,7 +280,7 @@ pub fn all_to_all_v<B: Backend, const D: usize, K: Kind<B>>(
     carry::all_to_all::<B, K>(group.into(), tensor.into_primitive(), dim, sizes).map(Tensor::from_primitive)
 }
 
-/// Sends the tensor to rank `to`, which receives it with [`recv`].
+/// Sends the tensor to rank `to`, which receives it with [`recv`]. May block until then.
 ///
 /// # Errors
 /// See [errors](self#errors).
@@ -281,8 +292,8 @@ pub fn send<B: Backend, const D: usize, K: Kind<B>>(
     carry::send::<B, K>(group.into(), tensor.into_primitive(), to)
 }
 
-/// Receives the tensor that rank `from` sends with [`send`]. It must have this shape and the element type in `options`,
-/// a device or a device and an element type.
+/// Receives the tensor that rank `from` sends with [`send`]. `options` is a device, or a device and an element type.
+/// The sent tensor must have this shape and element type.
 ///
 /// # Errors
 /// See [errors](self#errors).
@@ -297,7 +308,8 @@ pub fn recv<B: Backend, const D: usize, K: Kind<B>>(
 }
 
 /// Sends a tensor to rank `to` while receiving one from rank `from`, of the same element type and of shape `shape`.
-/// Unlike [`send`] followed by [`recv`], it cannot deadlock when ranks pass tensors around a ring.
+/// Both ranks call this too. Unlike [`send`] followed by [`recv`], it cannot deadlock when ranks pass tensors around a
+/// ring. Of the incoming shape only the number of elements is compared.
 ///
 /// # Errors
 /// See [errors](self#errors).

@@ -27,7 +27,8 @@ pub struct SyncBatchNormConfig {
 }
 
 impl SyncBatchNormConfig {
-    /// Makes a layer for training, synchronised over `group`.
+    /// Makes a layer for training, synchronised over `group`. Does not communicate: all ranks start with scale 1,
+    /// offset 0, running mean 0 and running variance 1.
     pub fn init<B: CollectiveBackend>(&self, group: &Group, device: &B::Device) -> SyncBatchNorm<B> {
         self.layer(Some(SyncGroup::new::<B>(group)), device)
     }
@@ -109,34 +110,38 @@ impl SyncBatchNormConfig {
 #[derive(Module, Debug)]
 #[module(custom_display)]
 pub struct SyncBatchNorm<B: Backend> {
-    /// The trained scale, one per channel.
+    /// The trained scale, of shape `[channels]`.
     pub gamma: Param<Tensor<B, 1>>,
-    /// The trained offset, one per channel.
+    /// The trained offset, of shape `[channels]`.
     pub beta: Param<Tensor<B, 1>>,
-    /// The running mean.
+    /// The running mean, of shape `[channels]`.
     pub running_mean: RunningState<Tensor<B, 1>>,
-    /// The running variance.
+    /// The running variance (the biased one), of shape `[channels]`.
     pub running_var: RunningState<Tensor<B, 1>>,
-    /// The weight of a batch in the update of the running statistics.
+    /// The weight of a batch in the update of the running statistics: they become
+    /// `(1 - momentum) * running + momentum * batch`.
     pub momentum: f64,
     #[module(skip)]
     fixed: Fixed,
 }
 
 impl<B: Backend> SyncBatchNorm<B> {
-    /// Applies the layer. In training this is a collective operation: every rank must call it.
+    /// Applies the layer. In training this is a collective operation: every rank must call it, and it blocks until all
+    /// have.
     ///
-    /// Inputs of f16 and bf16 are normalised in f32.
+    /// On a backend with autodiff the layer always trains, even if no backward pass follows: validate with
+    /// `model.valid()`. Inputs of f16 and bf16 are normalised in f32.
     ///
     /// # Shapes
     /// - `input`: `[batch_size, channels, ...]`. `batch_size` and the dimensions after `channels` may differ between
-    ///   ranks, and `batch_size` may be 0 on some.
+    ///   ranks, and `batch_size` may be 0 on some, but not on all: the statistics would be NaN.
     /// - output: that of `input`
     ///
     /// # Panics
     /// * If the collective fails, here or in the backward pass, with the text of the [`Error`].
-    ///   [`attempt`](crate::tensor::autodiff::attempt) turns this panic into an error.
-    /// * In training, if the layer was made by [`SyncBatchNormConfig::init_inference`].
+    ///   [`attempt`](crate::tensor::autodiff::attempt) turns this panic into an error. After a failure here the running
+    ///   statistics are unchanged.
+    /// * In training, if the layer was made by [`SyncBatchNormConfig::init_inference`] or for another backend.
     /// * If `input` has fewer than two dimensions or another number of channels than the layer.
     pub fn forward<const D: usize>(&self, input: Tensor<B, D>) -> Tensor<B, D> {
         let [features] = self.gamma.lazy_shape().dims();

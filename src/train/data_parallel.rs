@@ -46,16 +46,20 @@ enum InFlight<B: AutodiffBackend> {
 }
 
 impl<B: AutodiffBackend> DataParallel<B> {
-    /// Broadcasts rank 0's parameters to all ranks: floats, ints, bools and running states such as batch norm's.
+    /// Makes the ranks' models equal and returns this rank's: every parameter gets rank 0's value.
     ///
-    /// Each rank passes a model of its own and trains the returned one, whose parameters keep their ids. If ranks are
-    /// threads, they may pass clones of one model: the returned models are independent. Load a checkpoint before, and
-    /// create the optimizer afterwards.
+    /// All ranks must call this; it blocks until they have. It covers floats, ints, bools and running states such as
+    /// batch norm's. Each rank passes a model of its own and trains the returned one, whose parameters keep their ids.
+    /// If ranks are threads, they may pass clones of one model: the returned models are independent. Load a checkpoint
+    /// before, and create the optimizer afterwards.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] on all ranks if the models differ. It names the first parameter whose path, kind,
-    /// element type, shape or need for a gradient differs, and describes it on rank 0 and on another rank. Otherwise
-    /// the errors of [`Group::all_reduce`].
+    /// [`Error::InvalidArgument`] on all ranks if the models differ; the group remains usable. It names the first
+    /// parameter whose path, kind, element type, shape or need for a gradient differs, and describes it on rank 0 and
+    /// on another rank. Otherwise the errors of [`Group::all_reduce`].
+    ///
+    /// # Panics
+    /// If a parameter cannot be read from its device.
     pub fn new<M: AutodiffModule<B>>(group: Group, model: M) -> Result<(M, Self), Error> {
         let (model, mappers) = rebuild(model);
         let (described, parameters) = describe_parameters(&model);
@@ -64,8 +68,8 @@ impl<B: AutodiffBackend> DataParallel<B> {
         Ok((model, DataParallel { group, parameters, memory: Vec::new(), steps: 0 }))
     }
 
-    /// Returns the number of steps whose gradients were synchronised. After [`shrink`](Self::shrink) it is the same on
-    /// all ranks.
+    /// Returns the number of steps that [`sync`](Self::sync) has synchronised since [`new`](Self::new). After
+    /// [`shrink`](Self::shrink) it is the same on all ranks.
     pub fn steps(&self) -> u64 {
         self.steps
     }
@@ -80,8 +84,9 @@ impl<B: AutodiffBackend> DataParallel<B> {
     /// over all these samples. It is bit-identical on all ranks.
     ///
     /// All ranks must call this in every step, even a rank without samples: it passes 0 and any gradients, such as
-    /// `GradientsParams::new()`, which are ignored. A gradient that is missing on some ranks counts as zero there; one
-    /// that is missing on all ranks stays missing.
+    /// `GradientsParams::new()`, which are ignored. The call blocks until all gradients are exchanged. A gradient that
+    /// is missing on some ranks counts as zero there; one that is missing on all ranks stays missing. Gradients keep
+    /// their shapes and element types.
     ///
     /// To accumulate gradients over several micro-batches, call this once, after the last of them, with the number of
     /// samples of all of them. Accumulated gradients are summed, so weight each loss by its share of these samples:
@@ -110,7 +115,10 @@ impl<B: AutodiffBackend> DataParallel<B> {
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] on all ranks if no rank has samples, or if a rank has gradients that do not match the
-    /// model's parameters; the group remains usable. Otherwise the errors of [`Group::all_reduce`].
+    /// model's parameters; the group remains usable. [`Error::Io`] if this rank cannot read a gradient from its device;
+    /// the other ranks may wait for it until their deadline. Otherwise the errors of [`Group::all_reduce`]. The call
+    /// may have succeeded on other ranks then, which are one step ahead: continue with [`shrink`](Self::shrink) or from
+    /// a checkpoint.
     #[track_caller]
     pub fn sync(&mut self, grads: GradientsParams, samples: usize) -> Result<GradientsParams, Error> {
         let header = StepHeader { operation: "sync", parameters: &self.parameters, grads, samples, changed: None };
@@ -134,8 +142,8 @@ impl<B: AutodiffBackend> DataParallel<B> {
         Ok(grads)
     }
 
-    /// Averages metrics over all ranks, weighted by the ranks' numbers of samples. All ranks get the same result. A
-    /// rank without samples passes 0, and its values are ignored.
+    /// Averages metrics over all ranks, weighted by the ranks' numbers of samples. All ranks must call this, with the
+    /// same number of values; all get the same result. A rank without samples passes 0, and its values are ignored.
     ///
     /// ```
     /// # let device = Default::default();
@@ -147,7 +155,8 @@ impl<B: AutodiffBackend> DataParallel<B> {
     /// ```
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] on all ranks if no rank has samples; otherwise the errors of [`Group::all_reduce`].
+    /// [`Error::InvalidArgument`] on all ranks if no rank has samples; the group remains usable. Otherwise the errors
+    /// of [`Group::all_reduce`].
     #[track_caller]
     pub fn mean<const N: usize>(&self, values: &[f64; N], samples: usize) -> Result<[f64; N], Error> {
         let weighted = values.iter().map(|value| if samples == 0 { 0.0 } else { value * samples as f64 });
@@ -162,11 +171,17 @@ impl<B: AutodiffBackend> DataParallel<B> {
     /// Averages the states that differ between the ranks' models, such as the running statistics of batch norm, which
     /// depend on a rank's own samples only. Call it on all ranks before validating or saving.
     ///
-    /// States are the float parameters that need no gradient. One that is bit-identical on all ranks, such as a frozen
-    /// weight, is not changed.
+    /// States are the float parameters that need no gradient. Each becomes the mean over the ranks, without weights.
+    /// One that is bit-identical on all ranks, such as a frozen weight, is not changed. [`SyncBatchNorm`] needs no such
+    /// call: its statistics are the same on all ranks.
     ///
     /// # Errors
-    /// The errors of [`Group::all_reduce`].
+    /// The errors of [`Group::all_reduce`]. The model is lost then: pass a clone if you need it.
+    ///
+    /// # Panics
+    /// If a state cannot be read from its device.
+    ///
+    /// [`SyncBatchNorm`]: crate::SyncBatchNorm
     pub fn average_states<M: AutodiffModule<B>>(&self, model: M) -> Result<M, Error> {
         states::average(&self.group, model)
     }

@@ -33,8 +33,10 @@ use bonfire_core::{Error, Group};
 /// A strategy for burn-train's [`SupervisedTraining`](burn_train::SupervisedTraining): data-parallel training on the
 /// devices of one or several processes.
 ///
-/// burn-train's own distributed strategy is limited to one process. This one needs a group in which every device of
-/// every process is a rank. It trains as burn's strategy does and produces bit-identical parameters on all ranks.
+/// Use it where the devices belong to several processes or hosts; in a loop of your own use
+/// [`DataParallel`](super::DataParallel) itself. burn-train's own distributed strategy is limited to one process. This
+/// one needs a group in which every device of every process is a rank. It trains as burn's strategy does and produces
+/// bit-identical parameters on all ranks.
 ///
 /// ```no_run
 /// # use bonfire::{DataParallelStrategy, Error, Wgpu, WgpuDevice};
@@ -68,7 +70,8 @@ use bonfire_core::{Error, Group};
 /// burn-train cannot return an error from a training, and a partly trained model must not pass for a trained one. So if
 /// a rank fails, all threads of this process end, and `launch` panics with the text of the error, as with burn's own
 /// strategy when a worker fails. The ranks of other processes fail too. [`failure`](Self::failure) returns the typed
-/// error. A panic in the model's own code propagates unchanged.
+/// error. A panic in the model's own code propagates unchanged. The strategy cannot train again after a failure: make a
+/// new one.
 ///
 /// # Limits
 /// The devices of one process share burn's `RunningState`, in which `BatchNorm` keeps its statistics. Training such a
@@ -80,8 +83,8 @@ pub struct DataParallelStrategy<B: Backend> {
 }
 
 impl<B: Backend> DataParallelStrategy<B> {
-    /// Makes a strategy that trains on these devices, each as the rank of its group handle. All handles belong to one
-    /// group, which may have ranks in other processes. Get them from
+    /// Makes a strategy that trains on these devices, each as the rank of its group handle. Does not communicate. All
+    /// handles belong to one group, which may have ranks in other processes. Get them from
     /// [`Builder::connect_ranks`](crate::Builder::connect_ranks), or, if this process has all devices, from
     /// [`Group::threads`].
     ///
@@ -107,8 +110,8 @@ impl<B: Backend> DataParallelStrategy<B> {
     }
 
     /// Makes a strategy for processes that `bonfire run` or a similar launcher started. Reads the environment as
-    /// [`Group::from_env`] does and connects all devices of all processes. All processes must pass the same number of
-    /// devices.
+    /// [`Group::from_env`] does and connects all devices of all processes; blocks until they are connected. All
+    /// processes must pass the same number of devices.
     ///
     /// # Errors
     /// The errors of [`Builder::connect_ranks`](crate::Builder::connect_ranks) and [`new`](Self::new).
@@ -118,7 +121,7 @@ impl<B: Backend> DataParallelStrategy<B> {
         Self::new(devices.into_iter().zip(groups).collect())
     }
 
-    /// Returns the error of the last training, if it failed.
+    /// Returns the error of the last training, if it failed. The error stays until the next training begins.
     pub fn failure(&self) -> Option<Error> {
         lock(&self.failure).clone()
     }

@@ -50,8 +50,9 @@ enum Tail {
 
 impl ShardedSampler {
     /// Makes a sampler for this rank of `group`, over a data set of `len` samples in global batches of `batch` samples.
-    /// All ranks must use the same settings. If `batch` does not divide `len`, the last batch is smaller, unless
-    /// [`pad`](Self::pad) or [`drop_last`](Self::drop_last) is used.
+    /// All ranks must use the same settings: a sampler does not communicate, so nothing compares them. If `batch` does
+    /// not divide `len`, the last batch is smaller, unless [`pad`](Self::pad) or [`drop_last`](Self::drop_last) is
+    /// used.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] if `batch` is 0.
@@ -69,19 +70,21 @@ impl ShardedSampler {
         self
     }
 
-    /// Fills the last batch of an epoch with samples from the start of the epoch.
+    /// Fills the last batch of an epoch with samples from the start of the epoch, which then occur more than once.
+    /// Replaces an earlier [`drop_last`](Self::drop_last).
     pub fn pad(mut self) -> Self {
         self.tail = Tail::Pad;
         self
     }
 
-    /// Drops the samples that do not fill a batch. Their selection depends on the epoch.
+    /// Drops the samples that do not fill a batch. Their selection depends on the epoch. Replaces an earlier
+    /// [`pad`](Self::pad).
     pub fn drop_last(mut self) -> Self {
         self.tail = Tail::Drop;
         self
     }
 
-    /// Returns the number of batches in an epoch, which is the number of training steps.
+    /// Returns the number of batches in an epoch: the number of training steps, on every rank.
     pub fn batches(&self) -> usize {
         match self.tail {
             Tail::Keep | Tail::Pad => self.len.div_ceil(self.batch),
@@ -89,8 +92,8 @@ impl ShardedSampler {
         }
     }
 
-    /// Returns an iterator over this rank's shards of the epoch's batches. A shard is a list of sample indices in
-    /// `0..len`.
+    /// Returns an iterator over this rank's shards of the batches of epoch number `epoch`. A shard is a list of sample
+    /// indices in `0..len`. The order differs between epochs.
     pub fn epoch(&self, epoch: usize) -> Epoch {
         let mut order = shuffled(self.len, self.seed, epoch as u64);
         match self.tail {

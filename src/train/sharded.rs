@@ -128,7 +128,8 @@ where
     B: AutodiffBackend,
 {
     /// Partitions the state of a new optimizer for the model of `ddp`. All ranks must call this with the same
-    /// arguments.
+    /// arguments; with several blocks it blocks until they have. The optimizer communicates on the group of `ddp`, and
+    /// `ddp` remains usable for [`mean`](DataParallel::mean) and [`average_states`](DataParallel::average_states).
     ///
     /// # Errors
     /// [`Error::InvalidArgument`], before anything is sent, for blocks whose length does not divide the world size, and
@@ -179,7 +180,8 @@ where
     }
 
     /// Clips gradients by norm: if the norm of the mean gradients over all parameters exceeds `max`, a step scales them
-    /// down to that norm. The norm is computed in f64. If the optimizer clips by value, it does so afterwards.
+    /// down to that norm. The norm is computed in f64. If the optimizer clips by value, it does so afterwards. Without
+    /// this call gradients are not clipped by norm. All ranks must set the same: nothing compares it.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] unless `max` is finite and greater than 0.
@@ -194,11 +196,14 @@ where
     /// Averages the gradients over all ranks and updates the model, which is then the same on all ranks.
     ///
     /// As in [`DataParallel::sync`], the mean is weighted by the ranks' numbers of samples, and gradients may be
-    /// missing. All ranks must call this in every step. A parameter for which no rank has a gradient is not changed.
+    /// missing. All ranks must call this in every step, with the same learning rate; it blocks until the parameters are
+    /// gathered. A parameter for which no rank has a gradient is not changed. [`DataParallel::steps`] does not count
+    /// these steps.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] on all ranks if no rank has samples, or if a rank's gradients or model do not match
-    /// the parameters at the start; nothing is changed. Otherwise the errors of [`Group::all_reduce`]. Their ranks may
+    /// the parameters at the start; nothing is changed, and the group remains usable. Otherwise [`Error::Io`] if a
+    /// gradient or a parameter cannot be read from its device, or the errors of [`Group::all_reduce`], whose ranks may
     /// be those of a subgroup: of a block, or of the ranks that keep the same part. After such an error the model is
     /// unchanged, but some ranks may have updated their optimizer state. The optimizer aborts its groups, so that no
     /// rank waits for this one, and returns the same error from then on. Continue from a checkpoint.

@@ -69,6 +69,9 @@ impl<B: AutodiffBackend> DataParallel<B> {
     /// The errors of [`Group::shrink`](crate::Group::shrink) and of [`Group::all_reduce`](crate::Group::all_reduce).
     /// [`Error::Broken`] on all ranks if a model cannot be recorded, on one rank if that cannot load it. After an
     /// error, model and optimizer are unchanged or one step further.
+    ///
+    /// # Panics
+    /// If a state cannot be read from its device.
     pub fn shrink<M, O>(&mut self, model: &mut M, optimizer: &mut O) -> Result<(), Error>
     where
         M: AutodiffModule<B>,

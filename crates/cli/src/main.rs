@@ -29,6 +29,8 @@ fn main() -> ExitCode {
 }
 
 /// Launch, benchmark and diagnose distributed training with Bonfire
+///
+/// Log messages go to standard error; RUST_LOG sets their level, which is warn unless set.
 #[derive(Parser)]
 #[command(name = "bonfire", version, propagate_version = true)]
 struct Cli {

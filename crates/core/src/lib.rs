@@ -1,18 +1,19 @@
-//! Collective communication over slices. The ranks of a group are threads of one process, or processes that share
-//! memory on one host and communicate over TCP or MPI between hosts.
+//! Collective communication over slices. The ranks of a group are threads of one process, or processes, which use
+//! shared memory on one host and TCP between hosts, or MPI for both.
 //!
 //! | you want to | use |
 //! |---|---|
 //! | combine slices | [`Group`] |
+//! | react to a failure | [`Error`] and [`Group::shrink`] |
 //! | use a transport of your own | [`Transport`] and [`Group::on`] |
 //! | communicate with programs that use yscv's `TcpTransport` or its wire format | [`yscv`] |
 //!
 //! For burn's tensors and training loops use `bonfire-burn` (library `bonfire`), which re-exports all of this. Log
-//! messages go through `log`.
+//! messages go through `log`. On systems other than Unix, ranks are threads or use your own transport.
 //!
 //! # Features
 //! * `shm` (default): shared memory between the processes of a host, on Linux.
-//! * `mpi`: groups on an MPI library.
+//! * `mpi`: groups on an MPI library. The build needs its headers, `mpicc` and libclang.
 
 #![warn(missing_docs)]
 

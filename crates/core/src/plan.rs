@@ -29,7 +29,7 @@ pub(crate) use self::selection::parse;
 pub(crate) use self::table::plan as by_default;
 use crate::types::Operation;
 
-/// An algorithm that carries out an operation by messages.
+/// An algorithm that carries out an operation by messages. Its text is in lower case: `ring`.
 ///
 /// For n ranks and S bytes: the messages that one rank sends one after the other, and the bytes that it sends.
 ///
@@ -57,7 +57,7 @@ pub enum Algorithm {
     Halving,
     /// Recursive doubling on whole buffers.
     Doubling,
-    /// A binomial tree.
+    /// Data moves along a binomial tree of ranks.
     Tree,
 }
 

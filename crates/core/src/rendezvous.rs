@@ -78,16 +78,18 @@ pub(crate) struct Settings {
     pub secret: Option<Secret>,
 }
 
-/// The transport between processes; see [`Builder::transport`](crate::Builder::transport).
+/// The transport between processes; see [`Builder::transport`](crate::Builder::transport). Its text is the value of
+/// `BONFIRE_TRANSPORT`, such as `mpi-blocking`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Medium {
     /// Shared memory among the ranks of a host where it is available, TCP between hosts.
     #[default]
     Auto,
-    /// TCP.
+    /// TCP between all ranks, also on one host. If one rank sets it, it applies to all ranks.
     Tcp,
-    /// Shared memory among all ranks, or an error that says why it is not available.
+    /// Shared memory among all ranks, or an error that says why it is not available. If one rank sets it, it applies to
+    /// all ranks, unless one sets [`Tcp`](Medium::Tcp): that is an error.
     Shm,
     /// MPI's own operations, in a job that an MPI launcher started. MPI assigns the ranks. Needs the feature `mpi`.
     /// Missing ranks and mismatched calls are errors, as with the other transports. A rank that is stopped once MPI has

@@ -121,26 +121,26 @@ impl Default for TcpTransportBuilder {
 }
 
 impl TcpTransportBuilder {
-    /// Time limit of the rendezvous: 120 s unless set.
+    /// Sets the time limit of the rendezvous: 120 s unless set.
     pub fn rendezvous_timeout(mut self, timeout: Duration) -> Self {
         self.rendezvous_timeout = timeout;
         self
     }
 
-    /// Time limit of a call, from its first byte to its last: 300 s unless set.
+    /// Sets the time limit of a call, from its beginning to its last byte: 300 s unless set.
     pub fn deadline(mut self, deadline: Duration) -> Self {
         self.deadline = deadline;
         self
     }
 
-    /// The largest message, in values, that [`TcpTransport::recv`] accepts: 2^28, which are 1 GiB, unless set. The peer
-    /// sends the count first; memory is only allocated as values arrive.
+    /// Sets the largest message, in values, that [`TcpTransport::recv`] accepts: 2^28, which are 1 GiB, unless set. The
+    /// peer sends the count first; memory is only allocated as values arrive.
     pub fn largest_message(mut self, values: usize) -> Self {
         self.largest_message = values;
         self
     }
 
-    /// As [`TcpTransport::coordinator`].
+    /// Makes a coordinator with these settings: see [`TcpTransport::coordinator`].
     ///
     /// # Errors
     /// See [`TcpTransport::coordinator`].
@@ -149,10 +149,11 @@ impl TcpTransportBuilder {
         self.gather(Listen::At(host, port), bind_addr.into(), world_size)
     }
 
-    /// As [`TcpTransport::coordinator`], on the caller's listener, whose port the caller knows before workers connect.
+    /// Makes a coordinator with these settings on the caller's listener, whose port the caller knows before workers
+    /// connect: see [`TcpTransport::coordinator`].
     ///
     /// # Errors
-    /// See [`TcpTransport::coordinator`].
+    /// See [`TcpTransport::coordinator`]; also [`Error::Io`] if the listener has no address.
     pub fn coordinator_on(self, listener: TcpListener, world_size: usize) -> Result<TcpTransport, Error> {
         let address = listener.local_addr().map_err(|e| Error::io("coordinator", e))?.to_string();
         self.gather(Listen::On(listener), address, world_size)
@@ -169,7 +170,7 @@ impl TcpTransportBuilder {
         Ok(TcpTransport::new(0, world_size, links, self))
     }
 
-    /// As [`TcpTransport::worker`].
+    /// Makes a worker with these settings: see [`TcpTransport::worker`].
     ///
     /// # Errors
     /// See [`TcpTransport::worker`].
@@ -178,7 +179,8 @@ impl TcpTransportBuilder {
         self.dial(coordinator_addr, rank, rank.saturating_add(1))
     }
 
-    /// As [`TcpTransport::worker`], with a known world size, the coordinator included.
+    /// Makes a worker with these settings that knows the world size, the coordinator included: see
+    /// [`TcpTransport::worker`].
     ///
     /// # Errors
     /// See [`TcpTransport::worker`]; also [`Error::InvalidArgument`] for a rank outside the world size.
@@ -208,28 +210,31 @@ impl TcpTransport {
         TcpTransportBuilder::default()
     }
 
-    /// Rank 0: listens at `bind_addr` and blocks until `world_size - 1` workers have connected.
+    /// Listens at `bind_addr` as rank 0, and blocks until `world_size - 1` workers have connected, for up to the
+    /// [rendezvous timeout](TcpTransportBuilder::rendezvous_timeout).
     ///
     /// `bind_addr` is `host:port` or `[v6]:port`. A port alone means `127.0.0.1`, and a name must resolve to loopback.
     /// Connections that do not send the rank of a missing worker are closed and logged; they neither end the rendezvous
     /// nor hold up other connections.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for a malformed address, a name that is not loopback, or an impossible world size;
-    /// [`Error::Rendezvous`] if listening at the address fails, or workers are missing after the timeout: it names
-    /// them, and says how many connections were turned away.
+    /// [`Error::InvalidArgument`] for a malformed address, a name that is not loopback, or a world size outside 1 to
+    /// 65,536; [`Error::Rendezvous`] if listening at the address fails, or workers are missing after the timeout: it
+    /// names them, and says how many connections were rejected or ended; [`Error::Io`] if the system refuses a
+    /// resource.
     pub fn coordinator(bind_addr: &str, world_size: usize) -> Result<TcpTransport, Error> {
         Self::builder().coordinator(bind_addr, world_size)
     }
 
-    /// Any other rank: dials the coordinator until it answers, and sends its `rank`.
+    /// Dials the coordinator as another rank than 0 until it answers, for up to the [rendezvous
+    /// timeout](TcpTransportBuilder::rendezvous_timeout), and sends `rank`.
     ///
-    /// The wire has no answer to that. A rank that is turned away, because it is taken or outside the world size,
-    /// learns this from its first message, which fails.
+    /// The wire has no answer to that. A rank that is rejected, because it is taken or outside the world size, learns
+    /// this from its first message, which fails.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for rank 0 or a malformed address, [`Error::Rendezvous`] if the coordinator did not
-    /// answer in time.
+    /// [`Error::InvalidArgument`] for a rank outside 1 to 65,535 or a malformed address, [`Error::Rendezvous`] if the
+    /// coordinator did not answer in time, [`Error::Io`] if the system refuses a resource.
     pub fn worker(coordinator_addr: &str, rank: usize) -> Result<TcpTransport, Error> {
         Self::builder().worker(coordinator_addr, rank)
     }
@@ -238,19 +243,19 @@ impl TcpTransport {
         TcpTransport { rank, world_size, links, settings, sum_turn: Turn::default(), sums: AtomicU64::new(0) }
     }
 
-    /// This rank; 0 is the coordinator.
+    /// Returns this rank; 0 is the coordinator.
     pub fn rank(&self) -> usize {
         self.rank
     }
 
-    /// The number of ranks, on the coordinator and on a worker that [was told](TcpTransportBuilder::worker_of). The
-    /// wire does not carry it, so on another worker it is the smallest possible number: its rank plus one. An
+    /// Returns the number of ranks, on the coordinator and on a worker that [was told](TcpTransportBuilder::worker_of).
+    /// The wire does not carry it, so on another worker it is the smallest possible number: its rank plus one. An
     /// [`allreduce_sum`](Self::allreduce_sum) of a single 1 on every rank returns the number itself.
     pub fn world_size(&self) -> usize {
         self.world_size
     }
 
-    /// Sends a message to a peer. Returns when the system has the bytes, which does not mean that the peer has them.
+    /// Sends a message to a peer. Blocks until the system has the bytes, which does not mean that the peer has them.
     /// Two ends that send each other more than the system buffers must receive on another thread meanwhile.
     ///
     /// # Errors
@@ -263,7 +268,8 @@ impl TcpTransport {
         })
     }
 
-    /// Receives a peer's next message. If the deadline passes before its first byte, it can still be received later.
+    /// Waits for a peer's next message and returns its values. If the deadline passes before its first byte, it can
+    /// still be received later.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] for an unknown peer, [`Error::Io`] if the deadline passed, the message is [too
@@ -370,7 +376,7 @@ impl fmt::Debug for TcpTransport {
 /// Returns a coordinator and its worker in one process, on a free loopback port: for tests.
 ///
 /// # Errors
-/// See [`TcpTransport::coordinator`] and [`TcpTransport::worker`].
+/// [`Error::Io`] if there is no free port; otherwise see [`TcpTransport::coordinator`] and [`TcpTransport::worker`].
 pub fn loopback_pair() -> Result<(TcpTransport, TcpTransport), Error> {
     let wrong = |e| Error::io("loopback_pair", e);
     let listener = TcpListener::bind("127.0.0.1:0").map_err(wrong)?;

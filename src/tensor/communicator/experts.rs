@@ -29,10 +29,10 @@ impl<B: Backend> DeviceCommunicator<B> {
 
     /// Gathers all ranks' tokens, their router logits and `extra_tensors` on every rank.
     ///
-    /// All tensors have one row per token; ranks may have different numbers of tokens. The results are concatenated in
-    /// rank order. They are gathered in one operation. Every rank then runs its experts on the tokens routed to them,
-    /// and [`combine`](Self::combine) sums the results. With `is_sequence_parallel`, the tokens are split over the
-    /// ranks of the communicator, and all of them take part; otherwise the [data parallel
+    /// All tensors have one row per token, along their first dimension; ranks may have different numbers of tokens. The
+    /// results are concatenated in rank order. They are gathered in one operation. Every rank then runs its experts on
+    /// the tokens routed to them, and [`combine`](Self::combine) sums the results. With `is_sequence_parallel`, the
+    /// tokens are split over the ranks of the communicator, and all of them take part; otherwise the [data parallel
     /// group](Self::set_data_parallel_group) does. In a group of one rank, the results are the inputs.
     ///
     /// To send each token only to the ranks that have its experts, use [`route`](Self::route).
@@ -97,12 +97,12 @@ impl<B: Backend> DeviceCommunicator<B> {
         Ok(Tensor::from_primitive(own))
     }
 
-    /// Determines which rank receives which tokens.
+    /// Determines which rank receives which tokens, and tells each rank how many it receives.
     ///
-    /// Row `t` of `experts` lists the experts of token `t`, as numbers below `count`, the number of experts on all
-    /// ranks. They are distributed over the ranks in order and as equally as possible (see
-    /// [`partition`](crate::partition())). Ranks may have different numbers of tokens. All ranks of the group of
-    /// [`dispatch`](Self::dispatch) must call this.
+    /// `experts` has the shape `[tokens, choices]`. Row `t` lists the experts of token `t`, as numbers below `count`,
+    /// the number of experts on all ranks, which is the same on all of them. The experts are distributed over the ranks
+    /// in order and as equally as possible (see [`partition`](crate::partition())). Ranks may have different numbers of
+    /// tokens. All ranks of the group of [`dispatch`](Self::dispatch) must call this.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] for an expert outside `0..count` or after [`destroy`](Self::destroy); otherwise the

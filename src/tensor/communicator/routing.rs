@@ -92,13 +92,13 @@ impl Routing {
         })
     }
 
-    /// Returns the number of tokens for each of this rank's experts.
+    /// Returns the number of tokens that all ranks together send to each of this rank's experts.
     pub fn rows(&self) -> &[usize] {
         &self.rows
     }
 
-    /// Sends this rank's tokens, one per row, and returns all ranks' tokens for this rank's experts. The result has
-    /// [`rows()[e]`](Self::rows) consecutive rows for this rank's `e`-th expert.
+    /// Sends this rank's tokens, one per row of as many elements on all ranks, and returns all ranks' tokens for this
+    /// rank's experts. The result has [`rows()[e]`](Self::rows) consecutive rows for this rank's `e`-th expert.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] unless there is one row for each token; otherwise the errors of
@@ -120,7 +120,10 @@ impl Routing {
     /// Differentiable [`dispatch`](Self::dispatch): gradients flow back to the ranks that sent the tokens.
     ///
     /// # Errors
-    /// As [`dispatch`](Self::dispatch).
+    /// As [`dispatch`](Self::dispatch) and [`autodiff`](crate::tensor::autodiff#errors).
+    ///
+    /// # Panics
+    /// In the backward pass; see [panics](crate::tensor::autodiff#panics).
     pub fn dispatch_tracked<B: CollectiveBackend>(&self, tokens: Tensor<B, 2>) -> Result<Tensor<B, 2>, Error> {
         self.dispatch_with(tokens, |rows| autodiff::all_to_all_v(rows, 0, &self.send, Some(&self.recv), &self.group))
     }
@@ -128,7 +131,10 @@ impl Routing {
     /// Differentiable [`combine`](Self::combine): gradients flow back to the experts.
     ///
     /// # Errors
-    /// As [`dispatch`](Self::dispatch).
+    /// As [`dispatch_tracked`](Self::dispatch_tracked).
+    ///
+    /// # Panics
+    /// In the backward pass; see [panics](crate::tensor::autodiff#panics).
     pub fn combine_tracked<B: CollectiveBackend>(&self, results: Tensor<B, 2>) -> Result<Tensor<B, 2>, Error> {
         self.combine_with(results, |rows| autodiff::all_to_all_v(rows, 0, &self.recv, Some(&self.send), &self.group))
     }

@@ -41,9 +41,9 @@ where
     M: AutodiffModule<B>,
     B: AutodiffBackend,
 {
-    /// Returns this rank's part of the state, for [`load`](Self::load). The ranks of one block together have all of it:
-    /// with [`Sharding::Blocks`](super::Sharding::Blocks)`(m)` these are ranks 0 to `m - 1`, or any `m` ranks from a
-    /// multiple of `m` on.
+    /// Returns this rank's part of the state as bytes, for [`load`](Self::load). Does not communicate. The ranks of one
+    /// block together have all of the state: with [`Sharding::Blocks`](super::Sharding::Blocks)`(m)` these are ranks 0
+    /// to `m - 1`, or any `m` ranks from a multiple of `m` on.
     ///
     /// # Errors
     /// [`Error::Io`] if the state cannot be recorded.
@@ -94,7 +94,7 @@ where
     /// records the whole state to count them, so do not call it in every step.
     ///
     /// # Errors
-    /// [`Error::Io`] if the state cannot be recorded.
+    /// [`Error::Io`] if the state cannot be recorded, [`Error::Broken`] if it is not element-wise.
     pub fn state_bytes(&self) -> Result<usize, Error> {
         let mut bytes = 0;
         for ((own, parameter), state) in self.own_slices().into_iter().zip(&self.shards.parameters).zip(&self.states) {

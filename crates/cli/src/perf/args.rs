@@ -55,7 +55,8 @@ pub struct Args {
     #[arg(short = 'r', long, value_name = "RANK", default_value_t = 0)]
     pub root: u32,
 
-    /// API to measure: the group's operations on slices, or burn's collective API on tensors
+    /// API to measure: the group's operations on slices, or burn's collective API on tensors (all_reduce between
+    /// threads)
     #[arg(long, value_enum, default_value_t = Level::Slice)]
     pub level: Level,
 
@@ -71,7 +72,7 @@ pub struct Common {
     #[arg(long, value_enum, default_value_t = Transport::Local)]
     pub transport: Transport,
 
-    /// Number of ranks
+    /// Number of ranks; if a launcher has started them, its number counts instead
     #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub ranks: u32,
 

@@ -24,19 +24,19 @@ pub struct Args {
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub nodes: u32,
 
-    /// Number of this node, counted from 0; node 0 has rank 0
+    /// Number of this node, counted from 0; node 0 has rank 0 [required with several nodes]
     #[arg(long, value_name = "K")]
     pub node_rank: Option<u32>,
 
-    /// Address at which rank 0 listens, the same on every node; write an IPv6 address in brackets
-    /// [default, on a single node: a free port of --host, else of 127.0.0.1]
+    /// Address at which rank 0 listens, the same on every node; write an IPv6 address in brackets [required with
+    /// several nodes; default on a single node: a free port of --host, else of 127.0.0.1]
     #[arg(long, value_name = "HOST:PORT")]
     pub master: Option<Master>,
 
     /// Address of this node's own interface on which its ranks listen [default: loopback]
     ///
-    /// Without this option the ranks use loopback only. With it, several nodes need a shared secret
-    /// in BONFIRE_SECRET_FILE or BONFIRE_SECRET, described below. Ranks authenticate each other with
+    /// Without this option the ranks use loopback only, and --master must be loopback too. With it, several nodes need
+    /// a shared secret in BONFIRE_SECRET_FILE or BONFIRE_SECRET, described below. Ranks authenticate each other with
     /// the secret; the data that they send is not encrypted.
     #[arg(long, value_name = "ADDR", value_parser = parse_host)]
     pub host: Option<IpAddr>,
@@ -45,7 +45,7 @@ pub struct Args {
     #[arg(long, value_name = "SECONDS", default_value_t = 10)]
     pub grace: u32,
 
-    /// Ranks that may fail before the others are ended, for programs that continue without them
+    /// Number of ranks that may fail before the others are ended, for programs that continue without them
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub tolerate: u32,
 

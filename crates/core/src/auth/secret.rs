@@ -42,7 +42,7 @@ impl Secret {
     const MAX: usize = 4096;
 
     /// Creates a secret from at least [`LEAST`](Secret::LEAST) bytes, the same on all ranks and best drawn from a
-    /// random number generator. The bytes are wiped.
+    /// random number generator. A `Vec` passed to it is wiped.
     ///
     /// # Errors
     /// [`Error::Config`] if there are too few bytes.
@@ -50,11 +50,11 @@ impl Secret {
         Secret::of("the secret", Zeroizing::new(bytes.into()))
     }
 
-    /// Reads the secret from a file, without trailing line ends. The file must be a regular file that belongs to this
-    /// user or to root, and that no other user may access: mode 0600 or stricter.
+    /// Reads the secret from a file, without trailing line ends. The file must be a regular file of 32 to 4096 bytes
+    /// that belongs to this user or to root, and that no other user may access: mode 0600 or stricter.
     ///
     /// # Errors
-    /// [`Error::Config`] if the file cannot be read, other users may access it, or it holds too few bytes or too many.
+    /// [`Error::Config`] if the file cannot be read or does not meet these conditions.
     pub fn from_file(path: impl AsRef<Path>) -> Result<Secret, Error> {
         let path = path.as_ref();
         let wrong = |reason: String| Error::Config(format!("the secret file {}: {reason}", path.display()));

@@ -7,7 +7,8 @@ use std::{fmt, io};
 use crate::transport::Storage;
 use crate::types::{Element, Error};
 
-/// Elements in the memory that suits a group, made by [`Group::allocate`](crate::Group::allocate).
+/// Elements in the memory that suits a group, made by [`Group::allocate`](crate::Group::allocate). It is used as a
+/// slice.
 ///
 /// If the ranks are processes of one host, the memory is shared between them. An operation on more than 1 KiB then runs
 /// directly between the ranks' buffers, if every buffer that other ranks must access is of this kind; otherwise it runs

@@ -22,6 +22,10 @@ pub const DEADLINE: Duration = Duration::from_secs(300);
 
 /// Settings of a group, from code; see [`Group::from_env`] for settings from the environment.
 ///
+/// Environment variables count only in a builder of [`from_env`](Self::from_env), and code overrides them.
+/// [`Group::builder`] begins with the defaults: one rank, and what each method says. [`threads`](Self::threads) and
+/// [`on`](Self::on) use the deadline and the algorithms only.
+///
 /// ```no_run
 /// # let rank = 0;
 /// let group = bonfire_core::Group::builder().rank(rank).world_size(4).address("127.0.0.1:29500").connect()?;
@@ -51,7 +55,7 @@ impl Default for Builder {
 }
 
 impl Builder {
-    /// Sets how long an operation may take: 300 s unless set here, by `BONFIRE_DEADLINE` or by
+    /// Sets how long an operation may take: 300 s unless set here, by `BONFIRE_DEADLINE` (seconds) or by
     /// [`Group::with_deadline`]. After a tenth of it a warning in the log names the missing ranks.
     pub fn deadline(mut self, deadline: Duration) -> Self {
         self.deadline = deadline;
@@ -59,8 +63,8 @@ impl Builder {
     }
 
     /// Sets which algorithms run operations of which size: one algorithm for all, or a table in the syntax of
-    /// [`Selection`]. Reductions that need a wide accumulator (16-bit floats, integer means) run as a direct exchange
-    /// wherever they run as a plan.
+    /// [`Selection`]; also set by `BONFIRE_ALGORITHMS`. The default is [`Selection::default`]. Reductions that need a
+    /// wide accumulator (16-bit floats, integer means) run as a direct exchange wherever they run as a plan.
     ///
     /// All ranks must set the same. Processes that differ are rejected when they [`connect`](Self::connect). On a
     /// custom transport nothing compares them: ranks that wait for each other in different plans time out.
@@ -79,7 +83,7 @@ impl Builder {
     /// Creates a group of `world_size` ranks in this process; see [`Group::threads`].
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if `world_size` is 0.
+    /// See [`Group::threads`].
     pub fn threads(self, world_size: usize) -> Result<Vec<Group>, Error> {
         if world_size == 0 {
             return Err(Error::argument("threads", "a group needs at least one rank"));
@@ -99,12 +103,13 @@ impl Builder {
 
 /// # Creating a group
 impl Group {
-    /// Returns the default settings, for a group whose ranks are processes.
+    /// Returns the default settings. See [`Builder`].
     pub fn builder() -> Builder {
         Builder::default()
     }
 
-    /// Connects to the group that the environment of this process describes. Blocks until all ranks are connected.
+    /// Connects to the group that the environment of this process describes. Blocks until all ranks are connected, for
+    /// up to 120 s.
     ///
     /// These launchers set the environment: `bonfire run`, torchrun, Slurm's srun, mpirun and mpiexec of Open MPI,
     /// MPICH, Intel MPI and MVAPICH2, Kubeflow's Trainer and PyTorchJob. `docs/guide/launch.md` explains how to run
@@ -120,8 +125,8 @@ impl Group {
     /// (seconds).
     ///
     /// # Errors
-    /// [`Error::Config`] if variables are missing, malformed or contradict each other. [`Error::Rendezvous`] if the
-    /// ranks do not find each other within 120 s or contradict each other.
+    /// [`Error::Config`] if variables are missing, malformed or contradict each other; otherwise see
+    /// [`Builder::connect`].
     #[cfg(unix)]
     pub fn from_env() -> Result<Group, Error> {
         Builder::from_env()?.connect()
@@ -131,12 +136,14 @@ impl Group {
     /// its own thread.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if `world_size` is 0.
+    /// [`Error::InvalidArgument`] if `world_size` is 0. [`Error::Io`] if the system has no random numbers.
     pub fn threads(world_size: usize) -> Result<Vec<Group>, Error> {
         Builder::default().threads(world_size)
     }
 
-    /// Creates a group on a custom transport. Operations run as plans on it.
+    /// Creates a group on a custom transport. Operations run as plans on it. [`subgroup`](Self::subgroup),
+    /// [`split`](Self::split), [`by_host`](Self::by_host) and [`shrink`](Self::shrink) return
+    /// [`Error::InvalidArgument`].
     pub fn on(transport: Arc<dyn Transport>) -> Group {
         Builder::default().on(transport)
     }
@@ -163,20 +170,20 @@ impl Builder {
         })
     }
 
-    /// Returns what the environment says about this process as a rank, or `None` if it was not started as one. For
-    /// programs that otherwise run alone, or with threads.
+    /// Returns what the environment says about this process as a rank, or `None` if it was not started as one. Only a
+    /// builder of [`from_env`](Self::from_env) knows it. For programs that otherwise run alone, or with threads.
     pub fn launched(&self) -> Option<Launched> {
         self.settings.launched()
     }
 
-    /// Sets this process's rank, from 0 to `world_size - 1`.
+    /// Sets this process's rank, from 0 to `world_size - 1`; also set by `BONFIRE_RANK` or a launcher.
     pub fn rank(mut self, rank: usize) -> Self {
         self.settings.rank = rank;
         self.settings.source.missing.rank = None;
         self
     }
 
-    /// Sets the number of ranks.
+    /// Sets the number of ranks; also set by `BONFIRE_WORLD_SIZE` or a launcher.
     pub fn world_size(mut self, world_size: usize) -> Self {
         self.settings.world_size = world_size;
         self.settings.source.missing.world_size = None;
@@ -185,7 +192,8 @@ impl Builder {
         self
     }
 
-    /// Sets where rank 0 listens, as `host:port` or `[v6]:port`: the same on all ranks.
+    /// Sets where rank 0 listens, as `host:port` or `[v6]:port`, the same on all ranks; also set by `BONFIRE_ADDRESS`
+    /// or a launcher. Needed from two ranks on. The port must not be 0.
     pub fn address(mut self, address: impl Into<String>) -> Self {
         self.settings.address = address.into();
         (self.settings.source.address, self.settings.source.missing.address) = (None, None);
@@ -223,16 +231,17 @@ impl Builder {
         self
     }
 
-    /// Sets how long the ranks may take to find each other: 120 s unless set.
+    /// Sets how long the ranks may take to find each other: 120 s unless set. No variable sets it.
     pub fn rendezvous_timeout(mut self, timeout: Duration) -> Self {
         self.settings.timeout = timeout;
         self
     }
 
     /// Sets how long a peer may be silent before it is declared lost: 5 s unless set here or by `BONFIRE_SILENCE`
-    /// (seconds), and at least 3 s. Every rank sends every other (in groups of more than 16 ranks, rank 0) a heartbeat
-    /// once a second, from a thread of its own, so a rank that computes is not silent. A rank that was stopped is, and
-    /// so is one behind an unplugged cable. Use a longer time if ranks are halted in a debugger.
+    /// (seconds), and at least 3 s; fractions of a second do not count. Every rank sends every other (in groups of more
+    /// than 16 ranks, rank 0) a heartbeat once a second, from a thread of its own, so a rank that computes is not
+    /// silent. A rank that was stopped is, and so is one behind an unplugged cable. Use a longer time if ranks are
+    /// halted in a debugger.
     pub fn silence(mut self, silence: Duration) -> Self {
         self.settings.silence = silence;
         self
@@ -252,7 +261,7 @@ impl Builder {
         self
     }
 
-    /// Sets the number of TCP connections to each peer, from 1 to 8; also set by `BONFIRE_TCP_CONNECTIONS`. The default
+    /// Sets the number of TCP data connections to each peer, 1 to 8; also set by `BONFIRE_TCP_CONNECTIONS`. The default
     /// is 1. Messages of 128 KiB and more are striped across them. That pays off if one flow gets less bandwidth from
     /// the network, or a limit in it, than all flows together. If two ranks set different numbers, the higher rank's
     /// applies.
@@ -261,22 +270,23 @@ impl Builder {
         self
     }
 
-    /// Sets whether SIGINT (Ctrl-C) and SIGTERM make the process leave the group gracefully, before it ends as it would
-    /// have. On for groups from the environment, off otherwise. Turn it off if the program handles these signals itself
-    /// and drops the group in order.
+    /// Sets whether SIGINT (Ctrl-C) and SIGTERM make the process leave the group and its subgroups gracefully, before
+    /// it ends as it would have. On for builders from the environment, off otherwise. Turn it off if the program
+    /// handles these signals itself and drops the group in order.
     pub fn leave_on_interrupt(mut self, leave: bool) -> Self {
         self.leave_on_interrupt = leave;
         self
     }
 
-    /// Connects to the other ranks over TCP, and to those on this host through shared memory if possible. Blocks until
-    /// all ranks are connected.
+    /// Connects to the other ranks, over the [transport](Self::transport) that is set. Blocks until all ranks are
+    /// connected, for up to the [rendezvous timeout](Self::rendezvous_timeout). All ranks call it.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] or [`Error::Config`] if settings are missing or cannot work, or if ranks beyond
     /// loopback have no secret. [`Error::Rendezvous`] if the ranks do not find each other in time or contradict each
     /// other (a duplicate rank, another world size, other algorithms, another secret or release), or if shared memory
-    /// is required and not available.
+    /// is required and not available. [`Error::Io`] if the system refuses a thread or another resource. [`Error::Mpi`]
+    /// if MPI fails.
     pub fn connect(self) -> Result<Group, Error> {
         let by_mpi = self.settings.medium.is_mpi();
         if !by_mpi {
@@ -315,7 +325,9 @@ impl Builder {
     /// ```
     ///
     /// # Errors
-    /// See [`connect`](Self::connect). Processes with different counts disagree on the world size.
+    /// [`Error::InvalidArgument`] if `count` is 0, or not 1 on MPI; otherwise see [`connect`](Self::connect). Processes
+    /// with different counts disagree on the world size. After an error, threads of this process may still dial until
+    /// the rendezvous times out.
     pub fn connect_ranks(self, count: usize) -> Result<Vec<Group>, Error> {
         let wrong = |reason| Err(Error::argument("connect_ranks", reason));
         if count == 0 {

@@ -26,9 +26,10 @@ pub(super) struct Lineage {
 ///
 /// Handles are cheap to clone, and clones may be used from any thread of the rank. Operations of one rank run one at a
 /// time, in call order. All ranks must call the same operations in the same order; if they do not, all get the same
-/// [`Error::Mismatch`]. The first failure poisons the group: every later call returns that first error.
+/// [`Error::Mismatch`].
 ///
-/// Dropping the last handle waits for started operations, then leaves the group gracefully.
+/// Dropping the last handle waits for started operations, then leaves the group gracefully: operations of peers that
+/// need this rank return [`Error::Left`], or [`Error::PeerLost`] if its thread is panicking.
 ///
 /// ```
 /// use bonfire_core::{Group, ReduceOp};
@@ -45,6 +46,17 @@ pub(super) struct Lineage {
 /// }
 /// # Ok::<(), bonfire_core::Error>(())
 /// ```
+///
+/// # Failures
+/// Every call but the `start_` forms blocks until its operation is complete or has failed. It fails at its
+/// [deadline](Self::deadline) at the latest, 300 s unless set, which starts when its turn comes. Between processes, a
+/// rank that dies is noticed at once, and one that is stopped or unreachable after 5 s
+/// ([`Builder::silence`](crate::Builder::silence)). Threads and MPI have no heartbeats: there the deadline decides, and
+/// MPI's launcher ends the job of a process that dies.
+///
+/// The first failure of an operation poisons the group on all ranks: every later call returns that first error. The
+/// contents of the buffers that the failed operation writes are then unspecified. [`shrink`](Self::shrink) continues
+/// without lost ranks. [`Error::InvalidArgument`] does not poison the group and leaves the buffers untouched.
 #[derive(Clone)]
 pub struct Group {
     pub(super) core: Arc<Core>,
@@ -101,13 +113,15 @@ impl Group {
         self.core.world_size()
     }
 
-    /// Returns how long an operation of this handle may take.
+    /// Returns how long an operation of this handle may take, from its turn on: 300 s unless
+    /// [`with_deadline`](Self::with_deadline), [`Builder::deadline`](crate::Builder::deadline) or, in groups from the
+    /// environment, `BONFIRE_DEADLINE` set another time.
     #[inline]
     pub fn deadline(&self) -> Duration {
         self.deadline
     }
 
-    /// Returns a handle to the same group whose operations may take up to `deadline`.
+    /// Returns a handle to the same group whose operations may take up to `deadline`. This handle keeps its own.
     ///
     /// ```
     /// # let group = bonfire_core::Group::threads(1)?.remove(0);
@@ -118,7 +132,8 @@ impl Group {
         Group { deadline, ..self.clone() }
     }
 
-    /// Returns the error that poisoned the group, if any.
+    /// Returns the error that poisoned the group, if any. A failure of another rank is known only once an operation of
+    /// this rank has failed with it.
     pub fn failure(&self) -> Option<Error> {
         self.core.failure().cloned()
     }
@@ -129,7 +144,7 @@ impl Group {
     }
 
     /// Writes [`trace`](Self::trace) to a file for `bonfire trace`, which reads the files of all ranks together. The
-    /// file is written atomically and replaces an existing file of that name.
+    /// file is written atomically and replaces an existing file of that name. Works while an operation hangs.
     ///
     /// If the variable `BONFIRE_TRACE` names a folder, each rank writes its trace there when the group fails, and in
     /// groups [from the environment](Self::from_env) also when the process is interrupted.
@@ -149,7 +164,8 @@ impl Group {
     }
 
     /// Returns which algorithms run `operation` in this group, by size: the default, or what
-    /// [`Builder::algorithms`](crate::Builder::algorithms) or the environment set.
+    /// [`Builder::algorithms`](crate::Builder::algorithms) or the environment set. [`Selection::default`] for
+    /// operations without a choice, such as `send`.
     pub fn algorithms(&self, operation: Operation) -> Selection {
         self.core.executor.algorithms.in_effect(operation, self.world_size(), self.core.executor.near.is_some())
     }
@@ -157,7 +173,7 @@ impl Group {
     /// Allocates a zeroed buffer of `len` elements in the memory that suits this group: shared memory if all its ranks
     /// share memory as processes of one host, ordinary memory otherwise. Large operations in shared memory are faster
     /// if every rank's buffers come from here: the ranks then access each other's buffers, and nothing is copied on the
-    /// way. See [`Buffer`].
+    /// way. Not a collective: each rank allocates by itself. See [`Buffer`].
     ///
     /// ```
     /// # let group = bonfire_core::Group::threads(1)?.remove(0);

@@ -62,7 +62,7 @@ impl Progress {
     }
 }
 
-/// An operation in flight, returned by the `start_` forms. It completes even if nothing waits for it. Several may be
+/// A started operation, returned by the `start_` forms. It completes even if nothing waits for it. Several may be
 /// waited for in any order.
 #[must_use = "the buffer comes back from `wait`"]
 pub struct Work<B> {
@@ -70,10 +70,11 @@ pub struct Work<B> {
 }
 
 impl<B> Work<B> {
-    /// Waits until the operation has ended and returns the buffer, after a failure too.
+    /// Waits until the operation has ended and returns the buffer, after a failure too. The operation ends by its
+    /// deadline, which starts when all operations called before it have ended.
     ///
     /// # Errors
-    /// The error of the operation, with the buffer.
+    /// The error of the operation, with the buffer, whose contents are then unspecified.
     ///
     /// # Panics
     /// If the buffer's own code panicked during the operation.

@@ -16,7 +16,7 @@ pub(crate) type CallSite = &'static Location<'static>;
 pub struct Record {
     /// Its number among this rank's operations in the group, counted from 0.
     pub number: u64,
-    /// Its number in the group's sequence; for a message, in the order of the pair.
+    /// Its number in the group's sequence; for a message see [`Site::sequence`](crate::error::Site::sequence).
     pub sequence: u64,
     /// The call.
     pub call: Call,
@@ -24,30 +24,34 @@ pub struct Record {
     pub message: Option<Message>,
     /// Whether it has ended, and how.
     pub state: State,
-    /// When its turn came, on the trace's clock.
+    /// When its turn came, in nanoseconds on the trace's clock.
     pub begun_ns: u64,
-    /// When it ended, if it has.
+    /// When it ended, if it has, in nanoseconds on the trace's clock.
     pub ended_ns: Option<u64>,
     /// The call site, `file:line`.
     pub at: String,
 }
 
-/// A message between two ranks, seen from one of them.
+/// A message between two ranks, seen from one of them. An exchange is recorded as a message to its receiver, if it has
+/// one, and the creation of a subgroup as one to another member.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Message {
-    /// The other rank.
+    /// The peer.
     pub peer: usize,
     /// Whether this rank sends.
     pub sends: bool,
 }
 
-/// The state of an operation.
+/// The state of an operation in a [`Trace`](crate::trace::Trace).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 #[allow(missing_docs)]
 pub enum State {
+    /// Its turn has come, and it has not ended.
     Begun,
+    /// It has completed on this rank.
     Done,
+    /// It has returned an error.
     Failed,
 }
 

@@ -11,9 +11,10 @@ use crate::types::Error;
 
 impl Group {
     /// Creates a group of the surviving ranks, in their old order, numbered from 0, with this group's settings. Every
-    /// surviving rank must call it, and each group can be shrunk once. It waits until the [deadline](Self::deadline)
-    /// for ranks that are stopped, or that neither call it nor end. Call it when an operation fails: after a failure
-    /// every survivor gets an error from its next operation. Without a failure the new group has the same ranks.
+    /// surviving rank must call it, and each group can be shrunk once, even if the call fails. It blocks, at most until
+    /// the [deadline](Self::deadline), for ranks that are stopped, or that neither call it nor end. Call it when an
+    /// operation fails: after a failure every survivor gets an error from its next operation. Without a failure the new
+    /// group has the same ranks.
     ///
     /// All ranks that go on are in the same group, whichever ranks were lost (rank 0 included) and whichever are lost
     /// during the call. A rank that is lost after the survivors have agreed is lost to the new group, as at any other
@@ -25,7 +26,8 @@ impl Group {
     /// two processes the survivor goes on if the other was killed, and only rank 0 goes on if the other is silent.
     ///
     /// The old group stays as it was. Keep its handle until all its ranks have returned from this call, which is
-    /// certain once any operation of the new group has completed, or just drop it.
+    /// certain once any operation of the new group has completed, or just drop it. The new group has no
+    /// [parent](Self::parent), even if this one has.
     ///
     /// ```
     /// # use bonfire_core::{Error, Group, ReduceOp};
@@ -43,8 +45,9 @@ impl Group {
     ///
     /// # Errors
     /// [`Error::Shrink`] if this rank must not go on: it is in the minority, the others have excluded it, or ranks that
-    /// are alive did not call this by the deadline. [`Error::InvalidArgument`] on a group on a [custom
-    /// transport](Self::on), or that was shrunk before. [`Error::Io`] if the system refuses a socket.
+    /// are alive did not call this by the deadline. [`Error::InvalidArgument`] on a group on MPI or on a [custom
+    /// transport](Self::on), or that was shrunk before. [`Error::Io`] if the system refuses a socket or a thread.
+    /// [`Error::Broken`] if this rank cannot connect to the other survivors.
     pub fn shrink(&self) -> Result<Group, Error> {
         let _turn = self.turn();
         let regroup = self.regroup("shrink")?;

@@ -25,8 +25,9 @@ use crate::types::{Call, DType, Error, Operation};
 impl Group {
     /// Creates a group of `members`, which are ranks of this group. The new ranks follow the ascending order of the old
     /// ones, whatever the order of `members`; duplicates count once. Only the members call it, each at the same
-    /// position in its sequence of operations. The subgroup inherits this group's settings. Use [`split`](Self::split)
-    /// if ranks do not know the other members.
+    /// position in its sequence of operations. It blocks until all of them are connected, at most until the deadline.
+    /// The subgroup inherits this group's settings and this handle's deadline. Use [`split`](Self::split) if ranks do
+    /// not know the other members.
     ///
     /// ```
     /// # use bonfire_core::{Group, ReduceOp};
@@ -48,8 +49,9 @@ impl Group {
     /// # Errors
     /// [`Error::InvalidArgument`], checked in this order, if there are no members, if a member is not a rank of this
     /// group, or if this rank is not a member; also on a group on a [custom transport](Self::on). [`Error::Members`] if
-    /// two members pass different lists. [`Error::Io`] if the system refuses a socket or a thread. Otherwise see
-    /// [`all_reduce`](Group::all_reduce). All but `InvalidArgument` poison this group.
+    /// two members pass different lists. [`Error::Io`] if the system refuses a socket or a thread. [`Error::Broken`] if
+    /// members cannot connect to each other by the deadline. Otherwise see [`all_reduce`](Group::all_reduce). All but
+    /// `InvalidArgument` poison this group.
     #[track_caller]
     pub fn subgroup(&self, members: &[usize]) -> Result<Group, Error> {
         if members.is_empty() {
@@ -70,7 +72,7 @@ impl Group {
 
     /// Splits the group by color. Ranks that pass the same `color` form one subgroup, ordered by their keys and, for
     /// equal keys, by their ranks in this group. A rank without a color joins no subgroup and gets `None`. All ranks
-    /// call it.
+    /// call it. It consists of two operations, each with a deadline of its own.
     ///
     /// # Errors
     /// See [`subgroup`](Group::subgroup).
@@ -102,7 +104,7 @@ impl Group {
         self.form((0..hosts.len()).filter(|rank| hosts.get(*rank) == own).collect())
     }
 
-    /// Returns the group that this one is a subgroup of.
+    /// Returns the group that this one is a subgroup of, if it is one. A group from [`shrink`](Self::shrink) is not.
     pub fn parent(&self) -> Option<&Group> {
         self.lineage.as_ref().map(|lineage| &lineage.parent)
     }
@@ -115,7 +117,7 @@ impl Group {
         }
     }
 
-    /// Converts a rank of this group to its rank in the [parent](Self::parent).
+    /// Converts a rank of this group to its rank in the [parent](Self::parent). Without a parent, it returns the same.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] if `local` is not a rank of this group.
@@ -124,7 +126,8 @@ impl Group {
         Ok(self.lineage.as_ref().map_or(local, |lineage| lineage.members[local]))
     }
 
-    /// Converts a rank of the [parent](Self::parent) to its rank in this group, if it is a member.
+    /// Converts a rank of the [parent](Self::parent) to its rank in this group, if it is a member. Without a parent, it
+    /// returns the ranks of this group as they are.
     pub fn to_local(&self, global: usize) -> Option<usize> {
         match &self.lineage {
             Some(lineage) => lineage.members.iter().position(|member| *member == global),

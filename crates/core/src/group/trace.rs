@@ -45,7 +45,7 @@ pub struct Trace {
     pub rank: usize,
     /// The number of ranks in the group.
     pub world_size: usize,
-    /// The name of the host, for display.
+    /// The name of the host, for display. Empty if it is not known.
     pub host: String,
     /// The process ID.
     pub process: u32,
@@ -53,7 +53,7 @@ pub struct Trace {
     pub clock: String,
     /// Resolution of the times at which operations completed, in nanoseconds. All other times are finer.
     pub resolution_ns: u64,
-    /// When the trace was taken, on that clock.
+    /// When the trace was taken, in nanoseconds on that clock.
     pub taken_ns: u64,
     /// When the trace was taken, in seconds since 1970, for display: the clocks of hosts differ.
     pub taken_unix: u64,
@@ -66,10 +66,12 @@ pub struct Trace {
 }
 
 impl Trace {
-    /// Reads a file written by [`Group::write_trace`](crate::Group::write_trace) or after a failure.
+    /// Reads a file written by [`Group::write_trace`](crate::Group::write_trace) or after a failure. The file need not
+    /// be trusted.
     ///
     /// # Errors
-    /// [`Error::Io`] if the file cannot be read, [`Error::Broken`] if it is not a trace.
+    /// [`Error::Io`] if the file cannot be read, [`Error::Broken`] if it is not a trace of this version or has more
+    /// than 16 MiB.
     pub fn read(path: impl AsRef<Path>) -> Result<Trace, Error> {
         let path = path.as_ref();
         let mut bytes = Vec::new();

@@ -16,11 +16,13 @@ use std::str::FromStr;
 use super::{Algorithm, table};
 use crate::types::{Call, Error, Operation};
 
-/// Selects the algorithm of an operation by the size of its whole in bytes (as `bonfire perf` counts it).
+/// Selects the algorithm of an operation by the size of its whole in bytes (as [`Call::bytes`] and `bonfire perf` count
+/// it).
 ///
 /// The text form, also used by `BONFIRE_ALGORITHMS`, lists paths with the sizes that they are for, from 0 on without
-/// gaps. A path is an [`Algorithm`], or `native`: the transport's own implementation, in memory that threads, or
-/// processes of one host, share. If a transport has none, `native` is the default plan.
+/// gaps; both ends of a range belong to it. A path is an [`Algorithm`], or `native`: the transport's own
+/// implementation, in memory that threads, or processes of one host, share. If a transport has none, `native` is the
+/// default plan.
 ///
 /// ```
 /// # use bonfire_core::Selection;
@@ -111,7 +113,7 @@ impl Selection {
     }
 }
 
-/// One algorithm for every operation and size. An operation that lacks it takes the nearest one that it has.
+/// Selects one algorithm for every operation and size. An operation that lacks it takes the nearest one that it has.
 impl From<Algorithm> for Selection {
     fn from(algorithm: Algorithm) -> Self {
         Selection { common: Some(Table(vec![(Path::Plan(algorithm), 0)])), named: Vec::new() }

@@ -32,7 +32,8 @@ pub(crate) struct Environment {
 }
 
 impl Launched {
-    /// The variables that describe a rank and its group, by launcher: all that are read, except for secrets.
+    /// The variables that describe a rank and its group: each launcher with the names that are read, except for
+    /// secrets.
     pub const VARIABLES: [(&str, &[&str]); 7] = [
         (
             "bonfire",

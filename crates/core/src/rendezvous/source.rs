@@ -80,11 +80,11 @@ impl Settings {
 pub struct Launched {
     /// The origin: a launcher with its name for the job, or Bonfire's own variables.
     pub by: String,
-    /// This process's rank.
+    /// This process's rank, if it is known.
     pub rank: Option<usize>,
-    /// The number of ranks.
+    /// The number of ranks, if it is known.
     pub world_size: Option<usize>,
-    /// Where rank 0 listens. `None` in a world of one.
+    /// Where rank 0 listens, as `host:port`. `None` if it is not known, in a world of one, and on MPI.
     pub address: Option<String>,
     /// Which required setting is missing and what to do: the error with which connecting fails.
     pub missing: Option<String>,

@@ -17,7 +17,7 @@ pub struct Deadline {
 }
 
 impl Deadline {
-    /// Creates a deadline that starts now and passes after `limit`.
+    /// Creates a deadline that starts now and passes after `limit`, or after ten years if `limit` is longer.
     pub fn after(limit: Duration) -> Self {
         Deadline { start: Instant::now(), limit: limit.min(ENDLESS) }
     }
@@ -27,12 +27,12 @@ impl Deadline {
         self.start
     }
 
-    /// Time since the operation began.
+    /// Returns the time since the operation began.
     pub fn elapsed(&self) -> Duration {
         self.start.elapsed()
     }
 
-    /// Time left; zero once the deadline has passed.
+    /// Returns the time left: zero once the deadline has passed.
     pub fn remaining(&self) -> Duration {
         self.limit.saturating_sub(self.elapsed())
     }

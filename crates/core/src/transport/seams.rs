@@ -36,13 +36,14 @@ pub trait Transport: Send + Sync {
     /// Returns the number of ranks. Always the same.
     fn world_size(&self) -> usize;
 
-    /// Sends `bytes` with the tag `tag` to `to`, which is another rank.
+    /// Sends `bytes`, which may be empty, with the tag `tag` to `to`, which is another rank.
     ///
     /// The tag names the operation. It travels with the message ([`Site::to_bytes`]), so that the receiver can compare
     /// it with the operation that it is in.
     fn send(&self, tag: &Site, to: usize, bytes: &[u8], deadline: &Deadline) -> Result<(), Fault>;
 
-    /// Receives the next message from `from`, which is another rank, and fills `bytes` with it.
+    /// Receives the next message from `from`, which is another rank, and fills `bytes` with it. After a fault the
+    /// contents of `bytes` do not matter.
     ///
     /// The message must have the tag `tag` and exactly `bytes.len()` bytes. Any other message is [`Fault::Unexpected`],
     /// with the tag that it carries: the two ranks called different operations.
@@ -60,10 +61,10 @@ pub trait Transport: Send + Sync {
         deadline: &Deadline,
     ) -> Result<(), Fault>;
 
-    /// Called when a collective begins on this rank, before its first message. Does nothing by default.
+    /// Prepares for a collective that begins on this rank, before its first message. Does nothing by default.
     ///
-    /// A transport with a control plane answers here the peers that asked what this rank called. It returns a fault at
-    /// once if the group has failed or a rank that the operation needs has left.
+    /// A transport with control connections answers here the peers that asked what this rank called. It returns a fault
+    /// at once if the group has failed or a rank that the operation needs has left.
     fn begin(&self, _site: &Site) -> Result<(), Fault> {
         Ok(())
     }
@@ -85,7 +86,7 @@ pub trait Transport: Send + Sync {
 
     /// Leaves the group in order: this rank sends and receives nothing more. Peers that need it get [`Fault::Left`].
     ///
-    /// Called when the rank's last handle of the group is dropped. Does nothing by default.
+    /// Called when the rank's last handle of the group is dropped, also after a failure. Does nothing by default.
     fn leave(&self) {}
 
     /// Returns the address of `peer` for error messages, if it has one. `None` by default.

@@ -7,29 +7,38 @@ use strum::{Display, IntoStaticStr, VariantArray};
 
 use super::{DType, ReduceOp};
 
-/// The kind of an operation.
+/// The kind of an operation. Its text is the name of the method of [`Group`](crate::Group), such as `all_reduce`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, Display, IntoStaticStr, VariantArray)]
 #[repr(u8)]
 #[strum(serialize_all = "snake_case")]
 #[non_exhaustive]
 #[allow(missing_docs)]
 pub enum Operation {
+    /// All ranks get the reduction.
     AllReduce = 0,
+    /// The root gets the reduction.
     Reduce,
+    /// All ranks get the root's elements.
     Broadcast,
+    /// All ranks get the parts of all ranks. Also `all_gather_v`.
     AllGather,
+    /// Each rank gets its part of the reduction. Also `reduce_scatter_v`.
     ReduceScatter,
+    /// All ranks wait for each other.
     Barrier,
-    /// Point to point: `send` on one rank, `recv` on the other.
+    /// Point to point: `send` on one rank, `recv` on its peer.
     Send,
+    /// Each rank gets a part from every rank.
     AllToAll,
+    /// The root gets the parts of all ranks. Also `gather_v`.
     Gather,
+    /// Each rank gets its part of the root's elements. Also `scatter_v`.
     Scatter,
     /// `all_to_all` with separate sizes for every pair of ranks.
     AllToAllV,
-    /// Point to point: send to one rank and receive from one at the same time.
+    /// Point to point: send to one rank and receive from one at the same time. Also the messages of a batch.
     Exchange,
-    /// Point to point: the messages by which the members of a subgroup create it.
+    /// The messages by which the members of a subgroup create it.
     Subgroup,
 }
 
@@ -51,8 +60,8 @@ pub struct Call {
     pub operation: Operation,
     /// The element type.
     pub dtype: DType,
-    /// Total number of elements: one rank's vector for reductions and `all_to_all`; the parts of all ranks together for
-    /// `all_gather`, `gather` and `scatter`. 0 where the counts differ between ranks.
+    /// Number of elements: of one rank's vector for reductions, `broadcast` and `all_to_all`; of the parts of all ranks
+    /// together for `all_gather`, `gather` and `scatter`; of the message for `send`. 0 for all others.
     pub count: usize,
     /// The reduction, if the operation has one.
     pub reduction: Option<ReduceOp>,
@@ -99,7 +108,10 @@ impl Call {
         Call { operation, dtype, count, reduction: None, root: None, sizes: None }
     }
 
-    /// Total size in bytes.
+    /// Returns the size of [`count`](Self::count) elements in bytes.
+    ///
+    /// # Panics
+    /// If the size overflows, in builds that check for it. That of a call on a group's buffers cannot.
     pub const fn bytes(&self) -> usize {
         self.count * self.dtype.size()
     }
@@ -119,7 +131,7 @@ impl Call {
         Call { sizes: Some(Fingerprint(Fingerprint::of(sizes.iter().copied()) | 1)), ..self }
     }
 
-    /// Whether the caller gave the sizes of the ranks' parts.
+    /// Whether the caller gave the sizes of the ranks' parts, as in `all_gather_v`.
     pub const fn is_sized(&self) -> bool {
         matches!(self.sizes, Some(sizes) if sizes.has_sizes())
     }
@@ -168,7 +180,8 @@ impl fmt::Display for Call {
 pub struct Site {
     /// The call.
     pub call: Call,
-    /// Its number in the group's sequence, counted from 0. Point-to-point operations are numbered per pair of ranks.
+    /// Its number among the group's collectives, counted from 0. Messages of `send` are numbered per sender and
+    /// receiver instead; an exchange and the creation of a subgroup have 0.
     pub sequence: u64,
 }
 
@@ -182,7 +195,7 @@ impl fmt::Display for Site {
 const NONE: u32 = u32::MAX;
 
 impl Site {
-    /// Length of [`Site::to_bytes`].
+    /// Length of [`Site::to_bytes`] in bytes.
     pub const BYTES: usize = 32;
 
     /// Creates the site of `call` as operation number `sequence`.

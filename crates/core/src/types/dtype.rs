@@ -7,7 +7,7 @@ use half::{bf16, f16};
 use serde::{Deserialize, Serialize};
 use strum::{Display, IntoStaticStr, VariantArray};
 
-/// The type of the elements that an operation moves.
+/// The type of the elements that an operation moves. Its text is in lower case: `f32`, `bf16`, `u8`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, Display, IntoStaticStr, VariantArray)]
 #[repr(u8)]
 #[strum(serialize_all = "lowercase")]
@@ -32,7 +32,7 @@ impl DType {
     /// Every element type, in the order of its number on the wire.
     pub const ALL: &[DType] = DType::VARIANTS;
 
-    /// Size of one element in bytes.
+    /// Returns the size of one element in bytes.
     pub const fn size(self) -> usize {
         match self {
             DType::I8 | DType::U8 => 1,
@@ -43,7 +43,8 @@ impl DType {
     }
 }
 
-/// How a reduction combines the ranks' elements. burn-collective called it `ReduceOperation`.
+/// How a reduction combines the ranks' elements. burn-collective called it `ReduceOperation`. Its text is in lower
+/// case: `sum`, `mean`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize, Display, IntoStaticStr, VariantArray)]
 #[repr(u8)]
 #[strum(serialize_all = "lowercase")]
@@ -51,7 +52,8 @@ impl DType {
 pub enum ReduceOp {
     /// The sum. Integers wrap; f16 and bf16 are accumulated in f32 and rounded once.
     Sum = 0,
-    /// The sum divided by the number of ranks. Integers: the exact mean, rounded toward zero.
+    /// The sum divided by the number of ranks. Integers: the exact mean, rounded toward zero; f16 and bf16 as for
+    /// [`Sum`](Self::Sum).
     Mean,
     /// The largest. A NaN on any rank gives NaN.
     Max,

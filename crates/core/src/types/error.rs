@@ -12,12 +12,14 @@ use super::{Call, Site};
 
 /// Why an operation or the creation of a group failed.
 ///
-/// Errors are cheap to clone: the first failure poisons its group, and every later call returns a clone of it.
+/// Errors are cheap to clone: the first failed operation poisons its group, and every later call returns a clone of its
+/// error. [`Group`](crate::Group#failures) says which errors leave a group usable.
 #[derive(Clone, Debug, Serialize, Deserialize, thiserror::Error)]
 #[derive_where(PartialEq)]
 #[non_exhaustive]
 pub enum Error {
     /// An invalid argument. Buffers are untouched, the group is intact, and the call may be repeated with a valid one.
+    /// Ranks that passed valid arguments wait for it until their deadline.
     #[error("{operation}: {reason}")]
     InvalidArgument {
         /// The call that was refused.
@@ -26,11 +28,11 @@ pub enum Error {
         reason: String,
     },
 
-    /// Settings, from code or environment, that are missing, malformed or contradictory.
+    /// Settings, from code or environment, that are missing, malformed or contradictory. No group was created.
     #[error("invalid settings: {0}")]
     Config(String),
 
-    /// The ranks did not find each other.
+    /// The ranks did not find each other in time, or contradict each other. No group was created.
     #[error("rendezvous of rank {rank} at {address} failed after {elapsed:.1?}: {reason}")]
     Rendezvous {
         /// The rank that reports.
@@ -50,13 +52,14 @@ pub enum Error {
         Calls(.calls)
     )]
     Mismatch {
-        /// The number of the operation, counted from 0 since the group was created.
+        /// The number of the operation: see [`Site::sequence`].
         sequence: u64,
-        /// The call of each rank, by rank. A rank that is not listed has not called anything yet.
+        /// The calls, in rank order. In a collective a rank that is not listed has not called anything yet; for a
+        /// message, and on a custom transport, only two ranks are compared.
         calls: Vec<(usize, Call)>,
     },
 
-    /// The deadline passed before all ranks that the operation needs had arrived.
+    /// The deadline, 300 s unless set, passed before all ranks that the operation needs had arrived.
     #[error(
         "{site} timed out after {elapsed:.1?} while rank {rank} waited for {}; if they are merely slow (evaluating, \
          saving), raise the deadline (BONFIRE_DEADLINE, or `Group::with_deadline`); else set BONFIRE_TRACE to a \
@@ -74,7 +77,8 @@ pub enum Error {
         elapsed: Duration,
     },
 
-    /// A rank died or its connection broke: the connection closed without a goodbye, or nothing arrived on it in time.
+    /// A rank was lost: its connection closed without a goodbye message, which is noticed at once, it was declared lost
+    /// after 5 s without heartbeats (unless set), or its thread panicked.
     #[error(
         "{site}: rank {peer}{} was lost after {elapsed:.1?} ({reason}); look at that rank's own output, then go \
          on without it (`Group::shrink`) or restart the job from its last checkpoint",
@@ -105,7 +109,8 @@ pub enum Error {
         rank: usize,
     },
 
-    /// Two ranks name different members for the same subgroup. See [`Group::subgroup`](crate::Group::subgroup).
+    /// Two ranks name different members for the same subgroup. The parent group is poisoned. See
+    /// [`Group::subgroup`](crate::Group::subgroup).
     #[error(
         "subgroup: rank {rank} names {} as members, rank {peer} names {}; all members must name the same ranks",
         Ranks(.members), Ranks(.theirs)
@@ -121,14 +126,15 @@ pub enum Error {
         theirs: Vec<usize>,
     },
 
-    /// This rank cannot continue with the surviving ranks. See [`Group::shrink`](crate::Group::shrink).
+    /// This rank cannot continue with the surviving ranks. There is no new group, and the old one cannot be shrunk
+    /// again. See [`Group::shrink`](crate::Group::shrink).
     #[error("shrink failed on rank {rank} after {elapsed:.1?}: {why}")]
     Shrink {
         /// The rank that reports, numbered as in the old group.
         rank: usize,
         /// Why it cannot continue.
         why: Apart,
-        /// Time since the call.
+        /// Time since the call's turn came.
         elapsed: Duration,
     },
 
@@ -250,7 +256,7 @@ pub enum Apart {
         /// The rank that reported it.
         by: usize,
     },
-    /// The deadline passed, and these ranks had not called `shrink` or could not be connected to.
+    /// The deadline passed, and these ranks had neither ended nor called `shrink`, or could not be connected to.
     #[error("{} did not take part{problem}; every surviving rank must call shrink or exit", Ranks(.ranks))]
     Missing {
         /// The missing ranks.

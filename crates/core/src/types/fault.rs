@@ -23,11 +23,11 @@ pub enum Fault {
         /// The rank that left.
         peer: usize,
     },
-    /// A peer sent a message with another tag than the expected one.
+    /// A peer sent a message with another tag or another length than expected.
     Unexpected {
         /// The sender.
         peer: usize,
-        /// The tag of its message.
+        /// The tag of its message; equal to the expected one if only the length differs.
         site: Site,
     },
     /// The whole group failed, on this rank or another, with this error.

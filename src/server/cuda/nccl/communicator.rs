@@ -41,17 +41,17 @@ impl Communicator {
         Communicator { library, comm: ptr::null_mut(), rank, world_size, failure: None, ended: Arc::default() }
     }
 
-    /// This rank, from 0 to `world_size - 1`.
+    /// Returns this rank, from 0 to `world_size - 1`.
     pub fn rank(&self) -> usize {
         self.rank
     }
 
-    /// The number of ranks.
+    /// Returns the number of ranks.
     pub fn world_size(&self) -> usize {
         self.world_size
     }
 
-    /// The error that ended the communicator, if it has ended.
+    /// Returns the error that ended the communicator, if it has ended.
     pub fn failure(&self) -> Option<&Error> {
         self.failure.as_ref()
     }
@@ -59,11 +59,11 @@ impl Communicator {
     /// Splits the communicator: all ranks call it, and those with the same `color` get a new one together, in the order
     /// of their keys, and of their ranks where keys are equal. A rank without a color gets none.
     ///
-    /// All earlier operations must be on their streams ([`Submitted::settle`]).
+    /// All earlier operations must be on their streams ([`Submitted::settle`]). Blocks until all ranks have called it.
     ///
     /// # Errors
-    /// The error that ended the communicator, and [`Error::Nccl`], also if a rank has not called it before the
-    /// deadline.
+    /// [`Error::InvalidArgument`] for a color or key above 2147483647, with nothing changed. [`Error::Nccl`], also if a
+    /// rank has not called it before the deadline, which ends the communicator. The error that ended it before.
     pub fn split(
         &mut self,
         color: Option<u32>,

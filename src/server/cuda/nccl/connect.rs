@@ -26,7 +26,7 @@ const SHARING: (i32, &str) = (2_30_00, "NCCL_MULTI_RANK_GPU_ENABLE");
 pub struct Gpu([u8; 16]);
 
 impl Gpu {
-    /// The GPU with this ordinal in CUDA, in this process.
+    /// Returns the GPU with this ordinal in CUDA, in this process.
     ///
     /// # Errors
     /// [`Error::Library`] if there is no driver, [`Error::Io`] if there is no such GPU.
@@ -46,7 +46,7 @@ impl Gpu {
         Ok(Gpu(uuid.bytes.map(|byte| byte as u8)))
     }
 
-    /// The GPU with this UUID, as `nvidia-smi -L` prints it and cuDeviceGetUuid returns it.
+    /// Returns the GPU with this UUID, as `nvidia-smi -L` prints it and cuDeviceGetUuid returns it.
     pub const fn with_uuid(uuid: [u8; 16]) -> Gpu {
         Gpu(uuid)
     }
@@ -73,6 +73,7 @@ struct RankInfo {
 
 impl Communicator {
     /// Creates a communicator of all ranks of `group`, each with its GPU, whose context must be current on the thread.
+    /// All ranks call it; it blocks until they have.
     ///
     /// # Errors
     /// The same on all ranks, and the group stays usable: [`Error::Library`] if NCCL is missing or too old on any rank,

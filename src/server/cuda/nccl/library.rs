@@ -111,7 +111,7 @@ pub(super) struct Library {
     pub version: c_int,
 }
 
-/// The version of the NCCL that is found at run time, encoded as in its header: 23007 is 2.30.7.
+/// Returns the version of the NCCL that is found at run time, encoded as in its header: 23007 is 2.30.7.
 ///
 /// # Errors
 /// [`Error::Library`] if there is none, or one before 2.18.

@@ -14,7 +14,8 @@ use super::types::{Scalar, reduced};
 use bonfire_core::internal::Parts;
 use bonfire_core::{Error, Operation, ReduceOp};
 
-/// A collective or a transfer. Each variant says which elements are a rank's input and output.
+/// A collective or a transfer. Each variant says which elements are a rank's input and output. Numbers are ranks: the
+/// root, or the peer of a transfer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Action {
     /// From the whole to the whole.
@@ -41,7 +42,7 @@ pub enum Action {
 }
 
 impl Action {
-    /// The [`Operation`] of Bonfire that this is.
+    /// Returns the [`Operation`] of Bonfire that this is.
     pub const fn operation(self) -> Operation {
         match self {
             Action::AllReduce(_) => Operation::AllReduce,
@@ -78,7 +79,8 @@ pub struct Work<'a> {
 }
 
 impl Communicator {
-    /// Enqueues an operation on `stream`, after the work that is there. See [`Submitted`] for when it is on the stream.
+    /// Enqueues an operation on `stream`, after the work that is there. All ranks of the operation call it; it does not
+    /// wait for them. See [`Submitted`] for when it is on the stream.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] and [`Error::Library`] for what is not supported, with nothing changed: if all ranks

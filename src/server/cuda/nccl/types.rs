@@ -20,7 +20,7 @@ pub enum Scalar {
 }
 
 impl Scalar {
-    /// Size in bytes.
+    /// Returns the size of an element in bytes.
     pub const fn size(self) -> usize {
         match self {
             Scalar::Of(dtype) => dtype.size(),
@@ -70,7 +70,8 @@ impl fmt::Display for Scalar {
     }
 }
 
-/// Whether the NCCL that is found at run time reduces elements of this type as [`ReduceOp`] says, except for rounding.
+/// Checks that the NCCL that is found at run time reduces elements of this type as [`ReduceOp`] says, except for
+/// rounding.
 ///
 /// # Errors
 /// [`Error::InvalidArgument`] if no version does, [`Error::Library`] if NCCL is missing or a newer version is needed.

@@ -33,6 +33,7 @@ impl Group {
     ///
     /// All ranks add the same collectives in the same order, and run their batches at the same position in their
     /// sequence of operations. A batch without collectives is run only by the ranks that send or receive in it.
+    /// Messages of a batch match those of a batch only, not [`send`](Self::send) and [`recv`](Self::recv) of the group.
     ///
     /// ```
     /// # use bonfire_core::{Group, ReduceOp};
@@ -72,15 +73,16 @@ impl<'a> Batch<'a> {
         self.add(Request::of::<T>(Operation::Broadcast).root(root), data)
     }
 
-    /// Adds a message to rank `to`, which adds a [`recv`](Self::recv) of the same length. Messages from one rank to
-    /// another are received in the order in which they were added.
+    /// Adds a message to rank `to`, which adds a [`recv`](Self::recv) of the same type and length. Messages from one
+    /// rank to another are received in the order in which they were added. Only their total length in bytes is
+    /// compared.
     pub fn send<T: Element>(mut self, data: &'a [T], to: usize) -> Self {
         self.invalid = self.invalid.or_else(|| check::peer("batch", to, self.group.rank_and_size()).err());
         self.sends.push((to, cast_slice(data)));
         self
     }
 
-    /// Adds a message from rank `from`, which adds a [`send`](Self::send) of the same length.
+    /// Adds a message from rank `from`, which adds a [`send`](Self::send) of the same type and length.
     pub fn recv<T: Element>(mut self, data: &'a mut [T], from: usize) -> Self {
         self.invalid = self.invalid.or_else(|| check::peer("batch", from, self.group.rank_and_size()).err());
         self.receives.push((from, cast_slice_mut(data)));
@@ -95,7 +97,9 @@ impl<'a> Batch<'a> {
         self
     }
 
-    /// Runs all operations of the batch. After an error the contents of the buffers are unspecified.
+    /// Runs all operations of the batch: first the collectives, then the messages. Blocks until all are complete. Each
+    /// kind of collectives, and the messages together, have a deadline of their own. After an error the contents of the
+    /// buffers are unspecified.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`], before anything is sent, if a root is not a rank, or if a peer is this rank or not a

@@ -6,8 +6,10 @@ use crate::types::{Element, Error, Operation, ReduceOp};
 
 /// # Collectives
 ///
-/// All ranks call a collective, in the same order, with the same element type, lengths, reduction and root. Results are
-/// bit-identical on all ranks and in every run, except for the payload of NaNs.
+/// All ranks call a collective, in the same order, with the same element type, lengths, reduction and root. It blocks
+/// until this rank's result is complete, which is after all ranks have called it. Results are bit-identical on all
+/// ranks and in every run, except for the payload of NaNs; on MPI the library decides. [Failures](Group#failures) says
+/// what an error means for the group and the buffers.
 ///
 /// Without a suffix, operations work in place on one buffer. The forms that end in `_into` read `input`, leave it
 /// unchanged and write `output`. Where each rank has a part of a buffer, rank `r`'s part is
@@ -18,12 +20,11 @@ impl Group {
     /// the result use [`reduce`](Group::reduce), if every rank needs a part of it
     /// [`reduce_scatter`](Group::reduce_scatter).
     ///
-    /// After an error the contents of `data` are unspecified.
-    ///
     /// # Errors
     /// [`Error::Mismatch`] if ranks call different operations or pass different lengths, [`Error::Timeout`] if a rank
-    /// does not call by the deadline, [`Error::PeerLost`] if a rank was lost, or [`Error::Left`] if a rank has left.
-    /// Each poisons the group.
+    /// does not call by the deadline, [`Error::PeerLost`] if a rank was lost, [`Error::Left`] if a rank has left, or
+    /// [`Error::Mpi`] if MPI fails. Each [poisons the group](Group#failures), and the contents of `data` are
+    /// unspecified.
     #[track_caller]
     pub fn all_reduce<T: Element>(&self, data: &mut [T], op: ReduceOp) -> Result<(), Error> {
         self.run(Request::of::<T>(Operation::AllReduce).reduction(op), None, data)

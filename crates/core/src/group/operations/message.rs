@@ -16,9 +16,9 @@ use crate::types::{Element, Error, Operation};
 /// # Point to point
 ///
 /// Messages between two ranks arrive in the order in which they were sent. They take their turn among all operations of
-/// a rank, so sender and receiver must place a message between the same two collectives. A `send` may return before the
-/// receiver takes the message, or block until then; use [`exchange`](Group::exchange) or a [`batch`](Group::batch)
-/// where two ranks send to each other.
+/// a rank, so sender and receiver must place a message between the same two collectives. Other ranks need not call
+/// anything. A `send` may return before the receiver takes the message, or block until then; use
+/// [`exchange`](Group::exchange) or a [`batch`](Group::batch) where two ranks send to each other.
 impl Group {
     /// Sends `data` to rank `to`, which calls [`recv`](Group::recv) with a slice of the same type and length.
     ///
@@ -44,7 +44,7 @@ impl Group {
     /// Starts [`send`](Group::send).
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for wrong arguments. [`Work::wait`] returns later errors.
+    /// [`Error::InvalidArgument`] if `to` is this rank or not a rank. [`Work::wait`] returns later errors.
     #[track_caller]
     pub fn start_send<T: Element, B>(&self, buffer: B, to: usize) -> Result<Work<B>, Error>
     where
@@ -56,7 +56,7 @@ impl Group {
     /// Starts [`recv`](Group::recv).
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for wrong arguments. [`Work::wait`] returns later errors.
+    /// [`Error::InvalidArgument`] if `from` is this rank or not a rank. [`Work::wait`] returns later errors.
     #[track_caller]
     pub fn start_recv<T: Element, B>(&self, buffer: B, from: usize) -> Result<Work<B>, Error>
     where

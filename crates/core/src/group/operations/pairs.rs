@@ -10,6 +10,8 @@ use super::super::request::Request;
 use crate::types::{Element, Error, Operation};
 
 /// # Pairwise exchanges
+///
+/// All ranks call the `all_to_all_v` forms. An [`exchange`](Group::exchange) needs only this rank and its peers.
 impl Group {
     /// Exchanges variable-size parts between all ranks. `input` consists of `send[r]` elements for each rank `r`,
     /// `output` of `recv[r]` elements from each rank `r`, both in rank order. `recv[r]` must equal what rank `r` sends
@@ -50,8 +52,8 @@ impl Group {
     /// ```
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] if there is not one size per rank, or if the sizes do not fit the input; otherwise
-    /// see [`all_reduce`](Group::all_reduce).
+    /// [`Error::InvalidArgument`] if there is not one size per rank, or if the sizes do not fit the input.
+    /// [`Error::Io`] as in [`all_gather_v`](Group::all_gather_v). Otherwise see [`all_reduce`](Group::all_reduce).
     #[track_caller]
     pub fn all_to_all_v<T: Element>(&self, input: &[T], send: &[usize]) -> Result<(Vec<T>, Vec<usize>), Error> {
         check::len("all_to_all_v", "input", input.len(), check::sizes("all_to_all_v", send, self.world_size())?)?;
@@ -64,8 +66,9 @@ impl Group {
     }
 
     /// Sends `outgoing` to rank `to` and receives `incoming` from rank `from` at the same time, so two ranks may
-    /// exchange with each other, and all ranks around a ring. Both peers must make a matching call. The two lengths may
-    /// differ. A rank may exchange with itself: then `to` and `from` are both this rank.
+    /// exchange with each other, and all ranks around a ring. Both peers call `exchange` too: rank `to` with an
+    /// `incoming` of the length of `outgoing`, rank `from` with an `outgoing` of the length of `incoming`. A rank may
+    /// exchange with itself: then `to` and `from` are both this rank, and the lengths are equal.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] if `to` or `from` is not a rank, if only one of them is this rank, or if both are and

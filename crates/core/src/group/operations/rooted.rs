@@ -17,8 +17,9 @@ impl Group {
         self.run(Request::of::<T>(Operation::Gather).root(root), None, data)
     }
 
-    /// Concatenates the `input` of all ranks in rank order, in `output` on `root`. All inputs have the same length.
-    /// Other ranks pass `&mut []` as output. For inputs of different lengths use [`gather_v`](Group::gather_v).
+    /// Concatenates the `input` of all ranks in rank order, in `output` on `root`. All inputs have the same length, and
+    /// the root's output has `world_size` times as many elements. On other ranks the output is not used (pass
+    /// `&mut []`). For inputs of different lengths use [`gather_v`](Group::gather_v).
     ///
     /// ```
     /// let ranks: Vec<_> = bonfire_core::Group::threads(3)?
@@ -52,8 +53,9 @@ impl Group {
         self.run(Request::of::<T>(Operation::Scatter).root(root), None, data)
     }
 
-    /// Fills `output`, which has the same length on all ranks, with this rank's part of the root's `input`. On other
-    /// ranks the input is not used (pass `&[]`). For parts of different lengths use [`scatter_v`](Group::scatter_v).
+    /// Fills `output`, which has the same length on all ranks, with this rank's part of the root's `input`, which has
+    /// `world_size` times as many elements. On other ranks the input is not used (pass `&[]`). For parts of different
+    /// lengths use [`scatter_v`](Group::scatter_v).
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] if `root` is not a rank, or if the root's input is not `world_size` times as long as

@@ -9,9 +9,11 @@ use crate::types::{Element, Error, Operation, ReduceOp};
 /// # Started operations
 ///
 /// The `start_` forms return at once, so that communication overlaps with computation. Operations run in the order in
-/// which they were called, started and blocking ones alike. A started operation owns its buffer, which is anything that
-/// owns elements, such as a `Vec`, and [`Work::wait`] returns it. Starting fails for wrong arguments, or with
-/// [`Error::Io`] if the progress thread cannot be started.
+/// which they were called, started and blocking ones alike; a deadline starts when its operation's turn comes. A
+/// started operation owns its buffer, which is anything that owns elements, such as a `Vec` or a
+/// [`Buffer`](crate::Buffer), and [`Work::wait`] returns it. Starting fails for wrong arguments, or with [`Error::Io`]
+/// if the progress thread cannot be started; the buffer is then dropped, and the group stays usable. All other errors
+/// come from [`Work::wait`], also if the group is poisoned already.
 impl Group {
     /// Starts [`all_reduce`](Group::all_reduce).
     ///
@@ -24,7 +26,7 @@ impl Group {
     /// ```
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for wrong arguments. [`Work::wait`] returns later errors.
+    /// [`Work::wait`] returns all errors of the operation.
     #[track_caller]
     pub fn start_all_reduce<T: Element, B>(&self, buffer: B, op: ReduceOp) -> Result<Work<B>, Error>
     where
@@ -36,7 +38,7 @@ impl Group {
     /// Starts [`reduce`](Group::reduce).
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for wrong arguments. [`Work::wait`] returns later errors.
+    /// [`Error::InvalidArgument`] if `root` is not a rank. [`Work::wait`] returns later errors.
     #[track_caller]
     pub fn start_reduce<T: Element, B>(&self, buffer: B, op: ReduceOp, root: usize) -> Result<Work<B>, Error>
     where
@@ -48,7 +50,7 @@ impl Group {
     /// Starts [`broadcast`](Group::broadcast).
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for wrong arguments. [`Work::wait`] returns later errors.
+    /// [`Error::InvalidArgument`] if `root` is not a rank. [`Work::wait`] returns later errors.
     #[track_caller]
     pub fn start_broadcast<T: Element, B>(&self, buffer: B, root: usize) -> Result<Work<B>, Error>
     where
@@ -84,7 +86,8 @@ impl Group {
     /// Starts [`all_to_all`](Group::all_to_all).
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for wrong arguments. [`Work::wait`] returns later errors.
+    /// [`Error::InvalidArgument`] if the length is not a multiple of the world size. [`Work::wait`] returns later
+    /// errors.
     #[track_caller]
     pub fn start_all_to_all<T: Element, B>(&self, mut buffer: B) -> Result<Work<B>, Error>
     where
@@ -107,7 +110,7 @@ impl Group {
     /// Starts [`gather`](Group::gather).
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for wrong arguments. [`Work::wait`] returns later errors.
+    /// [`Error::InvalidArgument`] if `root` is not a rank. [`Work::wait`] returns later errors.
     #[track_caller]
     pub fn start_gather<T: Element, B>(&self, buffer: B, root: usize) -> Result<Work<B>, Error>
     where
@@ -119,7 +122,7 @@ impl Group {
     /// Starts [`scatter`](Group::scatter).
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] for wrong arguments. [`Work::wait`] returns later errors.
+    /// [`Error::InvalidArgument`] if `root` is not a rank. [`Work::wait`] returns later errors.
     #[track_caller]
     pub fn start_scatter<T: Element, B>(&self, buffer: B, root: usize) -> Result<Work<B>, Error>
     where

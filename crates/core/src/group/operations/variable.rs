@@ -19,9 +19,13 @@ use crate::types::{Element, Error, Operation, ReduceOp};
 
 /// # Variable-size parts
 ///
-/// Like the operations of the same names, but the part of rank `r` has `sizes[r]` elements, which may be 0. The forms
-/// that end in `_into` take the sizes, the same on all ranks. The short forms exchange the sizes first, by one small
-/// operation more, and allocate the result; use them if the ranks do not know each other's sizes.
+/// Like the operations of the same names, but the part of rank `r` has `sizes[r]` elements, which may be 0, and the
+/// whole has as many as all parts together. The forms that end in `_into` take the sizes, the same on all ranks. The
+/// short forms exchange the sizes first, by one small operation more with a deadline of its own, and allocate the
+/// result; use them if the ranks do not know each other's sizes.
+///
+/// Sizes that differ between ranks and have the same sum are compared by a fingerprint of 15 bits. It misses one
+/// mistake in 32,768; in shared memory the results may then be wrong, or the operation times out.
 impl Group {
     /// Concatenates the `input` of all ranks in rank order, in `output` on every rank.
     ///
@@ -48,7 +52,8 @@ impl Group {
     /// ```
     ///
     /// # Errors
-    /// See [`all_reduce`](Group::all_reduce).
+    /// [`Error::Io`] if there is no memory for the result; the other ranks then wait for this one until their deadline.
+    /// Otherwise see [`all_reduce`](Group::all_reduce).
     #[track_caller]
     pub fn all_gather_v<T: Element>(&self, input: &[T]) -> Result<(Vec<T>, Vec<usize>), Error> {
         let sizes = self.gather_sizes("all_gather_v", input.len())?;
@@ -76,7 +81,8 @@ impl Group {
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] on all ranks if the parts of all ranks together do not have the length of every
-    /// rank's input; otherwise see [`all_reduce`](Group::all_reduce).
+    /// rank's input. [`Error::Io`] as in [`all_gather_v`](Group::all_gather_v). Otherwise see
+    /// [`all_reduce`](Group::all_reduce).
     #[track_caller]
     pub fn reduce_scatter_v<T: Element>(&self, input: &[T], own: usize, op: ReduceOp) -> Result<Vec<T>, Error> {
         let (n, mine) = (self.world_size(), [own, input.len()].map(|size| size as u64));
@@ -116,7 +122,8 @@ impl Group {
     /// input, and `None` on other ranks.
     ///
     /// # Errors
-    /// See [`gather`](Group::gather).
+    /// [`Error::InvalidArgument`] if `root` is not a rank. [`Error::Io`] as in [`all_gather_v`](Group::all_gather_v).
+    /// Otherwise see [`all_reduce`](Group::all_reduce).
     #[track_caller]
     #[expect(clippy::type_complexity, reason = "the result of `all_gather_v`, on one rank")]
     pub fn gather_v<T: Element>(&self, input: &[T], root: usize) -> Result<Option<(Vec<T>, Vec<usize>)>, Error> {
@@ -148,7 +155,8 @@ impl Group {
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] if `root` is not a rank, if the root passes no input or sizes that do not fit it, or
-    /// if another rank passes an input; otherwise see [`scatter`](Group::scatter).
+    /// if another rank passes an input. [`Error::Io`] as in [`all_gather_v`](Group::all_gather_v). Otherwise see
+    /// [`all_reduce`](Group::all_reduce).
     #[track_caller]
     pub fn scatter_v<T: Element>(&self, input: Option<(&[T], &[usize])>, root: usize) -> Result<Vec<T>, Error> {
         check::rank("scatter_v", "root", root, self.world_size())?;
