@@ -122,14 +122,15 @@ impl Bucket {
 
     /// Starts an operation on the bucket's elements.
     #[track_caller]
-    pub fn start(self, group: &Group, dtype: DType, op: BucketOp) -> Result<Work<Bucket>, Error> {
+    pub fn start(mut self, group: &Group, dtype: DType, op: BucketOp) -> Result<Work<Bucket>, Error> {
         let request = |operation| Request::new(operation, dtype);
         let request = match op {
             BucketOp::AllReduce => request(Operation::AllReduce).reduction(ReduceOp::Mean),
             BucketOp::ReduceScatter => request(Operation::ReduceScatter).reduction(ReduceOp::Mean),
             BucketOp::AllGather => request(Operation::AllGather),
         };
-        group.start_operation(request, self, |bucket| Ok(bucket.bytes()))
+        let count = self.bytes().len() / dtype.size();
+        group.start_operation(request, count, self, |bucket| Ok(bucket.bytes()))
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use bonfire_core::{Builder, Call, Error, Group, Operation, ReduceOp, Selection};
+use bonfire_core::{Builder, Call, DType, Error, Group, Operation, ReduceOp, Selection};
 use bonfire_testing::{Kind, errors, in_parallel, run_ranks, run_ranks_with};
 
 type Act = fn(&Group) -> Result<(), Error>;
@@ -330,5 +330,22 @@ fn a_fresh_group_works_after_a_mismatch() {
             group.all_reduce(&mut data, ReduceOp::Sum).map(|()| data)
         });
         assert!(sums.into_iter().all(|sum| sum == Ok([6.0; 4])));
+    }
+}
+
+#[test]
+fn messages_of_other_types_in_a_batch_are_a_mismatch_at_the_receiver() {
+    for kind in Kind::ALL {
+        let results = run_ranks_with(kind, 2, soon, |group| {
+            let (mut first, mut second) = ([0u8; 2], [0i32; 3]);
+            match group.rank() {
+                0 => group.batch().send(&[1u8; 2], 1).send(&[1f32; 3], 1).run(),
+                _ => group.batch().recv(&mut first, 0).recv(&mut second, 0).run(),
+            }
+        });
+        let error = results[1].clone().expect_err("the types differ");
+        let Error::Mismatch { calls, .. } = &error else { panic!("{kind:?}: {error:?}") };
+        let calls: Vec<_> = calls.iter().map(|(rank, call)| (*rank, call.dtype, call.count)).collect();
+        assert_eq!(calls, [(0, DType::F32, 3), (1, DType::I32, 3)], "{kind:?}");
     }
 }

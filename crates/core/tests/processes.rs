@@ -7,7 +7,8 @@ use std::time::Duration;
 
 use bonfire_core::{Error, Group, ReduceOp};
 use bonfire_testing::process::{Process, is_child, report, say};
-use rustix::process::Signal;
+use half::f16;
+use rustix::process::{Resource, Rlimit, Signal, setrlimit};
 
 /// Longer than these tests take, so that a child that hangs ends.
 const DEADLINE: &str = "20";
@@ -169,6 +170,44 @@ fn a_process_that_drops_its_group_has_left() {
             let error = ranks[rank].outcome().unwrap_err();
             assert!(matches!(error, Error::Left { rank: 2, .. }), "{transport}: rank {rank} got {error:?}");
         }
+    }
+}
+
+/// Limits this process's memory to what it has now and `more` bytes.
+fn limit_memory(more: u64) {
+    let status = std::fs::read_to_string("/proc/self/statm").expect("Linux has it");
+    let pages: u64 = status.split(' ').next().and_then(|pages| pages.parse().ok()).expect("a number of pages");
+    let limit = Some(pages * rustix::param::page_size() as u64 + more);
+    setrlimit(Resource::As, Rlimit { current: limit, maximum: limit }).expect("a limit may be lowered");
+}
+
+#[test]
+fn a_rank_without_memory_fails_the_operation_on_all_ranks_with_the_cause() {
+    const MIB: usize = 1 << 20;
+    if is_child() {
+        let group = Group::from_env().expect("ranks find each other");
+        let (bytes, mut halves) = (vec![1u8; 64 * MIB], vec![f16::ONE; 64 * MIB]);
+        group.barrier().expect("all ranks are there");
+        if group.rank() == 1 {
+            limit_memory(16 * MIB as u64);
+        }
+        let result = match std::env::var("BONFIRE_TEST_CASE").expect("the parent sets it").as_str() {
+            "result" => group.all_gather_v(&bytes).map(|_| String::new()),
+            _ => group.all_reduce(&mut halves, ReduceOp::Sum).map(|()| String::new()),
+        };
+        return report(&result);
+    }
+    let name = "a_rank_without_memory_fails_the_operation_on_all_ranks_with_the_cause";
+    for (transport, case) in [("tcp", "result"), ("shm", "result"), ("tcp", "scratch")] {
+        let case = ("BONFIRE_TEST_CASE", case.to_owned());
+        let mut ranks = Process::start_ranks_with(name, 3, transport, DEADLINE, &[case.clone()]);
+        for (rank, process) in ranks.iter().enumerate() {
+            let error = process.outcome().expect_err("rank 1 has no memory");
+            let label = format!("{transport}, {}, rank {rank}: {error:?}", case.1);
+            assert!(matches!(error, Error::Io { .. }), "{label}");
+            assert!(error.to_string().contains("on rank 1: not enough memory"), "{label}");
+        }
+        assert!(ranks.iter_mut().all(|rank| rank.end().success()));
     }
 }
 

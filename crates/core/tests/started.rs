@@ -1,7 +1,8 @@
 //! Started operations: their order, their buffers, and works that are never waited for.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::channel;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Barrier, Mutex};
 use std::thread;
 use std::time::Duration;
 
@@ -43,6 +44,71 @@ fn every_operation_can_be_started() {
             assert_eq!(sent.map(|work| wait(work).unwrap()), (rank == 0).then(|| mine.clone()));
             assert_eq!(received.map(|work| wait(work).unwrap()), (rank == 1).then(|| (0..7).collect()));
         });
+    }
+}
+
+/// A buffer that panics when the operation takes its elements, and not yet when it is started.
+struct Explosive {
+    taken: usize,
+    data: Vec<i64>,
+}
+
+impl AsMut<[i64]> for Explosive {
+    fn as_mut(&mut self) -> &mut [i64] {
+        self.taken += 1;
+        assert!(self.taken < 2, "on purpose");
+        &mut self.data
+    }
+}
+
+#[test]
+fn a_buffer_that_panics_fails_the_operation_on_all_ranks() {
+    for kind in Kind::ALL {
+        let results = run_ranks(kind, 3, |group| {
+            let first = if group.rank() == 1 {
+                let buffer = Explosive { taken: 0, data: vec![1000; 5] };
+                let work = group.start_all_reduce(buffer, ReduceOp::Sum).unwrap();
+                let waited = catch_unwind(AssertUnwindSafe(|| work.wait().is_ok()));
+                assert!(waited.is_err(), "{kind:?}: the panic is passed on");
+                group.failure().map_or(Ok(()), Err)
+            } else {
+                wait(group.start_all_reduce(vec![1i64; 5], ReduceOp::Sum).unwrap()).map(drop)
+            };
+            // Without a failure this one would be paired with the operation that rank 1 has missed.
+            let later = group.all_reduce(&mut [1i64; 5], ReduceOp::Sum);
+            (first, later)
+        });
+        for (rank, (first, later)) in results.into_iter().enumerate() {
+            let error = first.expect_err("rank 1 could not take part");
+            assert!(matches!(error, Error::Broken { .. }), "{kind:?}, rank {rank}: {error:?}");
+            assert!(error.to_string().contains("all_reduce(i64 x 5, sum): rank 1 panicked"), "{kind:?}: {error}");
+            assert_eq!(later, Err(error), "{kind:?}, rank {rank}");
+        }
+    }
+}
+
+#[test]
+fn a_call_behind_a_hanging_operation_ends_by_its_own_deadline() {
+    for kind in Kind::ALL {
+        for blocking in [true, false] {
+            let end = Arc::new(Barrier::new(2));
+            let results = run_ranks(kind, 2, move |group| {
+                let errors = (group.rank() == 0).then(|| {
+                    let hanging = group.start_barrier().unwrap();
+                    let soon = group.with_deadline(Duration::from_millis(100));
+                    let second = if blocking { soon.barrier() } else { wait(soon.start_barrier().unwrap()) };
+                    (wait(hanging), second)
+                });
+                end.wait();
+                errors
+            });
+            let (first, second) = results.into_iter().flatten().next().expect("rank 0 has errors");
+            let error = second.expect_err("rank 1 does not call");
+            let Error::Timeout { rank: 0, missing, elapsed, .. } = &error else { panic!("{kind:?}: {error:?}") };
+            // The operation in front has a deadline of a minute.
+            assert!(missing.is_empty() && *elapsed < bonfire_testing::DEADLINE / 2, "{kind:?}: {error:?}");
+            assert_eq!(first, Err(error), "{kind:?}: the operation in front ends with the group");
+        }
     }
 }
 

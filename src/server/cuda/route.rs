@@ -59,7 +59,7 @@ static PROCESS: LazyLock<Result<u64, Error>> = LazyLock::new(random);
 /// Returns this rank's route in the group for its device, if there is one.
 pub(super) fn of(group: &Group, device: DeviceId) -> Result<Option<Arc<dyn Route<CudaRuntime>>>, Error> {
     // On an error the other ranks would continue without this one.
-    let agreed = group.keep(|| agree(group, device).inspect_err(|error| group.abandon(error.clone())))?;
+    let agreed = group.keep(|| agree(group, device).map_err(|error| group.abandon(error)))?;
     if agreed.route.is_some() && agreed.device != device {
         let reason = format!("rank {} uses {} in this group, not with {device}", group.rank(), agreed.device);
         return Err(Error::argument("a collective on a device", reason));

@@ -22,7 +22,8 @@ pub(super) fn start<R: DeviceTransport>(
     let starts: Vec<_> = sources.iter().map(|(_, range)| range.start).collect();
     let sources = sources.into_iter().map(|(source, range)| (source, range.len())).collect();
     let reading = run_on_device(&device, call, move |server| server.snapshot(sources, stream));
-    let work = group.start_operation(Request::from(call), Bytes::from_bytes_vec(Vec::new()), move |memory| {
+    let memory = Bytes::from_bytes_vec(Vec::new());
+    let work = group.start_operation(Request::from(call), call.count, memory, move |memory| {
         let operation = call.operation.to_string();
         let parts = reading()?.wait(&operation)?;
         *memory = pool::bytes(&operation, call.bytes())?;

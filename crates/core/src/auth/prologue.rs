@@ -7,7 +7,7 @@ use std::io;
 use super::REMEDY;
 
 /// Version of the protocol between ranks. Any change to a message increments it.
-pub(super) const VERSION: u16 = 8;
+pub(super) const VERSION: u16 = 9;
 
 /// The first bytes of an opening, which no other protocol uses.
 const MAGIC: [u8; 4] = *b"BNFR";

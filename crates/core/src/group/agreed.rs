@@ -11,6 +11,7 @@ use super::handle::{Attachment, Group};
 use super::progress::Work;
 use super::record::CallSite;
 use super::request::Request;
+use super::turn::Turn;
 use crate::sync::Deadline;
 use crate::transport::Buffers;
 use crate::types::{Call, DType, Error, Operation, Parts, Site};
@@ -32,8 +33,9 @@ pub trait Agreement {
     /// the same result on all ranks.
     fn tell_all<T: Serialize + DeserializeOwned>(&self, own: Result<T, Error>) -> Result<Vec<T>, Error>;
 
-    /// Poisons the group because this rank cannot continue in it, so that no rank waits for it.
-    fn abandon(&self, error: Error);
+    /// Poisons the group because this rank cannot continue in it, so that no rank waits for it. Returns the error that
+    /// poisoned the group, which may be an earlier one.
+    fn abandon(&self, error: Error) -> Error;
 
     /// Returns the state that a layer above attaches to this group. `make` creates it on first use, and it is kept
     /// until the last handle is dropped. It must not hold a handle itself.
@@ -64,11 +66,10 @@ impl Agreement for Group {
         prepare: impl FnOnce() -> Result<P, Error> + Send + 'static,
         run: impl FnOnce(P, &Site, &Deadline) -> Result<T, Error> + Send + 'static,
     ) -> Result<Agreed<T>, Error> {
-        let (limit, at) = (self.deadline(), Location::caller());
-        let work = self.progress()?.start(&self.core, None, move |core, result| {
-            let deadline = Deadline::after(limit);
+        let (deadline, at) = (Deadline::after(self.deadline()), Location::caller());
+        let work = self.progress()?.start(&self.core, call, deadline, None, move |core, turn, result| {
             let prepared = prepare().map_err(|error| core.abort(error))?;
-            let site = Site { call, sequence: agree(core, call, &deadline, at)? };
+            let site = Site { call, sequence: agree(core, turn, call, &deadline, at)? };
             let started = run(prepared, &site, &deadline).map_err(|error| core.abort(error))?;
             *result = Some((started, site, deadline));
             Ok(())
@@ -90,9 +91,10 @@ impl Agreement for Group {
         each.collect()
     }
 
-    fn abandon(&self, error: Error) {
-        let _turn = self.turn();
-        self.core.abort(error);
+    fn abandon(&self, error: Error) -> Error {
+        // After the operations before it, which may still complete.
+        let _turn = self.core.queue.turn(&Deadline::after(self.deadline()));
+        self.core.abort(error)
     }
 
     fn keep<T: Attachment>(&self, make: impl FnOnce() -> Result<T, Error>) -> Result<Arc<T>, Error> {
@@ -101,13 +103,13 @@ impl Agreement for Group {
 }
 
 /// Waits until all ranks have made this call. Returns its sequence number.
-fn agree(core: &Core, call: Call, deadline: &Deadline, at: CallSite) -> Result<u64, Error> {
+fn agree(core: &Core, turn: &Turn<'_>, call: Call, deadline: &Deadline, at: CallSite) -> Result<u64, Error> {
     let tag = Site { sequence: 0, call }.to_bytes();
     let mut tags = vec![0; Site::BYTES * core.world_size()];
     tags[Site::BYTES * core.rank()..][..Site::BYTES].copy_from_slice(&tag);
     let gather = Request::new(Operation::AllGather, DType::U8).call(tags.len());
     let buffers = Buffers { input: None, output: &mut tags, parts: Parts::Even };
-    let sequence = core.run_for(Some(call), gather, Task::Collective(buffers), deadline, at)?;
+    let sequence = core.run_for(turn, Some(call), gather, Task::Collective(buffers), deadline, at)?;
     let calls = tags.as_chunks::<{ Site::BYTES }>().0;
     if calls.iter().all(|other| *other == tag) {
         return Ok(sequence);

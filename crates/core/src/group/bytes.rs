@@ -41,11 +41,12 @@ pub trait ByteOperations {
     /// Receives from a rank.
     fn operate_recv(&self, request: Request<'_>, data: &mut [u8], from: usize) -> Result<(), Error>;
 
-    /// Starts a collective in place. When its turn comes, `bytes` returns the memory to operate on; its error fails the
-    /// group.
+    /// Starts a collective in place on `count` elements. When its turn comes, `bytes` returns the memory to operate on;
+    /// its error, or another length, fails the group.
     fn start_operation<B: Send + 'static>(
         &self,
         request: Request<'static>,
+        count: usize,
         buffer: B,
         bytes: impl for<'a> FnOnce(&'a mut B) -> Result<&'a mut [u8], Error> + Send + 'static,
     ) -> Result<Work<B>, Error>;
@@ -122,17 +123,21 @@ impl ByteOperations for Group {
     fn start_operation<B: Send + 'static>(
         &self,
         request: Request<'static>,
+        count: usize,
         buffer: B,
         bytes: impl for<'a> FnOnce(&'a mut B) -> Result<&'a mut [u8], Error> + Send + 'static,
     ) -> Result<Work<B>, Error> {
-        request.check_root(self.world_size())?;
-        let (limit, at) = (self.deadline(), Location::caller());
-        Ok(self.progress()?.start(&self.core, buffer, move |core, buffer| {
-            let output = bytes(buffer).map_err(|error| core.abort(error))?;
-            // The caller has checked that the buffer can be split. Peers report a length that differs from theirs.
-            let call = request.call(request.len(output).map_err(|error| core.abort(error))?);
+        let call = request.in_place(self.world_size(), count)?;
+        let (deadline, at) = (Deadline::after(self.deadline()), Location::caller());
+        Ok(self.progress()?.start(&self.core, call, deadline, buffer, move |core, turn, buffer| {
+            let output = bytes(buffer).and_then(|output| {
+                let found = request.len(output)?;
+                let reason = || format!("the buffer had {count} elements when it was started, and now has {found}");
+                if found == count { Ok(output) } else { Err(Error::broken(call, reason())) }
+            });
+            let output = output.map_err(|error| core.abort(error))?;
             let buffers = Buffers { input: None, output, parts: Parts::Even };
-            core.run(call, Task::Collective(buffers), &Deadline::after(limit), at).map(drop)
+            core.run(turn, call, Task::Collective(buffers), &deadline, at).map(drop)
         }))
     }
 }
@@ -142,8 +147,8 @@ impl Group {
     #[track_caller]
     #[inline]
     fn perform(&self, call: Call, task: Task<'_>) -> Result<(), Error> {
-        let at = Location::caller();
-        let _turn = self.turn();
-        self.core.run(call, task, &Deadline::after(self.deadline()), at).map(drop)
+        let (deadline, at) = (Deadline::after(self.deadline()), Location::caller());
+        let turn = self.core.turn(call, &deadline)?;
+        self.core.run(&turn, call, task, &deadline, at).map(drop)
     }
 }

@@ -1,12 +1,12 @@
 //! The path of every operation through its group, and what a failure does to the group.
 
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use super::execute::{Executor, Task};
 use super::record::CallSite;
 use super::recorder::Recorder;
-use super::turn::TicketLock;
+use super::turn::{TicketLock, Turn};
 use super::workspace::Workspace;
 use crate::plan::Selection;
 use crate::sync::{Deadline, Mutex, lock};
@@ -18,6 +18,8 @@ pub struct Core {
     pub(super) executor: Executor,
     pub(super) queue: TicketLock,
     workspace: Mutex<Workspace>,
+    /// Collectives that this rank has completed. Only the owner of the turn writes it.
+    completed: AtomicU64,
     failure: OnceLock<Error>,
     /// A number that all ranks of the group share, different from every other group's, if there is one.
     pub(super) session: Option<u64>,
@@ -34,6 +36,7 @@ impl Core {
         let Base { transport, near, session, regroup } = base;
         Core {
             workspace: Mutex::new(Workspace::new(transport.world_size())),
+            completed: AtomicU64::new(0),
             executor: Executor { transport, near, algorithms },
             queue: TicketLock::default(),
             failure: OnceLock::new(),
@@ -60,16 +63,42 @@ impl Core {
         self.failure.get()
     }
 
+    /// Waits until it is this call's turn. If the deadline passes first, the group is poisoned: the other ranks make
+    /// this call, and this rank will not.
+    #[inline]
+    pub(super) fn turn(&self, call: Call, deadline: &Deadline) -> Result<Turn<'_>, Error> {
+        self.queue.turn(deadline).ok_or_else(|| self.miss_turn(call, deadline))
+    }
+
+    /// Poisons the group because the deadline of a call passed before its turn came. Interrupts the operation whose
+    /// turn it is.
+    #[cold]
+    pub(super) fn miss_turn(&self, call: Call, deadline: &Deadline) -> Error {
+        let completed = self.completed.load(Ordering::Relaxed);
+        // The first operation that this rank has not completed.
+        let site = Site { call, sequence: completed };
+        let (rank, elapsed) = (self.rank(), deadline.elapsed());
+        self.poison(Error::Timeout { site, rank, missing: Vec::new(), elapsed }, completed)
+    }
+
     /// Runs an operation whose turn it is. Returns its sequence number.
     #[inline]
-    pub(super) fn run(&self, call: Call, task: Task<'_>, deadline: &Deadline, at: CallSite) -> Result<u64, Error> {
-        self.run_for(None, call, task, deadline, at)
+    pub(super) fn run(
+        &self,
+        turn: &Turn<'_>,
+        call: Call,
+        task: Task<'_>,
+        deadline: &Deadline,
+        at: CallSite,
+    ) -> Result<u64, Error> {
+        self.run_for(turn, None, call, task, deadline, at)
     }
 
     /// As [`run`](Self::run), for a step of the operation `outer`, which errors name instead.
     #[inline]
     pub(super) fn run_for(
         &self,
+        turn: &Turn<'_>,
         outer: Option<Call>,
         call: Call,
         task: Task<'_>,
@@ -80,14 +109,16 @@ impl Core {
         let operate = |workspace: &mut Workspace, site: &Site| {
             self.executor.run(workspace, site, task, deadline).map(|()| site.sequence)
         };
-        self.enter(outer, call, message, deadline, at, operate)
+        self.enter(turn, outer, call, message, deadline, at, operate)
     }
 
     /// Numbers and records an operation whose turn it is, runs `operate`, and poisons the group after a fault.
     /// `message` is the peer and whether this rank sends.
     #[inline]
+    #[expect(clippy::too_many_arguments, reason = "all that an operation consists of, passed on by two functions")]
     pub(super) fn enter<T>(
         &self,
+        turn: &Turn<'_>,
         outer: Option<Call>,
         call: Call,
         message: Option<(usize, bool)>,
@@ -101,9 +132,14 @@ impl Core {
         let mut workspace = lock(&self.workspace);
         let completed = workspace.sequence;
         let site = Site { call, sequence: workspace.number(call.operation, message) };
-        let entry = self.recorder.begin(&call, site.sequence, message, at, deadline.start());
-        match operate(&mut workspace, &site) {
+        let entry = self.recorder.begin(&call, site.sequence, message, at, turn.came(deadline));
+        // From here on the peers count on this rank, so a panic must reach them too.
+        let unwinding = Unwinding { core: self, site: &site, completed };
+        let result = operate(&mut workspace, &site);
+        std::mem::forget(unwinding);
+        match result {
             Ok(result) => {
+                self.completed.store(workspace.sequence, Ordering::Relaxed);
                 self.recorder.done(entry);
                 Ok(result)
             }
@@ -120,13 +156,12 @@ impl Core {
 
     /// Poisons the group because this rank cannot take part in the operation whose turn it is.
     pub(crate) fn abort(&self, error: Error) -> Error {
-        let completed = lock(&self.workspace).sequence;
-        self.poison(error, completed)
+        self.poison(self.located(error), self.completed.load(Ordering::Relaxed))
     }
 
     /// Poisons the group because of an error in the collective with this number, whose turn is over.
     pub fn abort_after(&self, error: Error, sequence: u64) -> Error {
-        self.poison(error, sequence + 1)
+        self.poison(self.located(error), sequence + 1)
     }
 
     /// Returns a failure or a lost rank, if there is any, that an operation which all ranks have begun may not survive.
@@ -142,7 +177,7 @@ impl Core {
     fn error(&self, site: Site, fault: Fault, deadline: &Deadline) -> Error {
         let (rank, elapsed) = (self.rank(), deadline.elapsed());
         match fault {
-            Fault::Failed(error) => error,
+            Fault::Failed(error) => self.located(error),
             Fault::Timeout { missing } => Error::Timeout { site, rank, missing, elapsed },
             Fault::Left { peer } => Error::Left { site, rank: peer },
             Fault::Lost { peer, reason } => {
@@ -156,6 +191,17 @@ impl Core {
         }
     }
 
+    /// Adds this rank to an error that occurred here and that other ranks will see without its source.
+    fn located(&self, error: Error) -> Error {
+        match error {
+            Error::Io { operation, reason, source: Some(source) } => {
+                let operation = format!("{operation} on rank {}", self.rank());
+                Error::Io { operation, reason, source: Some(source) }
+            }
+            error => error,
+        }
+    }
+
     /// Poisons the group with `error`, unless it is poisoned already. Returns the error that did.
     fn poison(&self, error: Error, completed: u64) -> Error {
         let error = self.failure.get_or_init(|| error).clone();
@@ -163,5 +209,19 @@ impl Core {
         // Last: the peers know by now and need not wait for a disk.
         self.save_trace();
         error
+    }
+}
+
+/// Poisons the group if it is dropped, which happens only while a panic unwinds the operation.
+struct Unwinding<'a> {
+    core: &'a Core,
+    site: &'a Site,
+    completed: u64,
+}
+
+impl Drop for Unwinding<'_> {
+    fn drop(&mut self) {
+        let reason = format!("rank {} panicked in it; that rank's output has the message", self.core.rank());
+        self.core.poison(Error::broken(self.site.to_string(), reason), self.completed);
     }
 }

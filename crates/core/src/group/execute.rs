@@ -154,7 +154,7 @@ impl Executor {
         };
         let whole: &mut [u8] = if in_scratch {
             let source = buffers.input.unwrap_or(buffers.output);
-            let whole = work.bytes(source.len());
+            let whole = work.bytes(source.len())?;
             whole.copy_from_slice(source);
             whole
         } else {
@@ -172,7 +172,7 @@ impl Executor {
             Execution { transport, site, deadline, call, parts: part_starts, ranks: world_size, whole, received };
         execution.run(&plan, accumulator)?;
         if in_scratch && matches!(call.operation, Operation::ReduceScatter | Operation::Scatter) {
-            buffers.output.copy_from_slice(&work.bytes(call.bytes())[own]);
+            buffers.output.copy_from_slice(&work.bytes(call.bytes())?[own]);
         }
         Ok(())
     }

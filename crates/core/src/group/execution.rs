@@ -41,7 +41,7 @@ impl Execution<'_> {
         match self.kernel() {
             Some(kernel) if kernel.wide => {
                 let elements = owned.len() / self.call.dtype.size();
-                let accumulator = accumulator.bytes(elements * kernel.accumulator);
+                let accumulator = accumulator.bytes(elements * kernel.accumulator)?;
                 (kernel.load)(accumulator, &self.whole[owned.clone()]);
                 for step in &plan.reduce {
                     self.step(step, Some(accumulator))?;
@@ -105,7 +105,7 @@ impl Execution<'_> {
             return transfer(self.transport, &tag, outgoing.map(|(to, _)| (to, sent)), (from, kept), self.deadline);
         }
         let (size, kernel) = (self.call.dtype.size(), self.kernel());
-        let incoming = self.received.bytes(range.len());
+        let incoming = self.received.bytes(range.len())?;
         let sent = outgoing.map(|(to, range)| (to, &self.whole[range]));
         transfer(self.transport, &tag, sent, (from, &mut *incoming), self.deadline)?;
         let target = match (accumulator, kernel) {

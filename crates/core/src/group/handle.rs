@@ -10,9 +10,8 @@ use super::buffer::Buffer;
 use super::core::Core;
 use super::progress::Progress;
 use super::trace::Trace;
-use super::turn::Turn;
 use crate::plan::Selection;
-use crate::sync::{Mutex, lock};
+use crate::sync::{Deadline, Mutex, lock};
 use crate::types::{Element, Error, Fault, Operation};
 
 /// Where a subgroup comes from.
@@ -49,7 +48,7 @@ pub(super) struct Lineage {
 ///
 /// # Failures
 /// Every call but the `start_` forms blocks until its operation is complete or has failed. It fails at its
-/// [deadline](Self::deadline) at the latest, 300 s unless set, which starts when its turn comes. Between processes, a
+/// [deadline](Self::deadline) at the latest, 300 s unless set, which starts at the call. Between processes, a
 /// rank that dies is noticed at once, and one that is stopped or unreachable after 5 s
 /// ([`Builder::silence`](crate::Builder::silence)). Threads and MPI have no heartbeats: there the deadline decides, and
 /// MPI's launcher ends the job of a process that dies.
@@ -132,6 +131,11 @@ impl Group {
         Group { deadline, ..self.clone() }
     }
 
+    /// Returns a handle for the next step of a call whose deadline this is.
+    pub(super) fn within(&self, deadline: &Deadline) -> Group {
+        self.with_deadline(deadline.remaining())
+    }
+
     /// Returns the error that poisoned the group, if any. A failure of another rank is known only once an operation of
     /// this rank has failed with it.
     pub fn failure(&self) -> Option<Error> {
@@ -199,11 +203,6 @@ impl Group {
     #[inline]
     pub(super) fn rank_and_size(&self) -> (usize, usize) {
         (self.rank(), self.world_size())
-    }
-
-    #[inline]
-    pub(super) fn turn(&self) -> Turn<'_> {
-        self.core.queue.turn()
     }
 
     /// Returns the attached state, which `make` creates on first use.

@@ -297,7 +297,7 @@ impl<'r> Hierarchical<'r> {
             self.on_host(gather, buffers.input, &mut buffers.output[bytes(&block, size)])?;
             &mut *buffers.output
         } else {
-            let host_major = work.bytes(call.bytes());
+            let host_major = work.bytes(call.bytes())?;
             let own = buffers.input.unwrap_or_else(|| &buffers.output[bytes(&self.own(), size)]);
             self.on_host(gather, Some(own), &mut host_major[bytes(&block, size)])?;
             host_major
@@ -311,7 +311,7 @@ impl<'r> Hierarchical<'r> {
             self.on_host(broadcast, None, &mut host_major[bytes(&others, size)])?;
         }
         if !hosts.contiguous() {
-            let host_major = work.bytes(call.bytes());
+            let host_major = work.bytes(call.bytes())?;
             self.for_each_part(|here, part| {
                 buffers.output[bytes(&part, size)].copy_from_slice(&host_major[bytes(&here, size)]);
             });
@@ -329,7 +329,7 @@ impl<'r> Hierarchical<'r> {
         let (call, hosts, size, wide) = (&self.site.call, self.hosts, self.size(), self.wide());
         let (block, width) = (self.block(), wide.map_or(size, |kernel| kernel.accumulator));
         let input = buffers.input.unwrap_or(&*buffers.output);
-        let partials = work.bytes(call.count * width);
+        let partials = work.bytes(call.count * width)?;
         let reduce = self.at_leader(self.partial_phase(Operation::Reduce, call.count));
         if wide.is_none() && hosts.contiguous() {
             let target = if self.is_leader() { partials.len() } else { 0 };
@@ -345,7 +345,7 @@ impl<'r> Hierarchical<'r> {
             self.on_host(reduce, None, partials)?;
         }
         let partials_of_block = bytes(&block, width);
-        let results = if wide.is_some() { rounded.bytes(block.len() * size) } else { &mut [] };
+        let results = if wide.is_some() { rounded.bytes(block.len() * size)? } else { &mut [] };
         if self.is_leader() {
             let parts = |host| hosts.start(call.count, host);
             let scatter = self.partial_phase(Operation::ReduceScatter, call.count);

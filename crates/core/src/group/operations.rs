@@ -17,6 +17,8 @@ mod variable;
 use bytemuck::{cast_slice, cast_slice_mut};
 
 pub use self::batch::Batch;
+use super::agreed::Agreement;
+use super::buffer::zeroed;
 use super::bytes::ByteOperations;
 use super::handle::Group;
 use super::progress::Work;
@@ -29,11 +31,18 @@ impl Group {
         self.operate(request, input.map(cast_slice), cast_slice_mut(output))
     }
 
+    /// Allocates the output of an operation whose sizes the ranks have exchanged. The peers go on to the operation
+    /// itself, so a failure must reach them.
+    fn output<T: Element>(&self, operation: &str, len: usize) -> Result<Vec<T>, Error> {
+        zeroed(operation, len).map_err(|error| self.abandon(error))
+    }
+
     #[track_caller]
-    fn start<T: Element, B>(&self, request: Request<'static>, buffer: B) -> Result<Work<B>, Error>
+    fn start<T: Element, B>(&self, request: Request<'static>, mut buffer: B) -> Result<Work<B>, Error>
     where
         B: AsMut<[T]> + Send + 'static,
     {
-        self.start_operation(request, buffer, |buffer| Ok(cast_slice_mut(buffer.as_mut())))
+        let count = buffer.as_mut().len();
+        self.start_operation(request, count, buffer, |buffer| Ok(cast_slice_mut(buffer.as_mut())))
     }
 }

@@ -2,13 +2,15 @@
 
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::Arc;
-use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
 
 use super::core::Core;
-use crate::sync::{Mutex, lock};
-use crate::types::Error;
+use super::turn::Turn;
+use crate::sync::{Deadline, Mutex, lock};
+use crate::types::{Call, Error};
 
 type StartedOperation = Box<dyn FnOnce() + Send>;
 
@@ -31,25 +33,38 @@ impl Progress {
     pub fn start<B: Send + 'static>(
         &self,
         core: &Arc<Core>,
+        call: Call,
+        deadline: Deadline,
         mut buffer: B,
-        run: impl FnOnce(&Core, &mut B) -> Result<(), Error> + Send + 'static,
+        run: impl FnOnce(&Core, &Turn<'_>, &mut B) -> Result<(), Error> + Send + 'static,
     ) -> Work<B> {
         let (done, outcome) = channel();
+        let began = Arc::new(AtomicBool::new(false));
+        let queued = Queued { core: Arc::downgrade(core), call, deadline, began: began.clone() };
         // Tickets must come up in queue order, hence both are taken under the lock: the progress thread waits for the
         // ticket of the first operation before it looks at the second.
         let queue = lock(&self.queue);
         let ticket = core.queue.ticket();
         let core = core.clone();
         let operation = move || {
-            let turn = core.queue.wait(ticket);
-            let result = catch_unwind(AssertUnwindSafe(|| run(&core, &mut buffer)));
+            let turn = core.queue.wait(ticket, &deadline);
+            began.store(true, Ordering::Release);
+            let result = catch_unwind(AssertUnwindSafe(|| match &turn {
+                Some(turn) => run(&core, turn, &mut buffer),
+                None => Err(core.miss_turn(call, &deadline)),
+            }));
+            if result.is_err() {
+                // The peers make this call, and this rank may not have numbered it.
+                let reason = format!("rank {} panicked in it; that rank's output has the message", core.rank());
+                core.abort(Error::broken(call.to_string(), reason));
+            }
             drop(turn);
             // If the `Work` was dropped, the outcome is dropped too. The operation has completed anyway.
             let _ = done.send(result.map(|result| (result, buffer)));
         };
         // The thread ends only in `finish`, which no handle outlives.
         let _ = queue.send(Box::new(operation));
-        Work { outcome }
+        Work { outcome, queued }
     }
 
     /// Runs what is queued, then ends the thread.
@@ -67,11 +82,22 @@ impl Progress {
 #[must_use = "the buffer comes back from `wait`"]
 pub struct Work<B> {
     outcome: Receiver<std::thread::Result<(Result<(), Error>, B)>>,
+    queued: Queued,
+}
+
+/// What ends the wait for an operation that does not begin by its deadline.
+struct Queued {
+    /// Weak: the group may be dropped before its works.
+    core: Weak<Core>,
+    call: Call,
+    deadline: Deadline,
+    /// Whether its turn has come.
+    began: Arc<AtomicBool>,
 }
 
 impl<B> Work<B> {
-    /// Waits until the operation has ended and returns the buffer, after a failure too. The operation ends by its
-    /// deadline, which starts when all operations called before it have ended.
+    /// Waits until the operation has ended and returns the buffer, after a failure too. The operation's deadline started
+    /// when it was started. If the operations before it take longer, it fails, and with it the group.
     ///
     /// # Errors
     /// The error of the operation, with the buffer, whose contents are then unspecified.
@@ -79,7 +105,18 @@ impl<B> Work<B> {
     /// # Panics
     /// If the buffer's own code panicked during the operation.
     pub fn wait(self) -> Result<B, (Error, B)> {
-        match self.outcome.recv() {
+        let Queued { core, call, deadline, began } = self.queued;
+        let outcome = self.outcome.recv_timeout(deadline.remaining()).or_else(|error| {
+            // Once begun, the operation ends by its deadline on its own.
+            if error == RecvTimeoutError::Timeout
+                && !began.load(Ordering::Acquire)
+                && let Some(core) = core.upgrade()
+            {
+                core.miss_turn(call, &deadline);
+            }
+            self.outcome.recv()
+        });
+        match outcome {
             Ok(Ok((Ok(()), buffer))) => Ok(buffer),
             Ok(Ok((Err(error), buffer))) => Err((error, buffer)),
             Ok(Err(panic)) => resume_unwind(panic),

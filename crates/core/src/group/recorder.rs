@@ -198,14 +198,14 @@ impl Slot {
     }
 }
 
-/// Packs a call without its count, which has a word of its own. 16 bits are left for the fingerprint of the sizes: more
-/// would not fit a slot of one cache line.
+/// Packs a call without its count, which has a word of its own. 16 bits are left for the fingerprint of the sizes, which
+/// is shortened: more would not fit a slot of one cache line.
 #[inline]
 fn pack(call: &Call) -> u64 {
     let reduction = call.reduction.map_or(0, |op| op as u64 + 1);
     // A root beyond 32 bits is not a rank of any group that can exist.
     let root = call.root.map_or(0, |root| u64::from(root as u32) + 1);
-    let sizes = u64::from(Fingerprint::to_word(call.sizes));
+    let sizes = u64::from(call.sizes.map_or(0, Fingerprint::shortened));
     call.operation as u64 | (call.dtype as u64) << 5 | reduction << 10 | root << 13 | sizes << 48
 }
 
@@ -217,7 +217,7 @@ fn unpack(packed: u64, count: u64) -> Option<Call> {
     bytes[16..20].copy_from_slice(&absent(packed >> 13 & 0x7_ffff_ffff).to_le_bytes());
     bytes[20..24].copy_from_slice(&absent(packed >> 10 & 7).to_le_bytes());
     (bytes[24], bytes[25]) = (packed as u8 & 0x1f, (packed >> 5) as u8 & 0x1f);
-    bytes[26..28].copy_from_slice(&((packed >> 48) as u16).to_le_bytes());
+    bytes[28..30].copy_from_slice(&((packed >> 48) as u16).to_le_bytes());
     Site::from_bytes(&bytes).map(|site| site.call)
 }
 
@@ -255,7 +255,7 @@ mod tests {
     fn calls_survive_packing() {
         let mut all = vec![call(0), call(usize::MAX)];
         for operation in Operation::ALL.iter().copied() {
-            for sizes in [0, 1, u16::MAX].map(Fingerprint::from_word) {
+            for sizes in [0, 1, 0xffff].map(Fingerprint::from_word) {
                 all.push(Call { operation, dtype: DType::F32, count: 1, reduction: None, root: None, sizes });
             }
         }

@@ -15,7 +15,7 @@ pub struct Request<'a> {
     /// Elements of each rank's part; `None` for even parts.
     sizes: Option<&'a [usize]>,
     /// Fingerprint of the tensors' shape, if there are tensors.
-    shape: Option<u16>,
+    shape: Option<u32>,
 }
 
 /// How much of the whole a buffer holds.

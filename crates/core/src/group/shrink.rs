@@ -7,7 +7,7 @@ use super::handle::Group;
 #[cfg(unix)]
 use super::interrupt;
 use crate::sync::Deadline;
-use crate::types::Error;
+use crate::types::{Apart, Error};
 
 impl Group {
     /// Creates a group of the surviving ranks, in their old order, numbered from 0, with this group's settings. Every
@@ -49,13 +49,15 @@ impl Group {
     /// transport](Self::on), or that was shrunk before. [`Error::Io`] if the system refuses a socket or a thread.
     /// [`Error::Broken`] if this rank cannot connect to the other survivors.
     pub fn shrink(&self) -> Result<Group, Error> {
-        let _turn = self.turn();
+        let deadline = Deadline::after(self.deadline());
         let regroup = self.regroup("shrink")?;
+        let busy = || Error::Shrink { rank: self.rank(), why: Apart::Busy, elapsed: deadline.elapsed() };
+        let _turn = self.core.queue.turn(&deadline).ok_or_else(busy)?;
         if self.core.shrunk.swap(true, Ordering::Relaxed) {
             let reason = "this group was shrunk before: shrink the group that it was shrunk to";
             return Err(Error::argument("shrink", reason));
         }
-        let base = regroup.shrink(&Deadline::after(self.deadline()))?;
+        let base = regroup.shrink(&deadline)?;
         let group = Group::of(Core::new(base, self.core.executor.algorithms.clone()), self.deadline(), None);
         #[cfg(unix)]
         interrupt::inherit(&self.core, &group.core);

@@ -67,12 +67,12 @@ impl Group {
             let reason = format!("rank {} is not a member, and only members call it", self.rank());
             return Err(Error::argument("subgroup", reason));
         }
-        self.form(members)
+        self.form(members, &Deadline::after(self.deadline()))
     }
 
     /// Splits the group by color. Ranks that pass the same `color` form one subgroup, ordered by their keys and, for
     /// equal keys, by their ranks in this group. A rank without a color joins no subgroup and gets `None`. All ranks
-    /// call it. It consists of two operations, each with a deadline of its own.
+    /// call it.
     ///
     /// # Errors
     /// See [`subgroup`](Group::subgroup).
@@ -82,6 +82,7 @@ impl Group {
         self.regroup("split")?;
         let mine = [u64::from(color.is_some()), color.unwrap_or(0), key.cast_unsigned()];
         let mut all = vec![0u64; 3 * self.world_size()];
+        let deadline = Deadline::after(self.deadline());
         self.all_gather_into(&mine, &mut all)?;
         if color.is_none() {
             return Ok(None);
@@ -89,7 +90,7 @@ impl Group {
         let same = |rank: &usize| all[3 * rank..3 * rank + 2] == mine[..2];
         let mut members: Vec<usize> = (0..self.world_size()).filter(same).collect();
         members.sort_by_key(|rank| all[3 * rank + 2].cast_signed());
-        self.form(members).map(Some)
+        self.form(members, &deadline).map(Some)
     }
 
     /// Creates a subgroup of the ranks on this rank's host, as they identified their machines at the rendezvous. Ranks
@@ -101,7 +102,8 @@ impl Group {
     pub fn by_host(&self) -> Result<Group, Error> {
         let hosts = self.regroup("by_host")?.hosts();
         let own = hosts.get(self.rank());
-        self.form((0..hosts.len()).filter(|rank| hosts.get(*rank) == own).collect())
+        let members = (0..hosts.len()).filter(|rank| hosts.get(*rank) == own).collect();
+        self.form(members, &Deadline::after(self.deadline()))
     }
 
     /// Returns the group that this one is a subgroup of, if it is one. A group from [`shrink`](Self::shrink) is not.
@@ -137,11 +139,10 @@ impl Group {
 
     /// Creates a group of `members`, this rank among them, with ranks in that order.
     #[track_caller]
-    fn form(&self, members: Vec<usize>) -> Result<Group, Error> {
+    fn form(&self, members: Vec<usize>, deadline: &Deadline) -> Result<Group, Error> {
         let at = Location::caller();
-        let _turn = self.turn();
         let regroup = self.regroup("subgroup")?;
-        let base = self.core.invite(&members, regroup, &Deadline::after(self.deadline()), at)?;
+        let base = self.core.invite(&members, regroup, deadline, at)?;
         let core = Core::new(base, self.core.executor.algorithms.clone());
         let group = Group::of(core, self.deadline(), Some(Lineage { parent: self.clone(), members }));
         #[cfg(unix)]
@@ -177,6 +178,7 @@ impl Core {
         };
         let other = members.iter().find(|member| **member != self.rank());
         let message = Some((other.map_or(0, |other| *other), true));
-        self.enter(None, call, message, deadline, at, |_, _| regroup.subgroup(members, deadline))
+        let turn = self.turn(call, deadline)?;
+        self.enter(&turn, None, call, message, deadline, at, |_, _| regroup.subgroup(members, deadline))
     }
 }

@@ -247,7 +247,7 @@ impl Shared {
     }
 
     fn fail(&self, error: &Error) {
-        self.abort(FAILED, Fault::Failed(error.clone()));
+        self.abort(FAILED, Fault::Failed(error.for_peers()));
         self.mailboxes.iter().for_each(Mailbox::ring);
     }
 

@@ -81,23 +81,31 @@ pub fn hash(bytes: impl IntoIterator<Item = u8>) -> u64 {
 /// even otherwise. Never 0, which encodes `None` on the wire.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
-pub(crate) struct Fingerprint(u16);
+pub(crate) struct Fingerprint(u32);
 
 impl Fingerprint {
     /// Hashes numbers on which several ranks must agree.
-    pub fn of(numbers: impl IntoIterator<Item = usize>) -> u16 {
-        (hash(numbers.into_iter().flat_map(|number| (number as u64).to_le_bytes())) % 0xffff) as u16 + 1
+    pub fn of(numbers: impl IntoIterator<Item = usize>) -> u32 {
+        (hash(numbers.into_iter().flat_map(|number| (number as u64).to_le_bytes())) % 0xffff_ffff) as u32 + 1
     }
 
     const fn has_sizes(self) -> bool {
         self.0 & 1 == 1
     }
 
-    pub fn to_word(fingerprint: Option<Fingerprint>) -> u16 {
+    /// Returns 16 bits of it that are never 0 and keep whether it covers sizes.
+    pub fn shortened(self) -> u16 {
+        match self.0 as u16 {
+            0 => 2,
+            word => word,
+        }
+    }
+
+    pub fn to_word(fingerprint: Option<Fingerprint>) -> u32 {
         fingerprint.map_or(0, |Fingerprint(word)| word)
     }
 
-    pub fn from_word(word: u16) -> Option<Fingerprint> {
+    pub fn from_word(word: u32) -> Option<Fingerprint> {
         (word != 0).then_some(Fingerprint(word))
     }
 }
@@ -137,7 +145,7 @@ impl Call {
     }
 
     /// Returns the call on tensors whose shape has this [`Fingerprint::of`].
-    pub(crate) fn shaped(self, shape: u16) -> Call {
+    pub(crate) fn shaped(self, shape: u32) -> Call {
         let sizes = match self.sizes {
             Some(Fingerprint(sizes)) if self.is_sized() => sizes ^ shape | 1,
             _ => (shape & !1).max(2),
@@ -204,7 +212,7 @@ impl Site {
     }
 
     /// Encodes the site, little endian:
-    /// `sequence u64 | count u64 | root u32 | reduction u32 | operation u8 | dtype u8 | sizes u16 | 0 u32`.
+    /// `sequence u64 | count u64 | root u32 | reduction u32 | operation u8 | dtype u8 | 0 u16 | sizes u32`.
     pub fn to_bytes(&self) -> [u8; Self::BYTES] {
         let mut bytes = [0; Self::BYTES];
         bytes[0..8].copy_from_slice(&self.sequence.to_le_bytes());
@@ -213,7 +221,7 @@ impl Site {
         bytes[20..24].copy_from_slice(&self.call.reduction.map_or(NONE, |op| op as u32).to_le_bytes());
         bytes[24] = self.call.operation as u8;
         bytes[25] = self.call.dtype as u8;
-        bytes[26..28].copy_from_slice(&Fingerprint::to_word(self.call.sizes).to_le_bytes());
+        bytes[28..].copy_from_slice(&Fingerprint::to_word(self.call.sizes).to_le_bytes());
         bytes
     }
 
@@ -231,9 +239,9 @@ impl Site {
             count: usize::try_from(u64_at(8)).ok()?,
             reduction,
             root: Some(u32_at(16)).filter(|root| *root != NONE).map(|root| root as usize),
-            sizes: Fingerprint::from_word(u16::from_le_bytes([bytes[26], bytes[27]])),
+            sizes: Fingerprint::from_word(u32_at(28)),
         };
-        (bytes[28..] == [0; 4]).then_some(Site { call, sequence: u64_at(0) })
+        (bytes[26..28] == [0; 2]).then_some(Site { call, sequence: u64_at(0) })
     }
 }
 
@@ -249,7 +257,7 @@ mod tests {
             (operation, dtype, count) in (0..Operation::ALL.len(), 0..DType::ALL.len(), any::<usize>()),
             reduction in proptest::option::of(0..ReduceOp::ALL.len()),
             root in proptest::option::of(0usize..1 << 20),
-            sizes in any::<u16>(),
+            sizes in any::<u32>(),
         ) {
             let sizes = Fingerprint::from_word(sizes);
             let reduction = reduction.map(|i| ReduceOp::ALL[i]);
@@ -261,7 +269,7 @@ mod tests {
         #[test]
         fn a_shape_preserves_whether_a_call_has_sizes(
             sizes in proptest::collection::vec(any::<usize>(), 0..5),
-            shape in 1u16..,
+            shape in 1u32..,
         ) {
             let call = Call::new(Operation::AllGather, DType::F32, 0);
             prop_assert!(call.sized(&sizes).is_sized() && call.sized(&sizes).shaped(shape).is_sized());

@@ -211,6 +211,14 @@ impl Error {
         Error::Io { operation: operation.into(), reason: source.to_string(), source: Some(Cause(Arc::new(source))) }
     }
 
+    /// Returns the error as other ranks see it: as text, without its source.
+    pub(crate) fn for_peers(&self) -> Self {
+        match self.clone() {
+            Error::Io { operation, reason, .. } => Error::Io { operation, reason, source: None },
+            error => error,
+        }
+    }
+
     /// Creates an [`Error::Broken`].
     pub fn broken(operation: impl Into<String>, reason: impl fmt::Display) -> Self {
         Error::Broken { operation: operation.into(), reason: reason.to_string() }
@@ -256,6 +264,9 @@ pub enum Apart {
         /// The rank that reported it.
         by: usize,
     },
+    /// The deadline passed while another thread of this rank was in an operation of the group.
+    #[error("an operation of this rank was still in flight on another thread; call shrink again once it has returned")]
+    Busy,
     /// The deadline passed, and these ranks had neither ended nor called `shrink`, or could not be connected to.
     #[error("{} did not take part{problem}; every surviving rank must call shrink or exit", Ranks(.ranks))]
     Missing {

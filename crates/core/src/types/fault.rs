@@ -33,3 +33,9 @@ pub enum Fault {
     /// The whole group failed, on this rank or another, with this error.
     Failed(Error),
 }
+
+impl From<Error> for Fault {
+    fn from(error: Error) -> Fault {
+        Fault::Failed(error)
+    }
+}

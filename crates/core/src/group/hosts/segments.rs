@@ -68,7 +68,7 @@ pub(super) fn run<'a>(
         }
     };
     if segments == 1 {
-        let mut segment = cut(0, scratch.bytes(count * width));
+        let mut segment = cut(0, scratch.bytes(count * width)?);
         to_leaders(&mut segment)?;
         if is_leader {
             cross(&mut segment)?;
@@ -76,7 +76,7 @@ pub(super) fn run<'a>(
         return from_leaders(&mut segment);
     }
     // Two segments are in flight at a time.
-    let (one, other) = scratch.bytes(2 * longest * width).split_at_mut(longest * width);
+    let (one, other) = scratch.bytes(2 * longest * width)?.split_at_mut(longest * width);
     let mut spare = [Some(one), Some(other)];
     let (outgoing, queue) = channel::<Segment<'a>>();
     let (crossed, results) = channel();

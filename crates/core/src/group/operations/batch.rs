@@ -9,19 +9,20 @@ use super::super::execute::Task;
 use super::super::handle::Group;
 use super::super::record::CallSite;
 use super::super::request::Request;
+use super::super::turn::Turn;
 use crate::reduce::Scratch;
 use crate::sync::Deadline;
 use crate::transport::Buffers;
-use crate::types::{Call, Element, Error, Fingerprint, Operation, Parts, ReduceOp};
+use crate::types::{Call, Element, Error, Fingerprint, Operation, Parts, ReduceOp, Site};
 
 /// A batch of operations that run together; see [`Group::batch`].
 #[must_use = "nothing moves before `run`"]
 pub struct Batch<'a> {
     group: &'a Group,
     collectives: Vec<(Call, &'a mut [u8])>,
-    /// The peer and the data of each message.
-    sends: Vec<(usize, &'a [u8])>,
-    receives: Vec<(usize, &'a mut [u8])>,
+    /// The peer, the call and the data of each message.
+    sends: Vec<(usize, Call, &'a [u8])>,
+    receives: Vec<(usize, Call, &'a mut [u8])>,
     invalid: Option<Error>,
 }
 
@@ -74,18 +75,17 @@ impl<'a> Batch<'a> {
     }
 
     /// Adds a message to rank `to`, which adds a [`recv`](Self::recv) of the same type and length. Messages from one
-    /// rank to another are received in the order in which they were added. Only their total length in bytes is
-    /// compared.
+    /// rank to another are received in the order in which they were added.
     pub fn send<T: Element>(mut self, data: &'a [T], to: usize) -> Self {
         self.invalid = self.invalid.or_else(|| check::peer("batch", to, self.group.rank_and_size()).err());
-        self.sends.push((to, cast_slice(data)));
+        self.sends.push((to, Request::of::<T>(Operation::Send).call(data.len()), cast_slice(data)));
         self
     }
 
     /// Adds a message from rank `from`, which adds a [`send`](Self::send) of the same type and length.
     pub fn recv<T: Element>(mut self, data: &'a mut [T], from: usize) -> Self {
         self.invalid = self.invalid.or_else(|| check::peer("batch", from, self.group.rank_and_size()).err());
-        self.receives.push((from, cast_slice_mut(data)));
+        self.receives.push((from, Request::of::<T>(Operation::Send).call(data.len()), cast_slice_mut(data)));
         self
     }
 
@@ -97,77 +97,102 @@ impl<'a> Batch<'a> {
         self
     }
 
-    /// Runs all operations of the batch: first the collectives, then the messages. Blocks until all are complete. Each
-    /// kind of collectives, and the messages together, have a deadline of their own. After an error the contents of the
-    /// buffers are unspecified.
+    /// Runs all operations of the batch: first the collectives, then the messages. Blocks until all are complete. All of
+    /// them together have one deadline. After an error the contents of the buffers are unspecified.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`], before anything is sent, if a root is not a rank, or if a peer is this rank or not a
-    /// rank; otherwise see [`all_reduce`](Group::all_reduce).
+    /// rank. [`Error::Mismatch`] if two ranks add different messages between them. Otherwise see
+    /// [`all_reduce`](Group::all_reduce).
     #[track_caller]
     pub fn run(self) -> Result<(), Error> {
-        let Batch { group, mut collectives, mut sends, mut receives, invalid } = self;
-        if let Some(error) = invalid {
+        if let Some(error) = self.invalid {
             return Err(error);
         }
-        let at = Location::caller();
-        let _turn = group.turn();
-        let mut packed = Scratch::default();
-        while let Some((first, _)) = collectives.first() {
-            let kind = Call { count: 0, ..*first };
-            let (mut same, others) = collectives.into_iter().partition(|(call, _)| Call { count: 0, ..*call } == kind);
-            collectives = others;
-            run_packed(group, kind, &mut same, &mut packed, at)?;
+        let core = &self.group.core;
+        let (deadline, at) = (Deadline::after(self.group.deadline()), Location::caller());
+        let turn = core.turn(Request::of::<u8>(Operation::Exchange).call(0), &deadline)?;
+        // A local error, too, is told to the peers, which count on the rest of the batch.
+        run_parts(self, &turn, &deadline, at).map_err(|error| core.abort(error))
+    }
+}
+
+fn run_parts(batch: Batch<'_>, turn: &Turn<'_>, deadline: &Deadline, at: CallSite) -> Result<(), Error> {
+    let Batch { group, mut collectives, mut sends, mut receives, .. } = batch;
+    let mut packed = Scratch::default();
+    while let Some((first, _)) = collectives.first() {
+        let kind = Call { count: 0, ..*first };
+        let (mut same, others) = collectives.into_iter().partition(|(call, _)| Call { count: 0, ..*call } == kind);
+        collectives = others;
+        let counts = same.iter().map(|(call, _): &(Call, &mut [u8])| call.count);
+        let call = Call { count: counts.clone().sum(), ..kind }.shaped(Fingerprint::of(counts));
+        let output = packed.bytes(call.bytes())?;
+        pack(&mut *output, same.iter().map(|(_, data)| &**data));
+        let buffers = Buffers { input: None, output: &mut *output, parts: Parts::Even };
+        group.core.run(turn, call, Task::Collective(buffers), deadline, at)?;
+        unpack(output, same.iter_mut().map(|(_, data)| &mut **data));
+    }
+    let (rank, n) = (group.rank(), group.world_size());
+    let mut sent = Scratch::default();
+    // No deadlock: ranks wait for each other at the same distance, and all at the smallest distance can proceed.
+    for distance in 1..n {
+        let (to, from) = ((rank + distance) % n, (rank + n - distance) % n);
+        let outgoing: Vec<_> = sends.extract_if(.., |(peer, ..)| *peer == to).collect();
+        let mut incoming: Vec<_> = receives.extract_if(.., |(peer, ..)| *peer == from).collect();
+        if outgoing.is_empty() && incoming.is_empty() {
+            continue;
         }
-        let deadline = Deadline::after(group.deadline());
-        let (rank, n) = (group.rank(), group.world_size());
-        // No deadlock: ranks wait for each other at the same distance, and all at the smallest distance can proceed.
-        for distance in 1..n {
-            let (to, from) = ((rank + distance) % n, (rank + n - distance) % n);
-            let outgoing: Vec<_> = sends.extract_if(.., |(peer, _)| *peer == to).map(|(_, data)| data).collect();
-            let incoming: Vec<_> = receives.extract_if(.., |(peer, _)| *peer == from).map(|(_, data)| data).collect();
-            if outgoing.is_empty() && incoming.is_empty() {
-                continue;
-            }
-            let sent = outgoing.concat();
-            let received = packed.bytes(incoming.iter().map(|data| data.len()).sum());
-            let call = Request::of::<u8>(Operation::Exchange).call(0);
-            let out = (!outgoing.is_empty()).then_some((to, &sent[..]));
-            let into = (!incoming.is_empty()).then_some((from, &mut *received));
-            group.core.run(call, Task::Message { outgoing: out, incoming: into }, &deadline, at)?;
-            unpack(received, incoming);
+        // The messages' tags come first: lengths alone do not tell whether the types are equal.
+        let tags = tags(outgoing.iter().map(|(_, call, _)| *call));
+        let sent = sent.bytes(tags.len() + outgoing.iter().map(|(.., data)| data.len()).sum::<usize>())?;
+        pack(sent, std::iter::once(&tags[..]).chain(outgoing.iter().map(|(.., data)| *data)));
+        let expected = self::tags(incoming.iter().map(|(_, call, _)| *call));
+        let len = expected.len() + incoming.iter().map(|(.., data)| data.len()).sum::<usize>();
+        let received = packed.bytes(len)?;
+        let call = Request::of::<u8>(Operation::Exchange).call(0);
+        let out = (!outgoing.is_empty()).then_some((to, &*sent));
+        let into = (!incoming.is_empty()).then_some((from, &mut *received));
+        let sequence = group.core.run(turn, call, Task::Message { outgoing: out, incoming: into }, deadline, at)?;
+        let (found, data) = received.split_at(expected.len());
+        if found != expected {
+            return Err(different_messages(sequence, (rank, &expected), (from, found)));
         }
-        Ok(())
+        unpack(data, incoming.iter_mut().map(|(.., data)| &mut **data));
+    }
+    Ok(())
+}
+
+/// Returns the tags of messages, one after the other.
+fn tags(calls: impl Iterator<Item = Call>) -> Vec<u8> {
+    calls.zip(0..).flat_map(|(call, sequence)| Site { call, sequence }.to_bytes()).collect()
+}
+
+/// Returns the error for the first message of which two ranks have different tags.
+fn different_messages(sequence: u64, (rank, own): (usize, &[u8]), (peer, theirs): (usize, &[u8])) -> Error {
+    let sites = |tags: &[u8]| tags.as_chunks::<{ Site::BYTES }>().0.iter().map(Site::from_bytes).collect::<Vec<_>>();
+    let pair = sites(own).into_iter().zip(sites(theirs)).find(|(own, theirs)| own != theirs);
+    let Some((Some(own), Some(theirs))) = pair else {
+        return Error::broken("batch", format!("rank {peer} sent messages without valid tags to rank {rank}"));
+    };
+    let mut calls = vec![(rank, own.call), (peer, theirs.call)];
+    calls.sort_by_key(|(rank, _)| *rank);
+    Error::Mismatch { sequence, calls }
+}
+
+/// Copies data to consecutive bytes, which are as long as all of them.
+fn pack<'a>(mut packed: &mut [u8], sources: impl Iterator<Item = &'a [u8]>) {
+    for source in sources {
+        let (head, rest) = packed.split_at_mut(source.len());
+        head.copy_from_slice(source);
+        packed = rest;
     }
 }
 
 /// Copies consecutive data to its destinations.
-fn unpack<'a>(mut packed: &[u8], targets: impl IntoIterator<Item = &'a mut [u8]>) {
+fn unpack<'a>(mut packed: &[u8], targets: impl Iterator<Item = &'a mut [u8]>) {
     for target in targets {
         let (head, rest) = packed.split_at(target.len());
         target.copy_from_slice(head);
         packed = rest;
     }
-}
-
-/// Runs collectives that differ only in their lengths as one.
-fn run_packed(
-    group: &Group,
-    kind: Call,
-    same: &mut [(Call, &mut [u8])],
-    packed: &mut Scratch,
-    at: CallSite,
-) -> Result<(), Error> {
-    let counts = same.iter().map(|(call, _)| call.count);
-    let call = Call { count: counts.clone().sum(), ..kind }.shaped(Fingerprint::of(counts));
-    let output = packed.bytes(call.bytes());
-    let mut start = 0;
-    for (_, data) in same.iter() {
-        output[start..start + data.len()].copy_from_slice(data);
-        start += data.len();
-    }
-    let buffers = Buffers { input: None, output: &mut *output, parts: Parts::Even };
-    group.core.run(call, Task::Collective(buffers), &Deadline::after(group.deadline()), at)?;
-    unpack(output, same.iter_mut().map(|(_, data)| &mut **data));
-    Ok(())
 }

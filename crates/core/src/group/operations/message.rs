@@ -11,7 +11,7 @@ use super::super::handle::Group;
 use super::super::progress::Work;
 use super::super::request::Request;
 use crate::sync::Deadline;
-use crate::types::{Element, Error, Operation};
+use crate::types::{Call, Element, Error, Operation};
 
 /// # Point to point
 ///
@@ -69,7 +69,7 @@ impl Group {
     fn start_message<T: Element, B>(
         &self,
         operation: &str,
-        buffer: B,
+        mut buffer: B,
         peer: usize,
         sends: bool,
     ) -> Result<Work<B>, Error>
@@ -77,15 +77,17 @@ impl Group {
         B: AsMut<[T]> + Send + 'static,
     {
         check::peer(operation, peer, self.rank_and_size())?;
-        let (limit, at) = (self.deadline(), Location::caller());
-        Ok(self.progress()?.start(&self.core, buffer, move |core, buffer| {
+        let (deadline, at) = (Deadline::after(self.deadline()), Location::caller());
+        let call = Request::of::<T>(Operation::Send).call(buffer.as_mut().len());
+        Ok(self.progress()?.start(&self.core, call, deadline, buffer, move |core, turn, buffer| {
             let data = buffer.as_mut();
-            let call = Request::of::<T>(Operation::Send).call(data.len());
+            // The peer reports another length than it expects.
+            let call = Call { count: data.len(), ..call };
             let task = match sends {
                 true => Task::Message { outgoing: Some((peer, cast_slice(data))), incoming: None },
                 false => Task::Message { outgoing: None, incoming: Some((peer, cast_slice_mut(data))) },
             };
-            core.run(call, task, &Deadline::after(limit), at).map(drop)
+            core.run(turn, call, task, &deadline, at).map(drop)
         }))
     }
 }

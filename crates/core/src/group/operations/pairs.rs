@@ -2,11 +2,11 @@
 
 use bytemuck::{cast_slice, cast_slice_mut};
 
-use super::super::buffer::zeroed;
 use super::super::bytes::ByteOperations;
 use super::super::check;
 use super::super::handle::Group;
 use super::super::request::Request;
+use crate::sync::Deadline;
 use crate::types::{Element, Error, Operation};
 
 /// # Pairwise exchanges
@@ -58,10 +58,11 @@ impl Group {
     pub fn all_to_all_v<T: Element>(&self, input: &[T], send: &[usize]) -> Result<(Vec<T>, Vec<usize>), Error> {
         check::len("all_to_all_v", "input", input.len(), check::sizes("all_to_all_v", send, self.world_size())?)?;
         let mut sizes: Vec<u64> = send.iter().map(|size| *size as u64).collect();
+        let deadline = Deadline::after(self.deadline());
         self.all_to_all(&mut sizes)?;
         let recv = check::received_sizes("all_to_all_v", sizes)?;
-        let mut output = zeroed("all_to_all_v", check::sizes("all_to_all_v", &recv, self.world_size())?)?;
-        self.all_to_all_v_into(input, send, &mut output, &recv)?;
+        let mut output = self.output("all_to_all_v", check::sizes("all_to_all_v", &recv, self.world_size())?)?;
+        self.within(&deadline).all_to_all_v_into(input, send, &mut output, &recv)?;
         Ok((output, recv))
     }
 

@@ -9,7 +9,7 @@ use crate::types::{Element, Error, Operation, ReduceOp};
 /// # Started operations
 ///
 /// The `start_` forms return at once, so that communication overlaps with computation. Operations run in the order in
-/// which they were called, started and blocking ones alike; a deadline starts when its operation's turn comes. A
+/// which they were called, started and blocking ones alike. A deadline starts when its operation is started. A
 /// started operation owns its buffer, which is anything that owns elements, such as a `Vec` or a
 /// [`Buffer`](crate::Buffer), and [`Work::wait`] returns it. Starting fails for wrong arguments, or with [`Error::Io`]
 /// if the progress thread cannot be started; the buffer is then dropped, and the group stays usable. All other errors
@@ -89,13 +89,11 @@ impl Group {
     /// [`Error::InvalidArgument`] if the length is not a multiple of the world size. [`Work::wait`] returns later
     /// errors.
     #[track_caller]
-    pub fn start_all_to_all<T: Element, B>(&self, mut buffer: B) -> Result<Work<B>, Error>
+    pub fn start_all_to_all<T: Element, B>(&self, buffer: B) -> Result<Work<B>, Error>
     where
         B: AsMut<[T]> + Send + 'static,
     {
-        let request = Request::of::<T>(Operation::AllToAll);
-        request.in_place(self.world_size(), buffer.as_mut().len())?;
-        self.start(request, buffer)
+        self.start(Request::of::<T>(Operation::AllToAll), buffer)
     }
 
     /// Starts [`barrier`](Group::barrier).
@@ -104,7 +102,7 @@ impl Group {
     /// [`Work::wait`] returns all errors of the operation.
     #[track_caller]
     pub fn start_barrier(&self) -> Result<Work<()>, Error> {
-        self.start_operation(Request::of::<u8>(Operation::Barrier), (), |()| Ok(&mut []))
+        self.start_operation(Request::of::<u8>(Operation::Barrier), 0, (), |()| Ok(&mut []))
     }
 
     /// Starts [`gather`](Group::gather).

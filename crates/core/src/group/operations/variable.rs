@@ -6,26 +6,26 @@
 //!
 //! # Ranks with different sizes
 //!
-//! Ranks must agree on all sizes, not only on their sum. A call carries a fingerprint of 15 bits, which misses one
-//! mistake in 32,768. Threads then compare the sizes themselves, since they write to each other's buffers. Over TCP the
+//! Ranks must agree on all sizes, not only on their sum. A call carries a fingerprint of 31 bits, which misses one
+//! mistake in two thousand million. Threads then compare the sizes themselves, since they write to each other's buffers. Over TCP the
 //! messages have other lengths. In shared memory such ranks may return wrong results, or wait for each other until the
 //! deadline, but stay within their own buffers.
 
-use super::super::buffer::zeroed;
 use super::super::check;
 use super::super::handle::Group;
 use super::super::request::Request;
+use crate::sync::Deadline;
 use crate::types::{Element, Error, Operation, ReduceOp};
 
 /// # Variable-size parts
 ///
 /// Like the operations of the same names, but the part of rank `r` has `sizes[r]` elements, which may be 0, and the
 /// whole has as many as all parts together. The forms that end in `_into` take the sizes, the same on all ranks. The
-/// short forms exchange the sizes first, by one small operation more with a deadline of its own, and allocate the
-/// result; use them if the ranks do not know each other's sizes.
+/// short forms exchange the sizes first, by one small operation more, and allocate the result; use them if the ranks do
+/// not know each other's sizes.
 ///
-/// Sizes that differ between ranks and have the same sum are compared by a fingerprint of 15 bits. It misses one
-/// mistake in 32,768; in shared memory the results may then be wrong, or the operation times out.
+/// Sizes that differ between ranks and have the same sum are compared by a fingerprint of 31 bits. It misses one
+/// mistake in two thousand million; in shared memory the results may then be wrong, or the operation times out.
 impl Group {
     /// Concatenates the `input` of all ranks in rank order, in `output` on every rank.
     ///
@@ -52,13 +52,14 @@ impl Group {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Io`] if there is no memory for the result; the other ranks then wait for this one until their deadline.
+    /// [`Error::Io`] on all ranks, and a poisoned group, if a rank has no memory for the result.
     /// Otherwise see [`all_reduce`](Group::all_reduce).
     #[track_caller]
     pub fn all_gather_v<T: Element>(&self, input: &[T]) -> Result<(Vec<T>, Vec<usize>), Error> {
+        let deadline = Deadline::after(self.deadline());
         let sizes = self.gather_sizes("all_gather_v", input.len())?;
-        let mut output = zeroed("all_gather_v", sizes.iter().sum())?;
-        self.all_gather_v_into(input, &sizes, &mut output)?;
+        let mut output = self.output("all_gather_v", sizes.iter().sum())?;
+        self.within(&deadline).all_gather_v_into(input, &sizes, &mut output)?;
         Ok((output, sizes))
     }
 
@@ -85,6 +86,7 @@ impl Group {
     /// [`all_reduce`](Group::all_reduce).
     #[track_caller]
     pub fn reduce_scatter_v<T: Element>(&self, input: &[T], own: usize, op: ReduceOp) -> Result<Vec<T>, Error> {
+        let deadline = Deadline::after(self.deadline());
         let (n, mine) = (self.world_size(), [own, input.len()].map(|size| size as u64));
         let mut all = vec![0u64; 2 * n];
         self.all_gather_into(&mine, &mut all)?;
@@ -96,8 +98,8 @@ impl Group {
             let reason = format!("rank {rank} has an input of {len} elements, but all parts together have {count}");
             return Err(Error::argument(operation, reason));
         }
-        let mut output = zeroed("reduce_scatter_v", own)?;
-        self.reduce_scatter_v_into(input, &sizes, &mut output, op)?;
+        let mut output = self.output("reduce_scatter_v", own)?;
+        self.within(&deadline).reduce_scatter_v_into(input, &sizes, &mut output, op)?;
         Ok(output)
     }
 
@@ -128,10 +130,11 @@ impl Group {
     #[expect(clippy::type_complexity, reason = "the result of `all_gather_v`, on one rank")]
     pub fn gather_v<T: Element>(&self, input: &[T], root: usize) -> Result<Option<(Vec<T>, Vec<usize>)>, Error> {
         check::rank("gather_v", "root", root, self.world_size())?;
+        let deadline = Deadline::after(self.deadline());
         let sizes = self.gather_sizes("gather_v", input.len())?;
         let here = self.rank() == root;
-        let mut output = zeroed("gather_v", if here { sizes.iter().sum() } else { 0 })?;
-        self.gather_v_into(input, &sizes, &mut output, root)?;
+        let mut output = self.output("gather_v", if here { sizes.iter().sum() } else { 0 })?;
+        self.within(&deadline).gather_v_into(input, &sizes, &mut output, root)?;
         Ok(here.then_some((output, sizes)))
     }
 
@@ -169,10 +172,11 @@ impl Group {
             None if self.rank() != root => {}
             _ => return Err(Error::argument("scatter_v", format!("only rank {root}, the root, passes an input"))),
         }
+        let deadline = Deadline::after(self.deadline());
         self.broadcast(&mut sizes, root)?;
         let sizes = check::received_sizes("scatter_v", sizes)?;
-        let mut output = zeroed("scatter_v", sizes[self.rank()])?;
-        self.scatter_v_into(input.map_or(&[], |(input, _)| input), &sizes, &mut output, root)?;
+        let mut output = self.output("scatter_v", sizes[self.rank()])?;
+        self.within(&deadline).scatter_v_into(input.map_or(&[], |(input, _)| input), &sizes, &mut output, root)?;
         Ok(output)
     }
 
