@@ -175,9 +175,9 @@ fn a_process_that_drops_its_group_has_left() {
 
 /// Limits this process's memory to what it has now and `more` bytes.
 fn limit_memory(more: u64) {
-    let status = std::fs::read_to_string("/proc/self/statm").expect("Linux has it");
-    let pages: u64 = status.split(' ').next().and_then(|pages| pages.parse().ok()).expect("a number of pages");
-    let limit = Some(pages * rustix::param::page_size() as u64 + more);
+    let status = std::fs::read_to_string("/proc/self/status").expect("Linux has it");
+    let size = status.lines().find_map(|line| line.strip_prefix("VmSize:")?.strip_suffix("kB")?.trim().parse().ok());
+    let limit = Some(size.map(|kib: u64| (kib << 10) + more).expect("a size in KiB"));
     setrlimit(Resource::As, Rlimit { current: limit, maximum: limit }).expect("a limit may be lowered");
 }
 

@@ -64,7 +64,7 @@ impl AsMut<[i64]> for Explosive {
 #[test]
 fn a_buffer_that_panics_fails_the_operation_on_all_ranks() {
     for kind in Kind::ALL {
-        let results = run_ranks(kind, 3, |group| {
+        let results = run_ranks(kind, 3, move |group| {
             let first = if group.rank() == 1 {
                 let buffer = Explosive { taken: 0, data: vec![1000; 5] };
                 let work = group.start_all_reduce(buffer, ReduceOp::Sum).unwrap();
@@ -226,27 +226,6 @@ fn invalid_arguments_are_rejected_when_the_operation_is_started() {
     }
 }
 
-/// A buffer whose `as_mut` panics.
-struct PanickingBuffer;
-
-impl AsMut<[f32]> for PanickingBuffer {
-    fn as_mut(&mut self) -> &mut [f32] {
-        panic!("a buffer that panics on purpose");
-    }
-}
-
-#[test]
-fn a_buffer_that_panics_does_so_in_wait_and_the_group_stays_usable() {
-    for kind in Kind::ALL {
-        run_ranks(kind, 2, |group| {
-            let work = group.start_all_reduce(PanickingBuffer, ReduceOp::Sum).unwrap();
-            let panic = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| work.wait()));
-            assert!(panic.is_err());
-            group.barrier().unwrap();
-        });
-    }
-}
-
 /// A buffer that is one element shorter at every access.
 struct ShrinkingBuffer(Vec<i32>);
 
@@ -258,16 +237,14 @@ impl AsMut<[i32]> for ShrinkingBuffer {
 }
 
 #[test]
-fn a_buffer_that_shrinks_after_its_check_is_not_overrun() {
+fn a_buffer_that_shrinks_after_its_check_fails_the_operation() {
     for kind in Kind::ALL {
         let results = run_ranks(kind, 2, |group| {
             let buffer = ShrinkingBuffer((0..5).map(|i| group.rank() as i32 * 10 + i).collect());
             wait(group.start_all_to_all(buffer).unwrap()).map(|buffer| buffer.0)
         });
-        // Three elements are not two parts: transports of messages report it, shared memory swaps what both have.
-        match kind {
-            Kind::Threads | Kind::Shm => assert_eq!(results, [Ok(vec![0, 10, 2]), Ok(vec![1, 11, 12])]),
-            Kind::Tcp | Kind::Hosts(_) => drop(errors(results)),
+        for error in errors(results) {
+            assert!(error.to_string().ends_with("4 elements when it was started, and now has 3"), "{kind:?}: {error}");
         }
     }
 }

@@ -133,7 +133,7 @@ impl ByteOperations for Group {
             let output = bytes(buffer).and_then(|output| {
                 let found = request.len(output)?;
                 let reason = || format!("the buffer had {count} elements when it was started, and now has {found}");
-                if found == count { Ok(output) } else { Err(Error::broken(call, reason())) }
+                if found == count { Ok(output) } else { Err(Error::broken(call.to_string(), reason())) }
             });
             let output = output.map_err(|error| core.abort(error))?;
             let buffers = Buffers { input: None, output, parts: Parts::Even };

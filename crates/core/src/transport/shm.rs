@@ -261,7 +261,7 @@ mod tests {
             };
             assert_eq!(from_words(words(&call)), Some(call));
         }
-        for invalid in [[0, 0, 255], [0, 0, 255 << 8], [0, 99 << 32, 0], [0, 0, 1 << 32]] {
+        for invalid in [[0, 0, 255], [0, 0, 255 << 8], [0, 99 << 32, 0], [0, 0, 1 << 16]] {
             assert_eq!(from_words(invalid), None, "{invalid:?}");
         }
     }
