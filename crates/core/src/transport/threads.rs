@@ -131,7 +131,7 @@ impl Local {
     }
 
     /// Fills this rank's slot, counts the rank in and waits until all ranks are in. Returns the operation's number.
-    fn enter(&self, fill: impl FnOnce(&mut Slot), deadline: &Deadline) -> Result<u64, Fault> {
+    fn enter(&self, site: &Site, fill: impl FnOnce(&mut Slot), deadline: &Deadline) -> Result<u64, Fault> {
         let shared = &*self.shared;
         let state = &shared.ranks[self.rank];
         let sequence = state.entered.load(Ordering::Relaxed);
@@ -151,7 +151,7 @@ impl Local {
             arrived >= complete || arrived & FAILED != 0
         };
         if !spin(shared.oversubscribed, ready) {
-            self.wait_for_all(sequence, complete, ready, deadline);
+            self.wait_for_all(site, sequence, complete, ready, deadline)?;
         }
         // The failure bit is checked first, because it makes the count large. A failure after all ranks were in belongs
         // to a later operation, which a fast rank may have begun already.
@@ -159,9 +159,17 @@ impl Local {
         if failed && shared.arrived_before_failure() < complete { Err(shared.cause()) } else { Ok(sequence) }
     }
 
-    /// Sleeps until `ready`. Fails the group if a missing rank is gone or the deadline passes.
+    /// Sleeps until `ready`. Fails the group if a missing rank is gone or the deadline passes. Returns an error only if
+    /// this rank's deadline failed the group.
     #[cold]
-    fn wait_for_all(&self, sequence: u64, complete: u64, ready: impl Fn() -> bool, deadline: &Deadline) {
+    fn wait_for_all(
+        &self,
+        site: &Site,
+        sequence: u64,
+        complete: u64,
+        ready: impl Fn() -> bool,
+        deadline: &Deadline,
+    ) -> Result<(), Fault> {
         let shared = &*self.shared;
         let mut patience = SlowWaitWarning::until(deadline);
         while !ready() {
@@ -171,7 +179,13 @@ impl Local {
             if let Some(fault) = missing().find_map(|rank| shared.absence(rank)) {
                 shared.abort(complete, fault);
             } else if deadline.passed() {
-                shared.abort(complete, Fault::Timeout { missing: missing().collect() });
+                let missing: Vec<_> = missing().collect();
+                let (rank, elapsed) = (self.rank, deadline.elapsed());
+                // The other ranks, the late ones too, are told who waited and for how long.
+                let error = Error::Timeout { site: *site, rank, missing: missing.clone(), elapsed };
+                if shared.abort(complete, Fault::Failed(error)) {
+                    return Err(Fault::Timeout { missing });
+                }
             } else {
                 let peer_left = || missing().any(|rank| shared.absence(rank).is_some());
                 let woken = shared.bell.sleep(Instant::now() + patience.pause(), || ready() || peer_left());
@@ -181,6 +195,7 @@ impl Local {
                 }
             }
         }
+        Ok(())
     }
 
     /// Counts this rank out of an operation that lent memory and waits until all ranks are out: until then peers hold
@@ -217,8 +232,9 @@ impl Shared {
         }
     }
 
-    /// Fails the group, unless `arrived` is at least `complete`: then all ranks hold pointers, and complete it.
-    fn abort(&self, complete: u64, fault: Fault) {
+    /// Fails the group, unless `arrived` is at least `complete`: then all ranks hold pointers, and complete it. Returns
+    /// whether this call failed it.
+    fn abort(&self, complete: u64, fault: Fault) -> bool {
         // Locked while the bit is set, so a thread that sees the bit finds the cause.
         let mut failure = lock(&self.failure);
         let aborted = self.arrived.0.fetch_update(Ordering::AcqRel, Ordering::Acquire, |arrived| {
@@ -229,6 +245,7 @@ impl Shared {
         }
         drop(failure);
         self.bell.ring();
+        aborted.is_ok()
     }
 
     fn cause(&self) -> Fault {
@@ -329,7 +346,7 @@ impl Local {
 
     /// Enters the operation and compares the calls of all ranks.
     fn agree(&self, site: &Site, publish: impl FnOnce(&mut Slot), deadline: &Deadline) -> Result<u64, Fault> {
-        let sequence = self.enter(publish, deadline)?;
+        let sequence = self.enter(site, publish, deadline)?;
         if self.slots(sequence).all(|slot| slot.call == site.call) {
             return Ok(sequence);
         }
