@@ -96,7 +96,7 @@ struct Queued {
 }
 
 impl<B> Work<B> {
-    /// Waits until the operation has ended and returns the buffer, after a failure too. The operation's deadline started
+    /// Waits until the operation has ended and returns the buffer, after a failure too. The operation's deadline began
     /// when it was started. If the operations before it take longer, it fails, and with it the group.
     ///
     /// # Errors

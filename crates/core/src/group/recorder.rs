@@ -198,8 +198,8 @@ impl Slot {
     }
 }
 
-/// Packs a call without its count, which has a word of its own. 16 bits are left for the fingerprint of the sizes, which
-/// is shortened: more would not fit a slot of one cache line.
+/// Packs a call without its count, which has a word of its own. 16 bits are left for the fingerprint of the sizes,
+/// which is shortened: more would not fit a slot of one cache line.
 #[inline]
 fn pack(call: &Call) -> u64 {
     let reduction = call.reduction.map_or(0, |op| op as u64 + 1);

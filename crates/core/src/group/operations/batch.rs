@@ -97,8 +97,8 @@ impl<'a> Batch<'a> {
         self
     }
 
-    /// Runs all operations of the batch: first the collectives, then the messages. Blocks until all are complete. All of
-    /// them together have one deadline. After an error the contents of the buffers are unspecified.
+    /// Runs all operations of the batch: first the collectives, then the messages. Blocks until all are complete. All
+    /// of them together have one deadline. After an error the contents of the buffers are unspecified.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`], before anything is sent, if a root is not a rank, or if a peer is this rank or not a

@@ -7,9 +7,9 @@
 //! # Ranks with different sizes
 //!
 //! Ranks must agree on all sizes, not only on their sum. A call carries a fingerprint of 31 bits, which misses one
-//! mistake in two thousand million. Threads then compare the sizes themselves, since they write to each other's buffers. Over TCP the
-//! messages have other lengths. In shared memory such ranks may return wrong results, or wait for each other until the
-//! deadline, but stay within their own buffers.
+//! mistake in two thousand million. Threads then compare the sizes themselves, since they write to each other's
+//! buffers. Over TCP the messages have other lengths. In shared memory such ranks may return wrong results, or wait for
+//! each other until the deadline, but stay within their own buffers.
 
 use super::super::check;
 use super::super::handle::Group;
