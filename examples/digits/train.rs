@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use bonfire::tensor::autodiff::{CollectiveBackend, attempt};
 use bonfire::train::Epoch;
-use bonfire::{Builder, DataParallel, Group, ReduceOp, ShardedSampler, Sharding, partition};
+use bonfire::{Builder, DataParallel, Error, Group, ReduceOp, ShardedSampler, Sharding, partition};
 use burn::module::{AutodiffModule, Module};
 use burn::nn::loss::CrossEntropyLossConfig;
 use burn::optim::GradientsParams;
@@ -135,7 +135,7 @@ impl TrainingJob<'_> {
                 Err(mut failure) => loop {
                     let lost = matches!(
                         failure.downcast_ref(),
-                        Some(bonfire::Error::PeerLost { .. } | bonfire::Error::Left { .. })
+                        Some(Error::PeerLost { .. } | Error::Disconnected { .. } | Error::Left { .. })
                     );
                     if !lost {
                         return Err(failure);

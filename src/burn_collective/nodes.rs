@@ -13,7 +13,7 @@ use super::data;
 use super::error::{CollectiveError, GlobalCollectiveError};
 use super::messages::{Answer, PROTOCOL, Registration};
 use super::names::{NodeId, PeerId};
-use bonfire_core::internal::{Prologue, Purpose, RETRY, Refusal, dial, frame, permit};
+use bonfire_core::internal::{OwnRuntime, Prologue, Purpose, RETRY, Refusal, dial, frame, open};
 use bonfire_core::{Algorithm, Deadline, Error, Group, ReduceOp, Secret};
 
 /// The timeout for nodes to register and to connect.
@@ -44,11 +44,11 @@ impl Node {
         let rendezvous = limit.min(RENDEZVOUS);
         let refused = |error: Error| GlobalCollectiveError::Server(error.to_string());
         let secret = Secret::from_env().map_err(refused)?;
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-        let runtime = runtime.map_err(|error| GlobalCollectiveError::Server(error.to_string()))?;
         let deadline = Deadline::after(rendezvous);
-        let registered = register(&config.orchestrator, &registration, secret.as_ref(), &deadline);
-        let (id, nodes) = runtime.block_on(registered)?;
+        let registered = OwnRuntime::new().and_then(|runtime| {
+            runtime.run(|| register(&config.orchestrator, &registration, secret.as_ref(), &deadline))
+        });
+        let (id, nodes) = registered.map_err(refused)??;
         let algorithm = match config.strategies.all_reduce {
             Some(AllReduceStrategy::Centralized) => Some(Algorithm::Direct),
             Some(AllReduceStrategy::Tree(_)) => Some(Algorithm::Tree),
@@ -144,16 +144,19 @@ async fn connect_orchestrator(
     let (session, from, to, number, of) = (0, 0, 0, 0, 1);
     let opening = Prologue { purpose: Purpose::Registration, session, from, to, world_size: num_nodes, number, of };
     loop {
-        let addresses = lookup_host((host.as_str(), *port)).await.map(Vec::from_iter);
-        permit(secret, addresses.as_deref().unwrap_or_default())
-            .map_err(|error| GlobalCollectiveError::Server(error.to_string()))?;
         let attempt = async {
-            let mut stream = TcpStream::connect(&addresses?[..]).await?;
-            dial(&mut stream, secret, opening).await?;
-            Ok(stream)
+            let addresses = match lookup_host((host.as_str(), *port)).await {
+                Ok(addresses) => Vec::from_iter(addresses),
+                Err(error) => return Ok(Err(Refusal::Io(error))),
+            };
+            match open(secret, &addresses).await? {
+                Ok(mut stream) => Ok(dial(&mut stream, secret, opening).await.map(|_| stream)),
+                Err(error) => Ok(Err(Refusal::Io(error))),
+            }
         };
-        let timed_out = |_| Err(Refusal::Io(ErrorKind::TimedOut.into()));
-        match timeout(deadline.remaining(), attempt).await.unwrap_or_else(timed_out) {
+        let timed_out = |_| Ok(Err(Refusal::Io(ErrorKind::TimedOut.into())));
+        let attempt = timeout(deadline.remaining(), attempt).await.unwrap_or_else(timed_out);
+        match attempt.map_err(|error: Error| GlobalCollectiveError::Server(error.to_string()))? {
             Ok(stream) => return Ok(stream),
             Err(Refusal::Io(error)) if deadline.passed() => {
                 log::error!("orchestrator at {host}:{port}: {error} after {:.1?}", deadline.elapsed());

@@ -52,7 +52,7 @@ impl<B: AutodiffBackend> DataParallel<B> {
     ///         let grads = GradientsParams::from_grads(loss.backward(), &model);
     ///         match ddp.sync(grads, shard.len()) {
     ///             Ok(grads) => model = optimizer.step(0.1, model, grads),
-    ///             Err(Error::PeerLost { .. }) => {
+    ///             Err(Error::PeerLost { .. } | Error::Disconnected { .. }) => {
     ///                 ddp.shrink(&mut model, &mut optimizer)?;
     ///                 continue 'training;
     ///             }
@@ -87,7 +87,7 @@ impl<B: AutodiffBackend> DataParallel<B> {
                 Ok(())
             });
             match result {
-                Err(Error::PeerLost { .. } | Error::Left { .. }) => {}
+                Err(Error::PeerLost { .. } | Error::Disconnected { .. } | Error::Left { .. }) => {}
                 result => return result,
             }
         }

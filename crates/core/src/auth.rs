@@ -38,6 +38,7 @@ mod fuzz;
 mod handshake;
 mod prologue;
 mod secret;
+mod socket;
 
 use std::fmt::Display;
 use std::net::SocketAddr;
@@ -46,6 +47,7 @@ pub use self::accept_queue::{AcceptQueue, RETRY};
 pub use self::connect::{answer, confirm, dial, prove};
 pub use self::prologue::{Prologue, Purpose, Refusal};
 pub use self::secret::Secret;
+pub use self::socket::{connect, keep_open, open, open_blocking, uninterrupted};
 use crate::types::Error;
 
 /// The remedy for a missing or differing secret, for error messages.

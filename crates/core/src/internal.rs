@@ -7,17 +7,20 @@
 //! * [`Bell`], [`lock`], [`spin`], [`oversubscribed`] and the deadlines: how threads wait for each other.
 //! * [`Ranks`], [`hash`], [`random`]: ranks as text, a stable hash, random numbers that cannot be guessed.
 //! * [`oracle`]: expected results of reductions, for tests and for the benchmark program.
-//! * [`frame`] and the handshake ([`AcceptQueue`] to [`prove`]): connections of burn-collective's orchestrator.
+//! * [`frame`], [`OwnRuntime`] and the handshake ([`AcceptQueue`] to [`prove`]): connections of burn-collective's
+//!   orchestrator.
 
 pub mod oracle;
 
 pub use crate::control::invitation::random;
 pub use crate::group::{Agreed, Agreement, Attachment, ByteOperations, DEADLINE, Request, zeroed};
 pub use crate::reduce::{Output, reduce_to_all};
+#[cfg(unix)]
+pub use crate::sync::OwnRuntime;
 pub use crate::sync::{Bell, ENDLESS, SlowWaitWarning, deadline_from_env, lock, oversubscribed, spin};
 pub use crate::types::{Parts, Ranks, hash};
 #[cfg(unix)]
 pub use crate::{
-    auth::{AcceptQueue, Prologue, Purpose, RETRY, Refusal, answer, confirm, dial, permit, prove},
+    auth::{AcceptQueue, Prologue, Purpose, RETRY, Refusal, answer, confirm, dial, open, permit, prove},
     control::frame,
 };

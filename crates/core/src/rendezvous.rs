@@ -28,7 +28,6 @@ use std::time::{Duration, Instant};
 use std::{fmt, io};
 
 use serde::{Deserialize, Serialize};
-use tokio::runtime::Runtime;
 
 use self::join::Joined;
 use self::regroup::{HeldOpen, ProcessGroup};
@@ -36,6 +35,7 @@ pub use self::source::Launched;
 pub(crate) use self::source::Source;
 use crate::auth::{self, Secret};
 use crate::control::{HeartbeatTimeout, MOST};
+use crate::sync::OwnRuntime;
 use crate::transport::tcp::Tcp;
 use crate::transport::{Base, Engines};
 use crate::types::Error;
@@ -223,11 +223,11 @@ pub(crate) fn connect(settings: &Settings) -> Result<Base, Error> {
         return connect_by_mpi(settings);
     }
     let start = Instant::now();
-    let runtime = control_runtime()?;
-    let connected = runtime.block_on(async {
+    let runtime = OwnRuntime::new()?;
+    let connected = runtime.run(|| async {
         let (joined, mesh) = join::join(settings, start).await?;
         Connected::share(Settings { mesh, ..settings.clone() }, start, joined).await
-    })?;
+    })??;
     let silence = HeartbeatTimeout { first: settings.timeout, later: settings.silence };
     start_group(runtime, connected, silence, Vec::new())
 }
@@ -250,14 +250,6 @@ fn connect_by_mpi(settings: &Settings) -> Result<Base, Error> {
         settings.medium
     );
     Err(Error::Config(reason))
-}
-
-/// Creates the runtime that drives the control connections.
-fn control_runtime() -> Result<Runtime, Error> {
-    tokio::runtime::Builder::new_current_thread()
-        .enable_all()
-        .build()
-        .map_err(|e| Error::io("starting the control runtime", e))
 }
 
 /// This rank's connections in a group, before anything is served on them.
@@ -284,7 +276,7 @@ impl Connected {
 
 /// Starts serving the connections. See [`ProcessGroup`] for `held`.
 fn start_group(
-    runtime: Runtime,
+    runtime: OwnRuntime,
     connected: Connected,
     silence: HeartbeatTimeout,
     held: Vec<HeldOpen>,

@@ -5,9 +5,13 @@
 
 #[cfg_attr(bonfire_loom, path = "../tests/loom/primitives.rs")]
 mod primitives;
+#[cfg(unix)]
+mod runtime;
 mod wait;
 
 pub(crate) use self::primitives::*;
+#[cfg(unix)]
+pub use self::runtime::OwnRuntime;
 pub use self::wait::Deadline;
 pub(crate) use self::wait::seconds_from_env;
 pub use self::wait::{Bell, ENDLESS, SlowWaitWarning, deadline_from_env, lock, oversubscribed, spin};

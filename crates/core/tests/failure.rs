@@ -1,11 +1,15 @@
 //! Ranks that are missing, leave or panic.
 
+use std::io::{Read, Write};
+use std::net::{Shutdown, TcpStream};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Barrier};
-use std::time::Duration;
+use std::sync::{Arc, Barrier, Mutex};
+use std::thread;
+use std::time::{Duration, Instant};
 
-use bonfire_core::{Error, Group, ReduceOp};
-use bonfire_testing::{Kind, errors, in_parallel, run_ranks, run_ranks_with};
+use bonfire_core::{Error, Group, Medium, ReduceOp};
+use bonfire_testing::relay::{Recording, between, forward};
+use bonfire_testing::{DEADLINE, Kind, errors, free_address, in_parallel, run_ranks, run_ranks_with, wire};
 
 type Act = fn(&Group) -> Result<(), Error>;
 
@@ -221,6 +225,49 @@ fn a_thread_that_panics_is_lost() {
                 assert!(rank == lost || named, "{kind:?}, rank {lost} of {n} panicked: rank {rank} got {result:?}");
             }
         }
+    }
+}
+
+/// Something between two ranks ends their data connection, and nothing else.
+#[test]
+fn a_data_connection_that_breaks_alone_is_reported_as_that_and_shrink_goes_on_with_all_ranks() {
+    let address = free_address();
+    let data: Arc<Mutex<Vec<TcpStream>>> = Arc::default();
+    let kept = data.clone();
+    let relayed = between(address.clone(), move |mut dialled, mut target| {
+        let mut head = [0; 8];
+        dialled.read_exact(&mut head).and_then(|()| target.write_all(&head)).unwrap();
+        if head[7] == wire::DATA {
+            kept.lock().unwrap().extend([&dialled, &target].map(|stream| stream.try_clone().unwrap()));
+        }
+        forward(dialled, target, Recording::default());
+    });
+    // Less than what a rank waits at most for news of its peer.
+    let deadline = Duration::from_secs(2);
+    let step = Arc::new(Barrier::new(3));
+    let rank = |(rank, address): (usize, String)| {
+        let (builder, step) = (Group::builder().rank(rank).world_size(2).address(address), step.clone());
+        let builder = builder.transport(Medium::Tcp).deadline(DEADLINE).rendezvous_timeout(DEADLINE);
+        thread::spawn(move || {
+            let group = builder.connect().unwrap();
+            let sum = |group: &Group| group.all_reduce(&mut [1i64; 1000], ReduceOp::Sum);
+            sum(&group).unwrap();
+            step.wait();
+            step.wait();
+            let start = Instant::now();
+            let error = sum(&group.with_deadline(deadline)).unwrap_err();
+            (error, start.elapsed(), group.shrink().and_then(|group| sum(&group).map(|()| group.world_size())))
+        })
+    };
+    let ranks: Vec<_> = [address, relayed.to_string()].into_iter().enumerate().map(rank).collect();
+    step.wait();
+    data.lock().unwrap().iter().for_each(|stream| stream.shutdown(Shutdown::Both).unwrap());
+    step.wait();
+    for (rank, result) in ranks.into_iter().map(|rank| rank.join().unwrap()).enumerate() {
+        let (error, elapsed, shrunk) = result;
+        assert!(matches!(error, Error::Disconnected { .. }), "{error}");
+        assert!(elapsed < Duration::from_secs(5), "rank {rank}: {elapsed:?}");
+        assert_eq!(shrunk, Ok(2));
     }
 }
 

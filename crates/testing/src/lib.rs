@@ -1,6 +1,7 @@
 //! Test harness of all packages: ranks as threads and as processes, oracles, a fuzzer for readers.
 
 pub mod fuzz;
+pub mod logged;
 pub mod oracle;
 pub mod process;
 pub mod relay;

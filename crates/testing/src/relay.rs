@@ -32,10 +32,15 @@ pub fn relay(to: String) -> (SocketAddr, Arc<Mutex<Vec<Recording>>>) {
     let address = between(to, move |dialled, target| {
         let recording = Recording::default();
         kept.lock().unwrap().push(recording.clone());
-        copy(dialled.try_clone().unwrap(), target.try_clone().unwrap(), recording.there);
-        copy(target, dialled, recording.back);
+        forward(dialled, target, recording);
     });
     (address, recordings)
+}
+
+/// Forwards both directions of a relay's connection until they end.
+pub fn forward(dialled: TcpStream, target: TcpStream, recording: Recording) {
+    copy(dialled.try_clone().unwrap(), target.try_clone().unwrap(), recording.there);
+    copy(target, dialled, recording.back);
 }
 
 /// Listens at the returned address, and passes every accepted connection to `carry`, with a connection to `to`.

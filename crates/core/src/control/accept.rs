@@ -96,8 +96,13 @@ pub(super) async fn dial(member: &Member, peer: usize, address: SocketAddr) -> R
     // Whether every attempt so far was answered.
     let (mut answered, mut pause) = (true, RETRY);
     loop {
-        match timeout(SYN, TcpStream::connect(address)).await {
-            Ok(Ok(mut stream)) => match auth::dial(&mut stream, member.secret.as_ref(), opening).await {
+        let opened = match timeout(SYN, auth::open(member.secret.as_ref(), &[address])).await {
+            Ok(Ok(opened)) => opened,
+            Ok(Err(forbidden)) => return Err(Event::Unreachable { reason: forbidden.to_string(), ended: false }),
+            Err(_) => Err(ErrorKind::TimedOut.into()),
+        };
+        match opened {
+            Ok(mut stream) => match auth::dial(&mut stream, member.secret.as_ref(), opening).await {
                 Ok(_) => return Ok(stream),
                 // A process that is exiting may still accept a connection and then drop it.
                 Err(Refusal::Io(e)) => answered &= e.kind() != ErrorKind::TimedOut,
@@ -106,15 +111,15 @@ pub(super) async fn dial(member: &Member, peer: usize, address: SocketAddr) -> R
                     return Err(Event::Unreachable { reason, ended: false });
                 }
             },
-            Ok(Err(e)) if e.kind() == ErrorKind::ConnectionRefused => {
+            Err(e) if e.kind() == ErrorKind::ConnectionRefused => {
                 let reason = format!("no process listens at {address} any more");
                 return Err(Event::Unreachable { reason, ended: answered });
             }
             // A local shortage: it says nothing about the peer.
-            Ok(Err(e)) if is_own(&e) => {
+            Err(e) if is_own(&e) => {
                 log::warn!("rank {} cannot connect to rank {peer}: {e}; it will retry", member.rank)
             }
-            Ok(Err(_)) | Err(_) => answered = false,
+            Err(_) => answered = false,
         }
         sleep(pause).await;
         pause = (pause * 2).min(MAX_PAUSE);

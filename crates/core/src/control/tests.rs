@@ -26,6 +26,7 @@ fn fuzz_messages() {
         Error::Mismatch { sequence: 300, calls: vec![(0, call), (1, Call { count: 1001, ..call })] },
         Error::Timeout { site, rank: 1, missing: vec![0, 2], elapsed },
         Error::PeerLost { site, peer: 2, address: Some("10.0.0.1:1".into()), reason: "gone".into(), elapsed },
+        Error::Disconnected { site, rank: 1, peer: 2, reason: "it was closed".into(), elapsed },
         Error::Left { site, rank: 3 },
         Error::broken("listening", "no"),
     ];

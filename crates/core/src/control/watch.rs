@@ -114,6 +114,12 @@ impl<'a> Watch<'a> {
         })
     }
 
+    /// Returns the fault of this operation after its data connection to `peer`, and no more than that, broke.
+    pub fn disconnected(&self, peer: usize, reason: &str) -> Fault {
+        let (site, reason) = (Site { call: self.tag.call, sequence: self.tag.sequence }, reason.to_owned());
+        Fault::Failed(Error::Disconnected { site, rank: self.rank, peer, reason, elapsed: self.deadline.elapsed() })
+    }
+
     fn ask_peers(&mut self) {
         if !self.stalled && self.is_collective() {
             let site = Site { call: self.tag.call, sequence: self.tag.sequence };

@@ -25,8 +25,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tokio::io::AsyncReadExt;
-use tokio::net::{TcpListener, TcpStream};
-use tokio::runtime::Runtime;
+use tokio::net::TcpListener;
 use tokio::sync::mpsc::UnboundedReceiver;
 use tokio::task::JoinSet;
 use tokio::time::timeout;
@@ -34,11 +33,11 @@ use tokio::time::timeout;
 use self::agreement::{Agreement, Next};
 use super::dial::bind;
 use super::join::{self, Joined};
-use super::{Connected, Medium, Settings, control_runtime, start_group};
-use crate::auth::{AcceptQueue, Member};
+use super::{Connected, Medium, Settings, start_group};
+use crate::auth::{self, AcceptQueue, Member, Secret};
 use crate::control::invitation::{Endpoint, Invitation, random, session};
 use crate::control::{HeartbeatTimeout, MOST, Membership, PeerEvent, RankEvent, ShrinkMessage};
-use crate::sync::Deadline;
+use crate::sync::{Deadline, OwnRuntime};
 use crate::transport::tcp::Tcp;
 use crate::transport::{Base, Regroup, hosts_of};
 use crate::types::{Apart, Error, Fault, Ranks};
@@ -66,14 +65,15 @@ impl Regroup for ProcessGroup {
         let mut agreement = Agreement::new(self.settings.rank, self.settings.world_size);
         // The group calls this only once.
         let Some(news) = self.tcp.news() else { return Err(Error::broken("shrink", "it has already been called")) };
-        let runtime = control_runtime()?;
-        let problem = RefCell::new(String::new());
+        let runtime = OwnRuntime::new()?;
         let mut groups = Vec::new();
-        let agreed = runtime.block_on(async {
-            timeout(deadline.remaining(), self.agree(&mut agreement, news, &mut groups, &problem)).await
-        });
-        let standing = agreed.unwrap_or_else(|_| {
-            let problem = Some(problem.take()).filter(|problem| !problem.is_empty());
+        let agreed = runtime.run(|| async {
+            let problem = RefCell::new(String::new());
+            let agreeing = self.agree(&mut agreement, news, &mut groups, &problem);
+            timeout(deadline.remaining(), agreeing).await.map_err(|_| problem.take())
+        })?;
+        let standing = agreed.unwrap_or_else(|problem| {
+            let problem = Some(problem).filter(|problem| !problem.is_empty());
             let problem = problem.map_or(String::new(), |problem| format!(" (in the new group: {problem})"));
             Err(ShrinkFailure::Apart(Apart::Missing { ranks: agreement.waits_for(), problem }))
         });
@@ -85,16 +85,17 @@ impl Regroup for ProcessGroup {
     }
 
     fn subgroup(&self, members: &[usize], deadline: &Deadline) -> Result<Base, Fault> {
-        let runtime = control_runtime().map_err(Fault::Failed)?;
-        let (listener, door) = runtime.block_on(self.listen("subgroup")).map_err(Fault::Failed)?;
+        let runtime = OwnRuntime::new().map_err(Fault::Failed)?;
+        let (listener, door) = runtime.run(|| self.listen("subgroup")).flatten().map_err(Fault::Failed)?;
         let doors = self.tcp.invite(&Invitation { members: members.to_vec(), door }, deadline)?;
         let doors = members.iter().copied().zip(doors).collect();
-        let waiting_for = RefCell::new(String::new());
-        let late = || {
-            let waiting = format!("{}, by their ranks in it, within {:.1?}", waiting_for.borrow(), deadline.elapsed());
-            Fault::Failed(Error::broken("connecting the members of a subgroup", waiting))
-        };
-        let formed = runtime.block_on(async {
+        let formed = runtime.run(|| async {
+            let waiting_for = RefCell::new(String::new());
+            let late = || {
+                let waiting =
+                    format!("{}, by their ranks in it, within {:.1?}", waiting_for.borrow(), deadline.elapsed());
+                Fault::Failed(Error::broken("connecting the members of a subgroup", waiting))
+            };
             tokio::select! {
                 formed = self.connect(members, (listener, door), doors, &waiting_for) => {
                     formed.map_err(|error| Fault::Failed(as_error_of("subgroup", error)))
@@ -104,7 +105,8 @@ impl Regroup for ProcessGroup {
                 }
                 () = tokio::time::sleep(deadline.remaining()) => Err(late()),
             }
-        })?;
+        });
+        let formed = formed.unwrap_or_else(|error| Err(Fault::Failed(error)))?;
         // Other members may still wait for a straggler.
         let first = deadline.remaining().max(self.settings.silence);
         let silence = HeartbeatTimeout { first, later: self.settings.silence };
@@ -143,8 +145,8 @@ impl ProcessGroup {
         groups: &mut Vec<(Membership, Connected)>,
         problem: &RefCell<String>,
     ) -> Result<Membership, ShrinkFailure> {
-        let mut events =
-            PeerEvents { news, probes: JoinSet::new(), addresses: self.tcp.addresses(), silent: Vec::new() };
+        let (addresses, secret) = (self.tcp.addresses(), self.settings.secret.clone());
+        let mut events = PeerEvents { news, probes: JoinSet::new(), addresses, secret, silent: Vec::new() };
         let mut own: Option<(TcpListener, Endpoint)> = None;
         let mut forming: Option<Pin<Box<_>>> = None;
         // Why this rank could not connect, and when it returns that error.
@@ -248,7 +250,7 @@ impl ProcessGroup {
     /// Starts the group that was agreed on.
     fn start(
         &self,
-        runtime: Runtime,
+        runtime: OwnRuntime,
         standing: &Membership,
         groups: Vec<(Membership, Connected)>,
     ) -> Result<Base, Error> {
@@ -289,6 +291,7 @@ struct PeerEvents<'a> {
     /// Probes of ranks whose connections closed. Each returns the rank and whether it has ended.
     probes: JoinSet<(usize, bool)>,
     addresses: &'a [SocketAddr],
+    secret: Option<Secret>,
     silent: Vec<usize>,
 }
 
@@ -319,7 +322,8 @@ impl PeerEvents<'_> {
             PeerEvent::Closed if self.silent.contains(&peer) => {}
             PeerEvent::Closed => {
                 let address = self.addresses[peer];
-                self.probes.spawn(async move { (peer, has_ended(address).await) });
+                let secret = self.secret.clone();
+                self.probes.spawn(async move { (peer, has_ended(secret.as_ref(), address).await) });
             }
         }
     }
@@ -327,10 +331,10 @@ impl PeerEvents<'_> {
 
 /// Whether the process that listened here has certainly ended: its machine refuses the connection. A process that is
 /// just ending may still accept a connection, and then drops it.
-async fn has_ended(address: SocketAddr) -> bool {
+async fn has_ended(secret: Option<&Secret>, address: SocketAddr) -> bool {
     let probe = async {
         loop {
-            match TcpStream::connect(address).await {
+            match auth::open(secret, &[address]).await.unwrap_or_else(|e| Err(io::Error::other(e))) {
                 Err(e) if e.kind() == ErrorKind::ConnectionRefused => return true,
                 Err(_) => return false,
                 Ok(mut stream) => drop::<io::Result<u8>>(stream.read_u8().await),

@@ -21,7 +21,6 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use tokio::runtime::Runtime;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
 use self::link::Link;
@@ -29,7 +28,7 @@ use super::Transport;
 use crate::auth::Member;
 use crate::control::invitation::{Endpoint, Invitation};
 use crate::control::{self, Board, HeartbeatTimeout, Mesh, Outgoing, RankEvent, ShrinkMessage, Watch};
-use crate::sync::{Deadline, Mutex, lock};
+use crate::sync::{Deadline, Mutex, OwnRuntime, lock};
 use crate::types::{Error, Fault, Site};
 
 /// One rank's endpoint of a group of processes.
@@ -41,6 +40,8 @@ pub(crate) struct Tcp {
     links: Mutex<Vec<Option<Arc<Link>>>>,
     /// Number of data connections to each lower rank. Higher ranks choose theirs to this rank.
     connections: usize,
+    /// The heartbeat timeout.
+    silence: Duration,
     control: UnboundedSender<Outgoing>,
     thread: Mutex<Option<JoinHandle<()>>>,
     /// Keeps the port in use: see [`port`](Tcp::port).
@@ -55,25 +56,35 @@ const LINGER: Duration = Duration::from_secs(1);
 impl Tcp {
     /// Takes over the connections that the rendezvous made.
     pub fn start(
-        runtime: Runtime,
+        runtime: OwnRuntime,
         mut mesh: Mesh,
         connections: usize,
         silence: HeartbeatTimeout,
     ) -> Result<Tcp, Error> {
-        // Before this rank can be in any operation: a peer that meets it in one has then heard from it.
-        runtime.block_on(control::greet(&mut mesh.connections));
         let listener = mesh.listener.as_fd().try_clone_to_owned();
         let listener = listener.map_err(|e| Error::io("keeping the listener", e))?;
         let (control, outgoing) = unbounded_channel();
         let (told, news) = unbounded_channel();
+        let (greeted, greeting) = std::sync::mpsc::channel();
         let (member, addresses, board) = (mesh.member.clone(), mesh.addresses.clone(), mesh.board.clone());
         let thread = std::thread::Builder::new()
             .name(format!("bonfire-control-{}", member.rank))
-            .spawn(move || runtime.block_on(control::run(mesh, silence, outgoing, told)))
+            .spawn(move || {
+                runtime.run_here(async {
+                    control::greet(&mut mesh.connections).await;
+                    // The receiver waits for it.
+                    let _ = greeted.send(());
+                    control::run(mesh, silence, outgoing, told).await;
+                });
+            })
             .map_err(|e| Error::io("starting the control thread", e))?;
+        // Before this rank can be in any operation: a peer that meets it in one has then heard from it. Fails only if
+        // the thread panicked.
+        let _ = greeting.recv();
         let (thread, news) = (Mutex::new(Some(thread)), Mutex::new(Some(news)));
         let links = Mutex::new(vec![None; addresses.len()]);
-        Ok(Tcp { member, addresses, board, links, connections, control, thread, listener, news })
+        let silence = silence.later;
+        Ok(Tcp { member, addresses, board, links, connections, silence, control, thread, listener, news })
     }
 
     /// An endpoint without connections, for tests. They write to the board what it would receive.
@@ -86,6 +97,7 @@ impl Tcp {
             board,
             links: Mutex::default(),
             connections: 1,
+            silence: Duration::ZERO,
             control: unbounded_channel().0,
             thread: Mutex::default(),
             listener,
@@ -123,11 +135,12 @@ impl Tcp {
     /// the plans of both have this message.
     fn link(&self, peer: usize, tag: &Site, watch: &mut Watch<'_>) -> Result<Arc<Link>, Fault> {
         if peer < self.member.rank && lock(&self.links)[peer].is_none() {
-            let link = dial::dial(&self.member, (peer, &self.addresses[peer]), self.connections, watch)?;
+            let settings = (self.connections, self.silence);
+            let link = dial::dial(&self.member, (peer, &self.addresses[peer]), settings, watch)?;
             lock(&self.links)[peer] = Some(Arc::new(link));
         }
         loop {
-            if let Some(link) = self.existing_link(peer)? {
+            if let Some(link) = self.existing_link(peer, watch)? {
                 return Ok(link);
             }
             self.board.sleep(Instant::now() + watch.pause(), || {
@@ -143,9 +156,10 @@ impl Tcp {
     }
 
     /// The link to `peer`, if its connections are open.
-    fn existing_link(&self, peer: usize) -> Result<Option<Arc<Link>>, Fault> {
+    fn existing_link(&self, peer: usize, watch: &Watch<'_>) -> Result<Option<Arc<Link>>, Fault> {
         if let Some(streams) = self.board.gathered(peer) {
-            let link = Link::new(streams).map_err(|e| link::disconnected(peer, &e.to_string(), &self.board))?;
+            let link = Link::new(streams, self.silence);
+            let link = link.map_err(|e| link::disconnected(peer, &e.to_string(), watch))?;
             lock(&self.links)[peer] = Some(Arc::new(link));
         }
         Ok(lock(&self.links)[peer].clone())

@@ -77,8 +77,8 @@ pub enum Error {
         elapsed: Duration,
     },
 
-    /// A rank was lost: its connection closed without a goodbye message, which is noticed at once, it was declared lost
-    /// after 5 s without heartbeats (unless set), or its thread panicked.
+    /// A rank was lost: its connections closed without a goodbye message, which is noticed at once, nothing arrived on
+    /// them for 5 s (unless set), or its thread panicked.
     #[error(
         "{site}: rank {peer}{} was lost after {elapsed:.1?} ({reason}); look at that rank's own output, then go \
          on without it (`Group::shrink`) or restart the job from its last checkpoint",
@@ -92,6 +92,25 @@ pub enum Error {
         /// Its address, if it has one.
         address: Option<String>,
         /// What this rank observed.
+        reason: String,
+        /// Time since the operation began.
+        elapsed: Duration,
+    },
+
+    /// The data connection between two ranks broke, and neither of them is known to be lost.
+    #[error(
+        "{site}: the data connection between ranks {rank} and {peer} broke after {elapsed:.1?} ({reason}), and no rank \
+         is known to be lost; find out what lies between them and may have ended it (a firewall, a NAT gateway, a \
+         proxy), and go on over new connections (`Group::shrink`) or restart the job from its last checkpoint"
+    )]
+    Disconnected {
+        /// The operation.
+        site: Site,
+        /// The rank that reports.
+        rank: usize,
+        /// The rank at the other end.
+        peer: usize,
+        /// What the reporting rank observed.
         reason: String,
         /// Time since the operation began.
         elapsed: Duration,

@@ -1,6 +1,5 @@
 //! The rendezvous of a coordinator and its workers.
 
-use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::io;
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
@@ -12,8 +11,8 @@ use tokio::sync::Notify;
 use tokio::task::yield_now;
 use tokio::time::{sleep, timeout};
 
-use crate::auth::{AcceptQueue, RETRY, Refusal};
-use crate::sync::{Deadline, Mutex, lock};
+use crate::auth::{self, AcceptQueue, RETRY, Refusal};
+use crate::sync::{Deadline, Mutex, OwnRuntime, lock};
 use crate::types::{Error, Ranks};
 
 /// Time limit of one attempt to connect: the system itself would retry at ever longer intervals.
@@ -52,7 +51,7 @@ impl Rendezvous {
     /// Runs the coordinator: returns the connections to all workers, in the order of ranks.
     pub fn gather(&self, source: Listen, world_size: usize) -> Result<Vec<TcpStream>, Error> {
         let (registered, lobby, mut accepted_count) = (Workers::default(), AcceptQueue::new(world_size), 0);
-        let gathered = self.run(async {
+        let gathered = self.run(|| async {
             let listener = self.listen(source).await?;
             while !registered.full(world_size) {
                 tokio::select! {
@@ -83,15 +82,16 @@ impl Rendezvous {
 
     /// Runs a worker: dials until the coordinator answers, and sends the rank.
     pub fn dial(&self, host: &str, port: u16) -> Result<TcpStream, Error> {
-        let waiting_for = RefCell::new("the time is too short to dial".to_owned());
-        let dialled = self.run(async {
+        let waiting_for = Mutex::new("the time is too short to dial".to_owned());
+        let dialled = self.run(|| async {
             let mut pause = Duration::from_millis(10);
             loop {
-                match timeout(CONNECT_TIMEOUT, connect(host, port, self.rank)).await {
+                let reason = match timeout(CONNECT_TIMEOUT, connect(host, port, self.rank)).await {
                     Ok(Ok(stream)) => return Ok(stream),
-                    Ok(Err(e)) => waiting_for.replace(format!("nobody answers there ({e})")),
-                    Err(_) => waiting_for.replace("nothing answers there".into()),
+                    Ok(Err(e)) => format!("nobody answers there ({e})"),
+                    Err(_) => "nothing answers there".into(),
                 };
+                *lock(&waiting_for) = reason;
                 sleep(pause).await;
                 pause = (pause * 2).min(Duration::from_millis(500));
             }
@@ -101,18 +101,18 @@ impl Rendezvous {
             None => Err(self.failed(format!(
                 "{}; start the coordinator with this address, or allow more time \
                  (TcpTransportBuilder::rendezvous_timeout)",
-                waiting_for.borrow()
+                lock(&waiting_for)
             ))),
         }
     }
 
     /// Runs `act` until the deadline. `None` if the deadline passes first.
-    fn run<T>(&self, act: impl Future<Output = Result<T, Error>>) -> Result<Option<T>, Error> {
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-        let runtime = runtime.map_err(|e| Error::io("starting a runtime for the rendezvous", e))?;
-        let result = runtime.block_on(async { timeout(self.deadline.remaining(), act).await });
-        // Does not wait for a pending name lookup. Closes connections that have sent nothing.
-        runtime.shutdown_background();
+    fn run<T: Send, F: Future<Output = Result<T, Error>>>(
+        &self,
+        act: impl FnOnce() -> F + Send,
+    ) -> Result<Option<T>, Error> {
+        // Dropping it closes connections that have sent nothing.
+        let result = OwnRuntime::new()?.run(|| timeout(self.deadline.remaining(), act()))?;
         result.map_or(Ok(None), |result| result.map(Some))
     }
 
@@ -164,12 +164,8 @@ fn permitted(host: &str, addresses: Vec<SocketAddr>) -> Result<Vec<SocketAddr>, 
 }
 
 async fn connect(host: &str, port: u16, rank: usize) -> io::Result<TcpStream> {
-    let mut stream = tokio::net::TcpStream::connect((host, port)).await?;
-    // If no process listens there, the system may give the dialling socket the very port that it dials: then the two
-    // ends are one.
-    if stream.local_addr()? == stream.peer_addr()? {
-        return Err(io::ErrorKind::ConnectionRefused.into());
-    }
+    let addresses: Vec<SocketAddr> = tokio::net::lookup_host((host, port)).await?.collect();
+    let mut stream = auth::connect(&addresses).await?;
     // The caller has checked that the rank fits.
     stream.write_all(&(rank as u32).to_le_bytes()).await?;
     stream.into_std()

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use rustix::event::PollFlags;
 
 use super::link::{Link, disconnected, wait_ready};
-use crate::auth::{Member, Prologue, Purpose, Refusal, prove};
+use crate::auth::{Member, Prologue, Purpose, Refusal, open_blocking, prove};
 use crate::control::{RETRY, SYN, Watch, is_own};
 use crate::types::{Error, Fault};
 
@@ -16,7 +16,7 @@ use crate::types::{Error, Fault};
 pub(super) fn dial(
     member: &Member,
     (peer, address): (usize, &SocketAddr),
-    connections: usize,
+    (connections, silence): (usize, Duration),
     watch: &mut Watch<'_>,
 ) -> Result<Link, Fault> {
     let mut streams = Vec::new();
@@ -24,7 +24,7 @@ pub(super) fn dial(
         let opening = member.opening(Purpose::Data, peer, (number, connections));
         streams.push(connect(member, (peer, address), opening, watch)?);
     }
-    Link::new(streams).map_err(|e| disconnected(peer, &e.to_string(), watch.board()))
+    Link::new(streams, silence).map_err(|e| disconnected(peer, &e.to_string(), watch))
 }
 
 /// Opens one connection and completes the handshake.
@@ -35,10 +35,8 @@ fn connect(
     watch: &mut Watch<'_>,
 ) -> Result<TcpStream, Fault> {
     loop {
-        // A peer that has left, or that failed and closed, no longer listens. Its control connection tells which.
-        let lost = |e: &dyn std::fmt::Display| disconnected(peer, &format!("connecting for data: {e}"), watch.board());
-        let limit = watch.remaining().max(Duration::from_millis(1));
-        let stream = match TcpStream::connect_timeout(address, limit.min(SYN)) {
+        let limit = watch.remaining().clamp(Duration::from_millis(1), SYN);
+        let stream = match open_blocking(member.secret.as_ref(), address, limit).map_err(Fault::Failed)? {
             Ok(stream) => stream,
             Err(e) if e.kind() == ErrorKind::TimedOut => {
                 watch.tick(peer)?;
@@ -49,9 +47,10 @@ fn connect(
                 let operation = format!("rank {} connecting to rank {peer} for data", member.rank);
                 return Err(Fault::Failed(Error::io(operation, e)));
             }
-            Err(e) => return Err(lost(&e)),
+            // A peer that has left, or that failed and closed, no longer listens.
+            Err(e) => return Err(disconnected(peer, &cannot_connect(&e), watch)),
         };
-        stream.set_nonblocking(true).and_then(|()| stream.set_nodelay(true)).map_err(|e| lost(&e))?;
+        stream.set_nonblocking(true).map_err(|e| disconnected(peer, &cannot_connect(&e), watch))?;
         let write = |bytes: &[u8]| {
             // Does not block: these are the first bytes in an empty buffer.
             Ok((&stream).write_all(bytes).map_err(Refusal::Io)?)
@@ -70,10 +69,14 @@ fn connect(
                 watch.tick(peer)?;
             }
             Err(DialError::Refused(refusal)) => {
-                return Err(Fault::Lost { peer, reason: format!("connecting for data: {refusal}") });
+                return Err(disconnected(peer, &cannot_connect(&refusal), watch));
             }
         }
     }
+}
+
+fn cannot_connect(why: &dyn std::fmt::Display) -> String {
+    format!("connecting for data: {why}")
 }
 
 /// Why a handshake was not completed.

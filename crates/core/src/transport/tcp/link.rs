@@ -12,8 +12,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
 
-use crate::control::{Board, MOST, Watch};
+use crate::auth::keep_open;
+use crate::control::{MOST, Watch};
 use crate::sync::YIELDING;
 use crate::types::{Fault, Site, partition};
 
@@ -29,11 +31,12 @@ const STRIPE: usize = 64 << 10;
 const HEADER: usize = Site::BYTES + 8;
 
 impl Link {
-    /// A link of 1 to [`MOST`] connections, in the order that both sides use.
-    pub fn new(streams: Vec<TcpStream>) -> std::io::Result<Link> {
+    /// A link of 1 to [`MOST`] connections, in the order that both sides use. `silence` is the heartbeat timeout.
+    pub fn new(streams: Vec<TcpStream>, silence: Duration) -> std::io::Result<Link> {
         for stream in &streams {
             stream.set_nodelay(true)?;
             stream.set_nonblocking(true)?;
+            keep_open(stream, silence)?;
         }
         Ok(Link { streams })
     }
@@ -172,7 +175,7 @@ pub(super) fn drive(
         if let Some((peer, link, stripes)) = &mut out {
             for (stream, stripe) in link.streams.iter().zip(&mut stripes.0) {
                 let Some(message) = stripe else { continue };
-                moved |= moved_bytes(message.advance(stream), *peer, watch.board())?;
+                moved |= moved_bytes(message.advance(stream), *peer, watch)?;
                 if message.done() {
                     *stripe = None;
                 }
@@ -181,7 +184,7 @@ pub(super) fn drive(
         if let Some((peer, link, stripes)) = &mut into {
             for (stream, stripe) in link.streams.iter().zip(&mut stripes.0) {
                 let Some(message) = stripe else { continue };
-                if moved_bytes(message.advance(stream), *peer, watch.board())? {
+                if moved_bytes(message.advance(stream), *peer, watch)? {
                     // Data that saturate the network may delay the heartbeats on the control connection.
                     watch.board().speaks(*peer);
                     moved = true;
@@ -227,22 +230,26 @@ fn pending<'a, M>(
 }
 
 /// Returns whether bytes were moved. If the connection ended or failed, returns why: see [`disconnected`].
-fn moved_bytes(result: std::io::Result<usize>, peer: usize, board: &Board) -> Result<bool, Fault> {
+fn moved_bytes(result: std::io::Result<usize>, peer: usize, watch: &Watch<'_>) -> Result<bool, Fault> {
     match result {
-        Ok(0) => Err(disconnected(peer, "its connection was closed", board)),
+        Ok(0) => Err(disconnected(peer, "it was closed", watch)),
         Ok(_) => Ok(true),
         Err(e) if matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => Ok(false),
-        Err(e) => Err(disconnected(peer, &e.to_string(), board)),
+        Err(e) => Err(disconnected(peer, &e.to_string(), watch)),
     }
 }
 
-/// The fault of an operation whose data connection ended. The control connection tells a moment later whether the peer
-/// left, died, or closed because of a failure.
-pub(super) fn disconnected(peer: usize, reason: &str, board: &Board) -> Fault {
-    // In a star that rank 0 has left, ranks know of each other only once they have connected.
-    const MOMENT: Duration = Duration::from_secs(5);
-    board.sleep(Instant::now() + MOMENT, || board.absence(peer).is_some());
-    board.absence(peer).unwrap_or_else(|| Fault::Lost { peer, reason: reason.to_owned() })
+/// The longest wait for the control connection to tell why a data connection ended. In a star that rank 0 has left,
+/// ranks know of each other only once they have connected.
+const MOMENT: Duration = Duration::from_secs(5);
+
+/// The fault of an operation whose data connection to `peer` ended. The control connection tells a moment later whether
+/// the peer left, died, or closed because of a failure. If it tells nothing, only the connection broke: the peer may
+/// be well, and is not reported as lost.
+pub(super) fn disconnected(peer: usize, reason: &str, watch: &Watch<'_>) -> Fault {
+    let board = watch.board();
+    board.sleep(Instant::now() + MOMENT.min(watch.remaining()), || board.absence(peer).is_some());
+    board.absence(peer).unwrap_or_else(|| watch.disconnected(peer, reason))
 }
 
 /// Sleeps until one of at most `2 * MOST` sockets is ready, the group fails, or the watch's pause is over. Returns
@@ -256,10 +263,16 @@ pub(super) fn wait_ready<'a>(sockets: impl Iterator<Item = (&'a TcpStream, PollF
         *fd = PollFd::from_borrowed_fd(stream.as_fd(), flags);
         used += 1;
     }
-    let pause = Timespec { tv_sec: 0, tv_nsec: watch.pause().as_nanos().min(999_999_999) as _ };
-    let woken = poll(&mut fds[..used], Some(&pause)).map(|n| n > 0 && fds[0].revents().is_empty());
-    // After an interrupted poll nothing is ready.
-    woken.unwrap_or(false)
+    // A signal must not count as a pause without progress: a profiler sends hundreds per second.
+    let end = Instant::now() + watch.pause();
+    loop {
+        let left = end.saturating_duration_since(Instant::now());
+        let left = Timespec { tv_sec: 0, tv_nsec: left.as_nanos().min(999_999_999) as _ };
+        match poll(&mut fds[..used], Some(&left)) {
+            Err(Errno::INTR) => {}
+            woken => return woken.is_ok_and(|n| n > 0 && fds[0].revents().is_empty()),
+        }
+    }
 }
 
 /// Closes the connections so that what was sent still arrives: a socket that is closed with unread bytes in it discards
@@ -285,14 +298,49 @@ pub(super) fn close(links: &[Arc<Link>], linger: Duration) {
 #[cfg(all(test, not(bonfire_loom)))]
 mod tests {
     use super::*;
-    use crate::types::{Call, DType, Fingerprint, Operation, ReduceOp};
+    use crate::control::Board;
+    use crate::sync::Deadline;
+    use crate::types::{Call, DType, Error, Fingerprint, Operation, ReduceOp};
 
-    #[test]
-    fn fuzz_headers() {
+    fn tag() -> Site {
         let (operation, reduction, root) = (Operation::Reduce, Some(ReduceOp::Max), Some(1));
         let call =
             Call { operation, dtype: DType::F16, count: 1000, reduction, root, sizes: Fingerprint::from_word(0x1234) };
-        let tag = Site { sequence: 300, call };
+        Site { sequence: 300, call }
+    }
+
+    /// Returns the fault of a message on a connection that the peer's end has closed, and the time it took.
+    fn fault(board: &Board, limit: Duration) -> (Fault, Duration) {
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let stream = crate::auth::open_blocking(None, &listener.local_addr().unwrap(), MOMENT).unwrap().unwrap();
+        drop(listener.accept().unwrap());
+        let link = Link::new(vec![stream], MOMENT).unwrap();
+        let (tag, deadline) = (tag(), Deadline::after(limit));
+        let (control, _outgoing) = tokio::sync::mpsc::unbounded_channel();
+        let mut watch = Watch::new(0, board, &control, &tag, &deadline);
+        let fault = drive(&tag, None, Some((1, &link, &mut [0; 8])), &mut watch).unwrap_err();
+        (fault, deadline.elapsed())
+    }
+
+    #[test]
+    fn a_broken_connection_is_no_lost_rank_and_is_reported_by_the_deadline() {
+        let board = Board::new(2).unwrap();
+        let (fault, elapsed) = fault(&board, Duration::from_millis(50));
+        assert!(matches!(&fault, Fault::Failed(Error::Disconnected { rank: 0, peer: 1, .. })), "{fault:?}");
+        assert!(elapsed < MOMENT, "{elapsed:?}");
+    }
+
+    #[test]
+    fn a_connection_broken_by_the_end_of_its_peer_is_a_lost_rank() {
+        let board = Board::new(2).unwrap();
+        board.mark_lost(1, "it died".into());
+        assert_eq!(fault(&board, MOMENT).0, Fault::Lost { peer: 1, reason: "it died".into() });
+    }
+
+    #[test]
+    fn fuzz_headers() {
+        let tag = tag();
+        let Site { call, .. } = tag;
         let plain = Call { operation: Operation::AllToAll, reduction: None, root: None, ..call };
         let seeds = [tag, Site { call: plain, ..tag }].map(|tag| header(&tag, 2000).to_vec());
         bonfire_testing::fuzz::fuzz("header", seeds, |bytes| {
