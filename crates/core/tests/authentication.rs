@@ -323,6 +323,7 @@ fn a_flood_of_connections_keeps_no_rank_out() {
 }
 
 #[test]
+#[expect(clippy::disallowed_methods, reason = "the strangers of this test dial like any program")]
 fn a_steady_flood_of_connections_keeps_no_rank_out() {
     let address = free_address();
     let ranks: Vec<_> = (0..4).map(|r| connecting(rank(r, 4, &address))).collect();

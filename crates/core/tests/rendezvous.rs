@@ -1,12 +1,13 @@
 //! The rendezvous, and the errors when it fails.
 
-use std::io::{Read, Write};
+use std::io::{ErrorKind, Read, Write};
 use std::net::{TcpListener, TcpStream};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Duration;
 
 use bonfire_core::{Algorithm, Builder, Error, Group, ReduceOp, Secret, Selection};
-use bonfire_testing::relay::dial;
+use bonfire_testing::relay::{Recording, between, dial, forward};
 use bonfire_testing::{free_address, reason, wire, works};
 
 /// The rendezvous timeout of ranks that cannot connect.
@@ -141,7 +142,7 @@ fn an_address_that_does_not_resolve_is_an_error_in_time() {
 fn an_address_in_use_is_reported() {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap().to_string();
-    let reason = reason(rank(0, 2, &address).connect());
+    let reason = reason(rank(0, 2, &address).rendezvous_timeout(SOON).connect());
     assert!(reason.contains(&address) && reason.contains("choose another port"), "{reason}");
 }
 
@@ -259,6 +260,32 @@ fn a_rank_that_dies_between_the_stages_is_an_error_in_time() {
     };
     assert!(reason.contains("nobody answers at 127.0.0.1:1"), "{reason}");
     drop(stream);
+}
+
+/// Rank 0 gives up on a connection whose hello does not come in time, and so does the relay here, at once.
+#[test]
+fn a_rank_whose_hello_comes_too_late_registers_again() {
+    let address = free_address();
+    let first = AtomicBool::new(true);
+    let relayed = between(address.clone(), move |mut dialled, mut target| {
+        if !first.swap(false, Ordering::SeqCst) {
+            return forward(dialled, target, Recording::default());
+        }
+        let (mut opening, mut answer) = ([0; 32], [0; wire::ANSWER]);
+        dialled.read_exact(&mut opening).and_then(|()| target.write_all(&opening)).unwrap();
+        target.read_exact(&mut answer).and_then(|()| dialled.write_all(&answer)).unwrap();
+    });
+    works(connect(vec![rank(0, 2, &address), rank(1, 2, &relayed.to_string())]));
+}
+
+#[test]
+fn a_rank_looks_up_its_own_name_before_it_dials_rank_0() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    listener.set_nonblocking(true).unwrap();
+    let address = listener.local_addr().unwrap().to_string();
+    let reason = reason(rank(1, 2, &address).host("nobody.invalid").rendezvous_timeout(SOON).connect());
+    assert!(reason.contains("nobody.invalid") && reason.contains("does not resolve"), "{reason}");
+    assert_eq!(listener.accept().unwrap_err().kind(), ErrorKind::WouldBlock);
 }
 
 #[test]

@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use bonfire_core::yscv::{TcpTransport, TcpTransportBuilder, loopback_pair};
 use bonfire_core::{Call, DType, Error, Operation, ReduceOp};
+use bonfire_testing::relay::dial;
 use bonfire_testing::{DEADLINE as LONG, free_address};
 
 /// The timeout where a peer sends nothing.
@@ -45,7 +46,7 @@ fn star(world_size: usize) -> Vec<TcpTransport> {
 
 /// A worker that is a raw stream.
 fn raw_worker(address: &str, rank: u32) -> TcpStream {
-    let mut stream = TcpStream::connect(address).unwrap();
+    let mut stream = dial(address);
     stream.set_read_timeout(Some(LONG)).unwrap();
     stream.set_write_timeout(Some(LONG)).unwrap();
     stream.write_all(&rank.to_le_bytes()).unwrap();
@@ -282,7 +283,7 @@ fn a_rejected_worker_learns_it_from_its_first_message() {
 fn strangers_neither_end_nor_delay_the_rendezvous() {
     // Waiting for the silent ones would take longer than this timeout.
     let (connecting, address) = coordinator(builder().rendezvous_timeout(Duration::from_secs(4)), 2);
-    let connect = || TcpStream::connect(&address).unwrap();
+    let connect = || dial(&address);
     let mut silent: Vec<_> = (0..100).map(|_| connect()).collect();
     silent[70].write_all(&[1, 0]).unwrap();
     drop(connect());
@@ -311,7 +312,7 @@ fn a_worker_that_disconnects_during_the_rendezvous_frees_its_rank() {
 #[test]
 fn a_failed_rendezvous_names_missing_ranks_and_counts_rejected_connections() {
     let (connecting, address) = coordinator(builder().rendezvous_timeout(8 * SOON), 4);
-    let (_there, _silent) = (raw_worker(&address, 2), TcpStream::connect(&address).unwrap());
+    let (_there, _silent) = (raw_worker(&address, 2), dial(&address));
     [9, 2].into_iter().for_each(|rank| expect_close(&mut raw_worker(&address, rank)));
     let error = connecting.join().unwrap().unwrap_err();
     assert!(matches!(&error, Error::Rendezvous { rank: 0, .. }), "{error}");

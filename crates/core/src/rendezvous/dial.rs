@@ -9,20 +9,21 @@ use tokio::net::{TcpListener, TcpSocket, TcpStream, lookup_host};
 use tokio::time::{sleep, timeout};
 
 use super::{Settings, interface};
-use crate::auth::{self, Prologue, Refusal, permit};
+use crate::auth::{self, Prologue, Purpose, Refusal, permit};
 use crate::types::Error;
 
 /// Time limit of one attempt to connect: the system itself would retry at ever longer intervals.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The first pause between two attempts.
-const FIRST_PAUSE: Duration = Duration::from_millis(10);
+pub(super) const FIRST_PAUSE: Duration = Duration::from_millis(10);
 
 /// Backlog of connections that wait to be accepted: all ranks may connect at once.
 const BACKLOG: u32 = 1024;
 
 /// Dials until the handshake succeeds; returns the connection and the job's session. The caller limits the time. The
-/// name may not resolve yet, the peer may not listen yet, and a listener flooded by strangers closes connections.
+/// name may not resolve yet, the peer may not listen yet, a listener flooded by strangers closes connections, and a
+/// rank of an earlier job may still listen at rank 0's address.
 pub(super) async fn dial(
     (settings, start): (&Settings, Instant),
     address: &str,
@@ -37,7 +38,15 @@ pub(super) async fn dial(
                 Err(Refusal::Io(e)) => format!("{address} answers but does not complete the handshake ({e})"),
                 Err(refusal) => {
                     let reason = format!("rank {} cannot be reached at {address}: {refusal}", opening.to);
-                    return Err(settings.failed(start, reason));
+                    // A rank of an earlier job, which has not ended yet.
+                    let earlier = opening.purpose == Purpose::Rendezvous && matches!(refusal, Refusal::Misplaced(_));
+                    if !earlier {
+                        return Err(settings.failed(start, reason));
+                    }
+                    if *waiting_for.borrow() != reason {
+                        log::warn!("rank {} retries: {reason}", settings.rank);
+                    }
+                    reason
                 }
             },
             Err(reason) => reason,
@@ -48,7 +57,7 @@ pub(super) async fn dial(
 }
 
 /// Sleeps before the next attempt, and doubles the pause up to half a second.
-async fn back_off(pause: &mut Duration) {
+pub(super) async fn back_off(pause: &mut Duration) {
     sleep(*pause).await;
     *pause = (*pause * 2).min(Duration::from_millis(500));
 }
@@ -59,11 +68,9 @@ async fn connect(settings: &Settings, address: &str) -> Result<Result<TcpStream,
         Ok(addresses) => addresses,
         Err(reason) => return Ok(Err(reason)),
     };
-    permit(settings.secret.as_ref(), &addresses)?;
-    let connected = timeout(CONNECT_TIMEOUT, TcpStream::connect(&addresses[..])).await;
-    let connected = connected.unwrap_or_else(|_| Err(io::Error::new(io::ErrorKind::TimedOut, "no answer so far")));
-    let connected = connected.inspect(|stream| drop(stream.set_nodelay(true)));
-    Ok(connected.map_err(|e| format!("nobody answers at {address} ({e})")))
+    let connected = timeout(CONNECT_TIMEOUT, auth::open(settings.secret.as_ref(), &addresses)).await;
+    let late = |_| Ok(Err(io::Error::new(io::ErrorKind::TimedOut, "no answer so far")));
+    Ok(connected.unwrap_or_else(late)?.map_err(|e| format!("nobody answers at {address} ({e})")))
 }
 
 /// Returns the addresses of a name, which may have none yet.
@@ -83,23 +90,27 @@ pub(super) async fn listen(
     let chosen = if settings.spans_hosts() { interface::chosen(settings)? } else { None };
     let mut pause = FIRST_PAUSE;
     let listener = loop {
-        let reason = match resolve(&settings.address).await {
+        let bound = match resolve(&settings.address).await {
             // Rank 0's name may resolve to loopback on its own host and not on the others. A configured interface need
             // not be the one that the name resolves to.
             Ok(addresses)
                 if settings.spans_hosts()
                     && (chosen.is_some() || addresses.iter().any(|address| address.ip().is_loopback())) =>
             {
-                break listen_everywhere(settings, start, addresses.first().map_or(0, SocketAddr::port))?;
+                Ok(listen_everywhere(settings, addresses.first().map_or(0, SocketAddr::port))?)
             }
-            Ok(addresses) => match bind_to(settings, &addresses).await? {
-                Ok(listener) => break listener,
-                // The name may still resolve to another machine, which this one replaces.
-                Err(e) if e.kind() == io::ErrorKind::AddrNotAvailable && is_name(&settings.address) => {
-                    cannot_listen(&settings.address, &e)
-                }
-                Err(e) => return Err(settings.failed(start, cannot_listen_at_own_address(settings, &e))),
-            },
+            Ok(addresses) => Ok(bind_to(settings, &addresses).await?),
+            Err(reason) => Err(reason),
+        };
+        let reason = match bound {
+            Ok(Ok(listener)) => break listener,
+            // An earlier job may listen there until it has ended.
+            Ok(Err(e)) if e.kind() == io::ErrorKind::AddrInUse => cannot_listen(&settings.address, &e),
+            // The name may still resolve to another machine, which this one replaces.
+            Ok(Err(e)) if e.kind() == io::ErrorKind::AddrNotAvailable && is_name(&settings.address) => {
+                cannot_listen(&settings.address, &e)
+            }
+            Ok(Err(e)) => return Err(settings.failed(start, cannot_listen_at_own_address(settings, &e))),
             Err(reason) => reason,
         };
         if pause == FIRST_PAUSE {
@@ -118,7 +129,7 @@ pub(super) async fn listen(
 }
 
 /// Listens at all addresses of this machine, of both families if it has both.
-fn listen_everywhere(settings: &Settings, start: Instant, port: u16) -> Result<TcpListener, Error> {
+fn listen_everywhere(settings: &Settings, port: u16) -> Result<io::Result<TcpListener>, Error> {
     permit(settings.secret.as_ref(), &[(Ipv6Addr::UNSPECIFIED, port).into()])?;
     let listen = |socket: TcpSocket, address: SocketAddr| {
         socket.set_reuseaddr(true)?;
@@ -130,24 +141,47 @@ fn listen_everywhere(settings: &Settings, start: Instant, port: u16) -> Result<T
         rustix::net::sockopt::set_ipv6_v6only(&socket, false)?;
         listen(socket, (Ipv6Addr::UNSPECIFIED, port).into())
     };
-    let listener = match both() {
+    Ok(match both() {
         Err(e) if e.kind() != io::ErrorKind::AddrInUse => {
             TcpSocket::new_v4().and_then(|socket| listen(socket, (Ipv4Addr::UNSPECIFIED, port).into()))
         }
         listener => listener,
-    };
-    listener.map_err(|e| settings.failed(start, cannot_listen_at_own_address(settings, &e)))
+    })
 }
 
-/// Returns the address at which a rank other than 0 listens. `zero` is its connection to rank 0.
-pub(super) fn own_host(settings: &Settings, zero: &TcpStream) -> Result<String, Error> {
-    let bracketed = |host: &str| if host.contains(':') { format!("[{host}]:0") } else { format!("{host}:0") };
-    if let Some(host) = &settings.host {
-        return Ok(bracketed(host.trim_matches(['[', ']'])));
+/// Listens at the configured address `host` of a rank other than 0. Its name may not resolve yet.
+pub(super) async fn listen_at(
+    (settings, start): (&Settings, Instant),
+    host: &str,
+    waiting_for: &RefCell<String>,
+) -> Result<TcpListener, Error> {
+    let address = any_port(host.trim_matches(['[', ']']));
+    let mut pause = FIRST_PAUSE;
+    loop {
+        let reason = match resolve(&address).await {
+            Ok(addresses) => {
+                let listener = bind_to(settings, &addresses).await?;
+                return listener.map_err(|e| settings.failed(start, cannot_listen(&address, &e)));
+            }
+            Err(reason) => reason,
+        };
+        if pause == FIRST_PAUSE {
+            log::warn!("rank {} retries: {reason}", settings.rank);
+        }
+        waiting_for.replace(format!("{reason}; BONFIRE_HOST or Builder::host gives it"));
+        back_off(&mut pause).await;
     }
+}
+
+fn any_port(host: &str) -> String {
+    if host.contains(':') { format!("[{host}]:0") } else { format!("{host}:0") }
+}
+
+/// Returns the address at which a rank other than 0 listens, if none is configured. `zero` is its connection to rank 0.
+pub(super) fn own_host(settings: &Settings, zero: &TcpStream) -> Result<String, Error> {
     let own = zero.local_addr().map_err(|e| Error::io("connect", e))?.ip().to_canonical();
     if !settings.spans_hosts() {
-        return Ok(bracketed(&own.to_string()));
+        return Ok(any_port(&own.to_string()));
     }
     let own = match interface::chosen(settings)? {
         Some(chosen) => chosen,
@@ -159,7 +193,7 @@ pub(super) fn own_host(settings: &Settings, zero: &TcpStream) -> Result<String, 
         },
         None => own,
     };
-    Ok(bracketed(&own.to_string()))
+    Ok(any_port(&own.to_string()))
 }
 
 /// Listens at an address. Addresses that need a secret are an error without one.

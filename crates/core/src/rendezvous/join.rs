@@ -6,7 +6,7 @@
 //! rank, whichever of them gives up first.
 
 use std::cell::RefCell;
-use std::io;
+use std::io::{self, ErrorKind};
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -16,7 +16,7 @@ use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
 use tokio::task::yield_now;
 use tokio::time::{MissedTickBehavior, interval, sleep, sleep_until, timeout, timeout_at};
 
-use super::dial::{bind, dial, listen, own_host};
+use super::dial::{FIRST_PAUSE, back_off, bind, dial, listen, listen_at, own_host};
 use super::neighbours::{is_star, neighbours};
 use super::registration::{
     Answer, Hello, RegisteredRank, Registration, authenticate, common_medium, first_disconnect, hosts, read_hello,
@@ -88,7 +88,9 @@ async fn coordinate(
 ) -> Result<Joined, Error> {
     let n = settings.world_size;
     let board = board(n)?;
-    let (listener, announced) = listen((settings, start), waiting_for).await?;
+    let listening = timeout_at(deadline, listen((settings, start), waiting_for)).await;
+    let late = |_| Err(settings.failed(start, timed_out(&waiting_for.borrow(), lobby, n)));
+    let (listener, announced) = listening.unwrap_or_else(late)?;
     let own = listener.local_addr().map_err(|e| settings.failed(start, e.to_string()))?;
     let member = Member { secret: settings.secret.clone(), session: random()?, rank: 0, world_size: n };
     let (registrations, mut queue) = unbounded_channel();
@@ -219,23 +221,50 @@ async fn participate(
     let machine = machine(settings);
     let mut member = Member { secret: settings.secret.clone(), session: 0, rank, world_size: n };
     let opening = member.opening(Purpose::Rendezvous, 0, (0, 1));
-    let (mut zero, session) = dial((settings, start), &settings.address, opening, waiting_for).await?;
-    member.session = session;
-    let to_zero = zero.peer_addr().map_err(|e| settings.failed(start, e.to_string()))?;
-    let listener = bind(settings, start, &own_host(settings, &zero)?).await?;
-    let mut own = listener.local_addr().map_err(|e| settings.failed(start, e.to_string()))?;
-    if own.ip().is_unspecified() {
-        // This rank listens on all addresses. It announces the one from which it reaches rank 0.
-        own.set_ip(zero.local_addr().map_err(|e| settings.failed(start, e.to_string()))?.ip());
-    }
-    let lost = |e: io::Error| settings.failed(start, connection_ended(0, e));
-    let hello =
-        Hello { address: own, medium: settings.requested_medium(), algorithms: settings.algorithms.clone(), machine };
-    frame::write(&mut zero, &hello).await.map_err(lost)?;
-    waiting_for.replace("rank 0 is there, but some other rank did not come".into());
+    let failed = |e: io::Error| settings.failed(start, e.to_string());
+    // Before rank 0 is dialled, which waits for a hello for some seconds only: a look-up of the name may take longer.
+    let mut listener = match &settings.host {
+        Some(host) => Some(listen_at((settings, start), host, waiting_for).await?),
+        None => None,
+    };
+    let mut pause = FIRST_PAUSE;
+    let (listener, mut zero, mut answer) = loop {
+        let (mut zero, session) = dial((settings, start), &settings.address, opening, waiting_for).await?;
+        member.session = session;
+        let listening = match listener.take() {
+            Some(listening) => listening,
+            None => bind(settings, start, &own_host(settings, &zero)?).await?,
+        };
+        let mut address = listening.local_addr().map_err(failed)?;
+        if address.ip().is_unspecified() {
+            // This rank listens on all addresses. It announces the one from which it reaches rank 0.
+            address.set_ip(zero.local_addr().map_err(failed)?.ip());
+        }
+        let (medium, algorithms) = (settings.requested_medium(), settings.algorithms.clone());
+        let hello = Hello { address, medium, algorithms, machine: machine.clone() };
+        waiting_for.replace("rank 0 is there, but some other rank did not come".into());
+        let answered = async {
+            frame::write(&mut zero, &hello).await?;
+            // The caller's limit ends this.
+            frame::expect(&mut zero, Duration::MAX).await
+        };
+        match answered.await {
+            Ok(answer) => break (listening, zero, answer),
+            Err(e) if e.kind() == ErrorKind::InvalidData => return Err(settings.failed(start, connection_ended(0, e))),
+            // Rank 0 answers a rank that has registered within a second. So this one has not: its hello came too late,
+            // because it was stopped or its machine is overloaded, or the connection broke.
+            Err(e) => {
+                let reason = format!("{}, before this rank had registered", connection_ended(0, e));
+                log::warn!("rank {rank} retries: {reason}");
+                waiting_for.replace(reason);
+                listener = Some(listening);
+                back_off(&mut pause).await;
+            }
+        }
+    };
+    let to_zero = zero.peer_addr().map_err(failed)?;
     let (mut addresses, medium, hosts, mesh) = loop {
-        // The caller's limit ends this.
-        match frame::expect(&mut zero, Duration::MAX).await.map_err(lost)? {
+        match answer {
             Answer::Welcome { addresses, medium, hosts, mesh } if addresses.len() == n && hosts.len() == n => {
                 break (addresses, medium, hosts, mesh);
             }
@@ -245,6 +274,8 @@ async fn participate(
                 drop(waiting_for.replace(format!("rank 0 is there, but {} did not come", Ranks(&missing))));
             }
         }
+        let next = frame::expect(&mut zero, Duration::MAX).await;
+        answer = next.map_err(|e| settings.failed(start, connection_ended(0, e)))?;
     };
     // Rank 0 announces only its port unless an interface was configured: this rank knows the address at which it
     // reached rank 0.

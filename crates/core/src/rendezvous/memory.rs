@@ -312,7 +312,7 @@ mod tests {
 
     async fn pair() -> (TcpStream, TcpStream) {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let dialled = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
+        let dialled = crate::auth::open(None, &[listener.local_addr().unwrap()]).await.unwrap().unwrap();
         (listener.accept().await.unwrap().0, dialled)
     }
 
