@@ -3,6 +3,8 @@
 use std::fs;
 use std::path::Path;
 
+use bonfire_core::internal::cgroups;
+
 /// The files of `/proc` and `/sys`, below another root in tests.
 pub struct Machine<'a> {
     pub root: &'a Path,
@@ -48,17 +50,16 @@ impl Machine<'_> {
     pub fn memory_limit(&self) -> Option<u64> {
         // Version 1 writes "no limit" as a number above any machine's memory.
         let bytes = |text: String| text.parse::<u64>().ok().filter(|bytes| *bytes < 1 << 60);
-        let files = self.cgroup_files("memory", "memory.max", "memory.limit_in_bytes");
-        files.into_iter().filter_map(bytes).min()
+        self.cgroup_files("memory", "memory.max", "memory.limit_in_bytes").filter_map(bytes).min()
     }
 
     /// Returns the processor time that the process's cgroup and its ancestors allow, in processors.
     pub fn cpu_limit(&self) -> Option<f64> {
         let share = |quota: &str, period: &str| Some(quota.parse::<f64>().ok()? / period.parse::<f64>().ok()?);
-        let two = self.cgroup_files("", "cpu.max", "").into_iter();
+        let two = self.cgroup_files("cpu", "cpu.max", "");
         let two = two.filter_map(|text| text.split_once(' ').and_then(|(quota, period)| share(quota, period)));
-        let quotas = self.cgroup_files("cpu", "", "cpu.cfs_quota_us").into_iter();
-        let periods = self.cgroup_files("cpu", "", "cpu.cfs_period_us").into_iter();
+        let quotas = self.cgroup_files("cpu", "", "cpu.cfs_quota_us");
+        let periods = self.cgroup_files("cpu", "", "cpu.cfs_period_us");
         // Version 1 writes "no quota" as -1.
         let one = quotas.zip(periods).filter_map(|(quota, period)| share(&quota, &period)).filter(|share| *share > 0.0);
         two.chain(one).min_by(f64::total_cmp)
@@ -66,27 +67,8 @@ impl Machine<'_> {
 
     /// Returns the texts of a file in the process's cgroup and all its ancestors: `two` in version 2, `one` in version
     /// 1's hierarchy of `controller`.
-    fn cgroup_files(&self, controller: &str, two: &str, one: &str) -> Vec<String> {
-        let mut texts = Vec::new();
-        for line in self.read("proc/self/cgroup").unwrap_or_default().lines() {
-            let mut fields = line.splitn(3, ':').skip(1);
-            let (Some(controllers), Some(path)) = (fields.next(), fields.next()) else { continue };
-            let (mount, file) = match controllers {
-                "" => ("sys/fs/cgroup".to_owned(), two),
-                _ if controllers.split(',').any(|name| name == controller) => {
-                    (format!("sys/fs/cgroup/{controller}"), one)
-                }
-                _ => continue,
-            };
-            if file.is_empty() {
-                continue;
-            }
-            // In a container the path may be the host's, while the mount has the container's own group at its root.
-            for group in Path::new(path.trim_start_matches('/')).ancestors() {
-                texts.extend(self.read(&format!("{mount}/{}/{file}", group.display())));
-            }
-        }
-        texts
+    fn cgroup_files<'a>(&self, controller: &str, two: &'a str, one: &'a str) -> impl Iterator<Item = String> + 'a {
+        cgroups(self.root, controller).into_iter().filter_map(move |group| group.read(two, one))
     }
 }
 

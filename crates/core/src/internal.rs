@@ -6,6 +6,7 @@
 //! * [`Output`], [`reduce_to_all`], [`zeroed`]: kernels and memory for the reductions of the compute server.
 //! * [`Bell`], [`lock`], [`spin`], [`oversubscribed`] and the deadlines: how threads wait for each other.
 //! * [`Ranks`], [`hash`], [`random`]: ranks as text, a stable hash, random numbers that cannot be guessed.
+//! * [`spare_memory`], [`cgroups`]: memory, and the limits on it.
 //! * [`oracle`]: expected results of reductions, for tests and for the benchmark program.
 //! * [`frame`], [`OwnRuntime`] and the handshake ([`AcceptQueue`] to [`prove`]): connections of burn-collective's
 //!   orchestrator.
@@ -14,6 +15,7 @@ pub mod oracle;
 
 pub use crate::control::invitation::random;
 pub use crate::group::{Agreed, Agreement, Attachment, ByteOperations, DEADLINE, Request, zeroed};
+pub use crate::machine::{Cgroup, cgroups, spare_memory};
 pub use crate::reduce::{Output, reduce_to_all};
 #[cfg(unix)]
 pub use crate::sync::OwnRuntime;

@@ -27,6 +27,7 @@ mod control;
 mod group;
 #[doc(hidden)]
 pub mod internal;
+mod machine;
 #[cfg(all(test, bonfire_loom))]
 #[path = "../tests/loom/mod.rs"]
 mod models;

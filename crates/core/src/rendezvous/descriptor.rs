@@ -13,6 +13,7 @@ use std::os::unix::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use rustix::io::retry_on_intr;
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
 };
@@ -68,14 +69,15 @@ async fn send_descriptor(mut stream: UnixStream, file: &OwnedFd) -> Result<(), R
         let mut control = SendAncillaryBuffer::new(&mut space);
         let descriptors = [file.as_fd()];
         control.push(SendAncillaryMessage::ScmRights(&descriptors));
-        Ok(rustix::net::sendmsg(&stream, &[IoSlice::new(&[1])], &mut control, SendFlags::NOSIGNAL)?)
+        Ok(retry_on_intr(|| rustix::net::sendmsg(&stream, &[IoSlice::new(&[1])], &mut control, SendFlags::NOSIGNAL))?)
     };
     Ok(stream.async_io(Interest::WRITABLE, send).await.map(drop)?)
 }
 
 /// Attaches to the segment of `ranks` ranks that rank `creator` serves under `name`.
 pub(super) async fn attach(name: &str, creator: usize, member: &Member, ranks: usize) -> io::Result<Segment> {
-    let stream = std::os::unix::net::UnixStream::connect_addr(&SocketAddr::from_abstract_name(name)?)?;
+    let name = SocketAddr::from_abstract_name(name)?;
+    let stream = auth::uninterrupted(|| std::os::unix::net::UnixStream::connect_addr(&name))?;
     stream.set_nonblocking(true)?;
     let mut stream = UnixStream::from_std(stream)?;
     same_user(&stream)?;
@@ -84,7 +86,9 @@ pub(super) async fn attach(name: &str, creator: usize, member: &Member, ranks: u
     let receive = || {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
         let mut control = RecvAncillaryBuffer::new(&mut space);
-        rustix::net::recvmsg(&stream, &mut [IoSliceMut::new(&mut [0])], &mut control, RecvFlags::CMSG_CLOEXEC)?;
+        let (mut byte, flags) = ([0], RecvFlags::CMSG_CLOEXEC);
+        let mut byte = [IoSliceMut::new(&mut byte)];
+        retry_on_intr(|| rustix::net::recvmsg(&stream, &mut byte, &mut control, flags))?;
         let descriptor = control.drain().find_map(|message| match message {
             RecvAncillaryMessage::ScmRights(mut files) => files.next(),
             _ => None,

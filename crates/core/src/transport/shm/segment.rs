@@ -14,13 +14,16 @@
 use std::io;
 use std::ops::Range;
 use std::os::fd::OwnedFd;
+use std::path::Path;
 use std::ptr::NonNull;
 
 use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
+use rustix::io::retry_on_intr;
 use rustix::mm::{Advice, MapFlags, MremapFlags, ProtFlags};
 use rustix::process::{Resource, getrlimit};
 
 use super::control::Control;
+use crate::machine::spare_memory;
 
 /// Operations of at most this many bytes use the exchange slots, wherever their buffers are. Larger ones go straight
 /// between buffers in the arenas where they can. That takes a second hand-off, but no intermediate copy.
@@ -46,6 +49,16 @@ pub(super) const GRAIN: usize = 64 << 10;
 
 /// Address space of all arenas together, in bytes. A process has 128 times as much, and may map one segment per rank.
 const ARENAS: u64 = 1 << 40;
+
+/// Bytes that are allocated at a time. An interrupted allocation begins again, so a signal every millisecond, as from a
+/// profiler, must leave time for one.
+const STEP: u64 = 1 << 20;
+
+/// Bytes between two checks that there is memory: the ranks of a host may all allocate at once.
+const CHECKED: u64 = 64 << 20;
+
+/// Bytes that are left to the rest of the program.
+const RESERVE: u64 = 16 << 20;
 
 /// Offset of a rank's window in its share, behind the control part.
 const CONTROL: usize = size_of::<Control>().next_multiple_of(PAGE);
@@ -104,8 +117,8 @@ impl Segment {
     pub fn create(world_size: usize) -> io::Result<(Segment, OwnedFd)> {
         let file = rustix::fs::memfd_create("bonfire", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
         let arena = arena(world_size);
-        rustix::fs::ftruncate(&file, (shares(world_size) + world_size * arena) as u64)?;
-        rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, shares(world_size) as u64)?;
+        retry_on_intr(|| rustix::fs::ftruncate(&file, (shares(world_size) + world_size * arena) as u64))?;
+        allocate(&file, 0..shares(world_size) as u64)?;
         rustix::fs::fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
         Ok((Segment::map(&file, world_size, arena)?, file))
     }
@@ -197,13 +210,7 @@ impl Segment {
 
     /// Allocates the missing pages of this range of the arena: a lack of memory is an error here, not a signal later.
     pub fn back(&self, rank: usize, range: &Range<usize>) -> io::Result<()> {
-        // Checked first: the system would allocate pages until it has to kill some process.
-        if let Some(available) = available().filter(|available| range.len() > *available) {
-            let reason = format!("the system has {} MiB of memory to spare", available >> 20);
-            return Err(io::Error::new(io::ErrorKind::OutOfMemory, reason));
-        }
-        let offset = self.offset(rank, range.start) as u64;
-        rustix::fs::fallocate(&self.file, FallocateFlags::empty(), offset, range.len() as u64)?;
+        allocate(&self.file, self.offset(rank, range.start) as u64..self.offset(rank, range.end) as u64)?;
         // SAFETY: the range is within the arena, and the advice changes nothing in it.
         unsafe {
             let at = self.arena(rank, range.start).as_ptr().cast();
@@ -217,7 +224,7 @@ impl Segment {
     pub fn clear(&self, rank: usize, range: &Range<usize>) {
         let (offset, len) = (self.offset(rank, range.start) as u64, range.len() as u64);
         let punch = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-        if let Err(e) = rustix::fs::fallocate(&self.file, punch, offset, len) {
+        if let Err(e) = retry_on_intr(|| rustix::fs::fallocate(&self.file, punch, offset, len)) {
             log::warn!("cannot free {len} bytes of shared memory: {e}");
         }
         // A detached range has private pages, which the hole does not free.
@@ -252,11 +259,26 @@ impl Segment {
     }
 }
 
-/// Bytes of memory that are available to a new program, as estimated by the system.
-fn available() -> Option<usize> {
-    let info = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let text = info.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
-    text.trim().strip_suffix("kB")?.trim().parse::<usize>().ok()?.checked_mul(1024)
+/// Allocates the missing pages of a range of the file.
+fn allocate(file: &OwnedFd, range: Range<u64>) -> io::Result<()> {
+    for at in range.clone().step_by(STEP as usize) {
+        if (at - range.start).is_multiple_of(CHECKED) {
+            // The system would allocate pages until it has to kill some process.
+            let (wanted, spare) = (range.end - at + RESERVE, spare_memory(Path::new("/")));
+            if let Some(spare) = spare.filter(|spare| wanted > *spare) {
+                let reason = format!(
+                    "the machine, or the control group (container) of this process, has {} MiB of memory to spare and \
+                     {} MiB are needed",
+                    spare >> 20,
+                    wanted.div_ceil(1 << 20)
+                );
+                return Err(io::Error::new(io::ErrorKind::OutOfMemory, reason));
+            }
+        }
+        let len = STEP.min(range.end - at);
+        retry_on_intr(|| rustix::fs::fallocate(file, FallocateFlags::empty(), at, len))?;
+    }
+    Ok(())
 }
 
 impl Drop for Segment {
