@@ -25,7 +25,7 @@
 //!             let input = Tensor::<B, 2>::ones([shard.len(), 2], &device); // the samples that `shard` lists
 //!             let loss = model.forward(input).mean();
 //!             let grads = GradientsParams::from_grads(loss.backward(), &model);
-//!             let grads = ddp.sync(grads, shard.len())?;
+//!             let grads = ddp.sync(&model, grads, shard.len())?;
 //!             model = optimizer.step(0.1, model, grads);
 //!         }
 //!     }
@@ -52,6 +52,8 @@ mod sharded;
 mod shrink;
 mod states;
 mod step_header;
+mod values;
+mod verify;
 
 pub use self::batch_norm::{SyncBatchNorm, SyncBatchNormConfig};
 pub use self::data_parallel::DataParallel;

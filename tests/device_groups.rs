@@ -123,12 +123,16 @@ fn data_parallel_on_devices_gives_the_weighted_mean_and_moves_each_bucket_once()
         let (model, mut ddp) = DataParallel::new(group, model).unwrap();
         assert_eq!(model.weight.val().into_data(), TensorData::new(vec![0f32; 6], [2, 3]));
 
+        // In its first two calls, `sync` reads the parameters to compare them.
+        for _ in 0..2 {
+            ddp.sync(&model, GradientsParams::new(), 1).unwrap();
+        }
         // The gradient of the sum is the input, for each output.
         let input = Tensor::<B, 2>::from_data([[rank as f32, 1.0]], &device);
         let grads = GradientsParams::from_grads(model.forward(input).sum().backward(), &model);
         let before = device.counters();
         let samples = rank + 1;
-        let grads = ddp.sync(grads, samples).unwrap();
+        let grads = ddp.sync(&model, grads, samples).unwrap();
         // (0 * 1 + 1 * 2 + 2 * 3) / 6
         let mean = 8.0 / 6.0;
         let weight = grads.get::<Wgpu, 2>(model.weight.id).unwrap().into_data();

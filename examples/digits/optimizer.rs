@@ -37,7 +37,7 @@ impl<B: CollectiveBackend> SyncAdam<B> {
     ) -> Result<(), Failure> {
         match self {
             SyncAdam::Whole(optimizer) => {
-                let grads = ddp.sync(grads, samples)?;
+                let grads = ddp.sync(model, grads, samples)?;
                 *model = optimizer.step(lr, model.clone(), grads);
             }
             SyncAdam::Sharded(optimizer, steps) => {

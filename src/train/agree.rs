@@ -71,6 +71,7 @@ pub(crate) fn parameters<B: AutodiffBackend, M: AutodiffModule<B>>(
 }
 
 /// Checks that all ranks have rank 0's parameters. Otherwise fails on all ranks with the same error.
+#[track_caller]
 pub(crate) fn check_same_model(group: &Group, own: &[ParameterDescription]) -> Result<(), Error> {
     let first: Vec<ParameterDescription> = broadcast_value(group, &own, 0)?;
     let differs = first_difference(own, &first);
@@ -114,6 +115,7 @@ pub(crate) fn all_gather_values<T: Element, const N: usize>(group: &Group, own: 
 }
 
 /// Broadcasts `root`'s value: returns its `own` on all ranks. The others' `own` is ignored.
+#[track_caller]
 pub(crate) fn broadcast_value<T: Serialize, R: for<'de> Deserialize<'de>>(
     group: &Group,
     own: &T,

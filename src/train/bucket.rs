@@ -125,8 +125,8 @@ impl Bucket {
     pub fn start(mut self, group: &Group, dtype: DType, op: BucketOp) -> Result<Work<Bucket>, Error> {
         let request = |operation| Request::new(operation, dtype);
         let request = match op {
-            BucketOp::AllReduce => request(Operation::AllReduce).reduction(ReduceOp::Mean),
-            BucketOp::ReduceScatter => request(Operation::ReduceScatter).reduction(ReduceOp::Mean),
+            BucketOp::AllReduce(op) => request(Operation::AllReduce).reduction(op),
+            BucketOp::ReduceScatter(op) => request(Operation::ReduceScatter).reduction(op),
             BucketOp::AllGather => request(Operation::AllGather),
         };
         let count = self.bytes().len() / dtype.size();
@@ -137,12 +137,50 @@ impl Bucket {
 /// An operation on a bucket.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum BucketOp {
-    /// The mean over all ranks, on every rank.
-    AllReduce,
-    /// Each rank's part of the mean, on that rank.
-    ReduceScatter,
+    /// The reduction over all ranks, on every rank.
+    AllReduce(ReduceOp),
+    /// Each rank's part of the reduction, on that rank.
+    ReduceScatter(ReduceOp),
     /// All ranks' parts, on every rank.
     AllGather,
+}
+
+/// How a rank's gradients enter the mean over the samples of all ranks.
+///
+/// A weight is at most 1, and the ranks' weights add up to 1. So neither a product nor a sum of products exceeds the
+/// largest gradient: what has a mean in the range of the element type stays in that range on the way.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum Weighting {
+    /// All ranks have equally many samples: the mean over ranks.
+    Equal,
+    /// The sum over ranks, each with its gradients times this part of the samples.
+    Share(f64),
+}
+
+impl Weighting {
+    /// The factor of this rank's gradients before the reduction.
+    pub fn factor(self) -> f64 {
+        match self {
+            Weighting::Equal => 1.0,
+            Weighting::Share(share) => share,
+        }
+    }
+
+    pub fn reduction(self) -> ReduceOp {
+        match self {
+            Weighting::Equal => ReduceOp::Mean,
+            Weighting::Share(_) => ReduceOp::Sum,
+        }
+    }
+
+    /// The element type in which gradients of type `dtype` are multiplied and reduced. The range of f16 ends at 6e-8,
+    /// near the gradients of many models, so their products need more. They are rounded once, after the reduction.
+    pub fn carrier(self, dtype: DType) -> DType {
+        match (self, dtype) {
+            (Weighting::Share(_), DType::F16) => DType::F32,
+            _ => dtype,
+        }
+    }
 }
 
 /// Multiplies elements by `factor`, 16-bit ones in f32, others in their own type.
@@ -155,13 +193,14 @@ pub(crate) fn scale(bytes: &mut [u8], dtype: DType, factor: f64) {
     }
 }
 
-/// Does what [`scale`] does on the tensor's device.
+/// Does what [`scale`] does, for the element types of a [carrier](Weighting::carrier), on the tensor's device.
 pub(crate) fn scale_tensor<B: Backend>(tensor: FloatTensor<B>, dtype: DType, factor: f64) -> FloatTensor<B> {
     let factor = Scalar::from(factor);
-    let wide = |tensor| B::float_mul_scalar(B::float_cast(tensor, FloatDType::F32), factor);
     match dtype {
-        DType::F16 => B::float_cast(wide(tensor), FloatDType::F16),
-        DType::BF16 => B::float_cast(wide(tensor), FloatDType::BF16),
+        DType::BF16 => {
+            let wide = B::float_mul_scalar(B::float_cast(tensor, FloatDType::F32), factor);
+            B::float_cast(wide, FloatDType::BF16)
+        }
         _ => B::float_mul_scalar(tensor, factor),
     }
 }
@@ -222,9 +261,8 @@ mod tests {
         use burn::backend::Flex;
         use burn::tensor::{Tensor, TensorData};
 
-        for (dtype, factor) in [(DType::F32, 1.0 / 3.0), (DType::F16, 0.7), (DType::BF16, 1.0 + 2f64.powi(-7))] {
+        for (dtype, factor) in [(DType::F32, 1.0 / 3.0), (DType::BF16, 1.0 + 2f64.powi(-7))] {
             let burn = match dtype {
-                DType::F16 => burn::tensor::DType::F16,
                 DType::BF16 => burn::tensor::DType::BF16,
                 _ => burn::tensor::DType::F32,
             };

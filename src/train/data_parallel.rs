@@ -10,15 +10,17 @@ use std::fmt;
 use burn::module::AutodiffModule;
 use burn::optim::GradientsParams;
 use burn::tensor::backend::AutodiffBackend;
-use burn::tensor::ops::FloatTensorOps;
-use burn::tensor::{Tensor, TensorData, TensorPrimitive};
+use burn::tensor::ops::{FloatTensor, FloatTensorOps};
+use burn::tensor::{FloatDType, Tensor, TensorData, TensorMetadata, TensorPrimitive};
 
 use super::agree::{Parameter, ParameterDescription, broadcast_parameters, check_same_model, parameters, rebuild};
-use super::bucket::{Bucket, BucketOp, buckets, pop_if_full, scale, scale_tensor};
+use super::bucket::{Bucket, BucketOp, Weighting, buckets, pop_if_full, scale, scale_tensor};
 use super::states;
 use super::step_header::{AgreedStep, StepHeader, no_samples};
+use super::values::{NOTHING, comparison_is_due, digests, positions, values};
 use crate::tensor::device::{DeviceOutcome, PendingAllReduce, start_all_reduce, uses_collective_devices};
-use bonfire_core::internal::Request;
+use crate::tensor::host::float;
+use bonfire_core::internal::{Agreement, Request};
 use bonfire_core::{Buffer, DType, Error, Group, Operation, ReduceOp, Work};
 
 /// Synchronises a model and its gradients over the ranks of a group. Each rank has one.
@@ -60,6 +62,7 @@ impl<B: AutodiffBackend> DataParallel<B> {
     ///
     /// # Panics
     /// If a parameter cannot be read from its device.
+    #[track_caller]
     pub fn new<M: AutodiffModule<B>>(group: Group, model: M) -> Result<(M, Self), Error> {
         let (model, mappers) = rebuild(model);
         let (described, parameters) = describe_parameters(&model);
@@ -86,7 +89,13 @@ impl<B: AutodiffBackend> DataParallel<B> {
     /// All ranks must call this in every step, even a rank without samples: it passes 0 and any gradients, such as
     /// `GradientsParams::new()`, which are ignored. The call blocks until all gradients are exchanged. A gradient that
     /// is missing on some ranks counts as zero there; one that is missing on all ranks stays missing. Gradients keep
-    /// their shapes and element types.
+    /// their shapes and element types. If numbers of samples differ, f16 gradients are transferred as f32, so that none
+    /// overflows or vanishes on the way.
+    ///
+    /// `model` is the model whose gradients these are. In the first two steps and in every 64th the ranks compare its
+    /// trained parameters, and if they differ, all ranks return an error: a rank trains another model than the one that
+    /// [`new`](Self::new) returned, or with another optimizer, optimizer state or learning rate.
+    /// [`verify`](Self::verify) compares at any time, and the optimizer too.
     ///
     /// To accumulate gradients over several micro-batches, call this once, after the last of them, with the number of
     /// samples of all of them. Accumulated gradients are summed, so weight each loss by its share of these samples:
@@ -109,22 +118,37 @@ impl<B: AutodiffBackend> DataParallel<B> {
     ///     let loss = model.forward(input).mean() * weight;
     ///     accumulator.accumulate(&model, GradientsParams::from_grads(loss.backward(), &model));
     /// }
-    /// let grads = ddp.sync(accumulator.grads(), samples)?;
+    /// let grads = ddp.sync(&model, accumulator.grads(), samples)?;
     /// # Ok::<(), bonfire::Error>(())
     /// ```
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] on all ranks if no rank has samples, or if a rank has gradients that do not match the
-    /// model's parameters; the group remains usable. [`Error::Io`] if this rank cannot read a gradient from its device;
-    /// the other ranks may wait for it until their deadline. Otherwise the errors of [`Group::all_reduce`]. The call
-    /// may have succeeded on other ranks then, which are one step ahead: continue with [`shrink`](Self::shrink) or from
-    /// a checkpoint.
+    /// [`Error::InvalidArgument`] on all ranks if no rank has samples, if a rank has gradients that do not match the
+    /// model's parameters, or if the ranks' parameters differ; the group remains usable. Otherwise the errors of
+    /// [`Group::all_reduce`], also if a rank cannot read a gradient from its device. The call may have succeeded on
+    /// other ranks then, which are one step ahead: continue with [`shrink`](Self::shrink) or from a checkpoint.
     #[track_caller]
-    pub fn sync(&mut self, grads: GradientsParams, samples: usize) -> Result<GradientsParams, Error> {
-        let header = StepHeader { operation: "sync", parameters: &self.parameters, grads, samples, changed: None };
-        let AgreedStep { mut grads, factor, exists } = header.exchange(&self.group)?;
+    pub fn sync<M: AutodiffModule<B>>(
+        &mut self,
+        model: &M,
+        grads: GradientsParams,
+        samples: usize,
+    ) -> Result<GradientsParams, Error> {
+        let digests = comparison_is_due(self.steps).then(|| self.digests(model)).transpose();
+        let digests = digests.map_err(|error| self.abandoned(error))?;
+        let changed = digests.as_ref().and_then(|digests| self.lacks(digests));
+        let (parameters, steps) = (&self.parameters, self.steps);
+        let header = StepHeader { operation: "sync", parameters, grads, samples, changed, steps, rate: 0.0, digests };
+        let agreed = header.exchange(&self.group)?;
+        let grads = self.exchange(agreed).map_err(|error| self.abandoned(error))?;
+        self.steps += 1;
+        Ok(grads)
+    }
+
+    /// Replaces this rank's gradients by their mean.
+    #[track_caller]
+    fn exchange(&mut self, AgreedStep { mut grads, weighting, exists }: AgreedStep) -> Result<GradientsParams, Error> {
         if self.group.world_size() == 1 {
-            self.steps += 1;
             return Ok(grads);
         }
         // The last layers' gradients first: the backward pass computes them first.
@@ -135,11 +159,25 @@ impl<B: AutodiffBackend> DataParallel<B> {
             if let Some(oldest) = pop_if_full(&mut in_flight) {
                 self.finish(oldest, &mut grads)?;
             }
-            in_flight.push_back(self.start(positions, &mut grads, factor)?);
+            in_flight.push_back(self.start(positions, &mut grads, weighting)?);
         }
         in_flight.into_iter().try_for_each(|oldest| self.finish(oldest, &mut grads))?;
-        self.steps += 1;
         Ok(grads)
+    }
+
+    /// Returns the digests of the model's trained parameters, by position.
+    pub(super) fn digests<M: AutodiffModule<B>>(&self, model: &M) -> Result<Vec<u64>, Error> {
+        digests(&self.parameters, &values(model, &self.parameters, &positions(&self.parameters)))
+    }
+
+    /// Returns the first position whose trained parameter a model with these digests lacks.
+    pub(super) fn lacks(&self, digests: &[u64]) -> Option<usize> {
+        (0..digests.len()).find(|&position| self.parameters[position].trained && digests[position] == NOTHING)
+    }
+
+    /// Fails the group because of this rank's error, unless it failed before, so that no rank waits for this one.
+    pub(super) fn abandoned(&self, error: Error) -> Error {
+        self.group.abandon(error)
     }
 
     /// Averages metrics over all ranks, weighted by the ranks' numbers of samples. All ranks must call this, with the
@@ -172,24 +210,33 @@ impl<B: AutodiffBackend> DataParallel<B> {
     /// depend on a rank's own samples only. Call it on all ranks before validating or saving.
     ///
     /// States are the float parameters that need no gradient. Each becomes the mean over the ranks, without weights.
-    /// One that is bit-identical on all ranks, such as a frozen weight, is not changed. [`SyncBatchNorm`] needs no such
-    /// call: its statistics are the same on all ranks.
+    /// One that is bit-identical on all ranks, such as a frozen weight, is not changed. The trained parameters must be
+    /// bit-identical. [`SyncBatchNorm`] needs no such call: its statistics are the same on all ranks.
     ///
     /// # Errors
-    /// The errors of [`Group::all_reduce`]. The model is lost then: pass a clone if you need it.
+    /// [`Error::InvalidArgument`] on all ranks if trained parameters differ: it names the first one and the ranks.
+    /// Otherwise the errors of [`Group::all_reduce`]. The model is lost then: pass a clone if you need it.
     ///
     /// # Panics
     /// If a state cannot be read from its device.
     ///
     /// [`SyncBatchNorm`]: crate::SyncBatchNorm
+    #[track_caller]
     pub fn average_states<M: AutodiffModule<B>>(&self, model: M) -> Result<M, Error> {
+        self.compare_parameters("average_states", &model)?;
         states::average(&self.group, model)
     }
 
-    /// Takes a bucket's gradients, multiplies them by `factor` and starts their reduction.
+    /// Takes a bucket's gradients, weights them and starts their reduction.
     #[track_caller]
-    fn start(&mut self, positions: Vec<usize>, grads: &mut GradientsParams, factor: f64) -> Result<InFlight<B>, Error> {
-        let dtype = self.parameters[positions[0]].element;
+    fn start(
+        &mut self,
+        positions: Vec<usize>,
+        grads: &mut GradientsParams,
+        weighting: Weighting,
+    ) -> Result<InFlight<B>, Error> {
+        let (element, factor) = (self.parameters[positions[0]].element, weighting.factor());
+        let dtype = weighting.carrier(element);
         let on_device = factor != 1.0 && uses_collective_devices::<B::InnerBackend>();
         let tensors = positions.iter().map(|&position| {
             let parameter = &self.parameters[position];
@@ -201,10 +248,14 @@ impl<B: AutodiffBackend> DataParallel<B> {
                 }
             }
         });
+        // f32 is the only carrier that is not the elements' own type.
+        let widen = |tensor| {
+            if dtype == element { tensor } else { B::InnerBackend::float_cast(tensor, FloatDType::F32) }
+        };
         let scale_tensor =
             |tensor| if on_device { scale_tensor::<B::InnerBackend>(tensor, dtype, factor) } else { tensor };
-        let tensors = tensors.map(scale_tensor).collect();
-        let request = Request::new(Operation::AllReduce, dtype).reduction(ReduceOp::Mean);
+        let tensors = tensors.map(widen).map(scale_tensor).collect();
+        let request = Request::new(Operation::AllReduce, dtype).reduction(weighting.reduction());
         match start_all_reduce::<B::InnerBackend>(&self.group, tensors, request) {
             DeviceOutcome::Handled(pending) => Ok(InFlight::Device { positions, pending: pending? }),
             DeviceOutcome::NotHandled(tensors) => {
@@ -217,7 +268,8 @@ impl<B: AutodiffBackend> DataParallel<B> {
                 if factor != 1.0 {
                     scale(bucket.bytes(), dtype, factor);
                 }
-                Ok(InFlight::Host { work: bucket.start(&self.group, dtype, BucketOp::AllReduce)?, tensors: read })
+                let op = BucketOp::AllReduce(weighting.reduction());
+                Ok(InFlight::Host { work: bucket.start(&self.group, dtype, op)?, tensors: read })
             }
         }
     }
@@ -235,9 +287,13 @@ impl<B: AutodiffBackend> DataParallel<B> {
 
     /// Waits for a reduction and registers the results as gradients.
     fn finish(&mut self, in_flight: InFlight<B>, grads: &mut GradientsParams) -> Result<(), Error> {
-        let mut register = |position: usize, tensor| {
+        let mut register = |position: usize, mut tensor: FloatTensor<B::InnerBackend>| {
+            let parameter = &self.parameters[position];
+            if float(tensor.dtype()) != Some(parameter.element) {
+                tensor = B::InnerBackend::float_cast(tensor, parameter.dtype.into());
+            }
             let grad = Tensor::<B::InnerBackend, 1>::from_primitive(TensorPrimitive::Float(tensor));
-            grads.register(self.parameters[position].id, grad);
+            grads.register(parameter.id, grad);
         };
         let (mut tensors, work) = match in_flight {
             InFlight::Device { positions, pending } => {

@@ -1,7 +1,7 @@
 //! An optimizer whose state is partitioned over the ranks (ZeRO-1).
 //!
-//! All forms of [`Sharding`] are the same code, with blocks of all ranks, of some, or of one. Replicas stay equal
-//! because they compute the same from the same bits; nothing compares them.
+//! All forms of [`Sharding`] are the same code, with blocks of all ranks, of some, or of one. Replicas of the state
+//! stay equal because they compute the same from the same bits. The ranks compare their parameters, not their state.
 //!
 //! # Why the optimizer runs on slices
 //! A rank's slice of a parameter goes through burn's `SimpleOptimizer::step` as a tensor of one dimension, with a state
@@ -18,11 +18,11 @@ mod layout;
 mod state;
 
 use std::any::TypeId;
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 use std::fmt;
 
 use burn::grad_clipping::GradientClipping;
-use burn::module::{AutodiffModule, ModuleMapper, ModuleVisitor, Param, ParamId};
+use burn::module::{AutodiffModule, ModuleMapper, Param};
 use burn::optim::adaptor::OptimizerAdaptor;
 use burn::optim::{GradientsParams, LearningRate, Muon, Optimizer, SimpleOptimizer};
 use burn::tensor::backend::AutodiffBackend;
@@ -30,10 +30,10 @@ use burn::tensor::{Tensor, TensorData};
 
 use self::exchange::{NumberedBucket, Shards};
 use self::layout::{bytes, layout};
-use super::agree::Parameter;
 use super::bucket::{BucketOp, pop_if_full};
 use super::data_parallel::DataParallel;
 use super::step_header::{AgreedStep, StepHeader};
+use super::values::{Positions, Values, comparison_is_due, digests, positions, values};
 use bonfire_core::internal::Agreement;
 use bonfire_core::{Error, Group};
 
@@ -135,6 +135,7 @@ where
     /// [`Error::InvalidArgument`], before anything is sent, for blocks whose length does not divide the world size, and
     /// for an optimizer that needs whole parameters or already has state for them. Otherwise the errors of
     /// [`Group::split`].
+    #[track_caller]
     pub fn new(ddp: &DataParallel<B>, optimizer: OptimizerAdaptor<O, M, B>, sharding: Sharding) -> Result<Self, Error> {
         let group = ddp.group.clone();
         let ranks = match sharding {
@@ -195,15 +196,16 @@ where
 
     /// Averages the gradients over all ranks and updates the model, which is then the same on all ranks.
     ///
-    /// As in [`DataParallel::sync`], the mean is weighted by the ranks' numbers of samples, and gradients may be
-    /// missing. All ranks must call this in every step, with the same learning rate; it blocks until the parameters are
-    /// gathered. A parameter for which no rank has a gradient is not changed. [`DataParallel::steps`] does not count
-    /// these steps.
+    /// As in [`DataParallel::sync`], the mean is weighted by the ranks' numbers of samples, gradients may be missing,
+    /// and the ranks compare their parameters in the first two steps and in every 64th. All ranks must call this in
+    /// every step, with the same learning rate; it blocks until the parameters are gathered. A parameter for which no
+    /// rank has a gradient is not changed. [`DataParallel::steps`] does not count these steps.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] on all ranks if no rank has samples, or if a rank's gradients or model do not match
-    /// the parameters at the start; nothing is changed, and the group remains usable. Otherwise [`Error::Io`] if a
-    /// gradient or a parameter cannot be read from its device, or the errors of [`Group::all_reduce`], whose ranks may
+    /// [`Error::InvalidArgument`] on all ranks if no rank has samples, if a rank's gradients or model do not match the
+    /// parameters at the start, if learning rates or numbers of steps differ (some ranks loaded state, others did not),
+    /// or if parameters differ; nothing is changed, and the group remains usable. Otherwise [`Error::Io`] if a gradient
+    /// or a parameter cannot be read from its device, or the errors of [`Group::all_reduce`], whose ranks may
     /// be those of a subgroup: of a block, or of the ranks that keep the same part. After such an error the model is
     /// unchanged, but some ranks may have updated their optimizer state. The optimizer aborts its groups, so that no
     /// rank waits for this one, and returns the same error from then on. Continue from a checkpoint.
@@ -218,13 +220,15 @@ where
         if let Some(error) = &self.failure {
             return Err(error.clone());
         }
-        let parameters = &self.shards.parameters;
-        let positions = parameters.iter().zip(0..).map(|(parameter, position)| (parameter.id, position)).collect();
-        let mut values = ValueReader { parameters, positions: &positions, values: vec![None; parameters.len()] };
-        model.visit(&mut values);
-        let values = values.values;
+        let (parameters, steps) = (&self.shards.parameters, self.steps);
+        let positions = positions(parameters);
+        let values = values(model, parameters, &positions);
         let changed = values.iter().position(Option::is_none);
-        let header = StepHeader { operation: "step", parameters, grads, samples, changed };
+        let digests = comparison_is_due(steps).then(|| digests(parameters, &values)).transpose();
+        let digests = digests.inspect_err(|error| {
+            self.group.abandon(error.clone());
+        })?;
+        let header = StepHeader { operation: "step", parameters, grads, samples, changed, steps, rate: lr, digests };
         let agreed = header.exchange(&self.group)?;
         match self.exchange(lr, values, agreed) {
             Ok(gathered) => {
@@ -247,10 +251,10 @@ where
     fn exchange(
         &mut self,
         lr: LearningRate,
-        values: Vec<Option<Tensor<B::InnerBackend, 1>>>,
-        AgreedStep { grads, factor, exists }: AgreedStep,
+        values: Values<B>,
+        AgreedStep { grads, weighting, exists }: AgreedStep,
     ) -> Result<Vec<Option<TensorData>>, Error> {
-        let mut parts = self.shards.reduce(&exists, grads, factor)?;
+        let mut parts = self.shards.reduce(&exists, grads, weighting)?;
         if let Some(max) = self.max_norm {
             self.shards.clip(&mut parts, max)?;
         }
@@ -263,7 +267,7 @@ where
         &mut self,
         lr: LearningRate,
         exists: &[bool],
-        values: &[Option<Tensor<B::InnerBackend, 1>>],
+        values: &Values<B>,
         parts: Vec<NumberedBucket>,
     ) -> Result<Vec<Option<TensorData>>, Error> {
         let mut gathered = vec![None; values.len()];
@@ -272,7 +276,7 @@ where
             if let Some((number, oldest)) = pop_if_full(&mut in_flight) {
                 self.shards.finish_gather(number, oldest, exists, &mut gathered)?;
             }
-            let mut whole = self.shards.whole(number)?;
+            let mut whole = self.shards.whole(number, self.shards.layout[number].dtype)?;
             let layout = &self.shards.layout[number];
             for span in layout.spans.iter().filter(|span| exists[span.position] && !span.own().is_empty()) {
                 let Some(value) = &values[span.position] else { continue };
@@ -303,6 +307,7 @@ where
 
 /// Makes the subgroup of the `ranks` ranks that pass the same `number`, in rank order. All ranks must call it. `alone`
 /// is a group of one rank.
+#[track_caller]
 fn subgroup(group: &Group, alone: &Group, ranks: usize, number: usize) -> Result<Group, Error> {
     match ranks {
         1 => Ok(alone.clone()),
@@ -316,30 +321,6 @@ fn subgroup(group: &Group, alone: &Group, ranks: usize, number: usize) -> Result
 
 fn invalid(reason: impl Into<String>) -> Error {
     Error::argument("sharded optimizer", reason)
-}
-
-/// The positions of parameters, by id.
-type Positions = HashMap<ParamId, usize>;
-
-/// Collects the values of a model's parameters, flat and by position. A value stays `None` if the model lacks the
-/// parameter, or if its shape or element type has changed.
-struct ValueReader<'a, B: AutodiffBackend> {
-    parameters: &'a [Parameter<B>],
-    positions: &'a Positions,
-    values: Vec<Option<Tensor<B::InnerBackend, 1>>>,
-}
-
-impl<B: AutodiffBackend> ModuleVisitor<B> for ValueReader<'_, B> {
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
-        let Some(&position) = self.positions.get(&param.id) else { return };
-        let (parameter, value) = (&self.parameters[position], param.val().inner());
-        // As in burn's optimizers, the first of several parameters with one id counts.
-        let fits = value.shape() == parameter.shape && value.dtype() == parameter.dtype;
-        if fits && self.values[position].is_none() {
-            let elements = parameter.shape.num_elements();
-            self.values[position] = Some(value.reshape([elements]));
-        }
-    }
 }
 
 /// Replaces a model's parameters by new values, by position.

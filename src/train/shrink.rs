@@ -50,7 +50,7 @@ impl<B: AutodiffBackend> DataParallel<B> {
     ///     for shard in sampler.epoch(0).skip(ddp.steps() as usize) {
     ///         let loss = model.forward(Tensor::<B, 2>::ones([shard.len(), 2], &device)).mean();
     ///         let grads = GradientsParams::from_grads(loss.backward(), &model);
-    ///         match ddp.sync(grads, shard.len()) {
+    ///         match ddp.sync(&model, grads, shard.len()) {
     ///             Ok(grads) => model = optimizer.step(0.1, model, grads),
     ///             Err(Error::PeerLost { .. } | Error::Disconnected { .. }) => {
     ///                 ddp.shrink(&mut model, &mut optimizer)?;
@@ -165,7 +165,7 @@ mod tests {
         let input = Tensor::<Training, 2>::from_data(TensorData::new(rows, [shard.len(), 3]), &device);
         let loss = model.forward(input).powf_scalar(2.0).mean();
         let grads = GradientsParams::from_grads(loss.backward(), model);
-        let grads = ddp.sync(grads, shard.len())?;
+        let grads = ddp.sync(model, grads, shard.len())?;
         *model = optimizer.step(0.01, model.clone(), grads);
         Ok(())
     }

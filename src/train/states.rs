@@ -7,6 +7,7 @@ use burn::tensor::{Tensor, TensorData};
 use bonfire_core::{Error, Group, ReduceOp};
 
 /// Replaces every float parameter that needs no gradient and differs between ranks by the mean over all ranks.
+#[track_caller]
 pub(crate) fn average<B: AutodiffBackend, M: AutodiffModule<B>>(group: &Group, model: M) -> Result<M, Error> {
     // A running state's last update is pending until the next one. `valid` writes it to the value, in `model` too.
     drop(model.valid());

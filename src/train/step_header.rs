@@ -1,4 +1,5 @@
-//! The step header, which the ranks exchange before gradients: sample counts and a bitmap of the existing gradients.
+//! The step header, which the ranks exchange before gradients: sample counts, a bitmap of the existing gradients, and
+//! what must be the same on all ranks.
 //!
 //! # Why a message of its own
 //! The alternative is to put the bitmap into the buckets. The extra message costs some microseconds. In exchange the
@@ -9,6 +10,8 @@ use burn::optim::GradientsParams;
 use burn::tensor::backend::AutodiffBackend;
 
 use super::agree::Parameter;
+use super::bucket::Weighting;
+use super::values::{NOTHING, compare, digest};
 use bonfire_core::{Error, Group};
 
 /// One rank's input to a step. Its header is made from it.
@@ -21,14 +24,23 @@ pub(crate) struct StepHeader<'a, B: AutodiffBackend> {
     pub samples: usize,
     /// The position of a parameter that this rank's model lacks, or whose shape or element type has changed.
     pub changed: Option<usize>,
+    /// The steps so far.
+    pub steps: u64,
+    /// The learning rate, where the step includes the optimizer's.
+    pub rate: f64,
+    /// The digests of the model's parameters, in steps in which the ranks compare them.
+    pub digests: Option<Vec<u64>>,
 }
+
+/// Words of a header before the bitmap: samples, problem, steps, learning rate, digest of the digests.
+const WORDS: usize = 5;
 
 /// What a rank knows once the headers are exchanged.
 pub(crate) struct AgreedStep {
     /// This rank's gradients: none if it has no samples.
     pub grads: GradientsParams,
-    /// The factor by which this rank multiplies its gradients before the mean over ranks.
-    pub factor: f64,
+    /// How this rank's gradients enter the mean.
+    pub weighting: Weighting,
     /// For each parameter, whether any rank has its gradient.
     pub exists: Vec<bool>,
 }
@@ -37,7 +49,7 @@ impl<B: AutodiffBackend> StepHeader<'_, B> {
     /// Exchanges the headers in one all-gather. If one rank's gradients are invalid, all ranks return the same error.
     ///
     /// A rank's header is its number of samples, a problem code (0 for none, otherwise [`invalid`](Self::invalid)'s
-    /// `problem` plus 1), and one bit per parameter.
+    /// `problem` plus 1), what must be the same on all ranks, and one bit per parameter.
     #[track_caller]
     pub fn exchange(mut self, group: &Group) -> Result<AgreedStep, Error> {
         if self.samples == 0 {
@@ -45,7 +57,7 @@ impl<B: AutodiffBackend> StepHeader<'_, B> {
             self.grads = GradientsParams::new();
         }
         let (count, world_size) = (self.parameters.len(), group.world_size());
-        let width = 2 + count.div_ceil(64);
+        let width = WORDS + count.div_ceil(64);
         let mut headers = vec![0u64; width * world_size];
         let own = &mut headers[group.rank() * width..][..width];
         let (mut present, mut problem) = (0, 0);
@@ -53,7 +65,7 @@ impl<B: AutodiffBackend> StepHeader<'_, B> {
             // Gradients are stored without their number of dimensions, so any number matches.
             let Some(grad) = self.grads.get::<B::InnerBackend, 1>(parameter.id) else { continue };
             present += 1;
-            own[2 + position / 64] |= 1 << (position % 64);
+            own[WORDS + position / 64] |= 1 << (position % 64);
             if grad.dtype() != parameter.dtype || grad.shape() != parameter.shape {
                 problem = 1 + position as u64;
             }
@@ -64,7 +76,8 @@ impl<B: AutodiffBackend> StepHeader<'_, B> {
         if let Some(position) = self.changed {
             problem = 2 + (count + position) as u64;
         }
-        (own[0], own[1]) = (self.samples as u64, problem);
+        let digests = self.digests.as_ref().map_or(NOTHING, |digests| digest(bytemuck::cast_slice(digests)));
+        own[..WORDS].copy_from_slice(&[self.samples as u64, problem, self.steps, self.rate.to_bits(), digests]);
         group.all_gather(&mut headers)?;
 
         let mut total = 0u64;
@@ -75,14 +88,45 @@ impl<B: AutodiffBackend> StepHeader<'_, B> {
                 return Err(self.invalid(rank, header[1] as usize - 1));
             }
             for (position, exists) in exists.iter_mut().enumerate() {
-                *exists |= header[2 + position / 64] >> (position % 64) & 1 == 1;
+                *exists |= header[WORDS + position / 64] >> (position % 64) & 1 == 1;
             }
         }
+        self.check_equal(group, headers.chunks_exact(width))?;
         if total == 0 {
             return Err(no_samples(self.operation));
         }
-        let factor = self.samples as f64 * world_size as f64 / total as f64;
-        Ok(AgreedStep { grads: self.grads, factor, exists })
+        let equal = headers.chunks_exact(width).all(|header| header[0] == headers[0]);
+        let weighting = if equal { Weighting::Equal } else { Weighting::Share(self.samples as f64 / total as f64) };
+        Ok(AgreedStep { grads: self.grads, weighting, exists })
+    }
+
+    /// Checks that all ranks are at the same step, with the same learning rate and the same parameters.
+    #[track_caller]
+    fn check_equal<'h>(&self, group: &Group, headers: impl Iterator<Item = &'h [u64]>) -> Result<(), Error> {
+        let headers: Vec<_> = headers.collect();
+        let differs = |word: usize| headers.iter().position(|header| header[word] != headers[0][word]);
+        if let Some(rank) = differs(2) {
+            let (first, other) = (headers[0][2], headers[rank][2]);
+            let reason = format!(
+                "rank 0 has made {first} steps and rank {rank} {other}; load optimizer state of the same step on all \
+                 ranks, or on none"
+            );
+            return Err(Error::argument(self.operation, reason));
+        }
+        if let Some(rank) = differs(3) {
+            let [first, other] = [0, rank].map(|rank| f64::from_bits(headers[rank][3]));
+            let reason = format!(
+                "rank 0's learning rate is {first} and rank {rank}'s is {other}; pass the same rate on all ranks"
+            );
+            return Err(Error::argument(self.operation, reason));
+        }
+        match (&self.digests, differs(4)) {
+            (Some(own), Some(_)) => {
+                let name = |position: usize| format!("`{}`", self.parameters[position].path);
+                compare(group, self.operation, own, self.steps, name)
+            }
+            _ => Ok(()),
+        }
     }
 
     /// The error for a rank's problem. With `n` parameters: 0 to `n - 1` is a gradient of another shape or type, `n` is

@@ -85,7 +85,7 @@ fn train<B: AutodiffBackend>(group: Group, digits: &Digits, test: &Digits, batch
                 loss = forward.clone().into_scalar().elem();
                 grads = GradientsParams::from_grads(forward.backward(), &model);
             }
-            let grads = ddp.sync(grads, shard.len()).unwrap();
+            let grads = ddp.sync(&model, grads, shard.len()).unwrap();
             model = optimizer.step(0.01, model, grads);
             losses.push(ddp.mean(&[loss], shard.len()).unwrap()[0]);
             steps.push(bits(&model));
@@ -181,7 +181,7 @@ fn a_missing_gradient_counts_as_zero_and_one_missing_on_all_ranks_stays_missing(
                 loss = loss + model.some.val().sum() * 5.0;
             }
             let grads = GradientsParams::from_grads(loss.backward(), &model);
-            let grads = ddp.sync(grads, rank + 1).unwrap();
+            let grads = ddp.sync(&model, grads, rank + 1).unwrap();
             assert_eq!(grads.len(), 2);
             let all = grads.get::<Flex, 1>(model.all.id).unwrap().into_data();
             all.assert_approx_eq::<f32>(&TensorData::from([14.0f32 / 6.0; 4]), Default::default());
@@ -202,7 +202,7 @@ fn gradients_keep_their_float_type() {
             let ones = || Tensor::<B::InnerBackend, 1>::ones([4], (&Default::default(), dtype));
             // 3/4 and 1/4 of the samples: weights 1.5 and 0.5 before the mean, exact in every type.
             grads.register(model.all.id, ones() * if rank == 0 { 2.0 } else { 6.0 });
-            let grads = ddp.sync(grads, if rank == 0 { 3 } else { 1 }).unwrap();
+            let grads = ddp.sync(&model, grads, if rank == 0 { 3 } else { 1 }).unwrap();
             let all = grads.get::<B::InnerBackend, 1>(model.all.id).unwrap();
             assert_eq!(all.dtype(), dtype);
             assert_eq!(all.into_data().iter::<f64>().collect::<Vec<_>>(), [3.0; 4]);
@@ -215,13 +215,47 @@ fn gradients_keep_their_float_type() {
 }
 
 #[test]
+fn a_mean_in_the_range_of_the_element_type_stays_in_range_on_the_way() {
+    let limits = [
+        (DType::F16, 65504.0, 6e-8),
+        (DType::BF16, 3e38, 1e-38),
+        (DType::F32, 3e38, 1e-38),
+        (DType::F64, 1e308, 1e-308),
+    ];
+    for (dtype, large, small) in limits {
+        for samples in [[64, 0, 0, 0], [63, 1, 0, 0], [17, 17, 17, 16], [1, 1, 1, 61]] {
+            for value in [large, small, -large] {
+                let means = ranks(4, |group| {
+                    let samples = samples[group.rank()];
+                    let model = Parts::<F32>::new(dtype, &Default::default());
+                    let (model, mut ddp) = DataParallel::new(group, model).unwrap();
+                    let mut grads = GradientsParams::new();
+                    let all = Tensor::<Flex, 1>::full([4], value, (&Default::default(), dtype));
+                    let expected = all.clone().into_data().iter::<f64>().collect::<Vec<_>>();
+                    grads.register(model.all.id, all);
+                    let grads = ddp.sync(&model, grads, samples).unwrap();
+                    let mean = grads.get::<Flex, 1>(model.all.id).unwrap();
+                    assert_eq!(mean.dtype(), dtype);
+                    (mean.into_data().iter::<f64>().collect::<Vec<_>>(), expected)
+                });
+                for (mean, expected) in means {
+                    let close = mean.iter().zip(&expected).all(|(a, b)| (a / b - 1.0).abs() < 0.01);
+                    assert!(close, "{dtype:?}, samples {samples:?}: the mean of {expected:?} is {mean:?}");
+                    assert!(dtype != DType::F16 || mean == expected, "{mean:?} was rounded on the way to {expected:?}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
 fn equal_samples_give_the_plain_mean() {
     ranks(2, |group| {
         let rank = group.rank();
         let (model, mut ddp) = DataParallel::new(group, Parts::<F32>::new(DType::F32, &Default::default())).unwrap();
         let mut grads = GradientsParams::new();
         grads.register(model.all.id, Tensor::<Flex, 1>::full([4], [0.1f32, 0.7][rank], &Default::default()));
-        let grads = ddp.sync(grads, 7).unwrap();
+        let grads = ddp.sync(&model, grads, 7).unwrap();
         assert_eq!(
             grads.get::<Flex, 1>(model.all.id).unwrap().into_data(),
             TensorData::from([(0.1f32 + 0.7) / 2.0; 4])
@@ -245,7 +279,7 @@ fn micro_batches_add_up_to_the_batch() {
                 let loss = model.forward(part).powi_scalar(2).sum_dim(1).mean() * weight;
                 accumulator.accumulate(&model, GradientsParams::from_grads(loss.backward(), &model));
             }
-            let grads = ddp.sync(accumulator.grads(), samples).unwrap();
+            let grads = ddp.sync(&model, accumulator.grads(), samples).unwrap();
             grads.get::<NdArray<f64>, 2>(model.weight.id).unwrap().into_data().to_vec::<f64>().unwrap()
         })
     };
@@ -265,7 +299,7 @@ fn a_rank_without_samples_has_no_weight_and_no_samples_at_all_is_an_error() {
             grads.register(model.all.id, Tensor::<Flex, 1>::full([4], f32::NAN, &Default::default()));
             grads
         };
-        assert!(matches!(ddp.sync(nan(), 0), Err(Error::InvalidArgument { .. })));
+        assert!(matches!(ddp.sync(&model, nan(), 0), Err(Error::InvalidArgument { .. })));
         assert!(matches!(ddp.mean(&[1.0], 0), Err(Error::InvalidArgument { .. })));
         // The group is still usable.
         let mut grads = nan();
@@ -273,7 +307,7 @@ fn a_rank_without_samples_has_no_weight_and_no_samples_at_all_is_an_error() {
             grads.register(model.all.id, Tensor::<Flex, 1>::full([4], 2.0, &Default::default()));
         }
         let samples = [3, 0][rank];
-        let grads = ddp.sync(grads, samples).unwrap();
+        let grads = ddp.sync(&model, grads, samples).unwrap();
         assert_eq!(grads.get::<Flex, 1>(model.all.id).unwrap().into_data(), TensorData::from([2.0f32; 4]));
         assert_eq!(ddp.mean(&[[0.5, f64::NAN][rank], 1.0], samples).unwrap(), [0.5, 1.0]);
     });
@@ -299,7 +333,7 @@ fn gradients_that_do_not_fit_the_model_are_rejected_on_all_ranks() {
             if rank == 1 {
                 grads.register(id, Tensor::<Flex, 1>::ones([len], &Default::default()));
             }
-            ddp.sync(grads, 1).unwrap_err().to_string()
+            ddp.sync(&model, grads, 1).unwrap_err().to_string()
         };
         let error = refused(model.all.id, 5);
         assert!(error.contains("rank 1's gradient of `all`"), "{error}");

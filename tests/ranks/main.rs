@@ -12,3 +12,4 @@ mod gradients;
 mod sharded;
 mod sync_batch_norm;
 mod tensors;
+mod verify;

@@ -243,6 +243,39 @@ fn adam_in_f64_matches_one_rank_for_any_gradients_samples_and_norm() {
     }
 }
 
+#[test]
+fn a_mean_in_the_range_of_f16_stays_in_range_on_the_way() {
+    for (samples, sharding) in [[64, 0, 0, 0], [63, 1, 0, 0], [17, 17, 17, 16]]
+        .into_iter()
+        .flat_map(|samples| [Sharding::All, Sharding::Blocks(2), Sharding::None].map(|sharding| (samples, sharding)))
+    {
+        let steps = ranks(4, |group| {
+            let (rank, options) = (group.rank(), (&Default::default(), DType::F16));
+            let lengths = [5, 300_000];
+            let model = lengths.map(|len| Param::from_tensor(Tensor::<F32, 1>::ones([len], options))).to_vec();
+            let (mut model, ddp) = DataParallel::new(group, model).unwrap();
+            let mut optimizer = ShardedOptimizer::new(&ddp, SgdConfig::new().init(), sharding).unwrap();
+            let mut step = |value: f64, rate| {
+                let mut grads = GradientsParams::new();
+                for (parameter, len) in model.iter().zip(lengths) {
+                    grads.register(parameter.id, Tensor::<Flex, 1>::full([len], value, options));
+                }
+                optimizer.step(rate, &mut model, grads, samples[rank]).unwrap();
+                model
+                    .iter()
+                    .flat_map(|parameter| parameter.val().into_data().iter::<f64>().collect::<Vec<_>>())
+                    .collect()
+            };
+            // 6e-8 is the smallest f16, 2^-24.
+            [step(16384.0, 2f64.powi(-14)), step(6e-8, -(2f64.powi(15)))]
+        });
+        for [down, up] in steps {
+            let wrong = |values: Vec<f64>, expected: f64| values.into_iter().find(|value| *value != expected);
+            assert_eq!((wrong(down, 0.0), wrong(up, 2f64.powi(-9))), (None, None), "{samples:?}, {sharding:?}");
+        }
+    }
+}
+
 /// Parameters of three types.
 #[derive(Module, Debug)]
 struct Mixed<B: Backend> {

@@ -115,11 +115,11 @@ impl<LC: LearningComponentsTypes> Rank<'_, LC> {
                     accumulated += 1;
                     if accumulation <= accumulated {
                         // The mean of sums equals the sum of means, and takes one exchange.
-                        self.learner.optimizer_step(ddp.sync(accumulator.grads(), 1)?);
+                        self.learner.optimizer_step(ddp.sync(&self.learner.model(), accumulator.grads(), 1)?);
                         accumulated = 0;
                     }
                 }
-                None => self.learner.optimizer_step(ddp.sync(output.grads, 1)?),
+                None => self.learner.optimizer_step(ddp.sync(&self.learner.model(), output.grads, 1)?),
             }
             if let Some(leader) = &mut self.leader {
                 progress.items_processed *= world_size;

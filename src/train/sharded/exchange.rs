@@ -3,14 +3,14 @@
 use std::collections::VecDeque;
 
 use burn::optim::GradientsParams;
-use burn::tensor::TensorData;
 use burn::tensor::backend::AutodiffBackend;
-use bytemuck::{Pod, cast_slice};
+use burn::tensor::{FloatDType, TensorData};
+use bytemuck::{Pod, cast_slice, cast_slice_mut};
 use half::{bf16, f16};
 
 use super::layout::{BucketLayout, bytes};
 use crate::train::agree::{Parameter, all_gather_values};
-use crate::train::bucket::{Bucket, BucketOp, pop_if_full, scale};
+use crate::train::bucket::{Bucket, BucketOp, Weighting, pop_if_full, scale};
 use bonfire_core::{Buffer, DType, Error, Group, Work};
 
 /// The groups and the bucket layouts of a sharded optimizer, and memory for the buckets.
@@ -33,14 +33,14 @@ pub(super) type NumberedBucket = (usize, Bucket);
 
 impl<B: AutodiffBackend> Shards<B> {
     /// Reduces the gradients and returns this rank's part of the mean, for each bucket in which a gradient exists.
-    /// Takes the mean over the ranks of a block first, then over the blocks, and so rounds twice if the mean is not
-    /// exact. A sum with one division at the end could overflow f16.
+    /// Reduces over the ranks of a block first, then over the blocks, and so rounds twice if the mean is not exact. A
+    /// sum with one division at the end could overflow.
     #[track_caller]
     pub fn reduce(
         &mut self,
         exists: &[bool],
         mut grads: GradientsParams,
-        factor: f64,
+        weighting: Weighting,
     ) -> Result<Vec<NumberedBucket>, Error> {
         let (mut reducing, mut replicating) = (VecDeque::new(), Vec::new());
         for number in 0..self.layout.len() {
@@ -48,55 +48,76 @@ impl<B: AutodiffBackend> Shards<B> {
                 continue;
             }
             if let Some((number, oldest)) = pop_if_full(&mut reducing) {
-                replicating.push((number, self.replicate(number, oldest)?));
+                replicating.push((number, self.replicate(number, oldest, weighting)?));
             }
-            let (mut bucket, dtype) = (self.pack(number, &mut grads)?, self.layout[number].dtype);
-            if factor != 1.0 {
-                scale(bucket.bytes(), dtype, factor);
+            let carrier = weighting.carrier(self.layout[number].dtype);
+            let mut bucket = self.pack(number, &mut grads, carrier)?;
+            if weighting.factor() != 1.0 {
+                scale(bucket.bytes(), carrier, weighting.factor());
             }
-            reducing.push_back((number, bucket.start(&self.shard_group, dtype, BucketOp::ReduceScatter)?));
+            let op = BucketOp::ReduceScatter(weighting.reduction());
+            reducing.push_back((number, bucket.start(&self.shard_group, carrier, op)?));
         }
         for (number, oldest) in reducing {
-            replicating.push((number, self.replicate(number, oldest)?));
+            replicating.push((number, self.replicate(number, oldest, weighting)?));
         }
-        replicating.into_iter().map(|(number, work)| Ok((number, wait(work)?))).collect()
+        let mut parts = Vec::with_capacity(replicating.len());
+        for (number, work) in replicating {
+            let (part, dtype) = (wait(work)?, self.layout[number].dtype);
+            let part = if weighting.carrier(dtype) == dtype { part } else { self.narrow(part)? };
+            parts.push((number, part));
+        }
+        Ok(parts)
     }
 
-    /// Waits for this rank's part of the block's mean, and starts the mean over the blocks.
+    /// Waits for this rank's part of the block's reduction, and starts the reduction over the blocks.
     #[track_caller]
-    fn replicate(&mut self, number: usize, work: Work<Bucket>) -> Result<Work<Bucket>, Error> {
+    fn replicate(&mut self, number: usize, work: Work<Bucket>, weighting: Weighting) -> Result<Work<Bucket>, Error> {
         let BucketLayout { dtype, own, .. } = &self.layout[number];
+        let carrier = weighting.carrier(*dtype);
         let mut whole = wait(work)?;
-        let own = &whole.bytes()[bytes(own.clone(), *dtype)];
+        let own = &whole.bytes()[bytes(own.clone(), carrier)];
         let mut part = Bucket::packed(&self.replica_group, self.part_memory.pop(), own.len())?;
         part.bytes().copy_from_slice(own);
         self.bucket_memory.extend(whole.into_memory());
-        part.start(&self.replica_group, *dtype, BucketOp::AllReduce)
+        part.start(&self.replica_group, carrier, BucketOp::AllReduce(weighting.reduction()))
     }
 
-    /// Packs a bucket's gradients. A gradient that this rank does not have counts as zero.
-    fn pack(&mut self, number: usize, grads: &mut GradientsParams) -> Result<Bucket, Error> {
+    /// Rounds the elements of a part, which are f32, to f16.
+    fn narrow(&mut self, mut wide: Bucket) -> Result<Bucket, Error> {
+        let elements = cast_slice::<u8, f32>(wide.bytes());
+        let mut part = Bucket::packed(&self.replica_group, self.part_memory.pop(), size_of_val(elements) / 2)?;
+        let rounded = cast_slice_mut::<u8, f16>(part.bytes()).iter_mut();
+        rounded.zip(elements).for_each(|(to, from)| *to = f16::from_f32(*from));
+        self.part_memory.extend(wide.into_memory());
+        Ok(part)
+    }
+
+    /// Packs a bucket's gradients as elements of type `carrier`: f32 or their own type. A gradient that this rank does
+    /// not have counts as zero.
+    fn pack(&mut self, number: usize, grads: &mut GradientsParams, carrier: DType) -> Result<Bucket, Error> {
         let layout = &self.layout[number];
         let mut read = Vec::with_capacity(layout.spans.len());
         for span in &layout.spans {
             let grad = grads.remove::<B::InnerBackend, 1>(self.parameters[span.position].id);
-            let data = grad.map(|grad| grad.try_into_data().map_err(|e| Error::io("reading a gradient", e)));
+            let widened = grad.map(|grad| if carrier == layout.dtype { grad } else { grad.cast(FloatDType::F32) });
+            let data = widened.map(|grad| grad.try_into_data().map_err(|e| Error::io("reading a gradient", e)));
             read.push(data.transpose()?.map(|data| data.bytes));
         }
         if let [Some(data)] = &mut read[..]
-            && let Some(bucket) = Bucket::single(data, layout.dtype)
+            && let Some(bucket) = Bucket::single(data, carrier)
         {
             return Ok(bucket);
         }
-        let bucket = self.whole(number)?;
-        let layout = &self.layout[number];
-        let lens = layout.spans.iter().map(|span| bytes(span.range.clone(), layout.dtype).len());
+        let bucket = self.whole(number, carrier)?;
+        let spans = self.layout[number].spans.iter();
+        let lens = spans.map(|span| bytes(span.range.clone(), carrier).len());
         Ok(bucket.fill(read.iter().map(Option::as_deref).zip(lens)))
     }
 
-    /// Returns a bucket of unspecified contents.
-    pub fn whole(&mut self, number: usize) -> Result<Bucket, Error> {
-        let BucketLayout { len, dtype, .. } = &self.layout[number];
+    /// Returns a bucket of unspecified contents, for elements of type `dtype`.
+    pub fn whole(&mut self, number: usize, dtype: DType) -> Result<Bucket, Error> {
+        let len = self.layout[number].len;
         Bucket::packed(&self.shard_group, self.bucket_memory.pop(), len * dtype.size())
     }
 

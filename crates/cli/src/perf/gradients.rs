@@ -47,7 +47,7 @@ impl Workload for Gradients {
     }
 
     fn call(&mut self) -> Result<(), RankError> {
-        self.gradients = self.parallel.sync(std::mem::take(&mut self.gradients), 1)?;
+        self.gradients = self.parallel.sync(&self.model, std::mem::take(&mut self.gradients), 1)?;
         Ok(())
     }
 

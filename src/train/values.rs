@@ -1,0 +1,167 @@
+//! The values of a model's trained parameters, and digests by which the ranks compare them.
+//!
+//! # Cost
+//! A digest reads the parameters once, about as fast as memory is read, and each rank adds one word to a message that
+//! it sends anyway. An exchange of gradients moves each element several times. Every 64th step, a digest adds less than
+//! one percent to the exchange, so nobody has to switch it off.
+
+use std::collections::HashMap;
+
+use burn::module::{AutodiffModule, ModuleVisitor, Param, ParamId};
+use burn::tensor::backend::AutodiffBackend;
+use burn::tensor::{Float, Tensor};
+
+use super::agree::Parameter;
+use crate::tensor::host::Source;
+use bonfire_core::internal::Ranks;
+use bonfire_core::{Error, Group};
+
+/// The ranks compare their parameters before every step of this number, and before the first two: a model that is not
+/// the one of [`DataParallel::new`](super::DataParallel::new) differs before the first step, and different optimizers
+/// or learning rates show after it.
+const INTERVAL: u64 = 64;
+
+/// Whether the ranks compare their parameters after this many steps.
+pub(crate) fn comparison_is_due(steps: u64) -> bool {
+    steps <= 1 || steps.is_multiple_of(INTERVAL)
+}
+
+/// A rank's value of each parameter, flat and by position. A value is `None` if the model lacks the parameter, or if
+/// its shape or element type has changed.
+pub(crate) type Values<B> = Vec<Option<Tensor<<B as AutodiffBackend>::InnerBackend, 1>>>;
+
+/// The positions of parameters, by id.
+pub(crate) type Positions = HashMap<ParamId, usize>;
+
+/// Returns the positions of these parameters.
+pub(crate) fn positions<B: AutodiffBackend>(parameters: &[Parameter<B>]) -> Positions {
+    parameters.iter().zip(0..).map(|(parameter, position)| (parameter.id, position)).collect()
+}
+
+/// Returns the model's values of these parameters.
+pub(crate) fn values<B: AutodiffBackend, M: AutodiffModule<B>>(
+    model: &M,
+    parameters: &[Parameter<B>],
+    positions: &Positions,
+) -> Values<B> {
+    let mut reader = ValueReader { parameters, positions, values: vec![None; parameters.len()] };
+    model.visit(&mut reader);
+    reader.values
+}
+
+struct ValueReader<'a, B: AutodiffBackend> {
+    parameters: &'a [Parameter<B>],
+    positions: &'a Positions,
+    values: Values<B>,
+}
+
+impl<B: AutodiffBackend> ModuleVisitor<B> for ValueReader<'_, B> {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
+        let Some(&position) = self.positions.get(&param.id) else { return };
+        let (parameter, value) = (&self.parameters[position], param.val().inner());
+        // As in burn's optimizers, the first of several parameters with one id counts.
+        let fits = value.shape() == parameter.shape && value.dtype() == parameter.dtype;
+        if fits && self.values[position].is_none() {
+            let elements = parameter.shape.num_elements();
+            self.values[position] = Some(value.reshape([elements]));
+        }
+    }
+}
+
+/// The digest of what a rank does not have.
+pub(crate) const NOTHING: u64 = 0;
+
+/// Returns the digests of the values of trained parameters, by position. Other parameters are states, which differ
+/// between ranks, or frozen, which no step changes: their digest is [`NOTHING`].
+pub(crate) fn digests<B: AutodiffBackend>(parameters: &[Parameter<B>], values: &Values<B>) -> Result<Vec<u64>, Error> {
+    let digest = |(parameter, value): (&Parameter<B>, &Option<_>)| match value {
+        Some(value) if parameter.trained => {
+            let value: Tensor<B::InnerBackend, 1> = Tensor::clone(value);
+            let (source, _) = Source::read::<B::InnerBackend, Float>("reading a parameter", value.into_primitive())?;
+            Ok(digest(source.bytes()))
+        }
+        _ => Ok(NOTHING),
+    };
+    parameters.iter().zip(values).map(digest).collect()
+}
+
+/// Returns the digest of the bytes, which is the same in every build, and never [`NOTHING`]. Bytes that differ in one
+/// word of 8 have different digests; otherwise, digests are equal with a probability of 2^-64. It is no protection
+/// against forgery.
+pub(crate) fn digest(bytes: &[u8]) -> u64 {
+    const LANES: usize = 4;
+    const ODD: [u64; LANES] =
+        [0x9e37_79b1_85eb_ca87, 0xc2b2_ae3d_27d4_eb4f, 0x1656_67b1_9e37_79f9, 0x85eb_ca77_c2b2_ae63];
+    // A bijection of the lane for each word, and of the word for each lane.
+    let step = |lane: u64, word: u64, odd: u64| (lane ^ word).wrapping_mul(odd).rotate_left(29);
+    let mut lanes = ODD;
+    // Independent lanes, because each step waits for the multiplication of the one before.
+    let (blocks, rest) = bytes.as_chunks::<{ 8 * LANES }>();
+    for block in blocks {
+        let words = block.as_chunks::<8>().0;
+        for (lane, (word, odd)) in lanes.iter_mut().zip(words.iter().zip(ODD)) {
+            *lane = step(*lane, u64::from_le_bytes(*word), odd);
+        }
+    }
+    let (words, rest) = rest.as_chunks::<8>();
+    let mut last = [0; 8];
+    last[..rest.len()].copy_from_slice(rest);
+    let words = words.iter().chain([&last]).map(|word| u64::from_le_bytes(*word));
+    let all = words.chain([bytes.len() as u64]).chain(lanes);
+    all.fold(0, |hash, word| step(hash ^ hash >> 32, word, ODD[0])).max(NOTHING + 1)
+}
+
+/// Compares digests of all ranks. Fails on all ranks with the same error if they differ; it names the first place that
+/// does. `name` describes a place.
+#[track_caller]
+pub(crate) fn compare(
+    group: &Group,
+    operation: &str,
+    own: &[u64],
+    steps: u64,
+    name: impl Fn(usize) -> String,
+) -> Result<(), Error> {
+    let mut all = own.repeat(group.world_size());
+    group.all_gather_into(own, &mut all)?;
+    let differs = |rank: usize, place: usize| all[rank * own.len() + place] != all[place];
+    let ranks = 0..group.world_size();
+    let Some(place) = (0..own.len()).find(|&place| ranks.clone().any(|rank| differs(rank, place))) else {
+        return Ok(());
+    };
+    let others: Vec<usize> = ranks.filter(|&rank| differs(rank, place)).collect();
+    let (what, verb) = (name(place), if others.len() == 1 { "differs" } else { "differ" });
+    let reason = format!(
+        "after {steps} steps, {what} of {} {verb} from rank 0's, and comes first among those that do; all ranks must \
+         train the model that `DataParallel::new` returned, with the gradients that `sync` returned, and with the same \
+         optimizer, optimizer state and learning rate",
+        Ranks(&others)
+    );
+    Err(Error::argument(operation, reason))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_digest_depends_on_every_bit_and_on_the_length() {
+        for len in [0, 1, 7, 8, 9, 31, 32, 33, 40, 64, 71, 100] {
+            let mut bytes: Vec<u8> = (0..len as u8).collect();
+            let before = digest(&bytes);
+            assert_ne!(before, NOTHING);
+            for bit in 0..8 * len {
+                bytes[bit / 8] ^= 1 << (bit % 8);
+                assert_ne!(digest(&bytes), before, "bit {bit} of {len} bytes");
+                bytes[bit / 8] ^= 1 << (bit % 8);
+            }
+            bytes.push(0);
+            assert_ne!(digest(&bytes), before, "a zero after {len} bytes");
+        }
+    }
+
+    #[test]
+    fn the_first_steps_and_every_64th_are_compared() {
+        let due: Vec<u64> = (0..200).filter(|&steps| comparison_is_due(steps)).collect();
+        assert_eq!(due, [0, 1, 64, 128, 192]);
+    }
+}

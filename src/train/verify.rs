@@ -1,0 +1,118 @@
+//! Comparison of the ranks' models and optimizers.
+
+use std::collections::HashMap;
+
+use burn::module::AutodiffModule;
+use burn::optim::Optimizer;
+use burn::record::{DoublePrecisionSettings, NamedMpkBytesRecorder, Record, Recorder};
+use burn::tensor::backend::AutodiffBackend;
+use rmpv::ValueRef;
+use rmpv::decode::read_value_ref;
+use rmpv::encode::write_value_ref;
+
+use super::agree::Parameter;
+use super::data_parallel::DataParallel;
+use super::values::{NOTHING, compare, digest};
+use bonfire_core::Error;
+
+/// Records floats as f64 and integers as i64, so that all bits of narrower types count.
+type Records = NamedMpkBytesRecorder<DoublePrecisionSettings>;
+
+impl<B: AutodiffBackend> DataParallel<B> {
+    /// Compares the ranks' trained parameters and the state of their optimizers, bit by bit. All ranks must call it.
+    ///
+    /// [`sync`](Self::sync) compares the parameters in its first two calls and in every 64th. This compares at any
+    /// time, after the last step for instance, and finds other optimizer state before it changes a parameter. It
+    /// records the whole optimizer state, with 8 bytes for every element: do not call it in every step.
+    ///
+    /// Parameters that need no gradient are not compared: running statistics are among them, which differ between
+    /// ranks. With a [`ShardedOptimizer`](crate::ShardedOptimizer), whose state differs too, use
+    /// [`average_states`](Self::average_states), which compares the trained parameters.
+    ///
+    /// ```
+    /// # use bonfire::{DataParallel, Group};
+    /// # use burn::backend::{Autodiff, Flex};
+    /// # use burn::nn::{Linear, LinearConfig};
+    /// # use burn::optim::AdamConfig;
+    /// # let device = Default::default();
+    /// # let group = Group::threads(1)?.remove(0);
+    /// # let linear = LinearConfig::new(2, 1).init::<Autodiff<Flex>>(&device);
+    /// # let (model, ddp) = DataParallel::new(group, linear)?;
+    /// # let optimizer = AdamConfig::new().init::<Autodiff<Flex>, Linear<Autodiff<Flex>>>();
+    /// ddp.verify(&model, &optimizer)?;
+    /// # Ok::<(), bonfire::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] on all ranks if anything differs: it names the first parameter that does, in the
+    /// model's order, and the ranks. The group remains usable. Otherwise the errors of [`Group::all_reduce`].
+    ///
+    /// [`Group::all_reduce`]: crate::Group::all_reduce
+    #[track_caller]
+    pub fn verify<M, O>(&self, model: &M, optimizer: &O) -> Result<(), Error>
+    where
+        M: AutodiffModule<B>,
+        O: Optimizer<M, B>,
+    {
+        let parameters = &self.parameters;
+        let states = state_digests::<B, M, O>(optimizer, parameters).map_err(|error| self.abandoned(error))?;
+        self.compare_parameters("verify", model)?;
+        compare(&self.group, "verify", &states, self.steps, |place| match parameters.get(place) {
+            Some(parameter) => format!("the optimizer's state for `{}`", parameter.path),
+            None => "the optimizer's state".into(),
+        })
+    }
+
+    /// Checks that the model has the parameters of the start, and that they are bit-identical on all ranks if they are
+    /// trained. Otherwise fails on all ranks with the same error.
+    #[track_caller]
+    pub(super) fn compare_parameters<M: AutodiffModule<B>>(&self, operation: &str, model: &M) -> Result<(), Error> {
+        let own = self.digests(model).map_err(|error| self.abandoned(error))?;
+        let path = |position: usize| format!("`{}`", self.parameters[position].path);
+        compare(&self.group, operation, &own, self.steps, path)?;
+        match self.lacks(&own) {
+            None => Ok(()),
+            Some(position) => {
+                let path = path(position);
+                let reason = format!("the model does not have {path} as it was at the start; pass the one in training");
+                Err(Error::argument(operation, reason))
+            }
+        }
+    }
+}
+
+/// Returns the digests of the optimizer's state: for each parameter, and of the state that is for none of them.
+///
+/// burn's optimizers record a map from ids to states. Ids differ between ranks, and so does the order of the map.
+fn state_digests<B, M, O>(optimizer: &O, parameters: &[Parameter<B>]) -> Result<Vec<u64>, Error>
+where
+    B: AutodiffBackend,
+    M: AutodiffModule<B>,
+    O: Optimizer<M, B>,
+{
+    const OPERATION: &str = "recording an optimizer's state";
+    let item = optimizer.to_record().into_item::<DoublePrecisionSettings>();
+    let bytes = Recorder::<B>::save_item(&Records::default(), item, ()).map_err(|e| Error::io(OPERATION, e))?;
+    let record = read_value_ref(&mut &bytes[..]).map_err(|e| Error::io(OPERATION, e))?;
+    let digest_of = |value: &ValueRef<'_>| {
+        let mut bytes = Vec::new();
+        write_value_ref(&mut bytes, value).map_err(|e| Error::io(OPERATION, e))?;
+        Ok::<_, Error>(digest(&bytes))
+    };
+    let mut digests = vec![NOTHING; parameters.len() + 1];
+    let ValueRef::Map(entries) = record else {
+        digests[parameters.len()] = digest_of(&record)?;
+        return Ok(digests);
+    };
+    let places = parameters.iter().zip(0..).map(|(parameter, place)| (parameter.id.serialize(), place));
+    let places: HashMap<String, usize> = places.collect();
+    for (key, value) in &entries {
+        let place = match key {
+            ValueRef::String(text) => text.as_str().and_then(|id| places.get(id)),
+            _ => None,
+        };
+        let digest = &mut digests[place.copied().unwrap_or(parameters.len())];
+        *digest = digest.wrapping_add(digest_of(value)?);
+    }
+    Ok(digests)
+}

@@ -1,0 +1,216 @@
+//! Ranks whose models would differ get an error, and ranks whose models are equal do not.
+
+use bonfire::{DataParallel, Error, Group, ShardedOptimizer, Sharding};
+use bonfire_testing::ranks;
+use burn::backend::{Autodiff, Flex};
+use burn::module::{Module, Param, RunningState};
+use burn::optim::{Adam, AdamConfig, GradientsParams, Optimizer, SgdConfig, adaptor::OptimizerAdaptor};
+use burn::tensor::Tensor;
+use burn::tensor::backend::Backend;
+
+type B = Autodiff<Flex>;
+
+/// Trained parameters, a frozen one and a state.
+#[derive(Module, Debug)]
+struct Model<B: Backend> {
+    first: Param<Tensor<B, 1>>,
+    second: Param<Tensor<B, 2>>,
+    frozen: Param<Tensor<B, 1>>,
+    state: RunningState<Tensor<B, 1>>,
+}
+
+/// A model that depends on the rank.
+fn model(group: &Group) -> Model<B> {
+    let (value, device) = (1.0 + group.rank() as f64, Default::default());
+    Model {
+        first: Param::from_tensor(Tensor::full([9], value, &device)),
+        second: Param::from_tensor(Tensor::full([3, 5], value, &device)),
+        frozen: Param::from_tensor(Tensor::full([2], value, &device)).set_require_grad(false),
+        state: RunningState::new(Tensor::full([2], value, &device)),
+    }
+}
+
+fn gradients(model: &Model<B>) -> GradientsParams {
+    let loss = model.first.val().powf_scalar(2.0).sum() + model.second.val().powf_scalar(2.0).sum();
+    GradientsParams::from_grads(loss.backward(), model)
+}
+
+fn adam() -> OptimizerAdaptor<Adam, Model<B>, B> {
+    AdamConfig::new().init()
+}
+
+/// What a rank trains with.
+struct Training {
+    ddp: DataParallel<B>,
+    model: Model<B>,
+    optimizer: OptimizerAdaptor<Adam, Model<B>, B>,
+    rate: f64,
+}
+
+impl Training {
+    fn new(group: &Group) -> Training {
+        let (model, ddp) = DataParallel::new(group.clone(), model(group)).unwrap();
+        Training { ddp, model, optimizer: adam(), rate: 0.1 }
+    }
+
+    fn steps(&mut self, count: usize) -> Result<(), Error> {
+        for _ in 0..count {
+            let grads = self.ddp.sync(&self.model, gradients(&self.model), 3)?;
+            self.model = self.optimizer.step(self.rate, self.model.clone(), grads);
+        }
+        Ok(())
+    }
+}
+
+/// Trains on three ranks for at most `steps` steps. All must fail with the same error, which contains `expected`, after
+/// `expected_steps` of them, and be able to go on.
+fn drifts(steps: usize, expected_steps: u64, expected: &str, mistake: impl Fn(&mut Training, &Group, Model<B>) + Sync) {
+    let errors = ranks(3, |group| {
+        let mut training = Training::new(&group);
+        mistake(&mut training, &group, model(&group));
+        let error = training.steps(steps).unwrap_err();
+        assert_eq!(training.ddp.steps(), expected_steps);
+        assert!(matches!(error, Error::InvalidArgument { .. }), "{error}");
+        group.barrier().unwrap();
+        error.to_string()
+    });
+    assert!(errors.iter().all(|error| *error == errors[0]), "{errors:?}");
+    assert!(errors[0].contains(expected), "{}", errors[0]);
+}
+
+#[test]
+fn a_rank_that_trains_another_model_is_named_before_the_first_step() {
+    drifts(2, 0, "after 0 steps, `first` of ranks 1, 2 differ from rank 0's", |training, _, own| {
+        // The ids are those of the model that `DataParallel::new` took.
+        let clone = own.map(&mut SameIds(burn::module::list_param_ids(&training.model)));
+        training.model = clone;
+    });
+}
+
+#[test]
+fn another_learning_rate_is_an_error_after_one_step() {
+    drifts(2, 1, "after 1 steps, `first` of rank 2 differs from rank 0's", |training, group, _| {
+        training.rate = if group.rank() == 2 { 0.2 } else { 0.1 };
+    });
+}
+
+#[test]
+fn optimizer_state_on_one_rank_is_an_error_after_one_step() {
+    drifts(2, 1, "after 1 steps, `first` of ranks 1, 2 differ from rank 0's", |training, group, _| {
+        if group.rank() == 0 {
+            let mut scaled = GradientsParams::new();
+            scaled.register(training.model.first.id, Tensor::<Flex, 1>::full([9], 50.0, &Default::default()));
+            training.optimizer.step(0.1, training.model.clone(), scaled);
+        }
+    });
+}
+
+#[test]
+fn a_difference_that_arises_later_is_an_error_within_64_steps() {
+    drifts(100, 64, "after 64 steps, `second` of rank 1 differs from rank 0's", |training, group, _| {
+        training.steps(40).unwrap();
+        if group.rank() == 1 {
+            change(&mut training.model.second, |value| value + 1e-3);
+        }
+    });
+}
+
+/// Replaces the ids of a model's parameters.
+struct SameIds(Vec<burn::module::ParamId>);
+
+impl<B: Backend> burn::module::ModuleMapper<B> for SameIds {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
+        let (_, value, mapper) = param.consume();
+        Param::from_mapped_value(self.0.remove(0), value, mapper)
+    }
+}
+
+/// Changes a parameter's value on this rank.
+fn change<const D: usize>(parameter: &mut Param<Tensor<B, D>>, to: impl FnOnce(Tensor<Flex, D>) -> Tensor<Flex, D>) {
+    *parameter = parameter.clone().map(|value| Tensor::from_inner(to(value.inner())).require_grad());
+}
+
+#[test]
+fn verify_accepts_equal_models_whose_states_differ() {
+    ranks(3, |group| {
+        let mut training = Training::new(&group);
+        training.ddp.verify(&training.model, &training.optimizer).unwrap();
+        training.steps(3).unwrap();
+        training.model.state.update(Tensor::full([2], group.rank() as f64, &Default::default()));
+        training.ddp.verify(&training.model, &training.optimizer).unwrap();
+        // An optimizer without state.
+        training.ddp.verify(&training.model, &SgdConfig::new().init::<B, Model<B>>()).unwrap();
+        training.ddp.average_states(training.model).unwrap();
+    });
+}
+
+#[test]
+fn verify_names_the_first_parameter_whose_value_or_optimizer_state_differs() {
+    ranks(3, |group| {
+        let rank = group.rank();
+        let mut training = Training::new(&group);
+        training.steps(2).unwrap();
+        let refused = |training: &Training, expected: &str| {
+            let error = training.ddp.verify(&training.model, &training.optimizer).unwrap_err();
+            assert!(matches!(error, Error::InvalidArgument { .. }), "{error}");
+            assert!(error.to_string().contains(expected), "{error}");
+        };
+        let (model, optimizer) = (training.model.clone(), training.optimizer.clone());
+        if rank == 1 {
+            training.optimizer = adam();
+        }
+        refused(&training, "after 2 steps, the optimizer's state for `first` of rank 1 differs from rank 0's");
+        training.optimizer = optimizer.clone();
+        if rank == 0 {
+            let mut grads = GradientsParams::new();
+            grads.register(training.model.second.id, Tensor::<Flex, 2>::ones([3, 5], &Default::default()));
+            training.optimizer.step(0.0, training.model.clone(), grads);
+        }
+        refused(&training, "the optimizer's state for `second` of ranks 1, 2 differ from rank 0's");
+        training.optimizer = optimizer;
+        if rank == 2 {
+            change(&mut training.model.second, |value| value * (1.0 + f32::EPSILON));
+        }
+        refused(&training, "`second` of rank 2 differs from rank 0's");
+        let error = training.ddp.average_states(training.model.clone()).unwrap_err();
+        assert!(error.to_string().contains("`second` of rank 2 differs from rank 0's"), "{error}");
+        training.model = model;
+        training.ddp.verify(&training.model, &training.optimizer).unwrap();
+        training.model.first = Param::from_tensor(Tensor::ones([9], &Default::default()));
+        refused(&training, "the model does not have `first` as it was at the start");
+    });
+}
+
+#[test]
+fn a_sharded_optimizer_compares_models_learning_rates_and_steps() {
+    let sharded = |ddp: &DataParallel<B>| -> ShardedOptimizer<Adam, Model<B>, B> {
+        ShardedOptimizer::new(ddp, adam(), Sharding::All).unwrap()
+    };
+    ranks(3, |group| {
+        let rank = group.rank();
+        let Training { ddp, mut model, .. } = Training::new(&group);
+        let mut optimizer = sharded(&ddp);
+        let refused = |optimizer: &mut ShardedOptimizer<_, _, _>, model: &mut Model<B>, rate, expected: &str| {
+            let error = optimizer.step(rate, model, gradients(model), 1).unwrap_err();
+            assert!(matches!(error, Error::InvalidArgument { .. }), "{error}");
+            assert!(error.to_string().contains(expected), "{error}");
+        };
+        let rate = if rank == 1 { 0.5 } else { 0.25 };
+        refused(&mut optimizer, &mut model, rate, "rank 0's learning rate is 0.25 and rank 1's is 0.5");
+        let grads = gradients(&model);
+        optimizer.step(0.25, &mut model, grads, 1).unwrap();
+        let mut other = model.clone();
+        if rank == 2 {
+            change(&mut other.first, |value| value + 1e-3);
+        }
+        refused(&mut optimizer, &mut other, 0.25, "after 1 steps, `first` of rank 2 differs from rank 0's");
+        let grads = gradients(&model);
+        optimizer.step(0.25, &mut model, grads, 1).unwrap();
+        // Rank 0 alone loads the state.
+        let (bytes, mut loaded) = (optimizer.save().unwrap(), sharded(&ddp));
+        if rank == 0 {
+            loaded.load(&[bytes]).unwrap();
+        }
+        refused(&mut loaded, &mut model, 0.25, "rank 0 has made 2 steps and rank 1 0");
+    });
+}
