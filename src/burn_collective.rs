@@ -48,7 +48,8 @@ pub use bonfire_core::ReduceOp as ReduceOperation;
 /// have 120 s or the deadline, whichever is shorter, to register with the orchestrator, and the same again to connect
 /// to each other.
 ///
-/// `B` is any backend. With autodiff use the inner backend: gradients do not flow through collectives.
+/// `B` is any backend without autodiff. With autodiff use the inner backend and [`inner`](burn::tensor::Tensor::inner)
+/// tensors: gradients do not flow through collectives.
 ///
 /// ```
 /// use bonfire::burn_collective::{
@@ -80,10 +81,17 @@ pub use bonfire_core::ReduceOp as ReduceOperation;
 ///   are already registered.
 /// * [`CollectiveError::LocalServerMissing`] if the session is [reset](reset_collective) meanwhile.
 /// * [`CollectiveError::Global`] if the nodes cannot connect or disagree.
-/// * [`CollectiveError::Other`] after the deadline, or if `BONFIRE_DEADLINE` is malformed.
+/// * [`CollectiveError::Other`] for a backend with autodiff, after the deadline, or if `BONFIRE_DEADLINE` is malformed.
 ///
 /// The call has not registered the peer then, and may be repeated.
 pub fn register<B: Backend>(id: PeerId, device: B::Device, config: CollectiveConfig) -> Result<(), CollectiveError> {
+    if B::ad_enabled(&device) {
+        let backend = B::name(&device);
+        return Err(CollectiveError::Other(format!(
+            "register: {backend} has autodiff, and no gradient flows through these operations; register on its inner \
+             backend (for `Autodiff<Flex>` that is `register::<Flex>`), and pass it `tensor.inner()`"
+        )));
+    }
     log::info!("{id} registers: {config}");
     session::<B>().register(id, Arc::new(device), config)
 }

@@ -127,10 +127,10 @@ fn all_reduce_on_flex() {
 }
 
 #[test]
-fn all_reduce_on_an_autodiff_backend_goes_through_its_inner_one() {
+fn a_backend_with_autodiff_is_refused_at_once_because_gradients_would_be_lost() {
     let _guard = fresh::<Autodiff<Flex>>();
-    let results = peers::<Autodiff<Flex>, _>(2, |rank| sum::<Autodiff<Flex>>(rank, &[rank as f32]).unwrap());
-    assert_eq!(results, [[1.0], [1.0]]);
+    let error = register::<Autodiff<Flex>>(id(0), Default::default(), config(2)).unwrap_err().to_string();
+    assert!(error.contains("autodiff") && error.contains("`register::<Flex>`"), "{error}");
 }
 
 #[test]

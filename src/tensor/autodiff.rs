@@ -8,11 +8,13 @@
 //! | [`reduce_scatter`] | all_gather: all parts on every rank |
 //! | [`all_to_all`] | all_to_all: each part returns to the rank that sent it |
 //!
-//! Gradients are those of the sum of all ranks' losses. The backward pass of each operation is a collective too: every
-//! rank must run it through its result, even a rank whose part is empty, and tensors must be tracked on all ranks or on
-//! none. Ranks that build the same graph run the backward passes of several collectives in the same order. In the `_v`
-//! forms, sizes along the dimension may differ between ranks. For other kinds of tensors, or without gradients, use
-//! [`operation`](super::operation).
+//! Gradients are those of the sum of all ranks' losses. Where all ranks compute the same loss, as in tensor
+//! parallelism, divide it by the world size, and sum the gradients of replicated parameters over the ranks; otherwise
+//! gradients are as many times too large as there are ranks. The backward pass of each operation is a collective too:
+//! every rank must run it through its result, even a rank whose part is empty, and tensors must be tracked on all ranks
+//! or on none. Ranks that build the same graph run the backward passes of several collectives in the same order. In the
+//! `_v` forms, sizes along the dimension may differ between ranks. For other kinds of tensors, or without gradients,
+//! use [`operation`](super::operation).
 //!
 //! # Errors
 //! Each function returns the errors of its counterpart in [`operation`](super::operation#errors), and
@@ -75,10 +77,12 @@ pub trait CollectiveBackend: AutodiffBackend {
     ///
     /// # Errors
     /// See [errors](crate::tensor::autodiff#errors).
+    #[track_caller]
     fn float_all_reduce_sum(tensor: FloatTensor<Self>, group: &Group, weight: f64) -> Result<FloatTensor<Self>, Error>;
 
     /// The other collectives on the backend's primitive tensors.
     #[doc(hidden)]
+    #[track_caller]
     fn float_linear(tensor: FloatTensor<Self>, group: &Group, linear: Linear) -> Result<FloatTensor<Self>, Error>;
 }
 
@@ -87,10 +91,12 @@ where
     // Does not hold for every `B`: burn's feature `distributed` adds bounds.
     Self: AutodiffBackend,
 {
+    #[track_caller]
     fn float_all_reduce_sum(tensor: FloatTensor<Self>, group: &Group, weight: f64) -> Result<FloatTensor<Self>, Error> {
         tracked_sum::<B, C>(tensor, group, weight)
     }
 
+    #[track_caller]
     fn float_linear(tensor: FloatTensor<Self>, group: &Group, linear: Linear) -> Result<FloatTensor<Self>, Error> {
         linear::tracked::<B, C>(tensor, group, linear)
     }
@@ -133,6 +139,7 @@ where
 /// }
 /// # Ok::<(), bonfire::Error>(())
 /// ```
+#[track_caller]
 pub fn all_reduce_sum<B: CollectiveBackend, const D: usize>(
     tensor: Tensor<B, D>,
     group: &Group,
@@ -149,6 +156,7 @@ pub fn all_reduce_sum<B: CollectiveBackend, const D: usize>(
 ///
 /// # Panics
 /// In the backward pass; see [panics](self#panics).
+#[track_caller]
 pub fn broadcast<B: CollectiveBackend, const D: usize>(
     tensor: Tensor<B, D>,
     root: usize,
@@ -165,6 +173,7 @@ pub fn broadcast<B: CollectiveBackend, const D: usize>(
 ///
 /// # Panics
 /// In the backward pass; see [panics](self#panics).
+#[track_caller]
 pub fn all_gather<B: CollectiveBackend, const D: usize>(
     tensor: Tensor<B, D>,
     dim: isize,
@@ -182,6 +191,7 @@ pub fn all_gather<B: CollectiveBackend, const D: usize>(
 ///
 /// # Panics
 /// In the backward pass; see [panics](self#panics).
+#[track_caller]
 pub fn all_gather_v<B: CollectiveBackend, const D: usize>(
     tensor: Tensor<B, D>,
     dim: isize,
@@ -201,6 +211,7 @@ pub fn all_gather_v<B: CollectiveBackend, const D: usize>(
 ///
 /// # Panics
 /// In the backward pass; see [panics](self#panics).
+#[track_caller]
 pub fn reduce_scatter<B: CollectiveBackend, const D: usize>(
     tensor: Tensor<B, D>,
     dim: isize,
@@ -218,6 +229,7 @@ pub fn reduce_scatter<B: CollectiveBackend, const D: usize>(
 ///
 /// # Panics
 /// In the backward pass; see [panics](self#panics).
+#[track_caller]
 pub fn reduce_scatter_v<B: CollectiveBackend, const D: usize>(
     tensor: Tensor<B, D>,
     dim: isize,
@@ -235,6 +247,7 @@ pub fn reduce_scatter_v<B: CollectiveBackend, const D: usize>(
 ///
 /// # Panics
 /// In the backward pass; see [panics](self#panics).
+#[track_caller]
 pub fn all_to_all<B: CollectiveBackend, const D: usize>(
     tensor: Tensor<B, D>,
     dim: isize,
@@ -251,6 +264,7 @@ pub fn all_to_all<B: CollectiveBackend, const D: usize>(
 ///
 /// # Panics
 /// In the backward pass; see [panics](self#panics).
+#[track_caller]
 pub fn all_to_all_v<B: CollectiveBackend, const D: usize>(
     tensor: Tensor<B, D>,
     dim: isize,
@@ -267,6 +281,7 @@ pub fn all_to_all_v<B: CollectiveBackend, const D: usize>(
     linear(tensor, group, Linear::AllToAll { dim, sizes: Some([send, recv]) })
 }
 
+#[track_caller]
 fn linear<B: CollectiveBackend, const D: usize>(
     tensor: Tensor<B, D>,
     group: &Group,
@@ -298,6 +313,7 @@ impl<B: Backend> Backward<B, 1> for SumOverRanks {
     }
 }
 
+#[track_caller]
 fn tracked_sum<B: Backend, C: CheckpointStrategy>(
     tensor: FloatTensor<Autodiff<B, C>>,
     group: &Group,
@@ -319,6 +335,7 @@ fn refuse_nested<B: Backend>(tensor: &FloatTensor<B>) -> Result<(), Error> {
     Ok(())
 }
 
+#[track_caller]
 fn sum<B: Backend>(tensor: FloatTensor<B>, group: &Group) -> Result<FloatTensor<B>, Error> {
     let sum = carry::all_reduce::<B, Float>(group.into(), TensorPrimitive::Float(tensor), ReduceOp::Sum)?;
     Ok(sum.tensor())

@@ -121,6 +121,7 @@ impl<B: Backend> DeviceCommunicator<B> {
     ///
     /// # Errors
     /// See [errors](DeviceCommunicator#errors).
+    #[track_caller]
     pub fn all_reduce<const D: usize, K: Kind<B> + Numeric<B>>(
         &self,
         tensor: Tensor<B, D, K>,
@@ -132,6 +133,7 @@ impl<B: Backend> DeviceCommunicator<B> {
     ///
     /// # Errors
     /// See [errors](DeviceCommunicator#errors).
+    #[track_caller]
     pub fn all_gather<const D: usize, K: Kind<B>>(
         &self,
         tensor: Tensor<B, D, K>,
@@ -146,6 +148,7 @@ impl<B: Backend> DeviceCommunicator<B> {
     ///
     /// # Errors
     /// See [errors](DeviceCommunicator#errors).
+    #[track_caller]
     pub fn all_gather_v<const D: usize, K: Kind<B>>(
         &self,
         tensor: Tensor<B, D, K>,
@@ -164,6 +167,7 @@ impl<B: Backend> DeviceCommunicator<B> {
     /// # Errors
     /// As [`all_gather_v`](Self::all_gather_v). [`Error::InvalidArgument`] also if the tensors differ in length along
     /// `dim`.
+    #[track_caller]
     pub fn all_gather_v_list<const D: usize, K: Kind<B>>(
         &self,
         tensors: Vec<Tensor<B, D, K>>,
@@ -183,6 +187,7 @@ impl<B: Backend> DeviceCommunicator<B> {
     ///
     /// # Errors
     /// See [errors](DeviceCommunicator#errors).
+    #[track_caller]
     pub fn reduce_scatter<const D: usize, K: Kind<B> + Numeric<B>>(
         &self,
         tensor: Tensor<B, D, K>,
@@ -196,6 +201,7 @@ impl<B: Backend> DeviceCommunicator<B> {
     ///
     /// # Errors
     /// See [errors](DeviceCommunicator#errors).
+    #[track_caller]
     pub fn reduce_scatter_v<const D: usize, K: Kind<B> + Numeric<B>>(
         &self,
         tensor: Tensor<B, D, K>,
@@ -212,6 +218,7 @@ impl<B: Backend> DeviceCommunicator<B> {
     ///
     /// # Errors
     /// See [errors](DeviceCommunicator#errors).
+    #[track_caller]
     pub fn gather<const D: usize, K: Kind<B>>(
         &self,
         tensor: Tensor<B, D, K>,
@@ -227,6 +234,7 @@ impl<B: Backend> DeviceCommunicator<B> {
     ///
     /// # Errors
     /// See [errors](DeviceCommunicator#errors).
+    #[track_caller]
     pub fn send<const D: usize, K: Kind<B>>(&self, tensor: Tensor<B, D, K>, dst: Option<usize>) -> Result<(), Error> {
         let ctx = self.ctx()?;
         let next = (ctx.group.rank() + 1) % ctx.group.world_size();
@@ -239,6 +247,7 @@ impl<B: Backend> DeviceCommunicator<B> {
     ///
     /// # Errors
     /// See [errors](DeviceCommunicator#errors).
+    #[track_caller]
     pub fn recv<const D: usize, K: Kind<B>>(
         &self,
         size: [usize; D],
@@ -282,6 +291,7 @@ impl<B: Backend> DeviceCommunicator<B> {
         })
     }
 
+    #[track_caller]
     fn sizes(&self, axis: &Axis, sizes: Option<&[usize]>) -> Result<Vec<usize>, Error> {
         let metadata = &self.groups()?.metadata;
         sizes.map_or(Sizes::Exchanged, Sizes::Given).resolve(metadata.into(), "all_gather", axis)

@@ -181,6 +181,18 @@ impl<D> TensorSpec<D> {
     }
 }
 
+/// Refuses float tensors of a backend with autodiff, on the ranks that pass a tensor and on those that only receive
+/// one: the result would have no gradient. Tensors that are not tracked are no exception. burn says of leaves whether
+/// they are tracked, but not of tensors computed from them, and not every rank has the tensor.
+pub(crate) fn refuse_autodiff<B: Backend, K: Kind<B>>(operation: &str, device: &B::Device) -> Result<(), Error> {
+    if K::holds(BurnDType::F32) && B::ad_enabled(device) {
+        let reason = "no gradient flows through this operation, and the backend has autodiff: use the one in \
+                      `tensor::autodiff`, or pass `tensor.inner()`, and the result to `Tensor::from_inner`";
+        return Err(Error::argument(operation, reason));
+    }
+    Ok(())
+}
+
 /// A tensor's elements in host memory.
 pub(crate) struct Source(SourceData);
 

@@ -20,11 +20,16 @@
 //! Every function is collective, except for [`send`], [`recv`] and [`exchange`], and blocks until its result is there.
 //!
 //! Tensors of Flex are read in place. Those of other backends pass through host memory, except for float all-reduces on
-//! collective devices. No gradient flows through these operations; for that use [`autodiff`](super::autodiff).
+//! collective devices.
+//!
+//! No gradient flows through these operations. So they refuse float tensors of a backend with autodiff: use
+//! [`autodiff`](super::autodiff) where gradients must flow, and elsewhere [`Tensor::inner`], and [`Tensor::from_inner`]
+//! for the result.
 //!
 //! # Errors
 //! Each function returns the errors of the [`Group`] operation with the same name. They poison the group, except for
 //! [`Error::InvalidArgument`], which is also returned for
+//! * a float tensor of a backend with autodiff;
 //! * a quantized tensor: dequantize it first;
 //! * a root that is no rank, or a dimension that the tensor does not have;
 //! * a tensor whose length along `dim` is not a multiple of the world size, where it is split into equal parts;
@@ -75,6 +80,7 @@ use bonfire_core::{Error, Group, ReduceOp};
 ///
 /// # Errors
 /// See [errors](self#errors).
+#[track_caller]
 pub fn all_reduce<B: Backend, const D: usize, K: Kind<B> + Numeric<B>>(
     tensor: Tensor<B, D, K>,
     op: ReduceOp,
@@ -88,6 +94,7 @@ pub fn all_reduce<B: Backend, const D: usize, K: Kind<B> + Numeric<B>>(
 ///
 /// # Errors
 /// See [errors](self#errors).
+#[track_caller]
 pub fn reduce<B: Backend, const D: usize, K: Kind<B> + Numeric<B>>(
     tensor: Tensor<B, D, K>,
     op: ReduceOp,
@@ -103,6 +110,7 @@ pub fn reduce<B: Backend, const D: usize, K: Kind<B> + Numeric<B>>(
 ///
 /// # Errors
 /// See [errors](self#errors).
+#[track_caller]
 pub fn broadcast<B: Backend, const D: usize, K: Kind<B>>(
     tensor: Tensor<B, D, K>,
     root: usize,
@@ -116,6 +124,7 @@ pub fn broadcast<B: Backend, const D: usize, K: Kind<B>>(
 ///
 /// # Errors
 /// See [errors](self#errors).
+#[track_caller]
 pub fn all_gather<B: Backend, const D: usize, K: Kind<B>>(
     tensor: Tensor<B, D, K>,
     dim: isize,
@@ -129,6 +138,7 @@ pub fn all_gather<B: Backend, const D: usize, K: Kind<B>>(
 ///
 /// # Errors
 /// See [errors](self#errors).
+#[track_caller]
 pub fn all_gather_v<B: Backend, const D: usize, K: Kind<B>>(
     tensor: Tensor<B, D, K>,
     dim: isize,
@@ -144,6 +154,7 @@ pub fn all_gather_v<B: Backend, const D: usize, K: Kind<B>>(
 ///
 /// # Errors
 /// See [errors](self#errors).
+#[track_caller]
 pub fn reduce_scatter<B: Backend, const D: usize, K: Kind<B> + Numeric<B>>(
     tensor: Tensor<B, D, K>,
     op: ReduceOp,
@@ -158,6 +169,7 @@ pub fn reduce_scatter<B: Backend, const D: usize, K: Kind<B> + Numeric<B>>(
 ///
 /// # Errors
 /// See [errors](self#errors).
+#[track_caller]
 pub fn reduce_scatter_v<B: Backend, const D: usize, K: Kind<B> + Numeric<B>>(
     tensor: Tensor<B, D, K>,
     op: ReduceOp,
@@ -174,6 +186,7 @@ pub fn reduce_scatter_v<B: Backend, const D: usize, K: Kind<B> + Numeric<B>>(
 ///
 /// # Errors
 /// See [errors](self#errors).
+#[track_caller]
 pub fn gather<B: Backend, const D: usize, K: Kind<B>>(
     tensor: Tensor<B, D, K>,
     root: usize,
@@ -189,6 +202,7 @@ pub fn gather<B: Backend, const D: usize, K: Kind<B>>(
 ///
 /// # Errors
 /// See [errors](self#errors).
+#[track_caller]
 pub fn gather_v<B: Backend, const D: usize, K: Kind<B>>(
     tensor: Tensor<B, D, K>,
     root: usize,
@@ -210,6 +224,7 @@ pub fn gather_v<B: Backend, const D: usize, K: Kind<B>>(
 /// # Errors
 /// See [errors](self#errors). [`Error::InvalidArgument`] also where the root passes no tensor, or another rank passes
 /// one.
+#[track_caller]
 pub fn scatter<B: Backend, const D: usize, K: Kind<B>>(
     tensor: Option<Tensor<B, D, K>>,
     root: usize,
@@ -225,6 +240,7 @@ pub fn scatter<B: Backend, const D: usize, K: Kind<B>>(
 ///
 /// # Errors
 /// As [`scatter`].
+#[track_caller]
 pub fn scatter_v<B: Backend, const D: usize, K: Kind<B>>(
     tensor: Option<(Tensor<B, D, K>, &[usize])>,
     root: usize,
@@ -236,6 +252,7 @@ pub fn scatter_v<B: Backend, const D: usize, K: Kind<B>>(
     scatter_parts(tensor, sizes, root, dim, options, group)
 }
 
+#[track_caller]
 fn scatter_parts<B: Backend, const D: usize, K: Kind<B>>(
     tensor: Option<Tensor<B, D, K>>,
     sizes: Option<&[usize]>,
@@ -255,6 +272,7 @@ fn scatter_parts<B: Backend, const D: usize, K: Kind<B>>(
 ///
 /// # Errors
 /// See [errors](self#errors).
+#[track_caller]
 pub fn all_to_all<B: Backend, const D: usize, K: Kind<B>>(
     tensor: Tensor<B, D, K>,
     dim: isize,
@@ -269,6 +287,7 @@ pub fn all_to_all<B: Backend, const D: usize, K: Kind<B>>(
 ///
 /// # Errors
 /// See [errors](self#errors).
+#[track_caller]
 pub fn all_to_all_v<B: Backend, const D: usize, K: Kind<B>>(
     tensor: Tensor<B, D, K>,
     dim: isize,
@@ -284,6 +303,7 @@ pub fn all_to_all_v<B: Backend, const D: usize, K: Kind<B>>(
 ///
 /// # Errors
 /// See [errors](self#errors).
+#[track_caller]
 pub fn send<B: Backend, const D: usize, K: Kind<B>>(
     tensor: Tensor<B, D, K>,
     to: usize,
@@ -297,6 +317,7 @@ pub fn send<B: Backend, const D: usize, K: Kind<B>>(
 ///
 /// # Errors
 /// See [errors](self#errors).
+#[track_caller]
 pub fn recv<B: Backend, const D: usize, K: Kind<B>>(
     shape: [usize; D],
     from: usize,
@@ -313,6 +334,7 @@ pub fn recv<B: Backend, const D: usize, K: Kind<B>>(
 ///
 /// # Errors
 /// See [errors](self#errors).
+#[track_caller]
 pub fn exchange<B: Backend, const D: usize, K: Kind<B>>(
     tensor: Tensor<B, D, K>,
     to: usize,

@@ -264,3 +264,69 @@ fn different_shapes_are_detected_by_all_ranks() {
         }
     }
 }
+
+#[cfg(not(feature = "ddp"))]
+#[test]
+fn float_tensors_of_a_backend_with_autodiff_are_refused_on_all_ranks_because_gradients_would_be_lost() {
+    use burn::backend::Autodiff;
+
+    type Tracking = Autodiff<Flex>;
+
+    #[track_caller]
+    fn refused<T>(result: Result<T, Error>) {
+        let Err(Error::InvalidArgument { reason, .. }) = result else { panic!("it was not refused") };
+        assert!(reason.contains("`tensor::autodiff`") && reason.contains("`tensor.inner()`"), "{reason}");
+    }
+
+    run_ranks(Medium::Threads, 2, |group| {
+        let (rank, device) = (group.rank(), Default::default());
+        let leaf = Tensor::<Tracking, 2>::ones([2, 2], &device).require_grad();
+        // Of this tensor burn does not tell that it is tracked.
+        let tensor = || leaf.clone() * 2.0;
+        refused(all_reduce(tensor(), ReduceOp::Sum, &group));
+        refused(all_reduce(leaf.clone(), ReduceOp::Sum, &group));
+        refused(reduce(tensor(), ReduceOp::Sum, 0, &group));
+        refused(broadcast(tensor(), 0, &group));
+        refused(all_gather(tensor(), 0, &group));
+        refused(all_gather_v(tensor(), 0, None, &group));
+        refused(reduce_scatter(tensor(), ReduceOp::Sum, 0, &group));
+        refused(gather(tensor(), 0, 0, &group));
+        refused(all_to_all(tensor(), 0, &group));
+        refused(all_to_all_v(tensor(), 0, &[1, 1], None, &group));
+        refused(send(tensor(), 1 - rank, &group));
+        refused(exchange(tensor(), 1 - rank, [2, 2], 1 - rank, &group));
+        // Also on the rank that passes no tensor: it would wait for the other one.
+        refused(scatter((rank == 0).then(tensor), 0, 0, &device, &group));
+        refused(recv::<Tracking, 2, Float>([2, 2], 1 - rank, &device, &group));
+        // Nothing was sent. Tensors without gradients are not concerned.
+        let counts = Tensor::<Tracking, 1, Int>::from_data([rank as i64], &device);
+        let all = all_gather(counts, 0, &group).unwrap();
+        assert_eq!(all.into_data().iter::<i64>().collect::<Vec<_>>(), [0, 1]);
+        let sum = Tensor::<Tracking, 2>::from_inner(all_reduce(tensor().inner(), ReduceOp::Sum, &group).unwrap());
+        assert_eq!(sum.into_data(), TensorData::from([[4f32; 2]; 2]));
+    });
+}
+
+#[test]
+fn traces_name_the_line_of_the_caller() {
+    use bonfire::DeviceCommunicator;
+
+    run_ranks(Medium::Threads, 2, |group| {
+        let x = || of_rank::<Flex, 2, Float>(group.rank(), [2, 2], DType::F32);
+        all_reduce(x(), ReduceOp::Sum, &group).unwrap();
+        reduce(x(), ReduceOp::Sum, 0, &group).unwrap();
+        broadcast(x(), 0, &group).unwrap();
+        all_gather_v(x(), 0, None, &group).unwrap();
+        reduce_scatter(x(), ReduceOp::Sum, 0, &group).unwrap();
+        gather(x(), 0, 0, &group).unwrap();
+        all_to_all_v(x(), 0, &[1, 1], None, &group).unwrap();
+        exchange(x(), 1 - group.rank(), [2, 2], 1 - group.rank(), &group).unwrap();
+        let communicator = DeviceCommunicator::<Flex>::new(group.clone(), Default::default(), None, "tp").unwrap();
+        communicator.all_gather_v(x(), None, None).unwrap();
+        let records = group.trace().operations;
+        assert!(records.len() >= 11);
+        for record in records {
+            assert!(record.at.starts_with(file!()), "{} is recorded at {}", record.call, record.at);
+        }
+    });
+}

@@ -57,6 +57,7 @@ impl Linear {
         }
     }
 
+    #[track_caller]
     fn apply<B: Backend>(&self, tensor: FloatTensor<B>, group: &Group) -> Result<FloatTensor<B>, Error> {
         let (ctx, device, shape, dtype) = (group.into(), B::float_device(&tensor), tensor.shape(), tensor.dtype());
         let tensor = TensorPrimitive::Float(tensor);
@@ -96,6 +97,7 @@ impl<B: Backend> Backward<B, 1> for LinearBackward {
 }
 
 /// Runs the collective on a tensor that may be tracked, and records its backward step.
+#[track_caller]
 pub(super) fn tracked<B: Backend, C: CheckpointStrategy>(
     tensor: FloatTensor<Autodiff<B, C>>,
     group: &Group,

@@ -7,7 +7,7 @@ use burn::tensor::{Bytes, DType as BurnDType, Shape, TensorMetadata};
 use super::axis::Axis;
 use super::sizes::{Sizes, all_equal, check_count, exchange_recv_sizes, split_sizes};
 use crate::tensor::device::DeviceOutcome;
-use crate::tensor::host::{Context, Kind, Source, TensorSpec};
+use crate::tensor::host::{Context, Kind, Source, TensorSpec, refuse_autodiff};
 use bonfire_core::internal::{ByteOperations, Request};
 use bonfire_core::{DType, Error, Operation, ReduceOp};
 use bytemuck::cast_slice_mut;
@@ -59,12 +59,14 @@ fn with_counts<'a>(request: Request<'static>, sizes: &[usize], counts: &'a [usiz
     if all_equal(sizes) { request } else { request.sizes(counts) }
 }
 
+#[track_caller]
 pub(crate) fn all_reduce<B: Backend, K: Kind<B>>(
     ctx: Context<'_>,
     tensor: K::Primitive,
     op: ReduceOp,
 ) -> Result<K::Primitive, Error> {
     const OPERATION: &str = "all_reduce";
+    refuse_autodiff::<B, K>(OPERATION, &K::device(&tensor))?;
     let shape = tensor.shape();
     let tensor = match K::all_reduce_on_device(ctx.group, tensor, op) {
         DeviceOutcome::Handled(reduced) => return reduced,
@@ -86,6 +88,7 @@ pub(crate) fn all_reduce<B: Backend, K: Kind<B>>(
     Ok(spec.tensor::<B, K>(reduced, shape))
 }
 
+#[track_caller]
 pub(crate) fn reduce<B: Backend, K: Kind<B>>(
     ctx: Context<'_>,
     tensor: K::Primitive,
@@ -93,6 +96,7 @@ pub(crate) fn reduce<B: Backend, K: Kind<B>>(
     root: usize,
 ) -> Result<Option<K::Primitive>, Error> {
     const OPERATION: &str = "reduce";
+    refuse_autodiff::<B, K>(OPERATION, &K::device(&tensor))?;
     ctx.group.check_rank(OPERATION, "root", root)?;
     let (shape, is_root) = (tensor.shape(), ctx.group.rank() == root);
     let (source, spec) = Source::read::<B, K>(OPERATION, tensor)?;
@@ -102,12 +106,14 @@ pub(crate) fn reduce<B: Backend, K: Kind<B>>(
     Ok(is_root.then(|| spec.tensor::<B, K>(output, shape)))
 }
 
+#[track_caller]
 pub(crate) fn broadcast<B: Backend, K: Kind<B>>(
     ctx: Context<'_>,
     tensor: K::Primitive,
     root: usize,
 ) -> Result<K::Primitive, Error> {
     const OPERATION: &str = "broadcast";
+    refuse_autodiff::<B, K>(OPERATION, &K::device(&tensor))?;
     let shape = tensor.shape();
     ctx.group.check_rank(OPERATION, "root", root)?;
     let (source, spec) = if ctx.group.rank() == root {
@@ -122,6 +128,7 @@ pub(crate) fn broadcast<B: Backend, K: Kind<B>>(
     Ok(spec.tensor::<B, K>(output, shape))
 }
 
+#[track_caller]
 pub(crate) fn all_gather<B: Backend, K: Kind<B>>(
     ctx: Context<'_>,
     tensor: K::Primitive,
@@ -129,6 +136,7 @@ pub(crate) fn all_gather<B: Backend, K: Kind<B>>(
     sizes: Sizes<'_>,
 ) -> Result<K::Primitive, Error> {
     const OPERATION: &str = "all_gather";
+    refuse_autodiff::<B, K>(OPERATION, &K::device(&tensor))?;
     let axis = Axis::new(OPERATION, tensor.shape(), dim)?;
     let sizes = sizes.resolve(ctx, OPERATION, &axis)?;
     let (counts, total) = axis.counts(OPERATION, &sizes)?;
@@ -140,6 +148,7 @@ pub(crate) fn all_gather<B: Backend, K: Kind<B>>(
     Ok(spec.tensor::<B, K>(whole, axis.shape(sizes.iter().sum())))
 }
 
+#[track_caller]
 pub(crate) fn reduce_scatter<B: Backend, K: Kind<B>>(
     ctx: Context<'_>,
     tensor: K::Primitive,
@@ -148,6 +157,7 @@ pub(crate) fn reduce_scatter<B: Backend, K: Kind<B>>(
     sizes: Option<&[usize]>,
 ) -> Result<K::Primitive, Error> {
     const OPERATION: &str = "reduce_scatter";
+    refuse_autodiff::<B, K>(OPERATION, &K::device(&tensor))?;
     let axis = Axis::new(OPERATION, tensor.shape(), dim)?;
     let sizes = split_sizes(ctx, OPERATION, &axis, sizes)?;
     let (counts, _) = axis.counts(OPERATION, &sizes)?;
@@ -160,6 +170,7 @@ pub(crate) fn reduce_scatter<B: Backend, K: Kind<B>>(
     Ok(spec.tensor::<B, K>(output, axis.shape(sizes[rank])))
 }
 
+#[track_caller]
 pub(crate) fn gather<B: Backend, K: Kind<B>>(
     ctx: Context<'_>,
     tensor: K::Primitive,
@@ -168,6 +179,7 @@ pub(crate) fn gather<B: Backend, K: Kind<B>>(
     sizes: Sizes<'_>,
 ) -> Result<Option<K::Primitive>, Error> {
     const OPERATION: &str = "gather";
+    refuse_autodiff::<B, K>(OPERATION, &K::device(&tensor))?;
     ctx.group.check_rank(OPERATION, "root", root)?;
     let axis = Axis::new(OPERATION, tensor.shape(), dim)?;
     let sizes = sizes.resolve(ctx, OPERATION, &axis)?;
@@ -212,6 +224,7 @@ fn broadcast_parts(
 }
 
 /// Scatters the root's tensor of `rank` dimensions, in parts of the root's `sizes`, or in equal parts.
+#[track_caller]
 pub(crate) fn scatter<B: Backend, K: Kind<B>>(
     ctx: Context<'_>,
     tensor: Option<K::Primitive>,
@@ -220,6 +233,7 @@ pub(crate) fn scatter<B: Backend, K: Kind<B>>(
     (dtype, device): (BurnDType, &B::Device),
 ) -> Result<K::Primitive, Error> {
     const OPERATION: &str = "scatter";
+    refuse_autodiff::<B, K>(OPERATION, device)?;
     let group = ctx.group;
     group.check_rank(OPERATION, "root", root)?;
     if tensor.is_some() != (group.rank() == root) {
@@ -257,6 +271,7 @@ pub(crate) struct PairSizes<'a> {
     pub recv: Option<&'a [usize]>,
 }
 
+#[track_caller]
 pub(crate) fn all_to_all<B: Backend, K: Kind<B>>(
     ctx: Context<'_>,
     tensor: K::Primitive,
@@ -264,6 +279,7 @@ pub(crate) fn all_to_all<B: Backend, K: Kind<B>>(
     sizes: PairSizes<'_>,
 ) -> Result<K::Primitive, Error> {
     const OPERATION: &str = "all_to_all";
+    refuse_autodiff::<B, K>(OPERATION, &K::device(&tensor))?;
     let axis = Axis::new(OPERATION, tensor.shape(), dim)?;
     let send = split_sizes(ctx, OPERATION, &axis, sizes.send)?;
     let recv = match (sizes.recv, sizes.send) {
@@ -290,13 +306,17 @@ pub(crate) fn all_to_all<B: Backend, K: Kind<B>>(
     Ok(spec.tensor::<B, K>(whole, axis.shape(recv.iter().sum())))
 }
 
+#[track_caller]
 pub(crate) fn send<B: Backend, K: Kind<B>>(ctx: Context<'_>, tensor: K::Primitive, to: usize) -> Result<(), Error> {
+    const OPERATION: &str = "send";
+    refuse_autodiff::<B, K>(OPERATION, &K::device(&tensor))?;
     let shape = tensor.shape();
-    let (source, spec) = Source::read::<B, K>("send", tensor)?;
+    let (source, spec) = Source::read::<B, K>(OPERATION, tensor)?;
     let request = Request::new(Operation::Send, spec.carrier).shape(&shape);
     ctx.group.operate_send(request, source.bytes(), to)
 }
 
+#[track_caller]
 pub(crate) fn recv<B: Backend, K: Kind<B>>(
     ctx: Context<'_>,
     shape: Shape,
@@ -304,6 +324,7 @@ pub(crate) fn recv<B: Backend, K: Kind<B>>(
     from: usize,
 ) -> Result<K::Primitive, Error> {
     const OPERATION: &str = "recv";
+    refuse_autodiff::<B, K>(OPERATION, device)?;
     let spec = TensorSpec::new::<B, K>(OPERATION, dtype, device.clone())?;
     let mut output = ctx.buffer::<B>(OPERATION, spec.carrier, element_count(OPERATION, &shape)?)?;
     let request = Request::new(Operation::Send, spec.carrier).shape(&shape);
@@ -311,6 +332,7 @@ pub(crate) fn recv<B: Backend, K: Kind<B>>(
     Ok(spec.tensor::<B, K>(output, shape))
 }
 
+#[track_caller]
 pub(crate) fn exchange<B: Backend, K: Kind<B>>(
     ctx: Context<'_>,
     tensor: K::Primitive,
@@ -319,6 +341,7 @@ pub(crate) fn exchange<B: Backend, K: Kind<B>>(
     from: usize,
 ) -> Result<K::Primitive, Error> {
     const OPERATION: &str = "exchange";
+    refuse_autodiff::<B, K>(OPERATION, &K::device(&tensor))?;
     let (source, spec) = Source::read::<B, K>(OPERATION, tensor)?;
     let mut output = ctx.buffer::<B>(OPERATION, spec.carrier, element_count(OPERATION, &shape)?)?;
     let request = Request::new(Operation::Exchange, spec.carrier);

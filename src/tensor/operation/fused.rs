@@ -5,7 +5,7 @@ use burn::tensor::{Bytes, Shape, TensorMetadata};
 
 use super::axis::Axis;
 use super::sizes::Sizes;
-use crate::tensor::host::{Context, Kind, Source, TensorSpec};
+use crate::tensor::host::{Context, Kind, Source, TensorSpec, refuse_autodiff};
 use bonfire_core::internal::{ByteOperations, Request};
 use bonfire_core::{DType, Error, Operation};
 
@@ -20,6 +20,7 @@ pub(crate) struct GatherInput<D> {
 
 impl<D> GatherInput<D> {
     pub fn read<B: Backend<Device = D>, K: Kind<B>>(tensor: K::Primitive, dim: isize) -> Result<Self, Error> {
+        refuse_autodiff::<B, K>(OPERATION, &K::device(&tensor))?;
         let axis = Axis::new(OPERATION, tensor.shape(), dim)?;
         let (source, spec) = Source::read::<B, K>(OPERATION, tensor)?;
         Ok(GatherInput { source, axis, spec })
@@ -42,6 +43,7 @@ pub(crate) fn axis<D>(inputs: &[GatherInput<D>]) -> Result<Option<Axis>, Error> 
 
 /// Gathers several tensors of any shapes and element types in one operation of the group. On rank `r`, all have length
 /// `sizes[r]` along their axes.
+#[track_caller]
 pub(crate) fn all_gather<B: Backend>(
     ctx: Context<'_>,
     inputs: Vec<GatherInput<B::Device>>,

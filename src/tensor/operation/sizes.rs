@@ -19,6 +19,7 @@ pub(crate) enum Sizes<'a> {
 
 impl Sizes<'_> {
     /// Returns the sizes of all ranks' parts. This rank's size is `axis.len()`.
+    #[track_caller]
     pub(crate) fn resolve(self, ctx: Context<'_>, operation: &str, axis: &Axis) -> Result<Vec<usize>, Error> {
         let group = ctx.group;
         match self {
@@ -81,6 +82,7 @@ pub(super) fn all_equal(sizes: &[usize]) -> bool {
 }
 
 /// Exchanges the sizes of an all_to_all: passes `send[r]` to rank `r` and returns what each rank sends to this one.
+#[track_caller]
 pub(crate) fn exchange_recv_sizes(ctx: Context<'_>, axis: &Axis, send: &[usize]) -> Result<Vec<usize>, Error> {
     let mut sizes: Vec<u64> = send.iter().map(|size| *size as u64).collect();
     let request = Request::new(Operation::AllToAll, DType::U64).shape(&axis.common());
