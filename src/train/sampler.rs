@@ -24,10 +24,15 @@ use bonfire_core::{Error, Group, partition};
 /// let sampler = bonfire::ShardedSampler::new(ddp.group(), 10, 4)?.seed(7);
 /// for shard in sampler.epoch(0) {
 ///     let grads = if shard.is_empty() { GradientsParams::new() } else { gradients(&shard) };
-///     let grads = ddp.sync(grads, shard.len())?;
+///     let grads = ddp.sync(&model, grads, shard.len())?;
 /// }
 /// # Ok::<(), bonfire::Error>(())
 /// ```
+///
+/// This works if the model's layers do not communicate. If they do, as [`SyncBatchNorm`](crate::SyncBatchNorm) does,
+/// every rank must run the model in every step, and many layers of burn 0.21 cannot run on a batch without samples:
+/// `Linear` on Flex crashes. Use [`pad`](Self::pad) or [`drop_last`](Self::drop_last), with at least as many samples in
+/// a batch as there are ranks. Then no shard is empty.
 ///
 /// The order of samples is the same on every platform and in every version of Bonfire.
 #[derive(Clone, Debug)]

@@ -193,3 +193,48 @@ fn untracked_tensors_need_no_backward_pass_on_other_ranks() {
         }
     });
 }
+
+/// The gradients of a residual pair of column and row parallel layers with a bias behind it: of the input, this rank's
+/// columns, this rank's rows, and the bias. All ranks compute the same loss.
+fn tensor_parallel(group: &Group) -> [Vec<f64>; 4] {
+    const HIDDEN: usize = 12;
+    let own = bonfire::partition(HIDDEN, group.world_size(), group.rank());
+    let matrix = |seed, shape| tensor(&values(seed, shape), shape);
+    let input = matrix(1, [1, 5, 4]).require_grad();
+    let columns = matrix(2, [1, 4, HIDDEN]).slice([0..1, 0..4, own.clone()]).require_grad();
+    let rows = matrix(3, [1, HIDDEN, 3]).slice([0..1, own]).require_grad();
+    let bias = matrix(4, [1, 1, 3]).require_grad();
+    let hidden = input.clone().matmul(columns.clone()).tanh();
+    let output = all_reduce_sum(hidden.matmul(rows.clone()), group).unwrap() + bias.clone();
+    let residual = output + input.clone().slice([0..1, 0..5, 0..3]);
+    // Not divided: burn-autodiff 0.21 rounds the gradient of a division by a scalar to f32.
+    let loss = residual.powi_scalar(2).mean() * (1.0 / group.world_size() as f64);
+    let gradients = loss.backward();
+    // The input and the bias are replicated.
+    let replicated = |x: &Tensor<Training, 3>| {
+        let own = x.grad(&gradients).expect("tracked");
+        read(bonfire::tensor::operation::all_reduce(own, bonfire::ReduceOp::Sum, group).unwrap())
+    };
+    let split = |x: &Tensor<Training, 3>| read(x.grad(&gradients).expect("tracked"));
+    [replicated(&input), split(&columns), split(&rows), replicated(&bias)]
+}
+
+#[test]
+fn tensor_parallel_layers_have_one_ranks_gradients_if_the_loss_is_divided_and_replicated_ones_are_summed() {
+    let one = run_ranks(Medium::Threads, 1, |group| tensor_parallel(&group)).remove(0);
+    for n in [2, 3] {
+        let many = run_ranks(Medium::Threads, n, |group| tensor_parallel(&group));
+        let close = |ours: &[f64], theirs: &[f64]| {
+            assert_eq!(ours.len(), theirs.len());
+            assert!(ours.iter().zip(theirs).all(|(a, b)| (a - b).abs() < 1e-12), "{n} ranks: {ours:?} {theirs:?}");
+        };
+        for rank in &many {
+            close(&rank[0], &one[0]);
+            close(&rank[3], &one[3]);
+        }
+        // Each rank has columns of every row of the matrix.
+        let columns = (0..4).flat_map(|row| many.iter().flat_map(move |rank| rank[1].chunks(12 / n).nth(row).unwrap()));
+        close(&columns.copied().collect::<Vec<_>>(), &one[1]);
+        close(&many.iter().flat_map(|rank| rank[2].clone()).collect::<Vec<_>>(), &one[2]);
+    }
+}
