@@ -47,7 +47,9 @@ pub use self::accept_queue::{AcceptQueue, RETRY};
 pub use self::connect::{answer, confirm, dial, prove};
 pub use self::prologue::{Prologue, Purpose, Refusal};
 pub use self::secret::Secret;
-pub use self::socket::{connect, keep_open, open, open_blocking, uninterrupted};
+#[cfg(all(feature = "shm", target_os = "linux"))]
+pub use self::socket::uninterrupted;
+pub use self::socket::{connect, keep_open, open, open_blocking};
 use crate::types::Error;
 
 /// The remedy for a missing or differing secret, for error messages.
