@@ -161,6 +161,53 @@ fn a_transposed_or_shared_tensor_is_read_in_logical_order_and_left_unchanged() {
     });
 }
 
+/// The memory of a peer's tensor decides how it is read, and must not matter to the other peers.
+#[test]
+fn peers_whose_tensors_are_shared_unique_or_transposed_reduce_together() {
+    const PEERS: u32 = 3;
+    const MEMORY: u32 = 4;
+    /// Returns the sum of a tensor of `dims` whose memory is of this kind, and what a clone of it holds afterwards.
+    fn sum_of(rank: u32, memory: u32, dims: [usize; 2]) -> Result<[Vec<f64>; 2], CollectiveError> {
+        let [rows, columns] = dims;
+        let values_of = |data: Tensor<Flex, 2>| data.into_data().iter::<f64>().collect::<Vec<_>>();
+        let numbers = (0..rows * columns).map(|i| (i % 97) as f32 + rank as f32).collect();
+        let matrix = Tensor::<Flex, 2>::from_data(TensorData::new(numbers, dims), &Default::default());
+        let kept = match memory {
+            0 => Some(matrix.clone()),
+            _ => None,
+        };
+        let matrix = match memory {
+            // In memory it is a transposed matrix, not shared.
+            2 => {
+                let transposed = values_of(matrix.transpose()).into_iter().map(|x| x as f32).collect();
+                let data = TensorData::new::<f32, _>(transposed, [columns, rows]);
+                Tensor::from_data(data, &Default::default()).transpose()
+            }
+            // Rows of a larger matrix.
+            3 => Tensor::cat(vec![matrix.clone(), matrix], 0).slice([rows..2 * rows, 0..columns]),
+            _ => matrix,
+        };
+        let reduced = all_reduce::<Flex>(id(rank), matrix.into_primitive().tensor(), ReduceOperation::Sum)?;
+        let reduced = values_of(Tensor::from_primitive(TensorPrimitive::Float(reduced)));
+        Ok([reduced, kept.map(values_of).unwrap_or_default()])
+    }
+    let _guard = fresh::<Flex>();
+    for dims in [[2, 3], [90, 400]] {
+        for mix in 0..MEMORY.pow(PEERS) {
+            reset_collective::<Flex>();
+            let memory = move |rank: u32| mix / MEMORY.pow(rank) % MEMORY;
+            let numbers = |rank: u32| (0..dims[0] * dims[1]).map(move |i| (i % 97) as f64 + f64::from(rank));
+            let expected: Vec<f64> = numbers(0).map(|x| 3.0 * x + 3.0).collect();
+            let results = peers::<Flex, _>(PEERS, move |rank| sum_of(rank, memory(rank), dims));
+            for (rank, result) in (0..).zip(results) {
+                let [reduced, kept] = result.unwrap_or_else(|error| panic!("rank {rank} of mix {mix}: {error}"));
+                assert!(reduced == expected, "rank {rank} of mix {mix}");
+                assert!(kept.is_empty() || kept.into_iter().eq(numbers(rank)), "rank {rank} of mix {mix}");
+            }
+        }
+    }
+}
+
 #[test]
 fn a_mean_of_large_f16_does_not_overflow() {
     let _guard = fresh::<Flex>();

@@ -31,17 +31,21 @@ pub(super) fn empty(shape: &[usize], dtype: DType) -> Result<TensorData, Collect
 }
 
 pub(super) fn all_reduce(group: &Group, data: &mut TensorData, op: ReduceOp) -> Result<(), Error> {
-    let dtype = float(data.dtype).ok_or_else(|| not_a_float("all_reduce", data.dtype))?;
-    group.operate(Request::new(Operation::AllReduce, dtype).reduction(op), None, bytes(data, dtype))
+    let request = request(Operation::AllReduce, data)?.reduction(op);
+    group.operate(request, None, bytes(data, request.dtype()))
 }
 
 pub(super) fn reduce(group: &Group, data: &mut TensorData, op: ReduceOp, root: usize) -> Result<(), Error> {
-    let dtype = float(data.dtype).ok_or_else(|| not_a_float("reduce", data.dtype))?;
-    group.operate(Request::new(Operation::Reduce, dtype).reduction(op).root(root), None, bytes(data, dtype))
+    let request = request(Operation::Reduce, data)?.reduction(op).root(root);
+    group.operate(request, None, bytes(data, request.dtype()))
 }
 
-fn not_a_float(operation: &str, dtype: DType) -> Error {
-    Error::argument(operation, format!("{dtype:?} is not a float type"))
+/// Returns the request for an operation on a tensor in host memory. It has the tensor's shape, as that of a tensor that
+/// is used in place: which of the two a tensor is depends on its memory, and the peers' calls must be equal.
+fn request(operation: Operation, data: &TensorData) -> Result<Request<'static>, Error> {
+    let dtype =
+        float(data.dtype).ok_or_else(|| Error::argument(operation, format!("{:?} is not a float type", data.dtype)))?;
+    Ok(Request::new(operation, dtype).shape(&data.shape))
 }
 
 /// Converts 16-bit elements to f32, for sums over nodes. Other elements are unchanged.
