@@ -1,13 +1,15 @@
 //! Errors of a session.
 
+use std::fmt;
+
 use serde::{Deserialize, Serialize};
 
 use super::names::NodeId;
 
 /// Why a call failed. The variants are burn-collective's.
 ///
-/// If peers disagree, all of them get the same error, and the session remains usable.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
+/// If peers disagree, all of them get the same error, and the session remains usable. `Debug` gives the message.
+#[derive(Clone, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 pub enum CollectiveError {
     /// The [config](crate::CollectiveConfig) cannot work: it has only some of the settings for several nodes, its
     /// number of devices or nodes is 0, or an address is malformed.
@@ -70,7 +72,7 @@ pub enum CollectiveError {
 }
 
 /// An error between nodes. The variants are burn-collective's.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
+#[derive(Clone, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 pub enum GlobalCollectiveError {
     /// Not returned: an operation before registration is [`CollectiveError::RegisterNotFirstOperation`].
     #[error("all_reduce before registration")]
@@ -114,4 +116,16 @@ pub enum GlobalCollectiveError {
     /// The orchestrator cannot be reached at its address.
     #[error("the orchestrator cannot be reached; is it running, and is global_address right?")]
     OrchestratorUnreachable,
+}
+
+impl fmt::Debug for CollectiveError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+impl fmt::Debug for GlobalCollectiveError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
 }

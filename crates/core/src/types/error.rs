@@ -13,8 +13,9 @@ use super::{Call, Site};
 /// Why an operation or the creation of a group failed.
 ///
 /// Errors are cheap to clone: the first failed operation poisons its group, and every later call returns a clone of its
-/// error. [`Group`](crate::Group#failures) says which errors leave a group usable.
-#[derive(Clone, Debug, Serialize, Deserialize, thiserror::Error)]
+/// error. [`Group`](crate::Group#failures) says which errors leave a group usable. `Debug` gives the message, as
+/// `Display` does, because that is what Rust prints for an error that `main` returns.
+#[derive(Clone, Serialize, Deserialize, thiserror::Error)]
 #[derive_where(PartialEq)]
 #[non_exhaustive]
 pub enum Error {
@@ -244,6 +245,12 @@ impl Error {
     }
 }
 
+impl fmt::Debug for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
 /// The error of the operating system, a device or a library. It stays on its rank; other ranks receive only the text.
 #[derive(Clone, Debug)]
 pub struct Cause(Arc<dyn std::error::Error + Send + Sync>);
@@ -261,7 +268,7 @@ impl std::panic::UnwindSafe for Cause {}
 impl std::panic::RefUnwindSafe for Cause {}
 
 /// Why a rank cannot continue after [`Group::shrink`](crate::Group::shrink). Ranks are numbered as in the old group.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
+#[derive(Clone, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[non_exhaustive]
 pub enum Apart {
     /// This rank is not in the majority: the unreachable ranks may continue without it, so it must not.
@@ -294,6 +301,12 @@ pub enum Apart {
         /// The error of the attempt to connect, in parentheses; empty if there was none.
         problem: String,
     },
+}
+
+impl fmt::Debug for Apart {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
 }
 
 /// Ranks as text: `rank 3` or `ranks 1, 2`.
@@ -337,5 +350,20 @@ struct At<'a>(&'a Option<String>);
 impl fmt::Display for At<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.0.as_ref().map_or(Ok(()), |address| write!(f, " at {address}"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn debug_prints_the_message() {
+        let apart = Apart::Missing { ranks: vec![1, 2], problem: String::new() };
+        let error = Error::Shrink { rank: 0, why: apart.clone(), elapsed: Duration::from_secs(4) };
+        assert_eq!(format!("{apart:?}"), apart.to_string());
+        assert_eq!(format!("{error:?}"), error.to_string());
+        assert_eq!(format!("{error:#?}"), error.to_string());
+        assert!(error.to_string().starts_with("shrink failed on rank 0 after 4.0s: ranks 1, 2 did not take part"));
     }
 }
