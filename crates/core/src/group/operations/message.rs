@@ -43,6 +43,11 @@ impl Group {
 
     /// Starts [`send`](Group::send).
     ///
+    /// Started operations run one after the other, in the order of their calls, and a message waits for its receiver
+    /// (always between threads, elsewhere if it is large). So ranks that each start a send and then a receive, around a
+    /// ring or in a pair, wait for each other until the deadline. Use [`exchange`](Group::exchange) for one such pair
+    /// of messages and a [`batch`](Group::batch) for several: both send and receive at the same time.
+    ///
     /// # Errors
     /// [`Error::InvalidArgument`] if `to` is this rank or not a rank. [`Work::wait`] returns later errors.
     #[track_caller]
@@ -53,7 +58,8 @@ impl Group {
         self.start_message("send", buffer, to, true)
     }
 
-    /// Starts [`recv`](Group::recv).
+    /// Starts [`recv`](Group::recv). Operations that are started later wait for it: see
+    /// [`start_send`](Group::start_send) for ranks that both send and receive.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] if `from` is this rank or not a rank. [`Work::wait`] returns later errors.

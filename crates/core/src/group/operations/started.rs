@@ -9,11 +9,12 @@ use crate::types::{Element, Error, Operation, ReduceOp};
 /// # Started operations
 ///
 /// The `start_` forms return at once, so that communication overlaps with computation. Operations run in the order in
-/// which they were called, started and blocking ones alike. A deadline starts when its operation is started. A
-/// started operation owns its buffer, which is anything that owns elements, such as a `Vec` or a
-/// [`Buffer`](crate::Buffer), and [`Work::wait`] returns it. Starting fails for wrong arguments, or with [`Error::Io`]
-/// if the progress thread cannot be started; the buffer is then dropped, and the group stays usable. All other errors
-/// come from [`Work::wait`], also if the group is poisoned already.
+/// which they were called, started and blocking ones alike, and one at a time: two ranks that start a send to each
+/// other and then the receives wait for each other, see [`start_send`](Group::start_send). A deadline starts when its
+/// operation is started. A started operation owns its buffer, which is anything that owns elements, such as a `Vec` or
+/// a [`Buffer`](crate::Buffer), and [`Work::wait`] returns it. Starting fails for wrong arguments, or with
+/// [`Error::Io`] if the progress thread cannot be started; the buffer is then dropped, and the group stays usable. All
+/// other errors come from [`Work::wait`], also if the group is poisoned already.
 impl Group {
     /// Starts [`all_reduce`](Group::all_reduce).
     ///
