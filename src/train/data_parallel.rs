@@ -20,7 +20,7 @@ use super::step_header::{AgreedStep, StepHeader, no_samples};
 use super::values::{NOTHING, comparison_is_due, digests, positions, values};
 use crate::tensor::device::{DeviceOutcome, PendingAllReduce, start_all_reduce, uses_collective_devices};
 use crate::tensor::host::float;
-use bonfire_core::internal::{Agreement, Request};
+use bonfire_core::internal::{Agreement, ByteOperations, Request};
 use bonfire_core::{Buffer, DType, Error, Group, Operation, ReduceOp, Work};
 
 /// Synchronises a model and its gradients over the ranks of a group. Each rank has one.
@@ -199,7 +199,8 @@ impl<B: AutodiffBackend> DataParallel<B> {
     pub fn mean<const N: usize>(&self, values: &[f64; N], samples: usize) -> Result<[f64; N], Error> {
         let weighted = values.iter().map(|value| if samples == 0 { 0.0 } else { value * samples as f64 });
         let mut sums: Vec<f64> = weighted.chain([samples as f64]).collect();
-        self.group.all_reduce(&mut sums, ReduceOp::Sum)?;
+        let request = Request::new(Operation::AllReduce, DType::F64).reduction(ReduceOp::Sum).part_of("mean");
+        self.group.operate(request, None, bytemuck::cast_slice_mut(&mut sums))?;
         if sums[N] == 0.0 {
             return Err(no_samples("mean"));
         }

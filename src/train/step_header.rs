@@ -12,7 +12,9 @@ use burn::tensor::backend::AutodiffBackend;
 use super::agree::Parameter;
 use super::bucket::Weighting;
 use super::values::{NOTHING, compare, digest};
-use bonfire_core::{Error, Group};
+use bonfire_core::internal::{ByteOperations, Request};
+use bonfire_core::{DType, Error, Group, Operation};
+use bytemuck::cast_slice_mut;
 
 /// One rank's input to a step. Its header is made from it.
 pub(crate) struct StepHeader<'a, B: AutodiffBackend> {
@@ -78,7 +80,8 @@ impl<B: AutodiffBackend> StepHeader<'_, B> {
         }
         let digests = self.digests.as_ref().map_or(NOTHING, |digests| digest(bytemuck::cast_slice(digests)));
         own[..WORDS].copy_from_slice(&[self.samples as u64, problem, self.steps, self.rate.to_bits(), digests]);
-        group.all_gather(&mut headers)?;
+        let request = Request::new(Operation::AllGather, DType::U64).part_of(self.operation);
+        group.operate(request, None, cast_slice_mut(&mut headers))?;
 
         let mut total = 0u64;
         let mut exists = vec![false; count];

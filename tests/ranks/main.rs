@@ -9,6 +9,7 @@ mod digits;
 mod communicator;
 mod data_parallel;
 mod gradients;
+mod mismatch;
 mod sharded;
 mod sync_batch_norm;
 mod tensors;

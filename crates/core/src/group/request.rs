@@ -14,7 +14,7 @@ pub struct Request<'a> {
     root: Option<usize>,
     /// Elements of each rank's part; `None` for even parts.
     sizes: Option<&'a [usize]>,
-    /// Fingerprint of the tensors' shape, if there are tensors.
+    /// Fingerprint of the tensors' shape, if there are tensors, or of a function's name.
     shape: Option<u32>,
 }
 
@@ -79,6 +79,11 @@ impl<'a> Request<'a> {
     /// Sets the shape of the tensors, on which the ranks must agree too.
     pub fn shape(self, shape: &[usize]) -> Self {
         Request { shape: Some(Fingerprint::of(shape.iter().copied())), ..self }
+    }
+
+    /// Makes the operation a part of a function of the layer above, in place of a shape. Errors name the function.
+    pub fn part_of(self, function: &str) -> Self {
+        Request { shape: Some(Fingerprint::of(Fingerprint::name(function))), ..self }
     }
 
     /// Returns the element type.

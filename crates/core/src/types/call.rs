@@ -77,8 +77,12 @@ pub fn hash(bytes: impl IntoIterator<Item = u8>) -> u64 {
     bytes.into_iter().fold(0xcbf2_9ce4_8422_2325, step)
 }
 
-/// A hash of the sizes of the ranks' parts, if the caller gave them, and of a tensor's shape. Odd if it covers sizes,
-/// even otherwise. Never 0, which encodes `None` on the wire.
+/// The functions of layers above whose operations errors and traces name after them. Such a call has the fingerprint of
+/// the function's name in place of a shape, so ranks that call different functions disagree.
+const FUNCTIONS: [&str; 4] = ["mean", "seeded", "step", "sync"];
+
+/// A hash of the sizes of the ranks' parts, if the caller gave them, and of a tensor's shape or a function's name. Odd
+/// if it covers sizes, even otherwise. Never 0, which encodes `None` on the wire.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(transparent)]
 pub(crate) struct Fingerprint(u32);
@@ -99,6 +103,11 @@ impl Fingerprint {
             0 => 2,
             word => word,
         }
+    }
+
+    /// Returns the numbers that stand for a function's name.
+    pub fn name(function: &str) -> impl Iterator<Item = usize> {
+        function.bytes().map(usize::from)
     }
 
     pub fn to_word(fingerprint: Option<Fingerprint>) -> u32 {
@@ -152,6 +161,17 @@ impl Call {
         };
         Call { sizes: Some(Fingerprint(sizes)), ..self }
     }
+
+    /// Returns the function of a layer above that this call is a part of.
+    fn function(&self) -> Option<&'static str> {
+        let bare = Call { sizes: None, ..*self };
+        FUNCTIONS.into_iter().find(|function| *self == bare.shaped(Fingerprint::of(Fingerprint::name(function))))
+    }
+
+    /// Whether nothing but the sizes of parts or the shapes of tensors differ.
+    pub(crate) fn differs_in_shape_only(&self, other: &Call) -> bool {
+        self != other && Call { sizes: other.sizes, ..*self } == *other && self.function() == other.function()
+    }
 }
 
 impl fmt::Display for Call {
@@ -160,6 +180,10 @@ impl fmt::Display for Call {
             self.operation,
             Operation::AllGather | Operation::ReduceScatter | Operation::Gather | Operation::Scatter
         );
+        let function = self.function();
+        if let Some(function) = function {
+            write!(f, "{function}'s ")?;
+        }
         write!(f, "{}{}", self.operation, if parts && self.is_sized() { "_v" } else { "" })?;
         match self.operation {
             Operation::Barrier | Operation::Subgroup => return Ok(()),
@@ -172,7 +196,7 @@ impl fmt::Display for Call {
         if let Some(root) = self.root {
             write!(f, ", root {root}")?;
         }
-        if let Some(Fingerprint(sizes)) = self.sizes {
+        if let (Some(Fingerprint(sizes)), None) = (self.sizes, function) {
             write!(f, ", {} #{sizes:04x}", if self.is_sized() { "sizes" } else { "shape" })?;
         }
         write!(f, ")")
@@ -275,6 +299,16 @@ mod tests {
             prop_assert!(call.sized(&sizes).is_sized() && call.sized(&sizes).shaped(shape).is_sized());
             let shaped = call.shaped(shape);
             prop_assert!(!call.is_sized() && !shaped.is_sized() && shaped.sizes.is_some_and(|sizes| sizes.0 > 0));
+        }
+
+        #[test]
+        fn a_part_of_a_function_is_shown_as_such(count in any::<usize>(), i in 0..FUNCTIONS.len()) {
+            let call = Call::new(Operation::AllGather, DType::U64, count);
+            prop_assert_eq!(call.to_string(), format!("all_gather(u64 x {count})"));
+            let part = call.shaped(Fingerprint::of(Fingerprint::name(FUNCTIONS[i])));
+            prop_assert_eq!(part.to_string(), format!("{}'s all_gather(u64 x {count})", FUNCTIONS[i]));
+            let shaped = call.shaped(Fingerprint::of([2, 3]));
+            prop_assert!(call.differs_in_shape_only(&shaped) && !part.differs_in_shape_only(&shaped));
         }
 
         #[test]

@@ -341,6 +341,12 @@ impl fmt::Display for Calls<'_> {
         {
             write!(f, ", but one sends another length than the other expects, or their sizes differ")?;
         }
+        if let [(_, first), rest @ ..] = self.0
+            && rest.iter().any(|(_, call)| call != first)
+            && rest.iter().all(|(_, call)| call == first || call.differs_in_shape_only(first))
+        {
+            write!(f, ", which differ in the shape of their tensors or the sizes of their parts only")?;
+        }
         Ok(())
     }
 }
