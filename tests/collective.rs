@@ -535,6 +535,25 @@ fn a_missing_peer_is_an_error_after_the_deadline() {
 }
 
 #[test]
+fn peers_that_register_with_different_backends_are_told_so() {
+    if with_deadline("0.1", "peers_that_register_with_different_backends_are_told_so") {
+        fn late<B: Backend>(rank: u32) -> String {
+            register::<B>(id(rank), Default::default(), config(2)).unwrap_err().to_string()
+        }
+        let alone = late::<Flex>(0);
+        assert!(alone.contains("only peers [10] had registered, and 2 are expected"), "{alone}");
+        assert!(!alone.contains("backend"), "{alone}");
+        let other = late::<NdArray<f32>>(1);
+        assert!(other.contains("peers [10] have registered with the backend Flex, not with NdArray"), "{other}");
+        reset_collective::<Flex>();
+        register::<Double>(id(2), Default::default(), config(1)).unwrap();
+        let other = late::<NdArray<f32>>(1);
+        assert!(other.contains("peers [12] have registered with the backend NdArray<f64"), "{other}");
+        assert!(!other.contains("[10]"), "{other}");
+    }
+}
+
+#[test]
 fn a_malformed_deadline_is_reported() {
     if with_deadline("soon", "a_malformed_deadline_is_reported") {
         let refusal = register::<Flex>(id(0), Default::default(), config(1)).unwrap_err();

@@ -1,7 +1,8 @@
 //! Sessions: the registered peers. There is one session per backend type and process.
 
-use std::any::{Any, TypeId};
-use std::collections::BTreeMap;
+use std::any::{Any, TypeId, type_name};
+use std::collections::{BTreeMap, BTreeSet};
+use std::ptr;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -15,14 +16,22 @@ use super::table::Table;
 use bonfire_core::internal::{DEADLINE, deadline_from_env, lock};
 use bonfire_core::{Deadline, Error, Group};
 
+/// The sessions by backend type.
+static SESSIONS: Mutex<BTreeMap<TypeId, Arc<Session>>> = Mutex::new(BTreeMap::new());
+
 /// Returns the session of backend `B`.
 pub(super) fn session<B: Backend>() -> Arc<Session> {
-    static SESSIONS: Mutex<BTreeMap<TypeId, Arc<Session>>> = Mutex::new(BTreeMap::new());
-    lock(&SESSIONS).entry(TypeId::of::<B>()).or_default().clone()
+    // Without the modules: `Autodiff<Flex>`.
+    let name =
+        || type_name::<B>().split_inclusive(['<', '>', ' ']).filter_map(|path| path.rsplit("::").next()).collect();
+    let new = || Arc::new(Session { backend: name(), ..Session::default() });
+    lock(&SESSIONS).entry(TypeId::of::<B>()).or_insert_with(new).clone()
 }
 
 #[derive(Default)]
 pub(super) struct Session {
+    /// The backend type's name, for errors.
+    backend: String,
     state: Mutex<SessionState>,
     /// Notified when registrations complete or fail, and when the session is reset.
     changed: Condvar,
@@ -54,6 +63,8 @@ struct SessionState {
     members: BTreeMap<PeerId, RegisteredPeer>,
     /// Errors of failed registrations, until the waiting calls fetch them.
     refusals: BTreeMap<PeerId, CollectiveError>,
+    /// The peers whose registration timed out since one was last complete.
+    timed_out: BTreeSet<PeerId>,
     /// Whether the last peer to register is connecting to the other nodes.
     connecting: bool,
     node: Option<Arc<Node>>,
@@ -158,6 +169,26 @@ impl Session {
         Err(error)
     }
 
+    /// Returns a clause about the peers of this process that registered, or tried to, with another backend. Each
+    /// backend has a session of its own, so these peers may be the missing ones.
+    fn registered_elsewhere(&self) -> String {
+        let sessions: Vec<_> = lock(&SESSIONS).values().cloned().collect();
+        let others = sessions.iter().filter(|session| !ptr::eq(&***session, self));
+        let peers = |session: &Session| {
+            let state = lock(&session.state);
+            state.members.keys().chain(&state.timed_out).map(|id| id.0).collect::<Vec<_>>()
+        };
+        let others = others.map(|session| (&session.backend, peers(session))).filter(|(_, ids)| !ids.is_empty());
+        let clause = |(backend, ids)| {
+            format!(
+                "; peers {ids:?} have registered with the backend {backend}, not with {}: all peers of a session must \
+                 use the same one, with autodiff its inner backend",
+                self.backend
+            )
+        };
+        others.map(clause).collect()
+    }
+
     fn await_handle(&self, mut state: MutexGuard<'_, SessionState>, id: PeerId) -> Result<(), CollectiveError> {
         let era = state.era;
         let deadline = Deadline::after(state.deadline);
@@ -173,7 +204,9 @@ impl Session {
             }
             // Connecting to other nodes has a deadline of its own.
             if deadline.passed() && !state.connecting {
-                return Err(state.time_out(id, &deadline));
+                let error = state.time_out(id, &deadline);
+                drop(state);
+                return Err(CollectiveError::Other(format!("{error}{}", self.registered_elsewhere())));
             }
             let timeout = if state.connecting { Duration::from_secs(1) } else { deadline.remaining() };
             state = self.changed.wait_timeout(state, timeout).unwrap_or_else(PoisonError::into_inner).0;
@@ -200,6 +233,7 @@ impl SessionState {
             member.handle = Some(PeerHandle { rank, group, table, node, device });
         }
         self.table = Some(table);
+        self.timed_out.clear();
         Ok(())
     }
 
@@ -211,17 +245,18 @@ impl SessionState {
         self.forget_config();
     }
 
-    /// Removes a peer whose registration timed out and returns its error.
-    fn time_out(&mut self, id: PeerId, deadline: &Deadline) -> CollectiveError {
+    /// Removes a peer whose registration timed out and returns the message of its error.
+    fn time_out(&mut self, id: PeerId, deadline: &Deadline) -> String {
         let registered: Vec<u32> = self.members.keys().map(|id| id.0).collect();
         let expected = self.config.as_ref().map_or(0, |config| config.num_devices);
         self.members.remove(&id);
+        self.timed_out.insert(id);
         self.forget_config();
-        CollectiveError::Other(format!(
+        format!(
             "register: after {:.1?} only peers {registered:?} had registered, and {expected} are expected; if the \
              others are merely slow, raise the deadline (BONFIRE_DEADLINE)",
             deadline.elapsed()
-        ))
+        )
     }
 
     /// Forgets the config if no peer is left, so that the next session may have another one.
