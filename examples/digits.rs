@@ -23,10 +23,8 @@ mod train;
 use std::error::Error;
 use std::path::PathBuf;
 use std::process::ExitCode;
-use std::sync::mpsc;
-use std::thread;
 
-use bonfire::{Builder, Group, Sharding};
+use bonfire::{Builder, Group, Sharding, launch};
 #[cfg(feature = "ndarray")]
 use burn::backend::NdArray;
 use burn::backend::{Autodiff, Flex};
@@ -112,46 +110,20 @@ fn main() -> ExitCode {
     if let Some(rank) = args.chaos.filter(|rank| *rank >= groups[0].world_size() || groups[0].world_size() == 1) {
         usage_error(&format!("--chaos needs rank {rank} and another: there are {} ranks", groups[0].world_size()));
     }
-    match run(groups, &args) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err((rank, error)) => {
-            eprintln!("error: rank {rank}: {error}");
+    let first = groups[0].rank();
+    match launch::run(groups, move |group| train((group.rank() - first) as u8, group, &args)) {
+        Ok(_) => ExitCode::SUCCESS,
+        Err(failed) => {
+            eprintln!("error: {failed}");
             ExitCode::FAILURE
         }
     }
 }
 
-/// Runs this process's ranks, each on a thread. Returns the first failure, which caused the others.
-fn run(groups: Vec<Group>, args: &Args) -> Result<(), (usize, Failure)> {
-    let (failed, failures) = mpsc::channel();
-    let panicked = thread::scope(|scope| {
-        let ranks: Vec<_> = groups
-            .into_iter()
-            .zip((0..=u8::MAX).cycle())
-            .map(|(group, number)| {
-                let (rank, failed) = (group.rank(), failed.clone());
-                let thread = scope.spawn(move || {
-                    // This handle is dropped after the failure is sent, so the other ranks' failures come later.
-                    if let Err(error) = train(group.clone(), number, args) {
-                        let _ = failed.send((rank, error));
-                    }
-                    drop(group);
-                });
-                (rank, thread)
-            })
-            .collect();
-        ranks.into_iter().filter_map(|(rank, thread)| thread.join().is_err().then_some(rank)).min()
-    });
-    match panicked {
-        Some(rank) => Err((rank, "panicked, see above".into())),
-        None => failures.try_recv().map_or(Ok(()), Err),
-    }
-}
-
 /// Trains as one rank, whose number within this process is `number`.
 fn train(
-    group: Group,
     #[allow(unused, reason = "only some backends have several devices")] number: u8,
+    group: Group,
     args: &Args,
 ) -> Result<(), Failure> {
     let backend = args.backend.to_possible_value().map(|value| value.get_name().to_owned());

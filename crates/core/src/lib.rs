@@ -4,6 +4,7 @@
 //! | you want to | use |
 //! |---|---|
 //! | combine slices | [`Group`] |
+//! | start the ranks | [`launch()`] |
 //! | react to a failure | [`Error`] and [`Group::shrink`] |
 //! | use a transport of your own | [`Transport`] and [`Group::on`] |
 //! | communicate with programs that use yscv's `TcpTransport` or its wire format | [`yscv`] |
@@ -27,6 +28,7 @@ mod control;
 mod group;
 #[doc(hidden)]
 pub mod internal;
+pub mod launch;
 mod machine;
 #[cfg(all(test, bonfire_loom))]
 #[path = "../tests/loom/mod.rs"]
@@ -44,6 +46,7 @@ pub mod yscv;
 #[cfg(unix)]
 pub use auth::Secret;
 pub use group::{Batch, Buffer, Builder, Group, Work};
+pub use launch::launch;
 pub use plan::{Algorithm, Selection};
 #[cfg(unix)]
 pub use rendezvous::Medium;
@@ -54,12 +57,6 @@ pub use types::{Call, DType, Element, Error, Fault, Operation, ReduceOp, partiti
 /// Types of the fields of [`Error`].
 pub mod error {
     pub use crate::types::{Apart, Cause, Site};
-}
-
-/// How a launcher started this process as a rank, according to the environment.
-#[cfg(unix)]
-pub mod launch {
-    pub use crate::rendezvous::Launched;
 }
 
 /// Traces: each rank's record of its last operations.
