@@ -3,8 +3,9 @@
 //! [`DataParallel`] makes the ranks' models equal at the start and their gradients equal in every step, so the models
 //! stay bit-identical. [`ShardedSampler`] distributes the batches over the ranks: together, `n` ranks see the same
 //! global batches as a single rank would, and train the same model. [`ShardedOptimizer`] partitions the optimizer state
-//! over the ranks (ZeRO-1). [`SyncBatchNorm`] normalises with the statistics of the global batch. With the feature
-//! `ddp`, `DataParallelStrategy` trains with burn-train's `Learner` instead of a loop of your own.
+//! over the ranks (ZeRO-1). [`SyncBatchNorm`] normalises with the statistics of the global batch. [`seeded`] gives the
+//! same initial weights on any number of ranks. With the feature `ddp`, `DataParallelStrategy` trains with burn-train's
+//! `Learner` instead of a loop of your own.
 //!
 //! ```
 //! use bonfire::{DataParallel, Group, ShardedSampler};
@@ -32,13 +33,9 @@
 //!     Ok(model)
 //! }
 //!
-//! let ranks: Vec<_> = Group::threads(2)?.into_iter().map(|group| std::thread::spawn(|| train(group))).collect();
-//! let mut weights = Vec::new();
-//! for rank in ranks {
-//!     weights.push(rank.join().unwrap()?.weight.to_data());
-//! }
-//! assert_eq!(weights[0], weights[1]);
-//! # Ok::<(), bonfire::Error>(())
+//! let models = bonfire::launch(2, train)?;
+//! assert_eq!(models[0].weight.to_data(), models[1].weight.to_data());
+//! # Ok::<(), bonfire::launch::Failed>(())
 //! ```
 
 mod agree;
@@ -48,6 +45,7 @@ mod data_parallel;
 #[cfg(feature = "ddp")]
 mod learner;
 mod sampler;
+mod seeded;
 mod sharded;
 mod shrink;
 mod states;
@@ -60,4 +58,5 @@ pub use self::data_parallel::DataParallel;
 #[cfg(feature = "ddp")]
 pub use self::learner::DataParallelStrategy;
 pub use self::sampler::{Epoch, ShardedSampler};
+pub use self::seeded::seeded;
 pub use self::sharded::{ShardedOptimizer, Sharding};

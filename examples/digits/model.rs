@@ -23,26 +23,8 @@ pub struct Network<B: Backend> {
 }
 
 impl<B: CollectiveBackend> Network<B> {
-    /// Creates a network with random weights. Those of rank 0 depend on the seed only.
-    pub fn new(group: &Group, seed: u64, device: &B::Device) -> Result<Self, bonfire::Error> {
-        // A backend has one random generator for all threads, so rank 0 draws its weights before the others. burn
-        // initialises weights lazily, when they are first used; counting the parameters is such a use.
-        if group.rank() == 0 {
-            B::seed(device, seed);
-            let network = Network::random(group, device);
-            network.num_params();
-            // A device draws asynchronously: wait until it is done before the other ranks draw.
-            B::sync(device).map_err(|e| bonfire::Error::broken("drawing weights", e))?;
-            group.barrier()?;
-            Ok(network)
-        } else {
-            group.barrier()?;
-            Ok(Network::random(group, device))
-        }
-    }
-
-    /// Creates a network with arbitrary weights.
-    pub fn random(group: &Group, device: &B::Device) -> Self {
+    /// Creates a network with random weights.
+    pub fn new(group: &Group, device: &B::Device) -> Self {
         let conv = |inputs, outputs| {
             Conv2dConfig::new([inputs, outputs], [3, 3])
                 .with_padding(PaddingConfig2d::Same)

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::time::Instant;
 
 use bonfire::tensor::autodiff::{CollectiveBackend, attempt};
-use bonfire::train::Epoch;
+use bonfire::train::{Epoch, seeded};
 use bonfire::{Builder, DataParallel, Error, Group, ReduceOp, ShardedSampler, Sharding, partition};
 use burn::module::{AutodiffModule, Module};
 use burn::nn::loss::CrossEntropyLossConfig;
@@ -88,7 +88,7 @@ impl TrainingJob<'_> {
     /// continue.
     pub fn run<B: CollectiveBackend>(&self, group: Group, device: B::Device) -> Result<Outcome, Failure> {
         self.check(&group)?;
-        let mut model = Network::<B>::new(&group, self.settings.seed, &device)?;
+        let mut model = seeded(&group, self.settings.seed, &device, || Network::<B>::new(&group, &device))?;
         let mut saved = None;
         if let Some(path) = self.resume {
             let checkpoint = Checkpoint::read(path, &group)?;
@@ -232,7 +232,7 @@ impl TrainingJob<'_> {
         group.all_reduce(&mut reported, ReduceOp::Min)?;
         training.epochs = reported[0] as usize;
         // The batch norms refer to the old group.
-        training.model = Network::random(&group, device).load_record(training.model.clone().into_record());
+        training.model = Network::new(&group, device).load_record(training.model.clone().into_record());
         training.sampler = self.sampler(&group)?;
         training.resume_epoch();
         if group.rank() == 0 {

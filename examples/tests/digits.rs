@@ -83,7 +83,7 @@ fn values<B: CollectiveBackend>(path: &Path) -> Vec<TensorData> {
         }
     }
     let (group, device) = (Group::threads(1).unwrap().remove(0), Default::default());
-    let network = Network::<B>::new(&group, 0, &device).unwrap();
+    let network = Network::<B>::new(&group, &device);
     let checkpoint = Checkpoint::read(path, &group).unwrap();
     let network = checkpoint.model(network, &device).unwrap();
     let mut values = Values(Vec::new());

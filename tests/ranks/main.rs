@@ -10,6 +10,7 @@ mod communicator;
 mod data_parallel;
 mod gradients;
 mod mismatch;
+mod randomness;
 mod sharded;
 mod sync_batch_norm;
 mod tensors;

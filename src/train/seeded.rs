@@ -1,0 +1,63 @@
+//! Seeded initialisation: the same weights on any number of ranks.
+
+use std::sync::Mutex;
+
+use burn::module::Module;
+use burn::tensor::backend::Backend;
+
+use bonfire_core::internal::{Agreement, ByteOperations, Request, hash, lock};
+use bonfire_core::{DType, Error, Group, Operation};
+
+/// Creates a model whose random weights depend on `seed` only: the same on every rank, for any number of ranks, whether
+/// they are threads or processes. All ranks call it with the same seed, and `init` draws the same numbers on each.
+///
+/// burn's backends have one random generator per process, which ranks that are threads share. So the ranks of a process
+/// draw one after the other, no rank of the group draws anything else meanwhile, and weights that burn would draw later
+/// are drawn at once. Threads that are no ranks of the group must not draw random numbers during the call. `init` must
+/// not run operations of the group.
+///
+/// Afterwards the generator is seeded with `seed` and the rank: ranks that are processes have different dropout masks,
+/// the same in every run. Those of threads differ from run to run; `docs/guide/randomness.md` says what to do.
+///
+/// ```
+/// use bonfire::train::seeded;
+/// use bonfire::{DataParallel, Group};
+/// use burn::backend::{Autodiff, Flex};
+/// use burn::nn::{Linear, LinearConfig};
+///
+/// fn start(group: Group) -> Result<(Linear<Autodiff<Flex>>, DataParallel<Autodiff<Flex>>), bonfire::Error> {
+///     let device = Default::default();
+///     let model = seeded(&group, 42, &device, || LinearConfig::new(2, 1).init(&device))?;
+///     DataParallel::new(group, model)
+/// }
+/// # start(Group::threads(1)?.remove(0))?;
+/// # Ok::<(), bonfire::Error>(())
+/// ```
+///
+/// # Errors
+/// [`Error::Io`] on all ranks if the device of one fails. Otherwise the errors of [`Group::barrier`].
+#[track_caller]
+pub fn seeded<B: Backend, M: Module<B>>(
+    group: &Group,
+    seed: u64,
+    device: &B::Device,
+    init: impl FnOnce() -> M,
+) -> Result<M, Error> {
+    static GENERATOR: Mutex<()> = Mutex::new(());
+    // From here on no rank draws anything else.
+    group.operate(Request::new(Operation::Barrier, DType::U8).part_of("seeded"), None, &mut [])?;
+    let (model, drawn) = {
+        let _turn = lock(&GENERATOR);
+        B::seed(device, seed);
+        let model = init();
+        // burn initialises weights lazily, when they are first used. Counting the parameters is such a use.
+        model.num_params();
+        // A device draws asynchronously.
+        let drawn = B::sync(device).map_err(|error| Error::io("drawing weights", error));
+        let own = [seed, group.rank() as u64].into_iter().flat_map(u64::to_le_bytes);
+        B::seed(device, hash(own));
+        (model, drawn)
+    };
+    group.tell_all(drawn)?;
+    Ok(model)
+}
