@@ -11,6 +11,7 @@ mod board;
 mod connection;
 #[cfg(unix)]
 pub mod frame;
+pub(crate) mod hang;
 #[cfg(unix)]
 mod heartbeat;
 #[cfg(unix)]

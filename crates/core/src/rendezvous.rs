@@ -35,7 +35,7 @@ pub use self::source::Launched;
 pub(crate) use self::source::Source;
 use crate::auth::{self, Secret};
 use crate::control::{HeartbeatTimeout, MOST};
-use crate::sync::OwnRuntime;
+use crate::sync::{Mutex, OwnRuntime};
 use crate::transport::tcp::Tcp;
 use crate::transport::{Base, Engines};
 use crate::types::Error;
@@ -288,6 +288,7 @@ fn start_group(
     #[cfg(not(all(feature = "shm", target_os = "linux")))]
     let near = Engines::None;
     let session = Some(tcp.session());
-    let regroup = ProcessGroup { settings, medium, hosts, tcp: tcp.clone(), held };
+    let unfinished = Mutex::default();
+    let regroup = ProcessGroup { settings, medium, hosts, tcp: tcp.clone(), held, unfinished };
     Ok(Base { transport: tcp, near, session, regroup: Some(Arc::new(regroup)) })
 }

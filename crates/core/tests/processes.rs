@@ -322,7 +322,7 @@ fn invalid_variables_are_named() {
     const RANK: (&str, &str) = ("BONFIRE_RANK", "0");
     const SIZE: (&str, &str) = ("BONFIRE_WORLD_SIZE", "2");
     const ADDRESS: (&str, &str) = ("BONFIRE_ADDRESS", "127.0.0.1:29500");
-    let cases: [(&str, &[(&str, &str)]); 10] = [
+    let cases: [(&str, &[(&str, &str)]); 11] = [
         ("BONFIRE_RANK", &[]),
         ("BONFIRE_RANK", &[SIZE, ADDRESS]),
         ("BONFIRE_WORLD_SIZE", &[RANK, ADDRESS]),
@@ -332,6 +332,7 @@ fn invalid_variables_are_named() {
         ("127.0.0.1", &[RANK, SIZE, ("BONFIRE_ADDRESS", "127.0.0.1")]),
         ("BONFIRE_DEADLINE", &[RANK, SIZE, ADDRESS, ("BONFIRE_DEADLINE", "soon")]),
         ("BONFIRE_SILENCE", &[RANK, SIZE, ADDRESS, ("BONFIRE_SILENCE", "-5")]),
+        ("BONFIRE_HANG_TIMEOUT", &[RANK, SIZE, ADDRESS, ("BONFIRE_HANG_TIMEOUT", "0")]),
         ("BONFIRE_TRANSPORT", &[RANK, SIZE, ADDRESS, ("BONFIRE_TRANSPORT", "rdma")]),
     ];
     for (named, variables) in cases {

@@ -57,7 +57,7 @@ impl Process {
         {
             command.env_remove(format!("BONFIRE_{variable}"));
         }
-        for variable in ["TRANSPORT", "ALGORITHMS", "TCP_CONNECTIONS", "DEADLINE", "SILENCE", "TRACE"] {
+        for variable in ["TRANSPORT", "ALGORITHMS", "TCP_CONNECTIONS", "DEADLINE", "SILENCE", "TRACE", "HANG_TIMEOUT"] {
             command.env_remove(format!("BONFIRE_{variable}"));
         }
         command.env(CHILD, "1").envs(variables.iter().map(|(name, value)| (*name, value)));

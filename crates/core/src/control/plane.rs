@@ -320,20 +320,25 @@ impl Control {
         }
     }
 
-    /// Sends a heartbeat on every open connection, and declares peers lost that have been silent for too long.
+    /// Sends a heartbeat on every open connection, when it is time, and declares peers lost that have been silent for
+    /// too long.
     fn tick(&mut self) {
-        let suspended = self.detector.tick(Instant::now());
+        let tick = self.detector.tick(Instant::now());
         for peer in 0..self.connections.len() {
             let Connection::Open(writer) = &self.connections[peer] else { continue };
             if !self.detector.is_monitored(peer) {
                 continue;
             }
-            writer.send(Frame::Own(Message::Heartbeat));
+            if tick.beats {
+                writer.send(Frame::Own(Message::Heartbeat));
+            }
             if self.detector.check(peer, &self.board) {
                 self.declare_lost(peer);
             }
         }
-        self.tick_star(suspended);
+        if tick.beats {
+            self.tick_star(tick.suspended);
+        }
     }
 
     /// `peer` was silent for too long. Its connection stays: the peer may still learn that the others continue without

@@ -12,6 +12,8 @@ pub(crate) struct Membership {
     pub members: BTreeSet<usize>,
     /// Ranks that have certainly ended and continue in no other group.
     pub gone: BTreeSet<usize>,
+    /// Distinguishes attempts to connect the same members: a rank that gives one up proposes the next.
+    pub attempt: u32,
 }
 
 /// A shrink message.

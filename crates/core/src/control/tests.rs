@@ -31,7 +31,7 @@ fn fuzz_messages() {
         Error::broken("listening", "no"),
     ];
     let mut messages = errors.map(|error| Message::Failed(error, 7)).to_vec();
-    let standing = Membership { members: [0, 2, 300].into(), gone: [1].into() };
+    let standing = Membership { members: [0, 2, 300].into(), gone: [1].into(), attempt: 1 };
     let proposes = ShrinkMessage::Proposes(standing.clone(), Endpoint { port: 29500, key: u64::MAX });
     messages.extend(
         [proposes, ShrinkMessage::Formed(standing.clone()), ShrinkMessage::Agreed(standing)]

@@ -34,6 +34,7 @@ pub const DEADLINE: Duration = Duration::from_secs(300);
 #[derive(Clone, Debug)]
 pub struct Builder {
     deadline: Duration,
+    hang_timeout: Option<Duration>,
     algorithms: Selection,
     #[cfg(unix)]
     settings: crate::rendezvous::Settings,
@@ -45,6 +46,7 @@ impl Default for Builder {
     fn default() -> Self {
         Builder {
             deadline: DEADLINE,
+            hang_timeout: None,
             algorithms: Selection::default(),
             #[cfg(unix)]
             settings: crate::rendezvous::Settings::default(),
@@ -59,6 +61,19 @@ impl Builder {
     /// [`Group::with_deadline`]. After a tenth of it a warning in the log names the missing ranks.
     pub fn deadline(mut self, deadline: Duration) -> Self {
         self.deadline = deadline;
+        self
+    }
+
+    /// Sets how long a rank that is alive may keep the others waiting in [`Group::shrink`] before they leave it out, if
+    /// they are the majority; also set by `BONFIRE_HANG_TIMEOUT` (seconds). The time counts from the first call of
+    /// `shrink` on the rank that waits. For ranks that a failed operation has waited for ([`Error::Timeout`]) it counts
+    /// from the start of that operation, and they have 5 s more. Unless set, it is the deadline less 30 s, or half the
+    /// deadline if that is more.
+    ///
+    /// It must be longer than the longest pause between two calls of a rank, such as an evaluation: a rank that comes
+    /// later is excluded.
+    pub fn hang_timeout(mut self, timeout: Duration) -> Self {
+        self.hang_timeout = Some(timeout);
         self
     }
 
@@ -89,15 +104,15 @@ impl Builder {
             return Err(Error::argument("threads", "a group needs at least one rank"));
         }
         let session = random()?;
-        let group =
-            |local| Group::of(Core::new(Base::threads(local, session), self.algorithms.clone()), self.deadline, None);
+        let limits = (self.deadline, self.hang_timeout);
+        let group = |local| Group::of(Core::new(Base::threads(local, session), self.algorithms.clone()), limits, None);
         Ok(Local::group(world_size).into_iter().map(group).collect())
     }
 
     /// Creates a group on a custom transport; see [`Group::on`].
     pub fn on(self, transport: Arc<dyn Transport>) -> Group {
         let base = Base { transport, near: Engines::None, session: None, regroup: None };
-        Group::of(Core::new(base, self.algorithms), self.deadline, None)
+        Group::of(Core::new(base, self.algorithms), (self.deadline, self.hang_timeout), None)
     }
 }
 
@@ -121,8 +136,8 @@ impl Group {
     /// `BONFIRE_WORLD_SIZE`, `BONFIRE_ADDRESS` and, if needed, `BONFIRE_HOST` or `BONFIRE_IFACE` (see
     /// [`Builder::host`]), `BONFIRE_SECRET_FILE` or `BONFIRE_SECRET` (see [`Builder::secret`]), `BONFIRE_TRANSPORT`
     /// (see [`Medium`](crate::Medium)), `BONFIRE_ALGORITHMS` (see [`Selection`]), `BONFIRE_TCP_CONNECTIONS` (see
-    /// [`Builder::tcp_connections`]), `BONFIRE_SILENCE` (seconds, see [`Builder::silence`]) and `BONFIRE_DEADLINE`
-    /// (seconds).
+    /// [`Builder::tcp_connections`]), `BONFIRE_SILENCE` (seconds, see [`Builder::silence`]), `BONFIRE_DEADLINE`
+    /// and `BONFIRE_HANG_TIMEOUT` (seconds, see [`Builder::deadline`] and [`Builder::hang_timeout`]).
     ///
     /// # Errors
     /// [`Error::Config`] if variables are missing, malformed or contradict each other; otherwise see
@@ -164,6 +179,7 @@ impl Builder {
         })?;
         Ok(Builder {
             deadline: environment.deadline.unwrap_or(DEADLINE),
+            hang_timeout: environment.hang_timeout,
             algorithms,
             settings: environment.settings,
             leave_on_interrupt: true,
@@ -306,7 +322,8 @@ impl Builder {
                 settings.medium = Medium::Tcp;
             }
             settings.algorithms = self.algorithms.to_string();
-            Group::of(Core::new(crate::rendezvous::connect(&settings)?, self.algorithms), self.deadline, None)
+            let core = Core::new(crate::rendezvous::connect(&settings)?, self.algorithms);
+            Group::of(core, (self.deadline, self.hang_timeout), None)
         };
         if self.leave_on_interrupt {
             interrupt::leave_on_interrupt(&group.core)?;

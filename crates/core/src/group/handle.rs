@@ -60,6 +60,8 @@ pub(super) struct Lineage {
 pub struct Group {
     pub(super) core: Arc<Core>,
     deadline: Duration,
+    /// See [`Builder::hang_timeout`](crate::Builder::hang_timeout).
+    pub(super) hang_timeout: Option<Duration>,
     // Dropped with the last handle, while started operations still hold the core.
     guard: Arc<DropGuard>,
     // After the guard: a subgroup is left before its parent.
@@ -193,10 +195,20 @@ impl Group {
         Buffer::new(len, |bytes| self.core.executor.near.allocate(bytes))
     }
 
-    pub(super) fn of(core: Core, deadline: Duration, lineage: Option<Lineage>) -> Group {
+    /// Creates this rank's handle with a deadline and a hang timeout.
+    pub(super) fn of(
+        core: Core,
+        (deadline, hang_timeout): (Duration, Option<Duration>),
+        lineage: Option<Lineage>,
+    ) -> Group {
         let core = Arc::new(core);
         let guard = Arc::new(DropGuard { core: core.clone(), progress: OnceLock::new(), attachment: Mutex::default() });
-        Group { core, deadline, guard, lineage: lineage.map(Arc::new) }
+        Group { core, deadline, hang_timeout, guard, lineage: lineage.map(Arc::new) }
+    }
+
+    /// Returns the limits of this handle, for a group that is made of this one.
+    pub(super) fn limits(&self) -> (Duration, Option<Duration>) {
+        (self.deadline, self.hang_timeout)
     }
 
     /// Returns this rank and the world size.

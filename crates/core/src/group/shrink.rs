@@ -6,15 +6,21 @@ use super::core::Core;
 use super::handle::Group;
 #[cfg(unix)]
 use super::interrupt;
+use crate::control::hang::HangTimeout;
 use crate::sync::Deadline;
 use crate::types::{Apart, Error};
 
 impl Group {
     /// Creates a group of the surviving ranks, in their old order, numbered from 0, with this group's settings. Every
-    /// surviving rank must call it, and each group can be shrunk once, even if the call fails. It blocks, at most until
-    /// the [deadline](Self::deadline), for ranks that are stopped, or that neither call it nor end. Call it when an
-    /// operation fails: after a failure every survivor gets an error from its next operation. Without a failure the new
-    /// group has the same ranks.
+    /// surviving rank must call it. Call it when an operation fails: after a failure every survivor gets an error from
+    /// its next operation. Without a failure the new group has the same ranks.
+    ///
+    /// It blocks, at most until the [deadline](Self::deadline), for ranks that are alive and do not call it, or are
+    /// stopped. Stopped ranks are left out when they are declared lost. Ranks that are alive are left out after the
+    /// [hang timeout](crate::Builder::hang_timeout), if the others are the majority as below: after [`Error::Timeout`]
+    /// that is soon for the ranks that the error names. A rank that was left out gets
+    /// [`Apart::Excluded`](crate::error::Apart) when it calls. After an error this may be called again: it continues
+    /// where it was, and counts the time since the first call. A success is final.
     ///
     /// All ranks that go on are in the same group, whichever ranks were lost (rank 0 included) and whichever are lost
     /// during the call. A rank that is lost after the survivors have agreed is lost to the new group, as at any other
@@ -34,7 +40,7 @@ impl Group {
     /// fn step(group: &mut Group, gradients: &[f32], sum: &mut [f32]) -> Result<(), Error> {
     ///     loop {
     ///         match group.all_reduce_into(gradients, sum, ReduceOp::Sum) {
-    ///             Err(Error::PeerLost { .. }) => *group = group.shrink()?,
+    ///             Err(Error::PeerLost { .. } | Error::Timeout { .. }) => *group = group.shrink()?,
     ///             result => return result,
     ///         }
     ///     }
@@ -53,12 +59,15 @@ impl Group {
         let regroup = self.regroup("shrink")?;
         let busy = || Error::Shrink { rank: self.rank(), why: Apart::Busy, elapsed: deadline.elapsed() };
         let _turn = self.core.queue.turn(&deadline).ok_or_else(busy)?;
-        if self.core.shrunk.swap(true, Ordering::Relaxed) {
+        if self.core.shrunk.load(Ordering::Relaxed) {
             let reason = "this group was shrunk before: shrink the group that it was shrunk to";
             return Err(Error::argument("shrink", reason));
         }
-        let base = regroup.shrink(&deadline)?;
-        let group = Group::of(Core::new(base, self.core.executor.algorithms.clone()), self.deadline(), None);
+        let hang = HangTimeout::new(self.hang_timeout, self.deadline(), self.core.failure());
+        let base = regroup.shrink(&hang, &deadline)?;
+        // Relaxed: read and written in this rank's turn only.
+        self.core.shrunk.store(true, Ordering::Relaxed);
+        let group = Group::of(Core::new(base, self.core.executor.algorithms.clone()), self.limits(), None);
         #[cfg(unix)]
         interrupt::inherit(&self.core, &group.core);
         Ok(group)

@@ -144,7 +144,7 @@ impl Group {
         let regroup = self.regroup("subgroup")?;
         let base = self.core.invite(&members, regroup, deadline, at)?;
         let core = Core::new(base, self.core.executor.algorithms.clone());
-        let group = Group::of(core, self.deadline(), Some(Lineage { parent: self.clone(), members }));
+        let group = Group::of(core, self.limits(), Some(Lineage { parent: self.clone(), members }));
         #[cfg(unix)]
         interrupt::inherit(&self.core, &group.core);
         Ok(group)

@@ -27,6 +27,7 @@ use crate::types::Error;
 pub(crate) struct Environment {
     pub settings: Settings,
     pub deadline: Option<Duration>,
+    pub hang_timeout: Option<Duration>,
     /// Unparsed: this module does not know algorithms.
     pub algorithms: Option<String>,
 }
@@ -48,6 +49,7 @@ impl Launched {
                 "BONFIRE_TCP_CONNECTIONS",
                 "BONFIRE_ALGORITHMS",
                 "BONFIRE_DEADLINE",
+                "BONFIRE_HANG_TIMEOUT",
                 "BONFIRE_SILENCE",
                 "BONFIRE_TRACE",
             ],
@@ -115,7 +117,8 @@ pub fn read(variable: impl Fn(&str) -> Option<String>) -> Result<Environment, Er
         ..settings
     };
     let algorithms = variable("BONFIRE_ALGORITHMS");
-    Ok(Environment { settings, deadline: deadline_from_env(&variable)?, algorithms })
+    let hang_timeout = seconds_from_env(&variable, "BONFIRE_HANG_TIMEOUT")?;
+    Ok(Environment { settings, deadline: deadline_from_env(&variable)?, hang_timeout, algorithms })
 }
 
 /// Finds rank, world size and address: each from Bonfire's own variable, or else from the launcher.

@@ -4,6 +4,8 @@
 //! each other; survivors agree on which ranks go on (`agreement`), in which rank 0 has no special role: a star becomes
 //! a mesh first. Then they connect as in a first rendezvous, each on a port that it has announced to the others.
 //!
+//! A shrink that fails is kept with all its connections, and the next call continues it.
+//!
 //! # Which ranks have certainly ended
 //! A rank has certainly ended if it sent a goodbye and had not announced before that it goes on in another group. It
 //! also has if its connection closed after a first message in this group and before the rank was ever silent for too
@@ -15,35 +17,31 @@
 //!   first proposal that arrives wins.
 
 mod agreement;
+mod events;
 
 use std::cell::RefCell;
-use std::io::{self, ErrorKind};
 use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use tokio::io::AsyncReadExt;
 use tokio::net::TcpListener;
-use tokio::sync::mpsc::UnboundedReceiver;
-use tokio::task::JoinSet;
 use tokio::time::timeout;
 
 use self::agreement::{Agreement, Next};
+use self::events::{PROBE_TIMEOUT, PeerEvents};
 use super::dial::bind;
 use super::join::{self, Joined};
 use super::{Connected, Medium, Settings, start_group};
-use crate::auth::{self, AcceptQueue, Member, Secret};
+use crate::auth::{AcceptQueue, Member};
+use crate::control::hang::HangTimeout;
 use crate::control::invitation::{Endpoint, Invitation, random, session};
-use crate::control::{HeartbeatTimeout, MOST, Membership, PeerEvent, RankEvent, ShrinkMessage};
-use crate::sync::{Deadline, OwnRuntime};
+use crate::control::{HeartbeatTimeout, MOST, Membership, ShrinkMessage};
+use crate::sync::{Deadline, Mutex, OwnRuntime, lock};
 use crate::transport::tcp::Tcp;
 use crate::transport::{Base, Regroup, hosts_of};
 use crate::types::{Apart, Error, Fault, Ranks};
-
-/// Time limit for probing a rank whose connection ended.
-const PROBE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// A group of processes from which another group can be formed.
 pub(super) struct ProcessGroup {
@@ -58,30 +56,67 @@ pub(super) struct ProcessGroup {
     /// partitioned meanwhile, other ranks may have agreed on one of those groups.
     #[expect(dead_code, reason = "held until this group ends, and not used")]
     pub held: Vec<HeldOpen>,
+    /// The shrink that a call has begun and none has completed.
+    pub unfinished: Mutex<Option<Shrink>>,
+}
+
+/// A shrink in progress, over all calls.
+pub(super) struct Shrink {
+    /// Drives all sockets below. The new group continues with it.
+    runtime: OwnRuntime,
+    state: ShrinkState,
+}
+
+struct ShrinkState {
+    /// The time of the first call.
+    start: Instant,
+    /// The time of this rank's last proposal.
+    proposed: Instant,
+    /// How many other ranks have proposed, and since when.
+    came: (usize, Instant),
+    agreement: Agreement,
+    events: PeerEvents,
+    /// Where the other members connect to this rank in the group that it proposes. Taken to connect.
+    own: Option<(TcpListener, Endpoint)>,
+    /// This rank's ends of the groups to which it was connected.
+    groups: Vec<(Membership, Connected)>,
 }
 
 impl Regroup for ProcessGroup {
-    fn shrink(&self, deadline: &Deadline) -> Result<Base, Error> {
-        let mut agreement = Agreement::new(self.settings.rank, self.settings.world_size);
-        // The group calls this only once.
-        let Some(news) = self.tcp.news() else { return Err(Error::broken("shrink", "it has already been called")) };
-        let runtime = OwnRuntime::new()?;
-        let mut groups = Vec::new();
+    fn shrink(&self, hang: &HangTimeout, deadline: &Deadline) -> Result<Base, Error> {
+        let mut unfinished = lock(&self.unfinished);
+        let mut shrink = match unfinished.take() {
+            Some(mut shrink) => {
+                shrink.state.resume();
+                shrink
+            }
+            None => self.begin_shrink()?,
+        };
+        let Shrink { runtime, state } = &mut shrink;
         let agreed = runtime.run(|| async {
             let problem = RefCell::new(String::new());
-            let agreeing = self.agree(&mut agreement, news, &mut groups, &problem);
+            let agreeing = self.agree(state, hang, &problem);
             timeout(deadline.remaining(), agreeing).await.map_err(|_| problem.take())
-        })?;
-        let standing = agreed.unwrap_or_else(|problem| {
-            let problem = Some(problem).filter(|problem| !problem.is_empty());
-            let problem = problem.map_or(String::new(), |problem| format!(" (in the new group: {problem})"));
-            Err(ShrinkFailure::Apart(Apart::Missing { ranks: agreement.waits_for(), problem }))
         });
-        let standing = standing.map_err(|failure| match failure {
-            ShrinkFailure::Apart(why) => Error::Shrink { rank: self.settings.rank, why, elapsed: deadline.elapsed() },
-            ShrinkFailure::Error(error) => error,
-        })?;
-        self.start(runtime, &standing, groups)
+        let agreed = agreed.map_err(ShrinkFailure::Error).and_then(|agreed| {
+            agreed.unwrap_or_else(|problem| {
+                let problem = Some(problem).filter(|problem| !problem.is_empty());
+                let problem = problem.map_or(String::new(), |problem| format!(" (in the new group: {problem})"));
+                Err(ShrinkFailure::Apart(Apart::Missing { ranks: shrink.state.agreement.missing(), problem }))
+            })
+        });
+        match agreed {
+            Ok(standing) => self.start(shrink, &standing),
+            Err(failure) => {
+                *unfinished = Some(shrink);
+                Err(match failure {
+                    ShrinkFailure::Apart(why) => {
+                        Error::Shrink { rank: self.settings.rank, why, elapsed: deadline.elapsed() }
+                    }
+                    ShrinkFailure::Error(error) => error,
+                })
+            }
+        }
     }
 
     fn subgroup(&self, members: &[usize], deadline: &Deadline) -> Result<Base, Fault> {
@@ -136,33 +171,81 @@ impl From<Error> for ShrinkFailure {
     }
 }
 
+impl ShrinkState {
+    /// Continues after a call that failed. What that call was connecting is lost.
+    fn resume(&mut self) {
+        if self.own.is_none() {
+            self.agreement.renew();
+        }
+    }
+
+    /// Leaves out the ranks that have not proposed for too long, if the others can go on. Returns whether it did, and
+    /// when to look again.
+    fn leave_out_hung(&mut self, hang: &HangTimeout) -> (bool, Option<Instant>) {
+        if self.agreement.proposers() > self.came.0 {
+            self.came = (self.agreement.proposers(), Instant::now());
+        }
+        let soonest = self.came.1 + hang.grace();
+        let (mut hung, mut next) = (Vec::new(), None);
+        for (rank, called) in self.agreement.stragglers() {
+            let limit = if called { self.proposed + hang.limit } else { self.start + hang.of(rank) }.max(soonest);
+            if limit <= Instant::now() {
+                hung.push(rank);
+            } else {
+                next = Some(next.map_or(limit, |next: Instant| next.min(limit)));
+            }
+        }
+        let left_out = !hung.is_empty() && self.agreement.leave_out(&hung);
+        if left_out {
+            log::warn!("shrink leaves out {}: alive, and did not call it in time (BONFIRE_HANG_TIMEOUT)", Ranks(&hung));
+        }
+        (left_out, next)
+    }
+}
+
 impl ProcessGroup {
-    /// Agrees on a group to which all its ranks are connected. This rank's connections to it are then among `groups`.
+    fn begin_shrink(&self) -> Result<Shrink, Error> {
+        let runtime = OwnRuntime::new()?;
+        let Some(news) = self.tcp.news() else {
+            let reason = "an earlier call failed after the ranks had agreed: the others go on without this rank";
+            return Err(Error::broken("shrink", reason));
+        };
+        let state = ShrinkState {
+            start: Instant::now(),
+            proposed: Instant::now(),
+            came: (0, Instant::now()),
+            agreement: Agreement::new(self.settings.rank, self.settings.world_size),
+            events: PeerEvents::new(news, self.tcp.addresses().to_vec(), self.settings.secret.clone()),
+            own: None,
+            groups: Vec::new(),
+        };
+        Ok(Shrink { runtime, state })
+    }
+
+    /// Agrees on a group to which all its ranks are connected. This rank's connections to it are then in the state.
+    /// Cancel safe, except that [`ShrinkState::resume`] must follow.
     async fn agree(
         &self,
-        agreement: &mut Agreement,
-        news: UnboundedReceiver<RankEvent>,
-        groups: &mut Vec<(Membership, Connected)>,
+        state: &mut ShrinkState,
+        hang: &HangTimeout,
         problem: &RefCell<String>,
     ) -> Result<Membership, ShrinkFailure> {
-        let (addresses, secret) = (self.tcp.addresses(), self.settings.secret.clone());
-        let mut events = PeerEvents { news, probes: JoinSet::new(), addresses, secret, silent: Vec::new() };
-        let mut own: Option<(TcpListener, Endpoint)> = None;
         let mut forming: Option<Pin<Box<_>>> = None;
         // Why this rank could not connect, and when it returns that error.
         let mut failed: Option<(Error, tokio::time::Instant)> = None;
+        state.events.handle_pending(&mut state.agreement);
         loop {
-            match agreement.next() {
+            match state.agreement.next() {
                 Next::Propose(standing) => {
-                    (forming, failed) = (None, None);
+                    (forming, failed, state.own) = (None, None, None);
                     problem.take();
                     let (listener, door) = self.listen("shrink").await?;
                     self.tcp.say(ShrinkMessage::Proposes(standing, door));
-                    own = Some((listener, door));
+                    (state.own, state.proposed) = (Some((listener, door)), Instant::now());
                 }
                 Next::Form(doors) => {
-                    if let Some(own) = own.take() {
-                        let members: Vec<usize> = agreement.standing().members.iter().copied().collect();
+                    if let Some(own) = state.own.take() {
+                        let members: Vec<usize> = state.agreement.standing().members.iter().copied().collect();
                         forming = Some(Box::pin(async move { self.connect(&members, own, doors, problem).await }));
                     }
                 }
@@ -173,6 +256,10 @@ impl ProcessGroup {
                 Next::Excluded { by } => return Err(ShrinkFailure::Apart(Apart::Excluded { by })),
                 Next::Minority { silent } => return Err(ShrinkFailure::Apart(Apart::Minority { silent })),
                 Next::Wait => {
+                    let (left_out, look_again) = state.leave_out_hung(hang);
+                    if left_out {
+                        continue;
+                    }
                     let formed = async {
                         match &mut forming {
                             Some(forming) => forming.await,
@@ -180,14 +267,14 @@ impl ProcessGroup {
                         }
                     };
                     tokio::select! {
-                        () = events.wait(agreement) => {}
+                        () = state.events.wait(&mut state.agreement) => {}
                         formed = formed => {
                             forming = None;
                             match formed {
                                 Ok(formed) => {
-                                    groups.push((agreement.standing().clone(), formed));
-                                    agreement.formed();
-                                    self.tcp.say(ShrinkMessage::Formed(agreement.standing().clone()));
+                                    state.groups.push((state.agreement.standing().clone(), formed));
+                                    state.agreement.formed();
+                                    self.tcp.say(ShrinkMessage::Formed(state.agreement.standing().clone()));
                                 }
                                 // Most likely a member has ended, or knows of one that has. This rank will learn of it.
                                 Err(error) => failed = Some((
@@ -197,6 +284,7 @@ impl ProcessGroup {
                             }
                         }
                         error = final_error(&failed) => return Err(ShrinkFailure::Error(error)),
+                        () = sleep_until(look_again) => {}
                     }
                 }
             }
@@ -248,15 +336,12 @@ impl ProcessGroup {
     }
 
     /// Starts the group that was agreed on.
-    fn start(
-        &self,
-        runtime: OwnRuntime,
-        standing: &Membership,
-        groups: Vec<(Membership, Connected)>,
-    ) -> Result<Base, Error> {
+    fn start(&self, shrink: Shrink, standing: &Membership) -> Result<Base, Error> {
         let members: Vec<usize> = standing.members.iter().copied().collect();
         log::info!("rank {} continues in a group of the former {}", self.settings.rank, Ranks(&members));
-        let (mut agreed, abandoned): (Vec<_>, Vec<_>) = groups.into_iter().partition(|(formed, _)| formed == standing);
+        let Shrink { runtime, state } = shrink;
+        let (mut agreed, abandoned): (Vec<_>, Vec<_>) =
+            state.groups.into_iter().partition(|(formed, _)| formed == standing);
         let Some((_, agreed)) = agreed.pop() else {
             return Err(Error::broken("shrink", "this rank is not connected to the group that was agreed on"));
         };
@@ -285,61 +370,10 @@ async fn final_error(failed: &Option<(Error, tokio::time::Instant)>) -> Error {
     }
 }
 
-/// Events about the other ranks.
-struct PeerEvents<'a> {
-    news: UnboundedReceiver<RankEvent>,
-    /// Probes of ranks whose connections closed. Each returns the rank and whether it has ended.
-    probes: JoinSet<(usize, bool)>,
-    addresses: &'a [SocketAddr],
-    secret: Option<Secret>,
-    silent: Vec<usize>,
-}
-
-impl PeerEvents<'_> {
-    /// Waits for events and handles them. Cancel safe.
-    async fn wait(&mut self, agreement: &mut Agreement) {
-        let news = tokio::select! {
-            Some(news) = self.news.recv() => news,
-            Some(Ok((peer, ended))) = self.probes.join_next() => return agreement.exclude(peer, ended),
-            else => std::future::pending().await,
-        };
-        self.handle(news, agreement);
-        // Handles all pending events before the rank acts: a rank that was suspended learns that others went on.
-        while let Ok(news) = self.news.try_recv() {
-            self.handle(news, agreement);
-        }
+/// Sleeps until `instant`, or forever if there is none.
+async fn sleep_until(instant: Option<Instant>) {
+    match instant {
+        Some(instant) => tokio::time::sleep_until(instant.into()).await,
+        None => std::future::pending().await,
     }
-
-    fn handle(&mut self, (peer, news): RankEvent, agreement: &mut Agreement) {
-        match news {
-            PeerEvent::Said(word) => agreement.receive(peer, word),
-            PeerEvent::Left => agreement.exclude(peer, true),
-            PeerEvent::Silent => {
-                self.silent.push(peer);
-                agreement.exclude(peer, false);
-            }
-            // In a partition others may have gone on and closed: a rank that was silent first may be alive.
-            PeerEvent::Closed if self.silent.contains(&peer) => {}
-            PeerEvent::Closed => {
-                let address = self.addresses[peer];
-                let secret = self.secret.clone();
-                self.probes.spawn(async move { (peer, has_ended(secret.as_ref(), address).await) });
-            }
-        }
-    }
-}
-
-/// Whether the process that listened here has certainly ended: its machine refuses the connection. A process that is
-/// just ending may still accept a connection, and then drops it.
-async fn has_ended(secret: Option<&Secret>, address: SocketAddr) -> bool {
-    let probe = async {
-        loop {
-            match auth::open(secret, &[address]).await.unwrap_or_else(|e| Err(io::Error::other(e))) {
-                Err(e) if e.kind() == ErrorKind::ConnectionRefused => return true,
-                Err(_) => return false,
-                Ok(mut stream) => drop::<io::Result<u8>>(stream.read_u8().await),
-            }
-        }
-    };
-    timeout(PROBE_TIMEOUT, probe).await.unwrap_or(false)
 }

@@ -4,9 +4,10 @@ use std::sync::Arc;
 
 use super::threads::Local;
 use super::{Collectives, Engines, Transport};
+use crate::control::hang::HangTimeout;
 use crate::control::invitation::{Endpoint, Invitation, random, session};
 use crate::sync::Deadline;
-use crate::types::{Apart, Error, Fault};
+use crate::types::{Error, Fault};
 
 /// One rank's endpoint of a group: its transport, its engine, and how to form other groups.
 pub(crate) struct Base {
@@ -19,8 +20,10 @@ pub(crate) struct Base {
 
 /// Forms new groups from the ranks of a group.
 pub(crate) trait Regroup: Send + Sync {
-    /// Returns this rank's endpoint of a group of the surviving ranks, in their order. All of them call this.
-    fn shrink(&self, deadline: &Deadline) -> Result<Base, Error>;
+    /// Returns this rank's endpoint of a group of the surviving ranks, in their order. All of them call this. Live
+    /// ranks that do not are left out after the hang timeout, if the others are the majority. May be called again after
+    /// an error, and not after a success.
+    fn shrink(&self, hang: &HangTimeout, deadline: &Deadline) -> Result<Base, Error>;
 
     /// Returns this rank's endpoint of a group of `members`, in their order. All of them call this, and only they.
     fn subgroup(&self, members: &[usize], deadline: &Deadline) -> Result<Base, Fault>;
@@ -55,13 +58,10 @@ impl Base {
 }
 
 impl Regroup for Local {
-    fn shrink(&self, deadline: &Deadline) -> Result<Base, Error> {
-        let rank = self.rank();
-        let shrink_error = |ranks| {
-            let why = Apart::Missing { ranks, problem: String::new() };
-            Error::Shrink { rank, why, elapsed: deadline.elapsed() }
-        };
-        let (local, session) = self.join_survivors(random()?, deadline).map_err(shrink_error)?;
+    fn shrink(&self, hang: &HangTimeout, deadline: &Deadline) -> Result<Base, Error> {
+        let joined = self.join_survivors(random()?, hang, deadline);
+        let (local, session) =
+            joined.map_err(|why| Error::Shrink { rank: self.rank(), why, elapsed: deadline.elapsed() })?;
         Ok(Base::threads(local, session))
     }
 

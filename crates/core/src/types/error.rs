@@ -284,7 +284,8 @@ pub enum Apart {
     /// The other ranks continue without this rank.
     #[error(
         "the other ranks continue without this rank, as rank {by} reports: one of them lost its connection to this \
-         rank, or received nothing from it for too long; end this process, and find out what delayed it"
+         rank, received nothing from it, or waited for its call of shrink for too long (BONFIRE_HANG_TIMEOUT); end \
+         this process, and find out what delayed it"
     )]
     Excluded {
         /// The rank that reported it.
@@ -293,8 +294,14 @@ pub enum Apart {
     /// The deadline passed while another thread of this rank was in an operation of the group.
     #[error("an operation of this rank was still in flight on another thread; call shrink again once it has returned")]
     Busy,
-    /// The deadline passed, and these ranks had neither ended nor called `shrink`, or could not be connected to.
-    #[error("{} did not take part{problem}; every surviving rank must call shrink or exit", Ranks(.ranks))]
+    /// The deadline passed, and these ranks had neither ended nor called `shrink`, or could not be connected to. They
+    /// were not left out, because the time was too short or the others are not the majority. `shrink` may be called
+    /// again.
+    #[error(
+        "{} did not take part in time{problem}; every surviving rank must call shrink or exit; shrink may be called \
+         again",
+        Ranks(.ranks)
+    )]
     Missing {
         /// The missing ranks.
         ranks: Vec<usize>,

@@ -264,7 +264,7 @@ impl Control {
         }
     }
 
-    /// Updates the star after a heartbeat of this rank. `suspended`: the rank was suspended before it.
+    /// Updates the star at a heartbeat of this rank. `suspended`: the rank was suspended before it.
     pub(super) fn tick_star(&mut self, suspended: bool) {
         let Some(star) = &mut self.star else { return };
         star.uncertain |= suspended;
@@ -280,7 +280,7 @@ impl Control {
             if !matches!(self.connections[peer], Connection::Pending(_)) {
                 continue;
             }
-            if idle_ticks > self.detector.limit() {
+            if idle_ticks > self.detector.heartbeats() {
                 self.disconnected(peer, format!("cannot connect to it at {}", self.addresses[peer]), false);
             } else if idle_ticks == KNOCK && peer > self.rank() {
                 self.dial(peer);

@@ -13,6 +13,15 @@
 //! than half of all ranks, or half of them including the lowest. Ranks that have ended count among all ranks: they may
 //! have gone on with the silent ones and ended there. So two groups never go on.
 //!
+//! A rank may leave out ranks that are alive: it cannot reach them, or they have not called `shrink` for too long (only
+//! if its membership can go on without them). To the protocol both are the same. Each finds out that the others go on
+//! without it when it calls.
+//!
+//! A call of `shrink` that fails only pauses its rank: the next call continues with the same state, and with all that
+//! has arrived meanwhile. A rank whose attempt to connect ended with the call proposes the same members again, as
+//! another *attempt*, and all members follow. So an attempt is part of a membership, and a later one is narrower. A
+//! rank that was ready stays ready: it keeps its end, and may learn later that it was agreed on.
+//!
 //! Proof: take two memberships `S` and `T` that are agreed on, both with live ranks. If they are disjoint, each counts
 //! the other as silent, and only one of them can have enough ranks. Otherwise what their common ranks propose makes one
 //! a subset of the other: let `T` be the narrower, and `J` the ranks that agree on `S`. No member of `T` is in `J`: a
@@ -22,12 +31,16 @@
 //! `T` is silent in the group of `S`, where its members never send a message, and to go on there `J` needs half of `S`
 //! or more. Then `T` has less than half of all ranks, or exactly half without the lowest.
 //!
-//! Random tests run these rules with ranks that die and lose each other, also wrongly, at any moment. Their first runs
-//! found a schedule with one wrong suspicion and one death after which two groups went on. The rules on which ranks
-//! have certainly ended come from it.
+//! If `S` and `T` have the same members and differ in what has ended or in the attempt, the same argument says that `J`
+//! is empty, because all its ranks would be members of `T`.
+//!
+//! Random tests run these rules with ranks that die, lose or leave out each other, also wrongly, and repeat their
+//! calls, at any moment. Their first runs found a schedule with one wrong suspicion and one death after which two
+//! groups went on. The rules on which ranks have certainly ended come from it.
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use crate::control::hang::is_majority;
 use crate::control::invitation::Endpoint;
 use crate::control::{Membership, ShrinkMessage};
 
@@ -88,7 +101,7 @@ impl Agreement {
         Agreement {
             rank,
             world_size,
-            standing: Membership { members: (0..world_size).collect(), gone: BTreeSet::new() },
+            standing: Membership { members: (0..world_size).collect(), gone: BTreeSet::new(), attempt: 0 },
             stage: Stage::New,
             proposals: BTreeMap::new(),
             formed: BTreeMap::new(),
@@ -113,6 +126,25 @@ impl Agreement {
         });
     }
 
+    /// Leaves out `peers`, which are alive and do not call. Returns false, and does nothing, if the other members could
+    /// not go on: the peers may still come.
+    pub fn leave_out(&mut self, peers: &[usize]) -> bool {
+        let mut without = self.standing.clone();
+        without.members.retain(|rank| !peers.contains(rank));
+        let may = without != self.standing && self.has_quorum(&without);
+        if may {
+            self.narrow(|standing| *standing = without);
+        }
+        may
+    }
+
+    /// Proposes the membership again, as another attempt to connect its members, unless this rank's end is ready.
+    pub fn renew(&mut self) {
+        if self.stage != Stage::Formed {
+            self.narrow(|standing| standing.attempt = standing.attempt.saturating_add(1));
+        }
+    }
+
     /// Handles a message from rank `from`.
     pub fn receive(&mut self, from: usize, word: ShrinkMessage) {
         if let ShrinkMessage::Agreed(standing) = &word {
@@ -131,6 +163,7 @@ impl Agreement {
                 self.narrow(|standing| {
                     standing.members.retain(|rank| theirs.members.contains(rank));
                     standing.gone.extend(&theirs.gone);
+                    standing.attempt = standing.attempt.max(theirs.attempt);
                 });
                 self.proposals.insert(from, (theirs, door));
             }
@@ -158,8 +191,8 @@ impl Agreement {
                 Next::Propose(self.standing.clone())
             }
             Stage::Proposed if self.waits_for().is_empty() => {
-                if !self.has_quorum() {
-                    return Next::Minority { silent: self.silent() };
+                if !self.has_quorum(&self.standing) {
+                    return Next::Minority { silent: self.silent(&self.standing) };
                 }
                 self.stage = Stage::Forming;
                 let door = |rank: &usize| self.proposals.get(rank).map(|(_, door)| (*rank, *door));
@@ -190,16 +223,34 @@ impl Agreement {
         self.standing.members.iter().copied().filter(|rank| *rank != self.rank && !there(rank)).collect()
     }
 
-    /// Whether no other group can go on, whichever silent ranks can reach each other.
-    fn has_quorum(&self) -> bool {
-        let Membership { members, .. } = &self.standing;
-        let half = 2 * members.len() == self.world_size && members.contains(&0);
-        self.silent().is_empty() || 2 * members.len() > self.world_size || half
+    /// Returns the ranks to name if the time is up: those that have not called, or else all that this rank waits for.
+    pub fn missing(&self) -> Vec<usize> {
+        let waits_for = self.waits_for();
+        let (called, not_called): (Vec<_>, _) = waits_for.into_iter().partition(|r| self.proposals.contains_key(r));
+        if not_called.is_empty() { called } else { not_called }
+    }
+
+    /// The number of ranks that have proposed any membership with this rank.
+    pub fn proposers(&self) -> usize {
+        self.proposals.len()
+    }
+
+    /// Returns the members whose proposals this rank waits for, if it waits for proposals. The flag says whether the
+    /// member has proposed another membership before.
+    pub fn stragglers(&self) -> Vec<(usize, bool)> {
+        let waits_for = if self.stage == Stage::Proposed { self.waits_for() } else { Vec::new() };
+        waits_for.into_iter().map(|rank| (rank, self.proposals.contains_key(&rank))).collect()
+    }
+
+    /// Whether no group but one of this membership can go on, whichever silent ranks can reach each other.
+    fn has_quorum(&self, standing: &Membership) -> bool {
+        let members = &standing.members;
+        self.silent(standing).is_empty() || is_majority(members.len(), members.contains(&0), self.world_size)
     }
 
     /// Returns the ranks that are left out and have not certainly ended.
-    fn silent(&self) -> Vec<usize> {
-        let Membership { members, gone } = &self.standing;
+    fn silent(&self, standing: &Membership) -> Vec<usize> {
+        let Membership { members, gone, .. } = standing;
         (0..self.world_size).filter(|rank| !members.contains(rank) && !gone.contains(rank)).collect()
     }
 
@@ -207,7 +258,7 @@ impl Agreement {
         let before = self.standing.clone();
         change(&mut self.standing);
         self.standing.gone.retain(|rank| *rank < self.world_size);
-        let Membership { members, gone } = &mut self.standing;
+        let Membership { members, gone, .. } = &mut self.standing;
         members.retain(|rank| !gone.contains(rank));
         if self.standing != before {
             self.stage = Stage::New;

@@ -15,6 +15,7 @@ use super::leave::{self, free_finished};
 use super::library::{self, Held, Library, check, hold};
 use super::watchdog::{Watchdog, WatchedCall};
 use super::{Mpi, POLL_INTERVAL, types};
+use crate::control::hang::HangTimeout;
 use crate::control::invitation::{Endpoint, Invitation, random, session};
 use crate::control::{Board, Outgoing};
 
@@ -140,7 +141,7 @@ impl Mpi {
 }
 
 impl Regroup for Mpi {
-    fn shrink(&self, _deadline: &Deadline) -> Result<Base, Error> {
+    fn shrink(&self, _hang: &HangTimeout, _deadline: &Deadline) -> Result<Base, Error> {
         let reason = "MPI's launcher ends the job when it loses a rank: restart it from its last checkpoint, or give \
                       the ranks another transport (BONFIRE_TRANSPORT)";
         Err(Error::argument("shrink", reason))

@@ -4,9 +4,10 @@ use std::collections::HashMap;
 use std::time::Instant;
 
 use super::Local;
+use crate::control::hang::{HangTimeout, is_majority};
 use crate::control::invitation::{Endpoint, Invitation, Invitations};
 use crate::sync::{Deadline, Mutex, MutexGuard, lock};
-use crate::types::{Error, Fault};
+use crate::types::{Apart, Error, Fault};
 
 /// State of groups that are being formed, shared by the ranks of the old group.
 pub(super) struct Regrouping {
@@ -21,16 +22,21 @@ pub(super) struct Regrouping {
 /// A rank of the old group in `shrink`.
 #[derive(Default)]
 struct ShrinkState {
-    arrived: bool,
-    timed_out: bool,
+    /// The time of its first call.
+    start: Option<Instant>,
+    /// Whether it is in a call.
+    waits: bool,
     /// The rank's endpoint of the new group, and that group's number.
     endpoint: Option<(Local, u64)>,
+    /// Set when the others go on without it: the rank that made their group.
+    excluded: Option<usize>,
 }
 
-impl ShrinkState {
-    fn is_waiting(&self) -> bool {
-        self.arrived && !self.timed_out
-    }
+/// By rank: from when on `own` may leave it out. That is also some time after the last rank came.
+fn limits(states: &[ShrinkState], own: usize, hang: &HangTimeout) -> Vec<Instant> {
+    let start = states[own].start.unwrap_or_else(Instant::now);
+    let came = states.iter().filter_map(|state| state.start).max().unwrap_or(start);
+    (0..states.len()).map(|rank| (start + hang.of(rank)).max(came + hang.grace())).collect()
 }
 
 impl Regrouping {
@@ -44,35 +50,62 @@ impl Regrouping {
 }
 
 impl Local {
-    /// Waits until every other rank waits here or is gone. Returns this rank's endpoint of a group of the waiting
-    /// ranks, and its number: the `number` of one of them. Returns the missing ranks at the deadline. Called once.
-    pub fn join_survivors(&self, number: u64, deadline: &Deadline) -> Result<(Local, u64), Vec<usize>> {
-        self.shrink_states()[self.rank].arrived = true;
+    /// Waits until every other rank waits here, is gone, or is alive and has not called for too long while the others
+    /// are the majority. Returns this rank's endpoint of a group of the waiting ranks, and its number: the `number` of
+    /// one of them. May be called again after an error.
+    pub fn join_survivors(&self, number: u64, hang: &HangTimeout, deadline: &Deadline) -> Result<(Local, u64), Apart> {
+        {
+            let own = &mut self.shrink_states()[self.rank];
+            own.waits = true;
+            own.start.get_or_insert_with(Instant::now);
+        }
         self.shared.bell.ring();
-        self.shared.bell.sleep(Instant::now() + deadline.remaining(), || self.try_form(number));
-        let mut states = self.shrink_states();
-        states[self.rank].endpoint.take().ok_or_else(|| {
-            let mut missing: Vec<_> = self.present(|rank| !states[rank].arrived).collect();
-            if missing.is_empty() {
-                missing = self.present(|rank| !states[rank].is_waiting()).collect();
+        let end = Instant::now() + deadline.remaining();
+        let mut now = Instant::now();
+        loop {
+            // The next time at which a rank may be left out, if it comes before the deadline.
+            let limits = limits(&self.shrink_states(), self.rank, hang);
+            let next = limits.into_iter().filter(|limit| *limit > now).min().map_or(end, |limit| limit.min(end));
+            let done = self.shared.bell.sleep(next, || self.try_form(number, hang));
+            now = Instant::now();
+            if done || now >= end {
+                break;
             }
-            // The others must not continue without a rank that times out, unless it leaves.
-            states[self.rank].timed_out = true;
-            missing
+        }
+        let mut states = self.shrink_states();
+        // The others must not go on with a rank that does not wait any more.
+        states[self.rank].waits = false;
+        if let Some(by) = states[self.rank].excluded {
+            return Err(Apart::Excluded { by });
+        }
+        states[self.rank].endpoint.take().ok_or_else(|| {
+            let mut ranks: Vec<_> = self.present(|rank| states[rank].start.is_none()).collect();
+            if ranks.is_empty() {
+                ranks = self.present(|rank| rank != self.rank && !states[rank].waits).collect();
+            }
+            Apart::Missing { ranks, problem: String::new() }
         })
     }
 
-    /// Forms the group if no rank is missing: the first rank to find this makes the endpoints of all. Returns whether
-    /// this rank has its endpoint.
-    fn try_form(&self, number: u64) -> bool {
+    /// Forms the group if no rank is missing but those that are left out: the first rank to find this makes the
+    /// endpoints of all. Returns whether this rank has its endpoint, or was left out.
+    fn try_form(&self, number: u64, hang: &HangTimeout) -> bool {
         let mut states = self.shrink_states();
-        if states[self.rank].endpoint.is_none() && self.present(|rank| !states[rank].is_waiting()).next().is_none() {
-            let waiting = states.iter().filter(|state| state.is_waiting()).count();
-            for (state, endpoint) in states.iter_mut().filter(|state| state.is_waiting()).zip(Local::group(waiting)) {
-                state.endpoint = Some((endpoint, number));
+        let own = &states[self.rank];
+        if own.endpoint.is_none() && own.excluded.is_none() {
+            let waiting = states.iter().filter(|state| state.waits).count();
+            let missing: Vec<_> = self.present(|rank| !states[rank].waits).collect();
+            let (limits, now) = (limits(&states, self.rank, hang), Instant::now());
+            let hung = missing.iter().all(|rank| limits[*rank] <= now);
+            if missing.is_empty() || hung && is_majority(waiting, states[0].waits, states.len()) {
+                let endpoints = Local::group(waiting);
+                for (state, endpoint) in states.iter_mut().filter(|state| state.waits).zip(endpoints) {
+                    state.endpoint = Some((endpoint, number));
+                }
+                missing.iter().for_each(|rank| states[*rank].excluded = Some(self.rank));
             }
         }
-        states[self.rank].endpoint.is_some()
+        states[self.rank].endpoint.is_some() || states[self.rank].excluded.is_some()
     }
 
     /// The ranks that `selected` selects and that are not gone.

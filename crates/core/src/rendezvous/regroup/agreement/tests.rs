@@ -1,5 +1,5 @@
-//! Simulates the agreement: messages arrive in any order that connections allow, and ranks crash and lose each other at
-//! any moment.
+//! Simulates the agreement: messages arrive in any order that connections allow, and ranks crash, lose or leave out
+//! each other, and repeat their calls, at any moment.
 
 use std::collections::VecDeque;
 
@@ -19,6 +19,8 @@ struct Node {
     agreement: Option<Agreement>,
     forming: Option<Membership>,
     dead: bool,
+    /// Whether its last call ended because it is in the minority. An odd rank then calls again until others come.
+    minority: bool,
     /// Set once the agreement has ended: the membership that it goes on in, if it does.
     end: Option<Option<Membership>>,
 }
@@ -37,6 +39,19 @@ enum Step {
     Crash(usize),
     /// The first rank loses its connection to the second.
     Lose(usize, usize),
+    /// The call of this rank fails, and is repeated: what it was connecting is lost.
+    Again(usize),
+    /// This rank leaves out all that it waits for: they live, and have not called for too long.
+    LeaveOut(usize),
+}
+
+/// The faults of a run: before which steps, and of which ranks.
+#[derive(Default)]
+struct Faults<'a> {
+    crashes: &'a [(u16, usize)],
+    losses: &'a [(u16, usize, usize)],
+    again: &'a [(u16, usize)],
+    hung: &'a [(u16, usize)],
 }
 
 impl World {
@@ -84,15 +99,22 @@ impl World {
     fn take(&mut self, step: Step, cut: usize) {
         let n = self.n();
         match step {
-            Step::Begin(rank) => self.nodes[rank].agreement = Some(Agreement::new(rank, n)),
-            Step::Deliver(from, to) => {
-                let item = self.wire(from, to).pop_front();
-                let agreement = self.nodes[to].agreement.as_mut().unwrap();
-                match item {
-                    Some(Event::ShrinkMessage(word)) => agreement.receive(from, word),
-                    Some(Event::Gone(certain)) => agreement.exclude(from, certain),
-                    None => {}
+            Step::Begin(rank) => {
+                self.nodes[rank].agreement = Some(Agreement::new(rank, n));
+                self.deliver_pending(rank);
+            }
+            Step::Deliver(from, to) => self.deliver(from, to),
+            Step::Again(rank) => {
+                // A proposal stands, with its listener. A second failure may hit before the listener is there.
+                if self.nodes[rank].forming.take().is_some() || cut == 0 {
+                    self.nodes[rank].agreement.as_mut().unwrap().renew();
                 }
+                self.deliver_pending(rank);
+            }
+            Step::LeaveOut(rank) => {
+                let agreement = self.nodes[rank].agreement.as_mut().unwrap();
+                let hung: Vec<usize> = agreement.stragglers().into_iter().map(|(rank, _)| rank).collect();
+                agreement.leave_out(&hung);
             }
             Step::Form(rank) => {
                 let standing = self.nodes[rank].forming.take().unwrap();
@@ -110,15 +132,47 @@ impl World {
             }
             Step::Lose(rank, peer) => self.wire(peer, rank).push_front(Event::Gone(false)),
         }
-        if let Step::Begin(rank) | Step::Deliver(_, rank) | Step::Form(rank) = step {
+        if let Step::Begin(rank)
+        | Step::Deliver(_, rank)
+        | Step::Form(rank)
+        | Step::Again(rank)
+        | Step::LeaveOut(rank) = step
+        {
             self.act(rank);
         }
+    }
+
+    fn deliver(&mut self, from: usize, to: usize) {
+        let item = self.wire(from, to).pop_front();
+        let agreement = self.nodes[to].agreement.as_mut().unwrap();
+        match item {
+            Some(Event::ShrinkMessage(word)) => agreement.receive(from, word),
+            Some(Event::Gone(certain)) => agreement.exclude(from, certain),
+            None => {}
+        }
+    }
+
+    /// Delivers all that has arrived, as at the start of a call.
+    fn deliver_pending(&mut self, to: usize) {
+        for from in 0..self.n() {
+            while !self.wire(from, to).is_empty() {
+                self.deliver(from, to);
+            }
+        }
+    }
+
+    /// Whether the rank is in a call that has not ended.
+    fn calls(&self, rank: usize) -> bool {
+        let node = &self.nodes[rank];
+        !node.dead && node.end.is_none() && node.agreement.is_some()
     }
 
     /// Runs the rank until it waits.
     fn act(&mut self, rank: usize) {
         loop {
-            let end = match self.nodes[rank].agreement.as_mut().unwrap().next() {
+            let next = self.nodes[rank].agreement.as_mut().unwrap().next();
+            self.nodes[rank].minority = matches!(next, Next::Minority { .. });
+            let end = match next {
                 Next::Propose(standing) => {
                     self.nodes[rank].forming = None;
                     self.say(rank, &ShrinkMessage::Proposes(standing, Endpoint { port: 0, key: rank as u64 }));
@@ -132,6 +186,7 @@ impl World {
                     continue;
                 }
                 Next::Wait => return,
+                Next::Minority { .. } if rank % 2 == 1 => return,
                 Next::Agree(standing) => {
                     self.say(rank, &ShrinkMessage::Agreed(standing.clone()));
                     Some(standing)
@@ -153,17 +208,29 @@ impl World {
         }
     }
 
-    /// Runs to the end. `choices` picks each next step; `crashes` and `losses` say before which step a fault occurs.
-    fn run(n: usize, choices: &[u16], crashes: &[(u16, usize)], losses: &[(u16, usize, usize)]) -> World {
+    /// Runs to the end. `choices` picks each next step, and what is lost in a fault.
+    fn run(n: usize, choices: &[u16], faults: &Faults<'_>) -> World {
         let mut world = World::new(n);
         for (at, choice) in choices.iter().copied().chain((0..).map(|i: usize| i as u16)).enumerate() {
-            for (_, rank) in crashes.iter().filter(|(when, _)| usize::from(*when) == at) {
-                world.take(Step::Crash(rank % n), usize::from(choice) % 4);
+            let now = |fault: &&(u16, usize)| usize::from(fault.0) == at;
+            let cut = usize::from(choice) % 4;
+            for (_, rank) in faults.crashes.iter().filter(now) {
+                world.take(Step::Crash(rank % n), cut);
             }
-            for (_, rank, peer) in losses.iter().filter(|(when, ..)| usize::from(*when) == at) {
+            for (_, rank, peer) in faults.losses.iter().filter(|(when, ..)| usize::from(*when) == at) {
                 if rank % n != peer % n {
                     world.take(Step::Lose(rank % n, peer % n), 0);
                 }
+            }
+            for (_, rank) in
+                faults.again.iter().filter(now).filter(|(_, rank)| world.calls(rank % n)).collect::<Vec<_>>()
+            {
+                world.take(Step::Again(rank % n), cut);
+            }
+            for (_, rank) in
+                faults.hung.iter().filter(now).filter(|(_, rank)| world.calls(rank % n)).collect::<Vec<_>>()
+            {
+                world.take(Step::LeaveOut(rank % n), 0);
             }
             let steps = world.steps();
             if steps.is_empty() && at >= choices.len() {
@@ -175,7 +242,7 @@ impl World {
             assert!(at < 100_000, "the agreement does not terminate");
         }
         for (rank, node) in world.nodes.iter().enumerate() {
-            assert!(node.dead || node.end.is_some(), "rank {rank} waits forever");
+            assert!(node.dead || node.end.is_some() || node.minority, "rank {rank} waits forever");
         }
         world
     }
@@ -189,8 +256,9 @@ proptest! {
         n in 1..6usize,
         choices in prop::collection::vec(any::<u16>(), 200),
         crashes in prop::collection::vec((0..200u16, 0..6usize), 0..4),
+        again in prop::collection::vec((0..200u16, 0..6usize), 0..6),
     ) {
-        let world = World::run(n, &choices, &crashes, &[]);
+        let world = World::run(n, &choices, &Faults { crashes: &crashes, again: &again, ..Faults::default() });
         let mut alive = (0..n).filter(|rank| !world.nodes[*rank].dead).peekable();
         if let Some(first) = alive.peek() {
             let agreed = world.nodes[*first].end.clone();
@@ -203,13 +271,15 @@ proptest! {
     }
 
     #[test]
-    fn at_most_one_group_goes_on_whatever_connections_are_lost(
+    fn at_most_one_group_goes_on_whatever_connections_are_lost_and_ranks_are_left_out(
         n in 2..6usize,
         choices in prop::collection::vec(any::<u16>(), 200),
         crashes in prop::collection::vec((0..200u16, 0..6usize), 0..2),
-        losses in prop::collection::vec((0..150u16, 0..6usize, 0..6usize), 1..12),
+        losses in prop::collection::vec((0..150u16, 0..6usize, 0..6usize), 0..12),
+        again in prop::collection::vec((0..200u16, 0..6usize), 0..6),
+        hung in prop::collection::vec((0..200u16, 0..6usize), 0..6),
     ) {
-        let world = World::run(n, &choices, &crashes, &losses);
+        let world = World::run(n, &choices, &Faults { crashes: &crashes, losses: &losses, again: &again, hung: &hung });
         let ends: Vec<_> = world.nodes.iter().map(|node| node.end.clone().flatten()).collect();
         let mut going_on = Vec::new();
         for standing in ends.iter().flatten() {
@@ -221,9 +291,10 @@ proptest! {
             group.standing = Membership {
                 members: inside.iter().map(place).collect(),
                 gone: dead.iter().map(place).collect(),
+                attempt: 0,
             };
             let lives = !inside.is_empty();
-            if lives && group.has_quorum() && !going_on.contains(&standing) {
+            if lives && group.has_quorum(&group.standing) && !going_on.contains(&standing) {
                 going_on.push(standing);
             }
         }
@@ -251,4 +322,57 @@ fn of_two_halves_the_one_with_the_lowest_rank_goes_on_and_ended_ranks_count_if_o
     assert!(decides(0, 6, &[3, 4, 5], &[]) && !decides(3, 6, &[0, 1, 2], &[]) && decides(5, 6, &[], &[0, 1, 2, 3, 4]));
     // Ranks that have ended may have gone on with the silent ones, and ended there.
     assert!(!decides(2, 4, &[3], &[0, 1]) && decides(0, 4, &[3], &[1]));
+}
+
+/// The survivors' memberships after the ranks in `hung` of `n` did not call.
+fn after_hang(n: usize, hung: &[usize]) -> Vec<Option<Vec<usize>>> {
+    let mut world = World::new(n);
+    let call = |world: &mut World, rank: usize| world.take(Step::Begin(rank), 0);
+    let settle = |world: &mut World| {
+        while let Some(step) = world.steps().into_iter().find(|step| !matches!(step, Step::Begin(_))) {
+            world.take(step, 0);
+        }
+    };
+    (0..n).filter(|rank| !hung.contains(rank)).for_each(|rank| call(&mut world, rank));
+    settle(&mut world);
+    for rank in (0..n).filter(|rank| !hung.contains(rank)) {
+        if world.calls(rank) {
+            world.take(Step::LeaveOut(rank), 0);
+            settle(&mut world);
+        }
+    }
+    hung.iter().for_each(|rank| call(&mut world, *rank));
+    settle(&mut world);
+    let members = |standing: Membership| standing.members.into_iter().collect();
+    world.nodes.into_iter().map(|node| node.end.and_then(|end| end.map(members))).collect()
+}
+
+#[test]
+fn a_majority_leaves_out_ranks_that_do_not_call_and_a_minority_waits_for_them() {
+    assert_eq!(after_hang(3, &[1]), [Some(vec![0, 2]), None, Some(vec![0, 2])]);
+    assert_eq!(after_hang(4, &[0]), [None, Some(vec![1, 2, 3]), Some(vec![1, 2, 3]), Some(vec![1, 2, 3])]);
+    assert_eq!(after_hang(2, &[1]), [Some(vec![0]), None]);
+    // Without rank 0 no half goes on, and all do when it comes.
+    assert_eq!(after_hang(2, &[0]), vec![Some(vec![0, 1]); 2]);
+    assert_eq!(after_hang(5, &[0, 1, 3]), vec![Some(vec![0, 1, 2, 3, 4]); 5]);
+}
+
+#[test]
+fn a_repeated_call_connects_the_same_members_again() {
+    let mut world = World::new(3);
+    (0..3).for_each(|rank| world.take(Step::Begin(rank), 0));
+    while let Some(step) = world.steps().into_iter().find(|step| !matches!(step, Step::Form(_))) {
+        world.take(step, 0);
+    }
+    assert!(world.nodes.iter().all(|node| node.forming.is_some()));
+    // Rank 1 cannot connect in time, when rank 0 is connected already.
+    world.take(Step::Form(0), 0);
+    world.take(Step::Again(1), 1);
+    while let Some(step) = world.steps().into_iter().next() {
+        world.take(step, 0);
+    }
+    for node in world.nodes {
+        let agreed = node.end.unwrap().unwrap();
+        assert_eq!((agreed.members, agreed.attempt), ([0, 1, 2].into(), 1));
+    }
 }

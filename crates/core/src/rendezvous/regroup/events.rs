@@ -1,0 +1,86 @@
+//! What a rank learns of its peers while it shrinks the group, and which of them have certainly ended.
+
+use std::io::{self, ErrorKind};
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use tokio::io::AsyncReadExt;
+use tokio::sync::mpsc::UnboundedReceiver;
+use tokio::task::JoinSet;
+use tokio::time::timeout;
+
+use super::agreement::Agreement;
+use crate::auth::{self, Secret};
+use crate::control::{PeerEvent, RankEvent};
+
+/// Time limit for probing a rank whose connection ended.
+pub(super) const PROBE_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// Events about the other ranks.
+pub(super) struct PeerEvents {
+    news: UnboundedReceiver<RankEvent>,
+    /// Probes of ranks whose connections closed. Each returns the rank and whether it has ended.
+    probes: JoinSet<(usize, bool)>,
+    /// By rank: where it listens.
+    addresses: Vec<SocketAddr>,
+    secret: Option<Secret>,
+    silent: Vec<usize>,
+}
+
+impl PeerEvents {
+    /// `addresses`: where the ranks listen, by rank.
+    pub fn new(news: UnboundedReceiver<RankEvent>, addresses: Vec<SocketAddr>, secret: Option<Secret>) -> PeerEvents {
+        PeerEvents { news, probes: JoinSet::new(), addresses, secret, silent: Vec::new() }
+    }
+
+    /// Waits for events and handles them. Cancel safe.
+    pub async fn wait(&mut self, agreement: &mut Agreement) {
+        let news = tokio::select! {
+            Some(news) = self.news.recv() => news,
+            Some(Ok((peer, ended))) = self.probes.join_next() => return agreement.exclude(peer, ended),
+            else => std::future::pending().await,
+        };
+        self.handle(news, agreement);
+        self.handle_pending(agreement);
+    }
+
+    /// Handles all pending events before the rank acts: a rank that was suspended, or did not call, learns that others
+    /// went on.
+    pub fn handle_pending(&mut self, agreement: &mut Agreement) {
+        while let Ok(news) = self.news.try_recv() {
+            self.handle(news, agreement);
+        }
+    }
+
+    fn handle(&mut self, (peer, news): RankEvent, agreement: &mut Agreement) {
+        match news {
+            PeerEvent::Said(word) => agreement.receive(peer, word),
+            PeerEvent::Left => agreement.exclude(peer, true),
+            PeerEvent::Silent => {
+                self.silent.push(peer);
+                agreement.exclude(peer, false);
+            }
+            // In a partition others may have gone on and closed: a rank that was silent first may be alive.
+            PeerEvent::Closed if self.silent.contains(&peer) => {}
+            PeerEvent::Closed => {
+                let (address, secret) = (self.addresses[peer], self.secret.clone());
+                self.probes.spawn(async move { (peer, has_ended(secret.as_ref(), address).await) });
+            }
+        }
+    }
+}
+
+/// Whether the process that listened here has certainly ended: its machine refuses the connection. A process that is
+/// just ending may still accept a connection, and then drops it.
+async fn has_ended(secret: Option<&Secret>, address: SocketAddr) -> bool {
+    let probe = async {
+        loop {
+            match auth::open(secret, &[address]).await.unwrap_or_else(|e| Err(io::Error::other(e))) {
+                Err(e) if e.kind() == ErrorKind::ConnectionRefused => return true,
+                Err(_) => return false,
+                Ok(mut stream) => drop::<io::Result<u8>>(stream.read_u8().await),
+            }
+        }
+    };
+    timeout(PROBE_TIMEOUT, probe).await.unwrap_or(false)
+}
