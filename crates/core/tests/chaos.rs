@@ -8,6 +8,8 @@
 mod case;
 #[path = "chaos/child.rs"]
 mod child;
+#[path = "chaos/cuts.rs"]
+mod cuts;
 #[path = "chaos/hosts.rs"]
 mod hosts;
 #[path = "chaos/links.rs"]
@@ -55,6 +57,9 @@ const SCENARIOS: &[Scenario] = &[
     Scenario { name: "leaves", carriers: ALL, each: false, weight: 3, run: ranks::leaves },
     Scenario { name: "panics", carriers: ALL, each: true, weight: 3, run: ranks::panics },
     Scenario { name: "too slow", carriers: ALL, each: false, weight: 2, run: ranks::too_slow },
+    Scenario { name: "hangs", carriers: ALL, each: true, weight: 3, run: ranks::hangs },
+    Scenario { name: "pauses", carriers: PROCESSES, each: false, weight: 2, run: ranks::pauses },
+    Scenario { name: "many ranks", carriers: PROCESSES, each: false, weight: 1, run: ranks::many },
     Scenario { name: "slow", carriers: ALL, each: false, weight: 2, run: ranks::slow },
     Scenario { name: "disagrees", carriers: ALL, each: true, weight: 3, run: ranks::disagrees },
     Scenario { name: "all stopped", carriers: PROCESSES, each: false, weight: 1, run: ranks::all_stopped },
@@ -78,7 +83,17 @@ const SCENARIOS: &[Scenario] = &[
     Scenario { name: "packets dropped", carriers: hosts::CARRIERS, each: false, weight: 1, run: hosts::drops },
     Scenario { name: "bandwidth cut", carriers: hosts::CARRIERS, each: false, weight: 1, run: hosts::narrows },
     Scenario { name: "link flaps", carriers: hosts::CARRIERS, each: false, weight: 1, run: hosts::link_flaps },
-    Scenario { name: "partition", carriers: hosts::CARRIERS, each: false, weight: 2, run: hosts::partition },
+    Scenario { name: "partition", carriers: hosts::CARRIERS, each: true, weight: 2, run: hosts::partition },
+    Scenario { name: "links cut", carriers: hosts::CARRIERS, each: true, weight: 3, run: cuts::in_the_stream },
+    Scenario {
+        name: "links cut early",
+        carriers: hosts::CARRIERS,
+        each: false,
+        weight: 2,
+        run: cuts::in_the_rendezvous,
+    },
+    Scenario { name: "links cut late", carriers: hosts::CARRIERS, each: false, weight: 2, run: cuts::in_the_shrink },
+    Scenario { name: "subgroups cut", carriers: hosts::CARRIERS, each: false, weight: 2, run: cuts::in_subgroups },
 ];
 
 /// Groups that run at the same time. Most of the time they wait.
@@ -185,6 +200,9 @@ fn run_case(scenario: &Scenario, carrier: Carrier, number: usize, seed: u64, sum
     let start = Instant::now();
     let mut case = Case::new(carrier, random(&[seed, 3, number as u64]).next());
     (scenario.run)(&mut case);
+    if case.star {
+        case.what.push_str(", star");
+    }
     let mut sum = sum.lock().expect("no thread panics while it holds the lock");
     if let Some(why) = case.skipped {
         if !sum.skipped.contains(&scenario.name) {

@@ -19,7 +19,16 @@ use case::{Case, GROUPS, below, hash};
 use half::{bf16, f16};
 use hand::{Arrivals, Check, Form, RankCall};
 
-const KINDS: [Kind; 4] = [Kind::Threads, Kind::Tcp, Kind::Shm, Kind::Hosts(&[0, 0, 1, 1])];
+/// Each kind of group, and whether its control connections form a star.
+const KINDS: [(Kind, bool); 7] = [
+    (Kind::Threads, false),
+    (Kind::Tcp, false),
+    (Kind::Tcp, true),
+    (Kind::Shm, false),
+    (Kind::Shm, true),
+    (Kind::Hosts(&[0, 0, 1, 1]), false),
+    (Kind::Hosts(&[0, 0, 1, 1]), true),
+];
 
 /// Totals so far, counted from the random draws that all ranks make alike.
 #[derive(Clone, Copy, Default)]
@@ -122,29 +131,33 @@ fn resource_usage() -> [usize; 3] {
 }
 
 /// Runs the soak on one kind of group, and checks that nothing remains of the groups afterwards.
-fn run(kind: Kind, seed: u64, operations: usize) {
+fn run((kind, star): (Kind, bool), seed: u64, operations: usize) {
     let before = resource_usage();
+    let label = format!("{kind:?}{}", if star { ", star" } else { "" });
     let (arrived, start) = (Arc::new(Arrivals::default()), Instant::now());
-    let ranks = joins(kind, GROUPS[0], |builder| builder).into_iter().enumerate().map(|(rank, door)| {
-        let arrived = arrived.clone();
-        thread::spawn(move || {
-            let all = door();
-            let part =
-                |members: &[usize]| members.contains(&rank).then(|| all.subgroup(members).expect("members agree"));
-            let groups = [Some(all.clone()), part(GROUPS[1]), part(GROUPS[2])];
-            drop(all);
-            soak(seed, operations, rank, &groups, &arrived)
-        })
-    });
+    let ranks = joins(kind, GROUPS[0], |builder| if star { builder.mesh(2) } else { builder })
+        .into_iter()
+        .enumerate()
+        .map(|(rank, door)| {
+            let arrived = arrived.clone();
+            thread::spawn(move || {
+                let all = door();
+                let part =
+                    |members: &[usize]| members.contains(&rank).then(|| all.subgroup(members).expect("members agree"));
+                let groups = [Some(all.clone()), part(GROUPS[1]), part(GROUPS[2])];
+                drop(all);
+                soak(seed, operations, rank, &groups, &arrived)
+            })
+        });
     let ranks: Vec<_> = ranks.collect();
     let results: Vec<_> = ranks.into_iter().map(|rank| rank.join().expect("a rank does not panic")).collect();
     let errors: Vec<_> = results.iter().filter_map(|result| result.as_ref().err().cloned()).collect();
     let again = format!("BONFIRE_SOAK_SEED={seed} BONFIRE_SOAK={} repeats it", operations * KINDS.len());
     // One error is the cause. The other ranks then lose the rank that had it, by its number in their group.
-    assert!(errors.is_empty(), "{kind:?}, {again}:\n{}", errors.join("\n"));
+    assert!(errors.is_empty(), "{label}, {again}:\n{}", errors.join("\n"));
     let Tally { operations, reduced, moved, memory, .. } = results[0].clone().expect("there are no errors");
     println!(
-        "soak: {kind:?}: {operations} operations, {} MiB reduced, {} MiB moved, {:.1} s, wrong 0 (seed {seed})",
+        "soak: {label}: {operations} operations, {} MiB reduced, {} MiB moved, {:.1} s, wrong 0 (seed {seed})",
         reduced >> 20,
         moved >> 20,
         start.elapsed().as_secs_f64()
@@ -153,7 +166,7 @@ fn run(kind: Kind, seed: u64, operations: usize) {
     // The memory of a group grows to what its largest operation needs, so that a short run proves nothing.
     let [earlier, later] = memory;
     let bounded = operations < 10_000 || later < earlier + earlier / 4 + (64 << 10);
-    assert!(bounded, "{kind:?}, {again}: up to {earlier} KiB of memory in the first half, {later} in the second");
+    assert!(bounded, "{label}, {again}: up to {earlier} KiB of memory in the first half, {later} in the second");
     // Threads and sockets end on their own after the last handle is dropped.
     let begun = Instant::now();
     let left = |left: &[usize; 3]| format!("{} threads and {} open files", left[0], left[1]);
@@ -163,7 +176,7 @@ fn run(kind: Kind, seed: u64, operations: usize) {
             break;
         }
         let (before, now) = (left(&before), left(&now));
-        assert!(begun.elapsed() < Duration::from_secs(2), "{kind:?}: {before} before, and {now} afterwards");
+        assert!(begun.elapsed() < Duration::from_secs(2), "{label}: {before} before, and {now} afterwards");
         thread::yield_now();
     }
 }

@@ -38,6 +38,8 @@ pub type IsExpected<'a> = &'a dyn Fn(usize, Option<&Error>) -> bool;
 /// A group with an injected fault, and the outcome.
 pub struct Case {
     pub carrier: Carrier,
+    /// Whether groups of more than two ranks begin as stars.
+    pub star: bool,
     random: Random,
     /// A description of the fault.
     pub what: String,
@@ -61,10 +63,23 @@ pub struct Child {
 
 impl Case {
     pub fn new(carrier: Carrier, seed: u64) -> Case {
-        let (random, what) = (random(&[seed]), String::new());
+        let (mut random, what) = (random(&[seed]), String::new());
+        let star = carrier != Carrier::Threads && random.next() >> 16 & 1 == 0;
         let (hangs, wrong, leaks) = Default::default();
         let (skipped, may_abort) = (None, None);
-        Case { carrier, random, what, faults: 0, skipped, may_abort, slowest: Duration::ZERO, hangs, wrong, leaks }
+        Case {
+            carrier,
+            star,
+            random,
+            what,
+            faults: 0,
+            skipped,
+            may_abort,
+            slowest: Duration::ZERO,
+            hangs,
+            wrong,
+            leaks,
+        }
     }
 
     pub fn below(&mut self, limit: usize) -> usize {
@@ -87,12 +102,15 @@ impl Case {
             secret: false,
             deadline: DEADLINE,
             silence: LONG_SILENCE,
+            hang_timeout: None,
+            mesh: if self.star { 2 } else { 16 },
             patience: DEADLINE,
             seed: self.random.next(),
             steps: u64::MAX,
             largest: 20,
             until: None,
             deeds: Vec::new(),
+            subgroups: false,
             goes_on: false,
             files: None,
             memory: None,

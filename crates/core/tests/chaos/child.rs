@@ -4,6 +4,7 @@ use std::panic::{catch_unwind, resume_unwind};
 use std::time::{Duration, Instant, UNIX_EPOCH};
 use std::{fs, thread};
 
+use bonfire_core::error::Apart;
 use bonfire_core::{Builder, Error, Group, Medium, ReduceOp, Secret};
 use rustix::process::{Resource, Rlimit, Signal, getpid, getrlimit, kill_process, setrlimit};
 
@@ -56,6 +57,7 @@ pub fn main() {
 fn builder(orders: &Orders) -> Builder {
     let builder = Group::builder().rank(orders.rank).world_size(orders.world_size).address(&orders.address);
     let builder = builder.deadline(orders.deadline).silence(orders.silence).rendezvous_timeout(orders.patience);
+    let builder = orders.hang_timeout.into_iter().fold(builder.mesh(orders.mesh), Builder::hang_timeout);
     let builder = builder.transport(match orders.carrier {
         Carrier::Tcp => Medium::Tcp,
         Carrier::Shm => Medium::Shm,
@@ -165,18 +167,36 @@ fn run_stream(group: Group, orders: &Orders, report: &mut Report) {
 
 /// Shrinks the group until a smaller one completes its stream. Returns the members of that group.
 fn shrink_and_continue(group: &Group, orders: &Orders, wrong: &mut Vec<String>) -> Result<u32, Error> {
-    let mut left = group.shrink()?;
+    let mut left = shrink(&group.with_deadline(SHRINK_DEADLINE))?;
     loop {
-        match continue_in(&left, group.rank(), orders) {
-            Ok(members) => return Ok(members),
+        let outcome = continue_in(&left, group.rank(), orders);
+        match outcome.and_then(|members| Ok((members, orders.until.is_none() || is_over(&left, orders)?))) {
+            Ok((members, true)) => return Ok(members),
+            Ok((_, false)) => {}
             // Another rank was lost meanwhile.
-            Err(StepError::Failed(_)) => left = left.shrink()?,
+            Err(StepError::Failed(_)) => left = shrink(&left)?,
             Err(StepError::Wrong(what)) => {
                 wrong.push(format!("in the shrunk group: {what}"));
                 return Ok(0);
             }
         }
     }
+}
+
+/// The deadline of a shrink, and of operations in the group that it makes.
+const SHRINK_DEADLINE: Duration = Duration::from_secs(15);
+
+/// Shrinks the group. Calls again after an error that is not final.
+fn shrink(group: &Group) -> Result<Group, Error> {
+    let repeated =
+        |error: &Error| !matches!(error, Error::Shrink { why: Apart::Excluded { .. } | Apart::Minority { .. }, .. });
+    let mut result = group.shrink();
+    for _ in 0..2 {
+        if result.as_ref().is_err_and(repeated) {
+            result = group.shrink();
+        }
+    }
+    result
 }
 
 /// Runs a stream in the shrunk group, and returns its members as a mask of the original ranks.
@@ -202,7 +222,21 @@ fn step(group: &Group, orders: &Orders, number: u64) -> Result<(), StepError> {
         group.all_reduce(&mut data, ReduceOp::Sum)?;
         return Err(StepError::Wrong("an operation succeeded that a rank did not call".into()));
     }
+    if orders.subgroups && number % 5 == 4 {
+        return in_subgroups(group);
+    }
     Step::draw((orders.seed, number), orders.largest, group, near).run(group)
+}
+
+/// Makes two subgroups, and calls an operation in each. If that fails, so does the next operation of the group, which
+/// says why.
+fn in_subgroups(group: &Group) -> Result<(), StepError> {
+    let Some(half) = group.split(Some(group.rank() as u64 % 2), 0)? else { return Ok(()) };
+    let mut ranks = [1u64];
+    match half.all_reduce(&mut ranks, ReduceOp::Sum) {
+        Ok(()) if ranks[0] != half.world_size() as u64 => Err(StepError::Wrong(format!("{ranks:?} ranks in {half:?}"))),
+        _ => Ok(()),
+    }
 }
 
 /// Performs an act that does not replace the step.

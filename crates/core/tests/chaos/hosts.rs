@@ -13,11 +13,12 @@ use crate::orders::{Carrier, Orders};
 pub const CARRIERS: &[Carrier] = &[Carrier::Tcp, Carrier::Mixed];
 
 /// A group over several hosts: one rank on each of three hosts, or two ranks on each of two.
-struct Group {
-    network: Network,
-    hosts: usize,
-    children: Vec<Child>,
-    until: PathBuf,
+pub struct Group {
+    pub network: Network,
+    pub hosts: usize,
+    pub children: Vec<Child>,
+    /// The stream ends when this file exists.
+    pub until: PathBuf,
     _folder: tempfile::TempDir,
 }
 
@@ -29,6 +30,16 @@ impl Group {
         prepare: impl Fn(&Network, usize) -> Result<(), String>,
     ) -> Option<Group> {
         let (hosts, n) = if case.carrier == Carrier::Mixed { (2, 4) } else { (3, 3) };
+        Group::start_with(case, (hosts, n), prepare, |orders| Orders { silence, ..orders })
+    }
+
+    /// As [`start`](Group::start), with `n` ranks on `hosts` hosts in turn and with orders that `settle` completes.
+    pub fn start_with(
+        case: &mut Case,
+        (hosts, n): (usize, usize),
+        prepare: impl Fn(&Network, usize) -> Result<(), String>,
+        settle: impl Fn(Orders) -> Orders,
+    ) -> Option<Group> {
         let made = Network::new(hosts).and_then(|network| {
             (0..hosts).try_for_each(|host| prepare(&network, host))?;
             Ok(network)
@@ -43,8 +54,8 @@ impl Group {
         let folder = tempfile::tempdir().expect("a folder for a file");
         let until = folder.path().join("over");
         let address = format!("{}:29400", Network::address(0));
-        let orders =
-            Orders { address, secret: true, silence, until: Some(until.clone()), goes_on: true, ..case.orders(n) };
+        let orders = Orders { address, secret: true, until: Some(until.clone()), goes_on: true, ..case.orders(n) };
+        let orders = settle(orders);
         let child = |rank: usize| {
             let host = Some(Network::address(rank % hosts));
             case.child(&network.on(rank % hosts), &Orders { rank, host, ..orders.clone() })
@@ -94,7 +105,8 @@ pub fn link_flaps(case: &mut Case) {
     });
 }
 
-/// Takes a link down for longer than the heartbeat timeout, and maybe up again. Either side loses the other.
+/// Takes a link down for longer than the heartbeat timeout, and maybe up again. Either side loses the other, and at
+/// most one goes on.
 pub fn partition(case: &mut Case) {
     let Some(mut group) = Group::start(case, SILENCE, |_, _| Ok(())) else { return };
     let (host, hosts, heals) = (case.below(group.hosts), group.hosts, case.below(2) == 0);
@@ -103,17 +115,20 @@ pub fn partition(case: &mut Case) {
         thread::sleep(Duration::from_micros(case.below(50_000) as u64));
         case.faults = 1;
         group.network.set_link(host, "down").expect("the test's own link");
+        thread::sleep(SILENCE + Duration::from_secs(2));
         if heals {
-            thread::sleep(SILENCE + Duration::from_secs(2));
             group.network.set_link(host, "up").expect("the test's own link");
+            thread::sleep(Duration::from_millis(case.below(3000) as u64));
         }
     }
+    std::fs::write(&group.until, "").expect("a file");
     let away = |rank: usize| rank % hosts == host;
-    case.end(
+    let reports = case.end(
         group.children,
         &[],
         SILENCE + SOON,
         false,
         &|rank, error| matches!(error, Some(Error::PeerLost { peer, .. }) if away(*peer) != away(rank)),
     );
+    case.went_on_as_one(&reports);
 }

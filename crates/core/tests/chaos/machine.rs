@@ -121,6 +121,17 @@ impl Network {
         command(&format!("ip -n {} link set port{i} {state}", self.switch()))
     }
 
+    /// Drops all packets that reach host `to` from host `from`.
+    pub fn cut(&self, from: usize, to: usize) -> Result<(), String> {
+        let rule = format!("-A INPUT -s {} -j DROP", Network::address(from));
+        command(&format!("{} iptables {rule}", self.on(to).join(" ")))
+    }
+
+    /// Undoes all cuts and drops.
+    pub fn heal(&self) -> Result<(), String> {
+        (0..self.hosts).try_for_each(|host| command(&format!("{} iptables -F INPUT", self.on(host).join(" "))))
+    }
+
     /// Drops one in `one_of` packets that reach a host.
     pub fn drop_packets(&self, i: usize, one_of: usize) -> Result<(), String> {
         let rule = format!("-A INPUT -i bf0 -m statistic --mode random --probability {:.4}", 1.0 / one_of as f64);

@@ -65,6 +65,10 @@ pub struct Orders {
     pub secret: bool,
     pub deadline: Duration,
     pub silence: Duration,
+    /// How long `shrink` waits for ranks that live and do not call it.
+    pub hang_timeout: Option<Duration>,
+    /// The largest group that begins as a mesh: a larger one is a star.
+    pub mesh: usize,
     /// The timeout of the rendezvous.
     pub patience: Duration,
     /// The same on all ranks.
@@ -73,9 +77,11 @@ pub struct Orders {
     pub steps: u64,
     /// The base-2 logarithm of the most bytes of an operation.
     pub largest: usize,
-    /// The stream ends early once this file exists.
+    /// The stream ends once this file exists, in the group and in those to which it is shrunk.
     pub until: Option<PathBuf>,
     pub deeds: Vec<ScheduledAct>,
+    /// Whether some steps are operations of new subgroups.
+    pub subgroups: bool,
     /// Whether the survivors of a failure shrink the group and continue.
     pub goes_on: bool,
     /// How many more descriptors, and bytes of address space, it may use than before it connects.

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use bonfire_core::Error;
+use bonfire_core::error::Apart;
 use rustix::process::Signal;
 
 use crate::case::{Case, DEADLINE, SILENCE, SOON, is_lost};
@@ -118,6 +119,73 @@ pub fn too_slow(case: &mut Case) {
         true,
         &|_, error| matches!(error, Some(Error::Timeout { missing, .. }) if *missing == [victim]),
     );
+    case.port_is_free(&orders.address);
+}
+
+/// A rank lives and does not call for longer than the deadline and the hang timeout. The others go on without it if
+/// they are the majority, and otherwise with it.
+pub fn hangs(case: &mut Case) {
+    let n = case.world_size();
+    let (orders, victim) =
+        (Orders { deadline: SHORT, hang_timeout: Some(SHORT), goes_on: true, ..case.orders(n) }, case.below(n));
+    let children = case.start_with(&orders, victim, Act::Sleep(SHORT * 4));
+    case.faults = 1;
+    let reports = case.end(
+        children,
+        &[],
+        SHORT + SOON,
+        true,
+        &|_, error| matches!(error, Some(Error::Timeout { missing, .. }) if *missing == [victim]),
+    );
+    if n == 2 && victim == 0 {
+        case.went_on(&reports, n, &[]);
+    } else {
+        case.went_on(&reports, n, &[victim]);
+        let excluded =
+            |report: &Report| matches!(&report.went_on, Some(Err(Error::Shrink { why: Apart::Excluded { .. }, .. })));
+        let came = reports.iter().filter(|report| report.rank == victim && !excluded(report));
+        case.wrong.extend(came.map(|report| format!("{report:?} was not excluded")));
+    }
+    case.port_is_free(&orders.address);
+}
+
+/// A rank that is stopped for less than the heartbeat timeout does no harm.
+pub fn pauses(case: &mut Case) {
+    let n = case.world_size();
+    let folder = tempfile::tempdir().expect("a folder for a file");
+    let until = folder.path().join("over");
+    let orders = Orders { silence: Duration::from_secs(5), until: Some(until.clone()), ..case.orders(n) };
+    let (victim, long) = (case.below(n), Duration::from_millis(500 + case.below(2000) as u64));
+    let mut children = case.start(&orders);
+    case.what = format!("rank {victim} of {n} for {long:?}");
+    if case.going(&mut children) {
+        std::thread::sleep(Duration::from_millis(case.below(1000) as u64));
+        case.faults = 1;
+        children[victim].process.signal(Signal::STOP);
+        std::thread::sleep(long);
+        children[victim].process.signal(Signal::CONT);
+    }
+    std::fs::write(until, "").expect("a file");
+    case.end(children, &[], SOON, true, &|_, error| error.is_none());
+    case.port_is_free(&orders.address);
+}
+
+/// Some ranks of a large group, which is a star, are killed at one moment.
+pub fn many(case: &mut Case) {
+    let n = [17, 32, 17 + case.below(16)][case.below(3)];
+    let orders = Orders { mesh: 16, largest: 14, patience: DEADLINE * 2, goes_on: true, ..case.orders(n) };
+    let (first, at) = (case.below(n), case.early());
+    let mut victims = vec![first, (first + 1 + case.below(n - 1)) % n, 0];
+    victims.truncate(1 + case.below(3));
+    victims.sort_unstable();
+    victims.dedup();
+    let act = |case: &mut Case| Act::Signal { number: Signal::KILL.as_raw(), micros: case.below(1000) as u64 };
+    let deeds: Vec<_> = victims.iter().map(|rank| ScheduledAct { rank: *rank, at, act: act(case) }).collect();
+    case.what = format!("ranks {victims:?} of {n} before step {at}");
+    case.faults = victims.len();
+    let children = case.start(&Orders { deeds, ..orders.clone() });
+    let reports = case.end(children, &victims, SOON * 3, false, &|_, error| is_lost(error, &victims));
+    case.went_on(&reports, n, &victims);
     case.port_is_free(&orders.address);
 }
 
