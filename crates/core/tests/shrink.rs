@@ -8,7 +8,7 @@ use bonfire_core::error::Apart;
 use bonfire_core::{Algorithm, Builder, Error, Group, ReduceOp};
 use bonfire_testing::process::{Process, is_child, report, say};
 use bonfire_testing::transport::Channels;
-use bonfire_testing::{DEADLINE, Kind, run_ranks, run_ranks_with};
+use bonfire_testing::{DEADLINE, Kind, in_parallel, run_ranks, run_ranks_with};
 use rustix::process::Signal;
 
 /// Calls small, large and rooted operations of all kinds, so that every path is taken. Returns the members as a mask of
@@ -125,17 +125,17 @@ const KINDS: [(Kind, bool); 6] = [
     (Kind::Shm, true),
 ];
 
-/// Runs `f` on ranks of each kind, also in stars, with so long a hang timeout.
-fn with_hang_timeout<T: Send + 'static>(
+/// Runs the ranks that `rank` returns on every kind of group, also in stars, with so long a hang timeout.
+fn with_hang_timeout<T: Send + 'static, F: Fn(Group) -> T + Clone + Send + 'static>(
     n: usize,
     hang: Duration,
-    f: impl Fn(Group) -> T + Clone + Send + 'static,
-    check: impl Fn(Vec<T>, &str),
+    rank: impl Fn() -> F + Sync,
+    check: impl Fn(Vec<T>, &str) + Sync,
 ) {
-    for (kind, star) in KINDS {
-        let settings = |builder: Builder| if star { builder.mesh(2) } else { builder }.hang_timeout(hang);
-        check(run_ranks_with(kind, n, settings, f.clone()), &format!("{kind:?}, star: {star}"));
-    }
+    in_parallel(&KINDS, KINDS.len(), |(kind, star)| {
+        let settings = |builder: Builder| if *star { builder.mesh(2) } else { builder }.hang_timeout(hang);
+        check(run_ranks_with(*kind, n, settings, rank()), &format!("{kind:?}, star: {star}"));
+    });
 }
 
 const SOON: Duration = Duration::from_millis(300);
@@ -143,116 +143,144 @@ const SOON: Duration = Duration::from_millis(300);
 #[test]
 fn a_majority_leaves_out_ranks_that_live_and_do_not_call_and_these_learn_of_it() {
     for (n, hung) in [(3, 0b010), (4, 0b0001), (2, 0b10), (5, 0b01010)] {
-        let done = Arc::new(Barrier::new(n));
-        let rank = move |group: Group| {
-            group.barrier().unwrap();
-            if hung >> group.rank() & 1 == 1 {
-                done.wait();
-                // It calls when the others have gone on, and once more.
-                let excluded = [(); 2].map(|()| group.shrink().unwrap_err());
-                done.wait();
-                return Err(excluded);
-            }
-            // One of them fails in an operation, the others in the next one, which fails at once.
-            let failed = group.with_deadline(SOON).all_reduce(&mut [1u8], ReduceOp::Sum).unwrap_err();
-            assert!(matches!(failed, Error::Timeout { .. }), "{failed:?}");
-            let small = group.shrink().unwrap();
-            let mask = roll_call(&small, group.rank());
-            done.wait();
-            done.wait();
-            Ok((mask, small.shrink().map(|again| again.world_size())))
-        };
-        with_hang_timeout(n, SOON, rank, |results, label| {
-            let left = (1u32 << n) - 1 - hung;
-            for (rank, result) in results.into_iter().enumerate() {
-                match result {
-                    Ok(result) => assert_eq!(result, (Ok(left), Ok(left.count_ones() as usize)), "{label}, {hung:b}"),
-                    Err(excluded) => assert!(
-                        excluded.iter().all(|error| matches!(error, Error::Shrink { why: Apart::Excluded { by }, .. }
-                            if hung >> by & 1 == 0)),
-                        "{label}, rank {rank} of {n}: {excluded:?}"
-                    ),
+        let rank = |done: Arc<Barrier>| {
+            move |group: Group| {
+                group.barrier().unwrap();
+                if hung >> group.rank() & 1 == 1 {
+                    done.wait();
+                    // It calls when the others have gone on. At first it may only know that they are about to.
+                    let minority = |error: &Error| matches!(error, Error::Shrink { why: Apart::Minority { .. }, .. });
+                    let errors = std::iter::repeat_with(|| group.shrink().unwrap_err());
+                    let excluded: Vec<_> = errors.skip_while(minority).take(2).collect();
+                    done.wait();
+                    return Err(excluded);
                 }
+                // One of them fails in an operation, the others in the next one, which fails at once.
+                let failed = group.with_deadline(SOON).all_reduce(&mut [1u8], ReduceOp::Sum).unwrap_err();
+                assert!(matches!(failed, Error::Timeout { .. }), "{failed:?}");
+                let small = group.shrink().unwrap();
+                let mask = roll_call(&small, group.rank());
+                done.wait();
+                done.wait();
+                Ok((mask, small.shrink().map(|again| again.world_size())))
             }
-        });
+        };
+        with_hang_timeout(
+            n,
+            SOON,
+            || rank(Arc::new(Barrier::new(n))),
+            |results, label| {
+                let left = (1u32 << n) - 1 - hung;
+                for (rank, result) in results.into_iter().enumerate() {
+                    match result {
+                        Ok(result) => {
+                            assert_eq!(result, (Ok(left), Ok(left.count_ones() as usize)), "{label}, {hung:b}")
+                        }
+                        Err(excluded) => assert!(
+                            excluded
+                                .iter()
+                                .all(|error| matches!(error, Error::Shrink { why: Apart::Excluded { by }, .. }
+                            if hung >> by & 1 == 0)),
+                            "{label}, rank {rank} of {n}: {excluded:?}"
+                        ),
+                    }
+                }
+            },
+        );
     }
 }
 
 #[test]
 fn a_minority_waits_for_live_ranks_and_calls_again_until_they_come() {
     for (n, late) in [(2, 0b01), (3, 0b110), (4, 0b0011)] {
-        let failed = Arc::new(Barrier::new(n));
         let hang = Duration::from_secs(2);
-        let rank = move |group: Group| {
-            group.barrier().unwrap();
-            let start = Instant::now();
-            while late >> group.rank() & 1 == 0 && start.elapsed() < hang + SOON {
-                let error = group.with_deadline(SOON).shrink().unwrap_err();
-                let Error::Shrink { why: Apart::Missing { ranks, .. }, rank, .. } = &error else { panic!("{error:?}") };
-                assert!(*rank == group.rank() && ranks.iter().all(|rank| late >> rank & 1 == 1), "{error:?}");
+        let rank = |failed: Arc<Barrier>| {
+            move |group: Group| {
+                group.barrier().unwrap();
+                let start = Instant::now();
+                while late >> group.rank() & 1 == 0 && start.elapsed() < hang + SOON {
+                    let error = group.with_deadline(SOON).shrink().unwrap_err();
+                    let Error::Shrink { why: Apart::Missing { ranks, .. }, rank, .. } = &error else {
+                        panic!("{error:?}")
+                    };
+                    assert!(*rank == group.rank() && ranks.iter().all(|rank| late >> rank & 1 == 1), "{error:?}");
+                }
+                failed.wait();
+                roll_call(&group.shrink()?, group.rank())
             }
-            failed.wait();
-            roll_call(&group.shrink()?, group.rank())
         };
-        with_hang_timeout(n, hang, rank, |results, label| {
-            assert_eq!(results, vec![Ok((1 << n) - 1); n], "{label}, {late:b} are late");
-        });
+        with_hang_timeout(
+            n,
+            hang,
+            || rank(Arc::new(Barrier::new(n))),
+            |results, label| {
+                assert_eq!(results, vec![Ok((1 << n) - 1); n], "{label}, {late:b} are late");
+            },
+        );
     }
 }
 
 #[test]
 fn a_longer_hang_timeout_than_the_deadline_counts_over_all_calls() {
-    let done = Arc::new(Barrier::new(3));
-    let rank = move |group: Group| {
-        group.barrier().unwrap();
-        let outcome = if group.rank() == 1 {
-            Ok(0)
-        } else {
-            let (start, short) = (Instant::now(), group.with_deadline(SOON));
-            let mut results = std::iter::repeat_with(|| short.shrink());
-            let small = results.find(|result| {
-                let missing = matches!(result, Err(Error::Shrink { why: Apart::Missing { .. }, .. }));
-                assert_eq!(missing, result.is_err(), "{result:?}");
-                !missing
-            });
-            assert!(start.elapsed() >= SOON * 3);
-            roll_call(&small.expect("it ends with one").unwrap().with_deadline(DEADLINE), group.rank())
-        };
-        done.wait();
-        outcome
+    let rank = |done: Arc<Barrier>| {
+        move |group: Group| {
+            group.barrier().unwrap();
+            let outcome = if group.rank() == 1 {
+                Ok((0, Duration::ZERO))
+            } else {
+                let (start, short) = (Instant::now(), group.with_deadline(SOON));
+                let mut results = std::iter::repeat_with(|| short.shrink());
+                let small = results.find(|result| {
+                    let missing = matches!(result, Err(Error::Shrink { why: Apart::Missing { .. }, .. }));
+                    assert_eq!(missing, result.is_err(), "{result:?}");
+                    !missing
+                });
+                let small = small.expect("it ends with one").unwrap().with_deadline(DEADLINE);
+                roll_call(&small, group.rank()).map(|mask| (mask, start.elapsed()))
+            };
+            done.wait();
+            outcome
+        }
     };
-    with_hang_timeout(3, SOON * 4, rank, |results, label| {
-        assert_eq!(results, [Ok(0b101), Ok(0), Ok(0b101)], "{label}");
-    });
+    with_hang_timeout(
+        3,
+        SOON * 4,
+        || rank(Arc::new(Barrier::new(3))),
+        |results, label| {
+            let (masks, times): (Vec<_>, Vec<_>) = results.into_iter().map(|result| result.unwrap()).unzip();
+            assert_eq!(masks, [0b101, 0, 0b101], "{label}");
+            // The first of the two to call decides.
+            assert!(times.into_iter().max() >= Some(SOON * 4), "{label}");
+        },
+    );
 }
 
 #[test]
 fn without_a_hang_timeout_the_deadline_decides_and_an_endless_one_leaves_out_no_rank() {
-    for (set, succeeds) in [(None, true), (Some(Duration::MAX), false)] {
-        for kind in Kind::ALL {
-            let done = Arc::new(Barrier::new(3));
-            let settings = |builder: Builder| set.into_iter().fold(builder, Builder::hang_timeout);
-            let results = run_ranks_with(kind, 3, settings, move |group| {
-                group.barrier().unwrap();
-                let limit = if succeeds { 8 } else { 1 };
-                let result = match group.rank() {
-                    1 => Ok(0),
-                    _ => group.with_deadline(Duration::from_secs(limit)).shrink().map(|small| small.world_size()),
-                };
-                done.wait();
-                result
-            });
-            for rank in [0, 2] {
-                match &results[rank] {
-                    Ok(2) if succeeds => {}
-                    Err(Error::Shrink { why: Apart::Missing { ranks, .. }, .. }) if !succeeds => {
-                        assert_eq!(ranks, &[1], "{kind:?}");
-                    }
-                    other => panic!("{kind:?}, {set:?}: {other:?}"),
+    let all = [(None, 8), (Some(Duration::MAX), 1)];
+    let cases: Vec<_> = all.into_iter().flat_map(|case| Kind::ALL.map(|kind| (kind, case))).collect();
+    in_parallel(&cases, cases.len(), |(kind, (set, limit))| {
+        let (done, limit) = (Arc::new(Barrier::new(3)), Duration::from_secs(*limit));
+        let settings = |builder: Builder| set.iter().fold(builder, |builder, limit| builder.hang_timeout(*limit));
+        let results = run_ranks_with(*kind, 3, settings, move |group| {
+            group.barrier().unwrap();
+            let result = match group.rank() {
+                1 => Ok(0),
+                _ => group.with_deadline(limit).shrink().map(|small| small.world_size()),
+            };
+            done.wait();
+            result
+        });
+        for rank in [0, 2] {
+            match &results[rank] {
+                Ok(2) if set.is_none() => {}
+                Err(Error::Shrink { why: Apart::Missing { ranks, .. }, .. }) if set.is_some() => {
+                    assert_eq!(ranks, &[1], "{kind:?}");
                 }
+                other => panic!("{kind:?}, {set:?}: {other:?}"),
             }
         }
-    }
+    });
 }
 
 #[test]
