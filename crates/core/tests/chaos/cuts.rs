@@ -1,6 +1,7 @@
 //! Links between hosts that are cut and heal, some of them repeatedly, at any moment of a group's life.
 //!
-//! Whatever the ranks make of it, no result is wrong, no call outlasts its time, and at the end at most one group goes on.
+//! Whatever the ranks make of it, no result is wrong, no call outlasts its time, and at the end at most one group goes
+//! on.
 
 use std::thread;
 use std::time::Duration;
