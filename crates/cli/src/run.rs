@@ -3,11 +3,15 @@
 mod address;
 mod args;
 #[cfg(unix)]
+mod fate;
+#[cfg(unix)]
 mod layout;
 #[cfg(unix)]
 mod output;
 #[cfg(unix)]
 mod rank;
+#[cfg(unix)]
+mod reports;
 #[cfg(unix)]
 mod signals;
 #[cfg(unix)]

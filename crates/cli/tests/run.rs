@@ -124,10 +124,14 @@ fn reports_the_first_failure_and_ends_the_others() {
     let output = bonfire(&["-n", "3"], script);
     assert_eq!(output.status.code(), Some(3));
     let stderr = text(&output.stderr);
-    let note = "bonfire: rank 1 exited with status 3; ending ranks 0, 2\n";
-    assert!(stderr.contains(note), "{stderr}");
-    let (_, report) =
-        stderr.split_once("bonfire: rank 1 failed: it exited with status 3; its last 20 lines:\n").unwrap();
+    for note in ["bonfire: rank 1 exited with status 3\n", "bonfire: ending ranks 0, 2\n"] {
+        assert!(stderr.contains(note), "{stderr}");
+    }
+    let (ends, report) =
+        stderr.split_once("bonfire: rank 1 ended first: it exited with status 3; its last 20 lines:\n").unwrap();
+    let listed = "bonfire:   ranks 0, 2: killed by SIGTERM, sent by the launcher\n\
+                  bonfire:   rank 1: exited with status 3\n";
+    assert!(ends.ends_with(listed), "{stderr}");
     let report: Vec<_> = report.lines().collect();
     assert_eq!(report.len(), 20, "{stderr}");
     assert!(report.contains(&"  | out of luck"), "{stderr}");
@@ -149,10 +153,28 @@ fn a_failure_lets_the_others_end_in_order() {
 }
 
 #[test]
+fn a_failure_does_not_cut_the_last_line_of_another_rank() {
+    let fifo = Fifo::new();
+    // Rank 1 is in the middle of its last line when rank 0 fails.
+    let script = format!(
+        "if [ $RANK = 0 ]; then read x <{0}; exit 3; fi
+        printf '['; echo >{0}; sleep 0.1; echo 'the whole line]'; exit 4",
+        fifo.path()
+    );
+    let output = bonfire(&["-n", "2"], &script);
+    assert_eq!(output.status.code(), Some(3));
+    assert_eq!(text(&output.stdout), "[1] [the whole line]\n");
+    let stderr = text(&output.stderr);
+    for end in ["rank 0: exited with status 3\n", "rank 1: exited with status 4\n"] {
+        assert!(stderr.contains(end), "{stderr}");
+    }
+}
+
+#[test]
 fn names_the_signal_that_killed_a_rank() {
     let output = bonfire(&["-n", "1"], "kill -SEGV $$");
     assert_eq!(output.status.code(), Some(128 + 11));
-    let report = "bonfire: rank 0 failed: it was killed by SIGSEGV; it printed nothing\n";
+    let report = "bonfire: rank 0 ended first: it was killed by SIGSEGV; it printed nothing\n";
     assert_eq!(text(&output.stderr), report);
 }
 

@@ -37,6 +37,8 @@ mod plan;
 mod reduce;
 #[cfg(unix)]
 mod rendezvous;
+#[cfg(unix)]
+mod report;
 mod sync;
 mod transport;
 mod types;

@@ -1,9 +1,9 @@
-//! At a tenth of its deadline, a rank that waits logs which ranks it waits for.
+//! At a tenth of its deadline, a rank that waits logs which ranks it waits for, in the rendezvous and in operations.
 
 use std::time::Duration;
 
-use bonfire_core::ReduceOp;
-use bonfire_testing::{Kind, logged, run_ranks_with};
+use bonfire_core::{Group, ReduceOp};
+use bonfire_testing::{Kind, free_address, logged, run_ranks_with};
 
 #[test]
 fn missing_ranks_are_logged_at_a_tenth_of_the_deadline_and_may_still_call() {
@@ -25,5 +25,8 @@ fn missing_ranks_are_logged_at_a_tenth_of_the_deadline_and_may_still_call() {
                 assert_eq!(data, [3.0; 1000]);
             },
         );
-    }
+    } // Nor does a rendezvous wait without a word.
+    let alone = Group::builder().rank(0).world_size(2).address(free_address());
+    alone.rendezvous_timeout(Duration::from_secs(2)).connect().expect_err("the other rank does not come");
+    logged::wait_for(&["rank 0 has waited", "rank 1 did not come"]);
 }

@@ -69,6 +69,7 @@ The environment of each rank has:
   BONFIRE_HOST                                address at which this node's ranks listen
   BONFIRE_SECRET_FILE or BONFIRE_SECRET       as you set it; otherwise, on a single node, a random
                                               BONFIRE_SECRET
+  BONFIRE_LAUNCHER                            a socket on which it reports failures and long waits
 
 Secret:
   Ranks authenticate each other with a shared secret when they connect. On a single node there is
@@ -94,13 +95,21 @@ Signals:
   launcher started, such as SIGHUP under nohup, stays ignored.
 
 Failures:
-  When a rank fails, its exit status and last lines are printed and the other ranks are ended:
-  SIGTERM, then SIGKILL after the grace period. A rank that exits with status 0 does not end the
-  others. When a rank has ended, all processes left in its process group are killed.
+  When a rank fails, the other ranks are ended: SIGTERM after a second, then SIGKILL after the grace
+  period. The launcher waits for 5 seconds instead of one if ranks are about to end by themselves. At
+  the end it prints how every rank ended, then the last lines of the rank that failed first. A rank
+  whose group failed with an error that names another rank is a consequence and not the first
+  failure, even if it ends first. Programs without Bonfire report no failures: of their ranks, the
+  first to end is the first failure. A rank that exits with status 0 does not end the others. When a
+  rank has ended, all processes left in its process group are killed.
+
+Hangs:
+  When a rank has waited for others for a tenth of the deadline (BONFIRE_DEADLINE, 300 seconds by
+  default), the launcher prints in which operation and for which ranks.
 
 Exit status:
   0      every rank exited with status 0, apart from the failures that --tolerate permits
-  S      the first failed rank, or the first that --tolerate does not permit, exited with status S
+  S      the rank that failed first, of those that --tolerate does not permit, exited with status S
   128+N  that rank was killed by signal N, or signal N to the launcher ended the run
   1      the launcher failed, for instance because its output was closed
   2      bad arguments; nothing was started

@@ -36,8 +36,8 @@ pub enum PrinterMessage {
     },
     /// A line from the launcher itself.
     Note(String),
-    /// How a rank failed. The printer adds the rank's last lines.
-    Failure { local: u32, what: String },
+    /// How all ranks ended, and how the one that failed first did. The printer adds that rank's last lines.
+    Failure { ends: Vec<String>, local: u32, what: String },
 }
 
 /// Starts the printer task. It ends when all senders are dropped, or with an error if it cannot print.
@@ -174,7 +174,11 @@ impl Printer {
                 last.push_back(text);
             }
             PrinterMessage::Note(text) => bytes.extend_from_slice(format!("bonfire: {text}\n").as_bytes()),
-            PrinterMessage::Failure { local, what } => {
+            PrinterMessage::Failure { ends, local, what } => {
+                if !ends.is_empty() {
+                    bytes.extend_from_slice(b"bonfire: the ranks ended in these ways:\n");
+                    ends.iter().for_each(|end| bytes.extend_from_slice(format!("bonfire:   {end}\n").as_bytes()));
+                }
                 let last = &self.last_lines[local as usize];
                 let lines = match last.len() {
                     0 => "it printed nothing".to_owned(),

@@ -11,6 +11,7 @@ use tokio::process::{ChildStderr, ChildStdout};
 use tokio::signal::unix::{self, SignalKind};
 
 use super::layout::Layout;
+use super::reports::Reports;
 use super::signals;
 
 /// A started rank. Dropping it kills its process group and reaps it.
@@ -24,7 +25,12 @@ pub struct Rank(Child);
 impl Rank {
     /// Starts the rank with local rank `local` in its own process group. A terminal's Ctrl-C then reaches the rank and
     /// the processes that it starts only once, through the launcher.
-    pub fn start(command: &[OsString], layout: &Layout, local: u32) -> io::Result<(Self, RankHandles)> {
+    pub fn start(
+        command: &[OsString],
+        layout: &Layout,
+        reports: &Reports,
+        local: u32,
+    ) -> io::Result<(Self, RankHandles)> {
         // Subscribed before the process starts, so that its exit is not missed.
         let exits = unix::signal(SignalKind::child())?;
         // clap rejects an empty command.
@@ -33,6 +39,7 @@ impl Rank {
             .args(&command[1..])
             .envs(layout.environment(local))
             .envs(layout.secret())
+            .envs([reports.variable(local)])
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())

@@ -7,6 +7,7 @@ use std::io;
 use std::panic::resume_unwind;
 use std::time::Duration;
 
+use bonfire_core::internal::{Event, Report};
 use rustix::io::Errno;
 use rustix::process::Signal;
 use tokio::runtime;
@@ -16,14 +17,21 @@ use tokio::task::{JoinError, JoinHandle, JoinSet};
 use tokio::time::{Instant, sleep_until, timeout};
 
 use super::args::Args;
+use super::fate::Fates;
 use super::layout::Layout;
 use super::output::{PrinterMessage, Stream, forward, start_printer};
 use super::rank::{End, Rank, RankHandles, ended};
+use super::reports::Reports;
 use super::signals;
 use crate::text::list;
 
 /// How long to wait for output of processes that an ended rank left behind, such as `tee`.
 const LINGER: Duration = Duration::from_secs(1);
+/// How long other ranks have to end by themselves after a failure. A signal could cut their last lines.
+const MOMENT: Duration = Duration::from_secs(1);
+/// The same, while the rank that failed first may still be about to end: because all failures so far name another rank,
+/// or because its group has failed. A rank that panics leaves its group before it ends, which takes up to two seconds.
+const SETTLING: Duration = Duration::from_secs(5);
 /// How long printing may take after a signal told the launcher to end and the ranks have ended.
 const PRINT_TIMEOUT: Duration = Duration::from_secs(2);
 
@@ -74,6 +82,7 @@ pub fn run(layout: &Layout, args: &Args) -> Result<u8, RunError> {
 async fn supervise(layout: &Layout, args: &Args) -> Result<u8, RunError> {
     // Signals are caught before the first rank starts, so that none can orphan a rank.
     let mut signals = signals::listen().map_err(RunError::Runtime)?;
+    let reports = Reports::new().map_err(RunError::Runtime)?;
     let (messages, printer) = start_printer(layout, !args.no_prefix);
     let (end_sender, ends) = mpsc::unbounded_channel();
     let mut supervisor = Supervisor {
@@ -83,6 +92,9 @@ async fn supervise(layout: &Layout, args: &Args) -> Result<u8, RunError> {
         succeeded: false,
         ranks: BTreeMap::new(),
         running: BTreeSet::new(),
+        fates: Fates::new(layout.local_world_size),
+        reports,
+        last_wait: String::new(),
         following: JoinSet::new(),
         ends,
         messages,
@@ -91,7 +103,7 @@ async fn supervise(layout: &Layout, args: &Args) -> Result<u8, RunError> {
         shutdown: None,
     };
     for local in 0..layout.local_world_size {
-        let (rank, handles) = Rank::start(&args.command, layout, local)
+        let (rank, handles) = Rank::start(&args.command, layout, &supervisor.reports, local)
             .map_err(|source| start_error(source, args, layout.first_rank + local))?;
         let number = layout.first_rank + local;
         log::debug!("rank {number} is process {}", handles.process.as_raw_pid());
@@ -116,6 +128,10 @@ struct Supervisor {
     ranks: BTreeMap<u32, Rank>,
     /// Those of `ranks` that are not known to have ended.
     running: BTreeSet<u32>,
+    fates: Fates,
+    reports: Reports,
+    /// The last wait that was printed: all ranks that wait report the same one.
+    last_wait: String,
     following: JoinSet<io::Result<u32>>,
     ends: UnboundedReceiver<(u32, End)>,
     messages: mpsc::Sender<PrinterMessage>,
@@ -129,13 +145,21 @@ struct Supervisor {
 /// The launcher is ending the run.
 struct Shutdown {
     cause: Cause,
-    /// When the ranks are killed or, if `killed`, when their output is no longer waited for.
-    deadline: Option<Instant>,
-    killed: bool,
+    phase: Phase,
+}
+
+#[derive(Clone, Copy)]
+enum Phase {
+    /// A rank has failed. The others may end by themselves before they are told to.
+    Settling { since: Instant },
+    /// The ranks were told to end, and are killed at this time.
+    Ending { until: Instant },
+    /// The ranks were killed. Their output is waited for until this time, if there is one.
+    Killed { until: Option<Instant> },
 }
 
 enum Cause {
-    Failure { local: u32, end: End },
+    Failure,
     Signal(Signal),
     Output(io::Error),
 }
@@ -144,19 +168,21 @@ impl Supervisor {
     /// Returns when every rank has ended and its output was read, or when the deadline for that has passed.
     async fn watch(&mut self, signals: &mut UnboundedReceiver<Signal>) -> Result<(), RunError> {
         while !self.ranks.is_empty() {
-            let deadline = self.shutdown.as_ref().and_then(|shutdown| shutdown.deadline);
+            let deadline = self.deadline();
             tokio::select! {
                 // A rank's end is handled before that of its follower, which removes the rank.
                 biased;
                 Some(signal) = signals.recv() => self.on_signal(signal),
-                () = deadline_passed(deadline) => {
-                    if self.shutdown.as_ref().is_some_and(|shutdown| shutdown.killed) {
-                        break;
+                () = deadline_passed(deadline) => match self.shutdown.as_ref().map(|shutdown| shutdown.phase) {
+                    Some(Phase::Settling { .. }) => self.tell_to_end(Signal::TERM),
+                    Some(Phase::Killed { .. }) => break,
+                    _ => {
+                        self.note(format!("{} did not end in time: killed", self.list_running()));
+                        self.kill();
                     }
-                    self.note(format!("{} did not end in time: killed", self.list_running()));
-                    self.kill();
-                }
+                },
                 Some((local, end)) = self.ends.recv() => self.on_end(local, end),
+                Ok(()) = self.reports.arrived() => self.hear(),
                 Some(followed) = self.following.join_next() => {
                     let local = flatten(followed).map_err(RunError::Wait)?;
                     self.ranks.remove(&local);
@@ -181,9 +207,11 @@ impl Supervisor {
             Some(Cause::Signal(signal)) => {
                 (signals::exit_status(signal.as_raw()), Some(Instant::now() + PRINT_TIMEOUT), None)
             }
-            Some(Cause::Failure { local, end }) => {
-                let what = format!("rank {} failed: it {end}", self.first_rank + local);
-                (end.status(), None, Some(PrinterMessage::Failure { local, what }))
+            Some(Cause::Failure) => {
+                // The failure that began the shutdown was that of a rank.
+                let Some((local, status)) = self.fates.first() else { return Ok(1) };
+                let what = self.fates.describe(local, self.first_rank);
+                (status, None, Some(PrinterMessage::Failure { ends: self.fates.list(self.first_rank), local, what }))
             }
         };
         let (messages, mut notes, printer) = (self.messages, self.notes, self.printer);
@@ -212,14 +240,15 @@ impl Supervisor {
         if !signals::ends(signal) {
             return self.signal_running(signal);
         }
-        match &mut self.shutdown {
+        match self.shutdown.as_mut().map(|shutdown| &mut shutdown.phase) {
             None => {
                 let name = signals::name(signal.as_raw());
                 self.note(format!("{name}: ending {}", self.list_running()));
                 self.end(Cause::Signal(signal), signal);
             }
+            Some(Phase::Settling { .. }) => self.tell_to_end(signal),
             // Only output is still waited for: stop that.
-            Some(shutdown) if shutdown.killed => shutdown.deadline = Some(Instant::now()),
+            Some(Phase::Killed { until }) => *until = Some(Instant::now()),
             Some(_) if signal == Signal::INT => {
                 self.note(format!("SIGINT again: killing {}", self.list_running()));
                 self.kill();
@@ -229,14 +258,19 @@ impl Supervisor {
     }
 
     fn on_end(&mut self, local: u32, end: End) {
+        // What the rank reported was sent before it ended.
+        self.hear();
         self.running.remove(&local);
         log::debug!("rank {} {end}", self.first_rank + local);
         self.succeeded |= !end.failed();
-        if !end.failed() || self.shutdown.is_some() {
+        let counts = end.failed() && self.shutdown.is_none();
+        // If no rank has succeeded and none is left that could, the run has failed.
+        let tolerated = counts && self.tolerated_failures > 0 && (self.succeeded || !self.running.is_empty());
+        self.fates.ended(local, end, tolerated);
+        if !counts {
             return;
         }
-        // If no rank has succeeded and none is left that could, the run has failed.
-        if self.tolerated_failures > 0 && (self.succeeded || !self.running.is_empty()) {
+        if tolerated {
             self.tolerated_failures -= 1;
             let others =
                 if self.running.is_empty() { String::new() } else { format!("; {} may continue", self.list_running()) };
@@ -244,10 +278,37 @@ impl Supervisor {
             return;
         }
         if !self.running.is_empty() {
-            let rank = self.first_rank + local;
-            self.note(format!("rank {rank} {end}; ending {}", self.list_running()));
+            self.note(format!("rank {} {end}", self.first_rank + local));
         }
-        self.end(Cause::Failure { local, end }, Signal::TERM);
+        self.shutdown = Some(Shutdown { cause: Cause::Failure, phase: Phase::Settling { since: Instant::now() } });
+    }
+
+    /// Takes the reports that have arrived.
+    fn hear(&mut self) {
+        while let Some(Report { local, event }) = self.reports.next() {
+            match event {
+                Event::Failed { names_another, error } => self.fates.failed(local, names_another, error),
+                Event::Connected => self.fates.connected(local),
+                Event::Waits { elapsed, what } => {
+                    if what != self.last_wait {
+                        self.note(format!("rank {} has waited {elapsed:.1?} {what}", self.first_rank + local));
+                        self.last_wait = what;
+                    }
+                }
+            }
+        }
+    }
+
+    /// Returns when the current phase of the shutdown ends.
+    fn deadline(&self) -> Option<Instant> {
+        match self.shutdown.as_ref()?.phase {
+            Phase::Settling { since } => {
+                let failing = self.running.iter().any(|local| self.fates.has_failed(*local));
+                Some(since + if self.fates.first_is_known() && !failing { MOMENT } else { SETTLING })
+            }
+            Phase::Ending { until } => Some(until),
+            Phase::Killed { until } => until,
+        }
     }
 
     /// Sends `signal` to the running ranks and starts the grace period. Only the first cause counts.
@@ -256,7 +317,17 @@ impl Supervisor {
             return;
         }
         self.signal_running(signal);
-        self.shutdown = Some(Shutdown { cause, deadline: Some(Instant::now() + self.grace), killed: false });
+        self.shutdown = Some(Shutdown { cause, phase: Phase::Ending { until: Instant::now() + self.grace } });
+    }
+
+    /// Sends `signal` to the ranks that still run some time after a failure, and starts the grace period.
+    fn tell_to_end(&mut self, signal: Signal) {
+        self.note(format!("ending {}", self.list_running()));
+        self.fates.end_all();
+        self.signal_running(signal);
+        if let Some(shutdown) = &mut self.shutdown {
+            shutdown.phase = Phase::Ending { until: Instant::now() + self.grace };
+        }
     }
 
     fn kill(&mut self) {
@@ -264,12 +335,12 @@ impl Supervisor {
             rank.signal(Signal::KILL);
         }
         if let Some(shutdown) = &mut self.shutdown {
-            shutdown.killed = true;
             // The report of a failure waits for a slow reader such as a pager, but not after a signal to the launcher.
-            shutdown.deadline = match shutdown.cause {
+            let until = match shutdown.cause {
                 Cause::Signal(_) => Some(Instant::now() + PRINT_TIMEOUT),
-                Cause::Failure { .. } | Cause::Output(_) => None,
+                Cause::Failure | Cause::Output(_) => None,
             };
+            shutdown.phase = Phase::Killed { until };
         }
     }
 

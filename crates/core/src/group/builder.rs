@@ -13,6 +13,8 @@ use crate::control::invitation::random;
 use crate::plan::{self, Selection};
 #[cfg(unix)]
 use crate::rendezvous::{Launched, Medium};
+#[cfg(unix)]
+use crate::report;
 use crate::transport::threads::Local;
 use crate::transport::{Base, Engines, Transport};
 use crate::types::Error;
@@ -304,6 +306,12 @@ impl Builder {
     /// is required and not available. [`Error::Io`] if the system refuses a thread or another resource. [`Error::Mpi`]
     /// if MPI fails.
     pub fn connect(self) -> Result<Group, Error> {
+        let connected = self.connect_group();
+        connected.as_ref().map_or_else(report::failed, |_| report::connected());
+        connected
+    }
+
+    fn connect_group(self) -> Result<Group, Error> {
         let by_mpi = self.settings.medium.is_mpi();
         if !by_mpi {
             self.settings.check()?;

@@ -205,6 +205,9 @@ impl Core {
     /// Poisons the group with `error`, unless it is poisoned already. Returns the error that did.
     fn poison(&self, error: Error, completed: u64) -> Error {
         let error = self.failure.get_or_init(|| error).clone();
+        // First: so the launcher hears first from the rank where a failure begins.
+        #[cfg(unix)]
+        crate::report::failed(&error);
         self.executor.transport.fail(&error, completed);
         // Last: the peers know by now and need not wait for a disk.
         self.save_trace();

@@ -7,6 +7,8 @@ use super::handle::Group;
 #[cfg(unix)]
 use super::interrupt;
 use crate::control::hang::HangTimeout;
+#[cfg(unix)]
+use crate::report;
 use crate::sync::Deadline;
 use crate::types::{Apart, Error};
 
@@ -64,7 +66,10 @@ impl Group {
             return Err(Error::argument("shrink", reason));
         }
         let hang = HangTimeout::new(self.hang_timeout, self.deadline(), self.core.failure());
-        let base = regroup.shrink(&hang, &deadline)?;
+        let base = regroup.shrink(&hang, &deadline);
+        #[cfg(unix)]
+        base.as_ref().map_or_else(report::failed, |_| report::connected());
+        let base = base?;
         // Relaxed: read and written in this rank's turn only.
         self.core.shrunk.store(true, Ordering::Relaxed);
         let group = Group::of(Core::new(base, self.core.executor.algorithms.clone()), self.limits(), None);

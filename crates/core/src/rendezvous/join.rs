@@ -6,6 +6,7 @@
 //! rank, whichever of them gives up first.
 
 use std::cell::RefCell;
+use std::future::pending;
 use std::io::{self, ErrorKind};
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -26,6 +27,7 @@ use super::{Medium, Settings, connection_ended};
 use crate::auth::{AcceptQueue, Member, Purpose, RETRY};
 use crate::control::invitation::random;
 use crate::control::{Board, MOST, Mesh, admit, frame};
+use crate::report;
 use crate::sync::ENDLESS;
 use crate::types::{Error, Ranks};
 
@@ -67,10 +69,20 @@ pub(super) async fn join(settings: &Settings, start: Instant) -> Result<(Joined,
             _ => participate(settings, start, &lobby, &waiting_for).await,
         }
     };
-    match timeout_at(deadline + LEEWAY, joined).await {
-        Ok(result) => result,
-        Err(_) => Err(settings.failed(start, timed_out(&waiting_for.borrow(), &lobby, n))),
-    }
+    // A long wait is as visible as in an operation.
+    let warned = async {
+        sleep(settings.timeout / 10).await;
+        let (rank, elapsed) = (settings.rank, start.elapsed());
+        let waiting = format!("for the group to connect: {}", waiting_for.borrow());
+        log::warn!("rank {rank} has waited {elapsed:.1?} {waiting}");
+        report::waits(elapsed, waiting);
+        pending().await
+    };
+    let joined = tokio::select! {
+        joined = timeout_at(deadline + LEEWAY, joined) => joined,
+        never = warned => never,
+    };
+    joined.unwrap_or_else(|_| Err(settings.failed(start, timed_out(&waiting_for.borrow(), &lobby, n))))
 }
 
 /// Returns why the rendezvous has timed out.
@@ -101,6 +113,7 @@ async fn coordinate(
     let mut refused = String::new();
     while ranks.iter().skip(1).any(Option::is_none) {
         let missing: Vec<usize> = (1..n).filter(|rank| ranks[*rank].is_none()).collect();
+        waiting_for.replace(format!("{} did not come", Ranks(&missing)));
         let problem = tokio::select! {
             accepted = accept(&listener, lobby, &member, &registrations) => {
                 if let Err(e) = accepted {

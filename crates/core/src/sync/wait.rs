@@ -82,12 +82,16 @@ impl<'a> SlowWaitWarning<'a> {
         }
     }
 
-    /// Logs the warning if it is due and has not been logged yet. `waiting` says for which operation and which ranks.
+    /// Logs the warning and reports it to the launcher, if it is due and not done yet. `waiting` says for which
+    /// operation and which ranks.
     pub fn warn(&mut self, rank: usize, waiting: impl FnOnce() -> String) {
         let elapsed = self.deadline.elapsed();
         if !self.warned && elapsed >= self.deadline.tenth() {
             self.warned = true;
-            log::warn!("rank {rank} has waited {elapsed:.1?} {}", waiting());
+            let waiting = waiting();
+            log::warn!("rank {rank} has waited {elapsed:.1?} {waiting}");
+            #[cfg(unix)]
+            crate::report::waits(elapsed, waiting);
         }
     }
 }

@@ -63,8 +63,8 @@ pub enum Error {
     /// The deadline, 300 s unless set, passed before all ranks that the operation needs had arrived.
     #[error(
         "{site} timed out after {elapsed:.1?} while rank {rank} waited for {}; if they are merely slow (evaluating, \
-         saving), raise the deadline (BONFIRE_DEADLINE, or `Group::with_deadline`); else set BONFIRE_TRACE to a \
-         folder, and `bonfire trace` says what each rank did",
+         saving), raise the deadline (BONFIRE_DEADLINE, or `Group::with_deadline`); else {TraceHint} says what each \
+         rank did",
         Ranks(.missing)
     )]
     Timeout {
@@ -331,6 +331,18 @@ impl fmt::Display for Ranks<'_> {
                 }
                 Ok(())
             }
+        }
+    }
+}
+
+/// How to use `bonfire trace`, which depends on whether this process writes traces.
+struct TraceHint;
+
+impl fmt::Display for TraceHint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match std::env::var_os("BONFIRE_TRACE").filter(|folder| !folder.is_empty()) {
+            Some(folder) => write!(f, "`bonfire trace {}`", folder.display()),
+            None => f.write_str("set BONFIRE_TRACE to a folder, and `bonfire trace`"),
         }
     }
 }

@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use super::Local;
-use crate::sync::{Bell, Deadline, Mutex, lock, spin};
+use crate::sync::{Bell, Deadline, Mutex, SlowWaitWarning, lock, spin};
 use crate::transport::Transport;
 use crate::types::{Error, Fault, Site};
 
@@ -100,9 +100,9 @@ impl Local {
             return Ok(());
         }
         let gone = || self.shared.absence(peer).is_some() || self.shared.failed();
-        let mut until = Instant::now() + deadline.tenth();
+        let mut patience = SlowWaitWarning::until(deadline);
         loop {
-            if mailbox.bell.sleep(until, || done() || gone()) {
+            if mailbox.bell.sleep(Instant::now() + patience.pause(), || done() || gone()) {
                 // A letter that was offered before its sender left is still delivered. A rank that fails leaves after
                 // that: the failure is the cause.
                 return match (done(), self.shared.absence(peer)) {
@@ -114,8 +114,7 @@ impl Local {
             if deadline.passed() {
                 return Err(Fault::Timeout { missing: vec![peer] });
             }
-            log::warn!("rank {} has waited {:.1?} for rank {peer}", self.rank, deadline.elapsed());
-            until = Instant::now() + deadline.remaining();
+            patience.warn(self.rank, || format!("for rank {peer}"));
         }
     }
 }

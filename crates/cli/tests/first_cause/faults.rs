@@ -1,0 +1,149 @@
+//! The ranks of a run, and what makes one of them fail.
+
+use std::path::PathBuf;
+use std::process::{self, ExitCode};
+use std::time::Duration;
+use std::{fs, ptr, thread};
+
+use bonfire::{Group, ReduceOp};
+use rustix::process::{Resource, Rlimit, Signal, getpid, kill_process, setrlimit};
+
+/// A way to fail.
+pub struct Fault {
+    pub name: &'static str,
+    /// What the launcher says about the rank, and its own exit status.
+    pub ended: &'static str,
+    pub status: u8,
+    /// Why it cannot be tried on this machine.
+    pub available: fn() -> Result<(), String>,
+    fail: fn(),
+}
+
+pub const FAULTS: &[Fault] = &[
+    Fault { name: "exit", ended: "exited with status 3", status: 3, available: always, fail: || process::exit(3) },
+    Fault {
+        name: "panic",
+        ended: "exited with status 101",
+        status: 101,
+        available: always,
+        fail: || panic!("out of luck"),
+    },
+    // Its group is dropped a second before it ends, so the other ranks end first.
+    Fault {
+        name: "slow panic",
+        ended: "exited with status 101",
+        status: 101,
+        available: always,
+        fail: || panic!("out of luck"),
+    },
+    Fault { name: "SIGKILL", ended: "was killed by SIGKILL", status: 137, available: always, fail: killed },
+    Fault { name: "SIGSEGV", ended: "was killed by SIGSEGV", status: 139, available: always, fail: bad_access },
+    Fault {
+        name: "no memory (RLIMIT_AS)",
+        ended: "was killed by SIGABRT",
+        status: 134,
+        available: always,
+        fail: || {
+            let most = Some(1 << 30);
+            setrlimit(Resource::As, Rlimit { current: most, maximum: most }).expect("a process may lower its limits");
+            use_memory();
+        },
+    },
+    Fault {
+        name: "no memory (cgroup)",
+        ended: "was killed by SIGKILL",
+        status: 137,
+        available: || Cgroup::new().map(drop),
+        fail: || {
+            let cgroup = Cgroup::new().expect("the test has tried it");
+            fs::write(cgroup.0.join("cgroup.procs"), "0").expect("a process joins a group");
+            // The launcher's process ends it.
+            use_memory();
+        },
+    },
+];
+
+fn always() -> Result<(), String> {
+    Ok(())
+}
+
+fn killed() {
+    kill_process(getpid(), Signal::KILL).expect("a signal to itself");
+}
+
+fn bad_access() {
+    // SAFETY: none: no memory is mapped in the first page, and the access ends the process.
+    unsafe { ptr::without_provenance::<u8>(64).read_volatile() };
+}
+
+/// Takes memory without end.
+fn use_memory() {
+    let mut taken = Vec::new();
+    loop {
+        taken.push(vec![1u8; 16 << 20]);
+    }
+}
+
+/// A control group with little memory. Dropping it removes it.
+struct Cgroup(PathBuf);
+
+impl Cgroup {
+    fn new() -> Result<Cgroup, String> {
+        let kinds = [("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max")];
+        let (root, limit) = kinds
+            .into_iter()
+            .find(|(root, _)| fs::exists(format!("{root}/cgroup.procs")).unwrap_or(false))
+            .ok_or("there are no control groups")?;
+        let cgroup = Cgroup(PathBuf::from(format!("{root}/bonfire-{}", process::id())));
+        let made = fs::create_dir(&cgroup.0).and_then(|()| fs::write(cgroup.0.join(limit), "64M"));
+        made.map_err(|error| format!("a control group cannot be made: {error}"))?;
+        Ok(cgroup)
+    }
+}
+
+impl Drop for Cgroup {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir(&self.0);
+    }
+}
+
+/// Delays the end of a process that panics.
+struct Slow(bool);
+
+impl Drop for Slow {
+    fn drop(&mut self) {
+        if self.0 {
+            thread::sleep(Duration::from_secs(1));
+        }
+    }
+}
+
+/// The program of a rank: rank `victim` fails in the middle of a run, or hangs if there is no fault of this name. The
+/// others end when they learn of it.
+pub fn rank(fault: &str, victim: usize, others_panic: bool) -> ExitCode {
+    let (name, fault) = (fault, FAULTS.iter().find(|known| known.name == fault));
+    let mut slow = Slow(false);
+    let group = Group::from_env().expect("ranks find each other");
+    let mut data = vec![1f32; 1000];
+    for step in 0.. {
+        if group.rank() == victim && step == 20 {
+            slow.0 = name == "slow panic";
+            match fault {
+                Some(fault) => (fault.fail)(),
+                // A hang.
+                None => loop {
+                    thread::park();
+                },
+            }
+        }
+        match group.all_reduce(&mut data, ReduceOp::Mean) {
+            Err(error) if others_panic => panic!("{error}"),
+            Err(error) => {
+                eprintln!("step {step}: {error}");
+                return ExitCode::FAILURE;
+            }
+            Ok(()) => {}
+        }
+    }
+    ExitCode::SUCCESS
+}

@@ -1,0 +1,147 @@
+//! What a rank tells the launcher that started it, `bonfire run`: that its group failed, whether the error names another
+//! rank, and that an operation waits. The launcher can then name the rank that failed first, whatever the programs print
+//! and in whatever order they end.
+//!
+//! The ranks of a node inherit one end of a pair of datagram sockets; `BONFIRE_LAUNCHER` holds its descriptor, its inode
+//! and the local rank. A datagram is in the launcher's queue when the call that sends it returns, so before this rank
+//! ends. A rank reports a failure before it tells its peers, so the first report is that of the rank where the failure
+//! began.
+
+use std::env;
+use std::os::fd::{BorrowedFd, RawFd};
+use std::os::unix::net::UnixDatagram;
+use std::sync::OnceLock;
+use std::time::Duration;
+
+use rustix::fs::{FileType, fstat};
+use serde::{Deserialize, Serialize};
+
+use crate::types::Error;
+
+/// The environment variable by which a rank finds the socket: `DESCRIPTOR:INODE:LOCAL_RANK`.
+pub const VARIABLE: &str = "BONFIRE_LAUNCHER";
+
+/// Most characters of an error. Some systems limit datagrams to 2 KiB.
+const LONGEST: usize = 1000;
+
+/// A message from a rank to its launcher.
+#[derive(Debug, PartialEq, Serialize, Deserialize)]
+pub struct Report {
+    /// The local rank of the process that sends it.
+    pub local: u32,
+    /// What happened.
+    pub event: Event,
+}
+
+/// What a rank reports.
+#[derive(Debug, PartialEq, Serialize, Deserialize)]
+pub enum Event {
+    /// An operation has waited for a tenth of its deadline.
+    Waits {
+        /// How long.
+        elapsed: Duration,
+        /// In which operation, for which ranks.
+        what: String,
+    },
+    /// A group of this rank failed, or could not be made.
+    Failed {
+        /// Whether the error says that another rank is the cause.
+        names_another: bool,
+        /// The error as text.
+        error: String,
+    },
+    /// This rank is in a new group: it has overcome earlier failures.
+    Connected,
+}
+
+pub fn waits(elapsed: Duration, what: String) {
+    send(|| Event::Waits { elapsed, what });
+}
+
+pub fn failed(error: &Error) {
+    send(|| failure(error));
+}
+
+pub fn connected() {
+    send(|| Event::Connected);
+}
+
+fn failure(error: &Error) -> Event {
+    Event::Failed { names_another: names_another(error), error: error.to_string().chars().take(LONGEST).collect() }
+}
+
+/// Whether the error says, or may mean, that another rank is the cause. The errors of other libraries do not tell.
+fn names_another(error: &Error) -> bool {
+    match error {
+        Error::PeerLost { .. } | Error::Left { .. } | Error::Timeout { .. } | Error::Members { .. } => true,
+        Error::Rendezvous { .. } | Error::Shrink { .. } => true,
+        Error::Nccl { .. } | Error::Mpi { .. } => true,
+        Error::InvalidArgument { .. } | Error::Config(_) | Error::Mismatch { .. } => false,
+        Error::Io { .. } | Error::Broken { .. } | Error::Library { .. } => false,
+    }
+}
+
+/// Sends a report, if a launcher listens. If the launcher is stopped, waits for at most a second, which the launcher has
+/// set on the socket. A report that cannot be sent is dropped: it explains a failure and must not cause one.
+fn send(event: impl FnOnce() -> Event) {
+    static LAUNCHER: OnceLock<Option<(UnixDatagram, u32)>> = OnceLock::new();
+    let launcher = LAUNCHER.get_or_init(|| inherited(&env::var(VARIABLE).ok()?));
+    if let Some((socket, local)) = launcher
+        && let Ok(bytes) = serde_json::to_vec(&Report { local: *local, event: event() })
+    {
+        let _ = socket.send(&bytes);
+    }
+}
+
+/// Returns a duplicate of the inherited socket, and the local rank. A program between the launcher and this rank may
+/// have closed the socket and opened something else under its number, so the inode is compared.
+fn inherited(text: &str) -> Option<(UnixDatagram, u32)> {
+    let mut numbers = text.split(':');
+    let descriptor: RawFd = numbers.next()?.parse().ok().filter(|number| *number >= 0)?;
+    let inode: u64 = numbers.next()?.parse().ok()?;
+    let local = numbers.next()?.parse().ok()?;
+    // SAFETY: the number is not -1. It is only duplicated, which is an error if it is not open and has no effect on its
+    // owner if it is.
+    let duplicate = unsafe { BorrowedFd::borrow_raw(descriptor) }.try_clone_to_owned().ok()?;
+    let stat = fstat(&duplicate).ok()?;
+    let is_it = FileType::from_raw_mode(stat.st_mode).is_socket() && stat.st_ino as u64 == inode;
+    is_it.then(|| (UnixDatagram::from(duplicate), local))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::{AsFd, AsRawFd};
+
+    use super::*;
+
+    fn variable(descriptor: impl AsFd, inode: u64) -> String {
+        format!("{}:{inode}:7", descriptor.as_fd().as_raw_fd())
+    }
+
+    #[test]
+    fn only_the_launchers_own_socket_is_written_to() {
+        let (launcher, ranks) = UnixDatagram::pair().unwrap();
+        let inode = fstat(&ranks).unwrap().st_ino as u64;
+        let (socket, local) = inherited(&variable(&ranks, inode)).unwrap();
+        socket.send(b"x").unwrap();
+        assert_eq!((local, launcher.recv(&mut [0; 2]).unwrap()), (7, 1));
+        assert!(inherited(&variable(&launcher, inode)).is_none());
+        let file = tempfile::tempfile().unwrap();
+        let inode = fstat(&file).unwrap().st_ino as u64;
+        assert!(inherited(&variable(&file, inode)).is_none());
+        for text in ["", "x", "-1:1:1", "1", "1:2", "999999:1:1", "::"] {
+            assert!(inherited(text).is_none(), "{text}");
+        }
+    }
+
+    #[test]
+    fn long_errors_are_cut_to_the_size_of_a_datagram() {
+        let Event::Failed { names_another: false, error } = failure(&Error::Config("x".repeat(10_000))) else {
+            panic!()
+        };
+        let report = Report { local: u32::MAX, event: Event::Failed { names_another: true, error } };
+        let bytes = serde_json::to_vec(&report).unwrap();
+        assert_eq!(serde_json::from_slice::<Report>(&bytes).unwrap(), report);
+        assert!(bytes.len() <= 2048, "{}", bytes.len());
+    }
+}
