@@ -41,6 +41,8 @@ pub fn run(args: &Args) -> Result<u8, Failure> {
     launchers::variables(|name| std::env::var(name).ok(), &mut findings);
     #[cfg(unix)]
     launchers::recognised(bonfire::Builder::from_env(), &mut findings);
+    #[cfg(unix)]
+    launchers::misspelled(std::env::vars_os().filter_map(|(name, _)| name.into_string().ok()), &mut findings);
     devices::devices(&machine, &mut findings);
     print(&if args.json { findings.json() } else { findings.text() })?;
     Ok(u8::from(!findings.runs()))

@@ -24,6 +24,10 @@ pub use args::Args;
 #[cfg(unix)]
 pub fn run(args: &Args) -> Result<u8, Failure> {
     let layout = layout::Layout::new(args).map_err(Failure::with(2))?;
+    let names = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok());
+    for warning in bonfire_core::internal::unknown_variables(names) {
+        eprintln!("bonfire: {warning}");
+    }
     supervise::run(&layout, args).map_err(|error| Failure::with(error.status())(error))
 }
 

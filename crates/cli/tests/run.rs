@@ -171,6 +171,49 @@ fn a_failure_does_not_cut_the_last_line_of_another_rank() {
 }
 
 #[test]
+fn misspelled_variables_are_named() {
+    let mut command = launcher(&["-n", "2"]);
+    let output = command.env("BONFIRE_TRANSPRT", "tcp").args(["true"]).output().unwrap();
+    assert_eq!(output.status.code(), Some(0));
+    let warning = "bonfire: the variable BONFIRE_TRANSPRT is set, but Bonfire has none of this name: do you mean \
+                   BONFIRE_TRANSPORT?\n";
+    assert_eq!(text(&output.stderr), warning);
+    assert_eq!(text(&bonfire(&["-n", "1"], "exit 0").stderr), "");
+}
+
+#[test]
+fn all_variables_that_the_sources_read_are_known() {
+    let root = concat!(env!("CARGO_MANIFEST_DIR"), "/../..");
+    let mut folders: Vec<_> =
+        ["src", "crates/core/src", "crates/cli/src"].map(|folder| format!("{root}/{folder}")).into();
+    let mut command = launcher(&["-n", "1"]);
+    while let Some(folder) = folders.pop() {
+        for entry in fs::read_dir(folder).unwrap().map(Result::unwrap) {
+            let path = entry.path().to_str().unwrap().to_owned();
+            if entry.file_type().unwrap().is_dir() {
+                folders.push(path);
+                continue;
+            }
+            let source = fs::read_to_string(&path).unwrap();
+            // Tests misspell names on purpose.
+            let code = source.split("#[cfg(test)]\nmod tests {").next().unwrap();
+            for rest in code.split("\"BONFIRE_").skip(1) {
+                let name = format!("BONFIRE_{}", rest.split('"').next().unwrap());
+                let is_whole =
+                    name.bytes().all(|byte| byte.is_ascii_uppercase() || byte == b'_') && !name.ends_with('_');
+                // Secrets are checked before anything starts.
+                if is_whole && !name.contains("SECRET") {
+                    command.env(name, "1");
+                }
+            }
+        }
+    }
+    assert!(command.get_envs().filter(|(_, value)| value.is_some()).count() > 10);
+    let output = command.args(["true"]).output().unwrap();
+    assert_eq!(text(&output.stderr), "");
+}
+
+#[test]
 fn names_the_signal_that_killed_a_rank() {
     let output = bonfire(&["-n", "1"], "kill -SEGV $$");
     assert_eq!(output.status.code(), Some(128 + 11));

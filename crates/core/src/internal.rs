@@ -8,7 +8,7 @@
 //! * [`Ranks`], [`hash`], [`random`]: ranks as text, a stable hash, random numbers that cannot be guessed.
 //! * [`spare_memory`], [`cgroups`]: memory, and the limits on it.
 //! * [`oracle`]: expected results of reductions, for tests and for the benchmark program.
-//! * [`Report`], [`Event`] and [`LAUNCHER`]: what ranks tell `bonfire run`.
+//! * [`Report`], [`Event`] and [`LAUNCHER`]: what ranks tell `bonfire run`. [`unknown_variables`]: misspelled settings.
 //! * [`frame`], [`OwnRuntime`] and the handshake ([`AcceptQueue`] to [`prove`]): connections of burn-collective's
 //!   orchestrator.
 
@@ -26,5 +26,6 @@ pub use crate::types::{Parts, Ranks, hash};
 pub use crate::{
     auth::{AcceptQueue, Prologue, Purpose, RETRY, Refusal, answer, confirm, dial, open, permit, prove},
     control::frame,
+    rendezvous::env::unknown_variables,
     report::{Event, Report, VARIABLE as LAUNCHER},
 };

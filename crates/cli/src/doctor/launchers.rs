@@ -2,6 +2,7 @@
 
 use bonfire::launch::Launched;
 use bonfire::{Builder, Error};
+use bonfire_core::internal::unknown_variables;
 use serde_json::{Map, Value, json};
 
 use super::findings::Findings;
@@ -34,6 +35,13 @@ pub fn recognised(settings: Result<Builder, Error>, findings: &mut Findings) {
     }
 }
 
+/// Adds a problem for each of these variables that looks like one of Bonfire's and is none.
+pub fn misspelled(names: impl Iterator<Item = String>, findings: &mut Findings) {
+    for warning in unknown_variables(names) {
+        findings.warn(warning, "correct or unset it: nothing reads it");
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -63,5 +71,13 @@ mod tests {
         assert!(findings.facts.is_empty() && findings.problems.is_empty());
         recognised(Err(Error::Config("RANK is 'x'".into())), &mut findings);
         assert!(findings.problems[0].what.contains("RANK is 'x'"));
+    }
+
+    #[test]
+    fn a_misspelled_variable_is_a_problem() {
+        let mut findings = Findings::default();
+        misspelled(["PATH", "BONFIRE_RNAK"].map(str::to_owned).into_iter(), &mut findings);
+        assert_eq!(findings.problems.len(), 1);
+        assert!(findings.problems[0].what.contains("BONFIRE_RNAK"));
     }
 }

@@ -70,6 +70,7 @@ The environment of each rank has:
   BONFIRE_SECRET_FILE or BONFIRE_SECRET       as you set it; otherwise, on a single node, a random
                                               BONFIRE_SECRET
   BONFIRE_LAUNCHER                            a socket on which it reports failures and long waits
+  A variable that looks like one of Bonfire's and is none is named when the launcher starts.
 
 Secret:
   Ranks authenticate each other with a shared secret when they connect. On a single node there is

@@ -12,6 +12,8 @@ use crate::auth::Secret;
 use crate::control::invitation::random;
 use crate::plan::{self, Selection};
 #[cfg(unix)]
+use crate::rendezvous::env::unknown_variables;
+#[cfg(unix)]
 use crate::rendezvous::{Launched, Medium};
 #[cfg(unix)]
 use crate::report;
@@ -174,6 +176,8 @@ impl Builder {
     /// # Errors
     /// [`Error::Config`] if a variable is malformed, or variables contradict each other.
     pub fn from_env() -> Result<Builder, Error> {
+        let names = std::env::vars_os().filter_map(|(name, _)| name.into_string().ok());
+        unknown_variables(names).iter().for_each(|warning| log::warn!("{warning}"));
         let mut environment = crate::rendezvous::env::read(|name| std::env::var(name).ok())?;
         environment.settings.secret = Secret::from_env()?;
         let algorithms = environment.algorithms.map_or(Ok(Selection::default()), |text| {

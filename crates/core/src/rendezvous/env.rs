@@ -10,12 +10,14 @@ mod mpi;
 mod slurm;
 #[cfg(test)]
 mod tests;
+mod unknown;
 mod variables;
 
 use std::time::Duration;
 
 use self::detected::Detected;
 use self::launcher::detect;
+pub use self::unknown::unknown_variables;
 use self::variables::{NamedNumber, RankAndSize, Variables};
 use super::source::{Launched, Missing, Source};
 use super::{Medium, Settings};
