@@ -8,11 +8,12 @@
 mod faults;
 
 use std::env;
+use std::path::Path;
 use std::process::{Command, ExitCode};
 use std::sync::Mutex;
 
 use bonfire_testing::in_parallel;
-use faults::{FAULTS, Fault, rank};
+use faults::{CGROUP, Cgroup, FAULTS, Fault, rank};
 
 /// Ranks of a run.
 const RANKS: usize = 3;
@@ -43,9 +44,13 @@ fn main() -> ExitCode {
         return ExitCode::SUCCESS;
     }
     let times = env::var("BONFIRE_FAULTS").map_or(5, |text| text.parse().expect("BONFIRE_FAULTS is a whole number"));
+    let cgroup = Cgroup::new();
+    let folder = cgroup.as_ref().map_or(Path::new(""), |cgroup| &cgroup.0);
     let mut cases = Vec::new();
     for fault in FAULTS {
-        if let Err(why) = (fault.available)() {
+        if fault.needs_cgroup
+            && let Err(why) = &cgroup
+        {
             println!("{}: skipped, because {why}", fault.name);
             continue;
         }
@@ -58,7 +63,7 @@ fn main() -> ExitCode {
     }
     let wrong = Mutex::new(Vec::new());
     in_parallel(&cases, WIDTH, |case| {
-        if let Err(what) = run(case) {
+        if let Err(what) = run(case, folder) {
             wrong.lock().unwrap().push((case.fault.name, what));
         }
     });
@@ -85,7 +90,8 @@ fn launch(words: [&str; 3], variables: &[(&str, &str)]) -> (Option<i32>, String)
     (output.status.code(), String::from_utf8_lossy(&output.stderr).into_owned())
 }
 
-/// Rank 2 hangs: the launcher says so, before the others time out, though the ranks have no logger. Then it ends rank 2.
+/// Rank 2 hangs: the launcher says so, before the others time out, though the ranks have no logger. Then it ends rank
+/// 2.
 fn hang() -> Result<(), String> {
     let folder = tempfile::tempdir().expect("a folder");
     let folder = folder.path().to_str().expect("a name in UTF-8");
@@ -102,11 +108,15 @@ fn hang() -> Result<(), String> {
     if right && once { Ok(()) } else { Err(format!("{status:?} instead of 1 and {wanted:#?}:\n{stderr}")) }
 }
 
-/// Runs the case and checks what the launcher says.
-fn run(case: &Case) -> Result<(), String> {
+/// Runs the case and checks what the launcher says. `cgroup` is the control group for ranks that need one.
+fn run(case: &Case, cgroup: &Path) -> Result<(), String> {
     let (status, stderr) = launch(
         [case.fault.name, &case.victim.to_string(), &case.others_panic.to_string()],
-        &[("BONFIRE_TRANSPORT", case.transport), ("BONFIRE_DEADLINE", "60")],
+        &[
+            ("BONFIRE_TRANSPORT", case.transport),
+            ("BONFIRE_DEADLINE", "60"),
+            (CGROUP, cgroup.to_str().expect("a name in UTF-8")),
+        ],
     );
     let Case { fault: Fault { ended, status: wanted, .. }, victim, .. } = case;
     let first = format!("bonfire: rank {victim} failed first: it {ended}");

@@ -1,11 +1,11 @@
-//! What a rank tells the launcher that started it, `bonfire run`: that its group failed, whether the error names another
-//! rank, and that an operation waits. The launcher can then name the rank that failed first, whatever the programs print
-//! and in whatever order they end.
+//! What a rank tells the launcher that started it, `bonfire run`: that its group failed, whether the error names
+//! another rank, and that an operation waits. The launcher can then name the rank that failed first, whatever the
+//! programs print and in whatever order they end.
 //!
-//! The ranks of a node inherit one end of a pair of datagram sockets; `BONFIRE_LAUNCHER` holds its descriptor, its inode
-//! and the local rank. A datagram is in the launcher's queue when the call that sends it returns, so before this rank
-//! ends. A rank reports a failure before it tells its peers, so the first report is that of the rank where the failure
-//! began.
+//! The ranks of a node inherit one end of a pair of datagram sockets; `BONFIRE_LAUNCHER` holds its descriptor, its
+//! inode and the local rank. A datagram is in the launcher's queue when the call that sends it returns, so before this
+//! rank ends. A rank reports a failure before it tells its peers, so the first report is that of the rank where the
+//! failure began.
 
 use std::env;
 use std::os::fd::{BorrowedFd, RawFd};
@@ -81,8 +81,8 @@ fn names_another(error: &Error) -> bool {
     }
 }
 
-/// Sends a report, if a launcher listens. If the launcher is stopped, waits for at most a second, which the launcher has
-/// set on the socket. A report that cannot be sent is dropped: it explains a failure and must not cause one.
+/// Sends a report, if a launcher listens. If the launcher is stopped, waits for at most a second, which the launcher
+/// has set on the socket. A report that cannot be sent is dropped: it explains a failure and must not cause one.
 fn send(event: impl FnOnce() -> Event) {
     static LAUNCHER: OnceLock<Option<(UnixDatagram, u32)>> = OnceLock::new();
     let launcher = LAUNCHER.get_or_init(|| inherited(&env::var(VARIABLE).ok()?));

@@ -18,8 +18,8 @@ pub struct Fates {
     events: u64,
     /// Whether the launcher has told the ranks to end.
     ending: bool,
-    /// Whether any rank has reported anything. Otherwise no rank uses Bonfire, or a program between the launcher and the
-    /// ranks has closed their socket: then only the order of their ends is known.
+    /// Whether any rank has reported anything. Otherwise no rank uses Bonfire, or a program between the launcher and
+    /// the ranks has closed their socket: then only the order of their ends is known.
     heard: bool,
 }
 
@@ -48,8 +48,8 @@ struct RankEnd {
 }
 
 /// Orders the ranks that may have failed first. The least is the first: whether its error names another rank, whether
-/// the launcher had told it to end, whether `--tolerate` permitted its failure, whether it reported an error at all, and
-/// when it reported it or ended.
+/// the launcher had told it to end, whether `--tolerate` permitted its failure, whether it reported an error at all,
+/// and when it reported it or ended.
 type Suspicion = (bool, bool, bool, bool, u64);
 
 impl Fates {
@@ -134,7 +134,8 @@ impl Fates {
         }
     }
 
-    /// Returns a line for each way in which ranks ended, if there are several ranks. `first_rank` is that of local rank 0.
+    /// Returns a line for each way in which ranks ended, if there are several ranks. `first_rank` is that of local rank
+    /// 0.
     pub fn list(&self, first_rank: u32) -> Vec<String> {
         if self.ranks.len() == 1 {
             return Vec::new();

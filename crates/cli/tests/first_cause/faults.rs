@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::process::{self, ExitCode};
 use std::time::Duration;
-use std::{fs, ptr, thread};
+use std::{env, fs, ptr, thread};
 
 use bonfire::{Group, ReduceOp};
 use rustix::process::{Resource, Rlimit, Signal, getpid, kill_process, setrlimit};
@@ -14,18 +14,17 @@ pub struct Fault {
     /// What the launcher says about the rank, and its own exit status.
     pub ended: &'static str,
     pub status: u8,
-    /// Why it cannot be tried on this machine.
-    pub available: fn() -> Result<(), String>,
+    pub needs_cgroup: bool,
     fail: fn(),
 }
 
 pub const FAULTS: &[Fault] = &[
-    Fault { name: "exit", ended: "exited with status 3", status: 3, available: always, fail: || process::exit(3) },
+    Fault { name: "exit", ended: "exited with status 3", status: 3, needs_cgroup: false, fail: || process::exit(3) },
     Fault {
         name: "panic",
         ended: "exited with status 101",
         status: 101,
-        available: always,
+        needs_cgroup: false,
         fail: || panic!("out of luck"),
     },
     // Its group is dropped a second before it ends, so the other ranks end first.
@@ -33,16 +32,16 @@ pub const FAULTS: &[Fault] = &[
         name: "slow panic",
         ended: "exited with status 101",
         status: 101,
-        available: always,
+        needs_cgroup: false,
         fail: || panic!("out of luck"),
     },
-    Fault { name: "SIGKILL", ended: "was killed by SIGKILL", status: 137, available: always, fail: killed },
-    Fault { name: "SIGSEGV", ended: "was killed by SIGSEGV", status: 139, available: always, fail: bad_access },
+    Fault { name: "SIGKILL", ended: "was killed by SIGKILL", status: 137, needs_cgroup: false, fail: killed },
+    Fault { name: "SIGSEGV", ended: "was killed by SIGSEGV", status: 139, needs_cgroup: false, fail: bad_access },
     Fault {
         name: "no memory (RLIMIT_AS)",
         ended: "was killed by SIGABRT",
         status: 134,
-        available: always,
+        needs_cgroup: false,
         fail: || {
             let most = Some(1 << 30);
             setrlimit(Resource::As, Rlimit { current: most, maximum: most }).expect("a process may lower its limits");
@@ -53,19 +52,14 @@ pub const FAULTS: &[Fault] = &[
         name: "no memory (cgroup)",
         ended: "was killed by SIGKILL",
         status: 137,
-        available: || Cgroup::new().map(drop),
+        needs_cgroup: true,
         fail: || {
-            let cgroup = Cgroup::new().expect("the test has tried it");
-            fs::write(cgroup.0.join("cgroup.procs"), "0").expect("a process joins a group");
-            // The launcher's process ends it.
+            let cgroup = env::var_os(CGROUP).expect("the test names a control group");
+            fs::write(PathBuf::from(cgroup).join("cgroup.procs"), "0").expect("a process joins a group");
             use_memory();
         },
     },
 ];
-
-fn always() -> Result<(), String> {
-    Ok(())
-}
 
 fn killed() {
     kill_process(getpid(), Signal::KILL).expect("a signal to itself");
@@ -84,11 +78,14 @@ fn use_memory() {
     }
 }
 
-/// A control group with little memory. Dropping it removes it.
-struct Cgroup(PathBuf);
+/// The environment variable with the path of the control group for ranks that run out of memory.
+pub const CGROUP: &str = "FIRST_CAUSE_CGROUP";
+
+/// A control group with little memory. Dropping it removes it: its processes have ended by then.
+pub struct Cgroup(pub PathBuf);
 
 impl Cgroup {
-    fn new() -> Result<Cgroup, String> {
+    pub fn new() -> Result<Cgroup, String> {
         let kinds = [("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max")];
         let (root, limit) = kinds
             .into_iter()
