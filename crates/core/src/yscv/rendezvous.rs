@@ -101,7 +101,7 @@ impl Rendezvous {
             None => Err(self.failed(format!(
                 "{}; start the coordinator with this address, or allow more time \
                  (TcpTransportBuilder::rendezvous_timeout)",
-                lock(&waiting_for)
+                *lock(&waiting_for)
             ))),
         }
     }
