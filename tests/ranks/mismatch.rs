@@ -22,7 +22,7 @@ fn a_mismatch_names_the_functions_that_were_called() {
             DataParallel::new(group, LinearConfig::new(2, 1).init::<Autodiff<Flex>>(&Default::default()))?;
         if ddp.group().rank() == 0 {
             let loss = model.forward(Tensor::<_, 2>::ones([3, 2], &Default::default())).mean();
-            ddp.sync(GradientsParams::from_grads(loss.backward(), &model), 3).map(drop)
+            ddp.sync(&model, GradientsParams::from_grads(loss.backward(), &model), 3).map(drop)
         } else {
             ddp.mean(&[0.5], 3).map(drop)
         }

@@ -74,7 +74,7 @@ fn failure(error: &Error) -> Event {
 fn names_another(error: &Error) -> bool {
     match error {
         Error::PeerLost { .. } | Error::Left { .. } | Error::Timeout { .. } | Error::Members { .. } => true,
-        Error::Rendezvous { .. } | Error::Shrink { .. } => true,
+        Error::Rendezvous { .. } | Error::Shrink { .. } | Error::Disconnected { .. } => true,
         Error::Nccl { .. } | Error::Mpi { .. } => true,
         Error::InvalidArgument { .. } | Error::Config(_) | Error::Mismatch { .. } => false,
         Error::Io { .. } | Error::Broken { .. } | Error::Library { .. } => false,
