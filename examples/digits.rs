@@ -15,8 +15,6 @@ mod cuda;
 mod data;
 #[path = "digits/model.rs"]
 mod model;
-#[path = "digits/optimizer.rs"]
-mod optimizer;
 #[path = "digits/train.rs"]
 mod train;
 

@@ -27,6 +27,7 @@
 //! | you want to | use |
 //! |---|---|
 //! | train a burn model on many ranks | [`DataParallel`], [`ShardedSampler`], [`SyncBatchNorm`]; see [`train`] |
+//! | save and resume a training, or go on without lost ranks | [`TrainingState`] |
 //! | shard the optimizer state over the ranks (ZeRO-1) | [`ShardedOptimizer`] |
 //! | use burn's wgpu or CUDA backend with collectives between devices | `Wgpu`, `Cuda`; see `server` |
 //! | train with burn-train's `Learner` | `DataParallelStrategy`, with the feature `ddp` |
@@ -90,7 +91,9 @@ pub use server::{Wgpu, WgpuDevice};
 pub use tensor::communicator::{DeviceCommunicator, Routing};
 #[cfg(feature = "ddp")]
 pub use train::DataParallelStrategy;
-pub use train::{DataParallel, ShardedOptimizer, ShardedSampler, Sharding, SyncBatchNorm, SyncBatchNormConfig};
+pub use train::{
+    DataParallel, ShardedOptimizer, ShardedSampler, Sharding, SyncBatchNorm, SyncBatchNormConfig, TrainingState,
+};
 
 /// Runs the code of the README and of the guide.
 #[cfg(all(doctest, unix))]

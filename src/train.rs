@@ -4,8 +4,9 @@
 //! stay bit-identical. [`ShardedSampler`] distributes the batches over the ranks: together, `n` ranks see the same
 //! global batches as a single rank would, and train the same model. [`ShardedOptimizer`] partitions the optimizer state
 //! over the ranks (ZeRO-1). [`SyncBatchNorm`] normalises with the statistics of the global batch. [`seeded`] gives the
-//! same initial weights on any number of ranks. With the feature `ddp`, `DataParallelStrategy` trains with burn-train's
-//! `Learner` instead of a loop of your own.
+//! same initial weights on any number of ranks. [`TrainingState`] is all that a training carries from step to step, for
+//! checkpoints and for going on without lost ranks. With the feature `ddp`, `DataParallelStrategy` trains with
+//! burn-train's `Learner` instead of a loop of your own.
 //!
 //! ```
 //! use bonfire::{DataParallel, Group, ShardedSampler};
@@ -44,12 +45,15 @@ mod bucket;
 mod data_parallel;
 #[cfg(feature = "ddp")]
 mod learner;
+mod record;
+mod resume;
 mod sampler;
 mod seeded;
 mod sharded;
 mod shrink;
 mod states;
 mod step_header;
+mod training_state;
 mod values;
 mod verify;
 
@@ -60,3 +64,4 @@ pub use self::learner::DataParallelStrategy;
 pub use self::sampler::{Epoch, ShardedSampler};
 pub use self::seeded::seeded;
 pub use self::sharded::{ShardedOptimizer, Sharding};
+pub use self::training_state::TrainingState;

@@ -7,19 +7,21 @@ use std::time::Instant;
 
 use bonfire::tensor::autodiff::{CollectiveBackend, attempt};
 use bonfire::train::{Epoch, seeded};
-use bonfire::{Builder, DataParallel, Error, Group, ReduceOp, ShardedSampler, Sharding, partition};
+use bonfire::{
+    Builder, DataParallel, Error, Group, ShardedOptimizer, ShardedSampler, Sharding, TrainingState, partition,
+};
 use burn::module::{AutodiffModule, Module};
 use burn::nn::loss::CrossEntropyLossConfig;
-use burn::optim::GradientsParams;
+use burn::optim::adaptor::OptimizerAdaptor;
+use burn::optim::{Adam, AdamConfig, GradientsParams};
 use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::{ElementConversion, Int, Tensor, TensorData};
 use indicatif::{ProgressBar, ProgressStyle};
 
 use crate::Failure;
-use crate::checkpoint::{Checkpoint, Settings};
+use crate::checkpoint::{self, Settings};
 use crate::data::{Digits, PIXELS};
 use crate::model::Network;
-use crate::optimizer::SyncAdam;
 
 /// A training job, the same on all ranks.
 pub struct TrainingJob<'a> {
@@ -44,17 +46,19 @@ pub struct Outcome {
     pub part_bytes: Option<usize>,
 }
 
-/// The state of a training on one rank.
+/// What is the same on all ranks after each step. The user's state is that of a sharded optimizer in a checkpoint, in
+/// parts, and otherwise empty.
+pub type State<B> = TrainingState<B, Network<B>, OptimizerAdaptor<Adam, Network<B>, B>, f64, Vec<Vec<u8>>>;
+
+/// A training on one rank.
 struct Training<B: CollectiveBackend> {
-    model: Network<B>,
-    optimizer: SyncAdam<B>,
+    state: State<B>,
+    /// The optimizer, if its state is sharded. The one in `state` has no state then.
+    sharded: Option<ShardedOptimizer<Adam, Network<B>, B>>,
     ddp: DataParallel<B>,
     sampler: ShardedSampler,
     /// This rank's remaining shards of the epoch's batches.
     shards: Skip<Epoch>,
-    /// Epochs that were completed, and those of them before this run.
-    epochs: usize,
-    resumed: usize,
     /// Start, progress and metrics of this epoch, on this rank.
     clock: Instant,
     bar: ProgressBar,
@@ -65,21 +69,16 @@ struct Training<B: CollectiveBackend> {
 }
 
 impl<B: CollectiveBackend> Training<B> {
-    /// Returns the steps of this epoch so far: the same on all ranks, even after some were lost.
-    fn steps(&self) -> usize {
-        self.optimizer.steps(&self.ddp) as usize - (self.epochs - self.resumed) * self.sampler.batches()
-    }
-
     fn begin_epoch(&mut self) {
         (self.clock, self.seen, self.losses, self.right) = (Instant::now(), 0, 0.0, 0.0);
         self.resume_epoch();
     }
 
-    /// Sets the shards and the progress bar to the step at which all ranks are.
+    /// Sets the shards and the progress bar to the batch at which all ranks are.
     fn resume_epoch(&mut self) {
-        self.shards = self.sampler.epoch(self.epochs).skip(self.steps());
+        self.shards = self.sampler.epoch(self.state.epoch).skip(self.state.batch);
         self.bar = progress_bar(self.ddp.group(), &self.sampler);
-        self.bar.set_position(self.steps() as u64);
+        self.bar.set_position(self.state.batch as u64);
     }
 }
 
@@ -88,43 +87,29 @@ impl TrainingJob<'_> {
     /// continue.
     pub fn run<B: CollectiveBackend>(&self, group: Group, device: B::Device) -> Result<Outcome, Failure> {
         self.check(&group)?;
-        let mut model = seeded(&group, self.settings.seed, &device, || Network::<B>::new(&group, &device))?;
-        let mut saved = None;
-        if let Some(path) = self.resume {
-            let checkpoint = Checkpoint::read(path, &group)?;
-            checkpoint.check(path, &self.settings)?;
-            model = checkpoint.model(model, &device)?;
-            saved = Some(checkpoint);
-        }
-        let resumed = saved.as_ref().map_or(0, |checkpoint| checkpoint.epochs);
         let identity = group.rank();
         let (sampler, bar) = (self.sampler(&group)?, ProgressBar::hidden());
-        let (model, ddp) = DataParallel::new(group, model)?;
-        let mut optimizer = SyncAdam::new(&ddp, self.shard)?;
-        if let Some(checkpoint) = saved {
-            optimizer.load(&checkpoint.optimizer, &device)?;
+        let model = seeded(&group, self.settings.seed, &device, || Network::<B>::new(&group, &device))?;
+        let (model, mut ddp) = DataParallel::new(group, model)?;
+        let adam = AdamConfig::new();
+        let mut state = State::new(model, adam.init(), self.settings.lr, Vec::new());
+        if let Some(path) = self.resume {
+            ddp.resume(&mut state, || checkpoint::read(path, &self.settings))?;
         }
-        let (clock, epochs) = (Instant::now(), resumed);
-        let (seen, losses, right, outcome) = (0, 0.0, 0.0, Outcome::default());
-        let shards = sampler.epoch(resumed).skip(seen);
-        let mut training = Training {
-            model,
-            optimizer,
-            ddp,
-            sampler,
-            shards,
-            epochs,
-            resumed,
-            clock,
-            bar,
-            seen,
-            losses,
-            right,
-            outcome,
-        };
+        let mut sharded = self.shard.map(|shard| ShardedOptimizer::new(&ddp, adam.init(), shard)).transpose()?;
+        let parts = std::mem::take(&mut state.user);
+        if let Some(optimizer) = sharded.as_mut().filter(|_| !parts.is_empty()) {
+            optimizer.load(&parts)?;
+        }
+        let resumed = state.epoch;
+        let (clock, outcome) = (Instant::now(), Outcome::default());
+        let (seen, losses, right) = (0, 0.0, 0.0);
+        let shards = sampler.epoch(resumed).skip(0);
+        let mut training = Training { state, sharded, ddp, sampler, shards, clock, bar, seen, losses, right, outcome };
         training.begin_epoch();
         loop {
-            let chaos_step = training.epochs == resumed + 1 && training.steps() == training.sampler.batches() / 2;
+            let chaos_step =
+                training.state.epoch == resumed + 1 && training.state.batch == training.sampler.batches() / 2;
             if chaos_step && self.chaos == Some(identity) {
                 self.kill_self(identity)?;
                 return Ok(training.outcome);
@@ -157,9 +142,10 @@ impl TrainingJob<'_> {
     /// Makes a step, ends an epoch or, after all epochs, runs the test. Returns true after the test.
     fn advance<B: CollectiveBackend>(&self, training: &mut Training<B>, device: &B::Device) -> Result<bool, Failure> {
         let (digits, test) = &self.data;
-        if training.epochs >= self.epochs {
-            let accuracy = 100.0 * self.test(&training.ddp, test, &training.model.valid(), device)?;
-            training.outcome.part_bytes = training.optimizer.part_bytes()?;
+        if training.state.epoch >= self.epochs {
+            let accuracy = 100.0 * self.test(&training.ddp, test, &training.state.model.valid(), device)?;
+            let sharded = training.sharded.as_ref();
+            training.outcome.part_bytes = sharded.map(ShardedOptimizer::state_bytes).transpose()?;
             if training.ddp.group().rank() == 0 {
                 if let Some(bytes) = training.outcome.part_bytes {
                     writeln!(io::stdout(), "the optimizer's state on this rank: {:.1} KiB", bytes as f64 / 1024.0)?;
@@ -172,7 +158,7 @@ impl TrainingJob<'_> {
             return self.end_epoch(training).map(|()| false);
         };
         let (images, labels) = tensors::<B>(digits, &shard, device);
-        let (model, loss) = (&training.model, CrossEntropyLossConfig::new().init(device));
+        let (model, loss) = (&training.state.model, CrossEntropyLossConfig::new().init(device));
         // The batch norms call collectives, whose failures `attempt` returns.
         let (scores, loss, grads) = attempt(|| {
             let scores = model.forward(images);
@@ -180,8 +166,14 @@ impl TrainingJob<'_> {
             let grads = GradientsParams::from_grads(loss.backward(), model);
             (scores, loss, grads)
         })?;
-        let Training { model, optimizer, ddp, .. } = training;
-        optimizer.step(self.settings.lr, model, ddp, grads, shard.len())?;
+        let Training { state, sharded, ddp, .. } = training;
+        match sharded {
+            None => state.step(ddp.sync(&state.model, grads, shard.len())?),
+            Some(optimizer) => {
+                optimizer.step(self.settings.lr, &mut state.model, grads, shard.len())?;
+                state.batch += 1;
+            }
+        }
         training.seen += shard.len();
         training.right += count_right(scores.inner(), labels.inner());
         training.losses += loss.into_scalar().elem::<f64>() * shard.len() as f64;
@@ -190,23 +182,28 @@ impl TrainingJob<'_> {
     }
 
     fn end_epoch<B: CollectiveBackend>(&self, training: &mut Training<B>) -> Result<(), Failure> {
-        let Training { ddp, seen, losses, right, .. } = training;
-        training.model = ddp.average_states(training.model.clone())?;
+        let Training { state, sharded, ddp, seen, losses, right, .. } = training;
+        state.model = ddp.average_states(state.model.clone())?;
         let count = (*seen).max(1) as f64;
         let [loss, accuracy] = ddp.mean(&[*losses / count, *right / count], *seen)?;
-        let state = self.save.map(|_| training.optimizer.save(ddp.group())).transpose()?;
+        if let Some(optimizer) = sharded.as_ref().filter(|_| self.save.is_some()) {
+            let (bytes, lens) = ddp.group().gather_v(&optimizer.save()?, 0)?.unwrap_or_default();
+            let mut bytes = bytes.into_iter();
+            state.user = lens.into_iter().map(|len| bytes.by_ref().take(len).collect()).collect();
+        }
+        state.next_epoch();
         training.bar.finish_and_clear();
-        training.epochs += 1;
         training.outcome.losses.push(loss);
         if ddp.group().rank() == 0 {
             let rate = self.data.0.len() as f64 / training.clock.elapsed().as_secs_f64();
-            let (epoch, epochs, accuracy) = (training.epochs, self.epochs, 100.0 * accuracy);
+            let (epoch, epochs, accuracy) = (state.epoch, self.epochs, 100.0 * accuracy);
             let mut out = io::stdout();
             writeln!(out, "epoch {epoch}/{epochs}: loss {loss:.4}, accuracy {accuracy:.1} %, {rate:.0} images/s")?;
-            if let Some((path, state)) = self.save.zip(state) {
-                Checkpoint::new(epoch, self.settings.clone(), &training.model, state)?.write(path)?;
+            if let Some(path) = self.save {
+                checkpoint::write(path, &self.settings, state.save()?)?;
             }
         }
+        state.user = Vec::new();
         training.begin_epoch();
         Ok(())
     }
@@ -219,29 +216,27 @@ impl TrainingJob<'_> {
         device: &B::Device,
     ) -> Result<(), Failure> {
         training.bar.abandon();
-        let Training { model, optimizer, ddp, .. } = training;
-        let SyncAdam::Whole(optimizer) = optimizer else {
+        if training.sharded.is_some() {
             return Err(
                 format!("{cause}; a part of the optimizer's state is lost: resume from the last checkpoint").into()
             );
-        };
-        ddp.shrink(model, optimizer)?;
+        }
+        let Training { state, ddp, .. } = training;
+        let epoch = state.epoch;
+        ddp.shrink(state)?;
         let group = ddp.group().clone();
-        // Some ranks may have completed the epoch's metrics, and others not.
-        let mut reported = [training.epochs as u64];
-        group.all_reduce(&mut reported, ReduceOp::Min)?;
-        training.epochs = reported[0] as usize;
         // The batch norms refer to the old group.
-        training.model = Network::new(&group, device).load_record(training.model.clone().into_record());
-        training.sampler = self.sampler(&group)?;
-        training.resume_epoch();
+        state.model = Network::new(&group, device).load_record(state.model.clone().into_record());
         if group.rank() == 0 {
-            eprintln!(
-                "{cause}\n{} ranks continue from step {} of epoch {}",
-                group.world_size(),
-                training.steps(),
-                training.epochs + 1
-            );
+            let (ranks, batch, epoch) = (group.world_size(), state.batch, state.epoch + 1);
+            eprintln!("{cause}\n{ranks} ranks continue from step {batch} of epoch {epoch}");
+        }
+        training.sampler = self.sampler(&group)?;
+        if training.state.epoch == epoch {
+            training.resume_epoch();
+        } else {
+            // The others had ended the epoch.
+            training.begin_epoch();
         }
         Ok(())
     }
@@ -268,7 +263,7 @@ impl TrainingJob<'_> {
             .into());
         }
         match self.save {
-            Some(path) if group.rank() == 0 => Checkpoint::check_writable(path),
+            Some(path) if group.rank() == 0 => checkpoint::check_writable(path),
             _ => Ok(()),
         }
     }

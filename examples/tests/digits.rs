@@ -6,8 +6,6 @@ mod checkpoint;
 mod data;
 #[path = "../digits/model.rs"]
 mod model;
-#[path = "../digits/optimizer.rs"]
-mod optimizer;
 #[path = "../digits/train.rs"]
 mod train;
 
@@ -17,15 +15,16 @@ use std::sync::{Mutex, PoisonError};
 use std::thread;
 
 use bonfire::tensor::autodiff::CollectiveBackend;
-use bonfire::{Group, Sharding};
+use bonfire::{DataParallel, Group, Sharding};
 use burn::backend::{Autodiff, Flex, NdArray};
 use burn::module::{Module, ModuleVisitor, Param};
+use burn::optim::AdamConfig;
 use burn::tensor::backend::Backend;
 use burn::tensor::{Tensor, TensorData};
-use checkpoint::{Checkpoint, Settings};
+use checkpoint::Settings;
 use data::Digits;
 use model::Network;
-use train::{Outcome, TrainingJob};
+use train::{Outcome, State, TrainingJob};
 
 type Failure = Box<dyn std::error::Error + Send + Sync>;
 type B = Autodiff<Flex>;
@@ -83,11 +82,11 @@ fn values<B: CollectiveBackend>(path: &Path) -> Vec<TensorData> {
         }
     }
     let (group, device) = (Group::threads(1).unwrap().remove(0), Default::default());
-    let network = Network::<B>::new(&group, &device);
-    let checkpoint = Checkpoint::read(path, &group).unwrap();
-    let network = checkpoint.model(network, &device).unwrap();
+    let (model, mut ddp) = DataParallel::new(group.clone(), Network::<B>::new(&group, &device)).unwrap();
+    let mut state = State::new(model, AdamConfig::new().init(), 0.0, Vec::new());
+    ddp.resume(&mut state, || checkpoint::read(path, &settings())).unwrap();
     let mut values = Values(Vec::new());
-    network.visit(&mut values);
+    state.model.visit(&mut values);
     values.0
 }
 

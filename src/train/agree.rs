@@ -1,9 +1,9 @@
-//! Makes the ranks' models equal: checks that all have the same parameters, and broadcasts rank 0's values.
+//! Makes the ranks' models equal: checks that all have the same parameters, and broadcasts the values of one rank.
 
 use std::any::Any;
 use std::fmt;
 
-use burn::module::{AutodiffModule, ModuleMapper, ModuleVisitor, Param, ParamId, ParamMapper, Parameter as Value};
+use burn::module::{AutodiffModule, ModuleMapper, ModuleVisitor, Param, ParamId, Parameter as Value};
 use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::{Bool, Int, Shape, Tensor, TensorData};
 use serde::{Deserialize, Serialize};
@@ -54,11 +54,20 @@ impl<B: AutodiffBackend> Parameter<B> {
 
 /// Rebuilds the model with running states and leaves of its own. Clones of a model share them, so threads that train
 /// clones would lock each other out of burn's backward pass. The rebuilt model lacks the mappings for loading and
-/// saving, which are returned beside it; [`broadcast_parameters`] restores them.
-pub(crate) fn rebuild<B: AutodiffBackend, M: AutodiffModule<B>>(model: M) -> (M, Mappers) {
-    let mut mappers = Mappers(Vec::new());
-    model.visit(&mut mappers);
-    (M::from_inner(model.valid()), mappers)
+/// saving, which are returned beside it; [`broadcast_parameters`] and [`restore`] put them back.
+pub(crate) fn rebuild<B: AutodiffBackend, M: AutodiffModule<B>>(model: M) -> (M, Identities) {
+    let (mut identities, mut leaves) = (Identities(Vec::new()), Identities(Vec::new()));
+    model.visit(&mut identities);
+    let rebuilt = M::from_inner(model.valid());
+    // Only leaves show whether they need a gradient: what a mapping has made of one is none.
+    rebuilt.visit(&mut leaves);
+    identities.0.iter_mut().zip(leaves.0).for_each(|(identity, leaf)| identity.trained = leaf.trained);
+    (rebuilt, identities)
+}
+
+/// Returns the model with the ids, the need for gradients and the mappings of these identities.
+pub(crate) fn restore<B: AutodiffBackend, M: AutodiffModule<B>>(model: M, identities: Identities) -> M {
+    model.map(&mut ParameterLoader { source: None, identities: identities.0.into_iter(), failure: None })
 }
 
 /// Returns the descriptions of all parameters, and the float parameters, both in visiting order.
@@ -92,13 +101,15 @@ pub(crate) fn check_same_model(group: &Group, own: &[ParameterDescription]) -> R
     Err(Error::argument("data parallel", reason))
 }
 
-/// Returns the model with rank 0's values in all parameters and with `mappers` restored.
+/// Returns the model with `root`'s values in all parameters, and with these identities.
 pub(crate) fn broadcast_parameters<B: AutodiffBackend, M: AutodiffModule<B>>(
     group: &Group,
     model: M,
-    mappers: Mappers,
+    identities: Identities,
+    root: usize,
 ) -> Result<M, Error> {
-    let mut load = ParameterLoader { group, mappers: mappers.0.into_iter(), failure: None };
+    let identities = identities.0.into_iter();
+    let mut load = ParameterLoader { source: Some((group, root)), identities, failure: None };
     let model = model.map(&mut load);
     match load.failure {
         Some(error) => Err(error),
@@ -112,6 +123,19 @@ pub(crate) fn all_gather_values<T: Element, const N: usize>(group: &Group, own: 
     let mut all = vec![own; group.world_size()];
     group.all_gather(all.as_flattened_mut())?;
     Ok(all)
+}
+
+/// Returns `own` if all ranks succeeded. Otherwise all ranks return the error of the lowest rank that failed, and the
+/// group stays usable.
+pub(crate) fn all_or_none<T>(group: &Group, own: Result<T, Error>) -> Result<T, Error> {
+    let failed = all_gather_values(group, [u8::from(own.is_err())])?;
+    let Some(rank) = failed.iter().position(|failed| *failed == [1]) else { return own };
+    let told: Option<Error> = broadcast_value(group, &own.as_ref().err(), rank)?;
+    match own {
+        // With its source, which only this rank has.
+        Err(error) if group.rank() == rank => Err(error),
+        _ => Err(told.unwrap_or_else(|| Error::broken("training", format!("rank {rank} failed without an error")))),
+    }
 }
 
 /// Broadcasts `root`'s value: returns its `own` on all ranks. The others' `own` is ignored.
@@ -176,70 +200,90 @@ impl<B: AutodiffBackend> ModuleVisitor<B> for ParameterCollector<B> {
     }
 }
 
-/// The load and save mappings of all parameters, in visiting order.
-pub(crate) struct Mappers(Vec<Box<dyn Any>>);
+/// What parameters are besides their values, in visiting order.
+pub(crate) struct Identities(Vec<Identity>);
 
-impl Mappers {
-    fn push<T: Value + 'static>(&mut self, param: &Param<T>) {
-        let (_, _, mapper) = param.clone().consume();
-        self.0.push(Box::new(mapper));
+struct Identity {
+    id: ParamId,
+    /// Whether it needs a gradient.
+    trained: bool,
+    mapper: Box<dyn Any>,
+}
+
+impl Identities {
+    /// Returns the ids as numbers.
+    pub fn ids(&self) -> Vec<u64> {
+        self.0.iter().map(|identity| identity.id.val()).collect()
+    }
+
+    pub fn set_ids(&mut self, ids: &[u64]) {
+        self.0.iter_mut().zip(ids).for_each(|(identity, id)| identity.id = (*id).into());
+    }
+
+    fn push<T: Value + 'static>(&mut self, param: &Param<T>, trained: bool) {
+        let (id, _, mapper) = param.clone().consume();
+        self.0.push(Identity { id, trained, mapper: Box::new(mapper) });
     }
 }
 
-impl<B: AutodiffBackend> ModuleVisitor<B> for Mappers {
+impl<B: AutodiffBackend> ModuleVisitor<B> for Identities {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
-        self.push(param);
+        self.push(param, param.is_require_grad());
     }
 
     fn visit_int<const D: usize>(&mut self, param: &Param<Tensor<B, D, Int>>) {
-        self.push(param);
+        self.push(param, false);
     }
 
     fn visit_bool<const D: usize>(&mut self, param: &Param<Tensor<B, D, Bool>>) {
-        self.push(param);
+        self.push(param, false);
     }
 }
 
-/// Replaces every parameter's value by rank 0's.
+/// Replaces every parameter's identity and, if there is a source, its value by that of this rank of the group.
 struct ParameterLoader<'a> {
-    group: &'a Group,
-    mappers: std::vec::IntoIter<Box<dyn Any>>,
+    source: Option<(&'a Group, usize)>,
+    identities: std::vec::IntoIter<Identity>,
     failure: Option<Error>,
 }
 
 impl ParameterLoader<'_> {
-    /// Replaces one value. `from_data` receives rank 0's data. After a failure, parameters keep their values.
+    /// Replaces one value. `from_data` receives its data and whether it needs a gradient. After a failure, parameters
+    /// keep their values.
     fn load<T: Value + 'static>(
         &mut self,
         param: Param<T>,
         into_data: impl FnOnce(T) -> TensorData,
-        from_data: impl FnOnce(TensorData) -> T,
+        from_data: impl FnOnce(TensorData, bool) -> T,
     ) -> Param<T> {
-        let (id, value, empty) = param.consume();
-        let mapper = self.mappers.next().and_then(|mapper| mapper.downcast::<ParamMapper<T>>().ok());
-        let mapper = mapper.map_or(empty, |mapper| *mapper);
-        let mut data = into_data(value);
-        if self.failure.is_none() {
-            self.failure = self.group.broadcast(&mut data.bytes[..], 0).err();
+        let (mut id, value, mut mapper) = param.consume();
+        let mut trained = value.is_require_grad();
+        if let Some(identity) = self.identities.next() {
+            (id, trained) = (identity.id, identity.trained);
+            mapper = identity.mapper.downcast().map_or(mapper, |mapper| *mapper);
         }
-        Param::from_mapped_value(id, from_data(data), mapper)
+        let mut data = into_data(value);
+        if let (Some((group, root)), None) = (self.source, &self.failure) {
+            self.failure = group.broadcast(&mut data.bytes[..], root).err();
+        }
+        Param::from_mapped_value(id, from_data(data, trained), mapper)
     }
 }
 
 impl<B: AutodiffBackend> ModuleMapper<B> for ParameterLoader<'_> {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
-        let (device, trained, dtype) = (param.device(), param.is_require_grad(), param.dtype());
-        let from_data = |data| Tensor::from_data(data, (&device, dtype)).set_require_grad(trained);
+        let (device, dtype) = (param.device(), param.dtype());
+        let from_data = |data, trained| Tensor::from_data(data, (&device, dtype)).set_require_grad(trained);
         self.load(param, |value| value.inner().into_data(), from_data)
     }
 
     fn map_int<const D: usize>(&mut self, param: Param<Tensor<B, D, Int>>) -> Param<Tensor<B, D, Int>> {
         let (device, dtype) = (param.device(), param.dtype());
-        self.load(param, Tensor::into_data, |data| Tensor::from_data(data, (&device, dtype)))
+        self.load(param, Tensor::into_data, |data, _| Tensor::from_data(data, (&device, dtype)))
     }
 
     fn map_bool<const D: usize>(&mut self, param: Param<Tensor<B, D, Bool>>) -> Param<Tensor<B, D, Bool>> {
         let device = param.device();
-        self.load(param, Tensor::into_data, |data| Tensor::from_data(data, &device))
+        self.load(param, Tensor::into_data, |data, _| Tensor::from_data(data, &device))
     }
 }

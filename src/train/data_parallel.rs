@@ -26,6 +26,8 @@ use bonfire_core::{Buffer, DType, Error, Group, Operation, ReduceOp, Work};
 /// Synchronises a model and its gradients over the ranks of a group. Each rank has one.
 ///
 /// [`new`](Self::new) makes the ranks' models equal, and [`sync`](Self::sync) averages their gradients in every step.
+/// [`resume`](Self::resume) and [`shrink`](Self::shrink) make all else equal that a training carries: see
+/// [`TrainingState`](crate::TrainingState).
 /// See [`train`](crate::train) for a training loop. To shard the optimizer state too, use
 /// [`ShardedOptimizer`](crate::ShardedOptimizer) in place of `sync`.
 pub struct DataParallel<B: AutodiffBackend> {
@@ -34,8 +36,6 @@ pub struct DataParallel<B: AutodiffBackend> {
     pub(super) parameters: Vec<Parameter<B>>,
     /// Unused memory for packed buckets.
     pub(super) memory: Vec<Buffer<u64>>,
-    /// Number of synchronised steps.
-    pub(super) steps: u64,
 }
 
 /// A bucket whose reduction is in flight.
@@ -52,8 +52,8 @@ impl<B: AutodiffBackend> DataParallel<B> {
     ///
     /// All ranks must call this; it blocks until they have. It covers floats, ints, bools and running states such as
     /// batch norm's. Each rank passes a model of its own and trains the returned one, whose parameters keep their ids.
-    /// If ranks are threads, they may pass clones of one model: the returned models are independent. Load a checkpoint
-    /// before, and create the optimizer afterwards.
+    /// If ranks are threads, they may pass clones of one model: the returned models are independent. Load pretrained
+    /// weights before; create the optimizer and [`resume`](Self::resume) from a checkpoint afterwards.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] on all ranks if the models differ; the group remains usable. It names the first
@@ -64,17 +64,11 @@ impl<B: AutodiffBackend> DataParallel<B> {
     /// If a parameter cannot be read from its device.
     #[track_caller]
     pub fn new<M: AutodiffModule<B>>(group: Group, model: M) -> Result<(M, Self), Error> {
-        let (model, mappers) = rebuild(model);
+        let (model, identities) = rebuild(model);
         let (described, parameters) = describe_parameters(&model);
         check_same_model(&group, &described)?;
-        let model = broadcast_parameters(&group, model, mappers)?;
+        let model = broadcast_parameters(&group, model, identities, 0)?;
         Ok((model, DataParallel { group, parameters, memory: Vec::new(), steps: 0 }))
-    }
-
-    /// Returns the number of steps that [`sync`](Self::sync) has synchronised since [`new`](Self::new). After
-    /// [`shrink`](Self::shrink) it is the same on all ranks.
-    pub fn steps(&self) -> u64 {
-        self.steps
     }
 
     /// Returns the group of ranks.

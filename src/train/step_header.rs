@@ -149,7 +149,7 @@ impl<B: AutodiffBackend> StepHeader<'_, B> {
             (None, None) => format!(
                 "rank {rank} has gradients of parameters that its model did not have at the start, or that needed \
                  none then; pass the model that `DataParallel::new` returned through the optimizer, and load \
-                 checkpoints before it"
+                 checkpoints with `DataParallel::resume`"
             ),
         };
         Error::argument(self.operation, reason)

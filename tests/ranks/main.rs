@@ -14,4 +14,5 @@ mod randomness;
 mod sharded;
 mod sync_batch_norm;
 mod tensors;
+mod training_state;
 mod verify;

@@ -10,8 +10,9 @@ use burn::tensor::backend::{AutodiffBackend, BackendTypes};
 use serde::{Deserialize, Serialize};
 
 use super::ShardedOptimizer;
-use super::state::{RecordedSlice, Records, elements, join};
+use super::state::{RecordedSlice, elements, join};
 use crate::train::agree::{Parameter, ParameterDescription, first_difference};
+use crate::train::record::Records;
 use bonfire_core::Error;
 
 /// Identifies the format and its version.

@@ -11,13 +11,9 @@
 
 use std::ops::Range;
 
-use burn::record::{DoublePrecisionSettings, NamedMpkBytesRecorder};
 use rmpv::decode::read_value_ref_with_max_depth;
 use rmpv::encode::write_value;
 use rmpv::{Value, ValueRef};
-
-/// Records floats as f64 and integers as i64, so all narrower types are restored exactly.
-pub(super) type Records = NamedMpkBytesRecorder<DoublePrecisionSettings>;
 
 /// The recorded state of a slice of `len` elements, and the range of elements to take from it.
 pub(super) struct RecordedSlice<'a> {
@@ -151,6 +147,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::train::record::Records;
     use bonfire_core::partition;
 
     type State = <Adam as SimpleOptimizer<Flex>>::State<1>;

@@ -1,0 +1,77 @@
+//! Records of burn as bytes.
+
+use burn::module::{Module, ModuleMapper, Param};
+use burn::record::{DoublePrecisionSettings, NamedMpkBytesRecorder, Record, Recorder};
+use burn::tensor::backend::{AutodiffBackend, Backend, BackendTypes};
+use burn::tensor::{Bool, Element, Int, Tensor};
+
+use super::agree::Parameter;
+use bonfire_core::Error;
+
+/// Records floats as f64 and integers as i64, so all narrower types are restored exactly.
+pub(crate) type Records = NamedMpkBytesRecorder<DoublePrecisionSettings>;
+
+/// Bytes per element in records.
+const WIDTH: usize = 8;
+
+/// Returns a record as bytes. What it contains must be [`recordable`].
+pub(crate) fn record<B: Backend, R: Record<B>>(record: R) -> Result<Vec<u8>, Error> {
+    let bytes = Recorder::<B>::record(&Records::default(), record, ());
+    bytes.map_err(|e| Error::io("recording a training", e))
+}
+
+/// Returns the record in these bytes.
+pub(crate) fn load<B: Backend, R: Record<B>>(bytes: Vec<u8>, device: &B::Device) -> Result<R, Error> {
+    let record = Recorder::<B>::load(&Records::default(), bytes, device);
+    record.map_err(|e| Error::io("loading a recorded training", e))
+}
+
+/// Returns the record of a module as it is in memory, without its mappings. burn's own records are mapped, and it cannot
+/// load them into a module that trains: the mapping of a tensor that needs a gradient is no leaf.
+pub(crate) fn record_module<B: Backend, M: Module<B>>(module: M) -> Result<Vec<u8>, Error> {
+    record(module.map(&mut Unmapped).into_record())
+}
+
+/// Returns `module` with what [`record_module`] has recorded.
+pub(crate) fn load_module<B: Backend, M: Module<B>>(module: M, bytes: Vec<u8>, device: &B::Device) -> Result<M, Error> {
+    Ok(module.map(&mut Unmapped).load_record(load(bytes, device)?))
+}
+
+/// Removes the mappings of parameters.
+struct Unmapped;
+
+impl<B: Backend> ModuleMapper<B> for Unmapped {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
+        Param::initialized(param.id, param.val())
+    }
+
+    fn map_int<const D: usize>(&mut self, param: Param<Tensor<B, D, Int>>) -> Param<Tensor<B, D, Int>> {
+        Param::initialized(param.id, param.val())
+    }
+
+    fn map_bool<const D: usize>(&mut self, param: Param<Tensor<B, D, Bool>>) -> Param<Tensor<B, D, Bool>> {
+        Param::initialized(param.id, param.val())
+    }
+}
+
+/// Fails unless these parameters, and an optimizer's state for them, come back from a record as they were: burn loads
+/// records in the backend's own float type, and the format has 32 bits for a tensor's length.
+pub(crate) fn recordable<'a, B: AutodiffBackend>(
+    parameters: impl IntoIterator<Item = &'a Parameter<B>>,
+) -> Result<(), Error> {
+    let own = <B as BackendTypes>::FloatElem::dtype();
+    for Parameter { path, dtype, shape, .. } in parameters {
+        let reason = if *dtype != own {
+            format!(
+                "`{path}` is {dtype:?}, and burn loads records in the backend's own float type, {own:?}; use a \
+                     backend whose float type is that of the parameters"
+            )
+        } else if u32::try_from(shape.num_elements() * WIDTH).is_err() {
+            format!("`{path}` has {} elements, too many for a record; split it", shape.num_elements())
+        } else {
+            continue;
+        };
+        return Err(Error::argument("recording a training", reason));
+    }
+    Ok(())
+}

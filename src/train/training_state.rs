@@ -1,0 +1,214 @@
+//! Everything that a training carries from step to step.
+//!
+//! A rank that takes over only a part of it, such as model and optimizer without the scheduler, trains differently from
+//! then on, and nothing fails. So it is one value, and checkpoints, resuming and [`DataParallel::shrink`] know no parts.
+//!
+//! [`DataParallel::shrink`]: crate::DataParallel::shrink
+
+use burn::lr_scheduler::LrScheduler;
+use burn::module::AutodiffModule;
+use burn::optim::{GradientsParams, Optimizer};
+use burn::record::Record;
+use burn::tensor::backend::AutodiffBackend;
+use serde::{Deserialize, Serialize};
+
+use super::agree::{ParameterDescription, first_difference, parameters, rebuild, restore};
+use super::record::{load, load_module, record, record_module, recordable};
+use bonfire_core::Error;
+use bonfire_core::internal::hash;
+
+/// Identifies the format and its version.
+const FORMAT: &[u8] = b"bonfire training 1\n";
+
+/// Everything that a training carries from step to step.
+///
+/// It is the same on all ranks after each step. [`save`](Self::save) returns it as bytes,
+/// [`DataParallel::resume`](crate::DataParallel::resume) gives all ranks the saved state that rank 0 reads, and
+/// [`DataParallel::shrink`](crate::DataParallel::shrink) brings the remaining ranks to the same state. What is not in
+/// here, each rank keeps as it is: let nothing that changes during the training stay outside, except what belongs to
+/// one rank, such as its metrics.
+///
+/// ```
+/// # use bonfire::{DataParallel, Group, ShardedSampler, TrainingState};
+/// # use burn::backend::{Autodiff, Flex};
+/// # use burn::lr_scheduler::exponential::ExponentialLrSchedulerConfig;
+/// # use burn::nn::LinearConfig;
+/// # use burn::optim::{AdamConfig, GradientsParams};
+/// # use burn::tensor::Tensor;
+/// # type B = Autodiff<Flex>;
+/// # let device = Default::default();
+/// # let group = Group::threads(1)?.remove(0);
+/// let (model, mut ddp) = DataParallel::new(group, LinearConfig::new(2, 1).init::<B>(&device))?;
+/// let schedule = ExponentialLrSchedulerConfig::new(0.1, 0.99).init().expect("a valid schedule");
+/// let mut state = TrainingState::new(model, AdamConfig::new().init(), schedule, ());
+/// let sampler = ShardedSampler::new(ddp.group(), 100, 16)?;
+/// while state.epoch < 2 {
+///     for shard in sampler.epoch(state.epoch).skip(state.batch) {
+///         let loss = state.model.forward(Tensor::<B, 2>::ones([shard.len(), 2], &device)).mean();
+///         let grads = GradientsParams::from_grads(loss.backward(), &state.model);
+///         state.step(ddp.sync(grads, shard.len())?);
+///     }
+///     state.next_epoch();
+/// }
+/// let bytes = state.save()?;
+/// # Ok::<(), bonfire::Error>(())
+/// ```
+pub struct TrainingState<B: AutodiffBackend, M: AutodiffModule<B>, O, S, U = ()> {
+    /// The model.
+    pub model: M,
+    /// The model's optimizer.
+    pub optimizer: O,
+    /// The learning rate: a number, or one of burn's schedulers.
+    pub scheduler: S,
+    /// The running average of the model (EMA), if the training keeps one. `None` at first.
+    pub average: Option<M::InnerModule>,
+    /// The number of completed epochs.
+    pub epoch: usize,
+    /// The number of global batches of this epoch that were used.
+    pub batch: usize,
+    /// All else: numbers, texts, tensors of the backend's own element types, tuples and vectors of these, and structs
+    /// with `#[derive(Record)]`. `()` for nothing.
+    pub user: U,
+}
+
+impl<B, M, O, S, U> TrainingState<B, M, O, S, U>
+where
+    B: AutodiffBackend,
+    M: AutodiffModule<B>,
+    O: Optimizer<M, B>,
+    S: LrScheduler,
+    U: Record<B> + Clone,
+{
+    /// Makes the state at the start of a training.
+    pub fn new(model: M, optimizer: O, scheduler: S, user: U) -> Self {
+        TrainingState { model, optimizer, scheduler, average: None, epoch: 0, batch: 0, user }
+    }
+
+    /// Updates the model with the gradients that [`DataParallel::sync`](crate::DataParallel::sync) returned, at the
+    /// scheduler's next learning rate, and counts a batch. If the gradients of several batches were accumulated, add
+    /// the others to [`batch`](Self::batch).
+    pub fn step(&mut self, grads: GradientsParams) {
+        let rate = self.scheduler.step();
+        self.model = self.optimizer.step(rate, self.model.clone(), grads);
+        self.batch += 1;
+    }
+
+    /// Counts an epoch, and begins the next one with its first batch.
+    pub fn next_epoch(&mut self) {
+        self.epoch += 1;
+        self.batch = 0;
+    }
+
+    /// Returns the state as bytes. Since all ranks have the same state, one rank's is enough.
+    ///
+    /// Write them to a file that is complete or absent: under another name first, then synced to disk and renamed.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if burn cannot restore the model exactly: a parameter has another float type than the
+    /// backend, or 2^29 elements or more. [`Error::Io`] if burn cannot record the state.
+    pub fn save(&self) -> Result<Vec<u8>, Error> {
+        let rebuilt = rebuild(self.model.clone()).0;
+        let (described, floats) = parameters::<B, M>(&rebuilt);
+        recordable(&floats)?;
+        let model = record_module(rebuilt.valid())?;
+        let saved = postcard::to_stdvec(&Saved { parameters: described, model, rest: self.record_rest()? });
+        let saved = saved.map_err(|e| Error::io("recording a training", e))?;
+        Ok([FORMAT, &hash(saved.iter().copied()).to_le_bytes(), &saved].concat())
+    }
+
+    /// Replaces the state by a saved one. After an error it is unchanged.
+    pub(super) fn load(&mut self, bytes: &[u8]) -> Result<(), Error> {
+        let saved = Saved::parse(bytes)?;
+        let (rebuilt, mut identities) = rebuild(self.model.clone());
+        let current = parameters::<B, M>(&rebuilt).0;
+        saved.check_model(&current)?;
+        let Some(device) = rebuilt.devices().first().cloned() else { return Ok(()) };
+        let (model, loaded) = rebuild(M::from_inner(load_module(rebuilt.valid(), saved.model, &device)?));
+        identities.set_ids(&loaded.ids());
+        let model = restore(model, identities);
+        check_loaded(&current, &parameters::<B, M>(&model).0)?;
+        *self = self.with_rest(model, saved.rest)?;
+        Ok(())
+    }
+
+    /// Returns the record of all but the model.
+    pub(super) fn record_rest(&self) -> Result<Rest, Error> {
+        let (optimizer, scheduler) = (self.optimizer.to_record(), self.scheduler.to_record::<B>());
+        let position = (self.epoch as u64, self.batch as u64);
+        let average = self.average.clone().map(record_module::<B::InnerBackend, _>);
+        let record = record::<B, _>((optimizer, scheduler, self.user.clone(), position))?;
+        Ok(Rest { record, average: average.transpose()? })
+    }
+
+    /// Returns the state that consists of `model` and a recorded rest. `self` is not changed.
+    pub(super) fn with_rest(&self, model: M, rest: Rest) -> Result<Self, Error> {
+        let Some(device) = model.devices().first().cloned() else {
+            return Err(Error::argument("loading a training", "the model has no parameters"));
+        };
+        let (optimizer, scheduler, user, position) = load::<B, RestRecord<B, M, O, S, U>>(rest.record, &device)?;
+        let average = rest.average.map(|average| load_module(model.valid(), average, &device));
+        Ok(TrainingState {
+            average: average.transpose()?,
+            model,
+            optimizer: self.optimizer.clone().load_record(optimizer),
+            scheduler: self.scheduler.clone().load_record::<B>(scheduler),
+            epoch: position.0 as usize,
+            batch: position.1 as usize,
+            user,
+        })
+    }
+}
+
+/// What [`Rest::record`] contains: optimizer, scheduler, the user's state, epoch and batch.
+type RestRecord<B, M, O, S, U> = (<O as Optimizer<M, B>>::Record, <S as LrScheduler>::Record<B>, U, (u64, u64));
+
+/// A recorded [`TrainingState`] without its model.
+#[derive(Default, Serialize, Deserialize)]
+pub(super) struct Rest {
+    record: Vec<u8>,
+    average: Option<Vec<u8>>,
+}
+
+/// A recorded [`TrainingState`].
+#[derive(Serialize, Deserialize)]
+struct Saved {
+    parameters: Vec<ParameterDescription>,
+    model: Vec<u8>,
+    rest: Rest,
+}
+
+impl Saved {
+    /// Reads [`FORMAT`], a hash of what follows, and the contents. burn checks little of what it loads, so the hash is
+    /// what detects damaged files.
+    fn parse(bytes: &[u8]) -> Result<Saved, Error> {
+        let contents = bytes.strip_prefix(FORMAT).and_then(<[u8]>::split_first_chunk);
+        let intact =
+            contents.filter(|(hashed, contents)| u64::from_le_bytes(**hashed) == hash(contents.iter().copied()));
+        match intact.map(|(_, contents)| postcard::take_from_bytes(contents)) {
+            Some(Ok((saved, []))) => Ok(saved),
+            _ => Err(invalid("these bytes are not what `TrainingState::save` returned, or were damaged")),
+        }
+    }
+
+    fn check_model(&self, current: &[ParameterDescription]) -> Result<(), Error> {
+        let Some(position) = first_difference(&self.parameters, current) else { return Ok(()) };
+        let text = |list: &[ParameterDescription]| list.get(position).map_or("nothing".into(), ToString::to_string);
+        Err(invalid(format!(
+            "it was saved for a model that differs first at parameter {position}: {} then, {} now",
+            text(&self.parameters),
+            text(current)
+        )))
+    }
+}
+
+/// Fails if burn has converted a parameter while loading it.
+fn check_loaded(saved: &[ParameterDescription], loaded: &[ParameterDescription]) -> Result<(), Error> {
+    match first_difference(saved, loaded).and_then(|position| Some((saved.get(position)?, loaded.get(position)?))) {
+        Some((saved, loaded)) => Err(invalid(format!("burn has loaded {saved} as {}", loaded.what))),
+        None => Ok(()),
+    }
+}
+
+fn invalid(reason: impl Into<String>) -> Error {
+    Error::argument("loading a training", reason)
+}
