@@ -14,6 +14,7 @@
 //! as `model.num_params()` does. This strategy draws once.
 
 mod rank;
+mod resume;
 
 use std::panic::resume_unwind;
 use std::sync::{Arc, Mutex};
@@ -22,8 +23,8 @@ use std::thread;
 use burn::data::dataloader::DataLoader;
 use burn::tensor::backend::{Backend, DeviceOps};
 use burn_train::{
-    Learner, LearningComponentsTypes, SupervisedLearningStrategy, SupervisedTrainingEventProcessor, TrainLoader,
-    TrainingComponents, TrainingModel, ValidLoader,
+    Learner, LearningComponentsTypes, LearningResult, SupervisedLearningStrategy, SupervisedTrainingEventProcessor,
+    TrainLoader, TrainingComponents, TrainingModel, ValidLoader,
 };
 
 use self::rank::{Leader, Rank, Settings};
@@ -60,8 +61,14 @@ use bonfire_core::{Error, Group};
 ///
 /// Only rank 0 validates, saves checkpoints, computes metrics and renders; it decides on early stopping. Interrupting
 /// any process stops all ranks at the same step. Other processes do not use the metrics, renderer and checkpointer of
-/// their training: give it a renderer without output, and another folder. To resume from a checkpoint, all processes
-/// must find rank 0's files.
+/// their training: give it a renderer without output, and another folder.
+///
+/// To resume, only rank 0's process loads a checkpoint: all others take over its epoch, model, optimizer and scheduler,
+/// whatever their own `checkpoint` setting and folder say. All processes must have the same number of epochs and the
+/// same gradient accumulation; otherwise the training fails before the first step.
+///
+/// While rank 0 validates, the others wait, for any time. But each validation batch, each checkpoint and each decision
+/// on early stopping must end within the group's [deadline](Group::deadline).
 ///
 /// All ranks must have the same number of batches. Before the first step they compare what is known of these numbers,
 /// and before each step whether all have a batch. If they differ, the training fails.
@@ -132,7 +139,43 @@ where
     LC: LearningComponentsTypes + Send + 'static,
 {
     /// # Panics
+    /// If a rank fails: see [failures](DataParallelStrategy#failures). On rank 0's process, if burn cannot load the
+    /// checkpoint.
+    fn train(
+        &self,
+        learner: Learner<LC>,
+        train: TrainLoader<LC>,
+        valid: ValidLoader<LC>,
+        mut components: TrainingComponents<LC>,
+    ) -> LearningResult<LC::InferenceModel> {
+        // burn loads a checkpoint before `fit`, from the folder of this process.
+        if !lock(&self.ranks).iter().any(|(_, group)| group.rank() == 0) {
+            components.checkpoint = None;
+        }
+        Lockstep(self).train(learner, train, valid, components)
+    }
+
+    /// # Panics
     /// If a rank fails: see [failures](DataParallelStrategy#failures).
+    fn fit(
+        &self,
+        components: TrainingComponents<LC>,
+        learner: Learner<LC>,
+        train: TrainLoader<LC>,
+        valid: ValidLoader<LC>,
+        starting_epoch: usize,
+    ) -> (TrainingModel<LC>, SupervisedTrainingEventProcessor<LC>) {
+        Lockstep(self).fit(components, learner, train, valid, starting_epoch)
+    }
+}
+
+/// The strategy with burn's own `train`.
+struct Lockstep<'a, B: Backend>(&'a DataParallelStrategy<B>);
+
+impl<LC> SupervisedLearningStrategy<LC> for Lockstep<'_, LC::Backend>
+where
+    LC: LearningComponentsTypes + Send + 'static,
+{
     fn fit(
         &self,
         components: TrainingComponents<LC>,
@@ -141,19 +184,21 @@ where
         valid: ValidLoader<LC>,
         starting_epoch: usize,
     ) -> (TrainingModel<LC>, SupervisedTrainingEventProcessor<LC>) {
-        let ranks = std::mem::take(&mut *lock(&self.ranks));
-        *lock(&self.failure) = None;
+        let strategy = self.0;
+        let ranks = std::mem::take(&mut *lock(&strategy.ranks));
+        *lock(&strategy.failure) = None;
         let Some((first, group)) = ranks.first() else {
             let reason =
                 "its groups are gone with an earlier training, which failed or still runs; make a new strategy";
-            self.fail(Error::argument("data parallel strategy", reason))
+            strategy.fail(Error::argument("data parallel strategy", reason))
         };
         // burn initialises parameters at their first use. This does it once for all ranks, before any thread can.
         learner.fork(first);
         let parts = split(&train, group.world_size());
 
         let settings = Settings {
-            epochs: starting_epoch..=components.num_epochs,
+            first_epoch: starting_epoch,
+            last_epoch: components.num_epochs,
             accumulation: components.grad_accumulation,
             interrupter: components.interrupter,
         };
@@ -181,7 +226,7 @@ where
                     // `group` lives until the failure is recorded, so failures that follow from it are recorded later.
                     let trained = rank.run(&device);
                     if let Err(error) = &trained {
-                        lock(&self.failure).get_or_insert_with(|| error.clone());
+                        lock(&strategy.failure).get_or_insert_with(|| error.clone());
                     }
                     trained.map(|trained| ((device, group), trained))
                 })
@@ -200,17 +245,17 @@ where
             }
         }
         if let Some(error) = failed {
-            self.fail(self.failure().unwrap_or(error));
+            strategy.fail(strategy.failure().unwrap_or(error));
         }
         let mut models = Vec::new();
         for (rank, (model, returned)) in trained {
-            lock(&self.ranks).push(rank);
+            lock(&strategy.ranks).push(rank);
             models.push(model);
             processor = processor.or(returned);
         }
         match (models.into_iter().next(), processor) {
             (Some(model), Some(processor)) => (model, processor),
-            _ => self.fail(Error::broken("data parallel strategy", "a rank ended without its model")),
+            _ => strategy.fail(Error::broken("data parallel strategy", "a rank ended without its model")),
         }
     }
 }

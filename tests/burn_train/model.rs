@@ -31,6 +31,8 @@ pub struct Log {
     pub steps: Arc<Mutex<Steps>>,
     /// Every step is delayed by up to this, twice.
     pub delay: Duration,
+    /// Every validation batch takes at least this long.
+    pub validation: Duration,
     /// Called before each step with the replica and the number of its steps so far.
     pub before: Option<fn(u8, usize)>,
 }
@@ -137,6 +139,7 @@ impl InferenceStep for Net<bonfire::Wgpu> {
     type Output = RegressionOutput<bonfire::Wgpu>;
 
     fn step(&self, batch: Self::Input) -> Self::Output {
+        std::thread::sleep(self.log.validation);
         self.output(batch)
     }
 }

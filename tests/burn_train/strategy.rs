@@ -7,7 +7,7 @@ use std::time::Duration;
 use bonfire::{DataParallelStrategy, Error, Group};
 use burn::record::DefaultRecorder;
 use burn_train::metric::store::EventStoreClient;
-use burn_train::{EarlyStoppingStrategy, Interrupter, TrainingStrategy};
+use burn_train::{EarlyStoppingStrategy, Interrupter, SupervisedTraining, TrainingStrategy};
 
 use crate::model::{B, Log, Net, Shape, Steps, devices};
 use crate::training::{Components, Training, alone, check};
@@ -115,6 +115,62 @@ fn rank_0_stops_early_for_all_and_saves() {
     assert_eq!([1, 2, 3].map(saved), [true, true, false]);
     let steps = log.steps.lock().unwrap();
     assert_eq!(steps.values().map(Vec::len).collect::<Vec<_>>(), [10, 10]);
+}
+
+#[test]
+fn all_ranks_resume_from_rank_0s_checkpoint() {
+    let _alone = alone();
+    let whole = Training { decay: 0.97, ..Training::of_steps(20, 2) };
+    let half = Training { epochs: 2, ..whole.clone() };
+    if is_child() {
+        let rank: usize = std::env::var("BONFIRE_RANK").unwrap().parse().unwrap();
+        let strategy = Arc::new(DataParallelStrategy::from_env(devices(1)).unwrap());
+        let folder = tempfile::tempdir().unwrap();
+        let run = |training: &Training, strategy: &Arc<DataParallelStrategy<B>>, seed, from: Option<usize>| {
+            let log = Log::default();
+            let net = Net::new(Shape::Chain, 2, seed, &log, &Default::default());
+            training.run_in(folder.path(), net, custom(strategy), |training| {
+                let training = training.with_file_checkpointer(DefaultRecorder::new());
+                from.into_iter().fold(training, SupervisedTraining::checkpoint)
+            });
+            let steps = log.steps.lock().unwrap().remove(&0).unwrap();
+            steps.iter().map(|step| step.iter().map(|x| x.to_bits()).collect()).collect::<Vec<Vec<_>>>()
+        };
+        let uninterrupted = run(&whole, &strategy, 1, None);
+        run(&half, &strategy, 1, None);
+        if rank == 1 {
+            // Only rank 0 saves. This process has a checkpoint of another training, and an earlier one.
+            run(&Training { epochs: 1, ..whole.clone() }, &threads(1), 9, None);
+        }
+        let resumed = run(&whole, &strategy, 7 + rank as u32, Some([2, 1][rank]));
+        say(serde_json::to_string(&(uninterrupted, resumed)).unwrap());
+
+        let net = Net::new(Shape::Chain, 1, 1, &Log::default(), &Default::default());
+        say(fails(&Training { epochs: 1 + rank, ..whole }, net, &strategy));
+        return;
+    }
+    let mut processes = Process::start_ranks("strategy::all_ranks_resume_from_rank_0s_checkpoint", 2, "auto", "120");
+    for process in &mut processes {
+        let (uninterrupted, resumed): (Vec<Vec<u32>>, Vec<Vec<u32>>) = serde_json::from_str(&process.hear()).unwrap();
+        assert_eq!(uninterrupted.len(), 20);
+        assert!(uninterrupted[10..] == resumed, "the resumed training is another one");
+        let text = process.hear();
+        let expected = "rank 0 trains for 1 epochs, accumulating 1 batches, rank 1 for 2 epochs";
+        assert!(text.contains(expected), "{text}");
+        assert!(process.end().success());
+    }
+}
+
+#[test]
+fn validation_may_take_longer_than_the_deadline() {
+    let _alone = alone();
+    let groups = Group::builder().deadline(Duration::from_secs(10)).threads(2).unwrap();
+    let strategy = DataParallelStrategy::new(devices(2).into_iter().zip(groups).collect()).unwrap();
+    let log = Log { validation: Duration::from_secs(2), ..Log::default() };
+    let net = Net::new(Shape::Chain, 1, 1, &log, &Default::default());
+    let training = Training { validation: 6, epochs: 2, ..Training::of_steps(3, 2) };
+    training.run(net, custom(&Arc::new(strategy)));
+    assert_eq!(log.steps.lock().unwrap().values().map(Vec::len).collect::<Vec<_>>(), [6, 6]);
 }
 
 #[test]

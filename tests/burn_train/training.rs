@@ -1,5 +1,6 @@
 //! Trainings through burn-train, and the reference loop that they must match.
 
+use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use bonfire::WgpuDevice;
@@ -40,6 +41,8 @@ pub fn alone() -> MutexGuard<'static, ()> {
 #[derive(Clone)]
 pub struct Training {
     pub samples: Vec<Sample>,
+    /// The number of validation batches, of one sample each.
+    pub validation: usize,
     pub batch: usize,
     pub epochs: usize,
     /// What the learning rate is multiplied by in each step of its schedule.
@@ -53,7 +56,7 @@ impl Training {
     pub fn of_steps(steps: usize, ranks: usize) -> Training {
         let (batch, epochs) = (2, if steps % 5 == 0 { steps / 5 } else { 1 });
         let samples = samples(ranks * batch * steps / epochs);
-        Training { samples, batch, epochs, decay: 1.0, accumulation: 1 }
+        Training { samples, validation: 1, batch, epochs, decay: 1.0, accumulation: 1 }
     }
 
     /// Trains, and returns the parameters of the trained model.
@@ -69,9 +72,20 @@ impl Training {
         settings: impl FnOnce(SupervisedTraining<Components>) -> SupervisedTraining<Components>,
     ) -> (Vec<f32>, TempDir) {
         let folder = tempfile::tempdir().unwrap();
+        (self.run_in(folder.path(), model, strategy, settings), folder)
+    }
+
+    /// As [`run_with`](Self::run_with), in this folder.
+    pub fn run_in(
+        &self,
+        folder: &Path,
+        model: Net<B>,
+        strategy: TrainingStrategy<Components>,
+        settings: impl FnOnce(SupervisedTraining<Components>) -> SupervisedTraining<Components>,
+    ) -> Vec<f32> {
         let train = loader(self.samples.clone(), self.batch, &Default::default());
-        let valid = loader(self.samples[..1].to_vec(), 1, &Default::default());
-        let mut training = SupervisedTraining::new(folder.path(), train, valid)
+        let valid = loader(self.samples[..self.validation].to_vec(), 1, &Default::default());
+        let mut training = SupervisedTraining::new(folder, train, valid)
             .metrics((LossMetric::<burn::backend::Flex>::new(),))
             .num_epochs(self.epochs)
             .renderer(Silent)
@@ -82,7 +96,7 @@ impl Training {
         }
         let schedule = ExponentialLrSchedulerConfig::new(RATE, self.decay).init().unwrap();
         let learner = Learner::new(model, optimizer(), schedule);
-        (values(&settings(training).launch(learner).model).1, folder)
+        values(&settings(training).launch(learner).model).1
     }
 
     /// The parameters after every step of a plain loop on one device that gets the batches of all `ranks` at once.

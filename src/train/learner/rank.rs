@@ -1,6 +1,5 @@
 //! One rank of a training: burn-train's training loops, with all ranks in lockstep.
 
-use std::ops::RangeInclusive;
 use std::sync::Arc;
 
 use burn::data::dataloader::Progress;
@@ -13,8 +12,12 @@ use burn_train::{
     TrainingModel, ValidLoader,
 };
 
+use super::resume;
 use crate::train::DataParallel;
-use crate::train::agree::all_gather_values;
+use crate::train::agree::{all_gather_values, all_or_none};
+use crate::train::data_parallel::describe_parameters;
+use crate::train::record::recordable;
+use crate::train::resume::share;
 use bonfire_core::internal::Ranks;
 use bonfire_core::{Error, Group};
 
@@ -22,7 +25,9 @@ type Device<LC> = burn::tensor::Device<<LC as LearningComponentsTypes>::Backend>
 
 /// Settings shared by all ranks of this process.
 pub(super) struct Settings {
-    pub epochs: RangeInclusive<usize>,
+    /// The first epoch of this run. Rank 0's counts.
+    pub first_epoch: usize,
+    pub last_epoch: usize,
     pub accumulation: Option<usize>,
     pub interrupter: Interrupter,
 }
@@ -52,26 +57,40 @@ type Processor<LC> = Option<SupervisedTrainingEventProcessor<LC>>;
 impl<LC: LearningComponentsTypes> Rank<'_, LC> {
     /// Trains on this device. All ranks must call it concurrently.
     pub fn run(mut self, device: &Device<LC>) -> Result<(TrainingModel<LC>, Processor<LC>), Error> {
-        let mut ddp = self.prepare(device)?;
-        for epoch in self.settings.epochs.clone() {
-            let progress = Progress::new(epoch, *self.settings.epochs.end());
+        self.compare_settings()?;
+        let (mut ddp, first_epoch) = self.prepare(device)?;
+        for epoch in first_epoch..=self.settings.last_epoch {
+            let progress = Progress::new(epoch, self.settings.last_epoch);
             if self.train_epoch(&mut ddp, &progress)? == Next::Stop {
                 break;
             }
-            let leader = self.leader.as_mut();
-            let stop =
-                leader.is_some_and(|leader| leader.end_epoch(&self.learner, &progress, &self.settings.interrupter));
-            let mut stop = [u8::from(stop)];
-            self.group.broadcast(&mut stop, 0)?;
-            if stop == [1] {
+            let stop = match &mut self.leader {
+                Some(leader) => leader.end_epoch(&self.group, &self.learner, &progress, &self.settings.interrupter)?,
+                None => wait_for_leader(&self.group)?,
+            };
+            if stop {
                 break;
             }
         }
         Ok((self.learner.model(), self.leader.map(|leader| leader.processor)))
     }
 
-    /// Moves the model to the device and loads rank 0's parameters.
-    fn prepare(&mut self, device: &Device<LC>) -> Result<DataParallel<LC::Backend>, Error> {
+    /// Fails on all ranks if their trainings would end at different steps.
+    fn compare_settings(&self) -> Result<(), Error> {
+        // An accumulation over one batch is none.
+        let own = [self.settings.last_epoch as u64, self.settings.accumulation.map_or(1, |n| n.max(1)) as u64];
+        let all = all_gather_values(&self.group, own)?;
+        let Some(rank) = all.iter().position(|other| *other != all[0]) else { return Ok(()) };
+        let text = |[epochs, accumulation]: [u64; 2]| format!("{epochs} epochs, accumulating {accumulation} batches");
+        let (first, other) = (text(all[0]), text(all[rank]));
+        let reason =
+            format!("rank 0 trains for {first}, rank {rank} for {other}; give all processes the same settings");
+        Err(Error::argument("data parallel strategy", reason))
+    }
+
+    /// Moves the model to the device and takes over rank 0's parameters, optimizer and scheduler. Returns rank 0's
+    /// first epoch too.
+    fn prepare(&mut self, device: &Device<LC>) -> Result<(DataParallel<LC::Backend>, usize), Error> {
         self.learner.fork(device);
         self.group.barrier()?;
         // A running state that clones share is on the device of the last fork.
@@ -85,10 +104,20 @@ impl<LC: LearningComponentsTypes> Rank<'_, LC> {
             );
             return Err(Error::argument("data parallel strategy", reason));
         }
-        let (model, ddp) = DataParallel::new(self.group.clone(), self.learner.model())?;
+        let (model, mut ddp) = DataParallel::new(self.group.clone(), self.learner.model())?;
+        let record = self.leader.as_ref().map_or(Ok(Vec::new()), |leader| {
+            // A new optimizer has no state, so only a resumed one can be converted in a record.
+            if self.settings.first_epoch > 1 {
+                recordable(ddp.parameters.iter().filter(|parameter| parameter.trained))?;
+            }
+            resume::save(&self.learner, self.settings.first_epoch, &leader.store)
+        });
+        let (model, record) = share(&self.group, model, record, 0)?;
+        ddp.parameters = describe_parameters(&model).1;
         // Loading runs the parameters' mappings. Without gradients, the learner's parameters are leaves afterwards.
         self.learner.load_model(model.no_grad().into_record());
-        Ok(ddp)
+        let first_epoch = resume::restore(&mut self.learner, record, device);
+        Ok((ddp, all_or_none(&self.group, first_epoch)?))
     }
 
     fn train_epoch(&mut self, ddp: &mut DataParallel<LC::Backend>, epoch: &Progress) -> Result<Next, Error> {
@@ -132,9 +161,26 @@ impl<LC: LearningComponentsTypes> Rank<'_, LC> {
     }
 }
 
+/// What rank 0 tells the other ranks at the end of an epoch: it is still validating or saving.
+const WORKING: u8 = 0;
+/// All ranks go on with the next epoch.
+const GO_ON: u8 = 1;
+/// All ranks stop early.
+const STOP: u8 = 2;
+
 impl<LC: LearningComponentsTypes> Leader<LC> {
     /// Validates and saves a checkpoint. Returns whether the training should stop early.
-    fn end_epoch(&mut self, learner: &Learner<LC>, progress: &Progress, interrupter: &Interrupter) -> bool {
+    ///
+    /// The other ranks wait meanwhile, and validation may take any time. So they hear from this rank after each batch:
+    /// only one that takes longer than the deadline, and not all of them together, is a hang.
+    fn end_epoch(
+        &mut self,
+        group: &Group,
+        learner: &Learner<LC>,
+        progress: &Progress,
+        interrupter: &Interrupter,
+    ) -> Result<bool, Error> {
+        let tell = |word: u8| group.broadcast(&mut [word], 0);
         let epoch = progress.items_processed;
         let model = learner.model().valid();
         let mut batches = self.valid.iter();
@@ -144,6 +190,7 @@ impl<LC: LearningComponentsTypes> Leader<LC> {
             let output = model.step(batch);
             let item = TrainingItem::new(output, batches.progress(), progress.clone(), Some(iteration), None);
             self.processor.process_valid(LearnerEvent::ProcessedItem(item));
+            tell(WORKING)?;
             if interrupter.should_stop() {
                 break;
             }
@@ -151,9 +198,21 @@ impl<LC: LearningComponentsTypes> Leader<LC> {
         self.processor.process_valid(LearnerEvent::EndEpoch(epoch));
         if let Some(checkpointer) = &mut self.checkpointer {
             checkpointer.checkpoint(learner, epoch, &self.store);
+            tell(WORKING)?;
         }
-        self.early_stopping.as_mut().is_some_and(|strategy| strategy.should_stop(epoch, &self.store))
+        let stop = self.early_stopping.as_mut().is_some_and(|strategy| strategy.should_stop(epoch, &self.store));
+        tell(if stop { STOP } else { GO_ON })?;
+        Ok(stop)
     }
+}
+
+/// Waits until rank 0 has ended an epoch. Returns whether the training should stop early.
+fn wait_for_leader(group: &Group) -> Result<bool, Error> {
+    let mut word = [WORKING];
+    while word == [WORKING] {
+        group.broadcast(&mut word, 0)?;
+    }
+    Ok(word == [STOP])
 }
 
 /// What all ranks do next.
