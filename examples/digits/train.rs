@@ -104,7 +104,7 @@ impl TrainingJob<'_> {
         let resumed = state.epoch;
         let (clock, outcome) = (Instant::now(), Outcome::default());
         let (seen, losses, right) = (0, 0.0, 0.0);
-        let shards = sampler.epoch(resumed).skip(0);
+        let shards = sampler.epoch(resumed).skip(state.batch);
         let mut training = Training { state, sharded, ddp, sampler, shards, clock, bar, seen, losses, right, outcome };
         training.begin_epoch();
         loop {

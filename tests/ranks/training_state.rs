@@ -36,7 +36,7 @@ impl<B: Backend> Net<B> {
     }
 
     fn forward(&self, input: Tensor<B, 2>) -> Tensor<B, 2> {
-        self.linear.forward(self.norm.forward(input)) * self.frozen.val().slice([0..1]).unsqueeze()
+        self.linear.forward(self.norm.forward(input)) * self.frozen.val().slice(0..1).unsqueeze()
     }
 }
 
