@@ -26,8 +26,8 @@ pub(crate) fn load<B: Backend, R: Record<B>>(bytes: Vec<u8>, device: &B::Device)
     record.map_err(|e| Error::io("loading a recorded training", e))
 }
 
-/// Returns the record of a module as it is in memory, without its mappings. burn's own records are mapped, and it cannot
-/// load them into a module that trains: the mapping of a tensor that needs a gradient is no leaf.
+/// Returns the record of a module as it is in memory, without its mappings. burn's own records are mapped, and burn
+/// cannot load them into a module that trains: the mapping of a tensor that needs a gradient is no leaf.
 pub(crate) fn record_module<B: Backend, M: Module<B>>(module: M) -> Result<Vec<u8>, Error> {
     record(module.map(&mut Unmapped).into_record())
 }

@@ -1,7 +1,7 @@
 //! Everything that a training carries from step to step.
 //!
 //! A rank that takes over only a part of it, such as model and optimizer without the scheduler, trains differently from
-//! then on, and nothing fails. So it is one value, and checkpoints, resuming and [`DataParallel::shrink`] know no parts.
+//! then on, and nothing fails. So it is one value: checkpoints, resuming and [`DataParallel::shrink`] know no parts.
 //!
 //! [`DataParallel::shrink`]: crate::DataParallel::shrink
 
