@@ -36,6 +36,8 @@ pub struct DataParallel<B: AutodiffBackend> {
     pub(super) parameters: Vec<Parameter<B>>,
     /// Unused memory for packed buckets.
     pub(super) memory: Vec<Buffer<u64>>,
+    /// Steps since the model was distributed or taken over. A rank whose last `sync` failed may be one behind.
+    pub(super) steps: u64,
 }
 
 /// A bucket whose reduction is in flight.

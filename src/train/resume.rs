@@ -96,6 +96,8 @@ impl<B: AutodiffBackend> DataParallel<B> {
         }
         // Of the root, too: its ids have changed if it has just loaded the state.
         self.parameters = describe_parameters(&state.model).1;
+        // The same on all ranks, one of which may have been behind; and the next two steps compare the models.
+        self.steps = 0;
         Ok(())
     }
 }

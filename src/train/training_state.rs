@@ -46,7 +46,8 @@ const FORMAT: &[u8] = b"bonfire training 1\n";
 ///     for shard in sampler.epoch(state.epoch).skip(state.batch) {
 ///         let loss = state.model.forward(Tensor::<B, 2>::ones([shard.len(), 2], &device)).mean();
 ///         let grads = GradientsParams::from_grads(loss.backward(), &state.model);
-///         state.step(ddp.sync(grads, shard.len())?);
+///         let grads = ddp.sync(&state.model, grads, shard.len())?;
+///         state.step(grads);
 ///     }
 ///     state.next_epoch();
 /// }

@@ -131,9 +131,10 @@ pub(crate) fn compare(
     let others: Vec<usize> = ranks.filter(|&rank| differs(rank, place)).collect();
     let (what, verb) = (name(place), if others.len() == 1 { "differs" } else { "differ" });
     let reason = format!(
-        "after {steps} steps, {what} of {} {verb} from rank 0's, and comes first among those that do; all ranks must \
+        "after {steps} step{}, {what} of {} {verb} from rank 0's, and comes first among those that do; all ranks must \
          train the model that `DataParallel::new` returned, with the gradients that `sync` returned, and with the same \
          optimizer, optimizer state and learning rate",
+        if steps == 1 { "" } else { "s" },
         Ranks(&others)
     );
     Err(Error::argument(operation, reason))

@@ -58,7 +58,7 @@ fn gradients(state: &State, ddp: &mut DataParallel<B>, samples: &[usize]) -> Res
     let rows: Vec<f32> = samples.iter().flat_map(|i| [*i as f32, (i % 7) as f32, (i * i % 5) as f32]).collect();
     let input = Tensor::<B, 2>::from_data(TensorData::new(rows, [samples.len(), 3]), &device);
     let loss = state.model.forward(input).powi_scalar(2).mean();
-    ddp.sync(GradientsParams::from_grads(loss.backward(), &state.model), samples.len())
+    ddp.sync(&state.model, GradientsParams::from_grads(loss.backward(), &state.model), samples.len())
 }
 
 /// Applies gradients, and changes the user's state.
@@ -202,7 +202,7 @@ fn remaining_ranks_train_the_same_model_as_without_a_loss() {
             let rows: Vec<f32> = shard.iter().flat_map(|i| [*i as f32, (i % 7) as f32, 1.0]).collect();
             let input = Tensor::<B, 2>::from_data(TensorData::new(rows, [shard.len(), 3]), &device);
             let loss = state.model.forward(input).powi_scalar(2).mean();
-            match ddp.sync(GradientsParams::from_grads(loss.backward(), &state.model), shard.len()) {
+            match ddp.sync(&state.model, GradientsParams::from_grads(loss.backward(), &state.model), shard.len()) {
                 Ok(grads) => state.step(grads),
                 Err(Error::Left { .. }) => ddp.shrink(&mut state).unwrap(),
                 Err(error) => panic!("{error}"),
