@@ -92,14 +92,14 @@ fn a_rank_that_trains_another_model_is_named_before_the_first_step() {
 
 #[test]
 fn another_learning_rate_is_an_error_after_one_step() {
-    drifts(2, 1, "after 1 steps, `first` of rank 2 differs from rank 0's", |training, group, _| {
+    drifts(2, 1, "after 1 step, `first` of rank 2 differs from rank 0's", |training, group, _| {
         training.rate = if group.rank() == 2 { 0.2 } else { 0.1 };
     });
 }
 
 #[test]
 fn optimizer_state_on_one_rank_is_an_error_after_one_step() {
-    drifts(2, 1, "after 1 steps, `first` of ranks 1, 2 differ from rank 0's", |training, group, _| {
+    drifts(2, 1, "after 1 step, `first` of ranks 1, 2 differ from rank 0's", |training, group, _| {
         if group.rank() == 0 {
             let mut scaled = GradientsParams::new();
             scaled.register(training.model.first.id, Tensor::<Flex, 1>::full([9], 50.0, &Default::default()));
@@ -206,7 +206,7 @@ fn a_sharded_optimizer_compares_models_learning_rates_and_steps() {
         if rank == 2 {
             change(&mut other.first, |value| value + 1e-3);
         }
-        refused(&mut optimizer, &mut other, 0.25, "after 1 steps, `first` of rank 2 differs from rank 0's");
+        refused(&mut optimizer, &mut other, 0.25, "after 1 step, `first` of rank 2 differs from rank 0's");
         let grads = gradients(&model);
         optimizer.step(0.25, &mut model, grads, 1).unwrap();
         // Rank 0 alone loads the state.

@@ -1,7 +1,7 @@
 //! The first bytes of connections, for tests that act as a rank or a stranger.
 
 /// The protocol version.
-pub const VERSION: u16 = 8;
+pub const VERSION: u16 = 9;
 
 /// The purpose of a connection, as encoded in its opening.
 pub const RENDEZVOUS: u8 = 1;
