@@ -200,7 +200,7 @@ fn a_rank_without_memory_fails_the_operation_on_all_ranks_with_the_cause() {
     let name = "a_rank_without_memory_fails_the_operation_on_all_ranks_with_the_cause";
     for (transport, case) in [("tcp", "result"), ("shm", "result"), ("tcp", "scratch")] {
         let case = ("BONFIRE_TEST_CASE", case.to_owned());
-        let mut ranks = Process::start_ranks_with(name, 3, transport, DEADLINE, &[case.clone()]);
+        let mut ranks = Process::start_ranks_with(name, 3, transport, DEADLINE, std::slice::from_ref(&case));
         for (rank, process) in ranks.iter().enumerate() {
             let error = process.outcome().expect_err("rank 1 has no memory");
             let label = format!("{transport}, {}, rank {rank}: {error:?}", case.1);
