@@ -199,7 +199,7 @@ where
     /// As in [`DataParallel::sync`], the mean is weighted by the ranks' numbers of samples, gradients may be missing,
     /// and the ranks compare their parameters in the first two steps and in every 64th. All ranks must call this in
     /// every step, with the same learning rate; it blocks until the parameters are gathered. A parameter for which no
-    /// rank has a gradient is not changed. [`DataParallel::steps`] does not count these steps.
+    /// rank has a gradient is not changed.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] on all ranks if no rank has samples, if a rank's gradients or model do not match the
