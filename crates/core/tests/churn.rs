@@ -2,7 +2,7 @@
 //! or are killed, and are shrunk and split again. After each round the process has as many descriptors, threads,
 //! segments and listening ports as before the first, and its memory does not grow.
 //!
-//! `BONFIRE_CHURN` is the time in seconds (60 by default), and `BONFIRE_CHURN_SEED` repeats the rounds of a run.
+//! `BONFIRE_CHURN` is the time in seconds (10 by default), and `BONFIRE_CHURN_SEED` repeats the rounds of a run.
 
 use std::fs;
 use std::panic::{AssertUnwindSafe, catch_unwind, panic_any, set_hook, take_hook};
@@ -226,7 +226,7 @@ fn a_process_that_shrinks_and_splits_groups_for_long_leaks_nothing() {
         }
     }));
     let now = || SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(1, |now| now.as_micros() as u64);
-    let (seconds, seed) = (number("BONFIRE_CHURN").unwrap_or(60), number("BONFIRE_CHURN_SEED").unwrap_or_else(now));
+    let (seconds, seed) = (number("BONFIRE_CHURN").unwrap_or(10), number("BONFIRE_CHURN_SEED").unwrap_or_else(now));
     println!("BONFIRE_CHURN={seconds} BONFIRE_CHURN_SEED={seed}");
     let mut numbers = Random(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
     let mut random = |below: usize| (numbers.next() >> 33) as usize % below;
