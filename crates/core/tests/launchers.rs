@@ -4,6 +4,7 @@ use std::fs;
 use std::net::TcpListener;
 use std::path::PathBuf;
 use std::process::Command;
+use std::time::Duration;
 
 use bonfire_core::{Builder, Error, Group, ReduceOp};
 use bonfire_testing::process::{Process, is_child, report, say};
@@ -133,7 +134,8 @@ fn invalid_environments_are_rejected_at_once() {
 #[test]
 fn a_port_in_use_is_reported_with_its_variable() {
     if is_child() {
-        return report(&Group::from_env().map(|group| format!("rank {}", group.rank())));
+        let soon = Builder::from_env().expect("valid settings").rendezvous_timeout(Duration::from_secs(2));
+        return report(&soon.connect().map(|group| format!("rank {}", group.rank())));
     }
     let taken = |port: u16| TcpListener::bind(("127.0.0.1", port)).ok().map(|listener| (listener, port));
     let (_listener, port) = (61440..=u16::MAX).find_map(taken).expect("a free port");
