@@ -110,7 +110,7 @@ impl Run<'_> {
             (None, _) if !self.gets_result() => source(buffers.output),
             // Not in place: MPI would store this rank's part of the result at the start of the whole.
             (None, Some(in_place)) if !scatters => in_place,
-            (None, _) => source(copy(&mut memory.whole, buffers.output)),
+            (None, _) => source(copy(&mut memory.whole, buffers.output)?),
         };
         let own = self.own(buffers.parts);
         let output = match buffers.input {
@@ -136,10 +136,10 @@ impl Run<'_> {
         let own = self.own(buffers.parts);
         let scatters = call.operation == Operation::ReduceScatter;
         let EngineMemory { whole, result, counts, .. } = memory;
-        let widened = whole.bytes(call.count * kernel.accumulator);
+        let widened = whole.bytes(call.count * kernel.accumulator)?;
         (kernel.load)(widened, buffers.input.unwrap_or(buffers.output));
         let elements = if scatters { own.len() / call.dtype.size() } else { call.count };
-        let sums = result.bytes(elements * kernel.accumulator);
+        let sums = result.bytes(elements * kernel.accumulator)?;
         self.reduction((wide, op), source(widened), target(sums), counts)?;
         if self.gets_result() {
             let output = match buffers.input {
@@ -201,9 +201,9 @@ impl Run<'_> {
         let elements = c_count(own.len() / call.dtype.size())?;
         let input = match (buffers.input, call.operation) {
             (Some(input), _) => source(input),
-            (None, Operation::AllGather | Operation::Gather) => source(copy(whole, &buffers.output[own.clone()])),
+            (None, Operation::AllGather | Operation::Gather) => source(copy(whole, &buffers.output[own.clone()])?),
             (None, Operation::Scatter) if !self.is_root() => ptr::null(),
-            (None, _) => source(copy(whole, buffers.output)),
+            (None, _) => source(copy(whole, buffers.output)?),
         };
         let output = match (buffers.input, call.operation) {
             (None, Operation::Scatter) => target(&mut buffers.output[own]),
@@ -316,10 +316,10 @@ fn target(bytes: &mut [u8]) -> *mut c_void {
     if bytes.is_empty() { (&raw const EMPTY[1]).cast_mut().cast() } else { bytes.as_mut_ptr().cast() }
 }
 
-fn copy<'a>(to: &'a mut Scratch, bytes: &[u8]) -> &'a [u8] {
-    let to = to.bytes(bytes.len());
+fn copy<'a>(to: &'a mut Scratch, bytes: &[u8]) -> Result<&'a [u8], Fault> {
+    let to = to.bytes(bytes.len())?;
     to.copy_from_slice(bytes);
-    to
+    Ok(to)
 }
 
 fn c_count(len: usize) -> Result<c_int, Fault> {
