@@ -30,7 +30,7 @@ mod watch;
 
 #[cfg(unix)]
 pub(crate) use self::{
-    accept::{MOST, RETRY, SYN, admit, is_own},
+    accept::{CONNECT_TIMEOUT, MAX_DATA_CONNECTIONS, RETRY, admit, is_own},
     board::Board,
     connection::greet,
     heartbeat::HeartbeatTimeout,

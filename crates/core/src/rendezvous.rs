@@ -34,7 +34,7 @@ use self::regroup::{HeldOpen, ProcessGroup};
 pub use self::source::Launched;
 pub(crate) use self::source::Source;
 use crate::auth::{self, Secret};
-use crate::control::{HeartbeatTimeout, MOST};
+use crate::control::{HeartbeatTimeout, MAX_DATA_CONNECTIONS};
 use crate::sync::{Mutex, OwnRuntime};
 use crate::transport::tcp::Tcp;
 use crate::transport::{Base, Engines};
@@ -173,8 +173,8 @@ impl Settings {
             }
             interface::chosen(self)?;
         }
-        if !(1..=MOST).contains(&self.connections) {
-            let reason = format!("{} connections to a peer: give 1 to {MOST}", self.connections);
+        if !(1..=MAX_DATA_CONNECTIONS).contains(&self.connections) {
+            let reason = format!("{} connections to a peer: give 1 to {MAX_DATA_CONNECTIONS}", self.connections);
             return Err(Error::argument("connect", reason));
         }
         if self.silence < HeartbeatTimeout::LEAST {

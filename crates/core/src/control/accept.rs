@@ -15,13 +15,13 @@ use super::connection::Event;
 use crate::auth::{self, AcceptQueue, Member, Prologue, Purpose, Refusal};
 
 /// Maximum number of data connections to a peer.
-pub(crate) const MOST: usize = 8;
+pub(crate) const MAX_DATA_CONNECTIONS: usize = 8;
 
 /// Pause before dialling again after a connection that ended during the handshake.
 pub const RETRY: Duration = Duration::from_millis(20);
 
 /// Timeout of one attempt to connect. The system by itself would retry at ever longer intervals.
-pub(crate) const SYN: Duration = Duration::from_secs(2);
+pub(crate) const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The longest pause between two attempts to connect.
 const MAX_PAUSE: Duration = Duration::from_millis(500);
@@ -65,7 +65,9 @@ pub(crate) fn admit(
             member.expects(opening)?;
             match opening.purpose {
                 Purpose::Control => Ok(()),
-                Purpose::Data if opening.number < opening.of && usize::from(opening.of) <= MOST => Ok(()),
+                Purpose::Data if opening.number < opening.of && usize::from(opening.of) <= MAX_DATA_CONNECTIONS => {
+                    Ok(())
+                }
                 purpose => Err(format!("a connection for {purpose:?} does not belong here")),
             }
         };
@@ -96,7 +98,7 @@ pub(super) async fn dial(member: &Member, peer: usize, address: SocketAddr) -> R
     // Whether every attempt so far was answered.
     let (mut answered, mut pause) = (true, RETRY);
     loop {
-        let opened = match timeout(SYN, auth::open(member.secret.as_ref(), &[address])).await {
+        let opened = match timeout(CONNECT_TIMEOUT, auth::open(member.secret.as_ref(), &[address])).await {
             Ok(Ok(opened)) => opened,
             Ok(Err(forbidden)) => return Err(Event::Unreachable { reason: forbidden.to_string(), ended: false }),
             Err(_) => Err(ErrorKind::TimedOut.into()),

@@ -26,7 +26,7 @@ use super::registration::{
 use super::{Medium, Settings, connection_ended};
 use crate::auth::{AcceptQueue, Member, Purpose, RETRY};
 use crate::control::invitation::random;
-use crate::control::{Board, MOST, Mesh, admit, frame};
+use crate::control::{Board, MAX_DATA_CONNECTIONS, Mesh, admit, frame};
 use crate::report;
 use crate::sync::ENDLESS;
 use crate::types::{Error, Ranks};
@@ -59,7 +59,7 @@ pub(super) async fn join(settings: &Settings, start: Instant) -> Result<(Joined,
     let deadline = tokio::time::Instant::from_std(start + settings.timeout.min(ENDLESS));
     let n = settings.world_size;
     // As many connections as ranks can make at once.
-    let lobby = AcceptQueue::new(n.saturating_mul(MOST));
+    let lobby = AcceptQueue::new(n.saturating_mul(MAX_DATA_CONNECTIONS));
     let waiting_for = RefCell::new(String::new());
     let joined = async {
         match settings.rank {

@@ -37,7 +37,7 @@ use super::{Connected, Medium, Settings, start_group};
 use crate::auth::{AcceptQueue, Member};
 use crate::control::hang::HangTimeout;
 use crate::control::invitation::{Endpoint, Invitation, random, session};
-use crate::control::{HeartbeatTimeout, MOST, Membership, ShrinkMessage};
+use crate::control::{HeartbeatTimeout, MAX_DATA_CONNECTIONS, Membership, ShrinkMessage};
 use crate::sync::{Deadline, Mutex, OwnRuntime, lock};
 use crate::transport::tcp::Tcp;
 use crate::transport::{Base, Regroup, hosts_of};
@@ -322,7 +322,7 @@ impl ProcessGroup {
         let address = addresses[0].to_string();
         let settings = Settings { rank, world_size: n, address, ..self.settings.clone() };
         let member = Member { secret: settings.secret.clone(), session, rank, world_size: n };
-        let lobby = AcceptQueue::new(n.saturating_mul(MOST));
+        let lobby = AcceptQueue::new(n.saturating_mul(MAX_DATA_CONNECTIONS));
         let hosts = hosts_of(members, &self.hosts);
         let door = (member, listener, &lobby);
         let mesh = join::connect((&settings, start), door, addresses, &hosts, None, waiting_for).await?;

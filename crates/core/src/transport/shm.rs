@@ -41,8 +41,8 @@ use std::time::Instant;
 use self::arena::Arena;
 use self::chunks::Flow;
 use self::control::{Control, Offer};
+use self::segment::SLOT_BYTES;
 pub(crate) use self::segment::Segment;
-use self::segment::TINY;
 use super::tcp::Tcp;
 use super::{Buffers, Collectives, Storage, Transport};
 use crate::sync::{AtomicU64, Deadline, Mutex, Ordering, fence, oversubscribed, spin};
@@ -98,7 +98,7 @@ impl Shm {
     pub fn phase(&self, site: &Site, call: Call, buffers: &mut Buffers<'_>, deadline: &Deadline) -> Result<(), Fault> {
         // One operation of a rank runs at a time.
         let phase = Phase { call, sequence: self.number.fetch_add(1, Ordering::Relaxed), site: *site };
-        if small::fits(&call, buffers.parts, self.world_size()) && call.bytes() <= TINY {
+        if small::fits(&call, buffers.parts, self.world_size()) && call.bytes() <= SLOT_BYTES {
             self.small(&phase, buffers, deadline)
         } else {
             self.large(&phase, buffers, deadline)
@@ -222,7 +222,7 @@ impl Collectives for Shm {
 
     fn allocate(&self, bytes: usize) -> Option<io::Result<Box<dyn Storage>>> {
         // Small data are copied into the slots, wherever they are.
-        if bytes <= TINY { None } else { self.arena.allocate(bytes) }
+        if bytes <= SLOT_BYTES { None } else { self.arena.allocate(bytes) }
     }
 }
 

@@ -14,7 +14,7 @@ use crate::models::memory;
 use crate::sync::{AtomicU64, Cell};
 
 /// As in the crate.
-pub(super) const TINY: usize = 8;
+pub(super) const SLOT_BYTES: usize = 8;
 
 /// As in the crate.
 pub(super) const BUFFERS: usize = 4;
@@ -22,10 +22,10 @@ pub(super) const BUFFERS: usize = 4;
 /// The smallest piece, in bytes.
 const BLOCK: usize = 64;
 
-pub(super) const GRAIN: usize = 64;
+pub(super) const ALIGNMENT: usize = 64;
 
 /// Bytes of each rank's arena.
-const ARENA: usize = 4 * GRAIN;
+const ARENA: usize = 4 * ALIGNMENT;
 
 /// A cache line.
 #[derive(Clone, Copy)]

@@ -12,7 +12,7 @@ use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use super::segment::{GRAIN, Segment};
+use super::segment::{ALIGNMENT, Segment};
 use crate::sync::{Mutex, lock};
 use crate::transport::Storage;
 
@@ -26,7 +26,7 @@ pub(super) struct Arena {
     ranges: Mutex<Ranges>,
 }
 
-/// The ranges in use, as offsets in the arena. Every range begins and ends at multiples of `GRAIN`.
+/// The ranges in use, as offsets in the arena. Every range begins and ends at multiples of `ALIGNMENT`.
 #[derive(Default)]
 struct Ranges {
     /// Buffers: their offsets, and their sizes in bytes before rounding.
@@ -40,7 +40,7 @@ struct Ranges {
 impl Ranges {
     /// Reserves a range for `bytes` bytes in an arena of `size` bytes. Returns its offset, and whether it has pages.
     fn reserve(&mut self, bytes: usize, size: usize) -> Option<(usize, bool)> {
-        let len = bytes.checked_next_multiple_of(GRAIN)?;
+        let len = bytes.checked_next_multiple_of(ALIGNMENT)?;
         if let Some((at, free)) = self.cached.iter().map(|(at, free)| (*at, *free)).find(|(_, free)| *free >= len) {
             self.cached.remove(&at);
             if free > len {
@@ -49,7 +49,7 @@ impl Ranges {
             self.live.insert(at, bytes);
             return Some((at, true));
         }
-        let live = self.live.iter().map(|(at, bytes)| (*at, bytes.next_multiple_of(GRAIN)));
+        let live = self.live.iter().map(|(at, bytes)| (*at, bytes.next_multiple_of(ALIGNMENT)));
         let mut used: Vec<_> = live.chain(self.cached.iter().map(|(at, len)| (*at, *len))).collect();
         used.sort_unstable();
         let ends = [0].into_iter().chain(used.iter().map(|(at, len)| at + len));
@@ -62,7 +62,7 @@ impl Ranges {
     /// Frees the buffer at `at`. Returns the ranges whose pages must be freed because they are not cached.
     fn free(&mut self, at: usize) -> Vec<Range<usize>> {
         let Some(bytes) = self.live.remove(&at) else { return Vec::new() };
-        let len = bytes.next_multiple_of(GRAIN);
+        let len = bytes.next_multiple_of(ALIGNMENT);
         if self.closed || len > CACHE_MAX {
             return vec![at..at + len];
         }
@@ -90,7 +90,7 @@ impl Ranges {
     /// Whether the pages of this range hold no byte of a buffer outside the range.
     fn is_exclusive(&self, range: &Range<usize>) -> bool {
         let Some((at, bytes)) = self.live.range(..=range.start).next_back() else { return false };
-        range.start.is_multiple_of(GRAIN) && (range.end.is_multiple_of(GRAIN) || range.end == at + bytes)
+        range.start.is_multiple_of(ALIGNMENT) && (range.end.is_multiple_of(ALIGNMENT) || range.end == at + bytes)
     }
 }
 
@@ -116,7 +116,7 @@ impl Arena {
             return Some(Err(io::Error::new(io::ErrorKind::OutOfMemory, reason)));
         };
         drop(ranges);
-        let range = at..at + bytes.next_multiple_of(GRAIN);
+        let range = at..at + bytes.next_multiple_of(ALIGNMENT);
         if !has_pages && let Err(e) = self.allocate_pages(&range) {
             let mut ranges = lock(&self.ranges);
             ranges.live.remove(&at);
@@ -190,62 +190,62 @@ impl Drop for ArenaBuffer {
 mod tests {
     use super::*;
 
-    const SIZE: usize = 100 * GRAIN;
+    const SIZE: usize = 100 * ALIGNMENT;
 
     #[test]
     fn buffers_are_disjoint_and_the_first_fitting_range_is_reserved() {
         let mut ranges = Ranges::default();
         assert_eq!(ranges.reserve(1, SIZE), Some((0, false)));
-        assert_eq!(ranges.reserve(2 * GRAIN + 1, SIZE), Some((GRAIN, false)));
-        assert_eq!(ranges.reserve(GRAIN, SIZE), Some((4 * GRAIN, false)));
-        assert!(ranges.free(GRAIN).is_empty());
+        assert_eq!(ranges.reserve(2 * ALIGNMENT + 1, SIZE), Some((ALIGNMENT, false)));
+        assert_eq!(ranges.reserve(ALIGNMENT, SIZE), Some((4 * ALIGNMENT, false)));
+        assert!(ranges.free(ALIGNMENT).is_empty());
         // Of three cached grains one is reused, then the other two, then none is left.
-        assert_eq!(ranges.reserve(GRAIN, SIZE), Some((GRAIN, true)));
-        assert_eq!(ranges.reserve(3 * GRAIN, SIZE), Some((5 * GRAIN, false)));
-        assert_eq!(ranges.reserve(2 * GRAIN, SIZE), Some((2 * GRAIN, true)));
+        assert_eq!(ranges.reserve(ALIGNMENT, SIZE), Some((ALIGNMENT, true)));
+        assert_eq!(ranges.reserve(3 * ALIGNMENT, SIZE), Some((5 * ALIGNMENT, false)));
+        assert_eq!(ranges.reserve(2 * ALIGNMENT, SIZE), Some((2 * ALIGNMENT, true)));
         assert_eq!(ranges.reserve(SIZE, SIZE), None);
         assert_eq!(ranges.reserve(usize::MAX, SIZE), None);
-        assert_eq!(ranges.reserve(92 * GRAIN, SIZE), Some((8 * GRAIN, false)));
+        assert_eq!(ranges.reserve(92 * ALIGNMENT, SIZE), Some((8 * ALIGNMENT, false)));
         assert_eq!(ranges.reserve(1, SIZE), None);
     }
 
     #[test]
     fn adjacent_freed_ranges_are_merged() {
         let mut ranges = Ranges::default();
-        let starts: Vec<_> = (0..5).map(|_| ranges.reserve(GRAIN, SIZE).unwrap().0).collect();
+        let starts: Vec<_> = (0..5).map(|_| ranges.reserve(ALIGNMENT, SIZE).unwrap().0).collect();
         for i in [1, 3, 2, 0] {
             assert!(ranges.free(starts[i]).is_empty());
         }
-        assert_eq!(ranges.cached, BTreeMap::from([(0, 4 * GRAIN)]));
-        assert_eq!(ranges.drain_cached(), [0..4 * GRAIN]);
-        assert_eq!(ranges.reserve(GRAIN, SIZE), Some((0, false)));
+        assert_eq!(ranges.cached, BTreeMap::from([(0, 4 * ALIGNMENT)]));
+        assert_eq!(ranges.drain_cached(), [0..4 * ALIGNMENT]);
+        assert_eq!(ranges.reserve(ALIGNMENT, SIZE), Some((0, false)));
     }
 
     #[test]
     fn no_more_than_the_limit_is_cached() {
         let mut ranges = Ranges::default();
-        let [small, large, larger] =
-            [CACHE_MAX / 2, CACHE_MAX - GRAIN, CACHE_MAX + GRAIN].map(|n| ranges.reserve(n, 8 * CACHE_MAX).unwrap().0);
+        let [small, large, larger] = [CACHE_MAX / 2, CACHE_MAX - ALIGNMENT, CACHE_MAX + ALIGNMENT]
+            .map(|n| ranges.reserve(n, 8 * CACHE_MAX).unwrap().0);
         assert!(ranges.free(small).is_empty());
         assert_eq!(ranges.free(large), [small..small + CACHE_MAX / 2]);
-        assert_eq!(ranges.free(larger), [larger..larger + CACHE_MAX + GRAIN]);
-        assert_eq!(ranges.cached, BTreeMap::from([(large, CACHE_MAX - GRAIN)]));
+        assert_eq!(ranges.free(larger), [larger..larger + CACHE_MAX + ALIGNMENT]);
+        assert_eq!(ranges.cached, BTreeMap::from([(large, CACHE_MAX - ALIGNMENT)]));
         ranges.closed = true;
-        let last = ranges.reserve(GRAIN, 8 * CACHE_MAX).unwrap().0;
+        let last = ranges.reserve(ALIGNMENT, 8 * CACHE_MAX).unwrap().0;
         assert_eq!(ranges.free(last).len(), 1);
     }
 
     #[test]
     fn a_range_is_exclusive_if_no_other_part_of_a_buffer_is_on_its_pages() {
         let mut ranges = Ranges::default();
-        ranges.reserve(3 * GRAIN + 5, SIZE);
+        ranges.reserve(3 * ALIGNMENT + 5, SIZE);
         for (range, exclusive) in [
-            (0..3 * GRAIN + 5, true),
-            (GRAIN..3 * GRAIN + 5, true),
-            (0..GRAIN, true),
-            (0..GRAIN + 4, false),
-            (4..GRAIN, false),
-            (0..3 * GRAIN + 4, false),
+            (0..3 * ALIGNMENT + 5, true),
+            (ALIGNMENT..3 * ALIGNMENT + 5, true),
+            (0..ALIGNMENT, true),
+            (0..ALIGNMENT + 4, false),
+            (4..ALIGNMENT, false),
+            (0..3 * ALIGNMENT + 4, false),
         ] {
             assert_eq!(ranges.is_exclusive(&range), exclusive, "{range:?}");
         }

@@ -24,7 +24,7 @@ use std::ptr::null_mut;
 
 use super::chunks::WindowOperation;
 use super::control::LentOffsets;
-use super::segment::GRAIN;
+use super::segment::ALIGNMENT;
 use super::{Phase, Shm, small};
 use crate::sync::{Deadline, Ordering, fence, lock};
 use crate::transport::Buffers;
@@ -54,7 +54,7 @@ impl Drop for Revocation<'_> {
         // fence (in `large`) after that, and then sees `gave_up`.
         fence(Ordering::Release);
         let Some(start) = self.lent[1] else { return };
-        let end = (start + self.bytes).next_multiple_of(GRAIN);
+        let end = (start + self.bytes).next_multiple_of(ALIGNMENT);
         // SAFETY: the range is this operation's output, which is borrowed exclusively. `find_unshared` has checked that
         // nothing else is on its pages.
         unsafe { self.shm.segment.detach(self.shm.rank, &(start..end)) };

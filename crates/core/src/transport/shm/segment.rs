@@ -27,7 +27,7 @@ use crate::machine::spare_memory;
 
 /// Operations of at most this many bytes use the exchange slots, wherever their buffers are. Larger ones go straight
 /// between buffers in the arenas where they can. That takes a second hand-off, but no intermediate copy.
-pub(super) const TINY: usize = 1 << 10;
+pub(super) const SLOT_BYTES: usize = 1 << 10;
 
 /// Buffers in each rank's window, used in turn.
 pub(super) const BUFFERS: usize = 4;
@@ -45,7 +45,7 @@ const BUFFER: usize = 256 << 10;
 const PAGE: usize = 4096;
 
 /// Arenas and ranges in them begin and end at multiples of this: the largest page on systems with small pages.
-pub(super) const GRAIN: usize = 64 << 10;
+pub(super) const ALIGNMENT: usize = 64 << 10;
 
 /// Address space of all arenas together, in bytes. A process has 128 times as much, and may map one segment per rank.
 const ARENAS: u64 = 1 << 40;
@@ -102,14 +102,14 @@ const fn share(world_size: usize) -> usize {
 
 /// Bytes of all shares, which is the offset of the first arena.
 const fn shares(world_size: usize) -> usize {
-    (world_size * share(world_size)).next_multiple_of(GRAIN)
+    (world_size * share(world_size)).next_multiple_of(ALIGNMENT)
 }
 
 /// Bytes of an arena: a power of two, or 0. Less where resource limits on address space or file size require it.
 fn arena(world_size: usize) -> usize {
     let limit = |resource| getrlimit(resource).current.unwrap_or(u64::MAX) / 4;
     let each = ARENAS.min(limit(Resource::As)).min(limit(Resource::Fsize)) as usize / world_size;
-    if each < GRAIN { 0 } else { 1 << each.ilog2() }
+    if each < ALIGNMENT { 0 } else { 1 << each.ilog2() }
 }
 
 impl Segment {
@@ -130,7 +130,7 @@ impl Segment {
         let size = usize::try_from(rustix::fs::fstat(file)?.st_size).unwrap_or(0);
         let arenas = size.checked_sub(shares(world_size)).filter(|arenas| arenas.is_multiple_of(world_size));
         let arena = arenas.map(|arenas| arenas / world_size);
-        let Some(arena) = arena.filter(|arena| *arena == 0 || *arena >= GRAIN && arena.is_power_of_two()) else {
+        let Some(arena) = arena.filter(|arena| *arena == 0 || *arena >= ALIGNMENT && arena.is_power_of_two()) else {
             return invalid("the shared memory has another layout than here: run the same program on all ranks");
         };
         // If the file cannot shrink, no access within its size can fail. Otherwise a peer could kill this process.
@@ -238,7 +238,7 @@ impl Segment {
     /// what peers write there from now on.
     ///
     /// # Safety
-    /// The range begins and ends at multiples of [`GRAIN`], and nothing in this process accesses it during the call.
+    /// The range begins and ends at multiples of [`ALIGNMENT`]. Nothing in this process accesses it during the call.
     pub unsafe fn detach(&self, rank: usize, range: &Range<usize>) {
         let (at, len) = (self.arena(rank, range.start).as_ptr(), range.len());
         assert!(range.end <= self.arena, "{range:?} of an arena");

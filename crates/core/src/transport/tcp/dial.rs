@@ -8,7 +8,7 @@ use rustix::event::PollFlags;
 
 use super::link::{Link, disconnected, wait_ready};
 use crate::auth::{Member, Prologue, Purpose, Refusal, open_blocking, prove};
-use crate::control::{RETRY, SYN, Watch, is_own};
+use crate::control::{CONNECT_TIMEOUT, RETRY, Watch, is_own};
 use crate::types::{Error, Fault};
 
 /// Opens `connections` connections to `peer` and waits until it confirms that it has taken them over. From then on this
@@ -35,7 +35,7 @@ fn connect(
     watch: &mut Watch<'_>,
 ) -> Result<TcpStream, Fault> {
     loop {
-        let limit = watch.remaining().clamp(Duration::from_millis(1), SYN);
+        let limit = watch.remaining().clamp(Duration::from_millis(1), CONNECT_TIMEOUT);
         let stream = match open_blocking(member.secret.as_ref(), address, limit).map_err(Fault::Failed)? {
             Ok(stream) => stream,
             Err(e) if e.kind() == ErrorKind::TimedOut => {

@@ -15,7 +15,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 
 use crate::auth::keep_open;
-use crate::control::{MOST, Watch};
+use crate::control::{MAX_DATA_CONNECTIONS, Watch};
 use crate::sync::YIELDING;
 use crate::types::{Fault, Site, partition};
 
@@ -31,7 +31,8 @@ const STRIPE: usize = 64 << 10;
 const HEADER: usize = Site::BYTES + 8;
 
 impl Link {
-    /// A link of 1 to [`MOST`] connections, in the order that both sides use. `silence` is the heartbeat timeout.
+    /// Creates a link of 1 to [`MAX_DATA_CONNECTIONS`] connections, in the order that both sides use. `silence` is the
+    /// heartbeat timeout.
     pub fn new(streams: Vec<TcpStream>, silence: Duration) -> std::io::Result<Link> {
         for stream in &streams {
             stream.set_nodelay(true)?;
@@ -48,11 +49,11 @@ impl Link {
 }
 
 /// The stripes of one message that are not done yet. Each is a message of its own on its connection.
-struct Stripes<M>([Option<M>; MOST]);
+struct Stripes<M>([Option<M>; MAX_DATA_CONNECTIONS]);
 
 impl<M> Stripes<M> {
     fn none() -> Self {
-        Stripes([const { None }; MOST])
+        Stripes([const { None }; MAX_DATA_CONNECTIONS])
     }
 }
 
@@ -252,12 +253,12 @@ pub(super) fn disconnected(peer: usize, reason: &str, watch: &Watch<'_>) -> Faul
     board.absence(peer).unwrap_or_else(|| watch.disconnected(peer, reason))
 }
 
-/// Sleeps until one of at most `2 * MOST` sockets is ready, the group fails, or the watch's pause is over. Returns
-/// `true` only in the first case.
+/// Sleeps until one of at most `2 * MAX_DATA_CONNECTIONS` sockets is ready, the group fails, or the watch's pause is
+/// over. Returns `true` only in the first case.
 pub(super) fn wait_ready<'a>(sockets: impl Iterator<Item = (&'a TcpStream, PollFlags)>, watch: &'a Watch<'_>) -> bool {
     let flags = if watch.deaf() { PollFlags::empty() } else { PollFlags::IN };
     let wake = PollFd::from_borrowed_fd(watch.board().wake(), flags);
-    let mut fds: [PollFd<'_>; 1 + 2 * MOST] = std::array::from_fn(|_| wake.clone());
+    let mut fds: [PollFd<'_>; 1 + 2 * MAX_DATA_CONNECTIONS] = std::array::from_fn(|_| wake.clone());
     let mut used = 1;
     for (fd, (stream, flags)) in fds[1..].iter_mut().zip(sockets) {
         *fd = PollFd::from_borrowed_fd(stream.as_fd(), flags);
