@@ -131,12 +131,12 @@ impl<B: AutodiffBackend> DataParallel<B> {
         samples: usize,
     ) -> Result<GradientsParams, Error> {
         let digests = comparison_is_due(self.steps).then(|| self.digests(model)).transpose();
-        let digests = digests.map_err(|error| self.abandoned(error))?;
+        let digests = digests.map_err(|error| self.group.abandon(error))?;
         let changed = digests.as_ref().and_then(|digests| self.lacks(digests));
         let (parameters, steps) = (&self.parameters, self.steps);
         let header = StepHeader { operation: "sync", parameters, grads, samples, changed, steps, rate: 0.0, digests };
         let agreed = header.exchange(&self.group)?;
-        let grads = self.exchange(agreed).map_err(|error| self.abandoned(error))?;
+        let grads = self.exchange(agreed).map_err(|error| self.group.abandon(error))?;
         self.steps += 1;
         Ok(grads)
     }
@@ -169,11 +169,6 @@ impl<B: AutodiffBackend> DataParallel<B> {
     /// Returns the first position whose trained parameter a model with these digests lacks.
     pub(super) fn lacks(&self, digests: &[u64]) -> Option<usize> {
         (0..digests.len()).find(|&position| self.parameters[position].trained && digests[position] == NOTHING)
-    }
-
-    /// Fails the group because of this rank's error, unless it failed before, so that no rank waits for this one.
-    pub(super) fn abandoned(&self, error: Error) -> Error {
-        self.group.abandon(error)
     }
 
     /// Averages metrics over all ranks, weighted by the ranks' numbers of samples. All ranks must call this, with the

@@ -225,9 +225,7 @@ where
         let values = values(model, parameters, &positions);
         let changed = values.iter().position(Option::is_none);
         let digests = comparison_is_due(steps).then(|| digests(parameters, &values)).transpose();
-        let digests = digests.inspect_err(|error| {
-            self.group.abandon(error.clone());
-        })?;
+        let digests = digests.map_err(|error| self.group.abandon(error))?;
         let header = StepHeader { operation: "step", parameters, grads, samples, changed, steps, rate: lr, digests };
         let agreed = header.exchange(&self.group)?;
         match self.exchange(lr, values, agreed) {

@@ -3,7 +3,7 @@
 //! # Cost
 //! A digest reads the parameters once, about as fast as memory is read, and each rank adds one word to a message that
 //! it sends anyway. An exchange of gradients moves each element several times. Every 64th step, a digest adds less than
-//! one percent to the exchange, so nobody has to switch it off.
+//! one percent to the exchange, so it has no setting.
 
 use std::collections::HashMap;
 

@@ -14,6 +14,7 @@ use super::agree::Parameter;
 use super::data_parallel::DataParallel;
 use super::values::{NOTHING, compare, digest};
 use bonfire_core::Error;
+use bonfire_core::internal::Agreement;
 
 /// Records floats as f64 and integers as i64, so that all bits of narrower types count.
 type Records = NamedMpkBytesRecorder<DoublePrecisionSettings>;
@@ -55,7 +56,7 @@ impl<B: AutodiffBackend> DataParallel<B> {
         O: Optimizer<M, B>,
     {
         let parameters = &self.parameters;
-        let states = state_digests::<B, M, O>(optimizer, parameters).map_err(|error| self.abandoned(error))?;
+        let states = state_digests::<B, M, O>(optimizer, parameters).map_err(|error| self.group.abandon(error))?;
         self.compare_parameters("verify", model)?;
         compare(&self.group, "verify", &states, self.steps, |place| match parameters.get(place) {
             Some(parameter) => format!("the optimizer's state for `{}`", parameter.path),
@@ -67,7 +68,7 @@ impl<B: AutodiffBackend> DataParallel<B> {
     /// trained. Otherwise fails on all ranks with the same error.
     #[track_caller]
     pub(super) fn compare_parameters<M: AutodiffModule<B>>(&self, operation: &str, model: &M) -> Result<(), Error> {
-        let own = self.digests(model).map_err(|error| self.abandoned(error))?;
+        let own = self.digests(model).map_err(|error| self.group.abandon(error))?;
         let path = |position: usize| format!("`{}`", self.parameters[position].path);
         compare(&self.group, operation, &own, self.steps, path)?;
         match self.lacks(&own) {

@@ -12,7 +12,7 @@ pub fn launcher(arguments: &[&str]) -> Command {
     reset_ignored_signals();
     let mut command = Command::new(env!("CARGO_BIN_EXE_bonfire"));
     command.arg("run").args(arguments).arg("--");
-    // Whoever runs the tests may have settings of Bonfire.
+    // The environment of the tests may contain settings of Bonfire.
     std::env::vars_os().filter(|(name, _)| name.to_string_lossy().starts_with("BONFIRE_")).for_each(|(name, _)| {
         command.env_remove(name);
     });

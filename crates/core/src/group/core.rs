@@ -1,5 +1,6 @@
 //! The path of every operation through its group, and what a failure does to the group.
 
+use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 
@@ -74,11 +75,10 @@ impl Core {
     /// turn it is.
     #[cold]
     pub(super) fn miss_turn(&self, call: Call, deadline: &Deadline) -> Error {
-        let completed = self.completed.load(Ordering::Relaxed);
         // The first operation that this rank has not completed.
-        let site = Site { call, sequence: completed };
+        let site = Site { call, sequence: self.completed.load(Ordering::Relaxed) };
         let (rank, elapsed) = (self.rank(), deadline.elapsed());
-        self.poison(Error::Timeout { site, rank, missing: Vec::new(), elapsed }, completed)
+        self.poison(Error::Timeout { site, rank, missing: Vec::new(), elapsed })
     }
 
     /// Runs an operation whose turn it is. Returns its sequence number.
@@ -130,11 +130,10 @@ impl Core {
             return Err(error.clone());
         }
         let mut workspace = lock(&self.workspace);
-        let completed = workspace.sequence;
         let site = Site { call, sequence: workspace.number(call.operation, message) };
         let entry = self.recorder.begin(&call, site.sequence, message, at, turn.came(deadline));
         // From here on the peers count on this rank, so a panic must reach them too.
-        let unwinding = Unwinding { core: self, site: &site, completed };
+        let unwinding = Unwinding { core: self, site: &site };
         let result = operate(&mut workspace, &site);
         std::mem::forget(unwinding);
         match result {
@@ -149,19 +148,26 @@ impl Core {
                 // A mismatch names the calls that were compared.
                 let outer = outer.filter(|_| !matches!(fault, Fault::Unexpected { .. }));
                 let named = outer.unwrap_or(call);
-                Err(self.poison(self.error(Site { call: named, ..site }, fault, deadline), completed))
+                Err(self.poison(self.error(Site { call: named, ..site }, fault, deadline)))
             }
         }
     }
 
     /// Poisons the group because this rank cannot take part in the operation whose turn it is.
     pub(crate) fn abort(&self, error: Error) -> Error {
-        self.poison(self.located(error), self.completed.load(Ordering::Relaxed))
+        self.poison(self.located(error))
+    }
+
+    /// Poisons the group because this rank panicked in this operation.
+    #[cold]
+    pub(super) fn panicked(&self, operation: &dyn fmt::Display) {
+        let reason = format!("rank {} panicked in it; that rank's output has the message", self.rank());
+        self.poison(Error::broken(operation.to_string(), reason));
     }
 
     /// Poisons the group because of an error in the collective with this number, whose turn is over.
     pub fn abort_after(&self, error: Error, sequence: u64) -> Error {
-        self.poison(self.located(error), sequence + 1)
+        self.poison_after(self.located(error), sequence + 1)
     }
 
     /// Returns a failure or a lost rank, if there is any, that an operation which all ranks have begun may not survive.
@@ -203,7 +209,12 @@ impl Core {
     }
 
     /// Poisons the group with `error`, unless it is poisoned already. Returns the error that did.
-    fn poison(&self, error: Error, completed: u64) -> Error {
+    fn poison(&self, error: Error) -> Error {
+        self.poison_after(error, self.completed.load(Ordering::Relaxed))
+    }
+
+    /// As [`poison`](Self::poison), when this rank has completed so many collectives.
+    fn poison_after(&self, error: Error, completed: u64) -> Error {
         let error = self.failure.get_or_init(|| error).clone();
         // First: so the launcher hears first from the rank where a failure begins.
         #[cfg(unix)]
@@ -219,12 +230,10 @@ impl Core {
 struct Unwinding<'a> {
     core: &'a Core,
     site: &'a Site,
-    completed: u64,
 }
 
 impl Drop for Unwinding<'_> {
     fn drop(&mut self) {
-        let reason = format!("rank {} panicked in it; that rank's output has the message", self.core.rank());
-        self.core.poison(Error::broken(self.site.to_string(), reason), self.completed);
+        self.core.panicked(self.site);
     }
 }

@@ -55,8 +55,7 @@ impl Progress {
             }));
             if result.is_err() {
                 // The peers make this call, and this rank may not have numbered it.
-                let reason = format!("rank {} panicked in it; that rank's output has the message", core.rank());
-                core.abort(Error::broken(call.to_string(), reason));
+                core.panicked(&call);
             }
             drop(turn);
             // If the `Work` was dropped, the outcome is dropped too. The operation has completed anyway.

@@ -120,8 +120,8 @@ impl Regroup for ProcessGroup {
     }
 
     fn subgroup(&self, members: &[usize], deadline: &Deadline) -> Result<Base, Fault> {
-        let runtime = OwnRuntime::new().map_err(Fault::Failed)?;
-        let (listener, door) = runtime.run(|| self.listen("subgroup")).flatten().map_err(Fault::Failed)?;
+        let runtime = OwnRuntime::new()?;
+        let (listener, door) = runtime.run(|| self.listen("subgroup")).flatten()?;
         let doors = self.tcp.invite(&Invitation { members: members.to_vec(), door }, deadline)?;
         let doors = members.iter().copied().zip(doors).collect();
         let formed = runtime.run(|| async {

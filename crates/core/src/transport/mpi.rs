@@ -167,11 +167,11 @@ impl Mpi {
             Ok(watch.pause())
         };
         let agreement = &mut *lock(&self.agreement);
-        agreement.begin(&tag, &hold()).map_err(Fault::Failed)?;
+        agreement.begin(&tag, &hold())?;
         if self.poll(agreement, |agreement, held| agreement.agreed(held).map_err(Fault::Failed), &mut idle)? {
             return Ok(());
         }
-        agreement.gather_calls(&hold()).map_err(Fault::Failed)?;
+        agreement.gather_calls(&hold())?;
         let tags = self.poll(agreement, |agreement, held| agreement.calls(held).map_err(Fault::Failed), &mut idle)?;
         let calls: Vec<Option<Call>> = tags.into_iter().map(|tag| tag.map(|tag| tag.call)).collect();
         let inconsistent = || Error::broken("agreeing on an operation", "the ranks are at different sequence numbers");
@@ -194,7 +194,7 @@ impl Mpi {
         }
         let lent = LentMemory::begin(self, site, deadline);
         let begin = |_held: Held| Request::start(name, |request| function(Some(request)));
-        let mut request = begin(hold()).map_err(Fault::Failed)?;
+        let mut request = begin(hold())?;
         let done = |request: &mut Request, held: &Held| request.done(held).map_err(Fault::Failed);
         let done = self.poll(&mut request, done, |_| Ok(lent.check()));
         lent.finish(done.map(drop))
@@ -211,7 +211,7 @@ impl Mpi {
         let mut watch = self.watch(tag, deadline);
         let heads = &mut *lock(&self.heads);
         let exchange = Exchange::begin((self, &site, deadline), tag, outgoing, incoming, heads, &hold());
-        let mut exchange = exchange.map_err(Fault::Failed)?;
+        let mut exchange = exchange?;
         let mut first_check = true;
         let moved = self.poll(
             &mut exchange,
@@ -295,7 +295,7 @@ impl Transport for Mpi {
 
 impl Collectives for Mpi {
     fn run(&self, site: &Site, buffers: &mut Buffers<'_>, deadline: &Deadline) -> Result<(), Fault> {
-        engine::fits(&site.call, buffers, self.comm.rank, self.comm.size).map_err(Fault::Failed)?;
+        engine::fits(&site.call, buffers, self.comm.rank, self.comm.size)?;
         if self.watchdog.is_none() {
             self.agree(site, deadline)?;
             if site.call.operation == Operation::Barrier {

@@ -66,13 +66,12 @@ impl Regroup for Local {
     }
 
     fn subgroup(&self, members: &[usize], deadline: &Deadline) -> Result<Base, Fault> {
-        let own =
-            Invitation { members: members.to_vec(), door: Endpoint { port: 0, key: random().map_err(Fault::Failed)? } };
+        let own = Invitation { members: members.to_vec(), door: Endpoint { port: 0, key: random()? } };
         let session = session(self.invite(&own, deadline)?);
         let index = members.iter().position(|member| *member == self.rank());
         let local = index.and_then(|index| self.take_endpoint(session, members.len(), index));
         let local = local.ok_or_else(|| Error::broken("subgroup", "this rank has taken its endpoint already"));
-        Ok(Base::threads(local.map_err(Fault::Failed)?, session))
+        Ok(Base::threads(local?, session))
     }
 
     fn hosts(&self) -> Vec<usize> {

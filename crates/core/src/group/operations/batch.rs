@@ -143,10 +143,10 @@ fn run_parts(batch: Batch<'_>, turn: &Turn<'_>, deadline: &Deadline, at: CallSit
             continue;
         }
         // The messages' tags come first: lengths alone do not tell whether the types are equal.
-        let tags = tags(outgoing.iter().map(|(_, call, _)| *call));
-        let sent = sent.bytes(tags.len() + outgoing.iter().map(|(.., data)| data.len()).sum::<usize>())?;
-        pack(sent, std::iter::once(&tags[..]).chain(outgoing.iter().map(|(.., data)| *data)));
-        let expected = self::tags(incoming.iter().map(|(_, call, _)| *call));
+        let announced = tags(outgoing.iter().map(|(_, call, _)| *call));
+        let sent = sent.bytes(announced.len() + outgoing.iter().map(|(.., data)| data.len()).sum::<usize>())?;
+        pack(sent, std::iter::once(&announced[..]).chain(outgoing.iter().map(|(.., data)| *data)));
+        let expected = tags(incoming.iter().map(|(_, call, _)| *call));
         let len = expected.len() + incoming.iter().map(|(.., data)| data.len()).sum::<usize>();
         let received = packed.bytes(len)?;
         let call = Request::of::<u8>(Operation::Exchange).call(0);

@@ -161,7 +161,7 @@ impl Run<'_> {
     ) -> Result<(), Fault> {
         let call = &self.site.call;
         let (comm, root, elements) = (self.mpi.comm.raw(), self.root(), c_count(call.count)?);
-        let (element, op) = (types::reduced(dtype, op), types::operation(dtype, op).map_err(Fault::Failed)?);
+        let (element, op) = (types::reduced(dtype, op), types::operation(dtype, op)?);
         match call.operation {
             Operation::AllReduce => {
                 run!(self, MPI_Allreduce or MPI_Iallreduce, input, output, elements, element, op, comm)

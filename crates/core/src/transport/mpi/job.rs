@@ -148,8 +148,7 @@ impl Regroup for Mpi {
     }
 
     fn subgroup(&self, members: &[usize], deadline: &Deadline) -> Result<Base, Fault> {
-        let own =
-            Invitation { members: members.to_vec(), door: Endpoint { port: 0, key: random().map_err(Fault::Failed)? } };
+        let own = Invitation { members: members.to_vec(), door: Endpoint { port: 0, key: random()? } };
         for member in members.iter().filter(|member| **member != self.comm.rank) {
             let _ = self.control.send(Outgoing::Invites(*member, own.clone()));
         }
@@ -164,13 +163,13 @@ impl Regroup for Mpi {
         let session = session(doors);
         let hosts = hosts_of(members, &self.hosts);
         // MPI waits for all members. They are about to call it too, unless one has just timed out.
-        let watchdog = Watchdog::start(self.comm.rank).map_err(Fault::Failed)?;
+        let watchdog = Watchdog::start(self.comm.rank)?;
         let comm = watchdog.watch(WatchedCall::Subgroup, &deadline.again(), || {
             let held = hold();
             free_finished(&held);
             self.comm.of_members(members, session, &held)
         });
-        let comm = comm.map_err(Fault::Failed)?;
+        let comm = comm?;
         Mpi::base(self.library, comm, session, hosts, self.watchdog.is_some()).map_err(Fault::Failed)
     }
 

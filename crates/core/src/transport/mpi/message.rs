@@ -132,7 +132,7 @@ impl<'a> Exchange<'a> {
 
     fn step(&mut self, held: &Held) -> Result<bool, Fault> {
         let out = match &mut self.outgoing {
-            Some(outgoing) => outgoing.advance(self.comm, held).map_err(Fault::Failed)?,
+            Some(outgoing) => outgoing.advance(self.comm, held)?,
             None => true,
         };
         let into = match &mut self.incoming {
@@ -157,10 +157,10 @@ impl<'a> Exchange<'a> {
     /// After a failure: lets MPI complete the requests that have the callers' memory. Returns whether it has.
     pub fn settle(&mut self, held: &Held) -> Result<bool, Fault> {
         if let Some(outgoing) = &mut self.outgoing {
-            settle_all(&mut outgoing.payload, held).map_err(Fault::Failed)?;
+            settle_all(&mut outgoing.payload, held)?;
         }
         if let Some(incoming) = &mut self.incoming {
-            incoming.receive_payload(held).map_err(Fault::Failed)?;
+            incoming.receive_payload(held)?;
         }
         self.update_lent();
         Ok(self.lent.is_none())
@@ -197,13 +197,13 @@ impl Outbound<'_> {
 impl Inbound<'_> {
     fn advance(&mut self, comm: Comm, tag: &Site, place: &[u8; EAGER_LIMIT], held: &Held) -> Result<bool, Fault> {
         if let Some(head) = &mut self.head {
-            let Some(length) = head.done(held).map_err(Fault::Failed)? else { return Ok(false) };
+            let Some(length) = head.done(held)? else { return Ok(false) };
             self.head = None;
             self.check_head(comm, tag, &place[..length.min(EAGER_LIMIT)], held)?;
         }
         let settled = settle(&mut self.cts, held).and_then(|cts| Ok(cts & self.receive_payload(held)?));
         // A sender that has given up reports why on the control plane.
-        Ok(settled.map_err(Fault::Failed)? && !self.withdrawn)
+        Ok(settled? && !self.withdrawn)
     }
 
     /// Completes payload requests that are done. Returns whether none is pending.

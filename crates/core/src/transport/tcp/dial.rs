@@ -36,7 +36,7 @@ fn connect(
 ) -> Result<TcpStream, Fault> {
     loop {
         let limit = watch.remaining().clamp(Duration::from_millis(1), CONNECT_TIMEOUT);
-        let stream = match open_blocking(member.secret.as_ref(), address, limit).map_err(Fault::Failed)? {
+        let stream = match open_blocking(member.secret.as_ref(), address, limit)? {
             Ok(stream) => stream,
             Err(e) if e.kind() == ErrorKind::TimedOut => {
                 watch.tick(peer)?;
