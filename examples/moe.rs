@@ -2,7 +2,7 @@
 //! for it, and the result is sent back; gradients take the same routes.
 //!
 //! ```sh
-//! cargo run --release -p bonfire-examples --features ndarray --bin moe -- --ranks 4
+//! cargo run --release -p bonfire-examples --bin moe -- --ranks 4
 //! ```
 //! At the end it compares the losses with those of a single rank that has all experts and all tokens.
 
@@ -14,11 +14,11 @@ use std::thread;
 
 use bonfire::tensor::operation::all_reduce;
 use bonfire::{DeviceCommunicator, Error, Group, ReduceOp};
-use burn::backend::{Autodiff, NdArray};
+use burn::backend::{Autodiff, Flex};
 use clap::Parser;
 use model::{Experts, WIDTH, count, numbers, tokens};
 
-type B = Autodiff<NdArray<f64>>;
+type B = Autodiff<Flex>;
 
 /// Train a mixture of experts whose experts are on different ranks.
 #[derive(Parser)]
@@ -83,7 +83,7 @@ fn train(group: &Group, args: &Args, progress: bool) -> Result<Vec<f64>, Error> 
         let own = loss.clone().inner();
         let gradients = layer.gradients(loss, &inputs, group)?;
         layer.update(gradients, 0.3);
-        let loss = all_reduce(own, ReduceOp::Sum, group)?.into_scalar();
+        let loss = all_reduce(own, ReduceOp::Sum, group)?.into_data().iter::<f64>().sum();
         if progress && rank == 0 && (step % 10 == 0 || step + 1 == args.steps) {
             println!("step {step:3}: loss {loss:.6}");
         }

@@ -25,7 +25,7 @@ extern "C" __global__ void await_done(const void *, const __grid_constant__ Orde
     for (u32 polls = 1; ptx::load_acquire_system(word) < order.value; ++polls) {
         if (polls % POLLS_BETWEEN_LOOKS) continue;
         bool aborted = ptx::load_relaxed_system(&host.abort);
-        if (!aborted && ptx::nanoseconds() - began <= order.patience) continue;
+        if (!aborted && ptx::nanoseconds() - began <= order.timeout) continue;
         // A failed call reports the reason itself. Only loads and stores, as in its own report: atomic operations on
         // host memory are not guaranteed to work. If both report at once, either report will do.
         if (ptx::load_relaxed_system(&host.failure) == 0) {

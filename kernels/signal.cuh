@@ -40,7 +40,7 @@
 // are in one hardware queue, or because a module is being loaded. Hence one launch for all ranks of a GPU.
 //
 // Failures
-// Every wait ends: when a peer does not respond for `patience` nanoseconds, when the host sets its abort word, or when
+// Every wait ends: when a peer does not respond for `timeout` nanoseconds, when the host sets its abort word, or when
 // another block or a peer reports a failure. The first failure on a rank is stored in its Control, and sent to the host
 // and to the peers' Controls, whichever launch they are in. From then on every kernel of that rank returns at once,
 // without touching any data. So a group that failed needs new Controls. Before the host creates them, and before it
@@ -102,7 +102,7 @@ struct Member {
 struct Call {
     u64 control[MAX_RANKS];    // addresses of all ranks' Controls, by rank
     Member member[MAX_RANKS];  // by blockIdx.x
-    u64 patience;              // timeout in nanoseconds for a kernel's wait for a peer
+    u64 timeout;              // timeout in nanoseconds for a kernel's wait for a peer
     u64 ranks;                 // of the group, whether members of this launch or not
     u64 root;                  // for operations that have one, else 0
     u64 count;                 // elements; of the whole tensor if ranks have parts of it
@@ -209,7 +209,7 @@ class Meeting {
             if (polls % POLLS_BETWEEN_LOOKS) continue;
             if (!sound()) return false;
             if (ptx::load_relaxed_system(&host().abort)) return fail(word(Failure::ABORTED, rank));
-            if (ptx::nanoseconds() - began > call.patience) return fail(word(failure, peer));
+            if (ptx::nanoseconds() - began > call.timeout) return fail(word(failure, peer));
         }
     }
 

@@ -74,7 +74,7 @@ pub use bonfire_core::{
     Selection, Transport, Work, error, launch, partition, trace,
 };
 #[cfg(unix)]
-pub use bonfire_core::{Medium, Secret, yscv};
+pub use bonfire_core::{Secret, TransportKind, yscv};
 
 pub use bonfire_core::ReduceOp as ReduceOperation;
 #[cfg(unix)]

@@ -144,7 +144,7 @@ std::string Case::describe() const {
     return text;
 }
 
-Call Case::call(World &world, const Team &team, u64 patience) const {
+Call Case::call(World &world, const Team &team, u64 timeout) const {
     Call call{};
     for (u32 rank = 0; rank < ranks; ++rank) call.control[rank] = u64(&world.ranks[rank].control);
     Member *member = call.member;
@@ -152,7 +152,7 @@ Call Case::call(World &world, const Team &team, u64 patience) const {
         u64 from = u64(source(world, rank).start), to = u64(target(world, rank).start);
         *member++ = {from, to, rank, u64(&world.ranks[rank].host)};
     }
-    call.patience = patience;
+    call.timeout = timeout;
     call.ranks = ranks;
     call.root = root;
     call.count = count;
@@ -160,8 +160,8 @@ Call Case::call(World &world, const Team &team, u64 patience) const {
     return call;
 }
 
-shim::Launch Case::launch(World &world, const Team &team, u64 patience) const {
-    Call call = this->call(world, team, patience);
+shim::Launch Case::launch(World &world, const Team &team, u64 timeout) const {
+    Call call = this->call(world, team, timeout);
     return {{u32(team.size()), blocks, 1}, threads, [entry = kernel->entry, call] { entry(call); }};
 }
 

@@ -70,8 +70,8 @@ struct Case {
     // A rank's tensors. In place, one is the other or a part of it, and the longer one is in the source's memory.
     Span source(World &world, u32 rank) const;
     Span target(World &world, u32 rank) const;
-    Call call(World &world, const Team &team, u64 patience) const;
-    shim::Launch launch(World &world, const Team &team, u64 patience) const;
+    Call call(World &world, const Team &team, u64 timeout) const;
+    shim::Launch launch(World &world, const Team &team, u64 timeout) const;
 
     // Launches for one rank, before the kernel and after it.
     shim::Launch fill(World &world, u32 rank) const;

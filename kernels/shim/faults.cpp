@@ -217,7 +217,7 @@ void order_of_streams() {
         const char *name;
         u64 done;
         bool ends;  // during the wait
-        u64 patience;
+        u64 timeout;
         Host host;
         u64 failure;
     } cases[] = {
@@ -232,7 +232,7 @@ void order_of_streams() {
         u64 done = now.done, tensor = 0, seen = 0;
         Host host = now.host;
         Streams streams(2);
-        streams[0] = {order::done(done, NUMBER, now.patience, host), {{}, 0, [&] { seen = tensor; }}};
+        streams[0] = {order::done(done, NUMBER, now.timeout, host), {{}, 0, [&] { seen = tensor; }}};
         if (now.ends) streams[1] = {{{}, 0, [&] { usleep(30'000), tensor = 1; }}, order::ready(done, NUMBER)};
         shim::run(streams);
         if (host.failure == now.failure && seen == now.ends) continue;

@@ -79,8 +79,8 @@ MUTANTS = [
     ("a push does not compare calls", "all_reduce_push.cu", "well = meeting.agrees(r, data[r]);", "well = true;"),
     ("peers' failures are not checked", "signal.cuh", "failure = failure ? failure : news;", ""),
     ("the host's abort is not checked", "signal.cuh", "if (ptx::load_relaxed_system(&host().abort))", "if (false)"),
-    ("no timeout", "signal.cuh", "if (ptx::nanoseconds() - began > call.patience)", "if (false)"),
-    ("no timeout for a call's end", "order.cu", "!aborted && ptx::nanoseconds() - began <= order.patience", "!aborted"),
+    ("no timeout", "signal.cuh", "if (ptx::nanoseconds() - began > call.timeout)", "if (false)"),
+    ("no timeout for a call's end", "order.cu", "!aborted && ptx::nanoseconds() - began <= order.timeout", "!aborted"),
     (
         "a timeout overwrites an earlier failure",
         "order.cu",

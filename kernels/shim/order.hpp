@@ -17,8 +17,8 @@ inline shim::Launch ready(u64 &word, u64 value) {
     return {{1, 1, 1}, 1, [order] { tensors_ready(nullptr, nullptr, nullptr, order); }};
 }
 
-inline shim::Launch done(u64 &word, u64 value, u64 patience, Host &host) {
-    Order order = {u64(&word), value, patience, u64(&host)};
+inline shim::Launch done(u64 &word, u64 value, u64 timeout, Host &host) {
+    Order order = {u64(&word), value, timeout, u64(&host)};
     return {{1, 1, 1}, 1, [order] { await_done(nullptr, order); }};
 }
 

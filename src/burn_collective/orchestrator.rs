@@ -15,7 +15,9 @@ use super::error::GlobalCollectiveError;
 use super::messages::{Answer, PROTOCOL, Registration};
 use super::names::NodeId;
 use super::nodes::RENDEZVOUS;
-use bonfire_core::internal::{AcceptQueue, Prologue, Purpose, RETRY, answer, confirm, frame, lock, permit};
+use bonfire_core::internal::{
+    AcceptQueue, Prologue, Purpose, RETRY, accept_handshake, confirm, frame, lock, require_secret,
+};
 use bonfire_core::{Error, Secret};
 
 /// The most nodes that may register at the same time. Bounds the queue of connections without a complete handshake.
@@ -64,7 +66,7 @@ async fn listen(host: &str, port: u16) -> Result<(TcpListener, Option<Secret>), 
     let failed = |e: io::Error| Error::io("listening", e);
     let secret = Secret::from_env()?;
     let addresses: Vec<_> = lookup_host((host, port)).await.map_err(failed)?.collect();
-    permit(secret.as_ref(), &addresses)?;
+    require_secret(secret.as_ref(), &addresses)?;
     Ok((TcpListener::bind(&addresses[..]).await.map_err(failed)?, secret))
 }
 
@@ -84,7 +86,7 @@ async fn serve(listener: TcpListener, secret: Option<Secret>) {
                             Purpose::Registration => Ok(()),
                             purpose => Err(format!("it is a connection for {purpose:?}, and this is an orchestrator")),
                         };
-                        answer(&mut stream, secret.as_ref(), 0, fits).await?;
+                        accept_handshake(&mut stream, secret.as_ref(), 0, fits).await?;
                         Ok(stream)
                     };
                     lobby.receive(address, handshake, move |mut stream| async move {

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::time::Duration;
 
 use bonfire_core::error::Site;
-use bonfire_core::internal::{Ranks, SlowWaitWarning};
+use bonfire_core::internal::{RankList, SlowWaitWarning};
 use bonfire_core::{Call, Deadline, Error};
 
 /// The calls of several devices. Each device's calls are numbered in order, starting at 1.
@@ -76,12 +76,12 @@ impl Calls {
 pub(super) struct Wait<'a> {
     device: usize,
     deadline: &'a Deadline,
-    patience: SlowWaitWarning<'a>,
+    slow_wait: SlowWaitWarning<'a>,
 }
 
 impl<'a> Wait<'a> {
     pub fn of(device: usize, deadline: &'a Deadline) -> Wait<'a> {
-        Wait { device, deadline, patience: SlowWaitWarning::until(deadline) }
+        Wait { device, deadline, slow_wait: SlowWaitWarning::until(deadline) }
     }
 
     /// Returns how long to sleep before the next poll, and an error after the deadline. `late` says what did not
@@ -94,10 +94,10 @@ impl<'a> Wait<'a> {
                 _ => Error::Timeout { site, rank: self.device, missing, elapsed },
             });
         }
-        self.patience.warn(self.device, || match missing[..] {
+        self.slow_wait.warn(self.device, || match missing[..] {
             [] => format!("at {site}: {late}"),
-            _ => format!("at {site} for {}", Ranks(&missing)),
+            _ => format!("at {site} for {}", RankList(&missing)),
         });
-        Ok(self.patience.pause().max(Duration::from_millis(1)))
+        Ok(self.slow_wait.pause().max(Duration::from_millis(1)))
     }
 }

@@ -49,7 +49,7 @@ pub type InFlight = Box<dyn FnOnce(&dyn Fn() -> Option<Error>) -> Result<(), Err
 /// How the ranks of a group exchange data without host memory. A rank has one for its device.
 pub trait Route<R: DeviceTransport>: Send + Sync {
     /// Whether the route supports this call. The answer is the same on all ranks.
-    fn serves(&self, call: &Call) -> bool;
+    fn supports(&self, call: &Call) -> bool;
 
     /// Prepares an operation on the memory as the work queued so far leaves it. Neither sources nor targets may be
     /// accessed until its [`InFlight`] has returned. `limit` bounds how long a device may wait for another one.

@@ -149,7 +149,7 @@ pub(crate) fn start<R: DeviceTransport>(
     let bound = |chunks: Vec<Chunk>| chunks.into_iter().map(|(handle, range)| (handle.binding(), range)).collect();
     let (sources, targets) = (bound(sources), bound(targets));
     let job = DeviceOperation { call, rank: group.rank(), sources, targets, stream };
-    let route = R::route(group, client.info().device)?.filter(|route| route.serves(&call));
+    let route = R::route(group, client.info().device)?.filter(|route| route.supports(&call));
     let wait = match route {
         Some(route) => direct::start(&device, group, route, job)?,
         None => staged::start(device, group, job)?,

@@ -58,6 +58,6 @@ pub fn seeded<B: Backend, M: Module<B>>(
         B::seed(device, hash(own));
         (model, drawn)
     };
-    group.tell_all(drawn)?;
+    group.all_gather_results(drawn)?;
     Ok(model)
 }

@@ -13,7 +13,7 @@ use burn::tensor::{Float, Tensor};
 
 use super::agree::Parameter;
 use crate::tensor::host::Source;
-use bonfire_core::internal::Ranks;
+use bonfire_core::internal::RankList;
 use bonfire_core::{Error, Group};
 
 /// The ranks compare their parameters before every step of this number, and before the first two: a model that is not
@@ -135,7 +135,7 @@ pub(crate) fn compare(
          train the model that `DataParallel::new` returned, with the gradients that `sync` returned, and with the same \
          optimizer, optimizer state and learning rate",
         if steps == 1 { "" } else { "s" },
-        Ranks(&others)
+        RankList(&others)
     );
     Err(Error::argument(operation, reason))
 }

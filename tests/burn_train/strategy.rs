@@ -11,7 +11,7 @@ use burn_train::{EarlyStoppingStrategy, Interrupter, SupervisedTraining, Trainin
 
 use crate::model::{B, Log, Net, Shape, Steps, devices};
 use crate::training::{Components, Training, alone, check};
-use bonfire_testing::process::{Process, is_child, say};
+use bonfire_testing::process::{Process, is_child, send_line};
 
 /// A strategy whose ranks are all in this process, on `count` devices.
 fn threads(count: usize) -> Arc<DataParallelStrategy<B>> {
@@ -36,7 +36,7 @@ fn processes(test: &str, shape: Shape, layers: usize, delay: Duration) {
         let bits = |step: &Vec<f32>| step.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
         for (replica, steps) in steps.iter() {
             let bits: Vec<_> = steps.iter().map(bits).collect();
-            say(serde_json::to_string(&(replica, bits)).unwrap());
+            send_line(serde_json::to_string(&(replica, bits)).unwrap());
         }
         return;
     }
@@ -46,7 +46,7 @@ fn processes(test: &str, shape: Shape, layers: usize, delay: Duration) {
     let mut steps = Steps::new();
     for (number, process) in (0u8..).zip(&mut processes) {
         for _ in 0..2 {
-            let (replica, bits): (u8, Vec<Vec<u32>>) = serde_json::from_str(&process.hear()).unwrap();
+            let (replica, bits): (u8, Vec<Vec<u32>>) = serde_json::from_str(&process.read_line()).unwrap();
             let values = bits.into_iter().map(|step| step.into_iter().map(f32::from_bits).collect());
             steps.insert(2 * number + replica, values.collect());
         }
@@ -143,18 +143,19 @@ fn all_ranks_resume_from_rank_0s_checkpoint() {
             run(&Training { epochs: 1, ..whole.clone() }, &threads(1), 9, None);
         }
         let resumed = run(&whole, &strategy, 7 + rank as u32, Some([2, 1][rank]));
-        say(serde_json::to_string(&(uninterrupted, resumed)).unwrap());
+        send_line(serde_json::to_string(&(uninterrupted, resumed)).unwrap());
 
         let net = Net::new(Shape::Chain, 1, 1, &Log::default(), &Default::default());
-        say(fails(&Training { epochs: 1 + rank, ..whole }, net, &strategy));
+        send_line(fails(&Training { epochs: 1 + rank, ..whole }, net, &strategy));
         return;
     }
     let mut processes = Process::start_ranks("strategy::all_ranks_resume_from_rank_0s_checkpoint", 2, "auto", "120");
     for process in &mut processes {
-        let (uninterrupted, resumed): (Vec<Vec<u32>>, Vec<Vec<u32>>) = serde_json::from_str(&process.hear()).unwrap();
+        let (uninterrupted, resumed): (Vec<Vec<u32>>, Vec<Vec<u32>>) =
+            serde_json::from_str(&process.read_line()).unwrap();
         assert_eq!(uninterrupted.len(), 20);
         assert!(uninterrupted[10..] == resumed, "the resumed training is another one");
-        let text = process.hear();
+        let text = process.read_line();
         let expected = "rank 0 trains for 1 epochs, accumulating 1 batches, rank 1 for 2 epochs";
         assert!(text.contains(expected), "{text}");
         assert!(process.end().success());

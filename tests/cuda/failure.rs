@@ -10,7 +10,7 @@ use crate::Devices;
 use crate::cases::{Case, all_reduces};
 use crate::devices::{Client, F32, create};
 use crate::faults::{self, fails, works};
-use bonfire_testing::process::{Process, is_child, say};
+use bonfire_testing::process::{Process, is_child, send_line};
 
 const DEADLINE: Duration = Duration::from_secs(2);
 
@@ -98,7 +98,7 @@ fn processes_end_in_any_state_of_their_devices_and_leave_the_gpu_usable() {
                 client.flush().unwrap();
             });
         }
-        say(&end);
+        send_line(&end);
         if end == "exit" {
             std::process::exit(0);
         }
@@ -107,7 +107,7 @@ fn processes_end_in_any_state_of_their_devices_and_leave_the_gpu_usable() {
     let name = "failure::processes_end_in_any_state_of_their_devices_and_leave_the_gpu_usable";
     for end in ENDS {
         let mut process = Process::start(name, &[(END, end.to_owned())]);
-        assert_eq!(process.hear(), end);
+        assert_eq!(process.read_line(), end);
         let status = process.end_within(Duration::from_secs(60));
         assert!(status.is_some_and(|status| status.success()), "{end}: {status:?}");
         works(&Devices::new(84, 2));

@@ -10,7 +10,7 @@ use rustix::process::Signal;
 
 use super::groups::{Memory, check, mine};
 use super::{Devices, stays_on_gpus};
-use bonfire_testing::process::{Process, is_child, report, say};
+use bonfire_testing::process::{Process, is_child, report, send_line};
 
 /// A child's rank, device and memory.
 fn join() -> (Group, Devices, Memory<cubecl::cuda::CudaRuntime>) {
@@ -55,7 +55,7 @@ fn a_killed_process_is_named_and_the_survivors_device_stays_usable() {
         let client = &memory.client;
         let all_reduce = || client.start_all_reduce(&group, &own, &own, DType::I32, ReduceOp::Max)?.wait();
         all_reduce().expect("all ranks are there");
-        say("going");
+        send_line("going");
         let error = loop {
             if let Err(error) = all_reduce() {
                 break error;
@@ -72,7 +72,7 @@ fn a_killed_process_is_named_and_the_survivors_device_stays_usable() {
     for round in 0..8 {
         let victim = round % 2;
         let mut ranks = Process::start_ranks(NAME, 2, "tcp", "60");
-        assert!(ranks.iter().all(|rank| rank.hear() == "going"));
+        assert!(ranks.iter().all(|rank| rank.read_line() == "going"));
         // At a different point of an operation each time.
         std::thread::sleep(Duration::from_micros(700) * round as u32);
         ranks[victim].signal(Signal::KILL);

@@ -6,7 +6,7 @@
 mod moe;
 
 use bonfire::{DeviceCommunicator, Error, Group};
-use bonfire_testing::{Kind as Medium, run_ranks};
+use bonfire_testing::{Kind as TransportKind, run_ranks};
 use burn::backend::{Flex, NdArray};
 use burn::module::{Module, Param, ParamId};
 use burn::tensor::backend::Backend;
@@ -16,7 +16,7 @@ type Communicator = DeviceCommunicator<Flex>;
 
 /// Runs `f` on each of `n` ranks.
 fn on<T: Send + 'static>(n: usize, f: impl Fn(Communicator, Group) -> T + Clone + Send + 'static) -> Vec<T> {
-    run_ranks(Medium::Threads, n, move |group| f(communicator(&group), group))
+    run_ranks(TransportKind::Threads, n, move |group| f(communicator(&group), group))
 }
 
 fn communicator<B: Backend>(group: &Group) -> DeviceCommunicator<B> {
@@ -240,8 +240,8 @@ fn every_kind_and_width_of_element_is_supported() {
         let float = Tensor::<B, 1>::ones([2], (&device, DType::F64));
         assert_eq!(communicator.reduce_scatter(float, None).unwrap().into_data(), TensorData::from([2f64]));
     }
-    run_ranks(Medium::Threads, 2, check::<Flex>);
-    run_ranks(Medium::Threads, 2, check::<NdArray<f64>>);
+    run_ranks(TransportKind::Threads, 2, check::<Flex>);
+    run_ranks(TransportKind::Threads, 2, check::<NdArray<f64>>);
 }
 
 #[test]
@@ -295,8 +295,8 @@ impl<B: Backend> Model<B> {
 #[test]
 fn prepared_buffers_give_the_same_results() {
     const LEN: usize = 300_000;
-    for medium in [Medium::Threads, Medium::Shm] {
-        run_ranks(medium, 2, |group| {
+    for kind in [TransportKind::Threads, TransportKind::Shm] {
+        run_ranks(kind, 2, |group| {
             let mut communicator = communicator::<Flex>(&group);
             let model = Model::<Flex>::new(LEN);
             let model = communicator.prepare_communication_buffer_for_model(model).unwrap();
@@ -321,7 +321,7 @@ fn prepared_buffers_give_the_same_results() {
 #[ignore = "a measurement"]
 fn measure_prepared_buffers() {
     const LEN: usize = 1 << 20;
-    let ratios = run_ranks(Medium::Shm, 2, |group| {
+    let ratios = run_ranks(TransportKind::Shm, 2, |group| {
         let plain = communicator::<Flex>(&group);
         let mut prepared = communicator::<Flex>(&group);
         let model = Model::<Flex>::new(LEN);
@@ -392,8 +392,9 @@ mod experts {
     /// Rank 1 has no token of its own, and rank 2's experts get none: of equally good experts the first is taken.
     #[test]
     fn dispatch_experts_and_combine_on_four_ranks_equal_one_rank_forward_and_backward() {
-        let one = run_ranks(Medium::Threads, 1, |group| pass::<Training>(&group, 0..4)).remove(0);
-        let four = run_ranks(Medium::Threads, 4, |group| pass::<Training>(&group, group.rank()..group.rank() + 1));
+        let one = run_ranks(TransportKind::Threads, 1, |group| pass::<Training>(&group, 0..4)).remove(0);
+        let four =
+            run_ranks(TransportKind::Threads, 4, |group| pass::<Training>(&group, group.rank()..group.rank() + 1));
         let all = |part: fn(&Pass) -> &Vec<f64>| four.iter().flat_map(part).copied().collect::<Vec<_>>();
         close(&all(|pass| &pass.outputs), &one.outputs);
         close(&all(|pass| &pass.gradients[0]), &one.gradients[0]);
@@ -410,7 +411,7 @@ mod experts {
 
     #[test]
     fn tokens_go_to_several_experts_and_results_return_in_token_order() {
-        run_ranks(Medium::Threads, 3, |group| {
+        run_ranks(TransportKind::Threads, 3, |group| {
             let (communicator, rank) = (communicator::<Flex>(&group), group.rank());
             // Two experts on rank 0, one on each other rank. No token selects rank 1's.
             let experts = Tensor::<Flex, 2, Int>::from_data([[3, 0], [0, 1], [1, 3]], &Default::default());

@@ -6,7 +6,7 @@
 
 use bonfire::Group;
 use bonfire::tensor::autodiff::*;
-use bonfire_testing::{Kind as Medium, run_ranks};
+use bonfire_testing::{Kind as TransportKind, run_ranks};
 use burn::backend::{Autodiff, Flex, NdArray};
 use burn::tensor::{DType, Tensor, TensorData};
 
@@ -39,7 +39,7 @@ fn read(tensor: Tensor<Inner, 3>) -> Vec<f64> {
 
 /// Compares every rank's result and gradient.
 fn check(ranks: usize, shape: fn(usize) -> [usize; 3], collective: Collective, at_once: AtOnce) {
-    let gradients = run_ranks(Medium::Threads, ranks, move |group| {
+    let gradients = run_ranks(TransportKind::Threads, ranks, move |group| {
         let (rank, own) = (group.rank(), shape(group.rank()));
         let input = tensor(&values(rank, own), own).require_grad();
         let result = collective(input.clone(), &group);
@@ -70,7 +70,7 @@ fn check(ranks: usize, shape: fn(usize) -> [usize; 3], collective: Collective, a
     // Central differences, through the ranks.
     let (h, moved) = (1e-5, 0);
     let total = |by: f64| {
-        let losses = run_ranks(Medium::Threads, ranks, move |group| {
+        let losses = run_ranks(TransportKind::Threads, ranks, move |group| {
             let (rank, own) = (group.rank(), shape(group.rank()));
             let mut values = values(rank, own);
             if rank == moved {
@@ -170,7 +170,7 @@ fn all_to_all_sends_each_part_back() {
 
 #[test]
 fn a_rank_without_elements_takes_part_in_the_backward_pass() {
-    let gradients = run_ranks(Medium::Threads, 2, |group| {
+    let gradients = run_ranks(TransportKind::Threads, 2, |group| {
         let own = if group.rank() == 0 { 2.0 } else { 5.0 };
         let x = Tensor::<Autodiff<Flex>, 2>::full([2, 3], own, &Default::default()).require_grad();
         let send = [[2, 0], [2, 0]][group.rank()];
@@ -186,7 +186,7 @@ fn a_rank_without_elements_takes_part_in_the_backward_pass() {
 
 #[test]
 fn untracked_tensors_need_no_backward_pass_on_other_ranks() {
-    run_ranks(Medium::Threads, 2, |group| {
+    run_ranks(TransportKind::Threads, 2, |group| {
         let gathered = all_gather(tensor(&[1.0, 2.0], [1, 2, 1]), 0, &group).unwrap();
         if group.rank() == 0 {
             (gathered * tensor(&[1.0; 4], [2, 2, 1]).require_grad()).sum().backward();
@@ -221,9 +221,9 @@ fn tensor_parallel(group: &Group) -> [Vec<f64>; 4] {
 
 #[test]
 fn tensor_parallel_layers_have_one_ranks_gradients_if_the_loss_is_divided_and_replicated_ones_are_summed() {
-    let one = run_ranks(Medium::Threads, 1, |group| tensor_parallel(&group)).remove(0);
+    let one = run_ranks(TransportKind::Threads, 1, |group| tensor_parallel(&group)).remove(0);
     for n in [2, 3] {
-        let many = run_ranks(Medium::Threads, n, |group| tensor_parallel(&group));
+        let many = run_ranks(TransportKind::Threads, n, |group| tensor_parallel(&group));
         let close = |ours: &[f64], theirs: &[f64]| {
             assert_eq!(ours.len(), theirs.len());
             assert!(ours.iter().zip(theirs).all(|(a, b)| (a - b).abs() < 1e-12), "{n} ranks: {ours:?} {theirs:?}");

@@ -3,7 +3,7 @@
 
 use bonfire::train::seeded;
 use bonfire::{Error, Group};
-use bonfire_testing::process::{Process, is_child, say};
+use bonfire_testing::process::{Process, is_child, send_line};
 use burn::backend::{Autodiff, Flex};
 use burn::module::Module;
 use burn::nn::{DropoutConfig, Linear, LinearConfig};
@@ -38,17 +38,17 @@ fn draw(group: &Group) -> Result<[String; 2], Error> {
 fn processes(n: usize) -> Vec<[String; 2]> {
     let name = "randomness::seeded_weights_depend_on_the_seed_only";
     let ranks = Process::start_ranks(name, n, "auto", "60");
-    ranks.iter().map(|process| [process.hear(), process.hear()]).collect()
+    ranks.iter().map(|process| [process.read_line(), process.read_line()]).collect()
 }
 
 #[test]
 fn seeded_weights_depend_on_the_seed_only() {
     if is_child() {
         let drawn = draw(&Group::from_env().expect("the ranks find each other")).expect("no failure");
-        return drawn.into_iter().for_each(say);
+        return drawn.into_iter().for_each(send_line);
     }
     let (alone, three) = (processes(1), processes(3));
-    let threads = Process::start("randomness::seeded_weights_of_threads", &[]).hear();
+    let threads = Process::start("randomness::seeded_weights_of_threads", &[]).read_line();
     assert!(three.iter().all(|[weights, _]| *weights == alone[0][0]), "{three:?} is not {alone:?}");
     assert_eq!(threads, alone[0][0]);
     // Dropout of processes differs between ranks and repeats.
@@ -71,5 +71,5 @@ fn seeded_weights_of_threads() {
             assert_eq!(first.get_or_insert_with(|| weights.clone()), &weights, "{n} ranks");
         }
     }
-    say(first.expect("a model"));
+    send_line(first.expect("a model"));
 }

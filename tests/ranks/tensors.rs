@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use bonfire::tensor::operation::*;
 use bonfire::{Error, Group, ReduceOp};
-use bonfire_testing::{Kind as Medium, errors, run_ranks};
+use bonfire_testing::{Kind as TransportKind, errors, run_ranks};
 use burn::backend::{Flex, NdArray};
 use burn::tensor::backend::Backend;
 use burn::tensor::{Bool, DType, Float, Int, Numeric, Tensor, TensorData};
@@ -151,7 +151,7 @@ fn every_rank_of_numbers<B: Backend, K: Kind<B> + Numeric<B>>(group: &Group, dty
 #[test]
 fn one_to_five_ranks_match_burn_on_one_rank() {
     for n in 1..=5 {
-        run_ranks(Medium::Threads, n, |group| {
+        run_ranks(TransportKind::Threads, n, |group| {
             every_rank_of_numbers::<Flex, Float>(&group, DType::F32);
             every_rank_of_numbers::<Flex, Float>(&group, DType::F64);
             every_rank_of_numbers::<Flex, Int>(&group, DType::I32);
@@ -166,8 +166,8 @@ fn one_to_five_ranks_match_burn_on_one_rank() {
 
 #[test]
 fn tcp_and_shared_memory_match_burn_on_one_rank() {
-    for medium in [Medium::Tcp, Medium::Shm] {
-        run_ranks(medium, 3, |group| {
+    for kind in [TransportKind::Tcp, TransportKind::Shm] {
+        run_ranks(kind, 3, |group| {
             moves::<Flex, 3, Int>(&group, DType::I16);
             moves::<Flex, 2, Bool>(&group, DType::Bool(burn::tensor::BoolStore::Native));
             reduces::<Flex, 3, Float>(&group, DType::F16);
@@ -178,7 +178,7 @@ fn tcp_and_shared_memory_match_burn_on_one_rank() {
 
 #[test]
 fn views_are_read_in_logical_order() {
-    run_ranks(Medium::Threads, 2, |group| {
+    run_ranks(TransportKind::Threads, 2, |group| {
         let device = Default::default();
         let table = Tensor::<Flex, 1, Int>::arange(0..6, &device).reshape([2, 3]) + group.rank() as i32 * 10;
         let turned = all_gather(table.clone().transpose(), 1, &group).unwrap();
@@ -192,7 +192,7 @@ fn views_are_read_in_logical_order() {
 
 #[test]
 fn messages_keep_shape_and_type() {
-    run_ranks(Medium::Threads, 2, |group| {
+    run_ranks(TransportKind::Threads, 2, |group| {
         let device = Default::default();
         let table = || of_rank::<Flex, 3, Int>(0, [2, 3, 2], DType::I16);
         if group.rank() == 0 {
@@ -207,7 +207,7 @@ fn messages_keep_shape_and_type() {
 
 #[test]
 fn invalid_arguments_are_rejected_and_the_group_stays_usable() {
-    run_ranks(Medium::Threads, 2, |group| {
+    run_ranks(TransportKind::Threads, 2, |group| {
         let device = Default::default();
         let table = || Tensor::<Flex, 2>::ones([3, 2], &device);
         let refused = |result: Result<Tensor<Flex, 2>, Error>, words: &str| match result {
@@ -251,7 +251,7 @@ fn different_shapes_are_detected_by_all_ranks() {
         |group, tensor| all_to_all_v(tensor, 0, &[1, 1], None, group).map(drop),
     ];
     for (index, call) in calls.into_iter().enumerate() {
-        let results = run_ranks(Medium::Threads, 2, move |group| {
+        let results = run_ranks(TransportKind::Threads, 2, move |group| {
             let shape = match (index, group.rank()) {
                 (7, rank) => [2, 3 + rank],
                 (_, 0) => [2, 4],
@@ -278,7 +278,7 @@ fn float_tensors_of_a_backend_with_autodiff_are_refused_on_all_ranks_because_gra
         assert!(reason.contains("`tensor::autodiff`") && reason.contains("`tensor.inner()`"), "{reason}");
     }
 
-    run_ranks(Medium::Threads, 2, |group| {
+    run_ranks(TransportKind::Threads, 2, |group| {
         let (rank, device) = (group.rank(), Default::default());
         let leaf = Tensor::<Tracking, 2>::ones([2, 2], &device).require_grad();
         // Of this tensor burn does not tell that it is tracked.
@@ -311,7 +311,7 @@ fn float_tensors_of_a_backend_with_autodiff_are_refused_on_all_ranks_because_gra
 fn traces_name_the_line_of_the_caller() {
     use bonfire::DeviceCommunicator;
 
-    run_ranks(Medium::Threads, 2, |group| {
+    run_ranks(TransportKind::Threads, 2, |group| {
         let x = || of_rank::<Flex, 2, Float>(group.rank(), [2, 2], DType::F32);
         all_reduce(x(), ReduceOp::Sum, &group).unwrap();
         reduce(x(), ReduceOp::Sum, 0, &group).unwrap();

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use bonfire::trace::{State, Trace};
 use bonfire::{Group, ReduceOp};
-use bonfire_testing::process::{Process, is_child, report, say};
+use bonfire_testing::process::{Process, is_child, report, send_line};
 use bonfire_testing::{Kind, run_ranks};
 use rustix::process::Signal;
 use serde_json::{Value, json};
@@ -173,7 +173,7 @@ fn interrupted_ranks_write_their_traces() {
             thread::spawn(move || waiting.barrier());
             wait_until(|| group.trace().collectives == 2);
         }
-        say("hanging");
+        send_line("hanging");
         // The parent ends this.
         return thread::sleep(bonfire_testing::DEADLINE);
     }
@@ -181,7 +181,7 @@ fn interrupted_ranks_write_their_traces() {
         let folder = tempfile::tempdir().unwrap();
         let name = "interrupted_ranks_write_their_traces";
         let mut ranks = Process::start_ranks_with(name, 3, transport, "60", &trace_to(folder.path()));
-        ranks.iter().for_each(|rank| assert_eq!(rank.hear(), "hanging"));
+        ranks.iter().for_each(|rank| assert_eq!(rank.read_line(), "hanging"));
         ranks.iter().for_each(|rank| rank.signal(Signal::TERM));
         ranks.iter_mut().for_each(|rank| assert!(!rank.end().success()));
         let (group, _) = group(folder.path());

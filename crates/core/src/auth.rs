@@ -44,7 +44,7 @@ use std::fmt::Display;
 use std::net::SocketAddr;
 
 pub use self::accept_queue::{AcceptQueue, RETRY};
-pub use self::connect::{answer, confirm, dial, prove};
+pub use self::connect::{accept_handshake, confirm, dial, dial_blocking};
 pub use self::prologue::{Prologue, Purpose, Refusal};
 pub use self::secret::Secret;
 #[cfg(all(feature = "shm", target_os = "linux"))]
@@ -57,7 +57,7 @@ pub(crate) const REMEDY: &str = "give all ranks the same BONFIRE_SECRET_FILE or 
 
 /// The identity of a rank in the handshake: what it proves, and what it requires of its peers.
 #[derive(Clone, Debug)]
-pub(crate) struct Member {
+pub(crate) struct Identity {
     pub secret: Option<Secret>,
     /// A random number, the same on all ranks. Connections of another job or of an earlier run of this one are refused.
     pub session: u64,
@@ -65,7 +65,7 @@ pub(crate) struct Member {
     pub world_size: usize,
 }
 
-impl Member {
+impl Identity {
     /// Returns the prologue of connection `number` of `of` to rank `to`.
     pub fn opening(&self, purpose: Purpose, to: usize, (number, of): (usize, usize)) -> Prologue {
         // The settings were checked: ranks fit in 32 bits, and connections to a peer in 8.
@@ -89,20 +89,20 @@ impl Member {
 }
 
 /// Returns an error if, without a secret, one of the addresses to listen at or to dial is not on loopback.
-pub fn permit(secret: Option<&Secret>, addresses: &[SocketAddr]) -> Result<(), Error> {
+pub fn require_secret(secret: Option<&Secret>, addresses: &[SocketAddr]) -> Result<(), Error> {
     let open = addresses.iter().map(SocketAddr::ip).find(|address| !address.to_canonical().is_loopback());
     match open.filter(|_| secret.is_none()) {
-        Some(address) => Err(wanted(format!("{address} is not loopback"))),
+        Some(address) => Err(secret_required(format!("{address} is not loopback"))),
         None => Ok(()),
     }
 }
 
 /// Returns the error of a rank that needs a secret, for this reason, and has none.
-pub(crate) fn wanted(reason: impl Display) -> Error {
+pub(crate) fn secret_required(reason: impl Display) -> Error {
     Error::Config(format!(
         "{reason}, and without a secret any process on their network could join: put at least {} random bytes into a \
          file that only you may read (openssl rand -hex 32, chmod 600), copy it to every host, and {REMEDY}, or \
          Builder::secret",
-        Secret::LEAST
+        Secret::MIN_BYTES
     ))
 }

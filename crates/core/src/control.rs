@@ -1,12 +1,10 @@
 //! The control plane: the messages that ranks exchange beside the data, and what each rank knows of its peers.
 //!
 //! `plane` is the control thread of groups of processes that communicate over TCP. Groups on MPI have a control plane
-//! of their own, with the same messages and the same board.
+//! of their own, with the same messages and the same status.
 
 #[cfg(unix)]
 mod accept;
-#[cfg(unix)]
-mod board;
 #[cfg(unix)]
 mod connection;
 #[cfg(unix)]
@@ -23,6 +21,8 @@ mod message;
 mod plane;
 #[cfg(unix)]
 mod shrink;
+#[cfg(unix)]
+mod status;
 #[cfg(all(test, unix, not(bonfire_loom)))]
 mod tests;
 #[cfg(unix)]
@@ -31,16 +31,16 @@ mod watch;
 #[cfg(unix)]
 pub(crate) use self::{
     accept::{CONNECT_TIMEOUT, MAX_DATA_CONNECTIONS, RETRY, admit, is_own},
-    board::Board,
     connection::greet,
     heartbeat::HeartbeatTimeout,
-    message::{Outgoing, RankEvent},
-    plane::{Mesh, run},
+    message::{ControlRequest, RankEvent},
+    plane::{ControlSetup, run},
     shrink::{Membership, PeerEvent, ShrinkMessage},
+    status::GroupStatus,
     watch::Watch,
 };
 #[cfg(all(feature = "mpi", unix))]
 pub(crate) use self::{
-    board::verdict,
-    message::{Message, hear},
+    message::{Message, apply_message},
+    status::find_mismatch,
 };

@@ -5,12 +5,12 @@
 //!   them.
 //! * [`Output`], [`reduce_to_all`], [`zeroed`]: kernels and memory for the reductions of the compute server.
 //! * [`Bell`], [`lock`], [`spin`], [`oversubscribed`] and the deadlines: how threads wait for each other.
-//! * [`Ranks`], [`hash`], [`random`]: ranks as text, a stable hash, random numbers that cannot be guessed.
+//! * [`RankList`], [`hash`], [`random`]: ranks as text, a stable hash, random numbers that cannot be guessed.
 //! * [`spare_memory`], [`cgroups`]: memory, and the limits on it.
 //! * [`oracle`]: expected results of reductions, for tests and for the benchmark program.
 //! * [`Report`], [`Event`] and [`LAUNCHER`]: what ranks tell `bonfire run`. [`unknown_variables`]: misspelled settings.
-//! * [`frame`], [`OwnRuntime`] and the handshake ([`AcceptQueue`] to [`prove`]): connections of burn-collective's
-//!   orchestrator.
+//! * [`frame`], [`OwnRuntime`] and the handshake ([`AcceptQueue`] to [`dial_blocking`]): connections of
+//!   burn-collective's orchestrator.
 
 pub mod oracle;
 
@@ -21,10 +21,13 @@ pub use crate::reduce::{Output, reduce_to_all};
 #[cfg(unix)]
 pub use crate::sync::OwnRuntime;
 pub use crate::sync::{Bell, ENDLESS, SlowWaitWarning, deadline_from_env, lock, oversubscribed, spin};
-pub use crate::types::{Parts, Ranks, hash};
+pub use crate::types::{Parts, RankList, hash};
 #[cfg(unix)]
 pub use crate::{
-    auth::{AcceptQueue, Prologue, Purpose, RETRY, Refusal, answer, confirm, dial, open, permit, prove},
+    auth::{
+        AcceptQueue, Prologue, Purpose, RETRY, Refusal, accept_handshake, confirm, dial, dial_blocking, open,
+        require_secret,
+    },
     control::frame,
     rendezvous::env::unknown_variables,
     report::{Event, Report, VARIABLE as LAUNCHER},

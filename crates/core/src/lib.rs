@@ -51,14 +51,14 @@ pub use group::{Batch, Buffer, Builder, Group, Work};
 pub use launch::launch;
 pub use plan::{Algorithm, Selection};
 #[cfg(unix)]
-pub use rendezvous::Medium;
+pub use rendezvous::TransportKind;
 pub use sync::Deadline;
 pub use transport::Transport;
 pub use types::{Call, DType, Element, Error, Fault, Operation, ReduceOp, partition};
 
 /// Types of the fields of [`Error`].
 pub mod error {
-    pub use crate::types::{Apart, Cause, Site};
+    pub use crate::types::{Cause, ShrinkError, Site};
 }
 
 /// Traces: each rank's record of its last operations.

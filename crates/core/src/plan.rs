@@ -66,7 +66,7 @@ impl Algorithm {
     pub const ALL: &[Algorithm] = Algorithm::VARIANTS;
 
     /// Whether `operation` has this algorithm.
-    fn serves(self, operation: Operation) -> bool {
+    fn supports(self, operation: Operation) -> bool {
         self.nearest(operation) == self && selection::SELECTABLE.contains(&operation)
     }
 

@@ -37,14 +37,14 @@ use crate::auth::{self, Secret};
 use crate::control::{HeartbeatTimeout, MAX_DATA_CONNECTIONS};
 use crate::sync::{Mutex, OwnRuntime};
 use crate::transport::tcp::Tcp;
-use crate::transport::{Base, Engines};
+use crate::transport::{Engines, GroupEndpoint};
 use crate::types::Error;
 
 /// Default time limit of the rendezvous.
 const DEFAULT_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// Default time without a message from a peer after which the peer is declared lost.
-const DEFAULT_SILENCE: Duration = Duration::from_secs(5);
+const DEFAULT_HEARTBEAT_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Default number of data connections to each peer.
 const DEFAULT_CONNECTIONS: usize = 1;
@@ -64,8 +64,8 @@ pub(crate) struct Settings {
     pub source: Source,
     pub timeout: Duration,
     /// How long a peer may be silent before it is declared lost.
-    pub silence: Duration,
-    pub medium: Medium,
+    pub heartbeat_timeout: Duration,
+    pub kind: TransportKind,
     /// Data connections to each peer.
     pub connections: usize,
     /// The group's algorithm table as text, the same on all ranks.
@@ -73,7 +73,7 @@ pub(crate) struct Settings {
     /// Replaces the name by which this rank's machine is recognised.
     pub machine: Option<String>,
     /// The largest group in which all ranks are connected from the start. Rank 0's value applies to all ranks.
-    pub mesh: usize,
+    pub full_mesh_limit: usize,
     /// The secret that all ranks share. Without one the group is restricted to loopback.
     pub secret: Option<Secret>,
 }
@@ -82,43 +82,44 @@ pub(crate) struct Settings {
 /// `BONFIRE_TRANSPORT`, such as `mpi-blocking`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
-pub enum Medium {
+pub enum TransportKind {
     /// Shared memory among the ranks of a host where it is available, TCP between hosts.
     #[default]
     Auto,
     /// TCP between all ranks, also on one host. If one rank sets it, it applies to all ranks.
     Tcp,
     /// Shared memory among all ranks, or an error that says why it is not available. If one rank sets it, it applies to
-    /// all ranks, unless one sets [`Tcp`](Medium::Tcp): that is an error.
+    /// all ranks, unless one sets [`Tcp`](TransportKind::Tcp): that is an error.
     Shm,
     /// MPI's own operations, in a job that an MPI launcher started. MPI assigns the ranks. Needs the feature `mpi`.
     /// Missing ranks and mismatched calls are errors, as with the other transports. A rank that is stopped once MPI has
     /// the ranks' buffers aborts the whole job.
     Mpi,
-    /// As [`Mpi`](Medium::Mpi), but with blocking MPI calls: as fast as MPI itself. A rank that waits longer than its
-    /// deadline aborts the whole job, and mismatched calls are not reported.
+    /// As [`Mpi`](TransportKind::Mpi), but with blocking MPI calls: as fast as MPI itself. A rank that waits longer
+    /// than its deadline aborts the whole job, and mismatched calls are not reported.
     MpiBlocking,
 }
 
-impl Medium {
+impl TransportKind {
     /// All variants.
-    pub const ALL: [Medium; 5] = [Medium::Auto, Medium::Tcp, Medium::Shm, Medium::Mpi, Medium::MpiBlocking];
+    pub const ALL: [TransportKind; 5] =
+        [TransportKind::Auto, TransportKind::Tcp, TransportKind::Shm, TransportKind::Mpi, TransportKind::MpiBlocking];
 
     /// Whether MPI carries the operations and assigns the ranks.
     pub(crate) fn is_mpi(self) -> bool {
-        matches!(self, Medium::Mpi | Medium::MpiBlocking)
+        matches!(self, TransportKind::Mpi | TransportKind::MpiBlocking)
     }
 }
 
 /// The spelling of `BONFIRE_TRANSPORT`.
-impl fmt::Display for Medium {
+impl fmt::Display for TransportKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Medium::Auto => "auto",
-            Medium::Tcp => "tcp",
-            Medium::Shm => "shm",
-            Medium::Mpi => "mpi",
-            Medium::MpiBlocking => "mpi-blocking",
+            TransportKind::Auto => "auto",
+            TransportKind::Tcp => "tcp",
+            TransportKind::Shm => "shm",
+            TransportKind::Mpi => "mpi",
+            TransportKind::MpiBlocking => "mpi-blocking",
         })
     }
 }
@@ -133,12 +134,12 @@ impl Default for Settings {
             interface: None,
             source: Source::default(),
             timeout: DEFAULT_TIMEOUT,
-            silence: DEFAULT_SILENCE,
-            medium: Medium::default(),
+            heartbeat_timeout: DEFAULT_HEARTBEAT_TIMEOUT,
+            kind: TransportKind::default(),
             connections: DEFAULT_CONNECTIONS,
             algorithms: String::new(),
             machine: None,
-            mesh: neighbours::MESH,
+            full_mesh_limit: neighbours::FULL_MESH_LIMIT,
             secret: None,
         }
     }
@@ -169,7 +170,7 @@ impl Settings {
         }
         if *world_size > 1 && self.spans_hosts() {
             if self.secret.is_none() {
-                return Err(auth::wanted("the ranks are on several hosts"));
+                return Err(auth::secret_required("the ranks are on several hosts"));
             }
             interface::chosen(self)?;
         }
@@ -177,12 +178,14 @@ impl Settings {
             let reason = format!("{} connections to a peer: give 1 to {MAX_DATA_CONNECTIONS}", self.connections);
             return Err(Error::argument("connect", reason));
         }
-        if self.silence < HeartbeatTimeout::LEAST {
-            let (given, least) = (self.silence, HeartbeatTimeout::LEAST);
-            let reason = format!("a silence of {given:?}: give {least:?} or more, since heartbeats come once a second");
+        if self.heartbeat_timeout < HeartbeatTimeout::MIN {
+            let (given, least) = (self.heartbeat_timeout, HeartbeatTimeout::MIN);
+            let reason = format!(
+                "a heartbeat timeout of {given:?}: give {least:?} or more, since heartbeats come once a second"
+            );
             return Err(Error::argument("connect", reason));
         }
-        if self.medium == Medium::Shm && !SHM_SUPPORTED {
+        if self.kind == TransportKind::Shm && !SHM_SUPPORTED {
             let reason = "shared memory between processes needs Linux and Bonfire's feature `shm`: set \
                           BONFIRE_TRANSPORT or Builder::transport to auto or tcp";
             return Err(Error::Config(reason.into()));
@@ -190,9 +193,9 @@ impl Settings {
         Ok(())
     }
 
-    /// Returns the medium that this rank asks for.
-    fn requested_medium(&self) -> Medium {
-        if SHM_SUPPORTED { self.medium } else { Medium::Tcp }
+    /// Returns the transport that this rank asks for.
+    fn requested_transport(&self) -> TransportKind {
+        if SHM_SUPPORTED { self.kind } else { TransportKind::Tcp }
     }
 
     /// Returns a rendezvous error of this rank.
@@ -218,36 +221,36 @@ fn well_formed(address: &str) -> bool {
 }
 
 /// Connects to the other ranks of the group and blocks until all are connected. The caller has checked the settings.
-pub(crate) fn connect(settings: &Settings) -> Result<Base, Error> {
-    if settings.medium.is_mpi() {
+pub(crate) fn connect(settings: &Settings) -> Result<GroupEndpoint, Error> {
+    if settings.kind.is_mpi() {
         return connect_by_mpi(settings);
     }
     let start = Instant::now();
     let runtime = OwnRuntime::new()?;
     let connected = runtime.run(|| async {
-        let (joined, mesh) = join::join(settings, start).await?;
-        Connected::share(Settings { mesh, ..settings.clone() }, start, joined).await
+        let (joined, full_mesh_limit) = join::join(settings, start).await?;
+        Connected::share(Settings { full_mesh_limit, ..settings.clone() }, start, joined).await
     })??;
-    let silence = HeartbeatTimeout { first: settings.timeout, later: settings.silence };
-    start_group(runtime, connected, silence, Vec::new())
+    let heartbeat_timeout = HeartbeatTimeout { first: settings.timeout, later: settings.heartbeat_timeout };
+    start_group(runtime, connected, heartbeat_timeout, Vec::new())
 }
 
 /// Returns a group of all processes of the MPI job.
 #[cfg(feature = "mpi")]
-fn connect_by_mpi(settings: &Settings) -> Result<Base, Error> {
-    crate::transport::mpi::connect(&crate::transport::mpi::Terms {
-        blocking: settings.medium == Medium::MpiBlocking,
+fn connect_by_mpi(settings: &Settings) -> Result<GroupEndpoint, Error> {
+    crate::transport::mpi::connect(&crate::transport::mpi::MpiSettings {
+        blocking: settings.kind == TransportKind::MpiBlocking,
         algorithms: &settings.algorithms,
         limit: settings.timeout,
     })
 }
 
 #[cfg(not(feature = "mpi"))]
-fn connect_by_mpi(settings: &Settings) -> Result<Base, Error> {
+fn connect_by_mpi(settings: &Settings) -> Result<GroupEndpoint, Error> {
     let reason = format!(
         "the transport '{}' needs Bonfire's feature `mpi`, which this program was built without: build it with the \
          feature, or set BONFIRE_TRANSPORT or Builder::transport to auto",
-        settings.medium
+        settings.kind
     );
     Err(Error::Config(reason))
 }
@@ -278,17 +281,17 @@ impl Connected {
 fn start_group(
     runtime: OwnRuntime,
     connected: Connected,
-    silence: HeartbeatTimeout,
+    heartbeat_timeout: HeartbeatTimeout,
     held: Vec<HeldOpen>,
-) -> Result<Base, Error> {
-    let Connected { settings, joined: Joined { mesh, medium, hosts }, .. } = connected;
-    let tcp = Arc::new(Tcp::start(runtime, mesh, settings.connections, silence)?);
+) -> Result<GroupEndpoint, Error> {
+    let Connected { settings, joined: Joined { setup, kind, hosts }, .. } = connected;
+    let tcp = Arc::new(Tcp::start(runtime, setup, settings.connections, heartbeat_timeout)?);
     #[cfg(all(feature = "shm", target_os = "linux"))]
-    let near = connected.shared.map_or(Engines::None, |shared| shared.engine(&tcp));
+    let engines = connected.shared.map_or(Engines::None, |shared| shared.engine(&tcp));
     #[cfg(not(all(feature = "shm", target_os = "linux")))]
-    let near = Engines::None;
+    let engines = Engines::None;
     let session = Some(tcp.session());
     let unfinished = Mutex::default();
-    let regroup = ProcessGroup { settings, medium, hosts, tcp: tcp.clone(), held, unfinished };
-    Ok(Base { transport: tcp, near, session, regroup: Some(Arc::new(regroup)) })
+    let regroup = ProcessGroup { settings, kind, hosts, tcp: tcp.clone(), held, unfinished };
+    Ok(GroupEndpoint { transport: tcp, engines, session, regroup: Some(Arc::new(regroup)) })
 }

@@ -73,7 +73,7 @@ fn failure(error: &Error) -> Event {
 /// Whether the error says, or may mean, that another rank is the cause. The errors of other libraries do not tell.
 fn names_another(error: &Error) -> bool {
     match error {
-        Error::PeerLost { .. } | Error::Left { .. } | Error::Timeout { .. } | Error::Members { .. } => true,
+        Error::PeerLost { .. } | Error::Left { .. } | Error::Timeout { .. } | Error::MemberMismatch { .. } => true,
         Error::Rendezvous { .. } | Error::Shrink { .. } | Error::Disconnected { .. } => true,
         Error::Nccl { .. } | Error::Mpi { .. } => true,
         Error::InvalidArgument { .. } | Error::Config(_) | Error::Mismatch { .. } => false,

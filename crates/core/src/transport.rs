@@ -25,7 +25,7 @@ pub(crate) mod threads;
 
 #[cfg(unix)]
 pub(crate) use self::regroup::hosts_of;
-pub(crate) use self::regroup::{Base, Regroup};
+pub(crate) use self::regroup::{GroupEndpoint, Regroup};
 pub use self::seams::Transport;
 pub(crate) use self::seams::{Buffers, Collectives, Storage};
 #[cfg(not(bonfire_loom))]

@@ -9,8 +9,8 @@ mod partition;
 pub(crate) use self::call::Fingerprint;
 pub use self::call::{Call, Operation, Site, hash};
 pub use self::dtype::{DType, Element, ReduceOp};
-pub use self::error::Ranks;
-pub use self::error::{Apart, Cause, Error};
+pub use self::error::RankList;
+pub use self::error::{Cause, Error, ShrinkError};
 pub use self::fault::Fault;
 pub use self::partition::Parts;
 #[cfg(all(feature = "shm", target_os = "linux"))]

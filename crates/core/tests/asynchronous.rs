@@ -2,7 +2,7 @@
 
 use std::thread;
 
-use bonfire_core::{Error, Group, Medium, ReduceOp, yscv};
+use bonfire_core::{Error, Group, ReduceOp, TransportKind, yscv};
 use bonfire_testing::{DEADLINE, free_address};
 use tokio::runtime::{Builder, Runtime};
 
@@ -22,8 +22,8 @@ fn in_task<T: Send + 'static>(runtime: fn() -> Runtime, f: impl FnOnce() -> T + 
 #[test]
 fn groups_can_be_created_split_and_shrunk_in_tasks() {
     for runtime in runtimes() {
-        for medium in [Medium::Tcp, Medium::Shm] {
-            let builder = Group::builder().address(free_address()).world_size(3).transport(medium);
+        for kind in [TransportKind::Tcp, TransportKind::Shm] {
+            let builder = Group::builder().address(free_address()).world_size(3).transport(kind);
             let builder = builder.rendezvous_timeout(DEADLINE).deadline(DEADLINE);
             let rank = |rank: usize| {
                 let builder = builder.clone().rank(rank);
@@ -45,7 +45,7 @@ fn groups_can_be_created_split_and_shrunk_in_tasks() {
             let ranks: Vec<_> = (0..3).map(rank).collect();
             for (rank, result) in ranks.into_iter().map(|rank| rank.join().unwrap()).enumerate() {
                 let part = if rank == 0 { (0, 0) } else { (1, 1) };
-                assert_eq!(result, Ok(([(3, 3), part], (3, 3))), "rank {rank}, {medium}");
+                assert_eq!(result, Ok(([(3, 3), part], (3, 3))), "rank {rank}, {kind}");
             }
         }
     }

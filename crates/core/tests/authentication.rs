@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 
-use bonfire_core::{Builder, Error, Group, Medium, ReduceOp, Secret};
+use bonfire_core::{Builder, Error, Group, ReduceOp, Secret, TransportKind};
 use bonfire_testing::relay::{Recording, dial, relay};
 use bonfire_testing::{free_address, reason, wire};
 
@@ -26,7 +26,7 @@ fn rank(rank: usize, world_size: usize, address: &str) -> Builder {
 }
 
 fn bare(rank: usize, world_size: usize, address: &str) -> Builder {
-    let builder = Group::builder().rank(rank).world_size(world_size).address(address).transport(Medium::Tcp);
+    let builder = Group::builder().rank(rank).world_size(world_size).address(address).transport(TransportKind::Tcp);
     builder.rendezvous_timeout(bonfire_testing::DEADLINE).deadline(bonfire_testing::DEADLINE)
 }
 
@@ -37,8 +37,8 @@ fn connecting(builder: Builder) -> Connecting {
 }
 
 /// Checks that the ranks connect and compute the right results.
-fn works(ranks: Vec<Connecting>) {
-    bonfire_testing::works(ranks.into_iter().map(|rank| rank.join().unwrap()).collect());
+fn assert_all_connect(ranks: Vec<Connecting>) {
+    bonfire_testing::assert_connected(ranks.into_iter().map(|rank| rank.join().unwrap()).collect());
 }
 
 /// Reads all bytes until the other end closes.
@@ -55,7 +55,7 @@ fn recorded() -> Vec<(Vec<u8>, Vec<u8>)> {
     let address = free_address();
     let (relayed, recordings) = relay(address.clone());
     // Ranks that share a machine reach rank 0 at the address that they dialled, also for data.
-    works(vec![connecting(rank(0, 2, &address)), connecting(rank(1, 2, &relayed.to_string()))]);
+    assert_all_connect(vec![connecting(rank(0, 2, &address)), connecting(rank(1, 2, &relayed.to_string()))]);
     let recordings = recordings.lock().unwrap();
     recordings.iter().map(|r| (r.there.lock().unwrap().clone(), r.back.lock().unwrap().clone())).collect()
 }
@@ -65,18 +65,20 @@ fn beside(other: impl FnOnce(&str)) {
     let address = free_address();
     let zero = connecting(rank(0, 3, &address));
     other(&address);
-    works(vec![zero, connecting(rank(1, 3, &address)), connecting(rank(2, 3, &address))]);
+    assert_all_connect(vec![zero, connecting(rank(1, 3, &address)), connecting(rank(2, 3, &address))]);
 }
 
 #[test]
 fn ranks_with_the_secret_connect_and_compute() {
-    for medium in [Medium::Tcp, Medium::Auto, Medium::Shm] {
+    for kind in [TransportKind::Tcp, TransportKind::Auto, TransportKind::Shm] {
         let address = free_address();
-        works((0..4).map(|r| connecting(rank(r, 4, &address).transport(medium).tcp_connections(3))).collect());
+        assert_all_connect(
+            (0..4).map(|r| connecting(rank(r, 4, &address).transport(kind).tcp_connections(3))).collect(),
+        );
     }
     // Threads of one process need no secret.
     let groups = rank(0, 1, "").connect_ranks(2).unwrap();
-    bonfire_testing::works(groups.into_iter().map(Ok).collect());
+    bonfire_testing::assert_connected(groups.into_iter().map(Ok).collect());
 }
 
 #[test]
@@ -129,10 +131,10 @@ fn without_a_secret_only_loopback_is_allowed() {
         refused(bare(1, 2, &address).host(host).connect());
     }
     reason(zero.join().unwrap());
-    works(vec![{
+    assert_all_connect(vec![{
         let address = free_address();
         let ranks = vec![connecting(bare(0, 2, &address)), connecting(bare(1, 2, &address))];
-        works(ranks);
+        assert_all_connect(ranks);
         connecting(bare(0, 1, ""))
     }]);
 }
@@ -143,7 +145,7 @@ fn every_address_may_be_used_with_a_secret() {
     let port = free_address().rsplit_once(':').unwrap().1.to_owned();
     let everywhere = rank(0, 3, &format!("0.0.0.0:{port}"));
     let others = (1..3).map(|r| connecting(rank(r, 3, &format!("127.0.0.1:{port}")).host("0.0.0.0")));
-    works([connecting(everywhere)].into_iter().chain(others).collect());
+    assert_all_connect([connecting(everywhere)].into_iter().chain(others).collect());
 }
 
 #[test]
@@ -342,7 +344,7 @@ fn a_steady_flood_of_connections_keeps_no_rank_out() {
             })
         })
         .collect();
-    works(ranks);
+    assert_all_connect(ranks);
     over.store(true, std::sync::atomic::Ordering::Relaxed);
     floods.into_iter().for_each(|flood| flood.join().unwrap());
 }

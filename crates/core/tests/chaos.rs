@@ -34,14 +34,14 @@ use std::time::{Duration, Instant, SystemTime};
 use std::{env, thread};
 
 use case::{Case, shared_files};
-use orders::Carrier;
+use orders::GroupTransport;
 use ranks::{ALL, PROCESSES};
 use stream::random;
 
 /// A kind of fault.
 struct Scenario {
     name: &'static str,
-    carriers: &'static [Carrier],
+    carriers: &'static [GroupTransport],
     /// Whether every run tries each of the carriers, or only one of them.
     each: bool,
     /// How often it is drawn, relative to others, after every scenario has run once.
@@ -80,20 +80,20 @@ const SCENARIOS: &[Scenario] = &[
     Scenario { name: "/dev/shm full", carriers: PROCESSES, each: false, weight: 1, run: shortage::shared_full },
     Scenario { name: "clocks differ", carriers: PROCESSES, each: false, weight: 1, run: shortage::clocks_differ },
     Scenario { name: "clock jumps", carriers: ALL, each: false, weight: 1, run: shortage::clock_jumps },
-    Scenario { name: "packets dropped", carriers: hosts::CARRIERS, each: false, weight: 1, run: hosts::drops },
-    Scenario { name: "bandwidth cut", carriers: hosts::CARRIERS, each: false, weight: 1, run: hosts::narrows },
-    Scenario { name: "link flaps", carriers: hosts::CARRIERS, each: false, weight: 1, run: hosts::link_flaps },
-    Scenario { name: "partition", carriers: hosts::CARRIERS, each: true, weight: 2, run: hosts::partition },
-    Scenario { name: "links cut", carriers: hosts::CARRIERS, each: true, weight: 3, run: cuts::in_the_stream },
+    Scenario { name: "packets dropped", carriers: hosts::TRANSPORTS, each: false, weight: 1, run: hosts::drops },
+    Scenario { name: "bandwidth cut", carriers: hosts::TRANSPORTS, each: false, weight: 1, run: hosts::narrows },
+    Scenario { name: "link flaps", carriers: hosts::TRANSPORTS, each: false, weight: 1, run: hosts::link_flaps },
+    Scenario { name: "partition", carriers: hosts::TRANSPORTS, each: true, weight: 2, run: hosts::partition },
+    Scenario { name: "links cut", carriers: hosts::TRANSPORTS, each: true, weight: 3, run: cuts::in_the_stream },
     Scenario {
         name: "links cut early",
-        carriers: hosts::CARRIERS,
+        carriers: hosts::TRANSPORTS,
         each: false,
         weight: 2,
         run: cuts::in_the_rendezvous,
     },
-    Scenario { name: "links cut late", carriers: hosts::CARRIERS, each: false, weight: 2, run: cuts::in_the_shrink },
-    Scenario { name: "subgroups cut", carriers: hosts::CARRIERS, each: false, weight: 2, run: cuts::in_subgroups },
+    Scenario { name: "links cut late", carriers: hosts::TRANSPORTS, each: false, weight: 2, run: cuts::in_the_shrink },
+    Scenario { name: "subgroups cut", carriers: hosts::TRANSPORTS, each: false, weight: 2, run: cuts::in_subgroups },
 ];
 
 /// Groups that run at the same time. Most of the time they wait.
@@ -108,7 +108,7 @@ struct Totals {
     leaks: usize,
     /// Scenarios that this machine does not allow.
     skipped: Vec<&'static str>,
-    /// By scenario and carrier: faults, and the longest time from a call to its error.
+    /// By scenario and transport: faults, and the longest time from a call to its error.
     table: BTreeMap<(&'static str, String), (usize, Duration)>,
 }
 
@@ -142,9 +142,9 @@ fn main() -> ExitCode {
         println!("left in /dev/shm: {left:?}");
         sum.leaks += left.len();
     }
-    for ((name, carrier), (faults, slowest)) in &sum.table {
+    for ((name, transport), (faults, slowest)) in &sum.table {
         let known = if slowest.is_zero() { "no errors".into() } else { format!("known after {slowest:.1?} at most") };
-        println!("{name:<16} {carrier:<7} {faults:>3} faults, {known}");
+        println!("{name:<16} {transport:<7} {faults:>3} faults, {known}");
     }
     println!("faults {} hangs {} wrong {} leaks {}", sum.faults, sum.hangs, sum.wrong, sum.leaks);
     if sum.hangs + sum.wrong + sum.leaks == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
@@ -158,7 +158,7 @@ fn run(scenarios: &[&Scenario], asked: usize, seed: u64) -> Totals {
         .flat_map(|(i, scenario)| {
             let one = random(&[seed, 1, i as u64]).next() as usize % scenario.carriers.len();
             let carriers = if scenario.each { scenario.carriers } else { &scenario.carriers[one..=one] };
-            carriers.iter().map(|carrier| (*scenario, *carrier))
+            carriers.iter().map(|transport| (*scenario, *transport))
         })
         .collect();
     let weighed: Vec<_> = scenarios.iter().flat_map(|scenario| vec![*scenario; scenario.weight]).collect();
@@ -179,7 +179,7 @@ fn run(scenarios: &[&Scenario], asked: usize, seed: u64) -> Totals {
                         *next += 1;
                         *next - 1
                     };
-                    let (scenario, carrier) = first.get(number).copied().unwrap_or_else(|| any(number));
+                    let (scenario, transport) = first.get(number).copied().unwrap_or_else(|| any(number));
                     let sum_so_far = sum.lock().expect("no thread panics while it holds the lock");
                     if number >= first.len() && (sum_so_far.faults >= asked || number >= most) {
                         break;
@@ -188,7 +188,7 @@ fn run(scenarios: &[&Scenario], asked: usize, seed: u64) -> Totals {
                         continue;
                     }
                     drop(sum_so_far);
-                    run_case(scenario, carrier, number, seed, &sum);
+                    run_case(scenario, transport, number, seed, &sum);
                 }
             });
         }
@@ -196,9 +196,9 @@ fn run(scenarios: &[&Scenario], asked: usize, seed: u64) -> Totals {
     sum.into_inner().expect("no thread panics while it holds the lock")
 }
 
-fn run_case(scenario: &Scenario, carrier: Carrier, number: usize, seed: u64, sum: &Mutex<Totals>) {
+fn run_case(scenario: &Scenario, transport: GroupTransport, number: usize, seed: u64, sum: &Mutex<Totals>) {
     let start = Instant::now();
-    let mut case = Case::new(carrier, random(&[seed, 3, number as u64]).next());
+    let mut case = Case::new(transport, random(&[seed, 3, number as u64]).next());
     (scenario.run)(&mut case);
     if case.star {
         case.what.push_str(", star");
@@ -215,13 +215,13 @@ fn run_case(scenario: &Scenario, carrier: Carrier, number: usize, seed: u64, sum
     sum.hangs += case.hangs.len();
     sum.wrong += case.wrong.len();
     sum.leaks += case.leaks.len();
-    let carrier = format!("{carrier:?}").to_lowercase();
-    let (faults, slowest) = sum.table.entry((scenario.name, carrier.clone())).or_default();
+    let transport = format!("{transport:?}").to_lowercase();
+    let (faults, slowest) = sum.table.entry((scenario.name, transport.clone())).or_default();
     (*faults, *slowest) = (*faults + case.faults, case.slowest.max(*slowest));
     let took =
         if case.slowest == Duration::ZERO { String::new() } else { format!(", known after {:.1?}", case.slowest) };
     println!(
-        "{number:>3} {:<16} {carrier:<7} {} {}{took} ({:.1?} in all) {}",
+        "{number:>3} {:<16} {transport:<7} {} {}{took} ({:.1?} in all) {}",
         scenario.name,
         if case.faults == 1 { "1 fault:".into() } else { format!("{} faults:", case.faults) },
         case.what,

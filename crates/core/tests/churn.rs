@@ -10,9 +10,9 @@ use std::sync::{Arc, Barrier};
 use std::thread;
 use std::time::{Duration, Instant, SystemTime};
 
-use bonfire_core::error::Apart;
+use bonfire_core::error::ShrinkError;
 use bonfire_core::{Builder, Error, Group, ReduceOp};
-use bonfire_testing::process::{Process, is_child, say};
+use bonfire_testing::process::{Process, is_child, send_line};
 use bonfire_testing::transport::Random;
 use bonfire_testing::{DEADLINE, Kind, run_ranks, run_ranks_with};
 use rustix::process::Signal;
@@ -86,9 +86,9 @@ fn live(group: Group, victim: usize, end: End, done: &Barrier) -> Result<usize, 
         End::Hangs => {
             done.wait();
             // At first it may only know that the others are about to go on.
-            let minority = |error: &Error| matches!(error, Error::Shrink { why: Apart::Minority { .. }, .. });
+            let minority = |error: &Error| matches!(error, Error::Shrink { why: ShrinkError::Minority { .. }, .. });
             let error = std::iter::repeat_with(|| group.shrink().unwrap_err()).find(|error| !minority(error));
-            assert!(matches!(error, Some(Error::Shrink { why: Apart::Excluded { .. }, .. })), "{error:?}");
+            assert!(matches!(error, Some(Error::Shrink { why: ShrinkError::Excluded { .. }, .. })), "{error:?}");
         }
     }
     Ok(0)
@@ -106,7 +106,7 @@ fn threads(random: &mut impl FnMut(usize) -> usize) -> String {
     let what = format!("{kind:?}, star: {star}, rank {victim} of {n} {end:?}");
     let done = Arc::new(Barrier::new(n));
     let settings = |builder: Builder| {
-        let builder = if star { builder.mesh(2) } else { builder };
+        let builder = if star { builder.full_mesh_limit(2) } else { builder };
         if end == End::Hangs { builder.hang_timeout(HANG) } else { builder }
     };
     let results = run_ranks_with(kind, n, settings, move |group| live(group, victim, end, &done));
@@ -136,17 +136,17 @@ fn processes(random: &mut impl FnMut(usize) -> usize) -> String {
     };
     let others: Vec<_> =
         (0..n).filter(|rank| *rank != own).map(|rank| (rank, Process::start(TEST, &variables(rank)))).collect();
-    let medium = bonfire_core::Medium::ALL.into_iter().find(|medium| medium.to_string() == transport);
+    let transport = bonfire_core::TransportKind::ALL.into_iter().find(|kind| kind.to_string() == transport);
     let builder = Group::builder().rank(own).world_size(n).address(&address).deadline(DEADLINE);
-    let group = builder.transport(medium.expect("its name")).connect().expect("ranks find each other");
+    let group = builder.transport(transport.expect("its name")).connect().expect("ranks find each other");
     exercise(&group).expect("all ranks are there");
-    others.iter().for_each(|(rank, process)| assert_eq!(process.hear(), "going", "{what}, rank {rank}"));
+    others.iter().for_each(|(rank, process)| assert_eq!(process.read_line(), "going", "{what}, rank {rank}"));
     let killed = others.iter().filter(|(rank, _)| *rank == victim);
     killed.for_each(|(_, process)| process.signal(Signal::KILL));
     assert_eq!(survive(group), Ok(n - 1), "{what}");
     for (rank, mut process) in others {
         if rank != victim {
-            assert_eq!(process.hear(), "done", "{what}, rank {rank}");
+            assert_eq!(process.read_line(), "done", "{what}, rank {rank}");
             assert!(process.end().success());
         }
     }
@@ -214,10 +214,10 @@ fn a_process_that_shrinks_and_splits_groups_for_long_leaks_nothing() {
     if is_child() {
         let group = Group::from_env().expect("ranks find each other").with_deadline(DEADLINE);
         exercise(&group).expect("all ranks are there");
-        say("going");
+        send_line("going");
         // The one that is killed does not get further.
         survive(group).expect("the others go on");
-        return say("done");
+        return send_line("done");
     }
     let hook = take_hook();
     set_hook(Box::new(move |panic| {

@@ -6,7 +6,7 @@ mod matrix;
 #[path = "conformance/varied.rs"]
 mod varied;
 
-use bonfire_core::{Algorithm, Error, Group, Medium, Selection};
+use bonfire_core::{Algorithm, Error, Group, Selection, TransportKind};
 use bonfire_testing::{DEADLINE, Kind, free_address, run_ranks, run_ranks_with};
 use half::{bf16, f16};
 use matrix::{check, check_all_types, lengths};
@@ -202,7 +202,7 @@ fn tcp_over_several_connections() {
         let address = free_address();
         let builder = |rank: usize| {
             let builder = Group::builder().rank(rank).world_size(3).address(&address).deadline(DEADLINE);
-            builder.transport(Medium::Tcp).tcp_connections(connections[rank])
+            builder.transport(TransportKind::Tcp).tcp_connections(connections[rank])
         };
         let ranks: Vec<_> = (0..3)
             .map(|rank| {

@@ -7,7 +7,7 @@ use std::sync::{Arc, Barrier, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use bonfire_core::{Error, Group, Medium, ReduceOp};
+use bonfire_core::{Error, Group, ReduceOp, TransportKind};
 use bonfire_testing::relay::{Recording, between, forward};
 use bonfire_testing::{DEADLINE, Kind, errors, free_address, in_parallel, run_ranks, run_ranks_with, wire};
 
@@ -247,7 +247,7 @@ fn a_data_connection_that_breaks_alone_is_reported_as_that_and_shrink_goes_on_wi
     let step = Arc::new(Barrier::new(3));
     let rank = |(rank, address): (usize, String)| {
         let (builder, step) = (Group::builder().rank(rank).world_size(2).address(address), step.clone());
-        let builder = builder.transport(Medium::Tcp).deadline(DEADLINE).rendezvous_timeout(DEADLINE);
+        let builder = builder.transport(TransportKind::Tcp).deadline(DEADLINE).rendezvous_timeout(DEADLINE);
         thread::spawn(move || {
             let group = builder.connect().unwrap();
             let sum = |group: &Group| group.all_reduce(&mut [1i64; 1000], ReduceOp::Sum);

@@ -2,8 +2,8 @@
 
 use std::time::{Duration, Instant};
 
-use bonfire_core::{Builder, Error, Group, Medium, ReduceOp};
-use bonfire_testing::process::{Process, is_child, report, say};
+use bonfire_core::{Builder, Error, Group, ReduceOp, TransportKind};
+use bonfire_testing::process::{Process, is_child, report, send_line};
 use rustix::process::Signal;
 
 /// Joins as one of four ranks on two machines. Ranks 0 and 1 are on the first.
@@ -44,7 +44,7 @@ fn a_killed_or_stopped_rank_is_named_by_all_peers() {
         let group = join().expect("ranks find each other");
         let mut data = vec![1f32; 5_000_000];
         group.all_reduce(&mut data, ReduceOp::Mean).expect("all ranks are there");
-        say("going");
+        send_line("going");
         let error = loop {
             if let Err(error) = group.all_reduce(&mut data, ReduceOp::Mean) {
                 break error;
@@ -55,7 +55,7 @@ fn a_killed_or_stopped_rank_is_named_by_all_peers() {
     let errors_after = |signal, deadline: &str, victim: usize| {
         let name = "a_killed_or_stopped_rank_is_named_by_all_peers";
         let mut ranks = Process::start_ranks(name, 4, "auto", deadline);
-        ranks.iter().for_each(|rank| assert_eq!(rank.hear(), "going"));
+        ranks.iter().for_each(|rank| assert_eq!(rank.read_line(), "going"));
         ranks[victim].signal(signal);
         let _victim = ranks.remove(victim);
         ranks.iter().map(|rank| rank.outcome().unwrap_err()).collect::<Vec<_>>()
@@ -83,7 +83,7 @@ fn explicit_shared_memory_ignores_the_names_of_machines() {
     let ranks: Vec<_> = (0..2)
         .map(|rank| {
             let builder = Group::builder().rank(rank).world_size(2).address(address.clone());
-            let builder = builder.machine(format!("machine {rank}")).transport(Medium::Shm);
+            let builder = builder.machine(format!("machine {rank}")).transport(TransportKind::Shm);
             std::thread::spawn(move || builder.connect().map(|group| group.barrier()))
         })
         .collect();

@@ -4,7 +4,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use bonfire_core::launch::{Failed, launch, run};
 use bonfire_core::{Error, Group, ReduceOp};
-use bonfire_testing::process::{Process, is_child, say};
+use bonfire_testing::process::{Process, is_child, send_line};
 
 /// Returns rank, world size and the sum of all ranks' numbers, counted from 1.
 fn work(group: Group) -> Result<[usize; 3], Error> {
@@ -24,31 +24,31 @@ fn words(outcome: Result<Vec<[usize; 3]>, Failed>) -> String {
 #[test]
 fn without_a_launcher_the_ranks_are_threads() {
     if is_child() {
-        return say(words(launch(3, work)));
+        return send_line(words(launch(3, work)));
     }
     let name = "without_a_launcher_the_ranks_are_threads";
-    assert_eq!(Process::start(name, &[]).hear(), "[[0, 3, 6], [1, 3, 6], [2, 3, 6]]");
+    assert_eq!(Process::start(name, &[]).read_line(), "[[0, 3, 6], [1, 3, 6], [2, 3, 6]]");
 }
 
 #[test]
 fn a_launcher_determines_the_number_of_ranks() {
     if is_child() {
-        return say(words(launch(5, work)));
+        return send_line(words(launch(5, work)));
     }
     let ranks = Process::start_ranks("a_launcher_determines_the_number_of_ranks", 2, "auto", "60");
     for (rank, process) in ranks.iter().enumerate() {
-        assert_eq!(process.hear(), format!("[[{rank}, 2, 3]]"));
+        assert_eq!(process.read_line(), format!("[[{rank}, 2, 3]]"));
     }
 }
 
 #[test]
 fn wrong_settings_are_errors_and_do_not_mean_threads() {
     if is_child() {
-        return say(words(launch(2, work)));
+        return send_line(words(launch(2, work)));
     }
     let says = |variables: &[(&str, &str)]| {
         let variables: Vec<_> = variables.iter().map(|(name, value)| (*name, (*value).to_owned())).collect();
-        Process::start("wrong_settings_are_errors_and_do_not_mean_threads", &variables).hear()
+        Process::start("wrong_settings_are_errors_and_do_not_mean_threads", &variables).read_line()
     };
     let missing = says(&[("BONFIRE_WORLD_SIZE", "2")]);
     assert!(missing.starts_with("failed: invalid settings: BONFIRE_RANK is not set"), "{missing}");

@@ -7,7 +7,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use bonfire_core::{Builder, Error, Group, ReduceOp};
-use bonfire_testing::process::{Process, is_child, report, say};
+use bonfire_testing::process::{Process, is_child, report, send_line};
 
 type Variables = Vec<(&'static str, String)>;
 
@@ -272,7 +272,7 @@ impl log::Log for NameLog {
     fn log(&self, record: &log::Record) {
         let words = record.args().to_string();
         if words.contains("node001") {
-            say(words);
+            send_line(words);
         }
     }
 
@@ -293,12 +293,12 @@ fn a_host_name_that_resolves_late_is_awaited() {
     let hosts = Hosts::new("late");
     hosts.name(["", ""]);
     let ranks = hosts.start("a_host_name_that_resolves_late_is_awaited", 1, &[]);
-    let recognised = ranks[0].hear();
+    let recognised = ranks[0].read_line();
     assert!(
         recognised.starts_with(&format!("rank 0 of 2 by Slurm (job {}, step 0): rank 0 at node001:", job())),
         "{recognised}"
     );
-    let waits = ranks[0].hear();
+    let waits = ranks[0].read_line();
     assert!(waits.contains("node001") && waits.contains("does not resolve"), "{waits}");
     hosts.name(["10.78.0.1 node001", "10.78.0.1 node001"]);
     for rank in ranks {

@@ -6,7 +6,7 @@ use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
 use bonfire_core::{Builder, Error, Group, ReduceOp};
-use bonfire_testing::process::{Process, is_child, report, say};
+use bonfire_testing::process::{Process, is_child, report, send_line};
 use bonfire_testing::{Kind, errors, run_ranks_with};
 use rustix::process::Signal;
 
@@ -14,7 +14,7 @@ const KINDS: [Kind; 3] = [Kind::Tcp, Kind::Shm, Kind::Hosts(&[0, 1])];
 
 /// Runs `f` on ranks whose control connections form a star around rank 0.
 fn star<T: Send + 'static>(kind: Kind, n: usize, f: impl Fn(Group) -> T + Clone + Send + 'static) -> Vec<T> {
-    run_ranks_with(kind, n, |builder| builder.mesh(2), f)
+    run_ranks_with(kind, n, |builder| builder.full_mesh_limit(2), f)
 }
 
 fn sum(group: &Group) -> Result<u64, Error> {
@@ -142,7 +142,7 @@ fn members_that_disagree_on_the_members_are_reported_to_all_ranks() {
         if group.rank() == 0 { sum(&group).map(drop) } else { group.subgroup(&members).map(drop) }
     });
     for error in errors(results) {
-        assert!(matches!(&error, Error::Members { rank: 1..=3, peer: 4, .. }), "{error:?}");
+        assert!(matches!(&error, Error::MemberMismatch { rank: 1..=3, peer: 4, .. }), "{error:?}");
     }
 }
 
@@ -198,16 +198,17 @@ fn shrinking_a_healthy_star_creates_another_and_both_stay_complete() {
 #[test]
 fn processes_shrink_after_rank_0_and_others_are_killed() {
     if is_child() {
-        let group = Builder::from_env().expect("settings").mesh(2).connect().expect("ranks find each other");
+        let group = Builder::from_env().expect("settings").full_mesh_limit(2).connect().expect("ranks find each other");
         group.barrier().expect("all ranks are there");
-        say("going");
+        send_line("going");
         return report(&shrink_until_usable(group).map(|left| left.to_string()));
     }
     let name = "processes_shrink_after_rank_0_and_others_are_killed";
     for transport in ["tcp", "shm"] {
         for (n, gone) in [(4, 0b0001), (4, 0b1000), (4, 0b0011), (5, 0b01001), (5, 0b10111)] {
-            let mut ranks = Process::start_ranks_with(name, n, transport, "60", &[("BONFIRE_SILENCE", "3".to_owned())]);
-            ranks.iter().for_each(|rank| assert_eq!(rank.hear(), "going"));
+            let mut ranks =
+                Process::start_ranks_with(name, n, transport, "60", &[("BONFIRE_HEARTBEAT_TIMEOUT", "3".to_owned())]);
+            ranks.iter().for_each(|rank| assert_eq!(rank.read_line(), "going"));
             let (dead, alive): (Vec<_>, Vec<_>) = (0..n).partition(|rank| gone >> rank & 1 == 1);
             dead.iter().for_each(|rank| ranks[*rank].signal(Signal::KILL));
             for rank in &alive {
@@ -221,15 +222,15 @@ fn processes_shrink_after_rank_0_and_others_are_killed() {
 #[test]
 fn a_stopped_rank_is_excluded_and_gets_a_shrink_error() {
     if is_child() {
-        let group = Builder::from_env().expect("settings").mesh(2).connect().expect("ranks find each other");
+        let group = Builder::from_env().expect("settings").full_mesh_limit(2).connect().expect("ranks find each other");
         group.barrier().expect("all ranks are there");
-        say("going");
+        send_line("going");
         return report(&shrink_until_usable(group).map(|left| left.to_string()));
     }
     let name = "a_stopped_rank_is_excluded_and_gets_a_shrink_error";
     let start = |victim: usize| {
-        let ranks = Process::start_ranks_with(name, 4, "tcp", "60", &[("BONFIRE_SILENCE", "3".to_owned())]);
-        ranks.iter().for_each(|rank| assert_eq!(rank.hear(), "going"));
+        let ranks = Process::start_ranks_with(name, 4, "tcp", "60", &[("BONFIRE_HEARTBEAT_TIMEOUT", "3".to_owned())]);
+        ranks.iter().for_each(|rank| assert_eq!(rank.read_line(), "going"));
         ranks[victim].signal(Signal::STOP);
         ranks
     };

@@ -13,7 +13,7 @@ use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use bonfire_core::{Algorithm, Builder, Error, Group, Medium, Operation, ReduceOp};
+use bonfire_core::{Algorithm, Builder, Error, Group, Operation, ReduceOp, TransportKind};
 use half::{bf16, f16};
 use matrix::{check, check_all_types, lengths};
 
@@ -69,8 +69,8 @@ fn await_marks(name: &str, count: usize) {
     }
 }
 
-/// Launches the test on all world sizes and mediums. In a launched process, runs `rank`.
-fn on_ranks(name: &str, worlds: &[usize], mediums: &[Medium], rank: impl FnOnce(Builder)) {
+/// Launches the test on all world sizes and kinds. In a launched process, runs `rank`.
+fn on_ranks(name: &str, worlds: &[usize], kinds: &[TransportKind], rank: impl FnOnce(Builder)) {
     if folder().is_some() {
         bonfire_testing::log_to_stderr();
         rank(Builder::from_env().unwrap().deadline(Duration::from_secs(60)));
@@ -78,17 +78,17 @@ fn on_ranks(name: &str, worlds: &[usize], mediums: &[Medium], rank: impl FnOnce(
         // The launcher may end all ranks with the first that ends.
         return await_marks("passed", std::env::var(RANKS).unwrap().parse().unwrap());
     }
-    for medium in mediums {
+    for kind in kinds {
         for n in worlds {
-            let (output, passed) = launch(name, *n, &[("BONFIRE_TRANSPORT", &medium.to_string())]);
+            let (output, passed) = launch(name, *n, &[("BONFIRE_TRANSPORT", &kind.to_string())]);
             let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-            assert_eq!(passed, *n, "{medium}: not every rank has passed\n{out}\n{err}");
-            assert!(output.status.success(), "{medium}, {n} ranks: {}\n{out}\n{err}", output.status);
+            assert_eq!(passed, *n, "{kind}: not every rank has passed\n{out}\n{err}");
+            assert!(output.status.success(), "{kind}, {n} ranks: {}\n{out}\n{err}", output.status);
         }
     }
 }
 
-const BOTH: [Medium; 2] = [Medium::Mpi, Medium::MpiBlocking];
+const BOTH: [TransportKind; 2] = [TransportKind::Mpi, TransportKind::MpiBlocking];
 
 #[test]
 fn all_operations_types_and_lengths() {
@@ -142,7 +142,7 @@ fn max_and_min_propagate_a_nan_of_any_rank() {
 
 #[test]
 fn a_mismatch_is_reported_to_all_ranks() {
-    on_ranks("a_mismatch_is_reported_to_all_ranks", &[3], &[Medium::Mpi], |builder| {
+    on_ranks("a_mismatch_is_reported_to_all_ranks", &[3], &[TransportKind::Mpi], |builder| {
         let group = builder.connect().unwrap();
         group.barrier().unwrap();
         let outcome = match group.rank() {
@@ -159,7 +159,7 @@ fn a_mismatch_is_reported_to_all_ranks() {
 
 #[test]
 fn a_rank_that_does_not_call_is_named_by_all_ranks() {
-    on_ranks("a_rank_that_does_not_call_is_named_by_all_ranks", &[4], &[Medium::Mpi], |builder| {
+    on_ranks("a_rank_that_does_not_call_is_named_by_all_ranks", &[4], &[TransportKind::Mpi], |builder| {
         let group = builder.connect().unwrap();
         if group.rank() == 2 {
             await_marks("failed", 3);
@@ -174,7 +174,7 @@ fn a_rank_that_does_not_call_is_named_by_all_ranks() {
 
 #[test]
 fn a_rank_that_leaves_too_early_is_named() {
-    on_ranks("a_rank_that_leaves_too_early_is_named", &[3], &[Medium::Mpi], |builder| {
+    on_ranks("a_rank_that_leaves_too_early_is_named", &[3], &[TransportKind::Mpi], |builder| {
         let group = builder.connect().unwrap();
         group.barrier().unwrap();
         if group.rank() == 1 {
@@ -187,7 +187,7 @@ fn a_rank_that_leaves_too_early_is_named() {
 
 #[test]
 fn a_thread_that_panics_is_lost() {
-    on_ranks("a_thread_that_panics_is_lost", &[3], &[Medium::Mpi], |builder| {
+    on_ranks("a_thread_that_panics_is_lost", &[3], &[TransportKind::Mpi], |builder| {
         let group = builder.connect().unwrap();
         group.barrier().unwrap();
         if group.rank() == 2 {
@@ -294,7 +294,7 @@ fn some_ranks_may_work_in_place_while_others_do_not() {
 
 #[test]
 fn ranks_with_different_settings_form_no_group() {
-    on_ranks("ranks_with_different_settings_form_no_group", &[3], &[Medium::Mpi], |builder| {
+    on_ranks("ranks_with_different_settings_form_no_group", &[3], &[TransportKind::Mpi], |builder| {
         // Set by Open MPI, and by Hydra.
         let rank = std::env::var("OMPI_COMM_WORLD_RANK").or_else(|_| std::env::var("PMI_RANK")).unwrap();
         let builder = if rank == "2" { builder.algorithms(Algorithm::Ring) } else { builder };
@@ -305,7 +305,7 @@ fn ranks_with_different_settings_form_no_group() {
 
 #[test]
 fn a_missing_member_is_named() {
-    on_ranks("a_missing_member_is_named", &[3], &[Medium::Mpi], |builder| {
+    on_ranks("a_missing_member_is_named", &[3], &[TransportKind::Mpi], |builder| {
         let group = builder.connect().unwrap();
         if group.rank() == 1 {
             return await_marks("failed", 2);
@@ -319,7 +319,7 @@ fn a_missing_member_is_named() {
 /// The rank leaves its group although the group is not dropped.
 #[test]
 fn a_process_that_exits_leaves_its_groups() {
-    on_ranks("a_process_that_exits_leaves_its_groups", &[3], &[Medium::Mpi], |builder| {
+    on_ranks("a_process_that_exits_leaves_its_groups", &[3], &[TransportKind::Mpi], |builder| {
         let group = builder.connect().unwrap();
         group.barrier().unwrap();
         if group.rank() == 0 {
@@ -333,7 +333,7 @@ fn a_process_that_exits_leaves_its_groups() {
 
 #[test]
 fn members_that_disagree_on_the_members_get_an_error() {
-    on_ranks("members_that_disagree_on_the_members_get_an_error", &[3], &[Medium::Mpi], |builder| {
+    on_ranks("members_that_disagree_on_the_members_get_an_error", &[3], &[TransportKind::Mpi], |builder| {
         let group = builder.connect().unwrap();
         let outcome = match group.rank() {
             0 => group.subgroup(&[0, 1]),
@@ -342,13 +342,13 @@ fn members_that_disagree_on_the_members_get_an_error() {
             _ => group.subgroup(&[1, 2]),
         };
         let error = outcome.expect_err("they name different members");
-        assert!(matches!(error, Error::Members { .. }), "{error:?}");
+        assert!(matches!(error, Error::MemberMismatch { .. }), "{error:?}");
     });
 }
 
 #[test]
 fn started_operations_on_two_groups_at_once() {
-    on_ranks("started_operations_on_two_groups_at_once", &[3], &[Medium::Mpi], |builder| {
+    on_ranks("started_operations_on_two_groups_at_once", &[3], &[TransportKind::Mpi], |builder| {
         let group = builder.connect().unwrap();
         let (rank, n) = (group.rank(), group.world_size());
         let other = group.subgroup(&[2, 1, 0]).unwrap();
@@ -387,7 +387,7 @@ fn groups_can_be_created_repeatedly() {
 
 #[test]
 fn unsupported_calls_are_rejected_with_a_remedy() {
-    on_ranks("unsupported_calls_are_rejected_with_a_remedy", &[2], &[Medium::Mpi], |builder| {
+    on_ranks("unsupported_calls_are_rejected_with_a_remedy", &[2], &[TransportKind::Mpi], |builder| {
         let Err(Error::InvalidArgument { reason, .. }) = builder.clone().connect_ranks(2) else { panic!() };
         assert!(reason.contains("start one process for each device"), "{reason}");
         let group = builder.connect().unwrap();

@@ -6,7 +6,7 @@ use std::os::unix::process::ExitStatusExt;
 use std::time::Duration;
 
 use bonfire_core::{Error, Group, ReduceOp};
-use bonfire_testing::process::{Process, is_child, report, say};
+use bonfire_testing::process::{Process, is_child, report, send_line};
 use half::f16;
 use rustix::process::{Resource, Rlimit, Signal, setrlimit};
 
@@ -22,7 +22,7 @@ fn call_until_failure(len: usize) {
     let mut data = vec![1f32; len];
     let mut all_reduce = || group.all_reduce(&mut data, ReduceOp::Mean);
     all_reduce().expect("all ranks are there");
-    say("going");
+    send_line("going");
     let error = loop {
         if let Err(error) = all_reduce() {
             break error;
@@ -36,7 +36,7 @@ fn call_until_failure(len: usize) {
 fn signal_rank(name: &str, transport: &str, victim: usize, signal: Signal, deadline: &str) -> (Vec<Error>, Process) {
     let mut ranks = Process::start_ranks(name, 3, transport, deadline);
     for rank in &ranks {
-        assert_eq!(rank.hear(), "going");
+        assert_eq!(rank.read_line(), "going");
     }
     ranks[victim].signal(signal);
     let victim = ranks.remove(victim);
@@ -103,7 +103,7 @@ fn a_stopped_process_is_declared_lost_long_before_the_deadline() {
     if is_child() {
         let group = Group::from_env().expect("ranks find each other");
         group.barrier().expect("all ranks are there");
-        say("going");
+        send_line("going");
         let error = if group.rank() == 0 {
             // Does not involve the rank that is stopped.
             group.recv(&mut [0u8; 8], 2).expect_err("no rank sends")
@@ -119,7 +119,7 @@ fn a_stopped_process_is_declared_lost_long_before_the_deadline() {
     for transport in BOTH {
         let name = "a_stopped_process_is_declared_lost_long_before_the_deadline";
         let mut ranks = Process::start_ranks(name, 3, transport, "250");
-        ranks.iter().for_each(|rank| assert_eq!(rank.hear(), "going"));
+        ranks.iter().for_each(|rank| assert_eq!(rank.read_line(), "going"));
         ranks[1].signal(Signal::STOP);
         for rank in [0, 2] {
             let error = ranks[rank].outcome().unwrap_err();
@@ -331,7 +331,7 @@ fn invalid_variables_are_named() {
         ("BONFIRE_WORLD_SIZE", &[RANK, ("BONFIRE_WORLD_SIZE", "two"), ADDRESS]),
         ("127.0.0.1", &[RANK, SIZE, ("BONFIRE_ADDRESS", "127.0.0.1")]),
         ("BONFIRE_DEADLINE", &[RANK, SIZE, ADDRESS, ("BONFIRE_DEADLINE", "soon")]),
-        ("BONFIRE_SILENCE", &[RANK, SIZE, ADDRESS, ("BONFIRE_SILENCE", "-5")]),
+        ("BONFIRE_HEARTBEAT_TIMEOUT", &[RANK, SIZE, ADDRESS, ("BONFIRE_HEARTBEAT_TIMEOUT", "-5")]),
         ("BONFIRE_HANG_TIMEOUT", &[RANK, SIZE, ADDRESS, ("BONFIRE_HANG_TIMEOUT", "0")]),
         ("BONFIRE_TRANSPORT", &[RANK, SIZE, ADDRESS, ("BONFIRE_TRANSPORT", "rdma")]),
     ];

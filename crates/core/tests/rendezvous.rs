@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use bonfire_core::{Algorithm, Builder, Error, Group, ReduceOp, Secret, Selection};
 use bonfire_testing::relay::{Recording, between, dial, forward};
-use bonfire_testing::{free_address, reason, wire, works};
+use bonfire_testing::{assert_connected, free_address, reason, wire};
 
 /// The rendezvous timeout of ranks that cannot connect.
 const SOON: Duration = Duration::from_secs(1);
@@ -85,7 +85,7 @@ fn different_algorithm_tables_fail_all_ranks_with_the_same_error() {
     }
     let address = free_address();
     let table: Selection = "ring:0-99;tree:100-".parse().expect("a table");
-    works(connect((0..3).map(|r| rank(r, 3, &address).algorithms(table.clone())).collect()));
+    assert_connected(connect((0..3).map(|r| rank(r, 3, &address).algorithms(table.clone())).collect()));
 }
 
 #[test]
@@ -226,7 +226,7 @@ fn strangers_are_rejected_and_the_ranks_connect() {
     for bytes in [&huge[..], &garbage, b"hello?"] {
         let _ = dial(&address).write_all(bytes);
     }
-    works(groups);
+    assert_connected(groups);
     drop(silent);
 }
 
@@ -275,7 +275,7 @@ fn a_rank_whose_hello_comes_too_late_registers_again() {
         dialled.read_exact(&mut opening).and_then(|()| target.write_all(&opening)).unwrap();
         target.read_exact(&mut answer).and_then(|()| dialled.write_all(&answer)).unwrap();
     });
-    works(connect(vec![rank(0, 2, &address), rank(1, 2, &relayed.to_string())]));
+    assert_connected(connect(vec![rank(0, 2, &address), rank(1, 2, &relayed.to_string())]));
 }
 
 #[test]
@@ -305,7 +305,7 @@ fn late_ranks_are_awaited() {
                 })
             })
             .collect();
-        works(ranks.into_iter().map(|rank| rank.join().unwrap()).collect());
+        assert_connected(ranks.into_iter().map(|rank| rank.join().unwrap()).collect());
     }
 }
 
@@ -319,8 +319,10 @@ fn ranks_connect_by_ipv6_and_by_name() {
     }
     for host in hosts {
         let address = format!("{host}:{}", port(&free_address()));
-        works(connect((0..3).map(|r| rank(r, 3, &address)).collect()));
-        works(connect((0..3).map(|r| rank(r, 3, &address).host(if r == 2 { host } else { "localhost" })).collect()));
+        assert_connected(connect((0..3).map(|r| rank(r, 3, &address)).collect()));
+        assert_connected(connect(
+            (0..3).map(|r| rank(r, 3, &address).host(if r == 2 { host } else { "localhost" })).collect(),
+        ));
     }
 }
 
@@ -343,8 +345,8 @@ fn processes_may_have_several_ranks_each() {
     let processes = connect_processes(&[3, 3]).into_iter().map(Result::unwrap);
     let groups: Vec<_> = processes.flatten().collect();
     assert_eq!(groups.iter().map(Group::rank).collect::<Vec<_>>(), [0, 1, 2, 3, 4, 5]);
-    works(groups.into_iter().map(Ok).collect());
-    works(rank(0, 1, "").connect_ranks(3).unwrap().into_iter().map(Ok).collect());
+    assert_connected(groups.into_iter().map(Ok).collect());
+    assert_connected(rank(0, 1, "").connect_ranks(3).unwrap().into_iter().map(Ok).collect());
 }
 
 #[test]
@@ -371,12 +373,12 @@ fn a_group_of_one_needs_no_address() {
 fn an_address_can_be_reused_after_its_group() {
     let address = free_address();
     for _ in 0..3 {
-        works(connect((0..3).map(|r| rank(r, 3, &address)).collect()));
+        assert_connected(connect((0..3).map(|r| rank(r, 3, &address)).collect()));
     }
 }
 
 #[test]
 fn an_infinite_timeout_never_expires() {
     let address = free_address();
-    works(connect((0..2).map(|r| rank(r, 2, &address).rendezvous_timeout(Duration::MAX)).collect()));
+    assert_connected(connect((0..2).map(|r| rank(r, 2, &address).rendezvous_timeout(Duration::MAX)).collect()));
 }

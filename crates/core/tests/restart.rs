@@ -3,7 +3,7 @@
 use std::thread;
 
 use bonfire_core::Group;
-use bonfire_testing::{DEADLINE, free_address, logged, works};
+use bonfire_testing::{DEADLINE, assert_connected, free_address, logged};
 
 #[test]
 fn a_restarted_job_waits_until_the_job_before_has_ended() {
@@ -24,5 +24,5 @@ fn a_restarted_job_waits_until_the_job_before_has_ended() {
         logged::wait_for(&[rank, &address]);
     }
     drop(before);
-    works(restarted.into_iter().map(|rank| rank.join().unwrap()).collect());
+    assert_connected(restarted.into_iter().map(|rank| rank.join().unwrap()).collect());
 }

@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use bonfire_core::{Algorithm, Builder, Element, Error, Group, Medium, Operation, ReduceOp, partition};
-use bonfire_testing::process::{Process, is_child, report, say};
+use bonfire_core::{Algorithm, Builder, Element, Error, Group, Operation, ReduceOp, TransportKind, partition};
+use bonfire_testing::process::{Process, is_child, report, send_line};
 use bonfire_testing::transport::{Random, delay};
 use bonfire_testing::{Kind, free_address, run_ranks};
 use half::{bf16, f16};
@@ -70,7 +70,7 @@ fn a_rank_killed_during_large_operations_is_lost_at_once() {
         // The parent selects the kind of buffer by the deadline.
         let mut data = memory(&group, group.deadline() > Duration::from_secs(60), vec![1f32; 4_000_000]);
         group.all_reduce(&mut data, ReduceOp::Mean).expect("all ranks are there");
-        say("going");
+        send_line("going");
         let error = loop {
             if let Err(error) = group.all_reduce(&mut data, ReduceOp::Mean) {
                 break error;
@@ -81,7 +81,7 @@ fn a_rank_killed_during_large_operations_is_lost_at_once() {
     for (victim, deadline) in [(0, "60"), (1, "61"), (2, "60"), (0, "61")] {
         let name = "a_rank_killed_during_large_operations_is_lost_at_once";
         let ranks = Process::start_ranks(name, 3, "shm", deadline);
-        ranks.iter().for_each(|rank| assert_eq!(rank.hear(), "going"));
+        ranks.iter().for_each(|rank| assert_eq!(rank.read_line(), "going"));
         ranks[victim].signal(Signal::KILL);
         let start = Instant::now();
         for (rank, process) in ranks.iter().enumerate().filter(|(rank, _)| *rank != victim) {
@@ -104,7 +104,7 @@ fn a_resumed_rank_cannot_write_to_buffers_returned_to_its_peers() {
         let group = Group::from_env().expect("ranks find each other");
         let mut data = group.allocate::<f32>(LEN).expect("there is memory");
         group.all_reduce(&mut data, ReduceOp::Mean).expect("all ranks are there");
-        say("going");
+        send_line("going");
         let error = loop {
             if let Err(error) = group.all_reduce(&mut data, ReduceOp::Mean) {
                 break error;
@@ -118,14 +118,14 @@ fn a_resumed_rank_cannot_write_to_buffers_returned_to_its_peers() {
         // New buffers are not placed where the stopped rank may still write, either.
         let fresh = group.allocate::<f32>(LEN).expect("there is memory");
         let untouched = data.iter().all(|x| *x == 3.0) && fresh.iter().all(|x| *x == 0.0);
-        return say(untouched);
+        return send_line(untouched);
     }
     for victim in 0..2 {
         let directory = tempfile::tempdir().unwrap();
         let resume = directory.path().join("resume");
         let name = "a_resumed_rank_cannot_write_to_buffers_returned_to_its_peers";
         let mut ranks = start_with(name, 2, "2", &resume);
-        ranks.iter().for_each(|rank| assert_eq!(rank.hear(), "going"));
+        ranks.iter().for_each(|rank| assert_eq!(rank.read_line(), "going"));
         ranks[victim].signal(Signal::STOP);
         let error = ranks[1 - victim].outcome().unwrap_err();
         assert!(matches!(&error, Error::Timeout { missing, .. } if *missing == [victim]), "{error:?}");
@@ -133,7 +133,7 @@ fn a_resumed_rank_cannot_write_to_buffers_returned_to_its_peers() {
         ranks[victim].outcome().unwrap_err();
         std::fs::write(resume, "").unwrap();
         for rank in &mut ranks {
-            assert_eq!(rank.hear(), "true");
+            assert_eq!(rank.read_line(), "true");
             assert!(rank.end().success());
         }
     }
@@ -179,8 +179,8 @@ fn connect_and_reduce(settings: Vec<Settings>) -> Vec<Result<i32, Error>> {
 #[test]
 fn ranks_agree_on_a_transport() {
     let auto: Settings = |b| b;
-    let tcp: Settings = |b| b.transport(Medium::Tcp);
-    let shm: Settings = |b| b.transport(Medium::Shm);
+    let tcp: Settings = |b| b.transport(TransportKind::Tcp);
+    let shm: Settings = |b| b.transport(TransportKind::Shm);
     for requested in [[auto, auto, auto], [auto, tcp, auto], [tcp, auto, auto], [auto, auto, shm], [shm, shm, auto]] {
         assert_eq!(connect_and_reduce(requested.into()), [Ok(3), Ok(3), Ok(3)]);
     }
@@ -197,7 +197,7 @@ fn plans_for_all_sizes_run_over_tcp_without_shared_memory() {
     let ring: Settings = |b| b.algorithms(Algorithm::Ring);
     assert_eq!(connect_and_reduce(vec![ring; 3]), [Ok(3), Ok(3), Ok(3)]);
     let conflicting = Group::builder().rank(0).world_size(2).address(free_address()).algorithms(Algorithm::Ring);
-    let error = conflicting.transport(Medium::Shm).connect().unwrap_err();
+    let error = conflicting.transport(TransportKind::Shm).connect().unwrap_err();
     assert!(matches!(&error, Error::Config(text) if text.contains("algorithm")), "{error:?}");
 }
 

@@ -4,9 +4,9 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
-use bonfire_core::error::Apart;
+use bonfire_core::error::ShrinkError;
 use bonfire_core::{Algorithm, Builder, Error, Group, ReduceOp};
-use bonfire_testing::process::{Process, is_child, report, say};
+use bonfire_testing::process::{Process, is_child, report, send_line};
 use bonfire_testing::transport::Channels;
 use bonfire_testing::{DEADLINE, Kind, in_parallel, run_ranks, run_ranks_with};
 use rustix::process::Signal;
@@ -133,7 +133,7 @@ fn with_hang_timeout<T: Send + 'static, F: Fn(Group) -> T + Clone + Send + 'stat
     check: impl Fn(Vec<T>, &str) + Sync,
 ) {
     in_parallel(&KINDS, KINDS.len(), |(kind, star)| {
-        let settings = |builder: Builder| if *star { builder.mesh(2) } else { builder }.hang_timeout(hang);
+        let settings = |builder: Builder| if *star { builder.full_mesh_limit(2) } else { builder }.hang_timeout(hang);
         check(run_ranks_with(*kind, n, settings, rank()), &format!("{kind:?}, star: {star}"));
     });
 }
@@ -149,7 +149,8 @@ fn a_majority_leaves_out_ranks_that_live_and_do_not_call_and_these_learn_of_it()
                 if hung >> group.rank() & 1 == 1 {
                     done.wait();
                     // It calls when the others have gone on. At first it may only know that they are about to.
-                    let minority = |error: &Error| matches!(error, Error::Shrink { why: Apart::Minority { .. }, .. });
+                    let minority =
+                        |error: &Error| matches!(error, Error::Shrink { why: ShrinkError::Minority { .. }, .. });
                     let errors = std::iter::repeat_with(|| group.shrink().unwrap_err());
                     let excluded: Vec<_> = errors.skip_while(minority).take(2).collect();
                     done.wait();
@@ -179,7 +180,7 @@ fn a_majority_leaves_out_ranks_that_live_and_do_not_call_and_these_learn_of_it()
                         Err(excluded) => assert!(
                             excluded
                                 .iter()
-                                .all(|error| matches!(error, Error::Shrink { why: Apart::Excluded { by }, .. }
+                                .all(|error| matches!(error, Error::Shrink { why: ShrinkError::Excluded { by }, .. }
                             if hung >> by & 1 == 0)),
                             "{label}, rank {rank} of {n}: {excluded:?}"
                         ),
@@ -200,7 +201,7 @@ fn a_minority_waits_for_live_ranks_and_calls_again_until_they_come() {
                 let start = Instant::now();
                 while late >> group.rank() & 1 == 0 && start.elapsed() < hang + SOON {
                     let error = group.with_deadline(SOON).shrink().unwrap_err();
-                    let Error::Shrink { why: Apart::Missing { ranks, .. }, rank, .. } = &error else {
+                    let Error::Shrink { why: ShrinkError::Missing { ranks, .. }, rank, .. } = &error else {
                         panic!("{error:?}")
                     };
                     assert!(*rank == group.rank() && ranks.iter().all(|rank| late >> rank & 1 == 1), "{error:?}");
@@ -231,7 +232,7 @@ fn a_longer_hang_timeout_than_the_deadline_counts_over_all_calls() {
                 let (start, short) = (Instant::now(), group.with_deadline(SOON));
                 let mut results = std::iter::repeat_with(|| short.shrink());
                 let small = results.find(|result| {
-                    let missing = matches!(result, Err(Error::Shrink { why: Apart::Missing { .. }, .. }));
+                    let missing = matches!(result, Err(Error::Shrink { why: ShrinkError::Missing { .. }, .. }));
                     assert_eq!(missing, result.is_err(), "{result:?}");
                     !missing
                 });
@@ -274,7 +275,7 @@ fn without_a_hang_timeout_the_deadline_decides_and_an_endless_one_leaves_out_no_
         for rank in [0, 2] {
             match &results[rank] {
                 Ok(2) if set.is_none() => {}
-                Err(Error::Shrink { why: Apart::Missing { ranks, .. }, .. }) if set.is_some() => {
+                Err(Error::Shrink { why: ShrinkError::Missing { ranks, .. }, .. }) if set.is_some() => {
                     assert_eq!(ranks, &[1], "{kind:?}");
                 }
                 other => panic!("{kind:?}, {set:?}: {other:?}"),
@@ -296,7 +297,7 @@ fn child() {
     let rank: usize = std::env::var("BONFIRE_RANK").expect("a rank").parse().expect("a number");
     let group = builder.machine(format!("machine {}", rank % 2)).connect().expect("ranks find each other");
     group.barrier().expect("all ranks are there");
-    say("going");
+    send_line("going");
     report(&shrink_until_usable(group, 5).map(|(_, mask)| mask.to_string()));
 }
 
@@ -304,8 +305,8 @@ fn child() {
 const TRANSPORTS: [&str; 3] = ["tcp", "shm", "auto"];
 
 fn start(name: &str, n: usize, transport: &str) -> Vec<Process> {
-    let ranks = Process::start_ranks_with(name, n, transport, "60", &[("BONFIRE_SILENCE", "3".to_owned())]);
-    ranks.iter().for_each(|rank| assert_eq!(rank.hear(), "going"));
+    let ranks = Process::start_ranks_with(name, n, transport, "60", &[("BONFIRE_HEARTBEAT_TIMEOUT", "3".to_owned())]);
+    ranks.iter().for_each(|rank| assert_eq!(rank.read_line(), "going"));
     ranks
 }
 
@@ -366,7 +367,7 @@ fn silent_ranks_are_excluded_and_a_minority_does_not_continue() {
         for rank in (0..*n).filter(|rank| rank != victim) {
             let outcome = ranks[rank].outcome();
             if (*n, *victim) == (2, 0) {
-                let why = Apart::Minority { silent: vec![0] };
+                let why = ShrinkError::Minority { silent: vec![0] };
                 assert!(
                     matches!(&outcome, Err(Error::Shrink { why: w, rank: 1, .. }) if *w == why),
                     "{label}: {outcome:?}"
@@ -382,8 +383,10 @@ fn silent_ranks_are_excluded_and_a_minority_does_not_continue() {
             assert_eq!(outcome, Ok("1".into()), "{label}");
         } else {
             // It may learn that its peers are about to shrink before it learns that they have.
-            let excluded =
-                matches!(&outcome, Err(Error::Shrink { why: Apart::Excluded { .. } | Apart::Minority { .. }, .. }));
+            let excluded = matches!(
+                &outcome,
+                Err(Error::Shrink { why: ShrinkError::Excluded { .. } | ShrinkError::Minority { .. }, .. })
+            );
             assert!(excluded, "{label}: {outcome:?}");
         }
     }
@@ -394,7 +397,7 @@ fn an_interrupted_process_leaves_the_shrunk_group_too() {
     if is_child() {
         let group = Group::from_env().expect("ranks find each other").shrink().expect("all are there");
         group.barrier().expect("all are there");
-        say("going");
+        send_line("going");
         let mut data = [1f32; 10];
         let error = std::iter::repeat_with(|| group.all_reduce(&mut data, ReduceOp::Sum)).find_map(Result::err);
         return report(&Err(error.expect("the loop ends with an error")));
@@ -414,7 +417,7 @@ fn a_rank_that_computes_for_long_still_detects_a_killed_peer() {
         let group = Group::from_env().expect("ranks find each other");
         let identity = group.rank();
         group.barrier().expect("all ranks are there");
-        say("going");
+        send_line("going");
         // A long step: longer than the heartbeat timeout.
         std::thread::sleep(Duration::from_secs(5));
         return report(&group.shrink().and_then(|group| roll_call(&group, identity)).map(|mask| mask.to_string()));

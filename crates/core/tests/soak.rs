@@ -135,13 +135,13 @@ fn run((kind, star): (Kind, bool), seed: u64, operations: usize) {
     let before = resource_usage();
     let label = format!("{kind:?}{}", if star { ", star" } else { "" });
     let (arrived, start) = (Arc::new(Arrivals::default()), Instant::now());
-    let ranks = joins(kind, GROUPS[0], |builder| if star { builder.mesh(2) } else { builder })
+    let ranks = joins(kind, GROUPS[0], |builder| if star { builder.full_mesh_limit(2) } else { builder })
         .into_iter()
         .enumerate()
-        .map(|(rank, door)| {
+        .map(|(rank, endpoint)| {
             let arrived = arrived.clone();
             thread::spawn(move || {
-                let all = door();
+                let all = endpoint();
                 let part =
                     |members: &[usize]| members.contains(&rank).then(|| all.subgroup(members).expect("members agree"));
                 let groups = [Some(all.clone()), part(GROUPS[1]), part(GROUPS[2])];

@@ -169,7 +169,7 @@ fn members_that_disagree_on_the_members_get_an_error() {
             let first = errors(results);
             assert!(first.iter().all(|error| *error == first[0]), "{kind:?}: {first:?}");
             match &first[0] {
-                Error::Members { rank, members, peer, theirs } => {
+                Error::MemberMismatch { rank, members, peer, theirs } => {
                     assert_eq!((&members[..], &theirs[..]), (named[*rank], named[*peer]), "{kind:?}");
                     assert_ne!(members, theirs);
                 }

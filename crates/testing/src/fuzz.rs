@@ -107,7 +107,8 @@ pub fn fuzz_frames<T: Serialize + DeserializeOwned>(name: &str, messages: &[T]) 
         let Some((_, body)) = bytes.split_first_chunk::<4>() else { return false };
         let Ok(message) = frame::decode::<T>(body) else { return false };
         let frame = frame::encode(&message).unwrap();
-        // Numbers may have been encoded in more bytes than they need. Apart from that, encoding restores what was read.
+        // Numbers may have been encoded in more bytes than they need. ShrinkError from that, encoding restores what was
+        // read.
         assert!(frame.len() <= bytes.len());
         let again = block_on(&mut &frame[..]).unwrap().expect("a message");
         assert_eq!(frame::encode(&again).unwrap(), frame);

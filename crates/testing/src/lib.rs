@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::thread;
 use std::time::Duration;
 
-use bonfire_core::{Algorithm, Builder, Error, Group, Medium, ReduceOp};
+use bonfire_core::{Algorithm, Builder, Error, Group, ReduceOp, TransportKind};
 
 /// The transport between the ranks of a test.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -95,16 +95,16 @@ pub fn joins(kind: Kind, members: &[usize], settings: impl Fn(Builder) -> Builde
     log_to_stderr();
     let n = members.len();
     let builder = settings(Group::builder().deadline(DEADLINE));
-    let medium = match kind {
+    let transport = match kind {
         Kind::Threads => {
             let groups = builder.threads(n).expect("a group of threads");
             return groups.into_iter().map(|group| Box::new(move || group) as Join).collect();
         }
-        Kind::Tcp => Medium::Tcp,
-        Kind::Shm => Medium::Shm,
-        Kind::Hosts(_) => Medium::Auto,
+        Kind::Tcp => TransportKind::Tcp,
+        Kind::Shm => TransportKind::Shm,
+        Kind::Hosts(_) => TransportKind::Auto,
     };
-    let builder = builder.transport(medium).address(free_address()).world_size(n).rendezvous_timeout(DEADLINE);
+    let builder = builder.transport(transport).address(free_address()).world_size(n).rendezvous_timeout(DEADLINE);
     let door = |(rank, member): (usize, &usize)| {
         let host = if let Kind::Hosts(hosts) = kind { hosts[member % hosts.len()] } else { 0 };
         let builder = builder.clone().machine(format!("host {host}")).rank(rank);
@@ -146,7 +146,7 @@ pub fn errors<T: std::fmt::Debug>(results: Vec<Result<T, Error>>) -> Vec<Error> 
 }
 
 /// Checks that all ranks are connected: their all-reduce uses a connection between any two ranks.
-pub fn works(groups: Vec<Result<Group, Error>>) {
+pub fn assert_connected(groups: Vec<Result<Group, Error>>) {
     let n = groups.len();
     let groups: Vec<_> = groups.into_iter().map(|group| group.expect("ranks find each other")).collect();
     let rank = |group: Group| {

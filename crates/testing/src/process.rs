@@ -1,6 +1,6 @@
 //! Ranks as processes: a test starts its own binary again, once per rank, with only that test in it.
 //!
-//! In the child the test's body finds that [`is_child`] is true and reports to the parent with [`say`].
+//! In the child the test's body finds that [`is_child`] is true and reports to the parent with [`send_line`].
 
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, ExitStatus, Stdio};
@@ -23,13 +23,13 @@ pub fn is_child() -> bool {
 }
 
 /// Sends a message to the parent.
-pub fn say(words: impl std::fmt::Display) {
+pub fn send_line(words: impl std::fmt::Display) {
     println!("\n{PREFIX}{words}");
 }
 
 /// Sends the outcome to the parent.
 pub fn report(outcome: &Result<String, Error>) {
-    say(serde_json::to_string(outcome).expect("outcomes are plain data"));
+    send_line(serde_json::to_string(outcome).expect("outcomes are plain data"));
 }
 
 /// A child that runs the test `name`; it is killed when dropped.
@@ -57,7 +57,9 @@ impl Process {
         {
             command.env_remove(format!("BONFIRE_{variable}"));
         }
-        for variable in ["TRANSPORT", "ALGORITHMS", "TCP_CONNECTIONS", "DEADLINE", "SILENCE", "TRACE", "HANG_TIMEOUT"] {
+        for variable in
+            ["TRANSPORT", "ALGORITHMS", "TCP_CONNECTIONS", "DEADLINE", "HEARTBEAT_TIMEOUT", "TRACE", "HANG_TIMEOUT"]
+        {
             command.env_remove(format!("BONFIRE_{variable}"));
         }
         command.env(CHILD, "1").envs(variables.iter().map(|(name, value)| (*name, value)));
@@ -102,18 +104,18 @@ impl Process {
     }
 
     /// Returns the child's next message.
-    pub fn hear(&self) -> String {
+    pub fn read_line(&self) -> String {
         self.words.recv_timeout(TIMEOUT).expect("a message from the child")
     }
 
     /// Returns the child's next message, or an error if it ends or sends none within `limit`.
-    pub fn hear_within(&self, limit: Duration) -> Result<String, RecvTimeoutError> {
+    pub fn read_line_within(&self, limit: Duration) -> Result<String, RecvTimeoutError> {
         self.words.recv_timeout(limit)
     }
 
     /// Returns the outcome that the child reports next.
     pub fn outcome(&self) -> Result<String, Error> {
-        serde_json::from_str(&self.hear()).expect("an outcome")
+        serde_json::from_str(&self.read_line()).expect("an outcome")
     }
 
     pub fn signal(&self, signal: Signal) {

@@ -24,7 +24,7 @@ pub fn opening(version: u16, secret: bool, purpose: u8, [from, to, world_size]: 
     bytes
 }
 
-/// Returns a rank's next message to rank 0: where it listens, the medium that it asks for (any), its algorithms, its
+/// Returns a rank's next message to rank 0: where it listens, the transport that it asks for (any), its algorithms, its
 /// machine.
 pub fn hello() -> Vec<u8> {
     let own: std::net::SocketAddr = "127.0.0.1:1".parse().expect("an address");

@@ -113,7 +113,7 @@ pub(super) enum Choice {
 /// kernels can serve the ranks; `nccl` is whether they have a communicator.
 pub(super) fn choose(mode: Mode, call: &Call, kernels: Option<&Topology>, nccl: bool) -> Option<Choice> {
     let kernel = || kernels.and_then(|topology| launch_config(mode, call, topology)).map(Choice::Kernel);
-    let nccl = || (nccl && remote::serves(call)).then_some(Choice::Nccl);
+    let nccl = || (nccl && remote::supports(call)).then_some(Choice::Nccl);
     let large = kernels.and_then(Limits::of).is_some_and(|limits| call.bytes() > limits.kernels);
     match mode {
         Mode::Host => None,

@@ -35,7 +35,7 @@ pub(super) struct Parameters {
     /// Addresses of the ranks' `Control`s.
     pub control: [u64; MAX_RANKS],
     pub members: [Member; MAX_RANKS],
-    /// Nanoseconds that a kernel waits for a peer (`patience` in the kernels).
+    /// Nanoseconds that a kernel waits for a peer (`timeout` in the kernels).
     pub timeout: u64,
     pub ranks: u64,
     pub root: u64,

@@ -5,9 +5,9 @@ use bonfire_core::error::Site;
 use bonfire_core::{Deadline, Error};
 
 #[cfg(feature = "nccl")]
-pub(super) use self::nccl::{available, connect, serves};
+pub(super) use self::nccl::{available, connect, supports};
 #[cfg(not(feature = "nccl"))]
-pub(super) use self::none::{available, connect, serves};
+pub(super) use self::none::{available, connect, supports};
 
 /// A communicator of all ranks of a group.
 pub(super) trait Remote: Send + Sync {
@@ -52,7 +52,7 @@ mod nccl {
     }
 
     /// Whether NCCL executes this call with the results that we promise.
-    pub fn serves(call: &Call) -> bool {
+    pub fn supports(call: &Call) -> bool {
         !call.is_sized() && action(call).is_some() && call.reduction.is_none_or(|op| nccl::reduces(call.dtype, op))
     }
 
@@ -133,7 +133,7 @@ mod none {
         Err(absent())
     }
 
-    pub fn serves(_call: &Call) -> bool {
+    pub fn supports(_call: &Call) -> bool {
         false
     }
 

@@ -76,7 +76,7 @@ fn agree(group: &Group, device: DeviceId) -> Result<RankRoute, Error> {
         let device = (device.type_id, device.index_id);
         RankInfo { process, device, host, nccl_only, nccl, team }
     };
-    let infos = group.tell_all(Ok(info))?;
+    let infos = group.all_gather_results(Ok(info))?;
     let devices: Vec<_> = infos.iter().map(|info| DeviceId::new(info.device.0, info.device.1)).collect();
     let supported = Supported::of(&infos, &devices);
     let (limit, rank) = (group.deadline(), group.rank());
@@ -150,7 +150,7 @@ impl GroupRoute {
 }
 
 impl Route<CudaRuntime> for GroupRoute {
-    fn serves(&self, call: &Call) -> bool {
+    fn supports(&self, call: &Call) -> bool {
         self.choose(call).is_some()
     }
 

@@ -18,7 +18,7 @@ use crate::train::agree::{all_gather_values, all_or_none};
 use crate::train::data_parallel::describe_parameters;
 use crate::train::record::recordable;
 use crate::train::resume::share;
-use bonfire_core::internal::Ranks;
+use bonfire_core::internal::RankList;
 use bonfire_core::{Error, Group};
 
 type Device<LC> = burn::tensor::Device<<LC as LearningComponentsTypes>::Backend>;
@@ -267,7 +267,7 @@ fn next(reports: &[RankReport], steps: usize) -> Result<Next, String> {
         return Ok(Next::Stop);
     }
     if !with.is_empty() && !without.is_empty() {
-        let (with, without) = (Ranks(&with), Ranks(&without));
+        let (with, without) = (RankList(&with), RankList(&without));
         return Err(format!("{with} would have more batches in an epoch than the {steps} of {without}; {REMEDY}"));
     }
     if with.is_empty() {

@@ -5,7 +5,7 @@ use std::ffi::OsString;
 use std::thread;
 
 #[cfg(unix)]
-use bonfire::Medium;
+use bonfire::TransportKind;
 use bonfire::{Builder, Error, Group};
 use clap::Parser;
 
@@ -48,20 +48,20 @@ pub fn launched() -> Result<Option<u32>, Error> {
 
 #[cfg(unix)]
 impl Transport {
-    fn medium(self) -> Medium {
+    fn kind(self) -> TransportKind {
         match self {
-            Transport::Tcp => Medium::Tcp,
-            Transport::Shm => Medium::Shm,
-            Transport::Local | Transport::Auto => Medium::Auto,
+            Transport::Tcp => TransportKind::Tcp,
+            Transport::Shm => TransportKind::Shm,
+            Transport::Local | Transport::Auto => TransportKind::Auto,
             #[cfg(feature = "mpi")]
-            Transport::Mpi => Medium::Mpi,
+            Transport::Mpi => TransportKind::Mpi,
             #[cfg(feature = "mpi")]
-            Transport::MpiBlocking => Medium::MpiBlocking,
+            Transport::MpiBlocking => TransportKind::MpiBlocking,
         }
     }
 
     fn is_mpi(self) -> bool {
-        matches!(self.medium(), Medium::Mpi | Medium::MpiBlocking)
+        matches!(self.kind(), TransportKind::Mpi | TransportKind::MpiBlocking)
     }
 }
 
@@ -86,7 +86,7 @@ fn as_process(common: &Common, work: impl Fn(&Group) -> Result<u64, RankError>) 
     if builder.launched().is_none() {
         return Err(RankError::NotUnderMpi(common.ranks));
     }
-    work(&with_algorithms(builder, common).transport(common.transport.medium()).connect()?)
+    work(&with_algorithms(builder, common).transport(common.transport.kind()).connect()?)
 }
 
 /// Starts this program once per rank as `bonfire run` does, which ends all ranks if one fails.

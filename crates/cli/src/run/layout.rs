@@ -145,7 +145,7 @@ fn secret(nodes: u32, loopback: bool) -> Result<Option<Zeroizing<String>>, Layou
     match (Secret::from_env()?, nodes) {
         (Some(_), _) => Ok(None),
         (None, 1) => {
-            let mut bytes = Zeroizing::new([0; Secret::LEAST]);
+            let mut bytes = Zeroizing::new([0; Secret::MIN_BYTES]);
             let random = File::open("/dev/urandom").and_then(|mut file| file.read_exact(&mut bytes[..]));
             random.map_err(LayoutError::Random)?;
             let digits =

@@ -182,7 +182,7 @@ impl Supervisor {
                     }
                 },
                 Some((local, end)) = self.ends.recv() => self.on_end(local, end),
-                Ok(()) = self.reports.arrived() => self.hear(),
+                Ok(()) = self.reports.arrived() => self.receive_reports(),
                 Some(followed) = self.following.join_next() => {
                     let local = flatten(followed).map_err(RunError::Wait)?;
                     self.ranks.remove(&local);
@@ -259,7 +259,7 @@ impl Supervisor {
 
     fn on_end(&mut self, local: u32, end: End) {
         // What the rank reported was sent before it ended.
-        self.hear();
+        self.receive_reports();
         self.running.remove(&local);
         log::debug!("rank {} {end}", self.first_rank + local);
         self.succeeded |= !end.failed();
@@ -284,7 +284,7 @@ impl Supervisor {
     }
 
     /// Takes the reports that have arrived.
-    fn hear(&mut self) {
+    fn receive_reports(&mut self) {
         while let Some(Report { local, event }) = self.reports.next() {
             match event {
                 Event::Failed { names_another, error } => self.fates.failed(local, names_another, error),

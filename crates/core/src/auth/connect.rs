@@ -21,7 +21,7 @@ const DRAIN: (u64, Duration) = (4096, Duration::from_millis(200));
 
 /// Runs the dialler's side of the handshake, blocking: sends the prologue, proves the secret, verifies the listener's
 /// proof. Returns the session number of the job. `write` and `read` must transfer all bytes of their argument.
-pub fn prove<E: From<Refusal>>(
+pub fn dial_blocking<E: From<Refusal>>(
     secret: Option<&Secret>,
     opening: Prologue,
     mut write: impl FnMut(&[u8]) -> Result<(), E>,
@@ -48,7 +48,7 @@ pub fn prove<E: From<Refusal>>(
     Ok(session)
 }
 
-/// Runs the dialler's side like [`prove`], asynchronously and within `TIMEOUT`.
+/// Runs the dialler's side like [`dial_blocking`], asynchronously and within `TIMEOUT`.
 pub async fn dial(
     stream: &mut (impl AsyncRead + AsyncWrite + Unpin),
     secret: Option<&Secret>,
@@ -81,7 +81,7 @@ fn first_flight(secret: Option<&Secret>, opening: Prologue) -> Result<(Vec<u8>, 
 
 /// Runs the listener's side of the handshake: reads the prologue, verifies the dialler's proof, sends its own. `fits`
 /// checks that this end expects such a connection; `session` is the job's number. The caller limits the time.
-pub async fn answer(
+pub async fn accept_handshake(
     stream: &mut (impl AsyncRead + AsyncWrite + Unpin),
     secret: Option<&Secret>,
     session: u64,
@@ -112,8 +112,8 @@ pub async fn answer(
     }
 }
 
-/// Sends the listener's confirmation, after [`answer`], once it will not drop the connection any more. The dialler
-/// waits for this byte, and dials again if it does not arrive.
+/// Sends the listener's confirmation, after [`accept_handshake`], once it will not drop the connection any more. The
+/// dialler waits for this byte, and dials again if it does not arrive.
 pub async fn confirm(stream: &mut (impl AsyncWrite + Unpin)) -> io::Result<()> {
     stream.write_all(&ACCEPTED).await
 }
@@ -182,7 +182,7 @@ mod tests {
                 result
             };
             let answered = async {
-                let opening = answer(&mut two, listens.as_ref(), 99, fits).await?;
+                let opening = accept_handshake(&mut two, listens.as_ref(), 99, fits).await?;
                 confirm(&mut two).await?;
                 Ok(opening)
             };
@@ -215,7 +215,7 @@ mod tests {
             let (mut one, two) = std::os::unix::net::UnixStream::pair().unwrap();
             let dialling = std::thread::spawn(move || {
                 let mut other = one.try_clone().unwrap();
-                prove::<Refusal>(
+                dial_blocking::<Refusal>(
                     secret(seed).as_ref(),
                     OPENING,
                     |bytes| Ok(io::Write::write_all(&mut one, bytes)?),
@@ -225,7 +225,7 @@ mod tests {
             let opening = runtime.block_on(async {
                 two.set_nonblocking(true).unwrap();
                 let mut two = tokio::net::UnixStream::from_std(two).unwrap();
-                let opening = answer(&mut two, secret(seed).as_ref(), 99, |_| Ok(())).await;
+                let opening = accept_handshake(&mut two, secret(seed).as_ref(), 99, |_| Ok(())).await;
                 confirm(&mut two).await.unwrap();
                 opening
             });

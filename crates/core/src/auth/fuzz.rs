@@ -2,7 +2,7 @@
 
 use std::io::{self, Read};
 
-use super::connect::{answer, dial, prove};
+use super::connect::{accept_handshake, dial, dial_blocking};
 use super::handshake::{FIRST, Initiator, Responder, SECOND, SESSION, THIRD};
 use super::prologue::{HEAD, Prologue, Purpose, Refusal, check_opening_head};
 use super::secret::Secret;
@@ -108,7 +108,7 @@ fn fuzz_dialling_strangers() {
         let hear = |secret: Option<&Secret>, fits: bool| {
             let mut stream = tokio::io::join(bytes, Vec::new());
             let fits = |_: &Prologue| if fits { Ok(()) } else { Err("no".to_owned()) };
-            let heard = runtime.block_on(answer(&mut stream, secret, JOB, fits));
+            let heard = runtime.block_on(accept_handshake(&mut stream, secret, JOB, fits));
             let (rest, told) = stream.into_inner();
             assert!(bytes.len() - rest.len() <= READ && told.len() <= TOLD);
             if let Err(Refusal::Stranger) = check_opening_head(&array(bytes)) {
@@ -128,7 +128,8 @@ fn fuzz_dialling_strangers() {
     });
 }
 
-/// The input is everything that a listener without the secret sends. [`dial`] and [`prove`] accept the same answers.
+/// The input is everything that a listener without the secret sends. [`dial`] and [`dial_blocking`] accept the same
+/// answers.
 #[test]
 fn fuzz_listening_strangers() {
     let (secret, runtime) = (secret(), runtime());
@@ -145,7 +146,7 @@ fn fuzz_listening_strangers() {
             let dialled = runtime.block_on(dial(&mut stream, secret, OPENING));
             let mut rest = bytes;
             let proved: Result<u64, Refusal> =
-                prove(secret, OPENING, |_| Ok(()), |into| rest.read_exact(into).map_err(io::Error::into));
+                dial_blocking(secret, OPENING, |_| Ok(()), |into| rest.read_exact(into).map_err(io::Error::into));
             assert_eq!(dialled.as_ref().ok(), proved.as_ref().ok());
             dialled
         };

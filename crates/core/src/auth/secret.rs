@@ -36,13 +36,13 @@ const FILE: &str = "BONFIRE_SECRET_FILE";
 
 impl Secret {
     /// Minimum length of a secret in bytes.
-    pub const LEAST: usize = 32;
+    pub const MIN_BYTES: usize = 32;
 
     /// Maximum length of a secret file in bytes. A longer file is most likely not a secret.
     const MAX: usize = 4096;
 
-    /// Creates a secret from at least [`LEAST`](Secret::LEAST) bytes, the same on all ranks and best drawn from a
-    /// random number generator. A `Vec` passed to it is wiped.
+    /// Creates a secret from at least [`MIN_BYTES`](Secret::MIN_BYTES) bytes, the same on all ranks and best drawn from
+    /// a random number generator. A `Vec` passed to it is wiped.
     ///
     /// # Errors
     /// [`Error::Config`] if there are too few bytes.
@@ -95,7 +95,7 @@ impl Secret {
 
     /// Derives the key. `name` names the source of the bytes in errors.
     fn of(name: &str, bytes: Zeroizing<Vec<u8>>) -> Result<Secret, Error> {
-        if bytes.len() < Secret::LEAST {
+        if bytes.len() < Secret::MIN_BYTES {
             let reason = "give at least 32 random bytes, for example the output of openssl rand -hex 32";
             return Err(Error::Config(format!("{name} has {} bytes, few enough to guess: {reason}", bytes.len())));
         }

@@ -11,7 +11,7 @@ use std::time::Duration;
 use rustix::net::sockopt::{set_socket_keepalive, set_tcp_keepcnt, set_tcp_keepidle, set_tcp_keepintvl};
 use tokio::net::TcpStream;
 
-use super::permit;
+use super::require_secret;
 use super::secret::Secret;
 use crate::types::Error;
 
@@ -33,7 +33,7 @@ const LONGEST_INTERVAL: Duration = Duration::from_secs(i16::MAX as u64);
 /// # Errors
 /// The outer error if, without a secret, one of the addresses is beyond loopback: nothing is dialled then.
 pub async fn open(secret: Option<&Secret>, addresses: &[SocketAddr]) -> Result<io::Result<TcpStream>, Error> {
-    permit(secret, addresses)?;
+    require_secret(secret, addresses)?;
     Ok(connect(addresses).await)
 }
 
@@ -43,7 +43,7 @@ pub fn open_blocking(
     address: &SocketAddr,
     limit: Duration,
 ) -> Result<io::Result<net::TcpStream>, Error> {
-    permit(secret, std::slice::from_ref(address))?;
+    require_secret(secret, std::slice::from_ref(address))?;
     let connect = || {
         let stream = net::TcpStream::connect_timeout(address, limit)?;
         check_ends(stream.local_addr()?, stream.peer_addr()?)?;
@@ -83,15 +83,15 @@ fn check_ends(own: SocketAddr, peer: SocketAddr) -> io::Result<()> {
 }
 
 /// Keeps an idle connection known to the firewalls and NAT gateways on its way, and detects when one of them has
-/// forgotten it. `silence` is the heartbeat timeout: it passes before a connection breaks for lack of answers, so that
-/// a peer whose machine is gone is declared lost by its heartbeats.
+/// forgotten it. `heartbeat_timeout` is the heartbeat timeout: it passes before a connection breaks for lack of
+/// answers, so that a peer whose machine is gone is declared lost by its heartbeats.
 ///
 /// # Why no `TCP_USER_TIMEOUT`
 /// It also ends connections whose peer answers but does not read. A rank that evaluates or saves leaves the messages of
 /// its peers unread for as long as their deadline allows, and would be cut off. A receiver's probes find the same dead
 /// connections, and leave those alone.
-pub fn keep_open(stream: impl AsFd, silence: Duration) -> io::Result<()> {
-    let interval = (silence / (PROBES / 2)).clamp(PROBE_INTERVAL, LONGEST_INTERVAL);
+pub fn keep_open(stream: impl AsFd, heartbeat_timeout: Duration) -> io::Result<()> {
+    let interval = (heartbeat_timeout / (PROBES / 2)).clamp(PROBE_INTERVAL, LONGEST_INTERVAL);
     set_tcp_keepidle(&stream, IDLE)?;
     set_tcp_keepintvl(&stream, interval)?;
     set_tcp_keepcnt(&stream, PROBES)?;
@@ -158,12 +158,15 @@ mod tests {
         let listener = net::TcpListener::bind("127.0.0.1:0").unwrap();
         let stream = open_blocking(None, &listener.local_addr().unwrap(), Duration::from_secs(60)).unwrap().unwrap();
         for seconds in [3, 5, 120, 3600, u64::MAX] {
-            let silence = Duration::from_secs(seconds);
-            keep_open(&stream, silence).unwrap();
+            let heartbeat_timeout = Duration::from_secs(seconds);
+            keep_open(&stream, heartbeat_timeout).unwrap();
             assert!(socket_keepalive(&stream).unwrap());
             assert!(tcp_keepidle(&stream).unwrap() < Duration::from_secs(60));
             let longest = tcp_keepintvl(&stream).unwrap() * tcp_keepcnt(&stream).unwrap();
-            assert!(longest >= Duration::from_secs(60) && longest > silence.min(LONGEST_INTERVAL), "{silence:?}");
+            assert!(
+                longest >= Duration::from_secs(60) && longest > heartbeat_timeout.min(LONGEST_INTERVAL),
+                "{heartbeat_timeout:?}"
+            );
         }
     }
 }

@@ -10,9 +10,9 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::mpsc::UnboundedSender;
 use tokio::time::{sleep, timeout};
 
-use super::board::Board;
 use super::connection::Event;
-use crate::auth::{self, AcceptQueue, Member, Prologue, Purpose, Refusal};
+use super::status::GroupStatus;
+use crate::auth::{self, AcceptQueue, Identity, Prologue, Purpose, Refusal};
 
 /// Maximum number of data connections to a peer.
 pub(crate) const MAX_DATA_CONNECTIONS: usize = 8;
@@ -30,20 +30,20 @@ const MAX_PAUSE: Duration = Duration::from_millis(500);
 pub(super) async fn accept(
     listener: TcpListener,
     lobby: Arc<AcceptQueue>,
-    member: Member,
-    board: Arc<Board>,
+    identity: Identity,
+    status: Arc<GroupStatus>,
     controls: UnboundedSender<(usize, TcpStream)>,
 ) {
     loop {
         match listener.accept().await {
             Ok((stream, address)) => {
-                admit(&lobby, (stream, address), &member, &board, &controls);
+                admit(&lobby, (stream, address), &identity, &status, &controls);
                 // Most likely its first bytes have already arrived: handle them before accepting the next connection.
                 tokio::task::yield_now().await;
             }
             // Most likely out of descriptors: retry when some may be free.
             Err(e) => {
-                log::warn!("rank {} cannot accept a connection: {e}", member.rank);
+                log::warn!("rank {} cannot accept a connection: {e}", identity.rank);
                 sleep(auth::RETRY).await;
             }
         }
@@ -55,14 +55,14 @@ pub(super) async fn accept(
 pub(crate) fn admit(
     lobby: &Arc<AcceptQueue>,
     (mut stream, address): (TcpStream, SocketAddr),
-    member: &Member,
-    board: &Arc<Board>,
+    identity: &Identity,
+    status: &Arc<GroupStatus>,
     controls: &UnboundedSender<(usize, TcpStream)>,
 ) {
-    let (member, board, controls) = (member.clone(), board.clone(), controls.clone());
+    let (identity, status, controls) = (identity.clone(), status.clone(), controls.clone());
     let proof = async move {
         let fits = |opening: &Prologue| {
-            member.expects(opening)?;
+            identity.expects(opening)?;
             match opening.purpose {
                 Purpose::Control => Ok(()),
                 Purpose::Data if opening.number < opening.of && usize::from(opening.of) <= MAX_DATA_CONNECTIONS => {
@@ -71,7 +71,7 @@ pub(crate) fn admit(
                 purpose => Err(format!("a connection for {purpose:?} does not belong here")),
             }
         };
-        let opening = auth::answer(&mut stream, member.secret.as_ref(), member.session, fits).await?;
+        let opening = auth::accept_handshake(&mut stream, identity.secret.as_ref(), identity.session, fits).await?;
         Ok((stream, opening))
     };
     lobby.receive(address, proof, move |(mut stream, opening)| async move {
@@ -79,11 +79,11 @@ pub(crate) fn admit(
         if opening.purpose == Purpose::Control && controls.is_closed() {
             return Err(Refusal::Io(ErrorKind::ConnectionAborted.into()));
         }
-        // The dialler waits for this, and sends a goodbye only later: by then the connection is on the board.
+        // The dialler waits for this, and sends a goodbye only later: by then the connection is in the status.
         auth::confirm(&mut stream).await?;
         let rank = opening.from as usize;
         if opening.purpose == Purpose::Data {
-            board.gather(rank, opening.number.into(), opening.of.into(), stream.into_std()?);
+            status.add_data_stream(rank, opening.number.into(), opening.of.into(), stream.into_std()?);
             return Ok(());
         }
         // The receiver is gone if this rank is about to leave.
@@ -93,18 +93,18 @@ pub(crate) fn admit(
 }
 
 /// Connects to a rank that is already listening, unless it has ended.
-pub(super) async fn dial(member: &Member, peer: usize, address: SocketAddr) -> Result<TcpStream, Event> {
-    let opening = member.opening(Purpose::Control, peer, (0, 1));
+pub(super) async fn dial(identity: &Identity, peer: usize, address: SocketAddr) -> Result<TcpStream, Event> {
+    let opening = identity.opening(Purpose::Control, peer, (0, 1));
     // Whether every attempt so far was answered.
     let (mut answered, mut pause) = (true, RETRY);
     loop {
-        let opened = match timeout(CONNECT_TIMEOUT, auth::open(member.secret.as_ref(), &[address])).await {
+        let opened = match timeout(CONNECT_TIMEOUT, auth::open(identity.secret.as_ref(), &[address])).await {
             Ok(Ok(opened)) => opened,
             Ok(Err(forbidden)) => return Err(Event::Unreachable { reason: forbidden.to_string(), ended: false }),
             Err(_) => Err(ErrorKind::TimedOut.into()),
         };
         match opened {
-            Ok(mut stream) => match auth::dial(&mut stream, member.secret.as_ref(), opening).await {
+            Ok(mut stream) => match auth::dial(&mut stream, identity.secret.as_ref(), opening).await {
                 Ok(_) => return Ok(stream),
                 // A process that is exiting may still accept a connection and then drop it.
                 Err(Refusal::Io(e)) => answered &= e.kind() != ErrorKind::TimedOut,
@@ -119,7 +119,7 @@ pub(super) async fn dial(member: &Member, peer: usize, address: SocketAddr) -> R
             }
             // A local shortage: it says nothing about the peer.
             Err(e) if is_own(&e) => {
-                log::warn!("rank {} cannot connect to rank {peer}: {e}; it will retry", member.rank)
+                log::warn!("rank {} cannot connect to rank {peer}: {e}; it will retry", identity.rank)
             }
             Err(_) => answered = false,
         }

@@ -8,9 +8,9 @@ use tokio::net::TcpStream;
 use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::sync::mpsc::{Sender, UnboundedReceiver, UnboundedSender};
 
-use super::board::Board;
 use super::frame;
 use super::message::Message;
+use super::status::GroupStatus;
 
 /// A frame on a control connection. All variants but the first occur only in a star. See `plane`.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -103,12 +103,12 @@ pub(super) async fn write(mut stream: OwnedWriteHalf, mut frames: UnboundedRecei
 pub(super) async fn read(
     (peer, number): (usize, usize),
     mut stream: OwnedReadHalf,
-    board: Arc<Board>,
+    status: Arc<GroupStatus>,
     events: Sender<(usize, Event)>,
 ) {
     let reason = loop {
         let frame = frame::read::<Frame>(&mut stream).await;
-        board.speaks(peer);
+        status.record_activity(peer);
         match frame {
             Ok(Some(frame)) => {
                 let last = matches!(frame, Frame::Own(Message::Goodbye { .. }));

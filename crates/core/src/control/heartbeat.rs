@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use tokio::time::{Interval, MissedTickBehavior, interval};
 
-use super::board::Board;
+use super::status::GroupStatus;
 
 /// Time between two ticks, at which a rank looks who is silent.
 const TICK: Duration = Duration::from_millis(250);
@@ -27,7 +27,7 @@ pub(crate) struct HeartbeatTimeout {
 
 impl HeartbeatTimeout {
     /// The shortest timeout allowed: a heartbeat may be late.
-    pub const LEAST: Duration = Duration::from_secs(3);
+    pub const MIN: Duration = Duration::from_secs(3);
 
     /// Converts `limit` to ticks without a message: one less than fit, since the last message may have arrived up to a
     /// tick before the one that noticed it. So a peer is declared lost at most a tick before `limit` has passed.
@@ -95,8 +95,8 @@ impl FailureDetector {
     }
 
     /// Updates a monitored peer at a tick of this rank. Returns whether the peer is now declared lost.
-    pub fn check(&mut self, peer: usize, board: &Board) -> bool {
-        self.remaining[peer] = if board.take_activity(peer) { self.limit() } else { self.remaining[peer] - 1 };
+    pub fn check(&mut self, peer: usize, status: &GroupStatus) -> bool {
+        self.remaining[peer] = if status.take_activity(peer) { self.limit() } else { self.remaining[peer] - 1 };
         self.remaining[peer] == 0
     }
 
@@ -121,17 +121,17 @@ mod tests {
     /// Returns the tick of this rank at which peer 2 is declared lost, where peer 1 sends a message after every tick
     /// and peer 2 only after the first `messages` of them.
     fn lost_at(messages: usize) -> usize {
-        let board = Board::new(3).unwrap();
+        let status = GroupStatus::new(3).unwrap();
         let mut detector = FailureDetector::new(3, TIMEOUT);
         for tick in 0.. {
-            assert!(detector.is_monitored(2) && !detector.check(1, &board));
-            if detector.check(2, &board) {
+            assert!(detector.is_monitored(2) && !detector.check(1, &status));
+            if detector.check(2, &status) {
                 assert!(!detector.is_monitored(2) && detector.is_monitored(1));
                 return tick;
             }
-            board.speaks(1);
+            status.record_activity(1);
             if tick < messages {
-                board.speaks(2);
+                status.record_activity(2);
             }
         }
         unreachable!("a silent peer is declared lost some time")
@@ -146,7 +146,7 @@ mod tests {
     /// Whether a peer is declared lost that sends a heartbeat every second, is stopped for so long, and goes on. All in
     /// milliseconds; the stop begins just before a heartbeat, which is then the first message after it.
     fn is_lost(stopped: u64, phase: u64) -> bool {
-        let board = Board::new(2).unwrap();
+        let status = GroupStatus::new(2).unwrap();
         let mut detector = FailureDetector::new(2, TIMEOUT);
         let (last, resumed) = (2_000 + phase, 3_000 + phase + stopped);
         let mut lost = false;
@@ -156,12 +156,12 @@ mod tests {
             let spoken = [phase, 1_000 + phase, last, resumed, resumed + 1_000];
             let count = spoken.iter().filter(|at| **at < now).count();
             if count > std::mem::replace(&mut heard, count) {
-                board.speaks(1);
+                status.record_activity(1);
             }
             if now > resumed + 1_000 {
                 break;
             }
-            lost |= detector.is_monitored(1) && detector.check(1, &board);
+            lost |= detector.is_monitored(1) && detector.check(1, &status);
         }
         lost
     }

@@ -1,8 +1,8 @@
 //! Invitations to a new subgroup.
 //!
 //! A rank sends all its invitations before it waits for one. The first invitation of a pair that names other members
-//! poisons the parent group, so all ranks return [`Error::Members`]. A member that fails while it connects poisons the
-//! parent group too, so the ranks that wait for it learn of it at once.
+//! poisons the parent group, so all ranks return [`Error::MemberMismatch`]. A member that fails while it connects
+//! poisons the parent group too, so the ranks that wait for it learn of it at once.
 //!
 //! # Tried and left
 //! A first version exchanged the invitations one after the other, as messages of the parent group. Ranks that named
@@ -27,7 +27,7 @@ pub(crate) struct Endpoint {
     pub key: u64,
 }
 
-/// Draws an unpredictable number, for a group or a door, from the system's random numbers.
+/// Draws an unpredictable number, for a group or an endpoint, from the system's random numbers.
 ///
 /// # Errors
 /// [`Error::Io`] if the system has none.
@@ -35,9 +35,9 @@ pub fn random() -> Result<u64, Error> {
     getrandom::u64().map_err(|e| Error::io("drawing a random number", e))
 }
 
-/// Returns the session number of the group whose members have these doors.
-pub(crate) fn session(doors: impl IntoIterator<Item = Endpoint>) -> u64 {
-    doors.into_iter().fold(0, |session, door| session ^ door.key)
+/// Returns the session number of the group whose members have these endpoints.
+pub(crate) fn session(endpoints: impl IntoIterator<Item = Endpoint>) -> u64 {
+    endpoints.into_iter().fold(0, |session, endpoint| session ^ endpoint.key)
 }
 
 /// The message that a rank sends to every other member of a new subgroup.
@@ -45,7 +45,7 @@ pub(crate) fn session(doors: impl IntoIterator<Item = Endpoint>) -> u64 {
 pub(crate) struct Invitation {
     /// The members' ranks in the parent group, by their ranks in the subgroup.
     pub members: Vec<usize>,
-    pub door: Endpoint,
+    pub endpoint: Endpoint,
 }
 
 /// Maximum number of pending invitations from one rank.
@@ -73,8 +73,8 @@ impl Invitations {
         members.iter().copied().filter(move |member| *member != rank && self.0[*member].is_empty())
     }
 
-    /// Takes the invitations of all members, once all are pending, and returns their doors in member order. Returns an
-    /// error as soon as the next invitation of a member names other members.
+    /// Takes the invitations of all members, once all are pending, and returns their endpoints in member order. Returns
+    /// an error as soon as the next invitation of a member names other members.
     pub fn take(&mut self, rank: usize, own: &Invitation) -> Result<Option<Vec<Endpoint>>, Fault> {
         let others = || own.members.iter().filter(|member| **member != rank);
         for peer in others() {
@@ -84,17 +84,17 @@ impl Invitations {
                 // Sorted, so that both ranks report the same error.
                 both.sort();
                 let [(rank, members), (peer, theirs)] = both;
-                return Err(Fault::Failed(Error::Members { rank, members, peer, theirs }));
+                return Err(Fault::Failed(Error::MemberMismatch { rank, members, peer, theirs }));
             }
         }
         if self.missing(rank, &own.members).next().is_some() {
             return Ok(None);
         }
-        let door = |member: &usize| match self.0[*member].pop_front() {
-            Some(invitation) if *member != rank => invitation.door,
-            _ => own.door,
+        let endpoint = |member: &usize| match self.0[*member].pop_front() {
+            Some(invitation) if *member != rank => invitation.endpoint,
+            _ => own.endpoint,
         };
-        Ok(Some(own.members.iter().map(door).collect()))
+        Ok(Some(own.members.iter().map(endpoint).collect()))
     }
 }
 
@@ -111,7 +111,7 @@ mod tests {
     }
 
     fn invitation(members: &[usize], port: u16) -> Invitation {
-        Invitation { members: members.to_vec(), door: Endpoint { port, key: 1 << port } }
+        Invitation { members: members.to_vec(), endpoint: Endpoint { port, key: 1 << port } }
     }
 
     #[test]
@@ -123,13 +123,13 @@ mod tests {
         invitations.put(0, invitation(&[0, 1], 3));
         assert_eq!(invitations.take(1, &own), Ok(None));
         invitations.put(3, invitation(&[3, 1, 0], 4));
-        let doors = invitations.take(1, &own).unwrap().unwrap();
-        assert_eq!(doors.iter().map(|door| door.port).collect::<Vec<_>>(), [4, 1, 2]);
-        assert_eq!(session(doors), 1 << 4 | 1 << 1 | 1 << 2);
+        let endpoints = invitations.take(1, &own).unwrap().unwrap();
+        assert_eq!(endpoints.iter().map(|endpoint| endpoint.port).collect::<Vec<_>>(), [4, 1, 2]);
+        assert_eq!(session(endpoints), 1 << 4 | 1 << 1 | 1 << 2);
         // The second invitation of rank 0 is still pending, and names other members than this rank does now.
         let fault = invitations.take(1, &own).unwrap_err();
-        let Fault::Failed(Error::Members { rank: 0, peer: 1, members, .. }) = fault else { panic!("{fault:?}") };
+        let Fault::Failed(Error::MemberMismatch { rank: 0, peer: 1, members, .. }) = fault else { panic!("{fault:?}") };
         assert_eq!(members, [0, 1]);
-        assert_eq!(invitations.take(1, &invitation(&[0, 1], 5)).unwrap().map(|doors| doors.len()), Some(2));
+        assert_eq!(invitations.take(1, &invitation(&[0, 1], 5)).unwrap().map(|endpoints| endpoints.len()), Some(2));
     }
 }

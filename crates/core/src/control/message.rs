@@ -2,13 +2,13 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::board::Board;
 use super::invitation::Invitation;
 use super::shrink::{PeerEvent, ShrinkMessage};
+use super::status::GroupStatus;
 use crate::types::{Error, Fault, Site};
 
 /// A request from the threads that run operations to the control thread.
-pub(crate) enum Outgoing {
+pub(crate) enum ControlRequest {
     /// This rank makes no progress in this call. Asks all peers for theirs.
     Calling(Site),
     /// Sends this rank's call to a peer that asked before the call was made.
@@ -42,17 +42,17 @@ pub(crate) enum Message {
     },
 }
 
-/// Records a message of `peer` on the board. Returns the answer, if any.
-pub(crate) fn hear(board: &Board, peer: usize, message: Message) -> Option<Message> {
+/// Records a message of `peer` in the status. Returns the answer, if any.
+pub(crate) fn apply_message(status: &GroupStatus, peer: usize, message: Message) -> Option<Message> {
     match message {
         Message::Heartbeat => {}
-        Message::Calling(site) => return board.hear(peer, site, true).map(Message::Called),
-        Message::Called(site) => drop(board.hear(peer, site, false)),
-        Message::Failed(error, completed) => board.fail(Fault::Failed(error), completed),
-        Message::ShrinkMessage(_) => board.set_shrinking(peer),
-        Message::Invites(invitation) => board.add_invitation(peer, invitation),
-        Message::Goodbye { panicked: true } => drop(board.mark_lost(peer, "its thread panicked".into())),
-        Message::Goodbye { panicked: false } => board.left(peer),
+        Message::Calling(site) => return status.record_call(peer, site, true).map(Message::Called),
+        Message::Called(site) => drop(status.record_call(peer, site, false)),
+        Message::Failed(error, completed) => status.fail(Fault::Failed(error), completed),
+        Message::ShrinkMessage(_) => status.set_shrinking(peer),
+        Message::Invites(invitation) => status.add_invitation(peer, invitation),
+        Message::Goodbye { panicked: true } => drop(status.mark_lost(peer, "its thread panicked".into())),
+        Message::Goodbye { panicked: false } => status.mark_left(peer),
     }
     None
 }

@@ -36,18 +36,18 @@ use tokio::task::JoinSet;
 use tokio::time::timeout;
 
 use super::accept::accept;
-use super::board::Board;
 use super::connection::{Connection, Event, Frame, Writer, read, write};
 use super::heartbeat::{FailureDetector, HeartbeatTimeout, ticks};
 use super::hub::{Hub, Star};
-use super::message::{Message, Outgoing, RankEvent, hear};
+use super::message::{ControlRequest, Message, RankEvent, apply_message};
 use super::shrink::PeerEvent;
-use crate::auth::{AcceptQueue, Member};
+use super::status::GroupStatus;
+use crate::auth::{AcceptQueue, Identity};
 use crate::types::Site;
 
 /// The connections and other state that the rendezvous hands over to the control thread.
-pub(crate) struct Mesh {
-    pub member: Member,
+pub(crate) struct ControlSetup {
+    pub identity: Identity,
     pub addresses: Vec<SocketAddr>,
     pub listener: TcpListener,
     /// Connections that have not completed the handshake yet.
@@ -56,7 +56,7 @@ pub(crate) struct Mesh {
     pub connections: Vec<Option<TcpStream>>,
     /// Whether the group begins as a star.
     pub star: bool,
-    pub board: Arc<Board>,
+    pub status: Arc<GroupStatus>,
 }
 
 /// How long a leaving rank may take to send its goodbye.
@@ -70,29 +70,29 @@ const EVENT_QUEUE: usize = 64;
 
 /// Runs the control plane of a rank until its goodbye.
 pub(crate) async fn run(
-    mesh: Mesh,
-    silence: HeartbeatTimeout,
-    mut outgoing: UnboundedReceiver<Outgoing>,
-    news: UnboundedSender<RankEvent>,
+    setup: ControlSetup,
+    heartbeat_timeout: HeartbeatTimeout,
+    mut outgoing: UnboundedReceiver<ControlRequest>,
+    peer_events: UnboundedSender<RankEvent>,
 ) {
     let (events, mut event_queue) = channel(EVENT_QUEUE);
     let (controls, mut accepted) = unbounded_channel();
-    tokio::spawn(accept(mesh.listener, mesh.lobby, mesh.member.clone(), mesh.board.clone(), controls));
-    let n = mesh.member.world_size;
+    tokio::spawn(accept(setup.listener, setup.lobby, setup.identity.clone(), setup.status.clone(), controls));
+    let n = setup.identity.world_size;
     let mut control = Control {
-        member: mesh.member,
-        addresses: mesh.addresses,
-        board: mesh.board,
+        identity: setup.identity,
+        addresses: setup.addresses,
+        status: setup.status,
         connections: (0..n).map(|_| Connection::Absent).collect(),
-        detector: FailureDetector::new(n, silence),
+        detector: FailureDetector::new(n, heartbeat_timeout),
         events,
         writing: JoinSet::new(),
         opened: 0,
-        news,
+        peer_events,
         greeted: vec![false; n],
-        star: mesh.star.then(|| Star { shrinking: vec![false; n], drained: vec![false; n], ..Star::default() }),
+        star: setup.star.then(|| Star { shrinking: vec![false; n], drained: vec![false; n], ..Star::default() }),
     };
-    for (peer, stream) in mesh.connections.into_iter().enumerate() {
+    for (peer, stream) in setup.connections.into_iter().enumerate() {
         if let Some(stream) = stream {
             control.open(peer, stream);
         }
@@ -104,7 +104,7 @@ pub(crate) async fn run(
         while leaving.is_none() || control.must_linger() {
             tokio::select! {
                 message = outgoing.recv(), if leaving.is_none() => match message {
-                    Some(Outgoing::Goodbye { panicked }) => {
+                    Some(ControlRequest::Goodbye { panicked }) => {
                         let goodbye = Message::Goodbye { panicked };
                         control.leave(&goodbye);
                         let limit = if control.is_hub() { GOODBYE_TIMEOUT } else { LINGER };
@@ -148,11 +148,11 @@ async fn wait_until(instant: Option<tokio::time::Instant>) {
     }
 }
 
-/// The state of the control thread, besides the board.
+/// The state of the control thread, besides the status.
 struct Control {
-    member: Member,
+    identity: Identity,
     addresses: Vec<SocketAddr>,
-    board: Arc<Board>,
+    status: Arc<GroupStatus>,
     /// The connection to each peer, by rank.
     connections: Vec<Connection>,
     detector: FailureDetector,
@@ -160,7 +160,7 @@ struct Control {
     writing: JoinSet<()>,
     /// Number of connections opened so far.
     opened: usize,
-    news: UnboundedSender<RankEvent>,
+    peer_events: UnboundedSender<RankEvent>,
     /// By rank: whether a message has arrived on a connection to this rank.
     greeted: Vec<bool>,
     star: Option<Star>,
@@ -168,7 +168,7 @@ struct Control {
 
 impl Control {
     fn rank(&self) -> usize {
-        self.member.rank
+        self.identity.rank
     }
 
     /// Whether this rank relays the messages of the others.
@@ -219,22 +219,22 @@ impl Control {
     }
 
     /// Handles a request from the threads that run operations.
-    fn handle_outgoing(&mut self, outgoing: Outgoing) {
+    fn handle_outgoing(&mut self, outgoing: ControlRequest) {
         match outgoing {
-            Outgoing::Calling(site) => {
+            ControlRequest::Calling(site) => {
                 self.announce(site.sequence, Message::Calling(site));
             }
-            Outgoing::Called(peer, site) => self.answer(peer, site),
-            Outgoing::Failed(error, completed) => self.fail(Message::Failed(error, completed)),
-            Outgoing::Invites(peer, invitation) => self.send(peer, Message::Invites(invitation)),
-            Outgoing::ShrinkMessage(word) => {
+            ControlRequest::Called(peer, site) => self.answer(peer, site),
+            ControlRequest::Failed(error, completed) => self.fail(Message::Failed(error, completed)),
+            ControlRequest::Invites(peer, invitation) => self.send(peer, Message::Invites(invitation)),
+            ControlRequest::ShrinkMessage(message) => {
                 self.form_mesh();
-                let message = Message::ShrinkMessage(word);
+                let message = Message::ShrinkMessage(message);
                 self.fan_out(&Frame::Own(message.clone()), None);
                 self.star.iter_mut().for_each(|star| star.replay.push(message.clone()));
             }
             // `run` handles it.
-            Outgoing::Goodbye { .. } => {}
+            ControlRequest::Goodbye { .. } => {}
         }
     }
 
@@ -253,7 +253,7 @@ impl Control {
         let (reader, writer) = stream.into_split();
         let (frames, queue) = unbounded_channel();
         self.opened += 1;
-        tokio::spawn(read((peer, self.opened), reader, self.board.clone(), self.events.clone()));
+        tokio::spawn(read((peer, self.opened), reader, self.status.clone(), self.events.clone()));
         self.writing.spawn(write(writer, queue));
         self.connections[peer] = Connection::Open(Writer::new(frames, self.opened));
     }
@@ -271,7 +271,7 @@ impl Control {
                 let star = self.star.as_ref();
                 if ended && star.is_some_and(|star| matches!(star.hub, Hub::Left(_))) {
                     // It left or died after rank 0, which could not report it.
-                    self.board.left(peer);
+                    self.status.mark_left(peer);
                 }
                 let uncertain = star.is_some_and(|star| star.uncertain);
                 self.disconnected(peer, reason, ended && self.all_begun() && !uncertain);
@@ -284,17 +284,17 @@ impl Control {
     /// The connection to `peer` has ended, or none could be made. `ended`: most likely the peer has ended too.
     fn disconnected(&mut self, peer: usize, reason: String, ended: bool) {
         self.connections[peer] = Connection::Closed;
-        let fresh = self.board.mark_lost(peer, reason.clone());
-        // The receiver is gone if this rank is about to leave. The same holds wherever `news` is sent.
-        let _ = self.news.send((peer, if ended { PeerEvent::Closed } else { PeerEvent::Silent }));
+        let fresh = self.status.mark_lost(peer, reason.clone());
+        // The receiver is gone if this rank is about to leave. The same holds wherever `peer_events` is sent.
+        let _ = self.peer_events.send((peer, if ended { PeerEvent::Closed } else { PeerEvent::Silent }));
         self.report_loss(peer, reason, ended, fresh);
     }
 
     /// Handles a message that `peer` sent on its own connection to this rank.
     fn handle_message(&mut self, peer: usize, message: Message) {
         match &message {
-            Message::ShrinkMessage(word) => {
-                let _ = self.news.send((peer, PeerEvent::Said(word.clone())));
+            Message::ShrinkMessage(message) => {
+                let _ = self.peer_events.send((peer, PeerEvent::Message(message.clone())));
                 self.star.iter_mut().for_each(|star| star.shrinking[peer] = true);
                 // The other ranks must receive it too, and it is not relayed.
                 self.form_mesh();
@@ -305,7 +305,7 @@ impl Control {
             Message::Goodbye { panicked } => {
                 let panicked = *panicked;
                 self.connections[peer] = Connection::Closed;
-                let _ = self.news.send((peer, PeerEvent::Left));
+                let _ = self.peer_events.send((peer, PeerEvent::Left));
                 if self.is_hub() && !self.star.as_ref().is_some_and(|star| star.shrinking[peer]) {
                     let from = peer as u32;
                     self.fan_out(&Frame::Relayed { from, message: message.clone() }, Some(peer));
@@ -315,7 +315,7 @@ impl Control {
             }
             _ => {}
         }
-        if let Some(Message::Called(mine)) = hear(&self.board, peer, message) {
+        if let Some(Message::Called(mine)) = apply_message(&self.status, peer, message) {
             self.answer(peer, mine);
         }
     }
@@ -332,7 +332,7 @@ impl Control {
             if tick.beats {
                 writer.send(Frame::Own(Message::Heartbeat));
             }
-            if self.detector.check(peer, &self.board) {
+            if self.detector.check(peer, &self.status) {
                 self.declare_lost(peer);
             }
         }
@@ -344,14 +344,14 @@ impl Control {
     /// `peer` was silent for too long. Its connection stays: the peer may still learn that the others continue without
     /// it.
     fn declare_lost(&mut self, peer: usize) {
-        let reason = "nothing arrived from it for too long (BONFIRE_SILENCE), though its connection is open: it is \
-                      stopped, or the network between is down";
+        let reason = "nothing arrived from it for too long (BONFIRE_HEARTBEAT_TIMEOUT), though its connection is \
+                      open: it is stopped, or the network between is down";
         if peer == 0 {
             self.star.iter_mut().for_each(|star| star.uncertain = true);
         }
         // A peer that is known to be gone is not reported as silent.
-        if self.board.mark_lost(peer, reason.into()) {
-            let _ = self.news.send((peer, PeerEvent::Silent));
+        if self.status.mark_lost(peer, reason.into()) {
+            let _ = self.peer_events.send((peer, PeerEvent::Silent));
             self.report_loss(peer, reason.into(), false, true);
         }
     }

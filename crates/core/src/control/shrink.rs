@@ -11,7 +11,7 @@ use super::invitation::Endpoint;
 pub(crate) struct Membership {
     pub members: BTreeSet<usize>,
     /// Ranks that have certainly ended and continue in no other group.
-    pub gone: BTreeSet<usize>,
+    pub ended: BTreeSet<usize>,
     /// Distinguishes attempts to connect the same members: a rank that gives one up proposes the next.
     pub attempt: u32,
 }
@@ -19,7 +19,7 @@ pub(crate) struct Membership {
 /// A shrink message.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum ShrinkMessage {
-    /// The sender proposes this membership, and accepts the members' connections at this door.
+    /// The sender proposes this membership, and accepts the members' connections at this endpoint.
     Proposes(Membership, Endpoint),
     /// The sender's end of the group with this membership is ready.
     Formed(Membership),
@@ -30,7 +30,7 @@ pub(crate) enum ShrinkMessage {
 /// A peer's shrink message, or a change in its state, for a rank that shrinks the group.
 #[derive(Debug)]
 pub(crate) enum PeerEvent {
-    Said(ShrinkMessage),
+    Message(ShrinkMessage),
     /// It sent a goodbye.
     Left,
     /// Its connection ended.

@@ -25,20 +25,20 @@ fn fuzz_messages() {
         Error::Rendezvous { rank: 1, address: "10.0.0.1:29500".into(), reason: "late".into(), elapsed },
         Error::Mismatch { sequence: 300, calls: vec![(0, call), (1, Call { count: 1001, ..call })] },
         Error::Timeout { site, rank: 1, missing: vec![0, 2], elapsed },
-        Error::PeerLost { site, peer: 2, address: Some("10.0.0.1:1".into()), reason: "gone".into(), elapsed },
+        Error::PeerLost { site, peer: 2, address: Some("10.0.0.1:1".into()), reason: "ended".into(), elapsed },
         Error::Disconnected { site, rank: 1, peer: 2, reason: "it was closed".into(), elapsed },
         Error::Left { site, rank: 3 },
         Error::broken("listening", "no"),
     ];
     let mut messages = errors.map(|error| Message::Failed(error, 7)).to_vec();
-    let standing = Membership { members: [0, 2, 300].into(), gone: [1].into(), attempt: 1 };
-    let proposes = ShrinkMessage::Proposes(standing.clone(), Endpoint { port: 29500, key: u64::MAX });
+    let membership = Membership { members: [0, 2, 300].into(), ended: [1].into(), attempt: 1 };
+    let proposes = ShrinkMessage::Proposes(membership.clone(), Endpoint { port: 29500, key: u64::MAX });
     messages.extend(
-        [proposes, ShrinkMessage::Formed(standing.clone()), ShrinkMessage::Agreed(standing)]
+        [proposes, ShrinkMessage::Formed(membership.clone()), ShrinkMessage::Agreed(membership)]
             .map(Message::ShrinkMessage),
     );
-    let door = Endpoint { port: 1, key: 7 };
-    messages.push(Message::Invites(Invitation { members: vec![300, 0, 2], door }));
+    let endpoint = Endpoint { port: 1, key: 7 };
+    messages.push(Message::Invites(Invitation { members: vec![300, 0, 2], endpoint }));
     messages.extend([Message::Heartbeat, Message::Calling(site), Message::Called(site)]);
     messages.extend([false, true].map(|panicked| Message::Goodbye { panicked }));
     let mut frames: Vec<Frame> = messages.iter().cloned().map(Frame::Own).collect();

@@ -4,10 +4,10 @@ use std::time::{Duration, Instant};
 
 use tokio::sync::mpsc::UnboundedSender;
 
-use super::board::{Board, verdict};
-use super::message::Outgoing;
-use crate::sync::{Deadline, NAP, STALL, SlowWaitWarning};
-use crate::types::{Call, Error, Fault, Ranks, Site};
+use super::message::ControlRequest;
+use super::status::{GroupStatus, find_mismatch};
+use crate::sync::{Deadline, MIN_SLEEP, STALL_TIMEOUT, SlowWaitWarning};
+use crate::types::{Call, Error, Fault, RankList, Site};
 
 /// Once a mismatch is certain, how long to wait for the calls of the remaining ranks before it is reported.
 const GRACE: Duration = Duration::from_secs(2);
@@ -17,28 +17,28 @@ const POLL: Duration = Duration::from_millis(20);
 /// Monitors one operation on behalf of a thread that waits in it.
 pub(crate) struct Watch<'a> {
     rank: usize,
-    board: &'a Board,
-    control: &'a UnboundedSender<Outgoing>,
+    status: &'a GroupStatus,
+    control: &'a UnboundedSender<ControlRequest>,
     tag: &'a Site,
     deadline: &'a Deadline,
     /// Set once the operation has stalled. In a collective, the peers are asked for their calls then.
     stalled: bool,
-    patience: SlowWaitWarning<'a>,
+    slow_wait: SlowWaitWarning<'a>,
 }
 
 impl<'a> Watch<'a> {
     pub fn new(
         rank: usize,
-        board: &'a Board,
-        control: &'a UnboundedSender<Outgoing>,
+        status: &'a GroupStatus,
+        control: &'a UnboundedSender<ControlRequest>,
         tag: &'a Site,
         deadline: &'a Deadline,
     ) -> Self {
-        Watch { rank, board, control, tag, deadline, stalled: false, patience: SlowWaitWarning::until(deadline) }
+        Watch { rank, status, control, tag, deadline, stalled: false, slow_wait: SlowWaitWarning::until(deadline) }
     }
 
-    pub fn board(&self) -> &'a Board {
-        self.board
+    pub fn status(&self) -> &'a GroupStatus {
+        self.status
     }
 
     pub fn remaining(&self) -> Duration {
@@ -47,26 +47,26 @@ impl<'a> Watch<'a> {
 
     /// Whether the group failed in a later operation. The wake descriptor then stays readable and must be ignored.
     pub fn deaf(&self) -> bool {
-        self.board.failure().is_some() && self.board.failure_in(self.tag).is_none()
+        self.status.failure().is_some() && self.status.failure_in(self.tag).is_none()
     }
 
     /// Returns how long to wait before the next [`tick`](Watch::tick).
     pub fn pause(&self) -> Duration {
         // Ask well before the deadline, so that the answers have arrived when its error names the missing ranks.
-        let next = if self.stalled { POLL } else { STALL.min(self.deadline.tenth()) };
-        next.min(self.deadline.remaining()).max(NAP)
+        let next = if self.stalled { POLL } else { STALL_TIMEOUT.min(self.deadline.tenth()) };
+        next.min(self.deadline.remaining()).max(MIN_SLEEP)
     }
 
     /// Call this when nothing has moved for a pause while the thread waits for `peer`. Checks for a failure of the
     /// group, asks the peers for their calls, warns about a long wait, and returns an error at the deadline.
     pub fn tick(&mut self, peer: usize) -> Result<(), Fault> {
-        if let Some(fault) = self.board.failure_in(self.tag) {
+        if let Some(fault) = self.status.failure_in(self.tag) {
             return Err(fault);
         }
         self.ask_peers();
-        let calls = self.board.calls(self.rank, self.tag.sequence, self.tag.call);
+        let calls = self.status.calls(self.rank, self.tag.sequence, self.tag.call);
         if self.is_collective()
-            && let Some(error) = verdict(self.tag.sequence, &calls)
+            && let Some(error) = find_mismatch(self.tag.sequence, &calls)
         {
             return Err(Fault::Failed(error));
         }
@@ -80,8 +80,8 @@ impl<'a> Watch<'a> {
             return Err(Fault::Timeout { missing: missing() });
         }
         let site = Site { call: self.tag.call, sequence: self.tag.sequence };
-        let waiting = || format!("in {site} for {}", Ranks(&missing()));
-        self.patience.warn(self.rank, waiting);
+        let waiting = || format!("in {site} for {}", RankList(&missing()));
+        self.slow_wait.warn(self.rank, waiting);
         Ok(())
     }
 
@@ -99,13 +99,13 @@ impl<'a> Watch<'a> {
     pub fn disagree(&mut self, seen: &[(usize, Call)]) -> Fault {
         self.ask_peers();
         let until = Instant::now() + GRACE.min(self.deadline.remaining());
-        let known = || self.board.calls(self.rank, self.tag.sequence, self.tag.call);
-        self.board.sleep(until, || self.board.failure_in(self.tag).is_some() || known().iter().all(Option::is_some));
-        if let Some(fault) = self.board.failure_in(self.tag) {
+        let known = || self.status.calls(self.rank, self.tag.sequence, self.tag.call);
+        self.status.sleep(until, || self.status.failure_in(self.tag).is_some() || known().iter().all(Option::is_some));
+        if let Some(fault) = self.status.failure_in(self.tag) {
             return fault;
         }
         let calls = known();
-        verdict(self.tag.sequence, &calls).map(Fault::Failed).unwrap_or_else(|| {
+        find_mismatch(self.tag.sequence, &calls).map(Fault::Failed).unwrap_or_else(|| {
             let mut calls: Vec<_> = calls.iter().enumerate().filter_map(|(r, call)| Some((r, (*call)?))).collect();
             calls.retain(|(rank, _)| seen.iter().all(|(other, _)| other != rank));
             calls.extend(seen);
@@ -123,7 +123,7 @@ impl<'a> Watch<'a> {
     fn ask_peers(&mut self) {
         if !self.stalled && self.is_collective() {
             let site = Site { call: self.tag.call, sequence: self.tag.sequence };
-            let _ = self.control.send(Outgoing::Calling(site));
+            let _ = self.control.send(ControlRequest::Calling(site));
         }
         self.stalled = true;
     }

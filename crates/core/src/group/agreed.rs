@@ -31,7 +31,7 @@ pub trait Agreement {
 
     /// Gathers a value from every rank. Returns all values in rank order, or the error of the lowest rank that has one:
     /// the same result on all ranks.
-    fn tell_all<T: Serialize + DeserializeOwned>(&self, own: Result<T, Error>) -> Result<Vec<T>, Error>;
+    fn all_gather_results<T: Serialize + DeserializeOwned>(&self, own: Result<T, Error>) -> Result<Vec<T>, Error>;
 
     /// Poisons the group because this rank cannot continue in it, so that no rank waits for it. Returns the error that
     /// poisoned the group, which may be an earlier one.
@@ -53,7 +53,7 @@ impl<T> Agreed<T> {
     /// `run`. `finish` may ask for failures that the operation may not survive. Its error poisons the group.
     pub fn wait(self, finish: impl FnOnce(T, &dyn Fn() -> Option<Error>) -> Result<(), Error>) -> Result<(), Error> {
         let Some((started, site, deadline)) = self.work.wait().map_err(|(error, _)| error)? else { return Ok(()) };
-        let outcome = finish(started, &|| self.core.trouble(site, &deadline));
+        let outcome = finish(started, &|| self.core.known_failure(site, &deadline));
         outcome.map_err(|error| self.core.abort_after(error, site.sequence))
     }
 }
@@ -78,7 +78,7 @@ impl Agreement for Group {
     }
 
     #[track_caller]
-    fn tell_all<T: Serialize + DeserializeOwned>(&self, own: Result<T, Error>) -> Result<Vec<T>, Error> {
+    fn all_gather_results<T: Serialize + DeserializeOwned>(&self, own: Result<T, Error>) -> Result<Vec<T>, Error> {
         let codec_error = |error: postcard::Error| Error::io("encoding or decoding the values of all ranks", error);
         let bytes = postcard::to_stdvec(&own).map_err(codec_error)?;
         let (all, sizes) = self.all_gather_v(&bytes)?;
@@ -192,7 +192,7 @@ mod tests {
                     let rank = group.rank();
                     let own =
                         if bad.contains(&rank) { Err(Error::Config(rank.to_string())) } else { Ok(vec![rank; rank]) };
-                    group.tell_all(own)
+                    group.all_gather_results(own)
                 })
             });
             ranks.collect::<Vec<_>>().into_iter().map(|rank| rank.join().unwrap()).collect::<Vec<_>>()

@@ -14,11 +14,11 @@ use crate::plan::{self, Selection};
 #[cfg(unix)]
 use crate::rendezvous::env::unknown_variables;
 #[cfg(unix)]
-use crate::rendezvous::{Launched, Medium};
+use crate::rendezvous::{Launched, TransportKind};
 #[cfg(unix)]
 use crate::report;
-use crate::transport::threads::Local;
-use crate::transport::{Base, Engines, Transport};
+use crate::transport::threads::ThreadEndpoint;
+use crate::transport::{Engines, GroupEndpoint, Transport};
 use crate::types::Error;
 
 /// The default deadline of an operation: long enough for a rank that evaluates or saves.
@@ -109,13 +109,14 @@ impl Builder {
         }
         let session = random()?;
         let limits = (self.deadline, self.hang_timeout);
-        let group = |local| Group::of(Core::new(Base::threads(local, session), self.algorithms.clone()), limits, None);
-        Ok(Local::group(world_size).into_iter().map(group).collect())
+        let group =
+            |local| Group::of(Core::new(GroupEndpoint::threads(local, session), self.algorithms.clone()), limits, None);
+        Ok(ThreadEndpoint::group(world_size).into_iter().map(group).collect())
     }
 
     /// Creates a group on a custom transport; see [`Group::on`].
     pub fn on(self, transport: Arc<dyn Transport>) -> Group {
-        let base = Base { transport, near: Engines::None, session: None, regroup: None };
+        let base = GroupEndpoint { transport, engines: Engines::None, session: None, regroup: None };
         Group::of(Core::new(base, self.algorithms), (self.deadline, self.hang_timeout), None)
     }
 }
@@ -139,9 +140,10 @@ impl Group {
     /// Bonfire's variables, and these over the launcher's. Bonfire's variables are `BONFIRE_RANK`,
     /// `BONFIRE_WORLD_SIZE`, `BONFIRE_ADDRESS` and, if needed, `BONFIRE_HOST` or `BONFIRE_IFACE` (see
     /// [`Builder::host`]), `BONFIRE_SECRET_FILE` or `BONFIRE_SECRET` (see [`Builder::secret`]), `BONFIRE_TRANSPORT`
-    /// (see [`Medium`](crate::Medium)), `BONFIRE_ALGORITHMS` (see [`Selection`]), `BONFIRE_TCP_CONNECTIONS` (see
-    /// [`Builder::tcp_connections`]), `BONFIRE_SILENCE` (seconds, see [`Builder::silence`]), `BONFIRE_DEADLINE`
-    /// and `BONFIRE_HANG_TIMEOUT` (seconds, see [`Builder::deadline`] and [`Builder::hang_timeout`]).
+    /// (see [`TransportKind`](crate::TransportKind)), `BONFIRE_ALGORITHMS` (see [`Selection`]),
+    /// `BONFIRE_TCP_CONNECTIONS` (see [`Builder::tcp_connections`]), `BONFIRE_HEARTBEAT_TIMEOUT` (seconds, see
+    /// [`Builder::heartbeat_timeout`]), `BONFIRE_DEADLINE` and `BONFIRE_HANG_TIMEOUT` (seconds, see
+    /// [`Builder::deadline`] and [`Builder::hang_timeout`]).
     ///
     /// # Errors
     /// [`Error::Config`] if variables are missing, malformed or contradict each other; otherwise see
@@ -248,8 +250,8 @@ impl Builder {
 
     /// For tests: the largest group whose ranks are all connected to each other from the start. Rank 0's value applies.
     #[doc(hidden)]
-    pub fn mesh(mut self, ranks: usize) -> Self {
-        self.settings.mesh = ranks;
+    pub fn full_mesh_limit(mut self, ranks: usize) -> Self {
+        self.settings.full_mesh_limit = ranks;
         self
     }
 
@@ -259,27 +261,27 @@ impl Builder {
         self
     }
 
-    /// Sets how long a peer may be silent before it is declared lost: 5 s unless set here or by `BONFIRE_SILENCE`
-    /// (seconds), and at least 3 s; fractions of a second do not count. Every rank sends every other (in groups of more
-    /// than 16 ranks, rank 0) a heartbeat once a second, from a thread of its own, so a rank that computes is not
-    /// silent. A rank that was stopped is, and so is one behind an unplugged cable. Use a longer time if ranks are
-    /// halted in a debugger.
-    pub fn silence(mut self, silence: Duration) -> Self {
-        self.settings.silence = silence;
+    /// Sets how long a peer may be silent before it is declared lost: 5 s unless set here or by
+    /// `BONFIRE_HEARTBEAT_TIMEOUT` (seconds), and at least 3 s; fractions of a second do not count. Every rank sends
+    /// every other (in groups of more than 16 ranks, rank 0) a heartbeat once a second, from a thread of its own, so a
+    /// rank that computes is not silent. A rank that was stopped is, and so is one behind an unplugged cable. Use a
+    /// longer time if ranks are halted in a debugger.
+    pub fn heartbeat_timeout(mut self, heartbeat_timeout: Duration) -> Self {
+        self.settings.heartbeat_timeout = heartbeat_timeout;
         self
     }
 
     /// Sets what carries the operations; also set by `BONFIRE_TRANSPORT` (`auto`, `tcp`, `shm`, `mpi` or
-    /// `mpi-blocking`; see [`Medium`]). The default is shared memory among the ranks of a host and TCP between hosts.
-    /// `shm` requires all ranks to be on one host and is an error otherwise; `tcp` means TCP everywhere.
+    /// `mpi-blocking`; see [`TransportKind`]). The default is shared memory among the ranks of a host and TCP between
+    /// hosts. `shm` requires all ranks to be on one host and is an error otherwise; `tcp` means TCP everywhere.
     ///
     /// Ranks are on one host if they can all open the same shared memory segment: on one machine, in one network
     /// namespace, as one user. Either all ranks of a host use the segment or none does. What the ranks of a host
     /// contribute to an operation crosses to other hosts as if they were one rank. Messages between two ranks,
     /// all_to_all_v, and operations for which [`algorithms`](Self::algorithms) selects an algorithm go over TCP. So do,
     /// on several hosts, all_to_all, gather, scatter, variable-size parts and means of integers.
-    pub fn transport(mut self, medium: Medium) -> Self {
-        self.settings.medium = medium;
+    pub fn transport(mut self, kind: TransportKind) -> Self {
+        self.settings.kind = kind;
         self
     }
 
@@ -316,7 +318,7 @@ impl Builder {
     }
 
     fn connect_group(self) -> Result<Group, Error> {
-        let by_mpi = self.settings.medium.is_mpi();
+        let by_mpi = self.settings.kind.is_mpi();
         if !by_mpi {
             self.settings.check()?;
             self.settings.announce();
@@ -326,12 +328,12 @@ impl Builder {
         } else {
             let mut settings = self.settings.clone();
             if !self.algorithms.is_native_anywhere() && !by_mpi {
-                if settings.medium == Medium::Shm {
+                if settings.kind == TransportKind::Shm {
                     let reason = "all algorithms are plans, which run over TCP, but the transport is required to be \
                                   shared memory: drop one of the two, or set native for some sizes";
                     return Err(Error::Config(reason.into()));
                 }
-                settings.medium = Medium::Tcp;
+                settings.kind = TransportKind::Tcp;
             }
             settings.algorithms = self.algorithms.to_string();
             let core = Core::new(crate::rendezvous::connect(&settings)?, self.algorithms);
@@ -362,7 +364,7 @@ impl Builder {
         if count == 0 {
             return wrong("a process needs at least one rank");
         }
-        if self.settings.medium.is_mpi() {
+        if self.settings.kind.is_mpi() {
             return match count {
                 1 => self.connect().map(|group| vec![group]),
                 _ => wrong("MPI's ranks are processes: start one process for each device, and pass 1"),

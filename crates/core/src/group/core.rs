@@ -11,7 +11,7 @@ use super::turn::{TicketLock, Turn};
 use super::workspace::Workspace;
 use crate::plan::Selection;
 use crate::sync::{Deadline, Mutex, lock};
-use crate::transport::{Base, Regroup};
+use crate::transport::{GroupEndpoint, Regroup};
 use crate::types::{Call, Error, Fault, Site};
 
 /// State shared by the handles and the started operations of a group.
@@ -33,12 +33,12 @@ pub struct Core {
 }
 
 impl Core {
-    pub(super) fn new(base: Base, algorithms: Selection) -> Core {
-        let Base { transport, near, session, regroup } = base;
+    pub(super) fn new(base: GroupEndpoint, algorithms: Selection) -> Core {
+        let GroupEndpoint { transport, engines, session, regroup } = base;
         Core {
             workspace: Mutex::new(Workspace::new(transport.world_size())),
             completed: AtomicU64::new(0),
-            executor: Executor { transport, near, algorithms },
+            executor: Executor { transport, engines, algorithms },
             queue: TicketLock::default(),
             failure: OnceLock::new(),
             session,
@@ -172,11 +172,12 @@ impl Core {
 
     /// Returns a failure or a lost rank, if there is any, that an operation which all ranks have begun may not survive.
     /// Mismatches are left out, since they concern later operations.
-    pub fn trouble(&self, site: Site, deadline: &Deadline) -> Option<Error> {
+    pub fn known_failure(&self, site: Site, deadline: &Deadline) -> Option<Error> {
         let is_mismatch = |error: &Error| matches!(error, Error::Mismatch { .. });
         let failure = self.failure.get().filter(|error| !is_mismatch(error)).cloned();
         failure.or_else(|| {
-            Some(self.error(site, self.executor.transport.trouble()?, deadline)).filter(|error| !is_mismatch(error))
+            Some(self.error(site, self.executor.transport.known_failure()?, deadline))
+                .filter(|error| !is_mismatch(error))
         })
     }
 

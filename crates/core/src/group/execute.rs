@@ -45,7 +45,7 @@ impl Task<'_> {
 /// Executes a group's operations on its transport.
 pub(super) struct Executor {
     pub transport: Arc<dyn Transport>,
-    pub near: Engines,
+    pub engines: Engines,
     pub algorithms: Selection,
 }
 
@@ -80,13 +80,13 @@ impl Executor {
     #[inline]
     fn begin(&self, site: &Site) -> Result<Option<Algorithm>, Fault> {
         self.transport.begin(site)?;
-        Ok(self.algorithms.plan(&site.call, self.transport.world_size(), self.near.is_some()))
+        Ok(self.algorithms.plan(&site.call, self.transport.world_size(), self.engines.is_some()))
     }
 
     /// Lets an engine compare the calls of an operation that runs without it.
     #[inline]
     fn agree_before_plan(&self, site: &Site, deadline: &Deadline) -> Result<(), Fault> {
-        if let Engines::AllRanks(engine) = &self.near {
+        if let Engines::AllRanks(engine) = &self.engines {
             engine.agree_before_plan(site, deadline)?;
         }
         Ok(())
@@ -103,15 +103,15 @@ impl Executor {
         deadline: &Deadline,
     ) -> Result<(), Fault> {
         let algorithm = self.begin(site)?;
-        if let (Engines::AllRanks(engine), None) = (&self.near, algorithm)
-            && engine.serves(&site.call)
+        if let (Engines::AllRanks(engine), None) = (&self.engines, algorithm)
+            && engine.supports(&site.call)
         {
             return engine.run(site, &mut buffers, deadline);
         }
         self.agree_before_plan(site, deadline)?;
         #[cfg(all(feature = "shm", target_os = "linux"))]
-        if let (Engines::PerHost(hosts), None) = (&self.near, algorithm)
-            && hosts::serves(&site.call)
+        if let (Engines::PerHost(hosts), None) = (&self.engines, algorithm)
+            && hosts::supports(&site.call)
         {
             return hosts::run(&*self.transport, workspace, hosts, site, &mut buffers, deadline);
         }

@@ -48,10 +48,10 @@ pub(super) struct Lineage {
 ///
 /// # Failures
 /// Every call but the `start_` forms blocks until its operation is complete or has failed. It fails at its
-/// [deadline](Self::deadline) at the latest, 300 s unless set, which starts at the call. Between processes, a
-/// rank that dies is noticed at once, and one that is stopped or unreachable after 5 s
-/// ([`Builder::silence`](crate::Builder::silence)). Threads and MPI have no heartbeats: there the deadline decides, and
-/// MPI's launcher ends the job of a process that dies.
+/// [deadline](Self::deadline) at the latest, 300 s unless set, which starts at the call. Between processes, a rank that
+/// dies is noticed at once, and one that is stopped or unreachable after 5 s
+/// ([`Builder::heartbeat_timeout`](crate::Builder::heartbeat_timeout)). Threads and MPI have no heartbeats: there the
+/// deadline decides, and MPI's launcher ends the job of a process that dies.
 ///
 /// The first failure of an operation poisons the group on all ranks: every later call returns that first error. The
 /// contents of the buffers that the failed operation writes are then unspecified. [`shrink`](Self::shrink) continues
@@ -90,7 +90,8 @@ impl Drop for DropGuard {
             progress.finish();
         }
         if let Some(attachment) = lock(&self.attachment).take() {
-            let gone = self.core.executor.transport.trouble().is_some_and(|fault| !matches!(fault, Fault::Left { .. }));
+            let gone =
+                self.core.executor.transport.known_failure().is_some_and(|fault| !matches!(fault, Fault::Left { .. }));
             if gone || self.core.failure().is_some() {
                 attachment.part();
             }
@@ -173,7 +174,7 @@ impl Group {
     /// [`Builder::algorithms`](crate::Builder::algorithms) or the environment set. [`Selection::default`] for
     /// operations without a choice, such as `send`.
     pub fn algorithms(&self, operation: Operation) -> Selection {
-        self.core.executor.algorithms.in_effect(operation, self.world_size(), self.core.executor.near.is_some())
+        self.core.executor.algorithms.in_effect(operation, self.world_size(), self.core.executor.engines.is_some())
     }
 
     /// Allocates a zeroed buffer of `len` elements in the memory that suits this group: shared memory if all its ranks
@@ -192,7 +193,7 @@ impl Group {
     /// # Errors
     /// [`Error::Io`] if the system does not have the memory; the group stays usable.
     pub fn allocate<T: Element>(&self, len: usize) -> Result<Buffer<T>, Error> {
-        Buffer::new(len, |bytes| self.core.executor.near.allocate(bytes))
+        Buffer::new(len, |bytes| self.core.executor.engines.allocate(bytes))
     }
 
     /// Creates this rank's handle with a deadline and a hang timeout.

@@ -38,7 +38,7 @@ const MIN_RAILS_BYTES: usize = 64 << 10;
 /// Whether the operation runs here. Others run between all ranks over TCP: all_to_all, gather and scatter, in which
 /// every rank has different data for every other; parts of sizes that callers give; and means of integers, whose
 /// accumulators are up to eight times as wide as what crosses otherwise.
-pub(super) fn serves(call: &Call) -> bool {
+pub(super) fn supports(call: &Call) -> bool {
     let shared =
         !matches!(call.operation, Operation::AllToAll | Operation::AllToAllV | Operation::Gather | Operation::Scatter);
     shared && !call.is_sized() && call.reduction.is_none_or(|op| partial_dtype(call.dtype, op).is_some())
@@ -52,7 +52,7 @@ fn partial_dtype(dtype: DType, op: ReduceOp) -> Option<DType> {
     }
 }
 
-/// Runs an operation that [`serves`] accepts.
+/// Runs an operation that [`supports`] accepts.
 pub(super) fn run(
     transport: &dyn Transport,
     workspace: &mut Workspace,
@@ -63,12 +63,13 @@ pub(super) fn run(
 ) -> Result<(), Fault> {
     let call = &site.call;
     let Workspace { plans, scratch: [work, received, rounded], .. } = workspace;
-    let rails = hosts.even().filter(|_| call.operation == Operation::AllReduce && call.bytes() >= MIN_RAILS_BYTES);
+    let rails =
+        hosts.ranks_per_host().filter(|_| call.operation == Operation::AllReduce && call.bytes() >= MIN_RAILS_BYTES);
     // The root is the leader of its host.
     let root = call.root.and_then(|root| hosts.find(root));
     let place = |host| match root {
         Some((at, place)) if at == host => place,
-        _ if rails.is_some() => hosts.place(),
+        _ if rails.is_some() => hosts.local_rank(),
         _ => 0,
     };
     let leader = place(hosts.host());
@@ -165,7 +166,7 @@ impl<'r> Hierarchical<'r> {
     }
 
     fn is_leader(&self) -> bool {
-        self.leader == self.hosts.place()
+        self.leader == self.hosts.local_rank()
     }
 
     fn size(&self) -> usize {
@@ -358,7 +359,7 @@ impl<'r> Hierarchical<'r> {
         let results = if wide.is_some() { results } else { &mut partials[partials_of_block] };
         self.on_host(self.at_leader(self.phase(Operation::Broadcast, block.len())), None, results)?;
         let own = self.own();
-        let earlier = hosts.members(hosts.host())[..hosts.place()].iter();
+        let earlier = hosts.members(hosts.host())[..hosts.local_rank()].iter();
         let before: usize = earlier.map(|rank| partition(call.count, hosts.world_size(), *rank).len()).sum();
         let target = if buffers.input.is_some() { 0..own.len() } else { own.clone() };
         let source = bytes(&(before..before + own.len()), size);
@@ -374,7 +375,7 @@ impl<'r> Hierarchical<'r> {
 
     /// Returns this rank's elements of the whole.
     fn own(&self) -> Range<usize> {
-        let rank = self.hosts.members(self.hosts.host())[self.hosts.place()];
+        let rank = self.hosts.members(self.hosts.host())[self.hosts.local_rank()];
         partition(self.site.call.count, self.hosts.world_size(), rank)
     }
 

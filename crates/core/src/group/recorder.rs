@@ -26,7 +26,7 @@ use std::time::Instant;
 
 use self::clock::Clock;
 use super::record::{CallSite, Message, Record, State};
-use crate::sync::{AtomicPtr, AtomicU64, Ordering, TRIES, fence};
+use crate::sync::{AtomicPtr, AtomicU64, MAX_READ_RETRIES, Ordering, fence};
 use crate::types::{Call, Fingerprint, Site};
 
 /// Operations that a recorder keeps: 64 KiB for each rank of a group. A power of two, so that finding a slot is cheap.
@@ -154,10 +154,10 @@ impl Recorder {
 }
 
 impl Slot {
-    /// Returns the operation in this slot, if there is one. After [`TRIES`] torn reads, with operations overtaking the
-    /// reader each time, the operation is left out.
+    /// Returns the operation in this slot, if there is one. After [`MAX_READ_RETRIES`] torn reads, with operations
+    /// overtaking the reader each time, the operation is left out.
     fn read(&self) -> Option<Record> {
-        (0..TRIES).find_map(|_| self.try_read())?
+        (0..MAX_READ_RETRIES).find_map(|_| self.try_read())?
     }
 
     /// Returns `None` for a torn record, `Some(None)` for an empty slot.

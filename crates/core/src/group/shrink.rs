@@ -10,7 +10,7 @@ use crate::control::hang::HangTimeout;
 #[cfg(unix)]
 use crate::report;
 use crate::sync::Deadline;
-use crate::types::{Apart, Error};
+use crate::types::{Error, ShrinkError};
 
 impl Group {
     /// Creates a group of the surviving ranks, in their old order, numbered from 0, with this group's settings. Every
@@ -21,8 +21,8 @@ impl Group {
     /// stopped. Stopped ranks are left out when they are declared lost. Ranks that are alive are left out after the
     /// [hang timeout](crate::Builder::hang_timeout), if the others are the majority as below: after [`Error::Timeout`]
     /// that is soon for the ranks that the error names. A rank that was left out gets
-    /// [`Apart::Excluded`](crate::error::Apart) when it calls. After an error this may be called again: it continues
-    /// where it was, and counts the time since the first call. A success is final.
+    /// [`ShrinkError::Excluded`](crate::error::ShrinkError) when it calls. After an error this may be called again: it
+    /// continues where it was, and counts the time since the first call. A success is final.
     ///
     /// All ranks that go on are in the same group, whichever ranks were lost (rank 0 included) and whichever are lost
     /// during the call. A rank that is lost after the survivors have agreed is lost to the new group, as at any other
@@ -59,7 +59,7 @@ impl Group {
     pub fn shrink(&self) -> Result<Group, Error> {
         let deadline = Deadline::after(self.deadline());
         let regroup = self.regroup("shrink")?;
-        let busy = || Error::Shrink { rank: self.rank(), why: Apart::Busy, elapsed: deadline.elapsed() };
+        let busy = || Error::Shrink { rank: self.rank(), why: ShrinkError::Busy, elapsed: deadline.elapsed() };
         let _turn = self.core.queue.turn(&deadline).ok_or_else(busy)?;
         if self.core.shrunk.load(Ordering::Relaxed) {
             let reason = "this group was shrunk before: shrink the group that it was shrunk to";

@@ -13,7 +13,7 @@ use super::handle::{Group, Lineage};
 use super::interrupt;
 use super::record::CallSite;
 use crate::sync::Deadline;
-use crate::transport::{Base, Regroup};
+use crate::transport::{GroupEndpoint, Regroup};
 use crate::types::{Call, DType, Error, Operation};
 
 /// # Subgroups
@@ -48,10 +48,10 @@ impl Group {
     ///
     /// # Errors
     /// [`Error::InvalidArgument`], checked in this order, if there are no members, if a member is not a rank of this
-    /// group, or if this rank is not a member; also on a group on a [custom transport](Self::on). [`Error::Members`] if
-    /// two members pass different lists. [`Error::Io`] if the system refuses a socket or a thread. [`Error::Broken`] if
-    /// members cannot connect to each other by the deadline. Otherwise see [`all_reduce`](Group::all_reduce). All but
-    /// `InvalidArgument` poison this group.
+    /// group, or if this rank is not a member; also on a group on a [custom transport](Self::on).
+    /// [`Error::MemberMismatch`] if two members pass different lists. [`Error::Io`] if the system refuses a socket or a
+    /// thread. [`Error::Broken`] if members cannot connect to each other by the deadline. Otherwise see
+    /// [`all_reduce`](Group::all_reduce). All but `InvalidArgument` poison this group.
     #[track_caller]
     pub fn subgroup(&self, members: &[usize]) -> Result<Group, Error> {
         if members.is_empty() {
@@ -167,7 +167,7 @@ impl Core {
         regroup: &dyn Regroup,
         deadline: &Deadline,
         at: CallSite,
-    ) -> Result<Base, Error> {
+    ) -> Result<GroupEndpoint, Error> {
         let call = Call {
             operation: Operation::Subgroup,
             dtype: DType::U8,

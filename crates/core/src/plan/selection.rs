@@ -203,9 +203,9 @@ pub(crate) fn parse(text: &str) -> Result<Selection, String> {
         let table = parse_table(ranges)?;
         for (path, _) in &table.0 {
             if let Path::Plan(algorithm) = path
-                && !algorithm.serves(operation)
+                && !algorithm.supports(operation)
             {
-                let valid: Vec<_> = Algorithm::ALL.iter().copied().filter(|other| other.serves(operation)).collect();
+                let valid: Vec<_> = Algorithm::ALL.iter().copied().filter(|other| other.supports(operation)).collect();
                 return Err(format!("{operation} has no {algorithm}: give native or one of {}", list(&valid)));
             }
         }

@@ -77,7 +77,7 @@ mod tests {
         for (operation, entries) in TWO_RANKS.into_iter().chain(POWERS_OF_TWO).chain(OTHERS) {
             assert_eq!(entries[0].1, 0, "{operation}");
             assert!(entries.is_sorted_by(|(_, from), (_, next)| from < next), "{operation}");
-            assert!(entries.iter().all(|(algorithm, _)| algorithm.serves(operation)), "{operation}");
+            assert!(entries.iter().all(|(algorithm, _)| algorithm.supports(operation)), "{operation}");
         }
     }
 }

@@ -1,9 +1,9 @@
 //! Passes the descriptor of shared memory over a unix socket.
 //!
 //! The socket's name is random, but every process in the network namespace can look it up, including processes of other
-//! containers that share the namespace. The peer must therefore run as the same user and prove, as on every connection,
-//! that it is a rank of this job. Comparing users is not enough: in another container the same number may be another
-//! user.
+//! containers that share the namespace. The peer must therefore run as the same user and dial_blocking, as on every
+//! connection, that it is a rank of this job. Comparing users is not enough: in another container the same number may
+//! be another user.
 
 use std::io::{self, ErrorKind, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -21,7 +21,7 @@ use tokio::io::Interest;
 use tokio::net::{UnixListener, UnixStream};
 use tokio::time::{sleep, timeout};
 
-use crate::auth::{self, AcceptQueue, Member, Prologue, Purpose, RETRY, Refusal};
+use crate::auth::{self, AcceptQueue, Identity, Prologue, Purpose, RETRY, Refusal};
 use crate::control::invitation::random;
 use crate::transport::shm::Segment;
 
@@ -38,27 +38,31 @@ pub(super) fn listen() -> io::Result<(String, UnixListener)> {
 }
 
 /// Sends the descriptor to every process that may have it, until dropped.
-pub(super) async fn serve(listener: &UnixListener, file: Arc<OwnedFd>, member: &Member) -> std::convert::Infallible {
-    let lobby = AcceptQueue::new(member.world_size);
+pub(super) async fn serve(
+    listener: &UnixListener,
+    file: Arc<OwnedFd>,
+    identity: &Identity,
+) -> std::convert::Infallible {
+    let lobby = AcceptQueue::new(identity.world_size);
     loop {
         match listener.accept().await {
             Ok((stream, _)) => {
-                let (file, member) = (file.clone(), member.clone());
+                let (file, identity) = (file.clone(), identity.clone());
                 let send = |stream| async move { send_descriptor(stream, &file).await };
-                lobby.receive("a process that asks for shared memory", authenticate(stream, member), send);
+                lobby.receive("a process that asks for shared memory", authenticate(stream, identity), send);
             }
             Err(_) => sleep(RETRY).await,
         }
     }
 }
 
-async fn authenticate(mut stream: UnixStream, member: Member) -> Result<UnixStream, Refusal> {
+async fn authenticate(mut stream: UnixStream, identity: Identity) -> Result<UnixStream, Refusal> {
     same_user(&stream)?;
     let fits = |opening: &Prologue| match opening.purpose {
-        Purpose::Memory => member.expects(opening),
+        Purpose::Memory => identity.expects(opening),
         purpose => Err(format!("a connection for {purpose:?} does not belong here")),
     };
-    auth::answer(&mut stream, member.secret.as_ref(), member.session, fits).await?;
+    auth::accept_handshake(&mut stream, identity.secret.as_ref(), identity.session, fits).await?;
     Ok(stream)
 }
 
@@ -75,14 +79,14 @@ async fn send_descriptor(mut stream: UnixStream, file: &OwnedFd) -> Result<(), R
 }
 
 /// Attaches to the segment of `ranks` ranks that rank `creator` serves under `name`.
-pub(super) async fn attach(name: &str, creator: usize, member: &Member, ranks: usize) -> io::Result<Segment> {
+pub(super) async fn attach(name: &str, creator: usize, identity: &Identity, ranks: usize) -> io::Result<Segment> {
     let name = SocketAddr::from_abstract_name(name)?;
     let stream = auth::uninterrupted(|| std::os::unix::net::UnixStream::connect_addr(&name))?;
     stream.set_nonblocking(true)?;
     let mut stream = UnixStream::from_std(stream)?;
     same_user(&stream)?;
-    let opening = member.opening(Purpose::Memory, creator, (0, 1));
-    auth::dial(&mut stream, member.secret.as_ref(), opening).await.map_err(io::Error::other)?;
+    let opening = identity.opening(Purpose::Memory, creator, (0, 1));
+    auth::dial(&mut stream, identity.secret.as_ref(), opening).await.map_err(io::Error::other)?;
     let receive = || {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
         let mut control = RecvAncillaryBuffer::new(&mut space);

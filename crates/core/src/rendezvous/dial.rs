@@ -9,7 +9,7 @@ use tokio::net::{TcpListener, TcpSocket, TcpStream, lookup_host};
 use tokio::time::{sleep, timeout};
 
 use super::{Settings, interface};
-use crate::auth::{self, Prologue, Purpose, Refusal, permit};
+use crate::auth::{self, Prologue, Purpose, Refusal, require_secret};
 use crate::types::Error;
 
 /// Time limit of one attempt to connect: the system itself would retry at ever longer intervals.
@@ -130,7 +130,7 @@ pub(super) async fn listen(
 
 /// Listens at all addresses of this machine, of both families if it has both.
 fn listen_everywhere(settings: &Settings, port: u16) -> Result<io::Result<TcpListener>, Error> {
-    permit(settings.secret.as_ref(), &[(Ipv6Addr::UNSPECIFIED, port).into()])?;
+    require_secret(settings.secret.as_ref(), &[(Ipv6Addr::UNSPECIFIED, port).into()])?;
     let listen = |socket: TcpSocket, address: SocketAddr| {
         socket.set_reuseaddr(true)?;
         socket.bind(address)?;
@@ -204,7 +204,7 @@ pub(super) async fn bind(settings: &Settings, start: Instant, address: &str) -> 
 }
 
 async fn bind_to(settings: &Settings, addresses: &[SocketAddr]) -> Result<io::Result<TcpListener>, Error> {
-    permit(settings.secret.as_ref(), addresses)?;
+    require_secret(settings.secret.as_ref(), addresses)?;
     // An error for an address that this machine has is more useful than "address not available" for another one.
     let mut error: Option<io::Error> = None;
     for address in addresses {

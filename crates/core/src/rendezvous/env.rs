@@ -20,7 +20,7 @@ use self::launcher::detect;
 pub use self::unknown::unknown_variables;
 use self::variables::{NamedNumber, RankAndSize, Variables};
 use super::source::{Launched, Missing, Source};
-use super::{Medium, Settings};
+use super::{Settings, TransportKind};
 use crate::sync::{deadline_from_env, seconds_from_env};
 use crate::types::Error;
 
@@ -52,7 +52,7 @@ impl Launched {
                 "BONFIRE_ALGORITHMS",
                 "BONFIRE_DEADLINE",
                 "BONFIRE_HANG_TIMEOUT",
-                "BONFIRE_SILENCE",
+                "BONFIRE_HEARTBEAT_TIMEOUT",
                 "BONFIRE_TRACE",
             ],
         ),
@@ -106,16 +106,17 @@ impl Launched {
 /// Reads the environment through `variable`, which looks up one variable.
 pub fn read(variable: impl Fn(&str) -> Option<String>) -> Result<Environment, Error> {
     let variables = Variables(&variable);
-    let medium = medium(&variable)?;
+    let kind = kind(&variable)?;
     let described = describe(&variables);
     // MPI assigns the ranks itself, so errors in other variables do not count.
-    let settings = if medium.is_mpi() { described.unwrap_or_default() } else { described? };
+    let settings = if kind.is_mpi() { described.unwrap_or_default() } else { described? };
     let settings = Settings {
         host: variables.text("BONFIRE_HOST"),
         interface: variables.text("BONFIRE_IFACE"),
-        medium,
+        kind,
         connections: variables.number("BONFIRE_TCP_CONNECTIONS")?.unwrap_or(settings.connections),
-        silence: seconds_from_env(&variable, "BONFIRE_SILENCE")?.unwrap_or(settings.silence),
+        heartbeat_timeout: seconds_from_env(&variable, "BONFIRE_HEARTBEAT_TIMEOUT")?
+            .unwrap_or(settings.heartbeat_timeout),
         ..settings
     };
     let algorithms = variable("BONFIRE_ALGORITHMS");
@@ -198,10 +199,10 @@ fn missing_reason(variables: &Variables, name: &str) -> String {
     )
 }
 
-fn medium(variable: &impl Fn(&str) -> Option<String>) -> Result<Medium, Error> {
-    let Some(text) = variable("BONFIRE_TRANSPORT") else { return Ok(Medium::Auto) };
-    let medium = Medium::ALL.into_iter().find(|medium| medium.to_string() == text.trim());
-    medium.ok_or_else(|| {
+fn kind(variable: &impl Fn(&str) -> Option<String>) -> Result<TransportKind, Error> {
+    let Some(text) = variable("BONFIRE_TRANSPORT") else { return Ok(TransportKind::Auto) };
+    let kind = TransportKind::ALL.into_iter().find(|kind| kind.to_string() == text.trim());
+    kind.ok_or_else(|| {
         Error::Config(format!("BONFIRE_TRANSPORT is '{text}': give auto, tcp, shm, mpi or mpi-blocking"))
     })
 }

@@ -20,16 +20,16 @@ use tokio::time::{MissedTickBehavior, interval, sleep, sleep_until, timeout, tim
 use super::dial::{FIRST_PAUSE, back_off, bind, dial, listen, listen_at, own_host};
 use super::neighbours::{is_star, neighbours};
 use super::registration::{
-    Answer, Hello, RegisteredRank, Registration, authenticate, common_medium, first_disconnect, hosts, read_hello,
+    Answer, Hello, RegisteredRank, Registration, authenticate, common_transport, first_disconnect, hosts, read_hello,
     refuse, register, report_missing,
 };
-use super::{Medium, Settings, connection_ended};
-use crate::auth::{AcceptQueue, Member, Purpose, RETRY};
+use super::{Settings, TransportKind, connection_ended};
+use crate::auth::{AcceptQueue, Identity, Purpose, RETRY};
 use crate::control::invitation::random;
-use crate::control::{Board, MAX_DATA_CONNECTIONS, Mesh, admit, frame};
+use crate::control::{ControlSetup, GroupStatus, MAX_DATA_CONNECTIONS, admit, frame};
 use crate::report;
 use crate::sync::ENDLESS;
-use crate::types::{Error, Ranks};
+use crate::types::{Error, RankList};
 
 /// How long rank 0 keeps answering after the rendezvous has failed.
 const LINGER: Duration = Duration::from_millis(500);
@@ -40,15 +40,15 @@ const LEEWAY: Duration = Duration::from_secs(1);
 /// Time between two reports of missing ranks, which rank 0 sends to the registered ranks when the list has changed.
 const REPORT_INTERVAL: Duration = Duration::from_secs(1);
 
-/// The result of the rendezvous. All but `mesh` is the same on all ranks.
+/// The result of the rendezvous. All but `full_mesh_limit` is the same on all ranks.
 #[cfg_attr(
     not(all(feature = "shm", target_os = "linux")),
     allow(dead_code, reason = "only sharing memory needs it all")
 )]
 pub(super) struct Joined {
-    pub mesh: Mesh,
-    /// The medium that follows from the requests of all ranks.
-    pub medium: Medium,
+    pub setup: ControlSetup,
+    /// The transport that follows from the requests of all ranks.
+    pub kind: TransportKind,
     /// The host of each rank. Ranks with the same number may be on one host, judging by the names of their machines.
     pub hosts: Vec<usize>,
 }
@@ -65,7 +65,7 @@ pub(super) async fn join(settings: &Settings, start: Instant) -> Result<(Joined,
         match settings.rank {
             0 => coordinate(settings, (start, deadline), &lobby, &waiting_for)
                 .await
-                .map(|joined| (joined, settings.mesh)),
+                .map(|joined| (joined, settings.full_mesh_limit)),
             _ => participate(settings, start, &lobby, &waiting_for).await,
         }
     };
@@ -99,12 +99,12 @@ async fn coordinate(
     waiting_for: &RefCell<String>,
 ) -> Result<Joined, Error> {
     let n = settings.world_size;
-    let board = board(n)?;
+    let status = new_status(n)?;
     let listening = timeout_at(deadline, listen((settings, start), waiting_for)).await;
     let late = |_| Err(settings.failed(start, timed_out(&waiting_for.borrow(), lobby, n)));
     let (listener, announced) = listening.unwrap_or_else(late)?;
     let own = listener.local_addr().map_err(|e| settings.failed(start, e.to_string()))?;
-    let member = Member { secret: settings.secret.clone(), session: random()?, rank: 0, world_size: n };
+    let identity = Identity { secret: settings.secret.clone(), session: random()?, rank: 0, world_size: n };
     let (registrations, mut queue) = unbounded_channel();
     let mut ranks: Vec<Option<RegisteredRank>> = (0..n).map(|_| None).collect();
     // The missing ranks of the last report.
@@ -113,9 +113,9 @@ async fn coordinate(
     let mut refused = String::new();
     while ranks.iter().skip(1).any(Option::is_none) {
         let missing: Vec<usize> = (1..n).filter(|rank| ranks[*rank].is_none()).collect();
-        waiting_for.replace(format!("{} did not come", Ranks(&missing)));
+        waiting_for.replace(format!("{} did not come", RankList(&missing)));
         let problem = tokio::select! {
-            accepted = accept(&listener, lobby, &member, &registrations) => {
+            accepted = accept(&listener, lobby, &identity, &registrations) => {
                 if let Err(e) = accepted {
                     refused = format!(" (cannot accept connections: {e}; see ulimit -n)");
                 }
@@ -124,7 +124,7 @@ async fn coordinate(
             Some(registration) = queue.recv() => register(&mut ranks, &settings.algorithms, registration).err(),
             rank = first_disconnect(&ranks) => {
                 let others: Vec<usize> = missing.into_iter().filter(|other| *other != rank).collect();
-                let others = format!("{} had not", Ranks(&others));
+                let others = format!("{} had not", RankList(&others));
                 Some((format!("rank {rank} closed its connection before all ranks had registered ({others})"), None))
             }
             _ = ticks.tick(), if reported != missing => {
@@ -133,7 +133,7 @@ async fn coordinate(
                 None
             }
             () = sleep_until(deadline) => {
-                let missing = format!("{} did not come{refused}", Ranks(&missing));
+                let missing = format!("{} did not come{refused}", RankList(&missing));
                 Some((timed_out(&missing, lobby, n), None))
             }
         };
@@ -143,7 +143,7 @@ async fn coordinate(
             let latecomers = async {
                 loop {
                     tokio::select! {
-                        _ = accept(&listener, lobby, &member, &registrations) => {}
+                        _ = accept(&listener, lobby, &identity, &registrations) => {}
                         Some((stream, ..)) = queue.recv() => refuse([stream], &reason).await,
                     }
                 }
@@ -152,9 +152,9 @@ async fn coordinate(
             return Err(settings.failed(start, reason));
         }
     }
-    let mediums = ranks.iter().map(|rank| rank.as_ref().map_or(settings.requested_medium(), |rank| rank.medium));
-    let medium = match common_medium(&mediums.collect::<Vec<_>>()) {
-        Ok(medium) => medium,
+    let kinds = ranks.iter().map(|rank| rank.as_ref().map_or(settings.requested_transport(), |rank| rank.kind));
+    let kind = match common_transport(&kinds.collect::<Vec<_>>()) {
+        Ok(kind) => kind,
         Err(reason) => {
             refuse(ranks.into_iter().flatten().map(|rank| rank.stream), &reason).await;
             return Err(settings.failed(start, reason));
@@ -172,22 +172,22 @@ async fn coordinate(
             continue;
         };
         let (addresses, hosts) = (announced.clone(), hosts.clone());
-        let welcome = Answer::Welcome { addresses, medium, hosts, mesh: settings.mesh };
+        let welcome = Answer::Welcome { addresses, kind, hosts, full_mesh_limit: settings.full_mesh_limit };
         frame::write(&mut stream, &welcome)
             .await
             .map_err(|e| settings.failed(start, format!("the connection to rank {rank} ended: {e}")))?;
         connections.push(Some(stream));
     }
-    let star = is_star(n, settings.mesh);
-    let mesh = Mesh { member, addresses, listener, lobby: lobby.clone(), connections, star, board };
-    Ok(Joined { mesh, medium, hosts })
+    let star = is_star(n, settings.full_mesh_limit);
+    let setup = ControlSetup { identity, addresses, listener, lobby: lobby.clone(), connections, star, status };
+    Ok(Joined { setup, kind, hosts })
 }
 
 /// Accepts a connection. A task of its own runs the handshake, reads the hello and sends both to `registrations`.
 async fn accept(
     listener: &TcpListener,
     lobby: &Arc<AcceptQueue>,
-    member: &Member,
+    identity: &Identity,
     registrations: &UnboundedSender<Registration>,
 ) -> io::Result<()> {
     let (stream, address) = match listener.accept().await {
@@ -197,8 +197,8 @@ async fn accept(
             return Err(e);
         }
     };
-    let (registrations, member) = (registrations.clone(), member.clone());
-    lobby.receive(address, authenticate(stream, member), |(stream, opening)| async move {
+    let (registrations, identity) = (registrations.clone(), identity.clone());
+    lobby.receive(address, authenticate(stream, identity), |(stream, opening)| async move {
         // The receiver is gone if the rendezvous has ended.
         let _ = registrations.send(read_hello(stream, opening).await?);
         Ok(())
@@ -232,8 +232,8 @@ async fn participate(
 ) -> Result<(Joined, usize), Error> {
     let (rank, n) = (settings.rank, settings.world_size);
     let machine = machine(settings);
-    let mut member = Member { secret: settings.secret.clone(), session: 0, rank, world_size: n };
-    let opening = member.opening(Purpose::Rendezvous, 0, (0, 1));
+    let mut identity = Identity { secret: settings.secret.clone(), session: 0, rank, world_size: n };
+    let opening = identity.opening(Purpose::Rendezvous, 0, (0, 1));
     let failed = |e: io::Error| settings.failed(start, e.to_string());
     // Before rank 0 is dialled, which waits for a hello for some seconds only: a look-up of the name may take longer.
     let mut listener = match &settings.host {
@@ -243,7 +243,7 @@ async fn participate(
     let mut pause = FIRST_PAUSE;
     let (listener, mut zero, mut answer) = loop {
         let (mut zero, session) = dial((settings, start), &settings.address, opening, waiting_for).await?;
-        member.session = session;
+        identity.session = session;
         let listening = match listener.take() {
             Some(listening) => listening,
             None => bind(settings, start, &own_host(settings, &zero)?).await?,
@@ -253,8 +253,8 @@ async fn participate(
             // This rank listens on all addresses. It announces the one from which it reaches rank 0.
             address.set_ip(zero.local_addr().map_err(failed)?.ip());
         }
-        let (medium, algorithms) = (settings.requested_medium(), settings.algorithms.clone());
-        let hello = Hello { address, medium, algorithms, machine: machine.clone() };
+        let (kind, algorithms) = (settings.requested_transport(), settings.algorithms.clone());
+        let hello = Hello { address, kind, algorithms, machine: machine.clone() };
         waiting_for.replace("rank 0 is there, but some other rank did not come".into());
         let answered = async {
             frame::write(&mut zero, &hello).await?;
@@ -276,15 +276,15 @@ async fn participate(
         }
     };
     let to_zero = zero.peer_addr().map_err(failed)?;
-    let (mut addresses, medium, hosts, mesh) = loop {
+    let (mut addresses, kind, hosts, full_mesh_limit) = loop {
         match answer {
-            Answer::Welcome { addresses, medium, hosts, mesh } if addresses.len() == n && hosts.len() == n => {
-                break (addresses, medium, hosts, mesh);
+            Answer::Welcome { addresses, kind, hosts, full_mesh_limit } if addresses.len() == n && hosts.len() == n => {
+                break (addresses, kind, hosts, full_mesh_limit);
             }
             Answer::Welcome { .. } => return Err(settings.failed(start, "rank 0 answered with another world size")),
             Answer::Refused(reason) => return Err(settings.failed(start, reason)),
             Answer::Waiting(missing) => {
-                drop(waiting_for.replace(format!("rank 0 is there, but {} did not come", Ranks(&missing))));
+                drop(waiting_for.replace(format!("rank 0 is there, but {} did not come", RankList(&missing))));
             }
         }
         let next = frame::expect(&mut zero, Duration::MAX).await;
@@ -295,32 +295,32 @@ async fn participate(
     if addresses[0].ip().is_unspecified() {
         addresses[0] = to_zero;
     }
-    let settings = Settings { mesh, ..settings.clone() };
-    let local = (member, listener, lobby);
+    let settings = Settings { full_mesh_limit, ..settings.clone() };
+    let local = (identity, listener, lobby);
     let connections = connect((&settings, start), local, addresses, &hosts, Some(zero), waiting_for).await?;
-    Ok((Joined { mesh: connections, medium, hosts }, mesh))
+    Ok((Joined { setup: connections, kind, hosts }, full_mesh_limit))
 }
 
 /// Connects a rank to its neighbours at known addresses: dials the lower ones, except for rank 0 if `zero` is
 /// connected, and is dialled by the higher ones. Does not return while a neighbour is missing.
 pub(super) async fn connect(
     (settings, start): (&Settings, Instant),
-    (member, listener, lobby): (Member, TcpListener, &Arc<AcceptQueue>),
+    (identity, listener, lobby): (Identity, TcpListener, &Arc<AcceptQueue>),
     addresses: Vec<SocketAddr>,
     hosts: &[usize],
     mut zero: Option<TcpStream>,
     waiting_for: &RefCell<String>,
-) -> Result<Mesh, Error> {
-    let board = board(member.world_size)?;
-    let wanted = |peer: usize| neighbours((member.rank, peer), hosts, settings.mesh);
+) -> Result<ControlSetup, Error> {
+    let status = new_status(identity.world_size)?;
+    let wanted = |peer: usize| neighbours((identity.rank, peer), hosts, settings.full_mesh_limit);
     // Dials and accepts concurrently, since a rank that dials waits until its connection is accepted.
     let below = async {
         let mut below: Vec<Option<TcpStream>> = Vec::new();
-        for (lower, address) in addresses.iter().enumerate().take(member.rank) {
+        for (lower, address) in addresses.iter().enumerate().take(identity.rank) {
             below.push(match zero.take() {
                 Some(zero) => Some(zero),
                 None if wanted(lower) => {
-                    let opening = member.opening(Purpose::Control, lower, (0, 1));
+                    let opening = identity.opening(Purpose::Control, lower, (0, 1));
                     Some(dial((settings, start), &address.to_string(), opening, waiting_for).await?.0)
                 }
                 None => None,
@@ -328,23 +328,23 @@ pub(super) async fn connect(
         }
         Ok::<_, Error>(below)
     };
-    let above = async { Ok(above(&listener, lobby, &member, &board, wanted, waiting_for).await) };
+    let above = async { Ok(above(&listener, lobby, &identity, &status, wanted, waiting_for).await) };
     let (below, above) = tokio::try_join!(below, above)?;
     let connections = below.into_iter().chain([None]).chain(above).collect();
-    let star = is_star(member.world_size, settings.mesh);
-    Ok(Mesh { member, addresses, listener, lobby: lobby.clone(), connections, star, board })
+    let star = is_star(identity.world_size, settings.full_mesh_limit);
+    Ok(ControlSetup { identity, addresses, listener, lobby: lobby.clone(), connections, star, status })
 }
 
 /// Returns the connections of the ranks above this one, once all that are `wanted` have dialled.
 async fn above(
     listener: &TcpListener,
     lobby: &Arc<AcceptQueue>,
-    member: &Member,
-    board: &Arc<Board>,
+    identity: &Identity,
+    status: &Arc<GroupStatus>,
     wanted: impl Fn(usize) -> bool,
     waiting_for: &RefCell<String>,
 ) -> Vec<Option<TcpStream>> {
-    let (rank, n) = (member.rank, member.world_size);
+    let (rank, n) = (identity.rank, identity.world_size);
     let mut above: Vec<Option<TcpStream>> = (rank + 1..n).map(|_| None).collect();
     let (controls, mut queue) = unbounded_channel();
     loop {
@@ -354,14 +354,14 @@ async fn above(
             return above;
         }
         let own = listener.local_addr().map_or_else(|e| e.to_string(), |own| own.to_string());
-        waiting_for.replace(format!("{} did not connect to rank {rank} at {own}", Ranks(&missing)));
+        waiting_for.replace(format!("{} did not connect to rank {rank} at {own}", RankList(&missing)));
         tokio::select! {
             accepted = listener.accept() => {
                 let Ok((stream, address)) = accepted else {
                     sleep(RETRY).await;
                     continue;
                 };
-                admit(lobby, (stream, address), member, board, &controls);
+                admit(lobby, (stream, address), identity, status, &controls);
                 yield_now().await;
             }
             Some((peer, stream)) = queue.recv() => {
@@ -375,6 +375,6 @@ async fn above(
     }
 }
 
-fn board(world_size: usize) -> Result<Arc<Board>, Error> {
-    Board::new(world_size).map(Arc::new).map_err(|e| Error::io("creating a socket pair", e))
+fn new_status(world_size: usize) -> Result<Arc<GroupStatus>, Error> {
+    GroupStatus::new(world_size).map(Arc::new).map_err(|e| Error::io("creating a socket pair", e))
 }

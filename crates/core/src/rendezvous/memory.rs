@@ -24,14 +24,14 @@ use tokio::time::timeout;
 
 use super::descriptor::{attach, listen, serve};
 use super::join::Joined;
-use super::{Medium, Settings, connection_ended};
-use crate::auth::Member;
-use crate::control::{Mesh, frame};
+use super::{Settings, TransportKind, connection_ended};
+use crate::auth::Identity;
+use crate::control::{ControlSetup, frame};
 use crate::transport::Engines;
 use crate::transport::hosts::Hosts;
 use crate::transport::shm::{Segment, Shm};
 use crate::transport::tcp::Tcp;
-use crate::types::{Error, Ranks};
+use crate::types::{Error, RankList};
 
 /// From the lowest rank of a host: the socket's name, if there is a segment.
 type SocketName = Option<String>;
@@ -80,16 +80,16 @@ impl Shared {
 
 /// Finds out which ranks can share memory, and sets it up. `None` if no ranks share any.
 pub(super) async fn agree(settings: &Settings, start: Instant, joined: &mut Joined) -> Result<Option<Shared>, Error> {
-    let Joined { mesh, medium, hosts } = joined;
+    let Joined { setup, kind, hosts } = joined;
     // If some rank insists, all ranks are tried, so that the error says why they cannot share memory.
-    let candidates = if *medium == Medium::Shm { vec![(0..hosts.len()).collect()] } else { group_by_host(hosts) };
-    if *medium == Medium::Tcp || candidates.iter().all(|members| members.len() == 1) {
+    let candidates = if *kind == TransportKind::Shm { vec![(0..hosts.len()).collect()] } else { group_by_host(hosts) };
+    if *kind == TransportKind::Tcp || candidates.iter().all(|members| members.len() == 1) {
         return Ok(None);
     }
     let (rank, left) = (settings.rank, settings.timeout.saturating_sub(start.elapsed()));
     let agreed = async {
-        let segment = set_up(rank, mesh, *medium, &candidates).await?;
-        agree_on_hosts(rank, mesh, candidates, segment).await
+        let segment = set_up(rank, setup, *kind, &candidates).await?;
+        agree_on_hosts(rank, setup, candidates, segment).await
     };
     let late = |_| Err("timed out while finding out whether the ranks can share memory; allow more time".to_owned());
     timeout(left, agreed).await.unwrap_or_else(late).map_err(|reason| settings.failed(start, reason))
@@ -110,22 +110,22 @@ fn group_by_host(numbers: &[usize]) -> Vec<Vec<usize>> {
 /// Sets up the segment with the ranks that may be on this rank's host. Returns it if all of them have attached it.
 async fn set_up(
     rank: usize,
-    mesh: &mut Mesh,
-    medium: Medium,
+    setup: &mut ControlSetup,
+    kind: TransportKind,
     candidates: &[Vec<usize>],
 ) -> Result<Option<Segment>, String> {
     let Some(members) = candidates.iter().find(|members| members.contains(&rank)) else { return Ok(None) };
-    let (member, n) = (&mesh.member, members.len());
+    let (identity, n) = (&setup.identity, members.len());
     if n == 1 {
         return Ok(None);
     }
-    let connections = mesh.connections.iter_mut().enumerate();
+    let connections = setup.connections.iter_mut().enumerate();
     let mut others = connections.filter(|(peer, _)| members.contains(peer)).filter_map(|(p, c)| Some((p, c.as_mut()?)));
     if members[0] == rank {
-        return share_as_creator(rank, &mut others.collect::<Vec<_>>(), member, medium, Segment::create(n)).await;
+        return share_as_creator(rank, &mut others.collect::<Vec<_>>(), identity, kind, Segment::create(n)).await;
     }
     match others.next() {
-        Some(creator) => share_as_peer(creator, member, n).await,
+        Some(creator) => share_as_peer(creator, identity, n).await,
         None => Ok(None),
     }
 }
@@ -133,12 +133,12 @@ async fn set_up(
 /// Agrees with all ranks on which of the hosts share memory.
 async fn agree_on_hosts(
     rank: usize,
-    mesh: &mut Mesh,
+    setup: &mut ControlSetup,
     candidates: Vec<Vec<usize>>,
     segment: Option<Segment>,
 ) -> Result<Option<Shared>, String> {
     let mut sharing = Vec::new();
-    if let [None, others @ ..] = &mut mesh.connections[..] {
+    if let [None, others @ ..] = &mut setup.connections[..] {
         // The lowest rank of each host reports.
         for members in &candidates {
             sharing.push(match others.get_mut(members[0].wrapping_sub(1)) {
@@ -150,7 +150,7 @@ async fn agree_on_hosts(
         }
         let mut others: Vec<_> = (1..).zip(others.iter_mut().flatten()).collect();
         send_to_all(&mut others, &sharing).await?;
-    } else if let Some(Some(zero)) = mesh.connections.first_mut() {
+    } else if let Some(Some(zero)) = setup.connections.first_mut() {
         if candidates.iter().any(|members| members.len() > 1 && members[0] == rank) {
             frame::write(zero, &segment.is_some()).await.map_err(|e| connection_ended(0, e))?;
         }
@@ -196,8 +196,8 @@ fn resolve_hosts(
 async fn share_as_creator(
     creator: usize,
     peers: &mut [(usize, &mut TcpStream)],
-    member: &Member,
-    medium: Medium,
+    identity: &Identity,
+    kind: TransportKind,
     made: io::Result<(Segment, OwnedFd)>,
 ) -> Result<Option<Segment>, String> {
     let made = made.and_then(|(segment, file)| Ok((segment, file, listen()?)));
@@ -207,22 +207,22 @@ async fn share_as_creator(
         Ok((segment, file, (_, listener))) => {
             let problem = tokio::select! {
                 answers = read_answers(creator, peers) => answers?,
-                never = serve(&listener, Arc::new(file), member) => match never {},
+                never = serve(&listener, Arc::new(file), identity) => match never {},
             };
             (Some(segment), problem)
         }
         Err(e) => (None, Some((format!("rank {creator} cannot create shared memory: {e}"), true))),
     };
-    let verdict = match (&problem, medium) {
+    let verdict = match (&problem, kind) {
         (None, _) => Verdict::Shared,
-        (Some((reason, _)), Medium::Shm) => Verdict::Failed(format!(
+        (Some((reason, _)), TransportKind::Shm) => Verdict::Failed(format!(
             "the ranks cannot share memory, on which some rank insists: {reason}; start all ranks on one host, in one \
              network namespace and as one user, with memory to spare, or set BONFIRE_TRANSPORT to auto or tcp"
         )),
         (Some((reason, unexpected)), _) => {
             let level = if *unexpected { log::Level::Warn } else { log::Level::Info };
             let ranks: Vec<usize> = [creator].into_iter().chain(peers.iter().map(|(rank, _)| *rank)).collect();
-            log::log!(level, "{} use TCP, because they cannot share memory: {reason}", Ranks(&ranks));
+            log::log!(level, "{} use TCP, because they cannot share memory: {reason}", RankList(&ranks));
             Verdict::NotShared
         }
     };
@@ -261,13 +261,13 @@ async fn read_answers(creator: usize, peers: &mut [(usize, &mut TcpStream)]) -> 
 /// Runs any other rank of a host, with the connection to the host's lowest rank.
 async fn share_as_peer(
     (creator, stream): (usize, &mut TcpStream),
-    member: &Member,
+    identity: &Identity,
     ranks: usize,
 ) -> Result<Option<Segment>, String> {
     // The caller limits the time.
     let name = frame::expect::<SocketName>(stream, Duration::MAX).await.map_err(|e| connection_ended(creator, e))?;
     if let Some(name) = name {
-        report_attached((creator, stream), attach(&name, creator, member, ranks).await).await
+        report_attached((creator, stream), attach(&name, creator, identity, ranks).await).await
     } else {
         await_verdict((creator, stream), None).await
     }
@@ -306,8 +306,8 @@ mod tests {
 
     const TIMEOUT: Duration = Duration::from_secs(5);
 
-    fn member(rank: usize, session: u64) -> Member {
-        Member { secret: None, session, rank, world_size: 3 }
+    fn identity(rank: usize, session: u64) -> Identity {
+        Identity { secret: None, session, rank, world_size: 3 }
     }
 
     async fn pair() -> (TcpStream, TcpStream) {
@@ -318,22 +318,27 @@ mod tests {
 
     /// Returns for each of three ranks whether it has the segment, or the error. Rank 1 attaches under `session`. Rank
     /// 2 fails to attach with `failure`, if any.
-    fn try_three(medium: Medium, memory: bool, session: u64, failure: Option<ErrorKind>) -> [Result<bool, String>; 3] {
+    fn try_three(
+        kind: TransportKind,
+        memory: bool,
+        session: u64,
+        failure: Option<ErrorKind>,
+    ) -> [Result<bool, String>; 3] {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         let made = if memory { Segment::create(3) } else { Err(ErrorKind::StorageFull.into()) };
         let all = runtime.block_on(async {
             let ((mut one, mut zero_of_one), (mut two, mut zero_of_two)) = (pair().await, pair().await);
             let second = async {
                 let Some(failure) = failure else {
-                    return share_as_peer((0, &mut zero_of_two), &member(2, 7), 3).await;
+                    return share_as_peer((0, &mut zero_of_two), &identity(2, 7), 3).await;
                 };
                 frame::expect::<SocketName>(&mut zero_of_two, TIMEOUT).await.unwrap();
                 report_attached((0, &mut zero_of_two), Err(failure.into())).await
             };
             let mut peers = [(1, &mut one), (2, &mut two)];
-            let (zero, one) = (member(0, 7), member(1, session));
+            let (zero, one) = (identity(0, 7), identity(1, session));
             let (creator, first) =
-                (share_as_creator(0, &mut peers, &zero, medium, made), share_as_peer((0, &mut zero_of_one), &one, 3));
+                (share_as_creator(0, &mut peers, &zero, kind, made), share_as_peer((0, &mut zero_of_one), &one, 3));
             tokio::join!(creator, first, second)
         });
         [all.0, all.1, all.2].map(|result| result.map(|segment| segment.is_some()))
@@ -379,8 +384,8 @@ mod tests {
 
     #[test]
     fn ranks_that_can_share_memory_do() {
-        for medium in [Medium::Auto, Medium::Shm] {
-            assert_eq!(try_three(medium, true, 7, None), [Ok(true), Ok(true), Ok(true)]);
+        for kind in [TransportKind::Auto, TransportKind::Shm] {
+            assert_eq!(try_three(kind, true, 7, None), [Ok(true), Ok(true), Ok(true)]);
         }
     }
 
@@ -390,7 +395,7 @@ mod tests {
         for (memory, session, failure) in
             [(true, 7, elsewhere), (true, 7, Some(ErrorKind::OutOfMemory)), (true, 8, None), (false, 7, None)]
         {
-            let results = try_three(Medium::Auto, memory, session, failure);
+            let results = try_three(TransportKind::Auto, memory, session, failure);
             assert_eq!(results, [Ok(false), Ok(false), Ok(false)], "{memory}, {session}, {failure:?}");
         }
     }
@@ -403,7 +408,7 @@ mod tests {
             (true, 8, None, "rank 1 cannot attach rank 0's memory"),
             (false, 7, None, "rank 0 cannot create shared memory"),
         ] {
-            let results = try_three(Medium::Shm, memory, session, failure);
+            let results = try_three(TransportKind::Shm, memory, session, failure);
             let reason = results[0].clone().unwrap_err();
             assert!(reason.contains(words) && reason.contains("BONFIRE_TRANSPORT"), "{reason}");
             assert!(results.iter().all(|result| *result == Err(reason.clone())), "{results:?}");

@@ -6,40 +6,43 @@
 ///
 /// Each connection costs each end a heartbeat per second, two tasks and two socket buffers. Up to this size that is
 /// little, and each rank knows by itself which other ranks it can reach.
-pub(super) const MESH: usize = 16;
+pub(super) const FULL_MESH_LIMIT: usize = 16;
 
-/// Whether the ranks of a group learn of each other through rank 0. Groups of up to `mesh` ranks are fully connected.
-pub(super) fn is_star(world_size: usize, mesh: usize) -> bool {
-    world_size > mesh
+/// Whether the ranks of a group learn of each other through rank 0: those of groups above `full_mesh_limit` ranks.
+pub(super) fn is_star(world_size: usize, full_mesh_limit: usize) -> bool {
+    world_size > full_mesh_limit
 }
 
 /// Whether two ranks are connected from the start. In a star, rank 0 is connected to all ranks, and the lowest rank of
 /// each host to the host's other ranks, to which it passes their shared memory.
-pub(super) fn neighbours((one, other): (usize, usize), hosts: &[usize], mesh: usize) -> bool {
+pub(super) fn neighbours((one, other): (usize, usize), hosts: &[usize], full_mesh_limit: usize) -> bool {
     let is_lowest_of_host = |rank: usize| hosts.iter().position(|host| *host == hosts[rank]) == Some(rank);
     let (low, high) = (one.min(other), one.max(other));
     let share_memory = || hosts[low] == hosts[high] && is_lowest_of_host(low);
-    low != high && (!is_star(hosts.len(), mesh) || low == 0 || share_memory())
+    low != high && (!is_star(hosts.len(), full_mesh_limit) || low == 0 || share_memory())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn pairs(hosts: &[usize], mesh: usize) -> Vec<(usize, usize)> {
+    fn pairs(hosts: &[usize], full_mesh_limit: usize) -> Vec<(usize, usize)> {
         let n = hosts.len();
         let all = (0..n).flat_map(|one| (0..n).map(move |other| (one, other)));
-        let pairs: Vec<_> = all.filter(|pair| neighbours(*pair, hosts, mesh)).collect();
+        let pairs: Vec<_> = all.filter(|pair| neighbours(*pair, hosts, full_mesh_limit)).collect();
         assert!(pairs.iter().all(|(one, other)| pairs.contains(&(*other, *one))));
         pairs.into_iter().filter(|(one, other)| one < other).collect()
     }
 
     #[test]
     fn small_groups_are_a_mesh_and_large_ones_a_star_with_links_within_hosts() {
-        for n in 1..=MESH {
-            assert_eq!(pairs(&vec![0; n], MESH).len(), n * (n - 1) / 2);
+        for n in 1..=FULL_MESH_LIMIT {
+            assert_eq!(pairs(&vec![0; n], FULL_MESH_LIMIT).len(), n * (n - 1) / 2);
         }
-        assert_eq!(pairs(&[0; MESH + 1], MESH), (1..=MESH).map(|rank| (0, rank)).collect::<Vec<_>>());
+        assert_eq!(
+            pairs(&[0; FULL_MESH_LIMIT + 1], FULL_MESH_LIMIT),
+            (1..=FULL_MESH_LIMIT).map(|rank| (0, rank)).collect::<Vec<_>>()
+        );
         assert_eq!(pairs(&[0, 1, 0, 1, 4, 1], 3), [(0, 1), (0, 2), (0, 3), (0, 4), (0, 5), (1, 3), (1, 5)]);
     }
 }

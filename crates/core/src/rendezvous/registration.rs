@@ -10,8 +10,8 @@ use tokio::io::ReadBuf;
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 
-use super::Medium;
-use crate::auth::{Member, Prologue, Purpose, Refusal, answer, confirm};
+use super::TransportKind;
+use crate::auth::{Identity, Prologue, Purpose, Refusal, accept_handshake, confirm};
 use crate::control::frame;
 
 /// How long sending the list of missing ranks to one rank may take.
@@ -22,8 +22,8 @@ const SEND_TIMEOUT: Duration = Duration::from_millis(100);
 pub(super) struct Hello {
     /// Where the rank listens.
     pub address: SocketAddr,
-    /// The medium that it asks for.
-    pub medium: Medium,
+    /// The transport that it asks for.
+    pub kind: TransportKind,
     /// Its algorithm table.
     pub algorithms: String,
     /// The name of its machine.
@@ -35,12 +35,12 @@ pub(super) struct Hello {
 pub(super) enum Answer {
     Welcome {
         addresses: Vec<SocketAddr>,
-        /// The medium that follows from the requests of all ranks.
-        medium: Medium,
+        /// The transport that follows from the requests of all ranks.
+        kind: TransportKind,
         /// By rank; see [`Joined`](super::join::Joined).
         hosts: Vec<usize>,
         /// The largest group in which all ranks are connected from the start.
-        mesh: usize,
+        full_mesh_limit: usize,
     },
     Refused(String),
     /// These ranks have not registered yet, and rank 0 keeps waiting.
@@ -54,12 +54,12 @@ pub(super) type Registration = (TcpStream, Prologue, Hello);
 pub(super) struct RegisteredRank {
     pub stream: TcpStream,
     pub address: SocketAddr,
-    pub medium: Medium,
+    pub kind: TransportKind,
     pub machine: String,
 }
 
 /// Runs the handshake on a new connection.
-pub(super) async fn authenticate(mut stream: TcpStream, member: Member) -> Result<(TcpStream, Prologue), Refusal> {
+pub(super) async fn authenticate(mut stream: TcpStream, identity: Identity) -> Result<(TcpStream, Prologue), Refusal> {
     // A rank with another world size passes: it is no stranger, and the error goes to it and to all other ranks.
     let fits = |opening: &Prologue| match (opening.purpose, opening.to) {
         (Purpose::Rendezvous, 0) => Ok(()),
@@ -67,7 +67,7 @@ pub(super) async fn authenticate(mut stream: TcpStream, member: Member) -> Resul
             Err(format!("it is a connection for {purpose:?} to rank {to}, and this is rank 0's rendezvous"))
         }
     };
-    let opening = answer(&mut stream, member.secret.as_ref(), member.session, fits).await?;
+    let opening = accept_handshake(&mut stream, identity.secret.as_ref(), identity.session, fits).await?;
     Ok((stream, opening))
 }
 
@@ -103,8 +103,7 @@ pub(super) fn register(
     }
     match ranks.get_mut(rank) {
         Some(slot @ None) if rank != 0 => {
-            *slot =
-                Some(RegisteredRank { stream, address: hello.address, medium: hello.medium, machine: hello.machine });
+            *slot = Some(RegisteredRank { stream, address: hello.address, kind: hello.kind, machine: hello.machine });
             Ok(())
         }
         _ => Err((format!("two processes were started as rank {rank}: give each its own"), Some(stream))),
@@ -146,17 +145,17 @@ pub(super) async fn refuse(connections: impl IntoIterator<Item = TcpStream>, rea
     }
 }
 
-/// Returns the medium for the group: TCP if any rank asks for it, shared memory only if some rank insists.
-pub(super) fn common_medium(mediums: &[Medium]) -> Result<Medium, String> {
-    let first = |medium| mediums.iter().position(|other| *other == medium);
-    match (first(Medium::Tcp), first(Medium::Shm)) {
+/// Returns the transport for the group: TCP if any rank asks for it, shared memory only if some rank insists.
+pub(super) fn common_transport(kinds: &[TransportKind]) -> Result<TransportKind, String> {
+    let first = |kind| kinds.iter().position(|other| *other == kind);
+    match (first(TransportKind::Tcp), first(TransportKind::Shm)) {
         (Some(tcp), Some(shm)) => Err(format!(
             "rank {shm} insists on shared memory and rank {tcp} on TCP: give all the same BONFIRE_TRANSPORT or \
              Builder::transport (a rank without the feature `shm` uses TCP)"
         )),
-        (Some(_), None) => Ok(Medium::Tcp),
-        (None, Some(_)) => Ok(Medium::Shm),
-        (None, None) => Ok(Medium::Auto),
+        (Some(_), None) => Ok(TransportKind::Tcp),
+        (None, Some(_)) => Ok(TransportKind::Shm),
+        (None, None) => Ok(TransportKind::Auto),
     }
 }
 
@@ -173,8 +172,8 @@ mod tests {
     #[test]
     fn fuzz_hellos() {
         let (address, machine) = ("10.0.0.1:29500".parse().unwrap(), "boot name net:[1] 0".to_owned());
-        let hello = Hello { address, medium: Medium::Auto, algorithms: "ring:0-".into(), machine };
-        let other = Hello { address: "[::1]:1".parse().unwrap(), medium: Medium::Tcp, ..hello.clone() };
+        let hello = Hello { address, kind: TransportKind::Auto, algorithms: "ring:0-".into(), machine };
+        let other = Hello { address: "[::1]:1".parse().unwrap(), kind: TransportKind::Tcp, ..hello.clone() };
         bonfire_testing::fuzz::fuzz_frames("hello", &[hello, other]);
     }
 
@@ -182,7 +181,8 @@ mod tests {
     fn fuzz_directories() {
         let addresses =
             ["10.0.0.1:29500", "[fe80::1]:7", "10.0.0.2:80"].map(|address| address.parse().unwrap()).to_vec();
-        let welcome = Answer::Welcome { addresses, medium: Medium::Auto, hosts: vec![0, 0, 2], mesh: 16 };
+        let welcome =
+            Answer::Welcome { addresses, kind: TransportKind::Auto, hosts: vec![0, 0, 2], full_mesh_limit: 16 };
         let refused = Answer::Refused("two processes were started as rank 1".into());
         bonfire_testing::fuzz::fuzz_frames("directory", &[welcome, refused, Answer::Waiting(vec![1, 300])]);
     }

@@ -33,21 +33,21 @@ use self::agreement::{Agreement, Next};
 use self::events::{PROBE_TIMEOUT, PeerEvents};
 use super::dial::bind;
 use super::join::{self, Joined};
-use super::{Connected, Medium, Settings, start_group};
-use crate::auth::{AcceptQueue, Member};
+use super::{Connected, Settings, TransportKind, start_group};
+use crate::auth::{AcceptQueue, Identity};
 use crate::control::hang::HangTimeout;
 use crate::control::invitation::{Endpoint, Invitation, random, session};
 use crate::control::{HeartbeatTimeout, MAX_DATA_CONNECTIONS, Membership, ShrinkMessage};
 use crate::sync::{Deadline, Mutex, OwnRuntime, lock};
 use crate::transport::tcp::Tcp;
-use crate::transport::{Base, Regroup, hosts_of};
-use crate::types::{Apart, Error, Fault, Ranks};
+use crate::transport::{GroupEndpoint, Regroup, hosts_of};
+use crate::types::{Error, Fault, RankList, ShrinkError};
 
 /// A group of processes from which another group can be formed.
 pub(super) struct ProcessGroup {
     pub settings: Settings,
-    /// The medium that all ranks agreed on in the rendezvous.
-    pub medium: Medium,
+    /// The transport that all ranks agreed on in the rendezvous.
+    pub kind: TransportKind,
     /// The host of each rank, as in [`Joined`].
     pub hosts: Vec<usize>,
     pub tcp: Arc<Tcp>,
@@ -83,7 +83,7 @@ struct ShrinkState {
 }
 
 impl Regroup for ProcessGroup {
-    fn shrink(&self, hang: &HangTimeout, deadline: &Deadline) -> Result<Base, Error> {
+    fn shrink(&self, hang: &HangTimeout, deadline: &Deadline) -> Result<GroupEndpoint, Error> {
         let mut unfinished = lock(&self.unfinished);
         let mut shrink = match unfinished.take() {
             Some(mut shrink) => {
@@ -102,15 +102,18 @@ impl Regroup for ProcessGroup {
             agreed.unwrap_or_else(|problem| {
                 let problem = Some(problem).filter(|problem| !problem.is_empty());
                 let problem = problem.map_or(String::new(), |problem| format!(" (in the new group: {problem})"));
-                Err(ShrinkFailure::Apart(Apart::Missing { ranks: shrink.state.agreement.missing(), problem }))
+                Err(ShrinkFailure::CannotContinue(ShrinkError::Missing {
+                    ranks: shrink.state.agreement.missing(),
+                    problem,
+                }))
             })
         });
         match agreed {
-            Ok(standing) => self.start(shrink, &standing),
+            Ok(membership) => self.start(shrink, &membership),
             Err(failure) => {
                 *unfinished = Some(shrink);
                 Err(match failure {
-                    ShrinkFailure::Apart(why) => {
+                    ShrinkFailure::CannotContinue(why) => {
                         Error::Shrink { rank: self.settings.rank, why, elapsed: deadline.elapsed() }
                     }
                     ShrinkFailure::Error(error) => error,
@@ -119,11 +122,11 @@ impl Regroup for ProcessGroup {
         }
     }
 
-    fn subgroup(&self, members: &[usize], deadline: &Deadline) -> Result<Base, Fault> {
+    fn subgroup(&self, members: &[usize], deadline: &Deadline) -> Result<GroupEndpoint, Fault> {
         let runtime = OwnRuntime::new()?;
-        let (listener, door) = runtime.run(|| self.listen("subgroup")).flatten()?;
-        let doors = self.tcp.invite(&Invitation { members: members.to_vec(), door }, deadline)?;
-        let doors = members.iter().copied().zip(doors).collect();
+        let (listener, endpoint) = runtime.run(|| self.listen("subgroup")).flatten()?;
+        let endpoints = self.tcp.invite(&Invitation { members: members.to_vec(), endpoint }, deadline)?;
+        let endpoints = members.iter().copied().zip(endpoints).collect();
         let formed = runtime.run(|| async {
             let waiting_for = RefCell::new(String::new());
             let late = || {
@@ -132,7 +135,7 @@ impl Regroup for ProcessGroup {
                 Fault::Failed(Error::broken("connecting the members of a subgroup", waiting))
             };
             tokio::select! {
-                formed = self.connect(members, (listener, door), doors, &waiting_for) => {
+                formed = self.connect(members, (listener, endpoint), endpoints, &waiting_for) => {
                     formed.map_err(|error| Fault::Failed(as_error_of("subgroup", error)))
                 }
                 failed = self.tcp.failed() => {
@@ -143,9 +146,9 @@ impl Regroup for ProcessGroup {
         });
         let formed = formed.unwrap_or_else(|error| Err(Fault::Failed(error)))?;
         // Other members may still wait for a straggler.
-        let first = deadline.remaining().max(self.settings.silence);
-        let silence = HeartbeatTimeout { first, later: self.settings.silence };
-        start_group(runtime, formed, silence, Vec::new()).map_err(Fault::Failed)
+        let first = deadline.remaining().max(self.settings.heartbeat_timeout);
+        let heartbeat_timeout = HeartbeatTimeout { first, later: self.settings.heartbeat_timeout };
+        start_group(runtime, formed, heartbeat_timeout, Vec::new()).map_err(Fault::Failed)
     }
 
     fn hosts(&self) -> Vec<usize> {
@@ -161,7 +164,7 @@ pub(super) enum HeldOpen {
 
 /// Why this rank does not continue.
 enum ShrinkFailure {
-    Apart(Apart),
+    CannotContinue(ShrinkError),
     Error(Error),
 }
 
@@ -197,7 +200,10 @@ impl ShrinkState {
         }
         let left_out = !hung.is_empty() && self.agreement.leave_out(&hung);
         if left_out {
-            log::warn!("shrink leaves out {}: alive, and did not call it in time (BONFIRE_HANG_TIMEOUT)", Ranks(&hung));
+            log::warn!(
+                "shrink leaves out {}: alive, and did not call it in time (BONFIRE_HANG_TIMEOUT)",
+                RankList(&hung)
+            );
         }
         (left_out, next)
     }
@@ -206,7 +212,7 @@ impl ShrinkState {
 impl ProcessGroup {
     fn begin_shrink(&self) -> Result<Shrink, Error> {
         let runtime = OwnRuntime::new()?;
-        let Some(news) = self.tcp.news() else {
+        let Some(events) = self.tcp.peer_events() else {
             let reason = "an earlier call failed after the ranks had agreed: the others go on without this rank";
             return Err(Error::broken("shrink", reason));
         };
@@ -215,7 +221,7 @@ impl ProcessGroup {
             proposed: Instant::now(),
             came: (0, Instant::now()),
             agreement: Agreement::new(self.settings.rank, self.settings.world_size),
-            events: PeerEvents::new(news, self.tcp.addresses().to_vec(), self.settings.secret.clone()),
+            events: PeerEvents::new(events, self.tcp.addresses().to_vec(), self.settings.secret.clone()),
             own: None,
             groups: Vec::new(),
         };
@@ -236,25 +242,27 @@ impl ProcessGroup {
         state.events.handle_pending(&mut state.agreement);
         loop {
             match state.agreement.next() {
-                Next::Propose(standing) => {
+                Next::Propose(membership) => {
                     (forming, failed, state.own) = (None, None, None);
                     problem.take();
-                    let (listener, door) = self.listen("shrink").await?;
-                    self.tcp.say(ShrinkMessage::Proposes(standing, door));
-                    (state.own, state.proposed) = (Some((listener, door)), Instant::now());
+                    let (listener, endpoint) = self.listen("shrink").await?;
+                    self.tcp.send_to_all(ShrinkMessage::Proposes(membership, endpoint));
+                    (state.own, state.proposed) = (Some((listener, endpoint)), Instant::now());
                 }
-                Next::Form(doors) => {
+                Next::Form(endpoints) => {
                     if let Some(own) = state.own.take() {
-                        let members: Vec<usize> = state.agreement.standing().members.iter().copied().collect();
-                        forming = Some(Box::pin(async move { self.connect(&members, own, doors, problem).await }));
+                        let members: Vec<usize> = state.agreement.membership().members.iter().copied().collect();
+                        forming = Some(Box::pin(async move { self.connect(&members, own, endpoints, problem).await }));
                     }
                 }
-                Next::Agree(standing) => {
-                    self.tcp.say(ShrinkMessage::Agreed(standing.clone()));
-                    return Ok(standing);
+                Next::Agree(membership) => {
+                    self.tcp.send_to_all(ShrinkMessage::Agreed(membership.clone()));
+                    return Ok(membership);
                 }
-                Next::Excluded { by } => return Err(ShrinkFailure::Apart(Apart::Excluded { by })),
-                Next::Minority { silent } => return Err(ShrinkFailure::Apart(Apart::Minority { silent })),
+                Next::Excluded { by } => return Err(ShrinkFailure::CannotContinue(ShrinkError::Excluded { by })),
+                Next::Minority { silent } => {
+                    return Err(ShrinkFailure::CannotContinue(ShrinkError::Minority { silent }));
+                }
                 Next::Wait => {
                     let (left_out, look_again) = state.leave_out_hung(hang);
                     if left_out {
@@ -272,9 +280,9 @@ impl ProcessGroup {
                             forming = None;
                             match formed {
                                 Ok(formed) => {
-                                    state.groups.push((state.agreement.standing().clone(), formed));
+                                    state.groups.push((state.agreement.membership().clone(), formed));
                                     state.agreement.formed();
-                                    self.tcp.say(ShrinkMessage::Formed(state.agreement.standing().clone()));
+                                    self.tcp.send_to_all(ShrinkMessage::Formed(state.agreement.membership().clone()));
                                 }
                                 // Most likely a member has ended, or knows of one that has. This rank will learn of it.
                                 Err(error) => failed = Some((
@@ -301,12 +309,12 @@ impl ProcessGroup {
         Ok((listener, Endpoint { port, key: random()? }))
     }
 
-    /// Connects to the members of a new group through their doors. `members` is in the order of the new ranks.
+    /// Connects to the members of a new group through their endpoints. `members` is in the order of the new ranks.
     async fn connect(
         &self,
         members: &[usize],
         (listener, own): (TcpListener, Endpoint),
-        doors: Vec<(usize, Endpoint)>,
+        endpoints: Vec<(usize, Endpoint)>,
         waiting_for: &RefCell<String>,
     ) -> Result<Connected, Error> {
         let start = Instant::now();
@@ -314,40 +322,40 @@ impl ProcessGroup {
         let (rank, n) = (new_rank(self.settings.rank), members.len());
         let mut addresses: Vec<SocketAddr> = members.iter().map(|member| self.tcp.addresses()[*member]).collect();
         addresses[rank].set_port(own.port);
-        let others = || doors.iter().filter(|(member, _)| *member != self.settings.rank);
-        for (member, door) in others() {
-            addresses[new_rank(*member)].set_port(door.port);
+        let others = || endpoints.iter().filter(|(member, _)| *member != self.settings.rank);
+        for (member, endpoint) in others() {
+            addresses[new_rank(*member)].set_port(endpoint.port);
         }
-        let session = session(others().map(|(_, door)| *door).chain([own]));
+        let session = session(others().map(|(_, endpoint)| *endpoint).chain([own]));
         let address = addresses[0].to_string();
         let settings = Settings { rank, world_size: n, address, ..self.settings.clone() };
-        let member = Member { secret: settings.secret.clone(), session, rank, world_size: n };
+        let identity = Identity { secret: settings.secret.clone(), session, rank, world_size: n };
         let lobby = AcceptQueue::new(n.saturating_mul(MAX_DATA_CONNECTIONS));
         let hosts = hosts_of(members, &self.hosts);
-        let door = (member, listener, &lobby);
-        let mesh = join::connect((&settings, start), door, addresses, &hosts, None, waiting_for).await?;
-        let joined = Joined { mesh, medium: self.medium, hosts };
+        let endpoint = (identity, listener, &lobby);
+        let setup = join::connect((&settings, start), endpoint, addresses, &hosts, None, waiting_for).await?;
+        let joined = Joined { setup, kind: self.kind, hosts };
         Connected::share(settings, start, joined).await
     }
 
     /// Returns the heartbeat timeout of a group that was agreed on: no rank in it is still busy connecting.
-    fn silence(&self) -> HeartbeatTimeout {
-        HeartbeatTimeout { first: self.settings.silence, later: self.settings.silence }
+    fn heartbeat_timeout(&self) -> HeartbeatTimeout {
+        HeartbeatTimeout { first: self.settings.heartbeat_timeout, later: self.settings.heartbeat_timeout }
     }
 
     /// Starts the group that was agreed on.
-    fn start(&self, shrink: Shrink, standing: &Membership) -> Result<Base, Error> {
-        let members: Vec<usize> = standing.members.iter().copied().collect();
-        log::info!("rank {} continues in a group of the former {}", self.settings.rank, Ranks(&members));
+    fn start(&self, shrink: Shrink, membership: &Membership) -> Result<GroupEndpoint, Error> {
+        let members: Vec<usize> = membership.members.iter().copied().collect();
+        log::info!("rank {} continues in a group of the former {}", self.settings.rank, RankList(&members));
         let Shrink { runtime, state } = shrink;
         let (mut agreed, abandoned): (Vec<_>, Vec<_>) =
-            state.groups.into_iter().partition(|(formed, _)| formed == standing);
+            state.groups.into_iter().partition(|(formed, _)| formed == membership);
         let Some((_, agreed)) = agreed.pop() else {
             return Err(Error::broken("shrink", "this rank is not connected to the group that was agreed on"));
         };
         let port = self.tcp.port().map_err(|e| Error::io("shrink", e))?;
         let abandoned = abandoned.into_iter().map(|(_, connected)| HeldOpen::Connected(Box::new(connected)));
-        start_group(runtime, agreed, self.silence(), abandoned.chain([HeldOpen::Port(port)]).collect())
+        start_group(runtime, agreed, self.heartbeat_timeout(), abandoned.chain([HeldOpen::Port(port)]).collect())
     }
 }
 

@@ -56,7 +56,7 @@ impl Settings {
     /// Returns what is known about this rank, unless code has set it all.
     pub fn launched(&self) -> Option<Launched> {
         let Missing { rank, world_size, address } = &self.source.missing;
-        if self.medium.is_mpi() {
+        if self.kind.is_mpi() {
             // MPI assigns the ranks when it is initialised: nothing is missing.
             let known = self.source.by.is_some();
             let rank = (known && rank.is_none()).then_some(self.rank);

@@ -1,7 +1,7 @@
 use std::time::Duration;
 
 use super::env::{Environment, read};
-use super::{Medium, Settings, well_formed};
+use super::{Settings, TransportKind, well_formed};
 use crate::types::Error;
 
 /// Reads an environment that consists of these variables, given without their prefix.
@@ -34,10 +34,10 @@ fn the_host_and_the_deadline_are_optional() {
 
 #[test]
 fn the_transport_is_chosen_by_name() {
-    assert_eq!(from(&COMPLETE).unwrap().settings.medium, Medium::Auto);
-    for medium in Medium::ALL {
-        let name = medium.to_string();
-        assert_eq!(from(&[&COMPLETE[..], &[("TRANSPORT", &name)]].concat()).unwrap().settings.medium, medium);
+    assert_eq!(from(&COMPLETE).unwrap().settings.kind, TransportKind::Auto);
+    for kind in TransportKind::ALL {
+        let name = kind.to_string();
+        assert_eq!(from(&[&COMPLETE[..], &[("TRANSPORT", &name)]].concat()).unwrap().settings.kind, kind);
     }
 }
 

@@ -28,20 +28,20 @@ impl<T> Cell<T> {
 
 /// How many times a thread polls before it yields: about two microseconds. With a spin of 50 µs an all-reduce of 8
 /// bytes took 50 instead of 0.5 µs as soon as something else wanted one of the two cores.
-pub(crate) const SPINS: usize = 40;
+pub(crate) const SPIN_POLLS: usize = 40;
 
 /// How many times a reader that a writer overtakes retries before it gives up.
-pub(crate) const TRIES: usize = 1000;
+pub(crate) const MAX_READ_RETRIES: usize = 1000;
 
 /// How long a thread yields before it sleeps. A peer at the same point answers within a few microseconds; a sleep and a
 /// wakeup cost more. Measured in time, not in yields: on a busy machine one yield can take another thread's whole time
 /// slice.
-pub(crate) const YIELDING: Duration = Duration::from_micros(50);
+pub(crate) const YIELD_TIME: Duration = Duration::from_micros(50);
 
 /// Time without progress after which ranks compare their calls: ranks that disagree may wait for each other.
 #[cfg(unix)]
-pub(crate) const STALL: Duration = Duration::from_millis(200);
+pub(crate) const STALL_TIMEOUT: Duration = Duration::from_millis(200);
 
 /// The shortest sleep of a thread between two checks for progress.
 #[cfg(unix)]
-pub(crate) const NAP: Duration = Duration::from_millis(1);
+pub(crate) const MIN_SLEEP: Duration = Duration::from_millis(1);

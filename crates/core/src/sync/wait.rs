@@ -3,7 +3,7 @@
 use std::sync::PoisonError;
 use std::time::{Duration, Instant};
 
-use crate::sync::{AtomicUsize, Condvar, Mutex, MutexGuard, Ordering, SPINS, YIELDING, fence};
+use crate::sync::{AtomicUsize, Condvar, Mutex, MutexGuard, Ordering, SPIN_POLLS, YIELD_TIME, fence};
 use crate::types::Error;
 
 /// The longest time limit, ten years: a longer one may exceed the range of the clock.
@@ -170,14 +170,14 @@ pub fn oversubscribed(ranks: usize) -> bool {
 /// Polls `ready` for a moment without sleeping; returns whether it became true. Spins only if every rank can have a
 /// core of its own (not `oversubscribed`), then yields, which lets a peer on the same core run.
 pub fn spin(oversubscribed: bool, mut ready: impl FnMut() -> bool) -> bool {
-    for _ in 0..if oversubscribed { 1 } else { SPINS } {
+    for _ in 0..if oversubscribed { 1 } else { SPIN_POLLS } {
         if ready() {
             return true;
         }
         std::hint::spin_loop();
     }
     let start = Instant::now();
-    while start.elapsed() < YIELDING {
+    while start.elapsed() < YIELD_TIME {
         std::thread::yield_now();
         if ready() {
             return true;

@@ -9,7 +9,7 @@ pub(crate) struct Hosts {
     members: Vec<Vec<usize>>,
     /// This rank's host, and its index among the ranks there (its local rank).
     host: usize,
-    place: usize,
+    local_rank: usize,
     /// The ranks, listed host by host, are in ascending order.
     contiguous: bool,
     shm: Option<Shm>,
@@ -17,9 +17,9 @@ pub(crate) struct Hosts {
 
 impl Hosts {
     /// The division, for the rank with the local rank `place` on `host`. `shm` is its shared memory, if it has any.
-    pub fn new(members: Vec<Vec<usize>>, host: usize, place: usize, shm: Option<Shm>) -> Hosts {
+    pub fn new(members: Vec<Vec<usize>>, host: usize, local_rank: usize, shm: Option<Shm>) -> Hosts {
         let contiguous = members.iter().flatten().enumerate().all(|(i, rank)| i == *rank);
-        Hosts { members, host, place, contiguous, shm }
+        Hosts { members, host, local_rank, contiguous, shm }
     }
 
     /// The number of hosts.
@@ -38,8 +38,8 @@ impl Hosts {
     }
 
     /// This rank's local rank: its index among the ranks of its host.
-    pub fn place(&self) -> usize {
-        self.place
+    pub fn local_rank(&self) -> usize {
+        self.local_rank
     }
 
     /// The memory that this rank shares with its host; `None` if it is alone there.
@@ -52,7 +52,7 @@ impl Hosts {
     }
 
     /// The number of ranks per host, if it is the same on all hosts.
-    pub fn even(&self) -> Option<usize> {
+    pub fn ranks_per_host(&self) -> Option<usize> {
         let size = self.members[self.host].len();
         self.members.iter().all(|members| members.len() == size).then_some(size)
     }
@@ -64,8 +64,8 @@ impl Hosts {
 
     /// The host of `rank`, and its local rank there.
     pub fn find(&self, rank: usize) -> Option<(usize, usize)> {
-        let place = |members: &Vec<usize>| members.iter().position(|member| *member == rank);
-        self.members.iter().enumerate().find_map(|(host, members)| Some((host, place(members)?)))
+        let local_rank = |members: &Vec<usize>| members.iter().position(|member| *member == rank);
+        self.members.iter().enumerate().find_map(|(host, members)| Some((host, local_rank(members)?)))
     }
 
     /// The index of the host's first element in a whole of `count` elements that is ordered host by host, each host

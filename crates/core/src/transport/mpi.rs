@@ -47,13 +47,13 @@ use self::agreement::CallAgreement;
 use self::comm::{Comm, Request};
 use self::control::ControlPlane;
 use self::engine::{EngineMemory, Run};
-pub(crate) use self::job::{Terms, connect};
+pub(crate) use self::job::{MpiSettings, connect};
 use self::lent::LentMemory;
 use self::library::{Held, Library, check, hold, try_hold};
 use self::message::{Exchange, HeadBuffers};
 use self::watchdog::{Watchdog, WatchedCall};
 use super::{Buffers, Collectives, Transport};
-use crate::control::{Board, Outgoing, Watch, hear, verdict};
+use crate::control::{ControlRequest, GroupStatus, Watch, apply_message, find_mismatch};
 use crate::sync::{Deadline, lock, spin};
 use crate::types::{Call, Error, Fault, Operation, Site};
 
@@ -75,8 +75,8 @@ pub(crate) struct Mpi {
     library: Library,
     /// By rank, the number of its host: ranks with the same number are on one host.
     hosts: Vec<usize>,
-    board: Board,
-    control: UnboundedSender<Outgoing>,
+    status: GroupStatus,
+    control: UnboundedSender<ControlRequest>,
     plane: Mutex<ControlPlane>,
     /// Upgraded when this rank leaves, to keep the group until all peers have left it too.
     own: Weak<Mpi>,
@@ -97,9 +97,9 @@ impl Mpi {
     /// Sends pending control messages and handles those that have arrived.
     fn pump(&self, held: &Held) {
         let plane = &mut *lock(&self.plane);
-        // Recorded, not returned: a rank in an operation may not be able to return. It checks the board where it can.
-        if let Err(error) = plane.pump(held, |peer, message| hear(&self.board, peer, message)) {
-            self.board.fail(Fault::Failed(error), 0);
+        // Recorded, not returned: a rank in an operation may not be able to return. It checks the status where it can.
+        if let Err(error) = plane.pump(held, |peer, message| apply_message(&self.status, peer, message)) {
+            self.status.fail(Fault::Failed(error), 0);
         }
     }
 
@@ -139,14 +139,14 @@ impl Mpi {
     }
 
     fn watch<'a>(&'a self, tag: &'a Site, deadline: &'a Deadline) -> Watch<'a> {
-        Watch::new(self.comm.rank, &self.board, &self.control, tag, deadline)
+        Watch::new(self.comm.rank, &self.status, &self.control, tag, deadline)
     }
 
     /// Handles control messages, and answers the peers that asked for this rank's call.
     fn announce(&self, site: &Site) -> Result<(), Fault> {
         self.pump(&hold());
-        for peer in self.board.begin(site)? {
-            let _ = self.control.send(Outgoing::Called(peer, *site));
+        for peer in self.status.begin(site)? {
+            let _ = self.control.send(ControlRequest::Called(peer, *site));
         }
         Ok(())
     }
@@ -158,9 +158,9 @@ impl Mpi {
         let mut first_check = true;
         let mut idle = |_: &CallAgreement| {
             // A rank that is gone may have begun this operation before.
-            let calls = self.board.calls(self.comm.rank, tag.sequence, tag.call);
+            let calls = self.status.calls(self.comm.rank, tag.sequence, tag.call);
             let mut silent = (0..self.comm.size).filter(|peer| calls[*peer].is_none());
-            silent.find_map(|peer| self.board.absence_in(peer, &tag)).map_or(Ok(()), Err)?;
+            silent.find_map(|peer| self.status.absence_in(peer, &tag)).map_or(Ok(()), Err)?;
             if !std::mem::take(&mut first_check) {
                 watch.tick(self.comm.rank)?;
             }
@@ -175,7 +175,7 @@ impl Mpi {
         let tags = self.poll(agreement, |agreement, held| agreement.calls(held).map_err(Fault::Failed), &mut idle)?;
         let calls: Vec<Option<Call>> = tags.into_iter().map(|tag| tag.map(|tag| tag.call)).collect();
         let inconsistent = || Error::broken("agreeing on an operation", "the ranks are at different sequence numbers");
-        Err(Fault::Failed(verdict(site.sequence, &calls).unwrap_or_else(inconsistent)))
+        Err(Fault::Failed(find_mismatch(site.sequence, &calls).unwrap_or_else(inconsistent)))
     }
 
     /// Runs an MPI function on the caller's memory. `function` calls the blocking form, or, given the address of a
@@ -223,7 +223,7 @@ impl Mpi {
                 // Not in the first check: a message that a peer sent before it left may still be in flight.
                 if !std::mem::take(&mut first_check) {
                     let peer = exchange.peer();
-                    self.board.absence_in(peer, tag).map_or(Ok(()), Err)?;
+                    self.status.absence_in(peer, tag).map_or(Ok(()), Err)?;
                     watch.tick(peer)?;
                 }
                 Ok(watch.pause())
@@ -249,7 +249,7 @@ impl Transport for Mpi {
     }
 
     fn send(&self, tag: &Site, to: usize, bytes: &[u8], deadline: &Deadline) -> Result<(), Fault> {
-        self.board.absence_in(to, tag).map_or(Ok(()), Err)?;
+        self.status.absence_in(to, tag).map_or(Ok(()), Err)?;
         self.transfer(tag, Some((to, bytes)), None, deadline)
     }
 
@@ -269,15 +269,15 @@ impl Transport for Mpi {
 
     fn begin(&self, site: &Site) -> Result<(), Fault> {
         if self.watchdog.is_some() {
-            return self.board.failure().map_or(Ok(()), |(fault, _)| Err(fault));
+            return self.status.failure().map_or(Ok(()), |(fault, _)| Err(fault));
         }
         self.announce(site)?;
         *lock(&self.last) = Some(*site);
         Ok(())
     }
 
-    fn trouble(&self) -> Option<Fault> {
-        self.board.trouble()
+    fn known_failure(&self) -> Option<Fault> {
+        self.status.known_failure()
     }
 
     fn leave(&self) {
@@ -285,8 +285,8 @@ impl Transport for Mpi {
     }
 
     fn fail(&self, error: &Error, completed: u64) {
-        self.board.fail(Fault::Failed(error.clone()), completed);
-        let _ = self.control.send(Outgoing::Failed(error.clone(), completed));
+        self.status.fail(Fault::Failed(error.clone()), completed);
+        let _ = self.control.send(ControlRequest::Failed(error.clone(), completed));
         if let Some(held) = try_hold(LINGER).filter(library::is_up) {
             self.pump(&held);
         }
@@ -305,8 +305,8 @@ impl Collectives for Mpi {
         Run { mpi: self, site, deadline }.run(&mut lock(&self.memory), buffers)
     }
 
-    fn serves(&self, call: &Call) -> bool {
-        engine::serves(call)
+    fn supports(&self, call: &Call) -> bool {
+        engine::supports(call)
     }
 
     fn agree_before_plan(&self, site: &Site, deadline: &Deadline) -> Result<(), Fault> {

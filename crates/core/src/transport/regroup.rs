@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::threads::Local;
+use super::threads::ThreadEndpoint;
 use super::{Collectives, Engines, Transport};
 use crate::control::hang::HangTimeout;
 use crate::control::invitation::{Endpoint, Invitation, random, session};
@@ -10,9 +10,9 @@ use crate::sync::Deadline;
 use crate::types::{Error, Fault};
 
 /// One rank's endpoint of a group: its transport, its engine, and how to form other groups.
-pub(crate) struct Base {
+pub(crate) struct GroupEndpoint {
     pub transport: Arc<dyn Transport>,
-    pub near: Engines,
+    pub engines: Engines,
     /// A number that is the same on all ranks of the group and different in other groups, if there is one.
     pub session: Option<u64>,
     pub regroup: Option<Arc<dyn Regroup>>,
@@ -23,10 +23,10 @@ pub(crate) trait Regroup: Send + Sync {
     /// Returns this rank's endpoint of a group of the surviving ranks, in their order. All of them call this. Live
     /// ranks that do not are left out after the hang timeout, if the others are the majority. May be called again after
     /// an error, and not after a success.
-    fn shrink(&self, hang: &HangTimeout, deadline: &Deadline) -> Result<Base, Error>;
+    fn shrink(&self, hang: &HangTimeout, deadline: &Deadline) -> Result<GroupEndpoint, Error>;
 
     /// Returns this rank's endpoint of a group of `members`, in their order. All of them call this, and only they.
-    fn subgroup(&self, members: &[usize], deadline: &Deadline) -> Result<Base, Fault>;
+    fn subgroup(&self, members: &[usize], deadline: &Deadline) -> Result<GroupEndpoint, Fault>;
 
     /// By rank, the number of its host: ranks with the same number are on one host. The same on all ranks.
     fn hosts(&self) -> Vec<usize>;
@@ -40,38 +40,38 @@ pub(crate) fn hosts_of(members: &[usize], hosts: &[usize]) -> Vec<usize> {
     members.iter().map(first).collect()
 }
 
-impl Base {
+impl GroupEndpoint {
     /// A thread's endpoint of its group.
-    pub fn threads(local: Local, session: u64) -> Base {
-        Base::from_engine(Arc::new(local), session)
+    pub fn threads(local: ThreadEndpoint, session: u64) -> GroupEndpoint {
+        GroupEndpoint::from_engine(Arc::new(local), session)
     }
 
     /// An endpoint with one value as its transport, its engine for all ranks and its [`Regroup`].
-    pub fn from_engine<T: Transport + Collectives + Regroup + 'static>(engine: Arc<T>, session: u64) -> Base {
-        Base {
+    pub fn from_engine<T: Transport + Collectives + Regroup + 'static>(engine: Arc<T>, session: u64) -> GroupEndpoint {
+        GroupEndpoint {
             transport: engine.clone(),
-            near: Engines::AllRanks(engine.clone()),
+            engines: Engines::AllRanks(engine.clone()),
             session: Some(session),
             regroup: Some(engine),
         }
     }
 }
 
-impl Regroup for Local {
-    fn shrink(&self, hang: &HangTimeout, deadline: &Deadline) -> Result<Base, Error> {
+impl Regroup for ThreadEndpoint {
+    fn shrink(&self, hang: &HangTimeout, deadline: &Deadline) -> Result<GroupEndpoint, Error> {
         let joined = self.join_survivors(random()?, hang, deadline);
         let (local, session) =
             joined.map_err(|why| Error::Shrink { rank: self.rank(), why, elapsed: deadline.elapsed() })?;
-        Ok(Base::threads(local, session))
+        Ok(GroupEndpoint::threads(local, session))
     }
 
-    fn subgroup(&self, members: &[usize], deadline: &Deadline) -> Result<Base, Fault> {
-        let own = Invitation { members: members.to_vec(), door: Endpoint { port: 0, key: random()? } };
+    fn subgroup(&self, members: &[usize], deadline: &Deadline) -> Result<GroupEndpoint, Fault> {
+        let own = Invitation { members: members.to_vec(), endpoint: Endpoint { port: 0, key: random()? } };
         let session = session(self.invite(&own, deadline)?);
         let index = members.iter().position(|member| *member == self.rank());
         let local = index.and_then(|index| self.take_endpoint(session, members.len(), index));
         let local = local.ok_or_else(|| Error::broken("subgroup", "this rank has taken its endpoint already"));
-        Ok(Base::threads(local?, session))
+        Ok(GroupEndpoint::threads(local?, session))
     }
 
     fn hosts(&self) -> Vec<usize> {

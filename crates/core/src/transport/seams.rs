@@ -73,7 +73,7 @@ pub trait Transport: Send + Sync {
     /// failure of the group other than a mismatch of calls, or a peer that is gone. Does not communicate or wait.
     ///
     /// `None` by default.
-    fn trouble(&self) -> Option<Fault> {
+    fn known_failure(&self) -> Option<Fault> {
         None
     }
 
@@ -122,7 +122,7 @@ pub trait Collectives: Send + Sync {
     fn run(&self, site: &Site, buffers: &mut Buffers<'_>, deadline: &Deadline) -> Result<(), Fault>;
 
     /// Whether this engine supports the call. If not, a plan runs it. The answer is the same on all ranks.
-    fn serves(&self, _call: &Call) -> bool {
+    fn supports(&self, _call: &Call) -> bool {
         true
     }
 

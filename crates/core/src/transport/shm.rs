@@ -40,7 +40,7 @@ use std::time::Instant;
 
 use self::arena::Arena;
 use self::chunks::Flow;
-use self::control::{Control, Offer};
+use self::control::{Control, ExchangeSlot};
 use self::segment::SLOT_BYTES;
 pub(crate) use self::segment::Segment;
 use super::tcp::Tcp;
@@ -87,7 +87,7 @@ impl Shm {
         assert!(rank < members.len() && members.len() == segment.world_size(), "a share for each member");
         let segment = Arc::new(segment);
         let shared = segment.clone();
-        tcp.board().alarm(move || shared.control(rank).sleeper.0.ring());
+        tcp.status().set_alarm(move || shared.control(rank).sleeper.0.ring());
         let oversubscribed = oversubscribed(segment.world_size());
         let arena = Arena::new(segment.clone(), rank);
         Shm { segment, rank, members, tcp, oversubscribed, number: AtomicU64::new(0), flow: Mutex::default(), arena }
@@ -113,18 +113,18 @@ impl Shm {
         self.segment.control(rank)
     }
 
-    fn slot(&self, rank: usize, phase: &Phase) -> &Offer {
-        &self.control(rank).offers[phase.sequence as usize % 2]
+    fn slot(&self, rank: usize, phase: &Phase) -> &ExchangeSlot {
+        &self.control(rank).slots[phase.sequence as usize % 2]
     }
 
     /// Publishes this rank's call, and all that it wrote before to its slot and its window.
     fn publish(&self, phase: &Phase) {
-        let offer = self.slot(self.rank, phase);
-        for (word, value) in offer.call.iter().zip(words(&phase.site.call)) {
+        let slot = self.slot(self.rank, phase);
+        for (word, value) in slot.call.iter().zip(words(&phase.site.call)) {
             word.store(value, Ordering::Relaxed);
         }
         // Release: a peer that sees the number sees the call and the data. Pairs with the acquire in `agree`.
-        offer.sequence.store(phase.sequence + 1, Ordering::Release);
+        slot.sequence.store(phase.sequence + 1, Ordering::Release);
         self.ring();
     }
 
@@ -182,7 +182,7 @@ impl Shm {
         reached: &impl Fn(usize) -> bool,
     ) -> Result<(), Fault> {
         let tag = phase.tag();
-        let absence = |rank: usize| self.tcp.board().absence_in(self.members[rank], &tag);
+        let absence = |rank: usize| self.tcp.status().absence_in(self.members[rank], &tag);
         // An iterator: waiting does not allocate.
         let missing = || (0..self.world_size()).filter(|rank| *rank != self.rank && !reached(*rank));
         let gone = || missing().find_map(|rank| Some((rank, absence(rank)?)));

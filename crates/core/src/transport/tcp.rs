@@ -25,29 +25,31 @@ use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
 use self::link::Link;
 use super::Transport;
-use crate::auth::Member;
+use crate::auth::Identity;
 use crate::control::invitation::{Endpoint, Invitation};
-use crate::control::{self, Board, HeartbeatTimeout, Mesh, Outgoing, RankEvent, ShrinkMessage, Watch};
+use crate::control::{
+    self, ControlRequest, ControlSetup, GroupStatus, HeartbeatTimeout, RankEvent, ShrinkMessage, Watch,
+};
 use crate::sync::{Deadline, Mutex, OwnRuntime, lock};
 use crate::types::{Error, Fault, Site};
 
 /// One rank's endpoint of a group of processes.
 pub(crate) struct Tcp {
-    member: Member,
+    identity: Identity,
     addresses: Vec<SocketAddr>,
-    board: Arc<Board>,
+    status: Arc<GroupStatus>,
     /// The data connections, by rank; opened when a plan first needs them.
     links: Mutex<Vec<Option<Arc<Link>>>>,
     /// Number of data connections to each lower rank. Higher ranks choose theirs to this rank.
     connections: usize,
     /// The heartbeat timeout.
-    silence: Duration,
-    control: UnboundedSender<Outgoing>,
+    heartbeat_timeout: Duration,
+    control: UnboundedSender<ControlRequest>,
     thread: Mutex<Option<JoinHandle<()>>>,
     /// Keeps the port in use: see [`port`](Tcp::port).
     listener: OwnedFd,
     /// Messages of the shrink protocol, and which peers left or were lost, since the group was made.
-    news: Mutex<Option<UnboundedReceiver<RankEvent>>>,
+    peer_events: Mutex<Option<UnboundedReceiver<RankEvent>>>,
 }
 
 /// How long a leaving rank waits until its last bytes have reached the peers.
@@ -57,57 +59,68 @@ impl Tcp {
     /// Takes over the connections that the rendezvous made.
     pub fn start(
         runtime: OwnRuntime,
-        mut mesh: Mesh,
+        mut setup: ControlSetup,
         connections: usize,
-        silence: HeartbeatTimeout,
+        heartbeat_timeout: HeartbeatTimeout,
     ) -> Result<Tcp, Error> {
-        let listener = mesh.listener.as_fd().try_clone_to_owned();
+        let listener = setup.listener.as_fd().try_clone_to_owned();
         let listener = listener.map_err(|e| Error::io("keeping the listener", e))?;
         let (control, outgoing) = unbounded_channel();
-        let (told, news) = unbounded_channel();
+        let (told, peer_events) = unbounded_channel();
         let (greeted, greeting) = std::sync::mpsc::channel();
-        let (member, addresses, board) = (mesh.member.clone(), mesh.addresses.clone(), mesh.board.clone());
+        let (identity, addresses, status) = (setup.identity.clone(), setup.addresses.clone(), setup.status.clone());
         let thread = std::thread::Builder::new()
-            .name(format!("bonfire-control-{}", member.rank))
+            .name(format!("bonfire-control-{}", identity.rank))
             .spawn(move || {
                 runtime.run_here(async {
-                    control::greet(&mut mesh.connections).await;
+                    control::greet(&mut setup.connections).await;
                     // The receiver waits for it.
                     let _ = greeted.send(());
-                    control::run(mesh, silence, outgoing, told).await;
+                    control::run(setup, heartbeat_timeout, outgoing, told).await;
                 });
             })
             .map_err(|e| Error::io("starting the control thread", e))?;
         // Before this rank can be in any operation: a peer that meets it in one has then heard from it. Fails only if
         // the thread panicked.
         let _ = greeting.recv();
-        let (thread, news) = (Mutex::new(Some(thread)), Mutex::new(Some(news)));
+        let (thread, peer_events) = (Mutex::new(Some(thread)), Mutex::new(Some(peer_events)));
         let links = Mutex::new(vec![None; addresses.len()]);
-        let silence = silence.later;
-        Ok(Tcp { member, addresses, board, links, connections, silence, control, thread, listener, news })
+        let heartbeat_timeout = heartbeat_timeout.later;
+        Ok(Tcp {
+            identity,
+            addresses,
+            status,
+            links,
+            connections,
+            heartbeat_timeout,
+            control,
+            thread,
+            listener,
+            peer_events,
+        })
     }
 
-    /// An endpoint without connections, for tests. They write to the board what it would receive.
+    /// An endpoint without connections, for tests. They write to the status what it would receive.
     #[cfg(all(test, feature = "shm", target_os = "linux"))]
-    pub fn unconnected(rank: usize, board: Arc<Board>, world_size: usize) -> Tcp {
-        let listener = board.wake().try_clone_to_owned().unwrap();
+    pub fn unconnected(rank: usize, status: Arc<GroupStatus>, world_size: usize) -> Tcp {
+        let listener = status.wake().try_clone_to_owned().unwrap();
         Tcp {
-            member: Member { secret: None, session: 0, rank, world_size },
+            identity: Identity { secret: None, session: 0, rank, world_size },
             addresses: vec![SocketAddr::from(([127, 0, 0, 1], 0)); world_size],
-            board,
+            status,
             links: Mutex::default(),
             connections: 1,
-            silence: Duration::ZERO,
+            heartbeat_timeout: Duration::ZERO,
             control: unbounded_channel().0,
             thread: Mutex::default(),
             listener,
-            news: Mutex::default(),
+            peer_events: Mutex::default(),
         }
     }
 
     /// The number of this group's session: the same on all its ranks, different in other groups.
     pub fn session(&self) -> u64 {
-        self.member.session
+        self.identity.session
     }
 
     /// The addresses at which the ranks listen, by rank.
@@ -122,32 +135,32 @@ impl Tcp {
     }
 
     /// Takes the receiver for messages of the shrink protocol. `Some` once.
-    pub fn news(&self) -> Option<UnboundedReceiver<RankEvent>> {
-        lock(&self.news).take()
+    pub fn peer_events(&self) -> Option<UnboundedReceiver<RankEvent>> {
+        lock(&self.peer_events).take()
     }
 
     /// Sends `word` to all peers.
-    pub fn say(&self, word: ShrinkMessage) {
-        let _ = self.control.send(Outgoing::ShrinkMessage(word));
+    pub fn send_to_all(&self, word: ShrinkMessage) {
+        let _ = self.control.send(ControlRequest::ShrinkMessage(word));
     }
 
     /// The link to `peer`. The higher rank of a pair dials and the lower one waits: both are in the same operation, and
     /// the plans of both have this message.
     fn link(&self, peer: usize, tag: &Site, watch: &mut Watch<'_>) -> Result<Arc<Link>, Fault> {
-        if peer < self.member.rank && lock(&self.links)[peer].is_none() {
-            let settings = (self.connections, self.silence);
-            let link = dial::dial(&self.member, (peer, &self.addresses[peer]), settings, watch)?;
+        if peer < self.identity.rank && lock(&self.links)[peer].is_none() {
+            let settings = (self.connections, self.heartbeat_timeout);
+            let link = dial::dial(&self.identity, (peer, &self.addresses[peer]), settings, watch)?;
             lock(&self.links)[peer] = Some(Arc::new(link));
         }
         loop {
             if let Some(link) = self.existing_link(peer, watch)? {
                 return Ok(link);
             }
-            self.board.sleep(Instant::now() + watch.pause(), || {
-                self.board.has_gathered(peer) || self.board.absence_in(peer, tag).is_some()
+            self.status.sleep(Instant::now() + watch.pause(), || {
+                self.status.has_data_streams(peer) || self.status.absence_in(peer, tag).is_some()
             });
-            if !self.board.has_gathered(peer)
-                && let Some(fault) = self.board.absence_in(peer, tag)
+            if !self.status.has_data_streams(peer)
+                && let Some(fault) = self.status.absence_in(peer, tag)
             {
                 return Err(fault);
             }
@@ -157,31 +170,31 @@ impl Tcp {
 
     /// The link to `peer`, if its connections are open.
     fn existing_link(&self, peer: usize, watch: &Watch<'_>) -> Result<Option<Arc<Link>>, Fault> {
-        if let Some(streams) = self.board.gathered(peer) {
-            let link = Link::new(streams, self.silence);
+        if let Some(streams) = self.status.take_data_streams(peer) {
+            let link = Link::new(streams, self.heartbeat_timeout);
             let link = link.map_err(|e| link::disconnected(peer, &e.to_string(), watch))?;
             lock(&self.links)[peer] = Some(Arc::new(link));
         }
         Ok(lock(&self.links)[peer].clone())
     }
 
-    /// Invites the other members of a subgroup and waits for their invitations. Returns the doors of all, in order.
+    /// Invites the other members of a subgroup and waits for their invitations. Returns the endpoints of all, in order.
     pub fn invite(&self, own: &Invitation, deadline: &Deadline) -> Result<Vec<Endpoint>, Fault> {
-        for member in own.members.iter().filter(|member| **member != self.member.rank) {
-            let _ = self.control.send(Outgoing::Invites(*member, own.clone()));
+        for member in own.members.iter().filter(|member| **member != self.identity.rank) {
+            let _ = self.control.send(ControlRequest::Invites(*member, own.clone()));
         }
-        self.board.assemble(self.member.rank, own, deadline)
+        self.status.await_invitations(self.identity.rank, own, deadline)
     }
 
     /// Waits until the group fails. Returns the cause.
     pub async fn failed(&self) -> std::io::Result<Fault> {
-        let wake = UnixStream::from(self.board.wake().try_clone_to_owned()?);
+        let wake = UnixStream::from(self.status.wake().try_clone_to_owned()?);
         wake.set_nonblocking(true)?;
         let wake = tokio::net::UnixStream::from_std(wake)?;
         loop {
             // Never read, so it stays readable.
             wake.readable().await?;
-            if let Some((fault, _)) = self.board.failure() {
+            if let Some((fault, _)) = self.status.failure() {
                 return Ok(fault);
             }
         }
@@ -189,19 +202,19 @@ impl Tcp {
 
     /// The state shared with the control thread.
     #[cfg(all(feature = "shm", target_os = "linux"))]
-    pub fn board(&self) -> &Board {
-        &self.board
+    pub fn status(&self) -> &GroupStatus {
+        &self.status
     }
 
     /// The events that interrupt a thread that waits in this operation.
     pub fn watch<'a>(&'a self, tag: &'a Site, deadline: &'a Deadline) -> Watch<'a> {
-        Watch::new(self.member.rank, &self.board, &self.control, tag, deadline)
+        Watch::new(self.identity.rank, &self.status, &self.control, tag, deadline)
     }
 }
 
 impl Transport for Tcp {
     fn rank(&self) -> usize {
-        self.member.rank
+        self.identity.rank
     }
 
     fn world_size(&self) -> usize {
@@ -210,7 +223,7 @@ impl Transport for Tcp {
 
     fn send(&self, tag: &Site, to: usize, bytes: &[u8], deadline: &Deadline) -> Result<(), Fault> {
         // The socket may still accept bytes that no process will read.
-        if let Some(fault) = self.board.absence_in(to, tag) {
+        if let Some(fault) = self.status.absence_in(to, tag) {
             return Err(fault);
         }
         let mut watch = self.watch(tag, deadline);
@@ -237,33 +250,33 @@ impl Transport for Tcp {
     }
 
     fn begin(&self, site: &Site) -> Result<(), Fault> {
-        for peer in self.board.begin(site)? {
-            let _ = self.control.send(Outgoing::Called(peer, *site));
+        for peer in self.status.begin(site)? {
+            let _ = self.control.send(ControlRequest::Called(peer, *site));
         }
         Ok(())
     }
 
-    fn trouble(&self) -> Option<Fault> {
-        self.board.trouble()
+    fn known_failure(&self) -> Option<Fault> {
+        self.status.known_failure()
     }
 
     fn fail(&self, error: &Error, completed: u64) {
-        self.board.fail(Fault::Failed(error.clone()), completed);
+        self.status.fail(Fault::Failed(error.clone()), completed);
         // Also if the cause came from a peer: this rank may leave before the peer's own message reaches the others, and
         // they must not report its leaving as the cause.
-        let _ = self.control.send(Outgoing::Failed(error.clone(), completed));
+        let _ = self.control.send(ControlRequest::Failed(error.clone(), completed));
     }
 
     fn leave(&self) {
         let Some(thread) = lock(&self.thread).take() else { return };
         // For a cause that arrived between two operations, for the reason in `fail`.
-        if let Some((Fault::Failed(error), completed)) = self.board.failure() {
-            let _ = self.control.send(Outgoing::Failed(error, completed));
+        if let Some((Fault::Failed(error), completed)) = self.status.failure() {
+            let _ = self.control.send(ControlRequest::Failed(error, completed));
         }
-        let _ = self.control.send(Outgoing::Goodbye { panicked: std::thread::panicking() });
+        let _ = self.control.send(ControlRequest::Goodbye { panicked: std::thread::panicking() });
         // The control thread ends soon after its goodbye message, whatever the peers do.
         if thread.join().is_err() {
-            log::error!("rank {}: the control thread panicked", self.member.rank);
+            log::error!("rank {}: the control thread panicked", self.identity.rank);
         }
         let links: Vec<_> = lock(&self.links).iter_mut().filter_map(Option::take).collect();
         link::close(&links, LINGER);

@@ -22,10 +22,10 @@ use super::{Buffers, Collectives};
 use crate::sync::{
     AtomicU8, AtomicU64, Bell, Cell, Deadline, Mutex, Ordering, SlowWaitWarning, lock, oversubscribed, spin,
 };
-use crate::types::{Call, DType, Error, Fault, Operation, Parts, Ranks, Site};
+use crate::types::{Call, DType, Error, Fault, Operation, Parts, RankList, Site};
 
 /// One rank's endpoint of a group of threads.
-pub(crate) struct Local {
+pub(crate) struct ThreadEndpoint {
     shared: Arc<Shared>,
     rank: usize,
 }
@@ -93,9 +93,9 @@ unsafe impl Sync for RankState {}
 // SAFETY: any thread may use the pointers, under the rules of `Sync` above.
 unsafe impl Send for RankState {}
 
-impl Local {
+impl ThreadEndpoint {
     /// Returns the endpoints of a group of `world_size` threads, by rank.
-    pub fn group(world_size: usize) -> Vec<Local> {
+    pub fn group(world_size: usize) -> Vec<ThreadEndpoint> {
         let empty = Call {
             operation: Operation::Barrier,
             dtype: DType::U8,
@@ -127,7 +127,7 @@ impl Local {
             regrouping: Regrouping::new(world_size),
             oversubscribed: oversubscribed(world_size),
         });
-        (0..world_size).map(|rank| Local { shared: shared.clone(), rank }).collect()
+        (0..world_size).map(|rank| ThreadEndpoint { shared: shared.clone(), rank }).collect()
     }
 
     /// Fills this rank's slot, counts the rank in and waits until all ranks are in. Returns the operation's number.
@@ -171,7 +171,7 @@ impl Local {
         deadline: &Deadline,
     ) -> Result<(), Fault> {
         let shared = &*self.shared;
-        let mut patience = SlowWaitWarning::until(deadline);
+        let mut slow_wait = SlowWaitWarning::until(deadline);
         while !ready() {
             // An iterator, collected only for reports: waiting does not allocate.
             let missing =
@@ -188,10 +188,11 @@ impl Local {
                 }
             } else {
                 let peer_left = || missing().any(|rank| shared.absence(rank).is_some());
-                let woken = shared.bell.sleep(Instant::now() + patience.pause(), || ready() || peer_left());
+                let woken = shared.bell.sleep(Instant::now() + slow_wait.pause(), || ready() || peer_left());
                 if !woken {
-                    let waiting = || format!("at operation #{sequence} for {}", Ranks(&missing().collect::<Vec<_>>()));
-                    patience.warn(self.rank, waiting);
+                    let waiting =
+                        || format!("at operation #{sequence} for {}", RankList(&missing().collect::<Vec<_>>()));
+                    slow_wait.warn(self.rank, waiting);
                 }
             }
         }
@@ -276,7 +277,7 @@ impl Shared {
     }
 }
 
-impl Collectives for Local {
+impl Collectives for ThreadEndpoint {
     fn run(&self, site: &Site, buffers: &mut Buffers<'_>, deadline: &Deadline) -> Result<(), Fault> {
         let call = &site.call;
         let world_size = self.shared.ranks.len();
@@ -336,7 +337,7 @@ impl Collectives for Local {
     }
 }
 
-impl Local {
+impl ThreadEndpoint {
     /// The slots of operation `sequence`, by rank. Called once all ranks are in.
     fn slots(&self, sequence: u64) -> impl Iterator<Item = &Slot> + Clone {
         // SAFETY: all ranks are in, so every slot of this operation is complete. It is not written again until this

@@ -65,7 +65,7 @@ pub enum Error {
         "{site} timed out after {elapsed:.1?} while rank {rank} waited for {}; if they are merely slow (evaluating, \
          saving), raise the deadline (BONFIRE_DEADLINE, or `Group::with_deadline`); else {TraceHint} says what each \
          rank did",
-        Ranks(.missing)
+        RankList(.missing)
     )]
     Timeout {
         /// The operation.
@@ -133,9 +133,9 @@ pub enum Error {
     /// [`Group::subgroup`](crate::Group::subgroup).
     #[error(
         "subgroup: rank {rank} names {} as members, rank {peer} names {}; all members must name the same ranks",
-        Ranks(.members), Ranks(.theirs)
+        RankList(.members), RankList(.theirs)
     )]
-    Members {
+    MemberMismatch {
         /// The lower of the two ranks.
         rank: usize,
         /// The members that the lower rank names.
@@ -153,7 +153,7 @@ pub enum Error {
         /// The rank that reports, numbered as in the old group.
         rank: usize,
         /// Why it cannot continue.
-        why: Apart,
+        why: ShrinkError,
         /// Time since the call's turn came.
         elapsed: Duration,
     },
@@ -270,12 +270,12 @@ impl std::panic::RefUnwindSafe for Cause {}
 /// Why a rank cannot continue after [`Group::shrink`](crate::Group::shrink). Ranks are numbered as in the old group.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[non_exhaustive]
-pub enum Apart {
+pub enum ShrinkError {
     /// This rank is not in the majority: the unreachable ranks may continue without it, so it must not.
     #[error(
         "{} cannot be reached and may continue without this rank, which is not in the majority; end this process, \
          check the network between them, and restart the job from its last checkpoint if no rank continues",
-        Ranks(.silent)
+        RankList(.silent)
     )]
     Minority {
         /// The ranks that cannot be reached but may still be alive.
@@ -300,7 +300,7 @@ pub enum Apart {
     #[error(
         "{} did not take part in time{problem}; every surviving rank must call shrink or exit; shrink may be called \
          again",
-        Ranks(.ranks)
+        RankList(.ranks)
     )]
     Missing {
         /// The missing ranks.
@@ -310,16 +310,16 @@ pub enum Apart {
     },
 }
 
-impl fmt::Debug for Apart {
+impl fmt::Debug for ShrinkError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Display::fmt(self, f)
     }
 }
 
 /// Ranks as text: `rank 3` or `ranks 1, 2`.
-pub struct Ranks<'a>(pub &'a [usize]);
+pub struct RankList<'a>(pub &'a [usize]);
 
-impl fmt::Display for Ranks<'_> {
+impl fmt::Display for RankList<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.0 {
             [] => write!(f, "its turn"),
@@ -384,7 +384,7 @@ mod tests {
 
     #[test]
     fn debug_prints_the_message() {
-        let apart = Apart::Missing { ranks: vec![1, 2], problem: String::new() };
+        let apart = ShrinkError::Missing { ranks: vec![1, 2], problem: String::new() };
         let error = Error::Shrink { rank: 0, why: apart.clone(), elapsed: Duration::from_secs(4) };
         assert_eq!(format!("{apart:?}"), apart.to_string());
         assert_eq!(format!("{error:?}"), error.to_string());

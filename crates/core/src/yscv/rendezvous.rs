@@ -13,7 +13,7 @@ use tokio::time::{sleep, timeout};
 
 use crate::auth::{self, AcceptQueue, RETRY, Refusal};
 use crate::sync::{Deadline, Mutex, OwnRuntime, lock};
-use crate::types::{Error, Ranks};
+use crate::types::{Error, RankList};
 
 /// Time limit of one attempt to connect: the system itself would retry at ever longer intervals.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
@@ -75,7 +75,7 @@ impl Rendezvous {
         Err(self.failed(format!(
             "{} did not come, and {others} connections were turned away or left{last}; start each rank from 1 to {} \
              once, with this address, or allow more time (TcpTransportBuilder::rendezvous_timeout)",
-            Ranks(&missing),
+            RankList(&missing),
             world_size - 1
         )))
     }

@@ -11,7 +11,7 @@ use bonfire_core::Error;
 use rustix::process::Signal;
 
 use crate::child::GOING;
-use crate::orders::{Act, Carrier, ChildReport, ORDERS, Orders, Report, ScheduledAct};
+use crate::orders::{Act, ChildReport, GroupTransport, ORDERS, Orders, Report, ScheduledAct};
 use crate::stream::random;
 use bonfire_testing::free_address;
 use bonfire_testing::process::Process;
@@ -21,10 +21,10 @@ use bonfire_testing::transport::Random;
 pub const DEADLINE: Duration = Duration::from_secs(30);
 
 /// The heartbeat timeout: the shortest that can be configured.
-pub const SILENCE: Duration = Duration::from_secs(3);
+pub const HEARTBEAT_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// The heartbeat timeout where no rank may be declared lost, however busy the machine is.
-pub const LONG_SILENCE: Duration = Duration::from_secs(15);
+pub const LONG_HEARTBEAT_TIMEOUT: Duration = Duration::from_secs(15);
 
 /// Every rank must know of a fault that is not silent within this time, on a machine that is busy with other groups.
 pub const SOON: Duration = Duration::from_secs(10);
@@ -37,7 +37,7 @@ pub type IsExpected<'a> = &'a dyn Fn(usize, Option<&Error>) -> bool;
 
 /// A group with an injected fault, and the outcome.
 pub struct Case {
-    pub carrier: Carrier,
+    pub transport: GroupTransport,
     /// Whether groups of more than two ranks begin as stars.
     pub star: bool,
     random: Random,
@@ -62,13 +62,13 @@ pub struct Child {
 }
 
 impl Case {
-    pub fn new(carrier: Carrier, seed: u64) -> Case {
+    pub fn new(transport: GroupTransport, seed: u64) -> Case {
         let (mut random, what) = (random(&[seed]), String::new());
-        let star = carrier != Carrier::Threads && random.next() >> 16 & 1 == 0;
+        let star = transport != GroupTransport::Threads && random.next() >> 16 & 1 == 0;
         let (hangs, wrong, leaks) = Default::default();
         let (skipped, may_abort) = (None, None);
         Case {
-            carrier,
+            transport,
             star,
             random,
             what,
@@ -88,30 +88,30 @@ impl Case {
 
     /// Draws a world size from 2 to 4. With two hosts at least 3, so that one host has two ranks.
     pub fn world_size(&mut self) -> usize {
-        if self.carrier == Carrier::Mixed { 3 + self.below(2) } else { 2 + self.below(3) }
+        if self.transport == GroupTransport::Mixed { 3 + self.below(2) } else { 2 + self.below(3) }
     }
 
     /// The orders of all ranks of a group: to run the stream until it fails.
     pub fn orders(&mut self, world_size: usize) -> Orders {
         Orders {
-            carrier: self.carrier,
+            transport: self.transport,
             rank: 0,
             world_size,
             address: free_address(),
             host: None,
             secret: false,
             deadline: DEADLINE,
-            silence: LONG_SILENCE,
+            heartbeat_timeout: LONG_HEARTBEAT_TIMEOUT,
             hang_timeout: None,
-            mesh: if self.star { 2 } else { 16 },
-            patience: DEADLINE,
+            full_mesh_limit: if self.star { 2 } else { 16 },
+            rendezvous_timeout: DEADLINE,
             seed: self.random.next(),
             steps: u64::MAX,
             largest: 20,
             until: None,
-            deeds: Vec::new(),
+            acts: Vec::new(),
             subgroups: false,
-            goes_on: false,
+            continues: false,
             files: None,
             memory: None,
         }
@@ -127,12 +127,12 @@ impl Case {
     pub fn start_with(&mut self, orders: &Orders, rank: usize, act: Act) -> Vec<Child> {
         let at = self.early();
         self.what = format!("{act:?} on rank {rank} of {} before step {at}", orders.world_size);
-        self.start(&Orders { deeds: vec![ScheduledAct { rank, at, act }], ..orders.clone() })
+        self.start(&Orders { acts: vec![ScheduledAct { rank, at, act }], ..orders.clone() })
     }
 
     /// Starts all children of a group.
     pub fn start(&self, orders: &Orders) -> Vec<Child> {
-        if self.carrier == Carrier::Threads {
+        if self.transport == GroupTransport::Threads {
             return vec![self.child(&[], orders)];
         }
         (0..orders.world_size).map(|rank| self.child(&[], &Orders { rank, ..orders.clone() })).collect()
@@ -140,7 +140,8 @@ impl Case {
 
     /// Starts one child by a command that replaces itself with the child.
     pub fn child(&self, command: &[String], orders: &Orders) -> Child {
-        let ranks = if self.carrier == Carrier::Threads { 0..orders.world_size } else { orders.rank..orders.rank + 1 };
+        let ranks =
+            if self.transport == GroupTransport::Threads { 0..orders.world_size } else { orders.rank..orders.rank + 1 };
         let text = serde_json::to_string(orders).expect("orders are plain data");
         Child { process: Process::start_by(command, "child", &[(ORDERS, text)]), ranks, early_message: None }
     }
@@ -208,24 +209,25 @@ impl Case {
     }
 
     /// Checks that all ranks but those in `without` continued in one group.
-    pub fn went_on(&mut self, reports: &[Report], world_size: usize, without: &[usize]) {
+    pub fn continued(&mut self, reports: &[Report], world_size: usize, without: &[usize]) {
         let left = (0..world_size).filter(|rank| !without.contains(rank)).fold(0, |mask, rank| mask | 1 << rank);
         for report in reports.iter().filter(|report| !without.contains(&report.rank)) {
-            if report.went_on != Some(Ok(left)) {
-                self.wrong.push(format!("rank {} continued as {:?}", report.rank, report.went_on));
+            if report.continued != Some(Ok(left)) {
+                self.wrong.push(format!("rank {} continued as {:?}", report.rank, report.continued));
             }
         }
     }
 
     /// Checks that all ranks that continued are in one group, and that the others got a shrink error.
     pub fn went_on_as_one(&mut self, reports: &[Report]) {
-        let members = |report: &Report| report.went_on.as_ref().and_then(|went_on| went_on.as_ref().ok()).copied();
+        let members =
+            |report: &Report| report.continued.as_ref().and_then(|continued| continued.as_ref().ok()).copied();
         let all =
             reports.iter().filter(|report| members(report).is_some()).fold(0, |mask, report| mask | 1 << report.rank);
         for report in reports {
-            let excluded = matches!(report.went_on, Some(Err(Error::Shrink { .. })));
+            let excluded = matches!(report.continued, Some(Err(Error::Shrink { .. })));
             if !excluded && members(report) != Some(all) {
-                self.wrong.push(format!("rank {} continued as {:?}, all are {all:b}", report.rank, report.went_on));
+                self.wrong.push(format!("rank {} continued as {:?}, all are {all:b}", report.rank, report.continued));
             }
         }
     }
@@ -296,7 +298,7 @@ impl Child {
     }
 
     fn next_message(&self) -> Result<String, RecvTimeoutError> {
-        self.process.hear_within(HANG_TIMEOUT)
+        self.process.read_line_within(HANG_TIMEOUT)
     }
 }
 

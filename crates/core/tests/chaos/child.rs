@@ -4,14 +4,14 @@ use std::panic::{catch_unwind, resume_unwind};
 use std::time::{Duration, Instant, UNIX_EPOCH};
 use std::{fs, thread};
 
-use bonfire_core::error::Apart;
-use bonfire_core::{Builder, Error, Group, Medium, ReduceOp, Secret};
+use bonfire_core::error::ShrinkError;
+use bonfire_core::{Builder, Error, Group, ReduceOp, Secret, TransportKind};
 use rustix::process::{Resource, Rlimit, Signal, getpid, getrlimit, kill_process, setrlimit};
 
 use crate::machine;
-use crate::orders::{Act, Carrier, ChildReport, ORDERS, Orders, Report};
+use crate::orders::{Act, ChildReport, GroupTransport, ORDERS, Orders, Report};
 use crate::stream::{Step, StepError};
-use bonfire_testing::process::say;
+use bonfire_testing::process::send_line;
 
 /// The message of a child whose ranks have all joined the group.
 pub const GOING: &str = "going";
@@ -34,7 +34,7 @@ pub fn main() {
     // tokio's first runtime opens two sockets for signals, which stay open.
     drop(tokio::runtime::Builder::new_current_thread().enable_all().build());
     let before = Resources::now();
-    let reports = if orders.carrier == Carrier::Threads {
+    let reports = if orders.transport == GroupTransport::Threads {
         let groups = builder(&orders).threads(orders.world_size).expect("a group of threads");
         let ranks: Vec<_> = groups
             .into_iter()
@@ -51,17 +51,21 @@ pub fn main() {
     lift(Resource::Nofile);
     lift(Resource::As);
     let report = ChildReport { reports, leaks: before.leaks() };
-    say(serde_json::to_string(&report).expect("reports are plain data"));
+    send_line(serde_json::to_string(&report).expect("reports are plain data"));
 }
 
 fn builder(orders: &Orders) -> Builder {
     let builder = Group::builder().rank(orders.rank).world_size(orders.world_size).address(&orders.address);
-    let builder = builder.deadline(orders.deadline).silence(orders.silence).rendezvous_timeout(orders.patience);
-    let builder = orders.hang_timeout.into_iter().fold(builder.mesh(orders.mesh), Builder::hang_timeout);
-    let builder = builder.transport(match orders.carrier {
-        Carrier::Tcp => Medium::Tcp,
-        Carrier::Shm => Medium::Shm,
-        Carrier::Threads | Carrier::Mixed => Medium::Auto,
+    let builder = builder
+        .deadline(orders.deadline)
+        .heartbeat_timeout(orders.heartbeat_timeout)
+        .rendezvous_timeout(orders.rendezvous_timeout);
+    let builder =
+        orders.hang_timeout.into_iter().fold(builder.full_mesh_limit(orders.full_mesh_limit), Builder::hang_timeout);
+    let builder = builder.transport(match orders.transport {
+        GroupTransport::Tcp => TransportKind::Tcp,
+        GroupTransport::Shm => TransportKind::Shm,
+        GroupTransport::Threads | GroupTransport::Mixed => TransportKind::Auto,
     });
     let builder = match &orders.host {
         Some(host) => builder.host(host),
@@ -73,7 +77,7 @@ fn builder(orders: &Orders) -> Builder {
 /// Joins a group by `join` and runs the rank to its end.
 fn report(orders: &Orders, join: impl FnOnce(Builder) -> Result<Group, Error> + Send) -> Report {
     let mut report =
-        Report { rank: orders.rank, error: None, took: Duration::ZERO, steps: 0, went_on: None, wrong: Vec::new() };
+        Report { rank: orders.rank, error: None, took: Duration::ZERO, steps: 0, continued: None, wrong: Vec::new() };
     // On a thread of its own, since a rank may be ordered to panic.
     let end = thread::scope(|scope| {
         let rank = || {
@@ -103,15 +107,15 @@ fn report(orders: &Orders, join: impl FnOnce(Builder) -> Result<Group, Error> + 
 fn run_stream(group: Group, orders: &Orders, report: &mut Report) {
     let began = Instant::now();
     let mut outcome = group.barrier().map_err(StepError::Failed);
-    if outcome.is_ok() && (group.rank() == 0 || orders.carrier != Carrier::Threads) {
-        say(GOING);
+    if outcome.is_ok() && (group.rank() == 0 || orders.transport != GroupTransport::Threads) {
+        send_line(GOING);
     }
     report.took = began.elapsed();
     let mut performed = false;
     while outcome.is_ok() && report.steps < orders.steps {
-        let deed = orders.deeds.iter().find(|deed| deed.rank == orders.rank && deed.at == report.steps);
+        let act = orders.acts.iter().find(|act| act.rank == orders.rank && act.at == report.steps);
         let began = Instant::now();
-        outcome = match deed.map(|deed| &deed.act) {
+        outcome = match act.map(|act| &act.act) {
             Some(Act::Leave) => return,
             Some(Act::Exit) => std::process::exit(0),
             Some(Act::Skip) => Ok(()),
@@ -126,7 +130,7 @@ fn run_stream(group: Group, orders: &Orders, report: &mut Report) {
             None => step(&group, orders, report.steps),
         };
         // The delay is the injected fault, and no part of the call that follows.
-        report.took = match deed.map(|deed| &deed.act) {
+        report.took = match act.map(|act| &act.act) {
             Some(Act::Sleep(long)) => began.elapsed().saturating_sub(*long),
             _ => began.elapsed(),
         };
@@ -158,8 +162,8 @@ fn run_stream(group: Group, orders: &Orders, report: &mut Report) {
                 report.wrong.push(format!("{error:?} is not the failure that the group reports"));
             }
             report.error = Some(error);
-            if orders.goes_on {
-                report.went_on = Some(shrink_and_continue(&group, orders, &mut report.wrong));
+            if orders.continues {
+                report.continued = Some(shrink_and_continue(&group, orders, &mut report.wrong));
             }
         }
     }
@@ -188,8 +192,9 @@ const SHRINK_DEADLINE: Duration = Duration::from_secs(15);
 
 /// Shrinks the group. Calls again after an error that is not final.
 fn shrink(group: &Group) -> Result<Group, Error> {
-    let repeated =
-        |error: &Error| !matches!(error, Error::Shrink { why: Apart::Excluded { .. } | Apart::Minority { .. }, .. });
+    let repeated = |error: &Error| {
+        !matches!(error, Error::Shrink { why: ShrinkError::Excluded { .. } | ShrinkError::Minority { .. }, .. })
+    };
     let mut result = group.shrink();
     for _ in 0..2 {
         if result.as_ref().is_err_and(repeated) {
@@ -215,8 +220,8 @@ fn continue_in(left: &Group, first_rank: usize, orders: &Orders) -> Result<u32, 
 /// collective: a message does not involve all ranks, and a rank that waits for one names only its sender.
 fn step(group: &Group, orders: &Orders, number: u64) -> Result<(), StepError> {
     let disagrees = |act: &Act| matches!(act, Act::Sleep(_) | Act::Skip | Act::Other);
-    let near = orders.deeds.iter().any(|deed| (deed.at..=deed.at + 1).contains(&number) && disagrees(&deed.act));
-    if orders.deeds.iter().any(|deed| deed.at == number && matches!(deed.act, Act::Skip | Act::Other)) {
+    let near = orders.acts.iter().any(|act| (act.at..=act.at + 1).contains(&number) && disagrees(&act.act));
+    if orders.acts.iter().any(|act| act.at == number && matches!(act.act, Act::Skip | Act::Other)) {
         // No other step makes this call, so the rank that makes the next call instead is detected.
         let mut data = vec![1f32; 777];
         group.all_reduce(&mut data, ReduceOp::Sum)?;

@@ -9,13 +9,13 @@ use std::time::Duration;
 use bonfire_core::Error;
 use rustix::process::Signal;
 
-use crate::case::{Case, SILENCE, SOON};
+use crate::case::{Case, HEARTBEAT_TIMEOUT, SOON};
 use crate::hosts::Group;
 use crate::machine::Network;
-use crate::orders::{Act, Carrier, Orders, ScheduledAct};
+use crate::orders::{Act, GroupTransport, Orders, ScheduledAct};
 
 /// The timeout of a rendezvous whose links are cut.
-const PATIENCE: Duration = Duration::from_secs(8);
+const WAIT_FOR_CUT: Duration = Duration::from_secs(8);
 
 /// Time from the last repair until the streams end: each rank has noticed by then which peers it has lost.
 const SETTLE: Duration = Duration::from_secs(6);
@@ -47,8 +47,10 @@ fn draw_links(case: &mut Case, hosts: usize) -> (String, Vec<(usize, usize)>) {
 fn cut_and_heal(case: &mut Case, network: &Network, hosts: usize) {
     for _ in 0..1 + case.below(3) {
         let (what, links) = draw_links(case, hosts);
-        let silence = SILENCE.as_millis() as usize;
-        let long = Duration::from_millis([case.below(silence), silence + case.below(silence)][case.below(2)] as u64);
+        let heartbeat_timeout = HEARTBEAT_TIMEOUT.as_millis() as usize;
+        let long = Duration::from_millis(
+            [case.below(heartbeat_timeout), heartbeat_timeout + case.below(heartbeat_timeout)][case.below(2)] as u64,
+        );
         case.what.push_str(&format!("; {what}, for {long:.1?}"));
         case.faults += 1;
         links.iter().for_each(|(from, to)| network.cut(*from, *to).expect("it succeeded before"));
@@ -62,10 +64,16 @@ fn cut_and_heal(case: &mut Case, network: &Network, hosts: usize) {
 /// dies by itself.
 fn run(case: &mut Case, waits: bool, delay: Duration, settle: impl Fn(Orders) -> Orders, victim: Option<usize>) {
     let hosts = 3 + case.below(2);
-    let n = if case.carrier == Carrier::Mixed { 2 * hosts } else { hosts };
+    let n = if case.transport == GroupTransport::Mixed { 2 * hosts } else { hosts };
     let settle = |orders: Orders| {
-        let limits = Orders { silence: SILENCE, deadline: SOON, hang_timeout: Some(SOON), largest: 16, ..orders };
-        settle(Orders { patience: if waits { limits.patience } else { PATIENCE }, ..limits })
+        let limits = Orders {
+            heartbeat_timeout: HEARTBEAT_TIMEOUT,
+            deadline: SOON,
+            hang_timeout: Some(SOON),
+            largest: 16,
+            ..orders
+        };
+        settle(Orders { rendezvous_timeout: if waits { limits.rendezvous_timeout } else { WAIT_FOR_CUT }, ..limits })
     };
     // Where iptables is missing, the first cut fails, and the scenario is skipped.
     let Some(mut group) = Group::start_with(case, (hosts, n), |network, _| network.heal(), settle) else { return };
@@ -77,11 +85,11 @@ fn run(case: &mut Case, waits: bool, delay: Duration, settle: impl Fn(Orders) ->
     thread::sleep(SETTLE);
     std::fs::write(&group.until, "").expect("a file");
     let gone: Vec<usize> = victim.into_iter().collect();
-    let reports = case.end(group.children, &gone, SOON * 2 + SILENCE, false, &|_, error| {
+    let reports = case.end(group.children, &gone, SOON * 2 + HEARTBEAT_TIMEOUT, false, &|_, error| {
         !matches!(error, Some(Error::Mismatch { .. } | Error::InvalidArgument { .. }))
     });
     case.all_or_none(&reports);
-    let shrunk: Vec<_> = reports.into_iter().filter(|report| report.went_on.is_some()).collect();
+    let shrunk: Vec<_> = reports.into_iter().filter(|report| report.continued.is_some()).collect();
     case.went_on_as_one(&shrunk);
 }
 
@@ -97,8 +105,8 @@ pub fn in_the_rendezvous(case: &mut Case) {
 /// A rank is killed, and links are cut while the others shrink the group.
 pub fn in_the_shrink(case: &mut Case) {
     let (victim, at) = (case.below(3), case.early());
-    let deed = ScheduledAct { rank: victim, at, act: Act::Signal { number: Signal::KILL.as_raw(), micros: 100 } };
-    let settle = |orders| Orders { deeds: vec![deed.clone()], ..orders };
+    let act = ScheduledAct { rank: victim, at, act: Act::Signal { number: Signal::KILL.as_raw(), micros: 100 } };
+    let settle = |orders| Orders { acts: vec![act.clone()], ..orders };
     run(case, true, Duration::from_millis(100), settle, Some(victim));
     case.faults += 1;
 }

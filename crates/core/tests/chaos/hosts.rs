@@ -6,11 +6,11 @@ use std::time::Duration;
 
 use bonfire_core::Error;
 
-use crate::case::{Case, Child, LONG_SILENCE, SILENCE, SOON};
+use crate::case::{Case, Child, HEARTBEAT_TIMEOUT, LONG_HEARTBEAT_TIMEOUT, SOON};
 use crate::machine::Network;
-use crate::orders::{Carrier, Orders};
+use crate::orders::{GroupTransport, Orders};
 
-pub const CARRIERS: &[Carrier] = &[Carrier::Tcp, Carrier::Mixed];
+pub const TRANSPORTS: &[GroupTransport] = &[GroupTransport::Tcp, GroupTransport::Mixed];
 
 /// A group over several hosts: one rank on each of three hosts, or two ranks on each of two.
 pub struct Group {
@@ -26,11 +26,11 @@ impl Group {
     /// Prepares the network by `prepare` and starts the ranks. Returns `None` where this machine does not allow it.
     fn start(
         case: &mut Case,
-        silence: Duration,
+        heartbeat_timeout: Duration,
         prepare: impl Fn(&Network, usize) -> Result<(), String>,
     ) -> Option<Group> {
-        let (hosts, n) = if case.carrier == Carrier::Mixed { (2, 4) } else { (3, 3) };
-        Group::start_with(case, (hosts, n), prepare, |orders| Orders { silence, ..orders })
+        let (hosts, n) = if case.transport == GroupTransport::Mixed { (2, 4) } else { (3, 3) };
+        Group::start_with(case, (hosts, n), prepare, |orders| Orders { heartbeat_timeout, ..orders })
     }
 
     /// As [`start`](Group::start), with `n` ranks on `hosts` hosts in turn and with orders that `settle` completes.
@@ -54,7 +54,7 @@ impl Group {
         let folder = tempfile::tempdir().expect("a folder for a file");
         let until = folder.path().join("over");
         let address = format!("{}:29400", Network::address(0));
-        let orders = Orders { address, secret: true, until: Some(until.clone()), goes_on: true, ..case.orders(n) };
+        let orders = Orders { address, secret: true, until: Some(until.clone()), continues: true, ..case.orders(n) };
         let orders = settle(orders);
         let child = |rank: usize| {
             let host = Some(Network::address(rank % hosts));
@@ -72,20 +72,25 @@ impl Group {
             thread::sleep(long);
         }
         std::fs::write(&self.until, "").expect("a file");
-        case.end(self.children, &[], LONG_SILENCE + SOON, true, &|_, error| error.is_none());
+        case.end(self.children, &[], LONG_HEARTBEAT_TIMEOUT + SOON, true, &|_, error| error.is_none());
     }
 }
 
 /// Drops one packet in twenty, from the first one on.
 pub fn drops(case: &mut Case) {
-    let Some(group) = Group::start(case, LONG_SILENCE, |network, host| network.drop_packets(host, 20)) else { return };
+    let Some(group) = Group::start(case, LONG_HEARTBEAT_TIMEOUT, |network, host| network.drop_packets(host, 20)) else {
+        return;
+    };
     case.what = format!("5 % of the packets on {} hosts", group.hosts);
     group.during(case, Duration::from_secs(2), |_| {});
 }
 
 /// Reduces the rate of the links while the stream runs.
 pub fn narrows(case: &mut Case) {
-    let Some(group) = Group::start(case, LONG_SILENCE, |network, host| network.throttle(host, "1gbit")) else { return };
+    let Some(group) = Group::start(case, LONG_HEARTBEAT_TIMEOUT, |network, host| network.throttle(host, "1gbit"))
+    else {
+        return;
+    };
     let (hosts, rate) = (group.hosts, format!("{}mbit", 10 + case.below(90)));
     case.what = format!("to {rate} on {hosts} hosts");
     group.during(case, Duration::from_secs(2), |network| {
@@ -95,7 +100,7 @@ pub fn narrows(case: &mut Case) {
 
 /// Takes a link down for less than the heartbeat timeout.
 pub fn link_flaps(case: &mut Case) {
-    let Some(group) = Group::start(case, LONG_SILENCE, |_, _| Ok(())) else { return };
+    let Some(group) = Group::start(case, LONG_HEARTBEAT_TIMEOUT, |_, _| Ok(())) else { return };
     let (host, long) = (case.below(group.hosts), Duration::from_millis(300 + case.below(1700) as u64));
     case.what = format!("that of host {host} of {}, for {long:?}", group.hosts);
     group.during(case, Duration::from_millis(500), |network| {
@@ -108,14 +113,14 @@ pub fn link_flaps(case: &mut Case) {
 /// Takes a link down for longer than the heartbeat timeout, and maybe up again. Either side loses the other, and at
 /// most one goes on.
 pub fn partition(case: &mut Case) {
-    let Some(mut group) = Group::start(case, SILENCE, |_, _| Ok(())) else { return };
+    let Some(mut group) = Group::start(case, HEARTBEAT_TIMEOUT, |_, _| Ok(())) else { return };
     let (host, hosts, heals) = (case.below(group.hosts), group.hosts, case.below(2) == 0);
     case.what = format!("of host {host} from {}{}", hosts - 1, if heals { ", which heals" } else { "" });
     if case.going(&mut group.children) {
         thread::sleep(Duration::from_micros(case.below(50_000) as u64));
         case.faults = 1;
         group.network.set_link(host, "down").expect("the test's own link");
-        thread::sleep(SILENCE + Duration::from_secs(2));
+        thread::sleep(HEARTBEAT_TIMEOUT + Duration::from_secs(2));
         if heals {
             group.network.set_link(host, "up").expect("the test's own link");
             thread::sleep(Duration::from_millis(case.below(3000) as u64));
@@ -126,7 +131,7 @@ pub fn partition(case: &mut Case) {
     let reports = case.end(
         group.children,
         &[],
-        SILENCE + SOON,
+        HEARTBEAT_TIMEOUT + SOON,
         false,
         &|rank, error| matches!(error, Some(Error::PeerLost { peer, .. }) if away(*peer) != away(rank)),
     );

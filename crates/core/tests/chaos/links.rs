@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use rustix::net::sockopt::set_socket_linger;
 
-use crate::case::{Case, Child, SILENCE, SOON, is_lost};
+use crate::case::{Case, Child, HEARTBEAT_TIMEOUT, SOON, is_lost};
 use crate::orders::Orders;
 use bonfire_testing::relay::between;
 
@@ -105,8 +105,10 @@ fn random_pause(case: &mut Case) {
 /// Two live ranks lose each other. Each names the other one, and a third rank names the one that it notices first.
 fn cut(case: &mut Case, mode: u8, within: Duration) {
     let n = case.world_size();
-    let (orders, rank) =
-        (Orders { silence: SILENCE, deadline: SOON, goes_on: true, ..case.orders(n) }, 1 + case.below(n - 1));
+    let (orders, rank) = (
+        Orders { heartbeat_timeout: HEARTBEAT_TIMEOUT, deadline: SOON, continues: true, ..case.orders(n) },
+        1 + case.below(n - 1),
+    );
     let (mut children, relay) = start(case, &orders, rank, 0);
     case.what = format!("between ranks 0 and {rank} of {n}");
     if case.going(&mut children) {
@@ -124,12 +126,12 @@ pub fn reset(case: &mut Case) {
 }
 
 pub fn half_open(case: &mut Case) {
-    cut(case, SILENT_THERE | SILENT_BACK, SILENCE + SOON);
+    cut(case, SILENT_THERE | SILENT_BACK, HEARTBEAT_TIMEOUT + SOON);
 }
 
 pub fn one_way(case: &mut Case) {
     let mode = if case.below(2) == 0 { SILENT_THERE } else { SILENT_BACK };
-    cut(case, mode, SILENCE + SOON);
+    cut(case, mode, HEARTBEAT_TIMEOUT + SOON);
 }
 
 /// Connections that stall for a while and then deliver everything.

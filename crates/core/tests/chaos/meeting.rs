@@ -21,7 +21,7 @@ fn failed(error: Option<&Error>) -> bool {
 }
 
 fn orders_with_timeout(case: &mut Case, n: usize) -> Orders {
-    Orders { patience: TIMEOUT, steps: STEPS, ..case.orders(n) }
+    Orders { rendezvous_timeout: TIMEOUT, steps: STEPS, ..case.orders(n) }
 }
 
 /// Starts these ranks in a random order.
@@ -55,7 +55,7 @@ pub fn duplicate(case: &mut Case) {
 /// A rank that starts late, but not too late.
 pub fn late(case: &mut Case) {
     let n = case.world_size();
-    let (orders, last) = (Orders { patience: SOON * 3, ..orders_with_timeout(case, n) }, case.below(n));
+    let (orders, last) = (Orders { rendezvous_timeout: SOON * 3, ..orders_with_timeout(case, n) }, case.below(n));
     let late = Duration::from_millis(case.below(1500) as u64);
     let others = (0..n).filter(|rank| *rank != last).map(|rank| Orders { rank, ..orders.clone() }).collect();
     let mut children = start(case, others);

@@ -11,7 +11,7 @@ pub const ORDERS: &str = "CHAOS_ORDERS";
 
 /// The transport of a group.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-pub enum Carrier {
+pub enum GroupTransport {
     /// All ranks are threads of one child.
     Threads,
     Tcp,
@@ -56,7 +56,7 @@ pub struct ScheduledAct {
 /// The orders of one child.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Orders {
-    pub carrier: Carrier,
+    pub transport: GroupTransport,
     pub rank: usize,
     pub world_size: usize,
     pub address: String,
@@ -64,13 +64,13 @@ pub struct Orders {
     /// Whether the ranks share a secret.
     pub secret: bool,
     pub deadline: Duration,
-    pub silence: Duration,
+    pub heartbeat_timeout: Duration,
     /// How long `shrink` waits for ranks that live and do not call it.
     pub hang_timeout: Option<Duration>,
-    /// The largest group that begins as a mesh: a larger one is a star.
-    pub mesh: usize,
+    /// The largest group that begins as a full mesh: a larger one is a star.
+    pub full_mesh_limit: usize,
     /// The timeout of the rendezvous.
-    pub patience: Duration,
+    pub rendezvous_timeout: Duration,
     /// The same on all ranks.
     pub seed: u64,
     /// The steps of the stream, unless it fails before.
@@ -79,11 +79,11 @@ pub struct Orders {
     pub largest: usize,
     /// The stream ends once this file exists, in the group and in those to which it is shrunk.
     pub until: Option<PathBuf>,
-    pub deeds: Vec<ScheduledAct>,
+    pub acts: Vec<ScheduledAct>,
     /// Whether some steps are operations of new subgroups.
     pub subgroups: bool,
     /// Whether the survivors of a failure shrink the group and continue.
-    pub goes_on: bool,
+    pub continues: bool,
     /// How many more descriptors, and bytes of address space, it may use than before it connects.
     pub files: Option<u64>,
     pub memory: Option<u64>,
@@ -92,7 +92,7 @@ pub struct Orders {
 impl Orders {
     /// The signal that this rank is ordered to send itself, if any.
     pub fn signal(&self) -> Option<&Act> {
-        let own = self.deeds.iter().find(|deed| deed.rank == self.rank)?;
+        let own = self.acts.iter().find(|act| act.rank == self.rank)?;
         matches!(own.act, Act::Signal { .. }).then_some(&own.act)
     }
 }
@@ -107,7 +107,7 @@ pub struct Report {
     /// Steps that were completed.
     pub steps: u64,
     /// The members of the shrunk group as a mask of the original ranks, where shrinking was ordered.
-    pub went_on: Option<Result<u32, Error>>,
+    pub continued: Option<Result<u32, Error>>,
     /// Violations that the rank found.
     pub wrong: Vec<String>,
 }

@@ -3,23 +3,23 @@
 use std::time::Duration;
 
 use bonfire_core::Error;
-use bonfire_core::error::Apart;
+use bonfire_core::error::ShrinkError;
 use rustix::process::Signal;
 
-use crate::case::{Case, DEADLINE, SILENCE, SOON, is_lost};
-use crate::orders::{Act, Carrier, Orders, Report, ScheduledAct};
+use crate::case::{Case, DEADLINE, HEARTBEAT_TIMEOUT, SOON, is_lost};
+use crate::orders::{Act, GroupTransport, Orders, Report, ScheduledAct};
 
 /// A deadline that is missed, and the time by which it is missed.
 const SHORT: Duration = Duration::from_secs(3);
 
 pub fn killed(case: &mut Case) {
     let n = case.world_size();
-    let (orders, victim) = (Orders { goes_on: true, ..case.orders(n) }, case.below(n));
+    let (orders, victim) = (Orders { continues: true, ..case.orders(n) }, case.below(n));
     let act = Act::Signal { number: Signal::KILL.as_raw(), micros: case.below(3000) as u64 };
     let children = case.start_with(&orders, victim, act);
     case.faults = 1;
     let reports = case.end(children, &[victim], SOON, true, &|_, error| is_lost(error, &[victim]));
-    case.went_on(&reports, n, &[victim]);
+    case.continued(&reports, n, &[victim]);
     case.port_is_free(&orders.address);
 }
 
@@ -28,36 +28,37 @@ pub fn several_killed(case: &mut Case) {
     let orders = case.orders(4);
     let (first, at) = (case.below(4), case.early());
     let victims = [first, (first + 1 + case.below(3)) % 4];
-    let deeds = victims.map(|rank| {
+    let acts = victims.map(|rank| {
         let act = Act::Signal { number: Signal::KILL.as_raw(), micros: case.below(1000) as u64 };
         ScheduledAct { rank, at, act }
     });
-    case.what = format!("{deeds:?} of 4");
+    case.what = format!("{acts:?} of 4");
     case.faults = 2;
-    let children = case.start(&Orders { deeds: deeds.into(), goes_on: true, ..orders.clone() });
+    let children = case.start(&Orders { acts: acts.into(), continues: true, ..orders.clone() });
     let reports = case.end(children, &victims, SOON, false, &|_, error| is_lost(error, &victims));
-    case.went_on(&reports, 4, &victims);
+    case.continued(&reports, 4, &victims);
     case.port_is_free(&orders.address);
 }
 
 /// A rank is stopped, and resumed after its peers have declared it lost, or never.
 pub fn stopped(case: &mut Case) {
     let n = case.world_size();
-    let (orders, victim) = (Orders { silence: SILENCE, goes_on: true, ..case.orders(n) }, case.below(n));
+    let (orders, victim) =
+        (Orders { heartbeat_timeout: HEARTBEAT_TIMEOUT, continues: true, ..case.orders(n) }, case.below(n));
     let act = Act::Signal { number: Signal::STOP.as_raw(), micros: case.below(3000) as u64 };
-    let goes_on = case.below(2) == 0;
+    let continues = case.below(2) == 0;
     let mut children = case.start_with(&orders, victim, act);
     case.faults = 1;
     let stopped = children.remove(victim);
-    let reports = case.end(children, &[], SILENCE + SOON, true, &|_, error| is_lost(error, &[victim]));
+    let reports = case.end(children, &[], HEARTBEAT_TIMEOUT + SOON, true, &|_, error| is_lost(error, &[victim]));
     if n == 2 && victim == 0 {
         // The silent rank 0 may still be alive and continue, so that the other one must not.
-        let refused = |report: &Report| matches!(report.went_on, Some(Err(Error::Shrink { .. })));
+        let refused = |report: &Report| matches!(report.continued, Some(Err(Error::Shrink { .. })));
         case.wrong.extend(reports.iter().filter(|report| !refused(report)).map(|report| format!("{report:?} went on")));
     } else {
-        case.went_on(&reports, n, &[victim]);
+        case.continued(&reports, n, &[victim]);
     }
-    if goes_on {
+    if continues {
         stopped.process.signal(Signal::CONT);
         let slowest = case.slowest;
         // It learns that it was declared lost, or that all peers have left.
@@ -72,37 +73,37 @@ pub fn stopped(case: &mut Case) {
 
 pub fn exits(case: &mut Case) {
     let n = case.world_size();
-    let (orders, victim) = (Orders { goes_on: true, ..case.orders(n) }, case.below(n));
+    let (orders, victim) = (Orders { continues: true, ..case.orders(n) }, case.below(n));
     let children = case.start_with(&orders, victim, Act::Exit);
     case.faults = 1;
     let reports = case.end(children, &[victim], SOON, true, &|_, error| is_lost(error, &[victim]));
-    case.went_on(&reports, n, &[victim]);
+    case.continued(&reports, n, &[victim]);
     case.port_is_free(&orders.address);
 }
 
 pub fn leaves(case: &mut Case) {
     let n = case.world_size();
-    let (orders, victim) = (Orders { goes_on: true, ..case.orders(n) }, case.below(n));
+    let (orders, victim) = (Orders { continues: true, ..case.orders(n) }, case.below(n));
     let children = case.start_with(&orders, victim, Act::Leave);
     case.faults = 1;
     let reports = case.end(children, &[], SOON, true, &|rank, error| match error {
         Some(Error::Left { rank: left, .. }) => *left == victim,
         error => error.is_none() && rank == victim,
     });
-    case.went_on(&reports, n, &[victim]);
+    case.continued(&reports, n, &[victim]);
     case.port_is_free(&orders.address);
 }
 
 pub fn panics(case: &mut Case) {
     let n = case.world_size();
-    let (orders, victim) = (Orders { goes_on: true, ..case.orders(n) }, case.below(n));
+    let (orders, victim) = (Orders { continues: true, ..case.orders(n) }, case.below(n));
     let act = if case.below(2) == 0 { Act::Panic } else { Act::PanicInside };
     let children = case.start_with(&orders, victim, act);
     case.faults = 1;
     let reports = case.end(children, &[], SOON, true, &|rank, error| {
         if rank == victim { error.is_none() } else { is_lost(error, &[victim]) }
     });
-    case.went_on(&reports, n, &[victim]);
+    case.continued(&reports, n, &[victim]);
     case.port_is_free(&orders.address);
 }
 
@@ -127,7 +128,7 @@ pub fn too_slow(case: &mut Case) {
 pub fn hangs(case: &mut Case) {
     let n = case.world_size();
     let (orders, victim) =
-        (Orders { deadline: SHORT, hang_timeout: Some(SHORT), goes_on: true, ..case.orders(n) }, case.below(n));
+        (Orders { deadline: SHORT, hang_timeout: Some(SHORT), continues: true, ..case.orders(n) }, case.below(n));
     let children = case.start_with(&orders, victim, Act::Sleep(SHORT * 4));
     case.faults = 1;
     let reports = case.end(
@@ -138,11 +139,12 @@ pub fn hangs(case: &mut Case) {
         &|_, error| matches!(error, Some(Error::Timeout { missing, .. }) if *missing == [victim]),
     );
     if n == 2 && victim == 0 {
-        case.went_on(&reports, n, &[]);
+        case.continued(&reports, n, &[]);
     } else {
-        case.went_on(&reports, n, &[victim]);
-        let excluded =
-            |report: &Report| matches!(&report.went_on, Some(Err(Error::Shrink { why: Apart::Excluded { .. }, .. })));
+        case.continued(&reports, n, &[victim]);
+        let excluded = |report: &Report| {
+            matches!(&report.continued, Some(Err(Error::Shrink { why: ShrinkError::Excluded { .. }, .. })))
+        };
         let came = reports.iter().filter(|report| report.rank == victim && !excluded(report));
         case.wrong.extend(came.map(|report| format!("{report:?} was not excluded")));
     }
@@ -154,7 +156,7 @@ pub fn pauses(case: &mut Case) {
     let n = case.world_size();
     let folder = tempfile::tempdir().expect("a folder for a file");
     let until = folder.path().join("over");
-    let orders = Orders { silence: Duration::from_secs(5), until: Some(until.clone()), ..case.orders(n) };
+    let orders = Orders { heartbeat_timeout: Duration::from_secs(5), until: Some(until.clone()), ..case.orders(n) };
     let (victim, long) = (case.below(n), Duration::from_millis(500 + case.below(2000) as u64));
     let mut children = case.start(&orders);
     case.what = format!("rank {victim} of {n} for {long:?}");
@@ -173,19 +175,25 @@ pub fn pauses(case: &mut Case) {
 /// Some ranks of a large group, which is a star, are killed at one moment.
 pub fn many(case: &mut Case) {
     let n = [17, 32, 17 + case.below(16)][case.below(3)];
-    let orders = Orders { mesh: 16, largest: 14, patience: DEADLINE * 2, goes_on: true, ..case.orders(n) };
+    let orders = Orders {
+        full_mesh_limit: 16,
+        largest: 14,
+        rendezvous_timeout: DEADLINE * 2,
+        continues: true,
+        ..case.orders(n)
+    };
     let (first, at) = (case.below(n), case.early());
     let mut victims = vec![first, (first + 1 + case.below(n - 1)) % n, 0];
     victims.truncate(1 + case.below(3));
     victims.sort_unstable();
     victims.dedup();
     let act = |case: &mut Case| Act::Signal { number: Signal::KILL.as_raw(), micros: case.below(1000) as u64 };
-    let deeds: Vec<_> = victims.iter().map(|rank| ScheduledAct { rank: *rank, at, act: act(case) }).collect();
+    let acts: Vec<_> = victims.iter().map(|rank| ScheduledAct { rank: *rank, at, act: act(case) }).collect();
     case.what = format!("ranks {victims:?} of {n} before step {at}");
     case.faults = victims.len();
-    let children = case.start(&Orders { deeds, ..orders.clone() });
+    let children = case.start(&Orders { acts, ..orders.clone() });
     let reports = case.end(children, &victims, SOON * 3, false, &|_, error| is_lost(error, &victims));
-    case.went_on(&reports, n, &victims);
+    case.continued(&reports, n, &victims);
     case.port_is_free(&orders.address);
 }
 
@@ -203,12 +211,12 @@ pub fn slow(case: &mut Case) {
 /// A rank skips an operation, or makes a different call.
 pub fn disagrees(case: &mut Case) {
     let n = case.world_size();
-    let (orders, victim) = (Orders { goes_on: true, ..case.orders(n) }, case.below(n));
+    let (orders, victim) = (Orders { continues: true, ..case.orders(n) }, case.below(n));
     let act = if case.below(2) == 0 { Act::Skip } else { Act::Other };
     let children = case.start_with(&orders, victim, act);
     case.faults = 1;
     let reports = case.end(children, &[], SOON, true, &|_, error| matches!(error, Some(Error::Mismatch { .. })));
-    case.went_on(&reports, n, &[]);
+    case.continued(&reports, n, &[]);
     case.port_is_free(&orders.address);
 }
 
@@ -217,13 +225,13 @@ pub fn all_stopped(case: &mut Case) {
     let n = case.world_size();
     let folder = tempfile::tempdir().expect("a folder for a file");
     let until = folder.path().join("over");
-    let orders = Orders { silence: SILENCE, until: Some(until.clone()), ..case.orders(n) };
+    let orders = Orders { heartbeat_timeout: HEARTBEAT_TIMEOUT, until: Some(until.clone()), ..case.orders(n) };
     let mut children = case.start(&orders);
     case.what = format!("all {n} ranks stop for longer than the heartbeat timeout");
     if case.going(&mut children) {
         case.faults = 1;
         children.iter().for_each(|child| child.process.signal(Signal::STOP));
-        std::thread::sleep(SILENCE + Duration::from_secs(1));
+        std::thread::sleep(HEARTBEAT_TIMEOUT + Duration::from_secs(1));
         children.iter().rev().for_each(|child| child.process.signal(Signal::CONT));
         std::fs::write(until, "").expect("a file");
     }
@@ -231,5 +239,6 @@ pub fn all_stopped(case: &mut Case) {
     case.port_is_free(&orders.address);
 }
 
-pub const PROCESSES: &[Carrier] = &[Carrier::Tcp, Carrier::Shm, Carrier::Mixed];
-pub const ALL: &[Carrier] = &[Carrier::Tcp, Carrier::Shm, Carrier::Mixed, Carrier::Threads];
+pub const PROCESSES: &[GroupTransport] = &[GroupTransport::Tcp, GroupTransport::Shm, GroupTransport::Mixed];
+pub const ALL: &[GroupTransport] =
+    &[GroupTransport::Tcp, GroupTransport::Shm, GroupTransport::Mixed, GroupTransport::Threads];

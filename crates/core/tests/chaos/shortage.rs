@@ -30,7 +30,8 @@ fn is_expected(error: Option<&Error>, short: usize) -> bool {
 
 pub fn files_before(case: &mut Case) {
     let n = case.world_size();
-    let (orders, rank) = (Orders { patience: TIMEOUT, deadline: TIMEOUT, steps: 30, ..case.orders(n) }, case.below(n));
+    let (orders, rank) =
+        (Orders { rendezvous_timeout: TIMEOUT, deadline: TIMEOUT, steps: 30, ..case.orders(n) }, case.below(n));
     let files = case.below(20) as u64;
     let children = start(case, &orders, &Orders { rank, files: Some(files), ..orders.clone() });
     case.what = format!("{files} descriptors for rank {rank} of {n} before it connects");
@@ -44,9 +45,9 @@ pub fn files_during(case: &mut Case) {
     let n = case.world_size();
     let (orders, rank) = (Orders { deadline: TIMEOUT, steps: 60, ..case.orders(n) }, case.below(n));
     let act = Act::Files(case.below(3) as u64);
-    let deeds = vec![ScheduledAct { rank, at: case.below(3) as u64, act }];
-    case.what = format!("{deeds:?} of {n}");
-    let children = case.start(&Orders { deeds, ..orders.clone() });
+    let acts = vec![ScheduledAct { rank, at: case.below(3) as u64, act }];
+    case.what = format!("{acts:?} of {n}");
+    let children = case.start(&Orders { acts, ..orders.clone() });
     case.faults = 1;
     let reports = case.end(children, &[], SOON, false, &|_, error| is_expected(error, rank));
     case.all_or_none(&reports);
@@ -56,7 +57,8 @@ pub fn files_during(case: &mut Case) {
 /// Limits the address space to some or all of the threads and mappings that a group needs.
 pub fn memory(case: &mut Case) {
     let n = case.world_size();
-    let (orders, rank) = (Orders { patience: TIMEOUT, deadline: TIMEOUT, steps: 30, ..case.orders(n) }, case.below(n));
+    let (orders, rank) =
+        (Orders { rendezvous_timeout: TIMEOUT, deadline: TIMEOUT, steps: 30, ..case.orders(n) }, case.below(n));
     let memory = (case.below(64) as u64) << 19;
     let children = start(case, &orders, &Orders { rank, memory: Some(memory), ..orders.clone() });
     case.what = format!("{} KiB of address space for rank {rank} of {n}", memory >> 10);
@@ -116,9 +118,9 @@ pub fn clock_jumps(case: &mut Case) {
     let (orders, rank) = (Orders { steps: 60, ..case.orders(n) }, case.below(n));
     let days = 1 + case.below(1000) as i64;
     let jumps = [(5, -days), (15, days), (25, 1)];
-    let deeds = jumps.map(|(at, days)| ScheduledAct { rank, at, act: Act::Clock(days * 86_400) });
-    case.what = format!("{deeds:?} of {n}");
-    let children = case.start(&Orders { deeds: deeds.into(), ..orders.clone() });
+    let acts = jumps.map(|(at, days)| ScheduledAct { rank, at, act: Act::Clock(days * 86_400) });
+    case.what = format!("{acts:?} of {n}");
+    let children = case.start(&Orders { acts: acts.into(), ..orders.clone() });
     case.faults = jumps.len();
     case.end(children, &[], SOON, true, &|_, error| error.is_none());
     case.port_is_free(&orders.address);

@@ -25,11 +25,11 @@ impl<T> Cell<T> {
 }
 
 /// Checking again finds nothing that loom does not try anyway.
-pub(crate) const SPINS: usize = 1;
-pub(crate) const TRIES: usize = 1;
-pub(crate) const YIELDING: Duration = Duration::ZERO;
+pub(crate) const SPIN_POLLS: usize = 1;
+pub(crate) const MAX_READ_RETRIES: usize = 1;
+pub(crate) const YIELD_TIME: Duration = Duration::ZERO;
 
 /// The clock stands still while a model runs, so that it takes the same steps in every run. A thread looks for more
 /// than its peer only if its deadline has passed from the start.
-pub(crate) const STALL: Duration = Duration::MAX;
-pub(crate) const NAP: Duration = Duration::ZERO;
+pub(crate) const STALL_TIMEOUT: Duration = Duration::MAX;
+pub(crate) const MIN_SLEEP: Duration = Duration::ZERO;

@@ -14,7 +14,7 @@ use std::sync::Arc;
 use loom::thread;
 
 use super::{check, memory, never};
-use crate::control::Board;
+use crate::control::GroupStatus;
 use crate::sync::Deadline;
 use crate::transport::shm::{Segment, Shm};
 use crate::transport::tcp::Tcp;
@@ -25,24 +25,24 @@ use crate::types::{Call, DType, Fault, Operation, Parts, ReduceOp, Site, partiti
 struct Rank {
     shm: Shm,
     rank: usize,
-    /// The boards of all ranks.
-    boards: Vec<Arc<Board>>,
+    /// The statuses of all ranks.
+    statuses: Vec<Arc<GroupStatus>>,
 }
 
 impl Rank {
     fn group(world_size: usize) -> Vec<Rank> {
         let segment = Segment::new(world_size);
-        let boards: Vec<_> = (0..world_size).map(|_| Arc::new(Board::new(world_size).unwrap())).collect();
+        let statuses: Vec<_> = (0..world_size).map(|_| Arc::new(GroupStatus::new(world_size).unwrap())).collect();
         let rank = |rank: usize| {
-            let tcp = Arc::new(Tcp::unconnected(rank, boards[rank].clone(), world_size));
+            let tcp = Arc::new(Tcp::unconnected(rank, statuses[rank].clone(), world_size));
             let shm = Shm::new(segment.clone(), rank, (0..world_size).collect(), tcp);
-            Rank { shm, rank, boards: boards.clone() }
+            Rank { shm, rank, statuses: statuses.clone() }
         };
         (0..world_size).map(rank).collect()
     }
 
     fn world_size(&self) -> usize {
-        self.boards.len()
+        self.statuses.len()
     }
 
     fn run(

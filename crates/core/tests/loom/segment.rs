@@ -9,7 +9,7 @@ use std::os::fd::OwnedFd;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use super::control::{Control, INLINE, Line, Offer};
+use super::control::{CachePadded, Control, ExchangeSlot, INLINE};
 use crate::models::memory;
 use crate::sync::{AtomicU64, Cell};
 
@@ -50,14 +50,14 @@ unsafe impl Send for Segment {}
 unsafe impl Sync for Segment {}
 
 fn control() -> Control {
-    let offer = || Offer {
+    let slot = || ExchangeSlot {
         sequence: AtomicU64::new(0),
         call: Default::default(),
         inline: Cell::new([0; INLINE]),
         lent: Default::default(),
     };
-    let line = || Line(AtomicU64::new(0));
-    Control { offers: [offer(), offer()], progress: line(), gave_up: line(), sleeper: Line(Default::default()) }
+    let line = || CachePadded(AtomicU64::new(0));
+    Control { slots: [slot(), slot()], progress: line(), gave_up: line(), sleeper: CachePadded(Default::default()) }
 }
 
 impl Segment {

@@ -6,27 +6,30 @@ use loom::thread;
 
 use super::{all_reduce, check, memory, never};
 use crate::sync::Deadline;
-use crate::transport::threads::Local;
+use crate::transport::threads::ThreadEndpoint;
 use crate::transport::{Buffers, Collectives, Transport};
 use crate::types::{Error, Fault, Parts, Site};
 
 /// Runs one closure on each of two ranks.
-fn two<A, B: Send + 'static>(zero: impl FnOnce(&Local) -> A, one: impl FnOnce(&Local) -> B + Send + 'static) -> (A, B) {
-    let [first, second]: [Local; 2] = Local::group(2).try_into().unwrap_or_else(|_| unreachable!());
+fn two<A, B: Send + 'static>(
+    zero: impl FnOnce(&ThreadEndpoint) -> A,
+    one: impl FnOnce(&ThreadEndpoint) -> B + Send + 'static,
+) -> (A, B) {
+    let [first, second]: [ThreadEndpoint; 2] = ThreadEndpoint::group(2).try_into().unwrap_or_else(|_| unreachable!());
     let other = thread::spawn(move || one(&second));
     let result = zero(&first);
     (result, other.join().unwrap())
 }
 
 /// Runs an all-reduce in place.
-fn sum(rank: &Local, sequence: u64, data: &mut [u64], deadline: &Deadline) -> Result<(), Fault> {
+fn sum(rank: &ThreadEndpoint, sequence: u64, data: &mut [u64], deadline: &Deadline) -> Result<(), Fault> {
     let site = all_reduce(sequence, data.len());
     let mut buffers = Buffers { input: None, output: bytemuck::cast_slice_mut(data), parts: Parts::Even };
     rank.run(&site, &mut buffers, deadline)
 }
 
 /// Runs `operations` sums of `count` elements. Each result is checked and then overwritten at once, as a caller may do.
-fn sums(rank: &Local, operations: u64, count: usize) {
+fn sums(rank: &ThreadEndpoint, operations: u64, count: usize) {
     let mine = rank.rank() as u64 + 1;
     let mut data = vec![0; count];
     // One region for each of the two parts.
@@ -57,7 +60,7 @@ fn large_all_reduces_in_a_row() {
 fn a_rank_gives_up_while_the_other_arrives() {
     check(3, || {
         let once = |deadline: Deadline| {
-            move |rank: &Local| {
+            move |rank: &ThreadEndpoint| {
                 let mut data = [rank.rank() as u64 + 1; 40];
                 let given = sum(rank, 0, &mut data, &deadline).map(|()| assert_eq!(data, [3; 40]));
                 given.map(|()| sum(rank, 1, &mut [1], &never()).unwrap())

@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 
 use super::communicator::{Communicator, GRACE};
 use super::library::{Config, Library, SUCCESS, Version, library};
-use bonfire_core::internal::{Agreement, Ranks};
+use bonfire_core::internal::{Agreement, RankList};
 use bonfire_core::{Deadline, Error, Group};
 
 /// The first version that lets ranks share a GPU, and the variable that permits it.
@@ -89,16 +89,16 @@ impl Communicator {
         let library = library().map_err(on_rank);
         let info =
             |library: &'static Library| RankInfo { version: library.version, gpu, shares: shares(library.version) };
-        check(&group.with_deadline(deadline.remaining()).tell_all(library.clone().map(info))?)?;
+        check(&group.with_deadline(deadline.remaining()).all_gather_results(library.clone().map(info))?)?;
 
         let library = library?;
         let mut communicator = Communicator::unconnected(library, rank, world_size);
         let id = if rank == 0 { communicator.unique_id(deadline).map(Some) } else { Ok(None) };
-        let ids = group.with_deadline(deadline.remaining()).tell_all(id)?;
+        let ids = group.with_deadline(deadline.remaining()).all_gather_results(id)?;
         let id = ids.into_iter().flatten().next().unwrap_or_default();
         let made = communicator.make(&id, deadline);
         // Either all ranks get a communicator or none does. A rank that timed out alone must still be able to say so.
-        match group.with_deadline(deadline.remaining() + GRACE).tell_all(made) {
+        match group.with_deadline(deadline.remaining() + GRACE).all_gather_results(made) {
             Ok(_) => Ok(communicator),
             Err(error) => {
                 communicator.end(error.clone());
@@ -152,7 +152,7 @@ fn check(infos: &[RankInfo]) -> Result<(), Error> {
         Some((gpu, ranks)) => {
             let reason = format!(
                 "{} share {gpu:?}: give each rank its own GPU, or with NCCL {} and newer set {}=1 for all (this is {})",
-                Ranks(ranks),
+                RankList(ranks),
                 Version(SHARING.0),
                 SHARING.1,
                 Version(infos[0].version)

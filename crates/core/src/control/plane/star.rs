@@ -6,7 +6,7 @@ use super::Control;
 use crate::control::accept::dial;
 use crate::control::connection::{Connection, Event, Frame};
 use crate::control::hub::Hub;
-use crate::control::message::{Message, hear};
+use crate::control::message::{Message, apply_message};
 use crate::control::shrink::PeerEvent;
 
 /// Heartbeats that the other ranks wait after rank 0 has left, before they connect to each other. At the end of a job,
@@ -81,7 +81,7 @@ impl Control {
 
     /// Serves a connection to `peer` that was made after the start, and sends on it what the peer has missed.
     pub(super) fn attach(&mut self, peer: usize, stream: TcpStream) {
-        if self.star.is_none() || peer >= self.connections.len() || self.board.has_left(peer) {
+        if self.star.is_none() || peer >= self.connections.len() || self.status.has_left(peer) {
             return;
         }
         let before = std::mem::replace(&mut self.connections[peer], Connection::Absent);
@@ -122,10 +122,10 @@ impl Control {
 
     /// Dials a lower rank. A higher rank is only knocked at, and then dials.
     pub(super) fn dial(&self, peer: usize) {
-        let (member, address, events) = (self.member.clone(), self.addresses[peer], self.events.clone());
+        let (identity, address, events) = (self.identity.clone(), self.addresses[peer], self.events.clone());
         tokio::spawn(async move {
-            let event = match dial(&member, peer, address).await {
-                Ok(_) if peer > member.rank => return,
+            let event = match dial(&identity, peer, address).await {
+                Ok(_) if peer > identity.rank => return,
                 Ok(stream) => Event::Dialled(stream),
                 Err(event) => event,
             };
@@ -136,7 +136,7 @@ impl Control {
 
     /// Whether all ranks are known to have begun this group.
     pub(super) fn all_begun(&self) -> bool {
-        self.star.as_ref().is_some_and(|star| star.begun) || self.board.all_began()
+        self.star.as_ref().is_some_and(|star| star.begun) || self.status.all_began()
     }
 
     /// Reacts to the loss of `peer`: rank 0 reports a new loss to all ranks; a rank that loses rank 0 forms a mesh.
@@ -180,7 +180,7 @@ impl Control {
                 self.star.iter_mut().for_each(|star| star.failure_known = true);
                 // If this rank itself was declared lost, the others may continue without it, and will tell it then.
                 if lost != rank {
-                    self.board.mark_lost(lost, reason);
+                    self.status.mark_lost(lost, reason);
                     self.peer_gone(lost, if ended { PeerEvent::Closed } else { PeerEvent::Silent });
                 }
             }
@@ -217,16 +217,16 @@ impl Control {
             Message::Goodbye { .. } => self.peer_gone(from, PeerEvent::Left),
             _ => {}
         }
-        if let Some(Message::Called(mine)) = hear(&self.board, from, message) {
+        if let Some(Message::Called(mine)) = apply_message(&self.status, from, message) {
             self.answer(from, mine);
         }
     }
 
     /// Rank 0 reports that `peer` left or is lost. If this rank has a connection to it, the connection shows that too.
-    pub(super) fn peer_gone(&mut self, peer: usize, news: PeerEvent) {
+    pub(super) fn peer_gone(&mut self, peer: usize, event: PeerEvent) {
         if !matches!(self.connections[peer], Connection::Open(_)) {
             self.connections[peer] = Connection::Closed;
-            let _ = self.news.send((peer, news));
+            let _ = self.peer_events.send((peer, event));
         }
     }
 
@@ -259,7 +259,7 @@ impl Control {
                 }
             }
         }
-        if let Some(Message::Called(mine)) = hear(&self.board, from, message) {
+        if let Some(Message::Called(mine)) = apply_message(&self.status, from, message) {
             self.answer(from, mine);
         }
     }

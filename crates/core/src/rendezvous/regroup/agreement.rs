@@ -48,7 +48,7 @@ use crate::control::{Membership, ShrinkMessage};
 pub(super) struct Agreement {
     rank: usize,
     world_size: usize,
-    standing: Membership,
+    membership: Membership,
     stage: Stage,
     /// By rank: its last proposal, and where it accepts the connections of the new group.
     proposals: BTreeMap<usize, (Membership, Endpoint)>,
@@ -101,7 +101,7 @@ impl Agreement {
         Agreement {
             rank,
             world_size,
-            standing: Membership { members: (0..world_size).collect(), gone: BTreeSet::new(), attempt: 0 },
+            membership: Membership { members: (0..world_size).collect(), ended: BTreeSet::new(), attempt: 0 },
             stage: Stage::New,
             proposals: BTreeMap::new(),
             formed: BTreeMap::new(),
@@ -111,17 +111,17 @@ impl Agreement {
         }
     }
 
-    pub fn standing(&self) -> &Membership {
-        &self.standing
+    pub fn membership(&self) -> &Membership {
+        &self.membership
     }
 
     /// Leaves out `peer`, which will not answer. `gone` says whether it has certainly ended.
-    pub fn exclude(&mut self, peer: usize, gone: bool) {
-        let gone = gone && !self.elsewhere.contains(&peer);
-        self.narrow(|standing| {
-            standing.members.remove(&peer);
-            if gone {
-                standing.gone.insert(peer);
+    pub fn exclude(&mut self, peer: usize, ended: bool) {
+        let ended = ended && !self.elsewhere.contains(&peer);
+        self.narrow(|membership| {
+            membership.members.remove(&peer);
+            if ended {
+                membership.ended.insert(peer);
             }
         });
     }
@@ -129,11 +129,11 @@ impl Agreement {
     /// Leaves out `peers`, which are alive and do not call. Returns false, and does nothing, if the other members could
     /// not go on: the peers may still come.
     pub fn leave_out(&mut self, peers: &[usize]) -> bool {
-        let mut without = self.standing.clone();
+        let mut without = self.membership.clone();
         without.members.retain(|rank| !peers.contains(rank));
-        let may = without != self.standing && self.has_quorum(&without);
+        let may = without != self.membership && self.has_quorum(&without);
         if may {
-            self.narrow(|standing| *standing = without);
+            self.narrow(|membership| *membership = without);
         }
         may
     }
@@ -141,31 +141,31 @@ impl Agreement {
     /// Proposes the membership again, as another attempt to connect its members, unless this rank's end is ready.
     pub fn renew(&mut self) {
         if self.stage != Stage::Formed {
-            self.narrow(|standing| standing.attempt = standing.attempt.saturating_add(1));
+            self.narrow(|membership| membership.attempt = membership.attempt.saturating_add(1));
         }
     }
 
     /// Handles a message from rank `from`.
-    pub fn receive(&mut self, from: usize, word: ShrinkMessage) {
-        if let ShrinkMessage::Agreed(standing) = &word {
+    pub fn receive(&mut self, from: usize, message: ShrinkMessage) {
+        if let ShrinkMessage::Agreed(membership) = &message {
             self.elsewhere.insert(from);
-            if !standing.members.contains(&self.rank) && self.outcome.is_none() {
+            if !membership.members.contains(&self.rank) && self.outcome.is_none() {
                 self.outcome = Some(Outcome::Excluded { by: from });
             }
         }
-        if self.outcome.is_some() || !self.standing.members.contains(&from) {
+        if self.outcome.is_some() || !self.membership.members.contains(&from) {
             return;
         }
-        match word {
+        match message {
             // Stops waiting for a rank that has left out this one. It may still be that rank that must not go on.
             ShrinkMessage::Proposes(theirs, _) if !theirs.members.contains(&self.rank) => self.exclude(from, false),
-            ShrinkMessage::Proposes(theirs, door) => {
-                self.narrow(|standing| {
-                    standing.members.retain(|rank| theirs.members.contains(rank));
-                    standing.gone.extend(&theirs.gone);
-                    standing.attempt = standing.attempt.max(theirs.attempt);
+            ShrinkMessage::Proposes(theirs, endpoint) => {
+                self.narrow(|membership| {
+                    membership.members.retain(|rank| theirs.members.contains(rank));
+                    membership.ended.extend(&theirs.ended);
+                    membership.attempt = membership.attempt.max(theirs.attempt);
                 });
-                self.proposals.insert(from, (theirs, door));
+                self.proposals.insert(from, (theirs, endpoint));
             }
             ShrinkMessage::Formed(theirs) => {
                 self.formed.insert(from, theirs);
@@ -181,26 +181,26 @@ impl Agreement {
     /// Returns the next step. Each step is returned once.
     pub fn next(&mut self) -> Next {
         match &self.outcome {
-            Some(Outcome::Agreed(standing)) => return Next::Agree(standing.clone()),
+            Some(Outcome::Agreed(membership)) => return Next::Agree(membership.clone()),
             Some(Outcome::Excluded { by }) => return Next::Excluded { by: *by },
             None => {}
         }
         match self.stage {
             Stage::New => {
                 self.stage = Stage::Proposed;
-                Next::Propose(self.standing.clone())
+                Next::Propose(self.membership.clone())
             }
             Stage::Proposed if self.waits_for().is_empty() => {
-                if !self.has_quorum(&self.standing) {
-                    return Next::Minority { silent: self.silent(&self.standing) };
+                if !self.has_quorum(&self.membership) {
+                    return Next::Minority { silent: self.silent(&self.membership) };
                 }
                 self.stage = Stage::Forming;
-                let door = |rank: &usize| self.proposals.get(rank).map(|(_, door)| (*rank, *door));
-                Next::Form(self.standing.members.iter().filter_map(door).collect())
+                let endpoint = |rank: &usize| self.proposals.get(rank).map(|(_, endpoint)| (*rank, *endpoint));
+                Next::Form(self.membership.members.iter().filter_map(endpoint).collect())
             }
             Stage::Formed if self.waits_for().is_empty() => {
-                self.outcome = Some(Outcome::Agreed(self.standing.clone()));
-                Next::Agree(self.standing.clone())
+                self.outcome = Some(Outcome::Agreed(self.membership.clone()));
+                Next::Agree(self.membership.clone())
             }
             Stage::Proposed | Stage::Forming | Stage::Formed => Next::Wait,
         }
@@ -209,18 +209,18 @@ impl Agreement {
     /// Records that this rank is connected to all members.
     pub fn formed(&mut self) {
         self.stage = Stage::Formed;
-        self.ready.push(self.standing.clone());
+        self.ready.push(self.membership.clone());
     }
 
     /// Returns the members that have not reached this rank's stage.
     pub fn waits_for(&self) -> Vec<usize> {
         let there = |rank: &usize| match self.stage {
-            Stage::Formed => self.formed.get(rank) == Some(&self.standing),
+            Stage::Formed => self.formed.get(rank) == Some(&self.membership),
             // This rank does not know to which of them it cannot connect.
             Stage::Forming => false,
-            _ => self.proposals.get(rank).is_some_and(|(standing, _)| *standing == self.standing),
+            _ => self.proposals.get(rank).is_some_and(|(membership, _)| *membership == self.membership),
         };
-        self.standing.members.iter().copied().filter(|rank| *rank != self.rank && !there(rank)).collect()
+        self.membership.members.iter().copied().filter(|rank| *rank != self.rank && !there(rank)).collect()
     }
 
     /// Returns the ranks to name if the time is up: those that have not called, or else all that this rank waits for.
@@ -243,24 +243,24 @@ impl Agreement {
     }
 
     /// Whether no group but one of this membership can go on, whichever silent ranks can reach each other.
-    fn has_quorum(&self, standing: &Membership) -> bool {
-        let members = &standing.members;
-        self.silent(standing).is_empty() || is_majority(members.len(), members.contains(&0), self.world_size)
+    fn has_quorum(&self, membership: &Membership) -> bool {
+        let members = &membership.members;
+        self.silent(membership).is_empty() || is_majority(members.len(), members.contains(&0), self.world_size)
     }
 
     /// Returns the ranks that are left out and have not certainly ended.
-    fn silent(&self, standing: &Membership) -> Vec<usize> {
-        let Membership { members, gone, .. } = standing;
-        (0..self.world_size).filter(|rank| !members.contains(rank) && !gone.contains(rank)).collect()
+    fn silent(&self, membership: &Membership) -> Vec<usize> {
+        let Membership { members, ended, .. } = membership;
+        (0..self.world_size).filter(|rank| !members.contains(rank) && !ended.contains(rank)).collect()
     }
 
     fn narrow(&mut self, change: impl FnOnce(&mut Membership)) {
-        let before = self.standing.clone();
-        change(&mut self.standing);
-        self.standing.gone.retain(|rank| *rank < self.world_size);
-        let Membership { members, gone, .. } = &mut self.standing;
-        members.retain(|rank| !gone.contains(rank));
-        if self.standing != before {
+        let before = self.membership.clone();
+        change(&mut self.membership);
+        self.membership.ended.retain(|rank| *rank < self.world_size);
+        let Membership { members, ended, .. } = &mut self.membership;
+        members.retain(|rank| !ended.contains(rank));
+        if self.membership != before {
             self.stage = Stage::New;
         }
     }

@@ -18,7 +18,7 @@ pub(super) const PROBE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Events about the other ranks.
 pub(super) struct PeerEvents {
-    news: UnboundedReceiver<RankEvent>,
+    events: UnboundedReceiver<RankEvent>,
     /// Probes of ranks whose connections closed. Each returns the rank and whether it has ended.
     probes: JoinSet<(usize, bool)>,
     /// By rank: where it listens.
@@ -29,32 +29,32 @@ pub(super) struct PeerEvents {
 
 impl PeerEvents {
     /// `addresses`: where the ranks listen, by rank.
-    pub fn new(news: UnboundedReceiver<RankEvent>, addresses: Vec<SocketAddr>, secret: Option<Secret>) -> PeerEvents {
-        PeerEvents { news, probes: JoinSet::new(), addresses, secret, silent: Vec::new() }
+    pub fn new(events: UnboundedReceiver<RankEvent>, addresses: Vec<SocketAddr>, secret: Option<Secret>) -> PeerEvents {
+        PeerEvents { events, probes: JoinSet::new(), addresses, secret, silent: Vec::new() }
     }
 
     /// Waits for events and handles them. Cancel safe.
     pub async fn wait(&mut self, agreement: &mut Agreement) {
-        let news = tokio::select! {
-            Some(news) = self.news.recv() => news,
+        let event = tokio::select! {
+            Some(event) = self.events.recv() => event,
             Some(Ok((peer, ended))) = self.probes.join_next() => return agreement.exclude(peer, ended),
             else => std::future::pending().await,
         };
-        self.handle(news, agreement);
+        self.handle(event, agreement);
         self.handle_pending(agreement);
     }
 
     /// Handles all pending events before the rank acts: a rank that was suspended, or did not call, learns that others
     /// went on.
     pub fn handle_pending(&mut self, agreement: &mut Agreement) {
-        while let Ok(news) = self.news.try_recv() {
-            self.handle(news, agreement);
+        while let Ok(event) = self.events.try_recv() {
+            self.handle(event, agreement);
         }
     }
 
-    fn handle(&mut self, (peer, news): RankEvent, agreement: &mut Agreement) {
-        match news {
-            PeerEvent::Said(word) => agreement.receive(peer, word),
+    fn handle(&mut self, (peer, event): RankEvent, agreement: &mut Agreement) {
+        match event {
+            PeerEvent::Message(message) => agreement.receive(peer, message),
             PeerEvent::Left => agreement.exclude(peer, true),
             PeerEvent::Silent => {
                 self.silent.push(peer);

@@ -10,7 +10,7 @@ use tokio::sync::mpsc::UnboundedReceiver;
 
 use super::comm::{Comm, Request};
 use super::library::Held;
-use crate::control::{Message, Outgoing, frame};
+use crate::control::{ControlRequest, Message, frame};
 use crate::types::Error;
 
 /// MPI's tag of control messages.
@@ -20,7 +20,7 @@ const TAG: c_int = 4;
 pub(super) struct ControlPlane {
     comm: Comm,
     /// Messages from this rank's operations.
-    outgoing: UnboundedReceiver<Outgoing>,
+    outgoing: UnboundedReceiver<ControlRequest>,
     /// Messages in flight, with the bytes that MPI reads.
     sending: Vec<(Request, Vec<u8>)>,
     /// The message that is being received, and its sender. A long message arrives only when the sender calls MPI again.
@@ -32,13 +32,17 @@ pub(super) struct ControlPlane {
 }
 
 impl ControlPlane {
-    pub fn new(comm: Comm, outgoing: UnboundedReceiver<Outgoing>) -> ControlPlane {
+    pub fn new(comm: Comm, outgoing: UnboundedReceiver<ControlRequest>) -> ControlPlane {
         let left = (0..comm.size).map(|rank| rank == comm.rank).collect();
         ControlPlane { comm, outgoing, sending: Vec::new(), receiving: None, left, begun: 0 }
     }
 
     /// Sends all outgoing messages, and passes those that have arrived to `hear`, which returns the answer, if any.
-    pub fn pump(&mut self, held: &Held, hear: impl Fn(usize, Message) -> Option<Message>) -> Result<(), Error> {
+    pub fn pump(
+        &mut self,
+        held: &Held,
+        apply_message: impl Fn(usize, Message) -> Option<Message>,
+    ) -> Result<(), Error> {
         while let Ok(outgoing) = self.outgoing.try_recv() {
             let (message, only) = message_of(outgoing);
             let Comm { rank, size, .. } = self.comm;
@@ -104,14 +108,14 @@ impl ControlPlane {
 }
 
 /// The message to send, and its receiver if it is not for all peers.
-fn message_of(outgoing: Outgoing) -> (Message, Option<usize>) {
+fn message_of(outgoing: ControlRequest) -> (Message, Option<usize>) {
     match outgoing {
-        Outgoing::Calling(site) => (Message::Calling(site), None),
-        Outgoing::Called(peer, site) => (Message::Called(site), Some(peer)),
-        Outgoing::Failed(error, completed) => (Message::Failed(error, completed), None),
-        Outgoing::Invites(peer, invitation) => (Message::Invites(invitation), Some(peer)),
-        Outgoing::ShrinkMessage(word) => (Message::ShrinkMessage(word), None),
-        Outgoing::Goodbye { panicked } => (Message::Goodbye { panicked }, None),
+        ControlRequest::Calling(site) => (Message::Calling(site), None),
+        ControlRequest::Called(peer, site) => (Message::Called(site), Some(peer)),
+        ControlRequest::Failed(error, completed) => (Message::Failed(error, completed), None),
+        ControlRequest::Invites(peer, invitation) => (Message::Invites(invitation), Some(peer)),
+        ControlRequest::ShrinkMessage(word) => (Message::ShrinkMessage(word), None),
+        ControlRequest::Goodbye { panicked } => (Message::Goodbye { panicked }, None),
     }
 }
 

@@ -35,7 +35,7 @@ pub(super) struct EngineMemory {
 }
 
 /// Whether MPI can run the call: the count must fit 31 bits, and a reduction needs an exact enough element type.
-pub(super) fn serves(call: &Call) -> bool {
+pub(super) fn supports(call: &Call) -> bool {
     count(call.count).is_ok() && call.reduction.is_none_or(|op| types::accumulator(call.dtype, op).is_some())
 }
 

@@ -17,14 +17,14 @@ use super::watchdog::{Watchdog, WatchedCall};
 use super::{Mpi, POLL_INTERVAL, types};
 use crate::control::hang::HangTimeout;
 use crate::control::invitation::{Endpoint, Invitation, random, session};
-use crate::control::{Board, Outgoing};
+use crate::control::{ControlRequest, GroupStatus};
 
 use crate::sync::{Deadline, oversubscribed};
-use crate::transport::{Base, Regroup, hosts_of};
+use crate::transport::{GroupEndpoint, Regroup, hosts_of};
 use crate::types::{Error, Fault, hash};
 
 /// Settings of a group. `blocking` and `algorithms` must be the same on all ranks.
-pub(crate) struct Terms<'a> {
+pub(crate) struct MpiSettings<'a> {
     pub blocking: bool,
     /// The table of algorithms, as text.
     pub algorithms: &'a str,
@@ -33,7 +33,7 @@ pub(crate) struct Terms<'a> {
 }
 
 /// Forms a group of all processes of the job, whose ranks are MPI's. All of them call this.
-pub(crate) fn connect(terms: &Terms<'_>) -> Result<Base, Error> {
+pub(crate) fn connect(terms: &MpiSettings<'_>) -> Result<GroupEndpoint, Error> {
     let held = hold();
     let library = library::start(&held, terms.blocking, leave::finalize)?;
     free_finished(&held);
@@ -49,7 +49,7 @@ pub(crate) fn connect(terms: &Terms<'_>) -> Result<Base, Error> {
 }
 
 /// Returns the group's session number and its hosts. An error if the ranks have different settings.
-fn agree(comm: &Comm, terms: &Terms<'_>, held: &Held) -> Result<(u64, Vec<usize>), Error> {
+fn agree(comm: &Comm, terms: &MpiSettings<'_>, held: &Held) -> Result<(u64, Vec<usize>), Error> {
     let own = [random()?, u64::from(terms.blocking), hash(terms.algorithms.bytes())];
     let all = all_gather(comm, &own, held)?;
     if let Some(rank) = (0..comm.size).find(|rank| all[3 * rank + 1..3 * rank + 3] != own[1..]) {
@@ -114,15 +114,21 @@ fn hosts(comm: &Comm, held: &Held) -> Result<Vec<usize>, Error> {
 }
 
 impl Mpi {
-    fn base(library: Library, comm: Comm, session: u64, hosts: Vec<usize>, blocking: bool) -> Result<Base, Error> {
+    fn base(
+        library: Library,
+        comm: Comm,
+        session: u64,
+        hosts: Vec<usize>,
+        blocking: bool,
+    ) -> Result<GroupEndpoint, Error> {
         let (control, outgoing) = unbounded_channel();
         let local_ranks = hosts.iter().filter(|host| **host == hosts[comm.rank]).count();
-        let board = Board::new(comm.size).map_err(|e| Error::io("creating a socket pair", e))?;
+        let status = GroupStatus::new(comm.size).map_err(|e| Error::io("creating a socket pair", e))?;
         let watchdog = blocking.then(|| Watchdog::start(comm.rank)).transpose()?;
         let mpi = Arc::new_cyclic(|own: &Weak<Mpi>| Mpi {
             comm,
             library,
-            board,
+            status,
             control,
             plane: Mutex::new(ControlPlane::new(comm, outgoing)),
             own: own.clone(),
@@ -136,31 +142,31 @@ impl Mpi {
             left: AtomicBool::new(false),
         });
         leave::register(&mpi);
-        Ok(Base::from_engine(mpi, session))
+        Ok(GroupEndpoint::from_engine(mpi, session))
     }
 }
 
 impl Regroup for Mpi {
-    fn shrink(&self, _hang: &HangTimeout, _deadline: &Deadline) -> Result<Base, Error> {
+    fn shrink(&self, _hang: &HangTimeout, _deadline: &Deadline) -> Result<GroupEndpoint, Error> {
         let reason = "MPI's launcher ends the job when it loses a rank: restart it from its last checkpoint, or give \
                       the ranks another transport (BONFIRE_TRANSPORT)";
         Err(Error::argument("shrink", reason))
     }
 
-    fn subgroup(&self, members: &[usize], deadline: &Deadline) -> Result<Base, Fault> {
-        let own = Invitation { members: members.to_vec(), door: Endpoint { port: 0, key: random()? } };
+    fn subgroup(&self, members: &[usize], deadline: &Deadline) -> Result<GroupEndpoint, Fault> {
+        let own = Invitation { members: members.to_vec(), endpoint: Endpoint { port: 0, key: random()? } };
         for member in members.iter().filter(|member| **member != self.comm.rank) {
-            let _ = self.control.send(Outgoing::Invites(*member, own.clone()));
+            let _ = self.control.send(ControlRequest::Invites(*member, own.clone()));
         }
         // Waits for all members here first, so that no rank waits in MPI for a missing one.
-        let doors = loop {
+        let endpoints = loop {
             self.pump(&hold());
-            match self.board.assemble(self.comm.rank, &own, &Deadline::after(Duration::ZERO)) {
+            match self.status.assemble(self.comm.rank, &own, &Deadline::after(Duration::ZERO)) {
                 Err(Fault::Timeout { .. }) if !deadline.passed() => std::thread::sleep(POLL_INTERVAL),
-                doors => break doors?,
+                endpoints => break endpoints?,
             }
         };
-        let session = session(doors);
+        let session = session(endpoints);
         let hosts = hosts_of(members, &self.hosts);
         // MPI waits for all members. They are about to call it too, unless one has just timed out.
         let watchdog = Watchdog::start(self.comm.rank)?;

@@ -38,7 +38,7 @@ impl<'a> LentMemory<'a> {
             );
         }
         let tag = *site;
-        if let Some(fault) = self.group.board.failure_in(&tag) {
+        if let Some(fault) = self.group.status.failure_in(&tag) {
             let since = self.failed.get().unwrap_or_else(Instant::now);
             self.failed.set(Some(since));
             if since.elapsed() > GRACE {

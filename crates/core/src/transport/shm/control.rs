@@ -8,27 +8,27 @@ pub(super) const INLINE: usize = if cfg!(bonfire_loom) { 16 } else { 8 << 10 };
 
 /// Aligns its value to cache lines of its own (two, because processors fetch lines in pairs).
 #[repr(C, align(128))]
-pub(super) struct Line<T>(pub T);
+pub(super) struct CachePadded<T>(pub T);
 
 /// The control part of one rank's share. Only that rank writes it, except `sleeper`.
 #[repr(C)]
 pub(super) struct Control {
     /// Exchange slots, used alternately: a fast rank may begin the next operation while a straggler still reads the
     /// slot of this one. It cannot get two operations ahead, because the one between needs the straggler.
-    pub offers: [Offer; 2],
+    pub slots: [ExchangeSlot; 2],
     /// The last step that the rank has made in its large operations, see `chunks`.
-    pub progress: Line<AtomicU64>,
+    pub progress: CachePadded<AtomicU64>,
     /// Not 0 once the rank has given up an operation for which it had lent buffers, see `lent`. On a cache line of its
     /// own, which stays in the caches of all ranks.
-    pub gave_up: Line<AtomicU64>,
+    pub gave_up: CachePadded<AtomicU64>,
     /// Puts the rank to sleep and wakes it.
-    pub sleeper: Line<Sleeper>,
+    pub sleeper: CachePadded<Sleeper>,
 }
 
 /// An exchange slot: a call, and its data if they are small. The first 96 bytes of the data are on its first two cache
 /// lines, with `sequence` and `call`, so a small operation moves one or two lines from each rank to each.
 #[repr(C, align(128))]
-pub(super) struct Offer {
+pub(super) struct ExchangeSlot {
     /// The number of the operation, counted from 1. Written last, with release.
     pub sequence: AtomicU64,
     /// The call, as words of its [`Site`](crate::types::Site).
@@ -42,7 +42,7 @@ pub(super) struct Offer {
 // read the data after they have seen the number (acquire), by raw pointers, whose reads return some bytes whatever a
 // broken peer does meanwhile. The rank writes the same slot again two operations later. It can begin that operation
 // only after all ranks have entered the one between, and so have finished reading.
-unsafe impl Sync for Offer {}
+unsafe impl Sync for ExchangeSlot {}
 
 /// The offsets of a rank's input and output in its arena; `None` for one that is elsewhere or not accessed by peers.
 pub(super) type LentOffsets = [Option<usize>; 2];

@@ -168,7 +168,7 @@ mod tests {
 
     use super::super::Segment;
     use super::*;
-    use crate::control::Board;
+    use crate::control::GroupStatus;
     use crate::transport::tcp::Tcp;
     use crate::transport::{Collectives, Storage};
     use crate::types::{DType, Operation, ReduceOp, Site};
@@ -193,7 +193,7 @@ mod tests {
         let mut rank = 0..;
         [zero, one].map(|segment| {
             let rank = rank.next().unwrap();
-            let tcp = Tcp::unconnected(rank, Arc::new(Board::new(2).unwrap()), 2);
+            let tcp = Tcp::unconnected(rank, Arc::new(GroupStatus::new(2).unwrap()), 2);
             Shm::new(segment, rank, vec![0, 1], Arc::new(tcp))
         })
     }

@@ -54,7 +54,7 @@ mod tests {
     use std::time::Instant;
 
     /// Longer than a test may take: a lost wake-up makes it fail.
-    const NAP: Duration = Duration::from_secs(60);
+    const MIN_SLEEP: Duration = Duration::from_secs(60);
 
     #[test]
     fn no_wake_up_is_lost() {
@@ -67,7 +67,7 @@ mod tests {
                     for mine in (0..TURNS).map(|turn| 2 * turn + me as u64) {
                         let ready = || step.load(Ordering::Acquire) >= mine;
                         while !ready() {
-                            sleepers[me].sleep_for(1 - me, NAP, ready);
+                            sleepers[me].sleep_for(1 - me, MIN_SLEEP, ready);
                         }
                         step.store(mine + 1, Ordering::Release);
                         fence(Ordering::SeqCst);
@@ -76,21 +76,21 @@ mod tests {
                 });
             }
         });
-        assert!(start.elapsed() < NAP, "{:?}", start.elapsed());
+        assert!(start.elapsed() < MIN_SLEEP, "{:?}", start.elapsed());
     }
 
     #[test]
     fn a_ring_between_the_last_check_and_the_sleep_is_not_lost() {
         let (sleeper, start) = (Sleeper::default(), Instant::now());
-        sleeper.sleep_for(1, NAP, || {
+        sleeper.sleep_for(1, MIN_SLEEP, || {
             sleeper.ring();
             false
         });
-        sleeper.sleep_for(1, NAP, || {
+        sleeper.sleep_for(1, MIN_SLEEP, || {
             sleeper.ring_for(1);
             false
         });
-        assert!(start.elapsed() < NAP, "{:?}", start.elapsed());
+        assert!(start.elapsed() < MIN_SLEEP, "{:?}", start.elapsed());
     }
 
     #[test]
@@ -99,13 +99,13 @@ mod tests {
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 while failed.load(Ordering::Acquire) == 0 {
-                    sleeper.sleep_for(1, NAP, || failed.load(Ordering::Acquire) == 1);
+                    sleeper.sleep_for(1, MIN_SLEEP, || failed.load(Ordering::Acquire) == 1);
                 }
             });
             // The other thread sleeps already, or it does not yet.
             failed.store(1, Ordering::Release);
             sleeper.ring();
         });
-        assert!(start.elapsed() < NAP, "{:?}", start.elapsed());
+        assert!(start.elapsed() < MIN_SLEEP, "{:?}", start.elapsed());
     }
 }

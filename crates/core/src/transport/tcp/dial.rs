@@ -7,36 +7,36 @@ use std::time::{Duration, Instant};
 use rustix::event::PollFlags;
 
 use super::link::{Link, disconnected, wait_ready};
-use crate::auth::{Member, Prologue, Purpose, Refusal, open_blocking, prove};
+use crate::auth::{Identity, Prologue, Purpose, Refusal, dial_blocking, open_blocking};
 use crate::control::{CONNECT_TIMEOUT, RETRY, Watch, is_own};
 use crate::types::{Error, Fault};
 
 /// Opens `connections` connections to `peer` and waits until it confirms that it has taken them over. From then on this
 /// rank's goodbye message cannot overtake what is sent on them.
 pub(super) fn dial(
-    member: &Member,
+    identity: &Identity,
     (peer, address): (usize, &SocketAddr),
-    (connections, silence): (usize, Duration),
+    (connections, heartbeat_timeout): (usize, Duration),
     watch: &mut Watch<'_>,
 ) -> Result<Link, Fault> {
     let mut streams = Vec::new();
     for number in 0..connections {
-        let opening = member.opening(Purpose::Data, peer, (number, connections));
-        streams.push(connect(member, (peer, address), opening, watch)?);
+        let opening = identity.opening(Purpose::Data, peer, (number, connections));
+        streams.push(connect(identity, (peer, address), opening, watch)?);
     }
-    Link::new(streams, silence).map_err(|e| disconnected(peer, &e.to_string(), watch))
+    Link::new(streams, heartbeat_timeout).map_err(|e| disconnected(peer, &e.to_string(), watch))
 }
 
 /// Opens one connection and completes the handshake.
 fn connect(
-    member: &Member,
+    identity: &Identity,
     (peer, address): (usize, &SocketAddr),
     opening: Prologue,
     watch: &mut Watch<'_>,
 ) -> Result<TcpStream, Fault> {
     loop {
         let limit = watch.remaining().clamp(Duration::from_millis(1), CONNECT_TIMEOUT);
-        let stream = match open_blocking(member.secret.as_ref(), address, limit)? {
+        let stream = match open_blocking(identity.secret.as_ref(), address, limit)? {
             Ok(stream) => stream,
             Err(e) if e.kind() == ErrorKind::TimedOut => {
                 watch.tick(peer)?;
@@ -44,7 +44,7 @@ fn connect(
             }
             // This process or machine lacks a resource. The peer is not at fault, and is not reported as lost.
             Err(e) if is_own(&e) => {
-                let operation = format!("rank {} connecting to rank {peer} for data", member.rank);
+                let operation = format!("rank {} connecting to rank {peer} for data", identity.rank);
                 return Err(Fault::Failed(Error::io(operation, e)));
             }
             // A peer that has left, or that failed and closed, no longer listens.
@@ -55,15 +55,16 @@ fn connect(
             // Does not block: these are the first bytes in an empty buffer.
             Ok((&stream).write_all(bytes).map_err(Refusal::Io)?)
         };
-        let handshake = prove(member.secret.as_ref(), opening, write, |bytes| read(&stream, bytes, peer, watch));
+        let handshake =
+            dial_blocking(identity.secret.as_ref(), opening, write, |bytes| read(&stream, bytes, peer, watch));
         match handshake {
             Ok(_) => return Ok(stream),
             Err(DialError::Fault(fault)) => return Err(fault),
             // A listener with too many unauthenticated connections closes those that have waited longest.
             Err(DialError::Refused(Refusal::Io(e))) => {
                 log::debug!("connecting to rank {peer} for data again: {e}");
-                watch.board().sleep(Instant::now() + RETRY, || watch.board().absence(peer).is_some());
-                if let Some(fault) = watch.board().absence(peer) {
+                watch.status().sleep(Instant::now() + RETRY, || watch.status().absence(peer).is_some());
+                if let Some(fault) = watch.status().absence(peer) {
                     return Err(fault);
                 }
                 watch.tick(peer)?;

@@ -16,7 +16,7 @@ use rustix::io::Errno;
 
 use crate::auth::keep_open;
 use crate::control::{MAX_DATA_CONNECTIONS, Watch};
-use crate::sync::YIELDING;
+use crate::sync::YIELD_TIME;
 use crate::types::{Fault, Site, partition};
 
 /// The data connections to one peer. One thread at a time drives both directions. A large message is cut into one
@@ -31,13 +31,13 @@ const STRIPE: usize = 64 << 10;
 const HEADER: usize = Site::BYTES + 8;
 
 impl Link {
-    /// Creates a link of 1 to [`MAX_DATA_CONNECTIONS`] connections, in the order that both sides use. `silence` is the
-    /// heartbeat timeout.
-    pub fn new(streams: Vec<TcpStream>, silence: Duration) -> std::io::Result<Link> {
+    /// Creates a link of 1 to [`MAX_DATA_CONNECTIONS`] connections, in the order that both sides use.
+    /// `heartbeat_timeout` is the heartbeat timeout.
+    pub fn new(streams: Vec<TcpStream>, heartbeat_timeout: Duration) -> std::io::Result<Link> {
         for stream in &streams {
             stream.set_nodelay(true)?;
             stream.set_nonblocking(true)?;
-            keep_open(stream, silence)?;
+            keep_open(stream, heartbeat_timeout)?;
         }
         Ok(Link { streams })
     }
@@ -187,7 +187,7 @@ pub(super) fn drive(
                 let Some(message) = stripe else { continue };
                 if moved_bytes(message.advance(stream), *peer, watch)? {
                     // Data that saturate the network may delay the heartbeats on the control connection.
-                    watch.board().speaks(*peer);
+                    watch.status().record_activity(*peer);
                     moved = true;
                 }
                 if let Some(tag) = message.mismatch() {
@@ -208,7 +208,7 @@ pub(super) fn drive(
             idle = None;
             continue;
         }
-        if idle.get_or_insert_with(Instant::now).elapsed() < YIELDING {
+        if idle.get_or_insert_with(Instant::now).elapsed() < YIELD_TIME {
             std::thread::yield_now();
             continue;
         }
@@ -248,16 +248,16 @@ const MOMENT: Duration = Duration::from_secs(5);
 /// the peer left, died, or closed because of a failure. If it tells nothing, only the connection broke: the peer may
 /// be well, and is not reported as lost.
 pub(super) fn disconnected(peer: usize, reason: &str, watch: &Watch<'_>) -> Fault {
-    let board = watch.board();
-    board.sleep(Instant::now() + MOMENT.min(watch.remaining()), || board.absence(peer).is_some());
-    board.absence(peer).unwrap_or_else(|| watch.disconnected(peer, reason))
+    let status = watch.status();
+    status.sleep(Instant::now() + MOMENT.min(watch.remaining()), || status.absence(peer).is_some());
+    status.absence(peer).unwrap_or_else(|| watch.disconnected(peer, reason))
 }
 
 /// Sleeps until one of at most `2 * MAX_DATA_CONNECTIONS` sockets is ready, the group fails, or the watch's pause is
 /// over. Returns `true` only in the first case.
 pub(super) fn wait_ready<'a>(sockets: impl Iterator<Item = (&'a TcpStream, PollFlags)>, watch: &'a Watch<'_>) -> bool {
     let flags = if watch.deaf() { PollFlags::empty() } else { PollFlags::IN };
-    let wake = PollFd::from_borrowed_fd(watch.board().wake(), flags);
+    let wake = PollFd::from_borrowed_fd(watch.status().wake(), flags);
     let mut fds: [PollFd<'_>; 1 + 2 * MAX_DATA_CONNECTIONS] = std::array::from_fn(|_| wake.clone());
     let mut used = 1;
     for (fd, (stream, flags)) in fds[1..].iter_mut().zip(sockets) {
@@ -299,7 +299,7 @@ pub(super) fn close(links: &[Arc<Link>], linger: Duration) {
 #[cfg(all(test, not(bonfire_loom)))]
 mod tests {
     use super::*;
-    use crate::control::Board;
+    use crate::control::GroupStatus;
     use crate::sync::Deadline;
     use crate::types::{Call, DType, Error, Fingerprint, Operation, ReduceOp};
 
@@ -311,31 +311,31 @@ mod tests {
     }
 
     /// Returns the fault of a message on a connection that the peer's end has closed, and the time it took.
-    fn fault(board: &Board, limit: Duration) -> (Fault, Duration) {
+    fn fault(status: &GroupStatus, limit: Duration) -> (Fault, Duration) {
         let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         let stream = crate::auth::open_blocking(None, &listener.local_addr().unwrap(), MOMENT).unwrap().unwrap();
         drop(listener.accept().unwrap());
         let link = Link::new(vec![stream], MOMENT).unwrap();
         let (tag, deadline) = (tag(), Deadline::after(limit));
         let (control, _outgoing) = tokio::sync::mpsc::unbounded_channel();
-        let mut watch = Watch::new(0, board, &control, &tag, &deadline);
+        let mut watch = Watch::new(0, status, &control, &tag, &deadline);
         let fault = drive(&tag, None, Some((1, &link, &mut [0; 8])), &mut watch).unwrap_err();
         (fault, deadline.elapsed())
     }
 
     #[test]
     fn a_broken_connection_is_no_lost_rank_and_is_reported_by_the_deadline() {
-        let board = Board::new(2).unwrap();
-        let (fault, elapsed) = fault(&board, Duration::from_millis(50));
+        let status = GroupStatus::new(2).unwrap();
+        let (fault, elapsed) = fault(&status, Duration::from_millis(50));
         assert!(matches!(&fault, Fault::Failed(Error::Disconnected { rank: 0, peer: 1, .. })), "{fault:?}");
         assert!(elapsed < MOMENT, "{elapsed:?}");
     }
 
     #[test]
     fn a_connection_broken_by_the_end_of_its_peer_is_a_lost_rank() {
-        let board = Board::new(2).unwrap();
-        board.mark_lost(1, "it died".into());
-        assert_eq!(fault(&board, MOMENT).0, Fault::Lost { peer: 1, reason: "it died".into() });
+        let status = GroupStatus::new(2).unwrap();
+        status.mark_lost(1, "it died".into());
+        assert_eq!(fault(&status, MOMENT).0, Fault::Lost { peer: 1, reason: "it died".into() });
     }
 
     #[test]

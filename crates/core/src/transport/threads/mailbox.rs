@@ -2,20 +2,20 @@
 
 use std::time::Instant;
 
-use super::Local;
+use super::ThreadEndpoint;
 use crate::sync::{Bell, Deadline, Mutex, SlowWaitWarning, lock, spin};
 use crate::transport::Transport;
 use crate::types::{Error, Fault, Site};
 
-/// The mailbox from one rank to another. Holds one letter at a time.
+/// The mailbox from one rank to another. Holds one transfer at a time.
 #[derive(Default)]
 pub(super) struct Mailbox {
-    letter: Mutex<Letter>,
+    transfer: Mutex<Transfer>,
     bell: Bell,
 }
 
 #[derive(Default)]
-enum Letter {
+enum Transfer {
     #[default]
     None,
     /// The sender waits until the receiver takes these bytes.
@@ -29,7 +29,7 @@ enum Letter {
 /// The address and length of the bytes of a sender that waits in `send` or `exchange`.
 struct SenderBytes(*const u8, usize);
 
-// SAFETY: the sender does not return before the letter is taken, refused or withdrawn, each under the mutex. So the
+// SAFETY: the sender does not return before the transfer is taken, refused or withdrawn, each under the mutex. So the
 // bytes stay borrowed while any thread can find them here.
 unsafe impl Send for SenderBytes {}
 
@@ -38,72 +38,72 @@ impl Mailbox {
         self.bell.ring();
     }
 
-    fn with<T>(&self, f: impl FnOnce(&mut Letter) -> T) -> T {
-        f(&mut lock(&self.letter))
+    fn with<T>(&self, f: impl FnOnce(&mut Transfer) -> T) -> T {
+        f(&mut lock(&self.transfer))
     }
 }
 
-impl Local {
+impl ThreadEndpoint {
     fn mailbox(&self, from: usize, to: usize) -> &Mailbox {
         &self.shared.mailboxes[from * self.shared.ranks.len() + to]
     }
 
     fn offer_letter(&self, tag: &Site, to: usize, bytes: &[u8]) {
         let mailbox = self.mailbox(self.rank, to);
-        mailbox.with(|letter| *letter = Letter::Offered(*tag, SenderBytes(bytes.as_ptr(), bytes.len())));
+        mailbox.with(|transfer| *transfer = Transfer::Offered(*tag, SenderBytes(bytes.as_ptr(), bytes.len())));
         mailbox.ring();
     }
 
-    /// Waits until the letter to `to` is taken or refused. Withdraws it after a failure or at the deadline.
+    /// Waits until the transfer to `to` is taken or refused. Withdraws it after a failure or at the deadline.
     fn await_receipt(&self, to: usize, deadline: &Deadline) -> Result<(), Fault> {
         let mailbox = self.mailbox(self.rank, to);
-        let waited = self.wait(mailbox, to, deadline, |letter| !matches!(letter, Letter::Offered(..)));
+        let waited = self.wait(mailbox, to, deadline, |transfer| !matches!(transfer, Transfer::Offered(..)));
         match (mailbox.with(std::mem::take), waited) {
-            (Letter::Taken, _) => Ok(()),
-            (Letter::Refused(fault), _) => Err(fault),
+            (Transfer::Taken, _) => Ok(()),
+            (Transfer::Refused(fault), _) => Err(fault),
             (_, waited) => waited.and(Err(Fault::Timeout { missing: vec![to] })),
         }
     }
 
     fn take_letter(&self, tag: &Site, from: usize, bytes: &mut [u8], deadline: &Deadline) -> Result<(), Fault> {
         let mailbox = self.mailbox(from, self.rank);
-        self.wait(mailbox, from, deadline, |letter| matches!(letter, Letter::Offered(..)))?;
-        let result = mailbox.with(|letter| {
-            let Letter::Offered(theirs, SenderBytes(source, len)) = &*letter else {
+        self.wait(mailbox, from, deadline, |transfer| matches!(transfer, Transfer::Offered(..)))?;
+        let result = mailbox.with(|transfer| {
+            let Transfer::Offered(theirs, SenderBytes(source, len)) = &*transfer else {
                 return Err(Fault::Timeout { missing: vec![from] });
             };
             if theirs != tag || *len != bytes.len() {
                 let fault = Fault::Unexpected { peer: from, site: *theirs };
-                *letter = Letter::Refused(Fault::Unexpected { peer: self.rank, site: *tag });
+                *transfer = Transfer::Refused(Fault::Unexpected { peer: self.rank, site: *tag });
                 return Err(fault);
             }
             // SAFETY: the sender waits, so its bytes are borrowed (`Send for SenderBytes`). The lengths are equal, and
             // the receiver's exclusive buffer cannot overlap the sender's bytes.
             unsafe { std::ptr::copy_nonoverlapping(*source, bytes.as_mut_ptr(), *len) };
-            *letter = Letter::Taken;
+            *transfer = Transfer::Taken;
             Ok(())
         });
         mailbox.ring();
         result
     }
 
-    /// Waits until `done` holds for the letter, the peer is gone, the group has failed, or the deadline has passed.
+    /// Waits until `done` holds for the transfer, the peer is gone, the group has failed, or the deadline has passed.
     fn wait(
         &self,
         mailbox: &Mailbox,
         peer: usize,
         deadline: &Deadline,
-        done: impl Fn(&Letter) -> bool,
+        done: impl Fn(&Transfer) -> bool,
     ) -> Result<(), Fault> {
-        let done = || mailbox.with(|letter| done(letter));
+        let done = || mailbox.with(|transfer| done(transfer));
         if spin(self.shared.oversubscribed, done) {
             return Ok(());
         }
         let gone = || self.shared.absence(peer).is_some() || self.shared.failed();
-        let mut patience = SlowWaitWarning::until(deadline);
+        let mut slow_wait = SlowWaitWarning::until(deadline);
         loop {
-            if mailbox.bell.sleep(Instant::now() + patience.pause(), || done() || gone()) {
-                // A letter that was offered before its sender left is still delivered. A rank that fails leaves after
+            if mailbox.bell.sleep(Instant::now() + slow_wait.pause(), || done() || gone()) {
+                // A transfer that was offered before its sender left is still delivered. A rank that fails leaves after
                 // that: the failure is the cause.
                 return match (done(), self.shared.absence(peer)) {
                     (true, _) => Ok(()),
@@ -114,12 +114,12 @@ impl Local {
             if deadline.passed() {
                 return Err(Fault::Timeout { missing: vec![peer] });
             }
-            patience.warn(self.rank, || format!("for rank {peer}"));
+            slow_wait.warn(self.rank, || format!("for rank {peer}"));
         }
     }
 }
 
-impl Transport for Local {
+impl Transport for ThreadEndpoint {
     fn rank(&self) -> usize {
         self.rank
     }
@@ -146,7 +146,7 @@ impl Transport for Local {
     ) -> Result<(), Fault> {
         self.offer_letter(tag, to, outgoing);
         let received = self.take_letter(tag, from, incoming, deadline);
-        // The letter must be taken or withdrawn before its bytes are released, even if receiving failed. The peer may
+        // The transfer must be taken or withdrawn before its bytes are released, even if receiving failed. The peer may
         // still want it, but the group has failed anyway.
         let sent = match &received {
             Ok(()) => self.await_receipt(to, deadline),
@@ -159,7 +159,7 @@ impl Transport for Local {
         if self.shared.failed() { Err(self.shared.cause()) } else { Ok(()) }
     }
 
-    fn trouble(&self) -> Option<Fault> {
+    fn known_failure(&self) -> Option<Fault> {
         self.shared.failed().then(|| self.shared.cause())
     }
 

@@ -3,11 +3,11 @@
 use std::collections::HashMap;
 use std::time::Instant;
 
-use super::Local;
+use super::ThreadEndpoint;
 use crate::control::hang::{HangTimeout, is_majority};
 use crate::control::invitation::{Endpoint, Invitation, Invitations};
 use crate::sync::{Deadline, Mutex, MutexGuard, lock};
-use crate::types::{Apart, Error, Fault};
+use crate::types::{Error, Fault, ShrinkError};
 
 /// State of groups that are being formed, shared by the ranks of the old group.
 pub(super) struct Regrouping {
@@ -16,7 +16,7 @@ pub(super) struct Regrouping {
     /// Invitations to subgroups, by receiving rank.
     invitations: Mutex<Vec<Invitations>>,
     /// Endpoints of subgroups that were not taken yet, by the number of the subgroup and then by rank in it.
-    endpoints: Mutex<HashMap<u64, Vec<Option<Local>>>>,
+    endpoints: Mutex<HashMap<u64, Vec<Option<ThreadEndpoint>>>>,
 }
 
 /// A rank of the old group in `shrink`.
@@ -27,7 +27,7 @@ struct ShrinkState {
     /// Whether it is in a call.
     waits: bool,
     /// The rank's endpoint of the new group, and that group's number.
-    endpoint: Option<(Local, u64)>,
+    endpoint: Option<(ThreadEndpoint, u64)>,
     /// Set when the others go on without it: the rank that made their group.
     excluded: Option<usize>,
 }
@@ -49,11 +49,16 @@ impl Regrouping {
     }
 }
 
-impl Local {
+impl ThreadEndpoint {
     /// Waits until every other rank waits here, is gone, or is alive and has not called for too long while the others
     /// are the majority. Returns this rank's endpoint of a group of the waiting ranks, and its number: the `number` of
     /// one of them. May be called again after an error.
-    pub fn join_survivors(&self, number: u64, hang: &HangTimeout, deadline: &Deadline) -> Result<(Local, u64), Apart> {
+    pub fn join_survivors(
+        &self,
+        number: u64,
+        hang: &HangTimeout,
+        deadline: &Deadline,
+    ) -> Result<(ThreadEndpoint, u64), ShrinkError> {
         {
             let own = &mut self.shrink_states()[self.rank];
             own.waits = true;
@@ -76,14 +81,14 @@ impl Local {
         // The others must not go on with a rank that does not wait any more.
         states[self.rank].waits = false;
         if let Some(by) = states[self.rank].excluded {
-            return Err(Apart::Excluded { by });
+            return Err(ShrinkError::Excluded { by });
         }
         states[self.rank].endpoint.take().ok_or_else(|| {
             let mut ranks: Vec<_> = self.present(|rank| states[rank].start.is_none()).collect();
             if ranks.is_empty() {
                 ranks = self.present(|rank| rank != self.rank && !states[rank].waits).collect();
             }
-            Apart::Missing { ranks, problem: String::new() }
+            ShrinkError::Missing { ranks, problem: String::new() }
         })
     }
 
@@ -98,7 +103,7 @@ impl Local {
             let (limits, now) = (limits(&states, self.rank, hang), Instant::now());
             let hung = missing.iter().all(|rank| limits[*rank] <= now);
             if missing.is_empty() || hung && is_majority(waiting, states[0].waits, states.len()) {
-                let endpoints = Local::group(waiting);
+                let endpoints = ThreadEndpoint::group(waiting);
                 for (state, endpoint) in states.iter_mut().filter(|state| state.waits).zip(endpoints) {
                     state.endpoint = Some((endpoint, number));
                 }
@@ -117,7 +122,7 @@ impl Local {
         lock(&self.shared.regrouping.shrink_states)
     }
 
-    /// Invites the other members of a subgroup and waits for their invitations. Returns the doors of all, in order.
+    /// Invites the other members of a subgroup and waits for their invitations. Returns the endpoints of all, in order.
     pub fn invite(&self, own: &Invitation, deadline: &Deadline) -> Result<Vec<Endpoint>, Fault> {
         let (rank, shared) = (self.rank, &self.shared);
         let all = || lock(&shared.regrouping.invitations);
@@ -143,9 +148,10 @@ impl Local {
     }
 
     /// Takes the endpoint of rank `index` of subgroup `number`. The first caller makes the endpoints of all its ranks.
-    pub fn take_endpoint(&self, number: u64, ranks: usize, index: usize) -> Option<Local> {
+    pub fn take_endpoint(&self, number: u64, ranks: usize, index: usize) -> Option<ThreadEndpoint> {
         let mut groups = lock(&self.shared.regrouping.endpoints);
-        let endpoints = groups.entry(number).or_insert_with(|| Local::group(ranks).into_iter().map(Some).collect());
+        let endpoints =
+            groups.entry(number).or_insert_with(|| ThreadEndpoint::group(ranks).into_iter().map(Some).collect());
         let endpoint = endpoints.get_mut(index).and_then(Option::take);
         if endpoints.iter().all(Option::is_none) {
             groups.remove(&number);

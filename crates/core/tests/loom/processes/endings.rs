@@ -16,12 +16,12 @@ use crate::types::{Error, Fault};
 impl Rank {
     /// Does what the control connections do when this rank has left.
     fn leave(&self) {
-        self.peers().for_each(|peer| self.boards[peer].left(self.rank));
+        self.peers().for_each(|peer| self.statuses[peer].mark_left(self.rank));
     }
 
     /// Does what the control connections do when this rank has failed.
     fn fail(&self, error: &Error, completed: u64) {
-        self.peers().for_each(|peer| self.boards[peer].fail(Fault::Failed(error.clone()), completed));
+        self.peers().for_each(|peer| self.statuses[peer].fail(Fault::Failed(error.clone()), completed));
     }
 
     fn peers(&self) -> impl Iterator<Item = usize> {

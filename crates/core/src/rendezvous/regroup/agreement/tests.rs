@@ -82,11 +82,11 @@ impl World {
             let heard = (0..n).filter(|from| !self.wires[from * n + to].is_empty());
             steps.extend(heard.map(|from| Step::Deliver(from, to)));
             // All members have to take part in connecting.
-            let there = |standing: &Membership| {
-                standing.members.iter().all(|rank| {
+            let there = |membership: &Membership| {
+                membership.members.iter().all(|rank| {
                     let other = &self.nodes[*rank];
-                    let ready = other.agreement.as_ref().is_some_and(|agreement| agreement.ready.contains(standing));
-                    !other.dead && (other.forming.as_ref() == Some(standing) || ready)
+                    let ready = other.agreement.as_ref().is_some_and(|agreement| agreement.ready.contains(membership));
+                    !other.dead && (other.forming.as_ref() == Some(membership) || ready)
                 })
             };
             if node.forming.as_ref().is_some_and(there) {
@@ -117,9 +117,9 @@ impl World {
                 agreement.leave_out(&hung);
             }
             Step::Form(rank) => {
-                let standing = self.nodes[rank].forming.take().unwrap();
+                let membership = self.nodes[rank].forming.take().unwrap();
                 self.nodes[rank].agreement.as_mut().unwrap().formed();
-                self.say(rank, &ShrinkMessage::Formed(standing));
+                self.send_to_all(rank, &ShrinkMessage::Formed(membership));
             }
             Step::Crash(rank) => {
                 self.nodes[rank].dead = true;
@@ -146,7 +146,7 @@ impl World {
         let item = self.wire(from, to).pop_front();
         let agreement = self.nodes[to].agreement.as_mut().unwrap();
         match item {
-            Some(Event::ShrinkMessage(word)) => agreement.receive(from, word),
+            Some(Event::ShrinkMessage(message)) => agreement.receive(from, message),
             Some(Event::Gone(certain)) => agreement.exclude(from, certain),
             None => {}
         }
@@ -173,23 +173,26 @@ impl World {
             let next = self.nodes[rank].agreement.as_mut().unwrap().next();
             self.nodes[rank].minority = matches!(next, Next::Minority { .. });
             let end = match next {
-                Next::Propose(standing) => {
+                Next::Propose(membership) => {
                     self.nodes[rank].forming = None;
-                    self.say(rank, &ShrinkMessage::Proposes(standing, Endpoint { port: 0, key: rank as u64 }));
+                    self.send_to_all(
+                        rank,
+                        &ShrinkMessage::Proposes(membership, Endpoint { port: 0, key: rank as u64 }),
+                    );
                     continue;
                 }
-                Next::Form(doors) => {
-                    let standing = self.nodes[rank].agreement.as_ref().unwrap().standing().clone();
-                    assert!(doors.iter().all(|(rank, door)| door.key == *rank as u64));
-                    assert_eq!(doors.len() + 1, standing.members.len());
-                    self.nodes[rank].forming = Some(standing);
+                Next::Form(endpoints) => {
+                    let membership = self.nodes[rank].agreement.as_ref().unwrap().membership().clone();
+                    assert!(endpoints.iter().all(|(rank, endpoint)| endpoint.key == *rank as u64));
+                    assert_eq!(endpoints.len() + 1, membership.members.len());
+                    self.nodes[rank].forming = Some(membership);
                     continue;
                 }
                 Next::Wait => return,
                 Next::Minority { .. } if rank % 2 == 1 => return,
-                Next::Agree(standing) => {
-                    self.say(rank, &ShrinkMessage::Agreed(standing.clone()));
-                    Some(standing)
+                Next::Agree(membership) => {
+                    self.send_to_all(rank, &ShrinkMessage::Agreed(membership.clone()));
+                    Some(membership)
                 }
                 Next::Excluded { .. } | Next::Minority { .. } => {
                     // Its program most likely ends.
@@ -202,9 +205,9 @@ impl World {
         }
     }
 
-    fn say(&mut self, rank: usize, word: &ShrinkMessage) {
+    fn send_to_all(&mut self, rank: usize, message: &ShrinkMessage) {
         for to in (0..self.n()).filter(|to| *to != rank) {
-            self.wire(rank, to).push_back(Event::ShrinkMessage(word.clone()));
+            self.wire(rank, to).push_back(Event::ShrinkMessage(message.clone()));
         }
     }
 
@@ -282,20 +285,20 @@ proptest! {
         let world = World::run(n, &choices, &Faults { crashes: &crashes, losses: &losses, again: &again, hung: &hung });
         let ends: Vec<_> = world.nodes.iter().map(|node| node.end.clone().flatten()).collect();
         let mut going_on = Vec::new();
-        for standing in ends.iter().flatten() {
+        for membership in ends.iter().flatten() {
             // The ranks that joined this group, and whether they would go on at its next failure.
-            let joined = |rank: &usize| ends[*rank].as_ref() == Some(standing);
+            let joined = |rank: &usize| ends[*rank].as_ref() == Some(membership);
             let (dead, inside): (Vec<_>, Vec<_>) = (0..n).filter(joined).partition(|rank| world.nodes[*rank].dead);
-            let place = |rank: &usize| standing.members.iter().position(|member| member == rank).unwrap();
-            let mut group = Agreement::new(0, standing.members.len());
-            group.standing = Membership {
+            let place = |rank: &usize| membership.members.iter().position(|member| member == rank).unwrap();
+            let mut group = Agreement::new(0, membership.members.len());
+            group.membership = Membership {
                 members: inside.iter().map(place).collect(),
-                gone: dead.iter().map(place).collect(),
+                ended: dead.iter().map(place).collect(),
                 attempt: 0,
             };
             let lives = !inside.is_empty();
-            if lives && group.has_quorum(&group.standing) && !going_on.contains(&standing) {
-                going_on.push(standing);
+            if lives && group.has_quorum(&group.membership) && !going_on.contains(&membership) {
+                going_on.push(membership);
             }
         }
         prop_assert!(going_on.len() <= 1, "{:?}", going_on);
@@ -304,16 +307,16 @@ proptest! {
 
 #[test]
 fn of_two_halves_the_one_with_the_lowest_rank_goes_on_and_ended_ranks_count_if_others_are_silent() {
-    let decides = |rank, n, silent: &[usize], gone: &[usize]| {
+    let decides = |rank, n, silent: &[usize], ended: &[usize]| {
         let mut agreement = Agreement::new(rank, n);
         silent.iter().for_each(|peer| agreement.exclude(*peer, false));
-        gone.iter().for_each(|peer| agreement.exclude(*peer, true));
+        ended.iter().for_each(|peer| agreement.exclude(*peer, true));
         // The other members propose the same membership.
-        let standing = agreement.standing().clone();
-        for member in standing.members.iter().filter(|member| **member != rank) {
-            agreement.receive(*member, ShrinkMessage::Proposes(standing.clone(), Endpoint { port: 1, key: 1 }));
+        let membership = agreement.membership().clone();
+        for member in membership.members.iter().filter(|member| **member != rank) {
+            agreement.receive(*member, ShrinkMessage::Proposes(membership.clone(), Endpoint { port: 1, key: 1 }));
         }
-        assert_eq!(agreement.next(), Next::Propose(standing));
+        assert_eq!(agreement.next(), Next::Propose(membership));
         !matches!(agreement.next(), Next::Minority { .. })
     };
     assert!(decides(0, 2, &[1], &[]) && !decides(1, 2, &[0], &[]));
@@ -343,7 +346,7 @@ fn after_hang(n: usize, hung: &[usize]) -> Vec<Option<Vec<usize>>> {
     }
     hung.iter().for_each(|rank| call(&mut world, *rank));
     settle(&mut world);
-    let members = |standing: Membership| standing.members.into_iter().collect();
+    let members = |membership: Membership| membership.members.into_iter().collect();
     world.nodes.into_iter().map(|node| node.end.and_then(|end| end.map(members))).collect()
 }
 

@@ -12,20 +12,21 @@ use crate::sync::{AtomicBool, Bell, Deadline, Mutex, MutexGuard, Ordering, lock}
 use crate::types::{Call, Error, Fault, Site};
 
 /// What a rank knows of its group: failures, its peers and their calls, and connections and invitations to take.
-pub(crate) struct Board {
-    state: Mutex<BoardState>,
+pub(crate) struct GroupStatus {
+    state: Mutex<StatusData>,
     bell: Bell,
     /// Set by the first failure, so that checking for one costs a load.
     failed: AtomicBool,
     /// Readable from the first failure on. Threads that poll sockets poll this too.
     wake: (UnixStream, UnixStream),
-    /// By rank: whether anything has arrived from the peer since the last [`take_activity`](Board::take_activity).
+    /// By rank: whether anything has arrived from the peer since the last
+    /// [`take_activity`](GroupStatus::take_activity).
     activity: Box<[AtomicBool]>,
     /// Wakes a thread that waits elsewhere. Called when a peer fails or leaves.
     alarm: OnceLock<Box<dyn Fn() + Send + Sync>>,
 }
 
-struct BoardState {
+struct StatusData {
     /// The first failure, and the number of collectives that the reporting rank had completed.
     failure: Option<(Fault, u64)>,
     peers: Vec<Peer>,
@@ -58,20 +59,20 @@ enum Presence {
 }
 
 impl Peer {
-    fn has_gathered(&self) -> bool {
+    fn has_data_streams(&self) -> bool {
         !self.data_streams.is_empty() && self.data_streams.iter().all(Option::is_some)
     }
 }
 
-impl Board {
-    pub fn new(world_size: usize) -> std::io::Result<Board> {
-        let state = BoardState {
+impl GroupStatus {
+    pub fn new(world_size: usize) -> std::io::Result<GroupStatus> {
+        let state = StatusData {
             failure: None,
             peers: (0..world_size).map(|_| Peer::default()).collect(),
             recent: [None; 2],
             invitations: Invitations::new(world_size),
         };
-        Ok(Board {
+        Ok(GroupStatus {
             state: Mutex::new(state),
             bell: Bell::default(),
             failed: AtomicBool::new(false),
@@ -83,7 +84,7 @@ impl Board {
 
     /// Sets the function that is also called when a peer fails or leaves. Called at most once.
     #[cfg(all(feature = "shm", target_os = "linux"))]
-    pub fn alarm(&self, ring: impl Fn() + Send + Sync + 'static) {
+    pub fn set_alarm(&self, ring: impl Fn() + Send + Sync + 'static) {
         // It is never set twice.
         let _ = self.alarm.set(Box::new(ring));
     }
@@ -116,7 +117,7 @@ impl Board {
     }
 
     /// Returns the failure unless it is a mismatch, else an absent peer: one that was lost, or else one that left.
-    pub fn trouble(&self) -> Option<Fault> {
+    pub fn known_failure(&self) -> Option<Fault> {
         let state = self.state();
         let failure = state.failure.as_ref().map(|(fault, _)| fault.clone());
         let mismatch =
@@ -166,7 +167,7 @@ impl Board {
     }
 
     /// Records that `peer` left in order.
-    pub fn left(&self, peer: usize) {
+    pub fn mark_left(&self, peer: usize) {
         self.state().peers[peer].presence = Presence::Left;
         self.ring();
     }
@@ -195,7 +196,7 @@ impl Board {
     }
 
     /// Records that something arrived from `peer`.
-    pub fn speaks(&self, peer: usize) {
+    pub fn record_activity(&self, peer: usize) {
         // Relaxed: the flag publishes no other data.
         self.activity[peer].store(true, Ordering::Relaxed);
     }
@@ -223,7 +224,7 @@ impl Board {
     }
 
     /// Adds data connection `number` of `of` from `peer`. `of` is small.
-    pub fn gather(&self, peer: usize, number: usize, of: usize, stream: TcpStream) {
+    pub fn add_data_stream(&self, peer: usize, number: usize, of: usize, stream: TcpStream) {
         let mut state = self.state();
         let data_streams = &mut state.peers[peer].data_streams;
         data_streams.resize_with(of, || None);
@@ -234,14 +235,14 @@ impl Board {
     }
 
     /// Whether all data connections of `peer` have arrived.
-    pub fn has_gathered(&self, peer: usize) -> bool {
-        self.state().peers[peer].has_gathered()
+    pub fn has_data_streams(&self, peer: usize) -> bool {
+        self.state().peers[peer].has_data_streams()
     }
 
     /// Takes the data connections of `peer`, in its order, once all have arrived.
-    pub fn gathered(&self, peer: usize) -> Option<Vec<TcpStream>> {
+    pub fn take_data_streams(&self, peer: usize) -> Option<Vec<TcpStream>> {
         let peer = &mut self.state().peers[peer];
-        peer.has_gathered().then(|| std::mem::take(&mut peer.data_streams).into_iter().flatten().collect())
+        peer.has_data_streams().then(|| std::mem::take(&mut peer.data_streams).into_iter().flatten().collect())
     }
 
     /// Sleeps until a change makes `ready` true or the time is `until`. Returns the last result of `ready`.
@@ -251,7 +252,7 @@ impl Board {
 
     /// Records the call that `peer` reported. If it `asks`, returns this rank's call at that place, or marks the peer
     /// to be answered when this rank makes the call.
-    pub fn hear(&self, peer: usize, site: Site, asks: bool) -> Option<Site> {
+    pub fn record_call(&self, peer: usize, site: Site, asks: bool) -> Option<Site> {
         let mut state = self.state();
         state.peers[peer].last_call = Some(site);
         let mine = state.recent.iter().flatten().find(|mine| mine.sequence == site.sequence).copied();
@@ -279,8 +280,13 @@ impl Board {
         }
     }
 
-    /// Waits until all members that this rank's invitation names have sent theirs. Returns their doors.
-    pub fn assemble(&self, rank: usize, own: &Invitation, deadline: &Deadline) -> Result<Vec<Endpoint>, Fault> {
+    /// Waits until all members that this rank's invitation names have sent theirs. Returns their endpoints.
+    pub fn await_invitations(
+        &self,
+        rank: usize,
+        own: &Invitation,
+        deadline: &Deadline,
+    ) -> Result<Vec<Endpoint>, Fault> {
         let mut outcome = Ok(None);
         self.bell.sleep(Instant::now() + deadline.remaining(), || {
             outcome = self.state().assemble(rank, own);
@@ -290,12 +296,12 @@ impl Board {
         outcome?.ok_or_else(|| Fault::Timeout { missing: missing() })
     }
 
-    fn state(&self) -> MutexGuard<'_, BoardState> {
+    fn state(&self) -> MutexGuard<'_, StatusData> {
         lock(&self.state)
     }
 }
 
-impl BoardState {
+impl StatusData {
     fn assemble(&mut self, rank: usize, own: &Invitation) -> Result<Option<Vec<Endpoint>>, Fault> {
         if let Some((fault, _)) = &self.failure {
             return Err(fault.clone());
@@ -314,7 +320,7 @@ impl BoardState {
 }
 
 /// Returns the mismatch among `calls`, once the calls of all ranks are known.
-pub(crate) fn verdict(sequence: u64, calls: &[Option<Call>]) -> Option<Error> {
+pub(crate) fn find_mismatch(sequence: u64, calls: &[Option<Call>]) -> Option<Error> {
     let calls: Option<Vec<(usize, Call)>> = calls.iter().enumerate().map(|(r, call)| Some((r, (*call)?))).collect();
     let calls = calls?;
     calls.iter().any(|(_, call)| *call != calls[0].1).then_some(Error::Mismatch { sequence, calls })
