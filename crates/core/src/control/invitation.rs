@@ -19,7 +19,7 @@ use serde::{Deserialize, Serialize};
 use crate::types::{Error, Fault};
 
 /// Where a rank accepts the connections of the other members of a new group.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub(crate) struct Endpoint {
     /// The port, at the rank's address in the old group. Unused if the ranks have no addresses.
     pub port: u16,

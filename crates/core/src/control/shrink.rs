@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use super::invitation::Endpoint;
 
 /// The membership of the new group, as one rank sees it. Ranks are numbered as in the old group.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub(crate) struct Membership {
     pub members: BTreeSet<usize>,
     /// Ranks that have certainly ended and continue in no other group.
@@ -17,7 +17,7 @@ pub(crate) struct Membership {
 }
 
 /// A shrink message.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub(crate) enum ShrinkMessage {
     /// The sender proposes this membership, and accepts the members' connections at this endpoint.
     Proposes(Membership, Endpoint),

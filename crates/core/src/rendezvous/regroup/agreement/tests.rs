@@ -1,6 +1,8 @@
 //! Simulates the agreement: messages arrive in any order that connections allow, and ranks crash, lose or leave out
 //! each other, and repeat their calls, at any moment.
 
+mod search;
+
 use std::collections::VecDeque;
 
 use proptest::prelude::*;
@@ -8,13 +10,14 @@ use proptest::prelude::*;
 use super::*;
 
 /// What arrives on a connection, in order.
+#[derive(Clone, Hash)]
 enum Event {
     ShrinkMessage(ShrinkMessage),
     /// The connection ended. The flag says whether the rank has certainly ended.
     Gone(bool),
 }
 
-#[derive(Default)]
+#[derive(Clone, Default, Hash)]
 struct Node {
     agreement: Option<Agreement>,
     forming: Option<Membership>,
@@ -25,6 +28,7 @@ struct Node {
     end: Option<Option<Membership>>,
 }
 
+#[derive(Clone, Hash)]
 struct World {
     nodes: Vec<Node>,
     /// The connection from one rank to another is at `from * n + to`.
@@ -244,10 +248,52 @@ impl World {
             }
             assert!(at < 100_000, "the agreement does not terminate");
         }
-        for (rank, node) in world.nodes.iter().enumerate() {
+        world.check_ended();
+        world
+    }
+
+    /// Checks that no rank waits for ever. Called when there is nothing left to do.
+    fn check_ended(&self) {
+        for (rank, node) in self.nodes.iter().enumerate() {
             assert!(node.dead || node.end.is_some() || node.minority, "rank {rank} waits forever");
         }
-        world
+    }
+
+    /// Checks that all live ranks go on in one group that has them all, as they must if no rank was lost or left out.
+    fn check_survivors(&self) {
+        let mut alive = (0..self.n()).filter(|rank| !self.nodes[*rank].dead).peekable();
+        if let Some(first) = alive.peek() {
+            let agreed = self.nodes[*first].end.clone();
+            let members = agreed.clone().flatten().expect("survivors of crashes go on").members;
+            for rank in alive {
+                assert_eq!(self.nodes[rank].end, agreed);
+                assert!(members.contains(&rank));
+            }
+        }
+    }
+
+    /// Checks that at most one group goes on.
+    fn check_groups(&self) {
+        let ends: Vec<_> = self.nodes.iter().map(|node| node.end.clone().flatten()).collect();
+        let mut going_on = Vec::new();
+        for membership in ends.iter().flatten() {
+            // The ranks that joined this group, and whether they would go on at its next failure.
+            let joined = |rank: &usize| ends[*rank].as_ref() == Some(membership);
+            let (dead, inside): (Vec<_>, Vec<_>) =
+                (0..self.n()).filter(joined).partition(|rank| self.nodes[*rank].dead);
+            let place = |rank: &usize| membership.members.iter().position(|member| member == rank).unwrap();
+            let mut group = Agreement::new(0, membership.members.len());
+            group.membership = Membership {
+                members: inside.iter().map(place).collect(),
+                ended: dead.iter().map(place).collect(),
+                attempt: 0,
+            };
+            let lives = !inside.is_empty();
+            if lives && group.has_quorum(&group.membership) && !going_on.contains(&membership) {
+                going_on.push(membership);
+            }
+        }
+        assert!(going_on.len() <= 1, "{going_on:?}");
     }
 }
 
@@ -262,15 +308,7 @@ proptest! {
         again in prop::collection::vec((0..200u16, 0..6usize), 0..6),
     ) {
         let world = World::run(n, &choices, &Faults { crashes: &crashes, again: &again, ..Faults::default() });
-        let mut alive = (0..n).filter(|rank| !world.nodes[*rank].dead).peekable();
-        if let Some(first) = alive.peek() {
-            let agreed = world.nodes[*first].end.clone();
-            let members = agreed.clone().flatten().expect("survivors of crashes go on").members;
-            for rank in alive {
-                prop_assert_eq!(&world.nodes[rank].end, &agreed);
-                prop_assert!(members.contains(&rank));
-            }
-        }
+        world.check_survivors();
     }
 
     #[test]
@@ -283,25 +321,7 @@ proptest! {
         hung in prop::collection::vec((0..200u16, 0..6usize), 0..6),
     ) {
         let world = World::run(n, &choices, &Faults { crashes: &crashes, losses: &losses, again: &again, hung: &hung });
-        let ends: Vec<_> = world.nodes.iter().map(|node| node.end.clone().flatten()).collect();
-        let mut going_on = Vec::new();
-        for membership in ends.iter().flatten() {
-            // The ranks that joined this group, and whether they would go on at its next failure.
-            let joined = |rank: &usize| ends[*rank].as_ref() == Some(membership);
-            let (dead, inside): (Vec<_>, Vec<_>) = (0..n).filter(joined).partition(|rank| world.nodes[*rank].dead);
-            let place = |rank: &usize| membership.members.iter().position(|member| member == rank).unwrap();
-            let mut group = Agreement::new(0, membership.members.len());
-            group.membership = Membership {
-                members: inside.iter().map(place).collect(),
-                ended: dead.iter().map(place).collect(),
-                attempt: 0,
-            };
-            let lives = !inside.is_empty();
-            if lives && group.has_quorum(&group.membership) && !going_on.contains(&membership) {
-                going_on.push(membership);
-            }
-        }
-        prop_assert!(going_on.len() <= 1, "{:?}", going_on);
+        world.check_groups();
     }
 }
 
