@@ -34,10 +34,10 @@
 //! If `S` and `T` have the same members and differ in what has ended or in the attempt, the same argument says that `J`
 //! is empty, because all its ranks would be members of `T`.
 //!
-//! A search runs these rules in all orders of messages with a few faults among two and three ranks, and random tests run
-//! them with ranks that die, lose or leave out each other, also wrongly, and repeat their
-//! calls, at any moment. Their first runs found a schedule with one wrong suspicion and one death after which two
-//! groups went on. The rules on which ranks have certainly ended come from it.
+//! A search runs these rules in all orders of messages with a few faults among two and three ranks, and random tests
+//! run them with ranks that die, lose or leave out each other, also wrongly, and repeat their calls, at any moment.
+//! Their first runs found a schedule with one wrong suspicion and one death after which two groups went on. The rules
+//! on which ranks have certainly ended come from it.
 
 use std::collections::{BTreeMap, BTreeSet};
 

@@ -1,5 +1,5 @@
-//! Visits every state that a few faults can lead to: all orders of messages, and each fault at each moment, also after a
-//! rank has agreed. Random tests reach more ranks and faults, but not every order.
+//! Visits every state that a few faults can lead to: all orders of messages, and each fault at each moment, also after
+//! a rank has agreed. Random tests reach more ranks and faults, but not every order.
 //!
 //! A lost connection and a later death of the same peer arrive as two events, in this order and with anything between
 //! them: a look-up that finds out late that the peer has ended. A star needs no runs of its own, because survivors talk
