@@ -558,6 +558,7 @@ fn on_a_gpu() {
             let own: Vec<f32> = (0..len).map(|i| ((i + 3 * group.rank()) % 7) as f32).collect();
             // SAFETY: the context is current, and the memory has the length given.
             let [input, output] = [(); 2].map(|()| unsafe { result::malloc_sync(len * 4) }.unwrap());
+            // SAFETY: as above; `input` has the length of `own`.
             unsafe { result::memcpy_htod_sync(input, &own) }.unwrap();
             let part = partition(len, n, group.rank());
             let (mut summed, mut gathered) = (own.clone(), own.clone());

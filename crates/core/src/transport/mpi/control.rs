@@ -58,7 +58,7 @@ impl ControlPlane {
                 Message::Called(site) => self.begun = self.begun.max(site.sequence + 1),
                 _ => {}
             }
-            if let Some(answer) = hear(peer, message) {
+            if let Some(answer) = apply_message(peer, message) {
                 self.send(peer, &answer, held)?;
             }
         }

@@ -161,7 +161,7 @@ impl Regroup for Mpi {
         // Waits for all members here first, so that no rank waits in MPI for a missing one.
         let endpoints = loop {
             self.pump(&hold());
-            match self.status.assemble(self.comm.rank, &own, &Deadline::after(Duration::ZERO)) {
+            match self.status.await_invitations(self.comm.rank, &own, &Deadline::after(Duration::ZERO)) {
                 Err(Fault::Timeout { .. }) if !deadline.passed() => std::thread::sleep(POLL_INTERVAL),
                 endpoints => break endpoints?,
             }
