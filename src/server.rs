@@ -68,6 +68,7 @@ mod device;
 mod device_group;
 mod download;
 #[doc(hidden)]
+#[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "only CUDA has a data path of its own"))]
 pub mod engine;
 pub(crate) mod exchange;
 mod host;

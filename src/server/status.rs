@@ -80,6 +80,7 @@ impl Status {
     }
 
     /// Adds a check that runs at every call of [`failure`](Self::failure).
+    #[cfg(feature = "cuda")]
     pub fn add_check(&self, check: Check) {
         lock(&self.checks).push(check);
     }
