@@ -352,7 +352,7 @@ fn the_orchestrator_ends_on_ctrl_c() {
     }
     // It listens before it waits for the signal, but an answer comes from the loop that does both.
     let mut stream = TcpStream::connect(("127.0.0.1", port)).unwrap();
-    stream.write_all(&wire::opening(wire::VERSION, false, wire::REGISTRATION, [0, 0, 2], 0)).unwrap();
+    stream.write_all(&wire::prologue(wire::VERSION, false, wire::REGISTRATION, [0, 0, 2], 0)).unwrap();
     stream.read_exact(&mut [0; wire::ANSWER]).unwrap();
     kill_process(Pid::from_child(&child), Signal::INT).unwrap();
     let output = child.wait_with_output().unwrap();

@@ -142,7 +142,7 @@ async fn connect_orchestrator(
     let (host, port) = orchestrator;
     // Nodes have no ids yet.
     let (session, from, to, number, of) = (0, 0, 0, 0, 1);
-    let opening = Prologue { purpose: Purpose::Registration, session, from, to, world_size: num_nodes, number, of };
+    let prologue = Prologue { purpose: Purpose::Registration, session, from, to, world_size: num_nodes, number, of };
     loop {
         let attempt = async {
             let addresses = match lookup_host((host.as_str(), *port)).await {
@@ -150,7 +150,7 @@ async fn connect_orchestrator(
                 Err(error) => return Ok(Err(Refusal::Io(error))),
             };
             match open(secret, &addresses).await? {
-                Ok(mut stream) => Ok(dial(&mut stream, secret, opening).await.map(|_| stream)),
+                Ok(mut stream) => Ok(dial(&mut stream, secret, prologue).await.map(|_| stream)),
                 Err(error) => Ok(Err(Refusal::Io(error))),
             }
         };

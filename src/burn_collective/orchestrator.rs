@@ -72,7 +72,7 @@ async fn listen(host: &str, port: u16) -> Result<(TcpListener, Option<Secret>), 
 
 async fn serve(listener: TcpListener, secret: Option<Secret>) {
     let session = Arc::new(Mutex::new(PendingSession::default()));
-    let lobby = AcceptQueue::new(NODES);
+    let accept_queue = AcceptQueue::new(NODES);
     let (authenticated, mut queue) = unbounded_channel();
     // Dropping it when the orchestrator ends aborts the tasks.
     let mut nodes = JoinSet::new();
@@ -82,14 +82,14 @@ async fn serve(listener: TcpListener, secret: Option<Secret>) {
                 Ok((mut stream, address)) => {
                     let (authenticated, secret) = (authenticated.clone(), secret.clone());
                     let handshake = async move {
-                        let fits = |opening: &Prologue| match opening.purpose {
+                        let fits = |prologue: &Prologue| match prologue.purpose {
                             Purpose::Registration => Ok(()),
                             purpose => Err(format!("it is a connection for {purpose:?}, and this is an orchestrator")),
                         };
                         accept_handshake(&mut stream, secret.as_ref(), 0, fits).await?;
                         Ok(stream)
                     };
-                    lobby.receive(address, handshake, move |mut stream| async move {
+                    accept_queue.receive(address, handshake, move |mut stream| async move {
                         confirm(&mut stream).await?;
                         // Fails only if the orchestrator has ended meanwhile.
                         let _ = authenticated.send((stream, address));

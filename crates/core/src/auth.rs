@@ -67,15 +67,15 @@ pub(crate) struct Identity {
 
 impl Identity {
     /// Returns the prologue of connection `number` of `of` to rank `to`.
-    pub fn opening(&self, purpose: Purpose, to: usize, (number, of): (usize, usize)) -> Prologue {
+    pub fn prologue(&self, purpose: Purpose, to: usize, (number, of): (usize, usize)) -> Prologue {
         // The settings were checked: ranks fit in 32 bits, and connections to a peer in 8.
         let (from, to, world_size) = (self.rank as u32, to as u32, self.world_size as u32);
         Prologue { purpose, session: self.session, from, to, world_size, number: number as u8, of: of as u8 }
     }
 
     /// Checks that the connection comes from another rank of this job and is addressed to this rank.
-    pub fn expects(&self, opening: &Prologue) -> Result<(), String> {
-        let Prologue { session, from, to, world_size, .. } = *opening;
+    pub fn check(&self, prologue: &Prologue) -> Result<(), String> {
+        let Prologue { session, from, to, world_size, .. } = *prologue;
         if session != self.session {
             return Err("it belongs to another job".into());
         }

@@ -155,7 +155,7 @@ fn different_protocol_versions_are_reported_on_both_sides() {
         let zero = connecting(rank(0, 2, &address).rendezvous_timeout(SOON));
         let mut stream = dial(&address);
         // In other versions only the first eight bytes have a known meaning.
-        stream.write_all(&wire::opening(version, true, wire::RENDEZVOUS, [1, 0, 2], 0)[..8]).unwrap();
+        stream.write_all(&wire::prologue(version, true, wire::RENDEZVOUS, [1, 0, 2], 0)[..8]).unwrap();
         let answer = rest(&stream);
         assert_eq!((&answer[..4], &answer[4..6]), (&b"BNFA"[..], &wire::VERSION.to_le_bytes()[..]));
         let text = reason(zero.join().unwrap());
@@ -175,7 +175,7 @@ fn different_protocol_versions_are_reported_on_both_sides() {
         assert!(text.contains(&both), "{text}");
     }
     beside(|address| {
-        dial(address).write_all(&wire::opening(wire::VERSION + 1, true, wire::RENDEZVOUS, [1, 0, 3], 0)).unwrap();
+        dial(address).write_all(&wire::prologue(wire::VERSION + 1, true, wire::RENDEZVOUS, [1, 0, 3], 0)).unwrap();
     });
 }
 
@@ -286,12 +286,12 @@ fn a_rank_does_not_believe_its_own_reflected_messages() {
 
 #[test]
 fn garbage_and_stalled_connections_are_rejected() {
-    let prologue = wire::opening(wire::VERSION, true, wire::RENDEZVOUS, [1, 0, 3], 0);
+    let prologue = wire::prologue(wire::VERSION, true, wire::RENDEZVOUS, [1, 0, 3], 0);
     let mut open_streams = Vec::new();
     beside(|address| {
         let lengths = [&u32::MAX.to_le_bytes()[..], &[7; 100_000]].concat();
         let garbled = [&prologue[..], &[9; 48]].concat();
-        let misplaced = wire::opening(wire::VERSION, false, wire::CONTROL, [1, 0, 3], 0);
+        let misplaced = wire::prologue(wire::VERSION, false, wire::CONTROL, [1, 0, 3], 0);
         for bytes in
             [b"GET / HTTP/1.1\r\n\r\n", &lengths[..], &garbled, &[0xff; 32], &misplaced, &[], &prologue, b"BNFR"]
         {
@@ -305,7 +305,7 @@ fn garbage_and_stalled_connections_are_rejected() {
 
 #[test]
 fn a_flood_of_connections_keeps_no_rank_out() {
-    let prologue = wire::opening(wire::VERSION, true, wire::RENDEZVOUS, [1, 0, 3], 0);
+    let prologue = wire::prologue(wire::VERSION, true, wire::RENDEZVOUS, [1, 0, 3], 0);
     let mut open_streams = Vec::new();
     beside(|address| {
         // Several times the capacity of the accept queue. All stay silent, or stop after the prologue.

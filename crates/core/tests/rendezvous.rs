@@ -27,7 +27,7 @@ fn connect(builders: Vec<Builder>) -> Vec<Result<Group, Error>> {
 /// Plays rank 1: completes the handshake and sends its hello message.
 fn pretend(address: &str, world_size: u32) -> TcpStream {
     let mut stream = dial(address);
-    stream.write_all(&wire::opening(wire::VERSION, false, wire::RENDEZVOUS, [1, 0, world_size], 0)).unwrap();
+    stream.write_all(&wire::prologue(wire::VERSION, false, wire::RENDEZVOUS, [1, 0, world_size], 0)).unwrap();
     stream.read_exact(&mut [0; wire::ANSWER]).unwrap();
     stream.write_all(&wire::hello()).unwrap();
     stream
@@ -213,7 +213,7 @@ fn strangers_are_rejected_and_the_ranks_connect() {
     let huge = [&u32::MAX.to_le_bytes()[..], &[7; 1000]].concat();
     let unfinished = [&100u32.to_le_bytes()[..], &[1; 50]].concat();
     let garbage = [&20u32.to_le_bytes()[..], &[0xee; 20]].concat();
-    let other_protocol = wire::opening(wire::VERSION + 1, false, wire::RENDEZVOUS, [1, 0, 3], 0);
+    let other_protocol = wire::prologue(wire::VERSION + 1, false, wire::RENDEZVOUS, [1, 0, 3], 0);
     for bytes in [&b"GET / HTTP/1.1\r\n\r\n"[..], &huge, &unfinished, &garbage, &other_protocol, &[0; 4], &[0]] {
         let mut stream = dial(&address);
         // The connection may have been closed in the middle of the write.
@@ -271,8 +271,8 @@ fn a_rank_whose_hello_comes_too_late_registers_again() {
         if !first.swap(false, Ordering::SeqCst) {
             return forward(dialled, target, Recording::default());
         }
-        let (mut opening, mut answer) = ([0; 32], [0; wire::ANSWER]);
-        dialled.read_exact(&mut opening).and_then(|()| target.write_all(&opening)).unwrap();
+        let (mut prologue, mut answer) = ([0; 32], [0; wire::ANSWER]);
+        dialled.read_exact(&mut prologue).and_then(|()| target.write_all(&prologue)).unwrap();
         target.read_exact(&mut answer).and_then(|()| dialled.write_all(&answer)).unwrap();
     });
     assert_connected(connect(vec![rank(0, 2, &address), rank(1, 2, &relayed.to_string())]));

@@ -3,18 +3,18 @@
 /// The protocol version.
 pub const VERSION: u16 = 9;
 
-/// The purpose of a connection, as encoded in its opening.
+/// The purpose of a connection, as encoded in its prologue.
 pub const RENDEZVOUS: u8 = 1;
 pub const CONTROL: u8 = 2;
 pub const DATA: u8 = 3;
 pub const REGISTRATION: u8 = 5;
 
-/// Length of the answer to an opening without a secret, including the byte that confirms the connection.
+/// Length of the answer to a prologue without a secret, including the byte that confirms the connection.
 pub const ANSWER: usize = 17;
 
 /// Returns the first message on a connection: whether it has a secret, its purpose, from which rank to which of how
 /// many, in which job.
-pub fn opening(version: u16, secret: bool, purpose: u8, [from, to, world_size]: [u32; 3], session: u64) -> Vec<u8> {
+pub fn prologue(version: u16, secret: bool, purpose: u8, [from, to, world_size]: [u32; 3], session: u64) -> Vec<u8> {
     let mut bytes = b"BNFR".to_vec();
     bytes.extend(version.to_le_bytes());
     bytes.extend([u8::from(secret), purpose]);

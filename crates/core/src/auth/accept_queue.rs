@@ -56,7 +56,7 @@ impl AcceptQueue {
         proof: impl Future<Output = Result<T, Refusal>> + Send + 'static,
         taken: impl FnOnce(T) -> F + Send + 'static,
     ) {
-        let lobby = self.clone();
+        let accept_queue = self.clone();
         let proved = Arc::new(AtomicBool::new(false));
         let mark = proved.clone();
         let waiting = tokio::spawn(async move {
@@ -67,8 +67,8 @@ impl AcceptQueue {
                 mark.store(true, Ordering::Relaxed);
                 taken(proof).await
             };
-            if let Err(refusal) = timeout(lobby.timeout, both).await.unwrap_or_else(late) {
-                lobby.refused(&address, &refusal);
+            if let Err(refusal) = timeout(accept_queue.timeout, both).await.unwrap_or_else(late) {
+                accept_queue.refused(&address, &refusal);
             }
         });
         let mut state = lock(&self.state);
@@ -114,9 +114,9 @@ mod tests {
     }
 
     /// Adds a connection that never completes its handshake. The receiver fails when the connection is dropped.
-    fn silent(lobby: &Arc<AcceptQueue>, number: usize) -> oneshot::Receiver<()> {
+    fn silent(accept_queue: &Arc<AcceptQueue>, number: usize) -> oneshot::Receiver<()> {
         let (held, dropped) = oneshot::channel();
-        lobby.receive(
+        accept_queue.receive(
             number,
             async move {
                 let _held = held;
@@ -130,8 +130,8 @@ mod tests {
     #[test]
     fn a_full_queue_drops_its_oldest_connection() {
         block_on(async {
-            let lobby = AcceptQueue::new(2);
-            let mut all: Vec<_> = (0..lobby.capacity + 3).map(|number| silent(&lobby, number)).collect();
+            let accept_queue = AcceptQueue::new(2);
+            let mut all: Vec<_> = (0..accept_queue.capacity + 3).map(|number| silent(&accept_queue, number)).collect();
             for first in &mut all[..3] {
                 first.await.unwrap_err();
             }
@@ -145,23 +145,23 @@ mod tests {
     fn a_silent_connection_times_out() {
         block_on(async {
             let timeout = Duration::from_millis(1);
-            let lobby = Arc::new(AcceptQueue { state: Mutex::default(), capacity: 1, timeout });
-            silent(&lobby, 0).await.unwrap_err();
+            let accept_queue = Arc::new(AcceptQueue { state: Mutex::default(), capacity: 1, timeout });
+            silent(&accept_queue, 0).await.unwrap_err();
         });
     }
 
     #[test]
     fn the_last_refusal_of_a_bonfire_peer_is_kept() {
         block_on(async {
-            let lobby = AcceptQueue::new(2);
-            assert_eq!(lobby.last_refusal(), "");
+            let accept_queue = AcceptQueue::new(2);
+            assert_eq!(accept_queue.last_refusal(), "");
             for (address, refusal) in [("one", Refusal::OtherSecret), ("two", Refusal::Stranger)] {
-                lobby.receive(address, async { Err::<(), _>(refusal) }, |()| async { Ok(()) });
+                accept_queue.receive(address, async { Err::<(), _>(refusal) }, |()| async { Ok(()) });
             }
-            while lock(&lobby.state).refused < 2 {
+            while lock(&accept_queue.state).refused < 2 {
                 tokio::task::yield_now().await;
             }
-            let said = lobby.last_refusal();
+            let said = accept_queue.last_refusal();
             assert!(said.contains("from one: it has another secret"), "{said}");
         });
     }

@@ -6,7 +6,7 @@ use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
 use super::handshake::{FIRST, Initiator, Responder, SECOND, SESSION, THIRD};
-use super::prologue::{HEAD, Prologue, Refusal, check_opening_head};
+use super::prologue::{HEAD, Prologue, Refusal, check_prologue_head};
 use super::secret::Secret;
 
 /// How long a connection may take to complete the handshake.
@@ -23,11 +23,11 @@ const DRAIN: (u64, Duration) = (4096, Duration::from_millis(200));
 /// proof. Returns the session number of the job. `write` and `read` must transfer all bytes of their argument.
 pub fn dial_blocking<E: From<Refusal>>(
     secret: Option<&Secret>,
-    opening: Prologue,
+    prologue: Prologue,
     mut write: impl FnMut(&[u8]) -> Result<(), E>,
     mut read: impl FnMut(&mut [u8]) -> Result<(), E>,
 ) -> Result<u64, E> {
-    let (message, proof) = first_flight(secret, opening)?;
+    let (message, proof) = first_flight(secret, prologue)?;
     write(&message)?;
     let (mut head, mut taken) = ([0; HEAD], [0]);
     read(&mut head)?;
@@ -52,10 +52,10 @@ pub fn dial_blocking<E: From<Refusal>>(
 pub async fn dial(
     stream: &mut (impl AsyncRead + AsyncWrite + Unpin),
     secret: Option<&Secret>,
-    opening: Prologue,
+    prologue: Prologue,
 ) -> Result<u64, Refusal> {
     let handshake = async {
-        let (message, proof) = first_flight(secret, opening)?;
+        let (message, proof) = first_flight(secret, prologue)?;
         stream.write_all(&message).await?;
         Refusal::from_answer(&read_array::<HEAD>(stream).await?)?;
         let Some(proof) = proof else {
@@ -72,11 +72,11 @@ pub async fn dial(
 }
 
 /// Returns what the dialler sends unprompted: the prologue and, with a secret, the first Noise message.
-fn first_flight(secret: Option<&Secret>, opening: Prologue) -> Result<(Vec<u8>, Option<Initiator>), Refusal> {
-    let opening = opening.to_bytes(secret.is_some());
-    let Some(secret) = secret else { return Ok((opening.to_vec(), None)) };
-    let (proof, first) = Initiator::new(secret, &opening)?;
-    Ok(([&opening[..], &first].concat(), Some(proof)))
+fn first_flight(secret: Option<&Secret>, prologue: Prologue) -> Result<(Vec<u8>, Option<Initiator>), Refusal> {
+    let prologue = prologue.to_bytes(secret.is_some());
+    let Some(secret) = secret else { return Ok((prologue.to_vec(), None)) };
+    let (proof, first) = Initiator::new(secret, &prologue)?;
+    Ok(([&prologue[..], &first].concat(), Some(proof)))
 }
 
 /// Runs the listener's side of the handshake: reads the prologue, verifies the dialler's proof, sends its own. `fits`
@@ -88,16 +88,16 @@ pub async fn accept_handshake(
     fits: impl FnOnce(&Prologue) -> Result<(), String>,
 ) -> Result<Prologue, Refusal> {
     match read_first_flight(stream, secret, fits).await {
-        Ok((opening, None)) => {
+        Ok((prologue, None)) => {
             let message = [&Refusal::answer(None)[..], &session.to_le_bytes()].concat();
             stream.write_all(&message).await?;
-            Ok(opening)
+            Ok(prologue)
         }
-        Ok((opening, Some(mut proof))) => {
+        Ok((prologue, Some(mut proof))) => {
             let message = [&Refusal::answer(None)[..], &proof.answer(session)?].concat();
             stream.write_all(&message).await?;
             proof.finish(&read_array::<THIRD>(stream).await?)?;
-            Ok(opening)
+            Ok(prologue)
         }
         Err(refusal) => {
             // A peer that does not speak the protocol gets no answer.
@@ -132,18 +132,18 @@ async fn read_first_flight(
     let mut bytes = [0; Prologue::BYTES];
     // The format of what follows the head depends on the version.
     let head = read_array::<HEAD>(stream).await?;
-    check_opening_head(&head)?;
+    check_prologue_head(&head)?;
     bytes[..HEAD].copy_from_slice(&head);
     stream.read_exact(&mut bytes[HEAD..]).await?;
-    let (opening, has_secret) = Prologue::from_bytes(&bytes)?;
+    let (prologue, has_secret) = Prologue::from_bytes(&bytes)?;
     let proof = match secret {
         None if has_secret => return Err(Refusal::OnlyTheirs),
         Some(_) if !has_secret => return Err(Refusal::OnlyOurs),
         None => None,
         Some(secret) => Some(Responder::new(secret, &bytes, &read_array::<FIRST>(stream).await?)?),
     };
-    fits(&opening).map_err(Refusal::Misplaced)?;
-    Ok((opening, proof))
+    fits(&prologue).map_err(Refusal::Misplaced)?;
+    Ok((prologue, proof))
 }
 
 async fn read_array<const N: usize>(stream: &mut (impl AsyncRead + Unpin)) -> io::Result<[u8; N]> {
@@ -161,7 +161,7 @@ mod tests {
     use super::*;
     use crate::auth::Purpose;
 
-    const OPENING: Prologue =
+    const PROLOGUE: Prologue =
         Prologue { purpose: Purpose::Control, session: 7, from: 2, to: 1, world_size: 3, number: 0, of: 1 };
 
     fn secret(seed: u8) -> Option<Secret> {
@@ -176,15 +176,15 @@ mod tests {
             let fits = |_: &Prologue| if fits { Ok(()) } else { Err("no".into()) };
             let (dials, listens) = (secret(dials), secret(listens));
             let dialled = async {
-                let result = dial(&mut one, dials.as_ref(), OPENING).await;
+                let result = dial(&mut one, dials.as_ref(), PROLOGUE).await;
                 // The pipe is small: the other end must not block on bytes that are never read.
                 drop(one);
                 result
             };
             let answered = async {
-                let opening = accept_handshake(&mut two, listens.as_ref(), 99, fits).await?;
+                let prologue = accept_handshake(&mut two, listens.as_ref(), 99, fits).await?;
                 confirm(&mut two).await?;
-                Ok(opening)
+                Ok(prologue)
             };
             tokio::join!(dialled, answered)
         })
@@ -193,8 +193,8 @@ mod tests {
     #[test]
     fn matching_ends_connect() {
         for seed in [0, 1] {
-            let (session, opening) = connect(seed, seed, true);
-            assert_eq!((session.unwrap(), opening.unwrap()), (99, OPENING));
+            let (session, prologue) = connect(seed, seed, true);
+            assert_eq!((session.unwrap(), prologue.unwrap()), (99, PROLOGUE));
         }
     }
 
@@ -217,19 +217,19 @@ mod tests {
                 let mut other = one.try_clone().unwrap();
                 dial_blocking::<Refusal>(
                     secret(seed).as_ref(),
-                    OPENING,
+                    PROLOGUE,
                     |bytes| Ok(io::Write::write_all(&mut one, bytes)?),
                     |bytes| Ok(io::Read::read_exact(&mut other, bytes)?),
                 )
             });
-            let opening = runtime.block_on(async {
+            let prologue = runtime.block_on(async {
                 two.set_nonblocking(true).unwrap();
                 let mut two = tokio::net::UnixStream::from_std(two).unwrap();
-                let opening = accept_handshake(&mut two, secret(seed).as_ref(), 99, |_| Ok(())).await;
+                let prologue = accept_handshake(&mut two, secret(seed).as_ref(), 99, |_| Ok(())).await;
                 confirm(&mut two).await.unwrap();
-                opening
+                prologue
             });
-            assert_eq!((dialling.join().unwrap().unwrap(), opening.unwrap()), (99, OPENING));
+            assert_eq!((dialling.join().unwrap().unwrap(), prologue.unwrap()), (99, PROLOGUE));
         }
     }
 }

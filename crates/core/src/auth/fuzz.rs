@@ -4,11 +4,11 @@ use std::io::{self, Read};
 
 use super::connect::{accept_handshake, dial, dial_blocking};
 use super::handshake::{FIRST, Initiator, Responder, SECOND, SESSION, THIRD};
-use super::prologue::{HEAD, Prologue, Purpose, Refusal, check_opening_head};
+use super::prologue::{HEAD, Prologue, Purpose, Refusal, check_prologue_head};
 use super::secret::Secret;
 use bonfire_testing::fuzz::fuzz;
 
-const OPENING: Prologue =
+const PROLOGUE: Prologue =
     Prologue { purpose: Purpose::Data, session: 7, from: 2, to: 1, world_size: 3, number: 0, of: 1 };
 
 /// The session number of the listener's job.
@@ -18,10 +18,10 @@ fn secret() -> Secret {
     Secret::new([1; 32]).unwrap()
 }
 
-/// One opening for each purpose.
-fn openings() -> Vec<Prologue> {
+/// One prologue for each purpose.
+fn prologues() -> Vec<Prologue> {
     let all = [Purpose::Rendezvous, Purpose::Control, Purpose::Data, Purpose::Memory, Purpose::Registration];
-    all.map(|purpose| Prologue { purpose, ..OPENING }).to_vec()
+    all.map(|purpose| Prologue { purpose, ..PROLOGUE }).to_vec()
 }
 
 /// The first `N` bytes, padded with zeros.
@@ -36,12 +36,12 @@ fn runtime() -> tokio::runtime::Runtime {
 #[test]
 fn fuzz_openings() {
     let seeds =
-        openings().into_iter().flat_map(|opening| [false, true].map(|secret| opening.to_bytes(secret).to_vec()));
-    fuzz("opening", seeds, |bytes| {
+        prologues().into_iter().flat_map(|prologue| [false, true].map(|secret| prologue.to_bytes(secret).to_vec()));
+    fuzz("prologue", seeds, |bytes| {
         let bytes = array(bytes);
         match Prologue::from_bytes(&bytes) {
-            Ok((opening, secret)) => {
-                assert_eq!(opening.to_bytes(secret), bytes, "not a byte is ignored");
+            Ok((prologue, secret)) => {
+                assert_eq!(prologue.to_bytes(secret), bytes, "not a byte is ignored");
                 true
             }
             Err(refusal) => {
@@ -72,13 +72,13 @@ fn fuzz_tampered_handshakes() {
     fuzz("tampered", [vec![], vec![0; 32], vec![0; 152]], |bits| {
         let mut bits = array::<{ Prologue::BYTES + FIRST + SECOND + THIRD }>(bits).into_iter();
         let untouched = bits.clone().all(|bits| bits == 0);
-        let opening = OPENING.to_bytes(true);
-        let (initiator, first) = Initiator::new(&secret, &opening).unwrap();
-        let opening = opening.map(|byte| byte ^ bits.next().unwrap());
+        let prologue = PROLOGUE.to_bytes(true);
+        let (initiator, first) = Initiator::new(&secret, &prologue).unwrap();
+        let prologue = prologue.map(|byte| byte ^ bits.next().unwrap());
         let first = first.map(|byte| byte ^ bits.next().unwrap());
         let both = || {
-            let (heard, theirs) = Prologue::from_bytes(&opening)?;
-            let mut responder = Responder::new(&secret, &opening, &first)?;
+            let (heard, theirs) = Prologue::from_bytes(&prologue)?;
+            let mut responder = Responder::new(&secret, &prologue, &first)?;
             let second = responder.answer(JOB)?.map(|byte| byte ^ bits.next().unwrap());
             let (session, third) = initiator.finish(&second)?;
             responder.finish(&third.map(|byte| byte ^ bits.next().unwrap()))?;
@@ -86,7 +86,7 @@ fn fuzz_tampered_handshakes() {
         };
         let ended = both();
         assert_eq!(ended.is_ok(), untouched, "{ended:?}");
-        assert!(ended.is_err() || ended.unwrap() == (OPENING, true, JOB));
+        assert!(ended.is_err() || ended.unwrap() == (PROLOGUE, true, JOB));
         !untouched
     });
 }
@@ -98,11 +98,11 @@ fn fuzz_dialling_strangers() {
     const READ: usize = Prologue::BYTES + FIRST + THIRD + 4096;
     const TOLD: usize = HEAD + SECOND;
     let (secret, runtime) = (secret(), runtime());
-    let mut seeds: Vec<_> = openings().into_iter().map(|opening| opening.to_bytes(false).to_vec()).collect();
-    for opening in openings() {
-        let opening = opening.to_bytes(true);
-        let first = Initiator::new(&secret, &opening).unwrap().1;
-        seeds.extend([[&opening[..], &first].concat(), [&opening[..], &first, &[0; THIRD]].concat()]);
+    let mut seeds: Vec<_> = prologues().into_iter().map(|prologue| prologue.to_bytes(false).to_vec()).collect();
+    for prologue in prologues() {
+        let prologue = prologue.to_bytes(true);
+        let first = Initiator::new(&secret, &prologue).unwrap().1;
+        seeds.extend([[&prologue[..], &first].concat(), [&prologue[..], &first, &[0; THIRD]].concat()]);
     }
     fuzz("dials", seeds, |bytes| {
         let hear = |secret: Option<&Secret>, fits: bool| {
@@ -111,7 +111,7 @@ fn fuzz_dialling_strangers() {
             let heard = runtime.block_on(accept_handshake(&mut stream, secret, JOB, fits));
             let (rest, told) = stream.into_inner();
             assert!(bytes.len() - rest.len() <= READ && told.len() <= TOLD);
-            if let Err(Refusal::Stranger) = check_opening_head(&array(bytes)) {
+            if let Err(Refusal::Stranger) = check_prologue_head(&array(bytes)) {
                 assert!(told.is_empty() && bytes.len() - rest.len() <= HEAD, "a stranger gets no answer");
             }
             heard
@@ -119,8 +119,8 @@ fn fuzz_dialling_strangers() {
         assert!(hear(Some(&secret), true).is_err(), "no dialler is accepted without the secret");
         assert!(hear(None, false).is_err() && hear(Some(&secret), false).is_err());
         match hear(None, true) {
-            Ok(opening) => {
-                assert_eq!(opening.to_bytes(false), bytes[..Prologue::BYTES]);
+            Ok(prologue) => {
+                assert_eq!(prologue.to_bytes(false), bytes[..Prologue::BYTES]);
                 true
             }
             Err(refusal) => refusal.is_ours(),
@@ -134,19 +134,22 @@ fn fuzz_dialling_strangers() {
 fn fuzz_listening_strangers() {
     let (secret, runtime) = (secret(), runtime());
     let head = Refusal::answer(None);
-    let second =
-        Responder::new(&secret, &OPENING.to_bytes(true), &Initiator::new(&secret, &OPENING.to_bytes(true)).unwrap().1)
-            .and_then(|mut responder| responder.answer(JOB))
-            .unwrap();
+    let second = Responder::new(
+        &secret,
+        &PROLOGUE.to_bytes(true),
+        &Initiator::new(&secret, &PROLOGUE.to_bytes(true)).unwrap().1,
+    )
+    .and_then(|mut responder| responder.answer(JOB))
+    .unwrap();
     let refused = Refusal::answer(Some(&Refusal::OtherSecret));
     let seeds = [[&head[..], &JOB.to_le_bytes(), &[1]].concat(), [&head[..], &second, &[1]].concat(), refused.to_vec()];
     fuzz("listens", seeds, |bytes| {
         let ask = |secret: Option<&Secret>| {
             let mut stream = tokio::io::join(bytes, tokio::io::sink());
-            let dialled = runtime.block_on(dial(&mut stream, secret, OPENING));
+            let dialled = runtime.block_on(dial(&mut stream, secret, PROLOGUE));
             let mut rest = bytes;
             let proved: Result<u64, Refusal> =
-                dial_blocking(secret, OPENING, |_| Ok(()), |into| rest.read_exact(into).map_err(io::Error::into));
+                dial_blocking(secret, PROLOGUE, |_| Ok(()), |into| rest.read_exact(into).map_err(io::Error::into));
             assert_eq!(dialled.as_ref().ok(), proved.as_ref().ok());
             dialled
         };

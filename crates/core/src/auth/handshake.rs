@@ -2,7 +2,7 @@
 //!
 //! `-> psk, e` and `<- e, ee`. The first message proves the secret to the responder, but not that the message is fresh.
 //! The answer proves it to the initiator, and is fresh because it depends on the initiator's `e`. A third, empty
-//! message under the transport keys does the same in the other direction. The opening is the prologue of the pattern:
+//! message under the transport keys does the same in the other direction. The prologue is the prologue of the pattern:
 //! changing any of its bits breaks the proof.
 //!
 //! # Why this pattern
@@ -33,9 +33,9 @@ pub(super) struct Initiator(HandshakeState);
 pub(super) struct Responder(HandshakeState);
 
 impl Initiator {
-    /// Starts the proof after an encoded opening. Returns the first message too.
-    pub fn new(secret: &Secret, opening: &[u8; Prologue::BYTES]) -> Result<(Initiator, [u8; FIRST]), Refusal> {
-        let mut state = noise(secret, opening, Builder::build_initiator)?;
+    /// Starts the proof after an encoded prologue. Returns the first message too.
+    pub fn new(secret: &Secret, prologue: &[u8; Prologue::BYTES]) -> Result<(Initiator, [u8; FIRST]), Refusal> {
+        let mut state = noise(secret, prologue, Builder::build_initiator)?;
         let mut first = [0; FIRST];
         state.write_message(&[], &mut first).map_err(broken)?;
         Ok((Initiator(state), first))
@@ -53,9 +53,9 @@ impl Initiator {
 }
 
 impl Responder {
-    /// Verifies the first message, which follows an encoded opening.
-    pub fn new(secret: &Secret, opening: &[u8; Prologue::BYTES], first: &[u8; FIRST]) -> Result<Responder, Refusal> {
-        let mut state = noise(secret, opening, Builder::build_responder)?;
+    /// Verifies the first message, which follows an encoded prologue.
+    pub fn new(secret: &Secret, prologue: &[u8; Prologue::BYTES], first: &[u8; FIRST]) -> Result<Responder, Refusal> {
+        let mut state = noise(secret, prologue, Builder::build_responder)?;
         state.read_message(first, &mut []).map_err(|_| Refusal::OtherSecret)?;
         Ok(Responder(state))
     }
@@ -76,11 +76,11 @@ impl Responder {
 
 fn noise<'a>(
     secret: &'a Secret,
-    opening: &'a [u8],
+    prologue: &'a [u8],
     build: impl FnOnce(Builder<'a>) -> Result<HandshakeState, snow::Error>,
 ) -> Result<HandshakeState, Refusal> {
     let builder = Builder::new(NOISE.parse().map_err(broken)?);
-    builder.psk(0, secret.key()).and_then(|builder| builder.prologue(opening)).and_then(build).map_err(broken)
+    builder.psk(0, secret.key()).and_then(|builder| builder.prologue(prologue)).and_then(build).map_err(broken)
 }
 
 /// An error that no peer can cause. Most likely the system has no random numbers.
@@ -93,7 +93,7 @@ mod tests {
     use super::*;
     use crate::auth::prologue::Purpose;
 
-    const OPENING: Prologue =
+    const PROLOGUE: Prologue =
         Prologue { purpose: Purpose::Data, session: 7, from: 2, to: 1, world_size: 3, number: 0, of: 1 };
 
     fn secret(seed: u8) -> Secret {
@@ -101,7 +101,7 @@ mod tests {
     }
 
     fn bytes() -> [u8; Prologue::BYTES] {
-        OPENING.to_bytes(true)
+        PROLOGUE.to_bytes(true)
     }
 
     /// Runs the first two messages. Returns the responder and all three messages.
@@ -141,7 +141,7 @@ mod tests {
         drop(initiator);
         for bit in 0..Prologue::BYTES * 8 {
             let other = flipped(&bytes(), bit).try_into().unwrap();
-            assert!(Responder::new(&secret(1), &other, &first).is_err(), "bit {bit} of the opening");
+            assert!(Responder::new(&secret(1), &other, &first).is_err(), "bit {bit} of the prologue");
         }
         for bit in 0..FIRST * 8 {
             let other = flipped(&first, bit).try_into().unwrap();

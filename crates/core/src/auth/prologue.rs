@@ -9,9 +9,9 @@ use super::REMEDY;
 /// Version of the protocol between ranks. Any change to a message increments it.
 pub(super) const VERSION: u16 = 9;
 
-/// The first bytes of an opening, which no other protocol uses.
+/// The first bytes of a prologue, which no other protocol uses.
 const MAGIC: [u8; 4] = *b"BNFR";
-/// The first bytes of an answer. They differ from [`MAGIC`], so that a reflected opening is not taken for an answer.
+/// The first bytes of an answer. They differ from [`MAGIC`], so that a reflected prologue is not taken for an answer.
 const ANSWER: [u8; 4] = *b"BNFA";
 
 /// Length of the head, the first bytes in either direction. The format is the same in all versions, so that either end
@@ -67,7 +67,7 @@ impl Prologue {
         bytes
     }
 
-    /// Decodes an opening. Returns it and whether the other end has a secret.
+    /// Decodes a prologue. Returns it and whether the other end has a secret.
     pub fn from_bytes(bytes: &[u8; Prologue::BYTES]) -> Result<(Prologue, bool), Refusal> {
         check_head(bytes, MAGIC)?;
         let four = |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
@@ -81,8 +81,8 @@ impl Prologue {
     }
 }
 
-/// Checks that these are the first bytes of an opening in this version.
-pub(super) fn check_opening_head(head: &[u8; HEAD]) -> Result<(), Refusal> {
+/// Checks that these are the first bytes of a prologue in this version.
+pub(super) fn check_prologue_head(head: &[u8; HEAD]) -> Result<(), Refusal> {
     check_head(head, MAGIC)
 }
 
@@ -162,7 +162,7 @@ impl Refusal {
 mod tests {
     use super::*;
 
-    const OPENING: Prologue = Prologue {
+    const PROLOGUE: Prologue = Prologue {
         purpose: Purpose::Data,
         session: 0x0102_0304_0506_0708,
         from: 7,
@@ -175,15 +175,15 @@ mod tests {
     #[test]
     fn openings_round_trip() {
         for (purpose, secret) in Purpose::ALL.into_iter().flat_map(|purpose| [(purpose, false), (purpose, true)]) {
-            let opening = Prologue { purpose, ..OPENING };
-            assert_eq!(Prologue::from_bytes(&opening.to_bytes(secret)).unwrap(), (opening, secret));
+            let prologue = Prologue { purpose, ..PROLOGUE };
+            assert_eq!(Prologue::from_bytes(&prologue.to_bytes(secret)).unwrap(), (prologue, secret));
         }
     }
 
     #[test]
     fn malformed_openings_are_refused() {
         let read = |change: &[(usize, u8)]| {
-            let mut bytes = OPENING.to_bytes(true);
+            let mut bytes = PROLOGUE.to_bytes(true);
             change.iter().for_each(|(at, byte)| bytes[*at] = *byte);
             Prologue::from_bytes(&bytes)
         };
@@ -201,9 +201,9 @@ mod tests {
         assert!(matches!(round_trip(Some(Refusal::OnlyTheirs)), Err(Refusal::OnlyOurs)));
         assert!(matches!(round_trip(Some(Refusal::OtherSecret)), Err(Refusal::OtherSecret)));
         assert!(matches!(round_trip(Some(Refusal::Misplaced(String::new()))), Err(Refusal::Misplaced(_))));
-        // A reflected opening is not an answer.
+        // A reflected prologue is not an answer.
         let mut head = [0; HEAD];
-        head.copy_from_slice(&OPENING.to_bytes(true)[..HEAD]);
+        head.copy_from_slice(&PROLOGUE.to_bytes(true)[..HEAD]);
         assert!(matches!(Refusal::from_answer(&head), Err(Refusal::Stranger)));
     }
 }

@@ -29,7 +29,7 @@ const MAX_PAUSE: Duration = Duration::from_millis(500);
 /// Accepts connections from ranks of this session, and refuses all others.
 pub(super) async fn accept(
     listener: TcpListener,
-    lobby: Arc<AcceptQueue>,
+    accept_queue: Arc<AcceptQueue>,
     identity: Identity,
     status: Arc<GroupStatus>,
     controls: UnboundedSender<(usize, TcpStream)>,
@@ -37,7 +37,7 @@ pub(super) async fn accept(
     loop {
         match listener.accept().await {
             Ok((stream, address)) => {
-                admit(&lobby, (stream, address), &identity, &status, &controls);
+                admit(&accept_queue, (stream, address), &identity, &status, &controls);
                 // Most likely its first bytes have already arrived: handle them before accepting the next connection.
                 tokio::task::yield_now().await;
             }
@@ -53,7 +53,7 @@ pub(super) async fn accept(
 /// Runs the handshake of an accepted connection. Then passes a data connection to the threads that run operations, and
 /// a control connection to `controls`.
 pub(crate) fn admit(
-    lobby: &Arc<AcceptQueue>,
+    accept_queue: &Arc<AcceptQueue>,
     (mut stream, address): (TcpStream, SocketAddr),
     identity: &Identity,
     status: &Arc<GroupStatus>,
@@ -61,29 +61,29 @@ pub(crate) fn admit(
 ) {
     let (identity, status, controls) = (identity.clone(), status.clone(), controls.clone());
     let proof = async move {
-        let fits = |opening: &Prologue| {
-            identity.expects(opening)?;
-            match opening.purpose {
+        let fits = |prologue: &Prologue| {
+            identity.check(prologue)?;
+            match prologue.purpose {
                 Purpose::Control => Ok(()),
-                Purpose::Data if opening.number < opening.of && usize::from(opening.of) <= MAX_DATA_CONNECTIONS => {
+                Purpose::Data if prologue.number < prologue.of && usize::from(prologue.of) <= MAX_DATA_CONNECTIONS => {
                     Ok(())
                 }
                 purpose => Err(format!("a connection for {purpose:?} does not belong here")),
             }
         };
-        let opening = auth::accept_handshake(&mut stream, identity.secret.as_ref(), identity.session, fits).await?;
-        Ok((stream, opening))
+        let prologue = auth::accept_handshake(&mut stream, identity.secret.as_ref(), identity.session, fits).await?;
+        Ok((stream, prologue))
     };
-    lobby.receive(address, proof, move |(mut stream, opening)| async move {
+    accept_queue.receive(address, proof, move |(mut stream, prologue)| async move {
         // A rank that is about to leave serves no more connections, and must not confirm this one.
-        if opening.purpose == Purpose::Control && controls.is_closed() {
+        if prologue.purpose == Purpose::Control && controls.is_closed() {
             return Err(Refusal::Io(ErrorKind::ConnectionAborted.into()));
         }
         // The dialler waits for this, and sends a goodbye only later: by then the connection is in the status.
         auth::confirm(&mut stream).await?;
-        let rank = opening.from as usize;
-        if opening.purpose == Purpose::Data {
-            status.add_data_stream(rank, opening.number.into(), opening.of.into(), stream.into_std()?);
+        let rank = prologue.from as usize;
+        if prologue.purpose == Purpose::Data {
+            status.add_data_stream(rank, prologue.number.into(), prologue.of.into(), stream.into_std()?);
             return Ok(());
         }
         // The receiver is gone if this rank is about to leave.
@@ -94,7 +94,7 @@ pub(crate) fn admit(
 
 /// Connects to a rank that is already listening, unless it has ended.
 pub(super) async fn dial(identity: &Identity, peer: usize, address: SocketAddr) -> Result<TcpStream, Event> {
-    let opening = identity.opening(Purpose::Control, peer, (0, 1));
+    let prologue = identity.prologue(Purpose::Control, peer, (0, 1));
     // Whether every attempt so far was answered.
     let (mut answered, mut pause) = (true, RETRY);
     loop {
@@ -104,7 +104,7 @@ pub(super) async fn dial(identity: &Identity, peer: usize, address: SocketAddr) 
             Err(_) => Err(ErrorKind::TimedOut.into()),
         };
         match opened {
-            Ok(mut stream) => match auth::dial(&mut stream, identity.secret.as_ref(), opening).await {
+            Ok(mut stream) => match auth::dial(&mut stream, identity.secret.as_ref(), prologue).await {
                 Ok(_) => return Ok(stream),
                 // A process that is exiting may still accept a connection and then drop it.
                 Err(Refusal::Io(e)) => answered &= e.kind() != ErrorKind::TimedOut,

@@ -51,7 +51,7 @@ pub(crate) struct ControlSetup {
     pub addresses: Vec<SocketAddr>,
     pub listener: TcpListener,
     /// Connections that have not completed the handshake yet.
-    pub lobby: Arc<AcceptQueue>,
+    pub accept_queue: Arc<AcceptQueue>,
     /// By rank. `None` for this rank itself, and in a star for most ranks.
     pub connections: Vec<Option<TcpStream>>,
     /// Whether the group begins as a star.
@@ -77,7 +77,7 @@ pub(crate) async fn run(
 ) {
     let (events, mut event_queue) = channel(EVENT_QUEUE);
     let (controls, mut accepted) = unbounded_channel();
-    tokio::spawn(accept(setup.listener, setup.lobby, setup.identity.clone(), setup.status.clone(), controls));
+    tokio::spawn(accept(setup.listener, setup.accept_queue, setup.identity.clone(), setup.status.clone(), controls));
     let n = setup.identity.world_size;
     let mut control = Control {
         identity: setup.identity,

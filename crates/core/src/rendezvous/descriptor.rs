@@ -43,13 +43,13 @@ pub(super) async fn serve(
     file: Arc<OwnedFd>,
     identity: &Identity,
 ) -> std::convert::Infallible {
-    let lobby = AcceptQueue::new(identity.world_size);
+    let accept_queue = AcceptQueue::new(identity.world_size);
     loop {
         match listener.accept().await {
             Ok((stream, _)) => {
                 let (file, identity) = (file.clone(), identity.clone());
                 let send = |stream| async move { send_descriptor(stream, &file).await };
-                lobby.receive("a process that asks for shared memory", authenticate(stream, identity), send);
+                accept_queue.receive("a process that asks for shared memory", authenticate(stream, identity), send);
             }
             Err(_) => sleep(RETRY).await,
         }
@@ -58,8 +58,8 @@ pub(super) async fn serve(
 
 async fn authenticate(mut stream: UnixStream, identity: Identity) -> Result<UnixStream, Refusal> {
     same_user(&stream)?;
-    let fits = |opening: &Prologue| match opening.purpose {
-        Purpose::Memory => identity.expects(opening),
+    let fits = |prologue: &Prologue| match prologue.purpose {
+        Purpose::Memory => identity.check(prologue),
         purpose => Err(format!("a connection for {purpose:?} does not belong here")),
     };
     auth::accept_handshake(&mut stream, identity.secret.as_ref(), identity.session, fits).await?;
@@ -85,8 +85,8 @@ pub(super) async fn attach(name: &str, creator: usize, identity: &Identity, rank
     stream.set_nonblocking(true)?;
     let mut stream = UnixStream::from_std(stream)?;
     same_user(&stream)?;
-    let opening = identity.opening(Purpose::Memory, creator, (0, 1));
-    auth::dial(&mut stream, identity.secret.as_ref(), opening).await.map_err(io::Error::other)?;
+    let prologue = identity.prologue(Purpose::Memory, creator, (0, 1));
+    auth::dial(&mut stream, identity.secret.as_ref(), prologue).await.map_err(io::Error::other)?;
     let receive = || {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
         let mut control = RecvAncillaryBuffer::new(&mut space);

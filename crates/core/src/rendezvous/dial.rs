@@ -27,19 +27,19 @@ const BACKLOG: u32 = 1024;
 pub(super) async fn dial(
     (settings, start): (&Settings, Instant),
     address: &str,
-    opening: Prologue,
+    prologue: Prologue,
     waiting_for: &RefCell<String>,
 ) -> Result<(TcpStream, u64), Error> {
     let mut pause = FIRST_PAUSE;
     loop {
         let reason = match connect(settings, address).await? {
-            Ok(mut stream) => match auth::dial(&mut stream, settings.secret.as_ref(), opening).await {
+            Ok(mut stream) => match auth::dial(&mut stream, settings.secret.as_ref(), prologue).await {
                 Ok(session) => return Ok((stream, session)),
                 Err(Refusal::Io(e)) => format!("{address} answers but does not complete the handshake ({e})"),
                 Err(refusal) => {
-                    let reason = format!("rank {} cannot be reached at {address}: {refusal}", opening.to);
+                    let reason = format!("rank {} cannot be reached at {address}: {refusal}", prologue.to);
                     // A rank of an earlier job, which has not ended yet.
-                    let earlier = opening.purpose == Purpose::Rendezvous && matches!(refusal, Refusal::Misplaced(_));
+                    let earlier = prologue.purpose == Purpose::Rendezvous && matches!(refusal, Refusal::Misplaced(_));
                     if !earlier {
                         return Err(settings.failed(start, reason));
                     }

@@ -59,14 +59,14 @@ pub(super) async fn join(settings: &Settings, start: Instant) -> Result<(Joined,
     let deadline = tokio::time::Instant::from_std(start + settings.timeout.min(ENDLESS));
     let n = settings.world_size;
     // As many connections as ranks can make at once.
-    let lobby = AcceptQueue::new(n.saturating_mul(MAX_DATA_CONNECTIONS));
+    let accept_queue = AcceptQueue::new(n.saturating_mul(MAX_DATA_CONNECTIONS));
     let waiting_for = RefCell::new(String::new());
     let joined = async {
         match settings.rank {
-            0 => coordinate(settings, (start, deadline), &lobby, &waiting_for)
+            0 => coordinate(settings, (start, deadline), &accept_queue, &waiting_for)
                 .await
                 .map(|joined| (joined, settings.full_mesh_limit)),
-            _ => participate(settings, start, &lobby, &waiting_for).await,
+            _ => participate(settings, start, &accept_queue, &waiting_for).await,
         }
     };
     // A long wait is as visible as in an operation.
@@ -82,12 +82,12 @@ pub(super) async fn join(settings: &Settings, start: Instant) -> Result<(Joined,
         joined = timeout_at(deadline + LEEWAY, joined) => joined,
         never = warned => never,
     };
-    joined.unwrap_or_else(|_| Err(settings.failed(start, timed_out(&waiting_for.borrow(), &lobby, n))))
+    joined.unwrap_or_else(|_| Err(settings.failed(start, timed_out(&waiting_for.borrow(), &accept_queue, n))))
 }
 
 /// Returns why the rendezvous has timed out.
-fn timed_out(waiting_for: &str, lobby: &AcceptQueue, n: usize) -> String {
-    let last_refusal = lobby.last_refusal();
+fn timed_out(waiting_for: &str, accept_queue: &AcceptQueue, n: usize) -> String {
+    let last_refusal = accept_queue.last_refusal();
     format!("{waiting_for}{last_refusal}; start all {n} ranks with the same address and world size, or allow more time")
 }
 
@@ -95,13 +95,13 @@ fn timed_out(waiting_for: &str, lobby: &AcceptQueue, n: usize) -> String {
 async fn coordinate(
     settings: &Settings,
     (start, deadline): (Instant, tokio::time::Instant),
-    lobby: &Arc<AcceptQueue>,
+    accept_queue: &Arc<AcceptQueue>,
     waiting_for: &RefCell<String>,
 ) -> Result<Joined, Error> {
     let n = settings.world_size;
     let status = new_status(n)?;
     let listening = timeout_at(deadline, listen((settings, start), waiting_for)).await;
-    let late = |_| Err(settings.failed(start, timed_out(&waiting_for.borrow(), lobby, n)));
+    let late = |_| Err(settings.failed(start, timed_out(&waiting_for.borrow(), accept_queue, n)));
     let (listener, announced) = listening.unwrap_or_else(late)?;
     let own = listener.local_addr().map_err(|e| settings.failed(start, e.to_string()))?;
     let identity = Identity { secret: settings.secret.clone(), session: random()?, rank: 0, world_size: n };
@@ -115,7 +115,7 @@ async fn coordinate(
         let missing: Vec<usize> = (1..n).filter(|rank| ranks[*rank].is_none()).collect();
         waiting_for.replace(format!("{} did not come", RankList(&missing)));
         let problem = tokio::select! {
-            accepted = accept(&listener, lobby, &identity, &registrations) => {
+            accepted = accept(&listener, accept_queue, &identity, &registrations) => {
                 if let Err(e) = accepted {
                     refused = format!(" (cannot accept connections: {e}; see ulimit -n)");
                 }
@@ -134,7 +134,7 @@ async fn coordinate(
             }
             () = sleep_until(deadline) => {
                 let missing = format!("{} did not come{refused}", RankList(&missing));
-                Some((timed_out(&missing, lobby, n), None))
+                Some((timed_out(&missing, accept_queue, n), None))
             }
         };
         if let Some((reason, offender)) = problem {
@@ -143,7 +143,7 @@ async fn coordinate(
             let latecomers = async {
                 loop {
                     tokio::select! {
-                        _ = accept(&listener, lobby, &identity, &registrations) => {}
+                        _ = accept(&listener, accept_queue, &identity, &registrations) => {}
                         Some((stream, ..)) = queue.recv() => refuse([stream], &reason).await,
                     }
                 }
@@ -179,14 +179,15 @@ async fn coordinate(
         connections.push(Some(stream));
     }
     let star = is_star(n, settings.full_mesh_limit);
-    let setup = ControlSetup { identity, addresses, listener, lobby: lobby.clone(), connections, star, status };
+    let setup =
+        ControlSetup { identity, addresses, listener, accept_queue: accept_queue.clone(), connections, star, status };
     Ok(Joined { setup, kind, hosts })
 }
 
 /// Accepts a connection. A task of its own runs the handshake, reads the hello and sends both to `registrations`.
 async fn accept(
     listener: &TcpListener,
-    lobby: &Arc<AcceptQueue>,
+    accept_queue: &Arc<AcceptQueue>,
     identity: &Identity,
     registrations: &UnboundedSender<Registration>,
 ) -> io::Result<()> {
@@ -198,9 +199,9 @@ async fn accept(
         }
     };
     let (registrations, identity) = (registrations.clone(), identity.clone());
-    lobby.receive(address, authenticate(stream, identity), |(stream, opening)| async move {
+    accept_queue.receive(address, authenticate(stream, identity), |(stream, prologue)| async move {
         // The receiver is gone if the rendezvous has ended.
-        let _ = registrations.send(read_hello(stream, opening).await?);
+        let _ = registrations.send(read_hello(stream, prologue).await?);
         Ok(())
     });
     // Its first bytes have most likely arrived: the handshake reads them before the next connection is accepted.
@@ -227,13 +228,13 @@ fn this_machine() -> String {
 async fn participate(
     settings: &Settings,
     start: Instant,
-    lobby: &Arc<AcceptQueue>,
+    accept_queue: &Arc<AcceptQueue>,
     waiting_for: &RefCell<String>,
 ) -> Result<(Joined, usize), Error> {
     let (rank, n) = (settings.rank, settings.world_size);
     let machine = machine(settings);
     let mut identity = Identity { secret: settings.secret.clone(), session: 0, rank, world_size: n };
-    let opening = identity.opening(Purpose::Rendezvous, 0, (0, 1));
+    let prologue = identity.prologue(Purpose::Rendezvous, 0, (0, 1));
     let failed = |e: io::Error| settings.failed(start, e.to_string());
     // Before rank 0 is dialled, which waits for a hello for some seconds only: a look-up of the name may take longer.
     let mut listener = match &settings.host {
@@ -242,7 +243,7 @@ async fn participate(
     };
     let mut pause = FIRST_PAUSE;
     let (listener, mut zero, mut answer) = loop {
-        let (mut zero, session) = dial((settings, start), &settings.address, opening, waiting_for).await?;
+        let (mut zero, session) = dial((settings, start), &settings.address, prologue, waiting_for).await?;
         identity.session = session;
         let listening = match listener.take() {
             Some(listening) => listening,
@@ -296,7 +297,7 @@ async fn participate(
         addresses[0] = to_zero;
     }
     let settings = Settings { full_mesh_limit, ..settings.clone() };
-    let local = (identity, listener, lobby);
+    let local = (identity, listener, accept_queue);
     let connections = connect((&settings, start), local, addresses, &hosts, Some(zero), waiting_for).await?;
     Ok((Joined { setup: connections, kind, hosts }, full_mesh_limit))
 }
@@ -305,7 +306,7 @@ async fn participate(
 /// connected, and is dialled by the higher ones. Does not return while a neighbour is missing.
 pub(super) async fn connect(
     (settings, start): (&Settings, Instant),
-    (identity, listener, lobby): (Identity, TcpListener, &Arc<AcceptQueue>),
+    (identity, listener, accept_queue): (Identity, TcpListener, &Arc<AcceptQueue>),
     addresses: Vec<SocketAddr>,
     hosts: &[usize],
     mut zero: Option<TcpStream>,
@@ -320,25 +321,25 @@ pub(super) async fn connect(
             below.push(match zero.take() {
                 Some(zero) => Some(zero),
                 None if wanted(lower) => {
-                    let opening = identity.opening(Purpose::Control, lower, (0, 1));
-                    Some(dial((settings, start), &address.to_string(), opening, waiting_for).await?.0)
+                    let prologue = identity.prologue(Purpose::Control, lower, (0, 1));
+                    Some(dial((settings, start), &address.to_string(), prologue, waiting_for).await?.0)
                 }
                 None => None,
             });
         }
         Ok::<_, Error>(below)
     };
-    let above = async { Ok(above(&listener, lobby, &identity, &status, wanted, waiting_for).await) };
+    let above = async { Ok(above(&listener, accept_queue, &identity, &status, wanted, waiting_for).await) };
     let (below, above) = tokio::try_join!(below, above)?;
     let connections = below.into_iter().chain([None]).chain(above).collect();
     let star = is_star(identity.world_size, settings.full_mesh_limit);
-    Ok(ControlSetup { identity, addresses, listener, lobby: lobby.clone(), connections, star, status })
+    Ok(ControlSetup { identity, addresses, listener, accept_queue: accept_queue.clone(), connections, star, status })
 }
 
 /// Returns the connections of the ranks above this one, once all that are `wanted` have dialled.
 async fn above(
     listener: &TcpListener,
-    lobby: &Arc<AcceptQueue>,
+    accept_queue: &Arc<AcceptQueue>,
     identity: &Identity,
     status: &Arc<GroupStatus>,
     wanted: impl Fn(usize) -> bool,
@@ -361,7 +362,7 @@ async fn above(
                     sleep(RETRY).await;
                     continue;
                 };
-                admit(lobby, (stream, address), identity, status, &controls);
+                admit(accept_queue, (stream, address), identity, status, &controls);
                 yield_now().await;
             }
             Some((peer, stream)) = queue.recv() => {

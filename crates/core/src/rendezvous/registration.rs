@@ -17,7 +17,7 @@ use crate::control::frame;
 /// How long sending the list of missing ranks to one rank may take.
 const SEND_TIMEOUT: Duration = Duration::from_millis(100);
 
-/// From a rank to rank 0, which knows the rank and its world size from the connection's opening.
+/// From a rank to rank 0, which knows the rank and its world size from the connection's prologue.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(super) struct Hello {
     /// Where the rank listens.
@@ -47,7 +47,7 @@ pub(super) enum Answer {
     Waiting(Vec<usize>),
 }
 
-/// An authenticated connection to rank 0 with its opening and its hello.
+/// An authenticated connection to rank 0 with its prologue and its hello.
 pub(super) type Registration = (TcpStream, Prologue, Hello);
 
 /// A rank that has registered with rank 0.
@@ -61,34 +61,34 @@ pub(super) struct RegisteredRank {
 /// Runs the handshake on a new connection.
 pub(super) async fn authenticate(mut stream: TcpStream, identity: Identity) -> Result<(TcpStream, Prologue), Refusal> {
     // A rank with another world size passes: it is no stranger, and the error goes to it and to all other ranks.
-    let fits = |opening: &Prologue| match (opening.purpose, opening.to) {
+    let fits = |prologue: &Prologue| match (prologue.purpose, prologue.to) {
         (Purpose::Rendezvous, 0) => Ok(()),
         (purpose, to) => {
             Err(format!("it is a connection for {purpose:?} to rank {to}, and this is rank 0's rendezvous"))
         }
     };
-    let opening = accept_handshake(&mut stream, identity.secret.as_ref(), identity.session, fits).await?;
-    Ok((stream, opening))
+    let prologue = accept_handshake(&mut stream, identity.secret.as_ref(), identity.session, fits).await?;
+    Ok((stream, prologue))
 }
 
 /// Reads a rank's hello. The caller limits the time.
-pub(super) async fn read_hello(mut stream: TcpStream, opening: Prologue) -> Result<Registration, Refusal> {
+pub(super) async fn read_hello(mut stream: TcpStream, prologue: Prologue) -> Result<Registration, Refusal> {
     confirm(&mut stream).await?;
     let hello = frame::expect(&mut stream, Duration::MAX).await?;
-    Ok((stream, opening, hello))
+    Ok((stream, prologue, hello))
 }
 
 /// Enters a rank into the table. The error is the reason to report to all ranks, and a connection outside the table.
 pub(super) fn register(
     ranks: &mut [Option<RegisteredRank>],
     algorithms: &str,
-    (stream, opening, hello): Registration,
+    (stream, prologue, hello): Registration,
 ) -> Result<(), (String, Option<TcpStream>)> {
-    let (rank, n) = (opening.from as usize, ranks.len());
-    if opening.world_size as usize != n {
+    let (rank, n) = (prologue.from as usize, ranks.len());
+    if prologue.world_size as usize != n {
         let reason = format!(
             "rank {rank} was started with a world size of {}, rank 0 with {n}: give all the same",
-            opening.world_size
+            prologue.world_size
         );
         return Err((reason, Some(stream)));
     }

@@ -330,9 +330,9 @@ impl ProcessGroup {
         let address = addresses[0].to_string();
         let settings = Settings { rank, world_size: n, address, ..self.settings.clone() };
         let identity = Identity { secret: settings.secret.clone(), session, rank, world_size: n };
-        let lobby = AcceptQueue::new(n.saturating_mul(MAX_DATA_CONNECTIONS));
+        let accept_queue = AcceptQueue::new(n.saturating_mul(MAX_DATA_CONNECTIONS));
         let hosts = hosts_of(members, &self.hosts);
-        let endpoint = (identity, listener, &lobby);
+        let endpoint = (identity, listener, &accept_queue);
         let setup = join::connect((&settings, start), endpoint, addresses, &hosts, None, waiting_for).await?;
         let joined = Joined { setup, kind: self.kind, hosts };
         Connected::share(settings, start, joined).await

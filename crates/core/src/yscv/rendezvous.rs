@@ -50,14 +50,14 @@ pub(super) struct Rendezvous {
 impl Rendezvous {
     /// Runs the coordinator: returns the connections to all workers, in the order of ranks.
     pub fn gather(&self, source: Listen, world_size: usize) -> Result<Vec<TcpStream>, Error> {
-        let (registered, lobby, mut accepted_count) = (Workers::default(), AcceptQueue::new(world_size), 0);
+        let (registered, accept_queue, mut accepted_count) = (Workers::default(), AcceptQueue::new(world_size), 0);
         let gathered = self.run(|| async {
             let listener = self.listen(source).await?;
             while !registered.full(world_size) {
                 tokio::select! {
                     accepted = listener.accept() => {
                         accepted_count += usize::from(accepted.is_ok());
-                        registered.receive(accepted, world_size, &lobby).await;
+                        registered.receive(accepted, world_size, &accept_queue).await;
                     }
                     () = registered.changed.notified() => {}
                 }
@@ -71,7 +71,7 @@ impl Rendezvous {
         let there = |rank: &usize| workers.get(rank).is_some_and(|stream| !is_closed(stream));
         let missing: Vec<usize> = (1..world_size).filter(|rank| !there(rank)).collect();
         let others = accepted_count - (world_size - 1 - missing.len());
-        let last = lobby.last_refusal();
+        let last = accept_queue.last_refusal();
         Err(self.failed(format!(
             "{} did not come, and {others} connections were turned away or left{last}; start each rank from 1 to {} \
              once, with this address, or allow more time (TcpTransportBuilder::rendezvous_timeout)",
@@ -184,11 +184,11 @@ impl Workers {
         &self,
         accepted: io::Result<(tokio::net::TcpStream, SocketAddr)>,
         world_size: usize,
-        lobby: &Arc<AcceptQueue>,
+        accept_queue: &Arc<AcceptQueue>,
     ) {
         let Ok((stream, address)) = accepted else { return sleep(RETRY).await };
         let registered = self.clone();
-        lobby.receive(address, read_rank(stream, world_size), |(rank, stream)| async move {
+        accept_queue.receive(address, read_rank(stream, world_size), |(rank, stream)| async move {
             registered.insert(rank, stream)
         });
         // Its rank has most likely arrived: it is read before the next connection is accepted.

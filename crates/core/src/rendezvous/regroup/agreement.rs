@@ -119,7 +119,7 @@ impl Agreement {
         &self.membership
     }
 
-    /// Leaves out `peer`, which will not answer. `gone` says whether it has certainly ended.
+    /// Leaves out `peer`, which will not answer. `ended` says whether it has certainly ended.
     pub fn exclude(&mut self, peer: usize, ended: bool) {
         let ended = ended && !self.elsewhere.contains(&peer);
         self.narrow(|membership| {

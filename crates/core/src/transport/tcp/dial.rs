@@ -21,8 +21,8 @@ pub(super) fn dial(
 ) -> Result<Link, Fault> {
     let mut streams = Vec::new();
     for number in 0..connections {
-        let opening = identity.opening(Purpose::Data, peer, (number, connections));
-        streams.push(connect(identity, (peer, address), opening, watch)?);
+        let prologue = identity.prologue(Purpose::Data, peer, (number, connections));
+        streams.push(connect(identity, (peer, address), prologue, watch)?);
     }
     Link::new(streams, heartbeat_timeout).map_err(|e| disconnected(peer, &e.to_string(), watch))
 }
@@ -31,7 +31,7 @@ pub(super) fn dial(
 fn connect(
     identity: &Identity,
     (peer, address): (usize, &SocketAddr),
-    opening: Prologue,
+    prologue: Prologue,
     watch: &mut Watch<'_>,
 ) -> Result<TcpStream, Fault> {
     loop {
@@ -56,7 +56,7 @@ fn connect(
             Ok((&stream).write_all(bytes).map_err(Refusal::Io)?)
         };
         let handshake =
-            dial_blocking(identity.secret.as_ref(), opening, write, |bytes| read(&stream, bytes, peer, watch));
+            dial_blocking(identity.secret.as_ref(), prologue, write, |bytes| read(&stream, bytes, peer, watch));
         match handshake {
             Ok(_) => return Ok(stream),
             Err(DialError::Fault(fault)) => return Err(fault),
