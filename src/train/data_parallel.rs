@@ -20,7 +20,7 @@ use super::step_header::{AgreedStep, StepHeader, no_samples};
 use super::values::{NOTHING, comparison_is_due, digests, positions, values};
 use crate::tensor::device::{DeviceOutcome, PendingAllReduce, start_all_reduce, uses_collective_devices};
 use crate::tensor::host::float;
-use bonfire_core::internal::{Agreement, ByteOperations, Request};
+use bonfire_core::internal::{AgreedOperations, ByteOperations, Request};
 use bonfire_core::{Buffer, DType, Error, Group, Operation, ReduceOp, Work};
 
 /// Synchronises a model and its gradients over the ranks of a group. Each rank has one.

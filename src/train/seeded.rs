@@ -5,7 +5,7 @@ use std::sync::Mutex;
 use burn::module::Module;
 use burn::tensor::backend::Backend;
 
-use bonfire_core::internal::{Agreement, ByteOperations, Request, hash, lock};
+use bonfire_core::internal::{AgreedOperations, ByteOperations, Request, hash, lock};
 use bonfire_core::{DType, Error, Group, Operation};
 
 /// Creates a model whose random weights depend on `seed` only: the same on every rank, for any number of ranks, whether

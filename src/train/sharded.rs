@@ -34,7 +34,7 @@ use super::bucket::{BucketOp, pop_if_full};
 use super::data_parallel::DataParallel;
 use super::step_header::{AgreedStep, StepHeader};
 use super::values::{Positions, Values, comparison_is_due, digests, positions, values};
-use bonfire_core::internal::Agreement;
+use bonfire_core::internal::AgreedOperations;
 use bonfire_core::{Error, Group};
 
 /// Over which ranks the optimizer state is partitioned.

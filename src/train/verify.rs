@@ -14,7 +14,7 @@ use super::agree::Parameter;
 use super::data_parallel::DataParallel;
 use super::values::{NOTHING, compare, digest};
 use bonfire_core::Error;
-use bonfire_core::internal::Agreement;
+use bonfire_core::internal::AgreedOperations;
 
 /// Records floats as f64 and integers as i64, so that all bits of narrower types count.
 type Records = NamedMpkBytesRecorder<DoublePrecisionSettings>;

@@ -1,8 +1,8 @@
 //! Items for the sibling packages beyond the public interface. Nothing here is stable: they pin the exact version.
 //!
 //! * [`Request`], [`ByteOperations`]: operations on bytes, for tensors, whose element types are known only at run time.
-//! * [`Agreement`], [`Agreed`], [`Attachment`]: operations whose data another library moves; the group only agrees on
-//!   them.
+//! * [`AgreedOperations`], [`Agreed`], [`Attachment`]: operations whose data another library moves; the group only
+//!   agrees on them.
 //! * [`Output`], [`reduce_to_all`], [`zeroed`]: kernels and memory for the reductions of the compute server.
 //! * [`Bell`], [`lock`], [`spin`], [`oversubscribed`] and the deadlines: how threads wait for each other.
 //! * [`RankList`], [`hash`], [`random`]: ranks as text, a stable hash, random numbers that cannot be guessed.
@@ -15,7 +15,7 @@
 pub mod oracle;
 
 pub use crate::control::invitation::random;
-pub use crate::group::{Agreed, Agreement, Attachment, ByteOperations, DEADLINE, Request, zeroed};
+pub use crate::group::{Agreed, AgreedOperations, Attachment, ByteOperations, DEADLINE, Request, zeroed};
 pub use crate::machine::{Cgroup, cgroups, spare_memory};
 pub use crate::reduce::{Output, reduce_to_all};
 #[cfg(unix)]

@@ -18,7 +18,7 @@ use super::remote;
 use super::side::TeamHandle;
 use super::team::{Team, kernels_supported, ordinal};
 use crate::server::engine::{DeviceOperation, InFlight, Launch, Route};
-use bonfire_core::internal::{Agreement, Attachment, random};
+use bonfire_core::internal::{AgreedOperations, Attachment, random};
 use bonfire_core::{Call, Deadline, Error, Group};
 
 /// This rank's device and route in a group.

@@ -17,7 +17,7 @@ use crate::server::download::catch_panic;
 use crate::server::engine::{DeviceOperation, Launch, Route};
 use crate::server::memory::Span;
 use bonfire_core::error::Site;
-use bonfire_core::internal::Agreement;
+use bonfire_core::internal::AgreedOperations;
 use bonfire_core::{Deadline, Error, Group};
 
 /// Starts the operation. It is launched only after all ranks have called it: no device waits for a missing rank, which

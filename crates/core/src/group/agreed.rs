@@ -17,7 +17,7 @@ use crate::transport::Buffers;
 use crate::types::{Call, DType, Error, Operation, Parts, Site};
 
 /// What a layer above can do with a group besides operations.
-pub trait Agreement {
+pub trait AgreedOperations {
     /// Starts an operation whose data the group does not carry. When its turn comes, `prepare` runs, then all ranks
     /// exchange their calls, then `run` runs with the remaining time. An error of any of these poisons the group.
     ///
@@ -42,7 +42,7 @@ pub trait Agreement {
     fn keep<T: Attachment>(&self, make: impl FnOnce() -> Result<T, Error>) -> Result<Arc<T>, Error>;
 }
 
-/// An operation that was started with [`start_agreed`](Agreement::start_agreed).
+/// An operation that was started with [`start_agreed`](AgreedOperations::start_agreed).
 pub struct Agreed<T> {
     work: Work<Option<(T, Site, Deadline)>>,
     core: Arc<Core>,
@@ -58,7 +58,7 @@ impl<T> Agreed<T> {
     }
 }
 
-impl Agreement for Group {
+impl AgreedOperations for Group {
     #[track_caller]
     fn start_agreed<P, T: Send + 'static>(
         &self,

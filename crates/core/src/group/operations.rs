@@ -17,7 +17,7 @@ mod variable;
 use bytemuck::{cast_slice, cast_slice_mut};
 
 pub use self::batch::Batch;
-use super::agreed::Agreement;
+use super::agreed::AgreedOperations;
 use super::buffer::zeroed;
 use super::bytes::ByteOperations;
 use super::handle::Group;

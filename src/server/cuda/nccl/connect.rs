@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 
 use super::communicator::{Communicator, GRACE};
 use super::library::{Config, Library, SUCCESS, Version, library};
-use bonfire_core::internal::{Agreement, RankList};
+use bonfire_core::internal::{AgreedOperations, RankList};
 use bonfire_core::{Deadline, Error, Group};
 
 /// The first version that lets ranks share a GPU, and the variable that permits it.

@@ -12,7 +12,7 @@ use crate::types::{Error, Fault, ShrinkError};
 /// State of groups that are being formed, shared by the ranks of the old group.
 pub(super) struct Regrouping {
     /// The ranks in `shrink`, by rank of the old group.
-    shrink_states: Mutex<Vec<ShrinkState>>,
+    shrink_states: Mutex<Vec<ThreadShrinkState>>,
     /// Invitations to subgroups, by receiving rank.
     invitations: Mutex<Vec<Invitations>>,
     /// Endpoints of subgroups that were not taken yet, by the number of the subgroup and then by rank in it.
@@ -21,7 +21,7 @@ pub(super) struct Regrouping {
 
 /// A rank of the old group in `shrink`.
 #[derive(Default)]
-struct ShrinkState {
+struct ThreadShrinkState {
     /// The time of its first call.
     start: Option<Instant>,
     /// Whether it is in a call.
@@ -33,7 +33,7 @@ struct ShrinkState {
 }
 
 /// By rank: from when on `own` may leave it out. That is also some time after the last rank came.
-fn limits(states: &[ShrinkState], own: usize, hang: &HangTimeout) -> Vec<Instant> {
+fn limits(states: &[ThreadShrinkState], own: usize, hang: &HangTimeout) -> Vec<Instant> {
     let start = states[own].start.unwrap_or_else(Instant::now);
     let came = states.iter().filter_map(|state| state.start).max().unwrap_or(start);
     (0..states.len()).map(|rank| (start + hang.of(rank)).max(came + hang.grace())).collect()
@@ -42,7 +42,7 @@ fn limits(states: &[ShrinkState], own: usize, hang: &HangTimeout) -> Vec<Instant
 impl Regrouping {
     pub fn new(ranks: usize) -> Regrouping {
         Regrouping {
-            shrink_states: Mutex::new((0..ranks).map(|_| ShrinkState::default()).collect()),
+            shrink_states: Mutex::new((0..ranks).map(|_| ThreadShrinkState::default()).collect()),
             invitations: Mutex::new((0..ranks).map(|_| Invitations::new(ranks)).collect()),
             endpoints: Mutex::default(),
         }
@@ -118,7 +118,7 @@ impl ThreadEndpoint {
         (0..self.shared.ranks.len()).filter(move |rank| selected(*rank) && self.shared.absence(*rank).is_none())
     }
 
-    fn shrink_states(&self) -> MutexGuard<'_, Vec<ShrinkState>> {
+    fn shrink_states(&self) -> MutexGuard<'_, Vec<ThreadShrinkState>> {
         lock(&self.shared.regrouping.shrink_states)
     }
 
