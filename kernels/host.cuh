@@ -24,7 +24,7 @@ struct Host {
 // The parameter of a kernel of order.cu.
 struct Order {
     u64 word, value;  // the word's address; words are u64 and only grow
-    u64 timeout;     // timeout in nanoseconds, if the kernel waits
+    u64 timeout;      // timeout in nanoseconds, if the kernel waits
     u64 host;         // address of the rank's Host, if the kernel waits
 };
 static_assert(sizeof(Order) == 4 * sizeof(u64), "the host passes this many words");

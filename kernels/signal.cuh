@@ -102,7 +102,7 @@ struct Member {
 struct Call {
     u64 control[MAX_RANKS];    // addresses of all ranks' Controls, by rank
     Member member[MAX_RANKS];  // by blockIdx.x
-    u64 timeout;              // timeout in nanoseconds for a kernel's wait for a peer
+    u64 timeout;               // timeout in nanoseconds for a kernel's wait for a peer
     u64 ranks;                 // of the group, whether members of this launch or not
     u64 root;                  // for operations that have one, else 0
     u64 count;                 // elements; of the whole tensor if ranks have parts of it

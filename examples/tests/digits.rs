@@ -16,7 +16,7 @@ use std::thread;
 
 use bonfire::tensor::autodiff::CollectiveBackend;
 use bonfire::{DataParallel, Group, Sharding};
-use burn::backend::{Autodiff, NdArray};
+use burn::backend::{Autodiff, Flex, NdArray};
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::optim::AdamConfig;
 use burn::tensor::backend::Backend;
@@ -27,9 +27,7 @@ use model::Network;
 use train::{Outcome, State, TrainingJob};
 
 type Failure = Box<dyn std::error::Error + Send + Sync>;
-/// In f64, so that results differ by little more than the order of sums. One backend only: each takes a minute to
-/// compile.
-type B = Autodiff<NdArray<f64>>;
+type B = Autodiff<Flex>;
 
 /// The backend has one random generator for the whole process, so runs that are compared must not overlap other runs.
 static ALONE: Mutex<()> = Mutex::new(());
@@ -118,15 +116,16 @@ fn the_network_trains_the_same_for_ten_epochs() {
 }
 
 fn trains_the_same(epochs: usize) {
+    type Double = Autodiff<NdArray<f64>>;
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     let folder = tempfile::tempdir().unwrap();
     // Batches of 50 and a last one of 30: uneven shards on 3 and on 4 ranks.
     let trained: Vec<Vec<f64>> = (1..=4)
         .map(|ranks| {
             let path = folder.path().join(ranks.to_string());
-            let outcomes = train_on::<B>(ranks, &settings(), epochs, (Some(&path), None), None, None);
+            let outcomes = train_on::<Double>(ranks, &settings(), epochs, (Some(&path), None), None, None);
             assert_eq!(errors(outcomes), vec![None; ranks]);
-            values::<B>(&path).iter().flat_map(|data| data.iter::<f64>().collect::<Vec<_>>()).collect()
+            values::<Double>(&path).iter().flat_map(|data| data.iter::<f64>().collect::<Vec<_>>()).collect()
         })
         .collect();
     for (ranks, values) in (2..).zip(&trained[1..]) {
@@ -137,15 +136,16 @@ fn trains_the_same(epochs: usize) {
 
 #[test]
 fn remaining_ranks_continue_as_if_none_was_lost() {
+    type Double = Autodiff<NdArray<f64>>;
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     let folder = tempfile::tempdir().unwrap();
     let trained: Vec<Vec<f64>> = [None, Some(0), Some(2)]
         .into_iter()
         .map(|dies| {
             let path = folder.path().join(format!("{dies:?}"));
-            let outcomes = train_on::<B>(3, &settings(), 3, (Some(&path), None), None, dies);
+            let outcomes = train_on::<Double>(3, &settings(), 4, (Some(&path), None), None, dies);
             assert_eq!(errors(outcomes), vec![None; 3]);
-            values::<B>(&path).iter().flat_map(|data| data.iter::<f64>().collect::<Vec<_>>()).collect()
+            values::<Double>(&path).iter().flat_map(|data| data.iter::<f64>().collect::<Vec<_>>()).collect()
         })
         .collect();
     for values in &trained[1..] {
@@ -156,12 +156,13 @@ fn remaining_ranks_continue_as_if_none_was_lost() {
 
 #[test]
 fn the_loss_is_the_same_with_a_sharded_optimizer() {
+    type Double = Autodiff<NdArray<f64>>;
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("checkpoint");
     let (whole, sharded) = (settings(), Settings { shard: true, ..settings() });
     let train = |ranks, settings, epochs, paths, shard| {
-        let outcomes = train_on::<B>(ranks, settings, epochs, paths, shard, None);
+        let outcomes = train_on::<Double>(ranks, settings, epochs, paths, shard, None);
         outcomes.into_iter().map(Result::unwrap).collect::<Vec<_>>()
     };
     let plain = train(4, &whole, 2, (None, None), None).remove(0).losses;

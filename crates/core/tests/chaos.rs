@@ -41,8 +41,8 @@ use stream::random;
 /// A kind of fault.
 struct Scenario {
     name: &'static str,
-    carriers: &'static [GroupTransport],
-    /// Whether every run tries each of the carriers, or only one of them.
+    transports: &'static [GroupTransport],
+    /// Whether every run tries each of the transports, or only one of them.
     each: bool,
     /// How often it is drawn, relative to others, after every scenario has run once.
     weight: usize,
@@ -50,50 +50,56 @@ struct Scenario {
 }
 
 const SCENARIOS: &[Scenario] = &[
-    Scenario { name: "killed", carriers: PROCESSES, each: true, weight: 12, run: ranks::killed },
-    Scenario { name: "stopped", carriers: PROCESSES, each: true, weight: 6, run: ranks::stopped },
-    Scenario { name: "several killed", carriers: PROCESSES, each: true, weight: 4, run: ranks::several_killed },
-    Scenario { name: "exits", carriers: PROCESSES, each: false, weight: 3, run: ranks::exits },
-    Scenario { name: "leaves", carriers: ALL, each: false, weight: 3, run: ranks::leaves },
-    Scenario { name: "panics", carriers: ALL, each: true, weight: 3, run: ranks::panics },
-    Scenario { name: "too slow", carriers: ALL, each: false, weight: 2, run: ranks::too_slow },
-    Scenario { name: "hangs", carriers: ALL, each: true, weight: 3, run: ranks::hangs },
-    Scenario { name: "pauses", carriers: PROCESSES, each: false, weight: 2, run: ranks::pauses },
-    Scenario { name: "many ranks", carriers: PROCESSES, each: false, weight: 1, run: ranks::many },
-    Scenario { name: "slow", carriers: ALL, each: false, weight: 2, run: ranks::slow },
-    Scenario { name: "disagrees", carriers: ALL, each: true, weight: 3, run: ranks::disagrees },
-    Scenario { name: "all stopped", carriers: PROCESSES, each: false, weight: 1, run: ranks::all_stopped },
-    Scenario { name: "reset", carriers: PROCESSES, each: true, weight: 4, run: links::reset },
-    Scenario { name: "half open", carriers: PROCESSES, each: false, weight: 3, run: links::half_open },
-    Scenario { name: "one way", carriers: PROCESSES, each: false, weight: 2, run: links::one_way },
-    Scenario { name: "stalls", carriers: PROCESSES, each: false, weight: 2, run: links::stalls },
-    Scenario { name: "pieces", carriers: PROCESSES, each: false, weight: 2, run: links::pieces },
-    Scenario { name: "duplicate rank", carriers: PROCESSES, each: false, weight: 2, run: meeting::duplicate },
-    Scenario { name: "late rank", carriers: PROCESSES, each: false, weight: 2, run: meeting::late },
-    Scenario { name: "too late", carriers: PROCESSES, each: false, weight: 1, run: meeting::too_late },
-    Scenario { name: "world size", carriers: PROCESSES, each: false, weight: 2, run: meeting::world_size },
-    Scenario { name: "port in use", carriers: PROCESSES, each: false, weight: 1, run: meeting::port_in_use },
-    Scenario { name: "killed early", carriers: PROCESSES, each: true, weight: 3, run: meeting::killed },
-    Scenario { name: "few files", carriers: PROCESSES, each: false, weight: 4, run: shortage::files_before },
-    Scenario { name: "no files", carriers: PROCESSES, each: false, weight: 4, run: shortage::files_during },
-    Scenario { name: "little memory", carriers: PROCESSES, each: false, weight: 2, run: shortage::memory },
-    Scenario { name: "/dev/shm full", carriers: PROCESSES, each: false, weight: 1, run: shortage::shared_full },
-    Scenario { name: "clocks differ", carriers: PROCESSES, each: false, weight: 1, run: shortage::clocks_differ },
-    Scenario { name: "clock jumps", carriers: ALL, each: false, weight: 1, run: shortage::clock_jumps },
-    Scenario { name: "packets dropped", carriers: hosts::TRANSPORTS, each: false, weight: 1, run: hosts::drops },
-    Scenario { name: "bandwidth cut", carriers: hosts::TRANSPORTS, each: false, weight: 1, run: hosts::narrows },
-    Scenario { name: "link flaps", carriers: hosts::TRANSPORTS, each: false, weight: 1, run: hosts::link_flaps },
-    Scenario { name: "partition", carriers: hosts::TRANSPORTS, each: true, weight: 2, run: hosts::partition },
-    Scenario { name: "links cut", carriers: hosts::TRANSPORTS, each: true, weight: 3, run: cuts::in_the_stream },
+    Scenario { name: "killed", transports: PROCESSES, each: true, weight: 12, run: ranks::killed },
+    Scenario { name: "stopped", transports: PROCESSES, each: true, weight: 6, run: ranks::stopped },
+    Scenario { name: "several killed", transports: PROCESSES, each: true, weight: 4, run: ranks::several_killed },
+    Scenario { name: "exits", transports: PROCESSES, each: false, weight: 3, run: ranks::exits },
+    Scenario { name: "leaves", transports: ALL, each: false, weight: 3, run: ranks::leaves },
+    Scenario { name: "panics", transports: ALL, each: true, weight: 3, run: ranks::panics },
+    Scenario { name: "too slow", transports: ALL, each: false, weight: 2, run: ranks::too_slow },
+    Scenario { name: "hangs", transports: ALL, each: true, weight: 3, run: ranks::hangs },
+    Scenario { name: "pauses", transports: PROCESSES, each: false, weight: 2, run: ranks::pauses },
+    Scenario { name: "many ranks", transports: PROCESSES, each: false, weight: 1, run: ranks::many },
+    Scenario { name: "slow", transports: ALL, each: false, weight: 2, run: ranks::slow },
+    Scenario { name: "disagrees", transports: ALL, each: true, weight: 3, run: ranks::disagrees },
+    Scenario { name: "all stopped", transports: PROCESSES, each: false, weight: 1, run: ranks::all_stopped },
+    Scenario { name: "reset", transports: PROCESSES, each: true, weight: 4, run: links::reset },
+    Scenario { name: "half open", transports: PROCESSES, each: false, weight: 3, run: links::half_open },
+    Scenario { name: "one way", transports: PROCESSES, each: false, weight: 2, run: links::one_way },
+    Scenario { name: "stalls", transports: PROCESSES, each: false, weight: 2, run: links::stalls },
+    Scenario { name: "pieces", transports: PROCESSES, each: false, weight: 2, run: links::pieces },
+    Scenario { name: "duplicate rank", transports: PROCESSES, each: false, weight: 2, run: meeting::duplicate },
+    Scenario { name: "late rank", transports: PROCESSES, each: false, weight: 2, run: meeting::late },
+    Scenario { name: "too late", transports: PROCESSES, each: false, weight: 1, run: meeting::too_late },
+    Scenario { name: "world size", transports: PROCESSES, each: false, weight: 2, run: meeting::world_size },
+    Scenario { name: "port in use", transports: PROCESSES, each: false, weight: 1, run: meeting::port_in_use },
+    Scenario { name: "killed early", transports: PROCESSES, each: true, weight: 3, run: meeting::killed },
+    Scenario { name: "few files", transports: PROCESSES, each: false, weight: 4, run: shortage::files_before },
+    Scenario { name: "no files", transports: PROCESSES, each: false, weight: 4, run: shortage::files_during },
+    Scenario { name: "little memory", transports: PROCESSES, each: false, weight: 2, run: shortage::memory },
+    Scenario { name: "/dev/shm full", transports: PROCESSES, each: false, weight: 1, run: shortage::shared_full },
+    Scenario { name: "clocks differ", transports: PROCESSES, each: false, weight: 1, run: shortage::clocks_differ },
+    Scenario { name: "clock jumps", transports: ALL, each: false, weight: 1, run: shortage::clock_jumps },
+    Scenario { name: "packets dropped", transports: hosts::TRANSPORTS, each: false, weight: 1, run: hosts::drops },
+    Scenario { name: "bandwidth cut", transports: hosts::TRANSPORTS, each: false, weight: 1, run: hosts::narrows },
+    Scenario { name: "link flaps", transports: hosts::TRANSPORTS, each: false, weight: 1, run: hosts::link_flaps },
+    Scenario { name: "partition", transports: hosts::TRANSPORTS, each: true, weight: 2, run: hosts::partition },
+    Scenario { name: "links cut", transports: hosts::TRANSPORTS, each: true, weight: 3, run: cuts::in_the_stream },
     Scenario {
         name: "links cut early",
-        carriers: hosts::TRANSPORTS,
+        transports: hosts::TRANSPORTS,
         each: false,
         weight: 2,
         run: cuts::in_the_rendezvous,
     },
-    Scenario { name: "links cut late", carriers: hosts::TRANSPORTS, each: false, weight: 2, run: cuts::in_the_shrink },
-    Scenario { name: "subgroups cut", carriers: hosts::TRANSPORTS, each: false, weight: 2, run: cuts::in_subgroups },
+    Scenario {
+        name: "links cut late",
+        transports: hosts::TRANSPORTS,
+        each: false,
+        weight: 2,
+        run: cuts::in_the_shrink,
+    },
+    Scenario { name: "subgroups cut", transports: hosts::TRANSPORTS, each: false, weight: 2, run: cuts::in_subgroups },
 ];
 
 /// Groups that run at the same time. Most of the time they wait.
@@ -156,16 +162,16 @@ fn run(scenarios: &[&Scenario], asked: usize, seed: u64) -> Totals {
         .iter()
         .enumerate()
         .flat_map(|(i, scenario)| {
-            let one = random(&[seed, 1, i as u64]).next() as usize % scenario.carriers.len();
-            let carriers = if scenario.each { scenario.carriers } else { &scenario.carriers[one..=one] };
-            carriers.iter().map(|transport| (*scenario, *transport))
+            let one = random(&[seed, 1, i as u64]).next() as usize % scenario.transports.len();
+            let transports = if scenario.each { scenario.transports } else { &scenario.transports[one..=one] };
+            transports.iter().map(|transport| (*scenario, *transport))
         })
         .collect();
     let weighed: Vec<_> = scenarios.iter().flat_map(|scenario| vec![*scenario; scenario.weight]).collect();
     let any = |number: usize| {
         let mut random = random(&[seed, 2, number as u64]);
         let scenario = weighed[(random.next() >> 16) as usize % weighed.len()];
-        (scenario, scenario.carriers[(random.next() >> 16) as usize % scenario.carriers.len()])
+        (scenario, scenario.transports[(random.next() >> 16) as usize % scenario.transports.len()])
     };
     let (next, sum) = (Mutex::new(0), Mutex::new(Totals::default()));
     // Bounds the number of cases where this machine does not allow enough faults.

@@ -60,8 +60,8 @@ fn tcp_1_to_5() {
 }
 
 #[test]
-fn tcp_7_and_8() {
-    matrix_of(Kind::Tcp, 7..=8);
+fn tcp_6_to_9() {
+    matrix_of(Kind::Tcp, 6..=9);
 }
 
 #[test]
@@ -166,8 +166,8 @@ fn algorithms_on_tcp_2_to_5() {
 }
 
 #[test]
-fn algorithms_on_tcp_7_and_8() {
-    algorithms(Kind::Tcp, 7..=8);
+fn algorithms_on_tcp_6_to_9() {
+    algorithms(Kind::Tcp, 6..=9);
 }
 
 /// Operations that the engine runs alternate with operations that run as plans, in both orders.

@@ -69,7 +69,7 @@ fn await_marks(name: &str, count: usize) {
     }
 }
 
-/// Launches the test on all world sizes and kinds. In a launched process, runs `rank`.
+/// Launches the test on all world sizes and transports. In a launched process, runs `rank`.
 fn on_ranks(name: &str, worlds: &[usize], kinds: &[TransportKind], rank: impl FnOnce(Builder)) {
     if folder().is_some() {
         bonfire_testing::log_to_stderr();

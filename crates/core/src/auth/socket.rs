@@ -83,8 +83,8 @@ fn check_ends(own: SocketAddr, peer: SocketAddr) -> io::Result<()> {
 }
 
 /// Keeps an idle connection known to the firewalls and NAT gateways on its way, and detects when one of them has
-/// forgotten it. `heartbeat_timeout` is the heartbeat timeout: it passes before a connection breaks for lack of
-/// answers, so that a peer whose machine is gone is declared lost by its heartbeats.
+/// forgotten it. The heartbeat timeout passes before a connection breaks for lack of answers, so that a peer whose
+/// machine is gone is declared lost by its heartbeats.
 ///
 /// # Why no `TCP_USER_TIMEOUT`
 /// It also ends connections whose peer answers but does not read. A rank that evaluates or saves leaves the messages of

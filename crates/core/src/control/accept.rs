@@ -79,7 +79,7 @@ pub(crate) fn admit(
         if prologue.purpose == Purpose::Control && controls.is_closed() {
             return Err(Refusal::Io(ErrorKind::ConnectionAborted.into()));
         }
-        // The dialler waits for this, and sends a goodbye only later: by then the connection is in the status.
+        // The dialler waits for this, and sends a goodbye only later: by then the status has the connection.
         auth::confirm(&mut stream).await?;
         let rank = prologue.from as usize;
         if prologue.purpose == Purpose::Data {

@@ -40,7 +40,7 @@ const LEEWAY: Duration = Duration::from_secs(1);
 /// Time between two reports of missing ranks, which rank 0 sends to the registered ranks when the list has changed.
 const REPORT_INTERVAL: Duration = Duration::from_secs(1);
 
-/// The result of the rendezvous. All but `full_mesh_limit` is the same on all ranks.
+/// The result of the rendezvous. All but `setup` is the same on all ranks.
 #[cfg_attr(
     not(all(feature = "shm", target_os = "linux")),
     allow(dead_code, reason = "only sharing memory needs it all")

@@ -140,8 +140,8 @@ impl Tcp {
     }
 
     /// Sends `word` to all peers.
-    pub fn send_to_all(&self, word: ShrinkMessage) {
-        let _ = self.control.send(ControlRequest::ShrinkMessage(word));
+    pub fn send_to_all(&self, message: ShrinkMessage) {
+        let _ = self.control.send(ControlRequest::ShrinkMessage(message));
     }
 
     /// The link to `peer`. The higher rank of a pair dials and the lower one waits: both are in the same operation, and

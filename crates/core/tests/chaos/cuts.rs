@@ -15,7 +15,7 @@ use crate::machine::Network;
 use crate::orders::{Act, GroupTransport, Orders, ScheduledAct};
 
 /// The timeout of a rendezvous whose links are cut.
-const WAIT_FOR_CUT: Duration = Duration::from_secs(8);
+const CUT_TIMEOUT: Duration = Duration::from_secs(8);
 
 /// Time from the last repair until the streams end: each rank has noticed by then which peers it has lost.
 const SETTLE: Duration = Duration::from_secs(6);
@@ -73,7 +73,7 @@ fn run(case: &mut Case, waits: bool, delay: Duration, settle: impl Fn(Orders) ->
             largest: 16,
             ..orders
         };
-        settle(Orders { rendezvous_timeout: if waits { limits.rendezvous_timeout } else { WAIT_FOR_CUT }, ..limits })
+        settle(Orders { rendezvous_timeout: if waits { limits.rendezvous_timeout } else { CUT_TIMEOUT }, ..limits })
     };
     // Where iptables is missing, the first cut fails, and the scenario is skipped.
     let Some(mut group) = Group::start_with(case, (hosts, n), |network, _| network.heal(), settle) else { return };

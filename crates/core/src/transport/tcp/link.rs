@@ -32,7 +32,6 @@ const HEADER: usize = Site::BYTES + 8;
 
 impl Link {
     /// Creates a link of 1 to [`MAX_DATA_CONNECTIONS`] connections, in the order that both sides use.
-    /// `heartbeat_timeout` is the heartbeat timeout.
     pub fn new(streams: Vec<TcpStream>, heartbeat_timeout: Duration) -> std::io::Result<Link> {
         for stream in &streams {
             stream.set_nodelay(true)?;

@@ -252,7 +252,8 @@ impl World {
         world
     }
 
-    /// Checks that no rank waits for ever. Called when there is nothing left to do.
+    /// Checks that the agreement has ended for every live rank, or waits for others because this side is the minority.
+    /// Called when no step is left.
     fn check_ended(&self) {
         for (rank, node) in self.nodes.iter().enumerate() {
             assert!(node.dead || node.end.is_some() || node.minority, "rank {rank} waits forever");
