@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use bonfire_core::{Builder, Error, Group, ReduceOp};
 use bonfire_testing::process::{Process, is_child, report, send_line};
-use bonfire_testing::{Kind, errors, run_ranks_with};
+use bonfire_testing::{Kind, errors, in_parallel, run_ranks_with};
 use rustix::process::Signal;
 
 const KINDS: [Kind; 3] = [Kind::Tcp, Kind::Shm, Kind::Hosts(&[0, 1])];
@@ -90,10 +90,11 @@ fn a_mismatch_of_two_ranks_is_reported_to_all_ranks() {
 
 #[test]
 fn ranks_that_never_call_are_named_by_all_peers() {
-    for (kind, absent) in KINDS.into_iter().flat_map(|kind| [(kind, 0), (kind, 3)]) {
+    let cases: Vec<_> = KINDS.into_iter().flat_map(|kind| [(kind, 0), (kind, 3)]).collect();
+    in_parallel(&cases, cases.len(), |&(kind, absent)| {
         let end = Arc::new(Barrier::new(5));
         let results = star(kind, 5, move |group| {
-            let limited = group.with_deadline(Duration::from_millis(500));
+            let limited = group.with_deadline(Duration::from_secs(2));
             let result = if group.rank() == absent { Ok(0) } else { sum(&limited) };
             end.wait();
             result
@@ -102,7 +103,7 @@ fn ranks_that_never_call_are_named_by_all_peers() {
             let Err(Error::Timeout { missing, .. }) = &result else { panic!("{kind:?}: {result:?}") };
             assert_eq!(missing, &[absent], "{kind:?}");
         }
-    }
+    });
 }
 
 #[test]
@@ -247,7 +248,8 @@ fn a_stopped_rank_is_excluded_and_gets_a_shrink_error() {
 
 #[test]
 fn messages_flow_after_rank_0_has_left_and_the_next_rank_to_go_is_named() {
-    for (kind, panics) in KINDS.into_iter().flat_map(|kind| [(kind, false), (kind, true)]) {
+    let cases: Vec<_> = KINDS.into_iter().flat_map(|kind| [(kind, false), (kind, true)]).collect();
+    in_parallel(&cases, cases.len(), |&(kind, panics)| {
         let gone = Arc::new(Barrier::new(4));
         let results = star(kind, 4, move |group| {
             group.barrier().unwrap();
@@ -287,7 +289,7 @@ fn messages_flow_after_rank_0_has_left_and_the_next_rank_to_go_is_named() {
             };
             assert!(named, "{kind:?}, panics: {panics}: rank {rank} got {result:?}");
         }
-    }
+    });
 }
 
 /// Processes of a large group.

@@ -4,7 +4,7 @@ use bonfire_core::{Group, ReduceOp, partition};
 use half::{bf16, f16};
 
 use crate::varied;
-use bonfire_testing::oracle::{Sample, input, parcel, reduced};
+use bonfire_testing::oracle::{Sample, all_reduced, input, parcel};
 
 /// Checks all_to_all with parts of `part` elements. Ranks choose in place or out of place independently.
 fn check_all_to_all<T: Sample>(group: &Group, part: usize) {
@@ -33,7 +33,7 @@ pub fn check<T: Sample>(group: &Group, len: usize) {
     let label = |what: &str| format!("{what} of {} x {len} on rank {rank} of {n}", T::DTYPE);
     let root = len % n;
     for op in ReduceOp::ALL.iter().copied() {
-        let want: Vec<T> = (0..len).map(|i| reduced(op, n, i)).collect();
+        let want: Vec<T> = all_reduced(op, n, 0..len);
 
         let mut data = mine.clone();
         group.all_reduce(&mut data, op).unwrap();

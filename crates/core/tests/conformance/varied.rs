@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use bonfire_core::{Group, ReduceOp, partition};
 
-use bonfire_testing::oracle::{Sample, input, reduced};
+use bonfire_testing::oracle::{Sample, all_reduced, input};
 
 /// Sizes of all ranks' parts, by `len`: all elements on one rank, every other part empty, growing, or shrinking.
 fn sizes(n: usize, len: usize) -> Vec<usize> {
@@ -74,7 +74,7 @@ pub fn check_sizes<T: Sample>(group: &Group, len: usize) {
     assert_eq!(group.all_gather_v(&mine).unwrap(), (all.clone(), sizes.to_vec()), "{}", label("all_gather_v"));
 
     for op in [ReduceOp::Sum, ReduceOp::Mean, ReduceOp::Max] {
-        let want: Vec<T> = own.clone().map(|i| reduced(op, n, i)).collect();
+        let want: Vec<T> = all_reduced(op, n, own.clone());
         let (whole, mut output) = (input::<T>(rank, len), vec![T::zeroed(); own.len()]);
         group.reduce_scatter_v_into(&whole, sizes, &mut output, op).unwrap();
         assert_eq!(output, want, "{}", label("reduce_scatter_v_into"));
@@ -140,12 +140,11 @@ pub fn check_batch(group: &Group, len: usize) {
         batch = data.iter().fold(batch, |batch, data| batch.send(data, *to));
     }
     batch.run().unwrap();
-    let want = |len: usize, op| (0..len).map(move |i| (op, i));
-    assert!(sums.iter().copied().eq(want(len, ReduceOp::Sum).map(|(op, i)| reduced::<f32>(op, n, i))));
-    assert!(more.iter().copied().eq(want(len + 5, ReduceOp::Sum).map(|(op, i)| reduced::<f32>(op, n, i))));
-    assert!(most.iter().copied().eq(want(2 * len, ReduceOp::Max).map(|(op, i)| reduced::<i16>(op, n, i))));
-    assert!(whole.iter().copied().eq(want(7, ReduceOp::Sum).map(|(op, i)| reduced::<i16>(op, n, i))));
-    let mean = want(len, ReduceOp::Mean).map(|(op, i)| reduced::<f64>(op, n, i)).collect::<Vec<_>>();
+    assert_eq!(sums, all_reduced::<f32>(ReduceOp::Sum, n, 0..len));
+    assert_eq!(more, all_reduced::<f32>(ReduceOp::Sum, n, 0..len + 5));
+    assert_eq!(most, all_reduced::<i16>(ReduceOp::Max, n, 0..2 * len));
+    assert_eq!(whole, all_reduced::<i16>(ReduceOp::Sum, n, 0..7));
+    let mean: Vec<f64> = all_reduced(ReduceOp::Mean, n, 0..len);
     assert_eq!(reduced_at_root, if rank == root { mean } else { input(rank, len) });
     assert_eq!(from_root, input::<u8>(root, len + 1));
     for (from, data) in incoming {
