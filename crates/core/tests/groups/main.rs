@@ -1,0 +1,12 @@
+//! Groups whose ranks are threads of one process: how they connect, whom they admit, what they refuse, and how they fail.
+//!
+//! One program instead of eight: most of these tests wait for a deadline, and now wait at the same time.
+
+mod arguments;
+mod asynchronous;
+mod authentication;
+mod failure;
+mod mismatch;
+mod rendezvous;
+mod started;
+mod subgroups;
