@@ -48,7 +48,7 @@ impl Args {
     fn measure(&self, group: &Group, sizes: &[usize]) -> Result<u64, RankError> {
         // Rank 0 measures the floors while the other ranks wait at the barrier.
         let mut report = match group.rank() {
-            0 => Some(Report::begin(&self.common, self.subject(group), sizes.len())?),
+            0 => Some(Report::begin(&self.common, self.subject(group), sizes)?),
             _ => None,
         };
         group.barrier()?;

@@ -38,9 +38,9 @@ enum DataPath {
 }
 
 impl Floors {
-    /// Measures the floors. None for a single rank, which waits for no peer, and for `auto`, whose links between hosts
-    /// are unknown.
-    pub fn measure(transport: Transport, ranks: u32) -> io::Result<Option<Floors>> {
+    /// Measures the floors of calls with up to `largest` bytes. None for a single rank, which waits for no peer, and
+    /// for `auto`, whose links between hosts are unknown.
+    pub fn measure(transport: Transport, ranks: u32, facts: &Facts, largest: usize) -> io::Result<Option<Floors>> {
         if ranks < 2 || transport == Transport::Auto {
             return Ok(None);
         }
@@ -48,7 +48,11 @@ impl Floors {
         let cores = available_parallelism().map_or(1, usize::from).min(ranks as usize);
         let path = match transport {
             Transport::Tcp => DataPath::Tcp(Loopback::measure()?),
-            _ => DataPath::Memory { memory: Memory::measure(cores, &SIZES), hand_off: hand_off() },
+            _ => {
+                let sets = [false, true].map(|in_place| traffic(facts, f64::from(ranks), largest, in_place).1);
+                let most = sets[0].max(sets[1]) / cores as f64;
+                DataPath::Memory { memory: Memory::measure(cores, needed(most)), hand_off: hand_off() }
+            }
         };
         Ok(Some(Floors { ranks: f64::from(ranks), cores, path }))
     }
@@ -58,9 +62,7 @@ impl Floors {
         let (size, ranks, cores) = (bytes as f64, self.ranks, self.cores as f64);
         match &self.path {
             DataPath::Memory { memory, hand_off } => {
-                let traffic = (facts.traffic)(ranks)[usize::from(in_place)] * size;
-                // In place an operation reads and writes the same memory: the working set is the buffers.
-                let working_set = if in_place { ranks * size } else { traffic };
+                let (traffic, working_set) = traffic(facts, ranks, bytes, in_place);
                 hand_off.max(traffic / memory.traffic(working_set / cores))
             }
             // Each rank sends at the rate of a stream, as many at once as there are cores.
@@ -94,6 +96,19 @@ impl Floors {
     }
 }
 
+/// Returns the bytes that all ranks together read and write in a call with `bytes` bytes, and their working set.
+fn traffic(facts: &Facts, ranks: f64, bytes: usize, in_place: bool) -> (f64, f64) {
+    let traffic = (facts.traffic)(ranks)[usize::from(in_place)] * bytes as f64;
+    // In place an operation reads and writes the same memory: the working set is the buffers.
+    (traffic, if in_place { ranks * bytes as f64 } else { traffic })
+}
+
+/// Returns the sizes to measure for threads that work on at most `most` bytes each: rates are interpolated.
+fn needed(most: f64) -> &'static [usize] {
+    let last = SIZES.iter().position(|size| *size as f64 >= most).unwrap_or(SIZES.len() - 1);
+    &SIZES[..=last]
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -101,6 +116,13 @@ mod tests {
 
     fn floors(ranks: f64, cores: usize, path: DataPath) -> Floors {
         Floors { ranks, cores, path }
+    }
+
+    #[test]
+    fn sizes_are_measured_up_to_the_first_that_holds_the_working_set() {
+        for (most, count) in [(0.0, 1), (16384.0, 1), (16385.0, 2), (1e6, 3), (8e6, 4), (9e6, 5), (1e12, 5)] {
+            assert_eq!(needed(most), &SIZES[..count], "{most}");
+        }
     }
 
     #[test]

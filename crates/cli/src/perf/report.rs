@@ -63,13 +63,14 @@ pub struct Report {
 
 impl Report {
     /// Measures the floors and prints the head of the table.
-    pub fn begin(common: &Common, subject: Subject, sizes: usize) -> io::Result<Report> {
-        let floors = Floors::measure(common.transport, common.ranks).unwrap_or_else(|error| {
+    pub fn begin(common: &Common, subject: Subject, sizes: &[usize]) -> io::Result<Report> {
+        let largest = sizes.iter().copied().max().unwrap_or(0);
+        let floors = Floors::measure(common.transport, common.ranks, &subject.facts, largest).unwrap_or_else(|error| {
             log::warn!("cannot measure the floor: {error}; see `bonfire doctor`");
             None
         });
         // Drawn on standard error, and only if that is a terminal.
-        let bar = ProgressBar::with_draw_target(Some(sizes as u64), ProgressDrawTarget::stderr());
+        let bar = ProgressBar::with_draw_target(Some(sizes.len() as u64), ProgressDrawTarget::stderr());
         if let Ok(style) = ProgressStyle::with_template("{wide_bar} {pos} of {len} sizes, {eta} left") {
             bar.set_style(style);
         }
