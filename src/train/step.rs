@@ -2,7 +2,7 @@
 //!
 //! A hook hands over each gradient as soon as it is complete ([`observe`]), a full bucket leaves at once ([`pass`]), and
 //! all ranks send the same buckets in the same order ([`schedule`]). What the ranks must agree on travels during the
-//! forward pass (the step header) and behind the last bucket (the [`trailer`]), never between a gradient and its
+//! forward pass (the step header) and beside the last buckets (the [`trailer`]), never between a gradient and its
 //! exchange.
 //!
 //! Gradients have a group of their own, the lane: collectives of the model, such as those of
@@ -18,7 +18,6 @@ use std::sync::{Arc, Mutex, OnceLock};
 
 use burn::module::{AutodiffModule, ParamId};
 use burn::optim::GradientsParams;
-use burn::tensor::backend::AutodiffBackend;
 
 use self::observe::{Hooked, Observer};
 use self::pass::{Ended, Pass};
@@ -26,7 +25,7 @@ use self::trailer::Problem;
 use super::data_parallel::DataParallel;
 use super::overlap::Overlap;
 use super::reduction::Reducer;
-use super::step_header::StepHeader;
+use super::step_header::{StepHeader, no_samples};
 use super::values::{comparison_is_due, positions};
 use crate::tensor::autodiff::CollectiveBackend;
 use crate::tensor::autodiff::hook::GradientReceiver;
@@ -110,6 +109,45 @@ impl<B: CollectiveBackend> DataParallel<B> {
         Ok(TrainingStep { model, hooked, guard: Guard { pass, parallel: self } })
     }
 
+    /// Takes part in a step of ranks that still have data, when this rank's has ended. Returns the mean of their
+    /// gradients, or `None` on all ranks once no rank has data. Each rank calls it in a loop after its own last
+    /// [`step`](Self::step), so ranks with different numbers of batches make the same number of steps:
+    ///
+    /// ```
+    /// # use bonfire::{DataParallel, Group};
+    /// # use burn::backend::{Autodiff, Flex};
+    /// # use burn::nn::LinearConfig;
+    /// # use burn::optim::{Optimizer, SgdConfig};
+    /// # use burn::tensor::Tensor;
+    /// # let device = Default::default();
+    /// # let group = Group::threads(1)?.remove(0);
+    /// # let linear = LinearConfig::new(2, 1).init::<Autodiff<Flex>>(&device);
+    /// # let (mut model, mut ddp) = DataParallel::new(group, linear)?;
+    /// # let mut optimizer = SgdConfig::new().init();
+    /// # let own_batches = [Tensor::<Autodiff<Flex>, 2>::ones([3, 2], &device)];
+    /// for input in own_batches {
+    ///     let step = ddp.step(&model, input.dims()[0])?;
+    ///     let loss = step.model().forward(input).mean();
+    ///     let gradients = step.finish(loss.backward())?;
+    ///     model = optimizer.step(0.1, model, gradients);
+    /// }
+    /// while let Some(gradients) = ddp.join(&model)? {
+    ///     model = optimizer.step(0.1, model, gradients);
+    /// }
+    /// # Ok::<(), bonfire::Error>(())
+    /// ```
+    ///
+    /// The mean is over the samples of the ranks that have some. A model whose layers communicate, such as one with
+    /// [`SyncBatchNorm`](crate::SyncBatchNorm), cannot be trained so: its layers wait for all ranks, and the ranks get
+    /// [`Error::Mismatch`]. Give every rank as many batches instead, as [`ShardedSampler`](crate::ShardedSampler) does.
+    ///
+    /// # Errors
+    /// See [`step`](Self::step) and [`TrainingStep::finish`].
+    #[track_caller]
+    pub fn join<M: AutodiffModule<B>>(&mut self, model: &M) -> Result<Option<GradientsParams>, Error> {
+        self.step(model, 0)?.end_or_none()
+    }
+
     /// Sets the most bytes in a bucket of an overlapped step, instead of the size that the first step measures. All
     /// ranks set the same, before the first [`step`](Self::step). Larger tensors are a bucket of their own.
     pub fn set_bucket_bytes(&mut self, bytes: usize) {
@@ -186,6 +224,13 @@ impl<B: CollectiveBackend, M> TrainingStep<'_, B, M> {
         self.end(None)
     }
 
+    /// Ends the step without a backward pass. `None` if no rank has samples.
+    fn end_or_none(self) -> Result<Option<GradientsParams>, Error> {
+        let guard = self.guard;
+        drop((self.model, self.hooked));
+        guard.end(None)
+    }
+
     /// As [`finish`](Self::finish), after a backward pass whose caller has taken these gradients of the step's model.
     #[cfg(feature = "ddp")]
     pub(super) fn finish_with(self, gradients: &GradientsParams) -> Result<GradientsParams, Error> {
@@ -199,12 +244,13 @@ impl<B: CollectiveBackend, M> TrainingStep<'_, B, M> {
         // Their tensors share the parameters' memory, which the optimizer changes in place if it is the only owner.
         drop((model, hooked));
         let position = late.and_then(|id| guard.parallel.parameters().iter().position(|parameter| parameter.id == id));
-        guard.end(position.map(Problem::Twice))
+        guard.end(position.map(Problem::Twice))?.ok_or_else(|| no_samples(OPERATION))
     }
 }
 
 impl<B: CollectiveBackend> Guard<'_, B> {
-    fn end(self, problem: Option<Problem>) -> Result<GradientsParams, Error> {
+    /// Returns the gradients; `None` if no rank has samples.
+    fn end(self, problem: Option<Problem>) -> Result<Option<GradientsParams>, Error> {
         let Some(mut pass) = lock(&self.pass).take() else {
             return Err(Error::broken(OPERATION, "the step has ended before"));
         };
@@ -220,19 +266,20 @@ impl<B: CollectiveBackend> Guard<'_, B> {
         overlap.reducer = Some(pass.reducer);
         let lane = overlap.lane.clone();
         let ended = outcome.and_then(|ended| {
-            let Ok(Ended { gradients, ordered }) = ended else { return Ok(ended) };
+            let Ok(Some(Ended { gradients, ordered })) = ended else { return Ok(ended) };
             if let Some(leader) = ordered.filter(|_| !overlap.tuned && lane.world_size() > 1) {
                 let (parameters, bytes) = (&self.parallel.reducer.parameters, self.parallel.bucket_bytes);
                 overlap.buckets = tuning::tune(&lane, parameters, leader, &order, bytes)?;
                 overlap.tuned = true;
             }
-            Ok(Ok(Ended { gradients, ordered }))
+            Ok(Ok(Some(Ended { gradients, ordered })))
         });
         match ended {
-            Ok(Ok(ended)) => {
+            Ok(Ok(Some(ended))) => {
                 self.parallel.steps += 1;
-                Ok(ended.gradients)
+                Ok(Some(ended.gradients))
             }
+            Ok(Ok(None)) => Ok(None),
             Ok(Err(error)) => Err(error),
             Err(error) => Err(abandon(&lane, &main, error)),
         }

@@ -54,6 +54,7 @@ pub(crate) struct AgreedStep {
 /// Why the ranks cannot make a step. All ranks find the same.
 pub(crate) enum Refused {
     Because(Error),
+    NoSamples,
     /// The ranks' parameters differ. [`StepHeader::compare`] finds out which.
     Digests,
 }
@@ -71,6 +72,7 @@ impl StepHeader {
         match self.agree(parameters, &headers, group.world_size()) {
             Ok(agreed) => Ok(agreed),
             Err(Refused::Because(error)) => Err(error),
+            Err(Refused::NoSamples) => Err(no_samples(self.operation)),
             Err(Refused::Digests) => Err(self.compare(group, parameters)),
         }
     }
@@ -144,7 +146,7 @@ impl StepHeader {
         }
         self.check_equal(headers.chunks_exact(width))?;
         if total == 0 {
-            return Err(Refused::Because(no_samples(self.operation)));
+            return Err(Refused::NoSamples);
         }
         let equal = headers.chunks_exact(width).all(|header| header[0] == headers[0]);
         let weighting = if equal { Weighting::Equal } else { Weighting::Share(self.samples as f64 / total as f64) };

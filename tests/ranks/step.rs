@@ -1,20 +1,22 @@
 //! Overlapped training steps: the same bits as with an exchange after the backward pass, whatever the model does.
 
-use std::sync::mpsc;
+mod errors;
+
 use std::thread;
 use std::time::Duration;
 
-use bonfire::tensor::autodiff::attempt;
-use bonfire::{DataParallel, Error, Group, SyncBatchNorm, SyncBatchNormConfig};
+use bonfire::tensor::autodiff::{CollectiveBackend, attempt};
+use bonfire::{DataParallel, Group, SyncBatchNorm, SyncBatchNormConfig};
 use bonfire_testing::{Kind, ranks, run_ranks};
-use burn::backend::{Autodiff, Flex};
-use burn::module::{AutodiffModule, Module, ModuleVisitor, Param};
+use burn::backend::autodiff::checkpoint::strategy::BalancedCheckpointing;
+use burn::backend::{Autodiff, Flex, NdArray};
+use burn::module::{AutodiffModule, Module, ModuleMapper, ModuleVisitor, Param};
 use burn::nn::conv::{Conv2d, Conv2dConfig};
 use burn::nn::transformer::{TransformerEncoder, TransformerEncoderConfig, TransformerEncoderInput};
 use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig};
 use burn::optim::{GradientsAccumulator, GradientsParams, Optimizer, SgdConfig};
 use burn::tensor::backend::Backend;
-use burn::tensor::{Int, Tensor, TensorData};
+use burn::tensor::{DType, Int, Tensor, TensorData, activation};
 
 type F32 = Autodiff<Flex>;
 type Loss = Tensor<F32, 1>;
@@ -38,6 +40,17 @@ fn bits<M: Module<F32>>(model: &M) -> Bits {
     let mut bits = Bits::default();
     model.visit(&mut bits);
     bits
+}
+
+/// Converts parameters to f64, in which sums of different order agree to 1e-12.
+struct InF64;
+
+impl ModuleMapper<F32> for InF64 {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<F32, D>>) -> Param<Tensor<F32, D>> {
+        let (id, tensor, mapper) = param.consume();
+        let tensor = Tensor::from_inner(tensor.inner().cast(DType::F64)).require_grad();
+        Param::from_mapped_value(id, tensor, mapper)
+    }
 }
 
 /// Numbers in [-1, 1) that depend on the seed.
@@ -176,7 +189,12 @@ struct Branches<B: Backend> {
 
 impl Branches<F32> {
     fn new() -> Self {
-        let linear = |inputs, outputs| LinearConfig::new(inputs, outputs).init(&Default::default());
+        let linear = |inputs, outputs| {
+            let mut linear = LinearConfig::new(inputs, outputs).init(&Default::default());
+            linear.weight = Param::from_tensor(values([inputs, outputs], inputs + 10 * outputs) * 0.3);
+            linear.bias = Some(Param::from_tensor(values([outputs], inputs)));
+            linear
+        };
         Branches { last: linear(9, 3), sometimes: Some(linear(9, 9)), never: linear(4, 4), first: linear(5, 9) }
     }
 
@@ -253,6 +271,83 @@ fn three_micro_batches_are_exchanged_once_with_the_same_bits() {
     }
 }
 
+#[test]
+fn ranks_whose_data_ends_earlier_join_until_all_are_done() {
+    const BATCHES: [usize; 5] = [0, 1, 7, 7, 12];
+    let batch = |rank: usize, number: usize| values([1 + (rank + number) % 3, 5], 100 * rank + number);
+    let in_f64 = |batch: Tensor<F32, 2>| batch.cast(DType::F64);
+    let model = || Branches::new().map(&mut InF64);
+    // One rank processes what the others had in each step, one after the other.
+    let (mut whole, mut optimizer) = (model(), SgdConfig::new().init());
+    let reference = {
+        for number in 0..12 {
+            let batches: Vec<_> = (0..5).filter(|rank| number < BATCHES[*rank]).map(|r| batch(r, number)).collect();
+            let samples: usize = batches.iter().map(|batch| batch.dims()[0]).sum();
+            let losses = batches.into_iter().map(|batch| {
+                let share = batch.dims()[0] as f64 / samples as f64;
+                whole.loss(in_f64(batch), false) * share
+            });
+            let loss = losses.reduce(|a, b| a + b).unwrap();
+            let grads = GradientsParams::from_grads(loss.backward(), &whole);
+            whole = optimizer.step(0.05, whole, grads);
+        }
+        bits(&whole)
+    };
+    for kind in KINDS {
+        let start = bits(&model());
+        for result in run_ranks(kind, 5, move |group| {
+            let rank = group.rank();
+            let (mut model, mut ddp) = DataParallel::new(group, Branches::new().map(&mut InF64)).unwrap();
+            let mut optimizer = SgdConfig::new().init();
+            for number in 0..BATCHES[rank] {
+                let input = batch(rank, number);
+                let step = ddp.step(&model, input.dims()[0]).unwrap();
+                let loss = step.model().loss(input.cast(DType::F64), false);
+                let grads = step.finish(loss.backward()).unwrap();
+                model = optimizer.step(0.05, model, grads);
+            }
+            while let Some(grads) = ddp.join(&model).unwrap() {
+                model = optimizer.step(0.05, model, grads);
+            }
+            bits(&model)
+        }) {
+            assert!(result.0 != start.0, "it was trained");
+            for (a, b) in result.0.iter().zip(&reference.0) {
+                let close = a.iter::<f64>().zip(b.iter::<f64>()).all(|(a, b)| (a - b).abs() < 1e-12);
+                assert!(close, "{kind:?}");
+            }
+        }
+    }
+}
+
+fn other_backends_get_the_gradients_of_sync<B: CollectiveBackend>() {
+    ranks(2, |group| {
+        let (device, rank) = (Default::default(), group.rank());
+        let model: Vec<Linear<B>> = (0..3).map(|_| LinearConfig::new(4, 4).init(&device)).collect();
+        let (model, mut ddp) = DataParallel::new(group, model).unwrap();
+        let loss = |model: &Vec<Linear<B>>| {
+            let input = Tensor::<B, 2>::from_data(values([2, 4], rank).into_data(), &device);
+            model.iter().fold(input, |x, layer| activation::gelu(layer.forward(x))).powf_scalar(2.0).mean()
+        };
+        let after = ddp.sync(&model, GradientsParams::from_grads(loss(&model).backward(), &model), 2).unwrap();
+        let step = ddp.step(&model, 2).unwrap();
+        let grads = loss(step.model()).backward();
+        let during = step.finish(grads).unwrap();
+        assert_eq!((during.len(), after.len()), (6, 6));
+        for layer in &model {
+            let weight =
+                |grads: &GradientsParams| grads.get::<B::InnerBackend, 2>(layer.weight.id).unwrap().into_data();
+            assert_eq!(weight(&during), weight(&after));
+        }
+    });
+}
+
+#[test]
+fn checkpointing_strategies_and_other_backends_get_the_gradients_of_sync() {
+    other_backends_get_the_gradients_of_sync::<Autodiff<Flex, BalancedCheckpointing>>();
+    other_backends_get_the_gradients_of_sync::<Autodiff<NdArray<f64>>>();
+}
+
 /// Random layers, some of which a rank does not use in a step, and random delays. All ranks must make all steps.
 fn random_steps(steps: usize, seed: u64) {
     for kind in [Kind::Threads, Kind::Tcp] {
@@ -303,58 +398,6 @@ fn two_thousand_steps_of_random_models_get_the_same_bits() {
     }
 }
 
-/// Runs one step on two ranks and returns their errors.
-fn errors(
-    step: impl Fn(&mut DataParallel<F32>, &Branches<F32>, usize) -> Result<GradientsParams, Error> + Sync,
-) -> Vec<Error> {
-    ranks(2, |group| {
-        let rank = group.rank();
-        let (model, mut ddp) = DataParallel::new(group, Branches::new()).unwrap();
-        let error = step(&mut ddp, &model, rank).err().unwrap();
-        if matches!(error, Error::InvalidArgument { .. }) {
-            // The group is usable.
-            let good = ddp.step(&model, 1).unwrap();
-            let grads = good.model().loss(values([1, 5], 1), false).backward();
-            good.finish(grads).unwrap();
-        }
-        error
-    })
-}
-
-fn check_errors(errors: &[Error], text: &str) {
-    for error in errors {
-        assert!(error.to_string().contains(text), "{error}");
-    }
-}
-
-#[test]
-fn gradients_that_never_arrive_are_an_error_on_all_ranks() {
-    // A fork has leaves of its own.
-    let forked = errors(|ddp, model, rank| {
-        let step = ddp.step(model, 1)?;
-        let fork = step.model().clone().fork(&Default::default());
-        let used = if rank == 1 { &fork } else { step.model() };
-        let grads = used.loss(values([1, 5], 1).require_grad(), false).backward();
-        step.finish(grads)
-    });
-    check_errors(&forked, "rank 1 has samples, and no gradient has arrived");
-    let no_backward = errors(|ddp, model, _| ddp.step(model, 1)?.skip());
-    check_errors(&no_backward, "rank 0 has samples, and no gradient has arrived");
-}
-
-#[test]
-fn a_second_backward_pass_is_an_error_on_all_ranks() {
-    let errors = errors(|ddp, model, rank| {
-        let step = ddp.step(model, 1)?;
-        let mut grads = step.model().loss(values([1, 5], 1), false).backward();
-        if rank == 1 {
-            grads = step.model().loss(values([1, 5], 1), false).backward();
-        }
-        step.finish(grads)
-    });
-    check_errors(&errors, "rank 1 has two gradients of `");
-}
-
 #[test]
 fn clones_of_the_steps_model_before_and_after_its_first_use_share_its_hooks() {
     ranks(2, |group| {
@@ -389,94 +432,4 @@ fn other_devices_and_inference_copies_of_the_steps_model_work() {
         step.model().clone().no_grad().loss(values([1, 5], 1), true);
         assert_eq!(step.finish(grads).unwrap().len(), 4);
     });
-}
-
-#[test]
-fn a_step_that_is_dropped_fails_on_all_ranks() {
-    let errors = errors(|ddp, model, rank| {
-        let step = ddp.step(model, 1)?;
-        if rank == 1 {
-            drop(step);
-            return ddp.step(model, 1)?.skip();
-        }
-        let grads = step.model().loss(values([1, 5], 1), false).backward();
-        step.finish(grads)
-    });
-    check_errors(&errors, "rank 1 has dropped its training step");
-}
-
-#[test]
-fn different_settings_and_sync_on_one_rank_are_errors_on_all_ranks() {
-    let sizes = errors(|ddp, model, rank| {
-        ddp.set_bucket_bytes(1000 + rank);
-        let step = ddp.step(model, 1)?;
-        let grads = step.model().loss(values([1, 5], 1), false).backward();
-        let outcome = step.finish(grads);
-        ddp.set_bucket_bytes(1000);
-        outcome
-    });
-    check_errors(&sizes, "rank 0's buckets have 1000 bytes and rank 1's 1001 bytes");
-    let nobody = errors(|ddp, model, _| ddp.step(model, 0)?.skip());
-    check_errors(&nobody, "no rank has any samples");
-}
-
-#[test]
-fn a_backward_pass_ends_although_the_other_rank_has_not_begun_its_step() {
-    let (told, heard) = mpsc::channel();
-    let heard = std::sync::Mutex::new(heard);
-    ranks(2, |group| {
-        let rank = group.rank();
-        let (model, mut ddp) = DataParallel::new(group, Branches::new()).unwrap();
-        // The first step makes the group of the gradients, for which the ranks wait for each other.
-        for round in 0..2 {
-            if round == 1 && rank == 1 {
-                heard.lock().unwrap().recv_timeout(Duration::from_secs(20)).expect("rank 0's backward pass has ended");
-                // burn-autodiff takes the locks of all graphs of the process at the end of this.
-                values([3], 1).require_grad().sum().backward();
-            }
-            let step = ddp.step(&model, 1).unwrap();
-            let grads = step.model().loss(values([1, 5], 1), false).backward();
-            if round == 1 && rank == 0 {
-                told.send(()).unwrap();
-            }
-            step.finish(grads).unwrap();
-        }
-    });
-}
-
-#[test]
-fn a_rank_that_is_lost_during_the_backward_pass_is_a_typed_error_and_shrink_continues() {
-    use bonfire::TrainingState;
-    for kind in [Kind::Threads, Kind::Tcp] {
-        run_ranks(kind, 3, |group| {
-            let rank = group.rank();
-            let (model, mut ddp) = DataParallel::new(group, Branches::new()).unwrap();
-            let mut state = TrainingState::new(model, SgdConfig::new().init(), 0.1, ());
-            let mut made = 0;
-            while made < 6 {
-                let step = ddp.step(&state.model, 1);
-                let outcome = step.and_then(|step| {
-                    let loss = step.model().loss(values([1, 5], made), false);
-                    if rank == 1 && made == 3 {
-                        return Ok(None);
-                    }
-                    step.finish(loss.backward()).map(Some)
-                });
-                match outcome {
-                    Ok(Some(grads)) => state.step(grads),
-                    // Leaves the group: its handles are dropped.
-                    Ok(None) => return,
-                    Err(
-                        Error::PeerLost { .. } | Error::Left { .. } | Error::Disconnected { .. } | Error::Broken { .. },
-                    ) => {
-                        assert_eq!(made, 3, "only then was a rank lost");
-                        ddp.shrink(&mut state).unwrap();
-                        assert_eq!(ddp.group().world_size(), 2);
-                    }
-                    Err(error) => panic!("{error}"),
-                }
-                made = state.batch;
-            }
-        });
-    }
 }

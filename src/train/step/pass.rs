@@ -249,15 +249,17 @@ impl<B: AutodiffBackend> Pass<B> {
     }
 
     /// Ends the step after the backward pass: sends what is left and waits for all results. The inner error is the same
-    /// on all ranks, and the groups stay usable; after the outer one they do not. `main` is the group that has
-    /// exchanged the headers.
-    pub fn finish(&mut self, main: &Group) -> Result<Result<Ended, Error>, Error> {
+    /// on all ranks, and the groups stay usable; after the outer one they do not. `None` if no rank has samples. `main`
+    /// is the group that has exchanged the headers. It exchanges the trailers too: on the lane they would wait for the
+    /// buckets, and a rank that skips a pass in which others run collectives would not meet them.
+    pub fn finish(&mut self, main: &Group) -> Result<Result<Option<Ended>, Error>, Error> {
         if let Some(error) = self.failure.take() {
             return Err(error);
         }
         self.agree()?;
         let weighting = match &self.agreement {
             Agreement::Agreed(weighting) => *weighting,
+            Agreement::Refused(Refused::NoSamples) => return Ok(Ok(None)),
             Agreement::Refused(Refused::Because(error)) => return Ok(Err(error.clone())),
             Agreement::Refused(Refused::Digests) => {
                 return Ok(Err(self.header.compare(main, &self.reducer.parameters)));
@@ -267,8 +269,8 @@ impl<B: AutodiffBackend> Pass<B> {
         if self.header.samples > 0 && self.order.is_empty() && self.earlier.is_empty() {
             self.report(Problem::NoGradients);
         }
-        let trailer = self.take_rest(weighting)?;
-        let trailer = trailer.start(&self.reducer.group)?;
+        let trailer = self.trailer().start(main)?;
+        self.send_rest(weighting)?;
         while !self.in_flight.is_empty() {
             self.finish_oldest()?;
         }
@@ -281,11 +283,11 @@ impl<B: AutodiffBackend> Pass<B> {
         for (parameter, _) in self.reducer.parameters.iter().zip(&trailer.exists).filter(|(_, exists)| !**exists) {
             gradients.remove::<B::InnerBackend, 1>(parameter.id);
         }
-        Ok(Ok(Ended { gradients, ordered: trailer.ordered }))
+        Ok(Ok(Some(Ended { gradients, ordered: trailer.ordered })))
     }
 
-    /// Sends the buckets that are left. Returns this rank's trailer.
-    fn take_rest(&mut self, weighting: Weighting) -> Result<Trailer, Error> {
+    /// Returns this rank's trailer, after counting the gradients of earlier micro-batches alone.
+    fn trailer(&mut self) -> Trailer {
         for position in 0..self.gradients.len() {
             if matches!(self.gradients[position], Gradient::Missing)
                 && let Some(earlier) = self.earlier.remove::<B::InnerBackend, 1>(self.reducer.parameters[position].id)
@@ -297,6 +299,11 @@ impl<B: AutodiffBackend> Pass<B> {
             self.report(Problem::Unknown);
         }
         let exists = self.gradients.iter().map(|gradient| !matches!(gradient, Gradient::Missing)).collect();
+        Trailer { problem: self.problem, ordered: !self.order.is_empty(), exists }
+    }
+
+    /// Sends the buckets that are left.
+    fn send_rest(&mut self, weighting: Weighting) -> Result<(), Error> {
         self.read(weighting);
         while let Some(positions) = self.schedule.next().map(<[usize]>::to_vec) {
             // The memory of a bucket is reused once its results were taken.
@@ -305,7 +312,7 @@ impl<B: AutodiffBackend> Pass<B> {
             }
             self.send(positions, weighting)?;
         }
-        Ok(Trailer { problem: self.problem, ordered: !self.order.is_empty(), exists })
+        Ok(())
     }
 }
 

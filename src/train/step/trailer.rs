@@ -1,5 +1,5 @@
-//! The trailer of a step, which the ranks exchange behind the last bucket: which gradients there were, and what went
-//! wrong.
+//! The trailer of a step, which the ranks exchange after their backward passes, while the last buckets are in flight:
+//! which gradients there were, and what went wrong.
 
 use burn::tensor::backend::AutodiffBackend;
 use bytemuck::cast_slice_mut;
