@@ -1,18 +1,19 @@
 //! Data-parallel training of burn models: every rank holds the same model and works on its part of each batch.
 //!
 //! [`DataParallel`] makes the ranks' models equal at the start and their gradients equal in every step, so the models
-//! stay bit-identical. [`ShardedSampler`] distributes the batches over the ranks: together, `n` ranks see the same
-//! global batches as a single rank would, and train the same model. [`ShardedOptimizer`] partitions the optimizer state
-//! over the ranks (ZeRO-1). [`SyncBatchNorm`] normalises with the statistics of the global batch. [`seeded`] gives the
-//! same initial weights on any number of ranks. [`TrainingState`] is all that a training carries from step to step, for
-//! checkpoints and for going on without lost ranks. With the feature `ddp`, `DataParallelStrategy` trains with
-//! burn-train's `Learner` instead of a loop of your own.
+//! stay bit-identical. Gradients are exchanged while the backward pass still runs. [`ShardedSampler`] distributes the
+//! batches over the ranks: together, `n` ranks see the same global batches as a single rank would, and train the same
+//! model. [`ShardedOptimizer`] partitions the optimizer state over the ranks (ZeRO-1). [`SyncBatchNorm`] normalises with
+//! the statistics of the global batch. [`seeded`] gives the same initial weights on any number of ranks.
+//! [`TrainingState`] is all that a training carries from step to step, for checkpoints and for going on without lost
+//! ranks. With the feature `ddp`, `DataParallelStrategy` trains with burn-train's `Learner` instead of a loop of your
+//! own.
 //!
 //! ```
 //! use bonfire::{DataParallel, Group, ShardedSampler};
 //! use burn::backend::{Autodiff, Flex};
 //! use burn::nn::{Linear, LinearConfig};
-//! use burn::optim::{GradientsParams, Optimizer, SgdConfig};
+//! use burn::optim::{Optimizer, SgdConfig};
 //! use burn::tensor::Tensor;
 //!
 //! type B = Autodiff<Flex>;
@@ -25,9 +26,9 @@
 //!     for epoch in 0..2 {
 //!         for shard in sampler.epoch(epoch) {
 //!             let input = Tensor::<B, 2>::ones([shard.len(), 2], &device); // the samples that `shard` lists
-//!             let loss = model.forward(input).mean();
-//!             let grads = GradientsParams::from_grads(loss.backward(), &model);
-//!             let grads = ddp.sync(&model, grads, shard.len())?;
+//!             let step = ddp.step(&model, shard.len())?;
+//!             let loss = step.model().forward(input).mean();
+//!             let grads = step.finish(loss.backward())?;
 //!             model = optimizer.step(0.1, model, grads);
 //!         }
 //!     }
@@ -45,13 +46,16 @@ mod bucket;
 mod data_parallel;
 #[cfg(feature = "ddp")]
 mod learner;
+mod overlap;
 mod record;
+mod reduction;
 mod resume;
 mod sampler;
 mod seeded;
 mod sharded;
 mod shrink;
 mod states;
+mod step;
 mod step_header;
 mod training_state;
 mod values;
@@ -64,4 +68,5 @@ pub use self::learner::DataParallelStrategy;
 pub use self::sampler::{Epoch, ShardedSampler};
 pub use self::seeded::seeded;
 pub use self::sharded::{ShardedOptimizer, Sharding};
+pub use self::step::TrainingStep;
 pub use self::training_state::TrainingState;

@@ -158,22 +158,33 @@ impl TrainingJob<'_> {
             return self.end_epoch(training).map(|()| false);
         };
         let (images, labels) = tensors::<B>(digits, &shard, device);
-        let (model, loss) = (&training.state.model, CrossEntropyLossConfig::new().init(device));
+        let criterion = CrossEntropyLossConfig::new().init(device);
         // The batch norms call collectives, whose failures `attempt` returns.
-        let (scores, loss, grads) = attempt(|| {
-            let scores = model.forward(images);
-            let loss = loss.forward(scores.clone(), labels.clone());
-            let grads = GradientsParams::from_grads(loss.backward(), model);
-            (scores, loss, grads)
-        })?;
+        let pass = |model: &Network<B>| {
+            attempt(|| {
+                let scores = model.forward(images);
+                let loss = criterion.forward(scores.clone(), labels.clone());
+                let grads = loss.backward();
+                (scores, loss, grads)
+            })
+        };
         let Training { state, sharded, ddp, .. } = training;
-        match sharded {
-            None => state.step(ddp.sync(&state.model, grads, shard.len())?),
+        let (scores, loss) = match sharded {
+            None => {
+                let step = ddp.step(&state.model, shard.len())?;
+                let (scores, loss, grads) = pass(step.model())?;
+                let grads = step.finish(grads)?;
+                state.step(grads);
+                (scores, loss)
+            }
             Some(optimizer) => {
+                let (scores, loss, grads) = pass(&state.model)?;
+                let grads = GradientsParams::from_grads(grads, &state.model);
                 optimizer.step(self.settings.lr, &mut state.model, grads, shard.len())?;
                 state.batch += 1;
+                (scores, loss)
             }
-        }
+        };
         training.seen += shard.len();
         training.right += count_right(scores.inner(), labels.inner());
         training.losses += loss.into_scalar().elem::<f64>() * shard.len() as f64;

@@ -45,6 +45,7 @@
 //!
 //! A violation shows as a timeout of the collective, not as a wrong result.
 
+pub(crate) mod hook;
 mod linear;
 
 use burn::backend::Autodiff;
@@ -56,6 +57,7 @@ use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::ops::FloatTensor;
 use burn::tensor::{Float, Tensor, TensorPrimitive};
 
+use self::hook::GradientHook;
 use self::linear::Linear;
 pub use super::attempt::attempt;
 use super::attempt::fail;
@@ -68,7 +70,7 @@ use bonfire_core::{Error, Group, ReduceOp};
 ///
 /// Every [`Autodiff`] implements it. Use it instead of `AutodiffBackend` as the bound of code that builds layers which
 /// communicate.
-pub trait CollectiveBackend: AutodiffBackend {
+pub trait CollectiveBackend: GradientHook {
     /// Returns [`all_reduce_sum`] of the backend's primitive tensors, with gradients for a global loss that is a
     /// weighted sum: the sum over the ranks of `weight` times the rank's loss. `weight` does not change the result.
     ///
@@ -89,7 +91,7 @@ pub trait CollectiveBackend: AutodiffBackend {
 impl<B: Backend, C: CheckpointStrategy> CollectiveBackend for Autodiff<B, C>
 where
     // Does not hold for every `B`: burn's feature `distributed` adds bounds.
-    Self: AutodiffBackend,
+    Self: AutodiffBackend<InnerBackend = B>,
 {
     #[track_caller]
     fn float_all_reduce_sum(tensor: FloatTensor<Self>, group: &Group, weight: f64) -> Result<FloatTensor<Self>, Error> {

@@ -1,6 +1,7 @@
 //! Buckets: which gradients are reduced together, and the memory for that.
 
 use std::collections::VecDeque;
+use std::sync::Arc;
 
 use burn::tensor::backend::Backend;
 use burn::tensor::ops::FloatTensor;
@@ -11,21 +12,33 @@ use half::{bf16, f16};
 use bonfire_core::internal::{ByteOperations, Request};
 use bonfire_core::{Buffer, DType, Error, Group, Operation, ReduceOp, Work};
 
-/// The most bytes in the first bucket. It is small, so that the first reduction starts while the rest is being packed.
-const FIRST_BYTES: usize = 1 << 20;
-/// The most bytes in each later bucket.
-const NEXT_BYTES: usize = 25 << 20;
+/// How large buckets are.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Limits {
+    /// The most bytes in the first bucket.
+    pub first: usize,
+    /// The most bytes in each later bucket.
+    pub next: usize,
+    /// A tensor of at least this many bytes gets a bucket of its own and is reduced in its own memory, which saves two
+    /// copies.
+    pub alone: usize,
+}
 
-/// A tensor of at least this many bytes gets a bucket of its own and is reduced in its own memory, which saves two
-/// copies.
-const ALONE_BYTES: usize = 256 << 10;
+impl Limits {
+    /// For gradients that are all there at the start. The first bucket is small, so that its reduction starts while
+    /// the rest is being packed.
+    pub const DEFAULT: Limits = Limits { first: 1 << 20, next: 25 << 20, alone: 256 << 10 };
+}
+
+/// The parameters' positions in each bucket, in the order in which buckets are sent.
+pub(crate) type BucketTable = Arc<[Vec<usize>]>;
 
 /// Buckets in flight at a time: one is reduced, the next is packed, the previous is unpacked.
 const WINDOW: usize = 3;
 
 /// Removes the oldest bucket in flight if the window is full: it must be finished before another one is started.
 pub(crate) fn pop_if_full<T>(in_flight: &mut VecDeque<T>) -> Option<T> {
-    if in_flight.len() == WINDOW { in_flight.pop_front() } else { None }
+    if in_flight.len() >= WINDOW { in_flight.pop_front() } else { None }
 }
 
 /// A gradient's properties that determine its bucket.
@@ -38,16 +51,16 @@ pub(crate) struct Item {
 }
 
 /// Splits gradients into buckets of one element type each. Returns the positions in each bucket, and the buckets in the
-/// order in which they fill up. Depends on `items` only, so all ranks get the same buckets.
-pub(crate) fn buckets(items: impl Iterator<Item = Item>) -> Vec<Vec<usize>> {
+/// order in which they fill up. Depends on the arguments only, so all ranks get the same buckets.
+pub(crate) fn buckets(items: impl Iterator<Item = Item>, limits: Limits) -> Vec<Vec<usize>> {
     let mut full: Vec<Vec<usize>> = Vec::new();
     let mut open: Vec<(DType, usize, Vec<usize>)> = Vec::new();
     for item in items {
-        if item.bytes >= ALONE_BYTES {
+        if item.bytes >= limits.alone {
             full.push(vec![item.position]);
             continue;
         }
-        let limit = if full.is_empty() { FIRST_BYTES } else { NEXT_BYTES };
+        let limit = if full.is_empty() { limits.first } else { limits.next };
         let at = open.iter().position(|(dtype, ..)| *dtype == item.dtype).unwrap_or_else(|| {
             open.push((item.dtype, 0, Vec::new()));
             open.len() - 1
@@ -217,7 +230,7 @@ mod tests {
 
     fn split(items: &[(DType, usize)]) -> Vec<Vec<usize>> {
         let items = items.iter().enumerate().rev();
-        buckets(items.map(|(position, &(dtype, bytes))| Item { position, dtype, bytes }))
+        buckets(items.map(|(position, &(dtype, bytes))| Item { position, dtype, bytes }), Limits::DEFAULT)
     }
 
     const KIB: usize = 1 << 10;

@@ -1,8 +1,4 @@
 //! Data-parallel training: the same model on all ranks, and the same gradients in every step.
-//!
-//! # Limits
-//! Buckets overlap with each other's packing and with nothing else: without its feature `distributed`, burn 0.21 shows
-//! no gradient before the whole backward pass is over.
 
 use std::collections::{HashSet, VecDeque};
 use std::fmt;
@@ -10,18 +6,18 @@ use std::fmt;
 use burn::module::AutodiffModule;
 use burn::optim::GradientsParams;
 use burn::tensor::backend::AutodiffBackend;
-use burn::tensor::ops::{FloatTensor, FloatTensorOps};
-use burn::tensor::{FloatDType, Tensor, TensorData, TensorMetadata, TensorPrimitive};
+use burn::tensor::ops::FloatTensorOps;
+use burn::tensor::{Tensor, TensorData, TensorPrimitive};
 
 use super::agree::{Parameter, ParameterDescription, broadcast_parameters, check_same_model, parameters, rebuild};
-use super::bucket::{Bucket, BucketOp, Weighting, buckets, pop_if_full, scale, scale_tensor};
+use super::bucket::{Limits, Weighting, buckets, pop_if_full};
+use super::overlap::Overlap;
+use super::reduction::{InFlight, Reducer};
 use super::states;
 use super::step_header::{AgreedStep, StepHeader, no_samples};
 use super::values::{NOTHING, comparison_is_due, digests, positions, values};
-use crate::tensor::device::{DeviceOutcome, PendingAllReduce, start_all_reduce, uses_collective_devices};
-use crate::tensor::host::float;
 use bonfire_core::internal::{AgreedOperations, ByteOperations, Request};
-use bonfire_core::{Buffer, DType, Error, Group, Operation, ReduceOp, Work};
+use bonfire_core::{DType, Error, Group, Operation, ReduceOp};
 
 /// Synchronises a model and its gradients over the ranks of a group. Each rank has one.
 ///
@@ -31,22 +27,15 @@ use bonfire_core::{Buffer, DType, Error, Group, Operation, ReduceOp, Work};
 /// See [`train`](crate::train) for a training loop. To shard the optimizer state too, use
 /// [`ShardedOptimizer`](crate::ShardedOptimizer) in place of `sync`.
 pub struct DataParallel<B: AutodiffBackend> {
-    pub(super) group: Group,
-    /// The model's float parameters in visiting order. The order is the same on all ranks; parameter ids are not.
-    pub(super) parameters: Vec<Parameter<B>>,
-    /// Unused memory for packed buckets.
-    pub(super) memory: Vec<Buffer<u64>>,
+    /// Reduces gradients over the group. Its parameters are the model's float parameters in visiting order, which is
+    /// the same on all ranks; parameter ids are not.
+    pub(super) reducer: Reducer<B>,
+    /// What overlapped steps need, from the first of them on.
+    pub(super) overlap: Option<Overlap<B>>,
+    /// The most bytes in a bucket of an overlapped step. `None` until it is measured.
+    pub(super) bucket_bytes: Option<usize>,
     /// Steps since the model was distributed or taken over. A rank whose last `sync` failed may be one behind.
     pub(super) steps: u64,
-}
-
-/// A bucket whose reduction is in flight.
-enum InFlight<B: AutodiffBackend> {
-    /// On the host: its tensors, by the positions of their parameters, and the operation. A tensor that is a bucket of
-    /// its own is empty meanwhile, because the operation holds its memory.
-    Host { tensors: Vec<(usize, TensorData)>, work: Work<Bucket> },
-    /// On a collective device: the positions of its parameters, and the operation.
-    Device { positions: Vec<usize>, pending: PendingAllReduce<B::InnerBackend> },
 }
 
 impl<B: AutodiffBackend> DataParallel<B> {
@@ -70,12 +59,26 @@ impl<B: AutodiffBackend> DataParallel<B> {
         let (described, parameters) = describe_parameters(&model);
         check_same_model(&group, &described)?;
         let model = broadcast_parameters(&group, model, identities, 0)?;
-        Ok((model, DataParallel { group, parameters, memory: Vec::new(), steps: 0 }))
+        let reducer = Reducer::new(group, parameters.into());
+        Ok((model, DataParallel { reducer, overlap: None, bucket_bytes: None, steps: 0 }))
     }
 
     /// Returns the group of ranks.
     pub fn group(&self) -> &Group {
-        &self.group
+        &self.reducer.group
+    }
+
+    /// Returns the float parameters in visiting order.
+    pub(super) fn parameters(&self) -> &[Parameter<B>] {
+        &self.reducer.parameters
+    }
+
+    /// Takes over the identities of the parameters of a model that has the same ones.
+    pub(super) fn describe<M: AutodiffModule<B>>(&mut self, model: &M) {
+        self.reducer.parameters = describe_parameters(model).1.into();
+        if let Some(overlap) = &mut self.overlap {
+            overlap.set_parameters(self.reducer.parameters.clone());
+        }
     }
 
     /// Averages the gradients over all ranks, weighted by the number of samples over which each rank's loss was
@@ -131,44 +134,64 @@ impl<B: AutodiffBackend> DataParallel<B> {
         samples: usize,
     ) -> Result<GradientsParams, Error> {
         let digests = comparison_is_due(self.steps).then(|| self.digests(model)).transpose();
-        let digests = digests.map_err(|error| self.group.abandon(error))?;
+        let digests = digests.map_err(|error| self.reducer.group.abandon(error))?;
         let changed = digests.as_ref().and_then(|digests| self.lacks(digests));
-        let (parameters, steps) = (&self.parameters, self.steps);
-        let header = StepHeader { operation: "sync", parameters, grads, samples, changed, steps, rate: 0.0, digests };
-        let agreed = header.exchange(&self.group)?;
-        let grads = self.exchange(agreed).map_err(|error| self.group.abandon(error))?;
+        let steps = self.steps;
+        let header = StepHeader { operation: "sync", grads, samples, changed, steps, rate: 0.0, buckets: 0, digests };
+        let agreed = header.exchange(&self.reducer.group, &self.reducer.parameters)?;
+        let grads = self.exchange(agreed).map_err(|error| self.reducer.group.abandon(error))?;
         self.steps += 1;
         Ok(grads)
+    }
+
+    /// Returns the buckets of a step in which these gradients exist.
+    fn buckets(&self, exists: &[bool]) -> Vec<Vec<usize>> {
+        // Those of overlapped steps are sent as a whole, so that an element has the same place in its bucket, and the
+        // same bits, as in `step`.
+        let tuned = self.overlap.as_ref().and_then(Overlap::tuned_buckets);
+        let tuned = tuned.into_iter().flat_map(|buckets| buckets.iter());
+        let mut whole: Vec<_> =
+            tuned.filter(|bucket| bucket.iter().any(|position| exists[*position])).cloned().collect();
+        let mut left = exists.to_vec();
+        whole.iter().flatten().for_each(|position| left[*position] = false);
+        // The last layers' gradients first: the backward pass computes them first.
+        let items = self.parameters().iter().enumerate().rev().filter(|(position, _)| left[*position]);
+        whole.extend(buckets(items.map(|(position, parameter)| parameter.item(position)), Limits::DEFAULT));
+        whole
     }
 
     /// Replaces this rank's gradients by their mean.
     #[track_caller]
     fn exchange(&mut self, AgreedStep { mut grads, weighting, exists }: AgreedStep) -> Result<GradientsParams, Error> {
-        if self.group.world_size() == 1 {
+        if self.reducer.group.world_size() == 1 {
             return Ok(grads);
         }
-        // The last layers' gradients first: the backward pass computes them first.
-        let items = self.parameters.iter().enumerate().rev().filter(|(position, _)| exists[*position]);
-        let items = items.map(|(position, parameter)| parameter.item(position));
+        let buckets = self.buckets(&exists);
         let mut in_flight = VecDeque::new();
-        for positions in buckets(items) {
+        for positions in buckets {
             if let Some(oldest) = pop_if_full(&mut in_flight) {
                 self.finish(oldest, &mut grads)?;
             }
             in_flight.push_back(self.start(positions, &mut grads, weighting)?);
         }
         in_flight.into_iter().try_for_each(|oldest| self.finish(oldest, &mut grads))?;
+        for (parameter, _) in self.reducer.parameters.iter().zip(&exists).filter(|(_, exists)| !**exists) {
+            grads.remove::<B::InnerBackend, 1>(parameter.id);
+        }
         Ok(grads)
     }
 
     /// Returns the digests of the model's trained parameters, by position.
     pub(super) fn digests<M: AutodiffModule<B>>(&self, model: &M) -> Result<Vec<u64>, Error> {
-        digests(&self.parameters, &values(model, &self.parameters, &positions(&self.parameters)))
+        digests(
+            &self.reducer.parameters,
+            &values(model, &self.reducer.parameters, &positions(&self.reducer.parameters)),
+        )
     }
 
     /// Returns the first position whose trained parameter a model with these digests lacks.
     pub(super) fn lacks(&self, digests: &[u64]) -> Option<usize> {
-        (0..digests.len()).find(|&position| self.parameters[position].trained && digests[position] == NOTHING)
+        (0..digests.len()).find(|&position| self.reducer.parameters[position].trained && digests[position] == NOTHING)
     }
 
     /// Averages metrics over all ranks, weighted by the ranks' numbers of samples. All ranks must call this, with the
@@ -191,7 +214,7 @@ impl<B: AutodiffBackend> DataParallel<B> {
         let weighted = values.iter().map(|value| if samples == 0 { 0.0 } else { value * samples as f64 });
         let mut sums: Vec<f64> = weighted.chain([samples as f64]).collect();
         let request = Request::new(Operation::AllReduce, DType::F64).reduction(ReduceOp::Sum).part_of("mean");
-        self.group.operate(request, None, bytemuck::cast_slice_mut(&mut sums))?;
+        self.reducer.group.operate(request, None, bytemuck::cast_slice_mut(&mut sums))?;
         if sums[N] == 0.0 {
             return Err(no_samples("mean"));
         }
@@ -216,10 +239,10 @@ impl<B: AutodiffBackend> DataParallel<B> {
     #[track_caller]
     pub fn average_states<M: AutodiffModule<B>>(&self, model: M) -> Result<M, Error> {
         self.compare_parameters("average_states", &model)?;
-        states::average(&self.group, model)
+        states::average(&self.reducer.group, model)
     }
 
-    /// Takes a bucket's gradients, weights them and starts their reduction.
+    /// Takes the gradients of a bucket and starts their reduction.
     #[track_caller]
     fn start(
         &mut self,
@@ -227,89 +250,37 @@ impl<B: AutodiffBackend> DataParallel<B> {
         grads: &mut GradientsParams,
         weighting: Weighting,
     ) -> Result<InFlight<B>, Error> {
-        let (element, factor) = (self.parameters[positions[0]].element, weighting.factor());
-        let dtype = weighting.carrier(element);
-        let on_device = factor != 1.0 && uses_collective_devices::<B::InnerBackend>();
         let tensors = positions.iter().map(|&position| {
-            let parameter = &self.parameters[position];
-            match grads.remove::<B::InnerBackend, 1>(parameter.id) {
+            let parameter = &self.reducer.parameters[position];
+            let grad = match grads.remove::<B::InnerBackend, 1>(parameter.id) {
                 Some(grad) => grad.into_primitive().tensor(),
                 None => {
                     let zeros = TensorData::full_dtype(parameter.shape.clone(), 0, parameter.dtype);
                     B::InnerBackend::float_from_data(zeros, &parameter.device)
                 }
-            }
+            };
+            self.reducer.widen(position, grad, weighting)
         });
-        // f32 is the only carrier that is not the elements' own type.
-        let widen = |tensor| {
-            if dtype == element { tensor } else { B::InnerBackend::float_cast(tensor, FloatDType::F32) }
+        let tensors = tensors.collect();
+        let (positions, tensors) = match self.reducer.start_on_device(positions, tensors, weighting)? {
+            Ok(in_flight) => return Ok(in_flight),
+            Err(on_host) => on_host,
         };
-        let scale_tensor =
-            |tensor| if on_device { scale_tensor::<B::InnerBackend>(tensor, dtype, factor) } else { tensor };
-        let tensors = tensors.map(widen).map(scale_tensor).collect();
-        let request = Request::new(Operation::AllReduce, dtype).reduction(weighting.reduction());
-        match start_all_reduce::<B::InnerBackend>(&self.group, tensors, request) {
-            DeviceOutcome::Handled(pending) => Ok(InFlight::Device { positions, pending: pending? }),
-            DeviceOutcome::NotHandled(tensors) => {
-                let mut read = Vec::with_capacity(tensors.len());
-                for (position, tensor) in positions.into_iter().zip(tensors) {
-                    let grad = Tensor::<B::InnerBackend, 1>::from_primitive(TensorPrimitive::Float(tensor));
-                    read.push((position, grad.try_into_data().map_err(|e| Error::io("reading a gradient", e))?));
-                }
-                let mut bucket = self.pack(&mut read, dtype)?;
-                if factor != 1.0 {
-                    scale(bucket.bytes(), dtype, factor);
-                }
-                let op = BucketOp::AllReduce(weighting.reduction());
-                Ok(InFlight::Host { work: bucket.start(&self.group, dtype, op)?, tensors: read })
-            }
-        }
-    }
-
-    fn pack(&mut self, tensors: &mut [(usize, TensorData)], dtype: DType) -> Result<Bucket, Error> {
-        if let [(_, data)] = tensors
-            && let Some(bucket) = Bucket::single(&mut data.bytes, dtype)
-        {
-            return Ok(bucket);
-        }
-        let tensors = tensors.iter().map(|(_, data)| (Some(&data.bytes[..]), data.bytes.len()));
-        let bytes = tensors.clone().map(|(_, bytes)| bytes).sum();
-        Ok(Bucket::packed(&self.group, self.memory.pop(), bytes)?.fill(tensors))
+        let read = positions.into_iter().zip(tensors).map(|(position, tensor)| {
+            let grad = Tensor::<B::InnerBackend, 1>::from_primitive(TensorPrimitive::Float(tensor));
+            Ok((position, grad.try_into_data().map_err(|e| Error::io("reading a gradient", e))?))
+        });
+        let read = read.collect::<Result<_, Error>>()?;
+        self.reducer.start(read, weighting)
     }
 
     /// Waits for a reduction and registers the results as gradients.
     fn finish(&mut self, in_flight: InFlight<B>, grads: &mut GradientsParams) -> Result<(), Error> {
-        let mut register = |position: usize, mut tensor: FloatTensor<B::InnerBackend>| {
-            let parameter = &self.parameters[position];
-            if float(tensor.dtype()) != Some(parameter.element) {
-                tensor = B::InnerBackend::float_cast(tensor, parameter.dtype.into());
-            }
+        let parameters = self.reducer.parameters.clone();
+        self.reducer.finish(in_flight, |position, tensor| {
             let grad = Tensor::<B::InnerBackend, 1>::from_primitive(TensorPrimitive::Float(tensor));
-            grads.register(parameter.id, grad);
-        };
-        let (mut tensors, work) = match in_flight {
-            InFlight::Device { positions, pending } => {
-                positions.into_iter().zip(pending()?).for_each(|(position, tensor)| register(position, tensor));
-                return Ok(());
-            }
-            InFlight::Host { tensors, work } => (tensors, work),
-        };
-        match work.wait().map_err(|(error, _)| error)? {
-            Bucket::Single(bytes) => tensors[0].1.bytes = bytes,
-            Bucket::Packed(memory, bytes) => {
-                let mut rest = &bytemuck::cast_slice(&memory)[..bytes];
-                for (_, data) in &mut tensors {
-                    let (part, after) = rest.split_at(data.bytes.len());
-                    data.bytes.copy_from_slice(part);
-                    rest = after;
-                }
-                self.memory.push(memory);
-            }
-        }
-        for (position, data) in tensors {
-            register(position, B::InnerBackend::float_from_data(data, &self.parameters[position].device));
-        }
-        Ok(())
+            grads.register(parameters[position].id, grad);
+        })
     }
 }
 
@@ -326,7 +297,7 @@ pub(super) fn describe_parameters<B: AutodiffBackend, M: AutodiffModule<B>>(
 
 impl<B: AutodiffBackend> fmt::Debug for DataParallel<B> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let parameters = self.parameters.len();
-        f.debug_struct("DataParallel").field("group", &self.group).field("parameters", &parameters).finish()
+        let parameters = self.reducer.parameters.len();
+        f.debug_struct("DataParallel").field("group", &self.reducer.group).field("parameters", &parameters).finish()
     }
 }

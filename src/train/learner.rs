@@ -28,6 +28,7 @@ use burn_train::{
 };
 
 use self::rank::{Leader, Rank, Settings};
+use crate::tensor::autodiff::CollectiveBackend;
 use bonfire_core::internal::lock;
 use bonfire_core::{Error, Group};
 
@@ -56,8 +57,9 @@ use bonfire_core::{Error, Group};
 ///
 /// # What the ranks do
 /// As in burn's strategy, the training samples are split into one part of equal length per rank (the last also gets the
-/// remainder). An optimizer step uses the mean of the ranks' gradients, accumulated ones included. The learning rate
-/// schedule advances by the world size in each iteration. All ranks start with rank 0's parameters.
+/// remainder). An optimizer step uses the mean of the ranks' gradients, accumulated ones included; they are exchanged
+/// during the backward pass, as by [`DataParallel::step`](super::DataParallel::step). The learning rate schedule
+/// advances by the world size in each iteration. All ranks start with rank 0's parameters.
 ///
 /// Only rank 0 validates, saves checkpoints, computes metrics and renders; it decides on early stopping. Interrupting
 /// any process stops all ranks at the same step. Other processes do not use the metrics, renderer and checkpointer of
@@ -137,6 +139,7 @@ impl<B: Backend> DataParallelStrategy<B> {
 impl<LC> SupervisedLearningStrategy<LC> for DataParallelStrategy<LC::Backend>
 where
     LC: LearningComponentsTypes + Send + 'static,
+    LC::Backend: CollectiveBackend,
 {
     /// # Panics
     /// If a rank fails: see [failures](DataParallelStrategy#failures). On rank 0's process, if burn cannot load the
@@ -175,6 +178,7 @@ struct Lockstep<'a, B: Backend>(&'a DataParallelStrategy<B>);
 impl<LC> SupervisedLearningStrategy<LC> for Lockstep<'_, LC::Backend>
 where
     LC: LearningComponentsTypes + Send + 'static,
+    LC::Backend: CollectiveBackend,
 {
     fn fit(
         &self,

@@ -59,12 +59,12 @@ impl<B: AutodiffBackend> DataParallel<B> {
         S: LrScheduler,
         U: Record<B> + Clone,
     {
-        let own = if self.group.rank() == 0 {
+        let own = if self.reducer.group.rank() == 0 {
             read().map_err(|e| Error::io("reading a saved training", e)).and_then(|bytes| state.load(&bytes))
         } else {
             Ok(())
         };
-        all_or_none(&self.group, own)?;
+        all_or_none(&self.reducer.group, own)?;
         self.take_over(state, 0)
     }
 
@@ -80,7 +80,7 @@ impl<B: AutodiffBackend> DataParallel<B> {
         S: LrScheduler,
         U: Record<B> + Clone,
     {
-        let is_root = self.group.rank() == root;
+        let is_root = self.reducer.group.rank() == root;
         let rest = if is_root {
             let parameters = describe_parameters::<B, M>(&state.model).1;
             // Parameters travel exactly. The optimizer has state for those that it trains, an average for all.
@@ -89,13 +89,13 @@ impl<B: AutodiffBackend> DataParallel<B> {
         } else {
             Ok(Rest::default())
         };
-        let (model, rest) = share(&self.group, state.model.clone(), rest, root)?;
+        let (model, rest) = share(&self.reducer.group, state.model.clone(), rest, root)?;
         let taken = if is_root { Ok(None) } else { state.with_rest(model, rest).map(Some) };
-        if let Some(taken) = all_or_none(&self.group, taken)? {
+        if let Some(taken) = all_or_none(&self.reducer.group, taken)? {
             *state = taken;
         }
         // Of the root, too: its ids have changed if it has just loaded the state.
-        self.parameters = describe_parameters(&state.model).1;
+        self.describe(&state.model);
         // The same on all ranks, one of which may have been behind; and the next two steps compare the models.
         self.steps = 0;
         Ok(())

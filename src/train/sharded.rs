@@ -137,7 +137,7 @@ where
     /// [`Group::split`].
     #[track_caller]
     pub fn new(ddp: &DataParallel<B>, optimizer: OptimizerAdaptor<O, M, B>, sharding: Sharding) -> Result<Self, Error> {
-        let group = ddp.group.clone();
+        let group = ddp.group().clone();
         let ranks = match sharding {
             Sharding::All => group.world_size(),
             Sharding::Blocks(ranks) => ranks,
@@ -165,7 +165,7 @@ where
         let alone = Group::threads(1)?.remove(0);
         let shard_group = subgroup(&group, &alone, ranks, block)?;
         let replica_group = subgroup(&group, &alone, group.world_size() / ranks, index)?;
-        let parameters: Vec<_> = ddp.parameters.iter().filter(|parameter| parameter.trained).cloned().collect();
+        let parameters: Vec<_> = ddp.parameters().iter().filter(|parameter| parameter.trained).cloned().collect();
         let layout = layout(&parameters, ranks, index);
         let states = parameters.iter().map(|_| None).collect();
         let shards = Shards {
@@ -226,8 +226,8 @@ where
         let changed = values.iter().position(Option::is_none);
         let digests = comparison_is_due(steps).then(|| digests(parameters, &values)).transpose();
         let digests = digests.map_err(|error| self.group.abandon(error))?;
-        let header = StepHeader { operation: "step", parameters, grads, samples, changed, steps, rate: lr, digests };
-        let agreed = header.exchange(&self.group)?;
+        let header = StepHeader { operation: "step", grads, samples, changed, steps, rate: lr, buckets: 0, digests };
+        let agreed = header.exchange(&self.group, parameters)?;
         match self.exchange(lr, values, agreed) {
             Ok(gathered) => {
                 *model = model.clone().map(&mut ValueWriter { positions: &positions, values: gathered });

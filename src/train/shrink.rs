@@ -15,6 +15,7 @@ use burn::tensor::backend::AutodiffBackend;
 
 use super::agree::all_gather_values;
 use super::data_parallel::DataParallel;
+use super::reduction::Reducer;
 use super::training_state::TrainingState;
 use bonfire_core::Error;
 
@@ -81,9 +82,10 @@ impl<B: AutodiffBackend> DataParallel<B> {
         U: Record<B> + Clone,
     {
         loop {
-            self.group = self.group.shrink()?;
-            // This memory is in the old group's shared segment.
-            self.memory.clear();
+            let group = self.reducer.group.shrink()?;
+            // Memory for buckets is in the old group's shared segment, and lanes are made of the old group.
+            self.reducer = Reducer::new(group, self.reducer.parameters.clone());
+            self.overlap = None;
             match self.catch_up(state) {
                 Err(Error::PeerLost { .. } | Error::Disconnected { .. } | Error::Left { .. }) => {}
                 result => return result,
@@ -99,7 +101,7 @@ impl<B: AutodiffBackend> DataParallel<B> {
         S: LrScheduler,
         U: Record<B> + Clone,
     {
-        let positions = all_gather_values(&self.group, [state.epoch as u64, state.batch as u64])?;
+        let positions = all_gather_values(&self.reducer.group, [state.epoch as u64, state.batch as u64])?;
         let furthest = positions.iter().max();
         let leader = positions.iter().position(|position| Some(position) == furthest).unwrap_or(0);
         self.take_over(state, leader)

@@ -13,15 +13,16 @@ use super::agree::Parameter;
 use super::bucket::Weighting;
 use super::values::{NOTHING, compare, digest};
 use bonfire_core::internal::{ByteOperations, Request};
-use bonfire_core::{DType, Error, Group, Operation};
+use bonfire_core::{DType, Error, Group, Operation, Work};
 use bytemuck::cast_slice_mut;
 
 /// One rank's input to a step. Its header is made from it.
-pub(crate) struct StepHeader<'a, B: AutodiffBackend> {
+///
+/// The methods get the parameters whose gradients are reduced, in the order that is the same on all ranks.
+pub(crate) struct StepHeader {
     /// The name of the calling operation, for errors.
     pub operation: &'static str,
-    /// The parameters whose gradients are reduced, in the order that is the same on all ranks.
-    pub parameters: &'a [Parameter<B>],
+    /// None in an overlapped step, whose gradients come later.
     pub grads: GradientsParams,
     pub samples: usize,
     /// The position of a parameter that this rank's model lacks, or whose shape or element type has changed.
@@ -30,12 +31,15 @@ pub(crate) struct StepHeader<'a, B: AutodiffBackend> {
     pub steps: u64,
     /// The learning rate, where the step includes the optimizer's.
     pub rate: f64,
+    /// The most bytes in a bucket, where the caller has set it. Otherwise 0.
+    pub buckets: u64,
     /// The digests of the model's parameters, in steps in which the ranks compare them.
     pub digests: Option<Vec<u64>>,
 }
 
-/// Words of a header before the bitmap: samples, problem, steps, learning rate, digest of the digests.
-const WORDS: usize = 5;
+/// Words of a header before the bitmap: samples, problem, steps, learning rate, bytes of a bucket, digest of the
+/// digests.
+const WORDS: usize = 6;
 
 /// What a rank knows once the headers are exchanged.
 pub(crate) struct AgreedStep {
@@ -47,23 +51,60 @@ pub(crate) struct AgreedStep {
     pub exists: Vec<bool>,
 }
 
-impl<B: AutodiffBackend> StepHeader<'_, B> {
+/// Why the ranks cannot make a step. All ranks find the same.
+pub(crate) enum Refused {
+    Because(Error),
+    NoSamples,
+    /// The ranks' parameters differ. [`StepHeader::compare`] finds out which.
+    Digests,
+}
+
+impl StepHeader {
     /// Exchanges the headers in one all-gather. If one rank's gradients are invalid, all ranks return the same error.
-    ///
-    /// A rank's header is its number of samples, a problem code (0 for none, otherwise [`invalid`](Self::invalid)'s
-    /// `problem` plus 1), what must be the same on all ranks, and one bit per parameter.
     #[track_caller]
-    pub fn exchange(mut self, group: &Group) -> Result<AgreedStep, Error> {
+    pub fn exchange<B: AutodiffBackend>(
+        mut self,
+        group: &Group,
+        parameters: &[Parameter<B>],
+    ) -> Result<AgreedStep, Error> {
+        let mut headers = self.headers(group, parameters);
+        group.operate(self.request(), None, cast_slice_mut(&mut headers))?;
+        match self.agree(parameters, &headers, group.world_size()) {
+            Ok(agreed) => Ok(agreed),
+            Err(Refused::Because(error)) => Err(error),
+            Err(Refused::NoSamples) => Err(no_samples(self.operation)),
+            Err(Refused::Digests) => Err(self.compare(group, parameters)),
+        }
+    }
+
+    /// Starts the exchange. The headers of all ranks are for [`agree`](Self::agree).
+    #[track_caller]
+    pub fn start<B: AutodiffBackend>(
+        &mut self,
+        group: &Group,
+        parameters: &[Parameter<B>],
+    ) -> Result<Work<Vec<u64>>, Error> {
+        let headers = self.headers(group, parameters);
+        group.start_operation(self.request(), headers.len(), headers, |headers| Ok(cast_slice_mut(headers)))
+    }
+
+    fn request(&self) -> Request<'static> {
+        Request::new(Operation::AllGather, DType::U64).part_of(self.operation)
+    }
+
+    /// Returns the memory for the headers of all ranks, with this rank's: the words before the bitmap, and one bit per
+    /// parameter. The problem is 0 for none, otherwise [`invalid`](Self::invalid)'s `problem` plus 1.
+    fn headers<B: AutodiffBackend>(&mut self, group: &Group, parameters: &[Parameter<B>]) -> Vec<u64> {
         if self.samples == 0 {
             // The mean over no samples is NaN, and so are its gradients.
             self.grads = GradientsParams::new();
         }
-        let (count, world_size) = (self.parameters.len(), group.world_size());
+        let (count, world_size) = (parameters.len(), group.world_size());
         let width = WORDS + count.div_ceil(64);
         let mut headers = vec![0u64; width * world_size];
         let own = &mut headers[group.rank() * width..][..width];
         let (mut present, mut problem) = (0, 0);
-        for (position, parameter) in self.parameters.iter().enumerate() {
+        for (position, parameter) in parameters.iter().enumerate() {
             // Gradients are stored without their number of dimensions, so any number matches.
             let Some(grad) = self.grads.get::<B::InnerBackend, 1>(parameter.id) else { continue };
             present += 1;
@@ -79,64 +120,81 @@ impl<B: AutodiffBackend> StepHeader<'_, B> {
             problem = 2 + (count + position) as u64;
         }
         let digests = self.digests.as_ref().map_or(NOTHING, |digests| digest(bytemuck::cast_slice(digests)));
-        own[..WORDS].copy_from_slice(&[self.samples as u64, problem, self.steps, self.rate.to_bits(), digests]);
-        let request = Request::new(Operation::AllGather, DType::U64).part_of(self.operation);
-        group.operate(request, None, cast_slice_mut(&mut headers))?;
+        let rate = self.rate.to_bits();
+        own[..WORDS].copy_from_slice(&[self.samples as u64, problem, self.steps, rate, self.buckets, digests]);
+        headers
+    }
 
+    /// Evaluates the headers of all ranks. Takes the gradients.
+    pub fn agree<B: AutodiffBackend>(
+        &mut self,
+        parameters: &[Parameter<B>],
+        headers: &[u64],
+        world_size: usize,
+    ) -> Result<AgreedStep, Refused> {
+        let (count, width) = (parameters.len(), headers.len() / world_size);
         let mut total = 0u64;
         let mut exists = vec![false; count];
         for (rank, header) in headers.chunks_exact(width).enumerate() {
             total = total.saturating_add(header[0]);
             if header[1] > 0 {
-                return Err(self.invalid(rank, header[1] as usize - 1));
+                return Err(Refused::Because(self.invalid(parameters, rank, header[1] as usize - 1)));
             }
             for (position, exists) in exists.iter_mut().enumerate() {
                 *exists |= header[WORDS + position / 64] >> (position % 64) & 1 == 1;
             }
         }
-        self.check_equal(group, headers.chunks_exact(width))?;
+        self.check_equal(headers.chunks_exact(width))?;
         if total == 0 {
-            return Err(no_samples(self.operation));
+            return Err(Refused::NoSamples);
         }
         let equal = headers.chunks_exact(width).all(|header| header[0] == headers[0]);
         let weighting = if equal { Weighting::Equal } else { Weighting::Share(self.samples as f64 / total as f64) };
-        Ok(AgreedStep { grads: self.grads, weighting, exists })
+        Ok(AgreedStep { grads: std::mem::take(&mut self.grads), weighting, exists })
     }
 
-    /// Checks that all ranks are at the same step, with the same learning rate and the same parameters.
-    #[track_caller]
-    fn check_equal<'h>(&self, group: &Group, headers: impl Iterator<Item = &'h [u64]>) -> Result<(), Error> {
+    /// Checks that all ranks are at the same step, with the same settings and the same parameters.
+    fn check_equal<'h>(&self, headers: impl Iterator<Item = &'h [u64]>) -> Result<(), Refused> {
         let headers: Vec<_> = headers.collect();
         let differs = |word: usize| headers.iter().position(|header| header[word] != headers[0][word]);
+        let refused = |reason: String| Err(Refused::Because(Error::argument(self.operation, reason)));
         if let Some(rank) = differs(2) {
             let (first, other) = (headers[0][2], headers[rank][2]);
-            let reason = format!(
+            return refused(format!(
                 "rank 0 has made {first} steps and rank {rank} {other}; load optimizer state of the same step on all \
                  ranks, or on none"
-            );
-            return Err(Error::argument(self.operation, reason));
+            ));
         }
         if let Some(rank) = differs(3) {
             let [first, other] = [0, rank].map(|rank| f64::from_bits(headers[rank][3]));
-            let reason = format!(
+            return refused(format!(
                 "rank 0's learning rate is {first} and rank {rank}'s is {other}; pass the same rate on all ranks"
-            );
-            return Err(Error::argument(self.operation, reason));
+            ));
         }
-        match (&self.digests, differs(4)) {
-            (Some(own), Some(_)) => {
-                let name = |position: usize| format!("`{}`", self.parameters[position].path);
-                compare(group, self.operation, own, self.steps, name)
-            }
-            _ => Ok(()),
+        if let Some(rank) = differs(4) {
+            let text = |bytes: u64| if bytes == 0 { "the measured size".into() } else { format!("{bytes} bytes") };
+            let [first, other] = [0, rank].map(|rank| text(headers[rank][4]));
+            return refused(format!(
+                "rank 0's buckets have {first} and rank {rank}'s {other}; set the same size on all ranks"
+            ));
         }
+        if self.digests.is_some() && differs(5).is_some() { Err(Refused::Digests) } else { Ok(()) }
+    }
+
+    /// Returns the error for ranks whose parameters differ. All ranks call it.
+    #[track_caller]
+    pub fn compare<B: AutodiffBackend>(&self, group: &Group, parameters: &[Parameter<B>]) -> Error {
+        let name = |position: usize| format!("`{}`", parameters[position].path);
+        let own = self.digests.as_deref().unwrap_or_default();
+        let equal = || Error::broken(self.operation, "digests of equal parameters differ");
+        compare(group, self.operation, own, self.steps, name).err().unwrap_or_else(equal)
     }
 
     /// The error for a rank's problem. With `n` parameters: 0 to `n - 1` is a gradient of another shape or type, `n` is
     /// a gradient of no parameter, and `n + 1 + position` is a changed parameter.
-    fn invalid(&self, rank: usize, problem: usize) -> Error {
-        let changed = problem.checked_sub(self.parameters.len() + 1).and_then(|position| self.parameters.get(position));
-        let reason = match (self.parameters.get(problem), changed) {
+    fn invalid<B: AutodiffBackend>(&self, parameters: &[Parameter<B>], rank: usize, problem: usize) -> Error {
+        let changed = problem.checked_sub(parameters.len() + 1).and_then(|position| parameters.get(position));
+        let reason = match (parameters.get(problem), changed) {
             (Some(parameter), _) => format!(
                 "rank {rank}'s gradient of `{}` has another shape or element type than the parameter had at the start",
                 parameter.path

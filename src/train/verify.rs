@@ -55,10 +55,11 @@ impl<B: AutodiffBackend> DataParallel<B> {
         M: AutodiffModule<B>,
         O: Optimizer<M, B>,
     {
-        let parameters = &self.parameters;
-        let states = state_digests::<B, M, O>(optimizer, parameters).map_err(|error| self.group.abandon(error))?;
+        let parameters = &self.reducer.parameters;
+        let states =
+            state_digests::<B, M, O>(optimizer, parameters).map_err(|error| self.reducer.group.abandon(error))?;
         self.compare_parameters("verify", model)?;
-        compare(&self.group, "verify", &states, self.steps, |place| match parameters.get(place) {
+        compare(&self.reducer.group, "verify", &states, self.steps, |place| match parameters.get(place) {
             Some(parameter) => format!("the optimizer's state for `{}`", parameter.path),
             None => "the optimizer's state".into(),
         })
@@ -68,9 +69,9 @@ impl<B: AutodiffBackend> DataParallel<B> {
     /// trained. Otherwise fails on all ranks with the same error.
     #[track_caller]
     pub(super) fn compare_parameters<M: AutodiffModule<B>>(&self, operation: &str, model: &M) -> Result<(), Error> {
-        let own = self.digests(model).map_err(|error| self.group.abandon(error))?;
-        let path = |position: usize| format!("`{}`", self.parameters[position].path);
-        compare(&self.group, operation, &own, self.steps, path)?;
+        let own = self.digests(model).map_err(|error| self.reducer.group.abandon(error))?;
+        let path = |position: usize| format!("`{}`", self.reducer.parameters[position].path);
+        compare(&self.reducer.group, operation, &own, self.steps, path)?;
         match self.lacks(&own) {
             None => Ok(()),
             Some(position) => {

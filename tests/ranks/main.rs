@@ -12,6 +12,7 @@ mod gradients;
 mod mismatch;
 mod randomness;
 mod sharded;
+mod step;
 mod sync_batch_norm;
 mod tensors;
 mod training_state;

@@ -41,7 +41,7 @@ struct Cli {
 #[derive(Subcommand)]
 enum Command {
     Run(run::Args),
-    Perf(perf::Args),
+    Perf(perf::Command),
     Doctor(doctor::Args),
     Trace(trace::Args),
 }

@@ -10,6 +10,7 @@ mod ranks;
 mod report;
 mod sizes;
 mod slices;
+mod step;
 #[cfg(unix)]
 mod tensors;
 mod timing;
@@ -18,19 +19,48 @@ use bonfire::{DType, Group, ReduceOp};
 use bonfire_core::internal::oracle::Sample;
 use half::{bf16, f16};
 
-pub use args::Args;
-use args::{Common, Level, Transport};
+use args::{Args, Common, Level, Transport};
 use gradients::Gradients;
 use operation::Benchmark;
 use report::{Report, Subject};
 use slices::Slices;
+use step::StepArgs;
 use timing::{Measured, RankError, measure, measure_steps};
 
 use crate::failure::Failure;
 use crate::text::name;
 
+/// Measure a collective over a transport and check its results, or measure a training step
+///
+/// Prints one line per size, with figures out of place and in place: the time of a call; algbw, the size divided by
+/// the time; busbw, algbw times a factor that makes it comparable with the hardware's bandwidth for any operation and
+/// number of ranks; the number of wrong elements over all ranks; and the floor, the least time that this machine needs,
+/// in percent of the time. algbw and busbw are defined as in nccl-tests; 1 GB/s is 1e9 bytes per second.
+#[derive(clap::Args)]
+#[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true, disable_help_subcommand = true)]
+pub struct Command {
+    #[command(flatten)]
+    collective: Option<Args>,
+
+    #[command(subcommand)]
+    other: Option<Other>,
+}
+
+#[derive(clap::Subcommand)]
+enum Other {
+    Step(StepArgs),
+}
+
 /// Measures and returns the exit status.
-pub fn run(mut args: Args) -> Result<u8, Failure> {
+pub fn run(command: Command) -> Result<u8, Failure> {
+    match command {
+        Command { other: Some(Other::Step(args)), .. } => step::run(&args),
+        Command { collective: Some(args), .. } => collective(args),
+        Command { .. } => Err(Failure::with(2)("give an operation; see `bonfire perf --help`")),
+    }
+}
+
+fn collective(mut args: Args) -> Result<u8, Failure> {
     let launched = match args.common.transport {
         Transport::Local => None,
         _ => ranks::launched().map_err(Failure::with(1))?,

@@ -57,6 +57,24 @@ fn every_operation_is_measured_between_threads_and_between_processes() {
 }
 
 #[test]
+fn a_training_step_is_measured_between_threads_and_between_processes() {
+    let shapes = [("local", "--layers 3 --width 16"), ("tcp", "--layers 70 --width 8"), ("shm", "--busy --width 64")];
+    for (transport, sizes) in shapes {
+        let what = format!("{sizes} --transport {transport} --compute-ms 5 --steps 2");
+        let rows = objects(&format!("perf step {what} --ranks 3 --json"));
+        assert_eq!((rows.len(), &rows[0]["wrong"], &rows[0]["ranks"]), (1, &Value::from(0), &Value::from(3)));
+        for key in ["bytes", "alone_s", "exchange_s", "both_s", "sync_s"] {
+            assert!(rows[0][key].as_f64().unwrap() > 0.0, "{key} in {}", rows[0]);
+        }
+        assert!(rows[0]["alone_s"].as_f64().unwrap() >= 0.005, "the pauses are there: {}", rows[0]);
+    }
+    let table = succeeds("perf step --layers 2 --width 8 --compute-ms 0 --steps 1 --bucket-bytes 100");
+    assert!(table.contains("of the exchange exposed") && table.contains("0     wrong elements"), "{table}");
+    let refused = bonfire("perf step --layers 0");
+    assert_eq!(refused.status.code(), Some(2));
+}
+
+#[test]
 fn every_operation_is_measured_on_registered_and_ordinary_buffers() {
     for operation in
         ["all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "gather", "scatter"]

@@ -8,14 +8,14 @@ use burn::optim::GradientsAccumulator;
 use burn_train::metric::store::EventStoreClient;
 use burn_train::{
     CloneEarlyStoppingStrategy, EventProcessorTraining, InferenceStep, Interrupter, Learner, LearnerEvent,
-    LearningCheckpointer, LearningComponentsTypes, SupervisedTrainingEventProcessor, TrainLoader, TrainingItem,
-    TrainingModel, ValidLoader,
+    LearningCheckpointer, LearningComponentsTypes, SupervisedTrainingEventProcessor, TrainLoader, TrainStep,
+    TrainingItem, TrainingModel, ValidLoader,
 };
 
 use super::resume;
+use crate::tensor::autodiff::CollectiveBackend;
 use crate::train::DataParallel;
 use crate::train::agree::{all_gather_values, all_or_none};
-use crate::train::data_parallel::describe_parameters;
 use crate::train::record::recordable;
 use crate::train::resume::share;
 use bonfire_core::internal::RankList;
@@ -54,7 +54,10 @@ pub(super) struct Rank<'a, LC: LearningComponentsTypes> {
 /// What rank 0 returns besides its model.
 type Processor<LC> = Option<SupervisedTrainingEventProcessor<LC>>;
 
-impl<LC: LearningComponentsTypes> Rank<'_, LC> {
+impl<LC: LearningComponentsTypes> Rank<'_, LC>
+where
+    LC::Backend: CollectiveBackend,
+{
     /// Trains on this device. All ranks must call it concurrently.
     pub fn run(mut self, device: &Device<LC>) -> Result<(TrainingModel<LC>, Processor<LC>), Error> {
         self.compare_settings()?;
@@ -108,12 +111,12 @@ impl<LC: LearningComponentsTypes> Rank<'_, LC> {
         let record = self.leader.as_ref().map_or(Ok(Vec::new()), |leader| {
             // A new optimizer has no state, so only a resumed one can be converted in a record.
             if self.settings.first_epoch > 1 {
-                recordable(ddp.parameters.iter().filter(|parameter| parameter.trained))?;
+                recordable(ddp.parameters().iter().filter(|parameter| parameter.trained))?;
             }
             resume::save(&self.learner, self.settings.first_epoch, &leader.store)
         });
         let (model, record) = share(&self.group, model, record, 0)?;
-        ddp.parameters = describe_parameters(&model).1;
+        ddp.describe(&model);
         // Loading runs the parameters' mappings. Without gradients, the learner's parameters are leaves afterwards.
         self.learner.load_model(model.no_grad().into_record());
         let first_epoch = resume::restore(&mut self.learner, record, device);
@@ -137,24 +140,27 @@ impl<LC: LearningComponentsTypes> Rank<'_, LC> {
             };
             steps += 1;
             (0..world_size).for_each(|_| self.learner.lr_step());
-            let output = self.learner.train_step(batch);
-            match self.settings.accumulation {
-                Some(accumulation) => {
-                    accumulator.accumulate(&self.learner.model(), output.grads);
-                    accumulated += 1;
-                    if accumulation <= accumulated {
-                        // The mean of sums equals the sum of means, and takes one exchange.
-                        self.learner.optimizer_step(ddp.sync(&self.learner.model(), accumulator.grads(), 1)?);
-                        accumulated = 0;
-                    }
-                }
-                None => self.learner.optimizer_step(ddp.sync(&self.learner.model(), output.grads, 1)?),
-            }
+            accumulated += 1;
+            // The exchange is worth it after the last batch of an accumulation only.
+            let exchanges = self.settings.accumulation.is_none_or(|accumulation| accumulation <= accumulated);
+            let item = if exchanges {
+                let step = ddp.step(&self.learner.model(), 1)?;
+                // The mean of sums equals the sum of means, and takes one exchange.
+                step.accumulate(accumulator.grads());
+                accumulated = 0;
+                let output = step.model().step(batch);
+                self.learner.optimizer_step(step.finish_with(&output.grads)?);
+                output.item
+            } else {
+                let output = self.learner.train_step(batch);
+                accumulator.accumulate(&self.learner.model(), output.grads);
+                output.item
+            };
             if let Some(leader) = &mut self.leader {
                 progress.items_processed *= world_size;
                 progress.items_total *= world_size;
                 let (iteration, rate) = (Some(steps * world_size), Some(self.learner.lr_current()));
-                let item = TrainingItem::new(output.item, progress, epoch.clone(), iteration, rate);
+                let item = TrainingItem::new(item, progress, epoch.clone(), iteration, rate);
                 leader.processor.process_train(LearnerEvent::ProcessedItem(item));
             }
         }

@@ -8,7 +8,7 @@ use std::ops::Range;
 use burn::tensor::backend::AutodiffBackend;
 
 use crate::train::agree::Parameter;
-use crate::train::bucket::buckets;
+use crate::train::bucket::{Limits, buckets};
 use bonfire_core::{DType, partition};
 
 /// The layout of a bucket: parameters of one element type, one after the other. It is the same in every step, whichever
@@ -49,7 +49,7 @@ impl ParameterSpan {
 pub(super) fn layout<B: AutodiffBackend>(parameters: &[Parameter<B>], ranks: usize, rank: usize) -> Vec<BucketLayout> {
     // Reverse order, as in `DataParallel::sync`: the backward pass computes the last layers' gradients first.
     let items = parameters.iter().enumerate().rev().map(|(position, parameter)| parameter.item(position));
-    let layouts = buckets(items).into_iter().map(|positions| {
+    let layouts = buckets(items, Limits::DEFAULT).into_iter().map(|positions| {
         let mut len = 0;
         let ranges: Vec<_> = positions
             .into_iter()

@@ -15,12 +15,7 @@ use super::timing::Counts;
 use crate::machine::Machine;
 use crate::text::{list, name};
 
-/// Measure a collective over a transport and check its results
-///
-/// Prints one line per size, with figures out of place and in place: the time of a call; algbw, the size divided by
-/// the time; busbw, algbw times a factor that makes it comparable with the hardware's bandwidth for any operation and
-/// number of ranks; the number of wrong elements over all ranks; and the floor, the least time that this machine needs,
-/// in percent of the time. algbw and busbw are defined as in nccl-tests; 1 GB/s is 1e9 bytes per second.
+/// What to measure of a collective.
 #[derive(clap::Args, Clone)]
 #[command(arg_required_else_help = true, after_long_help = LONG_HELP,
           after_help = "See `bonfire perf --help` for examples and the meaning of the figures.")]
@@ -194,6 +189,7 @@ Examples:
   bonfire perf all_reduce --sizes 4K,4100,1M --transport tcp --algorithms 'ring:0-'
   bonfire perf all_reduce --level tensor           # through burn's collective API, on Flex
   bonfire perf gradients --transport tcp --json    # a training step of ResNet-50
+  bonfire perf step --transport tcp                # how much of the exchange a backward pass hides
   bonfire perf all_reduce --transport shm -R 0     # buffers in ordinary memory
   bonfire perf reduce_scatter --plot reduce_scatter.svg
   bonfire run -n 2 --nodes 4 ... -- bonfire perf all_reduce --transport auto      # on several hosts

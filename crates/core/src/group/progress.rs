@@ -2,7 +2,7 @@
 
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
@@ -39,8 +39,8 @@ impl Progress {
         run: impl FnOnce(&Core, &Turn<'_>, &mut B) -> Result<(), Error> + Send + 'static,
     ) -> Work<B> {
         let (done, outcome) = channel();
-        let began = Arc::new(AtomicBool::new(false));
-        let queued = Queued { core: Arc::downgrade(core), call, deadline, began: began.clone() };
+        let stage = Arc::new(AtomicU8::new(QUEUED));
+        let queued = Queued { core: Arc::downgrade(core), call, deadline, stage: stage.clone() };
         // Tickets must come up in queue order, hence both are taken under the lock: the progress thread waits for the
         // ticket of the first operation before it looks at the second.
         let queue = lock(&self.queue);
@@ -48,7 +48,7 @@ impl Progress {
         let core = core.clone();
         let operation = move || {
             let turn = core.queue.wait(ticket, &deadline);
-            began.store(true, Ordering::Release);
+            stage.store(BEGUN, Ordering::Release);
             let result = catch_unwind(AssertUnwindSafe(|| match &turn {
                 Some(turn) => run(&core, turn, &mut buffer),
                 None => Err(core.miss_turn(call, &deadline)),
@@ -60,6 +60,8 @@ impl Progress {
             drop(turn);
             // If the `Work` was dropped, the outcome is dropped too. The operation has completed anyway.
             let _ = done.send(result.map(|result| (result, buffer)));
+            // After the outcome was sent, so that `wait` does not block once `is_finished` has returned true.
+            stage.store(ENDED, Ordering::Release);
         };
         // The thread ends only in `finish`, which no handle outlives.
         let _ = queue.send(Box::new(operation));
@@ -90,11 +92,23 @@ struct Queued {
     core: Weak<Core>,
     call: Call,
     deadline: Deadline,
-    /// Whether its turn has come.
-    began: Arc<AtomicBool>,
+    /// [`QUEUED`], [`BEGUN`] or [`ENDED`].
+    stage: Arc<AtomicU8>,
 }
 
+/// The operation waits for its turn.
+const QUEUED: u8 = 0;
+/// Its turn has come.
+const BEGUN: u8 = 1;
+/// Its outcome was sent.
+const ENDED: u8 = 2;
+
 impl<B> Work<B> {
+    /// Returns whether the operation has ended, with a result or an error: [`wait`](Self::wait) returns at once then.
+    pub fn is_finished(&self) -> bool {
+        self.queued.stage.load(Ordering::Acquire) == ENDED
+    }
+
     /// Waits until the operation has ended and returns the buffer, after a failure too. The operation's deadline began
     /// when it was started. If the operations before it take longer, it fails, and with it the group.
     ///
@@ -104,11 +118,11 @@ impl<B> Work<B> {
     /// # Panics
     /// If the buffer's own code panicked during the operation.
     pub fn wait(self) -> Result<B, (Error, B)> {
-        let Queued { core, call, deadline, began } = self.queued;
+        let Queued { core, call, deadline, stage } = self.queued;
         let outcome = self.outcome.recv_timeout(deadline.remaining()).or_else(|error| {
             // Once begun, the operation ends by its deadline on its own.
             if error == RecvTimeoutError::Timeout
-                && !began.load(Ordering::Acquire)
+                && stage.load(Ordering::Acquire) == QUEUED
                 && let Some(core) = core.upgrade()
             {
                 core.miss_turn(call, &deadline);

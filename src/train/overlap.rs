@@ -1,0 +1,42 @@
+//! What overlapped steps keep from one to the next.
+
+use std::sync::Arc;
+
+use burn::tensor::backend::AutodiffBackend;
+
+use super::agree::Parameter;
+use super::bucket::{BucketTable, Limits, buckets};
+use super::reduction::Reducer;
+use bonfire_core::{Error, Group};
+
+/// What overlapped steps share.
+pub(super) struct Overlap<B: AutodiffBackend> {
+    /// Reduces gradients over the lane. A step in progress has it.
+    pub reducer: Option<Reducer<B>>,
+    pub lane: Group,
+    pub buckets: BucketTable,
+    /// Whether the buckets are final: the order of gradients is known.
+    pub tuned: bool,
+}
+
+impl<B: AutodiffBackend> Overlap<B> {
+    pub fn new(group: &Group, parameters: Arc<[Parameter<B>]>) -> Result<Overlap<B>, Error> {
+        let ranks: Vec<usize> = (0..group.world_size()).collect();
+        let lane = if ranks.len() == 1 { group.clone() } else { group.subgroup(&ranks)? };
+        // The last layers first: the backward pass computes their gradients first.
+        let items = parameters.iter().enumerate().rev().filter(|(_, parameter)| parameter.trained);
+        let buckets = buckets(items.map(|(position, parameter)| parameter.item(position)), Limits::DEFAULT).into();
+        Ok(Overlap { reducer: Some(Reducer::new(lane.clone(), parameters)), lane, buckets, tuned: false })
+    }
+
+    pub fn set_parameters(&mut self, parameters: Arc<[Parameter<B>]>) {
+        if let Some(reducer) = &mut self.reducer {
+            reducer.parameters = parameters;
+        }
+    }
+
+    /// Returns the buckets if they are final.
+    pub fn tuned_buckets(&self) -> Option<&BucketTable> {
+        self.tuned.then_some(&self.buckets)
+    }
+}

@@ -1,0 +1,166 @@
+//! Reductions of gradients, bucket by bucket.
+
+use std::sync::Arc;
+
+use burn::tensor::backend::AutodiffBackend;
+use burn::tensor::ops::{FloatTensor, FloatTensorOps};
+use burn::tensor::{FloatDType, TensorData, TensorMetadata};
+
+use super::agree::Parameter;
+use super::bucket::{Bucket, BucketOp, Weighting, scale, scale_tensor};
+use crate::tensor::device::{DeviceOutcome, PendingAllReduce, start_all_reduce, uses_collective_devices};
+use crate::tensor::host::float;
+use bonfire_core::internal::Request;
+use bonfire_core::{Buffer, DType, Error, Group, Operation, Work};
+
+/// Reduces buckets of gradients over a group.
+pub(super) struct Reducer<B: AutodiffBackend> {
+    pub group: Group,
+    /// The parameters whose gradients are reduced. Positions of gradients are positions in this list.
+    pub parameters: Arc<[Parameter<B>]>,
+    /// Unused memory for packed buckets, which suits the group.
+    memory: Vec<Buffer<u64>>,
+}
+
+/// A bucket whose reduction is in flight.
+pub(super) enum InFlight<B: AutodiffBackend> {
+    /// On the host: its gradients, by position, and the operation. A gradient that is a bucket of its own is empty
+    /// meanwhile, because the operation holds its memory.
+    Host { gradients: Vec<(usize, TensorData)>, work: Work<Bucket> },
+    /// On a collective device: the positions of its gradients, and the operation.
+    Device { positions: Vec<usize>, pending: PendingAllReduce<B::InnerBackend> },
+}
+
+impl<B: AutodiffBackend> InFlight<B> {
+    /// Whether [`Reducer::finish`] would return at once. It is not known of reductions on devices.
+    pub fn is_finished(&self) -> bool {
+        match self {
+            InFlight::Host { work, .. } => work.is_finished(),
+            InFlight::Device { .. } => false,
+        }
+    }
+}
+
+impl<B: AutodiffBackend> Reducer<B> {
+    pub fn new(group: Group, parameters: Arc<[Parameter<B>]>) -> Reducer<B> {
+        Reducer { group, parameters, memory: Vec::new() }
+    }
+
+    /// The element type in which the gradients of a bucket are reduced.
+    fn carrier(&self, positions: &[usize], weighting: Weighting) -> DType {
+        weighting.carrier(self.parameters[positions[0]].element)
+    }
+
+    /// Returns a gradient in the element type in which it is reduced.
+    pub fn widen(
+        &self,
+        position: usize,
+        tensor: FloatTensor<B::InnerBackend>,
+        weighting: Weighting,
+    ) -> FloatTensor<B::InnerBackend> {
+        // f32 is the only carrier that is not the elements' own type.
+        match self.carrier(&[position], weighting) == self.parameters[position].element {
+            true => tensor,
+            false => B::InnerBackend::float_cast(tensor, FloatDType::F32),
+        }
+    }
+
+    /// Returns the gradient of a rank that has none, as it is reduced.
+    pub fn zeros(&self, position: usize, weighting: Weighting) -> TensorData {
+        let parameter = &self.parameters[position];
+        let dtype = match self.carrier(&[position], weighting) == parameter.element {
+            true => parameter.dtype,
+            false => burn::tensor::DType::F32,
+        };
+        TensorData::full_dtype(parameter.shape.clone(), 0, dtype)
+    }
+
+    /// Starts the reduction of a bucket if its gradients, which [`widen`](Self::widen) returned, are on a collective
+    /// device. Otherwise returns them.
+    #[track_caller]
+    #[expect(clippy::type_complexity, reason = "a bucket, or what it was to be made of")]
+    pub fn start_on_device(
+        &self,
+        positions: Vec<usize>,
+        tensors: Vec<FloatTensor<B::InnerBackend>>,
+        weighting: Weighting,
+    ) -> Result<Result<InFlight<B>, (Vec<usize>, Vec<FloatTensor<B::InnerBackend>>)>, Error> {
+        let (dtype, factor) = (self.carrier(&positions, weighting), weighting.factor());
+        let tensors = if factor != 1.0 && uses_collective_devices::<B::InnerBackend>() {
+            let scaled = tensors.into_iter().map(|tensor| scale_tensor::<B::InnerBackend>(tensor, dtype, factor));
+            scaled.collect()
+        } else {
+            tensors
+        };
+        let request = Request::new(Operation::AllReduce, dtype).reduction(weighting.reduction());
+        match start_all_reduce::<B::InnerBackend>(&self.group, tensors, request) {
+            DeviceOutcome::Handled(pending) => Ok(Ok(InFlight::Device { positions, pending: pending? })),
+            DeviceOutcome::NotHandled(tensors) => Ok(Err((positions, tensors))),
+        }
+    }
+
+    /// Starts the reduction of a bucket of gradients that were read from [widened](Self::widen) tensors, by position.
+    #[track_caller]
+    pub fn start(
+        &mut self,
+        mut gradients: Vec<(usize, TensorData)>,
+        weighting: Weighting,
+    ) -> Result<InFlight<B>, Error> {
+        let dtype = weighting.carrier(self.parameters[gradients[0].0].element);
+        let mut bucket = self.pack(&mut gradients, dtype)?;
+        if weighting.factor() != 1.0 {
+            scale(bucket.bytes(), dtype, weighting.factor());
+        }
+        let op = BucketOp::AllReduce(weighting.reduction());
+        Ok(InFlight::Host { work: bucket.start(&self.group, dtype, op)?, gradients })
+    }
+
+    fn pack(&mut self, gradients: &mut [(usize, TensorData)], dtype: DType) -> Result<Bucket, Error> {
+        if let [(_, data)] = gradients
+            && let Some(bucket) = Bucket::single(&mut data.bytes, dtype)
+        {
+            return Ok(bucket);
+        }
+        let parts = gradients.iter().map(|(_, data)| (Some(&data.bytes[..]), data.bytes.len()));
+        let bytes = parts.clone().map(|(_, bytes)| bytes).sum();
+        Ok(Bucket::packed(&self.group, self.memory.pop(), bytes)?.fill(parts))
+    }
+
+    /// Waits for a reduction and passes the results to `register`, by position.
+    pub fn finish(
+        &mut self,
+        in_flight: InFlight<B>,
+        mut register: impl FnMut(usize, FloatTensor<B::InnerBackend>),
+    ) -> Result<(), Error> {
+        let mut narrow = |position: usize, mut tensor: FloatTensor<B::InnerBackend>| {
+            let parameter: &Parameter<B> = &self.parameters[position];
+            if float(tensor.dtype()) != Some(parameter.element) {
+                tensor = B::InnerBackend::float_cast(tensor, parameter.dtype.into());
+            }
+            register(position, tensor);
+        };
+        let (mut gradients, work) = match in_flight {
+            InFlight::Device { positions, pending } => {
+                positions.into_iter().zip(pending()?).for_each(|(position, tensor)| narrow(position, tensor));
+                return Ok(());
+            }
+            InFlight::Host { gradients, work } => (gradients, work),
+        };
+        match work.wait().map_err(|(error, _)| error)? {
+            Bucket::Single(bytes) => gradients[0].1.bytes = bytes,
+            Bucket::Packed(memory, bytes) => {
+                let mut rest = &bytemuck::cast_slice(&memory)[..bytes];
+                for (_, data) in &mut gradients {
+                    let (part, after) = rest.split_at(data.bytes.len());
+                    data.bytes.copy_from_slice(part);
+                    rest = after;
+                }
+                self.memory.push(memory);
+            }
+        }
+        for (position, data) in gradients {
+            narrow(position, B::InnerBackend::float_from_data(data, &self.parameters[position].device));
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,435 @@
+//! Overlapped training steps: the same bits as with an exchange after the backward pass, whatever the model does.
+
+mod errors;
+
+use std::thread;
+use std::time::Duration;
+
+use bonfire::tensor::autodiff::{CollectiveBackend, attempt};
+use bonfire::{DataParallel, Group, SyncBatchNorm, SyncBatchNormConfig};
+use bonfire_testing::{Kind, ranks, run_ranks};
+use burn::backend::autodiff::checkpoint::strategy::BalancedCheckpointing;
+use burn::backend::{Autodiff, Flex, NdArray};
+use burn::module::{AutodiffModule, Module, ModuleMapper, ModuleVisitor, Param};
+use burn::nn::conv::{Conv2d, Conv2dConfig};
+use burn::nn::transformer::{TransformerEncoder, TransformerEncoderConfig, TransformerEncoderInput};
+use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig};
+use burn::optim::{GradientsAccumulator, GradientsParams, Optimizer, SgdConfig};
+use burn::tensor::backend::Backend;
+use burn::tensor::{DType, Int, Tensor, TensorData, activation};
+
+type F32 = Autodiff<Flex>;
+type Loss = Tensor<F32, 1>;
+
+/// Small, so that small models have many buckets.
+const BUCKET: usize = 256;
+
+/// The bytes of every trained parameter, in visiting order. Clones of a model share running statistics.
+#[derive(Default, PartialEq, Debug)]
+struct Bits(Vec<TensorData>);
+
+impl ModuleVisitor<F32> for Bits {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<F32, D>>) {
+        if param.is_require_grad() {
+            self.0.push(param.val().into_data());
+        }
+    }
+}
+
+fn bits<M: Module<F32>>(model: &M) -> Bits {
+    let mut bits = Bits::default();
+    model.visit(&mut bits);
+    bits
+}
+
+/// Converts parameters to f64, in which sums of different order agree to 1e-12.
+struct InF64;
+
+impl ModuleMapper<F32> for InF64 {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<F32, D>>) -> Param<Tensor<F32, D>> {
+        let (id, tensor, mapper) = param.consume();
+        let tensor = Tensor::from_inner(tensor.inner().cast(DType::F64)).require_grad();
+        Param::from_mapped_value(id, tensor, mapper)
+    }
+}
+
+/// Numbers in [-1, 1) that depend on the seed.
+fn values<const D: usize>(shape: [usize; D], seed: usize) -> Tensor<F32, D> {
+    let next = |i: usize| ((i + 1) * (2 * seed + 7919) % 2003) as f32 / 1001.5 - 1.0;
+    let values: Vec<f32> = (0..shape.iter().product()).map(next).collect();
+    Tensor::from_data(TensorData::new(values, shape), &Default::default())
+}
+
+/// Trains twice from the same model: with overlapped steps, and with `sync`. Returns both results.
+fn both_ways<M: AutodiffModule<F32>>(
+    group: &Group,
+    model: M,
+    steps: usize,
+    samples: impl Fn(usize) -> usize,
+    loss: impl Fn(&M, usize) -> Loss,
+) -> [Bits; 2] {
+    let (model, mut ddp) = DataParallel::new(group.clone(), model).unwrap();
+    ddp.set_bucket_bytes(BUCKET);
+    let mut train = |overlapped: bool, steps: usize| {
+        let (mut model, mut optimizer) = (model.clone(), SgdConfig::new().init());
+        for number in 0..steps {
+            let samples = samples(number);
+            let grads = if overlapped {
+                let step = ddp.step(&model, samples).unwrap();
+                if samples > 0 {
+                    let grads = attempt(|| loss(step.model(), number).backward()).unwrap();
+                    step.finish(grads).unwrap()
+                } else {
+                    step.skip().unwrap()
+                }
+            } else if samples > 0 {
+                let grads = attempt(|| loss(&model, number).backward()).unwrap();
+                ddp.sync(&model, GradientsParams::from_grads(grads, &model), samples).unwrap()
+            } else {
+                ddp.sync(&model, GradientsParams::new(), 0).unwrap()
+            };
+            model = optimizer.step(0.05, model, grads);
+        }
+        bits(&model)
+    };
+    // Fixes the buckets.
+    train(true, 2);
+    [train(true, steps), train(false, steps)]
+}
+
+fn check(kind: Kind, n: usize, run: impl Fn(Group) -> [Bits; 2] + Clone + Send + 'static) {
+    let results = run_ranks(kind, n, run);
+    for (rank, [overlapped, sync]) in results.iter().enumerate() {
+        assert!(overlapped == sync, "{n} ranks, {kind:?}: rank {rank}'s parameters differ from those of `sync`");
+        assert!(*overlapped == results[0][0], "{n} ranks, {kind:?}: rank {rank}'s parameters differ from rank 0's");
+    }
+}
+
+const KINDS: [Kind; 3] = [Kind::Threads, Kind::Tcp, Kind::Shm];
+
+/// Convolutions between which the ranks exchange statistics, in both passes.
+#[derive(Module, Debug)]
+struct Convolutional<B: Backend> {
+    first: Conv2d<B>,
+    norm: SyncBatchNorm<B>,
+    second: Conv2d<B>,
+}
+
+#[test]
+fn a_convolutional_network_with_sync_batch_norm_gets_the_same_bits() {
+    for kind in KINDS {
+        for n in 1..=4 {
+            check(kind, n, |group| {
+                let (device, rank) = (Default::default(), group.rank());
+                let model = Convolutional {
+                    first: Conv2dConfig::new([2, 4], [3, 3]).init(&device),
+                    norm: SyncBatchNormConfig::new(4).init(&group, &device),
+                    second: Conv2dConfig::new([4, 3], [2, 2]).init(&device),
+                };
+                both_ways(
+                    &group,
+                    model,
+                    50,
+                    |step| 1 + (rank + step) % 3,
+                    |model, step| {
+                        let images = values([1 + (rank + step) % 3, 2, 6, 6], 10 * step + rank);
+                        let hidden = model.norm.forward(model.first.forward(images)).tanh();
+                        model.second.forward(hidden).powf_scalar(2.0).mean()
+                    },
+                )
+            });
+        }
+    }
+}
+
+/// The embedding is used twice, first and last.
+#[derive(Module, Debug)]
+struct Language<B: Backend> {
+    embedding: Embedding<B>,
+    encoder: TransformerEncoder<B>,
+}
+
+#[test]
+fn a_transformer_with_a_shared_embedding_gets_the_same_bits() {
+    for kind in KINDS {
+        for n in 1..=4 {
+            check(kind, n, |group| {
+                let (device, rank) = (Default::default(), group.rank());
+                let encoder = TransformerEncoderConfig::new(8, 16, 2, 2).with_dropout(0.0);
+                let model =
+                    Language { embedding: EmbeddingConfig::new(11, 8).init(&device), encoder: encoder.init(&device) };
+                both_ways(
+                    &group,
+                    model,
+                    50,
+                    |_| 2,
+                    |model, step| {
+                        let words: Vec<i32> = (0..10).map(|i| ((i * (step + 3) + rank) % 11) as i32).collect();
+                        let words =
+                            Tensor::<F32, 2, Int>::from_data(TensorData::new(words, [2, 5]), &Default::default());
+                        let embedded = model.embedding.forward(words);
+                        let hidden = model.encoder.forward(TransformerEncoderInput::new(embedded));
+                        let scores = hidden.matmul(model.embedding.weight.val().transpose().unsqueeze());
+                        scores.powf_scalar(2.0).mean()
+                    },
+                )
+            });
+        }
+    }
+}
+
+/// Layers that are declared in another order than they are used.
+#[derive(Module, Debug)]
+struct Branches<B: Backend> {
+    last: Linear<B>,
+    sometimes: Option<Linear<B>>,
+    never: Linear<B>,
+    first: Linear<B>,
+}
+
+impl Branches<F32> {
+    fn new() -> Self {
+        let linear = |inputs, outputs| {
+            let mut linear = LinearConfig::new(inputs, outputs).init(&Default::default());
+            linear.weight = Param::from_tensor(values([inputs, outputs], inputs + 10 * outputs) * 0.3);
+            linear.bias = Some(Param::from_tensor(values([outputs], inputs)));
+            linear
+        };
+        Branches { last: linear(9, 3), sometimes: Some(linear(9, 9)), never: linear(4, 4), first: linear(5, 9) }
+    }
+
+    fn loss(&self, input: Tensor<F32, 2>, branch: bool) -> Loss {
+        let mut hidden = self.first.forward(input).tanh();
+        if let Some(sometimes) = self.sometimes.as_ref().filter(|_| branch) {
+            hidden = sometimes.forward(hidden).tanh();
+        }
+        self.last.forward(hidden).powf_scalar(2.0).mean()
+    }
+}
+
+#[test]
+fn a_branch_that_some_ranks_take_in_some_steps_and_ranks_without_samples_get_the_same_bits() {
+    for kind in KINDS {
+        for n in 1..=4 {
+            check(kind, n, |group| {
+                let rank = group.rank();
+                // Rank 0 always has samples.
+                let samples = move |step: usize| if rank == 0 { 2 } else { (rank + step) % 3 };
+                both_ways(&group, Branches::new(), 50, samples, |model, step| {
+                    model.loss(values([samples(step), 5], 10 * step + rank), (rank + step) % 2 == 1)
+                })
+            });
+        }
+    }
+}
+
+#[test]
+fn a_parameter_without_a_gradient_on_all_ranks_has_none() {
+    ranks(2, |group| {
+        let (model, mut ddp) = DataParallel::new(group, Branches::new()).unwrap();
+        for _ in 0..3 {
+            let step = ddp.step(&model, 1).unwrap();
+            let loss = step.model().loss(values([1, 5], 1), false);
+            let grads = step.finish(loss.backward()).unwrap();
+            assert!(grads.get::<Flex, 2>(model.never.weight.id).is_none());
+            assert!(grads.get::<Flex, 2>(model.sometimes.as_ref().unwrap().weight.id).is_none());
+            assert_eq!(grads.len(), 4);
+        }
+    });
+}
+
+#[test]
+fn three_micro_batches_are_exchanged_once_with_the_same_bits() {
+    for n in 1..=3 {
+        ranks(n, |group| {
+            let rank = group.rank();
+            let (model, mut ddp) = DataParallel::new(group, Branches::new()).unwrap();
+            // One micro-batch uses a layer that the last one does not.
+            let loss = |model: &Branches<F32>, i: usize| model.loss(values([2, 5], 3 * rank + i), i == 1) / 3.0;
+            let mut results = Vec::new();
+            for round in 0..4 {
+                let mut accumulator = GradientsAccumulator::new();
+                let overlapped = round % 2 == 1 || round == 0;
+                let early = if overlapped { 2 } else { 3 };
+                for i in 0..early {
+                    let grads = loss(&model, i).backward();
+                    accumulator.accumulate(&model, GradientsParams::from_grads(grads, &model));
+                }
+                let grads = if overlapped {
+                    let step = ddp.step(&model, 6).unwrap();
+                    step.accumulate(accumulator.grads());
+                    let grads = loss(step.model(), 2).backward();
+                    step.finish(grads).unwrap()
+                } else {
+                    ddp.sync(&model, accumulator.grads(), 6).unwrap()
+                };
+                results.push(bits(&SgdConfig::new().init().step(1.0, model.clone(), grads)));
+            }
+            // The buckets are fixed after the first.
+            assert!(results[1] == results[2] && results[2] == results[3], "{n} ranks");
+        });
+    }
+}
+
+#[test]
+fn ranks_whose_data_ends_earlier_join_until_all_are_done() {
+    const BATCHES: [usize; 5] = [0, 1, 7, 7, 12];
+    let batch = |rank: usize, number: usize| values([1 + (rank + number) % 3, 5], 100 * rank + number);
+    let in_f64 = |batch: Tensor<F32, 2>| batch.cast(DType::F64);
+    let model = || Branches::new().map(&mut InF64);
+    // One rank processes what the others had in each step, one after the other.
+    let (mut whole, mut optimizer) = (model(), SgdConfig::new().init());
+    let reference = {
+        for number in 0..12 {
+            let batches: Vec<_> = (0..5).filter(|rank| number < BATCHES[*rank]).map(|r| batch(r, number)).collect();
+            let samples: usize = batches.iter().map(|batch| batch.dims()[0]).sum();
+            let losses = batches.into_iter().map(|batch| {
+                let share = batch.dims()[0] as f64 / samples as f64;
+                whole.loss(in_f64(batch), false) * share
+            });
+            let loss = losses.reduce(|a, b| a + b).unwrap();
+            let grads = GradientsParams::from_grads(loss.backward(), &whole);
+            whole = optimizer.step(0.05, whole, grads);
+        }
+        bits(&whole)
+    };
+    for kind in KINDS {
+        let start = bits(&model());
+        for result in run_ranks(kind, 5, move |group| {
+            let rank = group.rank();
+            let (mut model, mut ddp) = DataParallel::new(group, Branches::new().map(&mut InF64)).unwrap();
+            let mut optimizer = SgdConfig::new().init();
+            for number in 0..BATCHES[rank] {
+                let input = batch(rank, number);
+                let step = ddp.step(&model, input.dims()[0]).unwrap();
+                let loss = step.model().loss(input.cast(DType::F64), false);
+                let grads = step.finish(loss.backward()).unwrap();
+                model = optimizer.step(0.05, model, grads);
+            }
+            while let Some(grads) = ddp.join(&model).unwrap() {
+                model = optimizer.step(0.05, model, grads);
+            }
+            bits(&model)
+        }) {
+            assert!(result.0 != start.0, "it was trained");
+            for (a, b) in result.0.iter().zip(&reference.0) {
+                let close = a.iter::<f64>().zip(b.iter::<f64>()).all(|(a, b)| (a - b).abs() < 1e-12);
+                assert!(close, "{kind:?}");
+            }
+        }
+    }
+}
+
+fn other_backends_get_the_gradients_of_sync<B: CollectiveBackend>() {
+    ranks(2, |group| {
+        let (device, rank) = (Default::default(), group.rank());
+        let model: Vec<Linear<B>> = (0..3).map(|_| LinearConfig::new(4, 4).init(&device)).collect();
+        let (model, mut ddp) = DataParallel::new(group, model).unwrap();
+        let loss = |model: &Vec<Linear<B>>| {
+            let input = Tensor::<B, 2>::from_data(values([2, 4], rank).into_data(), &device);
+            model.iter().fold(input, |x, layer| activation::gelu(layer.forward(x))).powf_scalar(2.0).mean()
+        };
+        let after = ddp.sync(&model, GradientsParams::from_grads(loss(&model).backward(), &model), 2).unwrap();
+        let step = ddp.step(&model, 2).unwrap();
+        let grads = loss(step.model()).backward();
+        let during = step.finish(grads).unwrap();
+        assert_eq!((during.len(), after.len()), (6, 6));
+        for layer in &model {
+            let weight =
+                |grads: &GradientsParams| grads.get::<B::InnerBackend, 2>(layer.weight.id).unwrap().into_data();
+            assert_eq!(weight(&during), weight(&after));
+        }
+    });
+}
+
+#[test]
+fn checkpointing_strategies_and_other_backends_get_the_gradients_of_sync() {
+    other_backends_get_the_gradients_of_sync::<Autodiff<Flex, BalancedCheckpointing>>();
+    other_backends_get_the_gradients_of_sync::<Autodiff<NdArray<f64>>>();
+}
+
+/// Random layers, some of which a rank does not use in a step, and random delays. All ranks must make all steps.
+fn random_steps(steps: usize, seed: u64) {
+    for kind in [Kind::Threads, Kind::Tcp] {
+        for n in 2..=3 {
+            check(kind, n, move |group| {
+                let mut random = seed;
+                let model: Vec<Linear<F32>> = (0..7)
+                    .map(|_| {
+                        random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+                        let config = LinearConfig::new(6, 6).with_bias(random >> 63 == 1);
+                        config.init(&Default::default())
+                    })
+                    .collect();
+                let rank = group.rank();
+                let bit = move |step: usize, layer: usize| (step * 31 + rank * 17 + layer * 7 + seed as usize) % 5;
+                both_ways(
+                    &group,
+                    model,
+                    steps,
+                    |_| 1,
+                    |model, step| {
+                        if bit(step, 90) == 0 {
+                            thread::sleep(Duration::from_micros(300 * bit(step, 91) as u64));
+                        }
+                        let used = model.iter().enumerate().filter(|(layer, _)| *layer == 3 || bit(step, *layer) > 1);
+                        let output =
+                            used.fold(values([1, 6], 10 * step + rank), |x, (_, layer)| layer.forward(x).tanh());
+                        output.powf_scalar(2.0).mean()
+                    },
+                )
+            });
+        }
+    }
+}
+
+#[test]
+fn random_models_with_unused_parameters_and_delays_get_the_same_bits() {
+    for seed in 0..3 {
+        random_steps(40, seed);
+    }
+}
+
+#[test]
+#[ignore = "takes minutes; .ci/full runs it"]
+fn two_thousand_steps_of_random_models_get_the_same_bits() {
+    for seed in 10..20 {
+        random_steps(200, seed);
+    }
+}
+
+#[test]
+fn clones_of_the_steps_model_before_and_after_its_first_use_share_its_hooks() {
+    ranks(2, |group| {
+        let (model, mut ddp) = DataParallel::new(group, Branches::new()).unwrap();
+        let input = || values([1, 5], 3);
+        let mut results = Vec::new();
+        for clones in [false, false, true] {
+            let step = ddp.step(&model, 1).unwrap();
+            let before = if clones { step.model().clone() } else { model.clone() };
+            let first = step.model().loss(input(), true);
+            let loss = match clones {
+                true => first + before.loss(input(), false) + step.model().clone().loss(input(), false),
+                false => first + step.model().loss(input(), false) + step.model().loss(input(), false),
+            };
+            let grads = step.finish(loss.backward()).unwrap();
+            results.push(bits(&SgdConfig::new().init().step(1.0, model.clone(), grads)));
+        }
+        assert!(results[1] == results[2]);
+    });
+}
+
+#[test]
+fn other_devices_and_inference_copies_of_the_steps_model_work() {
+    ranks(2, |group| {
+        let (model, mut ddp) = DataParallel::new(group, Branches::new()).unwrap();
+        let step = ddp.step(&model, 1).unwrap();
+        let moved = step.model().clone().to_device(&Default::default());
+        let grads = moved.loss(values([1, 5], 1), false).backward();
+        // Without gradients.
+        let valid = step.model().valid();
+        drop(valid);
+        step.model().clone().no_grad().loss(values([1, 5], 1), true);
+        assert_eq!(step.finish(grads).unwrap().len(), 4);
+    });
+}
