@@ -134,7 +134,10 @@ impl StepArgs {
             step.finish(loss.backward())
         };
         let wrong = wrong(group, &model, own(none), overlapped(none)?)?;
-        let alone_s = self.median(group, || Ok(drop(own(pause))))?;
+        let alone_s = self.median(group, || {
+            own(pause);
+            Ok(())
+        })?;
         let exchange_s = self.median(group, || overlapped(none).map(drop))?;
         let both_s = self.median(group, || overlapped(pause).map(drop))?;
         let sync_s = self.median(group, || parallel.sync(&model, own(pause), 1).map(drop))?;

@@ -211,6 +211,28 @@ fn errors_return_the_buffer_and_later_works_get_the_first_error() {
 }
 
 #[test]
+fn a_started_operation_says_when_it_has_ended() {
+    let (told, heard) = mpsc::channel();
+    let mut groups = Group::threads(2).unwrap();
+    let (one, zero) = (groups.pop().unwrap(), groups.pop().unwrap());
+    let other = thread::spawn(move || {
+        heard.recv().unwrap();
+        one.all_reduce(&mut [1.0f32], ReduceOp::Sum).unwrap();
+    });
+    let work = zero.start_all_reduce(vec![1.0f32], ReduceOp::Sum).unwrap();
+    assert!(!work.is_finished());
+    told.send(()).unwrap();
+    other.join().unwrap();
+    // A wait with an end, in case the operation never says it.
+    let start = Instant::now();
+    while !work.is_finished() && start.elapsed() < Duration::from_secs(60) {
+        thread::yield_now();
+    }
+    assert!(work.is_finished());
+    assert_eq!(work.wait().unwrap(), [2.0]);
+}
+
+#[test]
 fn invalid_arguments_are_rejected_when_the_operation_is_started() {
     for kind in Kind::ALL {
         run_ranks(kind, 2, |group| {
