@@ -4,7 +4,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Barrier, Mutex};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use bonfire_core::{Error, Group, ReduceOp, Work, partition};
 use bonfire_testing::transport::Random;
@@ -212,7 +212,7 @@ fn errors_return_the_buffer_and_later_works_get_the_first_error() {
 
 #[test]
 fn a_started_operation_says_when_it_has_ended() {
-    let (told, heard) = mpsc::channel();
+    let (told, heard) = channel();
     let mut groups = Group::threads(2).unwrap();
     let (one, zero) = (groups.pop().unwrap(), groups.pop().unwrap());
     let other = thread::spawn(move || {
