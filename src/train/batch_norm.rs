@@ -270,11 +270,12 @@ impl SyncGroup {
 // burn's feature `distributed` removes the `AutodiffBackend` impl from host backends.
 #[cfg(all(test, not(feature = "ddp")))]
 mod tests {
-    use burn::backend::{Autodiff, Flex, NdArray};
+    use burn::backend::autodiff::checkpoint::strategy::BalancedCheckpointing;
+    use burn::backend::{Autodiff, Flex};
 
     use super::*;
 
-    type Training = Autodiff<NdArray<f64>>;
+    type Training = Autodiff<Flex>;
 
     fn ones<B: Backend>(channels: usize) -> Tensor<B, 3> {
         Tensor::ones([2, channels, 5], &Default::default())
@@ -298,7 +299,7 @@ mod tests {
 
     #[test]
     fn a_layer_moved_to_a_foreign_backend_does_not_train() {
-        let foreign = SyncBatchNorm::<Autodiff<Flex>> {
+        let foreign = SyncBatchNorm::<Autodiff<Flex, BalancedCheckpointing>> {
             fixed: layer().fixed,
             ..SyncBatchNormConfig::new(3).init_inference(&Default::default())
         };

@@ -159,7 +159,8 @@ impl<B: CollectiveBackend> DataParallel<B> {
 /// A training step in progress, from [`DataParallel::step`]: run the forward and the backward pass with
 /// [`model`](Self::model), then call [`finish`](Self::finish).
 ///
-/// If it is dropped without `finish`, the group fails on all ranks, because the others wait for this rank's gradients.
+/// If it is dropped without `finish`, the group fails on all ranks, because the others wait for this rank's gradients. If
+/// it is dropped by a panic, the others find this rank lost once its group is dropped too.
 #[must_use = "`finish` returns the gradients, and the other ranks wait for it"]
 pub struct TrainingStep<'a, B: CollectiveBackend, M> {
     model: M,
@@ -289,6 +290,10 @@ impl<B: CollectiveBackend> Guard<'_, B> {
 impl<B: CollectiveBackend> Drop for Guard<'_, B> {
     fn drop(&mut self) {
         let Some(pass) = lock(&self.pass).take() else { return };
+        // A panic ends this rank, unless it is caught: the others find it lost, and can go on without it.
+        if std::thread::panicking() {
+            return;
+        }
         let (lane, main) = (&pass.reducer.group, self.parallel.group());
         // A collective of the model that failed is the cause, and the other ranks must hear of it, not of this drop.
         let error = main.failure().or_else(|| lane.failure()).unwrap_or_else(|| {
