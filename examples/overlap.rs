@@ -1,4 +1,5 @@
-//! Trains a network that is large enough for communication to matter, and measures what the exchange of gradients costs.
+//! Trains a network that is large enough for communication to matter, and measures what the exchange of gradients
+//! costs.
 //!
 //! ```sh
 //! cargo run --release -p bonfire-examples --bin overlap                    # two ranks, as threads

@@ -3,8 +3,8 @@
 //! [`DataParallel`] makes the ranks' models equal at the start and their gradients equal in every step, so the models
 //! stay bit-identical. Gradients are exchanged while the backward pass still runs. [`ShardedSampler`] distributes the
 //! batches over the ranks: together, `n` ranks see the same global batches as a single rank would, and train the same
-//! model. [`ShardedOptimizer`] partitions the optimizer state over the ranks (ZeRO-1). [`SyncBatchNorm`] normalises with
-//! the statistics of the global batch. [`seeded`] gives the same initial weights on any number of ranks.
+//! model. [`ShardedOptimizer`] partitions the optimizer state over the ranks (ZeRO-1). [`SyncBatchNorm`] normalises
+//! with the statistics of the global batch. [`seeded`] gives the same initial weights on any number of ranks.
 //! [`TrainingState`] is all that a training carries from step to step, for checkpoints and for going on without lost
 //! ranks. With the feature `ddp`, `DataParallelStrategy` trains with burn-train's `Learner` instead of a loop of your
 //! own.

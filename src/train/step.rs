@@ -1,8 +1,8 @@
 //! Overlapped training steps: gradients are exchanged while the backward pass computes the next ones.
 //!
-//! A hook hands over each gradient as soon as it is complete ([`observe`]), a full bucket leaves at once ([`pass`]), and
-//! all ranks send the same buckets in the same order ([`schedule`]). What the ranks must agree on travels during the
-//! forward pass (the step header) and beside the last buckets (the [`trailer`]), never between a gradient and its
+//! A hook hands over each gradient as soon as it is complete ([`observe`]), a full bucket leaves at once ([`pass`]),
+//! and all ranks send the same buckets in the same order ([`schedule`]). What the ranks must agree on travels during
+//! the forward pass (the step header) and beside the last buckets (the [`trailer`]), never between a gradient and its
 //! exchange.
 //!
 //! Gradients have a group of their own, the lane: collectives of the model, such as those of
@@ -159,8 +159,8 @@ impl<B: CollectiveBackend> DataParallel<B> {
 /// A training step in progress, from [`DataParallel::step`]: run the forward and the backward pass with
 /// [`model`](Self::model), then call [`finish`](Self::finish).
 ///
-/// If it is dropped without `finish`, the group fails on all ranks, because the others wait for this rank's gradients. If
-/// it is dropped by a panic, the others find this rank lost once its group is dropped too.
+/// If it is dropped without `finish`, the group fails on all ranks, because the others wait for this rank's gradients.
+/// If it is dropped by a panic, the others find this rank lost once its group is dropped too.
 #[must_use = "`finish` returns the gradients, and the other ranks wait for it"]
 pub struct TrainingStep<'a, B: CollectiveBackend, M> {
     model: M,
@@ -182,8 +182,8 @@ impl<B: CollectiveBackend, M> TrainingStep<'_, B, M> {
     /// [`DataParallel::step`] got, and hand their gradients over during the backward pass.
     ///
     /// It is for this step only. Clones of it may be used too. A [`fork`](burn::module::Module::fork), or what
-    /// [`no_grad`](burn::module::Module::no_grad) returns, hands no gradients over. The gradients that `backward` returns
-    /// do not contain those of the parameters: change them, for example by clipping, in what
+    /// [`no_grad`](burn::module::Module::no_grad) returns, hands no gradients over. The gradients that `backward`
+    /// returns do not contain those of the parameters: change them, for example by clipping, in what
     /// [`finish`](Self::finish) returns.
     pub fn model(&self) -> &M {
         &self.model
@@ -199,15 +199,15 @@ impl<B: CollectiveBackend, M> TrainingStep<'_, B, M> {
     }
 
     /// Ends the step after its backward pass, which has returned `gradients`: waits for the exchange and returns the
-    /// mean over all ranks, bit-identical on all of them. A gradient that is missing on some ranks counts as zero there;
-    /// one that is missing on all ranks stays missing.
+    /// mean over all ranks, bit-identical on all of them. A gradient that is missing on some ranks counts as zero
+    /// there; one that is missing on all ranks stays missing.
     ///
     /// # Errors
-    /// [`Error::InvalidArgument`] on all ranks if no rank has samples, if the ranks' parameters or settings differ, if a
-    /// rank with samples has no gradients, or if it has run two backward passes; the group remains usable. Otherwise the
-    /// errors of [`Group::all_reduce`](crate::Group::all_reduce), also if a rank cannot read a gradient from its device
-    /// or has dropped its step. The call may have succeeded on other ranks then, which are one step ahead: continue with
-    /// [`shrink`](DataParallel::shrink) or from a checkpoint.
+    /// [`Error::InvalidArgument`] on all ranks if no rank has samples, if the ranks' parameters or settings differ, if
+    /// a rank with samples has no gradients, or if it has run two backward passes; the group remains usable. Otherwise
+    /// the errors of [`Group::all_reduce`](crate::Group::all_reduce), also if a rank cannot read a gradient from its
+    /// device or has dropped its step. The call may have succeeded on other ranks then, which are one step ahead:
+    /// continue with [`shrink`](DataParallel::shrink) or from a checkpoint.
     #[track_caller]
     pub fn finish(self, gradients: B::Gradients) -> Result<GradientsParams, Error> {
         // A hook runs once. What a second backward pass has computed stays in its gradients.
@@ -216,7 +216,8 @@ impl<B: CollectiveBackend, M> TrainingStep<'_, B, M> {
         self.end(late)
     }
 
-    /// Ends the step of a rank without samples, which has run no backward pass. The other ranks' mean is its result too.
+    /// Ends the step of a rank without samples, which has run no backward pass. The other ranks' mean is its result
+    /// too.
     ///
     /// # Errors
     /// See [`finish`](Self::finish).

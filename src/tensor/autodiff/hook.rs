@@ -1,4 +1,5 @@
-//! Gradients in the middle of a backward pass. Everything that depends on how burn-autodiff 0.21 runs its graph is here.
+//! Gradients in the middle of a backward pass. Everything that depends on how burn-autodiff 0.21 runs its graph is
+//! here.
 //!
 //! burn-autodiff has no callback for a gradient. A backward step on the parameter is not enough: steps run by depth,
 //! deepest first. The depth of a step is one more than the greatest depth of its parents, so a step on a leaf has

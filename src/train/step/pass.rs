@@ -31,7 +31,7 @@ pub(super) struct Pass<B: AutodiffBackend> {
     schedule: Schedule,
     /// By position.
     gradients: Vec<Gradient<B::InnerBackend>>,
-    /// The positions of the gradients that were not read when they arrived, because the header was still on its way.
+    /// The positions of the gradients that were not read when they arrived, because the header was still in flight.
     unread: Vec<usize>,
     /// The positions in the order in which their gradients arrived.
     pub order: Vec<usize>,
