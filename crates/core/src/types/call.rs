@@ -79,7 +79,7 @@ pub fn hash(bytes: impl IntoIterator<Item = u8>) -> u64 {
 
 /// The functions of layers above whose operations errors and traces name after them. Such a call has the fingerprint of
 /// the function's name in place of a shape, so ranks that call different functions disagree.
-const FUNCTIONS: [&str; 4] = ["mean", "seeded", "step", "sync"];
+const FUNCTIONS: [&str; 5] = ["mean", "seeded", "step", "sync", "training step"];
 
 /// A hash of the sizes of the ranks' parts, if the caller gave them, and of a tensor's shape or a function's name. Odd
 /// if it covers sizes, even otherwise. Never 0, which encodes `None` on the wire.
