@@ -50,9 +50,9 @@ impl CallTable {
         CallTable { reports: (0..world_size).map(|_| Report::default()).collect(), ..CallTable::default() }
     }
 
-    /// Records that `rank` makes no progress in this call. Returns whether all ranks are to be asked for theirs: whether
-    /// this is the first question about the operation. There is none about an earlier operation, because a rank begins
-    /// an operation only after all ranks have begun the one before.
+    /// Records that `rank` makes no progress in this call. Returns whether this is the first question about the
+    /// operation, which goes to all ranks. None is needed about an earlier operation, because a rank begins one only
+    /// after all ranks have begun the one before.
     pub fn ask(&mut self, rank: usize, site: Site, now: Instant) -> bool {
         self.reports[rank].question = Some(Question { sequence: site.sequence, answered: false });
         self.report(rank, site, now);
