@@ -49,6 +49,7 @@ What is compared:
              element type, count, reduction, root. Also the two sides of each message.
   slow       The times at which ranks began the same operation, on one host only, because the clocks
              of hosts differ. The last rank makes the others wait from when the last but one began.
+             Reported from 5 % of the time and 10 ms in all: less happens by chance, as at the start.
              `waited` is the time that a rank spent in its operations. It needs no common clock; the
              straggler has the least. The end of an operation is known to some milliseconds only,
              as printed below the table, so `waited` shows longer waits only.

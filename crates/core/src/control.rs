@@ -6,6 +6,8 @@
 #[cfg(unix)]
 mod accept;
 #[cfg(unix)]
+mod calls;
+#[cfg(unix)]
 mod connection;
 #[cfg(unix)]
 pub mod frame;

@@ -5,6 +5,7 @@ mod dtype;
 mod error;
 mod fault;
 mod partition;
+mod shape;
 
 pub(crate) use self::call::Fingerprint;
 pub use self::call::{Call, Operation, Site, hash};

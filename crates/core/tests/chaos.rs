@@ -59,7 +59,7 @@ const SCENARIOS: &[Scenario] = &[
     Scenario { name: "too slow", transports: ALL, each: false, weight: 2, run: ranks::too_slow },
     Scenario { name: "hangs", transports: ALL, each: true, weight: 3, run: ranks::hangs },
     Scenario { name: "pauses", transports: PROCESSES, each: false, weight: 2, run: ranks::pauses },
-    Scenario { name: "many ranks", transports: PROCESSES, each: false, weight: 1, run: ranks::many },
+    Scenario { name: "many ranks", transports: PROCESSES, each: false, weight: 3, run: ranks::many },
     Scenario { name: "slow", transports: ALL, each: false, weight: 2, run: ranks::slow },
     Scenario { name: "disagrees", transports: ALL, each: true, weight: 3, run: ranks::disagrees },
     Scenario { name: "all stopped", transports: PROCESSES, each: false, weight: 1, run: ranks::all_stopped },

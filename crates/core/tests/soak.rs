@@ -1,7 +1,8 @@
 //! A soak test: operations of random kind, type, size and form on a group and two overlapping subgroups, all of them in
 //! use at once. Every result is compared bit for bit.
 //!
-//! `BONFIRE_SOAK` is the number of operations, over all kinds of groups together. `BONFIRE_SOAK_SEED` selects them.
+//! `BONFIRE_SOAK` is the number of operations on groups of four ranks, over all kinds together; a twenty-fifth part as
+//! many run on groups of 17 and of 32 ranks. `BONFIRE_SOAK_SEED` selects them.
 
 #[path = "soak/case.rs"]
 mod case;
@@ -15,11 +16,11 @@ use std::time::{Duration, Instant};
 use bonfire_core::{DType, Group, Operation};
 use bonfire_testing::transport::Random;
 use bonfire_testing::{Kind, joins, run_ranks};
-use case::{Case, GROUPS, below, hash};
+use case::{Case, GROUPS, below, hash, members};
 use half::{bf16, f16};
 use hand::{Arrivals, Check, Form, RankCall};
 
-/// Each kind of group, and whether its control connections form a star.
+/// Each kind of group of four ranks, and whether its control connections form a star.
 const KINDS: [(Kind, bool); 7] = [
     (Kind::Threads, false),
     (Kind::Tcp, false),
@@ -30,22 +31,32 @@ const KINDS: [(Kind, bool); 7] = [
     (Kind::Hosts(&[0, 0, 1, 1]), true),
 ];
 
+/// Kinds of groups that are stars because of their size.
+const LARGE: [(Kind, usize); 6] = [
+    (Kind::Tcp, 17),
+    (Kind::Tcp, 32),
+    (Kind::Shm, 17),
+    (Kind::Shm, 32),
+    (Kind::Hosts(&[0, 0, 1, 1]), 17),
+    (Kind::Hosts(&[0, 0, 1, 1]), 32),
+];
+
 /// Totals so far, counted from the random draws that all ranks make alike.
 #[derive(Clone, Copy, Default)]
 struct Tally {
     operations: usize,
     reduced: usize,
     moved: usize,
-    barriers: [usize; GROUPS.len()],
+    barriers: [usize; GROUPS],
     /// Peak resident memory in KiB, sampled in the first half of the run and in the second.
     memory: [usize; 2],
 }
 
 impl Tally {
     /// Draws the next operations: one operation on one group, or on each of several groups at once.
-    fn step(&mut self, random: &mut Random, step: usize) -> Vec<Case> {
+    fn step(&mut self, random: &mut Random, step: usize, world_size: usize) -> Vec<Case> {
         let groups: &[usize] = [&[0][..], &[1], &[2], &[0, 1], &[0, 2], &[1, 2], &[1, 2], &[0, 1, 2]][below(random, 8)];
-        let mut cases: Vec<_> = groups.iter().map(|group| Case::draw(random, step, *group)).collect();
+        let mut cases: Vec<_> = groups.iter().map(|group| Case::draw(random, step, *group, world_size)).collect();
         for case in &mut cases {
             self.operations += 1;
             *if case.call.reduction.is_some() { &mut self.reduced } else { &mut self.moved } += case.call.bytes();
@@ -62,7 +73,7 @@ impl Tally {
 fn soak(
     seed: u64,
     operations: usize,
-    rank: usize,
+    (rank, world_size): (usize, usize),
     groups: &[Option<Group>],
     arrived: &Arc<Arrivals>,
 ) -> Result<Tally, String> {
@@ -70,13 +81,13 @@ fn soak(
     let (mut tally, mut step) = (Tally::default(), 0);
     let mut pending: Vec<(Case, Form, Check)> = Vec::new();
     let end = |(case, form, check): (Case, Form, Check)| {
-        let group = GROUPS[case.group];
+        let group = members(case.group, world_size);
         check().map_err(|e| {
             format!("step {} on rank {rank}, {form:?} in the group of {group:?}: {e}: {case:?}", case.step)
         })
     };
     while tally.operations < operations {
-        let mut cases = tally.step(&mut shared, step);
+        let mut cases = tally.step(&mut shared, step, world_size);
         cases.retain(|case| groups[case.group].is_some());
         if step % 64 == 0 {
             let peak = &mut tally.memory[usize::from(tally.operations > operations / 2)];
@@ -93,7 +104,7 @@ fn soak(
             };
             let group = groups[case.group].clone().expect("this rank is a member");
             // A buffer works with every group. Usually the group that uses it has allocated it.
-            let other = groups[below(&mut own, GROUPS.len())].clone().filter(|_| below(&mut own, 8) == 0);
+            let other = groups[below(&mut own, GROUPS)].clone().filter(|_| below(&mut own, 8) == 0);
             let call = RankCall { case, allocator: other.unwrap_or_else(|| group.clone()), group, random: &mut own };
             let check = match case.call.dtype {
                 DType::F32 => call.run::<f32>(form, arrived),
@@ -131,28 +142,31 @@ fn resource_usage() -> [usize; 3] {
 }
 
 /// Runs the soak on one kind of group, and checks that nothing remains of the groups afterwards.
-fn run((kind, star): (Kind, bool), seed: u64, operations: usize) {
+fn run((kind, n, star): (Kind, usize, bool), seed: u64, operations: usize) {
     let before = resource_usage();
-    let label = format!("{kind:?}{}", if star { ", star" } else { "" });
+    let label = format!("{kind:?}, {n} ranks{}", if star { ", star" } else { "" });
     let (arrived, start) = (Arc::new(Arrivals::default()), Instant::now());
-    let ranks = joins(kind, GROUPS[0], |builder| if star { builder.full_mesh_limit(2) } else { builder })
+    let all: Vec<_> = members(0, n).collect();
+    let ranks = joins(kind, &all, |builder| if star { builder.full_mesh_limit(2) } else { builder })
         .into_iter()
         .enumerate()
         .map(|(rank, endpoint)| {
             let arrived = arrived.clone();
             thread::spawn(move || {
                 let all = endpoint();
-                let part =
-                    |members: &[usize]| members.contains(&rank).then(|| all.subgroup(members).expect("members agree"));
-                let groups = [Some(all.clone()), part(GROUPS[1]), part(GROUPS[2])];
+                let part = |group| {
+                    let members: Vec<_> = members(group, n).collect();
+                    members.contains(&rank).then(|| all.subgroup(&members).expect("members agree"))
+                };
+                let groups = [Some(all.clone()), part(1), part(2)];
                 drop(all);
-                soak(seed, operations, rank, &groups, &arrived)
+                soak(seed, operations, (rank, n), &groups, &arrived)
             })
         });
     let ranks: Vec<_> = ranks.collect();
     let results: Vec<_> = ranks.into_iter().map(|rank| rank.join().expect("a rank does not panic")).collect();
     let errors: Vec<_> = results.iter().filter_map(|result| result.as_ref().err().cloned()).collect();
-    let again = format!("BONFIRE_SOAK_SEED={seed} BONFIRE_SOAK={} repeats it", operations * KINDS.len());
+    let again = format!("BONFIRE_SOAK_SEED={seed} repeats it, with the same BONFIRE_SOAK");
     // One error is the cause. The other ranks then lose the rank that had it, by its number in their group.
     assert!(errors.is_empty(), "{label}, {again}:\n{}", errors.join("\n"));
     let Tally { operations, reduced, moved, memory, .. } = results[0].clone().expect("there are no errors");
@@ -185,12 +199,17 @@ fn number(variable: &str, default: u64) -> u64 {
     std::env::var(variable).map_or(default, |text| text.parse().unwrap_or_else(|_| panic!("{variable} is a number")))
 }
 
+/// One test, because threads and open files are counted.
 #[test]
 fn mixed_operations_on_overlapping_groups_are_exact() {
     let (seed, operations) = (number("BONFIRE_SOAK_SEED", 1), number("BONFIRE_SOAK", 3000) as usize);
     // Opens what a process opens once and keeps: sockets for its signals.
     run_ranks(Kind::Tcp, 2, |group| group.barrier()).into_iter().for_each(|done| done.expect("both are there"));
-    for kind in KINDS {
-        run(kind, seed, operations.div_ceil(KINDS.len()));
+    for (kind, star) in KINDS {
+        run((kind, 4, star), seed, operations.div_ceil(KINDS.len()));
+    }
+    // An operation of so many ranks takes far longer on a few cores.
+    for (kind, n) in LARGE {
+        run((kind, n, false), seed, operations.div_ceil(25 * LARGE.len()));
     }
 }

@@ -217,8 +217,8 @@ Floors:
   written, at the rate at which as many threads copy or add arrays of that size; or the hand-off of
   one cache line. Over TCP: the bytes that each rank must send, at the rate of one loopback stream;
   or one message of 8 bytes. With auto there is no floor, as the links between hosts are unknown. A
-  floor includes no waiting for other ranks, so 100 is out of reach; more than 100 means that other
-  programs ran while the floor was measured.
+  floor includes no waiting for other ranks, so 100 is out of reach; >100 means that other programs
+  ran while the floor was measured, which is then no bound.
 
 Exit status:
   0  every checked element was correct

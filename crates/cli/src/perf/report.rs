@@ -148,7 +148,7 @@ impl Report {
                 &format!("{:.3}", figures.algbw_gbps),
                 &format!("{:.3}", figures.busbw_gbps),
                 &known(figures.wrong.map(|wrong| wrong.to_string())),
-                &known(figures.floor_percent.map(|percent| format!("{percent:.1}"))),
+                &known(figures.floor_percent.map(percent)),
             ])
         };
         let sides = figures(Some(&row.out_of_place)) + &figures(row.in_place.as_ref());
@@ -176,7 +176,16 @@ impl Report {
             wrong => format!("{wrong} FAILED"),
         };
         let mean = figures().map(|figures| figures.busbw_gbps).sum::<f64>() / figures().count().max(1) as f64;
-        vec![format!("# Wrong elements    : {wrong}"), format!("# Avg bus bandwidth : {mean:.3} GB/s")]
+        let mut lines = vec![format!("# Wrong elements    : {wrong}"), format!("# Avg bus bandwidth : {mean:.3} GB/s")];
+        let beaten =
+            figures().filter_map(|figures| figures.floor_percent).filter(|percent| is_beaten(*percent)).count();
+        if beaten > 0 {
+            let of = figures().count();
+            lines.push(format!(
+                "# Floor beaten      : {beaten} of {of} times: something else ran while it was measured"
+            ));
+        }
+        lines
     }
 
     /// Prints lines while the progress bar is suspended.
@@ -187,6 +196,16 @@ impl Report {
             stdout.flush()
         })
     }
+}
+
+/// Whether a time is below its floor, so that the floor is none.
+fn is_beaten(percent: f64) -> bool {
+    percent >= 100.05
+}
+
+/// Formats a floor in percent. How far it was beaten says nothing.
+fn percent(percent: f64) -> String {
+    if is_beaten(percent) { ">100".into() } else { format!("{percent:.1}") }
 }
 
 /// Formats the columns that a row has once.
@@ -259,6 +278,17 @@ mod tests {
         assert_eq!(last([Some(0), Some(0)]), ["# Wrong elements    : 0 OK", "# Avg bus bandwidth : 2.250 GB/s"]);
         assert_eq!(last([Some(3), Some(4)])[0], "# Wrong elements    : 7 FAILED");
         assert_eq!(last([None, None])[0], "# Wrong elements    : not checked");
+    }
+
+    #[test]
+    fn a_floor_that_is_beaten_is_no_floor() {
+        let mut report = report([Some(0), Some(0)]);
+        report.rows[0].out_of_place.floor_percent = Some(136.8);
+        let last = |report: &Report| report.line(&report.rows[0]).split_whitespace().nth(9).map(str::to_owned);
+        assert_eq!(last(&report), Some(">100".into()));
+        assert_eq!(report.foot()[2], "# Floor beaten      : 1 of 2 times: something else ran while it was measured");
+        report.rows[0].out_of_place.floor_percent = Some(100.04);
+        assert_eq!((last(&report), report.foot().len()), (Some("100.0".into()), 2));
     }
 
     #[test]

@@ -35,8 +35,12 @@ pub struct RankDelays {
     pub share: f64,
 }
 
-/// A rank whose `share` is at least this counts as a straggler.
+/// A rank whose `share` is at least this counts as a straggler,
 const SLOW: f64 = 0.05;
+
+/// if it cost at least this much time in all: a rank that has just started, or shares its core, is some milliseconds
+/// late by chance.
+const NOISE_NS: u64 = 10_000_000;
 
 /// Compares the ranks of each clock that two or more ranks share.
 pub fn paces(traces: &[Trace], collectives: &Collectives<'_>) -> Vec<Pace> {
@@ -72,7 +76,7 @@ fn pace(traces: &[Trace], collectives: &Collectives<'_>, clock: &str) -> Option<
     for delays in ranks.iter_mut().filter(|_| span_ns > 0) {
         delays.share = delays.cost_ns as f64 / span_ns as f64;
     }
-    let mut slow: Vec<_> = ranks.iter().filter(|delays| delays.share >= SLOW).collect();
+    let mut slow: Vec<_> = ranks.iter().filter(|delays| delays.share >= SLOW && delays.cost_ns >= NOISE_NS).collect();
     slow.sort_by_key(|delays| Reverse(delays.cost_ns));
     let slow = slow.into_iter().map(|delays| delays.rank).collect();
     Some(Pace { host: traces[here[0]].host.clone(), compared, span_ns, slow, ranks })

@@ -8,6 +8,7 @@ use tokio::net::TcpStream;
 use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::sync::mpsc::{Sender, UnboundedReceiver, UnboundedSender};
 
+use super::calls::Calls;
 use super::frame;
 use super::message::Message;
 use super::status::GroupStatus;
@@ -17,7 +18,7 @@ use super::status::GroupStatus;
 pub(super) enum Frame {
     /// A message of the sending rank itself.
     Own(Message),
-    /// To rank 0: a message to relay to rank `to`, or to all ranks.
+    /// To rank 0: an invitation to relay to rank `to`, or a failure to relay to all ranks.
     Relay { to: Option<u32>, message: Message },
     /// From rank 0: a relayed message of rank `from`. Rank 0 fills in the rank on whose connection the message arrived.
     /// From any other rank this frame is an error, so no rank can speak for another one.
@@ -32,6 +33,8 @@ pub(super) enum Frame {
     Leaves,
     /// To rank 0: the sender gives it nothing more to relay.
     Through,
+    /// From rank 0: the calls of these ranks, for a rank that asked.
+    Calls(Calls),
 }
 
 /// The state of the control connection to a peer.

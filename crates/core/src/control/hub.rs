@@ -1,6 +1,8 @@
 //! The state of a rank in a star. See `plane`.
 
+use super::calls::CallTable;
 use super::message::Message;
+use crate::types::Site;
 
 /// What the control thread of a rank in a star keeps besides its connections.
 #[derive(Default)]
@@ -11,10 +13,10 @@ pub(super) struct Star {
     /// Whether rank 0 was silent or this rank was suspended. The other ranks may then have shrunk the group and exited
     /// unnoticed, so a rank that no longer listens may have ended only after that.
     pub uncertain: bool,
-    /// Sequence number of the last collective for which this rank has announced its call to all.
-    pub announced_sequence: Option<u64>,
-    /// That announcement, for ranks that connect after rank 0 is gone.
-    pub announcement: Option<Message>,
+    /// The call for which this rank last asked all ranks for theirs. Also for ranks that connect after rank 0 is gone.
+    pub question: Option<Site>,
+    /// On rank 0: the calls of all ranks.
+    pub calls: CallTable,
     /// Whether all ranks know of a failure, or will know of one when they learn that rank 0 is gone.
     pub failure_known: bool,
     /// By rank: whether it has called `shrink`.
@@ -41,6 +43,11 @@ pub(super) enum Hub {
 }
 
 impl Star {
+    pub fn new(world_size: usize) -> Star {
+        let (shrinking, drained) = (vec![false; world_size], vec![false; world_size]);
+        Star { shrinking, drained, calls: CallTable::new(world_size), ..Star::default() }
+    }
+
     /// Whether this rank failed before all ranks knew of a failure.
     pub fn has_failed(&self) -> bool {
         self.replay.iter().any(|message| matches!(message, Message::Failed(..)))

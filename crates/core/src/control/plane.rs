@@ -9,8 +9,8 @@
 //! Shrink messages are never relayed: sender and receiver are connected, and the sender's goodbye follows on the same
 //! connection. A rank's shrink messages and its end therefore arrive in order.
 //!
-//! The hub relays questions about calls, answers, failures, invitations and goodbyes. Heartbeats stay between connected
-//! ranks.
+//! The hub relays failures, invitations and goodbyes. It collects the ranks' calls for those that ask (`calls`).
+//! Heartbeats stay between connected ranks.
 //!
 //! # Which ranks have certainly ended
 //! In a star, a rank may first try to connect to a peer when the peer no longer listens. It counts the peer as ended
@@ -25,6 +25,8 @@
 //!   rank counts them as ended, though they may have gone on without it.
 
 mod star;
+#[cfg(all(test, not(bonfire_loom)))]
+mod tests;
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -90,7 +92,7 @@ pub(crate) async fn run(
         opened: 0,
         peer_events,
         greeted: vec![false; n],
-        star: setup.star.then(|| Star { shrinking: vec![false; n], drained: vec![false; n], ..Star::default() }),
+        star: setup.star.then(|| Star::new(n)),
     };
     for (peer, stream) in setup.connections.into_iter().enumerate() {
         if let Some(stream) = stream {
@@ -120,6 +122,7 @@ pub(crate) async fn run(
                 },
                 Some((peer, event)) = event_queue.recv() => control.handle_event(peer, event),
                 _ = ticks.tick() => control.tick(),
+                () = wait_until(control.updates_due()) => control.send_updates(),
                 () = wait_until(leaving.as_ref().map(|(_, end)| *end)) => return,
             }
         }
@@ -133,6 +136,7 @@ pub(crate) async fn run(
         }
     }
     if let Some((goodbye, _)) = leaving.filter(|_| control.is_hub()) {
+        control.send_updates();
         control.fan_out(&Frame::Own(goodbye), None);
     }
     control.connections.clear();
@@ -196,14 +200,6 @@ impl Control {
         }
     }
 
-    /// Sends a message to all ranks: through the hub if there is one, else on every open connection.
-    fn broadcast(&self, message: Message) {
-        match self.hub() {
-            Some(hub) => hub.send(Frame::Relay { to: None, message }),
-            None => self.fan_out(&Frame::Own(message), None),
-        }
-    }
-
     /// Sends a message to one rank. If there is no path to it, forms a mesh first.
     fn send(&mut self, peer: usize, message: Message) {
         if let Connection::Open(writer) = &self.connections[peer] {
@@ -221,9 +217,7 @@ impl Control {
     /// Handles a request from the threads that run operations.
     fn handle_outgoing(&mut self, outgoing: ControlRequest) {
         match outgoing {
-            ControlRequest::Calling(site) => {
-                self.announce(site.sequence, Message::Calling(site));
-            }
+            ControlRequest::Calling(site) => self.ask(site),
             ControlRequest::Called(peer, site) => self.answer(peer, site),
             ControlRequest::Failed(error, completed) => self.fail(Message::Failed(error, completed)),
             ControlRequest::Invites(peer, invitation) => self.send(peer, Message::Invites(invitation)),
@@ -238,11 +232,14 @@ impl Control {
         }
     }
 
-    /// Answers `peer` with this rank's call. In a star the answer goes to all ranks, once: if one rank asks, most do.
+    /// Answers `peer` with this rank's call. In a star, rank 0 collects the answers.
     fn answer(&mut self, peer: usize, site: Site) {
-        let Some(star) = &self.star else { return self.send(peer, Message::Called(site)) };
-        if star.announced_sequence != Some(site.sequence) {
-            self.announce(site.sequence, Message::Called(site));
+        if self.is_hub() {
+            return self.record_answer(0, site);
+        }
+        match self.hub() {
+            Some(hub) => hub.send(Frame::Own(Message::Called(site))),
+            None => self.send(peer, Message::Called(site)),
         }
     }
 
@@ -300,6 +297,8 @@ impl Control {
                 self.form_mesh();
             }
             Message::Failed(..) if self.is_hub() => return self.relay(peer, message),
+            Message::Calling(site) if self.is_hub() => return self.pass_on_question(peer, *site),
+            Message::Called(site) if self.is_hub() => self.record_answer(peer, *site),
             // Rank 0 reports it to all ranks.
             Message::Failed(..) if peer == 0 => self.star.iter_mut().for_each(|star| star.failure_known = true),
             Message::Goodbye { panicked } => {
@@ -315,8 +314,10 @@ impl Control {
             }
             _ => {}
         }
-        if let Some(Message::Called(mine)) = apply_message(&self.status, peer, message) {
-            self.answer(peer, mine);
+        if let Some(answer) = apply_message(&self.status, peer, message)
+            && let Connection::Open(writer) = &self.connections[peer]
+        {
+            writer.send(Frame::Own(answer));
         }
     }
 

@@ -59,6 +59,13 @@ enum Presence {
 }
 
 impl Peer {
+    /// A call may arrive on two ways, so an earlier one may come later.
+    fn set_last_call(&mut self, site: Site) {
+        if self.last_call.is_none_or(|last| last.sequence <= site.sequence) {
+            self.last_call = Some(site);
+        }
+    }
+
     fn has_data_streams(&self) -> bool {
         !self.data_streams.is_empty() && self.data_streams.iter().all(Option::is_some)
     }
@@ -254,7 +261,7 @@ impl GroupStatus {
     /// to be answered when this rank makes the call.
     pub fn record_call(&self, peer: usize, site: Site, asks: bool) -> Option<Site> {
         let mut state = self.state();
-        state.peers[peer].last_call = Some(site);
+        state.peers[peer].set_last_call(site);
         let mine = state.recent.iter().flatten().find(|mine| mine.sequence == site.sequence).copied();
         if asks && mine.is_none() {
             state.peers[peer].awaits_call = true;
@@ -264,9 +271,27 @@ impl GroupStatus {
         mine.filter(|_| asks)
     }
 
-    /// Returns the call of each rank at `sequence`, as far as this rank knows.
+    /// Records the calls of many ranks. Ranks that do not exist are ignored.
+    pub fn record_calls(&self, calls: &[(Site, Vec<u32>)]) {
+        let mut state = self.state();
+        for (site, ranks) in calls {
+            for rank in ranks {
+                if let Some(peer) = state.peers.get_mut(*rank as usize) {
+                    peer.set_last_call(*site);
+                }
+            }
+        }
+        drop(state);
+        self.bell.ring();
+    }
+
+    /// Returns the call of each rank at `sequence`, as far as this rank knows. A rank that is past this operation has
+    /// completed it, so all ranks have begun it in the same way.
     pub fn calls(&self, rank: usize, sequence: u64, own: Call) -> Vec<Option<Call>> {
         let state = self.state();
+        if state.peers.iter().any(|peer| peer.last_call.is_some_and(|site| site.sequence > sequence)) {
+            return vec![Some(own); state.peers.len()];
+        }
         let called = |peer: &Peer| peer.last_call.filter(|site| site.sequence == sequence).map(|site| site.call);
         state.peers.iter().enumerate().map(|(r, peer)| if r == rank { Some(own) } else { called(peer) }).collect()
     }

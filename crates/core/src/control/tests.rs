@@ -42,9 +42,10 @@ fn fuzz_messages() {
     messages.extend([Message::Heartbeat, Message::Calling(site), Message::Called(site)]);
     messages.extend([false, true].map(|panicked| Message::Goodbye { panicked }));
     let mut frames: Vec<Frame> = messages.iter().cloned().map(Frame::Own).collect();
-    let message = || Message::Called(site);
+    let message = || Message::Calling(site);
     frames.extend([None, Some(300)].map(|to| Frame::Relay { to, message: message() }));
     frames.extend([Frame::Relayed { from: 300, message: message() }, Frame::Begun, Frame::Meet, Frame::Leaves]);
+    frames.push(Frame::Calls(vec![(site, vec![0, 300]), (Site { sequence: 301, ..site }, vec![1])]));
     frames.push(Frame::Through);
     frames.push(Frame::Lost { peer: 300, reason: "its connection was closed".into(), ended: true });
     bonfire_testing::fuzz::fuzz_frames("control", &frames);

@@ -73,7 +73,7 @@ impl<'a> Watch<'a> {
         // Ranks that have not begun this operation are missing; if all have begun it, the peer is the straggler.
         let is_collective = self.is_collective();
         let missing = || {
-            let silent: Vec<usize> = (0..calls.len()).filter(|rank| calls[*rank].is_none()).collect();
+            let silent = silent(&calls);
             if silent.is_empty() || !is_collective { vec![peer] } else { silent }
         };
         if self.deadline.passed() {
@@ -114,8 +114,16 @@ impl<'a> Watch<'a> {
         })
     }
 
-    /// Returns the fault of this operation after its data connection to `peer`, and no more than that, broke.
+    /// Returns the fault of this operation after its data connection to `peer`, and no more than that, broke. If ranks
+    /// have not answered by the deadline, they are the cause: peers whose deadlines passed a moment ago close their
+    /// connections, and word of their failures is still on its way.
     pub fn disconnected(&self, peer: usize, reason: &str) -> Fault {
+        if self.stalled && self.is_collective() && self.deadline.passed() {
+            let missing = silent(&self.status.calls(self.rank, self.tag.sequence, self.tag.call));
+            if !missing.is_empty() {
+                return Fault::Timeout { missing };
+            }
+        }
         let (site, reason) = (Site { call: self.tag.call, sequence: self.tag.sequence }, reason.to_owned());
         Fault::Failed(Error::Disconnected { site, rank: self.rank, peer, reason, elapsed: self.deadline.elapsed() })
     }
@@ -132,4 +140,9 @@ impl<'a> Watch<'a> {
     fn is_collective(&self) -> bool {
         self.tag.call.operation.is_collective()
     }
+}
+
+/// The ranks whose call is not known.
+fn silent(calls: &[Option<Call>]) -> Vec<usize> {
+    (0..calls.len()).filter(|rank| calls[*rank].is_none()).collect()
 }

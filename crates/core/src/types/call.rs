@@ -5,6 +5,7 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 use strum::{Display, IntoStaticStr, VariantArray};
 
+use super::shape::find_shape;
 use super::{DType, ReduceOp};
 
 /// The kind of an operation. Its text is the name of the method of [`Group`](crate::Group), such as `all_reduce`.
@@ -168,6 +169,15 @@ impl Call {
         FUNCTIONS.into_iter().find(|function| *self == bare.shaped(Fingerprint::of(Fingerprint::name(function))))
     }
 
+    /// Returns the tensors' shape, if this is a call on tensors and the shape can be found.
+    fn shape(&self) -> Option<Vec<usize>> {
+        let bare = Call { sizes: None, ..*self };
+        let is_it = |shape: &[usize]| *self == bare.shaped(Fingerprint::of(shape.iter().copied()));
+        // A trace has the lower half of it.
+        let whole = self.sizes.is_some_and(|sizes| !sizes.has_sizes() && sizes.0 > u32::from(u16::MAX));
+        if whole { find_shape(self.count, is_it) } else { None }
+    }
+
     /// Whether nothing but the sizes of parts or the shapes of tensors differ.
     pub(crate) fn differs_in_shape_only(&self, other: &Call) -> bool {
         self != other && Call { sizes: other.sizes, ..*self } == *other && self.function() == other.function()
@@ -197,7 +207,10 @@ impl fmt::Display for Call {
             write!(f, ", root {root}")?;
         }
         if let (Some(Fingerprint(sizes)), None) = (self.sizes, function) {
-            write!(f, ", {} #{sizes:04x}", if self.is_sized() { "sizes" } else { "shape" })?;
+            match self.shape() {
+                Some(shape) => write!(f, ", shape {shape:?}")?,
+                None => write!(f, ", {} #{sizes:04x}", if self.is_sized() { "sizes" } else { "shape" })?,
+            }
         }
         write!(f, ")")
     }
@@ -309,6 +322,13 @@ mod tests {
             prop_assert_eq!(part.to_string(), format!("{}'s all_gather(u64 x {count})", FUNCTIONS[i]));
             let shaped = call.shaped(Fingerprint::of([2, 3]));
             prop_assert!(call.differs_in_shape_only(&shaped) && !part.differs_in_shape_only(&shaped));
+        }
+
+        #[test]
+        fn a_shape_of_a_few_dimensions_is_shown(shape in proptest::collection::vec(1usize..20, 1..=4)) {
+            let count = shape.iter().product();
+            let call = Call::new(Operation::Broadcast, DType::U64, count).shaped(Fingerprint::of(shape.clone()));
+            prop_assert_eq!(call.to_string(), format!("broadcast(u64 x {count}, shape {shape:?})"));
         }
 
         #[test]

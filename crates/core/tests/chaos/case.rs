@@ -40,6 +40,8 @@ pub struct Case {
     pub transport: GroupTransport,
     /// Whether groups of more than two ranks begin as stars.
     pub star: bool,
+    /// Whether the group has so many ranks that it is a star without being told.
+    pub many: bool,
     random: Random,
     /// A description of the fault.
     pub what: String,
@@ -70,6 +72,7 @@ impl Case {
         Case {
             transport,
             star,
+            many: false,
             random,
             what,
             faults: 0,
@@ -86,9 +89,17 @@ impl Case {
         (self.random.next() >> 16) as usize % limit
     }
 
-    /// Draws a world size from 2 to 4. With two hosts at least 3, so that one host has two ranks.
+    /// Draws a world size from 2 to 4, or from 17 to 32. With two hosts at least 3, so that one host has two ranks.
     pub fn world_size(&mut self) -> usize {
+        if self.many {
+            return [17, 32, 17 + self.below(16)][self.below(3)];
+        }
         if self.transport == GroupTransport::Mixed { 3 + self.below(2) } else { 2 + self.below(3) }
+    }
+
+    /// Returns `time`, or more of it for a large group on a few cores.
+    pub fn scaled(&self, time: Duration) -> Duration {
+        if self.many { time * 3 } else { time }
     }
 
     /// The orders of all ranks of a group: to run the stream until it fails.
@@ -103,11 +114,11 @@ impl Case {
             deadline: DEADLINE,
             heartbeat_timeout: LONG_HEARTBEAT_TIMEOUT,
             hang_timeout: None,
-            full_mesh_limit: if self.star { 2 } else { 16 },
-            rendezvous_timeout: DEADLINE,
+            full_mesh_limit: if self.star && !self.many { 2 } else { 16 },
+            rendezvous_timeout: self.scaled(DEADLINE),
             seed: self.random.next(),
             steps: u64::MAX,
-            largest: 20,
+            largest: if self.many { 14 } else { 20 },
             until: None,
             acts: Vec::new(),
             subgroups: false,

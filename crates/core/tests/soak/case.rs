@@ -8,8 +8,8 @@ use bytemuck::{bytes_of, pod_read_unaligned};
 use bonfire_testing::oracle::Sample;
 use bonfire_testing::transport::Random;
 
-/// The ranks of each group. The second and the third are subgroups of the first. Two ranks are in all three.
-pub const GROUPS: [&[usize]; 3] = [&[0, 1, 2, 3], &[0, 1, 2], &[1, 2, 3]];
+/// Groups that are in use at once.
+pub const GROUPS: usize = 3;
 const OPERATIONS: [Operation; 10] = [
     Operation::AllReduce,
     Operation::Reduce,
@@ -30,6 +30,8 @@ const PERIOD: usize = 251;
 pub struct Case {
     pub step: usize,
     pub group: usize,
+    /// The number of ranks of that group.
+    pub ranks: usize,
     pub call: Call,
     /// Whether the buffers are from `Group::allocate`, except on a few ranks.
     pub allocated: bool,
@@ -50,9 +52,14 @@ pub fn below(random: &mut Random, end: usize) -> usize {
     (random.next() >> 8) as usize % end
 }
 
+/// The ranks of a group. The second and the third are subgroups of the first, and overlap.
+pub fn members(group: usize, world_size: usize) -> Range<usize> {
+    [0..world_size, 0..world_size - 1, 1..world_size][group].clone()
+}
+
 impl Case {
     /// Draws an operation, mostly small, sometimes up to 4 MiB, around powers of two (where algorithms change) or not.
-    pub fn draw(random: &mut Random, step: usize, group: usize) -> Case {
+    pub fn draw(random: &mut Random, step: usize, group: usize, world_size: usize) -> Case {
         let operation = OPERATIONS[below(random, OPERATIONS.len())];
         let dtype = DType::ALL[below(random, DType::ALL.len())];
         let power = match below(random, 100) {
@@ -64,7 +71,7 @@ impl Case {
             0 => (1 << power) + below(random, 3) * dtype.size() - dtype.size().min(1 << power),
             _ => below(random, 1 << power),
         };
-        let n = GROUPS[group].len();
+        let n = members(group, world_size).len();
         let count = match operation {
             Operation::Barrier => 0,
             Operation::AllToAll | Operation::Gather | Operation::Scatter => bytes / dtype.size() / n * n,
@@ -76,11 +83,7 @@ impl Case {
             matches!(operation, Operation::Reduce | Operation::Broadcast | Operation::Gather | Operation::Scatter);
         let mut call = Call::new(operation, dtype, count);
         (call.reduction, call.root) = (reduces.then_some(op), rooted.then_some(rank));
-        Case { step, group, call, allocated: below(random, 4) == 0, salt: random.next(), barriers: 0 }
-    }
-
-    pub fn ranks(&self) -> usize {
-        GROUPS[self.group].len()
+        Case { step, group, ranks: n, call, allocated: below(random, 4) == 0, salt: random.next(), barriers: 0 }
     }
 
     pub fn op(&self) -> ReduceOp {
@@ -92,7 +95,7 @@ impl Case {
     }
 
     pub fn part(&self, rank: usize) -> Range<usize> {
-        partition(self.call.count, self.ranks(), rank)
+        partition(self.call.count, self.ranks, rank)
     }
 
     /// The input of `rank` to a reduction. Integers are arbitrary, and wrap. Floats are such that all results are exact
@@ -103,7 +106,10 @@ impl Case {
             let bits = hash(salt, i as u64);
             match dtype {
                 DType::F32 | DType::F64 | DType::F16 | DType::BF16 => {
-                    (bits % 12 + 1) as i128 * if bits >> 32 & 1 == 0 { 1 } else { -1 }
+                    // A product of more ranks is a power of two, so that it is exact.
+                    let is_power = self.op() == ReduceOp::Product && self.ranks > 4;
+                    let magnitude = if is_power { 1 + bits % 12 / 11 } else { bits % 12 + 1 };
+                    magnitude as i128 * if bits >> 32 & 1 == 0 { 1 } else { -1 }
                 }
                 DType::I8 => (bits as i8).into(),
                 DType::I16 => (bits as i16).into(),
@@ -136,7 +142,7 @@ impl Case {
     }
 
     fn reduced<T: Sample>(&self) -> Vec<T> {
-        let (op, n) = (self.op(), self.ranks());
+        let (op, n) = (self.op(), self.ranks);
         let mut numbers: Vec<i128> = self.numbers(0).collect();
         for rank in 1..n {
             for (all, number) in numbers.iter_mut().zip(self.numbers(rank)) {
@@ -156,7 +162,7 @@ impl Case {
 
     /// The result that `rank` must have, and its range in a buffer that was used in place.
     pub fn want<T: Sample>(&self, rank: usize) -> (Range<usize>, Vec<T>) {
-        let (n, whole) = (self.ranks(), 0..self.call.count);
+        let (n, whole) = (self.ranks, 0..self.call.count);
         match self.call.operation {
             Operation::AllReduce => (whole, self.reduced()),
             Operation::Reduce if self.call.root == Some(rank) => (whole, self.reduced()),

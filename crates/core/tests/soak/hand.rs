@@ -23,7 +23,7 @@ pub enum Form {
 }
 
 /// How often the ranks of each group have called a barrier.
-pub type Arrivals = [AtomicUsize; GROUPS.len()];
+pub type Arrivals = [AtomicUsize; GROUPS];
 
 /// Waits for the operation and compares its result.
 pub type Check = Box<dyn FnOnce() -> Result<(), String>>;
@@ -147,7 +147,7 @@ impl RankCall<'_> {
     }
 
     fn barrier(&mut self, form: Form, arrived: Arc<Arrivals>) -> Result<Check, String> {
-        let Case { group, barriers, .. } = self.case;
+        let Case { group, ranks, barriers, .. } = self.case;
         arrived[group].fetch_add(1, Ordering::Relaxed);
         let work = if form == Form::Started {
             Some(self.group.start_barrier().map_err(describe)?)
@@ -157,7 +157,7 @@ impl RankCall<'_> {
         };
         Ok(Box::new(move || {
             work.map_or(Ok(()), wait)?;
-            match (barriers * GROUPS[group].len()).saturating_sub(arrived[group].load(Ordering::Relaxed)) {
+            match (barriers * ranks).saturating_sub(arrived[group].load(Ordering::Relaxed)) {
                 0 => Ok(()),
                 missing => Err(format!("{missing} ranks had not called the barrier")),
             }
@@ -166,7 +166,7 @@ impl RankCall<'_> {
 
     /// The next rank in the ring, and the previous one.
     fn neighbours(&self) -> (usize, usize) {
-        let (rank, n) = (self.group.rank(), self.case.ranks());
+        let (rank, n) = (self.group.rank(), self.case.ranks);
         ((rank + 1) % n, (rank + n - 1) % n)
     }
 

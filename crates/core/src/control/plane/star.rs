@@ -1,6 +1,7 @@
 //! The parts of the control thread that only a star needs: relaying, and the change to a mesh. See `plane`.
 
 use tokio::net::TcpStream;
+use tokio::time::Instant;
 
 use super::Control;
 use crate::control::accept::dial;
@@ -8,6 +9,7 @@ use crate::control::connection::{Connection, Event, Frame};
 use crate::control::hub::Hub;
 use crate::control::message::{Message, apply_message};
 use crate::control::shrink::PeerEvent;
+use crate::types::Site;
 
 /// Heartbeats that the other ranks wait after rank 0 has left, before they connect to each other. At the end of a job,
 /// all ranks leave within this time.
@@ -28,22 +30,63 @@ impl Control {
         self.star.iter_mut().for_each(|star| star.replay.push(goodbye.clone()));
     }
 
-    /// Sends this rank's call, or its question about the others' calls, to all ranks.
-    pub(super) fn announce(&mut self, sequence: u64, message: Message) {
-        if let Some(star) = &mut self.star {
-            star.announced_sequence = Some(sequence);
-            star.announcement = Some(message.clone());
-            if star.hub != Hub::Serves {
+    /// Asks all ranks for their calls, because this rank makes no progress in this one. In a star it asks rank 0, and
+    /// only once: rank 0 answers as long as it learns more.
+    pub(super) fn ask(&mut self, site: Site) {
+        if self.is_hub() {
+            return self.pass_on_question(0, site);
+        }
+        let question = Frame::Own(Message::Calling(site));
+        let Some(star) = &mut self.star else { return self.fan_out(&question, None) };
+        let again = star.question.replace(site) == Some(site);
+        match self.hub() {
+            Some(hub) if !again => hub.send(question),
+            Some(_) => {}
+            None => {
                 self.form_mesh();
+                self.fan_out(&question, None);
             }
         }
-        self.broadcast(message);
+    }
+
+    /// On rank 0: `from` asks for the calls of all ranks. Passes on the first question about an operation.
+    pub(super) fn pass_on_question(&mut self, from: usize, site: Site) {
+        let Some(star) = &mut self.star else { return };
+        let message = Message::Calling(site);
+        if star.calls.ask(from, site, Instant::now()) {
+            self.fan_out(&Frame::Relayed { from: from as u32, message: message.clone() }, Some(from));
+        }
+        if from != self.rank()
+            && let Some(Message::Called(mine)) = apply_message(&self.status, from, message)
+        {
+            self.answer(from, mine);
+        }
+    }
+
+    /// On rank 0: records the call of a rank that was asked.
+    pub(super) fn record_answer(&mut self, from: usize, site: Site) {
+        self.star.iter_mut().for_each(|star| star.calls.report(from, site, Instant::now()));
+    }
+
+    /// When rank 0 is to call [`send_updates`](Self::send_updates).
+    pub(super) fn updates_due(&self) -> Option<Instant> {
+        self.star.as_ref().and_then(|star| star.calls.due())
+    }
+
+    /// On rank 0: sends the calls that it has learned of to the ranks that asked.
+    pub(super) fn send_updates(&mut self) {
+        let Some(star) = &mut self.star else { return };
+        for (peer, calls) in star.calls.updates() {
+            if let Connection::Open(writer) = &self.connections[peer] {
+                writer.send(Frame::Calls(calls));
+            }
+        }
     }
 
     /// Reports the failure of this rank to all ranks.
     pub(super) fn fail(&mut self, message: Message) {
         let is_hub = self.is_hub();
-        let Some(star) = &mut self.star else { return self.broadcast(message) };
+        let Some(star) = &mut self.star else { return self.fan_out(&Frame::Own(message), None) };
         let known = star.failure_known;
         // The failure of rank 0 reaches the other ranks in order with all other messages of rank 0.
         star.failure_known |= is_hub;
@@ -90,7 +133,7 @@ impl Control {
         let (Some(star), Connection::Open(writer)) = (&mut self.star, &self.connections[peer]) else { return };
         star.idle_ticks = 0;
         let first = if let Connection::Pending(first) = before { first } else { Vec::new() };
-        let replayed = star.announcement.iter().chain(&star.replay).cloned();
+        let replayed = star.question.map(Message::Calling).into_iter().chain(star.replay.iter().cloned());
         for message in [Message::Heartbeat].into_iter().chain(first).chain(replayed) {
             writer.send(Frame::Own(message));
         }
@@ -160,14 +203,14 @@ impl Control {
         let from_hub = self.star.is_some() && peer == 0;
         match frame {
             Frame::Own(message) => self.handle_message(peer, message),
-            Frame::Relay { to, message } if is_hub && is_relayed(&message) => match to.map(|to| to as usize) {
-                None => self.relay(peer, message),
-                Some(to) => {
-                    if let Some(Connection::Open(writer)) = self.connections.get(to).filter(|_| to != peer) {
-                        writer.send(Frame::Relayed { from: peer as u32, message });
-                    }
+            Frame::Relay { to: None, message: message @ Message::Failed(..) } if is_hub => self.relay(peer, message),
+            Frame::Relay { to: Some(to), message: message @ Message::Invites(_) } if is_hub => {
+                if let Some(Connection::Open(writer)) =
+                    self.connections.get(to as usize).filter(|_| to as usize != peer)
+                {
+                    writer.send(Frame::Relayed { from: peer as u32, message });
                 }
-            },
+            }
             Frame::Relayed { from, message } if from_hub && (from as usize) < n && from as usize != rank => {
                 self.handle_relayed(from as usize, message);
             }
@@ -184,6 +227,7 @@ impl Control {
                     self.peer_gone(lost, if ended { PeerEvent::Closed } else { PeerEvent::Silent });
                 }
             }
+            Frame::Calls(calls) if from_hub => self.status.record_calls(&calls),
             Frame::Begun if from_hub => self.star.iter_mut().for_each(|star| star.begun = true),
             Frame::Meet if from_hub => self.form_mesh(),
             Frame::Leaves if from_hub => {
@@ -241,27 +285,22 @@ impl Control {
         }
     }
 
-    /// On rank 0: relays a message of `from` to all ranks, and handles it. Of failures, only the first is relayed, and
-    /// also back to its sender, which thereby learns that all ranks know of it.
+    /// On rank 0: handles a failure of `from`. Relays the first one to all ranks, and back to its sender, which thereby
+    /// learns that all ranks know of it.
     pub(super) fn relay(&mut self, from: usize, message: Message) {
-        let failed = matches!(message, Message::Failed(..));
         let Some(star) = &mut self.star else { return };
-        if !(failed && std::mem::replace(&mut star.failure_known, true)) {
-            let frame = Frame::Relayed { from: from as u32, message: message.clone() };
-            self.fan_out(&frame, (!failed).then_some(from));
-        } else if failed {
+        let known = std::mem::replace(&mut star.failure_known, true);
+        let frame = Frame::Relayed { from: from as u32, message: message.clone() };
+        for (peer, connection) in self.connections.iter().enumerate() {
             // A rank that was declared lost but is alive may know of no failure.
-            for (peer, connection) in self.connections.iter().enumerate() {
-                if let Connection::Open(writer) = connection
-                    && !self.detector.is_monitored(peer)
-                {
-                    writer.send(Frame::Relayed { from: from as u32, message: message.clone() });
-                }
+            if let Connection::Open(writer) = connection
+                && !(known && self.detector.is_monitored(peer))
+            {
+                writer.send(frame.clone());
             }
         }
-        if let Some(Message::Called(mine)) = apply_message(&self.status, from, message) {
-            self.answer(from, mine);
-        }
+        // A failure has no answer.
+        let _ = apply_message(&self.status, from, message);
     }
 
     /// Updates the star at a heartbeat of this rank. `suspended`: the rank was suspended before it.
@@ -287,9 +326,4 @@ impl Control {
             }
         }
     }
-}
-
-/// Whether rank 0 relays this message.
-fn is_relayed(message: &Message) -> bool {
-    matches!(message, Message::Calling(_) | Message::Called(_) | Message::Failed(..) | Message::Invites(_))
 }

@@ -338,6 +338,23 @@ mod tests {
     }
 
     #[test]
+    fn a_connection_that_ends_at_the_deadline_is_no_cause_if_ranks_are_missing() {
+        let status = GroupStatus::new(3).unwrap();
+        let fault = || {
+            let (tag, deadline) = (tag(), Deadline::after(Duration::from_millis(20)));
+            let (control, _outgoing) = tokio::sync::mpsc::unbounded_channel();
+            let mut watch = Watch::new(0, &status, &control, &tag, &deadline);
+            // It has asked the others for their calls. The deadline may have passed already, on a busy machine.
+            let _ = watch.tick(1);
+            disconnected(1, "it was closed", &watch)
+        };
+        status.record_call(1, tag(), false);
+        assert_eq!(fault(), Fault::Timeout { missing: vec![2] });
+        status.record_call(2, tag(), false);
+        assert!(matches!(fault(), Fault::Failed(Error::Disconnected { peer: 1, .. })));
+    }
+
+    #[test]
     fn fuzz_headers() {
         let tag = tag();
         let Site { call, .. } = tag;

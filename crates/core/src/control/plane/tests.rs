@@ -1,0 +1,196 @@
+//! Control threads of a star without sockets: frames are delivered by hand, in an order that the test draws.
+
+use bonfire_testing::transport::Random;
+
+use super::*;
+use crate::types::{Call, DType, Operation};
+
+/// What a rank does next, and in which operation.
+#[derive(Clone, Copy)]
+enum Position {
+    Begins(u64),
+    Waits(u64),
+}
+
+impl Position {
+    /// Whether the rank has begun this operation.
+    fn is_past(self, begin: u64) -> bool {
+        match self {
+            Position::Begins(sequence) => sequence > begin,
+            Position::Waits(sequence) => sequence >= begin,
+        }
+    }
+}
+
+struct Network {
+    ranks: Vec<Control>,
+    /// Receiver, sender, and the frames in flight between them.
+    links: Vec<(usize, usize, UnboundedReceiver<Frame>)>,
+    /// By rank: frames received so far.
+    received: Vec<usize>,
+    random: Random,
+}
+
+impl Network {
+    fn star(n: usize, seed: u64) -> Network {
+        let mut links = Vec::new();
+        let mut connection = |from: usize, to: usize| {
+            // Rank 0 is connected to all ranks.
+            if from == to || from != 0 && to != 0 {
+                return Connection::Absent;
+            }
+            let (frames, queue) = unbounded_channel();
+            links.push((to, from, queue));
+            Connection::Open(Writer::new(frames, 0))
+        };
+        let timeout = HeartbeatTimeout { first: Duration::from_secs(5), later: Duration::from_secs(5) };
+        let control = |rank: usize| Control {
+            identity: Identity { secret: None, session: 0, rank, world_size: n },
+            addresses: vec![SocketAddr::from(([127, 0, 0, 1], 0)); n],
+            status: Arc::new(GroupStatus::new(n).unwrap()),
+            connections: (0..n).map(|peer| connection(rank, peer)).collect(),
+            detector: FailureDetector::new(n, timeout),
+            events: channel(1).0,
+            writing: JoinSet::new(),
+            opened: 0,
+            peer_events: unbounded_channel().0,
+            // No rank is new, so that only the frames of the questions are counted.
+            greeted: vec![true; n],
+            star: Some(Star::new(n)),
+        };
+        let ranks = (0..n).map(control).collect();
+        Network { ranks, links, received: vec![0; n], random: Random(seed) }
+    }
+
+    fn below(&mut self, end: usize) -> usize {
+        (self.random.next() >> 8) as usize % end
+    }
+
+    fn begin(&mut self, rank: usize, site: Site) {
+        for peer in self.ranks[rank].status.begin(&site).unwrap() {
+            self.ranks[rank].handle_outgoing(ControlRequest::Called(peer, site));
+        }
+    }
+
+    fn stall(&mut self, rank: usize, site: Site) {
+        self.ranks[rank].handle_outgoing(ControlRequest::Calling(site));
+    }
+
+    /// Delivers a frame. Returns whether there was one.
+    fn deliver(&mut self) -> bool {
+        let (first, count) = (self.below(self.links.len()), self.links.len());
+        for i in 0..count {
+            let (to, from, queue) = &mut self.links[(first + i) % count];
+            if let Ok(frame) = queue.try_recv() {
+                self.received[*to] += 1;
+                self.ranks[*to].handle_frame(*from, frame);
+                return true;
+            }
+        }
+        false
+    }
+
+    /// Delivers all frames, until rank 0 has nothing more to send.
+    fn settle(&mut self) {
+        loop {
+            while self.deliver() {}
+            if self.ranks[0].updates_due().is_none() {
+                return;
+            }
+            self.ranks[0].send_updates();
+        }
+    }
+
+    /// The calls of all ranks in this operation, as far as `rank` knows.
+    fn known(&self, rank: usize, own: Site) -> Vec<Option<Call>> {
+        self.ranks[rank].status.calls(rank, own.sequence, own.call)
+    }
+}
+
+fn site(sequence: u64, count: usize) -> Site {
+    Site { sequence, call: Call::new(Operation::AllReduce, DType::F32, count) }
+}
+
+#[test]
+fn questions_of_all_ranks_cost_a_few_messages_for_each() {
+    const RANKS: usize = 256;
+    for seed in 1..=3 {
+        let mut network = Network::star(RANKS, seed);
+        let own = site(0, 1);
+        for rank in 0..RANKS - 1 {
+            network.begin(rank, own);
+        }
+        // A rank asks again in each message and for each peer that lets it wait.
+        for _ in 0..3 {
+            for rank in 0..RANKS - 1 {
+                network.stall(rank, own);
+            }
+            network.settle();
+        }
+        for rank in 0..RANKS - 1 {
+            let missing: Vec<_> = network.known(rank, own).iter().map(Option::is_none).collect();
+            assert!(missing[RANKS - 1] && missing.iter().filter(|missing| **missing).count() == 1, "rank {rank}");
+        }
+        network.begin(RANKS - 1, own);
+        network.settle();
+        for rank in 0..RANKS - 1 {
+            assert_eq!(network.known(rank, own), vec![Some(own.call); RANKS], "rank {rank}");
+        }
+        // To each other rank a question, and twice the calls that it does not know. From it a question, or an answer,
+        // or both.
+        let to_others: usize = network.received[1..].iter().sum();
+        assert!(network.received[0] <= 2 * RANKS && to_others <= 4 * RANKS, "{} and {to_others}", network.received[0]);
+    }
+}
+
+#[test]
+fn ranks_that_wait_learn_which_ranks_have_begun_and_what_they_called() {
+    for seed in 1..=3_000 {
+        let mut network = Network::star(2 + seed as usize % 5, seed);
+        let n = network.ranks.len();
+        // The ranks may disagree in the last operation.
+        let last = network.below(4) as u64;
+        let counts: Vec<_> = (0..n).map(|_| network.below(8) / 7).collect();
+        let own = |rank: usize, sequence| site(sequence, if sequence == last { counts[rank] } else { 0 });
+        let agree = counts.iter().all(|count| *count == counts[0]);
+        let mut positions = vec![Position::Begins(0); n];
+        let mut asked = vec![None; n];
+        for _ in 0..network.below(40 * n) {
+            match network.below(4) {
+                0 => {
+                    network.deliver();
+                }
+                1 => network.ranks[0].send_updates(),
+                _ => {
+                    let rank = network.below(n);
+                    match positions[rank] {
+                        Position::Begins(sequence) if sequence > last => {}
+                        Position::Begins(sequence) => {
+                            network.begin(rank, own(rank, sequence));
+                            positions[rank] = Position::Waits(sequence);
+                        }
+                        Position::Waits(sequence) => {
+                            let begun = positions.iter().all(|other| other.is_past(sequence));
+                            if begun && (sequence < last || agree) && network.below(2) == 0 {
+                                positions[rank] = Position::Begins(sequence + 1);
+                            } else {
+                                network.stall(rank, own(rank, sequence));
+                                asked[rank] = Some(sequence);
+                            }
+                        }
+                    }
+                }
+            }
+        }
+        network.settle();
+        for rank in 0..n {
+            let Position::Waits(sequence) = positions[rank] else { continue };
+            if asked[rank] != Some(sequence) {
+                continue;
+            }
+            let begun = |other: &usize| positions[*other].is_past(sequence);
+            let calls: Vec<_> = (0..n).map(|other| begun(&other).then(|| own(other, sequence).call)).collect();
+            assert_eq!(network.known(rank, own(rank, sequence)), calls, "seed {seed}, rank {rank}");
+        }
+    }
+}
