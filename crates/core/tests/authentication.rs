@@ -1,5 +1,9 @@
 //! Authentication: only ranks with the secret are admitted. In every test the job beside it completes.
 
+#[cfg(target_os = "linux")]
+#[path = "authentication/strangers.rs"]
+mod strangers;
+
 use std::io::{ErrorKind, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::sync::Arc;
