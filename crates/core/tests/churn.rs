@@ -4,15 +4,14 @@
 //!
 //! `BONFIRE_CHURN` is the time in seconds (10 by default), and `BONFIRE_CHURN_SEED` repeats the rounds of a run.
 
-use std::fs;
 use std::panic::{AssertUnwindSafe, catch_unwind, panic_any, set_hook, take_hook};
 use std::sync::{Arc, Barrier};
-use std::thread;
 use std::time::{Duration, Instant, SystemTime};
 
 use bonfire_core::error::ShrinkError;
 use bonfire_core::{Builder, Error, Group, ReduceOp};
 use bonfire_testing::process::{Process, is_child, send_line};
+use bonfire_testing::resources::Resources;
 use bonfire_testing::transport::Random;
 use bonfire_testing::{DEADLINE, Kind, run_ranks, run_ranks_with};
 use rustix::process::Signal;
@@ -151,56 +150,6 @@ fn processes(random: &mut impl FnMut(usize) -> usize) -> String {
         }
     }
     what
-}
-
-/// Resources of this process. All but the memory must be the same after each round.
-#[derive(Debug)]
-struct Resources {
-    counts: [(&'static str, usize); 4],
-    mappings: usize,
-    memory: usize,
-}
-
-impl Resources {
-    fn now() -> Resources {
-        let read = |file: &str| fs::read_to_string(file).unwrap_or_default();
-        let links = |folder: &str| {
-            let entries = fs::read_dir(folder).into_iter().flatten().flatten();
-            entries.filter_map(|entry| fs::read_link(entry.path()).ok()).collect::<Vec<_>>()
-        };
-        let files = links("/proc/self/fd");
-        let is_own = |inode: &str| files.iter().any(|file| *file.to_string_lossy() == format!("socket:[{inode}]"));
-        // Columns: the fourth is the state, 0A if the socket listens; the tenth is the inode.
-        let tables = read("/proc/self/net/tcp") + &read("/proc/self/net/tcp6");
-        let sockets = tables.lines().map(|line| line.split_whitespace().collect::<Vec<_>>());
-        let ports = sockets.filter(|socket| socket.get(3) == Some(&"0A") && is_own(socket[9])).count();
-        let maps = read("/proc/self/maps");
-        let status = read("/proc/self/status");
-        let memory =
-            status.lines().find_map(|line| line.strip_prefix("VmRSS:")?.trim_end_matches("kB").trim().parse().ok());
-        let counts = [
-            ("descriptors", files.len()),
-            ("threads", fs::read_dir("/proc/self/task").map_or(0, Iterator::count)),
-            ("segments", maps.lines().filter(|line| line.contains("memfd:bonfire")).count()),
-            ("listening ports", ports),
-        ];
-        Resources { counts, mappings: maps.lines().count(), memory: memory.unwrap_or(0) }
-    }
-
-    /// Returns what there is more of than before, after giving threads time to end.
-    fn settle(before: &Resources) -> (Resources, Vec<String>) {
-        const TIME: Duration = Duration::from_secs(20);
-        let start = Instant::now();
-        loop {
-            let now = Resources::now();
-            let both = before.counts.iter().zip(&now.counts).filter(|(before, now)| now.1 > before.1);
-            let more: Vec<_> = both.map(|(before, now)| format!("{} {}, {} before", now.1, now.0, before.1)).collect();
-            if more.is_empty() || start.elapsed() > TIME {
-                return (now, more);
-            }
-            thread::sleep(Duration::from_millis(2));
-        }
-    }
 }
 
 fn number(variable: &str) -> Option<u64> {

@@ -5,6 +5,9 @@ pub mod logged;
 pub mod oracle;
 pub mod process;
 pub mod relay;
+pub mod resources;
+#[cfg(all(target_os = "linux", target_arch = "x86_64"))]
+pub mod syscalls;
 pub mod transport;
 pub mod wire;
 

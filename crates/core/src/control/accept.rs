@@ -128,8 +128,11 @@ pub(super) async fn dial(identity: &Identity, peer: usize, address: SocketAddr) 
     }
 }
 
-/// Whether the cause of the error is local: this process or its machine lacks descriptors or memory.
+/// Whether the cause of the error is local: this process or its machine lacks descriptors, memory, ports or a protocol,
+/// or forbids connections.
 pub(crate) fn is_own(error: &io::Error) -> bool {
-    let own = [Errno::MFILE, Errno::NFILE, Errno::NOBUFS, Errno::NOMEM];
+    let lacking = [Errno::MFILE, Errno::NFILE, Errno::NOBUFS, Errno::NOMEM, Errno::ADDRNOTAVAIL];
+    let forbidden = [Errno::ACCESS, Errno::PERM, Errno::AFNOSUPPORT, Errno::PROTONOSUPPORT];
+    let own = [&lacking[..], &forbidden].concat();
     Errno::from_io_error(error).is_some_and(|error| own.contains(&error))
 }

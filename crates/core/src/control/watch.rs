@@ -57,6 +57,15 @@ impl<'a> Watch<'a> {
         next.min(self.deadline.remaining()).max(MIN_SLEEP)
     }
 
+    /// Call this while bytes keep moving between this rank and `peer`, so that no pause passes. Meanwhile the group may
+    /// fail, or the deadline pass.
+    pub fn check(&self, peer: usize) -> Result<(), Fault> {
+        if let Some(fault) = self.status.failure_in(self.tag) {
+            return Err(fault);
+        }
+        if self.deadline.passed() { Err(Fault::Timeout { missing: vec![peer] }) } else { Ok(()) }
+    }
+
     /// Call this when nothing has moved for a pause while the thread waits for `peer`. Checks for a failure of the
     /// group, asks the peers for their calls, warns about a long wait, and returns an error at the deadline.
     pub fn tick(&mut self, peer: usize) -> Result<(), Fault> {

@@ -9,37 +9,45 @@ use super::core::Core;
 use crate::sync::{Mutex, lock};
 use crate::types::Error;
 
-/// The groups to leave.
-static REGISTERED: OnceLock<Mutex<Vec<Weak<Core>>>> = OnceLock::new();
+static REGISTERED: OnceLock<Mutex<Registered>> = OnceLock::new();
+
+#[derive(Default)]
+struct Registered {
+    /// The groups to leave.
+    groups: Vec<Weak<Core>>,
+    /// Whether a thread waits for the signals.
+    watched: bool,
+}
 
 /// Registers `new` if `old` is registered.
 pub(super) fn inherit(old: &Arc<Core>, new: &Arc<Core>) {
     let Some(registered) = REGISTERED.get() else { return };
     let mut registered = lock(registered);
-    if registered.iter().any(|core| std::ptr::eq(core.as_ptr(), Arc::as_ptr(old))) {
-        registered.push(Arc::downgrade(new));
+    if registered.groups.iter().any(|core| std::ptr::eq(core.as_ptr(), Arc::as_ptr(old))) {
+        registered.groups.push(Arc::downgrade(new));
     }
 }
 
 /// Registers `core` to be left when SIGINT or SIGTERM arrives. The signal then takes its default action.
 pub(super) fn leave_on_interrupt(core: &Arc<Core>) -> Result<(), Error> {
-    let mut first = false;
-    let registered = REGISTERED.get_or_init(|| {
-        first = true;
-        Mutex::default()
-    });
-    {
-        let mut registered = lock(registered);
-        registered.retain(|core| core.strong_count() > 0);
-        registered.push(Arc::downgrade(core));
+    let shared = REGISTERED.get_or_init(Mutex::default);
+    let mut registered = lock(shared);
+    if !registered.watched {
+        // It may fail for lack of descriptors, and is tried again for the next group.
+        watch(shared)?;
+        registered.watched = true;
     }
-    if !first {
-        return Ok(());
-    }
+    registered.groups.retain(|core| core.strong_count() > 0);
+    registered.groups.push(Arc::downgrade(core));
+    Ok(())
+}
+
+/// Starts the thread that waits for the signals.
+fn watch(registered: &'static Mutex<Registered>) -> Result<(), Error> {
     let mut signals = Signals::new([SIGINT, SIGTERM]).map_err(|e| Error::io("watching for SIGINT and SIGTERM", e))?;
     let watch = move || {
         for signal in signals.forever() {
-            let groups = std::mem::take(&mut *lock(registered));
+            let groups = std::mem::take(&mut lock(registered).groups);
             let groups: Vec<_> = groups.iter().filter_map(Weak::upgrade).collect();
             groups.iter().for_each(|core| core.executor.transport.leave());
             // The job may hang, and be interrupted for that reason.

@@ -31,6 +31,7 @@ pub(super) async fn dial(
     waiting_for: &RefCell<String>,
 ) -> Result<(TcpStream, u64), Error> {
     let mut pause = FIRST_PAUSE;
+    waiting_for.replace(format!("rank {} has not answered at {address}", prologue.to));
     loop {
         let reason = match connect(settings, address).await? {
             Ok(mut stream) => match auth::dial(&mut stream, settings.secret.as_ref(), prologue).await {

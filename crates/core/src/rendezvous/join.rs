@@ -165,18 +165,21 @@ async fn coordinate(
         hosts(&ranks.iter().map(|rank| rank.as_ref().map_or(&machine, |rank| &rank.machine)).collect::<Vec<_>>());
     let addresses: Vec<SocketAddr> = ranks.iter().map(|rank| rank.as_ref().map_or(own, |rank| rank.address)).collect();
     let announced = [&[announced], &addresses[1..]].concat();
+    let full_mesh_limit = settings.full_mesh_limit;
+    let welcome = Answer::Welcome { addresses: announced, kind, hosts: hosts.clone(), full_mesh_limit };
     let mut connections = Vec::new();
-    for (rank, registered) in ranks.into_iter().enumerate() {
-        let Some(RegisteredRank { mut stream, .. }) = registered else {
-            connections.push(None);
-            continue;
-        };
-        let (addresses, hosts) = (announced.clone(), hosts.clone());
-        let welcome = Answer::Welcome { addresses, kind, hosts, full_mesh_limit: settings.full_mesh_limit };
-        frame::write(&mut stream, &welcome)
-            .await
-            .map_err(|e| settings.failed(start, format!("the connection to rank {rank} ended: {e}")))?;
-        connections.push(Some(stream));
+    let mut registered = ranks.into_iter();
+    while let Some(slot) = registered.next() {
+        let mut stream = slot.map(|rank| rank.stream);
+        if let Some(stream) = &mut stream
+            && let Err(e) = frame::write(stream, &welcome).await
+        {
+            let reason = format!("the connection to rank {} ended: {e}", connections.len());
+            // The others would dial again, and find no rank 0 until their time is up.
+            refuse(registered.flatten().map(|rank| rank.stream), &reason).await;
+            return Err(settings.failed(start, reason));
+        }
+        connections.push(stream);
     }
     let star = is_star(n, settings.full_mesh_limit);
     let setup =

@@ -15,7 +15,12 @@ impl OwnRuntime {
     /// # Errors
     /// [`Error::Io`] if the system refuses descriptors.
     pub fn new() -> Result<OwnRuntime, Error> {
-        let runtime = Builder::new_current_thread().enable_all().build();
+        let build = || Builder::new_current_thread().enable_all().build();
+        // With its feature `signal`, which any package of the program may enable, tokio panics if it gets no sockets.
+        let Ok(runtime) = std::panic::catch_unwind(build) else {
+            let reason = std::io::Error::other("tokio panicked for lack of sockets: see its message");
+            return Err(Error::io("starting a runtime", reason));
+        };
         runtime.map(|runtime| OwnRuntime(Some(runtime))).map_err(|e| Error::io("starting a runtime", e))
     }
 

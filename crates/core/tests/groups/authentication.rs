@@ -1,5 +1,8 @@
 //! Authentication: only ranks with the secret are admitted. In every test the job beside it completes.
 
+#[cfg(target_os = "linux")]
+mod strangers;
+
 use std::io::{ErrorKind, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::sync::Arc;

@@ -205,6 +205,7 @@ pub(super) fn drive(
         };
         if moved {
             idle = None;
+            watch.check(waiting_for)?;
             continue;
         }
         if idle.get_or_insert_with(Instant::now).elapsed() < YIELD_TIME {
@@ -213,7 +214,9 @@ pub(super) fn drive(
         }
         let sending = out.iter().flat_map(|(_, link, stripes)| pending(link, stripes, PollFlags::OUT));
         let receiving = into.iter().flat_map(|(_, link, stripes)| pending(link, stripes, PollFlags::IN));
-        if !wait_ready(sending.chain(receiving), watch) {
+        if wait_ready(sending.chain(receiving), watch) {
+            watch.check(waiting_for)?;
+        } else {
             watch.tick(waiting_for)?;
         }
     }
@@ -335,6 +338,28 @@ mod tests {
         let status = GroupStatus::new(2).unwrap();
         status.mark_lost(1, "it died".into());
         assert_eq!(fault(&status, MOMENT).0, Fault::Lost { peer: 1, reason: "it died".into() });
+    }
+
+    /// Bytes arrive faster than the deadline is looked at between two of them.
+    #[test]
+    fn a_message_that_never_pauses_ends_at_the_deadline() {
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let stream = crate::auth::open_blocking(None, &listener.local_addr().unwrap(), MOMENT).unwrap().unwrap();
+        let (mut peer, mut payload, tag) = (listener.accept().unwrap().0, vec![0; 256 << 20], tag());
+        let header = header(&tag, payload.len());
+        let sender = std::thread::spawn(move || {
+            // Until the other end is closed.
+            let sent = peer.write_all(&header);
+            sent.and_then(|()| (0..4096).try_for_each(|_| peer.write_all(&[0; 64 << 10]))).is_err()
+        });
+        let (status, deadline) = (GroupStatus::new(2).unwrap(), Deadline::after(Duration::from_millis(1)));
+        let (control, _outgoing) = tokio::sync::mpsc::unbounded_channel();
+        let mut watch = Watch::new(0, &status, &control, &tag, &deadline);
+        let link = Link::new(vec![stream], MOMENT).unwrap();
+        let result = drive(&tag, None, Some((1, &link, &mut payload)), &mut watch);
+        assert_eq!(result, Err(Fault::Timeout { missing: vec![1] }));
+        drop(link);
+        assert!(sender.join().unwrap(), "all was sent");
     }
 
     #[test]

@@ -1,0 +1,74 @@
+//! What this process holds of the system, for tests of what stays behind.
+
+use std::fs;
+use std::net::{Ipv4Addr, SocketAddr};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// Resources of this process. All but the memory must be the same after what leaves nothing behind.
+#[derive(Debug)]
+pub struct Resources {
+    pub counts: [(&'static str, usize); 4],
+    pub mappings: usize,
+    /// Resident memory in KiB.
+    pub memory: usize,
+}
+
+impl Resources {
+    pub fn now() -> Resources {
+        let maps = read("/proc/self/maps");
+        let status = read("/proc/self/status");
+        let memory =
+            status.lines().find_map(|line| line.strip_prefix("VmRSS:")?.trim_end_matches("kB").trim().parse().ok());
+        let counts = [
+            ("descriptors", descriptors().len()),
+            ("threads", fs::read_dir("/proc/self/task").map_or(0, Iterator::count)),
+            ("segments", maps.lines().filter(|line| line.contains("memfd:bonfire")).count()),
+            ("listening ports", listening().len()),
+        ];
+        Resources { counts, mappings: maps.lines().count(), memory: memory.unwrap_or(0) }
+    }
+
+    /// Returns what there is more of than before, after giving threads time to end.
+    pub fn settle(before: &Resources) -> (Resources, Vec<String>) {
+        const TIME: Duration = Duration::from_secs(20);
+        let start = Instant::now();
+        loop {
+            let now = Resources::now();
+            let both = before.counts.iter().zip(&now.counts).filter(|(before, now)| now.1 > before.1);
+            let more: Vec<_> = both.map(|(before, now)| format!("{} {}, {} before", now.1, now.0, before.1)).collect();
+            if more.is_empty() || start.elapsed() > TIME {
+                return (now, more);
+            }
+            thread::sleep(Duration::from_millis(2));
+        }
+    }
+}
+
+/// Returns the addresses at which this process listens. An address of IPv6 is returned as loopback of IPv4, with its
+/// port.
+pub fn listening() -> Vec<SocketAddr> {
+    let files = descriptors();
+    let is_own = |inode: &str| files.iter().any(|file| *file == format!("socket:[{inode}]"));
+    // Columns: the second is the address, of which the system prints the number as it is in memory; the fourth is the
+    // state, 0A if the socket listens; the tenth is the inode.
+    let tables = read("/proc/self/net/tcp") + &read("/proc/self/net/tcp6");
+    let sockets = tables.lines().map(|line| line.split_whitespace().collect::<Vec<_>>());
+    let own = sockets.filter(|socket| socket.get(3) == Some(&"0A") && is_own(socket[9]));
+    let address = |socket: Vec<&str>| {
+        let (host, port) = socket[1].split_once(':')?;
+        let host = u32::from_str_radix(host, 16).map_or(Ipv4Addr::LOCALHOST, |host| host.to_ne_bytes().into());
+        Some((host, u16::from_str_radix(port, 16).ok()?).into())
+    };
+    own.filter_map(address).collect()
+}
+
+/// Returns what the descriptors of this process refer to.
+fn descriptors() -> Vec<String> {
+    let entries = fs::read_dir("/proc/self/fd").into_iter().flatten().flatten();
+    entries.filter_map(|entry| Some(fs::read_link(entry.path()).ok()?.to_string_lossy().into_owned())).collect()
+}
+
+fn read(file: &str) -> String {
+    fs::read_to_string(file).unwrap_or_default()
+}
