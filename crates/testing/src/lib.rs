@@ -5,6 +5,7 @@ pub mod logged;
 pub mod oracle;
 pub mod process;
 pub mod relay;
+pub mod resources;
 pub mod transport;
 pub mod wire;
 
