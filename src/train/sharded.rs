@@ -224,7 +224,7 @@ where
         let positions = positions(parameters);
         let values = values(model, parameters, &positions);
         let changed = values.iter().position(Option::is_none);
-        let digests = comparison_is_due(steps).then(|| digests(parameters, &values)).transpose();
+        let digests = comparison_is_due(steps, parameters).then(|| digests(parameters, &values)).transpose();
         let agreed = digests.map_err(|error| self.group.abandon(error)).and_then(|digests| {
             let header =
                 StepHeader { operation: "step", parameters, grads, samples, changed, steps, rate: lr, digests };
