@@ -91,10 +91,12 @@ impl<B: AutodiffBackend> DataParallel<B> {
     /// their shapes and element types. If numbers of samples differ, f16 gradients are transferred as f32, so that none
     /// overflows or vanishes on the way.
     ///
-    /// `model` is the model whose gradients these are. In the first two steps and in every 64th the ranks compare its
-    /// trained parameters, and if they differ, all ranks return an error: a rank trains another model than the one that
-    /// [`new`](Self::new) returned, or with another optimizer, optimizer state or learning rate.
-    /// [`verify`](Self::verify) compares at any time, and the optimizer too.
+    /// `model` is the model whose gradients these are. The ranks compare its trained parameters in the first two steps
+    /// and in every 64th, and those of a small model more often: of up to 64 KiB in every step, of `n` times that in
+    /// every `n`th. If they differ, all ranks return an error: a rank trains another model than the one that
+    /// [`new`](Self::new) returned, or with another optimizer, optimizer state or learning rate, or all ranks have left
+    /// out a `sync`. What happens after the last comparison remains unseen: [`verify`](Self::verify) compares at any
+    /// time, and the optimizer too.
     ///
     /// To accumulate gradients over several micro-batches, call this once, after the last of them, with the number of
     /// samples of all of them. Accumulated gradients are summed, so weight each loss by its share of these samples:
@@ -133,7 +135,7 @@ impl<B: AutodiffBackend> DataParallel<B> {
         grads: GradientsParams,
         samples: usize,
     ) -> Result<GradientsParams, Error> {
-        let digests = comparison_is_due(self.steps).then(|| self.digests(model)).transpose();
+        let digests = comparison_is_due(self.steps, self.parameters()).then(|| self.digests(model)).transpose();
         let digests = digests.map_err(|error| self.reducer.group.abandon(error))?;
         let changed = digests.as_ref().and_then(|digests| self.lacks(digests));
         let steps = self.steps;

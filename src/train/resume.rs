@@ -46,7 +46,8 @@ impl<B: AutodiffBackend> DataParallel<B> {
     /// # Errors
     /// On all ranks: [`Error::Io`] if `read` fails; [`Error::InvalidArgument`] if the bytes are not a saved state, were
     /// damaged, or belong to a model with other parameters; [`Error::Io`] if burn cannot load them, into another kind
-    /// of optimizer for example. Otherwise the errors of [`Group::broadcast`].
+    /// of optimizer for example. Otherwise the errors of [`Group::broadcast`]; some ranks may have resumed then. A
+    /// program that goes on with [`shrink`](Self::shrink) resumes again only if the state is still that of the start.
     #[track_caller]
     pub fn resume<M, O, S, U>(
         &mut self,

@@ -117,7 +117,7 @@ where
     states: Vec<Option<O::State<1>>>,
     max_norm: Option<f64>,
     steps: u64,
-    /// The error of a step that failed after its header was exchanged. Every later step returns it.
+    /// The error of a step that failed with its groups. Every later step returns it.
     failure: Option<Error>,
 }
 
@@ -197,9 +197,9 @@ where
     /// Averages the gradients over all ranks and updates the model, which is then the same on all ranks.
     ///
     /// As in [`DataParallel::sync`], the mean is weighted by the ranks' numbers of samples, gradients may be missing,
-    /// and the ranks compare their parameters in the first two steps and in every 64th. All ranks must call this in
-    /// every step, with the same learning rate; it blocks until the parameters are gathered. A parameter for which no
-    /// rank has a gradient is not changed.
+    /// and the ranks compare their parameters in the same steps. All ranks must call this in every step, with the same
+    /// learning rate; it blocks until the parameters are gathered. A parameter for which no rank has a gradient is not
+    /// changed.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] on all ranks if no rank has samples, if a rank's gradients or model do not match the
@@ -224,24 +224,29 @@ where
         let positions = positions(parameters);
         let values = values(model, parameters, &positions);
         let changed = values.iter().position(Option::is_none);
-        let digests = comparison_is_due(steps).then(|| digests(parameters, &values)).transpose();
-        let digests = digests.map_err(|error| self.group.abandon(error))?;
-        let header = StepHeader { operation: "step", grads, samples, changed, steps, rate: lr, buckets: 0, digests };
-        let agreed = header.exchange(&self.group, parameters)?;
-        match self.exchange(lr, values, agreed) {
-            Ok(gathered) => {
-                *model = model.clone().map(&mut ValueWriter { positions: &positions, values: gathered });
-                self.steps += 1;
-                Ok(())
-            }
-            Err(error) => {
-                // So that no rank of these groups waits for this one.
-                self.shards.shard_group.abandon(error.clone());
-                self.shards.replica_group.abandon(error.clone());
-                self.failure = Some(error.clone());
-                Err(error)
-            }
-        }
+        let digests = comparison_is_due(steps, parameters).then(|| digests(parameters, &values)).transpose();
+        let agreed = digests.map_err(|error| self.group.abandon(error)).and_then(|digests| {
+            let header =
+                StepHeader { operation: "step", grads, samples, changed, steps, rate: lr, buckets: 0, digests };
+            header.exchange(&self.group, parameters)
+        });
+        let agreed = match agreed {
+            // The exchange may have succeeded on other ranks, which are in the subgroups by now.
+            Err(error) if self.group.failure().is_some() => return Err(self.fail(error)),
+            agreed => agreed?,
+        };
+        let gathered = self.exchange(lr, values, agreed).map_err(|error| self.fail(error))?;
+        *model = model.clone().map(&mut ValueWriter { positions: &positions, values: gathered });
+        self.steps += 1;
+        Ok(())
+    }
+
+    /// Aborts the subgroups, so that no rank of them waits for this one, and returns the error.
+    fn fail(&mut self, error: Error) -> Error {
+        self.shards.shard_group.abandon(error.clone());
+        self.shards.replica_group.abandon(error.clone());
+        self.failure = Some(error.clone());
+        error
     }
 
     /// Returns the new values of the parameters for which a gradient exists, by position.
@@ -356,6 +361,7 @@ where
 #[cfg(all(test, not(feature = "ddp")))]
 mod tests {
     use std::sync::Barrier;
+    use std::time::Duration;
 
     use burn::backend::{Autodiff, Flex};
     use burn::nn::LinearConfig;
@@ -368,6 +374,46 @@ mod tests {
         for sharding in [Sharding::Blocks(2), Sharding::All] {
             fail_midway(sharding);
         }
+    }
+
+    /// Rank 3 learns that the group has failed before it makes the step whose header the others have exchanged.
+    #[test]
+    fn a_rank_that_fails_at_the_header_leaves_no_rank_waiting_in_a_subgroup() {
+        let failed = &Barrier::new(4);
+        std::thread::scope(|scope| {
+            for group in Group::builder().deadline(Duration::from_secs(20)).threads(4).unwrap() {
+                scope.spawn(move || {
+                    let (device, rank) = (Default::default(), group.rank());
+                    let linear = LinearConfig::new(2, 3).init::<Autodiff<Flex>>(&device);
+                    let (mut model, ddp) = DataParallel::new(group.clone(), linear).unwrap();
+                    let mut optimizer =
+                        ShardedOptimizer::new(&ddp, SgdConfig::new().init(), Sharding::Blocks(2)).unwrap();
+                    if rank == 3 {
+                        let parameters = &optimizer.shards.parameters;
+                        let digests = digests(parameters, &values(&model, parameters, &positions(parameters))).unwrap();
+                        let grads = GradientsParams::new();
+                        let header = StepHeader {
+                            operation: "step",
+                            parameters,
+                            grads,
+                            samples: 1,
+                            changed: None,
+                            steps: 0,
+                            rate: 0.5,
+                            digests: Some(digests),
+                        };
+                        header.exchange(&group).unwrap();
+                        group.abandon(Error::broken("step", "on purpose"));
+                    }
+                    let mut grads = GradientsParams::new();
+                    grads.register(model.weight.id, Tensor::<Flex, 2>::ones([2, 3], &device));
+                    let error = optimizer.step(0.5, &mut model, grads, 1).unwrap_err();
+                    // All ranks still hold their optimizers.
+                    failed.wait();
+                    assert!(matches!(error, Error::Broken { .. }), "{error}");
+                });
+            }
+        });
     }
 
     fn fail_midway(sharding: Sharding) {

@@ -33,6 +33,9 @@ impl<B: AutodiffBackend> DataParallel<B> {
     /// [`epoch`](TrainingState::epoch) and [`batch`](TrainingState::batch) are the position in the data, the same on
     /// all ranks. Everything else that holds the old group must be made anew: samplers, and layers such as
     /// [`SyncBatchNorm`](crate::SyncBatchNorm), by loading the model's record into a model for the new group.
+    /// What a program does next must follow from the state alone, since some ranks may have been further than others.
+    /// After the last step make one more collective call, such as [`verify`](Self::verify), and shrink if it fails:
+    /// otherwise a rank that ends first can leave others a step behind.
     ///
     /// ```
     /// # use bonfire::{DataParallel, Error, Group, ShardedSampler, TrainingState};

@@ -73,7 +73,7 @@ impl<B: CollectiveBackend> DataParallel<B> {
     /// of the exchange come from [`finish`](TrainingStep::finish).
     #[track_caller]
     pub fn step<M: AutodiffModule<B>>(&mut self, model: &M, samples: usize) -> Result<TrainingStep<'_, B, M>, Error> {
-        let digests = comparison_is_due(self.steps).then(|| self.digests(model)).transpose();
+        let digests = comparison_is_due(self.steps, self.parameters()).then(|| self.digests(model)).transpose();
         let digests = digests.map_err(|error| self.group().abandon(error))?;
         let mut changed = digests.as_ref().and_then(|digests| self.lacks(digests));
         let overlap = match self.overlap.take() {

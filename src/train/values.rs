@@ -3,7 +3,8 @@
 //! # Cost
 //! A digest reads the parameters once, about as fast as memory is read, and each rank adds one word to a message that
 //! it sends anyway. An exchange of gradients moves each element several times. Every 64th step, a digest adds less than
-//! one percent to the exchange, so it has no setting.
+//! one percent to the exchange, so it has no setting. A small model is compared more often, for a few microseconds per
+//! step.
 
 use std::collections::HashMap;
 
@@ -16,14 +17,23 @@ use crate::tensor::host::Source;
 use bonfire_core::internal::RankList;
 use bonfire_core::{Error, Group};
 
-/// The ranks compare their parameters before every step of this number, and before the first two: a model that is not
+/// The most steps from one comparison to the next.
+const LONGEST_INTERVAL: u64 = 64;
+
+/// Bytes of parameters per step of the interval: those of a small model are compared in every step.
+const BYTES_PER_STEP: u64 = 64 << 10;
+
+/// Whether the ranks compare these parameters after this many steps. Always before the first two: a model that is not
 /// the one of [`DataParallel::new`](super::DataParallel::new) differs before the first step, and different optimizers
 /// or learning rates show after it.
-const INTERVAL: u64 = 64;
+pub(crate) fn comparison_is_due<B: AutodiffBackend>(steps: u64, parameters: &[Parameter<B>]) -> bool {
+    let trained = parameters.iter().filter(|parameter| parameter.trained);
+    let bytes = trained.map(|parameter| parameter.shape.num_elements() * parameter.element.size()).sum::<usize>();
+    is_due(steps, bytes as u64)
+}
 
-/// Whether the ranks compare their parameters after this many steps.
-pub(crate) fn comparison_is_due(steps: u64) -> bool {
-    steps <= 1 || steps.is_multiple_of(INTERVAL)
+fn is_due(steps: u64, bytes: u64) -> bool {
+    steps <= 1 || steps.is_multiple_of(bytes.div_ceil(BYTES_PER_STEP).clamp(1, LONGEST_INTERVAL))
 }
 
 /// A rank's value of each parameter, flat and by position. A value is `None` if the model lacks the parameter, or if
@@ -161,8 +171,14 @@ mod tests {
     }
 
     #[test]
-    fn the_first_steps_and_every_64th_are_compared() {
-        let due: Vec<u64> = (0..200).filter(|&steps| comparison_is_due(steps)).collect();
-        assert_eq!(due, [0, 1, 64, 128, 192]);
+    fn the_first_steps_and_every_64th_are_compared_and_more_of_a_small_model() {
+        let due = |bytes| (0..200).filter(|&steps| is_due(steps, bytes)).collect::<Vec<u64>>();
+        assert_eq!(due(4 << 20), [0, 1, 64, 128, 192]);
+        assert_eq!(due(1 << 40), due(4 << 20));
+        assert_eq!(due(3 << 20)[..4], [0, 1, 48, 96]);
+        for bytes in [0, 1, 64 << 10] {
+            assert_eq!(due(bytes).len(), 200);
+        }
+        assert_eq!(due((64 << 10) + 1)[..4], [0, 1, 2, 4]);
     }
 }

@@ -22,9 +22,9 @@ type Records = NamedMpkBytesRecorder<DoublePrecisionSettings>;
 impl<B: AutodiffBackend> DataParallel<B> {
     /// Compares the ranks' trained parameters and the state of their optimizers, bit by bit. All ranks must call it.
     ///
-    /// [`sync`](Self::sync) compares the parameters in its first two calls and in every 64th. This compares at any
-    /// time, after the last step for instance, and finds other optimizer state before it changes a parameter. It
-    /// records the whole optimizer state, with 8 bytes for every element: do not call it in every step.
+    /// [`sync`](Self::sync) compares the parameters in some of its calls. This compares at any time, after the last
+    /// step for instance, and finds other optimizer state before it changes a parameter. It records the whole optimizer
+    /// state, with 8 bytes for every element: do not call it in every step.
     ///
     /// Parameters that need no gradient are not compared: running statistics are among them, which differ between
     /// ranks. With a [`ShardedOptimizer`](crate::ShardedOptimizer), whose state differs too, use

@@ -6,6 +6,7 @@
 #[path = "../../examples/digits/data.rs"]
 mod digits;
 
+mod chaos;
 mod communicator;
 mod data_parallel;
 mod gradients;

@@ -49,7 +49,7 @@ pub use self::prologue::{Prologue, Purpose, Refusal};
 pub use self::secret::Secret;
 #[cfg(all(feature = "shm", target_os = "linux"))]
 pub use self::socket::uninterrupted;
-pub use self::socket::{connect, keep_open, open, open_blocking};
+pub use self::socket::{connect, keep_open, open, open_blocking, was_dropped};
 use crate::types::Error;
 
 /// The remedy for a missing or differing secret, for error messages.

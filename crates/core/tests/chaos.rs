@@ -33,7 +33,8 @@ use std::sync::Mutex;
 use std::time::{Duration, Instant, SystemTime};
 use std::{env, thread};
 
-use case::{Case, shared_files};
+use bonfire_testing::resources::shared_files;
+use case::Case;
 use orders::GroupTransport;
 use ranks::{ALL, PROCESSES};
 use stream::random;

@@ -66,6 +66,30 @@ fn a_killed_process_is_named_with_its_address() {
 }
 
 #[test]
+fn a_process_that_is_killed_while_ranks_make_subgroups_is_named() {
+    const NAME: &str = "a_process_that_is_killed_while_ranks_make_subgroups_is_named";
+    if is_child() {
+        let group = Group::from_env().expect("ranks find each other");
+        group.barrier().expect("all ranks are there");
+        send_line("going");
+        let error = loop {
+            if let Err(error) = group.split(Some(0), 0) {
+                break error;
+            }
+        };
+        return report(&Err(error));
+    }
+    for victim in (0..3).cycle().take(12) {
+        for error in signal_rank(NAME, "tcp", victim, Signal::KILL, DEADLINE).0 {
+            assert!(
+                matches!(error, Error::PeerLost { peer, .. } if peer == victim),
+                "rank {victim} was killed: {error:?}"
+            );
+        }
+    }
+}
+
+#[test]
 fn an_interrupted_process_leaves_and_ends_by_the_signal() {
     if is_child() {
         return call_until_failure(50);

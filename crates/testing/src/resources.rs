@@ -15,6 +15,13 @@ pub struct Resources {
 }
 
 impl Resources {
+    /// The resources before the first group: opens what a process opens once and keeps.
+    pub fn at_start() -> Resources {
+        // tokio's first runtime opens two sockets for signals.
+        drop(tokio::runtime::Builder::new_current_thread().enable_all().build());
+        Resources::now()
+    }
+
     pub fn now() -> Resources {
         let maps = read("/proc/self/maps");
         let status = read("/proc/self/status");
@@ -22,11 +29,16 @@ impl Resources {
             status.lines().find_map(|line| line.strip_prefix("VmRSS:")?.trim_end_matches("kB").trim().parse().ok());
         let counts = [
             ("descriptors", descriptors().len()),
-            ("threads", fs::read_dir("/proc/self/task").map_or(0, Iterator::count)),
+            ("threads", count("/proc/self/task")),
             ("segments", maps.lines().filter(|line| line.contains("memfd:bonfire")).count()),
             ("listening ports", listening().len()),
         ];
         Resources { counts, mappings: maps.lines().count(), memory: memory.unwrap_or(0) }
+    }
+
+    /// Returns what there is more of than these, which were taken before.
+    pub fn leaks(&self) -> Vec<String> {
+        Resources::settle(self).1
     }
 
     /// Returns what there is more of than before, after giving threads time to end.
@@ -71,4 +83,15 @@ fn descriptors() -> Vec<String> {
 
 fn read(file: &str) -> String {
     fs::read_to_string(file).unwrap_or_default()
+}
+
+/// Returns the number of entries in a folder.
+pub fn count(folder: &str) -> usize {
+    fs::read_dir(folder).map_or(0, Iterator::count)
+}
+
+/// Files that groups could leave in `/dev/shm`.
+pub fn shared_files() -> Vec<String> {
+    let files = fs::read_dir("/dev/shm").into_iter().flatten().flatten();
+    files.map(|file| file.file_name().to_string_lossy().into_owned()).filter(|name| name.contains("bonfire")).collect()
 }

@@ -76,6 +76,13 @@ pub fn uninterrupted<T>(mut call: impl FnMut() -> io::Result<T>) -> io::Result<T
     }
 }
 
+/// Whether a connection was accepted and dropped before it could be used, as a process that is just ending does: its
+/// machine accepts connections until the port is closed, and then resets them.
+pub fn was_dropped(error: &io::Error) -> bool {
+    use ErrorKind::{BrokenPipe, ConnectionAborted, ConnectionReset, NotConnected};
+    matches!(error.kind(), BrokenPipe | ConnectionAborted | ConnectionReset | NotConnected)
+}
+
 /// Refuses a connection from a socket to itself. If no process listens at a port of the system's ephemeral range, the
 /// system may give the dialling socket the very port that it dials.
 fn check_ends(own: SocketAddr, peer: SocketAddr) -> io::Result<()> {

@@ -117,6 +117,8 @@ pub(super) async fn dial(identity: &Identity, peer: usize, address: SocketAddr) 
                 let reason = format!("no process listens at {address} any more");
                 return Err(Event::Unreachable { reason, ended: answered });
             }
+            // As above, before this rank has seen that it was accepted.
+            Err(e) if auth::was_dropped(&e) => {}
             // A local shortage: it says nothing about the peer.
             Err(e) if is_own(&e) => {
                 log::warn!("rank {} cannot connect to rank {peer}: {e}; it will retry", identity.rank)

@@ -58,6 +58,9 @@ pub(crate) struct ControlSetup {
     pub connections: Vec<Option<TcpStream>>,
     /// Whether the group begins as a star.
     pub star: bool,
+    /// Whether no ranks of this group can go on in another one without this rank, so that a rank whose connection
+    /// closes has ended even if no message of it has arrived.
+    pub sole: bool,
     pub status: Arc<GroupStatus>,
 }
 
@@ -92,6 +95,7 @@ pub(crate) async fn run(
         opened: 0,
         peer_events,
         greeted: vec![false; n],
+        sole: setup.sole,
         star: setup.star.then(|| Star::new(n)),
     };
     for (peer, stream) in setup.connections.into_iter().enumerate() {
@@ -167,6 +171,8 @@ struct Control {
     peer_events: UnboundedSender<RankEvent>,
     /// By rank: whether a message has arrived on a connection to this rank.
     greeted: Vec<bool>,
+    /// As in [`ControlSetup`].
+    sole: bool,
     star: Option<Star>,
 }
 
@@ -260,7 +266,7 @@ impl Control {
         match event {
             Event::Received(number, frame) if is(number) => self.handle_frame(peer, frame),
             Event::Closed(number, reason) if is(number) => {
-                let ended = self.greeted[peer] || self.all_begun();
+                let ended = self.greeted[peer] || self.sole || self.all_begun();
                 self.disconnected(peer, reason, ended);
             }
             Event::Dialled(stream) => self.attach(peer, stream),

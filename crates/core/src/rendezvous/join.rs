@@ -182,8 +182,16 @@ async fn coordinate(
         connections.push(stream);
     }
     let star = is_star(n, settings.full_mesh_limit);
-    let setup =
-        ControlSetup { identity, addresses, listener, accept_queue: accept_queue.clone(), connections, star, status };
+    let setup = ControlSetup {
+        identity,
+        addresses,
+        listener,
+        accept_queue: accept_queue.clone(),
+        connections,
+        star,
+        sole: false,
+        status,
+    };
     Ok(Joined { setup, kind, hosts })
 }
 
@@ -336,7 +344,16 @@ pub(super) async fn connect(
     let (below, above) = tokio::try_join!(below, above)?;
     let connections = below.into_iter().chain([None]).chain(above).collect();
     let star = is_star(identity.world_size, settings.full_mesh_limit);
-    Ok(ControlSetup { identity, addresses, listener, accept_queue: accept_queue.clone(), connections, star, status })
+    Ok(ControlSetup {
+        identity,
+        addresses,
+        listener,
+        accept_queue: accept_queue.clone(),
+        connections,
+        star,
+        sole: false,
+        status,
+    })
 }
 
 /// Returns the connections of the ranks above this one, once all that are `wanted` have dialled.

@@ -11,6 +11,10 @@
 //! also has if its connection closed after a first message in this group and before the rank was ever silent for too
 //! long, and its machine refuses connections to the port at which it listened. All others are only silent.
 //!
+//! A rank may be killed after a group was agreed on and before its first message there. To the others it could as well
+//! have narrowed its membership meanwhile and go on elsewhere. It could not if the members of the group without this
+//! rank are too few to go on, as one of two is: then no first message is needed.
+//!
 //! # Limits
 //! * A firewall that refuses connections on behalf of a live machine deceives this test. Two sides may then go on.
 //! * If links break so that not every rank reaches every other one, more ranks than necessary may be left out: the
@@ -35,7 +39,7 @@ use super::dial::bind;
 use super::join::{self, Joined};
 use super::{Connected, Settings, TransportKind, start_group};
 use crate::auth::{AcceptQueue, Identity};
-use crate::control::hang::HangTimeout;
+use crate::control::hang::{HangTimeout, is_majority};
 use crate::control::invitation::{Endpoint, Invitation, random, session};
 use crate::control::{HeartbeatTimeout, MAX_DATA_CONNECTIONS, Membership, ShrinkMessage};
 use crate::sync::{Deadline, Mutex, OwnRuntime, lock};
@@ -135,9 +139,16 @@ impl Regroup for ProcessGroup {
                 Fault::Failed(Error::broken("connecting the members of a subgroup", waiting))
             };
             tokio::select! {
-                formed = self.connect(members, (listener, endpoint), endpoints, &waiting_for) => {
-                    formed.map_err(|error| Fault::Failed(as_error_of("subgroup", error)))
-                }
+                formed = async {
+                    match self.connect(members, (listener, endpoint), endpoints, &waiting_for).await {
+                        Ok(formed) => Ok(formed),
+                        // Most likely a member has ended. This rank will learn of it, and then it is the cause.
+                        Err(error) => {
+                            tokio::time::sleep(2 * PROBE_TIMEOUT).await;
+                            Err(Fault::Failed(as_error_of("subgroup", error)))
+                        }
+                    }
+                } => formed,
                 failed = self.tcp.failed() => {
                     Err(failed.unwrap_or_else(|e| Fault::Failed(Error::io("watching for failures", e))))
                 }
@@ -350,9 +361,12 @@ impl ProcessGroup {
         let Shrink { runtime, state } = shrink;
         let (mut agreed, abandoned): (Vec<_>, Vec<_>) =
             state.groups.into_iter().partition(|(formed, _)| formed == membership);
-        let Some((_, agreed)) = agreed.pop() else {
+        let Some((_, mut agreed)) = agreed.pop() else {
             return Err(Error::broken("shrink", "this rank is not connected to the group that was agreed on"));
         };
+        // A group without this rank needs a majority, because this rank lives.
+        let others: Vec<usize> = members.into_iter().filter(|member| *member != self.settings.rank).collect();
+        agreed.joined.setup.sole = !is_majority(others.len(), others.contains(&0), self.settings.world_size);
         let port = self.tcp.port().map_err(|e| Error::io("shrink", e))?;
         let abandoned = abandoned.into_iter().map(|(_, connected)| HeldOpen::Connected(Box::new(connected)));
         start_group(runtime, agreed, self.heartbeat_timeout(), abandoned.chain([HeldOpen::Port(port)]).collect())

@@ -1,6 +1,5 @@
 //! One case: a group whose ranks are child processes, and the checks of what they report.
 
-use std::fs;
 use std::net::TcpListener;
 use std::os::unix::process::ExitStatusExt;
 use std::sync::mpsc::RecvTimeoutError;
@@ -327,10 +326,4 @@ fn cause(error: &Error) -> String {
 
 pub fn is_lost(error: Option<&Error>, victims: &[usize]) -> bool {
     matches!(error, Some(Error::PeerLost { peer, .. }) if victims.contains(peer))
-}
-
-/// Files that groups could leave in `/dev/shm`.
-pub fn shared_files() -> Vec<String> {
-    let files = fs::read_dir("/dev/shm").into_iter().flatten().flatten();
-    files.map(|file| file.file_name().to_string_lossy().into_owned()).filter(|name| name.contains("bonfire")).collect()
 }

@@ -12,6 +12,7 @@ use crate::machine;
 use crate::orders::{Act, ChildReport, GroupTransport, ORDERS, Orders, Report};
 use crate::stream::{Step, StepError};
 use bonfire_testing::process::send_line;
+use bonfire_testing::resources::{Resources, count};
 
 /// The message of a child whose ranks have all joined the group.
 pub const GOING: &str = "going";
@@ -31,9 +32,7 @@ pub fn main() {
             default_hook(panic);
         }
     }));
-    // tokio's first runtime opens two sockets for signals, which stay open.
-    drop(tokio::runtime::Builder::new_current_thread().enable_all().build());
-    let before = Resources::now();
+    let before = Resources::at_start();
     let reports = if orders.transport == GroupTransport::Threads {
         let groups = builder(&orders).threads(orders.world_size).expect("a group of threads");
         let ranks: Vec<_> = groups
@@ -310,55 +309,9 @@ fn lift(resource: Resource) {
     setrlimit(resource, Rlimit { current: maximum, maximum }).expect("the hard limit");
 }
 
-fn count(folder: &str) -> usize {
-    fs::read_dir(folder).map_or(0, Iterator::count)
-}
-
 /// The size of this process's address space in bytes.
 fn address_space() -> u64 {
     let status = fs::read_to_string("/proc/self/status").expect("Linux has it");
     let size = status.lines().find_map(|line| line.strip_prefix("VmSize:")).expect("a size");
     1024 * size.trim().trim_end_matches(" kB").parse::<u64>().expect("a number")
-}
-
-/// Resources of a process that a group could leak.
-#[derive(Debug, PartialEq, PartialOrd)]
-struct Resources {
-    files: usize,
-    threads: usize,
-    segments: usize,
-}
-
-impl Resources {
-    fn now() -> Resources {
-        let maps = fs::read_to_string("/proc/self/maps").expect("Linux has it");
-        Resources {
-            files: count("/proc/self/fd"),
-            threads: count("/proc/self/task"),
-            segments: maps.lines().filter(|line| line.contains("memfd:bonfire")).count(),
-        }
-    }
-
-    /// Returns the resources of which there are more than before, after giving threads time to end.
-    fn leaks(&self) -> Vec<String> {
-        const TIME: Duration = Duration::from_secs(3);
-        let start = Instant::now();
-        loop {
-            let now = Resources::now();
-            let more = [
-                ("descriptors", self.files, now.files),
-                ("threads", self.threads, now.threads),
-                ("segments", self.segments, now.segments),
-            ];
-            let more: Vec<_> = more
-                .iter()
-                .filter(|(_, before, now)| now > before)
-                .map(|(what, before, now)| format!("{now} {what}, {before} before"))
-                .collect();
-            if more.is_empty() || start.elapsed() > TIME {
-                return more;
-            }
-            thread::sleep(Duration::from_millis(5));
-        }
-    }
 }

@@ -71,16 +71,45 @@ impl PeerEvents {
 }
 
 /// Whether the process that listened here has certainly ended: its machine refuses the connection. A process that is
-/// just ending may still accept a connection, and then drops it.
+/// just ending may still accept a connection, and drops it before or after this rank has seen that it was accepted.
 async fn has_ended(secret: Option<&Secret>, address: SocketAddr) -> bool {
     let probe = async {
         loop {
             match auth::open(secret, &[address]).await.unwrap_or_else(|e| Err(io::Error::other(e))) {
                 Err(e) if e.kind() == ErrorKind::ConnectionRefused => return true,
+                Err(e) if auth::was_dropped(&e) => {}
                 Err(_) => return false,
                 Ok(mut stream) => drop::<io::Result<u8>>(stream.read_u8().await),
             }
         }
     };
     timeout(PROBE_TIMEOUT, probe).await.unwrap_or(false)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::TcpListener;
+    use std::thread;
+    use std::time::{Duration, Instant};
+
+    use super::*;
+
+    /// A process that is killed closes its connection to this rank, and at another moment the port at which it listens.
+    #[test]
+    fn a_port_that_closes_while_it_is_probed_belongs_to_a_process_that_has_ended() {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        for round in 0..2000 {
+            let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+            let address = listener.local_addr().unwrap();
+            let (start, delay) = (Instant::now(), Duration::from_micros(round % 200));
+            let closes = thread::spawn(move || {
+                while start.elapsed() < delay {
+                    std::hint::spin_loop();
+                }
+                drop(listener);
+            });
+            assert!(runtime.block_on(has_ended(None, address)), "in round {round}");
+            closes.join().unwrap();
+        }
+    }
 }

@@ -1,0 +1,158 @@
+//! A model whose training can be replayed bit for bit, without ranks.
+
+use std::hash::{DefaultHasher, Hash, Hasher};
+
+use bonfire::{Error, Group, ShardedSampler, TrainingState};
+use burn::backend::{Autodiff, Flex};
+use burn::lr_scheduler::exponential::{ExponentialLrScheduler, ExponentialLrSchedulerConfig};
+use burn::module::{AutodiffModule, Module, ModuleVisitor, Param, ParamId, RunningState};
+use burn::nn::Linear;
+use burn::optim::adaptor::OptimizerAdaptor;
+use burn::optim::{Adam, AdamConfig, GradientsParams};
+use burn::tensor::activation::relu;
+use burn::tensor::backend::Backend;
+use burn::tensor::{Tensor, TensorData};
+
+pub type B = Autodiff<Flex>;
+/// The user's state: the world size of each step, and the parts of a sharded optimizer in a checkpoint.
+pub type State =
+    TrainingState<B, Net<B>, OptimizerAdaptor<Adam, Net<B>, B>, ExponentialLrScheduler, (Vec<u64>, Vec<Vec<u8>>)>;
+
+/// Samples of an epoch, and of a batch: up to 5 ranks, all shards of a batch have the same size.
+const SAMPLES: usize = 180;
+const BATCH: usize = 60;
+/// Steps of an epoch.
+pub const STEPS: usize = SAMPLES / BATCH;
+const INPUTS: usize = 8;
+
+/// Two layers, and a state that differs between ranks.
+#[derive(Module, Debug)]
+pub struct Net<B: Backend> {
+    first: Linear<B>,
+    second: Linear<B>,
+    state: RunningState<Tensor<B, 1>>,
+}
+
+impl<B: Backend> Net<B> {
+    /// With more than 8,191 hidden units, the first weights are a bucket of their own.
+    fn new(hidden: usize) -> Self {
+        let device = Default::default();
+        let param = |shape: [usize; 2], scale: f32| {
+            let values = (0..shape[0] * shape[1]).map(|i| scale * ((i * 37 % 101) as f32 / 50.0 - 1.0)).collect();
+            Param::from_data(TensorData::new::<f32, _>(values, shape), &device)
+        };
+        let bias = |len| Some(Param::from_tensor(Tensor::zeros([len], &device)));
+        Net {
+            first: Linear { weight: param([INPUTS, hidden], 0.5), bias: bias(hidden) },
+            second: Linear { weight: param([hidden, 1], 1.0 / (hidden as f32).sqrt()), bias: bias(1) },
+            state: RunningState::new(Tensor::zeros([1], &device)),
+        }
+    }
+
+    fn forward(&self, input: Tensor<B, 2>) -> Tensor<B, 2> {
+        self.second.forward(relu(self.first.forward(input)))
+    }
+}
+
+/// The state at the start of a training.
+pub fn start(model: Net<B>) -> State {
+    let schedule = ExponentialLrSchedulerConfig::new(0.02, 0.99).init().expect("a valid schedule");
+    TrainingState::new(model, adam(), schedule, Default::default())
+}
+
+pub fn model(hidden: usize) -> Net<B> {
+    Net::new(hidden)
+}
+
+pub fn adam() -> OptimizerAdaptor<Adam, Net<B>, B> {
+    AdamConfig::new().init()
+}
+
+/// Returns the samples of this rank in the next step, or `None` at the end of the epoch.
+pub fn shard(group: &Group, state: &State) -> Result<Option<Vec<usize>>, Error> {
+    Ok(ShardedSampler::new(group, SAMPLES, BATCH)?.seed(5).epoch(state.epoch).nth(state.batch))
+}
+
+/// The mean gradients over these samples, rounded to multiples of 2^-16 and limited to 16: so the sum over ranks is
+/// exact, and does not depend on their order.
+pub fn gradients(model: &Net<B>, samples: &[usize]) -> GradientsParams {
+    let device = Default::default();
+    let rows: Vec<f32> =
+        samples.iter().flat_map(|i| (0..INPUTS).map(move |j| ((i * 7 + j * 13 + i * j) % 11) as f32 / 4.0)).collect();
+    let targets: Vec<f32> = samples.iter().map(|i| (i * i % 9) as f32 / 4.0).collect();
+    let input = Tensor::<B, 2>::from_data(TensorData::new(rows, [samples.len(), INPUTS]), &device);
+    let target = Tensor::<B, 2>::from_data(TensorData::new(targets, [samples.len(), 1]), &device);
+    let loss = (model.forward(input) - target).powi_scalar(2).mean();
+    let mut grads = GradientsParams::from_grads(loss.backward(), model);
+    each(model, &mut grads, |_, grad| (grad.clamp(-16.0, 16.0) * 65536.0).round() / 65536.0);
+    grads
+}
+
+/// What a rank's state is after a step.
+fn own_state(step: usize, rank: usize) -> f32 {
+    (8 * step + rank) as f32
+}
+
+/// Notes a step: its world size, and this rank's state.
+pub fn note(state: &mut State, group: &Group) {
+    let step = state.user.0.len();
+    state.user.0.push(group.world_size() as u64);
+    state.model.state.update(Tensor::full([1], own_state(step, group.rank()), &Default::default()));
+}
+
+/// The digest of the trained parameters, and the value of the state.
+pub fn contents(state: &State) -> (u64, f32) {
+    // A running state's last update is pending until `valid`.
+    let net = state.model.valid();
+    let mut hasher = DefaultHasher::new();
+    for layer in [net.first, net.second] {
+        layer.weight.val().into_data().bytes.hash(&mut hasher);
+        let bias = layer.bias.expect("both layers have one");
+        bias.val().into_data().bytes.hash(&mut hasher);
+    }
+    (hasher.finish(), net.state.value_sync().into_scalar())
+}
+
+/// Returns the digest of the trained parameters after steps with these world sizes, and the values that the ranks'
+/// state may have after the last of them: the mean, or, if ranks were lost meanwhile, that of one rank.
+pub fn replay(hidden: usize, history: &[u64]) -> Result<(u64, Vec<f32>), Error> {
+    let mut state = start(model(hidden));
+    for &world_size in history {
+        let groups = Group::threads(world_size as usize)?;
+        let mut sum: Option<GradientsParams> = None;
+        for group in &groups {
+            let shard = shard(group, &state)?.expect("an epoch has this step");
+            let mut own = gradients(&state.model, &shard);
+            if let Some(mut sum) = sum.take() {
+                each(&state.model, &mut own, |id, grad| match sum.remove::<Flex, 1>(id) {
+                    Some(sum) => grad + sum.reshape([-1]),
+                    None => grad,
+                });
+            }
+            sum = Some(own);
+        }
+        let mut mean = sum.expect("there is at least one rank");
+        each(&state.model, &mut mean, |_, sum| sum / world_size as f32);
+        state.step(mean);
+        if state.batch == STEPS {
+            state.next_epoch();
+        }
+    }
+    let (last, ranks) = (history.len().saturating_sub(1), *history.last().unwrap_or(&1) as usize);
+    let values: Vec<f32> = (0..ranks).map(|rank| own_state(last, rank)).collect();
+    let mean = values.iter().sum::<f32>() / ranks as f32;
+    Ok((contents(&state).0, [values, vec![mean]].concat()))
+}
+
+/// Replaces each gradient, which `f` gets as a flat tensor.
+fn each(model: &Net<B>, grads: &mut GradientsParams, f: impl FnMut(ParamId, Tensor<Flex, 1>) -> Tensor<Flex, 1>) {
+    struct Each<'a, F>(&'a mut GradientsParams, F);
+    impl<F: FnMut(ParamId, Tensor<Flex, 1>) -> Tensor<Flex, 1>> ModuleVisitor<B> for Each<'_, F> {
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
+            let Some(grad) = self.0.remove::<Flex, D>(param.id) else { return };
+            let (shape, grad) = (grad.shape(), grad.reshape([-1]));
+            self.0.register::<Flex, D>(param.id, (self.1)(param.id, grad).reshape(shape));
+        }
+    }
+    model.visit(&mut Each(grads, f));
+}
