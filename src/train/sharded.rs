@@ -394,15 +394,15 @@ mod tests {
                         let grads = GradientsParams::new();
                         let header = StepHeader {
                             operation: "step",
-                            parameters,
                             grads,
                             samples: 1,
                             changed: None,
                             steps: 0,
                             rate: 0.5,
+                            buckets: 0,
                             digests: Some(digests),
                         };
-                        header.exchange(&group).unwrap();
+                        header.exchange(&group, parameters).unwrap();
                         group.abandon(Error::broken("step", "on purpose"));
                     }
                     let mut grads = GradientsParams::new();

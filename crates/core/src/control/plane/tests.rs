@@ -56,6 +56,7 @@ impl Network {
             peer_events: unbounded_channel().0,
             // No rank is new, so that only the frames of the questions are counted.
             greeted: vec![true; n],
+            sole: false,
             star: Some(Star::new(n)),
         };
         let ranks = (0..n).map(control).collect();

@@ -268,5 +268,10 @@ fn strangers_who_know_the_protocol_do_no_harm() {
 
 #[test]
 fn a_rank_that_breaks_the_protocol_is_an_error_in_time() {
-    rounds("authentication::strangers::a_rank_that_breaks_the_protocol_is_an_error_in_time", 8, bare, beside_a_broken_rank);
+    rounds(
+        "authentication::strangers::a_rank_that_breaks_the_protocol_is_an_error_in_time",
+        8,
+        bare,
+        beside_a_broken_rank,
+    );
 }
