@@ -17,7 +17,7 @@ mod timing;
 
 use bonfire::{DType, Group, ReduceOp};
 use bonfire_core::internal::oracle::Sample;
-use clap::{ArgMatches, Args as _, FromArgMatches};
+use clap::{ArgMatches, FromArgMatches};
 use half::{bf16, f16};
 
 use args::{Args, Common, Level, Transport};
