@@ -270,8 +270,7 @@ impl SyncGroup {
 // burn's feature `distributed` removes the `AutodiffBackend` impl from host backends.
 #[cfg(all(test, not(feature = "ddp")))]
 mod tests {
-    use burn::backend::autodiff::checkpoint::strategy::BalancedCheckpointing;
-    use burn::backend::{Autodiff, Flex};
+    use burn::backend::{Autodiff, Flex, NdArray};
 
     use super::*;
 
@@ -299,7 +298,7 @@ mod tests {
 
     #[test]
     fn a_layer_moved_to_a_foreign_backend_does_not_train() {
-        let foreign = SyncBatchNorm::<Autodiff<Flex, BalancedCheckpointing>> {
+        let foreign = SyncBatchNorm::<Autodiff<NdArray<f64>>> {
             fixed: layer().fixed,
             ..SyncBatchNormConfig::new(3).init_inference(&Default::default())
         };

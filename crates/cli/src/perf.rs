@@ -17,6 +17,7 @@ mod timing;
 
 use bonfire::{DType, Group, ReduceOp};
 use bonfire_core::internal::oracle::Sample;
+use clap::{ArgMatches, FromArgMatches};
 use half::{bf16, f16};
 
 use args::{Args, Common, Level, Transport};
@@ -30,33 +31,45 @@ use timing::{Measured, RankError, measure, measure_steps};
 use crate::failure::Failure;
 use crate::text::name;
 
-/// Measure a collective over a transport and check its results, or measure a training step
-///
-/// Prints one line per size, with figures out of place and in place: the time of a call; algbw, the size divided by
-/// the time; busbw, algbw times a factor that makes it comparable with the hardware's bandwidth for any operation and
-/// number of ranks; the number of wrong elements over all ranks; and the floor, the least time that this machine needs,
-/// in percent of the time. algbw and busbw are defined as in nccl-tests; 1 GB/s is 1e9 bytes per second.
-#[derive(clap::Args)]
-#[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true, disable_help_subcommand = true)]
-pub struct Command {
-    #[command(flatten)]
-    collective: Option<Args>,
-
-    #[command(subcommand)]
-    other: Option<Other>,
+/// A collective at many sizes, or a training step. A subcommand beside a required argument is more than clap derives.
+pub enum Command {
+    Collective(Box<Args>),
+    Step(StepArgs),
 }
 
-#[derive(clap::Subcommand)]
-enum Other {
-    Step(StepArgs),
+const STEP: &str = "step";
+
+impl clap::Args for Command {
+    fn augment_args(command: clap::Command) -> clap::Command {
+        let step = StepArgs::augment_args(clap::Command::new(STEP));
+        let command = Args::augment_args(command).subcommand(step).disable_help_subcommand(true);
+        command.args_conflicts_with_subcommands(true).subcommand_negates_reqs(true)
+    }
+
+    fn augment_args_for_update(command: clap::Command) -> clap::Command {
+        Self::augment_args(command)
+    }
+}
+
+impl FromArgMatches for Command {
+    fn from_arg_matches(matches: &ArgMatches) -> Result<Self, clap::Error> {
+        match matches.subcommand() {
+            Some((STEP, matches)) => StepArgs::from_arg_matches(matches).map(Command::Step),
+            _ => Args::from_arg_matches(matches).map(|args| Command::Collective(Box::new(args))),
+        }
+    }
+
+    fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> Result<(), clap::Error> {
+        *self = Self::from_arg_matches(matches)?;
+        Ok(())
+    }
 }
 
 /// Measures and returns the exit status.
 pub fn run(command: Command) -> Result<u8, Failure> {
     match command {
-        Command { other: Some(Other::Step(args)), .. } => step::run(&args),
-        Command { collective: Some(args), .. } => collective(args),
-        Command { .. } => Err(Failure::with(2)("give an operation; see `bonfire perf --help`")),
+        Command::Collective(args) => collective(*args),
+        Command::Step(args) => step::run(&args),
     }
 }
 

@@ -97,9 +97,10 @@ fn the_table_ends_with_a_summary() {
         let lines: Vec<&str> = table.lines().collect();
         let rows = lines.iter().filter(|line| !line.starts_with('#')).count();
         assert_eq!(rows, 4, "{table}");
-        let [.., wrong, bandwidth] = lines[..] else { panic!("{table}") };
-        assert_eq!(wrong, "# Wrong elements    : 0 OK");
-        assert!(bandwidth.starts_with("# Avg bus bandwidth : "), "{bandwidth}");
+        // A line on floors that were beaten may follow.
+        let end = lines.iter().position(|line| line.starts_with("# Wrong")).unwrap_or_else(|| panic!("{table}"));
+        assert_eq!(lines[end], "# Wrong elements    : 0 OK");
+        assert!(lines[end + 1].starts_with("# Avg bus bandwidth : "), "{table}");
     }
     assert!(succeeds("perf all_reduce -e 8 -n 2 -c 0").contains("not checked"));
 }

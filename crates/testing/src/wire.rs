@@ -1,7 +1,7 @@
 //! The first bytes of connections, for tests that act as a rank or a stranger.
 
 /// The protocol version.
-pub const VERSION: u16 = 9;
+pub const VERSION: u16 = 10;
 
 /// The purpose of a connection, as encoded in its prologue.
 pub const RENDEZVOUS: u8 = 1;

@@ -15,7 +15,12 @@ use super::timing::Counts;
 use crate::machine::Machine;
 use crate::text::{list, name};
 
-/// What to measure of a collective.
+/// Measure a collective over a transport and check its results, or measure a training step
+///
+/// Prints one line per size, with figures out of place and in place: the time of a call; algbw, the size divided by
+/// the time; busbw, algbw times a factor that makes it comparable with the hardware's bandwidth for any operation and
+/// number of ranks; the number of wrong elements over all ranks; and the floor, the least time that this machine needs,
+/// in percent of the time. algbw and busbw are defined as in nccl-tests; 1 GB/s is 1e9 bytes per second.
 #[derive(clap::Args, Clone)]
 #[command(arg_required_else_help = true, after_long_help = LONG_HELP,
           after_help = "See `bonfire perf --help` for examples and the meaning of the figures.")]

@@ -221,8 +221,9 @@ impl Chain {
     fn model(&self) -> Vec<Param<Tensor<B, 2>>> {
         let device = Default::default();
         let weight = |shape: &[usize; 2]| {
+            // Around 1 / rows, so that numbers keep their size through any number of layers.
             let scale = 1.0 / shape[0] as f32;
-            let values = (0..shape[0] * shape[1]).map(|i| scale * ((i * 7919 % 1013) as f32 / 1013.0 - 0.25));
+            let values = (0..shape[0] * shape[1]).map(|i| scale * ((i * 7919 % 1013) as f32 / 1013.0 + 0.5));
             Param::from_data(TensorData::new(values.collect::<Vec<_>>(), *shape), &device)
         };
         self.shapes.iter().map(weight).collect()
