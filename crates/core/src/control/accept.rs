@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use rustix::io::Errno;
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::mpsc::UnboundedSender;
+use tokio::sync::mpsc::Sender;
 use tokio::time::{sleep, timeout};
 
 use super::connection::Event;
@@ -32,7 +32,7 @@ pub(super) async fn accept(
     accept_queue: Arc<AcceptQueue>,
     identity: Identity,
     status: Arc<GroupStatus>,
-    controls: UnboundedSender<(usize, TcpStream)>,
+    controls: Sender<(usize, TcpStream)>,
 ) {
     loop {
         match listener.accept().await {
@@ -57,7 +57,7 @@ pub(crate) fn admit(
     (mut stream, address): (TcpStream, SocketAddr),
     identity: &Identity,
     status: &Arc<GroupStatus>,
-    controls: &UnboundedSender<(usize, TcpStream)>,
+    controls: &Sender<(usize, TcpStream)>,
 ) {
     let (identity, status, controls) = (identity.clone(), status.clone(), controls.clone());
     let proof = async move {
@@ -75,19 +75,19 @@ pub(crate) fn admit(
         Ok((stream, prologue))
     };
     accept_queue.receive(address, proof, move |(mut stream, prologue)| async move {
-        // A rank that is about to leave serves no more connections, and must not confirm this one.
-        if prologue.purpose == Purpose::Control && controls.is_closed() {
-            return Err(Refusal::Io(ErrorKind::ConnectionAborted.into()));
-        }
-        // The dialler waits for this, and sends a goodbye only later: by then the status has the connection.
-        auth::confirm(&mut stream).await?;
         let rank = prologue.from as usize;
         if prologue.purpose == Purpose::Data {
+            // The dialler waits for this, and sends a goodbye only later: by then the status has the connection.
+            auth::confirm(&mut stream).await?;
             status.add_data_stream(rank, prologue.number.into(), prologue.of.into(), stream.into_std()?);
             return Ok(());
         }
-        // The receiver is gone if this rank is about to leave.
-        let _ = controls.send((rank, stream));
+        // A rank that is about to leave serves no more connections, and must not confirm this one. It waits for the
+        // permits that were given before: a peer whose connection was confirmed would take this rank for lost if the
+        // connection closed without a goodbye.
+        let permit = controls.reserve().await.map_err(|_| Refusal::Io(ErrorKind::ConnectionAborted.into()))?;
+        auth::confirm(&mut stream).await?;
+        permit.send((rank, stream));
         Ok(())
     });
 }

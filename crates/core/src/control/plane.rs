@@ -81,7 +81,7 @@ pub(crate) async fn run(
     peer_events: UnboundedSender<RankEvent>,
 ) {
     let (events, mut event_queue) = channel(EVENT_QUEUE);
-    let (controls, mut accepted) = unbounded_channel();
+    let (controls, mut accepted) = channel(EVENT_QUEUE);
     tokio::spawn(accept(setup.listener, setup.accept_queue, setup.identity.clone(), setup.status.clone(), controls));
     let n = setup.identity.world_size;
     let mut control = Control {
@@ -92,6 +92,7 @@ pub(crate) async fn run(
         detector: FailureDetector::new(n, heartbeat_timeout),
         events,
         writing: JoinSet::new(),
+        dials: JoinSet::new(),
         opened: 0,
         peer_events,
         greeted: vec![false; n],
@@ -132,13 +133,28 @@ pub(crate) async fn run(
         }
     };
     serving.await;
-    // Connections that were accepted meanwhile get the same messages as all others.
+    // Connections that are made meanwhile get the same messages as all others. A peer would take this rank for lost if
+    // its connection closed without a goodbye.
     accepted.close();
-    while let Ok((peer, stream)) = accepted.try_recv() {
-        if peer > control.rank() {
-            control.attach(peer, stream);
+    let last_connections = async {
+        let mut none_accepted = false;
+        while !(none_accepted && control.dials.is_empty() && event_queue.is_empty()) {
+            tokio::select! {
+                next = accepted.recv(), if !none_accepted => match next {
+                    Some((peer, stream)) if peer > control.rank() => control.attach(peer, stream),
+                    Some(_) => {}
+                    None => none_accepted = true,
+                },
+                Some((peer, event)) = event_queue.recv() => {
+                    if let Event::Dialled(stream) = event {
+                        control.attach(peer, stream);
+                    }
+                }
+                Some(_) = control.dials.join_next() => {}
+            }
         }
-    }
+    };
+    let _ = timeout(GOODBYE_TIMEOUT, last_connections).await;
     if let Some((goodbye, _)) = leaving.filter(|_| control.is_hub()) {
         control.send_updates();
         control.fan_out(&Frame::Own(goodbye), None);
@@ -166,6 +182,8 @@ struct Control {
     detector: FailureDetector,
     events: Sender<(usize, Event)>,
     writing: JoinSet<()>,
+    /// Attempts to connect to other ranks.
+    dials: JoinSet<()>,
     /// Number of connections opened so far.
     opened: usize,
     peer_events: UnboundedSender<RankEvent>,

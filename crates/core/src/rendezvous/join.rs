@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
+use tokio::sync::mpsc::{UnboundedSender, channel, unbounded_channel};
 use tokio::task::yield_now;
 use tokio::time::{MissedTickBehavior, interval, sleep, sleep_until, timeout, timeout_at};
 
@@ -367,7 +367,7 @@ async fn above(
 ) -> Vec<Option<TcpStream>> {
     let (rank, n) = (identity.rank, identity.world_size);
     let mut above: Vec<Option<TcpStream>> = (rank + 1..n).map(|_| None).collect();
-    let (controls, mut queue) = unbounded_channel();
+    let (controls, mut queue) = channel(n);
     loop {
         let missing = (rank + 1..).zip(&above).filter(|(peer, connection)| connection.is_none() && wanted(*peer));
         let missing: Vec<usize> = missing.map(|(peer, _)| peer).collect();

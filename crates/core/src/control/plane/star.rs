@@ -164,9 +164,9 @@ impl Control {
     }
 
     /// Dials a lower rank. A higher rank is only knocked at, and then dials.
-    pub(super) fn dial(&self, peer: usize) {
+    pub(super) fn dial(&mut self, peer: usize) {
         let (identity, address, events) = (self.identity.clone(), self.addresses[peer], self.events.clone());
-        tokio::spawn(async move {
+        self.dials.spawn(async move {
             let event = match dial(&identity, peer, address).await {
                 Ok(_) if peer > identity.rank => return,
                 Ok(stream) => Event::Dialled(stream),

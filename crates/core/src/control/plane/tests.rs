@@ -52,6 +52,7 @@ impl Network {
             detector: FailureDetector::new(n, timeout),
             events: channel(1).0,
             writing: JoinSet::new(),
+            dials: JoinSet::new(),
             opened: 0,
             peer_events: unbounded_channel().0,
             // No rank is new, so that only the frames of the questions are counted.
