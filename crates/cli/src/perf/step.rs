@@ -240,7 +240,8 @@ impl Chain {
     fn forward(&self, model: &[Param<Tensor<B, 2>>], input: Tensor<B, 2>, pause: Pause) -> Tensor<B, 2> {
         model.iter().zip(&self.shapes).fold(input, |x, (weight, [rows, columns])| {
             let y = x.clone().matmul(weight.val());
-            paused(if rows == columns { y } else { x + y.mean_dim(1) }, pause)
+            // Of the size of x, like y itself: numbers must not grow from layer to layer.
+            paused(if rows == columns { y } else { (x + y.mean_dim(1)) * 0.5 }, pause)
         })
     }
 }
