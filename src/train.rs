@@ -41,6 +41,7 @@
 //! ```
 
 mod agree;
+mod announcement;
 mod batch_norm;
 mod bucket;
 mod data_parallel;

@@ -7,7 +7,7 @@ use burn::module::AutodiffModule;
 use burn::optim::GradientsParams;
 use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::ops::FloatTensorOps;
-use burn::tensor::{Tensor, TensorData, TensorPrimitive};
+use burn::tensor::{Tensor, TensorPrimitive};
 
 use super::agree::{Parameter, ParameterDescription, broadcast_parameters, check_same_model, parameters, rebuild};
 use super::bucket::{Limits, Weighting, buckets, pop_if_full};
@@ -16,6 +16,7 @@ use super::reduction::{InFlight, Reducer};
 use super::states;
 use super::step_header::{AgreedStep, StepHeader, no_samples};
 use super::values::{NOTHING, comparison_is_due, digests, positions, values};
+use crate::tensor::device::DeviceOutcome;
 use bonfire_core::internal::{AgreedOperations, ByteOperations, Request};
 use bonfire_core::{DType, Error, Group, Operation, ReduceOp};
 
@@ -135,9 +136,7 @@ impl<B: AutodiffBackend> DataParallel<B> {
         grads: GradientsParams,
         samples: usize,
     ) -> Result<GradientsParams, Error> {
-        let digests = comparison_is_due(self.steps, self.parameters()).then(|| self.digests(model)).transpose();
-        let digests = digests.map_err(|error| self.reducer.group.abandon(error))?;
-        let changed = digests.as_ref().and_then(|digests| self.lacks(digests));
+        let (digests, changed) = self.due_digests(model)?;
         let steps = self.steps;
         let header = StepHeader { operation: "sync", grads, samples, changed, steps, rate: 0.0, buckets: 0, digests };
         let agreed = header.exchange(&self.reducer.group, &self.reducer.parameters)?;
@@ -172,23 +171,31 @@ impl<B: AutodiffBackend> DataParallel<B> {
         let mut in_flight = VecDeque::new();
         for positions in buckets {
             if let Some(oldest) = pop_if_full(&mut in_flight) {
-                self.finish(oldest, &mut grads)?;
+                self.reducer.finish(oldest, &mut grads)?;
             }
             in_flight.push_back(self.start(positions, &mut grads, weighting)?);
         }
-        in_flight.into_iter().try_for_each(|oldest| self.finish(oldest, &mut grads))?;
-        for (parameter, _) in self.reducer.parameters.iter().zip(&exists).filter(|(_, exists)| !**exists) {
-            grads.remove::<B::InnerBackend, 1>(parameter.id);
-        }
+        in_flight.into_iter().try_for_each(|oldest| self.reducer.finish(oldest, &mut grads))?;
+        self.reducer.remove_missing(&exists, &mut grads);
         Ok(grads)
+    }
+
+    /// Returns the digests of the model if the ranks compare their models in the next step, and the first position
+    /// whose trained parameter it lacks.
+    pub(super) fn due_digests<M: AutodiffModule<B>>(
+        &self,
+        model: &M,
+    ) -> Result<(Option<Vec<u64>>, Option<usize>), Error> {
+        let digests = comparison_is_due(self.steps, self.parameters()).then(|| self.digests(model)).transpose();
+        let digests = digests.map_err(|error| self.reducer.group.abandon(error))?;
+        let changed = digests.as_ref().and_then(|digests| self.lacks(digests));
+        Ok((digests, changed))
     }
 
     /// Returns the digests of the model's trained parameters, by position.
     pub(super) fn digests<M: AutodiffModule<B>>(&self, model: &M) -> Result<Vec<u64>, Error> {
-        digests(
-            &self.reducer.parameters,
-            &values(model, &self.reducer.parameters, &positions(&self.reducer.parameters)),
-        )
+        let parameters = self.parameters();
+        digests(parameters, &values(model, parameters, &positions(parameters)))
     }
 
     /// Returns the first position whose trained parameter a model with these digests lacks.
@@ -252,37 +259,25 @@ impl<B: AutodiffBackend> DataParallel<B> {
         grads: &mut GradientsParams,
         weighting: Weighting,
     ) -> Result<InFlight<B>, Error> {
+        let reducer = &mut self.reducer;
         let tensors = positions.iter().map(|&position| {
-            let parameter = &self.reducer.parameters[position];
-            let grad = match grads.remove::<B::InnerBackend, 1>(parameter.id) {
-                Some(grad) => grad.into_primitive().tensor(),
-                None => {
-                    let zeros = TensorData::full_dtype(parameter.shape.clone(), 0, parameter.dtype);
-                    B::InnerBackend::float_from_data(zeros, &parameter.device)
-                }
-            };
-            self.reducer.widen(position, grad, weighting)
+            let parameter = &reducer.parameters[position];
+            match grads.remove::<B::InnerBackend, 1>(parameter.id) {
+                Some(grad) => reducer.widen(position, grad.into_primitive().tensor(), weighting),
+                None => B::InnerBackend::float_from_data(reducer.zeros(position, weighting), &parameter.device),
+            }
         });
         let tensors = tensors.collect();
-        let (positions, tensors) = match self.reducer.start_on_device(positions, tensors, weighting)? {
-            Ok(in_flight) => return Ok(in_flight),
-            Err(on_host) => on_host,
+        let tensors = match reducer.start_on_device(&positions, tensors, weighting) {
+            DeviceOutcome::Handled(in_flight) => return in_flight,
+            DeviceOutcome::NotHandled(tensors) => tensors,
         };
         let read = positions.into_iter().zip(tensors).map(|(position, tensor)| {
             let grad = Tensor::<B::InnerBackend, 1>::from_primitive(TensorPrimitive::Float(tensor));
             Ok((position, grad.try_into_data().map_err(|e| Error::io("reading a gradient", e))?))
         });
         let read = read.collect::<Result<_, Error>>()?;
-        self.reducer.start(read, weighting)
-    }
-
-    /// Waits for a reduction and registers the results as gradients.
-    fn finish(&mut self, in_flight: InFlight<B>, grads: &mut GradientsParams) -> Result<(), Error> {
-        let parameters = self.reducer.parameters.clone();
-        self.reducer.finish(in_flight, |position, tensor| {
-            let grad = Tensor::<B::InnerBackend, 1>::from_primitive(TensorPrimitive::Float(tensor));
-            grads.register(parameters[position].id, grad);
-        })
+        reducer.start(read, weighting)
     }
 }
 

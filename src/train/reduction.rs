@@ -2,9 +2,10 @@
 
 use std::sync::Arc;
 
+use burn::optim::GradientsParams;
 use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::ops::{FloatTensor, FloatTensorOps};
-use burn::tensor::{FloatDType, TensorData, TensorMetadata};
+use burn::tensor::{FloatDType, Tensor, TensorData, TensorMetadata, TensorPrimitive};
 
 use super::agree::Parameter;
 use super::bucket::{Bucket, BucketOp, Weighting, scale, scale_tensor};
@@ -46,9 +47,9 @@ impl<B: AutodiffBackend> Reducer<B> {
         Reducer { group, parameters, memory: Vec::new() }
     }
 
-    /// The element type in which the gradients of a bucket are reduced.
-    fn carrier(&self, positions: &[usize], weighting: Weighting) -> DType {
-        weighting.carrier(self.parameters[positions[0]].element)
+    /// The element type in which a gradient is reduced. It is the same for all gradients of a bucket.
+    fn carrier(&self, position: usize, weighting: Weighting) -> DType {
+        weighting.carrier(self.parameters[position].element)
     }
 
     /// Returns a gradient in the element type in which it is reduced.
@@ -59,7 +60,7 @@ impl<B: AutodiffBackend> Reducer<B> {
         weighting: Weighting,
     ) -> FloatTensor<B::InnerBackend> {
         // f32 is the only carrier that is not the elements' own type.
-        match self.carrier(&[position], weighting) == self.parameters[position].element {
+        match self.carrier(position, weighting) == self.parameters[position].element {
             true => tensor,
             false => B::InnerBackend::float_cast(tensor, FloatDType::F32),
         }
@@ -68,7 +69,7 @@ impl<B: AutodiffBackend> Reducer<B> {
     /// Returns the gradient of a rank that has none, as it is reduced.
     pub fn zeros(&self, position: usize, weighting: Weighting) -> TensorData {
         let parameter = &self.parameters[position];
-        let dtype = match self.carrier(&[position], weighting) == parameter.element {
+        let dtype = match self.carrier(position, weighting) == parameter.element {
             true => parameter.dtype,
             false => burn::tensor::DType::F32,
         };
@@ -76,16 +77,15 @@ impl<B: AutodiffBackend> Reducer<B> {
     }
 
     /// Starts the reduction of a bucket if its gradients, which [`widen`](Self::widen) returned, are on a collective
-    /// device. Otherwise returns them.
+    /// device.
     #[track_caller]
-    #[expect(clippy::type_complexity, reason = "a bucket, or what it was to be made of")]
     pub fn start_on_device(
         &self,
-        positions: Vec<usize>,
+        positions: &[usize],
         tensors: Vec<FloatTensor<B::InnerBackend>>,
         weighting: Weighting,
-    ) -> Result<Result<InFlight<B>, (Vec<usize>, Vec<FloatTensor<B::InnerBackend>>)>, Error> {
-        let (dtype, factor) = (self.carrier(&positions, weighting), weighting.factor());
+    ) -> DeviceOutcome<Vec<FloatTensor<B::InnerBackend>>, InFlight<B>> {
+        let (dtype, factor) = (self.carrier(positions[0], weighting), weighting.factor());
         let tensors = if factor != 1.0 && uses_collective_devices::<B::InnerBackend>() {
             let scaled = tensors.into_iter().map(|tensor| scale_tensor::<B::InnerBackend>(tensor, dtype, factor));
             scaled.collect()
@@ -94,8 +94,11 @@ impl<B: AutodiffBackend> Reducer<B> {
         };
         let request = Request::new(Operation::AllReduce, dtype).reduction(weighting.reduction());
         match start_all_reduce::<B::InnerBackend>(&self.group, tensors, request) {
-            DeviceOutcome::Handled(pending) => Ok(Ok(InFlight::Device { positions, pending: pending? })),
-            DeviceOutcome::NotHandled(tensors) => Ok(Err((positions, tensors))),
+            DeviceOutcome::Handled(pending) => {
+                let positions = positions.to_vec();
+                DeviceOutcome::Handled(pending.map(|pending| InFlight::Device { positions, pending }))
+            }
+            DeviceOutcome::NotHandled(tensors) => DeviceOutcome::NotHandled(tensors),
         }
     }
 
@@ -106,7 +109,7 @@ impl<B: AutodiffBackend> Reducer<B> {
         mut gradients: Vec<(usize, TensorData)>,
         weighting: Weighting,
     ) -> Result<InFlight<B>, Error> {
-        let dtype = weighting.carrier(self.parameters[gradients[0].0].element);
+        let dtype = self.carrier(gradients[0].0, weighting);
         let mut bucket = self.pack(&mut gradients, dtype)?;
         if weighting.factor() != 1.0 {
             scale(bucket.bytes(), dtype, weighting.factor());
@@ -126,22 +129,12 @@ impl<B: AutodiffBackend> Reducer<B> {
         Ok(Bucket::packed(&self.group, self.memory.pop(), bytes)?.fill(parts))
     }
 
-    /// Waits for a reduction and passes the results to `register`, by position.
-    pub fn finish(
-        &mut self,
-        in_flight: InFlight<B>,
-        mut register: impl FnMut(usize, FloatTensor<B::InnerBackend>),
-    ) -> Result<(), Error> {
-        let mut narrow = |position: usize, mut tensor: FloatTensor<B::InnerBackend>| {
-            let parameter: &Parameter<B> = &self.parameters[position];
-            if float(tensor.dtype()) != Some(parameter.element) {
-                tensor = B::InnerBackend::float_cast(tensor, parameter.dtype.into());
-            }
-            register(position, tensor);
-        };
+    /// Waits for a reduction and adds its results to `results`.
+    pub fn finish(&mut self, in_flight: InFlight<B>, results: &mut GradientsParams) -> Result<(), Error> {
         let (mut gradients, work) = match in_flight {
             InFlight::Device { positions, pending } => {
-                positions.into_iter().zip(pending()?).for_each(|(position, tensor)| narrow(position, tensor));
+                let reduced = positions.into_iter().zip(pending()?);
+                reduced.for_each(|(position, tensor)| self.register(position, tensor, results));
                 return Ok(());
             }
             InFlight::Host { gradients, work } => (gradients, work),
@@ -159,8 +152,26 @@ impl<B: AutodiffBackend> Reducer<B> {
             }
         }
         for (position, data) in gradients {
-            narrow(position, B::InnerBackend::float_from_data(data, &self.parameters[position].device));
+            let tensor = B::InnerBackend::float_from_data(data, &self.parameters[position].device);
+            self.register(position, tensor, results);
         }
         Ok(())
+    }
+
+    /// Adds a gradient to `results`, in the element type of its parameter.
+    pub fn register(&self, position: usize, mut tensor: FloatTensor<B::InnerBackend>, results: &mut GradientsParams) {
+        let parameter = &self.parameters[position];
+        if float(tensor.dtype()) != Some(parameter.element) {
+            tensor = B::InnerBackend::float_cast(tensor, parameter.dtype.into());
+        }
+        let gradient = Tensor::<B::InnerBackend, 1>::from_primitive(TensorPrimitive::Float(tensor));
+        results.register(parameter.id, gradient);
+    }
+
+    /// Removes the results for gradients that no rank had: they were reduced as zeros.
+    pub fn remove_missing(&self, exists: &[bool], results: &mut GradientsParams) {
+        for (parameter, _) in self.parameters.iter().zip(exists).filter(|(_, exists)| !**exists) {
+            results.remove::<B::InnerBackend, 1>(parameter.id);
+        }
     }
 }

@@ -26,7 +26,7 @@ use super::data_parallel::DataParallel;
 use super::overlap::Overlap;
 use super::reduction::Reducer;
 use super::step_header::{StepHeader, no_samples};
-use super::values::{comparison_is_due, positions};
+use super::values::positions;
 use crate::tensor::autodiff::CollectiveBackend;
 use crate::tensor::autodiff::hook::GradientReceiver;
 use bonfire_core::internal::{AgreedOperations, lock};
@@ -73,9 +73,7 @@ impl<B: CollectiveBackend> DataParallel<B> {
     /// of the exchange come from [`finish`](TrainingStep::finish).
     #[track_caller]
     pub fn step<M: AutodiffModule<B>>(&mut self, model: &M, samples: usize) -> Result<TrainingStep<'_, B, M>, Error> {
-        let digests = comparison_is_due(self.steps, self.parameters()).then(|| self.digests(model)).transpose();
-        let digests = digests.map_err(|error| self.group().abandon(error))?;
-        let mut changed = digests.as_ref().and_then(|digests| self.lacks(digests));
+        let (digests, mut changed) = self.due_digests(model)?;
         let overlap = match self.overlap.take() {
             Some(overlap) => overlap,
             None => Overlap::new(self.group(), self.reducer.parameters.clone())?,
@@ -145,11 +143,11 @@ impl<B: CollectiveBackend> DataParallel<B> {
     /// See [`step`](Self::step) and [`TrainingStep::finish`].
     #[track_caller]
     pub fn join<M: AutodiffModule<B>>(&mut self, model: &M) -> Result<Option<GradientsParams>, Error> {
-        self.step(model, 0)?.end_or_none()
+        self.step(model, 0)?.end(None)
     }
 
-    /// Sets the most bytes in a bucket of an overlapped step, instead of the size that the first step measures. All
-    /// ranks set the same, before the first [`step`](Self::step). Larger tensors are a bucket of their own.
+    /// Sets the most bytes in a bucket of an overlapped step. Then the first step measures nothing. All ranks set the
+    /// same, before the first [`step`](Self::step). A tensor of that size or more is a bucket of its own.
     pub fn set_bucket_bytes(&mut self, bytes: usize) {
         self.bucket_bytes = Some(bytes.max(1));
         self.overlap = None;
@@ -213,7 +211,7 @@ impl<B: CollectiveBackend, M> TrainingStep<'_, B, M> {
         // A hook runs once. What a second backward pass has computed stays in its gradients.
         let late = |tensor: &Arc<OnceLock<_>>| tensor.get().is_some_and(|tensor| B::grad(tensor, &gradients).is_some());
         let late = self.hooked.iter().find(|(_, tensor)| late(tensor)).map(|(id, _)| *id);
-        self.end(late)
+        self.end(late)?.ok_or_else(|| no_samples(OPERATION))
     }
 
     /// Ends the step of a rank without samples, which has run no backward pass. The other ranks' mean is its result
@@ -223,30 +221,23 @@ impl<B: CollectiveBackend, M> TrainingStep<'_, B, M> {
     /// See [`finish`](Self::finish).
     #[track_caller]
     pub fn skip(self) -> Result<GradientsParams, Error> {
-        self.end(None)
-    }
-
-    /// Ends the step without a backward pass. `None` if no rank has samples.
-    fn end_or_none(self) -> Result<Option<GradientsParams>, Error> {
-        let guard = self.guard;
-        drop((self.model, self.hooked));
-        guard.end(None)
+        self.end(None)?.ok_or_else(|| no_samples(OPERATION))
     }
 
     /// As [`finish`](Self::finish), after a backward pass whose caller has taken these gradients of the step's model.
     #[cfg(feature = "ddp")]
     pub(super) fn finish_with(self, gradients: &GradientsParams) -> Result<GradientsParams, Error> {
         let late = self.hooked.keys().find(|id| gradients.get::<B::InnerBackend, 1>(**id).is_some()).copied();
-        self.end(late)
+        self.end(late)?.ok_or_else(|| no_samples(OPERATION))
     }
 
-    /// Ends the step. `late` is a parameter with a gradient that no hook has received.
-    fn end(self, late: Option<ParamId>) -> Result<GradientsParams, Error> {
+    /// Ends the step. `late` is a parameter with a gradient that no hook has received. `None` if no rank has samples.
+    fn end(self, late: Option<ParamId>) -> Result<Option<GradientsParams>, Error> {
         let TrainingStep { model, hooked, guard } = self;
         // Their tensors share the parameters' memory, which the optimizer changes in place if it is the only owner.
         drop((model, hooked));
         let position = late.and_then(|id| guard.parallel.parameters().iter().position(|parameter| parameter.id == id));
-        guard.end(position.map(Problem::Twice))?.ok_or_else(|| no_samples(OPERATION))
+        guard.end(position.map(Problem::Twice))
     }
 }
 

@@ -10,10 +10,11 @@ use burn::optim::GradientsParams;
 use burn::tensor::backend::AutodiffBackend;
 
 use super::agree::Parameter;
+use super::announcement::{self, announcements, merge, request};
 use super::bucket::Weighting;
 use super::values::{NOTHING, compare, digest};
-use bonfire_core::internal::{ByteOperations, Request};
-use bonfire_core::{DType, Error, Group, Operation, Work};
+use bonfire_core::internal::ByteOperations;
+use bonfire_core::{Error, Group, Work};
 use bytemuck::cast_slice_mut;
 
 /// One rank's input to a step. Its header is made from it.
@@ -68,7 +69,7 @@ impl StepHeader {
         parameters: &[Parameter<B>],
     ) -> Result<AgreedStep, Error> {
         let mut headers = self.headers(group, parameters);
-        group.operate(self.request(), None, cast_slice_mut(&mut headers))?;
+        group.operate(request(self.operation), None, cast_slice_mut(&mut headers))?;
         match self.agree(parameters, &headers, group.world_size()) {
             Ok(agreed) => Ok(agreed),
             Err(Refused::Because(error)) => Err(error),
@@ -85,11 +86,7 @@ impl StepHeader {
         parameters: &[Parameter<B>],
     ) -> Result<Work<Vec<u64>>, Error> {
         let headers = self.headers(group, parameters);
-        group.start_operation(self.request(), headers.len(), headers, |headers| Ok(cast_slice_mut(headers)))
-    }
-
-    fn request(&self) -> Request<'static> {
-        Request::new(Operation::AllGather, DType::U64).part_of(self.operation)
+        announcement::start(group, self.operation, headers)
     }
 
     /// Returns the memory for the headers of all ranks, with this rank's: the words before the bitmap, and one bit per
@@ -99,20 +96,17 @@ impl StepHeader {
             // The mean over no samples is NaN, and so are its gradients.
             self.grads = GradientsParams::new();
         }
-        let (count, world_size) = (parameters.len(), group.world_size());
-        let width = WORDS + count.div_ceil(64);
-        let mut headers = vec![0u64; width * world_size];
-        let own = &mut headers[group.rank() * width..][..width];
-        let (mut present, mut problem) = (0, 0);
+        let count = parameters.len();
+        let (mut exists, mut problem) = (vec![false; count], 0);
         for (position, parameter) in parameters.iter().enumerate() {
             // Gradients are stored without their number of dimensions, so any number matches.
             let Some(grad) = self.grads.get::<B::InnerBackend, 1>(parameter.id) else { continue };
-            present += 1;
-            own[WORDS + position / 64] |= 1 << (position % 64);
+            exists[position] = true;
             if grad.dtype() != parameter.dtype || grad.shape() != parameter.shape {
                 problem = 1 + position as u64;
             }
         }
+        let present = exists.iter().filter(|exists| **exists).count();
         if problem == 0 && present < self.grads.len() {
             problem = 1 + count as u64;
         }
@@ -121,8 +115,8 @@ impl StepHeader {
         }
         let digests = self.digests.as_ref().map_or(NOTHING, |digests| digest(bytemuck::cast_slice(digests)));
         let rate = self.rate.to_bits();
-        own[..WORDS].copy_from_slice(&[self.samples as u64, problem, self.steps, rate, self.buckets, digests]);
-        headers
+        let words: [u64; WORDS] = [self.samples as u64, problem, self.steps, rate, self.buckets, digests];
+        announcements(group, &words, &exists)
     }
 
     /// Evaluates the headers of all ranks. Takes the gradients.
@@ -140,9 +134,7 @@ impl StepHeader {
             if header[1] > 0 {
                 return Err(Refused::Because(self.invalid(parameters, rank, header[1] as usize - 1)));
             }
-            for (position, exists) in exists.iter_mut().enumerate() {
-                *exists |= header[WORDS + position / 64] >> (position % 64) & 1 == 1;
-            }
+            merge(&header[WORDS..], &mut exists);
         }
         self.check_equal(headers.chunks_exact(width))?;
         if total == 0 {

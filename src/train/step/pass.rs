@@ -9,11 +9,11 @@ use std::task::{self, Poll, Waker};
 use burn::optim::GradientsParams;
 use burn::tensor::backend::{AutodiffBackend, Backend, ExecutionError};
 use burn::tensor::ops::{FloatTensor, FloatTensorOps};
-use burn::tensor::{Tensor, TensorData, TensorMetadata, TensorPrimitive, try_read_sync};
+use burn::tensor::{TensorData, TensorMetadata, try_read_sync};
 
 use super::schedule::Schedule;
 use super::trailer::{Problem, Trailer};
-use crate::tensor::device::uses_collective_devices;
+use crate::tensor::device::{DeviceOutcome, uses_collective_devices};
 use crate::train::bucket::{BucketTable, Weighting, pop_if_full};
 use crate::train::reduction::{InFlight, Reducer};
 use crate::train::step_header::{Refused, StepHeader};
@@ -128,7 +128,7 @@ impl<B: AutodiffBackend> Pass<B> {
     fn accept(&mut self, position: usize, gradient: FloatTensor<B::InnerBackend>) {
         if self.reducer.group.world_size() == 1 {
             self.gradients[position] = Gradient::Sent;
-            register::<B>(&self.reducer, &mut self.results, position, gradient);
+            self.reducer.register(position, gradient, &mut self.results);
         } else if self.schedule.complete(position) {
             self.gradients[position] = Gradient::Arrived(gradient);
             self.unread.push(position);
@@ -211,9 +211,11 @@ impl<B: AutodiffBackend> Pass<B> {
                     _ => B::InnerBackend::float_from_data(self.reducer.zeros(*position, weighting), &device(position)),
                 });
             let tensors = tensors.collect();
-            match self.reducer.start_on_device(positions, tensors, weighting)? {
-                Ok(in_flight) => in_flight,
-                Err(_) => return Err(Error::broken("training step", "the device does not reduce its own tensors")),
+            match self.reducer.start_on_device(&positions, tensors, weighting) {
+                DeviceOutcome::Handled(in_flight) => in_flight?,
+                DeviceOutcome::NotHandled(_) => {
+                    return Err(Error::broken("training step", "the device does not reduce its own tensors"));
+                }
             }
         } else {
             let mut read = Vec::with_capacity(positions.len());
@@ -236,16 +238,10 @@ impl<B: AutodiffBackend> Pass<B> {
     }
 
     fn finish_oldest(&mut self) -> Result<(), Error> {
-        let Some(oldest) = self.in_flight.pop_front() else { return Ok(()) };
-        self.finish_one(oldest)
-    }
-
-    fn finish_one(&mut self, in_flight: InFlight<B>) -> Result<(), Error> {
-        let (parameters, results) = (self.reducer.parameters.clone(), &mut self.results);
-        self.reducer.finish(in_flight, |position, tensor| {
-            let gradient = Tensor::<B::InnerBackend, 1>::from_primitive(TensorPrimitive::Float(tensor));
-            results.register(parameters[position].id, gradient);
-        })
+        match self.in_flight.pop_front() {
+            Some(oldest) => self.reducer.finish(oldest, &mut self.results),
+            None => Ok(()),
+        }
     }
 
     /// Ends the step after the backward pass: sends what is left and waits for all results. The inner error is the same
@@ -280,9 +276,7 @@ impl<B: AutodiffBackend> Pass<B> {
             Err(error) => return Ok(Err(error)),
         };
         let mut gradients = std::mem::take(&mut self.results);
-        for (parameter, _) in self.reducer.parameters.iter().zip(&trailer.exists).filter(|(_, exists)| !**exists) {
-            gradients.remove::<B::InnerBackend, 1>(parameter.id);
-        }
+        self.reducer.remove_missing(&trailer.exists, &mut gradients);
         Ok(Ok(Some(Ended { gradients, ordered: trailer.ordered })))
     }
 
@@ -308,22 +302,12 @@ impl<B: AutodiffBackend> Pass<B> {
         while let Some(positions) = self.schedule.next().map(<[usize]>::to_vec) {
             // The memory of a bucket is reused once its results were taken.
             if let Some(oldest) = pop_if_full(&mut self.in_flight) {
-                self.finish_one(oldest)?;
+                self.reducer.finish(oldest, &mut self.results)?;
             }
             self.send(positions, weighting)?;
         }
         Ok(())
     }
-}
-
-fn register<B: AutodiffBackend>(
-    reducer: &Reducer<B>,
-    results: &mut GradientsParams,
-    position: usize,
-    tensor: FloatTensor<B::InnerBackend>,
-) {
-    let gradient = Tensor::<B::InnerBackend, 1>::from_primitive(TensorPrimitive::Float(tensor));
-    results.register(reducer.parameters[position].id, gradient);
 }
 
 fn unreadable(cause: impl std::fmt::Display) -> Error {

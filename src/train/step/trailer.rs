@@ -2,12 +2,11 @@
 //! which gradients there were, and what went wrong.
 
 use burn::tensor::backend::AutodiffBackend;
-use bytemuck::cast_slice_mut;
 
 use super::OPERATION;
 use crate::train::agree::Parameter;
-use bonfire_core::internal::{ByteOperations, Request};
-use bonfire_core::{DType, Error, Group, Operation, Work};
+use crate::train::announcement::{self, announcements, merge};
+use bonfire_core::{Error, Group, Work};
 
 /// What is wrong with a rank's gradients. The group stays usable.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -45,9 +44,6 @@ const WORDS: usize = 3;
 impl Trailer {
     /// Starts the exchange of the trailers.
     pub fn start(&self, group: &Group) -> Result<Work<Vec<u64>>, Error> {
-        let width = WORDS + self.exists.len().div_ceil(64);
-        let mut all = vec![0u64; width * group.world_size()];
-        let own = &mut all[group.rank() * width..][..width];
         let (problem, position) = match self.problem {
             None => (0, 0),
             Some(Problem::NoGradients) => (1, 0),
@@ -55,12 +51,8 @@ impl Trailer {
             Some(Problem::Twice(position)) => (3, position),
             Some(Problem::Other(position)) => (4, position),
         };
-        own[..WORDS].copy_from_slice(&[problem, position as u64, u64::from(self.ordered)]);
-        for (position, _) in self.exists.iter().enumerate().filter(|(_, exists)| **exists) {
-            own[WORDS + position / 64] |= 1 << (position % 64);
-        }
-        let request = Request::new(Operation::AllGather, DType::U64).part_of(OPERATION);
-        group.start_operation(request, all.len(), all, |all| Ok(cast_slice_mut(all)))
+        let words: [u64; WORDS] = [problem, position as u64, u64::from(self.ordered)];
+        announcement::start(group, OPERATION, announcements(group, &words, &self.exists))
     }
 
     /// Evaluates the trailers of all ranks. If one has a problem, all ranks return the same error.
@@ -78,9 +70,7 @@ impl Trailer {
             if own[2] == 1 && trailers.ordered.is_none() {
                 trailers.ordered = Some(rank);
             }
-            for (position, exists) in trailers.exists.iter_mut().enumerate() {
-                *exists |= own[WORDS + position / 64] >> (position % 64) & 1 == 1;
-            }
+            merge(&own[WORDS..], &mut trailers.exists);
         }
         Ok(trailers)
     }

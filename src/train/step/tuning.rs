@@ -10,7 +10,7 @@ use crate::train::bucket::{BucketTable, Limits, buckets};
 use bonfire_core::{Error, Group, ReduceOp};
 
 /// The smallest and the largest bucket that is chosen, in bytes.
-const RANGE: (usize, usize) = (64 << 10, 25 << 20);
+const RANGE: (usize, usize) = (64 << 10, 32 << 20);
 
 /// Measurements of each kind, of which the fastest counts.
 const TRIES: usize = 3;
@@ -32,8 +32,8 @@ struct Speed {
 }
 
 /// Returns the buckets of the steps that follow. They depend on what `leader` knows and measures, so they are the same
-/// on all ranks. `order` is the order in which this rank's gradients have arrived; `bytes` is the size of a bucket,
-/// where it is set.
+/// on all ranks. `order` is the order in which this rank's gradients have arrived. If `bytes` is set, it is the size of
+/// a bucket, and nothing is measured.
 pub(super) fn tune<B: AutodiffBackend>(
     group: &Group,
     parameters: &[Parameter<B>],
@@ -41,10 +41,11 @@ pub(super) fn tune<B: AutodiffBackend>(
     order: &[usize],
     bytes: Option<usize>,
 ) -> Result<BucketTable, Error> {
-    let speed = measure(group, leader)?;
     // Parameters without a gradient in that step come last.
     let trained = |position: &usize| parameters[*position].trained;
-    let unused = (0..parameters.len()).rev().filter(|position| !order.contains(position));
+    let mut used = vec![false; parameters.len()];
+    order.iter().for_each(|position| used[*position] = true);
+    let unused = (0..parameters.len()).rev().filter(|position| !used[*position]);
     let mut order: Vec<u64> = order.iter().copied().chain(unused).filter(trained).map(|p| p as u64).collect();
     group.broadcast(&mut order, leader)?;
     let mut sorted = order.clone();
@@ -53,9 +54,13 @@ pub(super) fn tune<B: AutodiffBackend>(
         return Err(Error::broken(OPERATION, format!("rank {leader}'s order of gradients is none of this model's")));
     }
     let items = order.iter().map(|position| parameters[*position as usize].item(*position as usize));
-    let limits = limits(speed, items.clone().map(|item| item.bytes).sum(), bytes);
+    let limits = match bytes {
+        // No measurement, so that the buckets, and with them the bits, are the same in every run.
+        Some(bytes) => Limits { first: bytes, next: bytes, alone: bytes },
+        None => limits(measure(group, leader)?, items.clone().map(|item| item.bytes).sum()),
+    };
     let table: BucketTable = buckets(items, limits).into();
-    log::info!("{} buckets of up to {} KiB, because of {speed:?}", table.len(), limits.next >> 10);
+    log::info!("{} buckets of up to {} KiB", table.len(), limits.next.div_ceil(1 << 10));
     Ok(table)
 }
 
@@ -64,9 +69,10 @@ pub(super) fn tune<B: AutodiffBackend>(
 /// Each bucket costs the latency once, and the last one is exposed as a whole, because no computation is left. Buckets
 /// of `s` bytes cost `latency * total / s + s / bandwidth`, which is least at the square root below. A power of two, so
 /// that measurements that differ a little give the same buckets.
-fn limits(speed: Speed, total: usize, bytes: Option<usize>) -> Limits {
+fn limits(speed: Speed, total: usize) -> Limits {
+    log::debug!("buckets are chosen because of {speed:?}");
     let best = (speed.latency * speed.bandwidth * total as f64).sqrt() as usize;
-    let bytes = bytes.unwrap_or_else(|| best.clamp(RANGE.0, RANGE.1).next_power_of_two());
+    let bytes = best.clamp(RANGE.0, RANGE.1).next_power_of_two();
     let packing_pays = (speed.latency * COPY_RATE) as usize;
     Limits { first: bytes, next: bytes, alone: packing_pays.max(Limits::DEFAULT.alone).min(bytes) }
 }
@@ -98,7 +104,7 @@ mod tests {
 
     #[test]
     fn buckets_grow_with_latency_bandwidth_and_the_model() {
-        let size = |latency, bandwidth, total| limits(Speed { latency, bandwidth }, total, None).next;
+        let size = |latency, bandwidth, total| limits(Speed { latency, bandwidth }, total).next;
         // A link of 1 Gbit/s with 150 us, and 100 MiB.
         assert_eq!(size(150e-6, 118e6, 100 << 20), 2 << 20);
         assert_eq!(size(150e-6, 118e6, 25 << 20), 1 << 20);
@@ -107,10 +113,9 @@ mod tests {
     }
 
     #[test]
-    fn a_size_that_is_set_is_used_and_no_tensor_alone_is_smaller_than_it_needs_to_be() {
-        let speed = Speed { latency: 1e-3, bandwidth: 1e8 };
-        let set = limits(speed, 1 << 30, Some(1000));
-        assert_eq!((set.first, set.next, set.alone), (1000, 1000, 1000));
-        assert_eq!(limits(speed, 1 << 30, Some(8 << 20)).alone, 2_500_000);
+    fn packing_pays_where_an_operation_takes_long() {
+        let alone = |latency| limits(Speed { latency, bandwidth: 1e8 }, 1 << 30).alone;
+        assert_eq!(alone(1e-6), 256 << 10);
+        assert_eq!(alone(1e-3), 2_500_000);
     }
 }

@@ -105,8 +105,8 @@ fn different_settings_and_sync_on_one_rank_are_errors_on_all_ranks() {
         outcome
     });
     check_errors(&sizes, "rank 0's buckets have 1000 bytes and rank 1's 1001 bytes");
-    let nobody = errors(|ddp, model, _| ddp.step(model, 0)?.skip());
-    check_errors(&nobody, "no rank has any samples");
+    let no_samples = errors(|ddp, model, _| ddp.step(model, 0)?.skip());
+    check_errors(&no_samples, "no rank has any samples");
 }
 
 #[test]

@@ -135,6 +135,5 @@ pub(super) async fn dial(identity: &Identity, peer: usize, address: SocketAddr) 
 pub(crate) fn is_own(error: &io::Error) -> bool {
     let lacking = [Errno::MFILE, Errno::NFILE, Errno::NOBUFS, Errno::NOMEM, Errno::ADDRNOTAVAIL];
     let forbidden = [Errno::ACCESS, Errno::PERM, Errno::AFNOSUPPORT, Errno::PROTONOSUPPORT];
-    let own = [&lacking[..], &forbidden].concat();
-    Errno::from_io_error(error).is_some_and(|error| own.contains(&error))
+    Errno::from_io_error(error).is_some_and(|error| lacking.contains(&error) || forbidden.contains(&error))
 }

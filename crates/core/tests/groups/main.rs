@@ -1,4 +1,4 @@
-//! Groups whose ranks are threads: how they connect, whom they admit, what they refuse, and how they fail.
+//! Groups whose ranks are threads: how they connect, which connections they accept and refuse, and how they fail.
 //!
 //! One program instead of eight: most of these tests wait for a deadline, and now wait at the same time.
 

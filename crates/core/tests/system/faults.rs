@@ -176,8 +176,8 @@ fn run(cases: Vec<Case>, continued: Option<u64>) {
     assert!(wrong.is_empty(), "{} of {runs} runs:\n{}", wrong.len(), wrong.join("\n"));
 }
 
-/// How many times each error is repeated: not at all, in each second call, in each call. The system interrupts calls
-/// again and again, but not for ever, and says only once that there is nothing, where it has said that there is.
+/// Which calls fail: one (0), every second one (2), every one (1). The system does not interrupt every call. It returns
+/// EAGAIN once at most, because it has just reported that the call would succeed.
 fn steps(errno: i32) -> &'static [u64] {
     match errno {
         EAGAIN => &[0],
