@@ -22,6 +22,7 @@ use std::error::Error;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
+use bonfire::train::compression;
 use bonfire::{Builder, Group, Sharding, launch};
 #[cfg(feature = "ndarray")]
 use burn::backend::NdArray;
@@ -66,6 +67,9 @@ struct Args {
     /// Shard the optimizer's state (ZeRO-1) over blocks of this many ranks, or over all ranks if no number is given
     #[arg(long, value_name = "RANKS", conflicts_with = "chaos")]
     shard: Option<Option<usize>>,
+    /// Let gradients travel in fewer bytes
+    #[arg(long, value_parser = compression::NAMES, value_name = "TYPE", conflicts_with = "shard")]
+    compression: Option<String>,
     /// Kill this rank, by default 0, in the middle of an epoch; the others continue without it. With `bonfire run`, add
     /// `--tolerate 1`
     #[arg(long, value_name = "RANK", num_args = 0..=1, default_missing_value = "0")]
@@ -139,6 +143,7 @@ fn train(
         save: args.save.as_deref(),
         resume: args.resume.as_deref(),
         shard: args.shard.map(|ranks| ranks.map_or(Sharding::All, Sharding::Blocks)),
+        compression: args.compression.as_deref(),
         chaos: args.chaos,
     };
     let outcome = match args.backend {

@@ -14,6 +14,7 @@ mod data;
 use std::process::ExitCode;
 use std::time::Instant;
 
+use bonfire::train::compression;
 use bonfire::{DataParallel, Error, Group, ReduceOp, ShardedSampler};
 use burn::backend::{Autodiff, Flex};
 use burn::module::Module;
@@ -45,6 +46,9 @@ struct Args {
     /// Images of a batch, over all ranks
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u16).range(1..=1500))]
     batch: u16,
+    /// Let gradients travel in fewer bytes
+    #[arg(long, value_parser = compression::NAMES, value_name = "TYPE")]
+    compression: Option<String>,
     /// Steps of each kind to time
     #[arg(long, default_value_t = 7, value_parser = clap::value_parser!(u16).range(1..=10_000))]
     steps: u16,
@@ -96,6 +100,9 @@ fn measure(group: &Group, args: &Args) -> Result<(), Failure> {
     let (digits, _) = Digits::load()?;
     let device = Default::default();
     let (mut model, mut ddp) = DataParallel::new(group.clone(), Network::<B>::new(args, &device))?;
+    if let Some(compression) = args.compression.as_deref().and_then(compression::by_name) {
+        ddp.set_compression(compression)?;
+    }
     let parameters = model.num_params();
     let mut optimizer = SgdConfig::new().init();
     let sampler = ShardedSampler::new(group, digits.len(), args.batch.into())?.drop_last();

@@ -44,6 +44,7 @@ mod agree;
 mod announcement;
 mod batch_norm;
 mod bucket;
+pub mod compression;
 mod data_parallel;
 #[cfg(feature = "ddp")]
 mod learner;

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::time::Instant;
 
 use bonfire::tensor::autodiff::{CollectiveBackend, attempt};
-use bonfire::train::{Epoch, seeded};
+use bonfire::train::{Epoch, compression, seeded};
 use bonfire::{
     Builder, DataParallel, Error, Group, ShardedOptimizer, ShardedSampler, Sharding, TrainingState, partition,
 };
@@ -33,6 +33,8 @@ pub struct TrainingJob<'a> {
     pub resume: Option<&'a Path>,
     /// Over which ranks the optimizer's state is sharded, if it is.
     pub shard: Option<Sharding>,
+    /// The encoding in which gradients travel, if not their own.
+    pub compression: Option<&'a str>,
     /// The rank to kill in the middle of the second epoch of this run.
     pub chaos: Option<usize>,
 }
@@ -91,6 +93,9 @@ impl TrainingJob<'_> {
         let (sampler, bar) = (self.sampler(&group)?, ProgressBar::hidden());
         let model = seeded(&group, self.settings.seed, &device, || Network::<B>::new(&group, &device))?;
         let (model, mut ddp) = DataParallel::new(group, model)?;
+        if let Some(compression) = self.compression.and_then(compression::by_name) {
+            ddp.set_compression(compression)?;
+        }
         let adam = AdamConfig::new();
         let mut state = State::new(model, adam.init(), self.settings.lr, Vec::new());
         if let Some(path) = self.resume {

@@ -63,7 +63,7 @@ fn train_on<B: CollectiveBackend>(
 ) -> Vec<Result<Outcome, String>> {
     let job = || -> Result<TrainingJob<'_>, Failure> {
         let data = images(280)?;
-        Ok(TrainingJob { data, settings: settings.clone(), epochs, save, resume, shard, chaos })
+        Ok(TrainingJob { data, settings: settings.clone(), epochs, save, resume, shard, compression: None, chaos })
     };
     let rank = |group: Group| -> Result<Outcome, Failure> { job()?.run::<B>(group, Default::default()) };
     thread::scope(|scope| {

@@ -2,6 +2,7 @@
 
 use std::collections::{HashSet, VecDeque};
 use std::fmt;
+use std::sync::Arc;
 
 use burn::module::AutodiffModule;
 use burn::optim::GradientsParams;
@@ -11,8 +12,9 @@ use burn::tensor::{Tensor, TensorPrimitive};
 
 use super::agree::{Parameter, ParameterDescription, broadcast_parameters, check_same_model, parameters, rebuild};
 use super::bucket::{Limits, Weighting, buckets, pop_if_full};
+use super::compression::Compression;
 use super::overlap::Overlap;
-use super::reduction::{InFlight, Reducer};
+use super::reduction::{Compressor, InFlight, Reducer};
 use super::states;
 use super::step_header::{AgreedStep, StepHeader, no_samples};
 use super::values::{NOTHING, comparison_is_due, digests, positions, values};
@@ -35,9 +37,14 @@ pub struct DataParallel<B: AutodiffBackend> {
     pub(super) overlap: Option<Overlap<B>>,
     /// The most bytes in a bucket of an overlapped step. `None` until it is measured.
     pub(super) bucket_bytes: Option<usize>,
+    /// A hash of the name of the compression; 0 without one.
+    pub(super) compression: u64,
     /// Steps since the model was distributed or taken over. A rank whose last `sync` failed may be one behind.
     pub(super) steps: u64,
 }
+
+/// What an exchange ends with.
+type Exchanged = Result<Result<GradientsParams, Error>, Error>;
 
 impl<B: AutodiffBackend> DataParallel<B> {
     /// Makes the ranks' models equal and returns this rank's: every parameter gets rank 0's value.
@@ -61,12 +68,48 @@ impl<B: AutodiffBackend> DataParallel<B> {
         check_same_model(&group, &described)?;
         let model = broadcast_parameters(&group, model, identities, 0)?;
         let reducer = Reducer::new(group, parameters.into());
-        Ok((model, DataParallel { reducer, overlap: None, bucket_bytes: None, steps: 0 }))
+        Ok((model, DataParallel { reducer, overlap: None, bucket_bytes: None, compression: 0, steps: 0 }))
     }
 
     /// Returns the group of ranks.
     pub fn group(&self) -> &Group {
         &self.reducer.group
+    }
+
+    /// Makes gradients travel compressed, in [`step`](Self::step) and in [`sync`](Self::sync), and added in f32. All
+    /// ranks set the same before the next step. See [`compression`](super::compression) for what it costs; it pays
+    /// where the network is slower than a pass over the gradients, a few GB/s. Tensors on collective devices are
+    /// compressed on the host. A [`ShardedOptimizer`](crate::ShardedOptimizer) does not compress.
+    ///
+    /// ```
+    /// # use bonfire::{DataParallel, Group};
+    /// # use burn::backend::{Autodiff, Flex};
+    /// # use burn::nn::LinearConfig;
+    /// # let group = Group::threads(1)?.remove(0);
+    /// # let linear = LinearConfig::new(2, 1).init::<Autodiff<Flex>>(&Default::default());
+    /// let (model, mut ddp) = DataParallel::new(group, linear)?;
+    /// ddp.set_compression(bonfire::train::compression::Int8)?;
+    /// # Ok::<(), bonfire::Error>(())
+    /// ```
+    ///
+    /// The gradients of a step must be finite then: if one is not, all ranks get [`Error::InvalidArgument`], which
+    /// names it, and the group remains usable.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if the model has trained parameters of f64, which f32 cannot carry.
+    pub fn set_compression(&mut self, compression: impl Compression) -> Result<(), Error> {
+        let wide = self.parameters().iter().find(|parameter| parameter.trained && parameter.element == DType::F64);
+        if let Some(parameter) = wide {
+            let reason = format!("`{}` has elements of f64; train it in f32 or without compression", parameter.path);
+            return Err(Error::argument("set_compression", reason));
+        }
+        let compressor = Compressor::new(Arc::new(compression), self.group().rank());
+        self.compression = compressor.digest()?;
+        self.reducer.compressor = Some(compressor);
+        if let Some(overlap) = &mut self.overlap {
+            overlap.reducer = None;
+        }
+        Ok(())
     }
 
     /// Returns the float parameters in visiting order.
@@ -77,6 +120,7 @@ impl<B: AutodiffBackend> DataParallel<B> {
     /// Takes over the identities of the parameters of a model that has the same ones.
     pub(super) fn describe<M: AutodiffModule<B>>(&mut self, model: &M) {
         self.reducer.parameters = describe_parameters(model).1.into();
+        self.reducer.forget_errors();
         if let Some(overlap) = &mut self.overlap {
             overlap.set_parameters(self.reducer.parameters.clone());
         }
@@ -137,10 +181,19 @@ impl<B: AutodiffBackend> DataParallel<B> {
         samples: usize,
     ) -> Result<GradientsParams, Error> {
         let (digests, changed) = self.due_digests(model)?;
-        let steps = self.steps;
-        let header = StepHeader { operation: "sync", grads, samples, changed, steps, rate: 0.0, buckets: 0, digests };
+        let header = StepHeader {
+            operation: "sync",
+            grads,
+            samples,
+            changed,
+            steps: self.steps,
+            compression: self.compression,
+            digests,
+            ..Default::default()
+        };
         let agreed = header.exchange(&self.reducer.group, &self.reducer.parameters)?;
-        let grads = self.exchange(agreed).map_err(|error| self.reducer.group.abandon(error))?;
+        let exchanged = self.exchange(agreed).map_err(|error| self.reducer.group.abandon(error));
+        let grads = exchanged.and_then(|result| result).inspect_err(|_| self.reducer.forget_errors())?;
         self.steps += 1;
         Ok(grads)
     }
@@ -161,11 +214,11 @@ impl<B: AutodiffBackend> DataParallel<B> {
         whole
     }
 
-    /// Replaces this rank's gradients by their mean.
+    /// Replaces this rank's gradients by their mean. After an inner error the group stays usable.
     #[track_caller]
-    fn exchange(&mut self, AgreedStep { mut grads, weighting, exists }: AgreedStep) -> Result<GradientsParams, Error> {
+    fn exchange(&mut self, AgreedStep { mut grads, weighting, exists }: AgreedStep) -> Exchanged {
         if self.reducer.group.world_size() == 1 {
-            return Ok(grads);
+            return Ok(Ok(grads));
         }
         let buckets = self.buckets(&exists);
         let mut in_flight = VecDeque::new();
@@ -177,7 +230,7 @@ impl<B: AutodiffBackend> DataParallel<B> {
         }
         in_flight.into_iter().try_for_each(|oldest| self.reducer.finish(oldest, &mut grads))?;
         self.reducer.remove_missing(&exists, &mut grads);
-        Ok(grads)
+        Ok(self.reducer.end_step("sync")?.map(|()| grads))
     }
 
     /// Returns the digests of the model if the ranks compare their models in the next step, and the first position

@@ -20,13 +20,14 @@ pub(super) struct Overlap<B: AutodiffBackend> {
 }
 
 impl<B: AutodiffBackend> Overlap<B> {
-    pub fn new(group: &Group, parameters: Arc<[Parameter<B>]>) -> Result<Overlap<B>, Error> {
+    pub fn new(main: &Reducer<B>) -> Result<Overlap<B>, Error> {
+        let (group, parameters) = (&main.group, &main.parameters);
         let ranks: Vec<usize> = (0..group.world_size()).collect();
         let lane = if ranks.len() == 1 { group.clone() } else { group.subgroup(&ranks)? };
         // The last layers first: the backward pass computes their gradients first.
         let items = parameters.iter().enumerate().rev().filter(|(_, parameter)| parameter.trained);
         let buckets = buckets(items.map(|(position, parameter)| parameter.item(position)), Limits::DEFAULT).into();
-        Ok(Overlap { reducer: Some(Reducer::new(lane.clone(), parameters)), lane, buckets, tuned: false })
+        Ok(Overlap { reducer: Some(main.over(lane.clone())), lane, buckets, tuned: false })
     }
 
     pub fn set_parameters(&mut self, parameters: Arc<[Parameter<B>]>) {

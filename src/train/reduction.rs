@@ -1,5 +1,7 @@
 //! Reductions of gradients, bucket by bucket.
 
+mod compressed;
+
 use std::sync::Arc;
 
 use burn::optim::GradientsParams;
@@ -7,6 +9,8 @@ use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::ops::{FloatTensor, FloatTensorOps};
 use burn::tensor::{FloatDType, Tensor, TensorData, TensorMetadata, TensorPrimitive};
 
+pub(super) use self::compressed::Compressor;
+use self::compressed::Exchange;
 use super::agree::Parameter;
 use super::bucket::{Bucket, BucketOp, Weighting, scale, scale_tensor};
 use crate::tensor::device::{DeviceOutcome, PendingAllReduce, start_all_reduce, uses_collective_devices};
@@ -19,8 +23,12 @@ pub(super) struct Reducer<B: AutodiffBackend> {
     pub group: Group,
     /// The parameters whose gradients are reduced. Positions of gradients are positions in this list.
     pub parameters: Arc<[Parameter<B>]>,
+    /// If buckets travel compressed.
+    pub compressor: Option<Compressor>,
     /// Unused memory for packed buckets, which suits the group.
     memory: Vec<Buffer<u64>>,
+    /// Unused memory for compressed ones.
+    exchanges: Vec<Exchange>,
 }
 
 /// A bucket whose reduction is in flight.
@@ -28,6 +36,8 @@ pub(super) enum InFlight<B: AutodiffBackend> {
     /// On the host: its gradients, by position, and the operation. A gradient that is a bucket of its own is empty
     /// meanwhile, because the operation holds its memory.
     Host { gradients: Vec<(usize, TensorData)>, work: Work<Bucket> },
+    /// On the host, compressed.
+    Compressed(Work<Option<Exchange>>),
     /// On a collective device: the positions of its gradients, and the operation.
     Device { positions: Vec<usize>, pending: PendingAllReduce<B::InnerBackend> },
 }
@@ -37,6 +47,7 @@ impl<B: AutodiffBackend> InFlight<B> {
     pub fn is_finished(&self) -> bool {
         match self {
             InFlight::Host { work, .. } => work.is_finished(),
+            InFlight::Compressed(work) => work.is_finished(),
             InFlight::Device { .. } => false,
         }
     }
@@ -44,12 +55,25 @@ impl<B: AutodiffBackend> InFlight<B> {
 
 impl<B: AutodiffBackend> Reducer<B> {
     pub fn new(group: Group, parameters: Arc<[Parameter<B>]>) -> Reducer<B> {
-        Reducer { group, parameters, memory: Vec::new() }
+        Reducer { group, parameters, compressor: None, memory: Vec::new(), exchanges: Vec::new() }
+    }
+
+    /// A reducer of the same gradients over another group.
+    pub fn over(&self, group: Group) -> Reducer<B> {
+        Reducer { compressor: self.compressor.clone(), ..Reducer::new(group, self.parameters.clone()) }
+    }
+
+    /// Whether the reduction takes gradients from their device. Otherwise it takes what was read from them.
+    pub fn is_on_device(&self) -> bool {
+        self.compressor.is_none() && uses_collective_devices::<B::InnerBackend>()
     }
 
     /// The element type in which a gradient is reduced. It is the same for all gradients of a bucket.
     fn carrier(&self, position: usize, weighting: Weighting) -> DType {
-        weighting.carrier(self.parameters[position].element)
+        match self.compressor {
+            Some(_) => DType::F32,
+            None => weighting.carrier(self.parameters[position].element),
+        }
     }
 
     /// Returns a gradient in the element type in which it is reduced.
@@ -86,7 +110,10 @@ impl<B: AutodiffBackend> Reducer<B> {
         weighting: Weighting,
     ) -> DeviceOutcome<Vec<FloatTensor<B::InnerBackend>>, InFlight<B>> {
         let (dtype, factor) = (self.carrier(positions[0], weighting), weighting.factor());
-        let tensors = if factor != 1.0 && uses_collective_devices::<B::InnerBackend>() {
+        if !self.is_on_device() {
+            return DeviceOutcome::NotHandled(tensors);
+        }
+        let tensors = if factor != 1.0 {
             let scaled = tensors.into_iter().map(|tensor| scale_tensor::<B::InnerBackend>(tensor, dtype, factor));
             scaled.collect()
         } else {
@@ -109,6 +136,14 @@ impl<B: AutodiffBackend> Reducer<B> {
         mut gradients: Vec<(usize, TensorData)>,
         weighting: Weighting,
     ) -> Result<InFlight<B>, Error> {
+        if let Some(compressor) = &self.compressor {
+            let factor = match weighting {
+                Weighting::Equal => 1.0 / self.group.world_size() as f32,
+                Weighting::Share(share) => share as f32,
+            };
+            let exchange = self.exchanges.pop().unwrap_or_default();
+            return Ok(InFlight::Compressed(compressor.start(&self.group, gradients, factor, exchange)?));
+        }
         let dtype = self.carrier(gradients[0].0, weighting);
         let mut bucket = self.pack(&mut gradients, dtype)?;
         if weighting.factor() != 1.0 {
@@ -137,6 +172,7 @@ impl<B: AutodiffBackend> Reducer<B> {
                 reduced.for_each(|(position, tensor)| self.register(position, tensor, results));
                 return Ok(());
             }
+            InFlight::Compressed(work) => return self.finish_compressed(work, results),
             InFlight::Host { gradients, work } => (gradients, work),
         };
         match work.wait().map_err(|(error, _)| error)? {
@@ -151,11 +187,39 @@ impl<B: AutodiffBackend> Reducer<B> {
                 self.memory.push(memory);
             }
         }
+        self.upload(gradients, results);
+        Ok(())
+    }
+
+    fn finish_compressed(&mut self, work: Work<Option<Exchange>>, results: &mut GradientsParams) -> Result<(), Error> {
+        if let Some(compressor) = &self.compressor {
+            let mut exchange = compressor.finish(work)?;
+            let gradients = std::mem::take(&mut exchange.gradients);
+            self.exchanges.push(exchange);
+            self.upload(gradients, results);
+        }
+        Ok(())
+    }
+
+    /// Forgets what compression has lost, after a step whose result is not used.
+    pub fn forget_errors(&self) {
+        if let Some(compressor) = &self.compressor {
+            compressor.forget();
+        }
+    }
+
+    /// Ends a step whose reductions have all ended: see [`Compressor::end_step`].
+    pub fn end_step(&self, operation: &'static str) -> Result<Result<(), Error>, Error> {
+        let path = |position: usize| self.parameters.get(position).map(|parameter| parameter.path.as_str());
+        self.compressor.as_ref().map_or(Ok(Ok(())), |compressor| compressor.end_step(&self.group, operation, path))
+    }
+
+    /// Adds gradients that are on the host to `results`.
+    fn upload(&self, gradients: Vec<(usize, TensorData)>, results: &mut GradientsParams) {
         for (position, data) in gradients {
             let tensor = B::InnerBackend::float_from_data(data, &self.parameters[position].device);
             self.register(position, tensor, results);
         }
-        Ok(())
     }
 
     /// Adds a gradient to `results`, in the element type of its parameter.

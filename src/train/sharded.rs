@@ -226,8 +226,9 @@ where
         let changed = values.iter().position(Option::is_none);
         let digests = comparison_is_due(steps, parameters).then(|| digests(parameters, &values)).transpose();
         let agreed = digests.map_err(|error| self.group.abandon(error)).and_then(|digests| {
+            let operation = "step";
             let header =
-                StepHeader { operation: "step", grads, samples, changed, steps, rate: lr, buckets: 0, digests };
+                StepHeader { operation, grads, samples, changed, steps, rate: lr, digests, ..Default::default() };
             header.exchange(&self.group, parameters)
         });
         let agreed = match agreed {
@@ -391,16 +392,12 @@ mod tests {
                     if rank == 3 {
                         let parameters = &optimizer.shards.parameters;
                         let digests = digests(parameters, &values(&model, parameters, &positions(parameters))).unwrap();
-                        let grads = GradientsParams::new();
                         let header = StepHeader {
                             operation: "step",
-                            grads,
                             samples: 1,
-                            changed: None,
-                            steps: 0,
                             rate: 0.5,
-                            buckets: 0,
                             digests: Some(digests),
+                            ..Default::default()
                         };
                         header.exchange(&group, parameters).unwrap();
                         group.abandon(Error::broken("step", "on purpose"));

@@ -15,7 +15,6 @@ use burn::tensor::backend::AutodiffBackend;
 
 use super::agree::all_gather_values;
 use super::data_parallel::DataParallel;
-use super::reduction::Reducer;
 use super::training_state::TrainingState;
 use bonfire_core::Error;
 
@@ -87,7 +86,9 @@ impl<B: AutodiffBackend> DataParallel<B> {
         loop {
             let group = self.reducer.group.shrink()?;
             // Memory for buckets is in the old group's shared segment, and lanes are made of the old group.
-            self.reducer = Reducer::new(group, self.reducer.parameters.clone());
+            self.reducer = self.reducer.over(group);
+            let rank = self.reducer.group.rank();
+            self.reducer.compressor = self.reducer.compressor.take().map(|compressor| compressor.anew(rank));
             self.overlap = None;
             match self.catch_up(state) {
                 Err(Error::PeerLost { .. } | Error::Disconnected { .. } | Error::Left { .. }) => {}

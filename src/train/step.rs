@@ -24,7 +24,6 @@ use self::pass::{Ended, Pass};
 use self::trailer::Problem;
 use super::data_parallel::DataParallel;
 use super::overlap::Overlap;
-use super::reduction::Reducer;
 use super::step_header::{StepHeader, no_samples};
 use super::values::positions;
 use crate::tensor::autodiff::CollectiveBackend;
@@ -76,7 +75,7 @@ impl<B: CollectiveBackend> DataParallel<B> {
         let (digests, mut changed) = self.due_digests(model)?;
         let overlap = match self.overlap.take() {
             Some(overlap) => overlap,
-            None => Overlap::new(self.group(), self.reducer.parameters.clone())?,
+            None => Overlap::new(&self.reducer)?,
         };
         let overlap = self.overlap.insert(overlap);
 
@@ -95,13 +94,19 @@ impl<B: CollectiveBackend> DataParallel<B> {
         if observer.unknown {
             changed.get_or_insert(count);
         }
-        let (steps, buckets) = (self.steps, self.bucket_bytes.unwrap_or(0) as u64);
-        let grads = GradientsParams::new();
-        let mut header =
-            StepHeader { operation: OPERATION, grads, samples, changed, steps, rate: 0.0, buckets, digests };
+        let mut header = StepHeader {
+            operation: OPERATION,
+            samples,
+            changed,
+            steps: self.steps,
+            buckets: self.bucket_bytes.unwrap_or(0) as u64,
+            compression: self.compression,
+            digests,
+            ..Default::default()
+        };
         let headers = header.start(&self.reducer.group, &self.reducer.parameters)?;
         let reducer = overlap.reducer.take();
-        let reducer = reducer.unwrap_or_else(|| Reducer::new(overlap.lane.clone(), self.reducer.parameters.clone()));
+        let reducer = reducer.unwrap_or_else(|| self.reducer.over(overlap.lane.clone()));
         *lock(&pass) = Some(Pass::new(reducer, overlap.buckets.clone(), header, headers));
         let hooked = observer.hooked;
         Ok(TrainingStep { model, hooked, guard: Guard { pass, parallel: self } })
@@ -256,6 +261,9 @@ impl<B: CollectiveBackend> Guard<'_, B> {
         let Some(overlap) = &mut self.parallel.overlap else {
             return Err(Error::broken(OPERATION, "the step's groups are gone"));
         };
+        if !matches!(outcome, Ok(Ok(_))) {
+            pass.reducer.forget_errors();
+        }
         overlap.reducer = Some(pass.reducer);
         let lane = overlap.lane.clone();
         let ended = outcome.and_then(|ended| {

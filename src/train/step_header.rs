@@ -20,6 +20,7 @@ use bytemuck::cast_slice_mut;
 /// One rank's input to a step. Its header is made from it.
 ///
 /// The methods get the parameters whose gradients are reduced, in the order that is the same on all ranks.
+#[derive(Default)]
 pub(crate) struct StepHeader {
     /// The name of the calling operation, for errors.
     pub operation: &'static str,
@@ -34,13 +35,15 @@ pub(crate) struct StepHeader {
     pub rate: f64,
     /// The most bytes in a bucket, where the caller has set it. Otherwise 0.
     pub buckets: u64,
+    /// A hash of the name of the compression; 0 without one.
+    pub compression: u64,
     /// The digests of the model's parameters, in steps in which the ranks compare them.
     pub digests: Option<Vec<u64>>,
 }
 
-/// Words of a header before the bitmap: samples, problem, steps, learning rate, bytes of a bucket, digest of the
-/// digests.
-const WORDS: usize = 6;
+/// Words of a header before the bitmap: samples, problem, steps, learning rate, bytes of a bucket, compression, digest
+/// of the digests.
+const WORDS: usize = 7;
 
 /// What a rank knows once the headers are exchanged.
 pub(crate) struct AgreedStep {
@@ -115,7 +118,8 @@ impl StepHeader {
         }
         let digests = self.digests.as_ref().map_or(NOTHING, |digests| digest(bytemuck::cast_slice(digests)));
         let rate = self.rate.to_bits();
-        let words: [u64; WORDS] = [self.samples as u64, problem, self.steps, rate, self.buckets, digests];
+        let words: [u64; WORDS] =
+            [self.samples as u64, problem, self.steps, rate, self.buckets, self.compression, digests];
         announcements(group, &words, &exists)
     }
 
@@ -170,7 +174,12 @@ impl StepHeader {
                 "rank 0's buckets have {first} and rank {rank}'s {other}; set the same size on all ranks"
             ));
         }
-        if self.digests.is_some() && differs(5).is_some() { Err(Refused::Digests) } else { Ok(()) }
+        if let Some(rank) = differs(5) {
+            return refused(format!(
+                "rank 0 and rank {rank} compress gradients differently; set the same compression on all ranks"
+            ));
+        }
+        if self.digests.is_some() && differs(6).is_some() { Err(Refused::Digests) } else { Ok(()) }
     }
 
     /// Returns the error for ranks whose parameters differ. All ranks call it.

@@ -11,9 +11,10 @@ use burn::tensor::backend::{AutodiffBackend, Backend, ExecutionError};
 use burn::tensor::ops::{FloatTensor, FloatTensorOps};
 use burn::tensor::{TensorData, TensorMetadata, try_read_sync};
 
+use super::OPERATION;
 use super::schedule::Schedule;
 use super::trailer::{Problem, Trailer};
-use crate::tensor::device::{DeviceOutcome, uses_collective_devices};
+use crate::tensor::device::DeviceOutcome;
 use crate::train::bucket::{BucketTable, Weighting, pop_if_full};
 use crate::train::reduction::{InFlight, Reducer};
 use crate::train::step_header::{Refused, StepHeader};
@@ -181,7 +182,7 @@ impl<B: AutodiffBackend> Pass<B> {
             let gradient = &mut self.gradients[position];
             if let Gradient::Arrived(tensor) = replace(gradient, Gradient::Missing) {
                 let tensor = self.reducer.widen(position, tensor, weighting);
-                *gradient = match uses_collective_devices::<B::InnerBackend>() {
+                *gradient = match self.reducer.is_on_device() {
                     true => Gradient::Arrived(tensor),
                     false => Gradient::Reading(Box::pin(B::InnerBackend::float_into_data(tensor))),
                 };
@@ -204,7 +205,7 @@ impl<B: AutodiffBackend> Pass<B> {
     /// Starts the reduction of a bucket, after waiting for reads. Gradients that this rank does not have count as zero.
     fn send(&mut self, positions: Vec<usize>, weighting: Weighting) -> Result<(), Error> {
         let device = |position: &usize| self.reducer.parameters[*position].device.clone();
-        let in_flight = if uses_collective_devices::<B::InnerBackend>() {
+        let in_flight = if self.reducer.is_on_device() {
             let tensors =
                 positions.iter().map(|position| match replace(&mut self.gradients[*position], Gradient::Sent) {
                     Gradient::Arrived(tensor) => tensor,
@@ -214,7 +215,7 @@ impl<B: AutodiffBackend> Pass<B> {
             match self.reducer.start_on_device(&positions, tensors, weighting) {
                 DeviceOutcome::Handled(in_flight) => in_flight?,
                 DeviceOutcome::NotHandled(_) => {
-                    return Err(Error::broken("training step", "the device does not reduce its own tensors"));
+                    return Err(Error::broken(OPERATION, "the device does not reduce its own tensors"));
                 }
             }
         } else {
@@ -260,7 +261,7 @@ impl<B: AutodiffBackend> Pass<B> {
             Agreement::Refused(Refused::Digests) => {
                 return Ok(Err(self.header.compare(main, &self.reducer.parameters)));
             }
-            _ => return Err(Error::broken("training step", "it has no agreement and no failure")),
+            _ => return Err(Error::broken(OPERATION, "it has no agreement and no failure")),
         };
         if self.header.samples > 0 && self.order.is_empty() && self.earlier.is_empty() {
             self.report(Problem::NoGradients);
@@ -275,6 +276,9 @@ impl<B: AutodiffBackend> Pass<B> {
             Ok(trailer) => trailer,
             Err(error) => return Ok(Err(error)),
         };
+        if let Err(error) = self.reducer.end_step(OPERATION)? {
+            return Ok(Err(error));
+        }
         let mut gradients = std::mem::take(&mut self.results);
         self.reducer.remove_missing(&trailer.exists, &mut gradients);
         Ok(Ok(Some(Ended { gradients, ordered: trailer.ordered })))

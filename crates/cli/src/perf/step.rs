@@ -3,6 +3,7 @@
 use std::io::Write;
 use std::time::{Duration, Instant};
 
+use bonfire::train::compression;
 use bonfire::{DataParallel, Error, Group, ReduceOp};
 use burn::backend::autodiff::checkpoint::base::Checkpointer;
 use burn::backend::autodiff::checkpoint::strategy::NoCheckpointing;
@@ -60,6 +61,10 @@ pub struct StepArgs {
     /// The most bytes in a bucket, instead of the size that the first step measures
     #[arg(long, value_name = "BYTES", value_parser = clap::value_parser!(u32).range(1..))]
     bucket_bytes: Option<u32>,
+
+    /// Let gradients travel in fewer bytes
+    #[arg(long, value_parser = compression::NAMES, value_name = "TYPE")]
+    compression: Option<String>,
 
     /// Transport between the ranks [default: auto if a launcher has started them, otherwise local]
     #[arg(long, value_enum)]
@@ -119,6 +124,9 @@ impl StepArgs {
         if let Some(bytes) = self.bucket_bytes {
             parallel.set_bucket_bytes(bytes as usize);
         }
+        if let Some(compression) = self.compression.as_deref().and_then(compression::by_name) {
+            parallel.set_compression(compression)?;
+        }
         let input = chain.input(group.rank());
         let pause = Duration::from_millis(self.compute_ms) / chain.shapes.len() as u32;
         let pause = Pause { length: pause, busy: self.busy };
@@ -133,7 +141,7 @@ impl StepArgs {
             let loss = chain.forward(step.model(), input.clone(), pause).sum();
             step.finish(loss.backward())
         };
-        let wrong = wrong(group, &model, own(none), overlapped(none)?)?;
+        let wrong = wrong(group, &model, own(none), overlapped(none)?, self.error())?;
         let alone_s = self.median(group, || {
             own(pause);
             Ok(())
@@ -155,6 +163,17 @@ impl StepArgs {
             figures.print(self.json)?;
         }
         Ok(wrong)
+    }
+
+    /// Returns by how much of the largest gradient a mean may be wrong: each rank's gradient loses that much once, and
+    /// the mean again.
+    fn error(&self) -> f64 {
+        match self.compression.as_deref() {
+            Some("bf16") => 2.0 * f64::powi(2.0, -9),
+            Some("f16") => 2.0 * f64::powi(2.0, -12),
+            Some(_) => 2.0 * 0.5 / 127.0,
+            None => 0.0,
+        }
     }
 
     /// Returns the median time of a step, in seconds, on the slowest rank.
@@ -311,25 +330,28 @@ fn paused(x: Tensor<B, 2>, pause: Pause) -> Tensor<B, 2> {
 }
 
 /// Compares this rank's result with the mean of the ranks' own gradients in f64. Returns the number of elements, over
-/// all ranks, that differ by more than the rounding of so many additions.
+/// all ranks, that differ by more than `error` times the model's largest gradient and the rounding of the additions.
 fn wrong(
     group: &Group,
     model: &[Param<Tensor<B, 2>>],
     own: GradientsParams,
     result: GradientsParams,
+    error: f64,
 ) -> Result<u64, Error> {
+    let values = |grads: &GradientsParams, weight: &Param<Tensor<B, 2>>| {
+        grads.get::<Flex, 2>(weight.id).map(|grad| grad.into_data().iter::<f64>().collect::<Vec<_>>())
+    };
+    let largest = |values: &[f64]| values.iter().fold(0.0f64, |largest, x| largest.max(x.abs()));
+    let mut of_layers: Vec<f64> =
+        model.iter().map(|weight| largest(&values(&own, weight).unwrap_or_default())).collect();
+    group.all_reduce(&mut of_layers, ReduceOp::Max)?;
+    let error = error * largest(&of_layers);
     let mut wrong = [0];
-    for weight in model {
-        let values = |grads: &GradientsParams| {
-            grads.get::<Flex, 2>(weight.id).map(|grad| grad.into_data().iter::<f64>().collect::<Vec<_>>())
-        };
-        let mut mean = values(&own).unwrap_or_default();
-        let largest = mean.iter().fold(0.0f64, |largest, x| largest.max(x.abs()));
-        let mut largest = [largest];
-        group.all_reduce(&mut largest, ReduceOp::Max)?;
+    for (weight, largest) in model.iter().zip(of_layers) {
+        let mut mean = values(&own, weight).unwrap_or_default();
         group.all_reduce(&mut mean, ReduceOp::Mean)?;
-        let tolerance = largest[0] * group.world_size() as f64 * f64::from(f32::EPSILON);
-        let result = values(&result).unwrap_or_default();
+        let tolerance = largest * group.world_size() as f64 * f64::from(f32::EPSILON) + 1.01 * error;
+        let result = values(&result, weight).unwrap_or_default();
         let close = result.iter().zip(&mean).filter(|(a, b)| (**a - **b).abs() <= tolerance).count();
         wrong[0] += (mean.len() - close) as u64;
     }
@@ -358,8 +380,10 @@ mod tests {
             grads.register(model[0].id, Tensor::<Flex, 2>::from_data([values], &Default::default()));
             grads
         };
-        assert_eq!(wrong(&group, &model, grads([1.0, 2.0]), grads([1.0, 2.0])), Ok(0));
-        assert_eq!(wrong(&group, &model, grads([1.0, 2.0]), grads([1.0, 2.001])), Ok(1));
-        assert_eq!(wrong(&group, &model, grads([1.0, 2.0]), GradientsParams::new()), Ok(2));
+        assert_eq!(wrong(&group, &model, grads([1.0, 2.0]), grads([1.0, 2.0]), 0.0), Ok(0));
+        assert_eq!(wrong(&group, &model, grads([1.0, 2.0]), grads([1.0, 2.001]), 0.0), Ok(1));
+        assert_eq!(wrong(&group, &model, grads([1.0, 2.0]), GradientsParams::new(), 0.0), Ok(2));
+        assert_eq!(wrong(&group, &model, grads([1.0, 2.0]), grads([1.015, 2.0]), 1.0 / 127.0), Ok(0));
+        assert_eq!(wrong(&group, &model, grads([1.0, 2.0]), grads([1.017, 2.0]), 1.0 / 127.0), Ok(1));
     }
 }
