@@ -16,7 +16,7 @@ use std::thread;
 
 use bonfire::tensor::autodiff::CollectiveBackend;
 use bonfire::{DataParallel, Group, Sharding};
-use burn::backend::{Autodiff, Flex, NdArray};
+use burn::backend::{Autodiff, Flex};
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::optim::AdamConfig;
 use burn::tensor::backend::Backend;
@@ -28,6 +28,17 @@ use train::{Outcome, State, TrainingJob};
 
 type Failure = Box<dyn std::error::Error + Send + Sync>;
 type B = Autodiff<Flex>;
+
+/// The backend of tests that compare different numbers of ranks, and how far parameters may differ, because the order
+/// of sums does. .ci/full compares in f64: the generic kernels of NdArray take minutes to compile.
+#[cfg(not(feature = "ndarray"))]
+type Compared = Autodiff<Flex>;
+#[cfg(not(feature = "ndarray"))]
+const CLOSE: f64 = 1e-3;
+#[cfg(feature = "ndarray")]
+type Compared = Autodiff<burn::backend::NdArray<f64>>;
+#[cfg(feature = "ndarray")]
+const CLOSE: f64 = 1e-9;
 
 /// The backend has one random generator for the whole process, so runs that are compared must not overlap other runs.
 static ALONE: Mutex<()> = Mutex::new(());
@@ -109,6 +120,7 @@ fn the_network_with_batch_norm_trains_the_same_on_any_number_of_ranks() {
     trains_the_same(1);
 }
 
+#[cfg(feature = "ndarray")]
 #[test]
 #[ignore = "needs minutes without link-time optimisation"]
 fn the_network_trains_the_same_for_ten_epochs() {
@@ -116,53 +128,52 @@ fn the_network_trains_the_same_for_ten_epochs() {
 }
 
 fn trains_the_same(epochs: usize) {
-    type Double = Autodiff<NdArray<f64>>;
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     let folder = tempfile::tempdir().unwrap();
     // Batches of 50 and a last one of 30: uneven shards on 3 and on 4 ranks.
     let trained: Vec<Vec<f64>> = (1..=4)
         .map(|ranks| {
             let path = folder.path().join(ranks.to_string());
-            let outcomes = train_on::<Double>(ranks, &settings(), epochs, (Some(&path), None), None, None);
+            let outcomes = train_on::<Compared>(ranks, &settings(), epochs, (Some(&path), None), None, None);
             assert_eq!(errors(outcomes), vec![None; ranks]);
-            values::<Double>(&path).iter().flat_map(|data| data.iter::<f64>().collect::<Vec<_>>()).collect()
+            values::<Compared>(&path).iter().flat_map(|data| data.iter::<f64>().collect::<Vec<_>>()).collect()
         })
         .collect();
     for (ranks, values) in (2..).zip(&trained[1..]) {
         let difference = values.iter().zip(&trained[0]).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
-        assert!(difference < 1e-9, "{ranks} ranks differ from one by {difference:e} after {epochs} epochs");
+        println!("{ranks} ranks differ from one by {difference:e}");
+        assert!(difference < CLOSE, "{ranks} ranks differ from one by {difference:e} after {epochs} epochs");
     }
 }
 
 #[test]
 fn remaining_ranks_continue_as_if_none_was_lost() {
-    type Double = Autodiff<NdArray<f64>>;
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     let folder = tempfile::tempdir().unwrap();
     let trained: Vec<Vec<f64>> = [None, Some(0), Some(2)]
         .into_iter()
         .map(|dies| {
             let path = folder.path().join(format!("{dies:?}"));
-            let outcomes = train_on::<Double>(3, &settings(), 4, (Some(&path), None), None, dies);
+            let outcomes = train_on::<Compared>(3, &settings(), 4, (Some(&path), None), None, dies);
             assert_eq!(errors(outcomes), vec![None; 3]);
-            values::<Double>(&path).iter().flat_map(|data| data.iter::<f64>().collect::<Vec<_>>()).collect()
+            values::<Compared>(&path).iter().flat_map(|data| data.iter::<f64>().collect::<Vec<_>>()).collect()
         })
         .collect();
     for values in &trained[1..] {
         let difference = values.iter().zip(&trained[0]).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
-        assert!(difference < 1e-9, "the remaining ranks differ by {difference:e} from a run without a loss");
+        println!("the remaining ranks differ by {difference:e}");
+        assert!(difference < CLOSE, "the remaining ranks differ by {difference:e} from a run without a loss");
     }
 }
 
 #[test]
 fn the_loss_is_the_same_with_a_sharded_optimizer() {
-    type Double = Autodiff<NdArray<f64>>;
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("checkpoint");
     let (whole, sharded) = (settings(), Settings { shard: true, ..settings() });
     let train = |ranks, settings, epochs, paths, shard| {
-        let outcomes = train_on::<Double>(ranks, settings, epochs, paths, shard, None);
+        let outcomes = train_on::<Compared>(ranks, settings, epochs, paths, shard, None);
         outcomes.into_iter().map(Result::unwrap).collect::<Vec<_>>()
     };
     let plain = train(4, &whole, 2, (None, None), None).remove(0).losses;
@@ -174,12 +185,12 @@ fn the_loss_is_the_same_with_a_sharded_optimizer() {
             let (bytes, difference) = (outcome.part_bytes.unwrap(), (outcome.losses[0] - plain[0]).abs());
             println!("{shard:?}, rank {rank}: {bytes} of {whole} bytes, loss {} ({difference:e})", outcome.losses[0]);
             assert!(bytes as f64 <= most * whole as f64);
-            assert!(difference < 1e-12);
+            assert!(difference < CLOSE / 1e3);
         }
     }
     // Three ranks resume from the state of four, sharded over blocks of two.
     for outcome in train(3, &sharded, 2, (None, Some(path.as_path())), Some(Sharding::All)) {
-        assert!((outcome.losses[0] - plain[1]).abs() < 1e-9);
+        assert!((outcome.losses[0] - plain[1]).abs() < CLOSE);
     }
 }
 

@@ -352,7 +352,7 @@ mod experts {
 
     use super::*;
 
-    type Training = Autodiff<NdArray<f64>>;
+    type Training = Autodiff<Flex>;
 
     const EXPERTS: usize = 8;
 

@@ -12,8 +12,7 @@ use burn::tensor::{Bool, DType, ElementConversion, Int, Tensor, TensorData};
 
 use crate::digits::{Digits, PIXELS};
 
-type F32 = Autodiff<Flex>;
-type F64 = Autodiff<NdArray<f64>>;
+type Training = Autodiff<Flex>;
 
 /// Two layers on the digits.
 #[derive(Module, Debug)]
@@ -24,8 +23,8 @@ struct Mlp<B: Backend> {
 
 impl<B: Backend> Mlp<B> {
     /// Deterministic weights, which differ between ranks at first.
-    fn new(rank: usize, device: &B::Device) -> Self {
-        Mlp { hidden: linear(PIXELS, 32, 0.2 + rank as f64, device), output: linear(32, 10, 0.3, device) }
+    fn new(rank: usize, dtype: DType) -> Self {
+        Mlp { hidden: linear(PIXELS, 32, 0.2 + rank as f64, dtype), output: linear(32, 10, 0.3, dtype) }
     }
 
     fn forward(&self, images: Tensor<B, 2>) -> Tensor<B, 2> {
@@ -33,16 +32,16 @@ impl<B: Backend> Mlp<B> {
     }
 }
 
-fn linear<B: Backend>(inputs: usize, outputs: usize, scale: f64, device: &B::Device) -> Linear<B> {
-    let mut linear = LinearConfig::new(inputs, outputs).init(device);
-    linear.weight = Param::from_data(waves(&[inputs, outputs], scale), device);
-    linear.bias = Some(Param::from_data(waves(&[outputs], scale), device));
+fn linear<B: Backend>(inputs: usize, outputs: usize, scale: f64, dtype: DType) -> Linear<B> {
+    let mut linear = LinearConfig::new(inputs, outputs).init(&Default::default());
+    linear.weight = Param::from_tensor(waves([inputs, outputs], scale, dtype));
+    linear.bias = Some(Param::from_tensor(waves([outputs], scale, dtype)));
     linear
 }
 
-fn waves(shape: &[usize], scale: f64) -> TensorData {
+fn waves<B: Backend, const D: usize>(shape: [usize; D], scale: f64, dtype: DType) -> Tensor<B, D> {
     let values = (0..shape.iter().product()).map(|i| scale * (i as f64 * 12.9898).sin());
-    TensorData::new(values.collect::<Vec<f64>>(), shape)
+    Tensor::from_data(TensorData::new(values.collect::<Vec<f64>>(), shape), (&Default::default(), dtype))
 }
 
 /// Every float parameter's bytes, in visiting order.
@@ -70,9 +69,9 @@ struct Run {
     accuracy: f64,
 }
 
-fn train<B: AutodiffBackend>(group: Group, digits: &Digits, test: &Digits, batch: usize, epochs: usize) -> Run {
-    let device = Default::default();
-    let (mut model, mut ddp) = DataParallel::new(group.clone(), Mlp::<B>::new(group.rank(), &device)).unwrap();
+fn train(group: Group, dtype: DType, digits: &Digits, test: &Digits, batch: usize, epochs: usize) -> Run {
+    let model = Mlp::<Training>::new(group.rank(), dtype);
+    let (mut model, mut ddp) = DataParallel::new(group.clone(), model).unwrap();
     let mut optimizer = AdamConfig::new().init();
     let sampler = ShardedSampler::new(&group, digits.len(), batch).unwrap().seed(1);
     let (mut losses, mut steps) = (Vec::new(), Vec::new());
@@ -80,9 +79,10 @@ fn train<B: AutodiffBackend>(group: Group, digits: &Digits, test: &Digits, batch
         for shard in sampler.epoch(epoch) {
             let (mut grads, mut loss) = (GradientsParams::new(), f64::NAN);
             if !shard.is_empty() {
-                let (images, labels) = tensors::<B>(digits, &shard, &device);
-                let forward = CrossEntropyLossConfig::new().init(&device).forward(model.forward(images), labels);
-                loss = forward.clone().into_scalar().elem();
+                let (images, labels) = tensors(digits, &shard, dtype);
+                let criterion = CrossEntropyLossConfig::new().init(&Default::default());
+                let forward = criterion.forward(model.forward(images), labels);
+                loss = forward.to_data().iter::<f64>().next().unwrap();
                 grads = GradientsParams::from_grads(forward.backward(), &model);
             }
             let grads = ddp.sync(&model, grads, shard.len()).unwrap();
@@ -91,15 +91,16 @@ fn train<B: AutodiffBackend>(group: Group, digits: &Digits, test: &Digits, batch
             steps.push(bits(&model));
         }
     }
-    let (images, labels) = tensors::<B>(test, &(0..test.len()).collect::<Vec<_>>(), &device);
+    let (images, labels) = tensors(test, &(0..test.len()).collect::<Vec<_>>(), dtype);
     let right = model.forward(images).argmax(1).squeeze_dim::<1>(1).equal(labels).int().sum().into_scalar();
     Run { losses, steps, accuracy: right.elem::<f64>() / test.len() as f64 }
 }
 
-fn tensors<B: Backend>(digits: &Digits, chosen: &[usize], device: &B::Device) -> (Tensor<B, 2>, Tensor<B, 1, Int>) {
+fn tensors(digits: &Digits, chosen: &[usize], dtype: DType) -> (Tensor<Training, 2>, Tensor<Training, 1, Int>) {
+    let device = &Default::default();
     let images: Vec<f32> = chosen.iter().flat_map(|&i| digits.images[i]).collect();
     let labels: Vec<i64> = chosen.iter().map(|&i| i64::from(digits.labels[i])).collect();
-    let images = Tensor::from_data(TensorData::new(images, [chosen.len(), PIXELS]), device);
+    let images = Tensor::from_data(TensorData::new(images, [chosen.len(), PIXELS]), (device, dtype));
     (images, Tensor::from_data(TensorData::new(labels, [chosen.len()]), device))
 }
 
@@ -118,10 +119,10 @@ fn any_number_of_ranks_trains_as_one_in_f64() {
     let (digits, test) = Digits::load().unwrap();
     // The last batch of 201 is a single image: most ranks have none.
     let digits = first(digits, 201);
-    let one = ranks(1, |group| train::<F64>(group, &digits, &test, 50, 10)).remove(0);
+    let one = ranks(1, |group| train(group, DType::F64, &digits, &test, 50, 10)).remove(0);
     assert_eq!(one.losses.len(), 50);
     for n in 2..=4 {
-        for run in ranks(n, |group| train::<F64>(group, &digits, &test, 50, 10)) {
+        for run in ranks(n, |group| train(group, DType::F64, &digits, &test, 50, 10)) {
             for step in 0..one.losses.len() {
                 assert!((run.losses[step] - one.losses[step]).abs() < 1e-9, "{n} ranks, step {step}");
                 assert!(close(&run.steps[step], &one.steps[step], 1e-9), "{n} ranks, step {step}");
@@ -133,11 +134,11 @@ fn any_number_of_ranks_trains_as_one_in_f64() {
 #[test]
 fn any_number_of_ranks_trains_as_one_in_f32() {
     let (digits, test) = Digits::load().unwrap();
-    let one = ranks(1, |group| train::<F32>(group, &digits, &test, 64, 15)).remove(0);
+    let one = ranks(1, |group| train(group, DType::F32, &digits, &test, 64, 15)).remove(0);
     assert!(one.accuracy > 0.93, "{}", one.accuracy);
     let five_epochs = one.losses.len() / 3;
     for n in 2..=4 {
-        let runs = ranks(n, |group| train::<F32>(group, &digits, &test, 64, 15));
+        let runs = ranks(n, |group| train(group, DType::F32, &digits, &test, 64, 15));
         for run in &runs {
             assert!(run.steps == runs[0].steps, "{n} ranks: parameters differ");
             assert!((run.accuracy - one.accuracy).abs() <= 0.01, "{n} ranks: {} {}", run.accuracy, one.accuracy);
@@ -173,7 +174,8 @@ impl<B: Backend> Parts<B> {
 fn a_missing_gradient_counts_as_zero_and_one_missing_on_all_ranks_stays_missing() {
     ranks(3, |group| {
         let rank = group.rank();
-        let (model, mut ddp) = DataParallel::new(group, Parts::<F32>::new(DType::F32, &Default::default())).unwrap();
+        let (model, mut ddp) =
+            DataParallel::new(group, Parts::<Training>::new(DType::F32, &Default::default())).unwrap();
         for _ in 0..2 {
             // Weighted by 1, 2 and 3 samples: (1*1 + 2*2 + 3*3) / 6 and, from rank 1 alone, 5*2 / 6.
             let mut loss = model.all.val().sum() * (rank + 1) as f32;
@@ -209,9 +211,9 @@ fn gradients_keep_their_float_type() {
         });
     }
     for dtype in [DType::F32, DType::F64, DType::F16, DType::BF16] {
-        check::<F32>(dtype);
+        check::<Training>(dtype);
     }
-    check::<F64>(DType::F64);
+    check::<Autodiff<NdArray>>(DType::F64);
 }
 
 #[test]
@@ -227,7 +229,7 @@ fn a_mean_in_the_range_of_the_element_type_stays_in_range_on_the_way() {
             for value in [large, small, -large] {
                 let means = ranks(4, |group| {
                     let samples = samples[group.rank()];
-                    let model = Parts::<F32>::new(dtype, &Default::default());
+                    let model = Parts::<Training>::new(dtype, &Default::default());
                     let (model, mut ddp) = DataParallel::new(group, model).unwrap();
                     let mut grads = GradientsParams::new();
                     let all = Tensor::<Flex, 1>::full([4], value, (&Default::default(), dtype));
@@ -252,7 +254,8 @@ fn a_mean_in_the_range_of_the_element_type_stays_in_range_on_the_way() {
 fn equal_samples_give_the_plain_mean() {
     ranks(2, |group| {
         let rank = group.rank();
-        let (model, mut ddp) = DataParallel::new(group, Parts::<F32>::new(DType::F32, &Default::default())).unwrap();
+        let (model, mut ddp) =
+            DataParallel::new(group, Parts::<Training>::new(DType::F32, &Default::default())).unwrap();
         let mut grads = GradientsParams::new();
         grads.register(model.all.id, Tensor::<Flex, 1>::full([4], [0.1f32, 0.7][rank], &Default::default()));
         let grads = ddp.sync(&model, grads, 7).unwrap();
@@ -265,12 +268,11 @@ fn equal_samples_give_the_plain_mean() {
 
 #[test]
 fn micro_batches_add_up_to_the_batch() {
-    let device = Default::default();
     let gradient = |n| {
         ranks(n, |group| {
             let rank = group.rank();
-            let (model, mut ddp) = DataParallel::new(group, linear::<F64>(3, 2, 0.5, &device)).unwrap();
-            let input = Tensor::<F64, 2>::from_data(waves(&[12, 3], 1.0), &device);
+            let (model, mut ddp) = DataParallel::new(group, linear::<Training>(3, 2, 0.5, DType::F64)).unwrap();
+            let input = waves::<Training, 2>([12, 3], 1.0, DType::F64);
             let own = input.slice(bonfire::partition(12, n, rank));
             let samples = own.dims()[0];
             let mut accumulator = GradientsAccumulator::new();
@@ -280,7 +282,7 @@ fn micro_batches_add_up_to_the_batch() {
                 accumulator.accumulate(&model, GradientsParams::from_grads(loss.backward(), &model));
             }
             let grads = ddp.sync(&model, accumulator.grads(), samples).unwrap();
-            grads.get::<NdArray<f64>, 2>(model.weight.id).unwrap().into_data().to_vec::<f64>().unwrap()
+            grads.get::<Flex, 2>(model.weight.id).unwrap().into_data().to_vec::<f64>().unwrap()
         })
     };
     let one = gradient(1).remove(0);
@@ -293,7 +295,8 @@ fn micro_batches_add_up_to_the_batch() {
 fn a_rank_without_samples_has_no_weight_and_no_samples_at_all_is_an_error() {
     ranks(2, |group| {
         let rank = group.rank();
-        let (model, mut ddp) = DataParallel::new(group, Parts::<F32>::new(DType::F32, &Default::default())).unwrap();
+        let (model, mut ddp) =
+            DataParallel::new(group, Parts::<Training>::new(DType::F32, &Default::default())).unwrap();
         let nan = || {
             let mut grads = GradientsParams::new();
             grads.register(model.all.id, Tensor::<Flex, 1>::full([4], f32::NAN, &Default::default()));
@@ -317,7 +320,7 @@ fn a_rank_without_samples_has_no_weight_and_no_samples_at_all_is_an_error() {
 fn metrics_are_weighted_by_samples() {
     ranks(3, |group| {
         let rank = group.rank();
-        let (_, ddp) = DataParallel::new(group, Parts::<F32>::new(DType::F32, &Default::default())).unwrap();
+        let (_, ddp) = DataParallel::new(group, Parts::<Training>::new(DType::F32, &Default::default())).unwrap();
         let [loss, accuracy] = ddp.mean(&[rank as f64, 1.0], [17, 17, 16][rank]).unwrap();
         assert_eq!((loss, accuracy), ((17.0 + 32.0) / 50.0, 1.0));
     });
@@ -327,7 +330,8 @@ fn metrics_are_weighted_by_samples() {
 fn gradients_that_do_not_fit_the_model_are_rejected_on_all_ranks() {
     ranks(2, |group| {
         let rank = group.rank();
-        let (model, mut ddp) = DataParallel::new(group, Parts::<F32>::new(DType::F32, &Default::default())).unwrap();
+        let (model, mut ddp) =
+            DataParallel::new(group, Parts::<Training>::new(DType::F32, &Default::default())).unwrap();
         let mut refused = |id, len| {
             let mut grads = GradientsParams::new();
             if rank == 1 {
@@ -353,23 +357,23 @@ struct Kinds<B: Backend> {
 }
 
 impl<B: Backend> Kinds<B> {
-    fn new(value: f64, outputs: usize, device: &B::Device) -> Self {
+    fn new(value: f64, outputs: usize, dtype: DType) -> Self {
+        let device = &Default::default();
         let mask = Tensor::<B, 1>::full([3], value, device).equal_elem(0.0);
         Kinds {
             first: LinearConfig::new(4, outputs).with_layout(LinearLayout::Col).init(device),
             steps: Param::initialized(Default::default(), Tensor::full([2], value as i64, device)),
             mask: Param::initialized(Default::default(), mask),
-            frozen: Param::from_tensor(Tensor::full([2], value, device)).set_require_grad(false),
-            state: RunningState::new(Tensor::full([2], value, device)),
+            frozen: Param::from_tensor(Tensor::full([2], value, (device, dtype))).set_require_grad(false),
+            state: RunningState::new(Tensor::full([2], value, (device, dtype))),
         }
     }
 }
 
 #[test]
 fn ranks_start_with_rank_0s_parameters_of_every_kind_and_their_own_ids() {
-    let device = Default::default();
     let models = ranks(3, |group| {
-        let model = Kinds::<F32>::new(group.rank() as f64, 5, &device);
+        let model = Kinds::<Training>::new(group.rank() as f64, 5, DType::F32);
         let ids = burn::module::list_param_ids(&model);
         let (model, _) = DataParallel::new(group, model).unwrap();
         assert_eq!(burn::module::list_param_ids(&model), ids);
@@ -390,10 +394,9 @@ fn ranks_start_with_rank_0s_parameters_of_every_kind_and_their_own_ids() {
 
 #[test]
 fn unequal_models_are_named_on_every_rank() {
-    let device = Default::default();
     let errors = ranks(3, |group| {
         let outputs = if group.rank() == 2 { 6 } else { 5 };
-        DataParallel::new(group, Kinds::<F32>::new(0.0, outputs, &device)).unwrap_err().to_string()
+        DataParallel::new(group, Kinds::<Training>::new(0.0, outputs, DType::F32)).unwrap_err().to_string()
     });
     for error in &errors {
         assert_eq!(error, &errors[0]);
@@ -402,7 +405,7 @@ fn unequal_models_are_named_on_every_rank() {
     }
     // The error comes before anything else, so the group stays usable.
     let errors = ranks(2, |group| {
-        let layers = |n| (0..n).map(|_| linear::<F32>(2, 2, 1.0, &device)).collect::<Vec<_>>();
+        let layers = |n| (0..n).map(|_| linear::<Training>(2, 2, 1.0, DType::F32)).collect::<Vec<_>>();
         let error = DataParallel::new(group.clone(), layers(2 - group.rank())).unwrap_err().to_string();
         assert!(DataParallel::new(group, layers(1)).is_ok());
         error
@@ -413,7 +416,7 @@ fn unequal_models_are_named_on_every_rank() {
 
 #[test]
 fn clones_of_one_model_train_independently() {
-    let shared = Kinds::<F32>::new(1.0, 5, &Default::default());
+    let shared = Kinds::<Training>::new(1.0, 5, DType::F32);
     ranks(2, |group| {
         let (rank, barrier) = (group.rank(), group.clone());
         let (model, _) = DataParallel::new(group, shared.clone()).unwrap();
@@ -429,14 +432,15 @@ fn states_that_differ_are_averaged_and_the_rest_keeps_its_bits() {
         let rank = group.rank();
         let device = Default::default();
         // The mean of three copies of this number is a different number in f64.
-        let (model, ddp) = DataParallel::new(group, Kinds::<F64>::new(0.1, 5, &device)).unwrap();
+        let model = Kinds::<Training>::new(0.1, 5, DType::F64);
+        let (model, ddp) = DataParallel::new(group, model).unwrap();
         let before = bits(&model);
         let model = ddp.average_states(model).unwrap();
         assert_eq!(bits(&model), before);
 
         // The second update is pending when it is averaged.
-        model.state.update(Tensor::full([2], 100.0, &device));
-        model.state.update(Tensor::full([2], rank as f64 * 2.0, &device));
+        model.state.update(Tensor::full([2], 100.0, (&device, DType::F64)));
+        model.state.update(Tensor::full([2], rank as f64 * 2.0, (&device, DType::F64)));
         let model = ddp.average_states(model).unwrap();
         assert_eq!(model.state.value_sync().into_data(), TensorData::from([2.0f64; 2]));
         assert_eq!(bits(&model).0[..3], before.0[..3]);

@@ -7,11 +7,11 @@
 use bonfire::Group;
 use bonfire::tensor::autodiff::*;
 use bonfire_testing::{Kind as TransportKind, run_ranks};
-use burn::backend::{Autodiff, Flex, NdArray};
+use burn::backend::{Autodiff, Flex};
 use burn::tensor::{DType, Tensor, TensorData};
 
-type Inner = NdArray<f64>;
-type Training = Autodiff<Inner>;
+/// All tensors are of f64.
+type Training = Autodiff<Flex>;
 
 /// A collective on one rank's tensor, and the same on all ranks' tensors at once, in burn alone.
 type Collective = fn(Tensor<Training, 3>, &Group) -> Tensor<Training, 3>;
@@ -33,7 +33,7 @@ fn loss(result: Tensor<Training, 3>, rank: usize) -> Tensor<Training, 1> {
     (result.clone().powi_scalar(2) * tensor(&weights, shape) + result).sum()
 }
 
-fn read(tensor: Tensor<Inner, 3>) -> Vec<f64> {
+fn read<const D: usize>(tensor: Tensor<Flex, D>) -> Vec<f64> {
     tensor.into_data().to_vec().unwrap()
 }
 
@@ -77,7 +77,7 @@ fn check(ranks: usize, shape: fn(usize) -> [usize; 3], collective: Collective, a
                 // All elements of one rank at once, each by a different step.
                 values.iter_mut().enumerate().for_each(|(i, value)| *value += by * (i % 3 + 1) as f64);
             }
-            loss(collective(tensor(&values, own), &group), rank).into_scalar()
+            read(loss(collective(tensor(&values, own), &group), rank).inner())[0]
         });
         losses.into_iter().sum::<f64>()
     };
@@ -172,7 +172,7 @@ fn all_to_all_sends_each_part_back() {
 fn a_rank_without_elements_takes_part_in_the_backward_pass() {
     let gradients = run_ranks(TransportKind::Threads, 2, |group| {
         let own = if group.rank() == 0 { 2.0 } else { 5.0 };
-        let x = Tensor::<Autodiff<Flex>, 2>::full([2, 3], own, &Default::default()).require_grad();
+        let x = Tensor::<Training, 2>::full([2, 3], own, &Default::default()).require_grad();
         let send = [[2, 0], [2, 0]][group.rank()];
         let here = all_to_all_v(x.clone(), 0, &send, None, &group).unwrap();
         assert_eq!(here.dims(), [[4, 3], [0, 3]][group.rank()]);

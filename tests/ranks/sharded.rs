@@ -17,8 +17,7 @@ use burn::optim::{
 use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::{DType, Tensor, TensorData};
 
-type F32 = Autodiff<Flex>;
-type F64 = Autodiff<NdArray<f64>>;
+type Training = Autodiff<Flex>;
 
 /// World sizes and sharding: over all ranks, over blocks with several replicas, and none.
 const FORMS: [(usize, Sharding); 10] = [
@@ -49,22 +48,28 @@ struct Odd<B: Backend> {
 const ELEMENTS: usize = 1 + 3 + 35 + 257 * 257 + 66;
 
 impl<B: Backend> Odd<B> {
-    fn new(device: &B::Device) -> Self {
+    fn new(dtype: DType) -> Self {
         Odd {
-            one: whole(&[1], device),
-            few: whole(&[3], device),
-            matrix: whole(&[7, 5], device),
-            large: whole(&[257, 257], device),
-            cube: whole(&[2, 3, 11], device),
-            frozen: whole(&[5], device).set_require_grad(false),
+            one: whole(&[1], dtype),
+            few: whole(&[3], dtype),
+            matrix: whole(&[7, 5], dtype),
+            large: whole(&[257, 257], dtype),
+            cube: whole(&[2, 3, 11], dtype),
+            frozen: whole(&[5], dtype).set_require_grad(false),
         }
     }
 }
 
 /// Small whole numbers.
-fn whole<B: Backend, const D: usize>(shape: &[usize], device: &B::Device) -> Param<Tensor<B, D>> {
+fn whole<B: Backend, const D: usize>(shape: &[usize], dtype: DType) -> Param<Tensor<B, D>> {
     let values = (0..shape.iter().product()).map(|i| (i * 5 % 13) as f64 - 6.0);
-    Param::from_data(TensorData::new(values.collect::<Vec<_>>(), shape), device)
+    parameter(TensorData::new(values.collect::<Vec<_>>(), shape).convert_dtype(dtype))
+}
+
+/// A parameter of the data's type.
+fn parameter<B: Backend, const D: usize>(data: TensorData) -> Param<Tensor<B, D>> {
+    let options = (&Default::default(), data.dtype);
+    Param::from_tensor(Tensor::from_data(data, options))
 }
 
 /// The float parameters: ids, values, and which of them are trained.
@@ -139,16 +144,16 @@ where
 const STEPS: usize = 7;
 const LR: f64 = 0.125;
 
-fn check_all_forms<B, O>(new: impl Fn() -> OptimizerAdaptor<O, Odd<B>, B> + Sync)
+fn check_all_forms<B, O>(dtype: DType, new: impl Fn() -> OptimizerAdaptor<O, Odd<B>, B> + Sync)
 where
     B: AutodiffBackend,
     O: SimpleOptimizer<B::InnerBackend> + 'static,
 {
     for (n, sharding) in FORMS {
-        let expected = whole_training(Odd::<B>::new(&Default::default()), new(), n);
+        let expected = whole_training(Odd::<B>::new(dtype), new(), n);
         let trained = ranks(n, |group| {
             let rank = group.rank();
-            let (mut model, ddp) = DataParallel::new(group, Odd::<B>::new(&Default::default())).unwrap();
+            let (mut model, ddp) = DataParallel::new(group, Odd::<B>::new(dtype)).unwrap();
             let mut optimizer = ShardedOptimizer::new(&ddp, new(), sharding).unwrap();
             for step in 0..STEPS {
                 let grads = gradients(&model, |position, i| gradient(rank, step, position, i));
@@ -165,9 +170,9 @@ where
 
 #[test]
 fn sgd_is_bit_identical_to_one_rank_in_every_form() {
-    check_all_forms::<F32, _>(|| SgdConfig::new().init());
-    check_all_forms::<F64, _>(|| SgdConfig::new().init());
-    check_all_forms::<F32, _>(|| {
+    check_all_forms::<Training, _>(DType::F32, || SgdConfig::new().init());
+    check_all_forms::<Autodiff<NdArray>, _>(DType::F64, || SgdConfig::new().init());
+    check_all_forms::<Training, _>(DType::F32, || {
         let momentum = MomentumConfig { momentum: 0.9, dampening: 0.1, nesterov: true };
         let decay = WeightDecayConfig::new(0.01);
         SgdConfig::new().with_momentum(Some(momentum)).with_weight_decay(Some(decay)).init()
@@ -176,18 +181,20 @@ fn sgd_is_bit_identical_to_one_rank_in_every_form() {
 
 #[test]
 fn adam_is_bit_identical_to_one_rank_in_every_form() {
-    check_all_forms::<F64, _>(|| AdamConfig::new().init());
-    check_all_forms::<F32, _>(|| AdamConfig::new().with_amsgrad(true).init());
+    check_all_forms::<Training, _>(DType::F64, || AdamConfig::new().init());
+    check_all_forms::<Training, _>(DType::F32, || AdamConfig::new().with_amsgrad(true).init());
     // Clipping by value is element-wise, so it may stay in the optimizer.
-    check_all_forms::<F64, _>(|| AdamConfig::new().with_grad_clipping(Some(GradientClippingConfig::Value(7.0))).init());
+    check_all_forms::<Training, _>(DType::F64, || {
+        AdamConfig::new().with_grad_clipping(Some(GradientClippingConfig::Value(7.0))).init()
+    });
 }
 
 #[test]
 fn other_element_wise_optimizers_are_bit_identical_to_one_rank() {
-    check_all_forms::<F64, _>(|| AdamWConfig::new().with_cautious_weight_decay(true).init());
-    check_all_forms::<F64, _>(|| AdanConfig::new().init());
-    check_all_forms::<F64, _>(|| AdaGradConfig::new().init());
-    check_all_forms::<F64, _>(|| RmsPropConfig::new().with_centered(true).init());
+    check_all_forms::<Training, _>(DType::F64, || AdamWConfig::new().with_cautious_weight_decay(true).init());
+    check_all_forms::<Training, _>(DType::F64, || AdanConfig::new().init());
+    check_all_forms::<Training, _>(DType::F64, || AdaGradConfig::new().init());
+    check_all_forms::<Training, _>(DType::F64, || RmsPropConfig::new().with_centered(true).init());
 }
 
 /// A gradient that no float type represents exactly.
@@ -201,8 +208,8 @@ fn adam_in_f64_matches_one_rank_for_any_gradients_samples_and_norm() {
         for (n, sharding) in FORMS {
             let samples = |rank: usize| [5, 0, 3, 1, 4, 2][rank];
             let total: usize = (0..n).map(samples).sum();
-            let mut model = Odd::<F64>::new(&Default::default());
-            let mut optimizer: OptimizerAdaptor<Adam, _, F64> = AdamConfig::new().init();
+            let mut model = Odd::<Training>::new(DType::F64);
+            let mut optimizer: OptimizerAdaptor<Adam, _, Training> = AdamConfig::new().init();
             for step in 0..3 {
                 let mean = |position, i| {
                     let sum: f64 = (0..n).map(|rank| samples(rank) as f64 * wave(rank, step, position, i)).sum();
@@ -219,7 +226,7 @@ fn adam_in_f64_matches_one_rank_for_any_gradients_samples_and_norm() {
             }
             let trained = ranks(n, |group| {
                 let rank = group.rank();
-                let (mut model, ddp) = DataParallel::new(group, Odd::<F64>::new(&Default::default())).unwrap();
+                let (mut model, ddp) = DataParallel::new(group, Odd::<Training>::new(DType::F64)).unwrap();
                 let mut optimizer = ShardedOptimizer::new(&ddp, AdamConfig::new().init(), sharding).unwrap();
                 if let Some(max) = max {
                     optimizer = optimizer.clip_norm(max).unwrap();
@@ -252,7 +259,7 @@ fn a_mean_in_the_range_of_f16_stays_in_range_on_the_way() {
         let steps = ranks(4, |group| {
             let (rank, options) = (group.rank(), (&Default::default(), DType::F16));
             let lengths = [5, 300_000];
-            let model = lengths.map(|len| Param::from_tensor(Tensor::<F32, 1>::ones([len], options))).to_vec();
+            let model = lengths.map(|len| Param::from_tensor(Tensor::<Training, 1>::ones([len], options))).to_vec();
             let (mut model, ddp) = DataParallel::new(group, model).unwrap();
             let mut optimizer = ShardedOptimizer::new(&ddp, SgdConfig::new().init(), sharding).unwrap();
             let mut step = |value: f64, rate| {
@@ -299,7 +306,7 @@ fn parameters_of_several_types_keep_their_type() {
     for sharding in [Sharding::All, Sharding::Blocks(2), Sharding::None] {
         ranks(4, |group| {
             let rank = group.rank();
-            let (mut model, ddp) = DataParallel::new(group, Mixed::<F32>::new(&Default::default())).unwrap();
+            let (mut model, ddp) = DataParallel::new(group, Mixed::<Training>::new(&Default::default())).unwrap();
             let mut optimizer = ShardedOptimizer::new(&ddp, SgdConfig::new().init(), sharding).unwrap();
             for _ in 0..2 {
                 let grads = gradients(&model, |position, i| Some((4 * rank + position + i) as f64));
@@ -320,7 +327,7 @@ fn parameters_of_several_types_keep_their_type() {
 fn state_shrinks_by_the_number_of_ranks_in_a_block() {
     let state = |n, sharding| {
         ranks(n, |group| {
-            let (mut model, ddp) = DataParallel::new(group, Odd::<F32>::new(&Default::default())).unwrap();
+            let (mut model, ddp) = DataParallel::new(group, Odd::<Training>::new(DType::F32)).unwrap();
             let mut optimizer = ShardedOptimizer::new(&ddp, AdamConfig::new().init(), sharding).unwrap();
             assert_eq!(optimizer.state_bytes().unwrap(), 0);
             let grads = gradients(&model, |_, _| Some(1.0));
@@ -348,10 +355,11 @@ fn state_shrinks_by_the_number_of_ranks_in_a_block() {
     }
 }
 
-/// Takes steps with the same gradients on all ranks, of so few bits that the mean over any number of them is exact.
-fn advance<O: SimpleOptimizer<NdArray<f64>> + 'static>(
-    model: &mut Odd<F64>,
-    optimizer: &mut ShardedOptimizer<O, Odd<F64>, F64>,
+/// Takes steps with the same gradients on all ranks, of so few bits that the mean over any number of them is exact in
+/// f32.
+fn advance<O: SimpleOptimizer<Flex> + 'static>(
+    model: &mut Odd<Training>,
+    optimizer: &mut ShardedOptimizer<O, Odd<Training>, Training>,
     steps: std::ops::Range<usize>,
 ) {
     for step in steps {
@@ -370,7 +378,7 @@ type Saved = (Vec<TensorData>, Vec<u8>, Vec<TensorData>);
 /// For each rank: the model after three steps, the rank's part of the state, and the model after six.
 fn saved(n: usize, sharding: Sharding) -> Vec<Saved> {
     ranks(n, |group| {
-        let (mut model, ddp) = DataParallel::new(group, Odd::<F64>::new(&Default::default())).unwrap();
+        let (mut model, ddp) = DataParallel::new(group, Odd::<Training>::new(DType::F32)).unwrap();
         let mut optimizer = ShardedOptimizer::new(&ddp, AdamConfig::new().init(), sharding).unwrap();
         advance(&mut model, &mut optimizer, 0..3);
         let (middle, part) = (bits(&model), optimizer.save().unwrap());
@@ -382,13 +390,13 @@ fn saved(n: usize, sharding: Sharding) -> Vec<Saved> {
 /// Resumes from the model after three steps with the parts that each rank is given, and checks the model after six.
 fn resumed(n: usize, sharding: Sharding, middle: &[TensorData], parts: impl Fn(usize) -> Vec<Vec<u8>> + Sync) {
     let resumed = ranks(n, |group| {
-        let (rank, device) = (group.rank(), Default::default());
-        let mut model = Odd::<F64>::new(&device);
-        model.one = Param::from_data(middle[0].clone(), &device);
-        model.few = Param::from_data(middle[1].clone(), &device);
-        model.matrix = Param::from_data(middle[2].clone(), &device);
-        model.large = Param::from_data(middle[3].clone(), &device);
-        model.cube = Param::from_data(middle[4].clone(), &device);
+        let rank = group.rank();
+        let mut model = Odd::<Training>::new(DType::F32);
+        model.one = parameter(middle[0].clone());
+        model.few = parameter(middle[1].clone());
+        model.matrix = parameter(middle[2].clone());
+        model.large = parameter(middle[3].clone());
+        model.cube = parameter(middle[4].clone());
         let (mut model, ddp) = DataParallel::new(group, model).unwrap();
         let mut optimizer = ShardedOptimizer::new(&ddp, AdamConfig::new().init(), sharding).unwrap();
         optimizer.load(&parts(rank)).unwrap();
@@ -427,8 +435,7 @@ fn invalid_state_is_rejected_and_changes_nothing() {
     let saved = saved(2, Sharding::All);
     let parts: Vec<_> = saved.iter().map(|(_, part, _)| part.clone()).collect();
     ranks(1, |group| {
-        let device = Default::default();
-        let (mut model, ddp) = DataParallel::new(group.clone(), Odd::<F64>::new(&device)).unwrap();
+        let (mut model, ddp) = DataParallel::new(group.clone(), Odd::<Training>::new(DType::F32)).unwrap();
         let new = || ShardedOptimizer::new(&ddp, AdamConfig::new().init(), Sharding::All).unwrap();
         let mut optimizer = new();
         advance(&mut model, &mut optimizer, 0..1);
@@ -451,7 +458,7 @@ fn invalid_state_is_rejected_and_changes_nothing() {
             let _ = new().load(&[&damaged[..at], &parts[1]]);
         }
 
-        let mut sgd: ShardedOptimizer<Sgd<NdArray<f64>>, Odd<F64>, F64> =
+        let mut sgd: ShardedOptimizer<Sgd<Flex>, Odd<Training>, Training> =
             ShardedOptimizer::new(&ddp, SgdConfig::new().init(), Sharding::All).unwrap();
         let momentum = Some(MomentumConfig::new());
         let mut other =
@@ -460,39 +467,43 @@ fn invalid_state_is_rejected_and_changes_nothing() {
         assert!(new().load(&[other.save().unwrap()]).is_err());
         sgd.load(&[sgd.save().unwrap()]).unwrap();
 
-        let mut model = Odd::<F64>::new(&device);
-        model.few = whole(&[4], &device);
+        let mut model = Odd::<Training>::new(DType::F32);
+        model.few = whole(&[4], DType::F32);
         let (_, ddp) = DataParallel::new(group, model).unwrap();
-        let mut other: ShardedOptimizer<Adam, Odd<F64>, F64> =
+        let mut other: ShardedOptimizer<Adam, Odd<Training>, Training> =
             ShardedOptimizer::new(&ddp, AdamConfig::new().init(), Sharding::All).unwrap();
         let error = other.load(&parts).unwrap_err().to_string();
-        assert!(error.contains("differs first at parameter 1: `few`: f64 [3] then, `few`: f64 [4] now"), "{error}");
+        assert!(error.contains("differs first at parameter 1: `few`: f32 [3] then, `few`: f32 [4] now"), "{error}");
     });
 }
 
 #[test]
 fn unsupported_blocks_and_optimizers_are_rejected() {
     ranks(4, |group| {
-        let (_, ddp) = DataParallel::new(group.clone(), Odd::<F32>::new(&Default::default())).unwrap();
+        let (_, ddp) = DataParallel::new(group.clone(), Odd::<Training>::new(DType::F32)).unwrap();
         for blocks in [0, 3, 8] {
-            let new =
-                ShardedOptimizer::<Adam, Odd<F32>, _>::new(&ddp, AdamConfig::new().init(), Sharding::Blocks(blocks));
+            let new = ShardedOptimizer::<Adam, Odd<Training>, _>::new(
+                &ddp,
+                AdamConfig::new().init(),
+                Sharding::Blocks(blocks),
+            );
             let error = new.unwrap_err();
             assert!(matches!(error, Error::InvalidArgument { .. }), "{error}");
             assert!(error.to_string().contains(&format!("4 ranks are not blocks of {blocks}")), "{error}");
         }
-        let muon = ShardedOptimizer::<_, Odd<F32>, _>::new(&ddp, MuonConfig::new().init(), Sharding::All).unwrap_err();
+        let muon =
+            ShardedOptimizer::<_, Odd<Training>, _>::new(&ddp, MuonConfig::new().init(), Sharding::All).unwrap_err();
         assert!(muon.to_string().contains("Muon needs whole matrices"), "{muon}");
         let norm = AdamConfig::new().with_grad_clipping(Some(GradientClippingConfig::Norm(1.0)));
-        let norm = ShardedOptimizer::<Adam, Odd<F32>, _>::new(&ddp, norm.init(), Sharding::All).unwrap_err();
+        let norm = ShardedOptimizer::<Adam, Odd<Training>, _>::new(&ddp, norm.init(), Sharding::All).unwrap_err();
         assert!(norm.to_string().contains("`ShardedOptimizer::clip_norm`"), "{norm}");
-        let (mut used, model) = (AdamConfig::new().init(), Odd::<F32>::new(&Default::default()));
+        let (mut used, model) = (AdamConfig::new().init(), Odd::<Training>::new(DType::F32));
         let grads = gradients(&model, |_, _| Some(1.0));
         used.step(0.1, model, grads);
-        let used = ShardedOptimizer::<Adam, Odd<F32>, _>::new(&ddp, used, Sharding::All).unwrap_err();
+        let used = ShardedOptimizer::<Adam, Odd<Training>, _>::new(&ddp, used, Sharding::All).unwrap_err();
         assert!(used.to_string().contains("has state of whole parameters already"), "{used}");
         for max in [0.0, -1.0, f64::NAN, f64::INFINITY] {
-            let new = ShardedOptimizer::<Adam, Odd<F32>, _>::new(&ddp, AdamConfig::new().init(), Sharding::All);
+            let new = ShardedOptimizer::<Adam, Odd<Training>, _>::new(&ddp, AdamConfig::new().init(), Sharding::All);
             assert!(matches!(new.unwrap().clip_norm(max), Err(Error::InvalidArgument { .. })));
         }
         // None of these calls has sent anything on some ranks only.
@@ -504,11 +515,11 @@ fn unsupported_blocks_and_optimizers_are_rejected() {
 fn an_invalid_step_is_rejected_on_all_ranks_and_changes_nothing() {
     ranks(4, |group| {
         let (rank, device) = (group.rank(), Default::default());
-        let (mut model, ddp) = DataParallel::new(group.clone(), Odd::<F32>::new(&device)).unwrap();
+        let (mut model, ddp) = DataParallel::new(group.clone(), Odd::<Training>::new(DType::F32)).unwrap();
         let mut optimizer: ShardedOptimizer<Sgd<Flex>, _, _> =
             ShardedOptimizer::new(&ddp, SgdConfig::new().init(), Sharding::Blocks(2)).unwrap();
         let before = bits(&model);
-        let mut refused = |model: &mut Odd<F32>, grads, samples, expected: &str| {
+        let mut refused = |model: &mut Odd<Training>, grads, samples, expected: &str| {
             let before = bits(model);
             let error = optimizer.step(0.1, model, grads, samples).unwrap_err();
             assert!(matches!(error, Error::InvalidArgument { .. }), "{error}");
@@ -528,7 +539,7 @@ fn an_invalid_step_is_rejected_on_all_ranks_and_changes_nothing() {
         refused(&mut model, grads, 1, "rank 1 has gradients of parameters");
         let mut other = model.clone();
         if rank == 3 {
-            other.cube = whole(&[2, 3, 12], &device);
+            other.cube = whole(&[2, 3, 12], DType::F32);
         }
         refused(&mut other, GradientsParams::new(), 1, "rank 3's model does not have `cube`");
         // The groups are still usable.
@@ -544,7 +555,7 @@ fn a_rank_that_leaves_is_an_error_on_all_others() {
     for leaver in 0..4 {
         let results = ranks(4, |group| {
             let rank = group.rank();
-            let (mut model, ddp) = DataParallel::new(group, Odd::<F32>::new(&Default::default())).unwrap();
+            let (mut model, ddp) = DataParallel::new(group, Odd::<Training>::new(DType::F32)).unwrap();
             let mut optimizer = ShardedOptimizer::new(&ddp, AdamConfig::new().init(), Sharding::Blocks(2)).unwrap();
             let grads = gradients(&model, |_, _| Some(1.0));
             optimizer.step(0.5, &mut model, grads, 1).unwrap();
@@ -565,7 +576,7 @@ fn a_rank_that_leaves_is_an_error_on_all_others() {
 #[test]
 fn a_model_keeps_its_ids() {
     ranks(2, |group| {
-        let (mut model, ddp) = DataParallel::new(group, Odd::<F32>::new(&Default::default())).unwrap();
+        let (mut model, ddp) = DataParallel::new(group, Odd::<Training>::new(DType::F32)).unwrap();
         let ids: HashSet<_> = burn::module::list_param_ids(&model).into_iter().collect();
         let mut optimizer = ShardedOptimizer::new(&ddp, AdamConfig::new().init(), Sharding::All).unwrap();
         let grads = gradients(&model, |_, _| Some(1.0));

@@ -10,7 +10,7 @@ use bonfire::{DataParallel, Group, SyncBatchNorm, SyncBatchNormConfig};
 use bonfire_testing::{Kind, ranks, run_ranks};
 use burn::backend::autodiff::checkpoint::strategy::BalancedCheckpointing;
 use burn::backend::{Autodiff, Flex, NdArray};
-use burn::module::{AutodiffModule, Module, ModuleMapper, ModuleVisitor, Param};
+use burn::module::{AutodiffModule, Module, ModuleVisitor, Param};
 use burn::nn::conv::{Conv2d, Conv2dConfig};
 use burn::nn::transformer::{TransformerEncoder, TransformerEncoderConfig, TransformerEncoderInput};
 use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig};
@@ -18,8 +18,10 @@ use burn::optim::{GradientsAccumulator, GradientsParams, Optimizer, SgdConfig};
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Int, Tensor, TensorData, activation};
 
-type F32 = Autodiff<Flex>;
-type Loss = Tensor<F32, 1>;
+use crate::InF64;
+
+type Training = Autodiff<Flex>;
+type Loss = Tensor<Training, 1>;
 
 /// Small, so that small models have many buckets.
 const BUCKET: usize = 256;
@@ -28,40 +30,29 @@ const BUCKET: usize = 256;
 #[derive(Default, PartialEq, Debug)]
 struct Bits(Vec<TensorData>);
 
-impl ModuleVisitor<F32> for Bits {
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<F32, D>>) {
+impl ModuleVisitor<Training> for Bits {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<Training, D>>) {
         if param.is_require_grad() {
             self.0.push(param.val().into_data());
         }
     }
 }
 
-fn bits<M: Module<F32>>(model: &M) -> Bits {
+fn bits<M: Module<Training>>(model: &M) -> Bits {
     let mut bits = Bits::default();
     model.visit(&mut bits);
     bits
 }
 
-/// Converts parameters to f64, in which sums of different order agree to 1e-12.
-struct InF64;
-
-impl ModuleMapper<F32> for InF64 {
-    fn map_float<const D: usize>(&mut self, param: Param<Tensor<F32, D>>) -> Param<Tensor<F32, D>> {
-        let (id, tensor, mapper) = param.consume();
-        let tensor = Tensor::from_inner(tensor.inner().cast(DType::F64)).require_grad();
-        Param::from_mapped_value(id, tensor, mapper)
-    }
-}
-
 /// Numbers in [-1, 1) that depend on the seed.
-fn values<const D: usize>(shape: [usize; D], seed: usize) -> Tensor<F32, D> {
+fn values<const D: usize>(shape: [usize; D], seed: usize) -> Tensor<Training, D> {
     let next = |i: usize| ((i + 1) * (2 * seed + 7919) % 2003) as f32 / 1001.5 - 1.0;
     let values: Vec<f32> = (0..shape.iter().product()).map(next).collect();
     Tensor::from_data(TensorData::new(values, shape), &Default::default())
 }
 
 /// Trains twice from the same model: with overlapped steps, and with `sync`. Returns both results.
-fn both_ways<M: AutodiffModule<F32>>(
+fn both_ways<M: AutodiffModule<Training>>(
     group: &Group,
     model: M,
     steps: usize,
@@ -166,7 +157,7 @@ fn a_transformer_with_a_shared_embedding_gets_the_same_bits() {
                     |model, step| {
                         let words: Vec<i32> = (0..10).map(|i| ((i * (step + 3) + rank) % 11) as i32).collect();
                         let words =
-                            Tensor::<F32, 2, Int>::from_data(TensorData::new(words, [2, 5]), &Default::default());
+                            Tensor::<Training, 2, Int>::from_data(TensorData::new(words, [2, 5]), &Default::default());
                         let embedded = model.embedding.forward(words);
                         let hidden = model.encoder.forward(TransformerEncoderInput::new(embedded));
                         let scores = hidden.matmul(model.embedding.weight.val().transpose().unsqueeze());
@@ -187,7 +178,7 @@ struct Branches<B: Backend> {
     first: Linear<B>,
 }
 
-impl Branches<F32> {
+impl Branches<Training> {
     fn new() -> Self {
         let linear = |inputs, outputs| {
             let mut linear = LinearConfig::new(inputs, outputs).init(&Default::default());
@@ -198,7 +189,7 @@ impl Branches<F32> {
         Branches { last: linear(9, 3), sometimes: Some(linear(9, 9)), never: linear(4, 4), first: linear(5, 9) }
     }
 
-    fn loss(&self, input: Tensor<F32, 2>, branch: bool) -> Loss {
+    fn loss(&self, input: Tensor<Training, 2>, branch: bool) -> Loss {
         let mut hidden = self.first.forward(input).tanh();
         if let Some(sometimes) = self.sometimes.as_ref().filter(|_| branch) {
             hidden = sometimes.forward(hidden).tanh();
@@ -245,7 +236,7 @@ fn three_micro_batches_are_exchanged_once_with_the_same_bits() {
             let rank = group.rank();
             let (model, mut ddp) = DataParallel::new(group, Branches::new()).unwrap();
             // One micro-batch uses a layer that the last one does not.
-            let loss = |model: &Branches<F32>, i: usize| model.loss(values([2, 5], 3 * rank + i), i == 1) / 3.0;
+            let loss = |model: &Branches<Training>, i: usize| model.loss(values([2, 5], 3 * rank + i), i == 1) / 3.0;
             let mut results = Vec::new();
             for round in 0..4 {
                 let mut accumulator = GradientsAccumulator::new();
@@ -275,7 +266,7 @@ fn three_micro_batches_are_exchanged_once_with_the_same_bits() {
 fn ranks_whose_data_ends_earlier_join_until_all_are_done() {
     const BATCHES: [usize; 5] = [0, 1, 7, 7, 12];
     let batch = |rank: usize, number: usize| values([1 + (rank + number) % 3, 5], 100 * rank + number);
-    let in_f64 = |batch: Tensor<F32, 2>| batch.cast(DType::F64);
+    let in_f64 = |batch: Tensor<Training, 2>| batch.cast(DType::F64);
     let model = || Branches::new().map(&mut InF64);
     // One rank processes what the others had in each step, one after the other.
     let (mut whole, mut optimizer) = (model(), SgdConfig::new().init());
@@ -345,7 +336,7 @@ fn other_backends_get_the_gradients_of_sync<B: CollectiveBackend>() {
 #[test]
 fn checkpointing_strategies_and_other_backends_get_the_gradients_of_sync() {
     other_backends_get_the_gradients_of_sync::<Autodiff<Flex, BalancedCheckpointing>>();
-    other_backends_get_the_gradients_of_sync::<Autodiff<NdArray<f64>>>();
+    other_backends_get_the_gradients_of_sync::<Autodiff<NdArray>>();
 }
 
 /// Random layers, some of which a rank does not use in a step, and random delays. All ranks must make all steps.
@@ -354,7 +345,7 @@ fn random_steps(steps: usize, seed: u64) {
         for n in 2..=3 {
             check(kind, n, move |group| {
                 let mut random = seed;
-                let model: Vec<Linear<F32>> = (0..7)
+                let model: Vec<Linear<Training>> = (0..7)
                     .map(|_| {
                         random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
                         let config = LinearConfig::new(6, 6).with_bias(random >> 63 == 1);

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
-use bonfire::tensor::autodiff::{CollectiveBackend, attempt};
+use bonfire::tensor::autodiff::attempt;
 use bonfire::{DataParallel, Error, Group, ReduceOp, ShardedSampler};
 use bonfire::{SyncBatchNorm, SyncBatchNormConfig};
 use burn::backend::autodiff::checkpoint::strategy::BalancedCheckpointing;
@@ -19,8 +19,9 @@ use burn::record::{BinBytesRecorder, DoublePrecisionSettings, NamedMpkBytesRecor
 use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::{DType, Tensor, TensorData, activation};
 
-type Inner = NdArray<f64>;
-type Training = Autodiff<Inner>;
+use crate::InF64;
+
+type Training = Autodiff<Flex>;
 type Gradients = <Training as AutodiffBackend>::Gradients;
 
 /// The samples of the global batch of the convolutional tests.
@@ -77,14 +78,14 @@ impl<B: Backend, N: Norm<B>> Net<B, N> {
 type SyncNet = Net<Training, SyncBatchNorm<Training>>;
 type WholeNet = Net<Training, BatchNorm<Training>>;
 
-fn sync_net<B: CollectiveBackend>(group: &Group) -> Net<B, SyncBatchNorm<B>> {
-    let device = B::Device::default();
-    Net::new(|features| SyncBatchNormConfig::new(features).init(group, &device), &device)
+fn sync_net(group: &Group) -> SyncNet {
+    let device = Default::default();
+    Net::new(|features| SyncBatchNormConfig::new(features).init(group, &device), &device).map(&mut InF64)
 }
 
 fn whole_net() -> WholeNet {
     let device = Default::default();
-    Net::new(|features| BatchNormConfig::new(features).init(&device), &device)
+    Net::new(|features| BatchNormConfig::new(features).init(&device), &device).map(&mut InF64)
 }
 
 /// The results of a training step of a [`Net`]: outputs, gradient of the images, gradients of the parameters, and the
@@ -125,7 +126,7 @@ fn shards_of_any_size_match_the_whole_batch() {
         let whole = loaded(whole_net(), &weights);
         let expected: Vec<Step> = (0..3).map(|i| step(&whole, i, 0..BATCH)).collect();
         let shards = on_ranks(ranks, move |group| {
-            let net: SyncNet = loaded(sync_net(&group), &weights);
+            let net = loaded(sync_net(&group), &weights);
             (0..3).map(|i| step(&net, i, shard(&group))).collect::<Vec<Step>>()
         });
         for (i, expected) in expected.iter().enumerate() {
@@ -152,8 +153,8 @@ fn shards_of_any_size_match_the_whole_batch() {
 fn one_rank_matches_burns_batch_norm() {
     let device = Default::default();
     let group = Group::threads(1).expect("a group").remove(0);
-    let burns = BatchNormConfig::new(3).with_momentum(0.3).init::<Training>(&device);
-    let ours = SyncBatchNormConfig::new(3).with_momentum(0.3).init::<Training>(&group, &device);
+    let burns = BatchNormConfig::new(3).with_momentum(0.3).init::<Training>(&device).map(&mut InF64);
+    let ours = SyncBatchNormConfig::new(3).with_momentum(0.3).init::<Training>(&group, &device).map(&mut InF64);
     let input = |step: usize| pattern::<Training, 3>(&[5, 3, 4], step * 31).mul_scalar(2.0).add_scalar(7.0);
     for step in 0..3 {
         let inputs = [input(step).require_grad(), input(step).require_grad()];
@@ -176,9 +177,10 @@ fn one_rank_matches_burns_batch_norm() {
 
 #[test]
 fn validation_needs_no_other_rank_and_training_goes_on_synchronised() {
-    type Checkpointed = Autodiff<Inner, BalancedCheckpointing>;
+    type Checkpointed = Autodiff<Flex, BalancedCheckpointing>;
     let running = on_ranks(2, |group| {
-        let valid = SyncBatchNormConfig::new(2).init::<Training>(&group, &Default::default()).valid();
+        let layer = SyncBatchNormConfig::new(2).init::<Training>(&group, &Default::default());
+        let valid = layer.map(&mut InF64).valid();
         if group.rank() == 0 {
             valid.forward(images(0, 0..BATCH).inner());
         }
@@ -192,22 +194,22 @@ fn validation_needs_no_other_rank_and_training_goes_on_synchronised() {
 
 #[test]
 fn records_are_interchangeable_with_burns_batch_norm() {
-    fn exchange<R: Recorder<Inner, RecordArgs = (), RecordOutput = Vec<u8>, LoadArgs = Vec<u8>>>(recorder: R) {
+    fn exchange<R: Recorder<Flex, RecordArgs = (), RecordOutput = Vec<u8>, LoadArgs = Vec<u8>>>(recorder: R) {
         let device = Default::default();
         let group = Group::threads(1).expect("a group").remove(0);
         let trained = SyncBatchNormConfig::new(3).init::<Training>(&group, &device);
-        trained.forward(pattern::<Training, 3>(&[5, 3, 4], 0));
-        let input = pattern::<Inner, 3>(&[5, 3, 4], 1);
+        trained.forward(pattern::<Training, 3>(&[5, 3, 4], 0).cast(DType::F32));
+        let input = pattern::<Flex, 3>(&[5, 3, 4], 1).cast(DType::F32);
         let expected = values(trained.valid().forward(input.clone()));
 
         let record = recorder.record(trained.valid().into_record(), ()).expect("recorded");
         let record = recorder.load(record, &device).expect("burn's layer reads ours");
-        let burns = BatchNormConfig::new(3).init::<Inner>(&device).load_record(record);
+        let burns = BatchNormConfig::new(3).init::<Flex>(&device).load_record(record);
         assert_eq!(values(burns.forward(input.clone())), expected);
 
         let record = recorder.record(burns.into_record(), ()).expect("recorded");
         let record = recorder.load(record, &device).expect("our layer reads burn's");
-        let ours = SyncBatchNormConfig::new(3).init_inference::<Inner>(&device).load_record(record);
+        let ours = SyncBatchNormConfig::new(3).init_inference::<Flex>(&device).load_record(record);
         assert_eq!(values(ours.forward(input)), expected);
     }
     exchange(BinBytesRecorder::<DoublePrecisionSettings>::default());
@@ -216,8 +218,8 @@ fn records_are_interchangeable_with_burns_batch_norm() {
 
 #[test]
 fn f32_keeps_a_small_variance_beside_a_large_mean() {
-    type Single = Autodiff<NdArray<f32>>;
-    let input = pattern::<NdArray<f32>, 2>(&[BATCH, 1], 0).mul_scalar(0.1).add_scalar(3000.0);
+    type Single = Autodiff<NdArray>;
+    let input = pattern::<NdArray, 2>(&[BATCH, 1], 0).cast(DType::F32).mul_scalar(0.1).add_scalar(3000.0);
     let exact: Vec<f64> = values(input.clone());
     let mean = exact.iter().sum::<f64>() / BATCH as f64;
     let var = exact.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / BATCH as f64;
@@ -231,16 +233,17 @@ fn f32_keeps_a_small_variance_beside_a_large_mean() {
 
 #[test]
 fn sixteen_bit_inputs_are_normalised_in_f32() {
-    type Half = Autodiff<Flex>;
     // A channel has more elements than f16 can count, and their sum is larger than f16 can hold.
     let shape = [BATCH, 1, 1600];
-    let input = pattern::<Flex, 3>(&shape, 0).add_scalar(10.0);
-    let expected = BatchNormConfig::new(1).init::<Half>(&Default::default()).forward(Tensor::from_inner(input.clone()));
+    let input = pattern::<Flex, 3>(&shape, 0).add_scalar(10.0).cast(DType::F32);
+    let expected =
+        BatchNormConfig::new(1).init::<Training>(&Default::default()).forward(Tensor::from_inner(input.clone()));
     for dtype in [DType::F16, DType::BF16] {
         let input = input.clone();
         let outputs = on_ranks(2, move |group| {
-            let layer = SyncBatchNormConfig::new(1).init::<Half>(&group, &Default::default());
-            let shard = Tensor::<Half, 3>::from_inner(input.clone().slice([shard(&group)]).cast(dtype)).require_grad();
+            let layer = SyncBatchNormConfig::new(1).init::<Training>(&group, &Default::default());
+            let shard =
+                Tensor::<Training, 3>::from_inner(input.clone().slice([shard(&group)]).cast(dtype)).require_grad();
             let output = layer.forward(shard.clone());
             let gradients = output.clone().powf_scalar(3.0).sum().backward();
             assert!([output.dtype(), shard.grad(&gradients).expect("tracked").dtype()] == [dtype; 2]);
@@ -254,16 +257,16 @@ fn sixteen_bit_inputs_are_normalised_in_f32() {
 #[test]
 fn a_rank_without_samples_takes_part() {
     let gammas = on_ranks(3, |group| {
-        let layer = SyncBatchNormConfig::new(2).init::<Training>(&group, &Default::default());
+        let layer = SyncBatchNormConfig::new(2).init::<Training>(&group, &Default::default()).map(&mut InF64);
         let samples = [0..3, 3..3, 3..5][group.rank()].clone();
-        let input = pattern::<Inner, 3>(&[5, 2, 4], 0);
-        let input =
-            if samples.is_empty() { Tensor::empty([0, 2, 4], &Default::default()) } else { input.slice([samples]) };
+        let input = pattern::<Flex, 3>(&[5, 2, 4], 0);
+        let none = || Tensor::empty([0, 2, 4], (&Default::default(), DType::F64));
+        let input = if samples.is_empty() { none() } else { input.slice([samples]) };
         let input = Tensor::<Training, 3>::from_inner(input).require_grad();
         let gradients = layer.forward(input).powf_scalar(3.0).sum().backward();
         (values(layer.running_var.value_sync()), gradient(&layer.gamma.val(), &gradients))
     });
-    let whole = BatchNormConfig::new(2).init::<Training>(&Default::default());
+    let whole = BatchNormConfig::new(2).init::<Training>(&Default::default()).map(&mut InF64);
     let gradients = whole.forward(pattern::<Training, 3>(&[5, 2, 4], 0)).powf_scalar(3.0).sum().backward();
     for (running, _) in &gammas {
         assert_close(running, &values(whole.running_var.value_sync()), 1e-12);
@@ -284,7 +287,7 @@ fn an_inference_layer_does_not_train() {
 fn a_backward_pass_that_peers_skip_panics_with_the_error_or_returns_it() {
     let outcomes =
         on_ranks_of(Group::builder().deadline(Duration::from_millis(300)).threads(2).expect("a group"), |group| {
-            let output = sync_net::<Training>(&group).forward(images(0, shard(&group)).require_grad());
+            let output = sync_net(&group).forward(images(0, shard(&group)).require_grad());
             let backward = || {
                 if group.rank() == 0 {
                     drop(output.sum().backward())
@@ -292,7 +295,7 @@ fn a_backward_pass_that_peers_skip_panics_with_the_error_or_returns_it() {
             };
             let panics = catch_unwind(AssertUnwindSafe(backward))
                 .map_err(|panic| panic.downcast_ref::<String>().cloned().unwrap_or_default());
-            let attempted = || attempt(|| sync_net::<Training>(&group).forward(images(0, shard(&group)))).map(drop);
+            let attempted = || attempt(|| sync_net(&group).forward(images(0, shard(&group)))).map(drop);
             (panics, if group.rank() == 0 { attempted() } else { Ok(()) })
         });
     // Rank 1 is missing or has left, whichever is seen first.
@@ -317,7 +320,7 @@ fn threads_train_for_hundreds_of_steps_beside_other_backward_passes() {
         })
     };
     let running = on_ranks(4, |group| {
-        let mut net: SyncNet = sync_net(&group);
+        let mut net = sync_net(&group);
         let mut optimizer = SgdConfig::new().init();
         for step in 0..300 {
             let loss = net.forward(images(step, shard(&group))).powf_scalar(4.0).sum();
@@ -334,7 +337,7 @@ fn threads_train_for_hundreds_of_steps_beside_other_backward_passes() {
 #[test]
 fn threads_go_backward_twice_with_a_collective_between() {
     on_ranks(2, |group| {
-        let layer = SyncBatchNormConfig::new(2).init::<Training>(&group, &Default::default());
+        let layer = SyncBatchNormConfig::new(2).init::<Training>(&group, &Default::default()).map(&mut InF64);
         for step in 0..1000 {
             let losses = [0, 1].map(|pass| {
                 let images = images(step + pass, shard(&group)).require_grad();
@@ -376,11 +379,11 @@ fn images(step: usize, samples: Range<usize>) -> Tensor<Training, 4> {
     pattern(&[samples.len(), 2, 5, 5], 1000 * step + 50 * samples.start)
 }
 
-/// Irregular numbers of deviation 0.7 around 0, from an endless sequence, beginning at `start`.
+/// Irregular numbers, in f64, of deviation 0.7 around 0, from an endless sequence, beginning at `start`.
 fn pattern<B: Backend, const D: usize>(shape: &[usize; D], start: usize) -> Tensor<B, D> {
     let count = shape.iter().product::<usize>();
     let numbers = (start..start + count).map(|i| ((i * i % 9973) as f64 * 1.7 + i as f64 * 0.61).sin()).collect();
-    Tensor::from_data(TensorData::new::<f64, _>(numbers, *shape), &Default::default())
+    Tensor::from_data(TensorData::new::<f64, _>(numbers, *shape), (&Default::default(), DType::F64))
 }
 
 fn gradient<const D: usize>(tensor: &Tensor<Training, D>, gradients: &Gradients) -> Vec<f64> {
@@ -398,7 +401,7 @@ fn saved<N: Norm<Training>>(net: Net<Training, N>) -> Vec<u8> {
 
 fn loaded<N: Norm<Training>>(net: Net<Training, N>, record: &[u8]) -> Net<Training, N> {
     let recorder = BinBytesRecorder::<DoublePrecisionSettings>::default();
-    net.load_record(recorder.load(record.to_vec(), &Default::default()).expect("loaded"))
+    net.load_record(recorder.load(record.to_vec(), &Default::default()).expect("loaded")).map(&mut InF64)
 }
 
 #[track_caller]
@@ -425,7 +428,7 @@ fn train_few(group: Group, tail: fn(ShardedSampler) -> ShardedSampler) -> Result
     let device = Default::default();
     let mut linear = LinearConfig::new(3, 2).with_bias(false).init(&device);
     linear.weight = Param::from_tensor(pattern::<Training, 2>(&[3, 2], 1));
-    let norm = SyncBatchNormConfig::new(2).init(&group, &device);
+    let norm = SyncBatchNormConfig::new(2).init(&group, &device).map(&mut InF64);
     let (mut model, mut ddp) = DataParallel::new(group, Normed { linear, norm })?;
     let mut optimizer = SgdConfig::new().init();
     let samples = pattern::<Training, 2>(&[FEW.0, 3], 2);

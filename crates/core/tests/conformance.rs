@@ -156,8 +156,18 @@ fn hosts_in_many_chunks() {
 }
 
 #[test]
-fn algorithms_on_threads_1_to_9() {
-    algorithms(Kind::Threads, 1..=9);
+fn algorithms_on_threads_1_to_6() {
+    algorithms(Kind::Threads, 1..=6);
+}
+
+#[test]
+fn algorithms_on_threads_7_to_8() {
+    algorithms(Kind::Threads, 7..=8);
+}
+
+#[test]
+fn algorithms_on_threads_9() {
+    algorithms(Kind::Threads, 9..=9);
 }
 
 #[test]

@@ -10,7 +10,7 @@ use super::*;
 fn joining_ranks_whose_layers_communicate_is_a_typed_error() {
     let errors = ranks(2, |group| {
         let (device, rank) = (Default::default(), group.rank());
-        let model = SyncBatchNormConfig::new(3).init::<F32>(&group, &device);
+        let model = SyncBatchNormConfig::new(3).init::<Training>(&group, &device);
         let (model, mut ddp) = DataParallel::new(group, model).unwrap();
         for number in 0..=rank {
             let Ok(step) = ddp.step(&model, 2) else { break };
@@ -30,7 +30,7 @@ fn joining_ranks_whose_layers_communicate_is_a_typed_error() {
 
 /// Runs one step on two ranks and returns their errors.
 fn errors(
-    step: impl Fn(&mut DataParallel<F32>, &Branches<F32>, usize) -> Result<GradientsParams, Error> + Sync,
+    step: impl Fn(&mut DataParallel<Training>, &Branches<Training>, usize) -> Result<GradientsParams, Error> + Sync,
 ) -> Vec<Error> {
     ranks(2, |group| {
         let rank = group.rank();
