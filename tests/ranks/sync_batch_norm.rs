@@ -228,7 +228,9 @@ fn f32_keeps_a_small_variance_beside_a_large_mean() {
         layer.forward(Tensor::<Single, 2>::from_inner(input.clone().slice([shard(&group)])));
         values(layer.running_var.value_sync())[0]
     });
-    assert!((running[0] / var - 1.0).abs() < 1e-5, "{} instead of {var}", running[0]);
+    // The mean of NdArray depends on the width of the CPU's vectors: with 512 bits it is wrong by six units in the last
+    // place, whose square is 5e-4 of the variance. A difference of sums of squares would be wrong by 100 variances.
+    assert!((running[0] / var - 1.0).abs() < 1e-2, "{} instead of {var}", running[0]);
 }
 
 #[test]
