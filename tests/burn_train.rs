@@ -7,6 +7,8 @@ mod model;
 mod strategy;
 #[path = "burn_train/training.rs"]
 mod training;
+#[path = "burn_train/uneven.rs"]
+mod uneven;
 
 use burn::tensor::backend::distributed::{DistributedConfig, ReduceOperation};
 use burn_train::{ExecutionStrategy, TrainingStrategy};

@@ -2,12 +2,14 @@
 
 #[path = "common/device_groups.rs"]
 mod groups;
+#[path = "common/step.rs"]
+mod models;
 
 use bonfire::server::DeviceCollectives;
 use bonfire::tensor::autodiff::all_reduce_sum;
 use bonfire::{
-    CollectiveConfig, CollectiveRuntime, DType, DataParallel, Error, PeerId, ReduceOp, Wgpu, WgpuDevice, all_reduce,
-    broadcast, finish_collective, register,
+    CollectiveConfig, CollectiveRuntime, DType, DataParallel, Error, Group, PeerId, ReduceOp, Wgpu, WgpuDevice,
+    all_reduce, broadcast, finish_collective, register,
 };
 use bonfire_testing::{Kind, run_ranks};
 use burn::backend::Autodiff;
@@ -19,6 +21,7 @@ use cubecl::Runtime;
 use cubecl::stream_id::StreamId;
 use cubecl::wgpu::WgpuRuntime;
 use groups::{Memory, check};
+use models::Bits;
 
 type Collective = CollectiveRuntime<WgpuRuntime>;
 
@@ -190,4 +193,29 @@ fn sums_over_ranks_stay_on_devices_and_gradients_flow_through() {
         // One upload forward and one back. Other copies are this test's own reads.
         assert_eq!(device.counters().uploads, 2);
     });
+}
+
+/// Trains on two devices. The ranks must agree bit for bit. burn's autotune may choose another kernel in between, so
+/// the two ways are only close to each other.
+fn check_steps(train: fn(&Group, usize, &WgpuDevice) -> [Bits; 2]) {
+    let results = run_ranks(Kind::Threads, 2, move |group| train(&group, 50, &device(27, group.rank())));
+    assert!(results[0] == results[1], "the ranks' parameters differ");
+    let [overlapped, sync] = &results[0];
+    assert_eq!(overlapped.0.len(), sync.0.len());
+    let pairs = overlapped.0.iter().zip(&sync.0).flat_map(|(a, b)| a.iter::<f64>().zip(b.iter::<f64>()));
+    for (a, b) in pairs {
+        assert!((a - b).abs() < 1e-5, "{a} with overlapped steps, {b} with `sync`");
+    }
+}
+
+#[test]
+#[ignore = "takes minutes; .ci/full runs it"]
+fn overlapped_steps_of_a_convolutional_network_with_sync_batch_norm_equal_sync() {
+    check_steps(models::convolutional::<B>);
+}
+
+#[test]
+#[ignore = "takes minutes; .ci/full runs it"]
+fn overlapped_steps_of_a_transformer_with_a_shared_embedding_equal_sync() {
+    check_steps(models::language::<B>);
 }

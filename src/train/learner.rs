@@ -13,6 +13,8 @@
 //! burn's own strategy the devices therefore start from different models, unless the program used the weights before,
 //! as `model.num_params()` does. This strategy draws once.
 
+mod accumulation;
+mod iteration;
 mod rank;
 mod resume;
 
@@ -57,9 +59,10 @@ use bonfire_core::{Error, Group};
 ///
 /// # What the ranks do
 /// As in burn's strategy, the training samples are split into one part of equal length per rank (the last also gets the
-/// remainder). An optimizer step uses the mean of the ranks' gradients, accumulated ones included; they are exchanged
-/// during the backward pass, as by [`DataParallel::step`](super::DataParallel::step). The learning rate schedule
-/// advances by the world size in each iteration. All ranks start with rank 0's parameters.
+/// remainder). In each iteration each rank trains with one batch, and an optimizer step uses the mean over the samples
+/// of all these batches; with accumulation, the sum of these means. The gradients are exchanged during the backward
+/// pass, as by [`DataParallel::step`](super::DataParallel::step). The learning rate schedule advances by one for each
+/// batch. All ranks start with rank 0's parameters.
 ///
 /// Only rank 0 validates, saves checkpoints, computes metrics and renders; it decides on early stopping. Interrupting
 /// any process stops all ranks at the same step. Other processes do not use the metrics, renderer and checkpointer of
@@ -72,8 +75,15 @@ use bonfire_core::{Error, Group};
 /// While rank 0 validates, the others wait, for any time. But each validation batch, each checkpoint and each decision
 /// on early stopping must end within the group's [deadline](Group::deadline).
 ///
-/// All ranks must have the same number of batches. Before the first step they compare what is known of these numbers,
-/// and before each step whether all have a batch. If they differ, the training fails.
+/// # Ranks with fewer batches
+/// A rank whose data ends earlier in an epoch, or that has none at all, takes part in the steps of the others until no
+/// rank has a batch left: it receives their mean and stays equal to them. The result is that of one rank which gets the
+/// batches of an iteration as one. The numbers of samples are those that the data loaders count in their progress; if
+/// one does not count, all batches of an iteration have equal weights.
+///
+/// A model whose layers communicate, such as one with [`SyncBatchNorm`](crate::SyncBatchNorm), needs equally many
+/// batches on all ranks: its layers wait for all ranks. Otherwise the training fails, with [`Error::Mismatch`] on all
+/// ranks if the layers use the group of the strategy. Make the number of samples a multiple of the number of ranks.
 ///
 /// # Failures
 /// burn-train cannot return an error from a training, and a partly trained model must not pass for a trained one. So if

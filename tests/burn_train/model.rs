@@ -5,7 +5,7 @@ use std::fmt;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use bonfire::WgpuDevice;
+use bonfire::{Group, SyncBatchNorm, SyncBatchNormConfig, WgpuDevice};
 use burn::backend::Autodiff;
 use burn::data::dataloader::batcher::Batcher;
 use burn::data::dataloader::{DataLoader, DataLoaderBuilder};
@@ -57,6 +57,7 @@ pub enum Shape {
 pub struct Net<B: Backend> {
     layers: Vec<Linear<B>>,
     norm: Option<BatchNorm<B>>,
+    synced: Option<SyncBatchNorm<B>>,
     #[module(skip)]
     shape: Shape,
     #[module(skip)]
@@ -74,7 +75,7 @@ impl<B: Backend> Net<B> {
             weight: Param::from_data(TensorData::new(numbers.take(WIDTH * WIDTH), [WIDTH, WIDTH]), device),
             bias: bias(shape, &mut numbers),
         });
-        Net { layers: layers.collect(), norm: None, shape, log: log.clone() }
+        Net { layers: layers.collect(), norm: None, synced: None, shape, log: log.clone() }
     }
 
     /// With a normalisation of the inputs that keeps statistics.
@@ -85,6 +86,7 @@ impl<B: Backend> Net<B> {
 
     fn forward(&self, x: Tensor<B, 2>) -> Tensor<B, 2> {
         let x = self.norm.iter().fold(x, |x, norm| norm.forward(x));
+        let x = self.synced.iter().fold(x, |x, norm| norm.forward(x));
         let through = |x: Tensor<B, 2>, layers: &[Linear<B>]| {
             layers.iter().fold(x, |x, layer| x.clone() + layer.forward(x).tanh() * 0.3)
         };
@@ -101,6 +103,14 @@ impl<B: Backend> Net<B> {
         let output = self.forward(batch.inputs);
         let loss = (output.clone() - batch.targets.clone()).powi_scalar(2).mean();
         RegressionOutput::new(loss, output, batch.targets)
+    }
+}
+
+impl Net<B> {
+    /// With a normalisation of the inputs over all ranks.
+    pub fn synced(mut self, group: &Group) -> Self {
+        self.synced = Some(SyncBatchNormConfig::new(WIDTH).init(group, &self.layers[0].weight.device()));
+        self
     }
 }
 

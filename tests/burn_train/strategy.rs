@@ -14,12 +14,12 @@ use crate::training::{Components, Training, alone, check};
 use bonfire_testing::process::{Process, is_child, send_line};
 
 /// A strategy whose ranks are all in this process, on `count` devices.
-fn threads(count: usize) -> Arc<DataParallelStrategy<B>> {
+pub fn threads(count: usize) -> Arc<DataParallelStrategy<B>> {
     let ranks = devices(count).into_iter().zip(Group::threads(count).unwrap());
     Arc::new(DataParallelStrategy::new(ranks.collect()).unwrap())
 }
 
-fn custom(strategy: &Arc<DataParallelStrategy<B>>) -> TrainingStrategy<Components> {
+pub fn custom(strategy: &Arc<DataParallelStrategy<B>>) -> TrainingStrategy<Components> {
     TrainingStrategy::Custom(strategy.clone())
 }
 
@@ -196,27 +196,10 @@ fn an_interruption_stops_all_ranks_at_the_same_step() {
 }
 
 /// Runs a training that fails, and returns the message of its panic.
-fn fails(training: &Training, net: Net<B>, strategy: &Arc<DataParallelStrategy<B>>) -> String {
+pub fn fails(training: &Training, net: Net<B>, strategy: &Arc<DataParallelStrategy<B>>) -> String {
     let panic = catch_unwind(AssertUnwindSafe(|| training.run(net, custom(strategy)))).unwrap_err();
     let text = panic.downcast_ref::<String>().cloned();
     text.or_else(|| panic.downcast_ref::<&str>().map(ToString::to_string)).unwrap()
-}
-
-#[test]
-fn unequal_numbers_of_batches_are_rejected() {
-    let _alone = alone();
-    let strategy = threads(2);
-    let training = Training::of_steps(3, 2);
-    let log = Log::default();
-    let net = || Net::new(Shape::Chain, 1, 1, &log, &Default::default());
-    let uneven = Training { samples: training.samples[..9].to_vec(), ..training.clone() };
-    let text = fails(&uneven, net(), &strategy);
-    assert!(text.contains("rank 0 has 2 batches in an epoch and rank 1 has 3"), "{text}");
-    assert!(log.steps.lock().unwrap().is_empty());
-    let Some(Error::InvalidArgument { reason, .. }) = strategy.failure() else { panic!("{:?}", strategy.failure()) };
-    assert!(text.ends_with(&reason));
-    let text = fails(&training, net(), &strategy);
-    assert!(text.contains("make a new strategy"), "{text}");
 }
 
 #[test]

@@ -84,7 +84,7 @@ impl Training {
         settings: impl FnOnce(SupervisedTraining<Components>) -> SupervisedTraining<Components>,
     ) -> Vec<f32> {
         let train = loader(self.samples.clone(), self.batch, &Default::default());
-        let valid = loader(self.samples[..self.validation].to_vec(), 1, &Default::default());
+        let valid = loader(samples(self.validation), 1, &Default::default());
         let mut training = SupervisedTraining::new(folder, train, valid)
             .metrics((LossMetric::<burn::backend::Flex>::new(),))
             .num_epochs(self.epochs)
@@ -101,19 +101,27 @@ impl Training {
 
     /// The parameters after every step of a plain loop on one device that gets the batches of all `ranks` at once.
     pub fn reference(&self, model: Net<B>, ranks: usize) -> Vec<Vec<f32>> {
+        // The last rank also gets the remainder.
+        let start = |rank| if rank == ranks { self.samples.len() } else { rank * (self.samples.len() / ranks) };
+        let parts: Vec<_> = (0..ranks).map(|rank| &self.samples[start(rank)..start(rank + 1)]).collect();
+        self.reference_of(model, &parts)
+    }
+
+    /// As [`reference`](Self::reference), of ranks with these samples.
+    pub fn reference_of(&self, model: Net<B>, parts: &[&[Sample]]) -> Vec<Vec<f32>> {
         let device = WgpuDevice::default();
         let (mut model, mut optimizer) = (model.fork(&device), optimizer());
         let (mut steps, mut iterations) = (Vec::new(), 0);
-        let share = self.samples.len() / ranks;
+        let longest = parts.iter().map(|part| part.len()).max().unwrap();
         for _ in 0..self.epochs {
             let mut sum = GradientsAccumulator::new();
-            for (batches, start) in (1..).zip((0..share).step_by(self.batch)) {
-                let rows = |rank| &self.samples[rank * share..][start..share.min(start + self.batch)];
-                let batch = (0..ranks).flat_map(rows).copied().collect();
-                let loss = model.output(Rows.batch(batch, &device)).loss;
+            for (batches, start) in (1..).zip((0..longest).step_by(self.batch)) {
+                let of_rank = |part: &&[Sample]| part.iter().skip(start).take(self.batch).copied().collect::<Vec<_>>();
+                let of_ranks: Vec<_> = parts.iter().map(of_rank).filter(|batch| !batch.is_empty()).collect();
+                let loss = model.output(Rows.batch(of_ranks.concat(), &device)).loss;
                 sum.accumulate(&model, GradientsParams::from_grads(loss.backward(), &model));
-                // In an iteration the schedule takes as many steps as there are ranks, the first at the full rate.
-                iterations += ranks;
+                // The schedule takes a step for each rank's batch, the first at the full rate.
+                iterations += of_ranks.len();
                 if batches % self.accumulation == 0 {
                     let rate = RATE * self.decay.powi(iterations as i32 - 1);
                     model = optimizer.step(rate, model, sum.grads());
@@ -135,8 +143,9 @@ fn difference(a: &[Vec<f32>], b: &[Vec<f32>]) -> f32 {
     pairs.map(|(a, b)| if a.is_nan() || b.is_nan() { f32::INFINITY } else { (a - b).abs() }).fold(0.0, f32::max)
 }
 
-/// Checks that all devices have taken the same steps, and that these match the expected ones.
-pub fn check(steps: &Steps, replicas: &[u8], expected: &[Vec<f32>]) {
+/// Checks that all devices have taken the same steps, and that these match the expected ones. Returns the greatest
+/// difference.
+pub fn check(steps: &Steps, replicas: &[u8], expected: &[Vec<f32>]) -> f32 {
     let replicas_seen: Vec<_> = steps.keys().copied().collect();
     assert_eq!(replicas_seen, replicas);
     let first = &steps[&replicas[0]];
@@ -146,6 +155,7 @@ pub fn check(steps: &Steps, replicas: &[u8], expected: &[Vec<f32>]) {
     for (replica, own) in steps {
         assert!(own == first, "device {replica} has other parameters than device {}", replicas[0]);
     }
+    difference
 }
 
 /// A renderer that shows nothing.

@@ -8,8 +8,8 @@ use burn::module::Param;
 use burn::optim::{GradientsParams, Optimizer, SgdConfig};
 use burn::tensor::{DType, Tensor, TensorData};
 
-type F32 = Autodiff<Flex>;
-type Model = Vec<Param<Tensor<F32, 1>>>;
+type Training = Autodiff<Flex>;
+type Model = Vec<Param<Tensor<Training, 1>>>;
 
 /// Elements of the parameters: less than there are ranks, no multiple of a block, several blocks.
 const SIZES: [usize; 4] = [1, 700, 3, 64];
@@ -54,7 +54,7 @@ fn gradients(model: &Model, value: impl Fn(usize, usize) -> f32) -> GradientsPar
 
 /// The values of the gradients, by position.
 fn values(model: &Model, grads: &GradientsParams) -> Vec<Option<Vec<f32>>> {
-    let values = |parameter: &Param<Tensor<F32, 1>>| {
+    let values = |parameter: &Param<Tensor<Training, 1>>| {
         let grad = grads.get::<Flex, 1>(parameter.id)?;
         assert_eq!(grad.dtype(), parameter.val().dtype());
         Some(grad.into_data().iter::<f32>().collect())
@@ -137,7 +137,7 @@ const STEPS: usize = 40;
 fn what_is_lost_in_a_step_comes_with_the_next_ones() {
     // Neither a multiple of a unit, nor around zero.
     let value = |rank: usize, position: usize, i: usize| 0.3 + integer(rank, position, i) / 3000.0;
-    // The largest gradient is 0.47. The sum is wrong by half a unit at most, and the ranks' parts of it by three quarters.
+    // The largest gradient is 0.47. The sum is wrong by half a unit at most, the ranks' parts of it by three quarters.
     let check = |name: &str, n: usize, sums: Vec<f64>, unit: f64| {
         let elements = SIZES.iter().enumerate().flat_map(|(position, size)| (0..*size).map(move |i| (position, i)));
         for ((position, i), sum) in elements.zip(sums) {
@@ -158,7 +158,7 @@ fn what_is_lost_in_a_step_comes_with_the_next_ones() {
 }
 
 /// A chain, so that gradients are complete one after the other.
-fn loss(model: &Model, number: usize) -> Tensor<F32, 1> {
+fn loss(model: &Model, number: usize) -> Tensor<Training, 1> {
     model.iter().fold(Tensor::from_data([0.1 + number as f32 / 50.0], &Default::default()), |x, parameter| {
         (parameter.val() * x.clone()).powf_scalar(2.0).mean() * 0.5 + x * 0.5
     })
@@ -255,7 +255,7 @@ fn different_compressions_and_f64_are_refused() {
         assert!(error.to_string().contains("rank 0 and rank 1 compress gradients differently"), "{error}");
     }
     let group = Group::threads(1).unwrap().remove(0);
-    let wide = Tensor::<F32, 1>::from_data(TensorData::from([1.0f64]), (&Default::default(), DType::F64));
+    let wide = Tensor::<Training, 1>::from_data(TensorData::from([1.0f64]), (&Default::default(), DType::F64));
     let (_, mut ddp) = DataParallel::new(group, vec![Param::from_tensor(wide)]).unwrap();
     let error = ddp.set_compression(Int8).unwrap_err().to_string();
     assert!(error.contains("`0` has elements of f64"), "{error}");
@@ -265,7 +265,7 @@ fn different_compressions_and_f64_are_refused() {
 fn half_precision_parameters_keep_their_type() {
     ranks(2, |group| {
         let rank = group.rank();
-        let half = |parameter: Param<Tensor<F32, 1>>| {
+        let half = |parameter: Param<Tensor<Training, 1>>| {
             Param::from_tensor(Tensor::from_inner(parameter.val().inner().cast(DType::F16)).require_grad())
         };
         let (model, mut ddp) = DataParallel::new(group, model().into_iter().map(half).collect::<Model>()).unwrap();

@@ -1,91 +1,32 @@
 //! Overlapped training steps: the same bits as with an exchange after the backward pass, whatever the model does.
 
 mod errors;
+#[path = "../common/step.rs"]
+mod models;
 
 use std::thread;
 use std::time::Duration;
 
 use bonfire::tensor::autodiff::{CollectiveBackend, attempt};
-use bonfire::{DataParallel, Group, SyncBatchNorm, SyncBatchNormConfig};
+use bonfire::{DataParallel, Group, SyncBatchNormConfig};
 use bonfire_testing::{Kind, ranks, run_ranks};
 use burn::backend::autodiff::checkpoint::strategy::BalancedCheckpointing;
 use burn::backend::{Autodiff, Flex, NdArray};
-use burn::module::{AutodiffModule, Module, ModuleVisitor, Param};
-use burn::nn::conv::{Conv2d, Conv2dConfig};
-use burn::nn::transformer::{TransformerEncoder, TransformerEncoderConfig, TransformerEncoderInput};
-use burn::nn::{Embedding, EmbeddingConfig, Linear, LinearConfig};
+use burn::module::{AutodiffModule, Module, Param};
+use burn::nn::{Linear, LinearConfig};
 use burn::optim::{GradientsAccumulator, GradientsParams, Optimizer, SgdConfig};
 use burn::tensor::backend::Backend;
-use burn::tensor::{DType, Int, Tensor, TensorData, activation};
+use burn::tensor::{DType, Tensor, activation};
+
+use self::models::{Bits, bits, both_ways};
 
 use crate::InF64;
 
 type Training = Autodiff<Flex>;
 type Loss = Tensor<Training, 1>;
 
-/// Small, so that small models have many buckets.
-const BUCKET: usize = 256;
-
-/// The bytes of every trained parameter, in visiting order. Clones of a model share running statistics.
-#[derive(Default, PartialEq, Debug)]
-struct Bits(Vec<TensorData>);
-
-impl ModuleVisitor<Training> for Bits {
-    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<Training, D>>) {
-        if param.is_require_grad() {
-            self.0.push(param.val().into_data());
-        }
-    }
-}
-
-fn bits<M: Module<Training>>(model: &M) -> Bits {
-    let mut bits = Bits::default();
-    model.visit(&mut bits);
-    bits
-}
-
-/// Numbers in [-1, 1) that depend on the seed.
 fn values<const D: usize>(shape: [usize; D], seed: usize) -> Tensor<Training, D> {
-    let next = |i: usize| ((i + 1) * (2 * seed + 7919) % 2003) as f32 / 1001.5 - 1.0;
-    let values: Vec<f32> = (0..shape.iter().product()).map(next).collect();
-    Tensor::from_data(TensorData::new(values, shape), &Default::default())
-}
-
-/// Trains twice from the same model: with overlapped steps, and with `sync`. Returns both results.
-fn both_ways<M: AutodiffModule<Training>>(
-    group: &Group,
-    model: M,
-    steps: usize,
-    samples: impl Fn(usize) -> usize,
-    loss: impl Fn(&M, usize) -> Loss,
-) -> [Bits; 2] {
-    let (model, mut ddp) = DataParallel::new(group.clone(), model).unwrap();
-    ddp.set_bucket_bytes(BUCKET);
-    let mut train = |overlapped: bool, steps: usize| {
-        let (mut model, mut optimizer) = (model.clone(), SgdConfig::new().init());
-        for number in 0..steps {
-            let samples = samples(number);
-            let grads = if overlapped {
-                let step = ddp.step(&model, samples).unwrap();
-                if samples > 0 {
-                    let grads = attempt(|| loss(step.model(), number).backward()).unwrap();
-                    step.finish(grads).unwrap()
-                } else {
-                    step.skip().unwrap()
-                }
-            } else if samples > 0 {
-                let grads = attempt(|| loss(&model, number).backward()).unwrap();
-                ddp.sync(&model, GradientsParams::from_grads(grads, &model), samples).unwrap()
-            } else {
-                ddp.sync(&model, GradientsParams::new(), 0).unwrap()
-            };
-            model = optimizer.step(0.05, model, grads);
-        }
-        bits(&model)
-    };
-    // Fixes the buckets.
-    train(true, 2);
-    [train(true, steps), train(false, steps)]
+    models::values(shape, seed, &Default::default())
 }
 
 fn check(kind: Kind, n: usize, run: impl Fn(Group) -> [Bits; 2] + Clone + Send + 'static) {
@@ -98,73 +39,20 @@ fn check(kind: Kind, n: usize, run: impl Fn(Group) -> [Bits; 2] + Clone + Send +
 
 const KINDS: [Kind; 3] = [Kind::Threads, Kind::Tcp, Kind::Shm];
 
-/// Convolutions between which the ranks exchange statistics, in both passes.
-#[derive(Module, Debug)]
-struct Convolutional<B: Backend> {
-    first: Conv2d<B>,
-    norm: SyncBatchNorm<B>,
-    second: Conv2d<B>,
-}
-
 #[test]
 fn a_convolutional_network_with_sync_batch_norm_gets_the_same_bits() {
     for kind in KINDS {
         for n in 1..=4 {
-            check(kind, n, |group| {
-                let (device, rank) = (Default::default(), group.rank());
-                let model = Convolutional {
-                    first: Conv2dConfig::new([2, 4], [3, 3]).init(&device),
-                    norm: SyncBatchNormConfig::new(4).init(&group, &device),
-                    second: Conv2dConfig::new([4, 3], [2, 2]).init(&device),
-                };
-                both_ways(
-                    &group,
-                    model,
-                    50,
-                    |step| 1 + (rank + step) % 3,
-                    |model, step| {
-                        let images = values([1 + (rank + step) % 3, 2, 6, 6], 10 * step + rank);
-                        let hidden = model.norm.forward(model.first.forward(images)).tanh();
-                        model.second.forward(hidden).powf_scalar(2.0).mean()
-                    },
-                )
-            });
+            check(kind, n, |group| models::convolutional::<Training>(&group, 50, &Default::default()));
         }
     }
-}
-
-/// The embedding is used twice, first and last.
-#[derive(Module, Debug)]
-struct Language<B: Backend> {
-    embedding: Embedding<B>,
-    encoder: TransformerEncoder<B>,
 }
 
 #[test]
 fn a_transformer_with_a_shared_embedding_gets_the_same_bits() {
     for kind in KINDS {
         for n in 1..=4 {
-            check(kind, n, |group| {
-                let (device, rank) = (Default::default(), group.rank());
-                let encoder = TransformerEncoderConfig::new(8, 16, 2, 2).with_dropout(0.0);
-                let model =
-                    Language { embedding: EmbeddingConfig::new(11, 8).init(&device), encoder: encoder.init(&device) };
-                both_ways(
-                    &group,
-                    model,
-                    50,
-                    |_| 2,
-                    |model, step| {
-                        let words: Vec<i32> = (0..10).map(|i| ((i * (step + 3) + rank) % 11) as i32).collect();
-                        let words =
-                            Tensor::<Training, 2, Int>::from_data(TensorData::new(words, [2, 5]), &Default::default());
-                        let embedded = model.embedding.forward(words);
-                        let hidden = model.encoder.forward(TransformerEncoderInput::new(embedded));
-                        let scores = hidden.matmul(model.embedding.weight.val().transpose().unsqueeze());
-                        scores.powf_scalar(2.0).mean()
-                    },
-                )
-            });
+            check(kind, n, |group| models::language::<Training>(&group, 50, &Default::default()));
         }
     }
 }

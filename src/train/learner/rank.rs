@@ -4,7 +4,6 @@ use std::sync::Arc;
 
 use burn::data::dataloader::Progress;
 use burn::module::{AutodiffModule, Module};
-use burn::optim::GradientsAccumulator;
 use burn_train::metric::store::EventStoreClient;
 use burn_train::{
     CloneEarlyStoppingStrategy, EventProcessorTraining, InferenceStep, Interrupter, Learner, LearnerEvent,
@@ -12,13 +11,15 @@ use burn_train::{
     TrainingItem, TrainingModel, ValidLoader,
 };
 
+use super::accumulation::{Accumulation, scaled};
+use super::iteration::{Iteration, Next, RankReport, agree};
 use super::resume;
+use crate::tensor::attempt::attempt;
 use crate::tensor::autodiff::CollectiveBackend;
 use crate::train::DataParallel;
 use crate::train::agree::{all_gather_values, all_or_none};
 use crate::train::record::recordable;
 use crate::train::resume::share;
-use bonfire_core::internal::RankList;
 use bonfire_core::{Error, Group};
 
 type Device<LC> = burn::tensor::Device<<LC as LearningComponentsTypes>::Backend>;
@@ -64,7 +65,7 @@ where
         let (mut ddp, first_epoch) = self.prepare(device)?;
         for epoch in first_epoch..=self.settings.last_epoch {
             let progress = Progress::new(epoch, self.settings.last_epoch);
-            if self.train_epoch(&mut ddp, &progress)? == Next::Stop {
+            if self.train_epoch(&mut ddp, &progress)? {
                 break;
             }
             let stop = match &mut self.leader {
@@ -123,47 +124,74 @@ where
         Ok((ddp, all_or_none(&self.group, first_epoch)?))
     }
 
-    fn train_epoch(&mut self, ddp: &mut DataParallel<LC::Backend>, epoch: &Progress) -> Result<Next, Error> {
-        let world_size = self.group.world_size();
-        let mut batches = self.train.iter();
-        let mut accumulator = GradientsAccumulator::new();
-        let (mut steps, mut accumulated) = (0, 0);
+    /// Trains until no rank has a batch left. Returns whether a rank was interrupted before.
+    fn train_epoch(&mut self, ddp: &mut DataParallel<LC::Backend>, epoch: &Progress) -> Result<bool, Error> {
+        let train = self.train.clone();
+        let mut batches = train.iter();
+        let mut accumulation = Accumulation::new(self.group.world_size());
+        let (mut count, mut processed) = (0, 0);
         loop {
             let batch = batches.next();
-            let mut progress = batches.progress();
-            let next = agree(&self.group, &self.settings.interrupter, batch.is_some(), &progress, steps)?;
-            let Some(batch) = batch.filter(|_| next == Next::Step) else {
-                if let Some(leader) = &mut self.leader {
-                    leader.processor.process_train(LearnerEvent::EndEpoch(epoch.items_processed));
+            let progress = batches.progress();
+            let samples = progress.items_processed.saturating_sub(processed) as u64;
+            processed = progress.items_processed;
+            let report = RankReport {
+                batch: batch.is_some().then_some(samples),
+                stop: self.settings.interrupter.should_stop(),
+                processed: processed as u64,
+                total: progress.items_total as u64,
+            };
+            let iteration = match agree(&self.group, &self.settings.interrupter, report)? {
+                Next::Iterate(iteration) => iteration,
+                next => {
+                    if let Some(leader) = &mut self.leader {
+                        leader.processor.process_train(LearnerEvent::EndEpoch(epoch.items_processed));
+                    }
+                    return Ok(next == Next::Stop);
                 }
-                return Ok(next);
             };
-            steps += 1;
-            (0..world_size).for_each(|_| self.learner.lr_step());
-            accumulated += 1;
-            // The exchange is worth it after the last batch of an accumulation only.
-            let exchanges = self.settings.accumulation.is_none_or(|accumulation| accumulation <= accumulated);
-            let item = if exchanges {
-                let step = ddp.step(&self.learner.model(), 1)?;
-                // The mean of sums equals the sum of means, and takes one exchange.
-                step.accumulate(accumulator.grads());
-                accumulated = 0;
-                let output = step.model().step(batch);
-                self.learner.optimizer_step(step.finish_with(&output.grads)?);
-                output.item
-            } else {
-                let output = self.learner.train_step(batch);
-                accumulator.accumulate(&self.learner.model(), output.grads);
-                output.item
-            };
-            if let Some(leader) = &mut self.leader {
-                progress.items_processed *= world_size;
-                progress.items_total *= world_size;
-                let (iteration, rate) = (Some(steps * world_size), Some(self.learner.lr_current()));
-                let item = TrainingItem::new(item, progress, epoch.clone(), iteration, rate);
+            count += iteration.batches();
+            (0..iteration.batches()).for_each(|_| self.learner.lr_step());
+            let item = self.iterate(ddp, &mut accumulation, &iteration, batch)?;
+            if let (Some(leader), Some(item)) = (&mut self.leader, item) {
+                let rate = Some(self.learner.lr_current());
+                let item = TrainingItem::new(item, iteration.progress(), epoch.clone(), Some(count), rate);
                 leader.processor.process_train(LearnerEvent::ProcessedItem(item));
             }
         }
+    }
+
+    /// Trains with this rank's batch. Without one it takes part in what the other ranks do. Returns the model's output.
+    fn iterate(
+        &mut self,
+        ddp: &mut DataParallel<LC::Backend>,
+        accumulation: &mut Accumulation<LC::TrainingModel>,
+        iteration: &Iteration,
+        batch: Option<<LC::TrainingModel as TrainStep>::Input>,
+    ) -> Result<Option<<LC::TrainingModel as TrainStep>::Output>, Error> {
+        let (rank, model) = (self.group.rank(), self.learner.model());
+        // The exchange is worth it after the last batch of an accumulation only.
+        if !accumulation.ends_with_next(self.settings.accumulation.unwrap_or(1)) {
+            let output = batch.map(|batch| attempt(|| model.step(batch))).transpose()?;
+            let (gradients, item) = output.map(|output| ((&model, output.grads), output.item)).unzip();
+            accumulation.add(rank, iteration, gradients, ddp.parameters());
+            return Ok(item);
+        }
+        let exchange = accumulation.exchange(rank, iteration, ddp.parameters());
+        let step = ddp.step(&model, exchange.samples)?;
+        // Its tensors share the parameters' memory, which the optimizer changes in place if it is the only owner.
+        drop(model);
+        // The mean of sums equals the sum of means, and takes one exchange.
+        step.accumulate(exchange.earlier);
+        let (gradients, item) = match batch {
+            Some(batch) => {
+                let output = attempt(|| step.model().step(batch))?;
+                (step.finish_with(&output.grads)?, Some(output.item))
+            }
+            None => (step.skip()?, None),
+        };
+        self.learner.optimizer_step(scaled(gradients, ddp.parameters(), exchange.factor));
+        Ok(item)
     }
 }
 
@@ -219,119 +247,4 @@ fn wait_for_leader(group: &Group) -> Result<bool, Error> {
         group.broadcast(&mut word, 0)?;
     }
     Ok(word == [STOP])
-}
-
-/// What all ranks do next.
-#[derive(Clone, Copy, Debug, PartialEq)]
-enum Next {
-    Step,
-    EndEpoch,
-    Stop,
-}
-
-/// What a rank reports before a step.
-#[derive(Clone, Copy)]
-struct RankReport {
-    /// Whether it has a batch.
-    batch: bool,
-    /// Whether it was interrupted.
-    stop: bool,
-    /// Samples so far in this epoch, including the next batch.
-    samples: u64,
-    /// The rank's samples in the epoch.
-    total: u64,
-}
-
-/// Exchanges the ranks' reports and returns what all do next. An interrupted rank stops all.
-fn agree(
-    group: &Group,
-    interrupter: &Interrupter,
-    batch: bool,
-    progress: &Progress,
-    steps: usize,
-) -> Result<Next, Error> {
-    let (samples, total) = (progress.items_processed as u64, progress.items_total as u64);
-    let words = all_gather_values(group, [u64::from(batch), u64::from(interrupter.should_stop()), samples, total])?;
-    let report =
-        |[batch, stop, samples, total]: [u64; 4]| RankReport { batch: batch == 1, stop: stop == 1, samples, total };
-    let reports: Vec<_> = words.into_iter().map(report).collect();
-    if let Some(rank) = reports.iter().position(|rank| rank.stop)
-        && !interrupter.should_stop()
-    {
-        interrupter.stop(Some(&format!("rank {rank} was interrupted")));
-    }
-    next(&reports, steps).map_err(|reason| Error::argument("data parallel strategy", reason))
-}
-
-/// Returns what the ranks do after `steps` steps of an epoch, or why they cannot continue.
-fn next(reports: &[RankReport], steps: usize) -> Result<Next, String> {
-    let ranks_where = |wanted| (0..reports.len()).filter(|&rank| reports[rank].batch == wanted).collect::<Vec<_>>();
-    let (with, without) = (ranks_where(true), ranks_where(false));
-    const REMEDY: &str = "every rank needs equally many: make the number of training samples a multiple of the number \
-                          of ranks";
-    if reports.iter().any(|rank| rank.stop) {
-        return Ok(Next::Stop);
-    }
-    if !with.is_empty() && !without.is_empty() {
-        let (with, without) = (RankList(&with), RankList(&without));
-        return Err(format!("{with} would have more batches in an epoch than the {steps} of {without}; {REMEDY}"));
-    }
-    if with.is_empty() {
-        return Ok(Next::EndEpoch);
-    }
-    if steps == 0
-        && let Some(counts) = estimated_batches(reports)
-        && let Some(rank) = counts.iter().position(|count| *count != counts[0])
-    {
-        let (first, other) = (counts[0], counts[rank]);
-        return Err(format!("rank 0 has {first} batches in an epoch and rank {rank} has {other}; {REMEDY}"));
-    }
-    Ok(Next::Step)
-}
-
-/// Estimates each rank's number of batches from the first batch. Batches have equal sizes, unless a rank's only batch
-/// is smaller. Returns `None` if the sizes do not allow an estimate.
-fn estimated_batches(reports: &[RankReport]) -> Option<Vec<u64>> {
-    let size = reports.iter().map(|rank| rank.samples).max().filter(|size| *size > 0)?;
-    let count =
-        |rank: &RankReport| (rank.samples == size || rank.samples == rank.total).then(|| rank.total.div_ceil(size));
-    reports.iter().map(count).collect()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn report(samples: u64, total: u64) -> RankReport {
-        RankReport { batch: true, stop: false, samples, total }
-    }
-
-    const DONE: RankReport = RankReport { batch: false, stop: false, samples: 8, total: 8 };
-
-    #[test]
-    fn different_numbers_of_batches_are_refused_before_the_first_step() {
-        // Two full batches and a partial one, against two.
-        let error = next(&[report(4, 8), report(4, 8), report(4, 9)], 0).unwrap_err();
-        assert!(error.starts_with("rank 0 has 2 batches in an epoch and rank 2 has 3; "), "{error}");
-        // A rank whose only batch is smaller than the batches of the other ranks.
-        let error = next(&[report(3, 3), report(4, 5)], 0).unwrap_err();
-        assert!(error.contains("rank 0 has 1 batches") && error.contains("rank 1 has 2"), "{error}");
-        // Uneven parts with the same number of batches.
-        assert_eq!(next(&[report(4, 9), report(4, 12)], 0), Ok(Next::Step));
-        // Batches of different sizes do not allow an estimate.
-        assert_eq!(next(&[report(4, 9), report(5, 20)], 0), Ok(Next::Step));
-    }
-
-    #[test]
-    fn a_rank_that_runs_out_of_batches_ends_the_training_of_all() {
-        let error = next(&[report(12, 20), DONE, report(12, 20)], 2).unwrap_err();
-        assert!(error.starts_with("ranks 0, 2 would have more batches in an epoch than the 2 of rank 1; "), "{error}");
-        assert_eq!(next(&[DONE, DONE], 2), Ok(Next::EndEpoch));
-    }
-
-    #[test]
-    fn one_interrupted_rank_stops_all() {
-        let stopped = RankReport { stop: true, ..report(4, 8) };
-        assert_eq!(next(&[report(4, 8), stopped, DONE], 1), Ok(Next::Stop));
-    }
 }

@@ -32,12 +32,12 @@ struct Feedback {
     mean_not_finite: bool,
 }
 
-/// A bucket on its way, and memory that the next one reuses.
+/// A bucket in flight, and memory that the next one reuses.
 #[derive(Default)]
 pub(crate) struct Exchange {
     /// The gradients, by position: this rank's at first, then the mean.
     pub gradients: Vec<(usize, TensorData)>,
-    /// The elements of all gradients, and zeros up to a multiple of the ranks. While the bucket is on its way, these
+    /// The elements of all gradients, and zeros up to a multiple of the ranks. While the bucket is in flight, these
     /// are what compression has lost of them.
     values: Vec<f32>,
     /// One shard.

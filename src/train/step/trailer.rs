@@ -64,6 +64,9 @@ impl Trailer {
         let mut trailers = Trailers { ordered: None, exists: vec![false; parameters.len()] };
         for (rank, own) in all.chunks_exact(all.len() / world_size).enumerate() {
             if own[0] > 0 {
+                if !parameters.iter().any(|parameter| parameter.trained) {
+                    return Err(Error::argument(OPERATION, "the model has no parameters to train"));
+                }
                 let path = parameters.get(own[1] as usize).map_or("a parameter", |parameter| &parameter.path);
                 return Err(Error::argument(OPERATION, reason(rank, own[0], path)));
             }

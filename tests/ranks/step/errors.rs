@@ -1,9 +1,16 @@
 //! Steps that go wrong: typed errors on all ranks, and no rank that waits for another inside its backward pass.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Mutex, mpsc};
 
 use bonfire::{Error, TrainingState};
+use burn::backend::autodiff::checkpoint::base::Checkpointer;
+use burn::backend::autodiff::checkpoint::strategy::NoCheckpointing;
+use burn::backend::autodiff::grads::Gradients;
+use burn::backend::autodiff::ops::{Backward, Ops};
+use burn::tensor::TensorPrimitive;
 
+use super::models::BUCKET;
 use super::*;
 
 #[test]
@@ -164,6 +171,158 @@ fn a_rank_that_is_lost_during_the_backward_pass_is_a_typed_error_and_shrink_cont
                     Err(error) => panic!("{error}"),
                 }
                 made = state.batch;
+            }
+        });
+    }
+}
+
+/// A backward step that panics.
+#[derive(Debug)]
+struct Panics;
+
+impl Backward<Flex, 1> for Panics {
+    type State = ();
+
+    fn backward(self, _: Ops<(), 1>, _: &mut Gradients, _: &mut Checkpointer) {
+        panic!("on purpose");
+    }
+}
+
+/// Returns the loss, whose backward pass panics before it computes a gradient.
+fn panicking(loss: Loss) -> Loss {
+    let loss = loss.into_primitive().tensor();
+    let loss = Panics.prepare::<NoCheckpointing>([loss.node]).compute_bound().stateless(loss.primitive);
+    Tensor::from_primitive(TensorPrimitive::Float(loss))
+}
+
+#[test]
+fn a_backward_pass_that_panics_is_a_typed_error_on_the_other_ranks() {
+    // The step outlives the panic, which its rank has caught.
+    let caught = errors(|ddp, model, rank| {
+        let step = ddp.step(model, 1)?;
+        let loss = step.model().loss(values([1, 5], 1), false);
+        if rank == 1 {
+            catch_unwind(AssertUnwindSafe(|| panicking(loss).backward())).map(drop).unwrap_err();
+            drop(step);
+            return ddp.step(model, 1)?.skip();
+        }
+        step.finish(loss.backward())
+    });
+    check_errors(&caught, "rank 1 has dropped its training step");
+
+    // The panic ends the step and then the rank.
+    for kind in [Kind::Threads, Kind::Tcp] {
+        run_ranks(kind, 2, |group| {
+            let rank = group.rank();
+            let (model, mut ddp) = DataParallel::new(group, Branches::new()).unwrap();
+            let outcome = catch_unwind(AssertUnwindSafe(|| {
+                let step = ddp.step(&model, 1).unwrap();
+                let loss = step.model().loss(values([1, 5], 1), false);
+                let loss = if rank == 1 { panicking(loss) } else { loss };
+                step.finish(loss.backward())
+            }));
+            match (rank, outcome) {
+                (1, Err(panic)) => assert_eq!(panic.downcast_ref(), Some(&"on purpose")),
+                (0, Ok(Err(Error::PeerLost { peer: 1, .. } | Error::Left { .. }))) => {
+                    let mut state = TrainingState::new(model, SgdConfig::new().init(), 0.1, ());
+                    ddp.shrink(&mut state).unwrap();
+                    let step = ddp.step(&state.model, 1).unwrap();
+                    let grads = step.model().loss(values([1, 5], 1), false).backward();
+                    step.finish(grads).unwrap();
+                }
+                (rank, Ok(outcome)) => panic!("rank {rank}: {:?}", outcome.err()),
+                (rank, Err(_)) => panic!("rank {rank} panicked"),
+            }
+        });
+    }
+}
+
+#[test]
+fn nan_and_infinity_reach_all_ranks_alike() {
+    let (inf, nan) = (f32::INFINITY, f32::NAN);
+    // The gradient of a weight is the input of its row.
+    let inputs = [[inf, 1.0, inf, 1.0], [2.0, nan, -inf, 2.0], [3.0, 3.0, 3.0, 3.0]];
+    for kind in KINDS {
+        // Equal weights, and others.
+        for samples in [[2, 2, 2], [1, 2, 5]] {
+            let results = run_ranks(kind, 3, move |group| {
+                let rank = group.rank();
+                let model: Linear<Training> = LinearConfig::new(4, 2).with_bias(false).init(&Default::default());
+                let (model, mut ddp) = DataParallel::new(group, model).unwrap();
+                ddp.set_bucket_bytes(BUCKET);
+                let input = Tensor::<Training, 2>::from_data([inputs[rank]], &Default::default());
+                let loss = |model: &Linear<Training>| model.forward(input.clone());
+                // The ranks compare their parameters, which stay as they are.
+                let mut bits = Vec::new();
+                for overlapped in [true, true, false] {
+                    let grads = if overlapped {
+                        let step = ddp.step(&model, samples[rank]).unwrap();
+                        let grads = loss(step.model()).sum().backward();
+                        step.finish(grads).unwrap()
+                    } else {
+                        let grads = GradientsParams::from_grads(loss(&model).sum().backward(), &model);
+                        ddp.sync(&model, grads, samples[rank]).unwrap()
+                    };
+                    let weight = grads.get::<Flex, 2>(model.weight.id).unwrap().into_data();
+                    bits.push(weight.iter::<f32>().map(f32::to_bits).collect::<Vec<_>>());
+                }
+                bits
+            });
+            let of_rank_0 = &results[0][0];
+            assert!(results.iter().flatten().all(|bits| bits == of_rank_0), "{kind:?}: {results:?}");
+            let values: Vec<_> = of_rank_0.iter().copied().map(f32::from_bits).collect();
+            assert_eq!(values[..2], [inf; 2]);
+            assert!(values[2..6].iter().all(|value| value.is_nan()), "{values:?}");
+            let mean = if samples == [2; 3] { 2.0 } else { 2.5 };
+            assert!(values[6..].iter().all(|value| (value - mean).abs() < 1e-6), "{values:?}");
+        }
+    }
+}
+
+#[test]
+fn a_model_without_parameters_is_an_error_on_all_ranks() {
+    for error in ranks(2, |group| {
+        let (model, mut ddp) = DataParallel::new(group.clone(), Vec::<Linear<Training>>::new()).unwrap();
+        let step = ddp.step(&model, 1).unwrap();
+        assert!(step.model().is_empty());
+        let error = step.finish(values([3], 1).require_grad().sum().backward()).unwrap_err();
+        group.barrier().unwrap();
+        error
+    }) {
+        assert!(matches!(error, Error::InvalidArgument { .. }), "{error}");
+        check_errors(&[error], "the model has no parameters to train");
+    }
+}
+
+#[test]
+fn a_rank_that_takes_no_step_is_named_at_the_deadline() {
+    // In the first step the ranks make the group of the gradients.
+    for steps in [0, 2] {
+        let (told, heard) = mpsc::channel();
+        let heard = Mutex::new(heard);
+        let groups = Group::builder().deadline(Duration::from_secs(5)).threads(2).unwrap();
+        thread::scope(|scope| {
+            for group in groups {
+                let (told, heard) = (told.clone(), &heard);
+                scope.spawn(move || {
+                    let rank = group.rank();
+                    let (model, mut ddp) = DataParallel::new(group, Branches::new()).unwrap();
+                    let mut step = || {
+                        let step = ddp.step(&model, 1)?;
+                        let grads = step.model().loss(values([1, 5], 1), false).backward();
+                        step.finish(grads)
+                    };
+                    (0..steps).for_each(|_| drop(step().unwrap()));
+                    if rank == 1 {
+                        heard.lock().unwrap().recv_timeout(Duration::from_secs(60)).expect("rank 0 has failed");
+                    }
+                    let error = step().unwrap_err();
+                    println!("rank {rank} after {steps} steps: {error}");
+                    assert!(matches!(&error, Error::Timeout { rank: 0, missing, .. } if missing == &[1]), "{error}");
+                    if rank == 0 {
+                        told.send(()).unwrap();
+                    }
+                });
             }
         });
     }
