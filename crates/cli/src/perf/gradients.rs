@@ -64,7 +64,7 @@ impl Workload for Gradients {
 
 /// The lengths of ResNet-50's parameters in the order of its layers (He et al., CVPR 2016): 161 tensors, 25,557,032
 /// elements.
-fn resnet50() -> Vec<usize> {
+pub(super) fn resnet50() -> Vec<usize> {
     let convolution =
         |inputs: usize, outputs: usize, kernel: usize| [inputs * outputs * kernel * kernel, outputs, outputs];
     let mut sizes = convolution(3, 64, 7).to_vec();

@@ -17,6 +17,7 @@ use clap::ValueEnum;
 use serde::Serialize;
 
 use super::args::{Common, Transport};
+use super::gradients::resnet50;
 use super::ranks;
 use super::timing::RankError;
 use crate::failure::Failure;
@@ -46,7 +47,7 @@ pub struct StepArgs {
     #[arg(long, value_name = "MS", default_value_t = 600, value_parser = clap::value_parser!(u64).range(0..=3_600_000))]
     compute_ms: u64,
 
-    /// Sizes of the layers; with mixed, --layers and --width do not count
+    /// Sizes of the layers; --layers and --width count with square only
     #[arg(long, value_enum, default_value_t = Shapes::Square)]
     sizes: Shapes,
 
@@ -85,6 +86,8 @@ enum Shapes {
     Square,
     /// 400 parameters from 1 KiB to 2 MiB, 100 MiB in all
     Mixed,
+    /// The 161 parameters of ResNet-50
+    Resnet50,
 }
 
 /// The figures of a measurement. Times are in seconds: the median of the steps on the slowest rank.
@@ -233,6 +236,8 @@ impl Chain {
         let shapes = match args.sizes {
             Shapes::Square => vec![[args.width as usize; 2]; args.layers as usize],
             Shapes::Mixed => mixed(),
+            // Each is a multiple of 8 elements.
+            Shapes::Resnet50 => resnet50().into_iter().map(|elements| [8, elements / 8]).collect(),
         };
         Chain { shapes }
     }
@@ -369,6 +374,11 @@ mod tests {
         assert_eq!((bytes.len(), bytes.iter().min(), bytes.iter().max()), (400, Some(&1024), Some(&(2 << 20))));
         let total = bytes.iter().sum::<usize>() as f64 / f64::from(100 << 20);
         assert!((0.999..1.001).contains(&total), "{total}");
+    }
+
+    #[test]
+    fn the_rows_of_resnet50_lose_no_element() {
+        assert!(resnet50().iter().all(|elements| elements % 8 == 0));
     }
 
     #[test]
