@@ -63,7 +63,7 @@ impl<'a> Watch<'a> {
         if let Some(fault) = self.status.failure_in(self.tag) {
             return Err(fault);
         }
-        if self.deadline.passed() { Err(Fault::Timeout { missing: vec![peer] }) } else { Ok(()) }
+        if self.deadline.passed() { Err(Fault::Timeout { missing: self.missing(peer) }) } else { Ok(()) }
     }
 
     /// Call this when nothing has moved for a pause while the thread waits for `peer`. Checks for a failure of the
@@ -73,25 +73,37 @@ impl<'a> Watch<'a> {
             return Err(fault);
         }
         self.ask_peers();
-        let calls = self.status.calls(self.rank, self.tag.sequence, self.tag.call);
         if self.is_collective()
-            && let Some(error) = find_mismatch(self.tag.sequence, &calls)
+            && let Some(error) = find_mismatch(self.tag.sequence, &self.calls())
         {
             return Err(Fault::Failed(error));
         }
-        // Ranks that have not begun this operation are missing; if all have begun it, the peer is the straggler.
-        let is_collective = self.is_collective();
-        let missing = || {
-            let silent = silent(&calls);
-            if silent.is_empty() || !is_collective { vec![peer] } else { silent }
-        };
+        let missing = self.missing(peer);
         if self.deadline.passed() {
-            return Err(Fault::Timeout { missing: missing() });
+            return Err(Fault::Timeout { missing });
         }
-        let site = Site { call: self.tag.call, sequence: self.tag.sequence };
-        let waiting = || format!("in {site} for {}", RankList(&missing()));
-        self.slow_wait.warn(self.rank, waiting);
+        let tag = self.tag;
+        self.slow_wait.warn(self.rank, || format!("in {tag} for {}", RankList(&missing)));
         Ok(())
+    }
+
+    /// The ranks for which this operation waits: those that have not begun it, or if all have, `peer`.
+    fn missing(&self, peer: usize) -> Vec<usize> {
+        let silent = self.silent();
+        if silent.is_empty() { vec![peer] } else { silent }
+    }
+
+    /// The ranks that have not begun this operation, as far as this rank has asked.
+    fn silent(&self) -> Vec<usize> {
+        if !self.stalled || !self.is_collective() {
+            return Vec::new();
+        }
+        let calls = self.calls();
+        (0..calls.len()).filter(|rank| calls[*rank].is_none()).collect()
+    }
+
+    fn calls(&self) -> Vec<Option<Call>> {
+        self.status.calls(self.rank, self.tag.sequence, self.tag.call)
     }
 
     /// Returns the fault after `peer` sent another tag. Collects all ranks' calls, so that all report the same error.
@@ -108,12 +120,12 @@ impl<'a> Watch<'a> {
     pub fn disagree(&mut self, seen: &[(usize, Call)]) -> Fault {
         self.ask_peers();
         let until = Instant::now() + GRACE.min(self.deadline.remaining());
-        let known = || self.status.calls(self.rank, self.tag.sequence, self.tag.call);
-        self.status.sleep(until, || self.status.failure_in(self.tag).is_some() || known().iter().all(Option::is_some));
+        let known = || self.calls().iter().all(Option::is_some);
+        self.status.sleep(until, || self.status.failure_in(self.tag).is_some() || known());
         if let Some(fault) = self.status.failure_in(self.tag) {
             return fault;
         }
-        let calls = known();
+        let calls = self.calls();
         find_mismatch(self.tag.sequence, &calls).map(Fault::Failed).unwrap_or_else(|| {
             let mut calls: Vec<_> = calls.iter().enumerate().filter_map(|(r, call)| Some((r, (*call)?))).collect();
             calls.retain(|(rank, _)| seen.iter().all(|(other, _)| other != rank));
@@ -127,11 +139,9 @@ impl<'a> Watch<'a> {
     /// have not answered by the deadline, they are the cause: peers whose deadlines passed a moment ago close their
     /// connections, and word of their failures is still on its way.
     pub fn disconnected(&self, peer: usize, reason: &str) -> Fault {
-        if self.stalled && self.is_collective() && self.deadline.passed() {
-            let missing = silent(&self.status.calls(self.rank, self.tag.sequence, self.tag.call));
-            if !missing.is_empty() {
-                return Fault::Timeout { missing };
-            }
+        let missing = self.silent();
+        if self.deadline.passed() && !missing.is_empty() {
+            return Fault::Timeout { missing };
         }
         let (site, reason) = (Site { call: self.tag.call, sequence: self.tag.sequence }, reason.to_owned());
         Fault::Failed(Error::Disconnected { site, rank: self.rank, peer, reason, elapsed: self.deadline.elapsed() })
@@ -149,9 +159,4 @@ impl<'a> Watch<'a> {
     fn is_collective(&self) -> bool {
         self.tag.call.operation.is_collective()
     }
-}
-
-/// The ranks whose call is not known.
-fn silent(calls: &[Option<Call>]) -> Vec<usize> {
-    (0..calls.len()).filter(|rank| calls[*rank].is_none()).collect()
 }

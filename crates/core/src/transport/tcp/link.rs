@@ -379,6 +379,19 @@ mod tests {
         assert!(matches!(fault(), Fault::Failed(Error::Disconnected { peer: 1, .. })));
     }
 
+    /// The socket becomes readable at the deadline, for example because the peer's deadline passed a moment before.
+    #[test]
+    fn bytes_that_arrive_at_the_deadline_do_not_make_their_sender_the_missing_rank() {
+        let status = GroupStatus::new(3).unwrap();
+        let (tag, deadline) = (tag(), Deadline::after(Duration::ZERO));
+        let (control, _outgoing) = tokio::sync::mpsc::unbounded_channel();
+        let mut watch = Watch::new(0, &status, &control, &tag, &deadline);
+        status.record_call(1, tag, false);
+        let missing_2 = Err(Fault::Timeout { missing: vec![2] });
+        assert_eq!(watch.tick(1), missing_2, "it has asked the others for their calls");
+        assert_eq!(watch.check(1), missing_2);
+    }
+
     #[test]
     fn fuzz_headers() {
         let tag = tag();
