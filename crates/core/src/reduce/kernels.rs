@@ -19,7 +19,7 @@ use bytemuck::{bytes_of, cast_slice, cast_slice_mut};
 use half::{bf16, f16};
 
 use super::arithmetic::{Accumulator, Max, Mean, Min, Operation, Product, Sum, Under};
-use super::level::{LANES, Level};
+use super::level::{LANES, Level, Portable};
 use super::widen::{Widen, each, line};
 use super::{Kernel, Output};
 use crate::types::{DType, ReduceOp};
@@ -74,7 +74,8 @@ where
     // SAFETY: guaranteed by the caller.
     unsafe {
         if O::MEAN {
-            functions::<L, T, W, O>()
+            // No level divides integers in vectors.
+            functions::<Portable, T, W, O>()
         } else if O::SIGN {
             functions::<L, T, T, O>()
         } else {
