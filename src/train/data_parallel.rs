@@ -37,8 +37,6 @@ pub struct DataParallel<B: AutodiffBackend> {
     pub(super) overlap: Option<Overlap<B>>,
     /// The most bytes in a bucket of an overlapped step. `None` until it is measured.
     pub(super) bucket_bytes: Option<usize>,
-    /// A hash of the name of the compression; 0 without one.
-    pub(super) compression: u64,
     /// Steps since the model was distributed or taken over. A rank whose last `sync` failed may be one behind.
     pub(super) steps: u64,
 }
@@ -68,7 +66,7 @@ impl<B: AutodiffBackend> DataParallel<B> {
         check_same_model(&group, &described)?;
         let model = broadcast_parameters(&group, model, identities, 0)?;
         let reducer = Reducer::new(group, parameters.into());
-        Ok((model, DataParallel { reducer, overlap: None, bucket_bytes: None, compression: 0, steps: 0 }))
+        Ok((model, DataParallel { reducer, overlap: None, bucket_bytes: None, steps: 0 }))
     }
 
     /// Returns the group of ranks.
@@ -103,9 +101,7 @@ impl<B: AutodiffBackend> DataParallel<B> {
             let reason = format!("`{}` has elements of f64; train it in f32 or without compression", parameter.path);
             return Err(Error::argument("set_compression", reason));
         }
-        let compressor = Compressor::new(Arc::new(compression), self.group().rank());
-        self.compression = compressor.digest()?;
-        self.reducer.compressor = Some(compressor);
+        self.reducer.compressor = Some(Compressor::new(Arc::new(compression), self.group().rank())?);
         if let Some(overlap) = &mut self.overlap {
             overlap.reducer = None;
         }
@@ -187,7 +183,7 @@ impl<B: AutodiffBackend> DataParallel<B> {
             samples,
             changed,
             steps: self.steps,
-            compression: self.compression,
+            compression: self.reducer.compression(),
             digests,
             ..Default::default()
         };

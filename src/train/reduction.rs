@@ -37,7 +37,7 @@ pub(super) enum InFlight<B: AutodiffBackend> {
     /// meanwhile, because the operation holds its memory.
     Host { gradients: Vec<(usize, TensorData)>, work: Work<Bucket> },
     /// On the host, compressed.
-    Compressed(Work<Option<Exchange>>),
+    Compressed { compressor: Compressor, work: Work<Option<Exchange>> },
     /// On a collective device: the positions of its gradients, and the operation.
     Device { positions: Vec<usize>, pending: PendingAllReduce<B::InnerBackend> },
 }
@@ -47,7 +47,7 @@ impl<B: AutodiffBackend> InFlight<B> {
     pub fn is_finished(&self) -> bool {
         match self {
             InFlight::Host { work, .. } => work.is_finished(),
-            InFlight::Compressed(work) => work.is_finished(),
+            InFlight::Compressed { work, .. } => work.is_finished(),
             InFlight::Device { .. } => false,
         }
     }
@@ -142,7 +142,8 @@ impl<B: AutodiffBackend> Reducer<B> {
                 Weighting::Share(share) => share as f32,
             };
             let exchange = self.exchanges.pop().unwrap_or_default();
-            return Ok(InFlight::Compressed(compressor.start(&self.group, gradients, factor, exchange)?));
+            let work = compressor.start(&self.group, gradients, factor, exchange)?;
+            return Ok(InFlight::Compressed { compressor: compressor.clone(), work });
         }
         let dtype = self.carrier(gradients[0].0, weighting);
         let mut bucket = self.pack(&mut gradients, dtype)?;
@@ -172,7 +173,13 @@ impl<B: AutodiffBackend> Reducer<B> {
                 reduced.for_each(|(position, tensor)| self.register(position, tensor, results));
                 return Ok(());
             }
-            InFlight::Compressed(work) => return self.finish_compressed(work, results),
+            InFlight::Compressed { compressor, work } => {
+                let mut exchange = compressor.finish(work)?;
+                let gradients = std::mem::take(&mut exchange.gradients);
+                self.exchanges.push(exchange);
+                self.upload(gradients, results);
+                return Ok(());
+            }
             InFlight::Host { gradients, work } => (gradients, work),
         };
         match work.wait().map_err(|(error, _)| error)? {
@@ -191,14 +198,9 @@ impl<B: AutodiffBackend> Reducer<B> {
         Ok(())
     }
 
-    fn finish_compressed(&mut self, work: Work<Option<Exchange>>, results: &mut GradientsParams) -> Result<(), Error> {
-        if let Some(compressor) = &self.compressor {
-            let mut exchange = compressor.finish(work)?;
-            let gradients = std::mem::take(&mut exchange.gradients);
-            self.exchanges.push(exchange);
-            self.upload(gradients, results);
-        }
-        Ok(())
+    /// Returns a hash of the name of the compression; 0 without one.
+    pub fn compression(&self) -> u64 {
+        self.compressor.as_ref().map_or(0, Compressor::digest)
     }
 
     /// Forgets what compression has lost, after a step whose result is not used.

@@ -100,7 +100,7 @@ impl<B: CollectiveBackend> DataParallel<B> {
             changed,
             steps: self.steps,
             buckets: self.bucket_bytes.unwrap_or(0) as u64,
-            compression: self.compression,
+            compression: self.reducer.compression(),
             digests,
             ..Default::default()
         };

@@ -9,14 +9,15 @@ use burn::tensor::TensorData;
 use bytemuck::{cast_slice, cast_slice_mut};
 
 use crate::train::compression::Compression;
-use bonfire_core::internal::{ByteOperations, Request, lock};
+use bonfire_core::internal::{ByteOperations, Request, hash, lock};
 use bonfire_core::{Buffer, DType, Error, Group, Operation, Work};
 
 /// Compresses buckets for their exchange, and keeps what that loses. Clones share it.
 #[derive(Clone)]
 pub(crate) struct Compressor {
     compression: Arc<dyn Compression>,
-    /// This rank, for errors.
+    /// The encoding's name.
+    name: String,
     rank: usize,
     feedback: Arc<Mutex<Feedback>>,
 }
@@ -52,7 +53,6 @@ pub(crate) struct Exchange {
 /// The shards of a bucket.
 #[derive(Clone, Copy, Default)]
 struct Layout {
-    rank: usize,
     ranks: usize,
     /// Elements of a shard.
     shard: usize,
@@ -63,19 +63,20 @@ struct Layout {
 }
 
 impl Compressor {
-    pub fn new(compression: Arc<dyn Compression>, rank: usize) -> Compressor {
-        Compressor { compression, rank, feedback: Arc::default() }
+    pub fn new(compression: Arc<dyn Compression>, rank: usize) -> Result<Compressor, Error> {
+        let mut compressor = Compressor { compression, name: String::new(), rank, feedback: Arc::default() };
+        compressor.name = compressor.guarded(|| compressor.compression.name())?;
+        Ok(compressor)
     }
 
     /// A compressor that has lost nothing yet, for a group in which this rank has another number.
     pub fn anew(&self, rank: usize) -> Compressor {
-        Compressor::new(self.compression.clone(), rank)
+        Compressor { rank, feedback: Arc::default(), ..self.clone() }
     }
 
     /// Returns a hash of the encoding's name.
-    pub fn digest(&self) -> Result<u64, Error> {
-        let name = self.guarded(|| self.compression.name())?;
-        Ok(bonfire_core::internal::hash(name.into_bytes()))
+    pub fn digest(&self) -> u64 {
+        hash(self.name.bytes())
     }
 
     /// Forgets what compression has lost, after a step whose result is not used.
@@ -119,7 +120,7 @@ impl Compressor {
     }
 
     fn layout(&self, group: &Group, elements: usize) -> Result<Layout, Error> {
-        let (rank, ranks) = (group.rank(), group.world_size());
+        let ranks = group.world_size();
         let shard = elements.div_ceil(ranks);
         let bytes = self.guarded(|| self.compression.bytes(shard))?;
         // An encoding may need a few bytes for a shard of one element.
@@ -129,7 +130,7 @@ impl Compressor {
                 format!("rank {rank}'s encoding makes {bytes} bytes of {shard} elements, which cannot be right");
             return Err(Error::broken("compression", reason));
         }
-        Ok(Layout { rank, ranks, shard, bytes, words: bytes.div_ceil(size_of::<u64>()) })
+        Ok(Layout { ranks, shard, bytes, words: bytes.div_ceil(size_of::<u64>()) })
     }
 
     /// Compresses this rank's elements of all shards. Returns the memory of the exchange.
@@ -168,8 +169,8 @@ impl Compressor {
             self.decompress(layout.part(memory, rank), scratch)?;
             sum.iter_mut().zip(&*scratch).for_each(|(sum, value)| *sum += value);
         }
-        self.round_trip(sum, layout.part(memory, layout.rank), scratch)?;
-        let errors = values[layout.rank * layout.shard..].iter_mut();
+        self.round_trip(sum, layout.part(memory, self.rank), scratch)?;
+        let errors = values[self.rank * layout.shard..].iter_mut();
         errors.zip(sum.iter().zip(&*scratch)).for_each(|(error, (sum, sent))| *error += sum - sent);
 
         let (mut rest, mut feedback) = (&values[..], lock(&self.feedback));
@@ -221,10 +222,10 @@ impl Compressor {
             return Ok(Ok(()));
         }
         let mut positions = vec![u64::MAX; group.world_size()];
-        positions[group.rank()] = own.map_or(u64::MAX, |position| position as u64);
+        positions[self.rank] = own.map_or(u64::MAX, |position| position as u64);
         let request = Request::new(Operation::AllGather, DType::U64).part_of(operation);
         group.operate(request, None, cast_slice_mut(&mut positions))?;
-        let name = self.guarded(|| self.compression.name())?;
+        let name = &self.name;
         let reason = match positions.iter().enumerate().find(|(_, position)| **position != u64::MAX) {
             Some((rank, position)) => format!(
                 "rank {rank}'s gradient of `{}` has elements that are not finite, which cannot travel as {name}; lower \
