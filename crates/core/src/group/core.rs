@@ -131,7 +131,7 @@ impl Core {
         }
         let mut workspace = lock(&self.workspace);
         let site = Site { call, sequence: workspace.number(call.operation, message) };
-        let entry = self.recorder.begin(&call, site.sequence, message, at, turn.came(deadline));
+        let entry = self.recorder.begin(&call, site.sequence, message, at, turn.begin(deadline));
         // From here on the peers count on this rank, so a panic must reach them too.
         let unwinding = Unwinding { core: self, site: &site };
         let result = operate(&mut workspace, &site);
