@@ -68,9 +68,12 @@ impl<M: Clone> ShardedBlock<M> {
     }
 }
 
+/// What is to be done when a run ends.
+type Ends = Vec<Box<dyn FnOnce()>>;
+
 thread_local! {
-    /// The runs of blocks on this thread, outermost first, and what is to be done when each ends.
-    static RUNS: RefCell<Vec<Vec<Box<dyn FnOnce()>>>> = const { RefCell::new(Vec::new()) };
+    /// The runs of blocks on this thread, outermost first.
+    static RUNS: RefCell<Vec<Ends>> = const { RefCell::new(Vec::new()) };
 }
 
 /// A run of a block.
