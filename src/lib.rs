@@ -29,6 +29,7 @@
 //! | train a burn model on many ranks | [`DataParallel`], [`ShardedSampler`], [`SyncBatchNorm`]; see [`train`] |
 //! | save and resume a training, or go on without lost ranks | [`TrainingState`] |
 //! | shard the optimizer state over the ranks (ZeRO-1) | [`ShardedOptimizer`] |
+//! | shard parameters, gradients and optimizer state (ZeRO-3, FSDP) | [`FullyShardedParallel`], [`ShardedBlock`] |
 //! | use burn's wgpu or CUDA backend with collectives between devices | `Wgpu`, `Cuda`; see `server` |
 //! | train with burn-train's `Learner` | `DataParallelStrategy`, with the feature `ddp` |
 //! | run a program written for burn-collective | [`register`], [`all_reduce`], [`broadcast`], [`reduce`]; see [`burn_collective`] |
@@ -92,7 +93,8 @@ pub use tensor::communicator::{DeviceCommunicator, Routing};
 #[cfg(feature = "ddp")]
 pub use train::DataParallelStrategy;
 pub use train::{
-    DataParallel, ShardedOptimizer, ShardedSampler, Sharding, SyncBatchNorm, SyncBatchNormConfig, TrainingState,
+    DataParallel, DeviceMesh, FullyShardedParallel, ShardedBlock, ShardedOptimizer, ShardedSampler, Sharding,
+    SyncBatchNorm, SyncBatchNormConfig, TrainingState,
 };
 
 /// Runs the code of the README and of the guide.

@@ -3,11 +3,11 @@
 //! [`DataParallel`] makes the ranks' models equal at the start and their gradients equal in every step, so the models
 //! stay bit-identical. Gradients are exchanged while the backward pass still runs. [`ShardedSampler`] distributes the
 //! batches over the ranks: together, `n` ranks see the same global batches as a single rank would, and train the same
-//! model. [`ShardedOptimizer`] partitions the optimizer state over the ranks (ZeRO-1). [`SyncBatchNorm`] normalises
-//! with the statistics of the global batch. [`seeded`] gives the same initial weights on any number of ranks.
-//! [`TrainingState`] is all that a training carries from step to step, for checkpoints and for going on without lost
-//! ranks. With the feature `ddp`, `DataParallelStrategy` trains with burn-train's `Learner` instead of a loop of your
-//! own.
+//! model. [`ShardedOptimizer`] partitions the optimizer state over the ranks (ZeRO-1), [`FullyShardedParallel`]
+//! parameters and gradients too (ZeRO-3). [`SyncBatchNorm`] normalises with the statistics of the global batch.
+//! [`seeded`] gives the same initial weights on any number of ranks. [`TrainingState`] is all that a training carries
+//! from step to step, for checkpoints and for going on without lost ranks. With the feature `ddp`,
+//! `DataParallelStrategy` trains with burn-train's `Learner` instead of a loop of your own.
 //!
 //! ```
 //! use bonfire::{DataParallel, Group, ShardedSampler};
@@ -46,29 +46,40 @@ mod batch_norm;
 mod bucket;
 pub mod compression;
 mod data_parallel;
+mod embedding;
+mod fully_sharded;
 #[cfg(feature = "ddp")]
 mod learner;
+mod mean;
+mod mesh;
 mod overlap;
 mod record;
 mod reduction;
 mod resume;
 mod sampler;
+mod schedule;
 mod seeded;
 mod sharded;
+mod sharded_block;
 mod shrink;
 mod states;
 mod step;
 mod step_header;
+mod trailer;
 mod training_state;
 mod values;
 mod verify;
 
 pub use self::batch_norm::{SyncBatchNorm, SyncBatchNormConfig};
 pub use self::data_parallel::DataParallel;
+pub use self::embedding::embedding;
+pub use self::fully_sharded::{FullyShardedParallel, GatherCounts, ShardedStep};
 #[cfg(feature = "ddp")]
 pub use self::learner::DataParallelStrategy;
+pub use self::mesh::DeviceMesh;
 pub use self::sampler::{Epoch, ShardedSampler};
 pub use self::seeded::seeded;
 pub use self::sharded::{ShardedOptimizer, Sharding};
+pub use self::sharded_block::ShardedBlock;
 pub use self::step::TrainingStep;
 pub use self::training_state::TrainingState;

@@ -81,7 +81,7 @@ pub(crate) fn parameters<B: AutodiffBackend, M: AutodiffModule<B>>(
 
 /// Checks that all ranks have rank 0's parameters. Otherwise fails on all ranks with the same error.
 #[track_caller]
-pub(crate) fn check_same_model(group: &Group, own: &[ParameterDescription]) -> Result<(), Error> {
+pub(crate) fn check_same_model(group: &Group, operation: &str, own: &[ParameterDescription]) -> Result<(), Error> {
     let first: Vec<ParameterDescription> = broadcast_value(group, &own, 0)?;
     let differs = first_difference(own, &first);
     let positions = all_gather_values(group, [differs.map_or(u64::MAX, |i| i as u64)])?;
@@ -98,7 +98,7 @@ pub(crate) fn check_same_model(group: &Group, own: &[ParameterDescription]) -> R
         "the ranks' models differ first at parameter {position}: rank 0 has {first}; rank {rank} has {other}; build \
          the same model on all ranks"
     );
-    Err(Error::argument("data parallel", reason))
+    Err(Error::argument(operation, reason))
 }
 
 /// Returns the model with `root`'s values in all parameters, and with these identities.

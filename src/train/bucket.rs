@@ -6,7 +6,7 @@ use std::sync::Arc;
 use burn::tensor::backend::Backend;
 use burn::tensor::ops::FloatTensor;
 use burn::tensor::{Bytes, FloatDType, Scalar};
-use bytemuck::{Pod, cast_slice_mut};
+use bytemuck::{Pod, cast_slice, cast_slice_mut};
 use half::{bf16, f16};
 
 use bonfire_core::internal::{ByteOperations, Request};
@@ -135,14 +135,14 @@ impl Bucket {
 
     /// Starts an operation on the bucket's elements.
     #[track_caller]
-    pub fn start(mut self, group: &Group, dtype: DType, op: BucketOp) -> Result<Work<Bucket>, Error> {
-        let request = |operation| Request::new(operation, dtype);
-        let request = match op {
-            BucketOp::AllReduce(op) => request(Operation::AllReduce).reduction(op),
-            BucketOp::ReduceScatter(op) => request(Operation::ReduceScatter).reduction(op),
-            BucketOp::AllGather => request(Operation::AllGather),
-        };
-        let count = self.bytes().len() / dtype.size();
+    pub fn start(self, group: &Group, dtype: DType, op: BucketOp) -> Result<Work<Bucket>, Error> {
+        self.start_request(group, op.request(dtype))
+    }
+
+    /// As [`start`](Self::start), with a request for which more must agree.
+    #[track_caller]
+    pub fn start_request(mut self, group: &Group, request: Request<'static>) -> Result<Work<Bucket>, Error> {
+        let count = self.bytes().len() / request.dtype().size();
         group.start_operation(request, count, self, |bucket| Ok(bucket.bytes()))
     }
 }
@@ -156,6 +156,17 @@ pub(crate) enum BucketOp {
     ReduceScatter(ReduceOp),
     /// All ranks' parts, on every rank.
     AllGather,
+}
+
+impl BucketOp {
+    pub fn request(self, dtype: DType) -> Request<'static> {
+        let request = |operation| Request::new(operation, dtype);
+        match self {
+            BucketOp::AllReduce(op) => request(Operation::AllReduce).reduction(op),
+            BucketOp::ReduceScatter(op) => request(Operation::ReduceScatter).reduction(op),
+            BucketOp::AllGather => request(Operation::AllGather),
+        }
+    }
 }
 
 /// How a rank's gradients enter the mean over the samples of all ranks.
@@ -215,6 +226,19 @@ pub(crate) fn scale_tensor<B: Backend>(tensor: FloatTensor<B>, dtype: DType, fac
             B::float_cast(wide, FloatDType::BF16)
         }
         _ => B::float_mul_scalar(tensor, factor),
+    }
+}
+
+/// Returns the sum of the elements' squares, in f64.
+pub(crate) fn sum_of_squares(bytes: &[u8], dtype: DType) -> f64 {
+    fn sum<T: Pod>(bytes: &[u8], f64: impl Fn(T) -> f64) -> f64 {
+        cast_slice::<u8, T>(bytes).iter().map(|x| f64(*x)).map(|x| x * x).sum()
+    }
+    match dtype {
+        DType::F64 => sum(bytes, |x: f64| x),
+        DType::F16 => sum(bytes, f16::to_f64),
+        DType::BF16 => sum(bytes, bf16::to_f64),
+        _ => sum(bytes, f64::from as fn(f32) -> f64),
     }
 }
 

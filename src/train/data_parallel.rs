@@ -13,14 +13,15 @@ use burn::tensor::{Tensor, TensorPrimitive};
 use super::agree::{Parameter, ParameterDescription, broadcast_parameters, check_same_model, parameters, rebuild};
 use super::bucket::{Limits, Weighting, buckets, pop_if_full};
 use super::compression::Compression;
+use super::mean::mean;
 use super::overlap::Overlap;
 use super::reduction::{Compressor, InFlight, Reducer};
 use super::states;
-use super::step_header::{AgreedStep, StepHeader, no_samples};
+use super::step_header::{AgreedStep, StepHeader};
 use super::values::{NOTHING, comparison_is_due, digests, positions, values};
 use crate::tensor::device::DeviceOutcome;
-use bonfire_core::internal::{AgreedOperations, ByteOperations, Request};
-use bonfire_core::{DType, Error, Group, Operation, ReduceOp};
+use bonfire_core::internal::AgreedOperations;
+use bonfire_core::{DType, Error, Group};
 
 /// Synchronises a model and its gradients over the ranks of a group. Each rank has one.
 ///
@@ -63,7 +64,7 @@ impl<B: AutodiffBackend> DataParallel<B> {
     pub fn new<M: AutodiffModule<B>>(group: Group, model: M) -> Result<(M, Self), Error> {
         let (model, identities) = rebuild(model);
         let (described, parameters) = describe_parameters(&model);
-        check_same_model(&group, &described)?;
+        check_same_model(&group, "data parallel", &described)?;
         let model = broadcast_parameters(&group, model, identities, 0)?;
         let reducer = Reducer::new(group, parameters.into());
         Ok((model, DataParallel { reducer, overlap: None, bucket_bytes: None, steps: 0 }))
@@ -269,14 +270,7 @@ impl<B: AutodiffBackend> DataParallel<B> {
     /// of [`Group::all_reduce`].
     #[track_caller]
     pub fn mean<const N: usize>(&self, values: &[f64; N], samples: usize) -> Result<[f64; N], Error> {
-        let weighted = values.iter().map(|value| if samples == 0 { 0.0 } else { value * samples as f64 });
-        let mut sums: Vec<f64> = weighted.chain([samples as f64]).collect();
-        let request = Request::new(Operation::AllReduce, DType::F64).reduction(ReduceOp::Sum).part_of("mean");
-        self.reducer.group.operate(request, None, bytemuck::cast_slice_mut(&mut sums))?;
-        if sums[N] == 0.0 {
-            return Err(no_samples("mean"));
-        }
-        Ok(std::array::from_fn(|i| sums[i] / sums[N]))
+        mean(&self.reducer.group, values, samples)
     }
 
     /// Averages the states that differ between the ranks' models, such as the running statistics of batch norm, which

@@ -16,6 +16,9 @@ mod checkpoint;
 mod exchange;
 mod layout;
 mod state;
+// burn's feature `distributed` removes the `AutodiffBackend` impl from host backends.
+#[cfg(all(test, not(feature = "ddp")))]
+mod tests;
 
 use std::any::TypeId;
 use std::collections::VecDeque;
@@ -32,10 +35,13 @@ use self::exchange::{NumberedBucket, Shards};
 use self::layout::{bytes, layout};
 use super::bucket::{BucketOp, pop_if_full};
 use super::data_parallel::DataParallel;
+use super::mesh::{DeviceMesh, REPLICATE, SHARD};
 use super::step_header::{AgreedStep, StepHeader};
 use super::values::{Positions, Values, comparison_is_due, digests, positions, values};
 use bonfire_core::internal::AgreedOperations;
 use bonfire_core::{Error, Group};
+
+const OPERATION: &str = "sharded optimizer";
 
 /// Over which ranks the optimizer state is partitioned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -137,7 +143,7 @@ where
     /// [`Group::split`].
     #[track_caller]
     pub fn new(ddp: &DataParallel<B>, optimizer: OptimizerAdaptor<O, M, B>, sharding: Sharding) -> Result<Self, Error> {
-        let group = ddp.group().clone();
+        let group = ddp.group();
         let ranks = match sharding {
             Sharding::All => group.world_size(),
             Sharding::Blocks(ranks) => ranks,
@@ -148,25 +154,48 @@ where
             let reason = format!("{world_size} ranks are not blocks of {ranks}; give a divisor of {world_size}");
             return Err(invalid(reason));
         }
-        if TypeId::of::<O>() == TypeId::of::<Muon<B::InnerBackend>>() {
-            return Err(invalid("Muon needs whole matrices, and a rank has slices only; use `DataParallel::sync`"));
+        // Before the ranks make subgroups.
+        check_optimizer(&optimizer)?;
+        let blocks = [(REPLICATE.into(), group.world_size() / ranks), (SHARD.into(), ranks)];
+        Self::on_mesh(ddp, optimizer, &DeviceMesh::arrange(group.clone(), blocks.into())?)
+    }
+
+    /// As [`new`](Self::new), over the dimensions of a mesh of the ranks of `ddp`: the state is partitioned over the
+    /// ranks of `shard`, and those of `replicate` keep the same part. Sharding over blocks is a mesh of `replicate` and
+    /// `shard`, in this order.
+    ///
+    /// ```
+    /// use bonfire::{DataParallel, DeviceMesh, Group, ShardedOptimizer};
+    /// # use burn::backend::{Autodiff, Flex};
+    /// # use burn::nn::{Linear, LinearConfig};
+    /// # use burn::optim::AdamConfig;
+    ///
+    /// # let group = Group::threads(1)?.remove(0);
+    /// # let linear = LinearConfig::new(2, 1).init::<Autodiff<Flex>>(&Default::default());
+    /// let mesh = DeviceMesh::new(group, [("shard", 1), ("replicate", 1)])?;
+    /// let (model, ddp) = DataParallel::new(mesh.whole().clone(), linear)?;
+    /// let optimizer = ShardedOptimizer::on_mesh(&ddp, AdamConfig::new().init(), &mesh)?;
+    /// # let _: (Linear<_>, ShardedOptimizer<_, Linear<_>, _>) = (model, optimizer);
+    /// # Ok::<(), bonfire::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`], before anything is sent, if the mesh has other dimensions or is not of the ranks of
+    /// `ddp`, and for an optimizer that [`new`](Self::new) refuses.
+    pub fn on_mesh(
+        ddp: &DataParallel<B>,
+        optimizer: OptimizerAdaptor<O, M, B>,
+        mesh: &DeviceMesh,
+    ) -> Result<Self, Error> {
+        let group = ddp.group().clone();
+        let [shard_group, replica_group] = mesh.shards_and_replicas(OPERATION)?;
+        let place = |group: &Group| (group.rank(), group.world_size());
+        if place(mesh.whole()) != place(&group) {
+            return Err(invalid("the mesh has other ranks than the `DataParallel`; make both of one group"));
         }
-        if let Some(GradientClipping::Norm(_)) = optimizer.grad_clipping() {
-            let reason = "the optimizer itself would clip by the norm of a slice; leave that out there, and use \
-                          `ShardedOptimizer::clip_norm`";
-            return Err(invalid(reason));
-        }
-        if !optimizer.to_record().is_empty() {
-            let reason = "the optimizer has state of whole parameters already; give a new one, and load what a sharded \
-                          one saved";
-            return Err(invalid(reason));
-        }
-        let (block, index) = (group.rank() / ranks, group.rank() % ranks);
-        let alone = Group::threads(1)?.remove(0);
-        let shard_group = subgroup(&group, &alone, ranks, block)?;
-        let replica_group = subgroup(&group, &alone, group.world_size() / ranks, index)?;
+        check_optimizer(&optimizer)?;
         let parameters: Vec<_> = ddp.parameters().iter().filter(|parameter| parameter.trained).cloned().collect();
-        let layout = layout(&parameters, ranks, index);
+        let layout = layout(&parameters, shard_group.world_size(), shard_group.rank());
         let states = parameters.iter().map(|_| None).collect();
         let shards = Shards {
             shard_group,
@@ -309,22 +338,31 @@ where
     }
 }
 
-/// Makes the subgroup of the `ranks` ranks that pass the same `number`, in rank order. All ranks must call it. `alone`
-/// is a group of one rank.
-#[track_caller]
-fn subgroup(group: &Group, alone: &Group, ranks: usize, number: usize) -> Result<Group, Error> {
-    match ranks {
-        1 => Ok(alone.clone()),
-        all if all == group.world_size() => Ok(group.clone()),
-        _ => {
-            let subgroup = group.split(Some(number as u64), group.rank() as i64)?;
-            subgroup.ok_or_else(|| invalid("this rank is in no subgroup"))
-        }
+/// Refuses optimizers that cannot work on slices, as far as that can be known.
+fn check_optimizer<O, M, B>(optimizer: &OptimizerAdaptor<O, M, B>) -> Result<(), Error>
+where
+    O: SimpleOptimizer<B::InnerBackend> + 'static,
+    M: AutodiffModule<B>,
+    B: AutodiffBackend,
+{
+    if TypeId::of::<O>() == TypeId::of::<Muon<B::InnerBackend>>() {
+        return Err(invalid("Muon needs whole matrices, and a rank has slices only; use `DataParallel::sync`"));
     }
+    if let Some(GradientClipping::Norm(_)) = optimizer.grad_clipping() {
+        let reason = "the optimizer itself would clip by the norm of a slice; leave that out there, and use \
+                      `ShardedOptimizer::clip_norm`";
+        return Err(invalid(reason));
+    }
+    if !optimizer.to_record().is_empty() {
+        let reason = "the optimizer has state of whole parameters already; give a new one, and load what a sharded \
+                      one saved";
+        return Err(invalid(reason));
+    }
+    Ok(())
 }
 
 fn invalid(reason: impl Into<String>) -> Error {
-    Error::argument("sharded optimizer", reason)
+    Error::argument(OPERATION, reason)
 }
 
 /// Replaces a model's parameters by new values, by position.
@@ -355,89 +393,5 @@ where
             .field("shard_group", shard_group)
             .field("replica_group", replica_group)
             .finish()
-    }
-}
-
-// burn's feature `distributed` removes the `AutodiffBackend` impl from host backends.
-#[cfg(all(test, not(feature = "ddp")))]
-mod tests {
-    use std::sync::Barrier;
-    use std::time::Duration;
-
-    use burn::backend::{Autodiff, Flex};
-    use burn::nn::LinearConfig;
-    use burn::optim::SgdConfig;
-
-    use super::*;
-
-    #[test]
-    fn a_step_that_fails_midway_leaves_no_rank_waiting() {
-        for sharding in [Sharding::Blocks(2), Sharding::All] {
-            fail_midway(sharding);
-        }
-    }
-
-    /// Rank 3 learns that the group has failed before it makes the step whose header the others have exchanged.
-    #[test]
-    fn a_rank_that_fails_at_the_header_leaves_no_rank_waiting_in_a_subgroup() {
-        let failed = &Barrier::new(4);
-        std::thread::scope(|scope| {
-            for group in Group::builder().deadline(Duration::from_secs(20)).threads(4).unwrap() {
-                scope.spawn(move || {
-                    let (device, rank) = (Default::default(), group.rank());
-                    let linear = LinearConfig::new(2, 3).init::<Autodiff<Flex>>(&device);
-                    let (mut model, ddp) = DataParallel::new(group.clone(), linear).unwrap();
-                    let mut optimizer =
-                        ShardedOptimizer::new(&ddp, SgdConfig::new().init(), Sharding::Blocks(2)).unwrap();
-                    if rank == 3 {
-                        let parameters = &optimizer.shards.parameters;
-                        let digests = digests(parameters, &values(&model, parameters, &positions(parameters))).unwrap();
-                        let header = StepHeader {
-                            operation: "step",
-                            samples: 1,
-                            rate: 0.5,
-                            digests: Some(digests),
-                            ..Default::default()
-                        };
-                        header.exchange(&group, parameters).unwrap();
-                        group.abandon(Error::broken("step", "on purpose"));
-                    }
-                    let mut grads = GradientsParams::new();
-                    grads.register(model.weight.id, Tensor::<Flex, 2>::ones([2, 3], &device));
-                    let error = optimizer.step(0.5, &mut model, grads, 1).unwrap_err();
-                    // All ranks still hold their optimizers.
-                    failed.wait();
-                    assert!(matches!(error, Error::Broken { .. }), "{error}");
-                });
-            }
-        });
-    }
-
-    fn fail_midway(sharding: Sharding) {
-        let failed = &Barrier::new(4);
-        std::thread::scope(|scope| {
-            for group in Group::threads(4).unwrap() {
-                scope.spawn(move || {
-                    let (device, rank) = (Default::default(), group.rank());
-                    let linear = LinearConfig::new(2, 3).init::<Autodiff<Flex>>(&device);
-                    let (mut model, ddp) = DataParallel::new(group, linear).unwrap();
-                    let mut optimizer = ShardedOptimizer::new(&ddp, SgdConfig::new().init(), sharding).unwrap();
-                    if rank == 0 {
-                        // Its block disagrees about a bucket. The other block does not, but needs this block.
-                        optimizer.shards.layout[0].len += 1;
-                    }
-                    let mut step = || {
-                        let mut grads = GradientsParams::new();
-                        grads.register(model.weight.id, Tensor::<Flex, 2>::ones([2, 3], &device));
-                        optimizer.step(0.5, &mut model, grads, 1).unwrap_err()
-                    };
-                    let error = step();
-                    // All ranks still hold their optimizers, yet no rank waits.
-                    failed.wait();
-                    assert!(matches!(error, Error::Mismatch { .. }), "{error}");
-                    assert_eq!(step(), error);
-                });
-            }
-        });
     }
 }

@@ -1,8 +1,8 @@
 //! Overlapped training steps: gradients are exchanged while the backward pass computes the next ones.
 //!
 //! A hook hands over each gradient as soon as it is complete ([`observe`]), a full bucket leaves at once ([`pass`]),
-//! and all ranks send the same buckets in the same order ([`schedule`]). What the ranks must agree on travels during
-//! the forward pass (the step header) and beside the last buckets (the [`trailer`]), never between a gradient and its
+//! and all ranks send the same buckets in the same order (the schedule). What the ranks must agree on travels during
+//! the forward pass (the step header) and beside the last buckets (the trailer), never between a gradient and its
 //! exchange.
 //!
 //! Gradients have a group of their own, the lane: collectives of the model, such as those of
@@ -10,8 +10,6 @@
 
 mod observe;
 mod pass;
-mod schedule;
-mod trailer;
 mod tuning;
 
 use std::sync::{Arc, Mutex, OnceLock};
@@ -21,18 +19,15 @@ use burn::optim::GradientsParams;
 
 use self::observe::{Hooked, Observer};
 use self::pass::{Ended, Pass};
-use self::trailer::Problem;
 use super::data_parallel::DataParallel;
 use super::overlap::Overlap;
 use super::step_header::{StepHeader, no_samples};
+use super::trailer::{OPERATION, Problem};
 use super::values::positions;
 use crate::tensor::autodiff::CollectiveBackend;
 use crate::tensor::autodiff::hook::GradientReceiver;
 use bonfire_core::internal::{AgreedOperations, lock};
 use bonfire_core::{Error, Group};
-
-/// The operation's name in errors.
-const OPERATION: &str = "training step";
 
 impl<B: CollectiveBackend> DataParallel<B> {
     /// Begins a training step that exchanges gradients during the backward pass. It replaces [`sync`](Self::sync),

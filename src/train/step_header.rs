@@ -201,14 +201,14 @@ impl StepHeader {
                 parameter.path
             ),
             (None, Some(parameter)) => format!(
-                "rank {rank}'s model does not have `{}` as it was at the start; pass the model that \
-                 `DataParallel::new` returned, as the last step left it",
+                "rank {rank}'s model does not have `{}` as it was at the start; pass the model in \
+                 training, as the last step left it",
                 parameter.path
             ),
             (None, None) => format!(
                 "rank {rank} has gradients of parameters that its model did not have at the start, or that needed \
-                 none then; pass the model that `DataParallel::new` returned through the optimizer, and load \
-                 checkpoints with `DataParallel::resume`"
+                 none then; pass the model that `new` returned through the optimizer, and load checkpoints with \
+                 `DataParallel::resume`"
             ),
         };
         Error::argument(self.operation, reason)

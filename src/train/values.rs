@@ -10,7 +10,7 @@ use std::collections::HashMap;
 
 use burn::module::{AutodiffModule, ModuleVisitor, Param, ParamId};
 use burn::tensor::backend::AutodiffBackend;
-use burn::tensor::{Float, Tensor};
+use burn::tensor::{DType, Float, Shape, Tensor};
 
 use super::agree::Parameter;
 use crate::tensor::host::Source;
@@ -54,25 +54,34 @@ pub(crate) fn values<B: AutodiffBackend, M: AutodiffModule<B>>(
     parameters: &[Parameter<B>],
     positions: &Positions,
 ) -> Values<B> {
-    let mut reader = ValueReader { parameters, positions, values: vec![None; parameters.len()] };
+    values_of(model, positions, |position| (&parameters[position].shape, parameters[position].dtype))
+}
+
+/// Returns the model's values at these positions that have the expected shapes and element types.
+pub(crate) fn values_of<'e, B: AutodiffBackend, M: AutodiffModule<B>>(
+    model: &M,
+    positions: &Positions,
+    expected: impl Fn(usize) -> (&'e Shape, DType),
+) -> Values<B> {
+    let mut reader = ValueReader { expected, positions, values: vec![None; positions.len()] };
     model.visit(&mut reader);
     reader.values
 }
 
-struct ValueReader<'a, B: AutodiffBackend> {
-    parameters: &'a [Parameter<B>],
+struct ValueReader<'a, B: AutodiffBackend, E> {
+    expected: E,
     positions: &'a Positions,
     values: Values<B>,
 }
 
-impl<B: AutodiffBackend> ModuleVisitor<B> for ValueReader<'_, B> {
+impl<'e, B: AutodiffBackend, E: Fn(usize) -> (&'e Shape, DType)> ModuleVisitor<B> for ValueReader<'_, B, E> {
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
         let Some(&position) = self.positions.get(&param.id) else { return };
-        let (parameter, value) = (&self.parameters[position], param.val().inner());
+        let ((shape, dtype), value) = ((self.expected)(position), param.val().inner());
         // As in burn's optimizers, the first of several parameters with one id counts.
-        let fits = value.shape() == parameter.shape && value.dtype() == parameter.dtype;
+        let fits = value.shape() == *shape && value.dtype() == dtype;
         if fits && self.values[position].is_none() {
-            let elements = parameter.shape.num_elements();
+            let elements = shape.num_elements();
             self.values[position] = Some(value.reshape([elements]));
         }
     }

@@ -11,6 +11,7 @@ mod chaos;
 mod communicator;
 mod compression;
 mod data_parallel;
+mod fully_sharded;
 mod gradients;
 mod mismatch;
 mod randomness;

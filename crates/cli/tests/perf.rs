@@ -68,6 +68,9 @@ fn a_training_step_is_measured_between_threads_and_between_processes() {
         }
         assert!(rows[0]["alone_s"].as_f64().unwrap() >= 0.005, "the pauses are there: {}", rows[0]);
     }
+    let rows = objects("perf step --sharding full --layers 5 --width 10 --ranks 3 --compute-ms 6 --steps 2 --json");
+    assert_eq!((rows.len(), &rows[0]["wrong"], &rows[0]["sync_s"]), (1, &Value::from(0), &Value::Null));
+    assert!(rows[0]["alone_s"].as_f64().unwrap() >= 0.006, "the pauses are in both passes: {}", rows[0]);
     let table = succeeds("perf step --layers 2 --width 8 --compute-ms 0 --steps 1 --bucket-bytes 100");
     assert!(table.contains("of the exchange exposed") && table.contains("0     wrong elements"), "{table}");
     let refused = bonfire("perf step --layers 0");

@@ -9,6 +9,12 @@
 //! before those of the layers that the pass ran earlier.
 //!
 //! The number counts the nodes of all threads, which does no harm: only the order within a graph matters.
+//!
+//! A tensor with a hook may have another value than the tensor that it stands for: the whole of a parameter of which a
+//! rank has a part. Then its value need not be kept for the backward pass. burn-autodiff's checkpointing keeps a recipe
+//! in place of a tensor, for operations that are declared memory bound, and a matmul that needs the tensor runs the
+//! recipe. The strategy that decides so is a type of the operation, not of the graph, so the hook always has the one
+//! that keeps recipes.
 
 use std::fmt;
 use std::sync::Arc;
@@ -16,7 +22,9 @@ use std::sync::Arc;
 use burn::backend::Autodiff;
 use burn::backend::autodiff::NodeId;
 use burn::backend::autodiff::checkpoint::base::Checkpointer;
-use burn::backend::autodiff::checkpoint::strategy::CheckpointStrategy;
+use burn::backend::autodiff::checkpoint::retro_forward::RetroForward;
+use burn::backend::autodiff::checkpoint::state::BackwardStates;
+use burn::backend::autodiff::checkpoint::strategy::{BalancedCheckpointing, CheckpointStrategy};
 use burn::backend::autodiff::grads::Gradients;
 use burn::backend::autodiff::ops::{Backward, Ops, OpsKind};
 use burn::tensor::backend::{AutodiffBackend, Backend};
@@ -36,11 +44,30 @@ pub trait GradientHook: AutodiffBackend {
         start: PassStart,
         receiver: GradientReceiver<Self::InnerBackend>,
     ) -> FloatTensor<Self>;
+
+    /// As [`hook`](Self::hook), for a tensor whose [value](Self::with_value) will be another one. If a step of the
+    /// backward pass needs that value, it is what `recipe` returns then. The recipe runs as the receiver does, at most
+    /// once, and must not panic.
+    #[doc(hidden)]
+    fn hook_with_recipe(
+        tensor: FloatTensor<Self>,
+        start: PassStart,
+        receiver: GradientReceiver<Self::InnerBackend>,
+        recipe: Recipe<Self::InnerBackend>,
+    ) -> FloatTensor<Self>;
+
+    /// Returns the tensor's node with another value.
+    #[doc(hidden)]
+    fn with_value(tensor: FloatTensor<Self>, value: FloatTensor<Self::InnerBackend>) -> FloatTensor<Self>;
 }
 
 /// Gets a gradient.
 #[doc(hidden)]
 pub type GradientReceiver<B> = Arc<dyn Fn(FloatTensor<B>) + Send + Sync>;
+
+/// Returns the value of a tensor that was not kept.
+#[doc(hidden)]
+pub type Recipe<B> = Arc<dyn Fn() -> FloatTensor<B> + Send + Sync>;
 
 /// When a forward pass began, by the number of nodes that were made before.
 #[doc(hidden)]
@@ -59,7 +86,20 @@ where
     Self: AutodiffBackend<InnerBackend = B>,
 {
     fn hook(tensor: FloatTensor<Self>, start: PassStart, receiver: GradientReceiver<B>) -> FloatTensor<Self> {
-        hooked::<B, C>(tensor, start, receiver)
+        hooked::<B, C>(tensor, start, receiver, None)
+    }
+
+    fn hook_with_recipe(
+        tensor: FloatTensor<Self>,
+        start: PassStart,
+        receiver: GradientReceiver<B>,
+        recipe: Recipe<B>,
+    ) -> FloatTensor<Self> {
+        hooked::<B, C>(tensor, start, receiver, Some(recipe))
+    }
+
+    fn with_value(tensor: FloatTensor<Self>, value: FloatTensor<B>) -> FloatTensor<Self> {
+        valued::<B, C>(tensor, value)
     }
 }
 
@@ -70,6 +110,7 @@ fn hooked<B: Backend, C: CheckpointStrategy>(
     tensor: Tracked<B, C>,
     start: PassStart,
     receiver: GradientReceiver<B>,
+    recipe: Option<Recipe<B>>,
 ) -> Tracked<B, C> {
     let mut depth = Tracked::<B, C>::new(tensor.primitive.clone());
     let nodes = depth.node.id.value.saturating_sub(start.0);
@@ -78,10 +119,36 @@ fn hooked<B: Backend, C: CheckpointStrategy>(
         // A node that is shared keeps its depth: then the hook runs last, with the same gradient.
         None => log::debug!("burn-autodiff shares a new node, so a gradient arrives late"),
     }
-    // Declared compute bound, so that no checkpointing strategy runs anything again.
-    match Hook.prepare::<C>([tensor.node, depth.node]).compute_bound().stateful() {
+    let nodes = [tensor.node.clone(), depth.node];
+    let prepared = Hook.prepare::<BalancedCheckpointing>(nodes);
+    let prepared = match recipe {
+        Some(recipe) => prepared.memory_bound().retro_forward(Again::<B>(recipe)).parents([&tensor]),
+        // Declared compute bound, so that no checkpointing strategy runs anything again.
+        None => prepared.compute_bound(),
+    };
+    match prepared.stateful() {
         OpsKind::Tracked(prepared) => prepared.finish(Receiver(receiver), tensor.primitive),
         OpsKind::UnTracked(prepared) => prepared.finish(tensor.primitive),
+    }
+}
+
+fn valued<B: Backend, C: CheckpointStrategy>(mut tensor: Tracked<B, C>, value: FloatTensor<B>) -> Tracked<B, C> {
+    tensor.primitive = value;
+    tensor
+}
+
+/// Runs a recipe.
+struct Again<B: Backend>(Recipe<B>);
+
+impl<B: Backend> RetroForward for Again<B> {
+    fn forward(&self, states: &mut BackwardStates, node: NodeId) {
+        states.save(node, (self.0)());
+    }
+}
+
+impl<B: Backend> fmt::Debug for Again<B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Again")
     }
 }
 

@@ -5,12 +5,12 @@ use std::collections::VecDeque;
 use burn::optim::GradientsParams;
 use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::{FloatDType, TensorData};
-use bytemuck::{Pod, cast_slice, cast_slice_mut};
-use half::{bf16, f16};
+use bytemuck::{cast_slice, cast_slice_mut};
+use half::f16;
 
 use super::layout::{BucketLayout, bytes};
 use crate::train::agree::{Parameter, all_gather_values};
-use crate::train::bucket::{Bucket, BucketOp, Weighting, pop_if_full, scale};
+use crate::train::bucket::{Bucket, BucketOp, Weighting, pop_if_full, scale, sum_of_squares};
 use bonfire_core::{Buffer, DType, Error, Group, Work};
 
 /// The groups and the bucket layouts of a sharded optimizer, and memory for the buckets.
@@ -160,17 +160,4 @@ impl<B: AutodiffBackend> Shards<B> {
 
 fn wait(work: Work<Bucket>) -> Result<Bucket, Error> {
     work.wait().map_err(|(error, _)| error)
-}
-
-/// Returns the sum of the elements' squares, in f64.
-fn sum_of_squares(bytes: &[u8], dtype: DType) -> f64 {
-    fn sum<T: Pod>(bytes: &[u8], f64: impl Fn(T) -> f64) -> f64 {
-        cast_slice::<u8, T>(bytes).iter().map(|x| f64(*x)).map(|x| x * x).sum()
-    }
-    match dtype {
-        DType::F64 => sum(bytes, |x: f64| x),
-        DType::F16 => sum(bytes, f16::to_f64),
-        DType::BF16 => sum(bytes, bf16::to_f64),
-        _ => sum(bytes, f64::from as fn(f32) -> f64),
-    }
 }

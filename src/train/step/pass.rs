@@ -11,13 +11,12 @@ use burn::tensor::backend::{AutodiffBackend, Backend, ExecutionError};
 use burn::tensor::ops::{FloatTensor, FloatTensorOps};
 use burn::tensor::{TensorData, TensorMetadata, try_read_sync};
 
-use super::OPERATION;
-use super::schedule::Schedule;
-use super::trailer::{Problem, Trailer};
 use crate::tensor::device::DeviceOutcome;
 use crate::train::bucket::{BucketTable, Weighting, pop_if_full};
 use crate::train::reduction::{InFlight, Reducer};
+use crate::train::schedule::Schedule;
 use crate::train::step_header::{Refused, StepHeader};
+use crate::train::trailer::{OPERATION, Problem, Trailer};
 use bonfire_core::{Error, Group, Work};
 
 /// What the hooks of a step and its end share.

@@ -4,9 +4,9 @@ use std::time::{Duration, Instant};
 
 use burn::tensor::backend::AutodiffBackend;
 
-use super::OPERATION;
 use crate::train::agree::Parameter;
 use crate::train::bucket::{BucketTable, Limits, buckets};
+use crate::train::trailer::OPERATION;
 use bonfire_core::{Error, Group, ReduceOp};
 
 /// The smallest and the largest bucket that is chosen, in bytes.

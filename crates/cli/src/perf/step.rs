@@ -1,28 +1,25 @@
 //! `bonfire perf step`: how much of the exchange of gradients a training step hides behind its backward pass.
 
+mod chain;
+
 use std::io::Write;
 use std::time::{Duration, Instant};
 
+use bonfire::tensor::operation;
 use bonfire::train::compression;
-use bonfire::{DataParallel, Error, Group, ReduceOp};
-use burn::backend::autodiff::checkpoint::base::Checkpointer;
-use burn::backend::autodiff::checkpoint::strategy::NoCheckpointing;
-use burn::backend::autodiff::grads::Gradients;
-use burn::backend::autodiff::ops::{Backward, Ops, OpsKind, unary};
-use burn::backend::{Autodiff, Flex};
+use bonfire::{DataParallel, Error, FullyShardedParallel, Group, ReduceOp};
+use burn::backend::Flex;
 use burn::module::Param;
 use burn::optim::GradientsParams;
-use burn::tensor::{Tensor, TensorData, TensorPrimitive};
+use burn::tensor::Tensor;
 use clap::ValueEnum;
 use serde::Serialize;
 
+use self::chain::{B, Chain, Model, Pause, Shapes};
 use super::args::{Common, Transport};
-use super::gradients::resnet50;
 use super::ranks;
 use super::timing::RankError;
 use crate::failure::Failure;
-
-type B = Autodiff<Flex>;
 
 /// Measure how much of the exchange of gradients a training step hides behind its backward pass
 ///
@@ -30,7 +27,8 @@ type B = Autodiff<Flex>;
 /// for its part of the given time, and then its gradient is complete. Three steps are timed: alone (no exchange), the
 /// exchange alone (no pauses), and both, until all gradients are back. exposed is (both - alone) / exchange: 0 if the
 /// exchange is hidden, 1 if it is not. sync is the step that exchanges after the backward pass. Gradients are compared
-/// with their exact mean.
+/// with their exact mean. With --sharding full a third of the time is computed in the forward pass, and the exchange is
+/// that of the parameters in both passes and of the gradients; there is no sync.
 #[derive(clap::Args, Clone)]
 #[command(after_help = "Examples:\n  bonfire perf step --transport tcp --ranks 2\n  \
                         bonfire run -n 2 --nodes 2 ... -- bonfire perf step --layers 100 --width 256 --json")]
@@ -43,7 +41,7 @@ pub struct StepArgs {
     #[arg(long, value_name = "N", default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..=65_536))]
     width: u32,
 
-    /// Time that the backward pass computes, over all layers
+    /// Time that the backward pass computes, over all layers; with --sharding full both passes
     #[arg(long, value_name = "MS", default_value_t = 600, value_parser = clap::value_parser!(u64).range(0..=3_600_000))]
     compute_ms: u64,
 
@@ -63,6 +61,10 @@ pub struct StepArgs {
     #[arg(long, value_name = "BYTES", value_parser = clap::value_parser!(u32).range(1..))]
     bucket_bytes: Option<u32>,
 
+    /// What of the model a rank keeps
+    #[arg(long, value_enum, default_value_t = Sharding::None, conflicts_with_all = ["compression", "bucket_bytes"])]
+    sharding: Sharding,
+
     /// Let gradients travel in fewer bytes
     #[arg(long, value_parser = compression::NAMES, value_name = "TYPE")]
     compression: Option<String>,
@@ -81,13 +83,11 @@ pub struct StepArgs {
 }
 
 #[derive(Clone, Copy, PartialEq, ValueEnum)]
-enum Shapes {
-    /// --layers matrices of --width by --width
-    Square,
-    /// 400 parameters from 1 KiB to 2 MiB, 100 MiB in all
-    Mixed,
-    /// The 161 parameters of ResNet-50
-    Resnet50,
+enum Sharding {
+    /// Every rank has the whole model
+    None,
+    /// Every rank has a part of each layer, which is a block
+    Full,
 }
 
 /// The figures of a measurement. Times are in seconds: the median of the steps on the slowest rank.
@@ -98,7 +98,8 @@ struct Figures {
     alone_s: f64,
     exchange_s: f64,
     both_s: f64,
-    sync_s: f64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    sync_s: Option<f64>,
     exposed: f64,
     wrong: u64,
 }
@@ -122,7 +123,20 @@ pub fn run(args: &StepArgs) -> Result<u8, Failure> {
 impl StepArgs {
     /// Measures as one rank. Returns the number of wrong elements over all ranks.
     fn measure(&self, group: &Group) -> Result<u64, RankError> {
-        let chain = Chain::new(self);
+        let chain = Chain::new(self.sizes, self.layers as usize, self.width as usize);
+        let pause = Duration::from_millis(self.compute_ms) / chain.shapes.len() as u32;
+        let (forward, backward) = match self.sharding {
+            Sharding::None => (Duration::ZERO, pause),
+            Sharding::Full => (pause / 3, pause * 2 / 3),
+        };
+        let pause = Pause { forward, backward, busy: self.busy };
+        match self.sharding {
+            Sharding::None => self.measure_replicas(group, &chain, pause),
+            Sharding::Full => self.measure_parts(group, &chain, pause),
+        }
+    }
+
+    fn measure_replicas(&self, group: &Group, chain: &Chain, pause: Pause) -> Result<u64, RankError> {
         let (model, mut parallel) = DataParallel::new(group.clone(), chain.model())?;
         if let Some(bytes) = self.bucket_bytes {
             parallel.set_bucket_bytes(bytes as usize);
@@ -131,27 +145,59 @@ impl StepArgs {
             parallel.set_compression(compression)?;
         }
         let input = chain.input(group.rank());
-        let pause = Duration::from_millis(self.compute_ms) / chain.shapes.len() as u32;
-        let pause = Pause { length: pause, busy: self.busy };
-        let none = Pause { length: Duration::ZERO, ..pause };
-
-        let own = |pause: Pause| {
-            let grads = chain.forward(&model, input.clone(), pause).sum().backward();
-            GradientsParams::from_grads(grads, &model)
-        };
-        let mut overlapped = |pause: Pause| {
+        let overlapped = |parallel: &mut DataParallel<B>, pause: Pause| {
             let step = parallel.step(&model, 1)?;
             let loss = chain.forward(step.model(), input.clone(), pause).sum();
             step.finish(loss.backward())
         };
-        let wrong = wrong(group, &model, own(none), overlapped(none)?, self.error())?;
+        let own = |pause: Pause| own(chain, &model, group, pause);
+        let wrong = wrong(group, &model, own(none(pause)), overlapped(&mut parallel, none(pause))?, self.error())?;
+        let times =
+            self.times(group, || drop(own(pause)), |pause| overlapped(&mut parallel, pause).map(drop), pause)?;
+        let sync_s = self.median(group, || parallel.sync(&model, own(pause), 1).map(drop))?;
+        self.print(group, chain, times, Some(sync_s), wrong)
+    }
+
+    fn measure_parts(&self, group: &Group, chain: &Chain, pause: Pause) -> Result<u64, RankError> {
+        let (parts, mut parallel) = FullyShardedParallel::new(group.clone(), chain.model())?;
+        let whole = parallel.gather(&parts)?;
+        let input = chain.input(group.rank());
+        let mut overlapped = |pause: Pause| {
+            let step = parallel.step(&parts, 1)?;
+            let loss = chain.forward(step.model(), input.clone(), pause).sum();
+            step.finish(loss.backward())
+        };
+        let own = |pause: Pause| own(chain, &whole, group, pause);
+        let joined = joined(group, &whole, overlapped(none(pause))?)?;
+        let wrong = wrong(group, &whole, own(none(pause)), joined, 0.0)?;
+        let times = self.times(group, || drop(own(pause)), |pause| overlapped(pause).map(drop), pause)?;
+        self.print(group, chain, times, None, wrong)
+    }
+
+    /// Returns the times of a step alone, of the exchange alone, and of both.
+    fn times(
+        &self,
+        group: &Group,
+        mut alone: impl FnMut(),
+        mut overlapped: impl FnMut(Pause) -> Result<(), Error>,
+        pause: Pause,
+    ) -> Result<[f64; 3], Error> {
         let alone_s = self.median(group, || {
-            own(pause);
+            alone();
             Ok(())
         })?;
-        let exchange_s = self.median(group, || overlapped(none).map(drop))?;
-        let both_s = self.median(group, || overlapped(pause).map(drop))?;
-        let sync_s = self.median(group, || parallel.sync(&model, own(pause), 1).map(drop))?;
+        let exchange_s = self.median(group, || overlapped(none(pause)))?;
+        Ok([alone_s, exchange_s, self.median(group, || overlapped(pause))?])
+    }
+
+    fn print(
+        &self,
+        group: &Group,
+        chain: &Chain,
+        [alone_s, exchange_s, both_s]: [f64; 3],
+        sync_s: Option<f64>,
+        wrong: u64,
+    ) -> Result<u64, RankError> {
         let figures = Figures {
             ranks: group.world_size(),
             bytes: 4 * chain.shapes.iter().map(|[rows, columns]| rows * columns).sum::<usize>(),
@@ -208,12 +254,12 @@ impl Figures {
         let mib = self.bytes as f64 / f64::from(1 << 20);
         writeln!(out, "{} ranks, {mib:.1} MiB of gradients", self.ranks)?;
         let rows = [
-            ("step without exchange", self.alone_s),
-            ("exchange without computation", self.exchange_s),
-            ("step with the exchange behind the backward pass", self.both_s),
+            ("step without exchange", Some(self.alone_s)),
+            ("exchange without computation", Some(self.exchange_s)),
+            ("step with the exchange behind the computation", Some(self.both_s)),
             ("step with the exchange after the backward pass", self.sync_s),
         ];
-        for (name, seconds) in rows {
+        for (name, seconds) in rows.into_iter().filter_map(|(name, seconds)| Some((name, seconds?))) {
             writeln!(out, "{:>10.2} ms  {name}", 1e3 * seconds)?;
         }
         writeln!(out, "{:>10.1} %   of the exchange exposed", 100.0 * self.exposed)?;
@@ -222,123 +268,38 @@ impl Figures {
     }
 }
 
-/// A model of matrices, one after the other.
-struct Chain {
-    /// Rows and columns.
-    shapes: Vec<[usize; 2]>,
+/// Returns the pause of a step that computes nothing.
+fn none(pause: Pause) -> Pause {
+    Pause { forward: Duration::ZERO, backward: Duration::ZERO, ..pause }
 }
 
-/// The rows of each matrix of mixed sizes.
-const ROWS: usize = 64;
-
-impl Chain {
-    fn new(args: &StepArgs) -> Chain {
-        let shapes = match args.sizes {
-            Shapes::Square => vec![[args.width as usize; 2]; args.layers as usize],
-            Shapes::Mixed => mixed(),
-            // Each is a multiple of 8 elements.
-            Shapes::Resnet50 => resnet50().into_iter().map(|elements| [8, elements / 8]).collect(),
-        };
-        Chain { shapes }
-    }
-
-    fn model(&self) -> Vec<Param<Tensor<B, 2>>> {
-        let device = Default::default();
-        let weight = |shape: &[usize; 2]| {
-            // Around 1 / rows, so that numbers keep their size through any number of layers.
-            let scale = 1.0 / shape[0] as f32;
-            let values = (0..shape[0] * shape[1]).map(|i| scale * ((i * 7919 % 1013) as f32 / 1013.0 + 0.5));
-            Param::from_data(TensorData::new(values.collect::<Vec<_>>(), *shape), &device)
-        };
-        self.shapes.iter().map(weight).collect()
-    }
-
-    /// One row, different on each rank.
-    fn input(&self, rank: usize) -> Tensor<B, 2> {
-        let width = self.shapes[0][0];
-        let values = (0..width).map(|i| 1.0 + ((i + 31 * rank) % 17) as f32 / 16.0);
-        Tensor::from_data(TensorData::new(values.collect::<Vec<_>>(), [1, width]), &Default::default())
-    }
-
-    /// In the backward pass each layer pauses first, and then its gradient is complete.
-    fn forward(&self, model: &[Param<Tensor<B, 2>>], input: Tensor<B, 2>, pause: Pause) -> Tensor<B, 2> {
-        model.iter().zip(&self.shapes).fold(input, |x, (weight, [rows, columns])| {
-            let y = x.clone().matmul(weight.val());
-            // Of the size of x, like y itself: numbers must not grow from layer to layer.
-            paused(if rows == columns { y } else { (x + y.mean_dim(1)) * 0.5 }, pause)
-        })
-    }
+/// Returns this rank's own gradients.
+fn own(chain: &Chain, model: &Model, group: &Group, pause: Pause) -> GradientsParams {
+    let grads = chain.forward(model, chain.input(group.rank()), pause).sum().backward();
+    GradientsParams::from_grads(grads, model)
 }
 
-/// 400 matrices from 1 KiB to 2 MiB, 100 MiB in all, in an order without pattern.
-fn mixed() -> Vec<[usize; 2]> {
-    const COUNT: usize = 400;
-    let (least, most, total) = (1usize << 10, 2usize << 20, 100usize << 20);
-    // Between the ends the sizes grow as a power, whose exponent gives the total.
-    let size = |i: usize, exponent: f64| {
-        let part = (i as f64 / (COUNT - 1) as f64).powf(exponent);
-        let bytes = least as f64 + part * (most - least) as f64;
-        (bytes / (4 * ROWS) as f64).round() as usize * 4 * ROWS
-    };
-    let sum = |exponent: f64| (0..COUNT).map(|i| size(i, exponent)).sum::<usize>();
-    let (mut low, mut high) = (0.1, 100.0);
-    for _ in 0..60 {
-        let middle = (low + high) / 2.0;
-        if sum(middle) > total { low = middle } else { high = middle }
+/// Returns the weights of the layers.
+fn weights(model: &Model) -> impl Iterator<Item = Param<Tensor<B, 2>>> {
+    model.iter().map(|layer| layer.clone().into_inner())
+}
+
+/// Returns whole gradients, from the parts of all ranks.
+fn joined(group: &Group, whole: &Model, parts: GradientsParams) -> Result<GradientsParams, Error> {
+    let mut joined = GradientsParams::new();
+    for weight in weights(whole) {
+        let Some(part) = parts.get::<Flex, 2>(weight.id) else { continue };
+        let all = operation::all_gather(part, 0, group)?;
+        joined.register(weight.id, all.slice([0..weight.dims()[0]]));
     }
-    // 149 and 400 have no common factor, so every size occurs once.
-    (0..COUNT).map(|i| [ROWS, size(i * 149 % COUNT, high) / (4 * ROWS)]).collect()
-}
-
-/// What a layer does in the backward pass before its gradient is complete.
-#[derive(Clone, Copy, Debug)]
-struct Pause {
-    length: Duration,
-    busy: bool,
-}
-
-impl Pause {
-    fn take(self) {
-        let start = Instant::now();
-        if !self.busy {
-            std::thread::sleep(self.length);
-        }
-        let mut x = 1.0f64;
-        while start.elapsed() < self.length {
-            for _ in 0..100 {
-                x = std::hint::black_box(x * 1.000_000_1 + 1e-9);
-            }
-        }
-    }
-}
-
-/// The backward step that pauses.
-#[derive(Debug)]
-struct Paused;
-
-impl Backward<Flex, 1> for Paused {
-    type State = Pause;
-
-    fn backward(self, ops: Ops<Pause, 1>, gradients: &mut Gradients, _: &mut Checkpointer) {
-        ops.state.take();
-        unary::<Flex, _>(ops.parents, ops.node, gradients, |gradient| gradient);
-    }
-}
-
-fn paused(x: Tensor<B, 2>, pause: Pause) -> Tensor<B, 2> {
-    let x = x.into_primitive().tensor();
-    let out = match Paused.prepare::<NoCheckpointing>([x.node.clone()]).compute_bound().stateful() {
-        OpsKind::Tracked(prepared) => prepared.finish(pause, x.primitive),
-        OpsKind::UnTracked(prepared) => prepared.finish(x.primitive),
-    };
-    Tensor::from_primitive(TensorPrimitive::Float(out))
+    Ok(joined)
 }
 
 /// Compares this rank's result with the mean of the ranks' own gradients in f64. Returns the number of elements, over
 /// all ranks, that differ by more than `error` times the model's largest gradient and the rounding of the additions.
 fn wrong(
     group: &Group,
-    model: &[Param<Tensor<B, 2>>],
+    model: &Model,
     own: GradientsParams,
     result: GradientsParams,
     error: f64,
@@ -348,15 +309,15 @@ fn wrong(
     };
     let largest = |values: &[f64]| values.iter().fold(0.0f64, |largest, x| largest.max(x.abs()));
     let mut of_layers: Vec<f64> =
-        model.iter().map(|weight| largest(&values(&own, weight).unwrap_or_default())).collect();
+        weights(model).map(|weight| largest(&values(&own, &weight).unwrap_or_default())).collect();
     group.all_reduce(&mut of_layers, ReduceOp::Max)?;
     let error = error * largest(&of_layers);
     let mut wrong = [0];
-    for (weight, largest) in model.iter().zip(of_layers) {
-        let mut mean = values(&own, weight).unwrap_or_default();
+    for (weight, largest) in weights(model).zip(of_layers) {
+        let mut mean = values(&own, &weight).unwrap_or_default();
         group.all_reduce(&mut mean, ReduceOp::Mean)?;
         let tolerance = largest * group.world_size() as f64 * f64::from(f32::EPSILON) + 1.01 * error;
-        let result = values(&result, weight).unwrap_or_default();
+        let result = values(&result, &weight).unwrap_or_default();
         let close = result.iter().zip(&mean).filter(|(a, b)| (**a - **b).abs() <= tolerance).count();
         wrong[0] += (mean.len() - close) as u64;
     }
@@ -366,28 +327,19 @@ fn wrong(
 
 #[cfg(test)]
 mod tests {
+    use bonfire::ShardedBlock;
+    use burn::tensor::TensorData;
+
     use super::*;
-
-    #[test]
-    fn mixed_sizes_are_those_that_the_help_says() {
-        let bytes: Vec<usize> = mixed().iter().map(|[rows, columns]| 4 * rows * columns).collect();
-        assert_eq!((bytes.len(), bytes.iter().min(), bytes.iter().max()), (400, Some(&1024), Some(&(2 << 20))));
-        let total = bytes.iter().sum::<usize>() as f64 / f64::from(100 << 20);
-        assert!((0.999..1.001).contains(&total), "{total}");
-    }
-
-    #[test]
-    fn the_rows_of_resnet50_lose_no_element() {
-        assert!(resnet50().iter().all(|elements| elements % 8 == 0));
-    }
 
     #[test]
     fn a_wrong_gradient_is_counted() {
         let group = Group::threads(1).unwrap().remove(0);
-        let model = [Param::from_data(TensorData::from([[1.0f32, 2.0]]), &Default::default())];
+        let weight = Param::from_data(TensorData::from([[1.0f32, 2.0]]), &Default::default());
+        let (id, model) = (weight.id, vec![ShardedBlock::new(weight)]);
         let grads = |values: [f32; 2]| {
             let mut grads = GradientsParams::new();
-            grads.register(model[0].id, Tensor::<Flex, 2>::from_data([values], &Default::default()));
+            grads.register(id, Tensor::<Flex, 2>::from_data([values], &Default::default()));
             grads
         };
         assert_eq!(wrong(&group, &model, grads([1.0, 2.0]), grads([1.0, 2.0]), 0.0), Ok(0));

@@ -1,5 +1,6 @@
 //! A rank's call as data: compared between ranks, sent ahead of every message, shown in errors.
 
+use std::borrow::Cow;
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
@@ -80,7 +81,10 @@ pub fn hash(bytes: impl IntoIterator<Item = u8>) -> u64 {
 
 /// The functions of layers above whose operations errors and traces name after them. Such a call has the fingerprint of
 /// the function's name in place of a shape, so ranks that call different functions disagree.
-const FUNCTIONS: [&str; 5] = ["mean", "seeded", "step", "sync", "training step"];
+const FUNCTIONS: [&str; 6] = ["mean", "root block", "seeded", "step", "sync", "training step"];
+
+/// Blocks of parameters are functions too, named by their numbers. So many names are tried in an error.
+const BLOCKS: usize = 1000;
 
 /// A hash of the sizes of the ranks' parts, if the caller gave them, and of a tensor's shape or a function's name. Odd
 /// if it covers sizes, even otherwise. Never 0, which encodes `None` on the wire.
@@ -164,9 +168,12 @@ impl Call {
     }
 
     /// Returns the function of a layer above that this call is a part of.
-    fn function(&self) -> Option<&'static str> {
+    fn function(&self) -> Option<Cow<'static, str>> {
+        self.sizes?;
         let bare = Call { sizes: None, ..*self };
-        FUNCTIONS.into_iter().find(|function| *self == bare.shaped(Fingerprint::of(Fingerprint::name(function))))
+        let blocks = (1..=BLOCKS).map(|number| Cow::Owned(format!("block {number}")));
+        let mut functions = FUNCTIONS.into_iter().map(Cow::Borrowed).chain(blocks);
+        functions.find(|function| *self == bare.shaped(Fingerprint::of(Fingerprint::name(function))))
     }
 
     /// Returns the tensors' shape, if this is a call on tensors and the shape can be found.
@@ -191,7 +198,7 @@ impl fmt::Display for Call {
             Operation::AllGather | Operation::ReduceScatter | Operation::Gather | Operation::Scatter
         );
         let function = self.function();
-        if let Some(function) = function {
+        if let Some(function) = &function {
             write!(f, "{function}'s ")?;
         }
         write!(f, "{}{}", self.operation, if parts && self.is_sized() { "_v" } else { "" })?;

@@ -3,10 +3,12 @@
 
 use burn::tensor::backend::AutodiffBackend;
 
-use super::OPERATION;
-use crate::train::agree::Parameter;
-use crate::train::announcement::{self, announcements, merge};
+use super::agree::Parameter;
+use super::announcement::{self, announcements, merge};
 use bonfire_core::{Error, Group, Work};
+
+/// The operation's name in errors.
+pub(super) const OPERATION: &str = "training step";
 
 /// What is wrong with a rank's gradients. The group stays usable.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -19,6 +21,8 @@ pub(super) enum Problem {
     Twice(usize),
     /// A gradient of another shape or element type than the parameter at this position.
     Other(usize),
+    /// A gradient of this rank's part of the parameter at this position, which the pass has not gathered.
+    Part(usize),
 }
 
 /// What a rank tells the others.
@@ -36,6 +40,8 @@ pub(super) struct Trailers {
     pub ordered: Option<usize>,
     /// By position, whether any rank had a gradient.
     pub exists: Vec<bool>,
+    /// By position, whether all ranks had one.
+    pub everywhere: Vec<bool>,
 }
 
 /// Words before the bitmap: problem, position, whether there is an order.
@@ -50,6 +56,7 @@ impl Trailer {
             Some(Problem::Unknown) => (2, 0),
             Some(Problem::Twice(position)) => (3, position),
             Some(Problem::Other(position)) => (4, position),
+            Some(Problem::Part(position)) => (5, position),
         };
         let words: [u64; WORDS] = [problem, position as u64, u64::from(self.ordered)];
         announcement::start(group, OPERATION, announcements(group, &words, &self.exists))
@@ -61,7 +68,8 @@ impl Trailer {
         world_size: usize,
         parameters: &[Parameter<B>],
     ) -> Result<Trailers, Error> {
-        let mut trailers = Trailers { ordered: None, exists: vec![false; parameters.len()] };
+        let count = parameters.len();
+        let mut trailers = Trailers { ordered: None, exists: vec![false; count], everywhere: vec![true; count] };
         for (rank, own) in all.chunks_exact(all.len() / world_size).enumerate() {
             if own[0] > 0 {
                 if !parameters.iter().any(|parameter| parameter.trained) {
@@ -73,7 +81,12 @@ impl Trailer {
             if own[2] == 1 && trailers.ordered.is_none() {
                 trailers.ordered = Some(rank);
             }
-            merge(&own[WORDS..], &mut trailers.exists);
+            let mut exists = vec![false; count];
+            merge(&own[WORDS..], &mut exists);
+            for (position, exists) in exists.into_iter().enumerate() {
+                trailers.exists[position] |= exists;
+                trailers.everywhere[position] &= exists;
+            }
         }
         Ok(trailers)
     }
@@ -93,6 +106,10 @@ fn reason(rank: usize, problem: u64, path: &str) -> String {
             "rank {rank} has two gradients of `{path}`; run one backward pass in each step: add the losses, or \
              accumulate the gradients of earlier passes"
         ),
-        _ => format!("rank {rank}'s gradient of `{path}` has another shape or element type than the parameter"),
+        4 => format!("rank {rank}'s gradient of `{path}` has another shape or element type than the parameter"),
+        _ => format!(
+            "rank {rank} has used its part of `{path}` as if it were the whole parameter; run the forward pass with \
+             the step's own model, in which it is gathered"
+        ),
     }
 }

@@ -1,7 +1,7 @@
 //! Which bucket of a step is sent next. All ranks send the same buckets in the same order, whatever the order in which
 //! their own gradients are complete.
 
-use crate::train::bucket::BucketTable;
+use super::bucket::BucketTable;
 
 /// The progress of a rank through the buckets of one step.
 pub(crate) struct Schedule {

@@ -1,0 +1,334 @@
+//! Fully sharded data parallelism (ZeRO-3, and ZeRO-2 by option): every rank keeps a part of each parameter, of its
+//! gradient, and of its optimizer state.
+
+mod backward;
+mod cut;
+mod gather;
+mod layout;
+mod order;
+mod pass;
+mod scatter;
+mod step;
+
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::Arc;
+
+use burn::module::AutodiffModule;
+use burn::optim::GradientsParams;
+use burn::tensor::backend::AutodiffBackend;
+use burn::tensor::ops::FloatTensor;
+use burn::tensor::{Float, TensorPrimitive};
+
+use self::cut::{Blocks, PartCutter, WholeWriter};
+use self::gather::Gatherer;
+use self::layout::Layout;
+use self::order::History;
+use self::pass::Engine;
+pub use self::pass::GatherCounts;
+use self::scatter::Scatterer;
+pub use self::step::ShardedStep;
+use super::agree::{Parameter, all_gather_values, all_or_none, broadcast_parameters, check_same_model, rebuild};
+use super::bucket::{scale_tensor, sum_of_squares};
+use super::data_parallel::describe_parameters;
+use super::mean::mean;
+use super::mesh::DeviceMesh;
+use super::overlap::lane;
+use super::states;
+use super::values::{Positions, positions, values_of};
+use crate::tensor::host::Source;
+use bonfire_core::internal::AgreedOperations;
+use bonfire_core::{Error, Group};
+
+const OPERATION: &str = "full sharding";
+
+/// Trains a model of which every rank keeps a part (ZeRO-3, known as FSDP). Each rank has one.
+///
+/// Use it when model, gradients and optimizer state are too large for every rank. Of `n` ranks each keeps `1 / n` of
+/// every parameter: a part along its first dimension, padded with zeros where that does not divide. [`new`](Self::new)
+/// returns the model with these parts. burn's optimizers work on it as on any model, so their state has the size of the
+/// parts too. In a [`step`](Self::step), the parameters of a [`ShardedBlock`](crate::ShardedBlock) are gathered as one
+/// operation when the forward pass comes to it, freed after it, and gathered again in the backward pass, while the
+/// block before computes. Its gradients leave as soon as they are complete, and each rank gets the mean of its part.
+///
+/// ```
+/// use bonfire::{FullyShardedParallel, Group, ShardedBlock};
+/// use burn::backend::{Autodiff, Flex};
+/// use burn::module::Module;
+/// use burn::nn::{Linear, LinearConfig};
+/// use burn::optim::{AdamConfig, Optimizer};
+/// use burn::tensor::{Tensor, backend::Backend};
+///
+/// type B = Autodiff<Flex>;
+///
+/// #[derive(Module, Debug)]
+/// struct Model<B: Backend> {
+///     layers: Vec<ShardedBlock<Linear<B>>>,
+///     head: Linear<B>,
+/// }
+///
+/// impl<B: Backend> Model<B> {
+///     fn forward(&self, input: Tensor<B, 2>) -> Tensor<B, 2> {
+///         let hidden = self.layers.iter().fold(input, |x, layer| layer.run(|linear| linear.forward(x).tanh()));
+///         self.head.forward(hidden)
+///     }
+/// }
+///
+/// fn train(group: Group) -> Result<Model<B>, bonfire::Error> {
+///     let device = Default::default();
+///     let linear = |outputs| LinearConfig::new(8, outputs).init(&device);
+///     let layers = (0..4).map(|_| ShardedBlock::new(linear(8))).collect();
+///     let (mut model, mut fsdp) = FullyShardedParallel::new(group, Model::<B> { layers, head: linear(1) })?;
+///     let mut optimizer = AdamConfig::new().init();
+///     for _ in 0..3 {
+///         let input = Tensor::<B, 2>::ones([5, 8], &device); // this rank's samples
+///         let step = fsdp.step(&model, 5)?;
+///         let loss = step.model().forward(input).mean();
+///         let grads = step.finish(loss.backward())?;
+///         model = optimizer.step(1e-3, model, grads);
+///     }
+///     fsdp.gather(&model)
+/// }
+///
+/// let models = bonfire::launch(2, train)?;
+/// assert_eq!(models[0].head.weight.to_data(), models[1].head.weight.to_data());
+/// # Ok::<(), bonfire::launch::Failed>(())
+/// ```
+///
+/// Parameters that are in no block are gathered as one more block when the first of them is used, and stay until the
+/// end of the step. A model without marks is that one block. Parameters that need no gradient, and running states, are
+/// whole on every rank and treated as by [`DataParallel`](crate::DataParallel).
+///
+/// The results are those of `DataParallel`, up to the order in which gradients are added. The ranks must use the same
+/// blocks in the same order in a step, or all get [`Error::Mismatch`]; it may differ from step to step, but the first
+/// gather of a new order is not hidden. A parameter that only some ranks use in a block that all use is right.
+///
+/// # Hybrid sharding
+/// With a [`DeviceMesh`] of the dimensions `shard` and `replicate`, parameters are partitioned over the ranks of
+/// `shard`, and the mean of each part over its replicas is added. All traffic but that of the parts then stays within
+/// `shard`.
+///
+/// # Optimizers
+/// Those that treat each element by itself: burn's `Sgd`, `Adam`, `AdamW`, `Adan`, `AdaGrad` and `RmsProp`, with weight
+/// decay and clipping by value. An optimizer sees parts of parameters. One that mixes the elements of a parameter, such
+/// as `Muon` or `LBFGS`, or that clips by the norm of a gradient, computes something else, and nothing can detect it.
+/// Clip with [`clip_norm`](Self::clip_norm).
+///
+/// # What stays gathered
+/// burn keeps what a backward step needs. Of most operations that is a recipe to gather the parameter again. Others
+/// keep the whole parameter until the backward pass: burn's `Embedding`, for which [`embedding`](super::embedding) is a
+/// substitute, and, unless the backend is `Autodiff<B, BalancedCheckpointing>`, `transpose`, `reshape` and other
+/// changes of a parameter's shape.
+///
+/// # Ranks as threads
+/// A rank must not run another backward pass between the forward and the backward pass of a step: burn-autodiff 0.21
+/// locks all graphs of the process at its end, among them that of a rank which waits for this one to gather a block.
+/// That rank then gets [`Error::Timeout`] at its deadline. Ranks that are processes may. All else in
+/// [`autodiff`](crate::tensor::autodiff#ranks-as-threads) applies too.
+///
+/// # Lost ranks
+/// The parts on a lost rank are lost. All others get the error; continue from the last checkpoint.
+pub struct FullyShardedParallel<B: AutodiffBackend> {
+    /// The group of all ranks.
+    main: Group,
+    /// Those that keep the parts of one replica.
+    shards: Group,
+    layout: Arc<Layout>,
+    /// The trained parameters, whole, in visiting order.
+    parameters: Arc<[Parameter<B>]>,
+    positions: Arc<Positions>,
+    /// `None` while a step has it, and after a step that was dropped.
+    engine: Option<Engine<B>>,
+    steps: u64,
+    counts: GatherCounts,
+}
+
+impl<B: AutodiffBackend> FullyShardedParallel<B> {
+    /// Gives all ranks the parameters of rank 0 and returns the model with this rank's parts of them.
+    ///
+    /// All ranks must call this, each with a model of its own; it blocks until they have. Until then each rank holds
+    /// a whole model. `mesh` is a group, all of whose ranks keep a part, or a [`DeviceMesh`].
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] on all ranks if the models differ, or the blocks that are marked in them, or if the
+    /// mesh has other dimensions than `shard` and `replicate`; the group remains usable. Otherwise the errors of
+    /// [`Group::subgroup`].
+    ///
+    /// # Panics
+    /// If a parameter cannot be read from its device.
+    #[track_caller]
+    pub fn new<M: AutodiffModule<B>>(mesh: impl Into<DeviceMesh>, model: M) -> Result<(M, Self), Error> {
+        let mesh = mesh.into();
+        let main = mesh.whole().clone();
+        let [shards, replicas] = mesh.shards_and_replicas(OPERATION)?;
+        let (model, identities) = rebuild(model);
+        let (mut described, parameters) = describe_parameters(&model);
+        let blocks = Blocks::of(&model);
+        for (description, block) in described.iter_mut().zip(&blocks.all) {
+            if *block > 0 {
+                description.what += &format!(" in block {block}");
+            }
+        }
+        check_same_model(&main, OPERATION, &described)?;
+        let model = broadcast_parameters(&main, model, identities, 0)?;
+        let parameters: Arc<[_]> = parameters.into_iter().filter(|parameter| parameter.trained).collect();
+        let blocks: Vec<usize> = parameters.iter().map(|parameter| blocks.floats[&parameter.id]).collect();
+        let layout = Arc::new(Layout::new(&parameters, &blocks, shards.world_size(), shards.rank()));
+        let positions = Arc::new(positions(&parameters));
+        let mut cutter = PartCutter { layout: &layout, positions: &positions, failure: None };
+        let model = model.map(&mut cutter);
+        all_or_none(&main, cutter.failure.map_or(Ok(()), Err))?;
+        let gatherer = Gatherer::new(lane(&shards)?, layout.clone(), parameters.clone());
+        let lanes = [lane(&shards)?, lane(&replicas)?];
+        let scatterer = Scatterer::new(lanes, layout.clone(), parameters.clone());
+        let engine = Some(Engine { gatherer, scatterer, history: History::default(), keep: false });
+        let counts = GatherCounts::default();
+        Ok((model, FullyShardedParallel { main, shards, layout, parameters, positions, engine, steps: 0, counts }))
+    }
+
+    /// Keeps the parameters gathered from the forward pass to the backward pass (ZeRO-2): each block is gathered once
+    /// in a step instead of twice, and the ranks need memory for all parameters. Gradients and optimizer state stay
+    /// partitioned. All ranks set it.
+    pub fn keep_gathered(mut self) -> Self {
+        if let Some(engine) = &mut self.engine {
+            engine.keep = true;
+        }
+        self
+    }
+
+    /// Returns the group of all ranks.
+    pub fn group(&self) -> &Group {
+        &self.main
+    }
+
+    /// Returns how often blocks were gathered in the last step. From the second step on, each is gathered once in each
+    /// pass, and at most two are there at a time. Blocks in blocks, and steps that use blocks in another order than the
+    /// step before, need more.
+    pub fn gather_counts(&self) -> GatherCounts {
+        self.counts
+    }
+
+    /// Returns the whole model, for evaluation or for saving it as one file. All ranks must call this; it blocks until
+    /// all blocks are gathered.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] on all ranks if the model is not the one in training; the group remains usable.
+    /// Otherwise the errors of [`Group::all_gather`].
+    #[track_caller]
+    pub fn gather<M: AutodiffModule<B>>(&mut self, model: &M) -> Result<M, Error> {
+        let parts = values_of(model, &self.positions, |position| {
+            let (parameter, part) = (&self.parameters[position], &self.layout.parts[position]);
+            (&part.shape, parameter.dtype)
+        });
+        let missing = parts.iter().position(Option::is_none).map(|position| {
+            let path = &self.parameters[position].path;
+            Error::argument("gather", format!("the model has no part of `{path}`; pass the model in training"))
+        });
+        all_or_none(&self.main, missing.map_or(Ok(()), Err))?;
+        let Some(engine) = &mut self.engine else { return Err(self.failure()) };
+        let part = |position: usize| parts[position].clone().map(|part| part.into_primitive().tensor());
+        let gatherer = &mut engine.gatherer;
+        let mut wholes: HashMap<usize, FloatTensor<B::InnerBackend>> = HashMap::new();
+        for block in 0..self.layout.blocks.len() {
+            let gathered = gatherer.start(block, part).and_then(|gathering| gatherer.finish(block, gathering));
+            let gathered = gathered.map_err(|error| engine_failed(&self.main, gatherer.lane.abandon(error)))?;
+            wholes.extend(self.layout.blocks[block].positions.iter().copied().zip(gathered));
+        }
+        Ok(model.clone().map(&mut WholeWriter { positions: &self.positions, wholes }))
+    }
+
+    /// Scales the gradients that a step has returned, or their accumulated sum, down to norm `max`, if their norm over
+    /// all parameters and all ranks exceeds it. The norm is computed in f64. All ranks must call this, with the same
+    /// `max`.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] on all ranks unless `max` is greater than 0, finite, and the same on all; the group
+    /// remains usable. Otherwise [`Error::Io`] if a gradient cannot be read, or the errors of [`Group::all_gather`].
+    #[track_caller]
+    pub fn clip_norm(&self, grads: GradientsParams, max: f64) -> Result<GradientsParams, Error> {
+        let operation = "clip_norm";
+        let own = self.sum_of_squares(&grads).map_err(|error| self.shards.abandon(error))?;
+        // Added in rank order on every rank, so all get the same bits.
+        let all = all_gather_values(&self.main, [own, max])?;
+        if let Some(rank) = all.iter().position(|[_, other]| other.to_bits() != all[0][1].to_bits()) {
+            let reason = format!(
+                "rank 0 clips to {} and rank {rank} to {}; pass the same norm on all ranks",
+                all[0][1], all[rank][1]
+            );
+            return Err(Error::argument(operation, reason));
+        }
+        if !(max > 0.0 && max.is_finite()) {
+            return Err(Error::argument(operation, format!("a norm of {max} cannot be kept; give a number above 0")));
+        }
+        let replicas = (self.main.world_size() / self.shards.world_size()) as f64;
+        let norm = (all.iter().map(|[squares, _]| squares).sum::<f64>() / replicas).sqrt();
+        Ok(if norm > max { self.scaled(grads, max / norm) } else { grads })
+    }
+
+    /// Averages metrics over all ranks: see [`DataParallel::mean`](crate::DataParallel::mean).
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] on all ranks if no rank has samples; the group remains usable. Otherwise the errors
+    /// of [`Group::all_reduce`].
+    #[track_caller]
+    pub fn mean<const N: usize>(&self, values: &[f64; N], samples: usize) -> Result<[f64; N], Error> {
+        mean(&self.main, values, samples)
+    }
+
+    /// Averages the states that differ between the ranks, such as running statistics: see
+    /// [`DataParallel::average_states`](crate::DataParallel::average_states). It does not compare trained parameters.
+    ///
+    /// # Errors
+    /// Those of [`Group::all_reduce`]. The model is lost then: pass a clone if you need it.
+    ///
+    /// # Panics
+    /// If a state cannot be read from its device.
+    #[track_caller]
+    pub fn average_states<M: AutodiffModule<B>>(&self, model: M) -> Result<M, Error> {
+        states::average(&self.main, model)
+    }
+
+    fn sum_of_squares(&self, grads: &GradientsParams) -> Result<f64, Error> {
+        let mut sum = 0.0;
+        for parameter in self.parameters.iter() {
+            if let Some(grad) = grads.get::<B::InnerBackend, 1>(parameter.id) {
+                let (source, spec) =
+                    Source::read::<B::InnerBackend, Float>("reading a gradient", grad.into_primitive())?;
+                sum += sum_of_squares(source.bytes(), spec.carrier);
+            }
+        }
+        Ok(sum)
+    }
+
+    fn scaled(&self, mut grads: GradientsParams, factor: f64) -> GradientsParams {
+        for parameter in self.parameters.iter() {
+            if let Some(grad) = grads.remove::<B::InnerBackend, 1>(parameter.id) {
+                let scaled = scale_tensor::<B::InnerBackend>(grad.into_primitive().tensor(), parameter.element, factor);
+                let scaled = burn::tensor::Tensor::<B::InnerBackend, 1>::from_primitive(TensorPrimitive::Float(scaled));
+                grads.register(parameter.id, scaled);
+            }
+        }
+        grads
+    }
+
+    /// Why there can be no more steps.
+    fn failure(&self) -> Error {
+        self.main.failure().unwrap_or_else(|| Error::broken(OPERATION, "a step was dropped before its end"))
+    }
+}
+
+/// Fails the group of all ranks because another group has failed. Returns the first cause.
+fn engine_failed(main: &Group, error: Error) -> Error {
+    main.abandon(error)
+}
+
+impl<B: AutodiffBackend> fmt::Debug for FullyShardedParallel<B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("FullyShardedParallel")
+            .field("group", &self.main)
+            .field("shards", &self.shards)
+            .field("parameters", &self.parameters.len())
+            .field("blocks", &(self.layout.blocks.len() - 1))
+            .finish()
+    }
+}

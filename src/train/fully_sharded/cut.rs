@@ -1,0 +1,96 @@
+//! Models of whole parameters and models of parts.
+
+use std::collections::HashMap;
+
+use burn::module::{AutodiffModule, ModuleMapper, ModuleVisitor, Param, ParamId};
+use burn::tensor::backend::AutodiffBackend;
+use burn::tensor::ops::FloatTensor;
+use burn::tensor::{Bool, Float, Int, Tensor, TensorData, TensorPrimitive};
+
+use super::layout::{Layout, cut};
+use crate::tensor::host::Source;
+use crate::train::sharded_block::BlockPath;
+use crate::train::values::Positions;
+use bonfire_core::Error;
+
+/// The blocks of a model's parameters.
+#[derive(Default)]
+pub(super) struct Blocks {
+    path: BlockPath,
+    /// Of all parameters, in visiting order.
+    pub all: Vec<usize>,
+    /// Of float parameters. That of the first use counts.
+    pub floats: HashMap<ParamId, usize>,
+}
+
+impl Blocks {
+    pub fn of<B: AutodiffBackend, M: AutodiffModule<B>>(model: &M) -> Blocks {
+        let mut blocks = Blocks::default();
+        model.visit(&mut blocks);
+        blocks
+    }
+}
+
+impl<B: AutodiffBackend> ModuleVisitor<B> for Blocks {
+    fn enter_module(&mut self, _name: &str, container: &str) {
+        self.path.enter(container);
+    }
+
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
+        self.all.push(self.path.block());
+        self.floats.entry(param.id).or_insert(self.path.block());
+    }
+
+    fn visit_int<const D: usize>(&mut self, _: &Param<Tensor<B, D, Int>>) {
+        self.all.push(self.path.block());
+    }
+
+    fn visit_bool<const D: usize>(&mut self, _: &Param<Tensor<B, D, Bool>>) {
+        self.all.push(self.path.block());
+    }
+}
+
+/// Replaces each parameter by this rank's part of it.
+pub(super) struct PartCutter<'a> {
+    pub layout: &'a Layout,
+    pub positions: &'a Positions,
+    pub failure: Option<Error>,
+}
+
+impl<B: AutodiffBackend> ModuleMapper<B> for PartCutter<'_> {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
+        let Some(&position) = self.positions.get(&param.id) else { return param };
+        let (id, whole, mapper) = param.consume();
+        let (device, dtype) = (whole.device(), whole.dtype());
+        let source =
+            Source::read::<B::InnerBackend, Float>("reading a parameter", whole.clone().inner().into_primitive());
+        let (source, _) = match source {
+            Ok(read) => read,
+            Err(error) => {
+                self.failure.get_or_insert(error);
+                return Param::from_mapped_value(id, whole, mapper);
+            }
+        };
+        let mut bytes = vec![0; self.layout.parts[position].bytes];
+        cut(source.bytes(), self.layout.rank, &mut bytes);
+        let data = TensorData::from_bytes_vec(bytes, self.layout.parts[position].shape.clone(), dtype);
+        let part = Tensor::<B, D>::from_data(data, (&device, dtype)).require_grad();
+        Param::from_mapped_value(id, part, mapper)
+    }
+}
+
+/// Replaces each part by the whole parameter.
+pub(super) struct WholeWriter<'a, B: AutodiffBackend> {
+    pub positions: &'a Positions,
+    pub wholes: HashMap<usize, FloatTensor<B::InnerBackend>>,
+}
+
+impl<B: AutodiffBackend> ModuleMapper<B> for WholeWriter<'_, B> {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
+        let whole = self.positions.get(&param.id).and_then(|position| self.wholes.get(position));
+        let Some(whole) = whole.cloned() else { return param };
+        let (id, _, mapper) = param.consume();
+        let whole = Tensor::from_inner(Tensor::from_primitive(TensorPrimitive::Float(whole)));
+        Param::from_mapped_value(id, whole.require_grad(), mapper)
+    }
+}

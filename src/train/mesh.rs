@@ -1,0 +1,176 @@
+//! The ranks of a group as an array with named dimensions.
+
+use std::fmt;
+
+use bonfire_core::internal::AgreedOperations;
+use bonfire_core::{Error, Group};
+
+/// The ranks of a group as an array, row by row, with a name for each dimension.
+///
+/// Along each dimension a rank has a subgroup: the ranks that differ from it in this coordinate only. With
+/// `[("replicate", 2), ("shard", 4)]`, ranks 0 to 3 and 4 to 7 are the subgroups of `shard`; ranks 0 and 4, 1 and 5, 2
+/// and 6, 3 and 7 those of `replicate`. The last dimension is the one of consecutive ranks, so let it be the one with
+/// most traffic, and as long as a host has ranks.
+///
+/// [`FullyShardedParallel`](crate::FullyShardedParallel) and [`ShardedOptimizer`](crate::ShardedOptimizer) take a mesh
+/// of the dimensions `shard` and `replicate`. With other names it gives subgroups for collectives of your own.
+///
+/// ```
+/// use bonfire::{DeviceMesh, Group, ReduceOp};
+///
+/// fn columns(group: Group) -> Result<[i32; 2], bonfire::Error> {
+///     let rank = group.rank() as i32;
+///     let mesh = DeviceMesh::new(group, [("replicate", 2), ("shard", 2)])?;
+///     let mut sums = [rank, rank];
+///     mesh.group("shard")?.all_reduce(&mut sums[..1], ReduceOp::Sum)?;
+///     mesh.group("replicate")?.all_reduce(&mut sums[1..], ReduceOp::Sum)?;
+///     Ok(sums)
+/// }
+///
+/// let sums = bonfire::launch(4, columns)?;
+/// # if sums.len() == 4 {
+/// assert_eq!(sums, [[1, 2], [1, 4], [5, 2], [5, 4]]);
+/// # }
+/// # Ok::<(), bonfire::launch::Failed>(())
+/// ```
+#[derive(Clone)]
+pub struct DeviceMesh {
+    whole: Group,
+    dimensions: Vec<Dimension>,
+}
+
+#[derive(Clone)]
+struct Dimension {
+    name: String,
+    group: Group,
+}
+
+/// The dimension over whose ranks parameters and optimizer state are partitioned.
+pub(super) const SHARD: &str = "shard";
+
+/// The dimension over whose ranks the partitions are replicated.
+pub(super) const REPLICATE: &str = "replicate";
+
+const OPERATION: &str = "device mesh";
+
+impl DeviceMesh {
+    /// Arranges the ranks of `group` as an array of these dimensions, each a name and a number of ranks. All ranks must
+    /// call this with the same dimensions; it blocks until they have.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] on all ranks if there is no dimension, a size is 0, two names are equal, the sizes do
+    /// not multiply to the world size, or the ranks give different dimensions; the group remains usable. Otherwise the
+    /// errors of [`Group::split`].
+    #[track_caller]
+    pub fn new<N: Into<String>>(
+        group: Group,
+        dimensions: impl IntoIterator<Item = (N, usize)>,
+    ) -> Result<DeviceMesh, Error> {
+        let dimensions: Vec<(String, usize)> = dimensions.into_iter().map(|(name, size)| (name.into(), size)).collect();
+        let checked = check(&dimensions, group.world_size()).map(|()| dimensions.clone());
+        let all = group.all_gather_results(checked)?;
+        if let Some(rank) = all.iter().position(|other| *other != all[0]) {
+            let text = |dimensions: &[(String, usize)]| {
+                dimensions.iter().map(|(name, size)| format!("{name} {size}")).collect::<Vec<_>>().join(" x ")
+            };
+            let (first, other) = (text(&all[0]), text(&all[rank]));
+            let reason = format!("rank 0's mesh is {first} and rank {rank}'s {other}; give the same on all ranks");
+            return Err(Error::argument(OPERATION, reason));
+        }
+        Self::arrange(group, dimensions)
+    }
+
+    /// As [`new`](Self::new), for dimensions that are the same on all ranks and multiply to the world size.
+    #[track_caller]
+    pub(super) fn arrange(group: Group, dimensions: Vec<(String, usize)>) -> Result<DeviceMesh, Error> {
+        let alone = Group::threads(1)?.remove(0);
+        let (rank, mut stride) = (group.rank(), group.world_size());
+        let dimensions = dimensions.into_iter().map(|(name, size)| {
+            stride /= size;
+            let coordinate = rank / stride % size;
+            let subgroup = match size {
+                1 => alone.clone(),
+                all if all == group.world_size() => group.clone(),
+                // The rank with coordinate 0 stands for the subgroup.
+                _ => {
+                    group.split(Some((rank - coordinate * stride) as u64), coordinate as i64)?.unwrap_or(alone.clone())
+                }
+            };
+            Ok(Dimension { name, group: subgroup })
+        });
+        let dimensions = dimensions.collect::<Result<_, Error>>()?;
+        Ok(DeviceMesh { whole: group, dimensions })
+    }
+
+    /// Returns the group of all ranks.
+    pub fn whole(&self) -> &Group {
+        &self.whole
+    }
+
+    /// Returns this rank's subgroup along a dimension. Its rank in it is its coordinate.
+    ///
+    /// # Errors
+    /// [`Error::InvalidArgument`] if the mesh has no dimension of this name.
+    pub fn group(&self, name: &str) -> Result<&Group, Error> {
+        self.dimension(name).ok_or_else(|| {
+            let reason = format!("there is no dimension `{name}`; this mesh has {}", self.names());
+            Error::argument(OPERATION, reason)
+        })
+    }
+
+    fn dimension(&self, name: &str) -> Option<&Group> {
+        self.dimensions.iter().find(|dimension| dimension.name == name).map(|dimension| &dimension.group)
+    }
+
+    fn names(&self) -> String {
+        self.dimensions.iter().map(|dimension| format!("`{}`", dimension.name)).collect::<Vec<_>>().join(", ")
+    }
+
+    /// Returns this rank's subgroups along the dimensions for sharding and for replicas. A dimension that the mesh does
+    /// not have is one rank long.
+    pub(super) fn shards_and_replicas(&self, operation: &str) -> Result<[Group; 2], Error> {
+        if let Some(other) = self.dimensions.iter().find(|dimension| ![SHARD, REPLICATE].contains(&&*dimension.name)) {
+            let reason = format!(
+                "the mesh has the dimension `{}`; name the one to partition over `{SHARD}`, and the one to replicate \
+                 over `{REPLICATE}`",
+                other.name
+            );
+            return Err(Error::argument(operation, reason));
+        }
+        let alone = Group::threads(1)?.remove(0);
+        Ok([SHARD, REPLICATE].map(|name| self.dimension(name).unwrap_or(&alone).clone()))
+    }
+}
+
+/// A mesh of the one dimension `shard`.
+impl From<Group> for DeviceMesh {
+    fn from(group: Group) -> DeviceMesh {
+        DeviceMesh { dimensions: vec![Dimension { name: SHARD.into(), group: group.clone() }], whole: group }
+    }
+}
+
+fn check(dimensions: &[(String, usize)], ranks: usize) -> Result<(), Error> {
+    let sizes = dimensions.iter().map(|(_, size)| *size);
+    let product = sizes.clone().try_fold(1usize, usize::checked_mul);
+    let names = dimensions.iter().map(|(name, _)| name);
+    let repeated = names.clone().enumerate().find(|(i, name)| names.clone().take(*i).any(|before| before == *name));
+    let reason = if dimensions.is_empty() {
+        format!("it has no dimensions; give names and sizes that multiply to the world size, {ranks}")
+    } else if let Some((_, name)) = repeated {
+        format!("two dimensions have the name `{name}`; give each its own")
+    } else if product != Some(ranks) {
+        let sizes = sizes.map(|size| size.to_string()).collect::<Vec<_>>().join(" x ");
+        let product = product.map_or("more than any number of ranks".into(), |product| product.to_string());
+        format!("{sizes} is {product}, and there are {ranks} ranks; give sizes that multiply to {ranks}")
+    } else {
+        return Ok(());
+    };
+    Err(Error::argument(OPERATION, reason))
+}
+
+impl fmt::Debug for DeviceMesh {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut mesh = f.debug_struct("DeviceMesh");
+        self.dimensions.iter().fold(&mut mesh, |mesh, dimension| mesh.field(&dimension.name, &dimension.group)).finish()
+    }
+}

@@ -1,0 +1,203 @@
+//! Marks of blocks: the modules whose parameters are gathered together.
+
+use std::cell::RefCell;
+
+use burn::module::{
+    AutodiffModule, Content, Devices, HasAutodiffModule, Module, ModuleDisplay, ModuleDisplayDefault, ModuleMapper,
+    ModuleVisitor,
+};
+use burn::tensor::backend::{AutodiffBackend, Backend};
+
+/// A module whose parameters are gathered as one operation before its forward pass and freed after it, in the training
+/// steps of a [`FullyShardedParallel`](crate::FullyShardedParallel).
+///
+/// Mark the repeated layers of a model, so that no rank ever holds all of them:
+///
+/// ```
+/// use bonfire::ShardedBlock;
+/// use burn::backend::Flex;
+/// use burn::module::Module;
+/// use burn::nn::{Linear, LinearConfig};
+/// use burn::tensor::{Tensor, backend::Backend};
+///
+/// #[derive(Module, Debug)]
+/// struct Model<B: Backend> {
+///     layers: Vec<ShardedBlock<Linear<B>>>,
+/// }
+///
+/// impl<B: Backend> Model<B> {
+///     fn forward(&self, input: Tensor<B, 2>) -> Tensor<B, 2> {
+///         self.layers.iter().fold(input, |x, layer| layer.run(|linear| linear.forward(x)))
+///     }
+/// }
+///
+/// let linear = || LinearConfig::new(8, 8).init(&Default::default());
+/// let model = Model::<Flex> { layers: (0..4).map(|_| ShardedBlock::new(linear())).collect() };
+/// assert_eq!(model.forward(Tensor::ones([2, 8], &Default::default())).dims(), [2, 8]);
+/// ```
+///
+/// Outside of such steps it is the module itself: it changes neither paths of parameters nor records, so that records
+/// of a model with and without marks are interchangeable. A block may contain blocks; a parameter belongs to the
+/// innermost one.
+#[derive(Clone, Debug)]
+pub struct ShardedBlock<M> {
+    module: M,
+}
+
+impl<M: Clone> ShardedBlock<M> {
+    /// Marks a module.
+    pub fn new(module: M) -> Self {
+        ShardedBlock { module }
+    }
+
+    /// Runs a part of the forward pass with the module. Its gathered parameters are freed afterwards: `pass` must not
+    /// keep them or the module, and uses the module on the calling thread.
+    pub fn run<R>(&self, pass: impl FnOnce(&M) -> R) -> R {
+        // The parameters of a step are made at their first use. Those of a clone are dropped with it.
+        let module = self.module.clone();
+        let run = Run::begin();
+        let result = pass(&module);
+        drop(module);
+        drop(run);
+        result
+    }
+
+    /// Removes the mark.
+    pub fn into_inner(self) -> M {
+        self.module
+    }
+}
+
+/// What is to be done when a run ends.
+type Ends = Vec<Box<dyn FnOnce()>>;
+
+thread_local! {
+    /// The runs of blocks on this thread, outermost first.
+    static RUNS: RefCell<Vec<Ends>> = const { RefCell::new(Vec::new()) };
+}
+
+/// A run of a block.
+struct Run;
+
+impl Run {
+    fn begin() -> Run {
+        RUNS.with_borrow_mut(|runs| runs.push(Vec::new()));
+        Run
+    }
+}
+
+impl Drop for Run {
+    fn drop(&mut self) {
+        let ended = RUNS.with_borrow_mut(Vec::pop);
+        ended.into_iter().flatten().for_each(|end| end());
+    }
+}
+
+/// Calls `end` when the innermost run of a block on this thread ends. Without a run it is dropped.
+pub(super) fn at_end_of_run(end: impl FnOnce() + 'static) {
+    RUNS.with_borrow_mut(|runs| {
+        if let Some(run) = runs.last_mut() {
+            run.push(Box::new(end));
+        }
+    });
+}
+
+/// What visitors and mappers are told before and after the parameters of a block, as the type of a container that they
+/// enter and leave at once. So the paths of parameters are those of the module without the mark.
+const BEGIN: &str = "bonfire::ShardedBlock {";
+const END: &str = "bonfire::ShardedBlock }";
+
+/// Follows a visitor or mapper through the blocks of a model.
+#[derive(Default)]
+pub(super) struct BlockPath {
+    /// The blocks that contain the place, outermost first.
+    open: Vec<usize>,
+    /// The blocks so far.
+    count: usize,
+}
+
+impl BlockPath {
+    /// Takes note of a container that is entered.
+    pub fn enter(&mut self, container: &str) {
+        if container == BEGIN {
+            self.count += 1;
+            self.open.push(self.count);
+        } else if container == END {
+            self.open.pop();
+        }
+    }
+
+    /// Returns the number of the innermost block, counted from 1. 0 outside of blocks.
+    pub fn block(&self) -> usize {
+        self.open.last().copied().unwrap_or(0)
+    }
+}
+
+impl<B: Backend, M: Module<B>> Module<B> for ShardedBlock<M> {
+    type Record = M::Record;
+
+    fn collect_devices(&self, devices: Devices<B>) -> Devices<B> {
+        self.module.collect_devices(devices)
+    }
+
+    fn fork(self, device: &B::Device) -> Self {
+        ShardedBlock { module: self.module.fork(device) }
+    }
+
+    fn to_device(self, device: &B::Device) -> Self {
+        ShardedBlock { module: self.module.to_device(device) }
+    }
+
+    fn visit<V: ModuleVisitor<B>>(&self, visitor: &mut V) {
+        visitor.enter_module("", BEGIN);
+        visitor.exit_module("", BEGIN);
+        self.module.visit(visitor);
+        visitor.enter_module("", END);
+        visitor.exit_module("", END);
+    }
+
+    fn map<P: ModuleMapper<B>>(self, mapper: &mut P) -> Self {
+        mapper.enter_module("", BEGIN);
+        mapper.exit_module("", BEGIN);
+        let module = self.module.map(mapper);
+        mapper.enter_module("", END);
+        mapper.exit_module("", END);
+        ShardedBlock { module }
+    }
+
+    fn load_record(self, record: Self::Record) -> Self {
+        ShardedBlock { module: self.module.load_record(record) }
+    }
+
+    fn into_record(self) -> Self::Record {
+        self.module.into_record()
+    }
+}
+
+impl<B: AutodiffBackend, M: AutodiffModule<B>> AutodiffModule<B> for ShardedBlock<M> {
+    type InnerModule = ShardedBlock<M::InnerModule>;
+
+    fn valid(&self) -> Self::InnerModule {
+        ShardedBlock { module: self.module.valid() }
+    }
+
+    fn from_inner(module: Self::InnerModule) -> Self {
+        ShardedBlock { module: M::from_inner(module.module) }
+    }
+}
+
+impl<B: AutodiffBackend, M: HasAutodiffModule<B>> HasAutodiffModule<B> for ShardedBlock<M> {
+    type TrainModule = ShardedBlock<M::TrainModule>;
+}
+
+impl<M: ModuleDisplay> ModuleDisplayDefault for ShardedBlock<M> {
+    fn content(&self, content: Content) -> Option<Content> {
+        self.module.content(content)
+    }
+
+    fn num_params(&self) -> usize {
+        ModuleDisplayDefault::num_params(&self.module)
+    }
+}
+
+impl<M: ModuleDisplay> ModuleDisplay for ShardedBlock<M> {}

@@ -1,0 +1,376 @@
+//! Full sharding: the results of replicas, in a part of the memory.
+
+mod errors;
+mod freed;
+mod models;
+
+use std::ops::Range;
+
+use bonfire::tensor::autodiff::CollectiveBackend;
+use bonfire::{DataParallel, DeviceMesh, FullyShardedParallel, Group, ShardedBlock};
+use bonfire_testing::{Kind, ranks, run_ranks};
+use burn::backend::autodiff::checkpoint::strategy::BalancedCheckpointing;
+use burn::backend::{Autodiff, Flex, NdArray};
+use burn::module::{Module, ModuleVisitor, Param};
+use burn::nn::{Linear, LinearConfig};
+use burn::optim::{AdamConfig, GradientsAccumulator, GradientsParams, Optimizer, SgdConfig};
+use burn::record::{FullPrecisionSettings, NamedMpkBytesRecorder, Recorder};
+use burn::tensor::backend::Backend;
+use burn::tensor::{DType, Tensor, TensorData};
+
+use self::models::{Form, Language, Loss, Odd, Training, floats, initial, train, values};
+
+const STEPS: usize = 20;
+
+/// The numbers of a rank's samples in a step. All ranks together always have the same 12.
+fn samples(rank: usize, ranks: usize, step: usize) -> Range<usize> {
+    let count = 12 / ranks;
+    let start = 12 * step + rank * count;
+    start..start + count
+}
+
+/// Trains a model on the samples of all ranks.
+fn results(kind: Kind, n: usize, form: Form, model: &'static str, dtype: DType) -> Vec<(Vec<f64>, Vec<TensorData>)> {
+    run_ranks(kind, n, move |group| {
+        let (rank, n) = (group.rank(), group.world_size());
+        match model {
+            "language" => {
+                let model = Language::new(dtype);
+                train(group, form, STEPS, model, move |model, step| model.loss(samples(rank, n, step)))
+            }
+            _ => {
+                let model = Odd::new(&group, dtype);
+                train(group, form, STEPS, model, move |model, step| model.loss(samples(rank, n, step)))
+            }
+        }
+    })
+}
+
+fn numbers(data: &[TensorData]) -> Vec<f64> {
+    data.iter().flat_map(|data| data.iter::<f64>().collect::<Vec<_>>()).collect()
+}
+
+/// Compares loss and parameters of every form with those of one rank.
+fn check_all_forms(model: &'static str) {
+    let whole = results(Kind::Threads, 1, Form::Replicas, model, DType::F64).remove(0);
+    let start = results_at_start(model);
+    assert!(numbers(&whole.1) != start, "it was trained");
+    let forms = |n: usize| {
+        let all = [Form::Replicas, Form::Optimizer, Form::Gradients, Form::Full];
+        let divisors = (1..=n).filter(move |ranks| n.is_multiple_of(*ranks));
+        all.into_iter().chain(divisors.flat_map(|ranks| [Form::OptimizerOn(ranks), Form::Hybrid(ranks)]))
+    };
+    for n in 1..=4 {
+        for kind in [Kind::Threads, Kind::Shm, Kind::Tcp] {
+            for form in forms(n) {
+                for (rank, result) in results(kind, n, form, model, DType::F64).iter().enumerate() {
+                    let what = format!("{form:?}, {n} ranks, {kind:?}, rank {rank}");
+                    assert!(close(&result.0, &whole.0), "{what}: losses {:?}, not {:?}", result.0, whole.0);
+                    assert!(close(&numbers(&result.1), &numbers(&whole.1)), "{what}: parameters differ");
+                }
+            }
+        }
+    }
+}
+
+fn results_at_start(model: &'static str) -> Vec<f64> {
+    let group = Group::threads(1).unwrap().remove(0);
+    numbers(&match model {
+        "language" => floats(&Language::new(DType::F64)),
+        _ => floats(&Odd::new(&group, DType::F64)),
+    })
+}
+
+fn close(a: &[f64], b: &[f64]) -> bool {
+    a.len() == b.len() && a.iter().zip(b).all(|(a, b)| (a - b).abs() <= 1e-9)
+}
+
+#[test]
+fn a_transformer_is_trained_as_on_one_rank_in_every_form() {
+    check_all_forms("language");
+}
+
+#[test]
+fn a_model_whose_sizes_do_not_divide_is_trained_as_on_one_rank_in_every_form() {
+    check_all_forms("odd");
+}
+
+#[test]
+fn full_sharding_has_the_bits_of_replicas() {
+    for (kind, n) in [(Kind::Shm, 2), (Kind::Threads, 4)] {
+        for model in ["language", "odd"] {
+            let replicas = results(kind, n, Form::Replicas, model, DType::F32);
+            for form in [Form::Full, Form::Gradients] {
+                assert!(results(kind, n, form, model, DType::F32) == replicas, "{model}, {form:?}, {kind:?}");
+            }
+        }
+    }
+}
+
+/// Layers of equal size, each a block.
+#[derive(Module, Debug)]
+struct Deep<B: Backend> {
+    layers: Vec<ShardedBlock<Linear<B>>>,
+    scale: Param<Tensor<B, 1>>,
+}
+
+const WIDTH: usize = 16;
+
+impl Deep<Training> {
+    fn new(layers: usize) -> Self {
+        let linear = || LinearConfig::new(WIDTH, WIDTH).init(&Default::default());
+        let layers = (0..layers).map(|_| ShardedBlock::new(linear())).collect();
+        initial(Deep { layers, scale: Param::from_tensor(Tensor::ones([WIDTH], &Default::default())) }, DType::F32)
+    }
+
+    fn loss(&self, seed: usize) -> Loss {
+        // Its gradient is needed, so the first layer's weight is too.
+        let x = values([3, WIDTH], seed, DType::F32) * self.scale.val().unsqueeze();
+        let x = self.layers.iter().fold(x, |x, layer| layer.run(|layer| layer.forward(x).tanh()));
+        x.powf_scalar(2.0).mean()
+    }
+}
+
+#[test]
+fn each_block_is_gathered_once_in_each_pass_and_two_at_a_time() {
+    for n in [1, 2, 3] {
+        ranks(n, |group| {
+            let (mut model, mut fsdp) = FullyShardedParallel::new(group, Deep::new(6)).unwrap();
+            for step in 0..4 {
+                let running = fsdp.step(&model, 1).unwrap();
+                let grads = running.model().loss(step).backward();
+                let grads = running.finish(grads).unwrap();
+                model = SgdConfig::new().init().step(0.1, model, grads);
+                let counts = fsdp.gather_counts();
+                // Beside the parameters in no block. From the second step on the last one stays for the backward pass.
+                let kept = usize::from(step > 0);
+                assert_eq!((counts.forward, counts.backward), (7, 6 - kept), "step {step}");
+                assert_eq!(counts.most, 2, "step {step}");
+            }
+        });
+    }
+}
+
+#[test]
+fn zero_2_gathers_each_block_once() {
+    ranks(2, |group| {
+        let (model, fsdp) = FullyShardedParallel::new(group, Deep::new(6)).unwrap();
+        let mut fsdp = fsdp.keep_gathered();
+        for step in 0..3 {
+            let running = fsdp.step(&model, 1).unwrap();
+            let grads = running.model().loss(step).backward();
+            running.finish(grads).unwrap();
+            let counts = fsdp.gather_counts();
+            assert_eq!((counts.forward, counts.backward, counts.most), (7, 0, 6));
+        }
+    });
+}
+
+/// Counts the elements of float parameters, and of their gradients.
+struct Elements<'a>(&'a GradientsParams, [usize; 2]);
+
+impl ModuleVisitor<Training> for Elements<'_> {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<Training, D>>) {
+        self.1[0] += param.val().shape().num_elements();
+        let grad = self.0.get::<Flex, D>(param.id).expect("a gradient");
+        assert_eq!(grad.shape(), param.val().shape());
+        self.1[1] += grad.shape().num_elements();
+    }
+}
+
+#[test]
+fn parameters_gradients_and_optimizer_state_are_a_part_of_the_whole() {
+    let held = |n: usize| {
+        ranks(n, |group| {
+            let (mut model, mut fsdp) = FullyShardedParallel::new(group, Deep::new(4)).unwrap();
+            let mut optimizer = AdamConfig::new().init::<Training, _>();
+            let running = fsdp.step(&model, 1).unwrap();
+            let grads = running.model().loss(1).backward();
+            let grads = running.finish(grads).unwrap();
+            let mut elements = Elements(&grads, [0, 0]);
+            model.visit(&mut elements);
+            let [parameters, gradients] = elements.1;
+            model = optimizer.step(0.1, model, grads);
+            drop(model);
+            // Numbers of 4 bytes, and a little text.
+            let recorder = NamedMpkBytesRecorder::<FullPrecisionSettings>::default();
+            let record = Recorder::<Training>::record(&recorder, optimizer.to_record(), ()).unwrap();
+            [parameters, gradients, record.len()]
+        })
+    };
+    let whole = held(1)[0];
+    assert_eq!(whole[0], 4 * (WIDTH * WIDTH + WIDTH) + WIDTH);
+    for n in [2, 4, 8] {
+        for [parameters, gradients, state] in held(n) {
+            assert_eq!([parameters, gradients], [whole[0] / n; 2]);
+            let text = 9 * 600;
+            assert!(state <= whole[2] / n + text, "{state} bytes of state, {} on one rank", whole[2]);
+        }
+    }
+}
+
+#[test]
+fn gradients_of_micro_batches_are_added_as_parts() {
+    let trained = |n: usize, micro: usize| {
+        ranks(n, |group| {
+            let rank = group.rank();
+            let (mut model, mut fsdp) = FullyShardedParallel::new(group, Language::new(DType::F64)).unwrap();
+            let mut optimizer = AdamConfig::new().init();
+            for step in 0..4 {
+                let mut sum = GradientsAccumulator::new();
+                for i in 0..micro {
+                    let running = fsdp.step(&model, 1).unwrap();
+                    let loss = running.model().loss(samples(rank * micro + i, n * micro, step)) / micro as f64;
+                    let grads = running.finish(loss.backward()).unwrap();
+                    sum.accumulate(&model, grads);
+                }
+                let grads = fsdp.clip_norm(sum.grads(), 0.05).unwrap();
+                model = optimizer.step(0.01, model, grads);
+            }
+            numbers(&floats(&fsdp.gather(&model).unwrap()))
+        })
+        .remove(0)
+    };
+    let whole = trained(1, 1);
+    assert!(close(&trained(1, 3), &whole));
+    assert!(close(&trained(2, 3), &whole));
+    assert!(close(&trained(2, 1), &whole));
+}
+
+#[test]
+fn a_norm_is_that_of_all_parts() {
+    for mesh in [None, Some(2), Some(4)] {
+        ranks(4, |group| {
+            let mesh = match mesh {
+                None => DeviceMesh::from(group),
+                Some(n) => DeviceMesh::new(group, [("shard", n), ("replicate", 4 / n)]).unwrap(),
+            };
+            let (model, mut fsdp) = FullyShardedParallel::new(mesh, Odd::new(&alone(), DType::F64)).unwrap();
+            let running = fsdp.step(&model, 1).unwrap();
+            let grads = running.model().loss(0..2).backward();
+            let grads = running.finish(grads).unwrap();
+            // The same samples on all ranks, so the mean is one rank's gradient.
+            let single = Odd::new(&alone(), DType::F64);
+            let of_one = GradientsParams::from_grads(single.loss(0..2).backward(), &single);
+            let mut squares = Squares(&of_one, 0.0);
+            single.visit(&mut squares);
+            let norm = squares.1.sqrt();
+            let clipped = fsdp.clip_norm(grads, norm / 2.0).unwrap();
+            let updated = SgdConfig::new().init().step(1.0, model.clone(), clipped);
+            let halved = SgdConfig::new().init().step(0.5, single, of_one);
+            let (updated, halved) = (fsdp.gather(&updated).unwrap(), halved);
+            assert!(close(&numbers(&floats(&updated)), &numbers(&floats(&halved))));
+        });
+    }
+}
+
+fn alone() -> Group {
+    Group::threads(1).unwrap().remove(0)
+}
+
+struct Squares<'a>(&'a GradientsParams, f64);
+
+impl ModuleVisitor<Training> for Squares<'_> {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<Training, D>>) {
+        if let Some(grad) = self.0.get::<Flex, D>(param.id) {
+            self.1 += grad.into_data().iter::<f64>().map(|x| x * x).sum::<f64>();
+        }
+    }
+}
+
+#[test]
+fn blocks_may_change_from_step_to_step_and_ranks_may_have_no_samples() {
+    let trained = |n: usize, sharded: bool| {
+        ranks(n, |group| {
+            let rank = group.rank();
+            let (model, layers) =
+                (Deep::new(5), |step: usize| if step % 3 == 2 { vec![4, 0, 2] } else { vec![0, 1, 2, 3] });
+            let loss = |model: &Deep<Training>, step: usize| {
+                let x = values([3, WIDTH], 10 * step, DType::F32);
+                let x = layers(step).into_iter().fold(x, |x, i| model.layers[i].run(|layer| layer.forward(x).tanh()));
+                (x * model.scale.val().unsqueeze()).powf_scalar(2.0).mean()
+            };
+            if !sharded {
+                let (mut model, mut optimizer) = (model, SgdConfig::new().init());
+                for step in 0..9 {
+                    let grads = GradientsParams::from_grads(loss(&model, step).backward(), &model);
+                    model = optimizer.step(0.1, model, grads);
+                }
+                return floats(&model);
+            }
+            let (mut model, mut fsdp) = FullyShardedParallel::new(group, model).unwrap();
+            let mut optimizer = SgdConfig::new().init();
+            for step in 0..9 {
+                // A rank without samples repeats what the step before has gathered.
+                let skips = rank == 1 && step % 3 == 1;
+                let running = fsdp.step(&model, if skips { 0 } else { 2 }).unwrap();
+                let grads = if skips {
+                    running.skip().unwrap()
+                } else {
+                    let grads = loss(running.model(), step).backward();
+                    running.finish(grads).unwrap()
+                };
+                // Layers that are not used have no gradient.
+                assert_eq!(grads.len(), 2 * layers(step).len() + 1);
+                model = optimizer.step(0.1, model, grads);
+            }
+            floats(&fsdp.gather(&model).unwrap())
+        })
+        .remove(0)
+    };
+    let whole = trained(1, false);
+    for n in 1..=3 {
+        let difference =
+            numbers(&trained(n, true)).iter().zip(numbers(&whole)).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
+        assert!(difference < 1e-5, "{n} ranks: {difference:e}");
+    }
+}
+
+#[test]
+fn marks_change_neither_records_nor_results() {
+    let model = Deep::new(2);
+    let plain: Vec<Linear<Training>> = model.layers.iter().map(|layer| layer.clone().into_inner()).collect();
+    let marked = model.layers.clone();
+    let recorder = NamedMpkBytesRecorder::<FullPrecisionSettings>::default();
+    let bytes = |record| Recorder::<Training>::record(&recorder, record, ()).unwrap();
+    assert_eq!(bytes(Module::<Training>::into_record(plain.clone())), bytes(Module::<Training>::into_record(marked)));
+    let x = || values([2, WIDTH], 3, DType::F32);
+    assert_eq!(plain[0].forward(x()).into_data(), model.layers[0].run(|layer| layer.forward(x())).into_data());
+}
+
+fn the_bits_of_replicas<B: CollectiveBackend>() {
+    ranks(2, |group| {
+        let (device, rank) = (Default::default(), group.rank());
+        let linear = || LinearConfig::new(5, 5).init::<B>(&device);
+        let model: Vec<_> = (0..3).map(|_| ShardedBlock::new(linear())).collect();
+        let (whole, mut ddp) = DataParallel::new(group.clone(), model).unwrap();
+        let (mut parts, mut fsdp) = FullyShardedParallel::new(group, whole.clone()).unwrap();
+        let input = Tensor::<B, 2>::from_data(values([2, 5], rank, DType::F32).into_data(), &device);
+        let loss = |model: &Vec<ShardedBlock<Linear<B>>>| {
+            // A weight whose shape is changed.
+            let x = model[0].run(|linear| input.clone().matmul(linear.weight.val().transpose()));
+            model[1..].iter().fold(x, |x, layer| layer.run(|layer| layer.forward(x).tanh())).powf_scalar(2.0).mean()
+        };
+        let mut updated = whole;
+        for _ in 0..3 {
+            let step = ddp.step(&updated, 2).unwrap();
+            let grads = loss(step.model()).backward();
+            let grads = step.finish(grads).unwrap();
+            updated = SgdConfig::new().init().step(0.1, updated, grads);
+            let step = fsdp.step(&parts, 2).unwrap();
+            let grads = loss(step.model()).backward();
+            let grads = step.finish(grads).unwrap();
+            parts = SgdConfig::new().init().step(0.1, parts, grads);
+        }
+        for (ours, theirs) in fsdp.gather(&parts).unwrap().into_iter().zip(updated) {
+            assert_eq!(ours.into_inner().weight.to_data(), theirs.into_inner().weight.to_data());
+        }
+    });
+}
+
+#[test]
+fn checkpointing_strategies_and_other_backends_have_the_bits_of_replicas() {
+    the_bits_of_replicas::<Autodiff<Flex>>();
+    the_bits_of_replicas::<Autodiff<Flex, BalancedCheckpointing>>();
+    the_bits_of_replicas::<Autodiff<NdArray>>();
+}

@@ -1,0 +1,374 @@
+//! Steps and meshes that go wrong: typed errors on all ranks.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Mutex, mpsc};
+use std::time::Duration;
+
+use bonfire::{DeviceMesh, Error, FullyShardedParallel, Group, ShardedBlock};
+use bonfire_testing::{Kind, ranks, run_ranks, run_ranks_with};
+use burn::backend::Flex;
+use burn::backend::autodiff::checkpoint::base::Checkpointer;
+use burn::backend::autodiff::checkpoint::strategy::NoCheckpointing;
+use burn::backend::autodiff::grads::Gradients;
+use burn::backend::autodiff::ops::{Backward, Ops};
+use burn::module::{Module, Param};
+use burn::nn::{Linear, LinearConfig};
+use burn::optim::GradientsParams;
+use burn::tensor::backend::Backend;
+use burn::tensor::{DType, Tensor, TensorPrimitive};
+
+use super::models::{Loss, Training, values};
+use super::{Deep, WIDTH};
+
+fn text(error: Error) -> String {
+    assert!(matches!(error, Error::InvalidArgument { .. }), "{error}");
+    error.to_string()
+}
+
+#[test]
+fn a_mesh_has_subgroups_row_by_row() {
+    ranks(6, |group| {
+        let rank = group.rank();
+        let mesh = DeviceMesh::new(group, [("a", 3), ("b", 1), ("c", 2)]).unwrap();
+        let members = |name: &str| {
+            let group = mesh.group(name).unwrap();
+            let mut all = vec![0; group.world_size()];
+            group.all_gather_into(&[rank as u64], &mut all).unwrap();
+            (group.rank(), all)
+        };
+        let row = rank as u64 / 2 * 2;
+        assert_eq!(members("c"), (rank % 2, vec![row, row + 1]));
+        let column = rank as u64 % 2;
+        assert_eq!(members("a"), (rank / 2, vec![column, column + 2, column + 4]));
+        assert_eq!(members("b"), (0, vec![rank as u64]));
+        assert!(text(mesh.group("d").err().unwrap()).contains("this mesh has `a`, `b`, `c`"));
+    });
+}
+
+#[test]
+fn a_mesh_that_does_not_fit_is_an_error_on_all_ranks() {
+    let refused = |dimensions: fn(usize) -> Vec<(&'static str, usize)>, expected: &str| {
+        for error in ranks(4, |group| {
+            let error = DeviceMesh::new(group.clone(), dimensions(group.rank())).unwrap_err();
+            group.barrier().unwrap();
+            text(error)
+        }) {
+            assert!(error.contains(expected), "{error}");
+        }
+    };
+    refused(
+        |_| vec![("shard", 3), ("replicate", 2)],
+        "3 x 2 is 6, and there are 4 ranks; give sizes that multiply to 4",
+    );
+    refused(|_| vec![("shard", 0), ("replicate", 4)], "0 x 4 is 0");
+    refused(|_| vec![("shard", 2), ("shard", 2)], "two dimensions have the name `shard`");
+    refused(|_| vec![], "it has no dimensions");
+    refused(|rank| if rank == 2 { vec![("shard", 5)] } else { vec![("shard", 4)] }, "5 is 5, and there are 4 ranks");
+    refused(
+        |rank| if rank == 2 { vec![("replicate", 2), ("shard", 2)] } else { vec![("shard", 4)] },
+        "rank 0's mesh is shard 4 and rank 2's replicate 2 x shard 2",
+    );
+    for error in ranks(2, |group| {
+        let mesh = DeviceMesh::new(group, [("tensor", 2)]).unwrap();
+        text(FullyShardedParallel::new(mesh, Deep::new(1)).err().unwrap())
+    }) {
+        assert!(error.contains("the mesh has the dimension `tensor`"), "{error}");
+    }
+}
+
+#[derive(Module, Debug)]
+struct Marked<B: Backend> {
+    layers: Vec<ShardedBlock<Vec<Linear<B>>>>,
+}
+
+#[test]
+fn blocks_that_are_marked_differently_are_an_error_on_all_ranks() {
+    let linear = || LinearConfig::new(2, 2).init::<Training>(&Default::default());
+    for error in ranks(3, |group| {
+        let layers = match group.rank() {
+            2 => vec![ShardedBlock::new(vec![linear(), linear()]), ShardedBlock::new(vec![])],
+            _ => vec![ShardedBlock::new(vec![linear()]), ShardedBlock::new(vec![linear()])],
+        };
+        // The same number of parameters.
+        let error = FullyShardedParallel::new(group.clone(), Marked { layers }).err().unwrap();
+        group.barrier().unwrap();
+        text(error)
+    }) {
+        assert!(error.contains("the ranks' models differ first at parameter 2"), "{error}");
+        assert!(error.contains("in block 2; rank 2 has"), "{error}");
+    }
+}
+
+type Fsdp = FullyShardedParallel<Training>;
+
+/// Runs a good step, one step that goes wrong, and, if the groups are still usable, another good one. Returns the
+/// errors.
+fn errors(
+    n: usize,
+    wrong: impl Fn(&mut Fsdp, &Deep<Training>, usize) -> Result<GradientsParams, Error> + Sync,
+) -> Vec<Error> {
+    ranks(n, |group| {
+        let rank = group.rank();
+        let (model, mut fsdp) = FullyShardedParallel::new(group, Deep::new(4)).unwrap();
+        let good = |fsdp: &mut Fsdp| {
+            let step = fsdp.step(&model, 1).unwrap();
+            let grads = step.model().loss(1).backward();
+            step.finish(grads).unwrap()
+        };
+        good(&mut fsdp);
+        let error = wrong(&mut fsdp, &model, rank).err().unwrap();
+        match error {
+            Error::InvalidArgument { .. } => assert_eq!(good(&mut fsdp).len(), 9),
+            _ => assert!(fsdp.step(&model, 1).is_err()),
+        }
+        error
+    })
+}
+
+fn check(errors: Vec<Error>, expected: &str) {
+    for error in errors {
+        assert!(error.to_string().contains(expected), "{error}");
+    }
+}
+
+#[test]
+fn a_part_that_is_used_as_the_whole_is_an_error_on_all_ranks() {
+    let by_hand = |model: &Deep<Training>| -> Loss { model.scale.val().sum() };
+    check(
+        errors(2, |fsdp, model, rank| {
+            let step = fsdp.step(model, 1)?;
+            let loss = step.model().loss(1);
+            let loss = if rank == 1 { loss + by_hand(model) } else { loss };
+            step.finish(loss.backward())
+        }),
+        "rank 1 has used its part of `scale` as if it were the whole parameter",
+    );
+}
+
+#[test]
+fn a_missing_and_a_second_backward_pass_are_errors_on_all_ranks() {
+    check(
+        errors(2, |fsdp, model, rank| {
+            let step = fsdp.step(model, 1)?;
+            let loss = step.model().loss(1);
+            if rank == 1 { step.skip() } else { step.finish(loss.backward()) }
+        }),
+        "rank 1 has samples, and no gradient has arrived",
+    );
+    check(
+        errors(2, |fsdp, model, _| {
+            let step = fsdp.step(model, 1)?;
+            step.model().loss(1).backward();
+            let grads = step.model().loss(2).backward();
+            step.finish(grads)
+        }),
+        "rank 0 has two gradients of `",
+    );
+}
+
+#[test]
+fn steps_on_which_the_ranks_do_not_agree_are_errors_on_all_ranks() {
+    check(
+        errors(2, |fsdp, model, _| {
+            let step = fsdp.step(model, 0)?;
+            let grads = step.model().loss(1).backward();
+            step.finish(grads)
+        }),
+        "no rank has any samples",
+    );
+    check(
+        errors(2, |fsdp, model, rank| {
+            let mut other = model.clone();
+            if rank == 1 {
+                other.layers.truncate(3);
+            }
+            let step = fsdp.step(&other, 1)?;
+            let grads = step.model().loss(1).backward();
+            step.finish(grads)
+        }),
+        "rank 1's model does not have `layers.3.weight` as it was at the start",
+    );
+    check(
+        errors(2, |fsdp, model, rank| {
+            let grads = fsdp.step(model, 1)?;
+            let loss = grads.model().loss(1).backward();
+            let grads = grads.finish(loss)?;
+            fsdp.clip_norm(grads, 1.0 + rank as f64)
+        }),
+        "rank 0 clips to 1 and rank 1 to 2",
+    );
+}
+
+#[test]
+fn different_blocks_are_a_mismatch_on_all_ranks() {
+    for skipped in 0..4 {
+        let errors = errors(3, |fsdp, model, rank| {
+            let step = fsdp.step(model, 1)?;
+            let x = values([3, WIDTH], 1, DType::F32) * step.model().scale.val().unsqueeze();
+            let used = step.model().layers.iter().enumerate().filter(|(i, _)| rank != 1 || *i != skipped);
+            let x = used.fold(x, |x, (_, layer)| layer.run(|layer| layer.forward(x).tanh()));
+            step.finish(x.sum().backward())
+        });
+        for error in &errors {
+            assert!(matches!(error, Error::Mismatch { .. }), "{error}");
+            assert!(error.to_string().contains("block "), "{error}");
+        }
+    }
+    // A rank that skips the first step does not know what the others gather.
+    for error in ranks(2, |group| {
+        let rank = group.rank();
+        let (model, mut fsdp) = FullyShardedParallel::new(group, Deep::new(2)).unwrap();
+        let step = fsdp.step(&model, 1 - rank).unwrap();
+        if rank == 1 {
+            return step.skip().err().unwrap();
+        }
+        let grads = step.model().loss(1).backward();
+        step.finish(grads).err().unwrap()
+    }) {
+        assert!(matches!(error, Error::Mismatch { .. }), "{error}");
+    }
+}
+
+#[test]
+fn a_step_that_is_dropped_fails_on_all_ranks() {
+    check(
+        errors(2, |fsdp, model, rank| {
+            let step = fsdp.step(model, 1)?;
+            if rank == 1 {
+                drop(step);
+                return fsdp.step(model, 1).map(|_| GradientsParams::new());
+            }
+            let grads = step.model().loss(1).backward();
+            step.finish(grads)
+        }),
+        "rank 1 has dropped its training step",
+    );
+}
+
+#[test]
+fn a_clone_of_the_steps_model_is_not_a_number_afterwards() {
+    ranks(2, |group| {
+        let (model, mut fsdp) = FullyShardedParallel::new(group, Deep::new(2)).unwrap();
+        let step = fsdp.step(&model, 1).unwrap();
+        let (unused, grads) = (step.model().clone(), step.model().loss(1).backward());
+        step.finish(grads).unwrap();
+        assert!(unused.loss(1).into_scalar().is_nan());
+    });
+}
+
+/// A backward step that panics.
+#[derive(Debug)]
+struct Panics;
+
+impl Backward<Flex, 1> for Panics {
+    type State = ();
+
+    fn backward(self, _: Ops<(), 1>, _: &mut Gradients, _: &mut Checkpointer) {
+        panic!("on purpose");
+    }
+}
+
+fn panicking(x: Tensor<Training, 2>) -> Tensor<Training, 2> {
+    let x = x.into_primitive().tensor();
+    let x = Panics.prepare::<NoCheckpointing>([x.node]).compute_bound().stateless(x.primitive);
+    Tensor::from_primitive(TensorPrimitive::Float(x))
+}
+
+#[test]
+fn a_rank_that_is_lost_in_the_middle_of_a_step_is_named_on_all_others() {
+    for kind in [Kind::Threads, Kind::Tcp, Kind::Shm] {
+        for in_backward in [false, true] {
+            let results = run_ranks(kind, 3, move |group| {
+                let rank = group.rank();
+                let steps = || {
+                    let (model, mut fsdp) = FullyShardedParallel::new(group, Deep::new(6)).unwrap();
+                    for number in 0..3 {
+                        let step = fsdp.step(&model, 1).unwrap();
+                        let mut x = values([3, WIDTH], 1, DType::F32) * step.model().scale.val().unsqueeze();
+                        for (i, layer) in step.model().layers.iter().enumerate() {
+                            if rank == 1 && number == 2 && i == 3 {
+                                assert!(in_backward, "on purpose");
+                                x = panicking(x);
+                            }
+                            x = layer.run(|layer| layer.forward(x).tanh());
+                        }
+                        if let Err(error) = step.finish(x.sum().backward()) {
+                            assert_eq!(number, 2, "{error}");
+                            return error;
+                        }
+                    }
+                    panic!("no rank was lost");
+                };
+                catch_unwind(AssertUnwindSafe(steps)).ok()
+            });
+            assert!(results[1].is_none());
+            for (rank, error) in results.into_iter().enumerate().filter(|(rank, _)| *rank != 1) {
+                let lost = match error.expect("no panic") {
+                    Error::PeerLost { peer, .. } => peer,
+                    Error::Left { rank, .. } => rank,
+                    error => panic!("{kind:?}, rank {rank}: {error}"),
+                };
+                assert_eq!(lost, 1);
+            }
+        }
+    }
+}
+
+#[test]
+fn another_backward_pass_between_the_passes_ends_by_the_deadline() {
+    let settings = |builder: bonfire::Builder| builder.deadline(Duration::from_secs(3));
+    let (told, heard) = mpsc::channel();
+    let heard = Arc::new(Mutex::new(heard));
+    let results = run_ranks_with(Kind::Threads, 2, settings, move |group| {
+        let rank = group.rank();
+        let (model, mut fsdp) = FullyShardedParallel::new(group, Deep::new(8)).unwrap();
+        let step = fsdp.step(&model, 1).unwrap();
+        let loss = step.model().loss(1);
+        if rank == 1 {
+            heard.lock().unwrap().recv().unwrap();
+            // burn-autodiff takes the locks of all graphs of the process at the end of this.
+            values([3], 1, DType::F32).require_grad().sum().backward();
+        } else {
+            told.send(()).unwrap();
+        }
+        step.finish(loss.backward()).map(drop)
+    });
+    // Rank 1 may have been quick enough.
+    for error in results.into_iter().filter_map(Result::err) {
+        assert!(matches!(error, Error::Timeout { .. }), "{error}");
+    }
+}
+
+#[test]
+fn a_rank_whose_backward_pass_has_ended_keeps_no_rank_waiting() {
+    // Each rank's backward pass ends at another time, and is followed by another one, while others are in theirs.
+    ranks(4, |group| {
+        let (model, mut fsdp) = FullyShardedParallel::new(group, Deep::new(8)).unwrap();
+        for number in 0..30 {
+            let step = fsdp.step(&model, 1).unwrap();
+            let grads = step.model().loss(number).backward();
+            values([3], 1, DType::F32).require_grad().sum().backward();
+            step.finish(grads).unwrap();
+            values([3], 1, DType::F32).require_grad().sum().backward();
+        }
+    });
+}
+
+#[test]
+fn a_model_without_parameters_to_train_is_an_error() {
+    for error in ranks(2, |group| {
+        let frozen = Param::from_tensor(Tensor::<Training, 1>::ones([3], &Default::default())).set_require_grad(false);
+        let (model, mut fsdp) = FullyShardedParallel::new(group, vec![frozen]).unwrap();
+        let step = fsdp.step(&model, 1).unwrap();
+        let loss = step.model()[0].val().sum() * values([1], 1, DType::F32).require_grad();
+        text(step.finish(loss.backward()).err().unwrap())
+    }) {
+        assert!(error.contains("the model has no parameters to train"), "{error}");
+    }
+}
+
+#[test]
+fn unused_group_is_left() {
+    // Dropping everything without a step ends the progress threads and leaves the groups.
+    ranks(2, |group: Group| drop(FullyShardedParallel::new(group, Deep::new(1)).unwrap()));
+}

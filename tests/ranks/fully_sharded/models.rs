@@ -1,0 +1,252 @@
+//! Models with marked blocks, and their training in every form of sharding.
+
+use bonfire::train::embedding;
+use bonfire::{
+    DataParallel, DeviceMesh, FullyShardedParallel, Group, ShardedBlock, ShardedOptimizer, Sharding, SyncBatchNorm,
+    SyncBatchNormConfig,
+};
+use burn::backend::{Autodiff, Flex};
+use burn::module::{AutodiffModule, Module, ModuleMapper, ModuleVisitor, Param};
+use burn::nn::attention::{MhaInput, MultiHeadAttention, MultiHeadAttentionConfig};
+use burn::nn::{Embedding, EmbeddingConfig, LayerNorm, LayerNormConfig, Linear, LinearConfig};
+use burn::optim::{AdamConfig, GradientsParams, Optimizer};
+use burn::tensor::backend::Backend;
+use burn::tensor::{DType, Int, Tensor, TensorData, activation};
+
+pub type Training = Autodiff<Flex>;
+pub type Loss = Tensor<Training, 1>;
+
+/// Numbers in [-1, 1) that depend on the seed.
+pub fn values<const D: usize>(shape: [usize; D], seed: usize, dtype: DType) -> Tensor<Training, D> {
+    let next = |i: usize| ((i + 1) * (2 * seed + 7919) % 2003) as f64 / 1001.5 - 1.0;
+    let values: Vec<f64> = (0..shape.iter().product()).map(next).collect();
+    Tensor::from_data(TensorData::new(values, shape).convert_dtype(dtype), (&Default::default(), dtype))
+}
+
+/// Gives parameters values that are the same in every model, of this type.
+struct Initial(DType, usize);
+
+impl ModuleMapper<Training> for Initial {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<Training, D>>) -> Param<Tensor<Training, D>> {
+        self.1 += 1;
+        let trained = param.is_require_grad();
+        let (id, tensor, mapper) = param.consume();
+        let value = if trained { values(tensor.dims(), self.1, self.0) * 0.4 } else { tensor.detach().cast(self.0) };
+        Param::from_mapped_value(id, Tensor::from_inner(value.inner()).set_require_grad(trained), mapper)
+    }
+}
+
+pub fn initial<M: Module<Training>>(model: M, dtype: DType) -> M {
+    model.map(&mut Initial(dtype, 0))
+}
+
+/// The values of all float parameters, in visiting order.
+#[derive(Default)]
+pub struct Floats(pub Vec<TensorData>);
+
+impl ModuleVisitor<Training> for Floats {
+    fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<Training, D>>) {
+        self.0.push(param.val().into_data());
+    }
+}
+
+pub fn floats<M: Module<Training>>(model: &M) -> Vec<TensorData> {
+    let mut floats = Floats::default();
+    model.visit(&mut floats);
+    floats.0
+}
+
+#[derive(Module, Debug)]
+pub struct Layer<B: Backend> {
+    norm: LayerNorm<B>,
+    attention: MultiHeadAttention<B>,
+    up: Linear<B>,
+    down: Linear<B>,
+}
+
+/// A small transformer whose embedding is a block, and whose head is in none.
+#[derive(Module, Debug)]
+pub struct Language<B: Backend> {
+    embedding: ShardedBlock<Embedding<B>>,
+    layers: Vec<ShardedBlock<Layer<B>>>,
+    norm: LayerNorm<B>,
+    head: Linear<B>,
+}
+
+const WORDS: usize = 11;
+const WIDTH: usize = 6;
+const LAYERS: usize = 3;
+
+impl<B: Backend> Layer<B> {
+    fn new() -> Self {
+        let device = Default::default();
+        Layer {
+            norm: LayerNormConfig::new(WIDTH).init(&device),
+            attention: MultiHeadAttentionConfig::new(WIDTH, 2).with_dropout(0.0).init(&device),
+            up: LinearConfig::new(WIDTH, 10).init(&device),
+            down: LinearConfig::new(10, WIDTH).with_bias(false).init(&device),
+        }
+    }
+
+    fn forward(&self, x: Tensor<B, 3>) -> Tensor<B, 3> {
+        let attended = self.attention.forward(MhaInput::self_attn(self.norm.forward(x.clone()))).context;
+        let x = x + attended;
+        x.clone() + self.down.forward(activation::gelu(self.up.forward(x)))
+    }
+}
+
+impl Language<Training> {
+    pub fn new(dtype: DType) -> Self {
+        let device = Default::default();
+        let model = Language {
+            embedding: ShardedBlock::new(EmbeddingConfig::new(WORDS, WIDTH).init(&device)),
+            layers: (0..LAYERS).map(|_| ShardedBlock::new(Layer::new())).collect(),
+            norm: LayerNormConfig::new(WIDTH).init(&device),
+            head: LinearConfig::new(WIDTH, WORDS).init(&device),
+        };
+        initial(model, dtype)
+    }
+
+    /// The loss of the samples with these numbers.
+    pub fn loss(&self, samples: std::ops::Range<usize>) -> Loss {
+        let count = samples.len();
+        let words: Vec<i32> = samples.flat_map(|i| (0..5).map(move |j| ((i * (j + 3) + j) % WORDS) as i32)).collect();
+        let words = Tensor::<Training, 2, Int>::from_data(TensorData::new(words, [count, 5]), &Default::default());
+        let x = self.embedding.run(|table| embedding(table.weight.val(), words));
+        let x = self.layers.iter().fold(x, |x, layer| layer.run(|layer| layer.forward(x)));
+        self.head.forward(self.norm.forward(x)).powf_scalar(2.0).mean()
+    }
+}
+
+/// Layers of sizes that do not divide, one of which is used twice, one that contains a block, a frozen weight, a
+/// parameter of one element, one that is not used, and statistics of all ranks.
+#[derive(Module, Debug)]
+pub struct Odd<B: Backend> {
+    first: Linear<B>,
+    twice: ShardedBlock<Linear<B>>,
+    norm: ShardedBlock<SyncBatchNorm<B>>,
+    outer: ShardedBlock<Outer<B>>,
+    unused: Linear<B>,
+    scale: Param<Tensor<B, 1>>,
+}
+
+#[derive(Module, Debug)]
+pub struct Outer<B: Backend> {
+    before: Linear<B>,
+    frozen: Param<Tensor<B, 2>>,
+    inner: ShardedBlock<Linear<B>>,
+    after: Linear<B>,
+}
+
+impl Odd<Training> {
+    pub fn new(group: &Group, dtype: DType) -> Self {
+        let device = Default::default();
+        let linear = |inputs, outputs| LinearConfig::new(inputs, outputs).init(&device);
+        let frozen = Param::from_tensor(values([7, 7], 5, dtype));
+        let model = Odd {
+            first: linear(5, 7),
+            twice: ShardedBlock::new(linear(7, 7)),
+            norm: ShardedBlock::new(SyncBatchNormConfig::new(7).init(group, &device)),
+            outer: ShardedBlock::new(Outer {
+                before: linear(7, 7),
+                frozen: frozen.set_require_grad(false),
+                inner: ShardedBlock::new(linear(7, 3)),
+                after: linear(3, 1),
+            }),
+            unused: linear(2, 9),
+            scale: Param::from_tensor(Tensor::ones([1], &device)),
+        };
+        initial(model, dtype)
+    }
+
+    pub fn loss(&self, samples: std::ops::Range<usize>) -> Loss {
+        let dtype = self.scale.val().dtype();
+        let rows = samples.map(|i| values([1, 5], i, dtype)).collect();
+        let x = self.first.forward(Tensor::cat(rows, 0)).tanh();
+        let x = self.twice.run(|linear| linear.forward(x)).tanh();
+        let x = self.norm.run(|norm| norm.forward(x));
+        let x = self.twice.run(|linear| linear.forward(x)).tanh();
+        let x = self.outer.run(|outer| {
+            let x = outer.before.forward(x).matmul(outer.frozen.val()).tanh();
+            outer.after.forward(outer.inner.run(|inner| inner.forward(x)))
+        });
+        (x * self.scale.val().unsqueeze()).powf_scalar(2.0).mean()
+    }
+}
+
+/// How a model is trained.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Form {
+    Replicas,
+    /// ZeRO-1.
+    Optimizer,
+    /// ZeRO-1 within groups of so many ranks, which do not follow one another.
+    OptimizerOn(usize),
+    /// ZeRO-2.
+    Gradients,
+    /// ZeRO-3.
+    Full,
+    /// ZeRO-3 within groups of so many ranks.
+    Hybrid(usize),
+}
+
+/// Trains with Adam. Returns the mean loss of each step over all ranks, and the parameters.
+pub fn train<M: AutodiffModule<Training>>(
+    group: Group,
+    form: Form,
+    steps: usize,
+    model: M,
+    loss: impl Fn(&M, usize) -> Loss,
+) -> (Vec<f64>, Vec<TensorData>) {
+    const RATE: f64 = 0.01;
+    let mut losses = Vec::new();
+    let number = |loss: &Loss| loss.clone().into_data().iter::<f64>().next().unwrap();
+    if let Form::Replicas | Form::Optimizer | Form::OptimizerOn(_) = form {
+        let (mut model, mut ddp) = DataParallel::new(group.clone(), model).unwrap();
+        let mut optimizer = AdamConfig::new().init::<Training, M>();
+        let mut sharded = match form {
+            Form::OptimizerOn(ranks) => {
+                let replicas = group.world_size() / ranks;
+                let mesh = DeviceMesh::new(group, [("shard", ranks), ("replicate", replicas)]).unwrap();
+                ShardedOptimizer::on_mesh(&ddp, AdamConfig::new().init(), &mesh).unwrap()
+            }
+            _ => ShardedOptimizer::new(&ddp, AdamConfig::new().init(), Sharding::All).unwrap(),
+        };
+        for step in 0..steps {
+            if form == Form::Replicas {
+                let running = ddp.step(&model, 1).unwrap();
+                let loss = loss(running.model(), step);
+                losses.push(number(&loss));
+                let grads = running.finish(loss.backward()).unwrap();
+                model = optimizer.step(RATE, model, grads);
+            } else {
+                let loss = loss(&model, step);
+                losses.push(number(&loss));
+                let grads = GradientsParams::from_grads(loss.backward(), &model);
+                sharded.step(RATE, &mut model, grads, 1).unwrap();
+            }
+        }
+        return (losses.iter().map(|loss| ddp.mean(&[*loss], 1).unwrap()[0]).collect(), floats(&model));
+    }
+    let mesh = match form {
+        Form::Hybrid(ranks) => {
+            let replicas = group.world_size() / ranks;
+            DeviceMesh::new(group, [("replicate", replicas), ("shard", ranks)]).unwrap()
+        }
+        _ => group.into(),
+    };
+    let (mut model, mut fsdp) = FullyShardedParallel::new(mesh, model).unwrap();
+    if form == Form::Gradients {
+        fsdp = fsdp.keep_gathered();
+    }
+    let mut optimizer = AdamConfig::new().init::<Training, M>();
+    for step in 0..steps {
+        let running = fsdp.step(&model, 1).unwrap();
+        let loss = loss(running.model(), step);
+        losses.push(number(&loss));
+        let grads = running.finish(loss.backward()).unwrap();
+        model = optimizer.step(RATE, model, grads);
+    }
+    let whole = fsdp.gather(&model).unwrap();
+    (losses.iter().map(|loss| fsdp.mean(&[*loss], 1).unwrap()[0]).collect(), floats(&whole))
+}
