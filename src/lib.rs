@@ -27,7 +27,8 @@
 //! | you want to | use |
 //! |---|---|
 //! | train a burn model on many ranks | [`DataParallel`], [`ShardedSampler`], [`SyncBatchNorm`]; see [`train`] |
-//! | save and resume a training, or go on without lost ranks | [`TrainingState`] |
+//! | save and resume a training, on any number of ranks | [`Checkpoints`], [`TrainingState`] |
+//! | go on without lost ranks | [`DataParallel::shrink`] |
 //! | shard the optimizer state over the ranks (ZeRO-1) | [`ShardedOptimizer`] |
 //! | use burn's wgpu or CUDA backend with collectives between devices | `Wgpu`, `Cuda`; see `server` |
 //! | train with burn-train's `Learner` | `DataParallelStrategy`, with the feature `ddp` |
@@ -92,7 +93,8 @@ pub use tensor::communicator::{DeviceCommunicator, Routing};
 #[cfg(feature = "ddp")]
 pub use train::DataParallelStrategy;
 pub use train::{
-    DataParallel, ShardedOptimizer, ShardedSampler, Sharding, SyncBatchNorm, SyncBatchNormConfig, TrainingState,
+    Checkpoints, DataParallel, ShardedOptimizer, ShardedSampler, Sharding, SyncBatchNorm, SyncBatchNormConfig,
+    TrainingState,
 };
 
 /// Runs the code of the README and of the guide.

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use burn::tensor::backend::AutodiffBackend;
 
-use super::agree::Parameter;
+use super::agree::{Parameter, lane};
 use super::bucket::{BucketTable, Limits, buckets};
 use super::reduction::Reducer;
 use bonfire_core::{Error, Group};
@@ -21,9 +21,7 @@ pub(super) struct Overlap<B: AutodiffBackend> {
 
 impl<B: AutodiffBackend> Overlap<B> {
     pub fn new(main: &Reducer<B>) -> Result<Overlap<B>, Error> {
-        let (group, parameters) = (&main.group, &main.parameters);
-        let ranks: Vec<usize> = (0..group.world_size()).collect();
-        let lane = if ranks.len() == 1 { group.clone() } else { group.subgroup(&ranks)? };
+        let (lane, parameters) = (lane(&main.group)?, &main.parameters);
         // The last layers first: the backward pass computes their gradients first.
         let items = parameters.iter().enumerate().rev().filter(|(_, parameter)| parameter.trained);
         let buckets = buckets(items.map(|(position, parameter)| parameter.item(position)), Limits::DEFAULT).into();
