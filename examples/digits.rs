@@ -58,11 +58,11 @@ struct Args {
     /// Learning rate
     #[arg(long, default_value_t = 0.001, value_parser = learning_rate)]
     lr: f64,
-    /// Save a checkpoint here after every epoch
-    #[arg(long, value_name = "PATH")]
+    /// Save a checkpoint in this folder after every epoch
+    #[arg(long, value_name = "FOLDER")]
     save: Option<PathBuf>,
-    /// Resume from this checkpoint
-    #[arg(long, value_name = "PATH")]
+    /// Resume from the newest checkpoint in this folder
+    #[arg(long, value_name = "FOLDER")]
     resume: Option<PathBuf>,
     /// Shard the optimizer's state (ZeRO-1) over blocks of this many ranks, or over all ranks if no number is given
     #[arg(long, value_name = "RANKS", conflicts_with = "chaos")]

@@ -27,7 +27,8 @@
 //! | you want to | use |
 //! |---|---|
 //! | train a burn model on many ranks | [`DataParallel`], [`ShardedSampler`], [`SyncBatchNorm`]; see [`train`] |
-//! | save and resume a training, or go on without lost ranks | [`TrainingState`] |
+//! | save and resume a training, on any number of ranks | [`Checkpoints`], [`TrainingState`] |
+//! | go on without lost ranks | [`DataParallel::shrink`] |
 //! | shard the optimizer state over the ranks (ZeRO-1) | [`ShardedOptimizer`] |
 //! | shard parameters, gradients and optimizer state (ZeRO-3, FSDP) | [`FullyShardedParallel`], [`ShardedBlock`] |
 //! | use burn's wgpu or CUDA backend with collectives between devices | `Wgpu`, `Cuda`; see `server` |
@@ -93,8 +94,8 @@ pub use tensor::communicator::{DeviceCommunicator, Routing};
 #[cfg(feature = "ddp")]
 pub use train::DataParallelStrategy;
 pub use train::{
-    DataParallel, DeviceMesh, FullyShardedParallel, ShardedBlock, ShardedOptimizer, ShardedSampler, Sharding,
-    SyncBatchNorm, SyncBatchNormConfig, TrainingState,
+    Checkpoints, DataParallel, DeviceMesh, FullyShardedParallel, ShardedBlock, ShardedOptimizer, ShardedSampler,
+    Sharding, SyncBatchNorm, SyncBatchNormConfig, TrainingState,
 };
 
 /// Runs the code of the README and of the guide.

@@ -6,8 +6,8 @@
 //! model. [`ShardedOptimizer`] partitions the optimizer state over the ranks (ZeRO-1), [`FullyShardedParallel`]
 //! parameters and gradients too (ZeRO-3). [`SyncBatchNorm`] normalises with the statistics of the global batch.
 //! [`seeded`] gives the same initial weights on any number of ranks. [`TrainingState`] is all that a training carries
-//! from step to step, for checkpoints and for going on without lost ranks. With the feature `ddp`,
-//! `DataParallelStrategy` trains with burn-train's `Learner` instead of a loop of your own.
+//! from step to step, for going on without lost ranks and for [`Checkpoints`], which any number of ranks can load. With
+//! the feature `ddp`, `DataParallelStrategy` trains with burn-train's `Learner` instead of a loop of your own.
 //!
 //! ```
 //! use bonfire::{DataParallel, Group, ShardedSampler};
@@ -44,6 +44,7 @@ mod agree;
 mod announcement;
 mod batch_norm;
 mod bucket;
+pub mod checkpoint;
 pub mod compression;
 mod data_parallel;
 mod embedding;
@@ -71,6 +72,7 @@ mod values;
 mod verify;
 
 pub use self::batch_norm::{SyncBatchNorm, SyncBatchNormConfig};
+pub use self::checkpoint::Checkpoints;
 pub use self::data_parallel::DataParallel;
 pub use self::embedding::embedding;
 pub use self::fully_sharded::{FullyShardedParallel, GatherCounts, ShardedStep};

@@ -1,5 +1,6 @@
 //! The training loop.
 
+use std::fs;
 use std::io::{self, Write};
 use std::iter::Skip;
 use std::path::Path;
@@ -8,7 +9,8 @@ use std::time::Instant;
 use bonfire::tensor::autodiff::{CollectiveBackend, attempt};
 use bonfire::train::{Epoch, compression, seeded};
 use bonfire::{
-    Builder, DataParallel, Error, Group, ShardedOptimizer, ShardedSampler, Sharding, TrainingState, partition,
+    Builder, Checkpoints, DataParallel, Error, Group, ShardedOptimizer, ShardedSampler, Sharding, TrainingState,
+    partition,
 };
 use burn::module::{AutodiffModule, Module};
 use burn::nn::loss::CrossEntropyLossConfig;
@@ -19,7 +21,7 @@ use burn::tensor::{ElementConversion, Int, Tensor, TensorData};
 use indicatif::{ProgressBar, ProgressStyle};
 
 use crate::Failure;
-use crate::checkpoint::{self, Settings};
+use crate::checkpoint::Settings;
 use crate::data::{Digits, PIXELS};
 use crate::model::Network;
 
@@ -48,9 +50,8 @@ pub struct Outcome {
     pub part_bytes: Option<usize>,
 }
 
-/// What is the same on all ranks after each step. The user's state is that of a sharded optimizer in a checkpoint, in
-/// parts, and otherwise empty.
-pub type State<B> = TrainingState<B, Network<B>, OptimizerAdaptor<Adam, Network<B>, B>, f64, Vec<Vec<u8>>>;
+/// What is the same on all ranks after each step. The user's state are the settings, as text.
+pub type State<B> = TrainingState<B, Network<B>, OptimizerAdaptor<Adam, Network<B>, B>, f64, String>;
 
 /// A training on one rank.
 struct Training<B: CollectiveBackend> {
@@ -58,6 +59,7 @@ struct Training<B: CollectiveBackend> {
     /// The optimizer, if its state is sharded. The one in `state` has no state then.
     sharded: Option<ShardedOptimizer<Adam, Network<B>, B>>,
     ddp: DataParallel<B>,
+    checkpoints: Option<Checkpoints>,
     sampler: ShardedSampler,
     /// This rank's remaining shards of the epoch's batches.
     shards: Skip<Epoch>,
@@ -92,25 +94,31 @@ impl TrainingJob<'_> {
         let identity = group.rank();
         let (sampler, bar) = (self.sampler(&group)?, ProgressBar::hidden());
         let model = seeded(&group, self.settings.seed, &device, || Network::<B>::new(&group, &device))?;
-        let (model, mut ddp) = DataParallel::new(group, model)?;
+        let (model, mut ddp) = DataParallel::new(group.clone(), model)?;
         if let Some(compression) = self.compression.and_then(compression::by_name) {
             ddp.set_compression(compression)?;
         }
         let adam = AdamConfig::new();
-        let mut state = State::new(model, adam.init(), self.settings.lr, Vec::new());
-        if let Some(path) = self.resume {
-            ddp.resume(&mut state, || checkpoint::read(path, &self.settings))?;
-        }
+        let mut state = State::new(model, adam.init(), self.settings.lr, self.settings.to_text()?);
         let mut sharded = self.shard.map(|shard| ShardedOptimizer::new(&ddp, adam.init(), shard)).transpose()?;
-        let parts = std::mem::take(&mut state.user);
-        if let Some(optimizer) = sharded.as_mut().filter(|_| !parts.is_empty()) {
-            optimizer.load(&parts)?;
+        if let Some(folder) = self.resume {
+            let mut checkpoints = Checkpoints::new(&group, folder)?;
+            let found = match &mut sharded {
+                Some(optimizer) => checkpoints.load((&mut state, optimizer))?,
+                None => checkpoints.load(&mut state)?,
+            };
+            if !found {
+                return Err(format!("there is no checkpoint in {}", folder.display()).into());
+            }
+            self.settings.check(folder, &state.user)?;
         }
+        let checkpoints = self.checkpoints(&group)?;
         let resumed = state.epoch;
         let (clock, outcome) = (Instant::now(), Outcome::default());
         let (seen, losses, right) = (0, 0.0, 0.0);
         let shards = sampler.epoch(resumed).skip(state.batch);
-        let mut training = Training { state, sharded, ddp, sampler, shards, clock, bar, seen, losses, right, outcome };
+        let mut training =
+            Training { state, sharded, ddp, checkpoints, sampler, shards, clock, bar, seen, losses, right, outcome };
         training.begin_epoch();
         loop {
             let chaos_step =
@@ -142,6 +150,10 @@ impl TrainingJob<'_> {
 
     fn sampler(&self, group: &Group) -> Result<ShardedSampler, Failure> {
         Ok(ShardedSampler::new(group, self.data.0.len(), self.settings.batch)?.seed(self.settings.seed))
+    }
+
+    fn checkpoints(&self, group: &Group) -> Result<Option<Checkpoints>, Failure> {
+        Ok(self.save.map(|folder| Checkpoints::new(group, folder)).transpose()?)
     }
 
     /// Makes a step, ends an epoch or, after all epochs, runs the test. Returns true after the test.
@@ -198,15 +210,10 @@ impl TrainingJob<'_> {
     }
 
     fn end_epoch<B: CollectiveBackend>(&self, training: &mut Training<B>) -> Result<(), Failure> {
-        let Training { state, sharded, ddp, seen, losses, right, .. } = training;
+        let Training { state, ddp, seen, losses, right, .. } = training;
         state.model = ddp.average_states(state.model.clone())?;
         let count = (*seen).max(1) as f64;
         let [loss, accuracy] = ddp.mean(&[*losses / count, *right / count], *seen)?;
-        if let Some(optimizer) = sharded.as_ref().filter(|_| self.save.is_some()) {
-            let (bytes, lens) = ddp.group().gather_v(&optimizer.save()?, 0)?.unwrap_or_default();
-            let mut bytes = bytes.into_iter();
-            state.user = lens.into_iter().map(|len| bytes.by_ref().take(len).collect()).collect();
-        }
         state.next_epoch();
         training.bar.finish_and_clear();
         training.outcome.losses.push(loss);
@@ -215,12 +222,13 @@ impl TrainingJob<'_> {
             let (epoch, epochs, accuracy) = (state.epoch, self.epochs, 100.0 * accuracy);
             let mut out = io::stdout();
             writeln!(out, "epoch {epoch}/{epochs}: loss {loss:.4}, accuracy {accuracy:.1} %, {rate:.0} images/s")?;
-            if let Some(path) = self.save {
-                checkpoint::write(path, &self.settings, state.save()?)?;
-            }
         }
-        state.user = Vec::new();
         training.begin_epoch();
+        match (&mut training.checkpoints, &training.sharded) {
+            (None, _) => {}
+            (Some(checkpoints), None) => checkpoints.save(&training.state)?,
+            (Some(checkpoints), Some(optimizer)) => checkpoints.save((&training.state, optimizer))?,
+        }
         Ok(())
     }
 
@@ -248,6 +256,7 @@ impl TrainingJob<'_> {
             eprintln!("{cause}\n{ranks} ranks continue from step {batch} of epoch {epoch}");
         }
         training.sampler = self.sampler(&group)?;
+        training.checkpoints = self.checkpoints(&group)?;
         if training.state.epoch == epoch {
             training.resume_epoch();
         } else {
@@ -279,7 +288,9 @@ impl TrainingJob<'_> {
             .into());
         }
         match self.save {
-            Some(path) if group.rank() == 0 => checkpoint::check_writable(path),
+            Some(folder) if group.rank() == 0 => {
+                fs::create_dir_all(folder).map_err(|e| format!("cannot save in {}: {e}", folder.display()).into())
+            }
             _ => Ok(()),
         }
     }

@@ -15,7 +15,7 @@ use std::sync::{Mutex, PoisonError};
 use std::thread;
 
 use bonfire::tensor::autodiff::CollectiveBackend;
-use bonfire::{DataParallel, Group, Sharding};
+use bonfire::{Checkpoints, DataParallel, Group, Sharding};
 use burn::backend::{Autodiff, Flex};
 use burn::module::{Module, ModuleVisitor, Param};
 use burn::optim::AdamConfig;
@@ -93,9 +93,9 @@ fn values<B: CollectiveBackend>(path: &Path) -> Vec<TensorData> {
         }
     }
     let (group, device) = (Group::threads(1).unwrap().remove(0), Default::default());
-    let (model, mut ddp) = DataParallel::new(group.clone(), Network::<B>::new(&group, &device)).unwrap();
-    let mut state = State::new(model, AdamConfig::new().init(), 0.0, Vec::new());
-    ddp.resume(&mut state, || checkpoint::read(path, &settings())).unwrap();
+    let (model, ddp) = DataParallel::new(group.clone(), Network::<B>::new(&group, &device)).unwrap();
+    let mut state = State::new(model, AdamConfig::new().init(), 0.0, String::new());
+    assert!(Checkpoints::new(ddp.group(), path).unwrap().load(&mut state).unwrap());
     let mut values = Values(Vec::new());
     state.model.visit(&mut values);
     values.0
@@ -205,16 +205,17 @@ fn every_rank_reports_a_bad_checkpoint() {
             assert!(error.contains(expected), "{error}");
         }
     };
-    fails(&settings(), "cannot read the checkpoint");
+    fails(&settings(), "there is no checkpoint in ");
     assert_eq!(train(&settings(), 1, Some(&path), None), [None, None]);
     fails(&Settings { lr: 0.1, ..settings() }, "was made with --lr 0.003, not 0.1");
-    let mut bytes = fs::read(&path).unwrap();
-    let middle = bytes.len() / 2;
-    bytes[middle] ^= 1;
-    fs::write(&path, &bytes).unwrap();
-    fails(&settings(), "cannot read the checkpoint");
-    fs::write(&path, "no checkpoint").unwrap();
-    fails(&settings(), "cannot read the checkpoint");
+    let file = path.join("set-00000001/rank-0.safetensors");
+    let mut bytes = fs::read(&file).unwrap();
+    let last = bytes.len() - 1;
+    bytes[last] ^= 1;
+    fs::write(&file, &bytes).unwrap();
+    fails(&settings(), "rank-0.safetensors: its part of ");
+    fs::write(&file, "no checkpoint").unwrap();
+    fails(&settings(), "rank-0.safetensors: its header is truncated or damaged");
 }
 
 /// From the same weights, the first steps on two logical devices of a GPU and on the host have nearly the same losses

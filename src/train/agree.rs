@@ -117,6 +117,13 @@ pub(crate) fn broadcast_parameters<B: AutodiffBackend, M: AutodiffModule<B>>(
     }
 }
 
+/// Makes a group of the same ranks, for communication that takes place beside that of `group`. All ranks must call it.
+#[track_caller]
+pub(crate) fn lane(group: &Group) -> Result<Group, Error> {
+    let ranks: Vec<usize> = (0..group.world_size()).collect();
+    if ranks.len() == 1 { Ok(group.clone()) } else { group.subgroup(&ranks) }
+}
+
 /// All-gathers `N` values from each rank. Returns them by rank.
 #[track_caller]
 pub(crate) fn all_gather_values<T: Element, const N: usize>(group: &Group, own: [T; N]) -> Result<Vec<[T; N]>, Error> {

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use burn::tensor::backend::AutodiffBackend;
 
-use super::agree::Parameter;
+use super::agree::{Parameter, lane};
 use super::bucket::{BucketTable, Limits, buckets};
 use super::reduction::Reducer;
 use bonfire_core::{Error, Group};
@@ -21,8 +21,7 @@ pub(super) struct Overlap<B: AutodiffBackend> {
 
 impl<B: AutodiffBackend> Overlap<B> {
     pub fn new(main: &Reducer<B>) -> Result<Overlap<B>, Error> {
-        let (group, parameters) = (&main.group, &main.parameters);
-        let lane = lane(group)?;
+        let (lane, parameters) = (lane(&main.group)?, &main.parameters);
         // The last layers first: the backward pass computes their gradients first.
         let items = parameters.iter().enumerate().rev().filter(|(_, parameter)| parameter.trained);
         let buckets = buckets(items.map(|(position, parameter)| parameter.item(position)), Limits::DEFAULT).into();
@@ -39,11 +38,4 @@ impl<B: AutodiffBackend> Overlap<B> {
     pub fn tuned_buckets(&self) -> Option<&BucketTable> {
         self.tuned.then_some(&self.buckets)
     }
-}
-
-/// Returns another group of the same ranks, whose operations run at the same time as those of `group`. All ranks must
-/// call it.
-pub(super) fn lane(group: &Group) -> Result<Group, Error> {
-    let ranks: Vec<usize> = (0..group.world_size()).collect();
-    if ranks.len() == 1 { Ok(group.clone()) } else { group.subgroup(&ranks) }
 }

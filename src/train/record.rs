@@ -1,9 +1,9 @@
 //! Records of burn as bytes.
 
 use burn::module::{Module, ModuleMapper, Param};
-use burn::record::{DoublePrecisionSettings, NamedMpkBytesRecorder, Record, Recorder};
+use burn::record::{DoublePrecisionSettings, NamedMpkBytesRecorder, PrecisionSettings, Record, Recorder};
 use burn::tensor::backend::{AutodiffBackend, Backend, BackendTypes};
-use burn::tensor::{Bool, Element, Int, Tensor};
+use burn::tensor::{Bool, DType, Element, Int, Tensor};
 
 use super::agree::Parameter;
 use bonfire_core::Error;
@@ -24,6 +24,35 @@ pub(crate) fn record<B: Backend, R: Record<B>>(record: R) -> Result<Vec<u8>, Err
 pub(crate) fn load<B: Backend, R: Record<B>>(bytes: Vec<u8>, device: &B::Device) -> Result<R, Error> {
     let record = Recorder::<B>::load(&Records::default(), bytes, device);
     record.map_err(|e| Error::io("loading a recorded training", e))
+}
+
+/// Returns a record as bytes, with floats in f64 only if the backend's are. What it contains must be [`recordable`].
+pub(crate) fn record_compact<B: Backend, R: Record<B>>(record: R) -> Result<Vec<u8>, Error> {
+    let bytes = match <B as BackendTypes>::FloatElem::dtype() {
+        DType::F64 => Recorder::<B>::record(&Records::default(), record, ()),
+        _ => Recorder::<B>::record(&CompactRecords::default(), record, ()),
+    };
+    bytes.map_err(|e| Error::io("recording a training", e))
+}
+
+/// Returns the record that [`record_compact`] has recorded.
+pub(crate) fn load_compact<B: Backend, R: Record<B>>(bytes: Vec<u8>, device: &B::Device) -> Result<R, Error> {
+    let record = match <B as BackendTypes>::FloatElem::dtype() {
+        DType::F64 => Recorder::<B>::load(&Records::default(), bytes, device),
+        _ => Recorder::<B>::load(&CompactRecords::default(), bytes, device),
+    };
+    record.map_err(|e| Error::io("loading a recorded training", e))
+}
+
+/// Records floats as f32, so that all narrower types are restored exactly, and integers as i64.
+type CompactRecords = NamedMpkBytesRecorder<CompactSettings>;
+
+#[derive(Clone, Debug, Default)]
+struct CompactSettings;
+
+impl PrecisionSettings for CompactSettings {
+    type FloatElem = f32;
+    type IntElem = i64;
 }
 
 /// Returns the record of a module as it is in memory, without its mappings. burn's own records are mapped, and burn

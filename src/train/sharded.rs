@@ -15,7 +15,6 @@
 mod checkpoint;
 mod exchange;
 mod layout;
-mod state;
 // burn's feature `distributed` removes the `AutodiffBackend` impl from host backends.
 #[cfg(all(test, not(feature = "ddp")))]
 mod tests;
@@ -108,8 +107,10 @@ pub enum Sharding {
 ///
 /// # Lost ranks
 /// The part of the state on a lost rank is lost. [`Group::shrink`] makes a group of the remaining ranks. Continue there
-/// with a new [`DataParallel`] and a new optimizer, from the last checkpoint, which any number of ranks can
-/// [`load`](Self::load).
+/// with a new [`DataParallel`] and a new optimizer, from the last of the [`Checkpoints`], which any number of ranks can
+/// load.
+///
+/// [`Checkpoints`]: crate::Checkpoints
 pub struct ShardedOptimizer<O, M, B>
 where
     O: SimpleOptimizer<B::InnerBackend> + 'static,

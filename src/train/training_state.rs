@@ -22,8 +22,7 @@ const FORMAT: &[u8] = b"bonfire training 1\n";
 
 /// Everything that a training carries from step to step.
 ///
-/// It is the same on all ranks after each step. [`save`](Self::save) returns it as bytes,
-/// [`DataParallel::resume`](crate::DataParallel::resume) gives all ranks the saved state that rank 0 reads, and
+/// It is the same on all ranks after each step. [`Checkpoints`](crate::Checkpoints) save and load it, and
 /// [`DataParallel::shrink`](crate::DataParallel::shrink) brings the remaining ranks to the same state. What is not in
 /// here, each rank keeps as it is: let nothing that changes during the training stay outside, except what belongs to
 /// one rank, such as its metrics.
@@ -100,7 +99,9 @@ where
         self.batch = 0;
     }
 
-    /// Returns the state as bytes. Since all ranks have the same state, one rank's is enough.
+    /// Returns the state as bytes, made of burn's records, for [`DataParallel::resume`](crate::DataParallel::resume).
+    /// Since all ranks have the same state, one rank's is enough. That rank holds all of it once more: use
+    /// [`Checkpoints`](crate::Checkpoints) unless one file is what you need.
     ///
     /// Write them to a file that is complete or absent: under another name first, then synced to disk and renamed.
     ///

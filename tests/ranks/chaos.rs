@@ -8,7 +8,6 @@ mod rank;
 
 use std::collections::BTreeMap;
 use std::os::unix::process::ExitStatusExt;
-use std::path::Path;
 use std::sync::Mutex;
 use std::time::{Duration, Instant, SystemTime};
 use std::{env, thread};
@@ -156,9 +155,7 @@ impl Case {
             let phases: Vec<Phase> = phases.copied().collect();
             let choice = self.below(phases.len() + 1);
             let at = self.below(victims.len());
-            // Rank 0 writes the checkpoints.
-            let writes = phases.get(choice) == Some(&Phase::Checkpoint);
-            let victim = victims.remove(if writes { 0 } else { at });
+            let victim = victims.remove(at);
             let kill = phases.get(choice).map(|&phase| Kill {
                 phase,
                 after: match phase {
@@ -293,8 +290,10 @@ impl Case {
         if saved(orders)? != Some((history.clone(), expected.state)) {
             return Err(format!("the checkpoint has {:?} instead of {history:?}", saved(orders)));
         }
-        if Path::exists(&orders.checkpoint.with_extension("part")) {
-            return Err("a part of a checkpoint is left".into());
+        let entries = std::fs::read_dir(&orders.checkpoint).into_iter().flatten().flatten();
+        let left = entries.map(|entry| entry.file_name()).find(|name| !name.to_string_lossy().starts_with("set-"));
+        if let Some(left) = left {
+            return Err(format!("{left:?} is left of a checkpoint"));
         }
         Ok(history.clone())
     }
@@ -302,11 +301,9 @@ impl Case {
 
 /// Returns the steps in the checkpoint and the value of the state, if there is a checkpoint: then it must be whole.
 fn saved(orders: &Orders) -> Result<Option<(Vec<u64>, f32)>, String> {
-    if !orders.checkpoint.exists() {
-        return Ok(None);
-    }
     let state = rank::load(orders.hidden, &orders.checkpoint).map_err(|error| error.to_string())?;
-    let ((digest, value), history) = (model::contents(&state), state.user.0);
+    let Some(state) = state else { return Ok(None) };
+    let ((digest, value), history) = (model::contents(&state), state.user);
     let (expected, values) = model::replay(orders.hidden, &history).map_err(|error| error.to_string())?;
     if digest == expected && values.contains(&value) {
         Ok(Some((history, value)))

@@ -8,6 +8,7 @@
 mod digits;
 
 mod chaos;
+mod checkpoints;
 mod communicator;
 mod compression;
 mod data_parallel;

@@ -1,8 +1,9 @@
 //! A sharded optimizer (ZeRO-1) gives what the optimizer on one rank gives, in less memory.
 
 use std::collections::HashSet;
+use std::path::Path;
 
-use bonfire::{DataParallel, Error, ShardedOptimizer, Sharding};
+use bonfire::{Checkpoints, DataParallel, Error, Group, ShardedOptimizer, Sharding, TrainingState};
 use bonfire_testing::ranks;
 use burn::backend::{Autodiff, Flex, NdArray};
 use burn::grad_clipping::GradientClippingConfig;
@@ -363,117 +364,99 @@ fn advance<O: SimpleOptimizer<Flex> + 'static>(
     steps: std::ops::Range<usize>,
 ) {
     for step in steps {
-        // The smallest parameter has its first gradient in the last step.
-        let grads = gradients(model, |position, i| (position > 0 || step == 5).then(|| few_bits(position, i, step)));
+        let grads = step_gradients(model, step);
         optimizer.step(0.01, model, grads, 1).unwrap();
     }
+}
+
+/// The smallest parameter has its first gradient in the last step.
+fn step_gradients(model: &Odd<Training>, step: usize) -> GradientsParams {
+    gradients(model, |position, i| (position > 0 || step == 5).then(|| few_bits(position, i, step)))
 }
 
 fn few_bits(position: usize, i: usize, step: usize) -> f64 {
     (wave(0, step, position, i) * 1e6).round() / f64::from(1 << 20)
 }
 
-type Saved = (Vec<TensorData>, Vec<u8>, Vec<TensorData>);
+type State = TrainingState<Training, Odd<Training>, OptimizerAdaptor<Adam, Odd<Training>, Training>, f64, ()>;
 
-/// For each rank: the model after three steps, the rank's part of the state, and the model after six.
-fn saved(n: usize, sharding: Sharding) -> Vec<Saved> {
-    ranks(n, |group| {
-        let (mut model, ddp) = DataParallel::new(group, Odd::<Training>::new(DType::F32)).unwrap();
-        let mut optimizer = ShardedOptimizer::new(&ddp, AdamConfig::new().init(), sharding).unwrap();
-        advance(&mut model, &mut optimizer, 0..3);
-        let (middle, part) = (bits(&model), optimizer.save().unwrap());
-        advance(&mut model, &mut optimizer, 3..6);
-        (middle, part, bits(&model))
-    })
+/// Runs six steps with a checkpoint after the third, or resumes from that. Returns the model at the end.
+fn six_steps(group: Group, sharding: Sharding, folder: &Path, resume: bool) -> Vec<TensorData> {
+    let (model, ddp) = DataParallel::new(group, Odd::<Training>::new(DType::F32)).unwrap();
+    let mut optimizer = ShardedOptimizer::new(&ddp, AdamConfig::new().init(), sharding).unwrap();
+    let mut state = State::new(model, AdamConfig::new().init(), 0.01, ());
+    let mut checkpoints = Checkpoints::new(ddp.group(), folder).unwrap();
+    if resume {
+        assert!(checkpoints.load((&mut state, &mut optimizer)).unwrap());
+    } else {
+        advance(&mut state.model, &mut optimizer, 0..3);
+        state.batch = 3;
+        checkpoints.save((&state, &optimizer)).unwrap();
+    }
+    assert_eq!(state.batch, 3);
+    advance(&mut state.model, &mut optimizer, 3..6);
+    bits(&state.model)
 }
 
-/// Resumes from the model after three steps with the parts that each rank is given, and checks the model after six.
-fn resumed(n: usize, sharding: Sharding, middle: &[TensorData], parts: impl Fn(usize) -> Vec<Vec<u8>> + Sync) {
-    let resumed = ranks(n, |group| {
-        let rank = group.rank();
-        let mut model = Odd::<Training>::new(DType::F32);
-        model.one = parameter(middle[0].clone());
-        model.few = parameter(middle[1].clone());
-        model.matrix = parameter(middle[2].clone());
-        model.large = parameter(middle[3].clone());
-        model.cube = parameter(middle[4].clone());
-        let (mut model, ddp) = DataParallel::new(group, model).unwrap();
-        let mut optimizer = ShardedOptimizer::new(&ddp, AdamConfig::new().init(), sharding).unwrap();
-        optimizer.load(&parts(rank)).unwrap();
-        advance(&mut model, &mut optimizer, 3..6);
-        bits(&model)
+#[test]
+fn a_training_can_be_resumed_on_any_number_of_ranks_bit_for_bit() {
+    let whole =
+        ranks(1, |group| six_steps(group, Sharding::None, tempfile::tempdir().unwrap().path(), false)).remove(0);
+    for (n, sharding) in [(4, Sharding::Blocks(2)), (3, Sharding::All), (4, Sharding::None), (1, Sharding::None)] {
+        let folder = tempfile::tempdir().unwrap();
+        let saved = ranks(n, |group| six_steps(group, sharding, folder.path(), false));
+        assert!(saved.iter().all(|bits| *bits == whole), "{n} ranks, {sharding:?}");
+        for (m, new) in [
+            (n, sharding),
+            (1, Sharding::None),
+            (4, Sharding::All),
+            (6, Sharding::Blocks(3)),
+            (4, Sharding::Blocks(2)),
+            (2, Sharding::None),
+        ] {
+            let resumed = ranks(m, |group| six_steps(group, new, folder.path(), true));
+            let same = resumed.iter().all(|bits| *bits == whole);
+            assert!(same, "{n} ranks, {sharding:?}, resumed on {m}, {new:?}: the result is another one");
+        }
+    }
+}
+
+#[test]
+fn state_is_loaded_with_and_without_sharding() {
+    let folder = tempfile::tempdir().unwrap();
+    let whole = ranks(3, |group| six_steps(group, Sharding::All, folder.path(), false)).remove(0);
+    let again = tempfile::tempdir().unwrap();
+    let plain = ranks(2, |group| {
+        let (model, mut ddp) = DataParallel::new(group, Odd::<Training>::new(DType::F32)).unwrap();
+        let mut state = State::new(model, AdamConfig::new().init(), 0.01, ());
+        assert!(Checkpoints::new(ddp.group(), folder.path()).unwrap().load(&mut state).unwrap());
+        Checkpoints::new(ddp.group(), again.path()).unwrap().save(&state).unwrap();
+        for step in 3..6 {
+            let grads = step_gradients(&state.model, step);
+            let grads = ddp.sync(&state.model, grads, 1).unwrap();
+            state.step(grads);
+        }
+        bits(&state.model)
     });
-    let whole = saved(1, Sharding::None).remove(0).2;
-    for bits in resumed {
-        assert!(bits == whole, "{n} ranks, {sharding:?}: the resumed training has a different result");
-    }
+    assert!(plain.iter().all(|bits| *bits == whole));
+    let sharded = ranks(4, |group| six_steps(group, Sharding::Blocks(2), again.path(), true));
+    assert!(sharded.iter().all(|bits| *bits == whole));
 }
 
 #[test]
-fn a_resumed_training_is_bit_identical_to_the_uninterrupted_one() {
-    for (n, sharding) in [(4, Sharding::Blocks(2)), (3, Sharding::All), (2, Sharding::None)] {
-        let saved = saved(n, sharding);
-        assert!(saved.iter().all(|(.., last)| *last == saved[0].2));
-        resumed(n, sharding, &saved[0].0, |rank| vec![saved[rank].1.clone()]);
-    }
-}
-
-#[test]
-fn a_training_can_be_resumed_on_any_number_of_ranks() {
-    for (before, parts) in [((4, Sharding::Blocks(2)), 2), ((3, Sharding::All), 3), ((1, Sharding::None), 1)] {
-        let saved = saved(before.0, before.1);
-        // The parts of the last block, in an order other than that of the ranks.
-        let parts: Vec<_> = saved.iter().rev().take(parts).map(|(_, part, _)| part.clone()).collect();
-        for (n, sharding) in [(1, Sharding::None), (4, Sharding::All), (6, Sharding::Blocks(3)), (2, Sharding::None)] {
-            resumed(n, sharding, &saved[0].0, |_| parts.clone());
-        }
-    }
-}
-
-#[test]
-fn invalid_state_is_rejected_and_changes_nothing() {
-    let saved = saved(2, Sharding::All);
-    let parts: Vec<_> = saved.iter().map(|(_, part, _)| part.clone()).collect();
-    ranks(1, |group| {
-        let (mut model, ddp) = DataParallel::new(group.clone(), Odd::<Training>::new(DType::F32)).unwrap();
-        let new = || ShardedOptimizer::new(&ddp, AdamConfig::new().init(), Sharding::All).unwrap();
-        let mut optimizer = new();
-        advance(&mut model, &mut optimizer, 0..1);
-        let before = optimizer.save().unwrap();
-        let mut refused = |parts: &[&[u8]], expected: &str| {
-            let error = optimizer.load(parts).unwrap_err();
-            assert!(matches!(error, Error::InvalidArgument { .. }), "{error}");
-            assert!(error.to_string().contains(expected), "{error}");
-            assert_eq!(optimizer.save().unwrap(), before);
-        };
-        refused(&[], "at least one part");
-        refused(&[&parts[0], &[]], "are not what");
-        refused(&[&parts[0]], "give the parts of all ranks of a block");
-        refused(&[&parts[0], &parts[1], &before], "one part is of step 3, another one of step 1");
-        // A damaged part is an error and not a panic, unless the damage is in a number that may have any value.
-        for at in (0..parts[0].len()).step_by(parts[0].len() / 300) {
-            let mut damaged = parts[0].clone();
-            damaged[at] ^= 0x55;
-            let _ = new().load(&[&damaged, &parts[1]]);
-            let _ = new().load(&[&damaged[..at], &parts[1]]);
-        }
-
-        let mut sgd: ShardedOptimizer<Sgd<Flex>, Odd<Training>, Training> =
-            ShardedOptimizer::new(&ddp, SgdConfig::new().init(), Sharding::All).unwrap();
-        let momentum = Some(MomentumConfig::new());
-        let mut other =
-            ShardedOptimizer::new(&ddp, SgdConfig::new().with_momentum(momentum).init(), Sharding::All).unwrap();
-        advance(&mut model, &mut other, 0..3);
-        assert!(new().load(&[other.save().unwrap()]).is_err());
-        sgd.load(&[sgd.save().unwrap()]).unwrap();
-
-        let mut model = Odd::<Training>::new(DType::F32);
-        model.few = whole(&[4], DType::F32);
-        let (_, ddp) = DataParallel::new(group, model).unwrap();
-        let mut other: ShardedOptimizer<Adam, Odd<Training>, Training> =
-            ShardedOptimizer::new(&ddp, AdamConfig::new().init(), Sharding::All).unwrap();
-        let error = other.load(&parts).unwrap_err().to_string();
-        assert!(error.contains("differs first at parameter 1: `few`: f32 [3] then, `few`: f32 [4] now"), "{error}");
+fn state_of_another_optimizer_is_refused_and_changes_nothing() {
+    let folder = tempfile::tempdir().unwrap();
+    ranks(2, |group| six_steps(group, Sharding::All, folder.path(), false));
+    ranks(2, |group| {
+        let (model, ddp) = DataParallel::new(group, Odd::<Training>::new(DType::F32)).unwrap();
+        let sgd = || SgdConfig::new().with_momentum(Some(MomentumConfig::new())).init();
+        let mut optimizer = ShardedOptimizer::new(&ddp, sgd(), Sharding::All).unwrap();
+        let mut state = TrainingState::new(model, sgd(), 0.01, ());
+        advance(&mut state.model, &mut optimizer, 0..1);
+        let (before, bytes) = (bits(&state.model), optimizer.state_bytes().unwrap());
+        let error = Checkpoints::new(ddp.group(), folder.path()).unwrap().load((&mut state, &mut optimizer));
+        assert!(error.unwrap_err().to_string().starts_with("loading a recorded training: "));
+        assert_eq!((bits(&state.model), optimizer.state_bytes().unwrap()), (before, bytes));
     });
 }
 

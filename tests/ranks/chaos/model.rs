@@ -14,9 +14,8 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{Tensor, TensorData};
 
 pub type B = Autodiff<Flex>;
-/// The user's state: the world size of each step, and the parts of a sharded optimizer in a checkpoint.
-pub type State =
-    TrainingState<B, Net<B>, OptimizerAdaptor<Adam, Net<B>, B>, ExponentialLrScheduler, (Vec<u64>, Vec<Vec<u8>>)>;
+/// The user's state: the world size of each step.
+pub type State = TrainingState<B, Net<B>, OptimizerAdaptor<Adam, Net<B>, B>, ExponentialLrScheduler, Vec<u64>>;
 
 /// Samples of an epoch, and of a batch: up to 5 ranks, all shards of a batch have the same size.
 const SAMPLES: usize = 180;
@@ -95,8 +94,8 @@ fn own_state(step: usize, rank: usize) -> f32 {
 
 /// Notes a step: its world size, and this rank's state.
 pub fn note(state: &mut State, group: &Group) {
-    let step = state.user.0.len();
-    state.user.0.push(group.world_size() as u64);
+    let step = state.user.len();
+    state.user.push(group.world_size() as u64);
     state.model.state.update(Tensor::full([1], own_state(step, group.rank()), &Default::default()));
 }
 

@@ -1,12 +1,11 @@
 //! A rank: it trains, kills itself where it is ordered to, and otherwise goes on without the lost ranks to the end.
 
-use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::{Duration, Instant};
-use std::{fs, hint, thread};
+use std::{hint, thread};
 
-use bonfire::{Builder, DataParallel, Error, Group, ShardedOptimizer, Sharding};
+use bonfire::{Builder, Checkpoints, DataParallel, Error, Group, ShardedOptimizer, Sharding};
 use bonfire_testing::process::send_line;
 use bonfire_testing::resources::Resources;
 use burn::lr_scheduler::LrScheduler;
@@ -125,7 +124,7 @@ pub fn main() {
     match end {
         Ok(state) => {
             (report.digest, report.state) = model::contents(&state);
-            report.history = state.user.0;
+            report.history = state.user;
         }
         Err(error) => {
             report.gave_up = is_lost(&error) && rank.now == Phase::Start && rank.orders.shard.is_none();
@@ -213,19 +212,17 @@ impl Rank {
 
     fn try_start(&mut self, group: Group) -> Result<Training, Error> {
         let Orders { hidden, shard, checkpoint, .. } = self.orders.clone();
-        let (model, mut ddp) = self.phase(Phase::Start, || DataParallel::new(group, model::model(hidden)))?;
+        let (model, ddp) = self.phase(Phase::Start, || DataParallel::new(group, model::model(hidden)))?;
         let mut state = model::start(model);
         let Some(block) = shard else {
             return Ok(Training { state, ddp, sharded: None, resumed: false, saved: false });
         };
-        self.phase(Phase::Resume, || resume(&mut ddp, &mut state, &checkpoint))?;
         let blocks = ddp.group().world_size().is_multiple_of(block);
         let sharding = if blocks { Sharding::Blocks(block) } else { Sharding::All };
         let mut optimizer = ShardedOptimizer::new(&ddp, model::adam(), sharding)?;
-        let parts = std::mem::take(&mut state.user.1);
-        if !parts.is_empty() {
-            optimizer.load(&parts)?;
-        }
+        self.phase(Phase::Resume, || {
+            Checkpoints::new(ddp.group(), checkpoint)?.load((&mut state, &mut optimizer)).map(drop)
+        })?;
         Ok(Training { state, ddp, sharded: Some(optimizer), resumed: true, saved: false })
     }
 
@@ -258,13 +255,19 @@ impl Rank {
     fn advance(&mut self, training: &mut Training) -> Result<bool, Error> {
         let Training { state, ddp, sharded, resumed, saved } = training;
         if (state.epoch, state.batch) == (0, 0) && !*resumed {
-            let file = self.orders.checkpoint.clone();
-            self.phase(Phase::Resume, || resume(ddp, state, &file))?;
+            let folder = self.orders.checkpoint.clone();
+            self.phase(Phase::Resume, || Checkpoints::new(ddp.group(), folder)?.load(&mut *state).map(drop))?;
             *resumed = true;
         }
         if state.batch == 0 && state.epoch > 0 && !*saved {
-            let file = self.orders.checkpoint.clone();
-            self.phase(Phase::Checkpoint, || save(state, ddp, sharded.as_ref(), &file))?;
+            let folder = self.orders.checkpoint.clone();
+            self.phase(Phase::Checkpoint, || {
+                let mut checkpoints = Checkpoints::new(ddp.group(), folder)?;
+                match sharded {
+                    None => checkpoints.save(&*state),
+                    Some(optimizer) => checkpoints.save((&*state, &*optimizer)),
+                }
+            })?;
             *saved = true;
         }
         if state.epoch >= self.orders.epochs {
@@ -292,9 +295,9 @@ impl Rank {
             self.phase(Phase::Between, || {});
             self.phase(Phase::Step, || state.step(grads));
         }
-        self.log.made.push((state.user.0.len(), group.world_size() as u64));
+        self.log.made.push((state.user.len(), group.world_size() as u64));
         model::note(state, &group);
-        debug_assert_eq!(state.user.0.len(), state.epoch * STEPS + state.batch);
+        debug_assert_eq!(state.user.len(), state.epoch * STEPS + state.batch);
         Ok(false)
     }
 }
@@ -321,48 +324,9 @@ fn die_after(delay: Duration) {
     STAGE.store(2, Ordering::Relaxed);
 }
 
-/// Resumes from the checkpoint, if rank 0 has one.
-fn resume(ddp: &mut DataParallel<B>, state: &mut State, file: &Path) -> Result<(), Error> {
-    let mut exists = [u8::from(file.exists())];
-    ddp.group().broadcast(&mut exists, 0)?;
-    if exists == [1] {
-        ddp.resume(state, || fs::read(file))?;
-    }
-    Ok(())
-}
-
-/// Rank 0 writes the checkpoint.
-fn save(
-    state: &mut State,
-    ddp: &DataParallel<B>,
-    sharded: Option<&ShardedOptimizer<Adam, Net<B>, B>>,
-    file: &Path,
-) -> Result<(), Error> {
-    if let Some(optimizer) = sharded {
-        let (bytes, lens) = ddp.group().gather_v(&optimizer.save()?, 0)?.unwrap_or_default();
-        let mut bytes = bytes.into_iter();
-        state.user.1 = lens.into_iter().map(|len| bytes.by_ref().take(len).collect()).collect();
-    }
-    if ddp.group().rank() == 0 {
-        write(file, &state.save()?).map_err(|error| Error::io("writing a checkpoint", error))?;
-    }
-    state.user.1.clear();
-    Ok(())
-}
-
-/// Writes a file that is complete or absent.
-fn write(file: &Path, bytes: &[u8]) -> io::Result<()> {
-    let part = file.with_extension("part");
-    let mut written = fs::File::create(&part)?;
-    written.write_all(bytes)?;
-    written.sync_all()?;
-    fs::rename(part, file)
-}
-
-/// Returns the state in a checkpoint.
-pub fn load(hidden: usize, file: &Path) -> Result<State, Error> {
-    let (model, mut ddp) = DataParallel::new(Group::threads(1)?.remove(0), model::model(hidden))?;
+/// Returns the state in the newest checkpoint, if there is one.
+pub fn load(hidden: usize, folder: &Path) -> Result<Option<State>, Error> {
+    let (model, ddp) = DataParallel::new(Group::threads(1)?.remove(0), model::model(hidden))?;
     let mut state = model::start(model);
-    ddp.resume(&mut state, || fs::read(file))?;
-    Ok(state)
+    Ok(Checkpoints::new(ddp.group(), folder)?.load(&mut state)?.then_some(state))
 }

@@ -1,0 +1,62 @@
+//! The model: a decoder-only transformer over bytes.
+
+use burn::module::Module;
+use burn::nn::attention::generate_autoregressive_mask;
+use burn::nn::loss::CrossEntropyLossConfig;
+use burn::nn::transformer::{TransformerEncoderConfig, TransformerEncoderLayer};
+use burn::nn::{Embedding, EmbeddingConfig, LayerNorm, LayerNormConfig, Linear, LinearConfig};
+use burn::tensor::backend::Backend;
+use burn::tensor::{Int, Tensor};
+
+/// The bytes that the model looks at.
+pub const CONTEXT: usize = 64;
+
+const BYTES: usize = 256;
+const WIDTH: usize = 96;
+const HEADS: usize = 4;
+const BLOCKS: usize = 2;
+
+/// Embeddings of bytes and positions, blocks of attention and feed-forward layers, and scores of the next byte. Without
+/// dropout, so that the result does not depend on the number of ranks.
+#[derive(Module, Debug)]
+pub struct LanguageModel<B: Backend> {
+    bytes: Embedding<B>,
+    positions: Embedding<B>,
+    blocks: Vec<TransformerEncoderLayer<B>>,
+    norm: LayerNorm<B>,
+    output: Linear<B>,
+}
+
+impl<B: Backend> LanguageModel<B> {
+    /// Creates a model with random weights.
+    pub fn new(device: &B::Device) -> Self {
+        let block =
+            TransformerEncoderConfig::new(WIDTH, 4 * WIDTH, HEADS, BLOCKS).with_dropout(0.0).with_norm_first(true);
+        LanguageModel {
+            bytes: EmbeddingConfig::new(BYTES, WIDTH).init(device),
+            positions: EmbeddingConfig::new(CONTEXT, WIDTH).init(device),
+            blocks: (0..BLOCKS).map(|_| TransformerEncoderLayer::new(&block, device)).collect(),
+            norm: LayerNormConfig::new(WIDTH).init(device),
+            output: LinearConfig::new(WIDTH, BYTES).init(device),
+        }
+    }
+
+    /// Scores of the next byte, `[n, len, 256]`, after each byte of sequences `[n, len]` of at most [`CONTEXT`] bytes.
+    pub fn forward(&self, input: Tensor<B, 2, Int>) -> Tensor<B, 3> {
+        let ([n, len], device) = (input.dims(), input.device());
+        let positions = Tensor::<B, 1, Int>::arange(0..len as i64, &device).reshape([1, len]).expand([n, len]);
+        let mut x = self.bytes.forward(input) + self.positions.forward(positions);
+        for block in &self.blocks {
+            x = block.forward(x, None, Some(generate_autoregressive_mask(n, len, &device)));
+        }
+        self.output.forward(self.norm.forward(x))
+    }
+
+    /// The mean loss per byte, in nats, if `targets` follow the bytes of `input`.
+    pub fn loss(&self, input: Tensor<B, 2, Int>, targets: Tensor<B, 2, Int>) -> Tensor<B, 1> {
+        let scores = self.forward(input);
+        let [n, len, classes] = scores.dims();
+        let criterion = CrossEntropyLossConfig::new().init(&scores.device());
+        criterion.forward(scores.reshape([n * len, classes]), targets.reshape([n * len]))
+    }
+}

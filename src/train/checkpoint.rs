@@ -1,0 +1,340 @@
+//! Checkpoints that any number of ranks can load.
+//!
+//! Every rank writes its own part of the training: one `n`th of what is the same on all ranks, and its own part of what
+//! is sharded. The files of all ranks are a *set*, in a folder of its own. A set becomes valid at once, when all of it
+//! is on disk: a rank that is killed, a full disk or a power cut leaves the set before it. [`Checkpoints`] is a folder
+//! of sets.
+//!
+//! ```
+//! use bonfire::{Checkpoints, DataParallel, Group, ShardedSampler, TrainingState};
+//! # use burn::backend::{Autodiff, Flex};
+//! # use burn::nn::LinearConfig;
+//! # use burn::optim::AdamConfig;
+//! # use burn::tensor::Tensor;
+//! # type B = Autodiff<Flex>;
+//!
+//! fn train(group: Group, folder: std::path::PathBuf) -> Result<usize, bonfire::Error> {
+//!     let device = Default::default();
+//!     let (model, mut ddp) = DataParallel::new(group, LinearConfig::new(2, 1).init::<B>(&device))?;
+//!     let mut state = TrainingState::new(model, AdamConfig::new().init(), 1e-3, ());
+//!     let mut checkpoints = Checkpoints::new(ddp.group(), folder)?;
+//!     checkpoints.load(&mut state)?;                      // goes on from the newest set, if there is one
+//!     let sampler = ShardedSampler::new(ddp.group(), 100, 16)?;
+//!     for shard in sampler.epoch(state.epoch).skip(state.batch).take(4) {
+//!         let step = ddp.step(&state.model, shard.len())?;
+//!         let loss = step.model().forward(Tensor::<B, 2>::ones([shard.len(), 2], &device)).mean();
+//!         let grads = step.finish(loss.backward())?;
+//!         state.step(grads);
+//!         if state.batch.is_multiple_of(2) {
+//!             checkpoints.save_in_background(&state)?;    // training goes on while it is written
+//!         }
+//!     }
+//!     checkpoints.wait()?;
+//!     Ok(state.batch)
+//! }
+//!
+//! let folder = tempfile::tempdir().expect("a folder");
+//! for (ranks, batch) in [(3, 4), (2, 7)] {                // two ranks go on where three have ended
+//!     let path = folder.path().to_path_buf();
+//!     let batches = bonfire::launch::run(Group::threads(ranks)?, move |group| train(group, path.clone()))?;
+//!     assert!(batches.iter().all(|ended| *ended == batch));
+//! }
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
+//! # Files
+//!
+//! ```text
+//! FOLDER/set-00000012/set.json                the manifest: the set's id, length and checksum of each file
+//!                     rank-0.safetensors      one file for each rank
+//!                     rank-1.safetensors
+//!        .part-4f1c.../                       a set that is being written, or that was interrupted
+//! ```
+//!
+//! The files are safetensors: other programs can read them. A file has ranges of tensors, each as one dimension; the
+//! metadata's `ranges` have their whole shapes and where they start. Names are `model/PATH`, `average/PATH` and
+//! `optimizer/PATH/FIELD`, and `training` is a record of all else.
+//!
+//! # What survives
+//! When [`save`](Checkpoints::save) or [`wait`](Checkpoints::wait) has returned, the files, the entries of their folder
+//! and the folder's own entry were flushed to disk (`fsync`): the set survives a power cut, if the disk keeps what it
+//! has reported as flushed. Before that moment the set before it is the newest one.
+
+mod folder;
+mod format;
+mod module;
+mod parts;
+mod set;
+mod state;
+mod training;
+
+use std::any::Any;
+use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::{Path, PathBuf};
+use std::thread::{self, JoinHandle};
+use std::time::Duration;
+
+use log::warn;
+
+use self::folder::{Draft, begin, commit, discard, file_name, newest, sync};
+use self::format::{FileId, FileSummary, Manifest};
+pub(crate) use self::parts::{Parts, loaded};
+pub use self::set::Set;
+pub(crate) use self::set::argument;
+pub(crate) use self::state::{Split, TensorBytes, encode, join, split};
+pub(crate) use self::training::{check_state, has_states, state_name};
+use super::agree::{all_or_none, lane};
+use bonfire_core::internal::{AgreedOperations, random};
+use bonfire_core::{Error, Group};
+
+/// How long the ranks wait for the slowest of them to write or to read, at least.
+const PATIENCE: Duration = Duration::from_secs(3600);
+
+/// The number of sets that are kept, unless set.
+const KEEP: usize = 2;
+
+/// A folder with the checkpoints of a training. Each rank of a group has one.
+///
+/// All ranks make the same calls in the same order, and get the same errors. Communication is on a group of its own, so
+/// a save in the background does not disturb that of the training. After [`DataParallel::shrink`] make a new one.
+///
+/// See the [module](self) for a training loop, for the files, and for what survives a crash or a power cut.
+///
+/// [`DataParallel::shrink`]: crate::DataParallel::shrink
+pub struct Checkpoints {
+    folder: PathBuf,
+    keep: usize,
+    lane: Group,
+    in_flight: Option<JoinHandle<Result<(), Error>>>,
+}
+
+/// What can be saved: a [`TrainingState`], and a pair of a state and the [`ShardedOptimizer`] that trains its model. A
+/// set can be loaded into either.
+///
+/// [`TrainingState`]: crate::TrainingState
+/// [`ShardedOptimizer`]: crate::ShardedOptimizer
+pub trait Save {
+    /// Returns what is to be saved. It does not change with the training.
+    #[doc(hidden)]
+    fn snapshot(self) -> Result<Snapshot, Error>;
+}
+
+/// What can be loaded: see [`Save`].
+pub trait Load {
+    /// What was read.
+    #[doc(hidden)]
+    type Loaded;
+
+    /// Reads this rank's part.
+    #[doc(hidden)]
+    fn read(&self, set: &Set) -> Result<Self::Loaded, Error>;
+
+    /// Takes over what was read.
+    #[doc(hidden)]
+    fn replace(self, loaded: Self::Loaded);
+}
+
+/// What a rank saves.
+pub struct Snapshot {
+    /// Completed epochs and batches, which must be the same on all ranks.
+    pub(crate) position: (u64, u64),
+    pub(crate) collect: Collect,
+}
+
+/// Adds the parts of this rank. Runs on another thread if the save is in the background.
+pub(crate) type Collect = Box<dyn FnOnce(&mut Parts) -> Result<(), Error> + Send>;
+
+impl Checkpoints {
+    /// Opens a folder of sets. It need not exist. All ranks must call this; it blocks until they have.
+    ///
+    /// All ranks use the same folder: with several hosts it must be on a file system that they share. Two trainings
+    /// must not use one folder at the same time.
+    ///
+    /// # Errors
+    /// The errors of [`Group::subgroup`].
+    #[track_caller]
+    pub fn new(group: &Group, folder: impl Into<PathBuf>) -> Result<Checkpoints, Error> {
+        let lane = lane(group)?;
+        let lane = lane.with_deadline(lane.deadline().max(PATIENCE));
+        Ok(Checkpoints { folder: folder.into(), keep: KEEP, lane, in_flight: None })
+    }
+
+    /// Keeps the newest `sets` sets, at least one. A save removes older ones when it is complete. Default: 2
+    pub fn keep(mut self, sets: usize) -> Self {
+        self.keep = sets.max(1);
+        self
+    }
+
+    /// Saves a new set. Returns on all ranks when it is complete and on disk.
+    ///
+    /// Each rank writes tensors of 64 KiB or more in part, where all ranks have the same, and rank 0 writes all else.
+    /// States that differ between ranks, such as running statistics, must be made equal before, by
+    /// [`DataParallel::average_states`](crate::DataParallel::average_states). The ranks may take an hour to write.
+    ///
+    /// # Errors
+    /// On all ranks the same, that of the lowest rank that fails: [`Error::Io`] if a file cannot be written, because
+    /// the disk is full for example; [`Error::InvalidArgument`] if the ranks are not at the same epoch and batch, if
+    /// they do not share the folder, or if burn could not load the optimizer's state. The sets before are unchanged,
+    /// and the ranks can save again. The error of a save in the background, which then was the last one. Otherwise the
+    /// errors of [`Group::all_gather`]: some ranks may take the set for complete then.
+    pub fn save(&mut self, what: impl Save) -> Result<(), Error> {
+        self.wait()?;
+        self.job(what).run()
+    }
+
+    /// As [`save`](Self::save), on another thread: returns at once. First waits for the save before it, so that one is
+    /// in flight at most.
+    ///
+    /// What is saved is the state at this call. The thread holds its tensors until they are written, while the training
+    /// makes new ones: at most as many bytes as this rank holds of model and optimizer state.
+    ///
+    /// # Errors
+    /// Those of the save before it, and then this one is not started. [`wait`](Self::wait) or the next call returns
+    /// those of this one.
+    pub fn save_in_background(&mut self, what: impl Save) -> Result<(), Error> {
+        self.wait()?;
+        let job = self.job(what);
+        let thread = thread::Builder::new().name("bonfire checkpoint".into()).spawn(move || job.run());
+        // No rank would wait for this one.
+        let thread = thread.map_err(|e| self.lane.abandon(Error::io("starting a thread to save a checkpoint", e)))?;
+        self.in_flight = Some(thread);
+        Ok(())
+    }
+
+    /// Waits for a save in the background, if there is one.
+    ///
+    /// # Errors
+    /// Those of [`save`](Self::save).
+    pub fn wait(&mut self) -> Result<(), Error> {
+        let Some(thread) = self.in_flight.take() else { return Ok(()) };
+        thread.join().unwrap_or_else(|panic| Err(panicked(&*panic)))
+    }
+
+    /// Loads the newest set, which rank 0 chooses. Returns false if the folder has none.
+    ///
+    /// Call it on all ranks, with the state at the start of a training. Any number of ranks can load a set, and a state
+    /// with and without a [`ShardedOptimizer`](crate::ShardedOptimizer). Each rank reads what it needs: of a sharded
+    /// optimizer its part. Afterwards all ranks have the same state, bit by bit, as when it was saved.
+    ///
+    /// # Errors
+    /// On all ranks the same, that of the lowest rank that fails, and nothing is changed: [`Error::InvalidArgument`] if
+    /// a file of the set is missing, truncated, damaged or of another save, or if it was saved for a model with other
+    /// parameters; [`Error::Io`] if a file cannot be read, or if burn cannot load the state, into another kind of
+    /// optimizer for example. The error names the file and what to do. Otherwise the errors of [`Group::all_gather`];
+    /// some ranks may have loaded then. The error of a save in the background.
+    pub fn load<L: Load>(&mut self, into: L) -> Result<bool, Error> {
+        self.wait()?;
+        let own = if self.lane.rank() == 0 { self.newest() } else { Ok(None) };
+        let Some((name, manifest)) = self.lane.all_gather_results(own)?.swap_remove(0) else { return Ok(false) };
+        let set = Set::open(&self.folder.join(name), &manifest);
+        let loaded = all_or_none(&self.lane, set.and_then(|set| into.read(&set)))?;
+        into.replace(loaded);
+        Ok(true)
+    }
+
+    /// Returns the name of the newest set's folder, and its manifest.
+    fn newest(&self) -> Result<Option<(PathBuf, Manifest)>, Error> {
+        let failed = |error| Error::io(format!("{}: reading {}", set::LOADING, self.folder.display()), error);
+        let Some((path, text)) = newest(&self.folder).map_err(failed)? else { return Ok(None) };
+        let manifest = text.map_err(|e| e.to_string()).and_then(|text| Manifest::parse(&text));
+        let manifest = manifest.map_err(|reason| set::invalid(&path.join(folder::MANIFEST), &reason))?;
+        Ok(path.file_name().map(|name| (name.into(), manifest)))
+    }
+
+    fn job(&self, what: impl Save) -> Job {
+        let (lane, folder) = (self.lane.clone(), self.folder.clone());
+        Job { lane, folder, keep: self.keep, snapshot: what.snapshot() }
+    }
+}
+
+/// A save.
+struct Job {
+    lane: Group,
+    folder: PathBuf,
+    keep: usize,
+    snapshot: Result<Snapshot, Error>,
+}
+
+impl Job {
+    fn run(self) -> Result<(), Error> {
+        let Job { lane, folder, keep, snapshot } = self;
+        let (position, collect) = match snapshot {
+            Ok(Snapshot { position, collect }) => (Ok(position), Some(collect)),
+            Err(error) => (Err(error), None),
+        };
+        check_positions(&lane.all_gather_results(position)?)?;
+        let leads = lane.rank() == 0;
+        let failed = |error| Error::io(format!("{SAVING} in {}", folder.display()), error);
+        let draft = match leads {
+            true => random().and_then(|id| begin(&folder, format!("{id:016x}")).map(Some).map_err(failed)),
+            false => Ok(None),
+        };
+        let draft = lane.all_gather_results(draft)?.swap_remove(0);
+        let draft = draft.ok_or_else(|| Error::broken(SAVING, "rank 0 has begun no set"))?;
+        let written = catch_unwind(AssertUnwindSafe(|| write(&lane, &folder, &draft, collect)));
+        let written = written.unwrap_or_else(|panic| Err(panicked(&*panic)));
+        let saved = lane.all_gather_results(written).and_then(|files| {
+            let manifest = Manifest::new(&draft.id, files);
+            let committed = if leads { commit(&folder, &draft, &manifest, keep).map_err(failed) } else { Ok(()) };
+            lane.all_gather_results(committed).map(drop)
+        });
+        if leads && saved.is_err() {
+            // Another rank may still write there; then the next save removes it.
+            discard(&folder, &draft);
+        }
+        saved
+    }
+}
+
+/// Writes this rank's file of a set.
+fn write(lane: &Group, folder: &Path, draft: &Draft, collect: Option<Collect>) -> Result<FileSummary, Error> {
+    let (rank, world_size, path) = (lane.rank(), lane.world_size(), draft.path(folder));
+    if !path.is_dir() {
+        let reason = format!(
+            "rank {rank} does not see the folder {}, which rank 0 has made; give a folder that all ranks share",
+            path.display()
+        );
+        return Err(Error::argument(SAVING, reason));
+    }
+    let mut parts = Parts::new(rank, world_size);
+    if let Some(collect) = collect {
+        collect(&mut parts)?;
+    }
+    let id = FileId { set: &draft.id, rank, world_size };
+    let summary = format::write(&path.join(file_name(rank)), id, parts.into_list())?;
+    sync(&path).map_err(|e| Error::io(format!("{SAVING}: flushing {}", path.display()), e))?;
+    Ok(summary)
+}
+
+/// Fails if the ranks are not at the same epoch and batch.
+fn check_positions(positions: &[(u64, u64)]) -> Result<(), Error> {
+    let Some(rank) = positions.iter().position(|position| *position != positions[0]) else { return Ok(()) };
+    let text = |(epoch, batch): (u64, u64)| format!("epoch {epoch}, batch {batch}");
+    let (first, other) = (text(positions[0]), text(positions[rank]));
+    let reason = format!("rank 0 is at {first}, rank {rank} at {other}; save on all ranks after the same step");
+    Err(Error::argument(SAVING, reason))
+}
+
+/// What errors of a save name.
+pub(crate) const SAVING: &str = "saving a checkpoint";
+
+fn panicked(panic: &(dyn Any + Send)) -> Error {
+    let text = panic.downcast_ref::<String>().map(String::as_str).or_else(|| panic.downcast_ref::<&str>().copied());
+    Error::broken(SAVING, format!("it panicked: {}", text.unwrap_or("without a message")))
+}
+
+impl Drop for Checkpoints {
+    fn drop(&mut self) {
+        if let Err(error) = self.wait() {
+            warn!("{error}");
+        }
+    }
+}
+
+impl fmt::Debug for Checkpoints {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Checkpoints { folder, keep, lane, .. } = self;
+        f.debug_struct("Checkpoints").field("folder", folder).field("keep", keep).field("lane", lane).finish()
+    }
+}

@@ -1,0 +1,206 @@
+//! A [`TrainingState`] in a set.
+
+use burn::lr_scheduler::LrScheduler;
+use burn::module::AutodiffModule;
+use burn::optim::Optimizer;
+use burn::record::Record;
+use burn::tensor::backend::{AutodiffBackend, BackendTypes};
+use burn::tensor::{DType, Element};
+use rmpv::Value;
+use std::sync::Arc;
+
+use super::state::{RecordedTensor, Split, TensorBytes, encode, join, of_parameter, rename, split_by_id};
+use super::{Collect, Load, Parts, SAVING, Save, Set, Snapshot, argument, module};
+use crate::train::agree::{Parameter, rebuild, restore};
+use crate::train::data_parallel::describe_parameters;
+use crate::train::record::{load, load_compact, record, record_compact};
+use crate::train::training_state::TrainingState;
+use bonfire_core::Error;
+
+/// The names of what a set has.
+const MODEL: &str = "model/";
+const AVERAGE: &str = "average/";
+/// The record of scheduler, the user's state, epoch and batch.
+const TRAINING: &str = "training";
+/// The record of an optimizer that has no states by parameter, and the ids in it with the parameters' paths.
+const OPTIMIZER: &str = "optimizer";
+const IDS: &str = "optimizer ids";
+
+/// What [`TRAINING`] is a record of.
+type Rest<B, S, U> = (<S as LrScheduler>::Record<B>, U, (u64, u64));
+
+impl<B, M, O, S, U> Save for &TrainingState<B, M, O, S, U>
+where
+    B: AutodiffBackend,
+    M: AutodiffModule<B>,
+    O: Optimizer<M, B>,
+    O::Record: 'static,
+    S: LrScheduler,
+    U: Record<B> + Clone,
+{
+    fn snapshot(self) -> Result<Snapshot, Error> {
+        let (optimizer, parameters) = (self.optimizer.to_record(), describe_parameters::<B, M>(&self.model).1);
+        self.snapshot_with(Box::new(move |parts| collect_optimizer::<B, _>(optimizer, &parameters, parts)))
+    }
+}
+
+impl<B, M, O, S, U> Load for &mut TrainingState<B, M, O, S, U>
+where
+    B: AutodiffBackend,
+    M: AutodiffModule<B>,
+    O: Optimizer<M, B>,
+    S: LrScheduler,
+    U: Record<B> + Clone,
+{
+    type Loaded = TrainingState<B, M, O, S, U>;
+
+    fn read(&self, set: &Set) -> Result<Self::Loaded, Error> {
+        let mut state = self.read_without_optimizer(set)?;
+        let Some(device) = state.model.devices().first().cloned() else { return Ok(state) };
+        let record = load_optimizer::<B, M>(set, &state.model)?;
+        state.optimizer = state.optimizer.load_record(load_compact::<B, O::Record>(record, &device)?);
+        Ok(state)
+    }
+
+    fn replace(self, loaded: Self::Loaded) {
+        *self = loaded;
+    }
+}
+
+impl<B, M, O, S, U> TrainingState<B, M, O, S, U>
+where
+    B: AutodiffBackend,
+    M: AutodiffModule<B>,
+    O: Optimizer<M, B>,
+    S: LrScheduler,
+    U: Record<B> + Clone,
+{
+    /// Returns what is to be saved, with this in place of the state's optimizer.
+    pub(in crate::train) fn snapshot_with(&self, optimizer: Collect) -> Result<Snapshot, Error> {
+        let position = (self.epoch as u64, self.batch as u64);
+        let rest: Rest<B, S, U> = (self.scheduler.to_record::<B>(), self.user.clone(), position);
+        let rest = record::<B, _>(rest)?;
+        // A running state's last update is pending until `valid`.
+        let mut collect = module::collect(MODEL, &self.model.valid());
+        collect.extend(self.average.iter().flat_map(|average| module::collect(AVERAGE, average)));
+        collect.push(Box::new(|parts| parts.add_value(TRAINING.into(), rest)));
+        collect.push(optimizer);
+        let collect = Box::new(|parts: &mut Parts| collect.into_iter().try_for_each(|collect| collect(parts)));
+        Ok(Snapshot { position, collect })
+    }
+
+    /// Reads all but the optimizer's state.
+    pub(in crate::train) fn read_without_optimizer(&self, set: &Set) -> Result<Self, Error> {
+        let (rebuilt, identities) = rebuild(self.model.clone());
+        let model = restore(M::from_inner(module::load(MODEL, rebuilt.valid(), set)?), identities);
+        let Some(device) = model.devices().first().cloned() else {
+            return Err(argument("the model has no parameters"));
+        };
+        let Some(rest) = set.value(TRAINING)? else { return Err(argument("it has no training")) };
+        let (scheduler, user, position) = load::<B, Rest<B, S, U>>(rest, &device)?;
+        let average = set.names(AVERAGE).next().map(|_| module::load(AVERAGE, model.valid(), set));
+        Ok(TrainingState {
+            average: average.transpose()?,
+            model,
+            optimizer: self.optimizer.clone(),
+            scheduler: self.scheduler.clone().load_record::<B>(scheduler),
+            epoch: position.0 as usize,
+            batch: position.1 as usize,
+            user,
+        })
+    }
+}
+
+/// Fails if the optimizer's state in the set is not one by parameter, as that of burn's element-wise optimizers.
+pub(crate) fn has_states(set: &Set) -> Result<(), Error> {
+    match set.tensor(OPTIMIZER) {
+        None => Ok(()),
+        Some(_) => Err(argument("it was saved with an optimizer whose state cannot be sharded")),
+    }
+}
+
+/// Returns the name of a tensor of the optimizer's state for a parameter. Without a field it is that of the skeleton.
+pub(crate) fn state_name(parameter: &str, field: Option<&str>) -> String {
+    let field = field.map(|field| format!("/{field}"));
+    format!("optimizer/{parameter}{}", field.unwrap_or_default())
+}
+
+/// Fails if burn would load the state for this parameter in another float type.
+pub(crate) fn check_state<B: AutodiffBackend>(
+    parameter: &Parameter<B>,
+    tensors: &[RecordedTensor],
+) -> Result<(), Error> {
+    let own = <B as BackendTypes>::FloatElem::dtype();
+    if parameter.dtype == own || tensors.is_empty() {
+        return Ok(());
+    }
+    let Parameter { path, dtype, .. } = parameter;
+    let reason = format!(
+        "`{path}` is {dtype:?}, and burn loads an optimizer's state in the backend's own float type, {own:?}; use a \
+         backend whose float type is that of the parameters"
+    );
+    Err(Error::argument(SAVING, reason))
+}
+
+/// Adds the state of an optimizer, which is the same on all ranks.
+fn collect_optimizer<B: AutodiffBackend, R: Record<B>>(
+    optimizer: R,
+    parameters: &[Parameter<B>],
+    parts: &mut Parts,
+) -> Result<(), Error> {
+    let record = Arc::new(record_compact::<B, R>(optimizer)?);
+    let states = split_by_id(&record).map_err(|e| Error::broken(SAVING, format!("the optimizer's state: {e}")))?;
+    let of = |id: &str| parameters.iter().find(|parameter| parameter.id.serialize() == id);
+    let states: Option<Vec<_>> =
+        states.and_then(|states| states.into_iter().map(|(id, split)| Some((of(&id)?, split))).collect());
+    let Some(states) = states else {
+        // State of no known form.
+        let ids = parameters.iter().map(|parameter| (parameter.id.serialize(), &parameter.path));
+        let ids = postcard::to_stdvec(&ids.collect::<Vec<_>>()).map_err(|e| Error::io(SAVING, e))?;
+        parts.add_value(IDS.into(), ids)?;
+        return parts.add_value(OPTIMIZER.into(), Arc::unwrap_or_clone(record));
+    };
+    for (parameter, Split { skeleton, tensors }) in states {
+        check_state(parameter, &tensors)?;
+        parts.add_value(state_name(&parameter.path, None), skeleton)?;
+        for RecordedTensor { path, dtype, shape, bytes } in tensors {
+            let (record, width) = (record.clone(), dtype.size());
+            parts.add_replicated(state_name(&parameter.path, Some(&path)), dtype, &shape, move |range| {
+                let start = bytes.start + range.start * width;
+                Ok(record[start..start + range.len() * width].to_vec())
+            })?;
+        }
+    }
+    Ok(())
+}
+
+/// Returns the record of an optimizer of this model.
+fn load_optimizer<B: AutodiffBackend, M: AutodiffModule<B>>(set: &Set, model: &M) -> Result<Vec<u8>, Error> {
+    let parameters = describe_parameters::<B, M>(model).1;
+    let invalid = |reason: &'static str| argument(format!("the optimizer's state: {reason}"));
+    if let Some(record) = set.value(OPTIMIZER)? {
+        let ids = set.value(IDS)?.unwrap_or_default();
+        let ids: Vec<(String, String)> = postcard::from_bytes(&ids).map_err(|_| invalid("its ids are damaged"))?;
+        let new = |id: &str| {
+            let (_, path) = ids.iter().find(|(saved, _)| saved == id)?;
+            parameters.iter().find(|parameter| parameter.path == *path).map(|parameter| parameter.id.serialize())
+        };
+        return rename(&record, &new).map_err(invalid);
+    }
+    let mut states = Vec::new();
+    for parameter in &parameters {
+        let Some(skeleton) = set.value(&state_name(&parameter.path, None))? else { continue };
+        let tensor = |field: &str| whole(set, &state_name(&parameter.path, Some(field)));
+        let state = join(&skeleton, tensor, invalid)?;
+        states.push((parameter.id.serialize().into(), of_parameter(state, parameter.shape.num_dims())));
+    }
+    encode(&Value::Map(states)).map_err(invalid)
+}
+
+/// Returns a whole tensor of an optimizer's state.
+fn whole(set: &Set, name: &str) -> Result<TensorBytes, Error> {
+    let missing = || argument(format!("it has no `{name}`"));
+    let tensor = set.tensor(name).ok_or_else(missing)?;
+    let dtype: DType = super::parts::loaded(tensor.dtype).ok_or_else(missing)?;
+    Ok(TensorBytes { bytes: set.read(name, 0..tensor.len())?, dtype, shape: tensor.shape.clone() })
+}

@@ -1,0 +1,106 @@
+//! Saves that fail: the same error on all ranks, and the set before is still there.
+
+use std::fs;
+use std::path::Path;
+
+use bonfire::{Checkpoints, Error, Group};
+use bonfire_testing::ranks;
+
+use super::state::{start, step};
+use super::{loaded, saved};
+
+/// Saves on two ranks, and fails. Returns the error, which is the same on both.
+fn fails(folder: &Path) -> Error {
+    let mut errors = ranks(2, |group| {
+        let (mut state, mut ddp) = start(group, 2);
+        (0..3).for_each(|_| step(&mut state, &mut ddp));
+        let mut checkpoints = Checkpoints::new(ddp.group(), folder).unwrap();
+        let error = checkpoints.save(&state).unwrap_err();
+        // The group is still usable.
+        assert_eq!(checkpoints.save(&state).unwrap_err(), error);
+        error
+    });
+    assert_eq!(errors[0], errors[1]);
+    errors.swap_remove(0)
+}
+
+#[test]
+fn a_folder_that_cannot_be_written_is_an_error_on_all_ranks() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("file");
+    fs::write(&path, "not a folder").unwrap();
+    for path in [path.clone(), path.join("below")] {
+        let error = fails(&path);
+        assert!(matches!(error, Error::Io { .. }), "{error}");
+        assert!(error.to_string().contains(&path.display().to_string()), "{error}");
+    }
+}
+
+#[test]
+fn ranks_that_do_not_share_the_folder_get_an_error() {
+    let folders = [tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap()];
+    ranks(2, |group: Group| {
+        let rank = group.rank();
+        let (state, ddp) = start(group, 2);
+        let error = Checkpoints::new(ddp.group(), folders[rank].path()).unwrap().save(&state).unwrap_err();
+        assert!(matches!(error, Error::InvalidArgument { .. }), "{error}");
+        let expected = "rank 1 does not see the folder ";
+        assert!(error.to_string().contains(expected), "{error}");
+        assert!(error.to_string().ends_with("give a folder that all ranks share"), "{error}");
+    });
+}
+
+/// Each system call of a save that fails, in a process of two ranks: the disk is full.
+#[cfg(all(target_os = "linux", target_arch = "x86_64"))]
+#[test]
+fn a_full_disk_is_an_error_on_all_ranks_and_leaves_the_set_before() {
+    use bonfire_testing::process::{Process, is_child, send_line};
+    use bonfire_testing::syscalls::{self, Failing};
+
+    const NAME: &str = "checkpoints::faults::a_full_disk_is_an_error_on_all_ranks_and_leaves_the_set_before";
+    const FAILING: &str = "FAILING";
+    const FOLDER: &str = "FOLDER";
+    const ENOSPC: i32 = 28;
+    if is_child() {
+        let folder = std::env::var_os(FOLDER).expect("set by the parent");
+        let failing = Failing::from_word(&std::env::var(FAILING).expect("set by the parent")).expect("a word");
+        let groups = Group::threads(2).unwrap();
+        std::thread::scope(|scope| {
+            let threads = groups.into_iter().map(|group| {
+                let folder = &folder;
+                scope.spawn(move || {
+                    let (mut state, mut ddp) = start(group, 2);
+                    (0..3).for_each(|_| step(&mut state, &mut ddp));
+                    let mut checkpoints = Checkpoints::new(ddp.group(), folder).unwrap();
+                    if ddp.group().rank() == 1 {
+                        syscalls::fail(failing).expect("a filter");
+                    }
+                    ddp.group().barrier().unwrap();
+                    let error = checkpoints.save(&state).map_err(|error| error.to_string());
+                    error.err().unwrap_or_default()
+                })
+            });
+            for thread in threads.collect::<Vec<_>>() {
+                send_line(thread.join().unwrap());
+            }
+        });
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let expected = saved(3, 2, folder.path());
+    // write, fsync: of rank 1's file, its header, and its folder.
+    for (call, first) in [(1, 1), (1, 2), (74, 1), (74, 2)] {
+        let failing = Failing { call, own: false, errno: ENOSPC, first, step: 1 };
+        let variables =
+            [(FAILING, failing.to_word()), (FOLDER, folder.path().to_str().expect("a path of text").to_owned())];
+        let mut process = Process::start(NAME, &variables);
+        let errors = [process.read_line(), process.read_line()];
+        assert!(process.end().success());
+        assert_eq!(errors[0], errors[1], "call {call}");
+        assert!(errors[0].ends_with("No space left on device (os error 28)"), "call {call}: {}", errors[0]);
+        assert!(errors[0].contains("rank-1.safetensors") || errors[0].contains("flushing"), "{}", errors[0]);
+        assert!(loaded(2, folder.path()).iter().all(|loaded| *loaded == expected), "call {call}");
+        // Nothing but the set is left.
+        assert_eq!(fs::read_dir(&folder).unwrap().count(), 1);
+    }
+}
