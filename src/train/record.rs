@@ -26,20 +26,23 @@ pub(crate) fn load<B: Backend, R: Record<B>>(bytes: Vec<u8>, device: &B::Device)
     record.map_err(|e| Error::io("loading a recorded training", e))
 }
 
-/// Returns a record as bytes, with floats in f64 only if the backend's are. What it contains must be [`recordable`].
+/// Returns a record as bytes, without burn's metadata, and with floats in f64 only if the backend's are. What it
+/// contains must be [`recordable`].
 pub(crate) fn record_compact<B: Backend, R: Record<B>>(record: R) -> Result<Vec<u8>, Error> {
     let bytes = match <B as BackendTypes>::FloatElem::dtype() {
-        DType::F64 => Recorder::<B>::record(&Records::default(), record, ()),
-        _ => Recorder::<B>::record(&CompactRecords::default(), record, ()),
+        DType::F64 => Recorder::<B>::save_item(&Records::default(), record.into_item::<DoublePrecisionSettings>(), ()),
+        _ => Recorder::<B>::save_item(&CompactRecords::default(), record.into_item::<CompactSettings>(), ()),
     };
     bytes.map_err(|e| Error::io("recording a training", e))
 }
 
 /// Returns the record that [`record_compact`] has recorded.
-pub(crate) fn load_compact<B: Backend, R: Record<B>>(bytes: Vec<u8>, device: &B::Device) -> Result<R, Error> {
+pub(crate) fn load_compact<B: Backend, R: Record<B>>(mut bytes: Vec<u8>, device: &B::Device) -> Result<R, Error> {
     let record = match <B as BackendTypes>::FloatElem::dtype() {
-        DType::F64 => Recorder::<B>::load(&Records::default(), bytes, device),
-        _ => Recorder::<B>::load(&CompactRecords::default(), bytes, device),
+        DType::F64 => Recorder::<B>::load_item(&Records::default(), &mut bytes)
+            .map(|item| R::from_item::<DoublePrecisionSettings>(item, device)),
+        _ => Recorder::<B>::load_item(&CompactRecords::default(), &mut bytes)
+            .map(|item| R::from_item::<CompactSettings>(item, device)),
     };
     record.map_err(|e| Error::io("loading a recorded training", e))
 }

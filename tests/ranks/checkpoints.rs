@@ -170,16 +170,9 @@ fn damaged_files_are_refused_on_all_ranks() {
             &|folder| fs::write(file(folder, 0), [7; 5]).unwrap(),
             "rank-0.safetensors: its header is truncated or damaged",
         ),
+        (&|folder| _ = fs::copy(file(other.path(), 1), file(folder, 1)).unwrap(), "it is of another save than the"),
         (
-            &|folder| {
-                fs::copy(file(other.path(), 1), file(folder, 1)).unwrap();
-            },
-            "it is of another save than the",
-        ),
-        (
-            &|folder| {
-                fs::copy(file(folder, 1), file(folder, 2)).unwrap();
-            },
+            &|folder| _ = fs::copy(file(folder, 1), file(folder, 2)).unwrap(),
             "rank-2.safetensors: it is the file of rank 1",
         ),
         (
@@ -242,7 +235,7 @@ fn a_file_can_be_read_by_other_programs() {
     assert_eq!((weight.shape(), weight.data()), (&[6][..], &expected.model[position].bytes[..]));
     // Wide elements come first, so all are aligned.
     assert!(
-        tensors.iter().all(|(_, tensor)| (tensor.data().as_ptr().addr() - bytes.as_ptr().addr()).is_multiple_of(4)
+        tensors.iter().all(|(_, tensor)| (tensor.data().as_ptr().addr() - bytes.as_ptr().addr()) % 4 == 0
             || tensor.dtype().bitsize() == 8)
     );
 }
@@ -295,9 +288,10 @@ fn an_optimizer_of_another_form_is_saved_whole() {
                     checkpoints.save(&state).unwrap();
                 }
             }
-            state::values(&state.model)
+            state.model.linear.weight.to_data()
         })
     };
-    let (whole, resumed) = (run(2, 4, false), run(3, 2, true));
-    assert!(resumed.iter().all(|values| *values == whole[0]));
+    // On one and two ranks the mean of equal gradients is exact.
+    let (whole, resumed) = (run(2, 4, false), run(1, 2, true));
+    assert!(resumed.iter().all(|weight| *weight == whole[0]));
 }
