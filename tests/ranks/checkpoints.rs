@@ -235,7 +235,7 @@ fn a_file_can_be_read_by_other_programs() {
     assert_eq!((weight.shape(), weight.data()), (&[6][..], &expected.model[position].bytes[..]));
     // Wide elements come first, so all are aligned.
     assert!(
-        tensors.iter().all(|(_, tensor)| (tensor.data().as_ptr().addr() - bytes.as_ptr().addr()) % 4 == 0
+        tensors.iter().all(|(_, tensor)| (tensor.data().as_ptr().addr() - bytes.as_ptr().addr()).is_multiple_of(4)
             || tensor.dtype().bitsize() == 8)
     );
 }
