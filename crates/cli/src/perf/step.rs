@@ -290,7 +290,7 @@ fn joined(group: &Group, whole: &Model, parts: GradientsParams) -> Result<Gradie
     for weight in weights(whole) {
         let Some(part) = parts.get::<Flex, 2>(weight.id) else { continue };
         let all = operation::all_gather(part, 0, group)?;
-        joined.register(weight.id, all.slice([0..weight.dims()[0]]));
+        joined.register(weight.id, all.narrow(0, 0, weight.dims()[0]));
     }
     Ok(joined)
 }
