@@ -217,16 +217,15 @@ pub(crate) fn scale(bytes: &mut [u8], dtype: DType, factor: f64) {
     }
 }
 
-/// Does what [`scale`] does, for the element types of a [carrier](Weighting::carrier), on the tensor's device.
+/// Does what [`scale`] does, on the tensor's device.
 pub(crate) fn scale_tensor<B: Backend>(tensor: FloatTensor<B>, dtype: DType, factor: f64) -> FloatTensor<B> {
     let factor = Scalar::from(factor);
-    match dtype {
-        DType::BF16 => {
-            let wide = B::float_mul_scalar(B::float_cast(tensor, FloatDType::F32), factor);
-            B::float_cast(wide, FloatDType::BF16)
-        }
-        _ => B::float_mul_scalar(tensor, factor),
-    }
+    let narrow = match dtype {
+        DType::F16 => FloatDType::F16,
+        DType::BF16 => FloatDType::BF16,
+        _ => return B::float_mul_scalar(tensor, factor),
+    };
+    B::float_cast(B::float_mul_scalar(B::float_cast(tensor, FloatDType::F32), factor), narrow)
 }
 
 /// Returns the sum of the elements' squares, in f64.
@@ -298,9 +297,11 @@ mod tests {
         use burn::backend::Flex;
         use burn::tensor::{Tensor, TensorData};
 
-        for (dtype, factor) in [(DType::F32, 1.0 / 3.0), (DType::BF16, 1.0 + 2f64.powi(-7))] {
+        let narrow = [(DType::BF16, 1.0 + 2f64.powi(-7)), (DType::F16, 2f64.powi(-20))];
+        for (dtype, factor) in [(DType::F32, 1.0 / 3.0)].into_iter().chain(narrow) {
             let burn = match dtype {
                 DType::BF16 => burn::tensor::DType::BF16,
+                DType::F16 => burn::tensor::DType::F16,
                 _ => burn::tensor::DType::F32,
             };
             let data = TensorData::from([1.5f32, -7.0, 0.1, 300.0]).convert_dtype(burn);

@@ -94,6 +94,10 @@ const OPERATION: &str = "full sharding";
 /// # Ok::<(), bonfire::launch::Failed>(())
 /// ```
 ///
+/// The model of parts is for [`step`](Self::step), [`gather`](Self::gather) and the optimizer. Its own forward pass
+/// would compute with parts: burn panics where their shapes do not fit, and a step whose backward pass comes to a part
+/// returns an error.
+///
 /// Parameters that are in no block are gathered as one more block when the first of them is used, and stay until the
 /// end of the step. A model without marks is that one block. Parameters that need no gradient, and running states, are
 /// whole on every rank and treated as by [`DataParallel`](crate::DataParallel).
@@ -104,14 +108,14 @@ const OPERATION: &str = "full sharding";
 ///
 /// # Hybrid sharding
 /// With a [`DeviceMesh`] of the dimensions `shard` and `replicate`, parameters are partitioned over the ranks of
-/// `shard`, and the mean of each part over its replicas is added. All traffic but that of the parts then stays within
-/// `shard`.
+/// `shard`, and the gradients of each part are averaged over the ranks of `replicate`, which keep the same part. So all
+/// traffic stays within `shard`, but an all-reduce of the parts' gradients.
 ///
 /// # Optimizers
 /// Those that treat each element by itself: burn's `Sgd`, `Adam`, `AdamW`, `Adan`, `AdaGrad` and `RmsProp`, with weight
 /// decay and clipping by value. An optimizer sees parts of parameters. One that mixes the elements of a parameter, such
 /// as `Muon` or `LBFGS`, or that clips by the norm of a gradient, computes something else, and nothing can detect it.
-/// Clip with [`clip_norm`](Self::clip_norm).
+/// Clip with [`clip_norm`](Self::clip_norm). Nor does anything compare the ranks' optimizers and learning rates.
 ///
 /// # What stays gathered
 /// burn keeps what a backward step needs. Of most operations that is a recipe to gather the parameter again. Others
@@ -146,7 +150,8 @@ impl<B: AutodiffBackend> FullyShardedParallel<B> {
     /// Gives all ranks the parameters of rank 0 and returns the model with this rank's parts of them.
     ///
     /// All ranks must call this, each with a model of its own; it blocks until they have. Until then each rank holds
-    /// a whole model. `mesh` is a group, all of whose ranks keep a part, or a [`DeviceMesh`].
+    /// a whole model. Load pretrained weights before, and create the optimizer afterwards. `mesh` is a group, all of
+    /// whose ranks keep a part, or a [`DeviceMesh`].
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] on all ranks if the models differ, or the blocks that are marked in them, or if the
@@ -246,7 +251,7 @@ impl<B: AutodiffBackend> FullyShardedParallel<B> {
     #[track_caller]
     pub fn clip_norm(&self, grads: GradientsParams, max: f64) -> Result<GradientsParams, Error> {
         let operation = "clip_norm";
-        let own = self.sum_of_squares(&grads).map_err(|error| self.shards.abandon(error))?;
+        let own = self.sum_of_squares(&grads).map_err(|error| self.main.abandon(error))?;
         // Added in rank order on every rank, so all get the same bits.
         let all = all_gather_values(&self.main, [own, max])?;
         if let Some(rank) = all.iter().position(|[_, other]| other.to_bits() != all[0][1].to_bits()) {

@@ -85,3 +85,63 @@ pub(super) fn nothing<B: AutodiffBackend>(parameter: &Parameter<B>) -> FloatTens
     let data = TensorData::full_dtype(one, f32::NAN, parameter.dtype);
     B::InnerBackend::float_expand(B::InnerBackend::float_from_data(data, &parameter.device), parameter.shape.clone())
 }
+
+// burn's feature `distributed` removes the `AutodiffBackend` impl from host backends.
+#[cfg(all(test, not(feature = "ddp")))]
+mod tests {
+    use burn::backend::{Autodiff, Flex};
+    use burn::module::ParamId;
+    use burn::tensor::{Tensor, TensorMetadata};
+
+    use super::*;
+
+    #[test]
+    fn a_block_that_no_memory_can_hold_is_an_error() {
+        let parameter = Parameter::<Autodiff<Flex>> {
+            id: ParamId::new(),
+            path: "huge".into(),
+            shape: Shape::new([1, 1 << 58]),
+            dtype: burn::tensor::DType::F32,
+            element: DType::F32,
+            device: Default::default(),
+            trained: true,
+        };
+        let layout = Arc::new(Layout::new(std::slice::from_ref(&parameter), &[1], 1, 0));
+        // What takes its place takes no memory.
+        assert_eq!(nothing(&parameter).shape(), parameter.shape);
+        let mut gatherer = Gatherer::new(Group::threads(1).unwrap().remove(0), layout, [parameter].into());
+        let error = gatherer.start(1, |_| None).err().unwrap();
+        assert!(matches!(error, Error::Io { .. }), "{error}");
+    }
+
+    #[test]
+    fn blocks_come_back_as_they_were_cut() {
+        let device = Default::default();
+        let parameter = |shape: [usize; 2]| Parameter::<Autodiff<Flex>> {
+            id: ParamId::new(),
+            path: String::new(),
+            shape: Shape::new(shape),
+            dtype: burn::tensor::DType::F32,
+            element: DType::F32,
+            device,
+            trained: true,
+        };
+        let parameters: Arc<[_]> = [parameter([3, 5]), parameter([1, 4])].into();
+        let layout = Arc::new(Layout::new(&parameters, &[0, 0], 1, 0));
+        let mut gatherer = Gatherer::new(Group::threads(1).unwrap().remove(0), layout, parameters);
+        let values = [[3, 5], [1, 4]].map(|[rows, columns]| {
+            Tensor::<Flex, 1, burn::tensor::Int>::arange(0..(rows * columns) as i64, &device)
+                .float()
+                .reshape([rows, columns])
+        });
+        for _ in 0..2 {
+            let part = |position: usize| Some(Tensor::<Flex, 2>::clone(&values[position]).into_primitive().tensor());
+            let gathering = gatherer.start(0, part).unwrap();
+            let wholes = gatherer.finish(0, gathering).unwrap();
+            for (whole, value) in wholes.into_iter().zip(&values) {
+                let whole = Tensor::<Flex, 2>::from_primitive(TensorPrimitive::Float(whole));
+                assert_eq!(whole.into_data(), value.to_data());
+            }
+        }
+    }
+}
