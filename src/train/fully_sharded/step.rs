@@ -14,6 +14,7 @@ use super::pass::{Pass, Shared};
 use crate::tensor::autodiff::CollectiveBackend;
 use crate::tensor::autodiff::hook::PassStart;
 use crate::train::agree::Parameter;
+use crate::train::sharded_block::gather_at_use;
 use crate::train::step_header::StepHeader;
 use crate::train::trailer::{OPERATION, Problem};
 use crate::train::values::Positions;
@@ -185,6 +186,10 @@ struct PartHooks<'a, B: CollectiveBackend> {
 }
 
 impl<B: CollectiveBackend> ModuleMapper<B> for PartHooks<'_, B> {
+    fn enter_module(&mut self, _name: &str, container: &str) {
+        gather_at_use(container);
+    }
+
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
         let part = param.val();
         let Some(&position) = self.positions.get(&param.id) else {
