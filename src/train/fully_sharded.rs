@@ -252,7 +252,7 @@ impl<B: AutodiffBackend> FullyShardedParallel<B> {
     pub fn clip_norm(&self, grads: GradientsParams, max: f64) -> Result<GradientsParams, Error> {
         let operation = "clip_norm";
         let own = self.sum_of_squares(&grads).map_err(|error| self.main.abandon(error))?;
-        // Added in rank order on every rank, so all get the same bits.
+        // Added in rank order on every rank, so the norms are bit-identical.
         let all = all_gather_values(&self.main, [own, max])?;
         if let Some(rank) = all.iter().position(|[_, other]| other.to_bits() != all[0][1].to_bits()) {
             let reason = format!(
@@ -265,7 +265,7 @@ impl<B: AutodiffBackend> FullyShardedParallel<B> {
             return Err(Error::argument(operation, format!("a norm of {max} cannot be kept; give a number above 0")));
         }
         let replicas = (self.main.world_size() / self.shards.world_size()) as f64;
-        let norm = (all.iter().map(|[squares, _]| squares).sum::<f64>() / replicas).sqrt();
+        let norm = (all.iter().map(|[squares, _]| squares).sum::<f64>() + 0.0 * replicas).sqrt();
         Ok(if norm > max { self.scaled(grads, max / norm) } else { grads })
     }
 

@@ -1,6 +1,6 @@
 //! Marks of blocks: the modules whose parameters are gathered together.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 
 use burn::module::{
     AutodiffModule, Content, Devices, HasAutodiffModule, Module, ModuleDisplay, ModuleDisplayDefault, ModuleMapper,
@@ -42,18 +42,23 @@ use burn::tensor::backend::{AutodiffBackend, Backend};
 #[derive(Clone, Debug)]
 pub struct ShardedBlock<M> {
     module: M,
+    /// Whether the parameters are gathered at their first use: in the model of a step.
+    gathers: bool,
 }
 
 impl<M: Clone> ShardedBlock<M> {
     /// Marks a module.
     pub fn new(module: M) -> Self {
-        ShardedBlock { module }
+        ShardedBlock { module, gathers: false }
     }
 
     /// Runs a part of the forward pass with the module. Its gathered parameters are freed afterwards: `pass` must not
     /// keep them or the module, and uses the module on the calling thread.
     pub fn run<R>(&self, pass: impl FnOnce(&M) -> R) -> R {
-        // The parameters of a step are made at their first use. Those of a clone are dropped with it.
+        if !self.gathers {
+            return pass(&self.module);
+        }
+        // What is gathered at its first use in a clone is dropped with the clone.
         let module = self.module.clone();
         let run = Run::begin();
         let result = pass(&module);
@@ -107,6 +112,19 @@ pub(super) fn at_end_of_run(end: impl FnOnce() + 'static) {
 const BEGIN: &str = "bonfire::ShardedBlock {";
 const END: &str = "bonfire::ShardedBlock }";
 
+thread_local! {
+    /// Whether the mapper has made parameters of the last block that are gathered at their first use.
+    static GATHERS: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Tells a block that the mapper, which enters this container, has made its parameters so that they are gathered at
+/// their first use. Mappers have no other way to change what is no parameter.
+pub(super) fn gather_at_use(container: &str) {
+    if container == END {
+        GATHERS.set(true);
+    }
+}
+
 /// Follows a visitor or mapper through the blocks of a model.
 #[derive(Default)]
 pub(super) struct BlockPath {
@@ -141,11 +159,11 @@ impl<B: Backend, M: Module<B>> Module<B> for ShardedBlock<M> {
     }
 
     fn fork(self, device: &B::Device) -> Self {
-        ShardedBlock { module: self.module.fork(device) }
+        ShardedBlock::new(self.module.fork(device))
     }
 
     fn to_device(self, device: &B::Device) -> Self {
-        ShardedBlock { module: self.module.to_device(device) }
+        ShardedBlock::new(self.module.to_device(device))
     }
 
     fn visit<V: ModuleVisitor<B>>(&self, visitor: &mut V) {
@@ -162,11 +180,11 @@ impl<B: Backend, M: Module<B>> Module<B> for ShardedBlock<M> {
         let module = self.module.map(mapper);
         mapper.enter_module("", END);
         mapper.exit_module("", END);
-        ShardedBlock { module }
+        ShardedBlock { module, gathers: GATHERS.take() }
     }
 
     fn load_record(self, record: Self::Record) -> Self {
-        ShardedBlock { module: self.module.load_record(record) }
+        ShardedBlock::new(self.module.load_record(record))
     }
 
     fn into_record(self) -> Self::Record {
@@ -178,11 +196,11 @@ impl<B: AutodiffBackend, M: AutodiffModule<B>> AutodiffModule<B> for ShardedBloc
     type InnerModule = ShardedBlock<M::InnerModule>;
 
     fn valid(&self) -> Self::InnerModule {
-        ShardedBlock { module: self.module.valid() }
+        ShardedBlock::new(self.module.valid())
     }
 
     fn from_inner(module: Self::InnerModule) -> Self {
-        ShardedBlock { module: M::from_inner(module.module) }
+        ShardedBlock::new(M::from_inner(module.module))
     }
 }
 

@@ -61,7 +61,8 @@ fn check_all_forms(model: &'static str) {
         all.into_iter().chain(divisors.flat_map(|ranks| [Form::OptimizerOn(ranks), Form::Hybrid(ranks)]))
     };
     for n in 1..=4 {
-        for kind in [Kind::Threads, Kind::Shm, Kind::Tcp] {
+        let hosts = (n == 4).then_some(Kind::Hosts(&[0, 1]));
+        for kind in [Kind::Threads, Kind::Shm, Kind::Tcp].into_iter().chain(hosts) {
             for form in forms(n) {
                 for (rank, result) in results(kind, n, form, model, DType::F64).iter().enumerate() {
                     let what = format!("{form:?}, {n} ranks, {kind:?}, rank {rank}");
@@ -336,6 +337,10 @@ fn marks_change_neither_records_nor_results() {
     assert_eq!(bytes(Module::<Training>::into_record(plain.clone())), bytes(Module::<Training>::into_record(marked)));
     let x = || values([2, WIDTH], 3, DType::F32);
     assert_eq!(plain[0].forward(x()).into_data(), model.layers[0].run(|layer| layer.forward(x())).into_data());
+    // burn draws weights at their first use.
+    let drawn = ShardedBlock::new(LinearConfig::new(4, 4).init::<Training>(&Default::default()));
+    let weight = || drawn.run(|linear| linear.weight.val().into_data());
+    assert_eq!(weight(), weight());
 }
 
 fn the_bits_of_replicas<B: CollectiveBackend>() {

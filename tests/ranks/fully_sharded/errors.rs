@@ -17,7 +17,7 @@ use burn::optim::GradientsParams;
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Tensor, TensorPrimitive};
 
-use super::models::{Loss, Training, values};
+use super::models::{Language, Loss, Training, values};
 use super::{Deep, WIDTH};
 
 fn text(error: Error) -> String {
@@ -97,6 +97,12 @@ fn blocks_that_are_marked_differently_are_an_error_on_all_ranks() {
         assert!(error.contains("the ranks' models differ first at parameter 2"), "{error}");
         assert!(error.contains("in block 2; rank 2 has"), "{error}");
     }
+    for error in ranks(2, |group| {
+        let dtype = if group.rank() == 1 { DType::F64 } else { DType::F32 };
+        text(FullyShardedParallel::new(group, Language::new(dtype)).err().unwrap())
+    }) {
+        assert!(error.contains("trained float f32 [11, 6] in block 1; rank 1 has"), "{error}");
+    }
 }
 
 type Fsdp = FullyShardedParallel<Training>;
@@ -163,6 +169,16 @@ fn a_missing_and_a_second_backward_pass_are_errors_on_all_ranks() {
             step.finish(grads)
         }),
         "rank 0 has two gradients of `",
+    );
+    check(
+        errors(2, |fsdp, model, _| {
+            let step = fsdp.step(model, 1)?;
+            let x = || values([3, WIDTH], 1, DType::F32);
+            step.model().layers[0].run(|layer| layer.forward(x())).sum().backward();
+            let grads = step.model().layers[1].run(|layer| layer.forward(x())).sum().backward();
+            step.finish(grads)
+        }),
+        "rank 0 has two gradients of `layers.1.",
     );
 }
 
