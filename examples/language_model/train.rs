@@ -108,10 +108,12 @@ impl TrainingJob<'_> {
             let shard = sampler.epoch(training.state.epoch).nth(training.state.batch).ok_or("the text is too short")?;
             training.step(&self.text.train, &shard, device)?;
             let last = step + 1 == self.steps;
-            if let Some(checkpoints) = checkpoints.as_mut().filter(|_| last || (step + 1) % self.save_every == 0) {
+            if let Some(checkpoints) =
+                checkpoints.as_mut().filter(|_| last || (step + 1).is_multiple_of(self.save_every))
+            {
                 training.save_in_background(checkpoints)?;
             }
-            if self.report && group.rank() == 0 && (last || (step + 1) % (self.steps / 10).max(1) == 0) {
+            if self.report && group.rank() == 0 && (last || (step + 1).is_multiple_of((self.steps / 10).max(1))) {
                 let bytes = (step + 1 - first) * self.settings.batch * CONTEXT;
                 let (rate, loss) =
                     (bytes as f64 / start.elapsed().as_secs_f64(), training.outcome.losses[step - first]);

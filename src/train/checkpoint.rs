@@ -80,6 +80,7 @@ use log::warn;
 use self::folder::{Draft, begin, commit, discard, file_name, newest, sync};
 use self::format::{FileId, FileSummary, Manifest};
 pub(crate) use self::parts::{Parts, loaded};
+#[doc(hidden)]
 pub use self::set::Set;
 pub(crate) use self::set::argument;
 pub(crate) use self::state::{Split, TensorBytes, encode, join, split};
@@ -89,7 +90,7 @@ use bonfire_core::internal::{AgreedOperations, random};
 use bonfire_core::{Error, Group};
 
 /// How long the ranks wait for the slowest of them to write or to read, at least.
-const PATIENCE: Duration = Duration::from_secs(3600);
+const TIMEOUT: Duration = Duration::from_secs(3600);
 
 /// The number of sets that are kept, unless set.
 const KEEP: usize = 2;
@@ -136,6 +137,7 @@ pub trait Load {
 }
 
 /// What a rank saves.
+#[doc(hidden)]
 pub struct Snapshot {
     /// Completed epochs and batches, which must be the same on all ranks.
     pub(crate) position: (u64, u64),
@@ -156,7 +158,7 @@ impl Checkpoints {
     #[track_caller]
     pub fn new(group: &Group, folder: impl Into<PathBuf>) -> Result<Checkpoints, Error> {
         let lane = lane(group)?;
-        let lane = lane.with_deadline(lane.deadline().max(PATIENCE));
+        let lane = lane.with_deadline(lane.deadline().max(TIMEOUT));
         Ok(Checkpoints { folder: folder.into(), keep: KEEP, lane, in_flight: None })
     }
 
