@@ -63,6 +63,7 @@
 mod folder;
 mod format;
 mod module;
+mod own_part;
 mod parts;
 mod set;
 mod state;
@@ -79,11 +80,12 @@ use log::warn;
 
 use self::folder::{Draft, begin, commit, discard, file_name, newest, sync};
 use self::format::{FileId, FileSummary, Manifest};
+pub(crate) use self::own_part::{OwnPart, OwnParts};
 pub(crate) use self::parts::{Parts, loaded};
 #[doc(hidden)]
 pub use self::set::Set;
-pub(crate) use self::set::argument;
-pub(crate) use self::state::{Split, TensorBytes, encode, join, split};
+pub(crate) use self::set::{LOADING, argument};
+pub(crate) use self::state::{NOT_ELEMENTWISE, Split, TensorBytes, encode, join, split};
 pub(crate) use self::training::{check_state, has_states, state_name};
 use super::agree::{all_or_none, lane};
 use bonfire_core::internal::{AgreedOperations, random};
@@ -110,11 +112,12 @@ pub struct Checkpoints {
     in_flight: Option<JoinHandle<Result<(), Error>>>,
 }
 
-/// What can be saved: a [`TrainingState`], and a pair of a state and the [`ShardedOptimizer`] that trains its model. A
-/// set can be loaded into either.
+/// What can be saved: a [`TrainingState`], and a pair of a state and the [`ShardedOptimizer`] or the
+/// [`FullyShardedParallel`] that trains its model. A set can be loaded into any of them.
 ///
 /// [`TrainingState`]: crate::TrainingState
 /// [`ShardedOptimizer`]: crate::ShardedOptimizer
+/// [`FullyShardedParallel`]: crate::FullyShardedParallel
 pub trait Save {
     /// Returns what is to be saved. It does not change with the training.
     #[doc(hidden)]
@@ -170,7 +173,10 @@ impl Checkpoints {
 
     /// Saves a new set. Returns on all ranks when it is complete and on disk.
     ///
-    /// Each rank writes tensors of 64 KiB or more in part, where all ranks have the same, and rank 0 writes all else.
+    /// Each rank writes what only it has. It writes tensors of 64 KiB or more in part, where all ranks have the same,
+    /// and rank 0 writes all else. So the model of a [`FullyShardedParallel`](crate::FullyShardedParallel) is to be
+    /// saved as a pair with it: a state alone is taken for the same on all ranks, and nothing detects that it is not.
+    ///
     /// States that differ between ranks, such as running statistics, must be made equal before, by
     /// [`DataParallel::average_states`](crate::DataParallel::average_states). The ranks may take an hour to write.
     ///
@@ -216,8 +222,9 @@ impl Checkpoints {
     /// Loads the newest set, which rank 0 chooses. Returns false if the folder has none.
     ///
     /// Call it on all ranks, with the state at the start of a training. Any number of ranks can load a set, and a state
-    /// with and without a [`ShardedOptimizer`](crate::ShardedOptimizer). Each rank reads what it needs: of a sharded
-    /// optimizer its part. Afterwards all ranks have the same state, bit by bit, as when it was saved.
+    /// with and without a [`ShardedOptimizer`](crate::ShardedOptimizer) or a
+    /// [`FullyShardedParallel`](crate::FullyShardedParallel), whichever has saved it. Each rank reads what it needs: of
+    /// what is sharded its part. Afterwards all ranks have the same state, bit by bit, as when it was saved.
     ///
     /// # Errors
     /// On all ranks the same, that of the lowest rank that fails, and nothing is changed: [`Error::InvalidArgument`] if

@@ -2,6 +2,7 @@
 //! gradient, and of its optimizer state.
 
 mod backward;
+mod checkpoint;
 mod cut;
 mod gather;
 mod layout;
@@ -34,7 +35,7 @@ use super::data_parallel::describe_parameters;
 use super::mean::mean;
 use super::mesh::DeviceMesh;
 use super::states;
-use super::values::{Positions, positions, values_of};
+use super::values::{Positions, Values, positions, values_of};
 use crate::tensor::host::Source;
 use bonfire_core::internal::AgreedOperations;
 use bonfire_core::{Error, Group};
@@ -129,6 +130,10 @@ const OPERATION: &str = "full sharding";
 /// That rank then gets [`Error::Timeout`] at its deadline. Ranks that are processes may. All else in
 /// [`autodiff`](crate::tensor::autodiff#ranks-as-threads) applies too.
 ///
+/// # Checkpoints
+/// [`Checkpoints`](crate::Checkpoints) save and load a pair: a [`TrainingState`](crate::TrainingState) with the model
+/// of parts and its optimizer, and this. Each rank writes and reads its parts; none holds a whole parameter for it.
+///
 /// # Lost ranks
 /// The parts on a lost rank are lost. All others get the error; continue from the last checkpoint.
 pub struct FullyShardedParallel<B: AutodiffBackend> {
@@ -220,15 +225,7 @@ impl<B: AutodiffBackend> FullyShardedParallel<B> {
     /// Otherwise the errors of [`Group::all_gather`].
     #[track_caller]
     pub fn gather<M: AutodiffModule<B>>(&mut self, model: &M) -> Result<M, Error> {
-        let parts = values_of(model, &self.positions, |position| {
-            let (parameter, part) = (&self.parameters[position], &self.layout.parts[position]);
-            (&part.shape, parameter.dtype)
-        });
-        let missing = parts.iter().position(Option::is_none).map(|position| {
-            let path = &self.parameters[position].path;
-            Error::argument("gather", format!("the model has no part of `{path}`; pass the model in training"))
-        });
-        all_or_none(&self.main, missing.map_or(Ok(()), Err))?;
+        let parts = all_or_none(&self.main, self.part_values("gather", model))?;
         let Some(engine) = &mut self.engine else { return Err(self.failure()) };
         let part = |position: usize| parts[position].clone().map(|part| part.into_primitive().tensor());
         let gatherer = &mut engine.gatherer;
@@ -290,6 +287,22 @@ impl<B: AutodiffBackend> FullyShardedParallel<B> {
     #[track_caller]
     pub fn average_states<M: AutodiffModule<B>>(&self, model: M) -> Result<M, Error> {
         states::average(&self.main, model)
+    }
+
+    /// Returns this rank's parts in a model, flat and by position. Fails if the model is not the one in training.
+    fn part_values<M: AutodiffModule<B>>(&self, operation: &'static str, model: &M) -> Result<Values<B>, Error> {
+        let parts = values_of(model, &self.positions, |position| {
+            let (parameter, part) = (&self.parameters[position], &self.layout.parts[position]);
+            (&part.shape, parameter.dtype)
+        });
+        match parts.iter().position(Option::is_none) {
+            None => Ok(parts),
+            Some(position) => {
+                let path = &self.parameters[position].path;
+                let reason = format!("the model has no part of `{path}`; pass the model in training");
+                Err(Error::argument(operation, reason))
+            }
+        }
     }
 
     fn sum_of_squares(&self, grads: &GradientsParams) -> Result<f64, Error> {

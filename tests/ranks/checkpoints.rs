@@ -2,7 +2,7 @@
 
 mod faults;
 mod killed;
-mod state;
+pub mod state;
 
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -1,5 +1,6 @@
 //! Full sharding: the results of replicas, in a part of the memory.
 
+mod checkpoints;
 mod errors;
 mod freed;
 mod models;

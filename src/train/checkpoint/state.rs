@@ -42,6 +42,10 @@ pub(crate) struct Split {
 
 const INVALID: &str = "it is no state that burn recorded, or was damaged";
 
+/// Why a state cannot be saved or loaded in parts.
+pub(crate) const NOT_ELEMENTWISE: &str =
+    "it has tensors of another shape than the parameter, so it is not element-wise";
+
 /// The keys of a tensor, in the order in which burn writes them.
 const BYTES: &str = "bytes";
 const SHAPE: &str = "shape";

@@ -7,9 +7,14 @@ use burn::record::Record;
 use burn::tensor::backend::{AutodiffBackend, BackendTypes};
 use burn::tensor::{DType, Element};
 use rmpv::Value;
+use std::ops::Range;
 use std::sync::Arc;
 
-use super::state::{RecordedTensor, Split, TensorBytes, encode, join, of_parameter, rename, split_by_id};
+use super::format::width;
+use super::own_part::{OwnPart, OwnParts};
+use super::state::{
+    NOT_ELEMENTWISE, RecordedTensor, Split, TensorBytes, encode, join, of_parameter, rename, split_by_id,
+};
 use super::{Collect, Load, Parts, SAVING, Save, Set, Snapshot, argument, module};
 use crate::train::agree::{Parameter, rebuild, restore};
 use crate::train::data_parallel::describe_parameters;
@@ -39,8 +44,7 @@ where
     U: Record<B> + Clone,
 {
     fn snapshot(self) -> Result<Snapshot, Error> {
-        let (optimizer, parameters) = (self.optimizer.to_record(), describe_parameters::<B, M>(&self.model).1);
-        self.snapshot_with(Box::new(move |parts| collect_optimizer::<B, _>(optimizer, &parameters, parts)))
+        self.snapshot_of(OwnParts::new())
     }
 }
 
@@ -55,11 +59,7 @@ where
     type Loaded = TrainingState<B, M, O, S, U>;
 
     fn read(&self, set: &Set) -> Result<Self::Loaded, Error> {
-        let mut state = self.read_without_optimizer(set)?;
-        let Some(device) = state.model.devices().first().cloned() else { return Ok(state) };
-        let record = load_optimizer::<B, M>(set, &state.model)?;
-        state.optimizer = state.optimizer.load_record(load_compact::<B, O::Record>(record, &device)?);
-        Ok(state)
+        self.read_of(set, &OwnParts::new())
     }
 
     fn replace(self, loaded: Self::Loaded) {
@@ -75,30 +75,50 @@ where
     S: LrScheduler,
     U: Record<B> + Clone,
 {
+    /// Returns what is to be saved of a state whose model has these parts, and whose optimizer has the state for them.
+    pub(in crate::train) fn snapshot_of(&self, own: OwnParts) -> Result<Snapshot, Error>
+    where
+        O::Record: 'static,
+    {
+        let (optimizer, parameters) = (self.optimizer.to_record(), describe_parameters::<B, M>(&self.model).1);
+        let model = own.clone();
+        let optimizer = move |parts: &mut Parts| collect_optimizer::<B, _>(optimizer, &parameters, &own, parts);
+        self.snapshot_with(&model, Box::new(optimizer))
+    }
+
     /// Returns what is to be saved, with this in place of the state's optimizer.
-    pub(in crate::train) fn snapshot_with(&self, optimizer: Collect) -> Result<Snapshot, Error> {
+    pub(in crate::train) fn snapshot_with(&self, own: &OwnParts, optimizer: Collect) -> Result<Snapshot, Error> {
         let position = (self.epoch as u64, self.batch as u64);
         let rest: Rest<B, S, U> = (self.scheduler.to_record::<B>(), self.user.clone(), position);
         let rest = record::<B, _>(rest)?;
         // A running state's last update is pending until `valid`.
-        let mut collect = module::collect(MODEL, &self.model.valid());
-        collect.extend(self.average.iter().flat_map(|average| module::collect(AVERAGE, average)));
+        let mut collect = module::collect(MODEL, &self.model.valid(), own);
+        collect.extend(self.average.iter().flat_map(|average| module::collect(AVERAGE, average, own)));
         collect.push(Box::new(|parts| parts.add_value(TRAINING.into(), rest)));
         collect.push(optimizer);
         let collect = Box::new(|parts: &mut Parts| collect.into_iter().try_for_each(|collect| collect(parts)));
         Ok(Snapshot { position, collect })
     }
 
+    /// Reads a state whose model has these parts.
+    pub(in crate::train) fn read_of(&self, set: &Set, own: &OwnParts) -> Result<Self, Error> {
+        let mut state = self.read_without_optimizer(set, own)?;
+        let Some(device) = state.model.devices().first().cloned() else { return Ok(state) };
+        let record = load_optimizer::<B, M>(set, &state.model, own)?;
+        state.optimizer = state.optimizer.load_record(load_compact::<B, O::Record>(record, &device)?);
+        Ok(state)
+    }
+
     /// Reads all but the optimizer's state.
-    pub(in crate::train) fn read_without_optimizer(&self, set: &Set) -> Result<Self, Error> {
+    pub(in crate::train) fn read_without_optimizer(&self, set: &Set, own: &OwnParts) -> Result<Self, Error> {
         let (rebuilt, identities) = rebuild(self.model.clone());
-        let model = restore(M::from_inner(module::load(MODEL, rebuilt.valid(), set)?), identities);
+        let model = restore(M::from_inner(module::load(MODEL, rebuilt.valid(), set, own)?), identities);
         let Some(device) = model.devices().first().cloned() else {
             return Err(argument("the model has no parameters"));
         };
         let Some(rest) = set.value(TRAINING)? else { return Err(argument("it has no training")) };
         let (scheduler, user, position) = load::<B, Rest<B, S, U>>(rest, &device)?;
-        let average = set.names(AVERAGE).next().map(|_| module::load(AVERAGE, model.valid(), set));
+        let average = set.names(AVERAGE).next().map(|_| module::load(AVERAGE, model.valid(), set, own));
         Ok(TrainingState {
             average: average.transpose()?,
             model,
@@ -142,10 +162,11 @@ pub(crate) fn check_state<B: AutodiffBackend>(
     Err(Error::argument(SAVING, reason))
 }
 
-/// Adds the state of an optimizer, which is the same on all ranks.
+/// Adds the state of an optimizer, which is the same on all ranks for parameters that are.
 fn collect_optimizer<B: AutodiffBackend, R: Record<B>>(
     optimizer: R,
     parameters: &[Parameter<B>],
+    own: &OwnParts,
     parts: &mut Parts,
 ) -> Result<(), Error> {
     let record = Arc::new(record_compact::<B, R>(optimizer)?);
@@ -155,6 +176,11 @@ fn collect_optimizer<B: AutodiffBackend, R: Record<B>>(
         states.and_then(|states| states.into_iter().map(|(id, split)| Some((of(&id)?, split))).collect());
     let Some(states) = states else {
         // State of no known form.
+        if !own.is_empty() {
+            let reason = "the optimizer's state is not one by parameter, so it cannot be saved in parts; use one of \
+                          burn's element-wise optimizers";
+            return Err(Error::argument(SAVING, reason));
+        }
         let ids = parameters.iter().map(|parameter| (parameter.id.serialize(), &parameter.path));
         let ids = postcard::to_stdvec(&ids.collect::<Vec<_>>()).map_err(|e| Error::io(SAVING, e))?;
         parts.add_value(IDS.into(), ids)?;
@@ -164,18 +190,33 @@ fn collect_optimizer<B: AutodiffBackend, R: Record<B>>(
         check_state(parameter, &tensors)?;
         parts.add_value(state_name(&parameter.path, None), skeleton)?;
         for RecordedTensor { path, dtype, shape, bytes } in tensors {
-            let (record, width) = (record.clone(), dtype.size());
-            parts.add_replicated(state_name(&parameter.path, Some(&path)), dtype, &shape, move |range| {
+            let (record, width, name) = (record.clone(), dtype.size(), state_name(&parameter.path, Some(&path)));
+            let read = move |range: Range<usize>| {
                 let start = bytes.start + range.start * width;
                 Ok(record[start..start + range.len() * width].to_vec())
-            })?;
+            };
+            match own.get(&parameter.id) {
+                None => parts.add_replicated(name, dtype, &shape, read)?,
+                Some(part) if part.shape == shape => part.add(parts, name, dtype, read)?,
+                Some(_) => {
+                    let reason = format!("the optimizer's state for `{}`: {NOT_ELEMENTWISE}", parameter.path);
+                    return Err(Error::broken(SAVING, reason));
+                }
+            }
         }
     }
     Ok(())
 }
 
-/// Returns the record of an optimizer of this model.
-fn load_optimizer<B: AutodiffBackend, M: AutodiffModule<B>>(set: &Set, model: &M) -> Result<Vec<u8>, Error> {
+/// Returns the record of an optimizer of this model, which has these parts.
+fn load_optimizer<B: AutodiffBackend, M: AutodiffModule<B>>(
+    set: &Set,
+    model: &M,
+    own: &OwnParts,
+) -> Result<Vec<u8>, Error> {
+    if !own.is_empty() {
+        has_states(set)?;
+    }
     let parameters = describe_parameters::<B, M>(model).1;
     let invalid = |reason: &'static str| argument(format!("the optimizer's state: {reason}"));
     if let Some(record) = set.value(OPTIMIZER)? {
@@ -190,19 +231,26 @@ fn load_optimizer<B: AutodiffBackend, M: AutodiffModule<B>>(set: &Set, model: &M
     let mut states = Vec::new();
     for parameter in &parameters {
         let Some(skeleton) = set.value(&state_name(&parameter.path, None))? else { continue };
-        let tensor = |field: &str| whole(set, &state_name(&parameter.path, Some(field)));
+        let part = own.get(&parameter.id);
+        let tensor = |field: &str| read_tensor(set, &state_name(&parameter.path, Some(field)), part);
         let state = join(&skeleton, tensor, invalid)?;
         states.push((parameter.id.serialize().into(), of_parameter(state, parameter.shape.num_dims())));
     }
     encode(&Value::Map(states)).map_err(invalid)
 }
 
-/// Returns a whole tensor of an optimizer's state.
-fn whole(set: &Set, name: &str) -> Result<TensorBytes, Error> {
+/// Returns a tensor of an optimizer's state, or this rank's part of it.
+fn read_tensor(set: &Set, name: &str, part: Option<&OwnPart>) -> Result<TensorBytes, Error> {
     let missing = || argument(format!("it has no `{name}`"));
     let tensor = set.tensor(name).ok_or_else(missing)?;
     let dtype: DType = super::parts::loaded(tensor.dtype).ok_or_else(missing)?;
-    Ok(TensorBytes { bytes: set.read(name, 0..tensor.len())?, dtype, shape: tensor.shape.clone() })
+    match part {
+        None => Ok(TensorBytes { bytes: set.read(name, 0..tensor.len())?, dtype, shape: tensor.shape.clone() }),
+        Some(part) if tensor.shape == part.whole => {
+            Ok(TensorBytes { bytes: part.read(set, name, width(tensor.dtype))?, dtype, shape: part.shape.clone() })
+        }
+        Some(_) => Err(argument(format!("`{name}`: {NOT_ELEMENTWISE}"))),
+    }
 }
 
 // burn's feature `distributed` removes the `AutodiffBackend` impl from host backends.

@@ -15,15 +15,12 @@ use burn::tensor::backend::AutodiffBackend;
 use super::ShardedOptimizer;
 use crate::train::agree::Parameter;
 use crate::train::checkpoint::{
-    Load, Parts, SAVING, Save, Set, Snapshot, Split, TensorBytes, argument, check_state, encode, has_states, join,
-    loaded, split, state_name,
+    Load, NOT_ELEMENTWISE, OwnParts, Parts, SAVING, Save, Set, Snapshot, Split, TensorBytes, argument, check_state,
+    encode, has_states, join, loaded, split, state_name,
 };
 use crate::train::record::{load_compact, record_compact};
 use crate::train::training_state::TrainingState;
 use bonfire_core::{Error, partition};
-
-/// Why a state cannot be saved in slices.
-const NOT_ELEMENTWISE: &str = "it has tensors of another shape than the parameter, so it is not element-wise";
 
 impl<O, M, B> ShardedOptimizer<O, M, B>
 where
@@ -96,11 +93,11 @@ where
         let slices = optimizer.own_slices().into_iter().zip(&optimizer.shards.parameters).zip(&optimizer.states);
         let slices = slices.filter_map(|((own, parameter), state)| Some((own, parameter.clone(), state.clone()?)));
         let slices: Vec<_> = slices.collect();
-        state.snapshot_with(Box::new(move |parts| {
-            slices
-                .into_iter()
-                .try_for_each(|(own, parameter, state)| add_slice(state, own, &parameter, replicas, parts))
-        }))
+        let collect = move |parts: &mut Parts| {
+            let add = |(own, parameter, state)| add_slice(state, own, &parameter, replicas, parts);
+            slices.into_iter().try_for_each(add)
+        };
+        state.snapshot_with(&OwnParts::new(), Box::new(collect))
     }
 }
 
@@ -117,7 +114,7 @@ where
 
     fn read(&self, set: &Set) -> Result<Self::Loaded, Error> {
         let (state, optimizer) = self;
-        let loaded = state.read_without_optimizer(set)?;
+        let loaded = state.read_without_optimizer(set, &OwnParts::new())?;
         has_states(set)?;
         let slices = optimizer.own_slices().into_iter().zip(&optimizer.shards.parameters);
         let states = slices.map(|(own, parameter)| optimizer.read_slice(set, parameter, own));

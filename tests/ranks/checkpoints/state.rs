@@ -171,7 +171,7 @@ impl<B: Backend> ModuleVisitor<B> for Values {
     }
 }
 
-fn values<B: Backend, M: Module<B>>(model: &M) -> Vec<TensorData> {
+pub fn values<B: Backend, M: Module<B>>(model: &M) -> Vec<TensorData> {
     let mut values = Values::default();
     model.visit(&mut values);
     values.0
