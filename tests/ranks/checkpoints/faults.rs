@@ -90,7 +90,7 @@ fn a_full_disk_is_an_error_on_all_ranks_and_leaves_the_set_before() {
     let expected = saved(3, 2, folder.path());
     // write, fsync: of rank 1's file, its header, and its folder.
     for (call, first) in [(1, 1), (1, 2), (74, 1), (74, 2)] {
-        let failing = Failing { call, own: false, errno: ENOSPC, first, step: 1 };
+        let failing = Failing { call, own: false, errno: ENOSPC, first, step: 0 };
         let variables =
             [(FAILING, failing.to_word()), (FOLDER, folder.path().to_str().expect("a path of text").to_owned())];
         let mut process = Process::start(NAME, &variables);
