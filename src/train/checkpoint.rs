@@ -82,6 +82,7 @@ use self::folder::{Draft, begin, commit, discard, file_name, newest, sync};
 use self::format::{FileId, FileSummary, Manifest};
 pub(crate) use self::own_part::{OwnPart, OwnParts};
 pub(crate) use self::parts::{Parts, loaded};
+#[doc(hidden)]
 pub use self::set::Set;
 pub(crate) use self::set::{LOADING, argument};
 pub(crate) use self::state::{NOT_ELEMENTWISE, Split, TensorBytes, encode, join, split};
@@ -91,7 +92,7 @@ use bonfire_core::internal::{AgreedOperations, random};
 use bonfire_core::{Error, Group};
 
 /// How long the ranks wait for the slowest of them to write or to read, at least.
-const PATIENCE: Duration = Duration::from_secs(3600);
+const TIMEOUT: Duration = Duration::from_secs(3600);
 
 /// The number of sets that are kept, unless set.
 const KEEP: usize = 2;
@@ -139,6 +140,7 @@ pub trait Load {
 }
 
 /// What a rank saves.
+#[doc(hidden)]
 pub struct Snapshot {
     /// Completed epochs and batches, which must be the same on all ranks.
     pub(crate) position: (u64, u64),
@@ -159,7 +161,7 @@ impl Checkpoints {
     #[track_caller]
     pub fn new(group: &Group, folder: impl Into<PathBuf>) -> Result<Checkpoints, Error> {
         let lane = lane(group)?;
-        let lane = lane.with_deadline(lane.deadline().max(PATIENCE));
+        let lane = lane.with_deadline(lane.deadline().max(TIMEOUT));
         Ok(Checkpoints { folder: folder.into(), keep: KEEP, lane, in_flight: None })
     }
 

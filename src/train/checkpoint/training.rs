@@ -252,3 +252,45 @@ fn read_tensor(set: &Set, name: &str, part: Option<&OwnPart>) -> Result<TensorBy
         Some(_) => Err(argument(format!("`{name}`: {NOT_ELEMENTWISE}"))),
     }
 }
+
+// burn's feature `distributed` removes the `AutodiffBackend` impl from host backends.
+#[cfg(all(test, not(feature = "ddp")))]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use burn::backend::{Autodiff, Flex};
+    use burn::nn::{Linear, LinearConfig};
+    use burn::optim::AdamConfig;
+    use burn::optim::GradientsParams;
+    use burn::tensor::Tensor;
+
+    use super::*;
+
+    type B = Autodiff<Flex>;
+
+    #[test]
+    fn a_snapshot_does_not_change_with_the_training() {
+        let linear = LinearConfig::new(2, 3).with_bias(false).init::<B>(&Default::default());
+        let mut state: TrainingState<B, Linear<B>, _, _> =
+            TrainingState::new(linear, AdamConfig::new().init(), 0.1, ());
+        let train = |state: &mut TrainingState<B, Linear<B>, _, _>| {
+            let mut grads = GradientsParams::new();
+            grads.register(state.model.weight.id, Tensor::<Flex, 2>::ones([2, 3], &Default::default()));
+            state.step(grads);
+        };
+        let bytes = |snapshot: Snapshot| {
+            let mut parts = Parts::new(0, 1);
+            (snapshot.collect)(&mut parts).unwrap();
+            let parts = parts.into_list().into_iter().map(|part| (part.name, (part.read)().unwrap()));
+            parts.collect::<BTreeMap<_, _>>()
+        };
+        train(&mut state);
+        let (now, later) = ((&state).snapshot().unwrap(), (&state).snapshot().unwrap());
+        let now = bytes(now);
+        (0..3).for_each(|_| train(&mut state));
+        assert_eq!(bytes(later), now);
+        let then = bytes((&state).snapshot().unwrap());
+        let names = ["model/weight", "optimizer/weight", "optimizer/weight/momentum.moment_2", "training"];
+        assert!(names.iter().all(|name| then[*name] != now[*name]));
+    }
+}
