@@ -63,7 +63,7 @@ type State<O> = TrainingState<Training, Net<Training>, Adaptor<O>, f64, u64>;
 
 /// What trains a model.
 enum Parallel<O: SimpleOptimizer<Flex> + 'static> {
-    Replicas(DataParallel<Training>, Option<ShardedOptimizer<O, Net<Training>, Training>>),
+    Replicas(DataParallel<Training>, Option<Box<ShardedOptimizer<O, Net<Training>, Training>>>),
     Parts(FullyShardedParallel<Training>),
 }
 
@@ -93,7 +93,7 @@ impl<O: SimpleOptimizer<Flex> + 'static> Run<O> {
             Form::Replicas | Form::Optimizer => {
                 let (model, ddp) = DataParallel::new(group, model).unwrap();
                 let sharded = ShardedOptimizer::new(&ddp, optimizer(), Sharding::All).unwrap();
-                (model, Parallel::Replicas(ddp, (form == Form::Optimizer).then_some(sharded)))
+                (model, Parallel::Replicas(ddp, (form == Form::Optimizer).then_some(Box::new(sharded))))
             }
             Form::Hybrid(ranks) => {
                 let replicas = group.world_size() / ranks;
@@ -161,7 +161,7 @@ impl<O: SimpleOptimizer<Flex> + 'static> Run<O> {
         let mut checkpoints = Checkpoints::new(self.group(), folder).unwrap();
         match &self.parallel {
             Parallel::Replicas(_, None) => checkpoints.save(&self.state),
-            Parallel::Replicas(_, Some(optimizer)) => checkpoints.save((&self.state, optimizer)),
+            Parallel::Replicas(_, Some(optimizer)) => checkpoints.save((&self.state, &**optimizer)),
             Parallel::Parts(fsdp) => {
                 checkpoints.save_in_background((&self.state, fsdp)).and_then(|()| checkpoints.wait())
             }
@@ -172,7 +172,7 @@ impl<O: SimpleOptimizer<Flex> + 'static> Run<O> {
         let mut checkpoints = Checkpoints::new(self.group(), folder).unwrap();
         match &mut self.parallel {
             Parallel::Replicas(_, None) => checkpoints.load(&mut self.state),
-            Parallel::Replicas(_, Some(optimizer)) => checkpoints.load((&mut self.state, optimizer)),
+            Parallel::Replicas(_, Some(optimizer)) => checkpoints.load((&mut self.state, &mut **optimizer)),
             Parallel::Parts(fsdp) => checkpoints.load((&mut self.state, &*fsdp)),
         }
     }
