@@ -6,9 +6,13 @@
 //! ```sh
 //! cargo run --release -p bonfire-examples --bin language_model -- --ranks 2 --save checkpoints --sample 200
 //! ```
+//!
+//! With `--shard full` each rank keeps a part of the model only, and any form goes on from a checkpoint of another.
 
 #[path = "language_model/data.rs"]
 mod data;
+#[path = "language_model/form.rs"]
+mod form;
 #[path = "language_model/model.rs"]
 mod model;
 #[path = "language_model/train.rs"]
@@ -24,7 +28,8 @@ use clap::error::ErrorKind;
 use clap::{CommandFactory, Parser};
 
 use crate::data::Text;
-use crate::train::{Settings, Shard, TrainingJob};
+use crate::form::Shard;
+use crate::train::{Settings, TrainingJob};
 
 type Failure = Box<dyn Error + Send + Sync>;
 
@@ -47,6 +52,9 @@ struct Args {
     /// What is sharded over the ranks
     #[arg(long, value_enum, default_value_t = Shard::None)]
     shard: Shard,
+    /// With `full` and `grads`: replicas, and ranks that shard each, as `2x2` [default: 1x the number of ranks]
+    #[arg(long, value_name = "REPLICASxRANKS", value_parser = mesh)]
+    mesh: Option<[usize; 2]>,
     /// Save checkpoints in this folder, in the background, and after the last step
     #[arg(long, value_name = "FOLDER")]
     save: Option<PathBuf>,
@@ -83,6 +91,14 @@ fn main() -> ExitCode {
         usage_error(&format!("--batch {} is too small: give at least {}", args.batch, groups[0].world_size()));
     }
     let (threads, world_size) = (groups.len(), groups[0].world_size());
+    if let Some([replicas, ranks]) = args.mesh {
+        if !matches!(args.shard, Shard::Full | Shard::Grads) {
+            usage_error("--mesh is for --shard full and --shard grads: give one of them");
+        }
+        if replicas.checked_mul(ranks) != Some(world_size) {
+            usage_error(&format!("--mesh {replicas}x{ranks} is not {world_size} ranks: give factors of {world_size}"));
+        }
+    }
     match launch::run(groups, move |group| train(group, &args, threads == world_size)) {
         Ok(_) => ExitCode::SUCCESS,
         Err(failed) => {
@@ -99,6 +115,7 @@ fn train(group: Group, args: &Args, alone: bool) -> Result<(), Failure> {
         settings: Settings { batch: args.batch as usize, seed: args.seed },
         steps: args.steps,
         shard: args.shard,
+        mesh: args.mesh,
         save: args.save.as_deref(),
         save_every: args.save_every as usize,
         resume: args.resume.as_deref(),
@@ -107,6 +124,12 @@ fn train(group: Group, args: &Args, alone: bool) -> Result<(), Failure> {
         alone,
     };
     job.run::<Autodiff<Flex>>(group, &Default::default()).map(drop)
+}
+
+/// Parses a mesh of two dimensions.
+fn mesh(text: &str) -> Result<[usize; 2], String> {
+    let sizes = text.split_once('x').and_then(|(replicas, ranks)| Some([replicas.parse().ok()?, ranks.parse().ok()?]));
+    sizes.ok_or_else(|| "give replicas and ranks that shard each, such as 2x2".into())
 }
 
 /// Exits as clap does for invalid arguments: with a message and status 2.

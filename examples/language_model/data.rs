@@ -33,15 +33,11 @@ pub fn sequences(text: &[u8]) -> usize {
 }
 
 /// Returns the chosen sequences and, for each of their bytes, the next one: `[n, CONTEXT]` both.
-pub fn tensors<B: Backend>(
-    text: &[u8],
-    chosen: &[usize],
-    device: &B::Device,
-) -> (Tensor<B, 2, Int>, Tensor<B, 2, Int>) {
+pub fn tensors<B: Backend>(text: &[u8], chosen: &[usize], device: &B::Device) -> [Tensor<B, 2, Int>; 2] {
     let tensor = |offset: usize| {
         let bytes = chosen.iter().flat_map(|i| &text[i * CONTEXT + offset..][..CONTEXT]);
         let bytes: Vec<i64> = bytes.map(|byte| i64::from(*byte)).collect();
         Tensor::from_data(TensorData::new(bytes, [chosen.len(), CONTEXT]), device)
     };
-    (tensor(0), tensor(1))
+    [tensor(0), tensor(1)]
 }

@@ -1,5 +1,7 @@
 //! The model: a decoder-only transformer over bytes.
 
+use bonfire::ShardedBlock;
+use bonfire::train::embedding;
 use burn::module::Module;
 use burn::nn::attention::generate_autoregressive_mask;
 use burn::nn::loss::CrossEntropyLossConfig;
@@ -17,12 +19,13 @@ const HEADS: usize = 4;
 const BLOCKS: usize = 2;
 
 /// Embeddings of bytes and positions, blocks of attention and feed-forward layers, and scores of the next byte. Without
-/// dropout, so that the result does not depend on the number of ranks.
+/// dropout, so that the result does not depend on the number of ranks. With full sharding each block is gathered for
+/// its passes; all else is gathered once in a step.
 #[derive(Module, Debug)]
 pub struct LanguageModel<B: Backend> {
     bytes: Embedding<B>,
     positions: Embedding<B>,
-    blocks: Vec<TransformerEncoderLayer<B>>,
+    blocks: Vec<ShardedBlock<TransformerEncoderLayer<B>>>,
     norm: LayerNorm<B>,
     output: Linear<B>,
 }
@@ -35,7 +38,7 @@ impl<B: Backend> LanguageModel<B> {
         LanguageModel {
             bytes: EmbeddingConfig::new(BYTES, WIDTH).init(device),
             positions: EmbeddingConfig::new(CONTEXT, WIDTH).init(device),
-            blocks: (0..BLOCKS).map(|_| TransformerEncoderLayer::new(&block, device)).collect(),
+            blocks: (0..BLOCKS).map(|_| ShardedBlock::new(TransformerEncoderLayer::new(&block, device))).collect(),
             norm: LayerNormConfig::new(WIDTH).init(device),
             output: LinearConfig::new(WIDTH, BYTES).init(device),
         }
@@ -45,9 +48,9 @@ impl<B: Backend> LanguageModel<B> {
     pub fn forward(&self, input: Tensor<B, 2, Int>) -> Tensor<B, 3> {
         let ([n, len], device) = (input.dims(), input.device());
         let positions = Tensor::<B, 1, Int>::arange(0..len as i64, &device).reshape([1, len]).expand([n, len]);
-        let mut x = self.bytes.forward(input) + self.positions.forward(positions);
+        let mut x = embedding(self.bytes.weight.val(), input) + embedding(self.positions.weight.val(), positions);
         for block in &self.blocks {
-            x = block.forward(x, None, Some(generate_autoregressive_mask(n, len, &device)));
+            x = block.run(|block| block.forward(x, None, Some(generate_autoregressive_mask(n, len, &device))));
         }
         self.output.forward(self.norm.forward(x))
     }

@@ -7,29 +7,18 @@ use std::time::Instant;
 
 use bonfire::tensor::autodiff::CollectiveBackend;
 use bonfire::train::seeded;
-use bonfire::{Checkpoints, DataParallel, Group, ShardedOptimizer, ShardedSampler, Sharding, TrainingState, partition};
-use burn::lr_scheduler::LrScheduler;
-use burn::lr_scheduler::exponential::{ExponentialLrScheduler, ExponentialLrSchedulerConfig};
+use bonfire::{Checkpoints, Group, ShardedSampler, partition};
+use burn::lr_scheduler::exponential::ExponentialLrSchedulerConfig;
 use burn::module::AutodiffModule;
-use burn::optim::adaptor::OptimizerAdaptor;
-use burn::optim::{Adam, AdamConfig, GradientsParams};
+use burn::optim::AdamConfig;
 use burn::tensor::activation::softmax;
-use burn::tensor::backend::{AutodiffBackend, Backend};
+use burn::tensor::backend::Backend;
 use burn::tensor::{ElementConversion, Int, Tensor, TensorData};
-use clap::ValueEnum;
 
 use crate::Failure;
 use crate::data::{Text, sequences, tensors};
+use crate::form::{Form, Shard, State};
 use crate::model::{CONTEXT, LanguageModel};
-
-/// What is sharded over the ranks.
-#[derive(Clone, Copy, Debug, PartialEq, ValueEnum)]
-pub enum Shard {
-    /// The optimizer's state (ZeRO-1)
-    Optimizer,
-    /// Nothing: each rank has all of the model and of the optimizer's state
-    None,
-}
 
 /// Settings that a resumed run must have in common with the saved run.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -44,6 +33,8 @@ pub struct TrainingJob<'a> {
     pub settings: Settings,
     pub steps: usize,
     pub shard: Shard,
+    /// The number of replicas, and of ranks that shard each.
+    pub mesh: Option<[usize; 2]>,
     pub save: Option<&'a Path>,
     /// Steps between two checkpoints.
     pub save_every: usize,
@@ -65,81 +56,60 @@ pub struct Outcome {
     pub loss_per_byte: f64,
 }
 
-/// What is the same on all ranks after each step. The user's state are the settings: batch and seed.
-type State<B> =
-    TrainingState<B, LanguageModel<B>, OptimizerAdaptor<Adam, LanguageModel<B>, B>, ExponentialLrScheduler, (u64, u64)>;
-
-/// A training on one rank.
-struct Training<B: CollectiveBackend> {
-    state: State<B>,
-    /// The optimizer, if its state is sharded. The one in `state` has no state then.
-    sharded: Option<ShardedOptimizer<Adam, LanguageModel<B>, B>>,
-    ddp: DataParallel<B>,
-    outcome: Outcome,
-}
-
 impl TrainingJob<'_> {
     /// Trains on `device` as one rank of `group`.
     pub fn run<B: CollectiveBackend>(&self, group: Group, device: &B::Device) -> Result<Outcome, Failure> {
         let model = seeded(&group, self.settings.seed, device, || LanguageModel::<B>::new(device))?;
-        let (model, mut ddp) = DataParallel::new(group.clone(), model)?;
-        // A resumed run has the same buckets, and so the same bits.
-        ddp.set_bucket_bytes(1 << 20);
-        let adam = AdamConfig::new();
+        let (model, mut form) = Form::new(&group, self.shard, self.mesh, model)?;
         let schedule = ExponentialLrSchedulerConfig::new(3e-3, 0.998).init()?;
         let settings = (self.settings.batch as u64, self.settings.seed);
-        let state = State::new(model, adam.init(), schedule, settings);
-        let sharded = match self.shard {
-            Shard::Optimizer => Some(ShardedOptimizer::new(&ddp, adam.init(), Sharding::All)?),
-            Shard::None => None,
-        };
-        let mut training = Training { state, sharded, ddp, outcome: Outcome::default() };
-        self.resume(&mut training)?;
+        let mut state = State::new(model, AdamConfig::new().init(), schedule, settings);
+        self.resume(&group, &mut state, &mut form)?;
+        let mut outcome = Outcome::default();
         let mut checkpoints = self.save.map(|folder| Checkpoints::new(&group, folder)).transpose()?;
         let sampler = ShardedSampler::new(&group, sequences(&self.text.train), self.settings.batch)?;
         let sampler = sampler.seed(self.settings.seed).drop_last();
         let (batches, start) = (sampler.batches(), Instant::now());
-        let first = training.state.epoch * batches + training.state.batch;
+        let first = state.epoch * batches + state.batch;
         for step in first..self.steps {
-            if training.state.batch == batches {
-                training.state.next_epoch();
+            if state.batch == batches {
+                state.next_epoch();
             }
             // An epoch is shuffled in a millisecond.
-            let shard = sampler.epoch(training.state.epoch).nth(training.state.batch).ok_or("the text is too short")?;
-            training.step(&self.text.train, &shard, device)?;
+            let shard = sampler.epoch(state.epoch).nth(state.batch).ok_or("the text is too short")?;
+            let loss = form.step(&mut state, tensors(&self.text.train, &shard, device), shard.len())?;
+            outcome.losses.push(loss);
             let last = step + 1 == self.steps;
             if let Some(checkpoints) =
                 checkpoints.as_mut().filter(|_| last || (step + 1).is_multiple_of(self.save_every))
             {
-                training.save_in_background(checkpoints)?;
+                form.save_in_background(&state, checkpoints)?;
             }
             if self.report && group.rank() == 0 && (last || (step + 1).is_multiple_of((self.steps / 10).max(1))) {
                 let bytes = (step + 1 - first) * self.settings.batch * CONTEXT;
-                let (rate, loss) =
-                    (bytes as f64 / start.elapsed().as_secs_f64(), training.outcome.losses[step - first]);
+                let rate = bytes as f64 / start.elapsed().as_secs_f64();
                 writeln!(io::stdout(), "step {}/{}: loss {loss:.4}, {rate:.0} tokens/s", step + 1, self.steps)?;
             }
         }
         if let Some(checkpoints) = &mut checkpoints {
             checkpoints.wait()?;
         }
-        let model = training.state.model.valid();
-        training.outcome.loss_per_byte = self.test(&training.ddp, &model, device)?;
-        self.report(&group, &model, &training.outcome, device)?;
-        Ok(training.outcome)
+        let model = form.whole(&state)?.valid();
+        outcome.loss_per_byte = self.test(&group, &form, &model, device)?;
+        self.report(&group, &model, &outcome, device)?;
+        Ok(outcome)
     }
 
     /// Goes on from the newest checkpoint.
-    fn resume<B: CollectiveBackend>(&self, training: &mut Training<B>) -> Result<(), Failure> {
+    fn resume<B: CollectiveBackend>(
+        &self,
+        group: &Group,
+        state: &mut State<B>,
+        form: &mut Form<B>,
+    ) -> Result<(), Failure> {
         let Some(folder) = self.resume else { return Ok(()) };
-        let own = training.state.user;
-        let mut checkpoints = Checkpoints::new(training.ddp.group(), folder)?;
-        let Training { state, sharded, .. } = training;
-        let found = match sharded {
-            Some(optimizer) => checkpoints.load((&mut *state, optimizer))?,
-            None => checkpoints.load(&mut *state)?,
-        };
-        if !found {
+        let own = state.user;
+        if !form.load(state, &mut Checkpoints::new(group, folder)?)? {
             return Err(format!("there is no checkpoint in {}", folder.display()).into());
         }
         let (batch, seed) = state.user;
@@ -151,21 +121,22 @@ impl TrainingJob<'_> {
     }
 
     /// Returns the loss per byte of the text that was not trained on. Each rank evaluates its share.
-    fn test<B: AutodiffBackend>(
+    fn test<B: CollectiveBackend>(
         &self,
-        ddp: &DataParallel<B>,
+        group: &Group,
+        form: &Form<B>,
         model: &LanguageModel<B::InnerBackend>,
         device: &B::Device,
     ) -> Result<f64, Failure> {
-        let (text, group) = (&self.text.test, ddp.group());
+        let text = &self.text.test;
         let share: Vec<usize> = partition(sequences(text), group.world_size(), group.rank()).collect();
         let mut total = 0.0;
         for chosen in share.chunks(self.settings.batch) {
-            let (input, targets) = tensors(text, chosen, device);
-            total += scalar(model.loss(input, targets)) * chosen.len() as f64;
+            let [input, targets] = tensors(text, chosen, device);
+            let loss: f64 = model.loss(input, targets).into_scalar().elem();
+            total += loss * chosen.len() as f64;
         }
-        let [loss] = ddp.mean(&[total / share.len().max(1) as f64], share.len())?;
-        Ok(loss)
+        Ok(form.mean(total / share.len().max(1) as f64, share.len())?)
     }
 
     /// Prints the sample, the peak memory of each rank, and the loss.
@@ -198,40 +169,6 @@ impl TrainingJob<'_> {
     }
 }
 
-impl<B: CollectiveBackend> Training<B> {
-    /// Trains on this rank's sequences of a batch.
-    fn step(&mut self, text: &[u8], shard: &[usize], device: &B::Device) -> Result<(), Failure> {
-        let Training { state, sharded, ddp, outcome } = self;
-        let (input, targets) = tensors(text, shard, device);
-        let loss = match sharded {
-            None => {
-                let step = ddp.step(&state.model, shard.len())?;
-                let loss = step.model().loss(input, targets);
-                let grads = step.finish(loss.backward())?;
-                state.step(grads);
-                loss
-            }
-            Some(optimizer) => {
-                let loss = state.model.loss(input, targets);
-                let grads = GradientsParams::from_grads(loss.backward(), &state.model);
-                optimizer.step(state.scheduler.step(), &mut state.model, grads, shard.len())?;
-                state.batch += 1;
-                loss
-            }
-        };
-        let [mean] = ddp.mean(&[scalar(loss.inner())], shard.len())?;
-        outcome.losses.push(mean);
-        Ok(())
-    }
-
-    fn save_in_background(&self, checkpoints: &mut Checkpoints) -> Result<(), bonfire::Error> {
-        match &self.sharded {
-            Some(optimizer) => checkpoints.save_in_background((&self.state, optimizer)),
-            None => checkpoints.save_in_background(&self.state),
-        }
-    }
-}
-
 /// Writes `len` bytes that the model finds likely.
 fn sample<B: Backend>(model: &LanguageModel<B>, len: usize, seed: u64, device: &B::Device) -> Vec<u8> {
     let (mut text, mut random) = (b"\n".to_vec(), seed);
@@ -259,10 +196,6 @@ fn uniform(state: &mut u64) -> f64 {
         mixed = (mixed ^ mixed >> shift).wrapping_mul(factor);
     }
     ((mixed ^ mixed >> 31) >> 11) as f64 / (1u64 << 53) as f64
-}
-
-fn scalar<B: Backend>(tensor: Tensor<B, 1>) -> f64 {
-    tensor.into_scalar().elem()
 }
 
 /// Returns the most memory that this process had, in bytes, or 0 where the system does not tell.

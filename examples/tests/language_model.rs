@@ -2,6 +2,8 @@
 
 #[path = "../language_model/data.rs"]
 mod data;
+#[path = "../language_model/form.rs"]
+mod form;
 #[path = "../language_model/model.rs"]
 mod model;
 #[path = "../language_model/train.rs"]
@@ -13,14 +15,17 @@ use std::process::Command;
 use bonfire_testing::ranks;
 use burn::backend::{Autodiff, Flex};
 use data::Text;
-use train::{Outcome, Settings, Shard, TrainingJob};
+use form::Shard;
+use train::{Outcome, Settings, TrainingJob};
 
 type Failure = Box<dyn std::error::Error + Send + Sync>;
 
+/// Ranks, what is sharded over them, and a mesh.
+type Form = (usize, Shard, Option<[usize; 2]>);
+
 /// Trains up to `steps`. Returns each rank's outcome.
 fn train(
-    n: usize,
-    shard: Shard,
+    (n, shard, mesh): Form,
     steps: usize,
     paths: (Option<&Path>, Option<&Path>),
     batch: usize,
@@ -32,6 +37,7 @@ fn train(
             settings: Settings { batch, seed: 3 },
             steps,
             shard,
+            mesh,
             save,
             save_every: 2,
             resume,
@@ -43,38 +49,69 @@ fn train(
     })
 }
 
-fn trained(n: usize, shard: Shard, steps: usize, paths: (Option<&Path>, Option<&Path>)) -> Outcome {
-    train(n, shard, steps, paths, 4).swap_remove(0).unwrap()
+fn trained(form: Form, steps: usize, paths: (Option<&Path>, Option<&Path>)) -> Outcome {
+    train(form, steps, paths, 4).swap_remove(0).unwrap()
+}
+
+const ONE: Form = (1, Shard::None, None);
+
+fn close(a: f64, b: f64) -> bool {
+    (a - b).abs() < 1e-3
 }
 
 #[test]
-fn the_loss_falls_and_is_the_same_on_any_number_of_ranks() {
-    let one = trained(1, Shard::None, 6, (None, None));
-    assert!(one.losses[5] < one.losses[0] - 0.5, "{:?}", one.losses);
-    for (n, shard) in
-        [(2, Shard::None), (4, Shard::None), (1, Shard::Optimizer), (2, Shard::Optimizer), (4, Shard::Optimizer)]
-    {
-        let many = trained(n, shard, 6, (None, None));
-        let losses = || many.losses.iter().zip(&one.losses);
-        assert!(
-            losses().all(|(a, b)| (a - b).abs() < 1e-3),
-            "{n} ranks, {shard:?}: {:?} {:?}",
-            many.losses,
-            one.losses
-        );
-        assert!((many.loss_per_byte - one.loss_per_byte).abs() < 1e-3, "{n} ranks, {shard:?}");
+fn the_loss_falls_and_is_the_same_in_every_form() {
+    let one = trained(ONE, 20, (None, None));
+    assert!(one.losses[19] < one.losses[0] - 1.0, "{:?}", one.losses);
+    for form in [
+        (2, Shard::None, None),
+        (4, Shard::None, None),
+        (1, Shard::Optimizer, None),
+        (4, Shard::Optimizer, None),
+        (2, Shard::Grads, None),
+        (1, Shard::Full, None),
+        (2, Shard::Full, None),
+        (3, Shard::Full, None),
+        (4, Shard::Full, Some([2, 2])),
+        (4, Shard::Grads, Some([4, 1])),
+    ] {
+        let many = trained(form, 20, (None, None));
+        let mut losses = many.losses.iter().zip(&one.losses);
+        assert!(losses.all(|(a, b)| close(*a, *b)), "{form:?}: {:?}, not {:?}", many.losses, one.losses);
+        assert!(close(many.loss_per_byte, one.loss_per_byte), "{form:?}");
     }
 }
 
 #[test]
 fn a_resumed_run_equals_the_uninterrupted_one_bit_for_bit() {
-    for shard in [Shard::None, Shard::Optimizer] {
-        let folder = tempfile::tempdir().unwrap();
-        let whole = trained(2, shard, 6, (None, None));
-        let half = trained(2, shard, 3, (Some(folder.path()), None));
-        let resumed = trained(2, shard, 6, (None, Some(folder.path())));
+    for shard in [Shard::None, Shard::Optimizer, Shard::Grads, Shard::Full] {
+        let (folder, form) = (tempfile::tempdir().unwrap(), (2, shard, None));
+        let whole = trained(form, 6, (None, None));
+        let half = trained(form, 3, (Some(folder.path()), None));
+        let resumed = trained(form, 6, (None, Some(folder.path())));
         assert_eq!([half.losses, resumed.losses].concat(), whole.losses, "{shard:?}");
         assert_eq!(resumed.loss_per_byte.to_bits(), whole.loss_per_byte.to_bits(), "{shard:?}");
+    }
+}
+
+#[test]
+fn every_form_goes_on_from_the_checkpoint_of_another() {
+    let whole = trained(ONE, 6, (None, None));
+    let forms = [
+        (3, Shard::Full, None),
+        ONE,
+        (2, Shard::Optimizer, None),
+        (4, Shard::Full, Some([2, 2])),
+        (3, Shard::Grads, None),
+    ];
+    for (saver, loader) in forms.into_iter().zip(forms.into_iter().cycle().skip(1)) {
+        let folder = tempfile::tempdir().unwrap();
+        let half = trained(saver, 3, (Some(folder.path()), None));
+        let resumed = trained(loader, 6, (None, Some(folder.path())));
+        let losses = [half.losses, resumed.losses].concat();
+        let mut both = losses.iter().zip(&whole.losses);
+        assert!(both.all(|(a, b)| close(*a, *b)), "{saver:?}, {loader:?}: {losses:?}, not {:?}", whole.losses);
+        assert!(close(resumed.loss_per_byte, whole.loss_per_byte), "{saver:?}, {loader:?}");
     }
 }
 
@@ -82,13 +119,13 @@ fn a_resumed_run_equals_the_uninterrupted_one_bit_for_bit() {
 fn every_rank_reports_a_missing_or_another_checkpoint() {
     let folder = tempfile::tempdir().unwrap();
     let fails = |batch, expected: &str| {
-        for result in train(2, Shard::None, 2, (None, Some(folder.path())), batch) {
+        for result in train((2, Shard::None, None), 2, (None, Some(folder.path())), batch) {
             let error = result.err().unwrap();
             assert!(error.contains(expected), "{error}");
         }
     };
     fails(4, "there is no checkpoint in ");
-    trained(2, Shard::None, 1, (Some(folder.path()), None));
+    trained((2, Shard::None, None), 1, (Some(folder.path()), None));
     fails(6, "was made with --batch 4 --seed 3: give the same");
 }
 
@@ -103,12 +140,17 @@ fn the_program_prints_the_loss_last_and_refuses_wrong_arguments() {
     assert!(text.contains("tokens/s") && text.contains("peak memory"), "{text}");
     for (arguments, expected) in [
         (&["--batch", "1"][..], "--batch 1 is too small: give at least 2"),
-        (&["--shard", "full"], "invalid value 'full'"),
+        (&["--shard", "half"], "invalid value 'half'"),
+        (&["--mesh", "1x2"], "--mesh is for --shard full and --shard grads: give one of them"),
+        (&["--mesh", "2x2", "--shard", "full"], "--mesh 2x2 is not 2 ranks: give factors of 2"),
+        (&["--mesh", "0x2", "--shard", "grads"], "--mesh 0x2 is not 2 ranks: give factors of 2"),
+        (&["--mesh", "2", "--shard", "full"], "give replicas and ranks that shard each, such as 2x2"),
         (&["--ranks", "0"], "0 is not in 1..=65535"),
         (&["--resume", "/nonexistent", "--steps", "1"], "there is no checkpoint in /nonexistent"),
     ] {
         let output = program().args(arguments).output().unwrap();
         let text = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert!(!output.status.success() && text.contains(expected), "{arguments:?}: {text}");
+        let status = if arguments[0] == "--resume" { 1 } else { 2 };
+        assert!(output.status.code() == Some(status) && text.contains(expected), "{arguments:?}: {text}");
     }
 }

@@ -66,7 +66,7 @@ mod tests {
 
     #[test]
     fn the_shares_of_all_ranks_are_the_whole_once() {
-        for rows in 0..12 {
+        for rows in 0..12usize {
             for (ranks, replicas) in [(1, 1), (1, 3), (2, 2), (3, 1), (4, 3), (8, 2)] {
                 let shape = [rows.div_ceil(ranks), 3];
                 let parts = (0..ranks).flat_map(|index| {

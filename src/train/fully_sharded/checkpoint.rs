@@ -1,7 +1,7 @@
 //! A fully sharded training in a set.
 //!
-//! It has the names and the shapes of whole parameters and of the optimizer's state for them, so a training of any form,
-//! and on any number of ranks, loads what another has saved.
+//! It has the names and the shapes of whole parameters and of the optimizer's state for them, so a training of any
+//! form, and on any number of ranks, loads what another has saved.
 
 use burn::lr_scheduler::LrScheduler;
 use burn::module::AutodiffModule;

@@ -15,7 +15,9 @@ use burn::backend::Flex;
 use burn::module::{AutodiffModule, Module, Param, RunningState};
 use burn::nn::{Linear, LinearConfig, LinearLayout};
 use burn::optim::adaptor::OptimizerAdaptor;
-use burn::optim::{Adam, AdamConfig, GradientsParams, Sgd, SgdConfig, SimpleOptimizer};
+use burn::optim::{
+    Adam, AdamConfig, GradientsParams, MultiGradientsParams, Optimizer, Sgd, SgdConfig, SimpleOptimizer,
+};
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Tensor, TensorData};
 
@@ -61,7 +63,7 @@ type State<O> = TrainingState<Training, Net<Training>, Adaptor<O>, f64, u64>;
 
 /// What trains a model.
 enum Parallel<O: SimpleOptimizer<Flex> + 'static> {
-    Replicas(DataParallel<Training>, Option<ShardedOptimizer<O, Net<Training>, Training>>),
+    Replicas(DataParallel<Training>, Option<Box<ShardedOptimizer<O, Net<Training>, Training>>>),
     Parts(FullyShardedParallel<Training>),
 }
 
@@ -91,7 +93,7 @@ impl<O: SimpleOptimizer<Flex> + 'static> Run<O> {
             Form::Replicas | Form::Optimizer => {
                 let (model, ddp) = DataParallel::new(group, model).unwrap();
                 let sharded = ShardedOptimizer::new(&ddp, optimizer(), Sharding::All).unwrap();
-                (model, Parallel::Replicas(ddp, (form == Form::Optimizer).then_some(sharded)))
+                (model, Parallel::Replicas(ddp, (form == Form::Optimizer).then_some(Box::new(sharded))))
             }
             Form::Hybrid(ranks) => {
                 let replicas = group.world_size() / ranks;
@@ -159,7 +161,7 @@ impl<O: SimpleOptimizer<Flex> + 'static> Run<O> {
         let mut checkpoints = Checkpoints::new(self.group(), folder).unwrap();
         match &self.parallel {
             Parallel::Replicas(_, None) => checkpoints.save(&self.state),
-            Parallel::Replicas(_, Some(optimizer)) => checkpoints.save((&self.state, optimizer)),
+            Parallel::Replicas(_, Some(optimizer)) => checkpoints.save((&self.state, &**optimizer)),
             Parallel::Parts(fsdp) => {
                 checkpoints.save_in_background((&self.state, fsdp)).and_then(|()| checkpoints.wait())
             }
@@ -170,7 +172,7 @@ impl<O: SimpleOptimizer<Flex> + 'static> Run<O> {
         let mut checkpoints = Checkpoints::new(self.group(), folder).unwrap();
         match &mut self.parallel {
             Parallel::Replicas(_, None) => checkpoints.load(&mut self.state),
-            Parallel::Replicas(_, Some(optimizer)) => checkpoints.load((&mut self.state, optimizer)),
+            Parallel::Replicas(_, Some(optimizer)) => checkpoints.load((&mut self.state, &mut **optimizer)),
             Parallel::Parts(fsdp) => checkpoints.load((&mut self.state, &*fsdp)),
         }
     }
@@ -380,5 +382,47 @@ fn what_is_no_part_of_the_model_in_training_is_refused() {
         run.state.model = whole;
         let error = run.load(folder.path()).unwrap_err().to_string();
         assert!(error.contains("the model has no part of `language.embedding.weight`"), "{error}");
+    });
+}
+
+#[test]
+fn an_optimizer_whose_state_is_not_one_by_parameter_is_refused() {
+    /// Two optimizers in one, whose records burn's adaptor does not write.
+    #[derive(Clone)]
+    struct Two(Adaptor<Adam>, Adaptor<Adam>);
+
+    impl Optimizer<Net<Training>, Training> for Two {
+        type Record = Vec<<Adaptor<Adam> as Optimizer<Net<Training>, Training>>::Record>;
+
+        fn step(&mut self, lr: f64, module: Net<Training>, grads: GradientsParams) -> Net<Training> {
+            self.0.step(lr, module, grads)
+        }
+
+        fn step_multi(&mut self, lr: f64, module: Net<Training>, grads: MultiGradientsParams) -> Net<Training> {
+            self.0.step_multi(lr, module, grads)
+        }
+
+        fn to_record(&self) -> Self::Record {
+            vec![self.0.to_record(), self.1.to_record()]
+        }
+
+        fn load_record(self, _: Self::Record) -> Self {
+            self
+        }
+    }
+
+    let folder = tempfile::tempdir().unwrap();
+    ranks(2, |group| {
+        let two = || Two(adam(), adam());
+        let mut checkpoints = Checkpoints::new(&group, folder.path()).unwrap();
+        let (model, fsdp) = FullyShardedParallel::new(group.clone(), Net::new(7, DType::F32)).unwrap();
+        let error = checkpoints.save((&TrainingState::new(model, two(), 0.01, 7u64), &fsdp)).unwrap_err();
+        assert!(matches!(error, Error::InvalidArgument { .. }), "{error}");
+        assert!(error.to_string().contains("the optimizer's state is not one by parameter, so it cannot"), "{error}");
+        let (model, _) = DataParallel::new(group.clone(), Net::new(7, DType::F32)).unwrap();
+        checkpoints.save(&TrainingState::new(model, two(), 0.01, 7u64)).unwrap();
+        let error = Run::new(group, Form::Full, Net::new(7, DType::F32), &adam).load(folder.path()).unwrap_err();
+        assert!(matches!(error, Error::InvalidArgument { .. }), "{error}");
+        assert!(error.to_string().contains("an optimizer whose state cannot be sharded"), "{error}");
     });
 }

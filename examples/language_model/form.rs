@@ -1,0 +1,140 @@
+//! How a training is spread over the ranks.
+
+use bonfire::tensor::autodiff::CollectiveBackend;
+use bonfire::{
+    Checkpoints, DataParallel, DeviceMesh, Error, FullyShardedParallel, Group, ShardedOptimizer, Sharding,
+    TrainingState,
+};
+use burn::lr_scheduler::LrScheduler;
+use burn::lr_scheduler::exponential::ExponentialLrScheduler;
+use burn::optim::adaptor::OptimizerAdaptor;
+use burn::optim::{Adam, AdamConfig, GradientsParams};
+use burn::tensor::{ElementConversion, Int, Tensor};
+use clap::ValueEnum;
+
+use crate::model::LanguageModel;
+
+/// What is sharded over the ranks.
+#[derive(Clone, Copy, Debug, PartialEq, ValueEnum)]
+pub enum Shard {
+    /// Parameters, gradients and the optimizer's state (ZeRO-3)
+    Full,
+    /// Gradients and the optimizer's state, and parameters between the steps (ZeRO-2)
+    Grads,
+    /// The optimizer's state (ZeRO-1)
+    Optimizer,
+    /// Nothing: each rank has all of the model and of the optimizer's state
+    None,
+}
+
+/// What a rank carries from step to step. The user's state are the settings: batch and seed.
+pub type State<B> =
+    TrainingState<B, LanguageModel<B>, OptimizerAdaptor<Adam, LanguageModel<B>, B>, ExponentialLrScheduler, (u64, u64)>;
+
+/// What trains a model on the ranks of a group.
+pub enum Form<B: CollectiveBackend> {
+    /// Each rank has the whole model.
+    Replicas(DataParallel<B>),
+    /// As above. The optimizer in the state has no state then.
+    Optimizer(DataParallel<B>, Box<ShardedOptimizer<Adam, LanguageModel<B>, B>>),
+    /// The model in the state has this rank's parts.
+    Parts(FullyShardedParallel<B>),
+}
+
+impl<B: CollectiveBackend> Form<B> {
+    /// Returns the model to train, too. A mesh is a number of replicas and a number of ranks that shard each.
+    pub fn new(
+        group: &Group,
+        shard: Shard,
+        mesh: Option<[usize; 2]>,
+        model: LanguageModel<B>,
+    ) -> Result<(LanguageModel<B>, Self), Error> {
+        if let Shard::Full | Shard::Grads = shard {
+            let mesh = match mesh {
+                Some([replicas, ranks]) => DeviceMesh::new(group.clone(), [("replicate", replicas), ("shard", ranks)])?,
+                None => group.clone().into(),
+            };
+            let (model, parallel) = FullyShardedParallel::new(mesh, model)?;
+            let parallel = if shard == Shard::Grads { parallel.keep_gathered() } else { parallel };
+            return Ok((model, Form::Parts(parallel)));
+        }
+        let (model, mut ddp) = DataParallel::new(group.clone(), model)?;
+        // A resumed run has the same buckets, and so the same bits.
+        ddp.set_bucket_bytes(1 << 20);
+        let form = match shard {
+            Shard::Optimizer => {
+                let optimizer = ShardedOptimizer::new(&ddp, AdamConfig::new().init(), Sharding::All)?;
+                Form::Optimizer(ddp, Box::new(optimizer))
+            }
+            _ => Form::Replicas(ddp),
+        };
+        Ok((model, form))
+    }
+
+    /// Trains on this rank's sequences of a batch. Returns the mean loss over all ranks.
+    pub fn step(
+        &mut self,
+        state: &mut State<B>,
+        [input, targets]: [Tensor<B, 2, Int>; 2],
+        samples: usize,
+    ) -> Result<f64, Error> {
+        let loss = match self {
+            Form::Replicas(ddp) => {
+                let step = ddp.step(&state.model, samples)?;
+                let loss = step.model().loss(input, targets);
+                let grads = step.finish(loss.backward())?;
+                state.step(grads);
+                loss
+            }
+            Form::Optimizer(_, optimizer) => {
+                let loss = state.model.loss(input, targets);
+                let grads = GradientsParams::from_grads(loss.backward(), &state.model);
+                optimizer.step(state.scheduler.step(), &mut state.model, grads, samples)?;
+                state.batch += 1;
+                loss
+            }
+            Form::Parts(parallel) => {
+                let step = parallel.step(&state.model, samples)?;
+                let loss = step.model().loss(input, targets);
+                let grads = step.finish(loss.backward())?;
+                state.step(grads);
+                loss
+            }
+        };
+        self.mean(loss.inner().into_scalar().elem(), samples)
+    }
+
+    /// Returns the mean over all ranks.
+    pub fn mean(&self, value: f64, samples: usize) -> Result<f64, Error> {
+        let [mean] = match self {
+            Form::Replicas(ddp) | Form::Optimizer(ddp, _) => ddp.mean(&[value], samples)?,
+            Form::Parts(parallel) => parallel.mean(&[value], samples)?,
+        };
+        Ok(mean)
+    }
+
+    /// Returns the whole model.
+    pub fn whole(&mut self, state: &State<B>) -> Result<LanguageModel<B>, Error> {
+        match self {
+            Form::Parts(parallel) => parallel.gather(&state.model),
+            _ => Ok(state.model.clone()),
+        }
+    }
+
+    pub fn save_in_background(&self, state: &State<B>, checkpoints: &mut Checkpoints) -> Result<(), Error> {
+        match self {
+            Form::Replicas(_) => checkpoints.save_in_background(state),
+            Form::Optimizer(_, optimizer) => checkpoints.save_in_background((state, &**optimizer)),
+            Form::Parts(parallel) => checkpoints.save_in_background((state, parallel)),
+        }
+    }
+
+    /// Loads the newest checkpoint, which a training of any form has saved. Returns false if there is none.
+    pub fn load(&mut self, state: &mut State<B>, checkpoints: &mut Checkpoints) -> Result<bool, Error> {
+        match self {
+            Form::Replicas(_) => checkpoints.load(state),
+            Form::Optimizer(_, optimizer) => checkpoints.load((state, &mut **optimizer)),
+            Form::Parts(parallel) => checkpoints.load((state, &*parallel)),
+        }
+    }
+}
