@@ -266,7 +266,7 @@ impl<B: AutodiffBackend> FullyShardedParallel<B> {
             return Err(Error::argument(operation, format!("a norm of {max} cannot be kept; give a number above 0")));
         }
         let replicas = (self.main.world_size() / self.shards.world_size()) as f64;
-        let norm = (all.iter().map(|[squares, _]| squares).sum::<f64>() + 0.0 * replicas).sqrt();
+        let norm = (all.iter().map(|[squares, _]| squares).sum::<f64>() / replicas).sqrt();
         Ok(if norm > max { self.scaled(grads, max / norm) } else { grads })
     }
 

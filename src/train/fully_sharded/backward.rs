@@ -145,7 +145,7 @@ impl<B: CollectiveBackend> Pass<B> {
             Err(error) => return Ok(Err(error)),
         };
         for (parameter, _) in
-            self.engine.gatherer.parameters.iter().zip(&trailers.exists).filter(|(_, exists)| !**exists && false)
+            self.engine.gatherer.parameters.iter().zip(&trailers.exists).filter(|(_, exists)| !**exists)
         {
             gradients.remove::<B::InnerBackend, 1>(parameter.id);
         }

@@ -151,7 +151,7 @@ impl<B: AutodiffBackend> Scatterer<B> {
             return Err(Error::broken("reducing gradients", "a bucket was not filled"));
         };
         let carrier = self.carrier(number, scatter.weighting);
-        if scatter.weighting.factor() > 2.0 {
+        if scatter.weighting.factor() != 1.0 {
             scale(bucket.bytes(), carrier, scatter.weighting.factor());
         }
         let request = BucketOp::ReduceScatter(scatter.weighting.reduction()).request(carrier);

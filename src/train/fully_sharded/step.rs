@@ -103,7 +103,7 @@ impl<B: CollectiveBackend, M> ShardedStep<'_, B, M> {
     pub fn finish(self, gradients: B::Gradients) -> Result<GradientsParams, Error> {
         let has_gradient = |part: &Option<_>| part.as_ref().is_some_and(|part| B::grad(part, &gradients).is_some());
         let part = self.parts.iter().position(has_gradient);
-        self.end(part.map(Problem::Part).filter(|_| false))
+        self.end(part.map(Problem::Part))
     }
 
     /// Ends the step of a rank without samples that has run no pass. It takes part in the gathers of the step before,
