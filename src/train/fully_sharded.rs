@@ -232,7 +232,7 @@ impl<B: AutodiffBackend> FullyShardedParallel<B> {
         let mut wholes: HashMap<usize, FloatTensor<B::InnerBackend>> = HashMap::new();
         for block in 0..self.layout.blocks.len() {
             let gathered = gatherer.start(block, part).and_then(|gathering| gatherer.finish(block, gathering));
-            let gathered = gathered.map_err(|error| engine_failed(&self.main, gatherer.lane.abandon(error)))?;
+            let gathered = gathered.map_err(|error| self.main.abandon(gatherer.lane.abandon(error)))?;
             wholes.extend(self.layout.blocks[block].positions.iter().copied().zip(gathered));
         }
         Ok(model.clone().map(&mut WholeWriter { positions: &self.positions, wholes }))
@@ -332,11 +332,6 @@ impl<B: AutodiffBackend> FullyShardedParallel<B> {
     fn failure(&self) -> Error {
         self.main.failure().unwrap_or_else(|| Error::broken(OPERATION, "a step was dropped before its end"))
     }
-}
-
-/// Fails the group of all ranks because another group has failed. Returns the first cause.
-fn engine_failed(main: &Group, error: Error) -> Error {
-    main.abandon(error)
 }
 
 impl<B: AutodiffBackend> fmt::Debug for FullyShardedParallel<B> {

@@ -6,6 +6,7 @@ use std::ops::Range;
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Shape, Tensor};
 
+use super::SAVING;
 use super::format::{Dtype, Part, ReadBytes, elements, width};
 use crate::tensor::host::{Kind, Source};
 use bonfire_core::{Error, partition};
@@ -44,10 +45,10 @@ impl Parts {
             return Ok(());
         }
         if !self.names.insert(name.clone()) {
-            return Err(Error::argument("saving a checkpoint", format!("there are two tensors called `{name}`")));
+            return Err(Error::argument(SAVING, format!("there are two tensors called `{name}`")));
         }
         let dtype = stored(dtype).ok_or_else(|| {
-            Error::argument("saving a checkpoint", format!("`{name}` has elements of {dtype:?}, which cannot be saved"))
+            Error::argument(SAVING, format!("`{name}` has elements of {dtype:?}, which cannot be saved"))
         })?;
         self.list.push(Part { name, dtype, shape: shape.to_vec(), range, read });
         Ok(())

@@ -1,5 +1,8 @@
 //! A [`TrainingState`] in a set.
 
+use std::ops::Range;
+use std::sync::Arc;
+
 use burn::lr_scheduler::LrScheduler;
 use burn::module::AutodiffModule;
 use burn::optim::Optimizer;
@@ -7,15 +10,13 @@ use burn::record::Record;
 use burn::tensor::backend::{AutodiffBackend, BackendTypes};
 use burn::tensor::{DType, Element};
 use rmpv::Value;
-use std::ops::Range;
-use std::sync::Arc;
 
 use super::format::width;
 use super::own_part::{OwnPart, OwnParts};
 use super::state::{
     NOT_ELEMENTWISE, RecordedTensor, Split, TensorBytes, encode, join, of_parameter, rename, split_by_id,
 };
-use super::{Collect, Load, Parts, SAVING, Save, Set, Snapshot, argument, module};
+use super::{Collect, Load, Parts, SAVING, Save, Set, Snapshot, argument, loaded, module};
 use crate::train::agree::{Parameter, rebuild, restore};
 use crate::train::data_parallel::describe_parameters;
 use crate::train::record::{load, load_compact, record, record_compact};
@@ -243,7 +244,7 @@ fn load_optimizer<B: AutodiffBackend, M: AutodiffModule<B>>(
 fn read_tensor(set: &Set, name: &str, part: Option<&OwnPart>) -> Result<TensorBytes, Error> {
     let missing = || argument(format!("it has no `{name}`"));
     let tensor = set.tensor(name).ok_or_else(missing)?;
-    let dtype: DType = super::parts::loaded(tensor.dtype).ok_or_else(missing)?;
+    let dtype: DType = loaded(tensor.dtype).ok_or_else(missing)?;
     match part {
         None => Ok(TensorBytes { bytes: set.read(name, 0..tensor.len())?, dtype, shape: tensor.shape.clone() }),
         Some(part) if tensor.shape == part.whole => {

@@ -125,14 +125,10 @@ impl StepArgs {
     fn measure(&self, group: &Group) -> Result<u64, RankError> {
         let chain = Chain::new(self.sizes, self.layers as usize, self.width as usize);
         let pause = Duration::from_millis(self.compute_ms) / chain.shapes.len() as u32;
-        let (forward, backward) = match self.sharding {
-            Sharding::None => (Duration::ZERO, pause),
-            Sharding::Full => (pause / 3, pause * 2 / 3),
-        };
-        let pause = Pause { forward, backward, busy: self.busy };
+        let pauses = |forward, backward| Pause { forward, backward, busy: self.busy };
         match self.sharding {
-            Sharding::None => self.measure_replicas(group, &chain, pause),
-            Sharding::Full => self.measure_parts(group, &chain, pause),
+            Sharding::None => self.measure_replicas(group, &chain, pauses(Duration::ZERO, pause)),
+            Sharding::Full => self.measure_parts(group, &chain, pauses(pause / 3, pause * 2 / 3)),
         }
     }
 

@@ -143,13 +143,13 @@ impl<'a> Watch<'a> {
         if self.deadline.passed() && !missing.is_empty() {
             return Fault::Timeout { missing };
         }
-        let (site, reason) = (Site { call: self.tag.call, sequence: self.tag.sequence }, reason.to_owned());
+        let (site, reason) = (*self.tag, reason.to_owned());
         Fault::Failed(Error::Disconnected { site, rank: self.rank, peer, reason, elapsed: self.deadline.elapsed() })
     }
 
     fn ask_peers(&mut self) {
         if !self.stalled && self.is_collective() {
-            let site = Site { call: self.tag.call, sequence: self.tag.sequence };
+            let site = *self.tag;
             let _ = self.control.send(ControlRequest::Calling(site));
         }
         self.stalled = true;
