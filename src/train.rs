@@ -68,6 +68,7 @@ mod step;
 mod step_header;
 mod trailer;
 mod training_state;
+mod unused;
 mod values;
 mod verify;
 

@@ -18,6 +18,7 @@ use super::overlap::Overlap;
 use super::reduction::{Compressor, InFlight, Reducer};
 use super::states;
 use super::step_header::{AgreedStep, StepHeader};
+use super::unused::Unused;
 use super::values::{NOTHING, comparison_is_due, digests, positions, values};
 use crate::tensor::device::DeviceOutcome;
 use bonfire_core::internal::AgreedOperations;
@@ -40,6 +41,7 @@ pub struct DataParallel<B: AutodiffBackend> {
     pub(super) bucket_bytes: Option<usize>,
     /// Steps since the model was distributed or taken over. A rank whose last `sync` failed may be one behind.
     pub(super) steps: u64,
+    pub(super) unused: Unused,
 }
 
 /// What an exchange ends with.
@@ -52,6 +54,10 @@ impl<B: AutodiffBackend> DataParallel<B> {
     /// batch norm's. Each rank passes a model of its own and trains the returned one, whose parameters keep their ids.
     /// If ranks are threads, they may pass clones of one model: the returned models are independent. Load pretrained
     /// weights before; create the optimizer and [`resume`](Self::resume) from a checkpoint afterwards.
+    ///
+    /// A training that then leaves out every [`step`](Self::step) and [`sync`](Self::sync) ends with other weights on
+    /// each rank. So if this is dropped on a rank that has called neither, nor [`verify`](Self::verify) or
+    /// [`average_states`](Self::average_states), an error is logged, and [`launch`](crate::launch()) returns it.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] on all ranks if the models differ; the group remains usable. It names the first
@@ -66,8 +72,9 @@ impl<B: AutodiffBackend> DataParallel<B> {
         let (described, parameters) = describe_parameters(&model);
         check_same_model(&group, "data parallel", &described)?;
         let model = broadcast_parameters(&group, model, identities, 0)?;
+        let unused = Unused::new(&group);
         let reducer = Reducer::new(group, parameters.into());
-        Ok((model, DataParallel { reducer, overlap: None, bucket_bytes: None, steps: 0 }))
+        Ok((model, DataParallel { reducer, overlap: None, bucket_bytes: None, steps: 0, unused }))
     }
 
     /// Returns the group of ranks.
@@ -236,6 +243,7 @@ impl<B: AutodiffBackend> DataParallel<B> {
         &self,
         model: &M,
     ) -> Result<(Option<Vec<u64>>, Option<usize>), Error> {
+        self.unused.end();
         let digests = comparison_is_due(self.steps, self.parameters()).then(|| self.digests(model)).transpose();
         let digests = digests.map_err(|error| self.reducer.group.abandon(error))?;
         let changed = digests.as_ref().and_then(|digests| self.lacks(digests));

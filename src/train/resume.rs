@@ -97,6 +97,7 @@ impl<B: AutodiffBackend> DataParallel<B> {
         }
         // Of the root, too: its ids have changed if it has just loaded the state.
         self.describe(&state.model);
+        self.unused.end();
         // The same on all ranks, one of which may have been behind; and the next two steps compare the models.
         self.steps = 0;
         Ok(())

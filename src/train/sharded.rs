@@ -188,6 +188,7 @@ where
         optimizer: OptimizerAdaptor<O, M, B>,
         mesh: &DeviceMesh,
     ) -> Result<Self, Error> {
+        ddp.unused.end();
         let group = ddp.group().clone();
         let [shard_group, replica_group] = mesh.shards_and_replicas(OPERATION)?;
         let place = |group: &Group| (group.rank(), group.world_size());

@@ -69,6 +69,7 @@ impl<B: AutodiffBackend> DataParallel<B> {
     /// trained. Otherwise fails on all ranks with the same error.
     #[track_caller]
     pub(super) fn compare_parameters<M: AutodiffModule<B>>(&self, operation: &str, model: &M) -> Result<(), Error> {
+        self.unused.end();
         let own = self.digests(model).map_err(|error| self.reducer.group.abandon(error))?;
         let path = |position: usize| format!("`{}`", self.reducer.parameters[position].path);
         compare(&self.reducer.group, operation, &own, self.steps, path)?;

@@ -1,6 +1,7 @@
 //! Ranks whose models would differ get an error, and ranks whose models are equal do not.
 
-use bonfire::{DataParallel, Error, Group, ShardedOptimizer, Sharding};
+use bonfire::launch::{self, Failed};
+use bonfire::{DataParallel, Error, Group, ReduceOp, ShardedOptimizer, Sharding};
 use bonfire_testing::ranks;
 use burn::backend::{Autodiff, Flex};
 use burn::module::{Module, Param, RunningState};
@@ -224,4 +225,41 @@ fn a_sharded_optimizer_compares_models_learning_rates_and_steps() {
         let mut new = if rank == 0 { optimizer } else { sharded(&ddp) };
         refused(&mut new, &mut model, 0.25, "rank 0 has made 2 steps and rank 1 0");
     });
+}
+
+/// Runs on two ranks what a program does with its `DataParallel` before it drops it. Returns what `launch` returns.
+fn launched(body: impl Fn(&mut Training) -> Result<(), Error> + Send + Sync + 'static) -> Result<Vec<()>, Failed> {
+    launch::run(Group::threads(2).unwrap(), move |group| body(&mut Training::new(&group.subgroup(&[0, 1])?)))
+}
+
+#[test]
+fn a_training_that_never_exchanges_gradients_fails() {
+    let alone = |training: &mut Training| {
+        let grads = gradients(&training.model);
+        training.model = training.optimizer.step(training.rate, training.model.clone(), grads);
+        Ok(())
+    };
+    let Failed { error, .. } = launched(alone).unwrap_err();
+    assert!(matches!(&*error, Error::InvalidArgument { operation, .. } if operation == "DataParallel"), "{error}");
+    assert!(error.to_string().contains("its gradients were never exchanged"), "{error}");
+    // An error of the program's own is not replaced.
+    let own = || Error::Config("on purpose".into());
+    assert_eq!(*launched(move |_| Err(own())).unwrap_err().error, own());
+}
+
+#[test]
+fn a_program_that_exchanges_or_compares_succeeds() {
+    assert!(launched(|training| training.steps(1)).is_ok());
+    assert!(launched(|training| training.ddp.verify(&training.model, &training.optimizer)).is_ok());
+    assert!(launched(|training| training.ddp.average_states(training.model.clone()).map(drop)).is_ok());
+    assert!(launched(|training| ShardedOptimizer::new(&training.ddp, adam(), Sharding::All).map(drop)).is_ok());
+    // The group's failure has its own error, which the program may have handled.
+    let fails = |training: &mut Training| {
+        let group = training.ddp.group();
+        group.all_reduce(&mut vec![0f32; 1 + group.rank()], ReduceOp::Sum).unwrap_err();
+        Ok(())
+    };
+    assert!(launched(fails).is_ok());
+    let alone = launch::run(Group::threads(1).unwrap(), |group| Ok::<_, Error>(drop(Training::new(&group))));
+    assert!(alone.is_ok());
 }

@@ -1,8 +1,8 @@
 //! Items for the sibling packages beyond the public interface. Nothing here is stable: they pin the exact version.
 //!
 //! * [`Request`], [`ByteOperations`]: operations on bytes, for tensors, whose element types are known only at run time.
-//! * [`AgreedOperations`], [`Agreed`], [`Attachment`]: operations whose data another library moves; the group only
-//!   agrees on them.
+//! * [`AgreedOperations`], [`Agreed`], [`Attachment`]: operations whose data another library moves, and what else a
+//!   layer above does with a group.
 //! * [`Output`], [`reduce_to_all`], [`zeroed`]: kernels and memory for the reductions of the compute server.
 //! * [`Bell`], [`lock`], [`spin`], [`oversubscribed`] and the deadlines: how threads wait for each other.
 //! * [`RankList`], [`hash`], [`random`]: ranks as text, a stable hash, random numbers that cannot be guessed.

@@ -123,7 +123,7 @@ where
         && let Some(group) = groups.pop()
     {
         let rank = Some(group.rank());
-        return body(group).map(|result| vec![result]).map_err(|error| Failed::new(rank, error));
+        return run_rank(&body, group).map(|result| vec![result]).map_err(|error| Failed::new(rank, error));
     }
     let (count, body) = (groups.len(), Arc::new(body));
     let (sender, outcomes) = channel();
@@ -133,7 +133,7 @@ where
             // Peers learn that this rank has failed when its last handle is dropped, which is this one. So the failure
             // is sent before any that it causes.
             let handle = group.clone();
-            let outcome = catch_unwind(AssertUnwindSafe(|| body(group)));
+            let outcome = catch_unwind(AssertUnwindSafe(|| run_rank(&*body, group)));
             // Nothing receives it after the grace period.
             let _ = sender.send((position, rank, outcome));
             drop(handle);
@@ -166,6 +166,13 @@ where
         // The panic hook has printed the message already.
         Some((Failure::Panicked(panic), _)) => resume_unwind(panic),
     }
+}
+
+/// Runs `body` as one rank.
+fn run_rank<T, E: From<Error>>(body: &impl Fn(Group) -> Result<T, E>, group: Group) -> Result<T, E> {
+    let handle = group.clone();
+    let result = body(group)?;
+    handle.objection().map_or(Ok(result), |error| Err(error.into()))
 }
 
 /// The first failure among the ranks of this process. `Debug` gives the message, as `Display` does: it is what Rust

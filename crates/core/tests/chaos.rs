@@ -1,7 +1,7 @@
 //! Injects many faults into groups that run mixed operations. Every surviving rank returns the same typed error in
 //! time, results are correct, the survivors continue in a smaller group, and nothing leaks.
 //!
-//! `BONFIRE_CHAOS` is the minimum number of faults (default: 60), `BONFIRE_CHAOS_SEED` repeats a run, and a word as an
+//! `BONFIRE_CHAOS` is the minimum number of faults (default: 40), `BONFIRE_CHAOS_SEED` repeats a run, and a word as an
 //! argument selects the scenarios whose names contain it.
 
 #[path = "chaos/case.rs"]
@@ -138,7 +138,7 @@ fn main() -> ExitCode {
     if scenarios.is_empty() {
         return ExitCode::SUCCESS;
     }
-    let asked = number("BONFIRE_CHAOS").unwrap_or(60) as usize;
+    let asked = number("BONFIRE_CHAOS").unwrap_or(40) as usize;
     let now = || SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(1, |now| now.as_micros() as u64);
     let seed = number("BONFIRE_CHAOS_SEED").unwrap_or_else(now);
     println!("BONFIRE_CHAOS={asked} BONFIRE_CHAOS_SEED={seed}");

@@ -37,6 +37,10 @@ pub trait AgreedOperations {
     /// poisoned the group, which may be an earlier one.
     fn abandon(&self, error: Error) -> Error;
 
+    /// Makes [`launch`](crate::launch::launch) return this error for this rank, though its body has none: what it did
+    /// with the group, or with a subgroup, cannot be what it was meant to do. The group remains usable.
+    fn object(&self, error: Error);
+
     /// Returns the state that a layer above attaches to this group. `make` creates it on first use, and it is kept
     /// until the last handle is dropped. It must not hold a handle itself.
     fn keep<T: Attachment>(&self, make: impl FnOnce() -> Result<T, Error>) -> Result<Arc<T>, Error>;
@@ -95,6 +99,14 @@ impl AgreedOperations for Group {
         // After the operations before it, which may still complete.
         let _turn = self.core.queue.turn(&Deadline::after(self.deadline()));
         self.core.abort(error)
+    }
+
+    fn object(&self, error: Error) {
+        match self.parent() {
+            Some(parent) => parent.object(error),
+            // The first is as good as any other.
+            None => drop(self.core.objection.set(error)),
+        }
     }
 
     fn keep<T: Attachment>(&self, make: impl FnOnce() -> Result<T, Error>) -> Result<Arc<T>, Error> {

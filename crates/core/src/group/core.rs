@@ -22,6 +22,8 @@ pub struct Core {
     /// Collectives that this rank has completed. Only the owner of the turn writes it.
     completed: AtomicU64,
     failure: OnceLock<Error>,
+    /// Why this rank's work counts as failed, though no operation did. See `AgreedOperations::object`.
+    pub(super) objection: OnceLock<Error>,
     /// A number that all ranks of the group share, different from every other group's, if there is one.
     pub(super) session: Option<u64>,
     pub(super) regroup: Option<Arc<dyn Regroup>>,
@@ -41,6 +43,7 @@ impl Core {
             executor: Executor { transport, engines, algorithms },
             queue: TicketLock::default(),
             failure: OnceLock::new(),
+            objection: OnceLock::new(),
             session,
             regroup,
             shrunk: AtomicBool::new(false),

@@ -145,6 +145,11 @@ impl Group {
         self.core.failure().cloned()
     }
 
+    /// Returns why this rank's work counts as failed, though no operation did.
+    pub(crate) fn objection(&self) -> Option<Error> {
+        self.core.objection.get().cloned()
+    }
+
     /// Returns this rank's last operations, at most 1024. Works while an operation hangs on another thread.
     pub fn trace(&self) -> Trace {
         self.core.trace()
