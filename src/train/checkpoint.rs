@@ -194,6 +194,9 @@ impl Checkpoints {
     /// As [`save`](Self::save), on another thread: returns at once. First waits for the save before it, so that one is
     /// in flight at most.
     ///
+    /// On Linux the thread has the lowest priority: it gets the time that the training leaves, so a save takes longer
+    /// where all cores are busy.
+    ///
     /// What is saved is the state at this call. The thread holds its tensors until they are written, while the training
     /// makes new ones: at most as many bytes as this rank holds of model and optimizer state.
     ///
@@ -203,7 +206,10 @@ impl Checkpoints {
     pub fn save_in_background(&mut self, what: impl Save) -> Result<(), Error> {
         self.wait()?;
         let job = self.job(what);
-        let thread = thread::Builder::new().name("bonfire checkpoint".into()).spawn(move || job.run());
+        let thread = thread::Builder::new().name("bonfire checkpoint".into()).spawn(move || {
+            lower_priority();
+            job.run()
+        });
         // No rank would wait for this one.
         let thread = thread.map_err(|e| self.lane.abandon(Error::io("starting a thread to save a checkpoint", e)))?;
         self.in_flight = Some(thread);
@@ -254,6 +260,15 @@ impl Checkpoints {
     fn job(&self, what: impl Save) -> Job {
         let (lane, folder) = (self.lane.clone(), self.folder.clone());
         Job { lane, folder, keep: self.keep, snapshot: what.snapshot() }
+    }
+}
+
+/// Lets the threads of the training run before this one, which may take longer.
+fn lower_priority() {
+    // Linux has a priority for each thread, and anyone may lower it. Elsewhere it would be that of the process.
+    #[cfg(target_os = "linux")]
+    if let Err(error) = rustix::process::setpriority_process(None, 19) {
+        log::debug!("the priority of the thread that saves a checkpoint cannot be lowered: {error}");
     }
 }
 

@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 
 use serde::{Deserialize, Serialize};
 
+use super::hang::is_majority;
 use super::invitation::Endpoint;
 
 /// The membership of the new group, as one rank sees it. Ranks are numbered as in the old group.
@@ -14,6 +15,15 @@ pub(crate) struct Membership {
     pub ended: BTreeSet<usize>,
     /// Distinguishes attempts to connect the same members: a rank that gives one up proposes the next.
     pub attempt: u32,
+}
+
+impl Membership {
+    /// Whether the other members cannot go on without `rank`, which lives: they would need the majority of the old
+    /// group's `world_size` ranks.
+    pub fn needs(&self, rank: usize, world_size: usize) -> bool {
+        let others = self.members.iter().filter(|member| **member != rank).count();
+        !is_majority(others, rank != 0 && self.members.contains(&0), world_size)
+    }
 }
 
 /// A shrink message.

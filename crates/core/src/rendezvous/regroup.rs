@@ -39,7 +39,7 @@ use super::dial::bind;
 use super::join::{self, Joined};
 use super::{Connected, Settings, TransportKind, start_group};
 use crate::auth::{AcceptQueue, Identity};
-use crate::control::hang::{HangTimeout, is_majority};
+use crate::control::hang::HangTimeout;
 use crate::control::invitation::{Endpoint, Invitation, random, session};
 use crate::control::{HeartbeatTimeout, MAX_DATA_CONNECTIONS, Membership, ShrinkMessage};
 use crate::sync::{Deadline, Mutex, OwnRuntime, lock};
@@ -364,9 +364,7 @@ impl ProcessGroup {
         let Some((_, mut agreed)) = agreed.pop() else {
             return Err(Error::broken("shrink", "this rank is not connected to the group that was agreed on"));
         };
-        // A group without this rank needs a majority, because this rank lives.
-        let others: Vec<usize> = members.into_iter().filter(|member| *member != self.settings.rank).collect();
-        agreed.joined.setup.sole = !is_majority(others.len(), others.contains(&0), self.settings.world_size);
+        agreed.joined.setup.sole = membership.needs(self.settings.rank, self.settings.world_size);
         let port = self.tcp.port().map_err(|e| Error::io("shrink", e))?;
         let abandoned = abandoned.into_iter().map(|(_, connected)| HeldOpen::Connected(Box::new(connected)));
         start_group(runtime, agreed, self.heartbeat_timeout(), abandoned.chain([HeldOpen::Port(port)]).collect())

@@ -295,6 +295,18 @@ impl World {
             }
         }
         assert!(going_on.len() <= 1, "{going_on:?}");
+        self.check_needed();
+    }
+
+    /// Checks that where a living rank is needed, no member goes on without it.
+    fn check_needed(&self) {
+        let end = |rank: usize| self.nodes[rank].end.as_ref()?.as_ref();
+        for (rank, node) in self.nodes.iter().enumerate() {
+            let Some(own) = end(rank).filter(|own| !node.dead && own.needs(rank, self.n())) else { continue };
+            for other in own.members.iter().filter_map(|member| end(*member)) {
+                assert!(other.members.contains(&rank), "rank {rank} goes on in {own:?}, and others in {other:?}");
+            }
+        }
     }
 }
 
