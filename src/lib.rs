@@ -117,6 +117,7 @@ mod pages {
         Launch: "../docs/guide/launch.md",
         Randomness: "../docs/guide/randomness.md",
         Shard: "../docs/guide/shard.md",
+        TensorParallel: "../docs/guide/tensor-parallel.md",
         Tensors: "../docs/guide/tensors.md",
         Train: "../docs/guide/train.md",
         Transport: "../docs/guide/transport.md",

@@ -14,6 +14,7 @@ use super::agree::{Parameter, ParameterDescription, broadcast_parameters, check_
 use super::bucket::{Limits, Weighting, buckets, pop_if_full};
 use super::compression::Compression;
 use super::mean::mean;
+use super::mesh::DeviceMesh;
 use super::overlap::Overlap;
 use super::reduction::{Compressor, InFlight, Reducer};
 use super::states;
@@ -55,6 +56,10 @@ impl<B: AutodiffBackend> DataParallel<B> {
     /// If ranks are threads, they may pass clones of one model: the returned models are independent. Load pretrained
     /// weights before; create the optimizer and [`resume`](Self::resume) from a checkpoint afterwards.
     ///
+    /// `mesh` is a group, or a [`DeviceMesh`]. Of a mesh, the ranks that differ only along `replicate` and `shard` are
+    /// made equal, and are the ranks of all that follows. Ranks that differ along another dimension keep other
+    /// parameters.
+    ///
     /// A training that then leaves out every [`step`](Self::step) and [`sync`](Self::sync) ends with other weights on
     /// each rank. So if this is dropped on a rank that has called neither, nor [`verify`](Self::verify) or
     /// [`average_states`](Self::average_states), an error is logged, and [`launch`](crate::launch()) returns it.
@@ -62,12 +67,13 @@ impl<B: AutodiffBackend> DataParallel<B> {
     /// # Errors
     /// [`Error::InvalidArgument`] on all ranks if the models differ; the group remains usable. It names the first
     /// parameter whose path, kind, element type, shape or need for a gradient differs, and describes it on rank 0 and
-    /// on another rank. Otherwise the errors of [`Group::all_reduce`].
+    /// on another rank. The same error if a mesh has neither `replicate` nor `shard`. Otherwise the errors of [`Group::all_reduce`].
     ///
     /// # Panics
     /// If a parameter cannot be read from its device.
     #[track_caller]
-    pub fn new<M: AutodiffModule<B>>(group: Group, model: M) -> Result<(M, Self), Error> {
+    pub fn new<M: AutodiffModule<B>>(mesh: impl Into<DeviceMesh>, model: M) -> Result<(M, Self), Error> {
+        let group = mesh.into().replicas("data parallel")?;
         let (model, identities) = rebuild(model);
         let (described, parameters) = describe_parameters(&model);
         check_same_model(&group, "data parallel", &described)?;

@@ -13,7 +13,8 @@ use bonfire_core::{Error, Group};
 /// most traffic, and as long as a host has ranks.
 ///
 /// [`FullyShardedParallel`](crate::FullyShardedParallel) and [`ShardedOptimizer`](crate::ShardedOptimizer) take a mesh
-/// of the dimensions `shard` and `replicate`. With other names it gives subgroups for collectives of your own.
+/// of the dimensions `shard` and `replicate`. [`DataParallel`](crate::DataParallel) trains replicas over these two, and
+/// other dimensions give subgroups for collectives of your own, such as those of tensor parallelism.
 ///
 /// ```
 /// use bonfire::{DeviceMesh, Group, ReduceOp};
@@ -124,6 +125,30 @@ impl DeviceMesh {
 
     fn names(&self) -> String {
         self.dimensions.iter().map(|dimension| format!("`{}`", dimension.name)).collect::<Vec<_>>().join(", ")
+    }
+
+    /// Returns the group of this rank and the ranks that differ from it only along the dimensions for sharding and for
+    /// replicas. They work on other samples with the same parameters. Along other dimensions parameters may differ.
+    #[track_caller]
+    pub(super) fn replicas(&self, operation: &str) -> Result<Group, Error> {
+        let is_own = |dimension: &&Dimension| [SHARD, REPLICATE].contains(&&*dimension.name);
+        let (own, others): (Vec<_>, Vec<_>) = self.dimensions.iter().partition(is_own);
+        match (&own[..], &others[..]) {
+            ([], _) => {
+                let names = self.names();
+                let reason = format!("the mesh has only {names}; name the dimension to replicate over `{REPLICATE}`");
+                Err(Error::argument(operation, reason))
+            }
+            (_, []) => Ok(self.whole.clone()),
+            ([one], _) => Ok(one.group.clone()),
+            (_, others) => {
+                let place =
+                    |place: usize, Dimension { group, .. }: &&Dimension| place * group.world_size() + group.rank();
+                let color = others.iter().fold(0, |at, dimension| place(at, dimension)) as u64;
+                let group = self.whole.split(Some(color), self.whole.rank() as i64)?;
+                group.ok_or_else(|| Error::broken(operation, "this rank is in no subgroup"))
+            }
+        }
     }
 
     /// Returns this rank's subgroups along the dimensions for sharding and for replicas. A dimension that the mesh does

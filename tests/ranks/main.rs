@@ -14,6 +14,7 @@ mod compression;
 mod data_parallel;
 mod fully_sharded;
 mod gradients;
+mod mesh;
 mod mismatch;
 mod randomness;
 mod sharded;
