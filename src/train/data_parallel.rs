@@ -67,7 +67,8 @@ impl<B: AutodiffBackend> DataParallel<B> {
     /// # Errors
     /// [`Error::InvalidArgument`] on all ranks if the models differ; the group remains usable. It names the first
     /// parameter whose path, kind, element type, shape or need for a gradient differs, and describes it on rank 0 and
-    /// on another rank. The same error if a mesh has neither `replicate` nor `shard`. Otherwise the errors of [`Group::all_reduce`].
+    /// on another rank. The same error if a mesh has neither `replicate` nor `shard`. Otherwise the errors of
+    /// [`Group::all_reduce`].
     ///
     /// # Panics
     /// If a parameter cannot be read from its device.
