@@ -1,5 +1,7 @@
 //! Checkpoints of fully sharded trainings: any form of training, on any number of ranks, loads what another has saved.
 
+mod killed;
+
 use std::collections::BTreeMap;
 use std::fmt::Debug;
 use std::fs;
@@ -72,6 +74,8 @@ struct Run<O: SimpleOptimizer<Flex> + 'static> {
     state: State<O>,
     parallel: Parallel<O>,
     samples: fn(&Group, usize) -> (Range<usize>, usize),
+    /// Called before the forward pass of a fully sharded step with 0, and before its backward pass with 1.
+    within: Box<dyn Fn(usize)>,
 }
 
 /// One rank has all samples, so that the mean is its gradient, bit for bit, on any number of ranks.
@@ -106,7 +110,12 @@ impl<O: SimpleOptimizer<Flex> + 'static> Run<O> {
                 (model, Parallel::Parts(if form == Form::Gradients { fsdp.keep_gathered() } else { fsdp }))
             }
         };
-        Run { state: TrainingState::new(model, optimizer(), 0.01, 7), parallel, samples: of_one_rank }
+        Run {
+            state: TrainingState::new(model, optimizer(), 0.01, 7),
+            parallel,
+            samples: of_one_rank,
+            within: Box::new(|_| ()),
+        }
     }
 
     fn group(&self) -> &Group {
@@ -118,6 +127,10 @@ impl<O: SimpleOptimizer<Flex> + 'static> Run<O> {
 
     /// Returns the mean loss over all ranks.
     fn step(&mut self) -> f64 {
+        self.try_step().unwrap()
+    }
+
+    fn try_step(&mut self) -> Result<f64, Error> {
         let step = self.state.batch;
         let (chosen, count) = (self.samples)(self.group(), step);
         let number = |loss: &Loss| loss.clone().into_data().iter::<f64>().next().unwrap();
@@ -126,23 +139,25 @@ impl<O: SimpleOptimizer<Flex> + 'static> Run<O> {
             Parallel::Replicas(ddp, None) => {
                 let loss = state.model.loss(chosen);
                 let grads = GradientsParams::from_grads(loss.backward(), &state.model);
-                state.step(ddp.sync(&state.model, grads, count).unwrap());
-                ddp.mean(&[number(&loss)], count).unwrap()
+                state.step(ddp.sync(&state.model, grads, count)?);
+                ddp.mean(&[number(&loss)], count)?
             }
             Parallel::Replicas(ddp, Some(optimizer)) => {
                 let loss = state.model.loss(chosen);
                 let grads = GradientsParams::from_grads(loss.backward(), &state.model);
-                optimizer.step(0.01, &mut state.model, grads, count).unwrap();
+                optimizer.step(0.01, &mut state.model, grads, count)?;
                 state.batch += 1;
-                ddp.mean(&[number(&loss)], count).unwrap()
+                ddp.mean(&[number(&loss)], count)?
             }
             Parallel::Parts(fsdp) => {
-                let running = fsdp.step(&state.model, count).unwrap();
+                let running = fsdp.step(&state.model, count)?;
+                (self.within)(0);
                 let loss = running.model().loss(chosen);
                 let number = number(&loss);
-                let grads = running.finish(loss.backward()).unwrap();
+                (self.within)(1);
+                let grads = running.finish(loss.backward())?;
                 state.step(grads);
-                fsdp.mean(&[number], count).unwrap()
+                fsdp.mean(&[number], count)?
             }
         };
         state.model.seen.update(Tensor::full(
@@ -154,7 +169,7 @@ impl<O: SimpleOptimizer<Flex> + 'static> Run<O> {
         if step == 1 {
             state.average = Some(state.model.valid());
         }
-        loss[0]
+        Ok(loss[0])
     }
 
     fn save(&self, folder: &Path) -> Result<(), Error> {
