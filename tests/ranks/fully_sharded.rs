@@ -3,6 +3,7 @@
 mod checkpoints;
 mod errors;
 mod freed;
+mod memory;
 mod models;
 
 use std::ops::Range;

@@ -24,9 +24,13 @@ mod tensors;
 mod training_state;
 mod verify;
 
+use bonfire_testing::allocation::Counting;
 use burn::backend::{Autodiff, Flex};
 use burn::module::{ModuleMapper, Param};
 use burn::tensor::{DType, Tensor};
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
 
 /// Converts parameters and states to f64, in which sums of different order agree to 1e-12.
 struct InF64;

@@ -1,36 +1,9 @@
 //! After warm-up, operations allocate no memory on any thread of any rank.
 
-use std::alloc::{GlobalAlloc, Layout, System};
-use std::sync::atomic::{AtomicU64, Ordering};
-
 use bonfire_core::{Element, Group, ReduceOp};
+use bonfire_testing::allocation::{self, Counting};
 use bonfire_testing::{Kind, run_ranks};
 use half::{bf16, f16};
-
-/// The system allocator with a counter of allocations.
-struct Counting;
-
-static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
-
-// SAFETY: every call is forwarded unchanged to the system allocator.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
-        // SAFETY: the caller upholds the contract of this method, which is that of the system allocator.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn realloc(&self, old: *mut u8, layout: Layout, size: usize) -> *mut u8 {
-        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
-        // SAFETY: the caller upholds the contract of this method, which is that of the system allocator.
-        unsafe { System.realloc(old, layout, size) }
-    }
-
-    unsafe fn dealloc(&self, old: *mut u8, layout: Layout) {
-        // SAFETY: the caller upholds the contract of this method, which is that of the system allocator.
-        unsafe { System.dealloc(old, layout) }
-    }
-}
 
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
@@ -45,12 +18,12 @@ fn allocations(group: &Group, mut act: impl FnMut(&Group)) -> [u64; 5] {
     act(group);
     std::array::from_fn(|_| {
         group.barrier().unwrap();
-        let before = ALLOCATIONS.load(Ordering::Relaxed);
+        let before = allocation::allocations();
         // No rank starts before rank 0 has read the counter, and none continues before it has read it again.
         group.barrier().unwrap();
         (0..CALLS).for_each(|_| act(group));
         group.barrier().unwrap();
-        let after = ALLOCATIONS.load(Ordering::Relaxed);
+        let after = allocation::allocations();
         group.barrier().unwrap();
         let mut seen = [if group.rank() == 0 { after - before } else { 0 }];
         group.broadcast(&mut seen, 0).unwrap();

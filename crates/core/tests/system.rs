@@ -9,28 +9,16 @@ mod calls;
 mod faults;
 
 use std::fs;
-use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use bonfire_core::{Error, Group, ReduceOp};
-use bonfire_testing::free_address;
 use bonfire_testing::process::{Process, is_child, report};
+use bonfire_testing::resources::Limited;
 
 /// Starts the ranks of a group, each through `command`, and returns what they report.
 fn outcomes(name: &str, n: usize, transport: &str, command: &[String]) -> Vec<Result<String, Error>> {
-    let address = free_address();
-    let start = |rank: usize| {
-        let variables = [
-            ("BONFIRE_RANK", rank.to_string()),
-            ("BONFIRE_WORLD_SIZE", n.to_string()),
-            ("BONFIRE_ADDRESS", address.clone()),
-            ("BONFIRE_TRANSPORT", transport.to_owned()),
-            ("BONFIRE_DEADLINE", "60".into()),
-        ];
-        Process::start_by(command, name, &variables)
-    };
-    let ranks: Vec<_> = (0..n).map(start).collect();
+    let ranks = Process::start_ranks_by(|_| command.to_vec(), name, n, transport, "60", &[]);
     ranks.iter().map(Process::outcome).collect()
 }
 
@@ -90,38 +78,6 @@ fn a_storm_of_signals_changes_no_number_and_no_transport() {
     for (transport, shared) in [("auto", true), ("tcp", false)] {
         for outcome in outcomes("a_storm_of_signals_changes_no_number_and_no_transport", 3, transport, &[]) {
             assert_eq!(outcome, Ok(format!("[6, 6, 6], memory is shared: {shared}")), "{transport}");
-        }
-    }
-}
-
-/// A control group with a limit on memory, of version 1 or 2. It is removed when dropped.
-struct Limited(PathBuf);
-
-impl Limited {
-    fn new(bytes: u64) -> Limited {
-        let one = PathBuf::from("/sys/fs/cgroup/memory");
-        let (mount, limit) = match one.is_dir() {
-            true => (one, "memory.limit_in_bytes"),
-            false => ("/sys/fs/cgroup".into(), "memory.max"),
-        };
-        let folder = mount.join(format!("bonfire-test-{}", std::process::id()));
-        fs::create_dir(&folder).expect("permission to create a control group");
-        fs::write(folder.join(limit), bytes.to_string()).expect("a group with the memory controller");
-        Limited(folder)
-    }
-
-    /// A command that enters the group and becomes its arguments.
-    fn enter(&self) -> [String; 4] {
-        let enter = format!("echo $$ >{}/cgroup.procs && exec \"$@\"", self.0.display());
-        ["sh", "-c", &enter, "sh"].map(String::from)
-    }
-}
-
-impl Drop for Limited {
-    fn drop(&mut self) {
-        // The kernel takes a moment to release the memory of the last process.
-        while fs::remove_dir(&self.0).is_err_and(|e| e.kind() == std::io::ErrorKind::ResourceBusy) {
-            std::thread::yield_now();
         }
     }
 }

@@ -1,5 +1,6 @@
 //! Test harness of all packages: ranks as threads and as processes, oracles, a fuzzer for readers.
 
+pub mod allocation;
 pub mod fuzz;
 pub mod logged;
 pub mod oracle;

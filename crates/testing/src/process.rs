@@ -89,6 +89,19 @@ impl Process {
         deadline: &str,
         more: &[(&str, String)],
     ) -> Vec<Process> {
+        Process::start_ranks_by(|_| Vec::new(), name, n, transport, deadline, more)
+    }
+
+    /// As [`start_ranks_with`](Process::start_ranks_with), each rank through a command, as in
+    /// [`start_by`](Process::start_by).
+    pub fn start_ranks_by(
+        command: impl Fn(usize) -> Vec<String>,
+        name: &str,
+        n: usize,
+        transport: &str,
+        deadline: &str,
+        more: &[(&str, String)],
+    ) -> Vec<Process> {
         let address = super::free_address();
         let variables = |rank: usize| {
             let own = [
@@ -100,7 +113,7 @@ impl Process {
             ];
             [&own[..], more].concat()
         };
-        (0..n).map(|rank| Process::start(name, &variables(rank))).collect()
+        (0..n).map(|rank| Process::start_by(&command(rank), name, &variables(rank))).collect()
     }
 
     /// Returns the child's next message.

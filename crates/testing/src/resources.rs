@@ -1,9 +1,47 @@
-//! What this process holds of the system, for tests of what stays behind.
+//! What this process holds of the system, for tests of what stays behind, and limits on it.
 
 use std::fs;
+use std::io::ErrorKind;
 use std::net::{Ipv4Addr, SocketAddr};
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
+
+/// A control group with a limit on memory, of version 1 or 2. It is removed when dropped.
+pub struct Limited(PathBuf);
+
+impl Limited {
+    /// Creates a group whose processes may use so many bytes together.
+    pub fn new(bytes: u64) -> Limited {
+        static NUMBER: AtomicU32 = AtomicU32::new(0);
+        let one = PathBuf::from("/sys/fs/cgroup/memory");
+        let (mount, limit) = match one.is_dir() {
+            true => (one, "memory.limit_in_bytes"),
+            false => ("/sys/fs/cgroup".into(), "memory.max"),
+        };
+        let folder =
+            mount.join(format!("bonfire-test-{}-{}", std::process::id(), NUMBER.fetch_add(1, Ordering::Relaxed)));
+        fs::create_dir(&folder).expect("permission to create a control group");
+        fs::write(folder.join(limit), bytes.to_string()).expect("a group with the memory controller");
+        Limited(folder)
+    }
+
+    /// A command that enters the group and becomes its arguments.
+    pub fn enter(&self) -> [String; 4] {
+        let enter = format!("echo $$ >{}/cgroup.procs && exec \"$@\"", self.0.display());
+        ["sh", "-c", &enter, "sh"].map(String::from)
+    }
+}
+
+impl Drop for Limited {
+    fn drop(&mut self) {
+        // The kernel takes a moment to release the memory of the last process.
+        while fs::remove_dir(&self.0).is_err_and(|e| e.kind() == ErrorKind::ResourceBusy) {
+            thread::yield_now();
+        }
+    }
+}
 
 /// Resources of this process. All but the memory must be the same after what leaves nothing behind.
 #[derive(Debug)]

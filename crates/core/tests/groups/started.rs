@@ -1,7 +1,7 @@
 //! Started operations: their order, their buffers, and works that are never waited for.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::mpsc::channel;
+use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::sync::{Arc, Barrier, Mutex};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -278,17 +278,26 @@ fn from_several_threads(kind: Kind, threads: usize, rounds: usize, act: fn(&Grou
         run_ranks(kind, 2, move |group| {
             thread::scope(|scope| {
                 for _ in 0..threads {
-                    let group = group.clone();
-                    scope.spawn(move || (0..rounds).for_each(|_| act(&group).unwrap()));
+                    let (group, done) = (group.clone(), done.clone());
+                    scope.spawn(move || {
+                        for _ in 0..rounds {
+                            act(&group).unwrap();
+                            done.send(()).unwrap();
+                        }
+                    });
                 }
             });
             group.barrier().unwrap();
         });
-        done.send(()).unwrap();
     });
     // A deadlock of threads would not end by any deadline of the group.
-    let end = finished.recv_timeout(bonfire_testing::DEADLINE);
-    assert!(end.is_ok() || test.is_finished(), "{kind:?}: the threads of a rank are deadlocked");
+    let end = loop {
+        match finished.recv_timeout(bonfire_testing::DEADLINE) {
+            Ok(()) => {}
+            Err(end) => break end,
+        }
+    };
+    assert!(end == RecvTimeoutError::Disconnected, "{kind:?}: the threads of a rank are deadlocked");
     test.join().unwrap();
 }
 

@@ -1,0 +1,133 @@
+//! The memory of a rank: its part of parameters, gradients and optimizer state, and a few blocks.
+
+use std::time::Duration;
+
+use bonfire::{Error, FullyShardedParallel, Group, ShardedBlock};
+use bonfire_testing::allocation;
+use bonfire_testing::process::{Process, is_child, report};
+use bonfire_testing::resources::Limited;
+use burn::module::Module;
+use burn::nn::{Linear, LinearConfig};
+use burn::optim::{AdamConfig, GradientsParams, Optimizer};
+use burn::tensor::Tensor;
+use burn::tensor::backend::Backend;
+use rustix::process::Signal;
+
+use super::models::{Loss, Training};
+
+const BLOCKS: usize = 16;
+const STEPS: usize = 3;
+
+/// The number of columns of the square weights, which are all of the model.
+const WIDTH: &str = "WIDTH";
+
+#[derive(Module, Debug)]
+struct Deep<B: Backend> {
+    layers: Vec<ShardedBlock<Linear<B>>>,
+}
+
+impl Deep<Training> {
+    fn new(width: usize) -> Self {
+        let linear = || LinearConfig::new(width, width).with_bias(false).init(&Default::default());
+        Deep { layers: (0..BLOCKS).map(|_| ShardedBlock::new(linear())).collect() }
+    }
+
+    fn loss(&self, width: usize) -> Loss {
+        let x = Tensor::<Training, 2>::ones([2, width], &Default::default());
+        let x = self.layers.iter().fold(x, |x, layer| layer.run(|layer| layer.forward(x).tanh()));
+        x.powf_scalar(2.0).mean()
+    }
+}
+
+/// What a rank needs, beyond what it had before it made its model.
+#[derive(Debug, PartialEq)]
+struct Use {
+    /// Bytes in its allocator between two steps, and the most within one.
+    kept: usize,
+    most: usize,
+    /// The growth of its anonymous resident memory.
+    resident: usize,
+}
+
+/// A rank in a process: trains and says what it needs.
+fn train() -> Result<String, Error> {
+    let width = std::env::var(WIDTH).expect("set by the parent").parse().expect("a number");
+    let group = Group::from_env()?;
+    let (allocated, resident) = (allocation::in_use(), resident());
+    let (mut model, mut fsdp) = FullyShardedParallel::new(group, Deep::new(width))?;
+    let mut optimizer = AdamConfig::new().init();
+    let mut most = 0;
+    for _ in 0..STEPS {
+        // Of this step only.
+        allocation::most_in_use();
+        let step = fsdp.step(&model, 1)?;
+        let loss = step.model().loss(width);
+        let gradients: GradientsParams = step.finish(loss.backward())?;
+        most = allocation::most_in_use();
+        model = optimizer.step(1e-3, model, gradients);
+    }
+    let kept = allocation::in_use();
+    fsdp.group().barrier()?;
+    let own = [kept - allocated, most - allocated, self::resident().saturating_sub(resident)];
+    Ok(own.map(|bytes| bytes.to_string()).join(" "))
+}
+
+/// Returns the anonymous memory of this process that is resident, in bytes: without shared memory and files.
+fn resident() -> usize {
+    let status = std::fs::read_to_string("/proc/self/status").expect("the status of this process");
+    let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:"));
+    let kib = line.and_then(|line| line.trim_end_matches("kB").trim().parse::<usize>().ok());
+    kib.expect("its anonymous memory") << 10
+}
+
+fn needs(processes: Vec<Process>) -> Vec<Use> {
+    let need = |process: &Process| {
+        let words = process.outcome().expect("a training without failures");
+        let words: Vec<usize> = words.split(' ').map(|word| word.parse().expect("a number of bytes")).collect();
+        Use { kept: words[0], most: words[1], resident: words[2] }
+    };
+    processes.iter().map(need).collect()
+}
+
+#[test]
+fn a_rank_needs_its_part_of_the_training_and_a_few_blocks() {
+    if is_child() {
+        return report(&train());
+    }
+    const SIDE: usize = 512;
+    const BLOCK: usize = 4 * SIDE * SIDE;
+    let name = "fully_sharded::memory::a_rank_needs_its_part_of_the_training_and_a_few_blocks";
+    for transport in ["shm", "tcp"] {
+        for n in [2, 4, 8] {
+            let processes = Process::start_ranks_with(name, n, transport, "60", &[(WIDTH, SIDE.to_string())]);
+            for Use { kept, most, resident } in needs(processes) {
+                let mib = [kept, most, resident].map(|bytes| bytes as f64 / (1 << 20) as f64);
+                println!("{transport}, {n} ranks: MiB kept, at most, resident: {mib:.1?}");
+                // Parameters, gradients and Adam's two moments. Two blocks are gathered, and whole gradients wait for
+                // the network: usually those of two blocks, on a busy machine of all. Buffers for them are kept.
+                let part = BLOCKS * BLOCK / n;
+                assert!(kept <= 3 * part + BLOCKS * BLOCK, "{kept} bytes");
+                assert!(most <= 4 * part + (BLOCKS + 4) * BLOCK, "{most} bytes");
+            }
+        }
+    }
+}
+
+#[test]
+#[ignore = "needs root and control groups"]
+fn a_model_that_exceeds_a_limit_on_memory_in_one_process_trains_in_four() {
+    if is_child() {
+        return report(&train());
+    }
+    let name = "fully_sharded::memory::a_model_that_exceeds_a_limit_on_memory_in_one_process_trains_in_four";
+    // 64 MiB of parameters, and 256 with gradients and moments.
+    let (width, limit) = ([(WIDTH, "1024".to_owned())], 192 << 20);
+    let limits: Vec<_> = (0..4).map(|_| Limited::new(limit)).collect();
+    let start = |n| Process::start_ranks_by(|rank| limits[rank].enter().to_vec(), name, n, "tcp", "60", &width);
+    let status = start(1)[0].end_within(Duration::from_secs(60));
+    let killed = status.and_then(|status| std::os::unix::process::ExitStatusExt::signal(&status));
+    assert_eq!(killed, Some(Signal::KILL.as_raw()), "one process is within the limit");
+    for Use { most, .. } in needs(start(4)) {
+        println!("of a limit of {limit} bytes, {most} at most in the allocator");
+    }
+}
