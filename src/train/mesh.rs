@@ -142,10 +142,10 @@ impl DeviceMesh {
             (_, []) => Ok(self.whole.clone()),
             ([one], _) => Ok(one.group.clone()),
             (_, others) => {
-                let place =
-                    |place: usize, Dimension { group, .. }: &&Dimension| place * group.world_size() + group.rank();
-                let color = others.iter().fold(0, |at, dimension| place(at, dimension)) as u64;
-                let group = self.whole.split(Some(color), self.whole.rank() as i64)?;
+                // Ranks with the same coordinates along all of them belong together.
+                let color =
+                    others.iter().fold(0, |color, Dimension { group, .. }| color * group.world_size() + group.rank());
+                let group = self.whole.split(Some(color as u64), self.whole.rank() as i64)?;
                 group.ok_or_else(|| Error::broken(operation, "this rank is in no subgroup"))
             }
         }
