@@ -56,13 +56,12 @@ impl<B: AutodiffBackend> DataParallel<B> {
     /// If ranks are threads, they may pass clones of one model: the returned models are independent. Load pretrained
     /// weights before; create the optimizer and [`resume`](Self::resume) from a checkpoint afterwards.
     ///
-    /// `mesh` is a group, or a [`DeviceMesh`]. Of a mesh, the ranks that differ only along `replicate` and `shard` are
-    /// made equal, and are the ranks of all that follows. Ranks that differ along another dimension keep other
-    /// parameters.
+    /// `mesh` is a group, or a [`DeviceMesh`]. Of a mesh, the group are the ranks that differ from this one only along
+    /// `replicate` and `shard`: they get the same model. Ranks that differ along another dimension keep other ones.
     ///
     /// A training that then leaves out every [`step`](Self::step) and [`sync`](Self::sync) ends with other weights on
     /// each rank. So if this is dropped on a rank that has called neither, nor [`verify`](Self::verify) or
-    /// [`average_states`](Self::average_states), an error is logged, and [`launch`](crate::launch()) returns it.
+    /// [`average_states`](Self::average_states), a warning is logged, and [`launch`](crate::launch()) returns an error.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] on all ranks if the models differ; the group remains usable. It names the first

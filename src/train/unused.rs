@@ -36,7 +36,7 @@ impl Drop for Unused {
                       has other weights now. Call `step` or `sync` in every step. If it was not trained, say so with \
                       `verify` or `average_states`, which compare the ranks' models";
         let error = Error::argument("DataParallel", reason);
-        log::error!("{error}");
+        log::warn!("{error}");
         self.group.object(error);
     }
 }

@@ -44,9 +44,10 @@ const GRACE: Duration = Duration::from_secs(10);
 /// ```
 ///
 /// # Errors
-/// [`Failed`] with the first error that `body` returned; what other ranks return as a consequence is dropped. Without a
-/// rank if the ranks could not be started: [`Error::Config`] and the other errors of [`Group::from_env`], or
-/// [`Error::InvalidArgument`] if `threads` is 0 and there is no launcher.
+/// [`Failed`] with the first error that `body` returned; what other ranks return as a consequence is dropped. The same
+/// if `body` succeeds on a rank and a layer above finds that it cannot have done what it was meant to, such as a
+/// `DataParallel` that exchanged no gradients. Without a rank if the ranks could not be started: [`Error::Config`] and
+/// the other errors of [`Group::from_env`], or [`Error::InvalidArgument`] if `threads` is 0 and there is no launcher.
 ///
 /// # Panics
 /// If `body` panicked on a rank before any rank failed. The message of the panic names the thread, `rank 2`, and a
