@@ -40,7 +40,7 @@ fn library(defined: &str) -> PathBuf {
 }
 
 /// Starts the test `name` again with these variables, and runs `body` in it.
-fn restart(name: &str, libraries: &Path, variables: &[(&str, &str)], body: impl FnOnce()) {
+fn restart(name: &str, libraries: impl FnOnce() -> PathBuf, variables: &[(&str, &str)], body: impl FnOnce()) {
     if std::env::var_os(RESTARTED).is_some() {
         bonfire_testing::log_to_stderr();
         return body();
@@ -49,14 +49,15 @@ fn restart(name: &str, libraries: &Path, variables: &[(&str, &str)], body: impl 
     command
         .args([name, "--exact", "--nocapture", "--include-ignored"])
         .env(RESTARTED, "1")
-        .env("LD_LIBRARY_PATH", libraries);
+        .env("LD_LIBRARY_PATH", libraries());
     let output = command.envs(variables.iter().copied()).output().unwrap();
     let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
     assert!(output.status.success() && out.contains("1 passed"), "{}\n{out}\n{err}", output.status);
 }
 
 fn with_nccl(name: &str, variables: &[(&str, &str)], body: impl FnOnce()) {
-    restart(name, &library("FAKE_NCCL_WHOLE"), variables, body);
+    // Not in the test that is started again: another process may be about to load it.
+    restart(name, || library("FAKE_NCCL_WHOLE"), variables, body);
 }
 
 /// Runs `rank` on `n` threads as ranks, and returns their results.
@@ -221,7 +222,7 @@ fn own_gpu(rank: usize) -> Gpu {
 
 #[test]
 fn a_missing_library_is_an_error() {
-    restart("a_missing_library_is_an_error", Path::new(""), &[], || {
+    restart("a_missing_library_is_an_error", PathBuf::new, &[], || {
         // If the system has one, this test checks nothing.
         if nccl::version().is_ok() {
             return;
@@ -245,11 +246,16 @@ fn an_old_library_is_rejected() {
 
 #[test]
 fn a_library_without_a_function_is_rejected() {
-    restart("a_library_without_a_function_is_rejected", &library("FAKE_NCCL_PARTIAL"), &[], || {
-        fails_everywhere(2, own_gpu, SECOND * 60, |error| {
-            matches!(error, Error::Library { .. }) && error.to_string().contains("it has no ncclCommSplit")
-        });
-    });
+    restart(
+        "a_library_without_a_function_is_rejected",
+        || library("FAKE_NCCL_PARTIAL"),
+        &[],
+        || {
+            fails_everywhere(2, own_gpu, SECOND * 60, |error| {
+                matches!(error, Error::Library { .. }) && error.to_string().contains("it has no ncclCommSplit")
+            });
+        },
+    );
 }
 
 #[test]
@@ -377,61 +383,67 @@ fn invalid_arguments_are_rejected_and_change_nothing() {
 #[ignore = "needs a CUDA GPU and libnccl"]
 fn on_a_gpu() {
     let libraries = std::env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
-    restart("on_a_gpu", Path::new(&libraries), &[("NCCL_MULTI_RANK_GPU_ENABLE", "1")], || {
-        let gpus = usize::try_from(CudaContext::device_count().unwrap()).unwrap();
-        let n = if nccl::version().unwrap() >= 2_30_00 { 2 } else { gpus.min(2) };
-        on_ranks(n, |group| {
-            let gpu = group.rank() % gpus;
-            // One context for all ranks on a GPU, which is NCCL's own.
-            let context = CudaContext::new(gpu).unwrap();
-            context.bind_to_thread().unwrap();
-            let stream = context.new_stream().unwrap();
-            let mut communicator = Communicator::connect(&group, Gpu::of(gpu).unwrap(), &soon()).unwrap();
-            let len = 100_003;
-            let own: Vec<f32> = (0..len).map(|i| ((i + 3 * group.rank()) % 7) as f32).collect();
-            // SAFETY: the context is current, and the memory has the length given.
-            let [input, output] = [(); 2].map(|()| unsafe { result::malloc_sync(len * 4) }.unwrap());
-            // SAFETY: as above; `input` has the length of `own`.
-            unsafe { result::memcpy_htod_sync(input, &own) }.unwrap();
-            let part = partition(len, n, group.rank());
-            let (mut summed, mut gathered) = (own.clone(), own.clone());
-            group.all_reduce(&mut summed, ReduceOp::Sum).unwrap();
-            group.all_gather(&mut gathered).unwrap();
-            for (action, start, whole) in
-                [(Action::AllReduce(ReduceOp::Sum), 0, &summed), (Action::AllGather, part.start, &gathered)]
-            {
-                let input = input + 4 * start as u64;
-                let work = Work { action, scalar: Scalar::Of(DType::F32), count: len, sizes: None, input, output };
-                // SAFETY: the memory is the GPU's, and lives until the stream has passed the work.
-                unsafe { communicator.submit(&work, stream.cu_stream()) }
-                    .unwrap()
-                    .settle(site(&work), &soon())
-                    .unwrap();
-                let event = stream.record_event(None).unwrap();
-                // SAFETY: the event is alive.
-                communicator.wait(site(&work), &soon(), || unsafe { nccl::has_passed(event.cu_event()) }).unwrap();
-                let mut result = vec![0f32; len];
-                // SAFETY: both are as long as the vector.
-                unsafe { result::memcpy_dtoh_sync(&mut result, output) }.unwrap();
-                assert_eq!(&result, whole, "{action:?}");
-            }
-            // A peer that does not call.
-            if n == 2 && group.rank() == 0 {
-                let action = Action::AllReduce(ReduceOp::Sum);
-                let work = Work { action, scalar: Scalar::Of(DType::F32), count: len, sizes: None, input, output };
-                let deadline = Deadline::after(SECOND);
-                // SAFETY: as above.
-                let settled =
-                    unsafe { communicator.submit(&work, stream.cu_stream()) }.unwrap().settle(site(&work), &deadline);
-                let event = stream.record_event(None).unwrap();
-                // SAFETY: as above.
-                let done = || unsafe { nccl::has_passed(event.cu_event()) };
-                let error = settled.and_then(|()| communicator.wait(site(&work), &deadline, done)).unwrap_err();
-                assert!(matches!(error, Error::Timeout { .. }), "{error:?}");
-                stream.synchronize().unwrap();
-            }
-            group.barrier().unwrap();
-            communicator.abort();
-        });
-    });
+    restart(
+        "on_a_gpu",
+        || libraries.into(),
+        &[("NCCL_MULTI_RANK_GPU_ENABLE", "1")],
+        || {
+            let gpus = usize::try_from(CudaContext::device_count().unwrap()).unwrap();
+            let n = if nccl::version().unwrap() >= 2_30_00 { 2 } else { gpus.min(2) };
+            on_ranks(n, |group| {
+                let gpu = group.rank() % gpus;
+                // One context for all ranks on a GPU, which is NCCL's own.
+                let context = CudaContext::new(gpu).unwrap();
+                context.bind_to_thread().unwrap();
+                let stream = context.new_stream().unwrap();
+                let mut communicator = Communicator::connect(&group, Gpu::of(gpu).unwrap(), &soon()).unwrap();
+                let len = 100_003;
+                let own: Vec<f32> = (0..len).map(|i| ((i + 3 * group.rank()) % 7) as f32).collect();
+                // SAFETY: the context is current, and the memory has the length given.
+                let [input, output] = [(); 2].map(|()| unsafe { result::malloc_sync(len * 4) }.unwrap());
+                // SAFETY: as above; `input` has the length of `own`.
+                unsafe { result::memcpy_htod_sync(input, &own) }.unwrap();
+                let part = partition(len, n, group.rank());
+                let (mut summed, mut gathered) = (own.clone(), own.clone());
+                group.all_reduce(&mut summed, ReduceOp::Sum).unwrap();
+                group.all_gather(&mut gathered).unwrap();
+                for (action, start, whole) in
+                    [(Action::AllReduce(ReduceOp::Sum), 0, &summed), (Action::AllGather, part.start, &gathered)]
+                {
+                    let input = input + 4 * start as u64;
+                    let work = Work { action, scalar: Scalar::Of(DType::F32), count: len, sizes: None, input, output };
+                    // SAFETY: the memory is the GPU's, and lives until the stream has passed the work.
+                    unsafe { communicator.submit(&work, stream.cu_stream()) }
+                        .unwrap()
+                        .settle(site(&work), &soon())
+                        .unwrap();
+                    let event = stream.record_event(None).unwrap();
+                    // SAFETY: the event is alive.
+                    communicator.wait(site(&work), &soon(), || unsafe { nccl::has_passed(event.cu_event()) }).unwrap();
+                    let mut result = vec![0f32; len];
+                    // SAFETY: both are as long as the vector.
+                    unsafe { result::memcpy_dtoh_sync(&mut result, output) }.unwrap();
+                    assert_eq!(&result, whole, "{action:?}");
+                }
+                // A peer that does not call.
+                if n == 2 && group.rank() == 0 {
+                    let action = Action::AllReduce(ReduceOp::Sum);
+                    let work = Work { action, scalar: Scalar::Of(DType::F32), count: len, sizes: None, input, output };
+                    let deadline = Deadline::after(SECOND);
+                    // SAFETY: as above.
+                    let settled = unsafe { communicator.submit(&work, stream.cu_stream()) }
+                        .unwrap()
+                        .settle(site(&work), &deadline);
+                    let event = stream.record_event(None).unwrap();
+                    // SAFETY: as above.
+                    let done = || unsafe { nccl::has_passed(event.cu_event()) };
+                    let error = settled.and_then(|()| communicator.wait(site(&work), &deadline, done)).unwrap_err();
+                    assert!(matches!(error, Error::Timeout { .. }), "{error:?}");
+                    stream.synchronize().unwrap();
+                }
+                group.barrier().unwrap();
+                communicator.abort();
+            });
+        },
+    );
 }
