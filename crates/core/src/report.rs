@@ -1,5 +1,5 @@
 //! What a rank tells the launcher that started it, `bonfire run`: that its group failed, whether the error names
-//! another rank, and that an operation waits. The launcher can then name the rank that failed first, whatever the
+//! another rank, that its work counts as failed though no operation did, and that an operation waits. The launcher can then name the rank that failed first, whatever the
 //! programs print and in whatever order they end.
 //!
 //! The ranks of a node inherit one end of a pair of datagram sockets; `BONFIRE_LAUNCHER` holds its descriptor, its
@@ -52,6 +52,11 @@ pub enum Event {
     },
     /// This rank is in a new group: it has overcome earlier failures.
     Connected,
+    /// No operation of this rank failed, and yet its work counts as failed. See `AgreedOperations::object`.
+    Objected {
+        /// Why, as text.
+        error: String,
+    },
 }
 
 pub fn waits(elapsed: Duration, what: String) {
@@ -66,8 +71,16 @@ pub fn connected() {
     send(|| Event::Connected);
 }
 
+pub fn objected(error: &Error) {
+    send(|| Event::Objected { error: text(error) });
+}
+
 fn failure(error: &Error) -> Event {
-    Event::Failed { names_another: names_another(error), error: error.to_string().chars().take(LONGEST).collect() }
+    Event::Failed { names_another: names_another(error), error: text(error) }
+}
+
+fn text(error: &Error) -> String {
+    error.to_string().chars().take(LONGEST).collect()
 }
 
 /// Whether the error says, or may mean, that another rank is the cause. The errors of other libraries do not tell.

@@ -202,7 +202,12 @@ impl Supervisor {
     /// Prints what is still queued, then the report of a failure. Returns the launcher's exit status.
     async fn finish(self, signals: &mut UnboundedReceiver<Signal>) -> Result<u8, RunError> {
         let (status, print_deadline, report) = match self.shutdown.map(|shutdown| shutdown.cause) {
-            None => (0, None, None),
+            None => match self.fates.unsound(self.first_rank) {
+                None => (0, None, None),
+                Some((local, what)) => {
+                    (1, None, Some(PrinterMessage::Failure { ends: self.fates.list(self.first_rank), local, what }))
+                }
+            },
             Some(Cause::Output(error)) => return Err(RunError::Output(error)),
             Some(Cause::Signal(signal)) => {
                 (signals::exit_status(signal.as_raw()), Some(Instant::now() + PRINT_TIMEOUT), None)
@@ -289,6 +294,7 @@ impl Supervisor {
             match event {
                 Event::Failed { names_another, error } => self.fates.failed(local, names_another, error),
                 Event::Connected => self.fates.connected(local),
+                Event::Objected { error } => self.fates.objected(local, error),
                 Event::Waits { elapsed, what } => {
                     if what != self.last_wait {
                         self.note(format!("rank {} has waited {elapsed:.1?} {what}", self.first_rank + local));

@@ -5,7 +5,8 @@ use std::process::{self, ExitCode};
 use std::time::Duration;
 use std::{env, fs, ptr, thread};
 
-use bonfire::{Group, ReduceOp};
+use bonfire::{Error, Group, ReduceOp};
+use bonfire_core::internal::AgreedOperations;
 use rustix::process::{Resource, Rlimit, Signal, getpid, kill_process, setrlimit};
 
 /// A way to fail.
@@ -81,6 +82,9 @@ fn use_memory() {
 /// The environment variable with the path of the control group for ranks that run out of memory.
 pub const CGROUP: &str = "FIRST_CAUSE_CGROUP";
 
+/// The name of a fault that no operation has: the victim objects to its own work, and every rank succeeds.
+pub const UNSOUND: &str = "unsound";
+
 /// A control group with little memory. Dropping it removes it: its processes have ended by then.
 pub struct Cgroup(pub PathBuf);
 
@@ -121,6 +125,12 @@ pub fn rank(fault: &str, victim: usize, others_panic: bool) -> ExitCode {
     let (name, fault) = (fault, FAULTS.iter().find(|known| known.name == fault));
     let mut slow = Slow(false);
     let group = Group::from_env().expect("ranks find each other");
+    if name == UNSOUND {
+        if group.rank() == victim {
+            group.object(Error::InvalidArgument { operation: "test".into(), reason: "nothing was exchanged".into() });
+        }
+        return ExitCode::SUCCESS;
+    }
     let mut data = vec![1f32; 1000];
     for step in 0.. {
         if group.rank() == victim && step == 20 {

@@ -12,6 +12,8 @@ use super::progress::Work;
 use super::record::CallSite;
 use super::request::Request;
 use super::turn::Turn;
+#[cfg(unix)]
+use crate::report;
 use crate::sync::Deadline;
 use crate::transport::Buffers;
 use crate::types::{Call, DType, Error, Operation, Parts, Site};
@@ -37,8 +39,9 @@ pub trait AgreedOperations {
     /// poisoned the group, which may be an earlier one.
     fn abandon(&self, error: Error) -> Error;
 
-    /// Makes [`launch`](crate::launch::launch) return this error for this rank, though its body has none: what it did
-    /// with the group, or with a subgroup, cannot be what it was meant to do. The group remains usable.
+    /// Makes [`launch`](crate::launch::launch) return this error for this rank, though its body has none, and
+    /// `bonfire run` end with status 1, though the rank succeeds: what it did with the group, or with a subgroup, cannot
+    /// be what it was meant to do. The group remains usable.
     fn object(&self, error: Error);
 
     /// Returns the state that a layer above attaches to this group. `make` creates it on first use, and it is kept
@@ -104,8 +107,12 @@ impl AgreedOperations for Group {
     fn object(&self, error: Error) {
         match self.parent() {
             Some(parent) => parent.object(error),
-            // The first is as good as any other.
-            None => drop(self.core.objection.set(error)),
+            None => {
+                #[cfg(unix)]
+                report::objected(&error);
+                // The first is as good as any other.
+                let _ = self.core.objection.set(error);
+            }
         }
     }
 
