@@ -56,7 +56,7 @@ pub(super) type Shared<B> = Arc<Mutex<Option<Pass<B>>>>;
 /// What the parameters of a step and its end share.
 pub(super) struct Pass<B: CollectiveBackend> {
     pub engine: Engine<B>,
-    start: PassStart,
+    start: PassStart<B>,
     pub header: StepHeader,
     pub agreement: Agreement,
     /// The number of all ranks, those of other replicas included.
@@ -105,7 +105,7 @@ pub(super) struct Backward {
 impl<B: CollectiveBackend> Pass<B> {
     pub fn new(
         engine: Engine<B>,
-        start: PassStart,
+        start: PassStart<B>,
         parts: Vec<Option<FloatTensor<B>>>,
         header: StepHeader,
         headers: Work<Vec<u64>>,
@@ -159,14 +159,14 @@ impl<B: CollectiveBackend> Pass<B> {
         });
         // Without a recipe burn keeps the value where a backward step needs it.
         if self.engine.keep || self.engine.gatherer.layout.parts[position].block == ROOT {
-            return B::hook(part, self.start, receiver);
+            return B::hook(part, &self.start, receiver);
         }
         let pass = shared.clone();
         let recipe = Arc::new(move || {
             let value = lock(&pass).as_mut().and_then(|pass| pass.value_again(position));
             value.unwrap_or_else(|| nothing(&parameter))
         });
-        B::hook_with_recipe(part, self.start, receiver, recipe)
+        B::hook_with_recipe(part, &self.start, receiver, recipe)
     }
 
     fn value(&mut self, shared: &Shared<B>, position: usize) -> FloatTensor<B::InnerBackend> {

@@ -18,7 +18,7 @@ pub(super) type Hooked<B> = HashMap<ParamId, Arc<OnceLock<FloatTensor<B>>>>;
 /// parameter's first use, whatever the order in which the model declares its parameters.
 pub(super) struct Observer<'a, B: CollectiveBackend> {
     pub positions: &'a Positions,
-    pub start: PassStart,
+    pub start: PassStart<B>,
     /// Makes the receiver of the gradient of the parameter at a position.
     pub receiver: &'a dyn Fn(usize) -> GradientReceiver<B::InnerBackend>,
     /// A clone of the model, or a second parameter of the same id, must use the same hook, because a gradient that
@@ -48,10 +48,10 @@ impl<B: CollectiveBackend> ModuleMapper<B> for Observer<'_, B> {
             return param;
         };
         let (device, shape) = (tensor.device(), tensor.shape());
-        let (start, receiver) = (self.start, (self.receiver)(position));
+        let (start, receiver) = (self.start.clone(), (self.receiver)(position));
         let hooked = self.hooked.entry(param.id).or_default().clone();
         let init = move |_: &B::Device, _| {
-            let hook = || B::hook(tensor.clone().into_primitive().tensor(), start, receiver.clone());
+            let hook = || B::hook(tensor.clone().into_primitive().tensor(), &start, receiver.clone());
             Tensor::from_primitive(TensorPrimitive::Float(hooked.get_or_init(hook).clone()))
         };
         Param::uninitialized(param.id, init, device, true, shape)
