@@ -14,4 +14,4 @@ pub(crate) use self::primitives::*;
 pub use self::runtime::OwnRuntime;
 pub use self::wait::Deadline;
 pub(crate) use self::wait::seconds_from_env;
-pub use self::wait::{Bell, ENDLESS, SlowWaitWarning, deadline_from_env, lock, oversubscribed, spin};
+pub use self::wait::{Bell, ENDLESS, SlowWaitWarning, deadline_from_env, lock, oversubscribed, spin, yield_now};

@@ -1,5 +1,6 @@
 //! How a thread waits: deadlines, polling, and a bell that wakes it.
 
+use std::cell::Cell;
 use std::sync::PoisonError;
 use std::time::{Duration, Instant};
 
@@ -177,11 +178,39 @@ pub fn spin(oversubscribed: bool, mut ready: impl FnMut() -> bool) -> bool {
         std::hint::spin_loop();
     }
     let start = Instant::now();
-    while start.elapsed() < YIELD_TIME {
-        std::thread::yield_now();
+    while start.elapsed() < YIELD_TIME && yield_now() {
         if ready() {
             return true;
         }
     }
     false
+}
+
+/// A yield that takes longer has given another thread its time slice, of some milliseconds. A peer that answers, even
+/// one that first reduces a large part, takes less.
+const LONG_YIELD: Duration = Duration::from_micros(500);
+
+/// How long a thread sleeps instead of yielding after one such yield, and at most, after several in a row.
+const WITHOUT_YIELDS: [Duration; 2] = [Duration::from_millis(10), Duration::from_millis(200)];
+
+/// Lets another thread run. Returns false, and does nothing, if the caller should sleep instead: this thread's yields
+/// have lately let a thread compute for its whole time slice. The scheduler lets a thread that yields wait for its turn,
+/// and one that sleeps run soon after it is woken.
+pub fn yield_now() -> bool {
+    thread_local! {
+        /// Until when this thread does not yield, and for how long since the last long yield.
+        static BUSY: Cell<Option<(Instant, Duration)>> = const { Cell::new(None) };
+    }
+    let (before, busy) = (Instant::now(), BUSY.get());
+    if busy.is_some_and(|(until, _)| before < until) {
+        return false;
+    }
+    std::thread::yield_now();
+    let after = Instant::now();
+    BUSY.set((after - before > LONG_YIELD).then(|| {
+        let [least, most] = WITHOUT_YIELDS;
+        let pause = busy.map_or(least, |(_, pause)| (2 * pause).min(most));
+        (after + pause, pause)
+    }));
+    true
 }

@@ -16,7 +16,7 @@ use rustix::io::Errno;
 
 use crate::auth::keep_open;
 use crate::control::{MAX_DATA_CONNECTIONS, Watch};
-use crate::sync::YIELD_TIME;
+use crate::sync::{YIELD_TIME, yield_now};
 use crate::types::{Fault, Site, partition};
 
 /// The data connections to one peer. One thread at a time drives both directions. A large message is cut into one
@@ -208,8 +208,7 @@ pub(super) fn drive(
             watch.check(waiting_for)?;
             continue;
         }
-        if idle.get_or_insert_with(Instant::now).elapsed() < YIELD_TIME {
-            std::thread::yield_now();
+        if idle.get_or_insert_with(Instant::now).elapsed() < YIELD_TIME && yield_now() {
             continue;
         }
         let sending = out.iter().flat_map(|(_, link, stripes)| pending(link, stripes, PollFlags::OUT));
