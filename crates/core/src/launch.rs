@@ -123,8 +123,8 @@ where
     if groups.len() == 1
         && let Some(group) = groups.pop()
     {
-        let rank = Some(group.rank());
-        return run_rank(&body, group).map(|result| vec![result]).map_err(|error| Failed::new(rank, error));
+        let (rank, handle) = (Some(group.rank()), group.clone());
+        return run_rank(&body, group, &handle).map(|result| vec![result]).map_err(|error| Failed::new(rank, error));
     }
     let (count, body) = (groups.len(), Arc::new(body));
     let (sender, outcomes) = channel();
@@ -134,7 +134,7 @@ where
             // Peers learn that this rank has failed when its last handle is dropped, which is this one. So the failure
             // is sent before any that it causes.
             let handle = group.clone();
-            let outcome = catch_unwind(AssertUnwindSafe(|| run_rank(&*body, group)));
+            let outcome = catch_unwind(AssertUnwindSafe(|| run_rank(&*body, group, &handle)));
             // Nothing receives it after the grace period.
             let _ = sender.send((position, rank, outcome));
             drop(handle);
@@ -169,9 +169,8 @@ where
     }
 }
 
-/// Runs `body` as one rank.
-fn run_rank<T, E: From<Error>>(body: &impl Fn(Group) -> Result<T, E>, group: Group) -> Result<T, E> {
-    let handle = group.clone();
+/// Runs `body` as one rank. `handle` is a handle of the same group.
+fn run_rank<T, E: From<Error>>(body: &impl Fn(Group) -> Result<T, E>, group: Group, handle: &Group) -> Result<T, E> {
     let result = body(group)?;
     handle.objection().map_or(Ok(result), |error| Err(error.into()))
 }
