@@ -24,10 +24,10 @@ use crate::failure::Failure;
 /// Measure how much of the exchange of gradients a training step hides behind its backward pass
 ///
 /// The model is a chain of layers whose own arithmetic is small. In the backward pass each layer sleeps, or computes,
-/// for its part of the given time, and then its gradient is complete. Three steps are timed: alone (no exchange), the
-/// exchange alone (no pauses), and both, until all gradients are back. exposed is (both - alone) / exchange: 0 if the
-/// exchange is hidden, 1 if it is not. sync is the step that exchanges after the backward pass. Gradients are compared
-/// with their exact mean. With --sharding full a third of the time is computed in the forward pass, and the exchange is
+/// for its part of the given time, and then its gradient is complete. Four steps are timed in turn: alone (no
+/// exchange), the exchange alone (no pauses), both, until all gradients are back, and sync, which exchanges after the
+/// backward pass. exposed is (both - alone) / exchange: 0 if the exchange is hidden, 1 if it is not. Gradients are
+/// compared with their exact mean. With --sharding full a third of the time is computed in the forward pass, and the exchange is
 /// that of the parameters in both passes and of the gradients; there is no sync.
 #[derive(clap::Args, Clone)]
 #[command(after_help = "Examples:\n  bonfire perf step --transport tcp --ranks 2\n  \
@@ -90,6 +90,19 @@ enum Sharding {
     Full,
 }
 
+/// The steps that are timed.
+#[derive(Clone, Copy)]
+enum Kind {
+    /// Without exchange.
+    Alone,
+    /// Without computation.
+    Exchange,
+    /// With the exchange behind the computation.
+    Both,
+    /// With the exchange after the backward pass.
+    Sync,
+}
+
 /// The figures of a measurement. Times are in seconds: the median of the steps on the slowest rank.
 #[derive(Serialize)]
 struct Figures {
@@ -148,10 +161,17 @@ impl StepArgs {
         };
         let own = |pause: Pause| own(chain, &model, group, pause);
         let wrong = wrong(group, &model, own(none(pause)), overlapped(&mut parallel, none(pause))?, self.error())?;
-        let times =
-            self.times(group, || drop(own(pause)), |pause| overlapped(&mut parallel, pause).map(drop), pause)?;
-        let sync_s = self.median(group, || parallel.sync(&model, own(pause), 1).map(drop))?;
-        self.print(group, chain, times, Some(sync_s), wrong)
+        let kinds = [Kind::Alone, Kind::Exchange, Kind::Both, Kind::Sync];
+        let [alone, exchange, both, sync] = self.medians(group, kinds, |kind| {
+            match kind {
+                Kind::Alone => Ok(own(pause)),
+                Kind::Exchange => overlapped(&mut parallel, none(pause)),
+                Kind::Both => overlapped(&mut parallel, pause),
+                Kind::Sync => parallel.sync(&model, own(pause), 1),
+            }
+            .map(drop)
+        })?;
+        self.print(group, chain, [alone, exchange, both], Some(sync), wrong)
     }
 
     fn measure_parts(&self, group: &Group, chain: &Chain, pause: Pause) -> Result<u64, RankError> {
@@ -166,24 +186,15 @@ impl StepArgs {
         let own = |pause: Pause| own(chain, &whole, group, pause);
         let joined = joined(group, &whole, overlapped(none(pause))?)?;
         let wrong = wrong(group, &whole, own(none(pause)), joined, 0.0)?;
-        let times = self.times(group, || drop(own(pause)), |pause| overlapped(pause).map(drop), pause)?;
-        self.print(group, chain, times, None, wrong)
-    }
-
-    /// Returns the times of a step alone, of the exchange alone, and of both.
-    fn times(
-        &self,
-        group: &Group,
-        mut alone: impl FnMut(),
-        mut overlapped: impl FnMut(Pause) -> Result<(), Error>,
-        pause: Pause,
-    ) -> Result<[f64; 3], Error> {
-        let alone_s = self.median(group, || {
-            alone();
-            Ok(())
+        let times = self.medians(group, [Kind::Alone, Kind::Exchange, Kind::Both], |kind| {
+            match kind {
+                Kind::Exchange => overlapped(none(pause)),
+                Kind::Both => overlapped(pause),
+                _ => Ok(own(pause)),
+            }
+            .map(drop)
         })?;
-        let exchange_s = self.median(group, || overlapped(none(pause)))?;
-        Ok([alone_s, exchange_s, self.median(group, || overlapped(pause))?])
+        self.print(group, chain, times, None, wrong)
     }
 
     fn print(
@@ -221,22 +232,32 @@ impl StepArgs {
         }
     }
 
-    /// Returns the median time of a step, in seconds, on the slowest rank.
-    fn median(&self, group: &Group, mut step: impl FnMut() -> Result<(), Error>) -> Result<f64, Error> {
+    /// Returns the median time of a step of each kind, in seconds, on the slowest rank. The kinds take turns, so that
+    /// whatever else the machine does concerns all of them.
+    fn medians<const N: usize>(
+        &self,
+        group: &Group,
+        kinds: [Kind; N],
+        mut step: impl FnMut(Kind) -> Result<(), Error>,
+    ) -> Result<[f64; N], Error> {
         const WARM_UP: u32 = 2;
-        let mut times = Vec::new();
+        let mut times = [const { Vec::new() }; N];
         for round in 0..WARM_UP + self.steps {
-            group.barrier()?;
-            let start = Instant::now();
-            step()?;
-            if round >= WARM_UP {
-                times.push(start.elapsed().as_secs_f64());
+            for (kind, times) in kinds.into_iter().zip(&mut times) {
+                group.barrier()?;
+                let start = Instant::now();
+                step(kind)?;
+                if round >= WARM_UP {
+                    times.push(start.elapsed().as_secs_f64());
+                }
             }
         }
-        times.sort_by(f64::total_cmp);
-        let mut median = [times[times.len() / 2]];
-        group.all_reduce(&mut median, ReduceOp::Max)?;
-        Ok(median[0])
+        let mut medians = times.map(|mut times| {
+            times.sort_by(f64::total_cmp);
+            times[times.len() / 2]
+        });
+        group.all_reduce(&mut medians, ReduceOp::Max)?;
+        Ok(medians)
     }
 }
 
