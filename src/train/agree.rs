@@ -10,6 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use super::bucket::Item;
 use crate::tensor::host::float;
+use bonfire_core::internal::{AgreedOperations, process_number};
 use bonfire_core::{DType, Element, Error, Group};
 
 /// The description of a parameter that must be the same on all ranks.
@@ -122,6 +123,16 @@ pub(crate) fn broadcast_parameters<B: AutodiffBackend, M: AutodiffModule<B>>(
 pub(crate) fn lane(group: &Group) -> Result<Group, Error> {
     let ranks: Vec<usize> = (0..group.world_size()).collect();
     if ranks.len() == 1 { Ok(group.clone()) } else { group.subgroup(&ranks) }
+}
+
+/// Returns whether no two ranks are threads of one process. All ranks must call it.
+#[track_caller]
+pub(crate) fn ranks_are_processes(group: &Group) -> Result<bool, Error> {
+    let own = process_number().map_err(|error| group.abandon(error))?;
+    let mut numbers = all_gather_values(group, [own])?;
+    numbers.sort_unstable();
+    numbers.dedup();
+    Ok(numbers.len() == group.world_size())
 }
 
 /// All-gathers `N` values from each rank. Returns them by rank.

@@ -29,7 +29,10 @@ use self::pass::Engine;
 pub use self::pass::GatherCounts;
 use self::scatter::Scatterer;
 pub use self::step::ShardedStep;
-use super::agree::{Parameter, all_gather_values, all_or_none, broadcast_parameters, check_same_model, lane, rebuild};
+use super::agree::{
+    Parameter, all_gather_values, all_or_none, broadcast_parameters, check_same_model, lane, ranks_are_processes,
+    rebuild,
+};
 use super::bucket::{scale_tensor, sum_of_squares};
 use super::data_parallel::describe_parameters;
 use super::mean::mean;
@@ -189,7 +192,7 @@ impl<B: AutodiffBackend> FullyShardedParallel<B> {
         all_or_none(&main, cutter.failure.map_or(Ok(()), Err))?;
         let gatherer = Gatherer::new(lane(&shards)?, layout.clone(), parameters.clone());
         let lanes = [lane(&shards)?, lane(&replicas)?];
-        let scatterer = Scatterer::new(lanes, layout.clone(), parameters.clone());
+        let scatterer = Scatterer::new(lanes, layout.clone(), parameters.clone(), ranks_are_processes(&main)?);
         let engine = Some(Engine { gatherer, scatterer, history: History::default(), keep: false });
         let counts = GatherCounts::default();
         Ok((model, FullyShardedParallel { main, shards, layout, parameters, positions, engine, steps: 0, counts }))

@@ -4,7 +4,7 @@
 //! other's memory, on NCCL if each has a GPU, or on both, and then `choice` decides per call. What neither supports
 //! goes through host memory.
 
-use std::sync::{Arc, LazyLock};
+use std::sync::Arc;
 use std::time::Duration;
 
 use cubecl::cuda::CudaRuntime;
@@ -18,7 +18,7 @@ use super::remote;
 use super::side::TeamHandle;
 use super::team::{Team, kernels_supported, ordinal};
 use crate::server::engine::{DeviceOperation, InFlight, Launch, Route};
-use bonfire_core::internal::{AgreedOperations, Attachment, random};
+use bonfire_core::internal::{AgreedOperations, Attachment, process_number, random};
 use bonfire_core::{Call, Deadline, Error, Group};
 
 /// This rank's device and route in a group.
@@ -54,8 +54,6 @@ struct RankInfo {
     team: u64,
 }
 
-static PROCESS: LazyLock<Result<u64, Error>> = LazyLock::new(random);
-
 /// Returns this rank's route in the group for its device, if there is one.
 pub(super) fn of(group: &Group, device: DeviceId) -> Result<Option<Arc<dyn Route<CudaRuntime>>>, Error> {
     // On an error the other ranks would continue without this one.
@@ -68,7 +66,7 @@ pub(super) fn of(group: &Group, device: DeviceId) -> Result<Option<Arc<dyn Route
 }
 
 fn agree(group: &Group, device: DeviceId) -> Result<RankRoute, Error> {
-    let (process, team) = (PROCESS.clone()?, random()?);
+    let (process, team) = (process_number()?, random()?);
     let info = {
         let found = Gpu::of(ordinal(device)).and_then(|gpu| remote::available(gpu.ordinal));
         let nccl = found.map_err(|error| error.to_string());

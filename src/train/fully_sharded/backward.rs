@@ -35,6 +35,9 @@ impl<B: CollectiveBackend> Pass<B> {
         let mut value = self.take(block, index);
         if value.is_none() {
             self.start_planned(block, 0)?;
+            if let Some(backward) = &mut self.backward {
+                self.engine.scatterer.bound(&mut backward.scatter)?;
+            }
             self.gather(block)?;
             self.counts.backward += 1;
             value = self.take(block, index);

@@ -9,7 +9,8 @@
 //! started them. A rank starts its first gathers of the backward pass during its forward pass, and each further one
 //! when its own backward pass needs the block before. So a rank whose backward pass has ended keeps no other waiting,
 //! whatever locks it waits for. A rank that runs another backward pass between the two passes of a step does: see
-//! [`FullyShardedParallel`](super::FullyShardedParallel). Gradients never wait.
+//! [`FullyShardedParallel`](super::FullyShardedParallel). A gradient never waits; before the next block is gathered, the
+//! backward pass of a rank that is a process waits for gradients in flight (`Scatterer::bound`).
 
 use std::mem::replace;
 use std::sync::{Arc, Mutex};

@@ -23,6 +23,8 @@ pub(super) struct Scatterer<B: AutodiffBackend> {
     pub layout: Arc<Layout>,
     /// By position.
     pub parameters: Arc<[Parameter<B>]>,
+    /// Whether [`bound`](Self::bound) waits.
+    bounded: bool,
     /// Unused memory for whole gradients.
     memory: Vec<Buffer<u64>>,
 }
@@ -68,8 +70,28 @@ impl Scatter {
 }
 
 impl<B: AutodiffBackend> Scatterer<B> {
-    pub fn new([lane, replicas]: [Group; 2], layout: Arc<Layout>, parameters: Arc<[Parameter<B>]>) -> Scatterer<B> {
-        Scatterer { lane, replicas, layout, parameters, memory: Vec::new() }
+    /// `bounded` limits the memory of gradients in flight; it must not be set if ranks are threads of one process.
+    pub fn new(
+        [lane, replicas]: [Group; 2],
+        layout: Arc<Layout>,
+        parameters: Arc<[Parameter<B>]>,
+        bounded: bool,
+    ) -> Scatterer<B> {
+        Scatterer { lane, replicas, layout, parameters, bounded, memory: Vec::new() }
+    }
+
+    /// Waits until the whole gradients of at most one block are in flight. The backward pass calls it before each
+    /// block, or it would fill the memory where it is faster than the network.
+    ///
+    /// Ranks that are threads of one process do not wait: a rank may send gradients only after its backward pass, at
+    /// whose end burn-autodiff waits for the backward passes of all other threads.
+    pub fn bound(&mut self, scatter: &mut Scatter) -> Result<(), Error> {
+        let layout = self.layout.clone();
+        let block = |(number, _): &(usize, Work<Bucket>)| layout.buckets[*number].block;
+        while self.bounded && scatter.reducing.front().map(block) != scatter.reducing.back().map(block) {
+            self.finish_oldest(scatter)?;
+        }
+        Ok(())
     }
 
     /// Takes the gradient of the parameter at `position`, or zeros, and sends the buckets that are complete. It waits

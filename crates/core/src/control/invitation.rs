@@ -13,6 +13,7 @@
 //! own, so this rank reports it as missing at the deadline.
 
 use std::collections::VecDeque;
+use std::sync::LazyLock;
 
 use serde::{Deserialize, Serialize};
 
@@ -33,6 +34,15 @@ pub(crate) struct Endpoint {
 /// [`Error::Io`] if the system has none.
 pub fn random() -> Result<u64, Error> {
     getrandom::u64().map_err(|e| Error::io("drawing a random number", e))
+}
+
+/// Returns a number that distinguishes this process from all others, drawn by [`random`] when it is first asked for.
+///
+/// # Errors
+/// See [`random`].
+pub fn process_number() -> Result<u64, Error> {
+    static NUMBER: LazyLock<Result<u64, Error>> = LazyLock::new(random);
+    NUMBER.clone()
 }
 
 /// Returns the session number of the group whose members have these endpoints.
