@@ -82,6 +82,7 @@ use self::folder::{Draft, begin, commit, discard, file_name, newest, sync};
 use self::format::{FileId, FileSummary, Manifest};
 pub(crate) use self::own_part::{OwnPart, OwnParts};
 pub(crate) use self::parts::{Parts, loaded};
+use self::parts::{Sample, check_samples};
 #[doc(hidden)]
 pub use self::set::Set;
 pub(crate) use self::set::{LOADING, argument};
@@ -175,7 +176,8 @@ impl Checkpoints {
     ///
     /// Each rank writes what only it has. It writes tensors of 64 KiB or more in part, where all ranks have the same,
     /// and rank 0 writes all else. So the model of a [`FullyShardedParallel`](crate::FullyShardedParallel) is to be
-    /// saved as a pair with it: a state alone is taken for the same on all ranks, and nothing detects that it is not.
+    /// saved as a pair with it: a state alone is taken for the same on all ranks. The ranks compare samples of the
+    /// tensors of which each writes a part.
     ///
     /// States that differ between ranks, such as running statistics, must be made equal before, by
     /// [`DataParallel::average_states`](crate::DataParallel::average_states). The ranks may take an hour to write.
@@ -183,12 +185,12 @@ impl Checkpoints {
     /// # Errors
     /// On all ranks the same, that of the lowest rank that fails: [`Error::Io`] if a file cannot be written, because
     /// the disk is full for example; [`Error::InvalidArgument`] if the ranks are not at the same epoch and batch, if
-    /// they do not share the folder, or if burn could not load the optimizer's state. The sets before are unchanged,
+    /// their models differ, if they do not share the folder, or if burn could not load the optimizer's state. The sets before are unchanged,
     /// and the ranks can save again. The error of a save in the background, which then was the last one. Otherwise the
     /// errors of [`Group::all_gather`]: some ranks may take the set for complete then.
     pub fn save(&mut self, what: impl Save) -> Result<(), Error> {
         self.wait()?;
-        self.job(what).run()
+        self.job(what).run(false)
     }
 
     /// As [`save`](Self::save), on another thread: returns at once. First waits for the save before it, so that one is
@@ -197,8 +199,9 @@ impl Checkpoints {
     /// On Linux the thread has the lowest priority: it gets the time that the training leaves, so a save takes longer
     /// where all cores are busy.
     ///
-    /// What is saved is the state at this call. The thread holds its tensors until they are written, while the training
-    /// makes new ones: at most as many bytes as this rank holds of model and optimizer state.
+    /// What is saved is the state at this call. The thread first copies what this rank writes, and the state of an
+    /// optimizer that is not sharded whole. An optimizer that makes a step before that has ended cannot change its
+    /// tensors in place: that step takes longer, and needs memory for new ones.
     ///
     /// # Errors
     /// Those of the save before it, and then this one is not started. [`wait`](Self::wait) or the next call returns
@@ -208,7 +211,7 @@ impl Checkpoints {
         let job = self.job(what);
         let thread = thread::Builder::new().name("bonfire checkpoint".into()).spawn(move || {
             lower_priority();
-            job.run()
+            job.run(true)
         });
         // No rank would wait for this one.
         let thread = thread.map_err(|e| self.lane.abandon(Error::io("starting a thread to save a checkpoint", e)))?;
@@ -281,7 +284,8 @@ struct Job {
 }
 
 impl Job {
-    fn run(self) -> Result<(), Error> {
+    /// `beside_training` is true if the training goes on meanwhile.
+    fn run(self, beside_training: bool) -> Result<(), Error> {
         let Job { lane, folder, keep, snapshot } = self;
         let (position, collect) = match snapshot {
             Ok(Snapshot { position, collect }) => (Ok(position), Some(collect)),
@@ -296,9 +300,16 @@ impl Job {
         };
         let draft = lane.all_gather_results(draft)?.swap_remove(0);
         let draft = draft.ok_or_else(|| Error::broken(SAVING, "rank 0 has begun no set"))?;
-        let written = catch_unwind(AssertUnwindSafe(|| write(&lane, &folder, &draft, collect)));
+        let mut parts = Parts::new(lane.rank(), lane.world_size());
+        if beside_training {
+            // An optimizer that holds a tensor alone changes it in place.
+            parts = parts.reading_at_once();
+        }
+        let written = catch_unwind(AssertUnwindSafe(|| write(&folder, &draft, &lane, parts, collect)));
         let written = written.unwrap_or_else(|panic| Err(panicked(&*panic)));
-        let saved = lane.all_gather_results(written).and_then(|files| {
+        let saved = lane.all_gather_results(written).and_then(|written| {
+            let (files, samples): (Vec<_>, Vec<_>) = written.into_iter().unzip();
+            check_samples(&samples)?;
             let manifest = Manifest::new(&draft.id, files);
             let committed = if leads { commit(&folder, &draft, &manifest, keep).map_err(failed) } else { Ok(()) };
             lane.all_gather_results(committed).map(drop)
@@ -312,7 +323,13 @@ impl Job {
 }
 
 /// Writes this rank's file of a set.
-fn write(lane: &Group, folder: &Path, draft: &Draft, collect: Option<Collect>) -> Result<FileSummary, Error> {
+fn write(
+    folder: &Path,
+    draft: &Draft,
+    lane: &Group,
+    mut parts: Parts,
+    collect: Option<Collect>,
+) -> Result<(FileSummary, Vec<Sample>), Error> {
     let (rank, world_size, path) = (lane.rank(), lane.world_size(), draft.path(folder));
     if !path.is_dir() {
         let reason = format!(
@@ -321,14 +338,14 @@ fn write(lane: &Group, folder: &Path, draft: &Draft, collect: Option<Collect>) -
         );
         return Err(Error::argument(SAVING, reason));
     }
-    let mut parts = Parts::new(rank, world_size);
     if let Some(collect) = collect {
         collect(&mut parts)?;
     }
     let id = FileId { set: &draft.id, rank, world_size };
-    let summary = format::write(&path.join(file_name(rank)), id, parts.into_list())?;
+    let (parts, samples) = parts.into_list();
+    let summary = format::write(&path.join(file_name(rank)), id, parts)?;
     sync(&path).map_err(|e| Error::io(format!("{SAVING}: flushing {}", path.display()), e))?;
-    Ok(summary)
+    Ok((summary, samples))
 }
 
 /// Fails if the ranks are not at the same epoch and batch.

@@ -5,30 +5,52 @@ use std::ops::Range;
 
 use burn::tensor::backend::Backend;
 use burn::tensor::{DType, Shape, Tensor};
+use serde::{Deserialize, Serialize};
 
 use super::SAVING;
 use super::format::{Dtype, Part, ReadBytes, elements, width};
 use crate::tensor::host::{Kind, Source};
+use crate::train::values::digest;
 use bonfire_core::{Error, partition};
 
 /// Tensors that are the same on all ranks are cut into parts from this number of bytes on. Smaller ones are rank 0's.
 const CUT_FROM: usize = 64 << 10;
 
+/// Elements of such a tensor by which the ranks compare what each of them has.
+const SAMPLE: usize = 1024;
+
 /// The parts of one rank.
 pub(crate) struct Parts {
     rank: usize,
     world_size: usize,
+    /// Whether bytes are read when a part is added, and not when it is written.
+    reads_at_once: bool,
     names: HashSet<String>,
     list: Vec<Part>,
+    samples: Vec<Sample>,
+}
+
+/// The digest of the first elements of a tensor that should be the same on all ranks.
+#[derive(Debug, PartialEq, Serialize, Deserialize)]
+pub(super) struct Sample {
+    name: String,
+    digest: u64,
 }
 
 impl Parts {
     pub fn new(rank: usize, world_size: usize) -> Parts {
-        Parts { rank, world_size, names: HashSet::new(), list: Vec::new() }
+        let (names, list, samples) = Default::default();
+        Parts { rank, world_size, reads_at_once: false, names, list, samples }
     }
 
-    pub(super) fn into_list(self) -> Vec<Part> {
-        self.list
+    /// Copies the bytes of each part when it is added, so that its tensor is not held until it is written.
+    pub fn reading_at_once(mut self) -> Parts {
+        self.reads_at_once = true;
+        self
+    }
+
+    pub(super) fn into_list(self) -> (Vec<Part>, Vec<Sample>) {
+        (self.list, self.samples)
     }
 
     /// Adds a range of a tensor that only this rank, or only some ranks, hold. The ranges of all ranks together must
@@ -50,19 +72,31 @@ impl Parts {
         let dtype = stored(dtype).ok_or_else(|| {
             Error::argument(SAVING, format!("`{name}` has elements of {dtype:?}, which cannot be saved"))
         })?;
+        let read = match self.reads_at_once {
+            true => read().map(|bytes| Box::new(|| Ok(bytes)) as ReadBytes)?,
+            false => read,
+        };
         self.list.push(Part { name, dtype, shape: shape.to_vec(), range, read });
         Ok(())
     }
 
-    /// Adds this rank's range of bytes of a tensor that is the same on all ranks.
+    /// Adds this rank's range of bytes of a tensor that is the same on all ranks. `read` returns a range of its bytes.
     pub fn add_replicated(
         &mut self,
         name: String,
         dtype: DType,
         shape: &[usize],
-        read: impl FnOnce(Range<usize>) -> Result<Vec<u8>, Error> + Send + 'static,
+        read: impl Fn(Range<usize>) -> Result<Vec<u8>, Error> + Send + 'static,
     ) -> Result<(), Error> {
-        let range = self.own_range(dtype, shape);
+        let len = elements(shape).unwrap_or(0);
+        let range = if len.saturating_mul(stored(dtype).map_or(1, width)) >= CUT_FROM {
+            self.samples.push(Sample { name: name.clone(), digest: digest(&read(0..len.min(SAMPLE))?) });
+            partition(len, self.world_size, self.rank)
+        } else if self.rank == 0 {
+            0..len
+        } else {
+            0..0
+        };
         if range.is_empty() && self.rank > 0 {
             return Ok(());
         }
@@ -80,7 +114,7 @@ impl Parts {
         K::Primitive: Send,
     {
         let (dtype, shape) = (tensor.dtype(), tensor.shape());
-        self.add_replicated(name, dtype, shape.as_slice(), move |range| read(tensor, range))
+        self.add_replicated(name, dtype, shape.as_slice(), move |range| read(tensor.clone(), range))
     }
 
     /// Adds a value that is the same on all ranks: rank 0's is saved.
@@ -95,16 +129,20 @@ impl Parts {
     pub fn add_own_value(&mut self, name: String, bytes: Vec<u8>) -> Result<(), Error> {
         self.add(name, DType::U8, &[bytes.len()], 0..bytes.len(), Box::new(|| Ok(bytes)))
     }
+}
 
-    /// Returns this rank's elements of a tensor that is the same on all ranks.
-    fn own_range(&self, dtype: DType, shape: &[usize]) -> Range<usize> {
-        let len = elements(shape).unwrap_or(0);
-        match len.saturating_mul(stored(dtype).map_or(1, width)) {
-            CUT_FROM.. => partition(len, self.world_size, self.rank),
-            _ if self.rank == 0 => 0..len,
-            _ => 0..0,
-        }
+/// Fails if the ranks have different tensors, of which each would write a part.
+pub(super) fn check_samples(of_ranks: &[Vec<Sample>]) -> Result<(), Error> {
+    for (rank, samples) in of_ranks.iter().enumerate() {
+        let pairs = samples.iter().zip(&of_ranks[0]);
+        let Some((own, _)) = pairs.into_iter().find(|(own, first)| own != first) else { continue };
+        let reason = format!(
+            "`{}` of rank {rank} differs from rank 0's, so the ranks' parts do not fit together; save a fully sharded              model as a pair with its `FullyShardedParallel`, and make replicas equal before: `verify` and              `average_states` tell more",
+            own.name
+        );
+        return Err(Error::argument(SAVING, reason));
     }
+    Ok(())
 }
 
 /// Returns these elements of a tensor as bytes.

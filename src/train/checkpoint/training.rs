@@ -282,7 +282,7 @@ mod tests {
         let bytes = |snapshot: Snapshot| {
             let mut parts = Parts::new(0, 1);
             (snapshot.collect)(&mut parts).unwrap();
-            let parts = parts.into_list().into_iter().map(|part| (part.name, (part.read)().unwrap()));
+            let parts = parts.into_list().0.into_iter().map(|part| (part.name, (part.read)().unwrap()));
             parts.collect::<BTreeMap<_, _>>()
         };
         train(&mut state);

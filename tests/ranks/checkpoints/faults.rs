@@ -3,10 +3,12 @@
 use std::fs;
 use std::path::Path;
 
-use bonfire::{Checkpoints, Error, Group};
+use bonfire::{Checkpoints, Error, FullyShardedParallel, Group, TrainingState};
 use bonfire_testing::ranks;
+use burn::nn::LinearConfig;
+use burn::optim::SgdConfig;
 
-use super::state::{start, step};
+use super::state::{B, start, step};
 use super::{loaded, saved};
 
 /// Saves on two ranks, and fails. Returns the error, which is the same on both.
@@ -102,5 +104,26 @@ fn a_full_disk_is_an_error_on_all_ranks_and_leaves_the_set_before() {
         assert!(loaded(2, folder.path()).iter().all(|loaded| *loaded == expected), "call {call}");
         // Nothing but the set is left.
         assert_eq!(fs::read_dir(&folder).unwrap().count(), 1);
+    }
+}
+
+#[test]
+fn a_state_of_parts_cannot_be_saved_alone() {
+    let folder = tempfile::tempdir().unwrap();
+    let errors = ranks(2, |group| {
+        // Each part has 128 KiB.
+        let linear = LinearConfig::new(256, 256).init::<B>(&Default::default());
+        let (model, parallel) = FullyShardedParallel::new(group.clone(), linear).unwrap();
+        let state = TrainingState::new(model, SgdConfig::new().init(), 0.1, ());
+        let mut checkpoints = Checkpoints::new(&group, folder.path()).unwrap();
+        let blocking = checkpoints.save(&state).unwrap_err();
+        checkpoints.save_in_background(&state).unwrap();
+        assert_eq!(checkpoints.wait(), Err(blocking.clone()));
+        checkpoints.save((&state, &parallel)).unwrap();
+        blocking
+    });
+    for error in errors {
+        assert!(matches!(error, Error::InvalidArgument { .. }), "{error}");
+        assert!(error.to_string().contains("`model/weight` of rank 1 differs from rank 0's"), "{error}");
     }
 }
