@@ -207,10 +207,29 @@ pub fn yield_now() -> bool {
     }
     std::thread::yield_now();
     let after = Instant::now();
-    BUSY.set((after - before > LONG_YIELD).then(|| {
-        let [least, most] = WITHOUT_YIELDS;
-        let pause = busy.map_or(least, |(_, pause)| (2 * pause).min(most));
-        (after + pause, pause)
-    }));
+    BUSY.set(without_yields(after - before, busy.map(|(_, pause)| pause)).map(|pause| (after + pause, pause)));
     true
+}
+
+/// How long a thread does not yield after a yield that took this time, given the pause before that yield if it was the
+/// first after one.
+fn without_yields(took: Duration, before: Option<Duration>) -> Option<Duration> {
+    let [least, most] = WITHOUT_YIELDS;
+    (took > LONG_YIELD).then(|| before.map_or(least, |before| (2 * before).min(most)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn long_yields_in_a_row_are_tried_ever_more_rarely() {
+        let millis = |count| Some(Duration::from_millis(count));
+        assert_eq!(without_yields(LONG_YIELD, None), None);
+        assert_eq!(without_yields(LONG_YIELD, millis(160)), None);
+        let pauses = std::iter::successors(without_yields(Duration::from_millis(3), None), |pause| {
+            without_yields(Duration::from_millis(3), Some(*pause))
+        });
+        assert_eq!(pauses.take(7).map(Some).collect::<Vec<_>>(), [10, 20, 40, 80, 160, 200, 200].map(millis));
+    }
 }
