@@ -48,29 +48,28 @@ pub struct TrainingJob<'a> {
 }
 
 /// The results of a training.
-pub struct Outcome<B: Backend> {
+#[derive(Default)]
+pub struct Outcome {
     /// The mean loss of every step of this run.
     pub losses: Vec<f64>,
     /// The loss per byte of the part of the text that was not trained on.
     pub loss_per_byte: f64,
-    /// The whole trained model.
-    pub model: LanguageModel<B>,
 }
 
 impl TrainingJob<'_> {
-    /// Trains on `device` as one rank of `group`.
+    /// Trains on `device` as one rank of `group`. Returns the whole trained model, too.
     pub fn run<B: CollectiveBackend>(
         &self,
         group: Group,
         device: &B::Device,
-    ) -> Result<Outcome<B::InnerBackend>, Failure> {
+    ) -> Result<(Outcome, LanguageModel<B::InnerBackend>), Failure> {
         let model = seeded(&group, self.settings.seed, device, || LanguageModel::<B>::new(device))?;
         let (model, mut form) = Form::new(&group, self.shard, self.mesh, model)?;
         let schedule = ExponentialLrSchedulerConfig::new(3e-3, 0.998).init()?;
         let settings = (self.settings.batch as u64, self.settings.seed);
         let mut state = State::new(model, AdamConfig::new().init(), schedule, settings);
         self.resume(&group, &mut state, &mut form)?;
-        let mut losses = Vec::new();
+        let mut outcome = Outcome::default();
         let mut checkpoints = self.save.map(|folder| Checkpoints::new(&group, folder)).transpose()?;
         let sampler = ShardedSampler::new(&group, sequences(&self.text.train), self.settings.batch)?;
         let sampler = sampler.seed(self.settings.seed).drop_last();
@@ -83,7 +82,7 @@ impl TrainingJob<'_> {
             // An epoch is shuffled in a millisecond.
             let shard = sampler.epoch(state.epoch).nth(state.batch).ok_or("the text is too short")?;
             let loss = form.step(&mut state, tensors(&self.text.train, &shard, device), shard.len())?;
-            losses.push(loss);
+            outcome.losses.push(loss);
             let last = step + 1 == self.steps;
             if let Some(checkpoints) =
                 checkpoints.as_mut().filter(|_| last || (step + 1).is_multiple_of(self.save_every))
@@ -100,10 +99,9 @@ impl TrainingJob<'_> {
             checkpoints.wait()?;
         }
         let model = form.whole(&state)?.valid();
-        let loss_per_byte = self.test(&group, &form, &model, device)?;
-        let outcome = Outcome { losses, loss_per_byte, model };
-        self.report(&group, &outcome, device)?;
-        Ok(outcome)
+        outcome.loss_per_byte = self.test(&group, &form, &model, device)?;
+        self.report(&group, &model, &outcome, device)?;
+        Ok((outcome, model))
     }
 
     /// Goes on from the newest checkpoint.
@@ -146,7 +144,13 @@ impl TrainingJob<'_> {
     }
 
     /// Prints the sample, the peak memory of each rank, and the loss.
-    fn report<B: Backend>(&self, group: &Group, outcome: &Outcome<B>, device: &B::Device) -> Result<(), Failure> {
+    fn report<B: Backend>(
+        &self,
+        group: &Group,
+        model: &LanguageModel<B>,
+        outcome: &Outcome,
+        device: &B::Device,
+    ) -> Result<(), Failure> {
         let mut peaks = vec![peak_memory(); group.world_size()];
         group.all_gather(&mut peaks)?;
         if !self.report || group.rank() != 0 {
@@ -154,11 +158,7 @@ impl TrainingJob<'_> {
         }
         let mut out = io::stdout();
         if self.sample > 0 {
-            writeln!(
-                out,
-                "{}",
-                String::from_utf8_lossy(&sample(&outcome.model, self.sample, self.settings.seed, device))
-            )?;
+            writeln!(out, "{}", String::from_utf8_lossy(&sample(model, self.sample, self.settings.seed, device)))?;
         }
         match self.alone {
             true => writeln!(out, "peak memory of the process with all ranks: {} MiB", peaks[0] >> 20)?,
