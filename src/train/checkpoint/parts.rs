@@ -49,7 +49,9 @@ impl Parts {
         self
     }
 
-    pub(super) fn into_list(self) -> (Vec<Part>, Vec<Sample>) {
+    pub(super) fn into_list(mut self) -> (Vec<Part>, Vec<Sample>) {
+        // An optimizer lists its states in another order on each rank.
+        self.samples.sort_by(|one, other| one.name.cmp(&other.name));
         (self.list, self.samples)
     }
 
@@ -137,7 +139,9 @@ pub(super) fn check_samples(of_ranks: &[Vec<Sample>]) -> Result<(), Error> {
         let pairs = samples.iter().zip(&of_ranks[0]);
         let Some((own, _)) = pairs.into_iter().find(|(own, first)| own != first) else { continue };
         let reason = format!(
-            "`{}` of rank {rank} differs from rank 0's, so the ranks' parts do not fit together; save a fully sharded              model as a pair with its `FullyShardedParallel`, and make replicas equal before: `verify` and              `average_states` tell more",
+            "`{}` of rank {rank} differs from rank 0's, so the ranks' parts do not fit together; save a fully sharded \
+             model as a pair with its `FullyShardedParallel`, and make replicas equal before: `verify` and \
+             `average_states` tell more",
             own.name
         );
         return Err(Error::argument(SAVING, reason));
