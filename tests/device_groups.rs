@@ -4,27 +4,26 @@
 mod groups;
 #[path = "common/step.rs"]
 mod models;
+#[path = "common/trainings.rs"]
+mod trainings;
 
 use bonfire::server::DeviceCollectives;
-use bonfire::tensor::autodiff::{CollectiveBackend, all_reduce_sum};
+use bonfire::tensor::autodiff::all_reduce_sum;
 use bonfire::{
-    CollectiveConfig, CollectiveRuntime, DType, DataParallel, Error, FullyShardedParallel, Group, PeerId, ReduceOp,
-    ShardedBlock, Wgpu, WgpuDevice, all_reduce, broadcast, finish_collective, register,
+    CollectiveConfig, CollectiveRuntime, DType, DataParallel, Error, Group, PeerId, ReduceOp, Wgpu, WgpuDevice,
+    all_reduce, broadcast, finish_collective, register,
 };
 use bonfire_testing::{Kind, run_ranks};
 use burn::backend::Autodiff;
-use burn::module::{Module, Param};
+use burn::module::Param;
 use burn::nn::{Linear, LinearConfig};
-use burn::optim::{GradientsParams, Optimizer, SgdConfig};
-use burn::tensor::backend::Backend;
+use burn::optim::GradientsParams;
 use burn::tensor::{Tensor, TensorData, TensorPrimitive};
-use burn_cubecl::CubeBackend;
-use burn_fusion::Fusion;
 use cubecl::Runtime;
 use cubecl::stream_id::StreamId;
 use cubecl::wgpu::WgpuRuntime;
 use groups::{Memory, check};
-use models::Bits;
+use trainings::{check_ways, replicas_and_parts};
 
 type Collective = CollectiveRuntime<WgpuRuntime>;
 
@@ -198,23 +197,6 @@ fn sums_over_ranks_stay_on_devices_and_gradients_flow_through() {
     });
 }
 
-/// Trains in two ways on two devices. The ranks must agree bit for bit. burn's autotune may choose another kernel in
-/// between, so the two ways are only close to each other.
-fn check_ways<D: 'static>(
-    train: fn(&Group, usize, &D) -> [Bits; 2],
-    steps: usize,
-    device: impl Fn(usize) -> D + Send + Sync + 'static,
-) {
-    let results = run_ranks(Kind::Threads, 2, move |group| train(&group, steps, &device(group.rank())));
-    assert!(results[0] == results[1], "the ranks' parameters differ");
-    let [one, other] = &results[0];
-    assert_eq!(one.0.len(), other.0.len());
-    let pairs = one.0.iter().zip(&other.0).flat_map(|(a, b)| a.iter::<f64>().zip(b.iter::<f64>()));
-    for (a, b) in pairs {
-        assert!((a - b).abs() < 1e-5, "{a} one way, {b} the other");
-    }
-}
-
 #[test]
 #[ignore = "takes minutes; .ci/full runs it"]
 fn overlapped_steps_of_a_convolutional_network_with_sync_batch_norm_equal_sync() {
@@ -227,61 +209,7 @@ fn overlapped_steps_of_a_transformer_with_a_shared_embedding_equal_sync() {
     check_ways(models::language::<B>, 50, |rank| device(27, rank));
 }
 
-/// burn's own backend on wgpu, without fusion.
-type Plain = CubeBackend<WgpuRuntime, f32, i32, u32>;
-
-/// Gradients are read back from the device while the backward pass goes on.
-#[test]
-#[ignore = "takes minutes; .ci/full runs it"]
-fn overlapped_steps_equal_sync_on_backends_without_collectives() {
-    check_ways(models::language::<Autodiff<Plain>>, 10, |_| Default::default());
-    check_ways(models::convolutional::<Autodiff<Plain>>, 10, |_| Default::default());
-    check_ways(models::language::<Autodiff<Fusion<Plain>>>, 10, |_| Default::default());
-    check_ways(models::convolutional::<Autodiff<Fusion<Plain>>>, 10, |_| Default::default());
-}
-
-/// Two layers in blocks of their own, and one in none.
-#[derive(Module, Debug)]
-struct Layers<B: Backend> {
-    first: Linear<B>,
-    blocks: Vec<ShardedBlock<Linear<B>>>,
-}
-
-impl<B: Backend> Layers<B> {
-    fn loss(&self, input: Tensor<B, 2>) -> Tensor<B, 1> {
-        let x = self.first.forward(input);
-        let x = self.blocks.iter().fold(x, |x, block| block.run(|linear| linear.forward(x).tanh()));
-        x.powf_scalar(2.0).mean()
-    }
-}
-
-/// Trains as replicas and with parts of the parameters.
-fn replicas_and_parts<B: CollectiveBackend>(group: &Group, steps: usize, device: &B::Device) -> [Bits; 2] {
-    let linear = |output| LinearConfig::new(7, output).init(device);
-    let blocks = [7, 5].map(|output| ShardedBlock::new(linear(output))).into();
-    let model = Layers::<B> { first: linear(7), blocks };
-    let input = |step| models::values([3, 7], 10 * step + group.rank(), device);
-
-    let (mut replica, mut ddp) = DataParallel::new(group.clone(), model.clone()).unwrap();
-    let mut optimizer = SgdConfig::new().init();
-    for step in 0..steps {
-        let grads = GradientsParams::from_grads(replica.loss(input(step)).backward(), &replica);
-        replica = optimizer.step(0.1, replica.clone(), ddp.sync(&replica, grads, 3).unwrap());
-    }
-    let (mut parts, mut parallel) = FullyShardedParallel::new(group.clone(), model).unwrap();
-    let mut optimizer = SgdConfig::new().init();
-    for number in 0..steps {
-        let step = parallel.step(&parts, 3).unwrap();
-        let loss = step.model().loss(input(number));
-        let grads = step.finish(loss.backward()).unwrap();
-        parts = optimizer.step(0.1, parts, grads);
-    }
-    [models::bits(&replica), models::bits(&parallel.gather(&parts).unwrap())]
-}
-
 #[test]
 fn full_sharding_equals_replicas_on_devices() {
     check_ways(replicas_and_parts::<B>, 5, |rank| device(29, rank));
-    check_ways(replicas_and_parts::<Autodiff<Plain>>, 5, |_| Default::default());
-    check_ways(replicas_and_parts::<Autodiff<Fusion<Plain>>>, 5, |_| Default::default());
 }
