@@ -183,14 +183,14 @@ impl Checkpoints {
     /// [`DataParallel::average_states`](crate::DataParallel::average_states). The ranks may take an hour to write.
     ///
     /// # Errors
-    /// On all ranks the same, that of the lowest rank that fails: [`Error::Io`] if a file cannot be written, because
-    /// the disk is full for example; [`Error::InvalidArgument`] if the ranks are not at the same epoch and batch, if
-    /// their models differ, if they do not share the folder, or if burn could not load the optimizer's state. The sets before are unchanged,
-    /// and the ranks can save again. The error of a save in the background, which then was the last one. Otherwise the
-    /// errors of [`Group::all_gather`]: some ranks may take the set for complete then.
+    /// On all ranks the same, that of the lowest rank that fails: [`Error::Io`] if a file cannot be written,
+    /// because the disk is full for example; [`Error::InvalidArgument`] if the ranks are not at the same epoch and
+    /// batch, if their models differ, if they do not share the folder, or if burn could not load the optimizer's state.
+    /// The sets before are unchanged, and the ranks can save again. The error of a save in the background, which then
+    /// was the last one. Otherwise the errors of [`Group::all_gather`]: some ranks may take the set for complete then.
     pub fn save(&mut self, what: impl Save) -> Result<(), Error> {
         self.wait()?;
-        self.job(what).run(false)
+        self.job(what).run()
     }
 
     /// As [`save`](Self::save), on another thread: returns at once. First waits for the save before it, so that one is
@@ -199,9 +199,8 @@ impl Checkpoints {
     /// On Linux the thread has the lowest priority: it gets the time that the training leaves, so a save takes longer
     /// where all cores are busy.
     ///
-    /// What is saved is the state at this call. The thread first copies what this rank writes, and the state of an
-    /// optimizer that is not sharded whole. An optimizer that makes a step before that has ended cannot change its
-    /// tensors in place: that step takes longer, and needs memory for new ones.
+    /// What is saved is the state at this call. The thread holds its tensors until they are written, while the training
+    /// makes new ones: at most as many bytes as this rank holds of model and optimizer state.
     ///
     /// # Errors
     /// Those of the save before it, and then this one is not started. [`wait`](Self::wait) or the next call returns
@@ -211,7 +210,7 @@ impl Checkpoints {
         let job = self.job(what);
         let thread = thread::Builder::new().name("bonfire checkpoint".into()).spawn(move || {
             lower_priority();
-            job.run(true)
+            job.run()
         });
         // No rank would wait for this one.
         let thread = thread.map_err(|e| self.lane.abandon(Error::io("starting a thread to save a checkpoint", e)))?;
@@ -284,8 +283,7 @@ struct Job {
 }
 
 impl Job {
-    /// `beside_training` is true if the training goes on meanwhile.
-    fn run(self, beside_training: bool) -> Result<(), Error> {
+    fn run(self) -> Result<(), Error> {
         let Job { lane, folder, keep, snapshot } = self;
         let (position, collect) = match snapshot {
             Ok(Snapshot { position, collect }) => (Ok(position), Some(collect)),
@@ -300,12 +298,7 @@ impl Job {
         };
         let draft = lane.all_gather_results(draft)?.swap_remove(0);
         let draft = draft.ok_or_else(|| Error::broken(SAVING, "rank 0 has begun no set"))?;
-        let mut parts = Parts::new(lane.rank(), lane.world_size());
-        if beside_training {
-            // An optimizer that holds a tensor alone changes it in place.
-            parts = parts.reading_at_once();
-        }
-        let written = catch_unwind(AssertUnwindSafe(|| write(&folder, &draft, &lane, parts, collect)));
+        let written = catch_unwind(AssertUnwindSafe(|| write(&lane, &folder, &draft, collect)));
         let written = written.unwrap_or_else(|panic| Err(panicked(&*panic)));
         let saved = lane.all_gather_results(written).and_then(|written| {
             let (files, samples): (Vec<_>, Vec<_>) = written.into_iter().unzip();
@@ -324,10 +317,9 @@ impl Job {
 
 /// Writes this rank's file of a set.
 fn write(
+    lane: &Group,
     folder: &Path,
     draft: &Draft,
-    lane: &Group,
-    mut parts: Parts,
     collect: Option<Collect>,
 ) -> Result<(FileSummary, Vec<Sample>), Error> {
     let (rank, world_size, path) = (lane.rank(), lane.world_size(), draft.path(folder));
@@ -338,6 +330,7 @@ fn write(
         );
         return Err(Error::argument(SAVING, reason));
     }
+    let mut parts = Parts::new(rank, world_size);
     if let Some(collect) = collect {
         collect(&mut parts)?;
     }

@@ -5,8 +5,8 @@
 //!   layer above does with a group.
 //! * [`Output`], [`reduce_to_all`], [`zeroed`]: kernels and memory for the reductions of the compute server.
 //! * [`Bell`], [`lock`], [`spin`], [`oversubscribed`] and the deadlines: how threads wait for each other.
-//! * [`RankList`], [`hash`], [`random`], [`process_number`]: ranks as text, a stable hash, random numbers that cannot be
-//!   guessed.
+//! * [`RankList`], [`hash`], [`random`], [`process_number`]: ranks as text, a stable hash, random numbers that cannot
+//!   be guessed.
 //! * [`spare_memory`], [`cgroups`]: memory, and the limits on it.
 //! * [`oracle`]: expected results of reductions, for tests and for the benchmark program.
 //! * [`Report`], [`Event`] and [`LAUNCHER`]: what ranks tell `bonfire run`. [`unknown_variables`]: misspelled settings.

@@ -1,6 +1,6 @@
 //! What a rank tells the launcher that started it, `bonfire run`: that its group failed, whether the error names
-//! another rank, that its work counts as failed though no operation did, and that an operation waits. The launcher can then name the rank that failed first, whatever the
-//! programs print and in whatever order they end.
+//! another rank, that its work counts as failed though no operation did, and that an operation waits. The launcher can
+//! then name the rank that failed first, whatever the programs print and in whatever order they end.
 //!
 //! The ranks of a node inherit one end of a pair of datagram sockets; `BONFIRE_LAUNCHER` holds its descriptor, its
 //! inode and the local rank. A datagram is in the launcher's queue when the call that sends it returns, so before this

@@ -2,17 +2,18 @@
 //! here.
 //!
 //! burn-autodiff has no callback for a gradient. A backward step on the parameter is not enough: steps run by depth,
-//! deepest first. The depth of a step is one more than the greatest depth of its parents, so a step on a leaf has
-//! depth 1 and runs last. So the hook gets a second parent: a leaf whose depth is the number of nodes that were made
-//! since the forward pass began. That is at least the depth of all that the pass has computed so far. The hook therefore
-//! runs right after the steps that use the parameter, and before those of the layers that the pass ran earlier.
+//! deepest first. The depth of a step is one more than the greatest depth of its parents, so a step on a leaf has depth
+//! 1 and runs last. So the hook gets a second parent: a leaf whose depth is the number of nodes that were made since
+//! the forward pass began. That is at least the depth of all that the pass has computed so far. The hook therefore runs
+//! right after the steps that use the parameter, and before those of the layers that the pass ran earlier.
 //!
 //! The number counts the nodes of all threads, which does no harm: only the order within a graph matters.
 //!
-//! burn-autodiff keeps a graph for each set of connected nodes, and joins two graphs by moving all nodes of one of them,
-//! the smaller or the larger, to the other. A hook that joins the graph of the pass where its parameter is used would
-//! thus take time in proportion to the pass so far: 7 % of a step of 161 parameters. So the second parent of all hooks of
-//! a pass is one node, the anchor, and they are in one graph from the start. The anchor's own step does nothing.
+//! burn-autodiff keeps a graph for each set of connected nodes, and joins two graphs by moving all nodes of one of
+//! them, the smaller or the larger, to the other. A hook that joins the graph of the pass where its parameter is used
+//! would thus take time in proportion to the pass so far: 7 % of a step of 161 parameters. So the second parent of all
+//! hooks of a pass is one node, the anchor, and they are in one graph from the start. The anchor's own step does
+//! nothing.
 //!
 //! A tensor with a hook may have another value than the tensor that it stands for: the whole of a parameter of which a
 //! rank has a part. Then its value need not be kept for the backward pass. burn-autodiff's checkpointing keeps a recipe

@@ -23,8 +23,6 @@ const SAMPLE: usize = 1024;
 pub(crate) struct Parts {
     rank: usize,
     world_size: usize,
-    /// Whether bytes are read when a part is added, and not when it is written.
-    reads_at_once: bool,
     names: HashSet<String>,
     list: Vec<Part>,
     samples: Vec<Sample>,
@@ -39,14 +37,7 @@ pub(super) struct Sample {
 
 impl Parts {
     pub fn new(rank: usize, world_size: usize) -> Parts {
-        let (names, list, samples) = Default::default();
-        Parts { rank, world_size, reads_at_once: false, names, list, samples }
-    }
-
-    /// Copies the bytes of each part when it is added, so that its tensor is not held until it is written.
-    pub fn reading_at_once(mut self) -> Parts {
-        self.reads_at_once = true;
-        self
+        Parts { rank, world_size, names: HashSet::new(), list: Vec::new(), samples: Vec::new() }
     }
 
     pub(super) fn into_list(mut self) -> (Vec<Part>, Vec<Sample>) {
@@ -74,10 +65,6 @@ impl Parts {
         let dtype = stored(dtype).ok_or_else(|| {
             Error::argument(SAVING, format!("`{name}` has elements of {dtype:?}, which cannot be saved"))
         })?;
-        let read = match self.reads_at_once {
-            true => read().map(|bytes| Box::new(|| Ok(bytes)) as ReadBytes)?,
-            false => read,
-        };
         self.list.push(Part { name, dtype, shape: shape.to_vec(), range, read });
         Ok(())
     }

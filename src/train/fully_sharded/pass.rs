@@ -3,14 +3,14 @@
 //! This file has the forward pass; `backward.rs` has the backward pass and the end.
 //!
 //! # What waits
-//! A pass waits for a block that it needs: that of the forward pass wherever a parameter is first used, that of the
-//! backward pass in a recipe (`tensor/autodiff/hook.rs`), while burn-autodiff holds locks that other ranks of this
-//! process may need. What it waits for are gathers, which run on the progress threads of all ranks once every rank has
-//! started them. A rank starts its first gathers of the backward pass during its forward pass, and each further one
-//! when its own backward pass needs the block before. So a rank whose backward pass has ended keeps no other waiting,
-//! whatever locks it waits for. A rank that runs another backward pass between the two passes of a step does: see
-//! [`FullyShardedParallel`](super::FullyShardedParallel). A gradient never waits; before the next block is gathered, the
-//! backward pass of a rank that is a process waits for gradients in flight (`Scatterer::bound`).
+//! A pass waits for a block that it needs: that of the forward pass wherever a parameter is first used,
+//! that of the backward pass in a recipe (`tensor/autodiff/hook.rs`), while burn-autodiff holds locks that other ranks
+//! of this process may need. What it waits for are gathers, which run on the progress threads of all ranks once every
+//! rank has started them. A rank starts its first gathers of the backward pass during its forward pass, and each
+//! further one when its own backward pass needs the block before. So a rank whose backward pass has ended keeps no
+//! other waiting, whatever locks it waits for. A rank that runs another backward pass between the two passes of a step
+//! does: see [`FullyShardedParallel`](super::FullyShardedParallel). A gradient never waits; before the next block is
+//! gathered, the backward pass of a rank that is a process waits for gradients in flight (`Scatterer::bound`).
 
 use std::mem::replace;
 use std::sync::{Arc, Mutex};

@@ -104,9 +104,9 @@ fn a_rank_needs_its_part_of_the_training_and_a_few_blocks() {
             for Use { kept, most, resident } in needs(processes) {
                 let mib = [kept, most, resident].map(|bytes| bytes as f64 / (1 << 20) as f64);
                 println!("{transport}, {n} ranks: MiB kept, at most, resident: {mib:.1?}");
-                // Parameters, gradients and Adam's two moments; two gathered blocks, the whole gradients of two, and the
-                // one that burn has made. Over TCP the buffers from which blocks are copied to tensors count too; in
-                // shared memory they are in a segment. Buffers are kept; activations and the groups are small.
+                // Parameters, gradients and Adam's two moments; two gathered blocks, the whole gradients of two, and
+                // the one that burn has made. Over TCP the buffers from which blocks are copied to tensors count too;
+                // in shared memory they are in a segment. Buffers are kept; activations and the groups are small.
                 let (part, staging) = (BLOCKS * BLOCK / n, if transport == "tcp" { 3 } else { 0 });
                 assert!(kept <= 3 * part + (4 + staging) * BLOCK + SMALL, "{kept} bytes");
                 assert!(most <= 4 * part + (5 + staging) * BLOCK + SMALL, "{most} bytes");

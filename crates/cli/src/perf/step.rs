@@ -27,8 +27,8 @@ use crate::failure::Failure;
 /// for its part of the given time, and then its gradient is complete. Four steps are timed in turn: alone (no
 /// exchange), the exchange alone (no pauses), both, until all gradients are back, and sync, which exchanges after the
 /// backward pass. exposed is (both - alone) / exchange: 0 if the exchange is hidden, 1 if it is not. Gradients are
-/// compared with their exact mean. With --sharding full a third of the time is computed in the forward pass, and the exchange is
-/// that of the parameters in both passes and of the gradients; there is no sync.
+/// compared with their exact mean. With --sharding full a third of the time is computed in the forward pass, and the
+/// exchange is that of the parameters in both passes and of the gradients; there is no sync.
 #[derive(clap::Args, Clone)]
 #[command(after_help = "Examples:\n  bonfire perf step --transport tcp --ranks 2\n  \
                         bonfire run -n 2 --nodes 2 ... -- bonfire perf step --layers 100 --width 256 --json")]

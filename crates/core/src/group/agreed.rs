@@ -39,9 +39,9 @@ pub trait AgreedOperations {
     /// poisoned the group, which may be an earlier one.
     fn abandon(&self, error: Error) -> Error;
 
-    /// Makes [`launch`](crate::launch::launch) return this error for this rank, though its body has none, and
-    /// `bonfire run` end with status 1, though the rank succeeds: what it did with the group, or with a subgroup, cannot
-    /// be what it was meant to do. The group remains usable.
+    /// Makes [`launch`](crate::launch::launch) return this error for this rank, though its body has none, and `bonfire
+    /// run` end with status 1, though the rank succeeds: what it did with the group, or with a subgroup, cannot be what
+    /// it was meant to do. The group remains usable.
     fn object(&self, error: Error);
 
     /// Returns the state that a layer above attaches to this group. `make` creates it on first use, and it is kept

@@ -194,8 +194,8 @@ const LONG_YIELD: Duration = Duration::from_micros(500);
 const WITHOUT_YIELDS: [Duration; 2] = [Duration::from_millis(10), Duration::from_millis(200)];
 
 /// Lets another thread run. Returns false, and does nothing, if the caller should sleep instead: this thread's yields
-/// have lately let a thread compute for its whole time slice. The scheduler lets a thread that yields wait for its turn,
-/// and one that sleeps run soon after it is woken.
+/// have lately let a thread compute for its whole time slice. The scheduler lets a thread that yields wait for its
+/// turn, and one that sleeps run soon after it is woken.
 pub fn yield_now() -> bool {
     thread_local! {
         /// Until when this thread does not yield, and for how long since the last long yield.
