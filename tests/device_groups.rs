@@ -10,8 +10,8 @@ mod trainings;
 use bonfire::server::DeviceCollectives;
 use bonfire::tensor::autodiff::all_reduce_sum;
 use bonfire::{
-    CollectiveConfig, CollectiveRuntime, DType, DataParallel, Error, Group, PeerId, ReduceOp, Wgpu, WgpuDevice,
-    all_reduce, broadcast, finish_collective, register,
+    CollectiveConfig, CollectiveRuntime, DType, DataParallel, Error, PeerId, ReduceOp, Wgpu, WgpuDevice, all_reduce,
+    broadcast, finish_collective, register,
 };
 use bonfire_testing::{Kind, run_ranks};
 use burn::backend::Autodiff;
