@@ -201,13 +201,12 @@ impl Supervisor {
 
     /// Prints what is still queued, then the report of a failure. Returns the launcher's exit status.
     async fn finish(self, signals: &mut UnboundedReceiver<Signal>) -> Result<u8, RunError> {
+        let failure = |(local, what)| PrinterMessage::Failure { ends: self.fates.list(self.first_rank), local, what };
         let (status, print_deadline, report) = match self.shutdown.map(|shutdown| shutdown.cause) {
-            None => match self.fates.unsound(self.first_rank) {
-                None => (0, None, None),
-                Some((local, what)) => {
-                    (1, None, Some(PrinterMessage::Failure { ends: self.fates.list(self.first_rank), local, what }))
-                }
-            },
+            None => {
+                let report = self.fates.unsound(self.first_rank).map(failure);
+                (report.is_some().into(), None, report)
+            }
             Some(Cause::Output(error)) => return Err(RunError::Output(error)),
             Some(Cause::Signal(signal)) => {
                 (signals::exit_status(signal.as_raw()), Some(Instant::now() + PRINT_TIMEOUT), None)
@@ -215,8 +214,7 @@ impl Supervisor {
             Some(Cause::Failure) => {
                 // The failure that began the shutdown was that of a rank.
                 let Some((local, status)) = self.fates.first() else { return Ok(1) };
-                let what = self.fates.describe(local, self.first_rank);
-                (status, None, Some(PrinterMessage::Failure { ends: self.fates.list(self.first_rank), local, what }))
+                (status, None, Some(failure((local, self.fates.describe(local, self.first_rank)))))
             }
         };
         let (messages, mut notes, printer) = (self.messages, self.notes, self.printer);

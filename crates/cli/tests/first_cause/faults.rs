@@ -127,7 +127,7 @@ pub fn rank(fault: &str, victim: usize, others_panic: bool) -> ExitCode {
     let group = Group::from_env().expect("ranks find each other");
     if name == UNSOUND {
         if group.rank() == victim {
-            group.object(Error::InvalidArgument { operation: "test".into(), reason: "nothing was exchanged".into() });
+            group.object(Error::argument("test", "nothing was exchanged"));
         }
         return ExitCode::SUCCESS;
     }

@@ -211,8 +211,8 @@ pub fn yield_now() -> bool {
     true
 }
 
-/// How long a thread does not yield after a yield that took this time, given the pause before that yield if it was the
-/// first after one.
+/// How long a thread does not yield after a yield that took this time. `before` is the pause that ended with that
+/// yield, if there was one.
 fn without_yields(took: Duration, before: Option<Duration>) -> Option<Duration> {
     let [least, most] = WITHOUT_YIELDS;
     (took > LONG_YIELD).then(|| before.map_or(least, |before| (2 * before).min(most)))
