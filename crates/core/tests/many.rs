@@ -250,7 +250,7 @@ fn a_stopped_rank_is_excluded_and_gets_a_shrink_error() {
 fn messages_flow_after_rank_0_has_left_and_the_next_rank_to_go_is_named() {
     let cases: Vec<_> = KINDS.into_iter().flat_map(|kind| [(kind, false), (kind, true)]).collect();
     in_parallel(&cases, cases.len(), |&(kind, panics)| {
-        let (gone, stopped) = (Arc::new(Barrier::new(4)), Arc::new(Barrier::new(2)));
+        let (gone, stopped) = (Arc::new(Barrier::new(4)), Arc::new(Barrier::new(3)));
         let results = star(kind, 4, move |group| {
             group.barrier().unwrap();
             let rank = group.rank();
@@ -273,9 +273,9 @@ fn messages_flow_after_rank_0_has_left_and_the_next_rank_to_go_is_named() {
                     group.send(&token, to).unwrap();
                 }
             }
+            // A rank that fails ends all messages in the group, also one that is on its way: all have arrived now.
+            stopped.wait();
             if rank != 3 {
-                // The first of them that fails ends all messages in the group, also one that is on its way.
-                stopped.wait();
                 return group.recv(&mut token, 3).err();
             }
             if panics {

@@ -13,8 +13,9 @@ pub mod transport;
 pub mod wire;
 
 use std::net::TcpListener;
-use std::sync::Once;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
+use std::sync::{Once, mpsc};
 use std::thread;
 use std::time::Duration;
 
@@ -50,6 +51,10 @@ pub fn run_ranks<T: Send + 'static>(kind: Kind, n: usize, f: impl Fn(Group) -> T
     run_ranks_with(kind, n, |builder| builder, f)
 }
 
+/// How long the other ranks may take to end after one has panicked. They may wait for it where no deadline ends the
+/// wait, and a test that never ends shows no panic.
+const AFTER_A_PANIC: Duration = Duration::from_secs(60);
+
 /// As [`run_ranks`], with settings.
 pub fn run_ranks_with<T: Send + 'static>(
     kind: Kind,
@@ -58,16 +63,29 @@ pub fn run_ranks_with<T: Send + 'static>(
     f: impl Fn(Group) -> T + Clone + Send + 'static,
 ) -> Vec<T> {
     let members: Vec<usize> = (0..n).collect();
+    let (ended, ends) = mpsc::channel();
     let ranks: Vec<_> = joins(kind, &members, settings)
         .into_iter()
         .map(|door| {
-            let f = f.clone();
-            thread::spawn(move || f(door()))
+            let (f, ended) = (f.clone(), ended.clone());
+            thread::spawn(move || {
+                let result = catch_unwind(AssertUnwindSafe(|| f(door())));
+                // Nobody listens any more if this rank took longer than `AFTER_A_PANIC`.
+                let _ = ended.send(result.is_err());
+                result.unwrap_or_else(|panic| resume_unwind(panic))
+            })
         })
         .collect();
+    let mut panicked = false;
+    for _ in 0..n {
+        match ends.recv_timeout(if panicked { AFTER_A_PANIC } else { Duration::MAX }) {
+            Ok(panics) => panicked |= panics,
+            Err(_) => panic!("a rank has panicked, and others have not ended {AFTER_A_PANIC:?} later"),
+        }
+    }
     // A rank's panic says more than the errors of the ranks that lost it, so it is propagated first.
     let results: Vec<_> = ranks.into_iter().map(thread::JoinHandle::join).collect();
-    results.into_iter().map(|result| result.unwrap_or_else(|panic| std::panic::resume_unwind(panic))).collect()
+    results.into_iter().map(|result| result.unwrap_or_else(|panic| resume_unwind(panic))).collect()
 }
 
 /// As [`run_ranks`], between threads and with a closure that may borrow: runs `rank` on a thread for each of `n` ranks
