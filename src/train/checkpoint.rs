@@ -203,10 +203,11 @@ impl Checkpoints {
     /// makes new ones: at most as many bytes as this rank holds of model and optimizer state.
     ///
     /// # Errors
-    /// Those of the save before it, and then this one is not started. [`wait`](Self::wait) or the next call returns
-    /// those of this one.
+    /// Those of the save before it, and then this one is not started; [`Error::Config`] with the transport
+    /// `mpi-blocking`. [`wait`](Self::wait) or the next call returns those of this one.
     pub fn save_in_background(&mut self, what: impl Save) -> Result<(), Error> {
         self.wait()?;
+        self.lane.check_concurrent("Checkpoints::save_in_background")?;
         let job = self.job(what);
         let thread = thread::Builder::new().name("bonfire checkpoint".into()).spawn(move || {
             lower_priority();

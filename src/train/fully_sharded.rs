@@ -163,7 +163,8 @@ impl<B: AutodiffBackend> FullyShardedParallel<B> {
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] on all ranks if the models differ, or the blocks that are marked in them, or if the
-    /// mesh has other dimensions than `shard` and `replicate`; the group remains usable. Otherwise the errors of
+    /// mesh has other dimensions than `shard` and `replicate`; the group remains usable. [`Error::Config`] with the
+    /// transport `mpi-blocking`. Otherwise the errors of
     /// [`Group::subgroup`].
     ///
     /// # Panics
@@ -172,6 +173,7 @@ impl<B: AutodiffBackend> FullyShardedParallel<B> {
     pub fn new<M: AutodiffModule<B>>(mesh: impl Into<DeviceMesh>, model: M) -> Result<(M, Self), Error> {
         let mesh = mesh.into();
         let main = mesh.whole().clone();
+        main.check_concurrent(OPERATION)?;
         let [shards, replicas] = mesh.shards_and_replicas(OPERATION)?;
         let (model, identities) = rebuild(model);
         let (mut described, parameters) = describe_parameters(&model);

@@ -7,6 +7,7 @@ use burn::tensor::backend::AutodiffBackend;
 use super::agree::{Parameter, lane};
 use super::bucket::{BucketTable, Limits, buckets};
 use super::reduction::Reducer;
+use bonfire_core::internal::AgreedOperations;
 use bonfire_core::{Error, Group};
 
 /// What overlapped steps share.
@@ -21,6 +22,7 @@ pub(super) struct Overlap<B: AutodiffBackend> {
 
 impl<B: AutodiffBackend> Overlap<B> {
     pub fn new(main: &Reducer<B>) -> Result<Overlap<B>, Error> {
+        main.group.check_concurrent("DataParallel::step")?;
         let (lane, parameters) = (lane(&main.group)?, &main.parameters);
         // The last layers first: the backward pass computes their gradients first.
         let items = parameters.iter().enumerate().rev().filter(|(_, parameter)| parameter.trained);

@@ -63,8 +63,9 @@ impl<B: CollectiveBackend> DataParallel<B> {
     /// [`set_bucket_bytes`](Self::set_bucket_bytes) fixes it where two runs must have the same bits.
     ///
     /// # Errors
-    /// The first call makes a subgroup, and returns the errors of [`Group::subgroup`](crate::Group::subgroup). Errors
-    /// of the exchange come from [`finish`](TrainingStep::finish).
+    /// The first call makes a subgroup, and returns the errors of [`Group::subgroup`](crate::Group::subgroup);
+    /// [`Error::Config`] with the transport `mpi-blocking`, with which [`sync`](Self::sync) works. Errors of the
+    /// exchange come from [`finish`](TrainingStep::finish).
     #[track_caller]
     pub fn step<M: AutodiffModule<B>>(&mut self, model: &M, samples: usize) -> Result<TrainingStep<'_, B, M>, Error> {
         let (digests, mut changed) = self.due_digests(model)?;

@@ -48,6 +48,11 @@ impl Engines {
         !matches!(self, Engines::None)
     }
 
+    /// See [`Collectives::blocks_process`].
+    pub fn block_process(&self) -> bool {
+        matches!(self, Engines::AllRanks(engine) if engine.blocks_process())
+    }
+
     /// See [`Collectives::allocate`]. `None` without one engine for all ranks.
     pub fn allocate(&self, bytes: usize) -> Option<std::io::Result<Box<dyn Storage>>> {
         match self {

@@ -13,6 +13,7 @@ use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use bonfire_core::internal::AgreedOperations;
 use bonfire_core::{Algorithm, Builder, Error, Group, Operation, ReduceOp, TransportKind};
 use half::{bf16, f16};
 use matrix::{check, check_all_types, lengths};
@@ -137,6 +138,19 @@ fn max_and_min_propagate_a_nan_of_any_rank() {
         extremes(&group, f64::NAN, 1.0, f64::is_nan);
         extremes(&group, f16::NAN, f16::ONE, f16::is_nan);
         extremes(&group, bf16::NAN, bf16::ONE, bf16::is_nan);
+    });
+}
+
+#[test]
+fn what_needs_two_groups_at_once_is_refused_by_groups_that_block() {
+    on_ranks("what_needs_two_groups_at_once_is_refused_by_groups_that_block", &[1, 2], &BOTH, |builder| {
+        let group = builder.connect().unwrap();
+        let subgroup = group.subgroup(&(0..group.world_size()).collect::<Vec<_>>()).unwrap();
+        let blocks = std::env::var("BONFIRE_TRANSPORT").unwrap() == "mpi-blocking" && group.world_size() > 1;
+        for group in [group, subgroup] {
+            let outcome = group.check_concurrent("a step");
+            assert_eq!(matches!(&outcome, Err(Error::Config(_))), blocks, "{outcome:?}");
+        }
     });
 }
 

@@ -39,6 +39,10 @@ pub trait AgreedOperations {
     /// poisoned the group, which may be an earlier one.
     fn abandon(&self, error: Error) -> Error;
 
+    /// Fails if an operation keeps those of this process's other groups waiting until it has ended, so that ranks whose
+    /// groups take turns in different orders would wait for each other. `what` needs groups that do not wait.
+    fn check_concurrent(&self, what: &str) -> Result<(), Error>;
+
     /// Makes [`launch`](crate::launch::launch) return this error for this rank, though its body has none, and `bonfire
     /// run` end with status 1, though the rank succeeds: what it did with the group, or with a subgroup, cannot be what
     /// it was meant to do. The group remains usable.
@@ -102,6 +106,16 @@ impl AgreedOperations for Group {
         // After the operations before it, which may still complete.
         let _turn = self.core.queue.turn(&Deadline::after(self.deadline()));
         self.core.abort(error)
+    }
+
+    fn check_concurrent(&self, what: &str) -> Result<(), Error> {
+        if self.world_size() == 1 || !self.core.executor.engines.block_process() {
+            return Ok(());
+        }
+        Err(Error::Config(format!(
+            "{what} needs two groups at once, and with `mpi-blocking` a process is in one operation at a time: set \
+             BONFIRE_TRANSPORT=mpi"
+        )))
     }
 
     fn object(&self, error: Error) {

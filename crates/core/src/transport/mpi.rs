@@ -313,4 +313,8 @@ impl Collectives for Mpi {
         // A plan in a blocking group waits as on other transports, and must answer peers that ask for its call.
         if self.watchdog.is_none() { self.agree(site, deadline) } else { self.announce(site) }
     }
+
+    fn blocks_process(&self) -> bool {
+        self.watchdog.is_some()
+    }
 }

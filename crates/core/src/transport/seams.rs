@@ -134,6 +134,11 @@ pub trait Collectives: Send + Sync {
         Ok(())
     }
 
+    /// Whether an operation keeps all others of this process waiting until it has ended, also those of other groups.
+    fn blocks_process(&self) -> bool {
+        false
+    }
+
     /// Allocates zeroed memory for a buffer of `bytes` bytes in which this engine's operations are faster than in
     /// ordinary memory. `None` where they are not.
     fn allocate(&self, _bytes: usize) -> Option<io::Result<Box<dyn Storage>>> {
