@@ -16,6 +16,10 @@ use crate::train::bucket::{Bucket, BucketOp, BucketTable, Weighting, scale};
 use crate::train::schedule::Schedule;
 use bonfire_core::{Buffer, DType, Error, Group, Work};
 
+/// Memory of whole gradients that is kept where it is bounded: for those that are reduced and those that are filled.
+/// One more is in flight at the end of a pass, where no block is gathered again.
+const KEPT: usize = 2;
+
 /// Reduces gradients over the ranks that keep their parts, and then each part over its replicas.
 pub(super) struct Scatterer<B: AutodiffBackend> {
     pub lane: Group,
@@ -199,7 +203,9 @@ impl<B: AutodiffBackend> Scatterer<B> {
             let op = BucketOp::AllReduce(scatter.weighting.reduction());
             scatter.replicating.push_back((number, part.start(&self.replicas, carrier, op)?));
         }
-        self.memory.extend(whole.into_memory());
+        if !self.bounded || self.memory.len() < KEPT {
+            self.memory.extend(whole.into_memory());
+        }
         Ok(())
     }
 
