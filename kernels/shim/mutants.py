@@ -77,7 +77,7 @@ MUTANTS = [
     # Failures.
     ("peers' calls are not compared", "signal.cuh", "return theirs == digest ||", "return true ||"),
     ("a push does not compare calls", "all_reduce_push.cu", "well = meeting.agrees(r, data[r]);", "well = true;"),
-    ("peers' failures are not checked", "signal.cuh", "failure = failure ? failure : news;", ""),
+    ("peers' failures are not checked", "signal.cuh", "any |= news[peer];", ""),
     ("the host's abort is not checked", "signal.cuh", "if (ptx::load_relaxed_system(&host().abort))", "if (false)"),
     ("no timeout", "signal.cuh", "if (ptx::nanoseconds() - began > call.timeout)", "if (false)"),
     ("no timeout for a call's end", "order.cu", "!aborted && ptx::nanoseconds() - began <= order.timeout", "!aborted"),
