@@ -174,10 +174,11 @@ FAILURES = 9
 
 
 def least(kernel):
-    """The fewest loads, loads of the next rank while one is added, and words that a kernel must have in flight."""
+    """The fewest loads and words that a kernel must have in flight. A reducing kernel loads tiles of two ranks, and as
+    many as one tile has must still be in flight when the first one is added."""
     if reducing := REDUCING.fullmatch(kernel):
         tile = TILE[reducing[2]]
-        return tile, tile, FAILURES
+        return 2 * tile, tile, FAILURES
     if kernel in MOVING:
         return TILE["Byte"], 0, FAILURES
     return 0, 0, FAILURES if kernel.startswith("push_") else 0
@@ -185,7 +186,7 @@ def least(kernel):
 
 def shortcomings(kernel, has):
     """What a kernel lacks, as messages."""
-    names = ("loads in flight", "loads of the next rank in flight while one is added", "words in flight")
+    names = ("loads in flight", "loads in flight while others are used", "words in flight")
     lacks = [f"{are} {name}, not {must}" for are, name, must in zip(has, names, least(kernel)) if are < must]
     return lacks + ([f"spills ({has.spills})"] if has.spills else [])
 

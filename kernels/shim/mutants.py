@@ -51,11 +51,13 @@ MUTANTS = [
         "        if (!meeting.meet()) return false;\n",
         "        store<T, N>(target, result, reach);\n",
     ),
-    swapped(
+    (
         "all_to_all writes before it has read",
         "all_to_all.cu",
+        "        load_two<Byte, N>(out, at.mine, in, at.theirs, reach, true);\n",
+        "        load<Byte, N>(out, at.mine, reach);\n"
+        "        store<Byte, N>(at.to_them, out, reach);\n"
         "        load<Byte, N>(in, at.theirs, reach);\n",
-        "        store<Byte, N>(at.to_them, out, reach);\n",
     ),
     # Members.
     ("all members are the first one", "signal.cuh", "member(call.member[blockIdx.x])", "member(call.member[0])"),
