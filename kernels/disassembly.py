@@ -3,12 +3,13 @@
 A warp stalls on memory in one way only: a load increments one of six scoreboards when it is issued and decrements it
 when its data is there, and an instruction may wait until some scoreboards are zero. ptxas writes both into the control
 word of each instruction, so loads are counted as the hardware counts them: a load is in flight until the first
-instruction that waits for its scoreboard, whoever else's wait that is. What an instruction reads would not tell: an
-unrelated one may wait because its load shares a scoreboard.
+instruction that waits for its scoreboard. Which registers instructions read would not tell: loads may share a
+scoreboard, and an instruction that needs one of them then waits for all.
 
-The count follows all paths through a kernel's control flow graph, loops included. Every point is a start with nothing
-in flight. A predicated load counts as issued. A subroutine ends what is in flight. As a check of the control words'
-position in an architecture's encoding, no instruction may name a register that a load in flight has yet to write.
+The count follows all paths from every load through the control flow graph, loops included, with nothing else
+in flight. A predicated load counts as issued; a call of a subroutine counts as a wait for everything. Where the control
+words are in an instruction is not documented, so it is checked on every path: no instruction may name a register that a
+load in flight has yet to write.
 """
 
 import collections
@@ -53,9 +54,9 @@ class Instruction:
         """Returns whether execution may go on with the next instruction, and the target's address or None."""
         kind = self.opcode.split(".")[0]
         if kind == "BRA":
-            *conditions, target = self.operands.split(",")[-1].split()
-            sure = not self.conditional and "," not in self.operands and not conditions
-            return not sure, int(target, 16)
+            # A condition is a predicate of the instruction, or an operand before the target.
+            *condition, target = self.operands.split(",")
+            return self.conditional or bool(condition), int(target, 16)
         return self.conditional or kind not in ("EXIT", "RET", "BRX", "BRXU", "JMP", "JMX"), None
 
 
