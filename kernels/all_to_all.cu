@@ -14,9 +14,8 @@ __device__ __forceinline__ void exchange(const Exchange &at, u64 bytes, u32 part
     Slots<N> slots(bytes);
     Part part(slots.all, parts, index);
     for_tiles<Byte>(slots, part.first, part.first + part.count, [&](const Reach<Byte, N> &reach) {
-        Tile<Byte, N> out, in;
-        load<Byte, N>(out, at.mine, reach);
-        load<Byte, N>(in, at.theirs, reach);
+        Tile<Byte, N> out = {}, in = {};
+        load_two<Byte, N>(out, at.mine, in, at.theirs, reach, true);
         store<Byte, N>(at.to_them, out, reach);
         store<Byte, N>(at.to_me, in, reach);
     });

@@ -9,39 +9,60 @@
 #include "signal.cuh"
 #include "vector.cuh"
 
+// The accumulators of a tile.
+template <class R, u32 N>
+using Sums = typename R::Accumulator[UNROLL<typename R::Element>][N];
+
+template <class R, u32 N, bool FIRST>
+__device__ __forceinline__ void join(Sums<R, N> &sums, const Tile<typename R::Element, N> &tile) {
+    typedef typename R::Element T;
+    typedef typename R::Accumulator A;
+#pragma unroll
+    for (u32 i = 0; i < UNROLL<T>; ++i) {
+        Pack<T, N> pack = unpack<T, N>(tile[i]);
+#pragma unroll
+        for (u32 lane = 0; lane < N; ++lane) {
+            A value = Widen<A, T>::from(pack.lane[lane]);
+            if constexpr (FIRST) sums[i][lane] = value;
+            else sums[i][lane] = R::join(sums[i][lane], value);
+        }
+    }
+}
+
+// Joins the packs of `rank` and of the next one, if there is one. Both ranks' loads are in flight before either's packs
+// are used.
+template <class R, u32 N, bool FIRST>
+__device__ __forceinline__ void join_two(Sums<R, N> &sums, const Meeting &meeting, u32 rank, u64 from,
+                                         const Reach<typename R::Element, N> &reach) {
+    typedef typename R::Element T;
+    bool second = rank + 1 < meeting.call.ranks;
+    // Lanes that are not loaded are computed with, but not stored.
+    Tile<T, N> one = {}, other = {};
+    const T *source = meeting.source<T>(rank) + from, *next = meeting.source<T>(rank + second) + from;
+    load_two<T, N>(one, source, other, next, reach, second);
+    join<R, N, FIRST>(sums, one);
+    if (second) join<R, N, false>(sums, other);
+}
+
 // Combines a tile of all ranks' sources, from element `from` on, in the order of ranks, whichever rank does it. To
-// start with its own source would spread the load over the links better, but give other bits than the host. The next
-// rank's loads are issued before one rank's packs are added.
+// start with its own source would spread the load over the links better, but give other bits than the host.
 template <class R, u32 N>
 __device__ __forceinline__ void combine(Tile<typename R::Element, N> &result, const Meeting &meeting, u64 from,
                                         const Reach<typename R::Element, N> &reach) {
     typedef typename R::Element T;
-    typedef typename R::Accumulator A;
     u32 ranks = u32(meeting.call.ranks);
-    // Lanes that are not loaded are computed with, but not stored.
-    Tile<T, N> ahead = {};
-    A sum[UNROLL<T>][N];
-    load<T, N>(ahead, meeting.source<T>(0) + from, reach);
-    for (u32 rank = 0; rank < ranks; ++rank) {
-        Tile<T, N> now;
-#pragma unroll
-        for (u32 i = 0; i < UNROLL<T>; ++i) now[i] = ahead[i];
-        if (rank + 1 < ranks) load<T, N>(ahead, meeting.source<T>(rank + 1) + from, reach);
-#pragma unroll
-        for (u32 i = 0; i < UNROLL<T>; ++i) {
-#pragma unroll
-            for (u32 lane = 0; lane < N; ++lane) {
-                A value = Widen<A, T>::from(now[i].lane[lane]);
-                sum[i][lane] = rank == 0 ? value : R::join(sum[i][lane], value);
-            }
-        }
-    }
+    Sums<R, N> sums;
+    join_two<R, N, true>(sums, meeting, 0, from, reach);
+#pragma unroll 1
+    for (u32 rank = 2; rank < ranks; rank += 2) join_two<R, N, false>(sums, meeting, rank, from, reach);
 #pragma unroll
     for (u32 i = 0; i < UNROLL<T>; ++i) {
+        Pack<T, N> pack;
 #pragma unroll
         for (u32 lane = 0; lane < N; ++lane) {
-            result[i].lane[lane] = Narrow<T, A>::from(R::finish(sum[i][lane], ranks));
+            pack.lane[lane] = Narrow<T, typename R::Accumulator>::from(R::finish(sums[i][lane], ranks));
         }
+        result[i] = hold(pack);
     }
 }
 

@@ -6,11 +6,12 @@
 
 #include "signal.cuh"
 
-// Instantiates the template `form` over reductions as one kernel.
-#define KERNEL(form, reduction, Reduction, type)                                           \
-    extern "C" __global__ void __launch_bounds__(MAX_THREADS) form##_##reduction##_##type( \
-        const __grid_constant__ Call call) {                                               \
-        form<Reduction<type>>(call);                                                       \
+// Instantiates the template `form` over reductions as one kernel. One block per multiprocessor is enough: without the
+// 1, the compiler spills on some GPUs to make room for a second one.
+#define KERNEL(form, reduction, Reduction, type)                                              \
+    extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1) form##_##reduction##_##type( \
+        const __grid_constant__ Call call) {                                                  \
+        form<Reduction<type>>(call);                                                          \
     }
 
 #define WITH_EVERY_TYPE(NAME, reduction, Reduction)                                                \

@@ -17,7 +17,7 @@ __device__ __forceinline__ void spread_packs(const Meeting &meeting, const Byte 
     Slots<N> slots(bytes);
     Part part(slots.all, parts, index);
     for_tiles<Byte>(slots, part.first, part.first + part.count, [&](const Reach<Byte, N> &reach) {
-        Tile<Byte, N> tile;
+        Tile<Byte, N> tile = {};
         load<Byte, N>(tile, from, reach);
         // Each rank starts with another target, so that they do not all write to one.
         for (u32 i = 0, peer = rank; i < ranks; ++i, peer = peer + 1 == ranks ? 0 : peer + 1) {

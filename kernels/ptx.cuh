@@ -54,26 +54,22 @@ __device__ __forceinline__ Pair load_pair_relaxed_system(const Pair *at) {
 }
 
 // Ordinary accesses to 16 bytes of a tensor at once. Written in PTX, because the compiler splits some of those in C++.
-template <class P>
-__device__ __forceinline__ P load_16(const P *at) {
-    static_assert(sizeof(P) == 16 && alignof(P) == 16, "16 bytes");
-    uint4 words;
-    asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w)
-                 : "l"(at)
+struct alignas(16) Quad {
+    u32 word[4];
+};
+
+// Leaves `value` as it is if not `present`. The compiler would put a conditional load in C++ into a branch, together
+// with what uses it, so that each load waits for the one before.
+__device__ __forceinline__ void load_quad_if(bool present, const Quad *at, Quad &value) {
+    asm volatile("{.reg .pred p; setp.ne.u32 p, %5, 0; @p ld.global.v4.u32 {%0, %1, %2, %3}, [%4];}"
+                 : "+r"(value.word[0]), "+r"(value.word[1]), "+r"(value.word[2]), "+r"(value.word[3])
+                 : "l"(at), "r"(u32(present))
                  : "memory");
-    P value;
-    memcpy(&value, &words, 16);
-    return value;
 }
 
-template <class P>
-__device__ __forceinline__ void store_16(P *at, const P &value) {
-    static_assert(sizeof(P) == 16 && alignof(P) == 16, "16 bytes");
-    uint4 words;
-    memcpy(&words, &value, 16);
+__device__ __forceinline__ void store_quad(Quad *at, Quad value) {
     asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};"
-                 ::"l"(at), "r"(words.x), "r"(words.y), "r"(words.z), "r"(words.w)
+                 ::"l"(at), "r"(value.word[0]), "r"(value.word[1]), "r"(value.word[2]), "r"(value.word[3])
                  : "memory");
 }
 

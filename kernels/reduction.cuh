@@ -30,8 +30,11 @@ template <> struct Wider<u32> { typedef u32 Sum; typedef u64 Exact; };
 template <> struct Wider<i64> { typedef u64 Sum; typedef Long<i64> Exact; };
 template <> struct Wider<u64> { typedef u64 Sum; typedef Long<u64> Exact; };
 
-// Max and Min of integers are computed in the element's type: unsigned wrapping would lose the sign.
+// Max and Min of integers are computed with the element's sign, which unsigned wrapping would lose. Those of bytes take
+// whole registers anyway, and in the element's type the compiler would extend them again at every step.
 template <class T> struct Ordered { typedef T Type; };
+template <> struct Ordered<i8> { typedef i32 Type; };
+template <> struct Ordered<u8> { typedef u32 Type; };
 template <> struct Ordered<f16> { typedef f32 Type; };
 template <> struct Ordered<bf16> { typedef f32 Type; };
 

@@ -186,15 +186,22 @@ class Meeting {
         }
     }
 
-    // Whether nothing has failed yet, here or on a peer. A peer's failure is reported as this rank's failure.
+    // Whether nothing has failed yet, here or on a peer. A peer's failure is reported as this rank's failure. The loads
+    // are in flight together, also of the words of ranks that the group lacks, which stay zero: a call waits for this
+    // before its first signal.
     __device__ bool sound() {
         u64 failure = ptx::load_relaxed_system(&own.failure);
-        for (u32 peer = 0; peer < call.ranks; ++peer) {
-            u64 news = ptx::load_relaxed_system(&own.news[peer]);
-            failure = failure ? failure : news;
-        }
-        if (failure) fail(failure);
-        return !failure;
+        u64 news[MAX_RANKS];
+#pragma unroll
+        for (u32 peer = 0; peer < MAX_RANKS; ++peer) news[peer] = ptx::load_relaxed_system(&own.news[peer]);
+        // Not the first failure, for which the compiler would make a load depend on the others.
+        u64 any = failure;
+#pragma unroll
+        for (u32 peer = 0; peer < MAX_RANKS; ++peer) any |= news[peer];
+        if (!any) return true;
+#pragma unroll
+        for (u32 peer = 0; peer < MAX_RANKS; ++peer) failure = failure ? failure : news[peer];
+        return fail(failure);
     }
 
     // Waits until `missing()` returns NOBODY instead of the rank that is waited for.

@@ -25,8 +25,33 @@ struct Byte {
 template <>
 constexpr u32 UNROLL<Byte> = 4;
 
+// A pack from load to use. If 16 bytes were held as elements, they would be taken apart as soon as they are loaded,
+// which waits for the load, and those of 16 bits would take a register each.
+template <class T, u32 N, bool WIDE = N * sizeof(T) == 16>
+struct Held {
+    typedef Pack<T, N> Type;
+};
 template <class T, u32 N>
-using Tile = Pack<T, N>[UNROLL<T>];
+struct Held<T, N, true> {
+    typedef ptx::Quad Type;
+};
+
+template <class T, u32 N>
+__device__ __forceinline__ Pack<T, N> unpack(const typename Held<T, N>::Type &held) {
+    Pack<T, N> pack;
+    memcpy(&pack, &held, sizeof pack);
+    return pack;
+}
+
+template <class T, u32 N>
+__device__ __forceinline__ typename Held<T, N>::Type hold(const Pack<T, N> &pack) {
+    typename Held<T, N>::Type held;
+    memcpy(&held, &pack, sizeof held);
+    return held;
+}
+
+template <class T, u32 N>
+using Tile = typename Held<T, N>::Type[UNROLL<T>];
 
 // The slots of `count` elements in packs of N.
 template <u32 N>
@@ -39,51 +64,81 @@ struct Slots {
 template <class T, u32 N>
 struct Reach {
     u64 first, end, packs;
-    bool whole;  // all are packs
+    bool ragged;  // some slots may be elements
 
     __device__ Reach(Slots<N> slots, u64 first, u64 end)
         : first(first), end(end), packs(slots.packs),
-          whole(first + (UNROLL<T> - 1) * blockDim.x < (end < slots.packs ? end : slots.packs)) {}
+          ragged(N > 1 && end > slots.packs && first + (UNROLL<T> - 1) * blockDim.x >= slots.packs) {}
 
-    // Calls `pack(i, at)` or `element(i, at)` for slot i of the tile; `at` is its first element's index in the tensor.
-    template <class OfPack, class OfElement>
-    __device__ __forceinline__ void each(OfPack pack, OfElement element) const {
+    // Calls `pack(i, at, present)` for each slot i of the tile, whether it is a pack or not; `at` is the index of its
+    // first element in the tensor. No branches: loads are in flight together, also if only some slots are packs.
+    template <class Body>
+    __device__ __forceinline__ void each_pack(Body pack) const {
+        u64 below = end < packs ? end : packs;
 #pragma unroll
         for (u32 i = 0; i < UNROLL<T>; ++i) {
             u64 slot = first + i * blockDim.x;
-            if (whole || slot < packs && slot < end) pack(i, slot * N);
-            else if (slot < end) element(i, packs * N + (slot - packs));
+            pack(i, slot * N, slot < below);
+        }
+    }
+
+    // Calls `element(i, at)` for each slot i of the tile that is an element. There is one only in ragged tiles.
+    template <class Body>
+    __device__ __forceinline__ void each_element(Body element) const {
+#pragma unroll
+        for (u32 i = 0; i < UNROLL<T>; ++i) {
+            u64 slot = first + i * blockDim.x;
+            if (slot >= packs && slot < end) element(i, packs * N + (slot - packs));
         }
     }
 };
 
-// One pack.
-template <class T, u32 N>
-__device__ __forceinline__ Pack<T, N> load(const T *at) {
-    const Pack<T, N> *pack = reinterpret_cast<const Pack<T, N> *>(at);
-    if constexpr (sizeof(Pack<T, N>) == 16) return ptx::load_16(pack);
-    else return *pack;
-}
-
-template <class T, u32 N>
-__device__ __forceinline__ void store(T *at, const Pack<T, N> &value) {
-    Pack<T, N> *pack = reinterpret_cast<Pack<T, N> *>(at);
-    if constexpr (sizeof(Pack<T, N>) == 16) ptx::store_16(pack, value);
-    else *pack = value;
-}
-
 // Loads a tile from the tensor `from`, or stores it to the tensor `to`. Sources are not `const __restrict__`: that
-// would allow loads through a cache that does not see other GPUs' stores.
+// would allow loads through a cache that does not see other GPUs' stores. What is not loaded stays as it is.
+template <class T, u32 N>
+__device__ __forceinline__ void load_packs(Tile<T, N> &tile, const T *from, const Reach<T, N> &reach, bool any) {
+    typedef typename Held<T, N>::Type Type;
+    reach.each_pack([&](u32 i, u64 at, bool present) {
+        const Type *pack = reinterpret_cast<const Type *>(from + at);
+        if constexpr (sizeof(Type) == 16) ptx::load_quad_if(any && present, pack, tile[i]);
+        else if (any && present) tile[i] = *pack;
+    });
+}
+
+template <class T, u32 N>
+__device__ __forceinline__ void load_elements(Tile<T, N> &tile, const T *from, const Reach<T, N> &reach) {
+    reach.each_element([&](u32 i, u64 at) { tile[i] = hold(Pack<T, N>{{from[at]}}); });
+}
+
 template <class T, u32 N>
 __device__ __forceinline__ void load(Tile<T, N> &tile, const T *from, const Reach<T, N> &reach) {
-    reach.each([&](u32 i, u64 at) { tile[i] = load<T, N>(from + at); },
-               [&](u32 i, u64 at) { tile[i].lane[0] = from[at]; });
+    if (reach.ragged) load_elements<T, N>(tile, from, reach);
+    load_packs<T, N>(tile, from, reach, true);
+}
+
+// Loads two tiles, the second one only if it is `present`. The packs of both are in flight together: the branch for
+// elements comes first, because a branch between a load and its use would let the compiler wait for all loads at once.
+template <class T, u32 N>
+__device__ __forceinline__ void load_two(Tile<T, N> &first, const T *from_first, Tile<T, N> &second,
+                                         const T *from_second, const Reach<T, N> &reach, bool present) {
+    if (reach.ragged) {
+        load_elements<T, N>(first, from_first, reach);
+        if (present) load_elements<T, N>(second, from_second, reach);
+    }
+    load_packs<T, N>(first, from_first, reach, true);
+    load_packs<T, N>(second, from_second, reach, present);
 }
 
 template <class T, u32 N>
 __device__ __forceinline__ void store(T *to, const Tile<T, N> &tile, const Reach<T, N> &reach) {
-    reach.each([&](u32 i, u64 at) { store<T, N>(to + at, tile[i]); },
-               [&](u32 i, u64 at) { to[at] = tile[i].lane[0]; });
+    typedef typename Held<T, N>::Type Type;
+    reach.each_pack([&](u32 i, u64 at, bool present) {
+        if (!present) return;
+        Type *pack = reinterpret_cast<Type *>(to + at);
+        if constexpr (sizeof(Type) == 16) ptx::store_quad(pack, tile[i]);
+        else *pack = tile[i];
+    });
+    if (reach.ragged) reach.each_element([&](u32 i, u64 at) { to[at] = unpack<T, N>(tile[i]).lane[0]; });
 }
 
 // Calls `tile(reach)` for this thread's tiles of the slots from `first` to below `end`, which all blocks of a member

@@ -16,7 +16,7 @@
 #define __forceinline__ inline
 #define __shared__ static thread_local
 #define __grid_constant__
-#define __launch_bounds__(threads)
+#define __launch_bounds__(...)
 
 #define BONFIRE_PTX_CUH  // replaced by the following
 #include "../types.cuh"
@@ -93,17 +93,15 @@ inline Pair load_pair_relaxed_system(const Pair *at) {
     return {shim::atomic(&at->low).load(std::memory_order_relaxed), high};
 }
 
-template <class P>
-P load_16(const P *at) {
-    static_assert(sizeof(P) == 16 && alignof(P) == 16, "16 bytes");
-    return *at;
+struct alignas(16) Quad {
+    u32 word[4];
+};
+
+inline void load_quad_if(bool present, const Quad *at, Quad &value) {
+    if (present) value = *at;
 }
 
-template <class P>
-void store_16(P *at, const P &value) {
-    static_assert(sizeof(P) == 16 && alignof(P) == 16, "16 bytes");
-    *at = value;
-}
+inline void store_quad(Quad *at, Quad value) { *at = value; }
 
 inline u64 add_acquire_release_device(u64 *at, u64 value) {
     shim::delay();

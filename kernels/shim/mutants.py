@@ -51,11 +51,13 @@ MUTANTS = [
         "        if (!meeting.meet()) return false;\n",
         "        store<T, N>(target, result, reach);\n",
     ),
-    swapped(
+    (
         "all_to_all writes before it has read",
         "all_to_all.cu",
+        "        load_two<Byte, N>(out, at.mine, in, at.theirs, reach, true);\n",
+        "        load<Byte, N>(out, at.mine, reach);\n"
+        "        store<Byte, N>(at.to_them, out, reach);\n"
         "        load<Byte, N>(in, at.theirs, reach);\n",
-        "        store<Byte, N>(at.to_them, out, reach);\n",
     ),
     # Members.
     ("all members are the first one", "signal.cuh", "member(call.member[blockIdx.x])", "member(call.member[0])"),
@@ -77,7 +79,7 @@ MUTANTS = [
     # Failures.
     ("peers' calls are not compared", "signal.cuh", "return theirs == digest ||", "return true ||"),
     ("a push does not compare calls", "all_reduce_push.cu", "well = meeting.agrees(r, data[r]);", "well = true;"),
-    ("peers' failures are not checked", "signal.cuh", "failure = failure ? failure : news;", ""),
+    ("peers' failures are not checked", "signal.cuh", "any |= news[peer];", ""),
     ("the host's abort is not checked", "signal.cuh", "if (ptx::load_relaxed_system(&host().abort))", "if (false)"),
     ("no timeout", "signal.cuh", "if (ptx::nanoseconds() - began > call.timeout)", "if (false)"),
     ("no timeout for a call's end", "order.cu", "!aborted && ptx::nanoseconds() - began <= order.timeout", "!aborted"),

@@ -1,0 +1,210 @@
+"""What a compiler made of the kernels: loads in flight, registers and spills, read from cubins.
+
+A warp stalls on memory in one way only: a load increments one of six scoreboards when it is issued and decrements it
+when its data is there, and an instruction may wait until some scoreboards are zero. ptxas writes both into the control
+word of each instruction, so loads are counted as the hardware counts them: a load is in flight until the first
+instruction that waits for its scoreboard. Which registers instructions read would not tell: loads may share a
+scoreboard, and an instruction that needs one of them then waits for all.
+
+The count follows all paths from every load through the control flow graph, loops included, with nothing else
+in flight. A predicated load counts as issued; a call of a subroutine counts as a wait for everything. Where the control
+words are in an instruction is not documented, so it is checked on every path: no instruction may name a register that a
+load in flight has yet to write.
+"""
+
+import collections
+import json
+import re
+import struct
+import subprocess
+import tempfile
+
+# What a kernel does at once. `loads` and `ahead` refer to loads of 16 bytes or more of a tensor, `words` to the 8-byte
+# loads that poll failures and signals.
+Figures = collections.namedtuple("Figures", "loads ahead words registers spills")
+
+BULK = re.compile(r"LDG?\.E(\.\w+)*\.(128|256)\b(?!.*STRONG)")
+WORD = re.compile(r"LDG?\.E\.64\.STRONG\.SYS")
+SPILL = re.compile(r"(LDL|STL)\b")
+# More loads than this are not told apart.
+MOST = 24
+
+
+class Undecodable(Exception):
+    pass
+
+
+class Instruction:
+    def __init__(self, listed, control):
+        self.opcode = listed["opcode"]
+        self.operands = listed.get("operands", "")
+        self.conditional = "predicate" in listed
+        # Bits 41 and above of an instruction's second word: stall count (4), yield (1), scoreboard that is released
+        # when the result is there (3; 7 is none), the same when the operands are read (3), scoreboards to wait for (6).
+        self.sets = control >> 46 & 7
+        self.waits = {board for board in range(6) if control >> 52 >> board & 1}
+        # Waits until all but a number of loads are there. Loads may overtake each other, so this assumes all.
+        if self.opcode.startswith("DEPBAR"):
+            self.waits |= {int(board) for board in re.findall(r"SB(\d)", self.operands)}
+
+    def names(self):
+        return {int(register) for register in re.findall(r"\bR(\d+)", self.operands)}
+
+    def branch(self):
+        """Returns whether execution may go on with the next instruction, and the target's address or None."""
+        kind = self.opcode.split(".")[0]
+        if kind == "BRA":
+            # A condition is a predicate of the instruction, or an operand before the target.
+            *condition, target = self.operands.split(",")
+            return self.conditional or bool(condition), int(target, 16)
+        return self.conditional or kind not in ("EXIT", "RET", "BRX", "BRXU", "JMP", "JMX"), None
+
+
+def control_words(cubin):
+    """Returns each kernel's control words, number of registers, and stack frame's bytes, by name."""
+    (offset,) = struct.unpack_from("<Q", cubin, 0x28)
+    count, names = struct.unpack_from("<HH", cubin, 0x3C)
+    headers = [struct.unpack_from("<IIQQQQIIQQ", cubin, offset + 64 * i) for i in range(count)]
+    attributes, code = {}, {}
+    for name, _, _, _, start, size, _, info, _, _ in headers:
+        name = headers[names][4] + name
+        name = cubin[name : cubin.index(b"\0", name)].decode()
+        if name == ".nv.info":
+            at = start
+            while at < start + size:
+                form, attribute, length = struct.unpack_from("<BBH", cubin, at)
+                if form == 4 and length == 8:
+                    symbol, value = struct.unpack_from("<II", cubin, at + 4)
+                    attributes[attribute, symbol] = value
+                at += 4 + (length if form == 4 else 0)
+        if name.startswith(".text."):
+            words = struct.unpack_from(f"<{size // 8}Q", cubin, start)
+            code[name.removeprefix(".text.")] = (words[1::2], info & 0xFFFFFF)
+    registers, frame = 0x2F, 0x11  # EIATTR_REGCOUNT, EIATTR_FRAME_SIZE
+    return {
+        kernel: (words, attributes[registers, symbol], attributes[frame, symbol])
+        for kernel, (words, symbol) in code.items()
+    }
+
+
+def disassemble(nvdisasm, cubin):
+    """Returns each kernel's instructions, number of registers, and stack frame's bytes, by name."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        listing = subprocess.run([nvdisasm, "-json", file.name], check=True, capture_output=True, text=True).stdout
+    code = control_words(cubin)
+    kernels = {}
+    # Subroutines are listed as functions of their own at the end of the section of the kernel that calls them.
+    for function in json.loads(listing)[1]:
+        name = function["function-name"]
+        if name in code:
+            words, registers, frame = code[name]
+            instructions = [Instruction(*pair) for pair in zip(function["sass-instructions"], words)]
+            kernels[name] = (instructions, registers, frame)
+    if kernels.keys() != code.keys():
+        raise Undecodable(f"kernels not listed: {code.keys() - kernels.keys()}")
+    return kernels
+
+
+def in_flight(instructions, is_load):
+    """Counts loads on all paths. Returns two numbers: how many are in flight at once, and how many that an instruction
+    does not wait for were issued after all that it waits for."""
+    branches = [instruction.branch() for instruction in instructions]
+    loads = [bool(is_load.match(instruction.opcode)) for instruction in instructions]
+    # A state is the loads in flight, as the scoreboard and the first register of each, oldest first.
+    seen = collections.defaultdict(set)
+    todo = [(at, ()) for at, load in enumerate(loads) if load]
+    most = ahead = 0
+    while todo:
+        at, state = todo.pop()
+        while at < len(instructions) and state not in seen[at]:
+            seen[at].add(state)
+            instruction = instructions[at]
+            if state and instruction.waits:
+                there = [i for i, (board, _) in enumerate(state) if board in instruction.waits]
+                if there:
+                    ahead = max(ahead, len(state) - 1 - there[-1])
+                    state = tuple(load for load in state if load[0] not in instruction.waits)
+            if state and not loads[at]:
+                names = instruction.names()
+                for _, register in state:
+                    if register in names:
+                        raise Undecodable(f"{instruction.opcode} {instruction.operands} does not wait for R{register}")
+            if loads[at]:
+                if instruction.sets > 5:
+                    raise Undecodable(f"{instruction.opcode} {instruction.operands} has no scoreboard")
+                register = int(re.match(r"R(\d+)", instruction.operands)[1])
+                state = (*state, (instruction.sets, register))[-MOST:]
+                most = max(most, len(state))
+            if instruction.opcode.startswith("CALL"):
+                state = ()
+            goes_on, target = branches[at]
+            if not state:
+                break
+            if target is not None:
+                todo.append((target // 16, state))
+            if not goes_on:
+                break
+            at += 1
+    return most, ahead
+
+
+def figures(nvdisasm, cubin):
+    """Returns each kernel's figures by name."""
+    found = {}
+    for name, (instructions, registers, frame) in disassemble(nvdisasm, cubin).items():
+        spills = sum(bool(SPILL.match(instruction.opcode)) for instruction in instructions)
+        try:
+            loads, ahead = in_flight(instructions, BULK)
+            words, _ = in_flight(instructions, WORD)
+        except Undecodable as error:
+            raise Undecodable(f"{name}: {error}") from None
+        found[name] = Figures(loads, ahead, words, registers, max(spills, frame))
+    return found
+
+
+# Requirements. These name what vector.cuh (UNROLL) and signal.cuh (MAX_RANKS) say.
+
+REDUCING = re.compile(r"(two_shot|one_shot|reduce_scatter)_\w+_(\w+)")
+MOVING = ("all_gather", "all_to_all", "broadcast", "copy")
+# The loads of a tile: single bytes take a register each when they are combined, so there are fewer of those.
+TILE = collections.defaultdict(lambda: 4, i8=2, u8=2)
+# Before its first signal a rank looks for a failure of its own and of each of 8 ranks.
+FAILURES = 9
+
+
+def least(kernel):
+    """The fewest loads and words that a kernel must have in flight. A reducing kernel loads tiles of two ranks, and as
+    many as one tile has must still be in flight when the first one is added."""
+    if reducing := REDUCING.fullmatch(kernel):
+        tile = TILE[reducing[2]]
+        return 2 * tile, tile, FAILURES
+    if kernel in MOVING:
+        return TILE["Byte"], 0, FAILURES
+    return 0, 0, FAILURES if kernel.startswith("push_") else 0
+
+
+def shortcomings(kernel, has):
+    """What a kernel lacks, as messages."""
+    names = ("loads in flight", "loads in flight while others are used", "words in flight")
+    lacks = [f"{are} {name}, not {must}" for are, name, must in zip(has, names, least(kernel)) if are < must]
+    return lacks + ([f"spills ({has.spills})"] if has.spills else [])
+
+
+def table(found):
+    """Lines with the figures of all kernels, which are by architecture and kernel. One per operation and element type,
+    with the fewest loads and the most registers of its reductions; `!` marks spills."""
+    rows = collections.defaultdict(lambda: collections.defaultdict(list))
+    for (architecture, kernel), has in found.items():
+        rows[re.sub(r"_(sum|mean|max|min)_", " ", kernel)][architecture].append(has)
+    architectures = list(dict.fromkeys(architecture for architecture, _ in found))
+    lines = [f"{'loads/ahead/words, registers':26}" + "".join(f"{name:>13}" for name in architectures)]
+    for row, columns in sorted(rows.items()):
+        line = f"{row:26}"
+        for architecture in architectures:
+            all_of = list(zip(*columns[architecture]))
+            fewest = "/".join(str(min(values)) for values in all_of[:3]) if all_of else ""
+            line += f"{fewest:>8}{max(all_of[3]) if all_of else '':>4}" + ("!" if all_of and any(all_of[4]) else " ")
+        lines.append(line.rstrip())
+    return lines
