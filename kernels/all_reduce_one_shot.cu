@@ -10,20 +10,19 @@ __device__ __forceinline__ bool reduce_everything(Meeting &meeting) {
     typedef typename R::Element T;
     Slots<N> slots(meeting.call.count);
     T *target = meeting.target<T>(meeting.rank);
-    u64 width = u64(blockDim.x) * UNROLL<T>;
-    u64 start = blockIdx.y * width;
+    u64 start = blockIdx.y * blockDim.x + threadIdx.x, round = UNROLL<T> * threads_of_member(), done = 0;
     // All blocks of all ranks take the same number of rounds, each with a synchronisation: one if a rank's blocks cover
     // the tensor, and one for an empty tensor too. Without it a peer might write its next mail before this one is read
     // (an earlier form lacked it; the matrix of shim/check.cpp found that).
     do {
-        Reach<T, N> reach(slots, start + threadIdx.x, slots.all);
+        Reach<T, N> reach(slots, done + start, slots.all);
         Tile<T, N> result;
         combine<R, N>(result, meeting, 0, reach);
         // In place, peers still read the target, so results stay in registers until all ranks have read.
         if (!meeting.meet()) return false;
         store<T, N>(target, result, reach);
-        start += gridDim.y * width;
-    } while (start - blockIdx.y * width < slots.all);
+        done += round;
+    } while (done < slots.all);
     return true;
 }
 

@@ -1,8 +1,8 @@
 // Elements in packs of 16 bytes, for any length and alignment.
 //
-// A thread processes a tile of UNROLL<T> slots at a time: one slot and then every blockDim.x-th after it. A slot is a
-// whole pack, or one of the last elements, which do not fill a pack. If a tensor is not aligned for packs, a pack is
-// one element.
+// A thread processes a tile of UNROLL<T> slots at a time: one for each round of all threads, so that also a short tensor
+// is spread over all blocks. A slot is a whole pack, or one of the last elements, which do not fill a pack. If a tensor
+// is not aligned for packs, a pack is one element.
 #ifndef BONFIRE_VECTOR_CUH
 #define BONFIRE_VECTOR_CUH
 
@@ -60,6 +60,9 @@ struct Slots {
     __device__ explicit Slots(u64 count) : packs(count / N), all(count / N + count % N) {}
 };
 
+// Threads of all blocks of a member.
+__device__ __forceinline__ u64 threads_of_member() { return u64(gridDim.y) * blockDim.x; }
+
 // A thread's share of one tile: the slots from `first` to below `end`.
 template <class T, u32 N>
 struct Reach {
@@ -68,7 +71,7 @@ struct Reach {
 
     __device__ Reach(Slots<N> slots, u64 first, u64 end)
         : first(first), end(end), packs(slots.packs),
-          ragged(N > 1 && end > slots.packs && first + (UNROLL<T> - 1) * blockDim.x >= slots.packs) {}
+          ragged(N > 1 && end > slots.packs && first + (UNROLL<T> - 1) * threads_of_member() >= slots.packs) {}
 
     // Calls `pack(i, at, present)` for each slot i of the tile, whether it is a pack or not; `at` is the index of its
     // first element in the tensor. No branches: loads are in flight together, also if only some slots are packs.
@@ -77,7 +80,7 @@ struct Reach {
         u64 below = end < packs ? end : packs;
 #pragma unroll
         for (u32 i = 0; i < UNROLL<T>; ++i) {
-            u64 slot = first + i * blockDim.x;
+            u64 slot = first + i * threads_of_member();
             pack(i, slot * N, slot < below);
         }
     }
@@ -87,7 +90,7 @@ struct Reach {
     __device__ __forceinline__ void each_element(Body element) const {
 #pragma unroll
         for (u32 i = 0; i < UNROLL<T>; ++i) {
-            u64 slot = first + i * blockDim.x;
+            u64 slot = first + i * threads_of_member();
             if (slot >= packs && slot < end) element(i, packs * N + (slot - packs));
         }
     }
@@ -145,8 +148,8 @@ __device__ __forceinline__ void store(T *to, const Tile<T, N> &tile, const Reach
 // share.
 template <class T, u32 N, class Body>
 __device__ __forceinline__ void for_tiles(Slots<N> slots, u64 first, u64 end, Body tile) {
-    u64 width = u64(blockDim.x) * UNROLL<T>;
-    for (u64 start = first + blockIdx.y * width; start < end; start += gridDim.y * width) {
+    u64 round = UNROLL<T> * threads_of_member();
+    for (u64 start = first + blockIdx.y * blockDim.x; start < end; start += round) {
         tile(Reach<T, N>(slots, start + threadIdx.x, end));
     }
 }

@@ -155,11 +155,12 @@ pub(super) fn launch_config(mode: Mode, call: &Call, topology: &Topology) -> Opt
         _ => return None,
     };
     let threads = 512;
-    // A thread processes a packet of 8 bytes or four packs of 16 at a time. In most forms a rank has only its part.
+    // A packet of 8 bytes or a pack of 16 for each thread, until blocks run out; then several packs. In most forms a
+    // rank has only its part.
     let work = match form {
         Form::Push => bytes.div_ceil(8),
-        Form::OneShot | Form::AllToAll => bytes.div_ceil(64),
-        _ => bytes.div_ceil(64 * topology.ranks),
+        Form::OneShot | Form::AllToAll => bytes.div_ceil(16),
+        _ => bytes.div_ceil(16 * topology.ranks),
     };
     // A block of 512 threads fits on a multiprocessor whatever the kernel's registers are: see `__launch_bounds__`. A
     // kernel that waits for another GPU must leave room for what that GPU may be waiting for here, such as the kernel
@@ -245,6 +246,10 @@ mod tests {
             let config = |count| launch_config(Mode::Kernels, &all_reduce(DType::F32, count), &topology).unwrap();
             assert_eq!((config(0).blocks, config(1).blocks, config(64 << 20).blocks), (1, 1, most));
         }
+        // A pack for each thread of a small message.
+        let blocks =
+            |bytes| launch_config(Mode::Kernels, &all_reduce(DType::F32, bytes / 4), &TWO_ON_ONE).unwrap().blocks;
+        assert_eq!([64 << 10, 512 << 10].map(blocks), [8, 32]);
         // More ranks than multiprocessors.
         let oversubscribed = Topology { ranks: 8, gpus: 1, sharing: 8, multiprocessors: 4 };
         assert_eq!(launch_config(Mode::Kernels, &all_reduce(DType::F32, 1 << 20), &oversubscribed).unwrap().blocks, 1);
