@@ -1,8 +1,8 @@
 // Elements in packs of 16 bytes, for any length and alignment.
 //
-// A thread processes a tile of UNROLL<T> slots at a time: one for each round of all threads, so that also a short tensor
-// is spread over all blocks. A slot is a whole pack, or one of the last elements, which do not fill a pack. If a tensor
-// is not aligned for packs, a pack is one element.
+// A thread processes a tile of UNROLL<T> slots at a time: one slot of each of as many rounds, in which every thread of
+// the member has one. So a short tensor is spread over all blocks too. A slot is a whole pack, or one of the last
+// elements, which do not fill a pack. If a tensor is not aligned for packs, a pack is one element.
 #ifndef BONFIRE_VECTOR_CUH
 #define BONFIRE_VECTOR_CUH
 
