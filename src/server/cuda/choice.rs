@@ -247,8 +247,9 @@ mod tests {
             assert_eq!((config(0).blocks, config(1).blocks, config(64 << 20).blocks), (1, 1, most));
         }
         // A pack for each thread of a small message.
-        let blocks =
-            |bytes| launch_config(Mode::Kernels, &all_reduce(DType::F32, bytes / 4), &TWO_ON_ONE).unwrap().blocks;
+        let blocks = |bytes: usize| {
+            launch_config(Mode::Kernels, &all_reduce(DType::F32, bytes / 4), &TWO_ON_ONE).unwrap().blocks
+        };
         assert_eq!([64 << 10, 512 << 10].map(blocks), [8, 32]);
         // More ranks than multiprocessors.
         let oversubscribed = Topology { ranks: 8, gpus: 1, sharing: 8, multiprocessors: 4 };
