@@ -70,7 +70,7 @@ pub fn run_ranks_with<T: Send + 'static>(
             let (f, ended) = (f.clone(), ended.clone());
             thread::spawn(move || {
                 let result = catch_unwind(AssertUnwindSafe(|| f(door())));
-                // Nobody listens any more if this rank took longer than `AFTER_A_PANIC`.
+                // Fails only after `AFTER_A_PANIC`: then the test has ended without this rank.
                 let _ = ended.send(result.is_err());
                 result.unwrap_or_else(|panic| resume_unwind(panic))
             })

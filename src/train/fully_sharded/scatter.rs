@@ -16,8 +16,8 @@ use crate::train::bucket::{Bucket, BucketOp, BucketTable, Weighting, scale};
 use crate::train::schedule::Schedule;
 use bonfire_core::{Buffer, DType, Error, Group, Work};
 
-/// Memory of whole gradients that is kept where it is bounded: for those that are reduced and those that are filled.
-/// One more is in flight at the end of a pass, where no block is gathered again.
+/// How many buffers for whole gradients are kept, where they are bounded: one is reduced while another is filled. At
+/// the end of a pass, where no block is gathered again, a third may be in flight.
 const KEPT: usize = 2;
 
 /// Reduces gradients over the ranks that keep their parts, and then each part over its replicas.
