@@ -79,6 +79,7 @@ use std::time::Duration;
 use log::warn;
 
 use self::folder::{Draft, begin, commit, discard, file_name, newest, sync};
+pub(crate) use self::format::Sink;
 use self::format::{FileId, FileSummary, Manifest};
 pub(crate) use self::own_part::{OwnPart, OwnParts};
 pub(crate) use self::parts::{Parts, loaded};

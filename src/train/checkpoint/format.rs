@@ -87,8 +87,15 @@ pub(crate) struct Part {
     pub read: ReadBytes,
 }
 
-/// Returns the bytes of a part.
-pub(crate) type ReadBytes = Box<dyn FnOnce() -> Result<Vec<u8>, Error> + Send>;
+/// Passes the bytes of a part on, in order and in any number of pieces.
+pub(crate) type ReadBytes = Box<dyn FnOnce(Sink<'_>) -> Result<(), Error> + Send>;
+
+/// Takes bytes from where they are, so that nothing is copied before it is written.
+pub(crate) type Sink<'a> = &'a mut dyn FnMut(&[u8]) -> Result<(), Error>;
+
+/// Bytes that are added to the checksum and written at a time: they are still in the processor's cache when the system
+/// copies them.
+const PIECE: usize = 256 << 10;
 
 /// The range of a tensor that a file has.
 #[derive(Clone, Debug, PartialEq)]
@@ -123,7 +130,7 @@ pub(super) fn elements(shape: &[usize]) -> Option<usize> {
     shape.iter().try_fold(1usize, |product, dimension| product.checked_mul(*dimension))
 }
 
-/// Writes a file, and flushes it to disk. Holds the bytes of one part at a time.
+/// Writes a file, and flushes it to disk.
 pub(super) fn write(path: &Path, id: FileId<'_>, mut parts: Vec<Part>) -> Result<FileSummary, Error> {
     let operation = || format!("writing {}", path.display());
     let failed = |error| Error::io(operation(), error);
@@ -142,12 +149,18 @@ pub(super) fn write(path: &Path, id: FileId<'_>, mut parts: Vec<Part>) -> Result
     let mut file = File::create_new(path).map_err(failed)?;
     file.write_all(&header).map_err(failed)?;
     for (part, range) in parts.into_iter().zip(&mut ranges) {
-        let bytes = (part.read)()?;
-        if bytes.len() != range.range.len() * width(range.dtype) {
+        let (mut checksum, mut len) = (crc32fast::Hasher::new(), 0);
+        (part.read)(&mut |bytes| {
+            len += bytes.len();
+            bytes.chunks(PIECE).try_for_each(|piece| {
+                checksum.update(piece);
+                file.write_all(piece).map_err(failed)
+            })
+        })?;
+        if len != range.range.len() * width(range.dtype) {
             return Err(Error::broken(operation(), format!("`{}` has changed its size", range.name)));
         }
-        range.crc32 = crc32fast::hash(&bytes);
-        file.write_all(&bytes).map_err(failed)?;
+        range.crc32 = checksum.finalize();
     }
     // Now with the checksums.
     header = encode_header(id, &ranges).map_err(|e| Error::broken(operation(), e))?;

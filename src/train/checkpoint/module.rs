@@ -52,7 +52,7 @@ pub(super) fn collect<B: Backend, M: Module<B>>(prefix: &'static str, model: &M,
                     );
                     return Err(Error::argument(SAVING, reason));
                 }
-                part.add(parts, name, tensor.dtype(), |range| read(tensor, range))
+                part.add(parts, name, tensor.dtype(), |range, sink| read(tensor, range, sink))
             }));
         }
 

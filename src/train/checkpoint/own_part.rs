@@ -8,6 +8,7 @@ use std::ops::Range;
 use burn::module::ParamId;
 use burn::tensor::DType;
 
+use super::format::Sink;
 use super::parts::Parts;
 use super::set::Set;
 use bonfire_core::{Error, partition};
@@ -40,16 +41,16 @@ impl OwnPart {
         OwnPart { whole: whole.to_vec(), shape: shape.to_vec(), range, saved }
     }
 
-    /// Adds this rank's share of a tensor of the part's shape. `read` returns the bytes of elements of the part.
+    /// Adds this rank's share of a tensor of the part's shape. `read` passes the bytes of a range of the part on.
     pub fn add(
         &self,
         parts: &mut Parts,
         name: String,
         dtype: DType,
-        read: impl FnOnce(Range<usize>) -> Result<Vec<u8>, Error> + Send + 'static,
+        read: impl FnOnce(Range<usize>, Sink<'_>) -> Result<(), Error> + Send + 'static,
     ) -> Result<(), Error> {
         let own = self.saved.start - self.range.start..self.saved.end - self.range.start;
-        parts.add(name, dtype, &self.whole, self.saved.clone(), Box::new(move || read(own)))
+        parts.add(name, dtype, &self.whole, self.saved.clone(), Box::new(move |sink| read(own, sink)))
     }
 
     /// Returns the bytes of the part of a tensor of the whole's shape, padding included. `width` is that of an element.

@@ -8,7 +8,7 @@ use burn::tensor::{DType, Shape, Tensor};
 use serde::{Deserialize, Serialize};
 
 use super::SAVING;
-use super::format::{Dtype, Part, ReadBytes, elements, width};
+use super::format::{Dtype, Part, ReadBytes, Sink, elements, width};
 use crate::tensor::host::{Kind, Source};
 use crate::train::values::digest;
 use bonfire_core::{Error, partition};
@@ -69,17 +69,22 @@ impl Parts {
         Ok(())
     }
 
-    /// Adds this rank's range of bytes of a tensor that is the same on all ranks. `read` returns a range of its bytes.
+    /// Adds this rank's range of a tensor that is the same on all ranks. `read` passes the bytes of a range on.
     pub fn add_replicated(
         &mut self,
         name: String,
         dtype: DType,
         shape: &[usize],
-        read: impl Fn(Range<usize>) -> Result<Vec<u8>, Error> + Send + 'static,
+        read: impl Fn(Range<usize>, Sink<'_>) -> Result<(), Error> + Send + 'static,
     ) -> Result<(), Error> {
         let len = elements(shape).unwrap_or(0);
         let range = if len.saturating_mul(stored(dtype).map_or(1, width)) >= CUT_FROM {
-            self.samples.push(Sample { name: name.clone(), digest: digest(&read(0..len.min(SAMPLE))?) });
+            let mut sample = Vec::new();
+            read(0..len.min(SAMPLE), &mut |bytes| {
+                sample.extend_from_slice(bytes);
+                Ok(())
+            })?;
+            self.samples.push(Sample { name: name.clone(), digest: digest(&sample) });
             partition(len, self.world_size, self.rank)
         } else if self.rank == 0 {
             0..len
@@ -89,7 +94,7 @@ impl Parts {
         if range.is_empty() && self.rank > 0 {
             return Ok(());
         }
-        self.add(name, dtype, shape, range.clone(), Box::new(move || read(range)))
+        self.add(name, dtype, shape, range.clone(), Box::new(move |sink| read(range, sink)))
     }
 
     /// Adds this rank's range of a tensor that is the same on all ranks. Holds the tensor, not a copy of its elements,
@@ -103,7 +108,7 @@ impl Parts {
         K::Primitive: Send,
     {
         let (dtype, shape) = (tensor.dtype(), tensor.shape());
-        self.add_replicated(name, dtype, shape.as_slice(), move |range| read(tensor.clone(), range))
+        self.add_replicated(name, dtype, shape.as_slice(), move |range, sink| read(tensor.clone(), range, sink))
     }
 
     /// Adds a value that is the same on all ranks: rank 0's is saved.
@@ -116,7 +121,7 @@ impl Parts {
 
     /// Adds a value that only this rank adds.
     pub fn add_own_value(&mut self, name: String, bytes: Vec<u8>) -> Result<(), Error> {
-        self.add(name, DType::U8, &[bytes.len()], 0..bytes.len(), Box::new(|| Ok(bytes)))
+        self.add(name, DType::U8, &[bytes.len()], 0..bytes.len(), Box::new(move |sink| sink(&bytes)))
     }
 }
 
@@ -136,16 +141,17 @@ pub(super) fn check_samples(of_ranks: &[Vec<Sample>]) -> Result<(), Error> {
     Ok(())
 }
 
-/// Returns these elements of a tensor as bytes.
+/// Passes the bytes of these elements of a tensor on.
 pub(crate) fn read<B: Backend, K: Kind<B>, const D: usize>(
     tensor: Tensor<B, D, K>,
     range: Range<usize>,
-) -> Result<Vec<u8>, Error> {
+    sink: Sink<'_>,
+) -> Result<(), Error> {
     let len = tensor.shape().num_elements();
     let flat: Tensor<B, 1, K> = tensor.reshape([len]);
     let flat = if range.len() == len { flat } else { flat.slice(range) };
     let (source, _) = Source::read::<B, K>("reading a tensor to save it", flat.into_primitive())?;
-    Ok(source.bytes().to_vec())
+    sink(source.bytes())
 }
 
 /// The element type in which elements of this type are saved. Bools are saved as bytes.

@@ -166,7 +166,7 @@ mod tests {
     /// A part of a tensor of bytes, in which each element is its index.
     fn part(name: &str, len: usize, range: Range<usize>) -> Part {
         let bytes: Vec<u8> = range.clone().map(|i| i as u8).collect();
-        Part { name: name.into(), dtype: Dtype::U8, shape: vec![len], range, read: Box::new(|| Ok(bytes)) }
+        Part { name: name.into(), dtype: Dtype::U8, shape: vec![len], range, read: Box::new(move |sink| sink(&bytes)) }
     }
 
     /// Writes the files of a set, and opens it.
@@ -220,7 +220,7 @@ mod tests {
             std::fs::read(folder.path().join(file_name(0))).unwrap()
         };
         let wide = Part { dtype: Dtype::F32, shape: vec![2, 3], ..part("c", 6, 0..6) };
-        let wide = Part { read: Box::new(|| Ok(vec![7; 24])), ..wide };
+        let wide = Part { read: Box::new(|sink| sink(&[7; 24])), ..wide };
         let seeds = [seed(vec![part("a", 5, 0..5)]), seed(vec![part("a", 5, 0..5), part("b", 0, 0..0), wide])];
         bonfire_testing::fuzz::fuzz("checkpoint-file", seeds, |bytes| {
             std::fs::write(folder.path().join(file_name(0)), bytes).unwrap();

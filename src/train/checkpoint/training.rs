@@ -16,7 +16,7 @@ use super::own_part::{OwnPart, OwnParts};
 use super::state::{
     NOT_ELEMENTWISE, RecordedTensor, Split, TensorBytes, encode, join, of_parameter, rename, split_by_id,
 };
-use super::{Collect, Load, Parts, SAVING, Save, Set, Snapshot, argument, loaded, module};
+use super::{Collect, Load, Parts, SAVING, Save, Set, Sink, Snapshot, argument, loaded, module};
 use crate::train::agree::{Parameter, rebuild, restore};
 use crate::train::data_parallel::describe_parameters;
 use crate::train::record::{load, load_compact, record, record_compact};
@@ -192,9 +192,9 @@ fn collect_optimizer<B: AutodiffBackend, R: Record<B>>(
         parts.add_value(state_name(&parameter.path, None), skeleton)?;
         for RecordedTensor { path, dtype, shape, bytes } in tensors {
             let (record, width, name) = (record.clone(), dtype.size(), state_name(&parameter.path, Some(&path)));
-            let read = move |range: Range<usize>| {
+            let read = move |range: Range<usize>, sink: Sink<'_>| {
                 let start = bytes.start + range.start * width;
-                Ok(record[start..start + range.len() * width].to_vec())
+                sink(&record[start..start + range.len() * width])
             };
             match own.get(&parameter.id) {
                 None => parts.add_replicated(name, dtype, &shape, read)?,
@@ -282,7 +282,15 @@ mod tests {
         let bytes = |snapshot: Snapshot| {
             let mut parts = Parts::new(0, 1);
             (snapshot.collect)(&mut parts).unwrap();
-            let parts = parts.into_list().0.into_iter().map(|part| (part.name, (part.read)().unwrap()));
+            let parts = parts.into_list().0.into_iter().map(|part| {
+                let mut bytes = Vec::new();
+                (part.read)(&mut |piece| {
+                    bytes.extend_from_slice(piece);
+                    Ok(())
+                })
+                .unwrap();
+                (part.name, bytes)
+            });
             parts.collect::<BTreeMap<_, _>>()
         };
         train(&mut state);

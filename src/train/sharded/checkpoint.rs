@@ -15,8 +15,8 @@ use burn::tensor::backend::AutodiffBackend;
 use super::ShardedOptimizer;
 use crate::train::agree::Parameter;
 use crate::train::checkpoint::{
-    Load, NOT_ELEMENTWISE, OwnParts, Parts, SAVING, Save, Set, Snapshot, Split, TensorBytes, argument, check_state,
-    encode, has_states, join, loaded, split, state_name,
+    Load, NOT_ELEMENTWISE, OwnParts, Parts, SAVING, Save, Set, Sink, Snapshot, Split, TensorBytes, argument,
+    check_state, encode, has_states, join, loaded, split, state_name,
 };
 use crate::train::record::{load_compact, record_compact};
 use crate::train::training_state::TrainingState;
@@ -151,7 +151,7 @@ fn add_slice<B: AutodiffBackend, R: Record<B::InnerBackend>>(
         let start = tensor.bytes.start + part.start * width;
         let bytes = start..start + part.len() * width;
         let name = state_name(&parameter.path, Some(&tensor.path));
-        let read = Box::new(move || Ok(record[bytes].to_vec()));
+        let read = Box::new(move |sink: Sink<'_>| sink(&record[bytes]));
         parts.add(name, tensor.dtype, parameter.shape.as_slice(), range.clone(), read)?;
     }
     Ok(())
