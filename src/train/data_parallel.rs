@@ -305,7 +305,7 @@ impl<B: AutodiffBackend> DataParallel<B> {
     #[track_caller]
     pub fn average_states<M: AutodiffModule<B>>(&self, model: M) -> Result<M, Error> {
         self.compare_parameters("average_states", &model)?;
-        states::average(&self.reducer.group, model)
+        states::average(&self.reducer.group, model, |_| true)
     }
 
     /// Takes the gradients of a bucket and starts their reduction.

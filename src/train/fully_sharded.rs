@@ -21,7 +21,7 @@ use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::ops::FloatTensor;
 use burn::tensor::{Float, TensorPrimitive};
 
-use self::cut::{Blocks, PartCutter, WholeWriter};
+use self::cut::{Blocks, PartCutter, WholeWriter, eager};
 use self::gather::Gatherer;
 use self::layout::Layout;
 use self::order::History;
@@ -103,8 +103,12 @@ const OPERATION: &str = "full sharding";
 /// returns an error.
 ///
 /// Parameters that are in no block are gathered as one more block when the first of them is used, and stay until the
-/// end of the step. A model without marks is that one block. Parameters that need no gradient, and running states, are
-/// whole on every rank and treated as by [`DataParallel`](crate::DataParallel).
+/// end of the step. A model without marks is that one block.
+///
+/// Frozen parameters, which need no gradient, are cut and gathered like others. In blocks that are used after the first
+/// trained parameter, burn computes their gradients too, which are dropped: it would keep the whole value of what needs
+/// no gradient until the backward pass. Running states and parameters of integers and booleans are whole on every rank
+/// and treated as by [`DataParallel`](crate::DataParallel).
 ///
 /// The results are those of `DataParallel`, up to the order in which gradients are added. The ranks must use the same
 /// blocks in the same order in a step, or all get [`Error::Mismatch`]; it may differ from step to step, but the first
@@ -145,7 +149,7 @@ pub struct FullyShardedParallel<B: AutodiffBackend> {
     /// Those that keep the parts of one replica.
     shards: Group,
     layout: Arc<Layout>,
-    /// The trained parameters, whole, in visiting order.
+    /// The parameters of which each rank keeps a part, whole, in visiting order.
     parameters: Arc<[Parameter<B>]>,
     positions: Arc<Positions>,
     /// `None` while a step has it, and after a step that was dropped.
@@ -184,7 +188,9 @@ impl<B: AutodiffBackend> FullyShardedParallel<B> {
         }
         check_same_model(&main, OPERATION, &described)?;
         let model = broadcast_parameters(&main, model, identities, 0)?;
-        let parameters: Arc<[_]> = parameters.into_iter().filter(|parameter| parameter.trained).collect();
+        let eager = eager(&model);
+        let is_cut = |parameter: &Parameter<B>| parameter.trained || !eager.contains(&parameter.id);
+        let parameters: Arc<[_]> = parameters.into_iter().filter(is_cut).collect();
         let blocks: Vec<usize> = parameters.iter().map(|parameter| blocks.floats[&parameter.id]).collect();
         let layout = Arc::new(Layout::new(&parameters, &blocks, shards.world_size(), shards.rank()));
         let positions = Arc::new(positions(&parameters));
@@ -290,7 +296,7 @@ impl<B: AutodiffBackend> FullyShardedParallel<B> {
     /// If a state cannot be read from its device.
     #[track_caller]
     pub fn average_states<M: AutodiffModule<B>>(&self, model: M) -> Result<M, Error> {
-        states::average(&self.main, model)
+        states::average(&self.main, model, |id| !self.positions.contains_key(&id))
     }
 
     /// Returns this rank's parts in a model, flat and by position. Fails if the model is not the one in training.

@@ -3,6 +3,7 @@
 mod checkpoints;
 mod errors;
 mod freed;
+mod frozen;
 mod memory;
 mod models;
 

@@ -77,6 +77,11 @@ impl<B: CollectiveBackend> Pass<B> {
     }
 
     fn try_receive(&mut self, position: usize, gradient: FloatTensor<B::InnerBackend>) -> Result<(), Error> {
+        let block = self.engine.gatherer.layout.parts[position].block;
+        if !self.engine.gatherer.parameters[position].trained {
+            self.free_completed(block);
+            return Ok(());
+        }
         let Some(weighting) = self.agree()? else { return Ok(()) };
         let parameter = &self.engine.gatherer.parameters[position];
         if gradient.shape() != parameter.shape || gradient.dtype() != parameter.dtype {
@@ -85,7 +90,6 @@ impl<B: CollectiveBackend> Pass<B> {
         }
         self.begin_backward(weighting);
         // A second backward pass has either a second gradient, or gradients of blocks that the first one did not have.
-        let block = self.engine.gatherer.layout.parts[position].block;
         if replace(&mut self.received[position], true) || !self.forward.contains(&block) {
             self.report(Problem::Twice(position));
             return Ok(());
@@ -95,10 +99,15 @@ impl<B: CollectiveBackend> Pass<B> {
         if let Some(backward) = &mut self.backward {
             self.engine.scatterer.add(&mut backward.scatter, position, gradient)?;
         }
+        self.free_completed(block);
+        Ok(())
+    }
+
+    /// Frees a block if all its gradients are there.
+    fn free_completed(&mut self, block: usize) {
         if self.engine.gatherer.layout.blocks[block].positions.iter().all(|position| self.nodes[*position].is_none()) {
             self.blocks[block] = BlockState::Freed;
         }
-        Ok(())
     }
 
     fn begin_backward(&mut self, weighting: Weighting) {
@@ -191,7 +200,9 @@ impl<B: CollectiveBackend> Pass<B> {
 
     fn remember(&mut self, trailers: &Trailers) {
         let blocks = self.engine.gatherer.layout.blocks.iter();
-        let complete = blocks.map(|block| block.positions.iter().all(|position| trailers.everywhere[*position]));
+        let parameters = &self.engine.gatherer.parameters;
+        let complete = |position: &usize| trailers.everywhere[*position] || !parameters[*position].trained;
+        let complete = blocks.map(|block| block.positions.iter().all(complete));
         self.engine.history = History {
             complete: complete.collect(),
             forward: std::mem::take(&mut self.forward),

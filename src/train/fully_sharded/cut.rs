@@ -1,6 +1,7 @@
 //! Models of whole parameters and models of parts.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
+use std::sync::{Arc, Mutex};
 
 use burn::module::{AutodiffModule, ModuleMapper, ModuleVisitor, Param, ParamId};
 use burn::tensor::backend::AutodiffBackend;
@@ -12,6 +13,7 @@ use crate::tensor::host::Source;
 use crate::train::sharded_block::BlockPath;
 use crate::train::values::Positions;
 use bonfire_core::Error;
+use bonfire_core::internal::lock;
 
 /// The blocks of a model's parameters.
 #[derive(Default)]
@@ -50,6 +52,31 @@ impl<B: AutodiffBackend> ModuleVisitor<B> for Blocks {
     }
 }
 
+/// Finds the float parameters whose values a module takes when it is mapped, as running states do. They cannot be
+/// gathered at their first use.
+#[derive(Default)]
+struct EagerParameters(Arc<Mutex<HashSet<ParamId>>>);
+
+/// Returns the float parameters that must stay whole.
+pub(super) fn eager<B: AutodiffBackend, M: AutodiffModule<B>>(model: &M) -> HashSet<ParamId> {
+    let mut eager = EagerParameters::default();
+    drop(model.clone().map(&mut eager));
+    std::mem::take(&mut lock(&eager.0))
+}
+
+impl<B: AutodiffBackend> ModuleMapper<B> for EagerParameters {
+    fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
+        let (id, value, _) = param.consume();
+        let (device, shape, trained) = (value.device(), value.shape(), value.is_require_grad());
+        let eager = self.0.clone();
+        let init = move |_: &B::Device, _| {
+            lock(&eager).insert(id);
+            value.clone()
+        };
+        Param::uninitialized(id, init, device, trained, shape)
+    }
+}
+
 /// Replaces each parameter by this rank's part of it.
 pub(super) struct PartCutter<'a> {
     pub layout: &'a Layout,
@@ -74,7 +101,7 @@ impl<B: AutodiffBackend> ModuleMapper<B> for PartCutter<'_> {
         let mut bytes = vec![0; self.layout.parts[position].bytes];
         cut(source.bytes(), self.layout.rank, &mut bytes);
         let data = TensorData::from_bytes_vec(bytes, self.layout.parts[position].shape.clone(), dtype);
-        let part = Tensor::<B, D>::from_data(data, (&device, dtype)).require_grad();
+        let part = Tensor::<B, D>::from_data(data, (&device, dtype)).set_require_grad(whole.is_require_grad());
         Param::from_mapped_value(id, part, mapper)
     }
 }
@@ -89,8 +116,8 @@ impl<B: AutodiffBackend> ModuleMapper<B> for WholeWriter<'_, B> {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
         let whole = self.positions.get(&param.id).and_then(|position| self.wholes.get(position));
         let Some(whole) = whole.cloned() else { return param };
-        let (id, _, mapper) = param.consume();
+        let (id, part, mapper) = param.consume();
         let whole = Tensor::from_inner(Tensor::from_primitive(TensorPrimitive::Float(whole)));
-        Param::from_mapped_value(id, whole.require_grad(), mapper)
+        Param::from_mapped_value(id, whole.set_require_grad(part.is_require_grad()), mapper)
     }
 }

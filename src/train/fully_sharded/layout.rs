@@ -40,7 +40,7 @@ pub(super) struct Part {
     pub bytes: usize,
     /// Where it begins among a rank's parts of the block, in bytes.
     offset: usize,
-    /// The bucket of its gradient.
+    /// The bucket of its gradient, if it needs one.
     pub bucket: usize,
     /// Where it begins among a rank's parts of the bucket, in elements.
     pub start: usize,
@@ -84,7 +84,7 @@ impl Layout {
         }
         for (block, Block { positions, .. }) in layout.blocks.iter().enumerate() {
             let first = layout.buckets.len();
-            for &position in positions {
+            for &position in positions.iter().filter(|position| parameters[**position].trained) {
                 let dtype = parameters[position].element;
                 let of_type = |bucket: &BucketLayout| parameters[bucket.positions[0]].element == dtype;
                 let number =

@@ -64,6 +64,8 @@ pub(super) struct Pass<B: CollectiveBackend> {
     world_size: usize,
     /// By position, this rank's part.
     parts: Vec<Option<FloatTensor<B>>>,
+    /// Whether the forward pass has come to a parameter that needs a gradient.
+    tracks: bool,
     /// By position, the node of the whole parameter, from its first use until its gradient is there.
     pub nodes: Vec<Option<FloatTensor<B>>>,
     pub blocks: Vec<BlockState<B>>,
@@ -120,6 +122,7 @@ impl<B: CollectiveBackend> Pass<B> {
             agreement: Agreement::Pending(headers),
             world_size,
             parts,
+            tracks: false,
             nodes: (0..count).map(|_| None).collect(),
             blocks: (0..blocks).map(|_| BlockState::Freed).collect(),
             forward: Vec::new(),
@@ -137,16 +140,30 @@ impl<B: CollectiveBackend> Pass<B> {
     /// Returns the whole parameter at `position`, for a use in the forward pass.
     pub fn parameter(&mut self, shared: &Shared<B>, position: usize) -> FloatTensor<B> {
         let value = self.value(shared, position);
+        let trained = self.engine.gatherer.parameters[position].trained;
+        self.tracks |= trained;
         let node = match (&self.nodes[position], &self.parts[position]) {
             (Some(node), _) => node.clone(),
-            (None, Some(part)) => {
+            (None, Some(part)) if trained => {
                 let node = self.node(shared, position, part.clone());
                 self.nodes[position].insert(node).clone()
             }
-            // Another rank's header has said so too, and the step ends with that error.
-            (None, None) => B::from_inner(value.clone()),
+            // burn keeps the value of a tensor that needs no gradient, and no recipe. So this one needs a gradient too.
+            (None, Some(part)) if self.tracks && !self.stays(position) => {
+                let leaf = B::float_set_require_grad(B::from_inner(B::inner(part.clone())), true);
+                let node = self.node(shared, position, leaf);
+                self.nodes[position].insert(node).clone()
+            }
+            // Frozen, and burn keeps nothing of it, or it stays anyway. Or a parameter that the model lacks: the header
+            // has said so, and the step ends with that error.
+            _ => B::from_inner(value.clone()),
         };
         B::with_value(node, value)
+    }
+
+    /// Whether a parameter stays gathered until the backward pass.
+    fn stays(&self, position: usize) -> bool {
+        self.engine.keep || self.engine.gatherer.layout.parts[position].block == ROOT
     }
 
     /// Returns the node of the whole parameter in the graph, with the part's value.
@@ -159,7 +176,7 @@ impl<B: CollectiveBackend> Pass<B> {
             }
         });
         // Without a recipe burn keeps the value where a backward step needs it.
-        if self.engine.keep || self.engine.gatherer.layout.parts[position].block == ROOT {
+        if self.stays(position) {
             return B::hook(part, &self.start, receiver);
         }
         let pass = shared.clone();

@@ -181,7 +181,7 @@ struct PartHooks<'a, B: CollectiveBackend> {
     pass: &'a Shared<B>,
     /// By position, what the model has. The first of several parameters with one id counts, as in burn's optimizers.
     parts: Vec<Option<FloatTensor<B>>>,
-    /// Whether the model has a trained parameter that it did not have at the start.
+    /// Whether the model has a parameter that needs a gradient and that it did not have at the start.
     unknown: bool,
 }
 
@@ -199,7 +199,8 @@ impl<B: CollectiveBackend> ModuleMapper<B> for PartHooks<'_, B> {
         let parameter = self.parameters[position].clone();
         let (device, shape) = (parameter.device.clone(), parameter.shape.clone());
         let fits = part.shape() == self.layout.parts[position].shape && part.dtype() == parameter.dtype;
-        if fits && part.is_require_grad() && self.parts[position].is_none() {
+        let trained = parameter.trained;
+        if fits && part.is_require_grad() == trained && self.parts[position].is_none() {
             self.parts[position] = Some(part.clone().into_primitive().tensor());
         }
         let pass = self.pass.clone();
@@ -209,6 +210,6 @@ impl<B: CollectiveBackend> ModuleMapper<B> for PartHooks<'_, B> {
             let whole = whole.unwrap_or_else(|| B::from_inner(nothing(&parameter)));
             Tensor::from_primitive(TensorPrimitive::Float(whole))
         };
-        Param::uninitialized(param.id, init, device, true, shape)
+        Param::uninitialized(param.id, init, device, trained, shape)
     }
 }
