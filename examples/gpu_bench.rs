@@ -4,8 +4,8 @@
 //! cargo run --release -p bonfire-examples --features nccl --bin gpu_bench -- --out figures
 //! ```
 //!
-//! Ratios are taken within a round, with both sides in turn. Figures are medians over rounds. `scripts/gpu-check` runs
-//! this.
+//! Ratios are taken within a round, with both sides in turn. Figures are medians over rounds. Times are between events on
+//! the GPU, but those of clients are the host's wall time. `scripts/gpu-check` runs this.
 
 #[path = "gpu_bench/api.rs"]
 mod api;
@@ -41,6 +41,13 @@ struct Args {
     /// The largest buffer of a rank, in MiB
     #[arg(long, default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..=16_384))]
     largest: u32,
+    /// Calls of each measurement of small buffers; fewer of large ones
+    #[arg(long, default_value_t = 1000, value_parser = clap::value_parser!(u32).range(1..))]
+    calls: u32,
+    /// Print the seconds of a group's calls through the client API, for a comparison between processes
+    #[cfg(feature = "nccl")]
+    #[arg(long, hide = true)]
+    group_calls: bool,
 }
 
 fn main() -> ExitCode {
@@ -58,15 +65,20 @@ fn main() -> ExitCode {
 
 fn measure(args: &Args) -> Result<bool, Failure> {
     cuda::gpus()?;
-    let mut report = Report::new(args.rounds as usize);
-    let largest = (args.largest as usize) << 20;
-    kernels::large(&mut report, largest);
-    kernels::small(&mut report);
-    api::calls(&mut report);
-    api::overlap(&mut report);
-    kernels::sizes(&mut report, largest);
-    if let Some(folder) = &args.out {
-        report.write(folder)?;
+    #[cfg(feature = "nccl")]
+    if args.group_calls {
+        return nccl::print_client_seconds(args.calls as usize).map(|()| true);
     }
+    let mut report = Report::new(args.rounds as usize, args.out.clone());
+    let extent = kernels::Extent { largest: (args.largest as usize) << 20, calls: args.calls as usize };
+    kernels::large(&mut report, extent);
+    kernels::small(&mut report, extent);
+    api::small(&mut report, extent.calls);
+    #[cfg(feature = "nccl")]
+    nccl::compare(&mut report, extent.calls);
+    kernels::predicted(&mut report, extent);
+    api::overlap(&mut report, extent.largest);
+    kernels::sizes(&mut report, extent);
+    report.write()?;
     Ok(report.passed())
 }

@@ -4,6 +4,8 @@ use std::sync::Barrier;
 use std::thread;
 use std::time::Instant;
 
+#[cfg(feature = "nccl")]
+use bonfire::server::DeviceCollectives;
 use bonfire::{CollectiveRuntime, CudaDevice};
 use cubecl::client::ComputeClient;
 use cubecl::cuda::CudaRuntime;
@@ -50,7 +52,7 @@ impl Rank {
 /// Returns the seconds that the slower rank takes from the common start until its device is idle.
 fn seconds(bytes: usize, part: impl Fn(u8, &mut Rank) + Sync) -> Result<f64, Failure> {
     let begin = Barrier::new(RANKS.into());
-    let rank = |number: u8| {
+    slowest(0..RANKS, |number| {
         let mut rank = Rank::new(number, bytes);
         // The first call finds and loads its kernel.
         rank.all_reduce();
@@ -60,34 +62,58 @@ fn seconds(bytes: usize, part: impl Fn(u8, &mut Rank) + Sync) -> Result<f64, Fai
         let clock = Instant::now();
         part(number, &mut rank);
         rank.synchronise()?;
-        Ok::<f64, Failure>(clock.elapsed().as_secs_f64())
-    };
+        Ok(clock.elapsed().as_secs_f64())
+    })
+}
+
+/// Runs each rank on a thread of its own. Returns the most of what they return.
+pub fn slowest<T: Send>(
+    ranks: impl IntoIterator<Item = T>,
+    rank: impl Fn(T) -> Result<f64, Failure> + Sync,
+) -> Result<f64, Failure> {
+    let rank = &rank;
     thread::scope(|scope| {
-        let ranks: Vec<_> = (0..RANKS).map(|number| scope.spawn(move || rank(number))).collect();
+        let ranks: Vec<_> = ranks.into_iter().map(|number| scope.spawn(move || rank(number))).collect();
         let mut ended = ranks.into_iter().map(|rank| rank.join().map_err(|_| Failure::from("a rank panicked"))?);
         ended.try_fold(0.0, |most: f64, seconds| Ok(seconds?.max(most)))
     })
 }
 
-/// Measures calls of 8 KiB: a thousand with one sync at the end, and a thousand with a sync after each.
-pub fn calls(report: &mut Report) {
-    const CALLS: usize = 1000;
-    let micros = |seconds: f64| 1e6 * seconds / CALLS as f64;
-    report.figure("all_reduce of 8 KiB by clients, 1,000 calls and one sync", "us", Goal::None, || {
-        let calls = |_, rank: &mut Rank| {
-            (0..CALLS).for_each(|_| rank.all_reduce());
+/// Returns the seconds of an all-reduce of a group of two ranks through the client API, until its result is there.
+#[cfg(feature = "nccl")]
+pub fn group_seconds(bytes: usize, calls: usize) -> Result<f64, Failure> {
+    slowest(bonfire::Group::threads(RANKS.into())?, |group| {
+        let rank = Rank::new(group.rank() as u8, bytes);
+        let all_reduce = || {
+            let (tensor, client) = (&rank.tensor, &rank.client);
+            let (dtype, op) = (bonfire::DType::F32, bonfire::ReduceOp::Max);
+            client.start_all_reduce(&group, tensor, tensor, dtype, op)?.wait()
+        };
+        (0..10).try_for_each(|_| all_reduce())?;
+        let clock = Instant::now();
+        (0..calls).try_for_each(|_| all_reduce())?;
+        Ok(clock.elapsed().as_secs_f64() / calls as f64)
+    })
+}
+
+/// Measures calls of 8 KiB: some with one sync at the end, and as many with a sync after each.
+pub fn small(report: &mut Report, calls: usize) {
+    let micros = |seconds: f64| 1e6 * seconds / calls as f64;
+    report.figure(format!("all_reduce of 8 KiB by clients, {calls} calls and one sync"), "us", Goal::None, || {
+        let part = |_, rank: &mut Rank| {
+            (0..calls).for_each(|_| rank.all_reduce());
             rank.client.sync_collective();
         };
-        Ok(micros(seconds(8192, calls)?))
+        Ok(micros(seconds(8192, part)?))
     });
     report.figure("all_reduce of 8 KiB by clients, a sync after each", "us", Goal::None, || {
-        let calls = |_, rank: &mut Rank| {
-            for _ in 0..CALLS {
+        let part = |_, rank: &mut Rank| {
+            for _ in 0..calls {
                 rank.all_reduce();
                 rank.client.sync_collective();
             }
         };
-        Ok(micros(seconds(8192, calls)?))
+        Ok(micros(seconds(8192, part)?))
     });
 }
 
@@ -114,8 +140,8 @@ fn launch_busy(rank: &Rank, output: &Handle, steps: u32) {
 }
 
 /// Measures the overlap of a kernel on half of the multiprocessors with all-reduces that take as long.
-pub fn overlap(report: &mut Report) {
-    const BYTES: usize = 64 << 20;
+pub fn overlap(report: &mut Report, largest: usize) {
+    let bytes = largest.min(64 << 20);
     const CALLS: usize = 20;
     let reduce = |rank: &mut Rank| (0..CALLS).for_each(|_| rank.all_reduce());
     let compute = |number: u8, rank: &mut Rank, steps: u32| {
@@ -123,9 +149,9 @@ pub fn overlap(report: &mut Report) {
             launch_busy(rank, &rank.client.create_from_slice(&[0; 4]), steps);
         }
     };
-    let alone = |steps| seconds(BYTES, |number, rank| compute(number, rank, steps));
+    let alone = |steps| seconds(bytes, |number, rank| compute(number, rank, steps));
     let reduced = || {
-        seconds(BYTES, |_, rank| {
+        seconds(bytes, |_, rank| {
             reduce(rank);
             rank.client.sync_collective();
         })
@@ -136,7 +162,7 @@ pub fn overlap(report: &mut Report) {
         let (short, more) = (alone(100_000)?, alone(1_100_000)?);
         let steps = 100_000.0 + 1e6 * (long - short) / (more - short);
         let steps = steps.clamp(1_000.0, 1e9) as u32;
-        let both = seconds(BYTES, |number, rank| {
+        let both = seconds(bytes, |number, rank| {
             reduce(rank);
             compute(number, rank, steps);
             rank.client.sync_collective();

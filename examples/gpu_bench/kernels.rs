@@ -1,65 +1,119 @@
-//! Benchmarks of the kernels alone, each rank on its own stream, all on one GPU.
+//! Benchmarks of the kernels alone, each rank on its own stream, all on one GPU. Times are of events on the GPU.
 
-use bonfire::server::cuda::bench::{all_reduce_seconds, copy_bandwidth};
+use bonfire::server::cuda::bench::{copy_bandwidth, seconds};
+use bonfire::{Call, DType, Operation, ReduceOp};
 
 use crate::Failure;
 use crate::report::{Goal, Report};
 
-const FORMS: [&str; 3] = ["push", "one-shot", "two-shot"];
+pub const FORMS: [&str; 3] = ["push", "one-shot", "two-shot"];
+/// Float types that the kernels compute with in different ways: as they are, in f32, and in two registers each.
+const DTYPES: [DType; 3] = [DType::F32, DType::BF16, DType::F64];
+/// The push form's buffers hold no more.
+const PUSH_BYTES: usize = 32 << 10;
 
-/// Returns how many calls of this size take about as long as a thousand small ones.
-fn calls(bytes: usize) -> usize {
-    ((1 << 30) / bytes.max(1 << 20)).clamp(5, 1000)
+/// How much is measured.
+#[derive(Clone, Copy)]
+pub struct Extent {
+    /// The largest buffer of a rank, in bytes.
+    pub largest: usize,
+    /// Calls of a measurement of small buffers.
+    pub calls: usize,
 }
 
-/// Measures large buffers against a copy in the same round: the floor is to read and write every rank's bytes once.
-pub fn large(report: &mut Report, bytes: usize) {
+impl Extent {
+    /// Returns how many calls of this size take about as long as all those of small ones.
+    fn calls(self, bytes: usize) -> usize {
+        (self.calls << 20).div_ceil(bytes.max(1 << 20)).max(5)
+    }
+}
+
+/// A call with `bytes` bytes in the whole tensor.
+fn call(operation: Operation, dtype: DType, bytes: usize) -> Call {
+    let call = Call::new(operation, dtype, bytes / dtype.size());
+    match operation {
+        Operation::AllReduce | Operation::ReduceScatter => call.reducing(ReduceOp::Sum),
+        Operation::Broadcast => call.rooted(0),
+        _ => call,
+    }
+}
+
+pub fn all_reduce(dtype: DType, bytes: usize) -> Call {
+    call(Operation::AllReduce, dtype, bytes)
+}
+
+/// Measures large buffers against a copy in the same round: the floor is to read and write once what the operation
+/// must.
+pub fn large(report: &mut Report, extent: Extent) {
+    let bytes = extent.largest;
     let mib = bytes >> 20;
     let copied = || Ok::<f64, Failure>(copy_bandwidth(bytes)?);
     report.figure(format!("copy of {mib} MiB, read and written"), "GB/s", Goal::None, || Ok(copied()? / 1e9));
-    for ranks in [2, 4] {
-        let what = format!("two-shot all_reduce of {mib} MiB, {ranks} ranks: of the floor");
-        report.figure(what, "%", Goal::AtLeast(80.0), || {
-            let floor = 2.0 * (ranks * bytes) as f64 / copied()?;
-            Ok(100.0 * floor / all_reduce_seconds(ranks, bytes, Some("two-shot"), calls(bytes))?)
+    let mut of_the_floor = |what: &str, call: Call, ranks: usize, goal| {
+        // All ranks' reads and writes, in buffers.
+        let buffers = match call.operation {
+            Operation::AllReduce | Operation::AllToAll => 2 * ranks,
+            _ => ranks + 1,
+        };
+        let what = format!("{what} of {mib} MiB of {}, {ranks} ranks: of the floor", call.dtype);
+        report.figure(what, "%", goal, || {
+            let floor = (buffers * bytes) as f64 / copied()?;
+            Ok(100.0 * floor / seconds(&call, ranks, Some("two-shot"), extent.calls(bytes))?)
         });
+    };
+    for ranks in [2, 4] {
+        for dtype in DTYPES {
+            let goal = if dtype == DType::F32 { Goal::AtLeast(80.0) } else { Goal::None };
+            of_the_floor("two-shot all_reduce", all_reduce(dtype, bytes), ranks, goal);
+            of_the_floor("reduce_scatter", call(Operation::ReduceScatter, dtype, bytes), ranks, Goal::None);
+        }
+        for operation in [Operation::AllGather, Operation::AllToAll, Operation::Broadcast] {
+            of_the_floor(&operation.to_string(), call(operation, DType::F32, bytes), ranks, Goal::None);
+        }
     }
 }
 
-/// Measures 8 KiB between two ranks, and small sizes against NCCL if its library supports two ranks on a GPU.
-pub fn small(report: &mut Report) {
-    let seconds = |form| Ok(1e6 * all_reduce_seconds(2, 8192, form, 1000)?);
-    report.figure("all_reduce of 8 KiB, 2 ranks, kernels", "us", Goal::AtMost(10.0), || seconds(None));
+/// Measures 8 KiB between two ranks.
+pub fn small(report: &mut Report, extent: Extent) {
+    let micros = |form| Ok(1e6 * seconds(&all_reduce(DType::F32, 8192), 2, form, extent.calls)?);
+    report.figure("all_reduce of 8 KiB, 2 ranks, kernels", "us", Goal::AtMost(10.0), || micros(None));
     for form in FORMS {
-        report.figure(format!("  by {form}"), "us", Goal::None, || seconds(Some(form)));
+        report.figure(format!("  by {form}"), "us", Goal::None, || micros(Some(form)));
     }
-    #[cfg(feature = "nccl")]
-    for bytes in [8, 512, 8 << 10, 32 << 10, 128 << 10, 256 << 10] {
-        report.optional_figure(format!("NCCL's time over ours, {bytes} bytes, 2 ranks"), "times", || {
-            let own = all_reduce_seconds(2, bytes, None, 1000)?;
-            Ok(crate::nccl::all_reduce_seconds(2, bytes, 1000)? / own)
-        });
+}
+
+/// Measures the kernels, element types and sizes for which `docs/benchmarks.md` predicts times.
+pub fn predicted(report: &mut Report, extent: Extent) {
+    let mut figure = |what: &str, call: Call, ranks, form| {
+        let what = format!("{what} of {}, {} bytes, {ranks} ranks", call.dtype, call.bytes());
+        let calls = extent.calls(call.bytes() * ranks);
+        report.figure(what, "us", Goal::None, || Ok(1e6 * seconds(&call, ranks, form, calls)?));
+    };
+    for bytes in [8 << 10, 256 << 10, 8 << 20, 256 << 20].into_iter().filter(|bytes| *bytes <= extent.largest) {
+        for ranks in [2, 4] {
+            for dtype in DTYPES {
+                for form in FORMS.into_iter().filter(|form| *form != "push" || bytes <= PUSH_BYTES) {
+                    figure(form, all_reduce(dtype, bytes), ranks, Some(form));
+                }
+                figure("reduce_scatter", call(Operation::ReduceScatter, dtype, bytes), ranks, None);
+            }
+            for operation in [Operation::AllGather, Operation::AllToAll, Operation::Broadcast] {
+                figure(&operation.to_string(), call(operation, DType::F32, bytes), ranks, None);
+            }
+        }
     }
 }
 
 /// Measures every form at every size, to choose between them.
-pub fn sizes(report: &mut Report, largest: usize) {
+pub fn sizes(report: &mut Report, extent: Extent) {
     for ranks in [2, 4, 8] {
         let mut bytes = 512;
-        while bytes <= largest {
-            for form in FORMS {
-                // The push form's buffers hold no more.
-                if form == "push" && bytes > 32 << 10 {
-                    continue;
-                }
-                let what = format!("{bytes} bytes, {ranks} ranks, {form}");
-                let calls = calls(bytes * ranks);
-                report.figure(
-                    what,
-                    "us",
-                    Goal::None,
-                    || Ok(1e6 * all_reduce_seconds(ranks, bytes, Some(form), calls)?),
-                );
+        while bytes <= extent.largest {
+            for form in FORMS.into_iter().filter(|form| *form != "push" || bytes <= PUSH_BYTES) {
+                let call = all_reduce(DType::F32, bytes);
+                let calls = extent.calls(bytes * ranks);
+                let micros = || Ok(1e6 * seconds(&call, ranks, Some(form), calls)?);
+                report.figure(format!("{bytes} bytes, {ranks} ranks, {form}"), "us", Goal::None, micros);
             }
             bytes *= 4;
         }

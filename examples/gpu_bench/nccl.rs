@@ -1,24 +1,71 @@
-//! Benchmark of NCCL, for comparison: several ranks on one GPU, which NCCL supports from 2.30 on if
-//! NCCL_MULTI_RANK_GPU_ENABLE is 1.
+//! Comparison with NCCL: several ranks on one GPU, which NCCL supports from 2.30 on if NCCL_MULTI_RANK_GPU_ENABLE is 1.
+//!
+//! Like with like: the time between events on the GPU, of calls in a row, with that of our kernels; and the host's wall
+//! time of a call through the client API, from the call until its result is there, with the same call by our kernels.
 
-use std::thread;
-use std::time::{Duration, Instant};
+use std::process::Command;
+use std::time::Duration;
 
 use bonfire::error::Site;
+use bonfire::server::cuda::bench;
 use bonfire::server::cuda::nccl::{Action, Communicator, Gpu, Scalar, Work};
 use bonfire::{Call, DType, Deadline, Group, Operation, ReduceOp};
+use cudarc::driver::sys::CUevent_flags::CU_EVENT_DEFAULT;
 use cudarc::driver::{CudaContext, result};
 
 use crate::Failure;
+use crate::api::slowest;
+use crate::kernels::all_reduce;
+use crate::report::Report;
 
-/// Returns the seconds that one all-reduce of `bytes` bytes of f32 per rank takes on the slowest rank, all on GPU 0.
-pub fn all_reduce_seconds(ranks: usize, bytes: usize, calls: usize) -> Result<f64, Failure> {
-    let groups = Group::threads(ranks)?;
-    thread::scope(|scope| {
-        let ranks: Vec<_> = groups.into_iter().map(|group| scope.spawn(move || rank(&group, bytes, calls))).collect();
-        let mut ended = ranks.into_iter().map(|rank| rank.join().map_err(|_| Failure::from("a rank panicked"))?);
-        ended.try_fold(0.0, |most: f64, seconds| Ok(seconds?.max(most)))
-    })
+const SIZES: [usize; 6] = [8, 512, 8 << 10, 32 << 10, 128 << 10, 256 << 10];
+const RANKS: usize = 2;
+
+pub fn compare(report: &mut Report, calls: usize) {
+    for bytes in SIZES {
+        report.optional_figure(format!("NCCL's time over ours, {bytes} bytes, 2 ranks, events"), "times", || {
+            let own = bench::seconds(&all_reduce(DType::F32, bytes), RANKS, None, calls)?;
+            Ok(event_seconds(bytes, calls)? / own)
+        });
+    }
+    // A process takes either our kernels or NCCL. One round of each measures all sizes.
+    let round = |_| {
+        Ok::<_, Failure>(client_seconds("nccl", calls)?.into_iter().zip(client_seconds("kernels", calls)?).collect())
+    };
+    let rounds: Result<Vec<Vec<(f64, f64)>>, Failure> = (0..report.rounds()).map(round).collect();
+    for (place, bytes) in SIZES.into_iter().enumerate() {
+        let what = format!("NCCL's time over ours, {bytes} bytes, 2 ranks, client API, wall");
+        let ratios = match &rounds {
+            Ok(rounds) => {
+                Ok(rounds.iter().filter_map(|round| round.get(place)).map(|(nccl, own)| nccl / own).collect())
+            }
+            Err(error) => Err(error.to_string().into()),
+        };
+        report.optional_values(what, "times", ratios);
+    }
+}
+
+/// Returns the seconds of a group's all-reduce of each size, measured by a process with this setting of `BONFIRE_CUDA`.
+fn client_seconds(mode: &str, calls: usize) -> Result<Vec<f64>, Failure> {
+    let mut command = Command::new(std::env::current_exe()?);
+    let ended = command.args(["--group-calls", "--calls", &calls.to_string()]).env("BONFIRE_CUDA", mode).output()?;
+    if !ended.status.success() {
+        return Err(String::from_utf8_lossy(&ended.stderr).trim().to_owned().into());
+    }
+    String::from_utf8(ended.stdout)?.lines().map(|line| Ok(line.parse()?)).collect()
+}
+
+/// Prints the seconds of a group's all-reduce of each size. The other side of `client_seconds`.
+pub fn print_client_seconds(calls: usize) -> Result<(), Failure> {
+    for bytes in SIZES {
+        println!("{:e}", crate::api::group_seconds(bytes, calls)?);
+    }
+    Ok(())
+}
+
+/// Returns the seconds between events that one all-reduce of `bytes` bytes of f32 per rank takes on the slowest rank.
+fn event_seconds(bytes: usize, calls: usize) -> Result<f64, Failure> {
+    slowest(Group::threads(RANKS)?, |group| rank(&group, bytes, calls))
 }
 
 fn rank(group: &Group, bytes: usize, calls: usize) -> Result<f64, Failure> {
@@ -43,9 +90,10 @@ fn rank(group: &Group, bytes: usize, calls: usize) -> Result<f64, Failure> {
     };
     run(10)?;
     group.barrier()?;
-    let clock = Instant::now();
+    let begin = stream.record_event(Some(CU_EVENT_DEFAULT))?;
     run(calls)?;
-    let seconds = clock.elapsed().as_secs_f64() / calls as f64;
+    let end = stream.record_event(Some(CU_EVENT_DEFAULT))?;
+    let seconds = f64::from(begin.elapsed_ms(&end)?) / 1e3 / calls as f64;
     // SAFETY: no work is left on the stream.
     unsafe { (result::free_sync(input)?, result::free_sync(output)?) };
     Ok(seconds)

@@ -1,8 +1,8 @@
-//! Figures: measured in rounds, printed immediately, and written to files at the end.
+//! Figures: measured in rounds, and printed and written to files immediately.
 
 use std::fmt::Write;
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use serde::Serialize;
 
@@ -31,12 +31,18 @@ struct Figure {
 
 pub struct Report {
     rounds: usize,
+    folder: Option<PathBuf>,
     figures: Vec<Figure>,
 }
 
 impl Report {
-    pub fn new(rounds: usize) -> Self {
-        Report { rounds, figures: Vec::new() }
+    /// With a folder, all figures so far are in its files after each one.
+    pub fn new(rounds: usize, folder: Option<PathBuf>) -> Self {
+        Report { rounds, folder, figures: Vec::new() }
+    }
+
+    pub fn rounds(&self) -> usize {
+        self.rounds
     }
 
     /// Whether all figures were measured and all goals are met.
@@ -63,8 +69,13 @@ impl Report {
         unit: &'static str,
         mut round: impl FnMut() -> Result<f64, Failure>,
     ) {
-        let what = what.into();
-        match (0..=self.rounds).map(|_| round()).skip(1).collect::<Result<Vec<_>, _>>() {
+        let values = (0..=self.rounds).map(|_| round()).skip(1).collect();
+        self.optional_values(what.into(), unit, values);
+    }
+
+    /// Adds a figure that was measured elsewhere, with a value for each round.
+    pub fn optional_values(&mut self, what: String, unit: &'static str, values: Result<Vec<f64>, Failure>) {
+        match values {
             Ok(values) => self.add(what, unit, Goal::None, Ok(values)),
             Err(error) => println!("{what:<64} not measured: {error}"),
         }
@@ -84,14 +95,18 @@ impl Report {
         let figure = Figure { what, unit, values, median, goal: description, met, error };
         println!("{}", figure.line());
         self.figures.push(figure);
+        if let Err(error) = self.write() {
+            eprintln!("error: {error}");
+        }
     }
 
     /// Writes all figures with all rounds as JSON, and a table.
-    pub fn write(&self, folder: &Path) -> Result<(), Failure> {
+    pub fn write(&self) -> Result<(), Failure> {
+        let Some(folder) = &self.folder else { return Ok(()) };
         let write = || {
             fs::create_dir_all(folder)?;
-            fs::write(folder.join("gpu_bench.json"), serde_json::to_string_pretty(&self.figures)?)?;
-            fs::write(folder.join("gpu_bench.md"), self.table())
+            replace(folder, "gpu_bench.json", &serde_json::to_string_pretty(&self.figures)?)?;
+            replace(folder, "gpu_bench.md", &self.table())
         };
         write().map_err(|e| format!("cannot write figures to {}: {e}", folder.display()).into())
     }
@@ -124,6 +139,13 @@ impl Figure {
         };
         format!("{:<64} {value}{goal}", self.what)
     }
+}
+
+/// Writes a file that is complete at any moment.
+fn replace(folder: &Path, name: &str, text: &str) -> std::io::Result<()> {
+    let part = folder.join(format!("{name}.part"));
+    fs::write(&part, text)?;
+    fs::rename(part, folder.join(name))
 }
 
 fn median(values: &[f64]) -> Option<f64> {

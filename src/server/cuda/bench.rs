@@ -7,36 +7,41 @@ use super::control::{CONTROL_BYTES, HOST_WORDS, MAX_RANKS, Member, Parameters};
 use super::driver::{Gpu, Stream};
 use super::memory::{HostWords, Memory};
 use crate::server::engine::Rows;
-use bonfire_core::{Call, DType, Error, Operation, ReduceOp};
+use bonfire_core::{Call, DType, Error, Operation, partition};
+use half::bf16;
 
 /// Untimed calls before the timed ones.
 const WARM_UP: usize = 10;
 
-/// Returns the seconds per all-reduce of f32, averaged over `calls` calls, with `bytes` bytes from each of `ranks`
-/// ranks on GPU 0. `form` names one of the kernels, as in `BONFIRE_CUDA`; without it the size decides.
+/// Returns the seconds per call, averaged over `calls` calls, all ranks on GPU 0; without `form` the size decides which
+/// kernel. Reductions are sums.
 ///
 /// # Errors
-/// [`Error::InvalidArgument`] for too many ranks, [`Error::Config`] for an unknown form, and [`Error::Io`] if the GPU
-/// refuses a call or the sums are wrong.
-pub fn all_reduce_seconds(ranks: usize, bytes: usize, form: Option<&str>, calls: usize) -> Result<f64, Error> {
+/// [`Error::InvalidArgument`] for too many ranks or a call that no kernel supports, [`Error::Config`] for an unknown
+/// form, and [`Error::Io`] if the GPU refuses a call or a result is wrong.
+pub fn seconds(call: &Call, ranks: usize, form: Option<&str>, calls: usize) -> Result<f64, Error> {
+    let name = call.operation.to_string();
     if !(1..=MAX_RANKS).contains(&ranks) {
-        return Err(Error::argument("all_reduce", format!("{ranks} ranks; kernels work for 1 to {MAX_RANKS}")));
+        return Err(Error::argument(&name, format!("{ranks} ranks; kernels work for 1 to {MAX_RANKS}")));
     }
     let (gpu, stream) = start()?;
-    let count = bytes / DType::F32.size();
-    let call = Call::new(Operation::AllReduce, DType::F32, count).reducing(ReduceOp::Sum);
     let topology = Topology { ranks, gpus: 1, sharing: ranks as u32, multiprocessors: gpu.multiprocessors };
     let mode = form.map_or(Ok(*MODE), parse_mode)?;
-    let config =
-        launch_config(mode, &call, &topology).ok_or_else(|| Error::argument("all_reduce", "no kernel supports it"))?;
+    let config = launch_config(mode, call, &topology).ok_or_else(|| Error::argument(&name, "no kernel supports it"))?;
     let module = gpu.module(config.kernel)?;
+    let size = call.dtype.size();
     let memories = |bytes| (0..ranks).map(|_| Memory::zeroed(&stream, bytes)).collect::<Result<Vec<_>, _>>();
-    let (controls, sources, targets) = (memories(CONTROL_BYTES)?, memories(bytes.max(1))?, memories(bytes.max(1))?);
+    let (controls, sources, targets) = (memories(CONTROL_BYTES)?, memories(call.bytes())?, memories(call.bytes())?);
     let host = HostWords::zeroed(&gpu, HOST_WORDS * ranks)?;
-    let mut parameters =
-        Parameters { timeout: 10_000_000_000, ranks: ranks as u64, count: call.count as u64, ..Parameters::default() };
+    let mut parameters = Parameters {
+        timeout: 10_000_000_000,
+        ranks: ranks as u64,
+        count: call.count as u64,
+        width: if call.reduction.is_some() { 0 } else { size as u64 },
+        ..Parameters::default()
+    };
     for rank in 0..ranks {
-        stream.fill(sources[rank].address, (rank as f32 + 1.0).to_bits(), call.count)?;
+        stream.fill(sources[rank].address, word(call.dtype), call.bytes() / WORD)?;
         parameters.control[rank] = controls[rank].address;
         let (source, target) = (sources[rank].address, targets[rank].address);
         parameters.members[rank] = Member { source, target, rank: rank as u64, host: host.address(HOST_WORDS * rank) };
@@ -46,13 +51,47 @@ pub fn all_reduce_seconds(ranks: usize, bytes: usize, form: Option<&str>, calls:
     };
     run(WARM_UP)?;
     let seconds = stream.seconds(|| run(calls))?;
-    let sum = (ranks * (ranks + 1) / 2) as f32;
-    for target in &targets {
-        if stream.read(target.address, call.count)?.iter().any(|element| f32::from_bits(*element) != sum) {
-            return Err(Error::broken("all_reduce", format!("a sum is not {sum}: {:?}", config.kernel.form)));
+    let expected = result(call, ranks);
+    for (rank, target) in targets.iter().enumerate() {
+        // A rank of a reduce_scatter has the result of its part only.
+        let count = match call.operation {
+            Operation::ReduceScatter => partition(call.count, ranks, rank).len(),
+            _ => call.count,
+        };
+        let read = stream.read(target.address, count * size / WORD)?;
+        if bytemuck::cast_slice::<u32, u8>(&read).chunks(size).any(|element| element != expected) {
+            return Err(Error::broken(name, format!("a result on rank {rank} is wrong: {:?}", config.kernel.form)));
         }
     }
     Ok(seconds / calls as f64)
+}
+
+/// Bytes of the words that memory is filled with.
+const WORD: usize = 4;
+
+/// The word that all sources are filled with: a pattern that is a number of a few bits in each float type, so that sums
+/// over ranks are exact.
+fn word(dtype: DType) -> u32 {
+    match dtype {
+        DType::F32 => 1.0f32.to_bits(),
+        // Twice the bf16 3, and half of the f64 32.50196...: sums of 2, 4 and 8 of them are exact.
+        _ => 0x4040_4040,
+    }
+}
+
+/// The bytes of an element of the result, if all sources are filled with that word.
+fn result(call: &Call, ranks: usize) -> Vec<u8> {
+    let word = word(call.dtype);
+    let ranks = if call.reduction.is_some() { ranks as f32 } else { 1.0 };
+    match call.dtype {
+        DType::F32 => (f32::from_bits(word) * ranks).to_le_bytes().to_vec(),
+        DType::F64 => {
+            let element = f64::from_bits(u64::from(word) << 32 | u64::from(word));
+            (element * f64::from(ranks)).to_le_bytes().to_vec()
+        }
+        DType::BF16 => bf16::from_f32(bf16::from_bits(word as u16).to_f32() * ranks).to_le_bytes().to_vec(),
+        dtype => word.to_le_bytes().into_iter().cycle().take(dtype.size()).collect(),
+    }
 }
 
 /// Returns the bytes per second that copies within GPU 0 read and write.
