@@ -4,8 +4,8 @@
 //! cargo run --release -p bonfire-examples --features nccl --bin gpu_bench -- --out figures
 //! ```
 //!
-//! Ratios are taken within a round, with both sides in turn. Figures are medians over rounds. Times are between events on
-//! the GPU, but those of clients are the host's wall time. `scripts/gpu-check` runs this.
+//! Ratios are taken within a round, with both sides in turn. Figures are medians over rounds. Times are between events
+//! on the GPU, but those of clients are the host's wall time. `scripts/gpu-check` runs this.
 
 #[path = "gpu_bench/api.rs"]
 mod api;

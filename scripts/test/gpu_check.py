@@ -168,8 +168,9 @@ class GpuCheck(unittest.TestCase):
         self.environment["PYTHONPATH"] = f"{self.folder}/site"
         self.program("test-cuda", OK)
         self.assertIn("WARNING: this NVRTC is newer than the driver's CUDA", self.check("tests/cuda"))
-        for name in ["cuda_nvrtc/lib/libnvrtc.so.12", "cuda_runtime/include/cuda_fp16.h", "cuda_runtime/include/cuda.h"]:
-            self.put(f"site/nvidia/{name}")
+        self.put("site/nvidia/cuda_nvrtc/lib/libnvrtc.so.12")
+        for name in ["cuda_fp16.h", "cuda.h"]:
+            self.put(f"site/nvidia/cuda_runtime/include/{name}")
         output = self.check("tests/cuda")
         self.assertNotIn("WARNING", output)
         self.assertIn("site/nvidia/cuda_nvrtc/lib/libnvrtc.so.12 (12.4)", output)
@@ -209,9 +210,9 @@ class GpuCheck(unittest.TestCase):
         self.assertIn(f"| tests/nccl | {skipped} |", (self.out / "summary.md").read_text())
         row = self.rows()["tests/nccl"]
         self.assertEqual((row["result"], row["reason"]), ("skipped", skipped.removeprefix("skipped: ")))
-        # Not of this step: the newer NCCL that it needs is an own reason.
         self.put("toolkit/lib64/libnccl.so.2")
-        self.assertIn("needs NCCL 2.30 or 5 GPUs; found NCCL 2.27.3 and 1 GPUs", self.check("tests/nccl_groups", status=77))
+        output = self.check("tests/nccl_groups", status=77)
+        self.assertIn("skipped: needs NCCL 2.30 or 5 GPUs; found NCCL 2.27.3 and 1 GPUs", output)
 
     def test_failures(self):
         self.toolkit()
@@ -219,7 +220,8 @@ class GpuCheck(unittest.TestCase):
         self.program("test-cuda_groups", "echo 'test result: ok. 0 passed; 0 failed; 0 ignored'")
         self.program("test-cuda_compute", "kill -SEGV $$")
         self.program("test-digits", "sleep 60")
-        output = self.check("--limit", "0.5", "tests/cuda", "tests/cuda_groups", "tests/cuda_compute", "tests/digits", status=1)
+        names = ["tests/cuda", "tests/cuda_groups", "tests/cuda_compute", "tests/digits"]
+        output = self.check("--limit", "0.5", *names, status=1)
         self.assertIn("FAILED: exit status 101, 7 tests passed", output)
         self.assertIn("    test it ... FAILED\n", output)
         reasons = [(row["result"], row["reason"]) for row in self.rows().values()]
