@@ -305,6 +305,26 @@ class GpuCheck(unittest.TestCase):
         process.communicate()
         self.assertGreater(read, 50)
 
+    # On another machine
+
+    def test_a_rented_machine(self):
+        """With an ssh that runs its command in another folder of this machine."""
+        self.toolkit()
+        self.program("test-cuda", OK)
+        self.program("test-digits", "exit 1")
+        home = self.folder / "home"
+        home.mkdir()
+        self.executable(self.folder / "bin/ssh", f'[ "$1" != -o ] || shift 2\nshift\ncd {home}\nexec sh -c "$*"')
+        (self.folder / "bin/python3").symlink_to(sys.executable)
+        subprocess.run(["tar", "-cJf", "programs.tar.xz", "programs"], cwd=self.bundle, check=True)
+        shutil.rmtree(self.bundle / "programs")
+        environment = {**self.environment, "BUNDLE": str(self.bundle), "INSTALL": "no", "OUT": str(self.out)}
+        command = [SCRIPT.parent / "gpu-rent", "a-host", "tests/cuda", "tests/digits"]
+        ended = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
+        self.assertEqual(ended.returncode, 1, ended.stdout)
+        self.assertIn("1 passed, 1 failed, 0 skipped", ended.stdout)
+        self.assertEqual([row["result"] for row in self.rows().values()], ["passed", "failed"])
+
     # Usage
 
     def test_wrong_arguments(self):
