@@ -59,7 +59,7 @@ pub fn seconds(call: &Call, ranks: usize, form: Option<&str>, calls: usize) -> R
             _ => call.count,
         };
         let read = stream.read(target.address, count * size / WORD)?;
-        if bytemuck::cast_slice::<u32, u8>(&read).chunks(size).any(|element| element != expected) {
+        if read.chunks(2).any(|words| *words != expected[..words.len()]) {
             return Err(Error::broken(name, format!("a result on rank {rank} is wrong: {:?}", config.kernel.form)));
         }
     }
@@ -79,18 +79,15 @@ fn word(dtype: DType) -> u32 {
     }
 }
 
-/// The bytes of an element of the result, if all sources are filled with that word.
-fn result(call: &Call, ranks: usize) -> Vec<u8> {
+/// The words of the result, which repeats after 8 bytes, if all sources are filled with that word.
+fn result(call: &Call, ranks: usize) -> [u32; 2] {
     let word = word(call.dtype);
     let ranks = if call.reduction.is_some() { ranks as f32 } else { 1.0 };
     match call.dtype {
-        DType::F32 => (f32::from_bits(word) * ranks).to_le_bytes().to_vec(),
-        DType::F64 => {
-            let element = f64::from_bits(u64::from(word) << 32 | u64::from(word));
-            (element * f64::from(ranks)).to_le_bytes().to_vec()
-        }
-        DType::BF16 => bf16::from_f32(bf16::from_bits(word as u16).to_f32() * ranks).to_le_bytes().to_vec(),
-        dtype => word.to_le_bytes().into_iter().cycle().take(dtype.size()).collect(),
+        DType::F32 => [(f32::from_bits(word) * ranks).to_bits(); 2],
+        DType::F64 => bytemuck::cast(bytemuck::cast::<[u32; 2], f64>([word; 2]) * f64::from(ranks)),
+        DType::BF16 => bytemuck::cast([bf16::from_f32(bf16::from_bits(word as u16).to_f32() * ranks); 4]),
+        _ => [word; 2],
     }
 }
 
