@@ -1,4 +1,4 @@
-//! Benchmarks of collectives on the first GPU, which all ranks share as logical devices.
+//! Benchmarks of collectives on the first GPU, which all ranks share as logical devices, and of kernels between GPUs.
 //!
 //! ```sh
 //! cargo run --release -p bonfire-examples --features nccl --bin gpu_bench -- --out figures
@@ -28,7 +28,7 @@ use crate::report::Report;
 
 type Failure = Box<dyn std::error::Error + Send + Sync>;
 
-/// Measure collectives on the first GPU. Exits with status 1 if a goal is missed or a figure cannot be measured.
+/// Measure collectives on GPUs. Exits with status 1 if a goal is missed or a figure cannot be measured.
 #[derive(Parser)]
 #[command(name = "gpu_bench")]
 struct Args {
@@ -64,7 +64,7 @@ fn main() -> ExitCode {
 }
 
 fn measure(args: &Args) -> Result<bool, Failure> {
-    cuda::gpus()?;
+    let gpus = cuda::gpus()?;
     #[cfg(feature = "nccl")]
     if args.group_calls {
         return nccl::print_client_seconds(args.calls as usize).map(|()| true);
@@ -76,7 +76,7 @@ fn measure(args: &Args) -> Result<bool, Failure> {
     api::small(&mut report, extent.calls);
     #[cfg(feature = "nccl")]
     nccl::compare(&mut report, extent.calls);
-    kernels::predicted(&mut report, extent);
+    kernels::predicted(&mut report, extent, gpus);
     api::overlap(&mut report, extent.largest);
     kernels::sizes(&mut report, extent);
     report.write()?;

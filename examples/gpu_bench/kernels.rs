@@ -1,4 +1,4 @@
-//! Benchmarks of the kernels alone, each rank on its own stream, all on one GPU. Times are of events on the GPU.
+//! Benchmarks of the kernels alone, on one GPU and between GPUs. Times are between events on a GPU.
 
 use bonfire::server::cuda::bench::{copy_bandwidth, seconds};
 use bonfire::{Call, DType, Operation, ReduceOp};
@@ -58,7 +58,7 @@ pub fn large(report: &mut Report, extent: Extent) {
         let what = format!("{what} of {mib} MiB of {}, {ranks} ranks: of the floor", call.dtype);
         report.figure(what, "%", goal, || {
             let floor = (buffers * bytes) as f64 / copied()?;
-            Ok(100.0 * floor / seconds(&call, ranks, Some("two-shot"), extent.calls(bytes))?)
+            Ok(100.0 * floor / seconds(&call, ranks, 1, Some("two-shot"), extent.calls(bytes))?)
         });
     };
     for ranks in [2, 4] {
@@ -75,30 +75,38 @@ pub fn large(report: &mut Report, extent: Extent) {
 
 /// Measures 8 KiB between two ranks.
 pub fn small(report: &mut Report, extent: Extent) {
-    let micros = |form| Ok(1e6 * seconds(&all_reduce(DType::F32, 8192), 2, form, extent.calls)?);
+    let micros = |form| Ok(1e6 * seconds(&all_reduce(DType::F32, 8192), 2, 1, form, extent.calls)?);
     report.figure("all_reduce of 8 KiB, 2 ranks, kernels", "us", Goal::AtMost(10.0), || micros(None));
     for form in FORMS {
         report.figure(format!("  by {form}"), "us", Goal::None, || micros(Some(form)));
     }
 }
 
-/// Measures the kernels, element types and sizes for which `docs/benchmarks.md` predicts times.
-pub fn predicted(report: &mut Report, extent: Extent) {
-    let mut figure = |what: &str, call: Call, ranks, form| {
-        let what = format!("{what} of {}, {} bytes, {ranks} ranks", call.dtype, call.bytes());
-        let calls = extent.calls(call.bytes() * ranks);
-        report.figure(what, "us", Goal::None, || Ok(1e6 * seconds(&call, ranks, form, calls)?));
+/// Measures the kernels, element types and sizes for which `docs/benchmarks.md` predicts times: with all ranks on one
+/// GPU, and between as many of the machine's GPUs as there are ranks.
+pub fn predicted(report: &mut Report, extent: Extent, gpus: usize) {
+    let mut figure = |what: &str, call: Call, (ranks, gpus): (usize, usize), form| {
+        let place = if gpus == 1 { "on one GPU" } else { "between GPUs" };
+        let what = format!("{what} of {}, {} bytes, {ranks} ranks {place}", call.dtype, call.bytes());
+        let calls = extent.calls(call.bytes() * ranks / gpus);
+        let micros = || Ok(1e6 * seconds(&call, ranks, gpus, form, calls)?);
+        // GPUs need not be able to access each other's memory.
+        if gpus == 1 {
+            report.figure(what, "us", Goal::None, micros);
+        } else {
+            report.optional_figure(what, "us", micros);
+        }
     };
     for bytes in [8 << 10, 256 << 10, 8 << 20, 256 << 20].into_iter().filter(|bytes| *bytes <= extent.largest) {
-        for ranks in [2, 4] {
+        for place in [(2, 1), (4, 1), (2, 2), (4, 4), (8, 8)].into_iter().filter(|place| place.1 <= gpus) {
             for dtype in DTYPES {
                 for form in FORMS.into_iter().filter(|form| *form != "push" || bytes <= PUSH_BYTES) {
-                    figure(form, all_reduce(dtype, bytes), ranks, Some(form));
+                    figure(form, all_reduce(dtype, bytes), place, Some(form));
                 }
-                figure("reduce_scatter", call(Operation::ReduceScatter, dtype, bytes), ranks, None);
+                figure("reduce_scatter", call(Operation::ReduceScatter, dtype, bytes), place, None);
             }
             for operation in [Operation::AllGather, Operation::AllToAll, Operation::Broadcast] {
-                figure(&operation.to_string(), call(operation, DType::F32, bytes), ranks, None);
+                figure(&operation.to_string(), call(operation, DType::F32, bytes), place, None);
             }
         }
     }
@@ -112,7 +120,7 @@ pub fn sizes(report: &mut Report, extent: Extent) {
             for form in FORMS.into_iter().filter(|form| *form != "push" || bytes <= PUSH_BYTES) {
                 let call = all_reduce(DType::F32, bytes);
                 let calls = extent.calls(bytes * ranks);
-                let micros = || Ok(1e6 * seconds(&call, ranks, Some(form), calls)?);
+                let micros = || Ok(1e6 * seconds(&call, ranks, 1, Some(form), calls)?);
                 report.figure(format!("{bytes} bytes, {ranks} ranks, {form}"), "us", Goal::None, micros);
             }
             bytes *= 4;

@@ -24,7 +24,7 @@ const RANKS: usize = 2;
 pub fn compare(report: &mut Report, calls: usize) {
     for bytes in SIZES {
         report.optional_figure(format!("NCCL's time over ours, {bytes} bytes, 2 ranks, events"), "times", || {
-            let own = bench::seconds(&all_reduce(DType::F32, bytes), RANKS, None, calls)?;
+            let own = bench::seconds(&all_reduce(DType::F32, bytes), RANKS, 1, None, calls)?;
             Ok(event_seconds(bytes, calls)? / own)
         });
     }

@@ -13,26 +13,34 @@ use half::bf16;
 /// Untimed calls before the timed ones.
 const WARM_UP: usize = 10;
 
-/// Returns the seconds per call, averaged over `calls` calls, all ranks on GPU 0; without `form` the size decides which
-/// kernel. Reductions are sums.
+/// Returns the seconds per call on the slowest GPU, averaged over `calls` calls, with the ranks in turn on the first
+/// `gpus` GPUs; without `form` the size decides which kernel. Reductions are sums.
 ///
 /// # Errors
-/// [`Error::InvalidArgument`] for too many ranks or a call that no kernel supports, [`Error::Config`] for an unknown
-/// form, and [`Error::Io`] if the GPU refuses a call or a result is wrong.
-pub fn seconds(call: &Call, ranks: usize, form: Option<&str>, calls: usize) -> Result<f64, Error> {
+/// [`Error::InvalidArgument`] for too many ranks, GPUs that cannot access each other's memory, or a call that no kernel
+/// supports, [`Error::Config`] for an unknown form, and [`Error::Io`] if a GPU refuses a call or a result is wrong.
+pub fn seconds(call: &Call, ranks: usize, gpus: usize, form: Option<&str>, calls: usize) -> Result<f64, Error> {
     let name = call.operation.to_string();
-    if !(1..=MAX_RANKS).contains(&ranks) {
-        return Err(Error::argument(&name, format!("{ranks} ranks; kernels work for 1 to {MAX_RANKS}")));
+    if !(1..=MAX_RANKS).contains(&ranks) || !(1..=ranks).contains(&gpus) {
+        return Err(Error::argument(&name, format!("{ranks} ranks on {gpus} GPUs; kernels work for 1 to {MAX_RANKS}")));
     }
-    let (gpu, stream) = start()?;
-    let topology = Topology { ranks, gpus: 1, sharing: ranks as u32, multiprocessors: gpu.multiprocessors };
+    let gpus = (0..gpus).map(start).collect::<Result<Vec<_>, _>>()?;
+    for (one, other) in gpus.iter().flat_map(|one| gpus.iter().map(move |other| (&one.0, &other.0))) {
+        if !one.reaches(other)? {
+            let text = format!("GPU {} cannot access the memory of GPU {}", one.ordinal, other.ordinal);
+            return Err(Error::argument(&name, text));
+        }
+    }
+    let multiprocessors = gpus.iter().map(|(gpu, _)| gpu.multiprocessors).min().unwrap_or(1);
+    let topology = Topology { ranks, gpus: gpus.len(), sharing: ranks.div_ceil(gpus.len()) as u32, multiprocessors };
     let mode = form.map_or(Ok(*MODE), parse_mode)?;
     let config = launch_config(mode, call, &topology).ok_or_else(|| Error::argument(&name, "no kernel supports it"))?;
-    let module = gpu.module(config.kernel)?;
+    let modules = gpus.iter().map(|(gpu, _)| gpu.module(config.kernel)).collect::<Result<Vec<_>, _>>()?;
     let size = call.dtype.size();
-    let memories = |bytes| (0..ranks).map(|_| Memory::zeroed(&stream, bytes)).collect::<Result<Vec<_>, _>>();
+    let stream_of = |rank: usize| &gpus[rank % gpus.len()].1;
+    let memories = |bytes| (0..ranks).map(|rank| Memory::zeroed(stream_of(rank), bytes)).collect::<Result<Vec<_>, _>>();
     let (controls, sources, targets) = (memories(CONTROL_BYTES)?, memories(call.bytes())?, memories(call.bytes())?);
-    let host = HostWords::zeroed(&gpu, HOST_WORDS * ranks)?;
+    let host = HostWords::zeroed(&gpus[0].0, HOST_WORDS * ranks)?;
     let mut parameters = Parameters {
         timeout: 10_000_000_000,
         ranks: ranks as u64,
@@ -40,17 +48,36 @@ pub fn seconds(call: &Call, ranks: usize, form: Option<&str>, calls: usize) -> R
         width: if call.reduction.is_some() { 0 } else { size as u64 },
         ..Parameters::default()
     };
-    for rank in 0..ranks {
-        stream.fill(sources[rank].address, word(call.dtype), call.bytes() / WORD)?;
-        parameters.control[rank] = controls[rank].address;
-        let (source, target) = (sources[rank].address, targets[rank].address);
-        parameters.members[rank] = Member { source, target, rank: rank as u64, host: host.address(HOST_WORDS * rank) };
+    for (rank, control) in controls.iter().enumerate() {
+        stream_of(rank).fill(sources[rank].address, word(call.dtype), call.bytes() / WORD)?;
+        stream_of(rank).synchronize()?;
+        parameters.control[rank] = control.address;
     }
-    let run = |calls: usize| {
-        (0..calls).try_for_each(|_| stream.launch(&module, (ranks as u32, config.blocks), config.threads, parameters))
+    // One launch for each GPU, for all ranks on it.
+    let launches: Vec<_> = (0..gpus.len())
+        .map(|gpu| {
+            let (mut parameters, mut members) = (parameters, 0);
+            for rank in (gpu..ranks).step_by(gpus.len()) {
+                let (source, target) = (sources[rank].address, targets[rank].address);
+                let host = host.address(HOST_WORDS * rank);
+                parameters.members[members] = Member { source, target, rank: rank as u64, host };
+                members += 1;
+            }
+            (&gpus[gpu].1, &modules[gpu], members as u32, parameters)
+        })
+        .collect();
+    let run = |calls: usize| -> Result<(), Error> {
+        for _ in 0..calls {
+            for (stream, module, members, parameters) in &launches {
+                stream.launch(module, (*members, config.blocks), config.threads, *parameters)?;
+            }
+        }
+        Ok(())
     };
     run(WARM_UP)?;
-    let seconds = stream.seconds(|| run(calls))?;
+    gpus.iter().try_for_each(|(_, stream)| stream.synchronize())?;
+    let streams: Vec<_> = gpus.iter().map(|(_, stream)| stream).collect();
+    let seconds = slowest(&streams, &mut || run(calls))?;
     let expected = result(call, ranks);
     for (rank, target) in targets.iter().enumerate() {
         // A rank of a reduce_scatter has the result of its part only.
@@ -58,12 +85,23 @@ pub fn seconds(call: &Call, ranks: usize, form: Option<&str>, calls: usize) -> R
             Operation::ReduceScatter => partition(call.count, ranks, rank).len(),
             _ => call.count,
         };
-        let read = stream.read(target.address, count * size / WORD)?;
+        let read = stream_of(rank).read(target.address, count * size / WORD)?;
         if read.chunks(2).any(|words| *words != expected[..words.len()]) {
             return Err(Error::broken(name, format!("a result on rank {rank} is wrong: {:?}", config.kernel.form)));
         }
     }
     Ok(seconds / calls as f64)
+}
+
+/// Returns the seconds of the slowest of these streams, on which `work` enqueues.
+fn slowest(streams: &[&Arc<Stream>], work: &mut dyn FnMut() -> Result<(), Error>) -> Result<f64, Error> {
+    let Some((first, rest)) = streams.split_first() else { return work().map(|()| 0.0) };
+    let mut others = 0.0;
+    let own = first.seconds(|| {
+        others = slowest(rest, work)?;
+        Ok(())
+    })?;
+    Ok(others.max(own))
 }
 
 /// Bytes of the words that memory is filled with.
@@ -97,7 +135,7 @@ fn result(call: &Call, ranks: usize) -> [u32; 2] {
 /// [`Error::Io`] if the GPU refuses a call.
 pub fn copy_bandwidth(bytes: usize) -> Result<f64, Error> {
     const COPIES: usize = 20;
-    let (_, stream) = start()?;
+    let (_, stream) = start(0)?;
     let (from, to) = (Memory::zeroed(&stream, bytes)?, Memory::zeroed(&stream, bytes)?);
     let rows = Rows { count: 1, bytes, pitch: bytes };
     let run = |copies: usize| (0..copies).try_for_each(|_| stream.copy(from.address, to.address, rows));
@@ -106,8 +144,8 @@ pub fn copy_bandwidth(bytes: usize) -> Result<f64, Error> {
     Ok((2 * bytes * COPIES) as f64 / seconds)
 }
 
-fn start() -> Result<(Arc<Gpu>, Arc<Stream>), Error> {
-    let gpu = Gpu::of(0)?;
+fn start(ordinal: usize) -> Result<(Arc<Gpu>, Arc<Stream>), Error> {
+    let gpu = Gpu::of(ordinal)?;
     let stream = Arc::new(Stream::new(&gpu)?);
     Ok((gpu, stream))
 }
