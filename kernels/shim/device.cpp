@@ -64,6 +64,7 @@ struct Block {
     std::vector<std::unique_ptr<Fibre>> fibres;
     Index index{}, size{}, grid{};
     const std::function<void()> *run = nullptr;
+    const std::atomic<int> *killed = nullptr;
     Relaxed<Fibre *> present;
     // The barrier. Two of its rounds may be in progress: some threads leave one while others arrive at the next.
     Relaxed<u64> generation;
@@ -75,6 +76,11 @@ struct Block {
 thread_local Block block;
 
 std::atomic<u64> seed{0};
+
+// Unwinds a thread of a kernel that was killed.
+struct Killed {};
+
+bool killed() { return block.killed && block.killed->load(std::memory_order_relaxed); }
 
 u64 next_random(u64 &state) {
     state ^= state << 13;
@@ -107,7 +113,10 @@ void fibre_main() {
     __sanitizer_finish_switch_fiber(nullptr, &block.worker.stack, &block.worker.size);
 #endif
     Fibre &self = *block.present;
-    (*block.run)();
+    try {
+        (*block.run)();
+    } catch (const Killed &) {
+    }
     self.state = State::DONE;
     switch_context(self, block.worker, true, true);
     die("a thread ran on after its end");
@@ -135,6 +144,7 @@ void run_block(u32 number, const Launch &launch, u64 salt) {
     block.size = {launch.threads, 1, 1};
     block.grid = launch.grid;
     block.run = &launch.run;
+    block.killed = launch.killed;
     block.generation = block.generation + 1;
     block.arrived = 0;
     block.yes = true;
@@ -156,7 +166,7 @@ void run_block(u32 number, const Launch &launch, u64 salt) {
         for (u32 i = 0; i < launch.threads; ++i) {
             Fibre &fibre = *block.fibres[i];
             if (fibre.state == State::DONE) continue;
-            if (fibre.state == State::WAITS && fibre.generation == block.generation) continue;
+            if (fibre.state == State::WAITS && fibre.generation == block.generation && !killed()) continue;
             block.present = &fibre;
             switch_context(block.worker, fibre, first, false);
             left -= fibre.state == State::DONE;
@@ -191,7 +201,10 @@ bool barrier(bool yes) {
     } else {
         self.generation = generation;
         self.state = State::WAITS;
-        while (block.generation == generation) yield(self);
+        while (block.generation == generation) {
+            yield(self);
+            if (killed()) throw Killed();
+        }
         self.state = State::RUNS;
     }
 #if defined(__SANITIZE_THREAD__)
@@ -214,6 +227,7 @@ void delay() {
 void poll() {
     delay();
     yield(*block.present);
+    if (killed()) throw Killed();
 }
 
 void set_delays(u64 value) { seed.store(value, std::memory_order_relaxed); }

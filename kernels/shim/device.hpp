@@ -14,6 +14,8 @@ struct Launch {
     Index grid;  // (x, y, 1)
     u32 threads;
     std::function<void()> run;
+    // Once it is not zero, the kernel's threads end where they wait: at a poll or a barrier. Null: never.
+    const std::atomic<int> *killed = nullptr;
 };
 
 // Runs all streams concurrently until they are done. As on a GPU, the launches of one stream run in order, and only the

@@ -187,8 +187,8 @@ API cuCtxGetDevice(CUdevice *device) {
 API cuCtxSetFlags(unsigned) { return current() ? CUDA_SUCCESS : CUDA_ERROR_INVALID_CONTEXT; }
 
 API cuCtxGetStreamPriorityRange(int *least, int *greatest) {
-    *least = 0;
-    *greatest = -5;
+    *least = LEAST_PRIORITY;
+    *greatest = GREATEST_PRIORITY;
     return current() ? CUDA_SUCCESS : CUDA_ERROR_INVALID_CONTEXT;
 }
 
@@ -200,7 +200,7 @@ API cuCtxSynchronize() {
         return CUDA_SUCCESS;
     });
     for (driver::CompletionPtr &completion : all) completion->wait();
-    return result;
+    return result == CUDA_SUCCESS ? driver::in_context([](Gpu &) { return CUDA_SUCCESS; }) : result;
 }
 
 API cuDeviceCanAccessPeer(int *can, CUdevice device, CUdevice peer) {
@@ -209,8 +209,12 @@ API cuDeviceCanAccessPeer(int *can, CUdevice device, CUdevice peer) {
     return CUDA_SUCCESS;
 }
 
-API cuDeviceGetP2PAttribute(int *value, int, CUdevice device, CUdevice peer) {
-    return cuDeviceCanAccessPeer(value, device, peer);
+API cuDeviceGetP2PAttribute(int *value, int attribute, CUdevice device, CUdevice peer) {
+    enum { PERFORMANCE_RANK = 1, NATIVE_ATOMICS = 3 };
+    CUresult result = cuDeviceCanAccessPeer(value, device, peer);
+    if (attribute == NATIVE_ATOMICS) *value = *value && settings().nvlink;
+    if (attribute == PERFORMANCE_RANK) *value = settings().nvlink ? 0 : 1;
+    return result;
 }
 
 API cuCtxEnablePeerAccess(void *handle, unsigned flags) {

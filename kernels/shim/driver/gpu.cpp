@@ -2,6 +2,7 @@
 
 #include <unistd.h>
 
+#include <cstdio>
 #include <cstdlib>
 #include <thread>
 
@@ -31,8 +32,16 @@ const Settings &settings() {
     static const Settings *all = [] {
         auto *made = new Settings{
             u32(setting("SHIM_GPUS", 1)), std::max(u32(setting("SHIM_QUEUES", 32)), 1u), setting("SHIM_PEERS", 1) != 0,
-            setting("SHIM_STRICT", 0) != 0, setting("SHIM_DELAYS", 1),
+            setting("SHIM_NVLINK", 1) != 0, setting("SHIM_STRICT", 0) != 0, setting("SHIM_DELAYS", 1), 0, "", 0,
         };
+        if (const char *fault = getenv("SHIM_FAULT")) {
+            char kernel[64];
+            unsigned long launch;
+            if (sscanf(fault, "%d:%63[^:]:%lu", &made->fault_gpu, kernel, &launch) == 3) {
+                made->fault_kernel = kernel;
+                made->fault_launch = launch;
+            }
+        }
         shim::set_delays(made->delays);
         return made;
     }();
@@ -81,7 +90,7 @@ void Queue::work() {
     }
 }
 
-Stream Gpu::make_stream(unsigned flags) {
+Stream Gpu::make_stream(unsigned flags, int priority) {
     u32 number = streams++ % settings().queues;
     if (number == queues.size()) {
         queues.push_back(std::make_unique<Queue>(settings().delays + u64(ordinal) * 1000 + number));
@@ -89,11 +98,13 @@ Stream Gpu::make_stream(unsigned flags) {
     Queue *queue = queues[number].get();
     CompletionPtr done = std::make_shared<Completion>();
     done->finish();
-    return {this, queue, flags, done};
+    return {this, queue, flags, priority, done};
 }
 
 CompletionPtr Gpu::submit(Stream &stream, std::function<void()> item) {
-    stream.last = stream.queue->submit(std::move(item));
+    stream.last = stream.queue->submit([this, item = std::move(item)] {
+        if (fault == CUDA_SUCCESS) item();
+    });
     return stream.last;
 }
 
@@ -111,7 +122,7 @@ Gpu *gpu(int ordinal) {
         for (u32 i = 0; i < settings().gpus; ++i) {
             auto *gpu = new Gpu;
             gpu->ordinal = int(i);
-            gpu->null_stream = gpu->make_stream(0);
+            gpu->null_stream = gpu->make_stream(0, LEAST_PRIORITY);
             made->push_back(gpu);
         }
         return made;

@@ -9,9 +9,13 @@
 //
 // Settings, from the environment, with their defaults:
 //     SHIM_GPUS    number of GPUs; 1
+//     SHIM_NVLINK  0: PCIe connects the GPUs, without atomic operations between them; 1
 //     SHIM_PEERS   0: no GPU can access another one's memory; 1
 //     SHIM_QUEUES  hardware queues of each GPU; 32
 //     SHIM_DELAYS  seed of random delays before every item and within kernels; 0: none; 1
+//     SHIM_FAULT   GPU:KERNEL:N: the N-th launch on this GPU of a kernel whose name begins with KERNEL accesses an
+//                  illegal address. As on a real GPU, this ends all work in the GPU's context, and every later call in
+//                  it returns the error; none
 //     SHIM_STRICT  1: calls that may wait for the whole context on a real driver (loading a module, the first launch of
 //                  a kernel, allocating and freeing) do, and every other call on that context waits for them; 0
 #pragma once
@@ -21,22 +25,29 @@
 #include <condition_variable>
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <set>
+#include <string>
 #include <vector>
 
 #include "../../types.cuh"
 
 // Numbers and names are those of the CUDA Driver API, which programs look up in the library.
-#define API extern "C" __attribute__((visibility("default"))) CUresult
+#define EXPORTED extern "C" __attribute__((visibility("default")))
+#define API EXPORTED CUresult
+
+// The range of the streams' priorities. Smaller numbers come first.
+constexpr int LEAST_PRIORITY = 0, GREATEST_PRIORITY = -5;
 
 // The codes that this driver returns.
 #define RESULTS(NAME)                                                                                \
     NAME(SUCCESS, 0) NAME(ERROR_INVALID_VALUE, 1) NAME(ERROR_OUT_OF_MEMORY, 2)                       \
     NAME(ERROR_NOT_INITIALIZED, 3) NAME(ERROR_INVALID_DEVICE, 101) NAME(ERROR_INVALID_CONTEXT, 201)  \
     NAME(ERROR_PEER_ACCESS_UNSUPPORTED, 217) NAME(ERROR_INVALID_HANDLE, 400)                         \
-    NAME(ERROR_NOT_FOUND, 500) NAME(ERROR_NOT_READY, 600) NAME(ERROR_LAUNCH_OUT_OF_RESOURCES, 701)   \
+    NAME(ERROR_NOT_FOUND, 500) NAME(ERROR_NOT_READY, 600) NAME(ERROR_ILLEGAL_ADDRESS, 700)           \
+    NAME(ERROR_LAUNCH_OUT_OF_RESOURCES, 701)                                                         \
     NAME(ERROR_PEER_ACCESS_ALREADY_ENABLED, 704) NAME(ERROR_PEER_ACCESS_NOT_ENABLED, 705)            \
     NAME(ERROR_CONTEXT_IS_DESTROYED, 709) NAME(ERROR_NOT_SUPPORTED, 801)
 
@@ -53,8 +64,12 @@ namespace driver {
 
 struct Settings {
     u32 gpus, queues;
-    bool peers, strict;
+    bool peers, nvlink, strict;
     u64 delays;
+    // The GPU, the kernel and the launch that faults. The launch is 0 if none does.
+    int fault_gpu;
+    std::string fault_kernel;
+    u64 fault_launch;
 };
 const Settings &settings();
 
@@ -91,6 +106,7 @@ struct Stream {
     Gpu *gpu;
     Queue *queue;
     unsigned flags;
+    int priority;
     CompletionPtr last;  // under the GPU's lock
 };
 
@@ -104,9 +120,11 @@ struct Gpu {
     u32 streams = 0;  // created so far
     Stream null_stream{};
     u64 release_threshold = 0;  // of its memory pool
+    u64 fault_launches = 0;  // of the kernel that faults, so far; under the lock
+    std::atomic<int> fault{CUDA_SUCCESS};  // the error of a fault, from then on
 
     // The following are called with the lock held.
-    Stream make_stream(unsigned flags);
+    Stream make_stream(unsigned flags, int priority);
     CompletionPtr submit(Stream &stream, std::function<void()> item);
     // Waits for all submitted work, if the settings are strict.
     void sync_if_strict();
@@ -162,14 +180,19 @@ Stream *find_stream(void *handle);
 // The error of a function that did not find its stream.
 CUresult no_stream(void *handle);
 
+// The state of a context: destroyed, ended by a fault, or sound.
+inline CUresult state_of(const Gpu &gpu) {
+    return gpu.retained ? CUresult(gpu.fault.load()) : CUDA_ERROR_CONTEXT_IS_DESTROYED;
+}
+
 // Runs `action` with the lock of the current context, if there is one.
 template <class Action>
 CUresult in_context(Action action) {
     Gpu *gpu = current();
     if (!gpu) return CUDA_ERROR_INVALID_CONTEXT;
     std::lock_guard<std::mutex> guard(gpu->lock);
-    if (!gpu->retained) return CUDA_ERROR_CONTEXT_IS_DESTROYED;
-    return action(*gpu);
+    CUresult state = state_of(*gpu);
+    return state == CUDA_SUCCESS ? action(*gpu) : state;
 }
 
 // Runs `action` with the lock of the stream's context.
@@ -178,8 +201,8 @@ CUresult on_stream(void *handle, Action action) {
     Stream *stream = find_stream(handle);
     if (!stream) return no_stream(handle);
     std::lock_guard<std::mutex> guard(stream->gpu->lock);
-    if (!stream->gpu->retained) return CUDA_ERROR_CONTEXT_IS_DESTROYED;
-    return action(*stream);
+    CUresult state = state_of(*stream->gpu);
+    return state == CUDA_SUCCESS ? action(*stream) : state;
 }
 
 // Submits an item to a stream.
@@ -189,6 +212,18 @@ inline CUresult submit(void *handle, std::function<void()> item) {
         return CUDA_SUCCESS;
     });
 }
+
+// What programs have done, for tests: the functions whose names begin with `shim` return it.
+struct Record {
+    struct Kernel {
+        u64 launches = 0;
+        int least_priority = GREATEST_PRIORITY;  // of the streams that it was launched on
+    };
+    std::mutex mutex;
+    std::map<std::string, Kernel> kernels;  // by name
+    u64 host_functions = 0;
+};
+inline Record &record() { return global<Record>(); }
 
 // Whether the driver allocated all of this memory, on a GPU or on the host.
 bool allocated(CUdeviceptr at, u64 bytes);

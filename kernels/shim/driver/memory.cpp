@@ -73,8 +73,10 @@ CUresult submit_and_wait(void *stream, std::function<void()> item) {
         completion = found.gpu->submit(found, std::move(item));
         return CUDA_SUCCESS;
     });
-    if (completion) completion->wait();
-    return result;
+    if (!completion) return result;
+    completion->wait();
+    // A fault may have ended it.
+    return driver::on_stream(stream, [](driver::Stream &) { return CUDA_SUCCESS; });
 }
 
 struct Rows {

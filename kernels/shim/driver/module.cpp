@@ -53,6 +53,15 @@ CUresult refuse(const Function &function, const char *why, CUresult result) {
     return result;
 }
 
+// Whether the launch of this kernel is the one that faults. Called with the lock held.
+bool faults(Gpu &gpu, const std::string &name) {
+    const driver::Settings &settings = driver::settings();
+    if (!settings.fault_launch || gpu.ordinal != settings.fault_gpu || !name.starts_with(settings.fault_kernel)) {
+        return false;
+    }
+    return ++gpu.fault_launches == settings.fault_launch;
+}
+
 CUresult launch(Function &function, shim::Index grid, shim::Index block, void *stream, void **given) {
     return driver::on_stream(stream, [&](driver::Stream &found) {
         if (found.gpu != function.gpu) return CUDA_ERROR_INVALID_HANDLE;
@@ -67,8 +76,19 @@ CUresult launch(Function &function, shim::Index grid, shim::Index block, void *s
         if (!std::exchange(function.launched, true)) found.gpu->sync_if_strict();
         auto parameters = std::make_shared<Parameters>(*function.kernel, given);
         u32 rows = std::max(MULTIPROCESSORS * blocks_of_multiprocessor(block.x) / grid.x, 1u);
-        found.gpu->submit(found, [kernel = function.kernel, grid, threads = block.x, parameters, rows] {
-            shim::run({{{grid, threads, [=] { kernel->run(parameters->at.data()); }}}}, rows);
+        Gpu *gpu = found.gpu;
+        {
+            std::lock_guard<std::mutex> guard(driver::record().mutex);
+            driver::Record::Kernel &kernel = driver::record().kernels[function.name];
+            ++kernel.launches;
+            kernel.least_priority = std::max(kernel.least_priority, found.priority);
+        }
+        if (faults(*gpu, function.name)) {
+            gpu->submit(found, [gpu] { gpu->fault = CUDA_ERROR_ILLEGAL_ADDRESS; });
+            return CUDA_SUCCESS;
+        }
+        gpu->submit(found, [kernel = function.kernel, grid, threads = block.x, parameters, rows, gpu] {
+            shim::run({{{grid, threads, [=] { kernel->run(parameters->at.data()); }, &gpu->fault}}}, rows);
         });
         return CUDA_SUCCESS;
     });
@@ -134,6 +154,18 @@ API cuOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, void *function, int
 API cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *blocks, void *function, int threads, size_t bytes,
                                                          unsigned) {
     return cuOccupancyMaxActiveBlocksPerMultiprocessor(blocks, function, threads, bytes);
+}
+
+// The number of launches of this kernel so far.
+EXPORTED u64 shimLaunches(const char *kernel) {
+    std::lock_guard<std::mutex> guard(driver::record().mutex);
+    return driver::record().kernels[kernel].launches;
+}
+
+// The priority of the least urgent stream on which this kernel was launched so far.
+EXPORTED int shimLeastPriority(const char *kernel) {
+    std::lock_guard<std::mutex> guard(driver::record().mutex);
+    return driver::record().kernels[kernel].least_priority;
 }
 
 API cuLaunchKernel(void *handle, unsigned x, unsigned y, unsigned z, unsigned block_x, unsigned block_y,

@@ -1,6 +1,8 @@
 // Streams, events, and words in memory that streams wait for and write.
 #include <unistd.h>
 
+#include <algorithm>
+
 #include "gpu.hpp"
 
 using driver::Gpu;
@@ -21,12 +23,17 @@ CompletionPtr recorded(Event &event) {
     return event.recorded;
 }
 
+// The error that ended the work before the event, if any did.
+CUresult fault(Event &event) { return CUresult(event.gpu->fault.load()); }
+
 template <class Word>
 CUresult wait_value(void *stream, u64 at, Word value, unsigned flags) {
     enum { AT_LEAST, EQUAL, ANY_BIT, NOT_ALL_BITS };
     u32 how = flags & 3;
     if (at % sizeof(Word) || !driver::allocated(at, sizeof(Word))) return CUDA_ERROR_INVALID_VALUE;
-    return driver::submit(stream, [=] {
+    Stream *found = driver::find_stream(stream);
+    if (!found) return driver::no_stream(stream);
+    return driver::submit(stream, [=, gpu = found->gpu] {
         auto reached = [=] {
             Word now = std::atomic_ref<Word>(*reinterpret_cast<Word *>(at)).load();
             switch (how) {
@@ -37,7 +44,7 @@ CUresult wait_value(void *stream, u64 at, Word value, unsigned flags) {
                 default: return Word(~(now | value)) != 0;
             }
         };
-        while (!reached()) usleep(20);
+        while (!reached() && gpu->fault == CUDA_SUCCESS) usleep(20);
     });
 }
 
@@ -49,13 +56,15 @@ CUresult write_value(void *stream, u64 at, Word value) {
 
 }  // namespace
 
-API cuStreamCreate(void **stream, unsigned flags) {
+API cuStreamCreateWithPriority(void **stream, unsigned flags, int priority) {
     return driver::in_context([&](Gpu &own) {
-        *stream = driver::streams().add(own.make_stream(flags));
+        // As in the driver, others are moved into the range.
+        priority = std::clamp(priority, GREATEST_PRIORITY, LEAST_PRIORITY);
+        *stream = driver::streams().add(own.make_stream(flags, priority));
         return CUDA_SUCCESS;
     });
 }
-API cuStreamCreateWithPriority(void **stream, unsigned flags, int) { return cuStreamCreate(stream, flags); }
+API cuStreamCreate(void **stream, unsigned flags) { return cuStreamCreateWithPriority(stream, flags, LEAST_PRIORITY); }
 
 // Submitted work still runs.
 API cuStreamDestroy_v2(void *stream) {
@@ -69,7 +78,8 @@ API cuStreamSynchronize(void *handle) {
         return CUDA_SUCCESS;
     });
     if (last) last->wait();
-    return result;
+    // A fault may have ended the work.
+    return result == CUDA_SUCCESS ? driver::on_stream(handle, [](Stream &) { return CUDA_SUCCESS; }) : result;
 }
 
 API cuStreamQuery(void *handle) {
@@ -92,13 +102,30 @@ API cuStreamGetFlags(void *handle, unsigned *flags) {
     });
 }
 
+API cuStreamGetPriority(void *handle, int *priority) {
+    return driver::on_stream(handle, [&](Stream &stream) {
+        *priority = stream.priority;
+        return CUDA_SUCCESS;
+    });
+}
+
 API cuStreamIsCapturing(void *, int *status) {
     *status = 0;
     return CUDA_SUCCESS;
 }
 
 API cuLaunchHostFunc(void *stream, void (*function)(void *), void *data) {
+    {
+        std::lock_guard<std::mutex> guard(driver::record().mutex);
+        ++driver::record().host_functions;
+    }
     return driver::submit(stream, [=] { function(data); });
+}
+
+// The number of calls of cuLaunchHostFunc so far.
+EXPORTED u64 shimHostFunctions() {
+    std::lock_guard<std::mutex> guard(driver::record().mutex);
+    return driver::record().host_functions;
 }
 
 API cuEventCreate(void **event, unsigned flags) {
@@ -134,13 +161,14 @@ API cuEventSynchronize(void *handle) {
     Event *event = events().find(handle);
     if (!event) return CUDA_ERROR_INVALID_HANDLE;
     if (CompletionPtr completion = recorded(*event)) completion->wait();
-    return CUDA_SUCCESS;
+    return fault(*event);
 }
 
 API cuEventQuery(void *handle) {
     Event *event = events().find(handle);
     if (!event) return CUDA_ERROR_INVALID_HANDLE;
     CompletionPtr completion = recorded(*event);
+    if (fault(*event) != CUDA_SUCCESS) return fault(*event);
     return !completion || completion->done ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
 }
 

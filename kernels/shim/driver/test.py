@@ -38,6 +38,13 @@ def got(kind, name, *arguments):
     return value
 
 
+def got_after(kind, name, first):
+    """Returns what a function stores through its second parameter."""
+    value = kind()
+    call(name, first, ctypes.byref(value))
+    return value
+
+
 def memory(data):
     address = got(U64, "cuMemAlloc_v2", ctypes.c_size_t(len(data)))
     call("cuMemcpyHtoD_v2", address, data, ctypes.c_size_t(len(data)))
@@ -82,13 +89,18 @@ def launch(of, grid, threads, stream, *parameters, expected=0):
 
 
 class Gpu:
-    """A GPU, the words of its ranks, and the streams of tensors and of collectives."""
+    """A GPU, the words of its ranks, and the streams of tensors and of collectives, which have the highest priority."""
 
     def __init__(self, ordinal):
         self.device = got(ctypes.c_int, "cuDeviceGet", ordinal)
         self.context = got(POINTER, "cuDevicePrimaryCtxRetain", self.device)
         self.enter()
-        self.tensors, self.collectives = (got(POINTER, "cuStreamCreate", 1) for _ in range(2))
+        self.tensors = got(POINTER, "cuStreamCreate", 1)
+        least, greatest = ctypes.c_int(), ctypes.c_int()
+        call("cuCtxGetStreamPriorityRange", ctypes.byref(least), ctypes.byref(greatest))
+        self.collectives = got(POINTER, "cuStreamCreateWithPriority", 1, greatest.value - 1)
+        for stream, priority in [(self.tensors, least), (self.collectives, greatest)]:
+            assert got_after(ctypes.c_int, "cuStreamGetPriority", stream).value == priority.value
         self.ready, self.done = memory(bytes(8)), memory(bytes(8))
         self.host = got(POINTER, "cuMemHostAlloc", ctypes.c_size_t(16), 0)
         ctypes.memset(self.host, 0, 16)
@@ -335,6 +347,25 @@ def streams_outlive_collectives(gpus):
     assert read(data, 8) == bytes(8)
 
 
+def faults(gpus):
+    """A fault of SHIM_FAULT ends all work on its GPU, and every later call there fails. Other GPUs stay usable."""
+    broken, sound = gpus
+    broken.enter()
+    # The first launch waits for a word that nothing writes. The second one, on another stream, faults.
+    launch(broken.await_done, (1, 1), 1, broken.tensors, words(0), broken.order(broken.done, 1))
+    call("cuStreamQuery", broken.tensors, expected=600)
+    launch(broken.await_done, (1, 1), 1, broken.collectives, words(0), broken.order(broken.done, 1))
+    call("cuStreamSynchronize", broken.tensors, expected=700)
+    call("cuStreamQuery", broken.collectives, expected=700)
+    call("cuCtxSynchronize", expected=700)
+    call("cuMemAlloc_v2", ctypes.byref(U64()), ctypes.c_size_t(8), expected=700)
+    call("cuMemFree_v2", broken.done, expected=700)
+    call("cuMemcpyHtoD_v2", broken.done, words(1), ctypes.c_size_t(8), expected=700)
+    ready = broken.order(broken.ready, 1)
+    launch(broken.tensors_ready, (1, 1), 1, broken.tensors, *[words(0)] * 3, ready, expected=700)
+    all_reduces([sound], 3, 3)
+
+
 def refuses(gpus):
     gpu = gpus[0]
     gpu.enter()
@@ -350,6 +381,8 @@ def refuses(gpus):
     call("cuDeviceGet", ctypes.byref(ctypes.c_int()), GPUS, expected=101)
     peers = GPUS > 1 and os.environ.get("SHIM_PEERS") != "0"
     assert got(ctypes.c_int, "cuDeviceCanAccessPeer", 0, GPUS - 1).value == peers
+    atomics = got(ctypes.c_int, "cuDeviceGetP2PAttribute", 3, 0, GPUS - 1).value
+    assert atomics == (peers and os.environ.get("SHIM_NVLINK") != "0")
     if GPUS > 1:
         call("cuCtxEnablePeerAccess", gpus[1].context, 0, expected=0 if peers else 217)
         launch(gpus[1].await_done, (1, 1), 1, gpu.tensors, words(0), gpu.order(gpu.done, 0), expected=400)
@@ -363,12 +396,18 @@ def refuses(gpus):
 call("cuInit", 0)
 all_gpus = [Gpu(ordinal) for ordinal in range(got(ctypes.c_int, "cuDeviceGetCount").value)]
 assert len(all_gpus) == GPUS
+if "SHIM_FAULT" in os.environ:
+    faults(all_gpus)
+    sys.exit()
+assert cuda.shimLaunches(b"two_shot_sum_f32") == 0
 for ranks_of_all in [2, 5]:
     all_reduces(all_gpus, ranks_of_all, 6)
+    assert [cuda.shimLeastPriority(name) for name in [b"two_shot_sum_f32", b"await_done"]] == [-5, 0]
     # The next round's words count from 1 again.
     for one in all_gpus:
         one.enter()
         one.ready, one.done = memory(bytes(8)), memory(bytes(8))
+assert cuda.shimLaunches(b"two_shot_sum_f32") == 12 * GPUS
 is_asynchronous(all_gpus)
 shares_queues(all_gpus[0])
 loads_wait(all_gpus[0])

@@ -14,7 +14,9 @@
 // and how long NCCL itself takes to abort.
 //
 // FAKE_NCCL_VERSION is the version that it reports. FAKE_NCCL_ABSENT=r keeps rank r from joining the others.
-// FAKE_NCCL_BROKEN=r breaks rank r's connections at its first operation. Built with FAKE_NCCL_PARTIAL it has no
+// FAKE_NCCL_BROKEN=r breaks rank r's connections at its first operation. FAKE_NCCL_HANGS=r keeps those of rank r from
+// ending. With FAKE_NCCL_WAITS=1 an abort waits for all
+// work on its GPU, as CUDA does when NCCL frees memory there. Built with FAKE_NCCL_PARTIAL it has no
 // ncclCommSplit.
 
 #include <unistd.h>
@@ -155,6 +157,8 @@ Result ncclCommDestroy(Comm* comm) {
 
 Result ncclCommAbort(Comm* comm) {
     comm->aborted = true;
+    std::optional<Gpu> gpu = comm->gpu;
+    if (gpu && variable("FAKE_NCCL_WAITS", 0)) gpu->wait();
     return ncclCommDestroy(comm);
 }
 

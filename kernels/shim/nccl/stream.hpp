@@ -36,7 +36,7 @@ class Gpu {
         int (*name)(char*, int, int), (*get_current)(void**);
         bool whole = find(name, "cuDeviceGetName") && find(get_current, "cuCtxGetCurrent") &&
                      find(gpu.set_current, "cuCtxSetCurrent") && find(gpu.context_of, "cuStreamGetCtx") &&
-                     find(gpu.launch, "cuLaunchHostFunc");
+                     find(gpu.launch, "cuLaunchHostFunc") && find(gpu.synchronize, "cuCtxSynchronize");
         char text[64] = {};
         if (!whole || name(text, sizeof text, 0) != 0 || strcmp(text, "Bonfire software GPU") != 0) return {};
         return get_current(&gpu.context) == 0 ? std::optional(gpu) : std::nullopt;
@@ -59,8 +59,14 @@ class Gpu {
         return false;
     }
 
+    // Waits for all work on this GPU.
+    void wait() const {
+        if (set_current(context) == 0) synchronize();
+    }
+
   private:
     int (*set_current)(void*);
+    int (*synchronize)();
     int (*context_of)(void*, void**);
     int (*launch)(void*, void (*)(void*), void*);
 };
