@@ -41,7 +41,7 @@
 //! ids.
 //!
 //! If an operation of a [`Group`] on devices fails, [`Transfer::wait`] returns the group's error and the
-//! devices stay usable.
+//! devices stay usable. Only a GPU that has a fault ([`Error::Gpu`]) needs a new process.
 //!
 //! # Fusion
 //! The backends use fusion, unless the feature `ddp` is on: burn's distributed training uses a gradient on two threads,

@@ -3,10 +3,14 @@
 
 #[path = "common/devices.rs"]
 mod devices;
+#[path = "cuda_groups/faults.rs"]
+mod faults;
 #[path = "common/device_groups.rs"]
 mod groups;
 #[path = "cuda_groups/processes.rs"]
 mod processes;
+#[path = "common/software_driver.rs"]
+mod software_driver;
 
 use std::sync::{Arc, Barrier};
 use std::time::Duration;

@@ -36,6 +36,7 @@ mod team;
 
 use std::collections::HashMap;
 use std::sync::Arc;
+use std::time::Duration;
 
 use cubecl::cuda::CudaRuntime;
 use cubecl::device::DeviceId;
@@ -183,6 +184,7 @@ impl Engine<CudaRuntime> for CudaEngine {
         let handle = self.handle(devices, job.rank)?;
         // On an error the other ranks would wait for this call.
         catch_panic("all_reduce", || self.submit(server, &handle, job))
+            .map_err(|error| handle.team.gpu_fault("all_reduce", Duration::ZERO).unwrap_or(error))
             .inspect_err(|error| handle.team.fail(error.clone()))
     }
 

@@ -125,8 +125,8 @@ impl<R: DeviceTransport> Transfer<R> {
     ///
     /// # Errors
     /// Those of the group's operation, [`Error::Io`] if the device's memory cannot be read, and on CUDA
-    /// [`Error::Nccl`]. Each poisons the group. After one, a target on CUDA may still be written to until the group is
-    /// dropped. A result that cannot be written poisons the device instead: see [the module's
+    /// [`Error::Nccl`] and [`Error::Gpu`]. Each poisons the group. After one, a target on CUDA may still be written to
+    /// until the group is dropped. A result that cannot be written poisons the device instead: see [the module's
     /// page](crate::server#errors).
     pub fn wait(self) -> Result<(), Error> {
         (self.wait)()

@@ -5,15 +5,23 @@ use std::time::{Duration, Instant};
 
 use bonfire_core::{Deadline, Error};
 
+/// How long a wait yields before it sleeps.
+const SHORT: Duration = Duration::from_millis(2);
+
 /// The pause between two polls. At first it yields, for about as long as a small call takes, or NCCL to enqueue an
 /// operation. Then it sleeps, longer and longer: NCCL may connect ranks for seconds, and polling should cost little.
 #[derive(Default)]
 pub(super) struct Backoff(Option<Instant>);
 
 impl Backoff {
+    /// Whether the wait has become long, so that what costs microseconds may be polled too.
+    pub fn is_long(&self) -> bool {
+        self.0.is_some_and(|begin| begin.elapsed() >= SHORT)
+    }
+
     pub fn wait(&mut self) {
         let waited = self.0.get_or_insert_with(Instant::now).elapsed();
-        if waited < Duration::from_millis(2) {
+        if waited < SHORT {
             thread::yield_now();
         } else {
             thread::sleep((waited / 10).min(Duration::from_micros(500)));

@@ -35,15 +35,16 @@ impl CopyStream {
         let stream = Arc::new(Stream::new(&gpu)?);
         let done = word(&stream)?;
         let host = Arc::new(HostWords::zeroed(&gpu, HOST_WORDS)?);
-        let (watched, status) = (Arc::downgrade(&host), Status::of::<CudaRuntime>(device));
-        let poisoned = Arc::downgrade(&status);
-        // Only `await_done` reports here.
-        let check = move || match (watched.upgrade(), poisoned.upgrade()) {
-            (Some(host), Some(status)) if host.load(FAILURE) != 0 => {
-                status.fail(Error::broken("copy", "the GPU did not finish it, or the work queued before it, in time"));
-                false
+        let status = Status::of::<CudaRuntime>(device);
+        let watched = (Arc::downgrade(&host), Arc::downgrade(&stream), Arc::downgrade(&status));
+        let check = move || {
+            let (Some(host), Some(stream)) = (watched.0.upgrade(), watched.1.upgrade()) else { return false };
+            let failure = failure(&host, &stream);
+            let failed = failure.is_some();
+            if let (Some(error), Some(status)) = (failure, watched.2.upgrade()) {
+                status.fail(error);
             }
-            (host, _) => host.is_some(),
+            !failed
         };
         status.add_check(Arc::new(check));
         Ok(CopyStream { stream, host, done, ready_counter: ReadyCounter::default(), copied: 0 })
@@ -94,9 +95,9 @@ impl CopyStream {
         self.done
     }
 
-    /// Whether a copy did not finish in time.
+    /// Whether a copy did not finish in time, or the GPU has a fault.
     pub fn has_failed(&self) -> bool {
-        self.host.load(FAILURE) != 0
+        failure(&self.host, &self.stream).is_some()
     }
 
     /// Ends the copies in flight, after a failure. The words stay: streams may still read them.
@@ -105,7 +106,8 @@ impl CopyStream {
             self.host.store(ABORT, 1);
             self.host.store(READY, RELEASED);
         };
-        wait_idle(|| self.stream.is_idle(), release)
+        // A fault has ended them.
+        wait_idle(|| self.stream.is_idle().unwrap_or(true), release)
     }
 
     /// Signals that a copy is done, and keeps its memory until then.
@@ -127,6 +129,15 @@ impl CopyStream {
         let word = self.host.address(READY);
         (word, self.ready_counter.signal(server, word, &[owner, stream], stream))
     }
+}
+
+/// Why the copies on this stream fail, if they do.
+fn failure(host: &HostWords, stream: &Stream) -> Option<Error> {
+    // Only `await_done` reports here.
+    if host.load(FAILURE) != 0 {
+        return Some(Error::broken("copy", "the GPU did not finish it, or the work queued before it, in time"));
+    }
+    stream.is_idle().err().map(|fault| fault.error("copy", Vec::new(), Duration::ZERO))
 }
 
 /// Returns a tensor's address.

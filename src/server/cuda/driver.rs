@@ -1,8 +1,10 @@
 //! Wrappers of the CUDA driver's functions, with this crate's errors.
 
 use std::collections::HashMap;
-use std::ffi::c_void;
+use std::ffi::{CStr, c_void};
+use std::fmt::Display;
 use std::sync::{Arc, LazyLock, Mutex, OnceLock};
+use std::time::Duration;
 
 use cudarc::driver::DriverError;
 use cudarc::driver::result;
@@ -74,9 +76,12 @@ impl Gpu {
     }
 
     pub fn enter(&self) -> Result<ContextGuard, Error> {
+        self.make_current().map_err(|e| failure("entering the context", self.ordinal, e))
+    }
+
+    fn make_current(&self) -> Result<ContextGuard, DriverError> {
         // SAFETY: the context lives as long as the process.
-        let entered = unsafe { sys::cuCtxPushCurrent_v2(self.context) };
-        self.check("entering the context", entered)?;
+        unsafe { sys::cuCtxPushCurrent_v2(self.context) }.result()?;
         Ok(ContextGuard)
     }
 
@@ -105,6 +110,22 @@ impl Gpu {
 pub(super) fn failure(what: &str, ordinal: usize, error: DriverError) -> Error {
     let text = error.error_string().map(|text| text.to_string_lossy().into_owned());
     Error::broken(format!("{what} on GPU {ordinal}"), text.unwrap_or_else(|_| format!("{:?}", error.0)))
+}
+
+/// A fault of a GPU, as the driver reports it. See [`Error::Gpu`].
+pub(super) struct GpuFault {
+    gpu: usize,
+    error: DriverError,
+}
+
+impl GpuFault {
+    /// The error of an operation that waited for the GPU, which these ranks use.
+    pub fn error(self, operation: impl Display, ranks: Vec<usize>, elapsed: Duration) -> Error {
+        let text = |found: Result<&CStr, DriverError>| found.map(|text| text.to_string_lossy().into_owned());
+        let code = text(self.error.error_name()).unwrap_or_else(|_| format!("{:?}", self.error.0));
+        let reason = format!("{code} ({})", text(self.error.error_string()).unwrap_or_default());
+        Error::Gpu { operation: operation.to_string(), gpu: self.gpu, ranks, reason, elapsed }
+    }
 }
 
 /// A stream of our own. Work on it runs in order.
@@ -274,12 +295,18 @@ impl Stream {
         }
     }
 
-    /// Whether all work on the stream is done, or has failed.
-    pub fn is_idle(&self) -> bool {
-        let Ok(_entered) = self.gpu.enter() else { return true };
+    /// Whether all work on the stream is done.
+    ///
+    /// # Errors
+    /// A fault that has ended the work. It may be of any kernel on the GPU: all work of a context ends with the first.
+    pub fn is_idle(&self) -> Result<bool, GpuFault> {
         // SAFETY: the stream lives until `drop`.
-        let state = unsafe { sys::cuStreamQuery(self.raw) };
-        state != sys::CUresult::CUDA_ERROR_NOT_READY
+        let query = || unsafe { sys::cuStreamQuery(self.raw) }.result();
+        match self.gpu.make_current().and_then(|_entered| query()) {
+            Ok(()) => Ok(true),
+            Err(error) if error.0 == sys::CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+            Err(error) => Err(GpuFault { gpu: self.gpu.ordinal, error }),
+        }
     }
 
     /// Waits on the host for all work on the stream.

@@ -17,6 +17,7 @@ use super::order::Server;
 use super::remote;
 use super::side::TeamHandle;
 use super::team::{Team, kernels_supported, ordinal};
+use crate::server::download::catch_panic;
 use crate::server::engine::{DeviceOperation, InFlight, Launch, Route};
 use bonfire_core::internal::{AgreedOperations, Attachment, process_number, random};
 use bonfire_core::{Call, Deadline, Error, Group};
@@ -164,7 +165,9 @@ impl Route<CudaRuntime> for GroupRoute {
         if let Some(error) = handle.team.failure() {
             return Err(error);
         }
-        let ready = handle.prepare(server, job, choice, limit)?;
+        // After a fault, whatever cubecl is asked for fails or panics.
+        let prepared = catch_panic(&call.operation.to_string(), || handle.prepare(server, job, choice, limit));
+        let ready = prepared.map_err(|error| handle.team.gpu_fault(call.operation, Duration::ZERO).unwrap_or(error))?;
         let (team, local) = (handle.team.clone(), handle.local);
         Ok(Box::new(move |site, deadline| {
             let (site, deadline) = (*site, *deadline);

@@ -220,7 +220,10 @@ impl Team {
                 return Err(error);
             }
             let calls: Vec<QueuedCall> = queue.calls.iter_mut().filter_map(VecDeque::pop_front).collect();
-            let launched = self.launch(team_gpu, queue.launched + 1, &calls);
+            let launched = self.launch(team_gpu, queue.launched + 1, &calls).map_err(|error| {
+                // After a fault every call on the GPU fails, whatever it asks for.
+                self.gpu_fault(site, deadline.elapsed()).unwrap_or(error)
+            });
             // Kept even if the launch failed half-way: work on the stream may use it.
             let kept = calls.into_iter().map(|call| call.ready.layout.kept);
             self.keep_until_done(self.local_ranks[local].team_gpu, queue.launched + 1, kept);
@@ -336,10 +339,20 @@ impl Team {
         lock(&self.calls).failure.clone()
     }
 
-    /// Turns a failure that the GPU reported for this rank into the team's failure. Returns whether to keep checking.
+    /// Turns a failure that the GPU reported for this rank, or its fault, into the team's failure. Returns whether to
+    /// keep checking.
     fn check_report(&self, local: usize) -> bool {
         let report = Report::of(self.host.load(HOST_WORDS * local + FAILURE));
+        // Not under the lock: the driver may block while a stream is full, and the ranks that drain it need the lock.
+        let fault = match self.failure() {
+            None => self.fault_of(self.team_gpu(local), &Operation::AllReduce, Duration::ZERO),
+            Some(_) => None,
+        };
         let calls = lock(&self.calls);
+        if let (Some(error), None) = (fault, &calls.failure) {
+            self.fail_locked(calls, error);
+            return false;
+        }
         if let (Some(report), None) = (report, &calls.failure) {
             let (site, absent) = call_and_missing(&calls, report.number);
             let rank = self.local_ranks[local].rank;
@@ -387,17 +400,24 @@ impl Team {
     }
 
     /// Waits until no kernel of a failed team runs any more. Before that, its tensors must not be freed.
+    ///
+    /// # Errors
+    /// If one still runs, or after a fault: the driver frees nothing on that GPU any more, and does not say when the
+    /// last write to another GPU's memory has arrived. The tensors must then never be freed.
     pub fn quiesce(&self) -> Result<(), Error> {
         let release = || {
             let words = (0..self.local_ranks.len()).map(|local| HOST_WORDS * local + READY);
             words.for_each(|word| self.host.store(word, RELEASED));
         };
-        wait_idle(|| self.is_idle(), release)
+        wait_idle(|| self.is_idle(), release)?;
+        self.gpu_fault("waiting for failed work on the GPU", Duration::ZERO).map_or(Ok(()), Err)
     }
 
+    /// Whether no work is in flight on any of the team's GPUs. A fault has ended the work on its GPU.
     fn is_idle(&self) -> bool {
         // A thread that holds the queue may be about to launch.
-        self.team_gpus.iter().all(|team_gpu| team_gpu.queue.try_lock().is_ok() && team_gpu.stream.is_idle())
+        let idle = |team_gpu: &TeamGpu| team_gpu.queue.try_lock().is_ok() && team_gpu.stream.is_idle().unwrap_or(true);
+        self.team_gpus.iter().all(idle)
     }
 }
 
@@ -415,6 +435,9 @@ impl Drop for Team {
         // Then control blocks and tensors can be freed. The words stay: kernels on cubecl's streams may read them.
         if let Err(error) = self.quiesce() {
             log::warn!("dropping a team of devices: {error}");
+            if let Backend::Kernels(_, controls) = &mut self.backend {
+                std::mem::forget(std::mem::take(controls));
+            }
             if let Some(group_team) = &self.group {
                 std::mem::forget(std::mem::take(&mut *lock(&group_team.kept)));
             }

@@ -201,6 +201,27 @@ pub enum Error {
         reason: String,
     },
 
+    /// A GPU reported a fault, such as a kernel that accessed an illegal address. The fault ended all work of this
+    /// process on that GPU, and every later call on it fails. Other GPUs remain usable as far as the driver permits.
+    #[error(
+        "{operation}: GPU {gpu}{} has a fault, found after {elapsed:.1?}: {reason}; all work on that GPU has \
+         ended, and only a new process can use it: look for the kernel with compute-sanitizer and for the GPU's own \
+         errors in the system log (Xid), and restart the job from its last checkpoint",
+        OfRanks(.ranks)
+    )]
+    Gpu {
+        /// What was waiting for the GPU. Other work may have caused the fault.
+        operation: String,
+        /// The GPU, as CUDA numbers it in the process that uses it.
+        gpu: usize,
+        /// The ranks of the operation that use this GPU.
+        ranks: Vec<usize>,
+        /// The name of the driver's error, and its description.
+        reason: String,
+        /// Time since the operation began.
+        elapsed: Duration,
+    },
+
     /// A function of NCCL failed. The communicator was aborted; its other ranks fail with errors of their own.
     #[error(
         "{function} of NCCL failed on rank {rank} with code {code} after {elapsed:.1?}: {reason}; for details, set \
@@ -344,6 +365,15 @@ impl fmt::Display for TraceHint {
             Some(folder) => write!(f, "`bonfire trace {}`", folder.display()),
             None => f.write_str("set BONFIRE_TRACE to a folder, and `bonfire trace`"),
         }
+    }
+}
+
+/// Whose GPU it is, if that is known.
+struct OfRanks<'a>(&'a [usize]);
+
+impl fmt::Display for OfRanks<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.0.is_empty() { Ok(()) } else { write!(f, " of {}", RankList(self.0)) }
     }
 }
 

@@ -7,14 +7,17 @@
 //! that continue without the lost one would have taken different steps. Now an operation that `wait` has returned from
 //! is done, an error is the group's, and devices stay usable.
 //!
-//! While it waits, the host polls the kernels' reports, NCCL's asynchronous error and the group's failures.
+//! While it waits, the host polls the kernels' reports, NCCL's asynchronous error, the group's failures and, once the
+//! wait is long, the state of the streams: after a fault nothing on that GPU reports or ends, and its peers' kernels
+//! would wait until the deadline.
 
+use std::fmt::Display;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use cubecl::server::Binding;
 
-use super::{Backend, KeptMemory, Team};
+use super::{Backend, KeptMemory, Team, TeamGpu};
 use crate::server::cuda::backoff::Backoff;
 use crate::server::cuda::control::{DONE, FAILURE, HOST_WORDS, Report};
 use bonfire_core::error::Site;
@@ -41,7 +44,8 @@ impl Team {
         loop {
             // In this order, because a stream continues after a failed call.
             let done = self.done_at(self.local_ranks[local].team_gpu) >= number;
-            let outcome = match self.check_failure(local, number, site, deadline) {
+            let query = !done && backoff.is_long();
+            let outcome = match self.check_failure(local, number, site, deadline, query) {
                 Ok(()) if done && self.valid_up_to() >= number => {
                     self.release_done();
                     return Ok(());
@@ -83,7 +87,15 @@ impl Team {
         }
     }
 
-    fn check_failure(&self, local: usize, number: u64, site: Site, deadline: &Deadline) -> Result<(), Error> {
+    /// `query` is whether to ask the driver for faults of the team's GPUs.
+    fn check_failure(
+        &self,
+        local: usize,
+        number: u64,
+        site: Site,
+        deadline: &Deadline,
+        query: bool,
+    ) -> Result<(), Error> {
         if let Some(error) = self.failure() {
             return Err(error);
         }
@@ -92,10 +104,27 @@ impl Team {
         if let Some(report) = report.filter(|report| report.number <= number) {
             return Err(report.error(site, self.local_ranks[local].rank, Vec::new(), deadline.elapsed()));
         }
+        if query && let Some(error) = self.gpu_fault(site, deadline.elapsed()) {
+            return Err(error);
+        }
         match &self.backend {
             Backend::Kernels(..) => Ok(()),
-            Backend::Nccl(remote) => remote.poll(),
+            // NCCL reports a fault only as an error of CUDA.
+            Backend::Nccl(remote) => {
+                remote.poll().map_err(|error| self.gpu_fault(site, deadline.elapsed()).unwrap_or(error))
+            }
         }
+    }
+
+    /// Returns the error of an operation that works on the team's GPUs, if one of them has a fault.
+    pub fn gpu_fault(&self, operation: impl Display, elapsed: Duration) -> Option<Error> {
+        self.team_gpus.iter().find_map(|team_gpu| self.fault_of(team_gpu, &operation, elapsed))
+    }
+
+    pub(super) fn fault_of(&self, team_gpu: &TeamGpu, operation: &dyn Display, elapsed: Duration) -> Option<Error> {
+        let fault = team_gpu.stream.is_idle().err()?;
+        let ranks = team_gpu.local_ranks.iter().map(|local| self.local_ranks[*local].rank).collect();
+        Some(fault.error(operation, ranks, elapsed))
     }
 
     /// The number up to which finished calls are valid: no failure has ended them. A stream continues after a call that
@@ -163,7 +192,9 @@ impl Team {
         let group_failed = || group_team.group_failed.load(Ordering::Relaxed);
         let (deadline, mut backoff) = (Deadline::after(group_team.limit), Backoff::default());
         while self.failure().is_none() && !self.is_idle() {
-            if deadline.passed() || group_failed() && deadline.elapsed() > GRACE {
+            if let Some(error) = self.gpu_fault("dropping a group", deadline.elapsed()) {
+                self.fail(error);
+            } else if deadline.passed() || group_failed() && deadline.elapsed() > GRACE {
                 self.fail(Error::broken("dropping a group", "calls in flight on the GPU did not finish"));
             }
             backoff.wait();

@@ -1,0 +1,41 @@
+//! What the software driver (`kernels/check --driver`) records. Another driver has none of this.
+#![allow(dead_code, reason = "each test target uses a part of it")]
+
+use std::ffi::{CString, c_char, c_int};
+
+/// The software driver, as this process has loaded it.
+pub struct SoftwareDriver(libloading::Library);
+
+impl SoftwareDriver {
+    /// `None` if the tests run on another driver, which is printed: the test then has nothing to look at.
+    pub fn loaded() -> Option<SoftwareDriver> {
+        // SAFETY: the library is loaded already, or is a driver, whose initialisers have no requirements.
+        let driver = unsafe { libloading::Library::new("libcuda.so.1") }.ok()?;
+        // SAFETY: the symbol is only looked up.
+        let found = unsafe { driver.get::<unsafe extern "C" fn() -> u64>(b"shimHostFunctions") }.is_ok();
+        if !found {
+            println!("skipped: only the software driver tells");
+        }
+        found.then_some(SoftwareDriver(driver))
+    }
+
+    /// The calls of `cuLaunchHostFunc` so far.
+    pub fn host_functions(&self) -> u64 {
+        // SAFETY: the type is that in `kernels/shim/driver/stream.cpp`.
+        unsafe { self.0.get::<unsafe extern "C" fn() -> u64>(b"shimHostFunctions").unwrap()() }
+    }
+
+    /// The launches of this kernel so far.
+    pub fn launches(&self, kernel: &str) -> u64 {
+        let name = CString::new(kernel).unwrap();
+        // SAFETY: the type is that in `kernels/shim/driver/module.cpp`; the name is a C string.
+        unsafe { self.0.get::<unsafe extern "C" fn(*const c_char) -> u64>(b"shimLaunches").unwrap()(name.as_ptr()) }
+    }
+
+    /// The priority of the least urgent stream on which this kernel was launched so far. Smaller numbers come first.
+    pub fn least_priority(&self, kernel: &str) -> i32 {
+        let (name, symbol) = (CString::new(kernel).unwrap(), b"shimLeastPriority");
+        // SAFETY: as above.
+        unsafe { self.0.get::<unsafe extern "C" fn(*const c_char) -> c_int>(symbol).unwrap()(name.as_ptr()) }
+    }
+}

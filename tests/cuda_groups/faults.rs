@@ -1,0 +1,92 @@
+//! A kernel that accesses an illegal address, which the software driver does on request, ends all work on its GPU.
+
+use std::time::Duration;
+
+use bonfire::server::DeviceCollectives;
+use bonfire::{DType, Error, Group, ReduceOp};
+
+use super::Devices;
+use super::groups::{Memory, check, mine};
+use crate::software_driver::SoftwareDriver;
+use bonfire_testing::process::{Process, is_child, report, send_line};
+use bonfire_testing::{Kind, run_ranks, run_ranks_with};
+
+/// No rank may wait for it.
+const DEADLINE: Duration = Duration::from_secs(120);
+/// Far more than a loaded machine needs to find a fault.
+const SOON: Duration = Duration::from_secs(30);
+
+/// Runs the test `name` in a process of its own, with this many GPUs, of which the first faults in the third
+/// all-reduce. Returns the errors of two ranks.
+fn faulty(name: &str, gpus: usize) -> Vec<Error> {
+    let gpus = gpus.to_string();
+    let variables = [
+        ("SHIM_GPUS", gpus.clone()),
+        ("BONFIRE_TEST_GPUS", gpus),
+        ("SHIM_FAULT", "0:two_shot:3".to_owned()),
+        ("BONFIRE_CUDA", "two-shot".to_owned()),
+    ];
+    let mut process = Process::start(name, &variables);
+    let errors = (0..2).map(|_| process.outcome().expect_err("the GPU has a fault")).collect();
+    assert_eq!(process.read_line(), "done");
+    assert!(process.end_within(SOON).is_some_and(|status| status.success()));
+    errors
+}
+
+/// Two ranks that call until they fail. Returns their errors.
+fn errors_of_two_ranks(first: u8) -> Vec<Error> {
+    let limit = |builder: bonfire::Builder| builder.deadline(DEADLINE);
+    run_ranks_with(Kind::Threads, 2, limit, move |group: Group| {
+        let client = Devices::new(first, 2).client(group.rank());
+        let own = Memory::new(client.clone(), 0).create(&mine(group.rank(), 1 << 20));
+        let begin = std::time::Instant::now();
+        let error = loop {
+            let call = client.start_all_reduce(&group, &own, &own, DType::I32, ReduceOp::Max);
+            if let Err(error) = call.and_then(|call| call.wait()) {
+                break error;
+            }
+        };
+        assert!(begin.elapsed() < SOON, "found after {:.1?}", begin.elapsed());
+        error
+    })
+}
+
+fn names_the_fault(error: &Error, ranks: &[usize]) {
+    let text = error.to_string();
+    assert!(
+        matches!(error, Error::Gpu { gpu: 0, ranks: named, reason, .. }
+            if named == ranks && reason.starts_with("CUDA_ERROR_ILLEGAL_ADDRESS")),
+        "{text}"
+    );
+    assert!(text.contains("all_reduce") && text.contains("restart the job"), "{text}");
+}
+
+#[test]
+#[ignore = "needs the software driver"]
+fn a_fault_of_one_gpu_is_named_on_both_and_the_other_gpu_stays_usable() {
+    if is_child() {
+        errors_of_two_ranks(0).into_iter().for_each(|error| report(&Err(error)));
+        run_ranks(Kind::Threads, 2, |group| {
+            // Both on the second GPU.
+            let client = Devices::new(3 + 2 * group.rank() as u8, 1).client(0);
+            check(&group, &Memory::new(client, 1), 1000).unwrap();
+        });
+        return send_line("done");
+    }
+    let Some(_) = SoftwareDriver::loaded() else { return };
+    let name = "faults::a_fault_of_one_gpu_is_named_on_both_and_the_other_gpu_stays_usable";
+    faulty(name, 2).iter().for_each(|error| names_the_fault(error, &[0]));
+}
+
+#[test]
+#[ignore = "needs the software driver"]
+fn a_fault_of_a_shared_gpu_is_named_by_both_ranks() {
+    if is_child() {
+        errors_of_two_ranks(0).into_iter().for_each(|error| report(&Err(error)));
+        return send_line("done");
+    }
+    let Some(_) = SoftwareDriver::loaded() else { return };
+    faulty("faults::a_fault_of_a_shared_gpu_is_named_by_both_ranks", 1)
+        .iter()
+        .for_each(|error| names_the_fault(error, &[0, 1]));
+}
