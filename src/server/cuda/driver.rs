@@ -129,6 +129,11 @@ impl GpuFault {
 }
 
 /// A stream of our own. Work on it runs in order.
+///
+/// It has the highest priority. Peers on other GPUs spin until a collective's blocks run, so these must not queue
+/// behind the blocks of compute kernels that have not started. The streams of copies have it too: another device waits
+/// for a copy, which is short and waits for nothing itself once it runs. Where the driver copies with a kernel,
+/// priority makes that start at once; copy engines ignore it. Blocks that run already are never interrupted.
 pub(super) struct Stream {
     gpu: Arc<Gpu>,
     raw: sys::CUstream,
@@ -143,8 +148,15 @@ impl Stream {
     pub fn new(gpu: &Gpu) -> Result<Stream, Error> {
         let shared = Gpu::of(gpu.ordinal)?;
         let _entered = gpu.enter()?;
-        let raw = result::stream::create(result::stream::StreamKind::NonBlocking);
-        Ok(Stream { raw: raw.map_err(|e| failure("making a stream", gpu.ordinal, e))?, gpu: shared })
+        let (mut least, mut greatest, mut raw) = (0, 0, std::ptr::null_mut());
+        let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
+        // SAFETY: the context is current, and all three places are valid.
+        let made = unsafe {
+            let range = sys::cuCtxGetStreamPriorityRange(&mut least, &mut greatest);
+            range.result().and_then(|()| sys::cuStreamCreateWithPriority(&mut raw, flags, greatest).result())
+        };
+        made.map_err(|e| failure("making a stream", gpu.ordinal, e))?;
+        Ok(Stream { raw, gpu: shared })
     }
 
     /// Calls the driver in the context of the stream's GPU.
