@@ -256,11 +256,9 @@ impl Engine<CudaRuntime> for CudaEngine {
                 std::mem::forget(ended.iter().map(|pending| pending.kept.clone()).collect::<Vec<_>>());
             }
         }
+        // Its end waits for the copies.
         if let Some(copy_stream) = self.copy_stream.take_if(|copy_stream| copy_stream.has_failed()) {
             words.push(copy_stream.done_word());
-            if let Err(error) = copy_stream.end() {
-                log::error!("after a failure: {error}");
-            }
         }
         self.barriers.retain(|(order, _)| !words.contains(&order.word));
         self.teams.retain(|_, handle| !failed(handle));

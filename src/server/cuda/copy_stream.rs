@@ -1,6 +1,7 @@
 //! Copies of one device: a stream of their own, and words that order it against the tensors' streams.
 
-use std::sync::Arc;
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use cubecl::cuda::CudaRuntime;
@@ -17,11 +18,10 @@ use super::team::ordinal;
 use crate::server::engine::{PeerBuffer, Rows};
 use crate::server::status::Status;
 use bonfire_core::Error;
+use bonfire_core::internal::lock;
 
 pub(super) struct CopyStream {
-    stream: Arc<Stream>,
-    /// One line of host words, like that of a rank in a team.
-    host: Arc<HostWords>,
+    in_flight: Arc<InFlight>,
     /// Address of the word in GPU memory that counts the finished copies: `DONE` for streams of this GPU.
     done: u64,
     /// The values that the `READY` word was given.
@@ -29,25 +29,56 @@ pub(super) struct CopyStream {
     copied: u64,
 }
 
+/// The copies in flight, as the device's checks see them, which run on any thread.
+struct InFlight {
+    stream: Stream,
+    /// One line of host words, like that of a rank in a team.
+    host: HostWords,
+    /// The memory of each copy, by its number. The device's next copy, and its next read, sync or flush, release that
+    /// of copies that are done. So a device that stays idle keeps no more than it had in flight at its last call. A
+    /// host function on the stream would release it at once, but the next copy would wait for that function.
+    kept: Mutex<VecDeque<(u64, Vec<Binding>)>>,
+}
+
+impl InFlight {
+    /// Why the copies fail, if they do. Costs little if none is in flight.
+    fn failure(&self) -> Option<Error> {
+        // Only `await_done` reports here.
+        if self.host.load(FAILURE) != 0 {
+            return Some(Error::broken("copy", "the GPU did not finish it, or the work queued before it, in time"));
+        }
+        self.release_done();
+        let state = if lock(&self.kept).is_empty() { Ok(true) } else { self.stream.is_idle() };
+        state.err().map(|fault| fault.error("copy", Vec::new(), Duration::ZERO))
+    }
+
+    /// Releases the memory of copies that are done.
+    fn release_done(&self) {
+        let done = self.host.load(DONE);
+        let mut kept = lock(&self.kept);
+        let over = kept.iter().take_while(|(number, _)| *number <= done).count();
+        kept.drain(..over);
+    }
+}
+
 impl CopyStream {
     pub fn new(device: DeviceId) -> Result<CopyStream, Error> {
         let gpu = Gpu::of(ordinal(device))?;
-        let stream = Arc::new(Stream::new(&gpu)?);
+        let stream = Stream::new(&gpu)?;
         let done = word(&stream)?;
-        let host = Arc::new(HostWords::zeroed(&gpu, HOST_WORDS)?);
+        let host = HostWords::zeroed(&gpu, HOST_WORDS)?;
+        let in_flight = Arc::new(InFlight { stream, host, kept: Mutex::default() });
         let status = Status::of::<CudaRuntime>(device);
-        let watched = (Arc::downgrade(&host), Arc::downgrade(&stream), Arc::downgrade(&status));
+        let watched = (Arc::downgrade(&in_flight), Arc::downgrade(&status));
         let check = move || {
-            let (Some(host), Some(stream)) = (watched.0.upgrade(), watched.1.upgrade()) else { return false };
-            let failure = failure(&host, &stream);
-            let failed = failure.is_some();
-            if let (Some(error), Some(status)) = (failure, watched.2.upgrade()) {
-                status.fail(error);
-            }
-            !failed
+            let (Some(in_flight), Some(status)) = (watched.0.upgrade(), watched.1.upgrade()) else { return false };
+            let failure = in_flight.failure();
+            let goes_on = failure.is_none();
+            failure.into_iter().for_each(|error| status.fail(error));
+            goes_on
         };
         status.add_check(Arc::new(check));
-        Ok(CopyStream { stream, host, done, ready_counter: ReadyCounter::default(), copied: 0 })
+        Ok(CopyStream { in_flight, done, ready_counter: ReadyCounter::default(), copied: 0 })
     }
 
     /// Copies memory, as the work queued so far on the stream leaves it, to new memory. Returns that as a peer buffer,
@@ -65,9 +96,10 @@ impl CopyStream {
         let (from, to) = (address_of(server, &memory, stream)?, address_of(server, &copy, stream)?);
         let ready = self.signal_ready(server, memory.stream, stream);
         self.wait_for(ready)?;
-        self.stream.copy(from, to, Rows { count: 1, bytes, pitch: bytes })?;
-        let order = self.finish(memory, timeout)?;
-        let ready = (self.host.address(DONE), self.copied);
+        self.in_flight.stream.copy(from, to, Rows { count: 1, bytes, pitch: bytes })?;
+        // The peer buffer may be dropped before the copy to it is done.
+        let order = self.finish(vec![memory, copy.clone()], timeout)?;
+        let ready = (self.in_flight.host.address(DONE), self.copied);
         Ok((PeerBuffer { memory: copy, address: to, ready }, order))
     }
 
@@ -86,8 +118,8 @@ impl CopyStream {
         let free = self.signal_ready(server, stream, stream);
         self.wait_for(free)?;
         self.wait_for(loan.ready)?;
-        self.stream.copy(loan.address, to, rows)?;
-        self.finish((loan.memory, target), timeout)
+        self.in_flight.stream.copy(loan.address, to, rows)?;
+        self.finish(vec![loan.memory, target], timeout)
     }
 
     /// Address of the word in GPU memory that counts the finished copies.
@@ -97,47 +129,47 @@ impl CopyStream {
 
     /// Whether a copy did not finish in time, or the GPU has a fault.
     pub fn has_failed(&self) -> bool {
-        failure(&self.host, &self.stream).is_some()
-    }
-
-    /// Ends the copies in flight, after a failure. The words stay: streams may still read them.
-    pub fn end(self) -> Result<(), Error> {
-        let release = || {
-            self.host.store(ABORT, 1);
-            self.host.store(READY, RELEASED);
-        };
-        // A fault has ended them.
-        wait_idle(|| self.stream.is_idle().unwrap_or(true), release)
+        self.in_flight.failure().is_some()
     }
 
     /// Signals that a copy is done, and keeps its memory until then.
-    fn finish<T: Send + 'static>(&mut self, memory: T, timeout: Duration) -> Result<Order, Error> {
+    fn finish(&mut self, memory: Vec<Binding>, timeout: Duration) -> Result<Order, Error> {
+        let InFlight { stream, host, kept } = &*self.in_flight;
         self.copied += 1;
-        self.stream.write(self.done, self.copied)?;
-        self.stream.write(self.host.address(DONE), self.copied)?;
-        self.stream.keep(memory)?;
-        let timeout = nanoseconds(timeout);
-        Ok(Order { word: self.done, value: self.copied, timeout, host: self.host.address(0) })
+        lock(kept).push_back((self.copied, memory));
+        stream.write(self.done, self.copied)?;
+        stream.write(host.address(DONE), self.copied)?;
+        self.in_flight.release_done();
+        Ok(Order { word: self.done, value: self.copied, timeout: nanoseconds(timeout), host: host.address(0) })
     }
 
     fn wait_for(&self, (word, value): (u64, u64)) -> Result<(), Error> {
-        self.stream.wait_for(word, value)
+        self.in_flight.stream.wait_for(word, value)
     }
 
     /// Returns the `READY` word, and its value once the work queued so far on both streams is done.
     fn signal_ready(&mut self, server: &mut Server, owner: StreamId, stream: StreamId) -> (u64, u64) {
-        let word = self.host.address(READY);
+        let word = self.in_flight.host.address(READY);
         (word, self.ready_counter.signal(server, word, &[owner, stream], stream))
     }
 }
 
-/// Why the copies on this stream fail, if they do.
-fn failure(host: &HostWords, stream: &Stream) -> Option<Error> {
-    // Only `await_done` reports here.
-    if host.load(FAILURE) != 0 {
-        return Some(Error::broken("copy", "the GPU did not finish it, or the work queued before it, in time"));
+impl Drop for CopyStream {
+    /// Ends the copies in flight, after a failure or with the device. The words stay: streams may still read them.
+    fn drop(&mut self) {
+        let InFlight { stream, host, kept } = &*self.in_flight;
+        let release = || {
+            host.store(ABORT, 1);
+            host.store(READY, RELEASED);
+        };
+        // A fault has ended them. The driver frees nothing then, and does not say when the last write has arrived.
+        let ended = wait_idle(|| stream.is_idle().unwrap_or(true), release);
+        let ended = ended.and_then(|()| self.in_flight.failure().map_or(Ok(()), Err));
+        if let Err(error) = ended {
+            log::warn!("ending the copies of a device: {error}");
+            std::mem::forget(std::mem::take(&mut *lock(kept)));
+        }
     }
-    stream.is_idle().err().map(|fault| fault.error("copy", Vec::new(), Duration::ZERO))
 }
 
 /// Returns a tensor's address.

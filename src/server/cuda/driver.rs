@@ -230,7 +230,7 @@ impl Stream {
             WidthInBytes: bytes,
             Height: count,
         };
-        // SAFETY: both tensors have this many rows, and live until `keep` releases them.
+        // SAFETY: both tensors have this many rows; callers keep them until the stream is past the copy.
         let copied = |raw| unsafe {
             match pitch == bytes {
                 true => sys::cuMemcpyDtoDAsync_v2(to, from, count * bytes, raw),
@@ -238,19 +238,6 @@ impl Stream {
             }
         };
         self.call("copying", |raw| copied(raw).result())
-    }
-
-    /// Keeps a value until all earlier work on the stream is done.
-    pub fn keep<T: Send + 'static>(&self, kept: T) -> Result<(), Error> {
-        /// # Safety
-        /// `kept` came from `Box::into_raw`.
-        unsafe extern "C" fn release<T>(kept: *mut c_void) {
-            // SAFETY: as required above; the driver calls this once.
-            drop(unsafe { Box::from_raw(kept.cast::<T>()) });
-        }
-        let kept = Box::into_raw(Box::new(kept)).cast();
-        // SAFETY: `release` gets what it expects. Dropping `kept` must not call the driver: bindings only count down.
-        self.call("keeping a tensor", |raw| unsafe { result::stream::launch_host_function(raw, release::<T>, kept) })
     }
 
     pub fn allocate(&self, bytes: usize) -> Result<u64, Error> {
