@@ -28,10 +28,13 @@
 //! The first operation of a group on CUDA memory waits for the other ranks, which agree on the path. All ranks have to
 //! call it, with one device each. NCCL rounds sums of f16 and bf16 after every addition, the kernels round once.
 //!
-//! `BONFIRE_CUDA` is `auto`, the default, which decides by size; `kernels`, or one of their forms for all_reduce
-//! (`push`, `one-shot`, `two-shot`); `nccl`, which is an error where NCCL does not work; or `host`. With another value
-//! a warning is logged and `auto` used. With several ranks on each of several GPUs, the streams of a GPU may block each
-//! other for lack of hardware queues, up to the deadline: set `CUDA_DEVICE_MAX_CONNECTIONS=32`.
+//! `BONFIRE_CUDA` is `auto`, the default, which decides by connection, ranks and size; `kernels`, or one of their forms
+//! for all_reduce (`push`, `one-shot`, `two-shot`); `nccl`, which is an error where NCCL does not work; `host`; or a
+//! table of these by size in bytes, such as `kernels:0-65535;nccl:65536-`. With another value a warning is logged and
+//! `auto` used. Ranks of a group with different values get an error.
+//!
+//! With several ranks on each of several GPUs, the streams of a GPU may block each other for lack of hardware queues,
+//! up to the deadline: set `CUDA_DEVICE_MAX_CONNECTIONS=32`.
 //!
 //! # Errors
 //! cubecl loses what a collective returns: its client unwraps it on the device's thread. A failure therefore poisons

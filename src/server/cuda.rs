@@ -43,7 +43,7 @@ use cubecl::device::DeviceId;
 use cubecl::server::Binding;
 use cubecl::stream_id::StreamId;
 
-use self::choice::{MODE, choose};
+use self::choice::{SETTING, choose};
 use self::control::{Order, nanoseconds};
 use self::copy_stream::CopyStream;
 use self::order::Server;
@@ -140,7 +140,7 @@ impl CudaEngine {
             // Streams of different teams do not wait for each other.
             return Err(Error::argument("all_reduce", UNFINISHED));
         }
-        let choice = choose(*MODE, &call, team.topology(), false);
+        let choice = choose(SETTING.at(call.bytes()), &call, team.topology(), false);
         let choice = choice.ok_or_else(|| Error::argument(call.operation, format!("no kernel supports {call}")))?;
         let timeout = team.timeout();
         let ready = handle.prepare(server, job, choice, timeout)?;

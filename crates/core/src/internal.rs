@@ -5,6 +5,7 @@
 //!   layer above does with a group.
 //! * [`Output`], [`reduce_to_all`], [`zeroed`]: kernels and memory for the reductions of the compute server.
 //! * [`Bell`], [`lock`], [`spin`], [`oversubscribed`] and the deadlines: how threads wait for each other.
+//! * [`BySize`]: tables by size, for the path of CUDA collectives.
 //! * [`RankList`], [`hash`], [`random`], [`process_number`]: ranks as text, a stable hash, random numbers that cannot
 //!   be guessed.
 //! * [`spare_memory`], [`cgroups`]: memory, and the limits on it.
@@ -18,6 +19,7 @@ pub mod oracle;
 pub use crate::control::invitation::{process_number, random};
 pub use crate::group::{Agreed, AgreedOperations, Attachment, ByteOperations, DEADLINE, Request, zeroed};
 pub use crate::machine::{Cgroup, cgroups, spare_memory};
+pub use crate::plan::BySize;
 pub use crate::reduce::{Output, reduce_to_all};
 #[cfg(unix)]
 pub use crate::sync::OwnRuntime;

@@ -11,6 +11,7 @@
 //! else, the first message of its chain carries another tag, and the receiver detects the mismatch. Where data flows
 //! one way, the empty messages of [`Plan::agree`] form the chains.
 
+mod by_size;
 mod direct;
 mod halving;
 mod ring;
@@ -24,6 +25,7 @@ use std::ops::Range;
 
 use strum::{Display, VariantArray};
 
+pub use self::by_size::BySize;
 pub use self::selection::Selection;
 pub(crate) use self::selection::parse;
 pub(crate) use self::table::plan as by_default;

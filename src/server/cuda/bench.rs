@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::choice::{MODE, Topology, launch_config, parse_mode};
+use super::choice::{Link, SETTING, Topology, launch_config, parse_setting};
 use super::control::{CONTROL_BYTES, HOST_WORDS, MAX_RANKS, Member, Parameters};
 use super::driver::{Gpu, Stream};
 use super::memory::{HostWords, Memory};
@@ -25,15 +25,20 @@ pub fn seconds(call: &Call, ranks: usize, gpus: usize, form: Option<&str>, calls
         return Err(Error::argument(&name, format!("{ranks} ranks on {gpus} GPUs; kernels work for 1 to {MAX_RANKS}")));
     }
     let gpus = (0..gpus).map(start).collect::<Result<Vec<_>, _>>()?;
+    let mut link = if gpus.len() > 1 { Link::Nvlink } else { Link::OneGpu };
     for (one, other) in gpus.iter().flat_map(|one| gpus.iter().map(move |other| (&one.0, &other.0))) {
         if !one.reaches(other)? {
             let text = format!("GPU {} cannot access the memory of GPU {}", one.ordinal, other.ordinal);
             return Err(Error::argument(&name, text));
         }
+        if one.ordinal != other.ordinal && !one.has_nvlink(other) {
+            link = Link::Pcie;
+        }
     }
     let multiprocessors = gpus.iter().map(|(gpu, _)| gpu.multiprocessors).min().unwrap_or(1);
-    let topology = Topology { ranks, gpus: gpus.len(), sharing: ranks.div_ceil(gpus.len()) as u32, multiprocessors };
-    let mode = form.map_or(Ok(*MODE), parse_mode)?;
+    let sharing = ranks.div_ceil(gpus.len()) as u32;
+    let topology = Topology { ranks, gpus: gpus.len(), link, sharing, multiprocessors };
+    let mode = form.map_or_else(|| Ok(SETTING.clone()), parse_setting)?.at(call.bytes());
     let config = launch_config(mode, call, &topology).ok_or_else(|| Error::argument(&name, "no kernel supports it"))?;
     let modules = gpus.iter().map(|(gpu, _)| gpu.module(config.kernel)).collect::<Result<Vec<_>, _>>()?;
     let size = call.dtype.size();

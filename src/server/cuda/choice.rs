@@ -1,63 +1,60 @@
 //! What executes a call, by size and topology: a kernel and its grid, NCCL, or neither, which leaves it to the host.
 //!
-//! Neither does parts of variable sizes, nor reductions of 16-bit integers; products are NCCL's only. All ranks choose
-//! alike, because the choice depends on what they have agreed on and on the call, which they compare.
+//! [`TABLE`] is the whole policy, and `BONFIRE_CUDA` overrides it. Neither path does parts of variable sizes, nor
+//! reductions of 16-bit integers; products are NCCL's only. All ranks choose alike, because the choice depends on what
+//! they have agreed on, the setting among it, and on the call, which they compare.
 
-use std::sync::LazyLock;
+mod setting;
 
-use super::control::{MAX_BLOCKS, PUSH_BYTES};
+pub(super) use self::setting::{Mode, SETTING, parse_setting};
+use super::control::{MAX_BLOCKS, MAX_RANKS, PUSH_BYTES};
 use super::kernel::{Form, Kernel, reduces};
 use super::remote;
-use bonfire_core::{Call, Error, Operation};
+use bonfire_core::{Call, Operation};
 
-/// The data path between devices, as `BONFIRE_CUDA` requests it.
+/// How the ranks' GPUs are connected: the slowest connection between any two.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Mode {
-    /// As the limits below say.
-    Auto,
-    /// By kernels where possible. The size decides the form.
-    Kernels,
-    /// By kernels where possible. All-reduces use this form if it supports the call.
-    Form(Form),
-    /// By NCCL where possible.
-    Nccl,
-    /// Through host memory.
-    Host,
+pub(super) enum Link {
+    /// All ranks are on one GPU.
+    OneGpu,
+    /// NVLink, or another connection with atomic operations between GPUs.
+    Nvlink,
+    /// PCIe, with access to each other's memory.
+    Pcie,
+    /// Without access to each other's memory, or of several processes or hosts.
+    Apart,
 }
 
-/// The values of `BONFIRE_CUDA`.
-const MODES: [(&str, Mode); 7] = [
-    ("auto", Mode::Auto),
-    ("kernels", Mode::Kernels),
-    ("push", Mode::Form(Form::Push)),
-    ("one-shot", Mode::Form(Form::OneShot)),
-    ("two-shot", Mode::Form(Form::TwoShot)),
-    ("nccl", Mode::Nccl),
-    ("host", Mode::Host),
+/// A row: with this link and up to this many ranks, the sizes in bytes up to which kernels do an all-reduce, in each of
+/// their forms. Other operations have one form, so only the last limit is theirs. Above, and in rows without kernels,
+/// NCCL does it if it is available, else kernels if they support the ranks, else the host.
+struct Row(Link, usize, Option<[usize; 3]>);
+
+/// Push and one-shot move more data than two-shot but synchronise less often; between GPUs synchronisation costs more
+/// than within one. NCCL can let a switch add, and over PCIe it writes where our kernels read, which waits for a round
+/// trip. On one GPU it is no faster, and most versions refuse it. The values follow vLLM and NCCL. They are not yet
+/// measured here.
+#[rustfmt::skip]
+static TABLE: [Row; 10] = [
+    //  link          ranks                  push      one-shot  two-shot
+    Row(Link::OneGpu, 2,         Some([16 << 10, 256 << 10, usize::MAX])),
+    Row(Link::OneGpu, 4,         Some([16 << 10, 128 << 10, usize::MAX])),
+    Row(Link::OneGpu, MAX_RANKS, Some([ 8 << 10,  64 << 10, usize::MAX])),
+    Row(Link::Nvlink, 2,         Some([16 << 10,   1 << 20, 8 << 20])),
+    Row(Link::Nvlink, 4,         Some([16 << 10, 512 << 10, 8 << 20])),
+    Row(Link::Nvlink, MAX_RANKS, Some([ 8 << 10, 256 << 10, 8 << 20])),
+    Row(Link::Pcie,   2,         Some([16 << 10, 128 << 10, 512 << 10])),
+    Row(Link::Pcie,   4,         Some([ 8 << 10,  32 << 10,  64 << 10])),
+    Row(Link::Pcie,   MAX_RANKS, Some([ 8 << 10,  16 << 10,  32 << 10])),
+    Row(Link::Apart,  usize::MAX, None),
 ];
 
-/// The requested mode. A device has no caller to return an error to, so a malformed setting is logged.
-pub(super) static MODE: LazyLock<Mode> = LazyLock::new(|| match std::env::var("BONFIRE_CUDA") {
-    Ok(text) => parse_mode(&text).unwrap_or_else(|error| {
-        log::warn!("{error}; taking auto");
-        Mode::Auto
-    }),
-    Err(_) => Mode::Auto,
-});
-
-pub(super) fn parse_mode(text: &str) -> Result<Mode, Error> {
-    let found = MODES.iter().find(|(name, _)| *name == text).map(|(_, mode)| *mode);
-    found.ok_or_else(|| {
-        let names: Vec<_> = MODES.iter().map(|(name, _)| *name).collect();
-        Error::Config(format!("BONFIRE_CUDA is '{text}'; it must be one of {}", names.join(", ")))
-    })
-}
-
-/// How the ranks are distributed over GPUs.
+/// How the ranks are distributed over GPUs that kernels can serve.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Topology {
     pub ranks: usize,
     pub gpus: usize,
+    pub link: Link,
     /// The largest number of ranks on one GPU.
     pub sharing: u32,
     /// Of the GPU that has the fewest.
@@ -73,33 +70,10 @@ pub(super) struct LaunchConfig {
     pub threads: u32,
 }
 
-/// Sizes in bytes up to which each form is used, by the number of ranks. Push and one-shot move more data than two-shot
-/// but synchronise less often; between GPUs synchronisation costs more than within one. Above `kernels` NCCL is used if
-/// available: it can let a switch between GPUs add. The values follow vLLM and NCCL and are not yet measured here.
-struct Limits {
-    ranks: usize,
-    push: usize,
-    one_shot: usize,
-    kernels: usize,
-}
-
-const BETWEEN_GPUS: [Limits; 3] = [
-    Limits { ranks: 2, push: 16 << 10, one_shot: 1 << 20, kernels: usize::MAX },
-    Limits { ranks: 4, push: 16 << 10, one_shot: 512 << 10, kernels: 8 << 20 },
-    Limits { ranks: 8, push: 8 << 10, one_shot: 256 << 10, kernels: 8 << 20 },
-];
-
-const ON_ONE_GPU: [Limits; 3] = [
-    Limits { ranks: 2, push: 16 << 10, one_shot: 256 << 10, kernels: usize::MAX },
-    Limits { ranks: 4, push: 16 << 10, one_shot: 128 << 10, kernels: usize::MAX },
-    Limits { ranks: 8, push: 8 << 10, one_shot: 64 << 10, kernels: usize::MAX },
-];
-
-impl Limits {
-    fn of(topology: &Topology) -> Option<&'static Limits> {
-        let limits = if topology.gpus > 1 { &BETWEEN_GPUS } else { &ON_ONE_GPU };
-        limits.iter().find(|limits| topology.ranks <= limits.ranks)
-    }
+/// The limits of the table's row for these ranks. `None` if kernels do not serve them.
+fn limits(kernels: Option<&Topology>) -> Option<&'static [usize; 3]> {
+    let (link, ranks) = kernels.map_or((Link::Apart, 0), |topology| (topology.link, topology.ranks));
+    TABLE.iter().find(|Row(of, up_to, _)| *of == link && ranks <= *up_to)?.2.as_ref()
 }
 
 /// What executes a call.
@@ -114,7 +88,7 @@ pub(super) enum Choice {
 pub(super) fn choose(mode: Mode, call: &Call, kernels: Option<&Topology>, nccl: bool) -> Option<Choice> {
     let kernel = || kernels.and_then(|topology| launch_config(mode, call, topology)).map(Choice::Kernel);
     let nccl = || (nccl && remote::supports(call)).then_some(Choice::Nccl);
-    let large = kernels.and_then(Limits::of).is_some_and(|limits| call.bytes() > limits.kernels);
+    let large = limits(kernels).is_none_or(|[.., two_shot]| call.bytes() > *two_shot);
     match mode {
         Mode::Host => None,
         Mode::Nccl => nccl().or_else(kernel),
@@ -125,11 +99,12 @@ pub(super) fn choose(mode: Mode, call: &Call, kernels: Option<&Topology>, nccl: 
 
 /// Whether NCCL would execute some calls, if it is available.
 pub(super) fn wants_nccl(mode: Mode, kernels: Option<&Topology>) -> bool {
-    let always = || kernels.and_then(Limits::of).is_some_and(|limits| limits.kernels == usize::MAX);
     match mode {
         Mode::Host => false,
         Mode::Nccl => true,
-        Mode::Auto => !always(),
+        // Most versions of NCCL refuse ranks that share a GPU.
+        Mode::Auto if kernels.is_some_and(|topology| topology.sharing > 1) => false,
+        Mode::Auto => limits(kernels).is_none_or(|[.., two_shot]| *two_shot < usize::MAX),
         Mode::Kernels | Mode::Form(_) => kernels.is_none(),
     }
 }
@@ -140,7 +115,7 @@ pub(super) fn launch_config(mode: Mode, call: &Call, topology: &Topology) -> Opt
         return None;
     }
     let bytes = call.bytes();
-    let limits = Limits::of(topology)?;
+    let [push, one_shot, _] = limits(Some(topology))?;
     let form = match (call.operation, mode) {
         (_, Mode::Host) => return None,
         (Operation::ReduceScatter, _) => Form::ReduceScatter,
@@ -149,8 +124,8 @@ pub(super) fn launch_config(mode: Mode, call: &Call, topology: &Topology) -> Opt
         (Operation::AllToAll, _) => Form::AllToAll,
         (Operation::AllReduce, Mode::Form(Form::Push)) if bytes > PUSH_BYTES => Form::TwoShot,
         (Operation::AllReduce, Mode::Form(form)) => form,
-        (Operation::AllReduce, _) if bytes <= limits.push => Form::Push,
-        (Operation::AllReduce, _) if bytes <= limits.one_shot => Form::OneShot,
+        (Operation::AllReduce, _) if bytes <= *push => Form::Push,
+        (Operation::AllReduce, _) if bytes <= *one_shot => Form::OneShot,
         (Operation::AllReduce, _) => Form::TwoShot,
         _ => return None,
     };
@@ -182,8 +157,12 @@ mod tests {
         Call::new(Operation::AllReduce, dtype, count).reducing(ReduceOp::Sum)
     }
 
-    const TWO_ON_ONE: Topology = Topology { ranks: 2, gpus: 1, sharing: 2, multiprocessors: 132 };
-    const EIGHT: Topology = Topology { ranks: 8, gpus: 8, sharing: 1, multiprocessors: 132 };
+    const TWO_ON_ONE: Topology = Topology { ranks: 2, gpus: 1, link: Link::OneGpu, sharing: 2, multiprocessors: 132 };
+    const EIGHT: Topology = between(Link::Nvlink, 8);
+
+    const fn between(link: Link, ranks: usize) -> Topology {
+        Topology { ranks, gpus: ranks, link, sharing: 1, multiprocessors: 132 }
+    }
 
     fn form(mode: Mode, topology: &Topology, bytes: usize) -> Form {
         launch_config(mode, &all_reduce(DType::F32, bytes / 4), topology).unwrap().kernel.form
@@ -252,14 +231,61 @@ mod tests {
         };
         assert_eq!([64 << 10, 512 << 10].map(blocks), [8, 32]);
         // More ranks than multiprocessors.
-        let oversubscribed = Topology { ranks: 8, gpus: 1, sharing: 8, multiprocessors: 4 };
+        let oversubscribed = Topology { ranks: 8, sharing: 8, multiprocessors: 4, ..TWO_ON_ONE };
         assert_eq!(launch_config(Mode::Kernels, &all_reduce(DType::F32, 1 << 20), &oversubscribed).unwrap().blocks, 1);
     }
 
+    /// Each row at the edges of its sizes, with what is chosen up to there and above.
     #[test]
-    fn settings_are_names_from_the_table() {
-        assert_eq!(parse_mode("two-shot"), Ok(Mode::Form(Form::TwoShot)));
-        let error = parse_mode("fast").unwrap_err().to_string();
-        assert!(error.contains("'fast'") && error.contains("one of auto, kernels, push"), "{error}");
+    fn every_row_of_the_table_selects_by_size() {
+        let on_one = |ranks| Topology { ranks, sharing: ranks as u32, ..TWO_ON_ONE };
+        let rows = [
+            (Some(on_one(1)), [16 << 10, 256 << 10, 0]),
+            (Some(on_one(2)), [16 << 10, 256 << 10, 0]),
+            (Some(on_one(4)), [16 << 10, 128 << 10, 0]),
+            (Some(on_one(8)), [8 << 10, 64 << 10, 0]),
+            (Some(between(Link::Nvlink, 2)), [16 << 10, 1 << 20, 8 << 20]),
+            (Some(between(Link::Nvlink, 3)), [16 << 10, 512 << 10, 8 << 20]),
+            (Some(between(Link::Nvlink, 8)), [8 << 10, 256 << 10, 8 << 20]),
+            (Some(between(Link::Pcie, 2)), [16 << 10, 128 << 10, 512 << 10]),
+            (Some(between(Link::Pcie, 4)), [8 << 10, 32 << 10, 64 << 10]),
+            (Some(between(Link::Pcie, 5)), [8 << 10, 16 << 10, 32 << 10]),
+        ];
+        for (topology, [push, one_shot, two_shot]) in rows {
+            let chosen = |bytes: usize, nccl| match choose(
+                Mode::Auto,
+                &all_reduce(DType::F32, bytes / 4),
+                topology.as_ref(),
+                nccl,
+            ) {
+                Some(Choice::Kernel(config)) => Some(config.kernel.form),
+                Some(Choice::Nccl) => None,
+                None => panic!("{topology:?} leaves {bytes} bytes to the host"),
+            };
+            for nccl in [false, true] {
+                let mut expected = vec![
+                    (0, Some(Form::Push)),
+                    (push, Some(Form::Push)),
+                    (push + 4, Some(Form::OneShot)),
+                    (one_shot, Some(Form::OneShot)),
+                    (one_shot + 4, Some(Form::TwoShot)),
+                ];
+                if two_shot > 0 {
+                    let large = if nccl && cfg!(feature = "nccl") { None } else { Some(Form::TwoShot) };
+                    expected.extend([(two_shot, Some(Form::TwoShot)), (two_shot + 4, large)]);
+                }
+                for (bytes, form) in expected {
+                    assert_eq!(chosen(bytes, nccl), form, "{bytes} bytes of {topology:?}, NCCL: {nccl}");
+                }
+            }
+            assert_eq!(wants_nccl(Mode::Auto, topology.as_ref()), two_shot > 0, "{topology:?}");
+        }
+        // Apart: NCCL, else the host.
+        let call = all_reduce(DType::F32, 1);
+        assert_eq!(choose(Mode::Auto, &call, None, false), None);
+        assert_eq!(choose(Mode::Auto, &call, None, true), cfg!(feature = "nccl").then_some(Choice::Nccl));
+        assert!(wants_nccl(Mode::Auto, None));
+        // Ranks that share GPUs get no communicator.
+        assert!(!wants_nccl(Mode::Auto, Some(&Topology { ranks: 4, sharing: 2, ..between(Link::Pcie, 2) })));
     }
 }

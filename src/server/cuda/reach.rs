@@ -24,6 +24,18 @@ impl Gpu {
         Ok(found)
     }
 
+    /// Whether NVLink connects this GPU to `other`, as far as the driver tells: atomic operations of one GPU on the
+    /// other's memory pass over NVLink, not over PCIe.
+    pub fn has_nvlink(&self, other: &Gpu) -> bool {
+        let atomics = sys::CUdevice_P2PAttribute::CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED;
+        let mut supported = 0;
+        // SAFETY: both ordinals are valid: `of` found both devices.
+        let asked =
+            unsafe { sys::cuDeviceGetP2PAttribute(&mut supported, atomics, self.ordinal as i32, other.ordinal as i32) };
+        let known = self.check("asking how GPUs are connected", asked);
+        known.inspect_err(|error| log::warn!("{error}; taking PCIe")).is_ok() && supported == 1
+    }
+
     fn enable_access(&self, other: &Gpu) -> Result<bool, Error> {
         let mut can = 0;
         // SAFETY: both ordinals are valid: `of` found both devices.

@@ -11,7 +11,7 @@ use cubecl::cuda::CudaRuntime;
 use cubecl::device::DeviceId;
 use serde::{Deserialize, Serialize};
 
-use super::choice::{self, Choice, MODE, choose, wants_nccl};
+use super::choice::{Choice, Mode, SETTING, choose, wants_nccl};
 use super::driver::Gpu;
 use super::order::Server;
 use super::remote;
@@ -47,8 +47,7 @@ struct RankInfo {
     process: u64,
     device: (u16, u16),
     /// What `BONFIRE_CUDA` requests.
-    host: bool,
-    nccl_only: bool,
+    setting: String,
     /// The reason for which NCCL does not work here, if it does not.
     nccl: Result<(), String>,
     /// A proposed number for this group's team. Rank 0's is used.
@@ -71,22 +70,22 @@ fn agree(group: &Group, device: DeviceId) -> Result<RankRoute, Error> {
     let info = {
         let found = Gpu::of(ordinal(device)).and_then(|gpu| remote::available(gpu.ordinal));
         let nccl = found.map_err(|error| error.to_string());
-        let (host, nccl_only) = (*MODE == choice::Mode::Host, *MODE == choice::Mode::Nccl);
         let device = (device.type_id, device.index_id);
-        RankInfo { process, device, host, nccl_only, nccl, team }
+        RankInfo { process, device, setting: SETTING.to_string(), nccl, team }
     };
     let infos = group.all_gather_results(Ok(info))?;
     let devices: Vec<_> = infos.iter().map(|info| DeviceId::new(info.device.0, info.device.1)).collect();
+    check_settings(&infos)?;
     let supported = Supported::of(&infos, &devices);
     let (limit, rank) = (group.deadline(), group.rank());
     let kernels = if supported.kernels { Some(Team::of_group(infos[0].team, &devices, limit)?) } else { None };
     let topology = kernels.as_ref().and_then(|team| team.topology());
-    let forced = infos.iter().any(|info| info.nccl_only);
+    let forced = SETTING.paths().any(|mode| mode == Mode::Nccl);
     let nccl = match supported.nccl {
-        Ok(()) if wants_nccl(*MODE, topology) => connect(group, device, forced)?,
+        Ok(()) if SETTING.paths().any(|mode| wants_nccl(mode, topology)) => connect(group, device, forced)?,
         Ok(()) => None,
         Err(why) if forced => {
-            let reason = format!("BONFIRE_CUDA is nccl, which does not work for these ranks: {why}");
+            let reason = format!("BONFIRE_CUDA requests nccl, which does not work for these ranks: {why}");
             return Err(Error::Config(reason));
         }
         Err(why) => {
@@ -103,6 +102,14 @@ fn agree(group: &Group, device: DeviceId) -> Result<RankRoute, Error> {
     Ok(RankRoute { device, route: Some(Arc::new(GroupRoute { kernels, nccl })) })
 }
 
+/// Compares what the ranks' users request: by different tables they would wait for each other on different paths.
+fn check_settings(infos: &[RankInfo]) -> Result<(), Error> {
+    let Some(rank) = infos.iter().position(|info| info.setting != infos[0].setting) else { return Ok(()) };
+    let (first, other) = (&infos[0].setting, &infos[rank].setting);
+    let reason = format!("BONFIRE_CUDA is {first} on rank 0 and {other} on rank {rank}; set the same on all ranks");
+    Err(Error::Config(reason))
+}
+
 /// What works for these ranks. The same on all of them.
 struct Supported {
     kernels: bool,
@@ -113,9 +120,6 @@ impl Supported {
     fn of(infos: &[RankInfo], devices: &[DeviceId]) -> Supported {
         let together = infos.iter().all(|info| info.process == infos[0].process);
         let shared = together.then(|| (1..devices.len()).find(|i| devices[..*i].contains(&devices[*i]))).flatten();
-        if infos.iter().any(|info| info.host) {
-            return Supported { kernels: false, nccl: Err("BONFIRE_CUDA is host".into()) };
-        }
         if let Some(rank) = shared {
             let reason = format!("rank {rank} uses the device of another rank");
             return Supported { kernels: false, nccl: Err(reason) };
@@ -144,7 +148,7 @@ fn connect(group: &Group, device: DeviceId, forced: bool) -> Result<Option<Arc<T
 impl GroupRoute {
     fn choose(&self, call: &Call) -> Option<Choice> {
         let topology = self.kernels.as_ref().and_then(|handle| handle.team.topology());
-        choose(*MODE, call, topology, self.nccl.is_some())
+        choose(SETTING.at(call.bytes()), call, topology, self.nccl.is_some())
     }
 }
 
@@ -186,7 +190,7 @@ mod tests {
     use super::*;
 
     fn info(process: u64, replica: u16) -> RankInfo {
-        RankInfo { process, device: (replica, 0), host: false, nccl_only: false, nccl: Ok(()), team: 0 }
+        RankInfo { process, device: (replica, 0), setting: "auto:0-".into(), nccl: Ok(()), team: 0 }
     }
 
     fn supported(infos: &[RankInfo]) -> (bool, Option<String>) {
@@ -203,9 +207,11 @@ mod tests {
     }
 
     #[test]
-    fn one_rank_in_host_mode_disables_both_paths() {
-        let (kernels, why) = supported(&[info(1, 0), RankInfo { host: true, ..info(2, 0) }]);
-        assert!(!kernels && why.unwrap().contains("host"));
+    fn ranks_with_different_settings_get_the_same_error() {
+        let other = RankInfo { setting: "nccl:0-".into(), ..info(2, 0) };
+        assert_eq!(check_settings(&[info(1, 0), info(1, 1)]), Ok(()));
+        let error = check_settings(&[info(1, 0), info(1, 1), other]).unwrap_err().to_string();
+        assert!(error.contains("auto:0- on rank 0 and nccl:0- on rank 2; set the same"), "{error}");
     }
 
     #[test]

@@ -40,7 +40,7 @@ pub(super) use self::gpu::{BufferLayout, Copy, Prepared};
 use self::gpu::{LoadedChoice, QueuedCall, TeamGpu};
 pub(super) use self::registry::{fail, kernels_supported, ordinal};
 use super::backoff::wait_idle;
-use super::choice::{Choice, Topology};
+use super::choice::{Choice, Link, Topology};
 use super::control::{
     ABORT, CONTROL_BYTES, DONE, FAILURE, HOST_WORDS, Member, Parameters, READY, RELEASED, Report, nanoseconds,
 };
@@ -140,9 +140,16 @@ impl Team {
             gpu_indices.push(team_gpu);
         }
         let on = |team_gpu| gpu_indices.iter().filter(|other| **other == team_gpu).count() as u32;
+        let mut link = if team_gpus.len() > 1 { Link::Nvlink } else { Link::OneGpu };
+        for (i, one) in team_gpus.iter().enumerate() {
+            if !team_gpus[..i].iter().all(|other| one.gpu.has_nvlink(&other.gpu)) {
+                link = Link::Pcie;
+            }
+        }
         let topology = Topology {
             ranks: key.len(),
             gpus: team_gpus.len(),
+            link,
             sharing: (0..team_gpus.len()).map(on).max().unwrap_or(1),
             multiprocessors: team_gpus.iter().map(|team_gpu| team_gpu.gpu.multiprocessors).min().unwrap_or(1),
         };

@@ -13,6 +13,7 @@
 use std::fmt;
 use std::str::FromStr;
 
+use super::by_size::BySize;
 use super::{Algorithm, table};
 use crate::types::{Call, Error, Operation};
 
@@ -53,9 +54,7 @@ enum Path {
     Plan(Algorithm),
 }
 
-/// Paths, each with the smallest size that it is for, as in [`table::at`].
-#[derive(Clone, Debug, PartialEq, Eq)]
-struct Table(Vec<(Path, usize)>);
+type Table = BySize<Path>;
 
 impl Selection {
     /// Returns the algorithm for `call`, or none if it is left to the engine.
@@ -72,8 +71,8 @@ impl Selection {
 
     fn path(&self, operation: Operation, bytes: usize, world_size: usize, engine: bool) -> Path {
         let chosen = match (self.named.iter().find(|(of, _)| *of == operation), &self.common) {
-            (Some((_, table)), _) => table::at(&table.0, bytes),
-            (None, Some(table)) => match table::at(&table.0, bytes) {
+            (Some((_, table)), _) => table.at(bytes),
+            (None, Some(table)) => match table.at(bytes) {
                 Path::Plan(algorithm) => Path::Plan(algorithm.nearest(operation)),
                 Path::Native => Path::Native,
             },
@@ -88,7 +87,7 @@ impl Selection {
     /// Whether any operation of any size is left to an engine. If none is, a group creates no shared memory.
     #[cfg(unix)]
     pub(crate) fn is_native_anywhere(&self) -> bool {
-        let in_table = |table: &Table| table.0.iter().any(|(path, _)| *path == Path::Native);
+        let in_table = |table: &Table| table.paths().any(|path| path == Path::Native);
         let unnamed = SELECTABLE.iter().any(|operation| self.named.iter().all(|(other, _)| other != operation));
         self.named.iter().any(|(_, table)| in_table(table)) || (unnamed && self.common.as_ref().is_none_or(in_table))
     }
@@ -109,14 +108,14 @@ impl Selection {
                 table.push((path, from));
             }
         }
-        Selection { common: None, named: vec![(operation, Table(table))] }
+        Selection { common: None, named: vec![(operation, BySize(table))] }
     }
 }
 
 /// Selects one algorithm for every operation and size. An operation that lacks it takes the nearest one that it has.
 impl From<Algorithm> for Selection {
     fn from(algorithm: Algorithm) -> Self {
-        Selection { common: Some(Table(vec![(Path::Plan(algorithm), 0)])), named: Vec::new() }
+        Selection { common: Some(BySize::all(Path::Plan(algorithm))), named: Vec::new() }
     }
 }
 
@@ -139,18 +138,6 @@ impl fmt::Display for Path {
             Path::Native => f.write_str("native"),
             Path::Plan(algorithm) => write!(f, "{algorithm}"),
         }
-    }
-}
-
-impl fmt::Display for Table {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for (i, (path, from)) in self.0.iter().enumerate() {
-            write!(f, "{}{path}:{from}-", if i == 0 { "" } else { ";" })?;
-            if let Some((_, next)) = self.0.get(i + 1) {
-                write!(f, "{}", next - 1)?;
-            }
-        }
-        Ok(())
     }
 }
 
@@ -201,7 +188,7 @@ pub(crate) fn parse(text: &str) -> Result<Selection, String> {
         let operation =
             operation.ok_or_else(|| format!("'{name}' is not an operation: give one of {}", list(&SELECTABLE)))?;
         let table = parse_table(ranges)?;
-        for (path, _) in &table.0 {
+        for path in table.paths() {
             if let Path::Plan(algorithm) = path
                 && !algorithm.supports(operation)
             {
@@ -218,50 +205,12 @@ pub(crate) fn parse(text: &str) -> Result<Selection, String> {
     Ok(selection)
 }
 
-/// Parses `path:from-to;path:from-`.
 fn parse_table(ranges: &str) -> Result<Table, String> {
-    let mut entries = Vec::new();
-    // The size at which the next range must begin; none after an open range.
-    let mut next = Some(0usize);
-    for range in ranges.split(';') {
-        let form = || format!("'{range}' does not have the form path:from-to or path:from-, such as ring:65536-");
-        let (name, sizes) = range.split_once(':').ok_or_else(form)?;
-        let (from, to) = sizes.split_once('-').ok_or_else(form)?;
-        let paths = || Algorithm::ALL.iter().copied().map(Path::Plan).chain([Path::Native]);
+    let paths = || Algorithm::ALL.iter().copied().map(Path::Plan).chain([Path::Native]);
+    BySize::parse(ranges, "ring", |name| {
         let path = paths().find(|path| path.to_string() == name);
-        let path =
-            path.ok_or_else(|| format!("'{name}' is not a path: give one of {}", list(&paths().collect::<Vec<_>>())))?;
-        let from = size(from).ok_or_else(form)?;
-        match next {
-            None => return Err(format!("'{range}' comes after a range without an end")),
-            Some(next) if from > next => {
-                return Err(format!("no path for sizes from {next} to {}: let '{range}' begin there", from - 1));
-            }
-            Some(next) if from < next => {
-                return Err(format!("two paths for size {from}: let '{range}' begin with {next}"));
-            }
-            Some(_) => entries.push((path, from)),
-        }
-        next = match to {
-            "" => None,
-            to => {
-                let to = size(to).ok_or_else(form)?;
-                if to < from {
-                    return Err(format!("'{range}' ends before it begins"));
-                }
-                Some(to.checked_add(1).ok_or_else(form)?)
-            }
-        };
-    }
-    match next {
-        Some(next) => Err(format!("no path for sizes from {next} on: leave out the end of the last range")),
-        None => Ok(Table(entries)),
-    }
-}
-
-/// Parses digits only: the standard library would also accept `+1`.
-fn size(text: &str) -> Option<usize> {
-    text.bytes().all(|byte| byte.is_ascii_digit()).then(|| text.parse().ok())?
+        path.ok_or_else(|| format!("'{name}' is not a path: give one of {}", list(&paths().collect::<Vec<_>>())))
+    })
 }
 
 fn list(all: &[impl ToString]) -> String {

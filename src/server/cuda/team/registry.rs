@@ -8,7 +8,7 @@ use cubecl::cuda::CudaRuntime;
 use cubecl::device::DeviceId;
 
 use super::Team;
-use crate::server::cuda::choice::{MODE, Mode};
+use crate::server::cuda::choice::{Mode, SETTING};
 use crate::server::cuda::control::MAX_RANKS;
 use crate::server::cuda::driver::Gpu;
 use crate::server::device::physical;
@@ -28,7 +28,7 @@ static KERNELS_SUPPORTED: LazyLock<Mutex<HashMap<Vec<DeviceId>, bool>>> = LazyLo
 
 /// Whether kernels can serve these devices: each must be able to access the memory of all others.
 pub(in crate::server::cuda) fn kernels_supported(devices: &[DeviceId]) -> bool {
-    if *MODE == Mode::Host || !(1..=MAX_RANKS).contains(&devices.len()) {
+    if SETTING.paths().all(|mode| mode == Mode::Host) || !(1..=MAX_RANKS).contains(&devices.len()) {
         return false;
     }
     if let Some(kernels_supported) = lock(&KERNELS_SUPPORTED).get(devices) {

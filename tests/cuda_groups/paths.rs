@@ -1,0 +1,95 @@
+//! Which path carries a call between GPUs, as the software driver records it: NCCL's stand-in calls host functions.
+
+use bonfire::server::DeviceCollectives;
+use bonfire::{DType, Error, Group, ReduceOp};
+
+use super::groups::{Memory, mine, value};
+use super::{Devices, on_devices};
+use crate::software_driver::SoftwareDriver;
+use bonfire_testing::Kind;
+use bonfire_testing::process::{Process, is_child, report, send_line};
+
+/// Starts the test `name` on two software GPUs with these variables, and waits for its end.
+fn on_two_gpus(name: &str, variables: &[(&str, &str)]) {
+    let gpus = [("SHIM_GPUS", "2"), ("BONFIRE_TEST_GPUS", "2")];
+    let variables: Vec<_> = gpus.iter().chain(variables).map(|(name, value)| (*name, (*value).to_owned())).collect();
+    let mut process = Process::start(name, &variables);
+    assert_eq!(process.read_line(), "done");
+    assert!(process.end().success());
+}
+
+/// Whether NCCL carries all-reduces of each of these sizes in bytes, between two ranks with a GPU each.
+fn by_nccl(driver: &SoftwareDriver, sizes: &'static [usize]) -> Vec<bool> {
+    let carried = sizes.iter().map(|bytes| {
+        let before = driver.host_functions();
+        on_devices(Kind::Threads, 0, 2, move |group, client| {
+            let (rank, len) = (group.rank(), bytes / 4);
+            let memory = Memory::new(client.clone(), 0);
+            let (source, target) = (memory.create(&mine(rank, len)), memory.create(&vec![0; len]));
+            let call = client.start_all_reduce(&group, &source, &target, DType::I32, ReduceOp::Sum);
+            call.unwrap().wait().unwrap();
+            let sum: Vec<_> = (0..len).map(|i| value(0, i) + value(1, i)).collect();
+            assert!(memory.read(&target) == sum, "{bytes} bytes on rank {rank}");
+        });
+        driver.host_functions() != before
+    });
+    carried.collect()
+}
+
+#[test]
+#[ignore = "needs the software driver"]
+fn nccl_carries_large_calls_between_two_gpus_and_pcie_has_a_lower_threshold() {
+    const NAME: &str = "paths::nccl_carries_large_calls_between_two_gpus_and_pcie_has_a_lower_threshold";
+    let Some(driver) = SoftwareDriver::loaded() else { return };
+    if is_child() {
+        let sizes = &[4, 512 << 10, (512 << 10) + 4, (8 << 20) + 4];
+        let expected = match std::env::var("CONNECTION").unwrap().as_str() {
+            "nvlink" => [false, false, false, true],
+            "pcie" => [false, false, true, true],
+            _ => [true; 4],
+        };
+        assert_eq!(by_nccl(&driver, sizes), expected);
+        return send_line("done");
+    }
+    let auto = ("BONFIRE_CUDA", "auto");
+    on_two_gpus(NAME, &[auto, ("CONNECTION", "nvlink"), ("SHIM_NVLINK", "1")]);
+    on_two_gpus(NAME, &[auto, ("CONNECTION", "pcie"), ("SHIM_NVLINK", "0")]);
+    on_two_gpus(NAME, &[auto, ("CONNECTION", "none"), ("SHIM_PEERS", "0")]);
+}
+
+#[test]
+#[ignore = "needs the software driver"]
+fn a_users_table_overrides_the_choice() {
+    const NAME: &str = "paths::a_users_table_overrides_the_choice";
+    let Some(driver) = SoftwareDriver::loaded() else { return };
+    if is_child() {
+        assert_eq!(by_nccl(&driver, &[1000, 1004, 2000, 2004]), [true, false, false, true]);
+        assert_eq!(driver.launches("one_shot_sum_i32"), 4, "the requested form");
+        return send_line("done");
+    }
+    on_two_gpus(NAME, &[("BONFIRE_CUDA", "nccl:0-1000;one-shot:1001-2000;nccl:2001-")]);
+}
+
+/// All ranks get the error before data moves.
+#[test]
+#[ignore = "needs a CUDA GPU"]
+fn ranks_with_different_tables_get_the_same_error() {
+    const NAME: &str = "paths::ranks_with_different_tables_get_the_same_error";
+    if is_child() {
+        let group = Group::from_env().expect("ranks find each other");
+        let client = Devices::new(group.rank() as u8, 1).client(0);
+        let own = Memory::new(client.clone(), 0).create(&[7]);
+        let outcome = client.start_all_reduce(&group, &own, &own, DType::I32, ReduceOp::Sum);
+        assert_eq!(Memory::new(client, 0).read(&own), [7]);
+        return report(&outcome.map(|_| "started".into()));
+    }
+    let tables = ["auto", "kernels:0-9;nccl:10-"];
+    let command = |rank: usize| vec!["env".to_owned(), format!("BONFIRE_CUDA={}", tables[rank])];
+    let mut ranks = Process::start_ranks_by(command, NAME, 2, "tcp", "60", &[]);
+    for rank in &ranks {
+        let error = rank.outcome().expect_err("the tables differ");
+        let words = "BONFIRE_CUDA is auto:0- on rank 0 and kernels:0-9;nccl:10- on rank 1";
+        assert!(matches!(&error, Error::Config(text) if text.contains(words)), "{error}");
+    }
+    assert!(ranks.iter_mut().all(|rank| rank.end().success()));
+}
