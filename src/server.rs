@@ -34,7 +34,9 @@
 //! `auto` used. Ranks of a group with different values get an error.
 //!
 //! With several ranks on each of several GPUs, the streams of a GPU may block each other for lack of hardware queues,
-//! up to the deadline: set `CUDA_DEVICE_MAX_CONNECTIONS=32`.
+//! up to the deadline. Calls of several groups in one process are launched in one order on all GPUs, so they do not
+//! need queues of their own; those of groups of several processes do. Set `CUDA_DEVICE_MAX_CONNECTIONS=32` before the
+//! program starts, as `bonfire run` does.
 //!
 //! # Errors
 //! cubecl loses what a collective returns: its client unwraps it on the device's thread. A failure therefore poisons

@@ -7,6 +7,8 @@ mod devices;
 mod faults;
 #[path = "common/device_groups.rs"]
 mod groups;
+#[path = "cuda_groups/order.rs"]
+mod order;
 #[path = "cuda_groups/paths.rs"]
 mod paths;
 #[path = "cuda_groups/processes.rs"]

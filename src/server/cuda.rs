@@ -24,6 +24,7 @@ mod control;
 mod copy_stream;
 mod driver;
 mod kernel;
+mod launches;
 mod memory;
 #[cfg(feature = "nccl")]
 pub mod nccl;

@@ -15,7 +15,7 @@ use rustix::process::{Pid, Signal, kill_process};
 
 use harness::*;
 
-const PRINT_ENVIRONMENT: &str = "env | grep -E '^(BONFIRE_|RANK=|WORLD_|LOCAL_|MASTER_)'";
+const PRINT_ENVIRONMENT: &str = "env | grep -E '^(BONFIRE_|CUDA_|RANK=|WORLD_|LOCAL_|MASTER_)'";
 
 const IGNORE_SIGNALS: &str = "trap '' TERM INT; echo ready; while :; do sleep 1; done";
 
@@ -35,7 +35,15 @@ fn gives_each_rank_its_environment() {
         assert_eq!(environment["BONFIRE_ADDRESS"], environments[0]["BONFIRE_ADDRESS"]);
         assert_eq!(environment["MASTER_ADDR"], "127.0.0.1");
         assert_ne!(environment["MASTER_PORT"], "0");
+        assert_eq!(environment["CUDA_DEVICE_MAX_CONNECTIONS"], "32");
     }
+}
+
+#[test]
+fn leaves_a_users_number_of_hardware_queues() {
+    let mut command = launcher(&["-n", "1"]);
+    command.args(["sh", "-c", PRINT_ENVIRONMENT]).env("CUDA_DEVICE_MAX_CONNECTIONS", "1");
+    assert_eq!(environments(&command.output().unwrap())[0]["CUDA_DEVICE_MAX_CONNECTIONS"], "1");
 }
 
 #[test]

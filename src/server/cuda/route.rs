@@ -13,10 +13,11 @@ use serde::{Deserialize, Serialize};
 
 use super::choice::{Choice, Mode, SETTING, choose, wants_nccl};
 use super::driver::Gpu;
+use super::launches::Launches;
 use super::order::Server;
 use super::remote;
 use super::side::TeamHandle;
-use super::team::{Team, kernels_supported, ordinal};
+use super::team::{GroupTeam, Team, kernels_supported, ordinal};
 use crate::server::download::catch_panic;
 use crate::server::engine::{DeviceOperation, InFlight, Launch, Route};
 use bonfire_core::internal::{AgreedOperations, Attachment, process_number, random};
@@ -77,12 +78,18 @@ fn agree(group: &Group, device: DeviceId) -> Result<RankRoute, Error> {
     let devices: Vec<_> = infos.iter().map(|info| DeviceId::new(info.device.0, info.device.1)).collect();
     check_settings(&infos)?;
     let supported = Supported::of(&infos, &devices);
-    let (limit, rank) = (group.deadline(), group.rank());
-    let kernels = if supported.kernels { Some(Team::of_group(infos[0].team, &devices, limit)?) } else { None };
+    let rank = group.rank();
+    let in_process = infos.iter().all(|info| info.process == infos[0].process);
+    let gpus = || devices.iter().map(|device| ordinal(*device)).collect();
+    let launches = in_process.then(|| Launches::of_group(infos[0].team, gpus()));
+    let group_team = || GroupTeam::new(group.deadline(), launches.clone());
+    let kernels = if supported.kernels { Some(Team::of_group(infos[0].team, &devices, group_team())?) } else { None };
     let topology = kernels.as_ref().and_then(|team| team.topology());
     let forced = SETTING.paths().any(|mode| mode == Mode::Nccl);
     let nccl = match supported.nccl {
-        Ok(()) if SETTING.paths().any(|mode| wants_nccl(mode, topology)) => connect(group, device, forced)?,
+        Ok(()) if SETTING.paths().any(|mode| wants_nccl(mode, topology)) => {
+            connect(group, device, forced, group_team())?
+        }
         Ok(()) => None,
         Err(why) if forced => {
             let reason = format!("BONFIRE_CUDA requests nccl, which does not work for these ranks: {why}");
@@ -131,11 +138,11 @@ impl Supported {
 }
 
 /// Connects a communicator of the group's ranks. On failure falls back to kernels or the host, if that is allowed.
-fn connect(group: &Group, device: DeviceId, forced: bool) -> Result<Option<Arc<Team>>, Error> {
-    let limit = group.deadline();
-    let connected = Gpu::of(ordinal(device)).and_then(|gpu| remote::connect(group, &gpu, &Deadline::after(limit)));
+fn connect(group: &Group, device: DeviceId, forced: bool, group_team: GroupTeam) -> Result<Option<Arc<Team>>, Error> {
+    let deadline = Deadline::after(group.deadline());
+    let connected = Gpu::of(ordinal(device)).and_then(|gpu| remote::connect(group, &gpu, &deadline));
     match connected {
-        Ok(remote) => Ok(Some(Arc::new(Team::of_remote(device, group.rank(), remote, limit)?))),
+        Ok(remote) => Ok(Some(Arc::new(Team::of_remote(device, group.rank(), remote, group_team)?))),
         // All ranks return the same error here.
         Err(error) if !forced && group.failure().is_none() => {
             log::warn!("NCCL does not work for {} ranks: {error}", group.world_size());

@@ -24,20 +24,21 @@
 //! GPU, after a failure until the team is dropped.
 
 mod gpu;
+mod group;
 mod registry;
 mod wait;
 
 use std::collections::VecDeque;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use cubecl::cuda::CudaRuntime;
 use cubecl::device::DeviceId;
-use cubecl::server::Binding;
 
 pub(super) use self::gpu::{BufferLayout, Copy, Prepared};
 use self::gpu::{LoadedChoice, QueuedCall, TeamGpu};
+pub(super) use self::group::GroupTeam;
 pub(super) use self::registry::{fail, kernels_supported, ordinal};
 use super::backoff::wait_idle;
 use super::choice::{Choice, Link, Topology};
@@ -45,6 +46,7 @@ use super::control::{
     ABORT, CONTROL_BYTES, DONE, FAILURE, HOST_WORDS, Member, Parameters, READY, RELEASED, Report, nanoseconds,
 };
 use super::driver::Gpu;
+use super::launches::Launches;
 use super::memory::{HostWords, Memory};
 use super::remote::Remote;
 use crate::server::calls::{Calls, Wait};
@@ -79,32 +81,11 @@ enum Backend {
     Nccl(Box<dyn Remote>),
 }
 
-/// State of a team that works for a group. The group waits on the host for calls in flight, and a failed call does not
-/// poison the devices.
-struct GroupTeam {
-    /// How long calls in flight may take when the team is dropped.
-    limit: Duration,
-    /// The group has failed.
-    group_failed: AtomicBool,
-    kept: Mutex<Vec<KeptMemory>>,
-    /// Set when the team fails: for each GPU, the number of the last call that was done by then.
-    completed: OnceLock<Vec<u64>>,
-}
-
-/// Memory that lives until a call is done: the index of the GPU, the call's number, and the bindings.
-type KeptMemory = (usize, u64, Vec<Binding>);
-
-impl GroupTeam {
-    fn new(limit: Duration) -> GroupTeam {
-        GroupTeam { limit, group_failed: AtomicBool::new(false), kept: Mutex::default(), completed: OnceLock::new() }
-    }
-}
-
 impl Team {
     /// Creates this rank's part of a group that NCCL serves.
-    pub fn of_remote(device: DeviceId, rank: usize, remote: Box<dyn Remote>, limit: Duration) -> Result<Team, Error> {
+    pub fn of_remote(device: DeviceId, rank: usize, remote: Box<dyn Remote>, group: GroupTeam) -> Result<Team, Error> {
         let team_gpu = TeamGpu::new(Gpu::of(ordinal(device))?, true)?;
-        Team::assemble(vec![device], vec![rank], vec![team_gpu], vec![0], Backend::Nccl(remote), Some(limit))
+        Team::assemble(vec![device], vec![rank], vec![team_gpu], vec![0], Backend::Nccl(remote), Some(group))
     }
 
     /// Records that the group has failed: calls in flight may wait for ranks that never call.
@@ -124,7 +105,7 @@ impl Team {
         self.local_ranks[local].status.add_check(Arc::new(check_report));
     }
 
-    fn new(key: Vec<DeviceId>, limit: Option<Duration>) -> Result<Team, Error> {
+    fn new(key: Vec<DeviceId>, group: Option<GroupTeam>) -> Result<Team, Error> {
         let (mut team_gpus, mut gpu_indices): (Vec<TeamGpu>, _) = (Vec::new(), Vec::new());
         let mut controls = Vec::new();
         for id in &key {
@@ -132,7 +113,7 @@ impl Team {
             let team_gpu = match team_gpus.iter().position(|team_gpu| team_gpu.gpu.ordinal == gpu.ordinal) {
                 Some(team_gpu) => team_gpu,
                 None => {
-                    team_gpus.push(TeamGpu::new(gpu, limit.is_some())?);
+                    team_gpus.push(TeamGpu::new(gpu, group.is_some())?);
                     team_gpus.len() - 1
                 }
             };
@@ -154,7 +135,7 @@ impl Team {
             multiprocessors: team_gpus.iter().map(|team_gpu| team_gpu.gpu.multiprocessors).min().unwrap_or(1),
         };
         let ranks = (0..key.len()).collect();
-        Team::assemble(key, ranks, team_gpus, gpu_indices, Backend::Kernels(topology, controls), limit)
+        Team::assemble(key, ranks, team_gpus, gpu_indices, Backend::Kernels(topology, controls), group)
     }
 
     /// `gpu_indices` holds, for each local rank, the index of its GPU.
@@ -164,7 +145,7 @@ impl Team {
         mut team_gpus: Vec<TeamGpu>,
         gpu_indices: Vec<usize>,
         backend: Backend,
-        limit: Option<Duration>,
+        group: Option<GroupTeam>,
     ) -> Result<Team, Error> {
         let host = HostWords::zeroed(&team_gpus[0].gpu, HOST_WORDS * key.len())?;
         let mut local_ranks = Vec::new();
@@ -174,7 +155,7 @@ impl Team {
             local_ranks.push(LocalRank { rank, status: Status::of::<CudaRuntime>(key[local]), team_gpu });
         }
         let calls = Mutex::new(Calls::of(key.len()));
-        Ok(Team { key, local_ranks, team_gpus, host, calls, backend, group: limit.map(GroupTeam::new) })
+        Ok(Team { key, local_ranks, team_gpus, host, calls, backend, group })
     }
 
     /// How the ranks are distributed over GPUs, if kernels serve them.
@@ -214,6 +195,8 @@ impl Team {
 
     /// Enqueues a call on the GPU's stream once all ranks there have submitted it. Calls arrive in number order.
     pub fn submit(&self, local: usize, site: Site, deadline: Deadline, ready: Prepared) -> Result<(), Error> {
+        let launches = self.group.as_ref().and_then(|group_team| group_team.launches.as_ref());
+        launches.map_or(Ok(()), |launches| launches.append(site.sequence))?;
         let team_gpu = self.team_gpu(local);
         let mut queue = lock(&team_gpu.queue);
         let position = team_gpu.local_ranks.iter().position(|other| *other == local);
@@ -227,6 +210,8 @@ impl Team {
                 return Err(error);
             }
             let calls: Vec<QueuedCall> = queue.calls.iter_mut().filter_map(VecDeque::pop_front).collect();
+            let turn = |launches: &Arc<Launches>| launches.turn(team_gpu.gpu.ordinal, calls[0].site.sequence);
+            let _turn = launches.map(turn).transpose()?;
             let launched = self.launch(team_gpu, queue.launched + 1, &calls).map_err(|error| {
                 // After a fault every call on the GPU fails, whatever it asks for.
                 self.gpu_fault(site, deadline.elapsed()).unwrap_or(error)
@@ -393,6 +378,10 @@ impl Team {
             self.local_ranks.iter().for_each(|local| local.status.fail(error.clone()));
         }
         drop(calls);
+        if let Some(launches) = self.group.as_ref().and_then(|group_team| group_team.launches.as_ref()) {
+            // Before the queues are locked: a thread may be waiting for its turn there.
+            launches.fail(&error);
+        }
         match &self.backend {
             Backend::Kernels(..) => {
                 for team_gpu in &self.team_gpus {

@@ -22,6 +22,14 @@ use super::signals;
 /// A process that left the group (`setsid`) has detached itself on purpose and is left alone.
 pub struct Rank(Child);
 
+/// Returns how many hardware queues CUDA is to give each GPU: the most that it has, unless the environment says.
+/// Streams that share one block each other, so calls in flight may wait for each other. CUDA reads the variable when it
+/// starts, and a library cannot set variables safely in a program that may have threads.
+fn hardware_queues() -> Option<(&'static str, &'static str)> {
+    const VARIABLE: &str = "CUDA_DEVICE_MAX_CONNECTIONS";
+    std::env::var_os(VARIABLE).is_none().then_some((VARIABLE, "32"))
+}
+
 impl Rank {
     /// Starts the rank with local rank `local` in its own process group. A terminal's Ctrl-C then reaches the rank and
     /// the processes that it starts only once, through the launcher.
@@ -40,6 +48,7 @@ impl Rank {
             .envs(layout.environment(local))
             .envs(layout.secret())
             .envs([reports.variable(local)])
+            .envs(hardware_queues())
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())

@@ -2,12 +2,11 @@
 
 use std::collections::HashMap;
 use std::sync::{Arc, LazyLock, Mutex, Weak};
-use std::time::Duration;
 
 use cubecl::cuda::CudaRuntime;
 use cubecl::device::DeviceId;
 
-use super::Team;
+use super::{GroupTeam, Team};
 use crate::server::cuda::choice::{Mode, SETTING};
 use crate::server::cuda::control::MAX_RANKS;
 use crate::server::cuda::driver::Gpu;
@@ -103,13 +102,13 @@ impl Team {
     }
 
     /// Returns the team of a group's ranks, whose devices are given by rank and supported by kernels.
-    pub fn of_group(number: u64, devices: &[DeviceId], limit: Duration) -> Result<Arc<Team>, Error> {
+    pub fn of_group(number: u64, devices: &[DeviceId], group: GroupTeam) -> Result<Arc<Team>, Error> {
         let mut groups = lock(&GROUPS);
         if let Some(team) = groups.get(&number).and_then(Weak::upgrade) {
             return Ok(team);
         }
         groups.retain(|_, team| team.strong_count() > 0);
-        let team = Arc::new(Team::new(devices.to_vec(), Some(limit))?);
+        let team = Arc::new(Team::new(devices.to_vec(), Some(group))?);
         groups.insert(number, Arc::downgrade(&team));
         Ok(team)
     }

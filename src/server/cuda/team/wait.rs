@@ -17,7 +17,8 @@ use std::time::{Duration, Instant};
 
 use cubecl::server::Binding;
 
-use super::{Backend, KeptMemory, Team, TeamGpu};
+use super::group::KeptMemory;
+use super::{Backend, Team, TeamGpu};
 use crate::server::cuda::backoff::Backoff;
 use crate::server::cuda::control::{DONE, FAILURE, HOST_WORDS, Report};
 use bonfire_core::error::Site;

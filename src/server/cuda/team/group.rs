@@ -1,0 +1,38 @@
+//! What a team has that works for a group.
+
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Mutex, OnceLock};
+use std::time::Duration;
+
+use cubecl::server::Binding;
+
+use crate::server::cuda::launches::Launches;
+
+/// State of a team that works for a group. The group waits on the host for calls in flight, and a failed call does not
+/// poison the devices.
+pub(in crate::server::cuda) struct GroupTeam {
+    /// How long calls in flight may take when the team is dropped.
+    pub(super) limit: Duration,
+    /// Orders the group's launches among those of other groups. `None` if it has ranks in other processes.
+    pub(super) launches: Option<Arc<Launches>>,
+    /// The group has failed.
+    pub(super) group_failed: AtomicBool,
+    pub(super) kept: Mutex<Vec<KeptMemory>>,
+    /// Set when the team fails: for each GPU, the number of the last call that was done by then.
+    pub(super) completed: OnceLock<Vec<u64>>,
+}
+
+/// Memory that lives until a call is done: the index of the GPU, the call's number, and the bindings.
+pub(super) type KeptMemory = (usize, u64, Vec<Binding>);
+
+impl GroupTeam {
+    pub fn new(limit: Duration, launches: Option<Arc<Launches>>) -> GroupTeam {
+        GroupTeam {
+            limit,
+            launches,
+            group_failed: AtomicBool::new(false),
+            kept: Mutex::default(),
+            completed: OnceLock::new(),
+        }
+    }
+}
