@@ -1,5 +1,6 @@
 //! A kernel that accesses an illegal address, which the software driver does on request, ends all work on its GPU.
 
+use std::sync::{Arc, Barrier, Mutex};
 use std::time::Duration;
 
 use bonfire::server::DeviceCollectives;
@@ -89,4 +90,68 @@ fn a_fault_of_a_shared_gpu_is_named_by_both_ranks() {
     faulty("faults::a_fault_of_a_shared_gpu_is_named_by_both_ranks", 1)
         .iter()
         .for_each(|error| names_the_fault(error, &[0, 1]));
+}
+
+/// The errors that were logged.
+static LOGGED: Mutex<Vec<String>> = Mutex::new(Vec::new());
+
+struct Logged;
+
+impl log::Log for Logged {
+    fn enabled(&self, _: &log::Metadata) -> bool {
+        true
+    }
+
+    fn log(&self, record: &log::Record) {
+        LOGGED.lock().unwrap().push(record.args().to_string());
+    }
+
+    fn flush(&self) {}
+}
+
+/// NCCL's abort waits for all kernels on its GPU, and one of them spins there for a rank whose GPU has a fault.
+#[test]
+#[ignore = "needs the software driver"]
+fn a_communicator_is_aborted_after_the_kernels_of_its_group_have_ended() {
+    const NAME: &str = "faults::a_communicator_is_aborted_after_the_kernels_of_its_group_have_ended";
+    let Some(driver) = SoftwareDriver::loaded() else { return };
+    if is_child() {
+        log::set_logger(&Logged).map(|()| log::set_max_level(log::LevelFilter::Error)).unwrap();
+        let (driver, aborted) = (Arc::new(driver), Arc::new(Barrier::new(2)));
+        let limit = |builder: bonfire::Builder| builder.deadline(DEADLINE);
+        let errors = run_ranks_with(Kind::Threads, 2, limit, move |group: Group| {
+            let client = Devices::new(0, 2).client(group.rank());
+            let memory = Memory::new(client.clone(), 0);
+            let own = [1 << 20, 1000].map(|len| memory.create(&mine(group.rank(), len)));
+            let start = |own, op| client.start_all_reduce(&group, own, own, DType::I32, op).unwrap();
+            // It hangs, so that its communicator has to be aborted.
+            let by_nccl = start(&own[0], ReduceOp::Sum);
+            let by_kernel = start(&own[1], ReduceOp::Min);
+            while driver.launches("two_shot_min_i32") < 2 {
+                std::thread::yield_now();
+            }
+            let error = by_nccl.wait().expect_err("rank 0's GPU has a fault");
+            // Until then no rank finds out about the kernels.
+            aborted.wait();
+            by_kernel.wait().expect_err("the group has failed");
+            error
+        });
+        errors.into_iter().for_each(|error| report(&Err(error)));
+        let logged = LOGGED.lock().unwrap();
+        assert!(!logged.iter().any(|text| text.contains("ncclCommAbort")), "{logged:?}");
+        return send_line("done");
+    }
+    let variables = [
+        ("SHIM_GPUS", "2"),
+        ("BONFIRE_TEST_GPUS", "2"),
+        ("SHIM_FAULT", "0:two_shot_min:1"),
+        ("BONFIRE_CUDA", "two-shot:0-65535;nccl:65536-"),
+        ("FAKE_NCCL_HANGS", "0"),
+        ("FAKE_NCCL_WAITS", "1"),
+    ];
+    let mut process = Process::start(NAME, &variables.map(|(name, value)| (name, value.to_owned())));
+    let errors = [(); 2].map(|()| process.outcome().expect_err("the GPU has a fault"));
+    errors.iter().for_each(|error| names_the_fault(error, &[0]));
+    assert_eq!(process.read_line(), "done");
+    assert!(process.end().success());
 }

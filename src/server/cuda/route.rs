@@ -82,13 +82,16 @@ fn agree(group: &Group, device: DeviceId) -> Result<RankRoute, Error> {
     let in_process = infos.iter().all(|info| info.process == infos[0].process);
     let gpus = || devices.iter().map(|device| ordinal(*device)).collect();
     let launches = in_process.then(|| Launches::of_group(infos[0].team, gpus()));
-    let group_team = || GroupTeam::new(group.deadline(), launches.clone());
-    let kernels = if supported.kernels { Some(Team::of_group(infos[0].team, &devices, group_team())?) } else { None };
+    let group_team = |kernels| GroupTeam::new(group.deadline(), launches.clone(), kernels);
+    let kernels = match supported.kernels {
+        true => Some(Team::of_group(infos[0].team, &devices, group_team(None))?),
+        false => None,
+    };
     let topology = kernels.as_ref().and_then(|team| team.topology());
     let forced = SETTING.paths().any(|mode| mode == Mode::Nccl);
     let nccl = match supported.nccl {
         Ok(()) if SETTING.paths().any(|mode| wants_nccl(mode, topology)) => {
-            connect(group, device, forced, group_team())?
+            connect(group, device, forced, group_team(kernels.clone()))?
         }
         Ok(()) => None,
         Err(why) if forced => {

@@ -391,7 +391,10 @@ impl Team {
                 }
             }
             // Only once the failure is set: the stream continues after the abort.
-            Backend::Nccl(remote) => remote.abort(),
+            Backend::Nccl(remote) => {
+                self.end_kernels(&error);
+                remote.abort();
+            }
         }
     }
 

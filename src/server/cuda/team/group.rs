@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use cubecl::server::Binding;
 
+use super::Team;
 use crate::server::cuda::launches::Launches;
 
 /// State of a team that works for a group. The group waits on the host for calls in flight, and a failed call does not
@@ -15,6 +16,8 @@ pub(in crate::server::cuda) struct GroupTeam {
     pub(super) limit: Duration,
     /// Orders the group's launches among those of other groups. `None` if it has ranks in other processes.
     pub(super) launches: Option<Arc<Launches>>,
+    /// Of a communicator's team: the team whose kernels serve the same group, if there is one.
+    pub(super) kernels: Option<Arc<Team>>,
     /// The group has failed.
     pub(super) group_failed: AtomicBool,
     pub(super) kept: Mutex<Vec<KeptMemory>>,
@@ -26,10 +29,11 @@ pub(in crate::server::cuda) struct GroupTeam {
 pub(super) type KeptMemory = (usize, u64, Vec<Binding>);
 
 impl GroupTeam {
-    pub fn new(limit: Duration, launches: Option<Arc<Launches>>) -> GroupTeam {
+    pub fn new(limit: Duration, launches: Option<Arc<Launches>>, kernels: Option<Arc<Team>>) -> GroupTeam {
         GroupTeam {
             limit,
             launches,
+            kernels,
             group_failed: AtomicBool::new(false),
             kept: Mutex::default(),
             completed: OnceLock::new(),

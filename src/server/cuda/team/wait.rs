@@ -82,6 +82,20 @@ impl Team {
         self.failure().unwrap_or_else(|| Error::broken(site.to_string(), "it did not finish"))
     }
 
+    /// Called before NCCL's abort, which frees memory: CUDA then waits until no kernel runs on the GPU. One that spins
+    /// for a rank of the failed group would end only at its deadline. Those of other groups are not touched: they end,
+    /// or their groups fail. As everywhere, a call that is sound has [`GRACE`] to finish.
+    pub(super) fn end_kernels(&self, error: &Error) {
+        let Some(kernels) = self.group.as_ref().and_then(|group_team| group_team.kernels.as_ref()) else { return };
+        let (deadline, mut backoff) = (Deadline::after(GRACE), Backoff::default());
+        while kernels.failure().is_none() && !kernels.is_idle() {
+            if deadline.passed() {
+                kernels.fail(error.clone());
+            }
+            backoff.wait();
+        }
+    }
+
     fn abort(&self) {
         if let Backend::Nccl(remote) = &self.backend {
             remote.abort();
@@ -202,6 +216,8 @@ impl Team {
         }
         if group_failed() || self.failure().is_some() {
             // A graceful shutdown would wait for all ranks. No other thread uses the communicator any more.
+            let failed = || Error::broken("dropping a group", "the group has failed");
+            self.end_kernels(&self.failure().unwrap_or_else(failed));
             self.abort();
         }
     }
