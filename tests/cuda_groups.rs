@@ -25,12 +25,12 @@ use burn::backend::Autodiff;
 use burn::module::{Module, Param};
 use burn::optim::GradientsParams;
 use burn::tensor::backend::Backend;
-use burn::tensor::{Tensor, TensorData};
+use burn::tensor::{Float, Int, Tensor, TensorData};
 use cubecl::cuda::CudaRuntime;
 use half::bf16;
 
 use bonfire_testing::{Kind, errors, run_ranks, run_ranks_with};
-use groups::{Memory, check, mine};
+use groups::{Memory, check, check_tensors, mine};
 
 type Devices = devices::Devices<CudaRuntime>;
 
@@ -79,6 +79,21 @@ fn every_operation_on_one_and_two_devices() {
 fn every_operation_on_three_and_five_devices() {
     all_operations(Kind::Threads, 3, 3, &[0, 1, 3, 1000, 70_001]);
     all_operations(Kind::Tcp, 6, 5, &[0, 1, 5, 7, 1000]);
+}
+
+#[test]
+#[ignore = "needs a CUDA GPU"]
+fn tensors_stay_on_gpus() {
+    for (first, n) in [(70, 2), (72, 3)] {
+        run_ranks(Kind::Threads, n.into(), move |group| {
+            let device = &Devices::new(first, n).all[group.rank()];
+            // Parts along other dimensions, and rows that the driver pads, need kernels of burn's.
+            let shape = [2 * usize::from(n), 3, 128];
+            check_tensors::<Cuda, Float>(&group, device, shape, &[0]).unwrap();
+            check_tensors::<Cuda, Int>(&group, device, shape, &[0]).unwrap();
+        });
+        stays_on_gpus(&Devices::new(first, n));
+    }
 }
 
 /// The bits of `len` elements of rank `rank`, which are small whole numbers.

@@ -14,15 +14,15 @@ use bonfire::{
     broadcast, finish_collective, register,
 };
 use bonfire_testing::{Kind, run_ranks};
-use burn::backend::Autodiff;
+use burn::backend::{Autodiff, Flex};
 use burn::module::Param;
 use burn::nn::{Linear, LinearConfig};
 use burn::optim::GradientsParams;
-use burn::tensor::{Tensor, TensorData, TensorPrimitive};
+use burn::tensor::{Float, Int, Tensor, TensorData, TensorPrimitive};
 use cubecl::Runtime;
 use cubecl::stream_id::StreamId;
 use cubecl::wgpu::WgpuRuntime;
-use groups::{Memory, check};
+use groups::{Memory, check, check_tensors};
 use trainings::{check_ways, replicas_and_parts};
 
 type Collective = CollectiveRuntime<WgpuRuntime>;
@@ -51,6 +51,26 @@ fn every_operation_matches_the_host_with_1_2_3_and_5_devices() {
             });
         }
     }
+}
+
+#[test]
+fn operations_on_tensors_match_their_definition_along_every_dimension() {
+    for n in [1, 2, 3] {
+        run_ranks(Kind::Threads, n, move |group| {
+            let device = device(40, group.rank());
+            check_tensors::<Wgpu, Float>(&group, &device, [2 * n, 3 * n, n], &[0, 1, 2]).unwrap();
+            check_tensors::<Wgpu, Int>(&group, &device, [2 * n, 3 * n, n], &[0, 1, 2]).unwrap();
+        });
+    }
+}
+
+/// The bytes of an operation do not depend on where a rank's tensors are.
+#[test]
+fn a_group_may_have_ranks_on_devices_and_on_the_host() {
+    run_ranks(Kind::Threads, 3, |group| match group.rank() {
+        1 => check_tensors::<Flex, Float>(&group, &Default::default(), [6, 9, 3], &[0, 1, 2]).unwrap(),
+        rank => check_tensors::<Wgpu, Float>(&group, &device(44, rank), [6, 9, 3], &[0, 1, 2]).unwrap(),
+    });
 }
 
 #[test]

@@ -1,10 +1,13 @@
-//! All-reduce of tensors on collective devices, through their server and without burn's host tensors.
+//! Operations on tensors of collective devices, through their server and without burn's host tensors.
 
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 mod access;
 
+use std::ops::Range;
+
 use burn::tensor::backend::Backend;
 use burn::tensor::ops::FloatTensor;
+use burn::tensor::{Shape, TensorMetadata};
 
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 use self::access::DeviceAccess;
@@ -28,33 +31,86 @@ pub(crate) fn uses_collective_devices<B: Backend>() -> bool {
     false
 }
 
-/// An all-reduce in flight. The call waits for it and returns the results in the order of the tensors.
-pub(crate) type PendingAllReduce<B> = Box<dyn FnOnce() -> Result<Vec<FloatTensor<B>>, Error> + Send>;
-
-/// Whether an operation ran on the tensors' device.
-pub enum DeviceOutcome<T, R> {
-    Handled(Result<R, Error>),
-    /// The tensors, returned to the caller: they are not on a collective device.
-    NotHandled(T),
+/// An operation on the memory of a device, in the element type of the request. `T` is a backend's primitive tensor.
+pub struct DeviceCall<T> {
+    pub(crate) request: Request<'static>,
+    /// What this rank gives: tensors, and the bytes of the operation's whole that they are.
+    pub(crate) sources: Vec<(T, Range<usize>)>,
+    pub(crate) targets: Vec<Target<T>>,
+    /// Bytes of the whole.
+    pub(crate) bytes: usize,
 }
 
-/// Starts one all-reduce of several tensors of the element type of `request`, if they are on a collective device.
+/// A tensor that an operation makes.
+pub(crate) struct Target<T> {
+    /// A tensor of the same device, element type and kind.
+    pub like: T,
+    pub shape: Shape,
+    /// The bytes of the operation's whole that it gets.
+    pub range: Range<usize>,
+}
+
+impl<T> DeviceCall<T> {
+    /// Returns the same call on primitive tensors of another form, if all of them have that.
+    pub(crate) fn map<U>(self, form: impl Fn(T) -> Option<U>) -> Option<DeviceCall<U>> {
+        let sources = self.sources.into_iter().map(|(tensor, range)| Some((form(tensor)?, range)));
+        let targets = self
+            .targets
+            .into_iter()
+            .map(|Target { like, shape, range }| Some(Target { like: form(like)?, shape, range }));
+        Some(DeviceCall {
+            request: self.request,
+            sources: sources.collect::<Option<_>>()?,
+            targets: targets.collect::<Option<_>>()?,
+            bytes: self.bytes,
+        })
+    }
+}
+
+/// How burn's fusion server finds a tensor. Backends without fusion do not distinguish the kinds.
+#[derive(Clone, Copy)]
+pub(crate) enum TensorKind {
+    Float,
+    Int,
+}
+
+/// An operation in flight. The call waits for it and returns the tensors that it has made, in the order of the targets.
+pub(crate) type PendingTensors<T> = Box<dyn FnOnce() -> Result<Vec<T>, Error> + Send>;
+
+/// Starts an operation on tensors of a backend that [uses collective devices](uses_collective_devices).
 #[cfg_attr(
     not(any(feature = "wgpu", feature = "cuda")),
-    expect(unused_variables, reason = "there are no such devices")
+    expect(clippy::extra_unused_type_parameters, unused_variables, reason = "there are no such devices")
 )]
+pub(crate) fn start<B: Backend, T: Clone + Send + 'static>(
+    group: &Group,
+    kind: TensorKind,
+    call: DeviceCall<T>,
+) -> Result<PendingTensors<T>, Error> {
+    #[cfg(feature = "wgpu")]
+    if DeviceAccess::<cubecl::wgpu::WgpuRuntime>::applies_to::<B>() {
+        return DeviceAccess::<cubecl::wgpu::WgpuRuntime>::start(group, kind, call);
+    }
+    #[cfg(feature = "cuda")]
+    if DeviceAccess::<cubecl::cuda::CudaRuntime>::applies_to::<B>() {
+        return DeviceAccess::<cubecl::cuda::CudaRuntime>::start(group, kind, call);
+    }
+    Err(Error::broken("an operation on a device", "its tensors are not on a collective device"))
+}
+
+/// Starts one all-reduce of several tensors of the element type of `request`, which are on a collective device.
 pub(crate) fn start_all_reduce<B: Backend>(
     group: &Group,
     tensors: Vec<FloatTensor<B>>,
     request: Request<'static>,
-) -> DeviceOutcome<Vec<FloatTensor<B>>, PendingAllReduce<B>> {
-    #[cfg(feature = "wgpu")]
-    if DeviceAccess::<cubecl::wgpu::WgpuRuntime>::applies_to::<B>() {
-        return DeviceOutcome::Handled(DeviceAccess::<cubecl::wgpu::WgpuRuntime>::start::<B>(group, tensors, request));
+) -> Result<PendingTensors<FloatTensor<B>>, Error> {
+    let mut call = DeviceCall { request, sources: Vec::new(), targets: Vec::new(), bytes: 0 };
+    for tensor in tensors {
+        let shape = tensor.shape();
+        let range = call.bytes..call.bytes + shape.num_elements() * call.request.dtype().size();
+        call.bytes = range.end;
+        call.targets.push(Target { like: tensor.clone(), shape, range: range.clone() });
+        call.sources.push((tensor, range));
     }
-    #[cfg(feature = "cuda")]
-    if DeviceAccess::<cubecl::cuda::CudaRuntime>::applies_to::<B>() {
-        return DeviceOutcome::Handled(DeviceAccess::<cubecl::cuda::CudaRuntime>::start::<B>(group, tensors, request));
-    }
-    DeviceOutcome::NotHandled(tensors)
+    start::<B, _>(group, TensorKind::Float, call)
 }

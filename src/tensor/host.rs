@@ -11,13 +11,13 @@ use burn::tensor::{
     TensorPrimitive, try_read_sync,
 };
 
-use super::device::{DeviceOutcome, start_all_reduce};
+use super::device::{self, DeviceCall, PendingTensors, TensorKind, uses_collective_devices};
 #[cfg(feature = "flex")]
 use super::flex;
 #[cfg(feature = "flex")]
 use super::pool::{self, GroupPool};
-use bonfire_core::internal::{Request, zeroed};
-use bonfire_core::{DType, Error, Group, Operation, ReduceOp};
+use bonfire_core::internal::zeroed;
+use bonfire_core::{DType, Error, Group};
 
 /// Evaluates an expression with `$T` as the unsigned integer of the same size and alignment as elements of `$dtype`.
 macro_rules! as_wide {
@@ -53,15 +53,25 @@ pub trait Kind<B: Backend>: BasicOps<B> {
     #[doc(hidden)]
     fn holds(dtype: BurnDType) -> bool;
 
-    /// Reduces the tensor on its device if that is a collective device.
+    /// Returns the element type in which a collective device exchanges this tensor. `None` if the tensor is on another
+    /// device, or goes through host memory.
     #[doc(hidden)]
-    fn all_reduce_on_device(
-        _group: &Group,
-        tensor: Self::Primitive,
-        _op: ReduceOp,
-    ) -> DeviceOutcome<Self::Primitive, Self::Primitive> {
-        DeviceOutcome::NotHandled(tensor)
+    fn device_dtype(_tensor: &Self::Primitive) -> Option<DType> {
+        None
     }
+
+    /// Starts an operation on tensors that have a [`device_dtype`](Self::device_dtype).
+    #[doc(hidden)]
+    fn start_on_device(
+        _group: &Group,
+        _call: DeviceCall<Self::Primitive>,
+    ) -> Result<PendingTensors<Self::Primitive>, Error> {
+        Err(not_on_device())
+    }
+}
+
+fn not_on_device() -> Error {
+    Error::broken("an operation on a device", "a tensor is not on a collective device")
 }
 
 impl<B: Backend> Kind<B> for Float {
@@ -76,26 +86,24 @@ impl<B: Backend> Kind<B> for Float {
         dtype.is_float()
     }
 
-    fn all_reduce_on_device(
-        group: &Group,
-        tensor: TensorPrimitive<B>,
-        op: ReduceOp,
-    ) -> DeviceOutcome<TensorPrimitive<B>, TensorPrimitive<B>> {
-        let TensorPrimitive::Float(tensor) = tensor else { return DeviceOutcome::NotHandled(tensor) };
-        let Some(dtype) = float(tensor.dtype()) else {
-            return DeviceOutcome::NotHandled(TensorPrimitive::Float(tensor));
-        };
-        let request = Request::new(Operation::AllReduce, dtype).reduction(op).shape(&tensor.shape());
-        let missing = || Error::broken("all_reduce", "the device returned no result");
-        match start_all_reduce::<B>(group, vec![tensor], request) {
-            DeviceOutcome::Handled(outcome) => DeviceOutcome::Handled(
-                outcome.and_then(|pending| pending()?.pop().map(TensorPrimitive::Float).ok_or_else(missing)),
-            ),
-            DeviceOutcome::NotHandled(mut tensors) => match tensors.pop() {
-                Some(tensor) => DeviceOutcome::NotHandled(TensorPrimitive::Float(tensor)),
-                None => DeviceOutcome::Handled(Err(missing())),
-            },
+    fn device_dtype(tensor: &TensorPrimitive<B>) -> Option<DType> {
+        match tensor {
+            TensorPrimitive::Float(tensor) if uses_collective_devices::<B>() => float(tensor.dtype()),
+            _ => None,
         }
+    }
+
+    fn start_on_device(
+        group: &Group,
+        call: DeviceCall<TensorPrimitive<B>>,
+    ) -> Result<PendingTensors<TensorPrimitive<B>>, Error> {
+        let plain = |tensor| match tensor {
+            TensorPrimitive::Float(tensor) => Some(tensor),
+            TensorPrimitive::QFloat(_) => None,
+        };
+        let call = call.map(plain).ok_or_else(not_on_device)?;
+        let pending = device::start::<B, _>(group, TensorKind::Float, call)?;
+        Ok(Box::new(|| Ok(pending()?.into_iter().map(TensorPrimitive::Float).collect())))
     }
 }
 
@@ -106,6 +114,17 @@ impl<B: Backend> Kind<B> for Int {
 
     fn holds(dtype: BurnDType) -> bool {
         dtype.is_int() || dtype.is_uint()
+    }
+
+    fn device_dtype(tensor: &B::IntTensorPrimitive) -> Option<DType> {
+        if uses_collective_devices::<B>() { carrier(tensor.dtype()) } else { None }
+    }
+
+    fn start_on_device(
+        group: &Group,
+        call: DeviceCall<B::IntTensorPrimitive>,
+    ) -> Result<PendingTensors<B::IntTensorPrimitive>, Error> {
+        device::start::<B, _>(group, TensorKind::Int, call)
     }
 }
 

@@ -19,8 +19,9 @@
 //!
 //! Every function is collective, except for [`send`], [`recv`] and [`exchange`], and blocks until its result is there.
 //!
-//! Tensors of Flex are read in place. Those of other backends pass through host memory, except for float all-reduces on
-//! collective devices.
+//! Tensors of Flex are read in place. On collective devices [`all_reduce`], [`broadcast`], and [`all_gather`],
+//! [`reduce_scatter`] and [`all_to_all`] of equal parts stay on the device where it can do them, for floats and
+//! integers. Everything else passes through host memory.
 //!
 //! No gradient flows through these operations. So they refuse float tensors of a backend with autodiff: use
 //! [`autodiff`](super::autodiff) where gradients must flow, and elsewhere [`Tensor::inner`], and [`Tensor::from_inner`]
@@ -64,6 +65,7 @@
 pub(crate) mod axis;
 pub(crate) mod carry;
 pub(crate) mod fused;
+mod on_device;
 pub(crate) mod sizes;
 
 use burn::tensor::backend::Backend;

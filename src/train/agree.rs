@@ -4,14 +4,15 @@ use std::any::Any;
 use std::fmt;
 
 use burn::module::{AutodiffModule, ModuleMapper, ModuleVisitor, Param, ParamId, Parameter as Value};
-use burn::tensor::backend::AutodiffBackend;
-use burn::tensor::{Bool, Int, Shape, Tensor, TensorData};
+use burn::tensor::backend::{AutodiffBackend, Backend};
+use burn::tensor::{Bool, Int, Shape, Tensor};
 use serde::{Deserialize, Serialize};
 
 use super::bucket::Item;
-use crate::tensor::host::float;
-use bonfire_core::internal::{AgreedOperations, process_number};
-use bonfire_core::{DType, Element, Error, Group};
+use crate::tensor::host::{Kind, TensorSpec, data, float};
+use crate::tensor::operation::broadcast;
+use bonfire_core::internal::{AgreedOperations, ByteOperations, Request, process_number};
+use bonfire_core::{DType, Element, Error, Group, Operation};
 
 /// The description of a parameter that must be the same on all ranks.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -113,7 +114,8 @@ pub(crate) fn broadcast_parameters<B: AutodiffBackend, M: AutodiffModule<B>>(
     let mut load = ParameterLoader { source: Some((group, root)), identities, failure: None };
     let model = model.map(&mut load);
     match load.failure {
-        Some(error) => Err(error),
+        // The others may be waiting for a value of this rank.
+        Some(error) => Err(group.abandon(error)),
         None => Ok(model),
     }
 }
@@ -266,13 +268,12 @@ struct ParameterLoader<'a> {
 }
 
 impl ParameterLoader<'_> {
-    /// Replaces one value. `from_data` receives its data and whether it needs a gradient. After a failure, parameters
-    /// keep their values.
+    /// Replaces one value. `renew` gets it, whether it needs a gradient, and the source; after a failure no source. It
+    /// returns the new value, and a failure, after which the model is of no use.
     fn load<T: Value + 'static>(
         &mut self,
         param: Param<T>,
-        into_data: impl FnOnce(T) -> TensorData,
-        from_data: impl FnOnce(TensorData, bool) -> T,
+        renew: impl FnOnce(T, bool, Option<(&Group, usize)>) -> (T, Option<Error>),
     ) -> Param<T> {
         let (mut id, value, mut mapper) = param.consume();
         let mut trained = value.is_require_grad();
@@ -280,28 +281,58 @@ impl ParameterLoader<'_> {
             (id, trained) = (identity.id, identity.trained);
             mapper = identity.mapper.downcast().map_or(mapper, |mapper| *mapper);
         }
-        let mut data = into_data(value);
-        if let (Some((group, root)), None) = (self.source, &self.failure) {
-            self.failure = group.broadcast(&mut data.bytes[..], root).err();
-        }
-        Param::from_mapped_value(id, from_data(data, trained), mapper)
+        let source = self.source.filter(|_| self.failure.is_none());
+        let (value, failure) = renew(value, trained, source);
+        self.failure = self.failure.take().or(failure);
+        Param::from_mapped_value(id, value, mapper)
     }
+}
+
+/// Returns the source's value of a tensor, or an empty tensor and why it was not received.
+fn received<B: Backend, const D: usize, K: Kind<B>>(
+    tensor: Tensor<B, D, K>,
+    source: Option<(&Group, usize)>,
+) -> (Tensor<B, D, K>, Option<Error>) {
+    let Some(source) = source else { return (tensor, None) };
+    let options = (tensor.device(), tensor.dtype());
+    match try_receive(tensor, source) {
+        Ok(received) => (received, None),
+        Err(error) => (Tensor::empty([0; D], (&options.0, options.1)), Some(error)),
+    }
+}
+
+fn try_receive<B: Backend, const D: usize, K: Kind<B>>(
+    tensor: Tensor<B, D, K>,
+    (group, root): (&Group, usize),
+) -> Result<Tensor<B, D, K>, Error> {
+    const OPERATION: &str = "broadcast";
+    let (device, dtype, shape, primitive) = (tensor.device(), tensor.dtype(), tensor.shape(), tensor.into_primitive());
+    if K::device_dtype(&primitive).is_some() {
+        return broadcast(Tensor::from_primitive(primitive), root, group);
+    }
+    // The same operation in the tensor's own memory. That of `broadcast` is from a pool, where the whole parameters of
+    // a model of which only parts are kept would stay.
+    let spec = TensorSpec::new::<B, K>(OPERATION, dtype, device.clone())?;
+    let mut data = data::<B, K>(OPERATION, primitive)?;
+    let request = Request::new(Operation::Broadcast, spec.carrier).root(root).shape(&shape);
+    group.operate(request, None, &mut data.bytes)?;
+    Ok(Tensor::from_data(data, (&device, dtype)))
 }
 
 impl<B: AutodiffBackend> ModuleMapper<B> for ParameterLoader<'_> {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
-        let (device, dtype) = (param.device(), param.dtype());
-        let from_data = |data, trained| Tensor::from_data(data, (&device, dtype)).set_require_grad(trained);
-        self.load(param, |value| value.inner().into_data(), from_data)
+        self.load(param, |value, trained, source| {
+            let (value, failure) = received(value.inner(), source);
+            // A leaf of this model's own.
+            (Tensor::from_inner(value).set_require_grad(trained), failure)
+        })
     }
 
     fn map_int<const D: usize>(&mut self, param: Param<Tensor<B, D, Int>>) -> Param<Tensor<B, D, Int>> {
-        let (device, dtype) = (param.device(), param.dtype());
-        self.load(param, Tensor::into_data, |data, _| Tensor::from_data(data, (&device, dtype)))
+        self.load(param, |value, _, source| received(value, source))
     }
 
     fn map_bool<const D: usize>(&mut self, param: Param<Tensor<B, D, Bool>>) -> Param<Tensor<B, D, Bool>> {
-        let device = param.device();
-        self.load(param, Tensor::into_data, |data, _| Tensor::from_data(data, &device))
+        self.load(param, |value, _, source| received(value, source))
     }
 }

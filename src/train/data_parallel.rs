@@ -21,7 +21,6 @@ use super::states;
 use super::step_header::{AgreedStep, StepHeader};
 use super::unused::Unused;
 use super::values::{NOTHING, comparison_is_due, digests, positions, values};
-use crate::tensor::device::DeviceOutcome;
 use bonfire_core::internal::AgreedOperations;
 use bonfire_core::{DType, Error, Group};
 
@@ -66,11 +65,8 @@ impl<B: AutodiffBackend> DataParallel<B> {
     /// # Errors
     /// [`Error::InvalidArgument`] on all ranks if the models differ; the group remains usable. It names the first
     /// parameter whose path, kind, element type, shape or need for a gradient differs, and describes it on rank 0 and
-    /// on another rank. The same error if a mesh has neither `replicate` nor `shard`. Otherwise the errors of
-    /// [`Group::all_reduce`].
-    ///
-    /// # Panics
-    /// If a parameter cannot be read from its device.
+    /// on another rank. The same error if a mesh has neither `replicate` nor `shard`. Otherwise [`Error::Io`] if a
+    /// parameter cannot be read from its device, or the errors of [`Group::all_reduce`].
     #[track_caller]
     pub fn new<M: AutodiffModule<B>>(mesh: impl Into<DeviceMesh>, model: M) -> Result<(M, Self), Error> {
         let group = mesh.into().replicas("data parallel")?;
@@ -324,11 +320,10 @@ impl<B: AutodiffBackend> DataParallel<B> {
                 None => B::InnerBackend::float_from_data(reducer.zeros(position, weighting), &parameter.device),
             }
         });
-        let tensors = tensors.collect();
-        let tensors = match reducer.start_on_device(&positions, tensors, weighting) {
-            DeviceOutcome::Handled(in_flight) => return in_flight,
-            DeviceOutcome::NotHandled(tensors) => tensors,
-        };
+        let tensors: Vec<_> = tensors.collect();
+        if reducer.is_on_device() {
+            return reducer.start_on_device(positions, tensors, weighting);
+        }
         let read = positions.into_iter().zip(tensors).map(|(position, tensor)| {
             let grad = Tensor::<B::InnerBackend, 1>::from_primitive(TensorPrimitive::Float(tensor));
             Ok((position, grad.try_into_data().map_err(|e| Error::io("reading a gradient", e))?))

@@ -168,10 +168,8 @@ impl<B: AutodiffBackend> FullyShardedParallel<B> {
     /// # Errors
     /// [`Error::InvalidArgument`] on all ranks if the models differ, or the blocks that are marked in them, or if the
     /// mesh has other dimensions than `shard` and `replicate`; the group remains usable. [`Error::Config`] with the
-    /// transport `mpi-blocking`. Otherwise the errors of [`Group::subgroup`].
-    ///
-    /// # Panics
-    /// If a parameter cannot be read from its device.
+    /// transport `mpi-blocking`. Otherwise [`Error::Io`] if a parameter cannot be read from its device, or the errors
+    /// of [`Group::subgroup`].
     #[track_caller]
     pub fn new<M: AutodiffModule<B>>(mesh: impl Into<DeviceMesh>, model: M) -> Result<(M, Self), Error> {
         let mesh = mesh.into();

@@ -13,7 +13,7 @@ pub(super) use self::compressed::Compressor;
 use self::compressed::Exchange;
 use super::agree::Parameter;
 use super::bucket::{Bucket, BucketOp, Weighting, scale, scale_tensor};
-use crate::tensor::device::{DeviceOutcome, PendingAllReduce, start_all_reduce, uses_collective_devices};
+use crate::tensor::device::{PendingTensors, start_all_reduce, uses_collective_devices};
 use crate::tensor::host::float;
 use bonfire_core::internal::Request;
 use bonfire_core::{Buffer, DType, Error, Group, Operation, Work};
@@ -39,7 +39,7 @@ pub(super) enum InFlight<B: AutodiffBackend> {
     /// On the host, compressed.
     Compressed { compressor: Compressor, work: Work<Option<Exchange>> },
     /// On a collective device: the positions of its gradients, and the operation.
-    Device { positions: Vec<usize>, pending: PendingAllReduce<B::InnerBackend> },
+    Device { positions: Vec<usize>, pending: PendingTensors<FloatTensor<B::InnerBackend>> },
 }
 
 impl<B: AutodiffBackend> InFlight<B> {
@@ -100,33 +100,23 @@ impl<B: AutodiffBackend> Reducer<B> {
         TensorData::full_dtype(parameter.shape.clone(), 0, dtype)
     }
 
-    /// Starts the reduction of a bucket if its gradients, which [`widen`](Self::widen) returned, are on a collective
-    /// device.
+    /// Starts the reduction of a bucket whose gradients, which [`widen`](Self::widen) returned, are taken
+    /// [from their device](Self::is_on_device).
     #[track_caller]
     pub fn start_on_device(
         &self,
-        positions: &[usize],
-        tensors: Vec<FloatTensor<B::InnerBackend>>,
+        positions: Vec<usize>,
+        mut tensors: Vec<FloatTensor<B::InnerBackend>>,
         weighting: Weighting,
-    ) -> DeviceOutcome<Vec<FloatTensor<B::InnerBackend>>, InFlight<B>> {
+    ) -> Result<InFlight<B>, Error> {
         let (dtype, factor) = (self.carrier(positions[0], weighting), weighting.factor());
-        if !self.is_on_device() {
-            return DeviceOutcome::NotHandled(tensors);
-        }
-        let tensors = if factor != 1.0 {
+        if factor != 1.0 {
             let scaled = tensors.into_iter().map(|tensor| scale_tensor::<B::InnerBackend>(tensor, dtype, factor));
-            scaled.collect()
-        } else {
-            tensors
-        };
-        let request = Request::new(Operation::AllReduce, dtype).reduction(weighting.reduction());
-        match start_all_reduce::<B::InnerBackend>(&self.group, tensors, request) {
-            DeviceOutcome::Handled(pending) => {
-                let positions = positions.to_vec();
-                DeviceOutcome::Handled(pending.map(|pending| InFlight::Device { positions, pending }))
-            }
-            DeviceOutcome::NotHandled(tensors) => DeviceOutcome::NotHandled(tensors),
+            tensors = scaled.collect();
         }
+        let request = Request::new(Operation::AllReduce, dtype).reduction(weighting.reduction());
+        let pending = start_all_reduce::<B::InnerBackend>(&self.group, tensors, request)?;
+        Ok(InFlight::Device { positions, pending })
     }
 
     /// Starts the reduction of a bucket of gradients that were read from [widened](Self::widen) tensors, by position.

@@ -1,7 +1,10 @@
 //! The operations of a group on device memory, on any runtime.
 
 use bonfire::server::{DeviceCollectives, DeviceTransport};
+use bonfire::tensor::operation::{self, Kind};
 use bonfire::{CollectiveRuntime, DType, Error, Group, ReduceOp, partition};
+use burn::tensor::backend::Backend;
+use burn::tensor::{Element, Numeric, Tensor, TensorData};
 use cubecl::client::ComputeClient;
 use cubecl::server::Handle;
 
@@ -82,5 +85,61 @@ pub fn check<R: DeviceTransport>(group: &Group, memory: &Memory<R>, len: usize) 
     assert_eq!(memory.read(&same), sum, "{}", label("all_reduce in place"));
     let last: Vec<i32> = (0..n * len).map(|i| value(n - 1, i)).collect();
     assert_eq!(memory.read(&source), last, "{}", label("broadcast beside all_reduce"));
+    Ok(())
+}
+
+/// Compares operations on tensors of this shape, with parts along each of these dimensions, with what they are defined
+/// as.
+pub fn check_tensors<B: Backend, K>(
+    group: &Group,
+    device: &B::Device,
+    shape: [usize; 3],
+    dims: &[usize],
+) -> Result<(), Error>
+where
+    K: Kind<B> + Numeric<B>,
+    K::Elem: Element,
+{
+    let (rank, n) = (group.rank(), group.world_size());
+    // The element of a rank's input at a place. Sums are exact.
+    let input = |rank: usize, place: [usize; 3]| value(rank, (place[0] * 29 + place[1]) * 31 + place[2]);
+    let data = |shape: [usize; 3], element: &dyn Fn([usize; 3]) -> i32| {
+        let places = (0..shape.iter().product())
+            .map(|i: usize| [i / (shape[1] * shape[2]), i / shape[2] % shape[1], i % shape[2]]);
+        TensorData::new(places.map(element).collect::<Vec<i32>>(), shape)
+    };
+    let expect = |tensor: Tensor<B, 3, K>, expected: TensorData, what: &str| {
+        let data = tensor.into_data();
+        assert_eq!(data.shape, expected.shape, "{what} on rank {rank} of {n}");
+        assert_eq!(data.convert::<i32>(), expected, "{what} on rank {rank} of {n}");
+    };
+    let own = Tensor::<B, 3, K>::from_data(data(shape, &|place| input(rank, place)), device);
+    let sum = |place| (0..n).map(|rank| input(rank, place)).sum();
+
+    let reduced = operation::all_reduce(own.clone(), ReduceOp::Sum, group)?;
+    expect(reduced, data(shape, &sum), "all_reduce");
+    for root in 0..n {
+        let received = operation::broadcast(own.clone(), root, group)?;
+        expect(received, data(shape, &|place| input(root, place)), "broadcast");
+    }
+    for &dim in dims {
+        let (len, part) = (shape[dim], shape[dim] / n);
+        let with = |mut place: [usize; 3], at: usize| {
+            place[dim] = at;
+            place
+        };
+        let whole = with(shape, n * len);
+        let gathered = operation::all_gather(own.clone(), dim as isize, group)?;
+        let element = |place: [usize; 3]| input(place[dim] / len, with(place, place[dim] % len));
+        expect(gathered, data(whole, &element), &format!("all_gather along {dim}"));
+        let scattered = operation::reduce_scatter(own.clone(), ReduceOp::Sum, dim as isize, group)?;
+        let element = |place: [usize; 3]| sum(with(place, rank * part + place[dim]));
+        expect(scattered, data(with(shape, part), &element), &format!("reduce_scatter along {dim}"));
+        let swapped = operation::all_to_all(own.clone(), dim as isize, group)?;
+        let element = |place: [usize; 3]| input(place[dim] / part, with(place, rank * part + place[dim] % part));
+        expect(swapped, data(shape, &element), &format!("all_to_all along {dim}"));
+    }
+    // Inputs are not modified.
+    expect(own, data(shape, &|place| input(rank, place)), "the input");
     Ok(())
 }

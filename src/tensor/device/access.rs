@@ -2,9 +2,9 @@
 
 use std::any::{Any, TypeId};
 
-use burn::tensor::TensorMetadata;
 use burn::tensor::backend::Backend;
 use burn::tensor::ops::FloatTensor;
+use burn::tensor::{DType, TensorMetadata};
 use burn_cubecl::CubeBackend;
 use burn_cubecl::fusion::FusionCubeRuntime;
 use burn_cubecl::kernel::into_contiguous;
@@ -12,10 +12,11 @@ use burn_cubecl::tensor::CubeTensor;
 use burn_fusion::stream::OperationStreams;
 use burn_fusion::{FusionTensor, NoOp};
 use burn_ir::{InitOperationIr, OperationIr, OperationOutput};
+use cubecl::Runtime;
+use cubecl::client::ComputeClient;
 
-use super::PendingAllReduce;
+use super::{DeviceCall, PendingTensors, Target, TensorKind};
 use crate::server::{CollectiveRuntime, DeviceTransport, exchange};
-use bonfire_core::internal::Request;
 use bonfire_core::{Error, Group};
 
 /// Access to the device memory of a backend's tensors on the runtime `R`. Backends are recognised by the type of their
@@ -33,34 +34,38 @@ impl<R: DeviceTransport> DeviceAccess<R> {
         tensor == TypeId::of::<Plain<R>>() || tensor == TypeId::of::<Fused<R>>()
     }
 
-    pub fn start<B: Backend>(
+    pub fn start<T: Clone + Send + 'static>(
         group: &Group,
-        tensors: Vec<FloatTensor<B>>,
-        request: Request<'static>,
-    ) -> Result<PendingAllReduce<B>, Error> {
-        let (mut sources, mut targets, mut results) = (Vec::new(), Vec::new(), Vec::new());
-        let (mut bytes, size) = (0, request.dtype().size());
-        for tensor in tensors {
-            let origin = Origin::<R>::of(tensor)?;
-            let tensor = into_contiguous(origin.resolve());
-            let range = bytes..bytes + tensor.shape().num_elements() * size;
-            let target = tensor.client.empty(range.len());
-            bytes = range.end;
-            targets.push((target.clone(), range.clone()));
-            sources.push((tensor.handle.clone(), range));
-            results.push((origin, Plain::new(tensor.client, target, *tensor.meta, tensor.device, tensor.dtype)));
+        kind: TensorKind,
+        call: DeviceCall<T>,
+    ) -> Result<PendingTensors<T>, Error> {
+        let DeviceCall { request, sources, targets, bytes } = call;
+        let (mut read, mut written, mut results) = (Vec::new(), Vec::new(), Vec::new());
+        let mut place = None;
+        for (tensor, range) in sources {
+            let tensor = into_contiguous(Origin::<R>::of(tensor)?.resolve(kind));
+            read.push((tensor.handle, range));
+            place = Some(tensor.client);
         }
-        let Some((_, first)) = results.first() else { return Ok(Box::new(|| Ok(Vec::new()))) };
-        let call = request.call(bytes / size);
-        let transfer = exchange::start(&first.client, group, call, sources, targets)?;
+        for Target { like, shape, range } in targets {
+            let origin = Origin::<R>::of(like)?;
+            let (client, device, dtype) = origin.place();
+            let memory = client.empty(range.len());
+            written.push((memory.clone(), range));
+            results.push((origin, Plain::new_contiguous(client.clone(), device, shape, memory, dtype)));
+            place = place.or(Some(client));
+        }
+        let Some(client) = place else { return Ok(Box::new(|| Ok(Vec::new()))) };
+        let call = request.call(bytes / request.dtype().size());
+        let transfer = exchange::start(&client, group, call, read, written)?;
         Ok(Box::new(move || {
             transfer.wait()?;
-            results.into_iter().map(|(origin, tensor)| origin.restore::<B>(tensor)).collect()
+            results.into_iter().map(|(origin, tensor)| origin.restore(tensor)).collect()
         }))
     }
 }
 
-/// The tensor that an operation read, which determines the type of the result.
+/// A tensor of a backend, which says how a result becomes one.
 enum Origin<R: DeviceTransport> {
     Plain(Plain<R>),
     Fused(Fused<R>),
@@ -76,15 +81,31 @@ impl<R: DeviceTransport> Origin<R> {
         tensor.map(|tensor| Origin::Fused(*tensor)).map_err(|_| wrong_backend())
     }
 
-    fn resolve(&self) -> Plain<R> {
+    fn resolve(self, kind: TensorKind) -> Plain<R> {
+        match (self, kind) {
+            (Origin::Plain(tensor), _) => tensor,
+            (Origin::Fused(tensor), TensorKind::Float) => {
+                tensor.client.clone().resolve_tensor_float::<ServerBackend<R>>(tensor)
+            }
+            (Origin::Fused(tensor), TensorKind::Int) => {
+                tensor.client.clone().resolve_tensor_int::<ServerBackend<R>>(tensor)
+            }
+        }
+    }
+
+    /// Returns the client of the device, the device, and the element type.
+    fn place(&self) -> (ComputeClient<CollectiveRuntime<R>>, <CollectiveRuntime<R> as Runtime>::Device, DType) {
         match self {
-            Origin::Plain(tensor) => tensor.clone(),
-            Origin::Fused(tensor) => tensor.client.resolve_tensor_float::<ServerBackend<R>>(tensor.clone()),
+            Origin::Plain(tensor) => (tensor.client.clone(), tensor.device.clone(), tensor.dtype),
+            Origin::Fused(tensor) => {
+                let device = tensor.client.device().clone();
+                (CollectiveRuntime::<R>::client(&device), device, tensor.dtype)
+            }
         }
     }
 
     /// Converts the result to the backend's tensor type.
-    fn restore<B: Backend>(self, tensor: Plain<R>) -> Result<FloatTensor<B>, Error> {
+    fn restore<T: 'static>(self, tensor: Plain<R>) -> Result<T, Error> {
         let tensor: Box<dyn Any> = match self {
             Origin::Plain(_) => Box::new(tensor),
             Origin::Fused(origin) => {
@@ -96,10 +117,10 @@ impl<R: DeviceTransport> Origin<R> {
                 Box::new(fused)
             }
         };
-        tensor.downcast::<FloatTensor<B>>().map(|tensor| *tensor).map_err(|_| wrong_backend())
+        tensor.downcast().map(|tensor| *tensor).map_err(|_| wrong_backend())
     }
 }
 
 fn wrong_backend() -> Error {
-    Error::broken("all_reduce", "a tensor is not of the expected backend")
+    Error::broken("an operation on a device", "a tensor is not of the expected backend")
 }

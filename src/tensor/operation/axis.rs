@@ -65,6 +65,16 @@ impl Axis {
         self.shape[..self.dim].iter().all(|len| *len == 1)
     }
 
+    /// Returns the shape of a whole of `n` equal parts, each `len` long, with one more dimension that counts the parts.
+    /// In the order of dimensions that is returned with it, the parts lie one after the other in memory.
+    pub fn parts(&self, n: usize, len: usize) -> (Shape, Vec<usize>) {
+        let mut dims = self.shape.to_vec();
+        dims[self.dim] = len;
+        dims.insert(self.dim, n);
+        let others = (0..dims.len()).filter(|dim| *dim != self.dim);
+        (Shape::from(dims.clone()), std::iter::once(self.dim).chain(others).collect())
+    }
+
     /// Copies the parts of a whole, of these sizes along the dimension, into `parts`, one after the other. `element` is
     /// the size of an element in bytes.
     pub fn split(&self, sizes: &[usize], element: usize, whole: &[u8], mut parts: &mut [u8]) {

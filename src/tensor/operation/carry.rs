@@ -5,8 +5,8 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{Bytes, DType as BurnDType, Shape, TensorMetadata};
 
 use super::axis::Axis;
+use super::on_device;
 use super::sizes::{Sizes, all_equal, check_count, exchange_recv_sizes, split_sizes};
-use crate::tensor::device::DeviceOutcome;
 use crate::tensor::host::{Context, Kind, Source, TensorSpec, refuse_autodiff};
 use bonfire_core::internal::{ByteOperations, Request};
 use bonfire_core::{DType, Error, Operation, ReduceOp};
@@ -68,10 +68,9 @@ pub(crate) fn all_reduce<B: Backend, K: Kind<B>>(
     const OPERATION: &str = "all_reduce";
     refuse_autodiff::<B, K>(OPERATION, &K::device(&tensor))?;
     let shape = tensor.shape();
-    let tensor = match K::all_reduce_on_device(ctx.group, tensor, op) {
-        DeviceOutcome::Handled(reduced) => return reduced,
-        DeviceOutcome::NotHandled(tensor) => tensor,
-    };
+    if let Some(dtype) = K::device_dtype(&tensor) {
+        return on_device::all_reduce::<B, K>(ctx.group, tensor, dtype, op);
+    }
     let (source, spec) = Source::read::<B, K>(OPERATION, tensor)?;
     let request = |carrier| Request::new(Operation::AllReduce, carrier).reduction(op).shape(&shape);
     let reduced = match source.into_owned() {
@@ -116,6 +115,9 @@ pub(crate) fn broadcast<B: Backend, K: Kind<B>>(
     refuse_autodiff::<B, K>(OPERATION, &K::device(&tensor))?;
     let shape = tensor.shape();
     ctx.group.check_rank(OPERATION, "root", root)?;
+    if let Some(dtype) = K::device_dtype(&tensor) {
+        return on_device::broadcast::<B, K>(ctx.group, tensor, dtype, root);
+    }
     let (source, spec) = if ctx.group.rank() == root {
         let (source, spec) = Source::read::<B, K>(OPERATION, tensor)?;
         (Some(source), spec)
@@ -140,6 +142,9 @@ pub(crate) fn all_gather<B: Backend, K: Kind<B>>(
     let axis = Axis::new(OPERATION, tensor.shape(), dim)?;
     let sizes = sizes.resolve(ctx, OPERATION, &axis)?;
     let (counts, total) = axis.counts(OPERATION, &sizes)?;
+    if let Some(dtype) = K::device_dtype(&tensor).filter(|_| all_equal(&sizes)) {
+        return on_device::all_gather::<B, K>(ctx.group, tensor, dtype, &axis);
+    }
     let (source, spec) = Source::read::<B, K>(OPERATION, tensor)?;
     let mut parts = ctx.buffer::<B>(OPERATION, spec.carrier, total)?;
     let request = Request::new(Operation::AllGather, spec.carrier).shape(&axis.common());
@@ -161,6 +166,9 @@ pub(crate) fn reduce_scatter<B: Backend, K: Kind<B>>(
     let axis = Axis::new(OPERATION, tensor.shape(), dim)?;
     let sizes = split_sizes(ctx, OPERATION, &axis, sizes)?;
     let (counts, _) = axis.counts(OPERATION, &sizes)?;
+    if let Some(dtype) = K::device_dtype(&tensor).filter(|_| all_equal(&sizes)) {
+        return on_device::reduce_scatter::<B, K>(ctx.group, tensor, dtype, op, &axis);
+    }
     let (source, spec) = Source::read::<B, K>(OPERATION, tensor)?;
     let parts = PackedParts::of::<B>(ctx, OPERATION, &axis, &sizes, spec.carrier, source.bytes())?;
     let rank = ctx.group.rank();
@@ -290,6 +298,9 @@ pub(crate) fn all_to_all<B: Backend, K: Kind<B>>(
         (None, None) => send.clone(),
         (None, Some(_)) => exchange_recv_sizes(ctx, &axis, &send)?,
     };
+    if let (Some(dtype), None) = (K::device_dtype(&tensor), sizes.send) {
+        return on_device::all_to_all::<B, K>(ctx.group, tensor, dtype, &axis);
+    }
     let ((outgoing, _), (incoming, total)) = (axis.counts(OPERATION, &send)?, axis.counts(OPERATION, &recv)?);
     let (source, spec) = Source::read::<B, K>(OPERATION, tensor)?;
     let parts = PackedParts::of::<B>(ctx, OPERATION, &axis, &send, spec.carrier, source.bytes())?;

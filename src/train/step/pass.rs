@@ -11,7 +11,6 @@ use burn::tensor::backend::{AutodiffBackend, Backend, ExecutionError};
 use burn::tensor::ops::{FloatTensor, FloatTensorOps};
 use burn::tensor::{TensorData, TensorMetadata, try_read_sync};
 
-use crate::tensor::device::DeviceOutcome;
 use crate::train::bucket::{BucketTable, Weighting, pop_if_full};
 use crate::train::reduction::{InFlight, Reducer};
 use crate::train::schedule::Schedule;
@@ -211,12 +210,7 @@ impl<B: AutodiffBackend> Pass<B> {
                     _ => B::InnerBackend::float_from_data(self.reducer.zeros(*position, weighting), &device(position)),
                 });
             let tensors = tensors.collect();
-            match self.reducer.start_on_device(&positions, tensors, weighting) {
-                DeviceOutcome::Handled(in_flight) => in_flight?,
-                DeviceOutcome::NotHandled(_) => {
-                    return Err(Error::broken(OPERATION, "the device does not reduce its own tensors"));
-                }
-            }
+            self.reducer.start_on_device(positions, tensors, weighting)?
         } else {
             let mut read = Vec::with_capacity(positions.len());
             for position in positions {

@@ -1,0 +1,119 @@
+//! Operations whose tensors stay on a collective device. Their bytes are those of the operations on host memory, so a
+//! group may have ranks of both kinds.
+
+use std::ops::Range;
+
+use burn::tensor::backend::Backend;
+use burn::tensor::{Shape, TensorMetadata};
+
+use super::axis::Axis;
+use crate::tensor::device::{DeviceCall, Target};
+use crate::tensor::host::Kind;
+use bonfire_core::internal::Request;
+use bonfire_core::{DType, Error, Group, Operation, ReduceOp};
+
+/// Runs an operation of this request and of so many bytes from `source` to a new tensor.
+fn run<B: Backend, K: Kind<B>>(
+    group: &Group,
+    request: Request<'static>,
+    bytes: usize,
+    (source, read): (K::Primitive, Range<usize>),
+    (shape, written): (Shape, Range<usize>),
+) -> Result<K::Primitive, Error> {
+    let target = Target { like: source.clone(), shape, range: written };
+    let call = DeviceCall { request, sources: vec![(source, read)], targets: vec![target], bytes };
+    finish::<B, K>(group, call)
+}
+
+fn finish<B: Backend, K: Kind<B>>(group: &Group, call: DeviceCall<K::Primitive>) -> Result<K::Primitive, Error> {
+    let missing = || Error::broken("an operation on a device", "the device returned no result");
+    K::start_on_device(group, call)?()?.pop().ok_or_else(missing)
+}
+
+pub(super) fn all_reduce<B: Backend, K: Kind<B>>(
+    group: &Group,
+    tensor: K::Primitive,
+    dtype: DType,
+    op: ReduceOp,
+) -> Result<K::Primitive, Error> {
+    let shape = tensor.shape();
+    let bytes = shape.num_elements() * dtype.size();
+    let request = Request::new(Operation::AllReduce, dtype).reduction(op).shape(&shape);
+    run::<B, K>(group, request, bytes, (tensor, 0..bytes), (shape, 0..bytes))
+}
+
+pub(super) fn broadcast<B: Backend, K: Kind<B>>(
+    group: &Group,
+    tensor: K::Primitive,
+    dtype: DType,
+    root: usize,
+) -> Result<K::Primitive, Error> {
+    let shape = tensor.shape();
+    let bytes = shape.num_elements() * dtype.size();
+    let request = Request::new(Operation::Broadcast, dtype).root(root).shape(&shape);
+    if group.rank() != root {
+        let targets = vec![Target { like: tensor, shape, range: 0..bytes }];
+        return finish::<B, K>(group, DeviceCall { request, sources: Vec::new(), targets, bytes });
+    }
+    let sources = vec![(tensor.clone(), 0..bytes)];
+    K::start_on_device(group, DeviceCall { request, sources, targets: Vec::new(), bytes })?()?;
+    Ok(tensor)
+}
+
+pub(super) fn all_gather<B: Backend, K: Kind<B>>(
+    group: &Group,
+    tensor: K::Primitive,
+    dtype: DType,
+    axis: &Axis,
+) -> Result<K::Primitive, Error> {
+    let (n, own) = (group.world_size(), tensor.shape().num_elements() * dtype.size());
+    let start = group.rank() * own;
+    let request = Request::new(Operation::AllGather, dtype).shape(&axis.common());
+    let mut parts = vec![n];
+    parts.extend_from_slice(&tensor.shape());
+    let whole = (Shape::from(parts), 0..n * own);
+    let parts = run::<B, K>(group, request, n * own, (tensor, start..start + own), whole)?;
+    Ok(join::<B, K>(parts, axis, n, axis.len()))
+}
+
+pub(super) fn reduce_scatter<B: Backend, K: Kind<B>>(
+    group: &Group,
+    tensor: K::Primitive,
+    dtype: DType,
+    op: ReduceOp,
+    axis: &Axis,
+) -> Result<K::Primitive, Error> {
+    let (n, bytes) = (group.world_size(), tensor.shape().num_elements() * dtype.size());
+    let (part, start) = (axis.shape(axis.len() / n), group.rank() * (bytes / n));
+    let request = Request::new(Operation::ReduceScatter, dtype).reduction(op).shape(&axis.common());
+    let parts = split::<B, K>(tensor, axis, n);
+    run::<B, K>(group, request, bytes, (parts, 0..bytes), (part, start..start + bytes / n))
+}
+
+pub(super) fn all_to_all<B: Backend, K: Kind<B>>(
+    group: &Group,
+    tensor: K::Primitive,
+    dtype: DType,
+    axis: &Axis,
+) -> Result<K::Primitive, Error> {
+    let (n, bytes) = (group.world_size(), tensor.shape().num_elements() * dtype.size());
+    let request = Request::new(Operation::AllToAll, dtype).shape(&axis.common());
+    let parts = split::<B, K>(tensor, axis, n);
+    let shape = parts.shape();
+    let parts = run::<B, K>(group, request, bytes, (parts, 0..bytes), (shape, 0..bytes))?;
+    Ok(join::<B, K>(parts, axis, n, axis.len() / n))
+}
+
+/// Returns the `n` equal parts of a whole, with a first dimension for the part.
+fn split<B: Backend, K: Kind<B>>(whole: K::Primitive, axis: &Axis, n: usize) -> K::Primitive {
+    let (shape, order) = axis.parts(n, axis.len() / n);
+    K::permute(K::reshape(whole, shape), &order)
+}
+
+/// Returns the whole of `n` parts, each `len` long along the axis.
+fn join<B: Backend, K: Kind<B>>(parts: K::Primitive, axis: &Axis, n: usize, len: usize) -> K::Primitive {
+    let (_, order) = axis.parts(n, len);
+    let mut inverse = vec![0; order.len()];
+    order.iter().enumerate().for_each(|(to, from)| inverse[*from] = to);
+    K::reshape(K::permute(parts, &inverse), axis.shape(n * len))
+}
