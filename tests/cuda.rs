@@ -5,14 +5,14 @@
 mod cases;
 #[path = "common/devices.rs"]
 mod devices;
-#[path = "cuda/driver_use.rs"]
-mod driver_use;
 #[path = "cuda/failure.rs"]
 mod failure;
 #[path = "common/device_faults.rs"]
 mod faults;
 #[path = "cuda/soak.rs"]
 mod soak;
+#[path = "cuda/software.rs"]
+mod software;
 #[path = "common/software_driver.rs"]
 mod software_driver;
 

@@ -3,16 +3,12 @@
 
 #[path = "common/devices.rs"]
 mod devices;
-#[path = "cuda_groups/faults.rs"]
-mod faults;
 #[path = "common/device_groups.rs"]
 mod groups;
-#[path = "cuda_groups/order.rs"]
-mod order;
-#[path = "cuda_groups/paths.rs"]
-mod paths;
 #[path = "cuda_groups/processes.rs"]
 mod processes;
+#[path = "cuda_groups/software.rs"]
+mod software;
 #[path = "common/software_driver.rs"]
 mod software_driver;
 

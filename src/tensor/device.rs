@@ -82,7 +82,7 @@ pub(crate) type PendingTensors<T> = Box<dyn FnOnce() -> Result<Vec<T>, Error> + 
     not(any(feature = "wgpu", feature = "cuda")),
     expect(clippy::extra_unused_type_parameters, unused_variables, reason = "there are no such devices")
 )]
-pub(crate) fn start<B: Backend, T: Clone + Send + 'static>(
+pub(crate) fn start<B: Backend, T: Send + 'static>(
     group: &Group,
     kind: TensorKind,
     call: DeviceCall<T>,

@@ -1,16 +1,17 @@
 //! A kernel that accesses an illegal address, which the software driver does on request, ends all work on its GPU.
 
-use std::sync::{Arc, Barrier, Mutex};
+use std::sync::{Arc, Barrier};
 use std::time::Duration;
 
 use bonfire::server::DeviceCollectives;
 use bonfire::{DType, Error, Group, ReduceOp};
 
-use super::Devices;
-use super::groups::{Memory, check, mine};
+use super::start;
+use crate::Devices;
+use crate::groups::{Memory, check, mine};
 use crate::software_driver::SoftwareDriver;
-use bonfire_testing::process::{Process, is_child, report, send_line};
-use bonfire_testing::{Kind, run_ranks, run_ranks_with};
+use bonfire_testing::process::{is_child, report, send_line};
+use bonfire_testing::{Kind, logged, run_ranks, run_ranks_with};
 
 /// No rank may wait for it.
 const DEADLINE: Duration = Duration::from_secs(120);
@@ -20,14 +21,8 @@ const SOON: Duration = Duration::from_secs(30);
 /// Runs the test `name` in a process of its own, with this many GPUs, of which the first faults in the third
 /// all-reduce. Returns the errors of two ranks.
 fn faulty(name: &str, gpus: usize) -> Vec<Error> {
-    let gpus = gpus.to_string();
-    let variables = [
-        ("SHIM_GPUS", gpus.clone()),
-        ("BONFIRE_TEST_GPUS", gpus),
-        ("SHIM_FAULT", "0:two_shot:3".to_owned()),
-        ("BONFIRE_CUDA", "two-shot".to_owned()),
-    ];
-    let mut process = Process::start(name, &variables);
+    SoftwareDriver::loaded();
+    let mut process = start(name, gpus, &[("SHIM_FAULT", "0:two_shot:3"), ("BONFIRE_CUDA", "two-shot")]);
     let errors = (0..2).map(|_| process.outcome().expect_err("the GPU has a fault")).collect();
     assert_eq!(process.read_line(), "done");
     assert!(process.end_within(SOON).is_some_and(|status| status.success()));
@@ -74,7 +69,6 @@ fn a_fault_of_one_gpu_is_named_on_both_and_the_other_gpu_stays_usable() {
         });
         return send_line("done");
     }
-    let Some(_) = SoftwareDriver::loaded() else { return };
     let name = "faults::a_fault_of_one_gpu_is_named_on_both_and_the_other_gpu_stays_usable";
     faulty(name, 2).iter().for_each(|error| names_the_fault(error, &[0]));
 }
@@ -86,27 +80,9 @@ fn a_fault_of_a_shared_gpu_is_named_by_both_ranks() {
         errors_of_two_ranks(0).into_iter().for_each(|error| report(&Err(error)));
         return send_line("done");
     }
-    let Some(_) = SoftwareDriver::loaded() else { return };
     faulty("faults::a_fault_of_a_shared_gpu_is_named_by_both_ranks", 1)
         .iter()
         .for_each(|error| names_the_fault(error, &[0, 1]));
-}
-
-/// The errors that were logged.
-static LOGGED: Mutex<Vec<String>> = Mutex::new(Vec::new());
-
-struct Logged;
-
-impl log::Log for Logged {
-    fn enabled(&self, _: &log::Metadata) -> bool {
-        true
-    }
-
-    fn log(&self, record: &log::Record) {
-        LOGGED.lock().unwrap().push(record.args().to_string());
-    }
-
-    fn flush(&self) {}
 }
 
 /// NCCL's abort waits for all kernels on its GPU, and one of them spins there for a rank whose GPU has a fault.
@@ -114,9 +90,9 @@ impl log::Log for Logged {
 #[ignore = "needs the software driver"]
 fn a_communicator_is_aborted_after_the_kernels_of_its_group_have_ended() {
     const NAME: &str = "faults::a_communicator_is_aborted_after_the_kernels_of_its_group_have_ended";
-    let Some(driver) = SoftwareDriver::loaded() else { return };
+    let driver = SoftwareDriver::loaded();
     if is_child() {
-        log::set_logger(&Logged).map(|()| log::set_max_level(log::LevelFilter::Error)).unwrap();
+        logged::record();
         let (driver, aborted) = (Arc::new(driver), Arc::new(Barrier::new(2)));
         let limit = |builder: bonfire::Builder| builder.deadline(DEADLINE);
         let errors = run_ranks_with(Kind::Threads, 2, limit, move |group: Group| {
@@ -137,19 +113,17 @@ fn a_communicator_is_aborted_after_the_kernels_of_its_group_have_ended() {
             error
         });
         errors.into_iter().for_each(|error| report(&Err(error)));
-        let logged = LOGGED.lock().unwrap();
-        assert!(!logged.iter().any(|text| text.contains("ncclCommAbort")), "{logged:?}");
+        let lines = logged::lines();
+        assert!(!lines.iter().any(|line| line.contains("ncclCommAbort")), "{lines:?}");
         return send_line("done");
     }
     let variables = [
-        ("SHIM_GPUS", "2"),
-        ("BONFIRE_TEST_GPUS", "2"),
         ("SHIM_FAULT", "0:two_shot_min:1"),
         ("BONFIRE_CUDA", "two-shot:0-65535;nccl:65536-"),
         ("FAKE_NCCL_HANGS", "0"),
         ("FAKE_NCCL_WAITS", "1"),
     ];
-    let mut process = Process::start(NAME, &variables.map(|(name, value)| (name, value.to_owned())));
+    let mut process = start(NAME, 2, &variables);
     let errors = [(); 2].map(|()| process.outcome().expect_err("the GPU has a fault"));
     errors.iter().for_each(|error| names_the_fault(error, &[0]));
     assert_eq!(process.read_line(), "done");

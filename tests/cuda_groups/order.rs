@@ -6,9 +6,11 @@ use std::time::Duration;
 use bonfire::server::DeviceCollectives;
 use bonfire::{DType, Group, ReduceOp};
 
-use super::Devices;
-use super::groups::{Memory, mine, value};
-use bonfire_testing::process::{Process, is_child, send_line};
+use super::start;
+use crate::Devices;
+use crate::groups::{Memory, mine, value};
+use crate::software_driver::SoftwareDriver;
+use bonfire_testing::process::{is_child, send_line};
 use bonfire_testing::{Kind, run_ranks_with};
 
 /// Two groups, each with a rank on both GPUs, whose calls are in flight at the same time. With one hardware queue a GPU
@@ -36,9 +38,9 @@ fn two_groups_on_the_same_gpus_do_not_wait_for_each_other() {
         groups.into_iter().for_each(|group| drop(group.join().unwrap()));
         return send_line("done");
     }
+    SoftwareDriver::loaded();
     for path in ["kernels", "nccl"] {
-        let variables = [("SHIM_GPUS", "2"), ("BONFIRE_TEST_GPUS", "2"), ("SHIM_QUEUES", "1"), ("BONFIRE_CUDA", path)];
-        let mut process = Process::start(NAME, &variables.map(|(name, value)| (name, value.to_owned())));
+        let mut process = start(NAME, 2, &[("SHIM_QUEUES", "1"), ("BONFIRE_CUDA", path)]);
         assert!(process.end().success(), "{path}");
     }
 }

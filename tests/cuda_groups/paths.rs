@@ -1,19 +1,18 @@
 //! Which path carries a call between GPUs, as the software driver records it: NCCL's stand-in calls host functions.
 
 use bonfire::server::DeviceCollectives;
-use bonfire::{DType, Error, Group, ReduceOp};
+use bonfire::{DType, ReduceOp};
 
-use super::groups::{Memory, mine, value};
-use super::{Devices, on_devices};
+use super::start;
+use crate::groups::{Memory, mine, value};
+use crate::on_devices;
 use crate::software_driver::SoftwareDriver;
 use bonfire_testing::Kind;
-use bonfire_testing::process::{Process, is_child, report, send_line};
+use bonfire_testing::process::{is_child, send_line};
 
 /// Starts the test `name` on two software GPUs with these variables, and waits for its end.
 fn on_two_gpus(name: &str, variables: &[(&str, &str)]) {
-    let gpus = [("SHIM_GPUS", "2"), ("BONFIRE_TEST_GPUS", "2")];
-    let variables: Vec<_> = gpus.iter().chain(variables).map(|(name, value)| (*name, (*value).to_owned())).collect();
-    let mut process = Process::start(name, &variables);
+    let mut process = start(name, 2, variables);
     assert_eq!(process.read_line(), "done");
     assert!(process.end().success());
 }
@@ -40,7 +39,7 @@ fn by_nccl(driver: &SoftwareDriver, sizes: &'static [usize]) -> Vec<bool> {
 #[ignore = "needs the software driver"]
 fn nccl_carries_large_calls_between_two_gpus_and_pcie_has_a_lower_threshold() {
     const NAME: &str = "paths::nccl_carries_large_calls_between_two_gpus_and_pcie_has_a_lower_threshold";
-    let Some(driver) = SoftwareDriver::loaded() else { return };
+    let driver = SoftwareDriver::loaded();
     if is_child() {
         let sizes = &[4, 512 << 10, (512 << 10) + 4, (8 << 20) + 4];
         let expected = match std::env::var("CONNECTION").unwrap().as_str() {
@@ -61,35 +60,11 @@ fn nccl_carries_large_calls_between_two_gpus_and_pcie_has_a_lower_threshold() {
 #[ignore = "needs the software driver"]
 fn a_users_table_overrides_the_choice() {
     const NAME: &str = "paths::a_users_table_overrides_the_choice";
-    let Some(driver) = SoftwareDriver::loaded() else { return };
+    let driver = SoftwareDriver::loaded();
     if is_child() {
         assert_eq!(by_nccl(&driver, &[1000, 1004, 2000, 2004]), [true, false, false, true]);
         assert_eq!(driver.launches("one_shot_sum_i32"), 4, "the requested form");
         return send_line("done");
     }
     on_two_gpus(NAME, &[("BONFIRE_CUDA", "nccl:0-1000;one-shot:1001-2000;nccl:2001-")]);
-}
-
-/// All ranks get the error before data moves.
-#[test]
-#[ignore = "needs a CUDA GPU"]
-fn ranks_with_different_tables_get_the_same_error() {
-    const NAME: &str = "paths::ranks_with_different_tables_get_the_same_error";
-    if is_child() {
-        let group = Group::from_env().expect("ranks find each other");
-        let client = Devices::new(group.rank() as u8, 1).client(0);
-        let own = Memory::new(client.clone(), 0).create(&[7]);
-        let outcome = client.start_all_reduce(&group, &own, &own, DType::I32, ReduceOp::Sum);
-        assert_eq!(Memory::new(client, 0).read(&own), [7]);
-        return report(&outcome.map(|_| "started".into()));
-    }
-    let tables = ["auto", "kernels:0-9;nccl:10-"];
-    let command = |rank: usize| vec!["env".to_owned(), format!("BONFIRE_CUDA={}", tables[rank])];
-    let mut ranks = Process::start_ranks_by(command, NAME, 2, "tcp", "60", &[]);
-    for rank in &ranks {
-        let error = rank.outcome().expect_err("the tables differ");
-        let words = "BONFIRE_CUDA is auto:0- on rank 0 and kernels:0-9;nccl:10- on rank 1";
-        assert!(matches!(&error, Error::Config(text) if text.contains(words)), "{error}");
-    }
-    assert!(ranks.iter_mut().all(|rank| rank.end().success()));
 }

@@ -83,3 +83,27 @@ fn a_killed_process_is_named_and_the_survivors_device_stays_usable() {
         assert!(survivor.end().success());
     }
 }
+
+/// All ranks get the error before data moves.
+#[test]
+#[ignore = "needs a CUDA GPU"]
+fn ranks_with_different_tables_get_the_same_error() {
+    const NAME: &str = "processes::ranks_with_different_tables_get_the_same_error";
+    if is_child() {
+        let group = Group::from_env().expect("ranks find each other");
+        let client = Devices::new(group.rank() as u8, 1).client(0);
+        let own = Memory::new(client.clone(), 0).create(&[7]);
+        let outcome = client.start_all_reduce(&group, &own, &own, DType::I32, ReduceOp::Sum);
+        assert_eq!(Memory::new(client, 0).read(&own), [7]);
+        return report(&outcome.map(|_| "started".into()));
+    }
+    let tables = ["auto", "kernels:0-9;nccl:10-"];
+    let command = |rank: usize| vec!["env".to_owned(), format!("BONFIRE_CUDA={}", tables[rank])];
+    let mut ranks = Process::start_ranks_by(command, NAME, 2, "tcp", "60", &[]);
+    for rank in &ranks {
+        let error = rank.outcome().expect_err("the tables differ");
+        let words = "BONFIRE_CUDA is auto:0- on rank 0 and kernels:0-9;nccl:10- on rank 1";
+        assert!(matches!(&error, Error::Config(text) if text.contains(words)), "{error}");
+    }
+    assert!(ranks.iter_mut().all(|rank| rank.end().success()));
+}

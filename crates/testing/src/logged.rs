@@ -22,6 +22,11 @@ pub fn clear() {
     RECORDER.lines.lock().unwrap_or_else(PoisonError::into_inner).clear();
 }
 
+/// Returns the lines so far.
+pub fn lines() -> Vec<String> {
+    RECORDER.lines.lock().unwrap_or_else(PoisonError::into_inner).clone()
+}
+
 /// Waits for a line with all of `words`. Panics if none is logged.
 pub fn wait_for(words: &[&str]) {
     let found = |lines: &mut Vec<String>| lines.iter().any(|line| words.iter().all(|word| line.contains(word)));

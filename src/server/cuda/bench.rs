@@ -2,10 +2,11 @@
 
 use std::sync::Arc;
 
-use super::choice::{Link, SETTING, Topology, launch_config, parse_setting};
+use super::choice::{SETTING, Topology, launch_config, parse_setting};
 use super::control::{CONTROL_BYTES, HOST_WORDS, MAX_RANKS, Member, Parameters};
 use super::driver::{Gpu, Stream};
 use super::memory::{HostWords, Memory};
+use super::reach::link;
 use crate::server::engine::Rows;
 use bonfire_core::{Call, DType, Error, Operation, partition};
 use half::bf16;
@@ -25,16 +26,13 @@ pub fn seconds(call: &Call, ranks: usize, gpus: usize, form: Option<&str>, calls
         return Err(Error::argument(&name, format!("{ranks} ranks on {gpus} GPUs; kernels work for 1 to {MAX_RANKS}")));
     }
     let gpus = (0..gpus).map(start).collect::<Result<Vec<_>, _>>()?;
-    let mut link = if gpus.len() > 1 { Link::Nvlink } else { Link::OneGpu };
     for (one, other) in gpus.iter().flat_map(|one| gpus.iter().map(move |other| (&one.0, &other.0))) {
         if !one.reaches(other)? {
             let text = format!("GPU {} cannot access the memory of GPU {}", one.ordinal, other.ordinal);
             return Err(Error::argument(&name, text));
         }
-        if one.ordinal != other.ordinal && !one.has_nvlink(other) {
-            link = Link::Pcie;
-        }
     }
+    let link = link(&gpus.iter().map(|(gpu, _)| &**gpu).collect::<Vec<_>>());
     let multiprocessors = gpus.iter().map(|(gpu, _)| gpu.multiprocessors).min().unwrap_or(1);
     let sharing = ranks.div_ceil(gpus.len()) as u32;
     let topology = Topology { ranks, gpus: gpus.len(), link, sharing, multiprocessors };

@@ -4,10 +4,21 @@ use std::sync::Arc;
 
 use cudarc::driver::sys;
 
+use super::choice::Link;
 use super::driver::{Gpu, Stream};
 use super::memory::Memory;
 use bonfire_core::Error;
 use bonfire_core::internal::lock;
+
+/// Returns how these GPUs, which are distinct and reach each other, are connected.
+pub(super) fn link(gpus: &[&Gpu]) -> Link {
+    let nvlink = |i: usize| gpus[..i].iter().all(|other| gpus[i].has_nvlink(other));
+    match gpus.len() {
+        0 | 1 => Link::OneGpu,
+        count if (1..count).all(nvlink) => Link::Nvlink,
+        _ => Link::Pcie,
+    }
+}
 
 impl Gpu {
     /// Whether kernels on this GPU can access the memory of `other`. Enables the access.
@@ -26,7 +37,7 @@ impl Gpu {
 
     /// Whether NVLink connects this GPU to `other`, as far as the driver tells: atomic operations of one GPU on the
     /// other's memory pass over NVLink, not over PCIe.
-    pub fn has_nvlink(&self, other: &Gpu) -> bool {
+    fn has_nvlink(&self, other: &Gpu) -> bool {
         let atomics = sys::CUdevice_P2PAttribute::CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED;
         let mut supported = 0;
         // SAFETY: both ordinals are valid: `of` found both devices.

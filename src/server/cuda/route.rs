@@ -79,9 +79,8 @@ fn agree(group: &Group, device: DeviceId) -> Result<RankRoute, Error> {
     check_settings(&infos)?;
     let supported = Supported::of(&infos, &devices);
     let rank = group.rank();
-    let in_process = infos.iter().all(|info| info.process == infos[0].process);
     let gpus = || devices.iter().map(|device| ordinal(*device)).collect();
-    let launches = in_process.then(|| Launches::of_group(infos[0].team, gpus()));
+    let launches = supported.in_process.then(|| Launches::of_group(infos[0].team, gpus()));
     let group_team = |kernels| GroupTeam::new(group.deadline(), launches.clone(), kernels);
     let kernels = match supported.kernels {
         true => Some(Team::of_group(infos[0].team, &devices, group_team(None))?),
@@ -122,21 +121,23 @@ fn check_settings(infos: &[RankInfo]) -> Result<(), Error> {
 
 /// What works for these ranks. The same on all of them.
 struct Supported {
+    /// All ranks are in one process.
+    in_process: bool,
     kernels: bool,
     nccl: Result<(), String>,
 }
 
 impl Supported {
     fn of(infos: &[RankInfo], devices: &[DeviceId]) -> Supported {
-        let together = infos.iter().all(|info| info.process == infos[0].process);
-        let shared = together.then(|| (1..devices.len()).find(|i| devices[..*i].contains(&devices[*i]))).flatten();
+        let in_process = infos.iter().all(|info| info.process == infos[0].process);
+        let shared = in_process.then(|| (1..devices.len()).find(|i| devices[..*i].contains(&devices[*i]))).flatten();
         if let Some(rank) = shared {
             let reason = format!("rank {rank} uses the device of another rank");
-            return Supported { kernels: false, nccl: Err(reason) };
+            return Supported { in_process, kernels: false, nccl: Err(reason) };
         }
         let absent = infos.iter().enumerate().find_map(|(rank, info)| Some((rank, info.nccl.as_ref().err()?)));
         let nccl = absent.map_or(Ok(()), |(rank, why)| Err(format!("rank {rank}: {why}")));
-        Supported { kernels: together && kernels_supported(devices), nccl }
+        Supported { in_process, kernels: in_process && kernels_supported(devices), nccl }
     }
 }
 

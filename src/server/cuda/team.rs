@@ -41,13 +41,14 @@ use self::gpu::{LoadedChoice, QueuedCall, TeamGpu};
 pub(super) use self::group::GroupTeam;
 pub(super) use self::registry::{fail, kernels_supported, ordinal};
 use super::backoff::wait_idle;
-use super::choice::{Choice, Link, Topology};
+use super::choice::{Choice, Topology};
 use super::control::{
     ABORT, CONTROL_BYTES, DONE, FAILURE, HOST_WORDS, Member, Parameters, READY, RELEASED, Report, nanoseconds,
 };
 use super::driver::Gpu;
 use super::launches::Launches;
 use super::memory::{HostWords, Memory};
+use super::reach::link;
 use super::remote::Remote;
 use crate::server::calls::{Calls, Wait};
 use crate::server::status::Status;
@@ -121,18 +122,13 @@ impl Team {
             gpu_indices.push(team_gpu);
         }
         let on = |team_gpu| gpu_indices.iter().filter(|other| **other == team_gpu).count() as u32;
-        let mut link = if team_gpus.len() > 1 { Link::Nvlink } else { Link::OneGpu };
-        for (i, one) in team_gpus.iter().enumerate() {
-            if !team_gpus[..i].iter().all(|other| one.gpu.has_nvlink(&other.gpu)) {
-                link = Link::Pcie;
-            }
-        }
+        let gpus: Vec<&Gpu> = team_gpus.iter().map(|team_gpu| &*team_gpu.gpu).collect();
         let topology = Topology {
             ranks: key.len(),
-            gpus: team_gpus.len(),
-            link,
+            gpus: gpus.len(),
+            link: link(&gpus),
             sharing: (0..team_gpus.len()).map(on).max().unwrap_or(1),
-            multiprocessors: team_gpus.iter().map(|team_gpu| team_gpu.gpu.multiprocessors).min().unwrap_or(1),
+            multiprocessors: gpus.iter().map(|gpu| gpu.multiprocessors).min().unwrap_or(1),
         };
         let ranks = (0..key.len()).collect();
         Team::assemble(key, ranks, team_gpus, gpu_indices, Backend::Kernels(topology, controls), group)

@@ -34,7 +34,7 @@ impl<R: DeviceTransport> DeviceAccess<R> {
         tensor == TypeId::of::<Plain<R>>() || tensor == TypeId::of::<Fused<R>>()
     }
 
-    pub fn start<T: Clone + Send + 'static>(
+    pub fn start<T: Send + 'static>(
         group: &Group,
         kind: TensorKind,
         call: DeviceCall<T>,
