@@ -167,7 +167,7 @@ def figures(nvdisasm, cubin):
 # Requirements. These name what vector.cuh (UNROLL) and signal.cuh (MAX_RANKS) say.
 
 REDUCING = re.compile(r"(two_shot|one_shot|reduce_scatter)_\w+_(\w+)")
-MOVING = ("all_gather", "all_to_all", "broadcast", "copy")
+MOVING = ("all_gather", "all_to_all", "broadcast", "copy", "gather", "scatter")
 # The loads of a tile: single bytes take a register each when they are combined, so there are fewer of those.
 TILE = collections.defaultdict(lambda: 4, i8=2, u8=2)
 # Before its first signal a rank looks for a failure of its own and of each of 8 ranks.

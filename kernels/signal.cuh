@@ -66,6 +66,8 @@ enum class Operation : u64 {
     BROADCAST = 6,
     ALL_TO_ALL = 7,
     COPY = 8,
+    GATHER = 9,
+    SCATTER = 10,
 };
 
 // Where one rank's tensors are in this call. Written by that rank.

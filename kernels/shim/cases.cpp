@@ -18,7 +18,7 @@
 using oracle::part_first;
 
 typedef void KernelFunction(Call call);
-extern "C" KernelFunction all_gather, broadcast, all_to_all, copy;
+extern "C" KernelFunction all_gather, broadcast, all_to_all, gather, scatter, copy;
 #define DECLARE(reduction, Reduction, type)                        \
     extern "C" KernelFunction two_shot_##reduction##_##type;       \
     extern "C" KernelFunction one_shot_##reduction##_##type;       \
@@ -45,6 +45,8 @@ const std::vector<Kernel> &kernels() {
         MOVE(all_gather, Operation::ALL_GATHER)
         MOVE(broadcast, Operation::BROADCAST)
         MOVE(all_to_all, Operation::ALL_TO_ALL)
+        MOVE(gather, Operation::GATHER)
+        MOVE(scatter, Operation::SCATTER)
         MOVE(copy, Operation::COPY)
     };
     // Unused if only some kernels are compiled.
@@ -75,17 +77,20 @@ u32 wrong() {
     return complaints;
 }
 
+u64 Case::part_count(u32 rank) const { return part_first(count, ranks, rank + 1) - part_first(count, ranks, rank); }
+
 u64 Case::source_count(u32 rank) const {
     switch (kernel->operation) {
-        case Operation::ALL_GATHER: return part_first(count, ranks, rank + 1) - part_first(count, ranks, rank);
-        case Operation::BROADCAST: case Operation::COPY: return rank == root ? count : 0;
+        case Operation::ALL_GATHER: case Operation::GATHER: return part_count(rank);
+        case Operation::BROADCAST: case Operation::SCATTER: case Operation::COPY: return rank == root ? count : 0;
         default: return count;
     }
 }
 
 u64 Case::target_count(u32 rank) const {
     switch (kernel->operation) {
-        case Operation::REDUCE_SCATTER: return part_first(count, ranks, rank + 1) - part_first(count, ranks, rank);
+        case Operation::REDUCE_SCATTER: case Operation::SCATTER: return part_count(rank);
+        case Operation::GATHER: return rank == root ? count : 0;
         case Operation::COPY: return rank == root ? 0 : count;
         default: return count;
     }
@@ -93,7 +98,8 @@ u64 Case::target_count(u32 rank) const {
 
 Span Case::source(World &world, u32 rank) const {
     u64 first = source_shift[rank];
-    if (in_place && kernel->operation == Operation::ALL_GATHER) first += part_first(count, ranks, rank);
+    bool part = kernel->operation == Operation::ALL_GATHER || kernel->operation == Operation::GATHER;
+    if (in_place && part) first += part_first(count, ranks, rank);
     return {world.ranks[rank].source.bytes + GUARD + first * element(), source_count(rank) * element()};
 }
 
@@ -103,7 +109,8 @@ Span Case::target(World &world, u32 rank) const {
                 target_count(rank) * element()};
     }
     u64 first = source_shift[rank];
-    if (kernel->operation == Operation::REDUCE_SCATTER) first += part_first(count, ranks, rank);
+    bool part = kernel->operation == Operation::REDUCE_SCATTER || kernel->operation == Operation::SCATTER;
+    if (part) first += part_first(count, ranks, rank);
     return {world.ranks[rank].source.bytes + GUARD + first * element(), target_count(rank) * element()};
 }
 
@@ -115,12 +122,13 @@ std::vector<Span> Case::spans(World &world, u32 rank) const {
 
 u64 Case::expected(u32 rank, u64 index) const {
     switch (kernel->operation) {
-        case Operation::ALL_GATHER: {
+        case Operation::ALL_GATHER: case Operation::GATHER: {
             u32 owner = 0;
             while (part_first(count, ranks, owner + 1) <= index) ++owner;
             return input(owner, index - part_first(count, ranks, owner));
         }
         case Operation::BROADCAST: case Operation::COPY: return input(root, index);
+        case Operation::SCATTER: return input(root, part_first(count, ranks, rank) + index);
         case Operation::ALL_TO_ALL: {
             u64 part = count / ranks;
             return input(u32(index / part), rank * part + index % part);

@@ -83,6 +83,7 @@ struct Case {
     std::string describe() const;
 
   private:
+    u64 part_count(u32 rank) const;
     u64 source_count(u32 rank) const;
     u64 target_count(u32 rank) const;
     u64 input(u32 rank, u64 index) const { return oracle::value(kernel->type, seed, rank, index); }

@@ -44,6 +44,8 @@ MUTANTS = [
     without_meeting("all_gather"),
     without_meeting("broadcast"),
     without_meeting("all_to_all"),
+    without_meeting("gather"),
+    without_meeting("scatter"),
     without_meeting("copy"),
     swapped(
         "one-shot stores before all have read",

@@ -15,8 +15,7 @@ use bonfire_core::{Call, DType, Deadline, Error, Operation, ReduceOp};
 pub struct DeviceOperation {
     pub(super) call: Call,
     pub(super) rank: usize,
-    /// The memory that is read and the memory that is written, each with its byte range of the whole. At most one of
-    /// each, except in a group's all-reduce.
+    /// The memory that is read and the memory that is written, each with its byte range of the whole.
     pub(super) sources: Vec<(Binding, Range<usize>)>,
     pub(super) targets: Vec<(Binding, Range<usize>)>,
     /// The stream on which the sources' content was queued.

@@ -92,6 +92,57 @@ pub trait DeviceCollectives<R: DeviceTransport> {
         self.start(group, call, whole(source), vec![(target.clone(), own)])
     }
 
+    /// Starts [`Group::reduce_into`] from `source`, which has the same size on all ranks, to the root's `target`, which
+    /// has that size too. The other ranks give no target.
+    fn start_reduce(
+        &self,
+        group: &Group,
+        source: &Handle,
+        target: Option<&Handle>,
+        dtype: DType,
+        op: ReduceOp,
+        root: usize,
+    ) -> Result<Transfer<R>, Error> {
+        let call = call(Operation::Reduce, source.size_in_used(), dtype, Some(op), Some(root))?;
+        check_root(group, &call, "target", target)?;
+        target.map_or(Ok(()), |target| check_size(call.operation, "target", target, call.bytes()))?;
+        self.start(group, call, whole(source), target.map_or(vec![], whole))
+    }
+
+    /// Starts [`Group::gather_into`]: `source` has the same size on all ranks, and the root's `target` is world size
+    /// times as large. The other ranks give no target.
+    fn start_gather(
+        &self,
+        group: &Group,
+        source: &Handle,
+        target: Option<&Handle>,
+        dtype: DType,
+        root: usize,
+    ) -> Result<Transfer<R>, Error> {
+        let bytes = source.size_in_used() * group.world_size() as u64;
+        let call = call(Operation::Gather, bytes, dtype, None, Some(root))?;
+        check_root(group, &call, "target", target)?;
+        target.map_or(Ok(()), |target| check_size(call.operation, "target", target, call.bytes()))?;
+        self.start(group, call, vec![(source.clone(), own_part(group, &call))], target.map_or(vec![], whole))
+    }
+
+    /// Starts [`Group::scatter_into`]: `target` has the same size on all ranks, and the root's `source` is world size
+    /// times as large. The other ranks give no source.
+    fn start_scatter(
+        &self,
+        group: &Group,
+        source: Option<&Handle>,
+        target: &Handle,
+        dtype: DType,
+        root: usize,
+    ) -> Result<Transfer<R>, Error> {
+        let bytes = target.size_in_used() * group.world_size() as u64;
+        let call = call(Operation::Scatter, bytes, dtype, None, Some(root))?;
+        check_root(group, &call, "source", source)?;
+        source.map_or(Ok(()), |source| check_size(call.operation, "source", source, call.bytes()))?;
+        self.start(group, call, source.map_or(vec![], whole), vec![(target.clone(), own_part(group, &call))])
+    }
+
     /// Starts [`Group::all_to_all_into`]: `source` and `target` have the same size on all ranks. Their number of
     /// elements is a multiple of the world size.
     fn start_all_to_all(
@@ -187,6 +238,16 @@ fn check_size(operation: Operation, what: &str, memory: &Handle, right: usize) -
         bytes if bytes == right => Ok(()),
         bytes => Err(Error::argument(operation, format!("the {what} has {bytes} bytes and must have {right}"))),
     }
+}
+
+/// Checks that the root, and only the root, gives this memory.
+fn check_root(group: &Group, call: &Call, what: &str, memory: Option<&Handle>) -> Result<(), Error> {
+    let root = call.root.unwrap_or(0);
+    group.check_rank(&call.operation.to_string(), "root", root)?;
+    if memory.is_some() == (group.rank() == root) {
+        return Ok(());
+    }
+    Err(Error::argument(call.operation, format!("rank {root}, the root, gives the only {what}")))
 }
 
 fn whole(memory: &Handle) -> Vec<Chunk> {

@@ -19,9 +19,9 @@
 //!
 //! Every function is collective, except for [`send`], [`recv`] and [`exchange`], and blocks until its result is there.
 //!
-//! Tensors of Flex are read in place. On collective devices [`all_reduce`], [`broadcast`], and [`all_gather`],
-//! [`reduce_scatter`] and [`all_to_all`] of equal parts stay on the device where it can do them, for floats and
-//! integers. Everything else passes through host memory.
+//! Tensors of Flex are read in place. Floats and integers on collective devices stay there where the device can do the
+//! operation, in [`all_reduce`], [`reduce`], [`broadcast`], and in [`all_gather`], [`reduce_scatter`], [`gather`],
+//! [`scatter`] and [`all_to_all`] of equal parts. Everything else passes through host memory.
 //!
 //! No gradient flows through these operations. So they refuse float tensors of a backend with autodiff: use
 //! [`autodiff`](super::autodiff) where gradients must flow, and elsewhere [`Tensor::inner`], and [`Tensor::from_inner`]

@@ -69,6 +69,25 @@ pub fn check<R: DeviceTransport>(group: &Group, memory: &Memory<R>, len: usize) 
         assert_eq!(memory.read(&same), mine(root, len), "{}", label("broadcast"));
     }
 
+    let wholes = |from: usize, at: usize| (0..len).map(move |i| value(from, at * len + i)).collect::<Vec<_>>();
+    for root in 0..n {
+        let here = rank == root;
+        let target = memory.create(&vec![0; len]);
+        client.start_reduce(group, &source, here.then_some(&target), DType::I32, ReduceOp::Sum, root)?.wait()?;
+        assert_eq!(memory.read(&target), if here { sum.clone() } else { vec![0; len] }, "{}", label("reduce"));
+
+        let target = memory.create(&vec![0; n * len]);
+        client.start_gather(group, &source, here.then_some(&target), DType::I32, root)?.wait()?;
+        let all = if here { (0..n).flat_map(|from| mine(from, len)).collect() } else { vec![0; n * len] };
+        assert_eq!(memory.read(&target), all, "{}", label("gather"));
+
+        let whole = memory.create(&(0..n).flat_map(|at| wholes(root, at)).collect::<Vec<_>>());
+        let part = memory.create(&vec![0; len]);
+        client.start_scatter(group, here.then_some(&whole), &part, DType::I32, root)?.wait()?;
+        assert_eq!(memory.read(&part), wholes(root, rank), "{}", label("scatter"));
+        assert_eq!(memory.read(&source), mine(rank, len), "{}", label("the source of the operations with a root"));
+    }
+
     let parts: Vec<i32> = (0..n * len).map(|i| value(rank, i)).collect();
     let swapped: Vec<i32> = (0..n).flat_map(|from| (0..len).map(move |i| value(from, rank * len + i))).collect();
     let (source, target) = (memory.create(&parts), memory.create(&vec![0; n * len]));
@@ -121,6 +140,9 @@ where
     for root in 0..n {
         let received = operation::broadcast(own.clone(), root, group)?;
         expect(received, data(shape, &|place| input(root, place)), "broadcast");
+        let reduced = operation::reduce(own.clone(), ReduceOp::Sum, root, group)?;
+        assert_eq!(reduced.is_some(), rank == root);
+        reduced.into_iter().for_each(|reduced| expect(reduced, data(shape, &sum), "reduce"));
     }
     for &dim in dims {
         let (len, part) = (shape[dim], shape[dim] / n);
@@ -132,6 +154,15 @@ where
         let gathered = operation::all_gather(own.clone(), dim as isize, group)?;
         let element = |place: [usize; 3]| input(place[dim] / len, with(place, place[dim] % len));
         expect(gathered, data(whole, &element), &format!("all_gather along {dim}"));
+        for root in 0..n {
+            let gathered = operation::gather(own.clone(), root, dim as isize, group)?;
+            assert_eq!(gathered.is_some(), rank == root);
+            gathered.into_iter().for_each(|whole_of| expect(whole_of, data(whole, &element), "gather"));
+            let given = (rank == root).then(|| own.clone());
+            let scattered = operation::scatter(given, root, dim as isize, (device, own.dtype()), group)?;
+            let element = |place: [usize; 3]| input(root, with(place, rank * part + place[dim]));
+            expect(scattered, data(with(shape, part), &element), &format!("scatter along {dim}"));
+        }
         let scattered = operation::reduce_scatter(own.clone(), ReduceOp::Sum, dim as isize, group)?;
         let element = |place: [usize; 3]| sum(with(place, rank * part + place[dim]));
         expect(scattered, data(with(shape, part), &element), &format!("reduce_scatter along {dim}"));

@@ -6,7 +6,7 @@
 #include "../../instances.cuh"
 
 typedef void Collective(Call call);
-extern "C" Collective all_gather, broadcast, all_to_all, copy;
+extern "C" Collective all_gather, broadcast, all_to_all, gather, scatter, copy;
 #define DECLARE(reduction, Reduction, type)                    \
     extern "C" Collective two_shot_##reduction##_##type;       \
     extern "C" Collective one_shot_##reduction##_##type;       \
@@ -42,7 +42,8 @@ const HostKernel *find_kernel(const std::string &name) {
     ENTRY(reduce_scatter_##reduction##_##type)
     static const auto *all = new std::map<std::string, HostKernel>{
         INSTANCES(ENTRIES)
-        ENTRY(all_gather) ENTRY(broadcast) ENTRY(all_to_all) ENTRY(copy) ENTRY(tensors_ready) ENTRY(await_done)
+        ENTRY(all_gather) ENTRY(broadcast) ENTRY(all_to_all) ENTRY(gather) ENTRY(scatter) ENTRY(copy)
+        ENTRY(tensors_ready) ENTRY(await_done)
     };
     auto found = all->find(name);
     return found == all->end() ? nullptr : &found->second;

@@ -109,6 +109,16 @@ pub(super) fn wants_nccl(mode: Mode, kernels: Option<&Topology>) -> bool {
     }
 }
 
+fn all_reduce_form(mode: Mode, bytes: usize, push: usize, one_shot: usize) -> Form {
+    match mode {
+        Mode::Form(Form::Push) if bytes > PUSH_BYTES => Form::TwoShot,
+        Mode::Form(form) => form,
+        _ if bytes <= push => Form::Push,
+        _ if bytes <= one_shot => Form::OneShot,
+        _ => Form::TwoShot,
+    }
+}
+
 /// The kernel and grid for a call, or `None` if no kernel supports it.
 pub(super) fn launch_config(mode: Mode, call: &Call, topology: &Topology) -> Option<LaunchConfig> {
     if call.is_sized() || call.reduction.is_some_and(|op| !reduces(op, call.dtype)) {
@@ -122,11 +132,10 @@ pub(super) fn launch_config(mode: Mode, call: &Call, topology: &Topology) -> Opt
         (Operation::AllGather, _) => Form::AllGather,
         (Operation::Broadcast, _) => Form::Broadcast,
         (Operation::AllToAll, _) => Form::AllToAll,
-        (Operation::AllReduce, Mode::Form(Form::Push)) if bytes > PUSH_BYTES => Form::TwoShot,
-        (Operation::AllReduce, Mode::Form(form)) => form,
-        (Operation::AllReduce, _) if bytes <= *push => Form::Push,
-        (Operation::AllReduce, _) if bytes <= *one_shot => Form::OneShot,
-        (Operation::AllReduce, _) => Form::TwoShot,
+        (Operation::Gather, _) => Form::Gather,
+        (Operation::Scatter, _) => Form::Scatter,
+        // A reduce is an all-reduce whose results the other ranks drop.
+        (Operation::AllReduce | Operation::Reduce, mode) => all_reduce_form(mode, bytes, *push, *one_shot),
         _ => return None,
     };
     let threads = 512;
@@ -194,7 +203,11 @@ mod tests {
         assert_eq!(form(&Request::from(gather).sizes(&[1, 9]).call(10)), None);
         let scatter = Call::new(Operation::ReduceScatter, DType::F32, 10).reducing(ReduceOp::Sum);
         assert_eq!(form(&scatter), Some(Form::ReduceScatter));
-        assert_eq!(form(&Call::new(Operation::Gather, DType::I16, 10).rooted(0)), None);
+        assert_eq!(form(&Call::new(Operation::Gather, DType::I16, 10).rooted(0)), Some(Form::Gather));
+        assert_eq!(form(&Call::new(Operation::Scatter, DType::I16, 10).rooted(0)), Some(Form::Scatter));
+        let reduce = |count| Call::new(Operation::Reduce, DType::F32, count).reducing(ReduceOp::Sum).rooted(1);
+        assert_eq!([10, 10 << 20].map(|count| form(&reduce(count))), [Some(Form::Push), Some(Form::TwoShot)]);
+        assert_eq!(form(&Call::new(Operation::Send, DType::F32, 10)), None);
     }
 
     #[test]

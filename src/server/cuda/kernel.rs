@@ -21,6 +21,8 @@ pub(super) enum Form {
     AllGather,
     Broadcast,
     AllToAll,
+    Gather,
+    Scatter,
 }
 
 /// One kernel.
@@ -59,6 +61,8 @@ impl Form {
             Form::AllGather => ("all_gather", include_str!("../../../kernels/all_gather.cu")),
             Form::Broadcast => ("broadcast", include_str!("../../../kernels/broadcast.cu")),
             Form::AllToAll => ("all_to_all", include_str!("../../../kernels/all_to_all.cu")),
+            Form::Gather => ("gather", include_str!("../../../kernels/gather.cu")),
+            Form::Scatter => ("scatter", include_str!("../../../kernels/scatter.cu")),
         }
     }
 }
@@ -222,7 +226,7 @@ mod tests {
     #[test]
     fn includes_are_inlined_once() {
         let reducing = [Form::TwoShot, Form::OneShot, Form::Push, Form::ReduceScatter];
-        let moving = [Form::AllGather, Form::Broadcast, Form::AllToAll];
+        let moving = [Form::AllGather, Form::Broadcast, Form::AllToAll, Form::Gather, Form::Scatter];
         let kernels = reducing.map(|form| Kernel { form, reduces: Some((ReduceOp::Sum, DType::F32)) });
         for kernel in kernels.into_iter().chain(moving.map(|form| Kernel { form, reduces: None })) {
             let (form, source) = (kernel.form, kernel.source());

@@ -63,6 +63,9 @@ mod nccl {
             (Operation::AllGather, ..) => Action::AllGather,
             (Operation::AllToAll, ..) => Action::AllToAll,
             (Operation::Broadcast, _, Some(root)) => Action::Broadcast(root),
+            (Operation::Reduce, Some(op), Some(root)) => Action::Reduce(op, root),
+            (Operation::Gather, _, Some(root)) => Action::Gather(root),
+            (Operation::Scatter, _, Some(root)) => Action::Scatter(root),
             _ => return None,
         })
     }

@@ -13,7 +13,7 @@ use super::order::{self, ReadyCounter, Server};
 use super::team::{BufferLayout, Copy, Prepared, Team};
 use crate::server::engine::DeviceOperation;
 use bonfire_core::internal::lock;
-use bonfire_core::{Error, Operation, partition};
+use bonfire_core::{Call, Error, Operation, partition};
 
 /// A team, and the index of this rank in it.
 pub(super) struct TeamHandle {
@@ -50,8 +50,9 @@ impl TeamHandle {
 
 impl BufferLayout {
     /// Uses the operation's own memory if it can. Scratch memory, filled and emptied by copies on the team's stream,
-    /// stands in for several tensors of one all-reduce, for memory that is not aligned for its elements, and for a
-    /// source that overlaps its target in a way that the operation does not allow.
+    /// stands in for several tensors of one operation, for memory that is not aligned for its elements, for a source
+    /// that overlaps its target in a way that the operation does not allow, and for the results of a reduce elsewhere
+    /// than on the root.
     fn of(server: &mut Server, job: DeviceOperation, ranks: usize, nccl: bool) -> Result<BufferLayout, Error> {
         let DeviceOperation { call, rank, sources, targets, stream } = job;
         let mut find = |chunks: &[(Binding, Range<usize>)]| {
@@ -61,29 +62,30 @@ impl BufferLayout {
         let (from, to) = (find(&sources)?, find(&targets)?);
         let kept: Vec<Binding> = sources.into_iter().chain(targets).map(|(memory, _)| memory).collect();
         let mut layout = BufferLayout { source: 0, target: 0, before: Vec::new(), after: Vec::new(), kept };
-        match (&from[..], &to[..]) {
-            // In a broadcast each rank has one buffer: the root a source, the others a target.
-            ([(memory, _)], []) | ([], [(memory, _)]) => (layout.source, layout.target) = (*memory, *memory),
-            ([(source, read)], [(target, written)]) => {
-                (layout.source, layout.target) = (*source, *target);
-                let own = partition(call.count, ranks, rank).start * call.dtype.size();
+        let (read, written) = used(&call, ranks, rank);
+        match (single(&from, &read), single(&to, &written)) {
+            (Some(source), Some(target)) => {
+                (layout.source, layout.target) = (source, target);
                 let in_place = match call.operation {
-                    Operation::AllGather => *source == target + own as u64,
-                    Operation::ReduceScatter => *target == source + own as u64,
                     Operation::AllToAll => source == target && !nccl,
-                    _ => source == target,
+                    _ => source + written.start as u64 == target + read.start as u64,
                 };
-                let apart = source + read.len() as u64 <= *target || target + written.len() as u64 <= *source;
-                let misaligned = |at: &u64| call.reduction.is_some() && !at.is_multiple_of(call.dtype.size() as u64);
+                let apart = source + read.len() as u64 <= target || target + written.len() as u64 <= source;
+                let misaligned = |at: u64| call.reduction.is_some() && !at.is_multiple_of(call.dtype.size() as u64);
                 if !in_place && !apart || misaligned(source) {
                     layout.source = layout.scratch(server, read.len(), stream)?;
-                    layout.before.push(Copy { from: *source, to: layout.source, bytes: read.len() });
+                    layout.before.push(Copy { from: source, to: layout.source, bytes: read.len() });
                 }
                 if misaligned(target) {
                     layout.target = layout.scratch(server, written.len(), stream)?;
-                    layout.after.push(Copy { from: layout.target, to: *target, bytes: written.len() });
+                    layout.after.push(Copy { from: layout.target, to: target, bytes: written.len() });
                 }
             }
+            // A broadcast has one buffer on each rank. Of a gather and a scatter, the other one is not used.
+            (Some(memory), None) if to.is_empty() && call.reduction.is_none() => {
+                (layout.source, layout.target) = (memory, memory);
+            }
+            (None, Some(memory)) if from.is_empty() => (layout.source, layout.target) = (memory, memory),
             _ => {
                 let whole = layout.scratch(server, call.bytes(), stream)?;
                 let at = |part: &Range<usize>| whole + part.start as u64;
@@ -91,7 +93,7 @@ impl BufferLayout {
                     from.iter().map(|(memory, part)| Copy { from: *memory, to: at(part), bytes: part.len() }).collect();
                 layout.after =
                     to.iter().map(|(memory, part)| Copy { from: at(part), to: *memory, bytes: part.len() }).collect();
-                (layout.source, layout.target) = (whole, whole);
+                (layout.source, layout.target) = (at(&read), at(&written));
             }
         }
         Ok(layout)
@@ -103,5 +105,24 @@ impl BufferLayout {
         let address = address_of(server, &memory, stream)?;
         self.kept.push(memory);
         Ok(address)
+    }
+}
+
+/// The bytes of the whole that the operation reads and writes on this rank.
+fn used(call: &Call, ranks: usize, rank: usize) -> (Range<usize>, Range<usize>) {
+    let (whole, own) = (0..call.bytes(), partition(call.count, ranks, rank));
+    let own = own.start * call.dtype.size()..own.end * call.dtype.size();
+    match call.operation {
+        Operation::AllGather | Operation::Gather => (own, whole),
+        Operation::ReduceScatter | Operation::Scatter => (whole, own),
+        _ => (whole.clone(), whole),
+    }
+}
+
+/// The address of the only tensor, if it is all of this range.
+fn single(tensors: &[(u64, Range<usize>)], range: &Range<usize>) -> Option<u64> {
+    match tensors {
+        [(address, part)] if part == range => Some(*address),
+        _ => None,
     }
 }

@@ -97,6 +97,9 @@ pub(crate) fn reduce<B: Backend, K: Kind<B>>(
     const OPERATION: &str = "reduce";
     refuse_autodiff::<B, K>(OPERATION, &K::device(&tensor))?;
     ctx.group.check_rank(OPERATION, "root", root)?;
+    if let Some(dtype) = K::device_dtype(&tensor) {
+        return on_device::reduce::<B, K>(ctx.group, tensor, dtype, op, root);
+    }
     let (shape, is_root) = (tensor.shape(), ctx.group.rank() == root);
     let (source, spec) = Source::read::<B, K>(OPERATION, tensor)?;
     let mut output = ctx.buffer::<B>(OPERATION, spec.carrier, if is_root { shape.num_elements() } else { 0 })?;
@@ -192,6 +195,9 @@ pub(crate) fn gather<B: Backend, K: Kind<B>>(
     let axis = Axis::new(OPERATION, tensor.shape(), dim)?;
     let sizes = sizes.resolve(ctx, OPERATION, &axis)?;
     let (counts, total) = axis.counts(OPERATION, &sizes)?;
+    if let Some(dtype) = K::device_dtype(&tensor).filter(|_| all_equal(&sizes)) {
+        return on_device::gather::<B, K>(ctx.group, tensor, dtype, root, &axis);
+    }
     let (source, spec) = Source::read::<B, K>(OPERATION, tensor)?;
     let is_root = ctx.group.rank() == root;
     let mut parts = ctx.buffer::<B>(OPERATION, spec.carrier, if is_root { total } else { 0 })?;
@@ -250,20 +256,30 @@ pub(crate) fn scatter<B: Backend, K: Kind<B>>(
     let own = tensor.map(|tensor| {
         let axis = Axis::new(OPERATION, tensor.shape(), dim)?;
         let sizes = split_sizes(ctx, OPERATION, &axis, sizes)?;
-        let (source, spec) = Source::read::<B, K>(OPERATION, tensor)?;
-        Ok::<_, Error>((source, spec, axis, sizes))
+        Ok::<_, Error>((tensor, axis, sizes))
     });
-    let own = own.transpose()?;
-    let spec = match &own {
-        Some((_, spec, ..)) => spec.clone(),
-        None => TensorSpec::new::<B, K>(OPERATION, dtype, device.clone())?,
+    let (tensor, known) = own.transpose()?.map(|(tensor, axis, sizes)| (tensor, (axis, sizes))).unzip();
+    // One that says where the part is made, and in which element type.
+    let like = tensor.unwrap_or_else(|| K::empty(Shape::from(vec![0; rank]), device, dtype));
+    // Read before the ranks exchange anything, so that a rank that cannot keeps no peer waiting.
+    let on_device = K::device_dtype(&like).filter(|_| known.as_ref().is_none_or(|(_, sizes)| all_equal(sizes)));
+    let read = match (&known, on_device) {
+        (Some(_), None) => Some(Source::read::<B, K>(OPERATION, like.clone())?),
+        _ => None,
     };
-    let known = own.as_ref().map(|(_, _, axis, sizes)| (axis, &sizes[..]));
+    let spec = match &read {
+        Some((_, spec)) => spec.clone(),
+        None => TensorSpec::new::<B, K>(OPERATION, like.dtype(), K::device(&like))?,
+    };
+    let known = known.as_ref().map(|(axis, sizes)| (axis, &sizes[..]));
     let (axis, sizes) = broadcast_parts(ctx, OPERATION, known, (rank, dim), root)?;
+    if let Some(dtype) = on_device.filter(|_| all_equal(&sizes)) {
+        return on_device::scatter::<B, K>(group, like, dtype, root, (&axis, sizes[0]));
+    }
     let (counts, _) = axis.counts(OPERATION, &sizes)?;
     let mut output = ctx.buffer::<B>(OPERATION, spec.carrier, counts[group.rank()])?;
-    let parts = match &own {
-        Some((source, ..)) => PackedParts::of::<B>(ctx, OPERATION, &axis, &sizes, spec.carrier, source.bytes())?,
+    let parts = match &read {
+        Some((source, _)) => PackedParts::of::<B>(ctx, OPERATION, &axis, &sizes, spec.carrier, source.bytes())?,
         None => PackedParts(&[], None),
     };
     let request = Request::new(Operation::Scatter, spec.carrier).root(root).shape(&axis.common());

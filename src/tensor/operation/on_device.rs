@@ -25,6 +25,16 @@ fn run<B: Backend, K: Kind<B>>(
     finish::<B, K>(group, call)
 }
 
+/// Runs an operation of this request and of so many bytes that makes no tensor here.
+fn give<B: Backend, K: Kind<B>>(
+    group: &Group,
+    request: Request<'static>,
+    bytes: usize,
+    source: (K::Primitive, Range<usize>),
+) -> Result<(), Error> {
+    K::start_on_device(group, DeviceCall { request, sources: vec![source], targets: Vec::new(), bytes })?().map(drop)
+}
+
 fn finish<B: Backend, K: Kind<B>>(group: &Group, call: DeviceCall<K::Primitive>) -> Result<K::Primitive, Error> {
     let missing = || Error::broken("an operation on a device", "the device returned no result");
     K::start_on_device(group, call)?()?.pop().ok_or_else(missing)
@@ -55,9 +65,24 @@ pub(super) fn broadcast<B: Backend, K: Kind<B>>(
         let targets = vec![Target { like: tensor, shape, range: 0..bytes }];
         return finish::<B, K>(group, DeviceCall { request, sources: Vec::new(), targets, bytes });
     }
-    let sources = vec![(tensor.clone(), 0..bytes)];
-    K::start_on_device(group, DeviceCall { request, sources, targets: Vec::new(), bytes })?()?;
+    give::<B, K>(group, request, bytes, (tensor.clone(), 0..bytes))?;
     Ok(tensor)
+}
+
+pub(super) fn reduce<B: Backend, K: Kind<B>>(
+    group: &Group,
+    tensor: K::Primitive,
+    dtype: DType,
+    op: ReduceOp,
+    root: usize,
+) -> Result<Option<K::Primitive>, Error> {
+    let shape = tensor.shape();
+    let bytes = shape.num_elements() * dtype.size();
+    let request = Request::new(Operation::Reduce, dtype).reduction(op).root(root).shape(&shape);
+    if group.rank() == root {
+        return run::<B, K>(group, request, bytes, (tensor, 0..bytes), (shape, 0..bytes)).map(Some);
+    }
+    give::<B, K>(group, request, bytes, (tensor, 0..bytes)).map(|()| None)
 }
 
 pub(super) fn all_gather<B: Backend, K: Kind<B>>(
@@ -69,11 +94,49 @@ pub(super) fn all_gather<B: Backend, K: Kind<B>>(
     let (n, own) = (group.world_size(), tensor.shape().num_elements() * dtype.size());
     let start = group.rank() * own;
     let request = Request::new(Operation::AllGather, dtype).shape(&axis.common());
-    let mut parts = vec![n];
-    parts.extend_from_slice(&tensor.shape());
-    let whole = (Shape::from(parts), 0..n * own);
+    let whole = (several(n, &tensor.shape()), 0..n * own);
     let parts = run::<B, K>(group, request, n * own, (tensor, start..start + own), whole)?;
     Ok(join::<B, K>(parts, axis, n, axis.len()))
+}
+
+/// Gathers equal parts.
+pub(super) fn gather<B: Backend, K: Kind<B>>(
+    group: &Group,
+    tensor: K::Primitive,
+    dtype: DType,
+    root: usize,
+    axis: &Axis,
+) -> Result<Option<K::Primitive>, Error> {
+    let (n, own) = (group.world_size(), tensor.shape().num_elements() * dtype.size());
+    let start = group.rank() * own;
+    let request = Request::new(Operation::Gather, dtype).root(root).shape(&axis.common());
+    let source = (tensor.clone(), start..start + own);
+    if group.rank() != root {
+        return give::<B, K>(group, request, n * own, source).map(|()| None);
+    }
+    let parts = run::<B, K>(group, request, n * own, source, (several(n, &tensor.shape()), 0..n * own))?;
+    Ok(Some(join::<B, K>(parts, axis, n, axis.len())))
+}
+
+/// Scatters equal parts of the root's tensor, each `len` long. Elsewhere, `tensor` is one of the same device and
+/// element type.
+pub(super) fn scatter<B: Backend, K: Kind<B>>(
+    group: &Group,
+    tensor: K::Primitive,
+    dtype: DType,
+    root: usize,
+    (axis, len): (&Axis, usize),
+) -> Result<K::Primitive, Error> {
+    let (n, shape) = (group.world_size(), axis.shape(len));
+    let own = shape.num_elements() * dtype.size();
+    let start = group.rank() * own;
+    let request = Request::new(Operation::Scatter, dtype).root(root).shape(&axis.common());
+    let sources = match group.rank() == root {
+        true => vec![(split::<B, K>(tensor.clone(), axis, n), 0..n * own)],
+        false => Vec::new(),
+    };
+    let targets = vec![Target { like: tensor, shape, range: start..start + own }];
+    finish::<B, K>(group, DeviceCall { request, sources, targets, bytes: n * own })
 }
 
 pub(super) fn reduce_scatter<B: Backend, K: Kind<B>>(
@@ -102,6 +165,11 @@ pub(super) fn all_to_all<B: Backend, K: Kind<B>>(
     let shape = parts.shape();
     let parts = run::<B, K>(group, request, bytes, (parts, 0..bytes), (shape, 0..bytes))?;
     Ok(join::<B, K>(parts, axis, n, axis.len() / n))
+}
+
+/// Returns the shape of `n` tensors of this shape, one after the other.
+fn several(n: usize, shape: &Shape) -> Shape {
+    Shape::from([&[n], shape.as_slice()].concat())
 }
 
 /// Returns the `n` equal parts of a whole, with a first dimension for the part.
