@@ -23,7 +23,7 @@ use cubecl::Runtime;
 use cubecl::stream_id::StreamId;
 use cubecl::wgpu::WgpuRuntime;
 use groups::{Memory, check, check_tensors};
-use trainings::{check_ways, replicas_and_parts};
+use trainings::{check_ways, clipped_with_and_without_shards, replicas_and_parts, replicas_and_shards};
 
 type Collective = CollectiveRuntime<WgpuRuntime>;
 
@@ -220,16 +220,28 @@ fn sums_over_ranks_stay_on_devices_and_gradients_flow_through() {
 #[test]
 #[ignore = "takes minutes; .ci/full runs it"]
 fn overlapped_steps_of_a_convolutional_network_with_sync_batch_norm_equal_sync() {
-    check_ways(models::convolutional::<B>, 50, |rank| device(27, rank));
+    check_ways(models::convolutional::<B>, (2, 50), |rank| device(27, rank));
 }
 
 #[test]
 #[ignore = "takes minutes; .ci/full runs it"]
 fn overlapped_steps_of_a_transformer_with_a_shared_embedding_equal_sync() {
-    check_ways(models::language::<B>, 50, |rank| device(27, rank));
+    check_ways(models::language::<B>, (2, 50), |rank| device(27, rank));
 }
 
 #[test]
 fn full_sharding_equals_replicas_on_devices() {
-    check_ways(replicas_and_parts::<B>, 5, |rank| device(29, rank));
+    check_ways(replicas_and_parts::<B>, (2, 5), |rank| device(29, rank));
+}
+
+#[test]
+fn the_sharded_optimizer_equals_replicas_on_devices() {
+    check_ways(replicas_and_shards::<B>, (2, 4), |rank| device(31, rank));
+}
+
+#[test]
+#[ignore = "takes minutes; .ci/full runs it"]
+fn the_sharded_optimizer_clips_and_works_in_blocks_on_devices() {
+    check_ways(replicas_and_shards::<B>, (4, 4), |rank| device(33, rank));
+    check_ways(clipped_with_and_without_shards::<B>, (3, 2), |rank| device(37, rank));
 }

@@ -10,7 +10,9 @@ use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::ops::FloatTensorOps;
 use burn::tensor::{Tensor, TensorPrimitive};
 
-use super::agree::{Parameter, ParameterDescription, broadcast_parameters, check_same_model, parameters, rebuild};
+use super::agree::{
+    Parameter, ParameterDescription, all_gather_values, broadcast_parameters, check_same_model, parameters, rebuild,
+};
 use super::bucket::{Limits, Weighting, buckets, pop_if_full};
 use super::compression::Compression;
 use super::mean::mean;
@@ -21,6 +23,7 @@ use super::states;
 use super::step_header::{AgreedStep, StepHeader};
 use super::unused::Unused;
 use super::values::{NOTHING, comparison_is_due, digests, positions, values};
+use crate::tensor::device::uses_collective_devices;
 use bonfire_core::internal::AgreedOperations;
 use bonfire_core::{DType, Error, Group};
 
@@ -75,7 +78,9 @@ impl<B: AutodiffBackend> DataParallel<B> {
         check_same_model(&group, "data parallel", &described)?;
         let model = broadcast_parameters(&group, model, identities, 0)?;
         let unused = Unused::new(&group);
-        let reducer = Reducer::new(group, parameters.into());
+        let on_devices = all_gather_values(&group, [u8::from(uses_collective_devices::<B::InnerBackend>())])?;
+        let on_devices = on_devices.iter().all(|on_devices| *on_devices == [1]);
+        let reducer = Reducer::new(group, parameters.into(), on_devices);
         Ok((model, DataParallel { reducer, overlap: None, bucket_bytes: None, steps: 0, unused }))
     }
 
@@ -121,6 +126,11 @@ impl<B: AutodiffBackend> DataParallel<B> {
     /// Returns the float parameters in visiting order.
     pub(super) fn parameters(&self) -> &[Parameter<B>] {
         &self.reducer.parameters
+    }
+
+    /// Whether the gradients of all ranks are on collective devices.
+    pub(super) fn on_devices(&self) -> bool {
+        self.reducer.on_devices
     }
 
     /// Takes over the identities of the parameters of a model that has the same ones.
@@ -216,7 +226,8 @@ impl<B: AutodiffBackend> DataParallel<B> {
         whole.iter().flatten().for_each(|position| left[*position] = false);
         // The last layers' gradients first: the backward pass computes them first.
         let items = self.parameters().iter().enumerate().rev().filter(|(position, _)| left[*position]);
-        whole.extend(buckets(items.map(|(position, parameter)| parameter.item(position)), Limits::DEFAULT));
+        let limits = Limits::of(self.reducer.on_devices);
+        whole.extend(buckets(items.map(|(position, parameter)| parameter.item(position)), limits));
         whole
     }
 

@@ -26,7 +26,8 @@ impl<B: AutodiffBackend> Overlap<B> {
         let (lane, parameters) = (lane(&main.group)?, &main.parameters);
         // The last layers first: the backward pass computes their gradients first.
         let items = parameters.iter().enumerate().rev().filter(|(_, parameter)| parameter.trained);
-        let buckets = buckets(items.map(|(position, parameter)| parameter.item(position)), Limits::DEFAULT).into();
+        let limits = Limits::of(main.on_devices);
+        let buckets = buckets(items.map(|(position, parameter)| parameter.item(position)), limits).into();
         Ok(Overlap { reducer: Some(main.over(lane.clone())), lane, buckets, tuned: false })
     }
 

@@ -23,6 +23,8 @@ pub(super) struct Reducer<B: AutodiffBackend> {
     pub group: Group,
     /// The parameters whose gradients are reduced. Positions of gradients are positions in this list.
     pub parameters: Arc<[Parameter<B>]>,
+    /// Whether the gradients of all ranks are on collective devices. The ranks have agreed on it.
+    pub on_devices: bool,
     /// If buckets travel compressed.
     pub compressor: Option<Compressor>,
     /// Unused memory for packed buckets, which suits the group.
@@ -54,13 +56,13 @@ impl<B: AutodiffBackend> InFlight<B> {
 }
 
 impl<B: AutodiffBackend> Reducer<B> {
-    pub fn new(group: Group, parameters: Arc<[Parameter<B>]>) -> Reducer<B> {
-        Reducer { group, parameters, compressor: None, memory: Vec::new(), exchanges: Vec::new() }
+    pub fn new(group: Group, parameters: Arc<[Parameter<B>]>, on_devices: bool) -> Reducer<B> {
+        Reducer { group, parameters, on_devices, compressor: None, memory: Vec::new(), exchanges: Vec::new() }
     }
 
     /// A reducer of the same gradients over another group.
     pub fn over(&self, group: Group) -> Reducer<B> {
-        Reducer { compressor: self.compressor.clone(), ..Reducer::new(group, self.parameters.clone()) }
+        Reducer { compressor: self.compressor.clone(), ..Reducer::new(group, self.parameters.clone(), self.on_devices) }
     }
 
     /// Whether the reduction takes gradients from their device. Otherwise it takes what was read from them.

@@ -9,12 +9,14 @@
 //! A parameter without a gradient is left out, as burn's adaptor does, so that counts of steps are right.
 //!
 //! # Limits
-//! Beside `DataParallel::sync`, each step packs, gathers and unpacks the parameters, through host memory also on
-//! collective devices. Only the exchange itself overlaps with the update of other buckets' slices.
+//! Beside `DataParallel::sync`, each step packs, gathers and unpacks the parameters. Only the exchange itself overlaps
+//! with the update of other buckets' slices. On collective devices gradients, slices and parameters stay there, except
+//! where the ranks compare parameters.
 
 mod checkpoint;
 mod exchange;
 mod layout;
+mod on_device;
 // burn's feature `distributed` removes the `AutodiffBackend` impl from host backends.
 #[cfg(all(test, not(feature = "ddp")))]
 mod tests;
@@ -27,12 +29,12 @@ use burn::grad_clipping::GradientClipping;
 use burn::module::{AutodiffModule, ModuleMapper, Param};
 use burn::optim::adaptor::OptimizerAdaptor;
 use burn::optim::{GradientsParams, LearningRate, Muon, Optimizer, SimpleOptimizer};
+use burn::tensor::Tensor;
 use burn::tensor::backend::AutodiffBackend;
-use burn::tensor::{Tensor, TensorData};
 
-use self::exchange::{NumberedBucket, Shards};
-use self::layout::{bytes, layout};
-use super::bucket::{BucketOp, pop_if_full};
+use self::exchange::{NumberedPart, Shards};
+use self::layout::layout;
+use super::bucket::{Limits, pop_if_full};
 use super::data_parallel::DataParallel;
 use super::mesh::{DeviceMesh, REPLICATE, SHARD};
 use super::step_header::{AgreedStep, StepHeader};
@@ -197,7 +199,7 @@ where
         }
         check_optimizer(&optimizer)?;
         let parameters: Vec<_> = ddp.parameters().iter().filter(|parameter| parameter.trained).cloned().collect();
-        let layout = layout(&parameters, shard_group.world_size(), shard_group.rank());
+        let layout = layout(&parameters, Limits::of(ddp.on_devices()), place(&shard_group));
         let states = parameters.iter().map(|_| None).collect();
         let shards = Shards {
             shard_group,
@@ -288,7 +290,7 @@ where
         lr: LearningRate,
         values: Values<B>,
         AgreedStep { grads, weighting, exists }: AgreedStep,
-    ) -> Result<Vec<Option<TensorData>>, Error> {
+    ) -> Result<Values<B>, Error> {
         let mut parts = self.shards.reduce(&exists, grads, weighting)?;
         if let Some(max) = self.max_norm {
             self.shards.clip(&mut parts, max)?;
@@ -303,35 +305,30 @@ where
         lr: LearningRate,
         exists: &[bool],
         values: &Values<B>,
-        parts: Vec<NumberedBucket>,
-    ) -> Result<Vec<Option<TensorData>>, Error> {
+        parts: Vec<NumberedPart<B>>,
+    ) -> Result<Values<B>, Error> {
         let mut gathered = vec![None; values.len()];
         let mut in_flight = VecDeque::new();
-        for (number, mut part) in parts {
+        for (number, part) in parts {
             if let Some((number, oldest)) = pop_if_full(&mut in_flight) {
                 self.shards.finish_gather(number, oldest, exists, &mut gathered)?;
             }
-            let mut whole = self.shards.whole(number, self.shards.layout[number].dtype)?;
-            let layout = &self.shards.layout[number];
-            for span in layout.spans.iter().filter(|span| exists[span.position] && !span.own().is_empty()) {
-                let Some(value) = &values[span.position] else { continue };
-                let (device, dtype) = (value.device(), value.dtype());
-                let own = bytes(span.own(), layout.dtype);
-                let from = own.start - bytes(layout.own.clone(), layout.dtype).start;
-                let grad = part.bytes()[from..from + own.len()].to_vec();
-                let grad = TensorData::from_bytes_vec(grad, [span.own().len()], dtype);
-                let mut grad = Tensor::from_data(grad, (&device, dtype));
+            let gradients = self.shards.gradients(number, part, exists, values);
+            let mut slices = vec![0..0; values.len()];
+            self.shards.layout[number].spans.iter().for_each(|span| slices[span.position] = span.slice());
+            let mut updated = Vec::with_capacity(gradients.len());
+            for (position, mut grad) in gradients {
+                let Some(value) = &values[position] else { continue };
                 if let Some(clipping) = self.optimizer.grad_clipping() {
                     grad = clipping.clip_gradient(grad);
                 }
-                let state = self.states[span.position].take().map(|state| O::to_device(state, &device));
-                let (value, state) = self.optimizer.optim().step(lr, value.clone().slice(span.slice()), grad, state);
-                self.states[span.position] = state;
-                let data = value.try_into_data().map_err(|e| Error::io("reading a parameter", e))?;
-                whole.bytes()[own].copy_from_slice(&data.bytes);
+                let state = self.states[position].take().map(|state| O::to_device(state, &value.device()));
+                let value = value.clone().slice(slices[position].clone());
+                let (value, state) = self.optimizer.optim().step(lr, value, grad, state);
+                self.states[position] = state;
+                updated.push(value);
             }
-            self.shards.part_memory.extend(part.into_memory());
-            in_flight.push_back((number, whole.start(&self.shards.shard_group, layout.dtype, BucketOp::AllGather)?));
+            in_flight.push_back((number, self.shards.gather(number, exists, updated)?));
         }
         for (number, oldest) in in_flight {
             self.shards.finish_gather(number, oldest, exists, &mut gathered)?;
@@ -368,17 +365,17 @@ fn invalid(reason: impl Into<String>) -> Error {
 }
 
 /// Replaces a model's parameters by new values, by position.
-struct ValueWriter<'a> {
+struct ValueWriter<'a, B: AutodiffBackend> {
     positions: &'a Positions,
-    values: Vec<Option<TensorData>>,
+    values: Values<B>,
 }
 
-impl<B: AutodiffBackend> ModuleMapper<B> for ValueWriter<'_> {
+impl<B: AutodiffBackend> ModuleMapper<B> for ValueWriter<'_, B> {
     fn map_float<const D: usize>(&mut self, param: Param<Tensor<B, D>>) -> Param<Tensor<B, D>> {
         let position = self.positions.get(&param.id);
-        let Some(data) = position.and_then(|&position| self.values[position].take()) else { return param };
+        let Some(value) = position.and_then(|&position| self.values[position].take()) else { return param };
         let (id, old, mapper) = param.consume();
-        let value = Tensor::from_data(data, (&old.device(), old.dtype())).set_require_grad(old.is_require_grad());
+        let value = Tensor::from_inner(value.reshape(old.shape())).set_require_grad(old.is_require_grad());
         Param::from_mapped_value(id, value, mapper)
     }
 }

@@ -265,8 +265,8 @@ impl<B: CollectiveBackend> Guard<'_, B> {
         let ended = outcome.and_then(|ended| {
             let Ok(Some(Ended { gradients, ordered })) = ended else { return Ok(ended) };
             if let Some(leader) = ordered.filter(|_| !overlap.tuned && lane.world_size() > 1) {
-                let (parameters, bytes) = (&self.parallel.reducer.parameters, self.parallel.bucket_bytes);
-                overlap.buckets = tuning::tune(&lane, parameters, leader, &order, bytes)?;
+                let (reducer, bytes) = (&self.parallel.reducer, self.parallel.bucket_bytes);
+                overlap.buckets = tuning::tune(&lane, reducer, leader, &order, bytes)?;
                 overlap.tuned = true;
             }
             Ok(Ok(Some(Ended { gradients, ordered })))

@@ -36,9 +36,12 @@ fn is_due(steps: u64, bytes: u64) -> bool {
     steps <= 1 || steps.is_multiple_of(bytes.div_ceil(BYTES_PER_STEP).clamp(1, LONGEST_INTERVAL))
 }
 
+/// A tensor of one dimension, without gradients.
+pub(crate) type Flat<B> = Tensor<<B as AutodiffBackend>::InnerBackend, 1>;
+
 /// A rank's value of each parameter, flat and by position. A value is `None` if the model lacks the parameter, or if
 /// its shape or element type has changed.
-pub(crate) type Values<B> = Vec<Option<Tensor<<B as AutodiffBackend>::InnerBackend, 1>>>;
+pub(crate) type Values<B> = Vec<Option<Flat<B>>>;
 
 /// The positions of parameters, by id.
 pub(crate) type Positions = HashMap<ParamId, usize>;

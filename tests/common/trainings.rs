@@ -1,25 +1,26 @@
 //! Trainings of one model in two ways on devices.
+#![allow(dead_code, reason = "each test target uses a part of it")]
 
 use bonfire::tensor::autodiff::CollectiveBackend;
-use bonfire::{DataParallel, FullyShardedParallel, Group, ShardedBlock};
+use bonfire::{DataParallel, FullyShardedParallel, Group, ShardedBlock, ShardedOptimizer, Sharding};
 use bonfire_testing::{Kind, run_ranks};
 use burn::module::Module;
 use burn::nn::{Linear, LinearConfig};
-use burn::optim::{GradientsParams, Optimizer, SgdConfig};
+use burn::optim::{AdamConfig, GradientsParams, Optimizer, SgdConfig};
 use burn::tensor::Tensor;
 use burn::tensor::backend::Backend;
 
 use crate::models::{self, Bits};
 
-/// Trains in two ways on two devices. The ranks must agree bit for bit. burn's autotune may choose another kernel in
-/// between, so the two ways are only close to each other.
+/// Trains in two ways on so many devices. The ranks must agree bit for bit. burn's autotune may choose another kernel
+/// in between, so the two ways are only close to each other.
 pub fn check_ways<D: 'static>(
     train: fn(&Group, usize, &D) -> [Bits; 2],
-    steps: usize,
+    (ranks, steps): (usize, usize),
     device: impl Fn(usize) -> D + Clone + Send + 'static,
 ) {
-    let results = run_ranks(Kind::Threads, 2, move |group| train(&group, steps, &device(group.rank())));
-    assert!(results[0] == results[1], "the ranks' parameters differ");
+    let results = run_ranks(Kind::Threads, ranks, move |group| train(&group, steps, &device(group.rank())));
+    assert!(results.iter().all(|result| *result == results[0]), "the ranks' parameters differ");
     let [one, other] = &results[0];
     assert_eq!(one.0.len(), other.0.len());
     let pairs = one.0.iter().zip(&other.0).flat_map(|(a, b)| a.iter::<f64>().zip(b.iter::<f64>()));
@@ -43,15 +44,18 @@ impl<B: Backend> Layers<B> {
     }
 }
 
-/// Trains as replicas and with parts of the parameters.
-pub fn replicas_and_parts<B: CollectiveBackend>(group: &Group, steps: usize, device: &B::Device) -> [Bits; 2] {
+/// Before it is distributed, its weights are not drawn yet, and each clone would draw its own.
+fn layers<B: Backend>(device: &B::Device) -> Layers<B> {
     let linear = |output| LinearConfig::new(7, output).init(device);
     let blocks = [7, 5].map(|output| ShardedBlock::new(linear(output))).into();
-    let model = Layers::<B> { first: linear(7), blocks };
+    Layers { first: linear(7), blocks }
+}
+
+/// Trains as replicas and with parts of the parameters.
+pub fn replicas_and_parts<B: CollectiveBackend>(group: &Group, steps: usize, device: &B::Device) -> [Bits; 2] {
     let input = |step| models::values([3, 7], 10 * step + group.rank(), device);
 
-    // Before, its weights are not drawn yet, and each clone would draw its own.
-    let (model, mut ddp) = DataParallel::new(group.clone(), model).unwrap();
+    let (model, mut ddp) = DataParallel::new(group.clone(), layers::<B>(device)).unwrap();
     let mut replica = model.clone();
     let mut optimizer = SgdConfig::new().init();
     for step in 0..steps {
@@ -67,4 +71,65 @@ pub fn replicas_and_parts<B: CollectiveBackend>(group: &Group, steps: usize, dev
         parts = optimizer.step(0.1, parts, grads);
     }
     [models::bits(&replica), models::bits(&parallel.gather(&parts).unwrap())]
+}
+
+/// Trains as replicas and with parts of the optimizer state: of all ranks, and of two blocks.
+pub fn replicas_and_shards<B: CollectiveBackend>(group: &Group, steps: usize, device: &B::Device) -> [Bits; 2] {
+    let (model, mut ddp) = DataParallel::new(group.clone(), layers::<B>(device)).unwrap();
+    let mut replica = model.clone();
+    let mut optimizer = AdamConfig::new().init();
+    for step in 0..steps {
+        let (grads, samples) = some_gradients(group.rank(), step, &replica, device);
+        replica = optimizer.step(0.01, replica.clone(), ddp.sync(&replica, grads, samples).unwrap());
+    }
+    let sharded = |sharding| {
+        let mut model = model.clone();
+        let mut optimizer = ShardedOptimizer::new(&ddp, AdamConfig::new().init(), sharding).unwrap();
+        for step in 0..steps {
+            let (grads, samples) = some_gradients(group.rank(), step, &model, device);
+            optimizer.step(0.01, &mut model, grads, samples).unwrap();
+        }
+        models::bits(&model)
+    };
+    let (all, blocks) = (sharded(Sharding::All), sharded(Sharding::Blocks(group.world_size() / 2)));
+    let (all, blocks) = (all.0.into_iter(), blocks.0.into_iter());
+    let twice = models::bits(&replica).0.into_iter().cycle();
+    let twice = twice.take(2 * all.len());
+    [models::Bits(twice.collect()), models::Bits(all.chain(blocks).collect())]
+}
+
+/// Trains with and without parts of the optimizer state, and clips gradients by a norm that they exceed.
+pub fn clipped_with_and_without_shards<B: CollectiveBackend>(
+    group: &Group,
+    steps: usize,
+    device: &B::Device,
+) -> [Bits; 2] {
+    let (model, ddp) = DataParallel::new(group.clone(), layers::<B>(device)).unwrap();
+    [Sharding::None, Sharding::All].map(|sharding| {
+        let mut model = model.clone();
+        let optimizer = ShardedOptimizer::new(&ddp, SgdConfig::new().init(), sharding).unwrap();
+        let mut optimizer = optimizer.clip_norm(1e-3).unwrap();
+        for step in 0..steps {
+            let (grads, samples) = some_gradients(group.rank(), step, &model, device);
+            optimizer.step(10.0, &mut model, grads, samples).unwrap();
+        }
+        models::bits(&model)
+    })
+}
+
+/// The gradients of a step, and the number of samples, which differs from rank to rank in every other step. Rank 1 has
+/// none for the first layer's bias, and in the last steps no rank has.
+fn some_gradients<B: CollectiveBackend>(
+    rank: usize,
+    step: usize,
+    model: &Layers<B>,
+    device: &B::Device,
+) -> (GradientsParams, usize) {
+    let samples = if step % 2 == 0 { 3 } else { 2 + rank };
+    let loss = model.loss(models::values([samples, 7], 10 * step + rank, device));
+    let mut grads = GradientsParams::from_grads(loss.backward(), model);
+    if let Some(bias) = model.first.bias.as_ref().filter(|_| rank == 1 || step > 2) {
+        grads.remove::<B::InnerBackend, 1>(bias.id);
+    }
+    (grads, samples)
 }

@@ -4,13 +4,16 @@ use std::collections::VecDeque;
 
 use burn::optim::GradientsParams;
 use burn::tensor::backend::AutodiffBackend;
-use burn::tensor::{FloatDType, TensorData};
+use burn::tensor::{FloatDType, Tensor, TensorData};
 use bytemuck::{cast_slice, cast_slice_mut};
 use half::f16;
 
-use super::layout::{BucketLayout, bytes};
+use super::layout::{BucketLayout, ParameterSpan, bytes};
+use super::on_device::{self, OfBucket, Primitive};
+use crate::tensor::device::{PendingTensors, start_all_reduce, uses_collective_devices};
 use crate::train::agree::{Parameter, all_gather_values};
 use crate::train::bucket::{Bucket, BucketOp, Weighting, pop_if_full, scale, sum_of_squares};
+use crate::train::values::{Flat, Values};
 use bonfire_core::{Buffer, DType, Error, Group, Work};
 
 /// The groups and the bucket layouts of a sharded optimizer, and memory for the buckets.
@@ -28,8 +31,32 @@ pub(super) struct Shards<B: AutodiffBackend> {
     pub part_memory: Vec<Buffer<u64>>,
 }
 
-/// A bucket, or this rank's part of it, with its index in the layout.
-pub(super) type NumberedBucket = (usize, Bucket);
+/// The elements of a bucket, or of this rank's part of it.
+pub(super) enum Elements<B: AutodiffBackend> {
+    Host(Bucket),
+    /// On a collective device: a tensor for each span with a gradient that has such elements, in their order.
+    Device(Vec<Flat<B>>),
+}
+
+/// The index of a bucket in the layout, and this rank's part of it.
+pub(super) type NumberedPart<B> = (usize, Elements<B>);
+
+/// An operation on a bucket in flight.
+pub(super) enum InFlight<B: AutodiffBackend> {
+    Host(Work<Bucket>),
+    Device(PendingTensors<Primitive<B>>),
+}
+
+impl<B: AutodiffBackend> InFlight<B> {
+    fn wait(self) -> Result<Elements<B>, Error> {
+        match self {
+            InFlight::Host(work) => work.wait().map(Elements::Host).map_err(|(error, _)| error),
+            InFlight::Device(pending) => {
+                Ok(Elements::Device(pending()?.into_iter().map(on_device::flat::<B>).collect()))
+            }
+        }
+    }
+}
 
 impl<B: AutodiffBackend> Shards<B> {
     /// Reduces the gradients and returns this rank's part of the mean, for each bucket in which a gradient exists.
@@ -41,7 +68,7 @@ impl<B: AutodiffBackend> Shards<B> {
         exists: &[bool],
         mut grads: GradientsParams,
         weighting: Weighting,
-    ) -> Result<Vec<NumberedBucket>, Error> {
+    ) -> Result<Vec<NumberedPart<B>>, Error> {
         let (mut reducing, mut replicating) = (VecDeque::new(), Vec::new());
         for number in 0..self.layout.len() {
             if !self.layout[number].spans.iter().any(|span| exists[span.position]) {
@@ -50,20 +77,25 @@ impl<B: AutodiffBackend> Shards<B> {
             if let Some((number, oldest)) = pop_if_full(&mut reducing) {
                 replicating.push((number, self.replicate(number, oldest, weighting)?));
             }
-            let carrier = weighting.carrier(self.layout[number].dtype);
-            let mut bucket = self.pack(number, &mut grads, carrier)?;
-            if weighting.factor() != 1.0 {
-                scale(bucket.bytes(), carrier, weighting.factor());
-            }
-            let op = BucketOp::ReduceScatter(weighting.reduction());
-            reducing.push_back((number, bucket.start(&self.shard_group, carrier, op)?));
+            let started = if uses_collective_devices::<B::InnerBackend>() {
+                InFlight::Device(on_device::reduce(self.of(number), exists, &mut grads, weighting)?)
+            } else {
+                let carrier = weighting.carrier(self.layout[number].dtype);
+                let mut bucket = self.pack(number, &mut grads, carrier)?;
+                if weighting.factor() != 1.0 {
+                    scale(bucket.bytes(), carrier, weighting.factor());
+                }
+                let op = BucketOp::ReduceScatter(weighting.reduction());
+                InFlight::Host(bucket.start(&self.shard_group, carrier, op)?)
+            };
+            reducing.push_back((number, started));
         }
         for (number, oldest) in reducing {
             replicating.push((number, self.replicate(number, oldest, weighting)?));
         }
         let mut parts = Vec::with_capacity(replicating.len());
-        for (number, work) in replicating {
-            let (part, dtype) = (wait(work)?, self.layout[number].dtype);
+        for (number, in_flight) in replicating {
+            let (part, dtype) = (in_flight.wait()?, self.layout[number].dtype);
             let part = if weighting.carrier(dtype) == dtype { part } else { self.narrow(part)? };
             parts.push((number, part));
         }
@@ -72,25 +104,41 @@ impl<B: AutodiffBackend> Shards<B> {
 
     /// Waits for this rank's part of the block's reduction, and starts the reduction over the blocks.
     #[track_caller]
-    fn replicate(&mut self, number: usize, work: Work<Bucket>, weighting: Weighting) -> Result<Work<Bucket>, Error> {
+    fn replicate(&mut self, number: usize, in_flight: InFlight<B>, weighting: Weighting) -> Result<InFlight<B>, Error> {
         let BucketLayout { dtype, own, .. } = &self.layout[number];
         let carrier = weighting.carrier(*dtype);
-        let mut whole = wait(work)?;
-        let own = &whole.bytes()[bytes(own.clone(), carrier)];
-        let mut part = Bucket::packed(&self.replica_group, self.part_memory.pop(), own.len())?;
-        part.bytes().copy_from_slice(own);
-        self.bucket_memory.extend(whole.into_memory());
-        part.start(&self.replica_group, carrier, BucketOp::AllReduce(weighting.reduction()))
+        let op = BucketOp::AllReduce(weighting.reduction());
+        match in_flight.wait()? {
+            Elements::Host(mut whole) => {
+                let own = &whole.bytes()[bytes(own.clone(), carrier)];
+                let mut part = Bucket::packed(&self.replica_group, self.part_memory.pop(), own.len())?;
+                part.bytes().copy_from_slice(own);
+                self.bucket_memory.extend(whole.into_memory());
+                part.start(&self.replica_group, carrier, op).map(InFlight::Host)
+            }
+            Elements::Device(part) => {
+                let part = part.into_iter().map(|tensor| tensor.into_primitive().tensor()).collect();
+                start_all_reduce::<B::InnerBackend>(&self.replica_group, part, op.request(carrier))
+                    .map(InFlight::Device)
+            }
+        }
     }
 
     /// Rounds the elements of a part, which are f32, to f16.
-    fn narrow(&mut self, mut wide: Bucket) -> Result<Bucket, Error> {
+    fn narrow(&mut self, wide: Elements<B>) -> Result<Elements<B>, Error> {
+        let mut wide = match wide {
+            Elements::Host(wide) => wide,
+            Elements::Device(wide) => {
+                let part = wide.into_iter().map(|tensor| tensor.cast(FloatDType::F16)).collect();
+                return Ok(Elements::Device(part));
+            }
+        };
         let elements = cast_slice::<u8, f32>(wide.bytes());
         let mut part = Bucket::packed(&self.replica_group, self.part_memory.pop(), size_of_val(elements) / 2)?;
         let rounded = cast_slice_mut::<u8, f16>(part.bytes()).iter_mut();
         rounded.zip(elements).for_each(|(to, from)| *to = f16::from_f32(*from));
         self.part_memory.extend(wide.into_memory());
-        Ok(part)
+        Ok(Elements::Host(part))
     }
 
     /// Packs a bucket's gradients as elements of type `carrier`: f32 or their own type. A gradient that this rank does
@@ -115,27 +163,83 @@ impl<B: AutodiffBackend> Shards<B> {
         Ok(bucket.fill(read.iter().map(Option::as_deref).zip(lens)))
     }
 
+    /// Returns what an operation on a bucket's tensors needs.
+    fn of(&self, number: usize) -> OfBucket<'_, B> {
+        OfBucket { group: &self.shard_group, layout: &self.layout[number], parameters: &self.parameters }
+    }
+
     /// Returns a bucket of unspecified contents, for elements of type `dtype`.
-    pub fn whole(&mut self, number: usize, dtype: DType) -> Result<Bucket, Error> {
+    fn whole(&mut self, number: usize, dtype: DType) -> Result<Bucket, Error> {
         let len = self.layout[number].len;
         Bucket::packed(&self.shard_group, self.bucket_memory.pop(), len * dtype.size())
     }
 
-    /// Waits for the all-gather of a bucket's parameters in the block, and stores those for which a gradient exists in
-    /// `gathered`, by position.
+    /// Returns the gradients in this rank's part of a bucket as tensors, with the positions of their parameters.
+    /// `values` are the values of all parameters.
+    pub fn gradients(
+        &mut self,
+        number: usize,
+        part: Elements<B>,
+        exists: &[bool],
+        values: &Values<B>,
+    ) -> Vec<(usize, Flat<B>)> {
+        let layout = &self.layout[number];
+        let spans = layout.own_spans(exists);
+        let mut part = match part {
+            Elements::Host(part) => part,
+            Elements::Device(part) => return spans.map(|span| span.position).zip(part).collect(),
+        };
+        let begin = bytes(layout.own.clone(), layout.dtype).start;
+        let tensor = |(span, value): (&ParameterSpan, &Flat<B>)| {
+            let own = bytes(span.own(), layout.dtype);
+            let data = part.bytes()[own.start - begin..own.end - begin].to_vec();
+            let data = TensorData::from_bytes_vec(data, [span.own().len()], value.dtype());
+            (span.position, Tensor::from_data(data, (&value.device(), value.dtype())))
+        };
+        let gradients = spans.filter_map(|span| Some((span, values[span.position].as_ref()?))).map(tensor).collect();
+        self.part_memory.extend(part.into_memory());
+        gradients
+    }
+
+    /// Starts the all-gather of a bucket's parameters in the block. `updated` are the new values of this rank's part,
+    /// one for each span with a gradient that has elements in it, in their order.
+    #[track_caller]
+    pub fn gather(&mut self, number: usize, exists: &[bool], updated: Vec<Flat<B>>) -> Result<InFlight<B>, Error> {
+        if uses_collective_devices::<B::InnerBackend>() {
+            return on_device::gather(self.of(number), exists, updated).map(InFlight::Device);
+        }
+        let dtype = self.layout[number].dtype;
+        let mut whole = self.whole(number, dtype)?;
+        for (span, value) in self.layout[number].own_spans(exists).zip(updated) {
+            let data = value.try_into_data().map_err(|e| Error::io("reading a parameter", e))?;
+            whole.bytes()[bytes(span.own(), dtype)].copy_from_slice(&data.bytes);
+        }
+        whole.start(&self.shard_group, dtype, BucketOp::AllGather).map(InFlight::Host)
+    }
+
+    /// Waits for the all-gather of a bucket's parameters, and stores those for which a gradient exists in `gathered`,
+    /// by position.
     pub fn finish_gather(
         &mut self,
         number: usize,
-        work: Work<Bucket>,
+        in_flight: InFlight<B>,
         exists: &[bool],
-        gathered: &mut [Option<TensorData>],
+        gathered: &mut Values<B>,
     ) -> Result<(), Error> {
-        let mut whole = wait(work)?;
         let layout = &self.layout[number];
-        for span in layout.spans.iter().filter(|span| exists[span.position]) {
+        let spans = layout.spans.iter().filter(|span| exists[span.position]);
+        let mut whole = match in_flight.wait()? {
+            Elements::Host(whole) => whole,
+            Elements::Device(values) => {
+                spans.zip(values).for_each(|(span, value)| gathered[span.position] = Some(value));
+                return Ok(());
+            }
+        };
+        for span in spans {
             let parameter = &self.parameters[span.position];
             let data = whole.bytes()[bytes(span.range.clone(), layout.dtype)].to_vec();
-            gathered[span.position] = Some(TensorData::from_bytes_vec(data, parameter.shape.clone(), parameter.dtype));
+            let data = TensorData::from_bytes_vec(data, [span.range.len()], parameter.dtype);
+            gathered[span.position] = Some(Tensor::from_data(data, (&parameter.device, parameter.dtype)));
         }
         self.bucket_memory.extend(whole.into_memory());
         Ok(())
@@ -145,19 +249,25 @@ impl<B: AutodiffBackend> Shards<B> {
     /// because the parts of a block do not overlap. The ranks' sums are added in rank order, independently of the
     /// algorithm of the all-gather, so all blocks get bit-identical norms.
     #[track_caller]
-    pub fn clip(&self, parts: &mut [NumberedBucket], max: f64) -> Result<(), Error> {
-        let own: f64 =
-            parts.iter_mut().map(|(number, part)| sum_of_squares(part.bytes(), self.layout[*number].dtype)).sum();
+    pub fn clip(&self, parts: &mut [NumberedPart<B>], max: f64) -> Result<(), Error> {
+        let (mut own, mut on_devices) = (0.0, Vec::new());
+        for (number, part) in parts.iter_mut() {
+            match part {
+                Elements::Host(part) => own += sum_of_squares(part.bytes(), self.layout[*number].dtype),
+                Elements::Device(part) => on_devices.extend(part.iter().cloned()),
+            }
+        }
+        own += on_device::sum_of_squares::<B>(on_devices)?;
         let norm = all_gather_values(&self.shard_group, [own])?.as_flattened().iter().sum::<f64>().sqrt();
         if norm > max {
             for (number, part) in parts {
-                scale(part.bytes(), self.layout[*number].dtype, max / norm);
+                let dtype = self.layout[*number].dtype;
+                match part {
+                    Elements::Host(part) => scale(part.bytes(), dtype, max / norm),
+                    Elements::Device(part) => on_device::scale::<B>(part, dtype, max / norm),
+                }
             }
         }
         Ok(())
     }
-}
-
-fn wait(work: Work<Bucket>) -> Result<Bucket, Error> {
-    work.wait().map_err(|(error, _)| error)
 }

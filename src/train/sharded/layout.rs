@@ -22,6 +22,13 @@ pub(super) struct BucketLayout {
     pub spans: Vec<ParameterSpan>,
 }
 
+impl BucketLayout {
+    /// The spans with a gradient that have elements in this rank's part.
+    pub fn own_spans<'a>(&'a self, exists: &'a [bool]) -> impl Iterator<Item = &'a ParameterSpan> {
+        self.spans.iter().filter(|span| exists[span.position] && !span.own.is_empty())
+    }
+}
+
 /// The range of a parameter in its bucket.
 pub(super) struct ParameterSpan {
     /// The parameter's position in the model.
@@ -46,10 +53,14 @@ impl ParameterSpan {
 
 /// Distributes the parameters over `ranks` ranks. Splits every bucket into parts whose lengths differ by at most one
 /// element, regardless of the boundaries of parameters.
-pub(super) fn layout<B: AutodiffBackend>(parameters: &[Parameter<B>], ranks: usize, rank: usize) -> Vec<BucketLayout> {
+pub(super) fn layout<B: AutodiffBackend>(
+    parameters: &[Parameter<B>],
+    limits: Limits,
+    (rank, ranks): (usize, usize),
+) -> Vec<BucketLayout> {
     // Reverse order, as in `DataParallel::sync`: the backward pass computes the last layers' gradients first.
     let items = parameters.iter().enumerate().rev().map(|(position, parameter)| parameter.item(position));
-    let layouts = buckets(items, Limits::DEFAULT).into_iter().map(|positions| {
+    let layouts = buckets(items, limits).into_iter().map(|positions| {
         let mut len = 0;
         let ranges: Vec<_> = positions
             .into_iter()

@@ -16,18 +16,18 @@ type Fused = Autodiff<Fusion<CubeBackend<WgpuRuntime, f32, i32, u32>>>;
 
 #[test]
 fn overlapped_steps_equal_sync() {
-    check_ways(models::language::<Plain>, 10, |_| Default::default());
-    check_ways(models::convolutional::<Plain>, 10, |_| Default::default());
+    check_ways(models::language::<Plain>, (2, 10), |_| Default::default());
+    check_ways(models::convolutional::<Plain>, (2, 10), |_| Default::default());
 }
 
 #[test]
 fn overlapped_steps_equal_sync_with_fusion() {
-    check_ways(models::language::<Fused>, 10, |_| Default::default());
-    check_ways(models::convolutional::<Fused>, 10, |_| Default::default());
+    check_ways(models::language::<Fused>, (2, 10), |_| Default::default());
+    check_ways(models::convolutional::<Fused>, (2, 10), |_| Default::default());
 }
 
 #[test]
 fn full_sharding_equals_replicas() {
-    check_ways(replicas_and_parts::<Plain>, 5, |_| Default::default());
-    check_ways(replicas_and_parts::<Fused>, 5, |_| Default::default());
+    check_ways(replicas_and_parts::<Plain>, (2, 5), |_| Default::default());
+    check_ways(replicas_and_parts::<Fused>, (2, 5), |_| Default::default());
 }

@@ -1,0 +1,109 @@
+//! The communication of a sharded step on a collective device: its server moves tensors' memory, and no host tensor is
+//! made. Elements have the same places in buckets as on the host, so a block may have ranks of both kinds.
+
+use burn::optim::GradientsParams;
+use burn::tensor::backend::{AutodiffBackend, BackendTypes};
+use burn::tensor::{FloatDType, Shape, Tensor, TensorPrimitive};
+
+use super::layout::{BucketLayout, bytes};
+use crate::tensor::device::{DeviceCall, PendingTensors, Target, TensorKind, start};
+use crate::train::agree::Parameter;
+use crate::train::bucket::{BucketOp, Weighting, scale_tensor};
+use crate::train::values::Flat;
+use bonfire_core::{DType, Error, Group};
+
+/// A primitive tensor without gradients.
+pub(super) type Primitive<B> = <<B as AutodiffBackend>::InnerBackend as BackendTypes>::FloatTensorPrimitive;
+
+/// What an operation on a bucket's tensors needs.
+pub(super) struct OfBucket<'a, B: AutodiffBackend> {
+    /// The ranks of this rank's block.
+    pub group: &'a Group,
+    pub layout: &'a BucketLayout,
+    pub parameters: &'a [Parameter<B>],
+}
+
+pub(super) fn flat<B: AutodiffBackend>(tensor: Primitive<B>) -> Flat<B> {
+    Tensor::from_primitive(TensorPrimitive::Float(tensor))
+}
+
+fn primitive<B: AutodiffBackend>(tensor: Flat<B>) -> Primitive<B> {
+    tensor.into_primitive().tensor()
+}
+
+/// Starts the reduction of a bucket in the block. It makes a tensor of this rank's elements of each gradient that has
+/// some. A gradient that this rank does not have counts as zero.
+#[track_caller]
+pub(super) fn reduce<B: AutodiffBackend>(
+    OfBucket { group, layout, parameters }: OfBucket<'_, B>,
+    exists: &[bool],
+    grads: &mut GradientsParams,
+    weighting: Weighting,
+) -> Result<PendingTensors<Primitive<B>>, Error> {
+    let carrier = weighting.carrier(layout.dtype);
+    let (mut sources, mut targets) = (Vec::new(), Vec::new());
+    for span in layout.spans.iter().filter(|span| exists[span.position]) {
+        let (parameter, elements) = (&parameters[span.position], span.range.len());
+        let grad = grads.remove::<B::InnerBackend, 1>(parameter.id).map(|grad| primitive::<B>(grad));
+        let grad = match grad {
+            Some(grad) => flat::<B>(grad).reshape([elements]),
+            None => Tensor::zeros([elements], (&parameter.device, parameter.dtype)),
+        };
+        let grad = if carrier == layout.dtype { grad } else { grad.cast(FloatDType::F32) };
+        let mut grad = primitive::<B>(grad);
+        if weighting.factor() != 1.0 {
+            grad = scale_tensor::<B::InnerBackend>(grad, carrier, weighting.factor());
+        }
+        if !span.own().is_empty() {
+            let shape = Shape::new([span.own().len()]);
+            targets.push(Target { like: grad.clone(), shape, range: bytes(span.own(), carrier) });
+        }
+        sources.push((grad, bytes(span.range.clone(), carrier)));
+    }
+    let request = BucketOp::ReduceScatter(weighting.reduction()).request(carrier);
+    let call = DeviceCall { request, sources, targets, bytes: layout.len * carrier.size() };
+    start::<B::InnerBackend, _>(group, TensorKind::Float, call)
+}
+
+/// Starts the all-gather of a bucket's parameters in the block. It makes a tensor of each parameter with a gradient.
+/// `updated` are the new values of this rank's elements.
+#[track_caller]
+pub(super) fn gather<B: AutodiffBackend>(
+    OfBucket { group, layout, parameters }: OfBucket<'_, B>,
+    exists: &[bool],
+    updated: Vec<Flat<B>>,
+) -> Result<PendingTensors<Primitive<B>>, Error> {
+    let own = layout.own_spans(exists).map(|span| bytes(span.own(), layout.dtype));
+    let sources = updated.into_iter().map(primitive::<B>).zip(own).collect();
+    let targets = layout.spans.iter().filter(|span| exists[span.position]).map(|span| {
+        let parameter = &parameters[span.position];
+        let like = Tensor::empty([0], (&parameter.device, parameter.dtype));
+        let shape = Shape::new([span.range.len()]);
+        Target { like: primitive::<B>(like), shape, range: bytes(span.range.clone(), layout.dtype) }
+    });
+    let (targets, request) = (targets.collect(), BucketOp::AllGather.request(layout.dtype));
+    let call = DeviceCall { request, sources, targets, bytes: layout.len * layout.dtype.size() };
+    start::<B::InnerBackend, _>(group, TensorKind::Float, call)
+}
+
+/// Returns the sum of the elements' squares. Those of one tensor are added in f32, unless they are f64.
+pub(super) fn sum_of_squares<B: AutodiffBackend>(tensors: Vec<Flat<B>>) -> Result<f64, Error> {
+    let sums = tensors.into_iter().map(|tensor| {
+        let wide = if tensor.dtype() == burn::tensor::DType::F64 { tensor } else { tensor.cast(FloatDType::F32) };
+        (wide.clone() * wide).sum()
+    });
+    // One read for all of one type.
+    let (double, single): (Vec<_>, Vec<_>) = sums.partition(|sum| sum.dtype() == burn::tensor::DType::F64);
+    let mut total = 0.0;
+    for sums in [double, single].into_iter().filter(|sums| !sums.is_empty()) {
+        let data = Tensor::cat(sums, 0).try_into_data().map_err(|e| Error::io("reading a norm of gradients", e))?;
+        total += data.iter::<f64>().sum::<f64>();
+    }
+    Ok(total)
+}
+
+pub(super) fn scale<B: AutodiffBackend>(tensors: &mut [Flat<B>], dtype: DType, factor: f64) {
+    for tensor in tensors {
+        *tensor = flat::<B>(scale_tensor::<B::InnerBackend>(primitive::<B>(tensor.clone()), dtype, factor));
+    }
+}
