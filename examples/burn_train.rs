@@ -103,7 +103,8 @@ fn run(args: &Args) -> Result<(), Failure> {
         #[cfg(feature = "cuda")]
         Backend::Cuda => {
             let first = cuda::local_rank() * usize::from(args.devices);
-            let devices = (first..).take(args.devices.into()).map(cuda::device).collect::<Result<_, _>>()?;
+            let devices =
+                (first..).take(args.devices.into()).map(bonfire::CudaDevice::of_rank).collect::<Result<_, _>>()?;
             train::<Autodiff<bonfire::Cuda>>(args, devices)
         }
         #[allow(unreachable_patterns, reason = "a program may have both backends")]

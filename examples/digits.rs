@@ -165,7 +165,7 @@ fn train(
         Backend::Wgpu => Err("this program was built without wgpu: build it with `--features wgpu`".into()),
         #[cfg(feature = "cuda")]
         Backend::Cuda => {
-            let device = cuda::device(cuda::local_rank() + usize::from(number))?;
+            let device = bonfire::CudaDevice::of_rank(cuda::local_rank() + usize::from(number))?;
             job.run::<Autodiff<bonfire::Cuda>>(group, device)
         }
         #[cfg(not(feature = "cuda"))]

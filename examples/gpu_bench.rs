@@ -64,7 +64,7 @@ fn main() -> ExitCode {
 }
 
 fn measure(args: &Args) -> Result<bool, Failure> {
-    let gpus = cuda::gpus()?;
+    let gpus = bonfire::CudaDevice::gpus()?;
     #[cfg(feature = "nccl")]
     if args.group_calls {
         return nccl::print_client_seconds(args.calls as usize).map(|()| true);

@@ -22,6 +22,7 @@ pub mod bench;
 mod choice;
 mod control;
 mod copy_stream;
+mod device;
 mod driver;
 mod kernel;
 mod launches;

@@ -1,10 +1,14 @@
 //! `bonfire perf`: measures collectives and checks their results.
 
 mod args;
+#[cfg(feature = "cuda")]
+mod devices;
 mod floors;
 mod gradients;
 mod operation;
 mod oracle;
+#[cfg(feature = "cuda")]
+mod paths;
 mod plot;
 mod ranks;
 mod report;
@@ -80,6 +84,13 @@ fn collective(mut args: Args) -> Result<u8, Failure> {
     };
     args.common.ranks = launched.unwrap_or(args.common.ranks);
     let sizes = args.sizes().map_err(Failure::with(2))?;
+    #[cfg(feature = "cuda")]
+    if args.paths {
+        return match launched {
+            Some(_) => Err(Failure::with(2)("--paths starts the ranks itself: run it without a launcher".to_owned())),
+            None => paths::compare(&args),
+        };
+    }
     ranks::measure(&args.common, launched.is_some(), |group| args.measure(group, &sizes))
 }
 
@@ -141,7 +152,10 @@ impl Args {
             transport: name(&self.common.transport),
             ranks: self.common.ranks,
             level: name(&self.level),
-            algorithms: operation.map(|operation| group.algorithms(operation).to_string()),
+            algorithms: match self.common.transport.path() {
+                None => operation.map(|operation| group.algorithms(operation).to_string()),
+                path => path,
+            },
             registered: self.register,
             dtype: dtype.to_string(),
             op: facts.reduces.then(|| op.to_string()),
@@ -153,6 +167,8 @@ impl Args {
     fn measure_sizes<T: Sample>(&self, group: &Group, sizes: &[usize], row: &mut RowFn) -> Result<(), RankError> {
         #[cfg(unix)]
         let peer = if self.level == Level::Tensor { Some(tensors::Peer::register(group)?) } else { None };
+        #[cfg(feature = "cuda")]
+        let device = (self.common.transport == Transport::Cuda).then(|| devices::Rank::new(group)).transpose()?;
         for bytes in sizes {
             let count = bytes / size_of::<T>();
             let side = |in_place: bool| -> Result<Option<Measured>, RankError> {
@@ -160,6 +176,13 @@ impl Args {
                 if let Some(peer) = &peer {
                     let mut work = tensors::Tensors::<T>::new(peer, group, self.op, count, in_place);
                     return measure(group, &self.counts, &mut work).map(Some);
+                }
+                #[cfg(feature = "cuda")]
+                if let Some(device) = &device {
+                    let root = self.root as usize;
+                    let work =
+                        devices::Devices::<T>::new(device, group, self.benchmark, (self.op, root), count, in_place);
+                    return work.map(|mut work| measure(group, &self.counts, &mut work)).transpose();
                 }
                 let (root, kind) = (self.root as usize, [self.register, in_place]);
                 let work = Slices::<T>::new(group, self.benchmark, self.op, root, count, kind)?;

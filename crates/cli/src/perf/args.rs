@@ -60,6 +60,11 @@ pub struct Args {
     #[arg(long, value_enum, default_value_t = Level::Slice)]
     pub level: Level,
 
+    /// With --transport cuda: measure by every path, and print the fastest by size as a value for BONFIRE_CUDA
+    #[cfg(feature = "cuda")]
+    #[arg(long, conflicts_with_all = ["plot", "json"])]
+    pub paths: bool,
+
     /// Plot bandwidth and time over size, with the floor
     #[arg(long, value_name = "FILE.svg")]
     pub plot: Option<PathBuf>,
@@ -102,6 +107,31 @@ pub enum Transport {
     /// The same, with MPI's blocking calls
     #[cfg(feature = "mpi")]
     MpiBlocking,
+    /// CUDA devices, each with a thread of this process, or with a process if a launcher started them: by the path that
+    /// BONFIRE_CUDA names
+    #[cfg(feature = "cuda")]
+    Cuda,
+}
+
+impl Transport {
+    /// Whether the ranks are threads, unless a launcher started them.
+    pub fn has_threads(self) -> bool {
+        #[cfg(feature = "cuda")]
+        if self == Transport::Cuda {
+            return true;
+        }
+        self == Transport::Local
+    }
+
+    /// Returns the requested path between devices, in place of algorithms.
+    pub fn path(self) -> Option<String> {
+        #[cfg(feature = "cuda")]
+        if self == Transport::Cuda {
+            let path = std::env::var("BONFIRE_CUDA").unwrap_or_else(|_| "auto".into());
+            return Some(format!("BONFIRE_CUDA={path}"));
+        }
+        None
+    }
 }
 
 #[derive(Clone, Copy, PartialEq, ValueEnum)]
@@ -121,6 +151,8 @@ impl Args {
         if self.benchmark == Benchmark::SendRecv && ranks < 2 {
             return Err("send_recv needs a neighbour: give --ranks 2 or more".into());
         }
+        #[cfg(feature = "cuda")]
+        self.check_devices()?;
         #[cfg(unix)]
         if self.level == Level::Tensor {
             if (self.benchmark, self.common.transport) != (Benchmark::AllReduce, Transport::Local) {
@@ -162,6 +194,23 @@ impl Args {
     }
 }
 
+#[cfg(feature = "cuda")]
+impl Args {
+    fn check_devices(&self) -> Result<(), String> {
+        if self.common.transport != Transport::Cuda {
+            return if self.paths { Err("--paths is for devices: give --transport cuda".into()) } else { Ok(()) };
+        }
+        if !super::devices::measures(self.benchmark) {
+            let name = name(&self.benchmark);
+            return Err(format!("{name} has no form on devices: give another operation, or --transport local"));
+        }
+        match &self.common.algorithms {
+            Some(_) => Err("--transport cuda: BONFIRE_CUDA chooses the path: leave --algorithms out".into()),
+            None => Ok(()),
+        }
+    }
+}
+
 fn parse_dtype(text: &str) -> Result<DType, String> {
     let name = match text {
         "float" => "f32",
@@ -197,6 +246,7 @@ Examples:
   bonfire perf step --transport tcp                # how much of the exchange a backward pass hides
   bonfire perf all_reduce --transport shm -R 0     # buffers in ordinary memory
   bonfire perf reduce_scatter --plot reduce_scatter.svg
+  bonfire perf all_reduce --transport cuda --paths # GPUs: which path is the fastest at which size
   bonfire run -n 2 --nodes 4 ... -- bonfire perf all_reduce --transport auto      # on several hosts
 
 Sizes are rounded down to whole elements, but at least one; for operations on parts, to the same

@@ -22,7 +22,7 @@ pub fn measure(
     work: impl Fn(&Group) -> Result<u64, RankError> + Sync,
 ) -> Result<u8, Failure> {
     let wrong = match common.transport {
-        Transport::Local => as_threads(common, work),
+        transport if transport.has_threads() && !launched => as_threads(common, work),
         #[cfg(unix)]
         transport if launched || transport.is_mpi() => as_process(common, work),
         _ => return start_processes(common.ranks),
@@ -53,6 +53,8 @@ impl Transport {
             Transport::Tcp => TransportKind::Tcp,
             Transport::Shm => TransportKind::Shm,
             Transport::Local | Transport::Auto => TransportKind::Auto,
+            #[cfg(feature = "cuda")]
+            Transport::Cuda => TransportKind::Auto,
             #[cfg(feature = "mpi")]
             Transport::Mpi => TransportKind::Mpi,
             #[cfg(feature = "mpi")]

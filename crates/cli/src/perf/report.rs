@@ -112,7 +112,11 @@ impl Report {
 
     fn head(&self) -> Vec<String> {
         let Subject { collective, transport, ranks, level, algorithms, registered, facts, .. } = &self.subject;
-        let buffers = if *registered { ", the group's buffers" } else { ", ordinary buffers" };
+        let buffers = match registered {
+            _ if transport == "cuda" => ", memory of the devices",
+            true => ", the group's buffers",
+            false => ", ordinary buffers",
+        };
         let version = env!("CARGO_PKG_VERSION");
         let bus = (facts.bus_factor)(f64::from(*ranks));
         let mut lines = vec![

@@ -1,0 +1,151 @@
+//! Compares the paths between CUDA devices: `--paths`. A process has one path, so each is measured by a process.
+
+use std::env;
+use std::io::{BufRead, BufReader};
+use std::process::{Command, Stdio};
+
+use serde::Deserialize;
+
+use super::args::Args;
+use super::operation::Benchmark;
+use crate::failure::Failure;
+use crate::text::name;
+
+/// A path is taken from the one before only where it is faster by more than this: less is noise.
+const MARGIN: f64 = 0.03;
+
+/// The most bytes that a rank can push.
+const PUSH_BYTES: usize = 32 << 10;
+
+/// What is used of a row that a process prints.
+#[derive(Deserialize)]
+struct Row {
+    bytes: usize,
+    time_us: f64,
+    wrong: Option<u64>,
+}
+
+/// A path, and its time by size or why it has none.
+struct Measured {
+    path: &'static str,
+    rows: Result<Vec<Row>, String>,
+}
+
+/// Measures every path and prints which is the fastest at which size. Returns the exit status.
+pub fn compare(args: &Args) -> Result<u8, Failure> {
+    let paths: &[&'static str] = match args.benchmark {
+        Benchmark::AllReduce | Benchmark::Reduce => &["push", "one-shot", "two-shot", "nccl", "host"],
+        _ => &["kernels", "nccl", "host"],
+    };
+    let mut all = Vec::new();
+    for path in paths {
+        eprintln!("measuring {path} ...");
+        all.push(Measured { path, rows: measure(path).map_err(Failure::with(1))? });
+    }
+    println!("# {} on {} CUDA devices, in us", name(&args.benchmark), args.common.ranks);
+    for Measured { path, rows } in &all {
+        if let Err(why) = rows {
+            println!("# {path}: not measured: {why}");
+        }
+    }
+    let measured: Vec<_> = all.iter().filter_map(|one| Some((one.path, one.rows.as_ref().ok()?))).collect();
+    println!("{:>12}{}  fastest", "bytes", measured.iter().map(|(path, _)| format!("{path:>12}")).collect::<String>());
+    let mut fastest: Vec<(usize, &str)> = Vec::new();
+    let mut wrong = 0;
+    for (index, bytes) in measured.first().map_or(Vec::new(), |(_, rows)| sizes(rows)).into_iter().enumerate() {
+        let row = |(path, rows): &(&'static str, &Vec<Row>)| {
+            // Larger ones are reduced in two shots.
+            let skipped = *path == "push" && bytes > PUSH_BYTES;
+            rows.get(index).filter(|_| !skipped).map(|row| (*path, row.time_us))
+        };
+        wrong += measured.iter().filter_map(|(_, rows)| rows.get(index)?.wrong).sum::<u64>();
+        let times: Vec<_> = measured.iter().map(row).collect();
+        let cells = times.iter().map(|time| time.map_or("-".into(), |(_, time)| format!("{time:.1}")));
+        let best = best(&times.iter().flatten().copied().collect::<Vec<_>>(), fastest.last().map(|(_, path)| *path));
+        println!("{bytes:>12}{}  {best}", cells.map(|cell: String| format!("{cell:>12}")).collect::<String>());
+        fastest.push((bytes, best));
+    }
+    println!("BONFIRE_CUDA='{}'", table(&fastest));
+    Ok(u8::from(wrong > 0 || measured.is_empty()))
+}
+
+fn sizes(rows: &[Row]) -> Vec<usize> {
+    rows.iter().map(|row| row.bytes).collect()
+}
+
+/// The fastest of these paths, or `before` if it is not slower by more than [`MARGIN`].
+fn best<'a>(times: &[(&'a str, f64)], before: Option<&str>) -> &'a str {
+    let least = times.iter().min_by(|a, b| a.1.total_cmp(&b.1));
+    let kept = times.iter().find(|(path, _)| Some(*path) == before);
+    match (least, kept) {
+        (Some(least), Some(kept)) if kept.1 <= least.1 * (1.0 + MARGIN) => kept.0,
+        (Some(least), _) => least.0,
+        (None, _) => "auto",
+    }
+}
+
+/// The value of `BONFIRE_CUDA` that takes the fastest path: each up to the largest size at which it was.
+fn table(fastest: &[(usize, &str)]) -> String {
+    let runs: Vec<_> = fastest.chunk_by(|one, next| one.1 == next.1).collect();
+    let mut begin = 0;
+    let row = |(index, run): (usize, &&[(usize, &str)])| {
+        let (last, path) = run[run.len() - 1];
+        let row = match index + 1 == runs.len() {
+            true => format!("{path}:{begin}-"),
+            false => format!("{path}:{begin}-{last}"),
+        };
+        begin = last + 1;
+        row
+    };
+    runs.iter().enumerate().map(row).collect::<Vec<_>>().join(";")
+}
+
+/// Runs this program with the same arguments on one path.
+fn measure(path: &str) -> Result<Result<Vec<Row>, String>, String> {
+    let failed = |error| format!("cannot measure {path}: {error}");
+    let program = env::current_exe().map_err(failed)?;
+    let arguments = env::args_os().skip(1).filter(|argument| argument != "--paths");
+    let mut child = Command::new(program)
+        .args(arguments)
+        .arg("--json")
+        .env("BONFIRE_CUDA", path)
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .map_err(failed)?;
+    let errors = child.stderr.take();
+    let last_error = std::thread::spawn(move || {
+        let lines = errors.into_iter().flat_map(|errors| BufReader::new(errors).lines().map_while(Result::ok));
+        lines.filter(|line| !line.trim().is_empty()).last()
+    });
+    let lines = child.stdout.take().into_iter().flat_map(|out| BufReader::new(out).lines().map_while(Result::ok));
+    let rows: Result<Vec<Row>, _> = lines.map(|line| serde_json::from_str(&line)).collect();
+    let status = child.wait().map_err(failed)?;
+    let last_error = last_error.join().ok().flatten();
+    Ok(match rows {
+        // Wrong elements are status 1 with rows.
+        Ok(rows) if !rows.is_empty() => Ok(rows),
+        Ok(_) => Err(last_error.unwrap_or_else(|| format!("its process ended with {status}"))),
+        Err(error) => Err(format!("its process printed something else than rows: {error}")),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_path_is_taken_up_to_the_largest_size_at_which_it_is_the_fastest() {
+        let fastest = [(8, "push"), (1024, "push"), (65536, "one-shot"), (1 << 20, "nccl"), (1 << 21, "nccl")];
+        assert_eq!(table(&fastest), "push:0-1024;one-shot:1025-65536;nccl:65537-");
+        assert_eq!(table(&[(8, "host")]), "host:0-");
+    }
+
+    #[test]
+    fn a_path_that_is_hardly_faster_is_not_taken() {
+        let times = [("push", 10.0), ("nccl", 9.8)];
+        assert_eq!([Some("push"), Some("nccl"), None].map(|before| best(&times, before)), ["push", "nccl", "nccl"]);
+        assert_eq!(best(&[("push", 10.0), ("nccl", 9.0)], Some("push")), "nccl");
+        assert_eq!(best(&[], None), "auto");
+    }
+}

@@ -1,0 +1,45 @@
+//! Which GPU a rank uses.
+
+use cubecl::cuda::CudaRuntime;
+use cudarc::driver::{result, sys};
+
+use super::driver::failure;
+use crate::server::CollectiveDevice;
+use bonfire_core::Error;
+
+impl CollectiveDevice<CudaRuntime> {
+    /// Returns the number of GPUs that this process sees, which is at least 1.
+    ///
+    /// # Errors
+    /// [`Error::Library`] if there is no driver, or none that starts; [`Error::Io`] if there is no GPU.
+    pub fn gpus() -> Result<usize, Error> {
+        let unusable = |reason: String| Error::Library { library: "NVIDIA's driver".into(), reason };
+        // SAFETY: loads only the driver's library, which may be loaded at any time.
+        if !unsafe { sys::is_culib_present() } {
+            return Err(unusable("it is not found: install it, or name libcuda.so's folder in LD_LIBRARY_PATH".into()));
+        }
+        let started = result::init().and_then(|()| result::device::get_count());
+        match started {
+            Ok(gpus @ 1..) => Ok(gpus as usize),
+            Ok(_) => {
+                let none = "the driver finds none: see nvidia-smi, and CUDA_VISIBLE_DEVICES";
+                Err(Error::io("looking for GPUs", std::io::Error::other(none)))
+            }
+            Err(error) => {
+                Err(unusable(format!("it does not start: {}; see nvidia-smi", failure("starting", 0, error))))
+            }
+        }
+    }
+
+    /// Returns the device of the rank with this number on its host. Ranks take the GPUs in turn, and share one, each
+    /// with a logical device of its own, only where ranks outnumber GPUs.
+    ///
+    /// # Errors
+    /// Those of [`gpus`](Self::gpus); [`Error::InvalidArgument`] for more than 256 ranks on a GPU.
+    pub fn of_rank(number: usize) -> Result<Self, Error> {
+        let gpus = Self::gpus()?;
+        let reason = || format!("{gpus} GPUs are too few for rank {number} of a host: start fewer ranks");
+        let replica = u8::try_from(number / gpus).map_err(|_| Error::argument("choosing a GPU", reason()))?;
+        Ok(CollectiveDevice::new(cubecl::cuda::CudaDevice::new(number % gpus), replica))
+    }
+}
