@@ -41,6 +41,8 @@ fn a_rewritten_tensor_is_read_anew_ten_thousand_times() {
                     stream.all_reduce(tensor.clone(), result.clone(), F32, devices.ids.clone(), Sum);
                 } else {
                     stream.all_reduce(tensor.clone(), tensor.clone(), F32, devices.ids.clone(), Sum);
+                    // The result of another list of devices is used below.
+                    stream.sync_collective();
                     stream.all_reduce(tensor.clone(), result.clone(), F32, vec![devices.ids[rank]], Sum);
                 }
                 streams[i / 8 % 2].sync_collective();

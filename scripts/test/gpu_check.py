@@ -250,7 +250,8 @@ class GpuCheck(unittest.TestCase):
 
     def test_the_order_of_steps(self):
         self.toolkit()
-        for name in ["test-cuda", "test-cuda_groups", "test-cuda_compute", "test-digits", "test-nccl"]:
+        tests = ["cuda", "cuda_groups", "cuda_compute", "cuda_training", "digits", "nccl"]
+        for name in [f"test-{test}" for test in tests]:
             self.program(name, OK)
         for name in ["example-gpu_bench", "example-digits", "example-burn_train"]:
             self.program(name, "echo a figure")
@@ -258,7 +259,7 @@ class GpuCheck(unittest.TestCase):
         steps = list(dict.fromkeys(name.split("/")[0] for name in self.rows()))
         self.assertEqual(steps, ["tests", "bench", "forms", "sanitizer", "soak", "trainers"])
         self.assertIn("a figure\n", output)
-        self.assertIn("15 passed, 0 failed, 4 skipped", output)
+        self.assertIn("16 passed, 0 failed, 4 skipped", output)
 
     # The end at any moment
 

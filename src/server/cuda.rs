@@ -13,8 +13,8 @@
 //! # What has been tested
 //! Nothing has run on a GPU. `tests/cuda.rs` and `tests/cuda_groups.rs` run through cubecl-cuda and this engine on the
 //! software driver (`kernels/check --driver`), also with one hardware queue per GPU, with a driver that waits for the
-//! whole context, and on several GPUs; groups also on the stand-in for NCCL. That driver runs Bonfire's kernels only,
-//! so nothing of `tests/cuda_compute.rs` runs there, nor do the trainers.
+//! whole context, and on several GPUs; groups also on the stand-in for NCCL. That driver compiles kernels of cubecl and
+//! burn for the CPU, so `tests/cuda_compute.rs` and the trainings of `tests/cuda_training.rs` run there, too.
 
 mod backoff;
 #[doc(hidden)]

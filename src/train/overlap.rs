@@ -7,6 +7,7 @@ use burn::tensor::backend::AutodiffBackend;
 use super::agree::{Parameter, lane};
 use super::bucket::{BucketTable, Limits, buckets};
 use super::reduction::Reducer;
+use crate::tensor::device::connect;
 use bonfire_core::internal::AgreedOperations;
 use bonfire_core::{Error, Group};
 
@@ -24,6 +25,11 @@ impl<B: AutodiffBackend> Overlap<B> {
     pub fn new(main: &Reducer<B>) -> Result<Overlap<B>, Error> {
         main.group.check_concurrent("DataParallel::step")?;
         let (lane, parameters) = (lane(&main.group)?, &main.parameters);
+        // Now, since gradients are sent in the backward pass: burn-autodiff holds the graph's lock there, which other
+        // ranks of this process may need before they send theirs.
+        if let Some(parameter) = parameters.first() {
+            connect::<B::InnerBackend>(&lane, &parameter.device)?;
+        }
         // The last layers first: the backward pass computes their gradients first.
         let items = parameters.iter().enumerate().rev().filter(|(_, parameter)| parameter.trained);
         let limits = Limits::of(main.on_devices);

@@ -21,7 +21,7 @@ fn fill(output: &mut Array<f32>, value: f32) {
 }
 
 #[cube(launch)]
-fn double(input: &Array<f32>, output: &mut Array<f32>) {
+fn twice(input: &Array<f32>, output: &mut Array<f32>) {
     if ABSOLUTE_POS < output.len() {
         output[ABSOLUTE_POS] = 2.0 * input[ABSOLUTE_POS];
     }
@@ -42,9 +42,9 @@ pub fn launch_fill<R: DeviceTransport>(client: &Client<R>, target: &Handle, valu
     );
 }
 
-fn launch_double<R: DeviceTransport>(client: &Client<R>, source: &Handle, target: &Handle) {
+fn launch_twice<R: DeviceTransport>(client: &Client<R>, source: &Handle, target: &Handle) {
     let size = CubeDim::new_1d(LENGTH as u32);
-    double::launch::<CollectiveRuntime<R>>(client, CubeCount::new_single(), size, array(source), array(target));
+    twice::launch::<CollectiveRuntime<R>>(client, CubeCount::new_single(), size, array(source), array(target));
 }
 
 pub fn empty<R: DeviceTransport>(client: &Client<R>) -> Handle {
@@ -62,7 +62,7 @@ pub fn work_after_sync<R: DeviceTransport>(first: u8) {
             launch_fill(&streams[call], &tensor, (i + rank) as f32);
             streams[call].all_reduce(tensor.clone(), tensor.clone(), F32, devices.ids.clone(), Sum);
             streams[sync].sync_collective();
-            launch_double(&streams[work], &tensor, &doubled[i / 8 % 2]);
+            launch_twice(&streams[work], &tensor, &doubled[i / 8 % 2]);
             let sum = (3 * i + 3) as f32;
             assert_eq!(read(&streams[work], &doubled[i / 8 % 2]), [2.0 * sum; LENGTH]);
             assert_eq!(read(&streams[1 - work], &tensor), [sum; LENGTH]);
@@ -82,7 +82,7 @@ pub fn work_without_a_peer<R: DeviceTransport>(first: u8) {
     for stream in &streams {
         let (work, more) = (empty(stream), empty(stream));
         launch_fill(stream, &work, 3.0);
-        launch_double(stream, &work, &more);
+        launch_twice(stream, &work, &more);
         assert_eq!(read(stream, &more), [6.0; LENGTH]);
         stream.flush().unwrap();
         cubecl::future::block_on(stream.sync()).unwrap();

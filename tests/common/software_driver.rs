@@ -23,6 +23,13 @@ impl SoftwareDriver {
         unsafe { self.0.get::<unsafe extern "C" fn() -> u64>(b"shimHostFunctions").unwrap()() }
     }
 
+    /// The bytes that copies have moved from GPUs to the host so far, and those from the host to GPUs.
+    pub fn copied(&self) -> [u64; 2] {
+        // SAFETY: the types are those in `kernels/shim/driver/memory.cpp`.
+        let count = |name: &[u8]| unsafe { self.0.get::<unsafe extern "C" fn() -> u64>(name).unwrap()() };
+        [count(b"shimDownloaded"), count(b"shimUploaded")]
+    }
+
     /// The launches of this kernel so far.
     pub fn launches(&self, kernel: &str) -> u64 {
         let name = CString::new(kernel).unwrap();

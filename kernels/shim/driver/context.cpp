@@ -45,8 +45,8 @@ int attribute(int number) {
         case 38: return 32 << 20;                  // L2 cache
         case 39: return 2048;                      // threads of a multiprocessor
         case 40: return 2;                         // copy engines
-        case 75: return 9;                         // compute capability
-        case 76: return 0;
+        case 75: return int(settings().architecture / 10);  // compute capability
+        case 76: return int(settings().architecture % 10);
         case 81: case 97: return 227 << 10;        // shared memory of a multiprocessor, of a block that asks for it
         case 78: case 86: case 91: case 99: return 1;  // priorities, atomics on host memory, registered host memory
         case 92: case 93: case 94: case 121: case 122: case 123: return 1;  // values that streams wait for and write

@@ -7,12 +7,18 @@
 // The host runs ahead of the queues as it does of a GPU, and random delays before every item expose missing orders.
 // SHIM_QUEUES=1 and SHIM_STRICT=1 make deadlocks frequent that a GPU shows rarely.
 //
+// Kernels of Bonfire's are part of this library, and run as ../cuda.hpp describes: all blocks at once, with random
+// delays. Others, such as those of cubecl and of burn, are compiled with g++ against ../include/ when a program passes
+// them to NVRTC (nvrtc.cpp), and their blocks run one after another (blocks.cpp).
+//
 // Settings, from the environment, with their defaults:
 //     SHIM_GPUS    number of GPUs; 1
 //     SHIM_NVLINK  0: PCIe connects the GPUs, without atomic operations between them; 1
 //     SHIM_PEERS   0: no GPU can access another one's memory; 1
 //     SHIM_QUEUES  hardware queues of each GPU; 32
 //     SHIM_DELAYS  seed of random delays before every item and within kernels; 0: none; 1
+//     SHIM_ARCHITECTURE  the compute capability: 90 is 9.0. With 80 or more, burn tries kernels for tensor cores first,
+//                  hundreds of them, none of which compiles; 70
 //     SHIM_FAULT   GPU:KERNEL:N: the N-th launch on this GPU of a kernel whose name begins with KERNEL accesses an
 //                  illegal address. As on a real GPU, this ends all work in the GPU's context, and every later call in
 //                  it returns the error; none
@@ -45,9 +51,9 @@ constexpr int LEAST_PRIORITY = 0, GREATEST_PRIORITY = -5;
 #define RESULTS(NAME)                                                                                \
     NAME(SUCCESS, 0) NAME(ERROR_INVALID_VALUE, 1) NAME(ERROR_OUT_OF_MEMORY, 2)                       \
     NAME(ERROR_NOT_INITIALIZED, 3) NAME(ERROR_INVALID_DEVICE, 101) NAME(ERROR_INVALID_CONTEXT, 201)  \
-    NAME(ERROR_PEER_ACCESS_UNSUPPORTED, 217) NAME(ERROR_INVALID_HANDLE, 400)                         \
-    NAME(ERROR_NOT_FOUND, 500) NAME(ERROR_NOT_READY, 600) NAME(ERROR_ILLEGAL_ADDRESS, 700)           \
-    NAME(ERROR_LAUNCH_OUT_OF_RESOURCES, 701)                                                         \
+    NAME(ERROR_INVALID_IMAGE, 200) NAME(ERROR_PEER_ACCESS_UNSUPPORTED, 217)                          \
+    NAME(ERROR_INVALID_HANDLE, 400) NAME(ERROR_NOT_FOUND, 500) NAME(ERROR_NOT_READY, 600)            \
+    NAME(ERROR_ILLEGAL_ADDRESS, 700) NAME(ERROR_LAUNCH_OUT_OF_RESOURCES, 701)                        \
     NAME(ERROR_PEER_ACCESS_ALREADY_ENABLED, 704) NAME(ERROR_PEER_ACCESS_NOT_ENABLED, 705)            \
     NAME(ERROR_CONTEXT_IS_DESTROYED, 709) NAME(ERROR_NOT_SUPPORTED, 801)
 
@@ -66,6 +72,7 @@ struct Settings {
     u32 gpus, queues;
     bool peers, nvlink, strict;
     u64 delays;
+    u32 architecture;  // compute capability: 70 is 7.0
     // The GPU, the kernel and the launch that faults. The launch is 0 if none does.
     int fault_gpu;
     std::string fault_kernel;
@@ -222,6 +229,7 @@ struct Record {
     std::mutex mutex;
     std::map<std::string, Kernel> kernels;  // by name
     u64 host_functions = 0;
+    u64 downloaded = 0, uploaded = 0;  // bytes that copies moved from GPUs to the host, and to GPUs
 };
 inline Record &record() { return global<Record>(); }
 

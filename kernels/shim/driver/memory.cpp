@@ -94,6 +94,11 @@ CUresult copy(void *stream, Rows to, Side target, Rows from, Side source, u64 wi
     bool to_known = driver::allocated(to.first, to.extent(width, height));
     if (source == Side::DEVICE && !from_known) return CUDA_ERROR_INVALID_VALUE;
     if (target == Side::DEVICE && !to_known) return CUDA_ERROR_INVALID_VALUE;
+    bool from_gpu = regions().find(from.first).second.gpu, to_gpu = regions().find(to.first).second.gpu;
+    if (from_gpu != to_gpu) {
+        std::lock_guard<std::mutex> guard(driver::record().mutex);
+        (from_gpu ? driver::record().downloaded : driver::record().uploaded) += width * height;
+    }
     std::shared_ptr<std::vector<unsigned char>> read;
     if (!from_known && !wait) {
         auto *start = reinterpret_cast<const unsigned char *>(from.first);
@@ -263,6 +268,18 @@ API cuMemcpy2DAsync_v2(const Copy2D *what, void *stream) {
     if (what->source.type == 3 || what->target.type == 3) return CUDA_ERROR_NOT_SUPPORTED;
     return copy(stream, what->target.rows(), what->target.side(), what->source.rows(), what->source.side(), what->width,
                 what->height, false);
+}
+
+// The bytes that copies have moved from GPUs to the host so far.
+EXPORTED u64 shimDownloaded() {
+    std::lock_guard<std::mutex> guard(driver::record().mutex);
+    return driver::record().downloaded;
+}
+
+// And from the host to GPUs.
+EXPORTED u64 shimUploaded() {
+    std::lock_guard<std::mutex> guard(driver::record().mutex);
+    return driver::record().uploaded;
 }
 
 API cuMemsetD8_v2(u64 at, unsigned char value, size_t count) { return fill(nullptr, at, value, count, true); }

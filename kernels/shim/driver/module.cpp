@@ -1,5 +1,7 @@
-// Modules, functions and launches. A module is the text that the NVRTC stand-in passed through. Bonfire's functions run
-// as compiled into this library; others cannot run.
+// Modules, functions and launches. A module's image comes from this driver's NVRTC: the text of a program of Bonfire,
+// whose kernels are part of this library, or the name of a library that contains the kernels.
+#include <dlfcn.h>
+
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
@@ -8,6 +10,7 @@
 
 #include "../../signal.cuh"
 #include "../device.hpp"
+#include "blocks.hpp"
 #include "entries.hpp"
 #include "gpu.hpp"
 
@@ -18,7 +21,7 @@ namespace {
 
 struct Module {
     Gpu *gpu;
-    std::string text;
+    void *library;  // null if it is one of Bonfire's
 };
 driver::Handles<Module> &modules() { return driver::global<driver::Handles<Module>>(); }
 
@@ -26,12 +29,21 @@ struct Function {
     Module *module;
     Gpu *gpu;
     std::string name;
-    const HostKernel *kernel;
+    // One of Bonfire's, or else one that was compiled at run time.
+    const HostKernel *own;
+    const compiled::Entry *other;
     bool launched;
+
+    std::vector<u32> sizes() const {
+        return own ? own->sizes : std::vector<u32>(other->sizes, other->sizes + other->parameters);
+    }
+    u32 most_threads() const { return own ? MAX_THREADS : 1024; }
 };
 driver::Handles<Function> &functions() { return driver::global<driver::Handles<Function>>(); }
 
 constexpr u32 MULTIPROCESSORS = 4;
+constexpr char LIBRARY[] = "library ";  // before the name of a library in an image
+constexpr u32 MOST_SHARED_MEMORY = 227 << 10;
 
 u32 blocks_of_multiprocessor(u32 threads) { return std::clamp(2 * MAX_THREADS / std::max(threads, 1u), 1u, 32u); }
 
@@ -39,10 +51,10 @@ u32 blocks_of_multiprocessor(u32 threads) { return std::clamp(2 * MAX_THREADS / 
 struct Parameters {
     std::vector<std::vector<unsigned char>> bytes;
     std::vector<void *> at;
-    Parameters(const HostKernel &kernel, void **given) {
-        for (size_t i = 0; i < kernel.sizes.size(); ++i) {
+    Parameters(const std::vector<u32> &sizes, void **given) {
+        for (size_t i = 0; i < sizes.size(); ++i) {
             auto *first = static_cast<const unsigned char *>(given[i]);
-            bytes.emplace_back(first, first + kernel.sizes[i]);
+            bytes.emplace_back(first, first + sizes[i]);
         }
         for (auto &one : bytes) at.push_back(one.data());
     }
@@ -62,20 +74,36 @@ bool faults(Gpu &gpu, const std::string &name) {
     return ++gpu.fault_launches == settings.fault_launch;
 }
 
-CUresult launch(Function &function, shim::Index grid, shim::Index block, void *stream, void **given) {
+// Returns the item that runs one of Bonfire's kernels, with all its blocks at once.
+std::function<void()> run_own(const Function &function, const driver::Shape &shape,
+                              std::shared_ptr<Parameters> parameters) {
+    shim::Index grid = {shape.grid.x, shape.grid.y, 1};
+    u32 threads = shape.block.x;
+    u32 rows = std::max(MULTIPROCESSORS * blocks_of_multiprocessor(threads) / grid.x, 1u);
+    return [=, kernel = function.own, gpu = function.gpu] {
+        shim::run({{{grid, threads, [=] { kernel->run(parameters->at.data()); }, &gpu->fault}}}, rows);
+    };
+}
+
+std::function<void()> run_other(const Function &function, const driver::Shape &shape,
+                                std::shared_ptr<Parameters> parameters) {
+    return [=, entry = function.other, gpu = function.gpu] {
+        driver::run_blocks(*entry, shape, parameters->at.data(), gpu->fault);
+    };
+}
+
+CUresult launch(Function &function, const driver::Shape &shape, void *stream, void **given) {
     return driver::on_stream(stream, [&](driver::Stream &found) {
+        const compiled::Index &grid = shape.grid, &block = shape.block;
         if (found.gpu != function.gpu) return CUDA_ERROR_INVALID_HANDLE;
         bool empty = !grid.x || !grid.y || !grid.z || !block.x || !block.y || !block.z;
-        if (empty || !given) return CUDA_ERROR_INVALID_VALUE;
-        if (!function.kernel) return refuse(function, "not one of Bonfire's, cannot run", CUDA_ERROR_NOT_SUPPORTED);
-        if (grid.z != 1 || block.y != 1 || block.z != 1) {
+        if (empty || !given || shape.dynamic_shared > MOST_SHARED_MEMORY) return CUDA_ERROR_INVALID_VALUE;
+        if (function.own && (grid.z != 1 || block.y != 1 || block.z != 1)) {
             return refuse(function, "grids of (x, y, 1) and blocks of (x, 1, 1) only", CUDA_ERROR_NOT_SUPPORTED);
         }
-        if (block.x > MAX_THREADS) return CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES;
+        if (u64(block.x) * block.y * block.z > function.most_threads()) return CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES;
         // Modules are loaded lazily, at the first launch.
         if (!std::exchange(function.launched, true)) found.gpu->sync_if_strict();
-        auto parameters = std::make_shared<Parameters>(*function.kernel, given);
-        u32 rows = std::max(MULTIPROCESSORS * blocks_of_multiprocessor(block.x) / grid.x, 1u);
         Gpu *gpu = found.gpu;
         {
             std::lock_guard<std::mutex> guard(driver::record().mutex);
@@ -87,9 +115,9 @@ CUresult launch(Function &function, shim::Index grid, shim::Index block, void *s
             gpu->submit(found, [gpu] { gpu->fault = CUDA_ERROR_ILLEGAL_ADDRESS; });
             return CUDA_SUCCESS;
         }
-        gpu->submit(found, [kernel = function.kernel, grid, threads = block.x, parameters, rows, gpu] {
-            shim::run({{{grid, threads, [=] { kernel->run(parameters->at.data()); }, &gpu->fault}}}, rows);
-        });
+        auto parameters = std::make_shared<Parameters>(function.sizes(), given);
+        auto run = function.own ? run_own : run_other;
+        gpu->submit(found, run(function, shape, parameters));
         return CUDA_SUCCESS;
     });
 }
@@ -99,7 +127,16 @@ CUresult launch(Function &function, shim::Index grid, shim::Index block, void *s
 API cuModuleLoadData(void **module, const void *image) {
     return driver::in_context([&](Gpu &own) {
         own.sync_if_strict();
-        *module = modules().add({&own, static_cast<const char *>(image)});
+        std::string text = static_cast<const char *>(image);
+        void *library = nullptr;
+        if (text.starts_with(LIBRARY)) {
+            library = dlopen(text.c_str() + strlen(LIBRARY), RTLD_NOW | RTLD_LOCAL);
+            if (!library) {
+                fprintf(stderr, "software driver: %s\n", dlerror());
+                return CUDA_ERROR_INVALID_IMAGE;
+            }
+        }
+        *module = modules().add({&own, library});
         return CUDA_SUCCESS;
     });
 }
@@ -117,9 +154,10 @@ API cuModuleUnload(void *module) {
 API cuModuleGetFunction(void **function, void *handle, const char *name) {
     Module *module = modules().find(handle);
     if (!module) return CUDA_ERROR_INVALID_HANDLE;
-    const HostKernel *kernel = driver::find_kernel(name);
-    if (!kernel && module->text.find(name) == std::string::npos) return CUDA_ERROR_NOT_FOUND;
-    *function = functions().add({module, module->gpu, name, kernel, false});
+    const HostKernel *own = module->library ? nullptr : driver::find_kernel(name);
+    void *other = module->library ? dlsym(module->library, ("shim_entry_" + std::string(name)).c_str()) : nullptr;
+    if (!own && !other) return CUDA_ERROR_NOT_FOUND;
+    *function = functions().add({module, module->gpu, name, own, static_cast<const compiled::Entry *>(other), false});
     return CUDA_SUCCESS;
 }
 
@@ -136,19 +174,21 @@ API cuFuncSetCacheConfig(void *function, int) {
 API cuFuncSetAttribute(void *function, int, int) { return cuFuncSetCacheConfig(function, 0); }
 
 API cuFuncGetAttribute(int *value, int attribute, void *function) {
-    if (!functions().find(function)) return CUDA_ERROR_INVALID_HANDLE;
+    Function *found = functions().find(function);
+    if (!found) return CUDA_ERROR_INVALID_HANDLE;
     switch (attribute) {
-        case 0: *value = int(MAX_THREADS); return CUDA_SUCCESS;  // threads of a block
+        case 0: *value = int(found->most_threads()); return CUDA_SUCCESS;  // of a block
         case 4: *value = 64; return CUDA_SUCCESS;                 // registers
-        case 5: case 6: *value = 90; return CUDA_SUCCESS;         // what it was compiled for
+        case 5: case 6: *value = int(driver::settings().architecture); return CUDA_SUCCESS;  // compiled for
         default: *value = 0; return CUDA_SUCCESS;
     }
 }
 
 API cuOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, void *function, int threads, size_t) {
-    if (!functions().find(function)) return CUDA_ERROR_INVALID_HANDLE;
+    Function *found = functions().find(function);
+    if (!found) return CUDA_ERROR_INVALID_HANDLE;
     if (threads < 1) return CUDA_ERROR_INVALID_VALUE;
-    *blocks = u32(threads) > MAX_THREADS ? 0 : int(blocks_of_multiprocessor(u32(threads)));
+    *blocks = u32(threads) > found->most_threads() ? 0 : int(blocks_of_multiprocessor(u32(threads)));
     return CUDA_SUCCESS;
 }
 API cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *blocks, void *function, int threads, size_t bytes,
@@ -169,10 +209,10 @@ EXPORTED int shimLeastPriority(const char *kernel) {
 }
 
 API cuLaunchKernel(void *handle, unsigned x, unsigned y, unsigned z, unsigned block_x, unsigned block_y,
-                   unsigned block_z, unsigned, void *stream, void **parameters, void **) {
+                   unsigned block_z, unsigned shared, void *stream, void **parameters, void **) {
     Function *function = functions().find(handle);
     if (!function) return CUDA_ERROR_INVALID_HANDLE;
-    return launch(*function, {x, y, z}, {block_x, block_y, block_z}, stream, parameters);
+    return launch(*function, {{x, y, z}, {block_x, block_y, block_z}, shared}, stream, parameters);
 }
 
 struct LaunchConfig {
@@ -185,6 +225,6 @@ API cuLaunchKernelEx(const LaunchConfig *how, void *handle, void **parameters, v
     Function *function = functions().find(handle);
     if (!function) return CUDA_ERROR_INVALID_HANDLE;
     if (how->attribute_count) return refuse(*function, "launch attributes", CUDA_ERROR_NOT_SUPPORTED);
-    shim::Index block = {how->block_x, how->block_y, how->block_z};
-    return launch(*function, {how->x, how->y, how->z}, block, how->stream, parameters);
+    compiled::Index grid = {how->x, how->y, how->z}, block = {how->block_x, how->block_y, how->block_z};
+    return launch(*function, {grid, block, how->shared}, how->stream, parameters);
 }

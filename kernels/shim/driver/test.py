@@ -14,78 +14,15 @@ import sys
 import threading
 import time
 
+sys.dont_write_bytecode = True
+from api import (  # noqa: E402
+    GPUS, OWN, POINTER, U64, call, compiled, cuda, function, got, got_after, launch, memory, nccl, read, word, words,
+)  # fmt: skip
+from kernels import TREE, compiles_kernels  # noqa: E402
+
 MAX_RANKS = 8
 CONTROL = 1122432  # sizeof(Control), see signal.cuh
 SECONDS = 1_000_000_000
-GPUS = int(os.environ.get("SHIM_GPUS", 1))
-
-cuda = ctypes.CDLL(os.path.join(sys.argv[1], "libcuda.so"))
-nvrtc = ctypes.CDLL(os.path.join(sys.argv[1], "libnvrtc.so"))
-nccl = ctypes.CDLL(os.path.join(sys.argv[1], "libnccl.so"))
-
-U64, U32, POINTER = ctypes.c_uint64, ctypes.c_uint32, ctypes.c_void_p
-
-
-def call(name, *arguments, expected=0):
-    result = getattr(cuda, name)(*arguments)
-    assert result == expected, f"{name}: {result}, not {expected}"
-
-
-def got(kind, name, *arguments):
-    """Returns what a function stores through its first parameter."""
-    value = kind()
-    call(name, ctypes.byref(value), *arguments)
-    return value
-
-
-def got_after(kind, name, first):
-    """Returns what a function stores through its second parameter."""
-    value = kind()
-    call(name, first, ctypes.byref(value))
-    return value
-
-
-def memory(data):
-    address = got(U64, "cuMemAlloc_v2", ctypes.c_size_t(len(data)))
-    call("cuMemcpyHtoD_v2", address, data, ctypes.c_size_t(len(data)))
-    return address
-
-
-def read(address, size):
-    data = ctypes.create_string_buffer(size)
-    call("cuMemcpyDtoH_v2", data, address, ctypes.c_size_t(size))
-    return data.raw
-
-
-def words(*values):
-    return struct.pack(f"{len(values)}Q", *values)
-
-
-def word(address):
-    return struct.unpack("Q", read(address, 8))[0]
-
-
-def function(name, text=b"extern \"C\" __global__ void of_another_library() {}"):
-    program = POINTER()
-    assert nvrtc.nvrtcCreateProgram(ctypes.byref(program), text, None, 0, None, None) == 0
-    assert nvrtc.nvrtcCompileProgram(program, 0, None) == 0
-    size = ctypes.c_size_t()
-    assert nvrtc.nvrtcGetPTXSize(program, ctypes.byref(size)) == 0
-    image = ctypes.create_string_buffer(size.value)
-    assert nvrtc.nvrtcGetPTX(program, image) == 0
-    assert nvrtc.nvrtcDestroyProgram(ctypes.byref(program)) == 0
-    module = got(POINTER, "cuModuleLoadData", image)
-    return got(POINTER, "cuModuleGetFunction", module, name)
-
-
-def launch(of, grid, threads, stream, *parameters, expected=0):
-    """Launches a kernel. The parameters are bytes; they are overwritten afterwards, so the launch must copy them."""
-    buffers = [ctypes.create_string_buffer(one, len(one)) for one in parameters]
-    array = (POINTER * (len(buffers) + 1))(*[ctypes.addressof(one) for one in buffers])
-    x, y = grid
-    call("cuLaunchKernel", of, x, y, 1, threads, 1, 1, 0, stream, array, None, expected=expected)
-    for one in buffers:
-        ctypes.memset(one, 0xFF, len(one))
 
 
 class Gpu:
@@ -366,12 +303,22 @@ def faults(gpus):
     all_reduces([sound], 3, 3)
 
 
+def copies_are_counted(gpu):
+    gpu.enter()
+    both = cuda.shimDownloaded, cuda.shimUploaded
+    before = [count() for count in both]
+    data = memory(bytes(24))
+    call("cuMemcpyDtoDAsync_v2", data, memory(bytes(8)), ctypes.c_size_t(8), gpu.tensors)
+    read(data, 20)
+    assert [count() - number for count, number in zip(both, before)] == [20, 32]
+
+
 def refuses(gpus):
     gpu = gpus[0]
     gpu.enter()
-    launch(function(b"of_another_library"), (1, 1), 1, gpu.tensors, expected=801)
-    module = got(POINTER, "cuModuleLoadData", b"")
-    call("cuModuleGetFunction", ctypes.byref(POINTER()), module, b"of_another_library", expected=500)
+    for text in [OWN, TREE]:
+        module = got(POINTER, "cuModuleLoadData", compiled(text))
+        call("cuModuleGetFunction", ctypes.byref(POINTER()), module, b"of_another_library", expected=500)
     launch(gpu.await_done, (0, 1), 1, gpu.tensors, words(0), gpu.order(gpu.done, 0), expected=1)
     launch(gpu.await_done, (1, 1), 513, gpu.tensors, words(0), gpu.order(gpu.done, 0), expected=701)
     call("cuMemFree_v2", U64(12345), expected=1)
@@ -411,6 +358,8 @@ assert cuda.shimLaunches(b"two_shot_sum_f32") == 12 * GPUS
 is_asynchronous(all_gpus)
 shares_queues(all_gpus[0])
 loads_wait(all_gpus[0])
+compiles_kernels(all_gpus[-1])
+copies_are_counted(all_gpus[0])
 collectives_are_in_order(all_gpus)
 streams_outlive_collectives(all_gpus)
 refuses(all_gpus)

@@ -1,0 +1,236 @@
+//! Trainings on CUDA devices: burn's kernels in both passes, the exchange of gradients, and the optimizer.
+
+#[path = "common/devices.rs"]
+mod devices;
+#[path = "common/step.rs"]
+mod models;
+#[path = "common/software_driver.rs"]
+mod software_driver;
+#[path = "common/trainings.rs"]
+mod trainings;
+
+use std::ops::Range;
+
+use bonfire::tensor::autodiff::CollectiveBackend;
+use bonfire::{Cuda, CudaDevice, DataParallel, Group, ShardedOptimizer, Sharding};
+use bonfire_testing::{Kind, run_ranks};
+use burn::backend::{Autodiff, NdArray};
+use burn::module::{Module, Param};
+use burn::nn::{Linear, LinearConfig};
+use burn::optim::{AdamConfig, GradientsParams, Optimizer};
+use burn::tensor::Tensor;
+use burn::tensor::backend::{AutodiffBackend, Backend};
+use cubecl::cuda::CudaRuntime;
+
+use models::{Bits, bits, values};
+use software_driver::SoftwareDriver;
+use trainings::{check_ways, replicas_and_parts};
+
+type Training = Autodiff<Cuda>;
+
+const INPUTS: usize = 64;
+const HIDDEN: usize = 1024;
+const OUTPUTS: usize = 48;
+const RATE: f64 = 0.01;
+
+/// The samples of each rank in a step. They differ, so the mean is weighted.
+const SAMPLES: [usize; 2] = [5, 3];
+
+/// The ranks compare their parameters before the first two steps and before every eighth, given this many bytes.
+const COMPARED: usize = 2;
+const STEPS: usize = 7;
+
+/// Two layers, of nearly half a MiB.
+#[derive(Module, Debug)]
+struct Network<B: Backend> {
+    first: Linear<B>,
+    second: Linear<B>,
+}
+
+impl<B: Backend> Network<B> {
+    fn new(device: &B::Device) -> Self {
+        let linear = |inputs, outputs, seed| {
+            let scale = 1.0 / (inputs as f64).sqrt();
+            let mut linear = LinearConfig::new(inputs, outputs).init(device);
+            linear.weight = Param::from_tensor(values([inputs, outputs], seed, device) * scale);
+            linear.bias = Some(Param::from_tensor(values([outputs], seed + 1, device) * scale));
+            linear
+        };
+        Network { first: linear(INPUTS, HIDDEN, 1), second: linear(HIDDEN, OUTPUTS, 3) }
+    }
+
+    /// The mean over the samples of a batch.
+    fn loss(&self, [input, target]: [Tensor<B, 2>; 2]) -> Tensor<B, 1> {
+        let output = self.second.forward(self.first.forward(input).tanh());
+        (output - target).powf_scalar(2.0).mean()
+    }
+}
+
+/// The inputs and the targets of some samples of a step, on the device.
+fn batch<B: Backend>(step: usize, samples: Range<usize>, device: &B::Device) -> [Tensor<B, 2>; 2] {
+    let rows = |columns, seed| {
+        let whole = values::<NdArray, 2>([SAMPLES.iter().sum(), columns], seed, &Default::default());
+        Tensor::from_data(whole.slice([samples.clone(), 0..columns]).into_data(), device)
+    };
+    [rows(INPUTS, 100 + 2 * step), rows(OUTPUTS, 101 + 2 * step)]
+}
+
+/// Trains with whole batches, without Bonfire.
+fn alone<B: AutodiffBackend>(device: &B::Device) -> Bits {
+    let mut model = Network::<B>::new(device);
+    let mut optimizer = AdamConfig::new().init();
+    for step in 0..STEPS {
+        let loss = model.loss(batch(step, 0..SAMPLES.iter().sum(), device));
+        let grads = GradientsParams::from_grads(loss.backward(), &model);
+        model = optimizer.step(RATE, model, grads);
+    }
+    bits(&model)
+}
+
+/// How the ranks exchange gradients.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Way {
+    Step,
+    Sync,
+    Sharded,
+}
+
+/// Trains as one of two ranks. Calls `at` before the first step in which the ranks do not compare parameters, and after
+/// the last step, once all ranks are there.
+fn together<B: CollectiveBackend>(group: &Group, device: &B::Device, way: Way, mut at: impl FnMut()) -> Bits {
+    let rank = group.rank();
+    let samples = SAMPLES[rank];
+    let first = SAMPLES[..rank].iter().sum();
+    let batches: Vec<_> = (0..STEPS).map(|step| batch::<B>(step, first..first + samples, device)).collect();
+    let (mut model, mut ddp) = DataParallel::new(group.clone(), Network::<B>::new(device)).unwrap();
+    let mut optimizer = AdamConfig::new().init();
+    let mut sharded = ShardedOptimizer::new(&ddp, AdamConfig::new().init(), Sharding::All).unwrap();
+    let mut all_are_there = || {
+        // Also what was queued before.
+        B::sync(device).unwrap();
+        group.barrier().unwrap();
+        at();
+        group.barrier().unwrap();
+    };
+    for (step, batch) in batches.into_iter().enumerate() {
+        if step == COMPARED {
+            all_are_there();
+        }
+        let grads = |model: &Network<B>, batch| GradientsParams::from_grads(model.loss(batch).backward(), model);
+        match way {
+            Way::Step => {
+                let step = ddp.step(&model, samples).unwrap();
+                let loss = step.model().loss(batch);
+                let grads = step.finish(loss.backward()).unwrap();
+                model = optimizer.step(RATE, model, grads);
+            }
+            Way::Sync => {
+                let grads = ddp.sync(&model, grads(&model, batch), samples).unwrap();
+                model = optimizer.step(RATE, model, grads);
+            }
+            Way::Sharded => {
+                let grads = grads(&model, batch);
+                sharded.step(RATE, &mut model, grads, samples).unwrap();
+            }
+        }
+    }
+    all_are_there();
+    bits(&model)
+}
+
+fn device(first: u8, rank: usize) -> CudaDevice {
+    devices::Devices::<CudaRuntime>::new(first, 2).all[rank].clone()
+}
+
+/// The kernels add in another order than the host, and Adam divides by what may be small.
+fn check_close(trained: &Bits, expected: &Bits) {
+    assert_eq!(trained.0.len(), expected.0.len());
+    let mut largest = 0.0f64;
+    for (trained, expected) in trained.0.iter().zip(&expected.0) {
+        assert_eq!(trained.shape, expected.shape);
+        let pairs = trained.iter::<f64>().zip(expected.iter::<f64>());
+        largest = pairs.map(|(a, b)| (a - b).abs()).fold(largest, f64::max);
+    }
+    eprintln!("the largest difference: {largest}");
+    assert!(largest < 1e-4, "{largest}");
+}
+
+fn equals_one_rank(way: Way, first: u8) {
+    let expected = alone::<Autodiff<NdArray>>(&Default::default());
+    let trained = run_ranks(Kind::Threads, 2, move |group| {
+        let device = device(first, group.rank());
+        let mut counters = Vec::new();
+        let trained = together::<Training>(&group, &device, way, || counters.push(device.counters()));
+        assert_eq!(counters[0], counters[1], "nothing passes through the host");
+        trained
+    });
+    assert!(trained[0] == trained[1], "the ranks' parameters differ");
+    check_close(&trained[0], &expected);
+}
+
+#[test]
+#[ignore = "needs a CUDA GPU"]
+fn overlapped_steps_on_two_devices_equal_one_rank_on_the_host() {
+    equals_one_rank(Way::Step, 40);
+}
+
+#[test]
+#[ignore = "needs a CUDA GPU"]
+fn synchronized_steps_on_two_devices_equal_one_rank_on_the_host() {
+    equals_one_rank(Way::Sync, 42);
+}
+
+#[test]
+#[ignore = "needs a CUDA GPU"]
+fn a_sharded_optimizer_on_two_devices_equals_one_rank_on_the_host() {
+    equals_one_rank(Way::Sharded, 44);
+}
+
+#[test]
+#[ignore = "needs a CUDA GPU"]
+fn overlapped_steps_of_a_convolutional_network_with_sync_batch_norm_equal_sync() {
+    check_ways(models::convolutional::<Training>, 5, |rank| device(46, rank));
+}
+
+#[test]
+#[ignore = "needs a CUDA GPU"]
+fn overlapped_steps_of_a_transformer_with_a_shared_embedding_equal_sync() {
+    check_ways(models::language::<Training>, 5, |rank| device(48, rank));
+}
+
+#[test]
+#[ignore = "needs a CUDA GPU"]
+fn full_sharding_equals_replicas() {
+    check_ways(replicas_and_parts::<Training>, 5, |rank| device(50, rank));
+}
+
+/// What only the software driver records. `scripts/gpu-check` leaves these tests out.
+mod software {
+    use super::*;
+
+    /// The bytes that copies move between host and devices in the steps without a comparison of parameters.
+    fn copied(way: Way, first: u8) -> [u64; 2] {
+        let results = run_ranks(Kind::Threads, 2, move |group| {
+            let (driver, mut copied) = (SoftwareDriver::loaded(), Vec::new());
+            together::<Training>(&group, &device(first, group.rank()), way, || copied.push(driver.copied()));
+            [0, 1].map(|direction| copied[1][direction] - copied[0][direction])
+        });
+        results[0]
+    }
+
+    #[test]
+    #[ignore = "needs the software driver"]
+    fn no_gradient_and_no_parameter_leaves_its_device() {
+        for (way, first) in [(Way::Step, 52), (Way::Sync, 54)] {
+            let [downloaded, uploaded] = copied(way, first);
+            eprintln!("{way:?}: {downloaded} bytes downloaded, {uploaded} uploaded");
+            assert_eq!(downloaded, 0, "{way:?}");
+        }
+    }
+
+    #[test]
+    #[ignore = "needs the software driver"]
+    fn copies_of_a_sharded_optimizer() {
+        eprintln!("{:?}", copied(Way::Sharded, 56));
+    }
+}
