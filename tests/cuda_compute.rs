@@ -21,16 +21,18 @@ use streams::{LENGTH, empty, launch_fill};
 
 type Devices = devices::Devices<CudaRuntime>;
 
+/// Or as often as `BONFIRE_REWRITES` says.
 #[test]
 #[ignore = "needs a CUDA GPU"]
 fn a_rewritten_tensor_is_read_anew_ten_thousand_times() {
     const BATCH: usize = 50;
+    let times = std::env::var("BONFIRE_REWRITES").map_or(10_000, |times| times.parse().unwrap());
     let devices = Devices::new(0, 2);
     devices.run(|rank, client| {
         let mut streams = devices::streams(&client, rank);
         let tensors = [empty(&streams[0]), empty(&streams[1])];
         let results: Vec<_> = (0..BATCH).map(|i| empty(&streams[i / 2 % 2])).collect();
-        for batch in 0..10_000 / BATCH {
+        for batch in 0..times / BATCH {
             let value = |i: usize, rank: usize| (2 * (batch * BATCH + i) + rank) as f32;
             for (i, result) in results.iter().enumerate() {
                 // A stream writes and reduces its own tensor and the other stream's, without a wait.

@@ -227,10 +227,4 @@ mod software {
             assert_eq!(downloaded, 0, "{way:?}");
         }
     }
-
-    #[test]
-    #[ignore = "needs the software driver"]
-    fn copies_of_a_sharded_optimizer() {
-        eprintln!("{:?}", copied(Way::Sharded, 56));
-    }
 }

@@ -141,7 +141,9 @@ void run_block_of_fibres(u32 threads) {
     while (machine.fibres.size() < threads) add_fibre();
     machine.warps.resize(std::max<size_t>(machine.warps.size(), (threads + WARP - 1) / WARP));
     machine.all.alive = threads;
-    for (u32 first = 0; first < threads; first += WARP) machine.warps[first / WARP].alive = std::min(threads - first, WARP);
+    for (u32 first = 0; first < threads; first += WARP) {
+        machine.warps[first / WARP].alive = std::min(threads - first, WARP);
+    }
     for (u32 i = 0; i < threads; ++i) machine.fibres[i]->done = false;
     while (machine.all.alive) {
         bool ran = false;
@@ -158,7 +160,8 @@ void run_block_of_fibres(u32 threads) {
 
 }  // namespace
 
-void run_blocks(const compiled::Entry &entry, const Shape &shape, void *const *parameters, const std::atomic<int> &killed) {
+void run_blocks(const compiled::Entry &entry, const Shape &shape, void *const *parameters,
+                const std::atomic<int> &killed) {
     constexpr size_t ALIGNMENT = 1024;
     constexpr unsigned char GARBAGE = 0xcb;
     const compiled::Index &grid = shape.grid, &size = shape.block;

@@ -14,6 +14,7 @@ struct Shape {
 };
 
 // Runs all blocks of a kernel, one after another, on this thread. Begins no further one once `killed` is not zero.
-void run_blocks(const compiled::Entry &entry, const Shape &shape, void *const *parameters, const std::atomic<int> &killed);
+void run_blocks(const compiled::Entry &entry, const Shape &shape, void *const *parameters,
+                const std::atomic<int> &killed);
 
 }  // namespace driver

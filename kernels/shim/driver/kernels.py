@@ -1,5 +1,6 @@
 """Kernels that are compiled at run time: a part of test.py."""
 
+import os
 import random
 import struct
 
@@ -74,13 +75,13 @@ def unsigned(address, count):
 
 def compiles_kernels(gpu):
     gpu.enter()
-    size = 6 * 4 * 6
+    size = 6 * 4 * 8
     target = memory(bytes(4 * size))
     sizes = struct.pack("2I", 6, 24)
-    launch(function(b"copy", NUMBERS), (2, 2, 3), (3, 2, 2), gpu.tensors, words(target.value), sizes, b"\0\0\0@")
+    launch(function(b"copy", NUMBERS), (2, 2, 2), (3, 2, 4), gpu.tensors, words(target.value), sizes, b"\0\0\0@")
     call("cuStreamSynchronize", gpu.tensors)
     assert unsigned(target, size) == [
-        2 * x + 100 * y + 10000 * z for z in range(6) for y in range(4) for x in range(6)
+        2 * x + 100 * y + 10000 * z for z in range(8) for y in range(4) for x in range(6)
     ]
 
     blocks, rounds = 3, 4
@@ -115,6 +116,10 @@ def compiles_kernels(gpu):
     launch(function(b"tree", TREE), (1,), 1025, gpu.tensors, *[words(0)] * 3, expected=701)
     log = compiled(b"extern \"C\" __global__ void wrong() {\n    missing = 1;\n}", expected=6).value
     assert b"missing" in log and b":2:" in log, log
+    path, os.environ["PATH"] = os.environ["PATH"], "/nonexistent"
+    log = compiled(b'extern "C" __global__ void without_compiler() {}', expected=6).value
+    assert b"g++, which could not run" in log, log
+    os.environ["PATH"] = path
     # Temporary variables have other numbers in each process, and types another order.
     types = b"struct A { int a; };", b"struct B { int b; };"
     kernel = b'extern "C" __global__ void numbered() { int _tmp_%d = 1; A _tmp_%d{_tmp_%d}; }'
