@@ -48,7 +48,7 @@ extern "C" __global__ void lanes(unsigned *to) {
     own[2] = __shfl_down_sync(-1, self, 5);
     if (self % warpSize == 7) return;
     own[3] = __ballot_sync(-1, self % 3 == 0);
-    own[4] = __shfl_sync(-1, self, 4) + 1000 * __any_sync(-1, self == 33) + 2000 * __all_sync(-1, self < 32);
+    own[4] = __shfl_sync(-1, self, 4) + 1000 * __any_sync(-1, self == 33) + 2000 * __all_sync(-1, self < 40);
     own[5] = atomicAdd(to + 6 * blockDim.x, 1u);
 }
 """
@@ -121,7 +121,7 @@ def compiles_kernels(gpu):
     assert b"g++, which could not run" in log, log
     os.environ["PATH"] = path
     # Temporary variables have other numbers in each process, and types another order.
-    types = b"struct A { int a; };", b"struct B { int b; };"
+    types = b"struct __align__(4) A { int a; };", b"struct __align__(4) B { int b; };"
     kernel = b'extern "C" __global__ void numbered() { int _tmp_%d = 1; A _tmp_%d{_tmp_%d}; }'
     forms = [b"\n".join([*types[::order], kernel % (n, n + 9, n)]) for n, order in [(4, 1), (99, -1)]]
     one, other = (compiled(form).value for form in forms)
