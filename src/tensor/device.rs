@@ -5,7 +5,7 @@ mod access;
 
 use std::ops::Range;
 
-use burn::tensor::backend::{Backend, DeviceOps};
+use burn::tensor::backend::Backend;
 use burn::tensor::ops::FloatTensor;
 use burn::tensor::{Shape, TensorMetadata};
 
@@ -33,14 +33,13 @@ pub(crate) fn uses_collective_devices<B: Backend>() -> bool {
 
 /// Waits until the ranks of the group have agreed on how they exchange data on their devices, if this backend's do. All
 /// ranks call it. Else their first operation on devices waits, which it must not in a backward pass.
-#[cfg_attr(
-    not(feature = "cuda"),
-    expect(clippy::extra_unused_type_parameters, unused_variables, reason = "no such devices agree")
-)]
+#[cfg_attr(not(feature = "cuda"), expect(unused_variables, reason = "no such devices agree"))]
 pub(crate) fn connect<B: Backend>(group: &Group, device: &B::Device) -> Result<(), Error> {
     #[cfg(feature = "cuda")]
     if DeviceAccess::<cubecl::cuda::CudaRuntime>::applies_to::<B>() {
-        return DeviceAccess::<cubecl::cuda::CudaRuntime>::connect(group, device.id());
+        use crate::server::DeviceTransport;
+        use burn::tensor::backend::DeviceOps;
+        return cubecl::cuda::CudaRuntime::route(group, device.id()).map(drop);
     }
     Ok(())
 }

@@ -14,7 +14,6 @@ use burn_fusion::{FusionTensor, NoOp};
 use burn_ir::{InitOperationIr, OperationIr, OperationOutput};
 use cubecl::Runtime;
 use cubecl::client::ComputeClient;
-use cubecl::device::DeviceId;
 
 use super::{DeviceCall, PendingTensors, Target, TensorKind};
 use crate::server::{CollectiveRuntime, DeviceTransport, exchange};
@@ -33,10 +32,6 @@ impl<R: DeviceTransport> DeviceAccess<R> {
     pub fn applies_to<B: Backend>() -> bool {
         let tensor = TypeId::of::<FloatTensor<B>>();
         tensor == TypeId::of::<Plain<R>>() || tensor == TypeId::of::<Fused<R>>()
-    }
-
-    pub fn connect(group: &Group, device: DeviceId) -> Result<(), Error> {
-        R::route(group, device).map(drop)
     }
 
     pub fn start<T: Send + 'static>(
