@@ -24,7 +24,7 @@ use cubecl::cuda::CudaRuntime;
 
 use models::{Bits, bits, values};
 use software_driver::SoftwareDriver;
-use trainings::{check_ways, replicas_and_parts};
+use trainings::{check_ways, clipped_with_and_without_shards, replicas_and_parts, replicas_and_shards};
 
 type Training = Autodiff<Cuda>;
 
@@ -139,7 +139,11 @@ fn together<B: CollectiveBackend>(group: &Group, device: &B::Device, way: Way, m
 }
 
 fn device(first: u8, rank: usize) -> CudaDevice {
-    devices::Devices::<CudaRuntime>::new(first, 2).all[rank].clone()
+    device_of(first, rank, 2)
+}
+
+fn device_of(first: u8, rank: usize, ranks: u8) -> CudaDevice {
+    devices::Devices::<CudaRuntime>::new(first, ranks).all[rank].clone()
 }
 
 /// The kernels add in another order than the host, and Adam divides by what may be small.
@@ -189,19 +193,26 @@ fn a_sharded_optimizer_on_two_devices_equals_one_rank_on_the_host() {
 #[test]
 #[ignore = "needs a CUDA GPU"]
 fn overlapped_steps_of_a_convolutional_network_with_sync_batch_norm_equal_sync() {
-    check_ways(models::convolutional::<Training>, 5, |rank| device(46, rank));
+    check_ways(models::convolutional::<Training>, (2, 5), |rank| device(46, rank));
 }
 
 #[test]
 #[ignore = "needs a CUDA GPU"]
 fn overlapped_steps_of_a_transformer_with_a_shared_embedding_equal_sync() {
-    check_ways(models::language::<Training>, 5, |rank| device(48, rank));
+    check_ways(models::language::<Training>, (2, 5), |rank| device(48, rank));
 }
 
 #[test]
 #[ignore = "needs a CUDA GPU"]
 fn full_sharding_equals_replicas() {
-    check_ways(replicas_and_parts::<Training>, 5, |rank| device(50, rank));
+    check_ways(replicas_and_parts::<Training>, (2, 5), |rank| device(50, rank));
+}
+
+#[test]
+#[ignore = "needs a CUDA GPU"]
+fn the_sharded_optimizer_clips_and_works_in_blocks() {
+    check_ways(replicas_and_shards::<Training>, (4, 4), |rank| device_of(60, rank, 4));
+    check_ways(clipped_with_and_without_shards::<Training>, (3, 2), |rank| device_of(64, rank, 3));
 }
 
 /// What only the software driver records. `scripts/gpu-check` leaves these tests out.
@@ -221,10 +232,12 @@ mod software {
     #[test]
     #[ignore = "needs the software driver"]
     fn no_gradient_and_no_parameter_leaves_its_device() {
-        for (way, first) in [(Way::Step, 52), (Way::Sync, 54)] {
+        for (way, first) in [(Way::Step, 52), (Way::Sync, 54), (Way::Sharded, 56)] {
             let [downloaded, uploaded] = copied(way, first);
             eprintln!("{way:?}: {downloaded} bytes downloaded, {uploaded} uploaded");
             assert_eq!(downloaded, 0, "{way:?}");
+            // Shapes and strides, which cubecl's kernels read. The model has 463,040 bytes.
+            assert!(uploaded < 32 << 10, "{way:?}: {uploaded} bytes");
         }
     }
 }
