@@ -15,6 +15,7 @@
 //     SHIM_GPUS    number of GPUs; 1
 //     SHIM_NVLINK  0: PCIe connects the GPUs, without atomic operations between them; 1
 //     SHIM_PEERS   0: no GPU can access another one's memory; 1
+//     SHIM_IPC     0: no process can open the memory of another one, as if they were in different containers; 1
 //     SHIM_QUEUES  hardware queues of each GPU; 32
 //     SHIM_DELAYS  seed of random delays before every item and within kernels; 0: none; 1
 //     SHIM_ARCHITECTURE  the compute capability: 90 is 9.0. With 80 or more, burn tries kernels for tensor cores first,
@@ -70,7 +71,7 @@ namespace driver {
 
 struct Settings {
     u32 gpus, queues;
-    bool peers, nvlink, strict;
+    bool peers, nvlink, strict, ipc;
     u64 delays;
     u32 architecture;  // compute capability: 70 is 7.0
     // The GPU, the kernel and the launch that faults. The launch is 0 if none does.

@@ -1,7 +1,14 @@
 // Memory. A GPU's memory is host memory at the same address, so kernels and copies of any GPU can access all of it. New
 // memory contains garbage and is followed by an inaccessible page. Freed memory is unmapped.
+//
+// Memory of cuMemAlloc is a file without a name, which other processes find under /proc and map: atomic operations work
+// between them as within one. A mapping that is open stays usable when the memory is freed, and when its owner ends.
+#include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
+#include <cstdio>
 #include <cstring>
 #include <map>
 
@@ -18,11 +25,22 @@ constexpr unsigned char GARBAGE = 0xcb;
 // How much of new memory is filled: more than any words of ours take, and quickly done.
 constexpr u64 GARBAGE_BYTES = 4 << 20;
 
+enum class Kind {
+    OWN,
+    REGISTERED,  // it belongs to the program
+    OPENED,      // it belongs to another process, whose handle was opened
+};
+
 struct Region {
     u64 bytes;
     Gpu *gpu;  // null: memory of the host
-    bool own;  // else it belongs to the program, which registered it
+    Kind kind;
+    int file;     // -1: other processes cannot map it
+    u64 object;   // of opened memory: the file's number
+    u32 opened;   // of opened memory: how often
 };
+
+u64 mapped_bytes(u64 bytes) { return (bytes + PAGE - 1) / PAGE * PAGE; }
 
 struct Regions {
     std::mutex mutex;
@@ -43,17 +61,39 @@ struct Regions {
 };
 Regions &regions() { return driver::global<Regions>(); }
 
-CUresult allocate(u64 *at, u64 bytes, Gpu *gpu) {
-    if (bytes == 0) return CUDA_ERROR_INVALID_VALUE;
-    u64 whole = (bytes + PAGE - 1) / PAGE * PAGE;
+// Maps new memory, or that of a file, and an inaccessible page after it. Null: there is no room.
+void *map_with_guard(u64 bytes, int file) {
+    u64 whole = mapped_bytes(bytes);
     constexpr int HOW = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
     void *memory = mmap(nullptr, whole + PAGE, PROT_READ | PROT_WRITE, HOW, -1, 0);
-    if (memory == MAP_FAILED) return CUDA_ERROR_OUT_OF_MEMORY;
-    *at = u64(memory);
+    if (memory == MAP_FAILED) return nullptr;
+    if (file >= 0 && mmap(memory, whole, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, file, 0) == MAP_FAILED) {
+        munmap(memory, whole + PAGE);
+        return nullptr;
+    }
     mprotect(static_cast<char *>(memory) + whole, PAGE, PROT_NONE);
-    memset(memory, GARBAGE, std::min(whole, GARBAGE_BYTES));
-    regions().add(*at, {bytes, gpu, true});
+    return memory;
+}
+
+// Allocates memory; if it is `shared`, other processes can map it.
+CUresult allocate(u64 *at, u64 bytes, Gpu *gpu, bool shared = false) {
+    if (bytes == 0) return CUDA_ERROR_INVALID_VALUE;
+    int file = shared ? memfd_create("software GPU", MFD_CLOEXEC) : -1;
+    bool failed = shared && (file < 0 || ftruncate(file, off_t(mapped_bytes(bytes))));
+    void *memory = failed ? nullptr : map_with_guard(bytes, file);
+    if (!memory) {
+        if (file >= 0) close(file);
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    }
+    *at = u64(memory);
+    memset(memory, GARBAGE, std::min(mapped_bytes(bytes), GARBAGE_BYTES));
+    regions().add(*at, {bytes, gpu, Kind::OWN, file, 0, 0});
     return CUDA_SUCCESS;
+}
+
+void unmap(u64 at, const Region &region) {
+    munmap(reinterpret_cast<void *>(at), mapped_bytes(region.bytes) + PAGE);
+    if (region.file >= 0) close(region.file);
 }
 
 // Frees the region that begins at this address, of a GPU or of the host.
@@ -61,7 +101,8 @@ CUresult release(u64 at, bool of_host) {
     std::lock_guard<std::mutex> guard(regions().mutex);
     auto found = regions().all.find(at);
     if (found == regions().all.end() || !found->second.gpu != of_host) return CUDA_ERROR_INVALID_VALUE;
-    if (found->second.own) munmap(reinterpret_cast<void *>(at), (found->second.bytes + PAGE - 1) / PAGE * PAGE + PAGE);
+    if (found->second.kind == Kind::OPENED) return CUDA_ERROR_INVALID_VALUE;
+    if (found->second.kind == Kind::OWN) unmap(at, found->second);
     regions().all.erase(found);
     return CUDA_SUCCESS;
 }
@@ -147,7 +188,7 @@ bool driver::allocated(CUdeviceptr at, u64 bytes) {
 API cuMemAlloc_v2(u64 *at, size_t bytes) {
     return driver::in_context([&](Gpu &own) {
         own.sync_if_strict();
-        return allocate(at, bytes, &own);
+        return allocate(at, bytes, &own, true);
     });
 }
 
@@ -166,8 +207,74 @@ API cuMemAllocFromPoolAsync(u64 *at, size_t bytes, void *, void *stream) {
 
 API cuMemFreeAsync(u64 at, void *stream) {
     auto [start, region] = regions().find(at);
-    if (start != at || !region.gpu) return CUDA_ERROR_INVALID_VALUE;
+    if (start != at || !region.gpu || region.kind != Kind::OWN) return CUDA_ERROR_INVALID_VALUE;
     return driver::submit(stream, [at] { release(at, false); });
+}
+
+// What another process gets to know about some memory.
+struct IpcHandle {
+    u64 process, file, object, bytes, ordinal;
+    u64 unused[3];
+};
+static_assert(sizeof(IpcHandle) == 64, "as in the driver");
+
+// As in the driver, memory of a pool has no handle.
+API cuIpcGetMemHandle(IpcHandle *handle, u64 at) {
+    return driver::in_context([&](Gpu &) {
+        auto [start, region] = regions().find(at);
+        struct stat file;
+        if (!start || region.file < 0 || fstat(region.file, &file)) return CUDA_ERROR_INVALID_VALUE;
+        u64 ordinal = u64(region.gpu->ordinal);
+        *handle = {u64(getpid()), u64(region.file), file.st_ino, region.bytes, ordinal, {}};
+        return CUDA_SUCCESS;
+    });
+}
+
+// The memory's GPU must be one that the current one can access. Opened once more, memory has the same address. With
+// SHIM_IPC=0 the error is that of a process that the driver cannot find, in another container.
+API cuIpcOpenMemHandle_v2(u64 *at, IpcHandle handle, unsigned flags) {
+    constexpr unsigned LAZY_ENABLE_PEER_ACCESS = 1;
+    if (flags != LAZY_ENABLE_PEER_ACCESS) return CUDA_ERROR_INVALID_VALUE;
+    return driver::in_context([&](Gpu &own) {
+        own.sync_if_strict();
+        if (!driver::settings().ipc || handle.process == u64(getpid())) return CUDA_ERROR_INVALID_CONTEXT;
+        Gpu *of = gpu(int(handle.ordinal));
+        if (!of) return CUDA_ERROR_INVALID_DEVICE;
+        if (of != &own && !driver::settings().peers) return CUDA_ERROR_PEER_ACCESS_UNSUPPORTED;
+        std::lock_guard<std::mutex> guard(regions().mutex);
+        for (auto &[start, region] : regions().all) {
+            if (region.kind != Kind::OPENED || region.object != handle.object) continue;
+            ++region.opened;
+            *at = start;
+            return CUDA_SUCCESS;
+        }
+        char name[64];
+        snprintf(name, sizeof name, "/proc/%llu/fd/%llu", handle.process, handle.file);
+        int file = open(name, O_RDWR | O_CLOEXEC);
+        if (file < 0) return CUDA_ERROR_INVALID_VALUE;
+        struct stat found;
+        // The number may belong to another file by now.
+        void *memory = fstat(file, &found) || found.st_ino != handle.object ? nullptr : map_with_guard(handle.bytes, file);
+        close(file);
+        if (!memory) return CUDA_ERROR_INVALID_VALUE;
+        *at = u64(memory);
+        regions().all[*at] = {handle.bytes, of, Kind::OPENED, -1, handle.object, 1};
+        return CUDA_SUCCESS;
+    });
+}
+
+API cuIpcCloseMemHandle(u64 at) {
+    return driver::in_context([&](Gpu &own) {
+        own.sync_if_strict();
+        std::lock_guard<std::mutex> guard(regions().mutex);
+        auto found = regions().all.find(at);
+        if (found == regions().all.end() || found->second.kind != Kind::OPENED) return CUDA_ERROR_INVALID_VALUE;
+        if (--found->second.opened == 0) {
+            unmap(at, found->second);
+            regions().all.erase(found);
+        }
+        return CUDA_SUCCESS;
+    });
 }
 
 API cuMemAllocHost_v2(void **at, size_t bytes) { return allocate_host(at, bytes); }
@@ -182,7 +289,7 @@ API cuMemFreeHost(void *at) {
 
 API cuMemHostRegister_v2(void *at, size_t bytes, unsigned) {
     return driver::in_context([&](Gpu &) {
-        regions().add(u64(at), {bytes, nullptr, false});
+        regions().add(u64(at), {bytes, nullptr, Kind::REGISTERED, -1, 0, 0});
         return CUDA_SUCCESS;
     });
 }

@@ -10,6 +10,7 @@ import ctypes
 import os
 import random
 import struct
+import subprocess
 import sys
 import threading
 import time
@@ -340,6 +341,73 @@ def refuses(gpus):
     call("cuMemAlloc_v2", ctypes.byref(U64()), ctypes.c_size_t(8), expected=201)
 
 
+# Memory of other processes
+
+
+class IpcHandle(ctypes.Structure):
+    """What names some memory to another process."""
+
+    _fields_ = [("bytes", ctypes.c_ubyte * 64)]
+
+
+def open_handle(handle, expected=0):
+    address = U64()
+    lazy_enable_peer_access = 1
+    call("cuIpcOpenMemHandle_v2", ctypes.byref(address), handle, lazy_enable_peer_access, expected=expected)
+    return address
+
+
+def opens_memory_of_another_process(hexadecimal):
+    """A process that opens a handle, which it is given as hexadecimal digits."""
+    call("cuInit", 0)
+    call("cuCtxSetCurrent", got(POINTER, "cuDevicePrimaryCtxRetain", 0))
+    handle = IpcHandle.from_buffer_copy(bytes.fromhex(hexadecimal))
+    if os.environ.get("SHIM_IPC") == "0":
+        open_handle(handle, expected=201)
+        return
+    if GPUS > 1 and os.environ.get("SHIM_PEERS") == "0":
+        open_handle(handle, expected=217)
+        return
+    address = open_handle(handle)
+    assert open_handle(handle).value == address.value, "opened once more, it has another address"
+    assert word(address) == 5
+    call("cuMemFree_v2", address, expected=1)
+    call("cuMemcpyHtoD_v2", address, words(6), ctypes.c_size_t(8))
+    print("written", flush=True)
+    # By now the owner has freed it.
+    assert input() == "freed"
+    assert word(address) == 7
+    open_handle(IpcHandle(), expected=1)
+    call("cuIpcCloseMemHandle", address)
+    assert word(address) == 7
+    call("cuIpcCloseMemHandle", address)
+    call("cuIpcCloseMemHandle", address, expected=1)
+    open_handle(handle, expected=1)
+
+
+def shares_memory_between_processes(gpu):
+    """Memory of cuMemAlloc is the same memory in a process that opens its handle; a pool's memory has no handle."""
+    gpu.enter()
+    shared = memory(words(5) + bytes(8))
+    handle = got(IpcHandle, "cuIpcGetMemHandle", shared)
+    open_handle(handle, expected=201)
+    pool = got(U64, "cuMemAllocAsync", ctypes.c_size_t(8), gpu.tensors)
+    call("cuIpcGetMemHandle", ctypes.byref(IpcHandle()), pool, expected=1)
+    command = [sys.executable, __file__, sys.argv[1], bytes(handle.bytes).hex()]
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    if child.stdout.readline() == "written\n":
+        assert word(shared) == 6
+        call("cuMemcpyHtoD_v2", shared, words(7), ctypes.c_size_t(8))
+        call("cuMemFree_v2", shared)
+        child.stdin.write("freed\n")
+        child.stdin.flush()
+    assert child.wait() == 0
+
+
+if len(sys.argv) > 2:
+    opens_memory_of_another_process(sys.argv[2])
+    sys.exit()
+
 call("cuInit", 0)
 all_gpus = [Gpu(ordinal) for ordinal in range(got(ctypes.c_int, "cuDeviceGetCount").value)]
 assert len(all_gpus) == GPUS
@@ -362,4 +430,5 @@ compiles_kernels(all_gpus[-1])
 copies_are_counted(all_gpus[0])
 collectives_are_in_order(all_gpus)
 streams_outlive_collectives(all_gpus)
+shares_memory_between_processes(all_gpus[-1])
 refuses(all_gpus)
