@@ -18,6 +18,11 @@
 // the addresses of their tensors by writing to each other's Control, and then access each other's tensors directly. So
 // no launch waits until the ranks of another launch have allocated their tensors.
 //
+// They exchange addresses as distances from the rank's own Control. Ranks of one process have one address space, so
+// nothing changes. In another process the Control has another address, and what is in the same allocation is as far
+// from it as here: what peers access must be there then. What only the rank itself accesses may be anywhere. The host
+// maps a Control to addresses that agree in the bits that decide about the width of accesses.
+//
 // Time
 // Calls are numbered from 1 in the order in which a rank makes them: its epoch. The epoch is not a parameter but is
 // kept in the Control, and advances when the last block of a call ends. So a captured graph can be replayed.
@@ -72,7 +77,7 @@ enum class Operation : u64 {
 
 // Where one rank's tensors are in this call. Written by that rank.
 struct alignas(32) Mail {
-    u64 source, target;
+    u64 source, target;  // distances from that rank's Control
     u64 digest;  // of what was called
     u64 epoch;   // written last: a reader that sees it sees the rest
 };
@@ -134,8 +139,8 @@ class Meeting {
             well = sound();
             if (well) {
                 Mail &out = control(peer).mail[blockIdx.y][rank];
-                out.source = member.source;
-                out.target = member.target;
+                out.source = member.source - call.control[rank];
+                out.target = member.target - call.control[rank];
                 out.digest = digest;
                 // Release: the mail's other words and the source's contents are stored first. No older mail is still
                 // needed by the peer: it read that before the step in which this rank ended that call. Relaxed stores
@@ -148,8 +153,8 @@ class Meeting {
                 });
                 if (well) {
                     well = agrees(peer, in.digest);
-                    places().source[peer] = in.source;
-                    places().target[peer] = in.target;
+                    places().source[peer] = call.control[peer] + in.source;
+                    places().target[peer] = call.control[peer] + in.target;
                 }
             }
         }

@@ -20,10 +20,17 @@
 //! carries nothing that could be compared, so it works between the devices of one process only.
 //!
 //! # CUDA
-//! Data stays on the GPUs. Bonfire's own kernels reduce and copy directly between devices, up to 8 of one process, on
-//! one GPU or on GPUs that can access each other's memory. They are compiled on first use. Between processes and hosts
-//! NCCL (feature `nccl`) does it, for ranks of a group that have a GPU each; the library is looked for at run time.
-//! What neither supports goes through host memory, which is logged once.
+//! Data stays on the GPUs. Bonfire's own kernels reduce and copy directly between up to 8 devices, on one GPU or on
+//! GPUs of a host that can access each other's memory. They are compiled on first use. Larger calls between GPUs, and
+//! all calls between hosts, are NCCL's (feature `nccl`), for ranks of a group that have a GPU each. It is looked for at
+//! run time, and without it kernels do all calls of a host. What neither supports goes through host memory, which is
+//! logged once.
+//!
+//! Between processes, kernels use 10 MiB of each rank's GPU memory for each group that exists at a time. It is used
+//! again, but never freed. The processes must be able to open each other's memory: containers need the same PID and IPC
+//! namespaces, and should see all GPUs that the ranks use. If a rank cannot, rank 0 logs why, and all use NCCL or host
+//! memory. Processes that share a GPU use host memory unless `BONFIRE_CUDA` requests kernels: without MPS the GPU runs
+//! one process at a time, so each signal between their kernels takes a slice of its time.
 //!
 //! The first operation of a group on CUDA memory waits for the other ranks, which agree on the path. All ranks have to
 //! call it, with one device each. NCCL rounds sums of f16 and bf16 after every addition, the kernels round once.

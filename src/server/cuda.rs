@@ -30,11 +30,14 @@ mod memory;
 #[cfg(feature = "nccl")]
 pub mod nccl;
 mod order;
+mod place;
 mod reach;
 mod remote;
+mod rounds;
 mod route;
 mod side;
 mod team;
+mod window;
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -145,11 +148,12 @@ impl CudaEngine {
         let choice = choose(SETTING.at(call.bytes()), &call, team.topology(), false);
         let choice = choice.ok_or_else(|| Error::argument(call.operation, format!("no kernel supports {call}")))?;
         let timeout = team.timeout();
-        let ready = handle.prepare(server, job, choice, timeout)?;
-        let number = team.next_number(handle.local, call)?;
-        let (site, kept) = (Site::new(call, number - 1), ready.layout.kept.clone());
-        team.submit(handle.local, site, Deadline::after(timeout), ready)?;
-        self.pending.push(SubmittedCall { handle: handle.clone(), number, spans, kept });
+        for ready in handle.prepare(server, job, choice, timeout)? {
+            let number = team.next_number(handle.local, call)?;
+            let (site, kept) = (Site::new(call, number - 1), ready.layout.kept.clone());
+            team.submit(handle.local, site, Deadline::after(timeout), ready)?;
+            self.pending.push(SubmittedCall { handle: handle.clone(), number, spans, kept });
+        }
         Ok(())
     }
 

@@ -254,7 +254,8 @@ API cuIpcOpenMemHandle_v2(u64 *at, IpcHandle handle, unsigned flags) {
         if (file < 0) return CUDA_ERROR_INVALID_VALUE;
         struct stat found;
         // The number may belong to another file by now.
-        void *memory = fstat(file, &found) || found.st_ino != handle.object ? nullptr : map_with_guard(handle.bytes, file);
+        bool other = fstat(file, &found) || found.st_ino != handle.object;
+        void *memory = other ? nullptr : map_with_guard(handle.bytes, file);
         close(file);
         if (!memory) return CUDA_ERROR_INVALID_VALUE;
         *at = u64(memory);

@@ -21,7 +21,14 @@ pub(super) enum Link {
     Nvlink,
     /// PCIe, with access to each other's memory.
     Pcie,
-    /// Without access to each other's memory, or of several processes or hosts.
+    /// As `Nvlink`, between processes: data that peers access is copied to windows and from them.
+    NvlinkWindows,
+    /// As `Pcie`, between processes.
+    PcieWindows,
+    /// Ranks of several processes share a GPU, which divides its time among processes: a kernel that waits for one of
+    /// another process costs a slice of time at each signal. Only kernels that a user requests do that.
+    TimeSliced,
+    /// Without access to each other's memory, of several hosts, or of processes that cannot open each other's memory.
     Apart,
 }
 
@@ -32,10 +39,11 @@ struct Row(Link, usize, Option<[usize; 3]>);
 
 /// Push and one-shot move more data than two-shot but synchronise less often; between GPUs synchronisation costs more
 /// than within one. NCCL can let a switch add, and over PCIe it writes where our kernels read, which waits for a round
-/// trip. On one GPU it is no faster, and most versions refuse it. The values follow vLLM and NCCL. They are not yet
+/// trip. On one GPU it is no faster, and most versions refuse it. Windows cost one-shot a copy within the GPU's memory,
+/// and two-shot two, which count beside NVLink and not beside PCIe. The values follow vLLM and NCCL. They are not yet
 /// measured here.
 #[rustfmt::skip]
-static TABLE: [Row; 10] = [
+static TABLE: [Row; 17] = [
     //  link          ranks                  push      one-shot  two-shot
     Row(Link::OneGpu, 2,         Some([16 << 10, 256 << 10, usize::MAX])),
     Row(Link::OneGpu, 4,         Some([16 << 10, 128 << 10, usize::MAX])),
@@ -46,11 +54,18 @@ static TABLE: [Row; 10] = [
     Row(Link::Pcie,   2,         Some([16 << 10, 128 << 10, 512 << 10])),
     Row(Link::Pcie,   4,         Some([ 8 << 10,  32 << 10,  64 << 10])),
     Row(Link::Pcie,   MAX_RANKS, Some([ 8 << 10,  16 << 10,  32 << 10])),
+    Row(Link::NvlinkWindows, 2,         Some([16 << 10, 512 << 10, 4 << 20])),
+    Row(Link::NvlinkWindows, 4,         Some([16 << 10, 256 << 10, 4 << 20])),
+    Row(Link::NvlinkWindows, MAX_RANKS, Some([ 8 << 10, 128 << 10, 4 << 20])),
+    Row(Link::PcieWindows,   2,         Some([16 << 10, 128 << 10, 512 << 10])),
+    Row(Link::PcieWindows,   4,         Some([ 8 << 10,  32 << 10,  64 << 10])),
+    Row(Link::PcieWindows,   MAX_RANKS, Some([ 8 << 10,  16 << 10,  32 << 10])),
+    Row(Link::TimeSliced,    MAX_RANKS, Some([16 << 10, 256 << 10, 0])),
     Row(Link::Apart,  usize::MAX, None),
 ];
 
 /// How the ranks are distributed over GPUs that kernels can serve.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Topology {
     pub ranks: usize,
     pub gpus: usize,
@@ -88,10 +103,12 @@ pub(super) enum Choice {
 pub(super) fn choose(mode: Mode, call: &Call, kernels: Option<&Topology>, nccl: bool) -> Option<Choice> {
     let kernel = || kernels.and_then(|topology| launch_config(mode, call, topology)).map(Choice::Kernel);
     let nccl = || (nccl && remote::supports(call)).then_some(Choice::Nccl);
+    let shared = kernels.is_some_and(|topology| topology.link == Link::TimeSliced);
     let large = limits(kernels).is_none_or(|[.., two_shot]| call.bytes() > *two_shot);
     match mode {
         Mode::Host => None,
         Mode::Nccl => nccl().or_else(kernel),
+        Mode::Auto if shared => nccl(),
         Mode::Auto if large => nccl().or_else(kernel),
         Mode::Auto | Mode::Kernels | Mode::Form(_) => kernel().or_else(nccl),
     }
@@ -263,6 +280,12 @@ mod tests {
             (Some(between(Link::Pcie, 2)), [16 << 10, 128 << 10, 512 << 10]),
             (Some(between(Link::Pcie, 4)), [8 << 10, 32 << 10, 64 << 10]),
             (Some(between(Link::Pcie, 5)), [8 << 10, 16 << 10, 32 << 10]),
+            (Some(between(Link::NvlinkWindows, 2)), [16 << 10, 512 << 10, 4 << 20]),
+            (Some(between(Link::NvlinkWindows, 4)), [16 << 10, 256 << 10, 4 << 20]),
+            (Some(between(Link::NvlinkWindows, 5)), [8 << 10, 128 << 10, 4 << 20]),
+            (Some(between(Link::PcieWindows, 2)), [16 << 10, 128 << 10, 512 << 10]),
+            (Some(between(Link::PcieWindows, 3)), [8 << 10, 32 << 10, 64 << 10]),
+            (Some(between(Link::PcieWindows, 8)), [8 << 10, 16 << 10, 32 << 10]),
         ];
         for (topology, [push, one_shot, two_shot]) in rows {
             let chosen = |bytes: usize, nccl| match choose(
@@ -292,6 +315,14 @@ mod tests {
                 }
             }
             assert_eq!(wants_nccl(Mode::Auto, topology.as_ref()), two_shot > 0, "{topology:?}");
+        }
+        // Processes that share a GPU use kernels only if they are requested.
+        let shared = Topology { link: Link::TimeSliced, ..TWO_ON_ONE };
+        for bytes in [0, 4, 64 << 20] {
+            let call = all_reduce(DType::F32, bytes / 4);
+            assert_eq!(choose(Mode::Auto, &call, Some(&shared), false), None);
+            let kernel = choose(Mode::Kernels, &call, Some(&shared), true);
+            assert!(matches!(kernel, Some(Choice::Kernel(_))), "{bytes} bytes");
         }
         // Apart: NCCL, else the host.
         let call = all_reduce(DType::F32, 1);

@@ -262,7 +262,7 @@ impl Stream {
         if words == 0 {
             return Ok(());
         }
-        // SAFETY: the memory at `address` has this many words: callers pass their own `Memory`.
+        // SAFETY: the memory at `address` has this many words: callers pass their own `Memory`, or windows.
         let filled = |raw| unsafe { sys::cuMemsetD32Async(address, word, words, raw) };
         self.call("filling memory", |raw| filled(raw).result())
     }

@@ -12,7 +12,7 @@ use bonfire_core::internal::lock;
 
 /// Returns how these GPUs, which are distinct and reach each other, are connected.
 pub(super) fn link(gpus: &[&Gpu]) -> Link {
-    let nvlink = |i: usize| gpus[..i].iter().all(|other| gpus[i].has_nvlink(other));
+    let nvlink = |i: usize| gpus[..i].iter().all(|other| gpus[i].has_nvlink(other.ordinal));
     match gpus.len() {
         0 | 1 => Link::OneGpu,
         count if (1..count).all(nvlink) => Link::Nvlink,
@@ -35,14 +35,13 @@ impl Gpu {
         Ok(found)
     }
 
-    /// Whether NVLink connects this GPU to `other`, as far as the driver tells: atomic operations of one GPU on the
-    /// other's memory pass over NVLink, not over PCIe.
-    fn has_nvlink(&self, other: &Gpu) -> bool {
+    /// Whether NVLink connects this GPU to the one with ordinal `other`, as far as the driver tells: atomic operations
+    /// of one GPU on the other's memory pass over NVLink, not over PCIe.
+    pub fn has_nvlink(&self, other: usize) -> bool {
         let atomics = sys::CUdevice_P2PAttribute::CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED;
         let mut supported = 0;
-        // SAFETY: both ordinals are valid: `of` found both devices.
-        let asked =
-            unsafe { sys::cuDeviceGetP2PAttribute(&mut supported, atomics, self.ordinal as i32, other.ordinal as i32) };
+        // SAFETY: `supported` receives the result. The driver refuses ordinals that do not exist.
+        let asked = unsafe { sys::cuDeviceGetP2PAttribute(&mut supported, atomics, self.ordinal as i32, other as i32) };
         let known = self.check("asking how GPUs are connected", asked);
         known.inspect_err(|error| log::warn!("{error}; taking PCIe")).is_ok() && supported == 1
     }

@@ -1,8 +1,8 @@
 //! How the ranks of a group exchange data between their GPUs.
 //!
 //! The ranks agree once, when they first use devices: on kernels if all are devices of one process that can access each
-//! other's memory, on NCCL if each has a GPU, or on both, and then `choice` decides per call. What neither supports
-//! goes through host memory.
+//! other's memory, or of several processes of one host that can open each other's windows; on NCCL if each has a GPU;
+//! or on both, and then `choice` decides per call. What neither supports goes through host memory.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,13 +11,15 @@ use cubecl::cuda::CudaRuntime;
 use cubecl::device::DeviceId;
 use serde::{Deserialize, Serialize};
 
-use super::choice::{Choice, Mode, SETTING, choose, wants_nccl};
+use super::choice::{Choice, Link, Mode, SETTING, Topology, choose, wants_nccl};
 use super::driver::Gpu;
 use super::launches::Launches;
 use super::order::Server;
+use super::place::{self, Place};
 use super::remote;
 use super::side::TeamHandle;
 use super::team::{GroupTeam, Team, kernels_supported, ordinal};
+use super::window::Windows;
 use crate::server::download::catch_panic;
 use crate::server::engine::{DeviceOperation, InFlight, Launch, Route};
 use bonfire_core::internal::{AgreedOperations, Attachment, process_number, random};
@@ -51,6 +53,8 @@ struct RankInfo {
     setting: String,
     /// The reason for which NCCL does not work here, if it does not.
     nccl: Result<(), String>,
+    /// Where its GPU is, or why kernels cannot run there.
+    place: Result<Place, String>,
     /// A proposed number for this group's team. Rank 0's is used.
     team: u64,
 }
@@ -69,10 +73,11 @@ pub(super) fn of(group: &Group, device: DeviceId) -> Result<Option<Arc<dyn Route
 fn agree(group: &Group, device: DeviceId) -> Result<RankRoute, Error> {
     let (process, team) = (process_number()?, random()?);
     let info = {
-        let found = Gpu::of(ordinal(device)).and_then(|gpu| remote::available(gpu.ordinal));
-        let nccl = found.map_err(|error| error.to_string());
+        let gpu = Gpu::of(ordinal(device));
+        let nccl = gpu.clone().and_then(|gpu| remote::available(gpu.ordinal)).map_err(|error| error.to_string());
+        let place = gpu.and_then(|gpu| Place::of(&gpu)).map_err(|error| error.to_string());
         let device = (device.type_id, device.index_id);
-        RankInfo { process, device, setting: SETTING.to_string(), nccl, team }
+        RankInfo { process, device, setting: SETTING.to_string(), nccl, place, team }
     };
     let infos = group.all_gather_results(Ok(info))?;
     let devices: Vec<_> = infos.iter().map(|info| DeviceId::new(info.device.0, info.device.1)).collect();
@@ -82,32 +87,47 @@ fn agree(group: &Group, device: DeviceId) -> Result<RankRoute, Error> {
     let gpus = || devices.iter().map(|device| ordinal(*device)).collect();
     let launches = supported.in_process.then(|| Launches::of_group(infos[0].team, gpus()));
     let group_team = |kernels| GroupTeam::new(group.deadline(), launches.clone(), kernels);
-    let kernels = match supported.kernels {
-        true => Some(Team::of_group(infos[0].team, &devices, group_team(None))?),
-        false => None,
+    let (kernels, why_no_kernels) = match &supported.kernels {
+        Ok(Kernels::OfProcess) => {
+            let team = Team::of_group(infos[0].team, &devices, group_team(None))?;
+            (Some(TeamHandle::of(team, rank)), None)
+        }
+        Ok(Kernels::InWindows(topology, places)) => {
+            match open_windows(group, device, *topology, places, group_team(None))? {
+                Ok(team) => (Some(TeamHandle::of(Arc::new(team), 0)), None),
+                Err(why) => (None, Some(why)),
+            }
+        }
+        Err(why) => (None, Some(why.clone())),
     };
-    let topology = kernels.as_ref().and_then(|team| team.topology());
+    let kernel_team = kernels.as_ref().map(|handle| handle.team.clone());
+    let topology = kernel_team.as_ref().and_then(|team| team.topology());
     let forced = SETTING.paths().any(|mode| mode == Mode::Nccl);
-    let nccl = match supported.nccl {
+    let nccl = match &supported.nccl {
         Ok(()) if SETTING.paths().any(|mode| wants_nccl(mode, topology)) => {
-            connect(group, device, forced, group_team(kernels.clone()))?
+            connect(group, device, forced, group_team(kernel_team.clone()))?
         }
         Ok(()) => None,
         Err(why) if forced => {
             let reason = format!("BONFIRE_CUDA requests nccl, which does not work for these ranks: {why}");
             return Err(Error::Config(reason));
         }
-        Err(why) => {
-            if kernels.is_none() && rank == 0 {
-                log::warn!("collectives on the GPUs of {} ranks go through host memory: {why}", infos.len());
-            }
-            None
-        }
+        Err(_) => None,
     };
+    if let (Some(why), 0) = (why_no_kernels, rank) {
+        let ranks = infos.len();
+        match &supported.nccl {
+            Err(nccl) => log::warn!(
+                "collectives on the GPUs of {ranks} ranks go through host memory: kernels: {why}; NCCL: {nccl}"
+            ),
+            Ok(()) if supported.kernels.is_ok() => log::warn!("kernels do not serve the GPUs of {ranks} ranks: {why}"),
+            Ok(()) => {}
+        }
+    }
     if kernels.is_none() && nccl.is_none() {
         return Ok(RankRoute { device, route: None });
     }
-    let (kernels, nccl) = (kernels.map(|team| TeamHandle::of(team, rank)), nccl.map(|team| TeamHandle::of(team, 0)));
+    let nccl = nccl.map(|team| TeamHandle::of(team, 0));
     Ok(RankRoute { device, route: Some(Arc::new(GroupRoute { kernels, nccl })) })
 }
 
@@ -123,8 +143,17 @@ fn check_settings(infos: &[RankInfo]) -> Result<(), Error> {
 struct Supported {
     /// All ranks are in one process.
     in_process: bool,
-    kernels: bool,
+    kernels: Result<Kernels, String>,
     nccl: Result<(), String>,
+}
+
+/// How kernels access the tensors of the ranks.
+#[derive(Debug, PartialEq)]
+enum Kernels {
+    /// Directly: all are of one process.
+    OfProcess,
+    /// Through windows, if the ranks can open them. The places of the ranks' GPUs.
+    InWindows(Topology, Vec<Place>),
 }
 
 impl Supported {
@@ -133,12 +162,56 @@ impl Supported {
         let shared = in_process.then(|| (1..devices.len()).find(|i| devices[..*i].contains(&devices[*i]))).flatten();
         if let Some(rank) = shared {
             let reason = format!("rank {rank} uses the device of another rank");
-            return Supported { in_process, kernels: false, nccl: Err(reason) };
+            return Supported { in_process, kernels: Err(reason.clone()), nccl: Err(reason) };
         }
         let absent = infos.iter().enumerate().find_map(|(rank, info)| Some((rank, info.nccl.as_ref().err()?)));
         let nccl = absent.map_or(Ok(()), |(rank, why)| Err(format!("rank {rank}: {why}")));
-        Supported { in_process, kernels: in_process && kernels_supported(devices), nccl }
+        let kernels = match in_process {
+            true if kernels_supported(devices) => Ok(Kernels::OfProcess),
+            true => Err("the GPUs do not support them".into()),
+            false => windows_supported(infos),
+        };
+        Supported { in_process, kernels, nccl }
     }
+}
+
+/// Whether kernels may serve the ranks through windows.
+fn windows_supported(infos: &[RankInfo]) -> Result<Kernels, String> {
+    let requested = SETTING.paths().any(Mode::requests_kernels);
+    if !requested && !SETTING.paths().any(|mode| mode == Mode::Auto) {
+        return Err("BONFIRE_CUDA does not select them".into());
+    }
+    let place = |(rank, info): (usize, &RankInfo)| info.place.clone().map_err(|why| format!("rank {rank}: {why}"));
+    let places = infos.iter().enumerate().map(place).collect::<Result<Vec<_>, _>>()?;
+    let processes: Vec<_> = infos.iter().map(|info| info.process).collect();
+    let topology = place::topology(&places, &processes, requested)?;
+    Ok(Kernels::InWindows(topology, places))
+}
+
+/// Opens the windows of all ranks, and creates a team that uses them. `Ok(Err(why))` if any rank cannot, on all ranks.
+fn open_windows(
+    group: &Group,
+    device: DeviceId,
+    mut topology: Topology,
+    places: &[Place],
+    group_team: GroupTeam,
+) -> Result<Result<Team, String>, Error> {
+    let gpu = Gpu::of(ordinal(device))?;
+    let near = Place::near_all(&gpu, places);
+    let windows = match Windows::connect(group, &gpu)? {
+        Ok(windows) => windows,
+        Err(why) => {
+            return Ok(Err(format!(
+                "{why}; containers of one host need the same PID and IPC namespaces (`--pid=host --ipc=host`), and \
+                 each process should see all GPUs that the ranks use"
+            )));
+        }
+    };
+    let near = group.all_gather_results(Ok(near))?.into_iter().all(|near| near);
+    if near && topology.link == Link::PcieWindows {
+        topology.link = Link::NvlinkWindows;
+    }
+    Team::of_windows(device, group.rank(), (topology, windows), group_team).map(Ok)
 }
 
 /// Connects a communicator of the group's ranks. On failure falls back to kernels or the host, if that is allowed.
@@ -182,12 +255,16 @@ impl Route<CudaRuntime> for GroupRoute {
         }
         // After a fault, whatever cubecl is asked for fails or panics.
         let prepared = catch_panic(&call.operation.to_string(), || handle.prepare(server, job, choice, limit));
-        let ready = prepared.map_err(|error| handle.team.gpu_fault(call.operation, Duration::ZERO).unwrap_or(error))?;
+        let rounds =
+            prepared.map_err(|error| handle.team.gpu_fault(call.operation, Duration::ZERO).unwrap_or(error))?;
         let (team, local) = (handle.team.clone(), handle.local);
         Ok(Box::new(move |site, deadline| {
             let (site, deadline) = (*site, *deadline);
-            let number = team.next_number(local, call)?;
-            team.submit(local, site, deadline, ready).inspect_err(|error| team.fail(error.clone()))?;
+            let mut number = 0;
+            for ready in rounds {
+                number = team.next_number(local, ready.call)?;
+                team.submit(local, site, deadline, ready).inspect_err(|error| team.fail(error.clone()))?;
+            }
             let flight: InFlight = Box::new(move |group_failure: &dyn Fn() -> Option<Error>| {
                 team.wait_done(local, number, site, &deadline, group_failure)
             });
@@ -201,17 +278,18 @@ mod tests {
     use super::*;
 
     fn info(process: u64, replica: u16) -> RankInfo {
-        RankInfo { process, device: (replica, 0), setting: "auto:0-".into(), nccl: Ok(()), team: 0 }
+        let place = Err("no place".into());
+        RankInfo { process, device: (replica, 0), setting: "auto:0-".into(), nccl: Ok(()), place, team: 0 }
     }
 
     fn supported(infos: &[RankInfo]) -> (bool, Option<String>) {
         let devices: Vec<_> = infos.iter().map(|info| DeviceId::new(info.device.0, info.device.1)).collect();
         let supported = Supported::of(infos, &devices);
-        (supported.kernels, supported.nccl.err())
+        (supported.kernels.is_ok(), supported.nccl.err())
     }
 
     #[test]
-    fn devices_of_several_processes_need_nccl() {
+    fn devices_of_several_processes_need_windows_or_nccl() {
         assert_eq!(supported(&[info(1, 0), info(2, 0)]), (false, None));
         let missing = RankInfo { nccl: Err("it is not found".into()), ..info(2, 0) };
         assert_eq!(supported(&[info(1, 0), missing]), (false, Some("rank 1: it is not found".into())));

@@ -10,7 +10,8 @@ use cubecl::stream_id::StreamId;
 use super::choice::Choice;
 use super::copy_stream::address_of;
 use super::order::{self, ReadyCounter, Server};
-use super::team::{BufferLayout, Copy, Prepared, Team};
+use super::rounds::{BufferLayout, Copy};
+use super::team::{Prepared, Team};
 use crate::server::engine::DeviceOperation;
 use bonfire_core::internal::lock;
 use bonfire_core::{Call, Error, Operation, partition};
@@ -28,23 +29,24 @@ impl TeamHandle {
         TeamHandle { team, local, ready_counter: Mutex::default() }
     }
 
-    /// Prepares an operation on the memory as the work queued so far leaves it.
+    /// Prepares an operation on the memory as the work queued so far leaves it. Returns its rounds.
     pub fn prepare(
         &self,
         server: &mut Server,
         job: DeviceOperation,
         choice: Choice,
         timeout: Duration,
-    ) -> Result<Prepared, Error> {
+    ) -> Result<Vec<Prepared>, Error> {
         let loaded = self.team.prepare(self.local, choice)?;
         let mut streams: Vec<StreamId> =
             job.sources.iter().chain(&job.targets).map(|(memory, _)| memory.stream).collect();
         streams.sort_unstable_by_key(|stream| stream.value);
         streams.dedup();
-        let stream = job.stream;
+        let (call, stream) = (job.call, job.stream);
         let layout = BufferLayout::of(server, job, self.team.ranks(), choice == Choice::Nccl)?;
         let ready = lock(&self.ready_counter).signal(server, self.team.ready_word(self.local), &streams, stream);
-        Ok(Prepared { loaded, timeout, ready, layout })
+        let rounds = self.team.rounds(self.local, call, choice, layout).into_iter();
+        Ok(rounds.map(|(call, layout)| Prepared { call, loaded: loaded.clone(), timeout, ready, layout }).collect())
     }
 }
 

@@ -1,4 +1,4 @@
-//! The devices of one list, served by kernels, or one rank's device, served by NCCL.
+//! The devices of one list, served by kernels, or one rank's device, served by kernels through windows or by NCCL.
 //!
 //! A team has its own stream on each GPU. The calls of its ranks are put on it in call order, once for all ranks on
 //! that GPU: the stream waits until each rank's tensors are ready, one kernel works for all of them, and then a word
@@ -18,6 +18,18 @@
 //! another GPU waits for, until the deadline. On software GPUs this happened with four ranks on two GPUs, eight teams
 //! and 32 queues, and not with 512 queues.
 //!
+//! # Other processes
+//! If kernels serve ranks of several processes, each rank has a team of its own, which launches for that rank alone.
+//! Its kernels find the peers' data in their windows, so nothing of their calls needs to be known here. A call may take
+//! several rounds, each of which is a call to the team, with a number of its own.
+//!
+//! The argument above holds for each GPU and process. Kernels of several processes on one GPU do not hold each other up
+//! for ever: each process has its own hardware queues, and the GPU divides its time among processes whose kernels do
+//! not run side by side. A group's own calls are in one order in all processes, by kernels or by NCCL, because its
+//! ranks have agreed on each before they launch it. Nothing orders those of two groups that have ranks in other
+//! processes. If their streams share a hardware queue in one process, and the order is another one elsewhere, they
+//! wait until the deadline.
+//!
 //! # NCCL
 //! A team that NCCL serves is one rank. The same words order its stream; the communicator takes the kernel's place
 //! between them, and its abort that of the abort words. A call's memory is kept until the call is done on the rank's
@@ -25,6 +37,7 @@
 
 mod gpu;
 mod group;
+mod launch;
 mod registry;
 mod wait;
 
@@ -36,15 +49,14 @@ use std::time::Duration;
 use cubecl::cuda::CudaRuntime;
 use cubecl::device::DeviceId;
 
-pub(super) use self::gpu::{BufferLayout, Copy, Prepared};
+pub(super) use self::gpu::Prepared;
 use self::gpu::{LoadedChoice, QueuedCall, TeamGpu};
 pub(super) use self::group::GroupTeam;
+use self::launch::Controls;
 pub(super) use self::registry::{fail, kernels_supported, ordinal};
 use super::backoff::wait_idle;
 use super::choice::{Choice, Topology};
-use super::control::{
-    ABORT, CONTROL_BYTES, DONE, FAILURE, HOST_WORDS, Member, Parameters, READY, RELEASED, Report, nanoseconds,
-};
+use super::control::{ABORT, CONTROL_BYTES, DONE, FAILURE, HOST_WORDS, READY, RELEASED, Report};
 use super::driver::Gpu;
 use super::launches::Launches;
 use super::memory::{HostWords, Memory};
@@ -76,8 +88,7 @@ struct LocalRank {
 
 /// What executes the ranks' calls.
 enum Backend {
-    /// All ranks are local, with their rank as index. The control blocks are kept until no kernel uses them.
-    Kernels(Topology, Vec<Memory>),
+    Kernels(Topology, Controls),
     /// One rank is local.
     Nccl(Box<dyn Remote>),
 }
@@ -131,7 +142,8 @@ impl Team {
             multiprocessors: gpus.iter().map(|gpu| gpu.multiprocessors).min().unwrap_or(1),
         };
         let ranks = (0..key.len()).collect();
-        Team::assemble(key, ranks, team_gpus, gpu_indices, Backend::Kernels(topology, controls), group)
+        let backend = Backend::Kernels(topology, Controls::Own(controls));
+        Team::assemble(key, ranks, team_gpus, gpu_indices, backend, group)
     }
 
     /// `gpu_indices` holds, for each local rank, the index of its GPU.
@@ -223,56 +235,9 @@ impl Team {
         Ok(())
     }
 
-    fn launch(&self, team_gpu: &TeamGpu, number: u64, calls: &[QueuedCall]) -> Result<(), Error> {
-        for (local, QueuedCall { ready, .. }) in team_gpu.local_ranks.iter().zip(calls) {
-            team_gpu.stream.wait_for(self.ready_word(*local), ready.ready)?;
-            team_gpu.copy(&ready.layout.before)?;
-        }
-        let QueuedCall { site, deadline, ready: Prepared { loaded, layout, .. } } = &calls[0];
-        match (loaded, &self.backend) {
-            (LoadedChoice::Kernel(launch, module), Backend::Kernels(_, controls)) => {
-                let parameters = self.parameters(team_gpu, calls, controls);
-                team_gpu.stream.launch(module, (calls.len() as u32, launch.blocks), launch.threads, parameters)?;
-            }
-            (LoadedChoice::Nccl, Backend::Nccl(remote)) => {
-                remote.submit(*site, (layout.source, layout.target), &team_gpu.stream, deadline)?;
-                if let Some(error) = self.failure() {
-                    // The thread that failed the team did not abort the communicator if it was in use.
-                    remote.abort();
-                    return Err(error);
-                }
-            }
-            _ => return Err(Error::broken(site.to_string(), "this team has another backend")),
-        }
-        calls.iter().try_for_each(|call| team_gpu.copy(&call.ready.layout.after))?;
-        team_gpu.stream.write(team_gpu.done.unwrap_or_else(|| self.host_done_word(team_gpu)), number)
-    }
-
     /// Address of the host word that holds the number of a group's last call that is done.
     fn host_done_word(&self, team_gpu: &TeamGpu) -> u64 {
         self.host.address(HOST_WORDS * team_gpu.local_ranks[0] + DONE)
-    }
-
-    fn parameters(&self, team_gpu: &TeamGpu, calls: &[QueuedCall], controls: &[Memory]) -> Parameters {
-        let call = &calls[0].site.call;
-        let mut parameters = Parameters {
-            timeout: nanoseconds(calls.iter().map(|call| call.ready.timeout).max().unwrap_or_default()),
-            ranks: self.local_ranks.len() as u64,
-            root: call.root.unwrap_or(0) as u64,
-            count: call.count as u64,
-            width: if call.reduction.is_some() { 0 } else { call.dtype.size() as u64 },
-            ..Parameters::default()
-        };
-        for (address, control) in parameters.control.iter_mut().zip(controls) {
-            *address = control.address;
-        }
-        for ((local, QueuedCall { ready, .. }), member) in
-            team_gpu.local_ranks.iter().zip(calls).zip(&mut parameters.members)
-        {
-            let host = self.host_words(*local);
-            *member = Member { source: ready.layout.source, target: ready.layout.target, rank: *local as u64, host };
-        }
-        parameters
     }
 
     /// Waits until this call is on the stream of the rank's GPU.
@@ -427,11 +392,12 @@ fn call_and_missing(calls: &Calls, number: u64) -> (Site, Vec<usize>) {
 impl Drop for Team {
     fn drop(&mut self) {
         self.drain();
-        // Then control blocks and tensors can be freed. The words stay: kernels on cubecl's streams may read them.
+        // Then control blocks and tensors can be freed, and windows left. The words stay: kernels on cubecl's streams
+        // may read them.
         if let Err(error) = self.quiesce() {
             log::warn!("dropping a team of devices: {error}");
             if let Backend::Kernels(_, controls) = &mut self.backend {
-                std::mem::forget(std::mem::take(controls));
+                std::mem::forget(std::mem::replace(controls, Controls::Own(Vec::new())));
             }
             if let Some(group_team) = &self.group {
                 std::mem::forget(std::mem::take(&mut *lock(&group_team.kept)));

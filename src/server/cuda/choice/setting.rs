@@ -22,6 +22,13 @@ pub(in crate::server::cuda) enum Mode {
     Host,
 }
 
+impl Mode {
+    /// Whether kernels are requested, not only allowed.
+    pub fn requests_kernels(self) -> bool {
+        matches!(self, Mode::Kernels | Mode::Form(_))
+    }
+}
+
 /// The names of paths.
 const MODES: [(&str, Mode); 7] = [
     ("auto", Mode::Auto),

@@ -4,15 +4,14 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
-use cubecl::server::Binding;
-
 use crate::server::cuda::choice::{Choice, LaunchConfig};
 use crate::server::cuda::driver::{Gpu, Stream};
 use crate::server::cuda::kernel::Module;
 use crate::server::cuda::memory::word;
+use crate::server::cuda::rounds::{BufferLayout, Copy};
 use crate::server::engine::Rows;
 use bonfire_core::error::Site;
-use bonfire_core::{Deadline, Error};
+use bonfire_core::{Call, Deadline, Error};
 
 pub(super) struct TeamGpu {
     pub gpu: Arc<Gpu>,
@@ -39,8 +38,9 @@ pub(super) struct QueuedCall {
     pub ready: Prepared,
 }
 
-/// A call of one rank, prepared for its launch: the tensors' streams will signal that they are ready.
+/// A call of one rank, or a round of it, prepared for its launch: the tensors' streams will signal that they are ready.
 pub(in crate::server::cuda) struct Prepared {
+    pub call: Call,
     pub loaded: LoadedChoice,
     /// How long a kernel may wait for other ranks.
     pub timeout: Duration,
@@ -49,25 +49,8 @@ pub(in crate::server::cuda) struct Prepared {
     pub layout: BufferLayout,
 }
 
-/// Where a call's data is, and the copies before and after the call.
-pub(in crate::server::cuda) struct BufferLayout {
-    pub source: u64,
-    pub target: u64,
-    /// Copies to the source before the call, and from the target after it.
-    pub before: Vec<Copy>,
-    pub after: Vec<Copy>,
-    /// All memory that the call uses, kept until the call is done.
-    pub kept: Vec<Binding>,
-}
-
-/// Addresses and a number of bytes.
-pub(in crate::server::cuda) struct Copy {
-    pub from: u64,
-    pub to: u64,
-    pub bytes: usize,
-}
-
 /// A [`Choice`] that is ready to run.
+#[derive(Clone)]
 pub(in crate::server::cuda) enum LoadedChoice {
     Kernel(LaunchConfig, Arc<Module>),
     Nccl,

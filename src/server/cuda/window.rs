@@ -1,0 +1,190 @@
+//! Windows: GPU memory that the ranks of several processes share.
+//!
+//! Each rank whose peers are in other processes has one: its control block, words by which ranks get to know each
+//! other, and staging memory. The kernels of all ranks access these windows as they access tensors of one process;
+//! `rounds` says how tensors pass through them. Tensors themselves cannot be shared: cubecl allocates them from CUDA's
+//! memory pool, for which the driver gives no handles.
+//!
+//! # When a window is free again
+//! CUDA leaves undefined what happens to a process that has opened a window which its owner frees. So windows are never
+//! freed, and used again for later groups. A rank that drops its group has no kernel in flight any more. It then writes
+//! to each peer's window that it has left, and closes that window. An owner uses its window again when all peers have
+//! left, or their processes have ended. A peer that stays, such as one that is stopped, keeps a window from being used
+//! again, and the owner allocates another one.
+
+mod connect;
+mod process;
+
+use std::sync::{Arc, LazyLock, Mutex};
+
+use cudarc::driver::{result, sys};
+
+use self::process::ProcessId;
+use super::control::{CONTROL_BYTES, MAX_RANKS};
+use super::driver::{Gpu, Stream, failure};
+use bonfire_core::Error;
+use bonfire_core::internal::lock;
+
+/// The offset and the size of a window's staging memory.
+const STAGING: usize = 2 << 20;
+pub(super) const STAGING_BYTES: usize = 8 << 20;
+/// Whole blocks of CUDA's allocator, so that no other allocation shares the last block: a handle exposes whole blocks.
+const WINDOW_BYTES: usize = STAGING + STAGING_BYTES;
+
+/// Words of 4 bytes after the control block, as indices: a number that identifies the window, and for each rank what it
+/// has written there to try its access, and whether it has left.
+const NUMBER: usize = 0;
+const TRIED: usize = 1;
+const LEFT: usize = TRIED + MAX_RANKS;
+const WORDS: usize = LEFT + MAX_RANKS;
+const _: () = assert!(CONTROL_BYTES.is_multiple_of(4) && CONTROL_BYTES + 4 * WORDS <= STAGING);
+
+/// The windows of this process that no group uses.
+static RETIRED: LazyLock<Mutex<Vec<Retired>>> = LazyLock::new(Mutex::default);
+
+struct Retired {
+    window: Window,
+    /// The ranks that may still access it.
+    peers: Vec<(usize, Option<ProcessId>)>,
+}
+
+/// The windows of all ranks of a group, as one rank accesses them.
+pub(super) struct Windows {
+    rank: usize,
+    stream: Arc<Stream>,
+    own: Window,
+    opened: Vec<Peer>,
+    /// The ranks that may access this rank's window, and their processes, if they can be found.
+    peers: Vec<(usize, Option<ProcessId>)>,
+}
+
+/// A window of this process.
+#[derive(Clone)]
+struct Window {
+    gpu: Arc<Gpu>,
+    address: u64,
+}
+
+/// A peer's window.
+struct Peer {
+    rank: usize,
+    address: u64,
+    /// It belongs to another process: it is closed in the end.
+    foreign: bool,
+}
+
+impl Window {
+    /// Returns a window of this GPU whose control block and words are zero.
+    fn take(gpu: &Arc<Gpu>, stream: &Stream) -> Result<Window, Error> {
+        let window = match Window::retired(gpu, stream) {
+            Some(window) => window,
+            None => Window { gpu: gpu.clone(), address: gpu.allocate_shareable(WINDOW_BYTES)? },
+        };
+        stream.fill(window.address, 0, CONTROL_BYTES / 4 + WORDS)?;
+        // Before any peer gets to know it.
+        stream.synchronize()?;
+        Ok(window)
+    }
+
+    /// Takes a window that no rank accesses any more.
+    fn retired(gpu: &Gpu, stream: &Stream) -> Option<Window> {
+        let mut retired = lock(&RETIRED);
+        let unused = |Retired { window, peers }: &Retired| {
+            let left = |rank: usize| {
+                let word = stream.read(word(window.address, LEFT + rank), 1);
+                word.is_ok_and(|word| word[0] != 0)
+            };
+            let gone =
+                |(rank, process): &(usize, Option<ProcessId>)| process.is_some_and(ProcessId::has_ended) || left(*rank);
+            window.gpu.ordinal == gpu.ordinal && peers.iter().all(gone)
+        };
+        let found = retired.iter().position(unused)?;
+        Some(retired.swap_remove(found).window)
+    }
+}
+
+/// The address of one of the words of the window that begins at `window`.
+fn word(window: u64, index: usize) -> u64 {
+    window + (CONTROL_BYTES + 4 * index) as u64
+}
+
+impl Windows {
+    /// The addresses of all ranks' windows, which begin with their control blocks, in rank order.
+    pub fn addresses(&self) -> Vec<u64> {
+        let mut all: Vec<_> = self.opened.iter().map(|peer| (peer.rank, peer.address)).collect();
+        all.push((self.rank, self.own.address));
+        all.sort_unstable();
+        all.into_iter().map(|(_, address)| address).collect()
+    }
+
+    /// The address of this rank's staging memory.
+    pub fn staging(&self) -> u64 {
+        self.own.address + STAGING as u64
+    }
+
+    /// Tells the peers that this rank has left, and closes their windows.
+    fn leave(&mut self) -> Result<(), Error> {
+        // The driver may have unmapped the window of a process that has ended.
+        let ended = |rank: usize| {
+            self.peers.iter().any(|(peer, process)| *peer == rank && process.is_some_and(ProcessId::has_ended))
+        };
+        for peer in self.opened.iter().filter(|peer| !ended(peer.rank)) {
+            self.stream.fill(word(peer.address, LEFT + self.rank), 1, 1)?;
+        }
+        self.stream.synchronize()?;
+        let foreign = self.opened.drain(..).filter(|peer| peer.foreign);
+        foreign.into_iter().try_for_each(|peer| self.own.gpu.close(peer.address))
+    }
+}
+
+impl Drop for Windows {
+    /// No kernel of this rank may access the windows any more.
+    fn drop(&mut self) {
+        // Without the words, this rank's windows remain open, and are not used again.
+        if let Err(error) = self.leave() {
+            log::warn!("leaving the windows of a group: {error}");
+            return;
+        }
+        let peers = std::mem::take(&mut self.peers);
+        lock(&RETIRED).push(Retired { window: self.own.clone(), peers });
+    }
+}
+
+/// What names a window to another process.
+type Handle = [u8; 64];
+
+impl Gpu {
+    /// Allocates memory that other processes can open. The caller never frees it.
+    fn allocate_shareable(&self, bytes: usize) -> Result<u64, Error> {
+        let _entered = self.enter()?;
+        // SAFETY: the context is current.
+        let allocated = unsafe { result::malloc_sync(bytes) };
+        allocated.map_err(|e| failure("allocating memory that other processes can open", self.ordinal, e))
+    }
+
+    fn handle(&self, window: u64) -> Result<Handle, Error> {
+        let _entered = self.enter()?;
+        let mut handle = sys::CUipcMemHandle { reserved: [0; 64] };
+        // SAFETY: `window` is the beginning of an allocation of this context that is never freed.
+        self.check("exporting memory to other processes", unsafe { sys::cuIpcGetMemHandle(&mut handle, window) })?;
+        Ok(handle.reserved.map(|byte| byte as u8))
+    }
+
+    /// Opens the window of another process, also if its GPU is not visible here. Returns its address in this process.
+    fn open(&self, handle: Handle) -> Result<u64, Error> {
+        let _entered = self.enter()?;
+        let handle = sys::CUipcMemHandle { reserved: handle.map(|byte| byte as _) };
+        let flags = sys::CUipcMem_flags::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS as u32;
+        let mut address = 0;
+        // SAFETY: `address` receives the result. The driver checks the handle, and `connect` what is there.
+        let opened = unsafe { sys::cuIpcOpenMemHandle_v2(&mut address, handle, flags) };
+        self.check("opening the memory of another process", opened).map(|()| address)
+    }
+
+    fn close(&self, address: u64) -> Result<(), Error> {
+        let _entered = self.enter()?;
+        // SAFETY: `open` returned the address, and no work in flight uses it: `leave` has waited for its own, and the
+        // group's kernels have ended before that.
+        self.check("closing the memory of another process", unsafe { sys::cuIpcCloseMemHandle(address) })
+    }
+}
