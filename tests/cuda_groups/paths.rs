@@ -3,10 +3,10 @@
 use bonfire::server::DeviceCollectives;
 use bonfire::{DType, ReduceOp};
 
-use super::start;
-use crate::groups::{Memory, mine, value};
-use crate::on_devices;
+use super::{libraries_without_nccl, start};
+use crate::groups::{Memory, check, mine, value};
 use crate::software_driver::SoftwareDriver;
+use crate::{Devices, on_devices};
 use bonfire_testing::Kind;
 use bonfire_testing::process::{is_child, send_line};
 
@@ -54,6 +54,34 @@ fn nccl_carries_large_calls_between_two_gpus_and_pcie_has_a_lower_threshold() {
     on_two_gpus(NAME, &[auto, ("CONNECTION", "nvlink"), ("SHIM_NVLINK", "1")]);
     on_two_gpus(NAME, &[auto, ("CONNECTION", "pcie"), ("SHIM_NVLINK", "0")]);
     on_two_gpus(NAME, &[auto, ("CONNECTION", "none"), ("SHIM_PEERS", "0")]);
+}
+
+/// GPUs that cannot access each other's memory, as those for consumers: all operations are right on each path.
+#[test]
+#[ignore = "needs the software driver"]
+fn without_access_nccl_does_all_it_can_and_the_host_the_rest() {
+    const NAME: &str = "paths::without_access_nccl_does_all_it_can_and_the_host_the_rest";
+    let driver = SoftwareDriver::loaded();
+    if is_child() {
+        let nccl = std::env::var("WITH_NCCL").unwrap() == "1";
+        on_devices(Kind::Threads, 0, 2, |group, client| {
+            for len in [0, 1, 1000, 70_001] {
+                check(&group, &Memory::new(client.clone(), 1), len).unwrap();
+            }
+        });
+        assert_eq!(driver.host_functions() > 0, nccl);
+        for device in Devices::new(0, 2).all {
+            assert_eq!(device.counters().uploads == 0, nccl, "{device:?}");
+        }
+        for kernel in ["push_sum_i32", "two_shot_sum_i32", "all_gather", "broadcast"] {
+            assert_eq!(driver.launches(kernel), 0, "{kernel}");
+        }
+        return send_line("done");
+    }
+    let folder = libraries_without_nccl();
+    on_two_gpus(NAME, &[("SHIM_PEERS", "0"), ("WITH_NCCL", "1")]);
+    let without = ("LD_LIBRARY_PATH", folder.path().to_str().unwrap());
+    on_two_gpus(NAME, &[("SHIM_PEERS", "0"), ("WITH_NCCL", "0"), without]);
 }
 
 #[test]

@@ -1,5 +1,5 @@
-//! Ranks as processes: by NCCL if each has a GPU of its own (`BONFIRE_TEST_GPUS` is the number of GPUs) and the library
-//! is found, else through host memory.
+//! Ranks as processes: by kernels, and by NCCL if the library is found, if each has a GPU of its own
+//! (`BONFIRE_TEST_GPUS` is the number of GPUs), else through host memory.
 
 use std::os::unix::process::ExitStatusExt;
 use std::time::Duration;
@@ -13,7 +13,7 @@ use super::{Devices, stays_on_gpus};
 use bonfire_testing::process::{Process, is_child, report, send_line};
 
 /// A child's rank, device and memory.
-fn join() -> (Group, Devices, Memory<cubecl::cuda::CudaRuntime>) {
+pub fn join() -> (Group, Devices, Memory<cubecl::cuda::CudaRuntime>) {
     bonfire_testing::log_to_stderr();
     let group = Group::from_env().expect("ranks find each other");
     let devices = Devices::new(group.rank() as u8, 1);
@@ -21,8 +21,8 @@ fn join() -> (Group, Devices, Memory<cubecl::cuda::CudaRuntime>) {
     (group, devices, memory)
 }
 
-fn asked_for_nccl() -> bool {
-    std::env::var("BONFIRE_CUDA").is_ok_and(|route| route == "nccl")
+fn asked_for_gpus_only() -> bool {
+    std::env::var("BONFIRE_CUDA").is_ok_and(|path| ["nccl", "kernels"].contains(&&path[..]))
 }
 
 #[test]
@@ -32,7 +32,7 @@ fn every_operation_between_processes() {
         let (group, devices, memory) = join();
         let lengths = [0, 1, 2, 1000, 70_001];
         let outcome = lengths.into_iter().try_for_each(|len| check(&group, &memory, len));
-        if asked_for_nccl() {
+        if asked_for_gpus_only() {
             stays_on_gpus(&devices);
         }
         return report(&outcome.map(|()| "all".into()));
@@ -62,7 +62,7 @@ fn a_killed_process_is_named_and_the_survivors_device_stays_usable() {
             }
         };
         assert_eq!(devices.all[0].failure(), None);
-        if asked_for_nccl() {
+        if asked_for_gpus_only() {
             stays_on_gpus(&devices);
         }
         let other = memory.create(&[1, 2, 3]);

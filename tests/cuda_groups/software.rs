@@ -4,13 +4,37 @@
 mod faults;
 mod order;
 mod paths;
+mod windows;
+
+use std::os::unix::fs::symlink;
 
 use bonfire_testing::process::Process;
 
 /// Starts the test `name` of this module in a process of its own, with this many GPUs and these variables.
 fn start(name: &str, gpus: usize, variables: &[(&str, &str)]) -> Process {
+    Process::start(&format!("software::{name}"), &with_gpus(gpus, variables))
+}
+
+/// Starts it in as many processes as there are ranks.
+fn start_ranks(name: &str, ranks: usize, gpus: usize, variables: &[(&str, &str)]) -> Vec<Process> {
+    Process::start_ranks_with(&format!("software::{name}"), ranks, "auto", "60", &with_gpus(gpus, variables))
+}
+
+fn with_gpus<'a>(gpus: usize, variables: &[(&'a str, &str)]) -> Vec<(&'a str, String)> {
     let gpus = gpus.to_string();
     let counts = [("SHIM_GPUS", &gpus[..]), ("BONFIRE_TEST_GPUS", &gpus[..])];
-    let variables: Vec<_> = counts.iter().chain(variables).map(|(name, value)| (*name, (*value).to_owned())).collect();
-    Process::start(&format!("software::{name}"), &variables)
+    counts.iter().chain(variables).map(|(name, value)| (*name, (*value).to_owned())).collect()
+}
+
+/// A folder with the libraries of `LD_LIBRARY_PATH` but NCCL.
+fn libraries_without_nccl() -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    let path = std::env::var("LD_LIBRARY_PATH").unwrap();
+    for library in path.split(':').filter_map(|from| std::fs::read_dir(from).ok()).flatten() {
+        let library = library.unwrap();
+        if !library.file_name().to_string_lossy().starts_with("libnccl") {
+            let _ = symlink(library.path(), folder.path().join(library.file_name()));
+        }
+    }
+    folder
 }
