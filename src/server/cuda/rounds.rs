@@ -2,8 +2,8 @@
 //!
 //! A kernel of another process can access this rank's window only. So what peers read is copied to the window's staging
 //! memory before a round, and what they have written is copied from it afterwards, all on the team's stream. What only
-//! this rank accesses stays where it is: both sides of a push, the target of one-shot and of reduce_scatter, the source
-//! of all_gather. Copies are the driver's: within one GPU's memory they run at its full bandwidth.
+//! this rank accesses stays where it is: both sides of a push; the targets of one-shot, reduce_scatter and scatter; the
+//! sources of all_gather and gather. Copies are the driver's: within one GPU's memory they run at its full bandwidth.
 //!
 //! # Why staging memory can be used again at once
 //! Each form but push ends with a meeting, which a rank's kernel leaves when all peers have done their reads and writes
@@ -71,11 +71,13 @@ fn divide_by(
         Form::OneShot | Form::ReduceScatter => (true, false),
         Form::AllGather => (false, true),
         Form::Broadcast => (is_root, !is_root),
+        Form::Gather => (false, is_root),
+        Form::Scatter => (is_root, false),
         Form::TwoShot | Form::AllToAll => (true, true),
     };
     let width = call.dtype.size();
     let parts = match form {
-        Form::ReduceScatter | Form::AllGather | Form::AllToAll => ranks,
+        Form::ReduceScatter | Form::AllGather | Form::AllToAll | Form::Gather | Form::Scatter => ranks,
         _ => 1,
     };
     let most = capacity / (width * parts) / UNIT * UNIT;
@@ -176,16 +178,24 @@ mod tests {
                     part.clone().for_each(|i| put(i, source(peer, i - part.start)));
                 }),
                 Form::Broadcast => (0..count).for_each(|i| put(i, source(root, i))),
+                Form::Gather if rank == root => (0..n).for_each(|peer| {
+                    let part = partition(count, n, peer);
+                    part.clone().for_each(|i| put(i, source(peer, i - part.start)));
+                }),
+                Form::Gather => {}
+                Form::Scatter => own.clone().for_each(|i| put(i - own.start, source(root, i))),
                 Form::AllToAll => (0..count).for_each(|i| {
                     let (peer, j) = (i / (count / n), i % (count / n));
                     put(i, source(peer, rank * (count / n) + j));
                 }),
                 Form::Push => unreachable!("it has one round"),
             }
-            if form != Form::AllGather {
+            if !matches!(form, Form::AllGather | Form::Gather) && (form != Form::Scatter || rank == root) {
                 staged(rounds[rank].1.source);
             }
-            if !matches!(form, Form::OneShot | Form::ReduceScatter) {
+            if !matches!(form, Form::OneShot | Form::ReduceScatter | Form::Scatter)
+                && (form != Form::Gather || rank == root)
+            {
                 staged(target);
             }
         }
@@ -193,7 +203,7 @@ mod tests {
 
     #[test]
     fn rounds_give_what_one_call_gives() {
-        use Operation::{AllGather, AllReduce, AllToAll, Broadcast, ReduceScatter};
+        use Operation::{AllGather, AllReduce, AllToAll, Broadcast, Gather, ReduceScatter, Scatter};
         let forms = [
             (Form::OneShot, AllReduce),
             (Form::TwoShot, AllReduce),
@@ -201,6 +211,8 @@ mod tests {
             (Form::AllGather, AllGather),
             (Form::Broadcast, Broadcast),
             (Form::AllToAll, AllToAll),
+            (Form::Gather, Gather),
+            (Form::Scatter, Scatter),
         ];
         for (n, (form, operation)) in [1, 2, 3].into_iter().flat_map(|n| forms.map(|form| (n, form))) {
             for count in [0, 1, 2, 3, 47, 48, 49, 63, 64, 65, 96, 97, 128, 129, 130, 131, 300, 301] {
@@ -211,7 +223,7 @@ mod tests {
                 let mut call = Call::new(operation, DType::I32, count);
                 match operation {
                     AllReduce | ReduceScatter => call = call.reducing(ReduceOp::Sum),
-                    Broadcast => call = call.rooted(root),
+                    Broadcast | Gather | Scatter => call = call.rooted(root),
                     _ => {}
                 }
                 let value = |rank: usize, i: usize| (rank * 1000 + i) as i64;
@@ -219,7 +231,11 @@ mod tests {
                 let mut memories = vec![Memory::new(); n];
                 let mut divided = Vec::new();
                 for (rank, memory) in memories.iter_mut().enumerate() {
-                    let len = if form == Form::AllGather { own(rank).len() } else { count };
+                    let len = match form {
+                        Form::AllGather | Form::Gather => own(rank).len(),
+                        Form::Scatter if rank != root => 0,
+                        _ => count,
+                    };
                     memory.extend((0..len).map(|i| (SOURCE + (i * WIDTH) as u64, value(rank, i))));
                     let target = if form == Form::Broadcast { SOURCE } else { TARGET };
                     let layout = BufferLayout { source: SOURCE, target, before: vec![], after: vec![], kept: vec![] };
@@ -238,7 +254,9 @@ mod tests {
                     let sum = |i: usize| (0..n).map(|peer| value(peer, i)).sum::<i64>();
                     let expected: Vec<i64> = match form {
                         Form::ReduceScatter => own(rank).map(sum).collect(),
-                        Form::AllGather => {
+                        Form::Gather if rank != root => Vec::new(),
+                        Form::Scatter => own(rank).map(|i| value(root, i)).collect(),
+                        Form::AllGather | Form::Gather => {
                             (0..n).flat_map(|peer| (0..own(peer).len()).map(move |i| value(peer, i))).collect()
                         }
                         Form::Broadcast => (0..count).map(|i| value(root, i)).collect(),
