@@ -9,8 +9,6 @@
 
 #[path = "gpu_bench/api.rs"]
 mod api;
-#[path = "digits/cuda.rs"]
-mod cuda;
 #[path = "gpu_bench/kernels.rs"]
 mod kernels;
 #[cfg(feature = "nccl")]

@@ -125,7 +125,7 @@ fn some_gradients<B: CollectiveBackend>(
     model: &Layers<B>,
     device: &B::Device,
 ) -> (GradientsParams, usize) {
-    let samples = if step % 2 == 0 { 3 } else { 2 + rank };
+    let samples = if step.is_multiple_of(2) { 3 } else { 2 + rank };
     let loss = model.loss(models::values([samples, 7], 10 * step + rank, device));
     let mut grads = GradientsParams::from_grads(loss.backward(), model);
     if let Some(bias) = model.first.bias.as_ref().filter(|_| rank == 1 || step > 2) {

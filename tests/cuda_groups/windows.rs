@@ -148,6 +148,9 @@ fn check_paths(ranks: Vec<Process>, paths: &str, words: &[&str], label: &str) {
     end_well(ranks);
 }
 
+/// The GPUs, the settings, the expected paths, and words of rank 0's only line.
+type Case<'a> = (usize, &'a [(&'a str, &'a str)], String, &'a [&'a str]);
+
 #[test]
 #[ignore = "needs the software driver"]
 fn processes_use_the_path_that_their_gpus_the_libraries_and_the_user_allow() {
@@ -162,8 +165,7 @@ fn processes_use_the_path_that_their_gpus_the_libraries_and_the_user_allow() {
     let table = |table| ("BONFIRE_CUDA", table);
     let all = |path: &str| [path; 4].join(" ");
     let through_host = "through host memory: kernels: ";
-    // The GPUs, the settings, the paths, and words of rank 0's only line.
-    let cases: [(usize, &[(&str, &str)], String, &[&str]); 14] = [
+    let cases: [Case<'_>; 14] = [
         (2, &[], "kernels kernels kernels nccl".into(), &[]),
         (2, &[pcie], "kernels kernels nccl nccl".into(), &[]),
         (2, &[no_nccl], all("kernels"), &[]),
