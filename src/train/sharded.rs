@@ -214,8 +214,9 @@ where
     }
 
     /// Clips gradients by norm: if the norm of the mean gradients over all parameters exceeds `max`, a step scales them
-    /// down to that norm. The norm is computed in f64. If the optimizer clips by value, it does so afterwards. Without
-    /// this call gradients are not clipped by norm. All ranks must set the same: nothing compares it.
+    /// down to that norm. The norm is computed in f64, but on collective devices the squares of one gradient's part are
+    /// added in its own type, or in f32 if that is narrower. If the optimizer clips by value, it does so afterwards.
+    /// Without this call gradients are not clipped by norm. All ranks must set the same: nothing compares it.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] unless `max` is finite and greater than 0.

@@ -30,7 +30,7 @@ const LARGE: usize = 2_100_003;
 const SIZES: [usize; 4] = [4, 512 << 10, (512 << 10) + 4, (4 << 20) + 4];
 const KERNELS: (&str, &str) = ("BONFIRE_CUDA", "kernels");
 const ALL_REDUCES: [&str; 3] = ["push_sum_i32", "one_shot_sum_i32", "two_shot_sum_i32"];
-const OTHERS: [&str; 4] = ["reduce_scatter_sum_i32", "all_gather", "broadcast", "all_to_all"];
+const OTHERS: [&str; 6] = ["reduce_scatter_sum_i32", "all_gather", "broadcast", "all_to_all", "gather", "scatter"];
 
 fn end_well(mut ranks: Vec<Process>) {
     assert!(ranks.iter_mut().all(|rank| rank.end().success()));
