@@ -36,6 +36,13 @@ fn end_well(mut ranks: Vec<Process>) {
     assert!(ranks.iter_mut().all(|rank| rank.end().success()));
 }
 
+/// Runs the test of this name in `n` processes that use kernels, each of which must report success.
+fn all_succeed(name: &str, n: usize, gpus: usize) {
+    let ranks = start_ranks(&full(name), n, gpus, &[KERNELS]);
+    assert!(ranks.iter().all(|rank| rank.outcome() == Ok("all".into())), "{n} ranks on {gpus} GPUs");
+    end_well(ranks);
+}
+
 /// One all-reduce of this many elements, whose result is checked.
 fn all_reduce(group: &Group, memory: &Memory<CudaRuntime>, len: usize) -> Result<(), Error> {
     let (rank, n) = (group.rank(), group.world_size());
@@ -69,9 +76,7 @@ fn every_operation_between_processes_by_kernels() {
         return report(&Ok("all".into()));
     }
     for (n, gpus) in [(2, 2), (3, 3), (4, 4), (2, 1)] {
-        let ranks = start_ranks(&full("every_operation_between_processes_by_kernels"), n, gpus, &[KERNELS]);
-        assert!(ranks.iter().all(|rank| rank.outcome() == Ok("all".into())), "{n} ranks on {gpus} GPUs");
-        end_well(ranks);
+        all_succeed("every_operation_between_processes_by_kernels", n, gpus);
     }
 }
 
@@ -87,9 +92,7 @@ fn data_that_does_not_fit_into_a_window_takes_several_rounds() {
         all_by_kernels(&group, &devices, &memory, &[100, 20_000, LARGE]);
         return report(&Ok("all".into()));
     }
-    let ranks = start_ranks(&full(NAME), 2, 2, &[KERNELS]);
-    assert!(ranks.iter().all(|rank| rank.outcome() == Ok("all".into())));
-    end_well(ranks);
+    all_succeed(NAME, 2, 2);
 }
 
 /// Two processes with two ranks each, all with GPUs of their own.
@@ -110,9 +113,7 @@ fn processes_with_two_ranks_each() {
         });
         return report(&Ok("all".into()));
     }
-    let ranks = start_ranks(&full("processes_with_two_ranks_each"), 2, 4, &[KERNELS]);
-    assert!(ranks.iter().all(|rank| rank.outcome() == Ok("all".into())));
-    end_well(ranks);
+    all_succeed("processes_with_two_ranks_each", 2, 4);
 }
 
 /// All-reduces of several sizes. Sends how each was done, and in one line what was logged about the path.
@@ -308,9 +309,7 @@ fn two_groups_of_two_processes_are_in_flight_at_once() {
         assert_eq!(driver.host_functions(), 0);
         return report(&Ok("all".into()));
     }
-    let ranks = start_ranks(&full(NAME), 2, 2, &[KERNELS]);
-    assert!(ranks.iter().all(|rank| rank.outcome() == Ok("all".into())));
-    end_well(ranks);
+    all_succeed(NAME, 2, 2);
 }
 
 /// Windows are never freed, and used again once all peers have left them.
@@ -338,7 +337,5 @@ fn later_groups_use_the_windows_of_earlier_ones() {
         assert!(windows() <= 8, "{} windows", windows());
         return report(&Ok("all".into()));
     }
-    let ranks = start_ranks(&full("later_groups_use_the_windows_of_earlier_ones"), 2, 2, &[KERNELS]);
-    assert!(ranks.iter().all(|rank| rank.outcome() == Ok("all".into())));
-    end_well(ranks);
+    all_succeed("later_groups_use_the_windows_of_earlier_ones", 2, 2);
 }
