@@ -9,7 +9,7 @@ use cubecl::stream_id::StreamId;
 
 use super::DeviceTransport;
 use bonfire_core::error::Site;
-use bonfire_core::{Call, DType, Deadline, Error, Operation, ReduceOp};
+use bonfire_core::{Call, DType, Deadline, Error, Operation, ReduceOp, partition};
 
 /// A device operation: a collective as one rank calls it, on memory of its device.
 pub struct DeviceOperation {
@@ -107,4 +107,10 @@ pub(super) fn call(
     let mut call = Call::new(operation, dtype, bytes / dtype.size());
     (call.reduction, call.root) = (reduction, root);
     Ok(call)
+}
+
+/// The byte range of a rank's part of the whole.
+pub(super) fn part(call: &Call, ranks: usize, rank: usize) -> Range<usize> {
+    let part = partition(call.count, ranks, rank);
+    part.start * call.dtype.size()..part.end * call.dtype.size()
 }

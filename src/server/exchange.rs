@@ -14,10 +14,10 @@ use cubecl::server::Handle;
 use super::DeviceTransport;
 use super::compute::CollectiveServer;
 use super::copy::stream_of;
-use super::engine::{DeviceOperation, call};
+use super::engine::{DeviceOperation, call, part};
 use super::runtime::CollectiveRuntime;
 use bonfire_core::internal::{ByteOperations, Request};
-use bonfire_core::{Call, DType, Error, Group, Operation, ReduceOp, partition};
+use bonfire_core::{Call, DType, Error, Group, Operation, ReduceOp};
 
 /// The collectives of a [`Group`] on a device's memory, for clients of collective runtimes. Each rank contributes a
 /// device; ranks may be threads or processes.
@@ -104,9 +104,8 @@ pub trait DeviceCollectives<R: DeviceTransport> {
         root: usize,
     ) -> Result<Transfer<R>, Error> {
         let call = call(Operation::Reduce, source.size_in_used(), dtype, Some(op), Some(root))?;
-        check_root(group, &call, "target", target)?;
-        target.map_or(Ok(()), |target| check_size(call.operation, "target", target, call.bytes()))?;
-        self.start(group, call, whole(source), target.map_or(vec![], whole))
+        let target = of_root(group, &call, "target", target)?;
+        self.start(group, call, whole(source), target)
     }
 
     /// Starts [`Group::gather_into`]: `source` has the same size on all ranks, and the root's `target` is world size
@@ -121,9 +120,8 @@ pub trait DeviceCollectives<R: DeviceTransport> {
     ) -> Result<Transfer<R>, Error> {
         let bytes = source.size_in_used() * group.world_size() as u64;
         let call = call(Operation::Gather, bytes, dtype, None, Some(root))?;
-        check_root(group, &call, "target", target)?;
-        target.map_or(Ok(()), |target| check_size(call.operation, "target", target, call.bytes()))?;
-        self.start(group, call, vec![(source.clone(), own_part(group, &call))], target.map_or(vec![], whole))
+        let target = of_root(group, &call, "target", target)?;
+        self.start(group, call, vec![(source.clone(), own_part(group, &call))], target)
     }
 
     /// Starts [`Group::scatter_into`]: `target` has the same size on all ranks, and the root's `source` is world size
@@ -138,9 +136,8 @@ pub trait DeviceCollectives<R: DeviceTransport> {
     ) -> Result<Transfer<R>, Error> {
         let bytes = target.size_in_used() * group.world_size() as u64;
         let call = call(Operation::Scatter, bytes, dtype, None, Some(root))?;
-        check_root(group, &call, "source", source)?;
-        source.map_or(Ok(()), |source| check_size(call.operation, "source", source, call.bytes()))?;
-        self.start(group, call, source.map_or(vec![], whole), vec![(target.clone(), own_part(group, &call))])
+        let source = of_root(group, &call, "source", source)?;
+        self.start(group, call, source, vec![(target.clone(), own_part(group, &call))])
     }
 
     /// Starts [`Group::all_to_all_into`]: `source` and `target` have the same size on all ranks. Their number of
@@ -240,14 +237,16 @@ fn check_size(operation: Operation, what: &str, memory: &Handle, right: usize) -
     }
 }
 
-/// Checks that the root, and only the root, gives this memory.
-fn check_root(group: &Group, call: &Call, what: &str, memory: Option<&Handle>) -> Result<(), Error> {
+/// The memory that the root, and only the root, gives: all of the whole.
+fn of_root(group: &Group, call: &Call, what: &str, memory: Option<&Handle>) -> Result<Vec<Chunk>, Error> {
     let root = call.root.unwrap_or(0);
     group.check_rank(&call.operation.to_string(), "root", root)?;
-    if memory.is_some() == (group.rank() == root) {
-        return Ok(());
+    if memory.is_some() != (group.rank() == root) {
+        return Err(Error::argument(call.operation, format!("rank {root}, the root, gives the only {what}")));
     }
-    Err(Error::argument(call.operation, format!("rank {root}, the root, gives the only {what}")))
+    let Some(memory) = memory else { return Ok(Vec::new()) };
+    check_size(call.operation, what, memory, call.bytes())?;
+    Ok(whole(memory))
 }
 
 fn whole(memory: &Handle) -> Vec<Chunk> {
@@ -256,6 +255,5 @@ fn whole(memory: &Handle) -> Vec<Chunk> {
 
 /// The byte range of this rank's part of the whole.
 fn own_part(group: &Group, call: &Call) -> Range<usize> {
-    let own = partition(call.count, group.world_size(), group.rank());
-    own.start * call.dtype.size()..own.end * call.dtype.size()
+    part(call, group.world_size(), group.rank())
 }

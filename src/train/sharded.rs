@@ -314,17 +314,12 @@ where
             if let Some((number, oldest)) = pop_if_full(&mut in_flight) {
                 self.shards.finish_gather(number, oldest, exists, &mut gathered)?;
             }
-            let gradients = self.shards.gradients(number, part, exists, values);
-            let mut slices = vec![0..0; values.len()];
-            self.shards.layout[number].spans.iter().for_each(|span| slices[span.position] = span.slice());
-            let mut updated = Vec::with_capacity(gradients.len());
-            for (position, mut grad) in gradients {
-                let Some(value) = &values[position] else { continue };
+            let mut updated = Vec::new();
+            for (position, value, mut grad) in self.shards.slices(number, part, exists, values) {
                 if let Some(clipping) = self.optimizer.grad_clipping() {
                     grad = clipping.clip_gradient(grad);
                 }
                 let state = self.states[position].take().map(|state| O::to_device(state, &value.device()));
-                let value = value.clone().slice(slices[position].clone());
                 let (value, state) = self.optimizer.optim().step(lr, value, grad, state);
                 self.states[position] = state;
                 updated.push(value);

@@ -3,7 +3,6 @@
 use cubecl::cuda::CudaRuntime;
 use cudarc::driver::{result, sys};
 
-use super::driver::failure;
 use crate::server::CollectiveDevice;
 use bonfire_core::Error;
 
@@ -25,9 +24,7 @@ impl CollectiveDevice<CudaRuntime> {
                 let none = "the driver finds none: see nvidia-smi, and CUDA_VISIBLE_DEVICES";
                 Err(Error::io("looking for GPUs", std::io::Error::other(none)))
             }
-            Err(error) => {
-                Err(unusable(format!("it does not start: {}; see nvidia-smi", failure("starting", 0, error))))
-            }
+            Err(error) => Err(unusable(format!("it does not start: {error}; see nvidia-smi"))),
         }
     }
 

@@ -25,8 +25,7 @@ impl Place {
     /// The place of this GPU, if kernels can run there.
     pub fn of(gpu: &Gpu) -> Result<Place, Error> {
         let reason = |why: &str| Error::broken("sharing memory between processes", why);
-        // Older GPUs lack the memory orders and scopes of `kernels/ptx.cuh`.
-        if gpu.architecture < 70 || !gpu.orders_streams() {
+        if !gpu.runs_kernels() {
             return Err(reason("the GPU lacks features that the kernels need"));
         }
         let host = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default().trim().to_owned();

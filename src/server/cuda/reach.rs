@@ -35,6 +35,11 @@ impl Gpu {
         Ok(found)
     }
 
+    /// Whether kernels can run on this GPU. Older ones lack the memory orders and scopes of `kernels/ptx.cuh`.
+    pub fn runs_kernels(&self) -> bool {
+        self.architecture >= 70 && self.orders_streams()
+    }
+
     /// Whether NVLink connects this GPU to the one with ordinal `other`, as far as the driver tells: atomic operations
     /// of one GPU on the other's memory pass over NVLink, not over PCIe.
     pub fn has_nvlink(&self, other: usize) -> bool {

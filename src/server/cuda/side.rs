@@ -12,9 +12,9 @@ use super::copy_stream::address_of;
 use super::order::{self, ReadyCounter, Server};
 use super::rounds::{BufferLayout, Copy};
 use super::team::{Prepared, Team};
-use crate::server::engine::DeviceOperation;
+use crate::server::engine::{DeviceOperation, part};
 use bonfire_core::internal::lock;
-use bonfire_core::{Call, Error, Operation, partition};
+use bonfire_core::{Call, Error, Operation};
 
 /// A team, and the index of this rank in it.
 pub(super) struct TeamHandle {
@@ -112,8 +112,7 @@ impl BufferLayout {
 
 /// The bytes of the whole that the operation reads and writes on this rank.
 fn used(call: &Call, ranks: usize, rank: usize) -> (Range<usize>, Range<usize>) {
-    let (whole, own) = (0..call.bytes(), partition(call.count, ranks, rank));
-    let own = own.start * call.dtype.size()..own.end * call.dtype.size();
+    let (whole, own) = (0..call.bytes(), part(call, ranks, rank));
     match call.operation {
         Operation::AllGather | Operation::Gather => (own, whole),
         Operation::ReduceScatter | Operation::Scatter => (whole, own),

@@ -23,9 +23,9 @@
 //! Its kernels find the peers' data in their windows, so nothing of their calls needs to be known here. A call may take
 //! several rounds, each of which is a call to the team, with a number of its own.
 //!
-//! The argument above holds for each GPU and process. Kernels of several processes on one GPU do not hold each other up
-//! for ever: each process has its own hardware queues, and the GPU divides its time among processes whose kernels do
-//! not run side by side. A group's own calls are in one order in all processes, by kernels or by NCCL, because its
+//! The argument above holds for each GPU and process. Kernels of several processes on one GPU do not block each other:
+//! each process has its own hardware queues, and the GPU divides its time among processes whose kernels do not run side
+//! by side. A group's own calls are in one order in all processes, by kernels or by NCCL, because its
 //! ranks have agreed on each before they launch it. Nothing orders those of two groups that have ranks in other
 //! processes. If their streams share a hardware queue in one process, and the order is another one elsewhere, they
 //! wait until the deadline.

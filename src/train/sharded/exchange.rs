@@ -4,12 +4,13 @@ use std::collections::VecDeque;
 
 use burn::optim::GradientsParams;
 use burn::tensor::backend::AutodiffBackend;
+use burn::tensor::ops::FloatTensor;
 use burn::tensor::{FloatDType, Tensor, TensorData};
 use bytemuck::{cast_slice, cast_slice_mut};
 use half::f16;
 
-use super::layout::{BucketLayout, ParameterSpan, bytes};
-use super::on_device::{self, OfBucket, Primitive};
+use super::layout::{BucketLayout, bytes};
+use super::on_device::{self, OfBucket};
 use crate::tensor::device::{PendingTensors, start_all_reduce, uses_collective_devices};
 use crate::train::agree::{Parameter, all_gather_values};
 use crate::train::bucket::{Bucket, BucketOp, Weighting, pop_if_full, scale, sum_of_squares};
@@ -44,7 +45,7 @@ pub(super) type NumberedPart<B> = (usize, Elements<B>);
 /// An operation on a bucket in flight.
 pub(super) enum InFlight<B: AutodiffBackend> {
     Host(Work<Bucket>),
-    Device(PendingTensors<Primitive<B>>),
+    Device(PendingTensors<FloatTensor<B::InnerBackend>>),
 }
 
 impl<B: AutodiffBackend> InFlight<B> {
@@ -174,31 +175,38 @@ impl<B: AutodiffBackend> Shards<B> {
         Bucket::packed(&self.shard_group, self.bucket_memory.pop(), len * dtype.size())
     }
 
-    /// Returns the gradients in this rank's part of a bucket as tensors, with the positions of their parameters.
-    /// `values` are the values of all parameters.
-    pub fn gradients(
+    /// Returns, for each parameter with a gradient that has elements in this rank's part of a bucket, its position and
+    /// these elements of the parameter and of the gradient. `values` are the values of all parameters. None is missing:
+    /// the exchange of the header refuses such a step.
+    pub fn slices(
         &mut self,
         number: usize,
         part: Elements<B>,
         exists: &[bool],
         values: &Values<B>,
-    ) -> Vec<(usize, Flat<B>)> {
+    ) -> Vec<(usize, Flat<B>, Flat<B>)> {
         let layout = &self.layout[number];
-        let spans = layout.own_spans(exists);
+        let slices = layout.own_spans(exists).filter_map(|span| {
+            let value = Flat::<B>::clone(values[span.position].as_ref()?);
+            Some((span, value.slice(span.slice())))
+        });
         let mut part = match part {
             Elements::Host(part) => part,
-            Elements::Device(part) => return spans.map(|span| span.position).zip(part).collect(),
+            Elements::Device(part) => {
+                return slices.zip(part).map(|((span, value), grad)| (span.position, value, grad)).collect();
+            }
         };
         let begin = bytes(layout.own.clone(), layout.dtype).start;
-        let tensor = |(span, value): (&ParameterSpan, &Flat<B>)| {
+        let slices = slices.map(|(span, value)| {
             let own = bytes(span.own(), layout.dtype);
             let data = part.bytes()[own.start - begin..own.end - begin].to_vec();
             let data = TensorData::from_bytes_vec(data, [span.own().len()], value.dtype());
-            (span.position, Tensor::from_data(data, (&value.device(), value.dtype())))
-        };
-        let gradients = spans.filter_map(|span| Some((span, values[span.position].as_ref()?))).map(tensor).collect();
+            let grad = Tensor::from_data(data, (&value.device(), value.dtype()));
+            (span.position, value, grad)
+        });
+        let slices = slices.collect();
         self.part_memory.extend(part.into_memory());
-        gradients
+        slices
     }
 
     /// Starts the all-gather of a bucket's parameters in the block. `updated` are the new values of this rank's part,

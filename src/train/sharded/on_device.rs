@@ -2,7 +2,8 @@
 //! made. Elements have the same places in buckets as on the host, so a block may have ranks of both kinds.
 
 use burn::optim::GradientsParams;
-use burn::tensor::backend::{AutodiffBackend, BackendTypes};
+use burn::tensor::backend::AutodiffBackend;
+use burn::tensor::ops::FloatTensor;
 use burn::tensor::{FloatDType, Shape, Tensor, TensorPrimitive};
 
 use super::layout::{BucketLayout, bytes};
@@ -12,9 +13,6 @@ use crate::train::bucket::{BucketOp, Weighting, scale_tensor};
 use crate::train::values::Flat;
 use bonfire_core::{DType, Error, Group};
 
-/// A primitive tensor without gradients.
-pub(super) type Primitive<B> = <<B as AutodiffBackend>::InnerBackend as BackendTypes>::FloatTensorPrimitive;
-
 /// What an operation on a bucket's tensors needs.
 pub(super) struct OfBucket<'a, B: AutodiffBackend> {
     /// The ranks of this rank's block.
@@ -23,11 +21,11 @@ pub(super) struct OfBucket<'a, B: AutodiffBackend> {
     pub parameters: &'a [Parameter<B>],
 }
 
-pub(super) fn flat<B: AutodiffBackend>(tensor: Primitive<B>) -> Flat<B> {
+pub(super) fn flat<B: AutodiffBackend>(tensor: FloatTensor<B::InnerBackend>) -> Flat<B> {
     Tensor::from_primitive(TensorPrimitive::Float(tensor))
 }
 
-fn primitive<B: AutodiffBackend>(tensor: Flat<B>) -> Primitive<B> {
+fn primitive<B: AutodiffBackend>(tensor: Flat<B>) -> FloatTensor<B::InnerBackend> {
     tensor.into_primitive().tensor()
 }
 
@@ -39,14 +37,13 @@ pub(super) fn reduce<B: AutodiffBackend>(
     exists: &[bool],
     grads: &mut GradientsParams,
     weighting: Weighting,
-) -> Result<PendingTensors<Primitive<B>>, Error> {
+) -> Result<PendingTensors<FloatTensor<B::InnerBackend>>, Error> {
     let carrier = weighting.carrier(layout.dtype);
     let (mut sources, mut targets) = (Vec::new(), Vec::new());
     for span in layout.spans.iter().filter(|span| exists[span.position]) {
         let (parameter, elements) = (&parameters[span.position], span.range.len());
-        let grad = grads.remove::<B::InnerBackend, 1>(parameter.id).map(|grad| primitive::<B>(grad));
-        let grad = match grad {
-            Some(grad) => flat::<B>(grad).reshape([elements]),
+        let grad: Flat<B> = match grads.remove::<B::InnerBackend, 1>(parameter.id) {
+            Some(grad) => grad.reshape([elements]),
             None => Tensor::zeros([elements], (&parameter.device, parameter.dtype)),
         };
         let grad = if carrier == layout.dtype { grad } else { grad.cast(FloatDType::F32) };
@@ -72,7 +69,7 @@ pub(super) fn gather<B: AutodiffBackend>(
     OfBucket { group, layout, parameters }: OfBucket<'_, B>,
     exists: &[bool],
     updated: Vec<Flat<B>>,
-) -> Result<PendingTensors<Primitive<B>>, Error> {
+) -> Result<PendingTensors<FloatTensor<B::InnerBackend>>, Error> {
     let own = layout.own_spans(exists).map(|span| bytes(span.own(), layout.dtype));
     let sources = updated.into_iter().map(primitive::<B>).zip(own).collect();
     let targets = layout.spans.iter().filter(|span| exists[span.position]).map(|span| {

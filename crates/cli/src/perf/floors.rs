@@ -41,11 +41,7 @@ impl Floors {
     /// Measures the floors of calls with up to `largest` bytes. None for a single rank, which waits for no peer, for
     /// `auto`, whose links between hosts are unknown, and for devices.
     pub fn measure(transport: Transport, ranks: u32, facts: &Facts, largest: usize) -> io::Result<Option<Floors>> {
-        if ranks < 2 || transport == Transport::Auto {
-            return Ok(None);
-        }
-        #[cfg(feature = "cuda")]
-        if transport == Transport::Cuda {
+        if ranks < 2 || transport == Transport::Auto || transport.path().is_some() {
             return Ok(None);
         }
         // A machine that does not report its number of cores has at least one.

@@ -14,7 +14,7 @@ use crate::text::name;
 /// A path is taken from the one before only where it is faster by more than this: less is noise.
 const MARGIN: f64 = 0.03;
 
-/// The most bytes that a rank can push.
+/// The most bytes that a rank can push: `PUSH_BYTES` of `kernels/signal.cuh`.
 const PUSH_BYTES: usize = 32 << 10;
 
 /// What is used of a row that a process prints.
@@ -52,7 +52,8 @@ pub fn compare(args: &Args) -> Result<u8, Failure> {
     println!("{:>12}{}  fastest", "bytes", measured.iter().map(|(path, _)| format!("{path:>12}")).collect::<String>());
     let mut fastest: Vec<(usize, &str)> = Vec::new();
     let mut wrong = 0;
-    for (index, bytes) in measured.first().map_or(Vec::new(), |(_, rows)| sizes(rows)).into_iter().enumerate() {
+    let sizes = measured.first().into_iter().flat_map(|(_, rows)| rows.iter()).map(|row| row.bytes);
+    for (index, bytes) in sizes.enumerate() {
         let row = |(path, rows): &(&'static str, &Vec<Row>)| {
             // Larger ones are reduced in two shots.
             let skipped = *path == "push" && bytes > PUSH_BYTES;
@@ -67,10 +68,6 @@ pub fn compare(args: &Args) -> Result<u8, Failure> {
     }
     println!("BONFIRE_CUDA='{}'", table(&fastest));
     Ok(u8::from(wrong > 0 || measured.is_empty()))
-}
-
-fn sizes(rows: &[Row]) -> Vec<usize> {
-    rows.iter().map(|row| row.bytes).collect()
 }
 
 /// The fastest of these paths, or `before` if it is not slower by more than [`MARGIN`].

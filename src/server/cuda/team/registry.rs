@@ -46,8 +46,7 @@ pub(in crate::server::cuda) fn kernels_supported(devices: &[DeviceId]) -> bool {
             }
         }
         for gpu in &gpus {
-            // Older GPUs lack the memory orders and scopes of `kernels/ptx.cuh`.
-            if gpu.architecture < 70 || !gpu.orders_streams() {
+            if !gpu.runs_kernels() {
                 log::warn!(
                     "GPU {} lacks features that the kernels need; its collectives go through host memory",
                     gpu.ordinal
