@@ -371,7 +371,9 @@ impl<B: AutodiffBackend> ModuleMapper<B> for ValueWriter<'_, B> {
         let position = self.positions.get(&param.id);
         let Some(value) = position.and_then(|&position| self.values[position].take()) else { return param };
         let (id, old, mapper) = param.consume();
-        let value = Tensor::from_inner(value.reshape(old.shape())).set_require_grad(old.is_require_grad());
+        // A program may have moved the model since.
+        let value = value.reshape(old.shape()).to_device(&old.device());
+        let value = Tensor::from_inner(value).set_require_grad(old.is_require_grad());
         Param::from_mapped_value(id, value, mapper)
     }
 }
