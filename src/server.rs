@@ -32,8 +32,11 @@
 //! memory. Processes that share a GPU use host memory unless `BONFIRE_CUDA` requests kernels: without MPS the GPU runs
 //! one process at a time, so each signal between their kernels takes a slice of its time.
 //!
-//! The first operation of a group on CUDA memory waits for the other ranks, which agree on the path. All ranks have to
-//! call it, with one device each. NCCL rounds sums of f16 and bf16 after every addition, the kernels round once.
+//! The first collective of a group on CUDA memory waits for the other ranks, which agree on the path. All ranks have to
+//! call it, with one device each. Messages of tensors before it pass through host memory. After it, both ranks of a
+//! message must have their tensors on their devices. Between ranks of one process the sender's device lends a copy of
+//! the tensor to the receiver's, and neither rank waits for a device. Between processes messages are NCCL's, or go
+//! through host memory. NCCL rounds sums of f16 and bf16 after every addition, the kernels round once.
 //!
 //! `BONFIRE_CUDA` is `auto`, the default, which decides by connection, ranks and size; `kernels`, or one of their forms
 //! for all_reduce (`push`, `one-shot`, `two-shot`); `nccl`, which is an error where NCCL does not work; `host`; or a
@@ -84,6 +87,8 @@ mod download;
 pub mod engine;
 pub(crate) mod exchange;
 mod host;
+#[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "only CUDA has a data path of its own"))]
+pub(crate) mod loans;
 mod mailbox;
 mod memory;
 mod pending;
@@ -127,6 +132,12 @@ pub trait DeviceTransport: Runtime {
     #[doc(hidden)]
     fn route(_group: &Group, _device: DeviceId) -> Result<Option<Arc<dyn Route<Self>>>, Error> {
         Ok(None)
+    }
+
+    /// The route that the ranks of `group` have agreed on, if they have. Waits for no rank.
+    #[doc(hidden)]
+    fn agreed_route(_group: &Group) -> Option<Arc<dyn Route<Self>>> {
+        None
     }
 }
 

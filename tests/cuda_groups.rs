@@ -1,5 +1,5 @@
-//! The operations of a group on GPU memory: by kernels, or by NCCL if `BONFIRE_CUDA` selects it. No test needs a kernel
-//! other than Bonfire's own.
+//! The operations of a group on GPU memory: by kernels, or by NCCL if `BONFIRE_CUDA` selects it. Few tests
+//! need kernels of burn's.
 
 #[path = "common/devices.rs"]
 mod devices;
@@ -16,6 +16,7 @@ use std::sync::{Arc, Barrier};
 use std::time::Duration;
 
 use bonfire::server::{DeviceCollectives, Transfer};
+use bonfire::tensor::operation;
 use bonfire::{Cuda, DType, DataParallel, Error, Group, ReduceOp};
 use burn::backend::Autodiff;
 use burn::module::{Module, Param};
@@ -26,7 +27,7 @@ use cubecl::cuda::CudaRuntime;
 use half::bf16;
 
 use bonfire_testing::{Kind, errors, run_ranks, run_ranks_with};
-use groups::{Memory, check, check_tensors, mine};
+use groups::{Memory, check, check_messages, check_tensors, mine};
 
 type Devices = devices::Devices<CudaRuntime>;
 
@@ -87,6 +88,8 @@ fn tensors_stay_on_gpus() {
             let shape = [2 * usize::from(n), 3, 128];
             check_tensors::<Cuda, Float>(&group, device, shape, &[0]).unwrap();
             check_tensors::<Cuda, Int>(&group, device, shape, &[0]).unwrap();
+            check_messages::<Cuda, Float>(&group, device).unwrap();
+            check_messages::<Cuda, Int>(&group, device).unwrap();
         });
         stays_on_gpus(&Devices::new(first, n));
     }
@@ -252,6 +255,34 @@ fn different_sizes_are_a_mismatch_on_both_ranks_and_the_devices_stay_usable() {
         assert_eq!(memory.read(&own), vec![1; 4 + group.rank()]);
     });
     assert!(Devices::new(22, 2).all.iter().all(|device| device.failure().is_none()));
+}
+
+#[test]
+#[ignore = "needs a CUDA GPU"]
+fn a_message_of_another_shape_is_a_mismatch_and_the_devices_stay_usable() {
+    let results = run_ranks(Kind::Threads, 2, |group| {
+        let device = &Devices::new(30, 2).all[group.rank()];
+        // Before the ranks have agreed on a path, messages go through host memory.
+        for agreed in [false, true] {
+            if agreed {
+                operation::all_reduce(Tensor::<Cuda, 1>::ones([1], device), ReduceOp::Sum, &group)?;
+            }
+            check_messages::<Cuda, Float>(&group, device)?;
+        }
+        match group.rank() {
+            0 => operation::send(Tensor::<Cuda, 2>::zeros([3, 4], device), 1, &group)?,
+            _ => operation::recv::<Cuda, 2, Float>([4, 3], 0, device, &group).map(drop)?,
+        }
+        group.barrier()
+    });
+    let found = |result: &Result<(), Error>| matches!(result, Err(Error::Mismatch { calls, .. }) if calls.len() == 2);
+    assert!(found(&results[1]), "{results:?}");
+    assert!(results[0].is_err());
+    for device in Devices::new(30, 2).all {
+        assert_eq!(device.failure(), None);
+        let ones = Tensor::<Cuda, 1>::ones([2], &device).into_data();
+        assert_eq!(ones, TensorData::from([1.0f32; 2]));
+    }
 }
 
 #[test]

@@ -359,6 +359,8 @@ fn invalid_arguments_are_rejected_and_change_nothing() {
             let refused = [
                 Work { action: Action::Broadcast(2), ..sound },
                 Work { action: Action::Send(group.rank()), ..sound },
+                Work { action: Action::Exchange { to: group.rank(), from: 1 - group.rank(), incoming: 4 }, ..sound },
+                Work { action: Action::Exchange { to: 1 - group.rank(), from: 2, incoming: 4 }, ..sound },
                 Work { action: Action::AllToAll, count: 3, ..sound },
                 Work { action: Action::AllToAll, output: memory + 15, ..sound },
                 Work { sizes: Some(&[4]), ..sound },

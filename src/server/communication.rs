@@ -21,6 +21,7 @@ use super::engine::{DeviceOperation, call};
 use super::mailbox::{DeviceMessage, Mailbox};
 use super::memory::Span;
 use super::pending::{PendingResult, UNFINISHED, results};
+use bonfire_core::internal::Peers;
 use bonfire_core::{Call, DType, Deadline, Error, Operation, ReduceOp};
 
 /// No method returns an error: cubecl's client would unwrap it on this thread, where it is lost. A failure poisons the
@@ -116,7 +117,14 @@ impl<R: DeviceTransport> CollectiveServer<R> {
                 let call = call.inspect_err(|error| engine.fail(&devices, error))?;
                 self.engine_spans.extend(spans);
                 let whole = |memory| vec![(memory, 0..call.bytes())];
-                let job = DeviceOperation { call, rank, sources: whole(source), targets: whole(target), stream };
+                let job = DeviceOperation {
+                    call,
+                    rank,
+                    sources: whole(source),
+                    targets: whole(target),
+                    stream,
+                    peers: Peers::default(),
+                };
                 catch_panic("all_reduce", || engine.all_reduce(&mut self.inner, devices, job))
             }
             _ => {

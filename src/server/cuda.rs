@@ -35,6 +35,7 @@ mod reach;
 mod remote;
 mod rounds;
 mod route;
+mod shared;
 mod side;
 mod team;
 mod window;
@@ -56,8 +57,8 @@ use self::side::TeamHandle;
 use self::team::Team;
 use super::DeviceTransport;
 use super::download::catch_panic;
-use super::engine::{DeviceOperation, Engine, PeerBuffer, Route, Rows};
-use super::memory::Span;
+use super::engine::{DeviceOperation, Engine, Route, Rows};
+use super::memory::{PeerBuffer, Span};
 use super::pending::UNFINISHED;
 use super::status::Status;
 use bonfire_core::error::Site;
@@ -79,6 +80,10 @@ impl DeviceTransport for CudaRuntime {
 
     fn route(group: &Group, device: DeviceId) -> Result<Option<Arc<dyn Route<Self>>>, Error> {
         route::of(group, device)
+    }
+
+    fn agreed_route(group: &Group) -> Option<Arc<dyn Route<Self>>> {
+        route::agreed(group)
     }
 }
 

@@ -1,6 +1,7 @@
 //! The interface to a runtime's own data path between devices, without host memory.
 
 use std::ops::Range;
+use std::sync::Arc;
 use std::time::Duration;
 
 use cubecl::device::DeviceId;
@@ -8,7 +9,10 @@ use cubecl::server::Binding;
 use cubecl::stream_id::StreamId;
 
 use super::DeviceTransport;
+use super::loans::Loans;
+use super::memory::PeerBuffer;
 use bonfire_core::error::Site;
+use bonfire_core::internal::Peers;
 use bonfire_core::{Call, DType, Deadline, Error, Operation, ReduceOp, partition};
 
 /// A device operation: a collective as one rank calls it, on memory of its device.
@@ -20,14 +24,15 @@ pub struct DeviceOperation {
     pub(super) targets: Vec<(Binding, Range<usize>)>,
     /// The stream on which the sources' content was queued.
     pub(super) stream: StreamId,
+    pub(super) peers: Peers,
 }
 
-/// A peer buffer: device memory that another device may read while it holds this value.
-pub struct PeerBuffer {
-    pub(super) memory: Binding,
-    pub(super) address: u64,
-    /// Address of the word that signals readiness, and the value from which on the memory may be read.
-    pub(super) ready: (u64, u64),
+/// How a route carries messages between two ranks.
+pub enum Messages {
+    /// The sender lends its memory to the receiver, whose device is of the same process.
+    Lent(Arc<Loans>),
+    /// As it does collectives.
+    Carried,
 }
 
 /// Rows of `bytes` bytes each, which start `pitch` bytes apart.
@@ -49,6 +54,9 @@ pub type InFlight = Box<dyn FnOnce(&dyn Fn() -> Option<Error>) -> Result<(), Err
 pub trait Route<R: DeviceTransport>: Send + Sync {
     /// Whether the route supports this call. The answer is the same on all ranks.
     fn supports(&self, call: &Call) -> bool;
+
+    /// How messages between the ranks go, if not through host memory. The answer is the same on all ranks.
+    fn messages(&self) -> Option<Messages>;
 
     /// Prepares an operation on the memory as the work queued so far leaves it. Neither sources nor targets may be
     /// accessed until its [`InFlight`] has returned. `limit` bounds how long a device may wait for another one.

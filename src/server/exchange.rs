@@ -1,6 +1,7 @@
 //! Collectives of a group of ranks on the memory of devices.
 
 mod direct;
+mod message;
 mod staged;
 
 use std::marker::PhantomData;
@@ -16,7 +17,7 @@ use super::compute::CollectiveServer;
 use super::copy::stream_of;
 use super::engine::{DeviceOperation, call, part};
 use super::runtime::CollectiveRuntime;
-use bonfire_core::internal::{ByteOperations, Request};
+use bonfire_core::internal::{ByteOperations, Peers, Request};
 use bonfire_core::{Call, DType, Error, Group, Operation, ReduceOp};
 
 /// The collectives of a [`Group`] on a device's memory, for clients of collective runtimes. Each rank contributes a
@@ -184,11 +185,12 @@ impl<R: DeviceTransport> Transfer<R> {
 /// Memory of a device, and the byte range of the operation's whole that it holds.
 pub(crate) type Chunk = (Handle, Range<usize>);
 
-/// Starts `call` on this memory: directly if the ranks have a route that supports it, else through host memory.
+/// Starts `call` on this memory: directly if the ranks have a route that supports it, else through host memory. With
+/// peers it is a message, which needs a route that carries messages.
 pub(crate) fn start<R: DeviceTransport>(
     client: &ComputeClient<CollectiveRuntime<R>>,
     group: &Group,
-    call: Call,
+    (call, peers): (Call, Peers),
     sources: Vec<Chunk>,
     targets: Vec<Chunk>,
 ) -> Result<Transfer<R>, Error> {
@@ -196,9 +198,11 @@ pub(crate) fn start<R: DeviceTransport>(
     let stream = stream_of(client);
     let bound = |chunks: Vec<Chunk>| chunks.into_iter().map(|(handle, range)| (handle.binding(), range)).collect();
     let (sources, targets) = (bound(sources), bound(targets));
-    let job = DeviceOperation { call, rank: group.rank(), sources, targets, stream };
-    let route = R::route(group, client.info().device)?.filter(|route| route.supports(&call));
+    let job = DeviceOperation { call, rank: group.rank(), sources, targets, stream, peers };
+    let is_message = peers != Peers::default();
+    let route = R::route(group, client.info().device)?.filter(|route| is_message || route.supports(&call));
     let wait = match route {
+        Some(route) if is_message => message::start(device, group, route, job)?,
         Some(route) => direct::start(&device, group, route, job)?,
         None => staged::start(device, group, job)?,
     };
@@ -226,7 +230,7 @@ where
 
 impl<R: DeviceTransport> DeviceCollectives<R> for ComputeClient<CollectiveRuntime<R>> {
     fn start(&self, group: &Group, call: Call, sources: Vec<Chunk>, targets: Vec<Chunk>) -> Result<Transfer<R>, Error> {
-        start(self, group, call, sources, targets)
+        start(self, group, (call, Peers::default()), sources, targets)
     }
 }
 

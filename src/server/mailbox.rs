@@ -13,7 +13,7 @@ use cubecl::ir::ElemType;
 use cubecl::stream_id::StreamId;
 
 use super::download::PendingRead;
-use super::engine::PeerBuffer;
+use super::memory::PeerBuffer;
 use bonfire_core::internal::lock;
 use bonfire_core::{Deadline, Error};
 

@@ -11,7 +11,7 @@ use burn::tensor::{Shape, TensorMetadata};
 
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 use self::access::DeviceAccess;
-use bonfire_core::internal::Request;
+use bonfire_core::internal::{Peers, Request};
 use bonfire_core::{Error, Group};
 
 /// Whether the backend's tensors are on collective devices.
@@ -44,14 +44,32 @@ pub(crate) fn connect<B: Backend>(group: &Group, device: &B::Device) -> Result<(
     Ok(())
 }
 
+/// Whether messages between the ranks of the group pass from device to device. The ranks have to agree on a path first:
+/// their first collective on devices does that, which sender and receiver make before the message or after it. Until
+/// then, messages pass through host memory.
+#[cfg_attr(
+    not(feature = "cuda"),
+    expect(clippy::extra_unused_type_parameters, unused_variables, reason = "no such devices agree")
+)]
+pub(crate) fn passes_messages<B: Backend>(group: &Group) -> bool {
+    #[cfg(feature = "cuda")]
+    if DeviceAccess::<cubecl::cuda::CudaRuntime>::applies_to::<B>() {
+        use crate::server::DeviceTransport;
+        return cubecl::cuda::CudaRuntime::agreed_route(group).is_some_and(|route| route.messages().is_some());
+    }
+    false
+}
+
 /// An operation on the memory of a device, in the element type of the request. `T` is a backend's primitive tensor.
 pub struct DeviceCall<T> {
     pub(crate) request: Request<'static>,
     /// What this rank gives: tensors, and the bytes of the operation's whole that they are.
     pub(crate) sources: Vec<(T, Range<usize>)>,
     pub(crate) targets: Vec<Target<T>>,
-    /// Bytes of the whole.
+    /// Bytes of the whole. Of a message, those that are sent, if any are.
     pub(crate) bytes: usize,
+    /// The ranks at the other ends of a message.
+    pub(crate) peers: Peers,
 }
 
 /// A tensor that an operation makes.
@@ -64,6 +82,16 @@ pub(crate) struct Target<T> {
 }
 
 impl<T> DeviceCall<T> {
+    /// A collective on a whole of so many bytes.
+    pub(crate) fn collective(
+        request: Request<'static>,
+        bytes: usize,
+        sources: Vec<(T, Range<usize>)>,
+        targets: Vec<Target<T>>,
+    ) -> DeviceCall<T> {
+        DeviceCall { request, sources, targets, bytes, peers: Peers::default() }
+    }
+
     /// Returns the same call on primitive tensors of another form, if all of them have that.
     pub(crate) fn map<U>(self, form: impl Fn(T) -> Option<U>) -> Option<DeviceCall<U>> {
         let sources = self.sources.into_iter().map(|(tensor, range)| Some((form(tensor)?, range)));
@@ -76,6 +104,7 @@ impl<T> DeviceCall<T> {
             sources: sources.collect::<Option<_>>()?,
             targets: targets.collect::<Option<_>>()?,
             bytes: self.bytes,
+            peers: self.peers,
         })
     }
 }
@@ -117,7 +146,7 @@ pub(crate) fn start_all_reduce<B: Backend>(
     tensors: Vec<FloatTensor<B>>,
     request: Request<'static>,
 ) -> Result<PendingTensors<FloatTensor<B>>, Error> {
-    let mut call = DeviceCall { request, sources: Vec::new(), targets: Vec::new(), bytes: 0 };
+    let mut call = DeviceCall::collective(request, 0, Vec::new(), Vec::new());
     for tensor in tensors {
         let shape = tensor.shape();
         let range = call.bytes..call.bytes + shape.num_elements() * call.request.dtype().size();

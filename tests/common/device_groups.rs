@@ -174,3 +174,46 @@ where
     expect(own, data(shape, &|place| input(rank, place)), "the input");
     Ok(())
 }
+
+/// Passes tensors between every two ranks and around the ring, and compares what arrives with what was sent.
+pub fn check_messages<B: Backend, K>(group: &Group, device: &B::Device) -> Result<(), Error>
+where
+    K: Kind<B> + Numeric<B>,
+    K::Elem: Element,
+{
+    let (rank, n) = (group.rank(), group.world_size());
+    let numbers = |from: usize, len: usize| -> Vec<i32> { (0..len).map(|i| value(from, i)).collect() };
+    let tensor = |from: usize, shape: [usize; 2]| {
+        let data = TensorData::new(numbers(from, shape[0] * shape[1]), shape);
+        Tensor::<B, 2, K>::from_data(data, device)
+    };
+    let expect = |tensor: Tensor<B, 2, K>, expected: Tensor<B, 2, K>, what: &str| {
+        let (found, expected) = (tensor.into_data(), expected.into_data());
+        assert_eq!(found, expected, "{what} on rank {rank} of {n}");
+    };
+    let options = (device, tensor(0, [1, 1]).dtype());
+    for shape in [[0, 3], [1, 1], [5, 128], [300, 128]] {
+        for (from, to) in (0..n).flat_map(|from| (0..n).map(move |to| (from, to))).filter(|(from, to)| from != to) {
+            if rank == from {
+                let sent = tensor(from, shape);
+                operation::send(sent.clone(), to, group)?;
+                // The sender may change its tensor at once, in place if burn can. CUDA runs no kernel on no elements.
+                let _changed = (shape[0] > 0).then(|| sent + 1);
+            } else if rank == to {
+                let received = operation::recv(shape, from, options, group)?;
+                expect(received, tensor(from, shape), &format!("{shape:?} from rank {from}"));
+            }
+        }
+    }
+    // Ranks send lengths of their own, of a tensor whose elements are not in its order.
+    let sent = |rank: usize| tensor(rank, [128, 128 * (rank + 1)]).transpose();
+    let (next, previous) = ((rank + 1) % n, (rank + n - 1) % n);
+    for _ in 0..3 {
+        let shape = [128 * (previous + 1), 128];
+        let received = operation::exchange(sent(rank), next, shape, previous, group)?;
+        expect(received, sent(previous), "exchange around the ring");
+    }
+    let itself = operation::exchange(sent(rank), rank, [128 * (rank + 1), 128], rank, group)?;
+    expect(itself, sent(rank), "exchange with itself");
+    Ok(())
+}

@@ -6,9 +6,10 @@ use std::time::Duration;
 
 use bonfire::server::DeviceCollectives;
 use bonfire::{DType, Error, Group, ReduceOp};
+use burn::tensor::Float;
 use rustix::process::Signal;
 
-use super::groups::{Memory, check, mine};
+use super::groups::{Memory, check, check_messages, mine};
 use super::{Devices, stays_on_gpus};
 use bonfire_testing::process::{Process, is_child, report, send_line};
 
@@ -32,6 +33,7 @@ fn every_operation_between_processes() {
         let (group, devices, memory) = join();
         let lengths = [0, 1, 2, 1000, 70_001];
         let outcome = lengths.into_iter().try_for_each(|len| check(&group, &memory, len));
+        let outcome = outcome.and_then(|()| check_messages::<bonfire::Cuda, Float>(&group, &devices.all[0]));
         if asked_for_gpus_only() {
             stays_on_gpus(&devices);
         }

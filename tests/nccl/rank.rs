@@ -183,5 +183,12 @@ impl Rank {
         let mut all = vec![blank; len * n];
         self.group.all_gather_v_into(own, &vec![len; n], &mut all).unwrap();
         assert_eq!(output, all[previous * len..][..len], "send and receive");
+        // Rank `r` sends `r` elements less than all.
+        let from_previous = len.saturating_sub(previous);
+        let mut output = vec![blank; len];
+        let action = Action::Exchange { to: next, from: previous, incoming: from_previous };
+        self.run(action, len.saturating_sub(rank), None, own.as_ptr(), output.as_mut_ptr());
+        assert_eq!(output[..from_previous], all[previous * len..][..from_previous], "exchange");
+        assert!(output[from_previous..].iter().all(|element| *element == blank), "exchange wrote too much");
     }
 }

@@ -20,9 +20,10 @@
 //! Nor do cubecl's own all-reduces, whose ranks agree on nothing before they launch.
 
 use std::collections::{HashMap, VecDeque};
-use std::sync::{Arc, Condvar, LazyLock, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Condvar, LazyLock, Mutex, PoisonError};
 use std::time::Duration;
 
+use super::shared::Shared;
 use bonfire_core::internal::lock;
 use bonfire_core::{Deadline, Error};
 
@@ -37,7 +38,7 @@ static QUEUES: LazyLock<Mutex<HashMap<usize, VecDeque<Ticket>>>> = LazyLock::new
 /// Signalled when a call leaves a queue.
 static LEFT: Condvar = Condvar::new();
 /// The groups of this process, by number.
-static GROUPS: LazyLock<Mutex<HashMap<u64, Weak<Launches>>>> = LazyLock::new(Mutex::default);
+static GROUPS: Shared<Launches> = Shared::new();
 
 /// The launches of one group, shared by its ranks.
 pub(super) struct Launches {
@@ -56,17 +57,10 @@ struct State {
 
 impl Launches {
     /// Returns the launches of the group with this number, whose ranks use these GPUs.
-    pub fn of_group(group: u64, mut gpus: Vec<usize>) -> Arc<Launches> {
-        let mut groups = lock(&GROUPS);
-        if let Some(launches) = groups.get(&group).and_then(Weak::upgrade) {
-            return launches;
-        }
-        groups.retain(|_, launches| launches.strong_count() > 0);
+    pub fn of_group(group: u64, mut gpus: Vec<usize>) -> Result<Arc<Launches>, Error> {
         gpus.sort_unstable();
         gpus.dedup();
-        let launches = Arc::new(Launches { group, gpus, state: Mutex::default() });
-        groups.insert(group, Arc::downgrade(&launches));
-        launches
+        GROUPS.of(group, || Ok(Launches { group, gpus, state: Mutex::default() }))
     }
 
     /// Appends a call to the queues of its GPUs, unless another rank has. Ranks come in the order of their calls.
@@ -158,7 +152,7 @@ mod tests {
     fn two_groups_launch_in_one_order_on_all_gpus() {
         const CALLS: u64 = 2000;
         let launched = GPUS.map(|_| Mutex::new(Vec::new()));
-        let groups = [1, 2].map(|group| Launches::of_group(group, GPUS.to_vec()));
+        let groups = [1, 2].map(|group| Launches::of_group(group, GPUS.to_vec()).unwrap());
         thread::scope(|scope| {
             for (group, i) in [(0, 0), (0, 1), (1, 0), (1, 1)] {
                 let (launches, gpu, launched) = (&groups[group], GPUS[i], &launched[i]);
@@ -179,7 +173,7 @@ mod tests {
     #[test]
     fn a_call_that_never_comes_leaves_when_its_group_fails_or_ends() {
         for fails in [true, false] {
-            let [absent, other] = [3, 4].map(|group| Launches::of_group(group, GPUS.to_vec()));
+            let [absent, other] = [3, 4].map(|group| Launches::of_group(group, GPUS.to_vec()).unwrap());
             absent.append(0).unwrap();
             other.append(0).unwrap();
             thread::scope(|scope| {

@@ -2,7 +2,19 @@
 
 use super::driver::Stream;
 use bonfire_core::error::Site;
+use bonfire_core::internal::Peers;
 use bonfire_core::{Deadline, Error};
+
+/// The memory of a call.
+#[derive(Clone, Copy)]
+pub(super) struct Memory {
+    pub source: u64,
+    pub target: u64,
+    /// Of a message.
+    pub peers: Peers,
+    /// Elements that a message brings. Its call counts what is sent, if anything is.
+    pub incoming: usize,
+}
 
 #[cfg(feature = "nccl")]
 pub(super) use self::nccl::{available, connect, supports};
@@ -13,7 +25,7 @@ pub(super) use self::none::{available, connect, supports};
 pub(super) trait Remote: Send + Sync {
     /// Enqueues a call on the stream. The first calls also wait while NCCL connects the ranks. That wait does not look
     /// at the group's failures: if a peer dies in these moments, this is noticed at the deadline at the latest.
-    fn submit(&self, site: Site, memory: (u64, u64), stream: &Stream, deadline: &Deadline) -> Result<(), Error>;
+    fn submit(&self, site: Site, memory: Memory, stream: &Stream, deadline: &Deadline) -> Result<(), Error>;
 
     fn ranks(&self) -> usize;
 
@@ -32,7 +44,7 @@ mod nccl {
     use std::sync::atomic::{AtomicBool, Ordering};
     use std::sync::{Arc, Mutex};
 
-    use super::Remote;
+    use super::{Memory, Remote};
     use crate::server::cuda::driver::{Gpu, Stream};
     use crate::server::cuda::nccl::{self, Action, Communicator, Scalar, Work};
     use bonfire_core::error::Site;
@@ -54,6 +66,15 @@ mod nccl {
     /// Whether NCCL executes this call with the results that we promise.
     pub fn supports(call: &Call) -> bool {
         !call.is_sized() && action(call).is_some() && call.reduction.is_none_or(|op| nccl::reduces(call.dtype, op))
+    }
+
+    fn action_on(call: &Call, Memory { peers, incoming, .. }: Memory) -> Option<Action> {
+        match (peers.to, peers.from) {
+            (Some(to), Some(from)) => Some(Action::Exchange { to, from, incoming }),
+            (Some(to), None) => Some(Action::Send(to)),
+            (None, Some(from)) => Some(Action::Recv(from)),
+            (None, None) => action(call),
+        }
     }
 
     fn action(call: &Call) -> Option<Action> {
@@ -79,19 +100,13 @@ mod nccl {
     }
 
     impl Remote for Nccl {
-        fn submit(
-            &self,
-            site: Site,
-            (source, target): (u64, u64),
-            stream: &Stream,
-            deadline: &Deadline,
-        ) -> Result<(), Error> {
+        fn submit(&self, site: Site, memory: Memory, stream: &Stream, deadline: &Deadline) -> Result<(), Error> {
             let call = site.call;
-            let action = action(&call);
+            let action = action_on(&call, memory);
             let action =
                 action.ok_or_else(|| Error::argument(call.operation, format!("NCCL does not support {call}")))?;
-            let scalar = Scalar::Of(call.dtype);
-            let work = Work { action, scalar, count: call.count, sizes: None, input: source, output: target };
+            let (scalar, Memory { source: input, target: output, .. }) = (Scalar::Of(call.dtype), memory);
+            let work = Work { action, scalar, count: call.count, sizes: None, input, output };
             let mut communicator = lock(&self.communicator);
             stream.with_raw(|raw| {
                 // SAFETY: `Team::submit` keeps both tensors until the stream is past this call, or past its end after

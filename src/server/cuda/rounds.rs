@@ -19,13 +19,14 @@ use cubecl::server::Binding;
 
 use super::kernel::Form;
 use super::window::STAGING_BYTES;
+use bonfire_core::internal::Peers;
 use bonfire_core::{Call, partition};
 
 /// The number of elements of each part in a round is a multiple of this many, so that all rounds are aligned alike.
 const UNIT: usize = 16;
 
 /// Where a call's data is, and the copies before and after the call.
-#[derive(Clone)]
+#[derive(Clone, Default)]
 pub(super) struct BufferLayout {
     pub source: u64,
     pub target: u64,
@@ -34,6 +35,9 @@ pub(super) struct BufferLayout {
     pub after: Vec<Copy>,
     /// All memory that the call uses, kept until the call is done.
     pub kept: Vec<Binding>,
+    /// Of a message, with the elements that it brings.
+    pub peers: Peers,
+    pub incoming: usize,
 }
 
 /// Addresses and a number of bytes.
@@ -114,6 +118,7 @@ fn divide_by(
                 before: copies(copied_in).map(to_staging).collect(),
                 after: copies(copied_out).map(from_staging).collect(),
                 kept: layout.kept.clone(),
+                ..BufferLayout::default()
             },
         ));
         if count == rest {
@@ -238,7 +243,7 @@ mod tests {
                     };
                     memory.extend((0..len).map(|i| (SOURCE + (i * WIDTH) as u64, value(rank, i))));
                     let target = if form == Form::Broadcast { SOURCE } else { TARGET };
-                    let layout = BufferLayout { source: SOURCE, target, before: vec![], after: vec![], kept: vec![] };
+                    let layout = BufferLayout { source: SOURCE, target, ..BufferLayout::default() };
                     divided.push(divide_by(CAPACITY, &call, form, (rank, n), layout, STAGING));
                 }
                 for round in 0..divided[0].len() {

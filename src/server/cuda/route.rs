@@ -17,12 +17,14 @@ use super::launches::Launches;
 use super::order::Server;
 use super::place::{self, Place};
 use super::remote;
+use super::shared::Shared;
 use super::side::TeamHandle;
 use super::team::{GroupTeam, Team, kernels_supported, ordinal};
 use super::window::Windows;
 use crate::server::download::catch_panic;
-use crate::server::engine::{DeviceOperation, InFlight, Launch, Route};
-use bonfire_core::internal::{AgreedOperations, Attachment, process_number, random};
+use crate::server::engine::{DeviceOperation, InFlight, Launch, Messages, Route};
+use crate::server::loans::Loans;
+use bonfire_core::internal::{AgreedOperations, Attachment, Peers, process_number, random};
 use bonfire_core::{Call, Deadline, Error, Group};
 
 /// This rank's device and route in a group.
@@ -41,7 +43,12 @@ impl Attachment for RankRoute {
 struct GroupRoute {
     kernels: Option<TeamHandle>,
     nccl: Option<TeamHandle>,
+    /// Messages between the ranks, if all are of one process.
+    loans: Option<Arc<Loans>>,
 }
+
+/// The messages that the ranks of a group have lent each other.
+static LOANS: Shared<Loans> = Shared::new();
 
 /// What each rank tells the others before they agree.
 #[derive(Serialize, Deserialize)]
@@ -70,6 +77,12 @@ pub(super) fn of(group: &Group, device: DeviceId) -> Result<Option<Arc<dyn Route
     Ok(agreed.route.clone().map(|route| route as Arc<dyn Route<CudaRuntime>>))
 }
 
+/// Returns this rank's route in the group, if the ranks have agreed on one.
+pub(super) fn agreed(group: &Group) -> Option<Arc<dyn Route<CudaRuntime>>> {
+    let agreed = group.kept::<RankRoute>()?;
+    agreed.route.clone().map(|route| route as Arc<dyn Route<CudaRuntime>>)
+}
+
 fn agree(group: &Group, device: DeviceId) -> Result<RankRoute, Error> {
     let (process, team) = (process_number()?, random()?);
     let info = {
@@ -85,7 +98,7 @@ fn agree(group: &Group, device: DeviceId) -> Result<RankRoute, Error> {
     let supported = Supported::of(&infos, &devices);
     let rank = group.rank();
     let gpus = || devices.iter().map(|device| ordinal(*device)).collect();
-    let launches = supported.in_process.then(|| Launches::of_group(infos[0].team, gpus()));
+    let launches = supported.in_process.then(|| Launches::of_group(infos[0].team, gpus())).transpose()?;
     let group_team = |kernels| GroupTeam::new(group.deadline(), launches.clone(), kernels);
     let (kernels, why_no_kernels) = match &supported.kernels {
         Ok(Kernels::OfProcess) => {
@@ -128,7 +141,9 @@ fn agree(group: &Group, device: DeviceId) -> Result<RankRoute, Error> {
         return Ok(RankRoute { device, route: None });
     }
     let nccl = nccl.map(|team| TeamHandle::of(team, 0));
-    Ok(RankRoute { device, route: Some(Arc::new(GroupRoute { kernels, nccl })) })
+    let loans = || LOANS.of(infos[0].team, || Ok(Loans::of(devices.clone())));
+    let loans = supported.in_process.then(loans).transpose()?;
+    Ok(RankRoute { device, route: Some(Arc::new(GroupRoute { kernels, nccl, loans })) })
 }
 
 /// Compares what the ranks' users request: by different tables they would wait for each other on different paths.
@@ -241,10 +256,20 @@ impl Route<CudaRuntime> for GroupRoute {
         self.choose(call).is_some()
     }
 
+    fn messages(&self) -> Option<Messages> {
+        if SETTING.paths().all(|mode| mode == Mode::Host) {
+            return None;
+        }
+        let lent = self.loans.clone().map(Messages::Lent);
+        lent.or_else(|| self.nccl.as_ref().map(|_| Messages::Carried))
+    }
+
     fn prepare(&self, server: &mut Server, job: DeviceOperation, limit: Duration) -> Result<Launch, Error> {
         let call = job.call;
         let none = move || Error::argument(call.operation, format!("neither kernels nor NCCL support {call}"));
-        let choice = self.choose(&call).ok_or_else(none)?;
+        let is_message = job.peers != Peers::default();
+        let choice = if is_message { Some(Choice::Nccl) } else { self.choose(&call) };
+        let choice = choice.ok_or_else(none)?;
         let handle = match choice {
             Choice::Kernel(_) => &self.kernels,
             Choice::Nccl => &self.nccl,

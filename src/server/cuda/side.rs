@@ -13,7 +13,7 @@ use super::order::{self, ReadyCounter, Server};
 use super::rounds::{BufferLayout, Copy};
 use super::team::{Prepared, Team};
 use crate::server::engine::{DeviceOperation, part};
-use bonfire_core::internal::lock;
+use bonfire_core::internal::{Peers, lock};
 use bonfire_core::{Call, Error, Operation};
 
 /// A team, and the index of this rank in it.
@@ -56,15 +56,20 @@ impl BufferLayout {
     /// that overlaps its target in a way that the operation does not allow, and for the results of a reduce elsewhere
     /// than on the root.
     fn of(server: &mut Server, job: DeviceOperation, ranks: usize, nccl: bool) -> Result<BufferLayout, Error> {
-        let DeviceOperation { call, rank, sources, targets, stream } = job;
+        let DeviceOperation { call, rank, sources, targets, stream, peers } = job;
+        let bytes = |chunks: &[(Binding, Range<usize>)]| chunks.iter().map(|(_, part)| part.len()).sum();
+        let (read, written) = match peers == Peers::default() {
+            true => used(&call, ranks, rank),
+            false => (0..bytes(&sources), 0..bytes(&targets)),
+        };
         let mut find = |chunks: &[(Binding, Range<usize>)]| {
             let found = chunks.iter().map(|(memory, part)| Ok((address_of(server, memory, stream)?, part.clone())));
             found.collect::<Result<Vec<_>, Error>>()
         };
         let (from, to) = (find(&sources)?, find(&targets)?);
         let kept: Vec<Binding> = sources.into_iter().chain(targets).map(|(memory, _)| memory).collect();
-        let mut layout = BufferLayout { source: 0, target: 0, before: Vec::new(), after: Vec::new(), kept };
-        let (read, written) = used(&call, ranks, rank);
+        let incoming = written.len() / call.dtype.size();
+        let mut layout = BufferLayout { kept, peers, incoming, ..BufferLayout::default() };
         match (single(&from, &read), single(&to, &written)) {
             (Some(source), Some(target)) => {
                 (layout.source, layout.target) = (source, target);
@@ -83,7 +88,8 @@ impl BufferLayout {
                     layout.after.push(Copy { from: layout.target, to: target, bytes: written.len() });
                 }
             }
-            // A broadcast has one buffer on each rank. Of a gather and a scatter, the other one is not used.
+            // A broadcast and a message in one direction have one buffer on each rank. Of a gather and a scatter, the
+            // other one is not used.
             (Some(memory), None) if to.is_empty() && call.reduction.is_none() => {
                 (layout.source, layout.target) = (memory, memory);
             }

@@ -28,16 +28,27 @@ pub(super) fn start<R: DeviceTransport>(
     route: Arc<dyn Route<R>>,
     job: DeviceOperation,
 ) -> Result<WaitFn, Error> {
+    let call = job.call;
+    let launch = prepared(device, group, route, job);
+    let run = |launch: Launch, site: &Site, deadline: &Deadline| launch(site, deadline);
+    let agreed = group.start_agreed(call, launch, run)?;
+    Ok(Box::new(move || agreed.wait(|flight, group_failure| flight(group_failure))))
+}
+
+/// Prepares the operation on the device's thread. Returns a function that waits for that.
+pub(super) fn prepared<R: DeviceTransport>(
+    device: &DeviceHandle<CollectiveServer<R>>,
+    group: &Group,
+    route: Arc<dyn Route<R>>,
+    job: DeviceOperation,
+) -> impl FnOnce() -> Result<Launch, Error> + Send + use<R> {
     let (call, limit) = (job.call, group.deadline());
-    let launch = run_on_device(device, call, move |server| {
+    run_on_device(device, call, move |server| {
         let prepared = server.prepare(&*route, job, limit);
         // Dropped while another reference exists: the last drop would wait for other ranks on this thread.
         drop(route);
         prepared
-    });
-    let run = |launch: Launch, site: &Site, deadline: &Deadline| launch(site, deadline);
-    let agreed = group.start_agreed(call, launch, run)?;
-    Ok(Box::new(move || agreed.wait(|flight, group_failure| flight(group_failure))))
+    })
 }
 
 impl<R: DeviceTransport> CollectiveServer<R> {

@@ -39,11 +39,15 @@ impl<R: DeviceTransport> DeviceAccess<R> {
         kind: TensorKind,
         call: DeviceCall<T>,
     ) -> Result<PendingTensors<T>, Error> {
-        let DeviceCall { request, sources, targets, bytes } = call;
+        let DeviceCall { request, sources, targets, bytes, peers } = call;
         let (mut read, mut written, mut results) = (Vec::new(), Vec::new(), Vec::new());
         let mut place = None;
         for (tensor, range) in sources {
-            let tensor = into_contiguous(Origin::<R>::of(tensor)?.resolve(kind));
+            let mut tensor = Origin::<R>::of(tensor)?.resolve(kind);
+            // burn would launch a kernel on no elements, which CUDA refuses.
+            if !range.is_empty() {
+                tensor = into_contiguous(tensor);
+            }
             read.push((tensor.handle, range));
             place = Some(tensor.client);
         }
@@ -57,7 +61,7 @@ impl<R: DeviceTransport> DeviceAccess<R> {
         }
         let Some(client) = place else { return Ok(Box::new(|| Ok(Vec::new()))) };
         let call = request.call(bytes / request.dtype().size());
-        let transfer = exchange::start(&client, group, call, read, written)?;
+        let transfer = exchange::start(&client, group, (call, peers), read, written)?;
         Ok(Box::new(move || {
             transfer.wait()?;
             results.into_iter().map(|(origin, tensor)| origin.restore(tensor)).collect()

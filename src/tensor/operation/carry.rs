@@ -7,6 +7,7 @@ use burn::tensor::{Bytes, DType as BurnDType, Shape, TensorMetadata};
 use super::axis::Axis;
 use super::on_device;
 use super::sizes::{Sizes, all_equal, check_count, exchange_recv_sizes, split_sizes};
+use crate::tensor::device::passes_messages;
 use crate::tensor::host::{Context, Kind, Source, TensorSpec, refuse_autodiff};
 use bonfire_core::internal::{ByteOperations, Request};
 use bonfire_core::{DType, Error, Operation, ReduceOp};
@@ -338,6 +339,9 @@ pub(crate) fn send<B: Backend, K: Kind<B>>(ctx: Context<'_>, tensor: K::Primitiv
     const OPERATION: &str = "send";
     refuse_autodiff::<B, K>(OPERATION, &K::device(&tensor))?;
     let shape = tensor.shape();
+    if let Some(dtype) = K::device_dtype(&tensor).filter(|_| passes_messages::<B>(ctx.group)) {
+        return on_device::send::<B, K>(ctx.group, tensor, dtype, to);
+    }
     let (source, spec) = Source::read::<B, K>(OPERATION, tensor)?;
     let request = Request::new(Operation::Send, spec.carrier).shape(&shape);
     ctx.group.operate_send(request, source.bytes(), to)
@@ -352,8 +356,16 @@ pub(crate) fn recv<B: Backend, K: Kind<B>>(
 ) -> Result<K::Primitive, Error> {
     const OPERATION: &str = "recv";
     refuse_autodiff::<B, K>(OPERATION, device)?;
+    let elements = element_count(OPERATION, &shape)?;
+    if passes_messages::<B>(ctx.group) {
+        // One that says where the tensor is made, and in which element type.
+        let like = K::empty(Shape::from(vec![0; shape.len()]), device, dtype);
+        if let Some(dtype) = K::device_dtype(&like) {
+            return on_device::recv::<B, K>(ctx.group, (like, shape), dtype, from);
+        }
+    }
     let spec = TensorSpec::new::<B, K>(OPERATION, dtype, device.clone())?;
-    let mut output = ctx.buffer::<B>(OPERATION, spec.carrier, element_count(OPERATION, &shape)?)?;
+    let mut output = ctx.buffer::<B>(OPERATION, spec.carrier, elements)?;
     let request = Request::new(Operation::Send, spec.carrier).shape(&shape);
     ctx.group.operate_recv(request, &mut output, from)?;
     Ok(spec.tensor::<B, K>(output, shape))
@@ -369,8 +381,12 @@ pub(crate) fn exchange<B: Backend, K: Kind<B>>(
 ) -> Result<K::Primitive, Error> {
     const OPERATION: &str = "exchange";
     refuse_autodiff::<B, K>(OPERATION, &K::device(&tensor))?;
+    let elements = element_count(OPERATION, &shape)?;
+    if let Some(dtype) = K::device_dtype(&tensor).filter(|_| passes_messages::<B>(ctx.group)) {
+        return on_device::exchange::<B, K>(ctx.group, tensor, dtype, (to, from), shape);
+    }
     let (source, spec) = Source::read::<B, K>(OPERATION, tensor)?;
-    let mut output = ctx.buffer::<B>(OPERATION, spec.carrier, element_count(OPERATION, &shape)?)?;
+    let mut output = ctx.buffer::<B>(OPERATION, spec.carrier, elements)?;
     let request = Request::new(Operation::Exchange, spec.carrier);
     ctx.group.operate_exchange(request, (source.bytes(), to), (&mut output, from))?;
     Ok(spec.tensor::<B, K>(output, shape))

@@ -9,7 +9,7 @@ use burn::tensor::{Shape, TensorMetadata};
 use super::axis::Axis;
 use crate::tensor::device::{DeviceCall, Target};
 use crate::tensor::host::Kind;
-use bonfire_core::internal::Request;
+use bonfire_core::internal::{ByteOperations, Peers, Request};
 use bonfire_core::{DType, Error, Group, Operation, ReduceOp};
 
 /// Runs an operation of this request and of so many bytes from `source` to a new tensor.
@@ -21,7 +21,7 @@ fn run<B: Backend, K: Kind<B>>(
     (shape, written): (Shape, Range<usize>),
 ) -> Result<K::Primitive, Error> {
     let target = Target { like: source.clone(), shape, range: written };
-    let call = DeviceCall { request, sources: vec![(source, read)], targets: vec![target], bytes };
+    let call = DeviceCall::collective(request, bytes, vec![(source, read)], vec![target]);
     finish::<B, K>(group, call)
 }
 
@@ -32,7 +32,7 @@ fn give<B: Backend, K: Kind<B>>(
     bytes: usize,
     source: (K::Primitive, Range<usize>),
 ) -> Result<(), Error> {
-    K::start_on_device(group, DeviceCall { request, sources: vec![source], targets: Vec::new(), bytes })?().map(drop)
+    K::start_on_device(group, DeviceCall::collective(request, bytes, vec![source], Vec::new()))?().map(drop)
 }
 
 fn finish<B: Backend, K: Kind<B>>(group: &Group, call: DeviceCall<K::Primitive>) -> Result<K::Primitive, Error> {
@@ -63,7 +63,7 @@ pub(super) fn broadcast<B: Backend, K: Kind<B>>(
     let request = Request::new(Operation::Broadcast, dtype).root(root).shape(&shape);
     if group.rank() != root {
         let targets = vec![Target { like: tensor, shape, range: 0..bytes }];
-        return finish::<B, K>(group, DeviceCall { request, sources: Vec::new(), targets, bytes });
+        return finish::<B, K>(group, DeviceCall::collective(request, bytes, Vec::new(), targets));
     }
     give::<B, K>(group, request, bytes, (tensor.clone(), 0..bytes))?;
     Ok(tensor)
@@ -136,7 +136,7 @@ pub(super) fn scatter<B: Backend, K: Kind<B>>(
         false => Vec::new(),
     };
     let targets = vec![Target { like: tensor, shape, range: start..start + own }];
-    finish::<B, K>(group, DeviceCall { request, sources, targets, bytes: n * own })
+    finish::<B, K>(group, DeviceCall::collective(request, n * own, sources, targets))
 }
 
 pub(super) fn reduce_scatter<B: Backend, K: Kind<B>>(
@@ -165,6 +165,57 @@ pub(super) fn all_to_all<B: Backend, K: Kind<B>>(
     let shape = parts.shape();
     let parts = run::<B, K>(group, request, bytes, (parts, 0..bytes), (shape, 0..bytes))?;
     Ok(join::<B, K>(parts, axis, n, axis.len() / n))
+}
+
+pub(super) fn send<B: Backend, K: Kind<B>>(
+    group: &Group,
+    tensor: K::Primitive,
+    dtype: DType,
+    to: usize,
+) -> Result<(), Error> {
+    let shape = tensor.shape();
+    let bytes = shape.num_elements() * dtype.size();
+    let request = Request::new(Operation::Send, dtype).shape(&shape);
+    let peers = Peers { to: Some(to), from: None };
+    let call = DeviceCall { request, bytes, sources: vec![(tensor, 0..bytes)], targets: Vec::new(), peers };
+    K::start_on_device(group, call)?().map(drop)
+}
+
+/// Receives a tensor of this shape, on the device and in the element type of `like`.
+pub(super) fn recv<B: Backend, K: Kind<B>>(
+    group: &Group,
+    (like, shape): (K::Primitive, Shape),
+    dtype: DType,
+    from: usize,
+) -> Result<K::Primitive, Error> {
+    let bytes = shape.num_elements() * dtype.size();
+    let request = Request::new(Operation::Send, dtype).shape(&shape);
+    let peers = Peers { to: None, from: Some(from) };
+    let targets = vec![Target { like, shape, range: 0..bytes }];
+    finish::<B, K>(group, DeviceCall { request, bytes, sources: Vec::new(), targets, peers })
+}
+
+/// Sends the tensor to one rank, and receives one of this shape from another.
+pub(super) fn exchange<B: Backend, K: Kind<B>>(
+    group: &Group,
+    tensor: K::Primitive,
+    dtype: DType,
+    (to, from): (usize, usize),
+    shape: Shape,
+) -> Result<K::Primitive, Error> {
+    let (sent, received) = (tensor.shape().num_elements(), shape.num_elements());
+    if group.exchanges_with_itself(to, from)? {
+        if sent != received {
+            let reason = format!("the incoming tensor has {received} elements and must have {sent}");
+            return Err(Error::argument("exchange", reason));
+        }
+        return Ok(K::reshape(tensor, shape));
+    }
+    let (bytes, received) = (sent * dtype.size(), received * dtype.size());
+    let request = Request::new(Operation::Exchange, dtype);
+    let targets = vec![Target { like: tensor.clone(), shape, range: 0..received }];
+    let peers = Peers { to: Some(to), from: Some(from) };
+    finish::<B, K>(group, DeviceCall { request, bytes, sources: vec![(tensor, 0..bytes)], targets, peers })
 }
 
 /// Returns the shape of `n` tensors of this shape, one after the other.

@@ -58,7 +58,7 @@ pub(super) fn reduce<B: AutodiffBackend>(
         sources.push((grad, bytes(span.range.clone(), carrier)));
     }
     let request = BucketOp::ReduceScatter(weighting.reduction()).request(carrier);
-    let call = DeviceCall { request, sources, targets, bytes: layout.len * carrier.size() };
+    let call = DeviceCall::collective(request, layout.len * carrier.size(), sources, targets);
     start::<B::InnerBackend, _>(group, TensorKind::Float, call)
 }
 
@@ -79,7 +79,7 @@ pub(super) fn gather<B: AutodiffBackend>(
         Target { like: primitive::<B>(like), shape, range: bytes(span.range.clone(), layout.dtype) }
     });
     let (targets, request) = (targets.collect(), BucketOp::AllGather.request(layout.dtype));
-    let call = DeviceCall { request, sources, targets, bytes: layout.len * layout.dtype.size() };
+    let call = DeviceCall::collective(request, layout.len * layout.dtype.size(), sources, targets);
     start::<B::InnerBackend, _>(group, TensorKind::Float, call)
 }
 

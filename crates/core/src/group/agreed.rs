@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use serde::{Serialize, de::DeserializeOwned};
 
+use super::check;
 use super::core::Core;
 use super::execute::Task;
 use super::handle::{Attachment, Group};
@@ -18,6 +19,15 @@ use crate::sync::Deadline;
 use crate::transport::Buffers;
 use crate::types::{Call, DType, Error, Operation, Parts, Site};
 
+/// The ranks at the other ends of a message. A collective has neither.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Peers {
+    /// The receiver of what this rank sends.
+    pub to: Option<usize>,
+    /// The sender of what this rank receives.
+    pub from: Option<usize>,
+}
+
 /// What a layer above can do with a group besides operations.
 pub trait AgreedOperations {
     /// Starts an operation whose data the group does not carry. When its turn comes, `prepare` runs, then all ranks
@@ -29,6 +39,20 @@ pub trait AgreedOperations {
         call: Call,
         prepare: impl FnOnce() -> Result<P, Error> + Send + 'static,
         run: impl FnOnce(P, &Site, &Deadline) -> Result<T, Error> + Send + 'static,
+    ) -> Result<Agreed<T>, Error>;
+
+    /// Starts a message to a rank, from one, or both at once, whose data the group does not carry. A call describes
+    /// what goes in its direction. When the turn comes, `prepare` runs and returns a word for the receiver. The ranks
+    /// exchange calls and words, then `run` runs with the word of the sender, which is 0 if nothing comes in. An error
+    /// of any of these poisons the group. A receiver that expects another call returns [`Error::Mismatch`].
+    ///
+    /// To a rank that calls one of the group's own messages, this is a message of one tag and the word.
+    fn start_agreed_message<P, T: Send + 'static>(
+        &self,
+        outgoing: Option<(usize, Call)>,
+        incoming: Option<(usize, Call)>,
+        prepare: impl FnOnce() -> Result<(P, u64), Error> + Send + 'static,
+        run: impl FnOnce(P, u64, &Site, &Deadline) -> Result<T, Error> + Send + 'static,
     ) -> Result<Agreed<T>, Error>;
 
     /// Gathers a value from every rank. Returns all values in rank order, or the error of the lowest rank that has one:
@@ -51,6 +75,9 @@ pub trait AgreedOperations {
     /// Returns the state that a layer above attaches to this group. `make` creates it on first use, and it is kept
     /// until the last handle is dropped. It must not hold a handle itself.
     fn keep<T: Attachment>(&self, make: impl FnOnce() -> Result<T, Error>) -> Result<Arc<T>, Error>;
+
+    /// Returns the state that [`keep`](Self::keep) has created, if it has.
+    fn kept<T: Attachment>(&self) -> Option<Arc<T>>;
 }
 
 /// An operation that was started with [`start_agreed`](AgreedOperations::start_agreed).
@@ -65,7 +92,11 @@ impl<T> Agreed<T> {
     pub fn wait(self, finish: impl FnOnce(T, &dyn Fn() -> Option<Error>) -> Result<(), Error>) -> Result<(), Error> {
         let Some((started, site, deadline)) = self.work.wait().map_err(|(error, _)| error)? else { return Ok(()) };
         let outcome = finish(started, &|| self.core.known_failure(site, &deadline));
-        outcome.map_err(|error| self.core.abort_after(error, site.sequence))
+        outcome.map_err(|error| match site.call.operation.is_collective() {
+            true => self.core.abort_after(error, site.sequence),
+            // Its number is one of its pair.
+            false => self.core.abort(error),
+        })
     }
 }
 
@@ -82,6 +113,32 @@ impl AgreedOperations for Group {
             let prepared = prepare().map_err(|error| core.abort(error))?;
             let site = Site { call, sequence: agree(core, turn, call, &deadline, at)? };
             let started = run(prepared, &site, &deadline).map_err(|error| core.abort(error))?;
+            *result = Some((started, site, deadline));
+            Ok(())
+        });
+        Ok(Agreed { work, core: self.core.clone() })
+    }
+
+    #[track_caller]
+    fn start_agreed_message<P, T: Send + 'static>(
+        &self,
+        outgoing: Option<(usize, Call)>,
+        incoming: Option<(usize, Call)>,
+        prepare: impl FnOnce() -> Result<(P, u64), Error> + Send + 'static,
+        run: impl FnOnce(P, u64, &Site, &Deadline) -> Result<T, Error> + Send + 'static,
+    ) -> Result<Agreed<T>, Error> {
+        let (deadline, at) = (Deadline::after(self.deadline()), Location::caller());
+        let (operation, Some((_, call))) = (message_name(outgoing, incoming), outgoing.or(incoming)) else {
+            return Err(Error::broken("a message", "it goes to no rank, and comes from none"));
+        };
+        for (peer, _) in outgoing.iter().chain(&incoming) {
+            check::peer(operation, *peer, self.rank_and_size())?;
+        }
+        let work = self.progress()?.start(&self.core, call, deadline, None, move |core, turn, result| {
+            let (prepared, word) = prepare().map_err(|error| core.abort(error))?;
+            let (sequence, word) = agree_on_message(core, turn, (outgoing, incoming), word, &deadline, at)?;
+            let site = Site { call, sequence };
+            let started = run(prepared, word, &site, &deadline).map_err(|error| core.abort(error))?;
             *result = Some((started, site, deadline));
             Ok(())
         });
@@ -133,6 +190,10 @@ impl AgreedOperations for Group {
     fn keep<T: Attachment>(&self, make: impl FnOnce() -> Result<T, Error>) -> Result<Arc<T>, Error> {
         self.attachment(make)
     }
+
+    fn kept<T: Attachment>(&self) -> Option<Arc<T>> {
+        self.attached()
+    }
 }
 
 /// Waits until all ranks have made this call. Returns its sequence number.
@@ -149,6 +210,53 @@ fn agree(core: &Core, turn: &Turn<'_>, call: Call, deadline: &Deadline, at: Call
     }
     let decoded = calls.iter().map(Site::from_bytes).enumerate();
     let calls = decoded.filter_map(|(rank, tag)| Some((rank, tag?.call))).collect();
+    Err(core.abort(Error::Mismatch { sequence, calls }))
+}
+
+/// A rank, and what goes to it or comes from it.
+type Direction = Option<(usize, Call)>;
+
+fn message_name(outgoing: Direction, incoming: Direction) -> &'static str {
+    match (outgoing, incoming) {
+        (Some(_), Some(_)) => "exchange",
+        (Some(_), None) => "send",
+        (None, _) => "recv",
+    }
+}
+
+/// Exchanges calls and words with the peers of a message. Returns its sequence number and the word that came in.
+fn agree_on_message(
+    core: &Core,
+    turn: &Turn<'_>,
+    (outgoing, incoming): (Direction, Direction),
+    word: u64,
+    deadline: &Deadline,
+    at: CallSite,
+) -> Result<(u64, u64), Error> {
+    const BYTES: usize = Site::BYTES + size_of::<u64>();
+    let tag = |direction: Direction| direction.map(|(_, call)| Site { sequence: 0, call }.to_bytes());
+    let (mut sent, mut received) = ([0; BYTES], [0; BYTES]);
+    if let Some(tag) = tag(outgoing) {
+        sent[..Site::BYTES].copy_from_slice(&tag);
+        sent[Site::BYTES..].copy_from_slice(&word.to_le_bytes());
+    }
+    // Those in both directions have no number: the two peers may count differently.
+    let operation = if outgoing.is_some() && incoming.is_some() { Operation::Exchange } else { Operation::Send };
+    let request = Request::new(operation, DType::U8).part_of("a message between devices");
+    let task = Task::Message {
+        outgoing: outgoing.map(|(to, _)| (to, &sent[..])),
+        incoming: incoming.map(|(from, _)| (from, &mut received[..])),
+    };
+    let outer = outgoing.or(incoming).map(|(_, call)| call);
+    let sequence = core.run_for(turn, outer, request.call(BYTES), task, deadline, at)?;
+    let Some((from, call)) = incoming else { return Ok((sequence, 0)) };
+    let (found, word) = (received.first_chunk(), received.last_chunk().copied());
+    if tag(incoming).as_ref() == found {
+        return Ok((sequence, u64::from_le_bytes(word.unwrap_or_default())));
+    }
+    let found = found.and_then(Site::from_bytes).map(|site| (from, site.call));
+    let mut calls: Vec<_> = found.into_iter().chain([(core.rank(), call)]).collect();
+    calls.sort_by_key(|(rank, _)| *rank);
     Err(core.abort(Error::Mismatch { sequence, calls }))
 }
 
@@ -215,6 +323,67 @@ mod tests {
         assert_eq!(start(2, |_| all_reduce(1), fails, Ok), [Err(cause()), Err(cause())]);
         let late = start(2, |_| all_reduce(1), Ok, fails);
         assert_eq!(late[1], Err(cause()));
+    }
+
+    /// Sends a word around a ring of `n` ranks, in an exchange, or in pairs from even to odd ranks. Returns the words
+    /// that `run` got. The call depends on the rank.
+    fn pass(
+        n: usize,
+        in_ring: bool,
+        count: impl Fn(usize) -> usize + Copy + Send + 'static,
+    ) -> Vec<Result<u64, Error>> {
+        let ranks = Group::threads(n).unwrap().into_iter().map(|group| {
+            thread::spawn(move || {
+                let rank = group.rank();
+                let operation = if in_ring { Operation::Exchange } else { Operation::Send };
+                let call = |from: usize| Call::new(operation, DType::F32, count(from));
+                let (mut to, mut from) = (Some((rank + 1) % n), Some((rank + n - 1) % n));
+                if !in_ring {
+                    (to, from) = (to.filter(|_| rank % 2 == 0), from.filter(|_| rank % 2 == 1));
+                }
+                let outgoing = to.map(|to| (to, call(rank)));
+                let incoming = from.map(|from| (from, if in_ring { call(from) } else { call(rank) }));
+                let prepare = move || Ok(((), 100 + rank as u64));
+                let started = group.start_agreed_message(outgoing, incoming, prepare, |(), word, _, _| Ok(word))?;
+                let mut result = 0;
+                started.wait(|word, _| {
+                    result = word;
+                    Ok(())
+                })?;
+                Ok(result)
+            })
+        });
+        ranks.collect::<Vec<_>>().into_iter().map(|rank| rank.join().unwrap()).collect()
+    }
+
+    #[test]
+    fn messages_bring_the_word_of_the_sender() {
+        assert_eq!(pass(3, true, |rank| 5 + rank), [Ok(102), Ok(100), Ok(101)]);
+        assert_eq!(pass(2, true, |rank| 5 + rank), [Ok(101), Ok(100)]);
+        assert_eq!(pass(4, false, |rank| 5 + rank / 2), [Ok(0), Ok(100), Ok(0), Ok(102)]);
+    }
+
+    #[test]
+    fn a_message_of_another_call_is_a_mismatch_at_the_receiver() {
+        let results = pass(2, false, |rank| 5 + rank);
+        let call = |count| Call::new(Operation::Send, DType::F32, count);
+        let calls = vec![(0, call(5)), (1, call(6))];
+        assert_eq!(results[1], Err(Error::Mismatch { sequence: 0, calls }));
+    }
+
+    #[test]
+    fn messages_to_the_caller_itself_or_to_no_rank_are_refused_and_the_group_stays_usable() {
+        let groups = Group::threads(2).unwrap().into_iter().map(|group| {
+            thread::spawn(move || {
+                for peer in [group.rank(), 2] {
+                    let to = Some((peer, all_reduce(1)));
+                    let refused = group.start_agreed_message(to, None, || Ok(((), 0)), |(), _, _, _| Ok(())).map(drop);
+                    assert!(matches!(refused, Err(Error::InvalidArgument { .. })), "{refused:?}");
+                }
+                group.barrier()
+            })
+        });
+        assert!(groups.collect::<Vec<_>>().into_iter().all(|rank| rank.join().unwrap().is_ok()));
     }
 
     #[test]

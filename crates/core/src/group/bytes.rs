@@ -27,6 +27,9 @@ pub trait ByteOperations {
         incoming: (&mut [u8], &[usize]),
     ) -> Result<(), Error>;
 
+    /// Whether both ranks of an exchange are this one. An error if one of them is, or is no rank.
+    fn exchanges_with_itself(&self, to: usize, from: usize) -> Result<bool, Error>;
+
     /// Sends to one rank and receives from one at the same time.
     fn operate_exchange(
         &self,
@@ -82,6 +85,16 @@ impl ByteOperations for Group {
         self.perform(request.call(0), Task::Pairs(Pairs { input, send, output, recv }))
     }
 
+    fn exchanges_with_itself(&self, to: usize, from: usize) -> Result<bool, Error> {
+        self.check_rank("exchange", "receiver", to)?;
+        self.check_rank("exchange", "sender", from)?;
+        if (to == self.rank()) != (from == self.rank()) {
+            let reason = "only one of the two ranks is the caller itself: give two other ranks, or the caller twice";
+            return Err(Error::argument("exchange", reason));
+        }
+        Ok(to == self.rank())
+    }
+
     #[track_caller]
     fn operate_exchange(
         &self,
@@ -89,14 +102,9 @@ impl ByteOperations for Group {
         (outgoing, to): (&[u8], usize),
         (incoming, from): (&mut [u8], usize),
     ) -> Result<(), Error> {
-        self.check_rank("exchange", "receiver", to)?;
-        self.check_rank("exchange", "sender", from)?;
+        let with_itself = self.exchanges_with_itself(to, from)?;
         let (len_out, len_in) = (request.len(outgoing)?, request.len(incoming)?);
-        if (to == self.rank()) != (from == self.rank()) {
-            let reason = "only one of the two ranks is the caller itself: give two other ranks, or the caller twice";
-            return Err(Error::argument("exchange", reason));
-        }
-        if to == self.rank() {
+        if with_itself {
             check::len("exchange", "incoming buffer", len_in, len_out)?;
             incoming.copy_from_slice(outgoing);
             return Ok(());

@@ -226,15 +226,17 @@ impl Group {
     /// Returns the attached state, which `make` creates on first use.
     pub(super) fn attachment<T: Attachment>(&self, make: impl FnOnce() -> Result<T, Error>) -> Result<Arc<T>, Error> {
         let mut attachment = lock(&self.guard.attachment);
-        if let Some(attachment) = attachment.clone() {
-            let attachment: Arc<dyn Any + Send + Sync> = attachment;
-            if let Ok(attachment) = attachment.downcast() {
-                return Ok(attachment);
-            }
+        if let Some(attachment) = downcast(&attachment) {
+            return Ok(attachment);
         }
         let made = Arc::new(make()?);
         *attachment = Some(made.clone());
         Ok(made)
+    }
+
+    /// Returns the attached state, if there is one.
+    pub(super) fn attached<T: Attachment>(&self) -> Option<Arc<T>> {
+        downcast(&lock(&self.guard.attachment))
     }
 
     pub(super) fn progress(&self) -> Result<&Progress, Error> {
@@ -244,6 +246,12 @@ impl Group {
         let progress = Progress::spawn(self.rank()).map_err(|e| Error::io("starting the progress thread", e))?;
         Ok(self.guard.progress.get_or_init(|| progress))
     }
+}
+
+/// Returns the attached state, if it is of this type.
+fn downcast<T: Attachment>(attachment: &Option<SharedAttachment>) -> Option<Arc<T>> {
+    let attachment: Arc<dyn Any + Send + Sync> = attachment.clone()?;
+    attachment.downcast().ok()
 }
 
 impl fmt::Debug for Group {

@@ -39,6 +39,10 @@ pub enum Action {
     Send(usize),
     /// To the whole here from another rank, which calls `Send`.
     Recv(usize),
+    /// From the whole here to rank `to`, and `incoming` elements to the output here from rank `from`. Both ranks call
+    /// this too, as in a ring. Input and output must not overlap.
+    #[allow(missing_docs, reason = "above")]
+    Exchange { to: usize, from: usize, incoming: usize },
 }
 
 impl Action {
@@ -54,6 +58,7 @@ impl Action {
             Action::Gather(_) => Operation::Gather,
             Action::Scatter(_) => Operation::Scatter,
             Action::Send(_) | Action::Recv(_) => Operation::Send,
+            Action::Exchange { .. } => Operation::Exchange,
         }
     }
 }
@@ -116,15 +121,21 @@ impl Communicator {
             Some(bytes) => bytes,
             None => return refuse(format!("{count} elements of {scalar} exceed the address space")),
         };
-        let peer = match action {
-            Action::Reduce(_, root) | Action::Broadcast(root) | Action::Gather(root) | Action::Scatter(root) => root,
+        let peers = match action {
+            Action::Reduce(_, root) | Action::Broadcast(root) | Action::Gather(root) | Action::Scatter(root) => {
+                [root, root]
+            }
+            Action::Exchange { to, from, .. } if to == self.rank || from == self.rank => {
+                return refuse("one of the two ranks is this one: copy on the device".into());
+            }
             Action::Send(peer) | Action::Recv(peer) if peer == self.rank => {
                 return refuse(format!("rank {peer} is this one: copy on the device"));
             }
-            Action::Send(peer) | Action::Recv(peer) => peer,
-            _ => 0,
+            Action::Send(peer) | Action::Recv(peer) => [peer, peer],
+            Action::Exchange { to, from, .. } => [to, from],
+            _ => [0, 0],
         };
-        if peer >= n {
+        if let Some(peer) = peers.into_iter().find(|peer| *peer >= n) {
             return refuse(format!("{peer} is not a rank of this communicator: give one from 0 to {}", n - 1));
         }
         if action == Action::AllToAll {
@@ -205,6 +216,10 @@ impl NcclCalls<'_> {
                 }),
                 Action::Send(to) => ("ncclSend", self.send(input, count, to)),
                 Action::Recv(from) => ("ncclRecv", self.receive(output, count, from)),
+                Action::Exchange { to, from, incoming } => {
+                    let both = || then(self.send(input, count, to), || self.receive(output, incoming, from));
+                    ("ncclSend", self.grouped(both))
+                }
             }
         }
     }
@@ -216,18 +231,23 @@ impl NcclCalls<'_> {
         call: impl Fn(usize, CUdeviceptr, usize) -> c_int,
     ) -> (&'static str, c_int) {
         let parts = self.work.sizes.map_or(Parts::Even, Parts::Sizes);
-        let mut code = SUCCESS;
+        let of_all = || {
+            let parts = (0..self.ranks).map(|rank| (rank, parts.part(self.work.count, self.ranks, rank)));
+            parts.filter(|(_, part)| !part.is_empty()).fold(SUCCESS, |code, (rank, part)| {
+                then(code, || call(rank, self.bytes(part.start) as CUdeviceptr, part.len()))
+            })
+        };
+        (name, self.grouped(of_all))
+    }
+
+    /// Makes these calls in one NCCL group. Returns the combined return code.
+    fn grouped(&self, calls: impl FnOnce() -> c_int) -> c_int {
         // SAFETY: this thread begins and ends a group whatever the calls return; otherwise later calls would join it.
         let begun = unsafe { (self.functions.group_start)() };
-        for rank in 0..self.ranks {
-            let part = parts.part(self.work.count, self.ranks, rank);
-            if !part.is_empty() {
-                code = then(code, || call(rank, self.bytes(part.start) as CUdeviceptr, part.len()));
-            }
-        }
+        let code = calls();
         // SAFETY: as above.
         let ended = unsafe { (self.functions.group_end)() };
-        (name, then(then(begun, || code), || ended))
+        then(then(begun, || code), || ended)
     }
 
     /// The length of all parts, if they have the same.

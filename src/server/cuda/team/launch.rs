@@ -10,6 +10,7 @@ use crate::server::cuda::choice::{Choice, Topology};
 use crate::server::cuda::control::{Member, Parameters, nanoseconds};
 use crate::server::cuda::driver::Gpu;
 use crate::server::cuda::memory::Memory;
+use crate::server::cuda::remote;
 use crate::server::cuda::rounds::{BufferLayout, divide};
 use crate::server::cuda::window::Windows;
 use bonfire_core::{Call, Error};
@@ -68,7 +69,9 @@ impl Team {
                 team_gpu.stream.launch(module, (calls.len() as u32, launch.blocks), launch.threads, parameters)?;
             }
             (LoadedChoice::Nccl, Backend::Nccl(remote)) => {
-                remote.submit(*site, (layout.source, layout.target), &team_gpu.stream, deadline)?;
+                let BufferLayout { source, target, peers, incoming, .. } = *layout;
+                let memory = remote::Memory { source, target, peers, incoming };
+                remote.submit(*site, memory, &team_gpu.stream, deadline)?;
                 if let Some(error) = self.failure() {
                     // The thread that failed the team did not abort the communicator if it was in use.
                     remote.abort();

@@ -1,7 +1,7 @@
 //! The registry of teams in this process.
 
 use std::collections::HashMap;
-use std::sync::{Arc, LazyLock, Mutex, Weak};
+use std::sync::{Arc, LazyLock, Mutex};
 
 use cubecl::cuda::CudaRuntime;
 use cubecl::device::DeviceId;
@@ -10,6 +10,7 @@ use super::{GroupTeam, Team};
 use crate::server::cuda::choice::{Mode, SETTING};
 use crate::server::cuda::control::MAX_RANKS;
 use crate::server::cuda::driver::Gpu;
+use crate::server::cuda::shared::Shared;
 use crate::server::device::physical;
 use crate::server::status::Status;
 use bonfire_core::Error;
@@ -21,7 +22,7 @@ pub(super) type Slot = Arc<Mutex<Option<Arc<Team>>>>;
 static TEAMS: LazyLock<Mutex<HashMap<Vec<DeviceId>, Slot>>> = LazyLock::new(Mutex::default);
 /// The teams of groups, by a number that the group's ranks have agreed on. A group's team is shared neither with
 /// cubecl's `all_reduce` between the same devices nor with another group: nothing orders the calls of the two.
-static GROUPS: LazyLock<Mutex<HashMap<u64, Weak<Team>>>> = LazyLock::new(Mutex::default);
+static GROUPS: Shared<Team> = Shared::new();
 /// Whether kernels can serve a device list.
 static KERNELS_SUPPORTED: LazyLock<Mutex<HashMap<Vec<DeviceId>, bool>>> = LazyLock::new(Mutex::default);
 
@@ -102,13 +103,6 @@ impl Team {
 
     /// Returns the team of a group's ranks, whose devices are given by rank and supported by kernels.
     pub fn of_group(number: u64, devices: &[DeviceId], group: GroupTeam) -> Result<Arc<Team>, Error> {
-        let mut groups = lock(&GROUPS);
-        if let Some(team) = groups.get(&number).and_then(Weak::upgrade) {
-            return Ok(team);
-        }
-        groups.retain(|_, team| team.strong_count() > 0);
-        let team = Arc::new(Team::new(devices.to_vec(), Some(group))?);
-        groups.insert(number, Arc::downgrade(&team));
-        Ok(team)
+        GROUPS.of(number, || Team::new(devices.to_vec(), Some(group)))
     }
 }
