@@ -87,12 +87,12 @@ mod download;
 pub mod engine;
 pub(crate) mod exchange;
 mod host;
-#[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "only CUDA has a data path of its own"))]
-pub(crate) mod loans;
 mod mailbox;
 mod memory;
 mod pending;
 mod runtime;
+#[cfg_attr(not(feature = "cuda"), allow(dead_code, reason = "only CUDA has a data path of its own"))]
+pub(crate) mod sent_tensors;
 mod status;
 
 use std::sync::Arc;

@@ -238,6 +238,7 @@ fn overlapped_steps_of_a_transformer_with_a_shared_embedding_equal_sync() {
 }
 
 #[test]
+#[ignore = "takes minutes; .ci/full runs it"]
 fn full_sharding_equals_replicas_on_devices() {
     check_ways(replicas_and_parts::<B>, (2, 5), |rank| device(29, rank));
 }

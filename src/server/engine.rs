@@ -9,8 +9,8 @@ use cubecl::server::Binding;
 use cubecl::stream_id::StreamId;
 
 use super::DeviceTransport;
-use super::loans::Loans;
 use super::memory::PeerBuffer;
+use super::sent_tensors::SentTensors;
 use bonfire_core::error::Site;
 use bonfire_core::internal::Peers;
 use bonfire_core::{Call, DType, Deadline, Error, Operation, ReduceOp, partition};
@@ -30,7 +30,7 @@ pub struct DeviceOperation {
 /// How a route carries messages between two ranks.
 pub enum Messages {
     /// The sender lends its memory to the receiver, whose device is of the same process.
-    Lent(Arc<Loans>),
+    Lent(Arc<SentTensors>),
     /// As it does collectives.
     Carried,
 }

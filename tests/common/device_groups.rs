@@ -213,6 +213,12 @@ where
         let received = operation::exchange(sent(rank), next, shape, previous, group)?;
         expect(received, sent(previous), "exchange around the ring");
     }
+    // What cannot be meant is refused, and the group stays usable.
+    for peer in [rank, n] {
+        let sent = operation::send(tensor(rank, [1, 1]), peer, group);
+        let received = operation::recv::<B, 2, K>([1, 1], peer, options, group).map(drop);
+        assert!([sent, received].iter().all(|refused| matches!(refused, Err(Error::InvalidArgument { .. }))));
+    }
     let itself = operation::exchange(sent(rank), rank, [128 * (rank + 1), 128], rank, group)?;
     expect(itself, sent(rank), "exchange with itself");
     Ok(())

@@ -23,7 +23,7 @@ use super::team::{GroupTeam, Team, kernels_supported, ordinal};
 use super::window::Windows;
 use crate::server::download::catch_panic;
 use crate::server::engine::{DeviceOperation, InFlight, Launch, Messages, Route};
-use crate::server::loans::Loans;
+use crate::server::sent_tensors::SentTensors;
 use bonfire_core::internal::{AgreedOperations, Attachment, Peers, process_number, random};
 use bonfire_core::{Call, Deadline, Error, Group};
 
@@ -44,11 +44,11 @@ struct GroupRoute {
     kernels: Option<TeamHandle>,
     nccl: Option<TeamHandle>,
     /// Messages between the ranks, if all are of one process.
-    loans: Option<Arc<Loans>>,
+    sent: Option<Arc<SentTensors>>,
 }
 
 /// The messages that the ranks of a group have lent each other.
-static LOANS: Shared<Loans> = Shared::new();
+static SENT: Shared<SentTensors> = Shared::new();
 
 /// What each rank tells the others before they agree.
 #[derive(Serialize, Deserialize)]
@@ -141,9 +141,9 @@ fn agree(group: &Group, device: DeviceId) -> Result<RankRoute, Error> {
         return Ok(RankRoute { device, route: None });
     }
     let nccl = nccl.map(|team| TeamHandle::of(team, 0));
-    let loans = || LOANS.of(infos[0].team, || Ok(Loans::of(devices.clone())));
-    let loans = supported.in_process.then(loans).transpose()?;
-    Ok(RankRoute { device, route: Some(Arc::new(GroupRoute { kernels, nccl, loans })) })
+    let sent = || SENT.of(infos[0].team, || Ok(SentTensors::of(devices.clone())));
+    let sent = supported.in_process.then(sent).transpose()?;
+    Ok(RankRoute { device, route: Some(Arc::new(GroupRoute { kernels, nccl, sent })) })
 }
 
 /// Compares what the ranks' users request: by different tables they would wait for each other on different paths.
@@ -260,7 +260,7 @@ impl Route<CudaRuntime> for GroupRoute {
         if SETTING.paths().all(|mode| mode == Mode::Host) {
             return None;
         }
-        let lent = self.loans.clone().map(Messages::Lent);
+        let lent = self.sent.clone().map(Messages::Lent);
         lent.or_else(|| self.nccl.as_ref().map(|_| Messages::Carried))
     }
 

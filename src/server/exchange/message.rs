@@ -17,7 +17,7 @@ use crate::server::DeviceTransport;
 use crate::server::compute::CollectiveServer;
 use crate::server::copy::TensorLayout;
 use crate::server::engine::{DeviceOperation, Launch, Messages, Route};
-use crate::server::loans::Loans;
+use crate::server::sent_tensors::SentTensors;
 use bonfire_core::error::Site;
 use bonfire_core::internal::AgreedOperations;
 use bonfire_core::{Call, Deadline, Error, Group};
@@ -41,7 +41,7 @@ pub(super) fn start<R: DeviceTransport>(
     };
     let directions = (direction(job.peers.to, &job.sources), direction(job.peers.from, &job.targets));
     match route.messages() {
-        Some(Messages::Lent(loans)) => lend(device, group, loans, directions, job),
+        Some(Messages::Lent(sent)) => lend(device, group, sent, directions, job),
         Some(Messages::Carried) => carry(&device, group, route, directions, job),
         None => Err(Error::broken(job.call.operation.to_string(), "the route carries no messages")),
     }
@@ -63,7 +63,7 @@ fn carry<R: DeviceTransport>(
 fn lend<R: DeviceTransport>(
     device: DeviceHandle<CollectiveServer<R>>,
     group: &Group,
-    loans: Arc<Loans>,
+    sent: Arc<SentTensors>,
     (outgoing, incoming): (Direction, Direction),
     job: DeviceOperation,
 ) -> Result<WaitFn, Error> {
@@ -72,15 +72,15 @@ fn lend<R: DeviceTransport>(
     let used = |(memory, range): (Binding, Range<usize>)| (!range.is_empty()).then_some((memory, range.len()));
     let (source, target) = (sources.pop().and_then(used), targets.pop().and_then(used));
     let lending = source.zip(outgoing).map(|((memory, bytes), (to, _))| {
-        let receiver = loans.device(to);
+        let receiver = sent.device(to);
         run_on_device(&device, call, move |server| server.payload(memory, bytes, true, stream, receiver))
     });
-    let lender = loans.clone();
+    let lender = sent.clone();
     let prepare = move || Ok(((), lending.map_or(Ok(0), |payload| Ok(lender.lend(payload()?)))?));
     let run = move |(), ticket, _: &Site, _: &Deadline| {
         let Some((target, bytes)) = target else { return Ok(()) };
         let missing = || Error::broken(call.operation.to_string(), "the sender has lent no memory for its message");
-        let payload = loans.take(ticket).ok_or_else(missing)?;
+        let payload = sent.take(ticket).ok_or_else(missing)?;
         device.submit(move |server| {
             let delivered = server.deliver("recv", payload, &TensorLayout::packed(bytes), target);
             server.status.record(delivered);

@@ -173,6 +173,7 @@ pub(super) fn send<B: Backend, K: Kind<B>>(
     dtype: DType,
     to: usize,
 ) -> Result<(), Error> {
+    group.check_rank("send", "peer", to)?;
     let shape = tensor.shape();
     let bytes = shape.num_elements() * dtype.size();
     let request = Request::new(Operation::Send, dtype).shape(&shape);
@@ -188,6 +189,7 @@ pub(super) fn recv<B: Backend, K: Kind<B>>(
     dtype: DType,
     from: usize,
 ) -> Result<K::Primitive, Error> {
+    group.check_rank("recv", "peer", from)?;
     let bytes = shape.num_elements() * dtype.size();
     let request = Request::new(Operation::Send, dtype).shape(&shape);
     let peers = Peers { to: None, from: Some(from) };

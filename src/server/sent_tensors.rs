@@ -1,4 +1,4 @@
-//! Memory that the ranks of a group have lent each other for messages, if all are of one process.
+//! Tensors that ranks of one process have sent each other, and that no receiver has taken.
 
 use std::collections::HashMap;
 use std::sync::Mutex;
@@ -8,8 +8,8 @@ use cubecl::device::DeviceId;
 use super::mailbox::Payload;
 use bonfire_core::internal::lock;
 
-/// The messages of one group that no receiver has taken. What is left is freed with the group.
-pub struct Loans {
+/// Those of one group. What is left is freed with the group.
+pub struct SentTensors {
     /// Of the ranks.
     devices: Vec<DeviceId>,
     lent: Mutex<Lent>,
@@ -22,10 +22,10 @@ struct Lent {
     payloads: HashMap<u64, Payload>,
 }
 
-impl Loans {
-    /// Creates the loans of ranks with these devices.
-    pub(super) fn of(devices: Vec<DeviceId>) -> Loans {
-        Loans { devices, lent: Mutex::default() }
+impl SentTensors {
+    /// Creates those of ranks with these devices.
+    pub(super) fn of(devices: Vec<DeviceId>) -> SentTensors {
+        SentTensors { devices, lent: Mutex::default() }
     }
 
     pub(super) fn device(&self, rank: usize) -> DeviceId {
