@@ -7,6 +7,7 @@ use bonfire_core::{Deadline, Error};
 
 /// The memory of a call.
 #[derive(Clone, Copy)]
+#[cfg_attr(not(feature = "nccl"), expect(dead_code, reason = "communicators do not exist"))]
 pub(super) struct Memory {
     pub source: u64,
     pub target: u64,
