@@ -22,7 +22,7 @@
 //! Tensors of Flex are read in place. Floats and integers on collective devices stay there where the device can do the
 //! operation, in [`all_reduce`], [`reduce`], [`broadcast`], and in [`all_gather`], [`reduce_scatter`], [`gather`],
 //! [`scatter`] and [`all_to_all`] of equal parts. So do those of [`send`], [`recv`] and [`exchange`] on CUDA, once the
-//! group's ranks have agreed on a path: see [the page on CUDA](crate::server#cuda). Everything else passes through host
+//! group's ranks have agreed on a path, in their first collective on devices. Everything else passes through host
 //! memory.
 //!
 //! No gradient flows through these operations. So they refuse float tensors of a backend with autodiff: use

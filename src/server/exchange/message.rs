@@ -17,6 +17,7 @@ use crate::server::DeviceTransport;
 use crate::server::compute::CollectiveServer;
 use crate::server::copy::TensorLayout;
 use crate::server::engine::{DeviceOperation, Launch, Messages, Route};
+use crate::server::memory::Span;
 use crate::server::sent_tensors::SentTensors;
 use bonfire_core::error::Site;
 use bonfire_core::internal::AgreedOperations;
@@ -73,7 +74,13 @@ fn lend<R: DeviceTransport>(
     let (source, target) = (sources.pop().and_then(used), targets.pop().and_then(used));
     let lending = source.zip(outgoing).map(|((memory, bytes), (to, _))| {
         let receiver = sent.device(to);
-        run_on_device(&device, call, move |server| server.payload(memory, bytes, true, stream, receiver))
+        run_on_device(&device, call, move |server| {
+            // Writes of all-reduces between devices may still be pending on either path.
+            for direct in [false, true] {
+                server.check_no_writes(call.operation, direct, &[Span::of(&memory)])?;
+            }
+            server.payload(memory, bytes, true, stream, receiver)
+        })
     });
     let lender = sent.clone();
     let prepare = move || Ok(((), lending.map_or(Ok(0), |payload| Ok(lender.lend(payload()?)))?));
