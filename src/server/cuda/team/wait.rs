@@ -223,10 +223,11 @@ impl Team {
     }
 }
 
-/// Prefers a peer's failure as the group has detected it: it says more than NCCL's error.
+/// Prefers a peer's failure as the group has detected it: it says more than NCCL's error, or than a kernel that ended
+/// because a peer's did, which may be before this rank's group has noticed why.
 fn root_cause(error: Error, group_failure: &dyn Fn() -> Option<Error>) -> Error {
     let (deadline, mut backoff) = (Deadline::after(GRACE), Backoff::default());
-    while matches!(error, Error::Nccl { .. }) && !deadline.passed() {
+    while matches!(error, Error::Nccl { .. } | Error::Broken { .. }) && !deadline.passed() {
         if let Some(cause) = group_failure() {
             return cause;
         }
