@@ -199,7 +199,7 @@ pub(crate) fn start<R: DeviceTransport>(
     let bound = |chunks: Vec<Chunk>| chunks.into_iter().map(|(handle, range)| (handle.binding(), range)).collect();
     let (sources, targets) = (bound(sources), bound(targets));
     let job = DeviceOperation { call, rank: group.rank(), sources, targets, stream, peers };
-    let is_message = peers != Peers::default();
+    let is_message = peers.is_message();
     let route = R::route(group, client.info().device)?.filter(|route| is_message || route.supports(&call));
     let wait = match route {
         Some(route) if is_message => message::start(device, group, route, job)?,

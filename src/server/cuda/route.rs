@@ -24,7 +24,7 @@ use super::window::Windows;
 use crate::server::download::catch_panic;
 use crate::server::engine::{DeviceOperation, InFlight, Launch, Messages, Route};
 use crate::server::sent_tensors::SentTensors;
-use bonfire_core::internal::{AgreedOperations, Attachment, Peers, process_number, random};
+use bonfire_core::internal::{AgreedOperations, Attachment, process_number, random};
 use bonfire_core::{Call, Deadline, Error, Group};
 
 /// This rank's device and route in a group.
@@ -267,8 +267,7 @@ impl Route<CudaRuntime> for GroupRoute {
     fn prepare(&self, server: &mut Server, job: DeviceOperation, limit: Duration) -> Result<Launch, Error> {
         let call = job.call;
         let none = move || Error::argument(call.operation, format!("neither kernels nor NCCL support {call}"));
-        let is_message = job.peers != Peers::default();
-        let choice = if is_message { Some(Choice::Nccl) } else { self.choose(&call) };
+        let choice = if job.peers.is_message() { Some(Choice::Nccl) } else { self.choose(&call) };
         let choice = choice.ok_or_else(none)?;
         let handle = match choice {
             Choice::Kernel(_) => &self.kernels,

@@ -13,7 +13,7 @@ use super::order::{self, ReadyCounter, Server};
 use super::rounds::{BufferLayout, Copy};
 use super::team::{Prepared, Team};
 use crate::server::engine::{DeviceOperation, part};
-use bonfire_core::internal::{Peers, lock};
+use bonfire_core::internal::lock;
 use bonfire_core::{Call, Error, Operation};
 
 /// A team, and the index of this rank in it.
@@ -58,9 +58,9 @@ impl BufferLayout {
     fn of(server: &mut Server, job: DeviceOperation, ranks: usize, nccl: bool) -> Result<BufferLayout, Error> {
         let DeviceOperation { call, rank, sources, targets, stream, peers } = job;
         let bytes = |chunks: &[(Binding, Range<usize>)]| chunks.iter().map(|(_, part)| part.len()).sum();
-        let (read, written) = match peers == Peers::default() {
-            true => used(&call, ranks, rank),
-            false => (0..bytes(&sources), 0..bytes(&targets)),
+        let (read, written) = match peers.is_message() {
+            true => (0..bytes(&sources), 0..bytes(&targets)),
+            false => used(&call, ranks, rank),
         };
         let mut find = |chunks: &[(Binding, Range<usize>)]| {
             let found = chunks.iter().map(|(memory, part)| Ok((address_of(server, memory, stream)?, part.clone())));

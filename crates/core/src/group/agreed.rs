@@ -28,6 +28,13 @@ pub struct Peers {
     pub from: Option<usize>,
 }
 
+impl Peers {
+    /// Whether the operation is a message.
+    pub fn is_message(self) -> bool {
+        self != Peers::default()
+    }
+}
+
 /// What a layer above can do with a group besides operations.
 pub trait AgreedOperations {
     /// Starts an operation whose data the group does not carry. When its turn comes, `prepare` runs, then all ranks
@@ -108,15 +115,11 @@ impl AgreedOperations for Group {
         prepare: impl FnOnce() -> Result<P, Error> + Send + 'static,
         run: impl FnOnce(P, &Site, &Deadline) -> Result<T, Error> + Send + 'static,
     ) -> Result<Agreed<T>, Error> {
-        let (deadline, at) = (Deadline::after(self.deadline()), Location::caller());
-        let work = self.progress()?.start(&self.core, call, deadline, None, move |core, turn, result| {
-            let prepared = prepare().map_err(|error| core.abort(error))?;
-            let site = Site { call, sequence: agree(core, turn, call, &deadline, at)? };
-            let started = run(prepared, &site, &deadline).map_err(|error| core.abort(error))?;
-            *result = Some((started, site, deadline));
-            Ok(())
-        });
-        Ok(Agreed { work, core: self.core.clone() })
+        let at = Location::caller();
+        let agree = move |core: &Core, turn: &Turn<'_>, prepared, deadline: &Deadline| {
+            Ok((agree(core, turn, call, deadline, at)?, prepared))
+        };
+        start(self, call, prepare, agree, run)
     }
 
     #[track_caller]
@@ -127,22 +130,18 @@ impl AgreedOperations for Group {
         prepare: impl FnOnce() -> Result<(P, u64), Error> + Send + 'static,
         run: impl FnOnce(P, u64, &Site, &Deadline) -> Result<T, Error> + Send + 'static,
     ) -> Result<Agreed<T>, Error> {
-        let (deadline, at) = (Deadline::after(self.deadline()), Location::caller());
+        let at = Location::caller();
         let (operation, Some((_, call))) = (message_name(outgoing, incoming), outgoing.or(incoming)) else {
             return Err(Error::broken("a message", "it goes to no rank, and comes from none"));
         };
         for (peer, _) in outgoing.iter().chain(&incoming) {
             check::peer(operation, *peer, self.rank_and_size())?;
         }
-        let work = self.progress()?.start(&self.core, call, deadline, None, move |core, turn, result| {
-            let (prepared, word) = prepare().map_err(|error| core.abort(error))?;
-            let (sequence, word) = agree_on_message(core, turn, (outgoing, incoming), word, &deadline, at)?;
-            let site = Site { call, sequence };
-            let started = run(prepared, word, &site, &deadline).map_err(|error| core.abort(error))?;
-            *result = Some((started, site, deadline));
-            Ok(())
-        });
-        Ok(Agreed { work, core: self.core.clone() })
+        let agree = move |core: &Core, turn: &Turn<'_>, (prepared, word), deadline: &Deadline| {
+            let (sequence, word) = agree_on_message(core, turn, (outgoing, incoming), word, deadline, at)?;
+            Ok((sequence, (prepared, word)))
+        };
+        start(self, call, prepare, agree, |(prepared, word), site, deadline| run(prepared, word, site, deadline))
     }
 
     #[track_caller]
@@ -194,6 +193,27 @@ impl AgreedOperations for Group {
     fn kept<T: Attachment>(&self) -> Option<Arc<T>> {
         self.attached()
     }
+}
+
+/// Starts an operation that prepares, agrees and runs when its turn comes. `agree` returns its sequence number and what
+/// `run` gets.
+fn start<P, Q, T: Send + 'static>(
+    group: &Group,
+    call: Call,
+    prepare: impl FnOnce() -> Result<P, Error> + Send + 'static,
+    agree: impl FnOnce(&Core, &Turn<'_>, P, &Deadline) -> Result<(u64, Q), Error> + Send + 'static,
+    run: impl FnOnce(Q, &Site, &Deadline) -> Result<T, Error> + Send + 'static,
+) -> Result<Agreed<T>, Error> {
+    let deadline = Deadline::after(group.deadline());
+    let work = group.progress()?.start(&group.core, call, deadline, None, move |core, turn, result| {
+        let prepared = prepare().map_err(|error| core.abort(error))?;
+        let (sequence, agreed) = agree(core, turn, prepared, &deadline)?;
+        let site = Site { call, sequence };
+        let started = run(agreed, &site, &deadline).map_err(|error| core.abort(error))?;
+        *result = Some((started, site, deadline));
+        Ok(())
+    });
+    Ok(Agreed { work, core: group.core.clone() })
 }
 
 /// Waits until all ranks have made this call. Returns its sequence number.
@@ -279,7 +299,7 @@ mod tests {
     }
 
     /// Runs one agreed operation on `n` ranks, which prepare and run as the two functions say, and returns the results.
-    fn start(
+    fn run_agreed(
         n: usize,
         call: impl Fn(usize) -> Call + Copy + Send + 'static,
         prepare: impl Fn(usize) -> Result<usize, Error> + Copy + Send + 'static,
@@ -303,13 +323,13 @@ mod tests {
 
     #[test]
     fn each_rank_runs_with_its_prepared_value() {
-        let results = start(3, |_| all_reduce(5), |rank| Ok(rank * 10), |it| Ok(it + 1));
+        let results = run_agreed(3, |_| all_reduce(5), |rank| Ok(rank * 10), |it| Ok(it + 1));
         assert_eq!(results, [Ok(Some(1)), Ok(Some(11)), Ok(Some(21))]);
     }
 
     #[test]
     fn different_calls_are_a_mismatch_that_lists_all_calls() {
-        let results = start(3, |rank| all_reduce(5 + rank / 2), Ok, |_| panic!("it must not run"));
+        let results = run_agreed(3, |rank| all_reduce(5 + rank / 2), Ok, |_| panic!("it must not run"));
         let calls = vec![(0, all_reduce(5)), (1, all_reduce(5)), (2, all_reduce(6))];
         for result in results {
             assert_eq!(result, Err(Error::Mismatch { sequence: 1, calls: calls.clone() }));
@@ -320,8 +340,8 @@ mod tests {
     fn a_failed_prepare_or_run_does_not_hang_peers() {
         let cause = || Error::argument("test", "on purpose");
         let fails = move |rank| if rank == 1 { Err(cause()) } else { Ok(rank) };
-        assert_eq!(start(2, |_| all_reduce(1), fails, Ok), [Err(cause()), Err(cause())]);
-        let late = start(2, |_| all_reduce(1), Ok, fails);
+        assert_eq!(run_agreed(2, |_| all_reduce(1), fails, Ok), [Err(cause()), Err(cause())]);
+        let late = run_agreed(2, |_| all_reduce(1), Ok, fails);
         assert_eq!(late[1], Err(cause()));
     }
 
