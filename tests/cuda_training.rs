@@ -12,7 +12,7 @@ mod trainings;
 use std::ops::Range;
 
 use bonfire::tensor::autodiff::CollectiveBackend;
-use bonfire::{Cuda, CudaDevice, DataParallel, Group, ShardedOptimizer, Sharding};
+use bonfire::{Cuda, CudaDevice, DataParallel, FullyShardedParallel, Group, ShardedBlock, ShardedOptimizer, Sharding};
 use bonfire_testing::{Kind, run_ranks};
 use burn::backend::{Autodiff, NdArray};
 use burn::module::{Module, Param};
@@ -28,7 +28,8 @@ use trainings::{check_ways, clipped_with_and_without_shards, replicas_and_parts,
 
 type Training = Autodiff<Cuda>;
 
-const INPUTS: usize = 64;
+/// Two ranks do not divide it.
+const INPUTS: usize = 65;
 const HIDDEN: usize = 1024;
 const OUTPUTS: usize = 48;
 const RATE: f64 = 0.01;
@@ -36,14 +37,18 @@ const RATE: f64 = 0.01;
 /// The samples of each rank in a step. They differ, so the mean is weighted.
 const SAMPLES: [usize; 2] = [5, 3];
 
-/// The ranks compare their parameters before the first two steps and before every eighth, given this many bytes.
+/// The ranks compare their parameters before the first two steps and then, on devices, every 64th.
 const COMPARED: usize = 2;
 const STEPS: usize = 7;
+
+/// The network of the example, of 40 KB.
+#[path = "../examples/digits/model.rs"]
+mod digits;
 
 /// Two layers, of nearly half a MiB.
 #[derive(Module, Debug)]
 struct Network<B: Backend> {
-    first: Linear<B>,
+    first: ShardedBlock<Linear<B>>,
     second: Linear<B>,
 }
 
@@ -56,12 +61,12 @@ impl<B: Backend> Network<B> {
             linear.bias = Some(Param::from_tensor(values([outputs], seed + 1, device) * scale));
             linear
         };
-        Network { first: linear(INPUTS, HIDDEN, 1), second: linear(HIDDEN, OUTPUTS, 3) }
+        Network { first: ShardedBlock::new(linear(INPUTS, HIDDEN, 1)), second: linear(HIDDEN, OUTPUTS, 3) }
     }
 
     /// The mean over the samples of a batch.
     fn loss(&self, [input, target]: [Tensor<B, 2>; 2]) -> Tensor<B, 1> {
-        let output = self.second.forward(self.first.forward(input).tanh());
+        let output = self.second.forward(self.first.run(|first| first.forward(input)).tanh());
         (output - target).powf_scalar(2.0).mean()
     }
 }
@@ -87,12 +92,13 @@ fn alone<B: AutodiffBackend>(device: &B::Device) -> Bits {
     bits(&model)
 }
 
-/// How the ranks exchange gradients.
+/// How the ranks exchange gradients and parameters.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Way {
     Step,
     Sync,
     Sharded,
+    Full,
 }
 
 /// Trains as one of two ranks. Calls `at` before the first step in which the ranks do not compare parameters, and after
@@ -102,16 +108,51 @@ fn together<B: CollectiveBackend>(group: &Group, device: &B::Device, way: Way, m
     let samples = SAMPLES[rank];
     let first = SAMPLES[..rank].iter().sum();
     let batches: Vec<_> = (0..STEPS).map(|step| batch::<B>(step, first..first + samples, device)).collect();
-    let (mut model, mut ddp) = DataParallel::new(group.clone(), Network::<B>::new(device)).unwrap();
-    let mut optimizer = AdamConfig::new().init();
-    let mut sharded = ShardedOptimizer::new(&ddp, AdamConfig::new().init(), Sharding::All).unwrap();
-    let mut all_are_there = || {
+    let all_are_there = || {
         // Also what was queued before.
         B::sync(device).unwrap();
         group.barrier().unwrap();
         at();
         group.barrier().unwrap();
     };
+    match way {
+        Way::Full => in_parts(group, device, samples, batches, all_are_there),
+        _ => as_replicas(group, device, (samples, way), batches, all_are_there),
+    }
+}
+
+fn in_parts<B: CollectiveBackend>(
+    group: &Group,
+    device: &B::Device,
+    samples: usize,
+    batches: Vec<[Tensor<B, 2>; 2]>,
+    mut all_are_there: impl FnMut(),
+) -> Bits {
+    let (mut model, mut fsdp) = FullyShardedParallel::new(group.clone(), Network::<B>::new(device)).unwrap();
+    let mut optimizer = AdamConfig::new().init();
+    for (number, batch) in batches.into_iter().enumerate() {
+        if number == COMPARED {
+            all_are_there();
+        }
+        let step = fsdp.step(&model, samples).unwrap();
+        let loss = step.model().loss(batch);
+        let grads = step.finish(loss.backward()).unwrap();
+        model = optimizer.step(RATE, model, grads);
+    }
+    all_are_there();
+    bits(&fsdp.gather(&model).unwrap())
+}
+
+fn as_replicas<B: CollectiveBackend>(
+    group: &Group,
+    device: &B::Device,
+    (samples, way): (usize, Way),
+    batches: Vec<[Tensor<B, 2>; 2]>,
+    mut all_are_there: impl FnMut(),
+) -> Bits {
+    let (mut model, mut ddp) = DataParallel::new(group.clone(), Network::<B>::new(device)).unwrap();
+    let mut optimizer = AdamConfig::new().init();
+    let mut sharded = ShardedOptimizer::new(&ddp, AdamConfig::new().init(), Sharding::All).unwrap();
     for (step, batch) in batches.into_iter().enumerate() {
         if step == COMPARED {
             all_are_there();
@@ -128,7 +169,7 @@ fn together<B: CollectiveBackend>(group: &Group, device: &B::Device, way: Way, m
                 let grads = ddp.sync(&model, grads(&model, batch), samples).unwrap();
                 model = optimizer.step(RATE, model, grads);
             }
-            Way::Sharded => {
+            _ => {
                 let grads = grads(&model, batch);
                 sharded.step(RATE, &mut model, grads, samples).unwrap();
             }
@@ -192,6 +233,12 @@ fn a_sharded_optimizer_on_two_devices_equals_one_rank_on_the_host() {
 
 #[test]
 #[ignore = "needs a CUDA GPU"]
+fn full_sharding_on_two_devices_equals_one_rank_on_the_host() {
+    equals_one_rank(Way::Full, 68);
+}
+
+#[test]
+#[ignore = "needs a CUDA GPU"]
 fn overlapped_steps_of_a_convolutional_network_with_sync_batch_norm_equal_sync() {
     check_ways(models::convolutional::<Training>, (2, 5), |rank| device(46, rank));
 }
@@ -206,6 +253,7 @@ fn overlapped_steps_of_a_transformer_with_a_shared_embedding_equal_sync() {
 #[ignore = "needs a CUDA GPU"]
 fn full_sharding_equals_replicas() {
     check_ways(replicas_and_parts::<Training>, (2, 5), |rank| device(50, rank));
+    check_ways(replicas_and_parts::<Training>, (4, 4), |rank| device_of(70, rank, 4));
 }
 
 #[test]
@@ -217,7 +265,67 @@ fn the_sharded_optimizer_clips_and_works_in_blocks() {
 
 /// What only the software driver records. `scripts/gpu-check` leaves these tests out.
 mod software {
+    use burn::nn::loss::CrossEntropyLossConfig;
+    use burn::tensor::Int;
+
     use super::*;
+
+    /// Trains the network of the example `digits` as one of two ranks, as it does: by overlapped steps, or with a
+    /// sharded optimizer. Calls `at` as [`together`] does.
+    fn digits(group: &Group, device: &CudaDevice, shard: bool, mut at: impl FnMut()) {
+        const BATCH: usize = 4;
+        let (mut model, mut ddp) =
+            DataParallel::new(group.clone(), digits::Network::<Training>::new(group, device)).unwrap();
+        let mut optimizer = AdamConfig::new().init();
+        let mut sharded = ShardedOptimizer::new(&ddp, AdamConfig::new().init(), Sharding::All).unwrap();
+        let criterion = CrossEntropyLossConfig::new().init(device);
+        let batches: Vec<_> = (0..STEPS)
+            .map(|step| {
+                let seed = 10 * step + group.rank();
+                let labels = Tensor::<Training, 1, Int>::arange(0..BATCH as i64, device);
+                (values::<Training, 4>([BATCH, 1, 8, 8], seed, device), labels)
+            })
+            .collect();
+        let mut all_are_there = || {
+            Training::sync(device).unwrap();
+            group.barrier().unwrap();
+            at();
+            group.barrier().unwrap();
+        };
+        for (number, (images, labels)) in batches.into_iter().enumerate() {
+            if number == COMPARED {
+                all_are_there();
+            }
+            let loss = |model: &digits::Network<Training>| criterion.forward(model.forward(images), labels);
+            if shard {
+                let grads = GradientsParams::from_grads(loss(&model).backward(), &model);
+                sharded.step(RATE, &mut model, grads, BATCH).unwrap();
+            } else {
+                let step = ddp.step(&model, BATCH).unwrap();
+                let loss = loss(step.model());
+                let grads = step.finish(loss.backward()).unwrap();
+                model = optimizer.step(RATE, model, grads);
+            }
+        }
+        all_are_there();
+    }
+
+    #[test]
+    #[ignore = "needs the software driver"]
+    fn no_step_of_the_digits_copies_data_to_the_host() {
+        for (shard, first) in [(false, 80), (true, 82)] {
+            let copied = run_ranks(Kind::Threads, 2, move |group| {
+                let (driver, mut copied) = (SoftwareDriver::loaded(), Vec::new());
+                digits(&group, &device(first, group.rank()), shard, || copied.push(driver.copied()));
+                [0, 1].map(|direction| copied[1][direction] - copied[0][direction])
+            });
+            let [downloaded, uploaded] = copied[0];
+            eprintln!("sharded {shard}: {downloaded} bytes downloaded, {uploaded} uploaded");
+            assert_eq!(downloaded, 0);
+            // Shapes and strides, in five steps of two ranks. The parameters have 40,392 bytes.
+            assert!(uploaded < 5 * 40_392, "{uploaded} bytes");
+        }
+    }
 
     /// The bytes that copies move between host and devices in the steps without a comparison of parameters.
     fn copied(way: Way, first: u8) -> [u64; 2] {
@@ -232,11 +340,11 @@ mod software {
     #[test]
     #[ignore = "needs the software driver"]
     fn no_gradient_and_no_parameter_leaves_its_device() {
-        for (way, first) in [(Way::Step, 52), (Way::Sync, 54), (Way::Sharded, 56)] {
+        for (way, first) in [(Way::Step, 52), (Way::Sync, 54), (Way::Sharded, 56), (Way::Full, 58)] {
             let [downloaded, uploaded] = copied(way, first);
             eprintln!("{way:?}: {downloaded} bytes downloaded, {uploaded} uploaded");
             assert_eq!(downloaded, 0, "{way:?}");
-            // Shapes and strides, which cubecl's kernels read. The model has 463,040 bytes.
+            // Shapes and strides, which cubecl's kernels read. The model has 467,136 bytes.
             assert!(uploaded < 32 << 10, "{way:?}: {uploaded} bytes");
         }
     }

@@ -116,7 +116,7 @@ impl<R: DeviceTransport> CollectiveServer<R> {
             Some(engine) if direct => {
                 let call = call.inspect_err(|error| engine.fail(&devices, error))?;
                 self.engine_spans.extend(spans);
-                let whole = |memory| vec![(memory, 0..call.bytes())];
+                let whole = |memory| vec![(memory, (0..call.bytes()).into())];
                 let job = DeviceOperation {
                     call,
                     rank,

@@ -11,6 +11,7 @@ use cubecl::stream_id::StreamId;
 use super::DeviceTransport;
 use super::memory::PeerBuffer;
 use super::sent_tensors::SentTensors;
+use crate::ranges::Ranges;
 use bonfire_core::error::Site;
 use bonfire_core::internal::Peers;
 use bonfire_core::{Call, DType, Deadline, Error, Operation, ReduceOp, partition};
@@ -19,9 +20,9 @@ use bonfire_core::{Call, DType, Deadline, Error, Operation, ReduceOp, partition}
 pub struct DeviceOperation {
     pub(super) call: Call,
     pub(super) rank: usize,
-    /// The memory that is read and the memory that is written, each with its byte range of the whole.
-    pub(super) sources: Vec<(Binding, Range<usize>)>,
-    pub(super) targets: Vec<(Binding, Range<usize>)>,
+    /// The memory that is read and the memory that is written, each with its bytes of the whole.
+    pub(super) sources: Vec<(Binding, Ranges)>,
+    pub(super) targets: Vec<(Binding, Ranges)>,
     /// The stream on which the sources' content was queued.
     pub(super) stream: StreamId,
     pub(super) peers: Peers,

@@ -17,6 +17,7 @@ use super::compute::CollectiveServer;
 use super::copy::stream_of;
 use super::engine::{DeviceOperation, call, part};
 use super::runtime::CollectiveRuntime;
+use crate::ranges::Ranges;
 use bonfire_core::internal::{ByteOperations, Peers, Request};
 use bonfire_core::{Call, DType, Error, Group, Operation, ReduceOp};
 
@@ -74,7 +75,7 @@ pub trait DeviceCollectives<R: DeviceTransport> {
         let call = call(Operation::AllGather, target.size_in_used(), dtype, None, None)?;
         let own = own_part(group, &call);
         check_size(call.operation, "source", source, own.len())?;
-        self.start(group, call, vec![(source.clone(), own)], whole(target))
+        self.start(group, call, vec![(source.clone(), own.into())], whole(target))
     }
 
     /// Starts [`Group::reduce_scatter_into`]: `target` is as large as this rank's [`partition`](crate::partition()) of
@@ -90,7 +91,7 @@ pub trait DeviceCollectives<R: DeviceTransport> {
         let call = call(Operation::ReduceScatter, source.size_in_used(), dtype, Some(op), None)?;
         let own = own_part(group, &call);
         check_size(call.operation, "target", target, own.len())?;
-        self.start(group, call, whole(source), vec![(target.clone(), own)])
+        self.start(group, call, whole(source), vec![(target.clone(), own.into())])
     }
 
     /// Starts [`Group::reduce_into`] from `source`, which has the same size on all ranks, to the root's `target`, which
@@ -122,7 +123,7 @@ pub trait DeviceCollectives<R: DeviceTransport> {
         let bytes = source.size_in_used() * group.world_size() as u64;
         let call = call(Operation::Gather, bytes, dtype, None, Some(root))?;
         let target = of_root(group, &call, "target", target)?;
-        self.start(group, call, vec![(source.clone(), own_part(group, &call))], target)
+        self.start(group, call, vec![(source.clone(), own_part(group, &call).into())], target)
     }
 
     /// Starts [`Group::scatter_into`]: `target` has the same size on all ranks, and the root's `source` is world size
@@ -138,7 +139,7 @@ pub trait DeviceCollectives<R: DeviceTransport> {
         let bytes = target.size_in_used() * group.world_size() as u64;
         let call = call(Operation::Scatter, bytes, dtype, None, Some(root))?;
         let source = of_root(group, &call, "source", source)?;
-        self.start(group, call, source, vec![(target.clone(), own_part(group, &call))])
+        self.start(group, call, source, vec![(target.clone(), own_part(group, &call).into())])
     }
 
     /// Starts [`Group::all_to_all_into`]: `source` and `target` have the same size on all ranks. Their number of
@@ -182,8 +183,8 @@ impl<R: DeviceTransport> Transfer<R> {
     }
 }
 
-/// Memory of a device, and the byte range of the operation's whole that it holds.
-pub(crate) type Chunk = (Handle, Range<usize>);
+/// Memory of a device, and the bytes of the operation's whole that it holds.
+pub(crate) type Chunk = (Handle, Ranges);
 
 /// Starts `call` on this memory: directly if the ranks have a route that supports it, else through host memory. With
 /// peers it is a message, which needs a route that carries messages.
@@ -196,7 +197,7 @@ pub(crate) fn start<R: DeviceTransport>(
 ) -> Result<Transfer<R>, Error> {
     let device = DeviceHandle::<CollectiveServer<R>>::new(client.info().device);
     let stream = stream_of(client);
-    let bound = |chunks: Vec<Chunk>| chunks.into_iter().map(|(handle, range)| (handle.binding(), range)).collect();
+    let bound = |chunks: Vec<Chunk>| chunks.into_iter().map(|(handle, ranges)| (handle.binding(), ranges)).collect();
     let (sources, targets) = (bound(sources), bound(targets));
     let job = DeviceOperation { call, rank: group.rank(), sources, targets, stream, peers };
     let is_message = peers.is_message();
@@ -254,7 +255,7 @@ fn of_root(group: &Group, call: &Call, what: &str, memory: Option<&Handle>) -> R
 }
 
 fn whole(memory: &Handle) -> Vec<Chunk> {
-    vec![(memory.clone(), 0..memory.size_in_used() as usize)]
+    vec![(memory.clone(), (0..memory.size_in_used() as usize).into())]
 }
 
 /// The byte range of this rank's part of the whole.

@@ -3,14 +3,13 @@
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 mod access;
 
-use std::ops::Range;
-
 use burn::tensor::backend::Backend;
 use burn::tensor::ops::FloatTensor;
 use burn::tensor::{Shape, TensorMetadata};
 
 #[cfg(any(feature = "wgpu", feature = "cuda"))]
 use self::access::DeviceAccess;
+use crate::ranges::Ranges;
 use bonfire_core::internal::{Peers, Request};
 use bonfire_core::{Error, Group};
 
@@ -64,7 +63,7 @@ pub(crate) fn passes_messages<B: Backend>(group: &Group) -> bool {
 pub struct DeviceCall<T> {
     pub(crate) request: Request<'static>,
     /// What this rank gives: tensors, and the bytes of the operation's whole that they are.
-    pub(crate) sources: Vec<(T, Range<usize>)>,
+    pub(crate) sources: Vec<(T, Ranges)>,
     pub(crate) targets: Vec<Target<T>>,
     /// Bytes of the whole. Of a message, those that are sent, if any are.
     pub(crate) bytes: usize,
@@ -78,7 +77,7 @@ pub(crate) struct Target<T> {
     pub like: T,
     pub shape: Shape,
     /// The bytes of the operation's whole that it gets.
-    pub range: Range<usize>,
+    pub ranges: Ranges,
 }
 
 impl<T> DeviceCall<T> {
@@ -86,7 +85,7 @@ impl<T> DeviceCall<T> {
     pub(crate) fn collective(
         request: Request<'static>,
         bytes: usize,
-        sources: Vec<(T, Range<usize>)>,
+        sources: Vec<(T, Ranges)>,
         targets: Vec<Target<T>>,
     ) -> DeviceCall<T> {
         DeviceCall { request, sources, targets, bytes, peers: Peers::default() }
@@ -94,11 +93,11 @@ impl<T> DeviceCall<T> {
 
     /// Returns the same call on primitive tensors of another form, if all of them have that.
     pub(crate) fn map<U>(self, form: impl Fn(T) -> Option<U>) -> Option<DeviceCall<U>> {
-        let sources = self.sources.into_iter().map(|(tensor, range)| Some((form(tensor)?, range)));
+        let sources = self.sources.into_iter().map(|(tensor, ranges)| Some((form(tensor)?, ranges)));
         let targets = self
             .targets
             .into_iter()
-            .map(|Target { like, shape, range }| Some(Target { like: form(like)?, shape, range }));
+            .map(|Target { like, shape, ranges }| Some(Target { like: form(like)?, shape, ranges }));
         Some(DeviceCall {
             request: self.request,
             sources: sources.collect::<Option<_>>()?,
@@ -151,8 +150,9 @@ pub(crate) fn start_all_reduce<B: Backend>(
         let shape = tensor.shape();
         let range = call.bytes..call.bytes + shape.num_elements() * call.request.dtype().size();
         call.bytes = range.end;
-        call.targets.push(Target { like: tensor.clone(), shape, range: range.clone() });
-        call.sources.push((tensor, range));
+        let ranges = Ranges::from(range);
+        call.targets.push(Target { like: tensor.clone(), shape, ranges: ranges.clone() });
+        call.sources.push((tensor, ranges));
     }
     start::<B, _>(group, TensorKind::Float, call)
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use burn::tensor::backend::Backend;
 use burn::tensor::ops::FloatTensor;
-use burn::tensor::{Bytes, FloatDType, Scalar};
+use burn::tensor::{Bytes, FloatDType, Scalar, Tensor};
 use bytemuck::{Pod, cast_slice, cast_slice_mut};
 use half::{bf16, f16};
 
@@ -234,6 +234,23 @@ pub(crate) fn scale_tensor<B: Backend>(tensor: FloatTensor<B>, dtype: DType, fac
         _ => return B::float_mul_scalar(tensor, factor),
     };
     B::float_cast(B::float_mul_scalar(B::float_cast(tensor, FloatDType::F32), factor), narrow)
+}
+
+/// Returns the sum of the elements' squares, computed on the tensors' device and read at once. Those of one tensor are
+/// added in f32, unless they are f64.
+pub(crate) fn sum_of_squares_on_device<B: Backend>(tensors: Vec<Tensor<B, 1>>) -> Result<f64, Error> {
+    let sums = tensors.into_iter().map(|tensor| {
+        let wide = if tensor.dtype() == burn::tensor::DType::F64 { tensor } else { tensor.cast(FloatDType::F32) };
+        (wide.clone() * wide).sum()
+    });
+    // One read for all of one type.
+    let (double, single): (Vec<_>, Vec<_>) = sums.partition(|sum| sum.dtype() == burn::tensor::DType::F64);
+    let mut total = 0.0;
+    for sums in [double, single].into_iter().filter(|sums| !sums.is_empty()) {
+        let data = Tensor::cat(sums, 0).try_into_data().map_err(|e| Error::io("reading a norm of gradients", e))?;
+        total += data.iter::<f64>().sum::<f64>();
+    }
+    Ok(total)
 }
 
 /// Returns the sum of the elements' squares, in f64.

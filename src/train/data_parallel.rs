@@ -257,7 +257,9 @@ impl<B: AutodiffBackend> DataParallel<B> {
         model: &M,
     ) -> Result<(Option<Vec<u64>>, Option<usize>), Error> {
         self.unused.end();
-        let digests = comparison_is_due(self.steps, self.parameters()).then(|| self.digests(model)).transpose();
+        let digests = comparison_is_due(self.steps, self.parameters(), self.on_devices())
+            .then(|| self.digests(model))
+            .transpose();
         let digests = digests.map_err(|error| self.reducer.group.abandon(error))?;
         let changed = digests.as_ref().and_then(|digests| self.lacks(digests));
         Ok((digests, changed))

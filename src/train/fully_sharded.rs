@@ -6,6 +6,7 @@ mod checkpoint;
 mod cut;
 mod gather;
 mod layout;
+mod on_device;
 mod order;
 mod pass;
 mod scatter;
@@ -33,12 +34,13 @@ use super::agree::{
     Parameter, all_gather_values, all_or_none, broadcast_parameters, check_same_model, lane, ranks_are_processes,
     rebuild,
 };
-use super::bucket::{scale_tensor, sum_of_squares};
+use super::bucket::{scale_tensor, sum_of_squares, sum_of_squares_on_device};
 use super::data_parallel::describe_parameters;
 use super::mean::mean;
 use super::mesh::DeviceMesh;
 use super::states;
 use super::values::{Positions, Values, positions, values_of};
+use crate::tensor::device::{connect, uses_collective_devices};
 use crate::tensor::host::Source;
 use bonfire_core::internal::AgreedOperations;
 use bonfire_core::{Error, Group};
@@ -195,8 +197,17 @@ impl<B: AutodiffBackend> FullyShardedParallel<B> {
         let mut cutter = PartCutter { layout: &layout, positions: &positions, failure: None };
         let model = model.map(&mut cutter);
         all_or_none(&main, cutter.failure.map_or(Ok(()), Err))?;
-        let gatherer = Gatherer::new(lane(&shards)?, layout.clone(), parameters.clone());
+        let gathers = lane(&shards)?;
         let lanes = [lane(&shards)?, lane(&replicas)?];
+        // Now, since blocks are gathered and gradients are sent in the backward pass: burn-autodiff holds a lock there
+        // that other ranks of this process may need before they do the same.
+        if let Some(parameter) = parameters.first() {
+            let all = [&gathers, &lanes[0], &lanes[1]].into_iter().filter(|lane| lane.world_size() > 1);
+            for lane in all {
+                connect::<B::InnerBackend>(lane, &parameter.device)?;
+            }
+        }
+        let gatherer = Gatherer::new(gathers, layout.clone(), parameters.clone());
         let scatterer = Scatterer::new(lanes, layout.clone(), parameters.clone(), ranks_are_processes(&main)?);
         let engine = Some(Engine { gatherer, scatterer, history: History::default(), keep: false });
         let counts = GatherCounts::default();
@@ -247,8 +258,9 @@ impl<B: AutodiffBackend> FullyShardedParallel<B> {
     }
 
     /// Scales the gradients that a step has returned, or their accumulated sum, down to norm `max`, if their norm over
-    /// all parameters and all ranks exceeds it. The norm is computed in f64. All ranks must call this, with the same
-    /// `max`.
+    /// all parameters and all ranks exceeds it. The norm is computed in f64, but on collective devices the squares of
+    /// one gradient's part are added in its own type, or in f32 if that is narrower. All ranks must call this, with the
+    /// same `max`.
     ///
     /// # Errors
     /// [`Error::InvalidArgument`] on all ranks unless `max` is greater than 0, finite, and the same on all; the group
@@ -314,6 +326,10 @@ impl<B: AutodiffBackend> FullyShardedParallel<B> {
     }
 
     fn sum_of_squares(&self, grads: &GradientsParams) -> Result<f64, Error> {
+        if uses_collective_devices::<B::InnerBackend>() {
+            let of = |parameter: &Parameter<B>| grads.get::<B::InnerBackend, 1>(parameter.id);
+            return sum_of_squares_on_device(self.parameters.iter().filter_map(of).collect());
+        }
         let mut sum = 0.0;
         for parameter in self.parameters.iter() {
             if let Some(grad) = grads.get::<B::InnerBackend, 1>(parameter.id) {

@@ -121,6 +121,8 @@ where
 {
     group: Group,
     shards: Shards<B>,
+    /// Whether the parameters of all ranks are on collective devices.
+    on_devices: bool,
     optimizer: OptimizerAdaptor<O, M, B>,
     /// The state of this rank's slice of each parameter, by position. `None` before the parameter's first gradient.
     states: Vec<Option<O::State<1>>>,
@@ -198,8 +200,9 @@ where
             return Err(invalid("the mesh has other ranks than the `DataParallel`; make both of one group"));
         }
         check_optimizer(&optimizer)?;
+        let on_devices = ddp.on_devices();
         let parameters: Vec<_> = ddp.parameters().iter().filter(|parameter| parameter.trained).cloned().collect();
-        let layout = layout(&parameters, Limits::of(ddp.on_devices()), place(&shard_group));
+        let layout = layout(&parameters, Limits::of(on_devices), place(&shard_group));
         let states = parameters.iter().map(|_| None).collect();
         let shards = Shards {
             shard_group,
@@ -210,7 +213,7 @@ where
             part_memory: Vec::new(),
         };
         let (max_norm, steps, failure) = (None, 0, None);
-        Ok(ShardedOptimizer { group, shards, optimizer, states, max_norm, steps, failure })
+        Ok(ShardedOptimizer { group, shards, on_devices, optimizer, states, max_norm, steps, failure })
     }
 
     /// Clips gradients by norm: if the norm of the mean gradients over all parameters exceeds `max`, a step scales them
@@ -258,7 +261,8 @@ where
         let positions = positions(parameters);
         let values = values(model, parameters, &positions);
         let changed = values.iter().position(Option::is_none);
-        let digests = comparison_is_due(steps, parameters).then(|| digests(parameters, &values)).transpose();
+        let digests =
+            comparison_is_due(steps, parameters, self.on_devices).then(|| digests(parameters, &values)).transpose();
         let agreed = digests.map_err(|error| self.group.abandon(error)).and_then(|digests| {
             let operation = "step";
             let header =

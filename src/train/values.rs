@@ -3,8 +3,8 @@
 //! # Cost
 //! A digest reads the parameters once, about as fast as memory is read, and each rank adds one word to a message that
 //! it sends anyway. An exchange of gradients moves each element several times. Every 64th step, a digest adds less than
-//! one percent to the exchange, so it has no setting. A small model is compared more often, for a few microseconds per
-//! step.
+//! one percent to the exchange, so it has no setting. On the host a small model is compared more often, for a few
+//! microseconds per step. On devices it is not: reading parameters waits until the device has done all that is queued.
 
 use std::collections::HashMap;
 
@@ -23,13 +23,13 @@ const LONGEST_INTERVAL: u64 = 64;
 /// Bytes of parameters per step of the interval: those of a small model are compared in every step.
 const BYTES_PER_STEP: u64 = 64 << 10;
 
-/// Whether the ranks compare these parameters after this many steps. Always before the first two: a model that is not
-/// the one of [`DataParallel::new`](super::DataParallel::new) differs before the first step, and different optimizers
-/// or learning rates show after it.
-pub(crate) fn comparison_is_due<B: AutodiffBackend>(steps: u64, parameters: &[Parameter<B>]) -> bool {
+/// Whether the ranks compare these parameters, which are on the devices of all of them or not, after this many steps.
+/// Always before the first two: a model that is not the one of [`DataParallel::new`](super::DataParallel::new) differs
+/// before the first step, and different optimizers or learning rates show after it.
+pub(crate) fn comparison_is_due<B: AutodiffBackend>(steps: u64, parameters: &[Parameter<B>], on_devices: bool) -> bool {
     let trained = parameters.iter().filter(|parameter| parameter.trained);
     let bytes = trained.map(|parameter| parameter.shape.num_elements() * parameter.element.size()).sum::<usize>();
-    is_due(steps, bytes as u64)
+    is_due(steps, if on_devices { u64::MAX } else { bytes as u64 })
 }
 
 fn is_due(steps: u64, bytes: u64) -> bool {
@@ -186,7 +186,7 @@ mod tests {
     fn the_first_steps_and_every_64th_are_compared_and_more_of_a_small_model() {
         let due = |bytes| (0..200).filter(|&steps| is_due(steps, bytes)).collect::<Vec<u64>>();
         assert_eq!(due(4 << 20), [0, 1, 64, 128, 192]);
-        assert_eq!(due(1 << 40), due(4 << 20));
+        assert_eq!(due(u64::MAX), due(4 << 20));
         assert_eq!(due(3 << 20)[..4], [0, 1, 48, 96]);
         for bytes in [0, 1, 64 << 10] {
             assert_eq!(due(bytes).len(), 200);

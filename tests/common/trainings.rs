@@ -2,7 +2,7 @@
 #![allow(dead_code, reason = "each test target uses a part of it")]
 
 use bonfire::tensor::autodiff::CollectiveBackend;
-use bonfire::{DataParallel, FullyShardedParallel, Group, ShardedBlock, ShardedOptimizer, Sharding};
+use bonfire::{DataParallel, DeviceMesh, FullyShardedParallel, Group, ShardedBlock, ShardedOptimizer, Sharding};
 use bonfire_testing::{Kind, run_ranks};
 use burn::module::Module;
 use burn::nn::{Linear, LinearConfig};
@@ -51,26 +51,48 @@ fn layers<B: Backend>(device: &B::Device) -> Layers<B> {
     Layers { first: linear(7), blocks }
 }
 
-/// Trains as replicas and with parts of the parameters.
+/// Trains as replicas and with parts of the parameters: of all ranks, and if these are four, of each two. Gradients are
+/// clipped by a norm that they exceed.
 pub fn replicas_and_parts<B: CollectiveBackend>(group: &Group, steps: usize, device: &B::Device) -> [Bits; 2] {
-    let input = |step| models::values([3, 7], 10 * step + group.rank(), device);
+    const NORM: f64 = 1e-2;
+    let (rank, ranks) = (group.rank(), group.world_size());
+    // They differ from rank to rank in one step, and rank 1 has none in another.
+    let samples = |step: usize| [3, 2 + rank, if rank == 1 { 0 } else { 3 }][step % 3];
+    let input = |step: usize| models::values([samples(step), 7], 10 * step + rank, device);
 
-    let (model, mut ddp) = DataParallel::new(group.clone(), layers::<B>(device)).unwrap();
+    let (model, ddp) = DataParallel::new(group.clone(), layers::<B>(device)).unwrap();
     let mut replica = model.clone();
-    let mut optimizer = SgdConfig::new().init();
+    let optimizer = ShardedOptimizer::new(&ddp, SgdConfig::new().init(), Sharding::None).unwrap();
+    let mut optimizer = optimizer.clip_norm(NORM).unwrap();
     for step in 0..steps {
-        let grads = GradientsParams::from_grads(replica.loss(input(step)).backward(), &replica);
-        replica = optimizer.step(0.1, replica.clone(), ddp.sync(&replica, grads, 3).unwrap());
+        let grads = match samples(step) {
+            0 => GradientsParams::new(),
+            _ => GradientsParams::from_grads(replica.loss(input(step)).backward(), &replica),
+        };
+        optimizer.step(1.0, &mut replica, grads, samples(step)).unwrap();
     }
-    let (mut parts, mut parallel) = FullyShardedParallel::new(group.clone(), model).unwrap();
-    let mut optimizer = SgdConfig::new().init();
-    for number in 0..steps {
-        let step = parallel.step(&parts, 3).unwrap();
-        let loss = step.model().loss(input(number));
-        let grads = step.finish(loss.backward()).unwrap();
-        parts = optimizer.step(0.1, parts, grads);
+    let in_parts = |mesh: DeviceMesh| {
+        let (mut parts, mut parallel) = FullyShardedParallel::new(mesh, model.clone()).unwrap();
+        let mut optimizer = SgdConfig::new().init();
+        for number in 0..steps {
+            let step = parallel.step(&parts, samples(number)).unwrap();
+            let grads = match samples(number) {
+                0 => step.skip(),
+                _ => {
+                    let loss = step.model().loss(input(number));
+                    step.finish(loss.backward())
+                }
+            };
+            parts = optimizer.step(1.0, parts, parallel.clip_norm(grads.unwrap(), NORM).unwrap());
+        }
+        models::bits(&parallel.gather(&parts).unwrap())
+    };
+    let mut meshes = vec![DeviceMesh::from(group.clone())];
+    if ranks == 4 {
+        meshes.push(DeviceMesh::new(group.clone(), [("replicate", 2), ("shard", 2)]).unwrap());
     }
-    [models::bits(&replica), models::bits(&parallel.gather(&parts).unwrap())]
+    let replicas = std::iter::repeat_n(models::bits(&replica).0, meshes.len()).flatten();
+    [Bits(replicas.collect()), Bits(meshes.into_iter().flat_map(|mesh| in_parts(mesh).0).collect())]
 }
 
 /// Trains as replicas and with parts of the optimizer state: of all ranks, and of two blocks.

@@ -4,10 +4,9 @@ use std::sync::Arc;
 
 use super::choice::{SETTING, Topology, launch_config, parse_setting};
 use super::control::{CONTROL_BYTES, HOST_WORDS, MAX_RANKS, Member, Parameters};
-use super::driver::{Gpu, Stream};
+use super::driver::{Copy, Gpu, Stream};
 use super::memory::{HostWords, Memory};
 use super::reach::link;
-use crate::server::engine::Rows;
 use bonfire_core::{Call, DType, Error, Operation, partition};
 use half::bf16;
 
@@ -140,8 +139,8 @@ pub fn copy_bandwidth(bytes: usize) -> Result<f64, Error> {
     const COPIES: usize = 20;
     let (_, stream) = start(0)?;
     let (from, to) = (Memory::zeroed(&stream, bytes)?, Memory::zeroed(&stream, bytes)?);
-    let rows = Rows { count: 1, bytes, pitch: bytes };
-    let run = |copies: usize| (0..copies).try_for_each(|_| stream.copy(from.address, to.address, rows));
+    let copy = Copy::of(from.address, to.address, bytes);
+    let run = |copies: usize| (0..copies).try_for_each(|_| stream.copy(&copy));
     run(WARM_UP)?;
     let seconds = stream.seconds(|| run(COPIES))?;
     Ok((2 * bytes * COPIES) as f64 / seconds)

@@ -11,7 +11,7 @@ use cubecl::stream_id::StreamId;
 
 use super::backoff::wait_idle;
 use super::control::{ABORT, DONE, FAILURE, HOST_WORDS, Order, READY, RELEASED, nanoseconds};
-use super::driver::{Gpu, Stream};
+use super::driver::{Copy, Gpu, Stream};
 use super::memory::{HostWords, word};
 use super::order::{self, ReadyCounter, Server};
 use super::team::ordinal;
@@ -97,7 +97,7 @@ impl CopyStream {
         let (from, to) = (address_of(server, &memory, stream)?, address_of(server, &copy, stream)?);
         let ready = self.signal_ready(server, memory.stream, stream);
         self.wait_for(ready)?;
-        self.in_flight.stream.copy(from, to, Rows { count: 1, bytes, pitch: bytes })?;
+        self.in_flight.stream.copy(&Copy::of(from, to, bytes))?;
         // The peer buffer may be dropped before the copy to it is done.
         let order = self.finish(vec![memory, copy.clone()], timeout)?;
         let ready = (self.in_flight.host.address(DONE), self.copied);
@@ -119,7 +119,7 @@ impl CopyStream {
         let free = self.signal_ready(server, stream, stream);
         self.wait_for(free)?;
         self.wait_for(loan.ready)?;
-        self.in_flight.stream.copy(loan.address, to, rows)?;
+        self.in_flight.stream.copy(&Copy::packing(loan.address, to, rows))?;
         self.finish(vec![loan.memory, target], timeout)
     }
 

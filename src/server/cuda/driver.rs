@@ -33,6 +33,30 @@ unsafe impl Send for Gpu {}
 // SAFETY: as above.
 unsafe impl Sync for Gpu {}
 
+/// A copy of rows between addresses that a GPU can access.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Copy {
+    pub from: u64,
+    pub to: u64,
+    pub rows: usize,
+    /// Of each row.
+    pub bytes: usize,
+    /// How many bytes apart rows start, where they are read and where they are written.
+    pub pitches: (usize, usize),
+}
+
+impl Copy {
+    /// A copy of contiguous bytes.
+    pub fn of(from: u64, to: u64, bytes: usize) -> Copy {
+        Copy { from, to, rows: 1, bytes, pitches: (bytes, bytes) }
+    }
+
+    /// A copy of rows, which are contiguous at the target.
+    pub fn packing(from: u64, to: u64, Rows { count, bytes, pitch }: Rows) -> Copy {
+        Copy { from, to, rows: count, bytes, pitches: (pitch, bytes) }
+    }
+}
+
 static GPUS: LazyLock<Mutex<HashMap<usize, Arc<Gpu>>>> = LazyLock::new(Mutex::default);
 
 /// Keeps a GPU's context current on this thread until it is dropped.
@@ -205,36 +229,35 @@ impl Stream {
         put(self.raw)
     }
 
-    /// Copies rows between addresses that this GPU can access. The target is contiguous.
-    pub fn copy(&self, from: u64, to: u64, rows: Rows) -> Result<(), Error> {
-        let Rows { count, bytes, pitch } = rows;
-        if count == 0 || bytes == 0 {
+    pub fn copy(&self, copy: &Copy) -> Result<(), Error> {
+        let &Copy { from, to, rows, bytes, pitches } = copy;
+        if rows == 0 || bytes == 0 {
             return Ok(());
         }
         let device = sys::CUmemorytype::CU_MEMORYTYPE_DEVICE;
-        let copy = sys::CUDA_MEMCPY2D_st {
+        let described = sys::CUDA_MEMCPY2D_st {
             srcXInBytes: 0,
             srcY: 0,
             srcMemoryType: device,
             srcHost: std::ptr::null(),
             srcDevice: from,
             srcArray: std::ptr::null_mut(),
-            srcPitch: pitch,
+            srcPitch: pitches.0,
             dstXInBytes: 0,
             dstY: 0,
             dstMemoryType: device,
             dstHost: std::ptr::null_mut(),
             dstDevice: to,
             dstArray: std::ptr::null_mut(),
-            dstPitch: bytes,
+            dstPitch: pitches.1,
             WidthInBytes: bytes,
-            Height: count,
+            Height: rows,
         };
-        // SAFETY: both tensors have this many rows; callers keep them until the stream is past the copy.
+        // SAFETY: the memory on both sides has these rows; callers keep it until the stream is past the copy.
         let copied = |raw| unsafe {
-            match pitch == bytes {
-                true => sys::cuMemcpyDtoDAsync_v2(to, from, count * bytes, raw),
-                false => sys::cuMemcpy2DAsync_v2(&copy, raw),
+            match rows == 1 || pitches == (bytes, bytes) {
+                true => sys::cuMemcpyDtoDAsync_v2(to, from, rows * bytes, raw),
+                false => sys::cuMemcpy2DAsync_v2(&described, raw),
             }
         };
         self.call("copying", |raw| copied(raw).result())

@@ -17,6 +17,7 @@
 
 use cubecl::server::Binding;
 
+use super::driver::Copy;
 use super::kernel::Form;
 use super::window::STAGING_BYTES;
 use bonfire_core::internal::Peers;
@@ -38,14 +39,6 @@ pub(super) struct BufferLayout {
     /// Of a message, with the elements that it brings.
     pub peers: Peers,
     pub incoming: usize,
-}
-
-/// Addresses and a number of bytes.
-#[derive(Clone)]
-pub(super) struct Copy {
-    pub from: u64,
-    pub to: u64,
-    pub bytes: usize,
 }
 
 /// Divides a call of this form into rounds: calls of fewer elements, and where their data is. `staging` is the address
@@ -99,11 +92,11 @@ fn divide_by(
         };
         let to_staging = |part| {
             let (whole, to, bytes) = places(part);
-            Copy { from: layout.source + whole, to, bytes }
+            Copy::of(layout.source + whole, to, bytes)
         };
         let from_staging = |part| {
             let (whole, from, bytes) = places(part);
-            Copy { from, to: layout.target + whole, bytes }
+            Copy::of(from, layout.target + whole, bytes)
         };
         let copies = |wanted: bool| if wanted { 0..parts } else { 0..0 };
         // Broadcast reads the root's staging memory and writes that of the others.
@@ -152,7 +145,7 @@ mod tests {
     type Memory = std::collections::HashMap<u64, i64>;
 
     fn copy(memory: &mut Memory, copies: &[Copy]) {
-        for Copy { from, to, bytes } in copies {
+        for Copy { from, to, bytes, .. } in copies {
             for at in (0..*bytes as u64).step_by(WIDTH) {
                 let value = memory[&(from + at)];
                 memory.insert(to + at, value);

@@ -9,12 +9,17 @@ use cubecl::stream_id::StreamId;
 
 use super::choice::Choice;
 use super::copy_stream::address_of;
+use super::driver::Copy;
 use super::order::{self, ReadyCounter, Server};
-use super::rounds::{BufferLayout, Copy};
+use super::rounds::BufferLayout;
 use super::team::{Prepared, Team};
+use crate::ranges::Ranges;
 use crate::server::engine::{DeviceOperation, part};
 use bonfire_core::internal::lock;
 use bonfire_core::{Call, Error, Operation};
+
+/// The largest distance of rows that the driver copies (`CU_DEVICE_ATTRIBUTE_MAX_PITCH` of all GPUs so far).
+const MAX_PITCH: u64 = i32::MAX as u64;
 
 /// A team, and the index of this rank in it.
 pub(super) struct TeamHandle {
@@ -57,13 +62,13 @@ impl BufferLayout {
     /// than on the root.
     fn of(server: &mut Server, job: DeviceOperation, ranks: usize, nccl: bool) -> Result<BufferLayout, Error> {
         let DeviceOperation { call, rank, sources, targets, stream, peers } = job;
-        let bytes = |chunks: &[(Binding, Range<usize>)]| chunks.iter().map(|(_, part)| part.len()).sum();
+        let bytes = |chunks: &[(Binding, Ranges)]| chunks.iter().map(|(_, ranges)| ranges.bytes()).sum();
         let (read, written) = match peers.is_message() {
             true => (0..bytes(&sources), 0..bytes(&targets)),
             false => used(&call, ranks, rank),
         };
-        let mut find = |chunks: &[(Binding, Range<usize>)]| {
-            let found = chunks.iter().map(|(memory, part)| Ok((address_of(server, memory, stream)?, part.clone())));
+        let mut find = |chunks: &[(Binding, Ranges)]| {
+            let found = chunks.iter().map(|(memory, ranges)| Ok((address_of(server, memory, stream)?, ranges.clone())));
             found.collect::<Result<Vec<_>, Error>>()
         };
         let (from, to) = (find(&sources)?, find(&targets)?);
@@ -81,11 +86,11 @@ impl BufferLayout {
                 let misaligned = |at: u64| call.reduction.is_some() && !at.is_multiple_of(call.dtype.size() as u64);
                 if !in_place && !apart || misaligned(source) {
                     layout.source = layout.scratch(server, read.len(), stream)?;
-                    layout.before.push(Copy { from: source, to: layout.source, bytes: read.len() });
+                    layout.before.push(Copy::of(source, layout.source, read.len()));
                 }
                 if misaligned(target) {
                     layout.target = layout.scratch(server, written.len(), stream)?;
-                    layout.after.push(Copy { from: layout.target, to: target, bytes: written.len() });
+                    layout.after.push(Copy::of(layout.target, target, written.len()));
                 }
             }
             // A broadcast and a message in one direction have one buffer on each rank. Of a gather and a scatter, the
@@ -96,12 +101,11 @@ impl BufferLayout {
             (None, Some(memory)) if from.is_empty() => (layout.source, layout.target) = (memory, memory),
             _ => {
                 let whole = layout.scratch(server, call.bytes(), stream)?;
-                let at = |part: &Range<usize>| whole + part.start as u64;
-                layout.before =
-                    from.iter().map(|(memory, part)| Copy { from: *memory, to: at(part), bytes: part.len() }).collect();
-                layout.after =
-                    to.iter().map(|(memory, part)| Copy { from: at(part), to: *memory, bytes: part.len() }).collect();
-                (layout.source, layout.target) = (at(&read), at(&written));
+                layout.before = from.iter().flat_map(|(memory, ranges)| spread(ranges, *memory, whole)).collect();
+                let gathered =
+                    |(memory, ranges): &(u64, Ranges)| spread(ranges, *memory, whole).into_iter().map(reversed);
+                layout.after = to.iter().flat_map(gathered).collect();
+                (layout.source, layout.target) = (whole + read.start as u64, whole + written.start as u64);
             }
         }
         Ok(layout)
@@ -127,9 +131,55 @@ fn used(call: &Call, ranks: usize, rank: usize) -> (Range<usize>, Range<usize>) 
 }
 
 /// The address of the only tensor, if it is all of this range.
-fn single(tensors: &[(u64, Range<usize>)], range: &Range<usize>) -> Option<u64> {
+fn single(tensors: &[(u64, Ranges)], range: &Range<usize>) -> Option<u64> {
     match tensors {
-        [(address, part)] if part == range => Some(*address),
+        [(address, ranges)] if ranges.single().as_ref() == Some(range) => Some(*address),
         _ => None,
+    }
+}
+
+/// Returns the copies from memory to its ranges of the whole. Ranges of one length at one distance are rows of one
+/// copy, such as the parts of a parameter on all ranks.
+fn spread(ranges: &Ranges, memory: u64, whole: u64) -> Vec<Copy> {
+    let mut copies: Vec<Copy> = Vec::new();
+    for (at, range) in ranges.places() {
+        let next = Copy::of(memory + at as u64, whole + range.start as u64, range.len());
+        if let Some(last) = copies.last_mut()
+            && last.bytes == next.bytes
+            && let Some(pitch) = next.to.checked_sub(last.to + (last.pitches.1 * (last.rows - 1)) as u64)
+            && (last.rows == 1 || pitch == last.pitches.1 as u64)
+            && (next.bytes as u64..=MAX_PITCH).contains(&pitch)
+        {
+            last.pitches.1 = pitch as usize;
+            last.rows += 1;
+        } else {
+            copies.push(next);
+        }
+    }
+    copies
+}
+
+/// Returns the copy in the other direction.
+fn reversed(copy: Copy) -> Copy {
+    Copy { from: copy.to, to: copy.from, pitches: (copy.pitches.1, copy.pitches.0), ..copy }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_at_one_distance_are_rows_of_one_copy() {
+        let copies = |ranges: &[Range<usize>]| spread(&ranges.iter().cloned().collect(), 1000, 5000);
+        let rows = Copy { from: 1000, to: 5016, rows: 3, bytes: 8, pitches: (8, 40) };
+        assert_eq!(copies(&[16..24, 56..64, 96..104]), std::slice::from_ref(&rows));
+        // The last part is shorter.
+        assert_eq!(copies(&[16..24, 56..64, 96..104, 136..140]), [rows.clone(), Copy::of(1024, 5136, 4)]);
+        let apart = Copy { from: 1008, to: 5056, rows: 2, bytes: 8, pitches: (8, 80) };
+        assert_eq!(copies(&[96..104, 56..64, 136..144]), [Copy::of(1000, 5096, 8), apart]);
+        let far = MAX_PITCH as usize + 17;
+        assert_eq!(copies(&[16..24, far..far + 8]).len(), 2);
+        assert_eq!(reversed(rows), Copy { from: 5016, to: 1000, rows: 3, bytes: 8, pitches: (40, 8) });
+        assert_eq!(copies(&[]), []);
     }
 }

@@ -5,7 +5,6 @@
 //! of the group carries a ticket for it. The receiver's device copies from there. Neither rank waits for a device: a
 //! copy is ordered by events, as those of cubecl's clients are. Otherwise the route carries the message.
 
-use std::ops::Range;
 use std::sync::Arc;
 
 use cubecl::device_handle::DeviceHandle;
@@ -13,6 +12,7 @@ use cubecl::server::Binding;
 
 use super::direct::prepared;
 use super::{WaitFn, run_on_device};
+use crate::ranges::Ranges;
 use crate::server::DeviceTransport;
 use crate::server::compute::CollectiveServer;
 use crate::server::copy::TensorLayout;
@@ -34,8 +34,8 @@ pub(super) fn start<R: DeviceTransport>(
     route: Arc<dyn Route<R>>,
     job: DeviceOperation,
 ) -> Result<WaitFn, Error> {
-    let direction = |peer: Option<usize>, memory: &[(Binding, Range<usize>)]| {
-        let bytes: usize = memory.iter().map(|(_, range)| range.len()).sum();
+    let direction = |peer: Option<usize>, memory: &[(Binding, Ranges)]| {
+        let bytes: usize = memory.iter().map(|(_, ranges)| ranges.bytes()).sum();
         let mut call = job.call;
         call.count = bytes / call.dtype.size();
         peer.map(|peer| (peer, call))
@@ -70,7 +70,7 @@ fn lend<R: DeviceTransport>(
 ) -> Result<WaitFn, Error> {
     let DeviceOperation { call, mut sources, mut targets, stream, .. } = job;
     // An empty tensor has no memory to lend.
-    let used = |(memory, range): (Binding, Range<usize>)| (!range.is_empty()).then_some((memory, range.len()));
+    let used = |(memory, ranges): (Binding, Ranges)| (ranges.bytes() > 0).then_some((memory, ranges.bytes()));
     let (source, target) = (sources.pop().and_then(used), targets.pop().and_then(used));
     let lending = source.zip(outgoing).map(|((memory, bytes), (to, _))| {
         let receiver = sent.device(to);

@@ -5,6 +5,7 @@ use cubecl::device_handle::DeviceHandle;
 
 use super::{WaitFn, run_on_device};
 use crate::pool;
+use crate::ranges::Ranges;
 use crate::server::DeviceTransport;
 use crate::server::compute::CollectiveServer;
 use crate::server::engine::DeviceOperation;
@@ -19,23 +20,26 @@ pub(super) fn start<R: DeviceTransport>(
     job: DeviceOperation,
 ) -> Result<WaitFn, Error> {
     let DeviceOperation { call, sources, targets, stream, .. } = job;
-    let starts: Vec<_> = sources.iter().map(|(_, range)| range.start).collect();
-    let sources = sources.into_iter().map(|(source, range)| (source, range.len())).collect();
+    let places: Vec<_> = sources.iter().map(|(_, ranges)| ranges.clone()).collect();
+    let sources = sources.into_iter().map(|(source, ranges)| (source, ranges.bytes())).collect();
     let reading = run_on_device(&device, call, move |server| server.snapshot(sources, stream));
     let memory = Bytes::from_bytes_vec(Vec::new());
     let work = group.start_operation(Request::from(call), call.count, memory, move |memory| {
         let operation = call.operation.to_string();
         let parts = reading()?.wait(&operation)?;
         *memory = pool::bytes(&operation, call.bytes())?;
-        for (start, part) in starts.into_iter().zip(parts) {
-            memory[start..start + part.len()].copy_from_slice(&part);
+        for (ranges, part) in places.iter().zip(parts) {
+            ranges.places().for_each(|(at, range)| memory[range.clone()].copy_from_slice(&part[at..][..range.len()]));
         }
         Ok(&mut memory[..])
     })?;
     Ok(Box::new(move || {
         let memory = shared(work.wait().map_err(|(error, _)| error)?);
-        let part = |range| writable(memory.slice(range));
-        let writes: Vec<_> = targets.into_iter().map(|(target, range)| (target, part(range))).collect();
+        let part = |ranges: Ranges| match ranges.single() {
+            Some(range) => writable(memory.slice(range)),
+            None => Bytes::from_bytes_vec(ranges.places().flat_map(|(_, range)| &memory[range]).copied().collect()),
+        };
+        let writes: Vec<_> = targets.into_iter().map(|(target, ranges)| (target, part(ranges))).collect();
         if !writes.is_empty() {
             device.submit(move |server| {
                 let written = server.write_all(writes);

@@ -42,20 +42,20 @@ impl<R: DeviceTransport> DeviceAccess<R> {
         let DeviceCall { request, sources, targets, bytes, peers } = call;
         let (mut read, mut written, mut results) = (Vec::new(), Vec::new(), Vec::new());
         let mut place = None;
-        for (tensor, range) in sources {
+        for (tensor, ranges) in sources {
             let mut tensor = Origin::<R>::of(tensor)?.resolve(kind);
             // burn would launch a kernel on no elements, which CUDA refuses.
-            if !range.is_empty() {
+            if ranges.bytes() > 0 {
                 tensor = into_contiguous(tensor);
             }
-            read.push((tensor.handle, range));
+            read.push((tensor.handle, ranges));
             place = Some(tensor.client);
         }
-        for Target { like, shape, range } in targets {
+        for Target { like, shape, ranges } in targets {
             let origin = Origin::<R>::of(like)?;
             let (client, device, dtype) = origin.place();
-            let memory = client.empty(range.len());
-            written.push((memory.clone(), range));
+            let memory = client.empty(ranges.bytes());
+            written.push((memory.clone(), ranges));
             results.push((origin, Plain::new_contiguous(client.clone(), device, shape, memory, dtype)));
             place = place.or(Some(client));
         }

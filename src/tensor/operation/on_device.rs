@@ -7,6 +7,7 @@ use burn::tensor::backend::Backend;
 use burn::tensor::{Shape, TensorMetadata};
 
 use super::axis::Axis;
+use crate::ranges::Ranges;
 use crate::tensor::device::{DeviceCall, Target};
 use crate::tensor::host::Kind;
 use bonfire_core::internal::{ByteOperations, Peers, Request};
@@ -20,8 +21,8 @@ fn run<B: Backend, K: Kind<B>>(
     (source, read): (K::Primitive, Range<usize>),
     (shape, written): (Shape, Range<usize>),
 ) -> Result<K::Primitive, Error> {
-    let target = Target { like: source.clone(), shape, range: written };
-    let call = DeviceCall::collective(request, bytes, vec![(source, read)], vec![target]);
+    let target = Target { like: source.clone(), shape, ranges: written.into() };
+    let call = DeviceCall::collective(request, bytes, vec![(source, read.into())], vec![target]);
     finish::<B, K>(group, call)
 }
 
@@ -30,9 +31,10 @@ fn give<B: Backend, K: Kind<B>>(
     group: &Group,
     request: Request<'static>,
     bytes: usize,
-    source: (K::Primitive, Range<usize>),
+    (source, read): (K::Primitive, Range<usize>),
 ) -> Result<(), Error> {
-    K::start_on_device(group, DeviceCall::collective(request, bytes, vec![source], Vec::new()))?().map(drop)
+    let sources = vec![(source, read.into())];
+    K::start_on_device(group, DeviceCall::collective(request, bytes, sources, Vec::new()))?().map(drop)
 }
 
 fn finish<B: Backend, K: Kind<B>>(group: &Group, call: DeviceCall<K::Primitive>) -> Result<K::Primitive, Error> {
@@ -62,7 +64,7 @@ pub(super) fn broadcast<B: Backend, K: Kind<B>>(
     let bytes = shape.num_elements() * dtype.size();
     let request = Request::new(Operation::Broadcast, dtype).root(root).shape(&shape);
     if group.rank() != root {
-        let targets = vec![Target { like: tensor, shape, range: 0..bytes }];
+        let targets = vec![Target { like: tensor, shape, ranges: (0..bytes).into() }];
         return finish::<B, K>(group, DeviceCall::collective(request, bytes, Vec::new(), targets));
     }
     give::<B, K>(group, request, bytes, (tensor.clone(), 0..bytes))?;
@@ -132,10 +134,10 @@ pub(super) fn scatter<B: Backend, K: Kind<B>>(
     let start = group.rank() * own;
     let request = Request::new(Operation::Scatter, dtype).root(root).shape(&axis.common());
     let sources = match group.rank() == root {
-        true => vec![(split::<B, K>(tensor.clone(), axis, n), 0..n * own)],
+        true => vec![(split::<B, K>(tensor.clone(), axis, n), Ranges::from(0..n * own))],
         false => Vec::new(),
     };
-    let targets = vec![Target { like: tensor, shape, range: start..start + own }];
+    let targets = vec![Target { like: tensor, shape, ranges: (start..start + own).into() }];
     finish::<B, K>(group, DeviceCall::collective(request, n * own, sources, targets))
 }
 
@@ -178,7 +180,7 @@ pub(super) fn send<B: Backend, K: Kind<B>>(
     let bytes = shape.num_elements() * dtype.size();
     let request = Request::new(Operation::Send, dtype).shape(&shape);
     let peers = Peers { to: Some(to), from: None };
-    let call = DeviceCall { request, bytes, sources: vec![(tensor, 0..bytes)], targets: Vec::new(), peers };
+    let call = DeviceCall { request, bytes, sources: vec![(tensor, (0..bytes).into())], targets: Vec::new(), peers };
     K::start_on_device(group, call)?().map(drop)
 }
 
@@ -193,7 +195,7 @@ pub(super) fn recv<B: Backend, K: Kind<B>>(
     let bytes = shape.num_elements() * dtype.size();
     let request = Request::new(Operation::Send, dtype).shape(&shape);
     let peers = Peers { to: None, from: Some(from) };
-    let targets = vec![Target { like, shape, range: 0..bytes }];
+    let targets = vec![Target { like, shape, ranges: (0..bytes).into() }];
     finish::<B, K>(group, DeviceCall { request, bytes, sources: Vec::new(), targets, peers })
 }
 
@@ -215,9 +217,9 @@ pub(super) fn exchange<B: Backend, K: Kind<B>>(
     }
     let (bytes, received) = (sent * dtype.size(), received * dtype.size());
     let request = Request::new(Operation::Exchange, dtype);
-    let targets = vec![Target { like: tensor.clone(), shape, range: 0..received }];
+    let targets = vec![Target { like: tensor.clone(), shape, ranges: (0..received).into() }];
     let peers = Peers { to: Some(to), from: Some(from) };
-    finish::<B, K>(group, DeviceCall { request, bytes, sources: vec![(tensor, 0..bytes)], targets, peers })
+    finish::<B, K>(group, DeviceCall { request, bytes, sources: vec![(tensor, (0..bytes).into())], targets, peers })
 }
 
 /// Returns the shape of `n` tensors of this shape, one after the other.

@@ -1,12 +1,15 @@
 //! Gathers the parameters of a block as one operation.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::ops::{FloatTensor, FloatTensorOps};
-use burn::tensor::{Float, Shape, TensorData, TensorPrimitive};
+use burn::tensor::{Float, Shape, TensorData, TensorMetadata, TensorPrimitive};
 
 use super::layout::{Layout, block_name};
+use super::on_device::{self, Lane};
+use crate::tensor::device::{PendingTensors, uses_collective_devices};
 use crate::tensor::host::{Context, Source, TensorSpec};
 use crate::train::agree::Parameter;
 use crate::train::bucket::{Bucket, BucketOp};
@@ -24,7 +27,10 @@ pub(super) struct Gatherer<B: AutodiffBackend> {
 }
 
 /// A gather that was started.
-pub(super) type Gathering = Work<Bucket>;
+pub(super) enum Gathering<B: AutodiffBackend> {
+    Host(Work<Bucket>),
+    Device(PendingTensors<FloatTensor<B::InnerBackend>>),
+}
 
 impl<B: AutodiffBackend> Gatherer<B> {
     pub fn new(lane: Group, layout: Arc<Layout>, parameters: Arc<[Parameter<B>]>) -> Gatherer<B> {
@@ -37,33 +43,61 @@ impl<B: AutodiffBackend> Gatherer<B> {
         &mut self,
         block: usize,
         part: impl Fn(usize) -> Option<FloatTensor<B::InnerBackend>>,
-    ) -> Result<Gathering, Error> {
+    ) -> Result<Gathering<B>, Error> {
+        // Blocks of one size are different calls.
+        let request = BucketOp::AllGather.request(DType::U8).part_of(&block_name(block));
+        if uses_collective_devices::<B::InnerBackend>() {
+            let positions = self.layout.blocks[block].positions.iter();
+            let parts = positions.filter_map(|&position| Some((position, part(position)?)));
+            let places = parts.map(|(position, part)| {
+                let bytes = part.shape().num_elements() * self.parameters[position].element.size();
+                Ok((part, self.own(position, bytes)?.into()))
+            });
+            let parts = places.collect::<Result<_, Error>>()?;
+            let lane = Lane { group: &self.lane, layout: &self.layout, parameters: &self.parameters };
+            return on_device::gather(lane, block, request, parts).map(Gathering::Device);
+        }
         let bytes = self.layout.gathered_bytes(block);
         let mut bucket = Bucket::packed(&self.lane, reuse(&mut self.memory, bytes), bytes)?;
         for &position in &self.layout.blocks[block].positions {
             let Some(part) = part(position).map(TensorPrimitive::Float) else { continue };
             let (source, _) = Source::read::<B::InnerBackend, Float>("reading a parameter", part)?;
-            let own = &mut bucket.bytes()[self.layout.own(position)];
-            if source.bytes().len() != own.len() {
-                let path = &self.parameters[position].path;
-                return Err(Error::broken("gathering parameters", format!("the part of `{path}` has changed")));
-            }
+            let own = &mut bucket.bytes()[self.own(position, source.bytes().len())?];
             own.copy_from_slice(source.bytes());
         }
-        // Blocks of one size are different calls.
-        bucket.start_request(&self.lane, BucketOp::AllGather.request(DType::U8).part_of(&block_name(block)))
+        bucket.start_request(&self.lane, request).map(Gathering::Host)
+    }
+
+    /// Returns where this rank's part of the parameter at `position` is in what its block gathers. Fails unless it has
+    /// so many bytes.
+    fn own(&self, position: usize, bytes: usize) -> Result<Range<usize>, Error> {
+        let own = self.layout.own(position);
+        if own.len() == bytes {
+            return Ok(own);
+        }
+        let path = &self.parameters[position].path;
+        Err(Error::broken("gathering parameters", format!("the part of `{path}` has changed")))
     }
 
     /// Waits for a gather and returns the parameters of the block, in its order.
-    pub fn finish(&mut self, block: usize, gathering: Gathering) -> Result<Vec<FloatTensor<B::InnerBackend>>, Error> {
-        let mut bucket = gathering.wait().map_err(|(error, _)| error)?;
+    pub fn finish(
+        &mut self,
+        block: usize,
+        gathering: Gathering<B>,
+    ) -> Result<Vec<FloatTensor<B::InnerBackend>>, Error> {
+        let mut bucket = match gathering {
+            Gathering::Host(work) => work.wait().map_err(|(error, _)| error)?,
+            Gathering::Device(pending) => return pending(),
+        };
         let positions = self.layout.blocks[block].positions.iter();
         let wholes = positions.map(|&position| {
             let Parameter { shape, dtype, element, device, .. } = &self.parameters[position];
             let context = Context::from(&self.lane);
             let mut whole =
                 context.buffer::<B::InnerBackend>("gathering parameters", *element, shape.num_elements())?;
-            self.layout.join(position, bucket.bytes(), &mut whole);
+            for (at, range) in self.layout.gathered(position, whole.len()).places() {
+                whole[at..][..range.len()].copy_from_slice(&bucket.bytes()[range]);
+            }
             let spec = TensorSpec { device: device.clone(), dtype: *dtype, carrier: *element };
             Ok(spec.tensor::<B::InnerBackend, Float>(whole, shape.clone()).tensor())
         });

@@ -4,13 +4,17 @@
 //! the last parts are padded with zeros, so all ranks' parts have one shape. What a block gathers is, rank by rank, the
 //! parts of its parameters one after the other.
 
+use std::ops::Range;
+
 use burn::tensor::Shape;
 use burn::tensor::backend::AutodiffBackend;
 
+use crate::ranges::Ranges;
 use crate::train::agree::Parameter;
 
-/// Parts begin at multiples of so many bytes in what is gathered, so that elements of every type are aligned.
-const ALIGNMENT: usize = 8;
+/// Parts begin at multiples of so many bytes in what is gathered, so that elements of every type are aligned, and GPUs
+/// copy them in their widest units.
+const ALIGNMENT: usize = 16;
 
 /// The block of the parameters that are in no block.
 pub(super) const ROOT: usize = 0;
@@ -43,7 +47,7 @@ pub(super) struct Part {
     /// The bucket of its gradient, if it needs one.
     pub bucket: usize,
     /// Where it begins among a rank's parts of the bucket, in elements.
-    pub start: usize,
+    start: usize,
 }
 
 /// The parameters that are gathered as one operation.
@@ -107,19 +111,48 @@ impl Layout {
     }
 
     /// Returns where this rank's part of the parameter at `position` is in what its block gathers.
-    pub fn own(&self, position: usize) -> std::ops::Range<usize> {
+    pub fn own(&self, position: usize) -> Range<usize> {
         let Part { block, offset, bytes, .. } = self.parts[position];
         let start = self.rank * self.blocks[block].bytes + offset;
         start..start + bytes
     }
 
-    /// Copies the parameter at `position` from what its block has gathered to `whole`.
-    pub fn join(&self, position: usize, gathered: &[u8], whole: &mut [u8]) {
+    /// Returns where the parameter at `position`, of so many bytes, is in what its block gathers.
+    pub fn gathered(&self, position: usize, whole: usize) -> Ranges {
         let Part { block, offset, bytes, .. } = self.parts[position];
-        let rows = whole.chunks_mut(bytes.max(1));
-        for (rows, parts) in rows.zip(gathered.chunks_exact(self.blocks[block].bytes.max(1))) {
-            rows.copy_from_slice(&parts[offset..][..rows.len()]);
-        }
+        self.ranges(whole, bytes, offset, self.blocks[block].bytes).0
+    }
+
+    /// Returns the bytes of a bucket's gradients, of elements of this size, on all ranks.
+    pub fn reduced_bytes(&self, bucket: usize, element: usize) -> usize {
+        self.buckets[bucket].elements * self.ranks * element
+    }
+
+    /// Returns where the gradient of the parameter at `position`, of so many bytes, is in its bucket of elements of
+    /// this size, and where the zeros that pad it are.
+    pub fn reduced(&self, position: usize, whole: usize, element: usize) -> (Ranges, Ranges) {
+        let Part { bucket, start, ref shape, .. } = self.parts[position];
+        let stride = self.buckets[bucket].elements * element;
+        self.ranges(whole, shape.num_elements() * element, start * element, stride)
+    }
+
+    /// Returns where this rank's part of the gradient of the parameter at `position` is in its bucket.
+    pub fn own_reduced(&self, position: usize, element: usize) -> Range<usize> {
+        let Part { bucket, start, ref shape, .. } = self.parts[position];
+        let start = (self.rank * self.buckets[bucket].elements + start) * element;
+        start..start + shape.num_elements() * element
+    }
+
+    /// Returns where the parts of a whole are, and their padding. All numbers are bytes: of the whole, of a part, of
+    /// what lies before the part of rank 0, and from one part to the next.
+    fn ranges(&self, whole: usize, part: usize, start: usize, stride: usize) -> (Ranges, Ranges) {
+        let places = (0..self.ranks).map(|rank| {
+            let (begin, end) = ((rank * part).min(whole), ((rank + 1) * part).min(whole));
+            let at = start + rank * stride;
+            (at..at + (end - begin), at + (end - begin)..at + part)
+        });
+        let (values, padding): (Vec<_>, Vec<_>) = places.unzip();
+        (values.into_iter().collect(), padding.into_iter().collect())
     }
 }
 
@@ -175,19 +208,41 @@ mod tests {
                 for layout in &layouts {
                     for &position in &layout.blocks[block].positions {
                         let own = layout.own(position);
-                        assert_eq!(own.start % 8, 0);
+                        assert_eq!(own.start % 16, 0);
                         cut(&wholes[position], layout.rank, &mut gathered[own]);
                     }
                 }
                 for &position in &layouts[0].blocks[block].positions {
-                    let mut whole = vec![0; wholes[position].len()];
-                    layouts[0].join(position, &gathered, &mut whole);
+                    let places = layouts[0].gathered(position, wholes[position].len());
+                    let whole: Vec<u8> = places.places().flat_map(|(_, range)| &gathered[range]).copied().collect();
                     assert_eq!(whole, wholes[position], "{ranks} ranks, parameter {position}");
                 }
             }
             let buckets: Vec<_> =
                 layouts[0].buckets.iter().map(|bucket| (bucket.block, &bucket.positions[..])).collect();
             assert_eq!(buckets, [(0, &[2][..]), (1, &[0, 3][..]), (1, &[1][..])]);
+            for number in 0..3 {
+                // Each byte once, on the ranks whose parts they are.
+                let mut reduced = vec![255; layouts[0].reduced_bytes(number, 4)];
+                for &position in &layouts[0].buckets[number].positions {
+                    let whole = vec![position as u8; parameters[position].shape.num_elements() * 4];
+                    let (values, padding) = layouts[0].reduced(position, whole.len(), 4);
+                    assert_eq!(values.bytes(), whole.len());
+                    for (_, range) in values.places().chain(padding.places()) {
+                        assert!(reduced[range.clone()].iter().all(|byte| *byte == 255));
+                        reduced[range].fill(position as u8);
+                    }
+                }
+                let own = |layout: &Layout| {
+                    let parts = layout.buckets[number].positions.iter().map(|&position| {
+                        let own = layout.own_reduced(position, 4);
+                        assert!(reduced[own.clone()].iter().all(|byte| *byte == position as u8));
+                        own.len()
+                    });
+                    parts.sum::<usize>()
+                };
+                assert_eq!(layouts.iter().map(own).sum::<usize>(), reduced.len());
+            }
         }
     }
 

@@ -71,7 +71,7 @@ pub(super) struct Pass<B: CollectiveBackend> {
     pub blocks: Vec<BlockState<B>>,
     /// The blocks in the order in which the forward pass has gathered them.
     pub forward: Vec<usize>,
-    pub backward: Option<Backward>,
+    pub backward: Option<Backward<B>>,
     /// By block, whether the backward pass has needed its values.
     pub needed: Vec<bool>,
     /// By position, whether its gradient is there.
@@ -91,18 +91,18 @@ pub(super) enum Agreement {
 
 pub(super) enum BlockState<B: AutodiffBackend> {
     Freed,
-    InFlight(Gathering),
+    InFlight(Gathering<B>),
     /// The parameters of the block, in its order. The backward pass takes them.
     Gathered(Vec<Option<FloatTensor<B::InnerBackend>>>),
 }
 
 /// What begins with the backward pass.
-pub(super) struct Backward {
+pub(super) struct Backward<B: AutodiffBackend> {
     /// The blocks to gather, in this order.
     pub plan: Vec<usize>,
     /// How many of them were started.
     pub started: usize,
-    pub scatter: Scatter,
+    pub scatter: Scatter<B>,
 }
 
 impl<B: CollectiveBackend> Pass<B> {

@@ -9,7 +9,10 @@ use burn::tensor::ops::{FloatTensor, FloatTensorOps};
 use burn::tensor::{Float, FloatDType, Shape, Tensor, TensorData, TensorMetadata, TensorPrimitive};
 
 use super::gather::reuse;
-use super::layout::{BucketLayout, Layout, Part, block_name, cut};
+use super::layout::{Layout, block_name};
+use super::on_device::{self, Lane, Weighted};
+use crate::ranges::Ranges;
+use crate::tensor::device::{PendingTensors, start_all_reduce, uses_collective_devices};
 use crate::tensor::host::{Source, float};
 use crate::train::agree::Parameter;
 use crate::train::bucket::{Bucket, BucketOp, BucketTable, Weighting, scale};
@@ -33,26 +36,40 @@ pub(super) struct Scatterer<B: AutodiffBackend> {
     memory: Vec<Buffer<u64>>,
 }
 
+/// The whole gradients of a bucket that is being filled.
+enum Filling<B: AutodiffBackend> {
+    Host(Bucket),
+    /// Tensors, and the bytes of the bucket that they are.
+    Device(Vec<(FloatTensor<B::InnerBackend>, Ranges)>),
+}
+
+/// A reduction in flight.
+enum Reduction<B: AutodiffBackend> {
+    Host(Work<Bucket>),
+    /// It returns this rank's part of each gradient.
+    Device(PendingTensors<FloatTensor<B::InnerBackend>>),
+}
+
 /// The gradients of one step.
-pub(super) struct Scatter {
+pub(super) struct Scatter<B: AutodiffBackend> {
     weighting: Weighting,
     /// By bucket of the schedule, its number in the layout.
     numbers: Vec<usize>,
     schedule: Schedule,
-    /// By number in the layout, the whole gradients of a bucket that is being filled.
-    filling: Vec<Option<Bucket>>,
+    /// By number in the layout.
+    filling: Vec<Option<Filling<B>>>,
     /// By position, whether the bucket has the gradient.
     filled: Vec<bool>,
     /// The index of the next bucket in `numbers`.
     next: usize,
-    reducing: VecDeque<(usize, Work<Bucket>)>,
-    replicating: VecDeque<(usize, Work<Bucket>)>,
+    reducing: VecDeque<(usize, Reduction<B>)>,
+    replicating: VecDeque<(usize, Reduction<B>)>,
     pub results: GradientsParams,
 }
 
-impl Scatter {
+impl<B: AutodiffBackend> Scatter<B> {
     /// Begins a step in which the gradients of these blocks are sent, in this order.
-    pub fn new(layout: &Layout, weighting: Weighting, blocks: &[usize]) -> Scatter {
+    pub fn new(layout: &Layout, weighting: Weighting, blocks: &[usize]) -> Scatter<B> {
         let of_block = |block: &usize| {
             let block = *block;
             (0..layout.buckets.len()).filter(move |number| layout.buckets[*number].block == block)
@@ -89,9 +106,9 @@ impl<B: AutodiffBackend> Scatterer<B> {
     ///
     /// Ranks that are threads of one process do not wait: a rank may send gradients only after its backward pass, at
     /// whose end burn-autodiff waits for the backward passes of all other threads.
-    pub fn bound(&mut self, scatter: &mut Scatter) -> Result<(), Error> {
+    pub fn bound(&mut self, scatter: &mut Scatter<B>) -> Result<(), Error> {
         let layout = self.layout.clone();
-        let block = |(number, _): &(usize, Work<Bucket>)| layout.buckets[*number].block;
+        let block = |(number, _): &(usize, Reduction<B>)| layout.buckets[*number].block;
         while self.bounded && scatter.reducing.front().map(block) != scatter.reducing.back().map(block) {
             self.finish_oldest(scatter)?;
         }
@@ -102,7 +119,7 @@ impl<B: AutodiffBackend> Scatterer<B> {
     /// for no other rank.
     pub fn add(
         &mut self,
-        scatter: &mut Scatter,
+        scatter: &mut Scatter<B>,
         position: usize,
         gradient: Option<FloatTensor<B::InnerBackend>>,
     ) -> Result<(), Error> {
@@ -110,7 +127,7 @@ impl<B: AutodiffBackend> Scatterer<B> {
             return Err(Error::broken("reducing gradients", "a gradient is in no block of this step"));
         }
         self.fill(scatter, position, gradient)?;
-        while scatter.reducing.front().is_some_and(|(_, work)| work.is_finished()) {
+        while scatter.reducing.front().is_some_and(|(_, oldest)| oldest.is_finished()) {
             self.finish_oldest(scatter)?;
         }
         while scatter.schedule.ready().is_some() {
@@ -120,7 +137,7 @@ impl<B: AutodiffBackend> Scatterer<B> {
     }
 
     /// Sends what is left, with zeros for missing gradients, and waits for all results.
-    pub fn finish(&mut self, scatter: &mut Scatter) -> Result<(), Error> {
+    pub fn finish(&mut self, scatter: &mut Scatter<B>) -> Result<(), Error> {
         while let Some(positions) = scatter.schedule.next().map(<[usize]>::to_vec) {
             for position in positions {
                 if !scatter.filled[position] {
@@ -132,9 +149,11 @@ impl<B: AutodiffBackend> Scatterer<B> {
         while !scatter.reducing.is_empty() {
             self.finish_oldest(scatter)?;
         }
-        while let Some((number, work)) = scatter.replicating.pop_front() {
-            let mut part = wait(work)?;
-            self.register(scatter, number, part.bytes());
+        while let Some((number, reduction)) = scatter.replicating.pop_front() {
+            match reduction {
+                Reduction::Host(work) => self.register(scatter, number, wait(work)?.bytes()),
+                Reduction::Device(pending) => self.register_tensors(scatter, number, pending()?),
+            }
         }
         Ok(())
     }
@@ -142,57 +161,93 @@ impl<B: AutodiffBackend> Scatterer<B> {
     /// Writes a gradient, or zeros, to its bucket: for each rank, its part.
     fn fill(
         &mut self,
-        scatter: &mut Scatter,
+        scatter: &mut Scatter<B>,
         position: usize,
         gradient: Option<FloatTensor<B::InnerBackend>>,
     ) -> Result<(), Error> {
-        let Part { bucket: number, start, ref shape, .. } = self.layout.parts[position];
-        let BucketLayout { elements, .. } = &self.layout.buckets[number];
-        let carrier = scatter.weighting.carrier(self.parameters[position].element);
-        let bucket = match &mut scatter.filling[number] {
-            Some(bucket) => bucket,
+        let (number, parameter) = (self.layout.parts[position].bucket, &self.parameters[position]);
+        let carrier = scatter.weighting.carrier(parameter.element);
+        let gradient = gradient.map(|gradient| match carrier == parameter.element {
+            true => gradient,
+            false => B::InnerBackend::float_cast(gradient, FloatDType::F32),
+        });
+        let filling = match &mut scatter.filling[number] {
+            Some(filling) => filling,
+            none if uses_collective_devices::<B::InnerBackend>() => none.insert(Filling::Device(Vec::new())),
             none => {
-                let bytes = elements * self.layout.ranks * carrier.size();
-                none.insert(Bucket::packed(&self.lane, reuse(&mut self.memory, bytes), bytes)?)
+                let bytes = self.layout.reduced_bytes(number, carrier.size());
+                none.insert(Filling::Host(Bucket::packed(&self.lane, reuse(&mut self.memory, bytes), bytes)?))
             }
         };
-        let source = gradient.map(|gradient| {
-            let wide = carrier != self.parameters[position].element;
-            let gradient = if wide { B::InnerBackend::float_cast(gradient, FloatDType::F32) } else { gradient };
-            Source::read::<B::InnerBackend, Float>("reading a gradient", TensorPrimitive::Float(gradient))
-        });
-        let source = source.transpose()?.map(|(source, _)| source);
-        let (start, len) = (start * carrier.size(), shape.num_elements() * carrier.size());
-        for (rank, parts) in bucket.bytes().chunks_exact_mut((elements * carrier.size()).max(1)).enumerate() {
-            cut(source.as_ref().map_or(&[], Source::bytes), rank, &mut parts[start..][..len]);
+        let bytes = parameter.shape.num_elements() * carrier.size();
+        let (values, padding) = self.layout.reduced(position, bytes, carrier.size());
+        match filling {
+            Filling::Host(bucket) => {
+                let source = gradient.map(|gradient| {
+                    Source::read::<B::InnerBackend, Float>("reading a gradient", TensorPrimitive::Float(gradient))
+                });
+                let source = source.transpose()?.map(|(source, _)| source);
+                for (at, range) in values.places() {
+                    let to = &mut bucket.bytes()[range];
+                    match &source {
+                        Some(source) => to.copy_from_slice(&source.bytes()[at..][..to.len()]),
+                        None => to.fill(0),
+                    }
+                }
+                padding.places().for_each(|(_, range)| bucket.bytes()[range].fill(0));
+            }
+            Filling::Device(tensors) => {
+                let weighted = Weighted { carrier, factor: scatter.weighting.factor() };
+                on_device::fill(tensors, weighted, parameter, gradient, (values, padding));
+            }
         }
         scatter.filled[position] = true;
         Ok(())
     }
 
     /// Starts the reduction of the next bucket, which is filled.
-    fn send(&mut self, scatter: &mut Scatter) -> Result<(), Error> {
+    fn send(&mut self, scatter: &mut Scatter<B>) -> Result<(), Error> {
         let number = scatter.numbers[scatter.next];
-        let Some(mut bucket) = scatter.filling[number].take() else {
-            return Err(Error::broken("reducing gradients", "a bucket was not filled"));
-        };
         let carrier = self.carrier(number, scatter.weighting);
-        if scatter.weighting.factor() != 1.0 {
-            scale(bucket.bytes(), carrier, scatter.weighting.factor());
-        }
         let request = BucketOp::ReduceScatter(scatter.weighting.reduction()).request(carrier);
         let request = request.part_of(&block_name(self.layout.buckets[number].block));
-        scatter.reducing.push_back((number, bucket.start_request(&self.lane, request)?));
+        let reduction = match scatter.filling[number].take() {
+            Some(Filling::Host(mut bucket)) => {
+                if scatter.weighting.factor() != 1.0 {
+                    scale(bucket.bytes(), carrier, scatter.weighting.factor());
+                }
+                Reduction::Host(bucket.start_request(&self.lane, request)?)
+            }
+            Some(Filling::Device(tensors)) => {
+                let lane = Lane { group: &self.lane, layout: &self.layout, parameters: &self.parameters };
+                Reduction::Device(on_device::reduce(lane, number, carrier, request, tensors)?)
+            }
+            None => return Err(Error::broken("reducing gradients", "a bucket was not filled")),
+        };
+        scatter.reducing.push_back((number, reduction));
         scatter.schedule.sent();
         scatter.next += 1;
         Ok(())
     }
 
     /// Waits for this rank's part of the oldest reduction. Starts the reduction over the replicas, if there are any.
-    fn finish_oldest(&mut self, scatter: &mut Scatter) -> Result<(), Error> {
-        let Some((number, work)) = scatter.reducing.pop_front() else { return Ok(()) };
-        let mut whole = wait(work)?;
+    fn finish_oldest(&mut self, scatter: &mut Scatter<B>) -> Result<(), Error> {
+        let Some((number, oldest)) = scatter.reducing.pop_front() else { return Ok(()) };
         let carrier = self.carrier(number, scatter.weighting);
+        let op = BucketOp::AllReduce(scatter.weighting.reduction());
+        let mut whole = match oldest {
+            Reduction::Host(work) => wait(work)?,
+            Reduction::Device(pending) => {
+                let parts = pending()?;
+                if self.replicas.world_size() == 1 {
+                    self.register_tensors(scatter, number, parts);
+                } else {
+                    let pending = start_all_reduce::<B::InnerBackend>(&self.replicas, parts, op.request(carrier))?;
+                    scatter.replicating.push_back((number, Reduction::Device(pending)));
+                }
+                return Ok(());
+            }
+        };
         let bytes = self.layout.buckets[number].elements * carrier.size();
         let own = &whole.bytes()[self.layout.rank * bytes..][..bytes];
         if self.replicas.world_size() == 1 {
@@ -200,8 +255,8 @@ impl<B: AutodiffBackend> Scatterer<B> {
         } else {
             let mut part = Bucket::packed(&self.replicas, None, bytes)?;
             part.bytes().copy_from_slice(own);
-            let op = BucketOp::AllReduce(scatter.weighting.reduction());
-            scatter.replicating.push_back((number, part.start(&self.replicas, carrier, op)?));
+            let work = part.start(&self.replicas, carrier, op)?;
+            scatter.replicating.push_back((number, Reduction::Host(work)));
         }
         if !self.bounded || self.memory.len() < KEPT {
             self.memory.extend(whole.into_memory());
@@ -210,15 +265,24 @@ impl<B: AutodiffBackend> Scatterer<B> {
     }
 
     /// Adds this rank's parts of a bucket's gradients to the results.
-    fn register(&self, scatter: &mut Scatter, number: usize, mut parts: &[u8]) {
+    fn register(&self, scatter: &mut Scatter<B>, number: usize, mut parts: &[u8]) {
         let carrier = self.carrier(number, scatter.weighting);
-        for &position in &self.layout.buckets[number].positions {
+        let tensors = self.layout.buckets[number].positions.iter().map(|&position| {
             let (parameter, shape) = (&self.parameters[position], &self.layout.parts[position].shape);
             let (part, rest) = parts.split_at(shape.num_elements() * carrier.size());
             parts = rest;
             let dtype = if carrier == parameter.element { parameter.dtype } else { burn::tensor::DType::F32 };
             let data = TensorData::from_bytes_vec(part.to_vec(), Shape::clone(shape), dtype);
-            let mut tensor = B::InnerBackend::float_from_data(data, &parameter.device);
+            B::InnerBackend::float_from_data(data, &parameter.device)
+        });
+        let tensors = tensors.collect();
+        self.register_tensors(scatter, number, tensors);
+    }
+
+    /// The same of tensors.
+    fn register_tensors(&self, scatter: &mut Scatter<B>, number: usize, parts: Vec<FloatTensor<B::InnerBackend>>) {
+        for (&position, mut tensor) in self.layout.buckets[number].positions.iter().zip(parts) {
+            let parameter = &self.parameters[position];
             if float(tensor.dtype()) != Some(parameter.element) {
                 tensor = B::InnerBackend::float_cast(tensor, parameter.dtype.into());
             }
@@ -230,6 +294,13 @@ impl<B: AutodiffBackend> Scatterer<B> {
     /// The element type in which a bucket is reduced.
     fn carrier(&self, number: usize, weighting: Weighting) -> DType {
         weighting.carrier(self.parameters[self.layout.buckets[number].positions[0]].element)
+    }
+}
+
+impl<B: AutodiffBackend> Reduction<B> {
+    /// Whether waiting for it would return at once. It is not known of those on devices.
+    fn is_finished(&self) -> bool {
+        matches!(self, Reduction::Host(work) if work.is_finished())
     }
 }
 

@@ -13,7 +13,7 @@ use super::layout::{BucketLayout, bytes};
 use super::on_device::{self, OfBucket};
 use crate::tensor::device::{PendingTensors, start_all_reduce, uses_collective_devices};
 use crate::train::agree::{Parameter, all_gather_values};
-use crate::train::bucket::{Bucket, BucketOp, Weighting, pop_if_full, scale, sum_of_squares};
+use crate::train::bucket::{Bucket, BucketOp, Weighting, pop_if_full, scale, sum_of_squares, sum_of_squares_on_device};
 use crate::train::values::{Flat, Values};
 use bonfire_core::{Buffer, DType, Error, Group, Work};
 
@@ -254,8 +254,8 @@ impl<B: AutodiffBackend> Shards<B> {
     }
 
     /// Scales the gradients down to norm `max` if their norm over all parameters exceeds it. Every element counts once,
-    /// because the parts of a block do not overlap. The ranks' sums are added in rank order, independently of the
-    /// algorithm of the all-gather, so all blocks get bit-identical norms.
+    /// because the parts of a block do not overlap. All ranks get bit-identical norms: the sums of the first block are
+    /// used, because devices may add the same elements in different orders, and they are added in rank order.
     #[track_caller]
     pub fn clip(&self, parts: &mut [NumberedPart<B>], max: f64) -> Result<(), Error> {
         let (mut own, mut on_devices) = (0.0, Vec::new());
@@ -265,7 +265,8 @@ impl<B: AutodiffBackend> Shards<B> {
                 Elements::Device(part) => on_devices.extend(part.iter().cloned()),
             }
         }
-        own += on_device::sum_of_squares::<B>(on_devices)?;
+        own += sum_of_squares_on_device(on_devices)?;
+        [own] = all_gather_values(&self.replica_group, [own])?[0];
         let norm = all_gather_values(&self.shard_group, [own])?.as_flattened().iter().sum::<f64>().sqrt();
         if norm > max {
             for (number, part) in parts {

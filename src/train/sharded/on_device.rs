@@ -53,9 +53,9 @@ pub(super) fn reduce<B: AutodiffBackend>(
         }
         if !span.own().is_empty() {
             let shape = Shape::new([span.own().len()]);
-            targets.push(Target { like: grad.clone(), shape, range: bytes(span.own(), carrier) });
+            targets.push(Target { like: grad.clone(), shape, ranges: bytes(span.own(), carrier).into() });
         }
-        sources.push((grad, bytes(span.range.clone(), carrier)));
+        sources.push((grad, bytes(span.range.clone(), carrier).into()));
     }
     let request = BucketOp::ReduceScatter(weighting.reduction()).request(carrier);
     let call = DeviceCall::collective(request, layout.len * carrier.size(), sources, targets);
@@ -70,33 +70,17 @@ pub(super) fn gather<B: AutodiffBackend>(
     exists: &[bool],
     updated: Vec<Flat<B>>,
 ) -> Result<PendingTensors<FloatTensor<B::InnerBackend>>, Error> {
-    let own = layout.own_spans(exists).map(|span| bytes(span.own(), layout.dtype));
+    let own = layout.own_spans(exists).map(|span| bytes(span.own(), layout.dtype).into());
     let sources = updated.into_iter().map(primitive::<B>).zip(own).collect();
     let targets = layout.spans.iter().filter(|span| exists[span.position]).map(|span| {
         let parameter = &parameters[span.position];
         let like = Tensor::empty([0], (&parameter.device, parameter.dtype));
         let shape = Shape::new([span.range.len()]);
-        Target { like: primitive::<B>(like), shape, range: bytes(span.range.clone(), layout.dtype) }
+        Target { like: primitive::<B>(like), shape, ranges: bytes(span.range.clone(), layout.dtype).into() }
     });
     let (targets, request) = (targets.collect(), BucketOp::AllGather.request(layout.dtype));
     let call = DeviceCall::collective(request, layout.len * layout.dtype.size(), sources, targets);
     start::<B::InnerBackend, _>(group, TensorKind::Float, call)
-}
-
-/// Returns the sum of the elements' squares. Those of one tensor are added in f32, unless they are f64.
-pub(super) fn sum_of_squares<B: AutodiffBackend>(tensors: Vec<Flat<B>>) -> Result<f64, Error> {
-    let sums = tensors.into_iter().map(|tensor| {
-        let wide = if tensor.dtype() == burn::tensor::DType::F64 { tensor } else { tensor.cast(FloatDType::F32) };
-        (wide.clone() * wide).sum()
-    });
-    // One read for all of one type.
-    let (double, single): (Vec<_>, Vec<_>) = sums.partition(|sum| sum.dtype() == burn::tensor::DType::F64);
-    let mut total = 0.0;
-    for sums in [double, single].into_iter().filter(|sums| !sums.is_empty()) {
-        let data = Tensor::cat(sums, 0).try_into_data().map_err(|e| Error::io("reading a norm of gradients", e))?;
-        total += data.iter::<f64>().sum::<f64>();
-    }
-    Ok(total)
 }
 
 pub(super) fn scale<B: AutodiffBackend>(tensors: &mut [Flat<B>], dtype: DType, factor: f64) {

@@ -5,11 +5,10 @@ use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
 use crate::server::cuda::choice::{Choice, LaunchConfig};
-use crate::server::cuda::driver::{Gpu, Stream};
+use crate::server::cuda::driver::{Copy, Gpu, Stream};
 use crate::server::cuda::kernel::Module;
 use crate::server::cuda::memory::word;
-use crate::server::cuda::rounds::{BufferLayout, Copy};
-use crate::server::engine::Rows;
+use crate::server::cuda::rounds::BufferLayout;
 use bonfire_core::error::Site;
 use bonfire_core::{Call, Deadline, Error};
 
@@ -72,8 +71,6 @@ impl TeamGpu {
     }
 
     pub fn copy(&self, copies: &[Copy]) -> Result<(), Error> {
-        copies.iter().try_for_each(|Copy { from, to, bytes }| {
-            self.stream.copy(*from, *to, Rows { count: 1, bytes: *bytes, pitch: *bytes })
-        })
+        copies.iter().try_for_each(|copy| self.stream.copy(copy))
     }
 }

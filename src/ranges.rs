@@ -1,0 +1,67 @@
+//! Where memory lies in the whole of an operation.
+
+use std::ops::Range;
+
+/// The bytes of an operation's whole that some memory holds: those of several ranges, one after the other.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Ranges(Vec<Range<usize>>);
+
+impl Ranges {
+    /// Returns the number of bytes of all ranges.
+    pub fn bytes(&self) -> usize {
+        self.0.iter().map(ExactSizeIterator::len).sum()
+    }
+
+    /// Returns the range, if it is one.
+    #[cfg_attr(not(feature = "cubecl"), allow(dead_code, reason = "devices use it"))]
+    pub fn single(&self) -> Option<Range<usize>> {
+        match &self.0[..] {
+            [range] => Some(range.clone()),
+            _ => None,
+        }
+    }
+
+    /// Returns the ranges, each with the byte of the memory at which it begins.
+    pub fn places(&self) -> impl Iterator<Item = (usize, Range<usize>)> {
+        let mut next = 0;
+        self.0.iter().map(move |range| {
+            let at = next;
+            next += range.len();
+            (at, range.clone())
+        })
+    }
+}
+
+impl From<Range<usize>> for Ranges {
+    fn from(range: Range<usize>) -> Ranges {
+        Ranges(vec![range])
+    }
+}
+
+impl FromIterator<Range<usize>> for Ranges {
+    /// Joins ranges of which one ends where the next begins.
+    fn from_iter<I: IntoIterator<Item = Range<usize>>>(ranges: I) -> Ranges {
+        let mut joined: Vec<Range<usize>> = Vec::new();
+        for range in ranges.into_iter().filter(|range| !range.is_empty()) {
+            match joined.last_mut() {
+                Some(last) if last.end == range.start => last.end = range.end,
+                _ => joined.push(range),
+            }
+        }
+        Ranges(joined)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn adjacent_ranges_are_one_and_empty_ones_none() {
+        let ranges: Ranges = [4..8, 8..8, 8..10, 2..2, 0..3].into_iter().collect();
+        assert_eq!(ranges, Ranges(vec![4..10, 0..3]));
+        assert_eq!((ranges.bytes(), ranges.single()), (9, None));
+        assert_eq!(ranges.places().collect::<Vec<_>>(), [(0, 4..10), (6, 0..3)]);
+        assert_eq!(Ranges::from(5..5).single(), Some(5..5));
+    }
+}
