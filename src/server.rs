@@ -43,10 +43,10 @@
 //! table of these by size in bytes, such as `kernels:0-65535;nccl:65536-`. With another value a warning is logged and
 //! `auto` used. Ranks of a group with different values get an error.
 //!
-//! With several ranks on each of several GPUs, the streams of a GPU may block each other for lack of hardware queues,
-//! up to the deadline. Calls of several groups in one process are launched in one order on all GPUs, so they do not
-//! need queues of their own; those of groups of several processes do. Set `CUDA_DEVICE_MAX_CONNECTIONS=32` before the
-//! program starts, as `bonfire run` does.
+//! Collectives of several groups are launched in one order on all GPUs; between processes that costs a second small
+//! exchange per call. With several ranks on each of several GPUs, or with messages between processes beside the
+//! collectives of another group, the streams of a GPU may block each other for lack of hardware queues, up to the
+//! deadline. Set `CUDA_DEVICE_MAX_CONNECTIONS=32` before the program starts, as `bonfire run` does.
 //!
 //! # Errors
 //! cubecl loses what a collective returns: its client unwraps it on the device's thread. A failure therefore poisons

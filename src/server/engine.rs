@@ -44,8 +44,15 @@ pub struct Rows {
     pub(super) pitch: usize,
 }
 
-/// Launches a prepared operation once all ranks have called it, on any thread. Returns when it is in flight here.
-pub type Launch = Box<dyn FnOnce(&Site, &Deadline) -> Result<InFlight, Error> + Send>;
+/// A prepared operation, which is launched once all ranks have called it, on any thread.
+pub struct Launch {
+    /// Proposes a time, if ranks in several processes order their launches. The latest of all ranks' is the launch's.
+    pub(super) propose: Option<Box<dyn FnOnce() -> u64 + Send>>,
+    pub(super) run: LaunchFn,
+}
+
+/// Launches an operation at the time that the ranks have agreed on, if they have. Returns when it is in flight here.
+pub type LaunchFn = Box<dyn FnOnce(Option<u64>, &Site, &Deadline) -> Result<InFlight, Error> + Send>;
 
 /// An in-flight operation. The call waits until the device is done with it; its argument returns the group's failure,
 /// if there is one.

@@ -1,25 +1,32 @@
-//! One order of launches on the GPUs of this process, for the calls of all its groups.
+//! One order of launches on each GPU, for the calls of all groups.
 //!
 //! The kernels of a call wait for each other on different GPUs. If call A is launched before call B on one GPU and
 //! after it on another, and their streams share a hardware queue or their blocks do not fit side by side, then A waits
 //! for B and B for A, until the deadline. A group orders its own calls, but each rank launches on a thread of its own,
 //! so nothing orders those of two groups.
 //!
-//! The first rank that is about to launch a call appends it to the queues of all its GPUs, in one step. So any two
-//! calls are in the same order in all queues that they share. A GPU launches the call at the front of its queue.
+//! So each call gets a time once its ranks have agreed on it, the same on all its GPUs, and each GPU launches calls in
+//! the order of their times. Where two are equal, the number of the group decides.
+//!
+//! A process counts times with a clock. If all ranks of a group are in this process, the first that is about to launch
+//! a call takes the next time and appends the call to the queues of all its GPUs, in one step. Ranks in several
+//! processes each propose a time and exchange these; the latest is the call's. This is the total order multicast of
+//! Skeen (in Birman and Joseph, "Reliable Communication in the Presence of Failures", ACM TOCS 5(1), 1987). From the
+//! proposal on, the call is in the queue of its GPU, at the proposed time, and nothing later is launched before its
+//! time is settled, which is never earlier than proposed.
 //!
 //! # Progress
-//! A call's ranks have agreed on it before the first of them comes here, and each comes without waiting for another
-//! group. So the call that was appended first, which is at the front of all its queues, is launched on all its GPUs,
-//! and by induction every other call. If a rank fails instead, its group's calls leave the queues when that is noticed.
-//! Until then the calls of other groups would wait for one that never comes, so they wait for [`PATIENCE`] at most.
+//! A call's ranks have agreed on it before the first of them comes here, and neither the exchange nor a launch waits
+//! for what a program does. So all times are settled, the call with the earliest one comes first in all its queues and
+//! is launched on all its GPUs, and by induction every other call. If a rank fails instead, its group's calls leave the
+//! queues when that is noticed. Until then the calls of other groups would wait for one that never comes, so they wait
+//! for [`PATIENCE`] at most.
 //!
 //! # Limits
-//! Only groups whose ranks are all in this process take part: the queues of two processes could differ, and NCCL, which
-//! waits for all ranks before its first call is on the stream, would then wait for a call that is behind another one.
-//! Nor do cubecl's own all-reduces, whose ranks agree on nothing before they launch.
+//! Messages that NCCL carries have no place in the order: only two ranks know of them. Nor do cubecl's own all-reduces,
+//! whose ranks agree on nothing before they launch.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeSet, HashMap};
 use std::sync::{Arc, Condvar, LazyLock, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -30,17 +37,74 @@ use bonfire_core::{Deadline, Error};
 /// How long a call waits for those before it. Launching takes microseconds, unless NCCL connects ranks.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// A call: the number of its group, and its sequence number there.
-type Ticket = (u64, u64);
+/// A call's place in the queue of a GPU. Places are ordered by time, and then by group.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Place {
+    time: u64,
+    group: u64,
+    /// Of a group within this process, the call's sequence number; of another one, the rank: two of its ranks may be on
+    /// one GPU.
+    call: u64,
+    settled: bool,
+}
 
-/// The calls that are yet to be launched, by GPU.
-static QUEUES: LazyLock<Mutex<HashMap<usize, VecDeque<Ticket>>>> = LazyLock::new(Mutex::default);
-/// Signalled when a call leaves a queue.
-static LEFT: Condvar = Condvar::new();
+#[derive(Default)]
+struct Queues {
+    /// The latest time that a call of this process has proposed or got.
+    clock: u64,
+    /// The calls that are yet to be launched, by GPU.
+    gpus: HashMap<usize, BTreeSet<Place>>,
+}
+
+static QUEUES: LazyLock<Mutex<Queues>> = LazyLock::new(Mutex::default);
+/// Signalled when a call leaves a queue, or is settled.
+static CHANGED: Condvar = Condvar::new();
 /// The groups of this process, by number.
 static GROUPS: Shared<Launches> = Shared::new();
 
-/// The launches of one group, shared by its ranks.
+/// Waits until the first call in the queue of this GPU is the wanted one, but not beyond the call's deadline. An error
+/// is what `failure` returns.
+fn wait_until_first(
+    gpu: usize,
+    wanted: impl Fn(&Place) -> bool,
+    deadline: &Deadline,
+    failure: impl Fn() -> Option<Error>,
+) -> Result<(), Error> {
+    let limit = PATIENCE.min(deadline.remaining());
+    let patience = Deadline::after(limit);
+    let mut queues = lock(&QUEUES);
+    loop {
+        if let Some(error) = failure() {
+            return Err(error);
+        }
+        if queues.gpus.get(&gpu).and_then(BTreeSet::first).is_none_or(&wanted) {
+            return Ok(());
+        }
+        if patience.passed() {
+            log::warn!("GPU {gpu}: a call of another group has not been launched for {limit:.0?}; not waiting");
+            return Ok(());
+        }
+        queues = CHANGED.wait_timeout(queues, patience.remaining()).unwrap_or_else(PoisonError::into_inner).0;
+    }
+}
+
+impl Queues {
+    fn remove(&mut self, gpu: usize, unwanted: impl Fn(&Place) -> bool) {
+        if let Some(queue) = self.gpus.get_mut(&gpu) {
+            queue.retain(|place| !unwanted(place));
+        }
+        CHANGED.notify_all();
+    }
+}
+
+/// Makes the calls that wait for their turn look whether their teams have failed.
+pub(super) fn wake() {
+    // Locked once, so that no thread between its look and its wait misses the notification.
+    drop(lock(&QUEUES));
+    CHANGED.notify_all();
+}
+
+/// The launches of a group within this process, shared by its ranks.
 pub(super) struct Launches {
     group: u64,
     gpus: Vec<usize>,
@@ -75,8 +139,10 @@ impl Launches {
         }
         if sequence >= state.next {
             state.next = sequence + 1;
+            queues.clock = queues.clock.saturating_add(1);
+            let place = Place { time: queues.clock, group: self.group, call: sequence, settled: true };
             for gpu in &self.gpus {
-                queues.entry(*gpu).or_default().push_back((self.group, sequence));
+                queues.gpus.entry(*gpu).or_default().insert(place);
             }
         }
         Ok(())
@@ -86,23 +152,10 @@ impl Launches {
     ///
     /// # Errors
     /// As `append`.
-    pub fn turn(&self, gpu: usize, sequence: u64) -> Result<Turn, Error> {
-        let turn = Turn { gpu, ticket: (self.group, sequence) };
-        let patience = Deadline::after(PATIENCE);
-        let mut queues = lock(&QUEUES);
-        loop {
-            if let Some(error) = &lock(&self.state).failure {
-                return Err(error.clone());
-            }
-            if queues.get(&gpu).is_none_or(|queue| queue.front() == Some(&turn.ticket)) {
-                return Ok(turn);
-            }
-            if patience.passed() {
-                log::warn!("GPU {gpu}: a call of another group has not been launched for {PATIENCE:.0?}; not waiting");
-                return Ok(turn);
-            }
-            queues = LEFT.wait_timeout(queues, patience.remaining()).unwrap_or_else(PoisonError::into_inner).0;
-        }
+    pub fn turn(&self, gpu: usize, sequence: u64, deadline: &Deadline) -> Result<Turn, Error> {
+        let turn = Turn { gpu, group: self.group, sequence };
+        wait_until_first(gpu, |place| turn.has(place), deadline, || lock(&self.state).failure.clone())?;
+        Ok(turn)
     }
 
     /// Ends the group's launches, after a failure. The first one is kept.
@@ -112,9 +165,8 @@ impl Launches {
         self.leave(&mut queues);
     }
 
-    fn leave(&self, queues: &mut HashMap<usize, VecDeque<Ticket>>) {
-        queues.values_mut().for_each(|queue| queue.retain(|(group, _)| *group != self.group));
-        LEFT.notify_all();
+    fn leave(&self, queues: &mut Queues) {
+        self.gpus.iter().for_each(|gpu| queues.remove(*gpu, |place| place.group == self.group));
     }
 }
 
@@ -127,66 +179,69 @@ impl Drop for Launches {
 /// A call's turn on a GPU, which ends when this is dropped.
 pub(super) struct Turn {
     gpu: usize,
-    ticket: Ticket,
+    group: u64,
+    sequence: u64,
+}
+
+impl Turn {
+    fn has(&self, place: &Place) -> bool {
+        (place.group, place.call) == (self.group, self.sequence)
+    }
 }
 
 impl Drop for Turn {
     fn drop(&mut self) {
-        if let Some(queue) = lock(&QUEUES).get_mut(&self.gpu) {
-            queue.retain(|ticket| *ticket != self.ticket);
-        }
-        LEFT.notify_all();
+        lock(&QUEUES).remove(self.gpu, |place| self.has(place));
+    }
+}
+
+/// A call on the GPU of one rank of a group in several processes. It leaves the queue when this is dropped.
+pub(super) struct Ticket {
+    gpu: usize,
+    group: u64,
+    rank: u64,
+    place: Mutex<Option<Place>>,
+}
+
+impl Ticket {
+    pub fn new(gpu: usize, group: u64, rank: usize) -> Ticket {
+        Ticket { gpu, group, rank: rank as u64, place: Mutex::default() }
+    }
+
+    /// Proposes a time, once all ranks have called it.
+    pub fn propose(&self) -> u64 {
+        self.put(|clock| clock.saturating_add(1), false)
+    }
+
+    /// Settles the call's time, the latest that any rank has proposed, and waits until the call is the next on the GPU.
+    /// It must be launched while this lives.
+    ///
+    /// # Errors
+    /// What `failure` returns: whether the call's team has failed. It looks again after [`wake`].
+    pub fn turn(&self, time: u64, deadline: &Deadline, failure: impl Fn() -> Option<Error>) -> Result<(), Error> {
+        self.put(|_| time, true);
+        let place = *lock(&self.place);
+        wait_until_first(self.gpu, |first| Some(*first) == place, deadline, failure)
+    }
+
+    fn put(&self, time: impl Fn(u64) -> u64, settled: bool) -> u64 {
+        let mut queues = lock(&QUEUES);
+        let time = time(queues.clock);
+        queues.clock = queues.clock.max(time);
+        let place = Place { time, group: self.group, call: self.rank, settled };
+        let proposed = lock(&self.place).replace(place);
+        queues.remove(self.gpu, |place| Some(*place) == proposed);
+        queues.gpus.entry(self.gpu).or_default().insert(place);
+        time
+    }
+}
+
+impl Drop for Ticket {
+    fn drop(&mut self) {
+        let place = *lock(&self.place);
+        lock(&QUEUES).remove(self.gpu, |other| Some(*other) == place);
     }
 }
 
 #[cfg(test)]
-mod tests {
-    use std::thread;
-
-    use super::*;
-
-    /// GPUs that no other test and no device uses.
-    const GPUS: [usize; 2] = [1000, 1001];
-
-    #[test]
-    fn two_groups_launch_in_one_order_on_all_gpus() {
-        const CALLS: u64 = 2000;
-        let launched = GPUS.map(|_| Mutex::new(Vec::new()));
-        let groups = [1, 2].map(|group| Launches::of_group(group, GPUS.to_vec()).unwrap());
-        thread::scope(|scope| {
-            for (group, i) in [(0, 0), (0, 1), (1, 0), (1, 1)] {
-                let (launches, gpu, launched) = (&groups[group], GPUS[i], &launched[i]);
-                scope.spawn(move || {
-                    for sequence in 0..CALLS {
-                        launches.append(sequence).unwrap();
-                        let _turn = launches.turn(gpu, sequence).unwrap();
-                        lock(launched).push((group, sequence));
-                    }
-                });
-            }
-        });
-        let [first, second] = launched.map(|launched| lock(&launched).clone());
-        assert_eq!(first.len(), 2 * CALLS as usize);
-        assert_eq!(first, second);
-    }
-
-    #[test]
-    fn a_call_that_never_comes_leaves_when_its_group_fails_or_ends() {
-        for fails in [true, false] {
-            let [absent, other] = [3, 4].map(|group| Launches::of_group(group, GPUS.to_vec()).unwrap());
-            absent.append(0).unwrap();
-            other.append(0).unwrap();
-            thread::scope(|scope| {
-                let launched = scope.spawn(|| other.turn(GPUS[0], 0).map(drop));
-                let error = Error::broken("test", "on purpose");
-                if fails {
-                    absent.fail(&error);
-                    assert_eq!(absent.append(1), Err(error));
-                } else {
-                    drop(absent);
-                }
-                assert_eq!(launched.join().unwrap(), Ok(()));
-            });
-        }
-    }
-}
+mod tests;

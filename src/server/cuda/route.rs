@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 
 use super::choice::{Choice, Link, Mode, SETTING, Topology, choose, wants_nccl};
 use super::driver::Gpu;
-use super::launches::Launches;
+use super::launches::{Launches, Ticket};
 use super::order::Server;
 use super::place::{self, Place};
 use super::remote;
@@ -22,7 +22,7 @@ use super::side::TeamHandle;
 use super::team::{GroupTeam, Team, kernels_supported, ordinal};
 use super::window::Windows;
 use crate::server::download::catch_panic;
-use crate::server::engine::{DeviceOperation, InFlight, Launch, Messages, Route};
+use crate::server::engine::{DeviceOperation, InFlight, Launch, LaunchFn, Messages, Route};
 use crate::server::sent_tensors::SentTensors;
 use bonfire_core::internal::{AgreedOperations, Attachment, process_number, random};
 use bonfire_core::{Call, Deadline, Error, Group};
@@ -45,6 +45,8 @@ struct GroupRoute {
     nccl: Option<TeamHandle>,
     /// Messages between the ranks, if all are of one process.
     sent: Option<Arc<SentTensors>>,
+    /// If they are not: the GPU, the group's number and the rank, for the order of launches.
+    ticket: Option<(usize, u64, usize)>,
 }
 
 /// The messages that the ranks of a group have lent each other.
@@ -143,7 +145,8 @@ fn agree(group: &Group, device: DeviceId) -> Result<RankRoute, Error> {
     let nccl = nccl.map(|team| TeamHandle::of(team, 0));
     let sent = || SENT.of(infos[0].team, || Ok(SentTensors::of(devices.clone())));
     let sent = supported.in_process.then(sent).transpose()?;
-    Ok(RankRoute { device, route: Some(Arc::new(GroupRoute { kernels, nccl, sent })) })
+    let ticket = (!supported.in_process).then(|| (ordinal(device), infos[0].team, rank));
+    Ok(RankRoute { device, route: Some(Arc::new(GroupRoute { kernels, nccl, sent, ticket })) })
 }
 
 /// Compares what the ranks' users request: by different tables they would wait for each other on different paths.
@@ -267,7 +270,8 @@ impl Route<CudaRuntime> for GroupRoute {
     fn prepare(&self, server: &mut Server, job: DeviceOperation, limit: Duration) -> Result<Launch, Error> {
         let call = job.call;
         let none = move || Error::argument(call.operation, format!("neither kernels nor NCCL support {call}"));
-        let choice = if job.peers.is_message() { Some(Choice::Nccl) } else { self.choose(&call) };
+        let is_message = job.peers.is_message();
+        let choice = if is_message { Some(Choice::Nccl) } else { self.choose(&call) };
         let choice = choice.ok_or_else(none)?;
         let handle = match choice {
             Choice::Kernel(_) => &self.kernels,
@@ -282,8 +286,14 @@ impl Route<CudaRuntime> for GroupRoute {
         let rounds =
             prepared.map_err(|error| handle.team.gpu_fault(call.operation, Duration::ZERO).unwrap_or(error))?;
         let (team, local) = (handle.team.clone(), handle.local);
-        Ok(Box::new(move |site, deadline| {
+        let of_processes = self.ticket.as_ref().filter(|_| !is_message);
+        let ticket = of_processes.map(|(gpu, group, rank)| Arc::new(Ticket::new(*gpu, *group, *rank)));
+        let proposing = ticket.clone();
+        let run: LaunchFn = Box::new(move |time, site, deadline| {
             let (site, deadline) = (*site, *deadline);
+            if let (Some(ticket), Some(time)) = (&ticket, time) {
+                ticket.turn(time, &deadline, || team.failure())?;
+            }
             let mut number = 0;
             for ready in rounds {
                 number = team.next_number(local, ready.call)?;
@@ -293,7 +303,9 @@ impl Route<CudaRuntime> for GroupRoute {
                 team.wait_done(local, number, site, &deadline, group_failure)
             });
             Ok(flight)
-        }))
+        });
+        let propose = |ticket: Arc<Ticket>| Box::new(move || ticket.propose()) as Box<dyn FnOnce() -> u64 + Send>;
+        Ok(Launch { propose: proposing.map(propose), run })
     }
 }
 

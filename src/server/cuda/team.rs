@@ -25,10 +25,8 @@
 //!
 //! The argument above holds for each GPU and process. Kernels of several processes on one GPU do not block each other:
 //! each process has its own hardware queues, and the GPU divides its time among processes whose kernels do not run side
-//! by side. A group's own calls are in one order in all processes, by kernels or by NCCL, because its
-//! ranks have agreed on each before they launch it. Nothing orders those of two groups that have ranks in other
-//! processes. If their streams share a hardware queue in one process, and the order is another one elsewhere, they
-//! wait until the deadline.
+//! by side. A group's own calls are in one order in all processes, by kernels or by NCCL, because its ranks have agreed
+//! on each before they launch it. Those of several groups get one order in [`launches`](super::launches).
 //!
 //! # NCCL
 //! A team that NCCL serves is one rank. The same words order its stream; the communicator takes the kernel's place
@@ -58,7 +56,7 @@ use super::backoff::wait_idle;
 use super::choice::{Choice, Topology};
 use super::control::{ABORT, CONTROL_BYTES, DONE, FAILURE, HOST_WORDS, READY, RELEASED, Report};
 use super::driver::Gpu;
-use super::launches::Launches;
+use super::launches::{self, Launches};
 use super::memory::{HostWords, Memory};
 use super::reach::link;
 use super::remote::Remote;
@@ -218,7 +216,9 @@ impl Team {
                 return Err(error);
             }
             let calls: Vec<QueuedCall> = queue.calls.iter_mut().filter_map(VecDeque::pop_front).collect();
-            let turn = |launches: &Arc<Launches>| launches.turn(team_gpu.gpu.ordinal, calls[0].site.sequence);
+            let turn = |launches: &Arc<Launches>| {
+                launches.turn(team_gpu.gpu.ordinal, calls[0].site.sequence, &calls[0].deadline)
+            };
             let _turn = launches.map(turn).transpose()?;
             let launched = self.launch(team_gpu, queue.launched + 1, &calls).map_err(|error| {
                 // After a fault every call on the GPU fails, whatever it asks for.
@@ -343,6 +343,7 @@ impl Team {
             // Before the queues are locked: a thread may be waiting for its turn there.
             launches.fail(&error);
         }
+        launches::wake();
         match &self.backend {
             Backend::Kernels(..) => {
                 for team_gpu in &self.team_gpus {

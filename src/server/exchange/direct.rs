@@ -3,7 +3,8 @@
 //! # Why the ranks agree first
 //! A mismatch, a deadline, and a peer that died or left are then the group's typed errors, which name the ranks. NCCL
 //! alone would hang. The price is a small operation of the group per call, an all-gather of 32 bytes from each rank, on
-//! the group's progress thread. The memory and its stream order are recorded before, on the device's thread.
+//! the group's progress thread; where ranks are in several processes, a second one orders the launches of all groups.
+//! The memory and its stream order are recorded before, on the device's thread.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -30,8 +31,9 @@ pub(super) fn start<R: DeviceTransport>(
 ) -> Result<WaitFn, Error> {
     let call = job.call;
     let launch = prepared(device, group, route, job);
-    let run = |launch: Launch, site: &Site, deadline: &Deadline| launch(site, deadline);
-    let agreed = group.start_agreed(call, launch, run)?;
+    let propose = |launch: &mut Launch| launch.propose.take().map(|propose| propose());
+    let run = |launch: Launch, time, site: &Site, deadline: &Deadline| (launch.run)(time, site, deadline);
+    let agreed = group.start_agreed(call, launch, propose, run)?;
     Ok(Box::new(move || agreed.wait(|flight, group_failure| flight(group_failure))))
 }
 

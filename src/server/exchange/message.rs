@@ -56,7 +56,7 @@ fn carry<R: DeviceTransport>(
     job: DeviceOperation,
 ) -> Result<WaitFn, Error> {
     let launch = prepared(device, group, route, job);
-    let run = |launch: Launch, _, site: &Site, deadline: &Deadline| launch(site, deadline);
+    let run = |launch: Launch, _, site: &Site, deadline: &Deadline| (launch.run)(None, site, deadline);
     let agreed = group.start_agreed_message(outgoing, incoming, || Ok((launch()?, 0)), run)?;
     Ok(Box::new(move || agreed.wait(|flight, group_failure| flight(group_failure))))
 }

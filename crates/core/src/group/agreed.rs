@@ -1,10 +1,14 @@
 //! Operations whose data the group does not carry: its ranks agree on the call, and another library moves the data.
 
+mod message;
+
 use std::panic::Location;
 use std::sync::Arc;
 
+use bytemuck::cast_slice_mut;
 use serde::{Serialize, de::DeserializeOwned};
 
+use self::message::{agree_on_message, message_name};
 use super::check;
 use super::core::Core;
 use super::execute::Task;
@@ -38,14 +42,17 @@ impl Peers {
 /// What a layer above can do with a group besides operations.
 pub trait AgreedOperations {
     /// Starts an operation whose data the group does not carry. When its turn comes, `prepare` runs, then all ranks
-    /// exchange their calls, then `run` runs with the remaining time. An error of any of these poisons the group.
+    /// exchange their calls, then `run` runs with the remaining time. In between, `propose` may return a number, on all
+    /// ranks or on none: then they exchange these too, and `run` gets the largest. An error of any of these poisons the
+    /// group.
     ///
     /// To a rank that calls one of the group's own operations, this is an `all_gather` of one tag per rank.
     fn start_agreed<P, T: Send + 'static>(
         &self,
         call: Call,
         prepare: impl FnOnce() -> Result<P, Error> + Send + 'static,
-        run: impl FnOnce(P, &Site, &Deadline) -> Result<T, Error> + Send + 'static,
+        propose: impl FnOnce(&mut P) -> Option<u64> + Send + 'static,
+        run: impl FnOnce(P, Option<u64>, &Site, &Deadline) -> Result<T, Error> + Send + 'static,
     ) -> Result<Agreed<T>, Error>;
 
     /// Starts a message to a rank, from one, or both at once, whose data the group does not carry. A call describes
@@ -113,13 +120,21 @@ impl AgreedOperations for Group {
         &self,
         call: Call,
         prepare: impl FnOnce() -> Result<P, Error> + Send + 'static,
-        run: impl FnOnce(P, &Site, &Deadline) -> Result<T, Error> + Send + 'static,
+        propose: impl FnOnce(&mut P) -> Option<u64> + Send + 'static,
+        run: impl FnOnce(P, Option<u64>, &Site, &Deadline) -> Result<T, Error> + Send + 'static,
     ) -> Result<Agreed<T>, Error> {
         let at = Location::caller();
-        let agree = move |core: &Core, turn: &Turn<'_>, prepared, deadline: &Deadline| {
-            Ok((agree(core, turn, call, deadline, at)?, prepared))
+        let agree = move |core: &Core, turn: &Turn<'_>, mut prepared, deadline: &Deadline| {
+            let sequence = agree(core, turn, call, deadline, at)?;
+            match propose(&mut prepared) {
+                None => Ok((sequence, (prepared, None))),
+                Some(own) => {
+                    let (sequence, largest) = largest(core, turn, call, own, deadline, at)?;
+                    Ok((sequence, (prepared, Some(largest))))
+                }
+            }
         };
-        start(self, call, prepare, agree, run)
+        start(self, call, prepare, agree, |(prepared, largest), site, deadline| run(prepared, largest, site, deadline))
     }
 
     #[track_caller]
@@ -233,51 +248,21 @@ fn agree(core: &Core, turn: &Turn<'_>, call: Call, deadline: &Deadline, at: Call
     Err(core.abort(Error::Mismatch { sequence, calls }))
 }
 
-/// A rank, and what goes to it or comes from it.
-type Direction = Option<(usize, Call)>;
-
-fn message_name(outgoing: Direction, incoming: Direction) -> &'static str {
-    match (outgoing, incoming) {
-        (Some(_), Some(_)) => "exchange",
-        (Some(_), None) => "send",
-        (None, _) => "recv",
-    }
-}
-
-/// Exchanges calls and words with the peers of a message. Returns its sequence number and the word that came in.
-fn agree_on_message(
+/// Exchanges the numbers that the ranks propose for this call. Returns the sequence number of the exchange, and the
+/// largest of them.
+fn largest(
     core: &Core,
     turn: &Turn<'_>,
-    (outgoing, incoming): (Direction, Direction),
-    word: u64,
+    call: Call,
+    own: u64,
     deadline: &Deadline,
     at: CallSite,
 ) -> Result<(u64, u64), Error> {
-    const BYTES: usize = Site::BYTES + size_of::<u64>();
-    let tag = |direction: Direction| direction.map(|(_, call)| Site { sequence: 0, call }.to_bytes());
-    let (mut sent, mut received) = ([0; BYTES], [0; BYTES]);
-    if let Some(tag) = tag(outgoing) {
-        sent[..Site::BYTES].copy_from_slice(&tag);
-        sent[Site::BYTES..].copy_from_slice(&word.to_le_bytes());
-    }
-    // Those in both directions have no number: the two peers may count differently.
-    let operation = if outgoing.is_some() && incoming.is_some() { Operation::Exchange } else { Operation::Send };
-    let request = Request::new(operation, DType::U8).part_of("a message between devices");
-    let task = Task::Message {
-        outgoing: outgoing.map(|(to, _)| (to, &sent[..])),
-        incoming: incoming.map(|(from, _)| (from, &mut received[..])),
-    };
-    let outer = outgoing.or(incoming).map(|(_, call)| call);
-    let sequence = core.run_for(turn, outer, request.call(BYTES), task, deadline, at)?;
-    let Some((from, call)) = incoming else { return Ok((sequence, 0)) };
-    let (found, word) = (received.first_chunk(), received.last_chunk().copied());
-    if tag(incoming).as_ref() == found {
-        return Ok((sequence, u64::from_le_bytes(word.unwrap_or_default())));
-    }
-    let found = found.and_then(Site::from_bytes).map(|site| (from, site.call));
-    let mut calls: Vec<_> = found.into_iter().chain([(core.rank(), call)]).collect();
-    calls.sort_by_key(|(rank, _)| *rank);
-    Err(core.abort(Error::Mismatch { sequence, calls }))
+    let mut all = vec![own; core.world_size()];
+    let gather = Request::new(Operation::AllGather, DType::U64).call(all.len());
+    let buffers = Buffers { input: None, output: cast_slice_mut(&mut all), parts: Parts::Even };
+    let sequence = core.run_for(turn, Some(call), gather, Task::Collective(buffers), deadline, at)?;
+    Ok((sequence, all.into_iter().max().unwrap_or(own)))
 }
 
 #[cfg(test)]
@@ -309,7 +294,8 @@ mod tests {
             thread::spawn(move || {
                 let rank = group.rank();
                 group.barrier().unwrap();
-                let started = group.start_agreed(call(rank), move || prepare(rank), move |it, _, _| run(it))?;
+                let started =
+                    group.start_agreed(call(rank), move || prepare(rank), |_| None, move |it, _, _, _| run(it))?;
                 let mut result = None;
                 started.wait(|it, _| {
                     result = Some(it);
@@ -345,65 +331,27 @@ mod tests {
         assert_eq!(late[1], Err(cause()));
     }
 
-    /// Sends a word around a ring of `n` ranks, in an exchange, or in pairs from even to odd ranks. Returns the words
-    /// that `run` got. The call depends on the rank.
-    fn pass(
-        n: usize,
-        in_ring: bool,
-        count: impl Fn(usize) -> usize + Copy + Send + 'static,
-    ) -> Vec<Result<u64, Error>> {
-        let ranks = Group::threads(n).unwrap().into_iter().map(|group| {
+    #[test]
+    fn the_largest_proposed_number_reaches_all_ranks() {
+        let ranks = Group::threads(3).unwrap().into_iter().map(|group| {
             thread::spawn(move || {
-                let rank = group.rank();
-                let operation = if in_ring { Operation::Exchange } else { Operation::Send };
-                let call = |from: usize| Call::new(operation, DType::F32, count(from));
-                let (mut to, mut from) = (Some((rank + 1) % n), Some((rank + n - 1) % n));
-                if !in_ring {
-                    (to, from) = (to.filter(|_| rank % 2 == 0), from.filter(|_| rank % 2 == 1));
+                let rank = group.rank() as u64;
+                let mut results = Vec::new();
+                for round in 0..3 {
+                    let propose = move |prepared: &mut u64| Some(*prepared + (rank + round) % 3);
+                    let run = |prepared, largest, _: &Site, _: &Deadline| Ok((prepared, largest));
+                    let started = group.start_agreed(all_reduce(1), move || Ok(10 * round), propose, run)?;
+                    started.wait(|result, _| {
+                        results.push(result);
+                        Ok(())
+                    })?;
                 }
-                let outgoing = to.map(|to| (to, call(rank)));
-                let incoming = from.map(|from| (from, if in_ring { call(from) } else { call(rank) }));
-                let prepare = move || Ok(((), 100 + rank as u64));
-                let started = group.start_agreed_message(outgoing, incoming, prepare, |(), word, _, _| Ok(word))?;
-                let mut result = 0;
-                started.wait(|word, _| {
-                    result = word;
-                    Ok(())
-                })?;
-                Ok(result)
+                Ok::<_, Error>(results)
             })
         });
-        ranks.collect::<Vec<_>>().into_iter().map(|rank| rank.join().unwrap()).collect()
-    }
-
-    #[test]
-    fn messages_bring_the_word_of_the_sender() {
-        assert_eq!(pass(3, true, |rank| 5 + rank), [Ok(102), Ok(100), Ok(101)]);
-        assert_eq!(pass(2, true, |rank| 5 + rank), [Ok(101), Ok(100)]);
-        assert_eq!(pass(4, false, |rank| 5 + rank / 2), [Ok(0), Ok(100), Ok(0), Ok(102)]);
-    }
-
-    #[test]
-    fn a_message_of_another_call_is_a_mismatch_at_the_receiver() {
-        let results = pass(2, false, |rank| 5 + rank);
-        let call = |count| Call::new(Operation::Send, DType::F32, count);
-        let calls = vec![(0, call(5)), (1, call(6))];
-        assert_eq!(results[1], Err(Error::Mismatch { sequence: 0, calls }));
-    }
-
-    #[test]
-    fn messages_to_the_caller_itself_or_to_no_rank_are_refused_and_the_group_stays_usable() {
-        let groups = Group::threads(2).unwrap().into_iter().map(|group| {
-            thread::spawn(move || {
-                for peer in [group.rank(), 2] {
-                    let to = Some((peer, all_reduce(1)));
-                    let refused = group.start_agreed_message(to, None, || Ok(((), 0)), |(), _, _, _| Ok(())).map(drop);
-                    assert!(matches!(refused, Err(Error::InvalidArgument { .. })), "{refused:?}");
-                }
-                group.barrier()
-            })
-        });
-        assert!(groups.collect::<Vec<_>>().into_iter().all(|rank| rank.join().unwrap().is_ok()));
+        for rank in ranks.collect::<Vec<_>>() {
+            assert_eq!(rank.join().unwrap(), Ok(vec![(0, Some(2)), (10, Some(12)), (20, Some(22))]));
+        }
     }
 
     #[test]

@@ -14,7 +14,8 @@ use crate::server::cuda::launches::Launches;
 pub(in crate::server::cuda) struct GroupTeam {
     /// How long calls in flight may take when the team is dropped.
     pub(super) limit: Duration,
-    /// Orders the group's launches among those of other groups. `None` if it has ranks in other processes.
+    /// Orders the group's launches among those of other groups. `None` if it has ranks in other processes: then a call
+    /// comes here in its turn.
     pub(super) launches: Option<Arc<Launches>>,
     /// Of a communicator's team: the team whose kernels serve the same group, if there is one.
     pub(super) kernels: Option<Arc<Team>>,
